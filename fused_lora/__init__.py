@@ -1,0 +1,14 @@
+"""Fused LoRA training for any PEFT model, adopted with one call and taken back with another.
+
+    from fused_lora import Fusion, fuse, unfuse
+
+    print(fuse(model, Fusion(mlp=True)))    # which modules run fused, and why the others do not
+    ...                                     # train, save, load, merge as before
+    unfuse(model)
+
+Nothing is patched at import, on a class or in a module of somebody else.
+"""
+
+from .fuse import Fusion, FusionReport, fuse, report, unfuse
+
+__all__ = ["Fusion", "FusionReport", "fuse", "report", "unfuse"]

@@ -1,0 +1,15 @@
+"""The MLP of a LoRA-adapted transformer as one autograd function. Needs torch and triton, nothing else.
+
+Copy this folder into your own project and call `LoRA_MLP.apply` (see `fast_lora.py`), or let
+`fused_lora.fuse` put it into a PEFT model for you. Read in this order:
+
+    utils.py       matmul_lora: a frozen product with its low-rank adapter added
+    swiglu.py      silu(gate) * up and its gradient, two Triton kernels
+    fast_lora.py   LoRA_MLP: the three adapted products around SwiGLU, with the backward by hand
+"""
+
+from .fast_lora import FrozenMLP, LoRA_MLP
+from .swiglu import swiglu_backward, swiglu_forward
+from .utils import matmul_lora
+
+__all__ = ["FrozenMLP", "LoRA_MLP", "matmul_lora", "swiglu_backward", "swiglu_forward"]

@@ -1,0 +1,50 @@
+"""Kernels run on the GPU where there is one, else in Triton's interpreter, which wants its switch
+set before triton is imported. What needs a GPU is marked `gpu` and skipped without one."""
+
+import os
+
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def round_bf16_as_hardware_does():
+    """The interpreter truncates fp32 to bf16, an error twice that of the hardware's rounding to
+    nearest even, and the error budgets are hardware's (seen in triton 3.7.1)."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    original = interpreter._convert_float
+
+    def convert_float(values, source, target, rounding_mode):
+        if (source, target) != (tl.float32, tl.bfloat16):
+            return original(values, source, target, rounding_mode)
+        return torch.from_numpy(values.copy()).bfloat16().view(torch.uint16).numpy()
+
+    interpreter._convert_float = convert_float
+
+
+if not HAS_GPU:
+    round_bf16_as_hardware_does()
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    return "cuda" if HAS_GPU else "cpu"
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU")
+
+
+def pytest_collection_modifyitems(items):
+    if HAS_GPU:
+        return
+    skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
