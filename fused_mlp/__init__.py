@@ -1,4 +1,4 @@
-"""The MLP of a LoRA-adapted transformer as one autograd function. Needs torch and triton, nothing else.
+"""The MLP of a LoRA-adapted transformer as one autograd function. Needs torch and triton alone.
 
 Copy this folder into your own project and call `LoRA_MLP.apply` (see `fast_lora.py`), or let
 `fused_lora.fuse` put it into a PEFT model for you. Read in this order:

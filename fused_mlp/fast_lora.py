@@ -16,8 +16,8 @@ Backward, for dy = grad_output, in the order of execution:
     dAg = sg (dgate Bg)' x          dBg = sg dgate' (x Ag')
     dx  = dup Wu + su (dup Bu) Au + dgate Wg + sg (dgate Bg) Ag
 
-What autograd would keep for the same MLP is x, gate, up, silu(gate), h, the three x A' and, with
-fp32 adapters, fp32 copies of x and h. This keeps x, gate and up, and computes the rest again.
+Autograd keeps more of the same MLP in PEFT: gate, up, silu(gate), h, a copy of x for gate and one
+for up, and the three x A'. This keeps x, gate and up, and computes the rest again.
 
 LoRA: Hu et al., arXiv 2106.09685. A LoRA MLP as one autograd function was first published by
 Unsloth (unsloth/kernels/fast_lora.py); this one is written from the equations above and, unlike
@@ -28,7 +28,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .swiglu import swiglu_backward, swiglu_forward
 from .utils import adapter_gradients, compute_dtype, matmul_lora
@@ -76,6 +75,7 @@ class LoRA_MLP(torch.autograd.Function):
 
     Raises:
         ValueError: shapes or dtypes do not fit, or a base weight requires a gradient.
+        RuntimeError: from backward, under create_graph=True.
     """
 
     @staticmethod
@@ -83,11 +83,11 @@ class LoRA_MLP(torch.autograd.Function):
         dtype = compute_dtype(x)
         _check(x, dtype, (gate_A, gate_B, up_A, up_B, down_A, down_B), frozen)
         ctx.dtypes = [t.dtype for t in (x, gate_A, gate_B, up_A, up_B, down_A, down_B)]
-        ctx.shape = x.shape
         ctx.scalings = frozen[3:]
 
         with torch.autocast(x.device.type, enabled=False):
-            rows = x.reshape(-1, x.shape[-1]).to(dtype)
+            x = x.to(dtype)
+            rows = x.reshape(-1, x.shape[-1])
             adapters = [t.to(dtype) for t in (gate_A, gate_B, up_A, up_B, down_A, down_B)]
             weights = [weight.to(dtype) for weight in frozen[:3]]
             gate_A, gate_B, up_A, up_B, down_A, down_B = adapters
@@ -98,13 +98,21 @@ class LoRA_MLP(torch.autograd.Function):
             hidden = swiglu_forward(gate, up)
             output = matmul_lora(hidden, down_weight, down_A, down_B, frozen.down_scaling)
 
-        ctx.save_for_backward(rows, gate, up, *adapters, *weights)
+        # x itself and not its rows: a view made in here hides from autograd whose memory it is
+        ctx.save_for_backward(x, gate, up, *adapters, *weights)
         return output.view(*x.shape[:-1], output.shape[-1])
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad_output):
-        rows, gate, up, *others = ctx.saved_tensors
+        # autograd leaves gradients on in a backward only where it should build a graph of it;
+        # its own once_differentiable would call ours a constant and say nothing
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "LoRA_MLP is not twice differentiable: call backward without create_graph=True, "
+                "or use the unfused MLP"
+            )
+        x, gate, up, *others = ctx.saved_tensors
+        rows = x.reshape(-1, x.shape[-1])
         gate_A, gate_B, up_A, up_B, down_A, down_B, gate_weight, up_weight, down_weight = others
         gate_scaling, up_scaling, down_scaling = ctx.scalings
         need_x, need_gate_A, need_gate_B, need_up_A, need_up_B, need_down_A, need_down_B, _ = (
@@ -140,7 +148,7 @@ class LoRA_MLP(torch.autograd.Function):
                 grad_x.addmm_(grad_up_rank, up_A, alpha=up_scaling)
                 grad_x.addmm_(grad_gate, gate_weight)
                 grad_x.addmm_(grad_gate_rank, gate_A, alpha=gate_scaling)
-                grad_x = grad_x.view(ctx.shape)
+                grad_x = grad_x.view(x.shape)
 
         gradients = (
             grad_x, grad_gate_A, grad_gate_B, grad_up_A, grad_up_B, grad_down_A, grad_down_B

@@ -91,9 +91,7 @@ def swiglu_forward(gate: Tensor, up: Tensor) -> Tensor:
     return hidden
 
 
-def swiglu_backward(
-    grad_hidden: Tensor, gate: Tensor, up: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def swiglu_backward(grad_hidden: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of `swiglu_forward`, with its output computed once more in the same pass.
 
     Equivalent PyTorch::
@@ -128,7 +126,9 @@ def _check(name: str, **tensors: Tensor) -> None:
         raise ValueError(f"{name} wants tensors of one shape, dtype and device, got {given}")
     ((_, dtype, device),) = seen
     if dtype not in DTYPES:
-        raise ValueError(f"{name} computes in bfloat16, float16 or float32, got {dtype}: cast first")
+        raise ValueError(
+            f"{name} computes in bfloat16, float16 or float32, got {dtype}: cast first"
+        )
     if device.type == "cpu" and isinstance(_swiglu_forward_kernel, triton.JITFunction):
         raise ValueError(
             f"{name} got tensors on the CPU: move them to a GPU, or set TRITON_INTERPRET=1 before "

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype a linear layer would compute in: autocast's where autocast is on, else that of x."""
+    """The dtype a linear layer computes in: autocast's where autocast is on, else that of x."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 

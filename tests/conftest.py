@@ -37,10 +37,6 @@ def device() -> str:
     return "cuda" if HAS_GPU else "cpu"
 
 
-def pytest_configure(config):
-    config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU")
-
-
 def pytest_collection_modifyitems(items):
     if HAS_GPU:
         return

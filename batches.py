@@ -1,0 +1,302 @@
+"""Chats in a JSONL file -> the token batches that every variant trains on.
+
+    examples = read_examples("data/sft_train.jsonl")
+    tokenized = tokenize(examples, load_tokenizer("data/tokenizer.json"))
+    batches = make_batches(tokenized, seq_len=512, batch_size=32, count=20)
+
+A chat is written in ChatML, `<|im_start|>{role}\\n{content}<|im_end|>\\n` for each message, and
+the loss is on what the assistant says: its content and the <|im_end|> after it. A tokenizer without
+ChatML's tokens spells these markers out as plain text, which makes the examples a little longer.
+"""
+
+import hashlib
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+IGNORED = -100  # the label that torch's cross_entropy skips
+ROLES = ("system", "user", "assistant")
+WANTED_LINE = '{"messages": [{"role": "user", "content": "..."}, ...]}'
+HOW_TO_MAKE_DATA = "make it with `python data/make_sft_train.py`, or give the path of your own"
+
+
+@dataclass(frozen=True)
+class Message:
+    role: str
+    content: str
+
+
+@dataclass(frozen=True)
+class TokenizedExample:
+    """One chat. `labels` has the length of `input_ids`: the token itself, or -100 for no loss."""
+
+    input_ids: list[int]
+    labels: list[int]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one step trains on. Labels are not shifted; transformers does that inside.
+
+    input_ids, labels: int64 [batch_size, seq_len]. attention_mask: the same shape and dtype, 1 on
+    tokens and 0 on padding; None for packed rows, which have no padding.
+    """
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    attention_mask: torch.Tensor | None = None
+
+    def to(self, device: torch.device | str) -> "Batch":
+        mask = self.attention_mask
+        return Batch(
+            self.input_ids.to(device),
+            self.labels.to(device),
+            None if mask is None else mask.to(device),
+        )
+
+
+@dataclass(frozen=True)
+class TokenShares:
+    """Shares of all positions: padding, and those whose prediction enters the loss."""
+
+    padding: float
+    labelled: float
+
+
+def read_examples(path: str | Path) -> list[list[Message]]:
+    """Read one chat a line; blank lines are passed over.
+
+    Raises ValueError, in one line with the line's number, for a file that cannot be read or holds
+    no chat, and for a line that is not a chat with an assistant's message.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"no file {path}; wanted chats, one a line; {HOW_TO_MAKE_DATA}")
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is not UTF-8 text (byte {error.start}); wanted JSON lines; save it as UTF-8"
+        ) from None
+    examples = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                examples.append(_parse(line))
+            except _Malformed as error:
+                raise ValueError(f"{path}, line {number}: {error}") from None
+    if not examples:
+        raise ValueError(f"{path} is empty; wanted chats, one a line; {HOW_TO_MAKE_DATA}")
+    return examples
+
+
+class _Malformed(Exception):
+    """Says what is wrong with a line, what is wanted and what to do."""
+
+
+def _parse(line: str) -> list[Message]:
+    try:
+        chat = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise _Malformed(
+            f"not JSON ({error.msg} at column {error.colno}); wanted {WANTED_LINE}; "
+            "write each chat on one line"
+        ) from None
+    entries = chat.get("messages") if isinstance(chat, dict) else None
+    if not isinstance(entries, list):
+        raise _Malformed(f'no "messages" list; wanted {WANTED_LINE}; put the chat under "messages"')
+    messages = [_message(entry, place) for place, entry in enumerate(entries, start=1)]
+    if not any(message.role == "assistant" for message in messages):
+        raise _Malformed(
+            "no assistant message; wanted one at least, as the loss is on what the assistant says; "
+            "add one or drop the line"
+        )
+    return messages
+
+
+def _message(entry: object, place: int) -> Message:
+    fields = entry if isinstance(entry, dict) else {}
+    role, content = fields.get("role"), fields.get("content")
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise _Malformed(
+            f'message {place} lacks a "role" or a "content" string; wanted both; '
+            "write the text of the message as one string"
+        )
+    if role not in ROLES:
+        raise _Malformed(
+            f"message {place} has the role {json.dumps(role)}; wanted one of {', '.join(ROLES)}; "
+            "rename the role or drop the message"
+        )
+    return Message(role, content)
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Read a tokenizer.json, with its own truncation and padding switched off.
+
+    Raises ValueError for a missing file, one that `tokenizers` cannot read, and one without a
+    vocabulary.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(
+            f"no tokenizer at {path}; wanted a tokenizer.json file; make ours with "
+            "`python data/make_tokenizer.py`, or give the one in a model's folder"
+        )
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises bare Exception
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"{path} is not a tokenizer ({reason}); wanted a tokenizer.json of the tokenizers "
+            "library; save one with tokenizer.save(path)"
+        ) from None
+    if not tokenizer.encode("assistant", add_special_tokens=False).ids:
+        raise ValueError(
+            f"{path} turns text into no tokens; wanted a trained tokenizer; train it before saving"
+        )
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def tokenize(examples: list[list[Message]], tokenizer: Tokenizer) -> list[TokenizedExample]:
+    """Encode each chat, with labels on the assistants' contents and their <|im_end|> alone.
+
+    The header, the content with its end, and the newline after it are encoded apart, as they are
+    when a model is prompted, so that no token straddles the border of what is labelled.
+    """
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False).ids
+
+    headers = {role: encode(f"<|im_start|>{role}\n") for role in ROLES}
+    newline = encode("\n")
+    tokenized = []
+    for messages in examples:
+        input_ids: list[int] = []
+        labels: list[int] = []
+        for message in messages:
+            header, said = headers[message.role], encode(f"{message.content}<|im_end|>")
+            ignored = [IGNORED] * len(said)
+            input_ids += header + said + newline
+            labels += [IGNORED] * len(header)
+            labels += said if message.role == "assistant" else ignored
+            labels += [IGNORED] * len(newline)
+        tokenized.append(TokenizedExample(input_ids, labels))
+    return tokenized
+
+
+def make_batches(
+    tokenized: list[TokenizedExample],
+    seq_len: int,
+    batch_size: int,
+    count: int,
+    padded: bool = False,
+    seed: int = 0,
+    pad_id: int = 0,
+) -> list[Batch]:
+    """The first `count` batches of an endless stream, which depends on the other arguments alone.
+
+    Packed (the default): the examples, shuffled, one after the other, cut into rows of exactly
+    seq_len tokens; an example may go on in the next row, and tokens attend across examples.
+    Padded: one example a row, cut at seq_len, or filled on the right with pad_id, label -100 and
+    attention_mask 0. Both shuffle the examples anew each time they have gone round.
+
+    A row may be without a label (a long question, a short row). A batch may not, as its loss, a
+    mean over labels, would be 0/0: such a batch is passed over.
+
+    Raises ValueError for lengths and counts that make no batch, and where the data once around has
+    no batch with a label.
+    """
+    limits = {"seq_len": (seq_len, 2), "batch_size": (batch_size, 1), "count": (count, 1)}
+    for name, (given, least) in limits.items():
+        if given < least:
+            raise ValueError(f"{name} is {given}; wanted {least} or more; ask for a larger {name}")
+    if not any(example.input_ids for example in tokenized):
+        raise ValueError("no tokens; wanted at least one example; read and tokenize some first")
+    order = random.Random(seed)
+    if padded:
+        rows_once_around = len(tokenized)
+        batches = _padded(_endless(tokenized, order), seq_len, batch_size, pad_id)
+    else:
+        rows_once_around = sum(len(example.input_ids) for example in tokenized) // seq_len
+        batches = _packed(_endless(tokenized, order), seq_len, batch_size)
+    return list(islice(_labelled(batches, rows_once_around // batch_size + 2), count))
+
+
+def _endless(tokenized: list[TokenizedExample], order: random.Random) -> Iterator[TokenizedExample]:
+    places = list(range(len(tokenized)))
+    while True:
+        order.shuffle(places)
+        for place in places:
+            yield tokenized[place]
+
+
+def _packed(examples: Iterator[TokenizedExample], seq_len: int, batch_size: int) -> Iterator[Batch]:
+    size = batch_size * seq_len
+    input_ids: list[int] = []
+    labels: list[int] = []
+    for example in examples:
+        input_ids += example.input_ids
+        labels += example.labels
+        while len(input_ids) >= size:
+            yield Batch(
+                torch.tensor(input_ids[:size]).view(batch_size, seq_len),
+                torch.tensor(labels[:size]).view(batch_size, seq_len),
+            )
+            input_ids, labels = input_ids[size:], labels[size:]
+
+
+def _padded(
+    examples: Iterator[TokenizedExample], seq_len: int, batch_size: int, pad_id: int
+) -> Iterator[Batch]:
+    def filled(tokens: list[int], filler: int) -> list[int]:
+        return tokens[:seq_len] + [filler] * (seq_len - len(tokens))
+
+    while True:
+        rows = list(islice(examples, batch_size))
+        yield Batch(
+            torch.tensor([filled(row.input_ids, pad_id) for row in rows]),
+            torch.tensor([filled(row.labels, IGNORED) for row in rows]),
+            torch.tensor([filled([1] * len(row.input_ids), 0) for row in rows]),
+        )
+
+
+def _labelled(batches: Iterator[Batch], patience: int) -> Iterator[Batch]:
+    """The batches that have a label; raises after `patience` in a row that have none."""
+    passed_over = 0
+    for batch in batches:
+        if (batch.labels[:, 1:] != IGNORED).any():
+            passed_over = 0
+            yield batch
+        elif (passed_over := passed_over + 1) == patience:
+            seq_len = batch.labels.shape[1]
+            raise ValueError(
+                f"no label in {patience} batches of length {seq_len}, once around the data; wanted "
+                "rows that reach into an assistant's answer; ask for a longer seq_len"
+            )
+
+
+def token_shares(batches: list[Batch]) -> TokenShares:
+    """What the positions of the batches are spent on.
+
+    labelled counts labels[:, 1:] != -100, what is left of the labels after the shift.
+    """
+    positions = sum(batch.input_ids.numel() for batch in batches)
+    if not positions:
+        raise ValueError("no batches; wanted at least one to take shares of; make some first")
+    masks = [batch.attention_mask for batch in batches if batch.attention_mask is not None]
+    padding = sum(int((mask == 0).sum()) for mask in masks)
+    labelled = sum(int((batch.labels[:, 1:] != IGNORED).sum()) for batch in batches)
+    return TokenShares(padding / positions, labelled / positions)
+
+
+def sha256_of(path: str | Path) -> str:
+    """The file's SHA-256 in hexadecimal, by which results.json names its data."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()

@@ -1,0 +1,213 @@
+"""What runs in a process of its own: the cells of one variant and round, and what they build on.
+
+Every function takes `send` first, with which it hands what it found to the parent.
+"""
+
+import dataclasses
+import functools
+import gc
+import hashlib
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from batches import Batch, load_tokenizer, make_batches, read_examples, sha256_of, tokenize
+from torch.profiler import ProfilerActivity, profile
+
+import machine
+import models
+from models import VARIANTS, Built, Lora
+from results import new_cell
+from trainer import MAX_WARMUP_STEPS, Clock, CudaClock, Trainer, WallClock
+from weights import Source, materialize
+
+Send = Callable[[dict[str, Any]], None]
+
+LEARNING_RATE = 1e-4
+PARITY_BATCH_SIZE = 4
+PARITY_SEQ_LEN = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is the same for every cell of a run. `steps` are those of one round."""
+
+    source: Source
+    data: Path
+    cache: Path
+    lora: Lora
+    seq_lens: tuple[int, ...]
+    batch_size: int
+    steps: int
+    checkpointing: bool
+    padded: bool
+    seed: int
+    device: str
+
+    def batches(self, seq_len: int, batch_size: int, count: int) -> list[Batch]:
+        """The run's batches at one length, on the CPU: the same for every variant and round."""
+        tokenized = _tokenized(self.data, self.source.tokenizer)
+        return make_batches(
+            tokenized, seq_len, batch_size, count, padded=self.padded, seed=self.seed
+        )
+
+    @property
+    def parity_seq_len(self) -> int:
+        return min(PARITY_SEQ_LEN, *self.seq_lens)
+
+    def parity_batch(self) -> Batch:
+        return self.batches(self.parity_seq_len, PARITY_BATCH_SIZE, 1)[0].to(self.device)
+
+    def build(self, variant: str, seq_len: int) -> Built:
+        return models.build(
+            variant,
+            self.source.folder,
+            self.lora,
+            seq_len,
+            self.checkpointing,
+            self.device,
+            self.seed,
+        )
+
+    def clock(self) -> Clock:
+        return CudaClock() if self.device == "cuda" else WallClock()
+
+    def reference_file(self) -> Path:
+        """Where the parity reference is kept; its name changes with what it rests on."""
+        rests_on = (
+            str(self.source.folder),
+            self.lora,
+            self.padded,
+            self.seed,
+            self.parity_seq_len,
+            sha256_of(self.data),
+            torch.__version__,
+            self.device,
+        )
+        digest = hashlib.sha256(repr(rests_on).encode()).hexdigest()[:12]
+        return self.cache / "parity" / f"{digest}.pt"
+
+
+@functools.cache
+def _tokenized(data: Path, tokenizer: Path):
+    return tokenize(read_examples(data), load_tokenizer(tokenizer))
+
+
+def prepare(send: Send, plan: Plan) -> None:
+    """Make what every cell needs, unless it is there: the base weights and the parity reference."""
+    from parity import make_reference
+
+    send({"doing": f"base weights of {plan.source.name}"})
+    materialize(plan.source, plan.seed, plan.device)
+    path = plan.reference_file()
+    if path.exists():
+        return
+    send({"doing": "parity reference (plain PEFT in fp32)"})
+    seq_len = min(plan.seq_lens)
+    reference = make_reference(plan.build("vanilla_peft", seq_len), plan.parity_batch())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".unfinished")
+    reference.save(unfinished)
+    unfinished.replace(path)
+
+
+def measure_floor(send: Send, plan: Plan, seq_lens: tuple[int, ...]) -> None:
+    """Send the floor of each length as {"floor": {seq_len: ...}}."""
+    from transformers import AutoConfig
+
+    from floor import Floor, Shape, measure
+
+    config = AutoConfig.from_pretrained(plan.source.folder, local_files_only=True)
+    floor = Floor(Shape.of(config), plan.device)
+    for seq_len in seq_lens:
+        batches = plan.batches(seq_len, plan.batch_size, plan.steps)
+        labelled = sum((batch.labels[:, 1:] != -100).sum().item() for batch in batches)
+        result = measure(
+            floor, plan.batch_size, seq_len, round(labelled / len(batches)), plan.clock()
+        )
+        send({"floor": {str(seq_len): result}})
+
+
+def measure_kernels(send: Send, plan: Plan) -> None:
+    """Send the kernel table at the model's own shapes as {"kernels": ...}."""
+    from transformers import AutoConfig
+
+    from kernels import table
+
+    config = AutoConfig.from_pretrained(plan.source.folder, local_files_only=True)
+    tokens = [plan.batch_size * seq_len for seq_len in plan.seq_lens]
+    send({"kernels": table(config.intermediate_size, tokens)})
+
+
+def measure_cells(
+    send: Send, plan: Plan, variant: str, round_number: int, seq_lens: tuple[int, ...]
+) -> None:
+    """Send a {"cell": ...} for each length in turn, and {"step": n} for each timed step.
+
+    Stops after a cell that ran out of memory or failed: what follows wants a fresh process.
+    """
+    if VARIANTS[variant].library == "unsloth":
+        import unsloth  # noqa: F401  (before transformers and peft, which it patches)
+    for seq_len in seq_lens:
+        measured: dict[str, Any] = {}  # filled as far as it comes
+        try:
+            status = _measure(measured, plan, variant, seq_len, send)
+        except torch.OutOfMemoryError as error:
+            status, measured["error"] = "oom", _first_line(error)
+        except Exception as error:
+            status, measured["error"] = "error", f"{type(error).__name__}: {_first_line(error)}"
+        send({"cell": new_cell(variant, seq_len, round_number, status, **measured)})
+        if status in ("oom", "error"):
+            return
+        gc.collect()
+        if plan.device == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _measure(measured: dict[str, Any], plan: Plan, variant: str, seq_len: int, send: Send) -> str:
+    """Build the variant, hold it against the reference, time it, see what it ran; its status."""
+    from parity import Reference, check
+
+    built = plan.build(variant, seq_len)
+    measured |= {"settings": built.settings, "fused_modules": built.fused_modules}
+
+    parity = check(built, plan.parity_batch(), Reference.load(plan.reference_file()))
+    measured["parity"] = dataclasses.asdict(parity)
+    if not parity.passed:
+        measured["error"] = (
+            f"{parity.worst_gradient} is {parity.worst_ratio:.1f} times as far from fp32 as "
+            f"vanilla PEFT's; loss {parity.loss:.4f} against {parity.reference_loss:.4f}"
+        )
+        return "parity_failed"
+
+    batches = [
+        batch.to(plan.device) for batch in plan.batches(seq_len, plan.batch_size, plan.steps)
+    ]
+    warmup = MAX_WARMUP_STEPS if plan.device == "cuda" else 1  # a rehearsal's times mean nothing
+    trainer = Trainer(built.model, built.autocast, plan.clock(), LEARNING_RATE, warmup)
+    timings = trainer.run(batches, plan.steps, lambda done: send({"step": done}))
+    measured |= dataclasses.asdict(timings) | machine.state()
+
+    if plan.device == "cuda":
+        seen = measured["kernels_seen"] = _kernels_of(lambda: trainer.step(batches[0]))
+        if missing := [kernel for kernel in VARIANTS[variant].kernels if kernel not in seen]:
+            raise RuntimeError(
+                f"{', '.join(missing)} did not run: {variant} was not what was timed"
+            )
+    return "ok"
+
+
+def _kernels_of(step: Callable[[], Any]) -> dict[str, int]:
+    """Names of the GPU kernels that `step` launches, with how often, the most frequent first."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    device = torch.autograd.DeviceType.CUDA
+    names = Counter(e.name[:100] for e in profiler.events() if e.device_type == device)
+    return dict(names.most_common())
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or "no message").splitlines()[0][:300]

@@ -1,0 +1,153 @@
+"""The floor: the time of the operations that no LoRA step at this precision can do without.
+
+For every layer, with weights of its own: the frozen products q+k+v, o, gate+up and down, forward
+and for the gradient of their input, and attention both ways; then the lm_head both ways over the
+labelled tokens, which are all that the loss needs. No adapters, norms, activations or optimizer.
+The operations run in a step's order as one CUDA graph that is replayed like steps, because short
+bursts flatter a card that is held back by its power limit.
+"""
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainer import Clock
+
+WARMUP_STEPS = 5
+STEPS = 20
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the floor needs to know of a model."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+
+    @staticmethod
+    def of(config) -> "Shape":
+        """From a transformers config."""
+        heads = config.num_attention_heads
+        return Shape(
+            layers=config.num_hidden_layers,
+            hidden=config.hidden_size,
+            intermediate=config.intermediate_size,
+            heads=heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            vocabulary=config.vocab_size,
+        )
+
+    @property
+    def qkv(self) -> int:
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+
+class Floor:
+    """The frozen operations of one step, each layer with its own weights.
+
+    Operands are random tensors of the right shapes rather than the results of the operation before:
+    a product takes as long either way, and no copy between layouts gets into the floor.
+    """
+
+    # The lm_head's logits are [labelled tokens, vocabulary]: in chunks, so that they fit any card.
+    LM_HEAD_CHUNK = 4096
+
+    def __init__(self, shape: Shape, device: str):
+        self.shape = shape
+        self.device = device
+        projections = (
+            (shape.qkv, shape.hidden),
+            (shape.hidden, shape.heads * shape.head_dim),
+            (2 * shape.intermediate, shape.hidden),
+            (shape.hidden, shape.intermediate),
+        )
+        self.layers = [
+            [self._random(rows, columns) * columns**-0.5 for rows, columns in projections]
+            for _ in range(shape.layers)
+        ]
+        self.lm_head = self._random(shape.vocabulary, shape.hidden) * shape.hidden**-0.5
+
+    def _random(self, *size: int) -> Tensor:
+        return torch.randn(size, device=self.device, dtype=torch.bfloat16)
+
+    def chain(self, batch_size: int, seq_len: int, labelled_tokens: int) -> Callable[[], None]:
+        """A function that runs the operations of one step, forward and then backward."""
+        shape, tokens = self.shape, batch_size * seq_len
+        # [in] of every product forward; the same tensors serve as the [out] gradients backward
+        hidden = self._random(tokens, shape.hidden)
+        attended = self._random(tokens, shape.heads * shape.head_dim)
+        intermediate = self._random(tokens, shape.intermediate)
+        grad_qkv = self._random(tokens, shape.qkv)
+        grad_gate_up = self._random(tokens, 2 * shape.intermediate)
+        forward_inputs = (hidden, attended, hidden, intermediate)
+        backward_inputs = (grad_qkv, hidden, grad_gate_up, hidden)
+        q, k, v = (
+            self._random(batch_size, seq_len, heads, shape.head_dim)
+            .transpose(1, 2)
+            .requires_grad_()
+            for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
+        )
+        grad_heads = torch.randn_like(q)
+
+        def step() -> None:
+            outputs = []
+            for weights in self.layers:
+                for x, weight in zip(forward_inputs, weights, strict=True):
+                    x @ weight.t()
+                outputs.append(
+                    F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+                )
+            for start in range(0, labelled_tokens, self.LM_HEAD_CHUNK):
+                rows = hidden[start : min(start + self.LM_HEAD_CHUNK, labelled_tokens)]
+                (rows @ self.lm_head.t()) @ self.lm_head
+            for weights in reversed(self.layers):
+                torch.autograd.grad(outputs.pop(), (q, k, v), grad_heads)
+                for grad, weight in zip(backward_inputs, weights, strict=True):
+                    grad @ weight
+
+        return step
+
+
+def measure(
+    floor: Floor, batch_size: int, seq_len: int, labelled_tokens: int, clock: Clock
+) -> dict[str, Any]:
+    """Time the floor at one length; the median of STEPS replays after WARMUP_STEPS, in ms."""
+    step = floor.chain(batch_size, seq_len, labelled_tokens)
+    run = _captured(step) if floor.device == "cuda" else step
+    samples_ms = []
+    for index in range(WARMUP_STEPS + STEPS):
+        start = clock.mark()
+        run()
+        end = clock.mark()
+        clock.synchronize()
+        if index >= WARMUP_STEPS:
+            samples_ms.append(clock.elapsed_ms(start, end))
+    return {
+        "floor_ms": statistics.median(samples_ms),
+        "samples_ms": samples_ms,
+        "labelled_tokens": labelled_tokens,
+    }
+
+
+def _captured(step: Callable[[], None]) -> Callable[[], None]:
+    """`step` as one CUDA graph, after a run on a side stream that lets cuBLAS set itself up."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay

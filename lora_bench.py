@@ -1,0 +1,239 @@
+"""Times a LoRA training step of Qwen2.5-3B: vanilla PEFT, fused MLP, full Unsloth.
+
+    python lora_bench.py                     the experiment; without a GPU, a small rehearsal of it
+    python lora_bench.py --seq-lens 512 --batch-size 8
+    python lora_bench.py --kernels           the Triton kernels alone, against a device copy
+    python lora_bench.py --plot-only         draw the published picture and README tables again
+
+Every variant and round runs in a process of its own, every cell is saved when it ends, and the same
+command goes on where an earlier one stopped.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+import isolated
+import plots
+import results as store
+from cells import Plan, measure_cells, measure_floor, measure_kernels, prepare
+from options import HERE, fill_in, parse, set_up, why_unavailable
+
+Results = dict[str, Any]
+
+console = Console(highlight=False)
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parse(argv, __doc__)
+    try:
+        if arguments.plot_only:
+            return plot_only(arguments.out or HERE)
+        plan, results, path = set_up(arguments, sys.argv if argv is None else argv)
+    except ValueError as error:
+        print(f"lora_bench.py: {error}", file=sys.stderr)
+        return 2
+    try:
+        if arguments.kernels:
+            run_kernels(plan, results, path)
+        else:
+            run_experiment(plan, results, path, fill_in(arguments)["rounds"])
+            if any(cell["status"] == "error" for cell in results["cells"]):
+                return 1
+    except KeyboardInterrupt:
+        console.print(f"\nStopped. {path} holds what was measured; the same command goes on.")
+        return 130
+    except (RuntimeError, OSError) as error:
+        print(f"lora_bench.py: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+# --- running --------------------------------------------------------------------------------------
+
+
+def run_experiment(plan: Plan, results: Results, path: Path, rounds: int) -> None:
+    """Measure every cell that is still to do, saving each as it ends, then draw."""
+    variants = results["experiment"]["variants"]
+    todo = [
+        (round_number, variant, seq_len)
+        for round_number in range(1, rounds + 1)
+        # rounds alternate, so that no variant always runs on the warmer card
+        for variant in (variants if round_number % 2 else variants[::-1])
+        for seq_len in plan.seq_lens
+        if not store.done(results, variant, seq_len, round_number)
+    ]
+    if plan.device == "cpu":
+        # for the processes, which read them when they import triton and torch
+        os.environ |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        console.print("No GPU: a rehearsal in Triton's interpreter, not a performance result.")
+    with progress_bar(sum(plan.steps * seq_len for _, _, seq_len in todo)) as (advance, say):
+        missing_floor = tuple(n for n in plan.seq_lens if str(n) not in results["floor"])
+        if todo or missing_floor:
+            must(isolated.run(prepare, plan, on_message=lambda message: say(message["doing"])))
+        if missing_floor:
+            say("floor")
+
+            def keep_floor(message):
+                results["floor"].update(message["floor"])
+                store.save(path, results)
+
+            must(isolated.run(measure_floor, plan, missing_floor, on_message=keep_floor))
+        while todo:
+            todo = run_next(plan, results, path, todo, advance, say)
+    results["finished_utc"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    store.save(path, results)
+    plots.draw(results, path.with_name("benchmark_results.png"))
+    console.print(summary_table(results))
+    console.print(f"{path}\n{path.with_name('benchmark_results.png')}", soft_wrap=True)
+
+
+Cells = list[tuple[int, str, int]]
+
+
+def run_next(
+    plan: Plan, results: Results, path: Path, todo: Cells, advance: Callable, say: Callable
+) -> Cells:
+    """Run the first variant and round of `todo` in a process of its own; returns what is left.
+
+    A process that ends early leaves the lengths after its last cell to the next one.
+    """
+    round_number, variant, _ = todo[0]
+    seq_lens = tuple(n for r, v, n in todo if (r, v) == (round_number, variant))
+    say(f"round {round_number}: {plots.LOOKS[variant].name}")
+    finished: list[int] = []
+
+    def keep(cell: dict[str, Any]) -> None:
+        store.add_cell(results, cell)
+        store.save(path, results)
+        finished.append(cell["seq_len"])
+        console.print(cell_line(cell), soft_wrap=True)
+
+    def on_message(message: dict[str, Any]) -> None:
+        if "cell" in message:
+            keep(message["cell"])
+        else:
+            advance(seq_lens[len(finished)])
+
+    if reason := why_unavailable(variant, plan.device):
+        for seq_len in seq_lens:
+            keep(store.new_cell(variant, seq_len, round_number, "unavailable", error=reason))
+            advance(plan.steps * seq_len)
+    else:
+        ended = isolated.run(
+            measure_cells, plan, variant, round_number, seq_lens, on_message=on_message
+        )
+        if ended.error and len(finished) < len(seq_lens):
+            error = f"{ended.error}\n{ended.output_tail}"
+            seq_len = seq_lens[len(finished)]
+            keep(store.new_cell(variant, seq_len, round_number, "error", error=error))
+    gone = {(round_number, variant, seq_len) for seq_len in finished}
+    return [cell for cell in todo if cell not in gone]
+
+
+def run_kernels(plan: Plan, results: Results, path: Path) -> None:
+    must(isolated.run(prepare, plan, on_message=lambda message: None))
+    must(isolated.run(measure_kernels, plan, on_message=results.update))
+    store.save(path, results)
+    table = Table("kernel", "shape", "us", "GB/s", "of copy")
+    for row in results["kernels"]["rows"]:
+        table.add_row(
+            row["kernel"],
+            " x ".join(map(str, row["shape"])),
+            f"{row['median_us']:.1f}",
+            f"{row['gb_per_s']:.0f}",
+            f"{row['share_of_copy']:.0%}",
+        )
+    console.print(table)
+
+
+def must(ended: isolated.Ended) -> None:
+    """Nothing can be measured without what this process was to make: say why, and stop."""
+    if ended.error:
+        raise RuntimeError(f"{ended.error}\n{ended.output_tail}")
+
+
+def plot_only(folder: Path) -> int:
+    path = folder / "results.json"
+    if not path.is_file():
+        raise ValueError(f"--plot-only: there is no {path}; run the benchmark first, or give --out")
+    results = store.load(path)
+    plots.draw(results, folder / "benchmark_results.png")
+    console.print(f"{folder / 'benchmark_results.png'}", soft_wrap=True)
+    if folder.resolve() == HERE:
+        plots.update_readme(HERE / "README.md", results)
+        console.print(f"{HERE / 'README.md'}", soft_wrap=True)
+    return 0
+
+
+# --- what is shown --------------------------------------------------------------------------------
+
+
+class progress_bar:
+    """A bar over `total` timed tokens; gives (advance by tokens, say what is going on)."""
+
+    def __init__(self, total: int):
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left:"),
+            TimeRemainingColumn(),
+            console=console,
+            speed_estimate_period=600,
+        )
+        self.task = self.progress.add_task("starting", total=total)
+
+    def __enter__(self) -> tuple[Callable[[int], None], Callable[[str], None]]:
+        self.progress.start()
+        return (
+            lambda tokens: self.progress.advance(self.task, tokens),
+            lambda text: self.progress.update(self.task, description=text),
+        )
+
+    def __exit__(self, *_) -> None:
+        self.progress.stop()
+
+
+def cell_line(cell: dict[str, Any]) -> str:
+    start = f"round {cell['round']}  {plots.LOOKS[cell['variant']].name:14} {cell['seq_len']:5} tokens"
+    if cell["status"] != "ok":
+        return escape(f"{start}  {cell['status']}: {cell['error']}")
+    step_ms = sorted(cell["step_ms"])[len(cell["step_ms"]) // 2]
+    ratio = cell["parity"]["worst_ratio"]
+    return f"{start}  {step_ms:9.1f} ms  parity {ratio:.2f} x vanilla's own error"
+
+
+def summary_table(results: Results) -> Table:
+    title = "Rehearsal: not a performance result" if results["rehearsal"] else None
+    table = Table(title=title)
+    for name in ("tokens", "variant", "ms a step", "tokens/s", "speedup", "x floor", "peak GiB"):
+        table.add_column(name, no_wrap=True)
+    for row in results["summary"]:
+        if row["median_step_ms"] is None:
+            table.add_row(str(row["seq_len"]), plots.LOOKS[row["variant"]].name, row["status"])
+            continue
+        optional = {
+            key: "" if row[key] is None else f"{row[key]:.{digits}f}"
+            for key, digits in (("speedup", 2), ("ratio_to_floor", 2), ("peak_gib", 1))
+        }
+        table.add_row(
+            str(row["seq_len"]),
+            plots.LOOKS[row["variant"]].name,
+            f"{row['median_step_ms']:.1f}",
+            f"{row['tokens_per_s']:.0f}",
+            *optional.values(),
+        )
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())

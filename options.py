@@ -1,0 +1,208 @@
+"""The command line: what is asked for, checked before anything is run or written, as a plan."""
+
+import argparse
+from pathlib import Path
+from typing import Any, NoReturn
+
+from batches import load_tokenizer, read_examples, sha256_of, token_shares
+
+import machine
+import results as store
+from cells import LEARNING_RATE, Plan
+from models import VARIANTS, Lora, is_available
+from weights import resolve
+
+HERE = Path(__file__).resolve().parent
+
+# What the command does when nothing is asked for: with a GPU, and without one.
+EXPERIMENT = {
+    "model": HERE / "configs" / "qwen2.5-3b.json",
+    "seq_lens": [64, 128, 256, 512],
+    "batch_size": 32,
+    "steps": 100,
+    "rounds": 2,
+}
+REHEARSAL = {
+    "model": HERE / "configs" / "tiny.json",
+    "seq_lens": [16, 32],
+    "batch_size": 4,
+    "steps": 4,
+    "rounds": 1,
+}
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see --help)\n")
+
+
+def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace:
+    parser = Parser(
+        prog="lora_bench.py",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+    def add(flag: str, help: str, **options) -> None:
+        name = flag[2:].replace("-", "_")
+        if name in EXPERIMENT:
+            show = {k: " ".join(map(str, v)) if isinstance(v, list) else v
+                    for k, v in (("gpu", EXPERIMENT[name]), ("cpu", REHEARSAL[name]))}  # fmt: skip
+            show = {k: Path(v).name if isinstance(v, Path) else v for k, v in show.items()}
+            help += f" (default: {show['gpu']}; without a GPU {show['cpu']})"
+        parser.add_argument(flag, help=help, **options)
+
+    names = " ".join(VARIANTS)
+    add("--variants", f"what to compare, of {names} (default: all)", nargs="+", metavar="NAME")
+    add("--seq-lens", "tokens in a sequence", nargs="+", type=int, metavar="N")
+    add("--batch-size", "sequences in a step", type=int, metavar="N")
+    add("--rank", "LoRA rank; alpha is twice it (default: 32)", type=int, default=32, metavar="N")
+    add("--steps", "timed steps of each variant and length, over all rounds", type=int, metavar="N")
+    add("--rounds", "times that all variants are gone through, in alternating order",
+        type=int, metavar="N")  # fmt: skip
+    add("--model", "architecture file, checkpoint folder or hub name", metavar="MODEL")
+    add("--checkpointing", "gradient checkpointing: each variant's own, or none (default: on)",
+        choices=("on", "off"), default="on")  # fmt: skip
+    add("--padded", "pad one example a row instead of packing rows full", action="store_true")
+    add("--data", "chat examples, one JSON object a line (default: data/sft_train.jsonl)",
+        type=Path, default=HERE / "data" / "sft_train.jsonl", metavar="FILE")  # fmt: skip
+    add("--seed", "of weights, adapters and batches (default: 0)", type=int, default=0, metavar="N")
+    add("--device", "where to run (default: the GPU if there is one)", choices=("cuda", "cpu"))
+    add("--out", "folder for results.json and benchmark_results.png "
+        "(default: runs/GPU-NAME; without a GPU rehearsal; with --plot-only this repository)",
+        type=Path, metavar="FOLDER")  # fmt: skip
+    add("--cache", "folder for base weights (default: .cache)", type=Path,
+        default=HERE / ".cache", metavar="FOLDER")  # fmt: skip
+    add("--kernels", "time the Triton kernels alone, into the same results", action="store_true")
+    add("--plot-only", "draw from the results that are there; measure nothing", action="store_true")
+    return parser.parse_args(argv)
+
+
+def fill_in(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The arguments with defaults filled in: the experiment's with a GPU, else the rehearsal's."""
+    device = arguments.device or ("cuda" if machine.has_gpu() else "cpu")
+    if device == "cuda" and not machine.has_gpu():
+        raise ValueError("--device cuda: no NVIDIA GPU is visible; leave it out for a rehearsal")
+    defaults = EXPERIMENT if device == "cuda" else REHEARSAL
+    filled = {**vars(arguments), "device": device}
+    return {**filled, **{k: v for k, v in defaults.items() if filled[k] is None}}
+
+
+def set_up(arguments: argparse.Namespace, argv: list[str]) -> tuple[Plan, dict[str, Any], Path]:
+    """Check everything that can be checked before anything is run or written.
+
+    Raises:
+        ValueError: one line that says what is wrong and what to do.
+    """
+    asked = fill_in(arguments)
+    for name in ("batch_size", "rank", "steps", "rounds"):
+        at_least(1, f"--{name.replace('_', '-')}", asked[name])
+    for seq_len in asked["seq_lens"]:
+        at_least(2, "--seq-lens", seq_len)  # a token and the one that it predicts
+    if asked["steps"] % asked["rounds"]:
+        raise ValueError(
+            f"--steps {asked['steps']} does not spread evenly over --rounds {asked['rounds']}: "
+            f"give a multiple of {asked['rounds']}"
+        )
+    device = asked["device"]
+    if arguments.kernels and device == "cpu":
+        raise ValueError(
+            "--kernels: no NVIDIA GPU to time the kernels on; run it where there is one"
+        )
+    variants = check_variants(arguments.variants, device)
+    source = resolve(str(asked["model"]), arguments.cache.resolve(), arguments.seed)
+    read_examples(arguments.data)
+    load_tokenizer(source.tokenizer)
+    plan = Plan(
+        source=source,
+        data=arguments.data.resolve(),
+        cache=arguments.cache.resolve(),
+        lora=Lora(rank=arguments.rank, alpha=2 * arguments.rank),
+        seq_lens=tuple(sorted(set(asked["seq_lens"]))),
+        batch_size=asked["batch_size"],
+        steps=asked["steps"] // asked["rounds"],
+        checkpointing=arguments.checkpointing == "on",
+        padded=arguments.padded,
+        seed=arguments.seed,
+        device=device,
+    )
+    environment = machine.environment()
+    experiment = describe(plan, variants, asked["rounds"])
+    path = out_folder(arguments.out, environment, device) / "results.json"
+    fresh = store.new_results(argv, environment, experiment, rehearsal=device == "cpu")
+    results = store.continue_from(path, fresh)
+    check_writable(path.parent)
+    return plan, results, path
+
+
+def at_least(least: int, flag: str, value: int) -> None:
+    if value < least:
+        raise ValueError(f"{flag} {value}: give {least} or more")
+
+
+def check_variants(asked: list[str] | None, device: str) -> list[str]:
+    """The variants to run. One that cannot run is an error only when it was asked for by name."""
+    for name in asked or ():
+        if name not in VARIANTS:
+            raise ValueError(f"--variants {name}: unknown; there are {', '.join(VARIANTS)}")
+        if reason := why_unavailable(name, device):
+            raise ValueError(f"--variants {name}: {reason}")
+    return list(dict.fromkeys(asked or VARIANTS))
+
+
+def why_unavailable(variant: str, device: str) -> str | None:
+    if VARIANTS[variant].library == "unsloth" and device == "cpu":
+        return "Unsloth needs an NVIDIA GPU; leave it out, or run where there is one"
+    if not is_available(variant):
+        return "Unsloth is not installed; pip install -r requirements-peers.txt"
+    return None
+
+
+def describe(plan: Plan, variants: list[str], rounds: int) -> dict[str, Any]:
+    """The "experiment" part of results.json."""
+    tokens = {}
+    for seq_len in plan.seq_lens:
+        shares = token_shares(plan.batches(seq_len, plan.batch_size, plan.steps))
+        tokens[str(seq_len)] = {"padding": shares.padding, "labelled": shares.labelled}
+    return {
+        "model": plan.source.name,
+        "weights": plan.source.weights,
+        "dtype": "bfloat16",
+        "batch_size": plan.batch_size,
+        "seq_lens": list(plan.seq_lens),
+        "variants": variants,
+        "rounds": rounds,
+        "steps": plan.steps * rounds,
+        "checkpointing": "on" if plan.checkpointing else "off",
+        "padded": plan.padded,
+        "lora": {
+            "rank": plan.lora.rank,
+            "alpha": plan.lora.alpha,
+            "dropout": plan.lora.dropout,
+            "bias": plan.lora.bias,
+            "targets": list(plan.lora.targets),
+        },
+        "optimizer": {"name": "AdamW", "lr": LEARNING_RATE, "fused": plan.device == "cuda"},
+        "seed": plan.seed,
+        "data_sha256": sha256_of(plan.data),
+        "tokens": tokens,
+    }
+
+
+def out_folder(out: Path | None, environment: dict[str, Any], device: str) -> Path:
+    if out is not None:
+        return out
+    if device == "cpu":
+        return HERE / "rehearsal"
+    return HERE / "runs" / environment["gpu"]["name"].lower().replace(" ", "-")
+
+
+def check_writable(folder: Path) -> None:
+    probe = folder / ".writable"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(f"--out {folder}: cannot be written ({error.strerror})") from None

@@ -1,0 +1,487 @@
+"""benchmark_results.png and the README's tables, from a results document alone: no GPU, no torch.
+
+`figure` builds the picture and `draw` writes it. `tables` and `headline_table` are Markdown, which
+`update_readme` puts between the README's markers.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from textwrap import fill, shorten
+from typing import Any, NamedTuple
+
+from matplotlib import style
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.legend_handler import HandlerTuple
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import EngFormatter, MaxNLocator
+
+from results import (
+    BASELINE,
+    BASELINE_AGAIN,
+    COMPARED_PACKAGES,
+    noise_band,
+    summarize,
+    write_atomically,
+)
+
+
+class Look(NamedTuple):
+    """How a variant shows in every panel; marker and hatch tell it apart without colour."""
+
+    name: str
+    colour: str
+    marker: str
+    hatch: str
+
+
+LOOKS = {
+    BASELINE: Look("vanilla PEFT", "#8a8a8a", "o", ""),
+    BASELINE_AGAIN: Look("vanilla PEFT, again", "#8a8a8a", "o", ""),
+    "fused_mlp": Look("fused MLP", "#c81e2b", "s", "///"),
+    "full_unsloth": Look("full Unsloth", "#8250df", "^", "..."),
+}
+SPARE_LOOKS = [  # for variants without a look of their own, in the order of the experiment
+    *(("#0969da", "D", "xxx"), ("#1a7f37", "v", "---"), ("#bc4c00", "P", "\\\\\\")),
+    *(("#0a7e8c", "X", "|||"), ("#8a6100", "<", "+++"), ("#bf3989", ">", "ooo")),
+]
+STATUS_WORDS = {
+    "oom": "out of memory",
+    "error": "error",
+    "unavailable": "unavailable",
+    "parity_failed": "failed parity",
+}
+REHEARSAL = "REHEARSAL without a GPU: not a performance result"
+HOW_TO_READ = "Medians over steps, then over rounds; whiskers: 95% bootstrap intervals."
+PHASES = {"forward": 0.55, "backward": 0.0, "optimizer": -0.6}  # how far towards white or black
+FEW = 3  # up to this many variants every point is labelled; beyond it the table has the values
+STYLE = {
+    **{"axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True, "grid.color": "#e4e4e4"},
+    **{"axes.titlesize": 14, "axes.titleweight": "bold", "axes.titlelocation": "left"},
+    **{"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False},
+    **{"font.size": 12, "legend.fontsize": 10.5, "lines.linewidth": 2, "lines.markersize": 9},
+}
+
+
+def name_of(variant: str) -> str:
+    """What people call a variant; one without a name of its own keeps the one it has."""
+    return LOOKS[variant].name if variant in LOOKS else variant
+
+
+class View:
+    """A results document as the panels want it: looks, rows, and places on the x axis."""
+
+    def __init__(self, results: dict) -> None:
+        self.results, self.seq_lens = results, results["experiment"]["seq_lens"]
+        asked = results["experiment"]["variants"]
+        unknown = [variant for variant in asked if variant not in LOOKS]
+        spare = {v: Look(v, *SPARE_LOOKS[i % len(SPARE_LOOKS)]) for i, v in enumerate(unknown)}
+        # The baseline comes first; its A/A twin shows as a band and not as a variant.
+        shown = sorted((v for v in asked if v != BASELINE_AGAIN), key=lambda v: v != BASELINE)
+        self.looks = {variant: {**LOOKS, **spare}[variant] for variant in shown}
+        rows = [row for row in summarize(results) if row["variant"] in self.looks]
+        self.timed = [row for row in rows if row["status"] == "ok"]
+        self.untimed = [row for row in rows if row["status"] != "ok"]
+        self.bar_width = 0.84 / len(shown)
+
+    def look(self, row: dict) -> Look:
+        return self.looks[row["variant"]]
+
+    def slot(self, row: dict) -> float:
+        """Where a variant's bar stands within its length's group: no two share a place."""
+        offset = list(self.looks).index(row["variant"]) - (len(self.looks) - 1) / 2
+        return self.seq_lens.index(row["seq_len"]) + offset * self.bar_width
+
+    def top(self, name: str) -> float:
+        return max((row[name] for row in self.timed if row[name]), default=1.0)
+
+
+def draw(results: dict, path: str | Path) -> None:
+    """Write the picture as a PNG: whole or not at all, and the same bytes for the same results."""
+    png = io.BytesIO()
+    with style.context(["default", STYLE]):
+        figure(results).savefig(png, format="png", metadata={"Software": None})
+    write_atomically(path, png.getvalue())
+
+
+def figure(results: dict) -> Figure:
+    """The 2x2 picture: tokens a second, speedup, peak memory, where a step's time goes."""
+    with style.context(["default", STYLE]):
+        view = View(results)
+        picture = Figure(figsize=(14, 11), dpi=150)
+        panels = picture.subplots(2, 2, gridspec_kw={"hspace": 0.28, "wspace": 0.14})
+        rows_of_names = -(-len(view.looks) // 5)
+        picture.subplots_adjust(0.06, 0.125, 0.975, 0.892 - 0.026 * rows_of_names)
+        for panel, axes in zip((_throughput, _speedup, _memory, _step), panels.flat, strict=True):
+            axes.set_xlim(-0.5, len(view.seq_lens) - 0.5)
+            axes.set_xticks(range(len(view.seq_lens)), view.seq_lens)
+            axes.set_xlabel("tokens in a sequence")
+            axes.tick_params(length=0)
+            panel(axes, view)
+            _mark_untimed(axes, view)
+        title = finding(view)
+        picture.text(0.025, 0.955, title, size=min(23, 1500 / len(title)), weight="bold")
+        words = fill(f"{caption(results)} {HOW_TO_READ}", 165)
+        picture.text(0.025, 0.022, words, size=10.5, color="#444444", linespacing=1.5)
+        _name_variants(picture, view)
+        if results["rehearsal"]:
+            _stamp(picture)
+    return picture
+
+
+# --- the four panels ------------------------------------------------------------------------------
+
+
+def _throughput(axes: Axes, view: View) -> None:
+    axes.set_title("Tokens a second (higher is better)")
+    axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.set_ylim(0, 1.15 * view.top("tokens_per_s"))
+    _lines(axes, view, view.timed, "tokens_per_s", EngFormatter(places=1, sep=""))
+
+
+def _speedup(axes: Axes, view: View) -> None:
+    axes.set_title("Speedup over vanilla PEFT (higher is better)")
+    axes.yaxis.set_major_formatter("{x:.2f}×")
+    axes.yaxis.set_major_locator(MaxNLocator(7, steps=[1, 2, 5, 10]))
+    axes.axhline(1.0, color=LOOKS[BASELINE].colour, linestyle=(0, (5, 3)))
+    rows = [row for row in view.timed if row["speedup"] and row["variant"] != BASELINE]
+    bands = {n: band for n in view.seq_lens if (band := noise_band(view.results, n))}
+    for seq_len, (low, high) in bands.items():
+        axes.bar(view.seq_lens.index(seq_len), high - low, 0.9, low, color="#cfcfcf")
+    if bands:
+        _note(axes, "grey band: vanilla PEFT measured twice (A/A)")
+    intervals = [row["speedup_ci95"] for row in rows if row["speedup_ci95"]]
+    reach = [1.0, *(row["speedup"] for row in rows), *chain(*bands.values(), *intervals)]
+    span = max(0.1, max(reach) - min(reach))
+    below, above = 0.5 if view.untimed else 0.14, 0.34 if bands else 0.2  # room for the words
+    axes.set_ylim(min(reach) - below * span, max(reach) + above * span)
+    _lines(axes, view, rows, "speedup", lambda value: f"{value:.2f}×")
+
+
+def _memory(axes: Axes, view: View) -> None:
+    axes.set_title("Peak memory, GiB (lower is better)")
+    top = view.top("peak_gib")
+    for row in view.timed:
+        _bar(axes, view, row, row["peak_gib"] or 0.0)
+        _bar_label(axes, view, row, row["peak_gib"], "{:.1f}")
+    gpu = view.results["environment"]["gpu"]
+    if gpu is None:
+        _note(axes, "no GPU, so no GPU memory")
+    else:
+        capacity_gib = gpu["memory_bytes"] / 2**30
+        note = f"the card holds {capacity_gib:.0f} GiB"
+        if capacity_gib < 1.6 * top:
+            top = capacity_gib
+            axes.axhline(capacity_gib, color="black")
+        else:  # the bars would vanish under it
+            note += ", far above this axis"
+        _note(axes, note)
+    axes.set_ylim(0, 1.22 * top)
+
+
+def _step(axes: Axes, view: View) -> None:
+    axes.set_title("Where a step's time goes, ms (lower is better)")
+    top_ms, grey = view.top("median_step_ms"), LOOKS[BASELINE].colour
+    keys: list[Artist] = [
+        Patch(color=_shade(grey, shade), label=phase) for phase, shade in PHASES.items()
+    ]
+    for row in view.timed:
+        bottom_ms = 0.0
+        for phase, shade in PHASES.items():
+            _bar(axes, view, row, row[f"{phase}_ms"] or 0.0, bottom_ms, shade)
+            bottom_ms += row[f"{phase}_ms"] or 0.0
+        _bar_label(axes, view, row, row["median_step_ms"], "{:.0f}" if top_ms > 50 else "{:.1f}")
+    floors = view.results.get("floor") or {}
+    for place, seq_len in enumerate(view.seq_lens):
+        if str(seq_len) in floors:
+            floor_ms, ends = floors[str(seq_len)]["floor_ms"], (place - 0.47, place + 0.47)
+            axes.hlines(floor_ms, *ends, color="white", linewidth=4.5)
+            axes.hlines(floor_ms, *ends, color="black", linewidth=2.5)
+    if floors:
+        words = "floor: cannot be skipped"
+        keys.append(Line2D([], [], color="black", linewidth=2.5, label=words))
+    axes.legend(handles=keys, loc="upper left", ncols=4, handlelength=1.4, columnspacing=1.2)
+    axes.set_ylim(0, 1.24 * top_ms)
+
+
+# --- what the panels share ------------------------------------------------------------------------
+
+
+def _lines(axes: Axes, view: View, rows: list[dict], name: str, words: Callable) -> None:
+    """One line a variant, broken where a length has no value, with intervals and values."""
+    low, high = axes.get_ylim()
+    many = len(view.looks) > FEW
+    for variant, look in view.looks.items():
+        own = {row["seq_len"]: row for row in rows if row["variant"] == variant}
+        values = [own[n][name] if n in own else float("nan") for n in view.seq_lens]
+        if own:
+            axes.add_line(_line(look, range(len(values)), values))
+        for seq_len, row in own.items():
+            if ci95 := row.get(f"{name}_ci95"):
+                at = [view.seq_lens.index(seq_len)] * 2
+                axes.plot(at, ci95, marker="_", color=look.colour, markersize=11, linewidth=1.8)
+    for place, seq_len in enumerate(view.seq_lens):
+        here = sorted((row for row in rows if row["seq_len"] == seq_len), key=lambda r: r[name])
+        heights = _apart([row[name] for row in here], 0.052 * (high - low), high)
+        for rank, row in enumerate(here):
+            value, ends = row[name], row.get(f"{name}_ci95") or [row[name]]
+            text: dict[str, Any] = {"color": view.look(row).colour, "size": 11, "weight": "bold"}
+            near = rank + 1 < len(here) and here[rank + 1][name] - value < 0.1 * (high - low)
+            if many and seq_len == view.seq_lens[-1]:
+                axes.text(place + 0.1, heights[rank], words(value), va="center", **text)
+            elif not many and rank < len(here) // 2:
+                _annotate(axes, words(value), place, min(value, *ends), -9, va="top", **text)
+            elif not many and not near:  # else it would stand on the next point
+                _annotate(axes, words(value), place, max(value, *ends), 9, va="bottom", **text)
+
+
+def _apart(values: list[float], gap: float, top: float) -> list[float]:
+    """Ascending heights, each at least a gap above the last, and all of them under the top."""
+    heights: list[float] = []
+    for value in values:
+        heights.append(max(value, heights[-1] + gap) if heights else value)
+    too_high = max(0.0, heights[-1] + gap / 2 - top) if heights else 0.0
+    return [height - too_high for height in heights]
+
+
+def _annotate(axes: Axes, words: str, x: float, y: float, points_up: int, **text) -> None:
+    offset = (0, points_up)
+    axes.annotate(words, (x, y), offset, textcoords="offset points", ha="center", **text)
+
+
+def _note(axes: Axes, words: str) -> None:
+    clear = {"boxstyle": "square,pad=0.1", "color": "white"}
+    axes.text(0.015, 0.975, words, transform=axes.transAxes, va="top", size=11, bbox=clear)
+
+
+def _line(look: Look, x=(), y=()) -> Line2D:
+    return Line2D(x, y, color=look.colour, marker=look.marker, label=look.name)
+
+
+def _bar(axes: Axes, view: View, row: dict, height: float, bottom=0.0, shade=0.0) -> None:
+    look = view.look(row)
+    paint: dict[str, Any] = {"color": _shade(look.colour, shade), "hatch": look.hatch}
+    paint |= {"edgecolor": "white", "linewidth": 0}
+    axes.bar(view.slot(row), height, 0.93 * view.bar_width, bottom, **paint)
+
+
+def _bar_label(axes: Axes, view: View, row: dict, value: float | None, words: str) -> None:
+    if value is not None:
+        text = {"size": 9, "rotation": 90} if len(view.looks) > FEW else {"size": 11}
+        _annotate(axes, words.format(value), view.slot(row), value, 3, va="bottom", **text)
+
+
+def _mark_untimed(axes: Axes, view: View) -> None:
+    """A cell without a time still shows: its variant's marker, hollow, and the reason in words."""
+    for row in view.untimed:
+        look, place, across = view.look(row), view.slot(row), axes.get_xaxis_transform()
+        mark = _line(look, [place], [0.035])
+        mark.set(transform=across, markerfacecolor="white", markeredgewidth=2, zorder=6)
+        axes.add_artist(mark)
+        text: dict[str, Any] = {"color": look.colour, "size": 10, "weight": "bold", "zorder": 6}
+        text |= {"rotation": 90, "ha": "center", "va": "bottom", "transform": across}
+        text |= {"bbox": {"boxstyle": "square,pad=0.05", "color": "white", "alpha": 0.8}}
+        axes.text(place, 0.08, STATUS_WORDS[row["status"]], **text)
+
+
+def _name_variants(picture: Figure, view: View) -> None:
+    """The legend of all four panels: each variant's bar beside its line."""
+    keys: list[Any] = []
+    for look in view.looks.values():
+        bar = Patch(facecolor=look.colour, hatch=look.hatch, edgecolor="white", linewidth=0)
+        keys.append((bar, _line(look)))
+    names = [look.name for look in view.looks.values()]
+    place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (0.017, 0.945), "ncols": 5}
+    side_by_side = {tuple: HandlerTuple(ndivide=None)}
+    picture.legend(keys, names, fontsize=13, handlelength=3.5, handler_map=side_by_side, **place)
+
+
+def _stamp(picture: Figure) -> None:
+    text: dict[str, Any] = {"size": 58, "color": "#d1242f", "alpha": 0.22, "weight": "bold"}
+    text |= {"ha": "center", "va": "center", "rotation": 30, "zorder": 9}
+    picture.text(0.5, 0.48, REHEARSAL.replace(": ", "\n"), **text)
+
+
+def _shade(colour: str, towards: float) -> tuple[float, float, float]:
+    red, green, blue = ((1 - abs(towards)) * part + max(towards, 0.0) for part in to_rgb(colour))
+    return red, green, blue
+
+
+def finding(view: View) -> str:
+    """The picture's title: the speedups at the longest length that has any."""
+    if view.results["rehearsal"]:
+        return REHEARSAL
+    gpu = (view.results["environment"]["gpu"] or {"name": "the CPU"})["name"]
+    rows = [row for row in view.timed if row["speedup"] and row["variant"] != BASELINE]
+    if not rows:
+        return f"No speedup measured on {gpu}"
+    seq_len = max(row["seq_len"] for row in rows)
+    rows = sorted((r for r in rows if r["seq_len"] == seq_len), key=lambda row: row["speedup"])
+    if len(rows) > FEW:  # the subject and the two fastest
+        rows = [row for row in rows[:-2] if row["variant"] == "fused_mlp"] + rows[-2:]
+    noise = "not distinguishable"
+    said = ", ".join(
+        f"{view.look(row).name} " + (noise if row["verdict"] == noise else f"{row['speedup']:.2f}×")
+        for row in rows
+    )
+    return f"{said[0].upper()}{said[1:]} at {seq_len} tokens on {gpu}"
+
+
+def caption(results: dict) -> str:
+    experiment, environment = results["experiment"], results["environment"]
+    facts = [(environment["gpu"] or {"name": f"no GPU ({environment['cpu']})"})["name"]]
+    versions = {name: environment["packages"].get(name) for name in COMPARED_PACKAGES}
+    facts += [f"{name} {version}" for name, version in versions.items() if version]
+    facts += [
+        experiment["model"],
+        experiment["dtype"],
+        f"batch {experiment['batch_size']}" + (", padded" if experiment["padded"] else ""),
+        f"LoRA rank {experiment['lora']['rank']}",
+        f"gradient checkpointing {experiment['checkpointing']}",
+        f"{experiment['steps']} timed steps each",
+        f"rounds: {experiment['rounds']}",
+    ]
+    return " · ".join(facts) + "."
+
+
+# --- the README's tables --------------------------------------------------------------------------
+
+
+def tables(results: dict) -> str:
+    """Every row of the summary, what it was measured on, what went wrong, settings and kernels."""
+    git = results["environment"]["git"] or {"commit": "unknown", "dirty": False}
+    commit = re.sub(r"[0-9a-f]{40}", lambda found: found[0][:10], git["commit"])
+    commit += " with local changes" if git["dirty"] else ""
+    blocks = [
+        f"**{REHEARSAL}.**" if results["rehearsal"] else "",
+        _summary_table(results),
+        f"{caption(results)} Commit {commit}.",
+        _remarks(results),
+        _settings_table(results),
+        _kernel_table(results["kernels"]) if results["kernels"] else "",
+    ]
+    return "\n\n".join(block for block in blocks if block)
+
+
+def headline_table(results: dict) -> str:
+    """The first screen's table: one row a length, and only the variants everyone asks about."""
+    rows = {(row["variant"], row["seq_len"]): row for row in summarize(results)}
+    asked = [v for v in LOOKS if v in results["experiment"]["variants"] and v != BASELINE_AGAIN]
+
+    def words(row: dict | None) -> str:
+        if row is None or row["status"] != "ok":
+            return STATUS_WORDS[row["status"]] if row else ""
+        over = row["speedup"] if row["variant"] != BASELINE else None
+        return f"{row['median_step_ms']:.0f} ms" + (f", **{over:.2f}×**" if over else "")
+
+    lines = [
+        [str(seq_len), *(words(rows.get((variant, seq_len))) for variant in asked)]
+        for seq_len in results["experiment"]["seq_lens"]
+    ]
+    table = _table(["tokens in a sequence", *(name_of(variant) for variant in asked)], lines)
+    return f"**{REHEARSAL}.**\n\n{table}" if results["rehearsal"] else table
+
+
+def update_readme(readme_path: str | Path, results: dict) -> bool:
+    """Put both tables between their markers; whether that changed the file."""
+    before = after = Path(readme_path).read_bytes().decode()
+    for name, block in (("results", tables(results)), ("headline", headline_table(results))):
+        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+        if [after.count(begin), after.count(end), after.find(begin) < after.find(end)] != [1, 1, 1]:
+            raise ValueError(f"{readme_path} wants {begin} and then {end}, once each: add them")
+        head, tail = after.split(begin)[0], after.split(end)[1]
+        after = f"{head}{begin}\n\n{block}\n\n{end}{tail}"
+    if after != before:
+        write_atomically(readme_path, after.encode())
+    return after != before
+
+
+def _summary_table(results: dict) -> str:
+    rows = summarize(results)
+    header = ["tokens", "variant", "step, ms", "tokens/s", "speedup", "× floor", "peak, GiB"]
+    lines = []
+    for row in rows:
+        line = [str(row["seq_len"]), name_of(row["variant"]), STATUS_WORDS.get(row["status"], "")]
+        if row["status"] == "ok":
+            line[2] = f"{row['median_step_ms']:.1f}{_range(row['step_ms_ci95'], 1)}"
+            line.append(f"{row['tokens_per_s']:,.0f}")
+            line.append(_number(row["speedup"], 2) + _range(row["speedup_ci95"], 2))
+            line += [_number(row["ratio_to_floor"], 2), _number(row["peak_gib"], 1)]
+        lines.append(line + [""] * (len(header) - len(line)))
+    if any(row["verdict"] for row in rows):
+        header.append("against the A/A noise")
+        lines = [[*line, row["verdict"] or ""] for line, row in zip(lines, rows, strict=True)]
+    return _table(header, lines)
+
+
+def _remarks(results: dict) -> str:
+    """Why cells have no time, and what may have disturbed those that have one."""
+    reasons: dict[tuple[str, str], dict[str, None]] = {}
+    for cell in results["cells"]:
+        if cell["status"] != "ok":
+            why = STATUS_WORDS[cell["status"]]
+            if cell["error"]:
+                why += f": `{shorten(cell['error'].replace('`', ''), 160)}`"
+            reasons.setdefault((name_of(cell["variant"]), why), {})[str(cell["seq_len"])] = None
+    lines = [f"- {name} at {', '.join(at)} tokens: {why}" for (name, why), at in reasons.items()]
+    timed = [cell for cell in results["cells"] if cell["status"] == "ok"]
+    disturbances = {"throttled": "The GPU throttled", "other_gpu_processes": "The GPU was shared"}
+    for name, words in disturbances.items():
+        if count := sum(bool(cell[name]) for cell in timed):
+            lines.append(f"- {words} in {count} of {len(timed)} timed cells.")
+    return "\n".join(lines)
+
+
+def _settings_table(results: dict) -> str:
+    names = ("checkpointing", "adapter_dtype", "autocast", "attention", "compile")
+    lines = []
+    for variant in results["experiment"]["variants"]:
+        cells = [c for c in results["cells"] if c["variant"] == variant and c["settings"]]
+        if cells:
+            columns = [[cell["settings"].get(name) for cell in cells] for name in names]
+            columns.append([len(cell["fused_modules"]) for cell in cells])
+            lines.append([name_of(variant), *(_by_length(cells, values) for values in columns)])
+    header = ["variant", *(name.replace("_", " ") for name in names), "fused modules"]
+    return _table(header, lines) if lines else ""
+
+
+def _by_length(cells: list[dict], values: list) -> str:
+    """The cells' one value in words; where it was not the same at every length, with lengths."""
+    lengths: dict[str, dict[str, None]] = {}
+    for cell, value in zip(cells, values, strict=True):
+        words = {"None": "none", "True": "on", "False": "off"}.get(str(value), str(value))
+        lengths.setdefault(words, {})[str(cell["seq_len"])] = None
+    if len(lengths) == 1:
+        return next(iter(lengths))
+    return "; ".join(f"{words} at {', '.join(at)}" for words, at in lengths.items())
+
+
+def _kernel_table(kernels: dict) -> str:
+    header = ["kernel", "shape", "dtype", "median, µs", "GB/s", "of a copy's GB/s"]
+    lines = [
+        [row["kernel"], " × ".join(map(str, row["shape"])), row["dtype"], f"{row['median_us']:.1f}",
+         f"{row['gb_per_s']:,.0f}", f"{row['share_of_copy']:.0%}"]
+        for row in kernels["rows"]
+    ]  # fmt: skip
+    return f"{_table(header, lines)}\n\nA device copy: {kernels['copy_gb_per_s']:,.0f} GB/s."
+
+
+def _table(header: list[str], lines: list[list[str]]) -> str:
+    ruled = [header, ["---"] * len(header), *lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in ruled)
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def _range(bounds: list[float] | None, digits: int) -> str:
+    return f" ({bounds[0]:.{digits}f} to {bounds[1]:.{digits}f})" if bounds else ""

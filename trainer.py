@@ -1,0 +1,177 @@
+"""The timed loop: a model and its batches in, the time of every step out.
+
+A step is forward, backward, optimizer and zero_grad, with a mark of the clock around each and one
+synchronisation at its end. On a GPU a mark is a CUDA event, so a step's time runs from the moment
+the GPU reaches its start to the moment it has done all of it, waiting for the host included.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from itertools import islice, pairwise
+from typing import Any, Protocol
+
+import torch
+from batches import Batch
+
+# Warm-up: at least this many steps, then on until the last three agree to this share of a step.
+MIN_WARMUP_STEPS = 4
+MAX_WARMUP_STEPS = 20
+STEADY_SPREAD = 0.05
+
+
+class Clock(Protocol):
+    def mark(self) -> Any: ...
+
+    def elapsed_ms(self, start: Any, end: Any) -> float: ...
+
+    def synchronize(self) -> None: ...
+
+
+class CudaClock:
+    """Marks are CUDA events on the current stream; times are known after `synchronize`."""
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def elapsed_ms(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        return start.elapsed_time(end)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+
+class WallClock:
+    """For the CPU, where work is done when the call returns."""
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def elapsed_ms(self, start: float, end: float) -> float:
+        return (end - start) * 1e3
+
+    def synchronize(self) -> None:
+        pass
+
+
+@dataclass
+class Timings:
+    """Raw times of every timed step, in ms, with the loss that each step saw."""
+
+    first_step_s: float
+    step_ms: list[float] = field(default_factory=list)
+    forward_ms: list[float] = field(default_factory=list)
+    backward_ms: list[float] = field(default_factory=list)
+    optimizer_ms: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+
+
+class Trainer:
+    """Trains `model` with AdamW, one batch a step.
+
+    Args:
+        autocast: makes the context that the forward runs in.
+        clock: what marks the parts of a step.
+        max_warmup_steps: warm up no longer than this, steady or not.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        autocast: Callable[[], AbstractContextManager],
+        clock: Clock,
+        learning_rate: float,
+        max_warmup_steps: int = MAX_WARMUP_STEPS,
+    ):
+        self.model = model
+        self.autocast = autocast
+        self.clock = clock
+        self.max_warmup_steps = max_warmup_steps
+        self.trained = [p for p in model.parameters() if p.requires_grad]
+        fused = self.trained[0].is_cuda
+        self.optimizer = torch.optim.AdamW(self.trained, lr=learning_rate, fused=fused)
+
+    def step(self, batch: Batch) -> tuple[list[Any], torch.Tensor]:
+        """One training step; returns the four marks around its parts, and its loss."""
+        marks = [self.clock.mark()]
+        with self.autocast():
+            loss = self.model(
+                input_ids=batch.input_ids,
+                labels=batch.labels,
+                attention_mask=batch.attention_mask,
+            ).loss
+        marks.append(self.clock.mark())
+        loss.backward()
+        marks.append(self.clock.mark())
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        marks.append(self.clock.mark())
+        return marks, loss.detach()
+
+    def run(
+        self, batches: list[Batch], steps: int, on_step: Callable[[int], None] = lambda done: None
+    ) -> Timings:
+        """Warm up, go back to the first weights, then time `steps` steps over `batches`, in order.
+
+        The adapters and the optimizer's state are put back after the warm-up, so that the losses
+        of the timed steps can be compared between variants whatever their warm-up took.
+        """
+        start = [parameter.detach().cpu().clone() for parameter in self.trained]
+        timings = Timings(first_step_s=self._warm_up(batches))
+        self._rewind(start)
+        on_gpu = self.trained[0].is_cuda
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        for done, batch in enumerate(islice(_around(batches), steps), start=1):
+            marks, loss = self.step(batch)
+            self.clock.synchronize()
+            forward, backward, optimizer = (
+                self.clock.elapsed_ms(a, b) for a, b in pairwise(marks)
+            )
+            timings.step_ms.append(self.clock.elapsed_ms(marks[0], marks[-1]))
+            timings.forward_ms.append(forward)
+            timings.backward_ms.append(backward)
+            timings.optimizer_ms.append(optimizer)
+            timings.losses.append(loss.item())
+            on_step(done)
+        if on_gpu:
+            timings.peak_allocated_bytes = torch.cuda.max_memory_allocated()
+            timings.peak_reserved_bytes = torch.cuda.max_memory_reserved()
+        return timings
+
+    def _warm_up(self, batches: list[Batch]) -> float:
+        """Run steps until their times are steady; returns the first step's wall time in seconds."""
+        times_ms: list[float] = []
+        began = time.perf_counter()
+        first_step_s = 0.0
+        for batch in islice(_around(batches), self.max_warmup_steps):
+            marks, _ = self.step(batch)
+            self.clock.synchronize()
+            times_ms.append(self.clock.elapsed_ms(marks[0], marks[-1]))
+            if len(times_ms) == 1:
+                first_step_s = time.perf_counter() - began
+            if len(times_ms) >= MIN_WARMUP_STEPS and is_steady(times_ms[-3:]):
+                break
+        return first_step_s
+
+    def _rewind(self, start: list[torch.Tensor]) -> None:
+        with torch.no_grad():
+            for parameter, value in zip(self.trained, start, strict=True):
+                parameter.copy_(value)
+                for state in self.optimizer.state[parameter].values():
+                    state.zero_()
+
+
+def is_steady(times_ms: list[float]) -> bool:
+    """Whether the times lie within STEADY_SPREAD of the smallest."""
+    return max(times_ms) <= (1 + STEADY_SPREAD) * min(times_ms)
+
+
+def _around(batches: list[Batch]) -> Iterator[Batch]:
+    while True:
+        yield from batches
