@@ -183,10 +183,9 @@ def tokenize(examples: list[list[Message]], tokenizer: Tokenizer) -> list[Tokeni
         labels: list[int] = []
         for message in messages:
             header, said = headers[message.role], encode(f"{message.content}<|im_end|>")
-            ignored = [IGNORED] * len(said)
             input_ids += header + said + newline
             labels += [IGNORED] * len(header)
-            labels += said if message.role == "assistant" else ignored
+            labels += said if message.role == "assistant" else [IGNORED] * len(said)
             labels += [IGNORED] * len(newline)
         tokenized.append(TokenizedExample(input_ids, labels))
     return tokenized
@@ -211,8 +210,8 @@ def make_batches(
     A row may be without a label (a long question, a short row). A batch may not, as its loss, a
     mean over labels, would be 0/0: such a batch is passed over.
 
-    Raises ValueError for lengths and counts that make no batch, and where the data once around has
-    no batch with a label.
+    Raises ValueError for lengths and counts that make no batch, and where the data twice around
+    has no batch with a label.
     """
     limits = {"seq_len": (seq_len, 2), "batch_size": (batch_size, 1), "count": (count, 1)}
     for name, (given, least) in limits.items():
@@ -222,12 +221,13 @@ def make_batches(
         raise ValueError("no tokens; wanted at least one example; read and tokenize some first")
     order = random.Random(seed)
     if padded:
-        rows_once_around = len(tokenized)
+        rows = len(tokenized)
         batches = _padded(_endless(tokenized, order), seq_len, batch_size, pad_id)
     else:
-        rows_once_around = sum(len(example.input_ids) for example in tokenized) // seq_len
+        rows = sum(len(example.input_ids) for example in tokenized) // seq_len
         batches = _packed(_endless(tokenized, order), seq_len, batch_size)
-    return list(islice(_labelled(batches, rows_once_around // batch_size + 2), count))
+    twice_around = 2 * (rows // batch_size + 1)  # a label may come first, and last after a shuffle
+    return list(islice(_labelled(batches, twice_around), count))
 
 
 def _endless(tokenized: list[TokenizedExample], order: random.Random) -> Iterator[TokenizedExample]:
@@ -278,8 +278,8 @@ def _labelled(batches: Iterator[Batch], patience: int) -> Iterator[Batch]:
         elif (passed_over := passed_over + 1) == patience:
             seq_len = batch.labels.shape[1]
             raise ValueError(
-                f"no label in {patience} batches of length {seq_len}, once around the data; wanted "
-                "rows that reach into an assistant's answer; ask for a longer seq_len"
+                f"no label in {patience} batches of length {seq_len}, twice around the data; "
+                "wanted rows that reach into an assistant's answer; ask for a longer seq_len"
             )
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from batches import Batch, load_tokenizer, make_batches, read_examples, sha256_of, tokenize
 from torch.profiler import ProfilerActivity, profile
 
 import machine
 import models
+from batches import Batch, load_tokenizer, make_batches, read_examples, sha256_of, tokenize
 from models import VARIANTS, Built, Lora
 from results import new_cell
 from trainer import MAX_WARMUP_STEPS, Clock, CudaClock, Trainer, WallClock

@@ -24,6 +24,7 @@ from rich.table import Table
 import isolated
 import plots
 import results as store
+import tables
 from cells import Plan, measure_cells, measure_floor, measure_kernels, prepare
 from options import HERE, fill_in, parse, set_up, why_unavailable
 
@@ -108,7 +109,7 @@ def run_next(
     """
     round_number, variant, _ = todo[0]
     seq_lens = tuple(n for r, v, n in todo if (r, v) == (round_number, variant))
-    say(f"round {round_number}: {plots.LOOKS[variant].name}")
+    say(f"round {round_number}: {plots.name_of(variant)}")
     finished: list[int] = []
 
     def keep(cell: dict[str, Any]) -> None:
@@ -169,7 +170,7 @@ def plot_only(folder: Path) -> int:
     plots.draw(results, folder / "benchmark_results.png")
     console.print(f"{folder / 'benchmark_results.png'}", soft_wrap=True)
     if folder.resolve() == HERE:
-        plots.update_readme(HERE / "README.md", results)
+        tables.update_readme(HERE / "README.md", results)
         console.print(f"{HERE / 'README.md'}", soft_wrap=True)
     return 0
 
@@ -204,7 +205,7 @@ class progress_bar:
 
 
 def cell_line(cell: dict[str, Any]) -> str:
-    start = f"round {cell['round']}  {plots.LOOKS[cell['variant']].name:14} {cell['seq_len']:5} tokens"
+    start = f"round {cell['round']}  {plots.name_of(cell['variant']):14} {cell['seq_len']:5} tokens"
     if cell["status"] != "ok":
         return escape(f"{start}  {cell['status']}: {cell['error']}")
     step_ms = sorted(cell["step_ms"])[len(cell["step_ms"]) // 2]
@@ -219,7 +220,7 @@ def summary_table(results: Results) -> Table:
         table.add_column(name, no_wrap=True)
     for row in results["summary"]:
         if row["median_step_ms"] is None:
-            table.add_row(str(row["seq_len"]), plots.LOOKS[row["variant"]].name, row["status"])
+            table.add_row(str(row["seq_len"]), plots.name_of(row["variant"]), row["status"])
             continue
         optional = {
             key: "" if row[key] is None else f"{row[key]:.{digits}f}"
@@ -227,7 +228,7 @@ def summary_table(results: Results) -> Table:
         }
         table.add_row(
             str(row["seq_len"]),
-            plots.LOOKS[row["variant"]].name,
+            plots.name_of(row["variant"]),
             f"{row['median_step_ms']:.1f}",
             f"{row['tokens_per_s']:.0f}",
             *optional.values(),

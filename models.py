@@ -192,12 +192,18 @@ def _unsloth_model(checkpoint, lora, seq_len, checkpointing, device, seed):
 
 
 def _unsloth_fused(model: torch.nn.Module) -> list[str]:
-    """Which of Unsloth's functions the layers will call, read from what it set on them."""
+    """Which of Unsloth's functions the layers will call, read from what it set on them.
+
+    Its names for PEFT's own path, which it keeps where a projection has a bias, begin with
+    "original".
+    """
     found = []
     for name, module in model.named_modules():
         functions = [vars(module).get(key) for key in ("apply_qkv", "apply_o", "forward")]
         for function in functions:
             function = getattr(function, "__func__", function)
-            if getattr(function, "__module__", "").startswith("unsloth"):
-                found.append(f"{name}: {function.__name__}")
+            called = getattr(function, "__name__", "original")
+            of_unsloth = getattr(function, "__module__", "").startswith("unsloth")
+            if of_unsloth and not called.startswith("original"):
+                found.append(f"{name}: {called}")
     return found

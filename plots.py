@@ -1,17 +1,15 @@
-"""benchmark_results.png and the README's tables, from a results document alone: no GPU, no torch.
+"""benchmark_results.png, from a results document alone: no GPU, no torch.
 
-`figure` builds the picture and `draw` writes it. `tables` and `headline_table` are Markdown, which
-`update_readme` puts between the README's markers.
+`figure` builds the picture and `draw` writes it.
 """
 
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
-from textwrap import fill, shorten
+from textwrap import fill
 from typing import Any, NamedTuple
 
 from matplotlib import style
@@ -149,7 +147,7 @@ def _throughput(axes: Axes, view: View) -> None:
 
 def _speedup(axes: Axes, view: View) -> None:
     axes.set_title("Speedup over vanilla PEFT (higher is better)")
-    axes.yaxis.set_major_formatter("{x:.2f}×")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.2f}×" if value > 0 else "")
     axes.yaxis.set_major_locator(MaxNLocator(7, steps=[1, 2, 5, 10]))
     axes.axhline(1.0, color=LOOKS[BASELINE].colour, linestyle=(0, (5, 3)))
     rows = [row for row in view.timed if row["speedup"] and row["variant"] != BASELINE]
@@ -163,15 +161,16 @@ def _speedup(axes: Axes, view: View) -> None:
     span = max(0.1, max(reach) - min(reach))
     below, above = 0.5 if view.untimed else 0.14, 0.34 if bands else 0.2  # room for the words
     axes.set_ylim(min(reach) - below * span, max(reach) + above * span)
-    _lines(axes, view, rows, "speedup", lambda value: f"{value:.2f}×")
+    _lines(axes, view, rows, "speedup", lambda value: f"{value:.2f}×", beside=[1.0])
 
 
 def _memory(axes: Axes, view: View) -> None:
     axes.set_title("Peak memory, GiB (lower is better)")
     top = view.top("peak_gib")
     for row in view.timed:
-        _bar(axes, view, row, row["peak_gib"] or 0.0)
-        _bar_label(axes, view, row, row["peak_gib"], "{:.1f}")
+        if row["peak_gib"]:
+            _bar(axes, view, row, row["peak_gib"])
+            _bar_label(axes, view, row, row["peak_gib"], f"{row['peak_gib']:.1f}")
     gpu = view.results["environment"]["gpu"]
     if gpu is None:
         _note(axes, "no GPU, so no GPU memory")
@@ -198,7 +197,9 @@ def _step(axes: Axes, view: View) -> None:
         for phase, shade in PHASES.items():
             _bar(axes, view, row, row[f"{phase}_ms"] or 0.0, bottom_ms, shade)
             bottom_ms += row[f"{phase}_ms"] or 0.0
-        _bar_label(axes, view, row, row["median_step_ms"], "{:.0f}" if top_ms > 50 else "{:.1f}")
+        step_ms = row["median_step_ms"]  # the parts' medians may add up to a little more
+        words = f"{step_ms:.0f}" if top_ms > 50 else f"{step_ms:.1f}"
+        _bar_label(axes, view, row, max(step_ms, bottom_ms), words)
     floors = view.results.get("floor") or {}
     for place, seq_len in enumerate(view.seq_lens):
         if str(seq_len) in floors:
@@ -215,8 +216,9 @@ def _step(axes: Axes, view: View) -> None:
 # --- what the panels share ------------------------------------------------------------------------
 
 
-def _lines(axes: Axes, view: View, rows: list[dict], name: str, words: Callable) -> None:
-    """One line a variant, broken where a length has no value, with intervals and values."""
+def _lines(axes: Axes, view: View, rows: list, name: str, words: Callable, beside=()) -> None:
+    """One line a variant, broken where a length has no value, with intervals; and its values,
+    above or below their points, wherever no other point (or height `beside`) is in the way."""
     low, high = axes.get_ylim()
     many = len(view.looks) > FEW
     for variant, look in view.looks.items():
@@ -231,16 +233,17 @@ def _lines(axes: Axes, view: View, rows: list[dict], name: str, words: Callable)
     for place, seq_len in enumerate(view.seq_lens):
         here = sorted((row for row in rows if row["seq_len"] == seq_len), key=lambda r: r[name])
         heights = _apart([row[name] for row in here], 0.052 * (high - low), high)
-        for rank, row in enumerate(here):
+        for row, height in zip(here, heights, strict=True):
             value, ends = row[name], row.get(f"{name}_ci95") or [row[name]]
             text: dict[str, Any] = {"color": view.look(row).colour, "size": 11, "weight": "bold"}
-            near = rank + 1 < len(here) and here[rank + 1][name] - value < 0.1 * (high - low)
+            others = [each[name] for each in here if each is not row] + list(beside)
+            near = 0.1 * (high - low)  # the room that a label takes
             if many and seq_len == view.seq_lens[-1]:
-                axes.text(place + 0.1, heights[rank], words(value), va="center", **text)
-            elif not many and rank < len(here) // 2:
-                _annotate(axes, words(value), place, min(value, *ends), -9, va="top", **text)
-            elif not many and not near:  # else it would stand on the next point
+                axes.text(place + 0.1, height, words(value), va="center", **text)
+            elif not many and not any(0 <= other - value < near for other in others):
                 _annotate(axes, words(value), place, max(value, *ends), 9, va="bottom", **text)
+            elif not many and not any(0 <= value - other < near for other in others):
+                _annotate(axes, words(value), place, min(value, *ends), -9, va="top", **text)
 
 
 def _apart(values: list[float], gap: float, top: float) -> list[float]:
@@ -273,10 +276,9 @@ def _bar(axes: Axes, view: View, row: dict, height: float, bottom=0.0, shade=0.0
     axes.bar(view.slot(row), height, 0.93 * view.bar_width, bottom, **paint)
 
 
-def _bar_label(axes: Axes, view: View, row: dict, value: float | None, words: str) -> None:
-    if value is not None:
-        text = {"size": 9, "rotation": 90} if len(view.looks) > FEW else {"size": 11}
-        _annotate(axes, words.format(value), view.slot(row), value, 3, va="bottom", **text)
+def _bar_label(axes: Axes, view: View, row: dict, height: float, words: str) -> None:
+    text = {"size": 9, "rotation": 90} if len(view.looks) > FEW else {"size": 11}
+    _annotate(axes, words, view.slot(row), height, 3, va="bottom", **text)
 
 
 def _mark_untimed(axes: Axes, view: View) -> None:
@@ -350,138 +352,3 @@ def caption(results: dict) -> str:
         f"rounds: {experiment['rounds']}",
     ]
     return " · ".join(facts) + "."
-
-
-# --- the README's tables --------------------------------------------------------------------------
-
-
-def tables(results: dict) -> str:
-    """Every row of the summary, what it was measured on, what went wrong, settings and kernels."""
-    git = results["environment"]["git"] or {"commit": "unknown", "dirty": False}
-    commit = re.sub(r"[0-9a-f]{40}", lambda found: found[0][:10], git["commit"])
-    commit += " with local changes" if git["dirty"] else ""
-    blocks = [
-        f"**{REHEARSAL}.**" if results["rehearsal"] else "",
-        _summary_table(results),
-        f"{caption(results)} Commit {commit}.",
-        _remarks(results),
-        _settings_table(results),
-        _kernel_table(results["kernels"]) if results["kernels"] else "",
-    ]
-    return "\n\n".join(block for block in blocks if block)
-
-
-def headline_table(results: dict) -> str:
-    """The first screen's table: one row a length, and only the variants everyone asks about."""
-    rows = {(row["variant"], row["seq_len"]): row for row in summarize(results)}
-    asked = [v for v in LOOKS if v in results["experiment"]["variants"] and v != BASELINE_AGAIN]
-
-    def words(row: dict | None) -> str:
-        if row is None or row["status"] != "ok":
-            return STATUS_WORDS[row["status"]] if row else ""
-        over = row["speedup"] if row["variant"] != BASELINE else None
-        return f"{row['median_step_ms']:.0f} ms" + (f", **{over:.2f}×**" if over else "")
-
-    lines = [
-        [str(seq_len), *(words(rows.get((variant, seq_len))) for variant in asked)]
-        for seq_len in results["experiment"]["seq_lens"]
-    ]
-    table = _table(["tokens in a sequence", *(name_of(variant) for variant in asked)], lines)
-    return f"**{REHEARSAL}.**\n\n{table}" if results["rehearsal"] else table
-
-
-def update_readme(readme_path: str | Path, results: dict) -> bool:
-    """Put both tables between their markers; whether that changed the file."""
-    before = after = Path(readme_path).read_bytes().decode()
-    for name, block in (("results", tables(results)), ("headline", headline_table(results))):
-        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-        if [after.count(begin), after.count(end), after.find(begin) < after.find(end)] != [1, 1, 1]:
-            raise ValueError(f"{readme_path} wants {begin} and then {end}, once each: add them")
-        head, tail = after.split(begin)[0], after.split(end)[1]
-        after = f"{head}{begin}\n\n{block}\n\n{end}{tail}"
-    if after != before:
-        write_atomically(readme_path, after.encode())
-    return after != before
-
-
-def _summary_table(results: dict) -> str:
-    rows = summarize(results)
-    header = ["tokens", "variant", "step, ms", "tokens/s", "speedup", "× floor", "peak, GiB"]
-    lines = []
-    for row in rows:
-        line = [str(row["seq_len"]), name_of(row["variant"]), STATUS_WORDS.get(row["status"], "")]
-        if row["status"] == "ok":
-            line[2] = f"{row['median_step_ms']:.1f}{_range(row['step_ms_ci95'], 1)}"
-            line.append(f"{row['tokens_per_s']:,.0f}")
-            line.append(_number(row["speedup"], 2) + _range(row["speedup_ci95"], 2))
-            line += [_number(row["ratio_to_floor"], 2), _number(row["peak_gib"], 1)]
-        lines.append(line + [""] * (len(header) - len(line)))
-    if any(row["verdict"] for row in rows):
-        header.append("against the A/A noise")
-        lines = [[*line, row["verdict"] or ""] for line, row in zip(lines, rows, strict=True)]
-    return _table(header, lines)
-
-
-def _remarks(results: dict) -> str:
-    """Why cells have no time, and what may have disturbed those that have one."""
-    reasons: dict[tuple[str, str], dict[str, None]] = {}
-    for cell in results["cells"]:
-        if cell["status"] != "ok":
-            why = STATUS_WORDS[cell["status"]]
-            if cell["error"]:
-                why += f": `{shorten(cell['error'].replace('`', ''), 160)}`"
-            reasons.setdefault((name_of(cell["variant"]), why), {})[str(cell["seq_len"])] = None
-    lines = [f"- {name} at {', '.join(at)} tokens: {why}" for (name, why), at in reasons.items()]
-    timed = [cell for cell in results["cells"] if cell["status"] == "ok"]
-    disturbances = {"throttled": "The GPU throttled", "other_gpu_processes": "The GPU was shared"}
-    for name, words in disturbances.items():
-        if count := sum(bool(cell[name]) for cell in timed):
-            lines.append(f"- {words} in {count} of {len(timed)} timed cells.")
-    return "\n".join(lines)
-
-
-def _settings_table(results: dict) -> str:
-    names = ("checkpointing", "adapter_dtype", "autocast", "attention", "compile")
-    lines = []
-    for variant in results["experiment"]["variants"]:
-        cells = [c for c in results["cells"] if c["variant"] == variant and c["settings"]]
-        if cells:
-            columns = [[cell["settings"].get(name) for cell in cells] for name in names]
-            columns.append([len(cell["fused_modules"]) for cell in cells])
-            lines.append([name_of(variant), *(_by_length(cells, values) for values in columns)])
-    header = ["variant", *(name.replace("_", " ") for name in names), "fused modules"]
-    return _table(header, lines) if lines else ""
-
-
-def _by_length(cells: list[dict], values: list) -> str:
-    """The cells' one value in words; where it was not the same at every length, with lengths."""
-    lengths: dict[str, dict[str, None]] = {}
-    for cell, value in zip(cells, values, strict=True):
-        words = {"None": "none", "True": "on", "False": "off"}.get(str(value), str(value))
-        lengths.setdefault(words, {})[str(cell["seq_len"])] = None
-    if len(lengths) == 1:
-        return next(iter(lengths))
-    return "; ".join(f"{words} at {', '.join(at)}" for words, at in lengths.items())
-
-
-def _kernel_table(kernels: dict) -> str:
-    header = ["kernel", "shape", "dtype", "median, µs", "GB/s", "of a copy's GB/s"]
-    lines = [
-        [row["kernel"], " × ".join(map(str, row["shape"])), row["dtype"], f"{row['median_us']:.1f}",
-         f"{row['gb_per_s']:,.0f}", f"{row['share_of_copy']:.0%}"]
-        for row in kernels["rows"]
-    ]  # fmt: skip
-    return f"{_table(header, lines)}\n\nA device copy: {kernels['copy_gb_per_s']:,.0f} GB/s."
-
-
-def _table(header: list[str], lines: list[list[str]]) -> str:
-    ruled = [header, ["---"] * len(header), *lines]
-    return "\n".join(f"| {' | '.join(line)} |" for line in ruled)
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
-
-
-def _range(bounds: list[float] | None, digits: int) -> str:
-    return f" ({bounds[0]:.{digits}f} to {bounds[1]:.{digits}f})" if bounds else ""

@@ -13,6 +13,7 @@ from itertools import islice, pairwise
 from typing import Any, Protocol
 
 import torch
+
 from batches import Batch
 
 # Warm-up: at least this many steps, then on until the last three agree to this share of a step.
@@ -130,9 +131,7 @@ class Trainer:
         for done, batch in enumerate(islice(_around(batches), steps), start=1):
             marks, loss = self.step(batch)
             self.clock.synchronize()
-            forward, backward, optimizer = (
-                self.clock.elapsed_ms(a, b) for a, b in pairwise(marks)
-            )
+            forward, backward, optimizer = (self.clock.elapsed_ms(a, b) for a, b in pairwise(marks))
             timings.step_ms.append(self.clock.elapsed_ms(marks[0], marks[-1]))
             timings.forward_ms.append(forward)
             timings.backward_ms.append(backward)

@@ -47,8 +47,8 @@ def resolve(model: str, cache: Path, seed: int) -> Source:
     if not path.is_dir():
         if path.exists() or model.count("/") != 1 or model.startswith((".", "/", "~")):
             raise ValueError(
-                f"--model {model}: no such folder; give a checkpoint's folder, an architecture such "
-                "as configs/qwen2.5-3b.json, or a hub name such as Qwen/Qwen2.5-3B-Instruct"
+                f"--model {model}: no such folder; give a checkpoint's folder, an architecture "
+                "such as configs/qwen2.5-3b.json, or a hub name such as Qwen/Qwen2.5-3B-Instruct"
             )
         path = _download(model)
     for part, found in (

@@ -10,7 +10,7 @@ classes.
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
@@ -135,29 +135,50 @@ def _is_mlp(module: nn.Module) -> bool:
     return all(isinstance(getattr(module, name, None), nn.Module) for name in PROJECTIONS)
 
 
-def _why_not_mlp(mlp: nn.Module) -> str | None:
-    """Why LoRA_MLP may not stand in for this MLP as it is now; None when it may."""
+def _read_mlp(mlp: nn.Module) -> tuple | str:
+    """What LoRA_MLP takes after x to stand in for this MLP as it is now, or why it may not."""
     forward = vars(mlp).get("forward")
     if forward is not None and _fused_part(mlp) is None:
         return "its forward has been replaced by something else"
     cls = type(mlp)
     if f"{cls.__module__}.{cls.__qualname__}" not in SWIGLU_MLPS:
         return f"{cls.__name__} is not an MLP class that is known to compute SwiGLU"
-    if not _is_silu(mlp.act_fn):
-        return f"its activation is {type(mlp.act_fn).__name__}, not SiLU"
+    activation: Any = mlp.act_fn
+    if not _is_silu(activation):
+        return f"its activation is {type(activation).__name__}, not SiLU"
+    reason = _why_call(activation)
+    if reason is not None:
+        return f"act_fn: {reason}"
+    projections = []
     for name in PROJECTIONS:
-        reason = _why_not_projection(getattr(mlp, name))
-        if reason is not None:
-            return f"{name}: {reason}"
-    return None
+        projection = _read_projection(getattr(mlp, name))
+        if isinstance(projection, str):
+            return f"{name}: {projection}"
+        projections.append(projection)
+    gate, up, down = projections
+    frozen = FrozenMLP(gate.weight, up.weight, down.weight, gate.scaling, up.scaling, down.scaling)
+    return gate.A, gate.B, up.A, up.B, down.A, down.B, frozen
 
 
 def _is_silu(activation) -> bool:
     return isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation"
 
 
-def _why_not_projection(projection: nn.Module) -> str | None:
-    """Why x W' + s (x A') B' is not all that this projection computes; None when it is."""
+class _Projection(NamedTuple):
+    """x W' + scaling (x A') B'"""
+
+    weight: Tensor
+    A: Tensor
+    B: Tensor
+    scaling: float
+
+
+def _read_projection(projection: nn.Module) -> _Projection | str:
+    """The parts of a projection that computes x W' + s (x A') B' and nothing else, or why not.
+
+    Called at every forward, three times an MLP: each module is looked up once, since the lookups of
+    nn.Module are what this takes its time for.
+    """
     if type(projection) is not LoraLinear:
         kind = type(projection)
         return f"no LoRA adapter of PEFT's plain kind ({kind.__module__}.{kind.__qualname__})"
@@ -169,59 +190,79 @@ def _why_not_projection(projection: nn.Module) -> str | None:
     if len(active) != 1:
         return f"{len(active)} adapters are active: {', '.join(active) or 'none'}"
     adapter = active[0]
-    if adapter not in projection.lora_A:
+    lora_A = projection.lora_A
+    if adapter not in lora_A:
         return f"it has no adapter named {adapter}"
-    dropout = projection.lora_dropout[adapter]
+    dropout: Any = projection.lora_dropout[adapter]
     if not isinstance(dropout, nn.Identity) and dropout.p > 0:
         return f"lora_dropout is {dropout.p}"
     if projection.use_dora.get(adapter, False):
         return "it uses DoRA"
     if adapter in projection.lora_variant:
         return f"it uses a variant of LoRA ({type(projection.lora_variant[adapter]).__name__})"
-    if projection.lora_B[adapter].bias is not None:
+    A, B, base = lora_A[adapter], projection.lora_B[adapter], projection.base_layer
+    if B.bias is not None:
         return "its adapter has a bias (lora_bias)"
-    base = projection.base_layer
     if type(base) is not nn.Linear:
         return f"its base layer is {type(base).__name__}, not torch.nn.Linear"
-    if type(base.weight) not in (nn.Parameter, Tensor) or not base.weight.is_floating_point():
-        return f"its base weight is quantised or wrapped ({type(base.weight).__name__})"
     if base.bias is not None:
         return "its base layer has a bias"
-    if base.weight.requires_grad:
+    weight = base.weight
+    if type(weight) not in (nn.Parameter, Tensor) or not weight.is_floating_point():
+        return f"its base weight is quantised or wrapped ({type(weight).__name__})"
+    if weight.requires_grad:
         return "its base weight is trainable"
-    for module in (projection, base, projection.lora_A[adapter], projection.lora_B[adapter]):
-        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
-            return "it has hooks, which a fused function would not call"
-        if "forward" in vars(module):
-            return "its forward has been replaced by something else"
+    for module in (projection, base, dropout, A, B):
+        reason = _why_call(module)
+        if reason is not None:
+            return reason
+    return _Projection(weight, A.weight, B.weight, projection.scaling[adapter])
+
+
+def _why_call(module: nn.Module) -> str | None:
+    """Why what `module` computes may not be computed without calling it."""
+    if (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    ):
+        return "it has hooks, which a fused function would not call"
+    if "forward" in vars(module):
+        return "its forward has been replaced by something else"
     return None
 
 
 def _fused_mlp_forward(mlp: nn.Module, x: Tensor) -> Tensor:
     """The forward that `fuse` sets on an MLP."""
-    if _why_not_mlp(mlp) is not None:
+    operands = _read_mlp(mlp)
+    if isinstance(operands, str):
         return type(mlp).forward(mlp, x)
-    projections = [getattr(mlp, name) for name in PROJECTIONS]
-    adapters, scalings = [], []
-    for projection in projections:
-        adapter = projection.active_adapters[0]
-        adapters += [projection.lora_A[adapter].weight, projection.lora_B[adapter].weight]
-        scalings.append(projection.scaling[adapter])
-    weights = [projection.base_layer.weight for projection in projections]
-    return LoRA_MLP.apply(x, *adapters, FrozenMLP(*weights, *scalings))
+    return LoRA_MLP.apply(x, *operands)
 
 
 class _Part(NamedTuple):
+    """How one part is found, read and run.
+
+    is_candidate: whether the part may concern a module.
+    read: the operands of its fused function, or the reason for leaving the module to PEFT.
+    forward: what is set on the module. none_found: why a model may have no candidate.
+    """
+
     is_candidate: Callable[[nn.Module], bool]
-    why_not: Callable[[nn.Module], str | None]
+    read: Callable[[nn.Module], tuple | str]
     forward: Callable[..., Tensor]
     none_found: str
+
+    def why_not(self, module: nn.Module) -> str | None:
+        operands = self.read(module)
+        return operands if isinstance(operands, str) else None
 
 
 PARTS = {
     "mlp": _Part(
         _is_mlp,
-        _why_not_mlp,
+        _read_mlp,
         _fused_mlp_forward,
         "it has no MLP with gate_proj, up_proj and down_proj",
     ),

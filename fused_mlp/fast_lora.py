@@ -61,7 +61,8 @@ class LoRA_MLP(torch.autograd.Function):
         x: [..., hidden], bf16, fp16 or fp32; any number of leading dimensions, any strides, any
             number of tokens including none.
         gate_A, up_A: [r, hidden]; down_A: [r, intermediate]. gate_B, up_B: [intermediate, r];
-            down_B: [hidden, r]. Any r, which may differ between projections; of x's dtype or fp32.
+            down_B: [hidden, r]. Any r, which may differ between projections. Any dtype: they are
+            cast to that of the computation (fp32 masters of a bf16 model, say).
         frozen: base weights in x's dtype (or any, under autocast) and the three scales.
 
     Returns:
@@ -85,18 +86,18 @@ class LoRA_MLP(torch.autograd.Function):
         ctx.dtypes = [t.dtype for t in (x, gate_A, gate_B, up_A, up_B, down_A, down_B)]
         ctx.scalings = frozen[3:]
 
-        with torch.autocast(x.device.type, enabled=False):
-            x = x.to(dtype)
-            rows = x.reshape(-1, x.shape[-1])
-            adapters = [t.to(dtype) for t in (gate_A, gate_B, up_A, up_B, down_A, down_B)]
-            weights = [weight.to(dtype) for weight in frozen[:3]]
-            gate_A, gate_B, up_A, up_B, down_A, down_B = adapters
-            gate_weight, up_weight, down_weight = weights
+        # all in autocast's own dtype where it is on, so that it finds nothing to cast below
+        x = x.to(dtype)
+        rows = x.reshape(-1, x.shape[-1])
+        adapters = [t.to(dtype) for t in (gate_A, gate_B, up_A, up_B, down_A, down_B)]
+        weights = [weight.to(dtype) for weight in frozen[:3]]
+        gate_A, gate_B, up_A, up_B, down_A, down_B = adapters
+        gate_weight, up_weight, down_weight = weights
 
-            gate = matmul_lora(rows, gate_weight, gate_A, gate_B, frozen.gate_scaling)
-            up = matmul_lora(rows, up_weight, up_A, up_B, frozen.up_scaling)
-            hidden = swiglu_forward(gate, up)
-            output = matmul_lora(hidden, down_weight, down_A, down_B, frozen.down_scaling)
+        gate = matmul_lora(rows, gate_weight, gate_A, gate_B, frozen.gate_scaling)
+        up = matmul_lora(rows, up_weight, up_A, up_B, frozen.up_scaling)
+        hidden = swiglu_forward(gate, up)
+        output = matmul_lora(hidden, down_weight, down_A, down_B, frozen.down_scaling)
 
         # x itself and not its rows: a view made in here hides from autograd whose memory it is
         ctx.save_for_backward(x, gate, up, *adapters, *weights)

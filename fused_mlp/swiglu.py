@@ -15,6 +15,8 @@ rounds silu(gate) to bf16 before it multiplies, so these are the more accurate o
 SwiGLU: Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202.
 """
 
+from contextlib import nullcontext
+
 import torch
 import triton
 import triton.language as tl
@@ -140,7 +142,8 @@ def _launch(kernel, *tensors: Tensor) -> None:
     num_elements = tensors[0].numel()
     if num_elements == 0:
         return  # an empty grid cannot be launched
+    device = tensors[0].device
     # Triton launches on the current device, which need not be the tensors' own
-    with torch.cuda.device_of(tensors[0]):
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         grid = (triton.cdiv(num_elements, BLOCK),)
         kernel[grid](*tensors, num_elements, BLOCK=BLOCK, num_warps=NUM_WARPS)

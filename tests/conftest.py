@@ -30,6 +30,9 @@ def round_bf16_as_hardware_does():
 
 if not HAS_GPU:
     round_bf16_as_hardware_does()
+    # tensors here are tiny, and on shared cores threads that wait for each other take three times
+    # as long as one
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

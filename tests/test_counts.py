@@ -81,9 +81,9 @@ def count(mlp, monkeypatch):
             saved[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        with Calls() as calls, torch.autocast(device.type, torch.bfloat16):
-            y = mlp(x)
+    saving = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with saving, Calls() as calls, torch.autocast(device.type, torch.bfloat16):
+        y = mlp(x)
     forward, grad = calls.counted, torch.randn_like(y)
     with Calls() as calls:
         y.backward(grad)

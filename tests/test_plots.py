@@ -1,7 +1,7 @@
 import os
 import subprocess
 import sys
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import example_results as example
@@ -13,6 +13,7 @@ from matplotlib.text import Text
 
 import plots
 import results
+import tables
 
 ROOT = Path(plots.__file__).parent
 FOUR = ("vanilla_peft", "vanilla_peft_again", "fused_mlp", "full_unsloth")
@@ -135,6 +136,16 @@ def test_a_step_is_stacked_from_its_parts_with_the_floor_across(pictures):
     assert not [c for c in panels(pictures["rehearsal"])["step"].collections if len(c.get_paths())]
 
 
+def test_the_label_of_a_step_stands_on_its_bar_even_where_the_parts_add_up_to_more():
+    run = example.empty(variants=["vanilla_peft"], seq_lens=[64])
+    parts = {"forward_ms": [50.0], "backward_ms": [70.0], "optimizer_ms": [1.0]}
+    cell = results.new_cell("vanilla_peft", 64, 0, "ok", step_ms=[100.0], **parts)
+    results.add_cell(run, cell)
+    axes = panels(plots.figure(run))["step"]
+    label = next(text for text in axes.texts if text.get_text() == "100")
+    assert label.xy[1] == 121.0
+
+
 # --- what has no time -----------------------------------------------------------------------------
 
 
@@ -195,10 +206,10 @@ def test_a_rehearsal_is_stamped_everywhere_and_nothing_else_is(pictures):
     assert [text.get_text() for text in stamps] == [said.replace(": ", "\n")]
     box = stamps[0].get_window_extent()
     assert box.width > 0.7 * picture.bbox.width and box.height > 0.5 * picture.bbox.height
-    assert said in plots.tables(RUNS["rehearsal"])
-    assert said in plots.headline_table(RUNS["rehearsal"])
+    assert said in tables.results_section(RUNS["rehearsal"])
+    assert said in tables.headline_table(RUNS["rehearsal"])
     everything = [text.get_text() for text in pictures["three"].findobj(Text)]
-    everything += [plots.tables(RUNS["three"]), plots.headline_table(RUNS["three"])]
+    everything += [tables.results_section(RUNS["three"]), tables.headline_table(RUNS["three"])]
     assert not [text for text in everything if "rehearsal" in text.lower()]
 
 
@@ -223,7 +234,7 @@ def test_variants_are_told_apart_with_and_without_colour(pictures):
     for what in ("colour", "marker", "hatch"):
         looks = [getattr(look, what) for look in view.looks.values()]
         assert len(set(looks)) == len(looks) == 7  # the A/A twin is a band
-    assert list(view.looks)[0] == "vanilla_peft"
+    assert next(iter(view.looks)) == "vanilla_peft"
     shown = [text.get_text() for text in pictures["eight"].legends[0].get_texts()]
     assert shown == [look.name for look in view.looks.values()]
 
@@ -254,10 +265,23 @@ def test_no_text_is_cut_off_and_no_label_covers_another(name, pictures):
         for one, other in combinations(labels, 2):
             boxes = (t.get_window_extent().padded(-1) for t in (one, other))
             assert not next(boxes).overlaps(next(boxes)), f"{one.get_text()} on {other.get_text()}"
+        points = [axes.transData.transform(p) for line in axes.lines for p in line.get_xydata()]
+        for label in labels:
+            box = label.get_window_extent().padded(-1)
+            if label.get_rotation() == 0:  # marks without a time may stand among the lines
+                on = [point for point in points if box.contains(*point)]
+                assert not on, f"{label.get_text()} stands on a point"
     head = [picture.texts[0], *picture.legends[0].get_texts(), *(a.title for a in picture.axes)]
     head += [axes._left_title for axes in picture.axes]
     boxes = [text.get_window_extent() for text in head if text.get_text()]
     assert not [1 for one, other in combinations(boxes, 2) if one.overlaps(other)]
+
+
+def test_labels_of_values_that_lie_close_are_moved_apart_but_not_out():
+    heights = plots._apart([2.0, 9.7, 9.8, 9.9], gap=1.0, top=10.0)
+    gaps = [b - a for a, b in pairwise(heights)]
+    assert min(gaps) == pytest.approx(1.0) and heights[-1] + 0.5 <= 10.0
+    assert plots._apart([1.0, 5.0], gap=1.0, top=10.0) == [1.0, 5.0]
 
 
 # --- the files ------------------------------------------------------------------------------------
@@ -285,148 +309,5 @@ def test_a_failed_draw_leaves_the_earlier_picture(tmp_path, monkeypatch):
 
 
 def test_neither_module_imports_torch():
-    check = "import sys, plots; sys.exit('torch' in sys.modules)"
+    check = "import sys, plots, tables; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], cwd=ROOT, timeout=60).returncode == 0
-
-
-# --- the tables -----------------------------------------------------------------------------------
-
-
-def cells_of(markdown, *starts):
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in markdown.split("\n")]
-    return next(line for line in lines if line[: len(starts)] == list(starts))
-
-
-def hand_made():
-    document = example.empty(variants=["vanilla_peft", "fused_mlp"], seq_lens=[64, 512])
-    document["floor"] = {"64": {"floor_ms": 40.0}}
-    times = {"vanilla_peft": (200.0, 210.0, 220.0), "fused_mlp": (100.0, 100.0, 110.0)}
-    for variant, rounds in times.items():
-        for n, ms in enumerate(rounds):
-            settings = {"checkpointing": "non-reentrant", "autocast": True, "compile": None}
-            cell = example.timed_cell(
-                variant, 64, n, [ms], settings=settings, peak_allocated_bytes=3 * 2**29
-            )
-            results.add_cell(document, cell)
-    settings = {**settings, "checkpointing": "off"}
-    error = "CUDA out of memory. Tried to allocate 9 GiB\nmore `words`"
-    cell = results.new_cell("fused_mlp", 512, 0, "oom", error=error, settings=settings)
-    results.add_cell(document, cell)
-    return document
-
-
-def test_the_main_table_by_hand():
-    markdown = plots.tables(hand_made())
-    assert cells_of(markdown, "64", "fused MLP") == [
-        *("64", "fused MLP", "100.0 (100.0 to 110.0)", "20,480", "2.00 (2.00 to 2.10)", "2.50"),
-        "1.5",
-    ]
-    assert cells_of(markdown, "64", "vanilla PEFT")[4] == "1.00"
-    assert cells_of(markdown, "512", "fused MLP")[2] == "out of memory"
-    why = "- fused MLP at 512 tokens: out of memory: `CUDA out of memory. Tried to allocate 9 GiB"
-    assert why in markdown
-    assert "Commit abc1234." in markdown and plots.caption(hand_made()) in markdown
-    tables = [block.split("\n") for block in markdown.split("\n\n") if block.startswith("|")]
-    assert {len({line.count("|") for line in table}) for table in tables} == {1}  # all rectangular
-
-
-def test_settings_that_change_with_the_length_are_told_by_length():
-    markdown = plots.tables(hand_made())
-    found = cells_of(markdown, "fused MLP", "non-reentrant at 64; off at 512")
-    assert found == [
-        "fused MLP",
-        "non-reentrant at 64; off at 512",
-        "none",
-        "on",
-        "none",
-        "none",
-        "0",
-    ]
-    assert cells_of(markdown, "vanilla PEFT", "non-reentrant")
-
-
-def test_verdicts_stand_in_the_table_where_there_is_a_twin():
-    assert "against the A/A noise" not in plots.tables(RUNS["three"])
-    markdown = plots.tables(RUNS["with an A/A band"])
-    assert cells_of(markdown, "512", "full Unsloth")[-1] == "faster"
-    assert cells_of(markdown, "512", "vanilla PEFT, again")[-1] == ""
-
-
-def test_kernels_and_disturbances_are_told_where_there_are_any():
-    document = hand_made()
-    assert "of a copy" not in plots.tables(document) and "throttled" not in plots.tables(document)
-    kernel = {"kernel": "swiglu_forward", "shape": [16384, 11008], "dtype": "bfloat16"}
-    kernel |= {"median_us": 281.24, "bytes": 1, "gb_per_s": 3847.1, "share_of_copy": 0.894}
-    document["kernels"] = {"copy_gb_per_s": 4302.6, "rows": [kernel]}
-    document["cells"][0]["throttled"] = True
-    document["cells"][1]["other_gpu_processes"] = 2
-    markdown = plots.tables(document)
-    assert cells_of(markdown, "swiglu_forward")[1:] == [
-        *("16384 × 11008", "bfloat16", "281.2", "3,847", "89%")
-    ]
-    assert "A device copy: 4,303 GB/s." in markdown
-    assert "- The GPU throttled in 1 of 6 timed cells." in markdown
-    assert "- The GPU was shared in 1 of 6 timed cells." in markdown
-
-
-def test_the_headline_by_hand():
-    assert plots.headline_table(hand_made()) == "\n".join(
-        [
-            "| tokens in a sequence | vanilla PEFT | fused MLP |",
-            "| --- | --- | --- |",
-            "| 64 | 210 ms | 100 ms, **2.00×** |",
-            "| 512 |  | out of memory |",
-        ]
-    )
-    header = plots.headline_table(RUNS["eight"]).split("\n")[0]
-    assert header == "| tokens in a sequence | vanilla PEFT | fused MLP | full Unsloth |"
-
-
-def test_names_for_people():
-    assert plots.name_of("full_unsloth") == "full Unsloth"
-    assert plots.name_of("bordered_step") == "bordered_step"
-
-
-README = """# Title
-<!-- headline:begin -->
-old headline
-<!-- headline:end -->
-between
-<!-- results:begin --><!-- results:end -->
-the end"""
-
-
-def test_the_readme_gets_both_tables_and_nothing_else_changes(tmp_path):
-    path = tmp_path / "README.md"
-    path.write_text(README)
-    document = hand_made()
-    assert plots.update_readme(path, document) is True
-    written = path.read_text()
-    assert written == (
-        f"# Title\n<!-- headline:begin -->\n\n{plots.headline_table(document)}\n\n"
-        "<!-- headline:end -->\nbetween\n"
-        f"<!-- results:begin -->\n\n{plots.tables(document)}\n\n<!-- results:end -->\nthe end"
-    )
-    assert plots.update_readme(path, document) is False
-    assert path.read_text() == written
-    assert plots.update_readme(path, RUNS["three"]) is True
-    assert "old headline" not in path.read_text()
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        README.replace("<!-- results:end -->", ""),
-        README.replace("<!-- headline:begin -->", ""),
-        README + "<!-- results:begin -->",
-        README.replace("headline:begin", "x").replace("headline:end", "headline:begin").replace("x", "headline:end"),
-        "",
-    ],
-)  # fmt: skip
-def test_a_readme_without_its_markers_is_refused_and_left_alone(text, tmp_path):
-    path = tmp_path / "README.md"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=r"README\.md wants <!-- .*:begin --> and then") as caught:
-        plots.update_readme(path, hand_made())
-    assert "\n" not in str(caught.value)
-    assert path.read_text() == text

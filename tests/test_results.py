@@ -369,23 +369,29 @@ def test_without_a_file_the_run_is_fresh(tmp_path):
 
 
 def test_the_same_run_goes_on_wider(tmp_path):
-    path = saved(
-        tmp_path, example.run(("vanilla_peft", "fused_mlp"), (64, 128), rounds=3, steps=24)
-    )
+    tokens = example.experiment()["tokens"]
+    earlier = example.run(("vanilla_peft", "fused_mlp"), (64, 128))
+    earlier["experiment"]["tokens"] = {n: tokens[n] for n in ("64", "128")}
+    path = saved(tmp_path, earlier)
     fresh = example.empty(
         variants=["full_unsloth", "vanilla_peft"], seq_lens=[512, 64], rounds=4, steps=32
     )
+    fresh["experiment"]["tokens"] = {n: tokens[n] for n in ("512", "64")}
     fresh["argv"] = ["lora_bench.py", "--again"]
     document = results.continue_from(path, fresh)
     experiment = document["experiment"]
     assert experiment["variants"] == ["vanilla_peft", "fused_mlp", "full_unsloth"]
     assert experiment["seq_lens"] == [64, 128, 512]
+    assert experiment["tokens"] == {n: tokens[n] for n in ("64", "128", "512")}
     assert (experiment["rounds"], experiment["steps"]) == (4, 32)
     assert (document["argv"], document["finished_utc"]) == (["lora_bench.py", "--again"], None)
     assert results.done(document, "fused_mlp", 128, 2)
     assert not results.done(document, "fused_mlp", 128, 3)
     results.save(path, document)
-    assert results.load(path) == document
+    fewer = example.empty(seq_lens=[64], rounds=1, steps=8, tokens={"64": tokens["64"]})
+    narrower = results.continue_from(path, fewer)
+    assert narrower["experiment"] == experiment
+    assert narrower["cells"] == document["cells"]
 
 
 def other(part, **changed):

@@ -62,7 +62,7 @@ STEADY_WARMUP = [1.0, 2.0, 1.0] * MIN_WARMUP_STEPS
 
 
 def test_the_parts_of_a_step_are_told_apart_and_add_up():
-    trainer = make_trainer(STEADY_WARMUP + [3.0, 7.0, 2.0] + [4.0, 9.0, 1.5])
+    trainer = make_trainer([*STEADY_WARMUP, 3.0, 7.0, 2.0, 4.0, 9.0, 1.5])
     timings = trainer.run(make_batches(1, 2), steps=2)
     assert timings.forward_ms == [3.0, 4.0]
     assert timings.backward_ms == [7.0, 9.0]
@@ -77,7 +77,7 @@ def test_one_synchronisation_a_step():
 
 
 def test_the_timed_steps_go_through_the_batches_in_order_whatever_the_warmup_took():
-    slow_start = [100.0, 0.0, 0.0, 50.0, 0.0, 0.0, 20.0, 0.0, 0.0, 10.0, 0.0, 0.0] + STEADY_WARMUP
+    slow_start = [100.0, 0.0, 0.0, 50.0, 0.0, 0.0, 20.0, 0.0, 0.0, *STEADY_WARMUP]
     for warmup in (STEADY_WARMUP, slow_start):
         trainer = make_trainer(warmup + [1.0] * 100)
         trainer.run(make_batches(1, 2, 3), steps=4)
@@ -87,7 +87,7 @@ def test_the_timed_steps_go_through_the_batches_in_order_whatever_the_warmup_too
 def test_warmup_goes_on_until_three_steps_agree():
     # steps of 100, 50, 20, 10, 10, 10 ms: steady at the sixth
     warmup = [part for total in (100, 50, 20, 10, 10, 10) for part in (total, 0.0, 0.0)]
-    trainer = make_trainer(warmup + [1.0, 1.0, 1.0])
+    trainer = make_trainer([*warmup, 1.0, 1.0, 1.0])
     timings = trainer.run(make_batches(1), steps=1)
     assert len(trainer.model.seen) == 6 + 1
     assert timings.step_ms == [3.0]
@@ -95,7 +95,7 @@ def test_warmup_goes_on_until_three_steps_agree():
 
 def test_warmup_ends_even_when_steps_never_agree():
     warmup = [part for index in range(MAX_WARMUP_STEPS) for part in (1.0 + index % 2, 0.0, 0.0)]
-    trainer = make_trainer(warmup + [1.0, 1.0, 1.0])
+    trainer = make_trainer([*warmup, 1.0, 1.0, 1.0])
     trainer.run(make_batches(1), steps=1)
     assert len(trainer.model.seen) == MAX_WARMUP_STEPS + 1
 

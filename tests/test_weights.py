@@ -85,5 +85,5 @@ def test_what_is_no_model_is_refused(tmp_path):
 
 
 def test_a_hub_name_that_cannot_be_had_says_what_to_do():
-    with pytest.raises(ValueError, match="could not be downloaded .* give a local folder"):
+    with pytest.raises(ValueError, match=r"could not be downloaded .* give a local folder"):
         resolve("nobody/nothing", Path("unused"), 0)

@@ -1,0 +1,311 @@
+"""batches.py against streams and counts worked out by hand or rebuilt in plain Python."""
+
+import hashlib
+import json
+from collections import Counter
+from itertools import chain, pairwise
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from batches import (
+    IGNORED,
+    Batch,
+    Message,
+    TokenizedExample,
+    load_tokenizer,
+    make_batches,
+    read_examples,
+    sha256_of,
+    token_shares,
+    tokenize,
+)
+
+CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+CHAT = [
+    Message("system", "Be brief."),
+    Message("user", "What is 2 + 2?"),
+    Message("assistant", "It is 4."),
+    Message("user", "And ∫ dx?"),
+    Message("assistant", "x + C\n"),
+]
+
+
+def bytes_tokenizer(special_tokens=()) -> Tokenizer:
+    """A token for each byte, and one for each special token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({byte: place for place, byte in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(special_tokens))
+    return tokenizer
+
+
+def example(first: int, length: int, unlabelled: int) -> TokenizedExample:
+    """The tokens first, first + 1, ..., of which the first `unlabelled` have no label."""
+    ids = list(range(first, first + length))
+    return TokenizedExample(ids, [IGNORED] * unlabelled + ids[unlabelled:])
+
+
+# Seven examples of different lengths, their tokens all different: 0.., 100.., 200..
+TOKENIZED = [example(100 * n, 5 + 3 * n, 2 + n) for n in range(7)]
+
+
+def equal(left: list[Batch], right: list[Batch]) -> bool:
+    return len(left) == len(right) and all(
+        torch.equal(a.input_ids, b.input_ids)
+        and torch.equal(a.labels, b.labels)
+        and (
+            a.attention_mask is b.attention_mask or torch.equal(a.attention_mask, b.attention_mask)
+        )
+        for a, b in zip(left, right, strict=True)
+    )
+
+
+# --- Reading -------------------------------------------------------------------------------------
+
+
+def line(*messages: tuple[str, str]) -> str:
+    return json.dumps({"messages": [{"role": r, "content": c} for r, c in messages]})
+
+
+GOOD = line(("user", "2 + 2?"), ("assistant", "4"))
+
+
+def test_examples_are_read_in_order_and_blank_lines_passed_over(tmp_path):
+    path = tmp_path / "chats.jsonl"
+    path.write_text(f"{GOOD}\n\n{line(('system', 'é'), ('assistant', ''))}\r\n", encoding="utf-8")
+    assert read_examples(str(path)) == [
+        [Message("user", "2 + 2?"), Message("assistant", "4")],
+        [Message("system", "é"), Message("assistant", "")],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("bad", "given", "to_do"),
+    [
+        ("{'messages': 1}", "not JSON (Expecting property name", "write each chat on one line"),
+        (GOOD + GOOD, "not JSON (Extra data at column", "write each chat on one line"),
+        ("[1, 2]", 'no "messages" list', 'put the chat under "messages"'),
+        ('{"text": "hello"}', 'no "messages" list', 'put the chat under "messages"'),
+        ('{"messages": "hello"}', 'no "messages" list', 'put the chat under "messages"'),
+        ('{"messages": ["hello"]}', 'message 1 lacks a "role"', "write the text"),
+        ('{"messages": [{"role": "user"}]}', 'message 1 lacks a "role" or a "content"', "write"),
+        (
+            '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": 4}]}',
+            'message 2 lacks a "role" or a "content" string',
+            "as one string",
+        ),
+        (line(("assistant", "4"), ("tool\n", "5")), 'message 2 has the role "tool\\n"', "rename"),
+        (line(("user", "2 + 2?")), "no assistant message", "add one or drop the line"),
+        ('{"messages": []}', "no assistant message", "add one or drop the line"),
+    ],
+)
+def test_a_malformed_line_is_named_in_one_line(tmp_path, bad, given, to_do):
+    path = tmp_path / "chats.jsonl"
+    path.write_text(f"{GOOD}\n\n{bad}\n{GOOD}\n", encoding="utf-8")
+    with pytest.raises(ValueError) as error:
+        read_examples(path)
+    said = str(error.value)
+    assert said.startswith(f"{path}, line 3: {given}")
+    assert "; wanted " in said and to_do in said and "\n" not in said
+
+
+def test_a_file_that_holds_no_chats_is_an_error(tmp_path):
+    missing, empty, binary = (tmp_path / name for name in ("missing", "empty", "binary"))
+    empty.write_text("\n \n")
+    binary.write_bytes(b"\xff\xfe\x00")
+    for path, given in (
+        (missing, f"no file {missing}"),
+        (tmp_path, f"no file {tmp_path}"),
+        (empty, f"{empty} is empty"),
+        (binary, f"{binary} is not UTF-8"),
+    ):
+        with pytest.raises(ValueError) as error:
+            read_examples(path)
+        said = str(error.value)
+        assert said.startswith(given) and "; wanted " in said and "\n" not in said
+
+
+def test_sha256_is_that_of_the_bytes(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"abc\r\n")
+    assert sha256_of(path) == hashlib.sha256(b"abc\r\n").hexdigest()
+
+
+# --- Tokens and labels ---------------------------------------------------------------------------
+
+
+def test_a_tokenizer_is_loaded_without_its_own_truncation_and_padding(tmp_path):
+    tokenizer = bytes_tokenizer(CHATML)
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=50)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    loaded = load_tokenizer(tmp_path / "tokenizer.json")
+    assert len(loaded.encode("twelve bytes", add_special_tokens=False).ids) == 12
+
+
+def test_a_tokenizer_that_cannot_be_used_is_an_error(tmp_path):
+    missing, broken, empty = (tmp_path / name for name in ("missing", "broken", "empty"))
+    broken.write_text('{"version": "1.0"}')
+    Tokenizer(models.BPE()).save(str(empty))
+    for path, given in (
+        (missing, f"no tokenizer at {missing}"),
+        (broken, f"{broken} is not a"),
+        (empty, f"{empty} turns text into no tokens"),
+    ):
+        with pytest.raises(ValueError) as error:
+            load_tokenizer(path)
+        said = str(error.value)
+        assert said.startswith(given) and "; wanted " in said and "\n" not in said
+
+
+@pytest.mark.parametrize("special_tokens", [CHATML, []], ids=["chatml tokens", "plain text"])
+def test_labels_are_on_what_the_assistant_says_alone(special_tokens):
+    tokenizer = bytes_tokenizer(special_tokens)
+    [tokenized] = tokenize([CHAT], tokenizer)
+
+    def text_of(ids: list[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=False)
+
+    assert text_of(tokenized.input_ids) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n"
+        "<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n"
+        "<|im_start|>assistant\nIt is 4.<|im_end|>\n"
+        "<|im_start|>user\nAnd ∫ dx?<|im_end|>\n"
+        "<|im_start|>assistant\nx + C\n<|im_end|>\n"
+    )
+    assert len(tokenized.labels) == len(tokenized.input_ids)
+    pairs = list(zip(tokenized.input_ids, tokenized.labels, strict=True))
+    assert all(label in (token, IGNORED) for token, label in pairs)
+    assert text_of([label for _, label in pairs if label != IGNORED]) == (
+        "It is 4.<|im_end|>x + C\n<|im_end|>"
+    )
+    borders = sum((a == IGNORED) != (b == IGNORED) for a, b in pairwise(tokenized.labels))
+    assert borders == 4  # two stretches, each with a border on either side
+
+
+def test_chatml_markers_are_single_tokens_where_the_tokenizer_has_them():
+    [tokenized] = tokenize([CHAT], bytes_tokenizer(CHATML))
+    assert Counter(tokenized.input_ids)[bytes_tokenizer(CHATML).token_to_id("<|im_end|>")] == 5
+    [spelled_out] = tokenize([CHAT], bytes_tokenizer())
+    saved = 5 * (len("<|im_start|>") + len("<|im_end|>") - 2)
+    assert len(spelled_out.input_ids) - len(tokenized.input_ids) == saved
+
+
+# --- Packed rows ---------------------------------------------------------------------------------
+
+
+def test_packed_rows_hold_every_token_once_around_and_in_the_examples_order():
+    total = sum(len(tokenized.input_ids) for tokenized in TOKENIZED)
+    assert total == 98
+    batches = make_batches(TOKENIZED, seq_len=7, batch_size=2, count=14)  # 196: twice around
+    assert all(batch.input_ids.shape == batch.labels.shape == (2, 7) for batch in batches)
+    assert all(batch.input_ids.dtype == batch.labels.dtype == torch.int64 for batch in batches)
+    assert all(batch.attention_mask is None for batch in batches)
+    ids = torch.cat([batch.input_ids.flatten() for batch in batches]).tolist()
+    labels = torch.cat([batch.labels.flatten() for batch in batches]).tolist()
+
+    orders = []
+    for start in (0, total):
+        order = list(dict.fromkeys(token // 100 for token in ids[start : start + total]))
+        assert sorted(order) == list(range(7))
+        again = [TOKENIZED[n] for n in order]
+        assert ids[start : start + total] == list(chain(*(one.input_ids for one in again)))
+        assert labels[start : start + total] == list(chain(*(one.labels for one in again)))
+        orders.append(order)
+    assert orders[0] != orders[1] and orders[0] != list(range(7))  # shuffled, and anew
+
+
+# --- Padded rows ---------------------------------------------------------------------------------
+
+
+def test_padded_rows_are_one_example_each_cut_or_filled():
+    batches = make_batches(TOKENIZED, seq_len=12, batch_size=7, count=2, padded=True, pad_id=9999)
+    for batch in batches:
+        assert batch.attention_mask.dtype == torch.int64
+        rows = zip(
+            *(t.tolist() for t in (batch.input_ids, batch.labels, batch.attention_mask)),
+            strict=True,
+        )
+        numbers = []
+        for ids, labels, mask in rows:
+            numbers.append(ids[0] // 100)
+            source = TOKENIZED[numbers[-1]]
+            kept = min(12, len(source.input_ids))
+            assert ids == source.input_ids[:kept] + [9999] * (12 - kept)
+            assert labels == source.labels[:kept] + [IGNORED] * (12 - kept)
+            assert mask == [1] * kept + [0] * (12 - kept)
+        assert sorted(numbers) == list(range(7))
+
+
+# --- Either --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_batches_depend_on_the_seed_and_not_on_how_many_are_asked_for(padded):
+    def made(count: int, seed: int = 3) -> list[Batch]:
+        return make_batches(TOKENIZED, 8, 2, count, padded=padded, seed=seed)
+
+    long = made(25)
+    assert len(long) == 25
+    for count in (1, 4, 24):
+        assert equal(made(count), long[:count])
+    assert not equal(made(25, seed=4), long)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_batch_without_a_label_is_passed_over(padded):
+    # The label at a row's first place is lost in the shift, so [x, -100, ...] has none.
+    silent = TokenizedExample([1, 2, 3, 4], [1, IGNORED, IGNORED, IGNORED])
+    spoken = TokenizedExample([5, 6, 7, 8], [IGNORED, IGNORED, IGNORED, 8])
+    batches = make_batches([silent] * 9 + [spoken], 4, 1, count=6, padded=padded)
+    assert [batch.input_ids.tolist() for batch in batches] == [[[5, 6, 7, 8]]] * 6
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_data_without_a_label_within_reach_is_an_error(padded):
+    silent = TokenizedExample([1, 2, 3, 4], [1, IGNORED, IGNORED, IGNORED])
+    with pytest.raises(ValueError, match=r"^no label in .*; wanted .*; ask for a longer seq_len$"):
+        make_batches([silent] * 9, 4, 2, count=1, padded=padded)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((TOKENIZED, 1, 2, 3), "seq_len is 1; wanted 2 or more; ask for a larger seq_len"),
+        ((TOKENIZED, 8, 0, 3), "batch_size is 0; wanted 1 or more; ask for a larger batch_size"),
+        ((TOKENIZED, 8, 2, 0), "count is 0; wanted 1 or more; ask for a larger count"),
+        (([], 8, 2, 3), "no tokens; wanted at least one example; read and tokenize some first"),
+    ],
+)
+def test_what_makes_no_batch_is_an_error(arguments, said):
+    with pytest.raises(ValueError, match=f"^{said}$"):
+        make_batches(*arguments)
+
+
+def test_shares_are_those_counted_by_hand():
+    no = IGNORED
+    padded = Batch(
+        torch.tensor([[5, 6, 7, 0], [5, 6, 0, 0]]),
+        torch.tensor([[no, 6, 7, no], [5, 6, no, no]]),  # after the shift: 2, and 1 (the 5 is lost)
+        torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]]),
+    )
+    packed = Batch(torch.tensor([[1, 2, 3, 4]]), torch.tensor([[no, 2, 3, 4]]))
+    assert token_shares([padded]).padding == 3 / 8
+    assert token_shares([padded]).labelled == 3 / 8
+    assert token_shares([packed]).padding == 0
+    assert token_shares([packed]).labelled == 3 / 4
+    assert token_shares([padded, packed]).padding == 3 / 12
+    assert token_shares([padded, packed]).labelled == 6 / 12
+    with pytest.raises(ValueError, match="no batches"):
+        token_shares([])
+
+
+def test_a_batch_moves_whole():
+    for padded in (False, True):
+        [batch] = make_batches(TOKENIZED, 8, 2, 1, padded=padded)
+        moved = batch.to("meta")
+        assert moved.input_ids.is_meta and moved.labels.is_meta
+        assert (moved.attention_mask is None) != padded

@@ -1,0 +1,150 @@
+import example_results as example
+import pytest
+from test_plots import RUNS
+
+import plots
+import results
+import tables
+
+
+def cells_of(markdown, *starts):
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in markdown.split("\n")]
+    return next(line for line in lines if line[: len(starts)] == list(starts))
+
+
+def hand_made():
+    document = example.empty(variants=["vanilla_peft", "fused_mlp"], seq_lens=[64, 512])
+    document["floor"] = {"64": {"floor_ms": 40.0}}
+    times = {"vanilla_peft": (200.0, 210.0, 220.0), "fused_mlp": (100.0, 100.0, 110.0)}
+    for variant, rounds in times.items():
+        for n, ms in enumerate(rounds):
+            settings = {"checkpointing": "non-reentrant", "autocast": True, "compile": None}
+            cell = example.timed_cell(
+                variant, 64, n, [ms], settings=settings, peak_allocated_bytes=3 * 2**29
+            )
+            results.add_cell(document, cell)
+    settings = {**settings, "checkpointing": "off"}
+    error = "CUDA out of memory. Tried to allocate 9 GiB\nmore `words`"
+    cell = results.new_cell("fused_mlp", 512, 0, "oom", error=error, settings=settings)
+    results.add_cell(document, cell)
+    return document
+
+
+def test_the_main_table_by_hand():
+    markdown = tables.results_section(hand_made())
+    assert cells_of(markdown, "64", "fused MLP") == [
+        *("64", "fused MLP", "100.0 (100.0 to 110.0)", "20,480", "2.00 (2.00 to 2.10)", "2.50"),
+        "1.5",
+    ]
+    assert cells_of(markdown, "64", "vanilla PEFT")[4] == "1.00"
+    assert cells_of(markdown, "512", "fused MLP")[2] == "out of memory"
+    why = "- fused MLP at 512 tokens: out of memory: `CUDA out of memory. Tried to allocate 9 GiB"
+    assert why in markdown
+    assert "Commit abc1234." in markdown and plots.caption(hand_made()) in markdown
+    parts = [block.split("\n") for block in markdown.split("\n\n") if block.startswith("|")]
+    assert {len({line.count("|") for line in table}) for table in parts} == {1}  # all rectangular
+
+
+def test_settings_that_change_with_the_length_are_told_by_length():
+    markdown = tables.results_section(hand_made())
+    found = cells_of(markdown, "fused MLP", "non-reentrant at 64; off at 512")
+    assert found == [
+        "fused MLP",
+        "non-reentrant at 64; off at 512",
+        "none",
+        "on",
+        "none",
+        "none",
+        "0",
+    ]
+    assert cells_of(markdown, "vanilla PEFT", "non-reentrant")
+
+
+def test_verdicts_stand_in_the_table_where_there_is_a_twin():
+    assert "against the A/A noise" not in tables.results_section(RUNS["three"])
+    markdown = tables.results_section(RUNS["with an A/A band"])
+    assert cells_of(markdown, "512", "full Unsloth")[-1] == "faster"
+    assert cells_of(markdown, "512", "vanilla PEFT, again")[-1] == ""
+
+
+def test_kernels_and_disturbances_are_told_where_there_are_any():
+    document = hand_made()
+    assert "of a copy" not in tables.results_section(
+        document
+    ) and "throttled" not in tables.results_section(document)
+    kernel = {"kernel": "swiglu_forward", "shape": [16384, 11008], "dtype": "bfloat16"}
+    kernel |= {"median_us": 281.24, "bytes": 1, "gb_per_s": 3847.1, "share_of_copy": 0.894}
+    document["kernels"] = {"copy_gb_per_s": 4302.6, "rows": [kernel]}
+    document["cells"][0]["throttled"] = True
+    document["cells"][1]["other_gpu_processes"] = 2
+    markdown = tables.results_section(document)
+    assert cells_of(markdown, "swiglu_forward")[1:] == [
+        *("16384 × 11008", "bfloat16", "281.2", "3,847", "89%")
+    ]
+    assert "A device copy: 4,303 GB/s." in markdown
+    assert "- The GPU throttled in 1 of 6 timed cells." in markdown
+    assert "- The GPU was shared in 1 of 6 timed cells." in markdown
+
+
+def test_the_headline_by_hand():
+    assert tables.headline_table(hand_made()) == "\n".join(
+        [
+            "| tokens in a sequence | vanilla PEFT | fused MLP |",
+            "| --- | --- | --- |",
+            "| 64 | 210 ms | 100 ms, **2.00×** |",
+            "| 512 |  | out of memory |",
+        ]
+    )
+    header = tables.headline_table(RUNS["eight"]).split("\n")[0]
+    assert header == "| tokens in a sequence | vanilla PEFT | fused MLP | full Unsloth |"
+
+
+def test_names_for_people():
+    assert plots.name_of("full_unsloth") == "full Unsloth"
+    assert plots.name_of("bordered_step") == "bordered_step"
+
+
+README = """# Title
+<!-- headline:begin -->
+old headline
+<!-- headline:end -->
+between
+<!-- results:begin --><!-- results:end -->
+the end"""
+
+
+def test_the_readme_gets_both_tables_and_nothing_else_changes(tmp_path):
+    path = tmp_path / "README.md"
+    path.write_text(README)
+    document = hand_made()
+    assert tables.update_readme(path, document) is True
+    written = path.read_text()
+    assert written == (
+        f"# Title\n<!-- headline:begin -->\n\n{tables.headline_table(document)}\n\n"
+        "<!-- headline:end -->\nbetween\n"
+        f"<!-- results:begin -->\n\n{tables.results_section(document)}\n\n"
+        "<!-- results:end -->\nthe end"
+    )
+    assert tables.update_readme(path, document) is False
+    assert path.read_text() == written
+    assert tables.update_readme(path, RUNS["three"]) is True
+    assert "old headline" not in path.read_text()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        README.replace("<!-- results:end -->", ""),
+        README.replace("<!-- headline:begin -->", ""),
+        README + "<!-- results:begin -->",
+        "<!-- headline:end --> <!-- headline:begin -->" + README.split("between")[1],
+        "",
+    ],
+)  # fmt: skip
+def test_a_readme_without_its_markers_is_refused_and_left_alone(text, tmp_path):
+    path = tmp_path / "README.md"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"README\.md wants <!-- .*:begin --> and then") as caught:
+        tables.update_readme(path, hand_made())
+    assert "\n" not in str(caught.value)
+    assert path.read_text() == text
