@@ -4,10 +4,9 @@ import argparse
 from pathlib import Path
 from typing import Any, NoReturn
 
-from batches import load_tokenizer, read_examples, sha256_of, token_shares
-
 import machine
 import results as store
+from batches import load_tokenizer, read_examples, sha256_of, token_shares
 from cells import LEARNING_RATE, Plan
 from models import VARIANTS, Lora, is_available
 from weights import resolve
@@ -20,7 +19,7 @@ EXPERIMENT = {
     "seq_lens": [64, 128, 256, 512],
     "batch_size": 32,
     "steps": 100,
-    "rounds": 2,
+    "rounds": 4,
 }
 REHEARSAL = {
     "model": HERE / "configs" / "tiny.json",

@@ -1,5 +1,6 @@
 """The loop's arithmetic, checked with a clock that shows what it is told to."""
 
+import gc
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -125,6 +126,13 @@ def test_progress_counts_timed_steps_alone():
     counted = []
     make_trainer(STEADY_WARMUP + [1.0] * 9).run(make_batches(1), 3, on_step=counted.append)
     assert counted == [1, 2, 3]
+
+
+def test_collections_pass_over_the_model_while_steps_are_timed_and_no_longer():
+    frozen = []
+    trainer = make_trainer(STEADY_WARMUP + [1.0] * 3)
+    trainer.run(make_batches(1), 1, on_step=lambda _: frozen.append(gc.get_freeze_count()))
+    assert frozen[0] > 1000 and gc.get_freeze_count() == 0
 
 
 def test_the_first_step_is_kept_apart(monkeypatch):
