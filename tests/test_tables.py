@@ -1,3 +1,6 @@
+import shutil
+from pathlib import Path
+
 import example_results as example
 import pytest
 from test_plots import RUNS
@@ -148,3 +151,15 @@ def test_a_readme_without_its_markers_is_refused_and_left_alone(text, tmp_path):
         tables.update_readme(path, hand_made())
     assert "\n" not in str(caught.value)
     assert path.read_text() == text
+
+
+# --- the published tables -------------------------------------------------------------------------
+
+
+def test_the_readme_is_written_from_the_published_results(tmp_path):
+    """`python lora_bench.py --plot-only` was run after the last change of results.json."""
+    root = Path(tables.__file__).parent
+    shutil.copy(root / "README.md", tmp_path)
+    assert (
+        tables.update_readme(tmp_path / "README.md", results.load(root / "results.json")) is False
+    )

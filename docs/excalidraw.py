@@ -1,0 +1,123 @@
+"""Excalidraw's elements: text in boxes, and arrows that are bound to them at both ends."""
+
+import hashlib
+from typing import Any
+
+# fill, line, its style and width; tensors have round corners, calls have not
+STYLES = {
+    "frozen weight": ("#dee2e6", "#495057", "solid", 1),
+    "adapter": ("#ffe3a3", "#8f5b00", "solid", 1),
+    "activation, saved": ("#b9d9f3", "#0b4f8a", "solid", 2),
+    "activation, not saved": ("#ffffff", "#0b4f8a", "dashed", 1),
+    "activation, recomputed": ("#e4f1fb", "#0b4f8a", "dashed", 1),
+    "gradient": ("#f3d3e6", "#8a2c6a", "solid", 1),
+    "cuBLAS call": ("#c4e8dc", "#00664f", "solid", 1),
+    "cast": ("#f1f3f5", "#495057", "solid", 1),
+    "elementwise pass": ("#f1f3f5", "#495057", "solid", 1),
+    "Triton kernel": ("#ffc2a1", "#b33a00", "solid", 4),
+}
+KINDS = list(STYLES)[6:]  # of calls
+SIDES = (("x", "width"), ("y", "height"))
+INK, NUNITO, LINE_HEIGHT, GAP = "#1e1e1e", 6, 1.35, 2
+LOOK = dict(angle=0, strokeColor=INK, backgroundColor="transparent", fillStyle="solid")
+LOOK |= dict(strokeWidth=1, strokeStyle="solid", roughness=0, roundness=None, opacity=100)
+STATE = dict(version=1, updated=1, isDeleted=False, locked=False, link=None, frameId=None)
+PITCH, ROW = 450, 160  # from column to column, from row to row
+
+
+def line_width(line: str) -> float:
+    """In font sizes, a little more than Nunito takes."""
+    widths = dict.fromkeys(" .,:;'()[]fijlrt", 0.34) | dict.fromkeys("mwMW", 0.9)
+    widths |= dict.fromkeys("0123456789", 0.6)
+    return sum(widths.get(c, 0.75 if c.isupper() else 0.57) for c in line)
+
+
+class Canvas:
+    """Excalidraw's elements by id, placed from a corner of their own; `place` keeps ids apart."""
+
+    def __init__(self, place: int):
+        self.place = place
+        self.elements: dict[str, dict] = {}
+
+    def at(self, column: int, row: int, right=0, down=0) -> tuple[int, int]:
+        return 90 + PITCH * column + right, (40 + ROW * row if row else 80) + down
+
+    def add(self, id: str, type: str, x, y, width, height, **more) -> dict:
+        assert id not in self.elements, id
+        full_id = f"{self.place} {id}"
+        seed = int(hashlib.sha256(full_id.encode()).hexdigest()[:7], 16)
+        place = dict(x=x, y=y, width=width, height=height, seed=seed, versionNonce=seed)
+        links: dict[str, Any] = dict(groupIds=[], boundElements=[])
+        self.elements[id] = dict(id=full_id, type=type) | place | LOOK | STATE | links | more
+        return self.elements[id]
+
+    def text(self, x, y, text: str, font_size=16, id="", **more) -> dict:
+        lines = text.split("\n")
+        width = font_size * max(map(line_width, lines))
+        height = font_size * LINE_HEIGHT * len(lines)
+        align = dict(textAlign="left", verticalAlign="top", containerId=None)
+        if more:
+            x, y = x - width / 2, y - height / 2
+            align = dict(textAlign="center", verticalAlign="middle")
+        font = dict(fontSize=font_size, fontFamily=NUNITO, lineHeight=LINE_HEIGHT)
+        more |= dict(text=text, originalText=text, **align, **font)
+        return self.add(id or f"text {x} {y}", "text", x, y, width, height, **more)
+
+    def box(self, id: str, x, y, width, height, style, text: str, group=None, font_size=16) -> str:
+        fill, stroke, dash, thickness = STYLES[style]
+        groups = dict(groupIds=[f"{self.place} {group}"] if group else [])
+        more: dict[str, Any] = dict(backgroundColor=fill, strokeColor=stroke, strokeStyle=dash)
+        more |= dict(strokeWidth=thickness, roundness=None if style in KINDS else {"type": 3})
+        box = self.add(id, "rectangle", x, y, width, height, **more, **groups)
+        middle, inside = (x + width / 2, y + height / 2), dict(containerId=box["id"], **groups)
+        label = self.text(*middle, text, font_size, f"{id} text", **inside)
+        box["boundElements"].append({"id": label["id"], "type": "text"})
+        return id
+
+    def arrow(self, start, end, *corners) -> None:
+        """From what a call writes to a call, by numbers, or from and to a box by name.
+
+        Straight where they face each other, else along the axes by corners (as `at` takes them).
+        """
+        start = f"out {start}" if f"out {start}" in self.elements else start
+        end = f"call {end}" if f"call {end}" in self.elements else end
+        a, b = self.elements[start], self.elements[end]
+        middle = [(max(a[p], b[p]) + min(a[p] + a[q], b[p] + b[q])) / 2 for p, q in SIDES]
+        via: list[Any] = [self.at(*corner) for corner in corners] or [middle]
+        first, last = border(a, *via[0]), border(b, *via[-1])
+        points = [first, *(via if corners else ()), last]
+        spans = [max(axis) - min(axis) for axis in zip(*points, strict=True)]
+        path = dict(points=[[x - first[0], y - first[1]] for x, y in points], elbowed=False)
+        path |= dict(startArrowhead=None, endArrowhead="triangle", lastCommittedPoint=None)
+        path |= dict(startBinding=bind(a, points[1], first), endBinding=bind(b, points[-2], last))
+        arrow = self.add(f"{start} > {end}", "arrow", *first, *spans, **path)
+        for box in (a, b):
+            box["boundElements"].append({"id": arrow["id"], "type": "arrow"})
+
+    def arrows(self, pairs: str) -> None:
+        for pair in pairs.split():
+            self.arrow(*pair.split(">"))
+
+    def strip(self, right: int, down: int, bytes_per_px: float, parts: list) -> int:
+        """Boxes side by side, as wide as their bytes; returns where they end."""
+        for n, (style, text, count) in enumerate(parts):
+            width = max(round(count / bytes_per_px, -1), 60)
+            self.box(f"strip {down} {n}", right, down, width, 60, style, text, None, 14)
+            right += width
+        return right
+
+
+def border(box: dict, x: float, y: float) -> tuple[float, float]:
+    """Where the line along an axis from (x, y) meets the box."""
+    right, bottom = box["x"] + box["width"], box["y"] + box["height"]
+    if box["x"] <= x <= right:
+        return x, (box["y"] - GAP if y < bottom else bottom + GAP)
+    return (box["x"] - GAP if x < right else right + GAP), y
+
+
+def bind(box: dict, before: tuple[float, float], edge: tuple[float, float]) -> dict:
+    """Focus is how far off the box's centre the arrow aims, as Excalidraw counts it."""
+    across = 2 * (edge[0] - box["x"]) / box["width"] - 1
+    down = 2 * (edge[1] - box["y"]) / box["height"] - 1
+    focus = across if edge[0] == before[0] else -down
+    return dict(elementId=box["id"], focus=focus * (1 if edge > before else -1), gap=GAP)
