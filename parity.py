@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from batches import Batch
 
+from batches import Batch
 from models import Built
 
 # A gradient that is scaled by 1.1, or missing a term, is several times further off than this.
