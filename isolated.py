@@ -7,6 +7,7 @@ outcome, not the end of the run.
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from typing import Any
 
 # How long a process may go on after it has closed its connection before it is killed.
 EXIT_GRACE_S = 30
+# How long one that is told to stop may take for it.
+TERMINATE_GRACE_S = 5
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,9 @@ def run(
             process.join(EXIT_GRACE_S)
         finally:
             if process.is_alive():
+                process.terminate()  # lets it clean up after itself, if it still listens
+                process.join(TERMINATE_GRACE_S)
+            if process.is_alive():
                 process.kill()
             process.join()
         output = log.read().decode(errors="replace")
@@ -69,6 +75,7 @@ def _death(exitcode: int | None) -> str | None:
 
 
 def _child(sender: Connection, log: str, function: Callable[..., None], arguments: tuple) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     threading.Thread(target=_die_with_parent, daemon=True).start()
     output = os.open(log, os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):

@@ -26,6 +26,7 @@ import plots
 import results as store
 import tables
 from cells import Plan, measure_cells, measure_floor, measure_kernels, prepare
+from models import VARIANTS
 from options import HERE, fill_in, parse, set_up, why_unavailable
 
 Results = dict[str, Any]
@@ -46,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.kernels:
             run_kernels(plan, results, path)
         else:
-            run_experiment(plan, results, path, fill_in(arguments)["rounds"])
+            run_experiment(plan, results, path, fill_in(arguments))
             if any(cell["status"] == "error" for cell in results["cells"]):
                 return 1
     except KeyboardInterrupt:
@@ -61,12 +62,12 @@ def main(argv: list[str] | None = None) -> int:
 # --- running --------------------------------------------------------------------------------------
 
 
-def run_experiment(plan: Plan, results: Results, path: Path, rounds: int) -> None:
-    """Measure every cell that is still to do, saving each as it ends, then draw."""
-    variants = results["experiment"]["variants"]
+def run_experiment(plan: Plan, results: Results, path: Path, asked: dict[str, Any]) -> None:
+    """Measure every cell that is asked for and still to do, saving each as it ends, then draw."""
+    variants = list(dict.fromkeys(asked["variants"] or VARIANTS))
     todo = [
         (round_number, variant, seq_len)
-        for round_number in range(1, rounds + 1)
+        for round_number in range(1, asked["rounds"] + 1)
         # rounds alternate, so that no variant always runs on the warmer card
         for variant in (variants if round_number % 2 else variants[::-1])
         for seq_len in plan.seq_lens
@@ -216,7 +217,7 @@ def cell_line(cell: dict[str, Any]) -> str:
 def summary_table(results: Results) -> Table:
     title = "Rehearsal: not a performance result" if results["rehearsal"] else None
     table = Table(title=title)
-    for name in ("tokens", "variant", "ms a step", "tokens/s", "speedup", "x floor", "peak GiB"):
+    for name in ("tokens", "variant", "ms a step", "tokens/s", "speedup", "x floor", "GiB"):
         table.add_column(name, no_wrap=True)
     for row in results["summary"]:
         if row["median_step_ms"] is None:

@@ -1,5 +1,6 @@
 """The functions below run in processes of their own, so they stand at the top of the module."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -31,6 +32,14 @@ def send_one_then_be_killed(send):
 def sleep_for_ever(send, pid_file):
     Path(pid_file).write_text(str(os.getpid()))
     time.sleep(600)
+
+
+def send_then_clean_up(send, file):
+    try:
+        send("ready")
+        time.sleep(600)
+    finally:
+        Path(file).write_text("cleaned up")
 
 
 def collect(function, *arguments):
@@ -72,6 +81,15 @@ def test_the_process_is_ended_when_its_messages_are_refused():
     else:
         raise AssertionError("KeyboardInterrupt was swallowed")
     assert time.monotonic() - began < isolated.EXIT_GRACE_S
+
+
+def test_a_process_that_is_stopped_cleans_up_first(tmp_path):
+    def refuse(message):
+        raise KeyboardInterrupt
+
+    with contextlib.suppress(KeyboardInterrupt):
+        isolated.run(send_then_clean_up, str(tmp_path / "file"), on_message=refuse)
+    assert (tmp_path / "file").read_text() == "cleaned up"
 
 
 def test_the_process_dies_with_a_killed_parent(tmp_path):

@@ -105,6 +105,18 @@ def test_a_finished_run_measures_nothing_again(rehearsal, cache, monkeypatch):
 
 
 @CPU_ONLY
+def test_only_the_variants_that_are_asked_for_are_measured(rehearsal, cache, tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("vanilla is done, and nothing else was asked for")
+
+    results = saved(rehearsal)
+    results["cells"] = [c for c in results["cells"] if c["variant"] == "vanilla_peft"]
+    store.save(tmp_path / "results.json", results)
+    monkeypatch.setattr(lora_bench.isolated, "run", refuse)
+    assert run(tmp_path, "--cache", str(cache), "--variants", "vanilla_peft") == 0
+
+
+@CPU_ONLY
 def test_only_what_is_missing_or_failed_is_measured_again(rehearsal, cache, tmp_path):
     shutil.copy(rehearsal / "results.json", tmp_path)
     results = saved(tmp_path)
