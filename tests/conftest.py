@@ -40,6 +40,31 @@ def device() -> str:
     return "cuda" if HAS_GPU else "cpu"
 
 
+@pytest.fixture
+def case(device):
+    """x, adapters, frozen, grad_output: bf16, 3 x 13 tokens."""
+    from lora_mlp_case import mlp, tokens
+
+    x, grad_output = tokens(3, 13, dtype=torch.bfloat16, device=device)
+    return x, *mlp(torch.bfloat16, device), grad_output
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The gate weight of every call of LoRA_MLP, in order."""
+    from fused_mlp import LoRA_MLP
+
+    seen = []
+    apply = LoRA_MLP.apply
+
+    def spy(*arguments):
+        seen.append(arguments[-1].gate_weight)
+        return apply(*arguments)
+
+    monkeypatch.setattr(LoRA_MLP, "apply", spy)
+    return seen
+
+
 def pytest_collection_modifyitems(items):
     if HAS_GPU:
         return

@@ -1,0 +1,119 @@
+"""Tiny PEFT models of four families, fused and not, and one training step of them."""
+
+import copy
+import warnings
+
+import torch
+import torch.nn.functional as F
+import transformers
+from peft import LoraConfig, get_peft_model
+from reference import assert_within_budget, random
+
+from fused_lora import Fusion, fuse
+
+FAMILIES = ("Qwen2", "Llama", "Mistral", "Qwen3")
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+LAYERS = "base_model.model.model.layers"
+MLP_NAMES = [f"{LAYERS}.{index}.mlp" for index in range(2)]
+MLP_ON = Fusion(mlp=True)
+
+
+def set_weights(model, device, only=""):
+    """Weights of a size at which every part of the model shows in the logits; no B is zero."""
+    with torch.no_grad():
+        for seed, (name, parameter) in enumerate(model.named_parameters()):
+            if only not in name:
+                continue
+            scale = parameter.shape[-1] ** -0.5 if parameter.ndim == 2 else 0.1
+            mean = 1.0 if parameter.ndim == 1 and name.endswith("weight") else 0.0
+            parameter.copy_(random(*parameter.shape, seed=seed, scale=scale) + mean)
+    return model.to(device)
+
+
+def base_model(device, family="Qwen2", dtype=torch.float32, **changes):
+    """Two layers; attention is the eager one, whose gradients are deterministic on a GPU too."""
+    sizes = {
+        "vocab_size": 96,
+        "hidden_size": 52,
+        "intermediate_size": 139,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 26,
+        "attn_implementation": "eager",
+    }
+    config = getattr(transformers, f"{family}Config")(**(sizes | changes))
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    return set_weights(model, device).to(dtype)
+
+
+def adapt(model, device, autocast_adapter_dtype=True, **lora):
+    options = {"r": 8, "lora_alpha": 12, "target_modules": [*ATTENTION, *MLP]}
+    config = LoraConfig(**(options | lora))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT's, that lora_bias cannot be merged
+        model = get_peft_model(model, config, autocast_adapter_dtype=autocast_adapter_dtype)
+    return set_weights(model, device, only=".lora_")
+
+
+def peft_model(device, family="Qwen2", dtype=torch.float32, autocast_adapter_dtype=True, **lora):
+    return adapt(base_model(device, family, dtype), device, autocast_adapter_dtype, **lora)
+
+
+def ids(device):
+    return torch.randint(96, (2, 17), generator=torch.Generator().manual_seed(3)).to(device)
+
+
+def logits(model):
+    torch.manual_seed(0)  # for those that drop out
+    with torch.no_grad():
+        return model(input_ids=ids(next(model.parameters()).device)).logits
+
+
+def step(model, autocast=False):
+    """Logits, the loss of every token and every gradient, by name."""
+    device = next(model.parameters()).device
+    inputs = ids(device)
+    model.zero_grad()
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
+        output = model(input_ids=inputs, labels=inputs)
+    output.loss.backward()
+    values = {"logits": output.logits.detach()}
+    values["losses"] = F.cross_entropy(
+        values["logits"][:, :-1].flatten(0, 1).double(), inputs[:, 1:].flatten(), reduction="none"
+    )
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            values[name.removeprefix("module.")] = parameter.grad.clone()
+    return values
+
+
+def assert_equal(got, want):
+    assert got.keys() == want.keys()
+    for name in want:
+        assert torch.equal(got[name], want[name]), name
+
+
+def assert_right(fused, plain, autocast=False):
+    """Fused against plain PEFT, both in their dtype, with plain PEFT in float64 for the truth."""
+    got, eager = step(fused, autocast), step(plain, autocast)
+    truth = step(copy.deepcopy(plain).double())
+    trained = sum(parameter.requires_grad for parameter in plain.parameters())
+    assert trained > 0
+    assert got.keys() == eager.keys() == truth.keys() and len(truth) == 2 + trained
+    for name in truth:
+        assert got[name].dtype == eager[name].dtype
+        assert_within_budget(name, got[name], eager[name], truth[name])
+
+
+def layers(model):
+    return model.get_submodule(LAYERS)
+
+
+def pair(device, **options):
+    """A fused model and the same one on PEFT's own path."""
+    plain = peft_model(device, **options)
+    fused = copy.deepcopy(plain)
+    fuse(fused, MLP_ON)
+    return fused, plain
