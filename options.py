@@ -1,6 +1,7 @@
 """The command line: what is asked for, checked before anything is run or written, as a plan."""
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -9,7 +10,7 @@ import results as store
 from batches import load_tokenizer, read_examples, sha256_of, token_shares
 from cells import LEARNING_RATE, Plan
 from models import VARIANTS, Lora, is_available
-from weights import resolve
+from weights import Source, resolve
 
 HERE = Path(__file__).resolve().parent
 
@@ -112,7 +113,7 @@ def set_up(arguments: argparse.Namespace, argv: list[str]) -> tuple[Plan, dict[s
     variants = check_variants(arguments.variants, device)
     source = resolve(str(asked["model"]), arguments.cache.resolve(), arguments.seed)
     read_examples(arguments.data)
-    load_tokenizer(source.tokenizer)
+    check_vocabulary(source, load_tokenizer(source.tokenizer).get_vocab_size())
     plan = Plan(
         source=source,
         data=arguments.data.resolve(),
@@ -138,6 +139,17 @@ def set_up(arguments: argparse.Namespace, argv: list[str]) -> tuple[Plan, dict[s
 def at_least(least: int, flag: str, value: int) -> None:
     if value < least:
         raise ValueError(f"{flag} {value}: give {least} or more")
+
+
+def check_vocabulary(source: Source, tokens: int) -> None:
+    """A token beyond the embedding's last row would stop the GPU, not raise."""
+    config = json.loads((source.config or source.folder / "config.json").read_text())
+    rows = config.get("vocab_size", tokens)
+    if rows < tokens:
+        raise ValueError(
+            f"--model {source.name}: its vocab_size is {rows}, its tokenizer has {tokens} tokens; "
+            "give a model with one row for each"
+        )
 
 
 def check_variants(asked: list[str] | None, device: str) -> list[str]:

@@ -273,6 +273,14 @@ def test_a_model_folder_without_a_tokenizer(capsys, tmp_path):
     assert "has no tokenizer.json" in bad(capsys, tmp_path / "out", "--model", str(folder))
 
 
+def test_a_model_with_fewer_rows_than_tokens(capsys, tmp_path):
+    config = json.loads((ROOT / "configs" / "tiny.json").read_text())
+    model = tmp_path / "small.json"
+    model.write_text(json.dumps(config | {"vocab_size": 100}))
+    line = bad(capsys, tmp_path / "out", "--model", str(model))
+    assert "its vocab_size is 100, its tokenizer has 4096 tokens" in line
+
+
 @pytest.mark.skipif(os.name != "posix", reason="POSIX paths")
 def test_an_output_folder_that_cannot_be_written(capsys, tmp_path):
     file = tmp_path / "file"
