@@ -238,10 +238,18 @@ def _lines(axes: Axes, view: View, rows: list, name: str, words: Callable, besid
             text: dict[str, Any] = {"color": view.look(row).colour, "size": 11, "weight": "bold"}
             others = [each[name] for each in here if each is not row] + list(beside)
             near = 0.1 * (high - low)  # the room that a label takes
+            whiskers = [
+                each.get(f"{name}_ci95") or [each[name]] for each in here if each is not row
+            ]
+            over = max(value, *ends)
             if many and seq_len == view.seq_lens[-1]:
                 axes.text(place + 0.1, height, words(value), va="center", **text)
+            elif not many and any(w[0] < over + near and w[-1] > over for w in whiskers if w[1:]):
+                # another's whisker stands there: beside the point, where no line comes from
+                side, align = (-0.07, "right") if place == 0 else (0.07, "left")
+                axes.text(place + side, value, words(value), ha=align, va="center", **text)
             elif not many and not any(0 <= other - value < near for other in others):
-                _annotate(axes, words(value), place, max(value, *ends), 9, va="bottom", **text)
+                _annotate(axes, words(value), place, over, 9, va="bottom", **text)
             elif not many and not any(0 <= value - other < near for other in others):
                 _annotate(axes, words(value), place, min(value, *ends), -9, va="top", **text)
 

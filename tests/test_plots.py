@@ -277,6 +277,28 @@ def test_no_text_is_cut_off_and_no_label_covers_another(name, pictures):
     assert not [1 for one, other in combinations(boxes, 2) if one.overlaps(other)]
 
 
+def test_a_label_gives_way_to_the_whisker_of_another_variant():
+    """Two variants whose intervals overlap: the lower one's value stands beside its point."""
+    run = example.empty(variants=["vanilla_peft", "fused_mlp", "full_unsloth"], seq_lens=[64, 512])
+    rounds = {"vanilla_peft": (200, 200), "fused_mlp": (230, 160), "full_unsloth": (170, 110)}
+    for variant, times in rounds.items():
+        for n, ms in enumerate(times):
+            results.add_cell(run, example.timed_cell(variant, 64, n, [float(ms)]))
+    picture = plots.figure(run)
+    FigureCanvasAgg(picture).draw()
+    axes = panels(picture)["speedup"]
+    whisker = next(
+        line for line in axes.lines
+        if line.get_color() == plots.LOOKS["full_unsloth"].colour and line.get_marker() == "_"
+    )  # fmt: skip
+    (x, low), (_, high) = axes.transData.transform(whisker.get_xydata())
+    labels = [text for text in axes.texts if text.get_color() == plots.LOOKS["fused_mlp"].colour]
+    for label in labels:
+        box = label.get_window_extent()
+        assert not (box.x0 <= x <= box.x1 and box.y0 < high and box.y1 > low)
+    assert [label.get_text() for label in labels] == ["1.06×"]
+
+
 def test_labels_of_values_that_lie_close_are_moved_apart_but_not_out():
     heights = plots._apart([2.0, 9.7, 9.8, 9.9], gap=1.0, top=10.0)
     gaps = [b - a for a, b in pairwise(heights)]
