@@ -54,18 +54,20 @@ class Lora:
 class Built:
     """A model ready to train, and what it is made of.
 
+    autocast_dtype: what its forward runs in; None for no autocast.
     settings: what results.json records of it. fused_modules: names of the modules that run fused,
     with the function that they run.
     """
 
     model: torch.nn.Module
-    autocast_dtype: torch.dtype
+    autocast_dtype: torch.dtype | None
     settings: dict[str, Any]
     fused_modules: list[str] = field(default_factory=list)
 
     def autocast(self) -> torch.autocast:
         device = next(self.model.parameters()).device.type
-        return torch.autocast(device, dtype=self.autocast_dtype)
+        on = self.autocast_dtype is not None
+        return torch.autocast(device, dtype=self.autocast_dtype, enabled=on)
 
 
 def is_available(variant: str) -> bool:
