@@ -60,6 +60,9 @@ class Batch:
             None if mask is None else mask.to(device),
         )
 
+    def tensors(self) -> list[torch.Tensor]:
+        return [t for t in (self.input_ids, self.labels, self.attention_mask) if t is not None]
+
 
 @dataclass(frozen=True)
 class TokenShares:

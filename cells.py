@@ -7,18 +7,18 @@ import dataclasses
 import functools
 import gc
 import hashlib
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
+import audit
 import machine
 import models
 from batches import Batch, load_tokenizer, make_batches, read_examples, sha256_of, tokenize
-from models import VARIANTS, Built, Lora
+from models import EVIDENCE, VARIANTS, Built, Lora
+from profiled import profile_step
 from results import new_cell
 from trainer import MAX_WARMUP_STEPS, Clock, CudaClock, Trainer, WallClock
 from weights import Source, materialize
@@ -57,8 +57,9 @@ class Plan:
     def parity_seq_len(self) -> int:
         return min(PARITY_SEQ_LEN, *self.seq_lens)
 
-    def parity_batch(self) -> Batch:
-        return self.batches(self.parity_seq_len, PARITY_BATCH_SIZE, 1)[0].to(self.device)
+    def parity_batches(self) -> tuple[Batch, Batch]:
+        first, second = self.batches(self.parity_seq_len, PARITY_BATCH_SIZE, 2)
+        return first.to(self.device), second.to(self.device)
 
     def build(self, variant: str, seq_len: int) -> Built:
         return models.build(
@@ -106,7 +107,7 @@ def prepare(send: Send, plan: Plan) -> None:
         return
     send({"doing": "parity reference (plain PEFT in fp32)"})
     seq_len = min(plan.seq_lens)
-    reference = make_reference(plan.build("vanilla_peft", seq_len), plan.parity_batch())
+    reference = make_reference(plan.build("vanilla_peft", seq_len), plan.parity_batches())
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".unfinished")
     reference.save(unfinished)
@@ -156,6 +157,8 @@ def measure_cells(
             status = _measure(measured, plan, variant, seq_len, send)
         except torch.OutOfMemoryError as error:
             status, measured["error"] = "oom", _first_line(error)
+            if lie := audit.ran_out_of_memory(_allocator_failures(), measured["error"]):
+                status, measured["error"] = "error", lie
         except Exception as error:
             status, measured["error"] = "error", f"{type(error).__name__}: {_first_line(error)}"
         send({"cell": new_cell(variant, seq_len, round_number, status, **measured)})
@@ -173,40 +176,52 @@ def _measure(measured: dict[str, Any], plan: Plan, variant: str, seq_len: int, s
     built = plan.build(variant, seq_len)
     measured |= {"settings": built.settings, "fused_modules": built.fused_modules}
 
-    parity = check(built, plan.parity_batch(), Reference.load(plan.reference_file()))
+    parity = check(built, plan.parity_batches(), Reference.load(plan.reference_file()))
     measured["parity"] = dataclasses.asdict(parity)
     if not parity.passed:
-        measured["error"] = (
-            f"{parity.worst_gradient} is {parity.worst_ratio:.1f} times as far from fp32 as "
-            f"vanilla PEFT's; loss {parity.loss:.4f} against {parity.reference_loss:.4f}"
-        )
+        measured["error"] = parity.problem
         return "parity_failed"
 
     batches = [
         batch.to(plan.device) for batch in plan.batches(seq_len, plan.batch_size, plan.steps)
     ]
-    warmup = MAX_WARMUP_STEPS if plan.device == "cuda" else 1  # a rehearsal's times mean nothing
+    samples = []
+
+    def on_step(done: int) -> None:
+        samples.append(machine.sample())  # the step has ended, and the next has not begun
+        send({"step": done})
+
+    on_gpu = plan.device == "cuda"
+    warmup = MAX_WARMUP_STEPS if on_gpu else 1  # a rehearsal's times mean nothing
     trainer = Trainer(built.model, built.autocast, plan.clock(), LEARNING_RATE, warmup)
-    timings = trainer.run(batches, plan.steps, lambda done: send({"step": done}))
-    measured |= dataclasses.asdict(timings) | machine.state()
+    timings = trainer.run(batches, plan.steps, on_step)
+    measured |= dataclasses.asdict(timings)
 
-    if plan.device == "cuda":
-        seen = measured["kernels_seen"] = _kernels_of(lambda: trainer.step(batches[0]))
-        if missing := [kernel for kernel in VARIANTS[variant].kernels if kernel not in seen]:
-            raise RuntimeError(
-                f"{', '.join(missing)} did not run: {variant} was not what was timed"
-            )
-    return "ok"
+    recipe = VARIANTS[variant]
+    functions = [name for evidence in EVIDENCE.values() for name in evidence.functions]
+    # Unsloth compiles parts of its own
+    profile = profile_step(
+        lambda: trainer.step(batches[0]), functions, mark_modules=recipe.library == "peft"
+    )
+    measured |= dataclasses.asdict(profile)
+    if on_gpu:
+        measured |= machine.summary_of(samples)
+        measured["other_gpu_processes"] = machine.other_processes(own=1)
+        measured["host_launch_us"] = machine.host_launch_us()
+
+    problems = (
+        audit.hidden_time(timings),
+        audit.skipped_updates(timings),
+        audit.changed_batches(timings),
+        audit.not_run(recipe, built.fused_modules, profile, on_gpu),
+    )
+    measured["error"] = next((problem for problem in problems if problem), None)
+    return "error" if measured["error"] else "ok"
 
 
-def _kernels_of(step: Callable[[], Any]) -> dict[str, int]:
-    """Names of the GPU kernels that `step` launches, with how often, the most frequent first."""
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        step()
-        torch.cuda.synchronize()
-    device = torch.autograd.DeviceType.CUDA
-    names = Counter(e.name[:100] for e in profiler.events() if e.device_type == device)
-    return dict(names.most_common())
+def _allocator_failures() -> int:
+    """How often CUDA's allocator has found no memory; none without a GPU, where it does not run."""
+    return torch.cuda.memory_stats()["num_ooms"] if torch.cuda.is_available() else 0
 
 
 def _first_line(error: BaseException) -> str:

@@ -33,11 +33,13 @@ def run(
     function: Callable[..., None],
     *arguments: Any,
     on_message: Callable[[Any], None],
+    silence_limit_s: float | None = None,
 ) -> Ended:
     """Run ``function(send, *arguments)`` in a fresh process; `on_message` gets what it sends.
 
-    Everything the process prints goes to a file, of which the last lines are kept. The process ends
-    with its parent, whatever kills the parent.
+    A process that sends nothing for `silence_limit_s` hangs, and is ended. Everything the process
+    prints goes to a file, of which the last lines are kept. The process ends with its parent,
+    whatever kills the parent.
     """
     context = multiprocessing.get_context("spawn")  # fork would copy CUDA's and torch's state
     receiver, sender = context.Pipe(duplex=False)
@@ -50,9 +52,13 @@ def run(
         finally:
             signal.signal(signal.SIGINT, previous)
         sender.close()  # so that the child's end is the only one, and its death reads as EOF
+        hangs = False
         try:
-            while True:
-                on_message(receiver.recv())
+            while not hangs:
+                if receiver.poll(silence_limit_s):
+                    on_message(receiver.recv())
+                else:
+                    hangs = True
         except EOFError:
             process.join(EXIT_GRACE_S)
         finally:
@@ -63,7 +69,8 @@ def run(
                 process.kill()
             process.join()
         output = log.read().decode(errors="replace")
-    return Ended(_death(process.exitcode), "\n".join(output.splitlines()[-15:]))
+    error = f"nothing was heard of it for {silence_limit_s:g} s" if hangs else None
+    return Ended(error or _death(process.exitcode), "\n".join(output.splitlines()[-15:]))
 
 
 def _death(exitcode: int | None) -> str | None:

@@ -3,7 +3,8 @@
     python lora_bench.py                     the experiment; without a GPU, a small rehearsal of it
     python lora_bench.py --seq-lens 512 --batch-size 8
     python lora_bench.py --kernels           the Triton kernels alone, against a device copy
-    python lora_bench.py --plot-only         draw the published picture and README tables again
+    python lora_bench.py --plot-only         draw the published pictures and README tables again
+    python lora_bench.py --compare OLD NEW   is a second results.json slower, beyond noise?
 
 Every variant and round runs in a process of its own, every cell is saved when it ends, and the same
 command goes on where an earlier one stopped.
@@ -16,34 +17,38 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+import audit
 import isolated
 import plots
 import results as store
 import tables
 from cells import Plan, measure_cells, measure_floor, measure_kernels, prepare
+from compare import Comparison, compare
 from models import VARIANTS
-from options import HERE, fill_in, parse, set_up, why_unavailable
+from options import HERE, check_gpu_is_ours, fill_in, parse, set_up, why_unavailable
+from summary import BASELINE, why_no_verdicts
 
 Results = dict[str, Any]
 
 console = Console(highlight=False)
+PLAIN: dict[str, Any] = {"box": SIMPLE_HEAD, "pad_edge": False}  # fits 80 columns
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv, __doc__)
+    path = None
     try:
         if arguments.plot_only:
             return plot_only(arguments.out or HERE)
+        if arguments.compare:
+            return compare_only(*arguments.compare)
         plan, results, path = set_up(arguments, sys.argv if argv is None else argv)
-    except ValueError as error:
-        print(f"lora_bench.py: {error}", file=sys.stderr)
-        return 2
-    try:
         if arguments.kernels:
             run_kernels(plan, results, path)
         else:
@@ -51,8 +56,12 @@ def main(argv: list[str] | None = None) -> int:
             if any(cell["status"] == "error" for cell in results["cells"]):
                 return 1
     except KeyboardInterrupt:
-        console.print(f"\nStopped. {path} holds what was measured; the same command goes on.")
+        kept = f"; {path} holds what was measured, the same command goes on" if path else ""
+        console.print(f"\nStopped{kept}.", soft_wrap=True)
         return 130
+    except ValueError as error:
+        print(f"lora_bench.py: {error}", file=sys.stderr)
+        return 2
     except (RuntimeError, OSError) as error:
         print(f"lora_bench.py: {error}", file=sys.stderr)
         return 1
@@ -90,11 +99,14 @@ def run_experiment(plan: Plan, results: Results, path: Path, asked: dict[str, An
 
             must(isolated.run(measure_floor, plan, missing_floor, on_message=keep_floor))
         while todo:
-            todo = run_next(plan, results, path, todo, advance, say)
+            check_gpu_is_ours(plan.device, asked["allow_shared_gpu"])
+            todo = run_next(plan, results, path, todo, asked, advance, say)
     results["finished_utc"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
     store.save(path, results)
     plots.draw(results, path.with_name("benchmark_results.png"))
     console.print(summary_table(results))
+    if lacking := why_no_verdicts(results):
+        console.print(f"{lacking[0].upper()}{lacking[1:]}.")
     console.print(f"{path}\n{path.with_name('benchmark_results.png')}", soft_wrap=True)
 
 
@@ -102,7 +114,13 @@ Cells = list[tuple[int, str, int]]
 
 
 def run_next(
-    plan: Plan, results: Results, path: Path, todo: Cells, advance: Callable, say: Callable
+    plan: Plan,
+    results: Results,
+    path: Path,
+    todo: Cells,
+    asked: dict[str, Any],
+    advance: Callable,
+    say: Callable,
 ) -> Cells:
     """Run the first variant and round of `todo` in a process of its own; returns what is left.
 
@@ -114,6 +132,13 @@ def run_next(
     finished: list[int] = []
 
     def keep(cell: dict[str, Any]) -> None:
+        if cell["other_gpu_processes"] and not asked["allow_shared_gpu"]:
+            raise RuntimeError(
+                f"another process computed on the GPU while {variant} at {cell['seq_len']} tokens "
+                "was measured, which is not kept; stop it, or give --allow-shared-gpu; the same "
+                "command goes on"
+            )
+        check_losses(results, cell)
         store.add_cell(results, cell)
         store.save(path, results)
         finished.append(cell["seq_len"])
@@ -131,7 +156,13 @@ def run_next(
             advance(plan.steps * seq_len)
     else:
         ended = isolated.run(
-            measure_cells, plan, variant, round_number, seq_lens, on_message=on_message
+            measure_cells,
+            plan,
+            variant,
+            round_number,
+            seq_lens,
+            on_message=on_message,
+            silence_limit_s=asked["cell_timeout"],
         )
         if ended.error and len(finished) < len(seq_lens):
             error = f"{ended.error}\n{ended.output_tail}"
@@ -139,6 +170,18 @@ def run_next(
             keep(store.new_cell(variant, seq_len, round_number, "error", error=error))
     gone = {(round_number, variant, seq_len) for seq_len in finished}
     return [cell for cell in todo if cell not in gone]
+
+
+def check_losses(results: Results, cell: dict[str, Any]) -> None:
+    """A variant whose losses leave vanilla's on the same batches did other work than vanilla."""
+    for other in results["cells"]:
+        same = (other["variant"], other["seq_len"]) == (BASELINE, cell["seq_len"])
+        if same and other["status"] == cell["status"] == "ok":
+            gap = cell["loss_gap"] = audit.loss_gap(cell["losses"], other["losses"])
+            if not gap <= audit.LOSS_SHARE:
+                cell["status"] = "parity_failed"
+                cell["error"] = f"its losses leave vanilla PEFT's by {gap:.2%} in the timed steps"
+            return
 
 
 def run_kernels(plan: Plan, results: Results, path: Path) -> None:
@@ -174,6 +217,20 @@ def plot_only(folder: Path) -> int:
         tables.update_readme(HERE / "README.md", results)
         console.print(f"{HERE / 'README.md'}", soft_wrap=True)
     return 0
+
+
+def compare_only(old_path: Path, new_path: Path) -> int:
+    """Print how the runs in two files differ; 1 where the new one is slower beyond noise."""
+    for path in (old_path, new_path):
+        if not path.is_file():
+            raise ValueError(f"--compare: there is no {path}")
+    compared = compare(store.load(old_path), store.load(new_path))
+    console.print(comparison_table(compared))
+    for difference in compared.differences:
+        console.print(f"  {escape(difference)}", soft_wrap=True)
+    if compared.is_slower:
+        console.print("Slower beyond noise.")
+    return 1 if compared.is_slower else 0
 
 
 # --- what is shown --------------------------------------------------------------------------------
@@ -216,24 +273,35 @@ def cell_line(cell: dict[str, Any]) -> str:
 
 def summary_table(results: Results) -> Table:
     title = "Rehearsal: not a performance result" if results["rehearsal"] else None
-    table = Table(title=title)
-    for name in ("tokens", "variant", "ms a step", "tokens/s", "speedup", "x floor", "GiB"):
-        table.add_column(name, no_wrap=True)
+    columns = ("tokens", "variant", "ms a step", "tokens/s", "speedup", "x floor", "GiB")
+    table = Table(*columns, title=title, **PLAIN)
     for row in results["summary"]:
         if row["median_step_ms"] is None:
             table.add_row(str(row["seq_len"]), plots.name_of(row["variant"]), row["status"])
             continue
-        optional = {
-            key: "" if row[key] is None else f"{row[key]:.{digits}f}"
-            for key, digits in (("speedup", 2), ("ratio_to_floor", 2), ("peak_gib", 1))
-        }
+
+        def number(name: str, digits: int, row=row) -> str:
+            return "" if row[name] is None else f"{row[name]:.{digits}f}"
+
+        noise = " (noise)" if row["verdict"] == "not distinguishable" else ""
         table.add_row(
             str(row["seq_len"]),
             plots.name_of(row["variant"]),
             f"{row['median_step_ms']:.1f}",
             f"{row['tokens_per_s']:.0f}",
-            *optional.values(),
+            number("speedup", 2) + noise,
+            number("ratio_to_floor", 2),
+            number("peak_gib", 1),
         )
+    return table
+
+
+def comparison_table(compared: Comparison) -> Table:
+    table = Table(
+        "tokens", "variant", "old, ms", "new, ms", "old / new", "noise", "verdict", **PLAIN
+    )
+    for row in compared.rows:
+        table.add_row(*tables.comparison_words(row))
     return table
 
 

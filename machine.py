@@ -4,8 +4,11 @@ neither starts a CUDA context nor waits for the GPU."""
 import os
 import platform
 import subprocess
+import time
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pynvml
@@ -15,14 +18,18 @@ PACKAGES = (
     "liger_kernel",
 )  # fmt: skip
 
-# Throttle reasons that mean a slower card than its power limit allows; the power cap itself is how
-# these cards run under load.
-_HOT_OR_HELD = (
-    "nvmlClocksEventReasonHwSlowdown",
-    "nvmlClocksEventReasonSwThermalSlowdown",
-    "nvmlClocksThrottleReasonHwThermalSlowdown",
-    "nvmlClocksThrottleReasonHwPowerBrakeSlowdown",
-)
+# Why clocks are below their maximum, in words. Only what means a slower card than its power limit
+# allows makes a round "throttled": the power cap itself is how these cards run under load.
+CLOCK_REASONS = {
+    "nvmlClocksThrottleReasonSwPowerCap": "power cap",
+    "nvmlClocksThrottleReasonApplicationsClocksSetting": "application clocks",
+    "nvmlClocksThrottleReasonSyncBoost": "sync boost",
+    "nvmlClocksThrottleReasonHwSlowdown": "hardware slowdown",
+    "nvmlClocksThrottleReasonHwThermalSlowdown": "hardware thermal slowdown",
+    "nvmlClocksThrottleReasonHwPowerBrakeSlowdown": "hardware power brake",
+    "nvmlClocksThrottleReasonSwThermalSlowdown": "software thermal slowdown",
+}
+THROTTLED = ("slowdown", "brake")
 
 
 def has_gpu() -> bool:
@@ -58,22 +65,79 @@ def environment() -> dict[str, Any]:
     }
 
 
-def state() -> dict[str, Any]:
-    """The GPU's state at this moment; every value is None where it cannot be read."""
+@dataclass(frozen=True)
+class Sample:
+    """The GPU's state at one moment; a value is None, or empty, where it cannot be read."""
+
+    sm_clock_mhz: int | None
+    memory_clock_mhz: int | None
+    temperature_c: int | None
+    power_w: float | None
+    clock_reasons: list[str]
+
+
+def sample() -> Sample:
+    """Ask for the state now. Takes about a millisecond and leaves the GPU alone."""
     handle = gpu_handle()
-    throttle = _ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
-    reasons = [getattr(pynvml, name, 0) for name in _HOT_OR_HELD]
     power_mw = _ask(pynvml.nvmlDeviceGetPowerUsage, handle)
-    processes = _ask(pynvml.nvmlDeviceGetComputeRunningProcesses, handle)
+    reasons = _ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
+    return Sample(
+        sm_clock_mhz=_ask(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_SM),
+        memory_clock_mhz=_ask(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_MEM),
+        temperature_c=_ask(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
+        power_w=None if power_mw is None else power_mw / 1e3,
+        clock_reasons=[
+            words for name, words in CLOCK_REASONS.items() if reasons & getattr(pynvml, name, 0)
+        ],
+    )
+
+
+def summary_of(samples: list[Sample]) -> dict[str, Any]:
+    """What a cell records of the samples taken between its steps: medians, and every reason."""
+
+    def middle(name: str) -> float | None:
+        values = [getattr(s, name) for s in samples if getattr(s, name) is not None]
+        return median(values) if values else None
+
+    reasons = sorted({reason for one in samples for reason in one.clock_reasons})
     return {
-        "sm_clock_mhz": _ask(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_SM),
-        "temperature_c": _ask(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
-        "power_w": None if power_mw is None else power_mw / 1e3,
-        "throttled": None if throttle is None else any(throttle & reason for reason in reasons),
-        "other_gpu_processes": (
-            None if processes is None else sum(p.pid != os.getpid() for p in processes)
+        "sm_clock_mhz": middle("sm_clock_mhz"),
+        "memory_clock_mhz": middle("memory_clock_mhz"),
+        "temperature_c": middle("temperature_c"),
+        "power_w": middle("power_w"),
+        "clock_reasons": reasons,
+        "throttled": (
+            any(word in reason for reason in reasons for word in THROTTLED) if samples else None
         ),
     }
+
+
+def other_processes(own: int) -> int | None:
+    """How many processes compute on the GPU besides `own` of ours; None where it cannot be read.
+
+    They are counted and not looked up by their ids, which in a container are not the host's.
+    """
+    processes = _ask(pynvml.nvmlDeviceGetComputeRunningProcesses, gpu_handle())
+    return None if processes is None else max(0, len(processes) - own)
+
+
+def host_launch_us() -> float | None:
+    """What the host takes to launch one small kernel, in us: the same work on every visit, so that
+    it tells how fast the host was. Median of 20 batches of 50 launches; None without a GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    tensor = torch.zeros(8, device="cuda")
+    took_us = []
+    for _ in range(20):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(50):
+            tensor.add_(1.0)
+        took_us.append((time.perf_counter() - began) / 50 * 1e6)
+    torch.cuda.synchronize()
+    return median(took_us)
 
 
 def _ask(function, handle, *arguments):
@@ -99,7 +163,22 @@ def _gpu() -> dict[str, Any] | None:
         "driver": driver if isinstance(driver, str) else driver.decode(),
         "power_limit_w": None if limit_mw is None else limit_mw / 1e3,
         "max_sm_clock_mhz": _ask(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_SM),
+        "max_memory_clock_mhz": _ask(
+            pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_MEM
+        ),
+        "ecc": _on((_ask(pynvml.nvmlDeviceGetEccMode, handle) or [None])[0]),
+        "uncorrected_ecc_errors": _ask(
+            pynvml.nvmlDeviceGetTotalEccErrors,
+            handle,
+            pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
+            pynvml.NVML_VOLATILE_ECC,
+        ),
+        "persistence": _on(_ask(pynvml.nvmlDeviceGetPersistenceMode, handle)),
     }
+
+
+def _on(value: int | None) -> bool | None:
+    return None if value is None else bool(value)
 
 
 def _cpu_name() -> str:

@@ -9,7 +9,7 @@ import importlib.util
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,20 +22,33 @@ class Recipe:
 
     library: "peft", or "unsloth" for FastLanguageModel.
     fused: the parts given to `fused_lora.fuse`.
-    kernels: Triton kernels that a step must have launched, or the variant did not run.
     """
 
     library: str = "peft"
     fused: tuple[str, ...] = ()
-    kernels: tuple[str, ...] = ()
 
 
 VARIANTS = {
     "vanilla_peft": Recipe(),
-    "fused_mlp": Recipe(
-        fused=("mlp",), kernels=("_swiglu_forward_kernel", "_swiglu_backward_kernel")
-    ),
+    "fused_mlp": Recipe(fused=("mlp",)),
     "full_unsloth": Recipe(library="unsloth"),
+    # the same code once more: how far the two come out apart is the noise (A/A). Last, so that the
+    # alternating rounds put all the others between the two.
+    "vanilla_peft_again": Recipe(),
+}
+
+
+class Evidence(NamedTuple):
+    """What a step has run if a part did: its autograd functions, each at least once for every
+    module that the part fuses, and on a GPU its kernels."""
+
+    functions: tuple[str, ...]
+    kernels: tuple[str, ...]
+
+
+EVIDENCE = {  # by fused part, and for Unsloth as a whole
+    "mlp": Evidence(("LoRA_MLP",), ("_swiglu_forward_kernel", "_swiglu_backward_kernel")),
+    "unsloth": Evidence((), ("_fg_kernel", "_rms_layernorm_forward", "_rope_embedding_QK")),
 }
 
 

@@ -75,7 +75,14 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
     add("--cache", "folder for base weights (default: .cache)", type=Path,
         default=HERE / ".cache", metavar="FOLDER")  # fmt: skip
     add("--kernels", "time the Triton kernels alone, into the same results", action="store_true")
+    add("--cell-timeout", "give a cell up when nothing was heard of it for so long (default: 600)",
+        type=float, default=600.0, metavar="SECONDS")  # fmt: skip
+    add("--allow-shared-gpu", "measure although other processes compute on the GPU",
+        action="store_true")  # fmt: skip
     add("--plot-only", "draw from the results that are there; measure nothing", action="store_true")
+    add("--compare", "hold one results.json against an earlier one; measure nothing; exit code 1 "
+        "when something is slower beyond noise", nargs=2, type=Path,
+        metavar=("OLD", "NEW"))  # fmt: skip
     return parser.parse_args(argv)
 
 
@@ -105,7 +112,10 @@ def set_up(arguments: argparse.Namespace, argv: list[str]) -> tuple[Plan, dict[s
             f"--steps {asked['steps']} does not spread evenly over --rounds {asked['rounds']}: "
             f"give a multiple of {asked['rounds']}"
         )
+    if not asked["cell_timeout"] > 0:
+        raise ValueError(f"--cell-timeout {asked['cell_timeout']:g}: give more than 0 seconds")
     device = asked["device"]
+    check_gpu_is_ours(device, arguments.allow_shared_gpu)
     if arguments.kernels and device == "cpu":
         raise ValueError(
             "--kernels: no NVIDIA GPU to time the kernels on; run it where there is one"
@@ -134,6 +144,16 @@ def set_up(arguments: argparse.Namespace, argv: list[str]) -> tuple[Plan, dict[s
     results = store.continue_from(path, fresh)
     check_writable(path.parent)
     return plan, results, path
+
+
+def check_gpu_is_ours(device: str, allow_shared: bool) -> None:
+    """No process of ours holds the GPU between cells, so whoever does is somebody else."""
+    others = machine.other_processes(own=0) if device == "cuda" and not allow_shared else None
+    if others:
+        raise ValueError(
+            f"{others} other processes compute on the GPU and would disturb every time; stop them "
+            "(nvidia-smi lists them), or give --allow-shared-gpu"
+        )
 
 
 def at_least(least: int, flag: str, value: int) -> None:

@@ -22,14 +22,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from results import (
-    BASELINE,
-    BASELINE_AGAIN,
-    COMPARED_PACKAGES,
-    noise_band,
-    summarize,
-    write_atomically,
-)
+from results import COMPARED_PACKAGES, write_atomically
+from summary import BASELINE, BASELINE_AGAIN, noise_band, summarize
 
 
 class Look(NamedTuple):

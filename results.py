@@ -13,36 +13,27 @@ run that is killed loses at most the cell it was in, and the same command goes o
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
 from datetime import datetime, timezone
 from pathlib import Path
-from statistics import median
+from textwrap import shorten
 from typing import Any
 
-import numpy as np
-from scipy import stats
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import best_match
 
-SCHEMA_VERSION = 1
-BASELINE = "vanilla_peft"  # every speedup is over this variant
-BASELINE_AGAIN = "vanilla_peft_again"  # its A/A twin: the same code measured twice shows the noise
+from summary import key_of, summarize
 
-STATUSES = ("ok", "parity_failed", "oom", "error", "unavailable")  # the most telling first
-# fmt: off
-PARTS = ("schema_version", "rehearsal", "argv", "started_utc", "finished_utc", "environment",
-         "experiment", "cells", "kernels", "summary")
-ENVIRONMENT_PARTS = ("gpu", "cpu", "platform", "python", "packages", "cuda", "git")
-EXPERIMENT_PARTS = ("model", "weights", "dtype", "batch_size", "seq_lens", "variants", "rounds",
-                    "steps", "checkpointing", "padded", "lora", "optimizer", "seed", "data_sha256",
-                    "tokens")
-TIMES = ("step_ms", "forward_ms", "backward_ms", "optimizer_ms")
+SCHEMA = json.loads((Path(__file__).parent / "results.schema.json").read_text())
+SCHEMA_VERSION = SCHEMA["properties"]["schema_version"]["const"]
+DOCUMENT = Draft202012Validator(SCHEMA)
+CELL = Draft202012Validator(SCHEMA["$defs"]["cell"])
+
 GROWING_PARTS = ("variants", "seq_lens", "rounds", "steps", "tokens")  # a later run may want more
 COMPARED_PACKAGES = ("torch", "triton", "transformers", "peft", "unsloth", "liger_kernel")
-CELL_LISTS = (*TIMES, "losses", "fused_modules")
-CELL_VALUES = ("error", "parity", "first_step_s", "peak_allocated_bytes", "peak_reserved_bytes",
-               "sm_clock_mhz", "temperature_c", "power_w", "throttled", "other_gpu_processes")
-# fmt: on
 
 
 def new_results(argv: list, environment: dict, experiment: dict, rehearsal: bool) -> dict:
@@ -60,8 +51,8 @@ def new_results(argv: list, environment: dict, experiment: dict, rehearsal: bool
         "kernels": None,
         "summary": [],
     }
-    if missing := _missing(results):
-        raise ValueError(f"new results lack {_first_few(missing)}: give every part of the schema")
+    if wrong := _mismatch(DOCUMENT, results):
+        raise ValueError(f"new results: {wrong}")
     steps, rounds = experiment["steps"], experiment["rounds"]
     if steps % rounds:
         raise ValueError(f"{steps} steps do not spread over {rounds} rounds: give a multiple")
@@ -70,19 +61,22 @@ def new_results(argv: list, environment: dict, experiment: dict, rehearsal: bool
 
 def new_cell(variant: str, seq_len: int, round: int, status: str, **measured: Any) -> dict:
     """A whole cell from what is known of it; what was not measured is null or empty."""
-    if status not in STATUSES:
-        raise ValueError(f"status {status!r} of {variant}: give one of {', '.join(STATUSES)}")
-    if status == "ok" and not measured.get("step_ms"):
-        raise ValueError(f"{variant} at {seq_len} is ok but has no step_ms: give them or a status")
-    cell = {"variant": variant, "seq_len": seq_len, "round": round, "status": status}
-    cell |= {"settings": {}, "kernels_seen": {}, **dict.fromkeys(CELL_VALUES)}
-    return {**cell, **{part: [] for part in CELL_LISTS}, **measured}
+    empty: dict[str, Any] = {"array": [], "object": {}}
+    unknown = {
+        name: copy.copy(empty.get(str(part.get("type"))))
+        for name, part in SCHEMA["$defs"]["cell"]["properties"].items()
+    }
+    known = {"variant": variant, "seq_len": seq_len, "round": round, "status": status}
+    cell = {**unknown, **known, **measured}
+    if wrong := _mismatch(CELL, cell):
+        raise ValueError(f"cell of {variant} at {seq_len}: {wrong}")
+    return cell
 
 
 def add_cell(results: dict, cell: dict) -> None:
     """Put a cell in, in the place of an earlier one of the same (variant, seq_len, round)."""
     cell = new_cell(**cell)
-    others = [earlier for earlier in results["cells"] if _key(earlier) != _key(cell)]
+    others = [earlier for earlier in results["cells"] if key_of(earlier) != key_of(cell)]
     results["cells"] = [*others, cell]
 
 
@@ -91,11 +85,7 @@ def done(results: dict, variant: str, seq_len: int, round: int) -> bool:
     are answers: the same run would give them again. An error is not: it is retried at the next
     start, so that a crash can be repaired."""
     key = (variant, seq_len, round)
-    return any(_key(cell) == key and cell["status"] != "error" for cell in results["cells"])
-
-
-def _key(cell: dict) -> tuple[str, int, int]:
-    return cell["variant"], cell["seq_len"], cell["round"]
+    return any(key_of(cell) == key and cell["status"] != "error" for cell in results["cells"])
 
 
 # --- the file -------------------------------------------------------------------------------------
@@ -141,19 +131,18 @@ def load(path: str | Path) -> dict:
     if (schema := results["schema_version"]) != SCHEMA_VERSION:
         problem = f"{path} has schema {schema}, this version writes {SCHEMA_VERSION}"
         raise ValueError(f"{problem}: give another --out, or delete that file")
-    if missing := _missing(results):
-        raise ValueError(f"{path} lacks {_first_few(missing)}: restore it, or delete it")
+    if wrong := _mismatch(DOCUMENT, results):
+        raise ValueError(f"{path}: {wrong}: restore it, or delete it and measure again")
     return results
 
 
-def _missing(results: dict) -> list[str]:
-    environment, experiment = results.get("environment") or {}, results.get("experiment") or {}
-    missing = [part for part in PARTS if part not in results]
-    missing += [f"environment.{part}" for part in ENVIRONMENT_PARTS if part not in environment]
-    missing += [f"experiment.{part}" for part in EXPERIMENT_PARTS if part not in experiment]
-    for index, cell in enumerate(results.get("cells") or []):
-        missing += [f"cells[{index}].{part}" for part in new_cell("", 0, 0, "oom").keys() - cell]
-    return missing
+def _mismatch(validator: Draft202012Validator, document: dict) -> str | None:
+    """Where a document departs from the schema and how, in one line."""
+    error = best_match(validator.iter_errors(document))
+    if error is None:
+        return None
+    place = error.json_path.removeprefix("$").removeprefix(".") or "the document"
+    return f"{place}: {shorten(error.message, 160)}"
 
 
 def _first_few(items: list[str]) -> str:
@@ -226,92 +215,3 @@ def _widen(earlier: dict, fresh: dict) -> None:
         if new["git"]["commit"] not in old["git"]["commit"]:
             old["git"]["commit"] += f" then {new['git']['commit']}"
         old["git"]["dirty"] = old["git"]["dirty"] or new["git"]["dirty"]
-
-
-# --- summing up -----------------------------------------------------------------------------------
-
-
-def summarize(results: dict) -> list[dict]:
-    """One row for each length and variant that has a cell: median over steps, then over rounds.
-
-    A speedup is the median over rounds of baseline time / variant time within one round, so that a
-    drift of the clocks from round to round cancels. Its verdict needs the A/A twin: inside the
-    noise band, or with an interval that reaches 1, it is not distinguishable.
-    """
-    return [
-        _summary_row(results, variant, seq_len)
-        for seq_len in results["experiment"]["seq_lens"]
-        for variant in results["experiment"]["variants"]
-        if any(_key(cell)[:2] == (variant, seq_len) for cell in results["cells"])
-    ]
-
-
-def _summary_row(results: dict, variant: str, seq_len: int) -> dict:
-    cells = [cell for cell in results["cells"] if _key(cell)[:2] == (variant, seq_len)]
-    timed = [cell for cell in cells if cell["status"] == "ok"]
-    rounds_ms = {part: list(_round_ms(results, variant, seq_len, part).values()) for part in TIMES}
-    median_ms = {part: median(values) if values else None for part, values in rounds_ms.items()}
-    step_ms = median_ms["step_ms"]
-    ratios = speedups(results, variant, seq_len)
-    floor_ms = (results.get("floor") or {}).get(str(seq_len), {}).get("floor_ms")
-    peaks = [cell["peak_allocated_bytes"] for cell in timed if cell["peak_allocated_bytes"]]
-    tokens = results["experiment"]["batch_size"] * seq_len
-    row = {
-        "variant": variant,
-        "seq_len": seq_len,
-        "status": min((cell["status"] for cell in cells), key=STATUSES.index),
-        "rounds": len(timed),
-        "steps": sum(len(cell["step_ms"]) for cell in timed),
-        "median_step_ms": step_ms,
-        "step_ms_ci95": interval95(rounds_ms["step_ms"]),
-        "tokens_per_s": tokens / step_ms * 1000 if step_ms else None,
-        "speedup": median(ratios) if ratios else None,
-        "speedup_ci95": None if variant == BASELINE else interval95(ratios),
-        "ratio_to_floor": step_ms / floor_ms if step_ms and floor_ms else None,
-        "forward_ms": median_ms["forward_ms"],
-        "backward_ms": median_ms["backward_ms"],
-        "optimizer_ms": median_ms["optimizer_ms"],
-        "peak_gib": max(peaks) / 2**30 if peaks else None,
-    }
-    row["verdict"] = _verdict(row, noise_band(results, seq_len))
-    # Six digits: far below any noise, and short in a diff.
-    return json.loads(json.dumps(row), parse_float=lambda digits: float(f"{float(digits):.6g}"))
-
-
-def speedups(results: dict, variant: str, seq_len: int) -> list[float]:
-    """Baseline time / variant time, in each round that has both."""
-    baseline, own = _round_ms(results, BASELINE, seq_len), _round_ms(results, variant, seq_len)
-    return [baseline[round] / own[round] for round in sorted(baseline.keys() & own.keys())]
-
-
-def noise_band(results: dict, seq_len: int) -> tuple[float, float] | None:
-    """How far apart the same code came out, (low, high) about 1; None without its A/A twin."""
-    ratios = speedups(results, BASELINE_AGAIN, seq_len)
-    both_ways = ratios + [1 / ratio for ratio in ratios]  # which of the two is first is chance
-    return (min(both_ways), max(both_ways)) if ratios else None
-
-
-def interval95(values: list[float]) -> list[float] | None:
-    """The 95% bootstrap interval (percentile, seeded) of the median; None with fewer than two."""
-    if len(values) < 2:
-        return None
-    found = stats.bootstrap((values,), np.median, n_resamples=2000, method="percentile", rng=0)
-    return [float(bound) for bound in found.confidence_interval]
-
-
-def _verdict(row: dict, band: tuple[float, float] | None) -> str | None:
-    speedup, ci95 = row["speedup"], row["speedup_ci95"]
-    if speedup is None or band is None or row["variant"] in (BASELINE, BASELINE_AGAIN):
-        return None
-    if band[0] <= speedup <= band[1] or (ci95 and ci95[0] <= 1 <= ci95[1]):
-        return "not distinguishable"
-    return "faster" if speedup > 1 else "slower"
-
-
-def _round_ms(results: dict, variant: str, seq_len: int, part: str = "step_ms") -> dict:
-    """The median of each round that was timed, by round."""
-    return {
-        cell["round"]: median(cell[part])
-        for cell in results["cells"]
-        if _key(cell)[:2] == (variant, seq_len) and cell["status"] == "ok" and cell[part]
-    }

@@ -6,8 +6,10 @@ import re
 from pathlib import Path
 from textwrap import shorten
 
+from compare import Comparison, Row
 from plots import LOOKS, REHEARSAL, STATUS_WORDS, caption, name_of
-from results import BASELINE, BASELINE_AGAIN, summarize, write_atomically
+from results import write_atomically
+from summary import BASELINE, BASELINE_AGAIN, summarize, why_no_verdicts
 
 
 def results_section(results: dict) -> str:
@@ -62,6 +64,23 @@ def update_readme(readme_path: str | Path, results: dict) -> bool:
     return after != before
 
 
+def comparison_table(compared: Comparison) -> str:
+    """`--compare` in Markdown: every cell in both files."""
+    header = ["tokens", "variant", "first, ms", "second, ms", "first / second", "noise", "verdict"]
+    return _table(header, [comparison_words(row) for row in compared.rows])
+
+
+def comparison_words(row: Row) -> list[str]:
+    """One row of a comparison, a string a column."""
+    timed = [
+        STATUS_WORDS.get(status, status) if ms is None else f"{ms:.1f}"
+        for status, ms in ((row.old, row.old_ms), (row.new, row.new_ms))
+    ]
+    speedup = _number(row.speedup, 2) + _range(row.ci95, 2)
+    band = f"{row.band[0]:.2f} to {row.band[1]:.2f}" if row.band else ""
+    return [str(row.seq_len), name_of(row.variant), *timed, speedup, band, row.verdict or ""]
+
+
 def _summary_table(results: dict) -> str:
     rows = summarize(results)
     header = ["tokens", "variant", "step, ms", "tokens/s", "speedup", "× floor", "peak, GiB"]
@@ -91,11 +110,21 @@ def _remarks(results: dict) -> str:
             reasons.setdefault((name_of(cell["variant"]), why), {})[str(cell["seq_len"])] = None
     lines = [f"- {name} at {', '.join(at)} tokens: {why}" for (name, why), at in reasons.items()]
     timed = [cell for cell in results["cells"] if cell["status"] == "ok"]
-    disturbances = {"throttled": "The GPU throttled", "other_gpu_processes": "The GPU was shared"}
-    for name, words in disturbances.items():
-        if count := sum(bool(cell[name]) for cell in timed):
-            lines.append(f"- {words} in {count} of {len(timed)} timed cells.")
+    lines += [f"- Throttled: {_where(cell)} ({', '.join(_held(cell))})."
+              for cell in timed if cell["throttled"]]  # fmt: skip
+    if count := sum(bool(cell["other_gpu_processes"]) for cell in timed):
+        lines.append(f"- The GPU was shared in {count} of {len(timed)} timed cells.")
+    if lacking := why_no_verdicts(results):
+        lines.append(f"- {lacking[0].upper()}{lacking[1:]}.")
     return "\n".join(lines)
+
+
+def _where(cell: dict) -> str:
+    return f"{name_of(cell['variant'])} at {cell['seq_len']} tokens in round {cell['round']}"
+
+
+def _held(cell: dict) -> list[str]:
+    return [reason for reason in cell["clock_reasons"] if reason != "power cap"]
 
 
 def _settings_table(results: dict) -> str:

@@ -7,7 +7,7 @@ the GPU reaches its start to the moment it has done all of it, waiting for the h
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
@@ -61,14 +61,24 @@ class WallClock:
 
 @dataclass
 class Timings:
-    """Raw times of every timed step, in ms, with the loss that each step saw."""
+    """Raw times of every timed step, in ms, with the loss that each step saw.
+
+    wall_ms: the host's clock, from before a step's first mark until its loss has been read.
+    optimizer_steps: the fewest updates that any adapter matrix got from the timed steps.
+    unmoved_adapters: matrices that the timed steps left as they were.
+    changed_batches: batches that the steps wrote to.
+    """
 
     first_step_s: float
     step_ms: list[float] = field(default_factory=list)
     forward_ms: list[float] = field(default_factory=list)
     backward_ms: list[float] = field(default_factory=list)
     optimizer_ms: list[float] = field(default_factory=list)
+    wall_ms: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    optimizer_steps: int = 0
+    unmoved_adapters: int = 0
+    changed_batches: int = 0
     peak_allocated_bytes: int | None = None
     peak_reserved_bytes: int | None = None
 
@@ -124,6 +134,7 @@ class Trainer:
         of the timed steps can be compared between variants whatever their warm-up took.
         """
         start = [parameter.detach().cpu().clone() for parameter in self.trained]
+        given = [[tensor.clone() for tensor in batch.tensors()] for batch in batches]
         timings = Timings(first_step_s=self._warm_up(batches))
         self._rewind(start)
         # a full collection over a model's objects holds the host for a quarter of a second, every
@@ -134,6 +145,7 @@ class Trainer:
             self._time(timings, batches, steps, on_step)
         finally:
             gc.unfreeze()
+        self._audit(timings, start, zip(batches, given, strict=True))
         return timings
 
     def _time(
@@ -143,18 +155,37 @@ class Trainer:
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         for done, batch in enumerate(islice(_around(batches), steps), start=1):
+            began = time.perf_counter()
             marks, loss = self.step(batch)
             self.clock.synchronize()
+            timings.losses.append(loss.item())
+            timings.wall_ms.append((time.perf_counter() - began) * 1e3)
             forward, backward, optimizer = (self.clock.elapsed_ms(a, b) for a, b in pairwise(marks))
             timings.step_ms.append(self.clock.elapsed_ms(marks[0], marks[-1]))
             timings.forward_ms.append(forward)
             timings.backward_ms.append(backward)
             timings.optimizer_ms.append(optimizer)
-            timings.losses.append(loss.item())
             on_step(done)
         if on_gpu:
             timings.peak_allocated_bytes = torch.cuda.max_memory_allocated()
             timings.peak_reserved_bytes = torch.cuda.max_memory_reserved()
+
+    def _audit(
+        self,
+        timings: Timings,
+        start: list[torch.Tensor],
+        batches: Iterable[tuple[Batch, list[torch.Tensor]]],
+    ) -> None:
+        """Note what the timed steps did to the adapters, to the optimizer and to their batches."""
+        updates = (self.optimizer.state[parameter].get("step", 0) for parameter in self.trained)
+        timings.optimizer_steps = int(min(updates))
+        timings.unmoved_adapters = sum(
+            torch.equal(parameter.detach().cpu(), value)
+            for parameter, value in zip(self.trained, start, strict=True)
+        )
+        timings.changed_batches = sum(
+            not all(map(torch.equal, batch.tensors(), given)) for batch, given in batches
+        )
 
     def _warm_up(self, batches: list[Batch]) -> float:
         """Run steps until their times are steady; returns the first step's wall time in seconds."""

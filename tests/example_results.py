@@ -1,8 +1,9 @@
-"""Plausible results for the tests of results.py and plots.py: made up, nothing was measured."""
+"""Plausible results for the tests of what writes and reads results.json: made up, not measured."""
 
 from __future__ import annotations
 
 import results as results_file
+import summary
 
 PACKAGES = {
     "torch": "2.11.0+cu130", "triton": "3.6.0", "transformers": "5.17.0", "peft": "0.21.0",
@@ -22,8 +23,14 @@ PEAK_GIB = {  # at 512 tokens
     "vanilla_peft": 36.7, "vanilla_peft_again": 36.7, "fused_mlp": 30.0, "full_unsloth": 9.5,
     "liger": 11.6, "compiled_layers": 36.3, "fused_all": 12.9, "bordered_step": 12.2,
 }  # fmt: skip
+KIND_SHARES = {"matmul": 0.6, "attention": 0.1, "norm": 0.06, "activation": 0.08, "copy": 0.1}
 FLOOR_MS = {64: 40.4, 128: 80.0, 256: 160.7, 512: 326.0}
 SEQ_LENS = (64, 128, 256, 512)
+OF_THE_GPU = {  # what a rehearsal does not know
+    "kernel_ms": {}, "gpu_busy_ms": None, "sm_clock_mhz": None, "memory_clock_mhz": None,
+    "temperature_c": None, "power_w": None, "clock_reasons": [], "throttled": None,
+    "other_gpu_processes": None, "host_launch_us": None,
+}  # fmt: skip
 THREE = ("vanilla_peft", "fused_mlp", "full_unsloth")
 
 
@@ -43,14 +50,15 @@ def experiment(**changed) -> dict:
         "optimizer": {"name": "AdamW", "lr": 2e-4, "fused": True},
         "seed": 0,
         "data_sha256": "0" * 64,
-        "tokens": {str(n): {"padding": 0, "labelled": 32 * n} for n in SEQ_LENS},
+        "tokens": {str(n): {"padding": 0.0, "labelled": 0.75} for n in SEQ_LENS},
         **changed,
     }
 
 
 def environment(**changed) -> dict:
     h200 = {"name": "NVIDIA H200", "memory_bytes": 150_121_545_728, "driver": "580.95",
-            "power_limit_w": 700, "max_sm_clock_mhz": 1980}  # fmt: skip
+            "power_limit_w": 700, "max_sm_clock_mhz": 1980, "max_memory_clock_mhz": 3201,
+            "ecc": True, "uncorrected_ecc_errors": 0, "persistence": True}  # fmt: skip
     return {
         "gpu": h200,
         "cpu": "Intel Xeon",
@@ -69,15 +77,41 @@ def empty(rehearsal: bool = False, gpu: bool = True, **changed) -> dict:
 
 
 def timed_cell(variant: str, seq_len: int, round: int, step_ms: list[float], **measured) -> dict:
-    return results_file.new_cell(
-        variant, seq_len, round, "ok",
-        step_ms=step_ms,
-        forward_ms=[0.38 * ms for ms in step_ms],
-        backward_ms=[0.61 * ms for ms in step_ms],
-        optimizer_ms=[0.01 * ms for ms in step_ms],
-        losses=[2.5 for _ in step_ms],
+    """A cell of a GPU that was busy for 97% of each step and had the machine to itself."""
+    busy_ms = 0.97 * min(step_ms)
+    return results_file.new_cell(variant, seq_len, round, "ok", **{
+        "step_ms": step_ms,
+        "forward_ms": [0.38 * ms for ms in step_ms],
+        "backward_ms": [0.61 * ms for ms in step_ms],
+        "optimizer_ms": [0.01 * ms for ms in step_ms],
+        "wall_ms": [ms + 0.2 for ms in step_ms],
+        "losses": [2.5 for _ in step_ms],
+        "loss_gap": 0.0,
+        "kernel_ms": {kind: share * busy_ms for kind, share in KIND_SHARES.items()},
+        "gpu_busy_ms": busy_ms,
+        "optimizer_steps": len(step_ms), "unmoved_adapters": 0, "changed_batches": 0,
+        "sm_clock_mhz": 1755, "memory_clock_mhz": 3201, "temperature_c": 52, "power_w": 690.0,
+        "clock_reasons": ["power cap"], "throttled": False, "other_gpu_processes": 0,
+        "host_launch_us": 4.0,
         **measured,
-    )  # fmt: skip
+    })  # fmt: skip
+
+
+def cells(*rows) -> dict:
+    """A document with one length: (variant, round, step_ms) or (variant, round, status) a cell."""
+    document = empty(seq_lens=[64], variants=list(dict.fromkeys(row[0] for row in rows)))
+    for variant, round, outcome in rows:
+        if isinstance(outcome, str):
+            cell = results_file.new_cell(variant, 64, round, outcome)
+        else:
+            cell = timed_cell(variant, 64, round, outcome)
+        results_file.add_cell(document, cell)
+    return document
+
+
+def rounds(**step_ms) -> dict:
+    """One timed step a round: rounds(vanilla_peft=[200, 210], fused_mlp=[100, 100])."""
+    return cells(*((v, n, [ms]) for v, times in step_ms.items() for n, ms in enumerate(times, 1)))
 
 
 def run(variants=THREE, seq_lens=SEQ_LENS, status=None, rounds=3, **changed) -> dict:
@@ -86,26 +120,30 @@ def run(variants=THREE, seq_lens=SEQ_LENS, status=None, rounds=3, **changed) -> 
     for seq_len in seq_lens:
         if not results["rehearsal"]:
             results["floor"][str(seq_len)] = {"floor_ms": FLOOR_MS[seq_len], "samples_ms": []}
-        for round in range(rounds):
+        for round in range(1, rounds + 1):
             for order, variant in enumerate(variants):
                 state = (status or {}).get((variant, seq_len), "ok")
                 if state == "ok":
                     middle: float = STEP_MS[variant][SEQ_LENS.index(seq_len)]
                     # Rounds drift by half a percent, and each variant has its own small noise.
-                    middle *= 1 + 0.005 * (round - 1) + 0.004 * (((order * 7 + round * 3) % 5) - 2)
+                    middle *= (
+                        1 + 0.005 * (round - 2) + 0.004 * ((order * 7 + round * 3 + 2) % 5 - 2)
+                    )
                     times = [middle * (1 + 0.001 * (step - 3.5)) for step in range(8)]
                     gib = 6 + (PEAK_GIB[variant] - 6) * seq_len / 512
+                    fused = range(36) if "fused" in variant else ()
                     cell = timed_cell(
                         variant, seq_len, round, times,
-                        peak_allocated_bytes=int(gib * 2**30) if not results["rehearsal"] else None,
-                        fused_modules=[f"layers.{n}.mlp" for n in range(36)] * ("fused" in variant),
+                        **(OF_THE_GPU if results["rehearsal"] else
+                           {"peak_allocated_bytes": int(gib * 2**30)}),
+                        fused_modules=[f"layers.{n}.mlp: mlp" for n in fused],
                         settings={"checkpointing": "on", "adapter_dtype": "float32",
-                                  "autocast": "bfloat16", "attention": "sdpa", "compile": None},
+                                  "autocast": "bfloat16", "attention": "sdpa", "compile": False},
                     )  # fmt: skip
                 else:
                     cell = results_file.new_cell(
                         variant, seq_len, round, state, error=f"{state}: made up for a test"
                     )
                 results_file.add_cell(results, cell)
-    results["summary"] = results_file.summarize(results)
+    results["summary"] = summary.summarize(results)
     return results

@@ -1,0 +1,82 @@
+"""After the steps are timed: did they do the work that their times are shown for?
+
+Each check answers with one line that says what is wrong, or None. The gate in parity.py tells a
+wrong model before it is timed; these tell a right model whose timed steps cannot be believed.
+"""
+
+from statistics import median
+
+from models import EVIDENCE, Recipe
+from profiled import Profile
+from trainer import Timings
+
+# Host time may pass a step's GPU time by what synchronising and reading the loss take, no more.
+WALL_SHARE = 1.05
+WALL_MS = 1.0
+
+# Variants train on the same batches from the same start. On an H200 their losses stay within 0.05%
+# of vanilla's through 25 steps; one optimizer step left out moves them by 0.4 to 0.9%.
+LOSS_SHARE = 0.0025
+
+
+def hidden_time(timings: Timings) -> str | None:
+    """Time that passed in the steps but not between their marks: slept outside of them, or spent
+    by work that another stream went on with."""
+    wall_ms, step_ms = median(timings.wall_ms), median(timings.step_ms)
+    if wall_ms <= WALL_SHARE * step_ms + WALL_MS:
+        return None
+    return (
+        f"a step took {wall_ms:.1f} ms by the wall and {step_ms:.1f} ms between its marks: "
+        "the rest was spent where the marks do not see it"
+    )
+
+
+def skipped_updates(timings: Timings) -> str | None:
+    """Optimizer steps that were not taken, or adapters that they did not change."""
+    steps = len(timings.step_ms)
+    if timings.optimizer_steps != steps:
+        return f"the optimizer took {timings.optimizer_steps} of {steps} timed steps"
+    if timings.unmoved_adapters:
+        return f"{timings.unmoved_adapters} adapter matrices are what they were before training"
+    return None
+
+
+def changed_batches(timings: Timings) -> str | None:
+    """Inputs that a step has written to, so that what follows trains on something else."""
+    if timings.changed_batches:
+        return f"{timings.changed_batches} batches were changed by the steps that trained on them"
+    return None
+
+
+def not_run(recipe: Recipe, fused_modules: list[str], profile: Profile, on_gpu: bool) -> str | None:
+    """A part that was asked for and did not run, as often as it should."""
+    parts = (recipe.library,) if recipe.library in EVIDENCE else recipe.fused
+    for part in parts:
+        functions, kernels = EVIDENCE[part]
+        modules = sum(name.endswith(f": {part}") for name in fused_modules)
+        for function in functions:
+            if (ran := profile.functions_seen.get(function, 0)) < max(1, modules):
+                return f"{function} ran {ran} times in a step, for {modules} modules that fuse it"
+        if on_gpu:
+            seen = profile.kernels_seen
+            missing = [k for k in kernels if not any(k in name for name in seen)]
+            if missing:
+                return f"{', '.join(missing)} did not run: {part} was not what was timed"
+    return None
+
+
+def loss_gap(losses: list[float], baseline: list[float]) -> float:
+    """The largest relative distance of a loss to the baseline's in the same step; NaN is infinite.
+
+    Raises:
+        ValueError: the runs have different numbers of steps.
+    """
+    gaps = [abs(a - b) / abs(b) for a, b in zip(losses, baseline, strict=True)]
+    return max((gap if gap == gap else float("inf") for gap in gaps), default=0.0)
+
+
+def ran_out_of_memory(allocator_failures: int, error: str) -> str | None:
+    """Whether "out of memory" is true: the allocator counts its failures itself."""
+    if allocator_failures:
+        return None
+    return f"it said that memory ran out, but the allocator never failed: {error}"

@@ -1,0 +1,211 @@
+"""What one training step really ran: its kernels, what kind of work each did, and for how long.
+
+A kernel's kind is told by its name where the name tells it (a product, attention, a compiled or
+hand-written norm). PyTorch's elementwise kernels have the same name wherever they run, so theirs is
+told by the module that called them: in the profiled step every module call is marked as a range,
+and a kernel of the backward belongs to the range in which its forward ran.
+"""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+# What a kernel can be for, in the order in which pictures stack them.
+KINDS = (
+    "matmul", "attention", "norm", "activation", "rope", "adapter", "loss", "optimizer", "copy",
+    "other",
+)  # fmt: skip
+
+# The first that matches decides. Compiled kernels carry the names of all they fuse, so the more
+# telling part of a name comes first.
+KIND_BY_NAME = [
+    (kind, re.compile(pattern, re.IGNORECASE))
+    for kind, pattern in (
+        ("optimizer", r"multi_tensor_apply|adam"),
+        ("loss", r"cross_entropy|nll_loss|softmax|_fl_\w+_kernel"),
+        ("attention", r"flash|fmha|sdpa|attention|compute_dot_do_o|convert_dq"),
+        ("matmul", r"nvjet|gemm|cutlass|cublas|splitk|\bmatmul"),
+        ("norm", r"rms_?norm|layer_?norm|rsqrt|meanops"),
+        ("activation", r"swiglu|silu|gelu|sigmoid|_fg_kernel|_dwf_dw_dfg_kernel"),
+        ("rope", r"rope|rotary|cos_kernel|sin_kernel"),
+        ("copy", r"copy_kernel|memcpy|memset|fillfunctor|fused_+(to_copy|addmm|t|transpose|_)+_\d"),
+    )
+]
+
+# A module's kind, for the kernels whose name tells nothing; the first that matches its class.
+KIND_BY_MODULE = [
+    ("norm", re.compile(r"Norm$")),
+    ("adapter", re.compile(r"^Linear$")),  # PEFT's and torch's: what is no product in there
+    ("activation", re.compile(r"MLP$|SiLU|Activation$")),
+    ("rope", re.compile(r"Rotary|Attention$")),  # attention's own lines: its products are elsewhere
+    ("other", re.compile(r"DecoderLayer$|Embedding$|Model$")),
+    ("loss", re.compile(r"ForCausalLM$")),
+]
+RANGE = "module: "
+BACKWARD = "autograd::engine::evaluate_function: "
+
+
+class Op(NamedTuple):
+    """A call on the host: an operator, a range, or autograd running the backward of one."""
+
+    name: str
+    thread: int
+    start: int
+    end: int
+    id: int
+    sequence: int  # what ties a backward to its forward; -1 for none
+    forward_thread: int  # of a backward: where its forward ran
+
+
+class Kernel(NamedTuple):
+    """A kernel, copy or fill on the GPU, in ns; `op` is the id of the call that launched it."""
+
+    name: str
+    start: int
+    end: int
+    op: int
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One step: how often each kernel and autograd function ran, and the kernels' time by kind.
+
+    gpu_busy_ms: during which at least one kernel ran. On the CPU there are no kernels.
+    """
+
+    kernels_seen: dict[str, int] = field(default_factory=dict)
+    functions_seen: dict[str, int] = field(default_factory=dict)
+    kernel_ms: dict[str, float] = field(default_factory=dict)
+    gpu_busy_ms: float | None = None
+
+
+def profile_step(step: Callable[[], Any], functions: Iterable[str], mark_modules: bool) -> Profile:
+    """Run `step` once under the profiler.
+
+    functions: names of autograd functions to count. mark_modules: whether module calls are marked;
+    not for compiled models, which the marks would make compile again.
+    """
+    on_gpu = torch.cuda.is_available()
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
+    with _marked_modules() if mark_modules else nullcontext(), profile(activities=activities) as p:
+        step()
+        if on_gpu:
+            torch.cuda.synchronize()
+    ops, kernels = read_events(p)
+    names = Counter(kernel.name[:100] for kernel in kernels)
+    called = Counter(op.name for op in ops)
+    return Profile(
+        kernels_seen=dict(names.most_common()),
+        functions_seen={name: called[name] for name in functions},
+        kernel_ms=kernel_ms_by_kind(ops, kernels),
+        gpu_busy_ms=busy_ns(kernels) / 1e6 if kernels else None,
+    )
+
+
+def kernel_ms_by_kind(ops: list[Op], kernels: list[Kernel]) -> dict[str, float]:
+    """The kernels' time in ms for each of KINDS that has any."""
+    module_kind = _kind_by_op(ops)
+    total: dict[str, float] = defaultdict(float)
+    for kernel in kernels:
+        kind = kind_of_name(kernel.name) or module_kind.get(kernel.op, "other")
+        total[kind] += (kernel.end - kernel.start) / 1e6
+    return {kind: total[kind] for kind in KINDS if kind in total}
+
+
+def busy_ns(kernels: list[Kernel]) -> int:
+    """How long at least one kernel ran."""
+    busy, until = 0, 0
+    for kernel in sorted(kernels, key=lambda kernel: kernel.start):
+        busy += max(0, kernel.end - max(kernel.start, until))
+        until = max(until, kernel.end)
+    return busy
+
+
+def kind_of_name(name: str) -> str | None:
+    return next((kind for kind, pattern in KIND_BY_NAME if pattern.search(name)), None)
+
+
+def _kind_by_op(ops: list[Op]) -> dict[int, str]:
+    """The kind of the innermost marked module around each call, by the call's id.
+
+    Calls of a backward take the kind that their forward had; a forward that is run again inside of
+    a backward (checkpointing) has ranges of its own.
+    """
+    kinds: dict[int, str] = {}
+    forwards: dict[tuple[int, int], str] = {}
+    backward: list[Op] = []
+    by_thread: dict[int, list[Op]] = defaultdict(list)
+    for op in ops:
+        by_thread[op.thread].append(op)
+    # the threads that run no backward first, for theirs are the forwards that the others go back to
+    ordered = sorted(by_thread.values(), key=lambda t: any(o.name.startswith(BACKWARD) for o in t))
+    for thread in ordered:
+        thread.sort(key=lambda op: (op.start, -op.end))
+        open_: list[tuple[int, str | None]] = []  # (end, kind) of the calls around this one
+        for op in thread:
+            while open_ and open_[-1][0] <= op.start:
+                open_.pop()
+            kind = open_[-1][1] if open_ else None
+            if op.name.startswith(RANGE):
+                kind = _kind_of_module(op.name.removeprefix(RANGE)) or kind
+            elif op.name.startswith(BACKWARD):
+                kind = forwards.get((op.forward_thread, op.sequence))
+                backward.append(op)
+            elif op.sequence >= 0 and kind:
+                # the last call with this number is the one that autograd recorded
+                forwards[op.thread, op.sequence] = kind
+            open_.append((op.end, kind))
+            if kind:
+                kinds[op.id] = kind
+    return kinds
+
+
+def _kind_of_module(name: str) -> str | None:
+    return next((kind for kind, pattern in KIND_BY_MODULE if pattern.search(name)), None)
+
+
+@contextmanager
+def _marked_modules() -> Iterator[None]:
+    """Every module call is a profiler range, by hooks that belong to no module: a fused module,
+    which steps aside for hooks of its own, stays fused."""
+    from torch.nn.modules.module import (
+        register_module_forward_hook,
+        register_module_forward_pre_hook,
+    )
+
+    open_ranges: list[Any] = []
+
+    def enter(module, _):
+        open_ranges.append(record_function(f"{RANGE}{type(module).__name__}").__enter__())
+
+    def leave(*_):
+        open_ranges.pop().__exit__(None, None, None)
+
+    before = register_module_forward_pre_hook(enter)
+    # checkpointing leaves a forward that it runs again by an exception, as soon as it has enough
+    after = register_module_forward_hook(leave, always_call=True)
+    try:
+        yield
+    finally:
+        before.remove()
+        after.remove()
+
+
+def read_events(profiler: profile) -> tuple[list[Op], list[Kernel]]:
+    """The profiler's events as plain values. Its own tree of them takes seconds to build."""
+    ops, kernels = [], []
+    for event in profiler.profiler.kineto_results.events():  # type: ignore[union-attr]
+        name, start = event.name(), event.start_ns()
+        end = start + event.duration_ns()
+        if event.device_type() == torch.autograd.DeviceType.CPU:
+            ids = event.correlation_id(), event.sequence_nr(), event.fwd_thread_id()
+            ops.append(Op(name, event.start_thread_id(), start, end, *ids))
+        elif not event.is_user_annotation():  # the GPU's echo of a range
+            kernels.append(Kernel(name, start, end, event.linked_correlation_id()))
+    return ops, kernels

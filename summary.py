@@ -1,0 +1,125 @@
+"""Results summed up: medians, speedups over vanilla PEFT, and whether they are more than noise."""
+
+from __future__ import annotations
+
+import json
+from statistics import median
+
+import numpy as np
+from scipy import stats
+
+BASELINE = "vanilla_peft"  # every speedup is over this variant
+BASELINE_AGAIN = "vanilla_peft_again"  # its A/A twin: the same code measured twice shows the noise
+STATUSES = ("ok", "parity_failed", "oom", "error", "unavailable")  # the most telling first
+TIMES = ("step_ms", "forward_ms", "backward_ms", "optimizer_ms")
+
+
+def key_of(cell: dict) -> tuple[str, int, int]:
+    return cell["variant"], cell["seq_len"], cell["round"]
+
+
+def summarize(results: dict) -> list[dict]:
+    """One row for each length and variant that has a cell: median over steps, then over rounds.
+
+    A speedup is the median over rounds of baseline time / variant time within one round, so that a
+    drift of the clocks from round to round cancels. Its verdict needs the A/A twin: inside the
+    noise band, or with an interval that reaches 1, it is not distinguishable.
+    """
+    return [
+        _summary_row(results, variant, seq_len)
+        for seq_len in results["experiment"]["seq_lens"]
+        for variant in results["experiment"]["variants"]
+        if any(key_of(cell)[:2] == (variant, seq_len) for cell in results["cells"])
+    ]
+
+
+def _summary_row(results: dict, variant: str, seq_len: int) -> dict:
+    cells = [cell for cell in results["cells"] if key_of(cell)[:2] == (variant, seq_len)]
+    timed = [cell for cell in cells if cell["status"] == "ok"]
+    rounds_ms = {part: list(round_ms(results, variant, seq_len, part).values()) for part in TIMES}
+    median_ms = {part: median(values) if values else None for part, values in rounds_ms.items()}
+    step_ms = median_ms["step_ms"]
+    ratios = speedups(results, variant, seq_len)
+    floor_ms = (results.get("floor") or {}).get(str(seq_len), {}).get("floor_ms")
+    peaks = [cell["peak_allocated_bytes"] for cell in timed if cell["peak_allocated_bytes"]]
+    tokens = results["experiment"]["batch_size"] * seq_len
+    row = {
+        "variant": variant,
+        "seq_len": seq_len,
+        "status": min((cell["status"] for cell in cells), key=STATUSES.index),
+        "rounds": len(timed),
+        "steps": sum(len(cell["step_ms"]) for cell in timed),
+        "median_step_ms": step_ms,
+        "step_ms_ci95": interval95(rounds_ms["step_ms"]),
+        "tokens_per_s": tokens / step_ms * 1000 if step_ms else None,
+        "speedup": median(ratios) if ratios else None,
+        "speedup_ci95": None if variant == BASELINE else interval95(ratios),
+        "ratio_to_floor": step_ms / floor_ms if step_ms and floor_ms else None,
+        "forward_ms": median_ms["forward_ms"],
+        "backward_ms": median_ms["backward_ms"],
+        "optimizer_ms": median_ms["optimizer_ms"],
+        "peak_gib": max(peaks) / 2**30 if peaks else None,
+    }
+    row["verdict"] = _verdict(row, noise_band(results, seq_len))
+    # Six digits: far below any noise, and short in a diff.
+    return json.loads(json.dumps(row), parse_float=lambda digits: float(f"{float(digits):.6g}"))
+
+
+def speedups(results: dict, variant: str, seq_len: int) -> list[float]:
+    """Baseline time / variant time, in each round that has both."""
+    baseline, own = round_ms(results, BASELINE, seq_len), round_ms(results, variant, seq_len)
+    return [baseline[round] / own[round] for round in sorted(baseline.keys() & own.keys())]
+
+
+def noise_band(results: dict, seq_len: int) -> tuple[float, float] | None:
+    """How far apart the same code came out, (low, high) about 1; None without its A/A twin."""
+    ratios = speedups(results, BASELINE_AGAIN, seq_len)
+    both_ways = ratios + [1 / ratio for ratio in ratios]  # which of the two is first is chance
+    return (min(both_ways), max(both_ways)) if ratios else None
+
+
+def interval95(values: list[float]) -> list[float] | None:
+    """The 95% bootstrap interval (percentile, seeded) of the median; None with fewer than two."""
+    if len(values) < 2:
+        return None
+    found = stats.bootstrap((values,), np.median, n_resamples=2000, method="percentile", rng=0)
+    return [float(bound) for bound in found.confidence_interval]
+
+
+def _verdict(row: dict, band: tuple[float, float] | None) -> str | None:
+    """None without the A/A twin, or from a single round: one number has no spread to judge by."""
+    speedup, ci95 = row["speedup"], row["speedup_ci95"]
+    if speedup is None or row["variant"] in (BASELINE, BASELINE_AGAIN):
+        return None
+    return verdict_of(speedup, ci95, band)
+
+
+def verdict_of(
+    speedup: float, ci95: list[float] | None, band: tuple[float, float] | None
+) -> str | None:
+    """ "faster" or "slower" where a speedup stands outside the noise band and its interval does not
+    reach 1; else "not distinguishable". None where there is no band or no interval to judge by."""
+    if ci95 is None or band is None:
+        return None
+    if band[0] <= speedup <= band[1] or ci95[0] <= 1 <= ci95[1]:
+        return "not distinguishable"
+    return "faster" if speedup > 1 else "slower"
+
+
+def why_no_verdicts(results: dict) -> str | None:
+    """What a run lacks for its speedups to be judged, and what gives it; None if nothing."""
+    experiment = results["experiment"]
+    if experiment["rounds"] < 2:
+        return "one round gives numbers without verdicts: --rounds 4 gives both"
+    if BASELINE_AGAIN not in experiment["variants"]:
+        return f"no verdicts without {BASELINE_AGAIN} among the variants: it measures the noise"
+    return None
+
+
+def round_ms(results: dict, variant: str, seq_len: int, part: str = "step_ms") -> dict:
+    """The median of each round that was timed, by round."""
+    return {
+        cell["round"]: median(cell[part])
+        for cell in results["cells"]
+        if key_of(cell)[:2] == (variant, seq_len) and cell["status"] == "ok" and cell[part]
+    }
