@@ -34,7 +34,11 @@ from .utils import adapter_gradients, compute_dtype, matmul_lora
 
 
 class FrozenMLP(NamedTuple):
-    """What LoRA_MLP needs and does not train: base weights [out, in] and the adapters' scales."""
+    """What LoRA_MLP needs and does not train: base weights [out, in] and the adapters' scales.
+
+    output_needed: False where a checkpointed layer runs again, for what LoRA_MLP saves and not for
+    its output: that is zeros then, and neither silu nor the down projection is computed.
+    """
 
     gate_weight: Tensor  # [intermediate, hidden]
     up_weight: Tensor  # [intermediate, hidden]
@@ -42,6 +46,7 @@ class FrozenMLP(NamedTuple):
     gate_scaling: float
     up_scaling: float
     down_scaling: float
+    output_needed: bool = True
 
 
 class LoRA_MLP(torch.autograd.Function):
@@ -84,7 +89,7 @@ class LoRA_MLP(torch.autograd.Function):
         dtype = compute_dtype(x)
         _check(x, dtype, (gate_A, gate_B, up_A, up_B, down_A, down_B), frozen)
         ctx.dtypes = [t.dtype for t in (x, gate_A, gate_B, up_A, up_B, down_A, down_B)]
-        ctx.scalings = frozen[3:]
+        ctx.scalings = frozen[3:6]
 
         # all in autocast's own dtype where it is on, so that it finds nothing to cast below
         x = x.to(dtype)
@@ -96,12 +101,17 @@ class LoRA_MLP(torch.autograd.Function):
 
         gate = matmul_lora(rows, gate_weight, gate_A, gate_B, frozen.gate_scaling)
         up = matmul_lora(rows, up_weight, up_A, up_B, frozen.up_scaling)
-        hidden = swiglu_forward(gate, up)
-        output = matmul_lora(hidden, down_weight, down_A, down_B, frozen.down_scaling)
+        if frozen.output_needed:
+            hidden = swiglu_forward(gate, up)
+            # not a view itself, or autograd would forbid to change it in place
+            output = rows.new_empty(x.shape)
+            matmul_lora(hidden, down_weight, down_A, down_B, frozen.down_scaling, out=output)
+        else:
+            output = rows.new_zeros(1).expand(x.shape)
 
         # x itself and not its rows: a view made in here hides from autograd whose memory it is
         ctx.save_for_backward(x, gate, up, *adapters, *weights)
-        return output.view(*x.shape[:-1], output.shape[-1])
+        return output
 
     @staticmethod
     def backward(ctx, grad_output):

@@ -14,17 +14,26 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-def matmul_lora(x: Tensor, weight: Tensor, A: Tensor, B: Tensor, scaling: float) -> Tensor:
+def matmul_lora(
+    x: Tensor,
+    weight: Tensor,
+    A: Tensor,
+    B: Tensor,
+    scaling: float,
+    out: Tensor | None = None,
+) -> Tensor:
     """x W' + scaling (x A') B', in three products and no pass of its own over the output.
 
     Equivalent PyTorch: ``F.linear(x, weight) + F.linear(F.linear(x, A), B) * scaling``.
     The adapter is added by the second product's own epilogue (`addmm_` with alpha = scaling), where
     PEFT writes it, scales it and adds it in three passes over [T, out].
 
-    x [T, in], weight [out, in], A [r, in], B [out, r], all of one dtype; returns [T, out].
+    x [T, in], weight [out, in], A [r, in], B [out, r], all of one dtype; returns [T, out], written
+    into `out` where one is given: contiguous [..., out] of T rows in all.
     """
-    out = x @ weight.t()
-    return out.addmm_(x @ A.t(), B.t(), alpha=scaling)
+    rows = None if out is None else out.view(-1, weight.shape[0])
+    rows = torch.mm(x, weight.t(), out=rows)
+    return rows.addmm_(x @ A.t(), B.t(), alpha=scaling)
 
 
 def scaled_matmul(a: Tensor, b: Tensor, scaling: float) -> Tensor:

@@ -47,8 +47,9 @@ def relative_error(got: Tensor, truth: Tensor) -> float:
 def assert_within_budget(name: str, fused: Tensor, eager: Tensor, truth: Tensor) -> None:
     """The fused error is at most BUDGET times the error eager makes in the same dtype."""
     fused_error, eager_error = relative_error(fused, truth), relative_error(eager, truth)
-    # fp32 against fp64 can be exact by chance on a handful of elements: one rounding is always due
-    allowed = BUDGET * max(eager_error, torch.finfo(eager.dtype).eps / 8)
+    # eager can be exact by chance on a handful of elements: one rounding is always due, which is
+    # off by eps / 5 in the mean (eps / (2 sqrt 3) where a binade begins, half that where it ends)
+    allowed = BUDGET * max(eager_error, torch.finfo(eager.dtype).eps / 5)
     assert fused_error <= allowed, (
         f"{name}: relative error {fused_error:.2e}, eager {eager_error:.2e}, allowed {allowed:.2e}"
     )

@@ -173,7 +173,11 @@ def said(element):
 
 
 LETTERS = {size: letter for letter, size in draw_lora.DIMENSIONS.items()}
-NO_WORK = {"t", "view", "_unsafe_view", "detach", "empty", "empty_like", "prim::device"}
+NO_WORK = {"t", "view", "_unsafe_view", "detach", "prim::device"} | {
+    "empty",
+    "empty_like",
+    "new_empty",
+}
 
 
 class Trace(TorchDispatchMode):

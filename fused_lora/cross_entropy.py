@@ -1,0 +1,308 @@
+"""The last linear layer and its cross entropy as one autograd function, in chunks of tokens.
+
+Forward, for hidden h [T, hidden], weight W [vocabulary, hidden], labels y and N labelled tokens:
+
+    x    = h W' + b                                            [T, vocabulary]
+    loss = sum_t (log sum_v exp x_tv - x_t,y_t) / N
+
+Backward, for an incoming scalar g:
+
+    dx = softmax(x) - onehot(y)      dh = g/N dx W      dW = g/N dx' h      db = g/N sum_t dx_t
+
+dx, dx W and dx' h do not wait for g, so the forward computes them while it has a chunk's x: one
+kernel reduces x to losses and writes dx over it. The backward multiplies by the number g/N. Left
+out of dx, it keeps dx within [-1, 1]: fp16 would lose dx/16,384 before a loss scaler could help.
+
+For 16,384 tokens and 151,936 words in bf16:
+- memory: PyTorch's backward holds three [T, vocabulary] in fp32 at once, 29.9 GB. Here it is one
+  chunk of 4,096 tokens in bf16, 1.24 GB, and dx W, 67 MB at 2,048 features, until the backward;
+  a trainable weight adds its gradient in fp32, 1.24 GB.
+- traffic: PyTorch moves 40 bytes a logit, 99.6 GB: product 2, cast 6, log-softmax 8; backward of
+  the loss 4, of log-softmax 12, of the cast 6, product 2. Here it is 10 bytes, 24.9 GB: product 2,
+  kernel 6, product 2. W, 0.62 GB, is read twice a chunk.
+
+Linear layer and cross entropy in chunks, gradient in the forward: Liger-Kernel (Hsu et al., arXiv
+2410.10989). No logits held, no token without a label: Cut Your Losses (Wijmans et al., arXiv
+2411.09009). Softmax's sum in one pass: Milakov and Gimelshein, arXiv 1805.02867. Written from the
+equations above. z-loss and label smoothing are left to PyTorch.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fused_mlp.utils import compute_dtype, scaled_matmul
+
+from .launching import check_runnable, on_device_of
+
+# What a chunk's logits may take by default: both bounds are reached by bf16 and 262,144 words.
+CHUNK_TOKENS = 4096
+CHUNK_BYTES = 2**31
+
+# 8,192 logits over 16 warps: 16 bf16 values, two 16-byte loads, per thread.
+BLOCK = 8192
+NUM_WARPS = 16
+
+# Rows of logits start at multiples of 64 elements: an odd vocabulary (one added token is enough)
+# would else deny the kernel its wide loads and the products their aligned rows.
+ROW_ALIGNMENT = 64
+
+
+@triton.jit
+def _cross_entropy_kernel(
+    logits_ptr,  # [rows, row_stride], overwritten by their gradient if WRITE_GRADIENT
+    labels_ptr,  # [rows]
+    losses_ptr,  # [rows], written
+    row_stride,
+    vocabulary,
+    ignore_index,
+    WRITE_GRADIENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)  # 16,384 rows of 151,936 logits are more than 2^31
+    logits_ptr += row * row_stride
+    label = tl.load(labels_ptr + row)
+    in_range = (label >= 0) & (label < vocabulary)
+    # read here, with the barriers of the reductions between it and the gradient written over it
+    label_logit = tl.load(logits_ptr + label, mask=in_range, other=0.0).to(tl.float32)
+
+    maximum = -float("inf")
+    exp_sum = 0.0
+    for start in range(0, vocabulary, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        # the mask ends with the row's memory and not with its words, to stay a multiple of 64
+        logits = tl.load(logits_ptr + columns, mask=columns < row_stride).to(tl.float32)
+        logits = tl.where(columns < vocabulary, logits, -float("inf"))
+        new_maximum = tl.maximum(maximum, tl.max(logits, axis=0))
+        # as long as all logits are -inf, -inf - -inf would make a NaN out of nothing
+        shift = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
+        exp_sum = exp_sum * tl.exp(maximum - shift) + tl.sum(tl.exp(logits - shift), axis=0)
+        maximum = new_maximum
+
+    # a label outside the vocabulary makes the row's loss and gradient NaN
+    exp_sum = tl.where(in_range, exp_sum, float("nan"))
+    ignored = label == ignore_index
+    loss = tl.where(ignored, 0.0, tl.log(exp_sum) + (maximum - label_logit))
+    tl.store(losses_ptr + row, loss)
+
+    if WRITE_GRADIENT:
+        inverse = 1.0 / exp_sum
+        for start in range(0, vocabulary, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            logits = tl.load(logits_ptr + columns, mask=columns < row_stride).to(tl.float32)
+            logits = tl.where(columns < vocabulary, logits, -float("inf"))
+            softmax = tl.exp(logits - maximum) * inverse
+            gradient = tl.where(columns == label, softmax - 1.0, softmax)
+            gradient = tl.where(ignored, 0.0, gradient).to(logits_ptr.dtype.element_ty)
+            tl.store(logits_ptr + columns, gradient, mask=columns < row_stride)
+
+
+def cross_entropy_(
+    logits: Tensor, labels: Tensor, ignore_index: int, write_gradient: bool
+) -> Tensor:
+    """``F.cross_entropy(logits.float(), labels, ignore_index=ignore_index, reduction="none")``, but
+    NaN for a label outside the vocabulary; if `write_gradient`, the gradient of the losses' sum
+    overwrites `logits`, and what lies between its rows.
+
+    logits [rows, vocabulary], bf16, fp16 or fp32, rows in one piece each; labels [rows],
+    contiguous. Returns [rows] in fp32.
+    """
+    rows, vocabulary = logits.shape
+    row_stride = logits.stride(0) if rows > 1 else vocabulary  # of one row it may be anything
+    losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    with on_device_of(logits):
+        _cross_entropy_kernel[(rows,)](
+            logits, labels, losses, row_stride, vocabulary, ignore_index,
+            WRITE_GRADIENT=write_gradient, BLOCK=BLOCK, num_warps=NUM_WARPS,
+        )  # fmt: skip
+    return losses
+
+
+class Targets(NamedTuple):
+    """What LinearCrossEntropy needs and does not differentiate."""
+
+    labels: Tensor  # [...], as hidden without its last dimension
+    num_items: Tensor | None  # 0-d fp32, what the sum is divided by; None: the labels not ignored
+    ignore_index: int
+    chunk_tokens: int
+    drop_ignored: bool
+    with_gradient: bool  # grad mode of the caller; needs_input_grad is True under no_grad too
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """``LinearCrossEntropy.apply(hidden, weight, bias, targets)``: see `linear_cross_entropy`."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets):
+        needs = [need and targets.with_gradient for need in ctx.needs_input_grad[:3]]
+        need_hidden, need_weight, need_bias = needs
+        ctx.hidden_shape = hidden.shape
+        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
+
+        # all in autocast's own dtype where it is on, so that it finds nothing to cast below
+        dtype = compute_dtype(hidden)
+        weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        labels, which = targets.labels.reshape(-1).contiguous(), None
+        labelled = labels != targets.ignore_index
+        num_items = labelled.sum() if targets.num_items is None else targets.num_items
+        if targets.drop_ignored:
+            # the one place where the host waits for the device: it must know how many there are
+            which = labelled.nonzero().squeeze(1)
+            labels = labels.index_select(0, which)
+
+        count, chunk = labels.shape[0], targets.chunk_tokens
+        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        grad_rows = weight.new_empty(count, rows.shape[1]) if need_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias else None
+        row_stride = triton.cdiv(len(weight), ROW_ALIGNMENT) * ROW_ALIGNMENT
+        buffer = weight.new_empty(min(count, chunk), row_stride)[:, : len(weight)]
+        for start in range(0, count, chunk):
+            part = slice(start, start + chunk)
+            x = (rows[part] if which is None else rows.index_select(0, which[part])).to(dtype)
+            logits = buffer[: len(x)]
+            if bias is None:
+                torch.mm(x, weight.t(), out=logits)
+            else:
+                torch.addmm(bias, x, weight.t(), out=logits)
+            loss += cross_entropy_(logits, labels[part], targets.ignore_index, any(needs)).sum()
+            grad_logits = logits  # in the same memory
+            if grad_rows is not None:
+                torch.mm(grad_logits, weight, out=grad_rows[part])
+            if grad_weight is not None:
+                # a mean until it is in fp32: the sum over a chunk can exceed fp16's 65,504
+                grad_weight.add_(scaled_matmul(grad_logits.t(), x, 1 / len(x)), alpha=len(x))
+            if grad_bias is not None:
+                grad_bias.add_(grad_logits.sum(0, dtype=torch.float32))
+
+        ctx.save_for_backward(grad_rows, grad_weight, grad_bias, which, num_items)
+        return loss / num_items
+
+    @staticmethod
+    def backward(ctx, grad_loss):
+        # autograd leaves gradients on in a backward only where it should build a graph of it
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "linear_cross_entropy is not twice differentiable: call backward without "
+                "create_graph=True, or use F.cross_entropy"
+            )
+        *gradients, which, num_items = ctx.saved_tensors
+        # with nothing labelled the loss may be NaN, but no gradient comes from it, as in PyTorch
+        scale = (grad_loss / num_items).masked_fill(num_items == 0, 0.0)
+        grad_hidden, grad_weight, grad_bias = (
+            None if gradient is None else _scaled(gradient, scale, dtype)
+            for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
+        )
+        if grad_hidden is not None:
+            if which is not None:
+                tokens, features = ctx.hidden_shape[:-1].numel(), ctx.hidden_shape[-1]
+                zeros = grad_hidden.new_zeros(tokens, features)
+                grad_hidden = zeros.index_copy_(0, which, grad_hidden)
+            grad_hidden = grad_hidden.view(ctx.hidden_shape)
+        return grad_hidden, grad_weight, grad_bias, None
+
+
+@torch.compiler.disable  # one graph break here, where the host may wait, and not several inside
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    num_items_in_batch: int | Tensor | None = None,
+    chunk_tokens: int | None = None,
+    drop_ignored: bool = True,
+) -> Tensor:
+    """Cross entropy of a linear layer's output, without ever holding [tokens, vocabulary].
+
+    Equivalent PyTorch::
+
+        logits = F.linear(hidden, weight, bias).float().reshape(-1, len(weight))
+        options = {"ignore_index": ignore_index, "reduction": "sum"}
+        loss = F.cross_entropy(logits, labels.flatten(), **options) / num_items_in_batch
+        # num_items_in_batch=None: (labels != ignore_index).sum()
+
+    Labels are not shifted in here. With nothing labelled all gradients are 0 and the loss is NaN,
+    as PyTorch's mean is, or 0 if `num_items_in_batch` is given.
+
+    Args:
+        hidden: [..., hidden], bf16, fp16 or fp32; any strides, any number of tokens, also none.
+        weight: [vocabulary, hidden], bias: [vocabulary], in hidden's dtype, or in any under
+            autocast. What is frozen costs nothing. A weight may be tied to an embedding.
+        labels: [...], int64 or int32. `ignore_index` adds nothing, with a gradient of 0. Any other
+            label outside the vocabulary makes the loss NaN (in PyTorch it is a device assert).
+        num_items_in_batch: what the sum is divided by, counted over all micro-batches of a step.
+        chunk_tokens: tokens whose logits exist at a time. By default CHUNK_TOKENS, or fewer to stay
+            within CHUNK_BYTES.
+        drop_ignored: leave ignored tokens out of the products; the host waits once, to learn how
+            many are left. False computes them in vain and never waits (capture of a CUDA graph).
+
+    Returns:
+        The loss, 0-d fp32. Logits are rounded to the dtype of the computation (autocast's where it
+        is on, else hidden's); softmax, loss and sums over chunks are fp32. Gradients come in the
+        dtype of what they belong to, and only for what `requires_grad` asks for.
+
+    Saved for backward: the gradients themselves, unscaled: of labelled tokens [labelled, hidden] in
+    the dtype of the computation, of weight and bias in fp32; nothing under no_grad. No input and
+    no saved tensor is written, so a second backward is right. Deterministic. Not twice
+    differentiable.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit, or no kernel can run on them.
+        RuntimeError: from backward, under create_graph=True.
+    """
+    tensors = {"hidden": hidden, "weight": weight, "labels": labels, "bias": bias}
+    _check({name: tensor for name, tensor in tensors.items() if tensor is not None})
+    num_items = num_items_in_batch
+    if isinstance(num_items, Tensor) and num_items.numel() != 1:
+        given = list(num_items.shape)
+        raise ValueError(f"linear_cross_entropy wants num_items_in_batch as a number, got {given}")
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ValueError(f"linear_cross_entropy wants chunk_tokens above 0, got {chunk_tokens}")
+    if chunk_tokens is None:
+        row_bytes = len(weight) * compute_dtype(hidden).itemsize
+        chunk_tokens = max(1, min(CHUNK_TOKENS, CHUNK_BYTES // row_bytes))
+    if isinstance(num_items, Tensor) and num_items.device == hidden.device:
+        num_items = num_items.float().reshape(())
+    elif num_items is not None:
+        # filled in on the device: for a copy from the CPU the host would wait
+        num_items = torch.full((), float(num_items), dtype=torch.float32, device=hidden.device)
+    with_gradient = torch.is_grad_enabled()
+    targets = Targets(labels, num_items, ignore_index, chunk_tokens, drop_ignored, with_gradient)
+    return LinearCrossEntropy.apply(hidden, weight, bias, targets)
+
+
+def _scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """gradient * scale in `dtype`, in one pass and rounded once. The scale is made [1], because on
+    a GPU PyTorch first rounds a 0-d one to the gradient's dtype: all of a bf16 one 0.2% off."""
+    out = torch.empty(gradient.shape, dtype=dtype, device=gradient.device)
+    return torch.mul(gradient, scale.view(1), out=out)
+
+
+def _check(tensors: dict[str, Tensor]) -> None:
+    """Raise ValueError unless shapes, dtypes and devices fit together and a kernel can run."""
+    name, (hidden, weight, labels, *bias) = "linear_cross_entropy", tensors.values()
+    given = ", ".join(
+        f"{key} {list(tensor.shape)} {tensor.dtype} on {tensor.device}"
+        for key, tensor in tensors.items()
+    )
+    fits = hidden.ndim > 0 and weight.ndim == 2 and 0 not in weight.shape
+    fits = fits and (*labels.shape, weight.shape[1]) == hidden.shape
+    if not fits or any(tensor.shape != weight.shape[:1] for tensor in bias):
+        raise ValueError(
+            f"{name} wants hidden [..., hidden], weight [vocabulary, hidden], labels [...] and "
+            f"bias [vocabulary], got {given}"
+        )
+    if len({tensor.device for tensor in tensors.values()}) > 1:
+        raise ValueError(f"{name} wants tensors on one device, got {given}")
+    if labels.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"{name} wants labels in int64 or int32, got {given}")
+    check_runnable(name, _cross_entropy_kernel, hidden)
+    autocast = torch.is_autocast_enabled(hidden.device.type)
+    if not autocast and any(tensor.dtype != hidden.dtype for tensor in (weight, *bias)):
+        raise ValueError(f"{name} wants one dtype, or torch.autocast, got {given}")

@@ -1,0 +1,78 @@
+"""What a linear layer with a PEFT adapter computes, read from the layer as it is now."""
+
+from typing import Any, NamedTuple
+
+from peft.tuners.lora import Linear as LoraLinear
+from torch import Tensor, nn
+
+
+class Projection(NamedTuple):
+    """x W' + bias + scaling (x A') B'"""
+
+    weight: Tensor
+    bias: Tensor | None
+    A: Tensor
+    B: Tensor
+    scaling: float
+
+
+def read_projection(projection: nn.Module, own_forward: bool = True) -> Projection | str:
+    """The parts of a projection that computes x W' + bias + s (x A') B' and nothing else, or why
+    it does not, in words.
+
+    Called at every forward, up to seven times a layer: each module is looked up once, since the
+    lookups of nn.Module are what this takes its time for. `own_forward`: whether the projection
+    itself must still have its class's forward.
+    """
+    if type(projection) is not LoraLinear:
+        kind = type(projection)
+        return f"no LoRA adapter of PEFT's plain kind ({kind.__module__}.{kind.__qualname__})"
+    if projection.disable_adapters:
+        return "adapters are disabled"
+    if projection.merged:
+        return "adapters are merged into the weight"
+    active = projection.active_adapters
+    if len(active) != 1:
+        return f"{len(active)} adapters are active: {', '.join(active) or 'none'}"
+    adapter = active[0]
+    lora_A = projection.lora_A
+    if adapter not in lora_A:
+        return f"it has no adapter named {adapter}"
+    dropout: Any = projection.lora_dropout[adapter]
+    if not isinstance(dropout, nn.Identity) and dropout.p > 0:
+        return f"lora_dropout is {dropout.p}"
+    if projection.use_dora.get(adapter, False):
+        return "it uses DoRA"
+    if adapter in projection.lora_variant:
+        return f"it uses a variant of LoRA ({type(projection.lora_variant[adapter]).__name__})"
+    A, B, base = lora_A[adapter], projection.lora_B[adapter], projection.base_layer
+    if B.bias is not None:
+        return "its adapter has a bias (lora_bias)"
+    if type(base) is not nn.Linear:
+        return f"its base layer is {type(base).__name__}, not torch.nn.Linear"
+    weight, bias = base.weight, base.bias
+    if type(weight) not in (nn.Parameter, Tensor) or not weight.is_floating_point():
+        return f"its base weight is quantised or wrapped ({type(weight).__name__})"
+    if weight.requires_grad:
+        return "its base weight is trainable"
+    if bias is not None and bias.requires_grad:
+        return "its base bias is trainable"
+    for module in (projection, base, dropout, A, B):
+        reason = why_call(module, own_forward or module is not projection)
+        if reason is not None:
+            return reason
+    return Projection(weight, bias, A.weight, B.weight, projection.scaling[adapter])
+
+
+def why_call(module: nn.Module, own_forward: bool = True) -> str | None:
+    """Why what `module` computes may not be computed without calling it."""
+    if (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    ):
+        return "it has hooks, which a fused function would not call"
+    if own_forward and "forward" in vars(module):
+        return "its forward has been replaced by something else"
+    return None

@@ -1,0 +1,245 @@
+"""Rotary position embedding of q and k, forward and backward, one Triton launch each.
+
+A head's vector is read as two halves, x = (x1, x2), and each pair (x1[i], x2[i]) is a point in a
+plane, turned by an angle that grows with the token's position. With cos = (c1, c2) and
+sin = (s1, s2) halved alike,
+
+    y1 = x1 c1 - x2 s1
+    y2 = x2 c2 + x1 s2
+
+(c1 = c2 and s1 = s2 in every embedding we know of; nothing here needs it). The gradients for an
+incoming g = (g1, g2) are
+
+    grad_x1 = g1 c1 + g2 s2
+    grad_x2 = g2 c2 - g1 s1
+
+which is the same with -s2 for s1 and -s1 for s2: one kernel, and backward turns the angle's sign.
+
+Traffic: each of q and k is read once and written once, 2 tensors, forward and backward. One program
+does all heads of a token, so cos and sin are read once a token and not once a head. Eager PyTorch
+moves 10 tensors forward: 1 for -x2, 2 for the concatenation, 2 for each product, 3 for the sum.
+Arithmetic is fp32 and rounds once, at the store; eager rounds both products and the sum.
+
+RoPE: Su et al., "RoFormer", arXiv 2104.09864; in halves, not in neighbours, as transformers has it.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launching import DTYPES, check_runnable, on_device_of
+
+
+@triton.jit
+def _rotate_heads(
+    x_ptr,  # the first head of one token
+    rotated_ptr,  # likewise, contiguous, written
+    head_stride,
+    cos_1,  # [BLOCK_HALF], fp32
+    cos_2,
+    sin_1,
+    sin_2,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):
+    # int64: heads may lie further apart than positions, as in a contiguous [batch, heads, seq, ...]
+    heads = tl.arange(0, BLOCK_HEADS).to(tl.int64)[:, None]
+    features = tl.arange(0, BLOCK_HALF)[None, :]
+    mask = (heads < HEADS) & (features < HALF)
+    x_ptr += heads * head_stride + features
+    x_1 = tl.load(x_ptr, mask=mask).to(tl.float32)
+    x_2 = tl.load(x_ptr + HALF, mask=mask).to(tl.float32)
+    rotated_1 = x_1 * cos_1[None, :] - x_2 * sin_1[None, :]
+    rotated_2 = x_2 * cos_2[None, :] + x_1 * sin_2[None, :]
+    rotated_ptr += heads * (2 * HALF) + features
+    dtype = rotated_ptr.dtype.element_ty
+    tl.store(rotated_ptr, rotated_1.to(dtype), mask=mask)
+    tl.store(rotated_ptr + HALF, rotated_2.to(dtype), mask=mask)
+
+
+@triton.jit
+def _rope_kernel(
+    q_ptr,  # [batch, Q_HEADS, positions, 2 HALF]
+    k_ptr,  # [batch, K_HEADS, positions, 2 HALF]
+    cos_ptr,  # [batch or 1, positions, 2 HALF], contiguous
+    sin_ptr,  # as cos
+    q_rotated_ptr,  # as q, in the memory order [batch, positions, heads, 2 HALF], written
+    k_rotated_ptr,  # as k, likewise, written
+    positions,
+    q_batch_stride,
+    q_head_stride,
+    q_position_stride,
+    k_batch_stride,
+    k_head_stride,
+    k_position_stride,
+    cos_batch_stride,  # 0 where all sequences share their angles
+    BACKWARD: tl.constexpr,
+    Q_HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_Q_HEADS: tl.constexpr,
+    BLOCK_K_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    batch = token // positions
+    position = token % positions
+
+    features = tl.arange(0, BLOCK_HALF)
+    mask = features < HALF
+    angle = batch * cos_batch_stride + position * (2 * HALF) + features
+    cos_1 = tl.load(cos_ptr + angle, mask=mask).to(tl.float32)
+    cos_2 = tl.load(cos_ptr + angle + HALF, mask=mask).to(tl.float32)
+    if BACKWARD:
+        sin_1 = -tl.load(sin_ptr + angle + HALF, mask=mask).to(tl.float32)
+        sin_2 = -tl.load(sin_ptr + angle, mask=mask).to(tl.float32)
+    else:
+        sin_1 = tl.load(sin_ptr + angle, mask=mask).to(tl.float32)
+        sin_2 = tl.load(sin_ptr + angle + HALF, mask=mask).to(tl.float32)
+
+    _rotate_heads(
+        q_ptr + batch * q_batch_stride + position * q_position_stride,
+        q_rotated_ptr + token * (Q_HEADS * 2 * HALF),
+        q_head_stride,
+        cos_1, cos_2, sin_1, sin_2, Q_HEADS, HALF, BLOCK_Q_HEADS, BLOCK_HALF,
+    )  # fmt: skip
+    _rotate_heads(
+        k_ptr + batch * k_batch_stride + position * k_position_stride,
+        k_rotated_ptr + token * (K_HEADS * 2 * HALF),
+        k_head_stride,
+        cos_1, cos_2, sin_1, sin_2, K_HEADS, HALF, BLOCK_K_HEADS, BLOCK_HALF,
+    )  # fmt: skip
+
+
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """q and k, every head turned by the angles of its position.
+
+    Equivalent PyTorch, with ``rotate_half(x) = torch.cat((-x2, x1), -1)`` for ``x1, x2 =
+    x.chunk(2, -1)``, and the same for k::
+
+        (q * cos.unsqueeze(1) + rotate_half(q) * sin.unsqueeze(1)).to(q.dtype)
+
+    Args:
+        q: [batch, heads, seq, head_dim], bf16, fp16 or fp32, head_dim even. Any strides: it is
+            copied only if its last dimension is not contiguous.
+        k: [batch, kv_heads, seq, head_dim], likewise, in q's dtype.
+        cos, sin: [batch or 1, seq, head_dim], bf16, fp16 or fp32, each of any of them. What is not
+            contiguous is copied first. They get no gradient.
+
+    Returns:
+        (q_rotated, k_rotated), new tensors of the shapes and the dtype of q and k, computed in
+        fp32. In memory they are [batch, seq, heads, head_dim], whatever q and k are, so that
+        attention finds the heads of a token side by side. Gradients are laid out the same way.
+
+    Saved for backward: cos and sin. No input, no incoming gradient and no saved tensor is written,
+    so a second backward through a retained graph is right. Deterministic. Not twice differentiable.
+    Autocast changes nothing. An output that nobody uses counts as one with a gradient of zero.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit, cos or sin requires a gradient, or no
+            kernel can run on them.
+        RuntimeError: from backward, under create_graph=True.
+    """
+    return RoPE.apply(q, k, cos, sin)
+
+
+class RoPE(torch.autograd.Function):
+    """``RoPE.apply(q, k, cos, sin)``; see `rope`."""
+
+    @staticmethod
+    def forward(ctx, q, k, cos, sin):
+        _check(q, k, cos, sin)
+        ctx.save_for_backward(cos, sin)
+        return rotate(q, k, cos, sin)
+
+    @staticmethod
+    def backward(ctx, grad_q_rotated, grad_k_rotated):
+        # autograd leaves gradients on in a backward only where it should build a graph of it
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "rope is not twice differentiable: call backward without create_graph=True, or "
+                "use the unfused rotary embedding"
+            )
+        cos, sin = ctx.saved_tensors
+        return *rotate(grad_q_rotated, grad_k_rotated, cos, sin, backward=True), None, None
+
+
+def rotate(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool = False
+) -> tuple[Tensor, Tensor]:
+    """What `rope` returns; with `backward`, its gradients for q and k from those of its outputs."""
+    batch, _, positions, head_dim = q.shape
+    q_rotated, k_rotated = _empty_by_token(q), _empty_by_token(k)
+    if batch * positions == 0:
+        return q_rotated, k_rotated  # an empty grid cannot be launched
+    q, k = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k))
+    cos, sin = cos.contiguous(), sin.contiguous()
+    block_q_heads, block_k_heads, block_half = (
+        triton.next_power_of_2(size) for size in (q.shape[1], k.shape[1], head_dim // 2)
+    )
+    with on_device_of(q):
+        _rope_kernel[(batch * positions,)](
+            q, k, cos, sin, q_rotated, k_rotated,
+            positions,
+            *q.stride()[:3], *k.stride()[:3],
+            0 if cos.shape[0] == 1 else cos.stride(0),
+            BACKWARD=backward,
+            Q_HEADS=q.shape[1],
+            K_HEADS=k.shape[1],
+            HALF=head_dim // 2,
+            BLOCK_Q_HEADS=block_q_heads,
+            BLOCK_K_HEADS=block_k_heads,
+            BLOCK_HALF=block_half,
+            # 8 bf16 values, one 16-byte load, per thread and half of q
+            num_warps=min(max(block_q_heads * block_half // 256, 1), 16),
+        )  # fmt: skip
+    return q_rotated, k_rotated
+
+
+def _empty_by_token(x: Tensor) -> Tensor:
+    """Of the shape of x, [batch, heads, positions, head_dim], with a token's heads side by side."""
+    _, heads, positions, head_dim = x.shape
+    # not a transposed view: a view that an autograd function returns cannot be changed in place
+    strides = (positions * heads * head_dim, head_dim, heads * head_dim, 1)
+    return x.new_empty_strided(x.shape, strides)
+
+
+def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Raise ValueError where shapes, dtypes or devices do not fit together, naming the tensor."""
+    if q.ndim != 4 or q.shape[-1] % 2 or q.shape[-1] == 0 or q.shape[1] == 0:
+        raise ValueError(
+            f"rope: q is {list(q.shape)}, should be [batch, heads, seq, head_dim], head_dim even"
+        )
+    batch, _, positions, head_dim = q.shape
+    if k.ndim != 4 or k.shape != (batch, k.shape[1], positions, head_dim) or k.shape[1] == 0:
+        raise ValueError(
+            f"rope: k is {list(k.shape)}, should be [{batch}, kv_heads, {positions}, {head_dim}] "
+            f"as q is {list(q.shape)}"
+        )
+    if (k.dtype, k.device) != (q.dtype, q.device):
+        raise ValueError(
+            f"rope: k is {k.dtype} on {k.device} and q {q.dtype} on {q.device}: give both one "
+            "dtype and device"
+        )
+    for name, angle in (("cos", cos), ("sin", sin)):
+        if angle.shape not in ((1, positions, head_dim), (batch, positions, head_dim)):
+            raise ValueError(
+                f"rope: {name} is {list(angle.shape)}, should be [1 or {batch}, {positions}, "
+                f"{head_dim}]: all of head_dim is rotated"
+            )
+        if angle.shape != cos.shape:
+            raise ValueError(f"rope: sin is {list(sin.shape)} and cos {list(cos.shape)}")
+        if angle.dtype not in DTYPES or angle.device != q.device:
+            raise ValueError(
+                f"rope: {name} is {angle.dtype} on {angle.device}, should be bfloat16, float16 or "
+                f"float32 on {q.device} as q is"
+            )
+        if angle.requires_grad:
+            raise ValueError(
+                f"rope: {name} requires a gradient, which it would not get: detach it, or use the "
+                "unfused rotary embedding"
+            )
+    check_runnable("rope", _rope_kernel, q)

@@ -1,0 +1,386 @@
+"""Linear layer and cross entropy in chunks, against eager PyTorch in float64: the values."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from reference import BUDGET, assert_within_budget, random, relative_error
+
+import fused_lora.cross_entropy as module
+from fused_lora.cross_entropy import cross_entropy_, linear_cross_entropy
+from fused_lora.launching import DTYPES
+
+HIDDEN, VOCABULARY, TOKENS = 20, 139, (3, 7)
+NAMES = ("loss", "hidden", "weight", "bias")
+IGNORED = -100
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """139 words are a block and a part of one; rows of 192 elements end inside the second."""
+    monkeypatch.setattr(module, "BLOCK", 128)
+
+
+def eager(hidden, weight, labels, *, bias=None, ignore_index=IGNORED, **options):
+    """What transformers computes; float64 stays float64."""
+    logits = F.linear(hidden, weight, bias).reshape(-1, len(weight))
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    losses = F.cross_entropy(
+        logits,
+        labels.flatten().long(),
+        ignore_index=ignore_index,
+        reduction=options.get("reduction", "sum"),
+    )
+    num_items = options.get("num_items_in_batch")
+    return losses / ((labels != ignore_index).sum() if num_items is None else num_items)
+
+
+def inputs(*tokens, dtype, device, vocabulary=VOCABULARY, with_bias=True):
+    """hidden, weight, bias and labels; a third ignored, the first and the last word among them."""
+    hidden = random(*tokens, HIDDEN, dtype=dtype, device=device, seed=1)
+    options = {"dtype": dtype, "device": device, "scale": 3 * HIDDEN**-0.5}
+    weight = random(vocabulary, HIDDEN, seed=2, **options)
+    bias = random(vocabulary, seed=3, **options) if with_bias else None
+    labels = torch.randint(vocabulary, tokens, generator=torch.Generator().manual_seed(4))
+    flat = labels.view(-1)
+    flat[1::3] = IGNORED
+    flat[:1], flat[-1:] = 0, vocabulary - 1
+    return hidden, weight, bias, labels.to(device)
+
+
+@pytest.fixture
+def case(device):
+    return inputs(*TOKENS, dtype=torch.bfloat16, device=device)
+
+
+def double(case):
+    return *(None if t is None else t.double() for t in case[:3]), case[3]
+
+
+def run(function, hidden, weight, bias, labels, layout=None, grad_loss=1.0, **options):
+    """Loss and gradients by name; `layout` makes another view of hidden inside the graph."""
+    leaves = [None if t is None else t.clone().requires_grad_() for t in (hidden, weight, bias)]
+    hidden, weight, bias = leaves
+    viewed = hidden if layout is None else layout(hidden)
+    loss = function(viewed, weight, labels, bias=bias, **options)
+    loss.backward(torch.full_like(loss, grad_loss))
+    gradients = [None if leaf is None else leaf.grad for leaf in leaves]
+    return dict(zip(NAMES, (loss.detach(), *gradients), strict=True))
+
+
+def assert_matches(got, case, layout=None, **options):
+    """`got`, some of the loss and the gradients, has the budget of eager PyTorch's own errors."""
+    rounded = run(eager, *case, layout, **options)
+    truth = run(eager, *double(case), layout, **options)
+    for name in got:
+        if name == "loss":
+            assert_loss_matches(got[name], rounded[name], truth[name], case, layout, **options)
+        elif rounded[name] is None:
+            assert got[name] is None
+        else:
+            assert got[name].dtype == rounded[name].dtype
+            assert_within_budget(name, got[name], rounded[name], truth[name])
+
+
+def assert_loss_matches(got, rounded, truth, case, layout=None, grad_loss=1.0, **options):
+    """In one number eager's errors may happen to cancel: what they come to on the average is the
+    root of the sum of their squares. fp32 itself rounds it by up to eps / 2."""
+    assert (got.dtype, got.shape) == (torch.float32, ())
+    tokens = []
+    for hidden, weight, bias, labels in (case, double(case)):
+        viewed = hidden if layout is None else layout(hidden)
+        tokens.append(eager(viewed, weight, labels, bias=bias, reduction="none", **options))
+    expected = torch.linalg.vector_norm(tokens[0] - tokens[1]) / truth
+    error, eager_error = relative_error(got, truth), relative_error(rounded, truth)
+    allowed = BUDGET * max(expected.item(), eager_error, torch.finfo(torch.float32).eps / 2)
+    assert error <= allowed, f"loss: {error:.2e}, eager {eager_error:.2e}, allowed {allowed:.2e}"
+
+
+def assert_right(*case, own=None, **options):
+    """`own`: options that eager does not have."""
+    got = run(linear_cross_entropy, *case, **options, **(own or {}))
+    assert_matches(got, case, **options)
+    return got
+
+
+# --- the kernel -----------------------------------------------------------------------------------
+
+
+def rows_of_logits(rows, vocabulary, dtype, device):
+    logits = random(rows, vocabulary, dtype=dtype, device=device, seed=5, scale=3.0)
+    labels = torch.arange(rows, device=device) * 7 % vocabulary
+    labels[-1] = vocabulary - 1
+    return logits, labels
+
+
+def eager_rows(logits, labels):
+    """The losses of the rows and the gradient of their sum."""
+    logits = logits.detach().clone().requires_grad_()
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    losses = F.cross_entropy(wide, labels, ignore_index=IGNORED, reduction="none")
+    return losses.detach(), torch.autograd.grad(losses.sum(), logits)[0]
+
+
+def assert_rows_right(logits, labels):
+    rounded, truth = eager_rows(logits, labels), eager_rows(logits.double(), labels)
+    losses = cross_entropy_(logits, labels, IGNORED, True)
+    assert (losses.dtype, losses.shape) == (torch.float32, labels.shape)
+    assert_within_budget("losses", losses, rounded[0], truth[0])
+    assert_within_budget("gradient", logits, rounded[1], truth[1])
+
+
+@pytest.mark.parametrize("vocabulary", [2, 63, 127, 128, 129, 256, 300])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_are_within_the_error_budget(dtype, vocabulary, device):
+    assert_rows_right(*rows_of_logits(32, vocabulary, dtype, device))
+
+
+def test_the_block_for_real_vocabularies_is_right(monkeypatch, device):
+    monkeypatch.undo()
+    assert module.BLOCK == 8192
+    assert_rows_right(*rows_of_logits(3, 2 * 8192 + 77, torch.bfloat16, device))
+
+
+def test_without_a_gradient_the_losses_are_the_same_and_logits_are_not_written(device):
+    logits, labels = rows_of_logits(5, VOCABULARY, torch.bfloat16, device)
+    before = logits.clone()
+    losses = cross_entropy_(logits, labels, IGNORED, False)
+    assert torch.equal(logits, before)
+    assert torch.equal(losses, cross_entropy_(logits, labels, IGNORED, True))
+    assert not torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("row_stride", [139, 192])
+def test_nothing_is_written_behind_the_last_row(row_stride, device):
+    memory = torch.full((5 * row_stride + 128,), 7.0, device=device)
+    logits = memory[: 5 * row_stride].view(5, row_stride)[:, :VOCABULARY]
+    logits.copy_(random(5, VOCABULARY, device=device))
+    cross_entropy_(logits, torch.arange(5, device=device), IGNORED, True)
+    assert (logits.abs() <= 1).all() and (memory[5 * row_stride :] == 7.0).all()
+    one = memory.fill_(7.0)[:VOCABULARY].as_strided((1, VOCABULARY), (row_stride, 1))
+    cross_entropy_(one, torch.tensor([3], device=device), IGNORED, True)
+    assert (one.abs() <= 1).all() and (memory[VOCABULARY:] == 7.0).all()
+
+
+@pytest.mark.parametrize("label", [VOCABULARY, 150, 2**40, -1, -(2**40)])
+def test_a_label_outside_the_vocabulary_makes_its_row_nan_and_no_other(label, device):
+    logits, labels = rows_of_logits(3, VOCABULARY, torch.bfloat16, device)
+    want = logits.clone()
+    losses = cross_entropy_(want, labels, IGNORED, True)
+    labels[1] = label
+    got = cross_entropy_(logits, labels, IGNORED, True)
+    assert got[1].isnan() and logits[1].isnan().all()
+    for row in (0, 2):
+        assert got[row] == losses[row] and torch.equal(logits[row], want[row])
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # numpy, in the interpreter
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered")
+def test_an_ignored_row_is_zero_whatever_its_logits(device):
+    logits, labels = rows_of_logits(4, VOCABULARY, torch.bfloat16, device)
+    logits[0], logits[1], logits[2, 3] = torch.inf, torch.nan, -torch.inf
+    labels[:3] = IGNORED
+    losses = cross_entropy_(logits, labels, IGNORED, True)
+    assert (losses[:3] == 0).all() and (logits[:3] == 0).all()
+    assert losses[3] > 0 and (logits[3] != 0).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("magnitude", [100.0, 1e4, 6e4])
+def test_large_logits_do_not_overflow(magnitude, dtype, device):
+    logits, labels = rows_of_logits(16, 300, dtype, device)
+    assert_rows_right((logits.float() / logits.abs().max() * magnitude).to(dtype), labels)
+
+
+@pytest.mark.parametrize("masked", [slice(0, 140), slice(200, 300), slice(0, 300, 2)], ids=str)
+def test_logits_of_minus_infinity_are_words_that_cannot_be(masked, device):
+    """The first case takes all words of the first block, and more."""
+    logits, _ = rows_of_logits(32, 300, torch.float32, device)
+    logits[:, masked] = -torch.inf
+    assert_rows_right(logits, 141 + 2 * torch.arange(32, device=device) % 58)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # numpy, in the interpreter
+@pytest.mark.filterwarnings("ignore:divide by zero encountered")
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered")
+def test_what_has_no_softmax_is_infinite_or_nan_as_in_pytorch(device):
+    logits, labels = rows_of_logits(5, 300, torch.float32, device)
+    logits[0, labels[0]] = -torch.inf
+    logits[1] = -torch.inf
+    logits[2, 5] = torch.inf
+    logits[3, 299] = torch.nan
+    want = eager_rows(logits, labels)
+    losses = cross_entropy_(logits, labels, IGNORED, True)
+    assert losses[0] == torch.inf and losses[1:4].isnan().all() and losses[4].isfinite()
+    assert torch.equal(losses.isnan(), want[0].isnan())
+    assert torch.equal(logits.isnan(), want[1].isnan())
+    assert logits[0, labels[0]] == want[1][0, labels[0]] == -1
+
+
+# --- with the linear layer ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("with_bias", [True, False], ids=("bias", "no bias"))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_loss_and_gradients_are_within_the_error_budget(dtype, with_bias, device):
+    assert_right(*inputs(*TOKENS, dtype=dtype, device=device, with_bias=with_bias))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_single_tokens_are_within_the_error_budget(dtype, device):
+    hidden, weight, bias, labels = inputs(11, dtype=dtype, device=device)
+    labels = labels.where(labels != IGNORED, 17)
+
+    def losses(function, *tensors):
+        hidden, *others = tensors
+        one_by_one = zip(hidden, labels, strict=True)
+        return torch.stack([function(h, others[0], y, bias=others[1]) for h, y in one_by_one])
+
+    truth = losses(eager, *(t.double() for t in (hidden, weight, bias)))
+    got, rounded = (losses(f, hidden, weight, bias) for f in (linear_cross_entropy, eager))
+    assert_within_budget("losses", got, rounded, truth)
+
+
+@pytest.mark.parametrize("drop_ignored", [True, False])
+@pytest.mark.parametrize("chunk_tokens", [1, 4, 7, 21, 1000])
+def test_any_chunk_is_within_the_error_budget(chunk_tokens, drop_ignored, device):
+    """14 of 21 tokens are labelled: chunks of 4 end in a part, chunks of 7 do not."""
+    own = {"chunk_tokens": chunk_tokens, "drop_ignored": drop_ignored}
+    assert_right(*inputs(*TOKENS, dtype=torch.bfloat16, device=device), own=own)
+
+
+@pytest.mark.parametrize("drop_ignored", [True, False])
+@pytest.mark.parametrize("kept", [range(21), [0], [20], [5, 6, 7], range(0, 21, 2)], ids=str)
+def test_ignored_tokens_add_nothing_and_have_a_zero_gradient(kept, drop_ignored, case):
+    hidden, weight, bias, labels = case
+    labels = torch.full_like(labels, IGNORED)
+    labels.view(-1)[list(kept)] = torch.arange(len(kept), device=labels.device) * 6
+    own = {"chunk_tokens": 6, "drop_ignored": drop_ignored}
+    got = assert_right(hidden, weight, bias, labels, own=own)
+    zero = (got["hidden"] == 0).all(dim=-1)
+    assert torch.equal(zero, labels == IGNORED)
+
+
+@pytest.mark.parametrize("drop_ignored", [True, False])
+@pytest.mark.parametrize("num_items", [None, 5, 0])
+@pytest.mark.parametrize("tokens", [TOKENS, (0,), (2, 0, 3)], ids=str)
+def test_nothing_labelled_gives_pytorchs_loss_and_zero_gradients(
+    tokens, num_items, drop_ignored, device
+):
+    hidden, weight, bias, labels = inputs(*tokens, dtype=torch.bfloat16, device=device)
+    labels = torch.full_like(labels, IGNORED)
+    options = {"num_items_in_batch": num_items}
+    want = run(eager, hidden, weight, bias, labels, **options)
+    assert want["loss"].isnan() if num_items in (None, 0) else want["loss"] == 0
+    got = run(
+        linear_cross_entropy, hidden, weight, bias, labels, drop_ignored=drop_ignored, **options
+    )
+    for name in want:
+        assert got[name].dtype == want[name].dtype
+        torch.testing.assert_close(got[name], want[name], rtol=0, atol=0, equal_nan=True)
+    assert not any(got[name].any() for name in NAMES[1:])
+
+
+@pytest.mark.parametrize("drop_ignored", [True, False])
+@pytest.mark.parametrize("ignore_index", [0, 1, 138, -1])
+def test_another_ignore_index(ignore_index, drop_ignored, case):
+    hidden, weight, bias, labels = case
+    labels = labels.where(labels != IGNORED, ignore_index)
+    assert_right(
+        hidden, weight, bias, labels, ignore_index=ignore_index, own={"drop_ignored": drop_ignored}
+    )
+
+
+def test_a_label_outside_the_vocabulary_makes_the_loss_nan(case):
+    hidden, weight, bias, labels = case
+    for label in (VOCABULARY, -1):
+        labels[1, 2] = label
+        assert linear_cross_entropy(hidden, weight, labels, bias=bias).isnan()
+
+
+@pytest.mark.parametrize("drop_ignored", [True, False])
+def test_int32_and_strided_labels_give_what_contiguous_int64_ones_do(drop_ignored, case):
+    *tensors, labels = case
+    options = {"chunk_tokens": 4, "drop_ignored": drop_ignored}
+    want = run(linear_cross_entropy, *case, **options)
+    sliced = torch.stack([labels, labels + 1], dim=-1)[..., 0]
+    for other in (labels.int(), sliced, labels.t().contiguous().t()):
+        got = run(linear_cross_entropy, *tensors, other, **options)
+        assert all(torch.equal(got[name], want[name]) for name in NAMES)
+    hidden, weight, bias = tensors
+    expanded = labels[0, :1].expand(5)
+    assert expanded.stride() == (0,)
+    assert_right(hidden[0, :5], weight, bias, expanded, own=options)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        lambda device: 37,
+        lambda device: torch.tensor(37, device=device),
+        lambda device: torch.tensor([37], device=device),
+        lambda device: torch.tensor(37),
+        lambda device: torch.tensor(37.0, dtype=torch.float64, device=device),
+    ],
+    ids=("int", "tensor", "of one element", "on the CPU", "float64"),
+)
+def test_num_items_in_batch_divides_the_sum(number, device):
+    case = inputs(*TOKENS, dtype=torch.bfloat16, device=device)
+    got = run(linear_cross_entropy, *case, num_items_in_batch=number(device))
+    assert_matches(got, case, num_items_in_batch=37)
+
+
+@pytest.mark.parametrize("as_tensor", [True, False])
+def test_micro_batches_with_num_items_add_up_to_one_large_batch(as_tensor, device):
+    """Micro-batches with different numbers of labels: means of means would be something else."""
+    case = inputs(6, 7, dtype=torch.float32, device=device)
+    labels = case[3]
+    labels[0] = IGNORED
+    labels[2, 2:] = IGNORED
+    num_items = (labels != IGNORED).sum()
+    num_items = num_items if as_tensor else num_items.item()
+
+    def micro_batches(hidden, weight, labels, bias):
+        options = {"bias": bias, "num_items_in_batch": num_items}
+        parts = zip(hidden.split(2), labels.split(2), strict=True)
+        return sum(linear_cross_entropy(h, weight, y, **options) for h, y in parts)
+
+    assert_matches(run(micro_batches, *case), case)
+
+
+LAYOUTS = {
+    "transposed": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
+    "sliced": lambda t: torch.cat([t, t], dim=-1)[..., 1 : 1 + t.shape[-1]],
+    "every second row": lambda t: torch.repeat_interleave(t, 2, dim=1)[:, ::2],
+    "expanded": lambda t: t[:, :1].expand(t.shape),
+    "features apart": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+}
+
+
+@pytest.mark.parametrize("drop_ignored", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strided_hidden(layout, drop_ignored, device):
+    layout = LAYOUTS[layout]
+    case = hidden, *others = inputs(*TOKENS, dtype=torch.float32, device=device)
+    assert not layout(hidden).is_contiguous()
+    got = run(linear_cross_entropy, *case, layout, drop_ignored=drop_ignored)
+    want = run(linear_cross_entropy, layout(hidden).contiguous(), *others)
+    # expanded tokens err together, which the loss' budget does not know: a sum in another order
+    assert relative_error(got.pop("loss"), want["loss"]) <= 2.0**-21
+    assert_matches(got, case, layout)
+
+
+@pytest.mark.parametrize("tokens", [(), (1,), (5,), (1, 1), (2, 1, 3, 2)], ids=str)
+def test_any_leading_dimensions(tokens, device):
+    assert_right(*inputs(*tokens, dtype=torch.bfloat16, device=device))
+
+
+@pytest.mark.parametrize("vocabulary", [3, 64, 128, 200])
+def test_any_vocabulary_with_a_strided_weight(vocabulary, device):
+    options = {"dtype": torch.bfloat16, "device": device, "vocabulary": vocabulary}
+    hidden, weight, bias, labels = inputs(13, **options)
+    assert_right(hidden, weight.t().contiguous().t(), bias, labels)
+
+
+def test_the_only_word_costs_nothing(device):
+    options = {"dtype": torch.bfloat16, "device": device, "vocabulary": 1}
+    assert not any(t.any() for t in run(linear_cross_entropy, *inputs(5, **options)).values())
