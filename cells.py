@@ -14,13 +14,15 @@ from typing import Any
 import torch
 
 import audit
+import interpreter
 import machine
 import models
 from batches import Batch, load_tokenizer, make_batches, read_examples, sha256_of, tokenize
-from models import EVIDENCE, VARIANTS, Built, Lora
+from models import Built, Lora
 from profiled import profile_step
 from results import new_cell
 from trainer import MAX_WARMUP_STEPS, Clock, CudaClock, Trainer, WallClock
+from variants import EVIDENCE, VARIANTS
 from weights import Source, materialize
 
 Send = Callable[[dict[str, Any]], None]
@@ -149,6 +151,8 @@ def measure_cells(
 
     Stops after a cell that ran out of memory or failed: what follows wants a fresh process.
     """
+    if plan.device == "cpu":
+        interpreter.round_bf16_as_hardware_does()
     if VARIANTS[variant].library == "unsloth":
         import unsloth  # noqa: F401  (before transformers and peft, which it patches)
     for seq_len in seq_lens:
@@ -199,10 +203,8 @@ def _measure(measured: dict[str, Any], plan: Plan, variant: str, seq_len: int, s
 
     recipe = VARIANTS[variant]
     functions = [name for evidence in EVIDENCE.values() for name in evidence.functions]
-    # Unsloth compiles parts of its own
-    profile = profile_step(
-        lambda: trainer.step(batches[0]), functions, mark_modules=recipe.library == "peft"
-    )
+    compiles = recipe.compiled or recipe.library == "unsloth"  # which compiles parts of its own
+    profile = profile_step(lambda: trainer.step(batches[0]), functions, not compiles)
     measured |= dataclasses.asdict(profile)
     if on_gpu:
         measured |= machine.summary_of(samples)
@@ -213,6 +215,7 @@ def _measure(measured: dict[str, Any], plan: Plan, variant: str, seq_len: int, s
         audit.hidden_time(timings),
         audit.skipped_updates(timings),
         audit.changed_batches(timings),
+        audit.diverged(timings),
         audit.not_run(recipe, built.fused_modules, profile, on_gpu),
     )
     measured["error"] = next((problem for problem in problems if problem), None)

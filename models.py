@@ -1,55 +1,20 @@
-"""The variants: a name -> a recipe, and a recipe -> a model ready to train.
+"""A variant's recipe -> a model ready to train.
 
 Every variant starts from the same checkpoint and the same adapters; what differs between them is
 what the recipe says. Unsloth patches transformers and peft when it is imported, and wants to be
 imported before them, so nothing here is imported until a variant is built, in a process of its own.
 """
 
-import importlib.util
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from variants import VARIANTS, Recipe
+
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How a variant differs from vanilla PEFT.
-
-    library: "peft", or "unsloth" for FastLanguageModel.
-    fused: the parts given to `fused_lora.fuse`.
-    """
-
-    library: str = "peft"
-    fused: tuple[str, ...] = ()
-
-
-VARIANTS = {
-    "vanilla_peft": Recipe(),
-    "fused_mlp": Recipe(fused=("mlp",)),
-    "full_unsloth": Recipe(library="unsloth"),
-    # the same code once more: how far the two come out apart is the noise (A/A). Last, so that the
-    # alternating rounds put all the others between the two.
-    "vanilla_peft_again": Recipe(),
-}
-
-
-class Evidence(NamedTuple):
-    """What a step has run if a part did: its autograd functions, each at least once for every
-    module that the part fuses, and on a GPU its kernels."""
-
-    functions: tuple[str, ...]
-    kernels: tuple[str, ...]
-
-
-EVIDENCE = {  # by fused part, and for Unsloth as a whole
-    "mlp": Evidence(("LoRA_MLP",), ("_swiglu_forward_kernel", "_swiglu_backward_kernel")),
-    "unsloth": Evidence((), ("_fg_kernel", "_rms_layernorm_forward", "_rope_embedding_QK")),
-}
 
 
 @dataclass(frozen=True)
@@ -83,12 +48,6 @@ class Built:
         return torch.autocast(device, dtype=self.autocast_dtype, enabled=on)
 
 
-def is_available(variant: str) -> bool:
-    """Whether the package that the variant needs is installed (it is not imported)."""
-    library = VARIANTS[variant].library
-    return library == "peft" or importlib.util.find_spec(library) is not None
-
-
 def build(
     variant: str,
     checkpoint: Path,
@@ -101,34 +60,55 @@ def build(
     """Build `variant` from the base weights in `checkpoint`, in training mode on `device`.
 
     Base weights are bf16 and frozen; adapters are fp32 (the default of PEFT and of Unsloth) under
-    bf16 autocast; attention is PyTorch's scaled_dot_product_attention. With `checkpointing` each
-    layer's input is kept and the layer computed again in backward: non-reentrant for PEFT, for
-    Unsloth whatever it does at this `seq_len` when asked for "unsloth".
+    bf16 autocast, unless the recipe says otherwise; attention is PyTorch's
+    scaled_dot_product_attention. With `checkpointing` each layer's input is kept and the layer
+    computed again in backward, as the recipe says: non-reentrant for PEFT, for Unsloth whatever it
+    does at this `seq_len` when asked for it. `checkpointing=False` turns it off for all.
     """
     recipe = VARIANTS[variant]
+    if not checkpointing:
+        recipe = replace(recipe, checkpointing="none")
     make = _unsloth_model if recipe.library == "unsloth" else _peft_model
-    model, checkpointing_name = make(checkpoint, lora, seq_len, checkpointing, device, seed)
+    model = make(recipe, checkpoint, lora, seq_len, device, seed)
     set_adapters(model, seed)
     model.train()
+    autocast_dtype = torch.bfloat16 if recipe.adapter_dtype == "float32" else None
     built = Built(
         model,
-        torch.bfloat16,
+        autocast_dtype,
         {
-            "checkpointing": checkpointing_name if checkpointing else "none",
+            "checkpointing": _checkpointing_in_words(recipe, seq_len),
             "adapter_dtype": str(next(_adapters(model))[1].dtype).removeprefix("torch."),
-            "autocast": "bfloat16",
+            "autocast": str(autocast_dtype).removeprefix("torch."),
             "attention": model.config._attn_implementation,
-            "compile": False,
+            "compile": recipe.compiled,
         },
     )
     if recipe.fused:
         from fused_lora import Fusion, fuse
 
-        fused = fuse(model, Fusion(**dict.fromkeys(recipe.fused, True))).fused
+        switches: dict[str, Any] = {part: True for part in recipe.fused if part != "checkpoint"}
+        fusion = Fusion(**switches)
+        if "checkpoint" in recipe.fused and recipe.checkpointing != "none":
+            fusion = replace(fusion, checkpoint=recipe.checkpointing)
+        fused = fuse(model, fusion).fused
         built.fused_modules = [f"{name}: {part}" for part in fused for name in fused[part]]
     elif recipe.library == "unsloth":
         built.fused_modules = _unsloth_fused(model)
+    if recipe.compiled:
+        for layer in model.get_submodule("base_model.model.model.layers"):
+            layer.compile(dynamic=False)
     return built
+
+
+def _checkpointing_in_words(recipe: Recipe, seq_len: int) -> str:
+    if recipe.checkpointing == "none":
+        return "none"
+    if recipe.library == "unsloth":
+        # it turns its own mode, which offloads to the host, into plain checkpointing below 512
+        offloads = recipe.checkpointing == "unsloth" and seq_len >= 512
+        return "unsloth (offloaded)" if offloads else "unsloth (plain)"
+    return f"fused {recipe.checkpointing}" if "checkpoint" in recipe.fused else "non-reentrant"
 
 
 def set_adapters(model: torch.nn.Module, seed: int) -> None:
@@ -153,10 +133,14 @@ def _adapters(model: torch.nn.Module):
     return ((name, p) for name, p in model.named_parameters() if ".lora_" in name)
 
 
-def _peft_model(checkpoint, lora, seq_len, checkpointing, device, seed):
+def _peft_model(recipe, checkpoint, lora, seq_len, device, seed):
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
+    if recipe.library == "liger":
+        from liger_kernel.transformers.monkey_patch import _apply_liger_kernel
+
+        _apply_liger_kernel(AutoConfig.from_pretrained(checkpoint).model_type)
     model = AutoModelForCausalLM.from_pretrained(
         checkpoint,
         dtype=torch.bfloat16,
@@ -165,7 +149,7 @@ def _peft_model(checkpoint, lora, seq_len, checkpointing, device, seed):
         local_files_only=True,
     )
     model.config.use_cache = False
-    if checkpointing:
+    if recipe.checkpointing != "none" and "checkpoint" not in recipe.fused:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     config = LoraConfig(
         r=lora.rank,
@@ -175,13 +159,13 @@ def _peft_model(checkpoint, lora, seq_len, checkpointing, device, seed):
         target_modules=list(lora.targets),
         task_type="CAUSAL_LM",
     )
-    return get_peft_model(model, config), "non-reentrant"
+    return get_peft_model(model, config, autocast_adapter_dtype=recipe.adapter_dtype == "float32")
 
 
-def _unsloth_model(checkpoint, lora, seq_len, checkpointing, device, seed):
+def _unsloth_model(recipe, checkpoint, lora, seq_len, device, seed):
     from unsloth import FastLanguageModel
 
-    mode = "unsloth" if checkpointing else False
+    mode = {"unsloth": "unsloth", "full": True, "none": False}[recipe.checkpointing]
     model, _ = FastLanguageModel.from_pretrained(
         str(checkpoint),
         max_seq_length=seq_len,
@@ -191,7 +175,7 @@ def _unsloth_model(checkpoint, lora, seq_len, checkpointing, device, seed):
         use_exact_model_name=True,
         use_gradient_checkpointing=mode,
     )
-    model = FastLanguageModel.get_peft_model(
+    return FastLanguageModel.get_peft_model(
         model,
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -202,8 +186,6 @@ def _unsloth_model(checkpoint, lora, seq_len, checkpointing, device, seed):
         use_gradient_checkpointing=mode,
         random_state=seed,
     )
-    # Unsloth itself turns "unsloth" (offload to the host) into plain checkpointing below 512
-    return model, "unsloth (offloaded)" if seq_len >= 512 else "unsloth (plain)"
 
 
 def _unsloth_fused(model: torch.nn.Module) -> list[str]:

@@ -9,7 +9,8 @@ import machine
 import results as store
 from batches import load_tokenizer, read_examples, sha256_of, token_shares
 from cells import LEARNING_RATE, Plan
-from models import VARIANTS, Lora, is_available
+from models import Lora
+from variants import SUITES, VARIANTS, missing_package
 from weights import Source, resolve
 
 HERE = Path(__file__).resolve().parent
@@ -53,8 +54,11 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
             help += f" (default: {show['gpu']}; without a GPU {show['cpu']})"
         parser.add_argument(flag, help=help, **options)
 
-    names = " ".join(VARIANTS)
-    add("--variants", f"what to compare, of {names} (default: all)", nargs="+", metavar="NAME")
+    add("--suite", "variants to compare: the experiment's four, every fused part alone and left "
+        "out, the strongest peers, or all (default: experiment)",
+        choices=SUITES, default="experiment")  # fmt: skip
+    add("--variants", "variants to compare instead, by name; a name that there is not lists them",
+        nargs="+", metavar="NAME")  # fmt: skip
     add("--seq-lens", "tokens in a sequence", nargs="+", type=int, metavar="N")
     add("--batch-size", "sequences in a step", type=int, metavar="N")
     add("--rank", "LoRA rank; alpha is twice it (default: 32)", type=int, default=32, metavar="N")
@@ -120,7 +124,7 @@ def set_up(arguments: argparse.Namespace, argv: list[str]) -> tuple[Plan, dict[s
         raise ValueError(
             "--kernels: no NVIDIA GPU to time the kernels on; run it where there is one"
         )
-    variants = check_variants(arguments.variants, device)
+    variants = check_variants(arguments, device)
     source = resolve(str(asked["model"]), arguments.cache.resolve(), arguments.seed)
     read_examples(arguments.data)
     check_vocabulary(source, load_tokenizer(source.tokenizer).get_vocab_size())
@@ -172,21 +176,25 @@ def check_vocabulary(source: Source, tokens: int) -> None:
         )
 
 
-def check_variants(asked: list[str] | None, device: str) -> list[str]:
+def check_variants(arguments: argparse.Namespace, device: str) -> list[str]:
     """The variants to run. One that cannot run is an error only when it was asked for by name."""
-    for name in asked or ():
+    for name in arguments.variants or ():
         if name not in VARIANTS:
             raise ValueError(f"--variants {name}: unknown; there are {', '.join(VARIANTS)}")
         if reason := why_unavailable(name, device):
             raise ValueError(f"--variants {name}: {reason}")
-    return list(dict.fromkeys(asked or VARIANTS))
+    return list(dict.fromkeys(arguments.variants or SUITES[arguments.suite]))
 
 
 def why_unavailable(variant: str, device: str) -> str | None:
-    if VARIANTS[variant].library == "unsloth" and device == "cpu":
-        return "Unsloth needs an NVIDIA GPU; leave it out, or run where there is one"
-    if not is_available(variant):
-        return "Unsloth is not installed; pip install -r requirements-peers.txt"
+    recipe = VARIANTS[variant]
+    name = recipe.library.capitalize()
+    if recipe.library in ("unsloth", "liger") and device == "cpu":
+        return f"{name} needs an NVIDIA GPU; leave it out, or run where there is one"
+    if missing_package(variant):
+        return f"{name} is not installed; pip install -r requirements-peers.txt"
+    if recipe.compiled and device == "cpu":
+        return "compiled layers want an NVIDIA GPU; leave them out, or run where there is one"
     return None
 
 

@@ -18,8 +18,8 @@ import torch
 from batches import Batch
 from models import Built
 
-# On an H200 bf16 puts the median gradient of Qwen2.5-3B 6% from fp32, and the worst ratio of any
-# variant is 1.1.
+# On an H200 bf16 puts the median gradient of Qwen2.5-3B 7% from fp32, and the worst ratio of any
+# variant is 1.14. Kernels that truncate where they should round come to 2.0.
 LIMIT = 1.5
 # The loss is a mean over tokens whose errors cancel, so vanilla's own may be next to nothing by
 # chance: a share of an eighth of bf16's resolution (2^-8) is always allowed.
@@ -121,7 +121,7 @@ def judge(losses: list[float], gradients: Gradients, reference: Reference) -> Pa
     errors = _errors(gradients, reference.gradients)
     scales = _scales(gradients, reference.gradients)
     ratios = {
-        name: errors.get(name, float("inf")) / vanilla_error
+        name: errors.get(name, float("inf")) / max(vanilla_error, 1e-12)
         for name, vanilla_error in reference.gradient_errors.items()
     }
     distances = {
@@ -136,7 +136,8 @@ def judge(losses: list[float], gradients: Gradients, reference: Reference) -> Pa
     if not all(error <= allowed for error, allowed in zip(loss_errors, budgets, strict=True)):
         problem = f"losses {_words(losses)}, in fp32 {_words(reference.losses)}"
     elif gradients.keys() != reference.gradients.keys():
-        problem = "it trains other parameters than vanilla PEFT"
+        others = sorted(gradients.keys() ^ reference.gradients.keys())
+        problem = f"it trains other parameters than vanilla PEFT: {others[0]}, {len(others)} in all"
     elif not ratios[worst] <= LIMIT:
         problem = f"{worst} is {ratios[worst]:.2f} times as far from fp32 as vanilla PEFT's"
     elif not distances[furthest] <= SCALE_LIMIT:

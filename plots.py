@@ -193,6 +193,8 @@ def _step(axes: Axes, view: View) -> None:
             bottom_ms += row[f"{phase}_ms"] or 0.0
         step_ms = row["median_step_ms"]  # the parts' medians may add up to a little more
         words = f"{step_ms:.0f}" if top_ms > 50 else f"{step_ms:.1f}"
+        if row["ratio_to_floor"] and len(view.looks) <= FEW:
+            words += f"\n{row['ratio_to_floor']:.1f}×"
         _bar_label(axes, view, row, max(step_ms, bottom_ms), words)
     floors = view.results.get("floor") or {}
     for place, seq_len in enumerate(view.seq_lens):
@@ -201,10 +203,10 @@ def _step(axes: Axes, view: View) -> None:
             axes.hlines(floor_ms, *ends, color="white", linewidth=4.5)
             axes.hlines(floor_ms, *ends, color="black", linewidth=2.5)
     if floors:
-        words = "floor: cannot be skipped"
+        words = "floor (×: multiples of it)"
         keys.append(Line2D([], [], color="black", linewidth=2.5, label=words))
-    axes.legend(handles=keys, loc="upper left", ncols=4, handlelength=1.4, columnspacing=1.2)
-    axes.set_ylim(0, 1.24 * top_ms)
+    axes.legend(handles=keys, loc="upper left", ncols=4, handlelength=1.4, columnspacing=1.0)
+    axes.set_ylim(0, 1.3 * top_ms)
 
 
 # --- what the panels share ------------------------------------------------------------------------

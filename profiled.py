@@ -138,8 +138,7 @@ def _kind_by_op(ops: list[Op]) -> dict[int, str]:
     a backward (checkpointing) has ranges of its own.
     """
     kinds: dict[int, str] = {}
-    forwards: dict[tuple[int, int], str] = {}
-    backward: list[Op] = []
+    forwards: dict[tuple[int, int], str | None] = {}
     by_thread: dict[int, list[Op]] = defaultdict(list)
     for op in ops:
         by_thread[op.thread].append(op)
@@ -156,8 +155,7 @@ def _kind_by_op(ops: list[Op]) -> dict[int, str]:
                 kind = _kind_of_module(op.name.removeprefix(RANGE)) or kind
             elif op.name.startswith(BACKWARD):
                 kind = forwards.get((op.forward_thread, op.sequence))
-                backward.append(op)
-            elif op.sequence >= 0 and kind:
+            elif op.sequence >= 0:
                 # the last call with this number is the one that autograd recorded
                 forwards[op.thread, op.sequence] = kind
             open_.append((op.end, kind))
@@ -204,6 +202,8 @@ def read_events(profiler: profile) -> tuple[list[Op], list[Kernel]]:
         name, start = event.name(), event.start_ns()
         end = start + event.duration_ns()
         if event.device_type() == torch.autograd.DeviceType.CPU:
+            if event.linked_correlation_id():
+                continue  # the CUDA call below an operator, whose id is of another numbering
             ids = event.correlation_id(), event.sequence_nr(), event.fwd_thread_id()
             ops.append(Op(name, event.start_thread_id(), start, end, *ids))
         elif not event.is_user_annotation():  # the GPU's echo of a range

@@ -142,7 +142,11 @@ def _mismatch(validator: Draft202012Validator, document: dict) -> str | None:
     if error is None:
         return None
     place = error.json_path.removeprefix("$").removeprefix(".") or "the document"
-    return f"{place}: {shorten(error.message, 160)}"
+    words = error.message
+    if len(words) > 160:  # a long value hides what it should be
+        value, wanted = (shorten(repr(v), 60) for v in (error.instance, error.validator_value))
+        words = f"{value} does not fit {error.validator} {wanted}"
+    return f"{place}: {words}"
 
 
 def _first_few(items: list[str]) -> str:

@@ -11,11 +11,28 @@ from scipy import stats
 BASELINE = "vanilla_peft"  # every speedup is over this variant
 BASELINE_AGAIN = "vanilla_peft_again"  # its A/A twin: the same code measured twice shows the noise
 STATUSES = ("ok", "parity_failed", "oom", "error", "unavailable")  # the most telling first
+# Variants that train without checkpointing have a baseline, and a twin of it, of their own.
+NO_CHECKPOINTING = "_no_checkpointing"
 TIMES = ("step_ms", "forward_ms", "backward_ms", "optimizer_ms")
 
 
 def key_of(cell: dict) -> tuple[str, int, int]:
     return cell["variant"], cell["seq_len"], cell["round"]
+
+
+def baseline_of(variant: str) -> str:
+    """What a variant's speedup is over: vanilla PEFT with or without checkpointing, as it is."""
+    return BASELINE + (NO_CHECKPOINTING if variant.endswith(NO_CHECKPOINTING) else "")
+
+
+def twin_of(variant: str) -> str:
+    """The A/A twin of a variant's baseline."""
+    return baseline_of(variant).replace(BASELINE, BASELINE_AGAIN)
+
+
+def is_baseline(variant: str) -> bool:
+    """Whether a variant is a baseline or the A/A twin of one."""
+    return variant in (baseline_of(variant), twin_of(variant))
 
 
 def summarize(results: dict) -> list[dict]:
@@ -53,27 +70,29 @@ def _summary_row(results: dict, variant: str, seq_len: int) -> dict:
         "step_ms_ci95": interval95(rounds_ms["step_ms"]),
         "tokens_per_s": tokens / step_ms * 1000 if step_ms else None,
         "speedup": median(ratios) if ratios else None,
-        "speedup_ci95": None if variant == BASELINE else interval95(ratios),
+        "speedup_ci95": None if variant == baseline_of(variant) else interval95(ratios),
         "ratio_to_floor": step_ms / floor_ms if step_ms and floor_ms else None,
         "forward_ms": median_ms["forward_ms"],
         "backward_ms": median_ms["backward_ms"],
         "optimizer_ms": median_ms["optimizer_ms"],
         "peak_gib": max(peaks) / 2**30 if peaks else None,
     }
-    row["verdict"] = _verdict(row, noise_band(results, seq_len))
+    row["verdict"] = _verdict(row, noise_band(results, seq_len, variant))
     # Six digits: far below any noise, and short in a diff.
     return json.loads(json.dumps(row), parse_float=lambda digits: float(f"{float(digits):.6g}"))
 
 
 def speedups(results: dict, variant: str, seq_len: int) -> list[float]:
     """Baseline time / variant time, in each round that has both."""
-    baseline, own = round_ms(results, BASELINE, seq_len), round_ms(results, variant, seq_len)
+    baseline = round_ms(results, baseline_of(variant), seq_len)
+    own = round_ms(results, variant, seq_len)
     return [baseline[round] / own[round] for round in sorted(baseline.keys() & own.keys())]
 
 
-def noise_band(results: dict, seq_len: int) -> tuple[float, float] | None:
-    """How far apart the same code came out, (low, high) about 1; None without its A/A twin."""
-    ratios = speedups(results, BASELINE_AGAIN, seq_len)
+def noise_band(results: dict, seq_len: int, variant: str = BASELINE) -> tuple[float, float] | None:
+    """How far apart the same code came out, (low, high) about 1; None without its A/A twin.
+    `variant` picks the block: the twins with checkpointing, or those without."""
+    ratios = speedups(results, twin_of(variant), seq_len)
     both_ways = ratios + [1 / ratio for ratio in ratios]  # which of the two is first is chance
     return (min(both_ways), max(both_ways)) if ratios else None
 
@@ -89,7 +108,7 @@ def interval95(values: list[float]) -> list[float] | None:
 def _verdict(row: dict, band: tuple[float, float] | None) -> str | None:
     """None without the A/A twin, or from a single round: one number has no spread to judge by."""
     speedup, ci95 = row["speedup"], row["speedup_ci95"]
-    if speedup is None or row["variant"] in (BASELINE, BASELINE_AGAIN):
+    if speedup is None or is_baseline(row["variant"]):
         return None
     return verdict_of(speedup, ci95, band)
 

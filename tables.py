@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from textwrap import shorten
 
-from compare import Comparison, Row
+from compare import Comparison, Row, compare
 from plots import LOOKS, REHEARSAL, STATUS_WORDS, caption, name_of
 from results import write_atomically
 from summary import BASELINE, BASELINE_AGAIN, summarize, why_no_verdicts
@@ -47,12 +47,13 @@ def headline_table(results: dict) -> str:
     return f"**{REHEARSAL}.**\n\n{table}" if results["rehearsal"] else table
 
 
-def update_readme(readme_path: str | Path, results: dict) -> bool:
-    """Put both tables between their markers; whether that changed the file."""
+def update_readme(readme_path: str | Path, results: dict, second_run: dict) -> bool:
+    """Put the tables between their markers; whether that changed the file."""
     before = after = Path(readme_path).read_bytes().decode()
     for name, block in (
         ("results", results_section(results)),
         ("headline", headline_table(results)),
+        ("second run", comparison_table(compare(results, second_run))),
     ):
         begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
         if [after.count(begin), after.count(end), after.find(begin) < after.find(end)] != [1, 1, 1]:

@@ -6,30 +6,16 @@ import os
 import pytest
 import torch
 
+import interpreter
+
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 
-def round_bf16_as_hardware_does():
-    """The interpreter truncates fp32 to bf16, an error twice that of the hardware's rounding to
-    nearest even, and the error budgets are hardware's (seen in triton 3.7.1)."""
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    original = interpreter._convert_float
-
-    def convert_float(values, source, target, rounding_mode):
-        if (source, target) != (tl.float32, tl.bfloat16):
-            return original(values, source, target, rounding_mode)
-        return torch.from_numpy(values.copy()).bfloat16().view(torch.uint16).numpy()
-
-    interpreter._convert_float = convert_float
-
-
 if not HAS_GPU:
-    round_bf16_as_hardware_does()
+    interpreter.round_bf16_as_hardware_does()
     # tensors here are tiny, and on shared cores threads that wait for each other take three times
     # as long as one
     torch.set_num_threads(1)

@@ -11,6 +11,7 @@ from pathlib import Path
 import isolated
 
 ROOT = Path(__file__).resolve().parent.parent
+SILENCE_LIMIT_S = 2.5  # a process takes a few tenths of a second to start
 
 
 def send_three(send, first):
@@ -40,6 +41,18 @@ def send_then_clean_up(send, file):
         time.sleep(600)
     finally:
         Path(file).write_text("cleaned up")
+
+
+def fall_silent(send):
+    print("the last words", flush=True)
+    send("ready")
+    time.sleep(600)
+
+
+def send_now_and_then(send, times, pause_s):
+    for number in range(times):
+        send(number)
+        time.sleep(pause_s)
 
 
 def collect(function, *arguments):
@@ -90,6 +103,30 @@ def test_a_process_that_is_stopped_cleans_up_first(tmp_path):
     with contextlib.suppress(KeyboardInterrupt):
         isolated.run(send_then_clean_up, str(tmp_path / "file"), on_message=refuse)
     assert (tmp_path / "file").read_text() == "cleaned up"
+
+
+def test_a_process_that_falls_silent_is_ended_and_its_last_words_are_kept():
+    messages, began = [], time.monotonic()
+    ended = isolated.run(fall_silent, on_message=messages.append, silence_limit_s=SILENCE_LIMIT_S)
+    assert messages == ["ready"]
+    assert ended.error == f"nothing was heard of it for {SILENCE_LIMIT_S:g} s"
+    assert ended.output_tail == "the last words"
+    took = time.monotonic() - began
+    assert SILENCE_LIMIT_S <= took < SILENCE_LIMIT_S + isolated.TERMINATE_GRACE_S + 20
+
+
+def test_a_process_that_keeps_sending_may_take_longer_than_the_limit():
+    messages, began, pause_s = [], time.monotonic(), 0.4
+    times = int(SILENCE_LIMIT_S / pause_s) + 2
+    ended = isolated.run(
+        send_now_and_then,
+        times,
+        pause_s,
+        on_message=messages.append,
+        silence_limit_s=SILENCE_LIMIT_S,
+    )
+    assert time.monotonic() - began > SILENCE_LIMIT_S
+    assert (messages, ended.error) == (list(range(times)), None)
 
 
 def test_the_process_dies_with_a_killed_parent(tmp_path):

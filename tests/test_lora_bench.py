@@ -64,8 +64,17 @@ def test_the_rehearsal_measures_what_it_can_and_says_what_it_cannot(rehearsal):
         ("fused_mlp", 32): "ok",
         ("full_unsloth", 16): "unavailable",
         ("full_unsloth", 32): "unavailable",
+        ("vanilla_peft_again", 16): "ok",
+        ("vanilla_peft_again", 32): "ok",
     }
     assert (rehearsal / "benchmark_results.png").read_bytes().startswith(b"\x89PNG")
+
+
+@CPU_ONLY
+def test_one_round_is_said_to_have_no_verdicts(rehearsal, cache, capsys):
+    assert run(rehearsal, "--cache", str(cache)) == 0
+    assert "One round gives numbers without verdicts" in capsys.readouterr().out
+    assert {row["verdict"] for row in saved(rehearsal)["summary"]} == {None}
 
 
 @CPU_ONLY
@@ -130,7 +139,7 @@ def test_only_what_is_missing_or_failed_is_measured_again(rehearsal, cache, tmp_
 
     assert run(tmp_path, "--cache", str(cache)) == 0
     after = {(c["variant"], c["seq_len"]): c for c in saved(tmp_path)["cells"]}
-    assert len(after) == 6
+    assert len(after) == 8
     assert after["vanilla_peft", 16]["status"] == "ok"
     assert after["vanilla_peft", 16]["step_ms"] != before["vanilla_peft", 16]
     assert after["vanilla_peft", 32]["step_ms"] == before["vanilla_peft", 32]
@@ -175,11 +184,11 @@ def test_a_process_that_dies_is_an_error_cell_and_the_rest_goes_on(rehearsal, ca
     """The first process of fused MLP dies; its first length is an error, its second is measured."""
     real, deaths = isolated.run, []
 
-    def dies_once(function, plan, *rest, on_message):
+    def dies_once(function, plan, *rest, on_message, **limits):
         if rest and rest[0] == "fused_mlp" and not deaths:
             deaths.append(rest)
             return isolated.Ended("killed by SIGKILL", "the last words")
-        return real(function, plan, *rest, on_message=on_message)
+        return real(function, plan, *rest, on_message=on_message, **limits)
 
     monkeypatch.setattr(isolated, "run", dies_once)
     assert run(tmp_path, "--cache", str(cache)) == 1
@@ -219,6 +228,8 @@ def bad(capsys, out, *arguments):
         (["--rank", "0"], "--rank 0: give 1 or more"),
         (["--steps", "0"], "--steps 0: give 1 or more"),
         (["--rounds", "0"], "--rounds 0: give 1 or more"),
+        (["--cell-timeout", "0"], "--cell-timeout 0: give more than 0 seconds"),
+        (["--compare", "old.json", "new.json"], "--compare: old.json cannot be read"),
         (["--steps", "5", "--rounds", "2"], "does not spread evenly over --rounds 2"),
         (["--checkpointing", "perhaps"], "invalid choice: 'perhaps'"),
         (["--model", "nowhere/at/all"], "no such folder"),
@@ -246,7 +257,7 @@ def test_what_needs_a_gpu_says_so(capsys, tmp_path, arguments, words):
 
 
 def test_unsloth_asked_for_by_name_but_not_installed(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(options, "is_available", lambda variant: variant != "full_unsloth")
+    monkeypatch.setattr(options, "missing_package", lambda variant: "unsloth")
     monkeypatch.setattr(options.machine, "has_gpu", lambda: True)
     line = bad(capsys, tmp_path, "--variants", "full_unsloth")
     assert "Unsloth is not installed; pip install -r requirements-peers.txt" in line
@@ -296,6 +307,9 @@ def test_results_of_another_kind_are_left_alone(capsys, rehearsal, tmp_path):
     results = saved(tmp_path)
     path.write_text(json.dumps(results | {"schema_version": 99}))
     assert "has schema 99" in bad(capsys, tmp_path)
+    results["cells"][0]["step_ms"][1] = "fast"
+    path.write_text(json.dumps(results))
+    assert "cells[0].step_ms[1]: 'fast' is not of type 'number'" in bad(capsys, tmp_path)
     path.write_text("{torn")
     assert "not whole JSON" in bad(capsys, tmp_path)
     assert path.read_text() == "{torn"

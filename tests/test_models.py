@@ -1,15 +1,32 @@
 """Every variant starts from the same weights, adapters and settings."""
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
+import fused_lora.attention
+import fused_lora.cross_entropy
+import fused_lora.rms_norm
+import fused_lora.rope
+import fused_mlp.fast_lora
+import fused_mlp.swiglu
 import models
-from models import VARIANTS, Lora, build
+from models import Lora, build
+from summary import NO_CHECKPOINTING, baseline_of, twin_of
+from variants import ALONE, EVIDENCE, PARTS, SUITES, TOGETHER, VARIANTS
 from weights import materialize, resolve
 
+MODULES = {  # where a part's functions are, the last of them with its kernels
+    "mlp": (fused_mlp.fast_lora, fused_mlp.swiglu),
+    "attention": (fused_lora.attention,),
+    "rope": (fused_lora.rope,),
+    "rms_norm": (fused_lora.rms_norm,),
+    "cross_entropy": (fused_lora.cross_entropy,),
+    "checkpoint": (),
+}
 TINY = Path(__file__).resolve().parent.parent / "configs" / "tiny.json"
 
 
@@ -82,8 +99,46 @@ def test_no_adapter_starts_at_zero(checkpoint, device):
             assert 0.9 * bound < parameter.abs().max() <= bound
 
 
-def test_the_kernels_that_prove_a_fusion_exist():
-    import fused_mlp.swiglu
+def test_what_proves_a_part_exists():
+    """Every function and every kernel that a part must have run is one of its own."""
+    for part in PARTS:
+        evidence = EVIDENCE[part]
+        assert all(hasattr(module, k) for k in evidence.kernels for module in MODULES[part][-1:])
+        for function in evidence.functions:
+            name = function.removesuffix("Backward")
+            assert any(hasattr(module, name) for module in MODULES[part])
 
-    for name in VARIANTS["fused_mlp"].kernels:
-        assert hasattr(fused_mlp.swiglu, name)
+
+@pytest.mark.parametrize("variant", [*ALONE, *TOGETHER, "fused_all_no_checkpointing"])
+def test_fused_variants_differ_from_vanilla_in_what_they_fuse_alone(variant, checkpoint, device):
+    recipe = VARIANTS[variant]
+    built = make(variant, checkpoint, device, checkpointing=recipe.checkpointing != "none")
+    vanilla = make("vanilla_peft", checkpoint, device).model.state_dict()
+    ours = built.model.state_dict()
+    assert ours.keys() == vanilla.keys()
+    assert all(torch.equal(ours[name], vanilla[name]) for name in ours)
+    parts = {name.split(": ")[1] for name in built.fused_modules}
+    assert parts == set(recipe.fused)
+    layer = built.model.base_model.model.model.layers[0]
+    assert layer.gradient_checkpointing is (recipe.checkpointing != "none")
+
+
+def test_every_suite_has_its_baselines_and_twins():
+    for suite in SUITES.values():
+        for variant in suite:
+            assert baseline_of(variant) in suite and twin_of(variant) in suite
+    assert len(VARIANTS) == len(SUITES["all"])
+
+
+def test_without_checkpointing_nothing_else_changes():
+    for name, recipe in VARIANTS.items():
+        if name.endswith(NO_CHECKPOINTING):
+            twin = VARIANTS[name.removesuffix(NO_CHECKPOINTING)]
+            kept = tuple(part for part in twin.fused if part != "checkpoint")
+            assert recipe == replace(twin, checkpointing="none", fused=kept)
+
+
+def test_bf16_adapters_train_without_autocast(checkpoint, device):
+    built = make("vanilla_peft_bf16", checkpoint, device)
+    assert built.autocast_dtype is None and built.settings["autocast"] == "None"
+    assert built.settings["adapter_dtype"] == "bfloat16"

@@ -13,6 +13,7 @@ from matplotlib.text import Text
 
 import plots
 import results
+import summary
 import tables
 
 ROOT = Path(plots.__file__).parent
@@ -52,7 +53,7 @@ def panels(picture):
 
 def row(run, variant, seq_len):
     key = (variant, seq_len)
-    return next(r for r in results.summarize(run) if (r["variant"], r["seq_len"]) == key)
+    return next(r for r in summary.summarize(run) if (r["variant"], r["seq_len"]) == key)
 
 
 def line(axes, name):
@@ -102,7 +103,7 @@ def test_speedups_come_with_intervals_the_line_at_one_and_the_band(pictures):
     assert [1.0, 1.0] in drawn
     assert "vanilla PEFT" not in [line.get_label() for line in axes.lines]
     bands = [(bar.get_y(), bar.get_y() + bar.get_height()) for bar in axes.patches]
-    assert bands == [pytest.approx(results.noise_band(run, n)) for n in example.SEQ_LENS]
+    assert bands == [pytest.approx(summary.noise_band(run, n)) for n in example.SEQ_LENS]
     assert any("A/A" in text for text in words(axes))
     assert not panels(pictures["three"])["speedup"].patches
 
@@ -110,7 +111,7 @@ def test_speedups_come_with_intervals_the_line_at_one_and_the_band(pictures):
 def test_memory_bars_and_a_capacity_that_does_not_flatten_them(pictures):
     axes = panels(pictures["three"])["memory"]
     heights = sorted(bar.get_height() for bar in axes.patches)
-    peaks = sorted(r["peak_gib"] for r in results.summarize(RUNS["three"]))
+    peaks = sorted(r["peak_gib"] for r in summary.summarize(RUNS["three"]))
     assert heights == pytest.approx(peaks)
     assert "36.7" in words(axes)
     assert "the card holds 140 GiB, far above this axis" in words(axes)
@@ -129,7 +130,7 @@ def test_a_step_is_stacked_from_its_parts_with_the_floor_across(pictures):
     parts = [each["forward_ms"], each["backward_ms"], each["optimizer_ms"]]
     assert [bar.get_height() for bar in stack] == pytest.approx(parts)
     assert [bar.get_y() for bar in stack] == pytest.approx([0, parts[0], parts[0] + parts[1]])
-    assert f"{each['median_step_ms']:.0f}" in words(axes)
+    assert f"{each['median_step_ms']:.0f}\n{each['ratio_to_floor']:.1f}×" in words(axes)
     lines = [c for c in axes.collections if isinstance(c, LineCollection)]
     floors = {float(segment[0][1]) for c in lines for segment in c.get_segments()}
     assert floors == set(example.FLOOR_MS.values())
@@ -139,7 +140,7 @@ def test_a_step_is_stacked_from_its_parts_with_the_floor_across(pictures):
 def test_the_label_of_a_step_stands_on_its_bar_even_where_the_parts_add_up_to_more():
     run = example.empty(variants=["vanilla_peft"], seq_lens=[64])
     parts = {"forward_ms": [50.0], "backward_ms": [70.0], "optimizer_ms": [1.0]}
-    cell = results.new_cell("vanilla_peft", 64, 0, "ok", step_ms=[100.0], **parts)
+    cell = results.new_cell("vanilla_peft", 64, 1, "ok", step_ms=[100.0], **parts)
     results.add_cell(run, cell)
     axes = panels(plots.figure(run))["step"]
     label = next(text for text in axes.texts if text.get_text() == "100")
@@ -282,7 +283,7 @@ def test_a_label_gives_way_to_the_whisker_of_another_variant():
     run = example.empty(variants=["vanilla_peft", "fused_mlp", "full_unsloth"], seq_lens=[64, 512])
     rounds = {"vanilla_peft": (200, 200), "fused_mlp": (230, 160), "full_unsloth": (170, 110)}
     for variant, times in rounds.items():
-        for n, ms in enumerate(times):
+        for n, ms in enumerate(times, start=1):
             results.add_cell(run, example.timed_cell(variant, 64, n, [float(ms)]))
     picture = plots.figure(run)
     FigureCanvasAgg(picture).draw()

@@ -3,149 +3,17 @@ import os
 import resource
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import example_results as example
 import pytest
+from example_results import cells
+from jsonschema import Draft202012Validator
 
 import results
+from summary import summarize
 
 ROOT = Path(results.__file__).parent
-
-
-def cells(*rows):
-    """A document with one length: (variant, round, step_ms) or (variant, round, status) a cell."""
-    document = example.empty(seq_lens=[64], variants=list(dict.fromkeys(row[0] for row in rows)))
-    for variant, round, outcome in rows:
-        if isinstance(outcome, str):
-            cell = results.new_cell(variant, 64, round, outcome)
-        else:
-            cell = example.timed_cell(variant, 64, round, outcome)
-        results.add_cell(document, cell)
-    return document
-
-
-def rounds(**step_ms):
-    """One timed step a round: rounds(vanilla_peft=[200, 210], fused_mlp=[100, 100])."""
-    return cells(*((v, n, [ms]) for v, all_ms in step_ms.items() for n, ms in enumerate(all_ms)))
-
-
-def summary(document, variant="fused_mlp"):
-    return next(row for row in results.summarize(document) if row["variant"] == variant)
-
-
-# --- summing up -----------------------------------------------------------------------------------
-
-
-def test_a_row_of_the_summary_by_hand():
-    document = cells(
-        ("vanilla_peft", 0, [190.0, 200.0, 260.0]),
-        ("vanilla_peft", 1, [210.0, 205.0, 280.0]),
-        ("vanilla_peft", 2, [220.0, 220.0, 220.0]),
-        ("fused_mlp", 0, [100.0, 90.0, 300.0]),
-        ("fused_mlp", 1, [100.0, 100.0, 100.0]),
-        ("fused_mlp", 2, [110.0, 110.0, 90.0]),
-    )
-    document["floor"] = {"64": {"floor_ms": 40.0, "samples_ms": [40.0]}}
-    for cell, gib in zip(document["cells"], (9, 9, 9, 7, 8.5, 7), strict=True):
-        cell["peak_allocated_bytes"] = int(gib * 2**30)
-    row = summary(document)
-    assert row == {
-        "variant": "fused_mlp",
-        "seq_len": 64,
-        "status": "ok",
-        "rounds": 3,
-        "steps": 9,
-        "median_step_ms": 100.0,  # of 100, 100, 110
-        "step_ms_ci95": [100.0, 110.0],
-        "tokens_per_s": 20480.0,  # 32 * 64 / 0.1 s
-        "speedup": 2.0,  # paired: of 2.0, 2.1, 2.0. The ratio of the medians would be 2.1
-        "speedup_ci95": [2.0, 2.1],
-        "ratio_to_floor": 2.5,
-        "forward_ms": 38.0,
-        "backward_ms": 61.0,
-        "optimizer_ms": 1.0,
-        "peak_gib": 8.5,
-        "verdict": None,
-    }
-    baseline = summary(document, "vanilla_peft")
-    assert (baseline["speedup"], baseline["speedup_ci95"]) == (1.0, None)
-
-
-def test_only_rounds_with_both_are_paired():
-    document = cells(
-        ("vanilla_peft", 0, [200.0]),
-        ("vanilla_peft", 1, "error"),
-        ("vanilla_peft", 2, [300.0]),
-        ("fused_mlp", 0, [100.0]),
-        ("fused_mlp", 1, [1.0]),
-        ("fused_mlp", 2, "oom"),
-    )
-    row = summary(document)
-    assert (row["speedup"], row["speedup_ci95"], row["rounds"]) == (2.0, None, 2)
-
-
-def test_without_floor_peak_or_baseline_the_row_says_null():
-    row = summary(rounds(fused_mlp=[100.0, 100.0]))
-    empty = ("ratio_to_floor", "peak_gib", "speedup", "speedup_ci95", "verdict")
-    assert [row[name] for name in empty] == [None] * 5
-    document = rounds(fused_mlp=[100.0])
-    del document["floor"]
-    assert summary(document)["ratio_to_floor"] is None
-
-
-@pytest.mark.parametrize(
-    ("outcomes", "status"),
-    [
-        (["oom", [100.0], "error"], "ok"),
-        (["error", "oom", "unavailable"], "oom"),
-        (["oom", "parity_failed"], "parity_failed"),
-        (["unavailable", "error"], "error"),
-        (["unavailable"], "unavailable"),
-    ],
-)
-def test_the_most_telling_status_stands(outcomes, status):
-    row = summary(cells(*(("fused_mlp", n, outcome) for n, outcome in enumerate(outcomes))))
-    assert row["status"] == status
-    assert (row["median_step_ms"] is None) == (status != "ok")
-
-
-def test_the_noise_band_goes_both_ways():
-    document = rounds(vanilla_peft=[102.0, 99.0], vanilla_peft_again=[100.0, 100.0])
-    low, high = results.noise_band(document, 64)
-    assert (low, high) == pytest.approx((1 / 1.02, 1.02))
-    assert results.noise_band(document, 128) is None
-
-
-@pytest.mark.parametrize(
-    ("fused_ms", "verdict"),
-    [
-        ([80.0, 81.0, 80.0], "faster"),
-        ([125.0, 126.0, 125.0], "slower"),
-        ([99.0, 99.0, 99.0], "not distinguishable"),  # 1.010: the A/A twin came as far as 1.02
-        ([60.0, 80.0, 101.0], "not distinguishable"),  # 1.25, but one round was slower
-    ],
-)
-def test_a_verdict_takes_the_noise_into_account(fused_ms, verdict):
-    vanilla, again = [100.0, 100.0, 100.0], [102.0, 100.0, 99.0]
-    document = rounds(vanilla_peft=vanilla, vanilla_peft_again=again, fused_mlp=fused_ms)
-    assert summary(document)["verdict"] == verdict
-    assert summary(document, "vanilla_peft")["verdict"] is None
-    assert summary(document, "vanilla_peft_again")["verdict"] is None
-    assert summary(rounds(vanilla_peft=vanilla, fused_mlp=fused_ms))["verdict"] is None
-
-
-def test_intervals_of_nothing_of_one_and_of_equal_values():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert results.interval95([]) is None
-        assert results.interval95([1.5]) is None
-        assert results.interval95([1.5, 1.5, 1.5]) == [1.5, 1.5]
-    spread = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6]
-    low, high = results.interval95(spread)
-    assert 1.0 <= low < 1.3 < high <= 1.6
-    assert results.interval95(spread) == [low, high]  # seeded
 
 
 # --- cells ----------------------------------------------------------------------------------------
@@ -156,33 +24,146 @@ def test_intervals_of_nothing_of_one_and_of_equal_values():
     [("oom", True), ("parity_failed", True), ("unavailable", True), ("error", False)],
 )
 def test_an_error_is_retried_and_every_other_answer_stands(status, answered):
-    document = cells(("fused_mlp", 0, status))
-    assert results.done(document, "fused_mlp", 64, 0) is answered
-    assert not results.done(document, "fused_mlp", 64, 1)
-    assert results.done(cells(("fused_mlp", 0, [1.0])), "fused_mlp", 64, 0)
+    document = cells(("fused_mlp", 1, status))
+    assert results.done(document, "fused_mlp", 64, 1) is answered
+    assert not results.done(document, "fused_mlp", 64, 2)
+    assert results.done(cells(("fused_mlp", 1, [1.0])), "fused_mlp", 64, 1)
 
 
 def test_a_cell_replaces_the_one_of_the_same_round_only():
     document = cells(
-        ("fused_mlp", 0, "error"), ("fused_mlp", 1, "error"), ("vanilla_peft", 0, "oom")
+        ("fused_mlp", 1, "error"), ("fused_mlp", 2, "error"), ("vanilla_peft", 1, "oom")
     )
-    results.add_cell(document, example.timed_cell("fused_mlp", 64, 1, [100.0]))
+    results.add_cell(document, example.timed_cell("fused_mlp", 64, 2, [100.0]))
     found = {(cell["variant"], cell["round"]): cell["status"] for cell in document["cells"]}
-    assert found == {("fused_mlp", 0): "error", ("fused_mlp", 1): "ok", ("vanilla_peft", 0): "oom"}
+    assert found == {("fused_mlp", 1): "error", ("fused_mlp", 2): "ok", ("vanilla_peft", 1): "oom"}
     assert len(document["cells"]) == 3
 
 
-def test_cells_and_documents_that_cannot_be():
-    with pytest.raises(ValueError, match="'fine' of fused_mlp: give one of ok"):
-        results.new_cell("fused_mlp", 64, 0, "fine")
-    with pytest.raises(ValueError, match="no step_ms"):
-        results.new_cell("fused_mlp", 64, 0, "ok")
+def test_what_was_not_measured_is_null_or_empty():
+    cell = results.new_cell("fused_mlp", 64, 1, "oom", error="no room")
+    lists = [name for name, value in cell.items() if value == []]
+    assert lists == [
+        *("fused_modules", "step_ms", "forward_ms", "backward_ms", "optimizer_ms", "wall_ms"),
+        *("losses", "clock_reasons"),
+    ]
+    objects = [name for name, value in cell.items() if value == {}]
+    assert objects == ["settings", "kernels_seen", "functions_seen", "kernel_ms"]
+    nulls = [name for name, value in cell.items() if value is None]
+    assert {"parity", "first_step_s", "peak_allocated_bytes", "throttled"} < set(nulls)
+    assert len(cell) == len(lists) + len(objects) + len(nulls) + 5  # its key, status and error
+
+
+def test_what_is_empty_is_shared_neither_with_another_part_nor_with_another_cell():
+    one = results.new_cell("fused_mlp", 64, 1, "oom")
+    one["step_ms"].append(1.0)
+    one["kernels_seen"]["_kernel"] = 1
+    other = results.new_cell("fused_mlp", 64, 2, "oom")
+    for cell, name in ((one, "losses"), (one, "kernel_ms"), (other, "step_ms")):
+        assert not cell[name]
+    assert other["kernels_seen"] == {}
+
+
+@pytest.mark.parametrize(
+    ("measured", "wrong"),
+    [
+        ({"status": "fine"}, "status: 'fine' is not one of"),
+        ({"step_ms": []}, "step_ms: "),  # ok, and no time
+        ({"step_ms": [1.0, -1.0]}, r"step_ms\[1\]: -1.0 "),
+        ({"round": 0}, "round: 0 "),
+        ({"speed": 3}, "'speed'"),
+        ({"error": 3}, "error: 3 is not of type"),
+    ],
+)
+def test_a_cell_that_cannot_be_is_refused_in_one_line(measured, wrong):
+    cell = results.new_cell("fused_mlp", 64, 1, "ok", step_ms=[1.0])
+    with pytest.raises(ValueError, match="^cell of fused_mlp at 64: .*" + wrong) as caught:
+        results.new_cell(**(cell | measured))
+    assert "\n" not in str(caught.value)
+
+
+def test_documents_that_cannot_be():
     with pytest.raises(ValueError, match="25 steps do not spread over 3 rounds"):
         example.empty(steps=25)
-    with pytest.raises(ValueError, match=r"lack experiment\.seed"):
-        whole = example.experiment()
-        del whole["seed"]
+    whole = example.experiment()
+    del whole["seed"]
+    with pytest.raises(ValueError, match=r"^new results: experiment: 'seed' is a required"):
         results.new_results([], example.environment(), whole, False)
+
+
+# --- the schema -----------------------------------------------------------------------------------
+
+
+def test_the_schema_is_one():
+    assert results.SCHEMA["$schema"] == Draft202012Validator.META_SCHEMA["$id"]
+    Draft202012Validator.check_schema(results.SCHEMA)
+
+
+def objects_of(schema, path="$"):
+    if isinstance(schema, dict):
+        if "properties" in schema and "type" in schema:
+            yield path, schema
+        for name, part in schema.items():
+            yield from objects_of(part, f"{path}.{name}")
+
+
+def test_every_object_with_named_parts_wants_them_and_no_others():
+    described = dict(objects_of(results.SCHEMA))
+    assert len(described) > 10
+    optional = {
+        (path, name)
+        for path, schema in described.items()
+        for name in schema["properties"].keys() - set(schema["required"])
+    }
+    assert {name for _, name in optional} == {"labelled_tokens"}  # a rehearsal's floor
+    assert [path for path, s in described.items() if s["additionalProperties"] is not False] == []
+
+
+REMOVED = object()
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "told"),
+    [
+        (("cells", 4, "losses"), REMOVED, "cells[4]: 'losses' is a required property"),
+        (("environment", "gpu"), REMOVED, "environment: 'gpu' is a required property"),
+        (("environment", "gpu", "ecc"), REMOVED, "environment.gpu: 'ecc' is a required property"),
+        (("summary",), REMOVED, "the document: 'summary' is a required property"),
+        (("experiment", "batch_size"), "32", "experiment.batch_size: '32' is not of type"),
+        (("experiment", "padded"), 1, "experiment.padded: 1 is not of type 'boolean'"),
+        (("experiment", "seq_lens"), [], "experiment.seq_lens: "),
+        (("rehearsal",), None, "rehearsal: None is not of type 'boolean'"),
+        (("cells", 0, "round"), True, "cells[0].round: True is not of type 'integer'"),
+        (("cells", 0, "step_ms", 2), None, "cells[0].step_ms[2]: None is not of type 'number'"),
+        (("cells", 1, "step_ms"), [], "cells[1].step_ms: "),  # its status is ok
+        (("cells", 0, "status"), "fine", "cells[0].status: 'fine' is not one of ['ok', "),
+        (("cells", 0, "speed"), 1, "cells[0]: Additional properties are not allowed ('speed'"),
+        (("speed",), 1, "the document: Additional properties are not allowed ('speed'"),
+        (("floor", "64", "floor_ms"), 0, "floor['64'].floor_ms: 0 is less than or equal to"),
+        (("kernels",), {"rows": []}, "kernels: 'copy_gb_per_s' is a required property"),
+        (("summary", 0, "verdict"), "much faster", "summary[0].verdict: 'much faster' is not one"),
+    ],
+)
+def test_a_document_that_departs_from_the_schema_is_refused_with_the_place(
+    path, value, told, tmp_path
+):
+    document = example.run()
+    *parents, last = path
+    part = document
+    for name in parents:
+        part = part[name]
+    if value is REMOVED:
+        del part[last]
+    else:
+        part[last] = value
+    file = tmp_path / "results.json"
+    file.write_text(json.dumps(document))
+    with pytest.raises(ValueError) as caught:
+        results.load(file)
+    message = str(caught.value)
+    assert message.startswith(f"{file}: {told}")
+    assert message.endswith(": restore it, or delete it and measure again")
+    assert "\n" not in message
 
 
 # --- the file -------------------------------------------------------------------------------------
@@ -193,13 +174,13 @@ def test_what_is_saved_is_loaded_and_the_summary_is_fresh(tmp_path):
     document["summary"] = ["stale"]
     document["cells"][0]["error"] = 'brackets [\n 1, {"a": [ 2 ]}\n]  and  spaces'
     results.save(tmp_path / "results.json", document)
-    assert document["summary"] == results.summarize(document)
+    assert document["summary"] == summarize(document)
     assert results.load(tmp_path / "results.json") == document
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
 
 
 def test_the_file_is_laid_out_to_be_read_and_compared(tmp_path):
-    document = cells(("fused_mlp", 0, [100.5, 101.5]))
+    document = cells(("fused_mlp", 1, [100.5, 101.5]))
     results.save(tmp_path / "results.json", document)
     lines = (tmp_path / "results.json").read_text().splitlines()
     assert any(line.strip() == '"step_ms": [100.5,101.5],' for line in lines)
@@ -207,14 +188,16 @@ def test_the_file_is_laid_out_to_be_read_and_compared(tmp_path):
     assert len(lines) < 150
 
 
-def test_a_loss_that_diverged_is_null_in_strict_json(tmp_path):
+def test_a_loss_that_diverged_is_null_in_strict_json_and_can_be_loaded(tmp_path):
     document = example.empty()
-    cell = example.timed_cell("fused_mlp", 64, 0, [1.0])
-    results.add_cell(document, {**cell, "losses": [1.0, float("nan"), float("inf")]})
+    losses = [1.0, float("nan"), float("inf")]
+    cell = example.timed_cell("fused_mlp", 64, 1, [1.0], losses=losses, loss_gap=float("inf"))
+    results.add_cell(document, cell)
     results.save(tmp_path / "results.json", document)
     text = (tmp_path / "results.json").read_text()
-    saved = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    assert saved["cells"][0]["losses"] == [1.0, None, None]
+    json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    loaded = results.load(tmp_path / "results.json")["cells"][0]
+    assert (loaded["losses"], loaded["loss_gap"]) == ([1.0, None, None], None)
 
 
 def test_saving_through_a_link_replaces_the_file_and_not_the_link(tmp_path):
@@ -309,9 +292,10 @@ print(sorted(seen))
 def test_kill_9_at_any_moment_leaves_one_whole_version(tmp_path):
     """A process that does nothing but save is killed 30 times, a few ms into it."""
     versions = [tmp_path / "short.json", tmp_path / "long.json"]
-    for version, losses in zip(versions, ([2.5], [2.5] * 200_000), strict=True):
+    for version, words in zip(versions, (1, 200_000), strict=True):
         document = example.empty()
-        results.add_cell(document, results.new_cell("fused_mlp", 64, 0, "oom", losses=losses))
+        cell = results.new_cell("fused_mlp", 64, 1, "oom", error="word " * words)
+        results.add_cell(document, cell)
         results.save(version, document)
     run = subprocess.run(
         [sys.executable, "-c", KILLED_WHILE_SAVING, tmp_path / "results.json", *versions],
@@ -328,154 +312,20 @@ def test_kill_9_at_any_moment_leaves_one_whole_version(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"schema_version": 1, "cel', "is not whole JSON"),
+        ('{"schema_version": 2, "cel', "is not whole JSON"),
+        ("\xff", "is not whole JSON"),
         ("", "is not whole JSON"),
         ("[1, 2]", "has no schema_version, so it is not ours"),
         ('{"tokens": 3}', "has no schema_version, so it is not ours"),
-        ('{"schema_version": 3}', "has schema 3, this version writes 1: give another --out"),
-        ('{"schema_version": 1}', "lacks rehearsal; argv; started_utc; and"),
+        ('{"schema_version": 3}', "has schema 3, this version writes 2: give another --out"),
+        ('{"schema_version": 1, "cells": []}', "has schema 1, this version writes 2: give another"),
+        ('{"schema_version": 2}', ": the document: '.*' is a required property: restore it"),
     ],
 )
 def test_a_file_that_is_no_results_is_refused_in_one_line(text, message, tmp_path):
     path = tmp_path / "results.json"
-    path.write_text(text)
+    path.write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=message) as caught:
         results.load(path)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_a_missing_part_is_named_wherever_it_is(tmp_path):
-    document = example.run()
-    del document["cells"][4]["losses"], document["experiment"]["seed"]
-    del document["environment"]["gpu"]
-    (tmp_path / "results.json").write_text(json.dumps(document))
-    named = r"environment\.gpu; experiment\.seed; cells\[4\]\.losses"
-    with pytest.raises(ValueError, match=named):
-        results.load(tmp_path / "results.json")
-
-
-# --- going on with an earlier run -----------------------------------------------------------------
-
-
-def saved(tmp_path, document):
-    results.save(tmp_path / "results.json", document)
-    return tmp_path / "results.json"
-
-
-def test_without_a_file_the_run_is_fresh(tmp_path):
-    fresh = example.empty()
-    assert results.continue_from(tmp_path / "results.json", fresh) is fresh
-
-
-def test_the_same_run_goes_on_wider(tmp_path):
-    tokens = example.experiment()["tokens"]
-    earlier = example.run(("vanilla_peft", "fused_mlp"), (64, 128))
-    earlier["experiment"]["tokens"] = {n: tokens[n] for n in ("64", "128")}
-    path = saved(tmp_path, earlier)
-    fresh = example.empty(
-        variants=["full_unsloth", "vanilla_peft"], seq_lens=[512, 64], rounds=4, steps=32
-    )
-    fresh["experiment"]["tokens"] = {n: tokens[n] for n in ("512", "64")}
-    fresh["argv"] = ["lora_bench.py", "--again"]
-    document = results.continue_from(path, fresh)
-    experiment = document["experiment"]
-    assert experiment["variants"] == ["vanilla_peft", "fused_mlp", "full_unsloth"]
-    assert experiment["seq_lens"] == [64, 128, 512]
-    assert experiment["tokens"] == {n: tokens[n] for n in ("64", "128", "512")}
-    assert (experiment["rounds"], experiment["steps"]) == (4, 32)
-    assert (document["argv"], document["finished_utc"]) == (["lora_bench.py", "--again"], None)
-    assert results.done(document, "fused_mlp", 128, 2)
-    assert not results.done(document, "fused_mlp", 128, 3)
-    results.save(path, document)
-    fewer = example.empty(seq_lens=[64], rounds=1, steps=8, tokens={"64": tokens["64"]})
-    narrower = results.continue_from(path, fewer)
-    assert narrower["experiment"] == experiment
-    assert narrower["cells"] == document["cells"]
-
-
-def other(part, **changed):
-    """A fresh run that differs in one part from example.empty()."""
-    if part == "experiment":
-        return example.empty(**changed)
-    document = example.empty()
-    if part == "packages":
-        document["environment"]["packages"].update(changed)
-    elif part == "gpu":
-        document["environment"]["gpu"].update(changed)
-    else:
-        document.update(changed)
-    return document
-
-
-@pytest.mark.parametrize(
-    ("fresh", "difference"),
-    [
-        (other("experiment", batch_size=16), "batch_size 32 there, 16 here"),
-        (other("experiment", dtype="float32"), "dtype bfloat16 there, float32 here"),
-        (other("experiment", checkpointing="off"), "checkpointing on there, off here"),
-        (other("experiment", padded=True), "padded False there, True here"),
-        (other("experiment", model="tiny"), "model Qwen2.5-3B there, tiny here"),
-        (other("experiment", weights="random, seed 1"), "weights random, seed 0 there"),
-        (other("experiment", seed=1), "seed 0 there, 1 here"),
-        (other("experiment", data_sha256="f" * 64), "data_sha256 0{64} there, f{64} here"),
-        (other("experiment", lora={"rank": 8, "alpha": 64}), r"lora\.rank 32 there, 8 here"),
-        (other("experiment", optimizer={"name": "SGD"}), r"optimizer\.name AdamW there, SGD here"),
-        (other("experiment", steps=30), "steps a round 8 there, 10 here"),
-        (other("experiment", rounds=6), "steps a round 8 there, 4 here"),
-        (other("experiment", tokens={"64": {"padding": 9}}), "tokens at 64 .* there"),
-        (other("gpu", name="NVIDIA H100"), "gpu NVIDIA H200 there, NVIDIA H100 here"),
-        (other("gpu", power_limit_w=350), "power_limit_w 700 there, 350 here"),
-        (other("document", rehearsal=True), "rehearsal False there, True here"),
-        (other("packages", torch="2.13.0"), r"torch 2\.11\.0\+cu130 there, 2\.13\.0 here"),
-        (other("packages", triton="9"), r"triton 3\.6\.0 there, 9 here"),
-        (other("packages", transformers="9"), "transformers .* 9 here"),
-        (other("packages", peft="9"), "peft .* 9 here"),
-        (other("packages", unsloth="9"), "unsloth .* 9 here"),
-    ],
-)
-def test_another_run_is_refused_in_one_line_that_names_what_differs(fresh, difference, tmp_path):
-    path = saved(tmp_path, example.empty())
-    before = path.read_bytes()
-    with pytest.raises(ValueError, match=difference) as caught:
-        results.continue_from(path, fresh)
-    message = str(caught.value)
-    assert message.startswith(f"{path} holds another run: ")
-    assert message.endswith("Give another --out, or delete that file.")
-    assert "\n" not in message
-    assert path.read_bytes() == before
-
-
-def test_many_differences_are_not_all_listed(tmp_path):
-    path = saved(tmp_path, example.empty())
-    fresh = example.empty(batch_size=16, seed=1, padded=True, dtype="float32", model="tiny")
-    with pytest.raises(ValueError, match="and 2 more") as caught:
-        results.continue_from(path, fresh)
-    assert str(caught.value).count(" there, ") == 3
-
-
-def test_a_package_installed_since_is_no_difference_and_is_tried(tmp_path):
-    statuses = {("full_unsloth", 64): "unavailable", ("fused_mlp", 64): "oom"}
-    before = example.run(seq_lens=(64,), status=statuses)
-    before["environment"]["packages"]["unsloth"] = None
-    path = saved(tmp_path, before)
-    document = results.continue_from(path, example.empty(seq_lens=[64]))
-    assert document["environment"]["packages"]["unsloth"] == "2026.10.9"
-    assert not results.done(document, "full_unsloth", 64, 0)
-    assert results.done(document, "fused_mlp", 64, 0)
-    # The other way round, what was measured with the package stays, and its version with it.
-    gone = other("packages", unsloth=None)
-    document = results.continue_from(saved(tmp_path, example.run()), gone)
-    assert results.done(document, "full_unsloth", 64, 0)
-    assert document["environment"]["packages"]["unsloth"] == "2026.10.9"
-
-
-def test_another_commit_may_go_on_but_both_are_named(tmp_path):
-    path = saved(tmp_path, example.empty())
-    fresh = example.empty()
-    fresh["environment"]["git"] = {"commit": "def5678", "dirty": True}
-    for _ in range(2):
-        document = results.continue_from(path, fresh)
-        results.save(path, document)
-        git = {"commit": "abc1234 then def5678", "dirty": True}
-        assert document["environment"]["git"] == git

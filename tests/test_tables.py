@@ -1,4 +1,5 @@
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import example_results as example
@@ -8,6 +9,8 @@ from test_plots import RUNS
 import plots
 import results
 import tables
+from compare import Row, compare
+from summary import summarize
 
 
 def cells_of(markdown, *starts):
@@ -17,10 +20,10 @@ def cells_of(markdown, *starts):
 
 def hand_made():
     document = example.empty(variants=["vanilla_peft", "fused_mlp"], seq_lens=[64, 512])
-    document["floor"] = {"64": {"floor_ms": 40.0}}
+    document["floor"] = {"64": {"floor_ms": 40.0, "samples_ms": [40.0]}}
     times = {"vanilla_peft": (200.0, 210.0, 220.0), "fused_mlp": (100.0, 100.0, 110.0)}
     for variant, rounds in times.items():
-        for n, ms in enumerate(rounds):
+        for n, ms in enumerate(rounds, start=1):
             settings = {"checkpointing": "non-reentrant", "autocast": True, "compile": None}
             cell = example.timed_cell(
                 variant, 64, n, [ms], settings=settings, peak_allocated_bytes=3 * 2**29
@@ -28,8 +31,9 @@ def hand_made():
             results.add_cell(document, cell)
     settings = {**settings, "checkpointing": "off"}
     error = "CUDA out of memory. Tried to allocate 9 GiB\nmore `words`"
-    cell = results.new_cell("fused_mlp", 512, 0, "oom", error=error, settings=settings)
+    cell = results.new_cell("fused_mlp", 512, 1, "oom", error=error, settings=settings)
     results.add_cell(document, cell)
+    document["summary"] = summarize(document)
     return document
 
 
@@ -70,23 +74,52 @@ def test_verdicts_stand_in_the_table_where_there_is_a_twin():
     assert cells_of(markdown, "512", "vanilla PEFT, again")[-1] == ""
 
 
-def test_kernels_and_disturbances_are_told_where_there_are_any():
+def test_kernels_are_told_where_there_are_any():
     document = hand_made()
-    assert "of a copy" not in tables.results_section(
-        document
-    ) and "throttled" not in tables.results_section(document)
+    assert "of a copy" not in tables.results_section(document)
     kernel = {"kernel": "swiglu_forward", "shape": [16384, 11008], "dtype": "bfloat16"}
     kernel |= {"median_us": 281.24, "bytes": 1, "gb_per_s": 3847.1, "share_of_copy": 0.894}
     document["kernels"] = {"copy_gb_per_s": 4302.6, "rows": [kernel]}
-    document["cells"][0]["throttled"] = True
-    document["cells"][1]["other_gpu_processes"] = 2
     markdown = tables.results_section(document)
     assert cells_of(markdown, "swiglu_forward")[1:] == [
         *("16384 × 11008", "bfloat16", "281.2", "3,847", "89%")
     ]
     assert "A device copy: 4,303 GB/s." in markdown
-    assert "- The GPU throttled in 1 of 6 timed cells." in markdown
-    assert "- The GPU was shared in 1 of 6 timed cells." in markdown
+
+
+def remarks(document):
+    return [line for line in tables.results_section(document).split("\n") if line[:2] == "- "]
+
+
+def test_a_throttled_round_is_told_with_variant_length_and_reason():
+    document = hand_made()
+    before = remarks(document)
+    assert not [line for line in before if "hrottled" in line or "shared" in line]
+    throttled = document["cells"][4]  # fused MLP at 64 tokens, the second round
+    throttled["throttled"] = True
+    throttled["clock_reasons"] = ["hardware thermal slowdown", "power cap"]
+    added = [line for line in remarks(document) if line not in before]
+    assert added == ["- Throttled: fused MLP at 64 tokens in round 2 (hardware thermal slowdown)."]
+    without_a_time = document["cells"][-1]
+    without_a_time |= {"throttled": True, "clock_reasons": ["hardware slowdown"]}
+    assert [line for line in remarks(document) if line not in before] == added
+
+
+def test_a_gpu_that_was_shared_is_told():
+    document = hand_made()
+    document["cells"][1]["other_gpu_processes"] = 2
+    assert "- The GPU was shared in 1 of 6 timed cells." in remarks(document)
+
+
+def test_what_lacks_for_verdicts_is_told():
+    def told(rounds, *variants):
+        return remarks(example.run(variants, seq_lens=(64,), rounds=rounds, steps=8 * rounds))
+
+    twin = ("vanilla_peft", "vanilla_peft_again", "fused_mlp")
+    assert told(2, *twin) == []
+    assert told(1, *twin) == ["- One round gives numbers without verdicts: --rounds 4 gives both."]
+    (line,) = told(2, "vanilla_peft", "fused_mlp")
+    assert line.startswith("- No verdicts without vanilla_peft_again among the variants")
 
 
 def test_the_headline_by_hand():
@@ -102,6 +135,34 @@ def test_the_headline_by_hand():
     assert header == "| tokens in a sequence | vanilla PEFT | fused MLP | full Unsloth |"
 
 
+# --- two runs -------------------------------------------------------------------------------------
+
+COMPARED = Row(
+    "fused_mlp", 512, "ok", "ok", 903.44, 821.31, 1.1, [1.05, 1.152], (0.98, 1.02), "faster"
+)
+
+
+def test_a_row_of_a_comparison_by_hand():
+    assert tables.comparison_words(COMPARED) == [
+        *("512", "fused MLP", "903.4", "821.3", "1.10 (1.05 to 1.15)", "0.98 to 1.02", "faster")
+    ]
+
+
+def test_a_comparison_of_single_rounds_has_neither_interval_nor_verdict():
+    row = replace(COMPARED, ci95=None, verdict=None)
+    assert tables.comparison_words(row)[4:] == ["1.10", "0.98 to 1.02", ""]
+
+
+def test_a_comparison_says_why_there_is_no_time():
+    unknown = {"speedup": None, "ci95": None, "band": None}
+    lost = replace(COMPARED, new="oom", new_ms=None, verdict="no time any more", **unknown)
+    assert tables.comparison_words(lost)[2:] == [
+        *("903.4", "out of memory", "", "", "no time any more")
+    ]
+    neither = replace(lost, old="parity_failed", old_ms=None, verdict=None)
+    assert tables.comparison_words(neither)[2:] == ["failed parity", "out of memory", "", "", ""]
+
+
 def test_names_for_people():
     assert plots.name_of("full_unsloth") == "full Unsloth"
     assert plots.name_of("bordered_step") == "bordered_step"
@@ -113,25 +174,32 @@ old headline
 <!-- headline:end -->
 between
 <!-- results:begin --><!-- results:end -->
+<!-- second run:begin --> old <!-- second run:end -->
 the end"""
 
 
-def test_the_readme_gets_both_tables_and_nothing_else_changes(tmp_path):
+def test_the_readme_gets_its_tables_and_nothing_else_changes(tmp_path):
     path = tmp_path / "README.md"
     path.write_text(README)
-    document = hand_made()
-    assert tables.update_readme(path, document) is True
+    document, second = hand_made(), hand_made()
+    for cell in second["cells"]:
+        cell["step_ms"] = [1.1 * ms for ms in cell["step_ms"]]
+    assert tables.update_readme(path, document, second) is True
     written = path.read_text()
     assert written == (
         f"# Title\n<!-- headline:begin -->\n\n{tables.headline_table(document)}\n\n"
         "<!-- headline:end -->\nbetween\n"
         f"<!-- results:begin -->\n\n{tables.results_section(document)}\n\n"
-        "<!-- results:end -->\nthe end"
+        "<!-- results:end -->\n"
+        "<!-- second run:begin -->\n\n"
+        f"{tables.comparison_table(compare(document, second))}\n\n"
+        "<!-- second run:end -->\nthe end"
     )
-    assert tables.update_readme(path, document) is False
+    assert cells_of(written, "64", "fused MLP", "100.0", "110.0")[-1] == "slower"
+    assert tables.update_readme(path, document, second) is False
     assert path.read_text() == written
-    assert tables.update_readme(path, RUNS["three"]) is True
-    assert "old headline" not in path.read_text()
+    assert tables.update_readme(path, RUNS["three"], RUNS["three"]) is True
+    assert "slower" not in path.read_text()
 
 
 @pytest.mark.parametrize(
@@ -139,6 +207,7 @@ def test_the_readme_gets_both_tables_and_nothing_else_changes(tmp_path):
     [
         README.replace("<!-- results:end -->", ""),
         README.replace("<!-- headline:begin -->", ""),
+        README.replace("<!-- second run:begin -->", ""),
         README + "<!-- results:begin -->",
         "<!-- headline:end --> <!-- headline:begin -->" + README.split("between")[1],
         "",
@@ -148,7 +217,7 @@ def test_a_readme_without_its_markers_is_refused_and_left_alone(text, tmp_path):
     path = tmp_path / "README.md"
     path.write_text(text)
     with pytest.raises(ValueError, match=r"README\.md wants <!-- .*:begin --> and then") as caught:
-        tables.update_readme(path, hand_made())
+        tables.update_readme(path, hand_made(), hand_made())
     assert "\n" not in str(caught.value)
     assert path.read_text() == text
 
@@ -160,6 +229,5 @@ def test_the_readme_is_written_from_the_published_results(tmp_path):
     """`python lora_bench.py --plot-only` was run after the last change of results.json."""
     root = Path(tables.__file__).parent
     shutil.copy(root / "README.md", tmp_path)
-    assert (
-        tables.update_readme(tmp_path / "README.md", results.load(root / "results.json")) is False
-    )
+    runs = [results.load(root / name) for name in ("results.json", "docs/second_run.json")]
+    assert tables.update_readme(tmp_path / "README.md", *runs) is False

@@ -1,12 +1,14 @@
 """The loop's arithmetic, checked with a clock that shows what it is told to."""
 
 import gc
+import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import audit
 import trainer as trainer_module
 from batches import Batch
 from trainer import MAX_WARMUP_STEPS, MIN_WARMUP_STEPS, Trainer, WallClock, is_steady
@@ -135,11 +137,101 @@ def test_collections_pass_over_the_model_while_steps_are_timed_and_no_longer():
     assert frozen[0] > 1000 and gc.get_freeze_count() == 0
 
 
-def test_the_first_step_is_kept_apart(monkeypatch):
-    readings = iter([10.0, 12.5])
+def test_the_first_step_and_the_wall_are_kept_apart_from_the_marks(monkeypatch):
+    readings = iter([10.0, 12.5, 20.0, 20.25, 30.0, 30.5])  # first step, then two timed steps
     monkeypatch.setattr(trainer_module.time, "perf_counter", lambda: next(readings))
-    timings = make_trainer(STEADY_WARMUP + [1.0] * 3).run(make_batches(1), steps=1)
+    timings = make_trainer(STEADY_WARMUP + [1.0] * 6).run(make_batches(1), steps=2)
     assert timings.first_step_s == 2.5
+    assert timings.wall_ms == [250.0, 500.0]
+    assert timings.step_ms == [3.0, 3.0]
+
+
+def test_the_wall_sees_a_wait_that_the_marks_do_not():
+    class SlowToSynchronise(FakeClock):
+        def synchronize(self):
+            super().synchronize()
+            time.sleep(0.02)
+
+    trainer = Trainer(Line(), nullcontext, SlowToSynchronise([1.0] * 99), learning_rate=0.1)
+    timings = trainer.run(make_batches(1), steps=2)
+    assert timings.step_ms == [3.0, 3.0]
+    assert len(timings.wall_ms) == 2 and min(timings.wall_ms) >= 20.0
+    assert audit.hidden_time(timings) is not None
+
+
+# --- what the timed steps did ---------------------------------------------------------------------
+
+
+def skip_updates(trainer, *numbers):
+    """Leave these calls of the optimizer's step out, counted from 1 and from the warm-up on."""
+    update, calls = trainer.optimizer.step, iter(range(1, 99))
+
+    def step():
+        if next(calls) not in numbers:
+            update()
+
+    trainer.optimizer.step = step
+
+
+def test_honest_steps_leave_nothing_to_tell():
+    timings = make_trainer([1.0] * 99).run(make_batches(1, 2), steps=3)
+    assert timings.optimizer_steps == 3  # those of the warm-up do not count
+    assert (timings.unmoved_adapters, timings.changed_batches) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("skipped", "counted"),
+    [
+        ((1, 2), 3),  # in the warm-up, which is put back
+        ((MIN_WARMUP_STEPS + 2,), 2),
+        ((MIN_WARMUP_STEPS + 1, MIN_WARMUP_STEPS + 3), 1),
+    ],
+)
+def test_updates_that_timed_steps_leave_out_are_missed(skipped, counted):
+    trainer = make_trainer([1.0] * 99)
+    skip_updates(trainer, *skipped)
+    timings = trainer.run(make_batches(1), steps=3)
+    assert len(timings.step_ms) == 3
+    assert timings.optimizer_steps == counted
+
+
+def test_adapters_that_move_in_the_warmup_alone_are_unmoved():
+    trainer = make_trainer([1.0] * 99)
+    skip_updates(trainer, *range(MIN_WARMUP_STEPS + 1, 99))
+    timings = trainer.run(make_batches(1), steps=3)
+    assert (timings.optimizer_steps, timings.unmoved_adapters) == (0, 1)
+    assert trainer.model.weight.item() == 0.5
+
+
+def test_updates_that_change_nothing_leave_adapters_unmoved():
+    trainer = Trainer(Line(), nullcontext, FakeClock([1.0] * 99), learning_rate=0.0)
+    timings = trainer.run(make_batches(1), steps=3)
+    assert (timings.optimizer_steps, timings.unmoved_adapters) == (3, 1)
+
+
+def test_one_adapter_that_gets_no_gradient_is_found_among_others():
+    model = Line()
+    model.aside = torch.nn.Parameter(torch.ones(2))
+    trainer = Trainer(model, nullcontext, FakeClock([1.0] * 99), learning_rate=0.1)
+    timings = trainer.run(make_batches(1), steps=3)
+    assert (timings.optimizer_steps, timings.unmoved_adapters) == (0, 1)
+
+
+@pytest.mark.parametrize("name", ["input_ids", "labels", "attention_mask"])
+def test_batches_that_a_step_writes_to_are_counted(name):
+    class Scribbles(Line):
+        def forward(self, **batch):
+            found = super().forward(**batch)
+            if batch["input_ids"][0, 0] == 2:
+                batch[name].data.add_(5)
+            return found
+
+    batches = [
+        Batch(batch.input_ids, batch.labels, torch.ones_like(batch.labels))
+        for batch in make_batches(1, 2, 3)
+    ]
+    trainer = Trainer(Scribbles(), nullcontext, FakeClock([1.0] * 99), learning_rate=0.1)
+    assert trainer.run(batches, steps=3).changed_batches == 1
 
 
 def test_the_wall_clock_counts_milliseconds():
@@ -152,7 +244,6 @@ def test_the_wall_clock_counts_milliseconds():
 @pytest.mark.gpu
 def test_cuda_events_agree_with_the_wall():
     """A step's event time covers the work of its step, not only its launch."""
-    import time
 
     class Products(torch.nn.Module):
         def __init__(self):

@@ -1,0 +1,174 @@
+"""What is found after the timed steps, each just inside and just outside of what is allowed."""
+
+import pytest
+
+import audit
+from audit import LOSS_SHARE, WALL_MS, WALL_SHARE, loss_gap
+from profiled import Profile
+from trainer import Timings
+from variants import EVIDENCE, VARIANTS, Evidence, Recipe
+
+
+def timings(**measured):
+    """Three steps of 100 ms that did everything they should."""
+    honest = {
+        "step_ms": [100.0, 100.0, 100.0],
+        "wall_ms": [100.2, 100.2, 100.2],
+        "optimizer_steps": 3,
+    }
+    return Timings(first_step_s=1.0, **(honest | measured))
+
+
+# --- hidden time ----------------------------------------------------------------------------------
+
+
+def test_honest_steps_have_nothing_to_hide():
+    found = timings()
+    assert audit.hidden_time(found) is None
+    assert audit.skipped_updates(found) is None
+    assert audit.changed_batches(found) is None
+
+
+@pytest.mark.parametrize("step_ms", [0.5, 20.0, 100.0, 1000.0])
+def test_the_wall_may_pass_the_marks_by_a_share_and_a_millisecond(step_ms):
+    allowed = WALL_SHARE * step_ms + WALL_MS
+    steps = [step_ms] * 3
+    assert audit.hidden_time(timings(step_ms=steps, wall_ms=[allowed - 0.01] * 3)) is None
+    assert audit.hidden_time(timings(step_ms=steps, wall_ms=[allowed + 0.01] * 3)) is not None
+
+
+def test_what_is_allowed_in_numbers():
+    """100 ms between the marks: 6 ms more by the wall are allowed, 7 are not."""
+    assert audit.hidden_time(timings(wall_ms=[106.0] * 3)) is None
+    told = audit.hidden_time(timings(wall_ms=[107.0] * 3))
+    assert told.startswith("a step took 107.0 ms by the wall and 100.0 ms between its marks")
+    assert "\n" not in told
+
+
+def test_one_slow_reading_of_the_wall_is_no_hidden_time_but_most_are():
+    assert audit.hidden_time(timings(wall_ms=[100.0, 500.0, 100.0])) is None
+    assert audit.hidden_time(timings(wall_ms=[500.0, 100.0, 500.0])) is not None
+
+
+# --- updates and batches --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("taken", [0, 2, 4])
+def test_every_timed_step_updates_once(taken):
+    told = audit.skipped_updates(timings(optimizer_steps=taken))
+    assert told == f"the optimizer took {taken} of 3 timed steps"
+
+
+def test_adapters_that_training_left_alone_are_counted():
+    told = audit.skipped_updates(timings(unmoved_adapters=2))
+    assert told.startswith("2 adapter matrices are what they were")
+
+
+def test_batches_that_were_written_to_are_counted():
+    told = audit.changed_batches(timings(changed_batches=1))
+    assert told.startswith("1 batches were changed")
+
+
+# --- what ran -------------------------------------------------------------------------------------
+
+MODULES = ["layers.0.mlp: mlp", "layers.1.mlp: mlp", "layers.0.self_attn: qkv"]
+RAN = Profile(
+    functions_seen={"MLPBackward": 2, "QKVBackward": 1},
+    kernels_seen={"void _forward_kernel<4>": 2, "_backward_kernel": 2},
+)
+
+
+@pytest.fixture(autouse=True)
+def evidence(monkeypatch):
+    made_up = {
+        "mlp": Evidence(("MLPBackward",), ("_forward_kernel", "_backward_kernel")),
+        "qkv": Evidence(("QKVBackward",), ()),
+        "library": Evidence((), ("_theirs",)),
+    }
+    monkeypatch.setattr(audit, "EVIDENCE", made_up)
+
+
+def not_run(fused=("mlp",), profile=RAN, modules=MODULES, on_gpu=True, library="peft"):
+    return audit.not_run(Recipe(library=library, fused=fused), modules, profile, on_gpu)
+
+
+def test_parts_that_ran_for_each_of_their_modules_pass():
+    assert not_run() is None
+    assert not_run(("mlp", "qkv")) is None
+    assert not_run(()) is None  # nothing was asked for
+
+
+@pytest.mark.parametrize(
+    ("seen", "ran"), [({"MLPBackward": 1}, 1), ({"QKVBackward": 9}, 0), ({}, 0)]
+)
+def test_a_function_that_ran_for_fewer_modules_than_are_fused_is_told(seen, ran):
+    told = not_run(profile=Profile(functions_seen=seen, kernels_seen=RAN.kernels_seen))
+    assert told.startswith(f"MLPBackward ran {ran} times in a step, for 2 modules")
+
+
+def test_a_function_runs_at_least_once_even_where_no_module_says_so():
+    for ran in (0, 1):
+        profile = Profile(functions_seen={"MLPBackward": ran}, kernels_seen=RAN.kernels_seen)
+        assert (not_run(modules=[], profile=profile) is None) is (ran == 1)
+
+
+def test_a_part_is_counted_by_its_own_modules():
+    """One module runs qkv fused: one run is enough for it, whatever the MLPs need."""
+    assert not_run(("qkv",)) is None
+    assert not_run(("qkv",), modules=[*MODULES, "layers.1.self_attn: qkv"]) is not None
+
+
+def test_a_kernel_that_was_not_launched_is_told_on_a_gpu():
+    half = Profile(functions_seen=RAN.functions_seen, kernels_seen={"_forward_kernel": 2})
+    assert not_run(profile=half) == "_backward_kernel did not run: mlp was not what was timed"
+    assert not_run(profile=half, on_gpu=False) is None  # where there are no kernels to see
+
+
+def test_a_library_is_known_by_its_own_kernels():
+    assert not_run((), library="library", profile=Profile(kernels_seen={"_theirs": 1})) is None
+    told = not_run((), library="library", profile=RAN)
+    assert told == "_theirs did not run: library was not what was timed"
+
+
+def test_every_part_that_a_variant_fuses_has_its_evidence():
+    for recipe in VARIANTS.values():
+        assert set(recipe.fused) <= EVIDENCE.keys()
+        assert recipe.library == "peft" or recipe.library in EVIDENCE
+
+
+# --- losses ---------------------------------------------------------------------------------------
+
+
+def test_the_loss_gap_is_the_largest_relative_distance_of_a_step():
+    assert loss_gap([4.0, 2.01, 1.0], [4.0, 2.0, 1.0]) == pytest.approx(0.005)
+    assert loss_gap([4.0, 1.99, 1.0], [4.0, 2.0, 1.0]) == pytest.approx(0.005)
+    assert loss_gap([2.5, 2.4], [2.5, 2.4]) == 0.0
+    assert loss_gap([], []) == 0.0
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_a_loss_that_is_no_number_is_infinitely_far(wrong):
+    assert loss_gap([1.0, wrong, 1.0], [1.0, 1.0, 1.0]) == float("inf")
+    assert loss_gap([1.0, 1.0], [1.0, wrong]) == float("inf")
+
+
+def test_runs_of_different_length_have_no_gap():
+    with pytest.raises(ValueError):
+        loss_gap([1.0], [1.0, 1.0])
+
+
+def test_a_left_out_step_is_farther_off_than_kernels_that_round_otherwise():
+    """Losses fall by about 1% a step; a fused kernel's are within 0.05% of vanilla's."""
+    vanilla = [2.50, 2.475, 2.45]
+    rounded = [2.5004, 2.4741, 2.4511]
+    one_behind = [2.50, 2.50, 2.475]
+    assert loss_gap(rounded, vanilla) < LOSS_SHARE < loss_gap(one_behind, vanilla)
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def test_out_of_memory_is_believed_when_the_allocator_failed():
+    assert audit.ran_out_of_memory(1, "CUDA out of memory") is None
+    told = audit.ran_out_of_memory(0, "CUDA out of memory, or so it says")
+    assert "the allocator never failed" in told and told.endswith("or so it says")

@@ -1,0 +1,116 @@
+"""The variants: a name -> a recipe, the suites that they make up, and what proves that one ran."""
+
+import importlib.util
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from summary import NO_CHECKPOINTING
+
+PARTS = ("mlp", "attention", "rope", "rms_norm", "cross_entropy", "checkpoint")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a variant differs from vanilla PEFT.
+
+    library: "peft"; "liger" for PEFT on transformers as Liger patches it; "unsloth" for
+        FastLanguageModel.
+    fused: the parts given to `fused_lora.fuse`.
+    checkpointing: "full", "none", and what else the library has: "unsloth" (its offloading mode),
+        for the fused part "checkpoint" its policies.
+    adapter_dtype: fp32 under bf16 autocast, as PEFT has it, or bf16 without autocast.
+    compiled: whether each decoder layer is compiled with torch.compile.
+    """
+
+    library: str = "peft"
+    fused: tuple[str, ...] = ()
+    checkpointing: str = "full"
+    adapter_dtype: str = "float32"
+    compiled: bool = False
+
+
+EXPERIMENT = {
+    "vanilla_peft": Recipe(),
+    "fused_mlp": Recipe(fused=("mlp",)),
+    "full_unsloth": Recipe(library="unsloth", checkpointing="unsloth"),
+    # the same code once more: how far the two come out apart is the noise (A/A). Last, so that the
+    # alternating rounds put all the others between the two.
+    "vanilla_peft_again": Recipe(),
+}
+ALONE = {f"fused_{part}": Recipe(fused=(part,)) for part in PARTS}
+TOGETHER = {
+    "fused_all": Recipe(fused=PARTS),
+    **{f"fused_all_but_{part}": Recipe(fused=tuple(p for p in PARTS if p != part))
+       for part in PARTS},
+}  # fmt: skip
+PEERS = {
+    "vanilla_peft_bf16": Recipe(adapter_dtype="bfloat16"),
+    "compiled_peft": Recipe(compiled=True),
+    "compiled_peft_bf16": Recipe(compiled=True, adapter_dtype="bfloat16"),
+    "liger_peft": Recipe(library="liger"),
+    "unsloth_full": Recipe(library="unsloth"),  # the checkpointing that full_unsloth does not use
+}
+
+
+# Every variant again without checkpointing; what checkpointing is all about has no such twin.
+
+
+def _without_checkpointing(variants: dict[str, Recipe]) -> dict[str, Recipe]:
+    return {
+        name + NO_CHECKPOINTING: replace(
+            recipe, checkpointing="none", fused=tuple(p for p in recipe.fused if p != "checkpoint")
+        )
+        for name, recipe in variants.items()
+        if "checkpoint" not in name and name != "unsloth_full"
+    }
+
+
+SUITES = {
+    "experiment": EXPERIMENT,
+    "parts": {
+        **{name: EXPERIMENT[name] for name in ("vanilla_peft", "vanilla_peft_again")},
+        **ALONE,
+        **TOGETHER,
+    },
+    "peers": {**EXPERIMENT, **PEERS, "fused_all": TOGETHER["fused_all"]},
+}
+for _name in ("parts", "peers"):
+    SUITES[_name] = SUITES[_name] | _without_checkpointing(SUITES[_name])
+SUITES["all"] = SUITES["experiment"] | SUITES["parts"] | SUITES["peers"]
+VARIANTS = SUITES["all"]
+
+
+class Evidence(NamedTuple):
+    """What a step has run if a part did: the backward of its autograd functions, once for every
+    module that the part fuses (a forward may run twice), and on a GPU its kernels.
+
+    without_backward: how many of the modules have none: nothing before the first norm is trained.
+    """
+
+    functions: tuple[str, ...] = ()
+    kernels: tuple[str, ...] = ()
+    without_backward: int = 0
+
+
+EVIDENCE = {  # by fused part, and for a library as a whole
+    "mlp": Evidence(("LoRA_MLPBackward",), ("_swiglu_forward_kernel", "_swiglu_backward_kernel")),
+    "attention": Evidence(("LoRA_QKVBackward", "LoRA_WBackward")),
+    "rope": Evidence(("RoPEBackward",), ("_rope_kernel",)),
+    "rms_norm": Evidence(
+        ("RMSNormBackward", "AddRMSNormBackward"),
+        ("_rms_norm_forward_kernel", "_rms_norm_backward_kernel"),
+        without_backward=1,
+    ),
+    "cross_entropy": Evidence(("LinearCrossEntropyBackward",), ("_cross_entropy_kernel",)),
+    "checkpoint": Evidence(),
+    "unsloth": Evidence(kernels=("_fg_kernel", "_rms_layernorm_forward", "_rope_embedding_QK")),
+    "liger": Evidence(kernels=("_swiglu_forward_kernel", "_rms_norm_forward_kernel")),
+}
+
+PACKAGES = {"liger": "liger_kernel", "unsloth": "unsloth"}
+
+
+def missing_package(variant: str) -> str | None:
+    """The package that the variant needs and that is not installed (none is imported)."""
+    package = PACKAGES.get(VARIANTS[variant].library)
+    return package if package and importlib.util.find_spec(package) is None else None
