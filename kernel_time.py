@@ -17,9 +17,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from plots import REHEARSAL, STYLE, caption, name_of
+from names import name_of
+from plots import REHEARSAL, STYLE, View, caption
 from results import write_atomically
-from summary import BASELINE_AGAIN, round_ms
+from summary import round_ms
 
 KIND_LOOKS = {  # kind: (words, colour)
     "matmul": ("matrix products", "#4c566a"),
@@ -49,14 +50,14 @@ class Bar(NamedTuple):
 def bars(results: dict, seq_len: int) -> list[Bar]:
     """The variants with a time and a profile at this length, in the order of the experiment."""
     found = []
-    for variant in results["experiment"]["variants"]:
+    for variant in View(results).looks:
         cells = [
             cell
             for cell in results["cells"]
             if (cell["variant"], cell["seq_len"], cell["status"]) == (variant, seq_len, "ok")
             and cell["gpu_busy_ms"]
         ]
-        if not cells or variant == BASELINE_AGAIN:
+        if not cells:
             continue
         kinds = {kind for cell in cells for kind in cell["kernel_ms"]}
         kernel_ms = {k: median(cell["kernel_ms"].get(k, 0.0) for cell in cells) for k in kinds}

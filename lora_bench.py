@@ -5,6 +5,7 @@
     python lora_bench.py --suite all         every fused part and the strongest peers
     python lora_bench.py --kernels           the Triton kernels alone, against a device copy
     python lora_bench.py --plot-only         draw the published pictures and README tables again
+    python lora_bench.py --fits 24           what trains fastest in 24 GiB of GPU memory
     python lora_bench.py --compare OLD NEW   is a second results.json slower, beyond noise?
 
 Every variant and round runs in a process of its own, every cell is saved when it ends, and the same
@@ -24,7 +25,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+import ablation
 import audit
+import frontier
 import isolated
 import kernel_time
 import plots
@@ -32,6 +35,7 @@ import results as store
 import tables
 from cells import Plan, measure_cells, measure_floor, measure_kernels, prepare
 from compare import compare
+from names import name_of
 from options import HERE, check_gpu_is_ours, fill_in, parse, set_up, why_unavailable
 from summary import baseline_of, why_no_verdicts
 from variants import SUITES
@@ -53,6 +57,8 @@ def main(argv: list[str] | None = None) -> int:
             return plot_only(arguments.out or HERE)
         if arguments.compare:
             return compare_only(*arguments.compare)
+        if arguments.fits is not None:
+            return fits_only(arguments.fits, arguments.out or HERE)
         plan, results, path = set_up(arguments, sys.argv if argv is None else argv)
         if arguments.kernels:
             run_kernels(plan, results, path)
@@ -133,7 +139,7 @@ def run_next(
     """
     round_number, variant, _ = todo[0]
     seq_lens = tuple(n for r, v, n in todo if (r, v) == (round_number, variant))
-    say(f"round {round_number}: {plots.name_of(variant)}")
+    say(f"round {round_number}: {name_of(variant)}")
     finished: list[int] = []
 
     def keep(cell: dict[str, Any]) -> None:
@@ -239,10 +245,15 @@ def plot_only(folder: Path) -> int:
 
 def draw(results: Results, folder: Path) -> list[Path]:
     """Every picture that the results have something for; where they were written."""
-    pictures = {
+    pictures: dict[Path, Callable] = {
         folder / "benchmark_results.png": plots.draw,
         folder / "kernel_time.png": kernel_time.draw,
     }
+    if "fused_all" in results["experiment"]["variants"]:  # a suite, not the experiment alone
+        pictures |= {
+            folder / "ablation.png": ablation.draw,
+            folder / "frontier.png": frontier.draw,
+        }
     return [path for path, draw_it in pictures.items() if draw_it(results, path) is not False]
 
 
@@ -259,6 +270,17 @@ def compare_only(old_path: Path, new_path: Path) -> int:
     if compared.is_slower:
         console.print("Slower beyond noise.")
     return 1 if compared.is_slower else 0
+
+
+def fits_only(gib: float, folder: Path) -> int:
+    """Print what trains fastest in `gib` GiB of GPU memory, from the results in a folder."""
+    if not gib > 0:
+        raise ValueError(f"--fits {gib:g}: give more than 0 GiB")
+    path = folder / "results.json"
+    if not path.is_file():
+        raise ValueError(f"--fits: there is no {path}; run the benchmark first, or give --out")
+    console.print(frontier.fits_table(store.load(path), gib), soft_wrap=True, markup=False)
+    return 0
 
 
 # --- what is shown --------------------------------------------------------------------------------
@@ -291,7 +313,7 @@ class progress_bar:
 
 
 def cell_line(cell: dict[str, Any]) -> str:
-    start = f"round {cell['round']}  {plots.name_of(cell['variant']):14} {cell['seq_len']:5} tokens"
+    start = f"round {cell['round']}  {name_of(cell['variant']):14} {cell['seq_len']:5} tokens"
     if cell["status"] != "ok":
         return escape(f"{start}  {cell['status']}: {cell['error']}")
     step_ms = sorted(cell["step_ms"])[len(cell["step_ms"]) // 2]
@@ -305,7 +327,7 @@ def summary_table(results: Results) -> Table:
     table = Table(*columns, title=title, **PLAIN)
     for row in results["summary"]:
         if row["median_step_ms"] is None:
-            table.add_row(str(row["seq_len"]), plots.name_of(row["variant"]), row["status"])
+            table.add_row(str(row["seq_len"]), name_of(row["variant"]), row["status"])
             continue
 
         def number(name: str, digits: int, row=row) -> str:
@@ -314,7 +336,7 @@ def summary_table(results: Results) -> Table:
         noise = " (noise)" if row["verdict"] == "not distinguishable" else ""
         table.add_row(
             str(row["seq_len"]),
-            plots.name_of(row["variant"]),
+            name_of(row["variant"]),
             f"{row['median_step_ms']:.1f}",
             f"{row['tokens_per_s']:.0f}",
             number("speedup", 2) + noise,

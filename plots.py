@@ -22,6 +22,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
+from names import name_of
 from results import COMPARED_PACKAGES, write_atomically
 from summary import BASELINE, BASELINE_AGAIN, noise_band, summarize
 
@@ -36,11 +37,14 @@ class Look(NamedTuple):
 
 
 LOOKS = {
-    BASELINE: Look("vanilla PEFT", "#8a8a8a", "o", ""),
-    BASELINE_AGAIN: Look("vanilla PEFT, again", "#8a8a8a", "o", ""),
-    "fused_mlp": Look("fused MLP", "#c81e2b", "s", "///"),
-    "full_unsloth": Look("full Unsloth", "#8250df", "^", "..."),
+    BASELINE: Look(name_of(BASELINE), "#8a8a8a", "o", ""),
+    BASELINE_AGAIN: Look(name_of(BASELINE_AGAIN), "#8a8a8a", "o", ""),
+    "fused_mlp": Look(name_of("fused_mlp"), "#c81e2b", "s", "///"),
+    "full_unsloth": Look(name_of("full_unsloth"), "#8250df", "^", "..."),
 }
+# What stands beside these where a suite has more variants than a picture can hold.
+STRONGEST = ("fused_all", "compiled_peft_bf16", "liger_peft")
+MANY = 8
 SPARE_LOOKS = [  # for variants without a look of their own, in the order of the experiment
     *(("#0969da", "D", "xxx"), ("#1a7f37", "v", "---"), ("#bc4c00", "P", "\\\\\\")),
     *(("#0a7e8c", "X", "|||"), ("#8a6100", "<", "+++"), ("#bf3989", ">", "ooo")),
@@ -63,19 +67,18 @@ STYLE = {
 }
 
 
-def name_of(variant: str) -> str:
-    """What people call a variant; one without a name of its own keeps the one it has."""
-    return LOOKS[variant].name if variant in LOOKS else variant
-
-
 class View:
     """A results document as the panels want it: looks, rows, and places on the x axis."""
 
     def __init__(self, results: dict) -> None:
         self.results, self.seq_lens = results, results["experiment"]["seq_lens"]
         asked = results["experiment"]["variants"]
+        if len(asked) > MANY:
+            asked = [v for v in (*LOOKS, *STRONGEST) if v in asked] or asked[:MANY]
         unknown = [variant for variant in asked if variant not in LOOKS]
-        spare = {v: Look(v, *SPARE_LOOKS[i % len(SPARE_LOOKS)]) for i, v in enumerate(unknown)}
+        spare = {
+            v: Look(name_of(v), *SPARE_LOOKS[i % len(SPARE_LOOKS)]) for i, v in enumerate(unknown)
+        }
         # The baseline comes first; its A/A twin shows as a band and not as a variant.
         shown = sorted((v for v in asked if v != BASELINE_AGAIN), key=lambda v: v != BASELINE)
         self.looks = {variant: {**LOOKS, **spare}[variant] for variant in shown}

@@ -2,7 +2,7 @@
 
 A fused module keeps its class, its submodules and its parameters; only `forward` is set on the
 instance, so state_dict, saving, loading and merging are untouched. The fused forward asks at each
-call whether it may stand in for the module's own, and steps aside while it may not (`sites.py`).
+call whether it may stand in for the module's own, and steps aside while it may not (`site.py`).
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,8 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from . import checkpoint
-from .sites import PARTS, Site, parts_of
+from .site import Site, parts_of
+from .sites import PARTS
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import example_results as example
 import pytest
 import torch
 
@@ -198,6 +199,19 @@ def test_a_process_that_dies_is_an_error_cell_and_the_rest_goes_on(rehearsal, ca
     assert cells["fused_mlp", 32]["status"] == "ok"
 
 
+def test_fits_lists_what_trains_in_so_much_memory(tmp_path, capsys):
+    store.save(tmp_path / "results.json", example.run())
+    assert lora_bench.main(["--fits", "12", "--out", str(tmp_path)]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| 512")]
+    assert len(lines) == 1 and "full Unsloth" in lines[0]
+
+
+def test_a_suite_draws_what_every_part_buys(tmp_path):
+    store.save(tmp_path / "results.json", example.run(("vanilla_peft", "fused_mlp", "fused_all")))
+    assert lora_bench.main(["--plot-only", "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "ablation.png").is_file() and (tmp_path / "frontier.png").is_file()
+
+
 # --- bad input ------------------------------------------------------------------------------------
 
 
@@ -228,6 +242,9 @@ def bad(capsys, out, *arguments):
         (["--rank", "0"], "--rank 0: give 1 or more"),
         (["--steps", "0"], "--steps 0: give 1 or more"),
         (["--rounds", "0"], "--rounds 0: give 1 or more"),
+        (["--fits", "0"], "--fits 0: give more than 0 GiB"),
+        (["--fits", "24"], "run the benchmark first"),
+        (["--suite", "some"], "invalid choice: 'some'"),
         (["--cell-timeout", "0"], "--cell-timeout 0: give more than 0 seconds"),
         (["--compare", "old.json", "new.json"], "--compare: old.json cannot be read"),
         (["--steps", "5", "--rounds", "2"], "does not spread evenly over --rounds 2"),

@@ -181,7 +181,7 @@ def test_the_title_states_the_finding(pictures):
     wanted = f"Fused MLP {fused:.2f}×, full Unsloth {unsloth:.2f}× at 512 tokens on NVIDIA H200"
     assert title(pictures["three"]) == wanted
     assert " at 256 tokens " in title(pictures["one out of memory, one unavailable"])
-    fastest = ["Fused MLP ", "fused_all ", "bordered_step "]  # and the subject, of eight
+    fastest = ["Fused MLP ", "all fused ", "bordered_step "]  # and the subject, of eight
     assert [part in title(pictures["eight"]) for part in fastest] == [True] * 3
     assert title(pictures["nothing came out"]) == "No speedup measured on NVIDIA H200"
 

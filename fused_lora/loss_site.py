@@ -1,0 +1,89 @@
+"""The forward that the fused loss sets on a causal language model."""
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from .cross_entropy import linear_cross_entropy
+from .projection import why_call
+from .site import stands_in, why_not_class
+
+
+def why_not_loss(model: Any) -> str | None:
+    if (reason := why_not_class(model, "ForCausalLM")) is not None:
+        return reason
+    head = model.lm_head
+    if type(head) is not nn.Linear:
+        return f"its lm_head is {type(head).__module__}.{type(head).__qualname__}, not nn.Linear"
+    if (reason := why_call(head)) is not None:
+        return f"lm_head: {reason}"
+    if model.loss_function is not ForCausalLMLoss:
+        return "its loss_function is not transformers' own"
+    return None
+
+
+# What PEFT and the Trainer pass on in a training step.
+KNOWN_OPTIONS = {
+    "num_items_in_batch",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+}
+
+
+@stands_in
+def causal_lm_forward(
+    model: Any,
+    parts: frozenset[str],
+    input_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    past_key_values=None,
+    inputs_embeds: Tensor | None = None,
+    labels: Tensor | None = None,
+    use_cache: bool | None = None,
+    logits_to_keep: int | Tensor = 0,
+    **options,
+):
+    """In training with labels: the loss without logits. Else, and wherever something is asked for
+    that the fused loss does not know, the class's own forward, logits and all."""
+    inputs = {
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
+        "position_ids": position_ids,
+        "past_key_values": past_key_values,
+        "inputs_embeds": inputs_embeds,
+        "use_cache": use_cache,
+    }
+    known = options.keys() <= KNOWN_OPTIONS and options.get("return_dict") is not False
+    if (
+        labels is None
+        or not model.training
+        or not known
+        or not (isinstance(logits_to_keep, int) and logits_to_keep == 0)
+        or why_not_loss(model) is not None
+    ):
+        forward = type(model).forward
+        return forward(model, labels=labels, logits_to_keep=logits_to_keep, **inputs, **options)
+    num_items = options.pop("num_items_in_batch", None)
+    options.pop("return_dict", None)  # an output object either way
+    outputs = model.model(**inputs, **options)
+    # tokens before n predict n
+    shifted = F.pad(labels, (0, 1), value=-100)[..., 1:]
+    loss = linear_cross_entropy(
+        outputs.last_hidden_state,
+        model.lm_head.weight,
+        shifted.to(outputs.last_hidden_state.device),
+        bias=model.lm_head.bias,
+        num_items_in_batch=num_items,
+    )
+    return CausalLMOutputWithPast(
+        loss=loss,
+        logits=None,
+        past_key_values=outputs.past_key_values,
+        hidden_states=outputs.hidden_states,
+        attentions=outputs.attentions,
+    )

@@ -1,0 +1,35 @@
+"""What people call the variants, in pictures and tables."""
+
+from summary import NO_CHECKPOINTING
+
+NAMES = {
+    "vanilla_peft": "vanilla PEFT",
+    "vanilla_peft_again": "vanilla PEFT, again",
+    "vanilla_peft_bf16": "vanilla PEFT, bf16 adapters",
+    "compiled_peft": "compiled PEFT",
+    "compiled_peft_bf16": "compiled PEFT, bf16 adapters",
+    "liger_peft": "Liger",
+    "full_unsloth": "full Unsloth",
+    "unsloth_full": "Unsloth, plain checkpointing",
+    "fused_mlp": "fused MLP",
+    "fused_attention": "fused attention",
+    "fused_rope": "fused RoPE",
+    "fused_rms_norm": "fused RMSNorm",
+    "fused_cross_entropy": "fused cross entropy",
+    "fused_checkpoint": "fused checkpointing",
+    "fused_all": "all fused",
+    "fused_all_but_mlp": "all fused but the MLP",
+    "fused_all_but_attention": "all fused but attention",
+    "fused_all_but_rope": "all fused but RoPE",
+    "fused_all_but_rms_norm": "all fused but RMSNorm",
+    "fused_all_but_cross_entropy": "all fused but cross entropy",
+    "fused_all_but_checkpoint": "all fused but checkpointing",
+}
+
+
+def name_of(variant: str) -> str:
+    """What people call a variant; one without a name of its own keeps the one it has."""
+    plain = variant.removesuffix(NO_CHECKPOINTING)
+    if plain not in NAMES:
+        return variant
+    return NAMES[plain] + (" without checkpointing" if plain != variant else "")
