@@ -36,7 +36,15 @@ import tables
 from cells import Plan, measure_cells, measure_floor, measure_kernels, prepare
 from compare import compare
 from names import name_of
-from options import HERE, check_gpu_is_ours, fill_in, parse, set_up, why_unavailable
+from options import (
+    HERE,
+    check_gpu_is_ours,
+    check_writable,
+    fill_in,
+    parse,
+    set_up,
+    why_unavailable,
+)
 from summary import baseline_of, why_no_verdicts
 from variants import SUITES
 
@@ -57,6 +65,8 @@ def main(argv: list[str] | None = None) -> int:
             return plot_only(arguments.out or HERE)
         if arguments.compare:
             return compare_only(*arguments.compare)
+        if arguments.merge:
+            return merge_only(arguments.merge, arguments.out)
         if arguments.fits is not None:
             return fits_only(arguments.fits, arguments.out or HERE)
         plan, results, path = set_up(arguments, sys.argv if argv is None else argv)
@@ -270,6 +280,25 @@ def compare_only(old_path: Path, new_path: Path) -> int:
     if compared.is_slower:
         console.print("Slower beyond noise.")
     return 1 if compared.is_slower else 0
+
+
+def merge_only(paths: list[Path], folder: Path | None) -> int:
+    """Write the rounds of several runs into one results.json, and draw it."""
+    if folder is None:
+        raise ValueError("--merge: give --out FOLDER, where the one run is written")
+    if (folder / "results.json").exists():
+        raise ValueError(f"--merge: {folder / 'results.json'} is there; give another --out")
+    try:
+        merged = store.merge([store.load(path) for path in paths])
+    except OSError as error:
+        reason = f"{error.filename} cannot be read ({error.strerror})"
+        raise ValueError(f"--merge: {reason}") from None
+    check_writable(folder)
+    store.save(folder / "results.json", merged)
+    console.print(summary_table(merged))
+    pictures = draw(merged, folder)
+    console.print("\n".join(map(str, (folder / "results.json", *pictures))), soft_wrap=True)
+    return 0
 
 
 def fits_only(gib: float, folder: Path) -> int:

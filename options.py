@@ -84,6 +84,9 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
     add("--allow-shared-gpu", "measure although other processes compute on the GPU",
         action="store_true")  # fmt: skip
     add("--plot-only", "draw from the results that are there; measure nothing", action="store_true")
+    add("--merge", "make one run of several: measured on the GPUs of a node, say, with "
+        "CUDA_VISIBLE_DEVICES and --out each its own; wants --out",
+        nargs="+", type=Path, metavar="FILE")  # fmt: skip
     add("--fits", "list what trains fastest in so much GPU memory, from the results that are there",
         type=float, metavar="GIB")  # fmt: skip
     add("--compare", "hold one results.json against an earlier one; measure nothing; exit code 1 "

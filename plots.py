@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
 from textwrap import fill
@@ -346,6 +346,8 @@ def finding(view: View) -> str:
 
 def caption(results: dict) -> str:
     experiment, environment = results["experiment"], results["environment"]
+    # a run that was merged, or is not finished, has more rounds of some variants than of others
+    timed = [row for row in summarize(results) if row["status"] == "ok"]
     facts = [(environment["gpu"] or {"name": f"no GPU ({environment['cpu']})"})["name"]]
     versions = {name: environment["packages"].get(name) for name in COMPARED_PACKAGES}
     facts += [f"{name} {version}" for name, version in versions.items() if version]
@@ -355,7 +357,12 @@ def caption(results: dict) -> str:
         f"batch {experiment['batch_size']}" + (", padded" if experiment["padded"] else ""),
         f"LoRA rank {experiment['lora']['rank']}",
         f"gradient checkpointing {experiment['checkpointing']}",
-        f"{experiment['steps']} timed steps each",
-        f"rounds: {experiment['rounds']}",
+        f"{_from_to(row['steps'] for row in timed)} timed steps each",
+        f"rounds: {_from_to(row['rounds'] for row in timed)}",
     ]
     return " · ".join(facts) + "."
+
+
+def _from_to(counts: Iterable[int]) -> str:
+    found = sorted(set(counts))
+    return "no" if not found else str(found[0]) if len(found) == 1 else f"{found[0]} to {found[-1]}"

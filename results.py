@@ -19,6 +19,7 @@ import os
 import re
 from datetime import datetime, timezone
 from pathlib import Path
+from statistics import median
 from textwrap import shorten
 from typing import Any
 
@@ -167,17 +168,57 @@ def continue_from(path: str | Path, fresh: dict) -> dict:
     if not path.exists():
         return fresh
     earlier = load(path)
-    there, here = _identity(earlier, fresh), _identity(fresh, earlier)
-    differences = [
-        f"{name} {there.get(name)} there, {here.get(name)} here"
-        for name in {**there, **here}
-        if there.get(name) != here.get(name)
-    ]
-    if differences:
+    if differences := _differences(earlier, fresh):
         differing = f"{path} holds another run: {_first_few(differences)}"
         raise ValueError(f"{differing}. Give another --out, or delete that file.")
     _widen(earlier, fresh)
     return earlier
+
+
+def merge(runs: list[dict]) -> dict:
+    """One document of several of the same experiment: the rounds of each run are rounds of it.
+
+    So a node measures in parallel, every GPU its own rounds, or every GPU some of the variants with
+    the baselines that they are held against. A speedup stays within a round, and so on one GPU. The
+    floor is the median of all its samples.
+
+    Raises:
+        ValueError: the runs are not of one experiment on one kind of GPU.
+    """
+    merged, *others = (copy.deepcopy(run) for run in runs)
+    samples = {seq_len: list(floor["samples_ms"]) for seq_len, floor in merged["floor"].items()}
+    for run in others:
+        if differences := _differences(merged, run):
+            raise ValueError(f"these are not of one experiment: {_first_few(differences)}")
+        before, steps = merged["experiment"]["rounds"], merged["experiment"]["steps"]
+        finished = [merged["finished_utc"], run["finished_utc"]]
+        for cell in run["cells"]:
+            cell["round"] += before
+        cells = merged["cells"] + run["cells"]
+        _widen(merged, run)
+        merged["cells"] = cells
+        merged["experiment"]["rounds"] = before + run["experiment"]["rounds"]
+        merged["experiment"]["steps"] = steps + run["experiment"]["steps"]
+        merged["started_utc"] = min(merged["started_utc"], run["started_utc"])
+        merged["finished_utc"] = max(finished) if all(finished) else None
+        merged["kernels"] = merged["kernels"] or run["kernels"]
+        for seq_len, floor in run["floor"].items():
+            merged["floor"].setdefault(seq_len, floor)
+            samples.setdefault(seq_len, []).extend(floor["samples_ms"])
+    for seq_len, floor in merged["floor"].items():
+        if samples[seq_len]:
+            floor |= {"floor_ms": median(samples[seq_len]), "samples_ms": samples[seq_len]}
+    merged["summary"] = summarize(merged)
+    return merged
+
+
+def _differences(earlier: dict, fresh: dict) -> list[str]:
+    there, here = _identity(earlier, fresh), _identity(fresh, earlier)
+    return [
+        f"{name} {there.get(name)} there, {here.get(name)} here"
+        for name in {**there, **here}
+        if there.get(name) != here.get(name)
+    ]
 
 
 def _identity(run: dict, other: dict) -> dict:

@@ -212,6 +212,22 @@ def test_a_suite_draws_what_every_part_buys(tmp_path):
     assert (tmp_path / "ablation.png").is_file() and (tmp_path / "frontier.png").is_file()
 
 
+def test_merge_writes_one_run_of_several_and_nothing_over_another(tmp_path, capsys):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        store.save(tmp_path / name / "results.json", example.run(rounds=2, steps=16))
+    files = [str(tmp_path / name / "results.json") for name in ("one", "two")]
+    out = tmp_path / "both"
+    assert lora_bench.main(["--merge", *files, "--out", str(out)]) == 0
+    assert {cell["round"] for cell in saved(out)["cells"]} == {1, 2, 3, 4}
+    assert (out / "benchmark_results.png").is_file()
+    before = (out / "results.json").read_bytes()
+    assert lora_bench.main(["--merge", *files, "--out", str(out)]) == 2
+    assert (out / "results.json").read_bytes() == before
+    assert lora_bench.main(["--merge", *files]) == 2
+    assert "give --out FOLDER" in capsys.readouterr().err
+
+
 # --- bad input ------------------------------------------------------------------------------------
 
 
@@ -242,6 +258,7 @@ def bad(capsys, out, *arguments):
         (["--rank", "0"], "--rank 0: give 1 or more"),
         (["--steps", "0"], "--steps 0: give 1 or more"),
         (["--rounds", "0"], "--rounds 0: give 1 or more"),
+        (["--merge", "none.json"], "--merge: none.json cannot be read"),
         (["--fits", "0"], "--fits 0: give more than 0 GiB"),
         (["--fits", "24"], "run the benchmark first"),
         (["--suite", "some"], "invalid choice: 'some'"),

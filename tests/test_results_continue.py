@@ -1,5 +1,7 @@
 """The same command goes on where an earlier one stopped, and another run is refused."""
 
+import copy
+
 import example_results as example
 import pytest
 
@@ -135,3 +137,45 @@ def test_another_commit_may_go_on_but_both_are_named(tmp_path):
         results.save(path, document)
         git = {"commit": "abc1234 then def5678", "dirty": True}
         assert document["environment"]["git"] == git
+
+
+# --- one run of several ---------------------------------------------------------------------------
+
+
+def test_the_rounds_of_every_run_are_rounds_of_the_merged_one():
+    """Two GPUs of a node: each measured vanilla PEFT and one more variant, in two rounds."""
+    one = example.run(("vanilla_peft", "fused_mlp"), (64,), rounds=2, steps=16)
+    two = example.run(("vanilla_peft", "full_unsloth"), (64,), rounds=2, steps=16)
+    two["floor"]["64"]["samples_ms"], one["floor"]["64"]["samples_ms"] = [50.0, 60.0], [40.0]
+    two["started_utc"], one["finished_utc"] = "2020-01-01T00:00:00+00:00", None
+    before = [copy.deepcopy(run) for run in (one, two)]
+    merged = results.merge([one, two])
+    assert [one, two] == before
+    rounds = {}
+    for cell in merged["cells"]:
+        rounds.setdefault(cell["variant"], []).append(cell["round"])
+    assert rounds == {"vanilla_peft": [1, 2, 3, 4], "fused_mlp": [1, 2], "full_unsloth": [3, 4]}
+    assert merged["experiment"]["variants"] == ["vanilla_peft", "fused_mlp", "full_unsloth"]
+    assert (merged["experiment"]["rounds"], merged["experiment"]["steps"]) == (4, 32)
+    assert merged["floor"]["64"]["floor_ms"] == 50.0
+    assert merged["started_utc"] == "2020-01-01T00:00:00+00:00"
+    assert merged["finished_utc"] is None
+    # paired on the GPU that measured both: as in the run that each came from
+    for run, variant in ((one, "fused_mlp"), (two, "full_unsloth")):
+        alone = next(row for row in run["summary"] if row["variant"] == variant)
+        together = next(row for row in merged["summary"] if row["variant"] == variant)
+        assert together["speedup"] == alone["speedup"]
+
+
+def test_a_merged_run_is_saved_loaded_and_goes_on(tmp_path):
+    merged = results.merge([example.run(rounds=2, steps=16), example.run(rounds=2, steps=16)])
+    path = saved(tmp_path, merged)
+    assert results.load(path) == merged
+    assert results.done(merged, "fused_mlp", 512, 4)
+
+
+def test_runs_of_two_experiments_are_not_merged():
+    with pytest.raises(ValueError, match="not of one experiment: batch_size 32 there, 16 here"):
+        results.merge([example.run(), example.run(batch_size=16)])
+    with pytest.raises(ValueError, match="steps a round 8 there, 4 here"):
+        results.merge([example.run(), example.run(rounds=6)])
