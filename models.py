@@ -90,7 +90,9 @@ def build(
         switches: dict[str, Any] = {part: True for part in recipe.fused if part != "checkpoint"}
         fusion = Fusion(**switches)
         if "checkpoint" in recipe.fused and recipe.checkpointing != "none":
-            fusion = replace(fusion, checkpoint=recipe.checkpointing)
+            fusion = replace(
+                fusion, checkpoint=recipe.checkpointing, checkpoint_gib=recipe.checkpoint_gib
+            )
         fused = fuse(model, fusion).fused
         built.fused_modules = [f"{name}: {part}" for part in fused for name in fused[part]]
     elif recipe.library == "unsloth":
@@ -108,7 +110,10 @@ def _checkpointing_in_words(recipe: Recipe, seq_len: int) -> str:
         # it turns its own mode, which offloads to the host, into plain checkpointing below 512
         offloads = recipe.checkpointing == "unsloth" and seq_len >= 512
         return "unsloth (offloaded)" if offloads else "unsloth (plain)"
-    return f"fused {recipe.checkpointing}" if "checkpoint" in recipe.fused else "non-reentrant"
+    if "checkpoint" not in recipe.fused:
+        return "non-reentrant"
+    budget = f", {recipe.checkpoint_gib:g} GiB" if recipe.checkpoint_gib is not None else ""
+    return f"fused {recipe.checkpointing}{budget}"
 
 
 def set_adapters(model: torch.nn.Module, seed: int) -> None:

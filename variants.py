@@ -18,6 +18,7 @@ class Recipe:
     fused: the parts given to `fused_lora.fuse`.
     checkpointing: "full", "none", and what else the library has: "unsloth" (its offloading mode),
         for the fused part "checkpoint" its policies.
+    checkpoint_gib: for the policy "selective", what the layers that are kept may hold.
     adapter_dtype: fp32 under bf16 autocast, as PEFT has it, or bf16 without autocast.
     compiled: whether each decoder layer is compiled with torch.compile.
     """
@@ -25,6 +26,7 @@ class Recipe:
     library: str = "peft"
     fused: tuple[str, ...] = ()
     checkpointing: str = "full"
+    checkpoint_gib: float | None = None
     adapter_dtype: str = "float32"
     compiled: bool = False
 
@@ -42,7 +44,14 @@ TOGETHER = {
     "fused_all": Recipe(fused=PARTS),
     **{f"fused_all_but_{part}": Recipe(fused=tuple(p for p in PARTS if p != part))
        for part in PARTS},
+    # the same with each layer compiled: what is left of the host's time between the kernels
+    "fused_all_compiled": Recipe(fused=PARTS, compiled=True),
 }  # fmt: skip
+POLICIES = {
+    "fused_all_offload": Recipe(fused=PARTS, checkpointing="offload"),
+    "fused_all_selective_10": Recipe(fused=PARTS, checkpointing="selective", checkpoint_gib=10),
+    "fused_all_selective_20": Recipe(fused=PARTS, checkpointing="selective", checkpoint_gib=20),
+}
 PEERS = {
     "vanilla_peft_bf16": Recipe(adapter_dtype="bfloat16"),
     "compiled_peft": Recipe(compiled=True),
@@ -61,7 +70,7 @@ def _without_checkpointing(variants: dict[str, Recipe]) -> dict[str, Recipe]:
             recipe, checkpointing="none", fused=tuple(p for p in recipe.fused if p != "checkpoint")
         )
         for name, recipe in variants.items()
-        if "checkpoint" not in name and name != "unsloth_full"
+        if "checkpoint" not in name and name not in (*POLICIES, "unsloth_full")
     }
 
 
@@ -72,7 +81,12 @@ SUITES = {
         **ALONE,
         **TOGETHER,
     },
-    "peers": {**EXPERIMENT, **PEERS, "fused_all": TOGETHER["fused_all"]},
+    "peers": {
+        **EXPERIMENT,
+        **PEERS,
+        **{name: TOGETHER[name] for name in ("fused_all", "fused_all_compiled")},
+        **POLICIES,
+    },
 }
 for _name in ("parts", "peers"):
     SUITES[_name] = SUITES[_name] | _without_checkpointing(SUITES[_name])

@@ -13,7 +13,7 @@ number.
 
 A layer that runs again does so for what its functions save, not for its output. torch stops it at
 the last tensor that is missing, which is saved at the end of LoRA_MLP; `is_recomputing` tells
-LoRA_MLP that its down projection, a quarter of the layer's products, is not needed.
+LoRA_MLP that its down projection, 29% of the layer's products, is not needed.
 
 A policy is set on the layers of one model (`Checkpoint.install`), through the attributes that
 transformers' own checkpointing uses, and taken away again. Chen et al., arXiv 1604.06174.

@@ -51,7 +51,9 @@ def mlp_forward(mlp: nn.Module, parts: frozenset[str], x: Tensor) -> Tensor:
     if isinstance(operands, str):
         return type(mlp).forward(mlp, x)
     *adapters, frozen = operands
-    return LoRA_MLP.apply(x, *adapters, frozen._replace(output_needed=not is_recomputing()))
+    # a compiled layer is one graph, whether it runs for the first time or again
+    output_needed = torch.compiler.is_compiling() or not is_recomputing()
+    return LoRA_MLP.apply(x, *adapters, frozen._replace(output_needed=output_needed))
 
 
 # --- attention and rotary embedding ---------------------------------------------------------------

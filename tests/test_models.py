@@ -16,7 +16,7 @@ import fused_mlp.swiglu
 import models
 from models import Lora, build
 from summary import NO_CHECKPOINTING, baseline_of, twin_of
-from variants import ALONE, EVIDENCE, PARTS, SUITES, TOGETHER, VARIANTS
+from variants import ALONE, EVIDENCE, PARTS, POLICIES, SUITES, TOGETHER, VARIANTS
 from weights import materialize, resolve
 
 MODULES = {  # where a part's functions are, the last of them with its kernels
@@ -109,7 +109,13 @@ def test_what_proves_a_part_exists():
             assert any(hasattr(module, name) for module in MODULES[part])
 
 
-@pytest.mark.parametrize("variant", [*ALONE, *TOGETHER, "fused_all_no_checkpointing"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        *(v for v in (*ALONE, *TOGETHER, *POLICIES) if not VARIANTS[v].compiled),
+        "fused_all_no_checkpointing",
+    ],
+)
 def test_fused_variants_differ_from_vanilla_in_what_they_fuse_alone(variant, checkpoint, device):
     recipe = VARIANTS[variant]
     built = make(variant, checkpoint, device, checkpointing=recipe.checkpointing != "none")
