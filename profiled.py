@@ -196,16 +196,25 @@ def _marked_modules() -> Iterator[None]:
 
 
 def read_events(profiler: profile) -> tuple[list[Op], list[Kernel]]:
-    """The profiler's events as plain values. Its own tree of them takes seconds to build."""
-    ops, kernels = [], []
+    """The profiler's events as plain values: every kernel, and the calls that tell what it is for
+    (where there are no kernels, every call). The profiler's own tree of them takes seconds."""
+    kernels, calls = [], []
     for event in profiler.profiler.kineto_results.events():  # type: ignore[union-attr]
-        name, start = event.name(), event.start_ns()
-        end = start + event.duration_ns()
         if event.device_type() == torch.autograd.DeviceType.CPU:
-            if event.linked_correlation_id():
-                continue  # the CUDA call below an operator, whose id is of another numbering
-            ids = event.correlation_id(), event.sequence_nr(), event.fwd_thread_id()
-            ops.append(Op(name, event.start_thread_id(), start, end, *ids))
+            # with a linked id: the CUDA call below an operator, whose own is of another numbering
+            if not event.linked_correlation_id():
+                calls.append(event)
         elif not event.is_user_annotation():  # the GPU's echo of a range
-            kernels.append(Kernel(name, start, end, event.linked_correlation_id()))
+            start = event.start_ns()
+            end = start + event.duration_ns()
+            kernels.append(Kernel(event.name(), start, end, event.linked_correlation_id()))
+    launching = {kernel.op for kernel in kernels}
+    ops = []
+    for event in calls:
+        id, sequence, name = event.correlation_id(), event.sequence_nr(), event.name()
+        tells = sequence >= 0 or id in launching or name.startswith((RANGE, BACKWARD))
+        if tells or not kernels:
+            start = event.start_ns()
+            end, thread = start + event.duration_ns(), event.start_thread_id()
+            ops.append(Op(name, thread, start, end, id, sequence, event.fwd_thread_id()))
     return ops, kernels
