@@ -149,10 +149,22 @@ def set_up(arguments: argparse.Namespace, argv: list[str]) -> tuple[Plan, dict[s
     environment = machine.environment()
     experiment = describe(plan, variants, asked["rounds"])
     path = out_folder(arguments.out, environment, device) / "results.json"
-    fresh = store.new_results(argv, environment, experiment, rehearsal=device == "cpu")
+    fresh = store.new_results(recorded(argv), environment, experiment, rehearsal=device == "cpu")
     results = store.continue_from(path, fresh)
     check_writable(path.parent)
     return plan, results, path
+
+
+def recorded(argv: list[str]) -> list[str]:
+    """The command line as results.json keeps it: without the folders it wrote to, which are its
+    user's own and say nothing of the numbers."""
+    kept, words = [], iter(argv)
+    for word in words:
+        if word in ("--out", "--cache"):
+            next(words, None)
+        elif not word.startswith(("--out=", "--cache=")):
+            kept.append(Path(word).name if not kept else word)
+    return kept
 
 
 def check_gpu_is_ours(device: str, allow_shared: bool) -> None:

@@ -37,8 +37,11 @@ def headline_table(results: dict) -> str:
     def words(row: dict | None) -> str:
         if row is None or row["status"] != "ok":
             return STATUS_WORDS[row["status"]] if row else ""
-        over = row["speedup"] if row["variant"] != BASELINE else None
-        return f"{row['median_step_ms']:.0f} ms" + (f", **{over:.2f}×**" if over else "")
+        over = ""
+        if row["speedup"] and row["variant"] != BASELINE:
+            noise = row["verdict"] == "not distinguishable"
+            over = f", {row['speedup']:.2f}× (noise)" if noise else f", **{row['speedup']:.2f}×**"
+        return f"{row['median_step_ms']:.0f} ms{over}"
 
     lines = [
         [str(seq_len), *(words(rows.get((variant, seq_len))) for variant in asked)]

@@ -356,3 +356,8 @@ def test_help_names_every_option_with_its_default(capsys):
     text = " ".join(capsys.readouterr().out.split())
     for default in ("64 128 256 512", "default: 32; without a GPU 4", "default: 100", "qwen2.5-3b"):
         assert default in text
+
+
+def test_the_command_is_recorded_without_the_folders_it_wrote_to():
+    argv = ["/some/where/lora_bench.py", "--out", "/my/own", "--seq-lens", "64", "--cache=/mine"]
+    assert options.recorded(argv) == ["lora_bench.py", "--seq-lens", "64"]
