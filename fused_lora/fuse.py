@@ -7,14 +7,13 @@ call whether it may stand in for the module's own, and steps aside while it may 
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Any
 
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from . import checkpoint
-from .site import Site, parts_of
+from .site import FusedForward, Site, parts_of
 from .sites import PARTS
 
 
@@ -92,7 +91,8 @@ def fuse(model: nn.Module, fusion: Fusion) -> FusionReport:
     for part in wanted:
         for _, module, site in list(_candidates(model, part, listed_only=False)):
             if site.why_not(module) is None:
-                module.forward = partial(site.forward, module, parts_of(module) | {part})
+                runs = parts_of(module) | {part}
+                module.forward = FusedForward(site.forward, module, runs).forward
     if policy is not None:
         policy.install(layers)
     return report(model)

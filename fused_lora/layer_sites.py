@@ -18,7 +18,7 @@ from .checkpoint import is_recomputing
 from .projection import read_projection, why_call
 from .rms_norm import add_rms_norm, rms_norm
 from .rope import rope
-from .site import having, parts_of, stands_in, why_not_class
+from .site import having, parts_of, why_not_class
 
 # --- the MLP --------------------------------------------------------------------------------------
 
@@ -45,7 +45,6 @@ def read_mlp(mlp: nn.Module) -> tuple | str:
     return gate.A, gate.B, up.A, up.B, down.A, down.B, frozen
 
 
-@stands_in
 def mlp_forward(mlp: nn.Module, parts: frozenset[str], x: Tensor) -> Tensor:
     operands = read_mlp(mlp)
     if isinstance(operands, str):
@@ -87,7 +86,6 @@ def read_output(projection: nn.Module):
     return read_projection(projection, own_forward=False)
 
 
-@stands_in
 def output_forward(projection: nn.Module, parts: frozenset[str], x: Tensor, *rest, **options):
     read = read_output(projection)
     if isinstance(read, str) or rest or options:
@@ -95,7 +93,6 @@ def output_forward(projection: nn.Module, parts: frozenset[str], x: Tensor, *res
     return LoRA_W.apply(x, read.A, read.B, FrozenLinear(read.weight, read.bias, read.scaling))
 
 
-@stands_in
 def attention_forward(
     attention: Any,
     parts: frozenset[str],
@@ -177,7 +174,6 @@ def why_not_norm(norm: Any) -> str | None:
     return None
 
 
-@stands_in
 def norm_forward(norm: Any, parts: frozenset[str], x: Tensor) -> Tensor:
     if why_not_norm(norm) is not None or x.dtype != norm.weight.dtype:
         return type(norm).forward(norm, x)  # which promotes to the wider dtype
@@ -191,7 +187,6 @@ def why_not_layer(layer: Any) -> str | None:
     return why_not_norm(norm) or why_call(norm, own_forward=False)
 
 
-@stands_in
 def layer_forward(layer: Any, parts: frozenset[str], hidden_states: Tensor, **options):
     """The four families' own forward; the residual's addition goes into the norm after it."""
     norm = layer.post_attention_layernorm

@@ -9,7 +9,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .cross_entropy import linear_cross_entropy
 from .projection import why_call
-from .site import stands_in, why_not_class
+from .site import why_not_class
 
 
 def why_not_loss(model: Any) -> str | None:
@@ -34,7 +34,6 @@ KNOWN_OPTIONS = {
 }
 
 
-@stands_in
 def causal_lm_forward(
     model: Any,
     parts: frozenset[str],

@@ -7,7 +7,6 @@ forward.
 """
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -51,21 +50,26 @@ class Part(NamedTuple):
     none_found: str
 
 
-FORWARDS: set[Callable] = set()
+class FusedForward:
+    """What runs in the place of a module's forward: a function of the module, of the parts that it
+    runs fused, and of the module's inputs.
 
+    Its method `forward` is set on the module. torch.compile shares the code of a method between
+    layers; a callable object, or what functools.partial binds, it would compile for each layer
+    until it gives up.
+    """
 
-def stands_in(forward: Callable) -> Callable:
-    """Marks a function that is set as the forward of a module, so that it is known as ours."""
-    FORWARDS.add(forward)
-    return forward
+    def __init__(self, function: Callable, module: nn.Module, parts: frozenset[str]):
+        self.function, self.module, self.parts = function, module, parts
+
+    def forward(self, *inputs, **options):
+        return self.function(self.module, self.parts, *inputs, **options)
 
 
 def parts_of(module: nn.Module) -> frozenset[str]:
     """The parts that a module runs fused, told by the forward on its instance."""
-    forward = vars(module).get("forward")
-    if isinstance(forward, partial) and forward.func in FORWARDS:
-        return forward.args[1]
-    return frozenset()
+    owner = getattr(vars(module).get("forward"), "__self__", None)
+    return owner.parts if isinstance(owner, FusedForward) else frozenset()
 
 
 def is_kind(module: nn.Module, kind: str) -> bool:
