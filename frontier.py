@@ -22,8 +22,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator
 from matplotlib.transforms import Bbox
 
+from looks import LOOKS, REHEARSAL, STYLE, caption
 from names import name_of
-from plots import LOOKS, REHEARSAL, STYLE, caption
 from results import write_atomically
 from summary import BASELINE, NO_CHECKPOINTING, key_of, round_ms, speedups, twin_of
 

@@ -17,8 +17,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from looks import REHEARSAL, STYLE, caption
 from names import name_of
-from plots import REHEARSAL, STYLE, View, caption
+from plots import View
 from results import write_atomically
 from summary import round_ms
 

@@ -25,7 +25,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-import ablation
+import ablation_plot
 import audit
 import frontier
 import isolated
@@ -261,7 +261,7 @@ def draw(results: Results, folder: Path) -> list[Path]:
     }
     if "fused_all" in results["experiment"]["variants"]:  # a suite, not the experiment alone
         pictures |= {
-            folder / "ablation.png": ablation.draw,
+            folder / "ablation.png": ablation_plot.draw,
             folder / "frontier.png": frontier.draw,
         }
     return [path for path, draw_it in pictures.items() if draw_it(results, path) is not False]

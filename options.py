@@ -158,7 +158,8 @@ def set_up(arguments: argparse.Namespace, argv: list[str]) -> tuple[Plan, dict[s
 def recorded(argv: list[str]) -> list[str]:
     """The command line as results.json keeps it: without the folders it wrote to, which are its
     user's own and say nothing of the numbers."""
-    kept, words = [], iter(argv)
+    kept: list[str] = []
+    words = iter(argv)
     for word in words:
         if word in ("--out", "--cache"):
             next(words, None)

@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from textwrap import fill
-from typing import Any, NamedTuple
+from typing import Any
 
 from matplotlib import style
 from matplotlib.artist import Artist
@@ -22,26 +22,11 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
+from looks import LOOKS, REHEARSAL, STATUS_WORDS, STYLE, Look, caption
 from names import name_of
-from results import COMPARED_PACKAGES, write_atomically
+from results import write_atomically
 from summary import BASELINE, BASELINE_AGAIN, noise_band, summarize
 
-
-class Look(NamedTuple):
-    """How a variant shows in every panel; marker and hatch tell it apart without colour."""
-
-    name: str
-    colour: str
-    marker: str
-    hatch: str
-
-
-LOOKS = {
-    BASELINE: Look(name_of(BASELINE), "#8a8a8a", "o", ""),
-    BASELINE_AGAIN: Look(name_of(BASELINE_AGAIN), "#8a8a8a", "o", ""),
-    "fused_mlp": Look(name_of("fused_mlp"), "#c81e2b", "s", "///"),
-    "full_unsloth": Look(name_of("full_unsloth"), "#8250df", "^", "..."),
-}
 # What stands beside these where a suite has more variants than a picture can hold.
 STRONGEST = ("fused_all", "compiled_peft_bf16", "liger_peft")
 MANY = 8
@@ -49,22 +34,9 @@ SPARE_LOOKS = [  # for variants without a look of their own, in the order of the
     *(("#0969da", "D", "xxx"), ("#1a7f37", "v", "---"), ("#bc4c00", "P", "\\\\\\")),
     *(("#0a7e8c", "X", "|||"), ("#8a6100", "<", "+++"), ("#bf3989", ">", "ooo")),
 ]
-STATUS_WORDS = {
-    "oom": "out of memory",
-    "error": "error",
-    "unavailable": "unavailable",
-    "parity_failed": "failed parity",
-}
-REHEARSAL = "REHEARSAL without a GPU: not a performance result"
 HOW_TO_READ = "Medians over steps, then over rounds; whiskers: 95% bootstrap intervals."
 PHASES = {"forward": 0.55, "backward": 0.0, "optimizer": -0.6}  # how far towards white or black
 FEW = 3  # up to this many variants every point is labelled; beyond it the table has the values
-STYLE = {
-    **{"axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True, "grid.color": "#e4e4e4"},
-    **{"axes.titlesize": 14, "axes.titleweight": "bold", "axes.titlelocation": "left"},
-    **{"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False},
-    **{"font.size": 12, "legend.fontsize": 10.5, "lines.linewidth": 2, "lines.markersize": 9},
-}
 
 
 class View:
@@ -342,27 +314,3 @@ def finding(view: View) -> str:
         for row in rows
     )
     return f"{said[0].upper()}{said[1:]} at {seq_len} tokens on {gpu}"
-
-
-def caption(results: dict) -> str:
-    experiment, environment = results["experiment"], results["environment"]
-    # a run that was merged, or is not finished, has more rounds of some variants than of others
-    timed = [row for row in summarize(results) if row["status"] == "ok"]
-    facts = [(environment["gpu"] or {"name": f"no GPU ({environment['cpu']})"})["name"]]
-    versions = {name: environment["packages"].get(name) for name in COMPARED_PACKAGES}
-    facts += [f"{name} {version}" for name, version in versions.items() if version]
-    facts += [
-        experiment["model"],
-        experiment["dtype"],
-        f"batch {experiment['batch_size']}" + (", padded" if experiment["padded"] else ""),
-        f"LoRA rank {experiment['lora']['rank']}",
-        f"gradient checkpointing {experiment['checkpointing']}",
-        f"{_from_to(row['steps'] for row in timed)} timed steps each",
-        f"rounds: {_from_to(row['rounds'] for row in timed)}",
-    ]
-    return " · ".join(facts) + "."
-
-
-def _from_to(counts: Iterable[int]) -> str:
-    found = sorted(set(counts))
-    return "no" if not found else str(found[0]) if len(found) == 1 else f"{found[0]} to {found[-1]}"

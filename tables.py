@@ -7,8 +7,8 @@ from pathlib import Path
 from textwrap import shorten
 
 from compare import Comparison, Row, compare
+from looks import LOOKS, REHEARSAL, STATUS_WORDS, caption
 from names import name_of
-from plots import LOOKS, REHEARSAL, STATUS_WORDS, caption
 from results import write_atomically
 from summary import BASELINE, BASELINE_AGAIN, summarize, why_no_verdicts
 

@@ -12,8 +12,9 @@ from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 
 import ablation
+import ablation_plot as plot
+import looks
 import names
-import plots
 import results
 import summary
 from ablation import Gain
@@ -46,7 +47,7 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def pictures():
-    return {name: ablation.figure(run) for name, run in RUNS.items()}
+    return {name: plot.figure(run) for name, run in RUNS.items()}
 
 
 def row(rows, part):
@@ -219,7 +220,7 @@ def test_the_numbers_stand_beside_the_bars_and_noise_is_grey(pictures):
         assert f"{gain.ms:.0f} ms" in words(axes) and f"{gain.percent:.0f}%" in words(axes)
     assert "1.87×" in words(axes)
     colours = {text.get_text(): to_hex(text.get_color()) for text in axes.texts}
-    assert colours[f"{mlp.first.ms:.0f} ms"] == ablation.FIRST == plots.LOOKS["fused_mlp"].colour
+    assert colours[f"{mlp.first.ms:.0f} ms"] == plot.FIRST == looks.LOOKS["fused_mlp"].colour
     assert colours["−5 ms"] == "#999999"
     assert "#999999" not in {to_hex(t.get_color()) for t in pictures["one block, one round"]
                              .axes[0].texts}  # fmt: skip
@@ -250,12 +251,12 @@ def test_every_text_can_be_read(name, pictures):
 def test_the_title_states_the_finding(pictures):
     together = 100 * (1 - 1 / median(summary.speedups(RUNS["all"], "fused_all", 512)))
     wanted = f"All fused: {together:.0f}% off a step at 512 tokens (alone: MLP 17%, attention 11%, "
-    assert ablation.finding(RUNS["all"]) == wanted + "cross entropy 8%)"
-    assert " at 512 tokens (alone: MLP 17%, cross entropy" in ablation.finding(RUNS["with gaps"])
-    assert ablation.finding(RUNS["two variants"]) == "What each fused part takes off a step"
-    assert pictures["rehearsal"].texts[0].get_text() == plots.REHEARSAL
+    assert plot.finding(RUNS["all"]) == wanted + "cross entropy 8%)"
+    assert " at 512 tokens (alone: MLP 17%, cross entropy" in plot.finding(RUNS["with gaps"])
+    assert plot.finding(RUNS["two variants"]) == "What each fused part takes off a step"
+    assert pictures["rehearsal"].texts[0].get_text() == looks.REHEARSAL
     slower = case.rounds(vanilla_peft=[100], fused_all=[110])
-    assert ablation.finding(slower) == "All fused: 10% added to a step at 64 tokens"
+    assert plot.finding(slower) == "All fused: 10% added to a step at 64 tokens"
 
 
 def test_there_is_no_picture_without_two_variants_to_compare(tmp_path):
@@ -266,13 +267,13 @@ def test_there_is_no_picture_without_two_variants_to_compare(tmp_path):
         case.run(("vanilla_peft", "fused_mlp"), (64,), status={("fused_mlp", 64): "oom"}),
         case.run(("vanilla_peft", "fused_mlp" + WITHOUT), (64,)),  # one of each block
     ):
-        assert ablation.draw(run, path) is False
+        assert plot.draw(run, path) is False
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_same_results_give_the_same_bytes(tmp_path):
     one, two = tmp_path / "one.png", tmp_path / "two.png"
-    assert ablation.draw(RUNS["two variants"], one) is ablation.draw(RUNS["two variants"], two)
+    assert plot.draw(RUNS["two variants"], one) is plot.draw(RUNS["two variants"], two)
     assert one.read_bytes() == two.read_bytes()
     assert one.read_bytes().startswith(b"\x89PNG") and b"tEXt" not in one.read_bytes()
 
@@ -285,12 +286,12 @@ def test_a_failed_draw_leaves_the_earlier_picture(tmp_path, monkeypatch):
     path.write_bytes(b"earlier")
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="No space"):
-        ablation.draw(RUNS["two variants"], path)
+        plot.draw(RUNS["two variants"], path)
     assert path.read_bytes() == b"earlier" and list(tmp_path.iterdir()) == [path]
 
 
 def test_neither_module_imports_torch():
-    check = "import sys, ablation, frontier; sys.exit('torch' in sys.modules)"
+    check = "import sys, ablation_plot, frontier; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], cwd=ROOT, timeout=60).returncode == 0
 
 
@@ -326,5 +327,5 @@ def test_every_variant_has_a_name_of_its_own():
     assert said["fused_all_but_mlp"] == "all fused but the MLP"
     assert said["compiled_peft" + WITHOUT] == "compiled PEFT without checkpointing"
     assert names.name_of("bordered_step") == "bordered_step"
-    for variant, look in plots.LOOKS.items():
+    for variant, look in looks.LOOKS.items():
         assert said[variant] == look.name

@@ -7,7 +7,7 @@ import pytest
 from matplotlib.colors import to_hex
 
 import frontier
-import plots
+import looks
 import results
 from names import name_of
 from summary import NO_CHECKPOINTING as WITHOUT
@@ -240,7 +240,7 @@ def test_the_title_states_both_ends():
     assert frontier.finding(hand_made(**THREE)).startswith(
         "At 64 tokens, fastest: all fused (84 ms"
     )
-    assert frontier.finding({**RUNS["all"], "rehearsal": True}) == plots.REHEARSAL
+    assert frontier.finding({**RUNS["all"], "rehearsal": True}) == looks.REHEARSAL
 
 
 def test_the_longest_length_with_two_points_is_drawn():

@@ -11,6 +11,7 @@ from matplotlib.collections import LineCollection
 from matplotlib.colors import to_hex
 from matplotlib.text import Text
 
+import looks
 import plots
 import results
 import summary
@@ -150,13 +151,13 @@ def test_the_label_of_a_step_stands_on_its_bar_even_where_the_parts_add_up_to_mo
 # --- what has no time -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("status", "said"), plots.STATUS_WORDS.items())
+@pytest.mark.parametrize(("status", "said"), looks.STATUS_WORDS.items())
 def test_every_status_is_marked_in_every_panel(status, said):
     picture = plots.figure(example.run(status={("fused_mlp", 128): status}))
     for axes in picture.axes:
         assert words(axes).count(said) == 1
         marks = [m for m in axes.lines if m.get_markerfacecolor() == "white"]
-        assert [mark.get_marker() for mark in marks] == [plots.LOOKS["fused_mlp"].marker]
+        assert [mark.get_marker() for mark in marks] == [looks.LOOKS["fused_mlp"].marker]
         assert list(marks[0].get_xdata()) == [1.0]  # fused MLP's place at 128 tokens
     heights = line(panels(picture)["throughput"], "fused MLP").get_ydata()
     assert [height == height for height in heights] == [True, False, True, True]  # a gap
@@ -215,7 +216,7 @@ def test_a_rehearsal_is_stamped_everywhere_and_nothing_else_is(pictures):
 
 
 def test_the_caption_says_what_was_measured():
-    said = plots.caption(RUNS["three"])
+    said = looks.caption(RUNS["three"])
     for fact in (
         *("NVIDIA H200", "torch 2.11.0+cu130", "triton 3.6.0", "transformers 5.17.0"),
         *("peft 0.21.0", "unsloth 2026.10.9", "batch 32", "LoRA rank 32", "bfloat16"),
@@ -223,8 +224,8 @@ def test_the_caption_says_what_was_measured():
     ):
         assert fact in said
     assert "liger_kernel" not in said  # not installed
-    assert "batch 32, padded" in plots.caption(example.empty(padded=True))
-    assert "no GPU (Intel Xeon)" in plots.caption(RUNS["rehearsal"])
+    assert "batch 32, padded" in looks.caption(example.empty(padded=True))
+    assert "no GPU (Intel Xeon)" in looks.caption(RUNS["rehearsal"])
 
 
 # --- the looks ------------------------------------------------------------------------------------
@@ -241,7 +242,7 @@ def test_variants_are_told_apart_with_and_without_colour(pictures):
 
 
 def test_a_variant_looks_the_same_in_every_panel(pictures):
-    look = plots.LOOKS["fused_mlp"]
+    look = looks.LOOKS["fused_mlp"]
     axes = panels(pictures["three"])
     for name in ("throughput", "speedup"):
         drawn = line(axes[name], "fused MLP")
@@ -290,10 +291,10 @@ def test_a_label_gives_way_to_the_whisker_of_another_variant():
     axes = panels(picture)["speedup"]
     whisker = next(
         line for line in axes.lines
-        if line.get_color() == plots.LOOKS["full_unsloth"].colour and line.get_marker() == "_"
+        if line.get_color() == looks.LOOKS["full_unsloth"].colour and line.get_marker() == "_"
     )  # fmt: skip
     (x, low), (_, high) = axes.transData.transform(whisker.get_xydata())
-    labels = [text for text in axes.texts if text.get_color() == plots.LOOKS["fused_mlp"].colour]
+    labels = [text for text in axes.texts if text.get_color() == looks.LOOKS["fused_mlp"].colour]
     for label in labels:
         box = label.get_window_extent()
         assert not (box.x0 <= x <= box.x1 and box.y0 < high and box.y1 > low)

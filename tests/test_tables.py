@@ -6,6 +6,7 @@ import example_results as example
 import pytest
 from test_plots import RUNS
 
+import looks
 import plots
 import results
 import tables
@@ -47,7 +48,7 @@ def test_the_main_table_by_hand():
     assert cells_of(markdown, "512", "fused MLP")[2] == "out of memory"
     why = "- fused MLP at 512 tokens: out of memory: `CUDA out of memory. Tried to allocate 9 GiB"
     assert why in markdown
-    assert "Commit abc1234." in markdown and plots.caption(hand_made()) in markdown
+    assert "Commit abc1234." in markdown and looks.caption(hand_made()) in markdown
     parts = [block.split("\n") for block in markdown.split("\n\n") if block.startswith("|")]
     assert {len({line.count("|") for line in table}) for table in parts} == {1}  # all rectangular
 

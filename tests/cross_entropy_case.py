@@ -1,0 +1,110 @@
+"""Linear layer and cross entropy in eager PyTorch, and what the fused one is tried on.
+
+A case is (hidden, weight, bias, labels).
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from reference import BUDGET, assert_within_budget, random, relative_error
+
+import fused_lora.cross_entropy as module
+from fused_lora.cross_entropy import linear_cross_entropy
+
+HIDDEN, VOCABULARY, TOKENS = 20, 139, (3, 7)
+NAMES = ("loss", "hidden", "weight", "bias")
+IGNORED = -100
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """139 words are a block and a part of one; rows of 192 elements end inside the second."""
+    monkeypatch.setattr(module, "BLOCK", 128)
+
+
+def eager(hidden, weight, labels, *, bias=None, ignore_index=IGNORED, **options):
+    """What transformers computes; float64 stays float64."""
+    logits = F.linear(hidden, weight, bias).reshape(-1, len(weight))
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    losses = F.cross_entropy(
+        logits,
+        labels.flatten().long(),
+        ignore_index=ignore_index,
+        reduction=options.get("reduction", "sum"),
+    )
+    num_items = options.get("num_items_in_batch")
+    return losses / ((labels != ignore_index).sum() if num_items is None else num_items)
+
+
+def inputs(*tokens, dtype, device, vocabulary=VOCABULARY, with_bias=True, seed=0):
+    """hidden, weight, bias and labels; a third ignored, the first and the last word among them."""
+    hidden = random(*tokens, HIDDEN, dtype=dtype, device=device, seed=seed + 1)
+    options = {"dtype": dtype, "device": device, "scale": 3 * HIDDEN**-0.5}
+    weight = random(vocabulary, HIDDEN, seed=seed + 2, **options)
+    bias = random(vocabulary, seed=seed + 3, **options) if with_bias else None
+    labels = torch.randint(vocabulary, tokens, generator=torch.Generator().manual_seed(seed + 4))
+    flat = labels.view(-1)
+    flat[1::3] = IGNORED
+    flat[:1], flat[-1:] = 0, vocabulary - 1
+    return hidden, weight, bias, labels.to(device)
+
+
+@pytest.fixture
+def case(device):
+    return inputs(*TOKENS, dtype=torch.bfloat16, device=device)
+
+
+def double(case):
+    return *(None if t is None else t.double() for t in case[:3]), case[3]
+
+
+def run(function, hidden, weight, bias, labels, layout=None, grad_loss=1.0, **options):
+    """Loss and gradients by name; `layout` makes another view of hidden inside the graph."""
+    leaves = [None if t is None else t.clone().requires_grad_() for t in (hidden, weight, bias)]
+    hidden, weight, bias = leaves
+    viewed = hidden if layout is None else layout(hidden)
+    loss = function(viewed, weight, labels, bias=bias, **options)
+    loss.backward(torch.full_like(loss, grad_loss))
+    gradients = [None if leaf is None else leaf.grad for leaf in leaves]
+    return dict(zip(NAMES, (loss.detach(), *gradients), strict=True))
+
+
+def assert_matches(got, case, layout=None, **options):
+    """`got`, some of the loss and the gradients, has the budget of eager PyTorch's own errors."""
+    rounded = run(eager, *case, layout, **options)
+    truth = run(eager, *double(case), layout, **options)
+    for name in got:
+        if name == "loss":
+            assert_loss_matches(got[name], rounded[name], truth[name], case, layout, **options)
+        elif rounded[name] is None:
+            assert got[name] is None
+        else:
+            assert got[name].dtype == rounded[name].dtype
+            assert_within_budget(name, got[name], rounded[name], truth[name])
+
+
+def assert_loss_matches(got, rounded, truth, case, layout=None, grad_loss=1.0, **options):
+    """In one number eager's errors may happen to cancel: what they come to on the average is the
+    root of the sum of their squares. fp32 itself rounds it by up to eps / 2."""
+    assert (got.dtype, got.shape) == (torch.float32, ())
+    tokens = []
+    for hidden, weight, bias, labels in (case, double(case)):
+        viewed = hidden if layout is None else layout(hidden)
+        tokens.append(eager(viewed, weight, labels, bias=bias, reduction="none", **options))
+    expected = torch.linalg.vector_norm(tokens[0] - tokens[1]) / truth
+    error, eager_error = relative_error(got, truth), relative_error(rounded, truth)
+    allowed = BUDGET * max(expected.item(), eager_error, torch.finfo(torch.float32).eps / 2)
+    assert error <= allowed, f"loss: {error:.2e}, eager {eager_error:.2e}, allowed {allowed:.2e}"
+
+
+def assert_right(*case, own=None, **options):
+    """`own`: options that eager does not have."""
+    got = run(linear_cross_entropy, *case, **options, **(own or {}))
+    assert_matches(got, case, **options)
+    return got
+
+
+def assert_equal(got, want):
+    for name in NAMES:
+        assert got[name].dtype == want[name].dtype, name
+        assert torch.equal(got[name], want[name]), name

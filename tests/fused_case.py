@@ -1,0 +1,61 @@
+"""Models with fused parts beside plain PEFT's, and what the fused ones are held against."""
+
+import copy
+
+import torch
+from peft_models import ids, peft_model
+from reference import BUDGET, assert_within_budget, relative_error
+
+from fused_lora import Fusion, fuse
+
+BOOLEAN_PARTS = ("mlp", "attention", "rope", "rms_norm", "cross_entropy")
+ALL = dict.fromkeys(BOOLEAN_PARTS, True)
+FUSIONS = {
+    **{part: Fusion(**{part: True}) for part in BOOLEAN_PARTS},
+    "checkpoint full": Fusion(checkpoint="full"),
+    "checkpoint selective": Fusion(checkpoint="selective", checkpoint_gib=50e3 / 2**30),
+    "all": Fusion(**ALL),
+    "all, checkpointed": Fusion(**ALL, checkpoint="full"),
+}
+
+
+def step(model, autocast=False, seed=3, **inputs):
+    """The loss and every gradient, by name."""
+    device = next(model.parameters()).device
+    tokens = ids(device, seed)
+    labels = tokens.clone()
+    labels[0, :6] = -100
+    model.zero_grad()
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
+        loss = model(input_ids=tokens, labels=labels, **inputs).loss
+    loss.backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **gradients}
+
+
+def steps(model, autocast=False, **inputs):
+    """`step` on three batches, stacked: on one alone, how far rounding in two layers puts a small
+    gradient from the truth is luck, for eager and fused alike."""
+    found = [step(model, autocast, seed, **inputs) for seed in (3, 4, 5)]
+    return {name: torch.stack([one[name] for one in found]) for name in found[0]}
+
+
+def assert_right(fused, plain, autocast=False, **inputs):
+    got, eager = steps(fused, autocast, **inputs), steps(plain, autocast, **inputs)
+    truth = steps(copy.deepcopy(plain).double(), **inputs)
+    assert got.keys() == eager.keys() == truth.keys() and len(truth) > 1
+    for name in truth:
+        assert got[name].dtype == eager[name].dtype, name
+        if name == "loss":  # a mean over tokens, so eager's own error may cancel by chance
+            error = relative_error(eager[name], truth[name])
+            allowed = BUDGET * max(error, torch.finfo(torch.float32).eps)
+            assert relative_error(got[name], truth[name]) <= allowed
+        else:
+            assert_within_budget(name, got[name], eager[name], truth[name])
+
+
+def pair(device, fusion, **options):
+    plain = peft_model(device, **options)
+    fused = copy.deepcopy(plain)
+    done = fuse(fused, fusion)
+    return fused.train(), plain.train(), done

@@ -1,0 +1,70 @@
+"""RoPE in eager PyTorch, and what the fused one is tried on."""
+
+import torch
+from reference import assert_within_budget, random
+
+from fused_lora.rope import rope
+
+NAMES = ("q_rotated", "k_rotated", "grad_q", "grad_k")
+# batch, heads, kv_heads, positions, head_dim; sequences of cos and sin
+SIZES = {
+    "GQA": (2, 6, 2, 5, 12, 1),
+    "MQA, angles of each sequence": (3, 3, 1, 4, 6, 3),
+    "Qwen2.5-3B": (1, 16, 2, 3, 128, 1),
+    "MHA": (2, 4, 4, 2, 64, 2),
+    "more kv_heads than heads": (1, 1, 3, 2, 2, 1),
+    "one token": (1, 2, 1, 1, 64, 1),
+}
+
+
+def rotate_half(x):
+    first, second = x.chunk(2, -1)
+    return torch.cat((-second, first), -1)
+
+
+def eager(q, k, cos, sin):
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return tuple((x * cos + rotate_half(x) * sin).to(x.dtype) for x in (q, k))
+
+
+def angles(batch, positions, head_dim, *, dtype, device):
+    """cos and sin as a model has them; every sequence of a batch begins somewhere else."""
+    frequencies = 10_000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    starts = 7 * torch.arange(batch, dtype=torch.float64)[:, None] + 1
+    turned = (starts + torch.arange(positions))[..., None] * frequencies
+    turned = torch.cat((turned, turned), -1)
+    return turned.cos().to(device, dtype), turned.sin().to(device, dtype)
+
+
+def make(size="GQA", *, dtype, device, angle_dtype=None):
+    """(q, k, cos, sin), (grad_q_rotated, grad_k_rotated); all contiguous."""
+    batch, heads, kv_heads, positions, head_dim, angle_batch = SIZES[size]
+    q, k, grad_q_rotated, grad_k_rotated = (
+        random(batch, h, positions, head_dim, dtype=dtype, device=device, seed=seed)
+        for seed, h in enumerate((heads, kv_heads, heads, kv_heads))
+    )
+    cos, sin = angles(angle_batch, positions, head_dim, dtype=angle_dtype or dtype, device=device)
+    return (q, k, cos, sin), (grad_q_rotated, grad_k_rotated)
+
+
+def run(function, inputs, gradients):
+    """q_rotated, k_rotated, grad_q, grad_k. q and k keep their layout, as do the gradients."""
+    q, k = (t.detach().requires_grad_() for t in inputs[:2])
+    rotated = function(q, k, *inputs[2:])
+    return *(t.detach() for t in rotated), *torch.autograd.grad(rotated, (q, k), gradients)
+
+
+def double(tensors):
+    return [t.double() for t in tensors]
+
+
+def assert_right(inputs, gradients, function=rope, oracle=eager):
+    truth = run(oracle, double(inputs), double(gradients))
+    got, budget = run(function, inputs, gradients), run(oracle, inputs, gradients)
+    for row in zip(NAMES, got, budget, truth, strict=True):
+        assert_within_budget(*row)
+
+
+def assert_equal(got, want):
+    for one, other in zip(got, want, strict=True):
+        assert one.dtype == other.dtype and torch.equal(one, other)

@@ -1,0 +1,244 @@
+"""linear_cross_entropy in chunks of tokens: what it computes, saves and holds, when it waits."""
+
+import pytest
+import torch
+from cross_entropy_case import (
+    HIDDEN,
+    IGNORED,
+    NAMES,
+    TOKENS,
+    VOCABULARY,
+    assert_matches,
+    assert_right,
+    case,
+    eager,
+    inputs,
+    run,
+    small_blocks,
+)
+from reference import random
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fused_lora.cross_entropy as module
+from fused_lora.cross_entropy import linear_cross_entropy
+
+fixtures = case, small_blocks  # pytest finds them in this module
+
+
+class Watch(TorchDispatchMode):
+    """The names of the operations inside, and the bytes of the tensors that they made."""
+
+    def __init__(self):
+        super().__init__()
+        self.names, self.sizes = [], []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+        self.names.append(function.overloadpacket.__name__)
+        given = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
+        owned = {t.untyped_storage().data_ptr() for t in given}
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in owned:  # neither a view nor written in place
+                    self.sizes.append(storage.nbytes())
+        return result
+
+    def products(self):
+        return sum(name.rstrip("_") in ("mm", "addmm", "bmm", "matmul") for name in self.names)
+
+
+@pytest.mark.parametrize("drop_ignored", [True, False])
+@pytest.mark.parametrize("chunk_tokens", [1, 4, 7, 21, 1000])
+def test_any_chunk_is_within_the_error_budget(chunk_tokens, drop_ignored, device):
+    """14 of 21 tokens are labelled: chunks of 4 end in a part, chunks of 7 do not."""
+    own = {"chunk_tokens": chunk_tokens, "drop_ignored": drop_ignored}
+    assert_right(*inputs(*TOKENS, dtype=torch.bfloat16, device=device), own=own)
+
+
+@pytest.mark.parametrize(
+    ("trained", "in_forward"),
+    [((), 2), (("hidden",), 4), (("weight",), 4), (("bias",), 2), (("hidden", "weight"), 6)],
+    ids=str,
+)
+def test_forward_has_only_the_products_that_are_needed_and_backward_none(trained, in_forward, case):
+    *tensors, labels = case
+    leaves = dict(zip(NAMES[1:], tensors, strict=True))
+    for name in trained:
+        leaves[name].requires_grad_()
+    with Watch() as forward:
+        loss = linear_cross_entropy(**leaves, labels=labels, chunk_tokens=7)  # 14 are labelled
+    assert forward.products() == in_forward
+    if trained:
+        with Watch() as backward:
+            loss.backward()
+        assert backward.products() == 0
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_the_loss_is_the_same_and_no_gradient_is_computed(mode, case):
+    leaves = [t.requires_grad_() for t in case[:3]]
+    want = linear_cross_entropy(*leaves[:2], case[3], bias=leaves[2])
+    saved = []
+    with mode(), Watch() as watch, torch.autograd.graph.saved_tensors_hooks(saved.append, id):
+        loss = linear_cross_entropy(*leaves[:2], case[3], bias=leaves[2])
+    assert torch.equal(loss, want) and not loss.requires_grad and not saved
+    assert watch.products() == 1 and max(watch.sizes) == 14 * 192 * 2  # the logits
+
+
+def test_saved_are_the_gradients_of_labelled_tokens_and_of_what_is_trained(case):
+    hidden, weight, bias, labels = case
+    for trained in ((hidden,), (hidden, weight, bias)):
+        for tensor in trained:
+            tensor.requires_grad_()
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):  # noqa: B023
+            loss = linear_cross_entropy(hidden, weight, labels, bias=bias)
+        want = [((14, HIDDEN), torch.bfloat16), ((14,), torch.int64), ((), torch.int64)]
+        if weight.requires_grad:
+            want[1:1] = [((VOCABULARY, HIDDEN), torch.float32), ((VOCABULARY,), torch.float32)]
+        assert [(tuple(t.shape), t.dtype) for t in saved] == want
+        del loss  # it held them
+
+
+@pytest.mark.parametrize("drop_ignored", [True, False])
+def test_no_more_logits_than_a_chunks_are_ever_held(drop_ignored, device):
+    hidden, weight, bias, labels = inputs(60, 2, dtype=torch.bfloat16, device=device)
+    leaves = [t.requires_grad_() for t in (hidden, weight, bias)]
+    options = {"bias": bias, "chunk_tokens": 50, "drop_ignored": drop_ignored}
+    with Watch() as watch:
+        linear_cross_entropy(*leaves[:2], labels, **options).backward()
+    # once for all chunks; the weight's gradient, 139 x 20 in fp32, is smaller
+    assert [size for size in watch.sizes if size >= 50 * VOCABULARY * 2] == [50 * 192 * 2]
+    with Watch() as watch:
+        eager(*leaves[:2], labels, bias=leaves[2])
+    assert max(watch.sizes) == 120 * VOCABULARY * 4
+
+
+def test_a_chunk_is_4096_tokens_or_as_many_as_its_bytes_allow(monkeypatch, case):
+    hidden, weight, _, labels = case
+    seen, launch = [], module.cross_entropy_
+
+    def spy(logits, *others):
+        seen.append(logits.shape[0])
+        return launch(logits, *others)
+
+    monkeypatch.setattr(module, "cross_entropy_", spy)
+    assert module.CHUNK_TOKENS == 4096 and module.CHUNK_BYTES == 4096 * 262_144 * 2
+    linear_cross_entropy(hidden, weight, labels)
+    monkeypatch.setattr(module, "CHUNK_BYTES", 6 * 2 * VOCABULARY)
+    linear_cross_entropy(hidden, weight, labels)
+    monkeypatch.setattr(module, "CHUNK_TOKENS", 5)
+    linear_cross_entropy(hidden, weight, labels)
+    monkeypatch.setattr(module, "CHUNK_BYTES", 10)  # a row at least
+    linear_cross_entropy(hidden[0, 2:5], weight, labels[0, 2:5])
+    linear_cross_entropy(hidden, weight, labels, chunk_tokens=9)
+    assert seen == [14, 6, 6, 2, 5, 5, 4, 1, 1, 9, 5]
+
+
+SYNCHRONISING = {"nonzero", "_local_scalar_dense", "item", "masked_select", "is_nonzero"}
+
+
+@pytest.mark.parametrize("num_items", [None, 7, "tensor"])
+@pytest.mark.parametrize("drop_ignored", [True, False])
+def test_the_host_waits_once_or_with_all_tokens_never(drop_ignored, num_items, case):
+    leaves = [t.requires_grad_() for t in case[:3]]
+    if num_items == "tensor":
+        num_items = torch.tensor(7, device=leaves[0].device)
+    options = {"num_items_in_batch": num_items, "drop_ignored": drop_ignored, "chunk_tokens": 4}
+    with Watch() as watch:
+        linear_cross_entropy(*leaves[:2], case[3], bias=leaves[2], **options).backward()
+    waits = [name for name in watch.names if name in SYNCHRONISING]
+    assert waits == (["nonzero"] if drop_ignored else [])
+
+
+# --- on the GPU -----------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_more_than_2_to_the_31_logits_in_a_chunk(monkeypatch, device):
+    """A few tokens over and over, so that eager PyTorch on those few says what is right."""
+    monkeypatch.undo()  # the block of real vocabularies
+    count, vocabulary, pattern = 14_200, 151_936, 100
+    assert count * vocabulary > 2**31
+    if torch.cuda.mem_get_info()[0] < 12 * 2**30:
+        pytest.skip("needs 12 GB of free GPU memory")
+    few = inputs(pattern, dtype=torch.bfloat16, device=device, vocabulary=vocabulary)
+    few[3][few[3] == IGNORED] = 11
+    which = torch.arange(count, device=device) % pattern
+    options = {"num_items_in_batch": count, "drop_ignored": False, "chunk_tokens": count}
+    got = run(linear_cross_entropy, few[0][which], *few[1:3], few[3][which], **options)
+    assert got["hidden"].isfinite().all()
+    # count is a multiple of the pattern, whose tokens all count alike
+    assert_matches({name: got[name] for name in ("loss", "weight", "bias")}, few)
+    for start in (0, 7100, count - pattern):
+        tokens = got["hidden"][start : start + pattern]
+        assert_matches({"hidden": tokens}, few, num_items_in_batch=count)
+
+
+@pytest.mark.gpu
+def test_peak_memory_is_that_of_a_chunk(monkeypatch, device):
+    monkeypatch.undo()
+    tokens, features, vocabulary = 8192, 512, 151_936
+    hidden = random(tokens, features, dtype=torch.bfloat16, device=device).requires_grad_()
+    weight = random(vocabulary, features, dtype=torch.bfloat16, device=device)
+    labels = torch.arange(tokens, device=device)
+    linear_cross_entropy(hidden[:8], weight, labels[:8])  # cuBLAS takes its workspace
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    linear_cross_entropy(hidden, weight, labels, chunk_tokens=1024).backward()
+    peak = torch.cuda.max_memory_allocated() - before
+    chunk, gradient = 2 * 1024 * vocabulary, 2 * tokens * features
+    assert peak <= 1.01 * (chunk + 3 * gradient) + 2**24
+    assert peak < 2 * tokens * vocabulary / 6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_items", [None, "tensor"])
+def test_a_captured_cuda_graph_is_right_on_new_data(num_items, device):
+    case = inputs(*TOKENS, dtype=torch.bfloat16, device=device)
+    leaves, labels = [t.clone().requires_grad_() for t in case[:3]], case[3].clone()
+    options = {"drop_ignored": False, "chunk_tokens": 8}
+    if num_items is not None:
+        options["num_items_in_batch"] = num_items = torch.tensor(30.0, device=device)
+
+    def step():
+        loss = linear_cross_entropy(*leaves[:2], labels, bias=leaves[2], **options)
+        return loss.detach(), *torch.autograd.grad(loss, leaves)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    for seed in (50, 60):
+        with torch.no_grad():
+            for number, tensor in enumerate(leaves):
+                scale = tensor.float().std().item()
+                tensor.copy_(random(*tensor.shape, seed=seed + number, scale=scale))
+            labels.copy_((labels + seed).where(labels != IGNORED, 5) % VOCABULARY)
+            labels[seed // 25 - 2] = IGNORED
+            if num_items is not None:
+                num_items.fill_(seed)
+        graph.replay()
+        now = *(t.detach() for t in leaves), labels
+        got = dict(zip(NAMES, results, strict=True))
+        assert_matches(got, now, **({} if num_items is None else {"num_items_in_batch": seed}))
+
+
+@pytest.mark.gpu
+def test_the_host_does_not_wait(case):
+    leaves = [t.requires_grad_() for t in case[:3]]
+    for number in (9, torch.tensor(9, device=leaves[0].device), torch.tensor(9), None):
+        options = {"num_items_in_batch": number, "drop_ignored": False}
+        linear_cross_entropy(*leaves[:2], case[3], bias=leaves[2], **options)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            linear_cross_entropy(*leaves[:2], case[3], bias=leaves[2], **options).backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,164 @@
+"""The fused loss and the checkpointing policies in a model."""
+
+import copy
+
+import pytest
+import torch
+from fused_case import ALL, assert_right, pair, step
+from peft_models import LAYERS, ids, peft_model
+
+from fused_lora import Fusion, fuse, unfuse
+
+# --- the loss -------------------------------------------------------------------------------------
+
+
+def test_the_fused_loss_has_no_logits_in_training_and_all_of_them_elsewhere(device):
+    fused, plain, _ = pair(device, Fusion(cross_entropy=True))
+    tokens = ids(device)
+    assert fused(input_ids=tokens, labels=tokens).logits is None
+    with torch.no_grad():
+        assert torch.equal(fused(input_ids=tokens).logits, plain(input_ids=tokens).logits)
+        fused.eval(), plain.eval()
+        ours, theirs = (m(input_ids=tokens, labels=tokens) for m in (fused, plain))
+    assert torch.equal(ours.logits, theirs.logits)
+    assert torch.equal(ours.loss, theirs.loss)
+
+
+def test_the_loss_is_fused_for_pefts_causal_lm_class_too(device):
+    """Which passes more on than its base class: output_attentions, return_dict and the like."""
+    fused, plain, _ = pair(device, Fusion(cross_entropy=True), task_type="CAUSAL_LM")
+    tokens = ids(device)
+    assert fused(input_ids=tokens, labels=tokens, attention_mask=None).logits is None
+    assert_right(fused, plain)
+    in_a_tuple = fused(input_ids=tokens, labels=tokens, return_dict=False)
+    assert torch.equal(in_a_tuple[1], plain(input_ids=tokens).logits)
+
+
+def test_num_items_in_batch_reaches_the_fused_loss(device):
+    fused, plain, _ = pair(device, Fusion(cross_entropy=True))
+    assert_right(fused, plain, num_items_in_batch=torch.tensor(77, device=device))
+
+
+def test_a_trained_head_gets_its_gradient_tied_or_not(device):
+    for tied in (False, True):
+        plain = peft_model(device)
+        head = plain.get_submodule("base_model.model.lm_head")
+        if tied:
+            head.weight = plain.get_submodule("base_model.model.model.embed_tokens").weight
+        head.weight.requires_grad_(True)
+        fused = copy.deepcopy(plain)
+        fuse(fused, Fusion(cross_entropy=True))
+        assert_right(fused.train(), plain.train())
+
+
+def test_what_the_fused_loss_does_not_know_goes_to_transformers_own(device):
+    fused, plain, _ = pair(device, Fusion(cross_entropy=True))
+    tokens = ids(device)
+    for options in ({"ignore_index": 5}, {"logits_to_keep": 3, "labels": None}):
+        inputs = {"input_ids": tokens, "labels": tokens, **options}
+        ours, theirs = fused(**inputs), plain(**inputs)
+        assert torch.equal(ours.logits, theirs.logits)
+
+
+# --- checkpointing --------------------------------------------------------------------------------
+
+
+def test_checkpointing_is_set_on_the_layers_and_taken_away_again(device):
+    model = peft_model(device)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    layer = model.get_submodule(f"{LAYERS}.0")
+    before = layer._gradient_checkpointing_func
+    for policy in ("full", "offload"):
+        fuse(model, Fusion(checkpoint=policy))
+        assert layer._gradient_checkpointing_func is not before
+    unfuse(model)
+    assert layer._gradient_checkpointing_func is before and layer.gradient_checkpointing
+    other = peft_model(device)
+    fuse(other, Fusion(checkpoint="full"))
+    unfuse(other)
+    assert not other.get_submodule(f"{LAYERS}.0").gradient_checkpointing
+
+
+def saved_between_layers(model):
+    """Bytes that autograd holds after a forward, parameters aside."""
+    known = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    found: dict[int, int] = {}
+
+    def count(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    tokens = ids(next(model.parameters()).device)
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        model(input_ids=tokens, labels=tokens)
+    return sum(found.values())
+
+
+def test_a_larger_budget_keeps_more_layers(device):
+    held = {}
+    for gib in (0.0, 150e3 / 2**30, 1.0):
+        fused, _, _ = pair(device, Fusion(mlp=True, checkpoint="selective", checkpoint_gib=gib))
+        step(fused)  # in which the first layer is measured
+        held[gib] = saved_between_layers(fused)
+    none, some, everything = held.values()
+    assert none < some < everything
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"checkpoint": "most"}, "'most' is unknown; give one of full, offload, selective"),
+        ({"checkpoint": "selective"}, "selective wants checkpoint_gib"),
+        ({"checkpoint": "full", "checkpoint_gib": 3.0}, "is for selective, not for full"),
+        ({"checkpoint_gib": 3.0}, "'' is unknown"),
+    ],
+)
+def test_a_policy_that_cannot_be(options, words, device):
+    with pytest.raises(ValueError, match=words):
+        fuse(peft_model(device), Fusion(**options))
+
+
+def test_the_down_projection_does_not_run_again(device, monkeypatch):
+    """A checkpointed layer runs twice, but its second forward stops before the down projection."""
+    import fused_mlp.fast_lora as module
+
+    calls, swiglu_forward = [], module.swiglu_forward
+    monkeypatch.setattr(
+        module, "swiglu_forward", lambda *tensors: calls.append(1) or swiglu_forward(*tensors)
+    )
+    counts = {}
+    for name in ("full", ""):
+        fused, _, _ = pair(device, Fusion(mlp=True, checkpoint=name))
+        calls.clear()
+        step(fused)
+        counts[name] = len(calls)
+    assert counts == {"full": 2, "": 2}  # two layers, once each
+
+
+def test_a_second_backward_through_a_checkpointed_model_is_right(device):
+    fused, _, _ = pair(device, Fusion(**ALL, checkpoint="full"))
+    tokens = ids(device)
+    loss = fused(input_ids=tokens, labels=tokens).loss
+    trained = [p for p in fused.parameters() if p.requires_grad]
+    first = torch.autograd.grad(loss, trained, retain_graph=True)
+    second = torch.autograd.grad(loss, trained)
+    assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.gpu
+def test_offloaded_inputs_come_back_the_same():
+    fused, plain, _ = pair("cuda", Fusion(**ALL, checkpoint="offload"))
+    import fused_lora.checkpoint as module
+
+    fused, plain = fused.bfloat16(), plain.bfloat16()
+    full = copy.deepcopy(fused)
+    fuse(full, Fusion(checkpoint="full"))
+    small, module.OFFLOAD_BYTES = module.OFFLOAD_BYTES, 1
+    try:
+        for _ in range(3):
+            got, want = step(fused), step(full)
+            assert all(torch.equal(got[name], want[name]) for name in want)
+    finally:
+        module.OFFLOAD_BYTES = small
