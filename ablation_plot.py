@@ -3,7 +3,6 @@ The numbers are ablation.py's."""
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from statistics import median
 from textwrap import fill
@@ -31,7 +30,7 @@ from ablation import (
 )
 from looks import LOOKS, REHEARSAL, STYLE, caption
 from names import name_of
-from results import write_atomically
+from plots import write_png
 from summary import BASELINE, round_ms
 
 FIRST, LAST = "#c81e2b", "#3d0a0e"
@@ -46,10 +45,7 @@ def draw(results: dict, path: str | Path) -> bool:
     have a time, so that there is no gain to show."""
     if not blocks_of(results):
         return False
-    png = io.BytesIO()
-    with style.context(["default", STYLE]):
-        figure(results).savefig(png, format="png", metadata={"Software": None})
-    write_atomically(path, png.getvalue())
+    write_png(figure(results), path)
     return True
 
 

@@ -7,7 +7,6 @@ one may do with a little less; what was allocated at most is the least that it n
 
 from __future__ import annotations
 
-import io
 from itertools import pairwise, product
 from pathlib import Path
 from statistics import median
@@ -24,7 +23,7 @@ from matplotlib.transforms import Bbox
 
 from looks import LOOKS, REHEARSAL, STYLE, caption
 from names import name_of
-from results import write_atomically
+from plots import write_png
 from summary import BASELINE, NO_CHECKPOINTING, key_of, round_ms, speedups, twin_of
 
 CONTEXT_GIB = 0.6  # what CUDA's context takes of a card beside torch's memory
@@ -131,10 +130,7 @@ def draw(results: dict, path: str | Path) -> bool:
     both a time and a peak at one length."""
     if not _shown(results):
         return False
-    png = io.BytesIO()
-    with style.context(["default", STYLE]):
-        figure(results).savefig(png, format="png", metadata={"Software": None})
-    write_atomically(path, png.getvalue())
+    write_png(figure(results), path)
     return True
 
 

@@ -6,7 +6,6 @@ which the GPU waited for the host, which is the timed step less the time that ke
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from statistics import median
 from textwrap import fill
@@ -19,8 +18,7 @@ from matplotlib.patches import Patch
 
 from looks import REHEARSAL, STYLE, caption
 from names import name_of
-from plots import View
-from results import write_atomically
+from plots import View, write_png
 from summary import round_ms
 
 KIND_LOOKS = {  # kind: (words, colour)
@@ -75,10 +73,7 @@ def draw(results: dict, path: str | Path) -> bool:
     lengths = [n for n in results["experiment"]["seq_lens"] if bars(results, n)]
     if not lengths:
         return False
-    png = io.BytesIO()
-    with style.context(["default", STYLE]):
-        figure(results, lengths).savefig(png, format="png", metadata={"Software": None})
-    write_atomically(path, png.getvalue())
+    write_png(figure(results, lengths), path)
     return True
 
 

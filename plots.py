@@ -72,10 +72,15 @@ class View:
 
 
 def draw(results: dict, path: str | Path) -> None:
-    """Write the picture as a PNG: whole or not at all, and the same bytes for the same results."""
+    """Write the picture as a PNG."""
+    write_png(figure(results), path)
+
+
+def write_png(picture: Figure, path: str | Path) -> None:
+    """Write a picture whole or not at all, and the same bytes for the same picture."""
     png = io.BytesIO()
     with style.context(["default", STYLE]):
-        figure(results).savefig(png, format="png", metadata={"Software": None})
+        picture.savefig(png, format="png", metadata={"Software": None})
     write_atomically(path, png.getvalue())
 
 
