@@ -1,0 +1,215 @@
+"""Products with a bordered weight (`bordered.py`), and a layer of them as one autograd function.
+
+With M = [[W, s B], [A, 0]], z = x A' and p = dy s B, K grows where what goes into the product is
+the narrow side, else N does:
+
+    y  = [x | z] M[:out]'      or  [y | z]  = x M[:, :in]',  then y  += z (s B)'
+    dx = [dy | p] M[:, :in]    or  [dx | p] = dy M[:out],    then dx += p A
+    dA = p' x,  dB = s dy' z
+"""
+
+from functools import reduce
+from itertools import accumulate, chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fused_mlp.utils import compute_dtype, scaled_matmul
+
+
+class Bordered(NamedTuple):
+    """One buffer and how it is laid out: what the products below need and do not train."""
+
+    matrix: Tensor  # [out + width, in + width]
+    bias: Tensor | None  # [out + width], zero after out
+    in_features: int
+    out_features: tuple[int, ...]  # of each projection; out is their sum
+    blocks: tuple[int, ...]  # columns of the border for each; width is their sum, rounded up
+    scalings: tuple[float, ...]
+
+    @property
+    def out(self) -> int:
+        return sum(self.out_features)
+
+
+def grow_k_forward(x_ext: Tensor, bordered: Bordered) -> Tensor:
+    """y [T, out] from x_ext [T, in + width], whose first columns are x; x A' is written into the
+    others. Equivalent: ``x_ext[:, in:] = x @ A.t(); x_ext @ M[:out].t() + bias``."""
+    matrix, bias, inputs, out = *bordered[:3], bordered.out
+    torch.mm(x_ext[:, :inputs], matrix[out:, :inputs].t(), out=x_ext[:, inputs:])
+    return _product(x_ext, matrix[:out], None if bias is None else bias[:out])
+
+
+def grow_n_forward(x: Tensor, bordered: Bordered) -> Tensor:
+    """[y | x A'] [T, out + width] from x [T, in].
+
+    Equivalent: ``y_ext = x @ M[:, :in].t() + bias; y_ext[:, :out] += y_ext[:, out:] @ sB.t()``.
+    """
+    matrix, bias, inputs, out = *bordered[:3], bordered.out
+    y_ext = _product(x, matrix[:, :inputs], bias)
+    y_ext[:, :out].addmm_(y_ext[:, out:], matrix[:out, inputs:].t())
+    return y_ext
+
+
+def grow_k_backward(grad_ext: Tensor, bordered: Bordered) -> Tensor:
+    """dx [T, in] from grad_ext [T, out + width], whose first columns are dy; p = dy sB is written
+    into the others. Equivalent: ``grad_ext[:, out:] = dy @ sB; grad_ext @ M[:, :in]``."""
+    matrix, inputs, out = bordered.matrix, bordered.in_features, bordered.out
+    torch.mm(grad_ext[:, :out], matrix[:out, inputs:], out=grad_ext[:, out:])
+    return grad_ext @ matrix[:, :inputs]
+
+
+def grow_n_backward(grad: Tensor, bordered: Bordered) -> Tensor:
+    """[dx | p] [T, in + width] from dy [T, out], with p = dy sB.
+
+    Equivalent: ``x_ext = dy @ M[:out]; x_ext[:, :in] += x_ext[:, in:] @ A``.
+    """
+    matrix, inputs, out = bordered.matrix, bordered.in_features, bordered.out
+    x_ext = grad @ matrix[:out]
+    x_ext[:, :inputs].addmm_(x_ext[:, inputs:], matrix[out:, :inputs])
+    return x_ext
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x @ weight.t() if bias is None else torch.addmm(bias, x, weight.t())
+
+
+class BorderedLinear(torch.autograd.Function):
+    """``BorderedLinear.apply(x, A, B, [A, B, ...,] bordered)``: the projections of one buffer.
+
+    Equivalent PyTorch, for the W, b, A, B and s of each projection::
+
+        outputs = [F.linear(x, W, b) + F.linear(F.linear(x, A), B) * s for ...]
+        output = torch.cat(outputs, dim=-1)
+
+    Args:
+        x: [..., in], bf16, fp16 or fp32; any number of leading dimensions, any strides, any number
+            of tokens including none.
+        A: [r, in], B: [out, r] of each projection, r at most its block. Any dtype. They get the
+            gradients; their values are those in the border, which must be fresh (`Borders.read`).
+        bordered: the buffer in x's dtype (or any, under autocast, which casts all of it).
+
+    Returns:
+        [..., out], the projections' outputs side by side, in the dtype of the computation, which is
+        autocast's where autocast is on and else x's. Rows are out + width apart where out <= in.
+        Gradients come in the dtype of what they belong to, and only for what asks for one.
+
+    Saved for backward: x, x A' and the buffer. No input, no incoming gradient and no saved tensor
+    is written, so a second backward through a retained graph is right. Deterministic.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+        RuntimeError: from backward, under create_graph=True, or if the border was refreshed since.
+    """
+
+    @staticmethod
+    def forward(ctx, x, *operands):
+        *adapters, bordered = operands
+        _check(x, adapters, bordered)
+        ctx.dtypes = [t.dtype for t in (x, *adapters)]
+        ctx.ranks = [A.shape[0] for A in adapters[::2]]
+        dtype = compute_dtype(x)
+        x = x.to(dtype)
+        matrix = bordered.matrix.to(dtype)
+        bias = None if bordered.bias is None else bordered.bias.to(dtype)
+        bordered = bordered._replace(matrix=matrix, bias=bias)
+        # without the tensors, which save_for_backward keeps and watches
+        ctx.layout = bordered._replace(matrix=None, bias=None)
+        inputs, out = bordered.in_features, bordered.out
+
+        rows = x.reshape(-1, inputs)
+        if inputs < out:
+            x_ext = _widened(rows, matrix.shape[1])
+            y = grow_k_forward(x_ext, bordered)
+            z = x_ext[:, inputs:].contiguous()
+        else:
+            y = grow_n_forward(rows, bordered)
+            z = y[:, out:].contiguous()  # its own, so that it does not keep y
+        strides = y.view(*x.shape[:-1], y.shape[1]).stride()
+        # its memory, but no view of it: autograd would forbid to change that in place
+        output = y.new_empty(0).set_(y.untyped_storage(), 0, (*x.shape[:-1], out), strides)
+        ctx.save_for_backward(x, z, matrix)
+        return output
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        # see LoRA_W's for why not once_differentiable
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "BorderedLinear is not twice differentiable: call backward without "
+                "create_graph=True, or use the unfused layers"
+            )
+        x, z, matrix = ctx.saved_tensors
+        bordered = ctx.layout._replace(matrix=matrix)
+        inputs, outs, out = bordered.in_features, bordered.out_features, bordered.out
+        need_x, need_A, need_B = (
+            ctx.needs_input_grad[0], ctx.needs_input_grad[1:-1:2], ctx.needs_input_grad[2:-1:2]
+        )  # fmt: skip
+        grad_x = None
+        p: Any = None
+        grad_A: list[Tensor | None] = [None] * len(outs)
+        grad_B: list[Tensor | None] = [None] * len(outs)
+        with torch.autocast(x.device.type, enabled=False):
+            grad = grad_output.reshape(-1, out).to(x.dtype)
+            if need_x and out < inputs:
+                grad_ext = _widened(grad, matrix.shape[0])
+                grad_x = grow_k_backward(grad_ext, bordered).view(x.shape)
+                p = grad_ext[:, out:]
+            elif need_x:
+                x_ext = grow_n_backward(grad, bordered)
+                grad_x = x_ext.view(*x.shape[:-1], x_ext.shape[1])[..., :inputs]
+                p = x_ext[:, inputs:]
+            elif any(need_A):
+                p = grad @ matrix[:out, inputs:]
+            starts = list(accumulate(bordered.blocks, initial=0))
+            if any(need_A):  # all in one product, even where one of them is frozen
+                # one cast for all, to the widest dtype among them, so that it loses nothing
+                dtype = reduce(torch.promote_types, ctx.dtypes[1::2])
+                stacked = (p.t() @ x.reshape(-1, inputs)).to(dtype)
+                for i, rank in enumerate(ctx.ranks):
+                    if need_A[i]:
+                        grad_A[i] = stacked[starts[i] : starts[i] + rank]
+            for i, one in enumerate(grad.split(outs, 1)):
+                if need_B[i]:
+                    columns = z[:, starts[i] : starts[i] + ctx.ranks[i]]
+                    grad_B[i] = scaled_matmul(one.t(), columns, bordered.scalings[i])
+        gradients = (grad_x, *chain.from_iterable(zip(grad_A, grad_B, strict=True)))
+        return *(
+            None if gradient is None else gradient.to(dtype)
+            for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
+        ), None
+
+
+def _widened(rows: Tensor, columns: int) -> Tensor:
+    """A copy of `rows` [T, n] in the first columns of a new [T, columns]; the others are unset."""
+    wide = rows.new_empty(rows.shape[0], columns)
+    wide[:, : rows.shape[1]].copy_(rows)
+    return wide
+
+
+def _check(x: Tensor, adapters: list[Tensor], bordered: Bordered) -> None:
+    """Raise ValueError where shapes or dtypes do not fit together, naming the tensor."""
+    matrix, inputs = bordered.matrix, bordered.in_features
+    if x.ndim == 0 or x.shape[-1] != inputs:
+        raise ValueError(
+            f"BorderedLinear: x is {list(x.shape)}, its last dimension should be {inputs}"
+        )
+    wanted = len(bordered.out_features)
+    if len(adapters) != 2 * wanted:
+        raise ValueError(
+            f"BorderedLinear: {len(adapters)} adapter tensors given, should be {2 * wanted}: A and "
+            f"B of each of {wanted} projections"
+        )
+    for i, (A, B) in enumerate(zip(adapters[::2], adapters[1::2], strict=True)):
+        out, block, r = bordered.out_features[i], bordered.blocks[i], A.shape[0]
+        if A.shape != (r, inputs) or B.shape != (out, r) or r > block:
+            raise ValueError(
+                f"BorderedLinear: A {i} is {list(A.shape)} and B {i} {list(B.shape)}, should be "
+                f"[r, {inputs}] and [{out}, r] of one r up to {block}"
+            )
+    if matrix.dtype != compute_dtype(x) and not torch.is_autocast_enabled(x.device.type):
+        raise ValueError(
+            f"BorderedLinear: the buffer is {matrix.dtype} and x {x.dtype}: give both one dtype, "
+            "or run under torch.autocast"
+        )
