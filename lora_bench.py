@@ -19,42 +19,35 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-import ablation_plot
 import audit
-import frontier
 import isolated
-import kernel_time
-import plots
 import results as store
-import tables
 from cells import Plan, measure_cells, measure_floor, measure_kernels, prepare
-from compare import compare
 from names import name_of
 from options import (
     HERE,
     check_gpu_is_ours,
-    check_writable,
     fill_in,
     parse,
     set_up,
     why_unavailable,
 )
+from reports import (
+    Results,
+    compare_only,
+    console,
+    draw,
+    fits_only,
+    merge_only,
+    plot_only,
+    summary_table,
+)
 from summary import baseline_of, why_no_verdicts
 from variants import SUITES
-
-Results = dict[str, Any]
-
-# Vanilla and fused MLP once more, on another visit: how far to trust the published run.
-SECOND_RUN = HERE / "docs" / "second_run.json"
-
-console = Console(highlight=False)
-PLAIN: dict[str, Any] = {"box": SIMPLE_HEAD, "pad_edge": False}  # fits 80 columns
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -239,79 +232,6 @@ def must(ended: isolated.Ended) -> None:
         raise RuntimeError(f"{ended.error}\n{ended.output_tail}")
 
 
-def plot_only(folder: Path) -> int:
-    path = folder / "results.json"
-    if not path.is_file():
-        raise ValueError(f"--plot-only: there is no {path}; run the benchmark first, or give --out")
-    results = store.load(path)
-    drawn = []
-    if folder.resolve() == HERE:
-        tables.update_readme(HERE / "README.md", results, store.load(SECOND_RUN))
-        drawn.append(HERE / "README.md")
-    drawn += draw(results, folder)
-    console.print("\n".join(map(str, drawn)), soft_wrap=True)
-    return 0
-
-
-def draw(results: Results, folder: Path) -> list[Path]:
-    """Every picture that the results have something for; where they were written."""
-    pictures: dict[Path, Callable] = {
-        folder / "benchmark_results.png": plots.draw,
-        folder / "kernel_time.png": kernel_time.draw,
-    }
-    if "fused_all" in results["experiment"]["variants"]:  # a suite, not the experiment alone
-        pictures |= {
-            folder / "ablation.png": ablation_plot.draw,
-            folder / "frontier.png": frontier.draw,
-        }
-    return [path for path, draw_it in pictures.items() if draw_it(results, path) is not False]
-
-
-def compare_only(old_path: Path, new_path: Path) -> int:
-    """Print how the runs in two files differ; 1 where the new one is slower beyond noise."""
-    try:
-        compared = compare(store.load(old_path), store.load(new_path))
-    except OSError as error:
-        reason = f"{error.filename} cannot be read ({error.strerror})"
-        raise ValueError(f"--compare: {reason}") from None
-    console.print(tables.comparison_table(compared), soft_wrap=True, markup=False)
-    for difference in compared.differences:
-        console.print(f"  {escape(difference)}", soft_wrap=True)
-    if compared.is_slower:
-        console.print("Slower beyond noise.")
-    return 1 if compared.is_slower else 0
-
-
-def merge_only(paths: list[Path], folder: Path | None) -> int:
-    """Write the rounds of several runs into one results.json, and draw it."""
-    if folder is None:
-        raise ValueError("--merge: give --out FOLDER, where the one run is written")
-    if (folder / "results.json").exists():
-        raise ValueError(f"--merge: {folder / 'results.json'} is there; give another --out")
-    try:
-        merged = store.merge([store.load(path) for path in paths])
-    except OSError as error:
-        reason = f"{error.filename} cannot be read ({error.strerror})"
-        raise ValueError(f"--merge: {reason}") from None
-    check_writable(folder)
-    store.save(folder / "results.json", merged)
-    console.print(summary_table(merged))
-    pictures = draw(merged, folder)
-    console.print("\n".join(map(str, (folder / "results.json", *pictures))), soft_wrap=True)
-    return 0
-
-
-def fits_only(gib: float, folder: Path) -> int:
-    """Print what trains fastest in `gib` GiB of GPU memory, from the results in a folder."""
-    if not gib > 0:
-        raise ValueError(f"--fits {gib:g}: give more than 0 GiB")
-    path = folder / "results.json"
-    if not path.is_file():
-        raise ValueError(f"--fits: there is no {path}; run the benchmark first, or give --out")
-    console.print(frontier.fits_table(store.load(path), gib), soft_wrap=True, markup=False)
-    return 0
-
-
 # --- what is shown --------------------------------------------------------------------------------
 
 
@@ -348,31 +268,6 @@ def cell_line(cell: dict[str, Any]) -> str:
     step_ms = sorted(cell["step_ms"])[len(cell["step_ms"]) // 2]
     ratio = cell["parity"]["worst_ratio"]
     return f"{start}  {step_ms:9.1f} ms  parity {ratio:.2f} x vanilla's own error"
-
-
-def summary_table(results: Results) -> Table:
-    title = "Rehearsal: not a performance result" if results["rehearsal"] else None
-    columns = ("tokens", "variant", "ms a step", "tokens/s", "speedup", "x floor", "GiB")
-    table = Table(*columns, title=title, **PLAIN)
-    for row in results["summary"]:
-        if row["median_step_ms"] is None:
-            table.add_row(str(row["seq_len"]), name_of(row["variant"]), row["status"])
-            continue
-
-        def number(name: str, digits: int, row=row) -> str:
-            return "" if row[name] is None else f"{row[name]:.{digits}f}"
-
-        noise = " (noise)" if row["verdict"] == "not distinguishable" else ""
-        table.add_row(
-            str(row["seq_len"]),
-            name_of(row["variant"]),
-            f"{row['median_step_ms']:.1f}",
-            f"{row['tokens_per_s']:.0f}",
-            number("speedup", 2) + noise,
-            number("ratio_to_floor", 2),
-            number("peak_gib", 1),
-        )
-    return table
 
 
 if __name__ == "__main__":
