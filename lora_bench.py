@@ -30,8 +30,8 @@ from cells import Plan, measure_cells, measure_floor, measure_kernels, prepare
 from names import name_of
 from options import (
     HERE,
-    check_gpu_is_ours,
     fill_in,
+    others_on_gpu,
     parse,
     set_up,
     why_unavailable,
@@ -52,7 +52,6 @@ from variants import SUITES
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv, __doc__)
-    path = None
     try:
         if arguments.plot_only:
             return plot_only(arguments.out or HERE)
@@ -63,6 +62,13 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.fits is not None:
             return fits_only(arguments.fits, arguments.out or HERE)
         plan, results, path = set_up(arguments, sys.argv if argv is None else argv)
+    except ValueError as error:  # what was asked for; one from the run below would be our own
+        print(f"lora_bench.py: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        console.print("\nStopped.")
+        return 130
+    try:
         if arguments.kernels:
             run_kernels(plan, results, path)
         else:
@@ -70,12 +76,9 @@ def main(argv: list[str] | None = None) -> int:
             if any(cell["status"] == "error" for cell in results["cells"]):
                 return 1
     except KeyboardInterrupt:
-        kept = f"; {path} holds what was measured, the same command goes on" if path else ""
-        console.print(f"\nStopped{kept}.", soft_wrap=True)
+        kept = f"{path} holds what was measured, the same command goes on"
+        console.print(f"\nStopped; {kept}.", soft_wrap=True)
         return 130
-    except ValueError as error:
-        print(f"lora_bench.py: {error}", file=sys.stderr)
-        return 2
     except (RuntimeError, OSError) as error:
         print(f"lora_bench.py: {error}", file=sys.stderr)
         return 1
@@ -113,7 +116,8 @@ def run_experiment(plan: Plan, results: Results, path: Path, asked: dict[str, An
 
             must(isolated.run(measure_floor, plan, missing_floor, on_message=keep_floor))
         while todo:
-            check_gpu_is_ours(plan.device, asked["allow_shared_gpu"])
+            if others := others_on_gpu(plan.device, asked["allow_shared_gpu"]):
+                raise RuntimeError(others)
             todo = run_next(plan, results, path, todo, asked, advance, say)
     results["finished_utc"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
     store.save(path, results)

@@ -124,7 +124,8 @@ def set_up(arguments: argparse.Namespace, argv: list[str]) -> tuple[Plan, dict[s
     if not asked["cell_timeout"] > 0:
         raise ValueError(f"--cell-timeout {asked['cell_timeout']:g}: give more than 0 seconds")
     device = asked["device"]
-    check_gpu_is_ours(device, arguments.allow_shared_gpu)
+    if others := others_on_gpu(device, arguments.allow_shared_gpu):
+        raise ValueError(others)
     if arguments.kernels and device == "cpu":
         raise ValueError(
             "--kernels: no NVIDIA GPU to time the kernels on; run it where there is one"
@@ -168,14 +169,16 @@ def recorded(argv: list[str]) -> list[str]:
     return kept
 
 
-def check_gpu_is_ours(device: str, allow_shared: bool) -> None:
-    """No process of ours holds the GPU between cells, so whoever does is somebody else."""
+def others_on_gpu(device: str, allow_shared: bool) -> str | None:
+    """Why the GPU is not ours alone, in words. Between cells no process of ours holds it, so who
+    does is somebody else."""
     others = machine.other_processes(own=0) if device == "cuda" and not allow_shared else None
-    if others:
-        raise ValueError(
-            f"{others} other processes compute on the GPU and would disturb every time; stop them "
-            "(nvidia-smi lists them), or give --allow-shared-gpu"
-        )
+    if not others:
+        return None
+    return (
+        f"{others} other processes compute on the GPU and would disturb every time; stop them "
+        "(nvidia-smi lists them), or give --allow-shared-gpu"
+    )
 
 
 def at_least(least: int, flag: str, value: int) -> None:

@@ -7,9 +7,9 @@
                 checkpoint the others
 
 A layer kept whole costs about 1 GiB at 32 x 512 tokens of Qwen2.5-3B and saves its second forward.
-What is dear to compute again is about as dear by the byte in all of a layer: gate and up give 3.1
-us back for a MiB, the attention block 2.3. So whole layers are the unit, and the budget their
-number.
+What is dear to compute again is about as dear by the byte in all of a layer, by the times of its
+products on an H200: gate and up, 2.1 ms for 688 MiB; q, k, v, attention and o, 0.5 ms for about
+230. So whole layers are the unit, and the budget their number.
 
 A layer that runs again does so for what its functions save, not for its output. torch stops it at
 the last tensor that is missing, which is saved at the end of LoRA_MLP; `is_recomputing` tells
