@@ -1,40 +1,32 @@
 """LoRA_W and LoRA_QKV: adapted linear layers as one autograd function, its backward by hand.
 
 LoRA_W is one layer (attention's output projection), LoRA_QKV the three that share attention's
-input; both are the same few products. For x [T, in], the frozen W and bias b, adapters A, B and
-scale s of each of q, k and v, forward in the order of execution:
-
-    A   = [Aq; Ak; Av]                       [3r, in]
-    z   = [zq, zk, zv] = x A'                [T, 3r]
-    q   = x Wq' + bq + sq zq Bq'             [T, out], and k and v alike
-
-Backward, for the incoming dq, dk and dv, in the order of execution:
-
-    dz  = [sq dq Bq, sk dk Bk, sv dv Bv]     [T, 3r]
-    dA  = [dAq; dAk; dAv] = dz' x
-    dBq = sq dq' zq, and dBk and dBv alike
-    dx  = dz A + dq Wq + dk Wk + dv Wv
-
-So x is read once for the three A and not three times, dA is one product, and the three adapters
-reach dx in one. That leaves 7 products forward and 11 backward, where layer by layer it is 9
-and 15. b costs nothing: the frozen product adds it as it stores.
+input. Both are a group of layers as `fused_mlp/utils.py` has it, with its equations: for q, k and
+v that is 7 products forward and 11 backward, where layer by layer it is 9 and 15. The biases cost
+nothing: the frozen product adds them as it stores.
 
 Of the same layers in PEFT autograd keeps a copy of x for each, where adapters are fp32, and the
-three x A'. This keeps x and z, which at 3r columns is cheaper to keep than to compute again: that
-would read all of x.
+three x A'. This keeps x and z = x A', which at 3r columns is cheaper to keep than to compute again:
+that would read all of x.
 
 LoRA: Hu et al., arXiv 2106.09685. LoRA's QKV and single layers as autograd functions were first
 published by Unsloth (unsloth/kernels/fast_lora.py), which leaves its QKV off where a projection
 has a bias, as in Qwen2.5; these are written from the equations above and overwrite nothing.
 """
 
-from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fused_mlp.utils import compute_dtype, scaled_matmul
+from fused_mlp.utils import (
+    Group,
+    adapter_gradients,
+    cast_adapters,
+    compute_dtype,
+    input_gradient,
+    matmul_lora,
+)
 
 
 class FrozenLinear(NamedTuple):
@@ -147,34 +139,26 @@ class LoRA_QKV(torch.autograd.Function):
 
 def _forward(ctx, x: Tensor, adapters: tuple[Tensor, ...], layers: list[FrozenLinear]):
     """One output for each of the layers that share x; `adapters` holds an A and a B for each."""
-    A = adapters[0] if len(layers) == 1 else torch.cat(adapters[::2])
     ctx.set_materialize_grads(False)  # no gradient is None in backward, and not a tensor of zeros
     ctx.dtypes = [t.dtype for t in (x, *adapters)]
-    ctx.dtype_of_A = A.dtype
-    ctx.ranks = [t.shape[0] for t in adapters[::2]]
     ctx.scalings = [layer.scaling for layer in layers]
 
     # all in autocast's own dtype where it is on, so that it finds nothing to cast below
     dtype = compute_dtype(x)
     x = x.to(dtype)
     rows = x.reshape(-1, x.shape[-1])
-    A = A.to(dtype)
-    B = [t.to(dtype) for t in adapters[1::2]]
+    A, B = cast_adapters(adapters, dtype)
     weights = [layer.weight.to(dtype) for layer in layers]
 
     z = rows @ A.t()
     outputs = []
     for layer, weight, one_B, columns in zip(
-        layers, weights, B, z.split(ctx.ranks, 1), strict=True
+        layers, weights, B, z.split([one.shape[1] for one in B], 1), strict=True
     ):
         # not a view itself, or autograd would forbid to change it in place, as RoPE may do to q
         output = rows.new_empty(*x.shape[:-1], weight.shape[0])
-        output_rows = output.view(-1, weight.shape[0])
-        if layer.bias is None:
-            torch.mm(rows, weight.t(), out=output_rows)
-        else:
-            torch.addmm(layer.bias.to(dtype), rows, weight.t(), out=output_rows)
-        output_rows.addmm_(columns, one_B.t(), alpha=layer.scaling)
+        bias = None if layer.bias is None else layer.bias.to(dtype)
+        matmul_lora(rows, weight, columns, one_B, layer.scaling, bias, out=output)
         outputs.append(output)
 
     # x itself and not its rows: a view made in here hides from autograd whose memory it is
@@ -193,52 +177,21 @@ def _backward(ctx, name: str, *grad_outputs: Tensor | None) -> tuple[Tensor | No
         )
     x, z, A, *others = ctx.saved_tensors
     count = len(grad_outputs)
-    B, weights = others[:count], others[count:]
-    need_x = ctx.needs_input_grad[0]
-    need_B = ctx.needs_input_grad[2:-1:2]
-    need_A = [
-        need and grad is not None
-        for need, grad in zip(ctx.needs_input_grad[1:-1:2], grad_outputs, strict=True)
-    ]
-    grad_x = None
-    grad_A: list[Tensor | None] = [None] * count
-    grad_B: list[Tensor | None] = [None] * count
+    group = Group(others[count:], A, others[:count], ctx.scalings)
+    need_x, *needs, _ = ctx.needs_input_grad
+    dtype_of_x, *dtypes = ctx.dtypes
 
     with torch.autocast(x.device.type, enabled=False):
         grads = [
             None if grad is None else grad.reshape(-1, grad.shape[-1]).to(x.dtype)
             for grad in grad_outputs
         ]
-        if need_x or any(need_A):
-            grad_z = torch.empty_like(z)
-            for i, (grad, columns) in enumerate(
-                zip(grads, grad_z.split(ctx.ranks, 1), strict=True)
-            ):
-                if grad is not None and (need_x or need_A[i]):
-                    # beta = 0 makes addmm ignore what the new tensor holds
-                    columns.addmm_(grad, B[i], beta=0, alpha=ctx.scalings[i])
-                else:
-                    columns.zero_()
-        if any(need_A):  # all in one product, even where one of them is frozen
-            rows = x.reshape(-1, x.shape[-1])
-            # one cast for all three, to the widest dtype among them, so that it loses nothing
-            stacked = (grad_z.t() @ rows).to(ctx.dtype_of_A).split(ctx.ranks)
-            grad_A = [one if need else None for one, need in zip(stacked, need_A, strict=True)]
-        for i, (grad, columns) in enumerate(zip(grads, z.split(ctx.ranks, 1), strict=True)):
-            if need_B[i] and grad is not None:
-                grad_B[i] = scaled_matmul(grad.t(), columns, ctx.scalings[i])
-        if need_x:
-            grad_x = grad_z @ A
-            for grad, weight in zip(grads, weights, strict=True):
-                if grad is not None:
-                    grad_x.addmm_(grad, weight)
-            grad_x = grad_x.view(x.shape)
-
-    gradients = (grad_x, *chain.from_iterable(zip(grad_A, grad_B, strict=True)))
-    return tuple(
-        None if gradient is None else gradient.to(dtype)
-        for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
-    )
+        grad_x, grad_z = input_gradient(group, grads, need_x, needs[::2])
+        rows = x.reshape(-1, x.shape[-1])
+        gradients = adapter_gradients(group, rows, z, grads, grad_z, needs, dtypes)
+    if grad_x is not None:
+        grad_x = grad_x.view(x.shape).to(dtype_of_x)
+    return grad_x, *gradients
 
 
 def _check(

@@ -2,22 +2,24 @@
 
 Forward, for x [T, hidden] and the frozen W, adapters A, B and scale s of each projection:
 
-    gate   = x Wg' + sg (x Ag') Bg'          [T, intermediate]
-    up     = x Wu' + su (x Au') Bu'          [T, intermediate]
+    z      = [zg, zu] = x [Ag; Au]'          [T, 2r]
+    gate   = x Wg' + sg zg Bg'               [T, intermediate]
+    up     = x Wu' + su zu Bu'               [T, intermediate]
     h      = silu(gate) * up                 [T, intermediate]
     output = h Wd' + sd (h Ad') Bd'          [T, hidden]
 
 Backward, for dy = grad_output, in the order of execution:
 
-    dh  = dy Wd + sd (dy Bd) Ad
+    p   = sd dy Bd                           [T, r]
+    dh  = p Ad + dy Wd
     h, dgate, dup = swiglu_backward(dh, gate, up)
-    dAd = sd (dy Bd)' h             dBd = sd dy' (h Ad')
-    dAu = su (dup Bu)' x            dBu = su dup' (x Au')
-    dAg = sg (dgate Bg)' x          dBg = sg dgate' (x Ag')
-    dx  = dup Wu + su (dup Bu) Au + dgate Wg + sg (dgate Bg) Ag
+    dAd = p' h                      dBd = sd dy' (h Ad')
+    dz  = [sg dgate Bg, su dup Bu]           [T, 2r]
+    dx  = dz [Ag; Au] + dgate Wg + dup Wu
+    [dAg; dAu] = dz' x              dBg = sg dgate' zg,   dBu = su dup' zu
 
 Autograd keeps more of the same MLP in PEFT: gate, up, silu(gate), h, a copy of x for gate and one
-for up, and the three x A'. This keeps x, gate and up, and computes the rest again.
+for up, and the three x A'. This keeps x, gate, up and z, and computes h and h Ad' again.
 
 LoRA: Hu et al., arXiv 2106.09685. A LoRA MLP as one autograd function was first published by
 Unsloth (unsloth/kernels/fast_lora.py); this one is written from the equations above and, unlike
@@ -30,7 +32,14 @@ import torch
 from torch import Tensor
 
 from .swiglu import swiglu_backward, swiglu_forward
-from .utils import adapter_gradients, compute_dtype, matmul_lora
+from .utils import (
+    Group,
+    adapter_gradients,
+    cast_adapters,
+    compute_dtype,
+    input_gradient,
+    matmul_lora,
+)
 
 
 class FrozenMLP(NamedTuple):
@@ -75,9 +84,10 @@ class LoRA_MLP(torch.autograd.Function):
         else x's. Products accumulate in fp32. Gradients come in the dtype of what they belong to,
         and only for what `requires_grad` asks for.
 
-    Saved for backward: x, gate, up and the adapters in the dtype of the computation. No input, no
-    incoming gradient and no saved tensor is written, so x may have other consumers and a second
-    backward through a retained graph is right. Deterministic. Not twice differentiable.
+    Saved for backward: x, gate, up, z, the adapters and the weights in the dtype of the
+    computation. No input, no incoming gradient and no saved tensor is written, so x may have other
+    consumers and a second backward through a retained graph is right. Deterministic. Not twice
+    differentiable. The gradients of gate_A and up_A lie in one storage.
 
     Raises:
         ValueError: shapes or dtypes do not fit, or a base weight requires a gradient.
@@ -89,28 +99,32 @@ class LoRA_MLP(torch.autograd.Function):
         dtype = compute_dtype(x)
         _check(x, dtype, (gate_A, gate_B, up_A, up_B, down_A, down_B), frozen)
         ctx.dtypes = [t.dtype for t in (x, gate_A, gate_B, up_A, up_B, down_A, down_B)]
-        ctx.scalings = frozen[3:6]
+        ctx.scalings = gate_scaling, up_scaling, down_scaling = frozen[3:6]
 
         # all in autocast's own dtype where it is on, so that it finds nothing to cast below
         x = x.to(dtype)
         rows = x.reshape(-1, x.shape[-1])
-        adapters = [t.to(dtype) for t in (gate_A, gate_B, up_A, up_B, down_A, down_B)]
-        weights = [weight.to(dtype) for weight in frozen[:3]]
-        gate_A, gate_B, up_A, up_B, down_A, down_B = adapters
-        gate_weight, up_weight, down_weight = weights
+        A, (gate_B, up_B) = cast_adapters((gate_A, gate_B, up_A, up_B), dtype)
+        down_A, (down_B,) = cast_adapters((down_A, down_B), dtype)
+        gate_weight, up_weight, down_weight = (weight.to(dtype) for weight in frozen[:3])
 
-        gate = matmul_lora(rows, gate_weight, gate_A, gate_B, frozen.gate_scaling)
-        up = matmul_lora(rows, up_weight, up_A, up_B, frozen.up_scaling)
+        z = rows @ A.t()
+        z_gate, z_up = z.split([gate_A.shape[0], up_A.shape[0]], 1)
+        gate = matmul_lora(rows, gate_weight, z_gate, gate_B, gate_scaling)
+        up = matmul_lora(rows, up_weight, z_up, up_B, up_scaling)
         if frozen.output_needed:
             hidden = swiglu_forward(gate, up)
             # not a view itself, or autograd would forbid to change it in place
             output = rows.new_empty(x.shape)
-            matmul_lora(hidden, down_weight, down_A, down_B, frozen.down_scaling, out=output)
+            z_down = hidden @ down_A.t()
+            matmul_lora(hidden, down_weight, z_down, down_B, down_scaling, out=output)
         else:
             output = rows.new_zeros(1).expand(x.shape)
 
         # x itself and not its rows: a view made in here hides from autograd whose memory it is
-        ctx.save_for_backward(x, gate, up, *adapters, *weights)
+        ctx.save_for_backward(
+            x, gate, up, z, A, gate_B, up_B, down_A, down_B, gate_weight, up_weight, down_weight
+        )
         return output
 
     @staticmethod
@@ -122,52 +136,36 @@ class LoRA_MLP(torch.autograd.Function):
                 "LoRA_MLP is not twice differentiable: call backward without create_graph=True, "
                 "or use the unfused MLP"
             )
-        x, gate, up, *others = ctx.saved_tensors
+        x, gate, up, z, A, gate_B, up_B, down_A, down_B, *weights = ctx.saved_tensors
+        gate_weight, up_weight, down_weight = weights
         rows = x.reshape(-1, x.shape[-1])
-        gate_A, gate_B, up_A, up_B, down_A, down_B, gate_weight, up_weight, down_weight = others
         gate_scaling, up_scaling, down_scaling = ctx.scalings
-        need_x, need_gate_A, need_gate_B, need_up_A, need_up_B, need_down_A, need_down_B, _ = (
-            ctx.needs_input_grad
-        )
-        grad_x = grad_gate_A = grad_gate_B = grad_up_A = grad_up_B = None
+        need_x, *needs, _ = ctx.needs_input_grad
+        dtype_of_x, *dtypes = ctx.dtypes
 
         with torch.autocast(grad_output.device.type, enabled=False):
             grad_rows = grad_output.reshape(-1, grad_output.shape[-1]).to(rows.dtype)
 
             # output = hidden Wd' + sd (hidden Ad') Bd'
-            grad_down_rank = grad_rows @ down_B
-            grad_hidden = grad_rows @ down_weight
-            grad_hidden.addmm_(grad_down_rank, down_A, alpha=down_scaling)
+            down = Group([down_weight], down_A, [down_B], [down_scaling])
+            grad_hidden, grad_z = input_gradient(down, [grad_rows], True, [needs[4]])
             hidden, grad_gate, grad_up = swiglu_backward(grad_hidden, gate, up)
             del grad_hidden  # at 16,384 tokens each [T, intermediate] is 361 MB: let it go early
-            grad_down_A, grad_down_B = adapter_gradients(
-                hidden, grad_rows, grad_down_rank, down_A, down_scaling, need_down_A, need_down_B
+            z_down = hidden @ down_A.t() if needs[5] else None
+            grads_down = adapter_gradients(
+                down, hidden, z_down, [grad_rows], grad_z, needs[4:], dtypes[4:]
             )
             del hidden
 
-            # up = x Wu' + su (x Au') Bu', and gate alike
-            grad_up_rank = grad_up @ up_B if need_x or need_up_A else None
-            grad_gate_rank = grad_gate @ gate_B if need_x or need_gate_A else None
-            grad_up_A, grad_up_B = adapter_gradients(
-                rows, grad_up, grad_up_rank, up_A, up_scaling, need_up_A, need_up_B
-            )
-            grad_gate_A, grad_gate_B = adapter_gradients(
-                rows, grad_gate, grad_gate_rank, gate_A, gate_scaling, need_gate_A, need_gate_B
-            )
-            if need_x:
-                grad_x = grad_up @ up_weight
-                grad_x.addmm_(grad_up_rank, up_A, alpha=up_scaling)
-                grad_x.addmm_(grad_gate, gate_weight)
-                grad_x.addmm_(grad_gate_rank, gate_A, alpha=gate_scaling)
-                grad_x = grad_x.view(x.shape)
+            # [gate, up] = x [Wg; Wu]' + [sg zg Bg', su zu Bu']
+            both = Group([gate_weight, up_weight], A, [gate_B, up_B], [gate_scaling, up_scaling])
+            grads = [grad_gate, grad_up]
+            grad_x, grad_z = input_gradient(both, grads, need_x, needs[:4:2])
+            grads_both = adapter_gradients(both, rows, z, grads, grad_z, needs[:4], dtypes[:4])
 
-        gradients = (
-            grad_x, grad_gate_A, grad_gate_B, grad_up_A, grad_up_B, grad_down_A, grad_down_B
-        )  # fmt: skip
-        return *(
-            None if gradient is None else gradient.to(dtype)
-            for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
-        ), None
+        if grad_x is not None:
+            grad_x = grad_x.view(x.shape).to(dtype_of_x)
+        return grad_x, *grads_both, *grads_down, None
 
 
 def _check(x: Tensor, dtype: torch.dtype, adapters: tuple[Tensor, ...], frozen: FrozenMLP) -> None:

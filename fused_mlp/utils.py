@@ -1,11 +1,41 @@
-"""A frozen product with its low-rank adapter, and the gradients of that adapter.
+"""Linear layers with adapters that share an input: their products, and their gradients by hand.
 
-Shapes: T tokens, `in` and `out` features, r the rank. Weights lie as `torch.nn.Linear` keeps them:
-W [out, in], A [r, in], B [out, r]. All products are cuBLAS calls that accumulate in fp32.
+For x [T, in], the frozen W [out, in] and bias b, adapters A [r, in], B [out, r] and scale s of each
+layer i of a group, in the order of execution:
+
+    A   = [A1; A2; ...]                      [r of all, in], stacked
+    z   = [z1, z2, ...] = x A'               [T, r of all]
+    yi  = x Wi' + bi + si zi Bi'             [T, out]
+
+Backward, for the incoming dyi:
+
+    dz  = [s1 dy1 B1, s2 dy2 B2, ...]        [T, r of all]
+    dx  = dz A + dy1 W1 + dy2 W2 + ...
+    dA  = [dA1; dA2; ...] = dz' x
+    dBi = si dyi' zi
+
+So x is read once for all A, dA is one product and all adapters reach dx in one. Weights lie as
+`torch.nn.Linear` keeps them. All products are cuBLAS calls that accumulate in fp32.
 """
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Group(NamedTuple):
+    """Layers that share an input, all tensors in the dtype of the computation."""
+
+    weights: Sequence[Tensor]  # [out, in] of each
+    A: Tensor  # [r of all, in]
+    B: Sequence[Tensor]  # [out, r] of each
+    scalings: Sequence[float]
+
+    @property
+    def ranks(self) -> list[int]:
+        return [one.shape[1] for one in self.B]
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -14,55 +44,133 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
+def cast_adapters(adapters: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+    """The A of a group stacked, and each B, in `dtype`: what has to be copied, by one call.
+
+    Equivalent PyTorch, for A1, B1, A2, B2, ...:
+    ``torch.cat(adapters[::2]).to(dtype), [B.to(dtype) for B in adapters[1::2]]``
+    """
+    A, B = adapters[::2], adapters[1::2]
+    stacked = A[0]
+    cast = [
+        one if one.dtype == dtype else torch.empty(one.shape, dtype=dtype, device=one.device)
+        for one in B
+    ]
+    copies = [(new, one) for new, one in zip(cast, B, strict=True) if new is not one]
+    if len(A) > 1 or stacked.dtype != dtype:
+        ranks = [len(one) for one in A]
+        stacked = torch.empty(sum(ranks), A[0].shape[1], dtype=dtype, device=A[0].device)
+        copies += zip(stacked.split(ranks), A, strict=True)
+    if copies:
+        torch._foreach_copy_(*map(list, zip(*copies, strict=True)))
+    return stacked, cast
+
+
 def matmul_lora(
     x: Tensor,
     weight: Tensor,
-    A: Tensor,
+    z: Tensor,
     B: Tensor,
     scaling: float,
+    bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """x W' + scaling (x A') B', in three products and no pass of its own over the output.
+    """x W' + bias + scaling z B' for z = x A': a frozen product with its adapter added.
 
-    Equivalent PyTorch: ``F.linear(x, weight) + F.linear(F.linear(x, A), B) * scaling``.
+    Equivalent PyTorch: ``F.linear(x, weight, bias) + F.linear(z, B) * scaling``.
     The adapter is added by the second product's own epilogue (`addmm_` with alpha = scaling), where
     PEFT writes it, scales it and adds it in three passes over [T, out].
 
-    x [T, in], weight [out, in], A [r, in], B [out, r], all of one dtype; returns [T, out], written
-    into `out` where one is given: contiguous [..., out] of T rows in all.
+    x [T, in], weight [out, in], z [T, r], B [out, r], bias [out], all of one dtype; returns
+    [T, out], written into `out` where one is given: contiguous [..., out] of T rows in all.
     """
     rows = None if out is None else out.view(-1, weight.shape[0])
-    rows = torch.mm(x, weight.t(), out=rows)
-    return rows.addmm_(x @ A.t(), B.t(), alpha=scaling)
+    if bias is None:
+        rows = torch.mm(x, weight.t(), out=rows)
+    else:
+        rows = torch.addmm(bias, x, weight.t(), out=rows)
+    return rows.addmm_(z, B.t(), alpha=scaling)
 
 
-def scaled_matmul(a: Tensor, b: Tensor, scaling: float) -> Tensor:
-    """scaling * (a @ b) in one call: beta = 0 makes addmm ignore what the new tensor holds."""
-    out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
-    return out.addmm_(a, b, beta=0, alpha=scaling)
+def input_gradient(
+    group: Group, grads: Sequence[Tensor | None], need_x: bool, need_A: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """(dx, dz) for the dy [T, out] of each layer of a group; one may be None, which is zero.
+
+    dx [T, in] is None unless need_x. dz [T, r of all] is what `adapter_gradients` wants: None if
+    neither dx nor any dA needs it.
+    """
+    wanted = [
+        grad is not None and (need_x or need) for grad, need in zip(grads, need_A, strict=True)
+    ]
+    if not any(wanted):
+        return None, None
+    tokens = next(grad.shape[0] for grad in grads if grad is not None)
+    ranks = group.ranks
+    grad_z = torch.empty(tokens, sum(ranks), dtype=group.A.dtype, device=group.A.device)
+    for i, columns in enumerate(grad_z.split(ranks, 1)):
+        if wanted[i]:  # beta = 0 makes addmm ignore what the new tensor holds
+            columns.addmm_(grads[i], group.B[i], beta=0, alpha=group.scalings[i])
+        else:
+            columns.zero_()
+    if not need_x:
+        return None, grad_z
+    grad_x = grad_z @ group.A
+    for grad, weight in zip(grads, group.weights, strict=True):
+        if grad is not None:
+            grad_x.addmm_(grad, weight)
+    return grad_x, grad_z
 
 
 def adapter_gradients(
+    group: Group,
     x: Tensor,
-    grad_output: Tensor,
-    grad_rank: Tensor | None,
-    A: Tensor,
-    scaling: float,
-    need_A: bool,
-    need_B: bool,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of A and B in y = x W' + scaling (x A') B', for dy = `grad_output` [T, out].
+    z: Tensor | None,
+    grads: Sequence[Tensor | None],
+    grad_z: Tensor | None,
+    needs: Sequence[bool],
+    dtypes: Sequence[torch.dtype],
+) -> list[Tensor | None]:
+    """[dA1, dB1, dA2, dB2, ...] of a group, each in its own of `dtypes`, None unless it is needed.
 
-        dA = scaling (dy B)' x      [r, in]
-        dB = scaling dy' (x A')     [out, r]
-
-    `grad_rank` is dy B [T, r]; the caller has it already, because dx needs it too. What is not
-    needed is not computed and comes back as None.
+    x [T, in], z = x A' (None if no dB is needed), grads and dz as in `input_gradient`. The dA lie
+    in one storage: one product, even where one is not needed. A layer whose dy is None has none.
     """
-    grad_A = grad_B = None
-    if need_A:
-        assert grad_rank is not None
-        grad_A = scaled_matmul(grad_rank.t(), x, scaling)
-    if need_B:
-        grad_B = scaled_matmul(grad_output.t(), x @ A.t(), scaling)
-    return grad_A, grad_B
+    gradients: list[Tensor | None] = [None] * len(needs)
+    ranks = group.ranks
+    need_A = [need and grad is not None for need, grad in zip(needs[::2], grads, strict=True)]
+    if any(need_A):
+        assert grad_z is not None
+        # in the widest dtype among them, so that it loses nothing
+        widest = max(dtypes[::2], key=lambda dtype: dtype.itemsize)
+        stacked = scaled_matmul(grad_z.t(), x, 1.0, widest).split(ranks)
+        for i, (needed, grad_A) in enumerate(zip(need_A, stacked, strict=True)):
+            gradients[2 * i] = grad_A.to(dtypes[2 * i]) if needed else None
+    if z is not None:
+        for i, (grad, columns) in enumerate(zip(grads, z.split(ranks, 1), strict=True)):
+            if needs[2 * i + 1] and grad is not None:
+                scaling, dtype = group.scalings[i], dtypes[2 * i + 1]
+                gradients[2 * i + 1] = scaled_matmul(grad.t(), columns, scaling, dtype)
+    return gradients
+
+
+def scaled_matmul(a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype | None = None) -> Tensor:
+    """scaling * (a @ b) in `dtype`, by default that of a and b.
+
+    Where cuBLAS can, it stores its fp32 sums as they are if fp32 is asked for; else they are
+    rounded to the dtype of a and b, and then cast. beta = 0 makes addmm ignore what the new tensor
+    holds.
+    """
+    size, dtype = (a.shape[0], b.shape[1]), dtype or a.dtype
+    if dtype is torch.float32 and _stores_fp32(a):
+        out = torch.empty(size, dtype=dtype, device=a.device)
+        return torch.addmm(out, a, b, out_dtype=dtype, beta=0, alpha=scaling, out=out)
+    out = torch.empty(size, dtype=a.dtype, device=a.device)
+    return out.addmm_(a, b, beta=0, alpha=scaling).to(dtype)
+
+
+def _stores_fp32(a: Tensor) -> bool:
+    """Whether a product of half-precision tensors can be stored in fp32. PyTorch has it for CUDA;
+    compiled code fuses the cast by itself."""
+    half = a.dtype in (torch.bfloat16, torch.float16)
+    return a.is_cuda and half and not torch.compiler.is_compiling()

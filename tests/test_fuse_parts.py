@@ -7,6 +7,7 @@ import pytest
 import torch
 from fused_case import ALL, FUSIONS, assert_right, pair, step
 from peft_models import FAMILIES, LAYERS, base_model, ids, peft_model
+from reference import assert_within_budget
 
 from fused_lora import Fusion, fuse, report, unfuse
 
@@ -152,11 +153,13 @@ def test_padding_and_hidden_states_are_as_without_fusion(device):
     fused, plain, _ = pair(device, Fusion(**ALL))
     assert_right(fused, plain, attention_mask=mask)
     tokens = ids(device)
-    ours, theirs = (
-        m(input_ids=tokens, labels=tokens, output_hidden_states=True) for m in (fused, plain)
+    ours, theirs, truth = (
+        m(input_ids=tokens, labels=tokens, output_hidden_states=True).hidden_states
+        for m in (fused, plain, copy.deepcopy(plain).double())
     )
-    for got, want in zip(ours.hidden_states, theirs.hidden_states, strict=True):
-        assert torch.allclose(got, want, atol=1e-5)
+    assert len(ours) == len(theirs)
+    for got, want, exact in zip(ours, theirs, truth, strict=True):
+        assert_within_budget("hidden states", got, want, exact)
 
 
 def test_a_frozen_norm_gets_no_gradient_and_a_trained_one_its_own(device):

@@ -130,15 +130,16 @@ def test_every_subset_of_frozen_inputs_gives_none_there_and_the_same_values_else
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_calls_with_fp32_adapters_under_autocast(bias, device):
-    """Every kernel that a GPU would launch: the products, and a cast for what is fp32."""
+    """All that launches a kernel: the products, one copy of all adapters, and on the CPU a cast
+    of their gradients."""
     x, adapters, frozen, grad_outputs = make_case(39, bias=bias, adapter_dtypes=FP32, device=device)
     x, *adapters = (t.requires_grad_() for t in (x, *adapters))
     with Calls() as forward, torch.autocast(device, dtype=torch.bfloat16):
         outputs = fused(x, *adapters, frozen)
     with Calls() as backward:
         raw_gradients(outputs, grad_outputs)
-    assert forward.counted == {"GEMM": 7, "cat": 1, "cast": 4}
-    assert backward.counted == {"GEMM": 11, "cast": 4}
+    assert forward.counted == {"GEMM": 7, "_foreach_copy_": 1}
+    assert backward.counted == {"GEMM": 11} | ({"cast": 4} if device == "cpu" else {})
 
 
 @pytest.mark.parametrize(
@@ -166,7 +167,7 @@ def test_only_what_is_needed_runs(trained, used, in_backward, case):
     ]
     with Calls() as backward:
         raw_gradients(outputs, grads)
-    assert forward.counted == {"GEMM": 7, "cat": 1}
+    assert forward.counted == {"GEMM": 7, "_foreach_copy_": 1}
     assert backward.counted == in_backward
 
 

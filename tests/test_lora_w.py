@@ -239,15 +239,16 @@ def test_frozen_inputs_get_none_and_their_products_do_not_run(needs, case):
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_calls_and_saved_activations_with_fp32_adapters_under_autocast(bias, device):
-    """Every kernel that a GPU would launch: the products, and a cast for what is fp32."""
+    """All that launches a kernel: the products, one copy of A and B, and on the CPU a cast of
+    their gradients."""
     x, adapters, frozen, grad_outputs = make_case(39, bias=bias, adapter_dtypes=FP32, device=device)
     x, *adapters = (t.requires_grad_() for t in (x, *adapters))
     with Calls() as forward, torch.autocast(device, dtype=torch.bfloat16):
         saved, output = saved_for_backward(fused, x, adapters, frozen)
     with Calls() as backward:
         raw_gradients(output, grad_outputs)
-    assert forward.counted == {"GEMM": 3, "cast": 2}
-    assert backward.counted == {"GEMM": 5, "cast": 2}
+    assert forward.counted == {"GEMM": 3, "_foreach_copy_": 1}
+    assert backward.counted == {"GEMM": 5} | ({"cast": 2} if device == "cpu" else {})
     saved = [t for t in saved if t.shape[0] == 39]
     assert saved[0] is x and [t.shape[1] for t in saved] == [IN, 8]
     assert torch.equal(saved[1], x @ adapters[0].bfloat16().t())
