@@ -153,7 +153,7 @@ def _forward(ctx, x: Tensor, adapters: tuple[Tensor, ...], layers: list[FrozenLi
     z = rows @ A.t()
     outputs = []
     for layer, weight, one_B, columns in zip(
-        layers, weights, B, z.split([one.shape[1] for one in B], 1), strict=True
+        layers, weights, B, z.split_with_sizes([one.shape[1] for one in B], 1), strict=True
     ):
         # not a view itself, or autograd would forbid to change it in place, as RoPE may do to q
         output = rows.new_empty(*x.shape[:-1], weight.shape[0])

@@ -31,6 +31,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from .launching import is_capturing
+
 POLICIES = ("full", "offload", "selective")
 
 # Smaller tensors are not worth a copy to the host: it takes as long as a 2 MiB one.
@@ -109,8 +111,8 @@ class Checkpoint:
                 self.latest = None
             if not is_last:  # its backward comes first, when its input would not be out yet
                 with saved_tensors_hooks(self._to_host, self._from_host):
-                    return _checkpointed(forward, *inputs)
-        return _checkpointed(forward, *inputs)
+                    return _checkpointed(layer, forward, *inputs)
+        return _checkpointed(layer, forward, *inputs)
 
     # --- selective --------------------------------------------------------------------------------
 
@@ -184,10 +186,21 @@ class _Offloaded:
         return tensor
 
 
-def _checkpointed(forward: Callable, *inputs):
+def _checkpointed(layer: nn.Module, forward: Callable, *inputs):
+    # the state of the random numbers cannot be read while a CUDA graph is captured
+    capturing = is_capturing(inputs[0])
+    if capturing and any(m.p > 0 for m in layer.modules() if isinstance(m, nn.Dropout)):
+        raise ValueError(
+            "checkpoint: a layer with dropout cannot be captured in a CUDA graph, where it would "
+            "drop other elements when it runs again; set dropout to 0, or do not checkpoint"
+        )
     # non-reentrant: inputs that need no gradient, nested checkpoints and DDP all work
     return checkpoint(
-        forward, *inputs, use_reentrant=False, context_fn=lambda: (nullcontext(), _Recomputing())
+        forward,
+        *inputs,
+        use_reentrant=False,
+        preserve_rng_state=not capturing,
+        context_fn=lambda: (nullcontext(), _Recomputing()),
     )
 
 

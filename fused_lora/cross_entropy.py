@@ -36,7 +36,7 @@ from torch import Tensor
 
 from fused_mlp.utils import compute_dtype, scaled_matmul
 
-from .launching import check_runnable, on_device_of
+from .launching import cdiv, check_runnable, on_device_of
 
 # What a chunk's logits may take by default: both bounds are reached by bf16 and 262,144 words.
 CHUNK_TOKENS = 4096
@@ -159,7 +159,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         grad_rows = weight.new_empty(count, rows.shape[1]) if need_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias else None
-        row_stride = triton.cdiv(len(weight), ROW_ALIGNMENT) * ROW_ALIGNMENT
+        row_stride = cdiv(len(weight), ROW_ALIGNMENT) * ROW_ALIGNMENT
         buffer = weight.new_empty(min(count, chunk), row_stride)[:, : len(weight)]
         for start in range(0, count, chunk):
             part = slice(start, start + chunk)

@@ -1,4 +1,4 @@
-"""What every Triton launcher here does first: refuse what no kernel can run on, pick the device."""
+"""What launchers ask first: can a kernel run on this, on which device, is it being captured?"""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -25,4 +25,22 @@ def check_runnable(name: str, kernel, tensor: Tensor) -> None:
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager:
     """Triton launches on the current device, which need not be the tensor's own."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+    if tensor.is_cuda and tensor.get_device() != torch.cuda.current_device():
+        return torch.cuda.device(tensor.device)
+    return nullcontext()
+
+
+def is_capturing(tensor: Tensor) -> bool:
+    """Whether what is done with this tensor now goes into a CUDA graph."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+# Both as Triton has them, where a call takes the host as long as a third of a launch.
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()

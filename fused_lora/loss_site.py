@@ -8,6 +8,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .cross_entropy import linear_cross_entropy
+from .launching import is_capturing
 from .projection import why_call
 from .site import why_not_class
 
@@ -78,6 +79,8 @@ def causal_lm_forward(
         shifted.to(outputs.last_hidden_state.device),
         bias=model.lm_head.bias,
         num_items_in_batch=num_items,
+        # how many tokens are labelled the host would have to wait for, which no capture allows
+        drop_ignored=not is_capturing(outputs.last_hidden_state),
     )
     return CausalLMOutputWithPast(
         loss=loss,

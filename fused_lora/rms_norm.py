@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launching import check_runnable, on_device_of
+from .launching import cdiv, check_runnable, next_power_of_2, on_device_of
 
 # One program holds a row in registers, which is what the mean of its squares wants. From 16,384 on
 # backward spills some of it: right, but no longer at the speed of memory.
@@ -64,7 +64,10 @@ def _rms_norm_forward_kernel(
         x = (x.to(tl.float32) + delta.to(tl.float32)).to(total_ptr.dtype.element_ty)
         tl.store(total_ptr + row * hidden + columns, x, mask=mask)
     x = x.to(tl.float32)
-    rstd = tl.rsqrt(tl.sum(x * x, axis=0) / hidden + eps)
+    mean = tl.sum(x * x, axis=0) / hidden
+    # both rounded to nearest: once a row they cost nothing, and tl.rsqrt is only near. Compiled
+    # code passes eps in fp64
+    rstd = tl.div_rn(1.0, tl.sqrt_rn((mean + eps).to(tl.float32)))
     y = x * rstd * weight
     tl.store(y_ptr + row * hidden + columns, y.to(y_ptr.dtype.element_ty), mask=mask)
     tl.store(rstd_ptr + row, rstd)
@@ -230,8 +233,8 @@ def rms_norm_backward(
     (grad_y_rows, grad_y_stride), (total_rows, total_stride) = _rows(grad_y), _rows(total)
     grad_total_rows, grad_total_stride = _rows(grad_total)
     rows, hidden = rstd.numel(), total.shape[-1]
-    rows_per_program = max(triton.cdiv(rows, MAX_PARTIAL_SUMS), 1) if need_weight else 1
-    programs = triton.cdiv(rows, rows_per_program)
+    rows_per_program = max(cdiv(rows, MAX_PARTIAL_SUMS), 1) if need_weight else 1
+    programs = cdiv(rows, rows_per_program)
     grad_x = total.new_empty(total.shape)
     partial = rstd.new_empty(programs, hidden) if need_weight else None
     if rows:
@@ -255,7 +258,7 @@ def _rows(x: Tensor | None) -> tuple[Tensor | None, int]:
 
 
 def _block(hidden: int) -> dict[str, int]:
-    block = triton.next_power_of_2(hidden)
+    block = next_power_of_2(hidden)
     # 8 bf16 values, one 16-byte load, per thread and tensor
     return {"BLOCK": block, "num_warps": min(max(block // 256, 1), 16)}
 

@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launching import DTYPES, check_runnable, on_device_of
+from .launching import DTYPES, check_runnable, next_power_of_2, on_device_of
 
 
 @triton.jit
@@ -178,7 +178,7 @@ def rotate(
     q, k = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k))
     cos, sin = cos.contiguous(), sin.contiguous()
     block_q_heads, block_k_heads, block_half = (
-        triton.next_power_of_2(size) for size in (q.shape[1], k.shape[1], head_dim // 2)
+        next_power_of_2(size) for size in (q.shape[1], k.shape[1], head_dim // 2)
     )
     with on_device_of(q):
         _rope_kernel[(batch * positions,)](

@@ -7,6 +7,7 @@ forward.
 """
 
 from collections.abc import Callable, Iterator
+from types import MethodType
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -68,7 +69,9 @@ class FusedForward:
 
 def parts_of(module: nn.Module) -> frozenset[str]:
     """The parts that a module runs fused, told by the forward on its instance."""
-    owner = getattr(vars(module).get("forward"), "__self__", None)
+    forward = vars(module).get("forward")
+    # not getattr: torch.compile of torch 2.11 does not find a method's __self__ that way
+    owner = forward.__self__ if isinstance(forward, MethodType) else None
     return owner.parts if isinstance(owner, FusedForward) else frozenset()
 
 

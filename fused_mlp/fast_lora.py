@@ -109,7 +109,7 @@ class LoRA_MLP(torch.autograd.Function):
         gate_weight, up_weight, down_weight = (weight.to(dtype) for weight in frozen[:3])
 
         z = rows @ A.t()
-        z_gate, z_up = z.split([gate_A.shape[0], up_A.shape[0]], 1)
+        z_gate, z_up = z.split_with_sizes([gate_A.shape[0], up_A.shape[0]], 1)
         gate = matmul_lora(rows, gate_weight, z_gate, gate_B, gate_scaling)
         up = matmul_lora(rows, up_weight, z_up, up_B, up_scaling)
         if frozen.output_needed:

@@ -15,7 +15,7 @@ rounds silu(gate) to bf16 before it multiplies, so these are the more accurate o
 SwiGLU: Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202.
 """
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import triton
@@ -119,14 +119,14 @@ def swiglu_backward(grad_hidden: Tensor, gate: Tensor, up: Tensor) -> tuple[Tens
 
 def _check(name: str, **tensors: Tensor) -> None:
     """Raise ValueError unless the tensors agree and a kernel can run on them."""
-    seen = {(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors.values()}
-    if len(seen) > 1:
+    first, *others = tensors.values()
+    shape, dtype, device = first.shape, first.dtype, first.device
+    if any((t.shape, t.dtype, t.device) != (shape, dtype, device) for t in others):
         given = ", ".join(
             f"{key} {list(value.shape)} {value.dtype} on {value.device}"
             for key, value in tensors.items()
         )
         raise ValueError(f"{name} wants tensors of one shape, dtype and device, got {given}")
-    ((_, dtype, device),) = seen
     if dtype not in DTYPES:
         raise ValueError(
             f"{name} computes in bfloat16, float16 or float32, got {dtype}: cast first"
@@ -142,8 +142,13 @@ def _launch(kernel, *tensors: Tensor) -> None:
     num_elements = tensors[0].numel()
     if num_elements == 0:
         return  # an empty grid cannot be launched
-    device = tensors[0].device
-    # Triton launches on the current device, which need not be the tensors' own
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        grid = (triton.cdiv(num_elements, BLOCK),)
+    grid = ((num_elements + BLOCK - 1) // BLOCK,)
+    with _on_device_of(tensors[0]):
         kernel[grid](*tensors, num_elements, BLOCK=BLOCK, num_warps=NUM_WARPS)
+
+
+def _on_device_of(tensor: Tensor) -> AbstractContextManager:
+    """Triton launches on the current device, which need not be the tensor's own."""
+    if tensor.is_cuda and tensor.get_device() != torch.cuda.current_device():
+        return torch.cuda.device(tensor.device)
+    return nullcontext()

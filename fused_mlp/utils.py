@@ -60,7 +60,7 @@ def cast_adapters(adapters: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tenso
     if len(A) > 1 or stacked.dtype != dtype:
         ranks = [len(one) for one in A]
         stacked = torch.empty(sum(ranks), A[0].shape[1], dtype=dtype, device=A[0].device)
-        copies += zip(stacked.split(ranks), A, strict=True)
+        copies += zip(stacked.split_with_sizes(ranks), A, strict=True)
     if copies:
         torch._foreach_copy_(*map(list, zip(*copies, strict=True)))
     return stacked, cast
@@ -108,7 +108,7 @@ def input_gradient(
     tokens = next(grad.shape[0] for grad in grads if grad is not None)
     ranks = group.ranks
     grad_z = torch.empty(tokens, sum(ranks), dtype=group.A.dtype, device=group.A.device)
-    for i, columns in enumerate(grad_z.split(ranks, 1)):
+    for i, columns in enumerate(grad_z.split_with_sizes(ranks, 1)):
         if wanted[i]:  # beta = 0 makes addmm ignore what the new tensor holds
             columns.addmm_(grads[i], group.B[i], beta=0, alpha=group.scalings[i])
         else:
@@ -143,11 +143,11 @@ def adapter_gradients(
         assert grad_z is not None
         # in the widest dtype among them, so that it loses nothing
         widest = max(dtypes[::2], key=lambda dtype: dtype.itemsize)
-        stacked = scaled_matmul(grad_z.t(), x, 1.0, widest).split(ranks)
+        stacked = scaled_matmul(grad_z.t(), x, 1.0, widest).split_with_sizes(ranks)
         for i, (needed, grad_A) in enumerate(zip(need_A, stacked, strict=True)):
             gradients[2 * i] = grad_A.to(dtypes[2 * i]) if needed else None
     if z is not None:
-        for i, (grad, columns) in enumerate(zip(grads, z.split(ranks, 1), strict=True)):
+        for i, (grad, columns) in enumerate(zip(grads, z.split_with_sizes(ranks, 1), strict=True)):
             if needs[2 * i + 1] and grad is not None:
                 scaling, dtype = group.scalings[i], dtypes[2 * i + 1]
                 gradients[2 * i + 1] = scaled_matmul(grad.t(), columns, scaling, dtype)

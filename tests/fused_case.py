@@ -1,6 +1,7 @@
 """Models with fused parts beside plain PEFT's, and what the fused ones are held against."""
 
 import copy
+import re
 
 import torch
 from peft_models import ids, peft_model
@@ -34,10 +35,14 @@ def step(model, autocast=False, seed=3, **inputs):
 
 
 def steps(model, autocast=False, **inputs):
-    """`step` on three batches, stacked: on one alone, how far rounding in two layers puts a small
-    gradient from the truth is luck, for eager and fused alike."""
-    found = [step(model, autocast, seed, **inputs) for seed in (3, 4, 5)]
-    return {name: torch.stack([one[name] for one in found]) for name in found[0]}
+    """`step` on three batches, with what is alike in every layer as one tensor: in one small
+    gradient alone, how far rounding in two layers puts it from the truth is luck, for eager and
+    fused alike."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for seed in (3, 4, 5):
+        for name, tensor in step(model, autocast, seed, **inputs).items():
+            found.setdefault(re.sub(r"layers\.\d+", "layers", name), []).append(tensor)
+    return {name: torch.stack(tensors) for name, tensors in found.items()}
 
 
 def assert_right(fused, plain, autocast=False, **inputs):
@@ -45,6 +50,7 @@ def assert_right(fused, plain, autocast=False, **inputs):
     truth = steps(copy.deepcopy(plain).double(), **inputs)
     assert got.keys() == eager.keys() == truth.keys() and len(truth) > 1
     for name in truth:
+        assert got[name].shape == truth[name].shape, name  # as many gradients
         assert got[name].dtype == eager[name].dtype, name
         if name == "loss":  # a mean over tokens, so eager's own error may cancel by chance
             error = relative_error(eager[name], truth[name])

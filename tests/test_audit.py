@@ -124,6 +124,15 @@ def test_a_kernel_that_was_not_launched_is_told_on_a_gpu():
     assert not_run(profile=half, on_gpu=False) is None  # where there are no kernels to see
 
 
+def test_of_a_compiled_layer_the_kernels_are_proof_enough():
+    """Its functions run inside those that torch.compile made of the layer."""
+    compiled, unseen = Recipe(fused=("mlp",), compiled=True), {"CompiledFunctionBackward": 2}
+    ran = Profile(functions_seen=unseen, kernels_seen=RAN.kernels_seen)
+    assert audit.not_run(compiled, MODULES, ran, on_gpu=True) is None
+    fell_back = Profile(functions_seen=unseen, kernels_seen={})
+    assert audit.not_run(compiled, MODULES, fell_back, on_gpu=True) is not None
+
+
 def test_a_library_is_known_by_its_own_kernels():
     assert not_run((), library="library", profile=Profile(kernels_seen={"_theirs": 1})) is None
     told = not_run((), library="library", profile=RAN)

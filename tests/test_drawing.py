@@ -173,11 +173,8 @@ def said(element):
 
 
 LETTERS = {size: letter for letter, size in draw_lora.DIMENSIONS.items()}
-NO_WORK = {"t", "view", "_unsafe_view", "detach", "prim::device"} | {
-    "empty",
-    "empty_like",
-    "new_empty",
-}
+NO_WORK = {"t", "view", "_unsafe_view", "split", "split_with_sizes", "detach", "prim::device"}
+NO_WORK |= {"empty", "empty_like", "new_empty"}
 
 
 class Trace(TorchDispatchMode):
@@ -191,10 +188,12 @@ class Trace(TorchDispatchMode):
         out = function(*args, **(kwargs or {}))
         name = function.name().removeprefix("aten::").split(".")[0]
         if name not in NO_WORK:
-            reads = [tensor for tensor in args if isinstance(tensor, torch.Tensor)]
+            reads, writes = [tensor for tensor in args if isinstance(tensor, torch.Tensor)], [out]
+            if name == "_foreach_copy_":
+                writes, reads = args[:2]
             if (kwargs or {}).get("beta") == 0:  # addmm_ does not read what it overwrites
                 del reads[0]
-            self.record({"_to_copy": "cast"}.get(name, name), reads, [out])
+            self.record({"_to_copy": "cast"}.get(name, name), reads, writes)
         return out
 
     def launch(self, kernel, *tensors):
@@ -238,6 +237,7 @@ def traced(request):
 
     with pytest.MonkeyPatch.context() as patch, FakeTensorMode(allow_non_fake_inputs=True):
         patch.setattr(swiglu, "_check", lambda *args, **tensors: None)  # there is no GPU here
+        test_counts.store_fp32_as_a_gpu_does(patch)
         x = torch.empty(1, tokens, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
         hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
         patch.setattr(swiglu, "_launch", forward.launch)
@@ -280,13 +280,13 @@ def test_what_is_drawn_as_saved_is_saved(traced):
 
 
 def saved_names():
-    """What LoRA_MLP.backward calls its saved tensors: x, gate, up, gate_A, ... down_weight."""
+    """What LoRA_MLP.backward calls its saved tensors: x, gate, up, z, A, ... down_weight."""
     tree, names = ast.parse(inspect.getsource(fast_lora)), {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple):
             targets = [getattr(name, "id", None) for name in node.targets[0].elts]
             names.setdefault(ast.unparse(node.value), targets)
-    return [name for name in names["ctx.saved_tensors"] + names["others"] if name]
+    return [name for name in names["ctx.saved_tensors"] + names["weights"] if name]
 
 
 def test_every_saved_tensor_and_every_kernel_is_named():
@@ -294,9 +294,9 @@ def test_every_saved_tensor_and_every_kernel_is_named():
     for frame in frames[1:]:  # of the forward that saves it and of the backward that reads it
         titles = {text["text"].split("\n")[0] for text in TEXTS if text["frameId"] == frame}
         names = saved_names()
-        assert names[:3] == ["x", "gate", "up"] and len(names) == 12
-        activations, weights = names[:3], names[3:]
-        assert {f"{name}, saved" for name in activations} | set(weights) <= titles
+        assert names[:4] == ["x", "gate", "up", "z"] and len(names) == 12
+        assert {f"{name}, saved" for name in names[:4]} <= titles
+        assert set(names[4:]) <= {name for title in titles for name in title.split(", ")}
     kernels = {name for name, value in vars(swiglu).items() if hasattr(value, "fn")}
     launched = {call.name for panel in draw_lora.draw()[1] for call in panel.calls.values()}
     assert kernels and kernels <= launched

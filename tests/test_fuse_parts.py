@@ -62,7 +62,8 @@ def test_every_function_runs_once_for_every_module_that_is_listed(device):
     fused, _, done = pair(device, Fusion(**ALL))
     tokens = ids(device)
     seen: dict[str, int] = {}
-    functions, todo = set(), [fused(input_ids=tokens, labels=tokens).loss.grad_fn]
+    loss = fused(input_ids=tokens, labels=tokens).loss  # which keeps the graph alive
+    functions, todo = set(), [loss.grad_fn]
     while todo:
         node = todo.pop()
         if node is not None and node not in functions:

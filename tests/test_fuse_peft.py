@@ -201,6 +201,23 @@ def test_fused_layers_under_torch_compile_are_within_the_error_budget(fp32_adapt
     assert_right(fused, plain, autocast=fp32_adapters)
 
 
+@pytest.mark.gpu
+def test_compiled_layers_still_run_fused(device):
+    """What torch.compile cannot follow might fall back to PEFT's own path, which is right too."""
+    from torch.profiler import ProfilerActivity, profile
+
+    fused = peft_model(device, dtype=torch.bfloat16)
+    fuse(fused, Fusion(mlp=True, rope=True, rms_norm=True))
+    for layer in layers(fused):
+        layer.compile(dynamic=False)
+    step(fused, autocast=True)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        step(fused, autocast=True)
+    names = {event.name for event in profiler.events()}
+    for kernel in ("_swiglu_forward", "_swiglu_backward", "_rope", "_rms_norm_backward"):
+        assert any(kernel in name for name in names), (kernel, names)
+
+
 def test_compiled_layers_share_their_code(device):
     """Each layer compiled by itself would reach dynamo's limit, and the rest would run uncompiled.
     Attention alone, because the interpreter cannot be compiled."""

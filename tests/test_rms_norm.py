@@ -43,8 +43,9 @@ def test_values_and_gradients_are_within_the_error_budget(dtype, shape, function
 @BOTH
 @pytest.mark.parametrize(
     ("eps", "shape"),
-    # of a single element with a small eps only the sign is left, and a gradient of nothing
-    [(0.0, (3, 52)), (1e-5, (3, 52)), (0.3, (3, 52)), (0.3, (9, 1))],
+    # of a single element with a small eps only the sign is left, and a gradient of nothing; many
+    # rows, because there two terms of like size cancel, and how well is luck in each
+    [(0.0, (3, 52)), (1e-5, (3, 52)), (0.3, (3, 52)), (0.3, (400, 1))],
     ids=str,
 )
 def test_eps_is_heeded(eps, shape, function, device):

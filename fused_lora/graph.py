@@ -1,0 +1,413 @@
+"""A whole training step as one CUDA graph: forward, backward, clipping, optimizer.
+
+The host launches one graph instead of thousands of kernels, so that a short step no longer waits
+for it. A graph repeats kernels at fixed addresses: batches are copied into buffers of its own, the
+learning rate is read from a tensor, and everything that the host decided is decided for good.
+
+Before a set of shapes is captured, EAGER_CALLS calls run as plain PyTorch: kernels get compiled and
+tuned, libraries get their workspaces, the optimizer makes its state. These are steps of the
+training like all others. So nothing has to be taken back, and the first loss is the first loss.
+
+https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
+"""
+
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+from .checkpoint import policy_of
+
+# One to compile and to make the optimizer's state, one that runs as all later ones will.
+EAGER_CALLS = 2
+
+
+class _Cuda:
+    """All that is asked of CUDA, for the model on one device."""
+
+    device_type = "cuda"
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        # one stream for all, so that what the eager calls set up for it is there at capture
+        self.stream = torch.cuda.Stream(device)
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def run(self, body: Callable[[], Tensor]) -> Tensor:
+        current = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            result = body()
+        current.wait_stream(self.stream)
+        return result
+
+    def capture(self, body: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        """What replays `body`, and the tensor in which a replay leaves its result."""
+        graph = torch.cuda.CUDAGraph()
+        mode = "thread_local"  # a data loader's thread may pin memory meanwhile
+        capture = torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode=mode)
+        with capture, _no_wait_for_the_device():
+            result = body()
+        return graph.replay, result
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+
+@contextmanager
+def _no_wait_for_the_device() -> Iterator[None]:
+    """PyTorch raises before it waits for the device. CUDA would only raise after it has broken the
+    capture, which leaves PyTorch's allocator capturing for the rest of the process (torch 2.13)."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the mode does not detect all
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+@dataclass(eq=False)
+class _Graph:
+    """One set of shapes: the buffers that it reads, and once it is captured what replays it."""
+
+    inputs: dict[str, Any]
+    eager_calls: int = 0
+    replay: Callable[[], None] | None = None
+    loss: Tensor | None = None
+    worked_on: dict[str, Any] | None = None
+
+
+class GraphedStep:
+    """A training step for one's own loop, captured in a CUDA graph for every set of shapes.
+
+    Equivalent PyTorch, for ``step.accumulate(**a); loss = step(**b)``::
+
+        for batch in (a, b):
+            with autocast():
+                loss = model(**batch).loss
+            (loss / accumulation_steps).backward()
+        clip_grad_norm_(parameters, max_grad_norm)  # the optimizer's, in its order
+        optimizer.step()
+        optimizer.zero_grad()
+        for refresh in after_update:
+            refresh()
+
+    The same kernels in the same order, dropout's random numbers included. `group["lr"]` stays the
+    user's: a scheduler or an assignment sets it, to a float or a tensor, and the next update reads
+    it, rounded to fp32 as ``lr=torch.tensor(lr)`` would be. There is no fp16 loss scaler in it.
+
+    Each set of shapes, dtypes and constants runs eagerly twice and is captured at its third call;
+    to accumulate is a graph of its own. From then on a call costs the host a copy of the batch and
+    one launch, and never waits for the device. What the host decides is decided at capture: call
+    `reset` after fuse(), another active adapter or other parameter groups. It is noticed and
+    refused when parameters or optimizer state were moved or loaded, when `requires_grad` or an
+    option of the optimizer changed. `model.training` has graphs of its own.
+
+    A model that asks whether it is being captured may do other work then: transformers' "sdpa"
+    attention builds a mask that the eager step does without, and loses its fast kernels. Where the
+    model takes it, ``attention_mask={"full_attention": None}`` says that there is no padding.
+
+    Held until `reset`: the memory of the largest graph, activations and all, shared by all graphs;
+    each graph's batch; with accumulation one gradient per parameter, else gradients live inside
+    the graph only. Eager calls need their memory beside it.
+
+    Args:
+        model: on one CUDA device; returns the loss, 0-d, or an output that has it as `.loss`.
+        optimizer: with capturable=True, over all parameters that the model trains.
+        autocast: makes the context of the forward, ``lambda: torch.autocast("cuda", dtype)``.
+        max_grad_norm: None clips nothing.
+        accumulation_steps: backward gets the loss divided by it; returned is the loss undivided.
+            Leave it with `num_items_in_batch`, which divides already.
+        after_update: called at the end of every update and captured with it, for what is computed
+            from the parameters (`Borders.refresh`).
+        max_graphs: how many graphs there may be.
+
+    Raises:
+        ValueError: the model, the optimizer or an input cannot be captured, there are more than
+            max_graphs sets of shapes, or what a graph works on has changed since its capture.
+        RuntimeError: the capture failed. Nothing of the step was done, all graphs are gone, and the
+            model trains eagerly as before. Out of memory stays torch.OutOfMemoryError.
+    """
+
+    _backend: type[_Cuda] = _Cuda  # the tests' own runs without a GPU
+    _cuda: _Cuda
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        autocast: Callable[[], AbstractContextManager] = nullcontext,
+        max_grad_norm: float | None = None,
+        accumulation_steps: int = 1,
+        after_update: Iterable[Callable[[], Any]] = (),
+        max_graphs: int = 8,
+    ):
+        if accumulation_steps < 1 or max_graphs < 1:
+            raise ValueError(
+                "GraphedStep wants accumulation_steps and max_graphs of at least 1, got "
+                f"{accumulation_steps} and {max_graphs}"
+            )
+        self.model = model
+        self.optimizer = optimizer
+        self.autocast = autocast
+        self.max_grad_norm = max_grad_norm
+        self.accumulation_steps = accumulation_steps
+        self.after_update = tuple(after_update)
+        self.max_graphs = max_graphs
+        self._graphs: dict[Hashable, _Graph] = {}
+        self.reset()
+
+    def __call__(self, **inputs: Any) -> Tensor:
+        """One update, from this batch and those accumulated before it; all `.grad`s are None then.
+
+        inputs: what the model is called with. Tensors are copied, from any device (from pinned
+        memory asynchronously). Anything else, None, numbers, strings and dicts of them, is a
+        constant whose every value is a graph of its own: give `num_items_in_batch` as a tensor.
+
+        Returns: this batch's loss, 0-d, detached, in memory of its own.
+        """
+        return self._run(inputs, update=True)
+
+    def accumulate(self, **inputs: Any) -> Tensor:
+        """The same without the update: this batch's gradients are added to the `.grad`s, which may
+        be read, changed or dropped (`optimizer.zero_grad`) before the next call."""
+        return self._run(inputs, update=False)
+
+    def reset(self) -> None:
+        """Drop all graphs and their memory; every set of shapes starts again with eager calls."""
+        if self._graphs:
+            self._cuda.synchronize()  # they may be running
+            self._graphs.clear()
+        groups = self.optimizer.param_groups
+        optimized = [parameter for group in groups for parameter in group["params"]]
+        # one that is shared between model and optimizer counts once
+        self._parameters = list(dict.fromkeys([*self.model.parameters(), *optimized]))
+        self._trained = [parameter for parameter in optimized if parameter.requires_grad]
+        self._check()
+        device = self._parameters[0].device
+        self._cuda = self._backend(device)
+        self._sums: list[Tensor] = []
+        self._lrs = torch.zeros(len(groups), device=device, dtype=torch.float32).unbind()
+        self._lr_values: list[float | None] = [None] * len(groups)
+
+    # --- one call ---------------------------------------------------------------------------------
+
+    def _run(self, inputs: dict[str, Any], update: bool) -> Tensor:
+        # gradients that are there are added to, as by backward()
+        accumulated = not update or any(p.grad is not None for p in self._trained)
+        key = update, accumulated, self.model.training, _form(inputs)
+        graph = self._graphs.get(key) or self._new_graph(key, inputs)
+        for name, value in inputs.items():
+            if isinstance(value, Tensor):
+                graph.inputs[name].copy_(value, non_blocking=True)
+        if update:
+            self._copy_lrs()
+        if graph.replay is None and graph.eager_calls < EAGER_CALLS:
+            loss = self._cuda.run(lambda: self._step(graph, update, accumulated))
+            graph.eager_calls += 1
+            return loss.clone()
+        if graph.replay is None:
+            self._capture(graph, update, accumulated)
+        else:
+            self._check_unchanged(graph, update)
+            if accumulated:
+                self._hold_gradients()
+        assert graph.replay is not None and graph.loss is not None
+        graph.replay()
+        if update and accumulated:
+            self.optimizer.zero_grad()  # a replay leaves the host's side of it to the host
+        return graph.loss.clone()
+
+    def _step(self, graph: _Graph, update: bool, accumulated: bool) -> Tensor:
+        """The step itself: run eagerly, then captured."""
+        with self.autocast():
+            output = self.model(**graph.inputs)
+        loss = getattr(output, "loss", output)
+        if not isinstance(loss, Tensor):
+            raise ValueError(
+                f"GraphedStep wants a loss from the model, got {type(loss).__name__}: give labels"
+            )
+        (loss if self.accumulation_steps == 1 else loss / self.accumulation_steps).backward()
+        without = sum(parameter.grad is None for parameter in self._trained)
+        if accumulated and without:  # the optimizer skips None, but not the zeros that are held
+            raise ValueError(
+                f"GraphedStep: {without} of {len(self._trained)} parameters of the optimizer get "
+                "no gradient; to accumulate, freeze them or leave them out of the optimizer"
+            )
+        if update:
+            if self.max_grad_norm is not None:
+                clip_grad_norm_(self._trained, self.max_grad_norm)
+            with self._lrs_as_tensors(), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "This instance was constructed with capturable")
+                self.optimizer.step()
+            self.optimizer.zero_grad()
+            for refresh in self.after_update:
+                refresh()
+        return loss.detach()
+
+    def _new_graph(self, key: Hashable, inputs: dict[str, Any]) -> _Graph:
+        if len(self._graphs) >= self.max_graphs:
+            given = ", ".join(f"{k} {list(getattr(v, 'shape', [v]))}" for k, v in inputs.items())
+            raise ValueError(
+                f"GraphedStep: {given} would be graph {len(self._graphs) + 1} of "
+                f"max_graphs={self.max_graphs}: pad batches to few lengths, or raise max_graphs"
+            )
+        if any(getattr(policy_of(m), "policy", "") == "offload" for m in self.model.modules()):
+            raise ValueError(
+                "GraphedStep cannot capture checkpoint='offload', whose copies to the host run "
+                "outside of the graph: use 'full' or 'selective'"
+            )
+        buffers = {
+            name: torch.empty(value.shape, dtype=value.dtype, device=self._cuda.device)
+            if isinstance(value, Tensor)
+            else value
+            for name, value in inputs.items()
+        }
+        return self._graphs.setdefault(key, _Graph(buffers))
+
+    def _capture(self, graph: _Graph, update: bool, accumulated: bool) -> None:
+        gradients = [parameter.grad for parameter in self._trained]
+        if accumulated:
+            self._hold_gradients()
+        causes = []
+
+        def step() -> Tensor:
+            try:
+                return self._step(graph, update, accumulated)
+            except Exception as error:
+                causes.append(error)  # what is raised when the capture then ends may hide it
+                raise
+
+        try:
+            graph.replay, graph.loss = self._cuda.capture(step)
+        except Exception as error:
+            for parameter, gradient in zip(self._trained, gradients, strict=True):
+                parameter.grad = gradient
+            self.reset()
+            cause = causes[0] if causes else error
+            if isinstance(cause, torch.OutOfMemoryError):
+                raise cause from None
+            reason = (str(cause).splitlines() or [""])[0]
+            raise RuntimeError(
+                f"GraphedStep: this step cannot be captured: {type(cause).__name__}: {reason}; "
+                "train it eagerly, or take out what raised this"
+            ) from cause
+        graph.worked_on = self._worked_on(update)
+
+    # --- what a graph finds outside of itself -----------------------------------------------------
+
+    def _hold_gradients(self) -> None:
+        """Let every `.grad` be the tensor that the graphs add to, with the value that it has."""
+        if not self._sums:
+            self._sums = [torch.empty_like(parameter) for parameter in self._trained]
+        empty = []
+        for parameter, held in zip(self._trained, self._sums, strict=True):
+            if parameter.grad is None:
+                empty.append(held)
+            elif parameter.grad is not held:
+                held.copy_(parameter.grad)
+            parameter.grad = held
+        if empty:
+            torch._foreach_zero_(empty)
+
+    def _copy_lrs(self) -> None:
+        """Bring each group's learning rate, whoever set it, to where the graphs read it."""
+        for index, (group, held) in enumerate(
+            zip(self.optimizer.param_groups, self._lrs, strict=True)
+        ):
+            lr = group["lr"]
+            if isinstance(lr, Tensor) and lr.device == held.device:
+                held.copy_(lr.squeeze())  # to see whether it changed, the host would have to wait
+                self._lr_values[index] = None
+            elif float(lr) != self._lr_values[index]:
+                held.fill_(float(lr))
+                self._lr_values[index] = float(lr)
+
+    @contextmanager
+    def _lrs_as_tensors(self) -> Iterator[None]:
+        groups = self.optimizer.param_groups
+        given = [group["lr"] for group in groups]
+        for group, held in zip(groups, self._lrs, strict=True):
+            group["lr"] = held
+        try:
+            yield
+        finally:
+            for group, lr in zip(groups, given, strict=True):
+                group["lr"] = lr
+
+    def _worked_on(self, update: bool) -> dict[str, Any]:
+        """What a graph was captured for, and must find unchanged when it is replayed."""
+        found: dict[str, Any] = {
+            "a parameter": [(p.data_ptr(), p.requires_grad) for p in self._parameters]
+        }
+        if update:
+            found["the optimizer's state"] = [
+                value.data_ptr()
+                for state in self.optimizer.state.values()
+                for value in state.values()
+                if isinstance(value, Tensor)
+            ]
+            names = self.optimizer.defaults.keys() - {"lr"}
+            found["an option of the optimizer"] = [
+                {name: group[name] for name in names} for group in self.optimizer.param_groups
+            ]
+        return found
+
+    def _check_unchanged(self, graph: _Graph, update: bool) -> None:
+        assert graph.worked_on is not None
+        now = self._worked_on(update)
+        changed = [what for what, value in graph.worked_on.items() if value != now[what]]
+        if changed:
+            raise ValueError(
+                f"GraphedStep: {changed[0]} is not what it was when this step was captured; call "
+                "reset() to capture it again (only lr may change without)"
+            )
+
+    def _check(self) -> None:
+        """Raise ValueError for what can be seen at once not to be capturable."""
+        devices = sorted({str(parameter.device) for parameter in self._parameters})
+        wanted = self._backend.device_type
+        if len(devices) != 1 or torch.device(devices[0]).type != wanted:
+            raise ValueError(
+                f"GraphedStep wants all parameters on one {wanted} device, got "
+                f"{', '.join(devices) or 'no parameters'}: move the model with .to('{wanted}')"
+            )
+        if not all(group.get("capturable") for group in self.optimizer.param_groups):
+            raise ValueError(
+                f"GraphedStep wants an optimizer with capturable=True, got "
+                f"{type(self.optimizer).__name__} without: use "
+                "torch.optim.AdamW(parameters, lr, fused=True, capturable=True)"
+            )
+        optimized = set(self._trained)
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad and parameter not in optimized:
+                raise ValueError(
+                    f"GraphedStep wants every parameter that requires a gradient in the optimizer, "
+                    f"got {name} outside of it: freeze it, or give it to the optimizer"
+                )
+
+
+def _form(inputs: dict[str, Any], nested: bool = False) -> tuple[Hashable, ...]:
+    """What the inputs of two calls must have in common to share a graph."""
+    form: list[Hashable] = []
+    for name, value in sorted(inputs.items()):
+        if isinstance(value, Tensor) and not nested:
+            form.append((name, value.shape, value.dtype))
+        elif isinstance(value, dict):
+            form.append((name, _form(value, nested=True)))
+        elif value is None or isinstance(value, (bool, int, float, str)):
+            form.append((name, type(value), value))
+        else:
+            raise ValueError(
+                "GraphedStep wants tensors and constants (None, numbers, strings, dicts of them) "
+                f"as inputs, got {name} as {type(value).__name__}: give its parts one by one"
+            )
+    return tuple(form)
