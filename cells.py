@@ -155,10 +155,16 @@ def measure_cells(
         interpreter.round_bf16_as_hardware_does()
     if VARIANTS[variant].library == "unsloth":
         import unsloth  # noqa: F401  (before transformers and peft, which it patches)
+    model = None
     for seq_len in seq_lens:
         measured: dict[str, Any] = {}  # filled as far as it comes
         try:
-            status = _measure(measured, plan, variant, seq_len, send)
+            if model is None or _is_made_for_one_length(variant):
+                model = None  # frees one before the next is built
+                model = _build_and_check(plan, variant, seq_len)
+            else:
+                models.set_adapters(model[0].model, plan.seed)
+            status = _measure(measured, plan, variant, seq_len, *model, send)
         except torch.OutOfMemoryError as error:
             status, measured["error"] = "oom", _first_line(error)
             if lie := audit.ran_out_of_memory(_allocator_failures(), measured["error"]):
@@ -173,14 +179,33 @@ def measure_cells(
             torch.cuda.empty_cache()
 
 
-def _measure(measured: dict[str, Any], plan: Plan, variant: str, seq_len: int, send: Send) -> str:
-    """Build the variant, hold it against the reference, time it, see what it ran; its status."""
+def _is_made_for_one_length(variant: str) -> bool:
+    """Unsloth's model, which is told the length and checkpoints by it, and a compiled one, of which
+    torch keeps only so many shapes."""
+    recipe = VARIANTS[variant]
+    return recipe.library == "unsloth" or recipe.compiled
+
+
+def _build_and_check(plan: Plan, variant: str, seq_len: int) -> tuple[Built, Any]:
+    """The variant, and how far it is from the reference: a `Parity`."""
     from parity import Reference, check
 
     built = plan.build(variant, seq_len)
-    measured |= {"settings": built.settings, "fused_modules": built.fused_modules}
+    reference = Reference.load(plan.reference_file())
+    return built, check(built, plan.parity_batches(), reference)
 
-    parity = check(built, plan.parity_batches(), Reference.load(plan.reference_file()))
+
+def _measure(
+    measured: dict[str, Any],
+    plan: Plan,
+    variant: str,
+    seq_len: int,
+    built: Built,
+    parity: Any,
+    send: Send,
+) -> str:
+    """Time the variant and see what it ran, if it is right; its status."""
+    measured |= {"settings": built.settings, "fused_modules": built.fused_modules}
     measured["parity"] = dataclasses.asdict(parity)
     if not parity.passed:
         measured["error"] = parity.problem

@@ -17,9 +17,10 @@ import torch
 
 from batches import Batch
 
-# Warm-up: at least this many steps, then on until the last three agree to this share of a step.
+# Warm-up: at least this many steps, then on until the last three agree to this share of a step, or
+# the host is so unsteady that they never will.
 MIN_WARMUP_STEPS = 4
-MAX_WARMUP_STEPS = 20
+MAX_WARMUP_STEPS = 10
 STEADY_SPREAD = 0.05
 
 
