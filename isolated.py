@@ -29,30 +29,19 @@ class Ended:
     output_tail: str
 
 
-# What nearly every process would begin with, 14 s of imports on the machine of the published run:
-# a server that has them, and never touched a GPU, is forked instead.
-PRELOADED = ("torch", "transformers", "peft")
-
-
 def run(
     function: Callable[..., None],
     *arguments: Any,
     on_message: Callable[[Any], None],
     silence_limit_s: float | None = None,
-    preloaded: bool = False,
 ) -> Ended:
     """Run ``function(send, *arguments)`` in a fresh process; `on_message` gets what it sends.
-
-    preloaded: whether the process may begin with PRELOADED imported.
 
     A process that sends nothing for `silence_limit_s` hangs, and is ended. Everything the process
     prints goes to a file, of which the last lines are kept. The process ends with its parent,
     whatever kills the parent.
     """
-    # neither forks this process, which would copy its threads and all that torch has set up
-    context: Any = multiprocessing.get_context("forkserver" if preloaded else "spawn")
-    if preloaded:
-        context.set_forkserver_preload(list(PRELOADED))
+    context = multiprocessing.get_context("spawn")  # fork would copy CUDA's and torch's state
     receiver, sender = context.Pipe(duplex=False)
     with tempfile.NamedTemporaryFile(prefix="lora-bench-", suffix=".log") as log:
         process = context.Process(target=_child, args=(sender, log.name, function, arguments))

@@ -47,7 +47,7 @@ from reports import (
     summary_table,
 )
 from summary import baseline_of, why_no_verdicts
-from variants import SUITES, VARIANTS
+from variants import SUITES
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -181,7 +181,6 @@ def run_next(
             seq_lens,
             on_message=on_message,
             silence_limit_s=asked["cell_timeout"],
-            preloaded=VARIANTS[variant].library != "unsloth",  # which must be imported first
         )
         if ended.error and len(finished) < len(seq_lens):
             error = f"{ended.error}\n{ended.output_tail}"

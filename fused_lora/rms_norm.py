@@ -64,9 +64,9 @@ def _rms_norm_forward_kernel(
         x = (x.to(tl.float32) + delta.to(tl.float32)).to(total_ptr.dtype.element_ty)
         tl.store(total_ptr + row * hidden + columns, x, mask=mask)
     x = x.to(tl.float32)
-    mean = tl.sum(x * x, axis=0) / hidden
-    # both rounded to nearest: once a row they cost nothing, and tl.rsqrt is only near. Compiled
-    # code passes eps in fp64
+    # rounded to nearest, which once a row costs nothing: `/` and tl.rsqrt are only near, and an
+    # error that all rows share adds up over the layers. Compiled code passes eps in fp64
+    mean = tl.div_rn(tl.sum(x * x, axis=0), 1.0 * hidden)
     rstd = tl.div_rn(1.0, tl.sqrt_rn((mean + eps).to(tl.float32)))
     y = x * rstd * weight
     tl.store(y_ptr + row * hidden + columns, y.to(y_ptr.dtype.element_ty), mask=mask)
@@ -104,7 +104,7 @@ def _rms_norm_backward_kernel(
         rstd = tl.load(rstd_ptr + row)
         normalised = x * rstd
         grad_normalised = grad_y * weight
-        mean = tl.sum(grad_normalised * normalised, axis=0) / hidden
+        mean = tl.div_rn(tl.sum(grad_normalised * normalised, axis=0), 1.0 * hidden)
         grad_x = rstd * (grad_normalised - normalised * mean)
         if grad_total_ptr is not None:
             grad_total_row = grad_total_ptr + row * grad_total_row_stride

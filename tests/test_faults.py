@@ -33,7 +33,7 @@ def run_cells(plan, tmp_path, monkeypatch):
     """run_experiment, in which `worker` stands for the processes that measure cells."""
 
     def run(worker, rounds=1, **changed):
-        def stand_in(function, plan, *rest, on_message, silence_limit_s=None, preloaded=False):
+        def stand_in(function, plan, *rest, on_message, silence_limit_s=None):
             if function is lora_bench.measure_cells:
                 return worker(*rest, on_message) or isolated.Ended(None, "")
             if function is lora_bench.measure_floor:
@@ -106,7 +106,7 @@ def test_a_worker_that_hangs_is_an_error_with_its_last_words_and_the_rest_goes_o
 def test_the_cell_timeout_reaches_the_process(plan, tmp_path, monkeypatch):
     limits = []
 
-    def run(function, *_, on_message, silence_limit_s=None, preloaded=False):
+    def run(function, *_, on_message, silence_limit_s=None):
         limits.append(silence_limit_s)
         return isolated.Ended("it died", "")
 

@@ -1,15 +1,12 @@
 """The functions below run in processes of their own, so they stand at the top of the module."""
 
 import contextlib
-import functools
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-
-import pytest
 
 import isolated
 
@@ -56,29 +53,6 @@ def send_now_and_then(send, times, pause_s):
     for number in range(times):
         send(number)
         time.sleep(pause_s)
-
-
-def send_what_is_imported(send):
-    send([name in sys.modules for name in isolated.PRELOADED])
-    import torch
-
-    send(torch.cuda.is_initialized())
-    isolated.SEEN = getattr(isolated, "SEEN", 0) + 1  # seen by nobody else
-    send(isolated.SEEN)
-
-
-@pytest.fixture(autouse=True, params=[False, True], ids=["spawned", "preloaded"])
-def preloaded(request, monkeypatch):
-    run = functools.partial(isolated.run, preloaded=request.param)
-    monkeypatch.setattr(isolated, "run", run)
-    return request.param
-
-
-def test_a_process_is_fresh_but_for_what_is_preloaded(preloaded):
-    for _ in range(2):
-        messages, ended = collect(send_what_is_imported)
-        assert ended.error is None
-        assert messages == [[preloaded] * len(isolated.PRELOADED), False, 1]
 
 
 def collect(function, *arguments):
@@ -155,7 +129,7 @@ def test_a_process_that_keeps_sending_may_take_longer_than_the_limit():
     assert (messages, ended.error) == (list(range(times)), None)
 
 
-def test_the_process_dies_with_a_killed_parent(tmp_path, preloaded):
+def test_the_process_dies_with_a_killed_parent(tmp_path):
     pid_file = tmp_path / "pid"
     parent = subprocess.Popen(
         [
@@ -163,8 +137,7 @@ def test_the_process_dies_with_a_killed_parent(tmp_path, preloaded):
             "-c",
             "import isolated, test_isolated as t, sys\n"
             "if __name__ == '__main__':\n"
-            f"    isolated.run(t.sleep_for_ever, {str(pid_file)!r}, on_message=print, "
-            f"preloaded={preloaded})",
+            f"    isolated.run(t.sleep_for_ever, {str(pid_file)!r}, on_message=print)",
         ],
         env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
     )
