@@ -28,6 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .bordered_linear import Bordered
 from .projection import Projection, read_projection
+from .rows import Handover
 from .site import is_kind
 
 SHARED_INPUT = {"Attention": ("q_proj", "k_proj", "v_proj"), "MLP": ("gate_proj", "up_proj")}
@@ -134,6 +135,8 @@ class Borders:
 
     def __init__(self, groups: list[Group], left: dict[str, str]):
         self.groups, self.left = groups, left
+        self._group_of = {one: group for group in groups for one in group.projections}
+        self.handover = Handover()
         self._optimizer_stepped = False
         # fused=True optimizers change parameters without PyTorch counting it (torch 2.13)
         hook = register_optimizer_step_post_hook(partial(_note_step, weakref.ref(self)))
@@ -143,6 +146,13 @@ class Borders:
         lines = [", ".join(group.names) for group in self.groups]
         lines += [f"left to PEFT: {name}: {reason}" for name, reason in self.left.items()]
         return "\n".join(lines)
+
+    def __reduce__(self):
+        # of a copied or unpickled model no weight lies in a buffer
+        return Borders, ([], {})
+
+    def group_of(self, projection: nn.Module) -> Group | None:
+        return self._group_of.get(projection)
 
     def refresh(self) -> int:
         """Copy every adapter into its border; returns the number of projections."""

@@ -8,14 +8,15 @@ the narrow side, else N does:
     dA = p' x,  dB = s dy' z
 """
 
+from collections.abc import Sequence
 from functools import reduce
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fused_mlp.utils import compute_dtype, scaled_matmul
+from fused_mlp.utils import compute_dtype
 
 
 class Bordered(NamedTuple):
@@ -32,6 +33,10 @@ class Bordered(NamedTuple):
     def out(self) -> int:
         return sum(self.out_features)
 
+    @property
+    def width(self) -> int:
+        return self.matrix.shape[1] - self.in_features
+
 
 def grow_k_forward(x_ext: Tensor, bordered: Bordered) -> Tensor:
     """y [T, out] from x_ext [T, in + width], whose first columns are x; x A' is written into the
@@ -46,10 +51,16 @@ def grow_n_forward(x: Tensor, bordered: Bordered) -> Tensor:
 
     Equivalent: ``y_ext = x @ M[:, :in].t() + bias; y_ext[:, :out] += y_ext[:, out:] @ sB.t()``.
     """
-    matrix, bias, inputs, out = *bordered[:3], bordered.out
-    y_ext = _product(x, matrix[:, :inputs], bias)
+    matrix, inputs, out = bordered.matrix, bordered.in_features, bordered.out
+    y_ext = extended_product(x, bordered)
     y_ext[:, :out].addmm_(y_ext[:, out:], matrix[:out, inputs:].t())
     return y_ext
+
+
+def extended_product(x: Tensor, bordered: Bordered) -> Tensor:
+    """[y | x A'] of `grow_n_forward` before its addition: ``x @ M[:, :in].t() + bias``."""
+    matrix, bias, inputs = bordered[:3]
+    return _product(x, matrix[:, :inputs], bias)
 
 
 def grow_k_backward(grad_ext: Tensor, bordered: Bordered) -> Tensor:
@@ -107,8 +118,8 @@ class BorderedLinear(torch.autograd.Function):
     def forward(ctx, x, *operands):
         *adapters, bordered = operands
         _check(x, adapters, bordered)
-        ctx.dtypes = [t.dtype for t in (x, *adapters)]
-        ctx.ranks = [A.shape[0] for A in adapters[::2]]
+        ctx.kinds = kinds_of(adapters)
+        ctx.dtype = x.dtype
         dtype = compute_dtype(x)
         x = x.to(dtype)
         matrix = bordered.matrix.to(dtype)
@@ -142,14 +153,10 @@ class BorderedLinear(torch.autograd.Function):
             )
         x, z, matrix = ctx.saved_tensors
         bordered = ctx.layout._replace(matrix=matrix)
-        inputs, outs, out = bordered.in_features, bordered.out_features, bordered.out
-        need_x, need_A, need_B = (
-            ctx.needs_input_grad[0], ctx.needs_input_grad[1:-1:2], ctx.needs_input_grad[2:-1:2]
-        )  # fmt: skip
+        inputs, out = bordered.in_features, bordered.out
+        need_x, needed = ctx.needs_input_grad[0], ctx.needs_input_grad[1:-1]
         grad_x = None
         p: Any = None
-        grad_A: list[Tensor | None] = [None] * len(outs)
-        grad_B: list[Tensor | None] = [None] * len(outs)
         with torch.autocast(x.device.type, enabled=False):
             grad = grad_output.reshape(-1, out).to(x.dtype)
             if need_x and out < inputs:
@@ -160,25 +167,63 @@ class BorderedLinear(torch.autograd.Function):
                 x_ext = grow_n_backward(grad, bordered)
                 grad_x = x_ext.view(*x.shape[:-1], x_ext.shape[1])[..., :inputs]
                 p = x_ext[:, inputs:]
-            elif any(need_A):
+            elif any(needed[::2]):
                 p = grad @ matrix[:out, inputs:]
-            starts = list(accumulate(bordered.blocks, initial=0))
-            if any(need_A):  # all in one product, even where one of them is frozen
-                # one cast for all, to the widest dtype among them, so that it loses nothing
-                dtype = reduce(torch.promote_types, ctx.dtypes[1::2])
-                stacked = (p.t() @ x.reshape(-1, inputs)).to(dtype)
-                for i, rank in enumerate(ctx.ranks):
-                    if need_A[i]:
-                        grad_A[i] = stacked[starts[i] : starts[i] + rank]
-            for i, one in enumerate(grad.split(outs, 1)):
-                if need_B[i]:
-                    columns = z[:, starts[i] : starts[i] + ctx.ranks[i]]
-                    grad_B[i] = scaled_matmul(one.t(), columns, bordered.scalings[i])
-        gradients = (grad_x, *chain.from_iterable(zip(grad_A, grad_B, strict=True)))
-        return *(
-            None if gradient is None else gradient.to(dtype)
-            for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
-        ), None
+            gradients = adapter_gradients(
+                bordered, ctx.kinds, needed, x.reshape(-1, inputs), grad, z, p
+            )
+        return None if grad_x is None else grad_x.to(ctx.dtype), *gradients, None
+
+
+def kinds_of(adapters: Sequence[Tensor]) -> list[tuple[int, torch.dtype]]:
+    """Rank and dtype of A, B, A, B ...: what `adapter_gradients` wants to know of them."""
+    return [(adapters[i - i % 2].shape[0], t.dtype) for i, t in enumerate(adapters)]
+
+
+def adapter_gradients(
+    bordered: Bordered,
+    kinds: Sequence[tuple[int, torch.dtype]],
+    needed: Sequence[bool],
+    x: Tensor,
+    grad: Tensor,
+    z: Tensor,
+    p: Tensor | None,
+) -> list[Tensor | None]:
+    """Gradients of A, B, A, B ... of the projections of one buffer, None where not needed.
+
+    Equivalent, for x [T, in], grad = dy [T, out], z = x A' and p = dy sB [T, width]:
+    ``p.t() @ x`` and ``s * (dy.t() @ z)``, of each projection its part, in the adapters' dtypes.
+
+    Each is one product for all projections, even where one of them is frozen. That of B computes
+    blocks off the diagonal, too; the time goes into reading dy, once.
+    """
+    gradients: list[Tensor | None] = [None] * len(kinds)
+    starts = list(accumulate(bordered.blocks, initial=0))[:-1]
+    if any(needed[::2]):
+        assert p is not None
+        # one dtype for all, the widest among them, so that it loses nothing
+        stacked = _sum_over_tokens(p, x, reduce(torch.promote_types, (d for _, d in kinds[::2])))
+        for i, start in enumerate(starts):
+            rank, dtype = kinds[2 * i]
+            if needed[2 * i]:
+                gradients[2 * i] = stacked[start : start + rank].to(dtype)
+    if any(needed[1::2]):
+        blocks = _sum_over_tokens(grad, z, torch.float32).split(bordered.out_features)
+        for i, (start, block) in enumerate(zip(starts, blocks, strict=True)):
+            rank, dtype = kinds[2 * i + 1]
+            if needed[2 * i + 1]:
+                # scaled and rounded at once, and contiguous, as a .grad has to be
+                gradient = block.new_empty(block.shape[0], rank, dtype=dtype)
+                torch.mul(block[:, start : start + rank], bordered.scalings[i], out=gradient)
+                gradients[2 * i + 1] = gradient
+    return gradients
+
+
+def _sum_over_tokens(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a' b, in fp32 at once where that is wanted and PyTorch can: on a GPU."""
+    if a.is_cuda and a.dtype != dtype == torch.float32:
+        return torch.mm(a.t(), b, out_dtype=dtype)
+    return a.t() @ b
 
 
 def _widened(rows: Tensor, columns: int) -> Tensor:
@@ -195,21 +240,26 @@ def _check(x: Tensor, adapters: list[Tensor], bordered: Bordered) -> None:
         raise ValueError(
             f"BorderedLinear: x is {list(x.shape)}, its last dimension should be {inputs}"
         )
-    wanted = len(bordered.out_features)
+    check_adapters("BorderedLinear", adapters, bordered)
+    if matrix.dtype != compute_dtype(x) and not torch.is_autocast_enabled(x.device.type):
+        raise ValueError(
+            f"BorderedLinear: the buffer is {matrix.dtype} and x {x.dtype}: give both one dtype, "
+            "or run under torch.autocast"
+        )
+
+
+def check_adapters(name: str, adapters: Sequence[Tensor], bordered: Bordered) -> None:
+    """Raise ValueError unless there is an A and a B of each projection that fit the border."""
+    inputs, wanted = bordered.in_features, len(bordered.out_features)
     if len(adapters) != 2 * wanted:
         raise ValueError(
-            f"BorderedLinear: {len(adapters)} adapter tensors given, should be {2 * wanted}: A and "
+            f"{name}: {len(adapters)} adapter tensors given, should be {2 * wanted}: A and "
             f"B of each of {wanted} projections"
         )
     for i, (A, B) in enumerate(zip(adapters[::2], adapters[1::2], strict=True)):
         out, block, r = bordered.out_features[i], bordered.blocks[i], A.shape[0]
         if A.shape != (r, inputs) or B.shape != (out, r) or r > block:
             raise ValueError(
-                f"BorderedLinear: A {i} is {list(A.shape)} and B {i} {list(B.shape)}, should be "
+                f"{name}: A {i} is {list(A.shape)} and B {i} {list(B.shape)}, should be "
                 f"[r, {inputs}] and [{out}, r] of one r up to {block}"
             )
-    if matrix.dtype != compute_dtype(x) and not torch.is_autocast_enabled(x.device.type):
-        raise ValueError(
-            f"BorderedLinear: the buffer is {matrix.dtype} and x {x.dtype}: give both one dtype, "
-            "or run under torch.autocast"
-        )

@@ -13,8 +13,10 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from . import checkpoint
+from .bordered import Borders, border, unborder
+from .bordered_sites import BorderedForward, borders_of
 from .site import FusedForward, Site, parts_of
-from .sites import PARTS
+from .sites import ON_BORDERS, PARTS
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,11 @@ class Fusion:
     rope: the rotary embedding of q and k in one kernel.
     rms_norm: every RMSNorm as one kernel, with the residual's addition where one stands before it.
     cross_entropy: the loss without logits, in training with labels (`output.logits` is None).
+    bordered: q, k and v; o; gate and up; down: each of the four as one product with its adapters in
+        it, on bordered weights (`bordered.py`), in the place of mlp and attention.
+    layer: all of a decoder layer as one autograd function on bordered weights (`decoder_layer.py`):
+        what bordered, mlp, attention, rope and rms_norm fuse in it runs when it itself may not.
+        Both move the model's base weights into buffers that have room for the adapters.
     checkpoint: "full", "offload" or "selective" gradient checkpointing of the layers (see
         `checkpoint.py`) in the place of the model's own; "" leaves that as it is.
     checkpoint_gib: for "selective", what the layers that are kept whole may hold together.
@@ -36,6 +43,8 @@ class Fusion:
     rope: bool = False
     rms_norm: bool = False
     cross_entropy: bool = False
+    bordered: bool = False
+    layer: bool = False
     checkpoint: str = ""
     checkpoint_gib: float | None = None
 
@@ -77,30 +86,50 @@ def fuse(model: nn.Module, fusion: Fusion) -> FusionReport:
     if not wanted and policy is None:
         parts = ", ".join(part.name for part in fields(fusion))
         raise ValueError(f"fuse: {fusion} asks for nothing; set at least one of {parts}")
+    running = {part for module in model.modules() for part in parts_of(module)}.union(wanted)
     layers = [layer for _, layer in _layers(model)]
     if policy is not None and not layers:
         raise ValueError(
             "fuse: checkpoint concerns no module of this model: it has no layers of transformers' "
             "GradientCheckpointingLayer"
         )
+    if "bordered" in running and not running.isdisjoint({"mlp", "attention"}):
+        raise ValueError(
+            "fuse: bordered=True runs the projections that mlp=True and attention=True run, in "
+            "another way: ask for it without them, after unfuse if they are there"
+        )
+    on_borders = not ON_BORDERS.isdisjoint(wanted)
+    borders = _borders_in(model)
+    if on_borders and borders is not None:
+        borders = _renew_borders(model)
     for part in wanted:
         reasons = [(name, site.why_not(module)) for name, module, site in _candidates(model, part)]
         if all(reason for _, reason in reasons):
             reason = reasons[0][1] if reasons else PARTS[part].none_found
             raise ValueError(f"fuse: {part}=True fuses no module of this model: {reason}")
-    for part in wanted:
+    if on_borders and borders is None:
+        borders = border(model)
+    # all that run fused, so that where a module runs several parts the last one's forward is set
+    for part in PARTS:
         for _, module, site in list(_candidates(model, part, listed_only=False)):
-            if site.why_not(module) is None:
-                runs = parts_of(module) | {part}
-                module.forward = FusedForward(site.forward, module, runs).forward
+            runs = parts_of(module)
+            if part in runs or (part in wanted and site.why_not(module) is None):
+                runs |= {part}
+                if ON_BORDERS.isdisjoint(runs):
+                    module.forward = FusedForward(site.forward, module, runs).forward
+                else:
+                    assert borders is not None
+                    module.forward = BorderedForward(site.forward, module, runs, borders).forward
     if policy is not None:
         policy.install(layers)
     return report(model)
 
 
 def unfuse(model: nn.Module) -> list[str]:
-    """Give every fused module of `model` its own forward back; returns their names."""
+    """Give every fused module of `model` its own forward back, and bordered weights memory of
+    their own; returns the names of the modules."""
     names = []
+    is_bordered = _borders_in(model) is not None
     for name, module in model.named_modules():
         if parts_of(module):
             del module.forward
@@ -108,17 +137,27 @@ def unfuse(model: nn.Module) -> list[str]:
         if checkpoint.policy_of(module):
             checkpoint.remove(module)
             names.append(name)
+    if is_bordered:
+        unborder(model)
     return list(dict.fromkeys(names))
 
 
 def report(model: nn.Module) -> FusionReport:
-    """What of `model` would run fused if it were called now (disabled adapters count as left)."""
+    """What of `model` would run fused if it were called now (disabled adapters count as left).
+    What is within a layer that runs fused as a whole is part of that and not listed by itself."""
     fused: dict[str, list[str]] = {}
     left: dict[str, str] = {}
     active = {part for module in model.modules() for part in parts_of(module)}
+    whole = tuple(
+        f"{name}."
+        for name, module, site in _candidates(model, "layer")
+        if "layer" in parts_of(module) and site.why_not(module) is None
+    )
     for part in (part for part in PARTS if part in active):
         fused[part] = []
         for name, module, site in _candidates(model, part):
+            if name.startswith(whole):
+                continue
             reason = site.why_not(module)
             if reason is None and part not in parts_of(module):
                 reason = "not asked for: it became able to run fused after fuse() was called"
@@ -139,6 +178,21 @@ def _candidates(
         if site.is_listed or not listed_only:
             for name, module in site.candidates(model):
                 yield name, module, site
+
+
+def _borders_in(model: nn.Module) -> Borders | None:
+    """The buffers that fused modules of the model run on."""
+    return next(filter(None, map(borders_of, model.modules())), None)
+
+
+def _renew_borders(model: nn.Module) -> Borders:
+    """New buffers, for weights may have left theirs, in the place of those in use."""
+    borders = border(model)
+    for module in model.modules():
+        if borders_of(module) is not None:
+            owner: Any = module.forward
+            owner.__self__.borders = borders
+    return borders
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

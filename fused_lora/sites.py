@@ -1,6 +1,6 @@
 """Every part of a model that can run fused: its sites, by the switch of `Fusion` that it is."""
 
-from . import layer_sites, loss_site
+from . import bordered_sites, layer_sites, loss_site
 from .site import Part, Site, having, reason_in, why_not_class
 
 PARTS = {
@@ -55,4 +55,39 @@ PARTS = {
         (Site(having("lm_head", "model"), loss_site.why_not_loss, loss_site.causal_lm_forward),),
         "it has no lm_head",
     ),
+    "bordered": Part(
+        (
+            Site(
+                having("q_proj", "k_proj", "v_proj"),
+                bordered_sites.why_not_qkv,
+                bordered_sites.attention_forward,
+            ),
+            Site(
+                layer_sites.output_projections,
+                bordered_sites.why_not_output,
+                bordered_sites.output_forward,
+            ),
+            Site(
+                having("gate_proj", "up_proj", "down_proj"),
+                bordered_sites.why_not_mlp,
+                bordered_sites.mlp_forward,
+            ),
+        ),
+        "it has no attention with q_proj, k_proj and v_proj and no MLP with gate_proj, up_proj and "
+        "down_proj",
+    ),
+    # last, for where a layer runs this part and rms_norm, this one's forward is the one that is set
+    "layer": Part(
+        (
+            Site(
+                having("self_attn", "post_attention_layernorm", "mlp"),
+                bordered_sites.why_not_layer,
+                bordered_sites.layer_forward,
+            ),
+        ),
+        "it has no decoder layer with self_attn, post_attention_layernorm and mlp",
+    ),
 }
+ON_BORDERS = frozenset(
+    {"bordered", "layer"}
+)  # the parts that want the model's weights in bordered buffers

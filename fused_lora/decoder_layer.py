@@ -1,0 +1,324 @@
+"""DecoderLayer: a whole Llama-like layer with its adapters as one autograd function, by hand.
+
+For a layer's input x [T, hidden], with M the bordered buffers (`bordered_linear.py`) of q, k and v,
+of o, of gate and up, and of down, forward in the order of execution:
+
+    n       = norm(x)                              into the first columns of [n | zn]
+    zn      = n A'                                 into its others
+    qkv     = [n | zn] M' + bias                   q, k and v side by side, in one product
+    q, k    turned where they lie (RoPE)
+    a       = attention(q, k, v)
+    [y|za]  = a M'
+    t       = x + y + za (sB)'                     the residual, in one pass
+    m       = norm(t),  zm = m A'                  as n and zn
+    gu      = [m | zm] M'                          gate and up side by side
+    h       = silu(gate) up
+    [y|zh]  = h M'
+    output  = t + y + zh (sB)'
+
+Backward, for the incoming g:
+
+    ph      = g sB                                 into the other columns of [g | ph]
+    dh      = [g | ph] M
+    h, dgu  = SwiGLU backward                      h over dh
+    dA, dB  = ph' h, s g' zh
+    [dm|pm] = dgu M,  dm += pm A
+    dA, dB  = pm' m, s dgu' zm                     of gate and up, each of the two in one product
+    dt      = norm backward of dm, plus g          into [dt | pa]
+    pa      = dt sB
+    da      = [dt | pa] M
+    dA, dB  = pa' a, s dt' za
+    dqkv    = attention backward, turned back
+    [dn|pn] = dqkv M,  dn += pn A
+    dA, dB  = pn' n, s dqkv' zn                    of q, k and v, each of the two in one product
+    dx      = norm backward of dn, plus dt
+
+So no adapter takes a pass over a [T, intermediate] tensor forward, and one over h and one over dgu
+backward. Per token of Qwen2.5-3B (hidden 2,048, intermediate 11,008, q and k and v 2,560; r = 32,
+bf16) it saves 70.2 kB: [n|zn] 4.3, qkv 5.1, a 4.1, t 4.1, [m|zm] 4.2, gu 44.0, za, zh, log-sum-exp
+and both rstd 0.2, and x 4.1, which is the output of the layer before.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fused_mlp.utils import compute_dtype
+
+from .bordered_linear import (
+    Bordered,
+    adapter_gradients,
+    check_adapters,
+    extended_product,
+    grow_k_backward,
+    grow_k_forward,
+    grow_n_backward,
+    kinds_of,
+)
+from .gate_up_swiglu import swiglu_backward, swiglu_forward
+from .qkv_rope import rope_backward, rope_forward, split_heads
+from .residual_kernels import add_adapted, rms_norm_backward, rms_norm_forward
+from .rows import Handover, as_rows, empty_rows
+from .sdpa import attention_backward, attention_forward
+
+PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
+GROUPS = ("qkv", "o", "gate_up", "down")  # the buffers that these lie in, of FrozenLayer
+
+
+class FrozenLayer(NamedTuple):
+    """What DecoderLayer needs and does not train."""
+
+    input_norm: Tensor  # [hidden]
+    post_norm: Tensor  # [hidden]
+    qkv: Bordered
+    o: Bordered
+    gate_up: Bordered
+    down: Bordered
+    input_eps: float
+    post_eps: float
+    heads: int
+    kv_heads: int
+    attention_scaling: float
+    handover: Handover
+    # False while checkpointing runs a layer again for what it saves: output is then not computed
+    output_needed: bool = True
+
+
+class DecoderLayer(torch.autograd.Function):
+    """``DecoderLayer.apply(hidden, cos, sin, mask, *adapters, frozen)``: a decoder layer.
+
+    Equivalent PyTorch, where norms, q_proj and so on are the layer's own::
+
+        n = input_norm(hidden)
+        q, k, v = (split_into_heads(proj(n)) for proj in (q_proj, k_proj, v_proj))
+        q, k = rope(q, k, cos, sin)
+        attended = F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=mask is None, scale=attention_scaling, enable_gqa=True)
+        total = hidden + o_proj(join_heads(attended))
+        m = post_norm(total)
+        output = total + down_proj(F.silu(gate_proj(m)) * up_proj(m))
+
+    Args:
+        hidden: [batch, positions, hidden], bf16, fp16 or fp32, of any strides, batch 0 included.
+        cos, sin: [batch or 1, positions, head_dim], as rope's. They get no gradient.
+        mask: None, for causal attention, or what scaled_dot_product_attention takes. Likewise.
+        adapters: A [r, in] and B [out, r] of q, k, v, o, gate, up and down, 14 tensors of any
+            dtype. They get the gradients; their values are those in the borders, which must be
+            fresh (`Borders.read`).
+        frozen: the buffers and norms, in hidden's dtype.
+
+    Returns:
+        [batch, positions, hidden], new, in hidden's dtype. Everything between products is fp32 and
+        rounds once. Gradients come in the dtype of what they belong to, and only for what asks for
+        one. Those of A and B are summed in fp32; those of the A that share an input lie in one
+        storage. The rows of hidden's are further apart than they are long.
+
+    Saved for backward: hidden, cos, sin, mask, the norms, the buffers and what the file's docstring
+    lists. No input, no incoming gradient and no saved tensor is written, so a second backward
+    through a retained graph is right. As deterministic as attention's backward is. Not twice
+    differentiable.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+        RuntimeError: from backward, under create_graph=True, or if a border was refreshed since.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, cos, sin, mask, *operands):
+        *adapters, frozen = operands
+        _check(hidden, cos, sin, adapters, frozen)
+        _, positions, width = hidden.shape
+        x = as_rows(hidden)
+        rows = x.shape[0]
+
+        normed = empty_rows(x, rows, frozen.qkv.matrix.shape[1])
+        input_rstd = rms_norm_forward(x, frozen.input_norm, frozen.input_eps, normed[:, :width])
+        qkv = grow_k_forward(normed, frozen.qkv)
+        rope_forward(qkv, cos, sin, frozen.heads, frozen.kv_heads)
+        q, k, v = split_heads(qkv, positions, frozen.heads, frozen.kv_heads)
+        attended, attention_saved, ctx.attention = attention_forward(
+            q, k, v, mask, frozen.attention_scaling
+        )
+        total = x.new_empty(rows, width)
+        z_o = _add_projected(x, _join_heads(attended), frozen.o, total)
+
+        post_normed = empty_rows(x, rows, frozen.gate_up.matrix.shape[1])
+        post_rstd = rms_norm_forward(
+            total, frozen.post_norm, frozen.post_eps, post_normed[:, :width]
+        )
+        gate_up = grow_k_forward(post_normed, frozen.gate_up)
+        if frozen.output_needed:
+            # not a view itself, or autograd would forbid to change it in place
+            output = x.new_empty(hidden.shape)
+            z_down = _add_projected(
+                total, swiglu_forward(gate_up), frozen.down, output.view(rows, width)
+            )
+        else:
+            output = x.new_zeros(1).expand(hidden.shape)
+            z_down = x.new_empty(rows, frozen.down.width)
+        # a tensor, so that checkpointing puts that of the second run in the place of the first's
+        has_z_down = torch.tensor(frozen.output_needed)
+
+        ctx.kinds = kinds_of(adapters)
+        # without the tensors, which save_for_backward keeps and watches
+        ctx.frozen = frozen._replace(
+            input_norm=None, post_norm=None,
+            **{name: getattr(frozen, name)._replace(matrix=None, bias=None) for name in GROUPS},
+        )  # fmt: skip
+        ctx.save_for_backward(
+            hidden, cos, sin, mask,
+            normed, input_rstd, qkv, attended, z_o,
+            total, post_normed, post_rstd, gate_up, z_down, has_z_down,
+            frozen.input_norm, frozen.post_norm, *(getattr(frozen, n).matrix for n in GROUPS),
+            *attention_saved,
+        )  # fmt: skip
+        return output
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        # see LoRA_W's for why not once_differentiable
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "DecoderLayer is not twice differentiable: call backward without "
+                "create_graph=True, or use the unfused layer"
+            )
+        (
+            hidden, cos, sin, mask,
+            normed, input_rstd, qkv, attended, z_o,
+            total, post_normed, post_rstd, gate_up, z_down, has_z_down,
+            input_norm, post_norm, qkv_matrix, o_matrix, gate_up_matrix, down_matrix,
+            *attention_saved,
+        ) = ctx.saved_tensors  # fmt: skip
+        of_qkv, of_o, of_gate_up, of_down = (
+            getattr(ctx.frozen, name)._replace(matrix=matrix)
+            for name, matrix in zip(
+                GROUPS, (qkv_matrix, o_matrix, gate_up_matrix, down_matrix), strict=True
+            )
+        )
+        need_hidden = ctx.needs_input_grad[0]
+        need_qkv, need_o, need_gate_up, need_down = _by_group(ctx.needs_input_grad[4:-1])
+        kinds_qkv, kinds_o, kinds_gate_up, kinds_down = _by_group(ctx.kinds)
+        heads, kv_heads = ctx.frozen.heads, ctx.frozen.kv_heads
+        _, positions, width = hidden.shape
+        x = as_rows(hidden)
+        rows = x.shape[0]
+
+        with torch.autocast(hidden.device.type, enabled=False):
+            # output = total + down(silu(gate) up)
+            grad = ctx.frozen.handover.take(grad_output, down_matrix.shape[0])
+            if grad is None:
+                grad = empty_rows(x, rows, down_matrix.shape[0])
+                grad[:, :width].copy_(as_rows(grad_output))
+            swiglu = grow_k_backward(
+                grad, of_down
+            )  # its gradient, which it then takes the place of
+            grad_gate_up = swiglu_backward(swiglu, gate_up, hidden=swiglu)
+            if not has_z_down:
+                z_down = swiglu @ down_matrix[of_down.out :, : of_down.in_features].t()
+            grad_down = adapter_gradients(
+                of_down, kinds_down, need_down, swiglu, grad[:, :width], z_down, grad[:, width:]
+            )
+            del swiglu  # at 16,384 tokens a [T, intermediate] is 361 MB: let it go early
+
+            # gate and up of the norm of total
+            grad_normed = grow_n_backward(grad_gate_up, of_gate_up)
+            grad_mlp = adapter_gradients(
+                of_gate_up, kinds_gate_up, need_gate_up,
+                post_normed[:, :width], grad_gate_up, post_normed[:, width:],
+                grad_normed[:, width:],
+            )  # fmt: skip
+            del grad_gate_up
+            grad_total = empty_rows(x, rows, o_matrix.shape[0])
+            rms_norm_backward(
+                grad_normed[:, :width], grad[:, :width], total, post_norm, post_rstd,
+                grad_total[:, :width],
+            )  # fmt: skip
+            del grad_normed, grad
+
+            # total = x + o(attended)
+            grad_attended = grow_k_backward(grad_total, of_o)
+            grad_o = adapter_gradients(
+                of_o, kinds_o, need_o,
+                _join_heads(attended), grad_total[:, :width], z_o, grad_total[:, width:],
+            )  # fmt: skip
+            q, k, v = split_heads(qkv, positions, heads, kv_heads)
+            by_head = q.shape[0], positions, heads, q.shape[3]
+            gradients = attention_backward(
+                grad_attended.view(by_head).transpose(1, 2),
+                q, k, v, mask, attended, attention_saved, ctx.attention,
+            )  # fmt: skip
+            grad_qkv = torch.empty_like(qkv)
+            rope_backward(*gradients, cos, sin, grad_qkv)
+            del grad_attended, gradients
+
+            # q, k and v of the norm of x
+            grad_z = grad_hidden = None
+            if need_hidden:
+                grad_normed = grow_n_backward(grad_qkv, of_qkv)
+                grad_z = grad_normed[:, width:]
+                # as the layer before would have it, in whose backward it is most likely to go
+                wide = empty_rows(x, rows, down_matrix.shape[0])
+                rms_norm_backward(
+                    grad_normed[:, :width], grad_total[:, :width], x, input_norm, input_rstd,
+                    wide[:, :width],
+                )  # fmt: skip
+                ctx.frozen.handover.offer(wide)
+                grad_hidden = wide[:, :width].view(hidden.shape)
+            elif any(need_qkv[::2]):
+                grad_z = grad_qkv @ qkv_matrix[: of_qkv.out, width:]
+            grad_attention = adapter_gradients(
+                of_qkv, kinds_qkv, need_qkv, normed[:, :width], grad_qkv, normed[:, width:], grad_z
+            )
+        gradients_of_adapters = *grad_attention, *grad_o, *grad_mlp, *grad_down
+        return grad_hidden, None, None, None, *gradients_of_adapters, None
+
+
+def _by_group(values: Sequence) -> tuple[Sequence, ...]:
+    """One value for each A and B, by the buffer that they belong to."""
+    return values[:6], values[6:8], values[8:12], values[12:]
+
+
+def _add_projected(residual: Tensor, x: Tensor, bordered: Bordered, total: Tensor) -> Tensor:
+    """Write residual + x W' + bias + s (x A') B' into total; returns x A'."""
+    matrix, inputs, out = bordered.matrix, bordered.in_features, bordered.out
+    y = extended_product(x, bordered)
+    z = y[:, out:].contiguous()  # its own, so that what is saved does not keep y
+    add_adapted(residual, y[:, :out], z, matrix[:out, inputs:], total)
+    return z
+
+
+def _join_heads(attended: Tensor) -> Tensor:
+    """[batch, heads, positions, head_dim] as rows of tokens; a view, if they lie by token."""
+    return as_rows(attended.transpose(1, 2).flatten(2))
+
+
+def _check(
+    hidden: Tensor, cos: Tensor, sin: Tensor, adapters: Sequence[Tensor], frozen: FrozenLayer
+) -> None:
+    """Raise ValueError where shapes or dtypes do not fit together, naming the tensor."""
+    name = "DecoderLayer"
+    qkv = frozen.qkv
+    if hidden.ndim != 3 or hidden.shape[2] != qkv.in_features:
+        raise ValueError(
+            f"{name}: hidden is {list(hidden.shape)}, should be [batch, positions, "
+            f"{qkv.in_features}]"
+        )
+    if compute_dtype(hidden) != hidden.dtype or qkv.matrix.dtype != hidden.dtype:
+        raise ValueError(
+            f"{name}: hidden is {hidden.dtype}, the buffers {qkv.matrix.dtype} and the dtype of "
+            f"the computation {compute_dtype(hidden)}: give all one dtype, or use the unfused layer"
+        )
+    if cos.requires_grad or sin.requires_grad:
+        raise ValueError(
+            f"{name}: cos or sin requires a gradient, which it would not get: detach them, or use "
+            "the unfused layer"
+        )
+    if len(adapters) != 2 * len(PROJECTIONS):
+        raise ValueError(
+            f"{name}: {len(adapters)} adapter tensors given, should be {2 * len(PROJECTIONS)}: A "
+            f"and B of {', '.join(PROJECTIONS)}"
+        )
+    for group, tensors in zip(GROUPS, _by_group(adapters), strict=True):
+        check_adapters(f"{name}: {group}", tensors, getattr(frozen, group))

@@ -1,0 +1,229 @@
+"""RoPE on [q | k | v], the rows that one product of all three writes and one takes gradients of.
+
+    rope_forward     q and k turned where they lie
+    rope_backward    [grad_q | grad_k | grad_v], q and k turned back, from three tensors
+
+(`rope.py` has the mathematics.) So the kernel that turns the gradients back is also the one that
+puts them side by side, from whatever layout attention's backward left them in.
+
+Traffic: q and k are read and written once, and backward v too. Arithmetic is fp32 and rounds once,
+at the store. Deterministic. `rope_forward` writes over what it reads: it is for a buffer that the
+caller made and has shown to nobody.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launching import DTYPES, next_power_of_2, on_device_of
+from .rows import check_alike, check_rows
+
+
+@triton.jit
+def _turn_heads(
+    x_ptr,  # the first head of one token
+    turned_ptr,  # likewise, heads side by side, written; may be x_ptr
+    head_stride,
+    cos_1,  # [BLOCK_HALF], fp32
+    cos_2,
+    sin_1,
+    sin_2,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):
+    # int64: heads may lie further apart than tokens
+    head = tl.arange(0, BLOCK_HEADS).to(tl.int64)[:, None]
+    feature = tl.arange(0, BLOCK_HALF)[None, :]
+    mask = (head < HEADS) & (feature < HALF)
+    x = x_ptr + head * head_stride + feature
+    x_1 = tl.load(x, mask=mask).to(tl.float32)
+    x_2 = tl.load(x + HALF, mask=mask).to(tl.float32)
+    turned_1 = x_1 * cos_1[None, :] - x_2 * sin_1[None, :]
+    turned_2 = x_2 * cos_2[None, :] + x_1 * sin_2[None, :]
+    turned = turned_ptr + head * (2 * HALF) + feature
+    dtype = turned_ptr.dtype.element_ty
+    tl.store(turned, turned_1.to(dtype), mask=mask)
+    tl.store(turned + HALF, turned_2.to(dtype), mask=mask)
+
+
+@triton.jit
+def _rope_kernel(
+    q_ptr,  # [batch, HEADS, positions, 2 HALF]
+    k_ptr,  # [batch, KV_HEADS, positions, 2 HALF]
+    v_ptr,  # as k, or None: what lies there stays
+    cos_ptr,  # [batch or 1, positions, 2 HALF], contiguous
+    sin_ptr,  # as cos
+    qkv_ptr,  # [batch * positions, (HEADS + 2 KV_HEADS) 2 HALF], written
+    positions,
+    q_batch_stride,
+    q_head_stride,
+    q_position_stride,
+    k_batch_stride,
+    k_head_stride,
+    k_position_stride,
+    v_batch_stride,
+    v_head_stride,
+    v_position_stride,
+    cos_batch_stride,  # 0 where all sequences share their angles
+    qkv_row_stride,
+    BACKWARD: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_KV_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    batch = token // positions
+    position = token % positions
+
+    feature = tl.arange(0, BLOCK_HALF)
+    mask = feature < HALF
+    angle = batch * cos_batch_stride + position * (2 * HALF) + feature
+    cos_1 = tl.load(cos_ptr + angle, mask=mask).to(tl.float32)
+    cos_2 = tl.load(cos_ptr + angle + HALF, mask=mask).to(tl.float32)
+    sin_1 = tl.load(sin_ptr + angle, mask=mask).to(tl.float32)
+    sin_2 = tl.load(sin_ptr + angle + HALF, mask=mask).to(tl.float32)
+    if BACKWARD:
+        sin_1, sin_2 = -sin_2, -sin_1
+
+    row = qkv_ptr + token * qkv_row_stride
+    _turn_heads(
+        q_ptr + batch * q_batch_stride + position * q_position_stride,
+        row,
+        q_head_stride, cos_1, cos_2, sin_1, sin_2, HEADS, HALF, BLOCK_HEADS, BLOCK_HALF,
+    )  # fmt: skip
+    _turn_heads(
+        k_ptr + batch * k_batch_stride + position * k_position_stride,
+        row + HEADS * 2 * HALF,
+        k_head_stride, cos_1, cos_2, sin_1, sin_2, KV_HEADS, HALF, BLOCK_KV_HEADS, BLOCK_HALF,
+    )  # fmt: skip
+    if v_ptr is not None:
+        head = tl.arange(0, BLOCK_KV_HEADS).to(tl.int64)[:, None]
+        feature = tl.arange(0, 2 * BLOCK_HALF)[None, :]
+        mask = (head < KV_HEADS) & (feature < 2 * HALF)
+        v = v_ptr + batch * v_batch_stride + position * v_position_stride
+        v_row = row + (HEADS + KV_HEADS) * 2 * HALF
+        value = tl.load(v + head * v_head_stride + feature, mask=mask)
+        tl.store(v_row + head * (2 * HALF) + feature, value, mask=mask)
+
+
+def split_heads(qkv: Tensor, positions: int, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
+    """q, k and v of qkv [batch * positions, (heads + 2 kv_heads) head_dim], as views [batch, heads
+    or kv_heads, positions, head_dim]."""
+    rows, columns = qkv.shape
+    parts = heads + 2 * kv_heads
+    by_head = qkv.view(rows // max(positions, 1), positions, parts, columns // parts)
+    return by_head.transpose(1, 2).split((heads, kv_heads, kv_heads), dim=1)
+
+
+def rope_forward(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> None:
+    """Turn q and k, where they lie in qkv, by the angles of their positions.
+
+    Equivalent PyTorch, for `rope` of rope.py::
+
+        q, k, v = split_heads(qkv, positions, heads, kv_heads)
+        for x, turned in zip((q, k), rope(q, k, cos, sin)):
+            x.copy_(turned)
+
+    Args:
+        qkv: [batch * positions, (heads + 2 kv_heads) head_dim], of the caller's own making.
+        cos, sin: [batch or 1, positions, head_dim], bf16, fp16 or fp32. What is not contiguous is
+            copied first. Sequences of one cos and sin may be any number.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or strides do not fit, or no kernel can run on them.
+    """
+    check_rows("rope_forward", _rope_kernel, qkv.shape, qkv=qkv)
+    _batch("rope_forward", qkv, cos, sin, heads, kv_heads)
+    q, k, _ = split_heads(qkv, cos.shape[1], heads, kv_heads)
+    _turn(q, k, None, cos, sin, qkv)
+
+
+def rope_backward(
+    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor, grad_qkv: Tensor
+) -> None:
+    """Write the gradient of what `rope_forward` was given into grad_qkv.
+
+    Equivalent PyTorch: ``torch.autograd.grad((q, k, v), qkv, (grad_q, grad_k, grad_v))[0]``, q and
+    k being turned, where grad_q is [batch, heads, positions, head_dim] and grad_k and grad_v are
+    [batch, kv_heads, positions, head_dim]. They may lie in any order; what has no elements of a
+    head side by side is copied first.
+
+    Raises:
+        ValueError: as `rope_forward`.
+    """
+    name = "rope_backward"
+    check_rows(name, _rope_kernel, grad_qkv.shape, grad_qkv=grad_qkv)
+    (_, heads, _, head_dim), kv_heads = grad_q.shape, grad_k.shape[1]
+    batch = _batch(name, grad_qkv, cos, sin, heads, kv_heads)
+    positions = cos.shape[1]
+    for key, gradient, count in (
+        ("grad_q", grad_q, heads), ("grad_k", grad_k, kv_heads), ("grad_v", grad_v, kv_heads)
+    ):  # fmt: skip
+        if gradient.shape != (batch, count, positions, head_dim):
+            raise ValueError(
+                f"{name}: {key} is {list(gradient.shape)}, should be "
+                f"{[batch, count, positions, head_dim]}"
+            )
+        check_alike(name, key, gradient, grad_qkv)
+    _turn(grad_q, grad_k, grad_v, cos, sin, grad_qkv)
+
+
+def _turn(q: Tensor, k: Tensor, v: Tensor | None, cos: Tensor, sin: Tensor, qkv: Tensor) -> None:
+    """Write q and k, turned, and v, if any, side by side into qkv; back, where v is there."""
+    batch, heads, positions, head_dim = q.shape
+    kv_heads, half = k.shape[1], head_dim // 2
+    if batch * positions == 0:
+        return  # an empty grid cannot be launched
+    q, k = _features_together(q), _features_together(k)
+    v = None if v is None else _features_together(v)
+    cos, sin = cos.contiguous(), sin.contiguous()
+    block_heads, block_half = next_power_of_2(heads), next_power_of_2(half)
+    with on_device_of(qkv):
+        _rope_kernel[(batch * positions,)](
+            q, k, v, cos, sin, qkv,
+            positions,
+            *q.stride()[:3], *k.stride()[:3], *(k if v is None else v).stride()[:3],
+            0 if cos.shape[0] == 1 else cos.stride(0),
+            qkv.stride(0),
+            v is not None,
+            heads, kv_heads, half, block_heads, next_power_of_2(kv_heads), block_half,
+            # 8 bf16 values, one 16-byte load, per thread and half of q
+            num_warps=min(max(block_heads * block_half // 256, 1), 16),
+        )  # fmt: skip
+
+
+def _features_together(x: Tensor) -> Tensor:
+    return x if x.stride(3) == 1 else x.contiguous()
+
+
+def _batch(name: str, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> int:
+    """How many sequences qkv is of; ValueError where it, cos and sin do not fit together."""
+    rows, columns = qkv.shape
+    if cos.ndim != 3 or cos.shape[2] % 2 or cos.shape != sin.shape:
+        raise ValueError(
+            f"{name}: cos is {list(cos.shape)} and sin {list(sin.shape)}, should both be [batch or "
+            "1, positions, head_dim], head_dim even"
+        )
+    sequences, positions, head_dim = cos.shape
+    batch = rows // max(positions, 1)
+    if (
+        batch * positions != rows
+        or sequences not in (1, batch)
+        or (columns != (heads + 2 * kv_heads) * head_dim)
+    ):
+        raise ValueError(
+            f"{name}: [q | k | v] is {list(qkv.shape)}, should be [batch * {positions}, "
+            f"{heads + 2 * kv_heads} * {head_dim}] as cos is {list(cos.shape)}"
+        )
+    for key, angle in (("cos", cos), ("sin", sin)):
+        if angle.dtype not in DTYPES or angle.device != qkv.device:
+            raise ValueError(
+                f"{name}: {key} is {angle.dtype} on {angle.device}, should be bfloat16, float16 or "
+                f"float32 on {qkv.device} as [q | k | v] is"
+            )
+    return batch

@@ -1,0 +1,233 @@
+"""What touches a decoder layer's residual: RMSNorm into the first columns of a wider buffer, its
+backward, and the residual's sum with what an adapted projection gives.
+
+    rms_norm_forward    y = x r w,   r = 1 / sqrt(mean(x^2) + eps)
+    rms_norm_backward   grad_x = r (g - n mean(g n)) + grad_residual,   n = x r,  g = grad_y w
+    add_adapted         total = residual + y + z B'
+
+(`rms_norm.py` derives the second.) A bordered product wants its input as [x | x A'], so the norm
+writes x where the product reads it, with a row stride of its own, and no copy is made.
+
+Traffic in tensors of x's size: 2, 4 (grad_y, x, grad_residual, grad_x) and 3. `add_adapted` is an
+addition that finishes a product: with z B' by cuBLAS and the sum in the norm after it, they would
+be 6 with the norm's own and not 5, and 5 and not 3 where no norm follows. It is not in the norm
+itself: that wants whole rows, of which a multiprocessor holds too few to read B [hidden, rank]
+rarely enough. z and B are small, z [rows, rank] read once for every BLOCK_COLUMNS columns.
+
+Arithmetic is fp32 and rounds once, at the store. Deterministic. Every operand may have rows any
+stride apart.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launching import cdiv, next_power_of_2, on_device_of
+from .rows import check_alike, check_rows
+
+# One program holds a row in registers; see rms_norm.py.
+MAX_HIDDEN = 65_536
+
+# A tile of 64 x 128 is 8,192 sums, 64 registers a thread in 4 warps.
+BLOCK_ROWS, BLOCK_COLUMNS, MAX_BLOCK_RANK = 64, 128, 64
+
+
+@triton.jit
+def _rms_norm_forward_kernel(
+    x_ptr,  # [rows, hidden]
+    weight_ptr,  # [hidden]
+    y_ptr,  # [rows, hidden], written
+    rstd_ptr,  # [rows] fp32, written
+    x_row_stride,
+    y_row_stride,
+    hidden,
+    eps,
+    BLOCK: tl.constexpr,
+):
+    # int64: from 1,048,576 rows of 2,048 on, an int32 offset overflows
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < hidden
+    # 0.0 behind the end, which adds nothing to the sum of squares
+    x = tl.load(x_ptr + row * x_row_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(x * x, axis=0) / hidden + eps)
+    y = x * rstd * weight
+    tl.store(y_ptr + row * y_row_stride + columns, y.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(rstd_ptr + row, rstd)
+
+
+@triton.jit
+def _rms_norm_backward_kernel(
+    grad_y_ptr,  # [rows, hidden]
+    grad_residual_ptr,  # [rows, hidden]
+    x_ptr,  # [rows, hidden], what was normalised
+    weight_ptr,  # [hidden]
+    rstd_ptr,  # [rows] fp32
+    grad_x_ptr,  # [rows, hidden], written
+    grad_y_row_stride,
+    grad_residual_row_stride,
+    x_row_stride,
+    grad_x_row_stride,
+    hidden,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < hidden
+    grad_y = tl.load(grad_y_ptr + row * grad_y_row_stride + columns, mask=mask, other=0.0)
+    x = tl.load(x_ptr + row * x_row_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    residual_row = grad_residual_ptr + row * grad_residual_row_stride
+    grad_residual = tl.load(residual_row + columns, mask=mask, other=0.0).to(tl.float32)
+    rstd = tl.load(rstd_ptr + row)
+    normalised = x * rstd
+    grad_normalised = grad_y.to(tl.float32) * weight
+    mean = tl.sum(grad_normalised * normalised, axis=0) / hidden
+    grad_x = rstd * (grad_normalised - normalised * mean) + grad_residual
+    grad_x_row = grad_x_ptr + row * grad_x_row_stride
+    tl.store(grad_x_row + columns, grad_x.to(grad_x_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _add_adapted_kernel(
+    residual_ptr,  # [rows, columns]
+    y_ptr,  # [rows, columns]
+    z_ptr,  # [rows, rank]
+    B_ptr,  # [columns, rank]
+    total_ptr,  # [rows, columns], written
+    rows,
+    columns,
+    rank,
+    residual_row_stride,
+    y_row_stride,
+    z_row_stride,
+    B_row_stride,
+    total_row_stride,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    row = (tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS))[:, None]
+    column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    B_row = B_ptr + column.to(tl.int64)[None, :] * B_row_stride
+    adapted = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
+    for start in range(0, rank, BLOCK_RANK):
+        k = start + tl.arange(0, BLOCK_RANK)
+        z_mask = (row < rows) & (k < rank)[None, :]
+        z = tl.load(z_ptr + row * z_row_stride + k[None, :], mask=z_mask, other=0.0)
+        B_mask = (column < columns)[None, :] & (k < rank)[:, None]
+        B = tl.load(B_row + k[:, None], mask=B_mask, other=0.0)
+        adapted = tl.dot(z.to(tl.float32), B.to(tl.float32), adapted, input_precision=PRECISION)
+    column = column[None, :]
+    mask = (row < rows) & (column < columns)
+    residual = tl.load(residual_ptr + row * residual_row_stride + column, mask=mask)
+    y = tl.load(y_ptr + row * y_row_stride + column, mask=mask)
+    total = residual.to(tl.float32) + (y.to(tl.float32) + adapted)
+    total_tile = total_ptr + row * total_row_stride + column
+    tl.store(total_tile, total.to(total_ptr.dtype.element_ty), mask=mask)
+
+
+def rms_norm_forward(x: Tensor, weight: Tensor, eps: float, y: Tensor) -> Tensor:
+    """Write the norm of x into y; returns rstd, [rows] fp32.
+
+    Equivalent PyTorch, for x and y [rows, hidden] and weight [hidden], all of one dtype::
+
+        rstd = torch.rsqrt(x.float().pow(2).mean(-1) + eps)
+        y.copy_(x.float() * rstd[:, None] * weight.float())
+
+    Raises:
+        ValueError: shapes, dtypes, devices or strides do not fit, or no kernel can run on them.
+    """
+    rows, hidden = x.shape
+    check_rows("rms_norm_forward", _rms_norm_forward_kernel, x.shape, x=x, y=y)
+    _check_hidden("rms_norm_forward", x, weight)
+    rstd = x.new_empty(rows, dtype=torch.float32)
+    if rows:  # an empty grid cannot be launched
+        with on_device_of(x):
+            _rms_norm_forward_kernel[(rows,)](
+                x, weight, y, rstd, x.stride(0), y.stride(0), hidden, eps, **_block(hidden)
+            )
+    return rstd
+
+
+def rms_norm_backward(
+    grad_y: Tensor, grad_residual: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, grad_x: Tensor
+) -> None:
+    """Write the gradient of x, which was normalised and goes on as the residual, into grad_x.
+
+    Equivalent PyTorch, for [rows, hidden] tensors of one dtype, y being the norm of x::
+
+        grad_x.copy_(torch.autograd.grad(y, x, grad_y)[0] + grad_residual)
+
+    weight and rstd are as `rms_norm_forward` had them and gave it; weight gets no gradient.
+
+    Raises:
+        ValueError: as `rms_norm_forward`.
+    """
+    check_rows(
+        "rms_norm_backward", _rms_norm_backward_kernel, x.shape,
+        grad_y=grad_y, grad_residual=grad_residual, x=x, grad_x=grad_x,
+    )  # fmt: skip
+    _check_hidden("rms_norm_backward", x, weight)
+    rows, hidden = x.shape
+    if rows:
+        with on_device_of(x):
+            _rms_norm_backward_kernel[(rows,)](
+                grad_y, grad_residual, x, weight, rstd, grad_x,
+                grad_y.stride(0), grad_residual.stride(0), x.stride(0), grad_x.stride(0),
+                hidden, **_block(hidden),
+            )  # fmt: skip
+
+
+def add_adapted(residual: Tensor, y: Tensor, z: Tensor, B: Tensor, total: Tensor) -> None:
+    """Write the residual plus an adapted projection's two parts into total.
+
+    Equivalent PyTorch, for residual, y and total [rows, columns], z [rows, rank] and
+    B [columns, rank], all of one dtype: ``total.copy_(residual + y + z @ B.t())``, in fp32.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or strides do not fit, or no kernel can run on them.
+    """
+    check_rows(
+        "add_adapted", _add_adapted_kernel, residual.shape, residual=residual, y=y, total=total
+    )
+    rows, columns = residual.shape
+    rank = z.shape[-1]
+    for key, tensor, shape in (("z", z, (rows, rank)), ("B", B, (columns, rank))):
+        check_rows("add_adapted", _add_adapted_kernel, shape, **{key: tensor})
+        check_alike("add_adapted", key, tensor, residual)
+    if rows == 0:
+        return
+    grid = cdiv(rows, BLOCK_ROWS), cdiv(columns, BLOCK_COLUMNS)
+    with on_device_of(residual):
+        _add_adapted_kernel[grid](
+            residual, y, z, B, total,
+            rows, columns, rank,
+            residual.stride(0), y.stride(0), z.stride(0), B.stride(0), total.stride(0),
+            BLOCK_ROWS, BLOCK_COLUMNS,
+            # tl.dot wants 16 at least
+            min(max(next_power_of_2(rank), 16), MAX_BLOCK_RANK),
+            # bf16 and fp16 have no more bits than tf32, so that they lose nothing
+            "ieee" if z.dtype == torch.float32 else "tf32",
+            num_warps=4,
+        )  # fmt: skip
+
+
+def _check_hidden(name: str, x: Tensor, weight: Tensor) -> None:
+    hidden = x.shape[1]
+    if not 1 <= hidden <= MAX_HIDDEN:
+        raise ValueError(f"{name}: x is {list(x.shape)}, hidden should be from 1 to {MAX_HIDDEN}")
+    if weight.shape != (hidden,) or not weight.is_contiguous():
+        raise ValueError(
+            f"{name}: weight is {list(weight.shape)}, should be [{hidden}] and contiguous"
+        )
+    check_alike(name, "weight", weight, x)
+
+
+def _block(hidden: int) -> dict[str, int]:
+    block = next_power_of_2(hidden)
+    # 8 bf16 values, one 16-byte load, per thread and tensor
+    return {"BLOCK": block, "num_warps": min(max(block // 256, 1), 16)}

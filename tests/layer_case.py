@@ -1,0 +1,94 @@
+"""Decoder layers and models on bordered weights beside plain PEFT's, and one layer's gradients."""
+
+import copy
+
+import fused_case
+import torch
+from peft_models import LAYERS, adapt, base_model
+from reference import assert_within_budget, random, relative_error
+
+from fused_lora import Fusion, fuse
+
+LAYER = Fusion(layer=True)
+FAMILIES = ("Qwen2", "Llama", "Mistral")
+
+
+def peft_model(device, family="Qwen2", dtype=torch.float32, config=None, **lora):
+    """As peft_models', with PyTorch's attention and without a cache, and `config` changed."""
+    base = base_model(device, family, dtype, **({"attn_implementation": "sdpa"} | (config or {})))
+    base.config.use_cache = False
+    model = adapt(base, device, **lora)
+    # logits of one unit: with those of four, rounding decides a token here and there, and the error
+    # of that one is all that is seen
+    for name, parameter in model.named_parameters():
+        if ".q_proj.base_layer" in name or ".q_proj.lora_B" in name:
+            parameter.data.mul_(0.25)
+    return model.train()
+
+
+def pair(device, fusion=LAYER, **options):
+    plain = peft_model(device, **options)
+    fused = copy.deepcopy(plain)
+    return fused, plain, fuse(fused, fusion)
+
+
+def layer_of(model, index=0):
+    return model.get_submodule(f"{LAYERS}.{index}")
+
+
+def tokens(shape, dtype, device, draw=0, hidden=52):
+    """hidden and the gradient of a layer's output."""
+    seeds = 2 * draw + 1, 2 * draw + 2
+    return [random(*shape, hidden, seed=seed, dtype=dtype, device=device) for seed in seeds]
+
+
+def run(model, hidden, grad, mask=None, layout=None):
+    """One layer's output and every gradient, by name."""
+    layer = layer_of(model)
+    layer.zero_grad()
+    leaf = hidden.detach().clone().requires_grad_()
+    x = leaf if layout is None else layout(leaf)
+    rotary = model.get_submodule(LAYERS.removesuffix(".layers")).rotary_emb
+    positions = torch.arange(x.shape[1], device=x.device)[None]
+    output = layer(x, attention_mask=mask, position_embeddings=rotary(x, positions))
+    output.backward(grad)
+    gradients = {n: p.grad for n, p in layer.named_parameters() if p.grad is not None}
+    return {"output": output.detach(), "hidden": leaf.grad, **gradients}
+
+
+def runs(model, shape, dtype, grad_layout=None, exact=False, **options):
+    """`run` on three draws, stacked: on one alone, how far rounding puts a small gradient from the
+    truth is luck, for eager and fused alike."""
+    device = next(model.parameters()).device
+    width = layer_of(model).input_layernorm.weight.shape[0]
+    found = []
+    for draw in range(3):
+        hidden, grad = (
+            t.double() if exact else t for t in tokens(shape, dtype, device, draw, width)
+        )
+        found.append(
+            run(model, hidden, grad if grad_layout is None else grad_layout(grad), **options)
+        )
+    return {name: torch.stack([one[name] for one in found]) for name in found[0]}
+
+
+def assert_layer_right(fused, plain, shape, dtype, **options):
+    """The layers of two models, in their dtype, with plain PEFT in float64 for the truth."""
+    got, eager = (runs(model, shape, dtype, **options) for model in (fused, plain))
+    truth = runs(copy.deepcopy(plain).double(), shape, dtype, exact=True, **options)
+    assert got.keys() == eager.keys() == truth.keys() and len(truth) > 2
+    for name in truth:
+        assert got[name].dtype == eager[name].dtype, name
+        assert_within_budget(name, got[name], eager[name], truth[name])
+
+
+def assert_model_right(fused, plain, autocast=False, **inputs):
+    """As fused_case's `assert_right`; in fp32 the same up to the order in which a GEMM sums, which
+    is all that its budget would be about."""
+    if autocast or next(plain.parameters()).dtype != torch.float32:
+        return fused_case.assert_right(fused, plain, autocast, **inputs)
+    got, want = (fused_case.steps(model, **inputs) for model in (fused, plain))
+    assert got.keys() == want.keys() and len(want) > 1
+    for name in want:
+        assert got[name].shape == want[name].shape, name
+        assert relative_error(got[name], want[name]) < 2e-5, name

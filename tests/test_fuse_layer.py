@@ -1,0 +1,399 @@
+"""Whole layers fused in tiny models of three families, against plain PEFT."""
+
+import copy
+
+import pytest
+import torch
+from fused_case import step
+from layer_case import FAMILIES, LAYER, assert_model_right, layer_of, pair, peft_model
+from peft import LoraConfig
+from peft_models import ATTENTION, LAYERS, MLP, ids, set_weights
+from reference import relative_error
+from torch import nn
+
+from fused_lora import Fusion, fuse, report, unfuse
+from fused_lora.bordered_sites import borders_of
+from fused_lora.decoder_layer import DecoderLayer
+
+NAMES = [f"{LAYERS}.{index}" for index in range(2)]
+EVERYTHING = Fusion(
+    mlp=True, attention=True, rope=True, rms_norm=True, cross_entropy=True, layer=True
+)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The operands of every call of DecoderLayer."""
+    seen = []
+    apply = DecoderLayer.apply
+    monkeypatch.setattr(
+        DecoderLayer, "apply", lambda *inputs: seen.append(inputs) or apply(*inputs)
+    )
+    return seen
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(input_ids=ids(next(model.parameters()).device)).logits
+
+
+# --- right where it fuses -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("options", "autocast"),
+    [
+        ({"dtype": torch.float32}, False),
+        ({"dtype": torch.bfloat16, "autocast_adapter_dtype": False}, False),
+        ({"dtype": torch.bfloat16}, True),
+    ],
+    ids=("fp32", "bf16", "fp32 adapters, autocast"),
+)
+def test_layers_are_right_in_every_family(family, options, autocast, calls, device):
+    fused, plain, done = pair(device, family=family, **options)
+    assert done.fused == {"layer": NAMES} and not done.left
+    assert_model_right(fused, plain, autocast=autocast)
+    assert len(calls) == 3 * 2  # each layer for three batches
+
+
+@pytest.mark.parametrize("policy", [{}, {"checkpoint": "full"}], ids=("kept", "checkpointed"))
+@pytest.mark.parametrize("autocast", [False, True])
+def test_layers_join_every_other_part(policy, autocast, calls, device):
+    fusion = Fusion(**(vars(EVERYTHING) | policy))
+    dtype = torch.bfloat16 if autocast else torch.float32
+    fused, plain, done = pair(device, fusion, dtype=dtype)
+    assert done.fused["layer"] == NAMES and done.fused["rms_norm"] == [
+        "base_model.model.model.norm"
+    ]
+    assert done.fused["mlp"] == done.fused["attention"] == done.fused["rope"] == []
+    assert_model_right(fused, plain, autocast=autocast)
+    assert len(calls) == 3 * 2 * (2 if policy else 1)
+
+
+@pytest.mark.parametrize("how", ["ours", "reentrant", "not reentrant"])
+def test_checkpointed_gradients_are_those_of_kept_ones(how, calls, device):
+    model, _, _ = pair(device)
+    want = step(model)
+    model.enable_input_require_grads()  # a reentrant checkpoint sees no other gradient
+    if how == "ours":
+        fuse(model, Fusion(checkpoint="full"))
+    else:
+        model.gradient_checkpointing_enable({"use_reentrant": how == "reentrant"})
+    calls.clear()
+    got = step(model)
+    assert len(calls) == 4
+    needed = [inputs[-1].output_needed for inputs in calls]
+    assert needed == [True, True, *[how != "ours"] * 2]
+    for name in want:
+        # what ours computes again is x A' of down, by a product of another shape
+        assert relative_error(got[name], want[name]) < (1e-6 if how == "ours" else 1e-12), name
+
+
+def test_padding_and_hidden_states_are_as_without_fusion(calls, device):
+    fused, plain, _ = pair(device)
+    mask = torch.ones_like(ids(device))
+    mask[1, 9:] = 0
+    assert_model_right(fused, plain, attention_mask=mask)
+    assert len(calls) == 6 and all(inputs[3] is not None for inputs in calls)
+    ours, theirs = (
+        m(input_ids=ids(device), output_hidden_states=True, output_attentions=False)
+        for m in (fused, plain)
+    )
+    for got, want in zip(ours.hidden_states, theirs.hidden_states, strict=True):
+        assert torch.allclose(got, want, atol=1e-4)
+
+
+def test_a_window_is_in_the_mask(calls, device):
+    config = {"sliding_window": 4}
+    fused, plain, _ = pair(device, family="Mistral", config=config)
+    assert relative_error(logits(plain), logits(peft_model(device, family="Mistral"))) > 1e-3
+    assert_model_right(fused, plain)
+    assert len(calls) == 6
+
+
+def test_accumulated_steps_add_up(device):
+    fused, plain, _ = pair(device)
+    gradients = []
+    for model in (fused, plain):
+        for row in ids(device):
+            model(input_ids=row[None], labels=row[None]).loss.backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters() if p.requires_grad})
+    assert len(gradients[1]) == 28
+    for name, want in gradients[1].items():
+        assert relative_error(gradients[0][name], want) < 1e-4, name
+
+
+# --- follows its adapters -------------------------------------------------------------------------
+
+
+def train(model, **options):
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.05, **options)
+    for seed in (3, 4):
+        step(model, seed=seed)
+        optimizer.step()
+
+
+def load(model):
+    state = {n: t + 0.05 if ".lora_" in n else t for n, t in model.state_dict().items()}
+    model.load_state_dict(state)
+
+
+def assign(model):
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            parameter.data = parameter.data + 0.05
+
+
+CHANGES = {
+    "an optimizer's steps": lambda model: train(model, foreach=True),
+    "a fused optimizer's steps": lambda model: train(model, fused=True),
+    "load_state_dict": load,
+    "other data": assign,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_adapters_may_change_between_steps(change, calls, device):
+    fused, plain, _ = pair(device)
+    before = step(plain)["loss"]
+    for model in (fused, plain):
+        CHANGES[change](model)
+    got, want = step(fused), step(plain)
+    assert relative_error(before, want["loss"]) > 1e-3
+    assert all(relative_error(got[name], want[name]) < 1e-3 for name in want)
+    assert calls
+
+
+def test_another_adapter_may_become_the_active_one(calls, device):
+    plain = peft_model(device)
+    plain.add_adapter("second", LoraConfig(r=12, lora_alpha=20, target_modules=[*ATTENTION, *MLP]))
+    set_weights(plain, device, only=".second.")
+    fused = copy.deepcopy(plain)
+    fuse(fused, LAYER)
+    for name in ("second", "default"):
+        for model in (fused, plain):
+            model.set_adapter(name)
+        got, want = step(fused), step(plain)
+        assert got.keys() == want.keys() and len(calls) == 2
+        assert all(relative_error(got[key], want[key]) < 1e-4 for key in want)
+        calls.clear()
+
+
+def test_frozen_adapters_get_no_gradient(calls, device):
+    fused, plain, _ = pair(device)
+    for model in (fused, plain):
+        for name, parameter in model.named_parameters():
+            if ".lora_A." in name or "layers.0.self_attn" in name:
+                parameter.requires_grad_(False)
+    assert_model_right(fused, plain)
+    assert calls
+
+
+# --- steps aside ----------------------------------------------------------------------------------
+
+
+def test_disabled_and_merged_adapters_are_left_to_peft(calls, device):
+    fused, plain, _ = pair(device)
+    with fused.disable_adapter(), plain.disable_adapter():
+        assert report(fused).left == dict.fromkeys(NAMES, "q_proj: adapters are disabled")
+        assert torch.equal(logits(fused), logits(plain))
+    fused.merge_adapter(), plain.merge_adapter()
+    assert "q_proj: adapters are merged" in report(fused).left[NAMES[0]]
+    assert torch.allclose(logits(fused), logits(plain), atol=1e-5)
+    assert not calls
+    fused.unmerge_adapter(), plain.unmerge_adapter()
+    assert torch.allclose(logits(fused), logits(plain), atol=1e-4)
+    assert len(calls) == 2
+
+
+def test_generation_with_a_cache_is_left_to_peft(calls, device):
+    fused, plain, _ = pair(device)
+    tokens = ids(device)[:, :5]
+    options = {"max_new_tokens": 4, "do_sample": False, "use_cache": True, "pad_token_id": 0}
+    assert torch.equal(
+        fused.eval().generate(input_ids=tokens, **options),
+        plain.eval().generate(input_ids=tokens, **options),
+    )
+    assert not calls
+
+
+def test_a_step_with_a_cache_warns(calls, device):
+    fused, plain, _ = pair(device)
+    for model in (fused, plain):
+        model.config.use_cache = True
+    with pytest.warns(UserWarning, match="given past_key_values; in training, set .*use_cache"):
+        got = step(fused)
+    want = step(plain)
+    assert not calls and all(torch.equal(got[name], want[name]) for name in want)
+
+
+def hook(module):
+    module.register_forward_hook(lambda *_: None)
+
+
+def replace_forward(module):
+    original = module.forward
+    module.forward = lambda *inputs, **options: original(*inputs, **options)
+
+
+class OtherLayer(type(layer_of(peft_model("cpu")))):
+    pass
+
+
+REASONS = {
+    "unknown class": (
+        lambda layer: setattr(layer, "__class__", OtherLayer), "OtherLayer is not a layer class"
+    ),
+    "forward of attention": (
+        lambda layer: replace_forward(layer.self_attn), "self_attn: its forward has been replaced"
+    ),
+    "forward of the MLP": (
+        lambda layer: replace_forward(layer.mlp), "mlp: its forward has been replaced"
+    ),
+    "hook on attention": (lambda layer: hook(layer.self_attn), "self_attn: it has hooks"),
+    "hook on the MLP": (lambda layer: hook(layer.mlp), "mlp: it has hooks"),
+    "hook on a norm": (
+        lambda layer: hook(layer.input_layernorm), "input_layernorm: it has hooks"
+    ),
+    "hook on the activation": (lambda layer: hook(layer.mlp.act_fn), "mlp: act_fn: it has hooks"),
+    "hook on A": (
+        lambda layer: hook(layer.mlp.up_proj.lora_A["default"]), "up_proj: it has hooks"
+    ),
+    "hook on o_proj": (lambda layer: hook(layer.self_attn.o_proj), "o_proj: it has hooks"),
+    "a trained norm": (
+        lambda layer: layer.post_attention_layernorm.weight.requires_grad_(),
+        "post_attention_layernorm: its weight is trainable",
+    ),
+    "attention dropout": (
+        lambda layer: setattr(layer.self_attn, "attention_dropout", 0.1),
+        "self_attn: attention_dropout is 0.1",
+    ),
+    "not causal": (
+        lambda layer: setattr(layer.self_attn, "is_causal", False), "self_attn: it is not causal"
+    ),
+    "GELU": (
+        lambda layer: setattr(layer.mlp, "act_fn", nn.GELU()),
+        "mlp: its activation is GELU, not SiLU",
+    ),
+    "not adapted": (
+        lambda layer: setattr(layer.self_attn, "k_proj", layer.self_attn.k_proj.base_layer),
+        "k_proj: no LoRA adapter",
+    ),
+    "trained base": (
+        lambda layer: layer.mlp.down_proj.base_layer.weight.requires_grad_(),
+        "down_proj: its base weight is trainable",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REASONS)
+@pytest.mark.parametrize("fused_first", [True, False])
+def test_a_layer_that_may_not_be_fused_runs_as_its_class_has_it(name, fused_first, calls, device):
+    change, reason = REASONS[name]
+    model = peft_model(device)
+    layer = layer_of(model)
+    if fused_first:
+        fuse(model, LAYER)
+        change(layer)
+        done = report(model)
+    else:
+        change(layer)
+        done = fuse(model, LAYER)
+    assert done.fused == {"layer": NAMES[1:]}
+    assert list(done.left) == NAMES[:1] and reason in done.left[NAMES[0]]
+    logits(model)
+    assert len(calls) == 1
+
+
+NOTHING = {
+    "Qwen3": ({"family": "Qwen3"}, "self_attn: it normalises q and k"),
+    "eager attention": (
+        {"config": {"attn_implementation": "eager"}}, "self_attn: its attention is eager, not sdpa"
+    ),
+    "dropout": ({"lora_dropout": 0.1}, "q_proj: lora_dropout is 0.1"),
+    "DoRA": ({"use_dora": True}, "q_proj: it uses DoRA"),
+    "attention alone": ({"target_modules": [*ATTENTION]}, "gate_proj: no LoRA adapter"),
+    "Gemma": ({"family": "Gemma"}, "GemmaDecoderLayer is not a layer class"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_a_model_in_which_nothing_fuses_is_left_as_it_is(name, device):
+    options, reason = NOTHING[name]
+    model = peft_model(device, **options)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    with pytest.raises(ValueError, match=f"layer=True fuses no module.*{reason}"):
+        fuse(model, LAYER)
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert weights == {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+
+def test_weights_that_left_their_buffers_are_a_reason_until_fused_again(calls, device):
+    fused, plain, _ = pair(device)
+    base = layer_of(fused).mlp.down_proj.base_layer
+    base.weight.data = base.weight.data.clone()
+    assert "down_proj: its base weight has been moved" in report(fused).left[NAMES[0]]
+    assert fuse(fused, LAYER).fused == {"layer": NAMES}
+    assert_model_right(fused, plain)
+    assert len(calls) == 6
+
+
+# --- in and out -----------------------------------------------------------------------------------
+
+
+def test_unfuse_gives_forwards_and_memory_back(calls, device):
+    fused, plain, _ = pair(device, EVERYTHING)
+    assert borders_of(layer_of(fused)) is not None
+    assert set(NAMES) < set(unfuse(fused)) and unfuse(fused) == []
+    assert report(fused).fused == {}
+    assert not any("forward" in vars(module) for module in fused.modules())
+    for parameter in fused.parameters():
+        assert parameter.untyped_storage().nbytes() == parameter.nbytes
+    got, want = step(fused), step(plain)
+    assert all(torch.equal(got[name], want[name]) for name in want) and not calls
+
+
+def test_the_buffers_live_as_long_as_the_fused_modules(device):
+    import gc
+    import weakref
+
+    fused, _, _ = pair(device)
+    borders = weakref.ref(borders_of(layer_of(fused)))
+    assert borders_of(layer_of(fused, 1)) is borders()
+    fuse(fused, Fusion(rms_norm=True))  # its forward joins the layer's, in the same buffers
+    assert borders() is borders_of(layer_of(fused)) is not None
+    unfuse(fused)
+    gc.collect()
+    assert borders() is None
+
+
+def test_a_part_that_joins_later_does_not_undo_the_layer(calls, device):
+    fused, plain, _ = pair(device)
+    done = fuse(fused, Fusion(rms_norm=True, mlp=True))
+    assert done.fused["layer"] == NAMES
+    assert_model_right(fused, plain)
+    assert len(calls) == 6
+    with fused.disable_adapter(), plain.disable_adapter():
+        assert relative_error(logits(fused), logits(plain)) < 1e-5
+    assert report(fused).fused["mlp"] == []
+    layer_of(fused).self_attn.register_forward_hook(lambda *_: None)
+    assert report(fused).fused["mlp"] == [f"{NAMES[0]}.mlp"]  # within a layer that is not fused
+    assert_model_right(fused, plain)
+
+
+def test_a_copy_runs_as_its_class_has_it_and_can_be_fused(calls, device):
+    fused, plain, _ = pair(device)
+    copied = copy.deepcopy(fused)
+    assert "call fuse again" in report(copied).left[NAMES[0]]
+    assert torch.equal(logits(copied), logits(plain)) and not calls
+    assert fuse(copied, LAYER).fused == {"layer": NAMES}
+    assert_model_right(copied, plain)
+    assert len(calls) == 6
+
+
+def test_state_dict_is_unchanged(device):
+    fused, plain, _ = pair(device)
+    got, want = fused.state_dict(), plain.state_dict()
+    assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)

@@ -1,0 +1,172 @@
+"""RMSNorm into wider rows, its backward and the residual's sum, against eager in float64."""
+
+import pytest
+import torch
+from reference import assert_within_budget, random
+from rms_norm_case import EPS, Kernel, eager_rms_norm
+
+import fused_lora.residual_kernels as module
+from fused_lora.launching import DTYPES
+from fused_lora.residual_kernels import add_adapted, rms_norm_backward, rms_norm_forward
+from fused_lora.rows import empty_rows
+
+SIZES = {"odd": (7, 52), "one row": (1, 139), "one column": (3, 1), "a block": (5, 128)}
+# rows, columns, rank
+SUMS = {
+    "odd": (13, 139, 24),
+    "one row": (1, 52, 8),
+    "more than a tile": (70, 133, 12),
+    "rank 1": (5, 52, 1),
+    "a rank of two blocks": (17, 20, 72),
+}
+
+
+def wide(x, more=24):
+    """The same in the first columns of a wider buffer."""
+    rows = random(x.shape[0], x.shape[1] + more, seed=99, dtype=x.dtype, device=x.device)
+    rows[:, : x.shape[1]] = x
+    return rows[:, : x.shape[1]]
+
+
+def random_like(size, count, dtype, device):
+    return [random(*size, seed=seed, dtype=dtype, device=device) for seed in range(count)]
+
+
+def norm_case(size, dtype, device):
+    x, grad_y, grad_residual = random_like(SIZES[size], 3, dtype, device)
+    weight = 1 + random(SIZES[size][1], seed=4, scale=0.5, dtype=dtype, device=device)
+    return x, weight, grad_y, grad_residual
+
+
+def fused_norm(x, weight, grad_y, grad_residual, layout=wide):
+    x, grad_y, grad_residual = map(layout, (x, grad_y, grad_residual))
+    y, grad_x = layout(torch.full_like(x, 7.0)), layout(torch.full_like(x, 7.0))
+    rstd = rms_norm_forward(x, weight, EPS, y)
+    assert rstd.dtype == torch.float32
+    rms_norm_backward(grad_y, grad_residual, x, weight, rstd, grad_x)
+    return y, grad_x
+
+
+def eager_norm(x, weight, grad_y, grad_residual):
+    x = x.clone().requires_grad_()
+    y = eager_rms_norm(x, weight, EPS)
+    return y.detach(), torch.autograd.grad(y, x, grad_y)[0] + grad_residual
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_norm_and_its_gradient_are_within_the_error_budget(dtype, size, device):
+    case = norm_case(size, dtype, device)
+    got, eager = fused_norm(*case), eager_norm(*case)
+    truth = eager_norm(*(t.double() for t in case))
+    for name, *row in zip(("y", "grad_x"), got, eager, truth, strict=True):
+        assert_within_budget(name, *row)
+
+
+def sum_case(size, dtype, device):
+    rows, columns, rank = SUMS[size]
+    residual, y = random_like((rows, columns), 2, dtype, device)
+    z = random(rows, rank, seed=5, dtype=dtype, device=device)
+    B = random(columns, rank, seed=6, scale=rank**-0.5, dtype=dtype, device=device)
+    return residual, y, z, B
+
+
+def fused_sum(*case, layout=wide):
+    total = layout(torch.full_like(case[0], 7.0))
+    add_adapted(*map(layout, case), total)
+    return total
+
+
+@pytest.mark.parametrize("size", SUMS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_sum_is_within_the_error_budget(dtype, size, device):
+    case = sum_case(size, dtype, device)
+    residual, y, z, B = case
+    truth = residual.double() + y.double() + z.double() @ B.double().t()
+    assert_within_budget("total", fused_sum(*case), residual + (y + z @ B.t()), truth)
+
+
+@pytest.mark.parametrize("function", ["norm", "sum"])
+def test_rows_any_stride_apart_give_what_contiguous_ones_do(function, device):
+    fused, make, size = {
+        "norm": (fused_norm, norm_case, "odd"), "sum": (fused_sum, sum_case, "odd")
+    }[function]  # fmt: skip
+    case = make(size, torch.bfloat16, device)
+    for layout in (wide, lambda t: wide(t, more=1)):
+        got, want = fused(*case, layout=layout), fused(*case, layout=torch.clone)
+        assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("function", [fused_norm, fused_sum])
+def test_nothing_else_is_written(function, device):
+    seen = []
+
+    def noted(t):
+        copy = wide(t)
+        seen.append((copy, copy._base.clone()))
+        return copy
+
+    case = (norm_case if function is fused_norm else sum_case)("odd", torch.float32, device)
+    function(*case, layout=noted)
+    written = 0
+    for view, before in seen:
+        columns = view.shape[1]
+        assert torch.equal(view._base[:, columns:], before[:, columns:])
+        written += not torch.equal(view, before[:, :columns])
+    assert written == (2 if function is fused_norm else 1)
+
+
+def test_no_rows_launch_nothing(device, monkeypatch):
+    kernel = Kernel()
+    for name in ("_rms_norm_forward_kernel", "_rms_norm_backward_kernel", "_add_adapted_kernel"):
+        monkeypatch.setattr(module, name, kernel)
+    x, weight, z, B = (torch.empty(*size, device=device) for size in ((0, 8), (8,), (0, 4), (8, 4)))
+    rstd = rms_norm_forward(x, weight, EPS, x.clone())
+    rms_norm_backward(x, x, x, weight, rstd, x.clone())
+    add_adapted(x, x, z, B, x.clone())
+    assert rstd.shape == (0,) and not kernel.launches
+
+
+def test_new_rows_are_a_multiple_of_16_elements_apart(device):
+    like = torch.empty(0, dtype=torch.float16, device=device)
+    for columns, stride in ((2, 16), (32, 32), (2056, 2064)):
+        rows = empty_rows(like, 3, columns)
+        assert (rows.shape, rows.stride(), rows.dtype) == ((3, columns), (stride, 1), like.dtype)
+
+
+BAD = {
+    "y is [3, 8], should be [4, 8]": {"y": lambda t: t[:3]},
+    "y is torch.float16 on": {"y": torch.Tensor.half},
+    "y has elements 4 apart": {"y": lambda t: t.t().contiguous().t()},
+    "weight is [4], should be [8] and contiguous": {"weight": lambda t: t[:4]},
+    "weight is torch.float16": {"weight": torch.Tensor.half},
+    "computes in bfloat16, float16 or float32": {
+        "x": torch.Tensor.double, "y": torch.Tensor.double
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_what_does_not_fit_is_a_value_error(message, device):
+    tensors = {
+        "x": torch.ones(4, 8, device=device),
+        "weight": torch.ones(8, device=device),
+        "y": torch.ones(4, 8, device=device),
+    }
+    for name, change in BAD[message].items():
+        tensors[name] = change(tensors[name])
+    with pytest.raises(ValueError, match="rms_norm_forward") as error:
+        rms_norm_forward(tensors["x"], tensors["weight"], EPS, tensors["y"])
+    assert message in str(error.value)
+
+
+def test_the_sums_operands_must_fit(device):
+    x, z, B = (torch.ones(*size, device=device) for size in ((4, 8), (4, 2), (8, 2)))
+    for bad, message in (
+        ((x, x, z[:3], B, x), r"z is \[3, 2\], should be \[4, 2\]"),
+        ((x, x, z, B[:, :1], x), r"B is \[8, 1\], should be \[8, 2\]"),
+        ((x, x, z.half(), B, x), "z is torch.float16"),
+        ((x, x[:, :7], z, B, x), r"y is \[4, 7\], should be \[4, 8\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            add_adapted(*bad)
