@@ -129,6 +129,7 @@ class Targets(NamedTuple):
     ignore_index: int
     chunk_tokens: int
     drop_ignored: bool
+    max_labelled: int | None
     with_gradient: bool  # grad mode of the caller; needs_input_grad is True under no_grad too
 
 
@@ -149,7 +150,13 @@ class LinearCrossEntropy(torch.autograd.Function):
         labels, which = targets.labels.reshape(-1).contiguous(), None
         labelled = labels != targets.ignore_index
         num_items = labelled.sum() if targets.num_items is None else targets.num_items
-        if targets.drop_ignored:
+        if targets.max_labelled is not None:
+            # labelled tokens first, in their order; more of them than this is an error, of which
+            # the host does not know: everything is NaN then
+            num_items = torch.where(labelled.sum() > targets.max_labelled, torch.nan, num_items)
+            which = (~labelled).byte().argsort(stable=True)[: targets.max_labelled]
+            labels = labels.index_select(0, which)
+        elif targets.drop_ignored:
             # the one place where the host waits for the device: it must know how many there are
             which = labelled.nonzero().squeeze(1)
             labels = labels.index_select(0, which)
@@ -217,6 +224,7 @@ def linear_cross_entropy(
     num_items_in_batch: int | Tensor | None = None,
     chunk_tokens: int | None = None,
     drop_ignored: bool = True,
+    max_labelled: int | None = None,
 ) -> Tensor:
     """Cross entropy of a linear layer's output, without ever holding [tokens, vocabulary].
 
@@ -262,8 +270,9 @@ def linear_cross_entropy(
     if isinstance(num_items, Tensor) and num_items.numel() != 1:
         given = list(num_items.shape)
         raise ValueError(f"linear_cross_entropy wants num_items_in_batch as a number, got {given}")
-    if chunk_tokens is not None and chunk_tokens < 1:
-        raise ValueError(f"linear_cross_entropy wants chunk_tokens above 0, got {chunk_tokens}")
+    for key, count in (("chunk_tokens", chunk_tokens), ("max_labelled", max_labelled)):
+        if count is not None and count < 1:
+            raise ValueError(f"linear_cross_entropy wants {key} above 0, got {count}")
     if chunk_tokens is None:
         row_bytes = len(weight) * compute_dtype(hidden).itemsize
         chunk_tokens = max(1, min(CHUNK_TOKENS, CHUNK_BYTES // row_bytes))
@@ -273,7 +282,9 @@ def linear_cross_entropy(
         # filled in on the device: for a copy from the CPU the host would wait
         num_items = torch.full((), float(num_items), dtype=torch.float32, device=hidden.device)
     with_gradient = torch.is_grad_enabled()
-    targets = Targets(labels, num_items, ignore_index, chunk_tokens, drop_ignored, with_gradient)
+    targets = Targets(
+        labels, num_items, ignore_index, chunk_tokens, drop_ignored, max_labelled, with_gradient
+    )
     return LinearCrossEntropy.apply(hidden, weight, bias, targets)
 
 

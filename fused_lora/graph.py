@@ -21,56 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
+from .capture import Cuda
 from .checkpoint import policy_of
 
 # One to compile and to make the optimizer's state, one that runs as all later ones will.
 EAGER_CALLS = 2
-
-
-class _Cuda:
-    """All that is asked of CUDA, for the model on one device."""
-
-    device_type = "cuda"
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        # one stream for all, so that what the eager calls set up for it is there at capture
-        self.stream = torch.cuda.Stream(device)
-        self.pool = torch.cuda.graph_pool_handle()
-
-    def run(self, body: Callable[[], Tensor]) -> Tensor:
-        current = torch.cuda.current_stream(self.device)
-        self.stream.wait_stream(current)
-        with torch.cuda.stream(self.stream):
-            result = body()
-        current.wait_stream(self.stream)
-        return result
-
-    def capture(self, body: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """What replays `body`, and the tensor in which a replay leaves its result."""
-        graph = torch.cuda.CUDAGraph()
-        mode = "thread_local"  # a data loader's thread may pin memory meanwhile
-        capture = torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode=mode)
-        with capture, _no_wait_for_the_device():
-            result = body()
-        return graph.replay, result
-
-    def synchronize(self) -> None:
-        torch.cuda.synchronize(self.device)
-
-
-@contextmanager
-def _no_wait_for_the_device() -> Iterator[None]:
-    """PyTorch raises before it waits for the device. CUDA would only raise after it has broken the
-    capture, which leaves PyTorch's allocator capturing for the rest of the process (torch 2.13)."""
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the mode does not detect all
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
 @dataclass(eq=False)
@@ -136,8 +91,8 @@ class GraphedStep:
             model trains eagerly as before. Out of memory stays torch.OutOfMemoryError.
     """
 
-    _backend: type[_Cuda] = _Cuda  # the tests' own runs without a GPU
-    _cuda: _Cuda
+    _backend: type[Cuda] = Cuda  # the tests' own runs without a GPU
+    _cuda: Cuda
 
     def __init__(
         self,

@@ -46,10 +46,15 @@ def causal_lm_forward(
     labels: Tensor | None = None,
     use_cache: bool | None = None,
     logits_to_keep: int | Tensor = 0,
+    max_labelled_tokens: int | None = None,
     **options,
 ):
     """In training with labels: the loss without logits. Else, and wherever something is asked for
-    that the fused loss does not know, the class's own forward, logits and all."""
+    that the fused loss does not know, the class's own forward, logits and all.
+
+    max_labelled_tokens, which the class does not have, spares the products of ignored tokens where
+    the host may not wait to count the others: in a CUDA graph (see `linear_cross_entropy`).
+    """
     inputs = {
         "input_ids": input_ids,
         "attention_mask": attention_mask,
@@ -81,6 +86,7 @@ def causal_lm_forward(
         num_items_in_batch=num_items,
         # how many tokens are labelled the host would have to wait for, which no capture allows
         drop_ignored=not is_capturing(outputs.last_hidden_state),
+        max_labelled=max_labelled_tokens,
     )
     return CausalLMOutputWithPast(
         loss=loss,

@@ -139,6 +139,35 @@ def test_what_has_no_softmax_is_infinite_or_nan_as_in_pytorch(device):
     assert logits[0, labels[0]] == want[1][0, labels[0]] == -1
 
 
+# The ways to leave out tokens that have no label: not computed, computed in vain, and as many
+# computed as may be labelled at most.
+IGNORING = pytest.mark.parametrize(
+    "ignoring",
+    [{"drop_ignored": True}, {"drop_ignored": False}, {"max_labelled": 200}],
+    ids=("dropped", "computed", "at most 200"),
+)
+
+
+@pytest.mark.parametrize("max_labelled", [1, 5, 6, 20])
+def test_at_most_so_many_tokens_are_computed(max_labelled, case, monkeypatch):
+    """Where more are labelled, everything is NaN and not a part of the batch left out."""
+    hidden, weight, bias, labels = case
+    labels = torch.full_like(labels, IGNORED)
+    labels.view(-1)[[0, 3, 4, 9, 20]] = 17
+    rows = []
+    kernel = module.cross_entropy_
+    monkeypatch.setattr(
+        module, "cross_entropy_", lambda *given: rows.append(len(given[1])) or kernel(*given)
+    )
+    options = {"max_labelled": max_labelled, "chunk_tokens": 6}
+    if max_labelled >= 5:
+        assert_right(hidden, weight, bias, labels, own=options)
+    else:
+        got = run(linear_cross_entropy, hidden, weight, bias, labels, **options)
+        assert got["loss"].isnan() and got["weight"].isnan().all()
+    assert sum(rows) == max_labelled
+
+
 # --- with the linear layer ------------------------------------------------------------------------
 
 
@@ -163,46 +192,42 @@ def test_single_tokens_are_within_the_error_budget(dtype, device):
     assert_within_budget("losses", got, rounded, truth)
 
 
-@pytest.mark.parametrize("drop_ignored", [True, False])
+@IGNORING
 @pytest.mark.parametrize("kept", [range(21), [0], [20], [5, 6, 7], range(0, 21, 2)], ids=str)
-def test_ignored_tokens_add_nothing_and_have_a_zero_gradient(kept, drop_ignored, case):
+def test_ignored_tokens_add_nothing_and_have_a_zero_gradient(kept, ignoring, case):
     hidden, weight, bias, labels = case
     labels = torch.full_like(labels, IGNORED)
     labels.view(-1)[list(kept)] = torch.arange(len(kept), device=labels.device) * 6
-    own = {"chunk_tokens": 6, "drop_ignored": drop_ignored}
+    own = {"chunk_tokens": 6, **ignoring}
     got = assert_right(hidden, weight, bias, labels, own=own)
     zero = (got["hidden"] == 0).all(dim=-1)
     assert torch.equal(zero, labels == IGNORED)
 
 
-@pytest.mark.parametrize("drop_ignored", [True, False])
+@IGNORING
 @pytest.mark.parametrize("num_items", [None, 5, 0])
 @pytest.mark.parametrize("tokens", [TOKENS, (0,), (2, 0, 3)], ids=str)
 def test_nothing_labelled_gives_pytorchs_loss_and_zero_gradients(
-    tokens, num_items, drop_ignored, device
+    tokens, num_items, ignoring, device
 ):
     hidden, weight, bias, labels = inputs(*tokens, dtype=torch.bfloat16, device=device)
     labels = torch.full_like(labels, IGNORED)
     options = {"num_items_in_batch": num_items}
     want = run(eager, hidden, weight, bias, labels, **options)
     assert want["loss"].isnan() if num_items in (None, 0) else want["loss"] == 0
-    got = run(
-        linear_cross_entropy, hidden, weight, bias, labels, drop_ignored=drop_ignored, **options
-    )
+    got = run(linear_cross_entropy, hidden, weight, bias, labels, **ignoring, **options)
     for name in want:
         assert got[name].dtype == want[name].dtype
         torch.testing.assert_close(got[name], want[name], rtol=0, atol=0, equal_nan=True)
     assert not any(got[name].any() for name in NAMES[1:])
 
 
-@pytest.mark.parametrize("drop_ignored", [True, False])
+@IGNORING
 @pytest.mark.parametrize("ignore_index", [0, 1, 138, -1])
-def test_another_ignore_index(ignore_index, drop_ignored, case):
+def test_another_ignore_index(ignore_index, ignoring, case):
     hidden, weight, bias, labels = case
     labels = labels.where(labels != IGNORED, ignore_index)
-    assert_right(
-        hidden, weight, bias, labels, ignore_index=ignore_index, own={"drop_ignored": drop_ignored}
-    )
+    assert_right(hidden, weight, bias, labels, ignore_index=ignore_index, own=ignoring)
 
 
 def test_a_label_outside_the_vocabulary_makes_the_loss_nan(case):
@@ -212,10 +237,10 @@ def test_a_label_outside_the_vocabulary_makes_the_loss_nan(case):
         assert linear_cross_entropy(hidden, weight, labels, bias=bias).isnan()
 
 
-@pytest.mark.parametrize("drop_ignored", [True, False])
-def test_int32_and_strided_labels_give_what_contiguous_int64_ones_do(drop_ignored, case):
+@IGNORING
+def test_int32_and_strided_labels_give_what_contiguous_int64_ones_do(ignoring, case):
     *tensors, labels = case
-    options = {"chunk_tokens": 4, "drop_ignored": drop_ignored}
+    options = {"chunk_tokens": 4, **ignoring}
     want = run(linear_cross_entropy, *case, **options)
     sliced = torch.stack([labels, labels + 1], dim=-1)[..., 0]
     for other in (labels.int(), sliced, labels.t().contiguous().t()):
@@ -271,14 +296,14 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("drop_ignored", [True, False])
+@IGNORING
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_strided_hidden(layout, drop_ignored, device):
+def test_strided_hidden(layout, ignoring, device):
     layout = LAYOUTS[layout]
     # of 24 sequences: "expanded" has one token for each, and the errors of a few are luck
     case = hidden, *others = inputs(24, 7, dtype=torch.float32, device=device)
     assert not layout(hidden).is_contiguous()
-    got = run(linear_cross_entropy, *case, layout, drop_ignored=drop_ignored)
+    got = run(linear_cross_entropy, *case, layout, **ignoring)
     want = run(linear_cross_entropy, layout(hidden).contiguous(), *others)
     # expanded tokens err together, which the loss' budget does not know: a sum in another order
     assert relative_error(got.pop("loss"), want["loss"]) <= 2.0**-21

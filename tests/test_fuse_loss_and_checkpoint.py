@@ -39,6 +39,18 @@ def test_num_items_in_batch_reaches_the_fused_loss(device):
     assert_right(fused, plain, num_items_in_batch=torch.tensor(77, device=device))
 
 
+def test_max_labelled_tokens_reaches_the_fused_loss_and_nothing_else(device):
+    fused, plain, _ = pair(device, Fusion(cross_entropy=True))
+    tokens = ids(device)
+    inputs = {"input_ids": tokens, "labels": tokens}
+    want = plain(**inputs).loss
+    enough = fused(**inputs, max_labelled_tokens=tokens.numel()).loss
+    torch.testing.assert_close(enough, want)
+    assert fused(**inputs, max_labelled_tokens=5).loss.isnan()
+    # the class's own forward has no such option
+    assert torch.equal(fused.eval()(**inputs, max_labelled_tokens=5).loss, plain(**inputs).loss)
+
+
 def test_a_trained_head_gets_its_gradient_tied_or_not(device):
     for tied in (False, True):
         plain = peft_model(device)

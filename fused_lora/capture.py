@@ -1,0 +1,54 @@
+"""What a captured training step (`graph.py`) asks of CUDA: a stream, a memory pool, a capture."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+class Cuda:
+    """All that is asked of CUDA, for the model on one device."""
+
+    device_type = "cuda"
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        # one stream for all, so that what the eager calls set up for it is there at capture
+        self.stream = torch.cuda.Stream(device)
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def run(self, body: Callable[[], Tensor]) -> Tensor:
+        current = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            result = body()
+        current.wait_stream(self.stream)
+        return result
+
+    def capture(self, body: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        """What replays `body`, and the tensor in which a replay leaves its result."""
+        graph = torch.cuda.CUDAGraph()
+        mode = "thread_local"  # a data loader's thread may pin memory meanwhile
+        capture = torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode=mode)
+        with capture, _no_wait_for_the_device():
+            result = body()
+        return graph.replay, result
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+
+@contextmanager
+def _no_wait_for_the_device() -> Iterator[None]:
+    """PyTorch raises before it waits for the device. CUDA would only raise after it has broken the
+    capture, which leaves PyTorch's allocator capturing for the rest of the process (torch 2.13)."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the mode does not detect all
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
