@@ -3,8 +3,8 @@
     rope_forward     q and k turned where they lie
     rope_backward    [grad_q | grad_k | grad_v], q and k turned back, from three tensors
 
-(`rope.py` has the mathematics.) So the kernel that turns the gradients back is also the one that
-puts them side by side, from whatever layout attention's backward left them in.
+(`rope.py` has the mathematics, and turns the heads.) So the kernel that turns the gradients back is
+also the one that puts them side by side, from whatever layout attention's backward left them in.
 
 Traffic: q and k are read and written once, and backward v too. Arithmetic is fp32 and rounds once,
 at the store. Deterministic. `rope_forward` writes over what it reads: it is for a buffer that the
@@ -16,36 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .launching import DTYPES, next_power_of_2, on_device_of
+from .rope import _rotate_heads
 from .rows import check_alike, check_rows
-
-
-@triton.jit
-def _turn_heads(
-    x_ptr,  # the first head of one token
-    turned_ptr,  # likewise, heads side by side, written; may be x_ptr
-    head_stride,
-    cos_1,  # [BLOCK_HALF], fp32
-    cos_2,
-    sin_1,
-    sin_2,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-):
-    # int64: heads may lie further apart than tokens
-    head = tl.arange(0, BLOCK_HEADS).to(tl.int64)[:, None]
-    feature = tl.arange(0, BLOCK_HALF)[None, :]
-    mask = (head < HEADS) & (feature < HALF)
-    x = x_ptr + head * head_stride + feature
-    x_1 = tl.load(x, mask=mask).to(tl.float32)
-    x_2 = tl.load(x + HALF, mask=mask).to(tl.float32)
-    turned_1 = x_1 * cos_1[None, :] - x_2 * sin_1[None, :]
-    turned_2 = x_2 * cos_2[None, :] + x_1 * sin_2[None, :]
-    turned = turned_ptr + head * (2 * HALF) + feature
-    dtype = turned_ptr.dtype.element_ty
-    tl.store(turned, turned_1.to(dtype), mask=mask)
-    tl.store(turned + HALF, turned_2.to(dtype), mask=mask)
 
 
 @triton.jit
@@ -91,12 +63,12 @@ def _rope_kernel(
         sin_1, sin_2 = -sin_2, -sin_1
 
     row = qkv_ptr + token * qkv_row_stride
-    _turn_heads(
+    _rotate_heads(
         q_ptr + batch * q_batch_stride + position * q_position_stride,
         row,
         q_head_stride, cos_1, cos_2, sin_1, sin_2, HEADS, HALF, BLOCK_HEADS, BLOCK_HALF,
     )  # fmt: skip
-    _turn_heads(
+    _rotate_heads(
         k_ptr + batch * k_batch_stride + position * k_position_stride,
         row + HEADS * 2 * HALF,
         k_head_stride, cos_1, cos_2, sin_1, sin_2, KV_HEADS, HALF, BLOCK_KV_HEADS, BLOCK_HALF,

@@ -5,8 +5,9 @@ backward, and the residual's sum with what an adapted projection gives.
     rms_norm_backward   grad_x = r (g - n mean(g n)) + grad_residual,   n = x r,  g = grad_y w
     add_adapted         total = residual + y + z B'
 
-(`rms_norm.py` derives the second.) A bordered product wants its input as [x | x A'], so the norm
-writes x where the product reads it, with a row stride of its own, and no copy is made.
+(The first two are the kernels of `rms_norm.py`, which derives the second.) A bordered product wants
+its input as [x | x A'], so the norm writes x where the product reads it, with a row stride of its
+own, and no copy is made.
 
 Traffic in tensors of x's size: 2, 4 (grad_y, x, grad_residual, grad_x) and 3. `add_adapted` is an
 addition that finishes a product: with z B' by cuBLAS and the sum in the norm after it, they would
@@ -24,70 +25,17 @@ import triton.language as tl
 from torch import Tensor
 
 from .launching import cdiv, next_power_of_2, on_device_of
+from .rms_norm import (
+    MAX_HIDDEN,
+    _rms_norm_backward_kernel,
+    _rms_norm_forward_kernel,
+    block_of,
+)
 from .rows import check_alike, check_rows
 
-# One program holds a row in registers; see rms_norm.py.
-MAX_HIDDEN = 65_536
-
-# A tile of 64 x 128 is 8,192 sums, 64 registers a thread in 4 warps.
-BLOCK_ROWS, BLOCK_COLUMNS, MAX_BLOCK_RANK = 64, 128, 64
-
-
-@triton.jit
-def _rms_norm_forward_kernel(
-    x_ptr,  # [rows, hidden]
-    weight_ptr,  # [hidden]
-    y_ptr,  # [rows, hidden], written
-    rstd_ptr,  # [rows] fp32, written
-    x_row_stride,
-    y_row_stride,
-    hidden,
-    eps,
-    BLOCK: tl.constexpr,
-):
-    # int64: from 1,048,576 rows of 2,048 on, an int32 offset overflows
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    mask = columns < hidden
-    # 0.0 behind the end, which adds nothing to the sum of squares
-    x = tl.load(x_ptr + row * x_row_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-    rstd = tl.rsqrt(tl.sum(x * x, axis=0) / hidden + eps)
-    y = x * rstd * weight
-    tl.store(y_ptr + row * y_row_stride + columns, y.to(y_ptr.dtype.element_ty), mask=mask)
-    tl.store(rstd_ptr + row, rstd)
-
-
-@triton.jit
-def _rms_norm_backward_kernel(
-    grad_y_ptr,  # [rows, hidden]
-    grad_residual_ptr,  # [rows, hidden]
-    x_ptr,  # [rows, hidden], what was normalised
-    weight_ptr,  # [hidden]
-    rstd_ptr,  # [rows] fp32
-    grad_x_ptr,  # [rows, hidden], written
-    grad_y_row_stride,
-    grad_residual_row_stride,
-    x_row_stride,
-    grad_x_row_stride,
-    hidden,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    mask = columns < hidden
-    grad_y = tl.load(grad_y_ptr + row * grad_y_row_stride + columns, mask=mask, other=0.0)
-    x = tl.load(x_ptr + row * x_row_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-    residual_row = grad_residual_ptr + row * grad_residual_row_stride
-    grad_residual = tl.load(residual_row + columns, mask=mask, other=0.0).to(tl.float32)
-    rstd = tl.load(rstd_ptr + row)
-    normalised = x * rstd
-    grad_normalised = grad_y.to(tl.float32) * weight
-    mean = tl.sum(grad_normalised * normalised, axis=0) / hidden
-    grad_x = rstd * (grad_normalised - normalised * mean) + grad_residual
-    grad_x_row = grad_x_ptr + row * grad_x_row_stride
-    tl.store(grad_x_row + columns, grad_x.to(grad_x_ptr.dtype.element_ty), mask=mask)
+# A tile of 32 x 128 is 4,096 sums, 32 registers a thread in 4 warps. At 16,384 x 2,048 on an H200 a
+# call takes 0.106 ms, with 64 x 128 0.125, with 64 x 256 0.155.
+BLOCK_ROWS, BLOCK_COLUMNS, MAX_BLOCK_RANK = 32, 128, 64
 
 
 @triton.jit
@@ -148,8 +96,9 @@ def rms_norm_forward(x: Tensor, weight: Tensor, eps: float, y: Tensor) -> Tensor
     if rows:  # an empty grid cannot be launched
         with on_device_of(x):
             _rms_norm_forward_kernel[(rows,)](
-                x, weight, y, rstd, x.stride(0), y.stride(0), hidden, eps, **_block(hidden)
-            )
+                x, None, weight, None, y, rstd,
+                x.stride(0), 0, y.stride(0), hidden, eps, **block_of(hidden),
+            )  # fmt: skip
     return rstd
 
 
@@ -176,9 +125,9 @@ def rms_norm_backward(
     if rows:
         with on_device_of(x):
             _rms_norm_backward_kernel[(rows,)](
-                grad_y, grad_residual, x, weight, rstd, grad_x,
+                grad_y, grad_residual, x, weight, rstd, grad_x, None,
                 grad_y.stride(0), grad_residual.stride(0), x.stride(0), grad_x.stride(0),
-                hidden, **_block(hidden),
+                rows, hidden, 1, **block_of(hidden),
             )  # fmt: skip
 
 
@@ -225,9 +174,3 @@ def _check_hidden(name: str, x: Tensor, weight: Tensor) -> None:
             f"{name}: weight is {list(weight.shape)}, should be [{hidden}] and contiguous"
         )
     check_alike(name, "weight", weight, x)
-
-
-def _block(hidden: int) -> dict[str, int]:
-    block = next_power_of_2(hidden)
-    # 8 bf16 values, one 16-byte load, per thread and tensor
-    return {"BLOCK": block, "num_warps": min(max(block // 256, 1), 16)}

@@ -44,10 +44,11 @@ def _rms_norm_forward_kernel(
     delta_ptr,  # [rows, hidden], or None
     weight_ptr,  # [hidden]
     total_ptr,  # [rows, hidden] contiguous, written; None without delta
-    y_ptr,  # [rows, hidden] contiguous, written
+    y_ptr,  # [rows, hidden], written
     rstd_ptr,  # [rows] fp32, written
     x_row_stride,
     delta_row_stride,
+    y_row_stride,
     hidden,
     eps,
     BLOCK: tl.constexpr,
@@ -69,7 +70,7 @@ def _rms_norm_forward_kernel(
     mean = tl.div_rn(tl.sum(x * x, axis=0), 1.0 * hidden)
     rstd = tl.div_rn(1.0, tl.sqrt_rn((mean + eps).to(tl.float32)))
     y = x * rstd * weight
-    tl.store(y_ptr + row * hidden + columns, y.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + row * y_row_stride + columns, y.to(y_ptr.dtype.element_ty), mask=mask)
     tl.store(rstd_ptr + row, rstd)
 
 
@@ -80,11 +81,12 @@ def _rms_norm_backward_kernel(
     x_ptr,  # [rows, hidden], what was normalised
     weight_ptr,  # [hidden]
     rstd_ptr,  # [rows] fp32
-    grad_x_ptr,  # [rows, hidden] contiguous, written
+    grad_x_ptr,  # [rows, hidden], written
     partial_ptr,  # [programs, hidden] fp32, grad_weight of each program's rows, written; or None
     grad_y_row_stride,
     grad_total_row_stride,
     x_row_stride,
+    grad_x_row_stride,
     rows,
     hidden,
     rows_per_program,
@@ -109,7 +111,7 @@ def _rms_norm_backward_kernel(
         if grad_total_ptr is not None:
             grad_total_row = grad_total_ptr + row * grad_total_row_stride
             grad_x += tl.load(grad_total_row + columns, mask=mask).to(tl.float32)
-        grad_x_row = grad_x_ptr + row * hidden
+        grad_x_row = grad_x_ptr + row * grad_x_row_stride
         tl.store(grad_x_row + columns, grad_x.to(grad_x_ptr.dtype.element_ty), mask=mask)
         if partial_ptr is not None:
             partial += grad_y * normalised
@@ -216,7 +218,7 @@ def rms_norm_forward(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
         with on_device_of(x):
             _rms_norm_forward_kernel[(rstd.numel(),)](
                 x_rows, delta_rows, weight.contiguous(), total, y, rstd,
-                x_stride, delta_stride, hidden, eps, **_block(hidden),
+                x_stride, delta_stride, hidden, hidden, eps, **block_of(hidden),
             )  # fmt: skip
     return y, total, rstd
 
@@ -242,8 +244,8 @@ def rms_norm_backward(
             _rms_norm_backward_kernel[(programs,)](
                 grad_y_rows, grad_total_rows, total_rows, weight.contiguous(), rstd,
                 grad_x, partial,
-                grad_y_stride, grad_total_stride, total_stride,
-                rows, hidden, rows_per_program, **_block(hidden),
+                grad_y_stride, grad_total_stride, total_stride, hidden,
+                rows, hidden, rows_per_program, **block_of(hidden),
             )  # fmt: skip
     return grad_x, None if partial is None else partial.sum(0).to(weight.dtype)
 
@@ -257,7 +259,8 @@ def _rows(x: Tensor | None) -> tuple[Tensor | None, int]:
     return rows, rows.stride(0)
 
 
-def _block(hidden: int) -> dict[str, int]:
+def block_of(hidden: int) -> dict[str, int]:
+    """How a kernel takes a row of so many elements."""
     block = next_power_of_2(hidden)
     # 8 bf16 values, one 16-byte load, per thread and tensor
     return {"BLOCK": block, "num_warps": min(max(block // 256, 1), 16)}
