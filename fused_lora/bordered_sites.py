@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from fused_mlp.utils import compute_dtype
 
@@ -26,7 +25,6 @@ from .checkpoint import is_recomputing
 from .decoder_layer import DecoderLayer, FrozenLayer
 from .gate_up_swiglu import SwiGLU
 from .projection import read_projection, why_call
-from .rope import rope
 from .site import FusedForward, parts_of, reason_in, why_not_class
 
 
@@ -153,32 +151,12 @@ def attention_forward(
             attention, parts, hidden_states, position_embeddings, attention_mask, past_key_values,
             **options,
         )  # fmt: skip
+    by_head = (*hidden_states.shape[:-1], -1, attention.head_dim)
     qkv = BorderedLinear.apply(hidden_states, *read)
-    q, k, v = (
-        one.view(*hidden_states.shape[:-1], -1, attention.head_dim)
-        for one in qkv.split(read[-1].out_features, dim=-1)
+    q, k, v = (one.view(by_head) for one in qkv.split(read[-1].out_features, dim=-1))
+    return layer_sites.attend(
+        attention, parts, q, k, v, position_embeddings, attention_mask, past_key_values, **options
     )
-    if "q_norm" in attention._modules:  # Qwen3
-        q, k = attention.q_norm(q), attention.k_norm(k)
-    q, k, v = (one.transpose(1, 2) for one in (q, k, v))
-    cos, sin = position_embeddings
-    q, k = rope(q, k, cos, sin) if "rope" in parts else apply_rotary_pos_emb(q, k, cos, sin)
-    if past_key_values is not None:
-        k, v = past_key_values.update(k, v, attention.layer_idx)
-    config = attention.config
-    attend = ALL_ATTENTION_FUNCTIONS.get_interface(
-        config._attn_implementation, layer_sites._eager_attention_of(attention)
-    )
-    if not layer_sites._is_llama(attention):
-        window = getattr(config, "sliding_window", None)
-        options["sliding_window"] = getattr(attention, "sliding_window", window)
-    attended, weights = attend(
-        attention, q, k, v, attention_mask,
-        dropout=attention.attention_dropout if attention.training else 0.0,
-        scaling=attention.scaling, **options,
-    )  # fmt: skip
-    attended = attended.reshape(*hidden_states.shape[:-1], -1).contiguous()
-    return attention.o_proj(attended), weights
 
 
 # --- a whole layer --------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The forwards that fused parts set within a decoder layer: on its MLP, attention, norms, itself.
 
-With projection.py and loss_site.py, this file alone knows PEFT's and transformers' classes.
+With bordered_sites.py, projection.py and loss_site.py, this file alone knows PEFT's and
+transformers' classes.
 """
 
 import sys
@@ -111,10 +112,28 @@ def attention_forward(
     else:
         q, k, v = LoRA_QKV.apply(hidden_states, *operands)
     by_head = (*hidden_states.shape[:-1], -1, attention.head_dim)
-    q, k, v = q.view(by_head), k.view(by_head), v.view(by_head).transpose(1, 2)
-    if hasattr(attention, "q_norm"):  # Qwen3
+    return attend(
+        attention, parts, q.view(by_head), k.view(by_head), v.view(by_head),
+        position_embeddings, attention_mask, past_key_values, **options,
+    )  # fmt: skip
+
+
+def attend(
+    attention: Any,
+    parts: frozenset[str],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None,
+    past_key_values,
+    **options,
+):
+    """What the four families do with the projections, [batch, positions, heads, head_dim]."""
+    by_token = q.shape[:2]
+    if "q_norm" in attention._modules:  # Qwen3
         q, k = attention.q_norm(q), attention.k_norm(k)
-    q, k = q.transpose(1, 2), k.transpose(1, 2)
+    q, k, v = (one.transpose(1, 2) for one in (q, k, v))
     cos, sin = position_embeddings
     if "rope" in parts:
         q, k = rope(q, k, cos, sin)
@@ -126,10 +145,10 @@ def attention_forward(
     if not _is_llama(attention):
         default = getattr(config, "sliding_window", None)
         options["sliding_window"] = getattr(attention, "sliding_window", default)
-    attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+    function = ALL_ATTENTION_FUNCTIONS.get_interface(
         config._attn_implementation, _eager_attention_of(attention)
     )
-    attended, weights = attend(
+    attended, weights = function(
         attention,
         q,
         k,
@@ -139,7 +158,7 @@ def attention_forward(
         scaling=attention.scaling,
         **options,
     )
-    attended = attended.reshape(*hidden_states.shape[:-1], -1).contiguous()
+    attended = attended.reshape(*by_token, -1).contiguous()
     return attention.o_proj(attended), weights
 
 

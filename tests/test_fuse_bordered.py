@@ -7,7 +7,7 @@ from peft_models import FAMILIES, LAYERS, MLP, ids
 from reference import relative_error
 
 import fused_lora.bordered_sites as module
-from fused_lora import Fusion, fuse, report, unfuse
+from fused_lora import Fusion, fuse, layer_sites, report, unfuse
 
 BORDERED = Fusion(bordered=True)
 NAMES = [
@@ -55,8 +55,8 @@ def test_projections_are_right_in_every_family(family, options, autocast, calls,
 @pytest.mark.parametrize("policy", [{}, {"checkpoint": "full"}], ids=("kept", "checkpointed"))
 def test_they_join_other_parts(policy, calls, device, monkeypatch):
     turned = []
-    rope = module.rope
-    monkeypatch.setattr(module, "rope", lambda *inputs: turned.append(1) or rope(*inputs))
+    rope = layer_sites.rope
+    monkeypatch.setattr(layer_sites, "rope", lambda *inputs: turned.append(1) or rope(*inputs))
     fusion = Fusion(bordered=True, rope=True, rms_norm=True, cross_entropy=True, **policy)
     fused, plain, done = pair(device, fusion, dtype=torch.bfloat16)
     assert done.fused["bordered"] == NAMES and len(done.fused["rope"]) == 2
