@@ -149,6 +149,7 @@ class LoRA_MLP(torch.autograd.Function):
             # output = hidden Wd' + sd (hidden Ad') Bd'
             down = Group([down_weight], down_A, [down_B], [down_scaling])
             grad_hidden, grad_z = input_gradient(down, [grad_rows], True, [needs[4]])
+            assert grad_hidden is not None
             hidden, grad_gate, grad_up = swiglu_backward(grad_hidden, gate, up)
             del grad_hidden  # at 16,384 tokens each [T, intermediate] is 361 MB: let it go early
             z_down = hidden @ down_A.t() if needs[5] else None

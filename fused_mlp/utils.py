@@ -51,18 +51,21 @@ def cast_adapters(adapters: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tenso
     ``torch.cat(adapters[::2]).to(dtype), [B.to(dtype) for B in adapters[1::2]]``
     """
     A, B = adapters[::2], adapters[1::2]
-    stacked = A[0]
-    cast = [
-        one if one.dtype == dtype else torch.empty(one.shape, dtype=dtype, device=one.device)
-        for one in B
-    ]
-    copies = [(new, one) for new, one in zip(cast, B, strict=True) if new is not one]
+    stacked, cast = A[0], list(B)
+    sources: list[Tensor] = []
+    copies: list[Tensor] = []
+    for i, one in enumerate(B):
+        if one.dtype != dtype:
+            cast[i] = torch.empty(one.shape, dtype=dtype, device=one.device)
+            sources.append(one)
+            copies.append(cast[i])
     if len(A) > 1 or stacked.dtype != dtype:
         ranks = [len(one) for one in A]
         stacked = torch.empty(sum(ranks), A[0].shape[1], dtype=dtype, device=A[0].device)
-        copies += zip(stacked.split_with_sizes(ranks), A, strict=True)
+        sources += A
+        copies += stacked.split_with_sizes(ranks)
     if copies:
-        torch._foreach_copy_(*map(list, zip(*copies, strict=True)))
+        torch._foreach_copy_(copies, sources)
     return stacked, cast
 
 
@@ -100,19 +103,19 @@ def input_gradient(
     dx [T, in] is None unless need_x. dz [T, r of all] is what `adapter_gradients` wants: None if
     neither dx nor any dA needs it.
     """
-    wanted = [
-        grad is not None and (need_x or need) for grad, need in zip(grads, need_A, strict=True)
-    ]
-    if not any(wanted):
+    wanted = [grad if need_x or need else None for grad, need in zip(grads, need_A, strict=True)]
+    if all(grad is None for grad in wanted):
         return None, None
     tokens = next(grad.shape[0] for grad in grads if grad is not None)
     ranks = group.ranks
     grad_z = torch.empty(tokens, sum(ranks), dtype=group.A.dtype, device=group.A.device)
-    for i, columns in enumerate(grad_z.split_with_sizes(ranks, 1)):
-        if wanted[i]:  # beta = 0 makes addmm ignore what the new tensor holds
-            columns.addmm_(grads[i], group.B[i], beta=0, alpha=group.scalings[i])
-        else:
+    for grad, B, scaling, columns in zip(
+        wanted, group.B, group.scalings, grad_z.split_with_sizes(ranks, 1), strict=True
+    ):
+        if grad is None:
             columns.zero_()
+        else:  # beta = 0 makes addmm ignore what the new tensor holds
+            columns.addmm_(grad, B, beta=0, alpha=scaling)
     if not need_x:
         return None, grad_z
     grad_x = grad_z @ group.A
