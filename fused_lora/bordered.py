@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .bordered_linear import Bordered
+from .many_copies import ManyCopies
 from .projection import Projection, read_projection
 from .rows import Handover
 from .site import is_kind
@@ -138,6 +139,7 @@ class Borders:
         self._group_of = {one: group for group in groups for one in group.projections}
         self.handover = Handover()
         self._optimizer_stepped = False
+        self._copies = ManyCopies()
         # fused=True optimizers change parameters without PyTorch counting it (torch 2.13)
         hook = register_optimizer_step_post_hook(partial(_note_step, weakref.ref(self)))
         weakref.finalize(self, hook.remove)
@@ -193,7 +195,7 @@ class Borders:
                 copied.append((group, index, _Source.of(read)))
         if A:
             # scaled before they are cast: one rounding, not two
-            torch._foreach_copy_(views[::2] + views[1::2], [*A, *torch._foreach_mul(B, scalings)])
+            self._copies.copy(views[::2] + views[1::2], A + B, [1.0] * len(A) + scalings)
         if unused:
             torch._foreach_zero_(unused)
         for group, index, source in copied:  # not before: what runs out of memory stays stale

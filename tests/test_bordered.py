@@ -21,7 +21,7 @@ from peft_models import (
 )
 from reference import relative_error
 
-from fused_lora import Fusion, fuse
+from fused_lora import Fusion, fuse, many_copies
 from fused_lora.bordered import border, unborder
 
 PARTS = [["q_proj", "k_proj", "v_proj"], ["o_proj"], ["gate_proj", "up_proj"], ["down_proj"]]
@@ -213,9 +213,9 @@ def test_a_change_of_the_adapters_reaches_the_borders(change, device):
 def test_only_what_changed_is_copied_and_reading_one_group_refreshes_all(device, monkeypatch):
     model, _, borders = pair(device)
     copied = []
-    foreach_copy = torch._foreach_copy_
+    copy = borders._copies.copy
     monkeypatch.setattr(
-        torch, "_foreach_copy_", lambda to, of: copied.append(len(to)) or foreach_copy(to, of)
+        borders._copies, "copy", lambda to, *of: copied.append(len(to)) or copy(to, *of)
     )
     with torch.no_grad():
         model.get_submodule(f"{LAYERS}.1.mlp.up_proj").lora_B["default"].weight.mul_(2)
@@ -228,6 +228,18 @@ def test_only_what_changed_is_copied_and_reading_one_group_refreshes_all(device,
     assert copied == [4, 2 * 2 * 7]
 
 
+def test_the_kernel_of_a_gpu_copies_the_same_and_autograd_notices(device, monkeypatch):
+    monkeypatch.setattr(many_copies, "_has_kernel", lambda *_: True)
+    model, _, borders = pair(device, dtype=torch.bfloat16)
+    assert_border_follows(borders)
+    versions = [group.bordered.matrix._version for group in borders.groups]
+    in_place(model)
+    assert borders.refresh_stale() == 2 * 7
+    assert_border_follows(borders)
+    now = [group.bordered.matrix._version for group in borders.groups]
+    assert all(new > old for new, old in zip(now, versions, strict=True))
+
+
 def test_a_refresh_that_fails_is_done_again(device, monkeypatch):
     model, _, borders = pair(device)
     in_place(model)
@@ -236,7 +248,7 @@ def test_a_refresh_that_fails_is_done_again(device, monkeypatch):
         raise torch.OutOfMemoryError
 
     with monkeypatch.context() as patched, pytest.raises(torch.OutOfMemoryError):
-        patched.setattr(torch, "_foreach_copy_", out_of_memory)
+        patched.setattr(borders._copies, "copy", out_of_memory)
         borders.refresh_stale()
     assert borders.refresh_stale() == 2 * 7
     assert_border_follows(borders)
