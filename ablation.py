@@ -3,6 +3,9 @@
 A part is measured twice. Added first: alone, on vanilla PEFT (vanilla_peft less fused_PART). Added
 last: on top of all the others (fused_all_but_PART less fused_all). What all of them together take
 off and the parts added first do not add up to is the interaction.
+
+Both of the step and of the GPU's own time in it, the sum of its kernels: where a step waits for the
+host, the first says what a user gains there, the second what the part saves, whatever the host.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from names import name_of
 from summary import BASELINE, NO_CHECKPOINTING, round_ms
 from variants import PARTS
 
+STEP, GPU = "step_ms", "gpu_busy_ms"
 BLOCKS = {"": "With gradient checkpointing", NO_CHECKPOINTING: "Without checkpointing"}
 INTERACTION = "interaction"
 NOISE = "not distinguishable"  # a verdict of summary.py
@@ -50,15 +54,17 @@ def parts_of(block: str) -> tuple[str, ...]:
     return tuple(part for part in PARTS if not (block and part == "checkpoint"))
 
 
-def gains(results: dict, seq_len: int, block: str = "") -> list[Row]:
+def gains(results: dict, seq_len: int, block: str = "", time: str = STEP) -> list[Row]:
     """One row a part, then the interaction; `block` is the ending of its variants' names."""
     vanilla, fused_all = BASELINE + block, "fused_all" + block
     alone = {part: f"fused_{part}{block}" for part in parts_of(block)}
     rows = [
         Row(
             part,
-            _gain(results, seq_len, block, {variant: -1, vanilla: 1}),
-            _gain(results, seq_len, block, {f"fused_all_but_{part}{block}": 1, fused_all: -1}),
+            _gain(results, seq_len, block, {variant: -1, vanilla: 1}, time),
+            _gain(
+                results, seq_len, block, {f"fused_all_but_{part}{block}": 1, fused_all: -1}, time
+            ),
         )
         for part, variant in alone.items()
     ]
@@ -66,14 +72,17 @@ def gains(results: dict, seq_len: int, block: str = "") -> list[Row]:
     terms = {variant: 1 for variant in alone.values()}
     together = {fused_all: -1, vanilla: 1 - len(alone), **terms}
     missing = any(isinstance(row.first, str) for row in rows)
-    what = "parts missing" if missing else _gain(results, seq_len, block, together)
+    what = "parts missing" if missing else _gain(results, seq_len, block, together, time)
     return [*rows, Row(INTERACTION, what, None)]
 
 
-def _gain(results: dict, seq_len: int, block: str, signs: dict[str, int]) -> Gain | str:
-    """The sum of the variants' times with these signs, in every round that has them all."""
-    times = {variant: round_ms(results, variant, seq_len) for variant in signs}
-    vanilla = round_ms(results, BASELINE + block, seq_len)
+def _gain(
+    results: dict, seq_len: int, block: str, signs: dict[str, int], time: str = STEP
+) -> Gain | str:
+    """The sum of the variants' times with these signs, in every round that has them all. Of the
+    GPU's own time there are no verdicts: the A/A twins say how much a step's is noise."""
+    times = {variant: _by_round(results, variant, seq_len, time) for variant in signs}
+    vanilla = _by_round(results, BASELINE + block, seq_len, time)
     for variant, own in times.items():
         if not own:
             ends = variant in (BASELINE + block, "fused_all" + block)
@@ -89,21 +98,37 @@ def _gain(results: dict, seq_len: int, block: str, signs: dict[str, int]) -> Gai
     ms = [a - b for a, b in zip(faster, slower, strict=True)]
     percent = [100 * x / vanilla[n] for x, n in zip(ms, common, strict=True) if n in vanilla]
     ratios = [a / b for a, b in zip(faster, slower, strict=True)]
-    band = summary.noise_band(results, seq_len, BASELINE + block)
+    verdict = None
+    if time == STEP:
+        band = summary.noise_band(results, seq_len, BASELINE + block)
+        verdict = summary.verdict_of(median(ratios), summary.interval95(ratios), band)
     return Gain(
         median(ms),
         summary.interval95(ms),
         median(percent) if percent else None,
         summary.interval95(percent),
-        summary.verdict_of(median(ratios), summary.interval95(ratios), band),
+        verdict,
     )
+
+
+def _by_round(results: dict, variant: str, seq_len: int, time: str) -> dict[int, float]:
+    if time == STEP:
+        return round_ms(results, variant, seq_len)
+    return {
+        cell["round"]: cell[time]
+        for cell in results["cells"]
+        if summary.key_of(cell)[:2] == (variant, seq_len)
+        and cell["status"] == "ok"
+        and cell.get(time) is not None
+    }
 
 
 def why_no_time(results: dict, variant: str, seq_len: int) -> str:
     cells = [cell for cell in results["cells"] if summary.key_of(cell)[:2] == (variant, seq_len)]
     if not cells:
         return "not measured"
-    return STATUS_WORDS[min((cell["status"] for cell in cells), key=summary.STATUSES.index)]
+    status = min((cell["status"] for cell in cells), key=summary.STATUSES.index)
+    return STATUS_WORDS.get(status, "not measured")  # "ok", but the GPU's own time is not there
 
 
 def blocks_of(results: dict) -> list[str]:
@@ -114,8 +139,8 @@ def blocks_of(results: dict) -> list[str]:
     return [block for block in BLOCKS if len(timed & {name + block for name in needed}) >= 2]
 
 
-def together(results: dict, seq_len: int, block: str) -> Gain | str:
-    return _gain(results, seq_len, block, {"fused_all" + block: -1, BASELINE + block: 1})
+def together(results: dict, seq_len: int, block: str, time: str = STEP) -> Gain | str:
+    return _gain(results, seq_len, block, {"fused_all" + block: -1, BASELINE + block: 1}, time)
 
 
 def name_of_part(part: str) -> str:
@@ -132,22 +157,29 @@ def number(value: float, digits: int) -> str:
 
 
 def table(results: dict) -> str:
-    """In Markdown, one table a block: each part's gains at each length, and all of them together.
-    Gains that are not distinguishable from noise are in italics."""
-    lengths = results["experiment"]["seq_lens"]
-    header = ["takes off a step"]
-    header += [f"{n}: {when}, ms" for n in lengths for when in ("added first", "added last")]
+    """In Markdown, two tables a block: each part's gains at each length, and all of them together,
+    of the step and of the GPU's own time. Gains that are not distinguishable from noise are in
+    italics."""
     tables = []
     for block in blocks_of(results):
-        lines = [header, ["---"] * len(header)]
-        for rows in zip(*(gains(results, n, block) for n in lengths), strict=True):
-            pairs = ((_cell(row.first), _cell(row.last, False)) for row in rows)
-            lines.append([name_of_part(rows[0].part), *chain(*pairs)])
-        alls = ((_cell(together(results, n, block)), "") for n in lengths)
-        lines.append([name_of("fused_all"), *chain(*alls)])
-        markdown = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-        tables.append(f"{BLOCKS[block]}:\n\n{markdown}")
+        tables.append(f"{BLOCKS[block]}:\n\n{_table(results, block, STEP)}")
+        if not isinstance(together(results, results["experiment"]["seq_lens"][0], block, GPU), str):
+            what = f"{BLOCKS[block]}, of the GPU's own time, whatever the host did:"
+            tables.append(f"{what}\n\n{_table(results, block, GPU)}")
     return "\n\n".join(tables)
+
+
+def _table(results: dict, block: str, time: str) -> str:
+    lengths = results["experiment"]["seq_lens"]
+    header = ["takes off a step" if time == STEP else "takes off the GPU's time"]
+    header += [f"{n}: {when}, ms" for n in lengths for when in ("added first", "added last")]
+    lines = [header, ["---"] * len(header)]
+    for rows in zip(*(gains(results, n, block, time) for n in lengths), strict=True):
+        pairs = ((_cell(row.first), _cell(row.last, False)) for row in rows)
+        lines.append([name_of_part(rows[0].part), *chain(*pairs)])
+    alls = ((_cell(together(results, n, block, time)), "") for n in lengths)
+    lines.append([name_of("fused_all"), *chain(*alls)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _cell(gain: Gain | str | None, with_percent: bool = True) -> str:

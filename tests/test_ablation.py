@@ -302,7 +302,7 @@ def test_the_table_by_hand():
     run = case.rounds(**HAND_MADE)
     run["experiment"]["seq_lens"] = [64, 128]
     results.add_cell(run, results.new_cell("fused_mlp", 128, 1, "oom"))
-    title, blank, *lines = ablation.table(run).split("\n")
+    title, blank, *lines = ablation.table(run).split("\n\nWith")[0].split("\n")
     assert (title, blank) == ("With gradient checkpointing:", "")
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert table[0][:3] == ["takes off a step", "64: added first, ms", "64: added last, ms"]
@@ -314,9 +314,32 @@ def test_the_table_by_hand():
     assert {len(line) for line in table} == {5} and len(table) == 10
 
 
+def test_the_gpus_own_time_by_hand():
+    """Other than the step's, without verdicts, and only where it was measured."""
+    run = case.rounds(**HAND_MADE)
+    busy_ms = {"vanilla_peft": 100, "fused_mlp": 88, "fused_all_but_mlp": 61, "fused_all": 50}
+    for cell in run["cells"]:
+        cell["gpu_busy_ms"] = busy_ms.get(cell["variant"])
+    mlp, attention, *_ = ablation.gains(run, 64, time=ablation.GPU)
+    assert (mlp.first.ms, mlp.first.percent, mlp.last.ms) == pytest.approx((12, 12, 11))
+    assert mlp.first.verdict is mlp.last.verdict is None
+    assert isinstance(attention.first, str)
+    assert ablation.together(run, 64, "", ablation.GPU).ms == 50
+    assert "| fused MLP | 12.0 (12.0%) | 11.0 |" in ablation.table(run)
+    for cell in run["cells"]:
+        cell["gpu_busy_ms"] = None
+    assert "GPU" not in ablation.table(run)
+
+
 def test_a_table_a_block():
     titles = [line for line in ablation.table(RUNS["all"]).split("\n") if line.endswith(":")]
-    assert titles == ["With gradient checkpointing:", "Without checkpointing:"]
+    of_the_gpu = ", of the GPU's own time, whatever the host did:"
+    assert titles == [
+        "With gradient checkpointing:",
+        f"With gradient checkpointing{of_the_gpu}",
+        "Without checkpointing:",
+        f"Without checkpointing{of_the_gpu}",
+    ]
     assert ablation.table(example.empty()) == ""
 
 
