@@ -222,7 +222,7 @@ def _measure(
 
     on_gpu = plan.device == "cuda"
     warmup = MAX_WARMUP_STEPS if on_gpu else 1  # a rehearsal's times mean nothing
-    trainer = Trainer(built.model, built.autocast, plan.clock(), LEARNING_RATE, warmup)
+    trainer = Trainer(built.model, built.autocast, plan.clock(), LEARNING_RATE, warmup, built.graph)
     timings = trainer.run(batches, plan.steps, on_step)
     measured |= dataclasses.asdict(timings)
 

@@ -6,9 +6,11 @@ imported before them, so nothing here is imported until a variant is built, in a
 """
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,19 +30,36 @@ class Lora:
     targets: tuple[str, ...] = TARGETS
 
 
+class Graph(NamedTuple):
+    """What it takes to run a model's training step as a CUDA graph.
+
+    step_for: makes the step, given its optimizer (`fused_lora.graph.GraphedStep`).
+    eager_calls: how many of its calls are eager, before the one that captures it.
+    after_update: what the graph runs at its end, for what is computed from the adapters; whoever
+    changes the adapters otherwise calls it.
+    no_mask: the attention_mask of a batch that has none.
+    """
+
+    step_for: Callable[[torch.optim.Optimizer], Callable[..., torch.Tensor]]
+    eager_calls: int
+    after_update: tuple[Callable[[], Any], ...] = ()
+    no_mask: dict[str, None] | None = None
+
+
 @dataclass
 class Built:
     """A model ready to train, and what it is made of.
 
     autocast_dtype: what its forward runs in; None for no autocast.
     settings: what results.json records of it. fused_modules: names of the modules that run fused,
-    with the function that they run.
+    with the function that they run. graph: for a recipe whose step is a CUDA graph.
     """
 
     model: torch.nn.Module
     autocast_dtype: torch.dtype | None
     settings: dict[str, Any]
     fused_modules: list[str] = field(default_factory=list)
+    graph: Graph | None = None
 
     def autocast(self) -> torch.autocast:
         device = next(self.model.parameters()).device.type
@@ -100,7 +119,33 @@ def build(
     if recipe.compiled:
         for layer in model.get_submodule("base_model.model.model.layers"):
             layer.compile(dynamic=False)
+    if recipe.graph:
+        built.graph = _graph_of(built)
+        built.settings["graph"] = True
     return built
+
+
+def _graph_of(built: Built) -> Graph:
+    from fused_lora.bordered_sites import borders_of
+    from fused_lora.graph import EAGER_CALLS, GraphedStep
+
+    borders = next(filter(None, map(borders_of, built.model.modules())), None)
+    after_update = () if borders is None else (borders.refresh,)
+    step_for = partial(GraphedStep, built.model, autocast=built.autocast, after_update=after_update)
+    return Graph(step_for, EAGER_CALLS, after_update, _no_mask_of(built.model))
+
+
+def _no_mask_of(model: torch.nn.Module) -> dict[str, None] | None:
+    """What tells the model that there is no padding, so that attention keeps its fast kernels.
+
+    Given None, transformers does without a mask in an eager step, but builds one while a graph is
+    captured, since it then may not look whether it needs it. These models take their masks as they
+    are in a dict, by the kind of attention that a layer has; others (Llama, Mistral) do not.
+    """
+    config: Any = model.config
+    if config.model_type in ("qwen2", "qwen3") and {*config.layer_types} == {"full_attention"}:
+        return {"full_attention": None}
+    return None
 
 
 def _checkpointing_in_words(recipe: Recipe, seq_len: int) -> str:

@@ -55,7 +55,7 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
         parser.add_argument(flag, help=help, **options)
 
     add("--suite", "variants to compare: the experiment's four, every fused part alone and left "
-        "out, the strongest peers, or all (default: experiment)",
+        "out, the strongest peers, the fastest of each, or all (default: experiment)",
         choices=SUITES, default="experiment")  # fmt: skip
     add("--variants", "variants to compare instead, by name; a name that there is not lists them",
         nargs="+", metavar="NAME")  # fmt: skip
@@ -216,6 +216,8 @@ def why_unavailable(variant: str, device: str) -> str | None:
         return f"{name} is not installed; pip install -r requirements-peers.txt"
     if recipe.compiled and device == "cpu":
         return "compiled layers want an NVIDIA GPU; leave them out, or run where there is one"
+    if recipe.graph and device == "cpu":
+        return "a CUDA graph wants an NVIDIA GPU; leave it out, or run where there is one"
     return None
 
 

@@ -28,7 +28,10 @@ from results import write_atomically
 from summary import BASELINE, BASELINE_AGAIN, noise_band, summarize
 
 # What stands beside these where a suite has more variants than a picture can hold.
-STRONGEST = ("fused_all", "compiled_peft_bf16", "liger_peft")
+STRONGEST = (
+    *("fused_all", "compiled_peft_bf16", "liger_peft"),
+    *("fused_layer", "fused_layer_graph", "compiled_peft"),
+)
 MANY = 8
 SPARE_LOOKS = [  # for variants without a look of their own, in the order of the experiment
     *(("#0969da", "D", "xxx"), ("#1a7f37", "v", "---"), ("#bc4c00", "P", "\\\\\\")),
@@ -36,6 +39,7 @@ SPARE_LOOKS = [  # for variants without a look of their own, in the order of the
 ]
 HOW_TO_READ = "Medians over steps, then over rounds; whiskers: 95% bootstrap intervals."
 PHASES = {"forward": 0.55, "backward": 0.0, "optimizer": -0.6}  # how far towards white or black
+ONE_GRAPH = {"one graph": 0.3}  # a step whose phases nobody can tell apart
 FEW = 3  # up to this many variants every point is labelled; beyond it the table has the values
 
 
@@ -46,7 +50,8 @@ class View:
         self.results, self.seq_lens = results, results["experiment"]["seq_lens"]
         asked = results["experiment"]["variants"]
         if len(asked) > MANY:
-            asked = [v for v in (*LOOKS, *STRONGEST) if v in asked] or asked[:MANY]
+            known = [v for v in (*LOOKS, *STRONGEST) if v in asked]
+            asked = known[: MANY + 1] or asked[:MANY]  # the A/A twin is a band
         unknown = [variant for variant in asked if variant not in LOOKS]
         spare = {
             v: Look(name_of(v), *SPARE_LOOKS[i % len(SPARE_LOOKS)]) for i, v in enumerate(unknown)
@@ -163,14 +168,16 @@ def _memory(axes: Axes, view: View) -> None:
 def _step(axes: Axes, view: View) -> None:
     axes.set_title("Where a step's time goes, ms (lower is better)")
     top_ms, grey = view.top("median_step_ms"), LOOKS[BASELINE].colour
+    shades = PHASES | (ONE_GRAPH if any(map(_is_graph, view.timed)) else {})
     keys: list[Artist] = [
-        Patch(color=_shade(grey, shade), label=phase) for phase, shade in PHASES.items()
+        Patch(color=_shade(grey, shade), label=phase) for phase, shade in shades.items()
     ]
     for row in view.timed:
         bottom_ms = 0.0
-        for phase, shade in PHASES.items():
-            _bar(axes, view, row, row[f"{phase}_ms"] or 0.0, bottom_ms, shade)
-            bottom_ms += row[f"{phase}_ms"] or 0.0
+        for phase, shade in (ONE_GRAPH if _is_graph(row) else PHASES).items():
+            height_ms = row["median_step_ms"] if _is_graph(row) else row[f"{phase}_ms"]
+            _bar(axes, view, row, height_ms, bottom_ms, shade)
+            bottom_ms += height_ms
         step_ms = row["median_step_ms"]  # the parts' medians may add up to a little more
         words = f"{step_ms:.0f}" if top_ms > 50 else f"{step_ms:.1f}"
         if row["ratio_to_floor"] and len(view.looks) <= FEW:
@@ -183,10 +190,17 @@ def _step(axes: Axes, view: View) -> None:
             axes.hlines(floor_ms, *ends, color="white", linewidth=4.5)
             axes.hlines(floor_ms, *ends, color="black", linewidth=2.5)
     if floors:
-        words = "floor (×: multiples of it)"
+        words = "floor"
+        if len(view.looks) <= FEW:
+            words += " (×: multiples of it)" if shades == PHASES else " (× of it)"
         keys.append(Line2D([], [], color="black", linewidth=2.5, label=words))
-    axes.legend(handles=keys, loc="upper left", ncols=4, handlelength=1.4, columnspacing=1.0)
+    axes.legend(handles=keys, loc="upper left", ncols=5, handlelength=1.4, columnspacing=1.0)
     axes.set_ylim(0, 1.3 * top_ms)
+
+
+def _is_graph(row: dict) -> bool:
+    """Whether a step is one CUDA graph, and so has a time but no phases."""
+    return row["forward_ms"] is None
 
 
 # --- what the panels share ------------------------------------------------------------------------

@@ -4,6 +4,8 @@ A kernel's kind is told by its name where the name tells it (a product, attentio
 hand-written norm). PyTorch's elementwise kernels have the same name wherever they run, so theirs is
 told by the module that called them: in the profiled step every module call is marked as a range,
 and a kernel of the backward belongs to the range in which its forward ran.
+
+A replayed CUDA graph runs kernels and calls no module, so what has no telling name there is other.
 """
 
 import re
@@ -31,6 +33,7 @@ KIND_BY_NAME = [
         ("loss", r"cross_entropy|nll_loss|softmax|_fl_\w+_kernel"),
         ("attention", r"flash|fmha|sdpa|attention|compute_dot_do_o|convert_dq"),
         ("matmul", r"nvjet|gemm|cutlass|cublas|splitk|\bmatmul"),
+        ("adapter", r"_add_adapted_kernel"),
         ("norm", r"rms_?norm|layer_?norm|rsqrt|meanops"),
         ("activation", r"swiglu|silu|gelu|sigmoid|_fg_kernel|_dwf_dw_dfg_kernel"),
         ("rope", r"rope|rotary|cos_kernel|sin_kernel"),

@@ -26,6 +26,7 @@ Results = dict[str, Any]
 
 # Vanilla and fused MLP once more, on another visit: how far to trust the published run.
 SECOND_RUN = HERE / "docs" / "second_run.json"
+SUITE = HERE / "docs" / "suite.json"  # every part and peer, a run of its own
 
 console = Console(highlight=False)
 PLAIN: dict[str, Any] = {"box": SIMPLE_HEAD, "pad_edge": False}  # fits 80 columns
@@ -38,8 +39,11 @@ def plot_only(folder: Path) -> int:
     results = store.load(path)
     drawn = []
     if folder.resolve() == HERE:
-        tables.update_readme(HERE / "README.md", results, store.load(SECOND_RUN))
+        suite = store.load(SUITE) if SUITE.is_file() else None
+        tables.update_readme(HERE / "README.md", results, store.load(SECOND_RUN), suite)
         drawn.append(HERE / "README.md")
+        if suite is not None:
+            drawn += draw_suite(suite, folder)
     drawn += draw(results, folder)
     console.print("\n".join(map(str, drawn)), soft_wrap=True)
     return 0
@@ -51,11 +55,18 @@ def draw(results: Results, folder: Path) -> list[Path]:
         folder / "benchmark_results.png": plots.draw,
         folder / "kernel_time.png": kernel_time.draw,
     }
-    if "fused_all" in results["experiment"]["variants"]:  # a suite, not the experiment alone
-        pictures |= {
-            folder / "ablation.png": ablation_plot.draw,
-            folder / "frontier.png": frontier.draw,
-        }
+    drawn = [path for path, draw_it in pictures.items() if draw_it(results, path) is not False]
+    return drawn + draw_suite(results, folder)
+
+
+def draw_suite(results: Results, folder: Path) -> list[Path]:
+    """What a suite has pictures of, and the experiment alone has not."""
+    if "fused_all" not in results["experiment"]["variants"]:
+        return []
+    pictures: dict[Path, Callable] = {
+        folder / "ablation.png": ablation_plot.draw,
+        folder / "frontier.png": frontier.draw,
+    }
     return [path for path, draw_it in pictures.items() if draw_it(results, path) is not False]
 
 
@@ -98,6 +109,8 @@ def fits_only(gib: float, folder: Path) -> int:
     if not gib > 0:
         raise ValueError(f"--fits {gib:g}: give more than 0 GiB")
     path = folder / "results.json"
+    if folder.resolve() == HERE and SUITE.is_file():
+        path = SUITE  # has more to choose from
     if not path.is_file():
         raise ValueError(f"--fits: there is no {path}; run the benchmark first, or give --out")
     console.print(frontier.fits_table(store.load(path), gib), soft_wrap=True, markup=False)

@@ -10,6 +10,7 @@ from compare import Comparison, Row, compare
 from looks import LOOKS, REHEARSAL, STATUS_WORDS, caption
 from names import name_of
 from results import write_atomically
+from suite_tables import parts_section, peers_section
 from summary import BASELINE, BASELINE_AGAIN, summarize, why_no_verdicts
 
 
@@ -51,12 +52,16 @@ def headline_table(results: dict) -> str:
     return f"**{REHEARSAL}.**\n\n{table}" if results["rehearsal"] else table
 
 
-def update_readme(readme_path: str | Path, results: dict, second_run: dict) -> bool:
+def update_readme(
+    readme_path: str | Path, results: dict, second_run: dict, suite: dict | None = None
+) -> bool:
     """Put the tables between their markers; whether that changed the file."""
     before = after = Path(readme_path).read_bytes().decode()
     for name, block in (
         ("results", results_section(results)),
         ("headline", headline_table(results)),
+        ("parts", parts_section(suite)),
+        ("peers", peers_section(suite)),
         ("second run", comparison_table(compare(results, second_run))),
     ):
         begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
@@ -133,7 +138,9 @@ def _held(cell: dict) -> list[str]:
 
 
 def _settings_table(results: dict) -> str:
-    names = ("checkpointing", "adapter_dtype", "autocast", "attention", "compile")
+    names = ["checkpointing", "adapter_dtype", "autocast", "attention", "compile"]
+    if any(cell["settings"].get("graph") for cell in results["cells"]):
+        names.append("graph")  # which only those settings have that it is true of
     lines = []
     for variant in results["experiment"]["variants"]:
         cells = [c for c in results["cells"] if c["variant"] == variant and c["settings"]]

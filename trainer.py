@@ -3,6 +3,8 @@
 A step is forward, backward, optimizer and zero_grad, with a mark of the clock around each and one
 synchronisation at its end. On a GPU a mark is a CUDA event, so a step's time runs from the moment
 the GPU reaches its start to the moment it has done all of it, waiting for the host included.
+
+A step that is one CUDA graph has a mark before and one after it: its parts cannot be told apart.
 """
 
 import gc
@@ -10,15 +12,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from itertools import islice, pairwise
+from itertools import islice, pairwise, starmap
 from typing import Any, Protocol
 
 import torch
 
 from batches import Batch
+from models import Graph
 
 # Warm-up: at least this many steps, then on until the last three agree to this share of a step, or
-# the host is so unsteady that they never will.
+# the host is so unsteady that they never will. A graph's eager steps come before them.
 MIN_WARMUP_STEPS = 4
 MAX_WARMUP_STEPS = 10
 STEADY_SPREAD = 0.05
@@ -64,10 +67,14 @@ class WallClock:
 class Timings:
     """Raw times of every timed step, in ms, with the loss that each step saw.
 
+    first_step_s: wall time of the warm-up until a step had run as the timed ones do: of the first;
+    of a graph, the eager steps, the capture and the first replay.
+    forward_ms, backward_ms, optimizer_ms: empty for a graph.
     wall_ms: the host's clock, from before a step's first mark until its loss has been read.
     optimizer_steps: the fewest updates that any adapter matrix got from the timed steps.
     unmoved_adapters: matrices that the timed steps left as they were.
     changed_batches: batches that the steps wrote to.
+    peak_allocated_bytes, peak_reserved_bytes: in the timed steps; of a graph, from its capture on.
     """
 
     first_step_s: float
@@ -90,7 +97,8 @@ class Trainer:
     Args:
         autocast: makes the context that the forward runs in.
         clock: what marks the parts of a step.
-        max_warmup_steps: warm up no longer than this, steady or not.
+        max_warmup_steps: warm up no longer than this, steady or not, beside a graph's eager steps.
+        graph: makes of the step a CUDA graph; None for an eager step.
     """
 
     def __init__(
@@ -100,18 +108,31 @@ class Trainer:
         clock: Clock,
         learning_rate: float,
         max_warmup_steps: int = MAX_WARMUP_STEPS,
+        graph: Graph | None = None,
     ):
         self.model = model
         self.autocast = autocast
         self.clock = clock
         self.max_warmup_steps = max_warmup_steps
         self.trained = [p for p in model.parameters() if p.requires_grad]
-        fused = self.trained[0].is_cuda
-        self.optimizer = torch.optim.AdamW(self.trained, lr=learning_rate, fused=fused)
+        self.on_gpu = self.trained[0].is_cuda
+        self.optimizer = torch.optim.AdamW(
+            self.trained, lr=learning_rate, fused=self.on_gpu, capturable=graph is not None
+        )
+        self.graph = graph
+        self.graphed_step: Any = graph.step_for(self.optimizer) if graph else None
 
     def step(self, batch: Batch) -> tuple[list[Any], torch.Tensor]:
-        """One training step; returns the four marks around its parts, and its loss."""
+        """One training step; returns the marks around its parts (four; of a graph two), and its
+        loss."""
         marks = [self.clock.mark()]
+        if self.graph:
+            mask = self.graph.no_mask if batch.attention_mask is None else batch.attention_mask
+            loss = self.graphed_step(
+                input_ids=batch.input_ids, labels=batch.labels, attention_mask=mask
+            )
+            marks.append(self.clock.mark())
+            return marks, loss
         with self.autocast():
             loss = self.model(
                 input_ids=batch.input_ids,
@@ -152,8 +173,7 @@ class Trainer:
     def _time(
         self, timings: Timings, batches: list[Batch], steps: int, on_step: Callable[[int], None]
     ) -> None:
-        on_gpu = self.trained[0].is_cuda
-        if on_gpu:
+        if self.on_gpu and not self.graph:  # see _warm_up
             torch.cuda.reset_peak_memory_stats()
         for done, batch in enumerate(islice(_around(batches), steps), start=1):
             began = time.perf_counter()
@@ -161,13 +181,14 @@ class Trainer:
             self.clock.synchronize()
             timings.losses.append(loss.item())
             timings.wall_ms.append((time.perf_counter() - began) * 1e3)
-            forward, backward, optimizer = (self.clock.elapsed_ms(a, b) for a, b in pairwise(marks))
             timings.step_ms.append(self.clock.elapsed_ms(marks[0], marks[-1]))
-            timings.forward_ms.append(forward)
-            timings.backward_ms.append(backward)
-            timings.optimizer_ms.append(optimizer)
+            if not self.graph:
+                forward, backward, optimizer = starmap(self.clock.elapsed_ms, pairwise(marks))
+                timings.forward_ms.append(forward)
+                timings.backward_ms.append(backward)
+                timings.optimizer_ms.append(optimizer)
             on_step(done)
-        if on_gpu:
+        if self.on_gpu:
             timings.peak_allocated_bytes = torch.cuda.max_memory_allocated()
             timings.peak_reserved_bytes = torch.cuda.max_memory_reserved()
 
@@ -189,17 +210,23 @@ class Trainer:
         )
 
     def _warm_up(self, batches: list[Batch]) -> float:
-        """Run steps until their times are steady; returns the first step's wall time in seconds."""
+        """Run steps until their times are steady; returns `first_step_s`."""
         times_ms: list[float] = []
         began = time.perf_counter()
         first_step_s = 0.0
-        for batch in islice(_around(batches), self.max_warmup_steps):
+        eager = self.graph.eager_calls if self.graph else 0
+        for batch in islice(_around(batches), eager + self.max_warmup_steps):
+            if self.graph and self.on_gpu and len(times_ms) == eager:
+                # A replay allocates nothing: all that it works in was allocated by the capture. So
+                # the peak is counted from here on, without what the eager steps left in the cache.
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
             marks, _ = self.step(batch)
             self.clock.synchronize()
             times_ms.append(self.clock.elapsed_ms(marks[0], marks[-1]))
-            if len(times_ms) == 1:
+            if len(times_ms) == eager + 1:
                 first_step_s = time.perf_counter() - began
-            if len(times_ms) >= MIN_WARMUP_STEPS and is_steady(times_ms[-3:]):
+            if len(times_ms) >= eager + MIN_WARMUP_STEPS and is_steady(times_ms[-3:]):
                 break
         return first_step_s
 
@@ -209,6 +236,9 @@ class Trainer:
                 parameter.copy_(value)
                 for state in self.optimizer.state[parameter].values():
                     state.zero_()
+        # the first replay reads what the last one computed from the adapters, at its end
+        for refresh in self.graph.after_update if self.graph else ():
+            refresh()
 
 
 def is_steady(times_ms: list[float]) -> bool:

@@ -7,6 +7,8 @@ from typing import NamedTuple
 from summary import NO_CHECKPOINTING
 
 PARTS = ("mlp", "attention", "rope", "rms_norm", "cross_entropy", "checkpoint")
+# What PARTS fuse, with each decoder layer as one function; rms_norm is then the last norm alone.
+WHOLE_LAYERS = ("layer", "rms_norm", "cross_entropy", "checkpoint")
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,7 @@ class Recipe:
     checkpoint_gib: for the policy "selective", what the layers that are kept may hold.
     adapter_dtype: fp32 under bf16 autocast, as PEFT has it, or bf16 without autocast.
     compiled: whether each decoder layer is compiled with torch.compile.
+    graph: whether the whole training step is captured in a CUDA graph and replayed.
     """
 
     library: str = "peft"
@@ -29,6 +32,7 @@ class Recipe:
     checkpoint_gib: float | None = None
     adapter_dtype: str = "float32"
     compiled: bool = False
+    graph: bool = False
 
 
 EXPERIMENT = {
@@ -39,18 +43,32 @@ EXPERIMENT = {
     # alternating rounds put all the others between the two.
     "vanilla_peft_again": Recipe(),
 }
-ALONE = {f"fused_{part}": Recipe(fused=(part,)) for part in PARTS}
+ALONE = {
+    **{f"fused_{part}": Recipe(fused=(part,)) for part in PARTS},
+    # in the place of the MLP's and attention's own
+    "fused_bordered": Recipe(fused=("bordered",)),
+}
 TOGETHER = {
     "fused_all": Recipe(fused=PARTS),
     **{f"fused_all_but_{part}": Recipe(fused=tuple(p for p in PARTS if p != part))
        for part in PARTS},
     # the same with each layer compiled: what is left of the host's time between the kernels
     "fused_all_compiled": Recipe(fused=PARTS, compiled=True),
+    "fused_all_graph": Recipe(fused=PARTS, graph=True),
 }  # fmt: skip
+LAYER = {
+    "fused_layer": Recipe(fused=WHOLE_LAYERS),
+    "fused_layer_graph": Recipe(fused=WHOLE_LAYERS, graph=True),
+}
 POLICIES = {
     "fused_all_offload": Recipe(fused=PARTS, checkpointing="offload"),
     "fused_all_selective_10": Recipe(fused=PARTS, checkpointing="selective", checkpoint_gib=10),
     "fused_all_selective_20": Recipe(fused=PARTS, checkpointing="selective", checkpoint_gib=20),
+}
+LAYER_POLICIES = {  # copies to the host cannot be captured, so none that offloads
+    "fused_layer_graph_selective_10": Recipe(
+        fused=WHOLE_LAYERS, checkpointing="selective", checkpoint_gib=10, graph=True
+    ),
 }
 PEERS = {
     "vanilla_peft_bf16": Recipe(adapter_dtype="bfloat16"),
@@ -70,7 +88,7 @@ def _without_checkpointing(variants: dict[str, Recipe]) -> dict[str, Recipe]:
             recipe, checkpointing="none", fused=tuple(p for p in recipe.fused if p != "checkpoint")
         )
         for name, recipe in variants.items()
-        if "checkpoint" not in name and name not in (*POLICIES, "unsloth_full")
+        if "checkpoint" not in name and name not in (*POLICIES, *LAYER_POLICIES, "unsloth_full")
     }
 
 
@@ -87,23 +105,36 @@ SUITES = {
         **{name: TOGETHER[name] for name in ("fused_all", "fused_all_compiled")},
         **POLICIES,
     },
+    "fastest": {
+        "vanilla_peft": EXPERIMENT["vanilla_peft"],
+        "full_unsloth": EXPERIMENT["full_unsloth"],
+        **{name: PEERS[name] for name in ("unsloth_full", "compiled_peft", "liger_peft")},
+        "fused_all": TOGETHER["fused_all"],
+        **LAYER,
+        **LAYER_POLICIES,
+        "vanilla_peft_again": EXPERIMENT["vanilla_peft_again"],
+    },
 }
-for _name in ("parts", "peers"):
+for _name in ("parts", "peers", "fastest"):
     SUITES[_name] = SUITES[_name] | _without_checkpointing(SUITES[_name])
-SUITES["all"] = SUITES["experiment"] | SUITES["parts"] | SUITES["peers"]
+SUITES["all"] = SUITES["experiment"] | SUITES["parts"] | SUITES["peers"] | SUITES["fastest"]
 VARIANTS = SUITES["all"]
 
 
 class Evidence(NamedTuple):
     """What a step has run if a part did: the backward of its autograd functions, once for every
-    module that the part fuses (a forward may run twice), and on a GPU its kernels.
+    module that the part fuses (a forward may run twice), and on a GPU its kernels, as often or
+    more.
 
+    kernels: their names, or what is in the name of each that may be the one.
     without_backward: how many of the modules have none: nothing before the first norm is trained.
+    twice_in: the name, within its layer, of a module that runs the function twice.
     """
 
     functions: tuple[str, ...] = ()
     kernels: tuple[str, ...] = ()
     without_backward: int = 0
+    twice_in: str = ""
 
 
 EVIDENCE = {  # by fused part, and for a library as a whole
@@ -116,10 +147,18 @@ EVIDENCE = {  # by fused part, and for a library as a whole
         without_backward=1,
     ),
     "cross_entropy": Evidence(("LinearCrossEntropyBackward",), ("_cross_entropy_kernel",)),
+    # q, k and v; o; and of an MLP gate and up, then down. Its products are the library's kernels
+    "bordered": Evidence(("BorderedLinearBackward",), twice_in="mlp"),
+    "layer": Evidence(
+        ("DecoderLayerBackward",),
+        # of SwiGLU's there are several, some with an adapter's product in them
+        ("_add_adapted_kernel", "_rope_kernel", "_swiglu_forward", "_swiglu_backward",
+         "_rms_norm_forward_kernel", "_rms_norm_backward_kernel"),
+    ),
     "checkpoint": Evidence(),
     "unsloth": Evidence(kernels=("_fg_kernel", "_rms_layernorm_forward", "_rope_embedding_QK")),
     "liger": Evidence(kernels=("_swiglu_forward_kernel", "_rms_norm_forward_kernel")),
-}
+}  # fmt: skip
 
 PACKAGES = {"liger": "liger_kernel", "unsloth": "unsloth"}
 

@@ -24,6 +24,9 @@ PEERS = {  # share of vanilla's step; of its memory at 512 tokens
     "compiled_peft": (0.66, 0.98), "compiled_peft_bf16": (0.61, 0.9), "fused_all": (0.535, 0.26),
     "fused_all_compiled": (0.54, 0.27), "fused_all_offload": (0.55, 0.25),
     "fused_all_selective_10": (0.5, 0.5), "fused_all_selective_20": (0.47, 0.8),
+    "fused_all_graph": (0.53, 0.26), "fused_bordered": (0.8, 0.8),
+    "fused_layer": (0.505, 0.27), "fused_layer_graph": (0.5, 0.27),
+    "fused_layer_graph_selective_10": (0.46, 0.5),
     "vanilla_peft_bf16": (0.93, 0.92), "vanilla_peft_again": (1.001, 1.0), "vanilla_peft": (1, 1),
 }  # fmt: skip
 ROUNDS = 4
@@ -90,6 +93,7 @@ def _cell(variant: str, seq_len: int, round: int, order: int, state: str) -> dic
     reserved = peak_gib(variant, seq_len) * 1.04 + 0.002 * round
     return example.timed_cell(
         variant, seq_len, round, [middle * (1 + 0.001 * (step - 3.5)) for step in range(8)],
+        **(example.OF_A_GRAPH if VARIANTS[variant].graph else {}),
         peak_allocated_bytes=int(peak_gib(variant, seq_len) * 2**30),
         peak_reserved_bytes=int(reserved * 2**30),
     )  # fmt: skip

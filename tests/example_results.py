@@ -18,10 +18,17 @@ STEP_MS = {  # at 64, 128, 256 and 512 tokens
     "compiled_layers": (104, 176, 336, 657),
     "fused_all": (98, 160, 300, 590),
     "bordered_step": (74, 138, 274, 550),
+    "fused_layer": (95, 150, 285, 560),
+    "fused_layer_graph": (71, 137, 273, 548),
+    "compiled_peft": (130, 185, 345, 670),
+    "unsloth_full": (140, 180, 340, 665),
+    "liger_peft": (190, 204, 359, 689),
 }
 PEAK_GIB = {  # at 512 tokens
     "vanilla_peft": 36.7, "vanilla_peft_again": 36.7, "fused_mlp": 30.0, "full_unsloth": 9.5,
     "liger": 11.6, "compiled_layers": 36.3, "fused_all": 12.9, "bordered_step": 12.2,
+    "fused_layer": 12.3, "fused_layer_graph": 12.4, "compiled_peft": 36.4, "unsloth_full": 10.4,
+    "liger_peft": 11.7,
 }  # fmt: skip
 KIND_SHARES = {"matmul": 0.6, "attention": 0.1, "norm": 0.06, "activation": 0.08, "copy": 0.1}
 FLOOR_MS = {64: 40.4, 128: 80.0, 256: 160.7, 512: 326.0}
@@ -31,6 +38,7 @@ OF_THE_GPU = {  # what a rehearsal does not know
     "temperature_c": None, "power_w": None, "clock_reasons": [], "throttled": None,
     "other_gpu_processes": None, "host_launch_us": None,
 }  # fmt: skip
+OF_A_GRAPH: dict = {"forward_ms": [], "backward_ms": [], "optimizer_ms": []}
 THREE = ("vanilla_peft", "fused_mlp", "full_unsloth")
 
 
@@ -132,13 +140,16 @@ def run(variants=THREE, seq_lens=SEQ_LENS, status=None, rounds=3, **changed) -> 
                     times = [middle * (1 + 0.001 * (step - 3.5)) for step in range(8)]
                     gib = 6 + (PEAK_GIB[variant] - 6) * seq_len / 512
                     fused = range(36) if "fused" in variant else ()
+                    graph = "graph" in variant
                     cell = timed_cell(
                         variant, seq_len, round, times,
                         **(OF_THE_GPU if results["rehearsal"] else
                            {"peak_allocated_bytes": int(gib * 2**30)}),
+                        **(OF_A_GRAPH if graph else {}),
                         fused_modules=[f"layers.{n}.mlp: mlp" for n in fused],
                         settings={"checkpointing": "on", "adapter_dtype": "float32",
-                                  "autocast": "bfloat16", "attention": "sdpa", "compile": False},
+                                  "autocast": "bfloat16", "attention": "sdpa", "compile": False,
+                                  **({"graph": True} if graph else {})},
                     )  # fmt: skip
                 else:
                     cell = results_file.new_cell(

@@ -133,6 +133,33 @@ def test_of_a_compiled_layer_the_kernels_are_proof_enough():
     assert audit.not_run(compiled, MODULES, fell_back, on_gpu=True) is not None
 
 
+def test_of_a_graph_the_kernels_are_counted():
+    """A replay runs no function; one module of two that fell back shows in its kernels."""
+    graph = Recipe(fused=("mlp",), graph=True)
+    assert audit.not_run(graph, MODULES, Profile(kernels_seen=RAN.kernels_seen), True) is None
+    once = Profile(kernels_seen={"void _forward_kernel<4>": 2, "_backward_kernel": 1})
+    told = audit.not_run(graph, MODULES, once, on_gpu=True)
+    assert told == "_backward_kernel ran 1 times in a step, for 2 modules"
+    none = Profile(kernels_seen={"void _forward_kernel<4>": 2})
+    told = audit.not_run(graph, MODULES, none, on_gpu=True)
+    assert told == "_backward_kernel did not run: mlp was not what was timed"
+    # a kernel that was compiled for several shapes goes by several names
+    names = {"void _forward_kernel<4>": 2, "_backward_kernel_a": 1, "_backward_kernel_b": 1}
+    assert audit.not_run(graph, MODULES, Profile(kernels_seen=names), True) is None
+
+
+@pytest.mark.parametrize(("ran", "enough"), [(4, True), (3, False)])
+def test_a_module_may_run_its_function_twice(ran, enough, monkeypatch):
+    """As many modules as runs would let half of an MLP go missing."""
+    monkeypatch.setitem(audit.EVIDENCE, "bordered", Evidence(("Backward",), twice_in="mlp"))
+    modules = [
+        *("layers.0.self_attn: bordered", "layers.0.self_attn.o_proj: bordered"),
+        *("layers.0.mlp: bordered", "layers.0.mlp: mlp", "layers.0.premlp: rope"),
+    ]
+    told = not_run(("bordered",), Profile(functions_seen={"Backward": ran}), modules)
+    assert told is None if enough else told == "Backward ran 3 times in a step, for 3 modules"
+
+
 def test_a_library_is_known_by_its_own_kernels():
     assert not_run((), library="library", profile=Profile(kernels_seen={"_theirs": 1})) is None
     told = not_run((), library="library", profile=RAN)

@@ -1,32 +1,48 @@
 """Every variant starts from the same weights, adapters and settings."""
 
+from collections import Counter
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
+import audit
 import fused_lora.attention
+import fused_lora.bordered_linear
 import fused_lora.cross_entropy
+import fused_lora.decoder_layer
+import fused_lora.gate_up_swiglu
+import fused_lora.qkv_rope
+import fused_lora.residual_kernels
 import fused_lora.rms_norm
 import fused_lora.rope
 import fused_mlp.fast_lora
 import fused_mlp.swiglu
 import models
+from fused_lora.graph import EAGER_CALLS, GraphedStep
 from models import Lora, build
+from profiled import profile_step
 from summary import NO_CHECKPOINTING, baseline_of, twin_of
-from variants import ALONE, EVIDENCE, PARTS, POLICIES, SUITES, TOGETHER, VARIANTS
+from variants import EVIDENCE, SUITES, VARIANTS
 from weights import materialize, resolve
 
-MODULES = {  # where a part's functions are, the last of them with its kernels
+MODULES = {  # where a part's functions and kernels are
     "mlp": (fused_mlp.fast_lora, fused_mlp.swiglu),
     "attention": (fused_lora.attention,),
     "rope": (fused_lora.rope,),
     "rms_norm": (fused_lora.rms_norm,),
     "cross_entropy": (fused_lora.cross_entropy,),
+    "bordered": (fused_lora.bordered_linear,),
+    "layer": (
+        *(fused_lora.decoder_layer, fused_lora.residual_kernels, fused_lora.qkv_rope),
+        fused_lora.gate_up_swiglu,
+    ),
     "checkpoint": (),
 }
+FUSED = [v for v, r in VARIANTS.items() if r.fused and not r.compiled]
 TINY = Path(__file__).resolve().parent.parent / "configs" / "tiny.json"
 
 
@@ -101,19 +117,109 @@ def test_no_adapter_starts_at_zero(checkpoint, device):
 
 def test_what_proves_a_part_exists():
     """Every function and every kernel that a part must have run is one of its own."""
-    for part in PARTS:
+    assert MODULES.keys() == {part for recipe in VARIANTS.values() for part in recipe.fused}
+    for part in MODULES:
         evidence = EVIDENCE[part]
-        assert all(hasattr(module, k) for k in evidence.kernels for module in MODULES[part][-1:])
+        for kernel in evidence.kernels:
+            assert any(kernel in name for module in MODULES[part] for name in dir(module))
         for function in evidence.functions:
             name = function.removesuffix("Backward")
             assert any(hasattr(module, name) for module in MODULES[part])
 
 
+def profile_of(built, device, monkeypatch):
+    """A step of a built model: on the CPU its kernels are counted as they are launched."""
+    launched = Counter()
+    if device == "cpu":
+        from triton.runtime.interpreter import InterpretedFunction
+
+        launch = InterpretedFunction.__getitem__
+
+        def counted(kernel, grid):
+            launched[kernel.fn.__name__] += 1
+            return launch(kernel, grid)
+
+        monkeypatch.setattr(InterpretedFunction, "__getitem__", counted)
+    ids = torch.arange(32, device=device).view(2, 16)
+
+    def step():
+        with built.autocast():
+            loss = built.model(input_ids=ids, labels=ids).loss
+        loss.backward()
+
+    functions = [name for evidence in EVIDENCE.values() for name in evidence.functions]
+    profile = profile_step(step, functions, mark_modules=True)
+    return replace(profile, kernels_seen=dict(launched)) if device == "cpu" else profile
+
+
+@pytest.mark.parametrize(
+    ("variant", "function", "runs"),  # of two layers
+    [
+        ("fused_bordered", "BorderedLinearBackward", 8),  # q, k and v; o; gate and up; down
+        ("fused_bordered_no_checkpointing", "BorderedLinearBackward", 8),
+        ("fused_layer", "DecoderLayerBackward", 2),
+        ("fused_layer_no_checkpointing", "DecoderLayerBackward", 2),
+        ("fused_layer_graph_selective_10", "DecoderLayerBackward", 2),
+        ("fused_all", "LoRA_MLPBackward", 2),
+        ("fused_all_graph_no_checkpointing", "LoRA_MLPBackward", 2),
+    ],
+)
+def test_a_step_shows_what_proves_its_parts_and_no_less_will_do(
+    variant, function, runs, checkpoint, device, monkeypatch
+):
+    built = make(variant, checkpoint, device)
+    profile = profile_of(built, device, monkeypatch)
+    assert profile.functions_seen[function] == runs
+    eager, graph = (replace(VARIANTS[variant], graph=is_graph) for is_graph in (False, True))
+    not_run = partial(audit.not_run, fused_modules=built.fused_modules, on_gpu=True)
+    assert not_run(eager, profile=profile) is None
+    less = replace(profile, functions_seen={**profile.functions_seen, function: runs - 1})
+    assert not_run(eager, profile=less).startswith(f"{function} ran {runs - 1} times")
+    # of a replay there are kernels alone
+    replayed = replace(profile, functions_seen={})
+    assert not_run(graph, profile=replayed) is None
+    if function != "BorderedLinearBackward":  # whose kernels are the library's
+        kernels = {
+            name: 1 if "_swiglu_backward" in name else count
+            for name, count in profile.kernels_seen.items()
+        }
+        less = replace(replayed, kernels_seen=kernels)
+        assert " ran 1 times in a step, for 2 modules" in not_run(graph, profile=less)
+
+
+def test_a_graph_refreshes_borders_and_says_that_there_is_no_mask(checkpoint, device):
+    built = make("fused_layer_graph", checkpoint, device)
+    assert built.settings["graph"] is True and built.graph.eager_calls == EAGER_CALLS
+    (refresh,) = built.graph.after_update
+    assert refresh() == 2 * len(models.TARGETS)  # every adapter of two layers
+    assert built.graph.step_for.func is GraphedStep
+    assert built.graph.step_for.args == (built.model,)
+    assert built.graph.step_for.keywords["after_update"] == (refresh,)
+    assert built.graph.no_mask == {"full_attention": None}
+    assert make("fused_all_graph", checkpoint, device).graph.after_update == ()
+    eager = make("fused_layer", checkpoint, device)
+    assert eager.graph is None and "graph" not in eager.settings
+
+
+def test_no_mask_is_what_the_model_takes_for_none(checkpoint, device):
+    built = make("vanilla_peft", checkpoint, device)
+    ids, no_mask = torch.arange(32, device=device).view(2, 16), models._no_mask_of(built.model)
+    losses = [
+        built.model(input_ids=ids, labels=ids, attention_mask=mask).loss.item()
+        for mask in (None, no_mask)
+    ]
+    assert no_mask is not None and losses[0] == losses[1]
+    built.model.config.layer_types = ["full_attention", "sliding_attention"]
+    assert models._no_mask_of(built.model) is None
+    built.model.config.model_type = "llama"
+    assert models._no_mask_of(built.model) is None
+
+
 @pytest.mark.parametrize(
     "variant",
     [
-        *(v for v in (*ALONE, *TOGETHER, *POLICIES) if not VARIANTS[v].compiled),
-        "fused_all_no_checkpointing",
+        *(v for v in FUSED if not v.endswith(NO_CHECKPOINTING)),
+        *("fused_all_no_checkpointing", "fused_layer_no_checkpointing"),
     ],
 )
 def test_fused_variants_differ_from_vanilla_in_what_they_fuse_alone(variant, checkpoint, device):
@@ -134,6 +240,19 @@ def test_every_suite_has_its_baselines_and_twins():
         for variant in suite:
             assert baseline_of(variant) in suite and twin_of(variant) in suite
     assert len(VARIANTS) == len(SUITES["all"])
+    assert {v for suite in SUITES.values() for v in suite} == set(VARIANTS)
+
+
+def test_the_fastest_suite_holds_ours_against_the_strongest_without_checkpointing_too():
+    both = ("vanilla_peft", "vanilla_peft_again", "full_unsloth", "compiled_peft", "liger_peft",
+            "fused_all", "fused_layer", "fused_layer_graph")  # fmt: skip
+    wanted = {*both, *(v + NO_CHECKPOINTING for v in both)}
+    assert set(SUITES["fastest"]) == wanted | {"unsloth_full", "fused_layer_graph_selective_10"}
+
+
+def test_nothing_that_offloads_is_a_graph():
+    for recipe in VARIANTS.values():
+        assert not (recipe.graph and recipe.checkpointing == "offload")
 
 
 def test_without_checkpointing_nothing_else_changes():

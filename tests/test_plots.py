@@ -4,6 +4,7 @@ import sys
 from itertools import combinations, pairwise
 from pathlib import Path
 
+import ablation_case
 import example_results as example
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -16,10 +17,12 @@ import plots
 import results
 import summary
 import tables
+from variants import SUITES
 
 ROOT = Path(plots.__file__).parent
 FOUR = ("vanilla_peft", "vanilla_peft_again", "fused_mlp", "full_unsloth")
-EIGHT = tuple(example.STEP_MS)
+EIGHT = tuple(example.STEP_MS)[:8]
+FASTEST = [v for v in SUITES["fastest"] if v in example.STEP_MS]
 UNAVAILABLE = {("full_unsloth", n): "unavailable" for n in example.SEQ_LENS}
 RUNS = {
     "three": example.run(),
@@ -32,6 +35,10 @@ RUNS = {
     "eight, two without a time": example.run(
         EIGHT, status={("liger", 512): "oom", ("compiled_layers", 64): "parity_failed"}
     ),
+    "fastest": example.run(FASTEST),
+    "suite peers": ablation_case.run(tuple(SUITES["peers"])),
+    "suite all": ablation_case.run(),
+    "a graph": example.run(("vanilla_peft", "fused_mlp", "fused_layer_graph")),
     "one length": example.run(("vanilla_peft", "fused_mlp"), (512,)),
     "nothing yet": example.empty(),
     "nothing came out": example.run(
@@ -138,6 +145,24 @@ def test_a_step_is_stacked_from_its_parts_with_the_floor_across(pictures):
     assert not [c for c in panels(pictures["rehearsal"])["step"].collections if len(c.get_paths())]
 
 
+def test_a_step_that_is_one_graph_is_one_bar(pictures):
+    run, axes = RUNS["a graph"], panels(pictures["a graph"])["step"]
+    each, whole = row(run, "fused_layer_graph", 512), example.SEQ_LENS.index(512) + 0.28
+    (bar,) = bar_at(axes, whole)
+    assert (bar.get_y(), bar.get_height()) == (0, pytest.approx(each["median_step_ms"]))
+    assert f"{each['median_step_ms']:.0f}\n{each['ratio_to_floor']:.1f}×" in words(axes)
+    assert len(bar_at(axes, whole - 0.28)) == 3  # beside it, the parts of a step that has them
+
+    def said(name):
+        legend = panels(pictures[name])["step"].get_legend()
+        return [text.get_text() for text in legend.get_texts()]
+
+    phases = ["forward", "backward", "optimizer"]
+    assert said("a graph") == [*phases, "one graph", "floor (× of it)"]
+    assert said("three") == [*phases, "floor (×: multiples of it)"]
+    assert said("fastest") == [*phases, "one graph", "floor"]
+
+
 def test_the_label_of_a_step_stands_on_its_bar_even_where_the_parts_add_up_to_more():
     run = example.empty(variants=["vanilla_peft"], seq_lens=[64])
     parts = {"forward_ms": [50.0], "backward_ms": [70.0], "optimizer_ms": [1.0]}
@@ -146,6 +171,16 @@ def test_the_label_of_a_step_stands_on_its_bar_even_where_the_parts_add_up_to_mo
     axes = panels(plots.figure(run))["step"]
     label = next(text for text in axes.texts if text.get_text() == "100")
     assert label.xy[1] == 121.0
+
+
+def test_of_many_variants_the_strongest_are_shown():
+    def shown(suite):
+        return list(plots.View(ablation_case.run(tuple(SUITES[suite]), (64,), rounds=1)).looks)
+
+    ours = ["vanilla_peft", "full_unsloth", "fused_all", "liger_peft", "fused_layer"]
+    assert shown("fastest") == [*ours, "fused_layer_graph", "compiled_peft"]
+    assert shown("all")[-2:] == ["fused_layer", "fused_layer_graph"]
+    assert len(shown("all")) == plots.MANY
 
 
 # --- what has no time -----------------------------------------------------------------------------

@@ -27,6 +27,7 @@ NAMES = {  # as the profiler gave them on an H200
         "void cudnn::fusion::convert_dq_to_16bits<true>(void const*, void*, unsigned int, unsigned",
         "void cudnn::fusion::fmha_reduce_head<true>(void const*, void*, unsigned int, unsigned int",
     ],
+    "adapter": ["_add_adapted_kernel"],
     "norm": [
         "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::MeanOps<f",
         f"{ELEMENTWISE}rsqrt_kernel_cuda(at::TensorIteratorBase&)",

@@ -50,6 +50,17 @@ def test_a_row_of_the_summary_by_hand():
     assert baseline["ratio_to_floor"] == 5.25  # 210 ms over 40
 
 
+def test_a_graph_has_a_time_and_no_parts(tmp_path):
+    document = rounds(vanilla_peft=[200.0, 200.0], fused_layer_graph=[100.0, 100.0])
+    for cell in document["cells"][2:]:
+        cell |= example.OF_A_GRAPH
+    row = row_of(document, "fused_layer_graph")
+    assert (row["median_step_ms"], row["speedup"]) == (100.0, 2.0)
+    assert [row[f"{part}_ms"] for part in ("forward", "backward", "optimizer")] == [None] * 3
+    results.save(tmp_path / "results.json", document)
+    assert results.load(tmp_path / "results.json")["summary"][1] == row
+
+
 def test_a_drift_that_both_share_widens_the_times_and_not_the_speedup():
     row = row_of(rounds(vanilla_peft=[200.0, 300.0], fused_mlp=[100.0, 150.0]))
     assert row["step_ms_ci95"] == [100.0, 150.0]

@@ -9,6 +9,7 @@ from test_plots import RUNS
 import looks
 import plots
 import results
+import suite_tables
 import tables
 from compare import Row, compare
 from summary import summarize
@@ -66,6 +67,15 @@ def test_settings_that_change_with_the_length_are_told_by_length():
         "0",
     ]
     assert cells_of(markdown, "vanilla PEFT", "non-reentrant")
+
+
+def test_that_a_step_is_one_graph_is_said_where_any_is():
+    markdown = tables.results_section(RUNS["a graph"])
+    assert cells_of(markdown, "variant", "checkpointing")[-2:] == ["graph", "fused modules"]
+    assert cells_of(markdown, "fused layers, one graph", "on")[-2:] == ["on", "36"]
+    assert cells_of(markdown, "fused MLP", "on")[-2:] == ["none", "36"]
+    markdown = tables.results_section(RUNS["three"])
+    assert cells_of(markdown, "variant", "checkpointing")[-2:] == ["compile", "fused modules"]
 
 
 def test_verdicts_stand_in_the_table_where_there_is_a_twin():
@@ -175,6 +185,8 @@ old headline
 <!-- headline:end -->
 between
 <!-- results:begin --><!-- results:end -->
+<!-- parts:begin --><!-- parts:end -->
+<!-- peers:begin --><!-- peers:end -->
 <!-- second run:begin --> old <!-- second run:end -->
 the end"""
 
@@ -192,6 +204,8 @@ def test_the_readme_gets_its_tables_and_nothing_else_changes(tmp_path):
         "<!-- headline:end -->\nbetween\n"
         f"<!-- results:begin -->\n\n{tables.results_section(document)}\n\n"
         "<!-- results:end -->\n"
+        f"<!-- parts:begin -->\n\n{suite_tables.NOT_MEASURED}\n\n<!-- parts:end -->\n"
+        f"<!-- peers:begin -->\n\n{suite_tables.NOT_MEASURED}\n\n<!-- peers:end -->\n"
         "<!-- second run:begin -->\n\n"
         f"{tables.comparison_table(compare(document, second))}\n\n"
         "<!-- second run:end -->\nthe end"
@@ -231,4 +245,6 @@ def test_the_readme_is_written_from_the_published_results(tmp_path):
     root = Path(tables.__file__).parent
     shutil.copy(root / "README.md", tmp_path)
     runs = [results.load(root / name) for name in ("results.json", "docs/second_run.json")]
+    suite = root / "docs" / "suite.json"
+    runs.append(results.load(suite) if suite.is_file() else None)
     assert tables.update_readme(tmp_path / "README.md", *runs) is False

@@ -1,0 +1,75 @@
+"""What a suite's results say in the README, in Markdown: each part's gains, and all the others."""
+
+from __future__ import annotations
+
+import ablation
+from looks import STATUS_WORDS, caption
+from names import name_of
+from summary import NO_CHECKPOINTING, summarize
+from variants import PARTS
+
+NOT_MEASURED = "Not measured yet in a run that can be quoted: `python lora_bench.py --suite all`."
+
+
+def parts_section(suite: dict | None) -> str:
+    """What each part takes off a step, and what it was measured on."""
+    if suite is None or not (tables := ablation.table(suite)):
+        return NOT_MEASURED
+    return f"{tables}\n\n{caption(suite)}"
+
+
+def peers_section(suite: dict | None) -> str:
+    """Every variant that is not a part alone or left out, a table a block, the fastest first."""
+    if suite is None:
+        return NOT_MEASURED
+    tables = []
+    for block, title in ablation.BLOCKS.items():
+        if rows := _rows(suite, block):
+            tables.append(f"{title}:\n\n{rows}")
+    return "\n\n".join(tables) or NOT_MEASURED
+
+
+def _rows(suite: dict, block: str) -> str:
+    lengths = suite["experiment"]["seq_lens"]
+    found = {(row["variant"], row["seq_len"]): row for row in summarize(suite)}
+    variants = [
+        variant
+        for variant in suite["experiment"]["variants"]
+        if variant.endswith(NO_CHECKPOINTING) == bool(block)
+        and not _is_of_ablation(variant)
+        and any((variant, n) in found for n in lengths)
+    ]
+    if len(variants) < 2:
+        return ""
+
+    def time(variant: str) -> float:
+        row = found.get((variant, lengths[-1]))
+        return (row and row["median_step_ms"]) or float("inf")
+
+    header = ["variant", *(f"{n} tokens, ms" for n in lengths), f"peak at {lengths[-1]}, GiB"]
+    lines = [header, ["---"] * len(header)]
+    for variant in sorted(variants, key=time):
+        rows = [found.get((variant, n)) for n in lengths]
+        last = rows[-1]
+        peak = f"{last['peak_gib']:.1f}" if last and last["peak_gib"] else ""
+        lines.append([name_of(variant.removesuffix(block)), *map(_time, rows), peak])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _is_of_ablation(variant: str) -> bool:
+    plain = variant.removesuffix(NO_CHECKPOINTING)
+    alone = plain.removeprefix("fused_") in PARTS and plain != "fused_mlp"  # of the experiment
+    return alone or plain.startswith("fused_all_but_")
+
+
+def _time(row: dict | None) -> str:
+    """A step's time, and how many times vanilla's speed it is; in italics where that is noise."""
+    if row is None:
+        return ""
+    if row["status"] != "ok":
+        return STATUS_WORDS[row["status"]]
+    words = f"{row['median_step_ms']:.1f}"
+    if row["speedup"] is None:
+        return words
+    over = f"{row['speedup']:.2f}×"
+    return f"{words} ({f'*{over}*' if row['verdict'] == ablation.NOISE else over})"

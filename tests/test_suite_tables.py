@@ -1,0 +1,73 @@
+"""The README's tables of a suite, on made-up results: what stands where, worked out by hand."""
+
+import ablation_case as case
+import example_results as example
+
+import results
+import suite_tables
+from ablation import table
+from names import name_of
+from summary import NO_CHECKPOINTING, summarize
+
+SUITE = case.run()
+
+
+def lines_of(block):
+    """The cells of a table's lines, by the variant they are of."""
+    section = suite_tables.peers_section(SUITE)
+    _, with_it, without = section.replace("Without checkpointing:", "With gradient").split(
+        "With gradient"
+    )
+    text = without if block else with_it
+    rows = [line.strip("|").split("|") for line in text.split("\n") if line.startswith("|")]
+    return {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows[2:]}
+
+
+def test_every_variant_stands_in_its_block_but_parts_alone_and_left_out():
+    for block in ("", NO_CHECKPOINTING):
+        names = list(lines_of(block))
+        variants = [
+            v.removesuffix(block)
+            for v in SUITE["experiment"]["variants"]
+            if v.endswith(NO_CHECKPOINTING) == bool(block)
+        ]
+        assert name_of("fused_all") in names and name_of("fused_mlp") in names
+        assert name_of("fused_rope") not in names and name_of("fused_all_but_rope") not in names
+        of_parts = [v for v in variants if name_of(v) not in names]
+        assert len(names) + len(of_parts) == len(variants)
+        parts = ("attention", "rope", "rms_norm", "cross_entropy", "checkpoint")
+        assert all("_but_" in v or v.removeprefix("fused_") in parts for v in of_parts)
+
+
+def test_a_line_is_the_summarys_own_and_the_fastest_is_first():
+    rows = {(r["variant"], r["seq_len"]): r for r in summarize(SUITE)}
+    lines = lines_of("")
+    for seq_len, cell in zip(SUITE["experiment"]["seq_lens"], lines["full Unsloth"], strict=False):
+        row = rows["full_unsloth", seq_len]
+        over = f"{row['speedup']:.2f}×"
+        assert cell in (
+            f"{row['median_step_ms']:.1f} ({over})",
+            f"{row['median_step_ms']:.1f} (*{over}*)",
+        )
+    times = [float(cells[-2].split()[0]) for cells in lines.values()]
+    assert times == sorted(times)
+    longest = SUITE["experiment"]["seq_lens"][-1]
+    assert lines["full Unsloth"][-1] == f"{rows['full_unsloth', longest]['peak_gib']:.1f}"
+
+
+def test_what_failed_says_so_and_stands_last():
+    suite = case.run(variants=("vanilla_peft", "fused_all", "liger_peft"), seq_lens=(64,))
+    suite["cells"] = [c for c in suite["cells"] if c["variant"] != "liger_peft"]
+    results.add_cell(suite, results.new_cell("liger_peft", 64, 1, "oom"))
+    last = suite_tables.peers_section(suite).split("\n")[-1]
+    assert last == "| Liger | out of memory |  |"
+
+
+def test_parts_are_ablations_tables():
+    assert suite_tables.parts_section(SUITE).startswith(table(SUITE))
+
+
+def test_without_a_suite_the_readme_says_how_to_measure_one():
+    assert suite_tables.parts_section(None) == suite_tables.NOT_MEASURED
+    assert suite_tables.peers_section(None) == suite_tables.NOT_MEASURED
+    assert suite_tables.peers_section(example.empty()) == suite_tables.NOT_MEASURED
