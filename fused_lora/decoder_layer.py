@@ -34,9 +34,9 @@ Backward, for the incoming g:
     dx      = norm backward of dn, plus dt
 
 So no adapter takes a pass over a [T, intermediate] tensor forward, and one over h and one over dgu
-backward. Per token of Qwen2.5-3B (hidden 2,048, intermediate 11,008, q and k and v 2,560; r = 32,
-bf16) it saves 70.2 kB: [n|zn] 4.3, qkv 5.1, a 4.1, t 4.1, [m|zm] 4.2, gu 44.0, za, zh, log-sum-exp
-and both rstd 0.2, and x 4.1, which is the output of the layer before.
+backward, or none (IN_SWIGLU_BACKWARD). Per token of Qwen2.5-3B (hidden 2,048, intermediate 11,008,
+q and k and v 2,560; r = 32, bf16) it saves 70.2 kB: [n|zn] 4.3, qkv 5.1, a 4.1, t 4.1, [m|zm] 4.2,
+gu 44.0, za, zh, log-sum-exp and both rstd 0.2, and x 4.1, which is the output of the layer before.
 """
 
 from collections.abc import Sequence
@@ -62,9 +62,17 @@ from .qkv_rope import rope_backward, rope_forward, split_heads
 from .residual_kernels import add_adapted, rms_norm_backward, rms_norm_forward
 from .rows import Handover, as_rows, empty_rows
 from .sdpa import attention_backward, attention_forward
+from .swiglu_bordered import add_down, swiglu_gradients
 
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 GROUPS = ("qkv", "o", "gate_up", "down")  # the buffers that these lie in, of FrozenLayer
+
+# dA of down and dB of gate and up from the pass that computes h, dgate and dup, of which h is then
+# not written: 5 tensors of traffic and not 9 (`swiglu_products_backward.py`). Not measured yet.
+IN_SWIGLU_BACKWARD = False
+# zh from the pass that computes h, so that down grows in K (`swiglu_products_forward.py`), where it
+# has no bias. Not measured yet.
+IN_SWIGLU_FORWARD = False
 
 
 class FrozenLayer(NamedTuple):
@@ -152,9 +160,11 @@ class DecoderLayer(torch.autograd.Function):
         if frozen.output_needed:
             # not a view itself, or autograd would forbid to change it in place
             output = x.new_empty(hidden.shape)
-            z_down = _add_projected(
-                total, swiglu_forward(gate_up), frozen.down, output.view(rows, width)
-            )
+            sums = output.view(rows, width)
+            if IN_SWIGLU_FORWARD and frozen.down.bias is None:
+                z_down = add_down(total, gate_up, frozen.down, sums)
+            else:
+                z_down = _add_projected(total, swiglu_forward(gate_up), frozen.down, sums)
         else:
             output = x.new_zeros(1).expand(hidden.shape)
             z_down = x.new_empty(rows, frozen.down.width)
@@ -211,10 +221,18 @@ class DecoderLayer(torch.autograd.Function):
             if grad is None:
                 grad = empty_rows(x, rows, down_matrix.shape[0])
                 grad[:, :width].copy_(as_rows(grad_output))
-            swiglu = grow_k_backward(
-                grad, of_down
-            )  # its gradient, which it then takes the place of
-            grad_gate_up = swiglu_backward(swiglu, gate_up, hidden=swiglu)
+            # its gradient, which it then takes the place of
+            swiglu = grow_k_backward(grad, of_down)
+            if IN_SWIGLU_BACKWARD:
+                grad_gate_up, in_swiglu = swiglu_gradients(
+                    swiglu, gate_up, grad[:, width:], post_normed[:, width:], of_gate_up,
+                    (*kinds_down[:1], *kinds_gate_up[1::2]),
+                    (*need_down[:1], *need_gate_up[1::2]), None if has_z_down else swiglu,
+                )  # fmt: skip
+                need_down = False, need_down[1]
+                need_gate_up = need_gate_up[0], False, need_gate_up[2], False
+            else:
+                grad_gate_up = swiglu_backward(swiglu, gate_up, hidden=swiglu)
             if not has_z_down:
                 z_down = swiglu @ down_matrix[of_down.out :, : of_down.in_features].t()
             grad_down = adapter_gradients(
@@ -229,6 +247,8 @@ class DecoderLayer(torch.autograd.Function):
                 post_normed[:, :width], grad_gate_up, post_normed[:, width:],
                 grad_normed[:, width:],
             )  # fmt: skip
+            if IN_SWIGLU_BACKWARD:
+                grad_down[0], grad_mlp[1], grad_mlp[3] = in_swiglu
             del grad_gate_up
             grad_total = empty_rows(x, rows, o_matrix.shape[0])
             rms_norm_backward(

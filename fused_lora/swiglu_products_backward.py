@@ -1,0 +1,329 @@
+"""SwiGLU's backward, with the adapters' products over its tensors made where they are in registers.
+
+For hidden h = silu(gate) up, adapted projections gate and up before it and down after it:
+
+    dgate, dup     as `gate_up_swiglu.swiglu_backward`
+    dA  = p' h     of down; p = dy s B [rows, rank] is what its own backward computed
+    dB  = s dgate' z,  s dup' z     of gate and up; z = x A' [rows, rank] of each
+
+Apart, each of those is a product over one more read of h or of dgate | dup, and nothing but dA asks
+for h. Traffic in [rows, intermediate] tensors: 5 here (dh, gate, up; dgate, dup), and 9 apart (h
+written, then h, dgate and dup read again). Besides, p and z are read once for each tile's width of
+columns, from L2, and partial sums [3, splits, intermediate, rank] in fp32 are written and read: at
+rank 32 and 11,008 columns 4.2 MB a split each way, where a tensor is 361 MB at 16,384 rows.
+
+A program owns some columns and a range of rows, and keeps three sums [columns, rank] in registers
+while it goes down the rows; a second kernel adds up the ranges. No atomics: the order is fixed and
+gradients are deterministic. tl.dot gets h, dgate and dup as they are stored, rounded to their
+dtype, and adds in fp32, as a product of the stored tensors would.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .gate_up_swiglu import _rows_and_intermediate, swiglu_backward
+from .launching import DTYPES, cdiv, next_power_of_2, on_device_of
+from .rows import check_alike, check_rows
+from .tiling import MAX_BLOCK_RANK, Tiling, dots_in_fp32, keep, stages
+
+# 11,008 columns are 172 programs, and 172 x 6 are 97.7% of 8 for each of 132 multiprocessors. In 8
+# warps the three sums [64, 32] are 24 registers a thread, and all of it fits into 80, so that three
+# programs fit where two did in the 104 that the compiler would take. Not tuned yet.
+BACKWARD = Tiling(rows=32, columns=64, splits=6, warps=8, stages=3, registers=80)
+
+SUM_COLUMNS = 64  # a program of the second kernel
+
+
+@triton.jit
+def _swiglu_backward_products_kernel(
+    grad_hidden_ptr,  # [rows, intermediate]
+    gate_up_ptr,  # [rows, 2 intermediate]
+    hidden_ptr,  # [rows, intermediate], written; may be grad_hidden_ptr, or None
+    grad_gate_up_ptr,  # [rows, 2 intermediate], written, or None
+    of_hidden_ptr,  # the factor [rows, rank] of hidden's product, or None; likewise the next two
+    of_gate_ptr,
+    of_up_ptr,
+    partials_ptr,  # [3, splits, intermediate, BLOCK_RANK] fp32, written
+    grad_hidden_row_stride,
+    gate_up_row_stride,
+    hidden_row_stride,
+    grad_gate_up_row_stride,
+    of_hidden_row_stride,
+    of_gate_row_stride,
+    of_up_row_stride,
+    rows,
+    rows_of_a_split,
+    intermediate,
+    of_hidden_rank,
+    of_gate_rank,
+    of_up_rank,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+    IN_FP32: tl.constexpr,
+):
+    column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)[None, :]
+    split = tl.program_id(1)
+    dtype = gate_up_ptr.dtype.element_ty
+    sum_hidden = tl.zeros([BLOCK_COLUMNS, BLOCK_RANK], tl.float32)
+    sum_gate = tl.zeros([BLOCK_COLUMNS, BLOCK_RANK], tl.float32)
+    sum_up = tl.zeros([BLOCK_COLUMNS, BLOCK_RANK], tl.float32)
+    start = split * rows_of_a_split
+    end = tl.minimum(start + rows_of_a_split, rows)
+    for first in range(start, end, BLOCK_ROWS):
+        # int64: from 97,542 rows of 2 x 11,008 on, an int32 offset overflows
+        row = (first + tl.arange(0, BLOCK_ROWS)).to(tl.int64)[:, None]
+        mask = (row < end) & (column < intermediate)
+        # 0.0 outside, which makes hidden and both gradients 0.0, too, and adds nothing to a sum
+        grad_hidden_tile = grad_hidden_ptr + row * grad_hidden_row_stride + column
+        grad_hidden = tl.load(grad_hidden_tile, mask=mask, other=0.0).to(tl.float32)
+        gate_tile = gate_up_ptr + row * gate_up_row_stride + column
+        gate = tl.load(gate_tile, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(gate_tile + intermediate, mask=mask, other=0.0).to(tl.float32)
+        sigmoid = tl.sigmoid(gate)
+        silu = gate * sigmoid
+        hidden = (silu * up).to(dtype)
+        grad_gate = (grad_hidden * up * (sigmoid + silu * (1.0 - sigmoid))).to(dtype)
+        grad_up = (grad_hidden * silu).to(dtype)
+        if hidden_ptr is not None:
+            tl.store(hidden_ptr + row * hidden_row_stride + column, hidden, mask=mask)
+        if grad_gate_up_ptr is not None:
+            grad_gate_tile = grad_gate_up_ptr + row * grad_gate_up_row_stride + column
+            tl.store(grad_gate_tile, grad_gate, mask=mask)
+            tl.store(grad_gate_tile + intermediate, grad_up, mask=mask)
+        if of_hidden_ptr is not None:
+            sum_hidden = _add_product(
+                sum_hidden, hidden, of_hidden_ptr + row * of_hidden_row_stride, row < end,
+                of_hidden_rank, BLOCK_RANK, IN_FP32,
+            )  # fmt: skip
+        if of_gate_ptr is not None:
+            sum_gate = _add_product(
+                sum_gate, grad_gate, of_gate_ptr + row * of_gate_row_stride, row < end,
+                of_gate_rank, BLOCK_RANK, IN_FP32,
+            )  # fmt: skip
+        if of_up_ptr is not None:
+            sum_up = _add_product(
+                sum_up, grad_up, of_up_ptr + row * of_up_row_stride, row < end,
+                of_up_rank, BLOCK_RANK, IN_FP32,
+            )  # fmt: skip
+    if of_hidden_ptr is not None:
+        _store_partial(
+            partials_ptr, 0, sum_hidden, intermediate, of_hidden_rank, BLOCK_COLUMNS, BLOCK_RANK
+        )
+    if of_gate_ptr is not None:
+        _store_partial(
+            partials_ptr, 1, sum_gate, intermediate, of_gate_rank, BLOCK_COLUMNS, BLOCK_RANK
+        )
+    if of_up_ptr is not None:
+        _store_partial(partials_ptr, 2, sum_up, intermediate, of_up_rank, BLOCK_COLUMNS, BLOCK_RANK)
+
+
+@triton.jit
+def _add_product(
+    total, tile, factor_row, row_mask, rank, BLOCK_RANK: tl.constexpr, IN_FP32: tl.constexpr
+):
+    """total [columns, BLOCK_RANK] plus tile' factor, for the same rows of both."""
+    k = tl.arange(0, BLOCK_RANK)[None, :]
+    factor = tl.load(factor_row + k, mask=row_mask & (k < rank), other=0.0)
+    tile = keep(tile, IN_FP32)
+    if IN_FP32:
+        tile, factor = tile.to(tl.float32), factor.to(tl.float32)
+    # it says how fp32 is multiplied; bf16 and fp16 go to the tensor cores whatever it says
+    return tl.dot(tl.trans(tile), factor, total, input_precision="ieee")
+
+
+@triton.jit
+def _store_partial(
+    partials_ptr, product, total, intermediate, rank, BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+):  # fmt: skip
+    """Write a program's sum [BLOCK_COLUMNS, BLOCK_RANK] to where it belongs in partials."""
+    column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)[:, None]
+    first = (product * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * intermediate
+    k = tl.arange(0, BLOCK_RANK)[None, :]
+    tile = partials_ptr + (first + column) * BLOCK_RANK + k
+    tl.store(tile, total, mask=(column < intermediate) & (k < rank))
+
+
+@triton.jit
+def _sum_products_kernel(
+    partials_ptr,  # [3, splits, intermediate, BLOCK_RANK] fp32
+    of_hidden_ptr,  # [intermediate, rank], written, or None; likewise the next two
+    of_gate_ptr,
+    of_up_ptr,
+    of_hidden_column_stride,
+    of_hidden_rank_stride,
+    of_gate_column_stride,
+    of_gate_rank_stride,
+    of_up_column_stride,
+    of_up_rank_stride,
+    of_hidden_rank,
+    of_gate_rank,
+    of_up_rank,
+    of_hidden_scaling,
+    of_gate_scaling,
+    of_up_scaling,
+    splits,
+    intermediate,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+):
+    product = tl.program_id(1)
+    if product == 0:
+        if of_hidden_ptr is not None:
+            _sum_product(
+                partials_ptr, 0, of_hidden_ptr, of_hidden_column_stride, of_hidden_rank_stride,
+                of_hidden_rank, of_hidden_scaling, splits, intermediate, BLOCK_COLUMNS, BLOCK_RANK,
+            )  # fmt: skip
+    elif product == 1:
+        if of_gate_ptr is not None:
+            _sum_product(
+                partials_ptr, 1, of_gate_ptr, of_gate_column_stride, of_gate_rank_stride,
+                of_gate_rank, of_gate_scaling, splits, intermediate, BLOCK_COLUMNS, BLOCK_RANK,
+            )  # fmt: skip
+    else:
+        if of_up_ptr is not None:
+            _sum_product(
+                partials_ptr, 2, of_up_ptr, of_up_column_stride, of_up_rank_stride,
+                of_up_rank, of_up_scaling, splits, intermediate, BLOCK_COLUMNS, BLOCK_RANK,
+            )  # fmt: skip
+
+
+@triton.jit
+def _sum_product(
+    partials_ptr, product, gradient_ptr, column_stride, rank_stride, rank, scaling,
+    splits, intermediate, BLOCK_COLUMNS: tl.constexpr, BLOCK_RANK: tl.constexpr,
+):  # fmt: skip
+    """Write the sum over the splits, times scaling, of this program's columns."""
+    column = (tl.program_id(0).to(tl.int64) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS))[:, None]
+    k = tl.arange(0, BLOCK_RANK)[None, :]
+    mask = (column < intermediate) & (k < rank)
+    total = tl.zeros([BLOCK_COLUMNS, BLOCK_RANK], tl.float32)
+    for split in range(splits):
+        first = (column + (product * splits + split) * intermediate) * BLOCK_RANK
+        total += tl.load(partials_ptr + first + k, mask=mask, other=0.0)
+    gradient = gradient_ptr + column * column_stride + k.to(tl.int64) * rank_stride
+    tl.store(gradient, (total * scaling).to(gradient_ptr.dtype.element_ty), mask=mask)
+
+
+class Product(NamedTuple):
+    """``gradient.copy_(scaling * x.t() @ factor)``, for x [rows, intermediate], in fp32 and rounded
+    once."""
+
+    factor: Tensor  # [rows, rank] in x's dtype
+    gradient: Tensor  # [intermediate, rank], written; of any strides, bf16, fp16 or fp32
+    scaling: float = 1.0
+
+
+def swiglu_backward_products(
+    grad_hidden: Tensor,
+    gate_up: Tensor,
+    of_hidden: Product | None,
+    of_gate: Product | None,
+    of_up: Product | None,
+    hidden: Tensor | None = None,
+) -> Tensor:
+    """`swiglu_backward`, and a product of each of hidden, grad_gate and grad_up, where wanted.
+
+    Equivalent PyTorch, were hidden always computed, but it is written only if given::
+
+        grad_gate_up = swiglu_backward(grad_hidden, gate_up, hidden)
+        for x, product in zip(
+            (hidden, *grad_gate_up.chunk(2, dim=1)), (of_hidden, of_gate, of_up)
+        ):
+            product.gradient.copy_(product.scaling * x.t() @ product.factor)
+
+    The ranks may differ.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or strides do not fit, or no kernel can run on them.
+    """
+    name, kernel = "swiglu_backward_products", _swiglu_backward_products_kernel
+    rows, intermediate = _rows_and_intermediate(name, gate_up)
+    for key, tensor in (("grad_hidden", grad_hidden), ("hidden", hidden)):
+        if tensor is not None:
+            check_rows(name, kernel, (rows, intermediate), **{key: tensor})
+            check_alike(name, key, tensor, gate_up)
+    products = of_hidden, of_gate, of_up
+    for key, product in zip(("of_hidden", "of_gate", "of_up"), products, strict=True):
+        if product is not None:
+            _check_product(f"{name}: {key}", product, gate_up)
+    ranks = [0 if product is None else product.factor.shape[1] for product in products]
+    if max(ranks) == 0:
+        return swiglu_backward(grad_hidden, gate_up, hidden)
+    grad_gate_up = gate_up.new_empty(rows, 2 * intermediate)
+    if rows == 0:
+        for product in products:
+            if product is not None:
+                product.gradient.zero_()
+        return grad_gate_up
+    with on_device_of(gate_up):
+        # the first ranks last: their launch writes, and hidden may be grad_hidden
+        last = (max(ranks) - 1) // MAX_BLOCK_RANK * MAX_BLOCK_RANK
+        for first in range(last, 0, -MAX_BLOCK_RANK):
+            rest = [
+                None if product is None or product.factor.shape[1] <= first
+                else Product(product.factor[:, first:], product.gradient[:, first:], product[2])
+                for product in products
+            ]  # fmt: skip
+            _launch(grad_hidden, gate_up, None, None, rest)
+        _launch(grad_hidden, gate_up, hidden, grad_gate_up, products)
+    return grad_gate_up
+
+
+def _launch(
+    grad_hidden: Tensor,
+    gate_up: Tensor,
+    hidden: Tensor | None,
+    grad_gate_up: Tensor | None,
+    products: Sequence[Product | None],
+) -> None:
+    """Both kernels, for as many ranks as a block holds."""
+    rows, intermediate = grad_hidden.shape
+    factors = [None if product is None else product.factor for product in products]
+    gradients = [None if product is None else product.gradient for product in products]
+    ranks = [0 if factor is None else min(factor.shape[1], MAX_BLOCK_RANK) for factor in factors]
+    block_rank = max(next_power_of_2(max(ranks)), 16)  # tl.dot wants 16 at least
+    tiling, kernel = BACKWARD, _swiglu_backward_products_kernel
+    rows_of_a_split = cdiv(cdiv(rows, tiling.splits), tiling.rows) * tiling.rows
+    splits = cdiv(rows, rows_of_a_split)
+    elements = 3 * tiling.rows * (tiling.columns + block_rank)
+    partials = gate_up.new_empty(3, splits, intermediate, block_rank, dtype=torch.float32)
+    tensors = grad_hidden, gate_up, hidden, grad_gate_up, *factors
+    kernel[(cdiv(intermediate, tiling.columns), splits)](
+        *tensors, partials, *(0 if tensor is None else tensor.stride(0) for tensor in tensors),
+        rows, rows_of_a_split, intermediate, *ranks,
+        tiling.rows, tiling.columns, block_rank, dots_in_fp32(kernel, gate_up),
+        num_warps=tiling.warps, num_stages=stages(tiling, elements, gate_up),
+        # what they are counted for, without spills
+        maxnreg=tiling.registers if block_rank <= 32 and gate_up.element_size() == 2 else None,
+    )  # fmt: skip
+    strides = [(0, 0) if gradient is None else gradient.stride() for gradient in gradients]
+    _sum_products_kernel[(cdiv(intermediate, SUM_COLUMNS), 3)](
+        partials, *gradients, *(stride for pair in strides for stride in pair), *ranks,
+        *(0.0 if product is None else product.scaling for product in products),
+        splits, intermediate, SUM_COLUMNS, block_rank, num_warps=4,
+    )  # fmt: skip
+
+
+def _check_product(name: str, product: Product, gate_up: Tensor) -> None:
+    """Raise ValueError unless a factor and its gradient fit [gate | up]."""
+    rows, intermediate = gate_up.shape[0], gate_up.shape[1] // 2
+    factor, gradient = product[:2]
+    rank = factor.shape[-1]
+    check_rows(name, _swiglu_backward_products_kernel, (rows, rank), factor=factor)
+    check_alike(name, "factor", factor, gate_up)
+    if gradient.shape != (intermediate, rank):
+        raise ValueError(
+            f"{name}: gradient is {list(gradient.shape)}, should be {[intermediate, rank]}"
+        )
+    if gradient.device != gate_up.device or gradient.dtype not in DTYPES:
+        raise ValueError(
+            f"{name}: gradient is {gradient.dtype} on {gradient.device}, should be bfloat16, "
+            f"float16 or float32 on {gate_up.device}"
+        )

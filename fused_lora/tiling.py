@@ -1,0 +1,56 @@
+"""What kernels with a tl.dot between a load and a store share: how they are cut into tiles, and
+what the tensor cores are given."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Beyond it the sums would not fit into registers: each so many ranks read everything once more.
+MAX_BLOCK_RANK = 64
+
+# For tiles on their way, at most. 99 kB are the least that any GPU with bf16 has for a program, and
+# some of it is for handing tiles over to the tensor cores.
+SHARED_BYTES = 80_000
+
+
+class Tiling(NamedTuple):
+    """How a kernel is cut: a tile's rows and columns, into how many ranges the programs part what
+    they sum over, and Triton's warps, stages and registers a thread, if these are limited."""
+
+    rows: int
+    columns: int
+    splits: int
+    warps: int
+    stages: int
+    registers: int | None = None
+
+
+def stages(tiling: Tiling, elements: int, tensor: Tensor) -> int:
+    """The tiling's stages, or as many as SHARED_BYTES hold of so many of tensor's elements each."""
+    return max(min(tiling.stages, SHARED_BYTES // (elements * tensor.element_size())), 1)
+
+
+def dots_in_fp32(kernel, tensor: Tensor) -> bool:
+    """Whether tl.dot should get fp32: where tensor is, and always in Triton's interpreter, which
+    takes the bits of bf16 for integers there. It changes no result but by the order of a sum: a
+    product of two bf16 or fp16 is exact in fp32, in which the sums are either way."""
+    return tensor.dtype == torch.float32 or not isinstance(kernel, triton.JITFunction)
+
+
+@triton.jit
+def keep(tile, IN_FP32: tl.constexpr):
+    """tile, of bf16 or fp16, by an instruction that does nothing and that nothing is moved past.
+
+    tl.dot wants its operand in another layout than a store does. Rather than pass a tile from one
+    to the other through shared memory, Triton computes all that leads to it in both: without this,
+    32 and not 16 exponentials a thread for a tile of `swiglu_backward_products` of 32 x 64 in 4
+    warps, and 171 and not 138 registers.
+    """
+    if not IN_FP32:
+        tile = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [tile], dtype=tile.dtype, is_pure=False, pack=2
+        )
+    return tile
