@@ -13,7 +13,7 @@ bench: $(VENV)/bench
 	$(RUN) lora_bench.py
 
 test: $(VENV)/dev
-	$(RUN) -m pytest
+	$(RUN) -m pytest -n 2
 
 check: $(VENV)/dev
 	$(VENV)/bin/ruff check .
