@@ -186,10 +186,15 @@ class _Offloaded:
         return tensor
 
 
+def _drops_out(module: nn.Module) -> bool:
+    share = module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", 0)
+    return module.training and bool(share)
+
+
 def _checkpointed(layer: nn.Module, forward: Callable, *inputs):
     # the state of the random numbers cannot be read while a CUDA graph is captured
     capturing = is_capturing(inputs[0])
-    if capturing and any(m.p > 0 for m in layer.modules() if isinstance(m, nn.Dropout)):
+    if capturing and any(map(_drops_out, layer.modules())):
         raise ValueError(
             "checkpoint: a layer with dropout cannot be captured in a CUDA graph, where it would "
             "drop other elements when it runs again; set dropout to 0, or do not checkpoint"

@@ -7,7 +7,7 @@ import torch
 from fused_case import ALL, assert_right, pair, step
 from peft_models import LAYERS, ids, peft_model
 
-from fused_lora import Fusion, fuse, unfuse
+from fused_lora import Fusion, checkpoint, fuse, unfuse
 
 # --- the loss -------------------------------------------------------------------------------------
 
@@ -174,3 +174,28 @@ def test_offloaded_inputs_come_back_the_same():
             assert all(torch.equal(got[name], want[name]) for name in want)
     finally:
         module.OFFLOAD_BYTES = small
+
+
+@pytest.mark.parametrize("where", ["lora_dropout", "attention_dropout"])
+def test_dropout_in_a_capture_is_refused_where_a_layer_runs_again(where, device, monkeypatch):
+    """It would drop other elements the second time, and nobody would see it."""
+    dropping = {"lora_dropout": 0.5} if where == "lora_dropout" else {}
+    model = peft_model(device, **dropping).train()
+    if where == "attention_dropout":
+        for module in model.modules():
+            if hasattr(module, "attention_dropout"):
+                module.attention_dropout = 0.5
+    fuse(model, Fusion(checkpoint="full"))
+    tokens = ids(device)
+    monkeypatch.setattr(checkpoint, "is_capturing", lambda tensor: True)
+    with pytest.raises(ValueError, match="dropout cannot be captured"):
+        model(input_ids=tokens, labels=tokens)
+    monkeypatch.setattr(checkpoint, "is_capturing", lambda tensor: False)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+
+
+def test_a_layer_without_dropout_may_be_captured(device, monkeypatch):
+    model = peft_model(device).train()
+    fuse(model, Fusion(checkpoint="full"))
+    monkeypatch.setattr(checkpoint, "is_capturing", lambda tensor: True)
+    assert model(input_ids=ids(device), labels=ids(device)).loss.isfinite()
