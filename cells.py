@@ -236,12 +236,12 @@ def _measure(
         measured["other_gpu_processes"] = machine.other_processes(own=1)
         measured["host_launch_us"] = machine.host_launch_us()
 
-    problems = (
+    problems = (  # what ran comes first: a busy host alone can hide time
+        audit.not_run(recipe, built.fused_modules, profile, on_gpu),
         audit.hidden_time(timings),
         audit.skipped_updates(timings),
         audit.changed_batches(timings),
         audit.diverged(timings),
-        audit.not_run(recipe, built.fused_modules, profile, on_gpu),
     )
     measured["error"] = next((problem for problem in problems if problem), None)
     return "error" if measured["error"] else "ok"
