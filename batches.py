@@ -60,6 +60,11 @@ class Batch:
             None if mask is None else mask.to(device),
         )
 
+    @property
+    def labelled(self) -> int:
+        """How many tokens the loss is computed on; the first of a row has nothing before it."""
+        return int((self.labels[:, 1:] != -100).sum())
+
     def tensors(self) -> list[torch.Tensor]:
         return [t for t in (self.input_ids, self.labels, self.attention_mask) if t is not None]
 
@@ -296,7 +301,7 @@ def token_shares(batches: list[Batch]) -> TokenShares:
         raise ValueError("no batches; wanted at least one to take shares of; make some first")
     masks = [batch.attention_mask for batch in batches if batch.attention_mask is not None]
     padding = sum(int((mask == 0).sum()) for mask in masks)
-    labelled = sum(int((batch.labels[:, 1:] != IGNORED).sum()) for batch in batches)
+    labelled = sum(batch.labelled for batch in batches)
     return TokenShares(padding / positions, labelled / positions)
 
 

@@ -126,7 +126,7 @@ def measure_floor(send: Send, plan: Plan, seq_lens: tuple[int, ...]) -> None:
     floor = Floor(Shape.of(config), plan.device)
     for seq_len in seq_lens:
         batches = plan.batches(seq_len, plan.batch_size, plan.steps)
-        labelled = sum((batch.labels[:, 1:] != -100).sum().item() for batch in batches)
+        labelled = sum(batch.labelled for batch in batches)
         result = measure(
             floor, plan.batch_size, seq_len, round(labelled / len(batches)), plan.clock()
         )

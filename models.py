@@ -38,12 +38,14 @@ class Graph(NamedTuple):
     after_update: what the graph runs at its end, for what is computed from the adapters; whoever
     changes the adapters otherwise calls it.
     no_mask: the attention_mask of a batch that has none.
+    takes_max_labelled: whether the model computes the loss on `max_labelled_tokens` tokens alone.
     """
 
     step_for: Callable[[torch.optim.Optimizer], Callable[..., torch.Tensor]]
     eager_calls: int
     after_update: tuple[Callable[[], Any], ...] = ()
     no_mask: dict[str, None] | None = None
+    takes_max_labelled: bool = False
 
 
 @dataclass
@@ -120,19 +122,20 @@ def build(
         for layer in model.get_submodule("base_model.model.model.layers"):
             layer.compile(dynamic=False)
     if recipe.graph:
-        built.graph = _graph_of(built)
+        built.graph = _graph_of(built, takes_max_labelled="cross_entropy" in recipe.fused)
         built.settings["graph"] = True
     return built
 
 
-def _graph_of(built: Built) -> Graph:
+def _graph_of(built: Built, takes_max_labelled: bool) -> Graph:
     from fused_lora.bordered_sites import borders_of
     from fused_lora.graph import EAGER_CALLS, GraphedStep
 
     borders = next(filter(None, map(borders_of, built.model.modules())), None)
     after_update = () if borders is None else (borders.refresh,)
     step_for = partial(GraphedStep, built.model, autocast=built.autocast, after_update=after_update)
-    return Graph(step_for, EAGER_CALLS, after_update, _no_mask_of(built.model))
+    no_mask = _no_mask_of(built.model)
+    return Graph(step_for, EAGER_CALLS, after_update, no_mask, takes_max_labelled)
 
 
 def _no_mask_of(model: torch.nn.Module) -> dict[str, None] | None:

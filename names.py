@@ -22,7 +22,6 @@ NAMES = {
     "fused_layer_graph": "fused layers, one graph",
     "fused_layer_graph_selective_10": "fused layers, one graph, 10 GiB of layers kept",
     "fused_all": "all fused",
-    "fused_all_compiled": "all fused, compiled",
     "fused_all_graph": "all fused, one graph",
     "fused_all_offload": "all fused, inputs offloaded",
     "fused_all_selective_10": "all fused, 10 GiB of layers kept",

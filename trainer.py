@@ -121,6 +121,7 @@ class Trainer:
         )
         self.graph = graph
         self.graphed_step: Any = graph.step_for(self.optimizer) if graph else None
+        self.graph_constants: dict[str, Any] = {}  # what every batch of a run is given besides
 
     def step(self, batch: Batch) -> tuple[list[Any], torch.Tensor]:
         """One training step; returns the marks around its parts (four; of a graph two), and its
@@ -129,7 +130,10 @@ class Trainer:
         if self.graph:
             mask = self.graph.no_mask if batch.attention_mask is None else batch.attention_mask
             loss = self.graphed_step(
-                input_ids=batch.input_ids, labels=batch.labels, attention_mask=mask
+                input_ids=batch.input_ids,
+                labels=batch.labels,
+                attention_mask=mask,
+                **self.graph_constants,
             )
             marks.append(self.clock.mark())
             return marks, loss
@@ -157,6 +161,10 @@ class Trainer:
         """
         start = [parameter.detach().cpu().clone() for parameter in self.trained]
         given = [[tensor.clone() for tensor in batch.tensors()] for batch in batches]
+        if self.graph and self.graph.takes_max_labelled:
+            # an eager step drops what is not labelled, but a graph cannot ask how much that is
+            most = max(batch.labelled for batch in batches)
+            self.graph_constants = {"max_labelled_tokens": most}
         timings = Timings(first_step_s=self._warm_up(batches))
         self._rewind(start)
         # a full collection over a model's objects holds the host for a quarter of a second, every

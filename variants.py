@@ -52,8 +52,7 @@ TOGETHER = {
     "fused_all": Recipe(fused=PARTS),
     **{f"fused_all_but_{part}": Recipe(fused=tuple(p for p in PARTS if p != part))
        for part in PARTS},
-    # the same with each layer compiled: what is left of the host's time between the kernels
-    "fused_all_compiled": Recipe(fused=PARTS, compiled=True),
+    # the same without the host's time between the kernels
     "fused_all_graph": Recipe(fused=PARTS, graph=True),
 }  # fmt: skip
 LAYER = {
@@ -102,7 +101,7 @@ SUITES = {
     "peers": {
         **EXPERIMENT,
         **PEERS,
-        **{name: TOGETHER[name] for name in ("fused_all", "fused_all_compiled")},
+        "fused_all": TOGETHER["fused_all"],
         **POLICIES,
     },
     "fastest": {

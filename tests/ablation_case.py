@@ -22,7 +22,7 @@ ALL_GIB = {64: 7.0, 128: 7.4, 256: 8.3, 512: 9.6}
 PEERS = {  # share of vanilla's step; of its memory at 512 tokens
     "full_unsloth": (0.616, 0.26), "unsloth_full": (0.6, 0.31), "liger_peft": (0.72, 0.3),
     "compiled_peft": (0.66, 0.98), "compiled_peft_bf16": (0.61, 0.9), "fused_all": (0.535, 0.26),
-    "fused_all_compiled": (0.54, 0.27), "fused_all_offload": (0.55, 0.25),
+    "fused_all_offload": (0.55, 0.25),
     "fused_all_selective_10": (0.5, 0.5), "fused_all_selective_20": (0.47, 0.8),
     "fused_all_graph": (0.53, 0.26), "fused_bordered": (0.8, 0.8),
     "fused_layer": (0.505, 0.27), "fused_layer_graph": (0.5, 0.27),

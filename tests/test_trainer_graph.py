@@ -153,6 +153,20 @@ def test_a_batch_with_a_mask_keeps_it():
     assert all(torch.equal(mask, ones) for mask in trainer.model.masks)
 
 
+@pytest.mark.parametrize("takes_max_labelled", [True, False])
+def test_a_loss_on_labelled_tokens_alone_is_told_the_most_that_any_batch_has(takes_max_labelled):
+    trainer = make_trainer()
+    trainer.graph = trainer.graph._replace(takes_max_labelled=takes_max_labelled)
+    seen = []
+    trainer.graphed_step = lambda **batch: seen.append(batch) or torch.tensor(1.0)
+    trainer._audit = lambda *_: None  # nothing was trained
+    ids = torch.ones(2, 4)
+    labels = [[1, 2, 3, -100], [1, -100, -100, -100]], [[1, 2, 3, -100], [-100, 2, -100, 3]]
+    trainer.run([Batch(ids, torch.tensor(one)) for one in labels], steps=2)
+    wanted = 4 if takes_max_labelled else None  # of the second; no token predicts a row's first
+    assert {batch.get("max_labelled_tokens") for batch in seen} == {wanted}
+
+
 def test_the_peak_is_counted_from_the_capture_on(monkeypatch):
     """Replays allocate nothing, so counted from the timed steps on it would be next to nothing."""
     done = []
@@ -208,7 +222,7 @@ def test_a_variant_is_measured_as_a_graph_from_its_recipe_to_its_cell(
     arguments = options.parse(
         ["--device", device, "--model", TINY, "--seq-lens", "16", "32", "--steps",
          "3", "--batch-size", "4", "--rounds", "1", *padded, "--cache", str(tmp_path / "cache"),
-         "--out", str(tmp_path)], ""
+         "--allow-shared-gpu", "--out", str(tmp_path)], ""
     )  # fmt: skip
     plan, _, _ = options.set_up(arguments, [])
     cells.prepare(lambda message: None, plan)
@@ -272,6 +286,7 @@ def test_a_fused_graph_trains_as_the_same_step_eagerly(variant, device, tmp_path
     batch = Batch(
         torch.arange(64, device=device).view(2, 32), torch.arange(64, device=device).view(2, 32)
     )
+    batch.labels[:, :20] = -100  # the graph computes the loss on fewer rows than there are tokens
     losses = []
     for name in (variant, variant.removesuffix("_graph")):
         built = models.build(name, source.folder, models.Lora(rank=4), 32, True, device, 0)
