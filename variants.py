@@ -150,9 +150,9 @@ EVIDENCE = {  # by fused part, and for a library as a whole
     "bordered": Evidence(("BorderedLinearBackward",), twice_in="mlp"),
     "layer": Evidence(
         ("DecoderLayerBackward",),
-        # of SwiGLU's there are several, some with an adapter's product in them
-        ("_add_adapted_kernel", "_rope_kernel", "_swiglu_forward", "_swiglu_backward",
-         "_rms_norm_forward_kernel", "_rms_norm_backward_kernel"),
+        ("_add_adapted_kernel", "_rope_kernel", "_swiglu_forward_product_kernel",
+         "_swiglu_backward_products_kernel", "_rms_norm_forward_kernel",
+         "_rms_norm_backward_kernel"),
     ),
     "checkpoint": Evidence(),
     "unsloth": Evidence(kernels=("_fg_kernel", "_rms_layernorm_forward", "_rope_embedding_QK")),

@@ -10,33 +10,39 @@ of o, of gate and up, and of down, forward in the order of execution:
     a       = attention(q, k, v)
     [y|za]  = a M'
     t       = x + y + za (sB)'                     the residual, in one pass
-    m       = norm(t),  zm = m A'                  as n and zn
+    m       = norm(t),  zm = m A'                  as n and zn; t once more, as the output's start
     gu      = [m | zm] M'                          gate and up side by side
-    h       = silu(gate) up
-    [y|zh]  = h M'
-    output  = t + y + zh (sB)'
+    h, zh   = silu(gate) up, h A'                  as [h | zh], in one pass
+    output  = t + [h | zh] M'                      and the bias, if there is one
 
 Backward, for the incoming g:
 
     ph      = g sB                                 into the other columns of [g | ph]
     dh      = [g | ph] M
-    h, dgu  = SwiGLU backward                      h over dh
-    dA, dB  = ph' h, s g' zh
-    [dm|pm] = dgu M,  dm += pm A
-    dA, dB  = pm' m, s dgu' zm                     of gate and up, each of the two in one product
+    dgu     = SwiGLU backward                      into [dgu | pm], and from the same pass
+    dA, dB  = ph' h, s dgu' zm                     of down, and of gate and up
+    dB      = s g' zh                              of down
+    pm      = dgu sB
+    dm      = [dgu | pm] M
+    dA      = pm' m                                of gate and up, in one product
     dt      = norm backward of dm, plus g          into [dt | pa]
     pa      = dt sB
     da      = [dt | pa] M
     dA, dB  = pa' a, s dt' za
-    dqkv    = attention backward, turned back
-    [dn|pn] = dqkv M,  dn += pn A
+    dqkv    = attention backward, turned back      into [dqkv | pn]
+    pn      = dqkv sB
+    dn      = [dqkv | pn] M
     dA, dB  = pn' n, s dqkv' zn                    of q, k and v, each of the two in one product
     dx      = norm backward of dn, plus dt
 
-So no adapter takes a pass over a [T, intermediate] tensor forward, and one over h and one over dgu
-backward, or none (IN_SWIGLU_BACKWARD). Per token of Qwen2.5-3B (hidden 2,048, intermediate 11,008,
-q and k and v 2,560; r = 32, bf16) it saves 70.2 kB: [n|zn] 4.3, qkv 5.1, a 4.1, t 4.1, [m|zm] 4.2,
-gu 44.0, za, zh, log-sum-exp and both rstd 0.2, and x 4.1, which is the output of the layer before.
+So the adapters' only pass over [T, intermediate] tensors is that over dgu, for pm. All products but
+o's forward grow in K and have no more columns than without adapters: on an H200, at 16,384 tokens,
+pm and dm take 2.27 ms, and 2.35 as [dm | pm], which is 64 columns wider, with pm A added to it
+afterwards.
+
+Per token of Qwen2.5-3B (hidden 2,048, intermediate 11,008, q and k and v 2,560; r = 32, bf16) it
+saves 70.2 kB: [n|zn] 4.3, qkv 5.1, a 4.1, t 4.1, [m|zm] 4.2, gu 44.0, za, zh, log-sum-exp and both
+rstd 0.2, and x 4.1, which is the output of the layer before.
 """
 
 from collections.abc import Sequence
@@ -54,10 +60,8 @@ from .bordered_linear import (
     extended_product,
     grow_k_backward,
     grow_k_forward,
-    grow_n_backward,
     kinds_of,
 )
-from .gate_up_swiglu import swiglu_backward, swiglu_forward
 from .qkv_rope import rope_backward, rope_forward, split_heads
 from .residual_kernels import add_adapted, rms_norm_backward, rms_norm_forward
 from .rows import Handover, as_rows, empty_rows
@@ -66,13 +70,6 @@ from .swiglu_bordered import add_down, swiglu_gradients
 
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 GROUPS = ("qkv", "o", "gate_up", "down")  # the buffers that these lie in, of FrozenLayer
-
-# dA of down and dB of gate and up from the pass that computes h, dgate and dup, of which h is then
-# not written: 5 tensors of traffic and not 9 (`swiglu_products_backward.py`). Not measured yet.
-IN_SWIGLU_BACKWARD = False
-# zh from the pass that computes h, so that down grows in K (`swiglu_products_forward.py`), where it
-# has no bias. Not measured yet.
-IN_SWIGLU_FORWARD = False
 
 
 class FrozenLayer(NamedTuple):
@@ -152,22 +149,21 @@ class DecoderLayer(torch.autograd.Function):
         total = x.new_empty(rows, width)
         z_o = _add_projected(x, _join_heads(attended), frozen.o, total)
 
-        post_normed = empty_rows(x, rows, frozen.gate_up.matrix.shape[1])
-        post_rstd = rms_norm_forward(
-            total, frozen.post_norm, frozen.post_eps, post_normed[:, :width]
-        )
-        gate_up = grow_k_forward(post_normed, frozen.gate_up)
         if frozen.output_needed:
             # not a view itself, or autograd would forbid to change it in place
             output = x.new_empty(hidden.shape)
             sums = output.view(rows, width)
-            if IN_SWIGLU_FORWARD and frozen.down.bias is None:
-                z_down = add_down(total, gate_up, frozen.down, sums)
-            else:
-                z_down = _add_projected(total, swiglu_forward(gate_up), frozen.down, sums)
         else:
-            output = x.new_zeros(1).expand(hidden.shape)
+            output, sums = x.new_zeros(1).expand(hidden.shape), None
+        post_normed = empty_rows(x, rows, frozen.gate_up.matrix.shape[1])
+        post_rstd = rms_norm_forward(
+            total, frozen.post_norm, frozen.post_eps, post_normed[:, :width], copy=sums
+        )
+        gate_up = grow_k_forward(post_normed, frozen.gate_up)
+        if sums is None:
             z_down = x.new_empty(rows, frozen.down.width)
+        else:
+            z_down = add_down(gate_up, frozen.down, sums)
         # a tensor, so that checkpointing puts that of the second run in the place of the first's
         has_z_down = torch.tensor(frozen.output_needed)
 
@@ -221,40 +217,33 @@ class DecoderLayer(torch.autograd.Function):
             if grad is None:
                 grad = empty_rows(x, rows, down_matrix.shape[0])
                 grad[:, :width].copy_(as_rows(grad_output))
-            # its gradient, which it then takes the place of
+            # its gradient, which it takes the place of where z_down has to be made of it
             swiglu = grow_k_backward(grad, of_down)
-            if IN_SWIGLU_BACKWARD:
-                grad_gate_up, in_swiglu = swiglu_gradients(
-                    swiglu, gate_up, grad[:, width:], post_normed[:, width:], of_gate_up,
-                    (*kinds_down[:1], *kinds_gate_up[1::2]),
-                    (*need_down[:1], *need_gate_up[1::2]), None if has_z_down else swiglu,
-                )  # fmt: skip
-                need_down = False, need_down[1]
-                need_gate_up = need_gate_up[0], False, need_gate_up[2], False
-            else:
-                grad_gate_up = swiglu_backward(swiglu, gate_up, hidden=swiglu)
+            grad_gate_up = empty_rows(x, rows, gate_up_matrix.shape[0])
+            grad_down_A, grad_gate_B, grad_up_B = swiglu_gradients(
+                swiglu, gate_up, grad[:, width:], post_normed[:, width:], of_gate_up,
+                (kinds_down[0], *kinds_gate_up[1::2]), (need_down[0], *need_gate_up[1::2]),
+                grad_gate_up[:, : of_gate_up.out], None if has_z_down else swiglu,
+            )  # fmt: skip
             if not has_z_down:
                 z_down = swiglu @ down_matrix[of_down.out :, : of_down.in_features].t()
-            grad_down = adapter_gradients(
-                of_down, kinds_down, need_down, swiglu, grad[:, :width], z_down, grad[:, width:]
+            _, grad_down_B = adapter_gradients(
+                of_down, kinds_down, (False, need_down[1]), swiglu, grad[:, :width], z_down, None
             )
             del swiglu  # at 16,384 tokens a [T, intermediate] is 361 MB: let it go early
 
             # gate and up of the norm of total
-            grad_normed = grow_n_backward(grad_gate_up, of_gate_up)
-            grad_mlp = adapter_gradients(
-                of_gate_up, kinds_gate_up, need_gate_up,
-                post_normed[:, :width], grad_gate_up, post_normed[:, width:],
-                grad_normed[:, width:],
+            grad_normed = grow_k_backward(grad_gate_up, of_gate_up)
+            grad_gate_A, _, grad_up_A, _ = adapter_gradients(
+                of_gate_up, kinds_gate_up, (need_gate_up[0], False, need_gate_up[2], False),
+                post_normed[:, :width], grad_gate_up[:, : of_gate_up.out], post_normed[:, width:],
+                grad_gate_up[:, of_gate_up.out :],
             )  # fmt: skip
-            if IN_SWIGLU_BACKWARD:
-                grad_down[0], grad_mlp[1], grad_mlp[3] = in_swiglu
             del grad_gate_up
             grad_total = empty_rows(x, rows, o_matrix.shape[0])
             rms_norm_backward(
-                grad_normed[:, :width], grad[:, :width], total, post_norm, post_rstd,
-                grad_total[:, :width],
-            )  # fmt: skip
+                grad_normed, grad[:, :width], total, post_norm, post_rstd, grad_total[:, :width]
+            )
             del grad_normed, grad
 
             # total = x + o(attended)
@@ -269,30 +258,32 @@ class DecoderLayer(torch.autograd.Function):
                 grad_attended.view(by_head).transpose(1, 2),
                 q, k, v, mask, attended, attention_saved, ctx.attention,
             )  # fmt: skip
-            grad_qkv = torch.empty_like(qkv)
-            rope_backward(*gradients, cos, sin, grad_qkv)
+            grad_qkv = empty_rows(x, rows, qkv_matrix.shape[0])
+            rope_backward(*gradients, cos, sin, grad_qkv[:, : of_qkv.out])
             del grad_attended, gradients
 
             # q, k and v of the norm of x
             grad_z = grad_hidden = None
             if need_hidden:
-                grad_normed = grow_n_backward(grad_qkv, of_qkv)
-                grad_z = grad_normed[:, width:]
+                grad_normed = grow_k_backward(grad_qkv, of_qkv)
+                grad_z = grad_qkv[:, of_qkv.out :]
                 # as the layer before would have it, in whose backward it is most likely to go
                 wide = empty_rows(x, rows, down_matrix.shape[0])
                 rms_norm_backward(
-                    grad_normed[:, :width], grad_total[:, :width], x, input_norm, input_rstd,
-                    wide[:, :width],
-                )  # fmt: skip
+                    grad_normed, grad_total[:, :width], x, input_norm, input_rstd, wide[:, :width]
+                )
                 ctx.frozen.handover.offer(wide)
                 grad_hidden = wide[:, :width].view(hidden.shape)
             elif any(need_qkv[::2]):
-                grad_z = grad_qkv @ qkv_matrix[: of_qkv.out, width:]
+                grad_z = grad_qkv[:, : of_qkv.out] @ qkv_matrix[: of_qkv.out, width:]
             grad_attention = adapter_gradients(
-                of_qkv, kinds_qkv, need_qkv, normed[:, :width], grad_qkv, normed[:, width:], grad_z
-            )
-        gradients_of_adapters = *grad_attention, *grad_o, *grad_mlp, *grad_down
-        return grad_hidden, None, None, None, *gradients_of_adapters, None
+                of_qkv, kinds_qkv, need_qkv,
+                normed[:, :width], grad_qkv[:, : of_qkv.out], normed[:, width:], grad_z,
+            )  # fmt: skip
+        return (
+            grad_hidden, None, None, None, *grad_attention, *grad_o,
+            grad_gate_A, grad_gate_B, grad_up_A, grad_up_B, grad_down_A, grad_down_B, None,
+        )  # fmt: skip
 
 
 def _by_group(values: Sequence) -> tuple[Sequence, ...]:

@@ -1,10 +1,10 @@
 """SwiGLU on [gate | up], the rows that one product of both writes and one takes gradients of.
 
     swiglu_forward   hidden = silu(gate) up
-    swiglu_backward  [grad_gate | grad_up], and hidden once more
+    swiglu_backward  [grad_gate | grad_up]
 
-(`fused_mlp/swiglu.py` has the mathematics.) Traffic: 3 [rows, intermediate] tensors forward, 6
-backward, 5 without hidden. Arithmetic is fp32 and rounds once, at the store. Deterministic.
+(`fused_mlp/swiglu.py` has the mathematics.) Traffic: 3 [rows, intermediate] tensors forward, 5
+backward. Arithmetic is fp32 and rounds once, at the store. Deterministic.
 """
 
 import torch
@@ -46,11 +46,9 @@ def _swiglu_forward_kernel(
 def _swiglu_backward_kernel(
     grad_hidden_ptr,  # [rows, intermediate]
     gate_up_ptr,  # [rows, 2 intermediate]
-    hidden_ptr,  # [rows, intermediate], written; may be grad_hidden_ptr, or None
     grad_gate_up_ptr,  # [rows, 2 intermediate], written
     grad_hidden_row_stride,
     gate_up_row_stride,
-    hidden_row_stride,
     grad_gate_up_row_stride,
     intermediate,
     BLOCK: tl.constexpr,
@@ -68,9 +66,6 @@ def _swiglu_backward_kernel(
     silu = gate * sigmoid
     grad_silu = sigmoid + silu * (1.0 - sigmoid)
     dtype = grad_gate_up_ptr.dtype.element_ty
-    if hidden_ptr is not None:
-        hidden_row = hidden_ptr + row * hidden_row_stride
-        tl.store(hidden_row + columns, (silu * up).to(dtype), mask=mask)
     tl.store(grad_gate_row + columns, (grad_hidden * up * grad_silu).to(dtype), mask=mask)
     tl.store(grad_gate_row + intermediate + columns, (grad_hidden * silu).to(dtype), mask=mask)
 
@@ -98,35 +93,25 @@ def swiglu_forward(gate_up: Tensor, hidden: Tensor | None = None) -> Tensor:
     return hidden
 
 
-def swiglu_backward(grad_hidden: Tensor, gate_up: Tensor, hidden: Tensor | None = None) -> Tensor:
+def swiglu_backward(grad_hidden: Tensor, gate_up: Tensor) -> Tensor:
     """The gradient of gate_up [rows, 2 intermediate], new, for one of what `swiglu_forward` gave.
 
-    Equivalent PyTorch, with hidden computed once more where it is asked for::
-
-        again = swiglu_forward(gate_up)
-        hidden.copy_(again)
-        grad_gate_up, = torch.autograd.grad(again, gate_up, grad_hidden)
-
-    hidden, if any, may be grad_hidden itself, [rows, intermediate], where the caller made that and
-    needs it no more: it spares 361 MB at 16,384 rows of 11,008.
+    Equivalent PyTorch: ``torch.autograd.grad(swiglu_forward(gate_up), gate_up, grad_hidden)[0]``.
 
     Raises:
         ValueError: as `swiglu_forward`.
     """
     name, kernel = "swiglu_backward", _swiglu_backward_kernel
     rows, intermediate = _rows_and_intermediate(name, gate_up)
-    for key, tensor in (("grad_hidden", grad_hidden), ("hidden", hidden)):
-        if tensor is not None:
-            check_rows(name, kernel, (rows, intermediate), **{key: tensor})
-            check_alike(name, key, tensor, gate_up)
+    check_rows(name, kernel, (rows, intermediate), grad_hidden=grad_hidden)
+    check_alike(name, "grad_hidden", grad_hidden, gate_up)
     grad_gate_up = gate_up.new_empty(rows, 2 * intermediate)
     if rows:
         with on_device_of(gate_up):
             kernel[(rows, cdiv(intermediate, BLOCK))](
-                grad_hidden, gate_up, hidden, grad_gate_up,
-                grad_hidden.stride(0), gate_up.stride(0),
-                0 if hidden is None else hidden.stride(0), grad_gate_up.stride(0),
-                intermediate, BLOCK, num_warps=NUM_WARPS,
+                grad_hidden, gate_up, grad_gate_up,
+                grad_hidden.stride(0), gate_up.stride(0), grad_gate_up.stride(0), intermediate,
+                BLOCK, num_warps=NUM_WARPS,
             )  # fmt: skip
     return grad_gate_up
 

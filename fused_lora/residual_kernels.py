@@ -9,11 +9,12 @@ backward, and the residual's sum with what an adapted projection gives.
 its input as [x | x A'], so the norm writes x where the product reads it, with a row stride of its
 own, and no copy is made.
 
-Traffic in tensors of x's size: 2, 4 (grad_y, x, grad_residual, grad_x) and 3. `add_adapted` is an
-addition that finishes a product: with z B' by cuBLAS and the sum in the norm after it, they would
-be 6 with the norm's own and not 5, and 5 and not 3 where no norm follows. It is not in the norm
-itself: that wants whole rows, of which a multiprocessor holds too few to read B [hidden, rank]
-rarely enough. z and B are small, z [rows, rank] read once for every BLOCK_COLUMNS columns.
+Traffic in tensors of x's size: 2, or 3 with a copy of x, 4 (grad_y, x, grad_residual, grad_x) and
+3. `add_adapted` is an addition that finishes a product: with z B' by cuBLAS and the sum in the norm
+after it, they would be 6 with the norm's own and not 5, and 5 and not 3 where no norm follows. It
+is not in the norm itself: that wants whole rows, of which a multiprocessor holds too few to read B
+[hidden, rank] rarely enough. z and B are small, z [rows, rank] read once for every BLOCK_COLUMNS
+columns.
 
 Arithmetic is fp32 and rounds once, at the store. Deterministic. Every operand may have rows any
 stride apart.
@@ -78,26 +79,33 @@ def _add_adapted_kernel(
     tl.store(total_tile, total.to(total_ptr.dtype.element_ty), mask=mask)
 
 
-def rms_norm_forward(x: Tensor, weight: Tensor, eps: float, y: Tensor) -> Tensor:
+def rms_norm_forward(
+    x: Tensor, weight: Tensor, eps: float, y: Tensor, copy: Tensor | None = None
+) -> Tensor:
     """Write the norm of x into y; returns rstd, [rows] fp32.
 
-    Equivalent PyTorch, for x and y [rows, hidden] and weight [hidden], all of one dtype::
+    Equivalent PyTorch, for x, y and copy [rows, hidden] and weight [hidden], all of one dtype::
 
+        copy.copy_(x)  # if it is given
         rstd = torch.rsqrt(x.float().pow(2).mean(-1) + eps)
         y.copy_(x.float() * rstd[:, None] * weight.float())
+
+    The copy is for a product that is added to it in place, for which PyTorch would make one.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit, or no kernel can run on them.
     """
     rows, hidden = x.shape
-    check_rows("rms_norm_forward", _rms_norm_forward_kernel, x.shape, x=x, y=y)
+    written = {"y": y} if copy is None else {"y": y, "copy": copy}
+    check_rows("rms_norm_forward", _rms_norm_forward_kernel, x.shape, x=x, **written)
     _check_hidden("rms_norm_forward", x, weight)
     rstd = x.new_empty(rows, dtype=torch.float32)
     if rows:  # an empty grid cannot be launched
         with on_device_of(x):
             _rms_norm_forward_kernel[(rows,)](
-                x, None, weight, None, y, rstd,
-                x.stride(0), 0, y.stride(0), hidden, eps, **block_of(hidden),
+                x, None, weight, copy, y, rstd,
+                x.stride(0), 0, 0 if copy is None else copy.stride(0), y.stride(0),
+                hidden, eps, **block_of(hidden),
             )  # fmt: skip
     return rstd
 

@@ -43,11 +43,12 @@ def _rms_norm_forward_kernel(
     x_ptr,  # [rows, hidden]
     delta_ptr,  # [rows, hidden], or None
     weight_ptr,  # [hidden]
-    total_ptr,  # [rows, hidden] contiguous, written; None without delta
+    total_ptr,  # [rows, hidden], written: what is normalised; may be None without delta
     y_ptr,  # [rows, hidden], written
     rstd_ptr,  # [rows] fp32, written
     x_row_stride,
     delta_row_stride,
+    total_row_stride,
     y_row_stride,
     hidden,
     eps,
@@ -63,7 +64,8 @@ def _rms_norm_forward_kernel(
     if delta_ptr is not None:
         delta = tl.load(delta_ptr + row * delta_row_stride + columns, mask=mask, other=0.0)
         x = (x.to(tl.float32) + delta.to(tl.float32)).to(total_ptr.dtype.element_ty)
-        tl.store(total_ptr + row * hidden + columns, x, mask=mask)
+    if total_ptr is not None:
+        tl.store(total_ptr + row * total_row_stride + columns, x, mask=mask)
     x = x.to(tl.float32)
     # rounded to nearest, which once a row costs nothing: `/` and tl.rsqrt are only near, and an
     # error that all rows share adds up over the layers. Compiled code passes eps in fp64
@@ -218,7 +220,7 @@ def rms_norm_forward(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
         with on_device_of(x):
             _rms_norm_forward_kernel[(rstd.numel(),)](
                 x_rows, delta_rows, weight.contiguous(), total, y, rstd,
-                x_stride, delta_stride, hidden, hidden, eps, **block_of(hidden),
+                x_stride, delta_stride, hidden, hidden, hidden, eps, **block_of(hidden),
             )  # fmt: skip
     return y, total, rstd
 

@@ -1,5 +1,5 @@
 """A layer's MLP between its bordered products (`bordered_linear.py`), with the adapters' products
-over [T, intermediate] tensors inside SwiGLU's own passes: two options of `decoder_layer.py`."""
+over [T, intermediate] tensors inside SwiGLU's own passes, for `decoder_layer.py`."""
 
 from collections.abc import Sequence
 
@@ -12,23 +12,25 @@ from .swiglu_products_backward import Product, swiglu_backward_products
 from .swiglu_products_forward import swiglu_forward_product
 
 
-def add_down(residual: Tensor, gate_up: Tensor, down: Bordered, total: Tensor) -> Tensor:
-    """Write the residual and the down projection of silu(gate) up, which grows in K, into total.
+def add_down(gate_up: Tensor, down: Bordered, total: Tensor) -> Tensor:
+    """Add the down projection of silu(gate) up, which grows in K, to total, where the residual is.
 
-    Equivalent PyTorch, for gate_up [T, 2 in] and residual and total [T, out]; returns z::
+    Equivalent PyTorch, for gate_up [T, 2 in] and total [T, out], contiguous; returns z::
 
         gate, up = gate_up.chunk(2, dim=1)
         hidden = F.silu(gate) * up
         z = hidden @ A.t()
-        total.copy_(residual + torch.cat((hidden, z), dim=1) @ M[:out].t())
+        total += torch.cat((hidden, z), dim=1) @ M[:out].t()
+        total += bias[:out]  # if there is one: it rounds once more
     """
     matrix, inputs, out = down.matrix, down.in_features, down.out
-    assert down.bias is None  # it would be one more pass, or one more rounding
     hidden = empty_rows(gate_up, gate_up.shape[0], matrix.shape[1])
     z = swiglu_forward_product(
         gate_up, matrix[out:, :inputs], hidden[:, :inputs], hidden[:, inputs:]
     )
-    torch.addmm(residual, hidden, matrix[:out].t(), out=total)
+    total.addmm_(hidden, matrix[:out].t())
+    if down.bias is not None:
+        total += down.bias[:out]
     return z
 
 
@@ -40,13 +42,15 @@ def swiglu_gradients(
     layout: Bordered,
     kinds: Sequence[tuple[int, torch.dtype]],
     needed: Sequence[bool],
+    grad_gate_up: Tensor,
     hidden: Tensor | None,
-) -> tuple[Tensor, list[Tensor | None]]:
-    """The gradient of gate_up, and those of down's A, gate's B and up's B, None where not needed.
+) -> list[Tensor | None]:
+    """Write the gradient of gate_up; returns those of down's A, gate's B and up's B, None where not
+    needed.
 
     As `swiglu_backward_products` has it, for p = dy sB of down and z = x A' of gate and up, whose
-    buffer has this layout. kinds: rank and dtype of those three adapters. The gradients are new and
-    contiguous, as a .grad has to be.
+    buffer has this layout. kinds: rank and dtype of those three adapters. Their gradients are new
+    and contiguous, as a .grad has to be.
     """
     intermediate = gate_up.shape[1] // 2
     starts = 0, 0, layout.blocks[0]
@@ -66,5 +70,5 @@ def swiglu_gradients(
         else:
             products.append(Product(factor, gradient.t()))
     of_hidden, of_gate, of_up = products
-    grad = swiglu_backward_products(grad_hidden, gate_up, of_hidden, of_gate, of_up, hidden)
-    return grad, gradients
+    swiglu_backward_products(grad_hidden, gate_up, of_hidden, of_gate, of_up, grad_gate_up, hidden)
+    return gradients

@@ -14,11 +14,12 @@ import fused_lora.attention
 import fused_lora.bordered_linear
 import fused_lora.cross_entropy
 import fused_lora.decoder_layer
-import fused_lora.gate_up_swiglu
 import fused_lora.qkv_rope
 import fused_lora.residual_kernels
 import fused_lora.rms_norm
 import fused_lora.rope
+import fused_lora.swiglu_products_backward
+import fused_lora.swiglu_products_forward
 import fused_mlp.fast_lora
 import fused_mlp.swiglu
 import models
@@ -38,7 +39,7 @@ MODULES = {  # where a part's functions and kernels are
     "bordered": (fused_lora.bordered_linear,),
     "layer": (
         *(fused_lora.decoder_layer, fused_lora.residual_kernels, fused_lora.qkv_rope),
-        fused_lora.gate_up_swiglu,
+        *(fused_lora.swiglu_products_forward, fused_lora.swiglu_products_backward),
     ),
     "checkpoint": (),
 }

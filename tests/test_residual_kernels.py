@@ -40,9 +40,9 @@ def norm_case(size, dtype, device):
 
 def fused_norm(x, weight, grad_y, grad_residual, layout=wide):
     x, grad_y, grad_residual = map(layout, (x, grad_y, grad_residual))
-    y, grad_x = layout(torch.full_like(x, 7.0)), layout(torch.full_like(x, 7.0))
-    rstd = rms_norm_forward(x, weight, EPS, y)
-    assert rstd.dtype == torch.float32
+    y, copy, grad_x = (layout(torch.full_like(x, 7.0)) for _ in range(3))
+    rstd = rms_norm_forward(x, weight, EPS, y, copy)
+    assert rstd.dtype == torch.float32 and torch.equal(copy, x)
     rms_norm_backward(grad_y, grad_residual, x, weight, rstd, grad_x)
     return y, grad_x
 
@@ -61,6 +61,13 @@ def test_the_norm_and_its_gradient_are_within_the_error_budget(dtype, size, devi
     truth = eager_norm(*(t.double() for t in case))
     for name, *row in zip(("y", "grad_x"), got, eager, truth, strict=True):
         assert_within_budget(name, *row)
+
+
+def test_a_copy_of_what_is_normalised_changes_nothing_else(device):
+    x, weight, *_ = norm_case("odd", torch.bfloat16, device)
+    ys, copy = (torch.empty_like(x), torch.empty_like(x)), torch.empty_like(x)
+    rstds = rms_norm_forward(x, weight, EPS, ys[0]), rms_norm_forward(x, weight, EPS, ys[1], copy)
+    assert torch.equal(*ys) and torch.equal(*rstds) and torch.equal(copy, x)
 
 
 def sum_case(size, dtype, device):
@@ -113,7 +120,7 @@ def test_nothing_else_is_written(function, device):
         columns = view.shape[1]
         assert torch.equal(view._base[:, columns:], before[:, columns:])
         written += not torch.equal(view, before[:, :columns])
-    assert written == (2 if function is fused_norm else 1)
+    assert written == (3 if function is fused_norm else 1)
 
 
 def test_no_rows_launch_nothing(device, monkeypatch):
@@ -138,6 +145,9 @@ BAD = {
     "y is [3, 8], should be [4, 8]": {"y": lambda t: t[:3]},
     "y is torch.float16 on": {"y": torch.Tensor.half},
     "y has elements 4 apart": {"y": lambda t: t.t().contiguous().t()},
+    "copy is [3, 8], should be [4, 8]": {"copy": lambda t: t[:3]},
+    "copy is torch.float16 on": {"copy": torch.Tensor.half},
+    "copy has elements 4 apart": {"copy": lambda t: t.t().contiguous().t()},
     "weight is [4], should be [8] and contiguous": {"weight": lambda t: t[:4]},
     "weight is torch.float16": {"weight": torch.Tensor.half},
     "computes in bfloat16, float16 or float32": {
@@ -152,11 +162,12 @@ def test_what_does_not_fit_is_a_value_error(message, device):
         "x": torch.ones(4, 8, device=device),
         "weight": torch.ones(8, device=device),
         "y": torch.ones(4, 8, device=device),
+        "copy": torch.ones(4, 8, device=device),
     }
     for name, change in BAD[message].items():
         tensors[name] = change(tensors[name])
     with pytest.raises(ValueError, match="rms_norm_forward") as error:
-        rms_norm_forward(tensors["x"], tensors["weight"], EPS, tensors["y"])
+        rms_norm_forward(tensors["x"], tensors["weight"], EPS, tensors["y"], tensors["copy"])
     assert message in str(error.value)
 
 

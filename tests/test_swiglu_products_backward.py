@@ -42,7 +42,7 @@ def make(case, dtype, device):
     return grad_hidden, gate_up, *factors
 
 
-def fused(grad_hidden, gate_up, *factors, hidden=None, dtype=None, layout=torch.clone):
+def fused(grad_hidden, gate_up, *factors, dtype=None, layout=torch.clone):
     """grad_gate_up and the three products, of which the first lies as A does."""
     gradients = []
     for i, factor in enumerate(factors):
@@ -51,7 +51,8 @@ def fused(grad_hidden, gate_up, *factors, hidden=None, dtype=None, layout=torch.
         empty = torch.full(shape, 7.0, dtype=dtype or factor.dtype, device=factor.device)
         gradients.append(layout(empty) if i else layout(empty).t())
     products = map(Product, map(layout, factors), gradients, SCALINGS)
-    grad = swiglu_backward_products(*map(layout, (grad_hidden, gate_up)), *products, hidden=hidden)
+    grad = layout(torch.full_like(gate_up, 7.0))
+    swiglu_backward_products(*map(layout, (grad_hidden, gate_up)), *products, grad)
     return grad, *gradients
 
 
@@ -98,8 +99,9 @@ def test_hidden_is_written_where_asked_and_may_be_its_gradient(case, device):
             Product(f, torch.empty_like(g), s)
             for f, g, s in zip(factors, want[1:], SCALINGS, strict=True)
         ]
-        got = swiglu_backward_products(incoming, gate_up, *products, hidden=hidden)
-        got = got, *(product.gradient for product in products)
+        grad = torch.full_like(gate_up, 7.0)
+        swiglu_backward_products(incoming, gate_up, *products, grad, hidden)
+        got = grad, *(product.gradient for product in products)
         assert torch.equal(hidden, swiglu_forward(gate_up))
         assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
 
@@ -120,7 +122,19 @@ def test_rows_any_stride_apart_give_what_contiguous_ones_do_and_nothing_else_is_
         for view, before in seen:
             columns = view.shape[1]
             assert torch.equal(view._base[:, columns:], before[:, columns:])
-        assert sum(not torch.equal(v, b[:, : v.shape[1]]) for v, b in seen) == 3
+        assert sum(not torch.equal(v, b[:, : v.shape[1]]) for v, b in seen) == 4
+
+
+@pytest.mark.parametrize("ranks", [(8, 8, 8), (8, 72, 8)])
+def test_the_gradient_goes_into_columns_of_wider_rows_and_nothing_else_is_written(ranks, device):
+    """[dgu | p], as a product that grows in K takes it, whatever lies there."""
+    operands = [random(39, n, seed=n, dtype=torch.bfloat16, device=device) for n in (139, 278)]
+    factors = [random(39, rank, seed=5, dtype=torch.bfloat16, device=device) for rank in ranks]
+    rows = torch.full((39, 278 + 24), float("nan"), dtype=torch.bfloat16, device=device)
+    products = [Product(f, torch.empty(139, f.shape[1], device=device)) for f in factors]
+    swiglu_backward_products(*operands, *products, rows[:, :278])
+    assert torch.equal(rows[:, :278], swiglu_backward(*operands))
+    assert rows[:, 278:].isnan().all()
 
 
 @pytest.mark.parametrize("wanted", [(True, False, False), (False, True, True), (False,) * 3])
@@ -131,8 +145,8 @@ def test_only_what_is_wanted_is_computed(wanted, device):
         Product(f, torch.empty_like(g), s) if is_wanted else None
         for is_wanted, f, g, s in zip(wanted, factors, want[1:], SCALINGS, strict=True)
     ]
-    hidden = torch.empty_like(grad_hidden)
-    grad = swiglu_backward_products(grad_hidden, gate_up, *products, hidden=hidden)
+    hidden, grad = torch.empty_like(grad_hidden), torch.empty_like(gate_up)
+    swiglu_backward_products(grad_hidden, gate_up, *products, grad, hidden)
     assert torch.equal(grad, want[0]) and torch.equal(hidden, swiglu_forward(gate_up))
     for product, gradient in zip(products, want[1:], strict=True):
         assert product is None or torch.equal(product.gradient, gradient)
@@ -185,20 +199,22 @@ def test_products_that_do_not_fit_are_a_value_error(message, device):
     index, change = BAD[message]
     products[index] = Product(*change(*products[index][:2]))
     with pytest.raises(ValueError, match=message):
-        swiglu_backward_products(grad_hidden, gate_up, *products)
+        swiglu_backward_products(grad_hidden, gate_up, *products, torch.empty_like(gate_up))
 
 
 def test_tensors_that_do_not_fit_are_a_value_error(device):
     grad_hidden, gate_up, factor, *_ = make("odd", torch.float32, device)
     product = Product(factor, torch.ones(139, 8, device=device))
-    for bad, message in (
-        ((grad_hidden[:, :10], gate_up), r"grad_hidden is \[39, 10\], should be \[39, 139\]"),
-        ((grad_hidden.half(), gate_up), "grad_hidden is torch.float16"),
-        ((grad_hidden, gate_up[:, :277]), r"\[39, 277\], should be \[rows, 2 intermediate\]"),
+    grad, hidden = gate_up.clone(), grad_hidden.clone()
+    good = [grad_hidden, gate_up, product, None, None, grad, hidden]
+    for index, bad, message in (
+        (0, grad_hidden[:, :10], r"grad_hidden is \[39, 10\], should be \[39, 139\]"),
+        (0, grad_hidden.half(), "grad_hidden is torch.float16"),
+        (1, gate_up[:, :277], r"\[39, 277\], should be \[rows, 2 intermediate\]"),
+        (5, grad[:, :277], r"grad_gate_up is \[39, 277\], should be \[39, 278\]"),
+        (5, grad.half(), "grad_gate_up is torch.float16"),
+        (5, grad.t().contiguous().t(), "grad_gate_up has elements 39 apart"),
+        (6, hidden[:38], r"hidden is \[38, 139\], should be \[39, 139\]"),
     ):
         with pytest.raises(ValueError, match=message):
-            swiglu_backward_products(*bad, product, None, None)
-    with pytest.raises(ValueError, match=r"hidden is \[38, 139\], should be \[39, 139\]"):
-        swiglu_backward_products(
-            grad_hidden, gate_up, product, None, None, hidden=grad_hidden[:38].clone()
-        )
+            swiglu_backward_products(*good[:index], bad, *good[index + 1 :])

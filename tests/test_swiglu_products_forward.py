@@ -9,7 +9,7 @@ from test_residual_kernels import wide
 import fused_lora.swiglu_products_forward as module
 from fused_lora.gate_up_swiglu import swiglu_forward
 from fused_lora.launching import DTYPES
-from fused_lora.swiglu_products_forward import swiglu_forward_product
+from fused_lora.swiglu_products_forward import forward_tiling, swiglu_forward_product
 from fused_lora.tiling import Tiling
 
 # rows, intermediate, rank
@@ -26,7 +26,7 @@ CASES = {
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     """So that a few columns are several tiles in several ranges, the last of each not full."""
-    monkeypatch.setattr(module, "FORWARD", Tiling(16, 32, 2, 4, 2))
+    monkeypatch.setattr(module, "forward_tiling", lambda rows: Tiling(16, 32, 2, 4, 2))
 
 
 def make(case, dtype, device):
@@ -87,14 +87,20 @@ def test_rows_any_stride_apart_give_what_contiguous_ones_do(more, device):
     assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
 
 
-@pytest.mark.parametrize("tiling", [module.FORWARD, Tiling(16, 16, 4, 4, 1)])
+@pytest.mark.parametrize("tiling", [forward_tiling(39), Tiling(16, 16, 4, 4, 1)])
 def test_repetition_is_bitwise_equal_and_tiles_do_not_matter(tiling, device, monkeypatch):
     operands = make("odd", torch.float32, device)
-    monkeypatch.setattr(module, "FORWARD", tiling)
+    monkeypatch.setattr(module, "forward_tiling", lambda rows: tiling)
     one, other = fused(*operands)[0], fused(*operands)[0]
     assert torch.equal(one, other)
     want = eager(*(t.double() for t in operands))[0]
     torch.testing.assert_close(one.double(), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("rows", "splits"), [(98_304, 1), (16_384, 1), (4_096, 4), (2_048, 8)])
+def test_fewer_rows_are_as_many_programs(rows, splits):
+    tiling = forward_tiling(rows)
+    assert tiling.splits == splits and rows // tiling.rows * splits >= 512
 
 
 def test_no_rows_launch_nothing(device, monkeypatch):
