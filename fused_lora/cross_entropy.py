@@ -45,6 +45,7 @@ CHUNK_BYTES = 2**31
 # 8,192 logits over 16 warps: 16 bf16 values, two 16-byte loads, per thread.
 BLOCK = 8192
 NUM_WARPS = 16
+VECTOR = 8
 
 # Rows of logits start at multiples of 64 elements: an odd vocabulary (one added token is enough)
 # would else deny the kernel its wide loads and the products their aligned rows.
@@ -61,6 +62,7 @@ def _cross_entropy_kernel(
     ignore_index,
     WRITE_GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)  # 16,384 rows of 151,936 logits are more than 2^31
     logits_ptr += row * row_stride
@@ -69,18 +71,27 @@ def _cross_entropy_kernel(
     # read here, with the barriers of the reductions between it and the gradient written over it
     label_logit = tl.load(logits_ptr + label, mask=in_range, other=0.0).to(tl.float32)
 
-    maximum = -float("inf")
-    exp_sum = 0.0
+    # A maximum and a sum for every VECTOR words, which one thread has: those of a whole block would
+    # have to wait for all threads, twice a block.
+    maximum = tl.full([BLOCK // VECTOR], -float("inf"), tl.float32)
+    exp_sum = tl.zeros([BLOCK // VECTOR], tl.float32)
+    lane = tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     for start in range(0, vocabulary, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
+        columns = start + lane
         # the mask ends with the row's memory and not with its words, to stay a multiple of 64
         logits = tl.load(logits_ptr + columns, mask=columns < row_stride).to(tl.float32)
         logits = tl.where(columns < vocabulary, logits, -float("inf"))
-        new_maximum = tl.maximum(maximum, tl.max(logits, axis=0))
+        new_maximum = tl.maximum(maximum, tl.max(logits, axis=1))
         # as long as all logits are -inf, -inf - -inf would make a NaN out of nothing
         shift = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
-        exp_sum = exp_sum * tl.exp(maximum - shift) + tl.sum(tl.exp(logits - shift), axis=0)
+        exp_sum = exp_sum * tl.exp(maximum - shift) + tl.sum(
+            tl.exp(logits - shift[:, None]), axis=1
+        )
         maximum = new_maximum
+    shift = tl.max(maximum, axis=0)
+    shift = tl.where(shift == -float("inf"), 0.0, shift)
+    exp_sum = tl.sum(exp_sum * tl.exp(maximum - shift), axis=0)
+    maximum = tl.max(maximum, axis=0)
 
     # a label outside the vocabulary makes the row's loss and gradient NaN
     exp_sum = tl.where(in_range, exp_sum, float("nan"))
@@ -116,7 +127,8 @@ def cross_entropy_(
     with on_device_of(logits):
         _cross_entropy_kernel[(rows,)](
             logits, labels, losses, row_stride, vocabulary, ignore_index,
-            WRITE_GRADIENT=write_gradient, BLOCK=BLOCK, num_warps=NUM_WARPS,
+            WRITE_GRADIENT=write_gradient, BLOCK=BLOCK, VECTOR=VECTOR,
+            num_warps=NUM_WARPS,
         )  # fmt: skip
     return losses
 
