@@ -24,6 +24,7 @@ from .bordered_linear import Bordered, BorderedLinear
 from .checkpoint import is_recomputing
 from .decoder_layer import DecoderLayer, FrozenLayer
 from .gate_up_swiglu import SwiGLU
+from .launching import DTYPES
 from .projection import read_projection, why_call
 from .site import FusedForward, parts_of, reason_in, why_not_class
 
@@ -189,6 +190,9 @@ def read_layer(layer: Any) -> tuple | str:
         buffers += read[-1:]
     if borders is None:
         return ()
+    for adapter in adapters:
+        if adapter.dtype not in DTYPES:
+            return f"an adapter is {adapter.dtype}, should be bfloat16, float16 or float32"
     qkv, o, gate_up, down = buffers
     input_norm, post_norm = layer.input_layernorm, layer.post_attention_layernorm
     heads, kv_heads, _ = (out // attention.head_dim for out in qkv.out_features)

@@ -21,19 +21,17 @@ Backward, for the incoming g:
     dh      = [g | ph] M
     dgu     = SwiGLU backward                      into [dgu | pm], and from the same pass
     dA, dB  = ph' h, s dgu' zm                     of down, and of gate and up
-    dB      = s g' zh                              of down
     pm      = dgu sB
     dm      = [dgu | pm] M
-    dA      = pm' m                                of gate and up, in one product
     dt      = norm backward of dm, plus g          into [dt | pa]
     pa      = dt sB
     da      = [dt | pa] M
-    dA, dB  = pa' a, s dt' za
     dqkv    = attention backward, turned back      into [dqkv | pn]
     pn      = dqkv sB
     dn      = [dqkv | pn] M
-    dA, dB  = pn' n, s dqkv' zn                    of q, k and v, each of the two in one product
     dx      = norm backward of dn, plus dt
+    dA      = pn' n, pa' a, pm' m                  of q, k, v, of o, of gate and up, and, in the
+    dB      = s dqkv' zn, s dt' za, s g' zh        same launch, of q, k, v, of o and of down
 
 So the adapters' only pass over [T, intermediate] tensors is that over dgu, for pm. All products but
 o's forward grow in K and have no more columns than without adapters: on an H200, at 16,384 tokens,
@@ -53,9 +51,9 @@ from torch import Tensor
 
 from fused_mlp.utils import compute_dtype
 
+from .adapter_sums import AdapterSums
 from .bordered_linear import (
     Bordered,
-    adapter_gradients,
     check_adapters,
     extended_product,
     grow_k_backward,
@@ -109,16 +107,16 @@ class DecoderLayer(torch.autograd.Function):
         hidden: [batch, positions, hidden], bf16, fp16 or fp32, of any strides, batch 0 included.
         cos, sin: [batch or 1, positions, head_dim], as rope's. They get no gradient.
         mask: None, for causal attention, or what scaled_dot_product_attention takes. Likewise.
-        adapters: A [r, in] and B [out, r] of q, k, v, o, gate, up and down, 14 tensors of any
-            dtype. They get the gradients; their values are those in the borders, which must be
-            fresh (`Borders.read`).
+        adapters: A [r, in] and B [out, r] of q, k, v, o, gate, up and down, 14 tensors in bf16,
+            fp16 or fp32. They get the gradients; their values are those in the borders, which must
+            be fresh (`Borders.read`).
         frozen: the buffers and norms, in hidden's dtype.
 
     Returns:
         [batch, positions, hidden], new, in hidden's dtype. Everything between products is fp32 and
         rounds once. Gradients come in the dtype of what they belong to, and only for what asks for
-        one. Those of A and B are summed in fp32; those of the A that share an input lie in one
-        storage. The rows of hidden's are further apart than they are long.
+        one. Those of A and B are summed in fp32, and contiguous. The rows of hidden's are further
+        apart than they are long.
 
     Saved for backward: hidden, cos, sin, mask, the norms, the buffers and what the file's docstring
     lists. No input, no incoming gradient and no saved tensor is written, so a second backward
@@ -160,12 +158,7 @@ class DecoderLayer(torch.autograd.Function):
             total, frozen.post_norm, frozen.post_eps, post_normed[:, :width], copy=sums
         )
         gate_up = grow_k_forward(post_normed, frozen.gate_up)
-        if sums is None:
-            z_down = x.new_empty(rows, frozen.down.width)
-        else:
-            z_down = add_down(gate_up, frozen.down, sums)
-        # a tensor, so that checkpointing puts that of the second run in the place of the first's
-        has_z_down = torch.tensor(frozen.output_needed)
+        z_down = add_down(gate_up, frozen.down, sums)
 
         ctx.kinds = kinds_of(adapters)
         # without the tensors, which save_for_backward keeps and watches
@@ -176,7 +169,7 @@ class DecoderLayer(torch.autograd.Function):
         ctx.save_for_backward(
             hidden, cos, sin, mask,
             normed, input_rstd, qkv, attended, z_o,
-            total, post_normed, post_rstd, gate_up, z_down, has_z_down,
+            total, post_normed, post_rstd, gate_up, z_down,
             frozen.input_norm, frozen.post_norm, *(getattr(frozen, n).matrix for n in GROUPS),
             *attention_saved,
         )  # fmt: skip
@@ -193,7 +186,7 @@ class DecoderLayer(torch.autograd.Function):
         (
             hidden, cos, sin, mask,
             normed, input_rstd, qkv, attended, z_o,
-            total, post_normed, post_rstd, gate_up, z_down, has_z_down,
+            total, post_normed, post_rstd, gate_up, z_down,
             input_norm, post_norm, qkv_matrix, o_matrix, gate_up_matrix, down_matrix,
             *attention_saved,
         ) = ctx.saved_tensors  # fmt: skip
@@ -210,6 +203,7 @@ class DecoderLayer(torch.autograd.Function):
         _, positions, width = hidden.shape
         x = as_rows(hidden)
         rows = x.shape[0]
+        adapter_sums = AdapterSums()
 
         with torch.autocast(hidden.device.type, enabled=False):
             # output = total + down(silu(gate) up)
@@ -217,38 +211,33 @@ class DecoderLayer(torch.autograd.Function):
             if grad is None:
                 grad = empty_rows(x, rows, down_matrix.shape[0])
                 grad[:, :width].copy_(as_rows(grad_output))
-            # its gradient, which it takes the place of where z_down has to be made of it
-            swiglu = grow_k_backward(grad, of_down)
+            grad_swiglu = grow_k_backward(grad, of_down)
             grad_gate_up = empty_rows(x, rows, gate_up_matrix.shape[0])
             grad_down_A, grad_gate_B, grad_up_B = swiglu_gradients(
-                swiglu, gate_up, grad[:, width:], post_normed[:, width:], of_gate_up,
+                grad_swiglu, gate_up, grad[:, width:], post_normed[:, width:], of_gate_up,
                 (kinds_down[0], *kinds_gate_up[1::2]), (need_down[0], *need_gate_up[1::2]),
-                grad_gate_up[:, : of_gate_up.out], None if has_z_down else swiglu,
+                grad_gate_up[:, : of_gate_up.out],
             )  # fmt: skip
-            if not has_z_down:
-                z_down = swiglu @ down_matrix[of_down.out :, : of_down.in_features].t()
-            _, grad_down_B = adapter_gradients(
-                of_down, kinds_down, (False, need_down[1]), swiglu, grad[:, :width], z_down, None
+            del grad_swiglu  # at 16,384 tokens a [T, intermediate] is 361 MB: let it go early
+            _, grad_down_B = adapter_sums.add(
+                of_down, kinds_down, (False, need_down[1]), None, grad[:, :width], z_down, None
             )
-            del swiglu  # at 16,384 tokens a [T, intermediate] is 361 MB: let it go early
 
             # gate and up of the norm of total
             grad_normed = grow_k_backward(grad_gate_up, of_gate_up)
-            grad_gate_A, _, grad_up_A, _ = adapter_gradients(
+            grad_gate_A, _, grad_up_A, _ = adapter_sums.add(
                 of_gate_up, kinds_gate_up, (need_gate_up[0], False, need_gate_up[2], False),
-                post_normed[:, :width], grad_gate_up[:, : of_gate_up.out], post_normed[:, width:],
-                grad_gate_up[:, of_gate_up.out :],
+                post_normed[:, :width], None, None, grad_gate_up[:, of_gate_up.out :],
             )  # fmt: skip
-            del grad_gate_up
             grad_total = empty_rows(x, rows, o_matrix.shape[0])
             rms_norm_backward(
                 grad_normed, grad[:, :width], total, post_norm, post_rstd, grad_total[:, :width]
             )
-            del grad_normed, grad
+            del grad_normed
 
             # total = x + o(attended)
             grad_attended = grow_k_backward(grad_total, of_o)
-            grad_o = adapter_gradients(
+            grad_o = adapter_sums.add(
                 of_o, kinds_o, need_o,
                 _join_heads(attended), grad_total[:, :width], z_o, grad_total[:, width:],
             )  # fmt: skip
@@ -276,10 +265,11 @@ class DecoderLayer(torch.autograd.Function):
                 grad_hidden = wide[:, :width].view(hidden.shape)
             elif any(need_qkv[::2]):
                 grad_z = grad_qkv[:, : of_qkv.out] @ qkv_matrix[: of_qkv.out, width:]
-            grad_attention = adapter_gradients(
+            grad_attention = adapter_sums.add(
                 of_qkv, kinds_qkv, need_qkv,
                 normed[:, :width], grad_qkv[:, : of_qkv.out], normed[:, width:], grad_z,
             )  # fmt: skip
+            adapter_sums.compute()
         return (
             grad_hidden, None, None, None, *grad_attention, *grad_o,
             grad_gate_A, grad_gate_B, grad_up_A, grad_up_B, grad_down_A, grad_down_B, None,

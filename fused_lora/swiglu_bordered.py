@@ -12,8 +12,9 @@ from .swiglu_products_backward import Product, swiglu_backward_products
 from .swiglu_products_forward import swiglu_forward_product
 
 
-def add_down(gate_up: Tensor, down: Bordered, total: Tensor) -> Tensor:
+def add_down(gate_up: Tensor, down: Bordered, total: Tensor | None) -> Tensor:
     """Add the down projection of silu(gate) up, which grows in K, to total, where the residual is.
+    Without total it makes z alone.
 
     Equivalent PyTorch, for gate_up [T, 2 in] and total [T, out], contiguous; returns z::
 
@@ -24,6 +25,8 @@ def add_down(gate_up: Tensor, down: Bordered, total: Tensor) -> Tensor:
         total += bias[:out]  # if there is one: it rounds once more
     """
     matrix, inputs, out = down.matrix, down.in_features, down.out
+    if total is None:
+        return swiglu_forward_product(gate_up, matrix[out:, :inputs], None)
     hidden = empty_rows(gate_up, gate_up.shape[0], matrix.shape[1])
     z = swiglu_forward_product(
         gate_up, matrix[out:, :inputs], hidden[:, :inputs], hidden[:, inputs:]
@@ -43,7 +46,6 @@ def swiglu_gradients(
     kinds: Sequence[tuple[int, torch.dtype]],
     needed: Sequence[bool],
     grad_gate_up: Tensor,
-    hidden: Tensor | None,
 ) -> list[Tensor | None]:
     """Write the gradient of gate_up; returns those of down's A, gate's B and up's B, None where not
     needed.
@@ -70,5 +72,5 @@ def swiglu_gradients(
         else:
             products.append(Product(factor, gradient.t()))
     of_hidden, of_gate, of_up = products
-    swiglu_backward_products(grad_hidden, gate_up, of_hidden, of_gate, of_up, grad_gate_up, hidden)
+    swiglu_backward_products(grad_hidden, gate_up, of_hidden, of_gate, of_up, grad_gate_up)
     return gradients

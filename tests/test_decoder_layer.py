@@ -183,7 +183,7 @@ def test_nothing_that_came_in_or_was_saved_is_written(device):
     watched += saved
     before = [t.detach().clone() for t in watched]
     output.backward(grad)
-    assert len(saved) >= 20
+    assert len(saved) >= 19
     assert all(torch.equal(t, old) for t, old in zip(watched, before, strict=True))
 
 
@@ -311,23 +311,6 @@ def test_without_its_output_a_layer_has_the_same_gradients(device):
     assert all(relative_error(*pair) < 1e-5 for pair in zip(*results, strict=True))
 
 
-def test_backward_writes_hidden_only_where_a_second_run_left_z_down_to_it(device, monkeypatch):
-    written = []
-    function = module.swiglu_gradients
-
-    def spy(*inputs):
-        assert inputs[-1] is None or inputs[-1] is inputs[0]  # in the place of its gradient
-        written.append(inputs[-1] is not None)
-        return function(*inputs)
-
-    monkeypatch.setattr(module, "swiglu_gradients", spy)
-    _, inputs, grad = operands(device)
-    frozen = inputs.pop()
-    for needed in (True, False):
-        DecoderLayer.apply(*inputs, frozen._replace(output_needed=needed)).backward(grad)
-    assert written == [False, True]
-
-
 def test_the_norm_copies_the_residual_only_for_an_output(device, monkeypatch):
     copies = []
     function = module.rms_norm_forward
@@ -365,10 +348,9 @@ def test_what_is_saved_is_what_the_docstring_counts(device):
     assert output.requires_grad
     # rows of [n|zn] and [m|zm], 52 + 24 and 52 + 16, are a multiple of 16 elements apart
     elements = 52 + 80 + 104 + 52 + 8 + 52 + 80 + 278 + 8
-    a_flag = 1
     # on a GPU the log-sum-exp, if the backend saves it, and heads of 26 padded to 32, if it does
     beyond = [4 * 2 * 2 * 9, 18 * 2 * 2 * 6] if device == "cuda" else []
-    total = sum(found.values()) - 18 * (2 * elements + 8) - a_flag
+    total = sum(found.values()) - 18 * (2 * elements + 8)
     assert total in {0, sum(beyond), *beyond}
 
 

@@ -243,6 +243,12 @@ class OtherLayer(type(layer_of(peft_model("cpu")))):
 
 
 REASONS = {
+    "adapter in double": (
+        lambda layer: [
+            getattr(layer.mlp.up_proj, name).double() for name in ("lora_A", "lora_B")
+        ],
+        "an adapter is torch.float64, should be",
+    ),
     "unknown class": (
         lambda layer: setattr(layer, "__class__", OtherLayer), "OtherLayer is not a layer class"
     ),

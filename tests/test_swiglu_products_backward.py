@@ -89,23 +89,6 @@ def test_it_is_the_gradient_that_the_plain_kernel_gives_and_fp32_sums_of_it(devi
         )
 
 
-@pytest.mark.parametrize("case", ["odd", "more than a block"])
-def test_hidden_is_written_where_asked_and_may_be_its_gradient(case, device):
-    grad_hidden, gate_up, *factors = make(case, torch.bfloat16, device)
-    want = fused(grad_hidden, gate_up, *factors)
-    elsewhere, in_place = torch.full_like(grad_hidden, 7.0), grad_hidden.clone()
-    for hidden, incoming in ((elsewhere, grad_hidden), (in_place, in_place)):
-        products = [
-            Product(f, torch.empty_like(g), s)
-            for f, g, s in zip(factors, want[1:], SCALINGS, strict=True)
-        ]
-        grad = torch.full_like(gate_up, 7.0)
-        swiglu_backward_products(incoming, gate_up, *products, grad, hidden)
-        got = grad, *(product.gradient for product in products)
-        assert torch.equal(hidden, swiglu_forward(gate_up))
-        assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
-
-
 def test_rows_any_stride_apart_give_what_contiguous_ones_do_and_nothing_else_is_written(device):
     operands = make("odd", torch.bfloat16, device)
     want = fused(*operands)
@@ -145,9 +128,9 @@ def test_only_what_is_wanted_is_computed(wanted, device):
         Product(f, torch.empty_like(g), s) if is_wanted else None
         for is_wanted, f, g, s in zip(wanted, factors, want[1:], SCALINGS, strict=True)
     ]
-    hidden, grad = torch.empty_like(grad_hidden), torch.empty_like(gate_up)
-    swiglu_backward_products(grad_hidden, gate_up, *products, grad, hidden)
-    assert torch.equal(grad, want[0]) and torch.equal(hidden, swiglu_forward(gate_up))
+    grad = torch.empty_like(gate_up)
+    swiglu_backward_products(grad_hidden, gate_up, *products, grad)
+    assert torch.equal(grad, want[0])
     for product, gradient in zip(products, want[1:], strict=True):
         assert product is None or torch.equal(product.gradient, gradient)
 
@@ -205,8 +188,8 @@ def test_products_that_do_not_fit_are_a_value_error(message, device):
 def test_tensors_that_do_not_fit_are_a_value_error(device):
     grad_hidden, gate_up, factor, *_ = make("odd", torch.float32, device)
     product = Product(factor, torch.ones(139, 8, device=device))
-    grad, hidden = gate_up.clone(), grad_hidden.clone()
-    good = [grad_hidden, gate_up, product, None, None, grad, hidden]
+    grad = gate_up.clone()
+    good = [grad_hidden, gate_up, product, None, None, grad]
     for index, bad, message in (
         (0, grad_hidden[:, :10], r"grad_hidden is \[39, 10\], should be \[39, 139\]"),
         (0, grad_hidden.half(), "grad_hidden is torch.float16"),
@@ -214,7 +197,6 @@ def test_tensors_that_do_not_fit_are_a_value_error(device):
         (5, grad[:, :277], r"grad_gate_up is \[39, 277\], should be \[39, 278\]"),
         (5, grad.half(), "grad_gate_up is torch.float16"),
         (5, grad.t().contiguous().t(), "grad_gate_up has elements 39 apart"),
-        (6, hidden[:38], r"hidden is \[38, 139\], should be \[39, 139\]"),
     ):
         with pytest.raises(ValueError, match=message):
             swiglu_backward_products(*good[:index], bad, *good[index + 1 :])

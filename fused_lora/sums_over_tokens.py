@@ -1,0 +1,336 @@
+"""Sums over tokens: the gradients of a layer's adapters, all of them in one launch.
+
+    gradient = s x' factor      x [T, columns], factor [T, rank], gradient [columns, rank]
+
+dA = p' x is the transpose of such a gradient, with p for the factor, and dB = s dy' z is one of
+dy. cuBLAS parts T into ranges too, but for every product apart, with a kernel that adds up the
+ranges, one that clears its workspace and one that scales: 18 kernels for the gradients of q, k, v
+and o and dA of gate and up, which are 84 tiles of 128 columns for 132 multiprocessors.
+
+Traffic: every x is read once, 21.5 kB a token of Qwen2.5-3B for those. Its factors are read once
+for each tile's width of columns, from L2: at 128 columns and rank 32 a quarter of x's bytes for
+each. Partial sums [splits, columns, rank] in fp32 are written and read again: for those, 2.2 MB a
+split each way, where x is 44 MB at 2,048 tokens.
+
+A program owns some columns of one x and a range of its rows, and keeps the sums [columns, rank] of
+up to three factors in registers while it goes down the rows; a second kernel adds up the ranges. No
+atomics: the order is fixed and gradients are deterministic.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate, chain
+from typing import NoReturn
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launching import DTYPES, cdiv, check_runnable, next_power_of_2, on_device_of
+from .rows import check_alike, check_rows
+from .swiglu_products_backward import Product
+from .tiling import MAX_BLOCK_RANK, Tiling, dots_in_fp32, stages
+
+# splits: at most; as many as make PROGRAMS, which is three for each of 132 multiprocessors, whose
+# loads on their way keep the memory busy. Not tuned yet.
+TILING = Tiling(rows=32, columns=128, splits=8, warps=4, stages=4)
+PROGRAMS = 396
+# fp32 is multiplied in registers, into which more than this would not fit.
+TILING_IN_FP32 = Tiling(rows=16, columns=64, splits=8, warps=8, stages=4)
+
+# The sums [128, 32] of three factors are 96 registers a thread in 4 warps.
+FACTORS_OF_A_PROGRAM = 3
+RANKS_OF_A_PROGRAM = 128
+
+# In a launch. It is compiled for how many factors each x has, a loop for each.
+MAX_XS = 8
+
+SUM_COLUMNS = 64  # a program of the second kernel
+
+
+@triton.jit
+def _partial_sums_kernel(
+    xs,  # [rows, columns] each
+    x_row_strides,
+    columns,
+    factors,  # [rows, rank] each, those of the first x first
+    factor_row_strides,
+    ranks,
+    partials_ptr,  # [splits, all_columns, BLOCK_RANK] fp32, written: the factors' one after another
+    all_columns,  # of every factor's x
+    rows,
+    rows_of_a_split,
+    FIRSTS: tl.constexpr,  # which factor is the first of each x; at last, how many there are
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+    IN_FP32: tl.constexpr,
+):
+    # every x has its tiles of columns, and one of them has this program's
+    tile = tl.program_id(0)
+    place = tl.program_id(1).to(tl.int64) * all_columns
+    for i in tl.static_range(len(FIRSTS) - 1):
+        tiles = tl.cdiv(columns[i], BLOCK_COLUMNS)
+        if (tile >= 0) & (tile < tiles):
+            _sum_rows(
+                xs[i], x_row_strides[i], columns[i], factors, factor_row_strides, ranks,
+                partials_ptr, place, tile, rows, rows_of_a_split, FIRSTS[i],
+                FIRSTS[i + 1] - FIRSTS[i], BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_RANK, IN_FP32,
+            )  # fmt: skip
+        tile -= tiles
+        place += (FIRSTS[i + 1] - FIRSTS[i]) * columns[i]
+
+
+@triton.jit
+def _sum_rows(
+    x_ptr, x_row_stride, columns, factors, factor_row_strides, ranks, partials_ptr, place, tile,
+    rows, rows_of_a_split, FIRST: tl.constexpr, COUNT: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr, BLOCK_RANK: tl.constexpr, IN_FP32: tl.constexpr,
+):  # fmt: skip
+    """Write this program's sums for one tile of x and the COUNT factors from FIRST on."""
+    column = tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)[None, :]
+    sum_0 = tl.zeros([BLOCK_COLUMNS, BLOCK_RANK], tl.float32)
+    sum_1 = tl.zeros([BLOCK_COLUMNS, BLOCK_RANK], tl.float32)
+    sum_2 = tl.zeros([BLOCK_COLUMNS, BLOCK_RANK], tl.float32)
+    start = tl.program_id(1) * rows_of_a_split
+    end = tl.minimum(start + rows_of_a_split, rows)
+    for first in range(start, end, BLOCK_ROWS):
+        # int64: from 838,861 rows of 2,560 on, an int32 offset overflows
+        row = (first + tl.arange(0, BLOCK_ROWS)).to(tl.int64)[:, None]
+        mask = row < end
+        x_tile = x_ptr + row * x_row_stride + column
+        x = tl.load(x_tile, mask=mask & (column < columns), other=0.0)
+        sum_0 = _add_product(
+            sum_0, x, factors[FIRST] + row * factor_row_strides[FIRST], mask, ranks[FIRST],
+            BLOCK_RANK, IN_FP32,
+        )  # fmt: skip
+        if COUNT > 1:
+            sum_1 = _add_product(
+                sum_1, x, factors[FIRST + 1] + row * factor_row_strides[FIRST + 1], mask,
+                ranks[FIRST + 1], BLOCK_RANK, IN_FP32,
+            )  # fmt: skip
+        if COUNT > 2:
+            sum_2 = _add_product(
+                sum_2, x, factors[FIRST + 2] + row * factor_row_strides[FIRST + 2], mask,
+                ranks[FIRST + 2], BLOCK_RANK, IN_FP32,
+            )  # fmt: skip
+    _store_partial(partials_ptr, place, sum_0, tile, columns, BLOCK_COLUMNS, BLOCK_RANK)
+    if COUNT > 1:
+        _store_partial(
+            partials_ptr, place + columns, sum_1, tile, columns, BLOCK_COLUMNS, BLOCK_RANK
+        )
+    if COUNT > 2:
+        _store_partial(
+            partials_ptr, place + 2 * columns, sum_2, tile, columns, BLOCK_COLUMNS, BLOCK_RANK
+        )
+
+
+@triton.jit
+def _add_product(
+    total, x, factor_row, row_mask, rank, BLOCK_RANK: tl.constexpr, IN_FP32: tl.constexpr
+):
+    """total [columns, BLOCK_RANK] plus x' factor, for the same rows of both."""
+    k = tl.arange(0, BLOCK_RANK)[None, :]
+    factor = tl.load(factor_row + k, mask=row_mask & (k < rank), other=0.0)
+    if IN_FP32:
+        x, factor = x.to(tl.float32), factor.to(tl.float32)
+    # it says how fp32 is multiplied; bf16 and fp16 go to the tensor cores whatever it says
+    return tl.dot(tl.trans(x), factor, total, input_precision="ieee")
+
+
+@triton.jit
+def _store_partial(
+    partials_ptr, place, total, tile, columns, BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+):  # fmt: skip
+    """Write all of a sum [BLOCK_COLUMNS, BLOCK_RANK], with zeros behind a factor's rank."""
+    column = tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)[:, None]
+    k = tl.arange(0, BLOCK_RANK)[None, :]
+    tl.store(partials_ptr + (place + column) * BLOCK_RANK + k, total, mask=column < columns)
+
+
+@triton.jit
+def _sum_partials_kernel(
+    partials_ptr,  # [splits, all_columns, BLOCK_RANK] fp32
+    gradients,  # [columns, rank] each, written
+    column_strides,
+    rank_strides,
+    columns,
+    ranks,
+    scalings,
+    all_columns,
+    splits,
+    COUNT: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    # where the gradient's partial sums begin; int64, as all that is added to it
+    place = tile.to(tl.int64) * 0
+    for i in tl.static_range(COUNT):
+        tiles = tl.cdiv(columns[i], BLOCK_COLUMNS)
+        if (tile >= 0) & (tile < tiles):
+            column = (tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)).to(tl.int64)[:, None]
+            k = tl.arange(0, BLOCK_RANK)[None, :]
+            mask = (column < columns[i]) & (k < ranks[i])
+            total = tl.zeros([BLOCK_COLUMNS, BLOCK_RANK], tl.float32)
+            # unrolled, so that loads do not wait for each other
+            for split in tl.range(0, splits, loop_unroll_factor=4):
+                partial = partials_ptr + (place + split * all_columns + column) * BLOCK_RANK + k
+                total += tl.load(partial, mask=mask, other=0.0)
+            gradient = gradients[i] + column * column_strides[i]
+            gradient += k.to(tl.int64) * rank_strides[i]
+            total = (total * scalings[i]).to(gradients[i].dtype.element_ty)
+            tl.store(gradient, total, mask=mask)
+        tile -= tiles
+        place += columns[i]
+
+
+def sums_over_tokens(sums: Sequence[tuple[Tensor, Sequence[Product]]]) -> None:
+    """Write the gradients of all products, the sums over the rows of an x and a factor.
+
+    Equivalent PyTorch, but that it adds in fp32 and rounds once, at the store::
+
+        for x, products in sums:
+            for factor, gradient, scaling in products:
+                gradient.copy_(scaling * x.t() @ factor)
+
+    Args:
+        sums: pairs of x [T, columns] and the products over it, of any number. Those of one x share
+            its way from memory, up to three of them of a rank up to 32. T is the same for all x,
+            and may be 0; so are device and dtype, which is bf16, fp16 or fp32. Rows may lie any
+            stride apart. A product's factor [T, rank] is as x, of any rank. Its gradient [columns,
+            rank] has any strides, and is bf16, fp16 or fp32; gradients do not overlap.
+
+    Deterministic. Two launches, up to 8 x, of up to three factors each. No tensor but the gradients
+    is written, and nothing is copied from the host, so that a CUDA graph may hold the launches.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or strides do not fit, or no kernel can run on them.
+    """
+    if not sums:
+        return
+    first = sums[0][0]
+    check_runnable("sums_over_tokens", _partial_sums_kernel, first)
+    ranks_of: list[list[int]] = []
+    for i, (x, products) in enumerate(sums):
+        ranks = _ranks_if_right(x, products, first)
+        ranks_of.append(_refuse(i, x, products, first) if ranks is None else ranks)
+    widest = max([max(ranks, default=0) for ranks in ranks_of])
+    if first.shape[0] == 0:
+        for _, products in sums:
+            for product in products:
+                product.gradient.zero_()
+    elif widest:
+        block_rank = min(max(next_power_of_2(widest), 16), MAX_BLOCK_RANK)  # tl.dot wants 16
+        at_once = min(FACTORS_OF_A_PROGRAM, RANKS_OF_A_PROGRAM // block_rank)
+        slots: list[_Slot] = []
+        for (x, products), ranks in zip(sums, ranks_of, strict=True):
+            if widest > MAX_BLOCK_RANK:
+                products, ranks = _parts(products)
+            for i in range(0, len(ranks), at_once):
+                slots.append((x, products[i : i + at_once], ranks[i : i + at_once]))
+        with on_device_of(first):
+            for i in range(0, len(slots), MAX_XS):
+                _launch(slots[i : i + MAX_XS], block_rank)
+
+
+_Slot = tuple[Tensor, Sequence[Product], Sequence[int]]  # an x, its products and their ranks
+
+
+def _parts(products: Sequence[Product]) -> tuple[list[Product], list[int]]:
+    """The products, each as many as it takes to have at most MAX_BLOCK_RANK ranks in one."""
+    parts, ranks = [], []
+    for factor, gradient, scaling in products:
+        of_factor, of_gradient = (t.split(MAX_BLOCK_RANK, dim=1) for t in (factor, gradient))
+        for some, its_gradient in zip(of_factor, of_gradient, strict=True):
+            parts.append(Product(some, its_gradient, scaling))
+            ranks.append(some.shape[1])
+    return parts, ranks
+
+
+def _launch(slots: Sequence[_Slot], block_rank: int) -> None:
+    """Both kernels, for at most MAX_XS."""
+    kernel = _partial_sums_kernel
+    xs, products, ranks_of = zip(*slots, strict=True)
+    first = xs[0]
+    tiling = TILING_IN_FP32 if first.dtype == torch.float32 else TILING
+    shapes = [x.shape for x in xs]
+    rows = shapes[0][0]
+    columns = tuple([shape[1] for shape in shapes])
+    tiles = sum([cdiv(n, tiling.columns) for n in columns])
+    if tiles == 0:  # no columns: an empty grid cannot be launched
+        return
+    counts = [len(ranks) for ranks in ranks_of]
+    factors, gradients, scalings = zip(*chain.from_iterable(products), strict=True)
+    strides = zip(*[gradient.stride() for gradient in gradients], strict=True)
+    ranks = tuple(chain.from_iterable(ranks_of))
+    columns_of_factors = tuple(
+        [n for n, count in zip(columns, counts, strict=True) for _ in range(count)]
+    )
+    all_columns = sum(columns_of_factors)
+    splits = max(min(tiling.splits, PROGRAMS // tiles), 1)
+    rows_of_a_split = cdiv(cdiv(rows, splits), tiling.rows) * tiling.rows
+    splits = cdiv(rows, rows_of_a_split)
+    elements = tiling.rows * (tiling.columns + max(counts) * block_rank)
+    partials = first.new_empty(splits, all_columns, block_rank, dtype=torch.float32)
+    kernel[(tiles, splits)](
+        xs, tuple([x.stride(0) for x in xs]), columns,
+        factors, tuple([factor.stride(0) for factor in factors]), ranks,
+        partials, all_columns, rows, rows_of_a_split, tuple(accumulate(counts, initial=0)),
+        tiling.rows, tiling.columns, block_rank, dots_in_fp32(kernel, first),
+        num_warps=tiling.warps, num_stages=stages(tiling, elements, first),
+    )  # fmt: skip
+    _sum_partials_kernel[(sum([cdiv(n, SUM_COLUMNS) for n in columns_of_factors]),)](
+        partials, gradients, *strides, columns_of_factors, ranks, scalings,
+        all_columns, splits, len(gradients), SUM_COLUMNS, block_rank, num_warps=4,
+    )  # fmt: skip
+
+
+def _ranks_if_right(x: Tensor, products: Sequence[Product], first: Tensor) -> list[int] | None:
+    """The products' ranks, if all is right that `_refuse` looks at, in a third of its time."""
+    dtype, device = first.dtype, first.device
+    if x.ndim != 2 or x.dtype != dtype or x.device != device:
+        return None
+    rows, columns = x.shape
+    if rows != first.shape[0] or (x.stride(1) != 1 and columns > 1):
+        return None
+    ranks = []
+    for factor, gradient, _ in products:
+        if factor.ndim != 2 or factor.dtype != dtype or factor.device != device:
+            return None
+        count, rank = factor.shape
+        if (
+            count != rows
+            or (factor.stride(1) != 1 and rank > 1)
+            or gradient.shape != (columns, rank)
+            or gradient.dtype not in DTYPES
+            or gradient.device != device
+        ):
+            return None
+        ranks.append(rank)
+    return ranks
+
+
+def _refuse(i: int, x: Tensor, products: Sequence[Product], first: Tensor) -> NoReturn:
+    """Raise the ValueError that says what does not fit."""
+    name, kernel = "sums_over_tokens", _partial_sums_kernel
+    # numel: 1 where there is no such dimension, which is what is refused then
+    rows, columns = first.shape[:1].numel(), x.shape[-1:].numel()
+    check_rows(name, kernel, (rows, columns), **{f"x {i}": x})
+    check_alike(name, f"x {i}", x, first)
+    for j, (factor, gradient, _) in enumerate(products):
+        key, rank = f"factor {j} of x {i}", factor.shape[-1:].numel()
+        check_rows(name, kernel, (rows, rank), **{key: factor})
+        check_alike(name, key, factor, first)
+        key = f"gradient {j} of x {i}"
+        if gradient.shape != (columns, rank):
+            raise ValueError(
+                f"{name}: {key} is {list(gradient.shape)}, should be {[columns, rank]}"
+            )
+        if gradient.device != first.device or gradient.dtype not in DTYPES:
+            raise ValueError(
+                f"{name}: {key} is {gradient.dtype} on {gradient.device}, should be bfloat16, "
+                f"float16 or float32 on {first.device}"
+            )
+    raise AssertionError("there is nothing to refuse")
