@@ -34,7 +34,7 @@ from plots import write_png
 from summary import BASELINE, round_ms
 
 FIRST, LAST = "#c81e2b", "#3d0a0e"
-COLUMNS = (52, 81, 133, 162)  # where the numbers beside a panel end, in points from its right side
+COLUMNS = (52, 87, 137, 172)  # where the numbers beside a panel end, in points from its right side
 ROW_INCHES = 0.31
 ASIDE: dict[str, Any] = {"color": "#777777", "style": "italic", "size": 9.5}
 BETWEEN: dict[str, Any] = {"facecolor": "#f4c4c7", "edgecolor": FIRST, "hatch": "////"}
@@ -63,7 +63,7 @@ def figure(results: dict) -> Figure:
             for axes, block in zip(line, blocks, strict=True):
                 _panel(axes, results, seq_len, block, names)
                 axes.set_yticks(range(len(names)), names if axes is line[0] else [""] * len(names))
-            line[0].set_xlim(left=0)
+            line[0].set_xlim(0, 1.02 * line[0].get_xlim()[1])  # shared by the line
         for axes, block in zip(panels[0], blocks, strict=True):
             axes.annotate(BLOCKS[block], (0, 1), (0, 30), xycoords="axes fraction",
                           textcoords="offset points", size=16, weight="bold")  # fmt: skip

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from names import name_of
 from results import COMPARED_PACKAGES
-from summary import BASELINE, BASELINE_AGAIN, summarize
+from summary import BASELINE, BASELINE_AGAIN, NO_CHECKPOINTING, summarize
 
 
 class Look(NamedTuple):
@@ -53,11 +53,19 @@ def caption(results: dict) -> str:
         experiment["dtype"],
         f"batch {experiment['batch_size']}" + (", padded" if experiment["padded"] else ""),
         f"LoRA rank {experiment['lora']['rank']}",
-        f"gradient checkpointing {experiment['checkpointing']}",
+        f"gradient checkpointing {_checkpointing(experiment)}",
         f"{_from_to(row['steps'] for row in timed)} timed steps each",
         f"rounds: {_from_to(row['rounds'] for row in timed)}",
     ]
     return " · ".join(facts) + "."
+
+
+def _checkpointing(experiment: dict) -> str:
+    """A suite has variants with it, variants without it, or both, whatever its option says."""
+    without = {variant.endswith(NO_CHECKPOINTING) for variant in experiment["variants"]}
+    if without == {False}:
+        return experiment["checkpointing"]
+    return "off" if without == {True} else f"{experiment['checkpointing']} and off"
 
 
 def _from_to(counts: Iterable[int]) -> str:

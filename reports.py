@@ -20,6 +20,7 @@ import results as store
 import tables
 from compare import compare
 from names import name_of
+from summary import NO_CHECKPOINTING
 from options import HERE, check_writable
 
 Results = dict[str, Any]
@@ -61,7 +62,7 @@ def draw(results: Results, folder: Path) -> list[Path]:
 
 def draw_suite(results: Results, folder: Path) -> list[Path]:
     """What a suite has pictures of, and the experiment alone has not."""
-    if "fused_all" not in results["experiment"]["variants"]:
+    if not {"fused_all", "fused_all" + NO_CHECKPOINTING} & {*results["experiment"]["variants"]}:
         return []
     pictures: dict[Path, Callable] = {
         folder / "ablation.png": ablation_plot.draw,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ablation
 from looks import STATUS_WORDS, caption
 from names import name_of
-from summary import NO_CHECKPOINTING, summarize
+from summary import BASELINE, NO_CHECKPOINTING, summarize
 from variants import PARTS
 
 NOT_MEASURED = "Not measured yet in a run that can be quoted: `python lora_bench.py --suite all`."
@@ -16,6 +16,38 @@ def parts_section(suite: dict | None) -> str:
     if suite is None or not (tables := ablation.table(suite)):
         return NOT_MEASURED
     return f"{tables}\n\n{caption(suite)}"
+
+
+def effects_section(suite: dict | None) -> str:
+    """What each part alone does to the two passes, the launches and the peak, at the longest length
+    and where a backward runs no forward again: without checkpointing."""
+    if suite is None:
+        return NOT_MEASURED
+    seq_len = suite["experiment"]["seq_lens"][-1]
+    rows = {row["variant"]: row for row in summarize(suite) if row["seq_len"] == seq_len}
+    alone = [f"fused_{part}" for part in ablation.parts_of(NO_CHECKPOINTING)]
+    lines = []
+    for plain in (BASELINE, *alone, "fused_all"):
+        row = rows.get(plain + NO_CHECKPOINTING)
+        if row and row["status"] == "ok":
+            launches = f"{_launches(suite, row['variant'], seq_len):,}"
+            times = (f"{row[time]:.1f}" for time in ("forward_ms", "backward_ms"))
+            lines.append([name_of(plain), *times, launches, f"{row['peak_gib']:.1f}"])
+    if len(lines) < 2:
+        return NOT_MEASURED
+    header = [f"at {seq_len} tokens", "forward, ms", "backward, ms", "launches a step", "peak, GiB"]
+    rule = ["---"] * len(header)
+    return "\n".join(f"| {' | '.join(line)} |" for line in (header, rule, *lines))
+
+
+def _launches(suite: dict, variant: str, seq_len: int) -> int:
+    """Kernels, copies and fills of the step that was profiled."""
+    counts = (
+        sum(cell["kernels_seen"].values())
+        for cell in suite["cells"]
+        if cell["variant"] == variant and cell["seq_len"] == seq_len and cell["kernels_seen"]
+    )
+    return next(counts, 0)
 
 
 def peers_section(suite: dict | None) -> str:

@@ -10,7 +10,7 @@ from compare import Comparison, Row, compare
 from looks import LOOKS, REHEARSAL, STATUS_WORDS, caption
 from names import name_of
 from results import write_atomically
-from suite_tables import parts_section, peers_section
+from suite_tables import effects_section, parts_section, peers_section
 from summary import BASELINE, BASELINE_AGAIN, summarize, why_no_verdicts
 
 
@@ -61,6 +61,7 @@ def update_readme(
         ("results", results_section(results)),
         ("headline", headline_table(results)),
         ("parts", parts_section(suite)),
+        ("effects", effects_section(suite)),
         ("peers", peers_section(suite)),
         ("second run", comparison_table(compare(results, second_run))),
     ):

@@ -259,6 +259,12 @@ def test_the_caption_says_what_was_measured():
     ):
         assert fact in said
     assert "liger_kernel" not in said  # not installed
+    blocks = {
+        ("vanilla_peft_no_checkpointing",): "gradient checkpointing off",
+        ("vanilla_peft", "vanilla_peft_no_checkpointing"): "gradient checkpointing on and off",
+    }
+    for variants, words in blocks.items():
+        assert f"{words} ·" in looks.caption(example.empty(variants=list(variants)))
     assert "batch 32, padded" in looks.caption(example.empty(padded=True))
     assert "no GPU (Intel Xeon)" in looks.caption(RUNS["rehearsal"])
 

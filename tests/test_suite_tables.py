@@ -63,11 +63,32 @@ def test_what_failed_says_so_and_stands_last():
     assert last == "| Liger | out of memory |  |"
 
 
+def test_effects_are_the_longest_lengths_without_checkpointing():
+    variants = [v + NO_CHECKPOINTING for v in ("vanilla_peft", "fused_rope", "fused_all")]
+    suite = case.run(variants=["vanilla_peft", *variants], seq_lens=(64, 512), rounds=1)
+    for cell in suite["cells"]:
+        wide = cell["seq_len"] == 512 and cell["variant"] in variants
+        i = variants.index(cell["variant"]) if wide else 9
+        cell["forward_ms"], cell["backward_ms"] = [100.0 + i], [200.06 + i, 201.06 + i]
+        cell["peak_allocated_bytes"] = (40 + i) * 2**30
+        cell["kernels_seen"] = {"a": 1000, "b": 234 + i}
+    lines = suite_tables.effects_section(suite).split("\n")
+    assert lines[0].startswith("| at 512 tokens | forward, ms | backward, ms | launches")
+    assert lines[2:] == [
+        "| vanilla PEFT | 100.0 | 200.6 | 1,234 | 40.0 |",
+        "| fused RoPE | 101.0 | 201.6 | 1,235 | 41.0 |",
+        "| all fused | 102.0 | 202.6 | 1,236 | 42.0 |",
+    ]
+    with_it = case.run(variants=("vanilla_peft", "fused_rope"))
+    assert suite_tables.effects_section(with_it) == suite_tables.NOT_MEASURED
+
+
 def test_parts_are_ablations_tables():
     assert suite_tables.parts_section(SUITE).startswith(table(SUITE))
 
 
 def test_without_a_suite_the_readme_says_how_to_measure_one():
     assert suite_tables.parts_section(None) == suite_tables.NOT_MEASURED
+    assert suite_tables.effects_section(None) == suite_tables.NOT_MEASURED
     assert suite_tables.peers_section(None) == suite_tables.NOT_MEASURED
     assert suite_tables.peers_section(example.empty()) == suite_tables.NOT_MEASURED

@@ -186,6 +186,7 @@ old headline
 between
 <!-- results:begin --><!-- results:end -->
 <!-- parts:begin --><!-- parts:end -->
+<!-- effects:begin --><!-- effects:end -->
 <!-- peers:begin --><!-- peers:end -->
 <!-- second run:begin --> old <!-- second run:end -->
 the end"""
@@ -205,6 +206,7 @@ def test_the_readme_gets_its_tables_and_nothing_else_changes(tmp_path):
         f"<!-- results:begin -->\n\n{tables.results_section(document)}\n\n"
         "<!-- results:end -->\n"
         f"<!-- parts:begin -->\n\n{suite_tables.NOT_MEASURED}\n\n<!-- parts:end -->\n"
+        f"<!-- effects:begin -->\n\n{suite_tables.NOT_MEASURED}\n\n<!-- effects:end -->\n"
         f"<!-- peers:begin -->\n\n{suite_tables.NOT_MEASURED}\n\n<!-- peers:end -->\n"
         "<!-- second run:begin -->\n\n"
         f"{tables.comparison_table(compare(document, second))}\n\n"
