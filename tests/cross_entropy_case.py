@@ -84,14 +84,21 @@ def assert_matches(got, case, layout=None, **options):
 
 
 def assert_loss_matches(got, rounded, truth, case, layout=None, grad_loss=1.0, **options):
-    """In one number eager's errors may happen to cancel: what they come to on the average is the
-    root of the sum of their squares. fp32 itself rounds it by up to eps / 2."""
+    """In one number eager's errors may happen to cancel, and so may a token's own: what they come
+    to on the average is the root of the sum of their squares, each as large as that of any token on
+    the average, labelled or not. fp32 itself rounds it by up to eps / 2."""
     assert (got.dtype, got.shape) == (torch.float32, ())
+    ignored = case[3] == options.get("ignore_index", IGNORED)
+    labels = case[3].masked_fill(ignored, len(case[1]) // 2)
     tokens = []
-    for hidden, weight, bias, labels in (case, double(case)):
+    for hidden, weight, bias, _ in (case, double(case)):
         viewed = hidden if layout is None else layout(hidden)
-        tokens.append(eager(viewed, weight, labels, bias=bias, reduction="none", **options))
-    expected = torch.linalg.vector_norm(tokens[0] - tokens[1]) / truth
+        of_one = options | {"num_items_in_batch": 1, "reduction": "none"}
+        tokens.append(eager(viewed, weight, labels, bias=bias, **of_one))
+    of_a_token = (tokens[0] - tokens[1]).square().mean().sqrt()
+    labelled = (~ignored).sum()
+    items = options.get("num_items_in_batch")
+    expected = of_a_token * labelled.sqrt() / (labelled if items is None else items) / truth
     error, eager_error = relative_error(got, truth), relative_error(rounded, truth)
     allowed = BUDGET * max(expected.item(), eager_error, torch.finfo(torch.float32).eps / 2)
     assert error <= allowed, f"loss: {error:.2e}, eager {eager_error:.2e}, allowed {allowed:.2e}"
