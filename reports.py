@@ -20,8 +20,8 @@ import results as store
 import tables
 from compare import compare
 from names import name_of
-from summary import NO_CHECKPOINTING
 from options import HERE, check_writable
+from summary import NO_CHECKPOINTING
 
 Results = dict[str, Any]
 

@@ -9,7 +9,7 @@ of o, of gate and up, and of down, forward in the order of execution:
     q, k    turned where they lie (RoPE)
     a       = attention(q, k, v)
     [y|za]  = a M'
-    t       = x + y + za (sB)'                     the residual, in one pass
+    t       = x + y + za (sB)'                     the residual, and za once more, in one pass
     m       = norm(t),  zm = m A'                  as n and zn; t once more, as the output's start
     gu      = [m | zm] M'                          gate and up side by side
     h, zh   = silu(gate) up, h A'                  as [h | zh], in one pass
@@ -282,12 +282,13 @@ def _by_group(values: Sequence) -> tuple[Sequence, ...]:
 
 
 def _add_projected(residual: Tensor, x: Tensor, bordered: Bordered, total: Tensor) -> Tensor:
-    """Write residual + x W' + bias + s (x A') B' into total; returns x A'."""
+    """Write residual + x W' + bias + s (x A') B' into total; returns x A', contiguous."""
     matrix, inputs, out = bordered.matrix, bordered.in_features, bordered.out
     y = extended_product(x, bordered)
-    z = y[:, out:].contiguous()  # its own, so that what is saved does not keep y
-    add_adapted(residual, y[:, :out], z, matrix[:out, inputs:], total)
-    return z
+    z = y[:, out:]
+    z_copy = z.new_empty(z.shape)  # its own, so that what is saved does not keep y
+    add_adapted(residual, y[:, :out], z, matrix[:out, inputs:], total, z_copy)
+    return z_copy
 
 
 def _join_heads(attended: Tensor) -> Tensor:

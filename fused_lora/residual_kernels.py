@@ -3,7 +3,7 @@ backward, and the residual's sum with what an adapted projection gives.
 
     rms_norm_forward    y = x r w,   r = 1 / sqrt(mean(x^2) + eps)
     rms_norm_backward   grad_x = r (g - n mean(g n)) + grad_residual,   n = x r,  g = grad_y w
-    add_adapted         total = residual + y + z B'
+    add_adapted         total = residual + y + z B',  z_copy = z
 
 (The first two are the kernels of `rms_norm.py`, which derives the second.) A bordered product wants
 its input as [x | x A'], so the norm writes x where the product reads it, with a row stride of its
@@ -14,7 +14,8 @@ Traffic in tensors of x's size: 2, or 3 with a copy of x, 4 (grad_y, x, grad_res
 after it, they would be 6 with the norm's own and not 5, and 5 and not 3 where no norm follows. It
 is not in the norm itself: that wants whole rows, of which a multiprocessor holds too few to read B
 [hidden, rank] rarely enough. z and B are small, z [rows, rank] read once for every BLOCK_COLUMNS
-columns.
+columns. The copy is for whoever keeps z but not the product's buffer, whose last columns z is: as a
+launch of its own it took 3 to 6 µs.
 
 Arithmetic is fp32 and rounds once, at the store. Deterministic. Every operand may have rows any
 stride apart.
@@ -46,6 +47,7 @@ def _add_adapted_kernel(
     z_ptr,  # [rows, rank]
     B_ptr,  # [columns, rank]
     total_ptr,  # [rows, columns], written
+    z_copy_ptr,  # [rows, rank], written
     rows,
     columns,
     rank,
@@ -54,6 +56,7 @@ def _add_adapted_kernel(
     z_row_stride,
     B_row_stride,
     total_row_stride,
+    z_copy_row_stride,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
@@ -67,6 +70,9 @@ def _add_adapted_kernel(
         k = start + tl.arange(0, BLOCK_RANK)
         z_mask = (row < rows) & (k < rank)[None, :]
         z = tl.load(z_ptr + row * z_row_stride + k[None, :], mask=z_mask, other=0.0)
+        # every tile of columns has loaded it, the first one stores it
+        copy_mask = z_mask & (tl.program_id(1) == 0)
+        tl.store(z_copy_ptr + row * z_copy_row_stride + k[None, :], z, mask=copy_mask)
         B_mask = (column < columns)[None, :] & (k < rank)[:, None]
         B = tl.load(B_row + k[:, None], mask=B_mask, other=0.0)
         adapted = tl.dot(z.to(tl.float32), B.to(tl.float32), adapted, input_precision=PRECISION)
@@ -139,11 +145,16 @@ def rms_norm_backward(
             )  # fmt: skip
 
 
-def add_adapted(residual: Tensor, y: Tensor, z: Tensor, B: Tensor, total: Tensor) -> None:
-    """Write the residual plus an adapted projection's two parts into total.
+def add_adapted(
+    residual: Tensor, y: Tensor, z: Tensor, B: Tensor, total: Tensor, z_copy: Tensor
+) -> None:
+    """Write the residual plus an adapted projection's two parts into total, and z into z_copy.
 
-    Equivalent PyTorch, for residual, y and total [rows, columns], z [rows, rank] and
-    B [columns, rank], all of one dtype: ``total.copy_(residual + y + z @ B.t())``, in fp32.
+    Equivalent PyTorch, for residual, y and total [rows, columns], z and z_copy [rows, rank] and
+    B [columns, rank], all of one dtype, and a sum that is fp32 and rounds once::
+
+        total.copy_(residual + y + z @ B.t())
+        z_copy.copy_(z)
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit, or no kernel can run on them.
@@ -153,7 +164,9 @@ def add_adapted(residual: Tensor, y: Tensor, z: Tensor, B: Tensor, total: Tensor
     )
     rows, columns = residual.shape
     rank = z.shape[-1]
-    for key, tensor, shape in (("z", z, (rows, rank)), ("B", B, (columns, rank))):
+    for key, tensor, shape in (
+        ("z", z, (rows, rank)), ("B", B, (columns, rank)), ("z_copy", z_copy, (rows, rank))
+    ):  # fmt: skip
         check_rows("add_adapted", _add_adapted_kernel, shape, **{key: tensor})
         check_alike("add_adapted", key, tensor, residual)
     if rows == 0:
@@ -161,9 +174,10 @@ def add_adapted(residual: Tensor, y: Tensor, z: Tensor, B: Tensor, total: Tensor
     grid = cdiv(rows, BLOCK_ROWS), cdiv(columns, BLOCK_COLUMNS)
     with on_device_of(residual):
         _add_adapted_kernel[grid](
-            residual, y, z, B, total,
+            residual, y, z, B, total, z_copy,
             rows, columns, rank,
             residual.stride(0), y.stride(0), z.stride(0), B.stride(0), total.stride(0),
+            z_copy.stride(0),
             BLOCK_ROWS, BLOCK_COLUMNS,
             # tl.dot wants 16 at least
             min(max(next_power_of_2(rank), 16), MAX_BLOCK_RANK),

@@ -7,14 +7,20 @@ dy. cuBLAS parts T into ranges too, but for every product apart, with a kernel t
 ranges, one that clears its workspace and one that scales: 18 kernels for the gradients of q, k, v
 and o and dA of gate and up, which are 84 tiles of 128 columns for 132 multiprocessors.
 
-Traffic: every x is read once, 21.5 kB a token of Qwen2.5-3B for those. Its factors are read once
-for each tile's width of columns, from L2: at 128 columns and rank 32 a quarter of x's bytes for
-each. Partial sums [splits, columns, rank] in fp32 are written and read again: for those, 2.2 MB a
-split each way, where x is 44 MB at 2,048 tokens.
+Traffic: every x is read once, 25.6 kB a token of Qwen2.5-3B for those and dB of down. Its factors
+are read once for each tile's width of columns, from L2: at 64 columns and rank 32 half of x's bytes
+for each. On an H200, in ms a call for all of that, 12,800 columns:
 
-A program owns some columns of one x and a range of its rows, and keeps the sums [columns, rank] of
-up to three factors in registers while it goes down the rows; a second kernel adds up the ranges. No
-atomics: the order is fixed and gradients are deterministic.
+    tokens                                  16,384    8,192    4,096    2,048
+    cuBLAS's way                            0.1507   0.1024   0.0736   0.0502
+    here, with one range                    0.1168   0.0641   0.0359   0.0228
+    the bytes at 4.3 TB/s                   0.1002   0.0501   0.0251   0.0125
+
+A program owns some columns of one x and keeps the sums [columns, rank] of up to three factors in
+registers while it goes down the rows, at whose end it writes the gradients. Where columns are too
+few for enough programs, as a narrower model's are, it owns a range of the rows too, and writes
+partial sums [splits, columns, rank] in fp32, which a second kernel adds up. No atomics: the order
+is fixed and gradients are deterministic.
 """
 
 from collections.abc import Sequence
@@ -31,9 +37,13 @@ from .rows import check_alike, check_rows
 from .swiglu_products_backward import Product
 from .tiling import MAX_BLOCK_RANK, Tiling, dots_in_fp32, stages
 
-# splits: at most; as many as make PROGRAMS, which is three for each of 132 multiprocessors, whose
-# loads on their way keep the memory busy. Not tuned yet.
-TILING = Tiling(rows=32, columns=128, splits=8, warps=4, stages=4)
+# splits: at most; as many as make PROGRAMS, three for each of 132 multiprocessors. Qwen2.5-3B's
+# 12,800 columns are 200 programs in one split, the best of those tried on an H200 at 2,048 tokens,
+# and 300 in 3. Alone the former are as fast at 16,384, too (0.117 and 0.119 ms), but in a training
+# step 0.160 ms a layer are to be held against 0.136.
+TILING = Tiling(rows=64, columns=64, splits=8, warps=4, stages=4)
+TILING_OF_MANY_ROWS = Tiling(rows=32, columns=128, splits=8, warps=4, stages=4)
+MANY_ROWS = 8192
 PROGRAMS = 396
 # fp32 is multiplied in registers, into which more than this would not fit.
 TILING_IN_FP32 = Tiling(rows=16, columns=64, splits=8, warps=8, stages=4)
@@ -49,14 +59,20 @@ SUM_COLUMNS = 64  # a program of the second kernel
 
 
 @triton.jit
-def _partial_sums_kernel(
+def _sums_over_tokens_kernel(
     xs,  # [rows, columns] each
     x_row_strides,
     columns,
     factors,  # [rows, rank] each, those of the first x first
     factor_row_strides,
     ranks,
-    partials_ptr,  # [splits, all_columns, BLOCK_RANK] fp32, written: the factors' one after another
+    gradients,  # [columns, rank] each, written if partials_ptr is None
+    column_strides,
+    rank_strides,
+    scalings,
+    # [splits, all_columns, BLOCK_RANK] fp32, written: the factors' one after another; None if there
+    # is one split
+    partials_ptr,
     all_columns,  # of every factor's x
     rows,
     rows_of_a_split,
@@ -68,30 +84,41 @@ def _partial_sums_kernel(
 ):
     # every x has its tiles of columns, and one of them has this program's
     tile = tl.program_id(0)
+    # where the partial sums of x's first factor begin
     place = tl.program_id(1).to(tl.int64) * all_columns
     for i in tl.static_range(len(FIRSTS) - 1):
         tiles = tl.cdiv(columns[i], BLOCK_COLUMNS)
         if (tile >= 0) & (tile < tiles):
-            _sum_rows(
+            sums = _sum_rows(
                 xs[i], x_row_strides[i], columns[i], factors, factor_row_strides, ranks,
-                partials_ptr, place, tile, rows, rows_of_a_split, FIRSTS[i],
-                FIRSTS[i + 1] - FIRSTS[i], BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_RANK, IN_FP32,
+                tile, rows, rows_of_a_split, FIRSTS[i], FIRSTS[i + 1] - FIRSTS[i],
+                BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_RANK, IN_FP32,
             )  # fmt: skip
+            column = (tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)).to(tl.int64)[:, None]
+            for j in tl.static_range(len(sums)):
+                if partials_ptr is None:
+                    _store_gradient(
+                        sums[j], FIRSTS[i] + j, gradients, column_strides, rank_strides, ranks,
+                        scalings, column, columns[i], BLOCK_RANK,
+                    )  # fmt: skip
+                else:
+                    # all of it, with zeros behind a factor's rank
+                    k = tl.arange(0, BLOCK_RANK)[None, :]
+                    partial = partials_ptr + (place + j * columns[i] + column) * BLOCK_RANK + k
+                    tl.store(partial, sums[j], mask=column < columns[i])
         tile -= tiles
         place += (FIRSTS[i + 1] - FIRSTS[i]) * columns[i]
 
 
 @triton.jit
 def _sum_rows(
-    x_ptr, x_row_stride, columns, factors, factor_row_strides, ranks, partials_ptr, place, tile,
-    rows, rows_of_a_split, FIRST: tl.constexpr, COUNT: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    x_ptr, x_row_stride, columns, factors, factor_row_strides, ranks, tile, rows, rows_of_a_split,
+    FIRST: tl.constexpr, COUNT: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr, BLOCK_RANK: tl.constexpr, IN_FP32: tl.constexpr,
 ):  # fmt: skip
-    """Write this program's sums for one tile of x and the COUNT factors from FIRST on."""
+    """This program's sums for one tile of x and the COUNT factors from FIRST on."""
     column = tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)[None, :]
-    sum_0 = tl.zeros([BLOCK_COLUMNS, BLOCK_RANK], tl.float32)
-    sum_1 = tl.zeros([BLOCK_COLUMNS, BLOCK_RANK], tl.float32)
-    sum_2 = tl.zeros([BLOCK_COLUMNS, BLOCK_RANK], tl.float32)
+    sums = (tl.zeros([BLOCK_COLUMNS, BLOCK_RANK], tl.float32),) * COUNT
     start = tl.program_id(1) * rows_of_a_split
     end = tl.minimum(start + rows_of_a_split, rows)
     for first in range(start, end, BLOCK_ROWS):
@@ -100,29 +127,15 @@ def _sum_rows(
         mask = row < end
         x_tile = x_ptr + row * x_row_stride + column
         x = tl.load(x_tile, mask=mask & (column < columns), other=0.0)
-        sum_0 = _add_product(
-            sum_0, x, factors[FIRST] + row * factor_row_strides[FIRST], mask, ranks[FIRST],
-            BLOCK_RANK, IN_FP32,
-        )  # fmt: skip
-        if COUNT > 1:
-            sum_1 = _add_product(
-                sum_1, x, factors[FIRST + 1] + row * factor_row_strides[FIRST + 1], mask,
-                ranks[FIRST + 1], BLOCK_RANK, IN_FP32,
-            )  # fmt: skip
-        if COUNT > 2:
-            sum_2 = _add_product(
-                sum_2, x, factors[FIRST + 2] + row * factor_row_strides[FIRST + 2], mask,
-                ranks[FIRST + 2], BLOCK_RANK, IN_FP32,
-            )  # fmt: skip
-    _store_partial(partials_ptr, place, sum_0, tile, columns, BLOCK_COLUMNS, BLOCK_RANK)
-    if COUNT > 1:
-        _store_partial(
-            partials_ptr, place + columns, sum_1, tile, columns, BLOCK_COLUMNS, BLOCK_RANK
-        )
-    if COUNT > 2:
-        _store_partial(
-            partials_ptr, place + 2 * columns, sum_2, tile, columns, BLOCK_COLUMNS, BLOCK_RANK
-        )
+        added = ()
+        for i in tl.static_range(FIRST, FIRST + COUNT):
+            factor_row = factors[i] + row * factor_row_strides[i]
+            total = _add_product(
+                sums[i - FIRST], x, factor_row, mask, ranks[i], BLOCK_RANK, IN_FP32
+            )
+            added += (total,)  # type: ignore[assignment]
+        sums = added
+    return sums
 
 
 @triton.jit
@@ -139,14 +152,15 @@ def _add_product(
 
 
 @triton.jit
-def _store_partial(
-    partials_ptr, place, total, tile, columns, BLOCK_COLUMNS: tl.constexpr,
-    BLOCK_RANK: tl.constexpr,
+def _store_gradient(
+    total, i: tl.constexpr, gradients, column_strides, rank_strides, ranks, scalings, column,
+    columns, BLOCK_RANK: tl.constexpr,
 ):  # fmt: skip
-    """Write all of a sum [BLOCK_COLUMNS, BLOCK_RANK], with zeros behind a factor's rank."""
-    column = tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)[:, None]
+    """Write a sum [BLOCK_COLUMNS, BLOCK_RANK], scaled, into these columns of the i-th gradient."""
     k = tl.arange(0, BLOCK_RANK)[None, :]
-    tl.store(partials_ptr + (place + column) * BLOCK_RANK + k, total, mask=column < columns)
+    gradient = gradients[i] + column * column_strides[i] + k.to(tl.int64) * rank_strides[i]
+    total = (total * scalings[i]).to(gradients[i].dtype.element_ty)
+    tl.store(gradient, total, mask=(column < columns) & (k < ranks[i]))
 
 
 @triton.jit
@@ -178,10 +192,10 @@ def _sum_partials_kernel(
             for split in tl.range(0, splits, loop_unroll_factor=4):
                 partial = partials_ptr + (place + split * all_columns + column) * BLOCK_RANK + k
                 total += tl.load(partial, mask=mask, other=0.0)
-            gradient = gradients[i] + column * column_strides[i]
-            gradient += k.to(tl.int64) * rank_strides[i]
-            total = (total * scalings[i]).to(gradients[i].dtype.element_ty)
-            tl.store(gradient, total, mask=mask)
+            _store_gradient(
+                total, i, gradients, column_strides, rank_strides, ranks, scalings, column,
+                columns[i], BLOCK_RANK,
+            )  # fmt: skip
         tile -= tiles
         place += columns[i]
 
@@ -202,8 +216,9 @@ def sums_over_tokens(sums: Sequence[tuple[Tensor, Sequence[Product]]]) -> None:
             stride apart. A product's factor [T, rank] is as x, of any rank. Its gradient [columns,
             rank] has any strides, and is bf16, fp16 or fp32; gradients do not overlap.
 
-    Deterministic. Two launches, up to 8 x, of up to three factors each. No tensor but the gradients
-    is written, and nothing is copied from the host, so that a CUDA graph may hold the launches.
+    Deterministic. One launch, or two where the rows are parted into ranges, up to 8 x, of up to
+    three factors each. No tensor but the gradients is written, and nothing is copied from the host,
+    so that a CUDA graph may hold the launches.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit, or no kernel can run on them.
@@ -211,7 +226,7 @@ def sums_over_tokens(sums: Sequence[tuple[Tensor, Sequence[Product]]]) -> None:
     if not sums:
         return
     first = sums[0][0]
-    check_runnable("sums_over_tokens", _partial_sums_kernel, first)
+    check_runnable("sums_over_tokens", _sums_over_tokens_kernel, first)
     ranks_of: list[list[int]] = []
     for i, (x, products) in enumerate(sums):
         ranks = _ranks_if_right(x, products, first)
@@ -250,20 +265,22 @@ def _parts(products: Sequence[Product]) -> tuple[list[Product], list[int]]:
 
 
 def _launch(slots: Sequence[_Slot], block_rank: int) -> None:
-    """Both kernels, for at most MAX_XS."""
-    kernel = _partial_sums_kernel
+    """The kernel, and that which adds up the ranges if there are several, for at most MAX_XS."""
+    kernel = _sums_over_tokens_kernel
     xs, products, ranks_of = zip(*slots, strict=True)
     first = xs[0]
-    tiling = TILING_IN_FP32 if first.dtype == torch.float32 else TILING
     shapes = [x.shape for x in xs]
     rows = shapes[0][0]
+    tiling = TILING if rows < MANY_ROWS else TILING_OF_MANY_ROWS
+    if first.dtype == torch.float32:
+        tiling = TILING_IN_FP32
     columns = tuple([shape[1] for shape in shapes])
     tiles = sum([cdiv(n, tiling.columns) for n in columns])
     if tiles == 0:  # no columns: an empty grid cannot be launched
         return
     counts = [len(ranks) for ranks in ranks_of]
     factors, gradients, scalings = zip(*chain.from_iterable(products), strict=True)
-    strides = zip(*[gradient.stride() for gradient in gradients], strict=True)
+    strides = tuple(zip(*[gradient.stride() for gradient in gradients], strict=True))
     ranks = tuple(chain.from_iterable(ranks_of))
     columns_of_factors = tuple(
         [n for n, count in zip(columns, counts, strict=True) for _ in range(count)]
@@ -273,18 +290,22 @@ def _launch(slots: Sequence[_Slot], block_rank: int) -> None:
     rows_of_a_split = cdiv(cdiv(rows, splits), tiling.rows) * tiling.rows
     splits = cdiv(rows, rows_of_a_split)
     elements = tiling.rows * (tiling.columns + max(counts) * block_rank)
-    partials = first.new_empty(splits, all_columns, block_rank, dtype=torch.float32)
+    partials = None
+    if splits > 1:
+        partials = first.new_empty(splits, all_columns, block_rank, dtype=torch.float32)
     kernel[(tiles, splits)](
         xs, tuple([x.stride(0) for x in xs]), columns,
         factors, tuple([factor.stride(0) for factor in factors]), ranks,
+        gradients, *strides, scalings,
         partials, all_columns, rows, rows_of_a_split, tuple(accumulate(counts, initial=0)),
         tiling.rows, tiling.columns, block_rank, dots_in_fp32(kernel, first),
         num_warps=tiling.warps, num_stages=stages(tiling, elements, first),
     )  # fmt: skip
-    _sum_partials_kernel[(sum([cdiv(n, SUM_COLUMNS) for n in columns_of_factors]),)](
-        partials, gradients, *strides, columns_of_factors, ranks, scalings,
-        all_columns, splits, len(gradients), SUM_COLUMNS, block_rank, num_warps=4,
-    )  # fmt: skip
+    if splits > 1:
+        _sum_partials_kernel[(sum([cdiv(n, SUM_COLUMNS) for n in columns_of_factors]),)](
+            partials, gradients, *strides, columns_of_factors, ranks, scalings,
+            all_columns, splits, len(gradients), SUM_COLUMNS, block_rank, num_warps=4,
+        )  # fmt: skip
 
 
 def _ranks_if_right(x: Tensor, products: Sequence[Product], first: Tensor) -> list[int] | None:
@@ -314,7 +335,7 @@ def _ranks_if_right(x: Tensor, products: Sequence[Product], first: Tensor) -> li
 
 def _refuse(i: int, x: Tensor, products: Sequence[Product], first: Tensor) -> NoReturn:
     """Raise the ValueError that says what does not fit."""
-    name, kernel = "sums_over_tokens", _partial_sums_kernel
+    name, kernel = "sums_over_tokens", _sums_over_tokens_kernel
     # numel: 1 where there is no such dimension, which is what is refused then
     rows, columns = first.shape[:1].numel(), x.shape[-1:].numel()
     check_rows(name, kernel, (rows, columns), **{f"x {i}": x})

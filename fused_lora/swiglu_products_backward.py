@@ -32,12 +32,14 @@ from .launching import DTYPES, cdiv, next_power_of_2, on_device_of
 from .rows import check_alike, check_rows
 from .tiling import MAX_BLOCK_RANK, Tiling, dots_in_fp32, keep, stages
 
-# The best of 394 on an H200, at 16,384 rows of 11,008: 0.514 ms, where 32 x 64 in 8 warps and 6
-# ranges take 0.634. The three sums [128, 32] are 96 registers a thread. With 168 in all a
-# multiprocessor holds 3 of these programs, so that 132 hold the 86 x 4 at once.
-BACKWARD = Tiling(rows=16, columns=128, splits=4, warps=4, stages=3, registers=168)
+# The best of 15 shapes on an H200, at 2,048 to 16,384 rows of 11,008, after 394 at 16,384 alone:
+# 0.473 ms there, and 0.476 in 4 warps, 4 ranges and at most 168 registers, which are the 0.514 of
+# another visit above. The three sums [128, 32] are 48 registers a thread.
+BACKWARD = Tiling(rows=16, columns=128, splits=3, warps=8, stages=3)
 
-SUM_COLUMNS = 64  # a program of the second kernel
+# A program of the second kernel. It reads 17 MB from L2 for 11,008 columns, in 2,064 programs. With
+# 64 columns, 516 of them and loads that waited for each other it took 10 µs.
+SUM_COLUMNS = 16
 
 
 @triton.jit
@@ -150,62 +152,31 @@ def _store_partial(
 @triton.jit
 def _sum_products_kernel(
     partials_ptr,  # [3, splits, intermediate, BLOCK_RANK] fp32
-    of_hidden_ptr,  # [intermediate, rank], written, or None; likewise the next two
-    of_gate_ptr,
-    of_up_ptr,
-    of_hidden_column_stride,
-    of_hidden_rank_stride,
-    of_gate_column_stride,
-    of_gate_rank_stride,
-    of_up_column_stride,
-    of_up_rank_stride,
-    of_hidden_rank,
-    of_gate_rank,
-    of_up_rank,
-    of_hidden_scaling,
-    of_gate_scaling,
-    of_up_scaling,
+    gradients,  # [intermediate, rank] each, written, or None
+    column_strides,
+    rank_strides,
+    ranks,
+    scalings,
     splits,
     intermediate,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
 ):
-    product = tl.program_id(1)
-    if product == 0:
-        if of_hidden_ptr is not None:
-            _sum_product(
-                partials_ptr, 0, of_hidden_ptr, of_hidden_column_stride, of_hidden_rank_stride,
-                of_hidden_rank, of_hidden_scaling, splits, intermediate, BLOCK_COLUMNS, BLOCK_RANK,
-            )  # fmt: skip
-    elif product == 1:
-        if of_gate_ptr is not None:
-            _sum_product(
-                partials_ptr, 1, of_gate_ptr, of_gate_column_stride, of_gate_rank_stride,
-                of_gate_rank, of_gate_scaling, splits, intermediate, BLOCK_COLUMNS, BLOCK_RANK,
-            )  # fmt: skip
-    else:
-        if of_up_ptr is not None:
-            _sum_product(
-                partials_ptr, 2, of_up_ptr, of_up_column_stride, of_up_rank_stride,
-                of_up_rank, of_up_scaling, splits, intermediate, BLOCK_COLUMNS, BLOCK_RANK,
-            )  # fmt: skip
-
-
-@triton.jit
-def _sum_product(
-    partials_ptr, product, gradient_ptr, column_stride, rank_stride, rank, scaling,
-    splits, intermediate, BLOCK_COLUMNS: tl.constexpr, BLOCK_RANK: tl.constexpr,
-):  # fmt: skip
-    """Write the sum over the splits, times scaling, of this program's columns."""
+    """Write the sum over the splits, times scaling, of this program's product and columns."""
     column = (tl.program_id(0).to(tl.int64) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS))[:, None]
     k = tl.arange(0, BLOCK_RANK)[None, :]
-    mask = (column < intermediate) & (k < rank)
-    total = tl.zeros([BLOCK_COLUMNS, BLOCK_RANK], tl.float32)
-    for split in range(splits):
-        first = (column + (product * splits + split) * intermediate) * BLOCK_RANK
-        total += tl.load(partials_ptr + first + k, mask=mask, other=0.0)
-    gradient = gradient_ptr + column * column_stride + k.to(tl.int64) * rank_stride
-    tl.store(gradient, (total * scaling).to(gradient_ptr.dtype.element_ty), mask=mask)
+    for i in tl.static_range(3):
+        if gradients[i] is not None and tl.program_id(1) == i:
+            mask = (column < intermediate) & (k < ranks[i])
+            total = tl.zeros([BLOCK_COLUMNS, BLOCK_RANK], tl.float32)
+            # unrolled, so that loads do not wait for each other
+            for split in tl.range(0, splits, loop_unroll_factor=4):
+                first = (column + (i * splits + split) * intermediate) * BLOCK_RANK
+                total += tl.load(partials_ptr + first + k, mask=mask, other=0.0)
+            gradient = gradients[i] + column * column_strides[i]
+            gradient += k.to(tl.int64) * rank_strides[i]
+            total = (total * scalings[i]).to(gradients[i].dtype.element_ty)
+            tl.store(gradient, total, mask=mask)
 
 
 class Product(NamedTuple):
@@ -277,7 +248,6 @@ def _launch(
     """Both kernels, for as many ranks as a block holds."""
     rows, intermediate = grad_hidden.shape
     factors = [None if product is None else product.factor for product in products]
-    gradients = [None if product is None else product.gradient for product in products]
     ranks = [0 if factor is None else min(factor.shape[1], MAX_BLOCK_RANK) for factor in factors]
     block_rank = max(next_power_of_2(max(ranks)), 16)  # tl.dot wants 16 at least
     tiling, kernel = BACKWARD, _swiglu_backward_products_kernel
@@ -291,13 +261,12 @@ def _launch(
         rows, rows_of_a_split, intermediate, *ranks,
         tiling.rows, tiling.columns, block_rank, dots_in_fp32(kernel, gate_up),
         num_warps=tiling.warps, num_stages=stages(tiling, elements, gate_up),
-        # what they are counted for, without spills
-        maxnreg=tiling.registers if block_rank <= 32 and gate_up.element_size() == 2 else None,
     )  # fmt: skip
+    gradients = tuple(None if product is None else product.gradient for product in products)
     strides = [(0, 0) if gradient is None else gradient.stride() for gradient in gradients]
+    scalings = tuple(0.0 if product is None else product.scaling for product in products)
     _sum_products_kernel[(cdiv(intermediate, SUM_COLUMNS), 3)](
-        partials, *gradients, *(stride for pair in strides for stride in pair), *ranks,
-        *(0.0 if product is None else product.scaling for product in products),
+        partials, gradients, *zip(*strides, strict=True), tuple(ranks), scalings,
         splits, intermediate, SUM_COLUMNS, block_rank, num_warps=4,
     )  # fmt: skip
 

@@ -165,7 +165,6 @@ def _launch(
         rows, intermediate, columns_of_a_split, rank,
         tiling.rows, tiling.columns, block_rank, dots_in_fp32(kernel, gate_up),
         num_warps=tiling.warps, num_stages=stages(tiling, elements, gate_up),
-        maxnreg=tiling.registers if block_rank <= 32 and gate_up.element_size() == 2 else None,
     )  # fmt: skip
     _sum_z_kernel[(cdiv(rows, SUM_ROWS),)](
         partials, z, copy, z.stride(0), 0 if copy is None else copy.stride(0), splits, rows, rank,

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from reference import random
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fused_lora.many_copies as module
 from fused_lora.launching import DTYPES
@@ -117,3 +118,27 @@ def test_the_kernel_is_for_one_gpu_and_dtypes_that_it_has(device, monkeypatch):
     ):
         assert not module._has_kernel(targets, changed)
     assert not module._has_kernel([t.cpu() for t in targets], sources)
+
+
+def test_the_kernel_is_for_matrices_of_less_than_2_to_the_31_elements(monkeypatch):
+    """Shapes on a GPU without one and without memory."""
+    monkeypatch.undo()
+    with FakeTensorMode():
+        shapes = (64, 2**15), (2**15, 2**16 - 1), (2**15, 2**16)
+        small, fits, large = (torch.empty(*s, device="cuda", dtype=torch.half) for s in shapes)
+    assert module._has_kernel([small, fits], [small, fits])
+    assert not module._has_kernel([small, large], [small, large])
+
+
+@pytest.mark.gpu
+def test_the_most_elements_and_rows_2_to_the_30_elements_apart(device, monkeypatch):
+    if torch.cuda.mem_get_info()[0] < 18 * 2**30:
+        pytest.skip("needs 19 GB of free GPU memory")
+    monkeypatch.setattr(module, "_has_kernel", lambda *_: True)
+    large = torch.zeros(1, module.MAX_ELEMENTS - 1, dtype=torch.bfloat16, device=device)
+    large[:, :: 2**20 + 1] = large[:, -1] = 3.0
+    few = random(3, 5, dtype=torch.bfloat16, device=device)
+    wide = few.new_empty(3, 2**30 + 8)
+    targets, sources = [torch.full_like(large, 7.0), wide[:, :5]], [large, few]
+    ManyCopies().copy(targets, sources, [1.0, 1.0])
+    assert all(torch.equal(t, s) for t, s in zip(targets, sources, strict=True))

@@ -18,6 +18,7 @@ SUMS = {
     "more than a tile": (70, 133, 12),
     "rank 1": (5, 52, 1),
     "a rank of two blocks": (17, 20, 72),
+    "two blocks and tiles": (35, 133, 72),
 }
 
 
@@ -79,9 +80,9 @@ def sum_case(size, dtype, device):
 
 
 def fused_sum(*case, layout=wide):
-    total = layout(torch.full_like(case[0], 7.0))
-    add_adapted(*map(layout, case), total)
-    return total
+    total, z_copy = (layout(torch.full_like(t, 7.0)) for t in (case[0], case[2]))
+    add_adapted(*map(layout, case), total, z_copy)
+    return total, z_copy
 
 
 @pytest.mark.parametrize("size", SUMS)
@@ -90,7 +91,18 @@ def test_the_sum_is_within_the_error_budget(dtype, size, device):
     case = sum_case(size, dtype, device)
     residual, y, z, B = case
     truth = residual.double() + y.double() + z.double() @ B.double().t()
-    assert_within_budget("total", fused_sum(*case), residual + (y + z @ B.t()), truth)
+    total, z_copy = fused_sum(*case)
+    assert_within_budget("total", total, residual + (y + z @ B.t()), truth)
+    assert torch.equal(z_copy, z)
+
+
+def test_z_is_copied_from_the_last_columns_of_a_product_to_rows_of_its_own(device):
+    residual, y, z, B = case = sum_case("two blocks and tiles", torch.bfloat16, device)
+    y, z = torch.cat((y, z), dim=1).split((y.shape[1], z.shape[1]), dim=1)
+    total, z_copy = torch.empty_like(residual), z.new_empty(z.shape)
+    add_adapted(residual, y, z, B, total, z_copy)
+    assert z_copy.is_contiguous() and torch.equal(z_copy, z)
+    assert torch.equal(total, fused_sum(*case)[0])
 
 
 @pytest.mark.parametrize("function", ["norm", "sum"])
@@ -120,7 +132,7 @@ def test_nothing_else_is_written(function, device):
         columns = view.shape[1]
         assert torch.equal(view._base[:, columns:], before[:, columns:])
         written += not torch.equal(view, before[:, :columns])
-    assert written == (3 if function is fused_norm else 1)
+    assert written == (3 if function is fused_norm else 2)
 
 
 def test_no_rows_launch_nothing(device, monkeypatch):
@@ -130,7 +142,7 @@ def test_no_rows_launch_nothing(device, monkeypatch):
     x, weight, z, B = (torch.empty(*size, device=device) for size in ((0, 8), (8,), (0, 4), (8, 4)))
     rstd = rms_norm_forward(x, weight, EPS, x.clone())
     rms_norm_backward(x, x, x, weight, rstd, x.clone())
-    add_adapted(x, x, z, B, x.clone())
+    add_adapted(x, x, z, B, x.clone(), z.clone())
     assert rstd.shape == (0,) and not kernel.launches
 
 
@@ -174,10 +186,13 @@ def test_what_does_not_fit_is_a_value_error(message, device):
 def test_the_sums_operands_must_fit(device):
     x, z, B = (torch.ones(*size, device=device) for size in ((4, 8), (4, 2), (8, 2)))
     for bad, message in (
-        ((x, x, z[:3], B, x), r"z is \[3, 2\], should be \[4, 2\]"),
-        ((x, x, z, B[:, :1], x), r"B is \[8, 1\], should be \[8, 2\]"),
-        ((x, x, z.half(), B, x), "z is torch.float16"),
-        ((x, x[:, :7], z, B, x), r"y is \[4, 7\], should be \[4, 8\]"),
+        ((x, x, z[:3], B, x, z), r"z is \[3, 2\], should be \[4, 2\]"),
+        ((x, x, z, B[:, :1], x, z), r"B is \[8, 1\], should be \[8, 2\]"),
+        ((x, x, z.half(), B, x, z), "z is torch.float16"),
+        ((x, x[:, :7], z, B, x, z), r"y is \[4, 7\], should be \[4, 8\]"),
+        ((x, x, z, B, x, z[:3]), r"z_copy is \[3, 2\], should be \[4, 2\]"),
+        ((x, x, z, B, x, z.half()), "z_copy is torch.float16"),
+        ((x, x, z, B, x, z.t().contiguous().t()), "z_copy has elements 4 apart"),
     ):
         with pytest.raises(ValueError, match=message):
             add_adapted(*bad)

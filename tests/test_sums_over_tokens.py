@@ -34,7 +34,15 @@ def small_tiles(monkeypatch):
     """So that a few rows are several tiles in several ranges, the last of each not full."""
     for name in ("TILING", "TILING_IN_FP32"):
         monkeypatch.setattr(module, name, SMALL)
+    monkeypatch.setattr(module, "TILING_OF_MANY_ROWS", Tiling(16, 64, 8, 4, 2))
     monkeypatch.setattr(module, "SUM_COLUMNS", 32)
+
+
+@pytest.fixture(params=[1, 2], ids=["one range", "two ranges"])
+def ranges(request, monkeypatch):
+    """Of the rows: one, whose sums are the gradients, or two, whose partial sums are added up."""
+    for name in ("TILING", "TILING_IN_FP32"):
+        monkeypatch.setattr(module, name, SMALL._replace(splits=request.param))
 
 
 def make(case, dtype, device):
@@ -97,7 +105,9 @@ def assert_exact(got, pairs):
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gradients_are_within_the_error_budget_and_inputs_are_not_written(dtype, case, device):
+def test_gradients_are_within_the_error_budget_and_inputs_are_not_written(
+    dtype, case, ranges, device
+):
     pairs = make(case, dtype, device)
     before = [(x.clone(), [factor.clone() for factor in factors]) for x, factors in pairs]
     rows = zip(fused(pairs), eager(pairs), eager(double(pairs)), strict=True)
@@ -110,7 +120,7 @@ def test_gradients_are_within_the_error_budget_and_inputs_are_not_written(dtype,
 
 @pytest.mark.parametrize("case", ["odd", "more than a block", "nothing of some"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_nothing_is_written_around_a_gradient(dtype, case, device):
+def test_nothing_is_written_around_a_gradient(dtype, case, ranges, device):
     for gradient in fused(make(case, torch.bfloat16, device), dtype):
         base = gradient._base.clone()
         offset = gradient.storage_offset()
@@ -140,9 +150,13 @@ def test_partial_sums_stay_inside_the_workspace_and_fill_it(case, device, monkey
         assert big[:64].isnan().all() and big[-64:].isnan().all() and not big[64:-64].isnan().any()
         # of rank 8 all, in blocks of 16: what lies beside a factor is not read
         assert case != "a layer" or not big[64:-64].view(-1, 2, 8)[:, 1].any()
+    seen.clear()
+    monkeypatch.setattr(module, "PROGRAMS", 0)  # one range, whose sums need no workspace
+    assert_exact(fused(pairs), pairs)
+    assert not seen
 
 
-def test_bf16_gives_fp32_gradients_that_were_never_rounded(device):
+def test_bf16_gives_fp32_gradients_that_were_never_rounded(ranges, device):
     pairs = make("a layer", torch.bfloat16, device)
     got = fused(pairs, torch.float32)
     assert_exact(got, pairs)
@@ -179,7 +193,7 @@ def test_what_lies_behind_the_last_row_is_not_added(device):
     assert_equal(got, fused(pairs))
 
 
-def test_products_give_alone_what_they_give_together(device, monkeypatch):
+def test_products_give_alone_what_they_give_together(ranges, device, monkeypatch):
     """Frozen adapters are left out, and change nothing for the others."""
     monkeypatch.setattr(module, "PROGRAMS", 10**6)  # or fewer tiles would be more ranges
     pairs = make("a layer", torch.bfloat16, device)
@@ -212,27 +226,36 @@ def test_repetition_is_bitwise_equal_and_tiles_do_not_matter(tiling, programs, d
 
 
 class Launches(Kernel):
-    """Notes the launches, the first of which is that of the sums over ranges of rows."""
+    """Notes the launches, the first of which is that of the sums."""
 
     def __init__(self, monkeypatch):
         super().__init__()
-        for name in ("_partial_sums_kernel", "_sum_partials_kernel"):
+        for name in ("_sums_over_tokens_kernel", "_sum_partials_kernel"):
             monkeypatch.setattr(module, name, self)
 
 
 @pytest.mark.parametrize(
     ("case", "launches"),
-    [("a layer", 2), ("more than a launch", 4), ("nothing of some", 2), ("more than a block", 2)],
+    [("a layer", 1), ("more than a launch", 2), ("nothing of some", 1), ("more than a block", 1)],
 )
-def test_a_layer_is_two_launches_and_ranges_of_rows_share_the_programs(
+def test_a_layer_is_one_launch_and_another_adds_up_ranges_of_rows_if_there_are_several(
     case, launches, device, monkeypatch
 ):
-    kernel = Launches(monkeypatch)
-    monkeypatch.setattr(module, "PROGRAMS", 27)
-    fused(make(case, torch.bfloat16, device))
-    assert len(kernel.launches) == launches
-    if case == "a layer":
-        assert [grid for grid, _ in kernel.launches] == [(12, 2), (18,)]
+    for programs, ranges in ((0, 1), (27, 2)):
+        kernel = Launches(monkeypatch)
+        monkeypatch.setattr(module, "PROGRAMS", programs)
+        fused(make(case, torch.bfloat16, device))
+        assert len(kernel.launches) == ranges * launches
+        if case == "a layer":
+            assert [grid for grid, _ in kernel.launches] == [(12, ranges), (18,)][:ranges]
+
+
+def test_many_rows_have_a_tiling_of_their_own(device, monkeypatch):
+    for rows, grid in ((module.MANY_ROWS - 1, (3, 2)), (module.MANY_ROWS, (2, 8))):
+        kernel = Launches(monkeypatch)
+        x = torch.ones(1, 65, dtype=torch.bfloat16, device=device).expand(rows, 65)
+        sums_over_tokens([(x, [Product(x[:, :8], torch.empty(65, 8, device=device))])])
+        assert kernel.launches[0][0] == grid
 
 
 @pytest.mark.parametrize("programs", [0, 10**6])
@@ -244,7 +267,7 @@ def test_rows_are_parted_into_ranges_that_hold_all_of_them_once(programs, device
         x = torch.ones(rows, 20, dtype=torch.bfloat16, device=device)
         sums_over_tokens([(x, [Product(x, torch.empty(20, 20, device=device))])])
         (_, splits), arguments = kernel.launches[0]
-        rows_of_a_split = arguments[9]
+        rows_of_a_split = arguments[13]
         assert rows_of_a_split % 16 == 0 and splits <= (5 if programs else 1)
         assert (splits - 1) * rows_of_a_split < rows <= splits * rows_of_a_split
 
