@@ -56,6 +56,8 @@ def not_run(recipe: Recipe, fused_modules: list[str], profile: Profile, on_gpu: 
     the kernels are seen. A replayed graph runs no function at all; its kernels are counted, for
     one of them may stand for one module of many.
     """
+    if on_gpu and recipe.compiled and not any("triton_" in name for name in profile.kernels_seen):
+        return "no kernel of torch.compile's ran: the layers ran uncompiled"
     has_functions = not (recipe.compiled or recipe.graph)
     for part in (recipe.library, *recipe.fused):
         if part not in EVIDENCE:

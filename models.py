@@ -119,6 +119,9 @@ def build(
     elif recipe.library == "unsloth":
         built.fused_modules = _unsloth_fused(model)
     if recipe.compiled:
+        # Of a function torch keeps 8 compilations, those for a process's other lengths among them,
+        # and beyond them it runs uncompiled, without a word.
+        torch.compiler.reset()
         for layer in model.get_submodule("base_model.model.model.layers"):
             layer.compile(dynamic=False)
     if recipe.graph:

@@ -127,10 +127,20 @@ def test_a_kernel_that_was_not_launched_is_told_on_a_gpu():
 def test_of_a_compiled_layer_the_kernels_are_proof_enough():
     """Its functions run inside those that torch.compile made of the layer."""
     compiled, unseen = Recipe(fused=("mlp",), compiled=True), {"CompiledFunctionBackward": 2}
-    ran = Profile(functions_seen=unseen, kernels_seen=RAN.kernels_seen)
+    own = {"triton_poi_fused_add_0": 36}
+    ran = Profile(functions_seen=unseen, kernels_seen=RAN.kernels_seen | own)
     assert audit.not_run(compiled, MODULES, ran, on_gpu=True) is None
-    fell_back = Profile(functions_seen=unseen, kernels_seen={})
-    assert audit.not_run(compiled, MODULES, fell_back, on_gpu=True) is not None
+    fell_back = Profile(functions_seen=unseen, kernels_seen=own)
+    told = audit.not_run(compiled, MODULES, fell_back, on_gpu=True)
+    assert told is not None and told.endswith("mlp was not what was timed")
+
+
+def test_layers_that_ran_uncompiled_are_told():
+    """As dynamo has it beyond its limit, without a word."""
+    compiled, eager = Recipe(compiled=True), Profile(kernels_seen={"at::native::silu_kernel": 36})
+    told = audit.not_run(compiled, [], eager, on_gpu=True)
+    assert told == "no kernel of torch.compile's ran: the layers ran uncompiled"
+    assert audit.not_run(compiled, [], eager, on_gpu=False) is None  # they are C++ there
 
 
 def test_of_a_graph_the_kernels_are_counted():

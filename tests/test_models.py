@@ -71,6 +71,16 @@ def test_fused_mlp_differs_from_vanilla_in_its_mlps_alone(checkpoint, device):
     ]
 
 
+def test_a_compiled_model_does_not_count_what_was_compiled_before_it(
+    checkpoint, device, monkeypatch
+):
+    resets = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(True))
+    for variant, count in (("vanilla_peft", 0), ("compiled_peft", 1)):
+        make(variant, checkpoint, device)
+        assert len(resets) == count
+
+
 def test_vanilla_is_peft_as_it_ships(checkpoint, device):
     built = make("vanilla_peft", checkpoint, device)
     assert built.settings == {
