@@ -85,6 +85,10 @@ def _rows(suite: dict, block: str) -> str:
         last = rows[-1]
         peak = f"{last['peak_gib']:.1f}" if last and last["peak_gib"] else ""
         lines.append([name_of(variant.removesuffix(block)), *map(_time, rows), peak])
+    floors = [suite["floor"].get(str(n)) for n in lengths]
+    if any(floors):
+        times = (f"{floor['floor_ms']:.1f}" if floor else "" for floor in floors)
+        lines.append(["floor: the frozen products, attention and lm_head alone", *times, ""])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
