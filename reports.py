@@ -15,6 +15,7 @@ from rich.table import Table
 import ablation_plot
 import frontier
 import kernel_time
+import loss_curve
 import plots
 import results as store
 import tables
@@ -28,6 +29,7 @@ Results = dict[str, Any]
 # Vanilla and fused MLP once more, on another visit: how far to trust the published run.
 SECOND_RUN = HERE / "docs" / "second_run.json"
 SUITE = HERE / "docs" / "suite.json"  # every part and peer, a run of its own
+LOSSES = HERE / "docs" / "loss_curve.json"  # many steps of two variants, likewise
 
 console = Console(highlight=False)
 PLAIN: dict[str, Any] = {"box": SIMPLE_HEAD, "pad_edge": False}  # fits 80 columns
@@ -45,6 +47,9 @@ def plot_only(folder: Path) -> int:
         drawn.append(HERE / "README.md")
         if suite is not None:
             drawn += draw_suite(suite, folder)
+        picture = folder / "loss_curve.png"
+        if LOSSES.is_file() and loss_curve.draw(store.load(LOSSES), picture):
+            drawn.append(picture)
     drawn += draw(results, folder)
     console.print("\n".join(map(str, drawn)), soft_wrap=True)
     return 0

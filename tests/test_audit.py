@@ -3,7 +3,7 @@
 import pytest
 
 import audit
-from audit import LOSS_SHARE, WALL_MS, WALL_SHARE, loss_gap
+from audit import LOSS_SHARE, LOSS_STEPS, WALL_MS, WALL_SHARE, loss_gap
 from profiled import Profile
 from trainer import Timings
 from variants import EVIDENCE, VARIANTS, Evidence, Recipe
@@ -190,6 +190,9 @@ def test_the_loss_gap_is_the_largest_relative_distance_of_a_step():
     assert loss_gap([4.0, 1.99, 1.0], [4.0, 2.0, 1.0]) == pytest.approx(0.005)
     assert loss_gap([2.5, 2.4], [2.5, 2.4]) == 0.0
     assert loss_gap([], []) == 0.0
+    same = [1.0] * (LOSS_STEPS - 1)
+    assert loss_gap([*same, 1.1, 1.0], [*same, 1.0, 2.0]) == pytest.approx(0.1)
+    assert loss_gap([*same, 1.0, 1.1], [*same, 1.0, 1.0]) == 0.0  # not judged any more
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
