@@ -20,6 +20,7 @@ NAMES = {
     "fused_bordered": "bordered weights",
     "fused_layer": "fused layers",
     "fused_layer_graph": "fused layers, one graph",
+    "fused_layer_graph_offload": "fused layers, one graph, inputs offloaded",
     "fused_layer_graph_selective_10": "fused layers, one graph, 10 GiB of layers kept",
     "fused_all": "all fused",
     "fused_all_graph": "all fused, one graph",

@@ -64,7 +64,8 @@ POLICIES = {
     "fused_all_selective_10": Recipe(fused=PARTS, checkpointing="selective", checkpoint_gib=10),
     "fused_all_selective_20": Recipe(fused=PARTS, checkpointing="selective", checkpoint_gib=20),
 }
-LAYER_POLICIES = {  # copies to the host cannot be captured, so none that offloads
+LAYER_POLICIES = {
+    "fused_layer_graph_offload": Recipe(fused=WHOLE_LAYERS, checkpointing="offload", graph=True),
     "fused_layer_graph_selective_10": Recipe(
         fused=WHOLE_LAYERS, checkpointing="selective", checkpoint_gib=10, graph=True
     ),

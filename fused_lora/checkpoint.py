@@ -1,8 +1,8 @@
 """Gradient checkpointing, layer by layer: what a layer keeps for its backward, and where.
 
     full        keep each layer's input, run the layer again in backward
-    offload     the same with the inputs in pinned host memory: copied out while the next layer
-                runs, and back while the layer after it runs backward
+    offload     the same with the inputs in pinned host memory (`offload.py`): copied out while the
+                layer runs, and back while the layer after it runs backward
     selective   keep all that the first layers need, as many as a memory budget holds, and
                 checkpoint the others
 
@@ -20,23 +20,18 @@ transformers' own checkpointing uses, and taken away again. Chen et al., arXiv 1
 """
 
 import threading
-import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from .launching import is_capturing
+from .offload import Offload
 
 POLICIES = ("full", "offload", "selective")
-
-# Smaller tensors are not worth a copy to the host: it takes as long as a 2 MiB one.
-OFFLOAD_BYTES = 2 * 2**20
 
 # What transformers' layers read: whether to checkpoint, and the function that does it.
 ATTRIBUTES = ("gradient_checkpointing", "_gradient_checkpointing_func")
@@ -85,8 +80,7 @@ class Checkpoint:
         self.policy = policy
         self.budget_bytes = int((memory_gib or 0.0) * 2**30)
         self.layer_bytes: dict[tuple, int] = {}  # by shape of the input, as first measured
-        self.stream: Any = None
-        self.latest: weakref.ref | None = None  # the last input that was offloaded
+        self.offload = Offload()
 
     def install(self, layers: list[nn.Module]) -> None:
         """Run these layers, in the order of a forward, under this policy."""
@@ -106,11 +100,11 @@ class Checkpoint:
         if self.policy == "selective":
             if self._is_kept(layer, index, inputs[0]):
                 return self._measured(layer, forward, *inputs)
-        elif self.policy == "offload" and inputs[0].is_cuda:
+        elif self.policy == "offload":
             if index == 0:
-                self.latest = None
+                self.offload.start()
             if not is_last:  # its backward comes first, when its input would not be out yet
-                with saved_tensors_hooks(self._to_host, self._from_host):
+                with self.offload.hooks():
                     return _checkpointed(layer, forward, *inputs)
         return _checkpointed(layer, forward, *inputs)
 
@@ -139,51 +133,6 @@ class Checkpoint:
             output = forward(*inputs)
         self.layer_bytes[shape] = sum(found.values())
         return output
-
-    # --- offload ----------------------------------------------------------------------------------
-
-    def _to_host(self, tensor: Tensor) -> "Tensor | _Offloaded":
-        if not tensor.is_cuda or tensor.nbytes < OFFLOAD_BYTES:
-            return tensor
-        if self.stream is None:
-            self.stream = torch.cuda.Stream(tensor.device)
-        offloaded = _Offloaded(tensor, self.stream, self.latest)
-        self.latest = weakref.ref(offloaded)
-        return offloaded
-
-    def _from_host(self, saved: "Tensor | _Offloaded") -> Tensor:
-        return saved if isinstance(saved, Tensor) else saved.fetch()
-
-
-class _Offloaded:
-    """A tensor in pinned host memory; `before` is the one that backward will want after it."""
-
-    def __init__(self, tensor: Tensor, stream, before: weakref.ref | None):
-        self.stream, self.before, self.device = stream, before, tensor.device
-        self.host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        self.prefetched: Tensor | None = None
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            self.host.copy_(tensor, non_blocking=True)
-        tensor.record_stream(stream)  # its memory may be given away once it is copied, not before
-
-    def prefetch(self) -> None:
-        if self.prefetched is None:
-            with torch.cuda.stream(self.stream):
-                self.prefetched = self.host.to(self.device, non_blocking=True)
-
-    def fetch(self) -> Tensor:
-        """The tensor on its GPU again, with the one before it set on its way."""
-        self.prefetch()
-        tensor, self.prefetched = self.prefetched, None
-        assert tensor is not None
-        current = torch.cuda.current_stream(self.device)
-        current.wait_stream(self.stream)
-        tensor.record_stream(current)
-        before = self.before() if self.before is not None else None
-        if before is not None:
-            before.prefetch()
-        return tensor
 
 
 def _drops_out(module: nn.Module) -> bool:

@@ -34,6 +34,7 @@ class _Graph:
     """One set of shapes: the buffers that it reads, and once it is captured what replays it."""
 
     inputs: dict[str, Any]
+    policies: list[Any]  # kept, for the host memory that they offload to
     eager_calls: int = 0
     replay: Callable[[], None] | None = None
     loss: Tensor | None = None
@@ -216,18 +217,14 @@ class GraphedStep:
                 f"GraphedStep: {given} would be graph {len(self._graphs) + 1} of "
                 f"max_graphs={self.max_graphs}: pad batches to few lengths, or raise max_graphs"
             )
-        if any(getattr(policy_of(m), "policy", "") == "offload" for m in self.model.modules()):
-            raise ValueError(
-                "GraphedStep cannot capture checkpoint='offload', whose copies to the host run "
-                "outside of the graph: use 'full' or 'selective'"
-            )
         buffers = {
             name: torch.empty(value.shape, dtype=value.dtype, device=self._cuda.device)
             if isinstance(value, Tensor)
             else value
             for name, value in inputs.items()
         }
-        return self._graphs.setdefault(key, _Graph(buffers))
+        policies = [policy_of(module) for module in self.model.modules()]
+        return self._graphs.setdefault(key, _Graph(buffers, policies))
 
     def _capture(self, graph: _Graph, update: bool, accumulated: bool) -> None:
         gradients = [parameter.grad for parameter in self._trained]

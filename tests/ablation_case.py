@@ -26,7 +26,7 @@ PEERS = {  # share of vanilla's step; of its memory at 512 tokens
     "fused_all_selective_10": (0.5, 0.5), "fused_all_selective_20": (0.47, 0.8),
     "fused_all_graph": (0.53, 0.26), "fused_bordered": (0.8, 0.8),
     "fused_layer": (0.505, 0.27), "fused_layer_graph": (0.5, 0.27),
-    "fused_layer_graph_selective_10": (0.46, 0.5),
+    "fused_layer_graph_offload": (0.51, 0.25), "fused_layer_graph_selective_10": (0.46, 0.5),
     "vanilla_peft_bf16": (0.93, 0.92), "vanilla_peft_again": (1.001, 1.0), "vanilla_peft": (1, 1),
 }  # fmt: skip
 ROUNDS = 4

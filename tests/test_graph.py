@@ -1,4 +1,6 @@
 import copy
+import gc
+import weakref
 from functools import partial
 
 import pytest
@@ -15,9 +17,10 @@ from graph_case import (
     halving,
     tiny,
 )
-from peft_models import ids, peft_model
+from peft_models import LAYERS, ids, peft_model
 
-from fused_lora import Fusion, fuse
+from fused_lora import Fusion, fuse, unfuse
+from fused_lora.checkpoint import policy_of
 from fused_lora.graph import EAGER_CALLS, GraphedStep
 
 
@@ -349,11 +352,18 @@ def test_accumulation_with_a_parameter_without_a_gradient(device):
         graphed(model, adamw(model)).accumulate(**batch(0))
 
 
-def test_offloaded_checkpoints(device):
+def test_what_was_offloaded_to_lives_as_long_as_the_graphs(device):
+    """They have the addresses of its host memory, whatever becomes of the model."""
     model = sdpa_model(device)
     fuse(model, Fusion(checkpoint="offload"))
-    with pytest.raises(ValueError, match="cannot capture checkpoint='offload'"):
-        graphed(model, adamw(model))(input_ids=ids(device), labels=ids(device))
+    policy = weakref.ref(policy_of(model.get_submodule(f"{LAYERS}.0")))
+    step = graphed(model, adamw(model))
+    for seed in range(3):
+        step(**chat(seed, device))
+    unfuse(model), gc.collect()
+    assert policy() is not None
+    step.reset(), gc.collect()
+    assert policy() is None
 
 
 def test_a_failed_capture_leaves_everything_as_it_was(device):

@@ -1,0 +1,113 @@
+"""Saved tensors in pinned host memory: out while the next layer runs, back before its backward.
+
+The copies run on a stream of their own. What they read and write on the GPU belongs to the stream
+of the computation, which waits for a copy before it gives that memory away: `Tensor.record_stream`
+would leave that to the allocator, which gives nothing back while a CUDA graph is captured, and
+would allocate pinned memory there, which CUDA forbids. Host memory is kept and used again, by the
+stream of the copies alone and so in order.
+"""
+
+import weakref
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+# Smaller tensors are not worth a copy to the host: it takes as long as a 2 MiB one.
+OFFLOAD_BYTES = 2 * 2**20
+
+
+class Offload:
+    """Host memory and a stream of copies for what one model saves.
+
+    Host memory grows to what was in use at once and stays, also for the CUDA graphs that were
+    captured with it, which have its addresses: it must live as long as they do.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[torch.device, Any] = {}  # a stream for each device
+        self._free: dict[tuple, list[Tensor]] = {}  # host memory by shape and dtype
+        self._latest: weakref.ref[_Offloaded] | None = None
+
+    def __reduce__(self):
+        return Offload, ()  # a copy of a model has copies of its own
+
+    def start(self) -> None:
+        """A new forward begins: none of its tensors comes before what was offloaded until now."""
+        self._latest = None
+
+    def hooks(self) -> saved_tensors_hooks:
+        """The context in which what is saved for backward goes to the host."""
+        return saved_tensors_hooks(self._out, _back)
+
+    def _out(self, tensor: Tensor) -> "Tensor | _Offloaded":
+        if not tensor.is_cuda or tensor.nbytes < OFFLOAD_BYTES:
+            return tensor
+        if tensor.device not in self._copies:
+            self._copies[tensor.device] = torch.cuda.Stream(tensor.device)
+        free = self._free.setdefault((tensor.shape, tensor.dtype), [])
+        before = self._latest() if self._latest is not None else None
+        if before is not None:
+            before.let_go()
+        offloaded = _Offloaded(tensor, self._copies[tensor.device], free, self._latest)
+        self._latest = weakref.ref(offloaded)
+        return offloaded
+
+
+def _back(saved: "Tensor | _Offloaded") -> Tensor:
+    return saved if isinstance(saved, Tensor) else saved.fetch()
+
+
+class _Offloaded:
+    """A tensor in host memory, and on the GPU too while a copy of it is on its way.
+
+    before: what was offloaded before it, which backward will want after it.
+    """
+
+    def __init__(self, tensor: Tensor, copies, free: list[Tensor], before: weakref.ref | None):
+        self.copies, self.free, self.before = copies, free, before
+        self.device = tensor.device
+        self.host = free.pop() if free else _pinned(tensor)
+        self.on_gpu: Tensor | None = tensor
+        self._copy(self.host, tensor)
+
+    def _copy(self, to: Tensor, source: Tensor) -> None:
+        self.user = torch.cuda.current_stream(self.device)
+        self.copies.wait_stream(self.user)
+        with torch.cuda.stream(self.copies):
+            to.copy_(source, non_blocking=True)
+            self.copied = self.copies.record_event()
+
+    def let_go(self) -> None:
+        """Give the memory on the GPU away, once it is copied."""
+        if self.on_gpu is not None:
+            self.user.wait_event(self.copied)
+            self.on_gpu = None
+
+    def prefetch(self) -> None:
+        if self.on_gpu is None:
+            self.on_gpu = torch.empty_like(self.host, device=self.device)
+            self._copy(self.on_gpu, self.host)
+
+    def fetch(self) -> Tensor:
+        """The tensor on its GPU again, with the one before it set on its way."""
+        self.prefetch()
+        tensor = self.on_gpu
+        assert tensor is not None
+        self.let_go()
+        before = self.before() if self.before is not None else None
+        if before is not None:
+            before.prefetch()
+        return tensor
+
+    def __del__(self) -> None:
+        # the events of a capture that failed cannot be waited for, and nothing of it ever runs
+        with suppress(RuntimeError):
+            self.let_go()
+        self.free.append(self.host)
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

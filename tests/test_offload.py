@@ -1,0 +1,281 @@
+"""Saved tensors in host memory: that they come back, and that no memory is given away too early."""
+
+import copy
+import gc
+import pickle
+import weakref
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+import torch
+from fused_case import ALL
+from graph_case import EagerStep, adamw, assert_same, captured, graphed
+from layer_case import peft_model
+
+from fused_lora import Fusion, fuse, offload
+from fused_lora.offload import Offload, _Offloaded
+
+
+class Stream:
+    """A stream that does its work when somebody waits for it: as late as CUDA may."""
+
+    def __init__(self):
+        self.queue, self.done = [], 0
+
+    def record_event(self):
+        return self, self.done + len(self.queue)
+
+    def wait_event(self, event):
+        stream, position = event
+        self.queue.append(lambda: stream.run(position))
+
+    def wait_stream(self, other):
+        self.wait_event(other.record_event())
+
+    def run(self, position=float("inf")):
+        while self.queue and self.done < position:
+            self.done += 1
+            self.queue.pop(0)()
+
+
+class Later(torch.Tensor):
+    """A tensor whose `copy_` is queued on the current stream."""
+
+    def copy_(self, source, non_blocking=False):
+        assert non_blocking
+        to, source = (tensor.as_subclass(torch.Tensor) for tensor in (self, source))
+        Gpu.current.queue.append(lambda: to.copy_(source))
+        return self
+
+
+class Gpu:
+    """Its allocator gives memory away when it is freed, to what its user queues from then on."""
+
+    user: Stream
+    current: Stream
+
+    @classmethod
+    def tensor(cls, values):
+        tensor = values.as_subclass(Later)
+        overwrite = partial(values.fill_, torch.nan)
+        weakref.finalize(tensor, lambda: cls.user.queue.append(overwrite))
+        return tensor
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """The stream of the computation and that of the copies."""
+    user, copies = Stream(), Stream()
+    Gpu.current = Gpu.user = user
+
+    @contextmanager
+    def on(stream):
+        Gpu.current, before = stream, Gpu.current
+        yield
+        Gpu.current = before
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Gpu.current)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(offload, "_pinned", lambda t: torch.full(t.shape, -1.0).as_subclass(Later))
+    empty = torch.full((4,), -2.0)
+    monkeypatch.setattr(torch, "empty_like", lambda host, device: Gpu.tensor(empty.clone()))
+    return user, copies
+
+
+def numbers(first):
+    return Gpu.tensor(torch.arange(first, first + 4.0))
+
+
+def chain(count, copies, free):
+    """So many tensors offloaded one after the other, as `Offload` does it."""
+    found = []
+    for i in range(count):
+        before = None
+        if found:
+            found[-1].let_go()
+            before = weakref.ref(found[-1])
+        found.append(_Offloaded(numbers(10.0 * i), copies, free, before))
+    return found
+
+
+def test_what_was_offloaded_comes_back_in_the_order_of_backward(streams):
+    user, copies = streams
+    one, two, three = chain(3, copies, [])
+    for i, offloaded in ((2, three), (1, two), (0, one)):
+        tensor = offloaded.fetch()
+        user.run()  # what the computation waits for, and nothing else
+        assert tensor.tolist() == [10.0 * i + k for k in range(4)]
+
+
+def test_memory_is_let_go_of_when_the_next_one_is_offloaded_and_not_before_it_is_copied(streams):
+    user, copies = streams
+    one, two = chain(2, copies, [])
+    assert one.on_gpu is None and two.on_gpu is not None
+    # its copy is done by the time the computation comes to what is allocated next
+    user.run()
+    assert one.host.tolist() == [0, 1, 2, 3]
+
+
+def test_a_tensor_is_on_its_way_back_before_it_is_wanted_and_no_other_is(streams):
+    one, two, three = chain(3, streams[1], [])
+    three.fetch()
+    assert two.on_gpu is not None and one.on_gpu is None
+    two.fetch()
+    assert two.on_gpu is None and one.on_gpu is not None
+
+
+def test_the_last_one_is_still_there_and_is_not_copied_back(streams):
+    last = chain(2, streams[1], [])[1]
+    there = last.on_gpu
+    assert last.fetch() is there
+
+
+def test_it_comes_back_a_second_time_for_a_retained_graph(streams):
+    user, copies = streams
+    (one,) = chain(1, copies, [])
+    for _ in range(2):
+        tensor = one.fetch()
+        user.run()
+        assert tensor.tolist() == [0, 1, 2, 3]
+
+
+def test_what_is_dropped_on_its_way_out_is_copied_before_its_memory_is_given_away(streams):
+    """A backward that never comes."""
+    user, copies = streams
+    (one,) = chain(1, copies, [])
+    host = one.host
+    del one
+    user.run(), copies.run()
+    assert host.tolist() == [0, 1, 2, 3]
+
+
+def test_what_is_dropped_on_its_way_back_is_not_copied_over_what_comes_after_it(streams):
+    """A backward that stops early."""
+    user, copies = streams
+    (one,) = chain(1, copies, [])
+    one.let_go()
+    one.prefetch()
+    memory = one.on_gpu.as_subclass(torch.Tensor)
+    del one
+    user.run(), copies.run()
+    assert memory.isnan().all()
+
+
+def test_what_is_copied_out_has_been_computed(streams):
+    user, copies = streams
+    made = numbers(0.0)
+    user.queue.append(partial(made.as_subclass(torch.Tensor).mul_, 2))
+    one = _Offloaded(made, copies, [], None)
+    copies.run()
+    assert one.host.tolist() == [0, 2, 4, 6]
+
+
+def test_what_comes_back_waits_until_its_memory_is_free(streams, monkeypatch):
+    """The computation may still be working in what the allocator has just taken back."""
+    user, copies = streams
+    (one,) = chain(1, copies, [])
+    one.let_go()
+    memory = torch.zeros(4)
+    user.queue.append(partial(memory.fill_, torch.nan))
+    monkeypatch.setattr(torch, "empty_like", lambda *_, **__: memory.as_subclass(Later))
+    one.prefetch()
+    copies.run(), user.run()
+    assert memory.tolist() == [0, 1, 2, 3]
+
+
+def test_host_memory_is_used_again_and_never_by_two(streams):
+    user, copies = streams
+    free: list[torch.Tensor] = []
+    first = chain(3, copies, free)
+    hosts = {one.host.data_ptr() for one in first}
+    assert len(hosts) == 3 and not free
+    del first
+    assert len(free) == 3
+    again = chain(2, copies, free)
+    assert {one.host.data_ptr() for one in again} < hosts and len(free) == 1
+    user.run(), copies.run()
+    assert [one.host.tolist()[0] for one in again] == [0.0, 10.0]
+
+
+def test_small_tensors_and_those_of_the_host_stay_where_they_are():
+    with Offload().hooks():
+        x = torch.ones(2**20, requires_grad=True)
+        y = x * x
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 2.0))
+
+
+def test_a_copy_has_streams_and_host_memory_of_its_own():
+    ours = Offload()
+    ours._copies[torch.device("cpu")] = iter(())  # neither copied nor pickled
+    ours._free[(1,), torch.float32] = [torch.ones(1)]
+    for other in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert not other._copies and not other._free
+
+
+# --- on the GPU -----------------------------------------------------------------------------------
+
+CONFIG = {"num_hidden_layers": 6, "hidden_size": 256, "intermediate_size": 512}
+BATCH, LENGTH = 8, 1024  # a layer's input is 4 MiB
+
+
+def long_ids(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 90, (BATCH, LENGTH), generator=generator).cuda()
+
+
+def big_model(fusion):
+    model = peft_model("cuda", dtype=torch.bfloat16, config=CONFIG)
+    fuse(model, fusion)
+    return model
+
+
+def losses_and_peak(step):
+    """Of six steps, and the memory that the last of them needed at once."""
+    losses = []
+    for seed in range(6):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        tokens = long_ids(seed)
+        losses.append(
+            step(input_ids=tokens, labels=tokens, attention_mask={"full_attention": None})
+        )
+    return losses, torch.cuda.max_memory_allocated()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fusion", [ALL, {"layer": True}], ids=["parts", "layer"])
+def test_steps_are_those_of_inputs_that_stay_and_take_less_memory(fusion):
+    found = {}
+    for policy in ("full", "offload"):
+        model = big_model(Fusion(**fusion, checkpoint=policy))
+        found[policy] = losses_and_peak(EagerStep(model, adamw(model)))
+    assert_same(found["offload"][0], found["full"][0])
+    # four of the six inputs are away at the most, one is on its way
+    assert found["full"][1] - found["offload"][1] > 2.5 * 4 * 2**20
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fusion", [ALL, {"layer": True}], ids=["parts", "layer"])
+def test_captured_steps_are_those_of_the_eager_loop(fusion):
+    model = big_model(Fusion(**fusion, checkpoint="offload"))
+    eager = copy.deepcopy(model)
+    step = graphed(model, adamw(model))
+    ours, theirs = losses_and_peak(step), losses_and_peak(EagerStep(eager, adamw(eager)))
+    assert captured(step) == 1
+    assert_same(ours[0], theirs[0])
+
+
+@pytest.mark.gpu
+def test_a_graph_holds_less_with_inputs_offloaded():
+    held = {}
+    for policy in ("full", "offload"):
+        gc.collect(), torch.cuda.empty_cache()
+        model = big_model(Fusion(layer=True, checkpoint=policy))
+        step = graphed(model, adamw(model))
+        losses_and_peak(step)
+        gc.collect(), torch.cuda.empty_cache()
+        held[policy] = torch.cuda.memory_reserved()
+        del model, step
+    assert held["full"] - held["offload"] > 2.5 * 4 * 2**20
