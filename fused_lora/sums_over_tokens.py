@@ -32,6 +32,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .autotune import fastest
 from .launching import DTYPES, cdiv, check_runnable, next_power_of_2, on_device_of
 from .rows import check_alike, check_rows
 from .swiglu_products_backward import Product
@@ -44,6 +45,14 @@ from .tiling import MAX_BLOCK_RANK, Tiling, dots_in_fp32, stages
 TILING = Tiling(rows=64, columns=64, splits=8, warps=4, stages=4)
 TILING_OF_MANY_ROWS = Tiling(rows=32, columns=128, splits=8, warps=4, stages=4)
 MANY_ROWS = 8192
+# Where they were not measured. Few, as each takes seconds to compile.
+OTHERS = (
+    {"rows": 64, "columns": 64},
+    {"rows": 32, "columns": 128},
+    {"rows": 32, "columns": 64},
+    {"rows": 64, "columns": 64, "stages": 3},
+    {"rows": 32, "columns": 128, "stages": 3, "warps": 8},
+)
 PROGRAMS = 396
 # fp32 is multiplied in registers, into which more than this would not fit.
 TILING_IN_FP32 = Tiling(rows=16, columns=64, splits=8, warps=8, stages=4)
@@ -275,37 +284,44 @@ def _launch(slots: Sequence[_Slot], block_rank: int) -> None:
     if first.dtype == torch.float32:
         tiling = TILING_IN_FP32
     columns = tuple([shape[1] for shape in shapes])
-    tiles = sum([cdiv(n, tiling.columns) for n in columns])
-    if tiles == 0:  # no columns: an empty grid cannot be launched
+    if not any(columns):  # an empty grid cannot be launched
         return
     counts = [len(ranks) for ranks in ranks_of]
+    firsts = tuple(accumulate(counts, initial=0))
     factors, gradients, scalings = zip(*chain.from_iterable(products), strict=True)
+    x_row_strides = tuple([x.stride(0) for x in xs])
+    factor_row_strides = tuple([factor.stride(0) for factor in factors])
     strides = tuple(zip(*[gradient.stride() for gradient in gradients], strict=True))
     ranks = tuple(chain.from_iterable(ranks_of))
     columns_of_factors = tuple(
         [n for n, count in zip(columns, counts, strict=True) for _ in range(count)]
     )
     all_columns = sum(columns_of_factors)
-    splits = max(min(tiling.splits, PROGRAMS // tiles), 1)
-    rows_of_a_split = cdiv(cdiv(rows, splits), tiling.rows) * tiling.rows
-    splits = cdiv(rows, rows_of_a_split)
-    elements = tiling.rows * (tiling.columns + max(counts) * block_rank)
-    partials = None
-    if splits > 1:
-        partials = first.new_empty(splits, all_columns, block_rank, dtype=torch.float32)
-    kernel[(tiles, splits)](
-        xs, tuple([x.stride(0) for x in xs]), columns,
-        factors, tuple([factor.stride(0) for factor in factors]), ranks,
-        gradients, *strides, scalings,
-        partials, all_columns, rows, rows_of_a_split, tuple(accumulate(counts, initial=0)),
-        tiling.rows, tiling.columns, block_rank, dots_in_fp32(kernel, first),
-        num_warps=tiling.warps, num_stages=stages(tiling, elements, first),
-    )  # fmt: skip
-    if splits > 1:
-        _sum_partials_kernel[(sum([cdiv(n, SUM_COLUMNS) for n in columns_of_factors]),)](
-            partials, gradients, *strides, columns_of_factors, ranks, scalings,
-            all_columns, splits, len(gradients), SUM_COLUMNS, block_rank, num_warps=4,
+
+    def launch(tiling: Tiling) -> None:
+        tiles = sum([cdiv(n, tiling.columns) for n in columns])
+        splits = max(min(tiling.splits, PROGRAMS // tiles), 1)
+        rows_of_a_split = cdiv(cdiv(rows, splits), tiling.rows) * tiling.rows
+        splits = cdiv(rows, rows_of_a_split)
+        elements = tiling.rows * (tiling.columns + max(counts) * block_rank)
+        partials = None
+        if splits > 1:
+            partials = first.new_empty(splits, all_columns, block_rank, dtype=torch.float32)
+        kernel[(tiles, splits)](
+            xs, x_row_strides, columns, factors, factor_row_strides, ranks,
+            gradients, *strides, scalings,
+            partials, all_columns, rows, rows_of_a_split, firsts,
+            tiling.rows, tiling.columns, block_rank, dots_in_fp32(kernel, first),
+            num_warps=tiling.warps, num_stages=stages(tiling, elements, first),
         )  # fmt: skip
+        if splits > 1:
+            _sum_partials_kernel[(sum([cdiv(n, SUM_COLUMNS) for n in columns_of_factors]),)](
+                partials, gradients, *strides, columns_of_factors, ranks, scalings,
+                all_columns, splits, len(gradients), SUM_COLUMNS, block_rank, num_warps=4,
+            )  # fmt: skip
+
+    shape = columns, firsts, block_rank
+    launch(fastest(kernel, first, rows, shape, tiling, OTHERS, launch))
 
 
 def _ranks_if_right(x: Tensor, products: Sequence[Product], first: Tensor) -> list[int] | None:

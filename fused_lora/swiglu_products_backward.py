@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .autotune import fastest
 from .gate_up_swiglu import _rows_and_intermediate
 from .launching import DTYPES, cdiv, next_power_of_2, on_device_of
 from .rows import check_alike, check_rows
@@ -36,6 +37,15 @@ from .tiling import MAX_BLOCK_RANK, Tiling, dots_in_fp32, keep, stages
 # 0.473 ms there, and 0.476 in 4 warps, 4 ranges and at most 168 registers, which are the 0.514 of
 # another visit above. The three sums [128, 32] are 48 registers a thread.
 BACKWARD = Tiling(rows=16, columns=128, splits=3, warps=8, stages=3)
+# Where it was not measured: more programs, less shared memory, fewer registers in the sums.
+OTHERS = (
+    {"splits": 6},
+    {"stages": 2},
+    {"warps": 4, "splits": 4},
+    {"columns": 64, "warps": 4},
+    {"rows": 32, "columns": 64, "warps": 4, "splits": 2},
+    {"rows": 32, "stages": 2},
+)
 
 # A program of the second kernel. It reads 17 MB from L2 for 11,008 columns, in 2,064 programs. With
 # 64 columns, 516 of them and loads that waited for each other it took 10 µs.
@@ -250,25 +260,31 @@ def _launch(
     factors = [None if product is None else product.factor for product in products]
     ranks = [0 if factor is None else min(factor.shape[1], MAX_BLOCK_RANK) for factor in factors]
     block_rank = max(next_power_of_2(max(ranks)), 16)  # tl.dot wants 16 at least
-    tiling, kernel = BACKWARD, _swiglu_backward_products_kernel
-    rows_of_a_split = cdiv(cdiv(rows, tiling.splits), tiling.rows) * tiling.rows
-    splits = cdiv(rows, rows_of_a_split)
-    elements = 3 * tiling.rows * (tiling.columns + block_rank)
-    partials = gate_up.new_empty(3, splits, intermediate, block_rank, dtype=torch.float32)
+    kernel = _swiglu_backward_products_kernel
     tensors = grad_hidden, gate_up, grad_gate_up, *factors
-    kernel[(cdiv(intermediate, tiling.columns), splits)](
-        *tensors, partials, *(0 if tensor is None else tensor.stride(0) for tensor in tensors),
-        rows, rows_of_a_split, intermediate, *ranks,
-        tiling.rows, tiling.columns, block_rank, dots_in_fp32(kernel, gate_up),
-        num_warps=tiling.warps, num_stages=stages(tiling, elements, gate_up),
-    )  # fmt: skip
+    row_strides = [0 if tensor is None else tensor.stride(0) for tensor in tensors]
     gradients = tuple(None if product is None else product.gradient for product in products)
     strides = [(0, 0) if gradient is None else gradient.stride() for gradient in gradients]
     scalings = tuple(0.0 if product is None else product.scaling for product in products)
-    _sum_products_kernel[(cdiv(intermediate, SUM_COLUMNS), 3)](
-        partials, gradients, *zip(*strides, strict=True), tuple(ranks), scalings,
-        splits, intermediate, SUM_COLUMNS, block_rank, num_warps=4,
-    )  # fmt: skip
+
+    def launch(tiling: Tiling) -> None:
+        rows_of_a_split = cdiv(cdiv(rows, tiling.splits), tiling.rows) * tiling.rows
+        splits = cdiv(rows, rows_of_a_split)
+        elements = 3 * tiling.rows * (tiling.columns + block_rank)
+        partials = gate_up.new_empty(3, splits, intermediate, block_rank, dtype=torch.float32)
+        kernel[(cdiv(intermediate, tiling.columns), splits)](
+            *tensors, partials, *row_strides,
+            rows, rows_of_a_split, intermediate, *ranks,
+            tiling.rows, tiling.columns, block_rank, dots_in_fp32(kernel, gate_up),
+            num_warps=tiling.warps, num_stages=stages(tiling, elements, gate_up),
+        )  # fmt: skip
+        _sum_products_kernel[(cdiv(intermediate, SUM_COLUMNS), 3)](
+            partials, gradients, *zip(*strides, strict=True), tuple(ranks), scalings,
+            splits, intermediate, SUM_COLUMNS, block_rank, num_warps=4,
+        )  # fmt: skip
+
+    shape = intermediate, *ranks, grad_gate_up is None
+    launch(fastest(kernel, gate_up, rows, shape, BACKWARD, OTHERS, launch))
 
 
 def _check_product(name: str, product: Product, gate_up: Tensor) -> None:

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .autotune import fastest
 from .gate_up_swiglu import _rows_and_intermediate
 from .launching import cdiv, next_power_of_2, on_device_of
 from .rows import check_alike, check_rows
@@ -36,6 +37,17 @@ def forward_tiling(rows: int) -> Tiling:
     tile_rows, programs = 32, 512
     splits = max(programs // max(cdiv(rows, tile_rows), 1), 1)
     return Tiling(rows=tile_rows, columns=128, splits=splits, warps=4, stages=2)
+
+
+# Where that was not measured: more on its way, more warps, narrower, lower and higher tiles.
+OTHERS = (
+    {"stages": 3},
+    {"warps": 8},
+    {"columns": 64, "stages": 4},
+    {"rows": 16, "stages": 3},
+    {"rows": 64, "columns": 64, "stages": 3},
+    {"rows": 64, "warps": 8},
+)
 
 
 @triton.jit
@@ -154,19 +166,26 @@ def _launch(
     """Both kernels, for as many ranks as A has rows."""
     rows, (rank, intermediate) = gate_up.shape[0], A.shape
     block_rank = max(next_power_of_2(rank), 16)  # tl.dot wants 16 at least
-    tiling, kernel = forward_tiling(rows), _swiglu_forward_product_kernel
-    columns_of_a_split = cdiv(cdiv(intermediate, tiling.splits), tiling.columns) * tiling.columns
-    splits = cdiv(intermediate, columns_of_a_split)
-    elements = tiling.columns * (2 * tiling.rows + block_rank)
-    partials = gate_up.new_empty(splits, rows, block_rank, dtype=torch.float32)
-    kernel[(cdiv(rows, tiling.rows), splits)](
-        gate_up, A, hidden, partials,
-        gate_up.stride(0), A.stride(0), 0 if hidden is None else hidden.stride(0),
-        rows, intermediate, columns_of_a_split, rank,
-        tiling.rows, tiling.columns, block_rank, dots_in_fp32(kernel, gate_up),
-        num_warps=tiling.warps, num_stages=stages(tiling, elements, gate_up),
-    )  # fmt: skip
-    _sum_z_kernel[(cdiv(rows, SUM_ROWS),)](
-        partials, z, copy, z.stride(0), 0 if copy is None else copy.stride(0), splits, rows, rank,
-        SUM_ROWS, block_rank, num_warps=4,
-    )  # fmt: skip
+    kernel = _swiglu_forward_product_kernel
+
+    def launch(tiling: Tiling) -> None:
+        columns_of_a_split = (
+            cdiv(cdiv(intermediate, tiling.splits), tiling.columns) * tiling.columns
+        )
+        splits = cdiv(intermediate, columns_of_a_split)
+        elements = tiling.columns * (2 * tiling.rows + block_rank)
+        partials = gate_up.new_empty(splits, rows, block_rank, dtype=torch.float32)
+        kernel[(cdiv(rows, tiling.rows), splits)](
+            gate_up, A, hidden, partials,
+            gate_up.stride(0), A.stride(0), 0 if hidden is None else hidden.stride(0),
+            rows, intermediate, columns_of_a_split, rank,
+            tiling.rows, tiling.columns, block_rank, dots_in_fp32(kernel, gate_up),
+            num_warps=tiling.warps, num_stages=stages(tiling, elements, gate_up),
+        )  # fmt: skip
+        _sum_z_kernel[(cdiv(rows, SUM_ROWS),)](
+            partials, z, copy, z.stride(0), 0 if copy is None else copy.stride(0),
+            splits, rows, rank, SUM_ROWS, block_rank, num_warps=4,
+        )  # fmt: skip
+
+    shape = intermediate, rank, hidden is None
+    launch(fastest(kernel, gate_up, rows, shape, forward_tiling(rows), OTHERS, launch))

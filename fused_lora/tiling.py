@@ -47,9 +47,13 @@ def keep(tile, IN_FP32: tl.constexpr):
     tl.dot wants its operand in another layout than a store does. Rather than pass a tile from one
     to the other through shared memory, Triton computes all that leads to it in both: without this,
     32 and not 16 exponentials a thread for a tile of `swiglu_backward_products` of 32 x 64 in 4
-    warps, and 171 and not 138 registers.
+    warps, and 171 and not 138 registers. Not on sm_10x and sm_11x, beside whose tcgen05
+    Triton's pipeliner takes no such instruction (3.6 and 3.7).
     """
-    if not IN_FP32:
+    HAS_TCGEN05: tl.constexpr = (
+        tl.target_info.cuda_capability_geq(10) and not tl.target_info.cuda_capability_geq(12)
+    )  # fmt: skip
+    if not (IN_FP32 or HAS_TCGEN05):
         tile = tl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=r,r", [tile], dtype=tile.dtype, is_pure=False, pack=2
         )

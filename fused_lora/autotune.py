@@ -1,0 +1,106 @@
+"""The fastest of a few tilings, on a GPU where the shipped one was not measured.
+
+Where it was, MEASURED_ON, nothing is timed. Elsewhere the first call for a shape times the shipped
+tiling and a handful of others, some ms and the time to compile them, and every later call gets the
+fastest. `GraphedStep` runs two eager calls before it captures, and the benchmark warms up: the
+first call is in no timed step, and what is captured has been chosen.
+
+`triton.autotune` fits less: it times where it need not, where it must not (a CUDA graph's capture)
+and where it cannot (Triton's interpreter), and knows one kernel. Here a tiling also decides how
+large the partial sums are and what a second kernel has to add up.
+"""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import cache
+from itertools import pairwise
+from statistics import median
+from threading import Lock
+
+import torch
+import triton
+from torch import Tensor
+
+from .launching import is_capturing, next_power_of_2
+from .tiling import Tiling
+
+MEASURED_ON = {(9, 0)}  # compute capabilities
+
+RUNS = 5  # that are timed of each tiling
+SLEEP_CYCLES = 2_000_000  # 1 ms at 2 GHz, in which the host launches them
+
+CHOSEN: dict[Hashable, Tiling] = {}
+_LOCK = Lock()  # autograd runs backwards in a thread for each device
+
+_capability = cache(torch.cuda.get_device_capability)  # asked at every launch
+
+
+def fastest(
+    kernel,
+    tensor: Tensor,
+    rows: int,
+    shape: Hashable,
+    shipped: Tiling,
+    others: Sequence[Mapping[str, int]],
+    launch: Callable[[Tiling], None],
+) -> Tiling:
+    """The tiling with which `launch` takes the GPU the least time, the same for the whole process.
+
+    It is `shipped`, untimed, on MEASURED_ON, on the CPU and in Triton's interpreter, in fp32, while
+    torch.compile is tracing, under torch.use_deterministic_algorithms, since other processes may
+    choose otherwise and so add in another order, and while a CUDA graph is being captured before
+    anything was chosen.
+
+    Args:
+        kernel: what is tiled.
+        tensor: an operand, of its device, which is the current one, and its dtype.
+        rows: of the operands; up to the next power of two they share a choice.
+        shape: what else the choice depends on.
+        others: what each of the other tilings has different from the shipped one.
+        launch: launches all that a tiling matters to. It reads nothing that it writes, so that it
+            can be called again. A tiling with which it raises (it does not compile, or wants more
+            shared memory than there is) is passed over; if that is each of them, `shipped` is
+            returned, with which the caller's own launch says what is wrong.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or not isinstance(kernel, triton.JITFunction)
+        or not tensor.is_cuda
+        or tensor.dtype == torch.float32
+        or _capability(tensor.get_device()) in MEASURED_ON
+        or torch.are_deterministic_algorithms_enabled()
+    ):
+        return shipped
+    key = kernel.__name__, tensor.get_device(), tensor.dtype, next_power_of_2(rows), shape
+    chosen = CHOSEN.get(key)
+    if chosen is not None:
+        return chosen
+    if is_capturing(tensor):
+        return shipped
+    with _LOCK:
+        if key not in CHOSEN:
+            tilings = shipped, *(shipped._replace(**changes) for changes in others)
+            CHOSEN[key] = _fastest_of(tilings, launch)
+        return CHOSEN[key]
+
+
+def _fastest_of(tilings: Sequence[Tiling], launch: Callable[[Tiling], None]) -> Tiling:
+    milliseconds = {}
+    for tiling in dict.fromkeys(tilings):
+        try:
+            milliseconds[tiling] = _milliseconds(launch, tiling)
+        except Exception:  # Triton has many, a failed pass is a RuntimeError
+            continue
+    return min(milliseconds, key=milliseconds.__getitem__, default=tilings[0])
+
+
+def _milliseconds(launch: Callable[[Tiling], None], tiling: Tiling) -> float:
+    """A launch's time on the GPU, the median of RUNS, whatever the host takes for it."""
+    launch(tiling)  # compiles
+    torch.cuda._sleep(SLEEP_CYCLES)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(RUNS + 1)]
+    events[0].record()
+    for event in events[1:]:
+        launch(tiling)
+        event.record()
+    events[-1].synchronize()
+    return median(start.elapsed_time(end) for start, end in pairwise(events))

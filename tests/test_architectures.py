@@ -1,0 +1,37 @@
+"""The kernels with tilings compile for every GPU with bf16 tensor cores, and fit into it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+# What a program may have of shared memory, in kB of 1,024 bytes: CUDA C++ Programming Guide,
+# "Technical Specifications per Compute Capability"
+SHARED_KB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+KERNELS = {
+    "_swiglu_backward_products_kernel",
+    "_swiglu_forward_product_kernel",
+    "_sums_over_tokens_kernel",
+}
+
+
+@pytest.fixture(scope="module")
+def shared_bytes():
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = str(HERE.parent)
+    program = [sys.executable, str(HERE / "compile_case.py"), *map(str, SHARED_KB)]
+    done = subprocess.run(program, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("arch", SHARED_KB)
+def test_kernels_compile_and_fit_into_shared_memory(arch, shared_bytes):
+    found = shared_bytes[str(arch)]
+    assert set(found) >= KERNELS
+    assert all(0 < found[name] <= SHARED_KB[arch] * 1024 for name in KERNELS)
