@@ -10,10 +10,11 @@ from functools import partial
 import pytest
 import torch
 from fused_case import ALL
-from graph_case import EagerStep, adamw, assert_same, captured, graphed
+from graph_case import EagerStep, adamw, captured, graphed
 from layer_case import peft_model
 
 from fused_lora import Fusion, fuse, offload
+from fused_lora.graph import EAGER_CALLS
 from fused_lora.offload import Offload, _Offloaded
 
 
@@ -217,65 +218,39 @@ def test_a_copy_has_streams_and_host_memory_of_its_own():
 # --- on the GPU -----------------------------------------------------------------------------------
 
 CONFIG = {"num_hidden_layers": 6, "hidden_size": 256, "intermediate_size": 512}
-BATCH, LENGTH = 8, 1024  # a layer's input is 4 MiB
+BATCH, LENGTH = 64, 128  # a layer's input is 4 MiB
+FUSIONS = {"parts": ALL, "layer": {"layer": True}}
 
 
-def long_ids(seed):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 90, (BATCH, LENGTH), generator=generator).cuda()
-
-
-def big_model(fusion):
+def gradients_and_peak(make_step, fusion, policy):
+    """The sums of four batches' gradients, as one vector for each tensor, and the memory that the
+    third batch wants at once: by then nothing is compiled any more, and a graph is captured."""
     model = peft_model("cuda", dtype=torch.bfloat16, config=CONFIG)
-    fuse(model, fusion)
-    return model
-
-
-def losses_and_peak(step):
-    """Of six steps, and the memory that the last of them needed at once."""
-    losses = []
-    for seed in range(6):
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        tokens = long_ids(seed)
-        losses.append(
-            step(input_ids=tokens, labels=tokens, attention_mask={"full_attention": None})
-        )
-    return losses, torch.cuda.max_memory_allocated()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("fusion", [ALL, {"layer": True}], ids=["parts", "layer"])
-def test_steps_are_those_of_inputs_that_stay_and_take_less_memory(fusion):
-    found = {}
-    for policy in ("full", "offload"):
-        model = big_model(Fusion(**fusion, checkpoint=policy))
-        found[policy] = losses_and_peak(EagerStep(model, adamw(model)))
-    assert_same(found["offload"][0], found["full"][0])
-    # four of the six inputs are away at the most, one is on its way
-    assert found["full"][1] - found["offload"][1] > 2.5 * 4 * 2**20
+    fuse(model, Fusion(**fusion, checkpoint=policy))
+    step = make_step(model, adamw(model))
+    peaks = []
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        tokens = torch.randint(0, 90, (BATCH, LENGTH), generator=generator).cuda()
+        gc.collect(), torch.cuda.empty_cache(), torch.cuda.reset_peak_memory_stats()
+        no_mask = {"full_attention": None}
+        step.accumulate(input_ids=tokens, labels=tokens, attention_mask=no_mask)
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert make_step is EagerStep or captured(step) == 1
+    found = {n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None}
+    return found, peaks[EAGER_CALLS] - torch.cuda.memory_allocated()
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("fusion", [ALL, {"layer": True}], ids=["parts", "layer"])
-def test_captured_steps_are_those_of_the_eager_loop(fusion):
-    model = big_model(Fusion(**fusion, checkpoint="offload"))
-    eager = copy.deepcopy(model)
-    step = graphed(model, adamw(model))
-    ours, theirs = losses_and_peak(step), losses_and_peak(EagerStep(eager, adamw(eager)))
-    assert captured(step) == 1
-    assert_same(ours[0], theirs[0])
-
-
-@pytest.mark.gpu
-def test_a_graph_holds_less_with_inputs_offloaded():
-    held = {}
-    for policy in ("full", "offload"):
-        gc.collect(), torch.cuda.empty_cache()
-        model = big_model(Fusion(layer=True, checkpoint=policy))
-        step = graphed(model, adamw(model))
-        losses_and_peak(step)
-        gc.collect(), torch.cuda.empty_cache()
-        held[policy] = torch.cuda.memory_reserved()
-        del model, step
-    assert held["full"] - held["offload"] > 2.5 * 4 * 2**20
+@pytest.mark.parametrize("make_step", [EagerStep, graphed], ids=["eager", "graph"])
+@pytest.mark.parametrize("fusion", FUSIONS.values(), ids=FUSIONS)
+def test_gradients_are_those_of_inputs_that_stay_and_take_less_memory(fusion, make_step):
+    """Attention's backward may add in another order each time, which bf16 rounds to other numbers;
+    those of another layer's or batch's input would be off by all of it."""
+    (got, less), (want, more) = (
+        gradients_and_peak(make_step, fusion, policy) for policy in ("offload", "full")
+    )
+    assert got.keys() == want.keys() and len(want) > 50
+    assert all((got[n] - want[n]).norm() <= 0.02 * want[n].norm() for n in want)
+    # of six inputs one is never offloaded, and one is on its way
+    assert more - less > 3 * BATCH * LENGTH * CONFIG["hidden_size"] * 2
