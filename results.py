@@ -26,7 +26,7 @@ from typing import Any
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 
-from summary import key_of, summarize
+from summary import floor_of_round, key_of, summarize
 
 SCHEMA = json.loads((Path(__file__).parent / "results.schema.json").read_text())
 SCHEMA_VERSION = SCHEMA["properties"]["schema_version"]["const"]
@@ -179,14 +179,16 @@ def merge(runs: list[dict]) -> dict:
     """One document of several of the same experiment: the rounds of each run are rounds of it.
 
     So a node measures in parallel, every GPU its own rounds, or every GPU some of the variants with
-    the baselines that they are held against. A speedup stays within a round, and so on one GPU. The
-    floor is the median of all its samples.
+    the baselines that they are held against. A speedup stays within a round, and so on one GPU, and
+    so does what a step is over the floor: each run's own is kept for its rounds. What is drawn and
+    printed as the floor is the median of all samples.
 
     Raises:
         ValueError: the runs are not of one experiment on one kind of GPU.
     """
     merged, *others = (copy.deepcopy(run) for run in runs)
     samples = {seq_len: list(floor["samples_ms"]) for seq_len, floor in merged["floor"].items()}
+    of_round = {seq_len: floor_of_round(merged, seq_len) for seq_len in merged["floor"]}
     for run in others:
         if differences := _differences(merged, run):
             raise ValueError(f"these are not of one experiment: {_first_few(differences)}")
@@ -205,7 +207,11 @@ def merge(runs: list[dict]) -> dict:
         for seq_len, floor in run["floor"].items():
             merged["floor"].setdefault(seq_len, floor)
             samples.setdefault(seq_len, []).extend(floor["samples_ms"])
+            own = floor_of_round(run, seq_len)
+            shifted = {number + before: floor_ms for number, floor_ms in own.items()}
+            of_round.setdefault(seq_len, {}).update(shifted)
     for seq_len, floor in merged["floor"].items():
+        floor["of_round"] = {str(number): ms for number, ms in of_round[seq_len].items()}
         if samples[seq_len]:
             floor |= {"floor_ms": median(samples[seq_len]), "samples_ms": samples[seq_len]}
     merged["summary"] = summarize(merged)

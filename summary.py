@@ -57,7 +57,7 @@ def _summary_row(results: dict, variant: str, seq_len: int) -> dict:
     median_ms = {part: median(values) if values else None for part, values in rounds_ms.items()}
     step_ms = median_ms["step_ms"]
     ratios = speedups(results, variant, seq_len)
-    floor_ms = (results.get("floor") or {}).get(str(seq_len), {}).get("floor_ms")
+    over_floor = ratios_to_floor(results, variant, seq_len)
     peaks = [cell["peak_allocated_bytes"] for cell in timed if cell["peak_allocated_bytes"]]
     tokens = results["experiment"]["batch_size"] * seq_len
     row = {
@@ -71,7 +71,7 @@ def _summary_row(results: dict, variant: str, seq_len: int) -> dict:
         "tokens_per_s": tokens / step_ms * 1000 if step_ms else None,
         "speedup": median(ratios) if ratios else None,
         "speedup_ci95": None if variant == baseline_of(variant) else interval95(ratios),
-        "ratio_to_floor": step_ms / floor_ms if step_ms and floor_ms else None,
+        "ratio_to_floor": median(over_floor) if over_floor else None,
         "forward_ms": median_ms["forward_ms"],
         "backward_ms": median_ms["backward_ms"],
         "optimizer_ms": median_ms["optimizer_ms"],
@@ -87,6 +87,23 @@ def speedups(results: dict, variant: str, seq_len: int) -> list[float]:
     baseline = round_ms(results, baseline_of(variant), seq_len)
     own = round_ms(results, variant, seq_len)
     return [baseline[round] / own[round] for round in sorted(baseline.keys() & own.keys())]
+
+
+def floor_of_round(results: dict, seq_len: int | str) -> dict[int, float]:
+    """The floor that was measured on the machine of each round; empty without one."""
+    floor = (results.get("floor") or {}).get(str(seq_len))
+    if floor is None:
+        return {}
+    of_round = floor.get("of_round", {})  # of a merged run
+    rounds = range(1, results["experiment"]["rounds"] + 1)
+    return {number: of_round.get(str(number), floor["floor_ms"]) for number in rounds}
+
+
+def ratios_to_floor(results: dict, variant: str, seq_len: int) -> list[float]:
+    """Variant time / the floor's, in each round that has the variant."""
+    floor = floor_of_round(results, seq_len)
+    own = round_ms(results, variant, seq_len)
+    return [ms / floor[number] for number, ms in sorted(own.items())] if floor else []
 
 
 def noise_band(results: dict, seq_len: int, variant: str = BASELINE) -> tuple[float, float] | None:

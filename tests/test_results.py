@@ -115,7 +115,10 @@ def test_every_object_with_named_parts_wants_them_and_no_others():
         for path, schema in described.items()
         for name in schema["properties"].keys() - set(schema["required"])
     }
-    assert {name for _, name in optional} == {"labelled_tokens"}  # a rehearsal's floor
+    assert {name for _, name in optional} == {
+        "labelled_tokens",
+        "of_round",
+    }  # a rehearsal's, a merged run's
     assert [path for path, s in described.items() if s["additionalProperties"] is not False] == []
 
 

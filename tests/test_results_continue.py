@@ -147,6 +147,9 @@ def test_the_rounds_of_every_run_are_rounds_of_the_merged_one():
     one = example.run(("vanilla_peft", "fused_mlp"), (64,), rounds=2, steps=16)
     two = example.run(("vanilla_peft", "full_unsloth"), (64,), rounds=2, steps=16)
     two["floor"]["64"]["samples_ms"], one["floor"]["64"]["samples_ms"] = [50.0, 60.0], [40.0]
+    one["floor"]["64"]["floor_ms"], two["floor"]["64"]["floor_ms"] = 40.0, 55.0
+    for run in (one, two):
+        run["summary"] = results.summarize(run)
     two["started_utc"], one["finished_utc"] = "2020-01-01T00:00:00+00:00", None
     before = [copy.deepcopy(run) for run in (one, two)]
     merged = results.merge([one, two])
@@ -158,13 +161,15 @@ def test_the_rounds_of_every_run_are_rounds_of_the_merged_one():
     assert merged["experiment"]["variants"] == ["vanilla_peft", "fused_mlp", "full_unsloth"]
     assert (merged["experiment"]["rounds"], merged["experiment"]["steps"]) == (4, 32)
     assert merged["floor"]["64"]["floor_ms"] == 50.0
+    assert merged["floor"]["64"]["of_round"] == {"1": 40.0, "2": 40.0, "3": 55.0, "4": 55.0}
     assert merged["started_utc"] == "2020-01-01T00:00:00+00:00"
     assert merged["finished_utc"] is None
-    # paired on the GPU that measured both: as in the run that each came from
+    # paired on the GPU that measured both, and over its own floor: as in the run of each
     for run, variant in ((one, "fused_mlp"), (two, "full_unsloth")):
         alone = next(row for row in run["summary"] if row["variant"] == variant)
         together = next(row for row in merged["summary"] if row["variant"] == variant)
         assert together["speedup"] == alone["speedup"]
+        assert together["ratio_to_floor"] == alone["ratio_to_floor"]
 
 
 def test_a_merged_run_is_saved_loaded_and_goes_on(tmp_path):
