@@ -55,10 +55,10 @@ def figure(results: dict) -> Figure:
         blocks, lengths = blocks_of(results), results["experiment"]["seq_lens"]
         names = [name_of_part(part) for part in (*parts_of(blocks[0]), INTERACTION)]
         names = [name_of(BASELINE), *names, name_of("fused_all")]
-        height = 2.75 + len(lengths) * (0.5 + ROW_INCHES * len(names))
+        height = 3.1 + len(lengths) * (0.5 + ROW_INCHES * len(names))
         picture = Figure(figsize=(14, height), dpi=150)
         panels = picture.subplots(len(lengths), len(blocks), squeeze=False, sharex="row")
-        picture.subplots_adjust(0.145, 1.15 / height, 0.81, 1 - 2.3 / height, 0.82, 0.24)
+        picture.subplots_adjust(0.145, 1.3 / height, 0.81, 1 - 2.5 / height, 0.82, 0.24)
         for line, seq_len in zip(panels, lengths, strict=True):
             for axes, block in zip(line, blocks, strict=True):
                 _panel(axes, results, seq_len, block, names)
@@ -138,7 +138,7 @@ def _numbers(axes: Axes, column: int, y: int, gain: Gain | str | None, colour: s
     if not isinstance(gain, Gain):
         _beside(axes, column + 1, y, gain or "", **ASIDE)
         return
-    text: dict[str, Any] = {"color": colour, "weight": "bold"}
+    text: dict[str, Any] = {"color": colour, "weight": "bold" if gain.verdict else "normal"}
     if gain.verdict == NOISE:
         text = {"color": "#999999"}
     _beside(axes, column, y, f"{number(gain.ms, 0)} ms", **text)
@@ -158,9 +158,10 @@ def _words(picture: Figure, results: dict, height: float) -> None:
     said = (
         "From vanilla PEFT down to all fused: a red bar begins where the one above it ended, and "
         "is as long as what the part, alone,\ntakes off a step. The interaction is what all "
-        "together take off beyond that sum. Negative: adds time. Grey number: may be noise."
+        "together take off beyond that sum. Negative: adds time. Bold: more than noise; grey: not; "
+        "neither:\nof a single round, which cannot tell."
     )
-    picture.text(0.025, 1 - 1.08 / height, said, size=11.5, linespacing=1.45)
+    picture.text(0.025, 1 - 1.3 / height, said, size=11.5, linespacing=1.45)
     keys: list[Any] = [
         Patch(color=FIRST, label="added first: alone, on vanilla PEFT"),
         Patch(color=LAST, label="added last: on top of all the others"),
@@ -168,7 +169,7 @@ def _words(picture: Figure, results: dict, height: float) -> None:
         Line2D([], [], color="black", linewidth=1.1, marker="|", label="95% interval"),
         Line2D([], [], color="black", linewidth=1.8, label="floor"),
     ]
-    picture.legend(handles=keys, loc="upper left", bbox_to_anchor=(0.017, 1 - 1.13 / height),
+    picture.legend(handles=keys, loc="upper left", bbox_to_anchor=(0.017, 1 - 1.35 / height),
                    ncols=5, fontsize=11, handlelength=1.4, columnspacing=1.4)  # fmt: skip
     how = "Medians over steps, then over rounds; percent: of vanilla's step in the same round."
     words = fill(f"{caption(results)} {how}", 165)

@@ -213,7 +213,7 @@ def words(axes):
     return [text.get_text() for text in axes.texts if text.get_text()]
 
 
-def test_the_numbers_stand_beside_the_bars_and_noise_is_grey(pictures):
+def test_the_numbers_stand_beside_the_bars_and_only_what_is_told_from_noise_is_bold(pictures):
     axes = pictures["all"].axes[6]  # 512 tokens, with checkpointing
     mlp = row(ablation.gains(RUNS["all"], 512), "mlp")
     for gain in (mlp.first, mlp.last):
@@ -222,8 +222,13 @@ def test_the_numbers_stand_beside_the_bars_and_noise_is_grey(pictures):
     colours = {text.get_text(): to_hex(text.get_color()) for text in axes.texts}
     assert colours[f"{mlp.first.ms:.0f} ms"] == plot.FIRST == looks.LOOKS["fused_mlp"].colour
     assert colours["−5 ms"] == "#999999"
-    assert "#999999" not in {to_hex(t.get_color()) for t in pictures["one block, one round"]
-                             .axes[0].texts}  # fmt: skip
+    weights = {text.get_text(): text.get_weight() for text in axes.texts}
+    assert (weights[f"{mlp.first.ms:.0f} ms"], weights["−5 ms"]) == ("bold", "normal")
+    (one_round,) = ablation.gains(RUNS["one block, one round"], 512)[:1]
+    texts = pictures["one block, one round"].axes[-1].texts
+    assert "#999999" not in {to_hex(text.get_color()) for text in texts}
+    alone = [text for text in texts if text.get_text() == f"{one_round.first.ms:.0f} ms"]
+    assert alone and {text.get_weight() for text in alone} == {"normal"}
 
 
 def test_gaps_are_labelled(pictures):
