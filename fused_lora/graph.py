@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from .capture import Cuda
-from .checkpoint import policy_of
+from .checkpoint import Checkpoint, policy_of
 
 # One to compile and to make the optimizer's state, one that runs as all later ones will.
 EAGER_CALLS = 2
@@ -34,7 +34,7 @@ class _Graph:
     """One set of shapes: the buffers that it reads, and once it is captured what replays it."""
 
     inputs: dict[str, Any]
-    policies: list[Any]  # kept, for the host memory that they offload to
+    policies: set[Checkpoint | None]  # kept, for the host memory that they offload to
     eager_calls: int = 0
     replay: Callable[[], None] | None = None
     loss: Tensor | None = None
@@ -73,7 +73,8 @@ class GraphedStep:
 
     Held until `reset`: the memory of the largest graph, activations and all, shared by all graphs;
     each graph's batch; with accumulation one gradient per parameter, else gradients live inside
-    the graph only. Eager calls need their memory beside it.
+    the graph only; the host memory that checkpoint="offload" copies to. Eager calls need their
+    memory beside it.
 
     Args:
         model: on one CUDA device; returns the loss, 0-d, or an output that has it as `.loss`.
@@ -223,7 +224,7 @@ class GraphedStep:
             else value
             for name, value in inputs.items()
         }
-        policies = [policy_of(module) for module in self.model.modules()]
+        policies = {policy_of(module) for module in self.model.modules()}
         return self._graphs.setdefault(key, _Graph(buffers, policies))
 
     def _capture(self, graph: _Graph, update: bool, accumulated: bool) -> None:

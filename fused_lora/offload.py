@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from .launching import is_capturing
+
 # Smaller tensors are not worth a copy to the host: it takes as long as a 2 MiB one.
 OFFLOAD_BYTES = 2 * 2**20
 
@@ -28,7 +30,7 @@ class Offload:
 
     def __init__(self) -> None:
         self._copies: dict[torch.device, Any] = {}  # a stream for each device
-        self._free: dict[tuple, list[Tensor]] = {}  # host memory by shape and dtype
+        self._free: dict[tuple, list[Tensor]] = {}  # host memory, by whose it is, shape and dtype
         self._latest: weakref.ref[_Offloaded] | None = None
 
     def __reduce__(self):
@@ -47,13 +49,27 @@ class Offload:
             return tensor
         if tensor.device not in self._copies:
             self._copies[tensor.device] = torch.cuda.Stream(tensor.device)
-        free = self._free.setdefault((tensor.shape, tensor.dtype), [])
+        free = self._free_for(tensor)
         before = self._latest() if self._latest is not None else None
         if before is not None:
             before.let_go()
         offloaded = _Offloaded(tensor, self._copies[tensor.device], free, self._latest)
         self._latest = weakref.ref(offloaded)
         return offloaded
+
+    def _free_for(self, tensor: Tensor) -> list[Tensor]:
+        """The host memory for tensors like this one that is free: to take from and to give back."""
+        eager, captured = (
+            self._free.setdefault((whose, tensor.shape, tensor.dtype), [])
+            for whose in ("eager", "captured")
+        )
+        if not is_capturing(tensor):
+            return eager
+        # A replay overwrites it, whoever has it then: graphs, of which each is done with it when
+        # the next one runs, share it with each other and with nobody else.
+        captured += eager
+        eager.clear()
+        return captured
 
 
 def _back(saved: "Tensor | _Offloaded") -> Tensor:

@@ -199,6 +199,25 @@ def test_host_memory_is_used_again_and_never_by_two(streams):
     assert [one.host.tolist()[0] for one in again] == [0.0, 10.0]
 
 
+def test_what_a_graph_was_captured_with_is_used_by_graphs_alone(monkeypatch):
+    """A replay overwrites it, which an eager step's backward may still want."""
+    ours, like = Offload(), torch.zeros(3)
+    hosts = [torch.ones(3) for _ in range(2)]
+    ours._free_for(like).extend(hosts)
+    with monkeypatch.context() as patch:
+        patch.setattr(offload, "is_capturing", lambda tensor: True)
+        taken = ours._free_for(like).pop()
+        assert any(taken is host for host in hosts)
+        ours._free_for(like).append(taken)
+    assert not ours._free_for(like)
+    ours._free_for(like).append(torch.ones(3))
+    with monkeypatch.context() as patch:
+        patch.setattr(offload, "is_capturing", lambda tensor: True)
+        assert len(ours._free_for(like)) == 3
+        assert not ours._free_for(torch.zeros(4))
+        assert not ours._free_for(like.double())
+
+
 def test_small_tensors_and_those_of_the_host_stay_where_they_are():
     with Offload().hooks():
         x = torch.ones(2**20, requires_grad=True)
