@@ -4,7 +4,8 @@ For every layer, with weights of its own: the frozen products q+k+v, o, gate+up 
 and for the gradient of their input, and attention both ways; then the lm_head both ways over the
 labelled tokens, which are all that the loss needs. No adapters, norms, activations or optimizer.
 The operations run in a step's order as one CUDA graph that is replayed like steps, because short
-bursts flatter a card that is held back by its power limit.
+bursts flatter a card that is held back by its power limit. With checkpointing a step cannot do
+without part of each layer's forward a second time: the recomputation, measured likewise.
 """
 
 import statistics
@@ -81,50 +82,99 @@ class Floor:
     def _random(self, *size: int) -> Tensor:
         return torch.randn(size, device=self.device, dtype=torch.bfloat16)
 
-    def chain(self, batch_size: int, seq_len: int, labelled_tokens: int) -> Callable[[], None]:
-        """A function that runs the operations of one step, forward and then backward."""
+    def _operands(self, batch_size: int, seq_len: int) -> "Operands":
         shape, tokens = self.shape, batch_size * seq_len
-        # [in] of every product forward; the same tensors serve as the [out] gradients backward
-        hidden = self._random(tokens, shape.hidden)
-        attended = self._random(tokens, shape.heads * shape.head_dim)
-        intermediate = self._random(tokens, shape.intermediate)
-        grad_qkv = self._random(tokens, shape.qkv)
-        grad_gate_up = self._random(tokens, 2 * shape.intermediate)
-        forward_inputs = (hidden, attended, hidden, intermediate)
-        backward_inputs = (grad_qkv, hidden, grad_gate_up, hidden)
         q, k, v = (
             self._random(batch_size, seq_len, heads, shape.head_dim)
             .transpose(1, 2)
             .requires_grad_()
             for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
         )
-        grad_heads = torch.randn_like(q)
+        return Operands(
+            hidden=self._random(tokens, shape.hidden),
+            attended=self._random(tokens, shape.heads * shape.head_dim),
+            intermediate=self._random(tokens, shape.intermediate),
+            grad_qkv=self._random(tokens, shape.qkv),
+            grad_gate_up=self._random(tokens, 2 * shape.intermediate),
+            heads=(q, k, v),
+            grad_heads=torch.randn_like(q),
+        )
+
+    def chain(self, batch_size: int, seq_len: int, labelled_tokens: int) -> Callable[[], None]:
+        """A function that runs the operations of one step, forward and then backward."""
+        given = self._operands(batch_size, seq_len)
+        forward_inputs = (given.hidden, given.attended, given.hidden, given.intermediate)
+        # [in] of every product forward; the same tensors serve as the [out] gradients backward
+        backward_inputs = (given.grad_qkv, given.hidden, given.grad_gate_up, given.hidden)
 
         def step() -> None:
             outputs = []
             for weights in self.layers:
                 for x, weight in zip(forward_inputs, weights, strict=True):
                     x @ weight.t()
-                outputs.append(
-                    F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-                )
+                outputs.append(_attention(*given.heads))
             for start in range(0, labelled_tokens, self.LM_HEAD_CHUNK):
-                rows = hidden[start : min(start + self.LM_HEAD_CHUNK, labelled_tokens)]
+                rows = given.hidden[start : min(start + self.LM_HEAD_CHUNK, labelled_tokens)]
                 (rows @ self.lm_head.t()) @ self.lm_head
             for weights in reversed(self.layers):
-                torch.autograd.grad(outputs.pop(), (q, k, v), grad_heads)
+                torch.autograd.grad(outputs.pop(), given.heads, given.grad_heads)
                 for grad, weight in zip(backward_inputs, weights, strict=True):
                     grad @ weight
 
         return step
 
+    def recomputation(self, batch_size: int, seq_len: int) -> Callable[[], None]:
+        """A function that runs what checkpointed layers do a second time, and cannot do without:
+        all of their forward but the down projection, whose output nothing is saved of."""
+        given = self._operands(batch_size, seq_len)
+        inputs = (given.hidden, given.attended, given.hidden)
+
+        def run() -> None:
+            for weights in self.layers:
+                for x, weight in zip(inputs, weights[:-1], strict=True):
+                    x @ weight.t()
+                _attention(*given.heads)
+
+        return run
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What stands in for the tensors of a step; `heads` are q, k and v."""
+
+    hidden: Tensor
+    attended: Tensor
+    intermediate: Tensor
+    grad_qkv: Tensor
+    grad_gate_up: Tensor
+    heads: tuple[Tensor, Tensor, Tensor]
+    grad_heads: Tensor
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
 
 def measure(
     floor: Floor, batch_size: int, seq_len: int, labelled_tokens: int, clock: Clock
 ) -> dict[str, Any]:
-    """Time the floor at one length; the median of STEPS replays after WARMUP_STEPS, in ms."""
+    """Time the floor at one length, and beside it the recomputation: the medians of STEPS replays
+    after WARMUP_STEPS, in ms."""
+    on_gpu = floor.device == "cuda"
     step = floor.chain(batch_size, seq_len, labelled_tokens)
-    run = _captured(step) if floor.device == "cuda" else step
+    samples_ms = _samples(step, on_gpu, clock)
+    again_ms = _samples(floor.recomputation(batch_size, seq_len), on_gpu, clock)
+    return {
+        "floor_ms": statistics.median(samples_ms),
+        "samples_ms": samples_ms,
+        "recomputation_ms": statistics.median(again_ms),
+        "recomputation_samples_ms": again_ms,
+        "labelled_tokens": labelled_tokens,
+    }
+
+
+def _samples(operations: Callable[[], None], on_gpu: bool, clock: Clock) -> list[float]:
+    run = _captured(operations) if on_gpu else operations
     samples_ms = []
     for index in range(WARMUP_STEPS + STEPS):
         start = clock.mark()
@@ -133,11 +183,7 @@ def measure(
         clock.synchronize()
         if index >= WARMUP_STEPS:
             samples_ms.append(clock.elapsed_ms(start, end))
-    return {
-        "floor_ms": statistics.median(samples_ms),
-        "samples_ms": samples_ms,
-        "labelled_tokens": labelled_tokens,
-    }
+    return samples_ms
 
 
 def _captured(step: Callable[[], None]) -> Callable[[], None]:

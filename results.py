@@ -29,6 +29,10 @@ from jsonschema.exceptions import best_match
 from summary import floor_of_round, key_of, summarize
 
 SCHEMA = json.loads((Path(__file__).parent / "results.schema.json").read_text())
+FLOOR_PARTS = (
+    ("samples_ms", "floor_ms"),
+    ("recomputation_samples_ms", "recomputation_ms"),
+)
 SCHEMA_VERSION = SCHEMA["properties"]["schema_version"]["const"]
 DOCUMENT = Draft202012Validator(SCHEMA)
 CELL = Draft202012Validator(SCHEMA["$defs"]["cell"])
@@ -187,8 +191,6 @@ def merge(runs: list[dict]) -> dict:
         ValueError: the runs are not of one experiment on one kind of GPU.
     """
     merged, *others = (copy.deepcopy(run) for run in runs)
-    samples = {seq_len: list(floor["samples_ms"]) for seq_len, floor in merged["floor"].items()}
-    of_round = {seq_len: floor_of_round(merged, seq_len) for seq_len in merged["floor"]}
     for run in others:
         if differences := _differences(merged, run):
             raise ValueError(f"these are not of one experiment: {_first_few(differences)}")
@@ -196,25 +198,34 @@ def merge(runs: list[dict]) -> dict:
         finished = [merged["finished_utc"], run["finished_utc"]]
         for cell in run["cells"]:
             cell["round"] += before
-        cells = merged["cells"] + run["cells"]
+        cells, floor = merged["cells"] + run["cells"], _merged_floor(merged, run)
         _widen(merged, run)
-        merged["cells"] = cells
+        merged["cells"], merged["floor"] = cells, floor
         merged["experiment"]["rounds"] = before + run["experiment"]["rounds"]
         merged["experiment"]["steps"] = steps + run["experiment"]["steps"]
         merged["started_utc"] = min(merged["started_utc"], run["started_utc"])
         merged["finished_utc"] = max(finished) if all(finished) else None
         merged["kernels"] = merged["kernels"] or run["kernels"]
-        for seq_len, floor in run["floor"].items():
-            merged["floor"].setdefault(seq_len, floor)
-            samples.setdefault(seq_len, []).extend(floor["samples_ms"])
-            own = floor_of_round(run, seq_len)
-            shifted = {number + before: floor_ms for number, floor_ms in own.items()}
-            of_round.setdefault(seq_len, {}).update(shifted)
-    for seq_len, floor in merged["floor"].items():
-        floor["of_round"] = {str(number): ms for number, ms in of_round[seq_len].items()}
-        if samples[seq_len]:
-            floor |= {"floor_ms": median(samples[seq_len]), "samples_ms": samples[seq_len]}
     merged["summary"] = summarize(merged)
+    return merged
+
+
+def _merged_floor(one: dict, other: dict) -> dict:
+    """The floor at each length of two runs, the rounds of `other` coming after those of `one`."""
+    merged = {}
+    for seq_len in {**one["floor"], **other["floor"]}:
+        floors = [run["floor"].get(seq_len, {}) for run in (one, other)]
+        merged[seq_len] = floor = {**floors[1], **floors[0]}
+        for samples, middle in FLOOR_PARTS:
+            together = [ms for each in floors for ms in each.get(samples, [])]
+            if together:
+                floor |= {samples: together, middle: median(together)}
+        of_round = {
+            number + before: floor_ms
+            for run, before in ((one, 0), (other, one["experiment"]["rounds"]))
+            for number, floor_ms in floor_of_round(run, seq_len).items()
+        }
+        floor["of_round"] = {str(number): floor_ms for number, floor_ms in of_round.items()}
     return merged
 
 

@@ -85,10 +85,18 @@ def _rows(suite: dict, block: str) -> str:
         last = rows[-1]
         peak = f"{last['peak_gib']:.1f}" if last and last["peak_gib"] else ""
         lines.append([name_of(variant.removesuffix(block)), *map(_time, rows), peak])
-    floors = [suite["floor"].get(str(n)) for n in lengths]
-    if any(floors):
-        times = (f"{floor['floor_ms']:.1f}" if floor else "" for floor in floors)
-        lines.append(["floor: the frozen products, attention and lm_head alone", *times, ""])
+    floors = [suite["floor"].get(str(n), {}) for n in lengths]
+    least = {"floor: the frozen products, attention and lm_head alone": ["floor_ms"]}
+    if not block:
+        again = ["floor_ms", "recomputation_ms"]
+        least["the same and the layers' forward again, without their last product"] = again
+    for words, parts in least.items():
+        times = [
+            f"{sum(floor[part] for part in parts):.1f}" if floor.keys() >= {*parts} else ""
+            for floor in floors
+        ]
+        if any(times):
+            lines.append([words, *times, ""])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

@@ -148,6 +148,7 @@ def test_the_rounds_of_every_run_are_rounds_of_the_merged_one():
     two = example.run(("vanilla_peft", "full_unsloth"), (64,), rounds=2, steps=16)
     two["floor"]["64"]["samples_ms"], one["floor"]["64"]["samples_ms"] = [50.0, 60.0], [40.0]
     one["floor"]["64"]["floor_ms"], two["floor"]["64"]["floor_ms"] = 40.0, 55.0
+    two["floor"]["64"]["recomputation_samples_ms"] = [10.0, 12.0]  # one is of before there was any
     for run in (one, two):
         run["summary"] = results.summarize(run)
     two["started_utc"], one["finished_utc"] = "2020-01-01T00:00:00+00:00", None
@@ -161,6 +162,7 @@ def test_the_rounds_of_every_run_are_rounds_of_the_merged_one():
     assert merged["experiment"]["variants"] == ["vanilla_peft", "fused_mlp", "full_unsloth"]
     assert (merged["experiment"]["rounds"], merged["experiment"]["steps"]) == (4, 32)
     assert merged["floor"]["64"]["floor_ms"] == 50.0
+    assert merged["floor"]["64"]["recomputation_ms"] == 11.0
     assert merged["floor"]["64"]["of_round"] == {"1": 40.0, "2": 40.0, "3": 55.0, "4": 55.0}
     assert merged["started_utc"] == "2020-01-01T00:00:00+00:00"
     assert merged["finished_utc"] is None

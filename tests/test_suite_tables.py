@@ -62,6 +62,9 @@ def test_what_failed_says_so_and_stands_last():
     *_, last, floor = suite_tables.peers_section(suite).split("\n")
     assert last == "| Liger | out of memory |  |"
     assert floor == "| floor: the frozen products, attention and lm_head alone | 40.4 |  |"
+    suite["floor"]["64"]["recomputation_ms"] = 10.04
+    again = "| the same and the layers' forward again, without their last product | 50.4 |  |"
+    assert suite_tables.peers_section(suite).split("\n")[-2:] == [floor, again]
     suite["floor"] = {}
     assert suite_tables.peers_section(suite).split("\n")[-1] == last
 
