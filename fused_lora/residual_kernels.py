@@ -34,6 +34,7 @@ from .rms_norm import (
     block_of,
 )
 from .rows import check_alike, check_rows
+from .tiling import dots_in_fp32
 
 # A tile of 32 x 128 is 4,096 sums, 32 registers a thread in 4 warps. At 16,384 x 2,048 on an H200 a
 # call takes 0.106 ms, with 64 x 128 0.125, with 64 x 256 0.155.
@@ -60,7 +61,7 @@ def _add_adapted_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    IN_FP32: tl.constexpr,
 ):
     row = (tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS))[:, None]
     column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
@@ -75,7 +76,9 @@ def _add_adapted_kernel(
         tl.store(z_copy_ptr + row * z_copy_row_stride + k[None, :], z, mask=copy_mask)
         B_mask = (column < columns)[None, :] & (k < rank)[:, None]
         B = tl.load(B_row + k[:, None], mask=B_mask, other=0.0)
-        adapted = tl.dot(z.to(tl.float32), B.to(tl.float32), adapted, input_precision=PRECISION)
+        if IN_FP32:
+            z, B = z.to(tl.float32), B.to(tl.float32)
+        adapted = tl.dot(z, B, adapted, input_precision="ieee")
     column = column[None, :]
     mask = (row < rows) & (column < columns)
     residual = tl.load(residual_ptr + row * residual_row_stride + column, mask=mask)
@@ -181,8 +184,7 @@ def add_adapted(
             BLOCK_ROWS, BLOCK_COLUMNS,
             # tl.dot wants 16 at least
             min(max(next_power_of_2(rank), 16), MAX_BLOCK_RANK),
-            # bf16 and fp16 have no more bits than tf32, so that they lose nothing
-            "ieee" if z.dtype == torch.float32 else "tf32",
+            dots_in_fp32(_add_adapted_kernel, z),
             num_warps=4,
         )  # fmt: skip
 

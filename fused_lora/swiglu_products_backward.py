@@ -31,7 +31,7 @@ from .autotune import fastest
 from .gate_up_swiglu import _rows_and_intermediate
 from .launching import DTYPES, cdiv, next_power_of_2, on_device_of
 from .rows import check_alike, check_rows
-from .tiling import MAX_BLOCK_RANK, Tiling, dots_in_fp32, keep, stages
+from .tiling import MAX_BLOCK_RANK, Tiling, dots_in_fp32, keep, sigmoid, stages
 
 # The best of 15 shapes on an H200, at 2,048 to 16,384 rows of 11,008, after 394 at 16,384 alone:
 # 0.473 ms there, and 0.476 in 4 warps, 4 ranges and at most 168 registers, which are the 0.514 of
@@ -96,10 +96,10 @@ def _swiglu_backward_products_kernel(
         gate_tile = gate_up_ptr + row * gate_up_row_stride + column
         gate = tl.load(gate_tile, mask=mask, other=0.0).to(tl.float32)
         up = tl.load(gate_tile + intermediate, mask=mask, other=0.0).to(tl.float32)
-        sigmoid = tl.sigmoid(gate)
-        silu = gate * sigmoid
+        share = sigmoid(gate, IN_FP32)
+        silu = gate * share
         hidden = (silu * up).to(dtype)
-        grad_gate = (grad_hidden * up * (sigmoid + silu * (1.0 - sigmoid))).to(dtype)
+        grad_gate = (grad_hidden * up * (share + silu * (1.0 - share))).to(dtype)
         grad_up = (grad_hidden * silu).to(dtype)
         if grad_gate_up_ptr is not None:
             grad_gate_tile = grad_gate_up_ptr + row * grad_gate_up_row_stride + column

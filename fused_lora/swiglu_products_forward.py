@@ -26,7 +26,7 @@ from .autotune import fastest
 from .gate_up_swiglu import _rows_and_intermediate
 from .launching import cdiv, next_power_of_2, on_device_of
 from .rows import check_alike, check_rows
-from .tiling import MAX_BLOCK_RANK, Tiling, dots_in_fp32, keep, stages
+from .tiling import MAX_BLOCK_RANK, Tiling, dots_in_fp32, keep, sigmoid, stages
 
 SUM_ROWS = 64  # a program of the second kernel
 
@@ -82,7 +82,7 @@ def _swiglu_forward_product_kernel(
         gate_tile = gate_up_ptr + row * gate_up_row_stride + column
         gate = tl.load(gate_tile, mask=mask, other=0.0).to(tl.float32)
         up = tl.load(gate_tile + intermediate, mask=mask, other=0.0).to(tl.float32)
-        hidden = (gate * tl.sigmoid(gate) * up).to(gate_up_ptr.dtype.element_ty)
+        hidden = (gate * sigmoid(gate, IN_FP32) * up).to(gate_up_ptr.dtype.element_ty)
         if hidden_ptr is not None:
             tl.store(hidden_ptr + row * hidden_row_stride + column, hidden, mask=mask)
         A_tile = A_ptr + k.to(tl.int64)[:, None] * A_row_stride + column
