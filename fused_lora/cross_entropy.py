@@ -53,6 +53,12 @@ ROW_ALIGNMENT = 64
 
 
 @triton.jit
+def _exp(x):
+    """tl.exp, but 0.0 below 2^-126, for the sake of which that has 3 more of its 5 instructions."""
+    return tl.exp2(x * 1.4426950408889634)  # log2(e)
+
+
+@triton.jit
 def _cross_entropy_kernel(
     logits_ptr,  # [rows, row_stride], overwritten by their gradient if WRITE_GRADIENT
     labels_ptr,  # [rows]
@@ -84,13 +90,13 @@ def _cross_entropy_kernel(
         new_maximum = tl.maximum(maximum, tl.max(logits, axis=1))
         # as long as all logits are -inf, -inf - -inf would make a NaN out of nothing
         shift = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
-        exp_sum = exp_sum * tl.exp(maximum - shift) + tl.sum(
-            tl.exp(logits - shift[:, None]), axis=1
+        exp_sum = exp_sum * _exp(maximum - shift) + tl.sum(
+            _exp(logits - shift[:, None]), axis=1
         )
         maximum = new_maximum
     shift = tl.max(maximum, axis=0)
     shift = tl.where(shift == -float("inf"), 0.0, shift)
-    exp_sum = tl.sum(exp_sum * tl.exp(maximum - shift), axis=0)
+    exp_sum = tl.sum(exp_sum * _exp(maximum - shift), axis=0)
     maximum = tl.max(maximum, axis=0)
 
     # a label outside the vocabulary makes the row's loss and gradient NaN
@@ -105,7 +111,7 @@ def _cross_entropy_kernel(
             columns = start + tl.arange(0, BLOCK)
             logits = tl.load(logits_ptr + columns, mask=columns < row_stride).to(tl.float32)
             logits = tl.where(columns < vocabulary, logits, -float("inf"))
-            softmax = tl.exp(logits - maximum) * inverse
+            softmax = _exp(logits - maximum) * inverse
             gradient = tl.where(columns == label, softmax - 1.0, softmax)
             gradient = tl.where(ignored, 0.0, gradient).to(logits_ptr.dtype.element_ty)
             tl.store(logits_ptr + columns, gradient, mask=columns < row_stride)
