@@ -90,9 +90,7 @@ def _cross_entropy_kernel(
         new_maximum = tl.maximum(maximum, tl.max(logits, axis=1))
         # as long as all logits are -inf, -inf - -inf would make a NaN out of nothing
         shift = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
-        exp_sum = exp_sum * _exp(maximum - shift) + tl.sum(
-            _exp(logits - shift[:, None]), axis=1
-        )
+        exp_sum = exp_sum * _exp(maximum - shift) + tl.sum(_exp(logits - shift[:, None]), axis=1)
         maximum = new_maximum
     shift = tl.max(maximum, axis=0)
     shift = tl.where(shift == -float("inf"), 0.0, shift)
