@@ -1,4 +1,4 @@
-"""The kernels that have a tiling, compiled as for GPUs that are not there.
+"""The kernels of a step of fused parts or whole layers, compiled as for GPUs that are not there.
 
 ``python compile_case.py 80 90`` prints, for each of these architectures, the bytes of shared memory
 that a program of each kernel takes. Not in Triton's interpreter, so in a process of its own.
@@ -11,11 +11,16 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from fused_lora import many_copies, qkv_rope, residual_kernels, rms_norm, rope
+from fused_lora.cross_entropy import cross_entropy_
 from fused_lora.sums_over_tokens import sums_over_tokens
 from fused_lora.swiglu_products_backward import Product, swiglu_backward_products
 from fused_lora.swiglu_products_forward import swiglu_forward_product
+from fused_mlp.swiglu import swiglu_backward, swiglu_forward
 
-TOKENS, COLUMNS, RANK = 2048, 11_008, 32
+BATCH, POSITIONS, HIDDEN, COLUMNS, VOCABULARY, RANK = 32, 64, 2048, 11_008, 151_936, 32
+HEADS, KV_HEADS, HEAD_DIM = 16, 2, 128
+TOKENS = BATCH * POSITIONS
 
 
 class Driver:
@@ -34,11 +39,44 @@ class Driver:
         return 0
 
 
-def empty(*shape):
-    return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
+def empty(*shape, dtype=torch.bfloat16):
+    return torch.empty(*shape, dtype=dtype, device="meta")
 
 
 def launch_all():
+    launch_parts()
+    launch_layer()
+
+
+def launch_parts():
+    """The kernels of `mlp`, `rms_norm`, `rope` and `cross_entropy`."""
+    gate, x, weight = empty(TOKENS, COLUMNS), empty(TOKENS, HIDDEN), empty(HIDDEN)
+    swiglu_forward(gate, gate)
+    swiglu_backward(gate, gate, gate)
+    rms_norm.rms_norm_forward(x, x, weight, 1e-6)
+    rms_norm.rms_norm_backward(x, x, x, weight, empty(TOKENS, dtype=torch.float32), True)
+    q, k = (empty(BATCH, heads, POSITIONS, HEAD_DIM) for heads in (HEADS, KV_HEADS))
+    cos = empty(1, POSITIONS, HEAD_DIM)
+    rope.rope(q, k, cos, cos)
+    cross_entropy_(empty(TOKENS, VOCABULARY), empty(TOKENS, dtype=torch.int64), -100, True)
+
+
+def launch_layer():
+    """Those that a whole layer has beside them."""
+    x, wide, weight = empty(TOKENS, HIDDEN), empty(TOKENS, HIDDEN + RANK), empty(HIDDEN)
+    y, z = wide[:, :HIDDEN], wide[:, HIDDEN:]
+    rstd = residual_kernels.rms_norm_forward(x, weight, 1e-6, y, copy=x)
+    residual_kernels.rms_norm_backward(x, y, x, weight, rstd, y)
+    residual_kernels.add_adapted(x, y, z, empty(HIDDEN, RANK), x, empty(TOKENS, RANK))
+    qkv = empty(TOKENS, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
+    cos = empty(1, POSITIONS, HEAD_DIM)
+    qkv_rope.rope_forward(qkv, cos, cos, HEADS, KV_HEADS)
+    grads = [empty(BATCH, heads, POSITIONS, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    qkv_rope.rope_backward(*grads, cos, cos, qkv)
+    # its launcher reads addresses, of which these tensors have none
+    table = [empty(1, dtype=d) for d in (torch.int64, torch.float32, torch.int32, torch.int32)]
+    source, block = empty(1, dtype=torch.float32), many_copies.BLOCK
+    many_copies._copy_kernel[(1,)](*table, source, empty(1), BLOCK=block)
     products = [Product(empty(TOKENS, RANK), empty(COLUMNS, RANK)) for _ in range(3)]
     gate_up, hidden = empty(TOKENS, 2 * COLUMNS), empty(TOKENS, COLUMNS)
     swiglu_backward_products(hidden, gate_up, *products, torch.empty_like(gate_up))
@@ -53,7 +91,8 @@ def shared_bytes(arch: int) -> dict[str, int]:
 
     def compile_only(self, *arguments, warmup, **options):
         compiled = run(self, *arguments, warmup=True, **options)
-        found[self.__name__] = compiled.metadata.shared
+        name = f"{self.__module__.split('.')[-1]}.{self.__name__}"
+        found[name] = max(compiled.metadata.shared, found.get(name, 0))
 
     triton.JITFunction.run = compile_only
     try:
