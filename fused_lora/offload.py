@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from .launching import is_capturing
+from .launching import is_capturing, next_power_of_2
 
 # Smaller tensors are not worth a copy to the host: it takes as long as a 2 MiB one.
 OFFLOAD_BYTES = 2 * 2**20
@@ -24,13 +24,14 @@ OFFLOAD_BYTES = 2 * 2**20
 class Offload:
     """Host memory and a stream of copies for what one model saves.
 
-    Host memory grows to what was in use at once and stays, also for the CUDA graphs that were
-    captured with it, which have its addresses: it must live as long as they do.
+    Host memory comes in powers of two, grows to what was in use at once of each, and stays, also
+    for the CUDA graphs that were captured with it, which have its addresses: it must live as long
+    as they do.
     """
 
     def __init__(self) -> None:
         self._copies: dict[torch.device, Any] = {}  # a stream for each device
-        self._free: dict[tuple, list[Tensor]] = {}  # host memory, by whose it is, shape and dtype
+        self._free: dict[tuple[str, int], list[Tensor]] = {}  # host memory, by whose it is and size
         self._latest: weakref.ref[_Offloaded] | None = None
 
     def __reduce__(self):
@@ -58,10 +59,10 @@ class Offload:
         return offloaded
 
     def _free_for(self, tensor: Tensor) -> list[Tensor]:
-        """The host memory for tensors like this one that is free: to take from and to give back."""
+        """The host memory for tensors of this one's size that is free: to take and to give back."""
+        size = next_power_of_2(tensor.nbytes)
         eager, captured = (
-            self._free.setdefault((whose, tensor.shape, tensor.dtype), [])
-            for whose in ("eager", "captured")
+            self._free.setdefault((whose, size), []) for whose in ("eager", "captured")
         )
         if not is_capturing(tensor):
             return eager
@@ -85,7 +86,8 @@ class _Offloaded:
     def __init__(self, tensor: Tensor, copies, free: list[Tensor], before: weakref.ref | None):
         self.copies, self.free, self.before = copies, free, before
         self.device = tensor.device
-        self.host = free.pop() if free else _pinned(tensor)
+        self.memory = free.pop() if free else _pinned(next_power_of_2(tensor.nbytes))
+        self.host = self.memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         self.on_gpu: Tensor | None = tensor
         self._copy(self.host, tensor)
 
@@ -122,8 +124,8 @@ class _Offloaded:
         # the events of a capture that failed cannot be waited for, and nothing of it ever runs
         with suppress(RuntimeError):
             self.let_go()
-        self.free.append(self.host)
+        self.free.append(self.memory)
 
 
-def _pinned(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+def _pinned(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)

@@ -78,7 +78,9 @@ def streams(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Gpu.current)
     monkeypatch.setattr(torch.cuda, "stream", on)
-    monkeypatch.setattr(offload, "_pinned", lambda t: torch.full(t.shape, -1.0).as_subclass(Later))
+    monkeypatch.setattr(
+        offload, "_pinned", lambda size: torch.zeros(size, dtype=torch.uint8).as_subclass(Later)
+    )
     empty = torch.full((4,), -2.0)
     monkeypatch.setattr(torch, "empty_like", lambda host, device: Gpu.tensor(empty.clone()))
     return user, copies
@@ -199,6 +201,20 @@ def test_host_memory_is_used_again_and_never_by_two(streams):
     assert [one.host.tolist()[0] for one in again] == [0.0, 10.0]
 
 
+def test_batches_of_many_lengths_share_host_memory(streams):
+    user, copies = streams
+    free: list[torch.Tensor] = []
+    for length in (5, 8, 6, 7):
+        given = Gpu.tensor(torch.arange(float(length)).reshape(1, length))
+        one = _Offloaded(given, copies, free, None)
+        del given
+        one.let_go()
+        user.run()
+        assert one.host.tolist() == [[float(k) for k in range(length)]]
+        del one
+        assert len(free) == 1 and free[0].nbytes == 32
+
+
 def test_what_a_graph_was_captured_with_is_used_by_graphs_alone(monkeypatch):
     """A replay overwrites it, which an eager step's backward may still want."""
     ours, like = Offload(), torch.zeros(3)
@@ -214,7 +230,7 @@ def test_what_a_graph_was_captured_with_is_used_by_graphs_alone(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(offload, "is_capturing", lambda tensor: True)
         assert len(ours._free_for(like)) == 3
-        assert not ours._free_for(torch.zeros(4))
+        assert len(ours._free_for(torch.zeros(2, 2))) == 3  # 12 bytes and 16 share a size
         assert not ours._free_for(like.double())
 
 
@@ -229,7 +245,7 @@ def test_small_tensors_and_those_of_the_host_stay_where_they_are():
 def test_a_copy_has_streams_and_host_memory_of_its_own():
     ours = Offload()
     ours._copies[torch.device("cpu")] = iter(())  # neither copied nor pickled
-    ours._free[(1,), torch.float32] = [torch.ones(1)]
+    ours._free["eager", 4] = [torch.ones(1)]
     for other in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
         assert not other._copies and not other._free
 
