@@ -8,6 +8,7 @@ stream of the copies alone and so in order.
 """
 
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -51,10 +52,12 @@ class Offload:
         if tensor.device not in self._copies:
             self._copies[tensor.device] = torch.cuda.Stream(tensor.device)
         free = self._free_for(tensor)
+        memory = free.pop() if free else _pinned(next_power_of_2(tensor.nbytes))
         before = self._latest() if self._latest is not None else None
         if before is not None:
             before.let_go()
-        offloaded = _Offloaded(tensor, self._copies[tensor.device], free, self._latest)
+        copies = self._copies[tensor.device]
+        offloaded = _Offloaded(tensor, memory, free.append, copies, self._latest)
         self._latest = weakref.ref(offloaded)
         return offloaded
 
@@ -80,14 +83,21 @@ def _back(saved: "Tensor | _Offloaded") -> Tensor:
 class _Offloaded:
     """A tensor in host memory, and on the GPU too while a copy of it is on its way.
 
+    give_back: called with the memory when the tensor is no longer wanted.
     before: what was offloaded before it, which backward will want after it.
     """
 
-    def __init__(self, tensor: Tensor, copies, free: list[Tensor], before: weakref.ref | None):
-        self.copies, self.free, self.before = copies, free, before
+    def __init__(
+        self,
+        tensor: Tensor,
+        memory: Tensor,
+        give_back: Callable[[Tensor], None],
+        copies: Any,
+        before: weakref.ref | None,
+    ):
+        self.memory, self.give_back, self.copies, self.before = memory, give_back, copies, before
         self.device = tensor.device
-        self.memory = free.pop() if free else _pinned(next_power_of_2(tensor.nbytes))
-        self.host = self.memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        self.host = memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         self.on_gpu: Tensor | None = tensor
         self._copy(self.host, tensor)
 
@@ -124,7 +134,7 @@ class _Offloaded:
         # the events of a capture that failed cannot be waited for, and nothing of it ever runs
         with suppress(RuntimeError):
             self.let_go()
-        self.free.append(self.memory)
+        self.give_back(self.memory)
 
 
 def _pinned(size: int) -> Tensor:

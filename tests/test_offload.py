@@ -15,6 +15,7 @@ from layer_case import peft_model
 
 from fused_lora import Fusion, fuse, offload
 from fused_lora.graph import EAGER_CALLS
+from fused_lora.launching import next_power_of_2
 from fused_lora.offload import Offload, _Offloaded
 
 
@@ -90,6 +91,11 @@ def numbers(first):
     return Gpu.tensor(torch.arange(first, first + 4.0))
 
 
+def offloaded(tensor, copies, free, before=None):
+    memory = free.pop() if free else offload._pinned(next_power_of_2(tensor.nbytes))
+    return _Offloaded(tensor, memory, free.append, copies, before)
+
+
 def chain(count, copies, free):
     """So many tensors offloaded one after the other, as `Offload` does it."""
     found = []
@@ -98,15 +104,15 @@ def chain(count, copies, free):
         if found:
             found[-1].let_go()
             before = weakref.ref(found[-1])
-        found.append(_Offloaded(numbers(10.0 * i), copies, free, before))
+        found.append(offloaded(numbers(10.0 * i), copies, free, before))
     return found
 
 
 def test_what_was_offloaded_comes_back_in_the_order_of_backward(streams):
     user, copies = streams
     one, two, three = chain(3, copies, [])
-    for i, offloaded in ((2, three), (1, two), (0, one)):
-        tensor = offloaded.fetch()
+    for i, saved in ((2, three), (1, two), (0, one)):
+        tensor = saved.fetch()
         user.run()  # what the computation waits for, and nothing else
         assert tensor.tolist() == [10.0 * i + k for k in range(4)]
 
@@ -169,7 +175,7 @@ def test_what_is_copied_out_has_been_computed(streams):
     user, copies = streams
     made = numbers(0.0)
     user.queue.append(partial(made.as_subclass(torch.Tensor).mul_, 2))
-    one = _Offloaded(made, copies, [], None)
+    one = offloaded(made, copies, [])
     copies.run()
     assert one.host.tolist() == [0, 2, 4, 6]
 
@@ -206,7 +212,7 @@ def test_batches_of_many_lengths_share_host_memory(streams):
     free: list[torch.Tensor] = []
     for length in (5, 8, 6, 7):
         given = Gpu.tensor(torch.arange(float(length)).reshape(1, length))
-        one = _Offloaded(given, copies, free, None)
+        one = offloaded(given, copies, free)
         del given
         one.let_go()
         user.run()
