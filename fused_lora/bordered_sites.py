@@ -21,11 +21,11 @@ from fused_mlp.utils import compute_dtype
 from . import layer_sites
 from .bordered import Borders
 from .bordered_linear import Bordered, BorderedLinear
-from .checkpoint import is_recomputing
 from .decoder_layer import DecoderLayer, FrozenLayer
 from .gate_up_swiglu import SwiGLU
 from .launching import DTYPES
 from .projection import read_projection, why_call
+from .recompute import is_recomputing
 from .site import FusedForward, parts_of, reason_in, why_not_class
 
 

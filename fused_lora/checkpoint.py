@@ -11,47 +11,29 @@ What is dear to compute again is about as dear by the byte in all of a layer, by
 products on an H200: gate and up, 2.1 ms for 688 MiB; q, k, v, attention and o, 0.5 ms for about
 230. So whole layers are the unit, and the budget their number.
 
-A layer that runs again does so for what its functions save, not for its output. torch stops it at
-the last tensor that is missing, which is saved at the end of LoRA_MLP; `is_recomputing` tells
-LoRA_MLP that its down projection, 29% of the layer's products, is not needed.
+A layer that runs again (`recompute.py`) does so for what its functions save, not for its output.
+It is stopped at the last tensor that is missing, which is saved at the end of LoRA_MLP;
+`is_recomputing` tells LoRA_MLP that its down projection, 29% of the layer's products, is not
+needed.
 
 A policy is set on the layers of one model (`Checkpoint.install`), through the attributes that
-transformers' own checkpointing uses, and taken away again. Chen et al., arXiv 1604.06174.
+transformers' own checkpointing uses, and taken away again.
 """
 
-import threading
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 
 from .launching import is_capturing
 from .offload import Offload
+from .recompute import recomputed
 
 POLICIES = ("full", "offload", "selective")
 
 # What transformers' layers read: whether to checkpoint, and the function that does it.
 ATTRIBUTES = ("gradient_checkpointing", "_gradient_checkpointing_func")
-
-_thread = threading.local()
-
-
-class _Recomputing:
-    """While a layer runs again. Entered in the thread that runs backward, any number of times."""
-
-    def __enter__(self) -> None:
-        _thread.depth = getattr(_thread, "depth", 0) + 1
-
-    def __exit__(self, *_) -> None:
-        _thread.depth -= 1
-
-
-def is_recomputing() -> bool:
-    """Whether this thread is running a checkpointed layer again, so that its output is unused."""
-    return getattr(_thread, "depth", 0) > 0
 
 
 class Checkpoint:
@@ -148,14 +130,7 @@ def _checkpointed(layer: nn.Module, forward: Callable, *inputs):
             "checkpoint: a layer with dropout cannot be captured in a CUDA graph, where it would "
             "drop other elements when it runs again; set dropout to 0, or do not checkpoint"
         )
-    # non-reentrant: inputs that need no gradient, nested checkpoints and DDP all work
-    return checkpoint(
-        forward,
-        *inputs,
-        use_reentrant=False,
-        preserve_rng_state=not capturing,
-        context_fn=lambda: (nullcontext(), _Recomputing()),
-    )
+    return recomputed(forward, *inputs, keep_random_state=not capturing)
 
 
 def policy_of(layer: nn.Module) -> Checkpoint | None:

@@ -15,8 +15,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from fused_mlp import FrozenMLP, LoRA_MLP
 
 from .attention import FrozenLinear, FrozenQKV, LoRA_QKV, LoRA_W
-from .checkpoint import is_recomputing
 from .projection import read_projection, why_call
+from .recompute import is_recomputing
 from .rms_norm import add_rms_norm, rms_norm
 from .rope import rope
 from .site import having, parts_of, why_not_class
