@@ -26,6 +26,7 @@ from fused_mlp.utils import (
     compute_dtype,
     input_gradient,
     matmul_lora,
+    without_autocast,
 )
 
 
@@ -181,7 +182,7 @@ def _backward(ctx, name: str, *grad_outputs: Tensor | None) -> tuple[Tensor | No
     need_x, *needs, _ = ctx.needs_input_grad
     dtype_of_x, *dtypes = ctx.dtypes
 
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x):
         grads = [
             None if grad is None else grad.reshape(-1, grad.shape[-1]).to(x.dtype)
             for grad in grad_outputs

@@ -29,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from .bordered_linear import Bordered
 from .many_copies import ManyCopies
 from .projection import Projection, read_projection
-from .rows import Handover
+from .rows import Handover, empty_rows
 from .site import is_kind
 
 SHARED_INPUT = {"Attention": ("q_proj", "k_proj", "v_proj"), "MLP": ("gate_proj", "up_proj")}
@@ -316,7 +316,7 @@ def _make_group(members: list[tuple[str, nn.Module, Projection]]) -> Group:
     outs = tuple(read.weight.shape[0] for read in reads)
     blocks = tuple(max(A.weight.shape[0] for A in one.lora_A.values()) for one in projections)
     width = -(-sum(blocks) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
-    matrix = first.new_zeros(sum(outs) + width, in_features + width)
+    matrix = empty_rows(first, sum(outs) + width, in_features + width).zero_()
     bias = None
     if any(read.bias is not None for read in reads):
         bias = first.new_zeros(sum(outs) + width)

@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_mlp.utils import compute_dtype
+from fused_mlp.utils import compute_dtype, without_autocast
+
+from .rows import empty_rows
 
 
 class Bordered(NamedTuple):
@@ -60,7 +62,8 @@ def grow_n_forward(x: Tensor, bordered: Bordered) -> Tensor:
 def extended_product(x: Tensor, bordered: Bordered) -> Tensor:
     """[y | x A'] of `grow_n_forward` before its addition: ``x @ M[:, :in].t() + bias``."""
     matrix, bias, inputs = bordered[:3]
-    return _product(x, matrix[:, :inputs], bias)
+    y_ext = empty_rows(x, x.shape[0], matrix.shape[0])
+    return _product(x, matrix[:, :inputs], bias, out=y_ext)
 
 
 def grow_k_backward(grad_ext: Tensor, bordered: Bordered) -> Tensor:
@@ -82,8 +85,10 @@ def grow_n_backward(grad: Tensor, bordered: Bordered) -> Tensor:
     return x_ext
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return x @ weight.t() if bias is None else torch.addmm(bias, x, weight.t())
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    if bias is None:
+        return torch.mm(x, weight.t(), out=out)
+    return torch.addmm(bias, x, weight.t(), out=out)
 
 
 class BorderedLinear(torch.autograd.Function):
@@ -157,7 +162,7 @@ class BorderedLinear(torch.autograd.Function):
         need_x, needed = ctx.needs_input_grad[0], ctx.needs_input_grad[1:-1]
         grad_x = None
         p: Any = None
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             grad = grad_output.reshape(-1, out).to(x.dtype)
             if need_x and out < inputs:
                 grad_ext = _widened(grad, matrix.shape[0])
@@ -228,7 +233,7 @@ def _sum_over_tokens(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _widened(rows: Tensor, columns: int) -> Tensor:
     """A copy of `rows` [T, n] in the first columns of a new [T, columns]; the others are unset."""
-    wide = rows.new_empty(rows.shape[0], columns)
+    wide = empty_rows(rows, rows.shape[0], columns)
     wide[:, : rows.shape[1]].copy_(rows)
     return wide
 

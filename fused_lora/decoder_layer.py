@@ -49,7 +49,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fused_mlp.utils import compute_dtype
+from fused_mlp.utils import compute_dtype, without_autocast
 
 from .adapter_sums import AdapterSums
 from .bordered_linear import (
@@ -205,7 +205,7 @@ class DecoderLayer(torch.autograd.Function):
         rows = x.shape[0]
         adapter_sums = AdapterSums()
 
-        with torch.autocast(hidden.device.type, enabled=False):
+        with without_autocast(hidden):
             # output = total + down(silu(gate) up)
             grad = ctx.frozen.handover.take(grad_output, down_matrix.shape[0])
             if grad is None:

@@ -49,11 +49,11 @@ def read_projection(projection: nn.Module, own_forward: bool = True) -> Projecti
         return "it uses DoRA"
     if adapter in projection.lora_variant:
         return f"it uses a variant of LoRA ({type(projection.lora_variant[adapter]).__name__})"
-    if B.bias is not None:
+    if _parameter(B, "bias") is not None:
         return "its adapter has a bias (lora_bias)"
     if type(base) is not nn.Linear:
         return f"its base layer is {type(base).__name__}, not torch.nn.Linear"
-    weight, bias = base.weight, base.bias
+    weight, bias = _parameter(base, "weight"), _parameter(base, "bias")
     if type(weight) not in (nn.Parameter, Tensor) or not weight.is_floating_point():
         return f"its base weight is quantised or wrapped ({type(weight).__name__})"
     if weight.requires_grad:
@@ -64,7 +64,13 @@ def read_projection(projection: nn.Module, own_forward: bool = True) -> Projecti
         reason = why_call(module, own_forward or module is not projection)
         if reason is not None:
             return reason
-    return Projection(weight, bias, A.weight, B.weight, projection.scaling[adapter])
+    A, B = _parameter(A, "weight"), _parameter(B, "weight")
+    return Projection(weight, bias, A, B, projection.scaling[adapter])
+
+
+def _parameter(module: nn.Module, name: str) -> Any:
+    found = module._parameters.get(name, module)  # likewise
+    return getattr(module, name) if found is module else found
 
 
 def why_call(module: nn.Module, own_forward: bool = True) -> str | None:

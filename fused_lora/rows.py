@@ -9,13 +9,15 @@ from torch import Tensor
 
 from .launching import check_runnable
 
-# Triton loads 16 bytes at a time where it knows that a stride is divisible by 16, whatever the rank
-STRIDE_MULTIPLE = 16
+# A line of the L2 cache. A product's tile is as wide, and where a row begins elsewhere each of the
+# tile's rows lies in two. Triton, too, loads 16 bytes at once where it knows a stride's divisor.
+ROW_BYTES = 128
 
 
 def empty_rows(like: Tensor, rows: int, columns: int) -> Tensor:
-    """A new [rows, columns] in like's dtype and place, its rows a multiple of 16 elements apart."""
-    stride = -(-columns // STRIDE_MULTIPLE) * STRIDE_MULTIPLE
+    """A new [rows, columns] in like's dtype and place, its rows a multiple of 128 bytes apart."""
+    multiple = ROW_BYTES // like.element_size()
+    stride = -(-columns // multiple) * multiple
     buffer = torch.empty(rows, stride, dtype=like.dtype, device=like.device)
     return buffer if stride == columns else buffer[:, :columns]
 

@@ -39,6 +39,7 @@ from .utils import (
     compute_dtype,
     input_gradient,
     matmul_lora,
+    without_autocast,
 )
 
 
@@ -143,7 +144,7 @@ class LoRA_MLP(torch.autograd.Function):
         need_x, *needs, _ = ctx.needs_input_grad
         dtype_of_x, *dtypes = ctx.dtypes
 
-        with torch.autocast(grad_output.device.type, enabled=False):
+        with without_autocast(grad_output):
             grad_rows = grad_output.reshape(-1, grad_output.shape[-1]).to(rows.dtype)
 
             # output = hidden Wd' + sd (hidden Ad') Bd'

@@ -19,6 +19,7 @@ So x is read once for all A, dA is one product and all adapters reach dx in one.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -42,6 +43,14 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     """The dtype a linear layer computes in: autocast's where autocast is on, else that of x."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager:
+    """Autocast is off for x's device; entered only where it is on, since a layer does so four times
+    and each takes the host as long as a launch."""
+    device = x.device.type
+    on = torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if on else nullcontext()
 
 
 def cast_adapters(adapters: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:

@@ -146,11 +146,13 @@ def test_no_rows_launch_nothing(device, monkeypatch):
     assert rstd.shape == (0,) and not kernel.launches
 
 
-def test_new_rows_are_a_multiple_of_16_elements_apart(device):
-    like = torch.empty(0, dtype=torch.float16, device=device)
-    for columns, stride in ((2, 16), (32, 32), (2056, 2064)):
-        rows = empty_rows(like, 3, columns)
-        assert (rows.shape, rows.stride(), rows.dtype) == ((3, columns), (stride, 1), like.dtype)
+def test_new_rows_are_a_multiple_of_128_bytes_apart(device):
+    for dtype, columns, stride in (
+        (torch.float16, 2, 64), (torch.float16, 64, 64), (torch.bfloat16, 2080, 2112),
+        (torch.float32, 2, 32), (torch.float32, 33, 64),
+    ):  # fmt: skip
+        rows = empty_rows(torch.empty(0, dtype=dtype, device=device), 3, columns)
+        assert (rows.shape, rows.stride(), rows.dtype) == ((3, columns), (stride, 1), dtype)
 
 
 BAD = {
