@@ -53,7 +53,7 @@ def figure(results: dict) -> Figure:
         (baseline, wanted), *others = curves(results).items()
         picture = Figure(figsize=(12, 7.5), dpi=150)
         above, below = picture.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": (2, 1)})
-        picture.subplots_adjust(0.075, 0.16, 0.975, 0.86, hspace=0.12)
+        picture.subplots_adjust(0.075, 0.19, 0.975, 0.86, hspace=0.12)
         steps = range(1, len(wanted) + 1)
         above.plot(steps, wanted, color=OWN, linewidth=5, alpha=0.6, label=name_of(baseline))
         below.axhline(0, color=OWN, linewidth=5, alpha=0.6)
