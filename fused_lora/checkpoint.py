@@ -2,7 +2,9 @@
 
     full        keep each layer's input, run the layer again in backward
     offload     the same with the inputs in pinned host memory (`offload.py`): copied out while the
-                layer runs, and back while the layer after it runs backward
+                layer runs, and back while the layer after it runs backward. There is room there:
+                a whole layer's attention and what comes of o go the same way, and are not
+                computed again
     selective   keep all that the first layers need, as many as a memory budget holds, and
                 checkpoint the others
 
@@ -28,7 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from .launching import is_capturing
 from .offload import Offload
-from .recompute import recomputed
+from .recompute import Keep, recomputed
 
 POLICIES = ("full", "offload", "selective")
 
@@ -86,8 +88,9 @@ class Checkpoint:
             if index == 0:
                 self.offload.start()
             if not is_last:  # its backward comes first, when its input would not be out yet
+                keep = Keep(self.offload.out, self.offload.back)
                 with self.offload.hooks():
-                    return _checkpointed(layer, forward, *inputs)
+                    return _checkpointed(layer, forward, *inputs, keep=keep)
         return _checkpointed(layer, forward, *inputs)
 
     # --- selective --------------------------------------------------------------------------------
@@ -122,7 +125,7 @@ def _drops_out(module: nn.Module) -> bool:
     return module.training and bool(share)
 
 
-def _checkpointed(layer: nn.Module, forward: Callable, *inputs):
+def _checkpointed(layer: nn.Module, forward: Callable, *inputs, keep: Keep | None = None):
     # the state of the random numbers cannot be read while a CUDA graph is captured
     capturing = is_capturing(inputs[0])
     if capturing and any(map(_drops_out, layer.modules())):
@@ -130,7 +133,7 @@ def _checkpointed(layer: nn.Module, forward: Callable, *inputs):
             "checkpoint: a layer with dropout cannot be captured in a CUDA graph, where it would "
             "drop other elements when it runs again; set dropout to 0, or do not checkpoint"
         )
-    return recomputed(forward, *inputs, keep_random_state=not capturing)
+    return recomputed(forward, *inputs, keep_random_state=not capturing, keep=keep)
 
 
 def policy_of(layer: nn.Module) -> Checkpoint | None:

@@ -1,4 +1,4 @@
-"""Saved tensors in pinned host memory: out while the next layer runs, back before its backward.
+"""Saved tensors in pinned host memory: out while the layer runs, back before its backward.
 
 The copies run on a stream of their own. What they read and write on the GPU belongs to the stream
 of the computation, which waits for a copy before it gives that memory away: `Tensor.record_stream`
@@ -33,33 +33,37 @@ class Offload:
     def __init__(self) -> None:
         self._copies: dict[torch.device, Any] = {}  # a stream for each device
         self._free: dict[tuple[str, int], list[Tensor]] = {}  # host memory, by whose it is and size
-        self._latest: weakref.ref[_Offloaded] | None = None
+        self._layer: _Layer | None = None
 
     def __reduce__(self):
         return Offload, ()  # a copy of a model has copies of its own
 
     def start(self) -> None:
-        """A new forward begins: none of its tensors comes before what was offloaded until now."""
-        self._latest = None
+        """A new forward begins: none of its layers comes after those until now."""
+        self._layer = None
 
     def hooks(self) -> saved_tensors_hooks:
-        """The context in which what is saved for backward goes to the host."""
-        return saved_tensors_hooks(self._out, _back)
+        """The context of a layer, in which what is saved for backward goes to the host."""
+        if self._layer is not None:
+            self._layer.let_go()
+        self._layer = _Layer(self._layer)
+        return saved_tensors_hooks(self.out, self.back)
 
-    def _out(self, tensor: Tensor) -> "Tensor | _Offloaded":
+    def out(self, tensor: Tensor) -> "Tensor | _Offloaded":
+        """To the host, with the layer whose `hooks` were asked for last, if it is large enough."""
         if not tensor.is_cuda or tensor.nbytes < OFFLOAD_BYTES:
             return tensor
         if tensor.device not in self._copies:
             self._copies[tensor.device] = torch.cuda.Stream(tensor.device)
         free = self._free_for(tensor)
         memory = free.pop() if free else _pinned(next_power_of_2(tensor.nbytes))
-        before = self._latest() if self._latest is not None else None
-        if before is not None:
-            before.let_go()
-        copies = self._copies[tensor.device]
-        offloaded = _Offloaded(tensor, memory, free.append, copies, self._latest)
-        self._latest = weakref.ref(offloaded)
-        return offloaded
+        assert self._layer is not None
+        return _Offloaded(tensor, memory, free.append, self._copies[tensor.device], self._layer)
+
+    @staticmethod
+    def back(saved: "Tensor | _Offloaded") -> Tensor:
+        """What was given to `out`."""
+        return saved if isinstance(saved, Tensor) else saved.fetch()
 
     def _free_for(self, tensor: Tensor) -> list[Tensor]:
         """The host memory for tensors of this one's size that is free: to take and to give back."""
@@ -76,15 +80,29 @@ class Offload:
         return captured
 
 
-def _back(saved: "Tensor | _Offloaded") -> Tensor:
-    return saved if isinstance(saved, Tensor) else saved.fetch()
+class _Layer:
+    """What one layer has in host memory: given away together, and brought back together."""
+
+    def __init__(self, before: "_Layer | None"):
+        self.before = before  # which backward will want after it
+        self.tensors: list[weakref.ref[_Offloaded]] = []
+
+    def let_go(self) -> None:
+        for offloaded in self._alive():
+            offloaded.let_go()
+
+    def prefetch(self) -> None:
+        for offloaded in self._alive():
+            offloaded.prefetch()
+
+    def _alive(self) -> "list[_Offloaded]":
+        return [offloaded for one in self.tensors if (offloaded := one()) is not None]
 
 
 class _Offloaded:
     """A tensor in host memory, and on the GPU too while a copy of it is on its way.
 
-    give_back: called with the memory when the tensor is no longer wanted.
-    before: what was offloaded before it, which backward will want after it.
+    give_back: called with the memory when the tensor is no longer wanted. layer: whose it is.
     """
 
     def __init__(
@@ -93,9 +111,10 @@ class _Offloaded:
         memory: Tensor,
         give_back: Callable[[Tensor], None],
         copies: Any,
-        before: weakref.ref | None,
+        layer: _Layer,
     ):
-        self.memory, self.give_back, self.copies, self.before = memory, give_back, copies, before
+        self.memory, self.give_back, self.copies, self.layer = memory, give_back, copies, layer
+        layer.tensors.append(weakref.ref(self))
         self.device = tensor.device
         self.host = memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         self.on_gpu: Tensor | None = tensor
@@ -120,14 +139,13 @@ class _Offloaded:
             self._copy(self.on_gpu, self.host)
 
     def fetch(self) -> Tensor:
-        """The tensor on its GPU again, with the one before it set on its way."""
+        """The tensor on its GPU again, with those of the layer before it set on their way."""
         self.prefetch()
         tensor = self.on_gpu
         assert tensor is not None
         self.let_go()
-        before = self.before() if self.before is not None else None
-        if before is not None:
-            before.prefetch()
+        if self.layer.before is not None:
+            self.layer.before.prefetch()
         return tensor
 
     def __del__(self) -> None:

@@ -11,7 +11,7 @@ al., arXiv 1604.06174.
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,22 +20,38 @@ from torch.autograd.graph import saved_tensors_hooks
 _thread = threading.local()
 
 
+def _runs() -> "list[_Run]":
+    """Those that this thread is in, the innermost last."""
+    if not hasattr(_thread, "runs"):
+        _thread.runs = []
+    return _thread.runs
+
+
+class Keep(NamedTuple):
+    """How `once` keeps a tensor: what takes it away, and what brings it back from what that
+    returned, as the hooks of `torch.autograd.graph.saved_tensors_hooks`."""
+
+    out: Callable[[Tensor], Any]
+    back: Callable[[Any], Tensor]
+
+
 def is_recomputing() -> bool:
     """Whether this thread is running a forward again, so that its output is unused."""
-    return getattr(_thread, "depth", 0) > 0
+    return any(run.runs_again for run in _runs())
 
 
-class Recomputing:
-    """While a forward runs again. Entered in the thread that runs backward, any number of times."""
+def once(function: Callable[[], tuple]) -> tuple:
+    """``function()``, of which a `recomputed` forward that has a `keep` keeps the result, so that
+    its second run does not call it. For what is dearer to compute than to keep."""
+    runs = _runs()
+    if not runs or runs[-1].keep is None or torch.compiler.is_compiling():
+        return function()
+    return runs[-1].once(function, runs[-1].keep)
 
-    def __enter__(self) -> None:
-        _thread.depth = getattr(_thread, "depth", 0) + 1
 
-    def __exit__(self, *_) -> None:
-        _thread.depth -= 1
-
-
-def recomputed(forward: Callable, *inputs: Any, keep_random_state: bool = True):
+def recomputed(
+    forward: Callable, *inputs: Any, keep_random_state: bool = True, keep: Keep | None = None
+):
     """``forward(*inputs)``, of which only the inputs are kept for backward.
 
     Equivalent PyTorch, but that it knows the device of the first input alone::
@@ -47,21 +63,25 @@ def recomputed(forward: Callable, *inputs: Any, keep_random_state: bool = True):
         forward: saves the same tensors in the same order when it runs again.
         inputs: the first is a tensor; the others may be anything. Tensors among them are saved by
             an autograd function, so that hooks around the call see them.
+        keep: what `once` does with a result; None: it is computed again like all else.
 
     Raises:
         RuntimeError: from backward, if the second run saves other tensors than the first.
     """
     if not torch.is_grad_enabled():
         return forward(*inputs)
-    run = _Run(forward, inputs, keep_random_state)
-    with saved_tensors_hooks(run.forget, _remember):
+    run = _Run(forward, inputs, keep_random_state, keep)
+    with run, saved_tensors_hooks(run.forget, _remember):
         return forward(*inputs)
 
 
 class _Run:
-    """One such forward: what it starts from, and what its second run has saved for backward."""
+    """One such forward: what it starts from, and what its second run has saved for backward.
+    Entered while it runs, by the thread that runs it: for the second run that of backward."""
 
-    def __init__(self, forward: Callable, inputs: tuple, keep_random_state: bool):
+    def __init__(
+        self, forward: Callable, inputs: tuple, keep_random_state: bool, keep: Keep | None
+    ):
         tensors = [x for x in inputs if isinstance(x, Tensor)]
         device = tensors[0].device.type
         self.forward = forward
@@ -75,8 +95,28 @@ class _Run:
         )  # fmt: skip
         generators = _generators_of(tensors[0]) if keep_random_state else ()
         self.random_states = [(one, one.get_state()) for one in generators]
+        self.keep = keep
+        self.kept: list[list[tuple[bool, Any]]] = []  # by call of `once`: is it a tensor, and it
+        self.runs_again, self.next_kept = False, 0
         self.shapes: list[torch.Size] = []
         self.remembered: dict[int, Tensor] = {}
+
+    def __enter__(self) -> None:
+        _runs().append(self)
+
+    def __exit__(self, *_) -> None:
+        _runs().pop()
+
+    def once(self, function: Callable[[], tuple], keep: Keep) -> tuple:
+        if self.runs_again:
+            kept = self.kept[self.next_kept]
+            self.next_kept += 1
+            return tuple(keep.back(one) if is_tensor else one for is_tensor, one in kept)
+        result = function()
+        self.kept.append(
+            [(True, keep.out(one)) if isinstance(one, Tensor) else (False, one) for one in result]
+        )
+        return result
 
     def forget(self, tensor: Tensor) -> tuple["_Run", int]:
         self.shapes.append(tensor.shape)
@@ -94,16 +134,18 @@ class _Run:
                 raise _Stop
 
         now = [(one, one.get_state()) for one, _ in self.random_states]
+        self.runs_again, self.next_kept = True, 0
         try:
             _set_random(self.random_states)
             with (
-                torch.enable_grad(), torch.autocast(*self.autocast), Recomputing(),
+                self, torch.enable_grad(), torch.autocast(*self.autocast),
                 saved_tensors_hooks(keep, lambda nothing: nothing),
             ):  # fmt: skip
                 self.forward(*inputs)
         except _Stop:
             pass
         finally:
+            self.runs_again = False
             _set_random(now)
         if [tensor.shape for tensor in found] != self.shapes:
             raise RuntimeError(

@@ -11,7 +11,7 @@ from peft_models import ATTENTION, LAYERS, MLP, ids, set_weights
 from reference import relative_error
 from torch import nn
 
-from fused_lora import Fusion, fuse, report, unfuse
+from fused_lora import Fusion, decoder_layer, fuse, report, unfuse
 from fused_lora.bordered_sites import borders_of
 from fused_lora.decoder_layer import DecoderLayer
 
@@ -88,6 +88,27 @@ def test_checkpointed_gradients_are_those_of_kept_ones(how, calls, device):
     for name in want:
         # what ours computes again is x A' of down, by a product of another shape
         assert relative_error(got[name], want[name]) < (1e-6 if how == "ours" else 1e-12), name
+
+
+@pytest.mark.parametrize(("policy", "runs"), [("full", 4), ("offload", 3)])
+def test_attention_and_o_run_once_where_their_output_is_offloaded(
+    policy, runs, device, monkeypatch
+):
+    """But in the last of two layers, which keeps its input: its backward comes first."""
+    model, _, _ = pair(device)
+    want = step(model)
+    counts = {"attention_forward": [], "add_adapted": []}
+    for name, seen in counts.items():
+        function = getattr(decoder_layer, name)
+        monkeypatch.setattr(
+            decoder_layer, name,
+            lambda *given, seen=seen, function=function: seen.append(1) or function(*given),
+        )  # fmt: skip
+    fuse(model, Fusion(checkpoint=policy))
+    got = step(model)
+    assert {name: len(seen) for name, seen in counts.items()} == dict.fromkeys(counts, runs)
+    for name in want:
+        assert relative_error(got[name], want[name]) < 1e-6, name
 
 
 def test_padding_and_hidden_states_are_as_without_fusion(calls, device):

@@ -16,7 +16,7 @@ from layer_case import peft_model
 from fused_lora import Fusion, fuse, offload
 from fused_lora.graph import EAGER_CALLS
 from fused_lora.launching import next_power_of_2
-from fused_lora.offload import Offload, _Offloaded
+from fused_lora.offload import Offload, _Layer, _Offloaded
 
 
 class Stream:
@@ -91,21 +91,27 @@ def numbers(first):
     return Gpu.tensor(torch.arange(first, first + 4.0))
 
 
-def offloaded(tensor, copies, free, before=None):
+def offloaded(tensor, copies, free, layer=None):
     memory = free.pop() if free else offload._pinned(next_power_of_2(tensor.nbytes))
-    return _Offloaded(tensor, memory, free.append, copies, before)
+    return _Offloaded(tensor, memory, free.append, copies, layer or _Layer(None))
+
+
+def layers(count, tensors, copies, free):
+    """So many layers, one after the other, which offload so many tensors each, as `Offload` does
+    it."""
+    found = []
+    for i in range(count):
+        if found:
+            found[-1][0].layer.let_go()
+        layer = _Layer(found[-1][0].layer if found else None)
+        found.append(
+            [offloaded(numbers(10.0 * i + 100.0 * k), copies, free, layer) for k in range(tensors)]
+        )
+    return found
 
 
 def chain(count, copies, free):
-    """So many tensors offloaded one after the other, as `Offload` does it."""
-    found = []
-    for i in range(count):
-        before = None
-        if found:
-            found[-1].let_go()
-            before = weakref.ref(found[-1])
-        found.append(offloaded(numbers(10.0 * i), copies, free, before))
-    return found
+    return [one for (one,) in layers(count, 1, copies, free)]
 
 
 def test_what_was_offloaded_comes_back_in_the_order_of_backward(streams):
@@ -132,6 +138,22 @@ def test_a_tensor_is_on_its_way_back_before_it_is_wanted_and_no_other_is(streams
     assert two.on_gpu is not None and one.on_gpu is None
     two.fetch()
     assert two.on_gpu is None and one.on_gpu is not None
+
+
+def test_a_layers_tensors_go_and_come_together_and_each_is_copied_once(streams):
+    user, copies = streams
+    one, two, three = layers(3, 3, copies, [])
+    assert all(t.on_gpu is None for t in (*one, *two)) and all(t.on_gpu is not None for t in three)
+    back = len(copies.queue)
+    for i, layer, before in ((2, three, two), (1, two, one), (0, one, None)):
+        for k, saved in enumerate(layer):  # in the order of forward, in which it runs again
+            tensor = saved.fetch()
+            assert saved.on_gpu is None
+            user.run()
+            assert tensor.tolist() == [10.0 * i + 100.0 * k + j for j in range(4)]
+            assert before is None or all(t.on_gpu is not None for t in before)
+    # each copy waits for the computation, and then is made; of the last layer none is
+    assert len(copies.queue) + copies.done == 2 * (9 + 6) and back == 2 * 9
 
 
 def test_the_last_one_is_still_there_and_is_not_copied_back(streams):
@@ -258,7 +280,7 @@ def test_a_copy_has_streams_and_host_memory_of_its_own():
 
 # --- on the GPU -----------------------------------------------------------------------------------
 
-CONFIG = {"num_hidden_layers": 6, "hidden_size": 256, "intermediate_size": 512}
+CONFIG = {"num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 512}
 BATCH, LENGTH = 64, 128  # a layer's input is 4 MiB
 FUSIONS = {"parts": ALL, "layer": {"layer": True}}
 
@@ -293,5 +315,6 @@ def test_gradients_are_those_of_inputs_that_stay_and_take_less_memory(fusion, ma
     )
     assert got.keys() == want.keys() and len(want) > 50
     assert all((got[n] - want[n]).norm() <= 0.02 * want[n].norm() for n in want)
-    # of six inputs one is never offloaded, and one is on its way
+    # of eight inputs one is never offloaded, and one has not left, with the two tensors that a whole
+    # layer sends after it, when backward begins
     assert more - less > 3 * BATCH * LENGTH * CONFIG["hidden_size"] * 2

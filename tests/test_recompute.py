@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from typing import ClassVar
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from fused_lora.recompute import is_recomputing, recomputed
+from fused_lora.recompute import Keep, is_recomputing, once, recomputed
 
 
 @pytest.fixture
@@ -162,6 +163,77 @@ def test_inputs_of_other_kinds(x, weight):
     (want,) = torch.autograd.grad(forward(x, None, x, 2.0).sum(), weight)
     (ours,) = torch.autograd.grad(recomputed(forward, x, None, x, 2.0).sum(), weight)
     assert torch.equal(ours, want)
+
+
+class Attend(torch.autograd.Function):
+    """Keeps what it computes first, and computes what comes after it again."""
+
+    calls: ClassVar[list[bool]] = []
+
+    @staticmethod
+    def forward(ctx, x):
+        def dear():
+            Attend.calls.append(is_recomputing())
+            return x.exp(), "constant", None
+
+        y, *constants = once(dear)
+        assert constants == ["constant", None]
+        ctx.save_for_backward(y)
+        return y * 1.0
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0]
+
+
+@pytest.fixture
+def store():
+    """A place to keep tensors in, with what was taken out and back."""
+    Attend.calls = []
+    moves = []
+
+    def out(tensor):
+        moves.append("out")
+        return tensor.clone()
+
+    return Keep(out, lambda kept: moves.append("back") or kept), moves
+
+
+def test_what_is_computed_once_is_kept_and_brought_back(x, weight, store):
+    keep, moves = store
+
+    def forward(x):
+        return torch.tanh(Attend.apply(x @ weight))
+
+    want = gradients(forward, x, weight)
+    Attend.calls.clear()
+    assert_equal(gradients(lambda x: recomputed(forward, x, keep=keep), x, weight), want)
+    assert (Attend.calls, moves) == ([False], ["out", "back"])
+    # and by each of two backwards
+    total = recomputed(forward, x, keep=keep).sum()
+    first = torch.autograd.grad(total, (x, weight), retain_graph=True)
+    assert_equal(torch.autograd.grad(total, (x, weight)), first)
+    assert (Attend.calls, moves[2:]) == ([False, False], ["out", "back", "back"])
+
+
+def test_each_of_several_results_comes_back_where_it_belongs(x, weight, store):
+    keep, moves = store
+
+    def forward(x):
+        return Attend.apply(torch.tanh(Attend.apply(torch.tanh(x @ weight))))
+
+    want = gradients(forward, x, weight)
+    assert_equal(gradients(lambda x: recomputed(forward, x, keep=keep), x, weight), want)
+    assert moves == ["out", "out", "back", "back"]
+
+
+def test_without_a_keep_nothing_is_computed_once(x, store):
+    recomputed(Attend.apply, x).sum().backward()
+    assert Attend.calls == [False, True]
+    # the innermost is the one that counts
+    recomputed(lambda x: recomputed(Attend.apply, x), x, keep=store[0]).sum().backward()
+    assert Attend.calls == [False, True, False, True] and not store[1]
+    assert once(lambda: (1, 2)) == (1, 2)
 
 
 def test_without_gradients_nothing_is_kept(x, weight):
