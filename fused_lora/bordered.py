@@ -4,7 +4,7 @@ its own over a large tensor.
 For a frozen W [out, in] with adapter A [r, in], B [out, r] and scale s the buffer is
 
     M = [[W, s B],      [out + r, in + r], row-major, in W's dtype
-         [A,  0 ]]
+         [A,  0 ]]      its rows on whole lines of the L2 cache (`rows.empty_rows`)
 
 Projections that share an input share a buffer (q, k, v; gate, up): W and A are stacked, B is block
 diagonal. PEFT's `base_layer.weight` and `.bias` become views of it and work as before; the adapters
@@ -234,12 +234,12 @@ def border(model: nn.Module) -> Borders:
     """Move the base weights of a PEFT model's LoRA layers into bordered buffers.
 
     Group by group, so that at most one group's weights exist twice; after it the model is larger
-    by the borders alone. Parameters stay the same objects, with other memory; state_dict,
-    loading, adapters' `save_pretrained`, merging and unmerging go on working (`safe_merge` replaces
-    the weights, which is noticed). A base model is saved after `unborder`: transformers and
-    safetensors raise for weights that share memory. A deepcopy has weights of its own and no
-    buffers. Where there are several adapters, the border has room for the largest rank. Call it
-    again after weights were moved, cast or replaced.
+    by the borders alone, and by what fills each row up to a multiple of 128 bytes. Parameters stay
+    the same objects, with other memory; state_dict, loading, adapters' `save_pretrained`, merging
+    and unmerging go on working (`safe_merge` replaces the weights, which is noticed). A base model
+    is saved after `unborder`: transformers and safetensors raise for weights that share memory. A
+    deepcopy has weights of its own and no buffers. Where there are several adapters, the border has
+    room for the largest rank. Call it again after weights were moved, cast or replaced.
 
     Args:
         model: a PEFT model (or any module that holds PEFT's LoRA layers), on any device.

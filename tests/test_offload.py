@@ -315,6 +315,6 @@ def test_gradients_are_those_of_inputs_that_stay_and_take_less_memory(fusion, ma
     )
     assert got.keys() == want.keys() and len(want) > 50
     assert all((got[n] - want[n]).norm() <= 0.02 * want[n].norm() for n in want)
-    # of eight inputs one is never offloaded, and one has not left, with the two tensors that a whole
-    # layer sends after it, when backward begins
+    # of eight inputs one is never offloaded, and one has not left, with the two tensors that whole
+    # layers send after theirs, when backward begins
     assert more - less > 3 * BATCH * LENGTH * CONFIG["hidden_size"] * 2
