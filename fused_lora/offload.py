@@ -50,8 +50,8 @@ class Offload:
         return saved_tensors_hooks(self.out, self.back)
 
     def out(self, tensor: Tensor) -> "Tensor | _Offloaded":
-        """To the host, with the layer whose `hooks` were asked for last, if it is large enough."""
-        if not tensor.is_cuda or tensor.nbytes < OFFLOAD_BYTES:
+        """To the host, with the layer whose `hooks` were asked for last, if it is worth it."""
+        if not _is_worth_it(tensor):
             return tensor
         if tensor.device not in self._copies:
             self._copies[tensor.device] = torch.cuda.Stream(tensor.device)
@@ -78,6 +78,10 @@ class Offload:
         captured += eager
         eager.clear()
         return captured
+
+
+def _is_worth_it(tensor: Tensor) -> bool:
+    return tensor.is_cuda and tensor.nbytes >= OFFLOAD_BYTES
 
 
 class _Layer:
