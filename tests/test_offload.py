@@ -77,14 +77,18 @@ def pinned(size):
 
 
 @pytest.fixture
-def streams(monkeypatch):
-    """The stream of the computation and that of the copies."""
-    user, copies = Stream(), Stream()
-    Gpu.current = Gpu.user = user
-
+def cuda(monkeypatch):
+    """What `offload` asks of it, with streams of ours."""
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Gpu.current)
     monkeypatch.setattr(torch.cuda, "stream", on_stream)
     monkeypatch.setattr(offload, "_pinned", pinned)
+
+
+@pytest.fixture
+def streams(cuda, monkeypatch):
+    """The stream of the computation and that of the copies."""
+    user, copies = Stream(), Stream()
+    Gpu.current = Gpu.user = user
     empty = torch.full((4,), -2.0)
     monkeypatch.setattr(torch, "empty_like", lambda host, device: Gpu.tensor(empty.clone()))
     return user, copies
@@ -282,16 +286,15 @@ class AtOnce(Stream):
 
 
 @pytest.mark.parametrize("fusion", [ALL, {"layer": True}], ids=["parts", "layer"])
-def test_a_models_gradients_are_right_however_late_the_copies_are(fusion, monkeypatch, streams):
+def test_a_models_gradients_are_right_however_late_the_copies_are(fusion, monkeypatch, cuda):
     """A tensor that was fetched before its copy is not a number, and one that was overwritten on
     its way out is another's."""
     models = [peft_model("cpu", config={"num_hidden_layers": 4}) for _ in range(2)]
     for model, policy in zip(models, ("full", "offload"), strict=True):
         fuse(model.train(), Fusion(**fusion, checkpoint=policy))
     tokens = torch.arange(48).reshape(2, 24)
-    computation, copies = AtOnce(), streams[1]
-    Gpu.current = computation
-    moved = []
+    Gpu.current, copies = AtOnce(), Stream()
+    real, back, moved = torch.empty_like, Offload.back, []
 
     def empty_like(tensor, **options):
         if not isinstance(tensor, Later):
@@ -299,13 +302,8 @@ def test_a_models_gradients_are_right_however_late_the_copies_are(fusion, monkey
         moved.append(tensor.shape)
         return torch.full(tensor.shape, torch.nan, dtype=tensor.dtype).as_subclass(Later)
 
-    monkeypatch.undo()  # the fixture's own empty_like, of four numbers
-    real, back = torch.empty_like, Offload.back
     monkeypatch.setattr(torch, "empty_like", empty_like)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: copies)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Gpu.current)
-    monkeypatch.setattr(torch.cuda, "stream", on_stream)
-    monkeypatch.setattr(offload, "_pinned", pinned)
     monkeypatch.setattr(offload, "_is_worth_it", torch.is_floating_point)
     plain = staticmethod(lambda saved: back(saved).as_subclass(torch.Tensor))
     monkeypatch.setattr(Offload, "back", plain)
