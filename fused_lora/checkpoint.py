@@ -13,6 +13,9 @@ What is dear to compute again is about as dear by the byte in all of a layer, by
 products on an H200: gate and up, 2.1 ms for 688 MiB; q, k, v, attention and o, 0.5 ms for about
 230. So whole layers are the unit, and the budget their number.
 
+With a fused loss the last layer keeps what it saves under every policy: its backward comes next,
+and would compute all of it for the memory that the loss has just given back.
+
 A layer that runs again (`recompute.py`) does so for what its functions save, not for its output.
 It is stopped at the last tensor that is missing, which is saved at the end of LoRA_MLP;
 `is_recomputing` tells LoRA_MLP that its down projection, 29% of the layer's products, is not
@@ -66,21 +69,28 @@ class Checkpoint:
         self.layer_bytes: dict[tuple, int] = {}  # by shape of the input, as first measured
         self.offload = Offload()
 
-    def install(self, layers: list[nn.Module]) -> None:
-        """Run these layers, in the order of a forward, under this policy."""
+    def install(self, layers: list[nn.Module], last_runs_once: bool = False) -> None:
+        """Run these layers, in the order of a forward, under this policy.
+
+        last_runs_once: all of the last one is kept. For a model whose loss takes little memory.
+        """
         for index, layer in enumerate(layers):
             if policy_of(layer):
                 remove(layer)
             before = {name: vars(layer)[name] for name in ATTRIBUTES if name in vars(layer)}
             layer.gradient_checkpointing = True  # type: ignore[assignment]
             layer._gradient_checkpointing_func = partial(  # type: ignore[assignment]
-                self.run, layer, index, index == len(layers) - 1, before=before
-            )
+                self.run, layer, index, is_last=index == len(layers) - 1,
+                last_runs_once=last_runs_once, before=before,
+            )  # fmt: skip
 
     def run(
-        self, layer: nn.Module, index: int, is_last: bool, forward: Callable, *inputs, before=None
-    ):
+        self, layer: nn.Module, index: int, forward: Callable, *inputs, is_last: bool,
+        last_runs_once: bool, before=None,
+    ):  # fmt: skip
         """What a layer calls instead of its forward; `before` is for `remove` alone."""
+        if is_last and last_runs_once:
+            return forward(*inputs)
         if self.policy == "selective":
             if self._is_kept(layer, index, inputs[0]):
                 return self._measured(layer, forward, *inputs)

@@ -41,8 +41,9 @@ afterwards.
 Per token of Qwen2.5-3B (hidden 2,048, intermediate 11,008, q and k and v 2,560; r = 32, bf16) it
 saves 70.2 kB: [n|zn] 4.3, qkv 5.1, a 4.1, t 4.1, [m|zm] 4.2, gu 44.0, za, zh, log-sum-exp and both
 rstd 0.2, and x 4.1, which is the output of the layer before. Where checkpointing runs the layer
-again and has somewhere to keep them (`recompute.once`), a, za and t are not computed a second time:
-8.2 kB a token for attention, the product with o and its addition.
+again, zh is kept (`recompute.once`): 64 bytes a token, and SwiGLU does not run again. Where it has
+somewhere to keep them, neither are a, za and t computed a second time: 8.2 kB a token for
+attention, the product with o and its addition.
 """
 
 from collections.abc import Sequence
@@ -166,7 +167,7 @@ class DecoderLayer(torch.autograd.Function):
             total, frozen.post_norm, frozen.post_eps, post_normed[:, :width], copy=sums
         )
         gate_up = grow_k_forward(post_normed, frozen.gate_up)
-        z_down = add_down(gate_up, frozen.down, sums)
+        (z_down,) = once(lambda: (add_down(gate_up, frozen.down, sums),), is_small=True)
 
         ctx.kinds = kinds_of(adapters)
         # without the tensors, which save_for_backward keeps and watches

@@ -121,7 +121,7 @@ def fuse(model: nn.Module, fusion: Fusion) -> FusionReport:
                     assert borders is not None
                     module.forward = BorderedForward(site.forward, module, runs, borders).forward
     if policy is not None:
-        policy.install(layers)
+        policy.install(layers, last_runs_once="cross_entropy" in running)
     return report(model)
 
 

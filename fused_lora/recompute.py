@@ -35,18 +35,23 @@ class Keep(NamedTuple):
     back: Callable[[Any], Tensor]
 
 
+STAYS = Keep(lambda tensor: tensor, lambda tensor: tensor)
+
+
 def is_recomputing() -> bool:
     """Whether this thread is running a forward again, so that its output is unused."""
     return any(run.runs_again for run in _runs())
 
 
-def once(function: Callable[[], tuple]) -> tuple:
+def once(function: Callable[[], tuple], is_small: bool = False) -> tuple:
     """``function()``, of which a `recomputed` forward that has a `keep` keeps the result, so that
-    its second run does not call it. For what is dearer to compute than to keep."""
+    its second run does not call it. For what is dearer to compute than to keep; what `is_small`
+    every `recomputed` forward keeps, and as it is."""
     runs = _runs()
-    if not runs or runs[-1].keep is None or torch.compiler.is_compiling():
+    keep = STAYS if is_small else runs[-1].keep if runs else None
+    if not runs or keep is None or torch.compiler.is_compiling():
         return function()
-    return runs[-1].once(function, runs[-1].keep)
+    return runs[-1].once(function, keep)
 
 
 def recomputed(
@@ -63,7 +68,7 @@ def recomputed(
         forward: saves the same tensors in the same order when it runs again.
         inputs: the first is a tensor; the others may be anything. Tensors among them are saved by
             an autograd function, so that hooks around the call see them.
-        keep: what `once` does with a result; None: it is computed again like all else.
+        keep: what `once` does with a result; None: it is computed again, unless it is small.
 
     Raises:
         RuntimeError: from backward, if the second run saves other tensors than the first.

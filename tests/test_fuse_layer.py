@@ -68,7 +68,8 @@ def test_layers_join_every_other_part(policy, autocast, calls, device):
     ]
     assert done.fused["mlp"] == done.fused["attention"] == done.fused["rope"] == []
     assert_model_right(fused, plain, autocast=autocast)
-    assert len(calls) == 3 * 2 * (2 if policy else 1)
+    # with a fused loss the last one of two runs once
+    assert len(calls) == 3 * (3 if policy else 2)
 
 
 @pytest.mark.parametrize("how", ["ours", "reentrant", "not reentrant"])
@@ -85,19 +86,18 @@ def test_checkpointed_gradients_are_those_of_kept_ones(how, calls, device):
     assert len(calls) == 4
     needed = [inputs[-1].output_needed for inputs in calls]
     assert needed == [True, True, *[how != "ours"] * 2]
-    for name in want:
-        # what ours computes again is x A' of down, by a product of another shape
-        assert relative_error(got[name], want[name]) < (1e-6 if how == "ours" else 1e-12), name
+    assert all(relative_error(got[name], want[name]) < 1e-12 for name in want)
 
 
 @pytest.mark.parametrize(("policy", "runs"), [("full", 4), ("offload", 3)])
 def test_attention_and_o_run_once_where_their_output_is_offloaded(
     policy, runs, device, monkeypatch
 ):
-    """But in the last of two layers, which keeps its input: its backward comes first."""
+    """But in the last of two layers, which keeps its input: its backward comes first. SwiGLU runs
+    once in any case."""
     model, _, _ = pair(device)
     want = step(model)
-    counts = {"attention_forward": [], "add_adapted": []}
+    counts = {"attention_forward": [], "add_adapted": [], "add_down": []}
     for name, seen in counts.items():
         function = getattr(decoder_layer, name)
         monkeypatch.setattr(
@@ -106,9 +106,9 @@ def test_attention_and_o_run_once_where_their_output_is_offloaded(
         )  # fmt: skip
     fuse(model, Fusion(checkpoint=policy))
     got = step(model)
-    assert {name: len(seen) for name, seen in counts.items()} == dict.fromkeys(counts, runs)
-    for name in want:
-        assert relative_error(got[name], want[name]) < 1e-6, name
+    runs_of = dict.fromkeys(counts, runs) | {"add_down": 2}
+    assert {name: len(seen) for name, seen in counts.items()} == runs_of
+    assert all(relative_error(got[name], want[name]) < 1e-12 for name in want)
 
 
 def test_padding_and_hidden_states_are_as_without_fusion(calls, device):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from fused_case import ALL, assert_right, pair, step
 from peft_models import LAYERS, ids, peft_model
+from reference import relative_error
 
 from fused_lora import Fusion, checkpoint, fuse, unfuse
 
@@ -130,6 +131,24 @@ def test_a_larger_budget_keeps_more_layers(device):
 def test_a_policy_that_cannot_be(options, words, device):
     with pytest.raises(ValueError, match=words):
         fuse(peft_model(device), Fusion(**options))
+
+
+@pytest.mark.parametrize("policy", [{"checkpoint": "full"}, {"checkpoint": "offload"},
+                                    {"checkpoint": "selective", "checkpoint_gib": 0}])  # fmt: skip
+@pytest.mark.parametrize("loss", ["fused", "fused before", "not fused"])
+def test_with_a_fused_loss_the_last_layer_runs_once(loss, policy, device):
+    model = peft_model(device).train()
+    want = step(model)
+    if loss == "fused before":
+        fuse(model, Fusion(cross_entropy=True))
+    fuse(model, Fusion(cross_entropy=loss == "fused", **policy))
+    runs = []
+    for index, layer in enumerate(model.get_submodule(LAYERS)):
+        layer.input_layernorm.register_forward_hook(lambda *_, index=index: runs.append(index))
+    got = step(model)
+    assert runs == ([0, 1, 1, 0] if loss == "not fused" else [0, 1, 0])
+    for name in want:
+        assert relative_error(got[name], want[name]) < 1e-5, name
 
 
 def test_the_down_projection_does_not_run_again(device, monkeypatch):

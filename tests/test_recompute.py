@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from functools import partial
 from typing import ClassVar
 
 import pytest
@@ -225,6 +226,15 @@ def test_each_of_several_results_comes_back_where_it_belongs(x, weight, store):
     want = gradients(forward, x, weight)
     assert_equal(gradients(lambda x: recomputed(forward, x, keep=keep), x, weight), want)
     assert moves == ["out", "out", "back", "back"]
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_what_is_small_is_kept_as_it_is(kept, x, store, monkeypatch):
+    keep, moves = store
+    monkeypatch.setitem(globals(), "once", partial(once, is_small=True))
+    recomputed(Attend.apply, x, keep=keep if kept else None).sum().backward()
+    assert Attend.calls == [False] and not moves
+    assert once(lambda: (1, 2)) == (1, 2)
 
 
 def test_without_a_keep_nothing_is_computed_once(x, store):
