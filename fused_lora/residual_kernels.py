@@ -65,6 +65,10 @@ def _add_adapted_kernel(
 ):
     row = (tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS))[:, None]
     column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    # asked for first, so that they are on their way while the product is made
+    mask = (row < rows) & (column < columns)[None, :]
+    residual = tl.load(residual_ptr + row * residual_row_stride + column[None, :], mask=mask)
+    y = tl.load(y_ptr + row * y_row_stride + column[None, :], mask=mask)
     B_row = B_ptr + column.to(tl.int64)[None, :] * B_row_stride
     adapted = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
     for start in range(0, rank, BLOCK_RANK):
@@ -79,12 +83,8 @@ def _add_adapted_kernel(
         if IN_FP32:
             z, B = z.to(tl.float32), B.to(tl.float32)
         adapted = tl.dot(z, B, adapted, input_precision="ieee")
-    column = column[None, :]
-    mask = (row < rows) & (column < columns)
-    residual = tl.load(residual_ptr + row * residual_row_stride + column, mask=mask)
-    y = tl.load(y_ptr + row * y_row_stride + column, mask=mask)
     total = residual.to(tl.float32) + (y.to(tl.float32) + adapted)
-    total_tile = total_ptr + row * total_row_stride + column
+    total_tile = total_ptr + row * total_row_stride + column[None, :]
     tl.store(total_tile, total.to(total_ptr.dtype.element_ty), mask=mask)
 
 
