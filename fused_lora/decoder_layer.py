@@ -6,8 +6,7 @@ of o, of gate and up, and of down, forward in the order of execution:
     n       = norm(x)                              into the first columns of [n | zn]
     zn      = n A'                                 into its others
     qkv     = [n | zn] M' + bias                   q, k and v side by side, in one product
-    q, k    turned where they lie (RoPE)
-    a       = attention(q, k, v)
+    a       = attention(q, k, v)                   q and k turned where they lie (RoPE)
     [y|za]  = a M'
     t       = x + y + za (sB)'                     the residual, and za once more, in one pass
     m       = norm(t),  zm = m A'                  as n and zn; t once more, as the output's start
@@ -63,11 +62,11 @@ from .bordered_linear import (
     grow_k_forward,
     kinds_of,
 )
-from .qkv_rope import rope_backward, rope_forward, split_heads
+from .qkv_attention import Attention, attention_backward, attention_forward
+from .qkv_rope import rope_forward
 from .recompute import once
 from .residual_kernels import add_adapted, rms_norm_backward, rms_norm_forward
 from .rows import Handover, as_rows, empty_rows
-from .sdpa import attention_backward, attention_forward
 from .swiglu_bordered import add_down, swiglu_gradients
 
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
@@ -136,25 +135,27 @@ class DecoderLayer(torch.autograd.Function):
     def forward(ctx, hidden, cos, sin, mask, *operands):
         *adapters, frozen = operands
         _check(hidden, cos, sin, adapters, frozen)
-        _, positions, width = hidden.shape
+        width = hidden.shape[2]
         x = as_rows(hidden)
         rows = x.shape[0]
 
         normed = empty_rows(x, rows, frozen.qkv.matrix.shape[1])
         input_rstd = rms_norm_forward(x, frozen.input_norm, frozen.input_eps, normed[:, :width])
         qkv = grow_k_forward(normed, frozen.qkv)
-        rope_forward(qkv, cos, sin, frozen.heads, frozen.kv_heads)
-        q, k, v = split_heads(qkv, positions, frozen.heads, frozen.kv_heads)
+        attention = Attention(frozen.heads, frozen.kv_heads, frozen.attention_scaling)
+        is_turned = False  # by whoever attends
 
         def attend() -> tuple:
-            attended, saved, attention = attention_forward(q, k, v, mask, frozen.attention_scaling)
-            by_token = _join_heads(attended)
+            nonlocal is_turned
+            attended, saved, ran = attention_forward(qkv, cos, sin, mask, attention)
+            is_turned = True
             total = x.new_empty(rows, width)
-            z_o = _add_projected(x, by_token, frozen.o, total)
-            return by_token, total, z_o, attention, *saved
+            z_o = _add_projected(x, attended, frozen.o, total)
+            return attended, total, z_o, ran, *saved
 
-        by_token, total, z_o, ctx.attention, *attention_saved = once(attend)
-        attended = by_token.view(q.shape[0], positions, *q.shape[1::2]).transpose(1, 2)
+        attended, total, z_o, ctx.attention, *attention_saved = once(attend)
+        if not is_turned:
+            rope_forward(qkv, cos, sin, frozen.heads, frozen.kv_heads)
 
         if frozen.output_needed:
             # not a view itself, or autograd would forbid to change it in place
@@ -208,8 +209,7 @@ class DecoderLayer(torch.autograd.Function):
         need_hidden = ctx.needs_input_grad[0]
         need_qkv, need_o, need_gate_up, need_down = _by_group(ctx.needs_input_grad[4:-1])
         kinds_qkv, kinds_o, kinds_gate_up, kinds_down = _by_group(ctx.kinds)
-        heads, kv_heads = ctx.frozen.heads, ctx.frozen.kv_heads
-        _, positions, width = hidden.shape
+        width = hidden.shape[2]
         x = as_rows(hidden)
         rows = x.shape[0]
         adapter_sums = AdapterSums()
@@ -248,17 +248,14 @@ class DecoderLayer(torch.autograd.Function):
             grad_attended = grow_k_backward(grad_total, of_o)
             grad_o = adapter_sums.add(
                 of_o, kinds_o, need_o,
-                _join_heads(attended), grad_total[:, :width], z_o, grad_total[:, width:],
-            )  # fmt: skip
-            q, k, v = split_heads(qkv, positions, heads, kv_heads)
-            by_head = q.shape[0], positions, heads, q.shape[3]
-            gradients = attention_backward(
-                grad_attended.view(by_head).transpose(1, 2),
-                q, k, v, mask, attended, attention_saved, ctx.attention,
+                attended, grad_total[:, :width], z_o, grad_total[:, width:],
             )  # fmt: skip
             grad_qkv = empty_rows(x, rows, qkv_matrix.shape[0])
-            rope_backward(*gradients, cos, sin, grad_qkv[:, : of_qkv.out])
-            del grad_attended, gradients
+            attention_backward(
+                grad_attended, qkv, cos, sin, mask, attended, attention_saved, ctx.attention,
+                grad_qkv[:, : of_qkv.out],
+            )  # fmt: skip
+            del grad_attended
 
             # q, k and v of the norm of x
             grad_z = grad_hidden = None
@@ -298,11 +295,6 @@ def _add_projected(residual: Tensor, x: Tensor, bordered: Bordered, total: Tenso
     z_copy = z.new_empty(z.shape)  # its own, so that what is saved does not keep y
     add_adapted(residual, y[:, :out], z, matrix[:out, inputs:], total, z_copy)
     return z_copy
-
-
-def _join_heads(attended: Tensor) -> Tensor:
-    """[batch, heads, positions, head_dim] as rows of tokens; a view, if they lie by token."""
-    return as_rows(attended.transpose(1, 2).flatten(2))
 
 
 def _check(

@@ -110,7 +110,7 @@ def rope_forward(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: in
         ValueError: shapes, dtypes, devices or strides do not fit, or no kernel can run on them.
     """
     check_rows("rope_forward", _rope_kernel, qkv.shape, qkv=qkv)
-    _batch("rope_forward", qkv, cos, sin, heads, kv_heads)
+    batch_of("rope_forward", qkv, cos, sin, heads, kv_heads)
     q, k, _ = split_heads(qkv, cos.shape[1], heads, kv_heads)
     _turn(q, k, None, cos, sin, qkv)
 
@@ -131,7 +131,7 @@ def rope_backward(
     name = "rope_backward"
     check_rows(name, _rope_kernel, grad_qkv.shape, grad_qkv=grad_qkv)
     (_, heads, _, head_dim), kv_heads = grad_q.shape, grad_k.shape[1]
-    batch = _batch(name, grad_qkv, cos, sin, heads, kv_heads)
+    batch = batch_of(name, grad_qkv, cos, sin, heads, kv_heads)
     positions = cos.shape[1]
     for key, gradient, count in (
         ("grad_q", grad_q, heads), ("grad_k", grad_k, kv_heads), ("grad_v", grad_v, kv_heads)
@@ -173,7 +173,7 @@ def _features_together(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 else x.contiguous()
 
 
-def _batch(name: str, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> int:
+def batch_of(name: str, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> int:
     """How many sequences qkv is of; ValueError where it, cos and sin do not fit together."""
     rows, columns = qkv.shape
     if cos.ndim != 3 or cos.shape[2] % 2 or cos.shape != sin.shape:

@@ -11,7 +11,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from fused_lora import many_copies, qkv_rope, residual_kernels, rms_norm, rope
+from fused_lora import causal_attention, many_copies, qkv_rope, residual_kernels, rms_norm, rope
 from fused_lora.cross_entropy import cross_entropy_
 from fused_lora.sums_over_tokens import sums_over_tokens
 from fused_lora.swiglu_products_backward import Product, swiglu_backward_products
@@ -71,6 +71,15 @@ def launch_layer():
     qkv = empty(TOKENS, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
     cos = empty(1, POSITIONS, HEAD_DIM)
     qkv_rope.rope_forward(qkv, cos, cos, HEADS, KV_HEADS)
+    grad, grad_qkv = empty(TOKENS, HEADS * HEAD_DIM), torch.empty_like(qkv)
+    causal_attention.rope_attention_forward(qkv, cos, cos, HEADS, KV_HEADS, 0.1)
+    for positions in (POSITIONS, 2 * POSITIONS):  # one tile and two
+        cos = empty(1, positions, HEAD_DIM)
+        logsumexp = empty(TOKENS // positions, HEADS, positions, dtype=torch.float32)
+        causal_attention.rope_attention_backward(
+            grad, qkv, cos, cos, grad, logsumexp, KV_HEADS, 0.1, grad_qkv
+        )
+    cos = empty(1, POSITIONS, HEAD_DIM)
     grads = [empty(BATCH, heads, POSITIONS, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     qkv_rope.rope_backward(*grads, cos, cos, qkv)
     # its launcher reads addresses, of which these tensors have none

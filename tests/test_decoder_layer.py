@@ -131,19 +131,37 @@ def test_repetition_is_bitwise_equal(device):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.gpu
-def test_on_a_gpu_attention_is_one_of_the_fast_two(calls, device, monkeypatch):
-    used = []
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+
+
+@pytest.fixture
+def attended(monkeypatch):
+    """What every call of attention saved, and whose kernels it had."""
+    seen = []
     forward = module.attention_forward
 
     def spy(*inputs):
-        used.append((result := forward(*inputs))[2].backend)
+        result = forward(*inputs)
+        seen.append((len(result[1]), result[2].backend))
         return result
 
     monkeypatch.setattr(module, "attention_forward", spy)
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
-    check(device, calls, shape=(2, 33), config={"hidden_size": 128} | heads, **BF16)
-    assert used == [used[0]] * 3 and used[0] is not None
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_our_own_attention_is_within_the_error_budget(dtype, calls, attended, device):
+    if device == "cuda" and dtype == torch.float32:
+        pytest.skip("in fp32 PyTorch attends")
+    options = BF16 if dtype == torch.bfloat16 else FP32
+    check(device, calls, shape=(2, 33), config={"hidden_size": 128} | HEADS, **options)
+    assert attended == [(1, None)] * 3  # the logsumexp alone
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_attention_of_longer_ones_is_one_of_the_fast_two(calls, attended, device):
+    check(device, calls, shape=(2, 70), config={"hidden_size": 128} | HEADS, **BF16)
+    assert attended == [attended[0]] * 3 and attended[0][1] is not None
 
 
 # --- what autograd asks ---------------------------------------------------------------------------

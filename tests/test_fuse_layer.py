@@ -89,13 +89,14 @@ def test_checkpointed_gradients_are_those_of_kept_ones(how, calls, device):
     assert all(relative_error(got[name], want[name]) < 1e-12 for name in want)
 
 
+@pytest.mark.parametrize("head_dim", [26, 32], ids=("PyTorch's attention", "ours"))
 @pytest.mark.parametrize(("policy", "runs"), [("full", 4), ("offload", 3)])
 def test_attention_and_o_run_once_where_their_output_is_offloaded(
-    policy, runs, device, monkeypatch
+    policy, runs, head_dim, device, monkeypatch
 ):
     """But in the last of two layers, which keeps its input: its backward comes first. SwiGLU runs
     once in any case."""
-    model, _, _ = pair(device)
+    model, _, _ = pair(device, config={"head_dim": head_dim})
     want = step(model)
     counts = {"attention_forward": [], "add_adapted": [], "add_down": []}
     for name, seen in counts.items():

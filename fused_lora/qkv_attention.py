@@ -1,0 +1,165 @@
+"""Causal attention with RoPE on [q | k | v] as two functions, forward and backward by hand.
+
+An autograd function that contains attention needs its backward as a call, and what that call takes
+as tensors, which it can save like others: a graph kept from forward would hold them where
+checkpointing and offloading do not see them. The first of these that can is used:
+
+    forward     `causal_attention.py`, of up to 64 positions
+                cuDNN or FlashAttention, whichever scaled_dot_product_attention itself would use:
+                PyTorch has a pair of calls for each
+                scaled_dot_product_attention, for all else: a mask, head dimensions that it pads
+    backward    `causal_attention.py`, of up to 512 positions
+                the backend's own
+                scaled_dot_product_attention once more, under autograd: right everywhere, for one
+                forward of attention more
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from . import causal_attention
+from .causal_attention import rope_attention_backward, rope_attention_forward
+from .qkv_rope import rope_backward, rope_forward, split_heads
+from .rows import as_rows
+
+FLASH, CUDNN = SDPBackend.FLASH_ATTENTION.value, SDPBackend.CUDNN_ATTENTION.value
+aten = torch.ops.aten
+
+
+class Attention(NamedTuple):
+    """What attention computes, besides its tensors."""
+
+    heads: int
+    kv_heads: int
+    scaling: float
+    backend: int | None = None  # FLASH or CUDNN, once forward has run on one of them
+
+
+def attention_forward(
+    qkv: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, attention: Attention
+) -> tuple[Tensor, list[Tensor | None], Attention]:
+    """(attended, saved, attention), and q and k turned where they lie in qkv; saved and attention
+    are for `attention_backward`.
+
+    Equivalent PyTorch::
+
+        rope_forward(qkv, cos, sin, heads, kv_heads)
+        q, k, v = split_heads(qkv, positions, heads, kv_heads)
+        attended = F.scaled_dot_product_attention(
+            q, k, v, mask, scale=scaling, is_causal=mask is None, enable_gqa=True)
+        attended = attended.transpose(1, 2).flatten(2).flatten(0, 1)
+
+    qkv is [batch * positions, (heads + 2 kv_heads) head_dim], of the caller's own making; cos and
+    sin are as `rope_forward` takes them; mask is None, for causal, or what
+    scaled_dot_product_attention takes.
+    """
+    heads, kv_heads, scaling, _ = attention
+    positions = cos.shape[1]
+    is_short = positions <= causal_attention.BLOCK
+    if mask is None and is_short and causal_attention.fits(qkv, positions, heads, kv_heads):
+        attended, logsumexp = rope_attention_forward(qkv, cos, sin, heads, kv_heads, scaling)
+        return attended, [logsumexp], attention
+    rope_forward(qkv, cos, sin, heads, kv_heads)
+    q, k, v = split_heads(qkv, positions, heads, kv_heads)
+    backend = _backend(q, k, v, mask, scaling)
+    is_causal = positions > 1
+    saved: list[Tensor | None] = []
+    if backend == FLASH:
+        attended, logsumexp, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_flash_attention(
+            q, k, v, 0.0, is_causal, False, scale=scaling
+        )
+    elif backend == CUDNN:
+        attended, logsumexp, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, is_causal, False, scale=scaling
+        )
+    else:
+        attended = _attend(q, k, v, mask, scaling)
+    if backend is not None:
+        saved = [logsumexp, seed, offset]
+    # a view on a GPU, where the heads of a token lie side by side as they do in qkv
+    by_token = as_rows(attended.transpose(1, 2).flatten(2))
+    return by_token, saved, attention._replace(backend=backend)
+
+
+def attention_backward(
+    grad: Tensor,
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    mask: Tensor | None,
+    attended: Tensor,
+    saved: list[Tensor | None],
+    attention: Attention,
+    grad_qkv: Tensor,
+) -> None:
+    """Write the gradient of what `attention_forward` was given into grad_qkv, for grad and attended
+    [batch * positions, heads * head_dim] and qkv as it was left."""
+    heads, kv_heads, scaling, backend = attention
+    positions = cos.shape[1]
+    if saved and causal_attention.fits(qkv, positions, heads, kv_heads):
+        assert saved[0] is not None
+        logsumexp = saved[0].reshape(-1, heads, positions)  # cuDNN's has one dimension more
+        rope_attention_backward(
+            grad, qkv, cos, sin, attended, logsumexp, kv_heads, scaling, grad_qkv
+        )
+        return
+    q, k, v = split_heads(qkv, positions, heads, kv_heads)
+    grad, attended = (
+        rows.view(q.shape[0], positions, heads, q.shape[3]).transpose(1, 2)
+        for rows in (grad, attended)
+    )
+    if backend is None:
+        q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
+        with torch.enable_grad():
+            again = _attend(q, k, v, mask, scaling)
+        grad_q, grad_k, grad_v = torch.autograd.grad(again, (q, k, v), grad)
+    else:
+        grad_q, grad_k, grad_v = _backend_backward(grad, q, k, v, attended, saved, scaling, backend)
+    rope_backward(grad_q, grad_k, grad_v, cos, sin, grad_qkv)
+
+
+def _backend_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Tensor, saved: list[Tensor | None],
+    scaling: float, backend: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    logsumexp, seed, offset = saved
+    positions, is_causal = q.shape[2], q.shape[2] > 1
+    if backend == FLASH:
+        return aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, attended, logsumexp, None, None, positions, positions, 0.0, is_causal,
+            seed, offset, scale=scaling,
+        )  # fmt: skip
+    return aten._scaled_dot_product_cudnn_attention_backward(
+        grad, q, k, v, attended, logsumexp, seed, offset, None, None, None, positions, positions,
+        0.0, is_causal, scale=scaling,
+    )  # fmt: skip
+
+
+def _backend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float) -> int | None:
+    """Whose kernels scaled_dot_product_attention would use, if they are called here."""
+    # wider heads are not attended to backward on every card, narrower ones may be padded, and of
+    # one position cuDNN has no backward
+    if q.device.type != "cuda" or mask is not None or q.shape[3] % 8 or q.shape[3] > 128:
+        return None
+    if q.shape[2] == 1:
+        return None
+    choice = torch._fused_sdp_choice(
+        q, k, v, None, 0.0, True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return choice if choice in (FLASH, CUDNN) else None
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+    is_grouped = q.shape[1] != k.shape[1]
+    if is_grouped and mask is not None:
+        # with a mask and grouped heads only the unfused kernel runs, which keeps all of q k'
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+        is_grouped = False
+    return F.scaled_dot_product_attention(
+        q, k, v, mask, is_causal=mask is None and q.shape[2] > 1, scale=scaling,
+        enable_gqa=is_grouped,
+    )  # fmt: skip
