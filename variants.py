@@ -151,8 +151,7 @@ EVIDENCE = {  # by fused part, and for a library as a whole
     "bordered": Evidence(("BorderedLinearBackward",), twice_in="mlp"),
     "layer": Evidence(
         ("DecoderLayerBackward",),
-        # RoPE is in attention's kernel at 64 tokens
-        ("_add_adapted_kernel", "_rope", "_swiglu_forward_product_kernel",
+        ("_add_adapted_kernel", "_rope_kernel", "_swiglu_forward_product_kernel",
          "_swiglu_backward_products_kernel", "_rms_norm_forward_kernel",
          "_rms_norm_backward_kernel"),
     ),

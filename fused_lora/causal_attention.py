@@ -1,8 +1,8 @@
-"""Causal attention on [q | k | v], with RoPE in its passes, for sequences of a few hundred tokens.
+"""Causal attention on [q | k | v] of a few hundred positions, its backward with RoPE's in it.
 
-For a token i, the keys j <= i of its sequence and one head, with the scale a and RoPE's turn R:
+For a token i, the keys j <= i of its sequence and one head, with the scale a, q and k being turned
+already (R x, RoPE):
 
-    q, k      = R q, R k                          written where they lay
     P         = exp(a q k' - L)                   L: the logsumexp of a token's a q k'
     attended  = P v
 
@@ -11,22 +11,22 @@ and backward, for the incoming g, with D the sum of g * attended over a head's f
     grad_v    = P' g
     dS        = P * (g v' - D)
     grad_q    = R' a dS k
-    grad_k    = R' a dS' q
+    grad_k    = R' a dS' q                        grad_k and grad_v: over all heads that share them
 
-grad_k and grad_v are sums over the heads that share k and v. All three are written side by side, as
-a product of q, k and v takes its gradient.
+written side by side, as the product that q, k and v come from takes its gradient. One kernel gives
+grad_q and D, another grad_k and grad_v. Each computes P and dS for itself. On an H200, in µs a
+layer of Qwen2.5-3B with 32 sequences (16 heads of 128, 2 of k and v), beside cuDNN's as PyTorch
+calls it, with RoPE's kernel after its backward:
 
-Up to BLOCK tokens a program has all of a sequence and of the heads that share k and v: one kernel
-each way, and P is computed twice in all. Beyond it forward is PyTorch's (`qkv_attention.py`), and
-backward two kernels, which compute P and dS each for itself: one gives grad_q and D, the other
-grad_k and grad_v. On an H200, in us a layer of Qwen2.5-3B with 32 sequences (16 heads of 128, 2 of
-k and v), cuDNN's with RoPE before or after it:
+    positions            64     128     256     512
+    forward, cuDNN     18.2    18.4    39.0    95.9
+             here      10.5    21.1    46.4     130
+    backward, cuDNN    70.6     117     224     484
+              here     39.5    74.3     160     406
 
-{TABLE}
-
-Beside its backward itself cuDNN has kernels for D, for sums over heads and for grad_q from fp32,
-which take as long at 64 and 128 tokens. With more of them products are what counts, of which it has
-five and this seven.
+Besides its backward itself cuDNN has kernels for D, for sums over heads and for grad_q from fp32,
+which take half of that at 64 positions. With more of them products are what counts, of which it has
+five and this seven: MAX_POSITIONS.
 
 P and dS are rounded to the dtype of the tensors for their products, as in any fused attention; all
 else is fp32 and rounds once, at the store. No atomics: deterministic, unlike cuDNN's backward.
@@ -51,8 +51,9 @@ from .tiling import dots_in_fp32
 # registers.
 BLOCK = 64
 
-# What was measured. By 1,024 tokens cuDNN's backward should be as fast.
-MAX_POSITIONS = 512
+# Of how many positions these are faster than PyTorch's.
+FORWARD_POSITIONS = 64
+MAX_POSITIONS = 512  # what was measured
 
 # Halves of a head that are tiles: powers of two, of which tl.dot wants 16 at least.
 HALVES = (16, 32, 64)
@@ -69,9 +70,8 @@ class Launch(NamedTuple):
     stages: int
 
 
-# The fastest of those tried on an H200, from 64 to 512 tokens.
-FORWARD = Launch(keys=BLOCK, warps=8, stages=2)
-BACKWARD = Launch(keys=BLOCK, warps=8, stages=1)
+# The fastest of those tried on an H200.
+FORWARD = Launch(keys=32, warps=4, stages=2)
 BACKWARD_QUERIES = Launch(keys=32, warps=4, stages=2)
 BACKWARD_KEYS = Launch(keys=BLOCK, warps=4, stages=2)
 
@@ -84,87 +84,63 @@ def _dot(a, b, total, IN_FP32: tl.constexpr):
 
 
 @triton.jit
-def _load_halves(row, column, mask, HALF: tl.constexpr):
-    """Both halves [tokens, HALF] of one head, the first of whose features is at this column."""
-    tile = row + column + tl.arange(0, HALF)[None, :]
-    return tl.load(tile, mask=mask, other=0.0), tl.load(tile + HALF, mask=mask, other=0.0)
-
-
-@triton.jit
-def _angles(cos_row, sin_row, mask, HALF: tl.constexpr):
-    """cos and sin [tokens, HALF] of both halves."""
-    cos_1, cos_2 = _load_halves(cos_row, 0, mask, HALF)
-    sin_1, sin_2 = _load_halves(sin_row, 0, mask, HALF)
-    return cos_1, cos_2, sin_1, sin_2
-
-
-@triton.jit
-def _store_halves(row, column, x_1, x_2, mask, HALF: tl.constexpr):
-    tile = row + column + tl.arange(0, HALF)[None, :]
-    tl.store(tile, x_1, mask=mask)
-    tl.store(tile + HALF, x_2, mask=mask)
-
-
-@triton.jit
-def _turned(x_1, x_2, cos_1, cos_2, sin_1, sin_2):
-    """A head's halves turned, as they are stored."""
-    first, second = x_1.to(tl.float32), x_2.to(tl.float32)
-    y_1 = first * cos_1.to(tl.float32) - second * sin_1.to(tl.float32)
-    y_2 = second * cos_2.to(tl.float32) + first * sin_2.to(tl.float32)
-    return y_1.to(x_1.dtype), y_2.to(x_1.dtype)
-
-
-@triton.jit
-def _rope_attention_kernel(
-    qkv_ptr,  # [batch * positions, (HEADS + 2 KV_HEADS) 2 HALF], q and k written
-    cos_ptr,  # [batch or 1, positions, 2 HALF], contiguous
-    sin_ptr,  # as cos
-    attended_ptr,  # [batch * positions, HEADS 2 HALF], written
+def _attention_forward_kernel(
+    qkv_ptr,  # [batch * positions, (HEADS + 2 KV_HEADS) HEAD_DIM]
+    attended_ptr,  # [batch * positions, HEADS HEAD_DIM], written
     logsumexp_ptr,  # [batch, HEADS, positions] fp32, written
-    positions,  # at most BLOCK
+    positions,
     qkv_row_stride,
-    cos_batch_stride,  # 0 where all sequences share their angles
     attended_row_stride,
     score_scale,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
+    KEYS: tl.constexpr,
     IN_FP32: tl.constexpr,
 ):
-    HEAD_DIM: tl.constexpr = 2 * HALF
-    GROUP: tl.constexpr = HEADS // KV_HEADS
-    kv_head = tl.program_id(0) % KV_HEADS
-    batch = (tl.program_id(0) // KV_HEADS).to(tl.int64)
-    token = tl.arange(0, BLOCK)
-    mask = (token < positions)[:, None]
-    row = batch * positions + token[:, None]
-    angle = batch * cos_batch_stride + token[:, None] * HEAD_DIM
-    cos_1, cos_2, sin_1, sin_2 = _angles(cos_ptr + angle, sin_ptr + angle, mask, HALF)
-    qkv_row = qkv_ptr + row * qkv_row_stride
-    k_1, k_2 = _load_halves(qkv_row, (HEADS + kv_head) * HEAD_DIM, mask, HALF)
-    k_1, k_2 = _turned(k_1, k_2, cos_1, cos_2, sin_1, sin_2)
-    _store_halves(qkv_row, (HEADS + kv_head) * HEAD_DIM, k_1, k_2, mask, HALF)
+    head = tl.program_id(0) % HEADS
+    kv_head = head // (HEADS // KV_HEADS)
+    first = (tl.program_id(0) // HEADS).to(tl.int64) * positions
+    block = tl.num_programs(1) - 1 - tl.program_id(1)  # those with the most keys start first
+    query = block * BLOCK + tl.arange(0, BLOCK)
+    is_query = query < positions
     feature = tl.arange(0, HEAD_DIM)[None, :]
-    v_tile = qkv_row + (HEADS + KV_HEADS + kv_head) * HEAD_DIM + feature
-    v = tl.load(v_tile, mask=mask, other=0.0)
-    zeros = tl.zeros([BLOCK, BLOCK], tl.float32)
-    for head in range(kv_head * GROUP, (kv_head + 1) * GROUP):
-        q_1, q_2 = _load_halves(qkv_row, head * HEAD_DIM, mask, HALF)
-        q_1, q_2 = _turned(q_1, q_2, cos_1, cos_2, sin_1, sin_2)
-        _store_halves(qkv_row, head * HEAD_DIM, q_1, q_2, mask, HALF)
-        scores = _dot(q_2, tl.trans(k_2), _dot(q_1, tl.trans(k_1), zeros, IN_FP32), IN_FP32)
-        scores = tl.where(token[None, :] <= token[:, None], scores * score_scale, float("-inf"))
-        most = tl.max(scores, axis=1)
-        p = tl.exp2(scores - most[:, None])
-        total = tl.sum(p, axis=1)
-        attended = _dot(p.to(v.dtype), v, tl.zeros([BLOCK, HEAD_DIM], tl.float32), IN_FP32)
-        attended = (attended / total[:, None]).to(attended_ptr.dtype.element_ty)
-        tile = attended_ptr + row * attended_row_stride + head * HEAD_DIM + feature
-        tl.store(tile, attended, mask=mask)
-        places = logsumexp_ptr + (batch * HEADS + head) * positions + token
-        logsumexp = (most + tl.log2(total)) * LN_2
-        tl.store(places, logsumexp, mask=token < positions)
+    row = (first + query)[:, None]
+    q_tile = qkv_ptr + row * qkv_row_stride + head * HEAD_DIM + feature
+    q = tl.load(q_tile, mask=is_query[:, None], other=0.0)
+    most = tl.full([BLOCK], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    attended = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
+    zeros = tl.zeros([BLOCK, KEYS], tl.float32)
+    for start in range(0, tl.minimum((block + 1) * BLOCK, positions), KEYS):
+        key = start + tl.arange(0, KEYS)
+        is_key = (key < positions)[:, None]
+        k_tile = qkv_ptr + (first + key)[:, None] * qkv_row_stride + feature
+        k_tile += (HEADS + kv_head) * HEAD_DIM
+        k = tl.load(k_tile, mask=is_key, other=0.0)
+        v = tl.load(k_tile + KV_HEADS * HEAD_DIM, mask=is_key, other=0.0)
+        scores = _dot(q, tl.trans(k), zeros, IN_FP32) * score_scale
+        scores = tl.where(key[None, :] <= query[:, None], scores, float("-inf"))
+        # the first key is behind no query, so that this is a number from the first tile on
+        new_most = tl.maximum(most, tl.max(scores, axis=1))
+        p = tl.exp2(scores - new_most[:, None])
+        shrink = tl.exp2(most - new_most)
+        most = new_most
+        total = total * shrink + tl.sum(p, axis=1)
+        attended = _dot(p.to(v.dtype), v, attended * shrink[:, None], IN_FP32)
+    attended = (attended / total[:, None]).to(attended_ptr.dtype.element_ty)
+    tile = attended_ptr + row * attended_row_stride + head * HEAD_DIM + feature
+    tl.store(tile, attended, mask=is_query[:, None])
+    places = logsumexp_ptr + tl.program_id(0).to(tl.int64) * positions + query
+    tl.store(places, (most + tl.log2(total)) * LN_2, mask=is_query)
+
+
+@triton.jit
+def _load_halves(row, column, mask, HALF: tl.constexpr):
+    """Both halves [tokens, HALF] of one head, the first of whose features is at this column."""
+    tile = row + column + tl.arange(0, HALF)[None, :]
+    return tl.load(tile, mask=mask, other=0.0), tl.load(tile + HALF, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -190,12 +166,12 @@ def _attention_queries_backward_kernel(
     dots_ptr,  # likewise, written: D
     cos_ptr,  # [batch or 1, positions, 2 HALF], contiguous
     sin_ptr,  # as cos
+    cos_batch_stride,  # 0 where all sequences share their angles
     grad_qkv_ptr,  # as qkv, its first columns written
     positions,
     grad_row_stride,
     qkv_row_stride,
     attended_row_stride,
-    cos_batch_stride,  # 0 where all sequences share their angles
     grad_qkv_row_stride,
     scaling,
     score_scale,
@@ -256,17 +232,15 @@ def _attention_queries_backward_kernel(
 def _attention_keys_backward_kernel(
     grad_ptr,  # as in _attention_queries_backward_kernel, all of them
     qkv_ptr,
-    attended_ptr,
     logsumexp_ptr,
     dots_ptr,
     cos_ptr,
     sin_ptr,
+    cos_batch_stride,
     grad_qkv_ptr,  # its other columns written
     positions,
     grad_row_stride,
     qkv_row_stride,
-    attended_row_stride,
-    cos_batch_stride,
     grad_qkv_row_stride,
     scaling,
     score_scale,
@@ -274,7 +248,6 @@ def _attention_keys_backward_kernel(
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
-    ONE_BLOCK: tl.constexpr,  # all of a sequence is in it, and q's gradient is written, too
     IN_FP32: tl.constexpr,
 ):
     HEAD_DIM: tl.constexpr = 2 * HALF
@@ -309,12 +282,7 @@ def _attention_keys_backward_kernel(
         grad = tl.load(grad_tile + feature, mask=mask, other=0.0)
         places = (batch * HEADS + head) * positions + query
         logsumexp = tl.load(logsumexp_ptr + places, mask=is_query, other=0.0)
-        if ONE_BLOCK:
-            row = (first + query)[:, None] * attended_row_stride
-            attended = tl.load(attended_ptr + row + head * HEAD_DIM + feature, mask=mask, other=0.0)
-            dots = tl.sum(grad.to(tl.float32) * attended.to(tl.float32), axis=1)
-        else:
-            dots = tl.load(dots_ptr + places, mask=is_query, other=0.0)
+        dots = tl.load(dots_ptr + places, mask=is_query, other=0.0)
         scores = _dot(k_2, tl.trans(q_2), _dot(k_1, tl.trans(q_1), zeros, IN_FP32), IN_FP32)
         p = tl.exp2(scores * score_scale - (logsumexp * LOG2_E)[None, :])
         # behind the last query grad is 0, and so is all that p is multiplied with
@@ -324,16 +292,6 @@ def _attention_keys_backward_kernel(
         grad_scores = (p * (grad_p - dots[None, :])).to(grad.dtype)
         grad_k_1 = _dot(grad_scores, q_1, grad_k_1, IN_FP32)
         grad_k_2 = _dot(grad_scores, q_2, grad_k_2, IN_FP32)
-        if ONE_BLOCK:
-            grad_scores = tl.trans(grad_scores)
-            none = tl.zeros([BLOCK, HALF], tl.float32)
-            grad_q_1 = _dot(grad_scores, k_1, none, IN_FP32) * scaling
-            grad_q_2 = _dot(grad_scores, k_2, none, IN_FP32) * scaling
-            angle = batch * cos_batch_stride + query[:, None] * HEAD_DIM
-            _store_turned_back(
-                grad_qkv_ptr + (first + query)[:, None] * grad_qkv_row_stride, head * HEAD_DIM,
-                grad_q_1, grad_q_2, cos_ptr + angle, sin_ptr + angle, mask, HALF,
-            )  # fmt: skip
     row = grad_qkv_ptr + (first + key)[:, None] * grad_qkv_row_stride
     angle = batch * cos_batch_stride + key[:, None] * HEAD_DIM
     _store_turned_back(
@@ -348,7 +306,7 @@ def fits(qkv: Tensor, positions: int, heads: int, kv_heads: int) -> bool:
     """Whether these kernels are for such [q | k | v]: of so many positions, of heads whose halves
     are tiles, and on a GPU not of fp32, of which tiles do not fit into a multiprocessor."""
     half = qkv.shape[1] // (heads + 2 * kv_heads) // 2
-    is_interpreted = not isinstance(_rope_attention_kernel, triton.JITFunction)
+    is_interpreted = not isinstance(_attention_forward_kernel, triton.JITFunction)
     return (
         0 < positions <= MAX_POSITIONS
         and half in HALVES
@@ -357,52 +315,41 @@ def fits(qkv: Tensor, positions: int, heads: int, kv_heads: int) -> bool:
     )
 
 
-def rope_attention_forward(
-    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, scaling: float
+def causal_attention_forward(
+    qkv: Tensor, positions: int, heads: int, kv_heads: int, scaling: float
 ) -> tuple[Tensor, Tensor]:
-    """(attended, logsumexp) of up to BLOCK positions, and q and k turned where they lie in qkv.
+    """(attended [batch * positions, heads * head_dim], logsumexp [batch, heads, positions]), new.
 
     Equivalent PyTorch, the logsumexp being in fp32::
 
-        rope_forward(qkv, cos, sin, heads, kv_heads)
         q, k, v = split_heads(qkv, positions, heads, kv_heads)
         attended = F.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=scaling, enable_gqa=True).transpose(1, 2).flatten(2)
         logsumexp = causal(scaling * q @ k.mT).logsumexp(-1)
 
-    Args:
-        qkv: [batch * positions, (heads + 2 kv_heads) head_dim], of the caller's own making, for
-            which `fits`. Rows may lie any stride apart.
-        cos, sin: [batch or 1, positions, head_dim], as `rope_forward` takes them.
-
-    Returns:
-        attended [batch * positions, heads * head_dim] and logsumexp [batch, heads, positions], new.
+    qkv is [batch * positions, (heads + 2 kv_heads) head_dim], one for which it `fits`, with q and k
+    turned. Rows may lie any stride apart.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit, or no kernel can run on them.
     """
-    name, kernel = "rope_attention_forward", _rope_attention_kernel
-    check_rows(name, kernel, qkv.shape, qkv=qkv)
-    batch = batch_of(name, qkv, cos, sin, heads, kv_heads)
-    positions, head_dim = cos.shape[1:]
-    _check_fits(name, qkv, positions, heads, kv_heads, BLOCK)
+    name, kernel = "causal_attention_forward", _attention_forward_kernel
+    head_dim = _head_dim(name, qkv, positions, heads, kv_heads)
+    batch = qkv.shape[0] // positions
     attended = qkv.new_empty(qkv.shape[0], heads * head_dim)
     logsumexp = qkv.new_empty(batch, heads, positions, dtype=torch.float32)
-    cos, sin = cos.contiguous(), sin.contiguous()
-    _, warps, stages = FORWARD
+    keys, warps, stages = FORWARD
     if batch:  # an empty grid cannot be launched
         with on_device_of(qkv):
-            kernel[(batch * kv_heads,)](
-                qkv, cos, sin, attended, logsumexp, positions,
-                qkv.stride(0), 0 if cos.shape[0] == 1 else cos.stride(0), attended.stride(0),
-                scaling * LOG2_E.value,
-                heads, kv_heads, head_dim // 2, BLOCK, dots_in_fp32(kernel, qkv),
-                num_warps=warps, num_stages=stages,
+            kernel[(batch * heads, cdiv(positions, BLOCK))](
+                qkv, attended, logsumexp, positions, qkv.stride(0), attended.stride(0),
+                scaling * LOG2_E.value, heads, kv_heads, head_dim, BLOCK, keys,
+                dots_in_fp32(kernel, qkv), num_warps=warps, num_stages=stages,
             )  # fmt: skip
     return attended, logsumexp
 
 
-def rope_attention_backward(
+def causal_attention_backward(
     grad: Tensor,
     qkv: Tensor,
     cos: Tensor,
@@ -413,67 +360,70 @@ def rope_attention_backward(
     scaling: float,
     grad_qkv: Tensor,
 ) -> None:
-    """Write the gradient of what `rope_attention_forward` was given into grad_qkv, of up to
-    MAX_POSITIONS positions.
+    """Write the gradient of what was turned into qkv, by cos and sin, into grad_qkv.
 
-    Equivalent PyTorch: ``grad_qkv.copy_(torch.autograd.grad(attended, qkv, grad)[0])``.
+    Equivalent PyTorch, for `rope_backward` of qkv_rope.py::
+
+        gradients = torch.autograd.grad(attended, (q, k, v), grad)
+        rope_backward(*gradients, cos, sin, grad_qkv)
 
     Args:
         grad, attended: [batch * positions, heads * head_dim].
-        qkv: as the forward left it, q and k turned.
+        qkv: as the forward had it.
+        cos, sin: [batch or 1, positions, head_dim], as `rope_forward` takes them.
         logsumexp: [batch, heads, positions] in fp32 and contiguous, from any forward.
         grad_qkv: as qkv. Rows of all may lie any stride apart.
 
     Raises:
-        ValueError: as `rope_attention_forward`.
+        ValueError: as `causal_attention_forward`.
     """
-    name, kernel = "rope_attention_backward", _attention_keys_backward_kernel
-    _, heads, positions = logsumexp.shape
+    name, kernel = "causal_attention_backward", _attention_queries_backward_kernel
+    batch, heads, positions = logsumexp.shape
+    head_dim = _head_dim(name, qkv, positions, heads, kv_heads)
     check_rows(name, kernel, qkv.shape, qkv=qkv, grad_qkv=grad_qkv)
-    batch = batch_of(name, qkv, cos, sin, heads, kv_heads)
-    head_dim = cos.shape[2]
-    _check_fits(name, qkv, positions, heads, kv_heads, MAX_POSITIONS)
-    shape = qkv.shape[0], heads * head_dim
-    check_rows(name, kernel, shape, grad=grad, attended=attended)
+    check_rows(name, kernel, (qkv.shape[0], heads * head_dim), grad=grad, attended=attended)
     check_alike(name, "grad", grad, qkv)
+    sequences = batch_of(name, qkv, cos, sin, heads, kv_heads)
     given = logsumexp.shape, logsumexp.dtype, logsumexp.is_contiguous()
-    if given != ((batch, heads, cos.shape[1]), torch.float32, True):
+    if given != ((sequences, heads, cos.shape[1]), torch.float32, True):
         raise ValueError(
             f"{name}: logsumexp is {list(logsumexp.shape)} in {logsumexp.dtype}, should be "
-            f"{[batch, heads, cos.shape[1]]} in torch.float32 and contiguous"
+            f"{[sequences, heads, cos.shape[1]]} in torch.float32 and contiguous"
         )
     if batch == 0:
         return
     cos, sin = cos.contiguous(), sin.contiguous()
-    is_one_block = positions <= BLOCK
-    dots = None if is_one_block else torch.empty_like(logsumexp)
-    operands = grad, qkv, attended, logsumexp, dots, cos, sin, grad_qkv
-    sizes = (
-        positions, grad.stride(0), qkv.stride(0), attended.stride(0),
-        0 if cos.shape[0] == 1 else cos.stride(0), grad_qkv.stride(0),
-        scaling, scaling * LOG2_E.value,
-        heads, kv_heads, head_dim // 2, BLOCK,
-    )  # fmt: skip
-    in_fp32, blocks = dots_in_fp32(kernel, qkv), cdiv(positions, BLOCK)
+    dots = torch.empty_like(logsumexp)
+    angles = cos, sin, 0 if cos.shape[0] == 1 else cos.stride(0)
+    score_scale, in_fp32 = scaling * LOG2_E.value, dots_in_fp32(kernel, qkv)
+    blocks = cdiv(positions, BLOCK)
     with on_device_of(qkv):
-        if not is_one_block:
-            keys, warps, stages = BACKWARD_QUERIES
-            _attention_queries_backward_kernel[(batch * heads, blocks)](
-                *operands, *sizes, keys, in_fp32, num_warps=warps, num_stages=stages
-            )
-        _, warps, stages = BACKWARD if is_one_block else BACKWARD_KEYS
-        kernel[(batch * kv_heads, blocks)](
-            *operands, *sizes, is_one_block, in_fp32, num_warps=warps, num_stages=stages
-        )
+        keys, warps, stages = BACKWARD_QUERIES
+        kernel[(batch * heads, blocks)](
+            grad, qkv, attended, logsumexp, dots, *angles, grad_qkv, positions,
+            grad.stride(0), qkv.stride(0), attended.stride(0), grad_qkv.stride(0),
+            scaling, score_scale, heads, kv_heads, head_dim // 2, BLOCK, keys, in_fp32,
+            num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+        _, warps, stages = BACKWARD_KEYS
+        _attention_keys_backward_kernel[(batch * kv_heads, blocks)](
+            grad, qkv, logsumexp, dots, *angles, grad_qkv, positions,
+            grad.stride(0), qkv.stride(0), grad_qkv.stride(0),
+            scaling, score_scale, heads, kv_heads, head_dim // 2, BLOCK, in_fp32,
+            num_warps=warps, num_stages=stages,
+        )  # fmt: skip
 
 
-def _check_fits(
-    name: str, qkv: Tensor, positions: int, heads: int, kv_heads: int, most: int
-) -> None:
-    if not fits(qkv, positions, heads, kv_heads) or positions > most:
+def _head_dim(name: str, qkv: Tensor, positions: int, heads: int, kv_heads: int) -> int:
+    """That of [q | k | v]; ValueError where it is not what the kernels are for."""
+    check_rows(name, _attention_forward_kernel, qkv.shape, qkv=qkv)
+    rows, columns = qkv.shape
+    parts = heads + 2 * kv_heads
+    if rows % max(positions, 1) or columns % parts or not fits(qkv, positions, heads, kv_heads):
         raise ValueError(
-            f"{name}: [q | k | v] is {list(qkv.shape)} in {qkv.dtype}, of {positions} positions, "
-            f"{heads} heads and {kv_heads} of k and v; it is for up to {most} positions, for heads "
-            f"of {', '.join(str(2 * half) for half in HALVES)} features, a multiple of those of k "
-            "and v, and on a GPU for bfloat16 and float16"
+            f"{name}: [q | k | v] is {list(qkv.shape)} in {qkv.dtype}, should be [batch * "
+            f"{positions}, {parts} * head_dim]; up to {MAX_POSITIONS} positions, head_dim "
+            f"{', '.join(str(2 * half) for half in HALVES)}, as many heads for each of k and v, "
+            "and on a GPU bfloat16 or float16"
         )
+    return columns // parts

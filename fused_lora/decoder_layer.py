@@ -6,7 +6,8 @@ of o, of gate and up, and of down, forward in the order of execution:
     n       = norm(x)                              into the first columns of [n | zn]
     zn      = n A'                                 into its others
     qkv     = [n | zn] M' + bias                   q, k and v side by side, in one product
-    a       = attention(q, k, v)                   q and k turned where they lie (RoPE)
+    q, k    turned where they lie (RoPE)
+    a       = attention(q, k, v)
     [y|za]  = a M'
     t       = x + y + za (sB)'                     the residual, and za once more, in one pass
     m       = norm(t),  zm = m A'                  as n and zn; t once more, as the output's start
@@ -142,20 +143,17 @@ class DecoderLayer(torch.autograd.Function):
         normed = empty_rows(x, rows, frozen.qkv.matrix.shape[1])
         input_rstd = rms_norm_forward(x, frozen.input_norm, frozen.input_eps, normed[:, :width])
         qkv = grow_k_forward(normed, frozen.qkv)
-        attention = Attention(frozen.heads, frozen.kv_heads, frozen.attention_scaling)
-        is_turned = False  # by whoever attends
+        rope_forward(qkv, cos, sin, frozen.heads, frozen.kv_heads)
+        of_heads = frozen.heads, frozen.kv_heads, frozen.attention_scaling
 
         def attend() -> tuple:
-            nonlocal is_turned
-            attended, saved, ran = attention_forward(qkv, cos, sin, mask, attention)
-            is_turned = True
+            attention = Attention(hidden.shape[1], *of_heads)
+            attended, saved, attention = attention_forward(qkv, mask, attention)
             total = x.new_empty(rows, width)
             z_o = _add_projected(x, attended, frozen.o, total)
-            return attended, total, z_o, ran, *saved
+            return attended, total, z_o, attention, *saved
 
         attended, total, z_o, ctx.attention, *attention_saved = once(attend)
-        if not is_turned:
-            rope_forward(qkv, cos, sin, frozen.heads, frozen.kv_heads)
 
         if frozen.output_needed:
             # not a view itself, or autograd would forbid to change it in place

@@ -1,10 +1,10 @@
-"""Causal attention with RoPE on [q | k | v] as two functions, forward and backward by hand.
+"""Attention on [q | k | v] as two functions, forward and backward by hand, RoPE's in the latter.
 
 An autograd function that contains attention needs its backward as a call, and what that call takes
 as tensors, which it can save like others: a graph kept from forward would hold them where
 checkpointing and offloading do not see them. The first of these that can is used:
 
-    forward     `causal_attention.py`, of up to 64 positions
+    forward     `causal_attention.py`, of up to 64 positions without a mask
                 cuDNN or FlashAttention, whichever scaled_dot_product_attention itself would use:
                 PyTorch has a pair of calls for each
                 scaled_dot_product_attention, for all else: a mask, head dimensions that it pads
@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from . import causal_attention
-from .causal_attention import rope_attention_backward, rope_attention_forward
-from .qkv_rope import rope_backward, rope_forward, split_heads
+from .causal_attention import causal_attention_backward, causal_attention_forward
+from .qkv_rope import rope_backward, split_heads
 from .rows import as_rows
 
 FLASH, CUDNN = SDPBackend.FLASH_ATTENTION.value, SDPBackend.CUDNN_ATTENTION.value
@@ -33,6 +33,7 @@ aten = torch.ops.aten
 class Attention(NamedTuple):
     """What attention computes, besides its tensors."""
 
+    positions: int
     heads: int
     kv_heads: int
     scaling: float
@@ -40,30 +41,25 @@ class Attention(NamedTuple):
 
 
 def attention_forward(
-    qkv: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, attention: Attention
+    qkv: Tensor, mask: Tensor | None, attention: Attention
 ) -> tuple[Tensor, list[Tensor | None], Attention]:
-    """(attended, saved, attention), and q and k turned where they lie in qkv; saved and attention
-    are for `attention_backward`.
+    """(attended, saved, attention); saved and attention are for `attention_backward`.
 
     Equivalent PyTorch::
 
-        rope_forward(qkv, cos, sin, heads, kv_heads)
         q, k, v = split_heads(qkv, positions, heads, kv_heads)
         attended = F.scaled_dot_product_attention(
             q, k, v, mask, scale=scaling, is_causal=mask is None, enable_gqa=True)
         attended = attended.transpose(1, 2).flatten(2).flatten(0, 1)
 
-    qkv is [batch * positions, (heads + 2 kv_heads) head_dim], of the caller's own making; cos and
-    sin are as `rope_forward` takes them; mask is None, for causal, or what
-    scaled_dot_product_attention takes.
+    qkv is [batch * positions, (heads + 2 kv_heads) head_dim], q and k in it turned; mask is None,
+    for causal, or what scaled_dot_product_attention takes.
     """
-    heads, kv_heads, scaling, _ = attention
-    positions = cos.shape[1]
-    is_short = positions <= causal_attention.BLOCK
+    positions, heads, kv_heads, scaling, _ = attention
+    is_short = positions <= causal_attention.FORWARD_POSITIONS
     if mask is None and is_short and causal_attention.fits(qkv, positions, heads, kv_heads):
-        attended, logsumexp = rope_attention_forward(qkv, cos, sin, heads, kv_heads, scaling)
+        attended, logsumexp = causal_attention_forward(qkv, positions, heads, kv_heads, scaling)
         return attended, [logsumexp], attention
-    rope_forward(qkv, cos, sin, heads, kv_heads)
     q, k, v = split_heads(qkv, positions, heads, kv_heads)
     backend = _backend(q, k, v, mask, scaling)
     is_causal = positions > 1
@@ -96,14 +92,13 @@ def attention_backward(
     attention: Attention,
     grad_qkv: Tensor,
 ) -> None:
-    """Write the gradient of what `attention_forward` was given into grad_qkv, for grad and attended
-    [batch * positions, heads * head_dim] and qkv as it was left."""
-    heads, kv_heads, scaling, backend = attention
-    positions = cos.shape[1]
+    """Write the gradient of what was turned into qkv, by cos and sin, into grad_qkv, for grad and
+    attended [batch * positions, heads * head_dim] and all else as forward had and gave it."""
+    positions, heads, kv_heads, scaling, backend = attention
     if saved and causal_attention.fits(qkv, positions, heads, kv_heads):
         assert saved[0] is not None
         logsumexp = saved[0].reshape(-1, heads, positions)  # cuDNN's has one dimension more
-        rope_attention_backward(
+        causal_attention_backward(
             grad, qkv, cos, sin, attended, logsumexp, kv_heads, scaling, grad_qkv
         )
         return

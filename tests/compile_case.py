@@ -72,14 +72,12 @@ def launch_layer():
     cos = empty(1, POSITIONS, HEAD_DIM)
     qkv_rope.rope_forward(qkv, cos, cos, HEADS, KV_HEADS)
     grad, grad_qkv = empty(TOKENS, HEADS * HEAD_DIM), torch.empty_like(qkv)
-    causal_attention.rope_attention_forward(qkv, cos, cos, HEADS, KV_HEADS, 0.1)
-    for positions in (POSITIONS, 2 * POSITIONS):  # one tile and two
-        cos = empty(1, positions, HEAD_DIM)
-        logsumexp = empty(TOKENS // positions, HEADS, positions, dtype=torch.float32)
-        causal_attention.rope_attention_backward(
-            grad, qkv, cos, cos, grad, logsumexp, KV_HEADS, 0.1, grad_qkv
-        )
-    cos = empty(1, POSITIONS, HEAD_DIM)
+    attended, logsumexp = causal_attention.causal_attention_forward(
+        qkv, POSITIONS, HEADS, KV_HEADS, 0.1
+    )
+    causal_attention.causal_attention_backward(
+        grad, qkv, cos, cos, attended, logsumexp, KV_HEADS, 0.1, grad_qkv
+    )
     grads = [empty(BATCH, heads, POSITIONS, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     qkv_rope.rope_backward(*grads, cos, cos, qkv)
     # its launcher reads addresses, of which these tensors have none

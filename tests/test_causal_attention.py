@@ -1,15 +1,19 @@
-"""The kernels of causal attention with RoPE in their passes, against eager PyTorch in float64."""
+"""Causal attention with RoPE in its backward, against eager PyTorch in float64."""
 
 import pytest
 import torch
-from reference import assert_within_budget, random
+from reference import assert_within_budget, random, relative_error
 from rms_norm_case import Kernel
 from rope_case import angles
 from rope_case import eager as eager_rope
 from test_residual_kernels import wide
 
 import fused_lora.causal_attention as module
-from fused_lora.causal_attention import BLOCK, fits, rope_attention_backward, rope_attention_forward
+from fused_lora.causal_attention import (
+    causal_attention_backward,
+    causal_attention_forward,
+    fits,
+)
 from fused_lora.launching import DTYPES
 from fused_lora.qkv_rope import rope_forward, split_heads
 
@@ -21,8 +25,6 @@ SIZES = {
     "MHA, a whole tile": (1, 2, 2, 64, 32, 1),
     "one token": (2, 2, 1, 1, 32, 1),
     "Qwen2.5-3B": (1, 8, 1, 20, 128, 1),
-}
-LONG = {
     "two tiles": (2, 2, 1, 128, 32, 1),
     "not whole tiles, angles of each sequence": (2, 2, 2, 70, 32, 2),
     "three tiles, GQA": (1, 4, 2, 130, 32, 1),
@@ -31,49 +33,39 @@ LONG = {
 
 def make(size, dtype, device):
     """qkv, cos, sin, and the gradient of what attention gives."""
-    batch, heads, kv_heads, positions, head_dim, angle_batch = (SIZES | LONG)[size]
+    batch, heads, kv_heads, positions, head_dim, angle_batch = SIZES[size]
     qkv = random(batch * positions, (heads + 2 * kv_heads) * head_dim, dtype=dtype, device=device)
     cos, sin = angles(angle_batch, positions, head_dim, dtype=dtype, device=device)
     grad = random(batch * positions, heads * head_dim, seed=1, dtype=dtype, device=device)
     return qkv, cos, sin, grad
 
 
-def heads_of(size):
-    return (SIZES | LONG)[size][1:3]
-
-
 def eager(size, case):
-    """qkv with q and k turned, attended, the logsumexp, and the gradient of qkv."""
+    """attended, the logsumexp, and the gradient of what is turned."""
     qkv, cos, sin, grad = case
-    _, heads, kv_heads, positions, *_ = (SIZES | LONG)[size]
+    _, heads, kv_heads, positions, *_ = SIZES[size]
     leaf = qkv.detach().requires_grad_()
     q, k, v = split_heads(leaf, positions, heads, kv_heads)
     q, k = eager_rope(q, k, cos, sin)
-    turned = torch.cat([t.transpose(1, 2).flatten(2) for t in (q, k, v)], dim=-1).flatten(0, 1)
     k, v = (t.repeat_interleave(heads // kv_heads, dim=1) for t in (k, v))
     behind = torch.ones(positions, positions, dtype=torch.bool, device=qkv.device).triu(1)
     scores = (SCALING * (q @ k.mT)).masked_fill(behind, float("-inf"))
     attended = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2).flatten(0, 1)
     gradient = torch.autograd.grad(attended, leaf, grad)[0]
-    return turned.detach(), attended.detach(), scores.logsumexp(-1).detach(), gradient
+    return attended.detach(), scores.logsumexp(-1).detach(), gradient
 
 
 def fused(size, case, layout=torch.clone):
-    """The same by the kernels; of more than a tile, whose forward is another's, from eager's."""
     qkv, cos, sin, grad = case
-    heads, kv_heads = heads_of(size)
+    _, heads, kv_heads, positions, *_ = SIZES[size]
     qkv = layout(qkv)
-    if cos.shape[1] <= BLOCK:
-        attended, logsumexp = rope_attention_forward(qkv, cos, sin, heads, kv_heads, SCALING)
-    else:
-        rope_forward(qkv, cos, sin, heads, kv_heads)
-        _, attended, logsumexp, _ = eager(size, [t.double() for t in case])
-        attended, logsumexp = attended.to(qkv.dtype), logsumexp.float()
+    rope_forward(qkv, cos, sin, heads, kv_heads)
+    attended, logsumexp = causal_attention_forward(qkv, positions, heads, kv_heads, SCALING)
     gradient = layout(torch.full_like(qkv, 7.0))
-    rope_attention_backward(
+    causal_attention_backward(
         layout(grad), qkv, cos, sin, layout(attended), logsumexp, kv_heads, SCALING, gradient
     )
-    return qkv, attended, logsumexp, gradient
+    return attended, logsumexp, gradient
 
 
 def check(size, dtype, device):
@@ -81,15 +73,12 @@ def check(size, dtype, device):
     before = [t.clone() for t in case]
     got, budget = fused(size, case), eager(size, case)
     truth = eager(size, [t.double() for t in case])
-    for name, *row in zip(
-        ("turned", "attended", "logsumexp", "gradient"), got, budget, truth, strict=True
-    ):
-        if name != "logsumexp" or case[1].shape[1] <= BLOCK:
-            assert_within_budget(name, *row)
+    for name, *row in zip(("attended", "logsumexp", "gradient"), got, budget, truth, strict=True):
+        assert_within_budget(name, *row)
     assert all(map(torch.equal, case, before))
 
 
-@pytest.mark.parametrize("size", SIZES | LONG)
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_values_and_gradients_are_within_the_error_budget(dtype, size, device):
     if dtype == torch.float32 and device == "cuda":
@@ -111,15 +100,13 @@ def test_halves_of_a_head_need_not_share_their_angles(device):
     case = qkv, *(random(*cos.shape, seed=s, dtype=cos.dtype, device=device) for s in (8, 9)), grad
     got, budget = fused("GQA", case), eager("GQA", case)
     truth = eager("GQA", [t.double() for t in case])
-    for i in (0, 3):
-        assert_within_budget("turned and gradient", got[i], budget[i], truth[i])
+    for name, *row in zip(("attended", "logsumexp", "gradient"), got, budget, truth, strict=True):
+        assert_within_budget(name, *row)
 
 
 def test_what_comes_later_is_not_seen(device):
     """Not even where it is not a number, as in memory that nobody has written."""
-    case = qkv, *_, grad = make("two tiles", torch.bfloat16, device)
-    short = SIZES["MHA, a whole tile"]
-    for size, positions in (("two tiles", 128), ("MHA, a whole tile", short[3])):
+    for size, positions in (("two tiles", 128), ("MHA, a whole tile", 64)):
         case = qkv, *_, grad = make(size, torch.bfloat16, device)
         want = fused(size, case)
         for last in (positions // 2, positions - 1):
@@ -127,9 +114,9 @@ def test_what_comes_later_is_not_seen(device):
             changed[last:positions] = 3.0
             zeroed[last:positions] = 0.0
             got = fused(size, (changed, *case[1:3], grad))
-            assert torch.equal(got[1][:last], want[1][:last])
+            assert torch.equal(got[0][:last], want[0][:last])
             # no gradient reaches a token that comes after all that have one
-            gradient = fused(size, (qkv, *case[1:3], zeroed))[3]
+            gradient = fused(size, (qkv, *case[1:3], zeroed))[2]
             assert not gradient[last:positions].any()
 
 
@@ -148,7 +135,11 @@ def test_rows_any_stride_apart_give_what_contiguous_ones_do_and_nothing_else_is_
             return copy
 
         got = fused(size, case, layout)
-        assert all(map(torch.equal, got, want))
+        for one, other in zip(got, want, strict=True):
+            # unaligned, a GPU's threads hold other elements and add in another order
+            assert torch.equal(one, other) or (
+                device == "cuda" and relative_error(one, other) < 1e-3
+            )
         for view, before in seen:
             assert torch.equal(view._base[:, view.shape[1] :], before[:, view.shape[1] :])
 
@@ -170,13 +161,13 @@ def test_cos_and_sin_may_have_any_layout_and_another_dtype(device):
 def test_no_sequences_launch_nothing(device, monkeypatch):
     kernel = Kernel()
     monkeypatch.setattr(module, "fits", lambda *_: True)
-    for name in ("_rope_attention_kernel", "_attention_queries_backward_kernel",
-                 "_attention_keys_backward_kernel"):  # fmt: skip
-        monkeypatch.setattr(module, name, kernel)
+    for name in ("forward", "queries_backward", "keys_backward"):
+        monkeypatch.setattr(module, f"_attention_{name}_kernel", kernel)
     qkv, cos = torch.empty(0, 4 * 32, device=device), torch.ones(1, 5, 32, device=device)
-    attended, logsumexp = rope_attention_forward(qkv, cos, cos, 2, 1, SCALING)
+    attended, logsumexp = causal_attention_forward(qkv, 5, 2, 1, SCALING)
     assert (attended.shape, logsumexp.shape) == ((0, 64), (0, 2, 5))
-    rope_attention_backward(attended, qkv, cos, cos, attended, logsumexp, 1, SCALING, qkv.clone())
+    operands = attended, qkv, cos, cos, attended, logsumexp
+    causal_attention_backward(*operands, 1, SCALING, qkv.clone())
     assert not kernel.launches
 
 
@@ -201,24 +192,28 @@ def test_what_they_are_for(device):
 
 def test_what_does_not_fit_is_a_value_error(device):
     qkv, cos, sin, grad = make("GQA", torch.bfloat16, device)
-    attended, logsumexp = rope_attention_forward(qkv.clone(), cos, sin, 4, 2, SCALING)
     for bad, message in (
-        ((qkv[:79], cos, sin, 4, 2), r"\[79, 256\], should be \[batch \* 40, 8 \* 32\]"),
-        ((qkv, cos, sin, 6, 2), r"should be \[batch \* 40, 10 \* 32\]"),
-        ((qkv, cos, sin, 2, 3), "a multiple of those of k"),
-        ((qkv.double(), cos, sin, 4, 2), "computes in bfloat16"),
-        ((qkv, cos.long(), sin, 4, 2), "cos is torch.int64"),
+        (
+            (qkv[:79], 40, 4, 2),
+            r"\[79, 256\] in .*, should be \[batch \* 40, 8 \* head_dim",
+        ),
+        ((qkv[:, :255], 40, 4, 2), r"\[80, 255\]"),
+        ((qkv, 40, 2, 3), "as many heads for each of k and v"),
+        ((qkv, 0, 4, 2), r"batch \* 0"),
+        ((qkv[:1].expand(513, 256), 513, 4, 2), "up to 512 positions"),
+        ((qkv.double(), 40, 4, 2), "computes in bfloat16"),
+        ((qkv.t().contiguous().t(), 40, 4, 2), "has elements 80 apart"),
     ):
         with pytest.raises(ValueError, match=message):
-            rope_attention_forward(*bad, SCALING)
-    long, cos_long, sin_long, _ = make("two tiles", torch.bfloat16, device)
-    with pytest.raises(ValueError, match="for up to 64 positions"):
-        rope_attention_forward(long, cos_long, sin_long, 2, 1, SCALING)
+            causal_attention_forward(*bad, SCALING)
+    attended, logsumexp = causal_attention_forward(qkv, 40, 4, 2, SCALING)
     for change, message in (
         ({"grad": grad[:, :96]}, r"grad is \[80, 96\], should be \[80, 128\]"),
         ({"grad": grad.half(), "attended": attended.half()}, "grad is torch.float16"),
         ({"attended": attended[:79]}, r"attended is \[79, 128\]"),
         ({"grad_qkv": qkv[:, :250]}, r"grad_qkv is \[80, 250\]"),
+        ({"cos": cos.long()}, "cos is torch.int64"),
+        ({"cos": cos[:, :20], "sin": sin[:, :20]}, r"should be \[4, 4, 20\]"),
         ({"logsumexp": logsumexp.half()}, "should be .* in torch.float32"),
         ({"logsumexp": logsumexp.mT.contiguous().mT}, "and contiguous"),
     ):
@@ -226,4 +221,4 @@ def test_what_does_not_fit_is_a_value_error(device):
                  "logsumexp": logsumexp, "kv_heads": 2, "scaling": SCALING,
                  "grad_qkv": qkv.clone()} | change  # fmt: skip
         with pytest.raises(ValueError, match=message):
-            rope_attention_backward(**given)
+            causal_attention_backward(**given)

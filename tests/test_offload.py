@@ -330,7 +330,7 @@ def test_a_copy_has_streams_and_host_memory_of_its_own():
 
 # --- on the GPU -----------------------------------------------------------------------------------
 
-CONFIG = {"num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 512}
+CONFIG = {"num_hidden_layers": 10, "hidden_size": 256, "intermediate_size": 512}
 BATCH, LENGTH = 64, 128  # a layer's input is 4 MiB
 FUSIONS = {"parts": ALL, "layer": {"layer": True}}
 
@@ -365,6 +365,6 @@ def test_gradients_are_those_of_inputs_that_stay_and_take_less_memory(fusion, ma
     )
     assert got.keys() == want.keys() and len(want) > 50
     assert all((got[n] - want[n]).norm() <= 0.02 * want[n].norm() for n in want)
-    # of eight inputs one is never offloaded, and one has not left, with the two tensors that whole
-    # layers send after theirs, when backward begins
-    assert more - less > 3 * BATCH * LENGTH * CONFIG["hidden_size"] * 2
+    # of ten inputs one is never offloaded, and one has not left, with the two tensors that whole
+    # layers send after theirs, when backward begins; one more is for where the peaks are
+    assert more - less > 4 * BATCH * LENGTH * CONFIG["hidden_size"] * 2

@@ -26,7 +26,7 @@ NAMES = {  # as the profiler gave them on an H200
         "void cudnn::fusion::compute_dot_do_o_specialized<true, 128>(void const*, void const*",
         "void cudnn::fusion::convert_dq_to_16bits<true>(void const*, void*, unsigned int, unsigned",
         "void cudnn::fusion::fmha_reduce_head<true>(void const*, void*, unsigned int, unsigned int",
-        "_rope_attention_kernel",
+        "_attention_forward_kernel",
         "_attention_keys_backward_kernel",
     ],
     "adapter": ["_add_adapted_kernel"],

@@ -9,7 +9,7 @@ from rope_case import eager as eager_rope
 
 import fused_lora.qkv_attention as module
 from fused_lora.qkv_attention import CUDNN, FLASH, Attention, attention_backward, attention_forward
-from fused_lora.qkv_rope import split_heads
+from fused_lora.qkv_rope import rope_forward, split_heads
 
 NAMES = ("attended", "gradient")
 SCALING = 0.3
@@ -46,8 +46,10 @@ def mask_of(size, masked, device):
 def by_hand(size, case, masked=False):
     qkv, cos, sin, grad = case
     qkv, mask = qkv.clone(), mask_of(size, masked, qkv.device)
-    attention = Attention(*SIZES[size][1:3], SCALING)
-    attended, saved, attention = attention_forward(qkv, cos, sin, mask, attention)
+    _, heads, kv_heads, positions, _ = SIZES[size]
+    rope_forward(qkv, cos, sin, heads, kv_heads)
+    attention = Attention(positions, heads, kv_heads, SCALING)
+    attended, saved, attention = attention_forward(qkv, mask, attention)
     gradient = torch.full_like(qkv, 7.0)
     attention_backward(grad, qkv, cos, sin, mask, attended, saved, attention, gradient)
     return attended, gradient
@@ -89,8 +91,8 @@ BACKENDS = {"flash": FLASH, "cuDNN": CUDNN}
 def test_the_backends_calls_have_their_arguments_in_order(backend, monkeypatch):
     """On the meta device, where they compute shapes alone."""
     monkeypatch.setattr(module, "_backend", lambda *_: BACKENDS[backend])
-    for name in ("rope_forward", "rope_backward"):
-        monkeypatch.setattr(module, name, lambda *_: None)
+    monkeypatch.setattr(module, "rope_backward", lambda *_: None)
+    monkeypatch.setitem(globals(), "rope_forward", lambda *_: None)
     monkeypatch.setattr(module.causal_attention, "fits", lambda *_: False)
     case = [t.to("meta") for t in make("tiles", torch.bfloat16, "cpu")]
     attended, gradient = by_hand("tiles", case)
@@ -113,7 +115,7 @@ RAN = {"own": (1, 1), "own backward": (0, 1), "neither": (0, 0)}
 )
 def test_our_own_kernels_run_where_they_fit(size, masked, ran, device, monkeypatch):
     seen = []
-    for name in ("rope_attention_forward", "rope_attention_backward"):
+    for name in ("causal_attention_forward", "causal_attention_backward"):
         function = getattr(module, name)
         monkeypatch.setattr(
             module, name,
@@ -122,7 +124,9 @@ def test_our_own_kernels_run_where_they_fit(size, masked, ran, device, monkeypat
     by_hand(size, make(size, torch.bfloat16, device), masked)
     if ran == "own backward" and device == "cpu":
         ran = "neither"
-    assert (seen.count("rope_attention_forward"), seen.count("rope_attention_backward")) == RAN[ran]
+    assert (
+        tuple(seen.count(f"causal_attention_{way}") for way in ("forward", "backward")) == RAN[ran]
+    )
 
 
 @pytest.mark.gpu
@@ -131,7 +135,7 @@ def test_our_own_kernels_run_where_they_fit(size, masked, ran, device, monkeypat
 @pytest.mark.parametrize("size", ["GQA", "MQA", "tiles", "more than a tile"])
 def test_either_backend_is_within_the_error_budget(size, backend, backward, device, monkeypatch):
     monkeypatch.setattr(module, "_backend", lambda *_: BACKENDS[backend])
-    monkeypatch.setattr(module.causal_attention, "BLOCK", 0)
+    monkeypatch.setattr(module.causal_attention, "FORWARD_POSITIONS", 0)
     if backward == "theirs":
         monkeypatch.setattr(module.causal_attention, "fits", lambda *_: False)
     elif size in ("GQA", "MQA"):
@@ -143,9 +147,10 @@ def test_either_backend_is_within_the_error_budget(size, backend, backward, devi
 def test_the_backend_is_the_one_that_pytorch_would_use(device):
     def backend(size, kernel):
         with torch.nn.attention.sdpa_kernel(kernel):
-            qkv, cos, sin, _ = make(size, torch.bfloat16, device)
-            attention = Attention(*SIZES[size][1:3], SCALING)
-            return attention_forward(qkv, cos, sin, None, attention)[2].backend
+            qkv, *_ = make(size, torch.bfloat16, device)
+            _, heads, kv_heads, positions, _ = SIZES[size]
+            attention = Attention(positions, heads, kv_heads, SCALING)
+            return attention_forward(qkv, None, attention)[2].backend
 
     backends = torch.nn.attention.SDPBackend
     assert backend("GQA", backends.FLASH_ATTENTION) == FLASH
