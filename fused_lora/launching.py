@@ -35,7 +35,7 @@ def is_capturing(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-# Both as Triton has them, where a call takes the host as long as a third of a launch.
+# As Triton has the first two, where a call takes the host as long as a third of a launch.
 
 
 def cdiv(a: int, b: int) -> int:
@@ -44,3 +44,7 @@ def cdiv(a: int, b: int) -> int:
 
 def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
+
+
+def previous_power_of_2(n: int) -> int:
+    return 1 << (n.bit_length() - 1)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launching import DTYPES, next_power_of_2, on_device_of
+from .launching import DTYPES, next_power_of_2, on_device_of, previous_power_of_2
 from .rope import _rotate_heads
 from .rows import check_alike, check_rows
 
@@ -23,11 +23,11 @@ from .rows import check_alike, check_rows
 @triton.jit
 def _rope_kernel(
     q_ptr,  # [batch, HEADS, positions, 2 HALF]
-    k_ptr,  # [batch, KV_HEADS, positions, 2 HALF]
-    v_ptr,  # as k, or None: what lies there stays
+    k_ptr,  # [batch, KV_HEADS, positions, 2 HALF], or None, with v: q's heads are all that turn
+    v_ptr,  # as k
     cos_ptr,  # [batch or 1, positions, 2 HALF], contiguous
     sin_ptr,  # as cos
-    qkv_ptr,  # [batch * positions, (HEADS + 2 KV_HEADS) 2 HALF], written
+    qkv_ptr,  # [batch * positions, (HEADS + 2 KV_HEADS) 2 HALF], written: what turns, and v
     positions,
     q_batch_stride,
     q_head_stride,
@@ -68,12 +68,12 @@ def _rope_kernel(
         row,
         q_head_stride, cos_1, cos_2, sin_1, sin_2, HEADS, HALF, BLOCK_HEADS, BLOCK_HALF,
     )  # fmt: skip
-    _rotate_heads(
-        k_ptr + batch * k_batch_stride + position * k_position_stride,
-        row + HEADS * 2 * HALF,
-        k_head_stride, cos_1, cos_2, sin_1, sin_2, KV_HEADS, HALF, BLOCK_KV_HEADS, BLOCK_HALF,
-    )  # fmt: skip
-    if v_ptr is not None:
+    if k_ptr is not None:
+        _rotate_heads(
+            k_ptr + batch * k_batch_stride + position * k_position_stride,
+            row + HEADS * 2 * HALF,
+            k_head_stride, cos_1, cos_2, sin_1, sin_2, KV_HEADS, HALF, BLOCK_KV_HEADS, BLOCK_HALF,
+        )  # fmt: skip
         head = tl.arange(0, BLOCK_KV_HEADS).to(tl.int64)[:, None]
         feature = tl.arange(0, 2 * BLOCK_HALF)[None, :]
         mask = (head < KV_HEADS) & (feature < 2 * HALF)
@@ -110,9 +110,11 @@ def rope_forward(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: in
         ValueError: shapes, dtypes, devices or strides do not fit, or no kernel can run on them.
     """
     check_rows("rope_forward", _rope_kernel, qkv.shape, qkv=qkv)
-    batch_of("rope_forward", qkv, cos, sin, heads, kv_heads)
-    q, k, _ = split_heads(qkv, cos.shape[1], heads, kv_heads)
-    _turn(q, k, None, cos, sin, qkv)
+    batch = batch_of("rope_forward", qkv, cos, sin, heads, kv_heads)
+    _, positions, head_dim = cos.shape
+    # q's heads and k's lie side by side, so that one tile has both
+    by_head = qkv.view(batch, positions, heads + 2 * kv_heads, head_dim).transpose(1, 2)
+    _turn(by_head[:, : heads + kv_heads], None, None, cos, sin, qkv)
 
 
 def rope_backward(
@@ -145,27 +147,30 @@ def rope_backward(
     _turn(grad_q, grad_k, grad_v, cos, sin, grad_qkv)
 
 
-def _turn(q: Tensor, k: Tensor, v: Tensor | None, cos: Tensor, sin: Tensor, qkv: Tensor) -> None:
-    """Write q and k, turned, and v, if any, side by side into qkv; back, where v is there."""
+def _turn(
+    q: Tensor, k: Tensor | None, v: Tensor | None, cos: Tensor, sin: Tensor, qkv: Tensor
+) -> None:
+    """Write q, turned, or with k and v all three, q and k turned back, side by side into qkv."""
     batch, heads, positions, head_dim = q.shape
-    kv_heads, half = k.shape[1], head_dim // 2
+    kv_heads, half = 0 if k is None else k.shape[1], head_dim // 2
     if batch * positions == 0:
         return  # an empty grid cannot be launched
-    q, k = _features_together(q), _features_together(k)
-    v = None if v is None else _features_together(v)
+    given = [None if t is None else _features_together(t) for t in (q, k, v)]
+    strides = [(0,) * 4 if t is None else t.stride() for t in given]
     cos, sin = cos.contiguous(), sin.contiguous()
     block_heads, block_half = next_power_of_2(heads), next_power_of_2(half)
     with on_device_of(qkv):
         _rope_kernel[(batch * positions,)](
-            q, k, v, cos, sin, qkv,
+            *given, cos, sin, qkv,
             positions,
-            *q.stride()[:3], *k.stride()[:3], *(k if v is None else v).stride()[:3],
+            *strides[0][:3], *strides[1][:3], *strides[2][:3],
             0 if cos.shape[0] == 1 else cos.stride(0),
             qkv.stride(0),
             v is not None,
-            heads, kv_heads, half, block_heads, next_power_of_2(kv_heads), block_half,
-            # 8 bf16 values, one 16-byte load, per thread and half of q
-            num_warps=min(max(block_heads * block_half // 256, 1), 16),
+            heads, kv_heads, half, block_heads, next_power_of_2(max(kv_heads, 1)), block_half,
+            # 8 bf16 values of each half, one 16-byte load, per thread, and of a tile that its heads
+            # do not fill up to twice as many
+            num_warps=min(previous_power_of_2(max(heads * block_half // 256, 1)), 16),
         )  # fmt: skip
 
 
