@@ -47,14 +47,21 @@ class _Source(NamedTuple):
     state: tuple
 
     @staticmethod
-    def of(read: Projection) -> "_Source":
-        A, B = read.A.detach(), read.B.detach()
-        return _Source(A, B, _Source.state_of(read))
+    def of(A: Tensor, B: Tensor, scaling: float) -> "_Source":
+        return _Source(A, B, _Source.state_of(A, B, scaling))
 
     @staticmethod
-    def state_of(read: Projection) -> tuple:
-        A, B, scaling = read.A, read.B, read.scaling
+    def state_of(A: Tensor, B: Tensor, scaling: float) -> tuple:
         return A.data_ptr(), A._version, A.shape, B.data_ptr(), B._version, B.shape, scaling
+
+
+class _Copies(NamedTuple):
+    """Adapters and where they go: first each A, then each B."""
+
+    targets: tuple[Tensor, ...]
+    sources: tuple[Tensor, ...]  # detached: what a parameter's `.data` was
+    scalings: tuple[float, ...]
+    places: list[tuple["Group", int]]
 
 
 @dataclass(eq=False)
@@ -140,6 +147,7 @@ class Borders:
         self.handover = Handover()
         self._optimizer_stepped = False
         self._copies = ManyCopies()
+        self._latest: _Copies | None = None  # the last time, if that was of all adapters
         # fused=True optimizers change parameters without PyTorch counting it (torch 2.13)
         hook = register_optimizer_step_post_hook(partial(_note_step, weakref.ref(self)))
         weakref.finalize(self, hook.remove)
@@ -158,8 +166,7 @@ class Borders:
 
     def refresh(self) -> int:
         """Copy every adapter into its border; returns the number of projections."""
-        for group in self.groups:
-            group.sources = [None] * len(group.sources)
+        self._forget()
         return self.refresh_stale()
 
     @torch.no_grad()
@@ -170,15 +177,32 @@ class Borders:
         cannot be read now (merged or disabled, say) are looked at again the next time.
         """
         if self._optimizer_stepped:
-            self._optimizer_stepped = False
-            for group in self.groups:
-                group.sources = [None] * len(group.sources)
+            self._forget()
+        copies = self._stale()
+        return self._copy(copies) if copies.places else 0
+
+    @torch.no_grad()
+    def _refresh_after_step(self) -> None:
+        """As `refresh_stale`, for a step of an optimizer alone: it leaves other values in the same
+        tensors, so that PEFT's layers are not read for them. What else changed is stale then."""
+        if self._latest is None:
+            self.refresh_stale()
+        else:
+            self._forget()
+            self._copy(self._latest)
+
+    def _forget(self) -> None:
+        self._optimizer_stepped = False
+        for group in self.groups:
+            group.sources = [None] * len(group.sources)
+
+    def _stale(self) -> _Copies:
         views: list[Tensor] = []
         unused: list[Tensor] = []
         A: list[Tensor] = []
         B: list[Tensor] = []
         scalings = []
-        copied = []
+        places = []
         for group in self.groups:
             for index in range(len(group.names)):
                 read = group.read(index)
@@ -189,18 +213,27 @@ class Borders:
                 if rank < A_view.shape[0]:  # than that of another adapter, which may have been here
                     unused += [A_view[rank:], B_view[:, rank:]]
                 views += [A_view[:rank], B_view[:, :rank]]
-                A.append(read.A)
-                B.append(read.B)
+                A.append(read.A.detach())
+                B.append(read.B.detach())
                 scalings.append(read.scaling)
-                copied.append((group, index, _Source.of(read)))
-        if A:
-            # scaled before they are cast: one rounding, not two
-            self._copies.copy(views[::2] + views[1::2], A + B, [1.0] * len(A) + scalings)
+                places.append((group, index))
         if unused:
             torch._foreach_zero_(unused)
-        for group, index, source in copied:  # not before: what runs out of memory stays stale
-            group.sources[index] = source
-        return len(A)
+        targets = *views[::2], *views[1::2]
+        return _Copies(targets, (*A, *B), (*(1.0 for _ in A), *scalings), places)
+
+    def _copy(self, copies: _Copies) -> int:
+        targets, sources, scalings, places = copies
+        # scaled before they are cast: one rounding, not two
+        self._copies.copy(targets, sources, scalings)
+        count = len(places)
+        for place, A, B, scaling in zip(
+            places, sources[:count], sources[count:], scalings[count:], strict=True
+        ):  # not before: what runs out of memory stays stale
+            group, index = place
+            group.sources[index] = _Source.of(A, B, scaling)
+        self._latest = copies if count == len(self._group_of) else None
+        return count
 
     def read(self, group: Group, own_forward: bool = True) -> "tuple[Any, ...] | str":
         """What BorderedLinear takes after x to stand in for `group` as it is now, or why it may
@@ -210,9 +243,9 @@ class Borders:
             if isinstance(read, str):
                 return f"{name.rpartition('.')[2]}: {read}"
         found = [read for read in reads if isinstance(read, Projection)]
-        if self._optimizer_stepped or not all(
-            _is_fresh(group, index, read) for index, read in enumerate(found)
-        ):
+        if self._optimizer_stepped:
+            self._refresh_after_step()
+        if not all(_is_fresh(group, index, read) for index, read in enumerate(found)):
             self.refresh_stale()
         scalings = tuple(read.scaling for read in found)
         adapters = chain.from_iterable((read.A, read.B) for read in found)
@@ -226,7 +259,7 @@ def _note_step(borders: "weakref.ref[Borders]", *_: Any) -> None:
 
 def _is_fresh(group: Group, index: int, read: Projection) -> bool:
     source = group.sources[index]
-    return source is not None and source.state == _Source.state_of(read)
+    return source is not None and source.state == _Source.state_of(read.A, read.B, read.scaling)
 
 
 @torch.no_grad()

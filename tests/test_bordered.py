@@ -21,6 +21,7 @@ from peft_models import (
 )
 from reference import relative_error
 
+import fused_lora.bordered as module
 from fused_lora import Fusion, fuse, many_copies
 from fused_lora.bordered import border, unborder
 
@@ -211,6 +212,36 @@ def test_a_change_of_the_adapters_reaches_the_borders(change, device):
         assert not torch.equal(group.bordered.matrix, old)
     assert_border_follows(borders)
     assert borders.refresh_stale() == 0
+
+
+@pytest.mark.parametrize("change", [*CHANGES, "nothing"])
+def test_so_does_a_change_after_a_step_of_an_optimizer(change, device, monkeypatch):
+    model, _, borders = pair(device)
+    optimizer_step(model, foreach=True)
+    CHANGES.get(change, lambda model: None)(model)
+    before = [group.bordered.matrix.clone() for group in borders.groups]
+    reads = []
+    read = module.read_projection
+    monkeypatch.setattr(module, "read_projection", lambda *a: reads.append(1) or read(*a))
+    for group in borders.groups:
+        borders.read(group)
+    # after a step alone each is read once, by who uses it
+    assert (len(reads) == 2 * 7) == (change in ("nothing", "in place", "loaded") or "opt" in change)
+    for old, group in zip(before, borders.groups, strict=True):
+        assert not torch.equal(group.bordered.matrix, old)
+    assert_border_follows(borders)
+    assert borders.refresh_stale() == 0
+
+
+def test_one_adapter_that_changes_after_a_step_is_copied_and_the_next_step_copies_all(device):
+    model, _, borders = pair(device)
+    up = model.get_submodule(f"{LAYERS}.1.mlp.up_proj")
+    for value in (1.0, 2.0):
+        optimizer_step(model, foreach=True)
+        up.lora_A["default"].weight.data = torch.full((8, 52), value, device=device)
+        assert_border_follows(borders)
+        optimizer_step(model, fused=True)
+        assert_border_follows(borders)
 
 
 def test_only_what_changed_is_copied_and_reading_one_group_refreshes_all(device, monkeypatch):

@@ -61,6 +61,22 @@ def test_strided_sources_and_values_that_changed_are_copied_anew(device):
         wide.mul_(3)
 
 
+def test_the_very_same_sequences_are_not_looked_through_again(device, monkeypatch):
+    looked = []
+    monkeypatch.setattr(module, "_has_kernel", lambda *_: looked.append(1) or True)
+    targets, sources, scalings = map(tuple, matrices(torch.float32, torch.float32, device))
+    copies = ManyCopies()
+    for seed in range(3):
+        for source in sources:
+            source.copy_(random(*source.shape, seed=seed))
+        copies.copy(targets, sources, scalings)
+        for target, source, scaling in zip(targets, sources, scalings, strict=True):
+            assert torch.equal(target, source * torch.tensor(scaling, device=device))
+    assert len(looked) == 1
+    copies.copy(targets, tuple(source + 1 for source in sources), scalings)
+    assert len(looked) == 2 and torch.equal(targets[0], sources[0] + 1)
+
+
 def test_the_table_is_made_again_only_for_other_places_or_scalings(device, monkeypatch):
     monkeypatch.setattr(module, "_has_kernel", lambda *_: True)
     made = []
