@@ -1,38 +1,22 @@
-"""Causal attention on [q | k | v] of a few hundred positions, its backward with RoPE's in it.
+"""Causal attention on [q | k | v] of a few hundred positions: its forward.
 
 For a token i, the keys j <= i of its sequence and one head, with the scale a, q and k being turned
-already (R x, RoPE):
+already (RoPE):
 
-    P         = exp(a q k' - L)                   L: the logsumexp of a token's a q k'
+    L         = log sum exp(a q k')
+    P         = exp(a q k' - L)
     attended  = P v
 
-and backward, for the incoming g, with D the sum of g * attended over a head's features:
+in one pass over the keys, with the sum so far scaled down where a larger score comes. Scores and
+sums are fp32, P is rounded to the dtype of the tensors for its product, as in any fused attention,
+and attended once, at the store. Deterministic. On an H200, in µs a layer of Qwen2.5-3B with 32
+sequences (16 heads of 128, 2 of k and v), beside cuDNN's as PyTorch calls it:
 
-    grad_v    = P' g
-    dS        = P * (g v' - D)
-    grad_q    = R' a dS k
-    grad_k    = R' a dS' q                        grad_k and grad_v: over all heads that share them
+    positions      64     128     256     512
+    cuDNN        18.2    18.4    39.0    95.9
+    here         10.5    21.1    46.4     130
 
-written side by side, as the product that q, k and v come from takes its gradient. One kernel gives
-grad_q and D, another grad_k and grad_v. Each computes P and dS for itself. On an H200, in µs a
-layer of Qwen2.5-3B with 32 sequences (16 heads of 128, 2 of k and v), beside cuDNN's as PyTorch
-calls it, with RoPE's kernel after its backward:
-
-    positions            64     128     256     512
-    forward, cuDNN     18.2    18.4    39.0    95.9
-             here      10.5    21.1    46.4     130
-    backward, cuDNN    70.6     117     224     484
-              here     39.5    74.3     160     406
-
-Besides its backward itself cuDNN has kernels for D, for sums over heads and for grad_q from fp32,
-which take half of that at 64 positions. With more of them products are what counts, of which it has
-five and this seven: MAX_POSITIONS.
-
-P and dS are rounded to the dtype of the tensors for their products, as in any fused attention; all
-else is fp32 and rounds once, at the store. No atomics: deterministic, unlike cuDNN's backward.
-
-Attention in tiles with a backward from L: Dao et al., arXiv 2205.14135 and 2307.08691. RoPE: Su et
-al., arXiv 2104.09864.
+(`causal_attention_backward.py` has the backward.) Attention in tiles: Dao et al., arXiv 2205.14135.
 """
 
 from typing import NamedTuple
@@ -43,15 +27,14 @@ import triton.language as tl
 from torch import Tensor
 
 from .launching import cdiv, on_device_of
-from .qkv_rope import batch_of
-from .rows import check_alike, check_rows
+from .rows import check_rows
 from .tiling import dots_in_fp32
 
 # Tokens of a tile. The tensor cores take 64 rows at a time, and of 128 the sums would not fit into
 # registers.
 BLOCK = 64
 
-# Of how many positions these are faster than PyTorch's.
+# Of up to how many positions this is faster than PyTorch's, and the backward is.
 FORWARD_POSITIONS = 64
 MAX_POSITIONS = 512  # what was measured
 
@@ -70,14 +53,11 @@ class Launch(NamedTuple):
     stages: int
 
 
-# The fastest of those tried on an H200.
-FORWARD = Launch(keys=32, warps=4, stages=2)
-BACKWARD_QUERIES = Launch(keys=32, warps=4, stages=2)
-BACKWARD_KEYS = Launch(keys=BLOCK, warps=4, stages=2)
+FORWARD = Launch(keys=32, warps=4, stages=2)  # the fastest of those tried on an H200
 
 
 @triton.jit
-def _dot(a, b, total, IN_FP32: tl.constexpr):
+def dot(a, b, total, IN_FP32: tl.constexpr):
     if IN_FP32:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, total, input_precision="ieee")
@@ -120,7 +100,7 @@ def _attention_forward_kernel(
         k_tile += (HEADS + kv_head) * HEAD_DIM
         k = tl.load(k_tile, mask=is_key, other=0.0)
         v = tl.load(k_tile + KV_HEADS * HEAD_DIM, mask=is_key, other=0.0)
-        scores = _dot(q, tl.trans(k), zeros, IN_FP32) * score_scale
+        scores = dot(q, tl.trans(k), zeros, IN_FP32) * score_scale
         scores = tl.where(key[None, :] <= query[:, None], scores, float("-inf"))
         # the first key is behind no query, so that this is a number from the first tile on
         new_most = tl.maximum(most, tl.max(scores, axis=1))
@@ -128,178 +108,12 @@ def _attention_forward_kernel(
         shrink = tl.exp2(most - new_most)
         most = new_most
         total = total * shrink + tl.sum(p, axis=1)
-        attended = _dot(p.to(v.dtype), v, attended * shrink[:, None], IN_FP32)
+        attended = dot(p.to(v.dtype), v, attended * shrink[:, None], IN_FP32)
     attended = (attended / total[:, None]).to(attended_ptr.dtype.element_ty)
     tile = attended_ptr + row * attended_row_stride + head * HEAD_DIM + feature
     tl.store(tile, attended, mask=is_query[:, None])
     places = logsumexp_ptr + tl.program_id(0).to(tl.int64) * positions + query
     tl.store(places, (most + tl.log2(total)) * LN_2, mask=is_query)
-
-
-@triton.jit
-def _load_halves(row, column, mask, HALF: tl.constexpr):
-    """Both halves [tokens, HALF] of one head, the first of whose features is at this column."""
-    tile = row + column + tl.arange(0, HALF)[None, :]
-    return tl.load(tile, mask=mask, other=0.0), tl.load(tile + HALF, mask=mask, other=0.0)
-
-
-@triton.jit
-def _store_turned_back(row, column, grad_1, grad_2, cos_row, sin_row, mask, HALF: tl.constexpr):
-    """Write a head's gradient, given in halves, turned back by the angles of its tokens."""
-    feature = tl.arange(0, HALF)[None, :]
-    cos_1 = tl.load(cos_row + feature, mask=mask, other=0.0).to(tl.float32)
-    cos_2 = tl.load(cos_row + HALF + feature, mask=mask, other=0.0).to(tl.float32)
-    sin_1 = tl.load(sin_row + feature, mask=mask, other=0.0).to(tl.float32)
-    sin_2 = tl.load(sin_row + HALF + feature, mask=mask, other=0.0).to(tl.float32)
-    tile = row + column + feature
-    dtype = tile.dtype.element_ty
-    tl.store(tile, (grad_1 * cos_1 + grad_2 * sin_2).to(dtype), mask=mask)
-    tl.store(tile + HALF, (grad_2 * cos_2 - grad_1 * sin_1).to(dtype), mask=mask)
-
-
-@triton.jit
-def _attention_queries_backward_kernel(
-    grad_ptr,  # [batch * positions, HEADS 2 HALF]
-    qkv_ptr,  # [batch * positions, (HEADS + 2 KV_HEADS) 2 HALF]
-    attended_ptr,  # as grad
-    logsumexp_ptr,  # [batch, HEADS, positions] fp32
-    dots_ptr,  # likewise, written: D
-    cos_ptr,  # [batch or 1, positions, 2 HALF], contiguous
-    sin_ptr,  # as cos
-    cos_batch_stride,  # 0 where all sequences share their angles
-    grad_qkv_ptr,  # as qkv, its first columns written
-    positions,
-    grad_row_stride,
-    qkv_row_stride,
-    attended_row_stride,
-    grad_qkv_row_stride,
-    scaling,
-    score_scale,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK: tl.constexpr,
-    KEYS: tl.constexpr,
-    IN_FP32: tl.constexpr,
-):
-    HEAD_DIM: tl.constexpr = 2 * HALF
-    batch_head = tl.program_id(0)
-    head = batch_head % HEADS
-    kv_head = head // (HEADS // KV_HEADS)
-    batch = (batch_head // HEADS).to(tl.int64)
-    first = batch * positions
-    query = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK + tl.arange(0, BLOCK)
-    is_query = query < positions
-    mask = is_query[:, None]
-    sequence = qkv_ptr + first * qkv_row_stride
-    q_1, q_2 = _load_halves(
-        sequence + query.to(tl.int64)[:, None] * qkv_row_stride, head * HEAD_DIM, mask, HALF
-    )
-    feature = head * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-    row = (first + query)[:, None]
-    grad = tl.load(grad_ptr + row * grad_row_stride + feature, mask=mask, other=0.0)
-    attended = tl.load(attended_ptr + row * attended_row_stride + feature, mask=mask, other=0.0)
-    dots = tl.sum(grad.to(tl.float32) * attended.to(tl.float32), axis=1)
-    places = batch_head.to(tl.int64) * positions + query
-    tl.store(dots_ptr + places, dots, mask=is_query)
-    logsumexp = tl.load(logsumexp_ptr + places, mask=is_query, other=0.0)
-    grad_q_1 = tl.zeros([BLOCK, HALF], tl.float32)
-    grad_q_2 = tl.zeros([BLOCK, HALF], tl.float32)
-    zeros = tl.zeros([BLOCK, KEYS], tl.float32)
-    end = tl.minimum((tl.num_programs(1) - tl.program_id(1)) * BLOCK, positions)
-    for start in range(0, end, KEYS):
-        key = start + tl.arange(0, KEYS)
-        is_key = (key < positions)[:, None]
-        key_row = sequence + key.to(tl.int64)[:, None] * qkv_row_stride
-        k_1, k_2 = _load_halves(key_row, (HEADS + kv_head) * HEAD_DIM, is_key, HALF)
-        v_tile = key_row + (HEADS + KV_HEADS + kv_head) * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-        v = tl.load(v_tile, mask=is_key, other=0.0)
-        scores = _dot(q_2, tl.trans(k_2), _dot(q_1, tl.trans(k_1), zeros, IN_FP32), IN_FP32)
-        p = tl.exp2(scores * score_scale - (logsumexp * LOG2_E)[:, None])
-        p = tl.where(key[None, :] <= query[:, None], p, 0.0)
-        grad_p = _dot(grad, tl.trans(v), zeros, IN_FP32)
-        grad_scores = (p * (grad_p - dots[:, None])).to(grad.dtype)
-        grad_q_1 = _dot(grad_scores, k_1, grad_q_1, IN_FP32)
-        grad_q_2 = _dot(grad_scores, k_2, grad_q_2, IN_FP32)
-    angle = batch * cos_batch_stride + query[:, None] * HEAD_DIM
-    _store_turned_back(
-        grad_qkv_ptr + row * grad_qkv_row_stride, head * HEAD_DIM,
-        grad_q_1 * scaling, grad_q_2 * scaling, cos_ptr + angle, sin_ptr + angle, mask, HALF,
-    )  # fmt: skip
-
-
-@triton.jit
-def _attention_keys_backward_kernel(
-    grad_ptr,  # as in _attention_queries_backward_kernel, all of them
-    qkv_ptr,
-    logsumexp_ptr,
-    dots_ptr,
-    cos_ptr,
-    sin_ptr,
-    cos_batch_stride,
-    grad_qkv_ptr,  # its other columns written
-    positions,
-    grad_row_stride,
-    qkv_row_stride,
-    grad_qkv_row_stride,
-    scaling,
-    score_scale,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK: tl.constexpr,
-    IN_FP32: tl.constexpr,
-):
-    HEAD_DIM: tl.constexpr = 2 * HALF
-    GROUP: tl.constexpr = HEADS // KV_HEADS
-    kv_head = tl.program_id(0) % KV_HEADS
-    batch = (tl.program_id(0) // KV_HEADS).to(tl.int64)
-    first = batch * positions
-    start = tl.program_id(1) * BLOCK  # the first ones have the most queries
-    key = start + tl.arange(0, BLOCK)
-    is_key = (key < positions)[:, None]
-    sequence = qkv_ptr + first * qkv_row_stride
-    key_row = sequence + key.to(tl.int64)[:, None] * qkv_row_stride
-    k_1, k_2 = _load_halves(key_row, (HEADS + kv_head) * HEAD_DIM, is_key, HALF)
-    feature = tl.arange(0, HEAD_DIM)[None, :]
-    v = tl.load(key_row + (HEADS + KV_HEADS + kv_head) * HEAD_DIM + feature, mask=is_key, other=0.0)
-    grad_k_1 = tl.zeros([BLOCK, HALF], tl.float32)
-    grad_k_2 = tl.zeros([BLOCK, HALF], tl.float32)
-    grad_v = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
-    zeros = tl.zeros([BLOCK, BLOCK], tl.float32)
-    first_block = start // BLOCK
-    blocks = tl.cdiv(positions, BLOCK) - first_block
-    # one loop over the heads and their queries, so that the loads of the next are on their way
-    for i in range(0, GROUP * blocks):
-        head = kv_head * GROUP + i // blocks
-        query = (first_block + i % blocks) * BLOCK + tl.arange(0, BLOCK)
-        is_query = query < positions
-        mask = is_query[:, None]
-        q_1, q_2 = _load_halves(
-            sequence + query.to(tl.int64)[:, None] * qkv_row_stride, head * HEAD_DIM, mask, HALF
-        )
-        grad_tile = grad_ptr + (first + query)[:, None] * grad_row_stride + head * HEAD_DIM
-        grad = tl.load(grad_tile + feature, mask=mask, other=0.0)
-        places = (batch * HEADS + head) * positions + query
-        logsumexp = tl.load(logsumexp_ptr + places, mask=is_query, other=0.0)
-        dots = tl.load(dots_ptr + places, mask=is_query, other=0.0)
-        scores = _dot(k_2, tl.trans(q_2), _dot(k_1, tl.trans(q_1), zeros, IN_FP32), IN_FP32)
-        p = tl.exp2(scores * score_scale - (logsumexp * LOG2_E)[None, :])
-        # behind the last query grad is 0, and so is all that p is multiplied with
-        p = tl.where(key[:, None] <= query[None, :], p, 0.0)
-        grad_v = _dot(p.to(grad.dtype), grad, grad_v, IN_FP32)
-        grad_p = _dot(v, tl.trans(grad), zeros, IN_FP32)
-        grad_scores = (p * (grad_p - dots[None, :])).to(grad.dtype)
-        grad_k_1 = _dot(grad_scores, q_1, grad_k_1, IN_FP32)
-        grad_k_2 = _dot(grad_scores, q_2, grad_k_2, IN_FP32)
-    row = grad_qkv_ptr + (first + key)[:, None] * grad_qkv_row_stride
-    angle = batch * cos_batch_stride + key[:, None] * HEAD_DIM
-    _store_turned_back(
-        row, (HEADS + kv_head) * HEAD_DIM, grad_k_1 * scaling, grad_k_2 * scaling,
-        cos_ptr + angle, sin_ptr + angle, is_key, HALF,
-    )  # fmt: skip
-    tile = row + (HEADS + KV_HEADS + kv_head) * HEAD_DIM + feature
-    tl.store(tile, grad_v.to(grad_qkv_ptr.dtype.element_ty), mask=is_key)
 
 
 def fits(qkv: Tensor, positions: int, heads: int, kv_heads: int) -> bool:
@@ -334,7 +148,7 @@ def causal_attention_forward(
         ValueError: shapes, dtypes, devices or strides do not fit, or no kernel can run on them.
     """
     name, kernel = "causal_attention_forward", _attention_forward_kernel
-    head_dim = _head_dim(name, qkv, positions, heads, kv_heads)
+    head_dim = head_dim_of(name, qkv, positions, heads, kv_heads)
     batch = qkv.shape[0] // positions
     attended = qkv.new_empty(qkv.shape[0], heads * head_dim)
     logsumexp = qkv.new_empty(batch, heads, positions, dtype=torch.float32)
@@ -349,72 +163,7 @@ def causal_attention_forward(
     return attended, logsumexp
 
 
-def causal_attention_backward(
-    grad: Tensor,
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    attended: Tensor,
-    logsumexp: Tensor,
-    kv_heads: int,
-    scaling: float,
-    grad_qkv: Tensor,
-) -> None:
-    """Write the gradient of what was turned into qkv, by cos and sin, into grad_qkv.
-
-    Equivalent PyTorch, for `rope_backward` of qkv_rope.py::
-
-        gradients = torch.autograd.grad(attended, (q, k, v), grad)
-        rope_backward(*gradients, cos, sin, grad_qkv)
-
-    Args:
-        grad, attended: [batch * positions, heads * head_dim].
-        qkv: as the forward had it.
-        cos, sin: [batch or 1, positions, head_dim], as `rope_forward` takes them.
-        logsumexp: [batch, heads, positions] in fp32 and contiguous, from any forward.
-        grad_qkv: as qkv. Rows of all may lie any stride apart.
-
-    Raises:
-        ValueError: as `causal_attention_forward`.
-    """
-    name, kernel = "causal_attention_backward", _attention_queries_backward_kernel
-    batch, heads, positions = logsumexp.shape
-    head_dim = _head_dim(name, qkv, positions, heads, kv_heads)
-    check_rows(name, kernel, qkv.shape, qkv=qkv, grad_qkv=grad_qkv)
-    check_rows(name, kernel, (qkv.shape[0], heads * head_dim), grad=grad, attended=attended)
-    check_alike(name, "grad", grad, qkv)
-    sequences = batch_of(name, qkv, cos, sin, heads, kv_heads)
-    given = logsumexp.shape, logsumexp.dtype, logsumexp.is_contiguous()
-    if given != ((sequences, heads, cos.shape[1]), torch.float32, True):
-        raise ValueError(
-            f"{name}: logsumexp is {list(logsumexp.shape)} in {logsumexp.dtype}, should be "
-            f"{[sequences, heads, cos.shape[1]]} in torch.float32 and contiguous"
-        )
-    if batch == 0:
-        return
-    cos, sin = cos.contiguous(), sin.contiguous()
-    dots = torch.empty_like(logsumexp)
-    angles = cos, sin, 0 if cos.shape[0] == 1 else cos.stride(0)
-    score_scale, in_fp32 = scaling * LOG2_E.value, dots_in_fp32(kernel, qkv)
-    blocks = cdiv(positions, BLOCK)
-    with on_device_of(qkv):
-        keys, warps, stages = BACKWARD_QUERIES
-        kernel[(batch * heads, blocks)](
-            grad, qkv, attended, logsumexp, dots, *angles, grad_qkv, positions,
-            grad.stride(0), qkv.stride(0), attended.stride(0), grad_qkv.stride(0),
-            scaling, score_scale, heads, kv_heads, head_dim // 2, BLOCK, keys, in_fp32,
-            num_warps=warps, num_stages=stages,
-        )  # fmt: skip
-        _, warps, stages = BACKWARD_KEYS
-        _attention_keys_backward_kernel[(batch * kv_heads, blocks)](
-            grad, qkv, logsumexp, dots, *angles, grad_qkv, positions,
-            grad.stride(0), qkv.stride(0), grad_qkv.stride(0),
-            scaling, score_scale, heads, kv_heads, head_dim // 2, BLOCK, in_fp32,
-            num_warps=warps, num_stages=stages,
-        )  # fmt: skip
-
-
-def _head_dim(name: str, qkv: Tensor, positions: int, heads: int, kv_heads: int) -> int:
+def head_dim_of(name: str, qkv: Tensor, positions: int, heads: int, kv_heads: int) -> int:
     """That of [q | k | v]; ValueError where it is not what the kernels are for."""
     check_rows(name, _attention_forward_kernel, qkv.shape, qkv=qkv)
     rows, columns = qkv.shape

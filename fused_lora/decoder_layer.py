@@ -124,8 +124,8 @@ class DecoderLayer(torch.autograd.Function):
 
     Saved for backward: hidden, cos, sin, mask, the norms, the buffers and what the file's docstring
     lists. No input, no incoming gradient and no saved tensor is written, so a second backward
-    through a retained graph is right. Deterministic where `causal_attention.py` has attention's
-    backward, else as that is. Not twice differentiable.
+    through a retained graph is right. Deterministic where attention's backward is that of
+    `causal_attention_backward.py`, else as that is. Not twice differentiable.
 
     Raises:
         ValueError: shapes or dtypes do not fit.

@@ -8,7 +8,7 @@ checkpointing and offloading do not see them. The first of these that can is use
                 cuDNN or FlashAttention, whichever scaled_dot_product_attention itself would use:
                 PyTorch has a pair of calls for each
                 scaled_dot_product_attention, for all else: a mask, head dimensions that it pads
-    backward    `causal_attention.py`, of up to 512 positions
+    backward    `causal_attention_backward.py`, of up to 512 positions
                 the backend's own
                 scaled_dot_product_attention once more, under autograd: right everywhere, for one
                 forward of attention more
@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from . import causal_attention
-from .causal_attention import causal_attention_backward, causal_attention_forward
+from .causal_attention import causal_attention_forward
+from .causal_attention_backward import causal_attention_backward
 from .qkv_rope import rope_backward, split_heads
 from .rows import as_rows
 

@@ -11,7 +11,15 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from fused_lora import causal_attention, many_copies, qkv_rope, residual_kernels, rms_norm, rope
+from fused_lora import (
+    causal_attention,
+    causal_attention_backward,
+    many_copies,
+    qkv_rope,
+    residual_kernels,
+    rms_norm,
+    rope,
+)
 from fused_lora.cross_entropy import cross_entropy_
 from fused_lora.sums_over_tokens import sums_over_tokens
 from fused_lora.swiglu_products_backward import Product, swiglu_backward_products
@@ -75,7 +83,7 @@ def launch_layer():
     attended, logsumexp = causal_attention.causal_attention_forward(
         qkv, POSITIONS, HEADS, KV_HEADS, 0.1
     )
-    causal_attention.causal_attention_backward(
+    causal_attention_backward.causal_attention_backward(
         grad, qkv, cos, cos, attended, logsumexp, KV_HEADS, 0.1, grad_qkv
     )
     grads = [empty(BATCH, heads, POSITIONS, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]

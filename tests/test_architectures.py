@@ -19,8 +19,8 @@ WITH_DOTS = {
     "sums_over_tokens._sums_over_tokens_kernel",
     "residual_kernels._add_adapted_kernel",
     "causal_attention._attention_forward_kernel",
-    "causal_attention._attention_queries_backward_kernel",
-    "causal_attention._attention_keys_backward_kernel",
+    "causal_attention_backward._attention_queries_backward_kernel",
+    "causal_attention_backward._attention_keys_backward_kernel",
 }
 KERNELS = WITH_DOTS | {
     "swiglu._swiglu_forward_kernel",

@@ -8,12 +8,10 @@ from rope_case import angles
 from rope_case import eager as eager_rope
 from test_residual_kernels import wide
 
-import fused_lora.causal_attention as module
-from fused_lora.causal_attention import (
-    causal_attention_backward,
-    causal_attention_forward,
-    fits,
-)
+from fused_lora import causal_attention
+from fused_lora import causal_attention_backward as backward
+from fused_lora.causal_attention import causal_attention_forward, fits
+from fused_lora.causal_attention_backward import causal_attention_backward
 from fused_lora.launching import DTYPES
 from fused_lora.qkv_rope import rope_forward, split_heads
 
@@ -160,9 +158,10 @@ def test_cos_and_sin_may_have_any_layout_and_another_dtype(device):
 
 def test_no_sequences_launch_nothing(device, monkeypatch):
     kernel = Kernel()
-    monkeypatch.setattr(module, "fits", lambda *_: True)
-    for name in ("forward", "queries_backward", "keys_backward"):
-        monkeypatch.setattr(module, f"_attention_{name}_kernel", kernel)
+    monkeypatch.setattr(causal_attention, "fits", lambda *_: True)
+    monkeypatch.setattr(causal_attention, "_attention_forward_kernel", kernel)
+    for name in ("queries", "keys"):
+        monkeypatch.setattr(backward, f"_attention_{name}_backward_kernel", kernel)
     qkv, cos = torch.empty(0, 4 * 32, device=device), torch.ones(1, 5, 32, device=device)
     attended, logsumexp = causal_attention_forward(qkv, 5, 2, 1, SCALING)
     assert (attended.shape, logsumexp.shape) == ((0, 64), (0, 2, 5))

@@ -13,6 +13,7 @@ import audit
 import fused_lora.attention
 import fused_lora.bordered_linear
 import fused_lora.causal_attention
+import fused_lora.causal_attention_backward
 import fused_lora.cross_entropy
 import fused_lora.decoder_layer
 import fused_lora.qkv_rope
@@ -41,7 +42,7 @@ MODULES = {  # where a part's functions and kernels are
     "layer": (
         *(fused_lora.decoder_layer, fused_lora.residual_kernels, fused_lora.qkv_rope),
         *(fused_lora.swiglu_products_forward, fused_lora.swiglu_products_backward),
-        fused_lora.causal_attention,
+        *(fused_lora.causal_attention, fused_lora.causal_attention_backward),
     ),
     "checkpoint": (),
 }
