@@ -28,8 +28,8 @@ from summary import BASELINE, NO_CHECKPOINTING, key_of, round_ms, speedups, twin
 
 CONTEXT_GIB = 0.6  # what CUDA's context takes of a card beside torch's memory
 CARDS_GIB = (8, 12, 16, 24, 40, 48, 80)
-NAMED = ("vanilla_peft", "fused_mlp", "fused_all", "full_unsloth", "compiled_peft", "liger_peft",
-         "fused_layer_graph")  # fmt: skip
+# With a name in the picture, as what is on the frontier is; the others have a number.
+NAMED = ("vanilla_peft", "fused_mlp", "full_unsloth", "compiled_peft", "liger_peft")
 FAMILIES = {  # a part of a variant's name: (words, colour, marker); the first that is in it counts
     "vanilla": ("vanilla PEFT", LOOKS[BASELINE].colour, "o"),
     "fused": ("fused parts", LOOKS["fused_mlp"].colour, "s"),
