@@ -158,6 +158,8 @@ def test_a_stop_keeps_what_was_measured_and_the_same_command_goes_on(how, cache,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        # a shell's background jobs ignore SIGINT, and so would all that they start
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     path = tmp_path / "results.json"
     deadline = time.monotonic() + 120
