@@ -13,6 +13,7 @@ elements of Qwen2.5-3B are 360 MB. Arithmetic is fp32 and rounds once, at the st
 """
 
 from collections.abc import Sequence
+from math import gcd
 from operator import is_
 from typing import NamedTuple
 
@@ -30,6 +31,9 @@ BLOCK = 4096
 # they would take longer than the traffic.
 MAX_ELEMENTS = 2**31
 
+# Elements that one division is for, and one instruction copies, where rows and addresses allow it.
+MAX_RUN = 8
+
 
 @triton.jit
 def _copy_kernel(
@@ -40,6 +44,7 @@ def _copy_kernel(
     source_like_ptr,  # any pointer of the sources' dtype
     target_like_ptr,  # any pointer of the targets' dtype
     BLOCK: tl.constexpr,
+    RUN: tl.constexpr,  # all columns, strides and addresses are multiples of so many elements
 ):
     program = tl.program_id(0)
     entry = tl.load(entries_ptr + program).to(tl.int64)
@@ -47,15 +52,19 @@ def _copy_kernel(
     table_ptr += entry * 6
     source_ptr = tl.load(table_ptr).to(source_like_ptr.dtype)
     target_ptr = tl.load(table_ptr + 1).to(target_like_ptr.dtype)
-    columns = tl.load(table_ptr + 2).to(tl.int32)
-    size = tl.load(table_ptr + 3).to(tl.int32)
-    source_row_stride = tl.load(table_ptr + 4)
-    target_row_stride = tl.load(table_ptr + 5)
-    element = tl.load(starts_ptr + program) + tl.arange(0, BLOCK)
-    mask = element < size
+    source_bytes: tl.constexpr = source_ptr.dtype.element_ty.primitive_bitwidth // 8
+    target_bytes: tl.constexpr = target_ptr.dtype.element_ty.primitive_bitwidth // 8
+    source_ptr = tl.multiple_of(source_ptr, RUN * source_bytes)
+    target_ptr = tl.multiple_of(target_ptr, RUN * target_bytes)
+    runs_of_row = tl.load(table_ptr + 2).to(tl.int32) // RUN
+    runs = tl.load(table_ptr + 3).to(tl.int32) // RUN
+    source_row_stride = tl.multiple_of(tl.load(table_ptr + 4), RUN)
+    target_row_stride = tl.multiple_of(tl.load(table_ptr + 5), RUN)
+    run = tl.load(starts_ptr + program) // RUN + tl.arange(0, BLOCK // RUN)[:, None]
+    mask = run < runs
     # int64: rows may lie further apart than they are long
-    row = (element // columns).to(tl.int64)
-    column = element % columns
+    row = (run // runs_of_row).to(tl.int64)
+    column = run % runs_of_row * RUN + tl.arange(0, RUN)[None, :]
     value = tl.load(source_ptr + row * source_row_stride + column, mask=mask).to(tl.float32)
     value = (value * scaling).to(target_ptr.dtype.element_ty)
     tl.store(target_ptr + row * target_row_stride + column, value, mask=mask)
@@ -68,6 +77,7 @@ class _Table(NamedTuple):
     scalings: Tensor
     entries: Tensor
     starts: Tensor
+    run: int
 
 
 class ManyCopies:
@@ -114,22 +124,25 @@ class ManyCopies:
 
     @staticmethod
     def _launch(table: _Table, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        _, _, *arrays = table
+        _, _, *arrays, run = table
         programs = len(table.entries)
         if programs:  # an empty grid cannot be launched
             with on_device_of(targets[0]):
-                _copy_kernel[(programs,)](*arrays, sources[0], targets[0], BLOCK=BLOCK)
+                _copy_kernel[(programs,)](*arrays, sources[0], targets[0], BLOCK=BLOCK, RUN=run)
         torch.autograd.graph.increment_version(targets)
 
 
 def _table_of(
     key: tuple, targets: Sequence[Tensor], sources: Sequence[Tensor], scalings: Sequence[float]
 ) -> _Table:
-    rows, entries, starts = [], [], []
+    rows, entries, starts, run = [], [], [], MAX_RUN
     for entry, (target, source) in enumerate(zip(targets, sources, strict=True)):
         size = target.numel()
         strides = source.stride(0), target.stride(0)
         rows.append((source.data_ptr(), target.data_ptr(), max(target.shape[1], 1), size, *strides))
+        if size:
+            addresses = (t.data_ptr() // t.element_size() for t in (source, target))
+            run = gcd(run, target.shape[1], *strides, *addresses)
         for block in range(cdiv(size, BLOCK)):
             entries.append(entry)
             starts.append(block * BLOCK)
@@ -141,6 +154,7 @@ def _table_of(
         torch.tensor(scalings, dtype=torch.float32, device=device),
         torch.tensor(entries, dtype=torch.int32, device=device),
         torch.tensor(starts, dtype=torch.int32, device=device),
+        run,
     )
 
 

@@ -51,6 +51,36 @@ def test_what_is_copied_is_what_pytorch_copies_and_nothing_else_is_written(
     assert any((one == 7).any() for one in got)  # what lies between the rows
 
 
+@pytest.mark.parametrize(
+    ("ranks", "columns", "offset", "want"),
+    [
+        ((32, 8), 64, 0, 8),
+        ((32, 12), 64, 0, 4),
+        ((32, 8), 64, 2, 2),
+        ((32, 8), 65, 0, 1),
+        ((1, 8), 64, 0, 1),
+    ],
+)
+def test_as_many_elements_go_at_once_as_rows_and_addresses_allow(
+    ranks, columns, offset, want, device
+):
+    """Of A [r, in] and B [out, r] in a border, of which one odd stride is enough."""
+    border = torch.full((100, 200), 7.0, dtype=torch.bfloat16, device=device)
+    targets, sources = [], []
+    for rank in ranks:
+        for rows, width in ((rank, columns), (90, rank)):
+            targets.append(border[:rows, offset : offset + width])
+            sources.append(random(rows, width, device=device))
+            border = torch.full((100, 200), 7.0, dtype=torch.bfloat16, device=device)
+    given = targets, sources, [1.0, 0.3] * len(ranks)
+    assert module._table_of((), *given).run == want
+    ManyCopies().copy(*given)
+    got = rows_around(targets)
+    for target, source, scaling in zip(*given, strict=True):
+        target.copy_(source * torch.tensor(scaling, device=device))
+    assert all(map(torch.equal, got, rows_around(targets)))
+
+
 def test_strided_sources_and_values_that_changed_are_copied_anew(device):
     wide = random(40, 90, device=device)
     sources, copies = [wide[:, :64], wide[:, 70:75]], ManyCopies()
