@@ -43,9 +43,6 @@ from .tiling import dots_in_fp32
 BACKWARD_QUERIES = Launch(keys=32, warps=4, stages=2)
 BACKWARD_KEYS = Launch(keys=BLOCK, warps=4, stages=2)
 
-# As many programs as keep a large GPU busy: two for each of an H200's 132 multiprocessors.
-ENOUGH_PROGRAMS = 256
-
 
 @triton.jit
 def _load_halves(row, column, mask, HALF: tl.constexpr):
@@ -79,7 +76,6 @@ def _attention_queries_backward_kernel(
     sin_ptr,  # as cos
     cos_batch_stride,  # 0 where all sequences share their angles
     grad_qkv_ptr,  # as qkv, its first columns written
-    arrived_ptr,  # [batch, KV_HEADS, blocks] int32, written: 0
     positions,
     grad_row_stride,
     qkv_row_stride,
@@ -100,10 +96,7 @@ def _attention_queries_backward_kernel(
     kv_head = head // (HEADS // KV_HEADS)
     batch = (batch_head // HEADS).to(tl.int64)
     first = batch * positions
-    block = tl.num_programs(1) - 1 - tl.program_id(1)  # those with the most keys start first
-    if head % (HEADS // KV_HEADS) == 0:
-        tl.store(arrived_ptr + (batch * KV_HEADS + kv_head) * tl.num_programs(1) + block, 0)
-    query = block * BLOCK + tl.arange(0, BLOCK)
+    query = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK + tl.arange(0, BLOCK)
     is_query = query < positions
     mask = is_query[:, None]
     sequence = qkv_ptr + first * qkv_row_stride
@@ -121,7 +114,8 @@ def _attention_queries_backward_kernel(
     grad_q_1 = tl.zeros([BLOCK, HALF], tl.float32)
     grad_q_2 = tl.zeros([BLOCK, HALF], tl.float32)
     zeros = tl.zeros([BLOCK, KEYS], tl.float32)
-    for start in range(0, tl.minimum((block + 1) * BLOCK, positions), KEYS):
+    end = tl.minimum((tl.num_programs(1) - tl.program_id(1)) * BLOCK, positions)
+    for start in range(0, end, KEYS):
         key = start + tl.arange(0, KEYS)
         is_key = (key < positions)[:, None]
         key_row = sequence + key.to(tl.int64)[:, None] * qkv_row_stride
@@ -152,8 +146,6 @@ def _attention_keys_backward_kernel(
     sin_ptr,
     cos_batch_stride,
     grad_qkv_ptr,  # its other columns written
-    sums_ptr,  # [PARTS, batch * positions, 2 KV_HEADS 2 HALF] fp32, of grad_k and grad_v
-    arrived_ptr,  # [batch, KV_HEADS, blocks] int32, 0
     positions,
     grad_row_stride,
     qkv_row_stride,
@@ -164,15 +156,12 @@ def _attention_keys_backward_kernel(
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,  # of the heads that share k and v, a program each
     IN_FP32: tl.constexpr,
 ):
     HEAD_DIM: tl.constexpr = 2 * HALF
-    GROUP: tl.constexpr = HEADS // KV_HEADS // PARTS
-    part = tl.program_id(0) % PARTS
-    batch_head = tl.program_id(0) // PARTS
-    kv_head = batch_head % KV_HEADS
-    batch = (batch_head // KV_HEADS).to(tl.int64)
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    kv_head = tl.program_id(0) % KV_HEADS
+    batch = (tl.program_id(0) // KV_HEADS).to(tl.int64)
     first = batch * positions
     start = tl.program_id(1) * BLOCK  # the first ones have the most queries
     key = start + tl.arange(0, BLOCK)
@@ -190,7 +179,7 @@ def _attention_keys_backward_kernel(
     blocks = tl.cdiv(positions, BLOCK) - first_block
     # one loop over the heads and their queries, so that the loads of the next are on their way
     for i in range(0, GROUP * blocks):
-        head = (kv_head * PARTS + part) * GROUP + i // blocks
+        head = kv_head * GROUP + i // blocks
         query = (first_block + i % blocks) * BLOCK + tl.arange(0, BLOCK)
         is_query = query < positions
         mask = is_query[:, None]
@@ -211,29 +200,6 @@ def _attention_keys_backward_kernel(
         grad_scores = (p * (grad_p - dots[None, :])).to(grad.dtype)
         grad_k_1 = dot(grad_scores, q_1, grad_k_1, IN_FP32)
         grad_k_2 = dot(grad_scores, q_2, grad_k_2, IN_FP32)
-    if PARTS > 1:
-        # whoever is last adds up what all have left, always in the same order
-        half = tl.arange(0, HALF)[None, :]
-        tile = sums_ptr + (first + key)[:, None] * (2 * KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM
-        batches = (tl.num_programs(0) // (PARTS * KV_HEADS)).to(tl.int64)
-        part_stride = batches * positions * (2 * KV_HEADS * HEAD_DIM)
-        mine = tile + part * part_stride
-        tl.store(mine + half, grad_k_1, mask=is_key)
-        tl.store(mine + HALF + half, grad_k_2, mask=is_key)
-        tl.store(mine + KV_HEADS * HEAD_DIM + feature, grad_v, mask=is_key)
-        tl.debug_barrier()  # all threads have stored
-        place = arrived_ptr + batch_head * tl.num_programs(1) + first_block
-        if tl.atomic_add(place, 1, sem="acq_rel") < PARTS - 1:
-            return
-        grad_k_1 = tl.zeros([BLOCK, HALF], tl.float32)
-        grad_k_2 = tl.zeros([BLOCK, HALF], tl.float32)
-        grad_v = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
-        for i in range(0, PARTS):
-            one = tile + i * part_stride
-            grad_k_1 += tl.load(one + half, mask=is_key, cache_modifier=".cg")
-            grad_k_2 += tl.load(one + HALF + half, mask=is_key, cache_modifier=".cg")
-            one += KV_HEADS * HEAD_DIM
-            grad_v += tl.load(one + feature, mask=is_key, cache_modifier=".cg")
     row = grad_qkv_ptr + (first + key)[:, None] * grad_qkv_row_stride
     angle = batch * cos_batch_stride + key[:, None] * HEAD_DIM
     _store_turned_back(
@@ -289,36 +255,21 @@ def causal_attention_backward(
         return
     cos, sin = cos.contiguous(), sin.contiguous()
     dots = torch.empty_like(logsumexp)
-    blocks = cdiv(positions, BLOCK)
-    programs = batch * kv_heads, blocks
-    parts = _parts(programs[0] * blocks, heads // kv_heads)
-    arrived = qkv.new_empty(programs, dtype=torch.int32)
-    sums = None
-    if parts > 1:
-        columns = 2 * kv_heads * head_dim
-        sums = qkv.new_empty(parts, qkv.shape[0], columns, dtype=torch.float32)
     angles = cos, sin, 0 if cos.shape[0] == 1 else cos.stride(0)
     score_scale, in_fp32 = scaling * LOG2_E.value, dots_in_fp32(kernel, qkv)
+    blocks = cdiv(positions, BLOCK)
     with on_device_of(qkv):
         keys, warps, stages = BACKWARD_QUERIES
         kernel[(batch * heads, blocks)](
-            grad, qkv, attended, logsumexp, dots, *angles, grad_qkv, arrived, positions,
+            grad, qkv, attended, logsumexp, dots, *angles, grad_qkv, positions,
             grad.stride(0), qkv.stride(0), attended.stride(0), grad_qkv.stride(0),
             scaling, score_scale, heads, kv_heads, head_dim // 2, BLOCK, keys, in_fp32,
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
         _, warps, stages = BACKWARD_KEYS
-        _attention_keys_backward_kernel[(programs[0] * parts, blocks)](
-            grad, qkv, logsumexp, dots, *angles, grad_qkv, sums, arrived, positions,
+        _attention_keys_backward_kernel[(batch * kv_heads, blocks)](
+            grad, qkv, logsumexp, dots, *angles, grad_qkv, positions,
             grad.stride(0), qkv.stride(0), grad_qkv.stride(0),
-            scaling, score_scale, heads, kv_heads, head_dim // 2, BLOCK, parts, in_fp32,
+            scaling, score_scale, heads, kv_heads, head_dim // 2, BLOCK, in_fp32,
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
-
-
-def _parts(programs: int, group: int) -> int:
-    """Into how many parts the heads that share k and v go, so that there are enough programs."""
-    parts = 1
-    while programs * parts < ENOUGH_PROGRAMS and group % (2 * parts) == 0:
-        parts *= 2
-    return parts
