@@ -245,8 +245,11 @@ def layer_forward(
     past_key_values=None,
     use_cache: bool | None = False,
     position_embeddings: tuple[Tensor, Tensor] | None = None,
+    labelled: tuple[nn.Module, Tensor] | None = None,
     **options,
 ):
+    """labelled: a layer whose output is wanted of some tokens alone, and of which (`loss_site.py`).
+    Where it does not run fused, it computes all."""
     reason = _why_not_inputs(
         layer, hidden_states, attention_mask, past_key_values, position_embeddings, options
     )
@@ -264,9 +267,10 @@ def layer_forward(
     *adapters, frozen = operands
     # a compiled layer is one graph, whether it runs for the first time or again
     output_needed = torch.compiler.is_compiling() or not is_recomputing()
+    rows = labelled[1] if labelled is not None and labelled[0] is layer else None
     return DecoderLayer.apply(
         hidden_states, *position_embeddings, attention_mask, *adapters,
-        frozen._replace(output_needed=output_needed),
+        frozen._replace(output_needed=output_needed, rows=rows),
     )  # fmt: skip
 
 

@@ -144,7 +144,7 @@ class Targets(NamedTuple):
     num_items: Tensor | None  # 0-d fp32, what the sum is divided by; None: the labels not ignored
     ignore_index: int
     chunk_tokens: int
-    drop_ignored: bool
+    rows: Tensor | None  # [n], as `labelled_rows` gives them; None: all
     max_labelled: int | None
     with_gradient: bool  # grad mode of the caller; needs_input_grad is True under no_grad too
 
@@ -163,18 +163,13 @@ class LinearCrossEntropy(torch.autograd.Function):
         dtype = compute_dtype(hidden)
         weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
         rows = hidden.reshape(-1, hidden.shape[-1])
-        labels, which = targets.labels.reshape(-1).contiguous(), None
+        labels, which = targets.labels.reshape(-1).contiguous(), targets.rows
         labelled = labels != targets.ignore_index
         num_items = labelled.sum() if targets.num_items is None else targets.num_items
         if targets.max_labelled is not None:
-            # labelled tokens first, in their order; more of them than this is an error, of which
-            # the host does not know: everything is NaN then
+            # more are an error, of which the host does not know: everything is NaN then
             num_items = torch.where(labelled.sum() > targets.max_labelled, torch.nan, num_items)
-            which = (~labelled).byte().argsort(stable=True)[: targets.max_labelled]
-            labels = labels.index_select(0, which)
-        elif targets.drop_ignored:
-            # the one place where the host waits for the device: it must know how many there are
-            which = labelled.nonzero().squeeze(1)
+        if which is not None:
             labels = labels.index_select(0, which)
 
         count, chunk = labels.shape[0], targets.chunk_tokens
@@ -229,6 +224,20 @@ class LinearCrossEntropy(torch.autograd.Function):
         return grad_hidden, grad_weight, grad_bias, None
 
 
+def labelled_rows(
+    labels: Tensor, ignore_index: int = -100, max_labelled: int | None = None
+) -> Tensor:
+    """Which of ``labels.flatten()`` are not `ignore_index`, as indices, int64.
+
+    The host waits for the device here, to learn how many they are. With max_labelled it does not:
+    there are so many indices then, of those tokens first, in their order.
+    """
+    labelled = labels.flatten() != ignore_index
+    if max_labelled is None:
+        return labelled.nonzero().squeeze(1)
+    return (~labelled).byte().argsort(stable=True)[:max_labelled]
+
+
 @torch.compiler.disable  # one graph break here, where the host may wait, and not several inside
 def linear_cross_entropy(
     hidden: Tensor,
@@ -241,6 +250,7 @@ def linear_cross_entropy(
     chunk_tokens: int | None = None,
     drop_ignored: bool = True,
     max_labelled: int | None = None,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """Cross entropy of a linear layer's output, without ever holding [tokens, vocabulary].
 
@@ -297,9 +307,11 @@ def linear_cross_entropy(
     elif num_items is not None:
         # filled in on the device: for a copy from the CPU the host would wait
         num_items = torch.full((), float(num_items), dtype=torch.float32, device=hidden.device)
+    if rows is None and (drop_ignored or max_labelled is not None):
+        rows = labelled_rows(labels, ignore_index, max_labelled)
     with_gradient = torch.is_grad_enabled()
     targets = Targets(
-        labels, num_items, ignore_index, chunk_tokens, drop_ignored, max_labelled, with_gradient
+        labels, num_items, ignore_index, chunk_tokens, rows, max_labelled, with_gradient
     )
     return LinearCrossEntropy.apply(hidden, weight, bias, targets)
 

@@ -91,6 +91,9 @@ class FrozenLayer(NamedTuple):
     handover: Handover
     # False while checkpointing runs a layer again for what it saves: output is then not computed
     output_needed: bool = True
+    # [n], of batch * positions: the only tokens whose output is wanted, each once; that of others
+    # is 0, and their gradient is not read. None: all
+    rows: Tensor | None = None
 
 
 class DecoderLayer(torch.autograd.Function):
@@ -114,7 +117,8 @@ class DecoderLayer(torch.autograd.Function):
         adapters: A [r, in] and B [out, r] of q, k, v, o, gate, up and down, 14 tensors in bf16,
             fp16 or fp32. They get the gradients; their values are those in the borders, which must
             be fresh (`Borders.read`).
-        frozen: the buffers and norms, in hidden's dtype.
+        frozen: the buffers and norms, in hidden's dtype, and for which tokens the layer's output is
+            wanted: of the others it computes norm, q, k, v and attention alone.
 
     Returns:
         [batch, positions, hidden], new, in hidden's dtype. Everything between products is fp32 and
@@ -138,9 +142,8 @@ class DecoderLayer(torch.autograd.Function):
         _check(hidden, cos, sin, adapters, frozen)
         width = hidden.shape[2]
         x = as_rows(hidden)
-        rows = x.shape[0]
 
-        normed = empty_rows(x, rows, frozen.qkv.matrix.shape[1])
+        normed = empty_rows(x, len(x), frozen.qkv.matrix.shape[1])
         input_rstd = rms_norm_forward(x, frozen.input_norm, frozen.input_eps, normed[:, :width])
         qkv = grow_k_forward(normed, frozen.qkv)
         rope_forward(qkv, cos, sin, frozen.heads, frozen.kv_heads)
@@ -149,33 +152,39 @@ class DecoderLayer(torch.autograd.Function):
         def attend() -> tuple:
             attention = Attention(hidden.shape[1], *of_heads)
             attended, saved, attention = attention_forward(qkv, mask, attention)
-            total = x.new_empty(rows, width)
-            z_o = _add_projected(x, attended, frozen.o, total)
+            residual, wanted = _wanted(x, frozen.rows), _wanted(attended, frozen.rows)
+            total = x.new_empty(residual.shape)
+            z_o = _add_projected(residual, wanted, frozen.o, total)
             return attended, total, z_o, attention, *saved
 
+        # from total on, there are the rows that are wanted
         attended, total, z_o, ctx.attention, *attention_saved = once(attend)
 
-        if frozen.output_needed:
-            # not a view itself, or autograd would forbid to change it in place
-            output = x.new_empty(hidden.shape)
-            sums = output.view(rows, width)
-        else:
+        # not a view itself, or autograd would forbid to change it in place
+        if not frozen.output_needed:
             output, sums = x.new_zeros(1).expand(hidden.shape), None
-        post_normed = empty_rows(x, rows, frozen.gate_up.matrix.shape[1])
+        elif frozen.rows is None:
+            output = x.new_empty(hidden.shape)
+            sums = output.view(x.shape)
+        else:
+            output, sums = x.new_zeros(hidden.shape), torch.empty_like(total)
+        post_normed = empty_rows(x, len(total), frozen.gate_up.matrix.shape[1])
         post_rstd = rms_norm_forward(
             total, frozen.post_norm, frozen.post_eps, post_normed[:, :width], copy=sums
         )
         gate_up = grow_k_forward(post_normed, frozen.gate_up)
         (z_down,) = once(lambda: (add_down(gate_up, frozen.down, sums),), is_small=True)
+        if frozen.rows is not None and sums is not None:
+            output.view(x.shape).index_copy_(0, frozen.rows, sums)
 
         ctx.kinds = kinds_of(adapters)
         # without the tensors, which save_for_backward keeps and watches
         ctx.frozen = frozen._replace(
-            input_norm=None, post_norm=None,
+            input_norm=None, post_norm=None, rows=None,
             **{name: getattr(frozen, name)._replace(matrix=None, bias=None) for name in GROUPS},
         )  # fmt: skip
         ctx.save_for_backward(
-            hidden, cos, sin, mask,
+            hidden, cos, sin, mask, frozen.rows,
             normed, input_rstd, qkv, attended, z_o,
             total, post_normed, post_rstd, gate_up, z_down,
             frozen.input_norm, frozen.post_norm, *(getattr(frozen, n).matrix for n in GROUPS),
@@ -192,7 +201,7 @@ class DecoderLayer(torch.autograd.Function):
                 "create_graph=True, or use the unfused layer"
             )
         (
-            hidden, cos, sin, mask,
+            hidden, cos, sin, mask, rows,
             normed, input_rstd, qkv, attended, z_o,
             total, post_normed, post_rstd, gate_up, z_down,
             input_norm, post_norm, qkv_matrix, o_matrix, gate_up_matrix, down_matrix,
@@ -209,17 +218,16 @@ class DecoderLayer(torch.autograd.Function):
         kinds_qkv, kinds_o, kinds_gate_up, kinds_down = _by_group(ctx.kinds)
         width = hidden.shape[2]
         x = as_rows(hidden)
-        rows = x.shape[0]
         adapter_sums = AdapterSums()
 
         with without_autocast(hidden):
             # output = total + down(silu(gate) up)
             grad = ctx.frozen.handover.take(grad_output, down_matrix.shape[0])
-            if grad is None:
-                grad = empty_rows(x, rows, down_matrix.shape[0])
-                grad[:, :width].copy_(as_rows(grad_output))
+            if grad is None or rows is not None:
+                grad = empty_rows(x, len(total), down_matrix.shape[0])
+                grad[:, :width].copy_(_wanted(as_rows(grad_output), rows))
             grad_swiglu = grow_k_backward(grad, of_down)
-            grad_gate_up = empty_rows(x, rows, gate_up_matrix.shape[0])
+            grad_gate_up = empty_rows(x, len(total), gate_up_matrix.shape[0])
             grad_down_A, grad_gate_B, grad_up_B = swiglu_gradients(
                 grad_swiglu, gate_up, grad[:, width:], post_normed[:, width:], of_gate_up,
                 (kinds_down[0], *kinds_gate_up[1::2]), (need_down[0], *need_gate_up[1::2]),
@@ -236,7 +244,7 @@ class DecoderLayer(torch.autograd.Function):
                 of_gate_up, kinds_gate_up, (need_gate_up[0], False, need_gate_up[2], False),
                 post_normed[:, :width], None, None, grad_gate_up[:, of_gate_up.out :],
             )  # fmt: skip
-            grad_total = empty_rows(x, rows, o_matrix.shape[0])
+            grad_total = empty_rows(x, len(total), o_matrix.shape[0])
             rms_norm_backward(
                 grad_normed, grad[:, :width], total, post_norm, post_rstd, grad_total[:, :width]
             )
@@ -246,9 +254,14 @@ class DecoderLayer(torch.autograd.Function):
             grad_attended = grow_k_backward(grad_total, of_o)
             grad_o = adapter_sums.add(
                 of_o, kinds_o, need_o,
-                attended, grad_total[:, :width], z_o, grad_total[:, width:],
+                _wanted(attended, rows), grad_total[:, :width], z_o, grad_total[:, width:],
             )  # fmt: skip
-            grad_qkv = empty_rows(x, rows, qkv_matrix.shape[0])
+            grad_total = grad_total[:, :width]
+            if rows is not None:
+                adapter_sums.compute()  # of as many tokens, and not of all as those that follow
+                grad_attended = _spread(grad_attended, rows, len(x))
+                grad_total = _spread(grad_total, rows, len(x))
+            grad_qkv = empty_rows(x, len(x), qkv_matrix.shape[0])
             attention_backward(
                 grad_attended, qkv, cos, sin, mask, attended, attention_saved, ctx.attention,
                 grad_qkv[:, : of_qkv.out],
@@ -261,9 +274,9 @@ class DecoderLayer(torch.autograd.Function):
                 grad_normed = grow_k_backward(grad_qkv, of_qkv)
                 grad_z = grad_qkv[:, of_qkv.out :]
                 # as the layer before would have it, in whose backward it is most likely to go
-                wide = empty_rows(x, rows, down_matrix.shape[0])
+                wide = empty_rows(x, len(x), down_matrix.shape[0])
                 rms_norm_backward(
-                    grad_normed, grad_total[:, :width], x, input_norm, input_rstd, wide[:, :width]
+                    grad_normed, grad_total, x, input_norm, input_rstd, wide[:, :width]
                 )
                 ctx.frozen.handover.offer(wide)
                 grad_hidden = wide[:, :width].view(hidden.shape)
@@ -283,6 +296,16 @@ class DecoderLayer(torch.autograd.Function):
 def _by_group(values: Sequence) -> tuple[Sequence, ...]:
     """One value for each A and B, by the buffer that they belong to."""
     return values[:6], values[6:8], values[8:12], values[12:]
+
+
+def _wanted(tensor: Tensor, rows: Tensor | None) -> Tensor:
+    """These rows of tensor, or tensor where all are wanted."""
+    return tensor if rows is None else tensor.index_select(0, rows)
+
+
+def _spread(wanted: Tensor, rows: Tensor, count: int) -> Tensor:
+    """What `_wanted` has taken, where it was among so many rows, the others 0."""
+    return wanted.new_zeros(count, wanted.shape[1]).index_copy_(0, rows, wanted)
 
 
 def _add_projected(residual: Tensor, x: Tensor, bordered: Bordered, total: Tensor) -> Tensor:

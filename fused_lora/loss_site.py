@@ -2,15 +2,16 @@
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from .cross_entropy import linear_cross_entropy
+from .cross_entropy import labelled_rows, linear_cross_entropy
 from .launching import is_capturing
 from .projection import why_call
-from .site import why_not_class
+from .site import parts_of, why_not_class
 
 
 def why_not_loss(model: Any) -> str | None:
@@ -75,18 +76,25 @@ def causal_lm_forward(
         return forward(model, labels=labels, logits_to_keep=logits_to_keep, **inputs, **options)
     num_items = options.pop("num_items_in_batch", None)
     options.pop("return_dict", None)  # an output object either way
-    outputs = model.model(**inputs, **options)
     # tokens before n predict n
-    shifted = F.pad(labels, (0, 1), value=-100)[..., 1:]
+    shifted = F.pad(labels, (0, 1), value=-100)[..., 1:].to(model.lm_head.weight.device)
+    # how many tokens are labelled the host would have to wait for, which no capture allows
+    drop_ignored = not is_capturing(shifted)
+    rows = None
+    if (drop_ignored or max_labelled_tokens is not None) and not torch.compiler.is_compiling():
+        rows = labelled_rows(shifted, max_labelled=max_labelled_tokens)
+        if _may_leave_out(model, options):
+            options["labelled"] = model.model.layers[-1], rows
+    outputs = model.model(**inputs, **options)
     loss = linear_cross_entropy(
         outputs.last_hidden_state,
         model.lm_head.weight,
         shifted.to(outputs.last_hidden_state.device),
         bias=model.lm_head.bias,
         num_items_in_batch=num_items,
-        # how many tokens are labelled the host would have to wait for, which no capture allows
-        drop_ignored=not is_capturing(outputs.last_hidden_state),
+        drop_ignored=drop_ignored,
         max_labelled=max_labelled_tokens,
+        rows=rows,
     )
     return CausalLMOutputWithPast(
         loss=loss,
@@ -94,4 +102,19 @@ def causal_lm_forward(
         past_key_values=outputs.past_key_values,
         hidden_states=outputs.hidden_states,
         attentions=outputs.attentions,
+    )
+
+
+def _may_leave_out(model: Any, options: dict[str, Any]) -> bool:
+    """Whether the last layer may compute its output for labelled tokens alone: it is a fused one,
+    and nobody but the loss sees what comes of it."""
+    decoder = model.model
+    last = decoder.layers[-1]
+    return (
+        "layer" in parts_of(last)
+        and not (options.get("output_hidden_states") or model.config.output_hidden_states)
+        and all(why_call(one, own_forward=False) is None for one in (last, decoder, decoder.norm))
+        # which would be compiled for every number of tokens
+        and last._compiled_call_impl is decoder._compiled_call_impl is None
+        and last.input_layernorm.weight.device == model.lm_head.weight.device
     )

@@ -1,0 +1,283 @@
+"""The last layer's output for labelled tokens alone: the layer, and in models with a fused loss."""
+
+import copy
+
+import pytest
+import torch
+from fused_case import step, steps
+from layer_case import (
+    FAMILIES,
+    LAYER,
+    assert_layer_right,
+    assert_model_right,
+    layer_of,
+    pair,
+    tokens,
+)
+from peft_models import ids
+from reference import random, relative_error
+
+from fused_lora import Fusion, decoder_layer, fuse
+from fused_lora.bordered_sites import read_layer
+from fused_lora.cross_entropy import labelled_rows, linear_cross_entropy
+from fused_lora.decoder_layer import DecoderLayer
+
+WITH_LOSS = Fusion(layer=True, cross_entropy=True)
+# Of `step`'s 2 x 17 tokens: a row's last has none to predict, and the next one of 5 others is -100.
+LABELLED = 2 * 17 - 2 - 5
+
+
+@pytest.fixture
+def wanted(monkeypatch):
+    """How many rows every call of DecoderLayer was to compute; None: all."""
+    seen = []
+    apply = DecoderLayer.apply
+
+    def spy(*inputs):
+        rows = inputs[-1].rows
+        seen.append(None if rows is None else len(rows))
+        return apply(*inputs)
+
+    monkeypatch.setattr(DecoderLayer, "apply", spy)
+    return seen
+
+
+# --- one layer ------------------------------------------------------------------------------------
+
+
+def of_rows(rows, shape=(2, 9), dtype=torch.float32, device="cpu", **options):
+    """A layer's results for these rows alone, and for all with no gradient elsewhere."""
+    fused, _, _ = pair(device, dtype=dtype, **options)
+    hidden, grad = tokens(shape, dtype, device)
+    cos, sin = (random(1, shape[1], 26, seed=s, dtype=dtype, device=device) for s in (7, 8))
+    *adapters, frozen = read_layer(layer_of(fused))
+    leaves = [hidden.requires_grad_(), *adapters]
+    rows = torch.tensor(rows, dtype=torch.int64, device=device)
+    elsewhere = torch.ones(grad.shape[:-1].numel(), dtype=torch.bool, device=device)
+    elsewhere[rows] = False
+    zeroed, poisoned = grad.clone(), grad.clone()
+    zeroed.view(-1, grad.shape[-1])[elsewhere] = 0.0
+    poisoned.view(-1, grad.shape[-1])[elsewhere] = float("nan")  # is not read
+    found = []
+    for given, gradient in ((rows, poisoned), (None, zeroed)):
+        output = DecoderLayer.apply(hidden, cos, sin, None, *adapters, frozen._replace(rows=given))
+        gradients = torch.autograd.grad(output, leaves, gradient)
+        found.append((output.detach().flatten(0, 1), *gradients))
+    assert not found[0][0][elsewhere].any()
+    return [(output[rows], *gradients) for output, *gradients in found]
+
+
+@pytest.mark.parametrize("rows", [[0, 3, 4, 11, 17], [17], [5, 2, 9], [*range(18)]], ids=str)
+def test_rows_are_what_they_are_with_all(rows, device):
+    got, want = of_rows(rows, device=device)
+    assert len(got) == 16
+    for one, other in zip(got, want, strict=True):
+        assert one.shape == other.shape and relative_error(one, other) < 1e-5
+
+
+def test_no_row_gives_gradients_of_zero(device):
+    got, _ = of_rows([], device=device)
+    assert got[0].shape == (0, 52) and len(got) == 16
+    assert not any(gradient.any() for gradient in got[1:])
+
+
+def test_rows_are_within_the_error_budget(device, monkeypatch):
+    """All of them, but given in another order, against float64."""
+    fused, plain, _ = pair(device, dtype=torch.bfloat16, autocast_adapter_dtype=False)
+    apply = DecoderLayer.apply
+    rows = torch.arange(17, -1, -1, device=device)
+    monkeypatch.setattr(
+        DecoderLayer, "apply", lambda *inputs: apply(*inputs[:-1], inputs[-1]._replace(rows=rows))
+    )
+    assert_layer_right(fused, plain, (2, 9), torch.bfloat16)
+
+
+def test_a_second_backward_and_nothing_written(device):
+    fused, _, _ = pair(device)
+    hidden, grad = tokens((2, 9), torch.float32, device)
+    cos, sin = (random(1, 9, 26, seed=seed, device=device) for seed in (7, 8))
+    *adapters, frozen = read_layer(layer_of(fused))
+    rows = torch.tensor([1, 4, 16], device=device)
+    leaves = [hidden.requires_grad_(), *adapters]
+    watched = [hidden, cos, sin, grad, rows, *adapters]
+    before = [t.detach().clone() for t in watched]
+    output = DecoderLayer.apply(hidden, cos, sin, None, *adapters, frozen._replace(rows=rows))
+    first = torch.autograd.grad(output, leaves, grad, retain_graph=True)
+    second = torch.autograd.grad(output, leaves, grad)
+    assert all(map(torch.equal, first, second))
+    assert all(map(torch.equal, watched, before))
+
+
+def test_what_is_left_out_is_neither_multiplied_nor_saved(device, monkeypatch):
+    fused, _, _ = pair(device)
+    hidden, grad = tokens((2, 9), torch.float32, device)
+    cos, sin = (random(1, 9, 26, seed=seed, device=device) for seed in (7, 8))
+    *adapters, frozen = read_layer(layer_of(fused))
+    made = []
+    for name in ("grow_k_forward", "extended_product", "grow_k_backward"):
+        function = getattr(decoder_layer, name)
+        monkeypatch.setattr(
+            decoder_layer, name,
+            lambda x, *rest, name=name, function=function: made.append((name, len(x)))
+            or function(x, *rest),
+        )  # fmt: skip
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        output = DecoderLayer.apply(
+            hidden.requires_grad_(), cos, sin, None, *adapters,
+            frozen._replace(rows=torch.tensor([1, 4, 16], device=device)),
+        )  # fmt: skip
+    output.backward(grad)
+    qkv, of_rows = ("grow_k_forward", 18), ("grow_k_forward", 3)
+    backward = [("grow_k_backward", rows) for rows in (3, 3, 3, 18)]
+    assert made == [qkv, ("extended_product", 3), of_rows, *backward]
+    intermediate = layer_of(fused).mlp.up_proj.out_features
+    assert [len(t) for t in saved if t.shape[1:] == (2 * intermediate,)] == [3]  # gate and up
+
+
+# --- which rows -----------------------------------------------------------------------------------
+
+
+def test_labelled_rows(device):
+    labels = torch.tensor([[-100, 5, -100, 0], [7, -100, -100, 2]], device=device)
+    assert labelled_rows(labels).tolist() == [1, 3, 4, 7]
+    assert labelled_rows(labels, ignore_index=0).tolist() == [0, 1, 2, 4, 5, 6, 7]
+    assert labelled_rows(labels, max_labelled=6).tolist() == [1, 3, 4, 7, 0, 2]
+    assert labelled_rows(labels, max_labelled=2).tolist() == [1, 3]
+    assert labelled_rows(labels, max_labelled=20).tolist() == [1, 3, 4, 7, 0, 2, 5, 6]
+    assert labelled_rows(torch.full((3,), -100, device=device)).tolist() == []
+
+
+@pytest.mark.parametrize("most", [None, 4, 6])
+def test_a_loss_that_is_given_rows_asks_for_no_others(most, device):
+    labels = torch.tensor([[-100, 5, -100, 0], [7, -100, -100, 2]], device=device)
+    hidden, weight = random(2, 4, 20, device=device), random(139, 20, seed=1, device=device)
+    rows = labelled_rows(labels, max_labelled=most)
+    elsewhere = [i for i in range(8) if i not in rows.tolist()]
+    poisoned = hidden.clone()
+    poisoned.view(8, 20)[elsewhere] = float("nan")
+    leaves = [t.requires_grad_() for t in (hidden, poisoned)]
+    want = linear_cross_entropy(hidden, weight, labels, max_labelled=most)
+    got = linear_cross_entropy(poisoned, weight, labels, max_labelled=most, rows=rows)
+    assert torch.equal(got, want) and not got.isnan()
+    assert torch.equal(*(torch.autograd.grad(loss, leaf)[0]
+                         for loss, leaf in zip((want, got), leaves, strict=True)))  # fmt: skip
+
+
+# --- in a model -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_loss_and_gradients_are_right_in_every_family(family, autocast, wanted, device):
+    dtype = torch.bfloat16 if autocast else torch.float32
+    fused, plain, _ = pair(device, WITH_LOSS, family=family, dtype=dtype)
+    assert_model_right(fused, plain, autocast=autocast)
+    assert wanted == [None, LABELLED] * 3
+
+
+HOW = ("full", "offload", "selective", "reentrant", "not reentrant")
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_checkpointed_gradients_are_those_of_kept_ones(how, wanted, device):
+    """Where the last layer runs again it leaves out the same tokens."""
+    fused, plain, _ = pair(device, WITH_LOSS)
+    want = step(fused)
+    fused.enable_input_require_grads()  # a reentrant checkpoint sees no other gradient
+    if how.endswith("reentrant"):
+        fused.gradient_checkpointing_enable({"use_reentrant": how == "reentrant"})
+    else:
+        fuse(fused, Fusion(checkpoint=how, checkpoint_gib=0.0 if how == "selective" else None))
+    wanted.clear()
+    got = step(fused)
+    assert wanted[:2] == [None, LABELLED] and len(wanted) > 2
+    assert wanted.count(LABELLED) == (2 if how.endswith("reentrant") else 1)
+    assert all(relative_error(got[name], want[name]) < 1e-6 for name in want)
+    assert relative_error(got["loss"], step(plain)["loss"]) < 1e-5
+
+
+def test_a_policy_that_came_before_the_loss_leaves_out_the_same_twice(wanted, device):
+    fused, _, _ = pair(device)
+    want = step(copy.deepcopy(fused))
+    fuse(fused, Fusion(layer=True, checkpoint="full"))
+    fuse(fused, Fusion(cross_entropy=True))
+    wanted.clear()
+    got = step(fused)
+    assert wanted == [None, LABELLED, LABELLED, None]
+    assert all(relative_error(got[name], want[name]) < 1e-5 for name in want)
+
+
+@pytest.mark.parametrize("most", [LABELLED, 2 * 17 - 1])
+def test_at_most_so_many_rows(most, wanted, device):
+    fused, plain, _ = pair(device, WITH_LOSS)
+    got, want = steps(fused, max_labelled_tokens=most), steps(plain)
+    assert wanted == [None, most] * 3
+    assert got.keys() == want.keys()
+    assert all(relative_error(got[name], want[name]) < 2e-5 for name in want)
+
+
+def test_too_many_labels_make_the_loss_nan(wanted, device):
+    fused, _, _ = pair(device, WITH_LOSS)
+    assert step(fused, max_labelled_tokens=LABELLED - 1)["loss"].isnan()
+    assert wanted == [None, LABELLED - 1]
+
+
+def test_nothing_labelled_is_as_in_pytorch(wanted, device):
+    fused, _, _ = pair(device, WITH_LOSS)
+    tokens = ids(device)
+    loss = fused(input_ids=tokens, labels=torch.full_like(tokens, -100)).loss
+    loss.backward()
+    assert loss.isnan() and wanted == [None, 0]
+    assert not any(p.grad.any() for p in fused.parameters() if p.grad is not None)
+
+
+def hook(module, inputs, output):
+    return None
+
+
+NOT = {
+    "hidden states": lambda model: {"output_hidden_states": True},
+    "hidden states by the config": lambda model: setattr(
+        decoder(model).config, "output_hidden_states", True
+    ),
+    "a hook on the layer": lambda model: layer_of(model, 1).register_forward_hook(hook),
+    "a hook on the norm": lambda model: decoder(model).norm.register_forward_hook(hook),
+    "a hook on the decoder": lambda model: decoder(model).register_forward_hook(hook),
+    # as `layer.compile()` has it, which the interpreter of kernels does not live through
+    "a compiled layer": lambda model: setattr(
+        layer_of(model, 1), "_compiled_call_impl", layer_of(model, 1)._call_impl
+    ),
+}
+
+
+def decoder(model):
+    return model.base_model.model.model
+
+
+@pytest.mark.parametrize("name", NOT)
+def test_all_is_computed_where_somebody_else_may_see_it(name, wanted, device):
+    fused, plain, _ = pair(device, WITH_LOSS)
+    options = NOT[name](fused)
+    options = options if isinstance(options, dict) else {}
+    got, want = step(fused, **options), step(plain)
+    assert not any(wanted)
+    assert all(relative_error(got[name], want[name]) < 1e-4 for name in want)
+
+
+def test_all_is_computed_without_a_fused_loss_and_outside_of_training(wanted, device):
+    fused, _, _ = pair(device, LAYER)
+    step(fused)
+    fuse(fused, WITH_LOSS)
+    with torch.no_grad():
+        fused.eval()(input_ids=ids(device), labels=ids(device))
+    assert wanted == [None] * 4
+
+
+def test_a_layer_that_may_not_run_fused_computes_all(wanted, device):
+    fused, plain, _ = pair(device, WITH_LOSS)
+    for model in (fused, plain):
+        layer_of(model, 1).mlp.up_proj.lora_dropout["default"] = torch.nn.Dropout(1e-9)
+    got, want = step(fused), step(plain)
+    assert wanted == [None]
+    assert all(relative_error(got[name], want[name]) < 1e-4 for name in want)
