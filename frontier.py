@@ -248,7 +248,7 @@ def _label(axes: Axes, point: Point, words: str, taken: list[Bbox], **text: Any)
 
 def _list(picture: Figure, others: list[Point]) -> None:
     """The points that have only a number: what it stands for."""
-    columns = ((0.72, "right"), (0.728, "left"), (0.935, "right"), (0.98, "right"))
+    columns = ((0.706, "right"), (0.712, "left"), (0.956, "right"), (0.994, "right"))
     lines: list[tuple] = [("", "", "ms", "GiB")]
     for number, point in enumerate(others, start=1):
         hollow = point.variant.endswith(NO_CHECKPOINTING)
@@ -260,7 +260,7 @@ def _list(picture: Figure, others: list[Point]) -> None:
     for row, line in enumerate(lines if others else []):
         is_heading = row > 0 and not line[0]
         for (x, align), words in zip(columns, line, strict=True):
-            picture.text(x, 0.82 - pitch * row, words, size=10, ha=align, va="center",
+            picture.text(x, 0.82 - pitch * row, words, size=9.5, ha=align, va="center",
                          weight="bold" if is_heading else "normal")  # fmt: skip
 
 
