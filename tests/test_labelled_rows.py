@@ -281,3 +281,15 @@ def test_a_layer_that_may_not_run_fused_computes_all(wanted, device):
     got, want = step(fused), step(plain)
     assert wanted == [None]
     assert all(relative_error(got[name], want[name]) < 1e-4 for name in want)
+
+
+@pytest.mark.parametrize("parts", [{}, {"attention": True, "rope": True, "rms_norm": True}])
+def test_other_layers_need_not_know_of_it(parts, wanted, device):
+    """Neither transformers' own nor those of which parts are fused."""
+    plain = pair(device)[1]
+    layer_of(plain, 0).mlp.up_proj.lora_dropout["default"] = torch.nn.Dropout(1e-9)
+    fused = copy.deepcopy(plain)
+    fuse(fused, Fusion(layer=True, cross_entropy=True, **parts))
+    got, want = step(fused), step(plain)
+    assert wanted == [LABELLED]
+    assert all(relative_error(got[name], want[name]) < 1e-4 for name in want)
