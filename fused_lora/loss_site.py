@@ -83,7 +83,13 @@ def causal_lm_forward(
     rows = None
     if (drop_ignored or max_labelled_tokens is not None) and not torch.compiler.is_compiling():
         rows = labelled_rows(shifted, max_labelled=max_labelled_tokens)
-        if _may_leave_out(model, options):
+        tokens = input_ids if input_ids is not None else inputs_embeds
+        # labels that do not fit are refused below, and may have rows that are nowhere
+        if (
+            tokens is not None
+            and labels.shape == tokens.shape[:2]
+            and _may_leave_out(model, options)
+        ):
             options["labelled"] = model.model.layers[-1], rows
     outputs = model.model(**inputs, **options)
     loss = linear_cross_entropy(

@@ -232,6 +232,25 @@ def test_nothing_labelled_is_as_in_pytorch(wanted, device):
     assert not any(p.grad.any() for p in fused.parameters() if p.grad is not None)
 
 
+def test_labels_that_do_not_fit_are_refused(wanted, device):
+    fused, _, _ = pair(device, WITH_LOSS)
+    tokens = ids(device)
+    for labels in (tokens.repeat(2, 1), tokens[:, 1:]):
+        with pytest.raises(ValueError, match="linear_cross_entropy wants hidden"):
+            fused(input_ids=tokens, labels=labels)
+    assert not any(wanted)
+
+
+def test_embeddings_may_be_given(wanted, device):
+    fused, plain, _ = pair(device, WITH_LOSS)
+    tokens = ids(device)
+    losses = [
+        model(inputs_embeds=model.get_input_embeddings()(tokens), labels=tokens).loss
+        for model in (fused, plain)
+    ]
+    assert relative_error(*losses) < 1e-5 and wanted == [None, 2 * 17 - 2]
+
+
 def hook(module, inputs, output):
     return None
 
