@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launching import DTYPES, next_power_of_2, on_device_of, previous_power_of_2
-from .rope import _rotate_heads
+from .rope import _load_angles, _rotate_heads
 from .rows import check_alike, check_rows
 
 
@@ -51,17 +51,9 @@ def _rope_kernel(
     token = tl.program_id(0).to(tl.int64)
     batch = token // positions
     position = token % positions
-
-    feature = tl.arange(0, BLOCK_HALF)
-    mask = feature < HALF
-    angle = batch * cos_batch_stride + position * (2 * HALF) + feature
-    cos_1 = tl.load(cos_ptr + angle, mask=mask).to(tl.float32)
-    cos_2 = tl.load(cos_ptr + angle + HALF, mask=mask).to(tl.float32)
-    sin_1 = tl.load(sin_ptr + angle, mask=mask).to(tl.float32)
-    sin_2 = tl.load(sin_ptr + angle + HALF, mask=mask).to(tl.float32)
-    if BACKWARD:
-        sin_1, sin_2 = -sin_2, -sin_1
-
+    cos_1, cos_2, sin_1, sin_2 = _load_angles(
+        cos_ptr, sin_ptr, cos_batch_stride, batch, position, BACKWARD, HALF, BLOCK_HALF
+    )
     row = qkv_ptr + token * qkv_row_stride
     _rotate_heads(
         q_ptr + batch * q_batch_stride + position * q_position_stride,

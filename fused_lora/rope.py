@@ -61,6 +61,24 @@ def _rotate_heads(
 
 
 @triton.jit
+def _load_angles(
+    cos_ptr, sin_ptr, batch_stride, batch, position,
+    BACKWARD: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
+):  # fmt: skip
+    """cos_1, cos_2, sin_1 and sin_2 [BLOCK_HALF] of one position; BACKWARD turns the other way."""
+    features = tl.arange(0, BLOCK_HALF)
+    mask = features < HALF
+    angle = batch * batch_stride + position * (2 * HALF) + features
+    cos_1 = tl.load(cos_ptr + angle, mask=mask).to(tl.float32)
+    cos_2 = tl.load(cos_ptr + angle + HALF, mask=mask).to(tl.float32)
+    sin_1 = tl.load(sin_ptr + angle, mask=mask).to(tl.float32)
+    sin_2 = tl.load(sin_ptr + angle + HALF, mask=mask).to(tl.float32)
+    if BACKWARD:
+        sin_1, sin_2 = -sin_2, -sin_1
+    return cos_1, cos_2, sin_1, sin_2
+
+
+@triton.jit
 def _rope_kernel(
     q_ptr,  # [batch, Q_HEADS, positions, 2 HALF]
     k_ptr,  # [batch, K_HEADS, positions, 2 HALF]
@@ -87,19 +105,9 @@ def _rope_kernel(
     token = tl.program_id(0).to(tl.int64)
     batch = token // positions
     position = token % positions
-
-    features = tl.arange(0, BLOCK_HALF)
-    mask = features < HALF
-    angle = batch * cos_batch_stride + position * (2 * HALF) + features
-    cos_1 = tl.load(cos_ptr + angle, mask=mask).to(tl.float32)
-    cos_2 = tl.load(cos_ptr + angle + HALF, mask=mask).to(tl.float32)
-    if BACKWARD:
-        sin_1 = -tl.load(sin_ptr + angle + HALF, mask=mask).to(tl.float32)
-        sin_2 = -tl.load(sin_ptr + angle, mask=mask).to(tl.float32)
-    else:
-        sin_1 = tl.load(sin_ptr + angle, mask=mask).to(tl.float32)
-        sin_2 = tl.load(sin_ptr + angle + HALF, mask=mask).to(tl.float32)
-
+    cos_1, cos_2, sin_1, sin_2 = _load_angles(
+        cos_ptr, sin_ptr, cos_batch_stride, batch, position, BACKWARD, HALF, BLOCK_HALF
+    )
     _rotate_heads(
         q_ptr + batch * q_batch_stride + position * q_position_stride,
         q_rotated_ptr + token * (Q_HEADS * 2 * HALF),

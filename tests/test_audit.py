@@ -45,6 +45,18 @@ def test_what_is_allowed_in_numbers():
     assert "\n" not in told
 
 
+def test_one_of_two_slow_readings_is_no_hidden_time_but_both_are():
+    steps = [100.0, 200.0]
+    assert audit.hidden_time(timings(step_ms=steps, wall_ms=[150.0, 200.0])) is None
+    assert audit.hidden_time(timings(step_ms=steps, wall_ms=[150.0, 250.0])) is not None
+
+
+def test_time_is_hidden_in_a_step_and_not_between_medians():
+    """Each step's wall is held against its own marks: here the medians alone would see nothing."""
+    steps = [100.0, 200.0, 300.0]
+    assert audit.hidden_time(timings(step_ms=steps, wall_ms=[150.0, 201.0, 350.0])) is not None
+
+
 def test_one_slow_reading_of_the_wall_is_no_hidden_time_but_most_are():
     assert audit.hidden_time(timings(wall_ms=[100.0, 500.0, 100.0])) is None
     assert audit.hidden_time(timings(wall_ms=[500.0, 100.0, 500.0])) is not None
