@@ -5,7 +5,7 @@ wrong model before it is timed; these tell a right model whose timed steps canno
 """
 
 from math import isfinite
-from statistics import median, median_low
+from statistics import median
 
 from profiled import Profile
 from trainer import Timings
@@ -23,13 +23,14 @@ LOSS_STEPS = 25
 
 
 def hidden_time(timings: Timings) -> str | None:
-    """Time that passed in most of the steps but not between their marks: slept outside of them, or
-    spent by work that another stream went on with. In a few of them a busy host loses some."""
+    """Time that passed in the steps but not between their marks: slept outside of them, or spent
+    by work that another stream went on with. In fewer than half of them a busy host may lose some,
+    so each step is held against its own marks, and the median is judged."""
     hidden = [
         wall_ms - (WALL_SHARE * step_ms + WALL_MS)
         for wall_ms, step_ms in zip(timings.wall_ms, timings.step_ms, strict=True)
     ]
-    if median_low(hidden) <= 0:
+    if median(hidden) <= 0:
         return None
     wall_ms, step_ms = median(timings.wall_ms), median(timings.step_ms)
     return (

@@ -45,10 +45,18 @@ def test_what_is_allowed_in_numbers():
     assert "\n" not in told
 
 
-def test_one_of_two_slow_readings_is_no_hidden_time_but_both_are():
-    steps = [100.0, 200.0]
-    assert audit.hidden_time(timings(step_ms=steps, wall_ms=[150.0, 200.0])) is None
-    assert audit.hidden_time(timings(step_ms=steps, wall_ms=[150.0, 250.0])) is not None
+@pytest.mark.parametrize("slow", range(4))
+def test_a_slow_reading_among_uneven_steps_is_no_hidden_time(slow):
+    """Between the median of the walls and that of the marks there would be some."""
+    steps = [18.0, 24.0, 25.0, 36.0]
+    walls = [step + (11.0 if i == slow else 0.1) for i, step in enumerate(steps)]
+    assert audit.hidden_time(timings(step_ms=steps, wall_ms=walls)) is None
+
+
+@pytest.mark.parametrize("count", [2, 4, 10])
+def test_time_hidden_in_half_of_the_steps_is_told(count):
+    walls = [100.0, 200.0] * (count // 2)
+    assert audit.hidden_time(timings(step_ms=[100.0] * count, wall_ms=walls)) is not None
 
 
 def test_time_is_hidden_in_a_step_and_not_between_medians():
