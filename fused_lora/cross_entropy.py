@@ -227,10 +227,11 @@ class LinearCrossEntropy(torch.autograd.Function):
 def labelled_rows(
     labels: Tensor, ignore_index: int = -100, max_labelled: int | None = None
 ) -> Tensor:
-    """Which of ``labels.flatten()`` are not `ignore_index`, as indices, int64.
+    """Which of labels [...], in any integer dtype, are not `ignore_index`: indices [n], int64.
 
-    The host waits for the device here, to learn how many they are. With max_labelled it does not:
-    there are so many indices then, of those tokens first, in their order.
+    Equivalent PyTorch: ``(labels.flatten() != ignore_index).nonzero().squeeze(1)``, for whose n the
+    host waits. With max_labelled it does not: n is that then, or the number of labels if there are
+    fewer, the labelled tokens come first, and both they and the others in their order.
     """
     labelled = labels.flatten() != ignore_index
     if max_labelled is None:

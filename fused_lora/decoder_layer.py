@@ -126,10 +126,11 @@ class DecoderLayer(torch.autograd.Function):
         one. Those of A and B are summed in fp32, and contiguous. The rows of hidden's are further
         apart than they are long.
 
-    Saved for backward: hidden, cos, sin, mask, the norms, the buffers and what the file's docstring
-    lists. No input, no incoming gradient and no saved tensor is written, so a second backward
-    through a retained graph is right. Deterministic where attention's backward is that of
-    `causal_attention_backward.py`, else as that is. Not twice differentiable.
+    Saved for backward: hidden, cos, sin, mask, the rows that are wanted, the norms, the buffers and
+    what the file's docstring lists, from t on of those rows alone. No input, no incoming gradient
+    and no saved tensor is written, so a second backward through a retained graph is right.
+    Deterministic where attention's backward is that of `causal_attention_backward.py`, else as that
+    is. Not twice differentiable.
 
     Raises:
         ValueError: shapes or dtypes do not fit.

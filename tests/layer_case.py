@@ -8,6 +8,7 @@ from peft_models import LAYERS, adapt, base_model
 from reference import assert_within_budget, random, relative_error
 
 from fused_lora import Fusion, fuse
+from fused_lora.bordered_sites import read_layer
 
 LAYER = Fusion(layer=True)
 FAMILIES = ("Qwen2", "Llama", "Mistral")
@@ -92,3 +93,18 @@ def assert_model_right(fused, plain, autocast=False, **inputs):
     for name in want:
         assert got[name].shape == want[name].shape, name
         assert relative_error(got[name], want[name]) < 2e-5, name
+
+
+def operands(device, **options):
+    """The model, hidden, cos, sin, no mask, adapters and frozen for DecoderLayer.apply, and the
+    gradient of its output."""
+    fused, _, _ = pair(device, **options)
+    hidden, grad = tokens((2, 9), options.get("dtype", torch.float32), device)
+    cos, sin = (random(1, 9, 26, seed=seed, dtype=hidden.dtype, device=device) for seed in (7, 8))
+    *adapters, frozen = read_layer(layer_of(fused))
+    return fused, [hidden.requires_grad_(), cos, sin, None, *adapters, frozen], grad
+
+
+def leaves(inputs):
+    """What of these operands asks for a gradient."""
+    return [t for t in inputs[:-1] if t is not None and t.requires_grad]

@@ -8,12 +8,14 @@ from layer_case import (
     FAMILIES,
     assert_layer_right,
     layer_of,
+    leaves,
+    operands,
     pair,
     peft_model,
     run,
     tokens,
 )
-from reference import random, relative_error
+from reference import relative_error
 
 import fused_lora.decoder_layer as module
 from fused_lora.bordered import border
@@ -165,19 +167,6 @@ def test_on_a_gpu_attention_of_longer_ones_is_one_of_the_fast_two(calls, attende
 
 
 # --- what autograd asks ---------------------------------------------------------------------------
-
-
-def operands(device, **options):
-    """hidden, cos, sin, no mask, adapters and frozen, for DecoderLayer.apply."""
-    fused, _, _ = pair(device, **options)
-    hidden, grad = tokens((2, 9), options.get("dtype", torch.float32), device)
-    cos, sin = (random(1, 9, 26, seed=seed, dtype=hidden.dtype, device=device) for seed in (7, 8))
-    *adapters, frozen = read_layer(layer_of(fused))
-    return fused, [hidden.requires_grad_(), cos, sin, None, *adapters, frozen], grad
-
-
-def leaves(inputs):
-    return [t for t in inputs[:-1] if t is not None and t.requires_grad]
 
 
 def test_a_second_backward_through_a_retained_graph_is_bitwise_equal(device):

@@ -11,14 +11,14 @@ from layer_case import (
     assert_layer_right,
     assert_model_right,
     layer_of,
+    leaves,
+    operands,
     pair,
-    tokens,
 )
 from peft_models import ids
 from reference import random, relative_error
 
 from fused_lora import Fusion, decoder_layer, fuse
-from fused_lora.bordered_sites import read_layer
 from fused_lora.cross_entropy import labelled_rows, linear_cross_entropy
 from fused_lora.decoder_layer import DecoderLayer
 
@@ -45,23 +45,24 @@ def wanted(monkeypatch):
 # --- one layer ------------------------------------------------------------------------------------
 
 
-def of_rows(rows, shape=(2, 9), dtype=torch.float32, device="cpu", **options):
+def with_rows(inputs, rows):
+    """The operands of a layer whose output is wanted of these rows alone; None: of all."""
+    if rows is not None:
+        rows = torch.tensor(rows, dtype=torch.int64, device=inputs[0].device)
+    return [*inputs[:-1], inputs[-1]._replace(rows=rows)]
+
+
+def of_rows(rows, device):
     """A layer's results for these rows alone, and for all with no gradient elsewhere."""
-    fused, _, _ = pair(device, dtype=dtype, **options)
-    hidden, grad = tokens(shape, dtype, device)
-    cos, sin = (random(1, shape[1], 26, seed=s, dtype=dtype, device=device) for s in (7, 8))
-    *adapters, frozen = read_layer(layer_of(fused))
-    leaves = [hidden.requires_grad_(), *adapters]
-    rows = torch.tensor(rows, dtype=torch.int64, device=device)
-    elsewhere = torch.ones(grad.shape[:-1].numel(), dtype=torch.bool, device=device)
-    elsewhere[rows] = False
+    _, inputs, grad = operands(device)
+    elsewhere = [i for i in range(18) if i not in rows]
     zeroed, poisoned = grad.clone(), grad.clone()
-    zeroed.view(-1, grad.shape[-1])[elsewhere] = 0.0
-    poisoned.view(-1, grad.shape[-1])[elsewhere] = float("nan")  # is not read
+    zeroed.view(18, -1)[elsewhere] = 0.0
+    poisoned.view(18, -1)[elsewhere] = float("nan")  # is not read
     found = []
     for given, gradient in ((rows, poisoned), (None, zeroed)):
-        output = DecoderLayer.apply(hidden, cos, sin, None, *adapters, frozen._replace(rows=given))
-        gradients = torch.autograd.grad(output, leaves, gradient)
+        output = DecoderLayer.apply(*with_rows(inputs, given))
+        gradients = torch.autograd.grad(output, leaves(inputs), gradient)
         found.append((output.detach().flatten(0, 1), *gradients))
     assert not found[0][0][elsewhere].any()
     return [(output[rows], *gradients) for output, *gradients in found]
@@ -69,14 +70,14 @@ def of_rows(rows, shape=(2, 9), dtype=torch.float32, device="cpu", **options):
 
 @pytest.mark.parametrize("rows", [[0, 3, 4, 11, 17], [17], [5, 2, 9], [*range(18)]], ids=str)
 def test_rows_are_what_they_are_with_all(rows, device):
-    got, want = of_rows(rows, device=device)
+    got, want = of_rows(rows, device)
     assert len(got) == 16
     for one, other in zip(got, want, strict=True):
         assert one.shape == other.shape and relative_error(one, other) < 1e-5
 
 
 def test_no_row_gives_gradients_of_zero(device):
-    got, _ = of_rows([], device=device)
+    got, _ = of_rows([], device)
     assert got[0].shape == (0, 52) and len(got) == 16
     assert not any(gradient.any() for gradient in got[1:])
 
@@ -93,26 +94,19 @@ def test_rows_are_within_the_error_budget(device, monkeypatch):
 
 
 def test_a_second_backward_and_nothing_written(device):
-    fused, _, _ = pair(device)
-    hidden, grad = tokens((2, 9), torch.float32, device)
-    cos, sin = (random(1, 9, 26, seed=seed, device=device) for seed in (7, 8))
-    *adapters, frozen = read_layer(layer_of(fused))
-    rows = torch.tensor([1, 4, 16], device=device)
-    leaves = [hidden.requires_grad_(), *adapters]
-    watched = [hidden, cos, sin, grad, rows, *adapters]
+    _, inputs, grad = operands(device)
+    inputs = with_rows(inputs, [1, 4, 16])
+    watched = [grad, inputs[-1].rows, *(t for t in inputs[:-1] if t is not None)]
     before = [t.detach().clone() for t in watched]
-    output = DecoderLayer.apply(hidden, cos, sin, None, *adapters, frozen._replace(rows=rows))
-    first = torch.autograd.grad(output, leaves, grad, retain_graph=True)
-    second = torch.autograd.grad(output, leaves, grad)
+    output = DecoderLayer.apply(*inputs)
+    first = torch.autograd.grad(output, leaves(inputs), grad, retain_graph=True)
+    second = torch.autograd.grad(output, leaves(inputs), grad)
     assert all(map(torch.equal, first, second))
     assert all(map(torch.equal, watched, before))
 
 
 def test_what_is_left_out_is_neither_multiplied_nor_saved(device, monkeypatch):
-    fused, _, _ = pair(device)
-    hidden, grad = tokens((2, 9), torch.float32, device)
-    cos, sin = (random(1, 9, 26, seed=seed, device=device) for seed in (7, 8))
-    *adapters, frozen = read_layer(layer_of(fused))
+    model, inputs, grad = operands(device)
     made = []
     for name in ("grow_k_forward", "extended_product", "grow_k_backward"):
         function = getattr(decoder_layer, name)
@@ -123,15 +117,11 @@ def test_what_is_left_out_is_neither_multiplied_nor_saved(device, monkeypatch):
         )  # fmt: skip
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        output = DecoderLayer.apply(
-            hidden.requires_grad_(), cos, sin, None, *adapters,
-            frozen._replace(rows=torch.tensor([1, 4, 16], device=device)),
-        )  # fmt: skip
+        output = DecoderLayer.apply(*with_rows(inputs, [1, 4, 16]))
     output.backward(grad)
-    qkv, of_rows = ("grow_k_forward", 18), ("grow_k_forward", 3)
-    backward = [("grow_k_backward", rows) for rows in (3, 3, 3, 18)]
-    assert made == [qkv, ("extended_product", 3), of_rows, *backward]
-    intermediate = layer_of(fused).mlp.up_proj.out_features
+    forward = [("grow_k_forward", 18), ("extended_product", 3), ("grow_k_forward", 3)]
+    assert made == [*forward, *(("grow_k_backward", rows) for rows in (3, 3, 3, 18))]
+    intermediate = layer_of(model).mlp.up_proj.out_features
     assert [len(t) for t in saved if t.shape[1:] == (2 * intermediate,)] == [3]  # gate and up
 
 
@@ -176,10 +166,7 @@ def test_loss_and_gradients_are_right_in_every_family(family, autocast, wanted, 
     assert wanted == [None, LABELLED] * 3
 
 
-HOW = ("full", "offload", "selective", "reentrant", "not reentrant")
-
-
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", ["full", "offload", "selective", "reentrant", "not reentrant"])
 def test_checkpointed_gradients_are_those_of_kept_ones(how, wanted, device):
     """Where the last layer runs again it leaves out the same tokens."""
     fused, plain, _ = pair(device, WITH_LOSS)
