@@ -31,7 +31,7 @@ class Lora:
 
 
 class Graph(NamedTuple):
-    """What it takes to run a model's training step as a CUDA graph.
+    """What it takes to capture a model's training step in CUDA graphs.
 
     step_for: makes the step, given its optimizer (`fused_lora.graph.GraphedStep`).
     eager_calls: how many of its calls are eager, before the one that captures it.

@@ -39,7 +39,7 @@ SPARE_LOOKS = [  # for variants without a look of their own, in the order of the
 ]
 HOW_TO_READ = "Medians over steps, then over rounds; whiskers: 95% bootstrap intervals."
 PHASES = {"forward": 0.55, "backward": 0.0, "optimizer": -0.6}  # how far towards white or black
-ONE_GRAPH = {"one graph": 0.3}  # a step whose phases nobody can tell apart
+GRAPH = {"CUDA graph": 0.3}  # a step whose phases nobody can tell apart
 FEW = 3  # up to this many variants every point is labelled; beyond it the table has the values
 
 
@@ -168,13 +168,13 @@ def _memory(axes: Axes, view: View) -> None:
 def _step(axes: Axes, view: View) -> None:
     axes.set_title("Where a step's time goes, ms (lower is better)")
     top_ms, grey = view.top("median_step_ms"), LOOKS[BASELINE].colour
-    shades = PHASES | (ONE_GRAPH if any(map(_is_graph, view.timed)) else {})
+    shades = PHASES | (GRAPH if any(map(_is_graph, view.timed)) else {})
     keys: list[Artist] = [
         Patch(color=_shade(grey, shade), label=phase) for phase, shade in shades.items()
     ]
     for row in view.timed:
         bottom_ms = 0.0
-        for phase, shade in (ONE_GRAPH if _is_graph(row) else PHASES).items():
+        for phase, shade in (GRAPH if _is_graph(row) else PHASES).items():
             height_ms = row["median_step_ms"] if _is_graph(row) else row[f"{phase}_ms"]
             _bar(axes, view, row, height_ms, bottom_ms, shade)
             bottom_ms += height_ms
@@ -199,7 +199,7 @@ def _step(axes: Axes, view: View) -> None:
 
 
 def _is_graph(row: dict) -> bool:
-    """Whether a step is one CUDA graph, and so has a time but no phases."""
+    """Whether a step is captured in CUDA graphs, and so has a time but no phases."""
     return row["forward_ms"] is None
 
 

@@ -4,7 +4,7 @@ A step is forward, backward, optimizer and zero_grad, with a mark of the clock a
 synchronisation at its end. On a GPU a mark is a CUDA event, so a step's time runs from the moment
 the GPU reaches its start to the moment it has done all of it, waiting for the host included.
 
-A step that is one CUDA graph has a mark before and one after it: its parts cannot be told apart.
+A step that is captured in CUDA graphs has a mark before and one after it, and no times of parts.
 """
 
 import gc
@@ -98,7 +98,7 @@ class Trainer:
         autocast: makes the context that the forward runs in.
         clock: what marks the parts of a step.
         max_warmup_steps: warm up no longer than this, steady or not, beside a graph's eager steps.
-        graph: makes of the step a CUDA graph; None for an eager step.
+        graph: captures the step in CUDA graphs; None for an eager step.
     """
 
     def __init__(

@@ -3,9 +3,12 @@
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 class Cuda:
@@ -27,8 +30,8 @@ class Cuda:
         current.wait_stream(self.stream)
         return result
 
-    def capture(self, body: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """What replays `body`, and the tensor in which a replay leaves its result."""
+    def capture(self, body: Callable[[], T]) -> tuple[Callable[[], None], T]:
+        """What replays `body`, and its result, into whose tensors a replay writes."""
         graph = torch.cuda.CUDAGraph()
         mode = "thread_local"  # a data loader's thread may pin memory meanwhile
         capture = torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode=mode)

@@ -1,8 +1,9 @@
-"""A whole training step as one CUDA graph: forward, backward, clipping, optimizer.
+"""A whole training step captured in CUDA graphs: forward and backward, then clipping and optimizer.
 
-The host launches one graph instead of thousands of kernels, so that a short step no longer waits
+The host launches two graphs instead of thousands of kernels, so that a short step no longer waits
 for it. A graph repeats kernels at fixed addresses: batches are copied into buffers of its own, the
-learning rate is read from a tensor, and everything that the host decided is decided for good.
+learning rate is read from a tensor, and everything that the host decided is decided for good. They
+are two so that the host looks at what the update works on while the GPU computes gradients.
 
 Before a set of shapes is captured, EAGER_CALLS calls run as plain PyTorch: kernels get compiled and
 tuned, libraries get their workspaces, the optimizer makes its state. These are steps of the
@@ -36,8 +37,10 @@ class _Graph:
     inputs: dict[str, Any]
     policies: set[Checkpoint | None]  # kept, for the host memory that they offload to
     eager_calls: int = 0
-    replay: Callable[[], None] | None = None
+    replay_gradients: Callable[[], None] | None = None
+    replay_update: Callable[[], None] | None = None
     loss: Tensor | None = None
+    addresses: dict[str, Any] | None = None
     worked_on: dict[str, Any] | None = None
 
 
@@ -168,24 +171,24 @@ class GraphedStep:
                 graph.inputs[name].copy_(value, non_blocking=True)
         if update:
             self._copy_lrs()
-        if graph.replay is None and graph.eager_calls < EAGER_CALLS:
+        if graph.loss is None and graph.eager_calls < EAGER_CALLS:
             loss = self._cuda.run(lambda: self._step(graph, update, accumulated))
             graph.eager_calls += 1
             return loss.clone()
-        if graph.replay is None:
+        if graph.loss is None:
             self._capture(graph, update, accumulated)
-        else:
-            self._check_unchanged(graph, update)
-            if accumulated:
-                self._hold_gradients()
-        assert graph.replay is not None and graph.loss is not None
-        graph.replay()
-        if update and accumulated:
-            self.optimizer.zero_grad()  # a replay leaves the host's side of it to the host
+        self._replay(graph, update, accumulated)
+        assert graph.loss is not None
         return graph.loss.clone()
 
     def _step(self, graph: _Graph, update: bool, accumulated: bool) -> Tensor:
-        """The step itself: run eagerly, then captured."""
+        loss = self._gradients(graph, accumulated)
+        if update:
+            self._update()
+        return loss
+
+    def _gradients(self, graph: _Graph, accumulated: bool) -> Tensor:
+        """Forward and backward: run eagerly, then captured. Returns the loss."""
         with self.autocast():
             output = self.model(**graph.inputs)
         loss = getattr(output, "loss", output)
@@ -200,16 +203,18 @@ class GraphedStep:
                 f"GraphedStep: {without} of {len(self._trained)} parameters of the optimizer get "
                 "no gradient; to accumulate, freeze them or leave them out of the optimizer"
             )
-        if update:
-            if self.max_grad_norm is not None:
-                clip_grad_norm_(self._trained, self.max_grad_norm)
-            with self._lrs_as_tensors(), warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "This instance was constructed with capturable")
-                self.optimizer.step()
-            self.optimizer.zero_grad()
-            for refresh in self.after_update:
-                refresh()
         return loss.detach()
+
+    def _update(self) -> None:
+        """What follows the last backward: run eagerly, then captured."""
+        if self.max_grad_norm is not None:
+            clip_grad_norm_(self._trained, self.max_grad_norm)
+        with self._lrs_as_tensors(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "This instance was constructed with capturable")
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        for refresh in self.after_update:
+            refresh()
 
     def _new_graph(self, key: Hashable, inputs: dict[str, Any]) -> _Graph:
         if len(self._graphs) >= self.max_graphs:
@@ -231,20 +236,15 @@ class GraphedStep:
         gradients = [parameter.grad for parameter in self._trained]
         if accumulated:
             self._hold_gradients()
-        causes = []
-
-        def step() -> Tensor:
-            try:
-                return self._step(graph, update, accumulated)
-            except Exception as error:
-                causes.append(error)  # what is raised when the capture then ends may hide it
-                raise
-
+        causes: list[Exception] = []
+        noted = _noting(causes)
         try:
-            graph.replay, graph.loss = self._cuda.capture(step)
+            replay_gradients, loss = self._cuda.capture(
+                noted(lambda: self._gradients(graph, accumulated))
+            )
+            if update:
+                graph.replay_update, _ = self._cuda.capture(noted(self._update))
         except Exception as error:
-            for parameter, gradient in zip(self._trained, gradients, strict=True):
-                parameter.grad = gradient
             self.reset()
             cause = causes[0] if causes else error
             if isinstance(cause, torch.OutOfMemoryError):
@@ -254,7 +254,28 @@ class GraphedStep:
                 f"GraphedStep: this step cannot be captured: {type(cause).__name__}: {reason}; "
                 "train it eagerly, or take out what raised this"
             ) from cause
-        graph.worked_on = self._worked_on(update)
+        finally:  # a capture does nothing yet
+            for parameter, gradient in zip(self._trained, gradients, strict=True):
+                parameter.grad = gradient
+        graph.replay_gradients, graph.loss = replay_gradients, loss
+        graph.addresses, graph.worked_on = self._addresses(), self._worked_on(update)
+
+    def _replay(self, graph: _Graph, update: bool, accumulated: bool) -> None:
+        """The captured step, unless something that it works on has changed. Then nothing is done
+        but that dropout may have drawn: gradients that are not accumulated live in the graph.
+        """
+        assert graph.replay_gradients is not None
+        _check_unchanged(graph.addresses, self._addresses())
+        if accumulated:
+            _check_unchanged(graph.worked_on, self._worked_on(update))
+            self._hold_gradients()
+        graph.replay_gradients()
+        if not accumulated:  # while the GPU is busy
+            _check_unchanged(graph.worked_on, self._worked_on(update))
+        if graph.replay_update is not None:
+            graph.replay_update()
+            if accumulated:
+                self.optimizer.zero_grad()  # a replay leaves the host's side of it to the host
 
     # --- what a graph finds outside of itself -----------------------------------------------------
 
@@ -297,17 +318,18 @@ class GraphedStep:
             for group, lr in zip(groups, given, strict=True):
                 group["lr"] = lr
 
-    def _worked_on(self, update: bool) -> dict[str, Any]:
-        """What a graph was captured for, and must find unchanged when it is replayed.
+    def _addresses(self) -> dict[str, Any]:
+        """Where the forward reads: it must not be replayed if that is somewhere else.
 
-        The GPU may be waiting meanwhile, and a model has thousands of these tensors: `map` asks
-        them in half the time that a loop takes.
+        The GPU is waiting meanwhile, and a model has hundreds of these tensors: `map` asks them in
+        half the time that a loop takes.
         """
+        return {"a parameter": [*map(Tensor.data_ptr, self._parameters)]}
+
+    def _worked_on(self, update: bool) -> dict[str, Any]:
+        """What else a graph was captured for, and must find unchanged."""
         found: dict[str, Any] = {
-            "a parameter": [
-                *map(Tensor.data_ptr, self._parameters),
-                *map(attrgetter("requires_grad"), self._parameters),
-            ]
+            "a parameter": [*map(attrgetter("requires_grad"), self._parameters)]
         }
         if update:
             states = self.optimizer.state.values()
@@ -318,16 +340,6 @@ class GraphedStep:
                 {name: group[name] for name in names} for group in self.optimizer.param_groups
             ]
         return found
-
-    def _check_unchanged(self, graph: _Graph, update: bool) -> None:
-        assert graph.worked_on is not None
-        now = self._worked_on(update)
-        changed = [what for what, value in graph.worked_on.items() if value != now[what]]
-        if changed:
-            raise ValueError(
-                f"GraphedStep: {changed[0]} is not what it was when this step was captured; call "
-                "reset() to capture it again (only lr may change without)"
-            )
 
     def _check(self) -> None:
         """Raise ValueError for what can be seen at once not to be capturable."""
@@ -351,6 +363,26 @@ class GraphedStep:
                     f"GraphedStep wants every parameter that requires a gradient in the optimizer, "
                     f"got {name} outside of it: freeze it, or give it to the optimizer"
                 )
+
+
+@contextmanager
+def _noting(causes: list[Exception]) -> Iterator[None]:
+    """What is raised when a capture then ends may hide the exception that ended it."""
+    try:
+        yield
+    except Exception as error:
+        causes.append(error)
+        raise
+
+
+def _check_unchanged(at_capture: dict[str, Any] | None, now: dict[str, Any]) -> None:
+    assert at_capture is not None
+    for what, value in at_capture.items():
+        if value != now[what]:
+            raise ValueError(
+                f"GraphedStep: {what} is not what it was when this step was captured; call "
+                "reset() to capture it again (only lr may change without)"
+            )
 
 
 def _form(inputs: dict[str, Any], nested: bool = False) -> tuple[Hashable, ...]:

@@ -235,7 +235,7 @@ def test_the_title_states_both_ends():
     best = frontier.pareto(frontier.points_of(RUNS["all"], 512))
     said = frontier.finding(RUNS["all"])
     assert said.startswith(
-        "At 512 tokens, fastest: fused layers, one graph without checkpointing (41"
+        "At 512 tokens, fastest: fused layers, CUDA graph without checkpointing (41"
     )
     ends_with = f"{best[0].step_ms:.0f} ms, {best[0].peak_gib:.1f} GiB"
     smallest = f"smallest: all fused, inputs offloaded ({ends_with})"

@@ -303,6 +303,44 @@ def test_what_a_graph_works_on_has_changed(device, change, named):
     assert_same(train(step, calls), train(eager, calls))
 
 
+@pytest.mark.parametrize(
+    ("change", "named"), [(change_options, "an option"), (load_the_optimizer, "the optimizer's")]
+)
+def test_a_refused_step_adds_nothing_to_accumulated_gradients(device, change, named):
+    step, _ = steps(tiny(device))
+    train(step, [(batch(seed), seed % 2 == 1) for seed in range(2 * EAGER_CALLS + 2)])
+    assert captured(step) == 2
+    step.accumulate(**batch(6))
+    trained = [p for p in step.model.parameters() if p.requires_grad]
+    before = [p.grad.clone() for p in trained]
+    change(step)
+    with pytest.raises(ValueError, match=f"{named} .* is not what it was"):
+        step(**batch(7))
+    assert all(map(torch.equal, [p.grad for p in trained], before))
+
+
+def test_only_addresses_are_looked_at_while_the_gpu_waits(device, monkeypatch):
+    """And the rest between the two launches, of which the second may do harm."""
+    step, _ = steps(tiny(device))
+    train(step, [(batch(seed), True) for seed in range(EAGER_CALLS + 1)])
+    seen = []
+    (graph,) = step._graphs.values()
+
+    def noting(owner, name):
+        function = getattr(owner, name)
+
+        def noted(*given):
+            seen.append(name)
+            return function(*given)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    noting(step, "_addresses"), noting(step, "_worked_on")
+    noting(graph, "replay_gradients"), noting(graph, "replay_update")
+    step(**batch(9))
+    assert seen == ["_addresses", "replay_gradients", "_worked_on", "replay_update"]
+
+
 def test_optimizer_that_is_not_capturable(device):
     model = tiny(device)
     for optimizer in (

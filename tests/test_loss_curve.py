@@ -48,7 +48,7 @@ def test_both_panels_show_what_was_measured():
     assert [list(line.get_ydata()) for line in above.lines] == list(loss_curve.curves(TWO).values())
     assert np.allclose(below.lines[-1].get_ydata(), [0, 1, -0.1])
     words = " ".join(text.get_text() for text in picture.findobj(Text))
-    assert "fused layers, one graph without checkpointing" in words and "NVIDIA H200" in words
+    assert "fused layers, CUDA graph without checkpointing" in words and "NVIDIA H200" in words
     case.assert_readable(picture)
 
 

@@ -158,9 +158,9 @@ def test_a_step_that_is_one_graph_is_one_bar(pictures):
         return [text.get_text() for text in legend.get_texts()]
 
     phases = ["forward", "backward", "optimizer"]
-    assert said("a graph") == [*phases, "one graph", "floor (× of it)"]
+    assert said("a graph") == [*phases, "CUDA graph", "floor (× of it)"]
     assert said("three") == [*phases, "floor (×: multiples of it)"]
-    assert said("fastest") == [*phases, "one graph", "floor"]
+    assert said("fastest") == [*phases, "CUDA graph", "floor"]
 
 
 def test_the_label_of_a_step_stands_on_its_bar_even_where_the_parts_add_up_to_more():

@@ -72,7 +72,7 @@ def test_settings_that_change_with_the_length_are_told_by_length():
 def test_that_a_step_is_one_graph_is_said_where_any_is():
     markdown = tables.results_section(RUNS["a graph"])
     assert cells_of(markdown, "variant", "checkpointing")[-2:] == ["graph", "fused modules"]
-    assert cells_of(markdown, "fused layers, one graph", "on")[-2:] == ["on", "36"]
+    assert cells_of(markdown, "fused layers, CUDA graph", "on")[-2:] == ["on", "36"]
     assert cells_of(markdown, "fused MLP", "on")[-2:] == ["none", "36"]
     markdown = tables.results_section(RUNS["three"])
     assert cells_of(markdown, "variant", "checkpointing")[-2:] == ["compile", "fused modules"]
