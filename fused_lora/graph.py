@@ -65,7 +65,7 @@ class GraphedStep:
 
     Each set of shapes, dtypes and constants runs eagerly twice and is captured at its third call;
     to accumulate is a graph of its own. From then on a call costs the host a copy of the batch and
-    one launch, and never waits for the device. What the host decides is decided at capture: call
+    two launches, and never waits for the device. What the host decides is decided at capture: call
     `reset` after fuse(), another active adapter or other parameter groups. It is noticed and
     refused when parameters or optimizer state were moved or loaded, when `requires_grad` or an
     option of the optimizer changed. `model.training` has graphs of its own.
@@ -262,7 +262,8 @@ class GraphedStep:
 
     def _replay(self, graph: _Graph, update: bool, accumulated: bool) -> None:
         """The captured step, unless something that it works on has changed. Then nothing is done
-        but that dropout may have drawn: gradients that are not accumulated live in the graph.
+        but what a forward does besides, as dropout's draws: gradients that are not accumulated
+        live in the graph.
         """
         assert graph.replay_gradients is not None
         _check_unchanged(graph.addresses, self._addresses())
