@@ -16,7 +16,6 @@ import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,6 +24,8 @@ from torch.nn.utils import clip_grad_norm_
 
 from .capture import Cuda
 from .checkpoint import Checkpoint, policy_of
+from .graph_checks import addresses_of, check_capturable, check_unchanged, form_of, worked_on
+from .learning_rates import LearningRates
 
 # One to compile and to make the optimizer's state, one that runs as all later ones will.
 EAGER_CALLS = 2
@@ -40,7 +41,7 @@ class _Graph:
     replay_gradients: Callable[[], None] | None = None
     replay_update: Callable[[], None] | None = None
     loss: Tensor | None = None
-    addresses: dict[str, Any] | None = None
+    addresses: dict[str, Any] | None = None  # these two: of what it was captured for
     worked_on: dict[str, Any] | None = None
 
 
@@ -152,25 +153,26 @@ class GraphedStep:
         # one that is shared between model and optimizer counts once
         self._parameters = list(dict.fromkeys([*self.model.parameters(), *optimized]))
         self._trained = [parameter for parameter in optimized if parameter.requires_grad]
-        self._check()
+        check_capturable(
+            self.model, self.optimizer, self._parameters, self._trained, self._backend.device_type
+        )
         device = self._parameters[0].device
         self._cuda = self._backend(device)
         self._sums: list[Tensor] = []
-        self._lrs = torch.zeros(len(groups), device=device, dtype=torch.float32).unbind()
-        self._lr_values: list[float | None] = [None] * len(groups)
+        self._learning_rates = LearningRates(self.optimizer, device)
 
     # --- one call ---------------------------------------------------------------------------------
 
     def _run(self, inputs: dict[str, Any], update: bool) -> Tensor:
         # gradients that are there are added to, as by backward()
         accumulated = not update or any(p.grad is not None for p in self._trained)
-        key = update, accumulated, self.model.training, _form(inputs)
+        key = update, accumulated, self.model.training, form_of(inputs)
         graph = self._graphs.get(key) or self._new_graph(key, inputs)
         for name, value in inputs.items():
             if isinstance(value, Tensor):
                 graph.inputs[name].copy_(value, non_blocking=True)
         if update:
-            self._copy_lrs()
+            self._learning_rates.copy()
         if graph.loss is None and graph.eager_calls < EAGER_CALLS:
             loss = self._cuda.run(lambda: self._step(graph, update, accumulated))
             graph.eager_calls += 1
@@ -209,7 +211,7 @@ class GraphedStep:
         """What follows the last backward: run eagerly, then captured."""
         if self.max_grad_norm is not None:
             clip_grad_norm_(self._trained, self.max_grad_norm)
-        with self._lrs_as_tensors(), warnings.catch_warnings():
+        with self._learning_rates.as_tensors(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "This instance was constructed with capturable")
             self.optimizer.step()
         self.optimizer.zero_grad()
@@ -258,7 +260,8 @@ class GraphedStep:
             for parameter, gradient in zip(self._trained, gradients, strict=True):
                 parameter.grad = gradient
         graph.replay_gradients, graph.loss = replay_gradients, loss
-        graph.addresses, graph.worked_on = self._addresses(), self._worked_on(update)
+        graph.addresses = addresses_of(self._parameters)
+        graph.worked_on = self._worked_on(update)
 
     def _replay(self, graph: _Graph, update: bool, accumulated: bool) -> None:
         """The captured step, unless something that it works on has changed. Then nothing is done
@@ -266,19 +269,20 @@ class GraphedStep:
         live in the graph.
         """
         assert graph.replay_gradients is not None
-        _check_unchanged(graph.addresses, self._addresses())
+        check_unchanged(graph.addresses, addresses_of(self._parameters))
         if accumulated:
-            _check_unchanged(graph.worked_on, self._worked_on(update))
+            check_unchanged(graph.worked_on, self._worked_on(update))
             self._hold_gradients()
         graph.replay_gradients()
         if not accumulated:  # while the GPU is busy
-            _check_unchanged(graph.worked_on, self._worked_on(update))
+            check_unchanged(graph.worked_on, self._worked_on(update))
         if graph.replay_update is not None:
             graph.replay_update()
             if accumulated:
                 self.optimizer.zero_grad()  # a replay leaves the host's side of it to the host
 
-    # --- what a graph finds outside of itself -----------------------------------------------------
+    def _worked_on(self, update: bool) -> dict[str, Any]:
+        return worked_on(self._parameters, self.optimizer if update else None)
 
     def _hold_gradients(self) -> None:
         """Let every `.grad` be the tensor that the graphs add to, with the value that it has."""
@@ -294,77 +298,6 @@ class GraphedStep:
         if empty:
             torch._foreach_zero_(empty)
 
-    def _copy_lrs(self) -> None:
-        """Bring each group's learning rate, whoever set it, to where the graphs read it."""
-        for index, (group, held) in enumerate(
-            zip(self.optimizer.param_groups, self._lrs, strict=True)
-        ):
-            lr = group["lr"]
-            if isinstance(lr, Tensor) and lr.device == held.device:
-                held.copy_(lr.squeeze())  # to see whether it changed, the host would have to wait
-                self._lr_values[index] = None
-            elif float(lr) != self._lr_values[index]:
-                held.fill_(float(lr))
-                self._lr_values[index] = float(lr)
-
-    @contextmanager
-    def _lrs_as_tensors(self) -> Iterator[None]:
-        groups = self.optimizer.param_groups
-        given = [group["lr"] for group in groups]
-        for group, held in zip(groups, self._lrs, strict=True):
-            group["lr"] = held
-        try:
-            yield
-        finally:
-            for group, lr in zip(groups, given, strict=True):
-                group["lr"] = lr
-
-    def _addresses(self) -> dict[str, Any]:
-        """Where the forward reads: it must not be replayed if that is somewhere else.
-
-        The GPU is waiting meanwhile, and a model has hundreds of these tensors: `map` asks them in
-        half the time that a loop takes.
-        """
-        return {"a parameter": [*map(Tensor.data_ptr, self._parameters)]}
-
-    def _worked_on(self, update: bool) -> dict[str, Any]:
-        """What else a graph was captured for, and must find unchanged."""
-        found: dict[str, Any] = {
-            "a parameter": [*map(attrgetter("requires_grad"), self._parameters)]
-        }
-        if update:
-            states = self.optimizer.state.values()
-            tensors = [v for state in states for v in state.values() if isinstance(v, Tensor)]
-            found["the optimizer's state"] = [*map(Tensor.data_ptr, tensors)]
-            names = self.optimizer.defaults.keys() - {"lr"}
-            found["an option of the optimizer"] = [
-                {name: group[name] for name in names} for group in self.optimizer.param_groups
-            ]
-        return found
-
-    def _check(self) -> None:
-        """Raise ValueError for what can be seen at once not to be capturable."""
-        devices = sorted({str(parameter.device) for parameter in self._parameters})
-        wanted = self._backend.device_type
-        if len(devices) != 1 or torch.device(devices[0]).type != wanted:
-            raise ValueError(
-                f"GraphedStep wants all parameters on one {wanted} device, got "
-                f"{', '.join(devices) or 'no parameters'}: move the model with .to('{wanted}')"
-            )
-        if not all(group.get("capturable") for group in self.optimizer.param_groups):
-            raise ValueError(
-                f"GraphedStep wants an optimizer with capturable=True, got "
-                f"{type(self.optimizer).__name__} without: use "
-                "torch.optim.AdamW(parameters, lr, fused=True, capturable=True)"
-            )
-        optimized = set(self._trained)
-        for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad and parameter not in optimized:
-                raise ValueError(
-                    f"GraphedStep wants every parameter that requires a gradient in the optimizer, "
-                    f"got {name} outside of it: freeze it, or give it to the optimizer"
-                )
-
 
 @contextmanager
 def _noting(causes: list[Exception]) -> Iterator[None]:
@@ -374,31 +307,3 @@ def _noting(causes: list[Exception]) -> Iterator[None]:
     except Exception as error:
         causes.append(error)
         raise
-
-
-def _check_unchanged(at_capture: dict[str, Any] | None, now: dict[str, Any]) -> None:
-    assert at_capture is not None
-    for what, value in at_capture.items():
-        if value != now[what]:
-            raise ValueError(
-                f"GraphedStep: {what} is not what it was when this step was captured; call "
-                "reset() to capture it again (only lr may change without)"
-            )
-
-
-def _form(inputs: dict[str, Any], nested: bool = False) -> tuple[Hashable, ...]:
-    """What the inputs of two calls must have in common to share a graph."""
-    form: list[Hashable] = []
-    for name, value in sorted(inputs.items()):
-        if isinstance(value, Tensor) and not nested:
-            form.append((name, value.shape, value.dtype))
-        elif isinstance(value, dict):
-            form.append((name, _form(value, nested=True)))
-        elif value is None or isinstance(value, (bool, int, float, str)):
-            form.append((name, type(value), value))
-        else:
-            raise ValueError(
-                "GraphedStep wants tensors and constants (None, numbers, strings, dicts of them) "
-                f"as inputs, got {name} as {type(value).__name__}: give its parts one by one"
-            )
-    return tuple(form)

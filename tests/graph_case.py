@@ -6,14 +6,17 @@ Python, every result lies where it lay at capture, and an operation that would w
 is an error. So a number that was baked in, or a gradient at another address, shows on the CPU too.
 """
 
+import copy
 from contextlib import nullcontext
 from unittest.mock import patch
 
 import torch
+from peft_models import ids, peft_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fused_lora import fuse
 from fused_lora.graph import GraphedStep
 
 WAITS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -197,3 +200,34 @@ def assert_same_training(step, eager):
             assert kept.keys() == wanted.keys()
             for name in wanted:
                 assert_same(kept[name], wanted[name])
+
+
+def steps(model, lr=2**-6, fusion=None, **options):
+    """A graphed step of `model`, and the eager loop with a copy of it."""
+    twin = copy.deepcopy(model)
+    if fusion is not None:
+        fuse(model, fusion), fuse(twin, fusion)
+    of_both = {name: value for name, value in options.items() if name != "max_graphs"}
+    return graphed(model, adamw(model, lr), **options), EagerStep(twin, adamw(twin, lr), **of_both)
+
+
+def train(step, calls):
+    """The losses of `calls`: (batch, whether to update)."""
+    return [step(**inputs) if update else step.accumulate(**inputs) for inputs, update in calls]
+
+
+def sdpa_model(device, dtype=torch.float32):
+    """The mask of transformers' eager attention is copied from the CPU, which no capture allows."""
+    model = peft_model(device, dtype=dtype)
+    model.config._attn_implementation = "sdpa"
+    return model
+
+
+def chat(seed, device, length=17):
+    """Both rows end in padding; of the first, six labels more are ignored."""
+    input_ids = ids(device, seed)[:, :length]
+    attention_mask = torch.ones_like(input_ids)
+    attention_mask[:, -3:] = 0
+    labels = input_ids.masked_fill(attention_mask == 0, -100)
+    labels[0, :6] = -100
+    return {"input_ids": input_ids, "labels": labels, "attention_mask": attention_mask}

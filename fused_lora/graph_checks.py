@@ -1,0 +1,94 @@
+"""What a step can be captured for (`graph.py`), and whether that has changed since."""
+
+from collections.abc import Hashable, Iterable, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def check_capturable(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    parameters: Sequence[Tensor],
+    trained: Iterable[Tensor],
+    device_type: str,
+) -> None:
+    """Raise ValueError for what can be seen at once not to be capturable.
+
+    parameters: the model's and the optimizer's. trained: the optimizer's that require a gradient.
+    """
+    devices = sorted({str(parameter.device) for parameter in parameters})
+    if len(devices) != 1 or torch.device(devices[0]).type != device_type:
+        raise ValueError(
+            f"GraphedStep wants all parameters on one {device_type} device, got "
+            f"{', '.join(devices) or 'no parameters'}: move the model with .to('{device_type}')"
+        )
+    if not all(group.get("capturable") for group in optimizer.param_groups):
+        raise ValueError(
+            f"GraphedStep wants an optimizer with capturable=True, got "
+            f"{type(optimizer).__name__} without: use "
+            "torch.optim.AdamW(parameters, lr, fused=True, capturable=True)"
+        )
+    optimized = set(trained)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter not in optimized:
+            raise ValueError(
+                f"GraphedStep wants every parameter that requires a gradient in the optimizer, "
+                f"got {name} outside of it: freeze it, or give it to the optimizer"
+            )
+
+
+def form_of(inputs: dict[str, Any], nested: bool = False) -> tuple[Hashable, ...]:
+    """What the inputs of two calls must have in common to share a graph."""
+    form: list[Hashable] = []
+    for name, value in sorted(inputs.items()):
+        if isinstance(value, Tensor) and not nested:
+            form.append((name, value.shape, value.dtype))
+        elif isinstance(value, dict):
+            form.append((name, form_of(value, nested=True)))
+        elif value is None or isinstance(value, (bool, int, float, str)):
+            form.append((name, type(value), value))
+        else:
+            raise ValueError(
+                "GraphedStep wants tensors and constants (None, numbers, strings, dicts of them) "
+                f"as inputs, got {name} as {type(value).__name__}: give its parts one by one"
+            )
+    return tuple(form)
+
+
+def addresses_of(parameters: Iterable[Tensor]) -> dict[str, Any]:
+    """Where the forward reads: it must not be replayed if that is somewhere else.
+
+    The GPU is waiting meanwhile, and a model has hundreds of these tensors: `map` asks them in half
+    the time that a loop takes.
+    """
+    return {"a parameter": [*map(Tensor.data_ptr, parameters)]}
+
+
+def worked_on(
+    parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer | None
+) -> dict[str, Any]:
+    """What else a graph was captured for, and must find unchanged. optimizer: of an update."""
+    found: dict[str, Any] = {"a parameter": [*map(attrgetter("requires_grad"), parameters)]}
+    if optimizer is not None:
+        states = optimizer.state.values()
+        tensors = [v for state in states for v in state.values() if isinstance(v, Tensor)]
+        found["the optimizer's state"] = [*map(Tensor.data_ptr, tensors)]
+        names = optimizer.defaults.keys() - {"lr"}
+        found["an option of the optimizer"] = [
+            {name: group[name] for name in names} for group in optimizer.param_groups
+        ]
+    return found
+
+
+def check_unchanged(at_capture: dict[str, Any] | None, now: dict[str, Any]) -> None:
+    """Raise ValueError that names the first thing that is not what it was."""
+    assert at_capture is not None
+    for what, value in at_capture.items():
+        if value != now[what]:
+            raise ValueError(
+                f"GraphedStep: {what} is not what it was when this step was captured; call "
+                "reset() to capture it again (only lr may change without)"
+            )
