@@ -7,6 +7,8 @@ from peft_models import peft_model
 
 from fused_lora.bordered import border
 
+PARTS = [["q_proj", "k_proj", "v_proj"], ["o_proj"], ["gate_proj", "up_proj"], ["down_proj"]]
+
 
 def pair(device, **options):
     """The same model bordered and not, and the buffers of the first."""
@@ -42,3 +44,9 @@ def in_place(model):
     with torch.no_grad():
         for parameter in masters(model).values():
             parameter.add_(0.25)
+
+
+def scale(model):
+    for name, projection in model.named_modules():
+        if name.endswith("_proj"):
+            projection.set_scale("default", 3.0)

@@ -5,7 +5,7 @@ import io
 
 import pytest
 import torch
-from bordered_case import assert_border_follows, in_place, masters, pair
+from bordered_case import PARTS, assert_border_follows, in_place, masters, pair
 from peft import PeftModel
 from peft_models import (
     LAYERS,
@@ -21,8 +21,6 @@ from reference import relative_error
 
 from fused_lora import Fusion, fuse
 from fused_lora.bordered import border, unborder
-
-PARTS = [["q_proj", "k_proj", "v_proj"], ["o_proj"], ["gate_proj", "up_proj"], ["down_proj"]]
 
 
 def assert_alike(got, want):

@@ -6,42 +6,15 @@ from itertools import product
 import pytest
 import torch
 from attention_case import LAYOUTS, assert_all_within_budget, raw_gradients
-from peft_models import (
-    adapt,
-    base_model,
-    peft_model,
-)
+from bordered_case import in_place, pair, scale
+from peft_models import adapt, base_model
 from reference import random
 
 import fused_lora.bordered_linear as module
 from fused_lora.bordered import border
 from fused_lora.bordered_linear import BorderedLinear
 
-PARTS = [["q_proj", "k_proj", "v_proj"], ["o_proj"], ["gate_proj", "up_proj"], ["down_proj"]]
 PRODUCTS = ("grow_k_forward", "grow_n_forward", "grow_k_backward", "grow_n_backward")
-
-
-def pair(device, **options):
-    """The same model bordered and not, and the buffers of the first."""
-    plain = peft_model(device, **options)
-    bordered = copy.deepcopy(plain)
-    return bordered, plain, border(bordered)
-
-
-def masters(model):
-    return {name: p for name, p in model.named_parameters() if ".lora_" in name}
-
-
-def in_place(model):
-    with torch.no_grad():
-        for parameter in masters(model).values():
-            parameter.add_(0.25)
-
-
-def scale(model):
-    for name, projection in model.named_modules():
-        if name.endswith("_proj"):
-            projection.set_scale("default", 3.0)
 
 
 def side_by_side(projections, x, *_):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from bordered_case import assert_border_follows, in_place, masters, pair
+from bordered_case import assert_border_follows, in_place, masters, pair, scale
 from peft import LoraConfig
 from peft_models import ATTENTION, LAYERS, MLP, peft_model, set_weights
 
@@ -31,12 +31,6 @@ def optimizer_step(model, **options):
     for parameter in masters(model).values():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-
-
-def scale(model):
-    for name, projection in model.named_modules():
-        if name.endswith("_proj"):
-            projection.set_scale("default", 3.0)
 
 
 CHANGES = {
