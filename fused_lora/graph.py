@@ -32,21 +32,28 @@ EAGER_CALLS = 2
 
 
 @dataclass(eq=False)
+class _Captured:
+    """What replays a step, and what it must find as it was at capture (`graph_checks.py`)."""
+
+    replay_gradients: Callable[[], None]
+    replay_update: Callable[[], None] | None  # None where the step ends with the gradients
+    loss: Tensor
+    addresses: dict[str, Any]
+    worked_on: dict[str, Any]
+
+
+@dataclass(eq=False)
 class _Graph:
-    """One set of shapes: the buffers that it reads, and once it is captured what replays it."""
+    """One set of shapes: the buffers that it reads, and its step, once that is captured."""
 
     inputs: dict[str, Any]
     policies: set[Checkpoint | None]  # kept, for the host memory that they offload to
     eager_calls: int = 0
-    replay_gradients: Callable[[], None] | None = None
-    replay_update: Callable[[], None] | None = None
-    loss: Tensor | None = None
-    addresses: dict[str, Any] | None = None  # these two: of what it was captured for
-    worked_on: dict[str, Any] | None = None
+    captured: _Captured | None = None
 
 
 class GraphedStep:
-    """A training step for one's own loop, captured in a CUDA graph for every set of shapes.
+    """A training step for one's own loop, captured in CUDA graphs for every set of shapes.
 
     Equivalent PyTorch, for ``step.accumulate(**a); loss = step(**b)``::
 
@@ -65,7 +72,7 @@ class GraphedStep:
     it, rounded to fp32 as ``lr=torch.tensor(lr)`` would be. There is no fp16 loss scaler in it.
 
     Each set of shapes, dtypes and constants runs eagerly twice and is captured at its third call;
-    to accumulate is a graph of its own. From then on a call costs the host a copy of the batch and
+    to accumulate is one of its own. From then on a call costs the host a copy of the batch and
     two launches, and never waits for the device. What the host decides is decided at capture: call
     `reset` after fuse(), another active adapter or other parameter groups. It is noticed and
     refused when parameters or optimizer state were moved or loaded, when `requires_grad` or an
@@ -89,7 +96,7 @@ class GraphedStep:
             Leave it with `num_items_in_batch`, which divides already.
         after_update: called at the end of every update and captured with it, for what is computed
             from the parameters (`Borders.refresh`).
-        max_graphs: how many graphs there may be.
+        max_graphs: how many of these there may be.
 
     Raises:
         ValueError: the model, the optimizer or an input cannot be captured, there are more than
@@ -173,15 +180,14 @@ class GraphedStep:
                 graph.inputs[name].copy_(value, non_blocking=True)
         if update:
             self._learning_rates.copy()
-        if graph.loss is None and graph.eager_calls < EAGER_CALLS:
+        if graph.captured is None and graph.eager_calls < EAGER_CALLS:
             loss = self._cuda.run(lambda: self._step(graph, update, accumulated))
             graph.eager_calls += 1
             return loss.clone()
-        if graph.loss is None:
-            self._capture(graph, update, accumulated)
-        self._replay(graph, update, accumulated)
-        assert graph.loss is not None
-        return graph.loss.clone()
+        if graph.captured is None:
+            graph.captured = self._capture(graph, update, accumulated)
+        self._replay(graph.captured, update, accumulated)
+        return graph.captured.loss.clone()
 
     def _step(self, graph: _Graph, update: bool, accumulated: bool) -> Tensor:
         loss = self._gradients(graph, accumulated)
@@ -234,7 +240,7 @@ class GraphedStep:
         policies = {policy_of(module) for module in self.model.modules()}
         return self._graphs.setdefault(key, _Graph(buffers, policies))
 
-    def _capture(self, graph: _Graph, update: bool, accumulated: bool) -> None:
+    def _capture(self, graph: _Graph, update: bool, accumulated: bool) -> _Captured:
         gradients = [parameter.grad for parameter in self._trained]
         if accumulated:
             self._hold_gradients()
@@ -244,8 +250,7 @@ class GraphedStep:
             replay_gradients, loss = self._cuda.capture(
                 noted(lambda: self._gradients(graph, accumulated))
             )
-            if update:
-                graph.replay_update, _ = self._cuda.capture(noted(self._update))
+            replay_update = self._cuda.capture(noted(self._update))[0] if update else None
         except Exception as error:
             self.reset()
             cause = causes[0] if causes else error
@@ -259,25 +264,23 @@ class GraphedStep:
         finally:  # a capture does nothing yet
             for parameter, gradient in zip(self._trained, gradients, strict=True):
                 parameter.grad = gradient
-        graph.replay_gradients, graph.loss = replay_gradients, loss
-        graph.addresses = addresses_of(self._parameters)
-        graph.worked_on = self._worked_on(update)
+        addresses, found = addresses_of(self._parameters), self._worked_on(update)
+        return _Captured(replay_gradients, replay_update, loss, addresses, found)
 
-    def _replay(self, graph: _Graph, update: bool, accumulated: bool) -> None:
+    def _replay(self, step: _Captured, update: bool, accumulated: bool) -> None:
         """The captured step, unless something that it works on has changed. Then nothing is done
         but what a forward does besides, as dropout's draws: gradients that are not accumulated
         live in the graph.
         """
-        assert graph.replay_gradients is not None
-        check_unchanged(graph.addresses, addresses_of(self._parameters))
+        check_unchanged(step.addresses, addresses_of(self._parameters))
         if accumulated:
-            check_unchanged(graph.worked_on, self._worked_on(update))
+            check_unchanged(step.worked_on, self._worked_on(update))
             self._hold_gradients()
-        graph.replay_gradients()
+        step.replay_gradients()
         if not accumulated:  # while the GPU is busy
-            check_unchanged(graph.worked_on, self._worked_on(update))
-        if graph.replay_update is not None:
-            graph.replay_update()
+            check_unchanged(step.worked_on, self._worked_on(update))
+        if step.replay_update is not None:
+            step.replay_update()
             if accumulated:
                 self.optimizer.zero_grad()  # a replay leaves the host's side of it to the host
 

@@ -83,9 +83,8 @@ def worked_on(
     return found
 
 
-def check_unchanged(at_capture: dict[str, Any] | None, now: dict[str, Any]) -> None:
+def check_unchanged(at_capture: dict[str, Any], now: dict[str, Any]) -> None:
     """Raise ValueError that names the first thing that is not what it was."""
-    assert at_capture is not None
     for what, value in at_capture.items():
         if value != now[what]:
             raise ValueError(

@@ -175,7 +175,7 @@ class EagerStep:
 
 def captured(step):
     """How many graphs are captured, and not only started."""
-    return sum(graph.loss is not None for graph in step._graphs.values())
+    return sum(graph.captured is not None for graph in step._graphs.values())
 
 
 def assert_same(got, want):

@@ -108,7 +108,7 @@ def test_only_addresses_are_looked_at_while_the_gpu_waits(device, monkeypatch):
         monkeypatch.setattr(owner, name, noted)
 
     noting(graph_module, "addresses_of"), noting(graph_module, "worked_on")
-    noting(graph, "replay_gradients"), noting(graph, "replay_update")
+    noting(graph.captured, "replay_gradients"), noting(graph.captured, "replay_update")
     step(**batch(9))
     assert seen == ["addresses_of", "replay_gradients", "worked_on", "replay_update"]
 
