@@ -72,7 +72,10 @@ def not_run(recipe: Recipe, fused_modules: list[str], profile: Profile, on_gpu: 
         evidence = EVIDENCE[part]
         modules = [name for name in fused_modules if name.endswith(f": {part}")]
         twice = sum(name.endswith(f".{evidence.twice_in}: {part}") for name in modules)
-        ran = sum(profile.functions_seen.get(name, 0) for name in evidence.functions)
+        ran = sum(
+            times * profile.functions_seen.get(name, 0)
+            for name, times in evidence.functions.items()
+        )
         expected = max(1, len(modules) + twice - evidence.without_backward)
         if evidence.functions and has_functions and ran < expected:
             names = " and ".join(evidence.functions)

@@ -122,42 +122,45 @@ VARIANTS = SUITES["all"]
 
 
 class Evidence(NamedTuple):
-    """What a step has run if a part did: the backward of its autograd functions, once for every
-    module that the part fuses (a forward may run twice), and on a GPU its kernels, as often or
-    more.
+    """What a step has run if a part did: the backward of its autograd functions, for every module
+    that the part fuses (a forward may run twice), and on a GPU its kernels, as often or more.
 
+    functions: their names, and for how many of these modules each stands.
     kernels: their names, or what is in the name of each that may be the one.
     without_backward: how many of the modules have none: nothing before the first norm is trained.
     twice_in: the name, within its layer, of a module that runs the function twice.
     """
 
-    functions: tuple[str, ...] = ()
+    functions: dict[str, int]
     kernels: tuple[str, ...] = ()
     without_backward: int = 0
     twice_in: str = ""
 
 
 EVIDENCE = {  # by fused part, and for a library as a whole
-    "mlp": Evidence(("LoRA_MLPBackward",), ("_swiglu_forward_kernel", "_swiglu_backward_kernel")),
-    "attention": Evidence(("LoRA_QKVBackward", "LoRA_WBackward")),
-    "rope": Evidence(("RoPEBackward",), ("_rope_kernel",)),
+    "mlp": Evidence({"LoRA_MLPBackward": 1}, ("_swiglu_forward_kernel", "_swiglu_backward_kernel")),
+    # with rope, one function for q, k, v and o
+    "attention": Evidence(
+        {"LoRA_QKVBackward": 1, "LoRA_WBackward": 1, "LoRA_AttentionBackward": 2}
+    ),
+    "rope": Evidence({"RoPEBackward": 1, "LoRA_AttentionBackward": 1}, ("_rope_kernel",)),
     "rms_norm": Evidence(
-        ("RMSNormBackward", "AddRMSNormBackward"),
+        {"RMSNormBackward": 1, "AddRMSNormBackward": 1},
         ("_rms_norm_forward_kernel", "_rms_norm_backward_kernel"),
         without_backward=1,
     ),
-    "cross_entropy": Evidence(("LinearCrossEntropyBackward",), ("_cross_entropy_kernel",)),
+    "cross_entropy": Evidence({"LinearCrossEntropyBackward": 1}, ("_cross_entropy_kernel",)),
     # q, k and v; o; and of an MLP gate and up, then down. Its products are the library's kernels
-    "bordered": Evidence(("BorderedLinearBackward",), twice_in="mlp"),
+    "bordered": Evidence({"BorderedLinearBackward": 1}, twice_in="mlp"),
     "layer": Evidence(
-        ("DecoderLayerBackward",),
+        {"DecoderLayerBackward": 1},
         ("_add_adapted_kernel", "_rope_kernel", "_swiglu_forward_product_kernel",
          "_swiglu_backward_products_kernel", "_rms_norm_forward_kernel",
          "_rms_norm_backward_kernel"),
     ),
-    "checkpoint": Evidence(),
-    "unsloth": Evidence(kernels=("_fg_kernel", "_rms_layernorm_forward", "_rope_embedding_QK")),
-    "liger": Evidence(kernels=("_swiglu_forward_kernel", "_rms_norm_forward_kernel")),
+    "checkpoint": Evidence({}),
+    "unsloth": Evidence({}, ("_fg_kernel", "_rms_layernorm_forward", "_rope_embedding_QK")),
+    "liger": Evidence({}, ("_swiglu_forward_kernel", "_rms_norm_forward_kernel")),
 }  # fmt: skip
 
 PACKAGES = {"liger": "liger_kernel", "unsloth": "unsloth"}

@@ -14,6 +14,7 @@ published by Unsloth (unsloth/kernels/fast_lora.py), which leaves its QKV off wh
 has a bias, as in Qwen2.5; these are written from the equations above and overwrite nothing.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -69,7 +70,7 @@ class LoRA_W(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, A, B, frozen):
-        _check("LoRA_W", ("",), x, (A, B), [frozen])
+        check_layers("LoRA_W", ("",), x, (A, B), [frozen])
         (output,) = _forward(ctx, x, (A, B), [frozen])
         return output
 
@@ -130,7 +131,7 @@ class LoRA_QKV(torch.autograd.Function):
         adapters = (q_A, q_B, k_A, k_B, v_A, v_B)
         # three weights, three biases, three scales
         layers = [FrozenLinear(*frozen[i::3]) for i in range(3)]
-        _check("LoRA_QKV", ("q_", "k_", "v_"), x, adapters, layers)
+        check_layers("LoRA_QKV", ("q_", "k_", "v_"), x, adapters, layers)
         return _forward(ctx, x, adapters, layers)
 
     @staticmethod
@@ -195,19 +196,24 @@ def _backward(ctx, name: str, *grad_outputs: Tensor | None) -> tuple[Tensor | No
     return grad_x, *gradients
 
 
-def _check(
+def check_layers(
     name: str,
     prefixes: tuple[str, ...],
     x: Tensor,
-    adapters: tuple[Tensor, ...],
-    layers: list[FrozenLinear],
+    adapters: Sequence[Tensor],
+    layers: Sequence[FrozenLinear],
+    in_features: int | None = None,
 ) -> None:
-    """Raise ValueError where shapes or dtypes do not fit together, naming the tensor."""
-    in_features = layers[0].weight.shape[1]
-    if x.ndim == 0 or x.shape[-1] != in_features:
-        raise ValueError(
-            f"{name}: x is {list(x.shape)}, its last dimension should be {in_features}"
-        )
+    """Raise ValueError where shapes or dtypes do not fit together, naming the tensor.
+
+    x: what they are computed from, or with in_features another tensor of its dtype and place.
+    """
+    if in_features is None:
+        in_features = layers[0].weight.shape[1]
+        if x.ndim == 0 or x.shape[-1] != in_features:
+            raise ValueError(
+                f"{name}: x is {list(x.shape)}, its last dimension should be {in_features}"
+            )
     dtype = compute_dtype(x)
     for prefix, A, B, layer in zip(prefixes, adapters[::2], adapters[1::2], layers, strict=True):
         out_features, r = layer.weight.shape[0], A.shape[0]

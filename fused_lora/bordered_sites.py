@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fused_mlp.utils import compute_dtype
 
@@ -220,17 +218,8 @@ def _why_not_parts(layer: Any) -> str | None:
                 return f"{name}: its weight is wrapped ({type(part.weight).__name__})"
             if part.weight.requires_grad:
                 return f"{name}: its weight is trainable"
-    if "q_norm" in attention._modules:
-        return "self_attn: it normalises q and k"
-    implementation = attention.config._attn_implementation
-    if implementation != "sdpa":
-        return f"self_attn: its attention is {implementation}, not sdpa"
-    if ALL_ATTENTION_FUNCTIONS["sdpa"] is not sdpa_attention_forward:
-        return "self_attn: its attention is registered as sdpa, but is not transformers' own"
-    if attention.attention_dropout and attention.training:
-        return f"self_attn: attention_dropout is {attention.attention_dropout}"
-    if not attention.is_causal:
-        return "self_attn: it is not causal"
+    if (reason := layer_sites.why_not_sdpa(attention)) is not None:
+        return f"self_attn: {reason}"
     if (reason := _why_not_activation(mlp)) is not None:
         return f"mlp: {reason}"
     return None
@@ -282,17 +271,10 @@ def _why_not_inputs(
     layer: Any, hidden: Tensor, mask, past_key_values, position_embeddings, options: dict
 ) -> str | None:
     """Why what a layer is called with keeps it from running fused."""
-    if past_key_values is not None:
-        return "it was given past_key_values; in training, set model.config.use_cache = False"
+    if (reason := layer_sites.why_not_inputs(mask, past_key_values, options)) is not None:
+        return reason
     if position_embeddings is None:
         return "it was given no position_embeddings"
-    if mask is not None and (not isinstance(mask, Tensor) or mask.requires_grad):
-        return "its attention_mask is not a tensor, or requires a gradient"
-    if options.get("is_causal") is False:
-        return "it was given is_causal=False"
-    for name in ("position_bias", "output_attentions"):
-        if options.get(name) not in (None, False):
-            return f"it was given {name}"
     dtype = layer.input_layernorm.weight.dtype
     if hidden.dtype != dtype or compute_dtype(hidden) != dtype:
         return (

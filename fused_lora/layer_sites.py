@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fused_mlp import FrozenMLP, LoRA_MLP
 
 from .attention import FrozenLinear, FrozenQKV, LoRA_QKV, LoRA_W
-from .projection import read_projection, why_call
+from .lora_attention import FrozenAttention, LoRA_Attention
+from .projection import Projection, read_projection, why_call
 from .recompute import is_recomputing
 from .rms_norm import add_rms_norm, rms_norm
 from .rope import rope
@@ -103,8 +105,21 @@ def attention_forward(
     past_key_values=None,
     **options,
 ):
-    """The four families' own forward, with its q, k and v and its rotary embedding fused or not."""
+    """The four families' own forward, with its q, k and v and its rotary embedding fused or not; or
+    all of it as one function, where it is asked for both and may."""
     operands = read_qkv(attention) if "attention" in parts else "not asked for"
+    if not isinstance(operands, str) and "rope" in parts:
+        o = _read_rest(attention, attention_mask, past_key_values, options)
+        if not isinstance(o, str):
+            *adapters, frozen_qkv = operands
+            frozen = FrozenAttention(
+                frozen_qkv, FrozenLinear(o.weight, o.bias, o.scaling),
+                attention.head_dim, attention.scaling,
+            )  # fmt: skip
+            output = LoRA_Attention.apply(
+                hidden_states, *position_embeddings, attention_mask, *adapters, o.A, o.B, frozen
+            )
+            return output, None
     if isinstance(operands, str):
         q, k, v = (
             getattr(attention, name)(hidden_states) for name in ("q_proj", "k_proj", "v_proj")
@@ -116,6 +131,47 @@ def attention_forward(
         attention, parts, q.view(by_head), k.view(by_head), v.view(by_head),
         position_embeddings, attention_mask, past_key_values, **options,
     )  # fmt: skip
+
+
+def _read_rest(attention: Any, mask, past_key_values, options: dict) -> Projection | str:
+    """What o of an attention is, whose q, k and v are fused, if all between them may be, too."""
+    if torch.compiler.is_compiling():
+        return "torch.compile has its own"
+    reason = why_not_sdpa(attention) or why_not_inputs(mask, past_key_values, options)
+    if reason is not None:
+        return reason
+    o = attention.o_proj
+    return read_output(o) if "attention" in parts_of(o) else "its o runs by itself"
+
+
+def why_not_sdpa(attention: Any) -> str | None:
+    """Why what this attention does with q, k and v is not causal scaled_dot_product_attention."""
+    if "q_norm" in attention._modules:
+        return "it normalises q and k"
+    implementation = attention.config._attn_implementation
+    if implementation != "sdpa":
+        return f"its attention is {implementation}, not sdpa"
+    if ALL_ATTENTION_FUNCTIONS["sdpa"] is not sdpa_attention_forward:
+        return "its attention is registered as sdpa, but is not transformers' own"
+    if attention.attention_dropout and attention.training:
+        return f"attention_dropout is {attention.attention_dropout}"
+    if not attention.is_causal:
+        return "it is not causal"
+    return None
+
+
+def why_not_inputs(mask, past_key_values, options: dict) -> str | None:
+    """Why what an attention, or its layer, is called with is more than tensors to attend to."""
+    if past_key_values is not None:
+        return "it was given past_key_values; in training, set model.config.use_cache = False"
+    if mask is not None and (not isinstance(mask, Tensor) or mask.requires_grad):
+        return "its attention_mask is not a tensor, or requires a gradient"
+    if options.get("is_causal") is False:
+        return "it was given is_causal=False"
+    for name in ("position_bias", "output_attentions"):
+        if options.get(name) not in (None, False):
+            return f"it was given {name}"
+    return None
 
 
 def attend(

@@ -1,14 +1,16 @@
 """RoPE on [q | k | v], the rows that one product of all three writes and one takes gradients of.
 
     rope_forward     q and k turned where they lie
+    rope_together    [q | k | v], q and k turned, from three tensors
     rope_backward    [grad_q | grad_k | grad_v], q and k turned back, from three tensors
 
-(`rope.py` has the mathematics, and turns the heads.) So the kernel that turns the gradients back is
-also the one that puts them side by side, from whatever layout attention's backward left them in.
+(`rope.py` has the mathematics, and turns the heads.) So the kernel that turns three tensors is also
+the one that puts them side by side, from whatever layout products or attention's backward left them
+in.
 
-Traffic: q and k are read and written once, and backward v too. Arithmetic is fp32 and rounds once,
-at the store. Deterministic. `rope_forward` writes over what it reads: it is for a buffer that the
-caller made and has shown to nobody.
+Traffic: q and k are read and written once, and of three tensors v too. Arithmetic is fp32 and
+rounds once, at the store. Deterministic. `rope_forward` writes over what it reads: it is for a
+buffer that the caller made and has shown to nobody.
 """
 
 import triton
@@ -109,40 +111,69 @@ def rope_forward(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: in
     _turn(by_head[:, : heads + kv_heads], None, None, cos, sin, qkv)
 
 
-def rope_backward(
-    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor, grad_qkv: Tensor
-) -> None:
-    """Write the gradient of what `rope_forward` was given into grad_qkv.
+def rope_together(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, qkv: Tensor) -> None:
+    """Write q and k, turned by the angles of their positions, and v side by side into qkv.
 
-    Equivalent PyTorch: ``torch.autograd.grad((q, k, v), qkv, (grad_q, grad_k, grad_v))[0]``, q and
-    k being turned, where grad_q is [batch, heads, positions, head_dim] and grad_k and grad_v are
-    [batch, kv_heads, positions, head_dim]. They may lie in any order; what has no elements of a
-    head side by side is copied first.
+    Equivalent PyTorch, for `rope` of rope.py::
+
+        parts = split_heads(qkv, positions, heads, kv_heads)
+        for part, x in zip(parts, (*rope(q, k, cos, sin), v)):
+            part.copy_(x)
+
+    q is [batch, heads, positions, head_dim], k and v are [batch, kv_heads, positions, head_dim].
+    They may lie in any order; what has no elements of a head side by side is copied first. All else
+    is as for `rope_forward`.
 
     Raises:
         ValueError: as `rope_forward`.
     """
-    name = "rope_backward"
-    check_rows(name, _rope_kernel, grad_qkv.shape, grad_qkv=grad_qkv)
-    (_, heads, _, head_dim), kv_heads = grad_q.shape, grad_k.shape[1]
-    batch = batch_of(name, grad_qkv, cos, sin, heads, kv_heads)
+    _turn_together("rope_together", ("q", "k", "v"), (q, k, v), cos, sin, qkv, backward=False)
+
+
+def rope_backward(
+    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor, grad_qkv: Tensor
+) -> None:
+    """Write the gradient of what `rope_forward` or `rope_together` was given into grad_qkv.
+
+    Equivalent PyTorch: ``torch.autograd.grad((q, k, v), qkv, (grad_q, grad_k, grad_v))[0]``, q and
+    k being turned. The gradients are as q, k and v for `rope_together`.
+
+    Raises:
+        ValueError: as `rope_forward`.
+    """
+    gradients = grad_q, grad_k, grad_v
+    names = "grad_q", "grad_k", "grad_v"
+    _turn_together("rope_backward", names, gradients, cos, sin, grad_qkv, backward=True)
+
+
+def _turn_together(
+    name: str,
+    keys: tuple[str, str, str],
+    parts: tuple[Tensor, Tensor, Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    qkv: Tensor,
+    backward: bool,
+) -> None:
+    check_rows(name, _rope_kernel, qkv.shape, qkv=qkv)
+    (_, heads, _, head_dim), kv_heads = parts[0].shape, parts[1].shape[1]
+    batch = batch_of(name, qkv, cos, sin, heads, kv_heads)
     positions = cos.shape[1]
-    for key, gradient, count in (
-        ("grad_q", grad_q, heads), ("grad_k", grad_k, kv_heads), ("grad_v", grad_v, kv_heads)
-    ):  # fmt: skip
-        if gradient.shape != (batch, count, positions, head_dim):
+    for key, part, count in zip(keys, parts, (heads, kv_heads, kv_heads), strict=True):
+        if part.shape != (batch, count, positions, head_dim):
             raise ValueError(
-                f"{name}: {key} is {list(gradient.shape)}, should be "
+                f"{name}: {key} is {list(part.shape)}, should be "
                 f"{[batch, count, positions, head_dim]}"
             )
-        check_alike(name, key, gradient, grad_qkv)
-    _turn(grad_q, grad_k, grad_v, cos, sin, grad_qkv)
+        check_alike(name, key, part, qkv)
+    _turn(*parts, cos, sin, qkv, backward)
 
 
 def _turn(
-    q: Tensor, k: Tensor | None, v: Tensor | None, cos: Tensor, sin: Tensor, qkv: Tensor
-) -> None:
-    """Write q, turned, or with k and v all three, q and k turned back, side by side into qkv."""
+    q: Tensor, k: Tensor | None, v: Tensor | None, cos: Tensor, sin: Tensor, qkv: Tensor,
+    backward: bool = False,
+) -> None:  # fmt: skip
+    """Write q, turned, or with k and v all three, q and k turned, side by side into qkv."""
     batch, heads, positions, head_dim = q.shape
     kv_heads, half = 0 if k is None else k.shape[1], head_dim // 2
     if batch * positions == 0:
@@ -158,7 +189,7 @@ def _turn(
             *strides[0][:3], *strides[1][:3], *strides[2][:3],
             0 if cos.shape[0] == 1 else cos.stride(0),
             qkv.stride(0),
-            v is not None,
+            backward,
             heads, kv_heads, half, block_heads, next_power_of_2(max(kv_heads, 1)), block_half,
             # 8 bf16 values of each half, one 16-byte load, per thread, and of a tile that its heads
             # do not fill up to twice as many

@@ -101,9 +101,9 @@ RAN = Profile(
 @pytest.fixture(autouse=True)
 def evidence(monkeypatch):
     made_up = {
-        "mlp": Evidence(("MLPBackward",), ("_forward_kernel", "_backward_kernel")),
-        "qkv": Evidence(("QKVBackward",), ()),
-        "library": Evidence((), ("_theirs",)),
+        "mlp": Evidence({"MLPBackward": 1}, ("_forward_kernel", "_backward_kernel")),
+        "qkv": Evidence({"QKVBackward": 1, "BothBackward": 2}, ()),
+        "library": Evidence({}, ("_theirs",)),
     }
     monkeypatch.setattr(audit, "EVIDENCE", made_up)
 
@@ -136,6 +136,13 @@ def test_a_part_is_counted_by_its_own_modules():
     """One module runs qkv fused: one run is enough for it, whatever the MLPs need."""
     assert not_run(("qkv",)) is None
     assert not_run(("qkv",), modules=[*MODULES, "layers.1.self_attn: qkv"]) is not None
+
+
+def test_a_function_may_stand_for_several_modules():
+    both = Profile(functions_seen={"BothBackward": 1})
+    for count, enough in ((2, True), (3, False)):
+        modules = [f"layers.{i}.self_attn: qkv" for i in range(count)]
+        assert (not_run(("qkv",), both, modules) is None) is enough
 
 
 def test_a_kernel_that_was_not_launched_is_told_on_a_gpu():
@@ -181,7 +188,7 @@ def test_of_a_graph_the_kernels_are_counted():
 @pytest.mark.parametrize(("ran", "enough"), [(4, True), (3, False)])
 def test_a_module_may_run_its_function_twice(ran, enough, monkeypatch):
     """As many modules as runs would let half of an MLP go missing."""
-    monkeypatch.setitem(audit.EVIDENCE, "bordered", Evidence(("Backward",), twice_in="mlp"))
+    monkeypatch.setitem(audit.EVIDENCE, "bordered", Evidence({"Backward": 1}, twice_in="mlp"))
     modules = [
         *("layers.0.self_attn: bordered", "layers.0.self_attn.o_proj: bordered"),
         *("layers.0.mlp: bordered", "layers.0.mlp: mlp", "layers.0.premlp: rope"),

@@ -16,6 +16,7 @@ import fused_lora.causal_attention
 import fused_lora.causal_attention_backward
 import fused_lora.cross_entropy
 import fused_lora.decoder_layer
+import fused_lora.lora_attention
 import fused_lora.qkv_rope
 import fused_lora.residual_kernels
 import fused_lora.rms_norm
@@ -34,8 +35,8 @@ from weights import materialize, resolve
 
 MODULES = {  # where a part's functions and kernels are
     "mlp": (fused_mlp.fast_lora, fused_mlp.swiglu),
-    "attention": (fused_lora.attention,),
-    "rope": (fused_lora.rope,),
+    "attention": (fused_lora.attention, fused_lora.lora_attention),
+    "rope": (fused_lora.rope, fused_lora.lora_attention),
     "rms_norm": (fused_lora.rms_norm,),
     "cross_entropy": (fused_lora.cross_entropy,),
     "bordered": (fused_lora.bordered_linear,),

@@ -6,7 +6,7 @@ from reference import assert_within_budget, random
 from rope_case import NAMES, SIZES, assert_equal, double, eager, make, run
 
 from fused_lora.launching import DTYPES
-from fused_lora.qkv_rope import rope_backward, rope_forward, split_heads
+from fused_lora.qkv_rope import rope_backward, rope_forward, rope_together, split_heads
 from fused_lora.rows import empty_rows
 
 
@@ -59,6 +59,19 @@ def test_cos_and_sin_need_no_equal_halves(device):
         assert_within_budget(*row)
 
 
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_three_tensors_are_turned_as_they_are_side_by_side(dtype, size, device):
+    (q, k, cos, sin), _ = make(size, dtype=dtype, device=device)
+    v = 2 * k
+    want = side_by_side(q, k, v)
+    rope_forward(want, cos, sin, q.shape[1], k.shape[1])
+    for layout in LAYOUTS.values():
+        got = torch.full_like(want, 7.0)
+        assert rope_together(*map(layout, (q, k, v)), cos, sin, got) is None
+        assert torch.equal(got, want)
+
+
 LAYOUTS = {
     "by head": torch.clone,
     "within wider rows": lambda t: by_token(torch.cat((t, t), dim=1))[:, t.shape[1] :],
@@ -85,9 +98,9 @@ def test_no_tokens_are_no_error(device):
     qkv = torch.empty(0, 4 * 6, device=device)
     cos = torch.ones(1, 5, 6, device=device)
     rope_forward(qkv, cos, cos, 2, 1)
-    rope_backward(*(
-        torch.empty(0, heads, 5, 6, device=device) for heads in (2, 1, 1)
-    ), cos, cos, qkv)  # fmt: skip
+    three = [torch.empty(0, heads, 5, 6, device=device) for heads in (2, 1, 1)]
+    rope_together(*three, cos, cos, qkv)
+    rope_backward(*three, cos, cos, qkv)
 
 
 def test_what_does_not_fit_is_a_value_error(device):
@@ -112,3 +125,5 @@ def test_what_does_not_fit_is_a_value_error(device):
     ):
         with pytest.raises(ValueError, match=message):
             rope_backward(*bad)
+        with pytest.raises(ValueError, match=message.removeprefix("grad_")):
+            rope_together(*bad)

@@ -1,0 +1,212 @@
+"""LoRA_Attention: attention with its four projections as one autograd function, backward by hand.
+
+Forward, for x [T, in], RoPE's angles, and the frozen W, bias b, adapters A, B and scale s of each
+projection, in the order of execution:
+
+    z       = x [Aq; Ak; Av]'                      [T, r of all]
+    q, k, v = x W' + b + s z B'                    each its own
+    qkv     = [RoPE(q) | RoPE(k) | v]              in one pass
+    a       = attention(qkv)                       `qkv_attention.py`
+    output  = a Wo' + bo + so (a Ao') Bo'
+
+Backward, for the incoming g:
+
+    da      = so g Bo Ao + g Wo                    and dAo, dBo
+    dqkv    = attention's backward, turned back    in one go up to 512 positions
+    dx      = dz [Aq; Ak; Av] + dq Wq + dk Wk + dv Wv, and all dA, dB
+
+with the equations of `fused_mlp/utils.py` for both groups of projections. It computes what
+LoRA_QKV, RoPE, scaled_dot_product_attention and LoRA_W do one after the other, in as many products,
+without what lies between them on the host: three functions and eight views that autograd follows.
+Nor does RoPE's backward pass over q and k once more, where attention's backward is ours.
+
+Of [T, ...] tensors it keeps x, z, qkv, a, a Ao' and what attention saves. Where checkpointing runs
+a layer again and has somewhere to keep them (`recompute.once`), neither attention nor its output's
+product runs a second time.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fused_mlp.utils import (
+    Group,
+    adapter_gradients,
+    cast_adapters,
+    compute_dtype,
+    input_gradient,
+    matmul_lora,
+    without_autocast,
+)
+
+from .attention import FrozenLinear, FrozenQKV, check_layers
+from .qkv_attention import Attention, attention_backward, attention_forward
+from .qkv_rope import rope_together
+from .recompute import once
+
+
+class FrozenAttention(NamedTuple):
+    """What LoRA_Attention needs and does not train."""
+
+    qkv: FrozenQKV
+    o: FrozenLinear
+    head_dim: int
+    scaling: float  # of the scores
+
+
+class LoRA_Attention(torch.autograd.Function):
+    """``LoRA_Attention.apply(x, cos, sin, mask, *adapters, frozen)``: all of an attention.
+
+    Equivalent PyTorch, with LoRA_QKV and LoRA_W of attention.py::
+
+        q, k, v = LoRA_QKV.apply(x, *adapters[:6], frozen.qkv)
+        q, k, v = (t.unflatten(-1, (-1, frozen.head_dim)).transpose(1, 2) for t in (q, k, v))
+        q, k = rope(q, k, cos, sin)
+        attended = F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=mask is None, scale=frozen.scaling, enable_gqa=True)
+        output = LoRA_W.apply(attended.transpose(1, 2).flatten(2), *adapters[6:], frozen.o)
+
+    Args:
+        x: [batch, positions, in], bf16, fp16 or fp32, of any strides, batch 0 included.
+        cos, sin: [batch or 1, positions, head_dim], as rope's. They get no gradient.
+        mask: None, for causal attention, or what scaled_dot_product_attention takes. Likewise.
+        adapters: A [r, in] and B [out, r] of q, k, v and o, 8 tensors of any r and any dtype, as
+            for LoRA_W.
+        frozen: base weights and biases as for LoRA_QKV and LoRA_W, head_dim, and the scale.
+
+    Returns:
+        [batch, positions, out of o] in the dtype of the computation, which is autocast's where
+        autocast is on and else x's. Gradients come in the dtype of what they belong to, and only
+        for what `requires_grad` asks for.
+
+    Saved for backward: what the file's docstring lists, cos, sin, mask, and the adapters and the
+    weights in the dtype of the computation. No input, no incoming gradient and no saved tensor is
+    written, so x may have other consumers and a second backward through a retained graph is right.
+    Deterministic where attention's backward is. Not twice differentiable.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit, or a base weight, a bias, cos or sin requires a
+            gradient.
+        RuntimeError: from backward, under create_graph=True.
+    """
+
+    @staticmethod
+    def forward(ctx, x, cos, sin, mask, *operands):
+        *adapters, frozen = operands
+        layers = [FrozenLinear(*frozen.qkv[i::3]) for i in range(3)]
+        _check(x, cos, sin, adapters, layers, frozen)
+        ctx.dtypes = [t.dtype for t in (x, *adapters)]
+        ctx.scalings = [layer.scaling for layer in (*layers, frozen.o)]
+
+        # all in autocast's own dtype where it is on, so that it finds nothing to cast below
+        dtype = compute_dtype(x)
+        x = x.to(dtype)
+        batch, positions, _ = x.shape
+        rows = x.reshape(batch * positions, x.shape[2])
+        A, B = cast_adapters(adapters[:6], dtype)
+        o_A, (o_B,) = cast_adapters(adapters[6:], dtype)
+        weights = [layer.weight.to(dtype) for layer in (*layers, frozen.o)]
+        biases = [
+            None if layer.bias is None else layer.bias.to(dtype) for layer in (*layers, frozen.o)
+        ]
+
+        z = rows @ A.t()
+        z_of_each = z.split_with_sizes([one.shape[1] for one in B], 1)
+        of_projections = [
+            matmul_lora(rows, weight, columns, one_B, layer.scaling, bias)
+            for layer, weight, columns, one_B, bias in zip(
+                layers, weights[:3], z_of_each, B, biases[:3], strict=True
+            )
+        ]
+        q, k, v = (
+            t.view(batch, positions, t.shape[1] // frozen.head_dim, frozen.head_dim).transpose(1, 2)
+            for t in of_projections
+        )
+        qkv = rows.new_empty(len(rows), sum(t.shape[1] for t in of_projections))
+        rope_together(q, k, v, cos, sin, qkv)
+        heads, kv_heads = q.shape[1], k.shape[1]
+        del of_projections, q, k, v
+
+        def attend() -> tuple:
+            attention = Attention(positions, heads, kv_heads, frozen.scaling)
+            attended, saved, attention = attention_forward(qkv, mask, attention)
+            z_o = attended @ o_A.t()
+            # not a view itself, or autograd would forbid to change it in place
+            output = rows.new_empty(batch, positions, weights[3].shape[0])
+            matmul_lora(attended, weights[3], z_o, o_B, frozen.o.scaling, biases[3], out=output)
+            return output, attended, z_o, attention, *saved
+
+        output, attended, z_o, ctx.attention, *attention_saved = once(attend)
+        # x itself and not its rows: a view made in here hides from autograd whose memory it is
+        ctx.save_for_backward(
+            x, cos, sin, mask, z, qkv, attended, z_o, A, *B, o_A, o_B, *weights, *attention_saved
+        )
+        return output
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        # see LoRA_W's for why not once_differentiable
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "LoRA_Attention is not twice differentiable: call backward without "
+                "create_graph=True, or use the unfused attention"
+            )
+        x, cos, sin, mask, z, qkv, attended, z_o, A, *others = ctx.saved_tensors
+        B, (o_A, o_B), weights, attention_saved = others[:3], others[3:5], others[5:9], others[9:]
+        of_qkv = Group(weights[:3], A, B, ctx.scalings[:3])
+        of_o = Group(weights[3:], o_A, [o_B], ctx.scalings[3:])
+        need_x, _, _, _, *needs, _ = ctx.needs_input_grad
+        dtype_of_x, *dtypes = ctx.dtypes
+        need_qkv = need_x or any(needs[:6])
+
+        with without_autocast(x):
+            grad = grad_output.reshape(-1, grad_output.shape[-1]).to(x.dtype)
+            grad_attended, grad_z = input_gradient(of_o, [grad], need_qkv, needs[6:7])
+            grads_o = adapter_gradients(of_o, attended, z_o, [grad], grad_z, needs[6:], dtypes[6:])
+            if grad_attended is None:
+                return None, None, None, None, *[None] * 6, *grads_o, None
+            grad_qkv = torch.empty_like(qkv)
+            attention_backward(
+                grad_attended, qkv, cos, sin, mask, attended, attention_saved, ctx.attention,
+                grad_qkv,
+            )  # fmt: skip
+            del grad_attended
+            grads = grad_qkv.split_with_sizes([weight.shape[0] for weight in of_qkv.weights], 1)
+            grad_x, grad_z = input_gradient(of_qkv, grads, need_x, needs[:6:2])
+            rows = x.reshape(-1, x.shape[-1])
+            grads_qkv = adapter_gradients(of_qkv, rows, z, grads, grad_z, needs[:6], dtypes[:6])
+        if grad_x is not None:
+            grad_x = grad_x.view(x.shape).to(dtype_of_x)
+        return grad_x, None, None, None, *grads_qkv, *grads_o, None
+
+
+def _check(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    adapters: list[Tensor],
+    layers: list[FrozenLinear],
+    frozen: FrozenAttention,
+) -> None:
+    """Raise ValueError where shapes or dtypes do not fit together, naming the tensor."""
+    name = "LoRA_Attention"
+    if len(adapters) != 8:
+        raise ValueError(
+            f"{name}: {len(adapters)} adapter tensors given, should be 8: A and B of q, k, v and o"
+        )
+    if x.ndim != 3:
+        raise ValueError(f"{name}: x is {list(x.shape)}, should be [batch, positions, in]")
+    if cos.requires_grad or sin.requires_grad:
+        raise ValueError(
+            f"{name}: cos or sin requires a gradient, which it would not get: detach them, or use "
+            "the unfused attention"
+        )
+    check_layers(name, ("q_", "k_", "v_"), x, adapters[:6], layers)
+    q, k, v = (layer.weight.shape[0] for layer in layers)
+    if k != v or any(out % frozen.head_dim for out in (q, k)):
+        raise ValueError(
+            f"{name}: q, k and v have {q}, {k} and {v} features, should be heads of "
+            f"{frozen.head_dim}, as many for k as for v"
+        )
+    check_layers(name, ("o_",), x, adapters[6:], [frozen.o], in_features=q)
