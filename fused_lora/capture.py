@@ -1,5 +1,6 @@
 """What a captured training step (`graph.py`) asks of CUDA: a stream, a memory pool, a capture."""
 
+import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,12 +36,25 @@ class Cuda:
         graph = torch.cuda.CUDAGraph()
         mode = "thread_local"  # a data loader's thread may pin memory meanwhile
         capture = torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode=mode)
-        with capture, _no_wait_for_the_device():
+        with capture, _no_garbage_collection(), _no_wait_for_the_device():
             result = body()
         return graph.replay, result
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Garbage may be an older step, whose graph CUDA does not destroy while it captures one: it
+    breaks the capture instead (torch 2.11)."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager

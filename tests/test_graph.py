@@ -1,4 +1,5 @@
 import copy
+import gc
 from functools import partial
 
 import pytest
@@ -325,3 +326,27 @@ def test_pytorch_works_after_a_failed_capture(device):
     for seed in range(EAGER_CALLS + 2):
         assert step(**batch(seed)).isfinite()
     assert captured(step) == 1
+
+
+@pytest.mark.gpu
+def test_garbage_with_a_graph_in_it_does_not_break_a_capture(device):
+    """An older step that has to be collected, and a collection at every allocation of an object."""
+    older = tiny(device)
+    step = graphed(older, adamw(older))
+    for seed in range(EAGER_CALLS + 1):
+        step(**batch(seed))
+    assert captured(step) == 1
+    model = tiny(device)
+    newer = graphed(model, adamw(model))
+    for seed in range(EAGER_CALLS):
+        newer(**batch(seed))
+    gc.collect()
+    step.itself = step
+    thresholds = gc.get_threshold()
+    del step, older
+    gc.set_threshold(1, 1, 1)
+    try:
+        assert newer(**batch(2)).isfinite()
+    finally:
+        gc.set_threshold(*thresholds)
+    assert captured(newer) == 1 and gc.isenabled()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from reference import assert_within_budget, random
+from reference import assert_within_budget, random, relative_error
 from rope_case import NAMES, SIZES, assert_equal, double, eager, make, run
 
 from fused_lora.launching import DTYPES
@@ -69,7 +69,8 @@ def test_three_tensors_are_turned_as_they_are_side_by_side(dtype, size, device):
     for layout in LAYOUTS.values():
         got = torch.full_like(want, 7.0)
         assert rope_together(*map(layout, (q, k, v)), cos, sin, got) is None
-        assert torch.equal(got, want)
+        # in fp32 a GPU's compiler may round a product before it is added to, or not
+        assert relative_error(got, want) <= torch.finfo(torch.float32).eps
 
 
 LAYOUTS = {
