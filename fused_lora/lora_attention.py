@@ -20,9 +20,7 @@ LoRA_QKV, RoPE, scaled_dot_product_attention and LoRA_W do one after the other, 
 without what lies between them on the host: three functions and eight views that autograd follows.
 Nor does RoPE's backward pass over q and k once more, where attention's backward is ours.
 
-Of [T, ...] tensors it keeps x, z, qkv, a, a Ao' and what attention saves. Where checkpointing runs
-a layer again and has somewhere to keep them (`recompute.once`), neither attention nor its output's
-product runs a second time.
+Of [T, ...] tensors it keeps x, z, qkv, a, a Ao' and what attention saves.
 """
 
 from typing import NamedTuple
@@ -43,7 +41,6 @@ from fused_mlp.utils import (
 from .attention import FrozenLinear, FrozenQKV, check_layers
 from .qkv_attention import Attention, attention_backward, attention_forward
 from .qkv_rope import rope_together
-from .recompute import once
 
 
 class FrozenAttention(NamedTuple):
@@ -128,16 +125,12 @@ class LoRA_Attention(torch.autograd.Function):
         heads, kv_heads = q.shape[1], k.shape[1]
         del of_projections, q, k, v
 
-        def attend() -> tuple:
-            attention = Attention(positions, heads, kv_heads, frozen.scaling)
-            attended, saved, attention = attention_forward(qkv, mask, attention)
-            z_o = attended @ o_A.t()
-            # not a view itself, or autograd would forbid to change it in place
-            output = rows.new_empty(batch, positions, weights[3].shape[0])
-            matmul_lora(attended, weights[3], z_o, o_B, frozen.o.scaling, biases[3], out=output)
-            return output, attended, z_o, attention, *saved
-
-        output, attended, z_o, ctx.attention, *attention_saved = once(attend)
+        attention = Attention(positions, heads, kv_heads, frozen.scaling)
+        attended, attention_saved, ctx.attention = attention_forward(qkv, mask, attention)
+        z_o = attended @ o_A.t()
+        # not a view itself, or autograd would forbid to change it in place
+        output = rows.new_empty(batch, positions, weights[3].shape[0])
+        matmul_lora(attended, weights[3], z_o, o_B, frozen.o.scaling, biases[3], out=output)
         # x itself and not its rows: a view made in here hides from autograd whose memory it is
         ctx.save_for_backward(
             x, cos, sin, mask, z, qkv, attended, z_o, A, *B, o_A, o_B, *weights, *attention_saved
