@@ -46,7 +46,8 @@ def is_recomputing() -> bool:
 def once(function: Callable[[], tuple], is_small: bool = False) -> tuple:
     """``function()``, of which a `recomputed` forward that has a `keep` keeps the result, so that
     its second run does not call it. For what is dearer to compute than to keep; what `is_small`
-    every `recomputed` forward keeps, and as it is."""
+    every `recomputed` forward keeps, and as it is. Not for what an autograd function returns:
+    others may change that in place, and what is kept as it is would keep its own graph alive."""
     runs = _runs()
     keep = STAYS if is_small else runs[-1].keep if runs else None
     if not runs or keep is None or torch.compiler.is_compiling():
