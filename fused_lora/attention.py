@@ -7,7 +7,7 @@ nothing: the frozen product adds them as it stores.
 
 Of the same layers in PEFT autograd keeps a copy of x for each, where adapters are fp32, and the
 three x A'. This keeps x and z = x A', which at 3r columns is cheaper to keep than to compute again:
-that would read all of x.
+that would read all of x. (`lora_attention.py` has both and what lies between them as one function.)
 
 LoRA: Hu et al., arXiv 2106.09685. LoRA's QKV and single layers as autograd functions were first
 published by Unsloth (unsloth/kernels/fast_lora.py), which leaves its QKV off where a projection

@@ -25,7 +25,7 @@ class Fusion:
 
     mlp: gate, up, SwiGLU and down with their adapters as one autograd function (`fused_mlp`).
     attention: q, k and v with their adapters as one autograd function, o as another.
-    rope: the rotary embedding of q and k in one kernel.
+    rope: the rotary embedding of q and k in one kernel; with attention, all of it is one function.
     rms_norm: every RMSNorm as one kernel, with the residual's addition where one stands before it.
     cross_entropy: the loss without logits, in training with labels (`output.logits` is None).
     bordered: q, k and v; o; gate and up; down: each of the four as one product with its adapters in

@@ -1,112 +1,26 @@
 """LoRA_Attention, its output and gradients, against eager PyTorch in float64."""
 
-import math
-
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_case import Calls, adapted_linear, assert_all_within_budget, assert_equal, doubled
-from reference import random, relative_error
-from torch.utils.checkpoint import checkpoint
+from attention_case import assert_all_within_budget, assert_equal
+from lora_attention_case import (
+    DTYPES,
+    FP32,
+    IN,
+    NAMES,
+    OUT,
+    assert_right,
+    eager,
+    exact,
+    fused,
+    make,
+    run,
+)
+from reference import relative_error
 
-from fused_lora.attention import FrozenLinear, FrozenQKV, LoRA_QKV, LoRA_W
-from fused_lora.lora_attention import FrozenAttention, LoRA_Attention
-from fused_lora.recompute import recomputed
+from fused_lora.attention import LoRA_QKV, LoRA_W
 from fused_lora.rope import rope
-
-fused = LoRA_Attention.apply
-IN, OUT = 52, 44  # multiples of nothing that a tile is
-NAMES = ["q_A", "q_B", "k_A", "k_B", "v_A", "v_B", "o_A", "o_B"]
-FP32 = (torch.float32,) * 8
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def make(
-    batch=2, positions=9, *, device, heads=4, kv_heads=2, head_dim=26, dtype=torch.bfloat16,
-    r=(8, 8, 8, 8), bias=True, adapter_dtypes=None, frozen_dtype=None, mask=None,
-):  # fmt: skip
-    """x, cos, sin, mask, eight adapters (no B zero) and what is frozen; and a gradient."""
-    options = {"dtype": frozen_dtype or dtype, "device": device}
-    wide, narrow = heads * head_dim, kv_heads * head_dim
-    sizes = [(IN, wide), (IN, narrow), (IN, narrow), (wide, OUT)]
-    adapters, layers = [], []
-    for i, ((inputs, out), rank) in enumerate(zip(sizes, r, strict=True)):
-        of_A, of_B = (adapter_dtypes or (dtype,) * 8)[2 * i : 2 * i + 2]
-        # scores of one unit: with larger ones rounding decides a token here and there
-        small = 0.5 if i < 2 else 1.0
-        scale = small * inputs**-0.5
-        adapters.append(random(rank, inputs, seed=10 + i, scale=scale, device=device, dtype=of_A))
-        scale = small * rank**-0.5
-        adapters.append(random(out, rank, seed=20 + i, scale=scale, device=device, dtype=of_B))
-        weight = random(out, inputs, seed=30 + i, scale=small * inputs**-0.5, **options)
-        one_bias = random(out, seed=40 + i, scale=small, **options) if bias else None
-        layers.append(FrozenLinear(weight, one_bias, (2.0, 0.5, 1.5, 0.75)[i]))
-    weights, biases, scalings = zip(*layers[:3], strict=True)
-    frozen = FrozenAttention(
-        FrozenQKV(*weights, *biases, *scalings), layers[3], head_dim, head_dim**-0.5
-    )
-    angle = random(1, positions, head_dim // 2, seed=7, scale=3.0, device=device).repeat(1, 1, 2)
-    x = random(batch, positions, IN, seed=1, device=device, dtype=dtype)
-    grad = random(batch, positions, OUT, seed=2, device=device, dtype=dtype)
-    return [x, angle.cos().to(dtype), angle.sin().to(dtype), mask, *adapters, frozen], grad
-
-
-def eager(x, cos, sin, mask, q_A, q_B, k_A, k_B, v_A, v_B, o_A, o_B, frozen):
-    qkv, o = frozen.qkv, frozen.o
-
-    def heads_of(weight, bias, A, B, scaling):
-        features = adapted_linear(x, weight, bias, A, B, scaling)
-        return features.unflatten(-1, (-1, frozen.head_dim)).transpose(1, 2)
-
-    q = heads_of(qkv.q_weight, qkv.q_bias, q_A, q_B, qkv.q_scaling)
-    k = heads_of(qkv.k_weight, qkv.k_bias, k_A, k_B, qkv.k_scaling)
-    v = heads_of(qkv.v_weight, qkv.v_bias, v_A, v_B, qkv.v_scaling)
-
-    def turned(t):
-        one, other = t.chunk(2, dim=-1)
-        turned = t * cos.unsqueeze(1) + torch.cat((-other, one), -1) * sin.unsqueeze(1)
-        return turned.to(t.dtype)
-
-    q, k = turned(q), turned(k)
-    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-    is_causal = mask is None and q.shape[2] > 1
-    attended = F.scaled_dot_product_attention(
-        q, k, v, mask, is_causal=is_causal, scale=frozen.scaling
-    )
-    attended = attended.transpose(1, 2).flatten(2)
-    return adapted_linear(attended, o.weight, o.bias, o_A, o_B, o.scaling)
-
-
-def run(function, inputs, grad, layout=None):
-    """The output and every gradient by name; `layout` makes another view of x in the graph."""
-    x, cos, sin, mask, *adapters, frozen = inputs
-    leaves = [t.detach().clone().requires_grad_() for t in (x, *adapters)]
-    x, *adapters = leaves
-    output = function(x if layout is None else layout(x), cos, sin, mask, *adapters, frozen)
-    output.backward(grad.to(output.dtype))
-    gradients = (leaf.grad for leaf in leaves)
-    return {"output": output.detach(), **dict(zip(["x", *NAMES], gradients, strict=True))}
-
-
-def exact(inputs, grad, layout=None):
-    *tensors, frozen = inputs
-    frozen = frozen._replace(
-        qkv=FrozenQKV(*doubled(*frozen.qkv)), o=FrozenLinear(*doubled(*frozen.o))
-    )
-    tensors = [t.double() if t is not None and t.is_floating_point() else t for t in tensors]
-    return run(eager, [*tensors, frozen], grad.double(), layout)
-
-
-def assert_right(inputs, grad, layout=None):
-    got, want = run(fused, inputs, grad, layout), run(eager, inputs, grad, layout)
-    truth = exact(inputs, grad, layout)
-    # of one value, however often, scores do not matter: q and k get what rounding left
-    size = truth["v_A"].norm()
-    for name in [n for n in truth if n[0] in "qk" and truth[n].norm() < 1e-9 * size]:
-        assert got.pop(name).double().norm() < torch.finfo(torch.bfloat16).eps * size
-        del want[name], truth[name]
-    assert_all_within_budget(got, want, truth)
-
 
 # --- values ---------------------------------------------------------------------------------------
 
@@ -219,146 +133,6 @@ def test_autocast_around_backward_alone_changes_nothing(device):
     assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
 
 
-# --- what autograd asks ---------------------------------------------------------------------------
-
-
-@pytest.fixture
-def case(device):
-    """With our own attention's backward, which a GPU repeats bit for bit."""
-    inputs, grad = make(device=device, head_dim=32)
-    leaves = [t.requires_grad_() for t in (inputs[0], *inputs[4:-1])]
-    return inputs, leaves, grad
-
-
-def test_a_second_backward_through_a_retained_graph_is_bitwise_equal(case):
-    inputs, leaves, grad = case
-    output = fused(*inputs)
-    first = torch.autograd.grad(output, leaves, grad, retain_graph=True)
-    second = torch.autograd.grad(output, leaves, grad)
-    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
-
-
-def test_nothing_that_came_in_or_was_saved_is_written(case):
-    inputs, _, grad = case
-    frozen = inputs[-1]
-    watched = [t for t in (*inputs[:-1], *frozen.qkv[:6], *frozen.o[:2], grad) if t is not None]
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: watched.append(t) or t, lambda t: t):
-        output = fused(*inputs)
-    watched.append(output)
-    before = [t.detach().clone() for t in watched]
-    output.backward(grad)
-    assert len(watched) > 30
-    assert all(torch.equal(t, old) for t, old in zip(watched, before, strict=True))
-
-
-def test_x_may_have_other_consumers_and_the_output_may_be_changed_in_place(device):
-    def block(function):
-        return lambda x, *rest: function(x, *rest).mul_(2).add_(x.sum(-1, keepdim=True))
-
-    inputs, grad = make(device=device)
-    truth = exact(inputs, grad)  # of the function itself, whose x the block uses once more
-    got, want = run(block(fused), inputs, grad), run(block(eager), inputs, grad)
-    beside = grad.double().sum(-1, keepdim=True)
-    truth = {name: 2 * tensor for name, tensor in truth.items()}
-    truth["x"] = truth["x"] + beside
-    truth["output"] = truth["output"] + inputs[0].double().sum(-1, keepdim=True)
-    assert_all_within_budget(got, want, truth)
-
-
-@pytest.mark.parametrize("changed", ["x", "k_B", "o_A", "v_weight", "cos"])
-def test_an_input_changed_in_place_before_backward_is_autograds_error(changed, case):
-    inputs, _, grad = case
-    inputs[0] = inputs[0] * 1
-    output = fused(*inputs)
-    tensors = {"x": inputs[0], "cos": inputs[1], "v_weight": inputs[-1].qkv.v_weight}
-    tensors |= dict(zip(NAMES, inputs[4:-1], strict=True))
-    with torch.no_grad():
-        tensors[changed].mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        output.backward(grad)
-
-
-def test_only_what_asks_for_a_gradient_gets_one(case):
-    inputs, leaves, grad = case
-    want = dict(
-        zip(map(id, leaves), torch.autograd.grad(fused(*inputs), leaves, grad), strict=True)
-    )
-    for trained in ([0], [1], [2, 3], [1, 3, 5], [7], [8], [7, 8], [0, 8], range(1, 9)):
-        for index, leaf in enumerate(leaves):
-            leaf.requires_grad_(index in trained)
-        some = [leaves[index] for index in trained]
-        got = torch.autograd.grad(fused(*inputs), some, grad)
-        for leaf, gradient in zip(some, got, strict=True):
-            assert gradient.dtype == leaf.dtype
-            assert torch.equal(gradient, want[id(leaf)])
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients_the_output_is_the_same_and_nothing_is_saved(mode, case):
-    inputs, _, _ = case
-    want, saved = fused(*inputs), []
-    with (
-        mode(),
-        torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
-    ):
-        output = fused(inputs[0] * 1, *inputs[1:])
-    assert not saved and torch.equal(output, want) and not output.requires_grad
-
-
-def test_create_graph_is_an_error(case):
-    inputs, leaves, grad = case
-    with pytest.raises(RuntimeError, match="LoRA_Attention is not twice differentiable"):
-        torch.autograd.grad(fused(*inputs), leaves, grad, create_graph=True)
-
-
-# --- what runs and what is kept -------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("trained", "products"), [(range(9), 16), (range(1, 9), 12), ([7], 2), ([8], 1)], ids=str
-)
-def test_no_product_is_made_for_what_wants_no_gradient(trained, products, case):
-    inputs, leaves, grad = case
-    for index, leaf in enumerate(leaves):
-        leaf.requires_grad_(index in trained)
-    with Calls() as forward:
-        output = fused(*inputs)
-    some = [leaves[index] for index in trained]
-    with Calls() as backward:
-        torch.autograd.grad(output, some, grad)
-    assert forward.counted["GEMM"] == 10
-    assert backward.counted["GEMM"] == products
-
-
-def test_what_is_saved_is_what_the_docstring_counts(device):
-    inputs, _ = make(device=device, head_dim=32)
-    for tensor in (inputs[0], *inputs[4:-1]):
-        tensor.requires_grad_()
-    found = {}
-
-    def pack(t):
-        if t.shape[0] in (18, 2) and t.dim() > 1:
-            found[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        output = fused(*inputs)
-    assert output.requires_grad
-    # x, z, [q | k | v], a and a Ao' of each token in bf16; of each of its heads a log-sum-exp
-    assert sum(found.values()) == 18 * (2 * (IN + 24 + 8 * 32 + 4 * 32 + 8) + 4 * 4)
-
-
-@pytest.mark.parametrize("kind", ["reentrant", "non-reentrant", "ours"])
-def test_checkpointed_gradients_are_bitwise_equal(kind, device):
-    def checkpointed(*inputs):
-        if kind == "ours":
-            return recomputed(fused, *inputs)
-        return checkpoint(fused, *inputs, use_reentrant=kind == "reentrant")
-
-    case = make(device=device, head_dim=32)
-    assert_equal(run(checkpointed, *case), run(fused, *case))
-
-
 # --- what does not fit ----------------------------------------------------------------------------
 
 
@@ -412,35 +186,3 @@ def test_what_does_not_fit_is_a_value_error(message, device):
 @pytest.mark.parametrize("positions", [64, 100, 130, 600])
 def test_every_backend_of_a_gpu_is_right(positions, device):
     assert_right(*make(positions=positions, head_dim=64, device=device))
-
-
-@pytest.mark.gpu
-def test_a_captured_cuda_graph_is_right_on_new_data(device):
-    inputs, grad = make(device=device, head_dim=32, adapter_dtypes=FP32)
-    leaves = [t.requires_grad_() for t in (inputs[0], *inputs[4:-1])]
-
-    def step():
-        # the cache of casts outlives neither this block nor, so, the capture
-        with torch.autocast(device, dtype=torch.bfloat16, cache_enabled=False):
-            output = fused(*inputs)
-        return output, *torch.autograd.grad(output, leaves, grad)
-
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
-    with torch.no_grad():
-        for number, tensor in enumerate((*leaves, grad)):
-            scale = tensor.float().std().item()
-            tensor.copy_(random(*tensor.shape, seed=60 + number, scale=scale))
-    graph.replay()
-    got = dict(zip(["output", "x", *NAMES], (t.detach() for t in results), strict=True))
-    now = [t.detach() if isinstance(t, torch.Tensor) else t for t in inputs]
-    with torch.autocast(device, dtype=torch.bfloat16):
-        want = run(eager, now, grad)
-    assert_all_within_budget(got, want, exact(now, grad))
-    assert math.isfinite(sum(t.float().sum().item() for t in got.values()))

@@ -1,0 +1,105 @@
+"""Attention with adapters to try LoRA_Attention on, and what its results are held against.
+
+A case is ([x, cos, sin, mask, eight adapters, frozen], the gradient of the output).
+"""
+
+import torch
+import torch.nn.functional as F
+from attention_case import adapted_linear, assert_all_within_budget, doubled
+from reference import random
+
+from fused_lora.attention import FrozenLinear, FrozenQKV
+from fused_lora.lora_attention import FrozenAttention, LoRA_Attention
+
+fused = LoRA_Attention.apply
+IN, OUT = 52, 44  # multiples of nothing that a tile is
+NAMES = ["q_A", "q_B", "k_A", "k_B", "v_A", "v_B", "o_A", "o_B"]
+FP32 = (torch.float32,) * 8
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def make(
+    batch=2, positions=9, *, device, heads=4, kv_heads=2, head_dim=26, dtype=torch.bfloat16,
+    r=(8, 8, 8, 8), bias=True, adapter_dtypes=None, frozen_dtype=None, mask=None,
+):  # fmt: skip
+    """x, cos, sin, mask, eight adapters (no B zero) and what is frozen; and a gradient."""
+    options = {"dtype": frozen_dtype or dtype, "device": device}
+    wide, narrow = heads * head_dim, kv_heads * head_dim
+    sizes = [(IN, wide), (IN, narrow), (IN, narrow), (wide, OUT)]
+    adapters, layers = [], []
+    for i, ((inputs, out), rank) in enumerate(zip(sizes, r, strict=True)):
+        of_A, of_B = (adapter_dtypes or (dtype,) * 8)[2 * i : 2 * i + 2]
+        # scores of one unit: with larger ones rounding decides a token here and there
+        small = 0.5 if i < 2 else 1.0
+        scale = small * inputs**-0.5
+        adapters.append(random(rank, inputs, seed=10 + i, scale=scale, device=device, dtype=of_A))
+        scale = small * rank**-0.5
+        adapters.append(random(out, rank, seed=20 + i, scale=scale, device=device, dtype=of_B))
+        weight = random(out, inputs, seed=30 + i, scale=small * inputs**-0.5, **options)
+        one_bias = random(out, seed=40 + i, scale=small, **options) if bias else None
+        layers.append(FrozenLinear(weight, one_bias, (2.0, 0.5, 1.5, 0.75)[i]))
+    weights, biases, scalings = zip(*layers[:3], strict=True)
+    frozen = FrozenAttention(
+        FrozenQKV(*weights, *biases, *scalings), layers[3], head_dim, head_dim**-0.5
+    )
+    angle = random(1, positions, head_dim // 2, seed=7, scale=3.0, device=device).repeat(1, 1, 2)
+    x = random(batch, positions, IN, seed=1, device=device, dtype=dtype)
+    grad = random(batch, positions, OUT, seed=2, device=device, dtype=dtype)
+    return [x, angle.cos().to(dtype), angle.sin().to(dtype), mask, *adapters, frozen], grad
+
+
+def eager(x, cos, sin, mask, q_A, q_B, k_A, k_B, v_A, v_B, o_A, o_B, frozen):
+    qkv, o = frozen.qkv, frozen.o
+
+    def heads_of(weight, bias, A, B, scaling):
+        features = adapted_linear(x, weight, bias, A, B, scaling)
+        return features.unflatten(-1, (-1, frozen.head_dim)).transpose(1, 2)
+
+    q = heads_of(qkv.q_weight, qkv.q_bias, q_A, q_B, qkv.q_scaling)
+    k = heads_of(qkv.k_weight, qkv.k_bias, k_A, k_B, qkv.k_scaling)
+    v = heads_of(qkv.v_weight, qkv.v_bias, v_A, v_B, qkv.v_scaling)
+
+    def turned(t):
+        one, other = t.chunk(2, dim=-1)
+        turned = t * cos.unsqueeze(1) + torch.cat((-other, one), -1) * sin.unsqueeze(1)
+        return turned.to(t.dtype)
+
+    q, k = turned(q), turned(k)
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+    is_causal = mask is None and q.shape[2] > 1
+    attended = F.scaled_dot_product_attention(
+        q, k, v, mask, is_causal=is_causal, scale=frozen.scaling
+    )
+    attended = attended.transpose(1, 2).flatten(2)
+    return adapted_linear(attended, o.weight, o.bias, o_A, o_B, o.scaling)
+
+
+def run(function, inputs, grad, layout=None):
+    """The output and every gradient by name; `layout` makes another view of x in the graph."""
+    x, cos, sin, mask, *adapters, frozen = inputs
+    leaves = [t.detach().clone().requires_grad_() for t in (x, *adapters)]
+    x, *adapters = leaves
+    output = function(x if layout is None else layout(x), cos, sin, mask, *adapters, frozen)
+    output.backward(grad.to(output.dtype))
+    gradients = (leaf.grad for leaf in leaves)
+    return {"output": output.detach(), **dict(zip(["x", *NAMES], gradients, strict=True))}
+
+
+def exact(inputs, grad, layout=None):
+    *tensors, frozen = inputs
+    frozen = frozen._replace(
+        qkv=FrozenQKV(*doubled(*frozen.qkv)), o=FrozenLinear(*doubled(*frozen.o))
+    )
+    tensors = [t.double() if t is not None and t.is_floating_point() else t for t in tensors]
+    return run(eager, [*tensors, frozen], grad.double(), layout)
+
+
+def assert_right(inputs, grad, layout=None):
+    got, want = run(fused, inputs, grad, layout), run(eager, inputs, grad, layout)
+    truth = exact(inputs, grad, layout)
+    # of one value, however often, scores do not matter: q and k get what rounding left
+    size = truth["v_A"].norm()
+    for name in [n for n in truth if n[0] in "qk" and truth[n].norm() < 1e-9 * size]:
+        assert got.pop(name).double().norm() < torch.finfo(torch.bfloat16).eps * size
+        del want[name], truth[name]
+    assert_all_within_budget(got, want, truth)
