@@ -151,6 +151,8 @@ def _backend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: floa
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
     is_grouped = q.shape[1] != k.shape[1]
+    if mask is not None and mask.is_floating_point():
+        mask = mask.to(q.dtype)  # as autocast does in forward, which is off in backward
     if is_grouped and mask is not None:
         # with a mask and grouped heads only the unfused kernel runs, which keeps all of q k'
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))

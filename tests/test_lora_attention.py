@@ -123,6 +123,16 @@ def test_autocast_is_right_and_gives_dtypes_as_eager_does(
     assert_all_within_budget(got, want, exact(*case))
 
 
+def test_a_mask_to_add_in_fp32_is_taken_under_autocast(device):
+    """As a model in fp32 has it, while q, k and v are bf16."""
+    mask = torch.full((2, 1, 9, 9), -30.0, device=device).triu(1)
+    mask[1, :, 3:, :2] = -30.0
+    case = make(dtype=torch.float32, mask=mask, device=device)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        got, want = run(fused, *case), run(eager, *case)
+    assert_all_within_budget(got, want, exact(*case))
+
+
 def test_autocast_around_backward_alone_changes_nothing(device):
     inputs, grad = make(dtype=torch.float32, device=device)
     leaves = [t.requires_grad_() for t in (inputs[0], *inputs[4:-1])]
