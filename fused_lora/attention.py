@@ -144,14 +144,23 @@ def _forward(ctx, x: Tensor, adapters: tuple[Tensor, ...], layers: list[FrozenLi
     ctx.set_materialize_grads(False)  # no gradient is None in backward, and not a tensor of zeros
     ctx.dtypes = [t.dtype for t in (x, *adapters)]
     ctx.scalings = [layer.scaling for layer in layers]
+    x = x.to(compute_dtype(x))
+    outputs, z, A, B, weights = project(x, adapters, layers)
+    # x itself and not its rows: a view made in here hides from autograd whose memory it is
+    ctx.save_for_backward(x, z, A, *B, *weights)
+    return tuple(outputs)
 
+
+def project(
+    x: Tensor, adapters: Sequence[Tensor], layers: Sequence[FrozenLinear]
+) -> tuple[list[Tensor], Tensor, Tensor, list[Tensor], list[Tensor]]:
+    """(outputs, z, A, B, weights) of layers that share x [..., in], as `fused_mlp/utils.py` names
+    them: outputs [..., out], new, z [T, r of all], A stacked, all in x's dtype."""
     # all in autocast's own dtype where it is on, so that it finds nothing to cast below
-    dtype = compute_dtype(x)
-    x = x.to(dtype)
+    dtype = x.dtype
     rows = x.reshape(-1, x.shape[-1])
     A, B = cast_adapters(adapters, dtype)
     weights = [layer.weight.to(dtype) for layer in layers]
-
     z = rows @ A.t()
     outputs = []
     for layer, weight, one_B, columns in zip(
@@ -162,10 +171,7 @@ def _forward(ctx, x: Tensor, adapters: tuple[Tensor, ...], layers: list[FrozenLi
         bias = None if layer.bias is None else layer.bias.to(dtype)
         matmul_lora(rows, weight, columns, one_B, layer.scaling, bias, out=output)
         outputs.append(output)
-
-    # x itself and not its rows: a view made in here hides from autograd whose memory it is
-    ctx.save_for_backward(x, z, A, *B, *weights)
-    return tuple(outputs)
+    return outputs, z, A, B, weights
 
 
 def _backward(ctx, name: str, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:

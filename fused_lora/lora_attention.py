@@ -31,14 +31,12 @@ from torch import Tensor
 from fused_mlp.utils import (
     Group,
     adapter_gradients,
-    cast_adapters,
     compute_dtype,
     input_gradient,
-    matmul_lora,
     without_autocast,
 )
 
-from .attention import FrozenLinear, FrozenQKV, check_layers
+from .attention import FrozenLinear, FrozenQKV, check_layers, project
 from .qkv_attention import Attention, attention_backward, attention_forward
 from .qkv_rope import rope_together
 
@@ -96,45 +94,26 @@ class LoRA_Attention(torch.autograd.Function):
         ctx.dtypes = [t.dtype for t in (x, *adapters)]
         ctx.scalings = [layer.scaling for layer in (*layers, frozen.o)]
 
-        # all in autocast's own dtype where it is on, so that it finds nothing to cast below
-        dtype = compute_dtype(x)
-        x = x.to(dtype)
+        x = x.to(compute_dtype(x))
         batch, positions, _ = x.shape
-        rows = x.reshape(batch * positions, x.shape[2])
-        A, B = cast_adapters(adapters[:6], dtype)
-        o_A, (o_B,) = cast_adapters(adapters[6:], dtype)
-        weights = [layer.weight.to(dtype) for layer in (*layers, frozen.o)]
-        biases = [
-            None if layer.bias is None else layer.bias.to(dtype) for layer in (*layers, frozen.o)
-        ]
-
-        z = rows @ A.t()
-        z_of_each = z.split_with_sizes([one.shape[1] for one in B], 1)
-        of_projections = [
-            matmul_lora(rows, weight, columns, one_B, layer.scaling, bias)
-            for layer, weight, columns, one_B, bias in zip(
-                layers, weights[:3], z_of_each, B, biases[:3], strict=True
-            )
-        ]
+        projected, z, A, B, weights = project(x, adapters[:6], layers)
+        size = frozen.head_dim
         q, k, v = (
-            t.view(batch, positions, t.shape[1] // frozen.head_dim, frozen.head_dim).transpose(1, 2)
-            for t in of_projections
+            t.view(batch, positions, t.shape[2] // size, size).transpose(1, 2) for t in projected
         )
-        qkv = rows.new_empty(len(rows), sum(t.shape[1] for t in of_projections))
+        qkv = x.new_empty(batch * positions, sum(t.shape[2] for t in projected))
         rope_together(q, k, v, cos, sin, qkv)
-        heads, kv_heads = q.shape[1], k.shape[1]
-        del of_projections, q, k, v
+        attention = Attention(positions, q.shape[1], k.shape[1], frozen.scaling)
+        del projected, q, k, v  # qkv has them
 
-        attention = Attention(positions, heads, kv_heads, frozen.scaling)
         attended, attention_saved, ctx.attention = attention_forward(qkv, mask, attention)
-        z_o = attended @ o_A.t()
-        # not a view itself, or autograd would forbid to change it in place
-        output = rows.new_empty(batch, positions, weights[3].shape[0])
-        matmul_lora(attended, weights[3], z_o, o_B, frozen.o.scaling, biases[3], out=output)
+        by_token = attended.view(batch, positions, attended.shape[1])
+        (output,), z_o, o_A, o_B, o_weight = project(by_token, adapters[6:], [frozen.o])
         # x itself and not its rows: a view made in here hides from autograd whose memory it is
         ctx.save_for_backward(
-            x, cos, sin, mask, z, qkv, attended, z_o, A, *B, o_A, o_B, *weights, *attention_saved
-        )
+            x, cos, sin, mask, z, qkv, attended, z_o, A, *B, o_A, *o_B, *weights, *o_weight,
+            *attention_saved,
+        )  # fmt: skip
         return output
 
     @staticmethod
