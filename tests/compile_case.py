@@ -88,6 +88,7 @@ def launch_layer():
     )
     grads = [empty(BATCH, heads, POSITIONS, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     qkv_rope.rope_backward(*grads, cos, cos, qkv)
+    qkv_rope.rope_together(*grads, cos, cos, qkv)
     # its launcher reads addresses, of which these tensors have none
     table = [empty(1, dtype=d) for d in (torch.int64, torch.float32, torch.int32, torch.int32)]
     source, block = empty(1, dtype=torch.float32), many_copies.BLOCK
