@@ -1,12 +1,17 @@
 """The fused loss and the checkpointing policies in a model."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
 from fused_case import ALL, assert_right, pair, step
+from layer_case import peft_model as sdpa_model
 from peft_models import LAYERS, ids, peft_model
 from reference import relative_error
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from fused_lora import Fusion, checkpoint, fuse, unfuse
 
@@ -176,6 +181,42 @@ def test_a_second_backward_through_a_checkpointed_model_is_right(device):
     first = torch.autograd.grad(loss, trained, retain_graph=True)
     second = torch.autograd.grad(loss, trained)
     assert all(map(torch.equal, first, second))
+
+
+class Storages(TorchDispatchMode):
+    """Those that operations made, or took."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        tensors = (t for t in tree_leaves(result) if isinstance(t, torch.Tensor))
+        self.seen += [weakref.ref(t.untyped_storage()) for t in tensors]
+        return result
+
+    def alive(self):
+        return {storage.data_ptr() for one in self.seen if (storage := one()) is not None}
+
+
+@pytest.mark.parametrize("parts", [ALL, {"layer": True}], ids=("parts", "layer"))
+@pytest.mark.parametrize("policy", ["full", "offload", "selective"])
+def test_a_step_leaves_nothing_behind_but_gradients(policy, parts, device):
+    """The tensors are so small that offloading leaves them where they are."""
+    model = sdpa_model(device)
+    gib = 0.0 if policy == "selective" else None
+    fuse(model, Fusion(**parts, checkpoint=policy, checkpoint_gib=gib))
+    tokens = ids(device)
+    model(input_ids=tokens, labels=tokens).loss.backward()  # what a first step sets up stays
+    model.zero_grad()
+    with Storages() as storages:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    held = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    model.zero_grad()
+    gc.collect()
+    assert len(storages.seen) > 100
+    assert not storages.alive() - held
 
 
 @pytest.mark.parametrize("where", ["lora_dropout", "attention_dropout"])
