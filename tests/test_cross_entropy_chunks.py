@@ -16,6 +16,7 @@ from cross_entropy_case import (
     run,
     small_blocks,
 )
+from cuda_graph import capture
 from reference import random
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -208,14 +209,7 @@ def test_a_captured_cuda_graph_is_right_on_new_data(num_items, device):
         loss = linear_cross_entropy(*leaves[:2], labels, bias=leaves[2], **options)
         return loss.detach(), *torch.autograd.grad(loss, leaves)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
+    replay, results = capture(step)
     for seed in (50, 60):
         with torch.no_grad():
             for number, tensor in enumerate(leaves):
@@ -225,7 +219,7 @@ def test_a_captured_cuda_graph_is_right_on_new_data(num_items, device):
             labels[seed // 25 - 2] = IGNORED
             if num_items is not None:
                 num_items.fill_(seed)
-        graph.replay()
+        replay()
         now = *(t.detach() for t in leaves), labels
         got = dict(zip(NAMES, results, strict=True))
         assert_matches(got, now, **({} if num_items is None else {"num_items_in_batch": seed}))

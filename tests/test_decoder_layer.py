@@ -6,6 +6,7 @@ import pytest
 import torch
 from layer_case import (
     FAMILIES,
+    LAYOUTS,
     assert_layer_right,
     layer_of,
     leaves,
@@ -110,14 +111,6 @@ def test_a_mask_is_taken(options, calls, device):
     mask = torch.ones(2, 1, 9, 9, dtype=torch.bool, device=device).tril()
     mask[1, :, 3:, :2] = False
     check(device, calls, mask=mask, **options)
-
-
-LAYOUTS = {
-    "tokens apart": lambda t: torch.repeat_interleave(t, 2, dim=1)[:, ::2],
-    "features apart": lambda t: torch.repeat_interleave(t, 2, dim=2)[..., ::2],
-    "sequences last": lambda t: t.permute(1, 2, 0).contiguous().permute(2, 0, 1),
-    "one for all": lambda t: t[:, :1].expand(t.shape),
-}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

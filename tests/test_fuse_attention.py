@@ -118,6 +118,13 @@ def test_another_attention_registered_as_sdpa_is_called(ran, device, monkeypatch
     assert_model_right(fused, plain)
 
 
+def test_apart_and_right_while_torch_compile_traces(ran, device, monkeypatch):
+    fused, plain = pair(device)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert functions_of(fused, ran) == PARTS
+    assert_model_right(fused, plain)
+
+
 def test_a_norm_of_q_and_k_stays_between_them(ran, device):
     fused, plain = pair(device, family="Qwen3")
     assert functions_of(fused, ran) == PARTS

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_case import assert_all_within_budget, assert_equal
+from layer_case import LAYOUTS
 from lora_attention_case import (
     DTYPES,
     FP32,
@@ -64,14 +65,6 @@ def test_no_sequences_give_an_empty_output_and_gradients_of_zero(device):
     assert got["output"].shape == (0, 9, OUT) and got["x"].shape == (0, 9, IN)
     for name, adapter in zip(NAMES, inputs[4:-1], strict=True):
         assert torch.equal(got[name], torch.zeros_like(adapter))
-
-
-LAYOUTS = {
-    "tokens apart": lambda t: torch.repeat_interleave(t, 2, dim=1)[:, ::2],
-    "features apart": lambda t: torch.repeat_interleave(t, 2, dim=2)[..., ::2],
-    "sequences last": lambda t: t.permute(1, 2, 0).contiguous().permute(2, 0, 1),
-    "one for all": lambda t: t[:, :1].expand(t.shape),
-}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

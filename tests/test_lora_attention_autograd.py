@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from attention_case import Calls, assert_all_within_budget, assert_equal
+from cuda_graph import capture
 from lora_attention_case import FP32, IN, NAMES, eager, exact, fused, make, run
 from reference import random
 from torch.utils.checkpoint import checkpoint
@@ -165,19 +166,12 @@ def test_a_captured_cuda_graph_is_right_on_new_data(device):
             output = fused(*inputs)
         return output, *torch.autograd.grad(output, leaves, grad)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
+    replay, results = capture(step)
     with torch.no_grad():
         for number, tensor in enumerate((*leaves, grad)):
             scale = tensor.float().std().item()
             tensor.copy_(random(*tensor.shape, seed=60 + number, scale=scale))
-    graph.replay()
+    replay()
     got = dict(zip(["output", "x", *NAMES], (t.detach() for t in results), strict=True))
     now = [t.detach() if isinstance(t, torch.Tensor) else t for t in inputs]
     with torch.autocast(device, dtype=torch.bfloat16):

@@ -4,6 +4,7 @@ from itertools import product
 
 import pytest
 import torch
+from cuda_graph import capture
 from lora_mlp_case import (
     HIDDEN,
     INTERMEDIATE,
@@ -245,20 +246,13 @@ def test_a_captured_cuda_graph_is_right_on_new_data(autocast, device):
             output = fused(*leaves, frozen)
         return output, *torch.autograd.grad(output, leaves, grad_output)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
+    replay, results = capture(step)
     for seed in (50, 60):
         with torch.no_grad():
             for number, tensor in enumerate((*leaves, grad_output)):
                 scale = tensor.float().std().item()
                 tensor.copy_(random(*tensor.shape, seed=seed + number, scale=scale))
-        graph.replay()
+        replay()
         now = leaves[0].detach(), [t.detach() for t in leaves[1:]], frozen, grad_output
         with torch.autocast(device, dtype=torch.bfloat16, enabled=autocast):
             eager = run(lora_mlp, *now)

@@ -18,6 +18,7 @@ from attention_case import (
     saved_for_backward,
     truth_of,
 )
+from cuda_graph import capture
 from reference import random
 from torch.utils.checkpoint import checkpoint
 
@@ -253,20 +254,13 @@ def test_a_captured_cuda_graph_is_right_on_new_data(autocast, device):
             outputs = fused(*leaves, frozen)
         return *outputs, *torch.autograd.grad(outputs, leaves, grad_outputs)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
+    replay, results = capture(step)
     for seed in (60, 80):
         with torch.no_grad():
             for number, tensor in enumerate((*leaves, *grad_outputs)):
                 scale = tensor.float().std().item()
                 tensor.copy_(random(*tensor.shape, seed=seed + number, scale=scale))
-        graph.replay()
+        replay()
         got = {
             name: result.detach() for name, result in zip((*OUTPUTS, *INPUTS), results, strict=True)
         }
