@@ -20,7 +20,8 @@ import torch
 import triton
 from torch import Tensor
 
-from .launching import is_capturing, next_power_of_2
+from fused_mlp.launching import is_capturing, next_power_of_2
+
 from .tiling import Tiling
 
 MEASURED_ON = {(9, 0)}  # compute capabilities

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fused_mlp.launching import DTYPES
 from fused_mlp.utils import compute_dtype
 
 from . import layer_sites
@@ -21,7 +22,6 @@ from .bordered import Borders
 from .bordered_linear import Bordered, BorderedLinear
 from .decoder_layer import DecoderLayer, FrozenLayer
 from .gate_up_swiglu import SwiGLU
-from .launching import DTYPES
 from .projection import read_projection, why_call
 from .recompute import is_recomputing
 from .site import FusedForward, parts_of, reason_in, why_not_class

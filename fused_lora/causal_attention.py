@@ -27,7 +27,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launching import cdiv, on_device_of
+from fused_mlp.launching import cdiv, launch
+
 from .rows import check_rows
 from .tiling import dots_in_fp32
 
@@ -155,12 +156,12 @@ def causal_attention_forward(
     logsumexp = qkv.new_empty(batch, heads, positions, dtype=torch.float32)
     keys, warps, stages = FORWARD
     if batch:  # an empty grid cannot be launched
-        with on_device_of(qkv):
-            kernel[(batch * heads, cdiv(positions, BLOCK))](
-                qkv, attended, logsumexp, positions, qkv.stride(0), attended.stride(0),
-                scaling * LOG2_E.value, heads, kv_heads, head_dim, BLOCK, keys,
-                dots_in_fp32(kernel, qkv), num_warps=warps, num_stages=stages,
-            )  # fmt: skip
+        launch(
+            kernel, (batch * heads, cdiv(positions, BLOCK)),
+            qkv, attended, logsumexp, positions, qkv.stride(0), attended.stride(0),
+            scaling * LOG2_E.value, heads, kv_heads, head_dim, BLOCK, keys,
+            dots_in_fp32(kernel, qkv), num_warps=warps, num_stages=stages,
+        )  # fmt: skip
     return attended, logsumexp
 
 

@@ -33,8 +33,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fused_mlp.launching import cdiv, launch
+
 from .causal_attention import BLOCK, LOG2_E, Launch, dot, head_dim_of
-from .launching import cdiv, on_device_of
 from .qkv_rope import batch_of
 from .rows import check_alike, check_rows
 from .tiling import dots_in_fp32
@@ -258,18 +259,19 @@ def causal_attention_backward(
     angles = cos, sin, 0 if cos.shape[0] == 1 else cos.stride(0)
     score_scale, in_fp32 = scaling * LOG2_E.value, dots_in_fp32(kernel, qkv)
     blocks = cdiv(positions, BLOCK)
-    with on_device_of(qkv):
-        keys, warps, stages = BACKWARD_QUERIES
-        kernel[(batch * heads, blocks)](
-            grad, qkv, attended, logsumexp, dots, *angles, grad_qkv, positions,
-            grad.stride(0), qkv.stride(0), attended.stride(0), grad_qkv.stride(0),
-            scaling, score_scale, heads, kv_heads, head_dim // 2, BLOCK, keys, in_fp32,
-            num_warps=warps, num_stages=stages,
-        )  # fmt: skip
-        _, warps, stages = BACKWARD_KEYS
-        _attention_keys_backward_kernel[(batch * kv_heads, blocks)](
-            grad, qkv, logsumexp, dots, *angles, grad_qkv, positions,
-            grad.stride(0), qkv.stride(0), grad_qkv.stride(0),
-            scaling, score_scale, heads, kv_heads, head_dim // 2, BLOCK, in_fp32,
-            num_warps=warps, num_stages=stages,
-        )  # fmt: skip
+    keys, warps, stages = BACKWARD_QUERIES
+    launch(
+        kernel, (batch * heads, blocks),
+        grad, qkv, attended, logsumexp, dots, *angles, grad_qkv, positions,
+        grad.stride(0), qkv.stride(0), attended.stride(0), grad_qkv.stride(0),
+        scaling, score_scale, heads, kv_heads, head_dim // 2, BLOCK, keys, in_fp32,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    _, warps, stages = BACKWARD_KEYS
+    launch(
+        _attention_keys_backward_kernel, (batch * kv_heads, blocks),
+        grad, qkv, logsumexp, dots, *angles, grad_qkv, positions,
+        grad.stride(0), qkv.stride(0), grad_qkv.stride(0),
+        scaling, score_scale, heads, kv_heads, head_dim // 2, BLOCK, in_fp32,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip

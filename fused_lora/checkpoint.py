@@ -31,7 +31,8 @@ from functools import partial
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from .launching import is_capturing
+from fused_mlp.launching import is_capturing
+
 from .offload import Offload
 from .recompute import Keep, recomputed
 

@@ -34,9 +34,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fused_mlp.launching import cdiv, check_runnable, launch
 from fused_mlp.utils import compute_dtype, scaled_matmul
-
-from .launching import cdiv, check_runnable, on_device_of
 
 # What a chunk's logits may take by default: both bounds are reached by bf16 and 262,144 words.
 CHUNK_TOKENS = 4096
@@ -128,12 +127,11 @@ def cross_entropy_(
     rows, vocabulary = logits.shape
     row_stride = logits.stride(0) if rows > 1 else vocabulary  # of one row it may be anything
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    with on_device_of(logits):
-        _cross_entropy_kernel[(rows,)](
-            logits, labels, losses, row_stride, vocabulary, ignore_index,
-            WRITE_GRADIENT=write_gradient, BLOCK=BLOCK, VECTOR=VECTOR,
-            num_warps=NUM_WARPS,
-        )  # fmt: skip
+    launch(
+        _cross_entropy_kernel, (rows,),
+        logits, labels, losses, row_stride, vocabulary, ignore_index,
+        write_gradient, BLOCK, VECTOR, num_warps=NUM_WARPS,
+    )  # fmt: skip
     return losses
 
 

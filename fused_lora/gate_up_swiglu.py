@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launching import cdiv, on_device_of
+from fused_mlp.launching import cdiv, launch
+
 from .rows import as_rows, check_alike, check_rows
 
 # 8 bf16 values, one 16-byte load, per thread and tensor. At 11,008 columns the last of 11 programs
@@ -85,11 +86,11 @@ def swiglu_forward(gate_up: Tensor, hidden: Tensor | None = None) -> Tensor:
     check_rows("swiglu_forward", _swiglu_forward_kernel, (rows, intermediate), hidden=hidden)
     check_alike("swiglu_forward", "hidden", hidden, gate_up)
     if rows:
-        with on_device_of(gate_up):
-            _swiglu_forward_kernel[(rows, cdiv(intermediate, BLOCK))](
-                gate_up, hidden, gate_up.stride(0), hidden.stride(0), intermediate,
-                BLOCK, num_warps=NUM_WARPS,
-            )  # fmt: skip
+        launch(
+            _swiglu_forward_kernel, (rows, cdiv(intermediate, BLOCK)),
+            gate_up, hidden, gate_up.stride(0), hidden.stride(0), intermediate,
+            BLOCK, num_warps=NUM_WARPS,
+        )  # fmt: skip
     return hidden
 
 
@@ -107,12 +108,12 @@ def swiglu_backward(grad_hidden: Tensor, gate_up: Tensor) -> Tensor:
     check_alike(name, "grad_hidden", grad_hidden, gate_up)
     grad_gate_up = gate_up.new_empty(rows, 2 * intermediate)
     if rows:
-        with on_device_of(gate_up):
-            kernel[(rows, cdiv(intermediate, BLOCK))](
-                grad_hidden, gate_up, grad_gate_up,
-                grad_hidden.stride(0), gate_up.stride(0), grad_gate_up.stride(0), intermediate,
-                BLOCK, num_warps=NUM_WARPS,
-            )  # fmt: skip
+        launch(
+            kernel, (rows, cdiv(intermediate, BLOCK)),
+            grad_hidden, gate_up, grad_gate_up,
+            grad_hidden.stride(0), gate_up.stride(0), grad_gate_up.stride(0), intermediate,
+            BLOCK, num_warps=NUM_WARPS,
+        )  # fmt: skip
     return grad_gate_up
 
 

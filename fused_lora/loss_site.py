@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from fused_mlp.launching import is_capturing
+
 from .cross_entropy import labelled_rows, linear_cross_entropy
-from .launching import is_capturing
 from .projection import why_call
 from .site import parts_of, why_not_class
 

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launching import DTYPES, cdiv, on_device_of
+from fused_mlp.launching import DTYPES, cdiv, on_device_of
 
 # Elements of a program. The adapters of Qwen2.5-3B have 65,536 to 352,256: 16 to 86 programs each.
 BLOCK = 4096

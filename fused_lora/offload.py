@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from .launching import is_capturing, next_power_of_2
+from fused_mlp.launching import is_capturing, next_power_of_2
 
 # Smaller tensors are not worth a copy to the host: it takes as long as a 2 MiB one.
 OFFLOAD_BYTES = 2 * 2**20

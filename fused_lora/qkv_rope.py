@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launching import DTYPES, next_power_of_2, on_device_of, previous_power_of_2
+from fused_mlp.launching import DTYPES, launch, next_power_of_2, previous_power_of_2
+
 from .rope import _load_angles, _rotate_heads
 from .rows import check_alike, check_rows
 
@@ -182,19 +183,19 @@ def _turn(
     strides = [(0,) * 4 if t is None else t.stride() for t in given]
     cos, sin = cos.contiguous(), sin.contiguous()
     block_heads, block_half = next_power_of_2(heads), next_power_of_2(half)
-    with on_device_of(qkv):
-        _rope_kernel[(batch * positions,)](
-            *given, cos, sin, qkv,
-            positions,
-            *strides[0][:3], *strides[1][:3], *strides[2][:3],
-            0 if cos.shape[0] == 1 else cos.stride(0),
-            qkv.stride(0),
-            backward,
-            heads, kv_heads, half, block_heads, next_power_of_2(max(kv_heads, 1)), block_half,
-            # 8 bf16 values of each half, one 16-byte load, per thread, and of a tile that its heads
-            # do not fill up to twice as many
-            num_warps=min(previous_power_of_2(max(heads * block_half // 256, 1)), 16),
-        )  # fmt: skip
+    launch(
+        _rope_kernel, (batch * positions,),
+        *given, cos, sin, qkv,
+        positions,
+        *strides[0][:3], *strides[1][:3], *strides[2][:3],
+        0 if cos.shape[0] == 1 else cos.stride(0),
+        qkv.stride(0),
+        backward,
+        heads, kv_heads, half, block_heads, next_power_of_2(max(kv_heads, 1)), block_half,
+        # 8 bf16 values of each half, one 16-byte load, per thread, and of a tile that its heads do
+        # not fill up to twice as many
+        num_warps=min(previous_power_of_2(max(heads * block_half // 256, 1)), 16),
+    )  # fmt: skip
 
 
 def _features_together(x: Tensor) -> Tensor:

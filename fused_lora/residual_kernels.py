@@ -26,7 +26,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launching import cdiv, next_power_of_2, on_device_of
+from fused_mlp.launching import cdiv, launch, next_power_of_2
+
 from .rms_norm import (
     MAX_HIDDEN,
     _rms_norm_backward_kernel,
@@ -110,12 +111,13 @@ def rms_norm_forward(
     _check_hidden("rms_norm_forward", x, weight)
     rstd = x.new_empty(rows, dtype=torch.float32)
     if rows:  # an empty grid cannot be launched
-        with on_device_of(x):
-            _rms_norm_forward_kernel[(rows,)](
-                x, None, weight, copy, y, rstd,
-                x.stride(0), 0, 0 if copy is None else copy.stride(0), y.stride(0),
-                hidden, eps, **block_of(hidden),
-            )  # fmt: skip
+        block, warps = block_of(hidden)
+        launch(
+            _rms_norm_forward_kernel, (rows,),
+            x, None, weight, copy, y, rstd,
+            x.stride(0), 0, 0 if copy is None else copy.stride(0), y.stride(0),
+            hidden, eps, block, num_warps=warps,
+        )  # fmt: skip
     return rstd
 
 
@@ -140,12 +142,13 @@ def rms_norm_backward(
     _check_hidden("rms_norm_backward", x, weight)
     rows, hidden = x.shape
     if rows:
-        with on_device_of(x):
-            _rms_norm_backward_kernel[(rows,)](
-                grad_y, grad_residual, x, weight, rstd, grad_x, None,
-                grad_y.stride(0), grad_residual.stride(0), x.stride(0), grad_x.stride(0),
-                rows, hidden, 1, **block_of(hidden),
-            )  # fmt: skip
+        block, warps = block_of(hidden)
+        launch(
+            _rms_norm_backward_kernel, (rows,),
+            grad_y, grad_residual, x, weight, rstd, grad_x, None,
+            grad_y.stride(0), grad_residual.stride(0), x.stride(0), grad_x.stride(0),
+            rows, hidden, 1, block, num_warps=warps,
+        )  # fmt: skip
 
 
 def add_adapted(
@@ -175,18 +178,18 @@ def add_adapted(
     if rows == 0:
         return
     grid = cdiv(rows, BLOCK_ROWS), cdiv(columns, BLOCK_COLUMNS)
-    with on_device_of(residual):
-        _add_adapted_kernel[grid](
-            residual, y, z, B, total, z_copy,
-            rows, columns, rank,
-            residual.stride(0), y.stride(0), z.stride(0), B.stride(0), total.stride(0),
-            z_copy.stride(0),
-            BLOCK_ROWS, BLOCK_COLUMNS,
-            # tl.dot wants 16 at least
-            min(max(next_power_of_2(rank), 16), MAX_BLOCK_RANK),
-            dots_in_fp32(_add_adapted_kernel, z),
-            num_warps=4,
-        )  # fmt: skip
+    launch(
+        _add_adapted_kernel, grid,
+        residual, y, z, B, total, z_copy,
+        rows, columns, rank,
+        residual.stride(0), y.stride(0), z.stride(0), B.stride(0), total.stride(0),
+        z_copy.stride(0),
+        BLOCK_ROWS, BLOCK_COLUMNS,
+        # tl.dot wants 16 at least
+        min(max(next_power_of_2(rank), 16), MAX_BLOCK_RANK),
+        dots_in_fp32(_add_adapted_kernel, z),
+        num_warps=4,
+    )  # fmt: skip
 
 
 def _check_hidden(name: str, x: Tensor, weight: Tensor) -> None:

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launching import cdiv, check_runnable, next_power_of_2, on_device_of
+from fused_mlp.launching import cdiv, check_runnable, launch, next_power_of_2
 
 # One program holds a row in registers, which is what the mean of its squares wants. From 16,384 on
 # backward spills some of it: right, but no longer at the speed of memory.
@@ -217,11 +217,12 @@ def rms_norm_forward(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
     total = None if delta is None else x.new_empty(x.shape)
     rstd = x.new_empty(x.numel() // hidden, dtype=torch.float32)
     if x.numel():  # an empty grid cannot be launched
-        with on_device_of(x):
-            _rms_norm_forward_kernel[(rstd.numel(),)](
-                x_rows, delta_rows, weight.contiguous(), total, y, rstd,
-                x_stride, delta_stride, hidden, hidden, hidden, eps, **block_of(hidden),
-            )  # fmt: skip
+        block, warps = block_of(hidden)
+        launch(
+            _rms_norm_forward_kernel, (rstd.numel(),),
+            x_rows, delta_rows, weight.contiguous(), total, y, rstd,
+            x_stride, delta_stride, hidden, hidden, hidden, eps, block, num_warps=warps,
+        )  # fmt: skip
     return y, total, rstd
 
 
@@ -242,13 +243,13 @@ def rms_norm_backward(
     grad_x = total.new_empty(total.shape)
     partial = rstd.new_empty(programs, hidden) if need_weight else None
     if rows:
-        with on_device_of(total):
-            _rms_norm_backward_kernel[(programs,)](
-                grad_y_rows, grad_total_rows, total_rows, weight.contiguous(), rstd,
-                grad_x, partial,
-                grad_y_stride, grad_total_stride, total_stride, hidden,
-                rows, hidden, rows_per_program, **block_of(hidden),
-            )  # fmt: skip
+        block, warps = block_of(hidden)
+        launch(
+            _rms_norm_backward_kernel, (programs,),
+            grad_y_rows, grad_total_rows, total_rows, weight.contiguous(), rstd, grad_x, partial,
+            grad_y_stride, grad_total_stride, total_stride, hidden,
+            rows, hidden, rows_per_program, block, num_warps=warps,
+        )  # fmt: skip
     return grad_x, None if partial is None else partial.sum(0).to(weight.dtype)
 
 
@@ -261,11 +262,11 @@ def _rows(x: Tensor | None) -> tuple[Tensor | None, int]:
     return rows, rows.stride(0)
 
 
-def block_of(hidden: int) -> dict[str, int]:
-    """How a kernel takes a row of so many elements."""
+def block_of(hidden: int) -> tuple[int, int]:
+    """(BLOCK, num_warps) of a kernel that takes a row of so many elements."""
     block = next_power_of_2(hidden)
     # 8 bf16 values, one 16-byte load, per thread and tensor
-    return {"BLOCK": block, "num_warps": min(max(block // 256, 1), 16)}
+    return block, min(max(block // 256, 1), 16)
 
 
 def _refuse_second_derivative(name: str) -> None:

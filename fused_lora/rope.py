@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launching import DTYPES, check_runnable, next_power_of_2, on_device_of
+from fused_mlp.launching import DTYPES, check_runnable, launch, next_power_of_2
 
 
 @triton.jit
@@ -188,22 +188,16 @@ def rotate(
     block_q_heads, block_k_heads, block_half = (
         next_power_of_2(size) for size in (q.shape[1], k.shape[1], head_dim // 2)
     )
-    with on_device_of(q):
-        _rope_kernel[(batch * positions,)](
-            q, k, cos, sin, q_rotated, k_rotated,
-            positions,
-            *q.stride()[:3], *k.stride()[:3],
-            0 if cos.shape[0] == 1 else cos.stride(0),
-            BACKWARD=backward,
-            Q_HEADS=q.shape[1],
-            K_HEADS=k.shape[1],
-            HALF=head_dim // 2,
-            BLOCK_Q_HEADS=block_q_heads,
-            BLOCK_K_HEADS=block_k_heads,
-            BLOCK_HALF=block_half,
-            # 8 bf16 values, one 16-byte load, per thread and half of q
-            num_warps=min(max(block_q_heads * block_half // 256, 1), 16),
-        )  # fmt: skip
+    launch(
+        _rope_kernel, (batch * positions,),
+        q, k, cos, sin, q_rotated, k_rotated,
+        positions,
+        *q.stride()[:3], *k.stride()[:3],
+        0 if cos.shape[0] == 1 else cos.stride(0),
+        backward, q.shape[1], k.shape[1], head_dim // 2, block_q_heads, block_k_heads, block_half,
+        # 8 bf16 values, one 16-byte load, per thread and half of q
+        num_warps=min(max(block_q_heads * block_half // 256, 1), 16),
+    )  # fmt: skip
     return q_rotated, k_rotated
 
 

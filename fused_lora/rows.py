@@ -7,7 +7,7 @@ wider buffers, and the kernels between the products take row strides for all tha
 import torch
 from torch import Tensor
 
-from .launching import check_runnable
+from fused_mlp.launching import check_runnable
 
 # A line of the L2 cache. A product's tile is as wide, and where a row begins elsewhere each of the
 # tile's rows lies in two. Triton, too, loads 16 bytes at once where it knows a stride's divisor.

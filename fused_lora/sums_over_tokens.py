@@ -32,8 +32,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fused_mlp.launching import DTYPES, cdiv, check_runnable, next_power_of_2, on_device_of
+
 from .autotune import fastest
-from .launching import DTYPES, cdiv, check_runnable, next_power_of_2, on_device_of
 from .rows import check_alike, check_rows
 from .swiglu_products_backward import Product
 from .tiling import MAX_BLOCK_RANK, Tiling, dots_in_fp32, stages

@@ -22,9 +22,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fused_mlp.launching import cdiv, next_power_of_2, on_device_of
+
 from .autotune import fastest
 from .gate_up_swiglu import _rows_and_intermediate
-from .launching import cdiv, next_power_of_2, on_device_of
 from .rows import check_alike, check_rows
 from .tiling import MAX_BLOCK_RANK, Tiling, dots_in_fp32, keep, sigmoid, stages
 

@@ -4,6 +4,7 @@ Copy this folder into your own project and call `LoRA_MLP.apply` (see `fast_lora
 `fused_lora.fuse` put it into a PEFT model for you. Read in this order:
 
     utils.py       matmul_lora: a frozen product with its low-rank adapter added
+    launching.py   launch: a Triton kernel, in less of the host's time
     swiglu.py      silu(gate) * up and its gradient, two Triton kernels
     fast_lora.py   LoRA_MLP: the three adapted products around SwiGLU, with the backward by hand
 """

@@ -15,14 +15,12 @@ rounds silu(gate) to bf16 before it multiplies, so these are the more accurate o
 SwiGLU: Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202.
 """
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+from .launching import cdiv, check_runnable, launch
 
 # 2,048 elements over 8 warps: 8 bf16 values, one 16-byte load, per thread and tensor.
 BLOCK = 2048
@@ -127,28 +125,11 @@ def _check(name: str, **tensors: Tensor) -> None:
             for key, value in tensors.items()
         )
         raise ValueError(f"{name} wants tensors of one shape, dtype and device, got {given}")
-    if dtype not in DTYPES:
-        raise ValueError(
-            f"{name} computes in bfloat16, float16 or float32, got {dtype}: cast first"
-        )
-    if device.type == "cpu" and isinstance(_swiglu_forward_kernel, triton.JITFunction):
-        raise ValueError(
-            f"{name} got tensors on the CPU: move them to a GPU, or set TRITON_INTERPRET=1 before "
-            "triton is imported to run the kernel in Triton's interpreter"
-        )
+    check_runnable(name, _swiglu_forward_kernel, first)
 
 
 def _launch(kernel, *tensors: Tensor) -> None:
     num_elements = tensors[0].numel()
-    if num_elements == 0:
-        return  # an empty grid cannot be launched
-    grid = ((num_elements + BLOCK - 1) // BLOCK,)
-    with _on_device_of(tensors[0]):
-        kernel[grid](*tensors, num_elements, BLOCK=BLOCK, num_warps=NUM_WARPS)
-
-
-def _on_device_of(tensor: Tensor) -> AbstractContextManager:
-    """Triton launches on the current device, which need not be the tensor's own."""
-    if tensor.is_cuda and tensor.get_device() != torch.cuda.current_device():
-        return torch.cuda.device(tensor.device)
-    return nullcontext()
+    if num_elements:  # an empty grid cannot be launched
+        grid = (cdiv(num_elements, BLOCK),)
+        launch(kernel, grid, *tensors, num_elements, BLOCK, num_warps=NUM_WARPS)

@@ -65,12 +65,12 @@ def cast_adapters(adapters: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tenso
     copies: list[Tensor] = []
     for i, one in enumerate(B):
         if one.dtype != dtype:
-            cast[i] = torch.empty(one.shape, dtype=dtype, device=one.device)
+            cast[i] = torch.empty_like(one, dtype=dtype)
             sources.append(one)
             copies.append(cast[i])
     if len(A) > 1 or stacked.dtype != dtype:
         ranks = [len(one) for one in A]
-        stacked = torch.empty(sum(ranks), A[0].shape[1], dtype=dtype, device=A[0].device)
+        stacked = A[0].new_empty(sum(ranks), A[0].shape[1], dtype=dtype)
         sources += A
         copies += stacked.split_with_sizes(ranks)
     if copies:
@@ -117,7 +117,7 @@ def input_gradient(
         return None, None
     tokens = next(grad.shape[0] for grad in grads if grad is not None)
     ranks = group.ranks
-    grad_z = torch.empty(tokens, sum(ranks), dtype=group.A.dtype, device=group.A.device)
+    grad_z = group.A.new_empty(tokens, sum(ranks))
     for grad, B, scaling, columns in zip(
         wanted, group.B, group.scalings, grad_z.split_with_sizes(ranks, 1), strict=True
     ):
@@ -173,12 +173,11 @@ def scaled_matmul(a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype | Non
     rounded to the dtype of a and b, and then cast. beta = 0 makes addmm ignore what the new tensor
     holds.
     """
-    size, dtype = (a.shape[0], b.shape[1]), dtype or a.dtype
+    rows, columns, dtype = a.shape[0], b.shape[1], dtype or a.dtype
     if dtype is torch.float32 and _stores_fp32(a):
-        out = torch.empty(size, dtype=dtype, device=a.device)
+        out = a.new_empty(rows, columns, dtype=dtype)
         return torch.addmm(out, a, b, out_dtype=dtype, beta=0, alpha=scaling, out=out)
-    out = torch.empty(size, dtype=a.dtype, device=a.device)
-    return out.addmm_(a, b, beta=0, alpha=scaling).to(dtype)
+    return a.new_empty(rows, columns).addmm_(a, b, beta=0, alpha=scaling).to(dtype)
 
 
 def _stores_fp32(a: Tensor) -> bool:

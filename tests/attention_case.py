@@ -133,16 +133,6 @@ def assert_equal(got, want):
         assert torch.equal(got[name], want[name]), name
 
 
-def use_poisoned_memory(monkeypatch):
-    """New memory, as it may be at its worst."""
-
-    def poisoned(allocate):
-        return lambda *size, **options: allocate(*size, **options).fill_(torch.nan)
-
-    for name in ("empty", "empty_like"):
-        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
-
-
 class Calls(TorchDispatchMode):
     """Counts what launches a kernel on a GPU, by kind: all but views and new memory."""
 

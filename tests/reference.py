@@ -53,3 +53,14 @@ def assert_within_budget(name: str, fused: Tensor, eager: Tensor, truth: Tensor)
     assert fused_error <= allowed, (
         f"{name}: relative error {fused_error:.2e}, eager {eager_error:.2e}, allowed {allowed:.2e}"
     )
+
+
+def use_poisoned_memory(monkeypatch):
+    """New memory, as it may be at its worst."""
+
+    def poisoned(allocate):
+        return lambda *size, **options: allocate(*size, **options).fill_(torch.nan)
+
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))

@@ -12,8 +12,8 @@ from fused_lora import causal_attention
 from fused_lora import causal_attention_backward as backward
 from fused_lora.causal_attention import causal_attention_forward, fits
 from fused_lora.causal_attention_backward import causal_attention_backward
-from fused_lora.launching import DTYPES
 from fused_lora.qkv_rope import rope_forward, split_heads
+from fused_mlp.launching import DTYPES
 
 SCALING = 0.3
 NAMES = ("attended", "logsumexp", "gradient")

@@ -20,7 +20,7 @@ from reference import assert_within_budget, random, relative_error
 
 import fused_lora.cross_entropy as module
 from fused_lora.cross_entropy import cross_entropy_, linear_cross_entropy
-from fused_lora.launching import DTYPES
+from fused_mlp.launching import DTYPES
 
 fixtures = case, small_blocks  # pytest finds them in this module
 

@@ -5,8 +5,8 @@ import torch
 from reference import assert_within_budget, random, relative_error, swiglu
 
 from fused_lora.gate_up_swiglu import SwiGLU, swiglu_backward, swiglu_forward
-from fused_lora.launching import DTYPES
 from fused_lora.rows import empty_rows
+from fused_mlp.launching import DTYPES
 
 SIZES = {"odd": (7, 139), "one row": (1, 52), "one column": (3, 1), "two blocks": (2, 1025)}
 

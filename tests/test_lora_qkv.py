@@ -20,8 +20,8 @@ from attention_case import (
     raw_gradients,
     run,
     truth_of,
-    use_poisoned_memory,
 )
+from reference import use_poisoned_memory
 
 from fused_lora.attention import LoRA_QKV
 

@@ -21,10 +21,9 @@ from attention_case import (
     run,
     saved_for_backward,
     truth_of,
-    use_poisoned_memory,
 )
 from attention_case import make_case as make_any_case
-from reference import random
+from reference import random, use_poisoned_memory
 from torch.utils.checkpoint import checkpoint
 
 from fused_lora.attention import LoRA_W

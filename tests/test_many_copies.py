@@ -6,8 +6,8 @@ from reference import random
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fused_lora.many_copies as module
-from fused_lora.launching import DTYPES
 from fused_lora.many_copies import ManyCopies
+from fused_mlp.launching import DTYPES
 
 SHAPES = [(8, 64), (71, 3), (1, 1), (1, 5000), (300, 32), (0, 7), (4, 0)]
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from reference import adapted_linear, assert_within_budget, random
+from reference import adapted_linear, assert_within_budget, random, use_poisoned_memory
 
 from fused_mlp import matmul_lora
 from fused_mlp.utils import (
@@ -181,14 +181,6 @@ def test_adapters_in_the_dtype_of_the_computation_are_not_copied(device):
     assert stacked is A and same is B
     stacked, (other,) = cast_adapters((A.float(), B), A.dtype)
     assert torch.equal(stacked, A) and other is B
-
-
-def use_poisoned_memory(monkeypatch):
-    """torch.empty, as it may be at its worst."""
-    empty = torch.empty
-    monkeypatch.setattr(
-        torch, "empty", lambda *size, **options: empty(*size, **options).fill_(torch.nan)
-    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -15,8 +15,8 @@ from layer_case import peft_model
 
 from fused_lora import Fusion, fuse, offload
 from fused_lora.graph import EAGER_CALLS
-from fused_lora.launching import next_power_of_2
 from fused_lora.offload import Offload, _Layer, _Offloaded
+from fused_mlp.launching import next_power_of_2
 
 
 class Stream:

@@ -5,9 +5,9 @@ import torch
 from reference import assert_within_budget, random, relative_error
 from rope_case import NAMES, SIZES, assert_equal, double, eager, make, run
 
-from fused_lora.launching import DTYPES
 from fused_lora.qkv_rope import rope_backward, rope_forward, rope_together, split_heads
 from fused_lora.rows import empty_rows
+from fused_mlp.launching import DTYPES
 
 
 def by_token(t):

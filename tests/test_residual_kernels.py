@@ -6,9 +6,9 @@ from reference import assert_within_budget, random
 from rms_norm_case import EPS, Kernel, eager_rms_norm
 
 import fused_lora.residual_kernels as module
-from fused_lora.launching import DTYPES
 from fused_lora.residual_kernels import add_adapted, rms_norm_backward, rms_norm_forward
 from fused_lora.rows import empty_rows
+from fused_mlp.launching import DTYPES
 
 SIZES = {"odd": (7, 52), "one row": (1, 139), "one column": (3, 1), "a block": (5, 128)}
 # rows, columns, rank

@@ -19,8 +19,8 @@ from rms_norm_case import (
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 import fused_lora.rms_norm as module
-from fused_lora.launching import DTYPES
 from fused_lora.rms_norm import add_rms_norm, rms_norm
+from fused_mlp.launching import DTYPES
 
 SHAPES = [(7, 52), (2, 3, 139), (1, 300), (64,), (3, 2048), (2, 2, 2, 33)]
 

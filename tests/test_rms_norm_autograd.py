@@ -21,8 +21,8 @@ from rms_norm_case import (
 from torch.utils.checkpoint import checkpoint
 
 import fused_lora.rms_norm as module
-from fused_lora.launching import DTYPES
 from fused_lora.rms_norm import AddRMSNorm, RMSNorm, add_rms_norm, rms_norm
+from fused_mlp.launching import DTYPES
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding, apply_rotary_pos_emb
 
 import fused_lora.rope as module
-from fused_lora.launching import DTYPES
 from fused_lora.rope import rope
+from fused_mlp.launching import DTYPES
 
 
 @pytest.fixture

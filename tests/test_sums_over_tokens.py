@@ -6,10 +6,10 @@ from reference import assert_within_budget, random
 from rms_norm_case import Kernel
 
 import fused_lora.sums_over_tokens as module
-from fused_lora.launching import DTYPES
 from fused_lora.sums_over_tokens import sums_over_tokens
 from fused_lora.swiglu_products_backward import Product
 from fused_lora.tiling import Tiling
+from fused_mlp.launching import DTYPES
 
 # T, and for each x its columns and the ranks of its products
 CASES = {

@@ -7,7 +7,8 @@ from reference import assert_within_budget, random, swiglu
 
 import fused_mlp.swiglu as module
 from fused_mlp import swiglu_backward, swiglu_forward
-from fused_mlp.swiglu import BLOCK, DTYPES
+from fused_mlp.launching import DTYPES
+from fused_mlp.swiglu import BLOCK
 
 OUTPUTS = ("hidden", "grad_gate", "grad_up")
 LAYOUTS = {

@@ -8,9 +8,9 @@ from test_residual_kernels import wide
 
 import fused_lora.swiglu_products_backward as module
 from fused_lora.gate_up_swiglu import swiglu_backward, swiglu_forward
-from fused_lora.launching import DTYPES
 from fused_lora.swiglu_products_backward import Product, swiglu_backward_products
 from fused_lora.tiling import Tiling, stages
+from fused_mlp.launching import DTYPES
 
 # rows, intermediate, ranks of hidden's product, of gate's and of up's
 CASES = {

@@ -8,9 +8,9 @@ from test_residual_kernels import wide
 
 import fused_lora.swiglu_products_forward as module
 from fused_lora.gate_up_swiglu import swiglu_forward
-from fused_lora.launching import DTYPES
 from fused_lora.swiglu_products_forward import forward_tiling, swiglu_forward_product
 from fused_lora.tiling import Tiling
+from fused_mlp.launching import DTYPES
 
 # rows, intermediate, rank
 CASES = {

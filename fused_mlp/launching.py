@@ -1,0 +1,101 @@
+"""Launching a Triton kernel: can it run on this, on which device, and without Triton's own lookup.
+
+Triton looks at every argument of every call for what it compiled: types, which integers are 1 or
+multiples of 16, which pointers are. That takes the host twice as long as the launch itself, and a
+training step makes the same few hundred launches again and again. `launch` remembers them.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+# What was compiled for a launch. Integers are part of a key as they are, so that of batches of any
+# length there may be many: then all are forgotten, and Triton, which forgets none, is asked again.
+_compiled: dict[tuple, Any] = {}
+MAX_COMPILED = 4096
+
+ALIGNMENT = 16  # bytes, which Triton compiles for where an address is a multiple
+
+
+def launch(kernel, grid: tuple[int, ...], *arguments, **options) -> None:
+    """``kernel[grid](*arguments, **options)`` on the device of the first argument, a tensor.
+
+    `arguments` are all that the kernel takes, in its order, and no tuples; `options` are Triton's
+    own, num_warps and num_stages.
+    """
+    first = arguments[0]
+    with on_device_of(first):
+        if not first.is_cuda or torch.compiler.is_compiling():
+            kernel[grid](*arguments, **options)
+            return
+        key: list[Any] = [kernel, first.get_device(), *options.values()]
+        given = list(arguments)
+        addresses = 0
+        for i, argument in enumerate(arguments):
+            if isinstance(argument, Tensor):
+                key.append(argument.dtype)
+                # a compiled kernel takes an address for a tensor, and asks CUDA about it only if it
+                # had to take it from the tensor
+                given[i] = argument.data_ptr()
+                addresses |= given[i]
+            elif type(argument) is int:
+                key.append(argument)
+            else:
+                key.append((type(argument), argument))  # for 2 == 2.0, and 1 == True
+        if addresses % ALIGNMENT:  # that of one at least, and Triton finds out whose
+            kernel[grid](*arguments, **options)
+            return
+        launch_of = tuple(key)
+        compiled = _compiled.get(launch_of)
+        if compiled is not None:
+            compiled[(*grid, 1, 1)[:3]](*given)
+            return
+        if len(_compiled) >= MAX_COMPILED:
+            _compiled.clear()
+        _compiled[launch_of] = kernel[grid](*arguments, **options)
+
+
+def check_runnable(name: str, kernel, tensor: Tensor) -> None:
+    """Raise ValueError, in the name of the public function `name`, unless `kernel` can run on
+    `tensor`: bf16, fp16 or fp32, on a GPU, or on the CPU under Triton's interpreter."""
+    if tensor.dtype not in DTYPES:
+        raise ValueError(
+            f"{name} computes in bfloat16, float16 or float32, got {tensor.dtype}: cast first"
+        )
+    if tensor.device.type == "cpu" and isinstance(kernel, triton.JITFunction):
+        raise ValueError(
+            f"{name} got tensors on the CPU: move them to a GPU, or set TRITON_INTERPRET=1 before "
+            "triton is imported to run the kernel in Triton's interpreter"
+        )
+
+
+def on_device_of(tensor: Tensor) -> AbstractContextManager:
+    """Triton launches on the current device, which need not be the tensor's own."""
+    if tensor.is_cuda and tensor.get_device() != torch.cuda.current_device():
+        return torch.cuda.device(tensor.device)
+    return nullcontext()
+
+
+def is_capturing(tensor: Tensor) -> bool:
+    """Whether what is done with this tensor now goes into a CUDA graph."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+# As Triton has the first two, where a call takes the host as long as a third of a launch.
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def previous_power_of_2(n: int) -> int:
+    return 1 << (n.bit_length() - 1)

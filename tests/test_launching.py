@@ -1,0 +1,167 @@
+"""`launch` against `kernel[grid](...)`: what it remembers, and what it asks Triton for."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fused_mlp import launching
+from fused_mlp.launching import launch
+
+
+class OnGPU(Tensor):
+    """A tensor on the CPU that says it is on a GPU."""
+
+    is_cuda = True
+
+    def get_device(self):
+        return 0
+
+
+class Kernel:
+    """A Triton kernel as its caller sees it, which notes its launches."""
+
+    def __init__(self):
+        self.by_triton: list[tuple] = []  # grid, arguments, options
+        self.remembered: list[tuple] = []  # grid, arguments
+
+    def __getitem__(self, grid):
+        def run(*arguments, **options):
+            self.by_triton.append((grid, arguments, options))
+            return Compiled(self.remembered)
+
+        return run
+
+
+class Compiled:
+    def __init__(self, launches):
+        self.launches = launches
+
+    def __getitem__(self, grid):
+        return lambda *arguments: self.launches.append((grid, arguments))
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    monkeypatch.setattr(launching, "_compiled", {})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    return Kernel()
+
+
+def on_gpu(elements=64, dtype=torch.float32, first=0):
+    # as far as PyTorch's allocator aligns them, whatever the CPU's has done
+    bytes_ = torch.empty(elements * dtype.itemsize + 16, dtype=torch.uint8)
+    skip = -bytes_.data_ptr() % 16
+    rows = bytes_[skip : skip + elements * dtype.itemsize].view(dtype)
+    return rows[first:].as_subclass(OnGPU)
+
+
+def test_the_second_launch_goes_to_what_the_first_compiled(kernel):
+    x, y, z = on_gpu(), on_gpu(), on_gpu(32)
+    launch(kernel, (3,), x, 7, None, 0.5, num_warps=4)
+    launch(kernel, (5, 2), y, 7, None, 0.5, num_warps=4)
+    launch(kernel, (1, 2, 3), z, 7, None, 0.5, num_warps=4)
+    assert kernel.by_triton == [((3,), (x, 7, None, 0.5), {"num_warps": 4})]
+    assert kernel.remembered == [
+        ((5, 2, 1), (y.data_ptr(), 7, None, 0.5)),
+        ((1, 2, 3), (z.data_ptr(), 7, None, 0.5)),
+    ]
+
+
+OTHERS = {
+    "dtype": lambda: ((on_gpu(dtype=torch.bfloat16), 7, 0.5, True), 4),
+    "integer": lambda: ((on_gpu(), 8, 0.5, True), 4),
+    "a float for an integer": lambda: ((on_gpu(), 7.0, 0.5, True), 4),
+    "an integer for a bool": lambda: ((on_gpu(), 7, 0.5, 1), 4),
+    "float": lambda: ((on_gpu(), 7, 0.25, True), 4),
+    "None for a tensor": lambda: ((on_gpu(), None, 0.5, True), 4),
+    "num_warps": lambda: ((on_gpu(), 7, 0.5, True), 8),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_launch_is_compiled_by_triton(kernel, name):
+    launch(kernel, (1,), on_gpu(), 7, 0.5, True, num_warps=4)
+    arguments, warps = OTHERS[name]()
+    launch(kernel, (1,), *arguments, num_warps=warps)
+    assert len(kernel.by_triton) == 2
+    assert kernel.remembered == []
+
+
+def test_another_kernel_is_another_launch(kernel):
+    other = Kernel()
+    launch(kernel, (1,), on_gpu())
+    launch(other, (1,), on_gpu())
+    assert len(kernel.by_triton) == len(other.by_triton) == 1
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_an_address_that_16_does_not_divide_is_left_to_triton(kernel, first):
+    aligned, odd = on_gpu(), on_gpu(first=1)
+    launch(kernel, (1,), aligned, aligned)
+    launch(kernel, (1,), *((odd, aligned) if first else (aligned, odd)))
+    assert len(kernel.by_triton) == 2
+    launch(kernel, (1,), aligned, aligned)
+    assert len(kernel.remembered) == 1
+
+
+def test_launches_of_many_lengths_are_forgotten(kernel, monkeypatch):
+    monkeypatch.setattr(launching, "MAX_COMPILED", 3)
+    for length in range(10):
+        launch(kernel, (1,), on_gpu(), length)
+    assert len(launching._compiled) <= 3
+    launch(kernel, (1,), on_gpu(), 9)
+    assert len(kernel.remembered) == 1
+
+
+def test_a_launch_keeps_no_tensor(kernel):
+    launch(kernel, (1,), on_gpu(), on_gpu(), 7, 0.5)
+
+    (key,) = launching._compiled
+    assert not any(isinstance(part, Tensor) for part in key)
+
+
+def test_on_the_cpu_triton_is_asked_every_time(kernel):
+    for _ in range(2):
+        launch(kernel, (1,), torch.empty(8), 7)
+    assert len(kernel.by_triton) == 2
+    assert launching._compiled == {}
+
+
+@triton.jit
+def _scale_kernel(x_ptr, y_ptr, length, factor, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < length
+    x = tl.load(x_ptr + offsets, mask=mask)
+    tl.store(y_ptr + offsets, (x * factor).to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_it_computes_what_triton_does_and_asks_it_once(monkeypatch):
+    by_triton = []
+    run = triton.JITFunction.run
+
+    def counted(self, *arguments, **options):
+        by_triton.append(arguments)
+        return run(self, *arguments, **options)
+
+    monkeypatch.setattr(triton.JITFunction, "run", counted)
+    monkeypatch.setattr(launching, "_compiled", {})
+    # aligned, not, of another dtype, of 1 and of multiples of 16: all that Triton compiles anew for
+    cases = [
+        (dtype, length, first, factor)
+        for dtype in (torch.float32, torch.bfloat16)
+        for length in (1, 16, 333)
+        for first in (0, 1)
+        for factor in (1, 1.0, 2, 2.0, 0.5)
+    ]
+    for again in (False, True):
+        asked = len(by_triton)
+        for dtype, length, first, factor in cases:
+            x = torch.randn(512, device="cuda").to(dtype)[first : first + length]
+            y = torch.zeros(512, device="cuda", dtype=dtype)[first : first + length]
+            launch(_scale_kernel, (triton.cdiv(length, 64),), x, y, length, factor, 64, num_warps=1)
+            assert torch.equal(y, x * factor), (dtype, length, first, factor)
+        odd = sum(first for _, _, first, _ in cases)
+        assert len(by_triton) - asked == (odd if again else len(cases))
