@@ -56,7 +56,7 @@ def environment() -> dict[str, Any]:
     """What results.json records of the machine, the packages and this repository's commit."""
     return {
         "gpu": _gpu(),
-        "cpu": _cpu_name(),
+        "cpu": f"{_cpu_name()}, {_cores()} cores",
         "platform": platform.platform(),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
@@ -189,6 +189,13 @@ def _cpu_name() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
+
+
+def _cores() -> int:
+    """How many this process may run on, which is what short steps wait for."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _version(package: str) -> str | None:

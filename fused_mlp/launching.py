@@ -1,8 +1,8 @@
 """Launching a Triton kernel: can it run on this, on which device, and without Triton's own lookup.
 
 Triton looks at every argument of every call for what it compiled: types, which integers are 1 or
-multiples of 16, which pointers are. That takes the host twice as long as the launch itself, and a
-training step makes the same few hundred launches again and again. `launch` remembers them.
+multiples of 16, which pointers are. That is a quarter to a third of the host's time for a launch,
+and a training step makes the same few hundred again and again. `launch` remembers them.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -25,39 +25,50 @@ ALIGNMENT = 16  # bytes, which Triton compiles for where an address is a multipl
 def launch(kernel, grid: tuple[int, ...], *arguments, **options) -> None:
     """``kernel[grid](*arguments, **options)`` on the device of the first argument, a tensor.
 
-    `arguments` are all that the kernel takes, in its order, and no tuples; `options` are Triton's
-    own, num_warps and num_stages.
+    `arguments` are all that the kernel takes, in its order; `options` are Triton's own, num_warps
+    and num_stages.
     """
     first = arguments[0]
     with on_device_of(first):
-        if not first.is_cuda or torch.compiler.is_compiling():
+        known = None
+        if first.is_cuda and not torch.compiler.is_compiling():
+            known = _known_as(kernel, first.get_device(), arguments, options)
+        if known is None:
             kernel[grid](*arguments, **options)
             return
-        key: list[Any] = [kernel, first.get_device(), *options.values()]
-        given = list(arguments)
-        addresses = 0
-        for i, argument in enumerate(arguments):
-            if isinstance(argument, Tensor):
-                key.append(argument.dtype)
-                # a compiled kernel takes an address for a tensor, and asks CUDA about it only if it
-                # had to take it from the tensor
-                given[i] = argument.data_ptr()
-                addresses |= given[i]
-            elif type(argument) is int:
-                key.append(argument)
-            else:
-                key.append((type(argument), argument))  # for 2 == 2.0, and 1 == True
-        if addresses % ALIGNMENT:  # that of one at least, and Triton finds out whose
-            kernel[grid](*arguments, **options)
-            return
-        launch_of = tuple(key)
-        compiled = _compiled.get(launch_of)
+        key, given = known
+        compiled = _compiled.get(key)
         if compiled is not None:
             compiled[(*grid, 1, 1)[:3]](*given)
             return
         if len(_compiled) >= MAX_COMPILED:
             _compiled.clear()
-        _compiled[launch_of] = kernel[grid](*arguments, **options)
+        _compiled[key] = kernel[grid](*arguments, **options)
+
+
+def _known_as(
+    kernel, device: int, arguments: tuple, options: dict[str, int]
+) -> tuple[tuple, list[Any]] | None:
+    """(key, arguments with addresses for tensors) of what may be remembered: all tensors are on
+    the device and aligned, and there is no tuple of them. Else None.
+
+    A compiled kernel asks CUDA about each tensor, but takes an address as it is.
+    """
+    key: list[Any] = [kernel, device, *options.items()]
+    given = list(arguments)
+    for i, argument in enumerate(arguments):
+        if isinstance(argument, Tensor):
+            given[i] = address = argument.data_ptr()
+            if address % ALIGNMENT or argument.get_device() != device:
+                return None
+            key.append(argument.dtype)
+        elif type(argument) is int:
+            key.append(argument)
+        elif isinstance(argument, tuple):
+            return None
+        else:
+            key.append((type(argument), argument))  # for 2 == 2.0, and 1 == True
+    return tuple(key), given
 
 
 def check_runnable(name: str, kernel, tensor: Tensor) -> None:

@@ -11,12 +11,13 @@ from fused_mlp.launching import launch
 
 
 class OnGPU(Tensor):
-    """A tensor on the CPU that says it is on a GPU."""
+    """A tensor on the CPU that says it is on a GPU, the first by default."""
 
     is_cuda = True
+    index = 0
 
     def get_device(self):
-        return 0
+        return self.index
 
 
 class Kernel:
@@ -94,6 +95,30 @@ def test_another_kernel_is_another_launch(kernel):
     launch(kernel, (1,), on_gpu())
     launch(other, (1,), on_gpu())
     assert len(kernel.by_triton) == len(other.by_triton) == 1
+
+
+@pytest.mark.parametrize("options", [{"num_stages": 4, "num_warps": 2}, {"num_warps": 4}], ids=str)
+def test_options_are_told_apart_by_name(kernel, options):
+    launch(kernel, (1,), on_gpu(), num_warps=4, num_stages=2)
+    launch(kernel, (1,), on_gpu(), **options)
+    assert len(kernel.by_triton) == 2
+
+
+def test_a_tensor_of_another_device_is_left_to_triton_which_refuses_it(kernel):
+    there = on_gpu()
+    there.index = 1
+    launch(kernel, (1,), on_gpu(), on_gpu())
+    for other in (torch.empty(64), there):
+        launch(kernel, (1,), on_gpu(), other)
+    assert len(kernel.by_triton) == 3
+    assert kernel.remembered == []
+
+
+def test_a_tuple_of_tensors_is_left_to_triton_and_not_kept(kernel):
+    for _ in range(2):
+        launch(kernel, (1,), on_gpu(), (on_gpu(), on_gpu()))
+    assert len(kernel.by_triton) == 2
+    assert launching._compiled == {}
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -93,6 +93,14 @@ def test_without_a_gpu_nothing_is_known_and_nothing_fails(driver):
     assert machine.environment()["gpu"] is None
 
 
+def test_the_cores_are_those_that_this_process_may_run_on(monkeypatch):
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: {1, 5, 6}, raising=False)
+    assert machine.environment()["cpu"].endswith(", 3 cores")
+    monkeypatch.delattr(machine.os, "sched_getaffinity")
+    monkeypatch.setattr(machine.os, "cpu_count", lambda: 7)
+    assert machine.environment()["cpu"].endswith(", 7 cores")
+
+
 @pytest.mark.parametrize(
     ("visible", "asked"),
     [
