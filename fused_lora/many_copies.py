@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fused_mlp.launching import DTYPES, cdiv, on_device_of
+from fused_mlp.launching import DTYPES, cdiv, launch
 
 # Elements of a program. The adapters of Qwen2.5-3B have 65,536 to 352,256: 16 to 86 programs each.
 BLOCK = 4096
@@ -127,8 +127,7 @@ class ManyCopies:
         _, _, *arrays, run = table
         programs = len(table.entries)
         if programs:  # an empty grid cannot be launched
-            with on_device_of(targets[0]):
-                _copy_kernel[(programs,)](*arrays, sources[0], targets[0], BLOCK=BLOCK, RUN=run)
+            launch(_copy_kernel, (programs,), *arrays, sources[0], targets[0], BLOCK, run)
         torch.autograd.graph.increment_version(targets)
 
 

@@ -86,7 +86,8 @@ def check_runnable(name: str, kernel, tensor: Tensor) -> None:
 
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager:
-    """Triton launches on the current device, which need not be the tensor's own."""
+    """Triton launches on the current device, which need not be the tensor's own. `launch` sees to
+    it; a launcher enters this itself where it has to choose a tiling on that device first."""
     if tensor.is_cuda and tensor.get_device() != torch.cuda.current_device():
         return torch.cuda.device(tensor.device)
     return nullcontext()

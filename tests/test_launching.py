@@ -104,7 +104,7 @@ def test_options_are_told_apart_by_name(kernel, options):
     assert len(kernel.by_triton) == 2
 
 
-def test_a_tensor_of_another_device_is_left_to_triton_which_refuses_it(kernel):
+def test_a_tensor_of_another_device_is_left_to_triton(kernel):
     there = on_gpu()
     there.index = 1
     launch(kernel, (1,), on_gpu(), on_gpu())
@@ -142,9 +142,24 @@ def test_launches_of_many_lengths_are_forgotten(kernel, monkeypatch):
 
 def test_a_launch_keeps_no_tensor(kernel):
     launch(kernel, (1,), on_gpu(), on_gpu(), 7, 0.5)
-
     (key,) = launching._compiled
     assert not any(isinstance(part, Tensor) for part in key)
+
+
+def test_each_device_has_its_own(kernel, monkeypatch):
+    launch(kernel, (1,), on_gpu())
+    there = on_gpu()
+    there.index = 1
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    launch(kernel, (1,), there)
+    assert len(kernel.by_triton) == 2
+
+
+def test_nothing_is_remembered_while_torch_compile_traces(kernel, monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    for _ in range(2):
+        launch(kernel, (1,), on_gpu())
+    assert len(kernel.by_triton) == 2
 
 
 def test_on_the_cpu_triton_is_asked_every_time(kernel):
