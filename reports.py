@@ -29,6 +29,7 @@ Results = dict[str, Any]
 # Vanilla and fused MLP once more, on another visit: how far to trust the published run.
 SECOND_RUN = HERE / "docs" / "second_run.json"
 SUITE = HERE / "docs" / "suite.json"  # every part and peer, a run of its own
+SHORT_LENGTHS = HERE / "docs" / "short_lengths.json"  # all parts and Unsloth again, in more steps
 LOSSES = HERE / "docs" / "loss_curve.json"  # many steps of two variants, likewise
 
 console = Console(highlight=False)
@@ -42,8 +43,11 @@ def plot_only(folder: Path) -> int:
     results = store.load(path)
     drawn = []
     if folder.resolve() == HERE:
-        suite = store.load(SUITE) if SUITE.is_file() else None
-        tables.update_readme(HERE / "README.md", results, store.load(SECOND_RUN), suite)
+        suite, short_lengths = (
+            store.load(path) if path.is_file() else None for path in (SUITE, SHORT_LENGTHS)
+        )
+        second_run = store.load(SECOND_RUN)
+        tables.update_readme(HERE / "README.md", results, second_run, suite, short_lengths)
         drawn.append(HERE / "README.md")
         if suite is not None:
             drawn += draw_suite(suite, folder)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from statistics import median
+
 import ablation
 from looks import STATUS_WORDS, caption
 from names import name_of
-from summary import BASELINE, NO_CHECKPOINTING, summarize
-from variants import PARTS
+from summary import BASELINE, NO_CHECKPOINTING, round_ms, summarize
+from variants import PARTS, VARIANTS
 
 NOT_MEASURED = "Not measured yet in a run that can be quoted: `python lora_bench.py --suite all`."
 
@@ -48,6 +50,42 @@ def _launches(suite: dict, variant: str, seq_len: int) -> int:
         if cell["variant"] == variant and cell["seq_len"] == seq_len and cell["kernels_seen"]
     )
     return next(counts, 0)
+
+
+def against_unsloth_section(runs: list[dict]) -> str:
+    """How many times Unsloth's speed all fused parts have: a line for each block of each run."""
+    lengths = sorted({n for run in runs for n in run["experiment"]["seq_lens"]})
+    lines = []
+    for block, title in ablation.BLOCKS.items():
+        for run in runs:
+            ratios = [_over_unsloth(run, n, block) for n in lengths]
+            if any(ratios):
+                steps = run["experiment"]["steps"] // run["experiment"]["rounds"]
+                lines.append([f"{title}, {steps} steps a cell", *map(_median_and_range, ratios)])
+    if not lines:
+        return NOT_MEASURED
+    header = ["Unsloth's time / all fused", *(f"{n} tokens" for n in lengths)]
+    rule = ["---"] * len(header)
+    return "\n".join(f"| {' | '.join(line)} |" for line in (header, rule, *lines))
+
+
+def _over_unsloth(run: dict, seq_len: int, block: str) -> list[float]:
+    """In every round that has both, against the mode of Unsloth that was fastest in it."""
+    own = round_ms(run, "fused_all" + block, seq_len)
+    modes = [
+        round_ms(run, variant, seq_len)
+        for variant, recipe in VARIANTS.items()
+        if recipe.library == "unsloth" and variant.endswith(NO_CHECKPOINTING) == bool(block)
+    ]
+    found = {n: [mode[n] for mode in modes if n in mode] for n in own}
+    return [min(times) / own[n] for n, times in found.items() if times]
+
+
+def _median_and_range(ratios: list[float]) -> str:
+    if len(ratios) < 2:
+        return "".join(f"{ratio:.2f}× (one round)" for ratio in ratios)
+    low, high = min(ratios), max(ratios)
+    return f"{median(ratios):.2f}× ({low:.2f} to {high:.2f}, {len(ratios)} rounds)"
 
 
 def peers_section(suite: dict | None) -> str:

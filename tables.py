@@ -10,7 +10,12 @@ from compare import Comparison, Row, compare
 from looks import LOOKS, REHEARSAL, STATUS_WORDS, caption
 from names import name_of
 from results import write_atomically
-from suite_tables import effects_section, parts_section, peers_section
+from suite_tables import (
+    against_unsloth_section,
+    effects_section,
+    parts_section,
+    peers_section,
+)
 from summary import BASELINE, BASELINE_AGAIN, summarize, why_no_verdicts
 
 
@@ -53,7 +58,11 @@ def headline_table(results: dict) -> str:
 
 
 def update_readme(
-    readme_path: str | Path, results: dict, second_run: dict, suite: dict | None = None
+    readme_path: str | Path,
+    results: dict,
+    second_run: dict,
+    suite: dict | None = None,
+    short_lengths: dict | None = None,
 ) -> bool:
     """Put the tables between their markers; whether that changed the file."""
     before = after = Path(readme_path).read_bytes().decode()
@@ -62,6 +71,7 @@ def update_readme(
         ("headline", headline_table(results)),
         ("parts", parts_section(suite)),
         ("effects", effects_section(suite)),
+        ("unsloth", against_unsloth_section([run for run in (suite, short_lengths) if run])),
         ("peers", peers_section(suite)),
         ("second run", comparison_table(compare(results, second_run))),
     ):

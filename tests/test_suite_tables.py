@@ -69,6 +69,29 @@ def test_what_failed_says_so_and_stands_last():
     assert suite_tables.peers_section(suite).split("\n")[-1] == last
 
 
+def test_all_fused_is_held_against_unsloths_faster_mode_of_the_same_round():
+    slow_host = case.rounds(
+        full_unsloth=[300, 220, "oom", 240],
+        unsloth_full=[200, 230, "oom"],
+        fused_all=[100, 200, 50, "parity_failed"],  # 2.0, 1.1, no mode, no time
+        full_unsloth_no_checkpointing=[90],  # of the other block
+        fused_all_no_checkpointing=[100],
+    )
+    steady = case.rounds(512, full_unsloth=[100, 120, 140], fused_all=[100, 100, 100])
+    steady["experiment"] |= {"rounds": 3, "steps": 90}
+    slow_host["experiment"] |= {"rounds": 4, "steps": 40}
+    assert suite_tables.against_unsloth_section([slow_host, steady]).split("\n") == [
+        "| Unsloth's time / all fused | 64 tokens | 512 tokens |",
+        "| --- | --- | --- |",
+        "| With gradient checkpointing, 10 steps a cell | 1.55× (1.10 to 2.00, 2 rounds) |  |",
+        "| With gradient checkpointing, 30 steps a cell |  | 1.20× (1.00 to 1.40, 3 rounds) |",
+        "| Without checkpointing, 10 steps a cell | 0.90× (one round) |  |",
+    ]
+    without_unsloth = case.rounds(vanilla_peft=[1], fused_all=[1])
+    for runs in ([], [without_unsloth]):
+        assert suite_tables.against_unsloth_section(runs) == suite_tables.NOT_MEASURED
+
+
 def test_effects_are_the_longest_lengths_without_checkpointing():
     variants = [v + NO_CHECKPOINTING for v in ("vanilla_peft", "fused_rope", "fused_all")]
     suite = case.run(variants=["vanilla_peft", *variants], seq_lens=(64, 512), rounds=1)

@@ -187,6 +187,7 @@ between
 <!-- results:begin --><!-- results:end -->
 <!-- parts:begin --><!-- parts:end -->
 <!-- effects:begin --><!-- effects:end -->
+<!-- unsloth:begin --><!-- unsloth:end -->
 <!-- peers:begin --><!-- peers:end -->
 <!-- second run:begin --> old <!-- second run:end -->
 the end"""
@@ -207,6 +208,7 @@ def test_the_readme_gets_its_tables_and_nothing_else_changes(tmp_path):
         "<!-- results:end -->\n"
         f"<!-- parts:begin -->\n\n{suite_tables.NOT_MEASURED}\n\n<!-- parts:end -->\n"
         f"<!-- effects:begin -->\n\n{suite_tables.NOT_MEASURED}\n\n<!-- effects:end -->\n"
+        f"<!-- unsloth:begin -->\n\n{suite_tables.NOT_MEASURED}\n\n<!-- unsloth:end -->\n"
         f"<!-- peers:begin -->\n\n{suite_tables.NOT_MEASURED}\n\n<!-- peers:end -->\n"
         "<!-- second run:begin -->\n\n"
         f"{tables.comparison_table(compare(document, second))}\n\n"
@@ -246,7 +248,6 @@ def test_the_readme_is_written_from_the_published_results(tmp_path):
     """`python lora_bench.py --plot-only` was run after the last change of results.json."""
     root = Path(tables.__file__).parent
     shutil.copy(root / "README.md", tmp_path)
-    runs = [results.load(root / name) for name in ("results.json", "docs/second_run.json")]
-    suite = root / "docs" / "suite.json"
-    runs.append(results.load(suite) if suite.is_file() else None)
+    names = ("results.json", *(f"docs/{n}.json" for n in ("second_run", "suite", "short_lengths")))
+    runs = [results.load(root / name) for name in names]
     assert tables.update_readme(tmp_path / "README.md", *runs) is False
