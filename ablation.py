@@ -101,7 +101,7 @@ def _gain(
     verdict = None
     if time == STEP:
         band = summary.noise_band(results, seq_len, BASELINE + block)
-        verdict = summary.verdict_of(median(ratios), summary.interval95(ratios), band)
+        verdict = summary.verdict_of(median(ratios), summary.interval95_of_ratios(ratios), band)
     return Gain(
         median(ms),
         summary.interval95(ms),

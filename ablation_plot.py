@@ -36,6 +36,7 @@ from summary import BASELINE, round_ms
 FIRST, LAST = "#c81e2b", "#3d0a0e"
 COLUMNS = (52, 87, 137, 172)  # where the numbers beside a panel end, in points from its right side
 ROW_INCHES = 0.31
+NOISY = "#999999"  # what is not distinguishable
 ASIDE: dict[str, Any] = {"color": "#777777", "style": "italic", "size": 9.5}
 BETWEEN: dict[str, Any] = {"facecolor": "#f4c4c7", "edgecolor": FIRST, "hatch": "////"}
 
@@ -63,7 +64,9 @@ def figure(results: dict) -> Figure:
             for axes, block in zip(line, blocks, strict=True):
                 _panel(axes, results, seq_len, block, names)
                 axes.set_yticks(range(len(names)), names if axes is line[0] else [""] * len(names))
-            line[0].set_xlim(0, 1.02 * line[0].get_xlim()[1])  # shared by the line
+            # By the bars, shared by the line: an interval of two rounds may go far beyond them.
+            ends = [bar.get_x() + bar.get_width() for axes in line for bar in axes.patches]
+            line[0].set_xlim(0, 1.25 * max([1.0, *ends, *_floor_ms(results, seq_len)]))
         for axes, block in zip(panels[0], blocks, strict=True):
             axes.annotate(BLOCKS[block], (0, 1), (0, 30), xycoords="axes fraction",
                           textcoords="offset points", size=16, weight="bold")  # fmt: skip
@@ -107,8 +110,14 @@ def _panel(axes: Axes, results: dict, seq_len: int, block: str, names: list[str]
         above = y
     if place is not None and isinstance(rows[INTERACTION].first, Gain):
         axes.plot([place, place], [above, above + 1], color="#8a8a8a", linewidth=0.8, zorder=0.9)
-    if floor := (results.get("floor") or {}).get(str(seq_len)):
-        axes.axvline(floor["floor_ms"], color="black", linewidth=1.8)
+    for floor_ms in _floor_ms(results, seq_len):
+        axes.axvline(floor_ms, color="black", linewidth=1.8)
+
+
+def _floor_ms(results: dict, seq_len: int) -> list[float]:
+    """The floor at a length, where there is one."""
+    floor = (results.get("floor") or {}).get(str(seq_len))
+    return [floor["floor_ms"]] if floor else []
 
 
 def _total(axes: Axes, results: dict, seq_len: int, variant: str, y: int,
@@ -129,7 +138,8 @@ def _bar(axes: Axes, y: float, height: float, begin: float, gain: Gain, **look: 
     axes.barh(y, gain.ms, height, begin - gain.ms, linewidth=0.6, **look)
     if gain.ci95_ms:
         ends = [begin - bound for bound in gain.ci95_ms]
-        axes.plot(ends, [y, y], color="black", linewidth=1.1, marker="|", markersize=5)
+        colour = NOISY if gain.verdict == NOISE else "black"
+        axes.plot(ends, [y, y], color=colour, linewidth=1.1, marker="|", markersize=5)
     return begin - gain.ms
 
 
@@ -140,7 +150,7 @@ def _numbers(axes: Axes, column: int, y: int, gain: Gain | str | None, colour: s
         return
     text: dict[str, Any] = {"color": colour, "weight": "bold" if gain.verdict else "normal"}
     if gain.verdict == NOISE:
-        text = {"color": "#999999"}
+        text = {"color": NOISY}
     _beside(axes, column, y, f"{number(gain.ms, 0)} ms", **text)
     if gain.percent is not None:
         _beside(axes, column + 1, y, f"{number(gain.percent, 0)}%", **text)
@@ -159,7 +169,8 @@ def _words(picture: Figure, results: dict, height: float) -> None:
         "From vanilla PEFT down to all fused: a red bar begins where the one above it ended, and "
         "is as long as what the part, alone,\ntakes off a step. The interaction is what all "
         "together take off beyond that sum. Negative: adds time. Bold: more than noise; grey: not; "
-        "neither:\nof a single round, which cannot tell."
+        "neither:\nof a single round, which cannot tell. Intervals of two rounds that differ go "
+        "beyond the panel."
     )
     picture.text(0.025, 1 - 1.3 / height, said, size=11.5, linespacing=1.45)
     keys: list[Any] = [

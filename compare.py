@@ -10,13 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from statistics import median
+from math import exp, log, sqrt
+from statistics import mean, median, variance
 from typing import Any
 
-import numpy as np
-from scipy import stats
-
-from summary import STATUSES, noise_band, round_ms, verdict_of
+from summary import STATUSES, noise_band, quantile, round_ms, verdict_of
 
 # What two visits may differ by without anything having changed, beside what the floor and the host
 # tell: on two H200s of one day vanilla's 512-token steps came out 2.4% apart, where the rounds on
@@ -134,17 +132,15 @@ def _median(run: dict, variant: str, seq_len: int, name: str) -> float | None:
 
 
 def _interval95_of_ratio(old_ms: list[float], new_ms: list[float]) -> list[float] | None:
-    """The 95% bootstrap interval of median(old) / median(new), rounds drawn from each by itself."""
-    if min(len(old_ms), len(new_ms)) < 2:
+    """The 95% interval of old / new by Student's t on logarithms, the rounds of the two unpaired.
+    With the degrees of freedom of the run that has fewer rounds, the least that there can be."""
+    fewer = min(len(old_ms), len(new_ms))
+    if fewer < 2:
         return None
-
-    def ratio(old, new, axis):
-        return np.median(old, axis=axis) / np.median(new, axis=axis)
-
-    found = stats.bootstrap(
-        (old_ms, new_ms), ratio, n_resamples=2000, method="percentile", vectorized=True, rng=0
-    )
-    return [float(bound) for bound in found.confidence_interval]
+    old, new = ([log(ms) for ms in times] for times in (old_ms, new_ms))
+    middle = mean(old) - mean(new)
+    half = quantile(fewer - 1) * sqrt(variance(old) / len(old) + variance(new) / len(new))
+    return [exp(middle - half), exp(middle + half)]
 
 
 def _cells(run: dict, variant: str, seq_len: int) -> list[dict]:

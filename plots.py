@@ -37,7 +37,7 @@ SPARE_LOOKS = [  # for variants without a look of their own, in the order of the
     *(("#0969da", "D", "xxx"), ("#1a7f37", "v", "---"), ("#bc4c00", "P", "\\\\\\")),
     *(("#0a7e8c", "X", "|||"), ("#8a6100", "<", "+++"), ("#bf3989", ">", "ooo")),
 ]
-HOW_TO_READ = "Medians over steps, then over rounds; whiskers: 95% bootstrap intervals."
+HOW_TO_READ = "Medians over steps, then over rounds; whiskers: 95% intervals over rounds."
 PHASES = {"forward": 0.55, "backward": 0.0, "optimizer": -0.6}  # how far towards white or black
 GRAPH = {"CUDA graph": 0.3}  # a step whose phases nobody can tell apart
 FEW = 3  # up to this many variants every point is labelled; beyond it the table has the values

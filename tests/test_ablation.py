@@ -3,7 +3,7 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import mean, median, stdev
 
 import ablation_case as case
 import example_results as example
@@ -71,18 +71,26 @@ HAND_MADE = {
 }
 
 
+def by_t(three):
+    """The interval of three rounds, by a textbook's table of Student's t."""
+    half = 4.30265 * stdev(three) / 3**0.5
+    return [mean(three) - half, mean(three) + half]
+
+
 def test_gains_by_hand():
     rows = ablation.gains(case.rounds(**HAND_MADE), 64)
     assert [row.part for row in rows] == [*PARTS, "interaction"]
     mlp = row(rows, "mlp")
     # 20, 20 and 30 ms in the three rounds: of 200, 210 and 220
-    assert (mlp.first.ms, mlp.first.ci95_ms) == (20, [20, 30])
+    assert mlp.first.ms == 20
+    assert mlp.first.ci95_ms == pytest.approx(by_t([20, 20, 30]), rel=1e-5)
     assert mlp.first.percent == pytest.approx(10.0)
-    assert mlp.first.ci95_percent == pytest.approx([100 * 20 / 210, 100 * 30 / 220])
+    assert mlp.first.ci95_percent == pytest.approx(by_t([10, 2000 / 210, 3000 / 220]), rel=1e-5)
     # 30, 30 and 20 ms, of vanilla's step too
-    assert (mlp.last.ms, mlp.last.ci95_ms) == (30, [20, 30])
+    assert mlp.last.ms == 30
+    assert mlp.last.ci95_ms == pytest.approx(by_t([30, 30, 20]), rel=1e-5)
     assert mlp.last.percent == pytest.approx(100 * 30 / 210)
-    assert mlp.last.ci95_percent == pytest.approx([100 * 20 / 220, 100 * 30 / 200])
+    assert mlp.last.ci95_percent == pytest.approx(by_t([15, 3000 / 210, 2000 / 220]), rel=1e-5)
 
 
 def test_a_part_that_adds_time_has_a_negative_gain():
@@ -95,7 +103,8 @@ def test_the_interaction_is_what_the_parts_alone_do_not_add_up_to():
     together = row(ablation.gains(case.rounds(**HAND_MADE), 64), "interaction")
     # round 1: 200 - 120 - (20 + 10 + 1 + 5 + 2 - 4) = 46; round 2: 80 - (20 + 10 - 1 + 5 + 3 - 4)
     # = 47; round 3: 80 - (30 + 0 + 1 + 5 + 4 - 4) = 44
-    assert (together.first.ms, together.first.ci95_ms) == (46, [44, 47])
+    assert together.first.ms == 46
+    assert together.first.ci95_ms == pytest.approx(by_t([46, 47, 44]), rel=1e-5)
     assert together.first.percent == pytest.approx(100 * 47 / 210)  # of 23.0, 22.4 and 20.0
     assert together.last is None
 
@@ -123,7 +132,8 @@ def test_one_round_has_no_interval():
 def test_rounds_are_paired_and_one_that_lacks_a_side_is_left_out():
     run = case.rounds(vanilla_peft=[200, 400, 600], fused_mlp=["oom", 390, 580])
     gain = row(ablation.gains(run, 64), "mlp").first
-    assert (gain.ms, gain.ci95_ms) == (15, [10, 20])  # unpaired: -85
+    assert gain.ms == 15  # of 10 and 20; unpaired: -85
+    assert gain.ci95_ms == pytest.approx([15 - 12.7062 * 5, 15 + 12.7062 * 5], rel=1e-5)
     run = case.rounds(vanilla_peft=["error", 200], fused_mlp=[150, "error"])
     assert row(ablation.gains(run, 64), "mlp").first == "no common round"
 

@@ -3,11 +3,19 @@
 import warnings
 
 import example_results as example
+import numpy as np
 import pytest
 from example_results import cells, rounds
 
 import results
-from summary import interval95, noise_band, summarize, verdict_of, why_no_verdicts
+from summary import (
+    interval95,
+    interval95_of_ratios,
+    noise_band,
+    summarize,
+    verdict_of,
+    why_no_verdicts,
+)
 
 
 def row_of(document, variant="fused_mlp"):
@@ -34,10 +42,11 @@ def test_a_row_of_the_summary_by_hand():
         "rounds": 3,
         "steps": 9,
         "median_step_ms": 100.0,  # of 100, 100, 110
-        "step_ms_ci95": [100.0, 110.0],
+        # 4.303 sd / sqrt(3) to either side of the mean, of the logarithms: of 100, 100 and 110 ms
+        "step_ms_ci95": [90.0392, 118.349],
         "tokens_per_s": 20480.0,  # 32 * 64 / 0.1 s
         "speedup": 2.0,  # paired: of 2.0, 2.1, 2.0. The ratio of the medians would be 2.1
-        "speedup_ci95": [2.0, 2.1],
+        "speedup_ci95": [1.89541, 2.18013],  # of 2.0, 2.1 and 2.0
         "ratio_to_floor": 2.5,
         "forward_ms": 38.0,
         "backward_ms": 61.0,
@@ -63,15 +72,19 @@ def test_a_graph_has_a_time_and_no_parts(tmp_path):
 
 def test_a_drift_that_both_share_widens_the_times_and_not_the_speedup():
     row = row_of(rounds(vanilla_peft=[200.0, 300.0], fused_mlp=[100.0, 150.0]))
-    assert row["step_ms_ci95"] == [100.0, 150.0]
+    low, high = row["step_ms_ci95"]
+    assert low < 10 and high > 1600
     assert (row["median_step_ms"], row["speedup"]) == (125.0, 2.0)
     assert row["speedup_ci95"] == [2.0, 2.0]
 
 
-def test_the_interval_of_two_rounds_reaches_from_one_speedup_to_the_other():
+def test_two_rounds_that_differ_by_a_quarter_say_little_and_two_that_agree_much():
     row = row_of(rounds(vanilla_peft=[200.0, 200.0], fused_mlp=[100.0, 80.0]))
     assert row["speedup"] == 2.25  # of 2.0 and 2.5
-    assert row["speedup_ci95"] == [2.0, 2.5]
+    # sqrt(5) times or over exp(12.706 / 2 * log(1.25)), which is 4.127
+    assert row["speedup_ci95"] == pytest.approx([5**0.5 / 4.127, 5**0.5 * 4.127], rel=1e-3)
+    row = row_of(rounds(vanilla_peft=[200.0, 200.0], fused_mlp=[100.0, 99.9]))
+    assert row["speedup_ci95"] == pytest.approx([2.001 / 1.00638, 2.001 * 1.00638], rel=1e-4)
 
 
 def test_only_rounds_with_both_are_paired():
@@ -191,13 +204,29 @@ def test_what_a_run_lacks_for_verdicts_is_told():
     assert "no verdicts without vanilla_peft_again" in no_twin
 
 
-def test_intervals_of_nothing_of_one_and_of_equal_values():
+@pytest.mark.parametrize("interval", [interval95, interval95_of_ratios])
+def test_intervals_of_nothing_of_one_and_of_equal_values(interval):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert interval95([]) is None
-        assert interval95([1.5]) is None
-        assert interval95([1.5, 1.5, 1.5]) == [1.5, 1.5]
-    spread = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6]
-    low, high = interval95(spread)
-    assert 1.0 <= low < 1.3 < high <= 1.6
-    assert interval95(spread) == [low, high]  # seeded
+        assert interval([]) is None
+        assert interval([1.5]) is None
+        assert interval([1.5, 1.5, 1.5]) == pytest.approx([1.5, 1.5])
+
+
+def test_intervals_by_hand():
+    assert interval95([10.0, 20.0]) == pytest.approx([15 - 12.706 * 5, 15 + 12.706 * 5], rel=1e-4)
+    # mean 4, standard deviation 2
+    assert interval95([2.0, 4.0, 6.0]) == pytest.approx([-0.968, 8.968], abs=1e-3)
+    low, high = interval95_of_ratios([0.5, 2.0])
+    assert low == pytest.approx(1 / high) == pytest.approx(0.5**12.706, rel=1e-3)
+
+
+@pytest.mark.parametrize("rounds_of_one", [2, 3, 4, 10])
+def test_95_of_100_intervals_hold_what_was_measured(rounds_of_one):
+    random = np.random.default_rng(0)
+    held = 0
+    for _ in range(2000):
+        ratios = 1.3 * np.exp(0.1 * random.standard_normal(rounds_of_one))
+        low, high = interval95_of_ratios(ratios.tolist())
+        held += low <= 1.3 <= high
+    assert 0.935 < held / 2000 < 0.965  # 3 standard errors
