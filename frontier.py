@@ -27,6 +27,7 @@ from plots import write_png
 from summary import BASELINE, NO_CHECKPOINTING, key_of, round_ms, speedups, twin_of
 
 CONTEXT_GIB = 0.6  # what CUDA's context takes of a card beside torch's memory
+LISTED = 8  # of what fits at a length, the fastest
 CARDS_GIB = (8, 12, 16, 24, 40, 48, 80)
 # With a name in the picture, as what is on the frontier is; the others have a number.
 NAMED = ("vanilla_peft", "fused_mlp", "full_unsloth", "compiled_peft", "liger_peft")
@@ -107,13 +108,15 @@ def fits(results: dict, gib: float) -> list[Fit]:
 
 
 def fits_table(results: dict, gib: float) -> str:
-    """`fits` in Markdown."""
-    lines = [["tokens", "fits", "step, ms", "peak, GiB", "speedup"], ["---"] * 5]
+    """`fits` in Markdown: the fastest few of each length, and how many more fit."""
+    lines = [["tokens", "fits", "step, ms", "reserved, GiB", "speedup"], ["---"] * 5]
     for seq_len, points, least in fits(results, gib):
-        for point in points:
+        for point in points[:LISTED]:
             over = "" if point.speedup is None else f"{point.speedup:.2f}"
             numbers = [f"{point.step_ms:.1f}", f"{point.peak_gib:.1f}", over]
             lines.append([str(seq_len), name_of(point.variant), *numbers])
+        if more := len(points[LISTED:]):
+            lines.append([str(seq_len), f"and {more} slower", "", "", ""])
         if not points:
             why = "nothing measured"
             if least:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from statistics import median
 
 import ablation
@@ -10,6 +11,7 @@ from names import name_of
 from summary import BASELINE, NO_CHECKPOINTING, round_ms, summarize
 from variants import PARTS, VARIANTS
 
+SINGLE_ROUND = "¹"
 NOT_MEASURED = "Not measured yet in a run that can be quoted: `python lora_bench.py --suite all`."
 
 
@@ -70,15 +72,24 @@ def against_unsloth_section(runs: list[dict]) -> str:
 
 
 def _over_unsloth(run: dict, seq_len: int, block: str) -> list[float]:
-    """In every round that has both, against the mode of Unsloth that was fastest in it."""
+    """In every round that has both, against the mode of Unsloth that was fastest in it.
+
+    A mode is what its checkpointing did: where its own does not offload, two variants are one mode,
+    and count by the middle of their times, for the smaller of two noisy ones is no mode's.
+    """
+    times: dict[tuple[int, str], list[float]] = {}
+    for cell in run["cells"]:
+        recipe = VARIANTS.get(cell["variant"])
+        in_block = cell["variant"].endswith(NO_CHECKPOINTING) == bool(block)
+        is_here = cell["seq_len"] == seq_len and cell["status"] == "ok" and in_block
+        if is_here and recipe and recipe.library == "unsloth":
+            mode = cell["round"], (cell["settings"] or {}).get("checkpointing", cell["variant"])
+            times.setdefault(mode, []).append(median(cell["step_ms"]))
+    best: dict[int, float] = {}
+    for (number, _), of_mode in times.items():
+        best[number] = min(median(of_mode), best.get(number, inf))
     own = round_ms(run, "fused_all" + block, seq_len)
-    modes = [
-        round_ms(run, variant, seq_len)
-        for variant, recipe in VARIANTS.items()
-        if recipe.library == "unsloth" and variant.endswith(NO_CHECKPOINTING) == bool(block)
-    ]
-    found = {n: [mode[n] for mode in modes if n in mode] for n in own}
-    return [min(times) / own[n] for n, times in found.items() if times]
+    return [best[number] / own[number] for number in sorted(own.keys() & best.keys())]
 
 
 def _median_and_range(ratios: list[float]) -> str:
@@ -145,7 +156,8 @@ def _is_of_ablation(variant: str) -> bool:
 
 
 def _time(row: dict | None) -> str:
-    """A step's time, and how many times vanilla's speed it is; in italics where that is noise."""
+    """A step's time, and how many times vanilla's speed it is: in italics where that is noise, with
+    a mark where it is of a single round and cannot be judged."""
     if row is None:
         return ""
     if row["status"] != "ok":
@@ -154,4 +166,5 @@ def _time(row: dict | None) -> str:
     if row["speedup"] is None:
         return words
     over = f"{row['speedup']:.2f}×"
-    return f"{words} ({f'*{over}*' if row['verdict'] == ablation.NOISE else over})"
+    mark = SINGLE_ROUND if row["rounds"] == 1 else ""
+    return f"{words} ({f'*{over}*' if row['verdict'] == ablation.NOISE else over}){mark}"

@@ -102,7 +102,7 @@ def test_memory_that_was_not_reserved_is_what_was_allocated():
 def test_the_table_by_hand():
     lines = frontier.fits_table(hand_made(**THREE), 24).split("\n")
     assert lines == [
-        "| tokens | fits | step, ms | peak, GiB | speedup |",
+        "| tokens | fits | step, ms | reserved, GiB | speedup |",
         "| --- | --- | --- | --- | --- |",
         "| 64 | fused MLP | 105.0 | 23.4 | 2.00 |",
         "| 64 | vanilla PEFT | 210.0 | 21.5 | 1.00 |",
@@ -112,6 +112,16 @@ def test_the_table_by_hand():
     assert frontier.fits_table(example.empty(seq_lens=[64]), 8).split("\n")[2:] == [
         "| 64 | nothing measured |  |  |  |"
     ]
+
+
+def test_of_many_that_fit_the_fastest_are_listed_and_the_rest_counted():
+    sizes = {f"fused_all_but_{n}": ((100 + n, 9),) for n in range(11)}
+    lines = frontier.fits_table(hand_made(**sizes), 24).split("\n")[2:]
+    times = [line.split(" | ")[2] for line in lines[:-1]]
+    assert times == [f"{100 + n}.0" for n in range(8)]
+    assert lines[-1] == "| 64 | and 3 slower |  |  |  |"
+    eight = dict(list(sizes.items())[:8])
+    assert len(frontier.fits_table(hand_made(**eight), 24).split("\n")) == 2 + 8
 
 
 def test_each_length_has_its_own_fits():

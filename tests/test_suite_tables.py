@@ -55,6 +55,13 @@ def test_a_line_is_the_summarys_own_and_the_fastest_is_first():
     assert lines["full Unsloth"][-1] == f"{rows['full_unsloth', longest]['peak_gib']:.1f}"
 
 
+def test_a_single_round_is_marked_as_not_judged():
+    suite = case.rounds(vanilla_peft=[200, 200], fused_all=[100], liger_peft=[160, 160])
+    lines = {name: line for line in suite_tables.peers_section(suite).split("\n")
+             for name in ("all fused", "Liger") if line.startswith(f"| {name} ")}  # fmt: skip
+    assert "| 100.0 (2.00×)¹ |" in lines["all fused"] and "| 160.0 (1.25×) |" in lines["Liger"]
+
+
 def test_what_failed_says_so_and_stands_last():
     suite = case.run(variants=("vanilla_peft", "fused_all", "liger_peft"), seq_lens=(64,))
     suite["cells"] = [c for c in suite["cells"] if c["variant"] != "liger_peft"]
@@ -70,6 +77,7 @@ def test_what_failed_says_so_and_stands_last():
 
 
 def test_all_fused_is_held_against_unsloths_faster_mode_of_the_same_round():
+    """The modes' own checkpointing differs here; below it does not."""
     slow_host = case.rounds(
         full_unsloth=[300, 220, "oom", 240],
         unsloth_full=[200, 230, "oom"],
@@ -87,6 +95,11 @@ def test_all_fused_is_held_against_unsloths_faster_mode_of_the_same_round():
         "| With gradient checkpointing, 30 steps a cell |  | 1.20× (1.00 to 1.40, 3 rounds) |",
         "| Without checkpointing, 10 steps a cell | 0.90× (one round) |  |",
     ]
+    for cell in slow_host["cells"]:
+        cell["settings"] = {"checkpointing": "unsloth (plain)"}
+    # (300 + 200) / 2 and (220 + 230) / 2, and round 3 has none of either
+    one_mode = suite_tables.against_unsloth_section([slow_host]).split("\n")[2]
+    assert one_mode.endswith("| 1.81× (1.12 to 2.50, 2 rounds) |")
     without_unsloth = case.rounds(vanilla_peft=[1], fused_all=[1])
     for runs in ([], [without_unsloth]):
         assert suite_tables.against_unsloth_section(runs) == suite_tables.NOT_MEASURED
