@@ -1,5 +1,6 @@
 """Gradient checkpointing, layer by layer: what a layer keeps for its backward, and where.
 
+    none        keep all that a layer saves, even where the model was told to checkpoint
     full        keep each layer's input, run the layer again in backward
     offload     the same with the inputs in pinned host memory (`offload.py`): copied out while the
                 layer runs, and back while the layer after it runs backward. There is room there:
@@ -36,7 +37,7 @@ from fused_mlp.launching import is_capturing
 from .offload import Offload
 from .recompute import Keep, recomputed
 
-POLICIES = ("full", "offload", "selective")
+POLICIES = ("none", "full", "offload", "selective")
 
 # What transformers' layers read: whether to checkpoint, and the function that does it.
 ATTRIBUTES = ("gradient_checkpointing", "_gradient_checkpointing_func")
@@ -90,7 +91,7 @@ class Checkpoint:
         last_runs_once: bool, before=None,
     ):  # fmt: skip
         """What a layer calls instead of its forward; `before` is for `remove` alone."""
-        if is_last and last_runs_once:
+        if self.policy == "none" or (is_last and last_runs_once):
             return forward(*inputs)
         if self.policy == "selective":
             if self._is_kept(layer, index, inputs[0]):

@@ -26,15 +26,15 @@ class Fusion:
     mlp: gate, up, SwiGLU and down with their adapters as one autograd function (`fused_mlp`).
     attention: q, k and v with their adapters as one autograd function, o as another.
     rope: the rotary embedding of q and k in one kernel; with attention, all of it is one function.
-    rms_norm: every RMSNorm as one kernel, with the residual's addition where one stands before it.
+    rms_norm: every RMSNorm as one kernel; a layer's second with the residual's addition before it.
     cross_entropy: the loss without logits, in training with labels (`output.logits` is None).
     bordered: q, k and v; o; gate and up; down: each of the four as one product with its adapters in
         it, on bordered weights (`bordered.py`), in the place of mlp and attention.
     layer: all of a decoder layer as one autograd function on bordered weights (`decoder_layer.py`):
         what bordered, mlp, attention, rope and rms_norm fuse in it runs when it itself may not.
         Both move the model's base weights into buffers that have room for the adapters.
-    checkpoint: "full", "offload" or "selective" gradient checkpointing of the layers (see
-        `checkpoint.py`) in the place of the model's own; "" leaves that as it is.
+    checkpoint: "full", "offload", "selective" or no ("none") gradient checkpointing of the layers
+        (see `checkpoint.py`) in the place of the model's own; "" leaves that as it is.
     checkpoint_gib: for "selective", what the layers that are kept whole may hold together.
     """
 

@@ -97,6 +97,26 @@ def test_checkpointing_is_set_on_the_layers_and_taken_away_again(device):
     assert not other.get_submodule(f"{LAYERS}.0").gradient_checkpointing
 
 
+def test_without_checkpointing_each_layer_runs_once_whatever_the_model_was_told(device):
+    model = peft_model(device).train()
+    want = step(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    runs = []
+    for index, layer in enumerate(model.get_submodule(LAYERS)):
+        layer.input_layernorm.register_forward_hook(lambda *_, index=index: runs.append(index))
+    step(model)
+    assert runs == [0, 1, 1, 0]
+    fuse(model, Fusion(checkpoint="none"))
+    runs.clear()
+    got = step(model)
+    assert runs == [0, 1]
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    unfuse(model)
+    runs.clear()
+    step(model)
+    assert runs == [0, 1, 1, 0]
+
+
 def saved_between_layers(model):
     """Bytes that autograd holds after a forward, parameters aside."""
     known = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -127,7 +147,7 @@ def test_a_larger_budget_keeps_more_layers(device):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"checkpoint": "most"}, "'most' is unknown; give one of full, offload, selective"),
+        ({"checkpoint": "most"}, "'most' is unknown; give one of none, full, offload, selective"),
         ({"checkpoint": "selective"}, "selective wants checkpoint_gib"),
         ({"checkpoint": "full", "checkpoint_gib": 3.0}, "is for selective, not for full"),
         ({"checkpoint_gib": 3.0}, "'' is unknown"),
