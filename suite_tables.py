@@ -8,7 +8,7 @@ from statistics import median
 import ablation
 from looks import STATUS_WORDS, caption
 from names import name_of
-from summary import BASELINE, NO_CHECKPOINTING, round_ms, summarize
+from summary import BASELINE, NO_CHECKPOINTING, key_of, round_ms, summarize
 from variants import PARTS, VARIANTS
 
 SINGLE_ROUND = "¹"
@@ -23,35 +23,46 @@ def parts_section(suite: dict | None) -> str:
 
 
 def effects_section(suite: dict | None) -> str:
-    """What each part alone does to the two passes, the launches and the peak, at the longest length
-    and where a backward runs no forward again: without checkpointing."""
+    """What each part alone does at the longest length: to the two passes, the launches and the
+    memory. A table a block; with checkpointing a backward holds the second forward, too."""
     if suite is None:
         return NOT_MEASURED
+    tables = []
+    for block, title in ablation.BLOCKS.items():
+        if rows := _effects(suite, block):
+            tables.append(f"{title}:\n\n{rows}")
+    return "\n\n".join(tables) or NOT_MEASURED
+
+
+def _effects(suite: dict, block: str) -> str:
     seq_len = suite["experiment"]["seq_lens"][-1]
     rows = {row["variant"]: row for row in summarize(suite) if row["seq_len"] == seq_len}
-    alone = [f"fused_{part}" for part in ablation.parts_of(NO_CHECKPOINTING)]
+    alone = [f"fused_{part}" for part in ablation.parts_of(block)]
     lines = []
-    for plain in (BASELINE, *alone, "fused_all"):
-        row = rows.get(plain + NO_CHECKPOINTING)
+    for plain in (BASELINE, *alone, "fused_all", "fused_all_offload"):
+        row = rows.get(plain + block)
         if row and row["status"] == "ok":
-            launches = f"{_launches(suite, row['variant'], seq_len):,}"
+            newest = _newest(suite, row["variant"], seq_len)
+            launches = f"{sum(newest['kernels_seen'].values()):,}"
             times = (f"{row[time]:.1f}" for time in ("forward_ms", "backward_ms"))
-            lines.append([name_of(plain), *times, launches, f"{row['peak_gib']:.1f}"])
+            reserved = f"{(newest['peak_reserved_bytes'] or 0) / 2**30:.1f}"
+            lines.append([name_of(plain), *times, launches, f"{row['peak_gib']:.1f}", reserved])
     if len(lines) < 2:
-        return NOT_MEASURED
-    header = [f"at {seq_len} tokens", "forward, ms", "backward, ms", "launches a step", "peak, GiB"]
+        return ""
+    header = [f"at {seq_len} tokens", "forward, ms", "backward, ms", "launches a step"]
+    header += ["peak allocated, GiB", "reserved, GiB"]
     rule = ["---"] * len(header)
     return "\n".join(f"| {' | '.join(line)} |" for line in (header, rule, *lines))
 
 
-def _launches(suite: dict, variant: str, seq_len: int) -> int:
-    """Kernels, copies and fills of the step that was profiled."""
-    counts = (
-        sum(cell["kernels_seen"].values())
+def _newest(suite: dict, variant: str, seq_len: int) -> dict:
+    """The timed cell of the last round that has one: of the latest code."""
+    cells = (
+        cell
         for cell in suite["cells"]
-        if cell["variant"] == variant and cell["seq_len"] == seq_len and cell["kernels_seen"]
+        if key_of(cell)[:2] == (variant, seq_len) and cell["status"] == "ok"
     )
-    return next(counts, 0)
+    return max(cells, key=lambda cell: cell["round"])
 
 
 def against_unsloth_section(runs: list[dict]) -> str:
