@@ -5,6 +5,7 @@ what the recipe says. Unsloth patches transformers and peft when it is imported,
 imported before them, so nothing here is imported until a variant is built, in a process of its own.
 """
 
+import os
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -124,6 +125,10 @@ def build(
         torch.compiler.reset()
         for layer in model.get_submodule("base_model.model.model.layers"):
             layer.compile(dynamic=False)
+    # Unsloth sets it when it is imported; another variant has it where whoever runs this set it.
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if setting := os.environ.get(name):
+            built.settings["allocator"] = setting
     if recipe.graph:
         built.graph = _graph_of(built, takes_max_labelled="cross_entropy" in recipe.fused)
         built.settings["graph"] = True

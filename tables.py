@@ -150,8 +150,9 @@ def _held(cell: dict) -> list[str]:
 
 def _settings_table(results: dict) -> str:
     names = ["checkpointing", "adapter_dtype", "autocast", "attention", "compile"]
-    if any(cell["settings"].get("graph") for cell in results["cells"]):
-        names.append("graph")  # which only those settings have that it is true of
+    for name in ("graph", "allocator"):  # which only those settings have that it is true of
+        if any(cell["settings"].get(name) for cell in results["cells"]):
+            names.append(name)
     lines = []
     for variant in results["experiment"]["variants"]:
         cells = [c for c in results["cells"] if c["variant"] == variant and c["settings"]]

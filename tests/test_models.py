@@ -85,7 +85,16 @@ def test_a_compiled_model_does_not_count_what_was_compiled_before_it(
         assert len(resets) == count
 
 
-def test_vanilla_is_peft_as_it_ships(checkpoint, device):
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_what_the_allocator_was_told_is_in_the_settings(name, checkpoint, device, monkeypatch):
+    monkeypatch.setenv(name, "expandable_segments:True")
+    built = make("vanilla_peft", checkpoint, device)
+    assert built.settings["allocator"] == "expandable_segments:True"
+
+
+def test_vanilla_is_peft_as_it_ships(checkpoint, device, monkeypatch):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
     built = make("vanilla_peft", checkpoint, device)
     assert built.settings == {
         "checkpointing": "non-reentrant",

@@ -73,6 +73,17 @@ def test_that_a_step_is_one_graph_is_said_where_any_is():
     markdown = tables.results_section(RUNS["a graph"])
     assert cells_of(markdown, "variant", "checkpointing")[-2:] == ["graph", "fused modules"]
     assert cells_of(markdown, "fused layers, CUDA graph", "on")[-2:] == ["on", "36"]
+
+
+def test_what_the_allocator_was_told_is_said_where_it_was_told_anything():
+    run = example.run()
+    for cell in run["cells"]:
+        if cell["variant"] == "full_unsloth":
+            cell["settings"]["allocator"] = "expandable_segments:True"
+    markdown = tables.results_section(run)
+    assert cells_of(markdown, "variant", "checkpointing")[-2:] == ["allocator", "fused modules"]
+    assert cells_of(markdown, "full Unsloth", "on")[-2] == "expandable_segments:True"
+    assert cells_of(markdown, "vanilla PEFT", "on")[-2] == "none"
     assert cells_of(markdown, "fused MLP", "on")[-2:] == ["none", "36"]
     markdown = tables.results_section(RUNS["three"])
     assert cells_of(markdown, "variant", "checkpointing")[-2:] == ["compile", "fused modules"]
