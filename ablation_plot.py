@@ -17,6 +17,7 @@ from matplotlib.patches import Patch
 import summary
 from ablation import (
     BLOCKS,
+    GPU,
     INTERACTION,
     NOISE,
     Gain,
@@ -36,6 +37,8 @@ from summary import BASELINE, round_ms
 FIRST, LAST = "#c81e2b", "#3d0a0e"
 COLUMNS = (52, 87, 137, 172)  # where the numbers beside a panel end, in points from its right side
 ROW_INCHES = 0.31
+OF_GPU: dict[str, Any] = {"marker": "D", "color": "#ffd33d", "markersize": 4.5,
+                          "markeredgecolor": "black", "linestyle": ""}  # fmt: skip
 NOISY = "#999999"  # what is not distinguishable
 ASIDE: dict[str, Any] = {"color": "#777777", "style": "italic", "size": 9.5}
 BETWEEN: dict[str, Any] = {"facecolor": "#f4c4c7", "edgecolor": FIRST, "hatch": "////"}
@@ -92,6 +95,7 @@ def _panel(axes: Axes, results: dict, seq_len: int, block: str, names: list[str]
     if ratios := summary.speedups(results, "fused_all" + block, seq_len):
         _beside(axes, 3, len(names) - 1, f"{median(ratios):.2f}×", weight="bold")
     above, rows = 0, {name_of_part(row.part): row for row in gains(results, seq_len, block)}
+    of_gpu = {name_of_part(row.part): row for row in gains(results, seq_len, block, GPU)}
     for y, name in enumerate(names[1:-1], start=1):
         if name not in rows:
             _beside(axes, 1, y, "does not apply", **ASIDE)
@@ -100,9 +104,12 @@ def _panel(axes: Axes, results: dict, seq_len: int, block: str, names: list[str]
         look = BETWEEN if name == INTERACTION else {"color": FIRST}
         if isinstance(first, Gain) and begin is not None:
             place = _bar(axes, y - 0.13, 0.44, begin, first, **look)
+            _diamond(axes, y - 0.13, begin, of_gpu[name].first)
         if isinstance(last, Gain):
             without_ms = (all_ms or 0.0) + last.ms  # where there is no waterfall to hang it from
-            _bar(axes, y + 0.27, 0.16, without_ms if begin is None else begin, last, color=LAST)
+            begin_last = without_ms if begin is None else begin
+            _bar(axes, y + 0.27, 0.16, begin_last, last, color=LAST)
+            _diamond(axes, y + 0.27, begin_last, of_gpu[name].last)
         if begin is not None:
             axes.plot([begin, begin], [above, y], color="#8a8a8a", linewidth=0.8, zorder=0.9)
         _numbers(axes, 0, y, first, FIRST)
@@ -143,6 +150,12 @@ def _bar(axes: Axes, y: float, height: float, begin: float, gain: Gain, **look: 
     return begin - gain.ms
 
 
+def _diamond(axes: Axes, y: float, begin: float, gain: Gain | str | None) -> None:
+    """Where a bar would end if the host took no time."""
+    if isinstance(gain, Gain):
+        axes.plot([begin - gain.ms], [y], **OF_GPU)
+
+
 def _numbers(axes: Axes, column: int, y: int, gain: Gain | str | None, colour: str) -> None:
     """A gain's ms and percent in two of the columns beside the panel, or why there is none."""
     if not isinstance(gain, Gain):
@@ -169,8 +182,8 @@ def _words(picture: Figure, results: dict, height: float) -> None:
         "From vanilla PEFT down to all fused: a red bar begins where the one above it ended, and "
         "is as long as what the part, alone,\ntakes off a step. The interaction is what all "
         "together take off beyond that sum. Negative: adds time. Bold: more than noise; grey: not; "
-        "neither:\nof a single round, which cannot tell. Intervals of two rounds that differ go "
-        "beyond the panel."
+        "neither:\nof a single round, which cannot tell. Diamond: where the bar ends by the "
+        "GPU's own time, whatever the host did."
     )
     picture.text(0.025, 1 - 1.3 / height, said, size=11.5, linespacing=1.45)
     keys: list[Any] = [
@@ -178,10 +191,11 @@ def _words(picture: Figure, results: dict, height: float) -> None:
         Patch(color=LAST, label="added last: on top of all the others"),
         Patch(**BETWEEN, label=INTERACTION),
         Line2D([], [], color="black", linewidth=1.1, marker="|", label="95% interval"),
+        Line2D([], [], **OF_GPU, label="the GPU's own time"),
         Line2D([], [], color="black", linewidth=1.8, label="floor"),
     ]
     picture.legend(handles=keys, loc="upper left", bbox_to_anchor=(0.017, 1 - 1.35 / height),
-                   ncols=5, fontsize=11, handlelength=1.4, columnspacing=1.4)  # fmt: skip
+                   ncols=6, fontsize=11, handlelength=1.2, columnspacing=1.1)  # fmt: skip
     how = "Medians over steps, then over rounds; percent: of vanilla's step in the same round."
     words = fill(f"{caption(results)} {how}", 165)
     picture.text(0.025, 0.25 / height, words, size=10.5, color="#444444", linespacing=1.5)
