@@ -61,6 +61,24 @@ def calls(monkeypatch):
     return seen
 
 
+@pytest.fixture
+def ran(monkeypatch):
+    """The functions of an attention that ran, in their order."""
+    import fused_lora.layer_sites as module
+
+    seen = []
+    for name in ("LoRA_Attention", "LoRA_QKV", "LoRA_W"):
+        function = getattr(module, name)
+        apply = function.apply
+
+        def spy(*inputs, name=name, apply=apply):
+            seen.append(name)
+            return apply(*inputs)
+
+        monkeypatch.setattr(function, "apply", spy)
+    return seen
+
+
 def pytest_collection_modifyitems(items):
     if HAS_GPU:
         return

@@ -11,27 +11,10 @@ from peft_models import ids
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-import fused_lora.layer_sites as module
 from fused_lora import Fusion, fuse
 
 BOTH = Fusion(attention=True, rope=True)
 BF16 = {"dtype": torch.bfloat16, "autocast_adapter_dtype": False}
-
-
-@pytest.fixture
-def ran(monkeypatch):
-    """The functions that ran, in their order."""
-    seen = []
-    for name in ("LoRA_Attention", "LoRA_QKV", "LoRA_W"):
-        function = getattr(module, name)
-        apply = function.apply
-
-        def spy(*inputs, name=name, apply=apply):
-            seen.append(name)
-            return apply(*inputs)
-
-        monkeypatch.setattr(function, "apply", spy)
-    return seen
 
 
 def pair(device, fusion=BOTH, **options):

@@ -1,12 +1,14 @@
 """Each reason for one MLP to stay with PEFT, before fuse() and after."""
 
 import warnings
+from itertools import cycle
 
 import pytest
 import torch
 import transformers
-from peft import LoraConfig
-from peft_models import MLP_NAMES, MLP_ON, layers, logits, peft_model, set_weights
+from peft_models import MLP, MLP_NAMES, MLP_ON, layers, logits, peft_model
+from projection_case import HOOKS, hook, replace_forward
+from projection_case import REASONS as OF_A_PROJECTION
 from reference import random
 from torch import nn
 
@@ -15,117 +17,39 @@ from fused_lora import FusionReport, fuse, report, unfuse
 # --- each reason for one MLP to stay with PEFT ----------------------------------------------------
 
 
-class Wrapped(nn.Parameter):
-    """Stands for a quantised weight, which is a Parameter of a class of its own."""
-
-
 class OtherMLP(transformers.models.qwen2.modeling_qwen2.Qwen2MLP):
     pass
-
-
-def readapt(projection, **lora):
-    """Give a projection's adapter other settings."""
-    config = LoraConfig(**lora)
-    projection.update_layer("default", r=8, lora_alpha=12, config=config)
-    set_weights(projection, projection.weight.device, only="lora_")
-
-
-def add_active(projection):
-    projection.update_layer("second", r=4, lora_alpha=4, config=LoraConfig())
-    projection.set_adapter(["default", "second"])
-
-
-def replace_weight(base):
-    base.weight = Wrapped(base.weight.detach(), requires_grad=False)
 
 
 def set_bias(base):
     base.bias = nn.Parameter(torch.ones_like(base.weight[:, 0]), requires_grad=False)
 
 
-def subclass_base(projection):
-    projection.base_layer.__class__ = type("Linear4bit", (nn.Linear,), {})
-
-
-def replace_forward(module):
-    original = module.forward
-    module.forward = lambda *arguments, **options: original(*arguments, **options)
-
-
-def hook(*_):
-    return None
-
-
 REASONS = {
-    "dropout": (
-        lambda mlp: readapt(mlp.down_proj, lora_dropout=0.25), "down_proj: lora_dropout is 0.25"
-    ),
-    "DoRA": (lambda mlp: readapt(mlp.up_proj, use_dora=True), "up_proj: it uses DoRA"),
-    "a LoRA variant": (
-        lambda mlp: readapt(mlp.up_proj, init_lora_weights="mica"),
-        "up_proj: it uses a variant of LoRA (MiCALinearVariant)",
-    ),
-    "lora_bias": (
-        lambda mlp: readapt(mlp.up_proj, lora_bias=True), "up_proj: its adapter has a bias"
-    ),
-    "two active adapters": (
-        lambda mlp: add_active(mlp.gate_proj), "gate_proj: 2 adapters are active: default, second"
-    ),
-    "no such adapter": (
-        lambda mlp: mlp.gate_proj.set_adapter("other"),
-        "gate_proj: it has no adapter named other",
-    ),
-    "merged": (lambda mlp: mlp.down_proj.merge(), "down_proj: adapters are merged"),
-    "disabled": (
-        lambda mlp: mlp.down_proj.enable_adapters(False), "down_proj: adapters are disabled"
-    ),
     "not adapted": (
         lambda mlp: setattr(mlp, "up_proj", mlp.up_proj.base_layer), "up_proj: no LoRA adapter"
     ),
     "base bias": (
         lambda mlp: set_bias(mlp.gate_proj.base_layer), "gate_proj: its base layer has a bias"
     ),
-    "trainable base": (
-        lambda mlp: mlp.gate_proj.base_layer.weight.requires_grad_(),
-        "gate_proj: its base weight is trainable",
-    ),
-    "wrapped weight": (
-        lambda mlp: replace_weight(mlp.up_proj.base_layer),
-        "up_proj: its base weight is quantised or wrapped (Wrapped)",
-    ),
-    "other base layer": (
-        lambda mlp: subclass_base(mlp.up_proj), "up_proj: its base layer is Linear4bit"
-    ),
     "GeGLU": (lambda mlp: setattr(mlp, "act_fn", nn.GELU()), "its activation is GELU, not SiLU"),
     "unknown class": (
         lambda mlp: setattr(mlp, "__class__", OtherMLP), "OtherMLP is not an MLP class"
-    ),
-    "forward of a projection": (
-        lambda mlp: replace_forward(mlp.up_proj), "up_proj: its forward has been replaced"
-    ),
-    "forward of A": (
-        lambda mlp: replace_forward(mlp.up_proj.lora_A["default"]),
-        "up_proj: its forward has been replaced",
     ),
     "forward of the activation": (
         lambda mlp: replace_forward(mlp.act_fn), "act_fn: its forward has been replaced"
     ),
 }  # fmt: skip
-
-HOOKED = {
-    "projection": (lambda mlp: mlp.down_proj, "down_proj"),
-    "base": (lambda mlp: mlp.down_proj.base_layer, "down_proj"),
-    "A": (lambda mlp: mlp.down_proj.lora_A["default"], "down_proj"),
-    "B": (lambda mlp: mlp.down_proj.lora_B["default"], "down_proj"),
-    "dropout": (lambda mlp: mlp.down_proj.lora_dropout["default"], "down_proj"),
-    "activation": (lambda mlp: mlp.act_fn, "act_fn"),
-}
-for where, (find, part) in HOOKED.items():
-    for kind in ("forward", "forward_pre", "full_backward", "full_backward_pre"):
-        REASONS[f"{kind} hook on {where}"] = (
-            lambda mlp, find=find, kind=kind: getattr(find(mlp), f"register_{kind}_hook")(hook),
-            f"{part}: it has hooks",
-        )
+for kind in HOOKS:
+    REASONS[f"{kind} hook on activation"] = (
+        lambda mlp, kind=kind: getattr(mlp.act_fn, f"register_{kind}_hook")(hook),
+        "act_fn: it has hooks",
+    )
+for (name, (change, reason)), part in zip(OF_A_PROJECTION.items(), cycle(MLP), strict=False):
+    REASONS[f"{name} of {part}"] = (
+        lambda mlp, change=change, part=part: change(mlp.get_submodule(part)),
+        f"{part}: {reason}",
+    )
 
 
 @pytest.mark.parametrize("name", REASONS)

@@ -1,0 +1,155 @@
+"""q, k, v and o under every setting of PEFT: right where they run fused, and left where not."""
+
+import warnings
+from itertools import cycle
+
+import pytest
+import torch
+from fused_case import step
+from layer_case import assert_model_right, pair, peft_model
+from peft import LoraConfig
+from peft_models import ATTENTION, LAYERS, ids, layers, set_weights
+from projection_case import REASONS
+from reference import relative_error
+
+from fused_lora import Fusion, fuse, report
+
+APART = ["LoRA_QKV", "LoRA_W"]
+FUSIONS = {  # and what each of them runs in a layer
+    "attention": (Fusion(attention=True), APART),
+    "attention and rope": (Fusion(attention=True, rope=True), ["LoRA_Attention"]),
+}
+NAMES = [f"{LAYERS}.{index}.self_attn" for index in range(2)]
+
+
+@pytest.fixture(params=FUSIONS)
+def fusion(request):
+    return FUSIONS[request.param][0]
+
+
+@pytest.fixture
+def functions(fusion):
+    """What a layer runs that is fused."""
+    return next(names for one, names in FUSIONS.values() if one is fusion)
+
+
+def forward(model):
+    """The loss and logits of one batch, with the same random numbers each time."""
+    torch.manual_seed(0)
+    tokens = ids(next(model.parameters()).device)
+    return model(input_ids=tokens, labels=tokens)
+
+
+def assert_runs(fused, plain, ran, functions):
+    """Right, and with these functions in a forward."""
+    assert_model_right(fused, plain)
+    ran.clear()
+    forward(fused)
+    assert ran == functions
+
+
+# --- what runs fused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        {"use_rslora": True, "lora_alpha": 4},
+        {"rank_pattern": {"q_proj": 4, "k_proj": 16, "o_proj": 12}},
+        {"alpha_pattern": {"q_proj": 16, "v_proj": 7, "layers.0.self_attn.o_proj": 3}},
+        {"target_modules": [*ATTENTION]},
+    ],
+    ids=("rsLoRA", "rank_pattern", "alpha_pattern", "attention alone"),
+)
+def test_other_ranks_scales_and_targets_are_right(lora, fusion, functions, ran, device):
+    fused, plain, done = pair(device, fusion, **lora)
+    assert not done.left
+    assert_runs(fused, plain, ran, functions * 2)
+
+
+def test_adapters_that_are_switched_disabled_and_merged_are_right(fusion, functions, ran, device):
+    fused, plain, _ = pair(device, fusion)
+    for model in (fused, plain):
+        config = LoraConfig(r=4, lora_alpha=4, target_modules=[*ATTENTION])
+        model.add_adapter("second", config)
+        set_weights(model, device, only=".second.")
+    before = forward(fused).loss
+    for model in (fused, plain):
+        model.set_adapter("second")
+    assert_runs(fused, plain, ran, functions * 2)
+    with fused.disable_adapter(), plain.disable_adapter():
+        ran.clear()
+        got, want = forward(fused).logits, forward(plain).logits
+        assert relative_error(got, want) < 2e-5 and not ran
+        assert "adapters are disabled" in report(fused).left[NAMES[0]]
+    for model in (fused, plain):
+        model.merge_adapter()
+    ran.clear()
+    assert relative_error(forward(fused).logits, forward(plain).logits) < 2e-5 and not ran
+    for model in (fused, plain):
+        model.unmerge_adapter()
+        model.set_adapter("default")
+        model.delete_adapter("second")
+    assert_runs(fused, plain, ran, functions * 2)
+    assert relative_error(forward(fused).loss, before) < 1e-5
+
+
+# --- each reason for one projection to stay with PEFT ---------------------------------------------
+
+SETTINGS = {  # of every projection
+    "dropout": ({"lora_dropout": 0.25}, "q_proj: lora_dropout is 0.25"),
+    "DoRA": ({"use_dora": True}, "q_proj: it uses DoRA"),
+    "lora_bias": ({"lora_bias": True}, "q_proj: its adapter has a bias"),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_model_in_which_nothing_fuses_is_a_value_error_with_the_reason(name, fusion, device):
+    options, reason = SETTINGS[name]
+    model = peft_model(device, **options)
+    with pytest.raises(ValueError, match=f"fuse: attention=True fuses no module.*{reason}"):
+        fuse(model, fusion)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_base_biases_that_are_trained_get_their_gradients(fusion, ran, device):
+    """Of Qwen2's projections q, k and v have biases, and o has none."""
+    fused, plain, done = pair(device, fusion, bias="all")
+    assert done.left == dict.fromkeys(NAMES, "q_proj: its base bias is trainable")
+    assert_runs(fused, plain, ran, ["LoRA_W"] * 2)
+    assert layers(fused)[0].self_attn.k_proj.base_layer.bias.grad.any()
+
+
+# test_fuse_left.py has every kind of hook
+CHANGES = [name for name in REASONS if "_pre" not in name and "backward" not in name]
+
+
+@pytest.mark.parametrize("fused_first", [True, False])
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [*zip(CHANGES, cycle(ATTENTION[:3]), strict=False), *((name, "o_proj") for name in CHANGES)],
+)
+def test_a_projection_that_may_not_be_fused_runs_as_peft_has_it(
+    name, part, fused_first, fusion, functions, ran, device
+):
+    change, reason = REASONS[name]
+    plain, fused = peft_model(device), peft_model(device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT's, that lora_bias cannot be merged
+        if fused_first:
+            fuse(fused, fusion)
+        for model in (plain, fused):
+            change(layers(model)[0].self_attn.get_submodule(part))
+        done = report(fused) if fused_first else fuse(fused, fusion)
+    of_o = part == "o_proj"
+    where = f"{NAMES[0]}.o_proj" if of_o else NAMES[0]
+    assert list(done.left) == [where]
+    assert ("" if of_o else f"{part}: ") + reason in done.left[where]
+    got, want = {}, {}
+    for model, values in ((fused, got), (plain, want)):
+        torch.manual_seed(0)
+        values |= step(model)
+    assert ran == [*(APART[:1] if of_o else APART[1:]), *functions]
+    assert got.keys() == want.keys()
+    for key in want:
+        assert relative_error(got[key], want[key]) < 2e-5, key
