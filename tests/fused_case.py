@@ -60,6 +60,21 @@ def assert_right(fused, plain, autocast=False, **inputs):
             assert_within_budget(name, got[name], eager[name], truth[name])
 
 
+def functions_of(loss):
+    """How often each of our autograd functions stands in the graph of a loss, by name."""
+    counted: dict[str, int] = {}
+    seen, todo = set(), [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            function = getattr(node, "_forward_cls", None)
+            if function is not None and function.__module__.startswith("fused_"):
+                counted[function.__name__] = counted.get(function.__name__, 0) + 1
+            todo += [following for following, _ in node.next_functions]
+    return counted
+
+
 def pair(device, fusion, **options):
     plain = peft_model(device, **options)
     fused = copy.deepcopy(plain)
