@@ -77,6 +77,8 @@ def parts_of(module: nn.Module) -> frozenset[str]:
 
 def is_kind(module: nn.Module, kind: str) -> bool:
     cls = type(module)
+    if cls.__bases__[0].__name__ == "FSDPModule":  # fully_shard's, which changes no forward
+        cls = cls.__bases__[1]
     return f"{cls.__module__}.{cls.__qualname__}" in CLASSES[kind]
 
 
