@@ -144,7 +144,8 @@ def unfuse(model: nn.Module) -> list[str]:
 
 def report(model: nn.Module) -> FusionReport:
     """What of `model` would run fused if it were called now (disabled adapters count as left).
-    What is within a layer that runs fused as a whole is part of that and not listed by itself."""
+    What is within a layer that runs fused as a whole is part of that and not listed by itself.
+    Between two forwards FSDP's weights are sharded, and what reads them counts as left, too."""
     fused: dict[str, list[str]] = {}
     left: dict[str, str] = {}
     active = {part for module in model.modules() for part in parts_of(module)}

@@ -17,7 +17,7 @@ from fused_mlp import FrozenMLP, LoRA_MLP
 
 from .attention import FrozenLinear, FrozenQKV, LoRA_QKV, LoRA_W
 from .lora_attention import FrozenAttention, LoRA_Attention
-from .projection import Projection, read_projection, why_call
+from .projection import Projection, read_projection, why_call, why_not_plain
 from .recompute import is_recomputing
 from .rms_norm import add_rms_norm, rms_norm
 from .rope import rope
@@ -245,7 +245,7 @@ def why_not_norm(norm: Any) -> str | None:
     if (reason := why_not_class(norm, "RMSNorm")) is not None:
         return reason
     if type(norm.weight) is not nn.Parameter:
-        return f"its weight is wrapped ({type(norm.weight).__name__})"
+        return f"its weight {why_not_plain(norm.weight)}"
     return None
 
 

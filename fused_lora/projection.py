@@ -55,7 +55,7 @@ def read_projection(projection: nn.Module, own_forward: bool = True) -> Projecti
         return f"its base layer is {type(base).__name__}, not torch.nn.Linear"
     weight, bias = _parameter(base, "weight"), _parameter(base, "bias")
     if type(weight) not in (nn.Parameter, Tensor) or not weight.is_floating_point():
-        return f"its base weight is quantised or wrapped ({type(weight).__name__})"
+        return f"its base weight {why_not_plain(weight)}"
     if weight.requires_grad:
         return "its base weight is trainable"
     if bias is not None and bias.requires_grad:
@@ -71,6 +71,16 @@ def read_projection(projection: nn.Module, own_forward: bool = True) -> Projecti
 def _parameter(module: nn.Module, name: str) -> Any:
     found = module._parameters.get(name, module)  # likewise
     return getattr(module, name) if found is module else found
+
+
+def why_not_plain(weight: Any) -> str:
+    """What a weight is that is no plain tensor of floating point, in words."""
+    if type(weight).__name__ == "DTensor":
+        return (
+            "is sharded (DTensor): a forward, which gathers it, runs fused if fuse came before "
+            "fully_shard"
+        )
+    return f"is quantised or wrapped ({type(weight).__name__})"
 
 
 def why_call(module: nn.Module, own_forward: bool = True) -> str | None:
