@@ -23,7 +23,6 @@ from peft_models import (
     set_weights,
     step,
 )
-from torch.nn.parallel import DistributedDataParallel
 
 from fused_lora import Fusion, fuse, report, unfuse
 
@@ -145,20 +144,6 @@ def test_a_copy_is_fused_and_independent_of_the_original(duplicate, calls, devic
 def test_moved_to_another_dtype_it_computes_in_that(device):
     fused, plain = pair(device)
     assert_right(fused.to(torch.bfloat16), plain.to(torch.bfloat16))
-
-
-def test_distributed_data_parallel_gives_the_same_gradients(calls, device):
-    fused, _ = pair(device)
-    want = step(fused)
-    backend = "nccl" if device == "cuda" else "gloo"
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
-    try:
-        calls.clear()
-        assert_equal(step(DistributedDataParallel(fused)), want)
-    finally:
-        torch.distributed.destroy_process_group()
-    assert len(calls) == 2
 
 
 def test_importing_changes_nothing_in_transformers_peft_or_torch():

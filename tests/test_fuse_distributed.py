@@ -1,0 +1,102 @@
+"""Fused models in PyTorch's two ways of training on several GPUs, in a group of one."""
+
+import pytest
+import torch
+from fused_case import ALL, BOOLEAN_PARTS, functions_of
+from layer_case import peft_model
+from peft_models import LAYERS, ids
+from reference import relative_error
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from fused_lora import Fusion, fuse, report
+
+FUSIONS = {
+    **{part: Fusion(**{part: True}) for part in BOOLEAN_PARTS},
+    "all": Fusion(**ALL),
+    "all, full": Fusion(**ALL, checkpoint="full"),
+    "all, offload": Fusion(**ALL, checkpoint="offload"),
+}
+ON_BORDERS = {"bordered": Fusion(bordered=True), "layer": Fusion(layer=True)}
+
+
+@pytest.fixture
+def group(device):
+    backend = "nccl" if device == "cuda" else "gloo"
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def shard(model, device):
+    """As a user does it: layer by layer, and then the rest."""
+    mesh = init_device_mesh(device, (1,))
+    for layer in model.get_submodule(LAYERS):
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def step(model, device):
+    """Our autograd functions in one step, and its loss and gradients."""
+    model.zero_grad()
+    tokens = ids(device)
+    loss = model(input_ids=tokens, labels=tokens).loss
+    functions = functions_of(loss)
+    loss.backward()
+    values = {"loss": loss.detach()}
+    for name, parameter in model.named_parameters():
+        if (grad := parameter.grad) is not None:
+            grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
+            values[name.removeprefix("module.")] = grad.clone()
+    return functions, values
+
+
+def assert_runs_and_is_right(wrap, fusion, device):
+    """A model that is fused and then wrapped runs what it ran before, and has plain gradients."""
+    model = peft_model(device)
+    _, want = step(model, device)
+    fuse(model, fusion)
+    functions, _ = step(model, device)
+    functions_wrapped, got = step(wrap(model), device)
+    assert functions and functions_wrapped == functions
+    assert got.keys() == want.keys()
+    for name in want:
+        assert relative_error(got[name], want[name]) < 2e-5, name
+
+
+@pytest.mark.parametrize("fusion", [*FUSIONS.values(), *ON_BORDERS.values()],
+                         ids=[*FUSIONS, *ON_BORDERS])  # fmt: skip
+def test_distributed_data_parallel_is_right(fusion, group, device):
+    assert_runs_and_is_right(DistributedDataParallel, fusion, device)
+
+
+@pytest.mark.parametrize("fusion", FUSIONS.values(), ids=FUSIONS)
+def test_fully_sharded_is_right(fusion, group, device):
+    assert_runs_and_is_right(lambda model: shard(model, device), fusion, device)
+
+
+def test_the_report_of_a_sharded_model_says_that_its_weights_are_gathered(group, device):
+    model = peft_model(device)
+    before = fuse(model, Fusion(mlp=True, attention=True, rms_norm=True))
+    done = report(shard(model, device))
+    assert done.left.keys() == {name for names in before.fused.values() for name in names}
+    for reason in done.left.values():
+        assert "is sharded (DTensor): a forward, which gathers it, runs fused if" in reason
+
+
+@pytest.mark.parametrize("part", ["mlp", "attention", "rms_norm"])
+def test_fusing_a_sharded_model_is_a_value_error(part, group, device):
+    model = shard(peft_model(device), device)
+    with pytest.raises(ValueError, match=r"is sharded.*if fuse came before fully_shard"):
+        fuse(model, Fusion(**{part: True}))
+
+
+@pytest.mark.parametrize("fusion", ON_BORDERS.values(), ids=ON_BORDERS)
+def test_weights_in_bordered_buffers_are_not_sharded(fusion, group, device):
+    model = peft_model(device)
+    fuse(model, fusion)
+    with pytest.raises(NotImplementedError, match="does not support non-contiguous parameters"):
+        shard(model, device)
