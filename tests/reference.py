@@ -4,12 +4,16 @@ Given float64 tensors these are the truth; given bf16 tensors they are eager bf1
 against the truth is the budget that a fused kernel gets (`assert_within_budget`).
 """
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 ADAPTER_NAMES = ("gate_A", "gate_B", "up_A", "up_B", "down_A", "down_B")
 BUDGET = 2.0
+CHECKPOINTS = ("reentrant", "non-reentrant", "nested")
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -64,3 +68,9 @@ def use_poisoned_memory(monkeypatch):
     for name in ("empty", "empty_like"):
         monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
+
+
+def checkpointed(function, kind: str):
+    """`function` under PyTorch's own checkpointing, of one of the CHECKPOINTS."""
+    once = partial(checkpoint, function, use_reentrant=kind == "reentrant")
+    return partial(checkpoint, once, use_reentrant=False) if kind == "nested" else once

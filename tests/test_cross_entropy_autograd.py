@@ -20,8 +20,7 @@ from cross_entropy_case import (
     run,
     small_blocks,
 )
-from reference import assert_within_budget, random
-from torch.utils.checkpoint import checkpoint
+from reference import CHECKPOINTS, assert_within_budget, checkpointed, random
 
 import fused_lora.cross_entropy as module
 from fused_lora.cross_entropy import linear_cross_entropy
@@ -192,23 +191,13 @@ def test_fp16_weight_gradients_whose_sum_over_a_chunk_overflows(device):
 # --- with the rest of PyTorch ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["reentrant", "non-reentrant", "nested"])
+@pytest.mark.parametrize("kind", CHECKPOINTS)
 def test_checkpointed_gradients_are_bitwise_equal(kind, case):
-    def once(hidden, weight, labels, bias, reentrant=False):
-        arguments = hidden, weight, labels, bias
-        return checkpoint(
-            lambda h, w, y, b: linear_cross_entropy(h, w, y, bias=b),
-            *arguments,
-            use_reentrant=reentrant,
-        )
+    def loss(hidden, weight, labels, bias):
+        again = checkpointed(lambda h, w, y, b: linear_cross_entropy(h, w, y, bias=b), kind)
+        return again(hidden, weight, labels, bias)
 
-    def checkpointed(hidden, weight, labels, bias):
-        arguments = hidden, weight, labels, bias
-        if kind == "nested":
-            return checkpoint(once, *arguments, use_reentrant=False)
-        return once(*arguments, reentrant=kind == "reentrant")
-
-    assert_equal(run(checkpointed, *case), run(linear_cross_entropy, *case))
+    assert_equal(run(loss, *case), run(linear_cross_entropy, *case))
 
 
 def test_compiled_around_it_is_right(case):

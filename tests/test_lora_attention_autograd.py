@@ -1,14 +1,14 @@
 """LoRA_Attention as autograd, checkpointing and CUDA graphs use it, and what it runs and keeps."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from attention_case import Calls, assert_all_within_budget, assert_equal
 from cuda_graph import capture
 from lora_attention_case import FP32, IN, NAMES, eager, exact, fused, make, run
-from reference import random
-from torch.utils.checkpoint import checkpoint
+from reference import CHECKPOINTS, checkpointed, random
 
 from fused_lora.recompute import recomputed
 
@@ -141,15 +141,11 @@ def test_what_is_saved_is_what_the_docstring_counts(device):
     assert sum(found.values()) == 18 * (2 * (IN + 24 + 8 * 32 + 4 * 32 + 8) + 4 * 4)
 
 
-@pytest.mark.parametrize("kind", ["reentrant", "non-reentrant", "ours"])
+@pytest.mark.parametrize("kind", [*CHECKPOINTS, "ours"])
 def test_checkpointed_gradients_are_bitwise_equal(kind, device):
-    def checkpointed(*inputs):
-        if kind == "ours":
-            return recomputed(fused, *inputs)
-        return checkpoint(fused, *inputs, use_reentrant=kind == "reentrant")
-
+    again = partial(recomputed, fused) if kind == "ours" else checkpointed(fused, kind)
     case = make(device=device, head_dim=32)
-    assert_equal(run(checkpointed, *case), run(fused, *case))
+    assert_equal(run(again, *case), run(fused, *case))
 
 
 # --- on the GPU -----------------------------------------------------------------------------------

@@ -19,9 +19,17 @@ from lora_mlp_case import (
     tokens,
     truth_of,
 )
-from reference import ADAPTER_NAMES, BUDGET, assert_within_budget, lora_mlp, random, relative_error
+from reference import (
+    ADAPTER_NAMES,
+    BUDGET,
+    CHECKPOINTS,
+    assert_within_budget,
+    checkpointed,
+    lora_mlp,
+    random,
+    relative_error,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 import fused_mlp
 
@@ -200,15 +208,9 @@ def test_bytes_saved_per_token(adapter_dtype, autocast, device):
     assert saved_bytes[lora_mlp] == 39 * EAGER_BYTES[adapter_dtype, autocast]
 
 
-@pytest.mark.parametrize("kind", ["reentrant", "non-reentrant", "nested"])
+@pytest.mark.parametrize("kind", CHECKPOINTS)
 def test_checkpointed_gradients_are_bitwise_equal(kind, case):
-    def checkpointed(*inputs):
-        if kind == "nested":
-            inner = lambda *inputs: checkpoint(fused, *inputs, use_reentrant=False)  # noqa: E731
-            return checkpoint(inner, *inputs, use_reentrant=False)
-        return checkpoint(fused, *inputs, use_reentrant=kind == "reentrant")
-
-    assert_equal(run(checkpointed, *case), run(fused, *case))
+    assert_equal(run(checkpointed(fused, kind), *case), run(fused, *case))
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

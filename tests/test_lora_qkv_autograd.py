@@ -19,8 +19,7 @@ from attention_case import (
     truth_of,
 )
 from cuda_graph import capture
-from reference import random
-from torch.utils.checkpoint import checkpoint
+from reference import CHECKPOINTS, checkpointed, random
 
 from fused_lora.attention import LoRA_QKV
 
@@ -197,15 +196,9 @@ def test_bytes_saved_per_token(adapter_dtype, autocast, device):
     assert saved_bytes[lora_qkv] == 39 * EAGER_BYTES[adapter_dtype, autocast]
 
 
-@pytest.mark.parametrize("kind", ["reentrant", "non-reentrant", "nested"])
+@pytest.mark.parametrize("kind", CHECKPOINTS)
 def test_checkpointed_gradients_are_bitwise_equal(kind, case):
-    def checkpointed(*inputs):
-        if kind == "nested":
-            inner = lambda *inputs: checkpoint(fused, *inputs, use_reentrant=False)  # noqa: E731
-            return checkpoint(inner, *inputs, use_reentrant=False)
-        return checkpoint(fused, *inputs, use_reentrant=kind == "reentrant")
-
-    assert_equal(run(checkpointed, *case), run(fused, *case))
+    assert_equal(run(checkpointed(fused, kind), *case), run(fused, *case))
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

@@ -23,8 +23,7 @@ from attention_case import (
     truth_of,
 )
 from attention_case import make_case as make_any_case
-from reference import random, use_poisoned_memory
-from torch.utils.checkpoint import checkpoint
+from reference import CHECKPOINTS, checkpointed, random, use_poisoned_memory
 
 from fused_lora.attention import LoRA_W
 
@@ -253,12 +252,9 @@ def test_calls_and_saved_activations_with_fp32_adapters_under_autocast(bias, dev
     assert torch.equal(saved[1], x @ adapters[0].bfloat16().t())
 
 
-@pytest.mark.parametrize("kind", ["reentrant", "non-reentrant"])
+@pytest.mark.parametrize("kind", CHECKPOINTS)
 def test_checkpointed_gradients_are_bitwise_equal(kind, case):
-    def checkpointed(*inputs):
-        return checkpoint(fused, *inputs, use_reentrant=kind == "reentrant")
-
-    assert_equal(run(checkpointed, *case), run(fused, *case))
+    assert_equal(run(checkpointed(fused, kind), *case), run(fused, *case))
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

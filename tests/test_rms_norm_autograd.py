@@ -5,6 +5,7 @@ from itertools import product
 import pytest
 import torch
 import triton
+from reference import CHECKPOINTS, checkpointed
 from rms_norm_case import (
     BOTH,
     EAGER,
@@ -18,7 +19,6 @@ from rms_norm_case import (
     make,
     run,
 )
-from torch.utils.checkpoint import checkpoint
 
 import fused_lora.rms_norm as module
 from fused_lora.rms_norm import AddRMSNorm, RMSNorm, add_rms_norm, rms_norm
@@ -202,18 +202,15 @@ def test_what_is_saved_changed_in_place_before_backward_is_autograds_error(chang
 
 
 @BOTH
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointed_gradients_are_bitwise_equal(reentrant, function, case):
-    def checkpointed(*inputs):
-        return checkpoint(function, *inputs, use_reentrant=reentrant)
-
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+def test_checkpointed_gradients_are_bitwise_equal(kind, function, case):
     def backward(function):  # a reentrant checkpoint allows backward() alone
         leaves = [t.clone().requires_grad_() for t in case[0]]
         outputs = as_tuple(function(*leaves, EPS))
         torch.autograd.backward(outputs, case[1])
         return *outputs, *(t.grad for t in leaves)
 
-    assert_equal(backward(checkpointed), backward(function))
+    assert_equal(backward(checkpointed(function, kind)), backward(function))
 
 
 @BOTH

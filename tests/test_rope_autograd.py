@@ -3,8 +3,8 @@
 import pytest
 import torch
 import triton
+from reference import CHECKPOINTS, checkpointed
 from rope_case import assert_equal, assert_right, eager, make, run
-from torch.utils.checkpoint import checkpoint
 
 import fused_lora.rope as module
 from fused_lora.rope import RoPE, rope
@@ -102,11 +102,8 @@ def test_an_angle_changed_in_place_before_backward_is_autograds_error(case):
         torch.autograd.backward(outputs, gradients)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointed_gradients_are_bitwise_equal(reentrant, case):
-    def checkpointed(*inputs):
-        return checkpoint(rope, *inputs, use_reentrant=reentrant)
-
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+def test_checkpointed_gradients_are_bitwise_equal(kind, case):
     def backward(function):  # a reentrant checkpoint allows backward() alone
         (q, k, cos, sin), gradients = case
         leaves = [t.clone().requires_grad_() for t in (q, k)]
@@ -114,7 +111,7 @@ def test_checkpointed_gradients_are_bitwise_equal(reentrant, case):
         torch.autograd.backward(outputs, gradients)
         return *outputs, *(t.grad for t in leaves)
 
-    assert_equal(backward(checkpointed), backward(rope))
+    assert_equal(backward(checkpointed(rope, kind)), backward(rope))
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
