@@ -45,6 +45,20 @@ def test_num_items_in_batch_reaches_the_fused_loss(device):
     assert_right(fused, plain, num_items_in_batch=torch.tensor(77, device=device))
 
 
+@pytest.mark.parametrize("num_items", [None, 7])
+def test_nothing_labelled_is_as_in_transformers(num_items, device):
+    """Without a number of items a mean of nothing, which is nan, and a sum of nothing with one."""
+    fused, plain, _ = pair(device, Fusion(cross_entropy=True))
+    tokens = ids(device)
+    options = {} if num_items is None else {"num_items_in_batch": num_items}
+    for model in (fused, plain):
+        loss = model(input_ids=tokens, labels=torch.full_like(tokens, -100), **options).loss
+        loss.backward()
+        assert loss.isnan() if num_items is None else loss == 0
+        trained = [p for p in model.parameters() if p.requires_grad]
+        assert all(p.grad is not None and not p.grad.any() for p in trained)
+
+
 def test_max_labelled_tokens_reaches_the_fused_loss_and_nothing_else(device):
     fused, plain, _ = pair(device, Fusion(cross_entropy=True))
     tokens = ids(device)

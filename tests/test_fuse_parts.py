@@ -163,6 +163,17 @@ def test_a_frozen_norm_gets_no_gradient_and_a_trained_one_its_own(device):
     assert_right(fused, plain)
 
 
+@pytest.mark.parametrize("fusion", [Fusion(rms_norm=True), Fusion(**ALL)], ids=("alone", "all"))
+def test_trained_norms_of_q_and_k_get_their_gradients(fusion, device):
+    fused, plain, _ = pair(device, fusion, family="Qwen3")
+    for model in (fused, plain):
+        for name, parameter in model.named_parameters():
+            if name.endswith(("q_norm.weight", "k_norm.weight")):
+                parameter.requires_grad_(True)
+    assert_right(fused, plain)
+    assert any("q_norm" in name for name in step(fused))
+
+
 def test_base_models_without_adapters_fuse_their_norms_and_loss(device):
     plain = base_model(device).train()
     fused = copy.deepcopy(plain)
