@@ -8,7 +8,7 @@ import torch
 from fused_case import step
 from layer_case import assert_model_right, pair, peft_model
 from peft import LoraConfig
-from peft_models import ATTENTION, LAYERS, ids, layers, set_weights
+from peft_models import ATTENTION, LAYERS, MLP, ids, layers, set_weights
 from projection_case import REASONS
 from reference import relative_error
 
@@ -70,7 +70,7 @@ def test_other_ranks_scales_and_targets_are_right(lora, fusion, functions, ran, 
 def test_adapters_that_are_switched_disabled_and_merged_are_right(fusion, functions, ran, device):
     fused, plain, _ = pair(device, fusion)
     for model in (fused, plain):
-        config = LoraConfig(r=4, lora_alpha=4, target_modules=[*ATTENTION])
+        config = LoraConfig(r=4, lora_alpha=4, target_modules=[*ATTENTION, *MLP])
         model.add_adapter("second", config)
         set_weights(model, device, only=".second.")
     before = forward(fused).loss
