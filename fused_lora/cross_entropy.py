@@ -24,7 +24,8 @@ For 16,384 tokens and 151,936 words in bf16:
 Linear layer and cross entropy in chunks, gradient in the forward: Liger-Kernel (Hsu et al., arXiv
 2410.10989). No logits held, no token without a label: Cut Your Losses (Wijmans et al., arXiv
 2411.09009). Softmax's sum in one pass: Milakov and Gimelshein, arXiv 1805.02867. Written from the
-equations above. z-loss and label smoothing are left to PyTorch.
+equations above. z-loss and label smoothing are left to PyTorch, by name: `linear_cross_entropy` has
+no such option, and a model whose loss is fused runs its class's own forward for them.
 """
 
 from typing import NamedTuple
@@ -288,6 +289,7 @@ def linear_cross_entropy(
     Raises:
         ValueError: shapes, dtypes or devices do not fit, or no kernel can run on them.
         RuntimeError: from backward, under create_graph=True.
+        TypeError: label_smoothing, z_loss or what else is no option: write PyTorch's lines above.
     """
     tensors = {"hidden": hidden, "weight": weight, "labels": labels, "bias": bias}
     _check({name: tensor for name, tensor in tensors.items() if tensor is not None})

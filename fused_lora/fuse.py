@@ -27,7 +27,8 @@ class Fusion:
     attention: q, k and v with their adapters as one autograd function, o as another.
     rope: the rotary embedding of q and k in one kernel; with attention, all of it is one function.
     rms_norm: every RMSNorm as one kernel; a layer's second with the residual's addition before it.
-    cross_entropy: the loss without logits, in training with labels (`output.logits` is None).
+    cross_entropy: the loss without logits, in training with labels (`output.logits` is None). Calls
+        with label_smoothing, z_loss or the like run transformers' own.
     bordered: q, k and v; o; gate and up; down: each of the four as one product with its adapters in
         it, on bordered weights (`bordered.py`), in the place of mlp and attention.
     layer: all of a decoder layer as one autograd function on bordered weights (`decoder_layer.py`):

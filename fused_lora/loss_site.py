@@ -52,7 +52,9 @@ def causal_lm_forward(
     **options,
 ):
     """In training with labels: the loss without logits. Else, and wherever something is asked for
-    that the fused loss does not know, the class's own forward, logits and all.
+    that the fused loss does not know (label_smoothing, z_loss: none of KNOWN_OPTIONS), the class's
+    own forward, logits and all. What that makes of it is its loss_function's affair: transformers'
+    own reads neither.
 
     max_labelled_tokens, which the class does not have, spares the products of ignored tokens where
     the host may not wait to count the others: in a CUDA graph (see `linear_cross_entropy`).

@@ -254,6 +254,14 @@ def test_inputs_that_do_not_fit_are_a_value_error(changed, message, case):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("option", ["label_smoothing", "z_loss"])
+def test_label_smoothing_and_z_loss_are_refused_by_name(option, case):
+    """And not ignored, as transformers does."""
+    hidden, weight, _, labels = case
+    with pytest.raises(TypeError, match=rf"linear_cross_entropy\(\).*'{option}'"):
+        linear_cross_entropy(hidden, weight, labels, **{option: 0.1})
+
+
 def test_a_dtype_without_a_kernel_is_a_value_error(case):
     hidden, weight, _, labels = case
     with pytest.raises(ValueError, match=r"linear_cross_entropy computes in .* got torch.float64"):
