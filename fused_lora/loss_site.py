@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -15,17 +16,26 @@ from .projection import why_call
 from .site import parts_of, why_not_class
 
 
-def why_not_loss(model: Any) -> str | None:
+def read_head(model: Any) -> nn.Linear | str:
+    """The linear layer that a model's logits come from, as it is now, or why the fused loss may not
+    compute what comes of it."""
     if (reason := why_not_class(model, "ForCausalLM")) is not None:
         return reason
     head = model.lm_head
+    modules = [head]
+    if type(head) is ModulesToSaveWrapper:
+        # as its forward chooses: a copy of its own for every adapter of which it was to be trained
+        active = [] if head.disable_adapters else head.active_adapters
+        head = head.modules_to_save[active[0]] if active else head.original_module
+        modules.append(head)
     if type(head) is not nn.Linear:
         return f"its lm_head is {type(head).__module__}.{type(head).__qualname__}, not nn.Linear"
-    if (reason := why_call(head)) is not None:
-        return f"lm_head: {reason}"
+    for module in modules:
+        if (reason := why_call(module)) is not None:
+            return f"lm_head: {reason}"
     if model.loss_function is not ForCausalLMLoss:
         return "its loss_function is not transformers' own"
-    return None
+    return head
 
 
 # What PEFT and the Trainer pass on in a training step.
@@ -67,20 +77,21 @@ def causal_lm_forward(
         "inputs_embeds": inputs_embeds,
         "use_cache": use_cache,
     }
+    head = read_head(model)
     known = options.keys() <= KNOWN_OPTIONS and options.get("return_dict") is not False
     if (
         labels is None
         or not model.training
         or not known
         or not (isinstance(logits_to_keep, int) and logits_to_keep == 0)
-        or why_not_loss(model) is not None
+        or isinstance(head, str)
     ):
         forward = type(model).forward
         return forward(model, labels=labels, logits_to_keep=logits_to_keep, **inputs, **options)
     num_items = options.pop("num_items_in_batch", None)
     options.pop("return_dict", None)  # an output object either way
     # tokens before n predict n
-    shifted = F.pad(labels, (0, 1), value=-100)[..., 1:].to(model.lm_head.weight.device)
+    shifted = F.pad(labels, (0, 1), value=-100)[..., 1:].to(head.weight.device)
     # how many tokens are labelled the host would have to wait for, which no capture allows
     drop_ignored = not is_capturing(shifted)
     rows = None
@@ -91,15 +102,15 @@ def causal_lm_forward(
         if (
             tokens is not None
             and labels.shape == tokens.shape[:2]
-            and _may_leave_out(model, options)
+            and _may_leave_out(model, head, options)
         ):
             options["labelled"] = model.model.layers[-1], rows
     outputs = model.model(**inputs, **options)
     loss = linear_cross_entropy(
         outputs.last_hidden_state,
-        model.lm_head.weight,
+        head.weight,
         shifted.to(outputs.last_hidden_state.device),
-        bias=model.lm_head.bias,
+        bias=head.bias,
         num_items_in_batch=num_items,
         drop_ignored=drop_ignored,
         max_labelled=max_labelled_tokens,
@@ -114,7 +125,7 @@ def causal_lm_forward(
     )
 
 
-def _may_leave_out(model: Any, options: dict[str, Any]) -> bool:
+def _may_leave_out(model: Any, head: nn.Linear, options: dict[str, Any]) -> bool:
     """Whether the last layer may compute its output for labelled tokens alone: it is a fused one,
     and nobody but the loss sees what comes of it."""
     decoder = model.model
@@ -125,5 +136,5 @@ def _may_leave_out(model: Any, options: dict[str, Any]) -> bool:
         and all(why_call(one, own_forward=False) is None for one in (last, decoder, decoder.norm))
         # which would be compiled for every number of tokens
         and last._compiled_call_impl is decoder._compiled_call_impl is None
-        and last.input_layernorm.weight.device == model.lm_head.weight.device
+        and last.input_layernorm.weight.device == head.weight.device
     )

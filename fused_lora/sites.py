@@ -52,7 +52,13 @@ PARTS = {
         "it has no RMSNorm",
     ),
     "cross_entropy": Part(
-        (Site(having("lm_head", "model"), loss_site.why_not_loss, loss_site.causal_lm_forward),),
+        (
+            Site(
+                having("lm_head", "model"),
+                lambda module: reason_in(loss_site.read_head(module)),
+                loss_site.causal_lm_forward,
+            ),
+        ),
         "it has no lm_head",
     ),
     "bordered": Part(

@@ -1,14 +1,19 @@
 """The fused loss in a model: what it leaves to transformers' own, and heads that PEFT trains."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from fused_case import assert_right, pair, step
-from peft_models import assert_equal, ids
+from peft import LoraConfig, PeftModel
+from peft_models import ATTENTION, adapt, assert_equal, base_model, ids, peft_model, set_weights
+from reference import random
+from torch import nn
 from transformers import Trainer, TrainingArguments
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from fused_lora import Fusion, loss_site, report
+from fused_lora import Fusion, fuse, loss_site, report
 
 LOSS = Fusion(cross_entropy=True)
 MODEL = "base_model.model"
@@ -84,3 +89,100 @@ def test_num_items_in_batch_may_be_an_int(losses, device):
     fused, plain, _ = pair(device, LOSS)
     assert_right(fused, plain, num_items_in_batch=77)
     assert len(losses) == 3
+
+
+# --- heads that PEFT trains -----------------------------------------------------------------------
+
+TIED = {"tie_word_embeddings": True}
+HEADS = {
+    "untied": ({}, {"modules_to_save": ["lm_head"]}),
+    "tied in the base": (TIED, {"modules_to_save": ["lm_head"]}),
+    "copies tied": (TIED, {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}),
+    "with a bias": ({}, {"modules_to_save": ["lm_head"]}),
+}
+COPY = f"{MODEL}.lm_head.modules_to_save.default"
+
+
+def head_base(kind, device):
+    base = base_model(device, **HEADS[kind][0])
+    if kind == "with a bias":
+        base.lm_head = nn.Linear(52, 96, device=device)
+        set_weights(base, device, only="lm_head")
+    return base
+
+
+def with_trained_head(kind, device):
+    """modules_to_save, fused and not, of which the copy is no longer what it is a copy of."""
+    plain = adapt(head_base(kind, device), device, **HEADS[kind][1]).train()
+    with torch.no_grad():
+        for parameter in plain.get_submodule(COPY).parameters():
+            parameter += random(*parameter.shape, seed=9, scale=0.1, device=device)
+    fused = copy.deepcopy(plain)
+    assert fuse(fused, LOSS).fused == {"cross_entropy": [MODEL]}
+    return fused, plain
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_modules_to_save_trains_the_copy_of_the_head(kind, losses, device):
+    fused, plain = with_trained_head(kind, device)
+    assert_right(fused, plain)
+    assert len(losses) == 3
+    head, embedding = fused.get_submodule(COPY), fused.get_input_embeddings()
+    assert all(parameter.grad.any() for parameter in head.parameters())
+    assert (head.bias is not None) == (kind == "with a bias")
+    assert (head.weight is embedding.weight) == (kind == "copies tied")
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_saved_head_loads_and_disabled_it_is_the_bases(kind, losses, tmp_path, device):
+    fused, plain = with_trained_head(kind, device)
+    fused.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(head_base(kind, device), tmp_path, is_trainable=True).train()
+    fuse(loaded, LOSS)
+    assert_equal(step(loaded), step(fused))
+    tokens, base = ids(device), head_base(kind, device).train()
+    with fused.disable_adapter():
+        got = fused(input_ids=tokens, labels=tokens).loss
+    torch.testing.assert_close(got, base(input_ids=tokens, labels=tokens).loss)
+    assert len(losses) == 3
+    assert_right(fused, plain)  # the copy is back
+
+
+def test_the_head_is_the_active_adapters(losses, device):
+    """Its own copy, or the base's where it has none."""
+    fused, plain = with_trained_head("untied", device)
+    for name, modules in (("second", ["lm_head"]), ("third", None)):
+        for model in (fused, plain):
+            config = LoraConfig(r=4, target_modules=[*ATTENTION], modules_to_save=modules)
+            model.add_adapter(name, config)
+            set_weights(model, device, only=f".{name}.")
+            model.set_adapter(name)
+        assert_right(fused, plain)
+        assert (f"{MODEL}.lm_head.modules_to_save.{name}.weight" in step(fused)) == bool(modules)
+    assert len(losses) == 8
+
+
+@pytest.mark.parametrize("where", [f"{MODEL}.lm_head", COPY])
+def test_a_hook_on_a_trained_head_is_called(where, losses, device):
+    fused, plain = with_trained_head("untied", device)
+    called = []
+    fused.get_submodule(where).register_forward_hook(lambda *_: called.append(1))
+    assert "lm_head: it has hooks" in report(fused).left[MODEL]
+    assert_equal(step(fused), step(plain))
+    assert called == [1] and not losses
+
+
+def test_lora_on_the_head_is_left_to_peft(losses, device):
+    targets = {"target_modules": [*ATTENTION, "lm_head"]}
+    reason = "its lm_head is peft.tuners.lora.layer.Linear, not nn.Linear"
+    with pytest.raises(ValueError, match=f"cross_entropy=True fuses no module.*{reason}"):
+        fuse(peft_model(device, **targets), LOSS)
+    fused, plain, _ = pair(device, LOSS)
+    for model in (fused, plain):
+        model.add_adapter("second", LoraConfig(r=4, **targets))
+        set_weights(model, device, only=".second.")
+        model.set_adapter("second")
+    assert report(fused).left == {MODEL: reason}
+    assert_equal(step(fused), step(plain))
+    assert not losses
