@@ -7,7 +7,8 @@
                 a whole layer's attention and what comes of o go the same way, and are not
                 computed again
     selective   keep all that the first layers need, as many as a memory budget holds, and
-                checkpoint the others
+                checkpoint the others; what a layer needs is measured when it first runs again, so
+                until then, in the first step of every shape, all are checkpointed
 
 A layer kept whole costs about 1 GiB at 32 x 512 tokens of Qwen2.5-3B and saves its second forward.
 What is dear to compute again is about as dear by the byte in all of a layer, by the times of its
@@ -30,7 +31,6 @@ from collections.abc import Callable
 from functools import partial
 
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from fused_mlp.launching import is_capturing
 
@@ -68,7 +68,8 @@ class Checkpoint:
             raise ValueError(f"checkpoint: checkpoint_gib is for selective, not for {policy}")
         self.policy = policy
         self.budget_bytes = int((memory_gib or 0.0) * 2**30)
-        self.layer_bytes: dict[tuple, int] = {}  # by shape of the input, as first measured
+        self.layer_bytes: dict[tuple, int] = {}  # by input's shape and index, as first measured
+        self.kept_bytes = 0  # what the layers that this forward has kept so far hold
         self.offload = Offload()
 
     def install(self, layers: list[nn.Module], last_runs_once: bool = False) -> None:
@@ -94,9 +95,8 @@ class Checkpoint:
         if self.policy == "none" or (is_last and last_runs_once):
             return forward(*inputs)
         if self.policy == "selective":
-            if self._is_kept(layer, index, inputs[0]):
-                return self._measured(layer, forward, *inputs)
-        elif self.policy == "offload":
+            return self._selective(layer, index, forward, *inputs)
+        if self.policy == "offload":
             if index == 0:
                 self.offload.start()
             if not is_last:  # its backward comes first, when its input would not be out yet
@@ -107,29 +107,23 @@ class Checkpoint:
 
     # --- selective --------------------------------------------------------------------------------
 
-    def _is_kept(self, layer: nn.Module, index: int, x: Tensor) -> bool:
-        if index == 0 and x.shape not in self.layer_bytes:
-            return self.budget_bytes > 0  # to see what it holds
-        layer_bytes = self.layer_bytes.get(x.shape, self.budget_bytes + 1)
-        return (index + 1) * layer_bytes <= self.budget_bytes
+    def _selective(self, layer: nn.Module, index: int, forward: Callable, *inputs):
+        if index == 0:
+            self.kept_bytes = 0
+        place = inputs[0].shape, index
+        if place not in self.layer_bytes:
+            see = partial(self._measure, layer, place)
+            return _checkpointed(layer, forward, *inputs, see=see)
+        if self.kept_bytes + self.layer_bytes[place] > self.budget_bytes:
+            return _checkpointed(layer, forward, *inputs)
+        self.kept_bytes += self.layer_bytes[place]
+        return forward(*inputs)
 
-    def _measured(self, layer: nn.Module, forward: Callable, *inputs):
-        shape = inputs[0].shape
-        if shape in self.layer_bytes:
-            return forward(*inputs)
+    def _measure(self, layer: nn.Module, place: tuple, saved: list[Tensor]) -> None:
         known = {p.untyped_storage().data_ptr() for p in layer.parameters()}
-        found: dict[int, int] = {}
-
-        def count(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in known:
-                found[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        with saved_tensors_hooks(count, lambda tensor: tensor):
-            output = forward(*inputs)
-        self.layer_bytes[shape] = sum(found.values())
-        return output
+        storages = [tensor.untyped_storage() for tensor in saved]
+        found = {one.data_ptr(): one.nbytes() for one in storages if one.data_ptr() not in known}
+        self.layer_bytes[place] = sum(found.values())
 
 
 def _drops_out(module: nn.Module) -> bool:
@@ -137,7 +131,8 @@ def _drops_out(module: nn.Module) -> bool:
     return module.training and bool(share)
 
 
-def _checkpointed(layer: nn.Module, forward: Callable, *inputs, keep: Keep | None = None):
+def _checkpointed(layer: nn.Module, forward: Callable, *inputs, **options):
+    """`recomputed`, which has these options."""
     # the state of the random numbers cannot be read while a CUDA graph is captured
     capturing = is_capturing(inputs[0])
     if capturing and any(map(_drops_out, layer.modules())):
@@ -145,7 +140,7 @@ def _checkpointed(layer: nn.Module, forward: Callable, *inputs, keep: Keep | Non
             "checkpoint: a layer with dropout cannot be captured in a CUDA graph, where it would "
             "drop other elements when it runs again; set dropout to 0, or do not checkpoint"
         )
-    return recomputed(forward, *inputs, keep_random_state=not capturing, keep=keep)
+    return recomputed(forward, *inputs, keep_random_state=not capturing, **options)
 
 
 def policy_of(layer: nn.Module) -> Checkpoint | None:

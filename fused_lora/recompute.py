@@ -56,7 +56,11 @@ def once(function: Callable[[], tuple], is_small: bool = False) -> tuple:
 
 
 def recomputed(
-    forward: Callable, *inputs: Any, keep_random_state: bool = True, keep: Keep | None = None
+    forward: Callable,
+    *inputs: Any,
+    keep_random_state: bool = True,
+    keep: Keep | None = None,
+    see: Callable[[list[Tensor]], Any] | None = None,
 ):
     """``forward(*inputs)``, of which only the inputs are kept for backward.
 
@@ -70,13 +74,14 @@ def recomputed(
         inputs: the first is a tensor; the others may be anything. Tensors among them are saved by
             an autograd function, so that hooks around the call see them.
         keep: what `once` does with a result; None: it is computed again, unless it is small.
+        see: called with what the second run saved, as long as all of it is there.
 
     Raises:
         RuntimeError: from backward, if the second run saves other tensors than the first.
     """
     if not torch.is_grad_enabled():
         return forward(*inputs)
-    run = _Run(forward, inputs, keep_random_state, keep)
+    run = _Run(forward, inputs, keep_random_state, keep, see)
     with run, saved_tensors_hooks(run.forget, _remember):
         return forward(*inputs)
 
@@ -86,7 +91,12 @@ class _Run:
     Entered while it runs, by the thread that runs it: for the second run that of backward."""
 
     def __init__(
-        self, forward: Callable, inputs: tuple, keep_random_state: bool, keep: Keep | None
+        self,
+        forward: Callable,
+        inputs: tuple,
+        keep_random_state: bool,
+        keep: Keep | None,
+        see: Callable[[list[Tensor]], Any] | None,
     ):
         tensors = [x for x in inputs if isinstance(x, Tensor)]
         device = tensors[0].device.type
@@ -101,7 +111,7 @@ class _Run:
         )  # fmt: skip
         generators = _generators_of(tensors[0]) if keep_random_state else ()
         self.random_states = [(one, one.get_state()) for one in generators]
-        self.keep = keep
+        self.keep, self.see = keep, see
         self.kept: list[list[tuple[bool, Any]]] = []  # by call of `once`: is it a tensor, and it
         self.runs_again, self.next_kept = False, 0
         self.shapes: list[torch.Size] = []
@@ -158,6 +168,8 @@ class _Run:
                 f"checkpoint: a layer saved {len(self.shapes)} tensors when it ran first, and "
                 f"{len(found)} or others when it ran again; it has to do the same both times"
             )
+        if self.see is not None:
+            self.see(found)
         self.remembered = dict(enumerate(found))
 
 

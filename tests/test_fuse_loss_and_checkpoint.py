@@ -131,33 +131,6 @@ def test_without_checkpointing_each_layer_runs_once_whatever_the_model_was_told(
     assert runs == [0, 1, 1, 0]
 
 
-def saved_between_layers(model):
-    """Bytes that autograd holds after a forward, parameters aside."""
-    known = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    found: dict[int, int] = {}
-
-    def count(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            found[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    tokens = ids(next(model.parameters()).device)
-    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        model(input_ids=tokens, labels=tokens)
-    return sum(found.values())
-
-
-def test_a_larger_budget_keeps_more_layers(device):
-    held = {}
-    for gib in (0.0, 150e3 / 2**30, 1.0):
-        fused, _, _ = pair(device, Fusion(mlp=True, checkpoint="selective", checkpoint_gib=gib))
-        step(fused)  # in which the first layer is measured
-        held[gib] = saved_between_layers(fused)
-    none, some, everything = held.values()
-    assert none < some < everything
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -231,7 +204,55 @@ class Storages(TorchDispatchMode):
         return result
 
     def alive(self):
-        return {storage.data_ptr() for one in self.seen if (storage := one()) is not None}
+        """How large those are that are still there, by address."""
+        storages = (one() for one in self.seen)
+        return {one.data_ptr(): one.nbytes() for one in storages if one is not None}
+
+
+def held(model, tokens):
+    """Bytes that are there between a forward and its backward because the forward made them."""
+    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    with Storages() as storages:
+        loss = model(input_ids=tokens, labels=tokens).loss
+    gc.collect()
+    found = sum(size for address, size in storages.alive().items() if address not in own)
+    loss.backward()
+    model.zero_grad()
+    return found
+
+
+BUDGETED = {
+    "nothing fused": ({}, {}),
+    "a last layer that runs once": ({"mlp": True, "cross_entropy": True}, {}),
+    "a first layer that needs nothing": ({"mlp": True}, {"layers_to_transform": [1, 2, 3]}),
+}
+
+
+@pytest.mark.parametrize("name", BUDGETED)
+def test_a_budget_is_used_and_holds_from_the_first_step_on(name, device):
+    parts, lora = BUDGETED[name]
+    model = sdpa_model(device, config={"num_hidden_layers": 4}, **lora)
+    tokens = ids(device)
+
+    def steps(**policy):
+        fuse(model, Fusion(**parts, **policy))
+        with torch.no_grad():
+            model(input_ids=tokens, labels=tokens)
+        held(model, tokens[:, :5])  # where layers need less
+        return [held(model, tokens) for _ in range(3)]
+
+    def selective(budget):
+        return steps(checkpoint="selective", checkpoint_gib=budget / 2**30)
+
+    least, most = steps(checkpoint="full")[-1], selective(2**30)[-1]
+    of_a_layer = (most - least) / 4
+    assert of_a_layer > 0
+    for layers in (0.5, 1.5, 2.5, 3.5, 5.5):
+        budget = layers * of_a_layer
+        first, *later = selective(budget)
+        assert max(first, *later) - least <= budget, layers
+        # what is left has no room for another: what layers share is counted for each
+        assert min(budget, most - least) - (min(later) - least) < 1.6 * of_a_layer, layers
 
 
 @pytest.mark.parametrize("parts", [ALL, {"layer": True}], ids=("parts", "layer"))
@@ -246,11 +267,11 @@ def test_a_step_leaves_nothing_behind_but_gradients(policy, parts, device):
     model.zero_grad()
     with Storages() as storages:
         model(input_ids=tokens, labels=tokens).loss.backward()
-    held = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     model.zero_grad()
     gc.collect()
     assert len(storages.seen) > 100
-    assert not storages.alive() - held
+    assert not storages.alive().keys() - own
 
 
 @pytest.mark.parametrize("where", ["lora_dropout", "attention_dropout"])

@@ -114,6 +114,19 @@ def test_what_is_computed_again_is_let_go_of_as_backward_uses_it(x, weight):
     assert alive == [0, 0, 0]
 
 
+def test_what_the_second_run_saves_can_be_seen_together(x, weight):
+    seen = []
+    forward = layer(weight)
+    saved = []
+    with saved_tensors_hooks(lambda t: saved.append(t.clone()) or t, lambda t: t):
+        forward(x)
+    total = recomputed(forward, x, see=lambda found: seen.append([t.clone() for t in found])).sum()
+    assert not seen
+    total.backward()
+    assert len(seen) == 1
+    assert_equal(seen[0], saved)
+
+
 def test_random_numbers_are_drawn_again_and_later_ones_are_not_touched(x, weight):
     def forward(x):
         return F.dropout(x @ weight, 0.5)
