@@ -15,7 +15,7 @@ from statistics import median
 from typing import NamedTuple
 
 import summary
-from looks import STATUS_WORDS
+from looks import STATUS_WORDS, markdown_table
 from names import name_of
 from summary import BASELINE, NO_CHECKPOINTING, round_ms
 from variants import PARTS
@@ -173,13 +173,13 @@ def _table(results: dict, block: str, time: str) -> str:
     lengths = results["experiment"]["seq_lens"]
     header = ["takes off a step" if time == STEP else "takes off the GPU's time"]
     header += [f"{n}: {when}, ms" for n in lengths for when in ("added first", "added last")]
-    lines = [header, ["---"] * len(header)]
+    lines = []
     for rows in zip(*(gains(results, n, block, time) for n in lengths), strict=True):
         pairs = ((_cell(row.first), _cell(row.last, False)) for row in rows)
         lines.append([name_of_part(rows[0].part), *chain(*pairs)])
     alls = ((_cell(together(results, n, block, time)), "") for n in lengths)
     lines.append([name_of("fused_all"), *chain(*alls)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown_table(header, lines)
 
 
 def _cell(gain: Gain | str | None, with_percent: bool = True) -> str:

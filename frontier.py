@@ -21,7 +21,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator
 from matplotlib.transforms import Bbox
 
-from looks import LOOKS, REHEARSAL, STYLE, caption
+from looks import LOOKS, REHEARSAL, STYLE, caption, markdown_table
 from names import name_of
 from plots import write_png
 from summary import BASELINE, NO_CHECKPOINTING, key_of, round_ms, speedups, twin_of
@@ -109,7 +109,7 @@ def fits(results: dict, gib: float) -> list[Fit]:
 
 def fits_table(results: dict, gib: float) -> str:
     """`fits` in Markdown: the fastest few of each length, and how many more fit."""
-    lines = [["tokens", "fits", "step, ms", "reserved, GiB", "speedup"], ["---"] * 5]
+    lines = []
     for seq_len, points, least in fits(results, gib):
         for point in points[:LISTED]:
             over = "" if point.speedup is None else f"{point.speedup:.2f}"
@@ -123,7 +123,8 @@ def fits_table(results: dict, gib: float) -> str:
                 why = f"nothing: {name_of(least.variant)} takes the least"
             peak = f"{least.peak_gib:.1f}" if least else ""
             lines.append([str(seq_len), why, "", peak, ""])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    header = ["tokens", "fits", "step, ms", "reserved, GiB", "speedup"]
+    return markdown_table(header, lines)
 
 
 # --- the picture ----------------------------------------------------------------------------------

@@ -41,6 +41,11 @@ STYLE = {
 }
 
 
+def markdown_table(header: list[str], lines: list[list[str]]) -> str:
+    ruled = [header, ["---"] * len(header), *lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in ruled)
+
+
 def caption(results: dict) -> str:
     experiment, environment = results["experiment"], results["environment"]
     # a run that was merged, or is not finished, has more rounds of some variants than of others

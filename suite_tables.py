@@ -6,7 +6,7 @@ from math import inf
 from statistics import median
 
 import ablation
-from looks import STATUS_WORDS, caption
+from looks import STATUS_WORDS, caption, markdown_table
 from names import name_of
 from summary import BASELINE, NO_CHECKPOINTING, key_of, round_ms, summarize
 from variants import PARTS, VARIANTS
@@ -51,8 +51,7 @@ def _effects(suite: dict, block: str) -> str:
         return ""
     header = [f"at {seq_len} tokens", "forward, ms", "backward, ms", "launches a step"]
     header += ["peak allocated, GiB", "reserved, GiB"]
-    rule = ["---"] * len(header)
-    return "\n".join(f"| {' | '.join(line)} |" for line in (header, rule, *lines))
+    return markdown_table(header, lines)
 
 
 def _newest(suite: dict, variant: str, seq_len: int) -> dict:
@@ -78,8 +77,7 @@ def against_unsloth_section(runs: list[dict]) -> str:
     if not lines:
         return NOT_MEASURED
     header = ["Unsloth's time / all fused", *(f"{n} tokens" for n in lengths)]
-    rule = ["---"] * len(header)
-    return "\n".join(f"| {' | '.join(line)} |" for line in (header, rule, *lines))
+    return markdown_table(header, lines)
 
 
 def _over_unsloth(run: dict, seq_len: int, block: str) -> list[float]:
@@ -139,7 +137,7 @@ def _rows(suite: dict, block: str) -> str:
         return (row and row["median_step_ms"]) or float("inf")
 
     header = ["variant", *(f"{n} tokens, ms" for n in lengths), f"peak at {lengths[-1]}, GiB"]
-    lines = [header, ["---"] * len(header)]
+    lines = []
     for variant in sorted(variants, key=time):
         rows = [found.get((variant, n)) for n in lengths]
         last = rows[-1]
@@ -157,7 +155,7 @@ def _rows(suite: dict, block: str) -> str:
         ]
         if any(times):
             lines.append([words, *times, ""])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown_table(header, lines)
 
 
 def _is_of_ablation(variant: str) -> bool:

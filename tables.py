@@ -7,7 +7,7 @@ from pathlib import Path
 from textwrap import shorten
 
 from compare import Comparison, Row, compare
-from looks import LOOKS, REHEARSAL, STATUS_WORDS, caption
+from looks import LOOKS, REHEARSAL, STATUS_WORDS, caption, markdown_table
 from names import name_of
 from results import write_atomically
 from suite_tables import (
@@ -53,7 +53,8 @@ def headline_table(results: dict) -> str:
         [str(seq_len), *(words(rows.get((variant, seq_len))) for variant in asked)]
         for seq_len in results["experiment"]["seq_lens"]
     ]
-    table = _table(["tokens in a sequence", *(name_of(variant) for variant in asked)], lines)
+    header = ["tokens in a sequence", *(name_of(variant) for variant in asked)]
+    table = markdown_table(header, lines)
     return f"**{REHEARSAL}.**\n\n{table}" if results["rehearsal"] else table
 
 
@@ -88,7 +89,7 @@ def update_readme(
 def comparison_table(compared: Comparison) -> str:
     """`--compare` in Markdown: every cell in both files."""
     header = ["tokens", "variant", "first, ms", "second, ms", "first / second", "noise", "verdict"]
-    return _table(header, [comparison_words(row) for row in compared.rows])
+    return markdown_table(header, [comparison_words(row) for row in compared.rows])
 
 
 def comparison_words(row: Row) -> list[str]:
@@ -117,7 +118,7 @@ def _summary_table(results: dict) -> str:
     if any(row["verdict"] for row in rows):
         header.append("against the A/A noise")
         lines = [[*line, row["verdict"] or ""] for line, row in zip(lines, rows, strict=True)]
-    return _table(header, lines)
+    return markdown_table(header, lines)
 
 
 def _remarks(results: dict) -> str:
@@ -161,7 +162,7 @@ def _settings_table(results: dict) -> str:
             columns.append([len(cell["fused_modules"]) for cell in cells])
             lines.append([name_of(variant), *(_by_length(cells, values) for values in columns)])
     header = ["variant", *(name.replace("_", " ") for name in names), "fused modules"]
-    return _table(header, lines) if lines else ""
+    return markdown_table(header, lines) if lines else ""
 
 
 def _by_length(cells: list[dict], values: list) -> str:
@@ -182,12 +183,9 @@ def _kernel_table(kernels: dict) -> str:
          f"{row['gb_per_s']:,.0f}", f"{row['share_of_copy']:.0%}"]
         for row in kernels["rows"]
     ]  # fmt: skip
-    return f"{_table(header, lines)}\n\nA device copy: {kernels['copy_gb_per_s']:,.0f} GB/s."
-
-
-def _table(header: list[str], lines: list[list[str]]) -> str:
-    ruled = [header, ["---"] * len(header), *lines]
-    return "\n".join(f"| {' | '.join(line)} |" for line in ruled)
+    return (
+        f"{markdown_table(header, lines)}\n\nA device copy: {kernels['copy_gb_per_s']:,.0f} GB/s."
+    )
 
 
 def _number(value: float | None, digits: int) -> str:
