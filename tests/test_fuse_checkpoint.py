@@ -9,15 +9,14 @@ from reference import relative_error
 
 from fused_lora import Fusion
 
-PARTS = dict.fromkeys(("mlp", "attention", "rope", "rms_norm"), True)
+ALL = dict.fromkeys(("mlp", "attention", "rope", "rms_norm", "cross_entropy"), True)
 KEPT = {"checkpoint": "selective", "checkpoint_gib": 150e3 / 2**30}  # one layer of three
 FUSIONS = {
     "attention": Fusion(attention=True),
-    "full": Fusion(**PARTS, checkpoint="full"),
-    "offload": Fusion(**PARTS, checkpoint="offload"),
-    "selective": Fusion(**PARTS, **KEPT),
-    "all, full": Fusion(**PARTS, cross_entropy=True, checkpoint="full"),
-    "layer, full": Fusion(layer=True, cross_entropy=True, checkpoint="full"),
+    "full": Fusion(attention=True, checkpoint="full"),
+    "offload": Fusion(attention=True, checkpoint="offload"),
+    "selective": Fusion(attention=True, **KEPT),
+    "all, full": Fusion(**ALL, checkpoint="full"),
     "layer, offload": Fusion(layer=True, cross_entropy=True, checkpoint="offload"),
 }
 # the last one's input stays where it is, and nothing below the first is trained
