@@ -39,8 +39,6 @@ FAMILIES = {  # a part of a variant's name: (words, colour, marker); the first t
     "liger": ("Liger", "#1a7f37", "v"),
     "": ("other", "#8a6100", "P"),
 }
-
-
 TICKS_GIB = (1, 2, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 100, 140)
 EDGES: dict[bool, dict[str, Any]] = {  # without checkpointing: hollow
     False: {"markeredgecolor": "white", "markeredgewidth": 0.8},
