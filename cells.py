@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import gc
 import hashlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,9 @@ PARITY_SEQ_LEN = 64
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is the same for every cell of a run. `steps` are those of one round."""
+    """What is the same for every cell of a run. `steps` are those of one round; `turn_steps` how
+    many of them are taken at a time, in turns with the other variants, None for all; `processes`
+    how many of ours hold the GPU at a time."""
 
     source: Source
     data: Path
@@ -47,6 +50,8 @@ class Plan:
     padded: bool
     seed: int
     device: str
+    turn_steps: int | None = None
+    processes: int = 1
 
     def batches(self, seq_len: int, batch_size: int, count: int) -> list[Batch]:
         """The run's batches at one length, on the CPU: the same for every variant and round."""
@@ -145,15 +150,24 @@ def measure_kernels(send: Send, plan: Plan) -> None:
 
 
 def measure_cells(
-    send: Send, plan: Plan, variant: str, round_number: int, seq_lens: tuple[int, ...]
+    send: Send,
+    plan: Plan,
+    variant: str,
+    round_number: int,
+    seq_lens: tuple[int, ...],
+    wait_for_turn: Callable[[], None] = lambda: None,
 ) -> None:
     """Send a {"cell": ...} for each length in turn, and {"step": n} for each timed step.
 
-    Stops after a cell that ran out of memory or failed: what follows wants a fresh process.
+    Waits for its turn before it warms up, before every `plan.turn_steps` timed steps, and before
+    what comes after them. Stops after a cell that ran out of memory or failed: what follows wants a
+    fresh process.
     """
     if plan.device == "cpu":
         interpreter.round_bf16_as_hardware_does()
     if VARIANTS[variant].library == "unsloth":
+        if plan.processes > 1:  # it writes generated code there, and imports it
+            os.environ["UNSLOTH_COMPILE_LOCATION"] = f"unsloth_compiled_cache/{variant}"
         import unsloth  # noqa: F401  (before transformers and peft, which it patches)
     model = None
     for seq_len in seq_lens:
@@ -164,11 +178,17 @@ def measure_cells(
                 model = _build_and_check(plan, variant, seq_len)
             else:
                 models.set_adapters(model[0].model, plan.seed)
-            status = _measure(measured, plan, variant, seq_len, *model, send)
+            status = _measure(measured, plan, variant, seq_len, *model, send, wait_for_turn)
         except torch.OutOfMemoryError as error:
             status, measured["error"] = "oom", _first_line(error)
             if lie := audit.ran_out_of_memory(_allocator_failures(), measured["error"]):
                 status, measured["error"] = "error", lie
+            elif plan.processes > 1:  # which says nothing of this variant alone
+                status = "error"
+                measured["error"] = (
+                    f"no GPU memory beside the other variants ({measured['error']}): give fewer "
+                    "--variants, or leave --turns out"
+                )
         except Exception as error:
             status, measured["error"] = "error", f"{type(error).__name__}: {_first_line(error)}"
         send({"cell": new_cell(variant, seq_len, round_number, status, **measured)})
@@ -203,6 +223,7 @@ def _measure(
     built: Built,
     parity: Any,
     send: Send,
+    wait_for_turn: Callable[[], None],
 ) -> str:
     """Time the variant and see what it ran, if it is right; its status."""
     measured |= {"settings": built.settings, "fused_modules": built.fused_modules}
@@ -220,10 +241,16 @@ def _measure(
         samples.append(machine.sample())  # the step has ended, and the next has not begun
         send({"step": done})
 
+    def before_step(done: int) -> None:
+        if plan.turn_steps and done % plan.turn_steps == 0:
+            wait_for_turn()
+
     on_gpu = plan.device == "cuda"
     warmup = MAX_WARMUP_STEPS if on_gpu else 1  # a rehearsal's times mean nothing
     trainer = Trainer(built.model, built.autocast, plan.clock(), LEARNING_RATE, warmup, built.graph)
-    timings = trainer.run(batches, plan.steps, on_step)
+    wait_for_turn()
+    timings = trainer.run(batches, plan.steps, on_step, before_step)
+    wait_for_turn()  # the others' last steps come before what follows
     measured |= dataclasses.asdict(timings)
 
     recipe = VARIANTS[variant]
@@ -233,7 +260,7 @@ def _measure(
     measured |= dataclasses.asdict(profile)
     if on_gpu:
         measured |= machine.summary_of(samples)
-        measured["other_gpu_processes"] = machine.other_processes(own=1)
+        measured["other_gpu_processes"] = machine.other_processes(own=plan.processes)
         measured["host_launch_us"] = machine.host_launch_us()
 
     problems = (  # what ran comes first: a busy host alone can hide time

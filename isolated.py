@@ -1,4 +1,5 @@
-"""A function in a process of its own: what it sends, what it prints, and how it ended.
+"""A function in a process of its own: what it sends, what it prints, and how it ended. Or several
+of them side by side, that go on one at a time.
 
 Patches, caches and allocator state of one measurement cannot reach the next, and a crash is an
 outcome, not the end of the run.
@@ -10,8 +11,11 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -41,36 +45,105 @@ def run(
     prints goes to a file, of which the last lines are kept. The process ends with its parent,
     whatever kills the parent.
     """
-    context = multiprocessing.get_context("spawn")  # fork would copy CUDA's and torch's state
-    receiver, sender = context.Pipe(duplex=False)
-    with tempfile.NamedTemporaryFile(prefix="lora-bench-", suffix=".log") as log:
-        process = context.Process(target=_child, args=(sender, log.name, function, arguments))
+    process = _Process(function, arguments)
+    try:
+        process.listen(on_message, silence_limit_s)
+    finally:
+        ended = process.end()
+    return ended
+
+
+def run_in_turns(
+    function: Callable[..., None],
+    each: Sequence[tuple],
+    on_message: Callable[[int, Any], None],
+    silence_limit_s: float | None = None,
+) -> list[Ended]:
+    """Run ``function(send, *arguments, wait_for_turn=...)`` for each arguments of `each`, every one
+    in a fresh process, side by side; `on_message` gets the index in `each` and what was sent.
+
+    Each runs freely until it first calls ``wait_for_turn()``. When all have come so far, or ended,
+    they go on one at a time and in order, round and round, each until it calls it again or ends.
+    """
+    processes: list[_Process] = []
+
+    def listen(index: int) -> bool:
+        return processes[index].listen(partial(on_message, index), silence_limit_s)
+
+    try:
+        for arguments in each:
+            processes.append(_Process(function, arguments, takes_turns=True))
+        waiting = deque(filter(listen, range(len(processes))))
+        while waiting:
+            index = waiting.popleft()
+            processes[index].go_on()
+            if listen(index):
+                waiting.append(index)
+    finally:
+        ended = [process.end() for process in processes]
+    return ended
+
+
+class _WaitsForTurn:
+    """What a process sends when it waits for its turn."""
+
+
+class _Process:
+    """A function in a fresh process, which has been started, and the connection to it."""
+
+    def __init__(self, function: Callable[..., None], arguments: tuple, takes_turns: bool = False):
+        self.log = tempfile.NamedTemporaryFile(prefix="lora-bench-", suffix=".log")  # noqa: SIM115
+        self.hangs_after_s: float | None = None
+        context = multiprocessing.get_context("spawn")  # fork would copy CUDA's and torch's state
+        self.connection, childs = context.Pipe()
+        given = (childs, self.log.name, function, arguments, takes_turns)
+        self.process = context.Process(target=_child, args=given)
         # what is ignored here stays ignored there: Ctrl-C is for this process, which ends the other
         previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
-            process.start()
+            self.process.start()
         finally:
             signal.signal(signal.SIGINT, previous)
-        sender.close()  # so that the child's end is the only one, and its death reads as EOF
-        hangs = False
+        childs.close()  # so that the child's end is the only one, and its death reads as EOF
+
+    def listen(self, on_message: Callable[[Any], None], silence_limit_s: float | None) -> bool:
+        """Hand on what it sends; returns when it waits for its turn (True), or is over (False)."""
         try:
-            while not hangs:
-                if receiver.poll(silence_limit_s):
-                    on_message(receiver.recv())
-                else:
-                    hangs = True
-        except EOFError:
-            process.join(EXIT_GRACE_S)
-        finally:
-            if process.is_alive():
-                process.terminate()  # lets it clean up after itself, if it still listens
-                process.join(TERMINATE_GRACE_S)
-            if process.is_alive():
-                process.kill()
-            process.join()
-        output = log.read().decode(errors="replace")
-    error = f"nothing was heard of it for {silence_limit_s:g} s" if hangs else None
-    return Ended(error or _death(process.exitcode), "\n".join(output.splitlines()[-15:]))
+            while self.connection.poll(silence_limit_s):
+                message = self.connection.recv()
+                if isinstance(message, _WaitsForTurn):
+                    return True
+                on_message(message)
+        except (EOFError, ConnectionResetError):
+            self.process.join(EXIT_GRACE_S)
+        else:
+            self.hangs_after_s = silence_limit_s
+            self._stop()
+        return False
+
+    def go_on(self) -> None:
+        """Let it have its turn."""
+        with suppress(BrokenPipeError):  # it is dead, which `listen` will find
+            self.connection.send(None)
+
+    def end(self) -> Ended:
+        """End it, if it still runs, and tell how it ended."""
+        self._stop()
+        self.connection.close()
+        with self.log:
+            output = self.log.read().decode(errors="replace")
+        hangs = self.hangs_after_s
+        error = f"nothing was heard of it for {hangs:g} s" if hangs is not None else None
+        tail = "\n".join(output.splitlines()[-15:])
+        return Ended(error or _death(self.process.exitcode), tail)
+
+    def _stop(self) -> None:
+        if self.process.is_alive():
+            self.process.terminate()  # lets it clean up after itself, if it still listens
+            self.process.join(TERMINATE_GRACE_S)
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join()
 
 
 def _death(exitcode: int | None) -> str | None:
@@ -81,14 +154,26 @@ def _death(exitcode: int | None) -> str | None:
     return f"ended with exit code {exitcode}"
 
 
-def _child(sender: Connection, log: str, function: Callable[..., None], arguments: tuple) -> None:
+def _child(
+    connection: Connection,
+    log: str,
+    function: Callable[..., None],
+    arguments: tuple,
+    takes_turns: bool,
+) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     threading.Thread(target=_die_with_parent, daemon=True).start()
     output = os.open(log, os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(output, stream)
-    function(sender.send, *arguments)
-    sender.close()
+
+    def wait_for_turn() -> None:
+        connection.send(_WaitsForTurn())
+        connection.recv()
+
+    turns = {"wait_for_turn": wait_for_turn} if takes_turns else {}
+    function(connection.send, *arguments, **turns)
+    connection.close()
 
 
 def _die_with_parent() -> None:

@@ -91,14 +91,7 @@ def main(argv: list[str] | None = None) -> int:
 def run_experiment(plan: Plan, results: Results, path: Path, asked: dict[str, Any]) -> None:
     """Measure every cell that is asked for and still to do, saving each as it ends, then draw."""
     variants = list(dict.fromkeys(asked["variants"] or SUITES[asked["suite"]]))
-    todo = [
-        (round_number, variant, seq_len)
-        for round_number in range(1, asked["rounds"] + 1)
-        # rounds alternate, so that no variant always runs on the warmer card
-        for variant in (variants if round_number % 2 else variants[::-1])
-        for seq_len in plan.seq_lens
-        if not store.done(results, variant, seq_len, round_number)
-    ]
+    todo = cells_to_do(plan, results, variants, asked["rounds"])
     if plan.device == "cpu":
         # for the processes, which read them when they import triton and torch
         os.environ |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
@@ -118,7 +111,8 @@ def run_experiment(plan: Plan, results: Results, path: Path, asked: dict[str, An
         while todo:
             if others := others_on_gpu(plan.device, asked["allow_shared_gpu"]):
                 raise RuntimeError(others)
-            todo = run_next(plan, results, path, todo, asked, advance, say)
+            run_some = run_side_by_side if plan.turn_steps else run_next
+            todo = run_some(plan, results, path, todo, asked, advance, say)
     results["finished_utc"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
     store.save(path, results)
     pictures = draw(results, path.parent)
@@ -129,6 +123,23 @@ def run_experiment(plan: Plan, results: Results, path: Path, asked: dict[str, An
 
 
 Cells = list[tuple[int, str, int]]
+
+
+def cells_to_do(plan: Plan, results: Results, variants: list[str], rounds: int) -> Cells:
+    """(round, variant, length) of every cell that the results lack, in the order to run them in.
+
+    In turns, a length of a round of which one is lacking is run again with all of its variants:
+    times that are held against each other were taken side by side.
+    """
+    todo = []
+    for round_number in range(1, rounds + 1):
+        # rounds alternate, so that no variant always runs on the warmer card
+        order = variants if round_number % 2 else variants[::-1]
+        cells = [(round_number, variant, seq_len) for variant in order for seq_len in plan.seq_lens]
+        missing = [(r, v, n) for r, v, n in cells if not store.done(results, v, n, r)]
+        again = {n for _, _, n in missing}
+        todo += [cell for cell in cells if cell[2] in again] if plan.turn_steps else missing
+    return todo
 
 
 def run_next(
@@ -150,17 +161,8 @@ def run_next(
     finished: list[int] = []
 
     def keep(cell: dict[str, Any]) -> None:
-        if cell["other_gpu_processes"] and not asked["allow_shared_gpu"]:
-            raise RuntimeError(
-                f"another process computed on the GPU while {variant} at {cell['seq_len']} tokens "
-                "was measured, which is not kept; stop it, or give --allow-shared-gpu; the same "
-                "command goes on"
-            )
-        check_losses(results, cell)
-        store.add_cell(results, cell)
-        store.save(path, results)
+        keep_cell(results, path, asked, cell)
         finished.append(cell["seq_len"])
-        console.print(cell_line(cell), soft_wrap=True)
 
     def on_message(message: dict[str, Any]) -> None:
         if "cell" in message:
@@ -188,6 +190,65 @@ def run_next(
             keep(store.new_cell(variant, seq_len, round_number, "error", error=error))
     gone = {(round_number, variant, seq_len) for seq_len in finished}
     return [cell for cell in todo if cell not in gone]
+
+
+def run_side_by_side(
+    plan: Plan,
+    results: Results,
+    path: Path,
+    todo: Cells,
+    asked: dict[str, Any],
+    advance: Callable,
+    say: Callable,
+) -> Cells:
+    """Run all variants of the first round and length of `todo`, each in a process of its own, their
+    timed steps in turns; returns what is left.
+    """
+    round_number, _, seq_len = todo[0]
+    together = [v for r, v, n in todo if (r, n) == (round_number, seq_len)]
+    reasons = {variant: why_unavailable(variant, plan.device) for variant in together}
+    running = [variant for variant in together if not reasons[variant]]
+    say(f"round {round_number}, {seq_len} tokens: {len(running)} variants in turns")
+    finished: list[str] = []
+
+    def keep(cell: dict[str, Any]) -> None:
+        keep_cell(results, path, asked, cell)
+        finished.append(cell["variant"])
+
+    def on_message(_: int, message: dict[str, Any]) -> None:
+        if "cell" in message:
+            keep(message["cell"])
+        else:
+            advance(seq_len)
+
+    for variant, reason in reasons.items():
+        if reason:
+            keep(store.new_cell(variant, seq_len, round_number, "unavailable", error=reason))
+            advance(plan.steps * seq_len)
+    all_ended = isolated.run_in_turns(
+        measure_cells,
+        [(plan, variant, round_number, (seq_len,)) for variant in running],
+        on_message=on_message,
+        silence_limit_s=asked["cell_timeout"],
+    )
+    for variant, ended in zip(running, all_ended, strict=True):
+        if variant not in finished:
+            error = f"{ended.error}\n{ended.output_tail}"
+            keep(store.new_cell(variant, seq_len, round_number, "error", error=error))
+    return [(r, v, n) for r, v, n in todo if (r, n) != (round_number, seq_len)]
+
+
+def keep_cell(results: Results, path: Path, asked: dict[str, Any], cell: dict[str, Any]) -> None:
+    if cell["other_gpu_processes"] and not asked["allow_shared_gpu"]:
+        raise RuntimeError(
+            f"another process computed on the GPU while {cell['variant']} at {cell['seq_len']} "
+            "tokens was measured, which is not kept; stop it, or give --allow-shared-gpu; the same "
+            "command goes on"
+        )
+    check_losses(results, cell)
+    store.add_cell(results, cell)
+    store.save(path, results)
+    console.print(cell_line(cell), soft_wrap=True)
 
 
 def check_losses(results: Results, cell: dict[str, Any]) -> None:

@@ -65,6 +65,9 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
     add("--steps", "timed steps of each variant and length, over all rounds", type=int, metavar="N")
     add("--rounds", "times that all variants are gone through, in alternating order",
         type=int, metavar="N")  # fmt: skip
+    add("--turns", "run the variants of a round side by side, each so many timed steps at a time, "
+        "in turns: for hosts whose speed changes; all have to fit on the GPU together",
+        type=int, metavar="STEPS")  # fmt: skip
     add("--model", "architecture file, checkpoint folder or hub name", metavar="MODEL")
     add("--checkpointing", "gradient checkpointing: each variant's own, or none (default: on)",
         choices=("on", "off"), default="on")  # fmt: skip
@@ -121,6 +124,8 @@ def set_up(arguments: argparse.Namespace, argv: list[str]) -> tuple[Plan, dict[s
             f"--steps {asked['steps']} does not spread evenly over --rounds {asked['rounds']}: "
             f"give a multiple of {asked['rounds']}"
         )
+    if asked["turns"] is not None:
+        at_least(1, "--turns", asked["turns"])
     if not asked["cell_timeout"] > 0:
         raise ValueError(f"--cell-timeout {asked['cell_timeout']:g}: give more than 0 seconds")
     device = asked["device"]
@@ -146,6 +151,8 @@ def set_up(arguments: argparse.Namespace, argv: list[str]) -> tuple[Plan, dict[s
         padded=arguments.padded,
         seed=arguments.seed,
         device=device,
+        turn_steps=asked["turns"],
+        processes=len(variants) if asked["turns"] else 1,
     )
     environment = machine.environment()
     experiment = describe(plan, variants, asked["rounds"])
@@ -236,6 +243,7 @@ def describe(plan: Plan, variants: list[str], rounds: int) -> dict[str, Any]:
         "variants": variants,
         "rounds": rounds,
         "steps": plan.steps * rounds,
+        "turn_steps": plan.turn_steps,
         "checkpointing": "on" if plan.checkpointing else "off",
         "padded": plan.padded,
         "lora": {

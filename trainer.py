@@ -152,12 +152,20 @@ class Trainer:
         return marks, loss.detach()
 
     def run(
-        self, batches: list[Batch], steps: int, on_step: Callable[[int], None] = lambda done: None
+        self,
+        batches: list[Batch],
+        steps: int,
+        on_step: Callable[[int], None] = lambda done: None,
+        before_step: Callable[[int], None] = lambda done: None,
     ) -> Timings:
         """Warm up, go back to the first weights, then time `steps` steps over `batches`, in order.
 
         The adapters and the optimizer's state are put back after the warm-up, so that the losses
         of the timed steps can be compared between variants whatever their warm-up took.
+
+        Args:
+            on_step: called after each timed step, with the number of those that are done.
+            before_step: called before each timed step, likewise; no time counts what it takes.
         """
         start = [parameter.detach().cpu().clone() for parameter in self.trained]
         given = [[tensor.clone() for tensor in batch.tensors()] for batch in batches]
@@ -172,18 +180,24 @@ class Trainer:
         gc.collect()
         gc.freeze()
         try:
-            self._time(timings, batches, steps, on_step)
+            self._time(timings, batches, steps, on_step, before_step)
         finally:
             gc.unfreeze()
         self._audit(timings, start, zip(batches, given, strict=True))
         return timings
 
     def _time(
-        self, timings: Timings, batches: list[Batch], steps: int, on_step: Callable[[int], None]
+        self,
+        timings: Timings,
+        batches: list[Batch],
+        steps: int,
+        on_step: Callable[[int], None],
+        before_step: Callable[[int], None],
     ) -> None:
         if self.on_gpu and not self.graph:  # see _warm_up
             torch.cuda.reset_peak_memory_stats()
-        for done, batch in enumerate(islice(_around(batches), steps), start=1):
+        for done, batch in enumerate(islice(_around(batches), steps)):
+            before_step(done)
             began = time.perf_counter()
             marks, loss = self.step(batch)
             self.clock.synchronize()
@@ -195,7 +209,7 @@ class Trainer:
                 timings.forward_ms.append(forward)
                 timings.backward_ms.append(backward)
                 timings.optimizer_ms.append(optimizer)
-            on_step(done)
+            on_step(done + 1)
         if self.on_gpu:
             timings.peak_allocated_bytes = torch.cuda.max_memory_allocated()
             timings.peak_reserved_bytes = torch.cuda.max_memory_reserved()

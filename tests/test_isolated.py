@@ -1,12 +1,15 @@
 """The functions below run in processes of their own, so they stand at the top of the module."""
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+import pytest
 
 import isolated
 
@@ -53,6 +56,23 @@ def send_now_and_then(send, times, pause_s):
     for number in range(times):
         send(number)
         time.sleep(pause_s)
+
+
+def write_in_turns(send, file, name, turns, ends=None, wait_for_turn=None):
+    """Notes in a file when it begins and ends each turn; may end before its turns are over."""
+    time.sleep(0.2 * turns)  # they come to their first wait one after the other
+    for turn in range(turns):
+        wait_for_turn()
+        with open(file, "a") as notes:
+            notes.write(f"{name}{turn}(")
+            notes.flush()
+            time.sleep(0.05)
+            notes.write(")\n")
+        send(turn)
+        if ends == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if ends == "hangs":
+            time.sleep(600)
 
 
 def collect(function, *arguments):
@@ -127,6 +147,51 @@ def test_a_process_that_keeps_sending_may_take_longer_than_the_limit():
     )
     assert time.monotonic() - began > SILENCE_LIMIT_S
     assert (messages, ended.error) == (list(range(times)), None)
+
+
+def in_turns(tmp_path, *each, **limits):
+    """What `write_in_turns` notes for each, the messages, and how they ended."""
+    file, messages = tmp_path / "notes", []
+    ended = isolated.run_in_turns(
+        write_in_turns,
+        [(str(file), *arguments) for arguments in each],
+        on_message=lambda index, message: messages.append((index, message)),
+        **limits,
+    )
+    return file.read_text().split(), messages, ended
+
+
+def test_turns_go_round_in_order_one_at_a_time_and_short_ones_leave(tmp_path):
+    notes, messages, ended = in_turns(tmp_path, ("a", 3), ("b", 1), ("c", 2))
+    assert notes == ["a0()", "b0()", "c0()", "a1()", "c1()", "a2()"]
+    assert messages == [(0, 0), (1, 0), (2, 0), (0, 1), (2, 1), (0, 2)]
+    assert [one.error for one in ended] == [None] * 3
+
+
+@pytest.mark.parametrize("how", ["dies", "hangs"])
+def test_who_ends_in_its_turn_leaves_the_rest_to_the_others(how, tmp_path):
+    limits = {"silence_limit_s": SILENCE_LIMIT_S}
+    notes, messages, ended = in_turns(tmp_path, ("a", 2), ("b", 2, how), ("c", 2), **limits)
+    assert notes == ["a0()", "b0()", "c0()", "a1()", "c1()"]
+    assert [message for index, message in messages if index == 1] == [0]
+    said = (
+        "killed by SIGKILL"
+        if how == "dies"
+        else f"nothing was heard of it for {SILENCE_LIMIT_S:g} s"
+    )
+    assert [one.error for one in ended] == [None, said, None]
+
+
+def test_all_that_take_turns_are_ended_when_a_message_is_refused(tmp_path):
+    def refuse(index, message):
+        raise KeyboardInterrupt
+
+    began = time.monotonic()
+    each = [(str(tmp_path / "notes"), name, 2) for name in "ab"]
+    with pytest.raises(KeyboardInterrupt):
+        isolated.run_in_turns(write_in_turns, each, on_message=refuse)
+    assert time.monotonic() - began < isolated.EXIT_GRACE_S
+    assert multiprocessing.active_children() == []
 
 
 def test_the_process_dies_with_a_killed_parent(tmp_path):

@@ -130,6 +130,19 @@ def test_progress_counts_timed_steps_alone():
     assert counted == [1, 2, 3]
 
 
+def test_what_runs_before_a_step_is_told_how_many_are_done_and_is_in_no_time():
+    calls = []
+    trainer = make_trainer(STEADY_WARMUP + [1.0] * 9)
+    timings = trainer.run(
+        make_batches(1),
+        2,
+        on_step=lambda done: calls.append(("after", done)),
+        before_step=lambda done: calls.append(("before", done)) or time.sleep(0.2),
+    )
+    assert calls == [("before", 0), ("after", 1), ("before", 1), ("after", 2)]
+    assert max(timings.wall_ms) < 100
+
+
 def test_collections_pass_over_the_model_while_steps_are_timed_and_no_longer():
     frozen = []
     trainer = make_trainer(STEADY_WARMUP + [1.0] * 3)
