@@ -59,7 +59,7 @@ def caption(results: dict) -> str:
         f"batch {experiment['batch_size']}" + (", padded" if experiment["padded"] else ""),
         f"LoRA rank {experiment['lora']['rank']}",
         f"gradient checkpointing {_checkpointing(experiment)}",
-        f"{_from_to(row['steps'] for row in timed)} timed steps each",
+        f"{_from_to(row['steps'] for row in timed)} timed steps each{in_turns(experiment)}",
         f"rounds: {_from_to(row['rounds'] for row in timed)}",
     ]
     return " · ".join(facts) + "."
@@ -71,6 +71,12 @@ def _checkpointing(experiment: dict) -> str:
     if without == {False}:
         return experiment["checkpointing"]
     return "off" if without == {True} else f"{experiment['checkpointing']} and off"
+
+
+def in_turns(experiment: dict) -> str:
+    """How many steps a variant took at a time, in words; nothing where it took all of them."""
+    turn_steps = experiment.get("turn_steps")
+    return f" in turns of {turn_steps}" if turn_steps else ""
 
 
 def _from_to(counts: Iterable[int]) -> str:

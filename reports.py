@@ -29,7 +29,7 @@ Results = dict[str, Any]
 # Vanilla and fused MLP once more, on another visit: how far to trust the published run.
 SECOND_RUN = HERE / "docs" / "second_run.json"
 SUITE = HERE / "docs" / "suite.json"  # every part and peer, a run of its own
-SHORT_LENGTHS = HERE / "docs" / "short_lengths.json"  # all parts and Unsloth again, in more steps
+BESIDE_UNSLOTH = HERE / "docs" / "beside_unsloth"  # all parts and Unsloth again, in more steps
 LOSSES = HERE / "docs" / "loss_curve.json"  # many steps of two variants, likewise
 
 console = Console(highlight=False)
@@ -43,11 +43,10 @@ def plot_only(folder: Path) -> int:
     results = store.load(path)
     drawn = []
     if folder.resolve() == HERE:
-        suite, short_lengths = (
-            store.load(path) if path.is_file() else None for path in (SUITE, SHORT_LENGTHS)
-        )
+        suite = store.load(SUITE) if SUITE.is_file() else None
+        beside_unsloth = [store.load(path) for path in sorted(BESIDE_UNSLOTH.glob("*.json"))]
         second_run = store.load(SECOND_RUN)
-        tables.update_readme(HERE / "README.md", results, second_run, suite, short_lengths)
+        tables.update_readme(HERE / "README.md", results, second_run, suite, beside_unsloth)
         drawn.append(HERE / "README.md")
         if suite is not None:
             drawn += draw_suite(suite, folder)

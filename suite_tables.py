@@ -6,7 +6,7 @@ from math import inf
 from statistics import median
 
 import ablation
-from looks import STATUS_WORDS, caption, markdown_table
+from looks import STATUS_WORDS, caption, in_turns, markdown_table
 from names import name_of
 from summary import BASELINE, NO_CHECKPOINTING, key_of, round_ms, summarize
 from variants import PARTS, VARIANTS
@@ -72,12 +72,16 @@ def against_unsloth_section(runs: list[dict]) -> str:
         for run in runs:
             ratios = [_over_unsloth(run, n, block) for n in lengths]
             if any(ratios):
-                steps = run["experiment"]["steps"] // run["experiment"]["rounds"]
-                lines.append([f"{title}, {steps} steps a cell", *map(_median_and_range, ratios)])
+                lines.append([f"{title}, {_steps(run)}", *map(_median_and_range, ratios)])
     if not lines:
         return NOT_MEASURED
     header = ["Unsloth's time / all fused", *(f"{n} tokens" for n in lengths)]
     return markdown_table(header, lines)
+
+
+def _steps(run: dict) -> str:
+    experiment = run["experiment"]
+    return f"{experiment['steps'] // experiment['rounds']} steps a cell{in_turns(experiment)}"
 
 
 def _over_unsloth(run: dict, seq_len: int, block: str) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from textwrap import shorten
 
@@ -63,7 +64,7 @@ def update_readme(
     results: dict,
     second_run: dict,
     suite: dict | None = None,
-    short_lengths: dict | None = None,
+    beside_unsloth: Sequence[dict] = (),
 ) -> bool:
     """Put the tables between their markers; whether that changed the file."""
     before = after = Path(readme_path).read_bytes().decode()
@@ -72,7 +73,7 @@ def update_readme(
         ("headline", headline_table(results)),
         ("parts", parts_section(suite)),
         ("effects", effects_section(suite)),
-        ("unsloth", against_unsloth_section([run for run in (suite, short_lengths) if run])),
+        ("unsloth", against_unsloth_section([*([suite] if suite else []), *beside_unsloth])),
         ("peers", peers_section(suite)),
         ("second run", comparison_table(compare(results, second_run))),
     ):

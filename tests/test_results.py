@@ -115,9 +115,9 @@ def test_every_object_with_named_parts_wants_them_and_no_others():
         for path, schema in described.items()
         for name in schema["properties"].keys() - set(schema["required"])
     }
-    # of a floor: of later runs, of a run on a GPU, of a merged one
+    # of a floor: of later runs, of a run on a GPU, of a merged one; turn_steps: of later runs
     again = {"recomputation_ms", "recomputation_samples_ms"}
-    assert {name for _, name in optional} == {*again, "labelled_tokens", "of_round"}
+    assert {name for _, name in optional} == {*again, "labelled_tokens", "of_round", "turn_steps"}
     assert [path for path, s in described.items() if s["additionalProperties"] is not False] == []
 
 

@@ -259,6 +259,10 @@ def test_the_readme_is_written_from_the_published_results(tmp_path):
     """`python lora_bench.py --plot-only` was run after the last change of results.json."""
     root = Path(tables.__file__).parent
     shutil.copy(root / "README.md", tmp_path)
-    names = ("results.json", *(f"docs/{n}.json" for n in ("second_run", "suite", "short_lengths")))
+    names = ("results.json", "docs/second_run.json", "docs/suite.json")
     runs = [results.load(root / name) for name in names]
-    assert tables.update_readme(tmp_path / "README.md", *runs) is False
+    beside_unsloth = [
+        results.load(f) for f in sorted((root / "docs/beside_unsloth").glob("*.json"))
+    ]
+    assert len(beside_unsloth) == 3
+    assert tables.update_readme(tmp_path / "README.md", *runs, beside_unsloth) is False
