@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import cells
-import lora_bench
+import experiment
 import models
 import options
 import trainer
@@ -262,10 +262,10 @@ def test_losses_that_leave_vanillas(measure):
     """A variant that passes the gate and every audit, and then trains on something else."""
     vanilla, other = measure(), measure()
     results = {"cells": [vanilla]}
-    lora_bench.check_losses(results, other)
+    experiment.check_losses(results, other)
     assert (other["status"], other["loss_gap"]) == ("ok", 0.0)
 
     other["losses"][2] *= 1.004
-    lora_bench.check_losses(results, other)
+    experiment.check_losses(results, other)
     assert other["status"] == "parity_failed"
     assert "0.40%" in other["error"]

@@ -8,8 +8,8 @@ from pathlib import Path
 import example_results as example
 import pytest
 
+import experiment
 import isolated
-import lora_bench
 import machine
 import options
 import results as store
@@ -34,9 +34,9 @@ def run_cells(plan, tmp_path, monkeypatch):
 
     def run(worker, rounds=1, **changed):
         def stand_in(function, plan, *rest, on_message, silence_limit_s=None):
-            if function is lora_bench.measure_cells:
+            if function is experiment.measure_cells:
                 return worker(*rest, on_message) or isolated.Ended(None, "")
-            if function is lora_bench.measure_floor:
+            if function is experiment.measure_floor:
                 on_message({"floor": {str(n): {"floor_ms": 1.0, "samples_ms": []}
                                       for n in rest[0]}})  # fmt: skip
             return isolated.Ended(None, "")
@@ -49,7 +49,7 @@ def run_cells(plan, tmp_path, monkeypatch):
         results = store.continue_from(path, fresh)
         asked = {"variants": VARIANTS, "rounds": rounds, "allow_shared_gpu": False,
                  "cell_timeout": 60.0}  # fmt: skip
-        lora_bench.run_experiment(plan, results, path, asked | changed)
+        experiment.run_experiment(plan, results, path, asked | changed)
         return store.load(path)
 
     return run
@@ -114,7 +114,8 @@ def test_the_cell_timeout_reaches_the_process(plan, tmp_path, monkeypatch):
     results = example.empty(rehearsal=True, gpu=False, variants=VARIANTS)
     asked = {"allow_shared_gpu": False, "cell_timeout": 17.0}
     todo = [(1, "vanilla_peft", 64)]
-    lora_bench.run_next(plan, results, tmp_path / "results.json", todo, asked, print, print)
+    path = tmp_path / "results.json"
+    experiment.Run(plan, results, path, asked, print, print).alone(todo)
     assert limits == [17.0]
 
 
@@ -186,11 +187,10 @@ def test_a_disk_that_fails_leaves_what_was_saved(run_cells, tmp_path, monkeypatc
 KILLED_WHILE_RUNNING = """
 import os, random, signal, sys, time
 from pathlib import Path
-import example_results as example, isolated, lora_bench, options, results as store
-lora_bench.draw, lora_bench.summary_table = lambda *_: [], lambda *_: None
+import example_results as example, experiment, isolated, options, results as store
 
 def worker(function, plan, *rest, on_message, **_):
-    if function is lora_bench.measure_cells:
+    if function is experiment.measure_cells:
         variant, round_number, seq_lens = rest
         for seq_len in seq_lens:
             time.sleep(random.uniform(0, 0.002))
@@ -217,7 +217,7 @@ while len(kept) < total:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         random.seed(seed)
         try:
-            lora_bench.run_experiment(plan, store.continue_from(path, fresh), path, asked)
+            experiment.run_experiment(plan, store.continue_from(path, fresh), path, asked)
             os._exit(0)
         except BaseException as error:
             sys.stderr.write(repr(error))

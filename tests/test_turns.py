@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import cells
+import experiment
 import isolated
 import lora_bench
 import machine
@@ -69,7 +70,7 @@ def test_a_length_that_lacks_a_cell_is_run_again_with_all_its_variants():
 
     def to_do(turn_steps):
         plan = SimpleNamespace(seq_lens=results["experiment"]["seq_lens"], turn_steps=turn_steps)
-        return lora_bench.cells_to_do(plan, results, VARIANTS, 2)
+        return experiment.cells_to_do(plan, results, VARIANTS, 2)
 
     assert to_do(None) == [lacking]
     assert to_do(1) == [lacking, (2, "vanilla_peft", 64)]
@@ -91,7 +92,8 @@ def test_one_that_dies_or_is_unavailable_is_told_and_the_others_are_kept(tmp_pat
     plan = SimpleNamespace(steps=2, device="cpu")
     asked = {"allow_shared_gpu": False, "cell_timeout": 60.0}
     path, ticks = tmp_path / "results.json", []
-    left = lora_bench.run_side_by_side(plan, results, path, todo, asked, ticks.append, ticks.append)
+    run = experiment.Run(plan, results, path, asked, ticks.append, ticks.append)
+    left = run.side_by_side(todo)
     assert left == [(2, "vanilla_peft", 16)]
     saved = {cell["variant"]: cell for cell in store.load(path)["cells"]}
     assert {name: saved[name]["status"] for name in names} == {
