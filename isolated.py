@@ -80,6 +80,8 @@ def run_in_turns(
             if listen(index):
                 waiting.append(index)
     finally:
+        for process in processes:  # so that they clean up at the same time
+            process.terminate()
         ended = [process.end() for process in processes]
     return ended
 
@@ -137,10 +139,14 @@ class _Process:
         tail = "\n".join(output.splitlines()[-15:])
         return Ended(error or _death(self.process.exitcode), tail)
 
-    def _stop(self) -> None:
+    def terminate(self) -> None:
+        """Tell it to end, if it still runs: it cleans up after itself, if it still listens."""
         if self.process.is_alive():
-            self.process.terminate()  # lets it clean up after itself, if it still listens
-            self.process.join(TERMINATE_GRACE_S)
+            self.process.terminate()
+
+    def _stop(self) -> None:
+        self.terminate()
+        self.process.join(TERMINATE_GRACE_S)
         if self.process.is_alive():
             self.process.kill()
         self.process.join()
