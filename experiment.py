@@ -17,7 +17,7 @@ from cells import Plan, measure_cells, measure_floor, prepare
 from names import name_of
 from options import others_on_gpu, why_unavailable
 from reports import Results, console
-from summary import baseline_of
+from summary import baseline_of, key_of
 from variants import SUITES
 
 Cells = list[tuple[int, str, int]]  # (round, variant, length) of each
@@ -55,17 +55,24 @@ def run_experiment(plan: Plan, results: Results, path: Path, asked: dict[str, An
 def cells_to_do(plan: Plan, results: Results, variants: list[str], rounds: int) -> Cells:
     """Every cell that the results lack, in the order to run them in.
 
-    In turns, a length of a round of which one is lacking is run again with all of its variants:
-    times that are held against each other were taken side by side.
+    In turns, a length of a round of which one is lacking is run again with all of its variants,
+    and with those that the results have there: times that are held against each other were taken
+    side by side.
     """
-    todo = []
+    todo: Cells = []
     for round_number in range(1, rounds + 1):
         # rounds alternate, so that no variant always runs on the warmer card
         order = variants if round_number % 2 else variants[::-1]
         cells = [(round_number, variant, seq_len) for variant in order for seq_len in plan.seq_lens]
         missing = [(r, v, n) for r, v, n in cells if not store.done(results, v, n, r)]
-        again = {n for _, _, n in missing}
-        todo += [cell for cell in cells if cell[2] in again] if plan.turn_steps else missing
+        if not plan.turn_steps:
+            todo += missing
+            continue
+        for again in dict.fromkeys(n for _, _, n in missing):
+            there = [
+                v for v, n, r in map(key_of, results["cells"]) if (r, n) == (round_number, again)
+            ]
+            todo += [(round_number, variant, again) for variant in dict.fromkeys([*order, *there])]
     return todo
 
 
@@ -126,6 +133,9 @@ class Run:
         their timed steps in turns; returns what is left."""
         round_number, _, seq_len = todo[0]
         together = [v for r, v, n in todo if (r, n) == (round_number, seq_len)]
+        self.results["cells"] = [  # none of an earlier go is held against one of this
+            c for c in self.results["cells"] if key_of(c)[1:] != (seq_len, round_number)
+        ]
         running = []
         for variant in together:
             if reason := why_unavailable(variant, self.plan.device):
