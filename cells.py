@@ -36,8 +36,7 @@ PARITY_SEQ_LEN = 64
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """What is the same for every cell of a run. `steps` are those of one round; `turn_steps` how
-    many of them are taken at a time, in turns with the other variants, None for all; `processes`
-    how many of ours hold the GPU at a time."""
+    many of them are taken at a time, in turns with the other variants, None for all."""
 
     source: Source
     data: Path
@@ -51,7 +50,6 @@ class Plan:
     seed: int
     device: str
     turn_steps: int | None = None
-    processes: int = 1
 
     def batches(self, seq_len: int, batch_size: int, count: int) -> list[Batch]:
         """The run's batches at one length, on the CPU: the same for every variant and round."""
@@ -155,7 +153,7 @@ def measure_cells(
     variant: str,
     round_number: int,
     seq_lens: tuple[int, ...],
-    wait_for_turn: Callable[[], None] = lambda: None,
+    wait_for_turn: Callable[[], int] = lambda: 1,
 ) -> None:
     """Send a {"cell": ...} for each length in turn, and {"step": n} for each timed step.
 
@@ -166,7 +164,7 @@ def measure_cells(
     if plan.device == "cpu":
         interpreter.round_bf16_as_hardware_does()
     if VARIANTS[variant].library == "unsloth":
-        if plan.processes > 1:  # it writes generated code there, and imports it
+        if plan.turn_steps:  # it writes generated code there, and imports it
             os.environ["UNSLOTH_COMPILE_LOCATION"] = f"unsloth_compiled_cache/{variant}"
         import unsloth  # noqa: F401  (before transformers and peft, which it patches)
     model = None
@@ -183,7 +181,7 @@ def measure_cells(
             status, measured["error"] = "oom", _first_line(error)
             if lie := audit.ran_out_of_memory(_allocator_failures(), measured["error"]):
                 status, measured["error"] = "error", lie
-            elif plan.processes > 1:  # which says nothing of this variant alone
+            elif plan.turn_steps:  # which says nothing of this variant alone
                 status = "error"
                 measured["error"] = (
                     f"no GPU memory beside the other variants ({measured['error']}): give fewer "
@@ -223,7 +221,7 @@ def _measure(
     built: Built,
     parity: Any,
     send: Send,
-    wait_for_turn: Callable[[], None],
+    wait_for_turn: Callable[[], int],
 ) -> str:
     """Time the variant and see what it ran, if it is right; its status."""
     measured |= {"settings": built.settings, "fused_modules": built.fused_modules}
@@ -250,7 +248,7 @@ def _measure(
     trainer = Trainer(built.model, built.autocast, plan.clock(), LEARNING_RATE, warmup, built.graph)
     wait_for_turn()
     timings = trainer.run(batches, plan.steps, on_step, before_step)
-    wait_for_turn()  # the others' last steps come before what follows
+    ours = wait_for_turn()  # the others' last steps come before what follows
     measured |= dataclasses.asdict(timings)
 
     recipe = VARIANTS[variant]
@@ -260,7 +258,7 @@ def _measure(
     measured |= dataclasses.asdict(profile)
     if on_gpu:
         measured |= machine.summary_of(samples)
-        measured["other_gpu_processes"] = machine.other_processes(own=plan.processes)
+        measured["other_gpu_processes"] = machine.other_processes(own=ours)
         measured["host_launch_us"] = machine.host_launch_us()
 
     problems = (  # what ran comes first: a busy host alone can hide time

@@ -64,6 +64,7 @@ def run_in_turns(
 
     Each runs freely until it first calls ``wait_for_turn()``. When all have come so far, or ended,
     they go on one at a time and in order, round and round, each until it calls it again or ends.
+    It returns how many still run.
     """
     processes: list[_Process] = []
 
@@ -76,7 +77,7 @@ def run_in_turns(
         waiting = deque(filter(listen, range(len(processes))))
         while waiting:
             index = waiting.popleft()
-            processes[index].go_on()
+            processes[index].go_on(1 + len(waiting))
             if listen(index):
                 waiting.append(index)
     finally:
@@ -123,10 +124,10 @@ class _Process:
             self._stop()
         return False
 
-    def go_on(self) -> None:
-        """Let it have its turn."""
+    def go_on(self, running: int) -> None:
+        """Let it have its turn, as one of so many that still run."""
         with suppress(BrokenPipeError):  # it is dead, which `listen` will find
-            self.connection.send(None)
+            self.connection.send(running)
 
     def end(self) -> Ended:
         """End it, if it still runs, and tell how it ended."""
@@ -173,9 +174,9 @@ def _child(
     for stream in (1, 2):
         os.dup2(output, stream)
 
-    def wait_for_turn() -> None:
+    def wait_for_turn() -> int:
         connection.send(_WaitsForTurn())
-        connection.recv()
+        return connection.recv()
 
     turns = {"wait_for_turn": wait_for_turn} if takes_turns else {}
     function(connection.send, *arguments, **turns)

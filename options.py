@@ -152,7 +152,6 @@ def set_up(arguments: argparse.Namespace, argv: list[str]) -> tuple[Plan, dict[s
         seed=arguments.seed,
         device=device,
         turn_steps=asked["turns"],
-        processes=len(variants) if asked["turns"] else 1,
     )
     environment = machine.environment()
     experiment = describe(plan, variants, asked["rounds"])

@@ -182,6 +182,28 @@ def test_who_ends_in_its_turn_leaves_the_rest_to_the_others(how, tmp_path):
     assert [one.error for one in ended] == [None, said, None]
 
 
+def be_killed_while_waiting(send, folder, name, wait_for_turn=None):
+    """b waits when a, whose turn it is, kills it."""
+    Path(folder, name).write_text(str(os.getpid()))
+    wait_for_turn()
+    if name == "a":
+        other = int(Path(folder, "b").read_text())
+        os.kill(other, signal.SIGKILL)
+        wait_for(lambda: not is_running(other))
+    send(wait_for_turn())
+
+
+def test_one_that_is_killed_while_it_waits_leaves_the_rest(tmp_path):
+    heard = []
+    ended = isolated.run_in_turns(
+        be_killed_while_waiting,
+        [(str(tmp_path), name) for name in "abc"],
+        on_message=lambda index, message: heard.append((index, message)),
+    )
+    assert heard == [(0, 2), (2, 1)]  # as many still ran
+    assert [one.error for one in ended] == [None, "killed by SIGKILL", None]
+
+
 def test_all_that_take_turns_are_ended_when_a_message_is_refused(tmp_path):
     def refuse(index, message):
         raise KeyboardInterrupt

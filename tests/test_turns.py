@@ -14,6 +14,9 @@ import lora_bench
 import machine
 import options
 import results as store
+import trainer
+from parity import Parity
+from profiled import Profile
 
 CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="the rehearsal is for the CPU")
 VARIANTS = ["vanilla_peft", "fused_mlp"]
@@ -112,7 +115,7 @@ def test_a_variant_that_finds_no_memory_beside_the_others_did_not_run_out_of_its
 ):
     arguments = options.parse(command(tmp_path, "--cache", str(tmp_path)), "")
     plan = options.set_up(arguments, [])[0]
-    assert (plan.turn_steps, plan.processes) == (2, 2)
+    assert plan.turn_steps == 2
 
     def no_memory(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -124,6 +127,50 @@ def test_a_variant_that_finds_no_memory_beside_the_others_did_not_run_out_of_its
     cells.measure_cells(sent.append, plan, "vanilla_peft", 1, (16,))
     assert sent[0]["cell"]["status"] == "error"
     assert sent[0]["cell"]["error"].startswith("no GPU memory beside the other variants")
+
+
+def measure_on_a_gpu(monkeypatch, turn_steps):
+    """What a cell does in which order, and how many processes it takes for ours, of 3 that run."""
+    events, counted = [], []
+
+    class FakeTrainer:
+        def __init__(self, *_):
+            pass
+
+        def run(self, batches, steps, on_step, before_step):
+            events.append("warm-up")
+            for done in range(steps):
+                before_step(done)
+                events.append(done)
+            return trainer.Timings(first_step_s=0.0)
+
+    def wait_for_turn():
+        events.append("wait")
+        return 3
+
+    def count(own):
+        counted.append(own)
+        raise KeyboardInterrupt  # the rest is another test's
+
+    monkeypatch.setattr(cells, "Trainer", FakeTrainer)
+    monkeypatch.setattr(cells, "profile_step", lambda *_: events.append("profile") or Profile())
+    monkeypatch.setattr(machine, "other_processes", count)
+    batch = SimpleNamespace(to=lambda _: batch)
+    plan = SimpleNamespace(
+        steps=4, turn_steps=turn_steps, batch_size=1, device="cuda", clock=lambda: None,
+        batches=lambda *_: [batch],
+    )  # fmt: skip
+    built = SimpleNamespace(settings={}, fused_modules=[], model=None, autocast=None, graph=None)
+    parity = Parity(True, None, [], [], [], [], 0.0, 0.0, 1.0, "", 1.0, "")
+    with pytest.raises(KeyboardInterrupt):
+        cells._measure({}, plan, "vanilla_peft", 16, built, parity, lambda _: None, wait_for_turn)
+    return events, counted
+
+
+def test_what_a_variant_does_in_each_of_its_turns(monkeypatch):
+    events, counted = measure_on_a_gpu(monkeypatch, 3)
+    assert events == ["wait", "warm-up", "wait", 0, 1, 2, "wait", 3, "wait", "profile"]
+    assert counted == [3]  # others are counted beside those of ours that still run
 
 
 def test_the_gpu_is_shared_with_our_own_processes_alone(monkeypatch):
