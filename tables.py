@@ -8,7 +8,7 @@ from pathlib import Path
 from textwrap import shorten
 
 from compare import Comparison, Row, compare
-from looks import LOOKS, REHEARSAL, STATUS_WORDS, caption, markdown_table
+from looks import LOOKS, REHEARSAL, STATUS_WORDS, caption, in_turns, markdown_table
 from names import name_of
 from results import write_atomically
 from suite_tables import (
@@ -59,6 +59,18 @@ def headline_table(results: dict) -> str:
     return f"**{REHEARSAL}.**\n\n{table}" if results["rehearsal"] else table
 
 
+def in_turns_section(runs: Sequence[dict]) -> str:
+    """The experiment's variants in every run that took them in turns, and what it was made on."""
+    sections = []
+    for run in runs:
+        experiment = run["experiment"]
+        if in_turns(experiment) and {*LOOKS} <= {*experiment["variants"]}:
+            cells = [cell for cell in run["cells"] if cell["variant"] in LOOKS]
+            of_these = {**run, "experiment": {**experiment, "variants": [*LOOKS]}, "cells": cells}
+            sections.append(f"{_summary_table(of_these)}\n\n{caption(of_these)}")
+    return "\n\n".join(sections) or "Not measured yet: `python lora_bench.py --turns 2`."
+
+
 def update_readme(
     readme_path: str | Path,
     results: dict,
@@ -71,6 +83,7 @@ def update_readme(
     for name, block in (
         ("results", results_section(results)),
         ("headline", headline_table(results)),
+        ("in turns", in_turns_section(beside_unsloth)),
         ("parts", parts_section(suite)),
         ("effects", effects_section(suite)),
         ("unsloth", against_unsloth_section([*([suite] if suite else []), *beside_unsloth])),

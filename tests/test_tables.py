@@ -157,6 +157,33 @@ def test_the_headline_by_hand():
     assert header == "| tokens in a sequence | vanilla PEFT | fused MLP | full Unsloth |"
 
 
+def test_of_runs_in_turns_the_four_variants_are_shown_by_hand():
+    names = ["full_unsloth", "fused_all", "fused_mlp", "vanilla_peft_again", "vanilla_peft"]
+    document = example.empty(variants=names, seq_lens=[64], rounds=2, steps=60)
+    times = {"vanilla_peft": (300.0, 220.0), "vanilla_peft_again": (303.0, 220.0)}
+    times |= {
+        "fused_mlp": (200.0, 150.0),
+        "full_unsloth": (100.0, 110.0),
+        "fused_all": (90.0, 90.0),
+    }
+    for variant, rounds in times.items():
+        for n, ms in enumerate(rounds, start=1):
+            results.add_cell(document, example.timed_cell(variant, 64, n, [ms]))
+    not_measured = "Not measured yet: `python lora_bench.py --turns 2`."
+    assert tables.in_turns_section([document]) == not_measured
+    document["experiment"]["turn_steps"] = 2
+    shown = tables.in_turns_section([document])
+    assert [line.split(" | ")[1] for line in shown.split("\n")[2:6]] == [
+        *("vanilla PEFT", "vanilla PEFT, again", "fused MLP", "full Unsloth")
+    ]
+    # of 1.5 and 1.467, whose logarithms are 0.0225 apart: exp(0.3942 -+ 12.71 * 0.0225 / 2)
+    assert cells_of(shown, "64", "fused MLP")[4] == "1.48 (1.29 to 1.71)"
+    assert "all fused" not in shown
+    assert shown.endswith(" in turns of 2 · rounds: 2.")
+    document["experiment"]["variants"].remove("full_unsloth")
+    assert tables.in_turns_section([document]) == not_measured
+
+
 # --- two runs -------------------------------------------------------------------------------------
 
 COMPARED = Row(
@@ -195,6 +222,7 @@ README = """# Title
 old headline
 <!-- headline:end -->
 between
+<!-- in turns:begin --><!-- in turns:end -->
 <!-- results:begin --><!-- results:end -->
 <!-- parts:begin --><!-- parts:end -->
 <!-- effects:begin --><!-- effects:end -->
@@ -215,6 +243,8 @@ def test_the_readme_gets_its_tables_and_nothing_else_changes(tmp_path):
     assert written == (
         f"# Title\n<!-- headline:begin -->\n\n{tables.headline_table(document)}\n\n"
         "<!-- headline:end -->\nbetween\n"
+        "<!-- in turns:begin -->\n\nNot measured yet: `python lora_bench.py --turns 2`.\n\n"
+        "<!-- in turns:end -->\n"
         f"<!-- results:begin -->\n\n{tables.results_section(document)}\n\n"
         "<!-- results:end -->\n"
         f"<!-- parts:begin -->\n\n{suite_tables.NOT_MEASURED}\n\n<!-- parts:end -->\n"
