@@ -268,5 +268,8 @@ def layer_forward(layer: Any, parts: frozenset[str], hidden_states: Tensor, **op
     if why_not_layer(layer) is not None or hidden_states.dtype != norm.weight.dtype:
         return type(layer).forward(layer, hidden_states, **options)
     attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **options)
+    if attended.dtype != hidden_states.dtype:  # of fp32 weights under autocast: the sum is fp32
+        residual = hidden_states + attended
+        return residual + layer.mlp(norm(residual))
     normalised, residual = add_rms_norm(hidden_states, attended, norm.weight, norm.variance_epsilon)
     return residual + layer.mlp(normalised)

@@ -6,7 +6,9 @@ adapters, hooks and the like behave as they do without fusion: the module then r
 forward.
 """
 
+import inspect
 from collections.abc import Callable, Iterator
+from functools import cache
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -63,8 +65,21 @@ class FusedForward:
     def __init__(self, function: Callable, module: nn.Module, parts: frozenset[str]):
         self.function, self.module, self.parts = function, module, parts
 
-    def forward(self, *inputs, **options):
+    @property
+    def forward(self) -> MethodType:
+        return MethodType(_with_signature_of(type(self.module).forward), self)
+
+
+@cache
+def _with_signature_of(own: Callable) -> Callable:
+    """`FusedForward.forward`, with the signature of the class's own: the Trainer drops the columns
+    of a dataset that are not in it, and generate() looks there for what it may pass."""
+
+    def forward(self: FusedForward, *inputs, **options):
         return self.function(self.module, self.parts, *inputs, **options)
+
+    forward.__signature__ = inspect.signature(own)  # type: ignore[attr-defined]
+    return forward
 
 
 def parts_of(module: nn.Module) -> frozenset[str]:

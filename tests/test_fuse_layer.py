@@ -241,6 +241,13 @@ def test_generation_with_a_cache_is_left_to_peft(calls, device):
     assert not calls
 
 
+def test_fp32_weights_under_autocast_run_as_the_other_fused_parts_with_a_warning(calls, device):
+    fused, plain, _ = pair(device, EVERYTHING)
+    with pytest.warns(UserWarning, match="ran as its class has it: "):
+        assert_model_right(fused, plain, autocast=True)
+    assert not calls
+
+
 def test_a_step_with_a_cache_warns(calls, device):
     fused, plain, _ = pair(device)
     for model in (fused, plain):

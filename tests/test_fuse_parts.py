@@ -32,6 +32,15 @@ def test_parts_are_right_in_bf16_with_fp32_adapters_under_autocast(name, device)
     assert_right(fused, plain, autocast=True)
 
 
+@pytest.mark.parametrize("name", FUSIONS)
+def test_parts_are_right_in_fp32_under_autocast(name, device):
+    """What the Trainer's bf16=True makes of a model that was loaded in fp32: projections give bf16,
+    and the residual, to which they are added, is fp32."""
+    fused, plain, _ = pair(device, FUSIONS[name])
+    assert {parameter.dtype for parameter in fused.parameters()} == {torch.float32}
+    assert_right(fused, plain, autocast=True)
+
+
 @pytest.mark.parametrize("name", ["all", "all, checkpointed"])
 def test_parts_are_right_in_bf16_alone(name, device):
     fused, plain, _ = pair(
