@@ -24,11 +24,13 @@ It is stopped at the last tensor that is missing, which is saved at the end of L
 needed.
 
 A policy is set on the layers of one model (`Checkpoint.install`), through the attributes that
-transformers' own checkpointing uses, and taken away again.
+transformers' own checkpointing uses, and taken away again. Who switches the model's checkpointing
+on meanwhile, as the Trainer does, switches the policy on (`hold`).
 """
 
 from collections.abc import Callable
 from functools import partial
+from types import MethodType
 
 from torch import Tensor, nn
 
@@ -41,6 +43,8 @@ POLICIES = ("none", "full", "offload", "selective")
 
 # What transformers' layers read: whether to checkpoint, and the function that does it.
 ATTRIBUTES = ("gradient_checkpointing", "_gradient_checkpointing_func")
+# The method of a model that sets them, on all of its layers.
+SWITCH = "_set_gradient_checkpointing"
 
 
 class Checkpoint:
@@ -148,6 +152,31 @@ def policy_of(layer: nn.Module) -> Checkpoint | None:
     function = vars(layer).get("_gradient_checkpointing_func")
     owner = getattr(getattr(function, "func", None), "__self__", None)
     return owner if isinstance(owner, Checkpoint) else None
+
+
+def hold(model: nn.Module) -> None:
+    """Let the policies of a model's layers stay when its checkpointing is switched on or off."""
+    for module in model.modules():
+        if hasattr(type(module), SWITCH):
+            setattr(module, SWITCH, MethodType(_switch, module))
+
+
+def let_go(model: nn.Module) -> None:
+    """The opposite of `hold`."""
+    for module in model.modules():
+        if SWITCH in vars(module):
+            delattr(module, SWITCH)
+
+
+def _switch(model: nn.Module, enable: bool = True, **options) -> None:
+    """What is set on a model in the place of its class's own `_set_gradient_checkpointing`."""
+    policies = {layer: vars(layer)[ATTRIBUTES[1]] for layer in model.modules() if policy_of(layer)}
+    getattr(type(model), SWITCH)(model, enable=enable, **options)
+    for layer, policy in policies.items():
+        # what was asked for meanwhile, which `remove` gives back
+        before = {name: vars(layer)[name] for name in ATTRIBUTES}
+        layer.gradient_checkpointing = enable  # type: ignore[assignment]
+        layer._gradient_checkpointing_func = partial(policy, before=before)  # type: ignore[assignment]
 
 
 def remove(layer: nn.Module) -> None:

@@ -123,6 +123,7 @@ def fuse(model: nn.Module, fusion: Fusion) -> FusionReport:
                     module.forward = BorderedForward(site.forward, module, runs, borders).forward
     if policy is not None:
         policy.install(layers, last_runs_once="cross_entropy" in running)
+        checkpoint.hold(model)
     return report(model)
 
 
@@ -131,6 +132,7 @@ def unfuse(model: nn.Module) -> list[str]:
     their own; returns the names of the modules."""
     names = []
     is_bordered = _borders_in(model) is not None
+    checkpoint.let_go(model)
     for name, module in model.named_modules():
         if parts_of(module):
             del module.forward

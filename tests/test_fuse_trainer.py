@@ -12,6 +12,7 @@ from peft_models import peft_model
 from transformers import Trainer, TrainingArguments
 
 from fused_lora import Fusion, fuse
+from fused_lora.checkpoint import policy_of
 
 WHOLE = Fusion(layer=True, rms_norm=True, cross_entropy=True, checkpoint="full")
 
@@ -43,6 +44,7 @@ def test_the_trainer_trains_a_fused_model_as_it_does_any_other(fusion, tmp_path,
     losses, trained = train(fused, tmp_path, gradient_checkpointing=True)
     wanted_losses, wanted = train(plain, tmp_path, gradient_checkpointing=True)
     assert len(losses) == 2
+    assert bool(policy_of(layer_case.layer_of(fused))) == bool(fusion.checkpoint)
     assert losses == pytest.approx(wanted_losses, abs=1e-4)
     assert trained.keys() == wanted.keys()
     for name, parameter in wanted.items():
