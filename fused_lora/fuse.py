@@ -7,7 +7,7 @@ call whether it may stand in for the module's own, and steps aside while it may 
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -17,6 +17,9 @@ from .bordered import Borders, border, unborder
 from .bordered_sites import BorderedForward, borders_of
 from .site import FusedForward, Site, parts_of
 from .sites import ON_BORDERS, PARTS
+
+# What nn.DataParallel calls on every module of a model.
+REPLICATE = "_replicate_for_data_parallel"
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,7 @@ def fuse(model: nn.Module, fusion: Fusion) -> FusionReport:
     if policy is not None:
         policy.install(layers, last_runs_once="cross_entropy" in running)
         checkpoint.hold(model)
+    setattr(model, REPLICATE, _refuse_data_parallel)
     return report(model)
 
 
@@ -134,6 +138,8 @@ def unfuse(model: nn.Module) -> list[str]:
     is_bordered = _borders_in(model) is not None
     checkpoint.let_go(model)
     for name, module in model.named_modules():
+        if REPLICATE in vars(module):
+            delattr(module, REPLICATE)
         if parts_of(module):
             del module.forward
             names.append(name)
@@ -143,6 +149,14 @@ def unfuse(model: nn.Module) -> list[str]:
     if is_bordered:
         unborder(model)
     return list(dict.fromkeys(names))
+
+
+def _refuse_data_parallel() -> NoReturn:
+    """Its replicas would share the original's forwards, and with them its parameters."""
+    raise RuntimeError(
+        "nn.DataParallel copies the model for every GPU, which a fused one does not survive: start "
+        "one process a GPU with torchrun, let it see one GPU (CUDA_VISIBLE_DEVICES), or unfuse it"
+    )
 
 
 def report(model: nn.Module) -> FusionReport:

@@ -11,7 +11,7 @@ from fused_case import ALL
 from peft_models import peft_model
 from transformers import Trainer, TrainingArguments
 
-from fused_lora import Fusion, fuse
+from fused_lora import Fusion, fuse, unfuse
 from fused_lora.checkpoint import policy_of
 
 WHOLE = Fusion(layer=True, rms_norm=True, cross_entropy=True, checkpoint="full")
@@ -68,3 +68,16 @@ def test_a_fused_forward_has_the_signature_of_the_class(device):
                 seen.add(type(module).__name__)
     assert seen >= {"Qwen2ForCausalLM", "Qwen2DecoderLayer", "Qwen2Attention", "Qwen2MLP"}
     assert "input_ids" in inspect.signature(fused.get_base_model().forward).parameters
+
+
+def test_data_parallel_which_the_trainer_uses_on_several_gpus_is_refused_in_words(device):
+    fused, plain, _ = layer_case.pair(device, Fusion(checkpoint="full"))
+    for model in (fused, copy.deepcopy(fused)):
+        with pytest.raises(RuntimeError, match="start one process a GPU with torchrun"):
+            # as torch.nn.parallel.replicate does, which wants GPUs for it
+            [module._replicate_for_data_parallel() for module in model.modules()]
+    unfuse(fused)
+    assert [vars(module).keys() for module in fused.modules()] == [
+        vars(module).keys() for module in plain.modules()
+    ]
+    assert type(fused._replicate_for_data_parallel()) is type(plain)
