@@ -197,9 +197,8 @@ def _kernel_table(kernels: dict) -> str:
          f"{row['gb_per_s']:,.0f}", f"{row['share_of_copy']:.0%}"]
         for row in kernels["rows"]
     ]  # fmt: skip
-    return (
-        f"{markdown_table(header, lines)}\n\nA device copy: {kernels['copy_gb_per_s']:,.0f} GB/s."
-    )
+    copy = f"A device copy of as many bytes; the fastest: {kernels['copy_gb_per_s']:,.0f} GB/s."
+    return f"{markdown_table(header, lines)}\n\n{copy}"
 
 
 def _number(value: float | None, digits: int) -> str:
