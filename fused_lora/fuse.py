@@ -110,7 +110,9 @@ def fuse(model: nn.Module, fusion: Fusion) -> FusionReport:
         reasons = [(name, site.why_not(module)) for name, module, site in _candidates(model, part)]
         if all(reason for _, reason in reasons):
             reason = reasons[0][1] if reasons else PARTS[part].none_found
-            raise ValueError(f"fuse: {part}=True fuses no module of this model: {reason}")
+            raise ValueError(
+                f"fuse: {part}=True fuses no module of this model: {reason}; leave {part} out"
+            )
     if on_borders and borders is None:
         borders = border(model)
     # all that run fused, so that where a module runs several parts the last one's forward is set
