@@ -84,9 +84,10 @@ def own_of(layer):
     return layer.gradient_checkpointing, getattr(function, "func", function)
 
 
-@ALL_FUSIONS
-def test_a_policy_stays_when_checkpointing_is_switched_on_and_off(fusion, device):
+@pytest.mark.parametrize("name", ["attention", "full", "offload", "selective"])
+def test_a_policy_stays_when_checkpointing_is_switched_on_and_off(name, device):
     """By the Trainer, whose gradient_checkpointing=True comes after fuse()."""
+    fusion = FUSIONS[name]
     fused, plain, _ = pair(device, fusion, config=THREE_LAYERS)
     layers = [layer_of(fused, index) for index in range(3)]
     policies = [policy_of(layer) for layer in layers]
