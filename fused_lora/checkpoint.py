@@ -155,7 +155,8 @@ def policy_of(layer: nn.Module) -> Checkpoint | None:
 
 
 def hold(model: nn.Module) -> None:
-    """Let the policies of a model's layers stay when its checkpointing is switched on or off."""
+    """Let the policies of a model's layers stay when its checkpointing is switched on or off,
+    whatever options come with that."""
     for module in model.modules():
         if hasattr(type(module), SWITCH):
             setattr(module, SWITCH, MethodType(_switch, module))
@@ -170,9 +171,10 @@ def let_go(model: nn.Module) -> None:
 
 def _switch(model: nn.Module, enable: bool = True, **options) -> None:
     """What is set on a model in the place of its class's own `_set_gradient_checkpointing`."""
-    policies = {layer: vars(layer)[ATTRIBUTES[1]] for layer in model.modules() if policy_of(layer)}
+    held = [layer for layer in model.modules() if policy_of(layer)]
+    policies = [vars(layer)["_gradient_checkpointing_func"] for layer in held]
     getattr(type(model), SWITCH)(model, enable=enable, **options)
-    for layer, policy in policies.items():
+    for layer, policy in zip(held, policies, strict=True):
         # what was asked for meanwhile, which `remove` gives back
         before = {name: vars(layer)[name] for name in ATTRIBUTES}
         layer.gradient_checkpointing = enable  # type: ignore[assignment]

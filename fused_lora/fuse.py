@@ -38,7 +38,8 @@ class Fusion:
         what bordered, mlp, attention, rope and rms_norm fuse in it runs when it itself may not.
         Both move the model's base weights into buffers that have room for the adapters.
     checkpoint: "full", "offload", "selective" or no ("none") gradient checkpointing of the layers
-        (see `checkpoint.py`) in the place of the model's own; "" leaves that as it is.
+        (see `checkpoint.py`) in the place of the model's own; "" leaves that as it is. Where the
+        model's is switched on or off later, as a trainer does, that policy is, not the options.
     checkpoint_gib: for "selective", what the layers that are kept whole may hold together.
     """
 
@@ -82,6 +83,7 @@ def fuse(model: nn.Module, fusion: Fusion) -> FusionReport:
 
     Raises:
         ValueError: `fusion` asks for nothing, or a part that it asks for fuses no module.
+        RuntimeError: later, when nn.DataParallel copies the model; DistributedDataParallel may.
     """
     wanted = [part for part in PARTS if getattr(fusion, part)]
     policy = None

@@ -1,5 +1,5 @@
-"""Each checkpointing policy in training as people do it: micro-batches, and hidden states in the
-loss."""
+"""Each checkpointing policy in training as people do it: micro-batches, hidden states in the loss,
+and transformers' own checkpointing switched on and off."""
 
 import copy
 
