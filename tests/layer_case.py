@@ -4,13 +4,18 @@ import copy
 
 import fused_case
 import torch
-from peft_models import LAYERS, adapt, base_model
+from peft_models import LAYERS, adapt, base_model, ids
 from reference import assert_within_budget, random, relative_error
 
 from fused_lora import Fusion, fuse
 from fused_lora.bordered_sites import read_layer
+from fused_lora.decoder_layer import DecoderLayer
 
 LAYER = Fusion(layer=True)
+EVERYTHING = Fusion(
+    mlp=True, attention=True, rope=True, rms_norm=True, cross_entropy=True, layer=True
+)
+NAMES = [f"{LAYERS}.{index}" for index in range(2)]
 FAMILIES = ("Qwen2", "Llama", "Mistral")
 LAYOUTS = {  # of [batch, positions, features], in the same shape
     "tokens apart": lambda t: torch.repeat_interleave(t, 2, dim=1)[:, ::2],
@@ -37,6 +42,21 @@ def pair(device, fusion=LAYER, **options):
     plain = peft_model(device, **options)
     fused = copy.deepcopy(plain)
     return fused, plain, fuse(fused, fusion)
+
+
+def operands_of_calls(monkeypatch):
+    """The operands of every call of DecoderLayer from now on."""
+    seen = []
+    apply = DecoderLayer.apply
+    monkeypatch.setattr(
+        DecoderLayer, "apply", lambda *inputs: seen.append(inputs) or apply(*inputs)
+    )
+    return seen
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(input_ids=ids(next(model.parameters()).device)).logits
 
 
 def layer_of(model, index=0):

@@ -5,36 +5,29 @@ import copy
 import pytest
 import torch
 from fused_case import step
-from layer_case import FAMILIES, LAYER, assert_model_right, layer_of, pair, peft_model
+from layer_case import (
+    EVERYTHING,
+    FAMILIES,
+    LAYER,
+    NAMES,
+    assert_model_right,
+    layer_of,
+    logits,
+    operands_of_calls,
+    pair,
+    peft_model,
+)
 from peft import LoraConfig
-from peft_models import ATTENTION, LAYERS, MLP, ids, set_weights
+from peft_models import ATTENTION, MLP, ids, set_weights
 from reference import relative_error
-from torch import nn
 
 from fused_lora import Fusion, decoder_layer, fuse, report, unfuse
 from fused_lora.bordered_sites import borders_of
-from fused_lora.decoder_layer import DecoderLayer
-
-NAMES = [f"{LAYERS}.{index}" for index in range(2)]
-EVERYTHING = Fusion(
-    mlp=True, attention=True, rope=True, rms_norm=True, cross_entropy=True, layer=True
-)
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The operands of every call of DecoderLayer."""
-    seen = []
-    apply = DecoderLayer.apply
-    monkeypatch.setattr(
-        DecoderLayer, "apply", lambda *inputs: seen.append(inputs) or apply(*inputs)
-    )
-    return seen
-
-
-def logits(model):
-    with torch.no_grad():
-        return model(input_ids=ids(next(model.parameters()).device)).logits
+    return operands_of_calls(monkeypatch)
 
 
 # --- right where it fuses -------------------------------------------------------------------------
@@ -211,168 +204,6 @@ def test_frozen_adapters_get_no_gradient(calls, device):
                 parameter.requires_grad_(False)
     assert_model_right(fused, plain)
     assert calls
-
-
-# --- steps aside ----------------------------------------------------------------------------------
-
-
-def test_disabled_and_merged_adapters_are_left_to_peft(calls, device):
-    fused, plain, _ = pair(device)
-    with fused.disable_adapter(), plain.disable_adapter():
-        assert report(fused).left == dict.fromkeys(NAMES, "q_proj: adapters are disabled")
-        assert torch.equal(logits(fused), logits(plain))
-    fused.merge_adapter(), plain.merge_adapter()
-    assert "q_proj: adapters are merged" in report(fused).left[NAMES[0]]
-    assert torch.allclose(logits(fused), logits(plain), atol=1e-5)
-    assert not calls
-    fused.unmerge_adapter(), plain.unmerge_adapter()
-    assert torch.allclose(logits(fused), logits(plain), atol=1e-4)
-    assert len(calls) == 2
-
-
-def test_generation_with_a_cache_is_left_to_peft(calls, device):
-    fused, plain, _ = pair(device)
-    tokens = ids(device)[:, :5]
-    options = {"max_new_tokens": 4, "do_sample": False, "use_cache": True, "pad_token_id": 0}
-    assert torch.equal(
-        fused.eval().generate(input_ids=tokens, **options),
-        plain.eval().generate(input_ids=tokens, **options),
-    )
-    assert not calls
-
-
-def test_fp32_weights_under_autocast_run_as_the_other_fused_parts_with_a_warning(calls, device):
-    fused, plain, _ = pair(device, EVERYTHING)
-    with pytest.warns(UserWarning, match="ran as its class has it: "):
-        assert_model_right(fused, plain, autocast=True)
-    assert not calls
-
-
-def test_a_step_with_a_cache_warns(calls, device):
-    fused, plain, _ = pair(device)
-    for model in (fused, plain):
-        model.config.use_cache = True
-    with pytest.warns(UserWarning, match="given past_key_values; in training, set .*use_cache"):
-        got = step(fused)
-    want = step(plain)
-    assert not calls and all(torch.equal(got[name], want[name]) for name in want)
-
-
-def hook(module):
-    module.register_forward_hook(lambda *_: None)
-
-
-def replace_forward(module):
-    original = module.forward
-    module.forward = lambda *inputs, **options: original(*inputs, **options)
-
-
-class OtherLayer(type(layer_of(peft_model("cpu")))):
-    pass
-
-
-REASONS = {
-    "adapter in double": (
-        lambda layer: [
-            getattr(layer.mlp.up_proj, name).double() for name in ("lora_A", "lora_B")
-        ],
-        "an adapter is torch.float64, should be",
-    ),
-    "unknown class": (
-        lambda layer: setattr(layer, "__class__", OtherLayer), "OtherLayer is not a layer class"
-    ),
-    "forward of attention": (
-        lambda layer: replace_forward(layer.self_attn), "self_attn: its forward has been replaced"
-    ),
-    "forward of the MLP": (
-        lambda layer: replace_forward(layer.mlp), "mlp: its forward has been replaced"
-    ),
-    "hook on attention": (lambda layer: hook(layer.self_attn), "self_attn: it has hooks"),
-    "hook on the MLP": (lambda layer: hook(layer.mlp), "mlp: it has hooks"),
-    "hook on a norm": (
-        lambda layer: hook(layer.input_layernorm), "input_layernorm: it has hooks"
-    ),
-    "hook on the activation": (lambda layer: hook(layer.mlp.act_fn), "mlp: act_fn: it has hooks"),
-    "hook on A": (
-        lambda layer: hook(layer.mlp.up_proj.lora_A["default"]), "up_proj: it has hooks"
-    ),
-    "hook on o_proj": (lambda layer: hook(layer.self_attn.o_proj), "o_proj: it has hooks"),
-    "a trained norm": (
-        lambda layer: layer.post_attention_layernorm.weight.requires_grad_(),
-        "post_attention_layernorm: its weight is trainable",
-    ),
-    "attention dropout": (
-        lambda layer: setattr(layer.self_attn, "attention_dropout", 0.1),
-        "self_attn: attention_dropout is 0.1",
-    ),
-    "not causal": (
-        lambda layer: setattr(layer.self_attn, "is_causal", False), "self_attn: it is not causal"
-    ),
-    "GELU": (
-        lambda layer: setattr(layer.mlp, "act_fn", nn.GELU()),
-        "mlp: its activation is GELU, not SiLU",
-    ),
-    "not adapted": (
-        lambda layer: setattr(layer.self_attn, "k_proj", layer.self_attn.k_proj.base_layer),
-        "k_proj: no LoRA adapter",
-    ),
-    "trained base": (
-        lambda layer: layer.mlp.down_proj.base_layer.weight.requires_grad_(),
-        "down_proj: its base weight is trainable",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REASONS)
-@pytest.mark.parametrize("fused_first", [True, False])
-def test_a_layer_that_may_not_be_fused_runs_as_its_class_has_it(name, fused_first, calls, device):
-    change, reason = REASONS[name]
-    model = peft_model(device)
-    layer = layer_of(model)
-    if fused_first:
-        fuse(model, LAYER)
-        change(layer)
-        done = report(model)
-    else:
-        change(layer)
-        done = fuse(model, LAYER)
-    assert done.fused == {"layer": NAMES[1:]}
-    assert list(done.left) == NAMES[:1] and reason in done.left[NAMES[0]]
-    logits(model)
-    assert len(calls) == 1
-
-
-NOTHING = {
-    "Qwen3": ({"family": "Qwen3"}, "self_attn: it normalises q and k"),
-    "eager attention": (
-        {"config": {"attn_implementation": "eager"}}, "self_attn: its attention is eager, not sdpa"
-    ),
-    "dropout": ({"lora_dropout": 0.1}, "q_proj: lora_dropout is 0.1"),
-    "DoRA": ({"use_dora": True}, "q_proj: it uses DoRA"),
-    "attention alone": ({"target_modules": [*ATTENTION]}, "gate_proj: no LoRA adapter"),
-    "Gemma": ({"family": "Gemma"}, "GemmaDecoderLayer is not a layer class"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", NOTHING)
-def test_a_model_in_which_nothing_fuses_is_left_as_it_is(name, device):
-    options, reason = NOTHING[name]
-    model = peft_model(device, **options)
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    with pytest.raises(ValueError, match=f"layer=True fuses no module.*{reason}"):
-        fuse(model, LAYER)
-    assert not any("forward" in vars(module) for module in model.modules())
-    assert weights == {p.untyped_storage().data_ptr() for p in model.parameters()}
-
-
-def test_weights_that_left_their_buffers_are_a_reason_until_fused_again(calls, device):
-    fused, plain, _ = pair(device)
-    base = layer_of(fused).mlp.down_proj.base_layer
-    base.weight.data = base.weight.data.clone()
-    assert "down_proj: its base weight has been moved" in report(fused).left[NAMES[0]]
-    assert fuse(fused, LAYER).fused == {"layer": NAMES}
-    assert_model_right(fused, plain)
-    assert len(calls) == 6
 
 
 # --- in and out -----------------------------------------------------------------------------------
