@@ -2,18 +2,30 @@
 # make test    run the tests
 # make check   lint and types
 # make plot    draw the published picture and README tables again from results.json
+# make test-newest     the kernels' and adoption's tests with the newest torch, triton, transformers and peft
+# make resolve-peers   can Unsloth and Liger be installed beside requirements.txt? (installs nothing)
 #
-# Each makes the environment it needs in .venv first. PYTHON=python3.12 picks another interpreter.
+# Each makes the environment it needs in .venv first (test-newest in .venv-newest). PYTHON=python3.12 picks
+# another interpreter.
 
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
+NEWEST := .venv-newest
+# what stands on torch, triton, transformers and peft, and not on the benchmark
+NEWEST_TESTS = $(shell grep -l -E "^(from|import) (fused_mlp|fused_lora)" tests/test_*.py)
 
 bench: $(VENV)/bench
 	$(RUN) lora_bench.py
 
 test: $(VENV)/dev
 	$(RUN) -m pytest -n 2
+
+test-newest: $(NEWEST)/done
+	$(NEWEST)/bin/python -m pytest -n 2 $(NEWEST_TESTS)
+
+resolve-peers: $(VENV)/base
+	$(RUN) -m pip install --dry-run --quiet -r requirements.txt -r requirements-peers.txt
 
 check: $(VENV)/dev
 	$(VENV)/bin/ruff check .
@@ -24,7 +36,7 @@ plot: $(VENV)/bench
 	$(RUN) lora_bench.py --plot-only
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(NEWEST)
 
 $(VENV)/base: requirements.txt
 	$(PYTHON) -m venv $(VENV)
@@ -42,4 +54,9 @@ $(VENV)/dev: $(VENV)/base requirements-dev.txt
 	$(RUN) -m pip install --quiet -r requirements.txt -r requirements-dev.txt
 	touch $@
 
-.PHONY: bench test check plot clean
+$(NEWEST)/done: requirements-newest.txt
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet -r requirements-newest.txt
+	touch $@
+
+.PHONY: bench test test-newest check resolve-peers plot clean

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ def run_experiment(plan: Plan, results: Results, path: Path, asked: dict[str, An
             if others := others_on_gpu(plan.device, asked["allow_shared_gpu"]):
                 raise RuntimeError(others)
             todo = run.side_by_side(todo) if plan.turn_steps else run.alone(todo)
-    results["finished_utc"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    results["finished_utc"] = datetime.now(UTC).isoformat(timespec="seconds")
     store.save(path, results)
 
 

@@ -17,7 +17,7 @@ import copy
 import json
 import os
 import re
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from textwrap import shorten
@@ -47,7 +47,7 @@ def new_results(argv: list, environment: dict, experiment: dict, rehearsal: bool
         "schema_version": SCHEMA_VERSION,
         "rehearsal": rehearsal,
         "argv": argv,
-        "started_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "started_utc": datetime.now(UTC).isoformat(timespec="seconds"),
         "finished_utc": None,  # set by the caller once every planned cell is in
         "environment": environment,
         "experiment": experiment,
