@@ -302,8 +302,8 @@ def _measure(
 
 
 def _allocator_failures() -> int:
-    """How often CUDA's allocator has found no memory; none without a GPU, where it does not run."""
-    return torch.cuda.memory_stats()["num_ooms"] if torch.cuda.is_available() else 0
+    """How often CUDA's allocator has found no memory; never where it has not run."""
+    return torch.cuda.memory_stats().get("num_ooms", 0) if torch.cuda.is_available() else 0
 
 
 def _first_line(error: BaseException) -> str:
