@@ -1,17 +1,15 @@
-"""The command line: what is asked for, checked before anything is run or written, as a plan."""
+"""The command line: what may be asked for, and what is wrong with it. Imports nothing that takes
+longer than the answer: torch and all that stands on it come once the arguments are right."""
 
 import argparse
-import json
+import textwrap
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
 import machine
-import results as store
-from batches import load_tokenizer, read_examples, sha256_of, token_shares
-from cells import LEARNING_RATE, Plan
-from models import Lora
+from summary import NO_CHECKPOINTING
 from variants import SUITES, VARIANTS, missing_package
-from weights import Source, resolve
 
 HERE = Path(__file__).resolve().parent
 
@@ -32,32 +30,68 @@ REHEARSAL = {
 }
 
 
+# Every command, by the option that asks for it, and what else it reads: anything else that is given
+# with it is refused, not ignored. The kernels' table goes into a run's results, so it reads what
+# tells one run from another.
+RUN_IS = ("seq_lens", "batch_size", "rank", "steps", "rounds", "turns", "model", "checkpointing",
+          "padded", "data", "seed", "device", "out", "cache", "allow_shared_gpu")  # fmt: skip
+READS = {
+    "": (*RUN_IS, "suite", "variants", "cell_timeout"),
+    "kernels": RUN_IS,
+    "plot_only": ("out",),
+    "merge": ("out",),
+    "fits": ("out",),
+    "compare": (),
+}
+LIMITS = {  # the least and the most that an option may be given
+    "seq_lens": (3, None),  # a token, one that attends to it, and the one that this one predicts
+    "batch_size": (1, None),
+    "rank": (1, None),
+    "steps": (1, None),
+    "rounds": (1, 1000),
+    "turns": (1, None),
+    "seed": (0, 2**32 - 1),  # what NumPy takes
+}
+MAX_TOKENS = 2**27  # of a round at one length: they are made before it begins, and held
+MAX_TIMEOUT_S = 1_000_000
+
+
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see --help)\n")
 
 
 def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace:
+    """What is asked for, with the defaults that are the same with and without a GPU.
+
+    Ends the process with one line and exit code 2 where an option is unknown, is no number, or
+    would be ignored beside another one.
+    """
     parser = Parser(
         prog="lora_bench.py",
         description=description,
+        epilog=list_of_variants(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,  # so that what is parsed is what was given
         allow_abbrev=False,
     )
+    defaults: dict[str, Any] = {}
 
-    def add(flag: str, help: str, **options) -> None:
+    def add(flag: str, help: str, default: Any = None, to: Any = parser, **options) -> None:
         name = flag[2:].replace("-", "_")
+        defaults[name] = default
         if name in EXPERIMENT:
             show = {k: " ".join(map(str, v)) if isinstance(v, list) else v
                     for k, v in (("gpu", EXPERIMENT[name]), ("cpu", REHEARSAL[name]))}  # fmt: skip
             show = {k: Path(v).name if isinstance(v, Path) else v for k, v in show.items()}
             help += f" (default: {show['gpu']}; without a GPU {show['cpu']})"
-        parser.add_argument(flag, help=help, **options)
+        to.add_argument(flag, help=help, **options)
 
+    which = parser.add_mutually_exclusive_group()
     add("--suite", "variants to compare: the experiment's four, every fused part alone and left "
         "out, the strongest peers, the fastest of each, or all (default: experiment)",
-        choices=SUITES, default="experiment")  # fmt: skip
-    add("--variants", "variants to compare instead, by name; a name that there is not lists them",
+        choices=SUITES, default="experiment", to=which)  # fmt: skip
+    add("--variants", "variants to compare instead, by name; below is a list", to=which,
         nargs="+", metavar="NAME")  # fmt: skip
     add("--seq-lens", "tokens in a sequence", nargs="+", type=int, metavar="N")
     add("--batch-size", "sequences in a step", type=int, metavar="N")
@@ -71,7 +105,8 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
     add("--model", "architecture file, checkpoint folder or hub name", metavar="MODEL")
     add("--checkpointing", "gradient checkpointing: each variant's own, or none (default: on)",
         choices=("on", "off"), default="on")  # fmt: skip
-    add("--padded", "pad one example a row instead of packing rows full", action="store_true")
+    add("--padded", "pad one example a row instead of packing rows full", False,
+        action="store_true")  # fmt: skip
     add("--data", "chat examples, one JSON object a line (default: data/sft_train.jsonl)",
         type=Path, default=HERE / "data" / "sft_train.jsonl", metavar="FILE")  # fmt: skip
     add("--seed", "of weights, adapters and batches (default: 0)", type=int, default=0, metavar="N")
@@ -81,21 +116,40 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
         type=Path, metavar="FOLDER")  # fmt: skip
     add("--cache", "folder for base weights (default: .cache)", type=Path,
         default=HERE / ".cache", metavar="FOLDER")  # fmt: skip
-    add("--kernels", "time the Triton kernels alone, into the same results", action="store_true")
     add("--cell-timeout", "give a cell up when nothing was heard of it for so long (default: 600)",
         type=float, default=600.0, metavar="SECONDS")  # fmt: skip
-    add("--allow-shared-gpu", "measure although other processes compute on the GPU",
+    add("--allow-shared-gpu", "measure although other processes compute on the GPU", False,
         action="store_true")  # fmt: skip
-    add("--plot-only", "draw from the results that are there; measure nothing", action="store_true")
+    commands = parser.add_mutually_exclusive_group()
+    add("--kernels", "time the Triton kernels alone, into the same results", False, to=commands,
+        action="store_true")  # fmt: skip
+    add("--plot-only", "draw from the results that are there; measure nothing", False, to=commands,
+        action="store_true")  # fmt: skip
     add("--merge", "make one run of several: measured on the GPUs of a node, say, with "
         "CUDA_VISIBLE_DEVICES and --out each its own; wants --out",
-        nargs="+", type=Path, metavar="FILE")  # fmt: skip
+        nargs="+", type=Path, metavar="FILE", to=commands)  # fmt: skip
     add("--fits", "list what trains fastest in so much GPU memory, from the results that are there",
-        type=float, metavar="GIB")  # fmt: skip
+        type=float, metavar="GIB", to=commands)  # fmt: skip
     add("--compare", "hold one results.json against an earlier one; measure nothing; exit code 1 "
-        "when something is slower beyond noise", nargs=2, type=Path,
+        "when something is slower beyond noise", nargs=2, type=Path, to=commands,
         metavar=("OLD", "NEW"))  # fmt: skip
-    return parser.parse_args(argv)
+
+    given = vars(parser.parse_args(argv))
+    command = next((name for name in READS if name in given), "")
+    if ignored := [flag(name) for name in given if name not in (command, *READS[command])]:
+        parser.error(f"{flag(command)} does not read {', '.join(ignored)}: leave that out")
+    return argparse.Namespace(**{**defaults, **given})
+
+
+def flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def list_of_variants() -> str:
+    names = " ".join(name for name in VARIANTS if not name.endswith(NO_CHECKPOINTING))
+    lines = textwrap.wrap(names, 94, break_on_hyphens=False)
+    said = f"most of them also with {NO_CHECKPOINTING} at the end, without gradient checkpointing"
+    return "\n  ".join(["variants:", *lines, said])
 
 
 def fill_in(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -108,109 +162,62 @@ def fill_in(arguments: argparse.Namespace) -> dict[str, Any]:
     return {**filled, **{k: v for k, v in defaults.items() if filled[k] is None}}
 
 
-def set_up(arguments: argparse.Namespace, argv: list[str]) -> tuple[Plan, dict[str, Any], Path]:
-    """Check everything that can be checked before anything is run or written.
+def check(asked: dict[str, Any]) -> None:
+    """Check the arguments of a run by themselves, `fill_in` having filled them in.
 
     Raises:
         ValueError: one line that says what is wrong and what to do.
     """
-    asked = fill_in(arguments)
-    for name in ("batch_size", "rank", "steps", "rounds"):
-        at_least(1, f"--{name.replace('_', '-')}", asked[name])
-    for seq_len in asked["seq_lens"]:
-        at_least(2, "--seq-lens", seq_len)  # a token and the one that it predicts
-    if asked["steps"] % asked["rounds"]:
+    for name, (least, most) in LIMITS.items():
+        values = asked[name] if isinstance(asked[name], list) else [asked[name]]
+        for value in values:
+            if value is not None:
+                within(flag(name), value, least, most)
+    steps, rounds, timeout_s = asked["steps"], asked["rounds"], asked["cell_timeout"]
+    if steps % rounds:
         raise ValueError(
-            f"--steps {asked['steps']} does not spread evenly over --rounds {asked['rounds']}: "
-            f"give a multiple of {asked['rounds']}"
+            f"--steps {steps} does not spread evenly over --rounds {rounds}: "
+            f"give a multiple of {rounds}"
         )
-    if asked["turns"] is not None:
-        at_least(1, "--turns", asked["turns"])
-    if not asked["cell_timeout"] > 0:
-        raise ValueError(f"--cell-timeout {asked['cell_timeout']:g}: give more than 0 seconds")
-    device = asked["device"]
-    if others := others_on_gpu(device, arguments.allow_shared_gpu):
-        raise ValueError(others)
-    if arguments.kernels and device == "cpu":
+    longest = max(asked["seq_lens"])
+    if (tokens := steps // rounds * asked["batch_size"] * longest) > MAX_TOKENS:
         raise ValueError(
-            "--kernels: no NVIDIA GPU to time the kernels on; run it where there is one"
+            f"--steps {steps} of --batch-size {asked['batch_size']} are {tokens:,} tokens a round "
+            f"at {longest}, made before it begins: ask for {MAX_TOKENS:,} or fewer"
         )
-    variants = check_variants(arguments, device)
-    source = resolve(str(asked["model"]), arguments.cache.resolve(), arguments.seed)
-    read_examples(arguments.data)
-    check_vocabulary(source, load_tokenizer(source.tokenizer).get_vocab_size())
-    plan = Plan(
-        source=source,
-        data=arguments.data.resolve(),
-        cache=arguments.cache.resolve(),
-        lora=Lora(rank=arguments.rank, alpha=2 * arguments.rank),
-        seq_lens=tuple(sorted(set(asked["seq_lens"]))),
-        batch_size=asked["batch_size"],
-        steps=asked["steps"] // asked["rounds"],
-        checkpointing=arguments.checkpointing == "on",
-        padded=arguments.padded,
-        seed=arguments.seed,
-        device=device,
-        turn_steps=asked["turns"],
-    )
-    environment = machine.environment()
-    experiment = describe(plan, variants, asked["rounds"])
-    path = out_folder(arguments.out, environment, device) / "results.json"
-    fresh = store.new_results(recorded(argv), environment, experiment, rehearsal=device == "cpu")
-    results = store.continue_from(path, fresh)
-    check_writable(path.parent)
-    return plan, results, path
-
-
-def recorded(argv: list[str]) -> list[str]:
-    """The command line as results.json keeps it: without the folders it wrote to, which are its
-    user's own and say nothing of the numbers."""
-    kept: list[str] = []
-    words = iter(argv)
-    for word in words:
-        if word in ("--out", "--cache"):
-            next(words, None)
-        elif not word.startswith(("--out=", "--cache=")):
-            kept.append(Path(word).name if not kept else word)
-    return kept
-
-
-def others_on_gpu(device: str, allow_shared: bool) -> str | None:
-    """Why the GPU is not ours alone, in words. Between cells no process of ours holds it, so who
-    does is somebody else."""
-    others = machine.other_processes(own=0) if device == "cuda" and not allow_shared else None
-    if not others:
-        return None
-    return (
-        f"{others} other processes compute on the GPU and would disturb every time; stop them "
-        "(nvidia-smi lists them), or give --allow-shared-gpu"
-    )
-
-
-def at_least(least: int, flag: str, value: int) -> None:
-    if value < least:
-        raise ValueError(f"{flag} {value}: give {least} or more")
-
-
-def check_vocabulary(source: Source, tokens: int) -> None:
-    """A token beyond the embedding's last row would stop the GPU, not raise."""
-    config = json.loads((source.config or source.folder / "config.json").read_text())
-    rows = config.get("vocab_size", tokens)
-    if rows < tokens:
+    if not 0 < timeout_s <= MAX_TIMEOUT_S:
         raise ValueError(
-            f"--model {source.name}: its vocab_size is {rows}, its tokenizer has {tokens} tokens; "
-            "give a model with one row for each"
+            f"--cell-timeout {timeout_s:g}: give more than 0 seconds, {MAX_TIMEOUT_S:,} at most"
         )
+    if asked["device"] == "cpu":
+        if asked["kernels"]:
+            raise ValueError(
+                "--kernels: no NVIDIA GPU to time the kernels on; run it where there is one"
+            )
+        if asked["allow_shared_gpu"]:
+            raise ValueError("--allow-shared-gpu: a rehearsal uses no GPU; leave it out")
+    for name in asked["variants"] or ():
+        check_variant(name, asked["device"])
 
 
-def check_variants(arguments: argparse.Namespace, device: str) -> list[str]:
-    """The variants to run. One that cannot run is an error only when it was asked for by name."""
-    for name in arguments.variants or ():
-        if name not in VARIANTS:
-            raise ValueError(f"--variants {name}: unknown; there are {', '.join(VARIANTS)}")
-        if reason := why_unavailable(name, device):
-            raise ValueError(f"--variants {name}: {reason}")
-    return list(dict.fromkeys(arguments.variants or SUITES[arguments.suite]))
+def within(flag: str, value: int, least: int, most: int | None = None) -> None:
+    if value < least or (most is not None and value > most):
+        wanted = f"{least} or more" if most is None else f"{least} to {most}"
+        raise ValueError(f"{flag} {value}: give {wanted}")
+
+
+def check_variant(name: str, device: str) -> None:
+    """One that cannot run is an error only when it was asked for by name."""
+    if name not in VARIANTS:
+        near = get_close_matches(name, VARIANTS, n=3)
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise ValueError(f"--variants {name}: unknown; {hint}--help lists all {len(VARIANTS)}")
+    if reason := why_unavailable(name, device):
+        raise ValueError(f"--variants {name}: {reason}")
+
+
+def variants_of(asked: dict[str, Any]) -> list[str]:
+    return list(dict.fromkeys(asked["variants"] or SUITES[asked["suite"]]))
 
 
 def why_unavailable(variant: str, device: str) -> str | None:
@@ -227,51 +234,13 @@ def why_unavailable(variant: str, device: str) -> str | None:
     return None
 
 
-def describe(plan: Plan, variants: list[str], rounds: int) -> dict[str, Any]:
-    """The "experiment" part of results.json."""
-    tokens = {}
-    for seq_len in plan.seq_lens:
-        shares = token_shares(plan.batches(seq_len, plan.batch_size, plan.steps))
-        tokens[str(seq_len)] = {"padding": shares.padding, "labelled": shares.labelled}
-    return {
-        "model": plan.source.name,
-        "weights": plan.source.weights,
-        "dtype": "bfloat16",
-        "batch_size": plan.batch_size,
-        "seq_lens": list(plan.seq_lens),
-        "variants": variants,
-        "rounds": rounds,
-        "steps": plan.steps * rounds,
-        "turn_steps": plan.turn_steps,
-        "checkpointing": "on" if plan.checkpointing else "off",
-        "padded": plan.padded,
-        "lora": {
-            "rank": plan.lora.rank,
-            "alpha": plan.lora.alpha,
-            "dropout": plan.lora.dropout,
-            "bias": plan.lora.bias,
-            "targets": list(plan.lora.targets),
-        },
-        "optimizer": {"name": "AdamW", "lr": LEARNING_RATE, "fused": plan.device == "cuda"},
-        "seed": plan.seed,
-        "data_sha256": sha256_of(plan.data),
-        "tokens": tokens,
-    }
-
-
-def out_folder(out: Path | None, environment: dict[str, Any], device: str) -> Path:
-    if out is not None:
-        return out
-    if device == "cpu":
-        return HERE / "rehearsal"
-    return HERE / "runs" / environment["gpu"]["name"].lower().replace(" ", "-")
-
-
-def check_writable(folder: Path) -> None:
-    probe = folder / ".writable"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ValueError(f"--out {folder}: cannot be written ({error.strerror})") from None
+def others_on_gpu(device: str, allow_shared: bool) -> str | None:
+    """Why the GPU is not ours alone, in words. Between cells no process of ours holds it, so who
+    does is somebody else."""
+    others = machine.other_processes(own=0) if device == "cuda" and not allow_shared else None
+    if not others:
+        return None
+    return (
+        f"{others} other processes compute on the GPU and would disturb every time; stop them "
+        "(nvidia-smi lists them), or give --allow-shared-gpu"
+    )
