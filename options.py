@@ -10,7 +10,7 @@ import results as store
 from batches import load_tokenizer, read_examples, sha256_of, token_shares
 from cells import LEARNING_RATE, Plan
 from models import Lora
-from variants import SUITES, VARIANTS, missing_package
+from variants import GONE, SUITES, VARIANTS, missing_package
 from weights import Source, resolve
 
 HERE = Path(__file__).resolve().parent
@@ -206,6 +206,8 @@ def check_vocabulary(source: Source, tokens: int) -> None:
 def check_variants(arguments: argparse.Namespace, device: str) -> list[str]:
     """The variants to run. One that cannot run is an error only when it was asked for by name."""
     for name in arguments.variants or ():
+        if name in GONE:
+            raise ValueError(f"--variants {name}: {GONE[name]}")
         if name not in VARIANTS:
             raise ValueError(f"--variants {name}: unknown; there are {', '.join(VARIANTS)}")
         if reason := why_unavailable(name, device):

@@ -19,9 +19,8 @@ from fused_mlp.utils import compute_dtype
 
 from . import layer_sites
 from .bordered import Borders
-from .bordered_linear import Bordered, BorderedLinear
+from .bordered_linear import Bordered
 from .decoder_layer import DecoderLayer, FrozenLayer
-from .gate_up_swiglu import SwiGLU
 from .projection import read_projection, why_call
 from .recompute import is_recomputing
 from .site import FusedForward, parts_of, reason_in, why_not_class
@@ -53,7 +52,7 @@ def _read_group(
     own_forward: bool,
     names: tuple[str, ...],
 ) -> tuple | str:
-    """What BorderedLinear takes after x to stand in for these projections as they are now, or why
+    """The adapters and the buffer of these projections as they are now, or why
     it may not. An empty tuple where the model is not bordered yet, but may be."""
     group = None if borders is None else borders.group_of(projections[0])
     if borders is not None and group is not None and group.projections == projections:
@@ -66,11 +65,6 @@ def _read_group(
     return "its projections are not in the model's buffers as they were: call fuse again"
 
 
-def _read_named(owner: nn.Module, names: tuple[str, ...]) -> tuple | str:
-    projections = tuple(owner._modules[name] for name in names)
-    return _read_group(borders_of(owner), projections, True, names)  # type: ignore[arg-type]
-
-
 def _why_not_activation(mlp: Any) -> str | None:
     activation = mlp.act_fn
     if not isinstance(activation, nn.SiLU) and type(activation).__name__ != "SiLUActivation":
@@ -78,84 +72,6 @@ def _why_not_activation(mlp: Any) -> str | None:
     if (reason := why_call(activation)) is not None:
         return f"act_fn: {reason}"
     return None
-
-
-# --- projections alone ----------------------------------------------------------------------------
-
-
-def why_not_qkv(attention: Any) -> str | None:
-    return reason_in(_read_qkv(attention))
-
-
-def why_not_mlp(mlp: Any) -> str | None:
-    return reason_in(_read_mlp(mlp))
-
-
-def why_not_output(projection: Any) -> str | None:
-    return reason_in(_read_output(projection))
-
-
-def _read_qkv(attention: Any) -> tuple | str:
-    """What BorderedLinear takes after x to stand in for q, k and v, or why it may not."""
-    if (reason := why_not_class(attention, "Attention")) is not None:
-        return reason
-    return _read_named(attention, ("q_proj", "k_proj", "v_proj"))
-
-
-def _read_output(projection: Any) -> tuple | str:
-    if "forward" in vars(projection) and not parts_of(projection):
-        return "its forward has been replaced by something else"
-    read = _read_group(borders_of(projection), (projection,), False, ("o_proj",))
-    return read.removeprefix("o_proj: ") if isinstance(read, str) else read
-
-
-def _read_mlp(mlp: Any) -> tuple | str:
-    """What BorderedLinear takes after x for gate and up, and what for down, or why not."""
-    if (reason := why_not_class(mlp, "MLP") or _why_not_activation(mlp)) is not None:
-        return reason
-    gate_up, down = _read_named(mlp, ("gate_proj", "up_proj")), _read_named(mlp, ("down_proj",))
-    if (reason := reason_in(gate_up) or reason_in(down)) is not None:
-        return reason
-    return gate_up, down
-
-
-def mlp_forward(mlp: Any, parts: frozenset[str], x: Tensor) -> Tensor:
-    read = _read_mlp(mlp)
-    if isinstance(read, str):
-        return type(mlp).forward(mlp, x)
-    gate_up, down = read
-    return BorderedLinear.apply(SwiGLU.apply(BorderedLinear.apply(x, *gate_up)), *down)
-
-
-def output_forward(projection: Any, parts: frozenset[str], x: Tensor, *rest, **options):
-    read = _read_output(projection)
-    if isinstance(read, str) or rest or options:
-        return type(projection).forward(projection, x, *rest, **options)
-    return BorderedLinear.apply(x, *read)
-
-
-def attention_forward(
-    attention: Any,
-    parts: frozenset[str],
-    hidden_states: Tensor,
-    position_embeddings: tuple[Tensor, Tensor],
-    attention_mask: Tensor | None = None,
-    past_key_values=None,
-    **options,
-):
-    """layer_sites' own, with q, k and v from one product."""
-    read = _read_qkv(attention)
-    if isinstance(read, str):
-        return layer_sites.attention_forward(
-            attention, parts, hidden_states, position_embeddings, attention_mask, past_key_values,
-            **options,
-        )  # fmt: skip
-    by_head = (*hidden_states.shape[:-1], -1, attention.head_dim)
-    qkv = BorderedLinear.apply(hidden_states, *read)
-    q, k, v = (one.view(by_head) for one in qkv.split(read[-1].out_features, dim=-1))
-    return layer_sites.attend(
-        attention, parts, q, k, v, position_embeddings, attention_mask, past_key_values, **options
-    )
 
 
 # --- a whole layer --------------------------------------------------------------------------------

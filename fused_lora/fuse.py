@@ -6,7 +6,7 @@ call whether it may stand in for the module's own, and steps aside while it may 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import InitVar, dataclass, fields
 from typing import Any, NoReturn
 
 from torch import nn
@@ -16,7 +16,7 @@ from . import checkpoint
 from .bordered import Borders, border, unborder
 from .bordered_sites import BorderedForward, borders_of
 from .site import FusedForward, Site, parts_of
-from .sites import ON_BORDERS, PARTS
+from .sites import PARTS
 
 # What nn.DataParallel calls on every module of a model.
 REPLICATE = "_replicate_for_data_parallel"
@@ -32,11 +32,9 @@ class Fusion:
     rms_norm: every RMSNorm as one kernel; a layer's second with the residual's addition before it.
     cross_entropy: the loss without logits, in training with labels (`output.logits` is None). Calls
         with label_smoothing, z_loss or the like run transformers' own.
-    bordered: q, k and v; o; gate and up; down: each of the four as one product with its adapters in
-        it, on bordered weights (`bordered.py`), in the place of mlp and attention.
     layer: all of a decoder layer as one autograd function on bordered weights (`decoder_layer.py`):
-        what bordered, mlp, attention, rope and rms_norm fuse in it runs when it itself may not.
-        Both move the model's base weights into buffers that have room for the adapters.
+        what mlp, attention, rope and rms_norm fuse in it runs when it itself may not. It moves the
+        model's base weights into buffers that have room for the adapters.
     checkpoint: "full", "offload", "selective" or no ("none") gradient checkpointing of the layers
         (see `checkpoint.py`) in the place of the model's own; "" leaves that as it is. Where the
         model's is switched on or off later, as a trainer does, that policy is, not the options.
@@ -48,10 +46,14 @@ class Fusion:
     rope: bool = False
     rms_norm: bool = False
     cross_entropy: bool = False
-    bordered: bool = False
     layer: bool = False
     checkpoint: str = ""
     checkpoint_gib: float | None = None
+    bordered: InitVar[bool] = False  # what there was once
+
+    def __post_init__(self, bordered: bool) -> None:
+        if bordered:
+            raise ValueError("Fusion: bordered=True is no longer there: ask for layer=True instead")
 
 
 @dataclass(frozen=True)
@@ -99,12 +101,7 @@ def fuse(model: nn.Module, fusion: Fusion) -> FusionReport:
             "fuse: checkpoint concerns no module of this model: it has no layers of transformers' "
             "GradientCheckpointingLayer"
         )
-    if "bordered" in running and not running.isdisjoint({"mlp", "attention"}):
-        raise ValueError(
-            "fuse: bordered=True runs the projections that mlp=True and attention=True run, in "
-            "another way: ask for it without them, after unfuse if they are there"
-        )
-    on_borders = not ON_BORDERS.isdisjoint(wanted)
+    on_borders = "layer" in wanted
     borders = _borders_in(model)
     if on_borders and borders is not None:
         borders = _renew_borders(model)
@@ -123,7 +120,7 @@ def fuse(model: nn.Module, fusion: Fusion) -> FusionReport:
             runs = parts_of(module)
             if part in runs or (part in wanted and site.why_not(module) is None):
                 runs |= {part}
-                if ON_BORDERS.isdisjoint(runs):
+                if "layer" not in runs:
                     module.forward = FusedForward(site.forward, module, runs).forward
                 else:
                     assert borders is not None

@@ -74,6 +74,17 @@ def check_rows(name: str, kernel, shape: tuple[int, ...], **tensors: Tensor) -> 
             )
 
 
+def rows_and_intermediate(name: str, kernel, gate_up: Tensor) -> tuple[int, int]:
+    """Return (rows, intermediate) of gate_up [rows, 2 intermediate], or raise ValueError."""
+    check_rows(name, kernel, gate_up.shape, gate_up=gate_up)
+    rows, columns = gate_up.shape
+    if columns % 2:
+        raise ValueError(
+            f"{name}: gate_up is {list(gate_up.shape)}, should be [rows, 2 intermediate]"
+        )
+    return rows, columns // 2
+
+
 def check_alike(name: str, key: str, tensor: Tensor, first: Tensor) -> None:
     """Raise ValueError unless the tensor has the dtype and the device of the first."""
     if tensor.dtype != first.dtype or tensor.device != first.device:

@@ -263,3 +263,9 @@ def test_state_dict_is_unchanged(device):
     fused, plain, _ = pair(device)
     got, want = fused.state_dict(), plain.state_dict()
     assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_what_bordered_was_is_one_line_that_names_layer():
+    with pytest.raises(ValueError, match=r"^Fusion: bordered=True .* ask for layer=True instead$"):
+        Fusion(bordered=True)
+    assert Fusion(bordered=False) == Fusion()
