@@ -256,7 +256,7 @@ def bad(capsys, out, *arguments):
         (["--variants", "fusd_mlp"], "fusd_mlp: unknown; there are vanilla_peft, fused_mlp"),
         (
             ["--variants", "fused_bordered"],
-            "fused_bordered: it is no longer there: run fused_layer,",
+            "it is no longer there: run fused_layer, which",
         ),
         (["--seq-lens", "16", "0"], "--seq-lens 0: give 2 or more"),
         (["--seq-lens", "1"], "--seq-lens 1: give 2 or more"),
