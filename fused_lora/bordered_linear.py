@@ -1,11 +1,9 @@
 """Products with a bordered weight (`bordered.py`), for `decoder_layer.py`.
 
-With M = [[W, s B], [A, 0]], z = x A' and p = dy s B, K grows where what goes into the product is
-the narrow side, else N does:
+With M = [[W, s B], [A, 0]], z = x A' and p = dy s B:
 
-    y  = [x | z] M[:out]'      or  [y | z]  = x M[:, :in]',  then y  += z (s B)'
-    dx = [dy | p] M[:, :in]    or  [dx | p] = dy M[:out],    then dx += p A
-    dA = p' x,  dB = s dy' z
+    y  = [x | z] M[:out]'      or, before its addition of z (s B)',  [y | z]  = x M[:, :in]'
+    dx = [dy | p] M[:, :in]
 """
 
 from collections.abc import Sequence
@@ -17,38 +15,54 @@ from torch import Tensor
 from .rows import empty_rows
 
 
+class Buffer:
+    """The memory of one border, while something needs it.
+
+    matrix: [out + width, in + width]. bias: [out + width], zero after out, or None. holds: what
+    says whose adapters are in the border now, None for nobody knows whose.
+    """
+
+    def __init__(self, matrix: Tensor, bias: Tensor | None):
+        self.matrix, self.bias = matrix, bias
+        self.holds: tuple | None = None
+
+
 class Bordered(NamedTuple):
     """One buffer and how it is laid out: what the products below need and do not train."""
 
-    matrix: Tensor  # [out + width, in + width]
-    bias: Tensor | None  # [out + width], zero after out
+    buffer: Buffer
     in_features: int
     out_features: tuple[int, ...]  # of each projection; out is their sum
     blocks: tuple[int, ...]  # columns of the border for each; width is their sum, rounded up
     scalings: tuple[float, ...]
 
     @property
-    def out(self) -> int:
-        return sum(self.out_features)
+    def matrix(self) -> Tensor:
+        return self.buffer.matrix
 
     @property
-    def width(self) -> int:
-        return self.matrix.shape[1] - self.in_features
+    def bias(self) -> Tensor | None:
+        return self.buffer.bias
+
+    @property
+    def out(self) -> int:
+        return sum(self.out_features)
 
 
 def grow_k_forward(x_ext: Tensor, bordered: Bordered) -> Tensor:
     """y [T, out] from x_ext [T, in + width], whose first columns are x; x A' is written into the
     others. Equivalent: ``x_ext[:, in:] = x @ A.t(); x_ext @ M[:out].t() + bias``."""
-    matrix, bias, inputs, out = *bordered[:3], bordered.out
+    matrix, inputs, out = bordered.matrix, bordered.in_features, bordered.out
+    bias = bordered.bias
     torch.mm(x_ext[:, :inputs], matrix[out:, :inputs].t(), out=x_ext[:, inputs:])
     return _product(x_ext, matrix[:out], None if bias is None else bias[:out])
 
 
 def extended_product(x: Tensor, bordered: Bordered) -> Tensor:
     """[y | x A'] [T, out + width] from x [T, in]: ``x @ M[:, :in].t() + bias``."""
-    matrix, bias, inputs = bordered[:3]
+    matrix, inputs = bordered.matrix, bordered.in_features
     y_ext = empty_rows(x, x.shape[0], matrix.shape[0])
-    return _product(x, matrix[:, :inputs], bias, out=y_ext)
+    return _product(x, matrix[:, :inputs], bordered.bias, out=y_ext)
 
 
 def grow_k_backward(grad_ext: Tensor, bordered: Bordered) -> Tensor:

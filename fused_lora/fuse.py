@@ -13,8 +13,8 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from . import checkpoint
-from .bordered import Borders, border, unborder
-from .bordered_sites import BorderedForward, borders_of
+from .bordered import unborder
+from .bordered_sites import BorderedForward, border, borders_of
 from .site import FusedForward, Site, parts_of, share_told
 from .sites import PARTS
 
@@ -101,10 +101,6 @@ def fuse(model: nn.Module, fusion: Fusion) -> FusionReport:
             "fuse: checkpoint concerns no module of this model: it has no layers of transformers' "
             "GradientCheckpointingLayer"
         )
-    on_borders = "layer" in wanted
-    borders = _borders_in(model)
-    if on_borders and borders is not None:
-        borders = _renew_borders(model)
     for part in wanted:
         reasons = [(name, site.why_not(module)) for name, module, site in _candidates(model, part)]
         if all(reason for _, reason in reasons):
@@ -112,20 +108,19 @@ def fuse(model: nn.Module, fusion: Fusion) -> FusionReport:
             raise ValueError(
                 f"fuse: {part}=True fuses no module of this model: {reason}; leave {part} out"
             )
-    if on_borders and borders is None:
-        borders = border(model)
     # all that run fused, so that where a module runs several parts the last one's forward is set
     for part in PARTS:
         for _, module, site in list(_candidates(model, part, listed_only=False)):
             runs = parts_of(module)
             if part in runs or (part in wanted and site.why_not(module) is None):
                 runs |= {part}
-                if "layer" not in runs:
-                    module.forward = FusedForward(site.forward, module, runs).forward
+                if "layer" in runs:
+                    owner = BorderedForward(site.forward, module, runs, borders_of(module))
                 else:
-                    assert borders is not None
-                    module.forward = BorderedForward(site.forward, module, runs, borders).forward
+                    owner = FusedForward(site.forward, module, runs)
+                module.forward = owner.forward
     share_told(model)
+    border([(n, m) for n, m in model.named_modules() if "layer" in parts_of(m)])
     if policy is not None:
         policy.install(layers, last_runs_once="cross_entropy" in running)
         checkpoint.hold(model)
@@ -137,7 +132,6 @@ def unfuse(model: nn.Module) -> list[str]:
     """Give every fused module of `model` its own forward back, and bordered weights memory of
     their own; returns the names of the modules."""
     names = []
-    is_bordered = _borders_in(model) is not None
     checkpoint.let_go(model)
     for name, module in model.named_modules():
         if REPLICATE in vars(module):
@@ -148,8 +142,7 @@ def unfuse(model: nn.Module) -> list[str]:
         if checkpoint.policy_of(module):
             checkpoint.remove(module)
             names.append(name)
-    if is_bordered:
-        unborder(model)
+    unborder(model)
     return list(dict.fromkeys(names))
 
 
@@ -198,21 +191,6 @@ def _candidates(
         if site.is_listed or not listed_only:
             for name, module in site.candidates(model):
                 yield name, module, site
-
-
-def _borders_in(model: nn.Module) -> Borders | None:
-    """The buffers that fused modules of the model run on."""
-    return next(filter(None, map(borders_of, model.modules())), None)
-
-
-def _renew_borders(model: nn.Module) -> Borders:
-    """New buffers, for weights may have left theirs, in the place of those in use."""
-    borders = border(model)
-    for module in model.modules():
-        if borders_of(module) is not None:
-            owner: Any = module.forward
-            owner.__self__.borders = borders
-    return borders
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -15,10 +15,15 @@ ROW_BYTES = 128
 
 
 def empty_rows(like: Tensor, rows: int, columns: int) -> Tensor:
-    """A new [rows, columns] in like's dtype and place, its rows a multiple of 128 bytes apart."""
+    """A new [rows, columns] in like's dtype and place, its rows a multiple of 128 bytes apart.
+
+    On the CPU it is zeros: bf16 products of PyTorch 2.13 read on past the end of a row there and
+    multiply what they find by zero, which for NaN in fresh memory is NaN.
+    """
     multiple = ROW_BYTES // like.element_size()
     stride = -(-columns // multiple) * multiple
-    buffer = torch.empty(rows, stride, dtype=like.dtype, device=like.device)
+    new = torch.zeros if like.device.type == "cpu" else torch.empty
+    buffer = new(rows, stride, dtype=like.dtype, device=like.device)
     return buffer if stride == columns else buffer[:, :columns]
 
 
@@ -35,8 +40,11 @@ class Handover:
     that is given the gradient `take`s them, and may write into the other columns, which nobody else
     knows of. That spares a copy into wider rows, 134 MB at 16,384 tokens of 2,048. Whatever comes
     in between (a sum with another gradient, a hook, another graph) makes the gradient another
-    tensor, with which nothing is taken. One for each model.
+    tensor, with which nothing is taken. One for each model; a copy of it has nothing.
     """
+
+    def __reduce__(self):
+        return Handover, ()
 
     def __init__(self) -> None:
         # kept alive until then, so that no other tensor can have its memory

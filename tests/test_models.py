@@ -207,16 +207,12 @@ def test_a_step_shows_what_proves_its_parts_and_no_less_will_do(
     assert " ran 1 times in a step, for 2 modules" in not_run(graph, profile=less)
 
 
-def test_a_graph_refreshes_borders_and_says_that_there_is_no_mask(checkpoint, device):
+def test_a_graph_says_that_there_is_no_mask(checkpoint, device):
     built = make("fused_layer_graph", checkpoint, device)
     assert built.settings["graph"] is True and built.graph.eager_calls == EAGER_CALLS
-    (refresh,) = built.graph.after_update
-    assert refresh() == 2 * len(models.TARGETS)  # every adapter of two layers
     assert built.graph.step_for.func is GraphedStep
     assert built.graph.step_for.args == (built.model,)
-    assert built.graph.step_for.keywords["after_update"] == (refresh,)
     assert built.graph.no_mask == {"full_attention": None}
-    assert make("fused_all_graph", checkpoint, device).graph.after_update == ()
     eager = make("fused_layer", checkpoint, device)
     assert eager.graph is None and "graph" not in eager.settings
 
