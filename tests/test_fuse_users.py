@@ -74,14 +74,10 @@ def load(model):
 
 def hot_swap(model, r=8):
     config = LoraConfig(r=r, lora_alpha=20, target_modules=[*ATTENTION, *MLP])
-    shapes = {
-        n.replace(".default.", "."): [r if size == 8 else size for size in p.shape]
-        for n, p in adapters(model).items()
-    }
     device = next(model.parameters()).device
     state = {
-        name: random(*shape, seed=seed, scale=0.2, device=device)
-        for seed, (name, shape) in enumerate(shapes.items())
+        name: random(*p.shape, seed=seed, scale=0.2, device=device)
+        for seed, (name, p) in enumerate(adapters(model).items())
     }
     hotswap_adapter_from_state_dict(model, state, "default", config)
 
