@@ -3,6 +3,7 @@
 For a layer's input x [T, hidden], with M the bordered buffers (`bordered_linear.py`) of q, k and v,
 of o, of gate and up, and of down, forward in the order of execution:
 
+    sB, A   into M                                 of all seven adapters, in one launch
     n       = norm(x)                              into the first columns of [n | zn]
     zn      = n A'                                 into its others
     qkv     = [n | zn] M' + bias                   q, k and v side by side, in one product
@@ -15,7 +16,8 @@ of o, of gate and up, and of down, forward in the order of execution:
     h, zh   = silu(gate) up, h A'                  as [h | zh], in one pass
     output  = t + [h | zh] M'                      and the bias, if there is one
 
-Backward, for the incoming g:
+Backward, for the incoming g, with M as it was (the adapters are copied again if another forward has
+filled it since):
 
     ph      = g sB                                 into the other columns of [g | ph]
     dh      = [g | ph] M

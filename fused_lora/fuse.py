@@ -34,7 +34,9 @@ class Fusion:
         with label_smoothing, z_loss or the like run transformers' own.
     layer: all of a decoder layer as one autograd function on bordered weights (`decoder_layer.py`):
         what mlp, attention, rope and rms_norm fuse in it runs when it itself may not. It moves the
-        model's base weights into buffers that have room for the adapters.
+        model's base weights into buffers that have room for the adapters, and again whenever they
+        lie elsewhere. `unfuse` before the base model is saved from within PEFT; after
+        merge_and_unload it is saved as it is.
     checkpoint: "full", "offload", "selective" or no ("none") gradient checkpointing of the layers
         (see `checkpoint.py`) in the place of the model's own; "" leaves that as it is. Where the
         model's is switched on or off later, as a trainer does, that policy is, not the options.
