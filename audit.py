@@ -71,12 +71,11 @@ def not_run(recipe: Recipe, fused_modules: list[str], profile: Profile, on_gpu: 
             continue
         evidence = EVIDENCE[part]
         modules = [name for name in fused_modules if name.endswith(f": {part}")]
-        twice = sum(name.endswith(f".{evidence.twice_in}: {part}") for name in modules)
         ran = sum(
             times * profile.functions_seen.get(name, 0)
             for name, times in evidence.functions.items()
         )
-        expected = max(1, len(modules) + twice - evidence.without_backward)
+        expected = max(1, len(modules) - evidence.without_backward)
         if evidence.functions and has_functions and ran < expected:
             names = " and ".join(evidence.functions)
             return f"{names} ran {ran} times in a step, for {len(modules)} modules"

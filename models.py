@@ -36,15 +36,12 @@ class Graph(NamedTuple):
 
     step_for: makes the step, given its optimizer (`fused_lora.graph.GraphedStep`).
     eager_calls: how many of its calls are eager, before the one that captures it.
-    after_update: what the graph runs at its end, for what is computed from the adapters; whoever
-    changes the adapters otherwise calls it.
     no_mask: the attention_mask of a batch that has none.
     takes_max_labelled: whether the model computes the loss on `max_labelled_tokens` tokens alone.
     """
 
     step_for: Callable[[torch.optim.Optimizer], Callable[..., torch.Tensor]]
     eager_calls: int
-    after_update: tuple[Callable[[], Any], ...] = ()
     no_mask: dict[str, None] | None = None
     takes_max_labelled: bool = False
 
@@ -136,14 +133,10 @@ def build(
 
 
 def _graph_of(built: Built, takes_max_labelled: bool) -> Graph:
-    from fused_lora.bordered_sites import borders_of
     from fused_lora.graph import EAGER_CALLS, GraphedStep
 
-    borders = next(filter(None, map(borders_of, built.model.modules())), None)
-    after_update = () if borders is None else (borders.refresh,)
-    step_for = partial(GraphedStep, built.model, autocast=built.autocast, after_update=after_update)
-    no_mask = _no_mask_of(built.model)
-    return Graph(step_for, EAGER_CALLS, after_update, no_mask, takes_max_labelled)
+    step_for = partial(GraphedStep, built.model, autocast=built.autocast)
+    return Graph(step_for, EAGER_CALLS, _no_mask_of(built.model), takes_max_labelled)
 
 
 def _no_mask_of(model: torch.nn.Module) -> dict[str, None] | None:

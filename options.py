@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import machine
 from summary import NO_CHECKPOINTING
-from variants import SUITES, VARIANTS, missing_package
+from variants import GONE, SUITES, VARIANTS, missing_package
 
 HERE = Path(__file__).resolve().parent
 
@@ -208,6 +208,8 @@ def within(flag: str, value: int, least: int, most: int | None = None) -> None:
 
 def check_variant(name: str, device: str) -> None:
     """One that cannot run is an error only when it was asked for by name."""
+    if name in GONE:
+        raise ValueError(f"--variants {name}: {GONE[name]}")
     if name not in VARIANTS:
         near = get_close_matches(name, VARIANTS, n=3)
         hint = f"did you mean {' or '.join(near)}? " if near else ""

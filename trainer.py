@@ -258,9 +258,6 @@ class Trainer:
                 parameter.copy_(value)
                 for state in self.optimizer.state[parameter].values():
                     state.zero_()
-        # the first replay reads what the last one computed from the adapters, at its end
-        for refresh in self.graph.after_update if self.graph else ():
-            refresh()
 
 
 def is_steady(times_ms: list[float]) -> bool:

@@ -43,11 +43,7 @@ EXPERIMENT = {
     # alternating rounds put all the others between the two.
     "vanilla_peft_again": Recipe(),
 }
-ALONE = {
-    **{f"fused_{part}": Recipe(fused=(part,)) for part in PARTS},
-    # in the place of the MLP's and attention's own
-    "fused_bordered": Recipe(fused=("bordered",)),
-}
+ALONE = {f"fused_{part}": Recipe(fused=(part,)) for part in PARTS}
 TOGETHER = {
     "fused_all": Recipe(fused=PARTS),
     **{f"fused_all_but_{part}": Recipe(fused=tuple(p for p in PARTS if p != part))
@@ -119,6 +115,12 @@ for _name in ("parts", "peers", "fastest"):
     SUITES[_name] = SUITES[_name] | _without_checkpointing(SUITES[_name])
 SUITES["all"] = SUITES["experiment"] | SUITES["parts"] | SUITES["peers"] | SUITES["fastest"]
 VARIANTS = SUITES["all"]
+# What published results have and nobody can run any more, and what took its place.
+GONE = {
+    name + twin: f"it is no longer there: run fused_layer{twin}, which computes the same and more"
+    for name in ("fused_bordered",)
+    for twin in ("", NO_CHECKPOINTING)
+}
 
 
 class Evidence(NamedTuple):
@@ -128,13 +130,11 @@ class Evidence(NamedTuple):
     functions: their names, and for how many of these modules each stands.
     kernels: their names, or what is in the name of each that may be the one.
     without_backward: how many of the modules have none: nothing before the first norm is trained.
-    twice_in: the name, within its layer, of a module that runs the function twice.
     """
 
     functions: dict[str, int]
     kernels: tuple[str, ...] = ()
     without_backward: int = 0
-    twice_in: str = ""
 
 
 EVIDENCE = {  # by fused part, and for a library as a whole
@@ -150,8 +150,6 @@ EVIDENCE = {  # by fused part, and for a library as a whole
         without_backward=1,
     ),
     "cross_entropy": Evidence({"LinearCrossEntropyBackward": 1}, ("_cross_entropy_kernel",)),
-    # q, k and v; o; and of an MLP gate and up, then down. Its products are the library's kernels
-    "bordered": Evidence({"BorderedLinearBackward": 1}, twice_in="mlp"),
     "layer": Evidence(
         {"DecoderLayerBackward": 1},
         ("_add_adapted_kernel", "_rope_kernel", "_swiglu_forward_product_kernel",

@@ -14,8 +14,7 @@ from .swiglu_products_backward import Product
 class AdapterSums:
     """Gradients of adapters, each added where a backward has what it is made of, computed at once.
 
-    What is added is kept until then. Equivalent to `bordered_linear.adapter_gradients` called in
-    the place of each `add`, but that every gradient has a storage of its own.
+    What is added is kept until then. Every gradient has a storage of its own.
     """
 
     def __init__(self) -> None:

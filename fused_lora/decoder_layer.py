@@ -3,6 +3,7 @@
 For a layer's input x [T, hidden], with M the bordered buffers (`bordered_linear.py`) of q, k and v,
 of o, of gate and up, and of down, forward in the order of execution:
 
+    sB, A   into M                                 of all seven adapters, in one launch
     n       = norm(x)                              into the first columns of [n | zn]
     zn      = n A'                                 into its others
     qkv     = [n | zn] M' + bias                   q, k and v side by side, in one product
@@ -15,7 +16,8 @@ of o, of gate and up, and of down, forward in the order of execution:
     h, zh   = silu(gate) up, h A'                  as [h | zh], in one pass
     output  = t + [h | zh] M'                      and the bias, if there is one
 
-Backward, for the incoming g:
+Backward, for the incoming g, with M as it was (the adapters are copied again if another forward has
+filled it since):
 
     ph      = g sB                                 into the other columns of [g | ph]
     dh      = [g | ph] M
@@ -55,6 +57,7 @@ from torch import Tensor
 from fused_mlp.utils import compute_dtype, without_autocast
 
 from .adapter_sums import AdapterSums
+from .bordered import LayerBorders
 from .bordered_linear import (
     Bordered,
     check_adapters,
@@ -67,7 +70,7 @@ from .qkv_attention import Attention, attention_backward, attention_forward
 from .qkv_rope import rope_forward
 from .recompute import once
 from .residual_kernels import add_adapted, rms_norm_backward, rms_norm_forward
-from .rows import Handover, as_rows, empty_rows
+from .rows import as_rows, empty_rows
 from .swiglu_bordered import add_down, swiglu_gradients
 
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
@@ -88,7 +91,7 @@ class FrozenLayer(NamedTuple):
     heads: int
     kv_heads: int
     attention_scaling: float
-    handover: Handover
+    borders: LayerBorders
     # False while checkpointing runs a layer again for what it saves: output is then not computed
     output_needed: bool = True
     # [n], of batch * positions: the only tokens whose output is wanted, each once; that of others
@@ -115,8 +118,7 @@ class DecoderLayer(torch.autograd.Function):
         cos, sin: [batch or 1, positions, head_dim], as rope's. They get no gradient.
         mask: None, for causal attention, or what scaled_dot_product_attention takes. Likewise.
         adapters: A [r, in] and B [out, r] of q, k, v, o, gate, up and down, 14 tensors in bf16,
-            fp16 or fp32. They get the gradients; their values are those in the borders, which must
-            be fresh (`Borders.read`).
+            fp16 or fp32. They are copied into the borders, in the buffers' dtype and scaled.
         frozen: the buffers and norms, in hidden's dtype, and for which tokens the layer's output is
             wanted: of the others it computes norm, q, k, v and attention alone.
 
@@ -126,15 +128,18 @@ class DecoderLayer(torch.autograd.Function):
         one. Those of A and B are summed in fp32, and contiguous. The rows of hidden's are further
         apart than they are long.
 
-    Saved for backward: hidden, cos, sin, mask, the rows that are wanted, the norms, the buffers and
-    what the file's docstring lists, from t on of those rows alone. No input, no incoming gradient
-    and no saved tensor is written, so a second backward through a retained graph is right.
+    Saved for backward: hidden, cos, sin, mask, the rows that are wanted, the norms, the adapters
+    and what the file's docstring lists, from t on of those rows alone. The buffers are kept beside
+    them: where another forward has filled the borders since, backward fills them again. No input,
+    no incoming gradient and no saved tensor is written, so a second backward through a retained
+    graph is right.
     Deterministic where attention's backward is that of `causal_attention_backward.py`, else as that
     is. Not twice differentiable.
 
     Raises:
         ValueError: shapes or dtypes do not fit.
-        RuntimeError: from backward, under create_graph=True, or if a border was refreshed since.
+        RuntimeError: from backward, under create_graph=True, or if an adapter was changed in place
+            since.
     """
 
     @staticmethod
@@ -143,6 +148,7 @@ class DecoderLayer(torch.autograd.Function):
         _check(hidden, cos, sin, adapters, frozen)
         width = hidden.shape[2]
         x = as_rows(hidden)
+        frozen.borders.fill([getattr(frozen, name) for name in GROUPS], adapters)
 
         normed = empty_rows(x, len(x), frozen.qkv.matrix.shape[1])
         input_rstd = rms_norm_forward(x, frozen.input_norm, frozen.input_eps, normed[:, :width])
@@ -179,17 +185,13 @@ class DecoderLayer(torch.autograd.Function):
             output.view(x.shape).index_copy_(0, frozen.rows, sums)
 
         ctx.kinds = kinds_of(adapters)
-        # without the tensors, which save_for_backward keeps and watches
-        ctx.frozen = frozen._replace(
-            input_norm=None, post_norm=None, rows=None,
-            **{name: getattr(frozen, name)._replace(matrix=None, bias=None) for name in GROUPS},
-        )  # fmt: skip
+        # without the tensors that save_for_backward keeps and watches
+        ctx.frozen = frozen._replace(input_norm=None, post_norm=None, rows=None)
         ctx.save_for_backward(
             hidden, cos, sin, mask, frozen.rows,
             normed, input_rstd, qkv, attended, z_o,
             total, post_normed, post_rstd, gate_up, z_down,
-            frozen.input_norm, frozen.post_norm, *(getattr(frozen, n).matrix for n in GROUPS),
-            *attention_saved,
+            frozen.input_norm, frozen.post_norm, *adapters, *attention_saved,
         )  # fmt: skip
         return output
 
@@ -205,15 +207,12 @@ class DecoderLayer(torch.autograd.Function):
             hidden, cos, sin, mask, rows,
             normed, input_rstd, qkv, attended, z_o,
             total, post_normed, post_rstd, gate_up, z_down,
-            input_norm, post_norm, qkv_matrix, o_matrix, gate_up_matrix, down_matrix,
-            *attention_saved,
+            input_norm, post_norm, *rest,
         ) = ctx.saved_tensors  # fmt: skip
-        of_qkv, of_o, of_gate_up, of_down = (
-            getattr(ctx.frozen, name)._replace(matrix=matrix)
-            for name, matrix in zip(
-                GROUPS, (qkv_matrix, o_matrix, gate_up_matrix, down_matrix), strict=True
-            )
-        )
+        adapters, attention_saved = rest[: len(ctx.kinds)], rest[len(ctx.kinds) :]
+        frozen = ctx.frozen
+        of_qkv, of_o, of_gate_up, of_down = groups = [getattr(frozen, name) for name in GROUPS]
+        frozen.borders.refill(groups, adapters)
         need_hidden = ctx.needs_input_grad[0]
         need_qkv, need_o, need_gate_up, need_down = _by_group(ctx.needs_input_grad[4:-1])
         kinds_qkv, kinds_o, kinds_gate_up, kinds_down = _by_group(ctx.kinds)
@@ -223,12 +222,12 @@ class DecoderLayer(torch.autograd.Function):
 
         with without_autocast(hidden):
             # output = total + down(silu(gate) up)
-            grad = ctx.frozen.handover.take(grad_output, down_matrix.shape[0])
+            grad = frozen.borders.handover.take(grad_output, of_down.matrix.shape[0])
             if grad is None or rows is not None:
-                grad = empty_rows(x, len(total), down_matrix.shape[0])
+                grad = empty_rows(x, len(total), of_down.matrix.shape[0])
                 grad[:, :width].copy_(_wanted(as_rows(grad_output), rows))
             grad_swiglu = grow_k_backward(grad, of_down)
-            grad_gate_up = empty_rows(x, len(total), gate_up_matrix.shape[0])
+            grad_gate_up = empty_rows(x, len(total), of_gate_up.matrix.shape[0])
             grad_down_A, grad_gate_B, grad_up_B = swiglu_gradients(
                 grad_swiglu, gate_up, grad[:, width:], post_normed[:, width:], of_gate_up,
                 (kinds_down[0], *kinds_gate_up[1::2]), (need_down[0], *need_gate_up[1::2]),
@@ -245,7 +244,7 @@ class DecoderLayer(torch.autograd.Function):
                 of_gate_up, kinds_gate_up, (need_gate_up[0], False, need_gate_up[2], False),
                 post_normed[:, :width], None, None, grad_gate_up[:, of_gate_up.out :],
             )  # fmt: skip
-            grad_total = empty_rows(x, len(total), o_matrix.shape[0])
+            grad_total = empty_rows(x, len(total), of_o.matrix.shape[0])
             rms_norm_backward(
                 grad_normed, grad[:, :width], total, post_norm, post_rstd, grad_total[:, :width]
             )
@@ -262,7 +261,7 @@ class DecoderLayer(torch.autograd.Function):
                 adapter_sums.compute()  # of as many tokens, and not of all as those that follow
                 grad_attended = _spread(grad_attended, rows, len(x))
                 grad_total = _spread(grad_total, rows, len(x))
-            grad_qkv = empty_rows(x, len(x), qkv_matrix.shape[0])
+            grad_qkv = empty_rows(x, len(x), of_qkv.matrix.shape[0])
             attention_backward(
                 grad_attended, qkv, cos, sin, mask, attended, attention_saved, ctx.attention,
                 grad_qkv[:, : of_qkv.out],
@@ -275,14 +274,14 @@ class DecoderLayer(torch.autograd.Function):
                 grad_normed = grow_k_backward(grad_qkv, of_qkv)
                 grad_z = grad_qkv[:, of_qkv.out :]
                 # as the layer before would have it, in whose backward it is most likely to go
-                wide = empty_rows(x, len(x), down_matrix.shape[0])
+                wide = empty_rows(x, len(x), of_down.matrix.shape[0])
                 rms_norm_backward(
                     grad_normed, grad_total, x, input_norm, input_rstd, wide[:, :width]
                 )
-                ctx.frozen.handover.offer(wide)
+                frozen.borders.handover.offer(wide)
                 grad_hidden = wide[:, :width].view(hidden.shape)
             elif any(need_qkv[::2]):
-                grad_z = grad_qkv[:, : of_qkv.out] @ qkv_matrix[: of_qkv.out, width:]
+                grad_z = grad_qkv[:, : of_qkv.out] @ of_qkv.matrix[: of_qkv.out, width:]
             grad_attention = adapter_sums.add(
                 of_qkv, kinds_qkv, need_qkv,
                 normed[:, :width], grad_qkv[:, : of_qkv.out], normed[:, width:], grad_z,

@@ -6,17 +6,17 @@ call whether it may stand in for the module's own, and steps aside while it may 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import InitVar, dataclass, fields
 from typing import Any, NoReturn
 
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from . import checkpoint
-from .bordered import Borders, border, unborder
-from .bordered_sites import BorderedForward, borders_of
-from .site import FusedForward, Site, parts_of
-from .sites import ON_BORDERS, PARTS
+from .bordered import unborder
+from .bordered_sites import BorderedForward, border, borders_of
+from .site import FusedForward, Site, parts_of, share_told
+from .sites import PARTS
 
 # What nn.DataParallel calls on every module of a model.
 REPLICATE = "_replicate_for_data_parallel"
@@ -32,11 +32,11 @@ class Fusion:
     rms_norm: every RMSNorm as one kernel; a layer's second with the residual's addition before it.
     cross_entropy: the loss without logits, in training with labels (`output.logits` is None). Calls
         with label_smoothing, z_loss or the like run transformers' own.
-    bordered: q, k and v; o; gate and up; down: each of the four as one product with its adapters in
-        it, on bordered weights (`bordered.py`), in the place of mlp and attention.
     layer: all of a decoder layer as one autograd function on bordered weights (`decoder_layer.py`):
-        what bordered, mlp, attention, rope and rms_norm fuse in it runs when it itself may not.
-        Both move the model's base weights into buffers that have room for the adapters.
+        what mlp, attention, rope and rms_norm fuse in it runs when it itself may not. It moves the
+        model's base weights into buffers that have room for the adapters, and again whenever they
+        lie elsewhere. `unfuse` before the base model is saved from within PEFT; after
+        merge_and_unload it is saved as it is.
     checkpoint: "full", "offload", "selective" or no ("none") gradient checkpointing of the layers
         (see `checkpoint.py`) in the place of the model's own; "" leaves that as it is. Where the
         model's is switched on or off later, as a trainer does, that policy is, not the options.
@@ -48,10 +48,14 @@ class Fusion:
     rope: bool = False
     rms_norm: bool = False
     cross_entropy: bool = False
-    bordered: bool = False
     layer: bool = False
     checkpoint: str = ""
     checkpoint_gib: float | None = None
+    bordered: InitVar[bool] = False  # what there was once
+
+    def __post_init__(self, bordered: bool) -> None:
+        if bordered:
+            raise ValueError("Fusion: bordered=True is no longer there: ask for layer=True instead")
 
 
 @dataclass(frozen=True)
@@ -99,15 +103,6 @@ def fuse(model: nn.Module, fusion: Fusion) -> FusionReport:
             "fuse: checkpoint concerns no module of this model: it has no layers of transformers' "
             "GradientCheckpointingLayer"
         )
-    if "bordered" in running and not running.isdisjoint({"mlp", "attention"}):
-        raise ValueError(
-            "fuse: bordered=True runs the projections that mlp=True and attention=True run, in "
-            "another way: ask for it without them, after unfuse if they are there"
-        )
-    on_borders = not ON_BORDERS.isdisjoint(wanted)
-    borders = _borders_in(model)
-    if on_borders and borders is not None:
-        borders = _renew_borders(model)
     for part in wanted:
         reasons = [(name, site.why_not(module)) for name, module, site in _candidates(model, part)]
         if all(reason for _, reason in reasons):
@@ -115,19 +110,19 @@ def fuse(model: nn.Module, fusion: Fusion) -> FusionReport:
             raise ValueError(
                 f"fuse: {part}=True fuses no module of this model: {reason}; leave {part} out"
             )
-    if on_borders and borders is None:
-        borders = border(model)
     # all that run fused, so that where a module runs several parts the last one's forward is set
     for part in PARTS:
         for _, module, site in list(_candidates(model, part, listed_only=False)):
             runs = parts_of(module)
             if part in runs or (part in wanted and site.why_not(module) is None):
                 runs |= {part}
-                if ON_BORDERS.isdisjoint(runs):
-                    module.forward = FusedForward(site.forward, module, runs).forward
+                if "layer" in runs:
+                    owner = BorderedForward(site.forward, module, runs, borders_of(module))
                 else:
-                    assert borders is not None
-                    module.forward = BorderedForward(site.forward, module, runs, borders).forward
+                    owner = FusedForward(site.forward, module, runs)
+                module.forward = owner.forward
+    share_told(model)
+    border([(n, m) for n, m in model.named_modules() if "layer" in parts_of(m)])
     if policy is not None:
         policy.install(layers, last_runs_once="cross_entropy" in running)
         checkpoint.hold(model)
@@ -139,7 +134,6 @@ def unfuse(model: nn.Module) -> list[str]:
     """Give every fused module of `model` its own forward back, and bordered weights memory of
     their own; returns the names of the modules."""
     names = []
-    is_bordered = _borders_in(model) is not None
     checkpoint.let_go(model)
     for name, module in model.named_modules():
         if REPLICATE in vars(module):
@@ -150,8 +144,7 @@ def unfuse(model: nn.Module) -> list[str]:
         if checkpoint.policy_of(module):
             checkpoint.remove(module)
             names.append(name)
-    if is_bordered:
-        unborder(model)
+    unborder(model)
     return list(dict.fromkeys(names))
 
 
@@ -200,21 +193,6 @@ def _candidates(
         if site.is_listed or not listed_only:
             for name, module in site.candidates(model):
                 yield name, module, site
-
-
-def _borders_in(model: nn.Module) -> Borders | None:
-    """The buffers that fused modules of the model run on."""
-    return next(filter(None, map(borders_of, model.modules())), None)
-
-
-def _renew_borders(model: nn.Module) -> Borders:
-    """New buffers, for weights may have left theirs, in the place of those in use."""
-    borders = border(model)
-    for module in model.modules():
-        if borders_of(module) is not None:
-            owner: Any = module.forward
-            owner.__self__.borders = borders
-    return borders
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

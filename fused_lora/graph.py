@@ -94,8 +94,8 @@ class GraphedStep:
         max_grad_norm: None clips nothing.
         accumulation_steps: backward gets the loss divided by it; returned is the loss undivided.
             Leave it with `num_items_in_batch`, which divides already.
-        after_update: called at the end of every update and captured with it, for what is computed
-            from the parameters (`Borders.refresh`).
+        after_update: called at the end of every update and captured with it, for what your model
+            computes from its parameters between steps.
         max_graphs: how many of these there may be.
 
     Raises:

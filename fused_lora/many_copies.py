@@ -3,26 +3,25 @@
     target_i = scaling_i source_i       [rows_i, columns_i], i = 1 ... n
 
 PyTorch's `_foreach_copy_` is one kernel only where every target is dense, and the adapters' places
-in a border are not: of 36 layers' 504 matrices it makes 504 launches. Here a table in the GPU's
-memory says where each lies, and one launch walks through all of it. The table stays as long as no
-address changes, so a CUDA graph may hold the launch. What is not on one GPU, or too large, or in
-dtypes without a kernel, PyTorch copies.
+in a border are not: of a layer's 14 matrices it makes 14 launches. Here a table in the GPU's memory
+says where each lies, and one launch walks through all of it. The table stays as long as no address
+changes, so a CUDA graph may hold the launch. What is not on one GPU, or too large, or in dtypes
+without a kernel, PyTorch copies.
 
-Traffic: every source read once, every target written once: at rank 32, from fp32 to bf16, 60 M
+Traffic: every source read once, every target written once: at rank 32, from fp32 to bf16, the 60 M
 elements of Qwen2.5-3B are 360 MB. Arithmetic is fp32 and rounds once, at the store.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from math import gcd
-from operator import is_
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fused_mlp.launching import DTYPES, cdiv, launch
+from fused_mlp.launching import DTYPES, cdiv, is_capturing, launch
 
 # Elements of a program. The adapters of Qwen2.5-3B have 65,536 to 352,256: 16 to 86 programs each.
 BLOCK = 4096
@@ -30,6 +29,9 @@ BLOCK = 4096
 # A matrix has less: an element's index is int32. A GPU divides int64 by so many instructions that
 # they would take longer than the traffic.
 MAX_ELEMENTS = 2**31
+
+# Tables that are kept: one for each adapter that takes turns.
+MAX_TABLES = 8
 
 # Elements that one division is for, and one instruction copies, where rows and addresses allow it.
 MAX_RUN = 8
@@ -58,6 +60,7 @@ def _copy_kernel(
     target_ptr = tl.multiple_of(target_ptr, RUN * target_bytes)
     runs_of_row = tl.load(table_ptr + 2).to(tl.int32) // RUN
     runs = tl.load(table_ptr + 3).to(tl.int32) // RUN
+    readable = tl.where(tl.load(table_ptr) == 0, 0, runs)  # of no source, nothing
     source_row_stride = tl.multiple_of(tl.load(table_ptr + 4), RUN)
     target_row_stride = tl.multiple_of(tl.load(table_ptr + 5), RUN)
     run = tl.load(starts_ptr + program) // RUN + tl.arange(0, BLOCK // RUN)[:, None]
@@ -65,99 +68,129 @@ def _copy_kernel(
     # int64: rows may lie further apart than they are long
     row = (run // runs_of_row).to(tl.int64)
     column = run % runs_of_row * RUN + tl.arange(0, RUN)[None, :]
-    value = tl.load(source_ptr + row * source_row_stride + column, mask=mask).to(tl.float32)
+    value = tl.load(
+        source_ptr + row * source_row_stride + column, mask=run < readable, other=0.0
+    ).to(tl.float32)
     value = (value * scaling).to(target_ptr.dtype.element_ty)
     tl.store(target_ptr + row * target_row_stride + column, value, mask=mask)
 
 
+# Where to, from where (None: zeros) and times what.
+Matrices = tuple[Sequence[Tensor], Sequence[Tensor | None], Sequence[float]]
+
+
 class _Table(NamedTuple):
-    given: tuple[Sequence[Tensor], Sequence[Tensor], Sequence[float]]
-    key: tuple
     table: Tensor
     scalings: Tensor
     entries: Tensor
     starts: Tensor
+    source_like: Tensor
+    target_like: Tensor
     run: int
 
 
 class ManyCopies:
-    """``ManyCopies().copy(targets, sources, scalings)``, the same object for the same matrices.
+    """``ManyCopies().copy(key, matrices)``, where ``matrices()`` is (targets, sources, scalings).
 
     Equivalent PyTorch::
 
-        for target, source, scaling in zip(targets, sources, scalings):
-            target.copy_(source * scaling)
+        for target, source, scaling in zip(*matrices()):
+            target.copy_(0.0 if source is None else source * scaling)
 
     targets, sources: [rows, columns] each, of any strides, dtypes and devices. Targets do not
-    overlap. On a GPU the first call for a set of addresses copies a table there, which no capture
-    of a CUDA graph allows; the next ones do not. Tensors of the very same sequences are taken to
-    lie where they did. Autograd sees the targets change.
+    overlap. key: what is the same only while the same matrices lie where they lay, with the same
+    scalings; on a GPU `matrices` is not called for a key that is known. The first call for it
+    copies a table there; in a capture of a CUDA graph, which allows no such copy, PyTorch copies.
+    The tables that a graph holds stay as long as this object.
+
+    Autograd does not see the targets change where the kernel writes them.
 
     Raises:
         ValueError: there are not as many targets as sources and scalings, or shapes differ.
     """
 
+    def __reduce__(self):
+        return ManyCopies, ()  # a copy of it knows nothing: its matrices lie elsewhere
+
     def __init__(self) -> None:
-        self._table: _Table | None = None
+        # whether a CUDA graph may do some of the copies again, of which nobody is told
+        self.is_captured = False
+        self._tables: dict[Hashable, _Table] = {}
+        self._captured: list[_Table] = []
 
-    def copy(
-        self, targets: Sequence[Tensor], sources: Sequence[Tensor], scalings: Sequence[float]
-    ) -> None:
-        if not targets:
-            return
-        given = targets, sources, scalings
-        if self._table is not None and all(map(is_, self._table.given, given)):
-            self._launch(self._table, targets, sources)
-            return
-        if not _has_kernel(targets, sources):
-            _check(targets, sources, scalings)
-            wide = [s.to(torch.promote_types(s.dtype, torch.float32)) for s in sources]
-            torch._foreach_copy_(list(targets), torch._foreach_mul(wide, list(scalings)))
-            return
-        places = [(t.data_ptr(), *t.shape, t.stride(0)) for t in (*targets, *sources)]
-        key = *places, *scalings, targets[0].dtype, sources[0].dtype, targets[0].device
-        if self._table is None or self._table.key != key:
-            _check(targets, sources, scalings)
-            self._table = _table_of(key, *given)
-        self._table = self._table._replace(given=given)
-        self._launch(self._table, targets, sources)
-
-    @staticmethod
-    def _launch(table: _Table, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        _, _, *arrays, run = table
+    def copy(self, key: Hashable, matrices: Callable[[], Matrices]) -> None:
+        table = self._tables.get(key)
+        if table is None:
+            given = matrices()
+            _check(*given)
+            targets, sources, scalings = given
+            if not targets:
+                return
+            self.is_captured |= is_capturing(targets[0])
+            if not _has_kernel(targets, sources) or is_capturing(targets[0]):
+                _copy_by_pytorch(targets, sources, scalings)
+                return
+            table = self._tables[key] = _table_of(*given)
+            if len(self._tables) > MAX_TABLES:
+                del self._tables[next(iter(self._tables))]
+        if is_capturing(table.table) and not any(one is table for one in self._captured):
+            self.is_captured = True
+            self._captured.append(table)
         programs = len(table.entries)
         if programs:  # an empty grid cannot be launched
-            launch(_copy_kernel, (programs,), *arrays, sources[0], targets[0], BLOCK, run)
-        torch.autograd.graph.increment_version(targets)
+            launch(_copy_kernel, (programs,), *table[:-1], BLOCK, table.run)
+
+
+def _copy_by_pytorch(
+    targets: Sequence[Tensor], sources: Sequence[Tensor | None], scalings: Sequence[float]
+) -> None:
+    zeros = [t for t, source in zip(targets, sources, strict=True) if source is None]
+    copied = [t for t, source in zip(targets, sources, strict=True) if source is not None]
+    if zeros:
+        torch._foreach_zero_(zeros)
+    if copied:
+        wide = [s.to(torch.promote_types(s.dtype, torch.float32)) for s in sources if s is not None]
+        factors = [f for f, source in zip(scalings, sources, strict=True) if source is not None]
+        torch._foreach_copy_(copied, torch._foreach_mul(wide, factors))
 
 
 def _table_of(
-    key: tuple, targets: Sequence[Tensor], sources: Sequence[Tensor], scalings: Sequence[float]
+    targets: Sequence[Tensor], sources: Sequence[Tensor | None], scalings: Sequence[float]
 ) -> _Table:
     rows, entries, starts, run = [], [], [], MAX_RUN
     for entry, (target, source) in enumerate(zip(targets, sources, strict=True)):
         size = target.numel()
-        strides = source.stride(0), target.stride(0)
-        rows.append((source.data_ptr(), target.data_ptr(), max(target.shape[1], 1), size, *strides))
+        address, stride = (0, 0) if source is None else (source.data_ptr(), source.stride(0))
+        columns = max(target.shape[1], 1)
+        rows.append((address, target.data_ptr(), columns, size, stride, target.stride(0)))
         if size:
-            addresses = (t.data_ptr() // t.element_size() for t in (source, target))
-            run = gcd(run, target.shape[1], *strides, *addresses)
+            run = gcd(run, target.shape[1], stride, target.stride(0))
+            run = gcd(run, target.data_ptr() // target.element_size())
+            if source is not None:
+                run = gcd(run, address // source.element_size())
         for block in range(cdiv(size, BLOCK)):
             entries.append(entry)
             starts.append(block * BLOCK)
     device = targets[0].device
+    source_dtype = next((s.dtype for s in sources if s is not None), targets[0].dtype)
+
+    def array(values: Any, dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
     return _Table(
-        (targets, sources, scalings),
-        key,
-        torch.tensor(rows, dtype=torch.int64, device=device),
-        torch.tensor(scalings, dtype=torch.float32, device=device),
-        torch.tensor(entries, dtype=torch.int32, device=device),
-        torch.tensor(starts, dtype=torch.int32, device=device),
+        array(rows, torch.int64),
+        array(scalings, torch.float32),
+        array(entries, torch.int32),
+        array(starts, torch.int32),
+        array([0], source_dtype),
+        array([0], targets[0].dtype),
         run,
     )
 
 
-def _check(targets: Sequence[Tensor], sources: Sequence[Tensor], scalings: Sequence[float]) -> None:
+def _check(
+    targets: Sequence[Tensor], sources: Sequence[Tensor | None], scalings: Sequence[float]
+) -> None:
     """Raise ValueError where the matrices do not fit together."""
     if not len(targets) == len(sources) == len(scalings):
         raise ValueError(
@@ -165,22 +198,25 @@ def _check(targets: Sequence[Tensor], sources: Sequence[Tensor], scalings: Seque
             "scalings given, should be one of each for every matrix"
         )
     for i, (target, source) in enumerate(zip(targets, sources, strict=True)):
-        if target.ndim != 2 or source.shape != target.shape:
+        shape = target.shape if source is None else source.shape
+        if target.ndim != 2 or shape != target.shape:
             raise ValueError(
                 f"ManyCopies: target {i} is {list(target.shape)} and source {i} "
-                f"{list(source.shape)}, should both be [rows, columns]"
+                f"{list(shape)}, should both be [rows, columns]"
             )
 
 
-def _has_kernel(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> bool:
+def _has_kernel(targets: Sequence[Tensor], sources: Sequence[Tensor | None]) -> bool:
     """Whether all are on one GPU, targets and sources of one dtype each, rows in one piece, and
     none too large."""
-    device, to, of = targets[0].device, targets[0].dtype, sources[0].dtype
+    device, to = targets[0].device, targets[0].dtype
+    there = [source for source in sources if source is not None]
+    of = there[0].dtype if there else to
     return (
         device.type == "cuda"
         and to in DTYPES
         and of in DTYPES
         and all(t.dtype == to and t.device == device and t.stride(-1) == 1 for t in targets)
         and all(t.numel() < MAX_ELEMENTS for t in targets)
-        and all(s.dtype == of and s.device == device and s.stride(-1) == 1 for s in sources)
+        and all(s.dtype == of and s.device == device and s.stride(-1) == 1 for s in there)
     )

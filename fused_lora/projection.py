@@ -64,8 +64,14 @@ def read_projection(projection: nn.Module, own_forward: bool = True) -> Projecti
         reason = why_call(module, own_forward or module is not projection)
         if reason is not None:
             return reason
+    scaling = projection.scaling[adapter]
+    if isinstance(scaling, Tensor):
+        return (
+            "its scaling is a tensor (prepare_model_for_compiled_hotswap), for which the host "
+            "would wait: hotswap_adapter works without that, too"
+        )
     A, B = _parameter(A, "weight"), _parameter(B, "weight")
-    return Projection(weight, bias, A, B, projection.scaling[adapter])
+    return Projection(weight, bias, A, B, scaling)
 
 
 def _parameter(module: nn.Module, name: str) -> Any:

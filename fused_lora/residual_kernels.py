@@ -76,9 +76,8 @@ def _add_adapted_kernel(
         k = start + tl.arange(0, BLOCK_RANK)
         z_mask = (row < rows) & (k < rank)[None, :]
         z = tl.load(z_ptr + row * z_row_stride + k[None, :], mask=z_mask, other=0.0)
-        # every tile of columns has loaded it, the first one stores it
-        copy_mask = z_mask & (tl.program_id(1) == 0)
-        tl.store(z_copy_ptr + row * z_copy_row_stride + k[None, :], z, mask=copy_mask)
+        if tl.program_id(1) == 0:  # every tile of columns has loaded it, the first one stores it
+            tl.store(z_copy_ptr + row * z_copy_row_stride + k[None, :], z, mask=z_mask)
         B_mask = (column < columns)[None, :] & (k < rank)[:, None]
         B = tl.load(B_row + k[:, None], mask=B_mask, other=0.0)
         if IN_FP32:

@@ -15,10 +15,15 @@ ROW_BYTES = 128
 
 
 def empty_rows(like: Tensor, rows: int, columns: int) -> Tensor:
-    """A new [rows, columns] in like's dtype and place, its rows a multiple of 128 bytes apart."""
+    """A new [rows, columns] in like's dtype and place, its rows a multiple of 128 bytes apart.
+
+    On the CPU it is zeros: bf16 products of PyTorch 2.13 read on past the end of a row there and
+    multiply what they find by zero, which for NaN in fresh memory is NaN.
+    """
     multiple = ROW_BYTES // like.element_size()
     stride = -(-columns // multiple) * multiple
-    buffer = torch.empty(rows, stride, dtype=like.dtype, device=like.device)
+    new = torch.zeros if like.device.type == "cpu" else torch.empty
+    buffer = new(rows, stride, dtype=like.dtype, device=like.device)
     return buffer if stride == columns else buffer[:, :columns]
 
 
@@ -35,8 +40,11 @@ class Handover:
     that is given the gradient `take`s them, and may write into the other columns, which nobody else
     knows of. That spares a copy into wider rows, 134 MB at 16,384 tokens of 2,048. Whatever comes
     in between (a sum with another gradient, a hook, another graph) makes the gradient another
-    tensor, with which nothing is taken. One for each model.
+    tensor, with which nothing is taken. One for each model; a copy of it has nothing.
     """
+
+    def __reduce__(self):
+        return Handover, ()
 
     def __init__(self) -> None:
         # kept alive until then, so that no other tensor can have its memory
@@ -72,6 +80,17 @@ def check_rows(name: str, kernel, shape: tuple[int, ...], **tensors: Tensor) -> 
                 f"{name}: {key} has elements {tensor.stride(-1)} apart, should have them side by "
                 "side: make it contiguous first"
             )
+
+
+def rows_and_intermediate(name: str, kernel, gate_up: Tensor) -> tuple[int, int]:
+    """Return (rows, intermediate) of gate_up [rows, 2 intermediate], or raise ValueError."""
+    check_rows(name, kernel, gate_up.shape, gate_up=gate_up)
+    rows, columns = gate_up.shape
+    if columns % 2:
+        raise ValueError(
+            f"{name}: gate_up is {list(gate_up.shape)}, should be [rows, 2 intermediate]"
+        )
+    return rows, columns // 2
 
 
 def check_alike(name: str, key: str, tensor: Tensor, first: Tensor) -> None:

@@ -61,27 +61,6 @@ PARTS = {
         ),
         "it has no lm_head",
     ),
-    "bordered": Part(
-        (
-            Site(
-                having("q_proj", "k_proj", "v_proj"),
-                bordered_sites.why_not_qkv,
-                bordered_sites.attention_forward,
-            ),
-            Site(
-                layer_sites.output_projections,
-                bordered_sites.why_not_output,
-                bordered_sites.output_forward,
-            ),
-            Site(
-                having("gate_proj", "up_proj", "down_proj"),
-                bordered_sites.why_not_mlp,
-                bordered_sites.mlp_forward,
-            ),
-        ),
-        "it has no attention with q_proj, k_proj and v_proj and no MLP with gate_proj, up_proj and "
-        "down_proj",
-    ),
     # last, for where a layer runs this part and rms_norm, this one's forward is the one that is set
     "layer": Part(
         (
@@ -94,6 +73,3 @@ PARTS = {
         "it has no decoder layer with self_attn, post_attention_layernorm and mlp",
     ),
 }
-ON_BORDERS = frozenset(
-    {"bordered", "layer"}
-)  # the parts that want the model's weights in bordered buffers

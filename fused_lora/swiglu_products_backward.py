@@ -2,7 +2,7 @@
 
 For hidden h = silu(gate) up, adapted projections gate and up before it and down after it:
 
-    dgate, dup     as `gate_up_swiglu.swiglu_backward`, into rows any stride apart
+    dgate, dup     as `fused_mlp.swiglu.swiglu_backward`, into rows any stride apart
     dA  = p' h     of down; p = dy s B [rows, rank] is what its own backward computed
     dB  = s dgate' z,  s dup' z     of gate and up; z = x A' [rows, rank] of each
 
@@ -30,8 +30,7 @@ from torch import Tensor
 from fused_mlp.launching import DTYPES, cdiv, next_power_of_2, on_device_of
 
 from .autotune import fastest
-from .gate_up_swiglu import _rows_and_intermediate
-from .rows import check_alike, check_rows
+from .rows import check_alike, check_rows, rows_and_intermediate
 from .tiling import MAX_BLOCK_RANK, Tiling, dots_in_fp32, keep, sigmoid, stages
 
 # The best of 15 shapes on an H200, at 2,048 to 16,384 rows of 11,008, after 394 at 16,384 alone:
@@ -209,10 +208,10 @@ def swiglu_backward_products(
 ) -> None:
     """`swiglu_backward`, and a product of each of hidden, grad_gate and grad_up, where wanted.
 
-    Equivalent PyTorch, for `swiglu_forward` and `swiglu_backward` of gate_up_swiglu.py::
+    Equivalent PyTorch, for `swiglu_backward` of fused_mlp/swiglu.py::
 
-        grad_gate_up.copy_(swiglu_backward(grad_hidden, gate_up))
-        tensors = swiglu_forward(gate_up), *grad_gate_up.chunk(2, dim=1)
+        tensors = swiglu_backward(grad_hidden, *gate_up.chunk(2, dim=1))
+        grad_gate_up.copy_(torch.cat(tensors[1:], dim=1))
         for x, product in zip(tensors, (of_hidden, of_gate, of_up)):
             product.gradient.copy_(product.scaling * x.t() @ product.factor)
 
@@ -222,7 +221,7 @@ def swiglu_backward_products(
         ValueError: shapes, dtypes, devices or strides do not fit, or no kernel can run on them.
     """
     name, kernel = "swiglu_backward_products", _swiglu_backward_products_kernel
-    rows, intermediate = _rows_and_intermediate(name, gate_up)
+    rows, intermediate = rows_and_intermediate(name, kernel, gate_up)
     for key, tensor, columns in (
         ("grad_hidden", grad_hidden, intermediate),
         ("grad_gate_up", grad_gate_up, 2 * intermediate),

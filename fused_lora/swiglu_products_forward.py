@@ -25,8 +25,7 @@ from torch import Tensor
 from fused_mlp.launching import cdiv, next_power_of_2, on_device_of
 
 from .autotune import fastest
-from .gate_up_swiglu import _rows_and_intermediate
-from .rows import check_alike, check_rows
+from .rows import check_alike, check_rows, rows_and_intermediate
 from .tiling import MAX_BLOCK_RANK, Tiling, dots_in_fp32, keep, sigmoid, stages
 
 SUM_ROWS = 64  # a program of the second kernel
@@ -129,7 +128,7 @@ def swiglu_forward_product(
 
     Equivalent PyTorch, for gate_up [rows, 2 intermediate], hidden and copy being written if given::
 
-        swiglu_forward(gate_up, hidden)
+        hidden.copy_(swiglu_forward(*gate_up.chunk(2, dim=1)))  # fused_mlp/swiglu.py
         z = hidden @ A.t()
         copy.copy_(z)
 
@@ -140,7 +139,7 @@ def swiglu_forward_product(
         ValueError: shapes, dtypes, devices or strides do not fit, or no kernel can run on them.
     """
     name, kernel = "swiglu_forward_product", _swiglu_forward_product_kernel
-    rows, intermediate = _rows_and_intermediate(name, gate_up)
+    rows, intermediate = rows_and_intermediate(name, kernel, gate_up)
     rank = A.shape[0]
     z = gate_up.new_empty(rows, rank)
     for key, tensor, shape in (

@@ -63,7 +63,11 @@ def use_poisoned_memory(monkeypatch):
     """New memory, as it may be at its worst."""
 
     def poisoned(allocate):
-        return lambda *size, **options: allocate(*size, **options).fill_(torch.nan)
+        def allocate_and_fill(*size, **options):
+            new = allocate(*size, **options)
+            return new.fill_(torch.nan) if new.is_floating_point() else new
+
+        return allocate_and_fill
 
     for name in ("empty", "empty_like"):
         monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))

@@ -213,18 +213,6 @@ def test_of_a_graph_the_kernels_are_counted():
     assert audit.not_run(graph, MODULES, Profile(kernels_seen=names), True) is None
 
 
-@pytest.mark.parametrize(("ran", "enough"), [(4, True), (3, False)])
-def test_a_module_may_run_its_function_twice(ran, enough, monkeypatch):
-    """As many modules as runs would let half of an MLP go missing."""
-    monkeypatch.setitem(audit.EVIDENCE, "bordered", Evidence({"Backward": 1}, twice_in="mlp"))
-    modules = [
-        *("layers.0.self_attn: bordered", "layers.0.self_attn.o_proj: bordered"),
-        *("layers.0.mlp: bordered", "layers.0.mlp: mlp", "layers.0.premlp: rope"),
-    ]
-    told = not_run(("bordered",), Profile(functions_seen={"Backward": ran}), modules)
-    assert told is None if enough else told == "Backward ran 3 times in a step, for 3 modules"
-
-
 def test_a_library_is_known_by_its_own_kernels():
     assert not_run((), library="library", profile=Profile(kernels_seen={"_theirs": 1})) is None
     told = not_run((), library="library", profile=RAN)

@@ -40,6 +40,7 @@ HUGE = "9" * 20
     ("arguments", "words"),
     [
         (["--variants", "fusd_mlp"], "fusd_mlp: unknown; did you mean fused_mlp or "),
+        (["--variants", "fused_bordered"], "it is no longer there: run fused_layer, which"),
         (["--variants", "xyz"], f"xyz: unknown; --help lists all {len(options.VARIANTS)}\n"),
         (["--seq-lens", "16", "0"], "--seq-lens 0: give 3 or more"),
         (["--seq-lens", "2"], "--seq-lens 2: give 3 or more"),

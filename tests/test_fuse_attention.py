@@ -128,9 +128,8 @@ def test_a_cache_is_kept(ran, device):
     [
         (Fusion(attention=True), PARTS),
         (Fusion(rope=True), []),
-        (Fusion(bordered=True, rope=True), []),
     ],
-    ids=("attention", "rope", "bordered and rope"),
+    ids=("attention", "rope"),
 )
 def test_one_of_them_alone_is_itself(fusion, functions, ran, device):
     fused, plain = pair(device, fusion)

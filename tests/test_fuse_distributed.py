@@ -19,7 +19,7 @@ FUSIONS = {
     "all, full": Fusion(**ALL, checkpoint="full"),
     "all, offload": Fusion(**ALL, checkpoint="offload"),
 }
-ON_BORDERS = {"bordered": Fusion(bordered=True), "layer": Fusion(layer=True)}
+LAYER = Fusion(layer=True)
 
 
 @pytest.fixture
@@ -67,8 +67,7 @@ def assert_runs_and_is_right(wrap, fusion, device):
         assert relative_error(got[name], want[name]) < 2e-5, name
 
 
-@pytest.mark.parametrize("fusion", [*FUSIONS.values(), *ON_BORDERS.values()],
-                         ids=[*FUSIONS, *ON_BORDERS])  # fmt: skip
+@pytest.mark.parametrize("fusion", [*FUSIONS.values(), LAYER], ids=[*FUSIONS, "layer"])
 def test_distributed_data_parallel_is_right(fusion, group, device):
     assert_runs_and_is_right(DistributedDataParallel, fusion, device)
 
@@ -94,9 +93,8 @@ def test_fusing_a_sharded_model_is_a_value_error(part, group, device):
         fuse(model, Fusion(**{part: True}))
 
 
-@pytest.mark.parametrize("fusion", ON_BORDERS.values(), ids=ON_BORDERS)
-def test_weights_in_bordered_buffers_are_not_sharded(fusion, group, device):
+def test_weights_in_bordered_buffers_are_not_sharded(group, device):
     model = peft_model(device)
-    fuse(model, fusion)
+    fuse(model, LAYER)
     with pytest.raises(NotImplementedError, match="does not support non-contiguous parameters"):
         shard(model, device)

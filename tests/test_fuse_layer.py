@@ -8,7 +8,6 @@ from fused_case import step
 from layer_case import (
     EVERYTHING,
     FAMILIES,
-    LAYER,
     NAMES,
     assert_model_right,
     layer_of,
@@ -17,8 +16,7 @@ from layer_case import (
     pair,
     peft_model,
 )
-from peft import LoraConfig
-from peft_models import ATTENTION, MLP, ids, set_weights
+from peft_models import ids
 from reference import relative_error
 
 from fused_lora import Fusion, decoder_layer, fuse, report, unfuse
@@ -139,61 +137,7 @@ def test_accumulated_steps_add_up(device):
         assert relative_error(gradients[0][name], want) < 1e-4, name
 
 
-# --- follows its adapters -------------------------------------------------------------------------
-
-
-def train(model, **options):
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=0.05, **options)
-    for seed in (3, 4):
-        step(model, seed=seed)
-        optimizer.step()
-
-
-def load(model):
-    state = {n: t + 0.05 if ".lora_" in n else t for n, t in model.state_dict().items()}
-    model.load_state_dict(state)
-
-
-def assign(model):
-    for name, parameter in model.named_parameters():
-        if ".lora_" in name:
-            parameter.data = parameter.data + 0.05
-
-
-CHANGES = {
-    "an optimizer's steps": lambda model: train(model, foreach=True),
-    "a fused optimizer's steps": lambda model: train(model, fused=True),
-    "load_state_dict": load,
-    "other data": assign,
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_adapters_may_change_between_steps(change, calls, device):
-    fused, plain, _ = pair(device)
-    before = step(plain)["loss"]
-    for model in (fused, plain):
-        CHANGES[change](model)
-    got, want = step(fused), step(plain)
-    assert relative_error(before, want["loss"]) > 1e-3
-    assert all(relative_error(got[name], want[name]) < 1e-3 for name in want)
-    assert calls
-
-
-def test_another_adapter_may_become_the_active_one(calls, device):
-    plain = peft_model(device)
-    plain.add_adapter("second", LoraConfig(r=12, lora_alpha=20, target_modules=[*ATTENTION, *MLP]))
-    set_weights(plain, device, only=".second.")
-    fused = copy.deepcopy(plain)
-    fuse(fused, LAYER)
-    for name in ("second", "default"):
-        for model in (fused, plain):
-            model.set_adapter(name)
-        got, want = step(fused), step(plain)
-        assert got.keys() == want.keys() and len(calls) == 2
-        assert all(relative_error(got[key], want[key]) < 1e-4 for key in want)
-        calls.clear()
+# --- in and out -----------------------------------------------------------------------------------
 
 
 def test_frozen_adapters_get_no_gradient(calls, device):
@@ -204,9 +148,6 @@ def test_frozen_adapters_get_no_gradient(calls, device):
                 parameter.requires_grad_(False)
     assert_model_right(fused, plain)
     assert calls
-
-
-# --- in and out -----------------------------------------------------------------------------------
 
 
 def test_unfuse_gives_forwards_and_memory_back(calls, device):
@@ -221,18 +162,17 @@ def test_unfuse_gives_forwards_and_memory_back(calls, device):
     assert all(torch.equal(got[name], want[name]) for name in want) and not calls
 
 
-def test_the_buffers_live_as_long_as_the_fused_modules(device):
-    import gc
-    import weakref
-
+def test_layers_of_a_model_hand_gradients_over_and_a_part_that_joins_moves_no_weight(device):
     fused, _, _ = pair(device)
-    borders = weakref.ref(borders_of(layer_of(fused)))
-    assert borders_of(layer_of(fused, 1)) is borders()
+    borders = [borders_of(layer_of(fused, index)) for index in range(2)]
+    places = [p.data_ptr() for p in fused.parameters()]
+    for model in (fused, copy.deepcopy(fused)):
+        handovers = {id(borders_of(layer_of(model, index)).handover) for index in range(2)}
+        assert len(handovers) == 1
+    assert id(borders[0].handover) not in handovers
     fuse(fused, Fusion(rms_norm=True))  # its forward joins the layer's, in the same buffers
-    assert borders() is borders_of(layer_of(fused)) is not None
-    unfuse(fused)
-    gc.collect()
-    assert borders() is None
+    assert [borders_of(layer_of(fused, index)) for index in range(2)] == borders
+    assert places == [p.data_ptr() for p in fused.parameters()]
 
 
 def test_a_part_that_joins_later_does_not_undo_the_layer(calls, device):
@@ -249,17 +189,13 @@ def test_a_part_that_joins_later_does_not_undo_the_layer(calls, device):
     assert_model_right(fused, plain)
 
 
-def test_a_copy_runs_as_its_class_has_it_and_can_be_fused(calls, device):
-    fused, plain, _ = pair(device)
-    copied = copy.deepcopy(fused)
-    assert "call fuse again" in report(copied).left[NAMES[0]]
-    assert torch.equal(logits(copied), logits(plain)) and not calls
-    assert fuse(copied, LAYER).fused == {"layer": NAMES}
-    assert_model_right(copied, plain)
-    assert len(calls) == 6
-
-
 def test_state_dict_is_unchanged(device):
     fused, plain, _ = pair(device)
     got, want = fused.state_dict(), plain.state_dict()
     assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_what_bordered_was_is_one_line_that_names_layer():
+    with pytest.raises(ValueError, match=r"^Fusion: bordered=True .* ask for layer=True instead$"):
+        Fusion(bordered=True)
+    assert Fusion(bordered=False) == Fusion()

@@ -172,13 +172,3 @@ def test_a_model_in_which_nothing_fuses_is_left_as_it_is(name, device):
         fuse(model, LAYER)
     assert not any("forward" in vars(module) for module in model.modules())
     assert weights == {p.untyped_storage().data_ptr() for p in model.parameters()}
-
-
-def test_weights_that_left_their_buffers_are_a_reason_until_fused_again(calls, device):
-    fused, plain, _ = pair(device)
-    base = layer_of(fused).mlp.down_proj.base_layer
-    base.weight.data = base.weight.data.clone()
-    assert "down_proj: its base weight has been moved" in report(fused).left[NAMES[0]]
-    assert fuse(fused, LAYER).fused == {"layer": NAMES}
-    assert_model_right(fused, plain)
-    assert len(calls) == 6

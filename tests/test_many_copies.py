@@ -18,6 +18,10 @@ def way(request, monkeypatch):
     monkeypatch.setattr(module, "_has_kernel", lambda *_: request.param)
 
 
+def copy(*given):
+    ManyCopies().copy(None, lambda: given)
+
+
 def matrices(source_dtype, target_dtype, device):
     """(targets, sources, scalings): targets within wider rows, one after the other."""
     sources = [random(*s, dtype=source_dtype, device=device, seed=i) for i, s in enumerate(SHAPES)]
@@ -39,7 +43,7 @@ def test_what_is_copied_is_what_pytorch_copies_and_nothing_else_is_written(
     source_dtype, target_dtype, device
 ):
     targets, sources, scalings = matrices(source_dtype, target_dtype, device)
-    ManyCopies().copy(targets, sources, scalings)
+    copy(targets, sources, scalings)
     got = rows_around(targets)
     for target, source, scaling in zip(targets, sources, scalings, strict=True):
         # as the kernel has the scaling: in fp32
@@ -73,8 +77,8 @@ def test_as_many_elements_go_at_once_as_rows_and_addresses_allow(
             sources.append(random(rows, width, device=device))
             border = torch.full((100, 200), 7.0, dtype=torch.bfloat16, device=device)
     given = targets, sources, [1.0, 0.3] * len(ranks)
-    assert module._table_of((), *given).run == want
-    ManyCopies().copy(*given)
+    assert module._table_of(*given).run == want
+    copy(*given)
     got = rows_around(targets)
     for target, source, scaling in zip(*given, strict=True):
         target.copy_(source * torch.tensor(scaling, device=device))
@@ -86,56 +90,63 @@ def test_strided_sources_and_values_that_changed_are_copied_anew(device):
     sources, copies = [wide[:, :64], wide[:, 70:75]], ManyCopies()
     targets = [torch.zeros(40, 64, device=device), torch.zeros(40, 5, device=device)]
     for _ in range(2):
-        copies.copy(targets, sources, [1.0, 1.0])
+        copies.copy("key", lambda: (targets, sources, [1.0, 1.0]))
         assert all(torch.equal(t, s) for t, s in zip(targets, sources, strict=True))
         wide.mul_(3)
 
 
-def test_the_very_same_sequences_are_not_looked_through_again(device, monkeypatch):
-    looked = []
-    monkeypatch.setattr(module, "_has_kernel", lambda *_: looked.append(1) or True)
-    targets, sources, scalings = map(tuple, matrices(torch.float32, torch.float32, device))
-    copies = ManyCopies()
-    for seed in range(3):
-        for source in sources:
-            source.copy_(random(*source.shape, seed=seed))
-        copies.copy(targets, sources, scalings)
-        for target, source, scaling in zip(targets, sources, scalings, strict=True):
-            assert torch.equal(target, source * torch.tensor(scaling, device=device))
-    assert len(looked) == 1
-    copies.copy(targets, tuple(source + 1 for source in sources), scalings)
-    assert len(looked) == 2 and torch.equal(targets[0], sources[0] + 1)
+def test_where_nothing_is_copied_from_are_zeros(device):
+    targets, sources, scalings = matrices(torch.float32, torch.bfloat16, device)
+    sources = [None if i % 2 else source for i, source in enumerate(sources)]
+    copy(targets, sources, [1.0] * len(sources))
+    for target, source in zip(targets, sources, strict=True):
+        assert not target.any() if source is None else torch.equal(target, source.to(target))
+    copy(targets, [None] * len(sources), scalings)
+    assert not any(target.any() for target in targets)
 
 
-def test_the_table_is_made_again_only_for_other_places_or_scalings(device, monkeypatch):
+def test_a_key_that_is_known_is_not_looked_up_again_and_the_latest_few_are(device, monkeypatch):
     monkeypatch.setattr(module, "_has_kernel", lambda *_: True)
-    made = []
+    looked = []
+    source, copies = torch.ones(4, 8, device=device), ManyCopies()
+    targets = [torch.zeros(4, 8, device=device) for _ in range(module.MAX_TABLES + 1)]
+
+    def copy_to(index):
+        copies.copy(index, lambda: looked.append(index) or ([targets[index]], [source], [2.0]))
+
+    for index in (0, 1, 0, *range(2, len(targets)), 1, 0):
+        copy_to(index)
+        assert torch.equal(targets[index], 2 * source)
+        source.add_(1)
+    assert looked == [*range(len(targets)), 0]  # that of 0 had made room
+
+
+def test_what_a_graph_holds_stays_and_what_it_would_have_to_look_up_pytorch_copies(
+    device, monkeypatch
+):
+    monkeypatch.setattr(module, "_has_kernel", lambda *_: True)
+    copies, made, capturing = ManyCopies(), [], [False]
     table_of = module._table_of
     monkeypatch.setattr(module, "_table_of", lambda *a: made.append(1) or table_of(*a))
-    targets, sources, scalings = matrices(torch.float32, torch.float32, device)
-    copies = ManyCopies()
-    for _ in range(3):
-        copies.copy(targets, sources, scalings)
-    assert len(made) == 1
-    copies.copy(targets, sources, [2.0 for _ in scalings])
-    assert len(made) == 2 and torch.equal(targets[0], 2 * sources[0])
-    moved = [s.clone() + 1 for s in sources]
-    copies.copy(targets, moved, scalings)
-    assert len(made) == 3 and torch.equal(targets[0], moved[0])
-
-
-def test_autograd_sees_the_targets_change(device):
-    """A graph that saved what lies there would else be run backward with something else."""
-    wide = torch.zeros(8, 70, device=device)
-    weight = torch.ones(3, 64, device=device, requires_grad=True)
-    product = wide[:, :64] @ weight.t()
-    ManyCopies().copy([wide[:, :64]], [torch.ones(8, 64, device=device)], [1.0])
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        product.sum().backward()
+    monkeypatch.setattr(module, "is_capturing", lambda _: capturing[0])
+    source = torch.ones(4, 8, device=device)
+    targets = [torch.zeros(4, 8, device=device) for _ in range(2 * module.MAX_TABLES)]
+    copies.copy(0, lambda: ([targets[0]], [source], [1.0]))
+    capturing[0] = True
+    assert not copies.is_captured
+    for index in (0, 0, 1):
+        copies.copy(index, lambda index=index: ([targets[index]], [source], [1.0]))
+        assert torch.equal(targets[index], source)
+    assert copies.is_captured and len(made) == 1
+    capturing[0] = False
+    held = copies._tables[0]
+    for index in range(1, len(targets)):
+        copies.copy(index, lambda index=index: ([targets[index]], [source], [1.0]))
+    assert 0 not in copies._tables and copies._captured == [held]
 
 
 def test_nothing_to_copy_is_nothing_to_do():
-    ManyCopies().copy([], [], [])
+    copy([], [], [])
 
 
 @pytest.mark.parametrize(
@@ -149,7 +160,7 @@ def test_what_does_not_fit_is_a_value_error_and_writes_nothing(change, message, 
     given = matrices(torch.float32, torch.bfloat16, device)
     before = rows_around(given[0])
     with pytest.raises(ValueError, match=message):
-        ManyCopies().copy(*change(*given))
+        copy(*change(*given))
     assert all(torch.equal(a, b) for a, b in zip(before, rows_around(given[0]), strict=True))
 
 
@@ -186,5 +197,5 @@ def test_the_most_elements_and_rows_2_to_the_30_elements_apart(device, monkeypat
     few = random(3, 5, dtype=torch.bfloat16, device=device)
     wide = few.new_empty(3, 2**30 + 8)
     targets, sources = [torch.full_like(large, 7.0), wide[:, :5]], [large, few]
-    ManyCopies().copy(targets, sources, [1.0, 1.0])
+    copy(targets, sources, [1.0, 1.0])
     assert all(torch.equal(t, s) for t, s in zip(targets, sources, strict=True))

@@ -11,7 +11,6 @@ import torch
 
 import audit
 import fused_lora.attention
-import fused_lora.bordered_linear
 import fused_lora.causal_attention
 import fused_lora.causal_attention_backward
 import fused_lora.cross_entropy
@@ -39,7 +38,6 @@ MODULES = {  # where a part's functions and kernels are
     "rope": (fused_lora.rope, fused_lora.lora_attention),
     "rms_norm": (fused_lora.rms_norm,),
     "cross_entropy": (fused_lora.cross_entropy,),
-    "bordered": (fused_lora.bordered_linear,),
     "layer": (
         *(fused_lora.decoder_layer, fused_lora.residual_kernels, fused_lora.qkv_rope),
         *(fused_lora.swiglu_products_forward, fused_lora.swiglu_products_backward),
@@ -179,8 +177,6 @@ def profile_of(built, device, monkeypatch):
 @pytest.mark.parametrize(
     ("variant", "function", "runs"),  # of two layers
     [
-        ("fused_bordered", "BorderedLinearBackward", 8),  # q, k and v; o; gate and up; down
-        ("fused_bordered_no_checkpointing", "BorderedLinearBackward", 8),
         ("fused_layer", "DecoderLayerBackward", 2),
         ("fused_layer_no_checkpointing", "DecoderLayerBackward", 2),
         ("fused_layer_graph_offload", "DecoderLayerBackward", 2),
@@ -203,25 +199,20 @@ def test_a_step_shows_what_proves_its_parts_and_no_less_will_do(
     # of a replay there are kernels alone
     replayed = replace(profile, functions_seen={})
     assert not_run(graph, profile=replayed) is None
-    if function != "BorderedLinearBackward":  # whose kernels are the library's
-        kernels = {
-            name: 1 if "_swiglu_backward" in name else count
-            for name, count in profile.kernels_seen.items()
-        }
-        less = replace(replayed, kernels_seen=kernels)
-        assert " ran 1 times in a step, for 2 modules" in not_run(graph, profile=less)
+    kernels = {
+        name: 1 if "_swiglu_backward" in name else count
+        for name, count in profile.kernels_seen.items()
+    }
+    less = replace(replayed, kernels_seen=kernels)
+    assert " ran 1 times in a step, for 2 modules" in not_run(graph, profile=less)
 
 
-def test_a_graph_refreshes_borders_and_says_that_there_is_no_mask(checkpoint, device):
+def test_a_graph_says_that_there_is_no_mask(checkpoint, device):
     built = make("fused_layer_graph", checkpoint, device)
     assert built.settings["graph"] is True and built.graph.eager_calls == EAGER_CALLS
-    (refresh,) = built.graph.after_update
-    assert refresh() == 2 * len(models.TARGETS)  # every adapter of two layers
     assert built.graph.step_for.func is GraphedStep
     assert built.graph.step_for.args == (built.model,)
-    assert built.graph.step_for.keywords["after_update"] == (refresh,)
     assert built.graph.no_mask == {"full_attention": None}
-    assert make("fused_all_graph", checkpoint, device).graph.after_update == ()
     eager = make("fused_layer", checkpoint, device)
     assert eager.graph is None and "graph" not in eager.settings
 
