@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from . import checkpoint
 from .bordered import Borders, border, unborder
 from .bordered_sites import BorderedForward, borders_of
-from .site import FusedForward, Site, parts_of
+from .site import FusedForward, Site, parts_of, share_told
 from .sites import ON_BORDERS, PARTS
 
 # What nn.DataParallel calls on every module of a model.
@@ -128,6 +128,7 @@ def fuse(model: nn.Module, fusion: Fusion) -> FusionReport:
                 else:
                     assert borders is not None
                     module.forward = BorderedForward(site.forward, module, runs, borders).forward
+    share_told(model)
     if policy is not None:
         policy.install(layers, last_runs_once="cross_entropy" in running)
         checkpoint.hold(model)

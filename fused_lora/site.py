@@ -7,11 +7,13 @@ forward.
 """
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from functools import cache
 from types import MethodType
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
@@ -64,6 +66,7 @@ class FusedForward:
 
     def __init__(self, function: Callable, module: nn.Module, parts: frozenset[str]):
         self.function, self.module, self.parts = function, module, parts
+        self.told: set[str] = set()  # what `say_once` has said; `fuse` lets a model's share one
 
     @property
     def forward(self) -> MethodType:
@@ -84,10 +87,39 @@ def _with_signature_of(own: Callable) -> Callable:
 
 def parts_of(module: nn.Module) -> frozenset[str]:
     """The parts that a module runs fused, told by the forward on its instance."""
+    owner = _owner_of(module)
+    return owner.parts if owner is not None else frozenset()
+
+
+def _owner_of(module: nn.Module) -> FusedForward | None:
     forward = vars(module).get("forward")
     # not getattr: torch.compile of torch 2.11 does not find a method's __self__ that way
     owner = forward.__self__ if isinstance(forward, MethodType) else None
-    return owner.parts if isinstance(owner, FusedForward) else frozenset()
+    return owner if isinstance(owner, FusedForward) else None
+
+
+# Of reasons that are the user's own wish: PEFT's ways to run a model with other adapters or none.
+WISHES = ("adapters are disabled", "adapters are merged", "adapters are active", "no adapter named")
+
+
+def say_once(module: nn.Module, reason: str) -> None:
+    """Warn, once for each reason and model, that a module which `fuse` has set to run fused steps
+    aside for a reason that nobody asked for. A forward calls it where it steps aside."""
+    owner = _owner_of(module)
+    if owner is None or torch.compiler.is_compiling() or reason in owner.told:
+        return
+    owner.told.add(reason)
+    if not any(wish in reason for wish in WISHES):
+        warnings.warn(
+            f"a fused {type(module).__name__} ran as its class has it: {reason}", stacklevel=3
+        )
+
+
+def share_told(model: nn.Module) -> None:
+    """Let what is said of one module of the model be said of all."""
+    owners = [owner for owner in map(_owner_of, model.modules()) if owner is not None]
+    for owner in owners:
+        owner.told = owners[0].told
 
 
 def is_kind(module: nn.Module, kind: str) -> bool:
