@@ -24,7 +24,7 @@ from .decoder_layer import DecoderLayer, FrozenLayer
 from .gate_up_swiglu import SwiGLU
 from .projection import read_projection, why_call
 from .recompute import is_recomputing
-from .site import FusedForward, parts_of, reason_in, why_not_class
+from .site import FusedForward, class_forward, parts_of, reason_in, why_not_class
 
 
 class BorderedForward(FusedForward):
@@ -264,7 +264,7 @@ def layer_forward(
 
 
 def _class_forward(layer: Any, parts: frozenset[str], *inputs, **options):
-    return type(layer).forward(layer, *inputs, **options)
+    return class_forward(layer, *inputs, **options)
 
 
 def _why_not_inputs(
