@@ -38,14 +38,12 @@ class Graph(NamedTuple):
     eager_calls: how many of its calls are eager, before the one that captures it.
     after_update: what the graph runs at its end, for what is computed from the adapters; whoever
     changes the adapters otherwise calls it.
-    no_mask: the attention_mask of a batch that has none.
     takes_max_labelled: whether the model computes the loss on `max_labelled_tokens` tokens alone.
     """
 
     step_for: Callable[[torch.optim.Optimizer], Callable[..., torch.Tensor]]
     eager_calls: int
     after_update: tuple[Callable[[], Any], ...] = ()
-    no_mask: dict[str, None] | None = None
     takes_max_labelled: bool = False
 
 
@@ -142,21 +140,7 @@ def _graph_of(built: Built, takes_max_labelled: bool) -> Graph:
     borders = next(filter(None, map(borders_of, built.model.modules())), None)
     after_update = () if borders is None else (borders.refresh,)
     step_for = partial(GraphedStep, built.model, autocast=built.autocast, after_update=after_update)
-    no_mask = _no_mask_of(built.model)
-    return Graph(step_for, EAGER_CALLS, after_update, no_mask, takes_max_labelled)
-
-
-def _no_mask_of(model: torch.nn.Module) -> dict[str, None] | None:
-    """What tells the model that there is no padding, so that attention keeps its fast kernels.
-
-    Given None, transformers does without a mask in an eager step, but builds one while a graph is
-    captured, since it then may not look whether it needs it. These models take their masks as they
-    are in a dict, by the kind of attention that a layer has; others (Llama, Mistral) do not.
-    """
-    config: Any = model.config
-    if config.model_type in ("qwen2", "qwen3") and {*config.layer_types} == {"full_attention"}:
-        return {"full_attention": None}
-    return None
+    return Graph(step_for, EAGER_CALLS, after_update, takes_max_labelled)
 
 
 def _checkpointing_in_words(recipe: Recipe, seq_len: int) -> str:
