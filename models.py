@@ -36,13 +36,11 @@ class Graph(NamedTuple):
 
     step_for: makes the step, given its optimizer (`fused_lora.graph.GraphedStep`).
     eager_calls: how many of its calls are eager, before the one that captures it.
-    no_mask: the attention_mask of a batch that has none.
     takes_max_labelled: whether the model computes the loss on `max_labelled_tokens` tokens alone.
     """
 
     step_for: Callable[[torch.optim.Optimizer], Callable[..., torch.Tensor]]
     eager_calls: int
-    no_mask: dict[str, None] | None = None
     takes_max_labelled: bool = False
 
 
@@ -136,20 +134,7 @@ def _graph_of(built: Built, takes_max_labelled: bool) -> Graph:
     from fused_lora.graph import EAGER_CALLS, GraphedStep
 
     step_for = partial(GraphedStep, built.model, autocast=built.autocast)
-    return Graph(step_for, EAGER_CALLS, _no_mask_of(built.model), takes_max_labelled)
-
-
-def _no_mask_of(model: torch.nn.Module) -> dict[str, None] | None:
-    """What tells the model that there is no padding, so that attention keeps its fast kernels.
-
-    Given None, transformers does without a mask in an eager step, but builds one while a graph is
-    captured, since it then may not look whether it needs it. These models take their masks as they
-    are in a dict, by the kind of attention that a layer has; others (Llama, Mistral) do not.
-    """
-    config: Any = model.config
-    if config.model_type in ("qwen2", "qwen3") and {*config.layer_types} == {"full_attention"}:
-        return {"full_attention": None}
-    return None
+    return Graph(step_for, EAGER_CALLS, takes_max_labelled)
 
 
 def _checkpointing_in_words(recipe: Recipe, seq_len: int) -> str:

@@ -128,11 +128,10 @@ class Trainer:
         loss."""
         marks = [self.clock.mark()]
         if self.graph:
-            mask = self.graph.no_mask if batch.attention_mask is None else batch.attention_mask
             loss = self.graphed_step(
                 input_ids=batch.input_ids,
                 labels=batch.labels,
-                attention_mask=mask,
+                attention_mask=batch.attention_mask,
                 **self.graph_constants,
             )
             marks.append(self.clock.mark())

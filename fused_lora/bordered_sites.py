@@ -22,7 +22,7 @@ from .projection import Projection, read_projection, why_call
 from .recompute import is_recomputing
 from .residual_kernels import _add_adapted_kernel
 from .rows import Handover
-from .site import FusedForward, parts_of, reason_in, say_once, why_not_class
+from .site import FusedForward, class_forward, parts_of, reason_in, say_once, why_not_class
 
 # Of each of GROUPS: the module that has its projections, and their names.
 PROJECTIONS = (
@@ -268,4 +268,4 @@ _run_uncompiled = torch.compiler.disable(_run)
 
 
 def _class_forward(layer: Any, parts: frozenset[str], *inputs, **options):
-    return type(layer).forward(layer, *inputs, **options)
+    return class_forward(layer, *inputs, **options)

@@ -30,9 +30,9 @@ on meanwhile, as the Trainer does, switches the policy on (`hold`).
 
 from collections.abc import Callable
 from functools import partial
-from types import MethodType
 
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fused_mlp.launching import is_capturing
 
@@ -85,7 +85,7 @@ class Checkpoint:
             if policy_of(layer):
                 remove(layer)
             before = {name: vars(layer)[name] for name in ATTRIBUTES if name in vars(layer)}
-            layer.gradient_checkpointing = True  # type: ignore[assignment]
+            layer.gradient_checkpointing = self.policy != "none"  # type: ignore[assignment]
             layer._gradient_checkpointing_func = partial(  # type: ignore[assignment]
                 self.run, layer, index, is_last=index == len(layers) - 1,
                 last_runs_once=last_runs_once, before=before,
@@ -159,26 +159,39 @@ def hold(model: nn.Module) -> None:
     whatever options come with that."""
     for module in model.modules():
         if hasattr(type(module), SWITCH):
-            setattr(module, SWITCH, MethodType(_switch, module))
+            # a method of the module would be looked for in its class when the model is unpickled
+            setattr(module, SWITCH, partial(_switch, module))
+    _agree(model)
 
 
 def let_go(model: nn.Module) -> None:
-    """The opposite of `hold`."""
+    """The opposite of `hold`, once the policies are removed."""
     for module in model.modules():
         if SWITCH in vars(module):
             delattr(module, SWITCH)
+    _agree(model)
+
+
+def _agree(model: nn.Module) -> None:
+    """Let the modules that hold layers say of themselves what these do: in training transformers
+    makes no cache where they say that they are checkpointed."""
+    for module in model.modules():
+        if ATTRIBUTES[0] in vars(module) and not isinstance(module, GradientCheckpointingLayer):
+            layers = [m for m in module.modules() if isinstance(m, GradientCheckpointingLayer)]
+            module.gradient_checkpointing = any(one.gradient_checkpointing for one in layers)  # type: ignore[assignment]
 
 
 def _switch(model: nn.Module, enable: bool = True, **options) -> None:
     """What is set on a model in the place of its class's own `_set_gradient_checkpointing`."""
-    held = [layer for layer in model.modules() if policy_of(layer)]
-    policies = [vars(layer)["_gradient_checkpointing_func"] for layer in held]
+    held = {layer: policy for layer in model.modules() if (policy := policy_of(layer))}
+    functions = [vars(layer)["_gradient_checkpointing_func"] for layer in held]
     getattr(type(model), SWITCH)(model, enable=enable, **options)
-    for layer, policy in zip(held, policies, strict=True):
+    for (layer, policy), function in zip(held.items(), functions, strict=True):
         # what was asked for meanwhile, which `remove` gives back
         before = {name: vars(layer)[name] for name in ATTRIBUTES}
-        layer.gradient_checkpointing = enable  # type: ignore[assignment]
-        layer._gradient_checkpointing_func = partial(policy, before=before)  # type: ignore[assignment]
+        layer.gradient_checkpointing = enable and policy.policy != "none"  # type: ignore[assignment]
+        layer._gradient_checkpointing_func = partial(function, before=before)  # type: ignore[assignment]
+    _agree(model)
 
 
 def remove(layer: nn.Module) -> None:

@@ -7,6 +7,7 @@ call whether it may stand in for the module's own, and steps aside while it may 
 
 from collections.abc import Iterator
 from dataclasses import InitVar, dataclass, fields
+from types import MethodType
 from typing import Any, NoReturn
 
 from torch import nn
@@ -15,11 +16,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from . import checkpoint
 from .bordered import unborder
 from .bordered_sites import BorderedForward, border, borders_of
-from .site import FusedForward, Site, parts_of, share_told
+from .site import HOOKED, FusedForward, Site, parts_of, share_told, why_not_here
 from .sites import PARTS
 
 # What nn.DataParallel calls on every module of a model.
 REPLICATE = "_replicate_for_data_parallel"
+# The parts that a module was set to run, which its forward no longer tells once it is replaced.
+PARTS_SET = "_fused_parts"
 
 
 @dataclass(frozen=True)
@@ -79,11 +82,14 @@ def fuse(model: nn.Module, fusion: Fusion) -> FusionReport:
     """Run the parts that `fusion` names fused, in `model`, from now on.
 
     Args:
-        model: a PEFT model (or any module that holds PEFT's LoRA layers), on any device.
+        model: a PEFT model (or any module that holds PEFT's LoRA layers), on any device. On the CPU
+            it runs as it did, and says so, until it is moved to a GPU.
         fusion: the parts. Parts fused earlier stay fused.
 
     Returns:
-        The report: every module that now runs fused, and for every other candidate the reason.
+        The report: every module that now runs fused, and for every other candidate the reason. A
+        module that steps aside later warns, once for each reason, unless the reason is a wish:
+        adapters disabled, merged or switched.
 
     Raises:
         ValueError: `fusion` asks for nothing, or a part that it asks for fuses no module.
@@ -121,6 +127,7 @@ def fuse(model: nn.Module, fusion: Fusion) -> FusionReport:
                 else:
                     owner = FusedForward(site.forward, module, runs)
                 module.forward = owner.forward
+                setattr(module, PARTS_SET, runs)
     share_told(model)
     border([(n, m) for n, m in model.named_modules() if "layer" in parts_of(m)])
     if policy is not None:
@@ -134,16 +141,20 @@ def unfuse(model: nn.Module) -> list[str]:
     """Give every fused module of `model` its own forward back, and bordered weights memory of
     their own; returns the names of the modules."""
     names = []
-    checkpoint.let_go(model)
     for name, module in model.named_modules():
-        if REPLICATE in vars(module):
-            delattr(module, REPLICATE)
+        for attribute in (REPLICATE, PARTS_SET):
+            if attribute in vars(module):
+                delattr(module, attribute)
         if parts_of(module):
             del module.forward
+            names.append(name)
+        elif parts_of(module, HOOKED):
+            setattr(module, HOOKED, MethodType(type(module).forward, module))
             names.append(name)
         if checkpoint.policy_of(module):
             checkpoint.remove(module)
             names.append(name)
+    checkpoint.let_go(model)
     unborder(model)
     return list(dict.fromkeys(names))
 
@@ -157,23 +168,24 @@ def _refuse_data_parallel() -> NoReturn:
 
 
 def report(model: nn.Module) -> FusionReport:
-    """What of `model` would run fused if it were called now (disabled adapters count as left).
+    """What of `model` would run fused if it were called now: disabled adapters count as left, and
+    so does what is on the CPU, or whose forward somebody has replaced since.
     What is within a layer that runs fused as a whole is part of that and not listed by itself.
     Between two forwards FSDP's weights are sharded, and what reads them counts as left, too."""
     fused: dict[str, list[str]] = {}
     left: dict[str, str] = {}
-    active = {part for module in model.modules() for part in parts_of(module)}
+    active = {part for module in model.modules() for part in vars(module).get(PARTS_SET, ())}
     whole = tuple(
         f"{name}."
         for name, module, site in _candidates(model, "layer")
-        if "layer" in parts_of(module) and site.why_not(module) is None
+        if "layer" in parts_of(module) and _why_not_now(site, module) is None
     )
     for part in (part for part in PARTS if part in active):
         fused[part] = []
         for name, module, site in _candidates(model, part):
             if name.startswith(whole):
                 continue
-            reason = site.why_not(module)
+            reason = _why_not_now(site, module)
             if reason is None and part not in parts_of(module):
                 reason = "not asked for: it became able to run fused after fuse() was called"
             if reason is None:
@@ -184,6 +196,10 @@ def report(model: nn.Module) -> FusionReport:
     if any(layers.values()):
         fused["checkpoint"] = [name for name, policy in layers.items() if policy]
     return FusionReport(fused, left)
+
+
+def _why_not_now(site: Site, module: nn.Module) -> str | None:
+    return site.why_not(module) or why_not_here(module)
 
 
 def _candidates(

@@ -26,6 +26,7 @@ from .capture import Cuda
 from .checkpoint import Checkpoint, policy_of
 from .graph_checks import addresses_of, check_capturable, check_unchanged, form_of, worked_on
 from .learning_rates import LearningRates
+from .masks import LayersWithoutMask
 
 # One to compile and to make the optimizer's state, one that runs as all later ones will.
 EAGER_CALLS = 2
@@ -48,6 +49,7 @@ class _Graph:
 
     inputs: dict[str, Any]
     policies: set[Checkpoint | None]  # kept, for the host memory that they offload to
+    without_mask: LayersWithoutMask
     eager_calls: int = 0
     captured: _Captured | None = None
 
@@ -78,9 +80,10 @@ class GraphedStep:
     refused when parameters or optimizer state were moved or loaded, when `requires_grad` or an
     option of the optimizer changed. `model.training` has graphs of its own.
 
-    A model that asks whether it is being captured may do other work then: transformers' "sdpa"
-    attention builds a mask that the eager step does without, and loses its fast kernels. Where the
-    model takes it, ``attention_mask={"full_attention": None}`` says that there is no padding.
+    Layers of transformers' models that eagerly attend without a mask do so in the graph, with
+    attention's fast kernels (`masks.py`). For that, leave attention_mask and position_ids out of
+    batches without padding: a graph cannot look at their values, attends with a mask, and warns.
+    ``attention_mask={"full_attention": None}``, which some models take (Qwen), is left out, too.
 
     Held until `reset`: the memory of the largest graph, activations and all, shared by all graphs;
     each graph's batch; with accumulation one gradient per parameter, else gradients live inside
@@ -181,7 +184,8 @@ class GraphedStep:
         if update:
             self._learning_rates.copy()
         if graph.captured is None and graph.eager_calls < EAGER_CALLS:
-            loss = self._cuda.run(lambda: self._step(graph, update, accumulated))
+            with graph.without_mask.noted():
+                loss = self._cuda.run(lambda: self._step(graph, update, accumulated))
             graph.eager_calls += 1
             return loss.clone()
         if graph.captured is None:
@@ -238,7 +242,8 @@ class GraphedStep:
             for name, value in inputs.items()
         }
         policies = {policy_of(module) for module in self.model.modules()}
-        return self._graphs.setdefault(key, _Graph(buffers, policies))
+        without_mask = LayersWithoutMask(self.model, inputs)
+        return self._graphs.setdefault(key, _Graph(buffers, policies, without_mask))
 
     def _capture(self, graph: _Graph, update: bool, accumulated: bool) -> _Captured:
         gradients = [parameter.grad for parameter in self._trained]
@@ -247,9 +252,10 @@ class GraphedStep:
         causes: list[Exception] = []
         noted = _noting(causes)
         try:
-            replay_gradients, loss = self._cuda.capture(
-                noted(lambda: self._gradients(graph, accumulated))
-            )
+            with graph.without_mask.kept():
+                replay_gradients, loss = self._cuda.capture(
+                    noted(lambda: self._gradients(graph, accumulated))
+                )
             replay_update = self._cuda.capture(noted(self._update))[0] if update else None
         except Exception as error:
             self.reset()

@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.integrations import sdpa_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -17,11 +19,19 @@ from fused_mlp import FrozenMLP, LoRA_MLP
 
 from .attention import FrozenLinear, FrozenQKV, LoRA_QKV, LoRA_W
 from .lora_attention import FrozenAttention, LoRA_Attention
+from .originals import is_builtin, why_replaced
 from .projection import Projection, read_projection, why_call, why_not_plain
 from .recompute import is_recomputing
 from .rms_norm import add_rms_norm, rms_norm
 from .rope import rope
-from .site import having, parts_of, why_not_class
+from .site import (
+    class_forward,
+    having,
+    parts_of,
+    say_once,
+    why_not_class,
+    why_not_own_forward,
+)
 
 # --- the MLP --------------------------------------------------------------------------------------
 
@@ -51,7 +61,8 @@ def read_mlp(mlp: nn.Module) -> tuple | str:
 def mlp_forward(mlp: nn.Module, parts: frozenset[str], x: Tensor) -> Tensor:
     operands = read_mlp(mlp)
     if isinstance(operands, str):
-        return type(mlp).forward(mlp, x)
+        say_once(mlp, operands)
+        return class_forward(mlp, x)
     *adapters, frozen = operands
     # a compiled layer is one graph, whether it runs for the first time or again
     output_needed = torch.compiler.is_compiling() or not is_recomputing()
@@ -83,16 +94,18 @@ def output_projections(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield f"{name}.o_proj", attention.get_submodule("o_proj")
 
 
-def read_output(projection: nn.Module):
-    if "forward" in vars(projection) and not parts_of(projection):
-        return "its forward has been replaced by something else"
-    return read_projection(projection, own_forward=False)
+def read_output(projection: nn.Module) -> Projection | str:
+    reason = why_not_own_forward(projection)
+    return reason or read_projection(projection, own_forward=False)
 
 
 def output_forward(projection: nn.Module, parts: frozenset[str], x: Tensor, *rest, **options):
     read = read_output(projection)
-    if isinstance(read, str) or rest or options:
-        return type(projection).forward(projection, x, *rest, **options)
+    if rest or options:
+        read = "it was given more than its input"
+    if isinstance(read, str):
+        say_once(projection, read)
+        return class_forward(projection, x, *rest, **options)
     return LoRA_W.apply(x, read.A, read.B, FrozenLinear(read.weight, read.bias, read.scaling))
 
 
@@ -107,7 +120,15 @@ def attention_forward(
 ):
     """The four families' own forward, with its q, k and v and its rotary embedding fused or not; or
     all of it as one function, where it is asked for both and may."""
-    operands = read_qkv(attention) if "attention" in parts else "not asked for"
+    if (reason := why_not_class(attention, "Attention")) is not None:
+        say_once(attention, reason)
+        return class_forward(
+            attention, hidden_states, position_embeddings=position_embeddings,
+            attention_mask=attention_mask, past_key_values=past_key_values, **options,
+        )  # fmt: skip
+    operands: tuple | str = "not asked for"
+    if "attention" in parts and isinstance(operands := read_qkv(attention), str):
+        say_once(attention, operands)
     if not isinstance(operands, str) and "rope" in parts:
         o = _read_rest(attention, attention_mask, past_key_values, options)
         if not isinstance(o, str):
@@ -153,6 +174,10 @@ def why_not_sdpa(attention: Any) -> str | None:
         return f"its attention is {implementation}, not sdpa"
     if ALL_ATTENTION_FUNCTIONS["sdpa"] is not sdpa_attention_forward:
         return "its attention is registered as sdpa, but is not transformers' own"
+    if (reason := why_replaced(sdpa_attention.__name__, "sdpa_attention_forward")) is not None:
+        return reason
+    if not is_builtin(F.scaled_dot_product_attention):
+        return "F.scaled_dot_product_attention is not torch's own: undo that patch to run it fused"
     if attention.attention_dropout and attention.training:
         return f"attention_dropout is {attention.attention_dropout}"
     if not attention.is_causal:
@@ -250,8 +275,12 @@ def why_not_norm(norm: Any) -> str | None:
 
 
 def norm_forward(norm: Any, parts: frozenset[str], x: Tensor) -> Tensor:
-    if why_not_norm(norm) is not None or x.dtype != norm.weight.dtype:
-        return type(norm).forward(norm, x)  # which promotes to the wider dtype
+    reason = why_not_norm(norm)
+    if reason is None and x.dtype != norm.weight.dtype:  # the class promotes to the wider dtype
+        reason = f"its input is {x.dtype} and its weight {norm.weight.dtype}: cast one to the other"
+    if reason is not None:
+        say_once(norm, reason)
+        return class_forward(norm, x)
     return rms_norm(x, norm.weight, norm.variance_epsilon)
 
 
@@ -265,8 +294,12 @@ def why_not_layer(layer: Any) -> str | None:
 def layer_forward(layer: Any, parts: frozenset[str], hidden_states: Tensor, **options):
     """The four families' own forward; the residual's addition goes into the norm after it."""
     norm = layer.post_attention_layernorm
-    if why_not_layer(layer) is not None or hidden_states.dtype != norm.weight.dtype:
-        return type(layer).forward(layer, hidden_states, **options)
+    reason = why_not_layer(layer)
+    if reason is None and hidden_states.dtype != norm.weight.dtype:
+        reason = f"its input is {hidden_states.dtype} and its norm's weight {norm.weight.dtype}"
+    if reason is not None:
+        say_once(layer, reason)
+        return class_forward(layer, hidden_states, **options)
     attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **options)
     if attended.dtype != hidden_states.dtype:  # of fp32 weights under autocast: the sum is fp32
         residual = hidden_states + attended

@@ -6,14 +6,15 @@ import torch
 import torch.nn.functional as F
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
-from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.loss import loss_utils
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from fused_mlp.launching import is_capturing
 
 from .cross_entropy import labelled_rows, linear_cross_entropy
+from .originals import why_replaced
 from .projection import why_call
-from .site import parts_of, why_not_class
+from .site import class_forward, parts_of, say_once, why_not_class
 
 
 def read_head(model: Any) -> nn.Linear | str:
@@ -33,9 +34,11 @@ def read_head(model: Any) -> nn.Linear | str:
     for module in modules:
         if (reason := why_call(module)) is not None:
             return f"lm_head: {reason}"
-    if model.loss_function is not ForCausalLMLoss:
+    if model.loss_function is not loss_utils.ForCausalLMLoss:
         return "its loss_function is not transformers' own"
-    return head
+    reason = why_replaced(loss_utils.__name__, "ForCausalLMLoss", "fixed_cross_entropy")
+    reason = reason or why_replaced(F.__name__, "cross_entropy")
+    return head if reason is None else reason
 
 
 # What PEFT and the Trainer pass on in a training step.
@@ -86,8 +89,11 @@ def causal_lm_forward(
         or not (isinstance(logits_to_keep, int) and logits_to_keep == 0)
         or isinstance(head, str)
     ):
-        forward = type(model).forward
-        return forward(model, labels=labels, logits_to_keep=logits_to_keep, **inputs, **options)
+        if isinstance(head, str):
+            say_once(model, head)
+        return class_forward(
+            model, labels=labels, logits_to_keep=logits_to_keep, **inputs, **options
+        )
     num_items = options.pop("num_items_in_batch", None)
     options.pop("return_dict", None)  # an output object either way
     # tokens before n predict n

@@ -5,6 +5,10 @@ from typing import Any, NamedTuple
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
+from .hooks import has_hooks
+from .originals import why_patched
+from .site import why_not_own_forward
+
 
 class Projection(NamedTuple):
     """x W' + bias + scaling (x A') B'"""
@@ -90,15 +94,12 @@ def why_not_plain(weight: Any) -> str:
 
 
 def why_call(module: nn.Module, own_forward: bool = True) -> str | None:
-    """Why what `module` computes may not be computed without calling it."""
-    state = vars(module)
-    if (
-        state["_forward_hooks"]
-        or state["_forward_pre_hooks"]
-        or state["_backward_hooks"]
-        or state["_backward_pre_hooks"]
-    ):
+    """Why what `module` computes may not be computed without calling it.
+
+    own_forward: whether it must still have its class's forward.
+    """
+    if has_hooks(module):
         return "it has hooks, which a fused function would not call"
-    if own_forward and "forward" in state:
-        return "its forward has been replaced by something else"
-    return None
+    if own_forward and "forward" in vars(module):
+        return why_not_own_forward(module) or "its forward has been replaced by something else"
+    return why_patched(type(module))

@@ -9,12 +9,18 @@ forward.
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+import triton
+from torch import Tensor, nn
+from transformers import modeling_layers
+
+from fused_mlp.swiglu import _swiglu_forward_kernel
+
+from .originals import is_fsdp, why_patched, why_replaced
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 CLASSES = {
@@ -31,6 +37,20 @@ KNOWN_TO = {
     "DecoderLayer": "a layer class whose forward is known",
     "ForCausalLM": "a class that is known to compute its loss from lm_head alone",
 }
+# Functions that the forwards of these classes call, and that fused ones compute themselves.
+CALLED = {"Attention": ("apply_rotary_pos_emb", "rotate_half")}
+
+# Whether a layer is checkpointed by its class's forward, which one on the instance replaces, as in
+# transformers 5.23; in 5.17 by its __call__.
+CHECKPOINTED_BY_FORWARD = "__call__" not in vars(modeling_layers.GradientCheckpointingLayer)
+LAYERS_FILE = modeling_layers.__file__
+NO_CACHE = {"use_cache": False, "past_key_values": None}  # a second run would fill it again
+
+# Not so in Triton's interpreter, which runs kernels on the CPU.
+KERNELS_WANT_A_GPU = isinstance(_swiglu_forward_kernel, triton.JITFunction)
+ON_CPU = (
+    "its weights are on the CPU, where no kernel runs: it runs fused once the model is on a GPU"
+)
 
 
 class Site(NamedTuple):
@@ -67,10 +87,19 @@ class FusedForward:
     def __init__(self, function: Callable, module: nn.Module, parts: frozenset[str]):
         self.function, self.module, self.parts = function, module, parts
         self.told: set[str] = set()  # what `say_once` has said; `fuse` lets a model's share one
+        self.checkpoints = CHECKPOINTED_BY_FORWARD and isinstance(
+            module, modeling_layers.GradientCheckpointingLayer
+        )
 
     @property
     def forward(self) -> MethodType:
         return MethodType(_with_signature_of(type(self.module).forward), self)
+
+    def run(self, *inputs, **options):
+        if KERNELS_WANT_A_GPU and all(map(_is_on_cpu, (*inputs, *options.values()))):
+            say_once(self.module, ON_CPU)
+            return class_forward(self.module, *inputs, **options)
+        return self.function(self.module, self.parts, *inputs, **options)
 
 
 @cache
@@ -79,20 +108,29 @@ def _with_signature_of(own: Callable) -> Callable:
     of a dataset that are not in it, and generate() looks there for what it may pass."""
 
     def forward(self: FusedForward, *inputs, **options):
-        return self.function(self.module, self.parts, *inputs, **options)
+        layer: Any = self.module
+        if self.checkpoints and layer.gradient_checkpointing and layer.training:
+            # as the class's own; nothing else is kept from the run that backward repeats
+            options.update({name: off for name, off in NO_CACHE.items() if name in options})
+            run = partial(self.run, **options)
+            return layer._gradient_checkpointing_func(run, *inputs)
+        return self.run(*inputs, **options)
 
     forward.__signature__ = inspect.signature(own)  # type: ignore[attr-defined]
     return forward
 
 
-def parts_of(module: nn.Module) -> frozenset[str]:
+HOOKED = "_old_forward"  # where a module keeps the forward that a hook of accelerate calls
+
+
+def parts_of(module: nn.Module, at: str = "forward") -> frozenset[str]:
     """The parts that a module runs fused, told by the forward on its instance."""
-    owner = _owner_of(module)
+    owner = _owner_of(module, at)
     return owner.parts if owner is not None else frozenset()
 
 
-def _owner_of(module: nn.Module) -> FusedForward | None:
-    forward = vars(module).get("forward")
+def _owner_of(module: nn.Module, at: str = "forward") -> FusedForward | None:
+    forward = vars(module).get(at)
     # not getattr: torch.compile of torch 2.11 does not find a method's __self__ that way
     owner = forward.__self__ if isinstance(forward, MethodType) else None
     return owner if isinstance(owner, FusedForward) else None
@@ -105,13 +143,15 @@ WISHES = ("adapters are disabled", "adapters are merged", "adapters are active",
 def say_once(module: nn.Module, reason: str) -> None:
     """Warn, once for each reason and model, that a module which `fuse` has set to run fused steps
     aside for a reason that nobody asked for. A forward calls it where it steps aside."""
-    owner = _owner_of(module)
+    owner = _owner_of(module) or _owner_of(module, HOOKED)
     if owner is None or torch.compiler.is_compiling() or reason in owner.told:
         return
     owner.told.add(reason)
     if not any(wish in reason for wish in WISHES):
         warnings.warn(
-            f"a fused {type(module).__name__} ran as its class has it: {reason}", stacklevel=3
+            f"a fused {type(module).__name__} ran as its class has it: {reason} "
+            "(fused_lora.report says which others do)",
+            stacklevel=3,
         )
 
 
@@ -122,19 +162,58 @@ def share_told(model: nn.Module) -> None:
         owner.told = owners[0].told
 
 
+def _is_on_cpu(value: Any) -> bool:
+    return not isinstance(value, Tensor) or value.device.type == "cpu"
+
+
+def why_not_here(module: nn.Module) -> str | None:
+    """Why a module that is fit to run fused does not where its weights are."""
+    first = next(module.parameters(), None)
+    is_here = first is not None and first.device.type == "cpu"
+    return ON_CPU if KERNELS_WANT_A_GPU and is_here else None
+
+
 def is_kind(module: nn.Module, kind: str) -> bool:
-    cls = type(module)
-    if cls.__bases__[0].__name__ == "FSDPModule":  # fully_shard's, which changes no forward
-        cls = cls.__bases__[1]
-    return f"{cls.__module__}.{cls.__qualname__}" in CLASSES[kind]
+    return _name_of(_class_of(module)) in CLASSES[kind]
 
 
 def why_not_class(module: nn.Module, kind: str) -> str | None:
-    if "forward" in vars(module) and not parts_of(module):
-        return "its forward has been replaced by something else"
-    if not is_kind(module, kind):
-        return f"{type(module).__name__} is not {KNOWN_TO[kind]}"
-    return None
+    if (reason := why_not_own_forward(module)) is not None:
+        return reason
+    cls = _class_of(module)
+    if _name_of(cls) not in CLASSES[kind]:
+        return f"{cls.__name__} is not {KNOWN_TO[kind]}"
+    return why_patched(cls) or why_replaced(cls.__module__, *CALLED.get(kind, ()))
+
+
+def why_not_own_forward(module: nn.Module) -> str | None:
+    """Why calling the module runs neither its class's forward nor the one that `fuse` has set."""
+    if "forward" not in vars(module) or parts_of(module):
+        return None
+    if "_hf_hook" in vars(module):
+        return (
+            f"its forward has been replaced by accelerate's hook {type(module._hf_hook).__name__}: "
+            "take that away (accelerate.hooks.remove_hook_from_module) and call fuse again"
+        )
+    return "its forward has been replaced by something else"
+
+
+def _class_of(module: nn.Module) -> type:
+    cls = type(module)
+    return cls.__bases__[1] if is_fsdp(cls) else cls
+
+
+def _name_of(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def class_forward(module: nn.Module, *inputs, **options):
+    """What the module's class computes, where a FusedForward steps aside: without the checkpointing
+    around it, which that one has seen to."""
+    forward: Any = type(module).forward
+    while getattr(getattr(forward, "__code__", None), "co_filename", "") == LAYERS_FILE:
+        forward = forward.__wrapped__
+    return forward(module, *inputs, **options)
 
 
 def having(*names: str) -> Callable[[nn.Module], Iterator[tuple[str, nn.Module]]]:

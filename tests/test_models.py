@@ -207,28 +207,13 @@ def test_a_step_shows_what_proves_its_parts_and_no_less_will_do(
     assert " ran 1 times in a step, for 2 modules" in not_run(graph, profile=less)
 
 
-def test_a_graph_says_that_there_is_no_mask(checkpoint, device):
+def test_a_graph_has_its_step(checkpoint, device):
     built = make("fused_layer_graph", checkpoint, device)
     assert built.settings["graph"] is True and built.graph.eager_calls == EAGER_CALLS
     assert built.graph.step_for.func is GraphedStep
     assert built.graph.step_for.args == (built.model,)
-    assert built.graph.no_mask == {"full_attention": None}
     eager = make("fused_layer", checkpoint, device)
     assert eager.graph is None and "graph" not in eager.settings
-
-
-def test_no_mask_is_what_the_model_takes_for_none(checkpoint, device):
-    built = make("vanilla_peft", checkpoint, device)
-    ids, no_mask = torch.arange(32, device=device).view(2, 16), models._no_mask_of(built.model)
-    losses = [
-        built.model(input_ids=ids, labels=ids, attention_mask=mask).loss.item()
-        for mask in (None, no_mask)
-    ]
-    assert no_mask is not None and losses[0] == losses[1]
-    built.model.config.layer_types = ["full_attention", "sliding_attention"]
-    assert models._no_mask_of(built.model) is None
-    built.model.config.model_type = "llama"
-    assert models._no_mask_of(built.model) is None
 
 
 @pytest.mark.parametrize(

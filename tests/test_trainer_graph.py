@@ -48,9 +48,9 @@ def fused_on_the_cpu(monkeypatch):
     monkeypatch.setattr(torch.optim, "AdamW", lambda *p, **o: adamw(*p, **{**o, "fused": True}))
 
 
-def make_trainer(intervals=STEADY_WARMUP, no_mask=None, model=None, clock=None, **options):
+def make_trainer(intervals=STEADY_WARMUP, model=None, clock=None, **options):
     model = model or Masked()
-    graph = Graph(partial(RecordedStep, model), EAGER_CALLS, no_mask)
+    graph = Graph(partial(RecordedStep, model), EAGER_CALLS)
     clock = clock or FakeClock([*intervals, *[1.0] * 99])
     return Trainer(model, nullcontext, clock, 0.1, graph=graph, **options)
 
@@ -122,17 +122,10 @@ def test_the_first_step_lasts_until_the_first_replay_has_ended(monkeypatch):
     assert trainer.run(make_batches(1), steps=1).first_step_s == EAGER_CALLS + 1
 
 
-@pytest.mark.parametrize("no_mask", [None, {"full_attention": None}])
-def test_a_batch_without_a_mask_gets_what_says_that_there_is_none(no_mask):
-    trainer = make_trainer(no_mask=no_mask)
-    trainer.run(make_batches(1), steps=1)
-    assert trainer.model.masks == [no_mask] * (EAGER_CALLS + 1)  # replays run no Python
-
-
-def test_a_batch_with_a_mask_keeps_it():
+def test_a_batch_keeps_its_mask():
     ones = torch.ones(1, 1, dtype=torch.int64)
     batches = [Batch(b.input_ids, b.labels, ones) for b in make_batches(1)]
-    trainer = make_trainer(no_mask={"full_attention": None})
+    trainer = make_trainer()
     trainer.run(batches, steps=1)
     assert all(torch.equal(mask, ones) for mask in trainer.model.masks)
 

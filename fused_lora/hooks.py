@@ -1,0 +1,35 @@
+"""Hooks that a fused function may leave uncalled, for they would do nothing."""
+
+from typing import Any
+
+from torch import nn
+from transformers.utils import output_capturing
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Bystander:
+    """A hook of our own that is of no concern to whether its module runs fused."""
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether the module has hooks that would do something if it were called now.
+
+    A call with output_hidden_states or output_attentions leaves hooks on modules for good, which
+    do nothing while no such output is collected.
+    """
+    state = vars(module)
+    if not (state[HOOKS[0]] or state[HOOKS[1]] or state[HOOKS[2]] or state[HOOKS[3]]):
+        return False  # as at nearly every call of every forward
+    return not all(_is_idle(hook) for name in HOOKS for hook in state[name].values())
+
+
+def _is_idle(hook: Any) -> bool:
+    if isinstance(hook, Bystander):
+        return True
+    code = getattr(hook, "__code__", None)
+    if code is None or code.co_filename != output_capturing.__file__:
+        return False
+    collected = output_capturing._active_collector.get()
+    key = hook.__closure__[code.co_freevars.index("key")].cell_contents
+    return not collected or key not in collected

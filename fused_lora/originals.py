@@ -1,0 +1,103 @@
+"""Tell a library's own functions from those that somebody has put in their place.
+
+A fused function stands in for what a library's code computes, so a patch of that code would be
+overridden in silence: `LlamaMLP.forward = f`, `modeling_llama.apply_rotary_pos_emb = f`. Patches
+may come before this is imported, so no copies are kept to compare with. A function is the library's
+own if its name and file are those of the place where it is found, and all decorators around it
+(`__wrapped__`) are the library's, too.
+"""
+
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from types import BuiltinFunctionType, CodeType
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def why_patched(cls: type, name: str = "forward") -> str | None:
+    """Why a method of a class is not the one that its library defines, in words; None if it is."""
+    # torch.compile would trace this look, of which every call that it does not compile has one
+    if torch.compiler.is_compiling():
+        return None
+    return _why_not_own_method(cls, name, getattr(cls, name))
+
+
+def why_replaced(module: str, *names: str) -> str | None:
+    """The same of functions of a module; those that it does not have are passed over."""
+    if torch.compiler.is_compiling():
+        return None
+    for name in names:
+        found = getattr(sys.modules[module], name, None)
+        if found is not None and (reason := why_not(found, module, name)) is not None:
+            return reason
+    return None
+
+
+def is_builtin(function: Any) -> bool:
+    """Whether it is a function of torch that is not written in Python."""
+    return torch.compiler.is_compiling() or isinstance(function, BuiltinFunctionType)
+
+
+@cache
+def _why_not_own_method(cls: type, name: str, found: Any) -> str | None:
+    # a class that FSDP makes may wrap the forward of the one that it is made from
+    classes = [one for one in cls.__mro__ if name in vars(one) and not is_fsdp(one)]
+    return why_not(found, classes[0].__module__, f"{classes[0].__qualname__}.{name}")
+
+
+@cache
+def why_not(found: Any, module: str, qualname: str) -> str | None:
+    """Why `found` is not the function of this name that this module defines."""
+    package = module.partition(".")[0]
+    folder = Path(str(sys.modules[package].__file__)).parent
+    function = found
+    for function in _unwrapped(found):
+        code = _code_of(function)
+        if code is None or folder not in Path(code.co_filename).parents:
+            break
+    else:
+        if (function.__module__, function.__qualname__) == (module, qualname):
+            return None
+    own = f"{package}'" if package.endswith("s") else f"{package}'s"
+    return f"{qualname} is {_named(function)}, not {own} own: undo that patch to run it fused"
+
+
+def is_fsdp(cls: type) -> bool:
+    """Whether it is a class that fully_shard has made from a module's, to add methods of its own
+    and no forward."""
+    return cls.__bases__[:1] != () and cls.__bases__[0].__name__ == "FSDPModule"
+
+
+def _unwrapped(function: Any) -> Iterator[Any]:
+    """A function and those that it says it wraps, the innermost last."""
+    while function is not None:
+        if isinstance(function, nn.Module) and "forward" not in vars(function):
+            # the package `kernels` makes a module of a function that it may replace in a model
+            forward = type(function).forward
+            if forward.__module__.partition(".")[0] == "kernels":
+                function = dict(_closure_of(forward)).get("func", function)
+        yield function
+        function = getattr(function, "__wrapped__", None)
+
+
+def _closure_of(function: Any) -> Iterator[tuple[str, Any]]:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        yield name, cell.cell_contents
+
+
+def _code_of(function: Any) -> CodeType | None:
+    return getattr(function, "__code__", None)
+
+
+def _named(function: Any) -> str:
+    """What a function is called; a wrapper has the name of what it wraps, so its place."""
+    code = _code_of(function)
+    if code is None:
+        return f"an object of {type(function).__module__}.{type(function).__qualname__}"
+    if hasattr(function, "__wrapped__"):
+        return f"wrapped by {code.co_filename}:{code.co_firstlineno}"
+    return f"{function.__module__}.{function.__qualname__}"
