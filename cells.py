@@ -191,7 +191,7 @@ def measure_cells(
     fresh process.
     """
     if plan.device == "cpu":
-        interpreter.round_bf16_as_hardware_does()
+        interpreter.prepare()
     if VARIANTS[variant].library == "unsloth":
         if plan.turn_steps:  # it writes generated code there, and imports it
             os.environ["UNSLOTH_COMPILE_LOCATION"] = f"unsloth_compiled_cache/{variant}"

@@ -15,7 +15,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 if not HAS_GPU:
-    interpreter.round_bf16_as_hardware_does()
+    interpreter.prepare()
     # tensors here are tiny, and on shared cores threads that wait for each other take three times
     # as long as one
     torch.set_num_threads(1)
