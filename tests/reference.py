@@ -73,7 +73,10 @@ def use_poisoned_memory(monkeypatch):
     def poisoned(allocate):
         def allocate_and_fill(*size, **options):
             new = allocate(*size, **options)
-            return new.fill_(torch.nan) if new.is_floating_point() else new
+            if new.is_floating_point():
+                with torch.no_grad():  # it may be made to require a gradient
+                    new.fill_(torch.nan)
+            return new
 
         return allocate_and_fill
 

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
-from fused_lora import Fusion, fuse
+from fused_lora import Fusion, fuse, site
 from fused_mlp import fast_lora, swiglu
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -236,7 +236,8 @@ def traced(request):
         return tensor
 
     with pytest.MonkeyPatch.context() as patch, FakeTensorMode(allow_non_fake_inputs=True):
-        patch.setattr(swiglu, "_check", lambda *args, **tensors: None)  # there is no GPU here
+        patch.setattr(swiglu, "_check", lambda *args, **tensors: None)  # these are on the CPU
+        patch.setattr(site, "KERNELS_WANT_A_GPU", False)
         test_counts.store_fp32_as_a_gpu_does(patch)
         x = torch.empty(1, tokens, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
         hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)

@@ -259,9 +259,13 @@ def test_kill_9_at_many_moments_loses_nothing_that_was_saved(tmp_path):
     """A run of 60 cells is killed again and again, and each time the same command goes on."""
     out = tmp_path / "out"
     out.mkdir()
+    before = os.environ.get("PYTHONPATH", "")
     run = subprocess.run(
         [sys.executable, "-c", KILLED_WHILE_RUNNING, out / "results.json", tmp_path / "cache"],
-        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([*map(str, (ROOT, ROOT / "tests")), before]),
+        },
         capture_output=True,
         text=True,
         timeout=120,

@@ -61,7 +61,8 @@ def pair(device, kind, **options):
 
 
 def train(model, **options):
-    optimizer = torch.optim.AdamW(adapters(model).values(), lr=0.05, **options)
+    # not Adam, which makes a step of the same size of the smallest gradient, noise and all
+    optimizer = torch.optim.SGD(adapters(model).values(), lr=1.0, **options)
     for seed in (3, 4):
         step(model, seed)
         optimizer.step()
@@ -278,7 +279,7 @@ ORDERS = [a_reference_between, two_forwards, two_batches, twice, a_move_between,
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("policy", ["", "full"])
 def test_gradients_are_those_of_the_forward_that_they_belong_to(order, policy, kind, device):
-    if policy and order is two_forwards:
+    if policy and order in (two_forwards, on_the_host):
         pytest.skip("the second run reads the active adapter, in plain PEFT, too")
     fused, plain = two_adapters(device, kind)
     if policy:

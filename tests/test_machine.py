@@ -1,6 +1,7 @@
 """What is read from NVML, with an NVML that says what it is told to."""
 
 import dataclasses
+from importlib import metadata
 
 import pynvml
 import pytest
@@ -249,7 +250,7 @@ def test_the_environment_is_what_the_schema_wants(driver):
     import results
 
     fresh = results.new_results([], machine.environment(), example_results.experiment(), False)
-    assert fresh["environment"]["packages"]["torch"] == torch.__version__
+    assert fresh["environment"]["packages"]["torch"] == metadata.version("torch")
 
 
 # --- the host -------------------------------------------------------------------------------------

@@ -301,7 +301,7 @@ def test_kill_9_at_any_moment_leaves_one_whole_version(tmp_path):
         results.save(version, document)
     run = subprocess.run(
         [sys.executable, "-c", KILLED_WHILE_SAVING, tmp_path / "results.json", *versions],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=120,

@@ -17,7 +17,7 @@ FILES = sorted(p.name for p in TESTS.glob("test_*.py") if "= WITHOUT_GPU\n" in p
 @pytest.mark.parametrize("file", FILES)
 def test_with_the_gpu_hidden(file):
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(TESTS / file)],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(TESTS / file)],
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTEST_ADDOPTS": ""},
         cwd=TESTS.parent,
         capture_output=True,
