@@ -194,8 +194,8 @@ def merge(runs: list[dict]) -> dict:
             raise ValueError(f"these are not of one experiment: {first_few(differences)}")
         if (shared := _measured(merged) & _measured(run)) or run in runs[: number - 1]:
             raise ValueError(
-                f"run {number} of these overlaps an earlier one, {len(shared)} measurements are in "
-                "both: give each run once"
+                f"run {number} of these overlaps an earlier one (measurements in both: "
+                f"{len(shared)}): give each run once"
             )
         before, steps = merged["experiment"]["rounds"], merged["experiment"]["steps"]
         finished = [merged["finished_utc"], run["finished_utc"]]
