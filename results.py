@@ -128,7 +128,7 @@ def load(path: str | Path) -> dict:
     """The document in a file, or a ValueError that says in one line why it is none."""
     path = Path(path)
     try:
-        results = json.loads(path.read_bytes())
+        results = json.loads(path.read_bytes(), parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
         problem = f"{path} is not whole JSON ({error})"
         raise ValueError(f"{problem}: restore it, or delete it and measure again") from None
@@ -140,6 +140,10 @@ def load(path: str | Path) -> dict:
     if wrong := _mismatch(DOCUMENT, results):
         raise ValueError(f"{path}: {wrong}: restore it, or delete it and measure again")
     return results
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
 
 
 def _mismatch(validator: Draft202012Validator, document: dict) -> str | None:
