@@ -115,7 +115,7 @@ def test_only_the_variants_that_are_asked_for_are_measured(rehearsal, cache, tmp
     results = saved(rehearsal)
     results["cells"] = [c for c in results["cells"] if c["variant"] == "vanilla_peft"]
     store.save(tmp_path / "results.json", results)
-    monkeypatch.setattr(lora_bench.isolated, "run", refuse)
+    monkeypatch.setattr(isolated, "run", refuse)
     assert run(tmp_path, "--cache", str(cache), "--variants", "vanilla_peft") == 0
 
 

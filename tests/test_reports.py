@@ -1,6 +1,9 @@
 """What is made of results that are there: fits, pictures, and one run of several."""
 
+import json
+
 import example_results as example
+import pytest
 
 import lora_bench
 import results as store
@@ -36,3 +39,19 @@ def test_merge_writes_one_run_of_several_and_nothing_over_another(tmp_path, caps
     again = ["--merge", files[0], files[0], "--out", str(tmp_path / "new")]
     assert lora_bench.main(again) == 2
     assert "give each run once" in capsys.readouterr().err and not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("ms", "words"), [(0.0, "cells[0].step_ms[0]: 0.0"), (float("nan"), "NaN is no JSON")]
+)
+def test_a_time_that_is_none_is_refused_in_one_line(ms, words, tmp_path, capsys):
+    results = example.run()
+    results["cells"][0]["step_ms"][0] = ms
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    file, here = str(tmp_path / "results.json"), ["--out", str(tmp_path)]
+    new = ["--out", str(tmp_path / "new")]
+    for command in (["--plot-only", *here], ["--fits", "9", *here], ["--compare", file, file],
+                    ["--merge", file, *new]):  # fmt: skip
+        assert lora_bench.main(command) == 2
+        line = capsys.readouterr().err
+        assert words in line and line.count("\n") == 1
