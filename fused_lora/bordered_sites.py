@@ -24,7 +24,7 @@ from .decoder_layer import DecoderLayer, FrozenLayer
 from .gate_up_swiglu import SwiGLU
 from .projection import read_projection, why_call
 from .recompute import is_recomputing
-from .site import FusedForward, class_forward, parts_of, reason_in, why_not_class
+from .site import FusedForward, class_forward, parts_of, reason_in, say_once, why_not_class
 
 
 class BorderedForward(FusedForward):
@@ -246,6 +246,8 @@ def layer_forward(
         warnings.warn(f"a fused decoder layer ran as its class has it: {reason}", stacklevel=2)
     operands = reason or read_layer(layer)
     if isinstance(operands, str):
+        if reason is None:
+            say_once(layer, operands)
         own = layer_sites.layer_forward if "rms_norm" in parts else _class_forward
         return own(
             layer, parts, hidden_states, attention_mask=attention_mask, position_ids=position_ids,
