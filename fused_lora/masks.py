@@ -8,7 +8,7 @@ whether a layer wants a mask. What it wanted eagerly it therefore wants in the g
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -95,7 +95,7 @@ def _is_compiled(layer: nn.Module) -> bool:
 
 
 @contextmanager
-def _hooked(layers: list[nn.Module], hook: Bystander) -> Iterator[None]:
+def _hooked(layers: Sequence[nn.Module], hook: Bystander) -> Iterator[None]:
     """Calls the hook before every call of these layers, the first of their hooks: what it takes
     away no other sees."""
     handles = [

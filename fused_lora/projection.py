@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from .hooks import has_hooks
 from .originals import why_patched
-from .site import why_not_own_forward
+from .site import has_own_forward, why_not_own_forward
 
 
 class Projection(NamedTuple):
@@ -100,6 +100,6 @@ def why_call(module: nn.Module, own_forward: bool = True) -> str | None:
     """
     if has_hooks(module):
         return "it has hooks, which a fused function would not call"
-    if own_forward and "forward" in vars(module):
+    if own_forward and not has_own_forward(module):
         return why_not_own_forward(module) or "its forward has been replaced by something else"
     return why_patched(type(module))

@@ -186,9 +186,18 @@ def why_not_class(module: nn.Module, kind: str) -> str | None:
     return why_patched(cls) or why_replaced(cls.__module__, *CALLED.get(kind, ()))
 
 
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether calling the module runs its class's forward, which accelerate leaves on the instance
+    when it takes a hook away."""
+    forward = vars(module).get("forward")
+    if not isinstance(forward, MethodType):
+        return forward is None
+    return forward.__self__ is module and forward.__func__ is type(module).forward
+
+
 def why_not_own_forward(module: nn.Module) -> str | None:
     """Why calling the module runs neither its class's forward nor the one that `fuse` has set."""
-    if "forward" not in vars(module) or parts_of(module):
+    if has_own_forward(module) or parts_of(module):
         return None
     if "_hf_hook" in vars(module):
         return (

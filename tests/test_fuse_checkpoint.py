@@ -23,6 +23,7 @@ FUSIONS = {
     "all, full": Fusion(**ALL, checkpoint="full"),
     "layer, offload": Fusion(layer=True, cross_entropy=True, checkpoint="offload"),
 }
+NONE = {"none": Fusion(checkpoint="none")}
 # the last one's input stays where it is, and nothing below the first is trained
 THREE_LAYERS = {"num_hidden_layers": 3}
 ALL_FUSIONS = pytest.mark.parametrize("fusion", FUSIONS.values(), ids=FUSIONS)
@@ -108,8 +109,9 @@ def test_a_policy_stays_when_checkpointing_is_switched_on_and_off(name, device):
     assert [own_of(layer) for layer in layers] == [(True, torchs_checkpoint)] * 3
 
 
-def test_what_is_switched_off_runs_once(monkeypatch, device):
-    fused, _, _ = pair(device, Fusion(checkpoint="full"), config=THREE_LAYERS)
+@pytest.mark.parametrize("parts", [{}, {"rms_norm": True}], ids=["layer's own", "fused forward"])
+def test_what_is_switched_off_runs_once(parts, monkeypatch, device):
+    fused, _, _ = pair(device, Fusion(**parts, checkpoint="full"), config=THREE_LAYERS)
     assert runs_of_a_layer(fused, monkeypatch) == 2
     fused.gradient_checkpointing_disable()
     assert runs_of_a_layer(fused, monkeypatch) == 1
@@ -131,3 +133,35 @@ def test_the_switch_of_a_copy_is_its_own(device):
     assert policy_of(layer_of(twin)) is not None
     unfuse(fused)
     assert "_set_gradient_checkpointing" not in vars(fused.get_base_model())
+
+
+@pytest.mark.parametrize("name", [*FUSIONS, "none"])
+def test_a_model_that_was_saved_as_a_whole_trains_as_before(name, tmp_path, device):
+    fusion = (FUSIONS | NONE)[name]
+    fused, plain, _ = pair(device, fusion, config=THREE_LAYERS)
+    torch.save(fused, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    tokens = ids(device)
+    for model in (loaded, plain):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    assert_same_gradients(loaded, plain)
+    policies = {policy_of(layer_of(one)) for one in (fused, loaded)}
+    assert len(policies) == (1 if name == "attention" else 2)  # one of its own, if any
+    loaded.gradient_checkpointing_disable()
+    assert not layer_of(loaded).gradient_checkpointing
+    assert layer_of(fused).gradient_checkpointing == (fusion.checkpoint not in ("", "none"))
+
+
+@pytest.mark.parametrize("switched_on", [False, True])
+def test_without_checkpointing_a_model_in_training_keeps_its_cache(switched_on, device):
+    fused, plain, _ = pair(device, NONE["none"])
+    if switched_on:
+        fused.gradient_checkpointing_enable()
+    caches = [
+        model(input_ids=ids(device), use_cache=True).past_key_values for model in (fused, plain)
+    ]
+    assert [cache.get_seq_length() for cache in caches] == [17, 17]
+    assert fused.training
+    unfuse(fused)
+    decoder = fused.get_base_model().model
+    assert decoder.gradient_checkpointing == layer_of(fused).gradient_checkpointing == switched_on
