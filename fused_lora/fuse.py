@@ -122,6 +122,7 @@ def fuse(model: nn.Module, fusion: Fusion) -> FusionReport:
             runs = parts_of(module)
             if part in runs or (part in wanted and site.why_not(module) is None):
                 runs |= {part}
+                owner: FusedForward
                 if "layer" in runs:
                     owner = BorderedForward(site.forward, module, runs, borders_of(module))
                 else:
