@@ -79,7 +79,11 @@ def ran(monkeypatch):
     return seen
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if "exhaustive" not in config.option.markexpr:  # whatever else -m asks for
+        left_out = [item for item in items if "exhaustive" in item.keywords]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if "exhaustive" not in item.keywords]
     if HAS_GPU:
         return
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU")

@@ -71,7 +71,11 @@ def use_poisoned_memory(monkeypatch):
     """New memory, as it may be at its worst."""
 
     def poisoned(allocate):
-        return lambda *size, **options: allocate(*size, **options).fill_(torch.nan)
+        def allocated(*size, **options):
+            new = allocate(*size, **options)
+            return new.fill_(torch.nan if new.is_floating_point() else 77)
+
+        return allocated
 
     for name in ("empty", "empty_like"):
         monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
