@@ -1,7 +1,8 @@
-# make bench   run the experiment (without an NVIDIA GPU: a rehearsal of it)
-# make test    run the tests
-# make check   lint and types
-# make plot    draw the published picture and README tables again from results.json
+# make bench      run the experiment (without an NVIDIA GPU: a rehearsal of it)
+# make test       run the tests
+# make test-fast  one case of every contract: two minutes at most
+# make check      lint and types
+# make plot       draw the published picture and README tables again from results.json
 #
 # Each makes the environment it needs in .venv first. PYTHON=python3.12 picks another interpreter.
 
@@ -14,6 +15,9 @@ bench: $(VENV)/bench
 
 test: $(VENV)/dev
 	$(RUN) -m pytest -n 2
+
+test-fast: $(VENV)/dev
+	$(RUN) -m pytest -n 2 -m fast
 
 check: $(VENV)/dev
 	$(VENV)/bin/ruff check .
@@ -42,4 +46,4 @@ $(VENV)/dev: $(VENV)/base requirements-dev.txt
 	$(RUN) -m pip install --quiet -r requirements.txt -r requirements-dev.txt
 	touch $@
 
-.PHONY: bench test check plot clean
+.PHONY: bench test test-fast check plot clean

@@ -21,6 +21,7 @@ import results as store
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "data" / "sft_train.jsonl"
 CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="the rehearsal is for the CPU")
+pytestmark = pytest.mark.usefixtures("warm_processes")
 
 
 def command(out, *arguments):

@@ -19,6 +19,7 @@ from parity import Parity
 from profiled import Profile
 
 CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="the rehearsal is for the CPU")
+pytestmark = pytest.mark.usefixtures("warm_processes")
 VARIANTS = ["vanilla_peft", "fused_mlp"]
 
 
