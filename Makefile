@@ -1,7 +1,8 @@
-# make bench   run the experiment (without an NVIDIA GPU: a rehearsal of it)
-# make test    run the tests
-# make check   lint and types
-# make plot    draw the published picture and README tables again from results.json
+# make bench      run the experiment (without an NVIDIA GPU: a rehearsal of it)
+# make test       run the tests
+# make test-fast  one case of every contract: two minutes at most
+# make check      lint and types
+# make plot       draw the published picture and README tables again from results.json
 # make test-newest     the kernels' and adoption's tests with the newest torch, triton, transformers and peft
 # make resolve-peers   can Unsloth and Liger be installed beside requirements.txt? (installs nothing)
 #
@@ -20,6 +21,9 @@ bench: $(VENV)/bench
 
 test: $(VENV)/dev
 	$(RUN) -m pytest -n 2
+
+test-fast: $(VENV)/dev
+	$(RUN) -m pytest -n 2 -m fast
 
 test-newest: $(NEWEST)/done
 	$(NEWEST)/bin/python -m pytest -n 2 $(NEWEST_TESTS)
@@ -59,4 +63,4 @@ $(NEWEST)/done: requirements-newest.txt
 	$(NEWEST)/bin/python -m pip install --quiet -r requirements-newest.txt
 	touch $@
 
-.PHONY: bench test test-newest check resolve-peers plot clean
+.PHONY: bench test test-fast test-newest check resolve-peers plot clean

@@ -15,6 +15,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 if not HAS_GPU:
+    os.environ["OMP_NUM_THREADS"] = "1"  # for processes that tests start: see below
     interpreter.prepare()
     # tensors here are tiny, and on shared cores threads that wait for each other take three times
     # as long as one
@@ -34,6 +35,25 @@ def shipped_tilings(monkeypatch):
 
         monkeypatch.setattr(autotune, "MEASURED_ON", {torch.cuda.get_device_capability()})
         monkeypatch.setattr(autotune, "CHOSEN", {})
+
+
+@pytest.fixture(scope="module")
+def warm_processes():
+    """Processes of `isolated` come from one that has imported what each would import for 5 seconds.
+    That they are fresh without it, too, is what test_isolated.py and the command as a user starts
+    it are about; a GPU wants them fresh in any case."""
+    import multiprocessing
+
+    import isolated
+
+    if HAS_GPU:
+        yield
+        return
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["cells", "parity", "peft", "transformers.models.qwen2"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(isolated.multiprocessing, "get_context", lambda kind: context)
+        yield
 
 
 @pytest.fixture
@@ -79,7 +99,11 @@ def ran(monkeypatch):
     return seen
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if "exhaustive" not in config.option.markexpr:  # whatever else -m asks for
+        left_out = [item for item in items if "exhaustive" in item.keywords]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if "exhaustive" not in item.keywords]
     if HAS_GPU:
         return
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU")

@@ -71,14 +71,12 @@ def use_poisoned_memory(monkeypatch):
     """New memory, as it may be at its worst."""
 
     def poisoned(allocate):
-        def allocate_and_fill(*size, **options):
+        def allocated(*size, **options):
             new = allocate(*size, **options)
-            if new.is_floating_point():
-                with torch.no_grad():  # it may be made to require a gradient
-                    new.fill_(torch.nan)
-            return new
+            with torch.no_grad():  # it may be made to require a gradient
+                return new.fill_(torch.nan if new.is_floating_point() else 77)
 
-        return allocate_and_fill
+        return allocated
 
     for name in ("empty", "empty_like"):
         monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))

@@ -15,6 +15,11 @@ SIZES = {
     "more kv_heads than heads": (1, 1, 3, 2, 2, 1),
     "one token": (1, 2, 1, 1, 64, 1),
 }
+EMPTY = {
+    "no batch": (0, 2, 1, 5, 12, 1),
+    "no positions": (2, 2, 1, 0, 12, 2),
+    "no angles": (0, 2, 1, 5, 12, 0),
+}
 
 
 def rotate_half(x):
@@ -38,7 +43,7 @@ def angles(batch, positions, head_dim, *, dtype, device):
 
 def make(size="GQA", *, dtype, device, angle_dtype=None):
     """(q, k, cos, sin), (grad_q_rotated, grad_k_rotated); all contiguous."""
-    batch, heads, kv_heads, positions, head_dim, angle_batch = SIZES[size]
+    batch, heads, kv_heads, positions, head_dim, angle_batch = (SIZES | EMPTY)[size]
     q, k, grad_q_rotated, grad_k_rotated = (
         random(batch, h, positions, head_dim, dtype=dtype, device=device, seed=seed)
         for seed, h in enumerate((heads, kv_heads, heads, kv_heads))

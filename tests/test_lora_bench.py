@@ -19,7 +19,7 @@ import options
 import results as store
 
 ROOT = Path(__file__).resolve().parent.parent
-pytestmark = WITHOUT_GPU
+pytestmark = [WITHOUT_GPU, pytest.mark.usefixtures("warm_processes")]
 
 
 def command(out, *arguments):

@@ -1,17 +1,11 @@
 """LoRA_MLP as a citizen of autograd: what it saves, writes and skips, and the GPU's own traps."""
 
-from itertools import product
-
 import pytest
 import torch
-from cuda_graph import capture
 from lora_mlp_case import (
     HIDDEN,
     INTERMEDIATE,
     NAMES,
-    assert_equal,
-    assert_right,
-    double,
     fused,
     mlp,
     raw_gradients,
@@ -22,9 +16,7 @@ from lora_mlp_case import (
 from reference import (
     ADAPTER_NAMES,
     BUDGET,
-    CHECKPOINTS,
     assert_within_budget,
-    checkpointed,
     lora_mlp,
     random,
     relative_error,
@@ -34,82 +26,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fused_mlp
 
 # --- autograd -------------------------------------------------------------------------------------
-
-
-def test_a_second_backward_through_a_retained_graph_gives_the_same(case):
-    x, adapters, frozen, grad_output = case
-    leaves = [t.requires_grad_() for t in (x, *adapters)]
-    output = fused(*leaves, frozen)
-    first = torch.autograd.grad(output, leaves, grad_output, retain_graph=True)
-    second = torch.autograd.grad(output, leaves, grad_output)
-    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
-
-
-def test_differentiating_twice_is_a_clear_error(case):
-    x, adapters, frozen, grad_output = case
-    output = fused(x.requires_grad_(), *adapters, frozen)
-    with pytest.raises(RuntimeError, match="LoRA_MLP is not twice differentiable"):
-        torch.autograd.grad(output, x, grad_output, create_graph=True)
-
-
-def test_nothing_that_came_in_or_was_saved_is_written(case):
-    x, adapters, frozen, grad_output = case
-    leaves = [t.requires_grad_() for t in (x, *adapters)]
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        output = fused(*leaves, frozen)
-    owned_by_others = [*leaves, *frozen[:3], *saved, output, grad_output]
-    before = [t.detach().clone() for t in owned_by_others]
-    output.backward(grad_output)
-    for now, old in zip(owned_by_others, before, strict=True):
-        assert torch.equal(now, old)
-
-
-def test_x_and_the_incoming_gradient_may_have_other_consumers(case):
-    x, adapters, frozen, grad_output = case
-    other = random(*x.shape, dtype=x.dtype, device=x.device, seed=5)
-
-    def residual(function):
-        def block(x, *rest):  # x and the gradient reach the MLP, a sum and a product
-            return x * other.to(x.dtype) + function(x, *rest) + x
-
-        return block
-
-    got, eager = run(residual(fused), *case), run(residual(lora_mlp), *case)
-    double_case = x.double(), [t.double() for t in adapters], double(frozen), grad_output.double()
-    truth = run(residual(lora_mlp), *double_case)
-    for name in NAMES:
-        assert_within_budget(name, got[name], eager[name], truth[name])
-
-
-@pytest.mark.parametrize("changed", ["x", "down_B", "gate_weight"])
-def test_an_input_changed_in_place_before_backward_is_autograds_error(changed, case):
-    x, adapters, frozen, grad_output = case
-    x = x.requires_grad_() * 1
-    adapters = [t.requires_grad_() for t in adapters]
-    output = fused(x, *adapters, frozen)
-    with torch.no_grad():
-        {"x": x, "down_B": adapters[5], "gate_weight": frozen.gate_weight}[changed].mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        output.backward(grad_output)
-
-
-def test_every_subset_of_frozen_inputs_gives_none_there_and_the_same_values_elsewhere(case):
-    x, adapters, frozen, grad_output = case
-    tensors = (x, *adapters)
-    full = run(fused, *case)
-    for needs in product((False, True), repeat=7):
-        leaves = [t.clone().requires_grad_(need) for t, need in zip(tensors, needs, strict=True)]
-        output = fused(*leaves, frozen)
-        assert torch.equal(output, full["output"]) and output.requires_grad == any(needs)
-        if not any(needs):
-            continue
-        gradients = raw_gradients(output, grad_output)
-        for name, need, gradient in zip(NAMES[1:], needs, gradients, strict=True):
-            if need:
-                assert torch.equal(gradient, full[name]), (name, needs)
-            else:
-                assert gradient is None, (name, needs)
 
 
 class CountProducts(TorchDispatchMode):
@@ -208,69 +124,7 @@ def test_bytes_saved_per_token(adapter_dtype, autocast, device):
     assert saved_bytes[lora_mlp] == 39 * EAGER_BYTES[adapter_dtype, autocast]
 
 
-@pytest.mark.parametrize("kind", CHECKPOINTS)
-def test_checkpointed_gradients_are_bitwise_equal(kind, case):
-    assert_equal(run(checkpointed(fused, kind), *case), run(fused, *case))
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients_the_output_is_the_same_and_nothing_is_saved(mode, case):
-    x, adapters, frozen, _ = case
-    adapters = [t.requires_grad_() for t in adapters]
-    want = fused(x, *adapters, frozen)
-    with mode():
-        saved, output = saved_for_backward(fused, x * 1, adapters, frozen)
-    assert torch.equal(output, want) and not output.requires_grad and not saved
-
-
 # --- on the GPU -----------------------------------------------------------------------------------
-
-
-@pytest.mark.gpu
-def test_compiled_is_within_the_error_budget(case):
-    got = run(torch.compile(lambda *inputs: fused(*inputs)), *case)
-    eager, truth = run(lora_mlp, *case), truth_of(*case)
-    for name in NAMES:
-        assert_within_budget(name, got[name], eager[name], truth[name])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("autocast", [False, True])
-def test_a_captured_cuda_graph_is_right_on_new_data(autocast, device):
-    x, grad_output = tokens(3, 13, dtype=torch.bfloat16, device=device)
-    adapter_dtype = torch.float32 if autocast else torch.bfloat16
-    adapters, frozen = mlp(torch.bfloat16, device, adapter_dtype=adapter_dtype)
-    leaves = [t.clone().requires_grad_() for t in (x, *adapters)]
-
-    def step():
-        # the cache of casts outlives neither this block nor, so, the capture
-        with torch.autocast(device, dtype=torch.bfloat16, enabled=autocast, cache_enabled=False):
-            output = fused(*leaves, frozen)
-        return output, *torch.autograd.grad(output, leaves, grad_output)
-
-    replay, results = capture(step)
-    for seed in (50, 60):
-        with torch.no_grad():
-            for number, tensor in enumerate((*leaves, grad_output)):
-                scale = tensor.float().std().item()
-                tensor.copy_(random(*tensor.shape, seed=seed + number, scale=scale))
-        replay()
-        now = leaves[0].detach(), [t.detach() for t in leaves[1:]], frozen, grad_output
-        with torch.autocast(device, dtype=torch.bfloat16, enabled=autocast):
-            eager = run(lora_mlp, *now)
-        truth = truth_of(*now)
-        for name, result in zip(NAMES, results, strict=True):
-            assert_within_budget(name, result, eager[name], truth[name])
-
-
-@pytest.mark.gpu
-def test_a_second_gpu_is_right():
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    x, grad_output = tokens(3, 13, dtype=torch.bfloat16, device="cuda:1")
-    assert torch.cuda.current_device() == 0
-    assert_right(x, *mlp(torch.bfloat16, "cuda:1"), grad_output)
-    assert torch.cuda.current_device() == 0
 
 
 @pytest.mark.gpu

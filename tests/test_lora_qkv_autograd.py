@@ -1,7 +1,5 @@
 """LoRA_QKV as a citizen of autograd: what it saves, writes and skips, and the GPU's own traps."""
 
-from itertools import product
-
 import pytest
 import torch
 from attention_case import (
@@ -9,7 +7,6 @@ from attention_case import (
     Calls,
     assert_all_within_budget,
     assert_equal,
-    assert_right,
     lora_qkv,
     make_case,
     names_of,
@@ -18,8 +15,6 @@ from attention_case import (
     saved_for_backward,
     truth_of,
 )
-from cuda_graph import capture
-from reference import CHECKPOINTS, checkpointed, random
 
 from fused_lora.attention import LoRA_QKV
 
@@ -36,15 +31,6 @@ def case(device):
 # --- autograd -------------------------------------------------------------------------------------
 
 
-def test_a_second_backward_through_a_retained_graph_gives_the_same(case):
-    x, adapters, frozen, grad_outputs = case
-    leaves = [t.requires_grad_() for t in (x, *adapters)]
-    outputs = fused(*leaves, frozen)
-    first = torch.autograd.grad(outputs, leaves, grad_outputs, retain_graph=True)
-    second = torch.autograd.grad(outputs, leaves, grad_outputs)
-    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
-
-
 def test_backward_through_one_output_after_another_adds_up_to_all_at_once(case):
     x, adapters, frozen, grad_outputs = case
     leaves = [t.requires_grad_() for t in (x, *adapters)]
@@ -54,75 +40,6 @@ def test_backward_through_one_output_after_another_adds_up_to_all_at_once(case):
     got = dict(zip(INPUTS, (leaf.grad for leaf in leaves), strict=True))
     want, truth = run(lora_qkv, *case), truth_of(lora_qkv, *case)
     assert_all_within_budget(got, *({name: of[name] for name in INPUTS} for of in (want, truth)))
-
-
-def test_differentiating_twice_is_a_clear_error(case):
-    x, adapters, frozen, grad_outputs = case
-    outputs = fused(x.requires_grad_(), *adapters, frozen)
-    with pytest.raises(RuntimeError, match="LoRA_QKV is not twice differentiable"):
-        torch.autograd.grad(outputs, x, grad_outputs, create_graph=True)
-
-
-def test_nothing_that_came_in_or_was_saved_is_written(case):
-    x, adapters, frozen, grad_outputs = case
-    leaves = [t.requires_grad_() for t in (x, *adapters)]
-    tensors = [*leaves, *frozen[:6], *grad_outputs]
-    before = [t.detach().clone() for t in tensors]
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        outputs = fused(*leaves, frozen)
-    tensors += [*saved, *outputs]
-    before += [t.detach().clone() for t in (*saved, *outputs)]
-    torch.autograd.backward(outputs, grad_outputs)
-    assert all(torch.equal(now, old) for now, old in zip(tensors, before, strict=True))
-
-
-def test_x_may_have_other_consumers_and_outputs_may_be_changed_in_place(case):
-    x = case[0]
-    other = random(*x.shape, dtype=x.dtype, device=x.device, seed=5)
-
-    def block(function):
-        def block(x, *rest):
-            q, k, v = function(x, *rest)
-            side = (x * other.to(x.dtype)).sum(-1, keepdim=True)
-            return q.mul_(3), k + side, v.add_(side)
-
-        return block
-
-    got, want = run(block(fused), *case), run(block(lora_qkv), *case)
-    assert_all_within_budget(got, want, truth_of(block(lora_qkv), *case))
-
-
-@pytest.mark.parametrize("changed", ["x", "q_B", "v_weight"])
-def test_an_input_changed_in_place_before_backward_is_autograds_error(changed, case):
-    x, adapters, frozen, grad_outputs = case
-    x = x.requires_grad_() * 1
-    adapters = [t.requires_grad_() for t in adapters]
-    outputs = fused(x, *adapters, frozen)
-    with torch.no_grad():
-        {"x": x, "q_B": adapters[1], "v_weight": frozen.v_weight}[changed].mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        torch.autograd.backward(outputs, grad_outputs)
-
-
-def test_every_subset_of_frozen_inputs_gives_none_there_and_the_same_values_elsewhere(case):
-    x, adapters, frozen, grad_outputs = case
-    full = run(fused, *case)
-    for needs in product((False, True), repeat=7):
-        leaves = [
-            t.clone().requires_grad_(need) for t, need in zip((x, *adapters), needs, strict=True)
-        ]
-        outputs = fused(*leaves, frozen)
-        for name, output in zip(OUTPUTS, outputs, strict=True):
-            assert torch.equal(output, full[name]) and output.requires_grad == any(needs)
-        if not any(needs):
-            continue
-        gradients = raw_gradients(outputs, grad_outputs)
-        for name, need, gradient in zip(INPUTS, needs, gradients, strict=True):
-            if need:
-                assert torch.equal(gradient, full[name]), (name, needs)
-            else:
-                assert gradient is None, (name, needs)
 
 
 # --- what runs and what is kept -------------------------------------------------------------------
@@ -196,23 +113,6 @@ def test_bytes_saved_per_token(adapter_dtype, autocast, device):
     assert saved_bytes[lora_qkv] == 39 * EAGER_BYTES[adapter_dtype, autocast]
 
 
-@pytest.mark.parametrize("kind", CHECKPOINTS)
-def test_checkpointed_gradients_are_bitwise_equal(kind, case):
-    assert_equal(run(checkpointed(fused, kind), *case), run(fused, *case))
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients_the_outputs_are_the_same_and_nothing_is_saved(mode, case):
-    x, adapters, frozen, _ = case
-    adapters = [t.requires_grad_() for t in adapters]
-    want = fused(x, *adapters, frozen)
-    with mode():
-        saved, outputs = saved_for_backward(fused, x * 1, adapters, frozen)
-    assert not saved
-    for one, other in zip(outputs, want, strict=True):
-        assert torch.equal(one, other) and not one.requires_grad
-
-
 @pytest.mark.parametrize("autocast", [False, True])
 def test_compiled_in_one_graph_is_bitwise_equal(autocast, device):
     case = make_case(3, 13, adapter_dtypes=FP32 if autocast else None, device=device)
@@ -226,47 +126,3 @@ def test_compiled_in_one_graph_is_bitwise_equal(autocast, device):
 
 
 # --- on the GPU -----------------------------------------------------------------------------------
-
-
-@pytest.mark.gpu
-def test_compiled_is_within_the_error_budget(case):
-    got = run(torch.compile(lambda *inputs: fused(*inputs)), *case)
-    assert_all_within_budget(got, run(lora_qkv, *case), truth_of(lora_qkv, *case))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("autocast", [False, True])
-def test_a_captured_cuda_graph_is_right_on_new_data(autocast, device):
-    case = make_case(3, 13, adapter_dtypes=FP32 if autocast else None, device=device)
-    x, adapters, frozen, grad_outputs = case
-    leaves = [t.clone().requires_grad_() for t in (x, *adapters)]
-
-    def step():
-        # the cache of casts outlives neither this block nor, so, the capture
-        with torch.autocast(device, dtype=torch.bfloat16, enabled=autocast, cache_enabled=False):
-            outputs = fused(*leaves, frozen)
-        return *outputs, *torch.autograd.grad(outputs, leaves, grad_outputs)
-
-    replay, results = capture(step)
-    for seed in (60, 80):
-        with torch.no_grad():
-            for number, tensor in enumerate((*leaves, *grad_outputs)):
-                scale = tensor.float().std().item()
-                tensor.copy_(random(*tensor.shape, seed=seed + number, scale=scale))
-        replay()
-        got = {
-            name: result.detach() for name, result in zip((*OUTPUTS, *INPUTS), results, strict=True)
-        }
-        now = leaves[0].detach(), [t.detach() for t in leaves[1:]], frozen, grad_outputs
-        with torch.autocast(device, dtype=torch.bfloat16, enabled=autocast):
-            want = run(lora_qkv, *now)
-        assert_all_within_budget(got, want, truth_of(lora_qkv, *now))
-
-
-@pytest.mark.gpu
-def test_a_second_gpu_is_right():
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    assert torch.cuda.current_device() == 0
-    assert_right(fused, lora_qkv, *make_case(3, 13, device="cuda:1"))
-    assert torch.cuda.current_device() == 0

@@ -10,7 +10,6 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding, apply
 
 import fused_lora.rope as module
 from fused_lora.rope import rope
-from fused_mlp.launching import DTYPES
 
 
 @pytest.fixture
@@ -32,20 +31,6 @@ def launches(monkeypatch):
 
 
 # --- values ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_values_and_gradients_are_within_the_error_budget(dtype, size, device):
-    assert_right(*make(size, dtype=dtype, device=device))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("angle_dtype", DTYPES, ids=str)
-def test_cos_and_sin_may_have_another_dtype(angle_dtype, dtype, device):
-    inputs, gradients = make(dtype=dtype, angle_dtype=angle_dtype, device=device)
-    assert_right(inputs, gradients)
-    assert all(t.dtype == dtype for t in run(rope, inputs, gradients))
 
 
 def test_cos_and_sin_need_no_equal_halves(device):
@@ -72,17 +57,6 @@ def test_no_tokens_launch_nothing_and_give_empty_results(empty, device, monkeypa
     for got, want in zip(run(rope, inputs, gradients), (*inputs[:2],) * 2, strict=True):
         assert (got.shape, got.dtype) == (want.shape, want.dtype)
     assert not launches
-
-
-def test_repetition_is_bitwise_equal(case):
-    assert_equal(run(rope, *case), run(rope, *case))
-
-
-def test_autocast_changes_nothing(device):
-    inputs, gradients = make(dtype=torch.float32, device=device)
-    with torch.autocast(device, dtype=torch.bfloat16):
-        got = run(rope, inputs, gradients)
-    assert_equal(got, run(rope, inputs, gradients))
 
 
 # --- layouts --------------------------------------------------------------------------------------
@@ -112,19 +86,6 @@ COPIED = {
     "features first": lambda t: t.transpose(1, 3).contiguous().transpose(1, 3),
     "one number for all": lambda t: t[:1, :1, :1, :1].expand(t.shape),
 }
-LAYOUTS = {**VIEWS, **COPIED}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("position", range(4), ids=("q", "k", "grad_q_rotated", "grad_k_rotated"))
-def test_any_layout_gives_what_a_contiguous_one_does(position, layout, case):
-    (q, k, *rest), gradients = case
-    tensors = [q, k, *gradients]
-    tensors[position] = LAYOUTS[layout](tensors[position])
-    assert not tensors[position].is_contiguous()
-    contiguous = [t.contiguous() for t in tensors]
-    got = run(rope, (*tensors[:2], *rest), tensors[2:])
-    assert_equal(got, run(rope, (*contiguous[:2], *rest), contiguous[2:]))
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -176,22 +137,6 @@ def test_the_kernel_writes_nothing_behind_the_last_element(size, device, monkeyp
 
 
 # --- on the GPU -----------------------------------------------------------------------------------
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_compiled_is_within_the_error_budget(dtype, device):
-    compiled = torch.compile(lambda *inputs: rope(*inputs))
-    assert_right(*make(dtype=dtype, device=device), compiled)
-
-
-@pytest.mark.gpu
-def test_a_second_gpu_is_right():
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    assert torch.cuda.current_device() == 0
-    assert_right(*make(dtype=torch.bfloat16, device="cuda:1"))
-    assert torch.cuda.current_device() == 0
 
 
 @pytest.mark.gpu

@@ -3,8 +3,7 @@
 import pytest
 import torch
 import triton
-from reference import CHECKPOINTS, checkpointed
-from rope_case import assert_equal, assert_right, eager, make, run
+from rope_case import assert_right, eager, make, run
 
 import fused_lora.rope as module
 from fused_lora.rope import RoPE, rope
@@ -18,13 +17,6 @@ def case(device):
 # --- autograd -------------------------------------------------------------------------------------
 
 
-def test_nothing_that_came_in_is_written(case):
-    everything = [t for tensors in case for t in tensors]
-    before = [t.clone() for t in everything]
-    run(rope, *case)
-    assert_equal(everything, before)
-
-
 def test_cos_and_sin_are_all_that_is_saved(case):
     (q, k, cos, sin), _ = case
     saved = []
@@ -32,21 +24,6 @@ def test_cos_and_sin_are_all_that_is_saved(case):
         outputs = rope(q.requires_grad_(), k, cos, sin)
     assert len(saved) == 2 and saved[0] is cos and saved[1] is sin
     del outputs  # they held them
-
-
-def test_a_second_backward_through_a_retained_graph_gives_the_same(case):
-    (q, k, cos, sin), gradients = case
-    leaves = q.requires_grad_(), k.requires_grad_()
-    outputs = rope(*leaves, cos, sin)
-    first = torch.autograd.grad(outputs, leaves, gradients, retain_graph=True)
-    assert_equal(torch.autograd.grad(outputs, leaves, gradients), first)
-
-
-def test_differentiating_twice_is_a_clear_error(case):
-    (q, k, cos, sin), gradients = case
-    outputs = rope(q.requires_grad_(), k, cos, sin)
-    with pytest.raises(RuntimeError, match="rope is not twice differentiable"):
-        torch.autograd.grad(outputs, q, gradients, create_graph=True)
 
 
 @pytest.mark.parametrize("used", [0, 1], ids=["q", "k"])
@@ -57,16 +34,6 @@ def test_an_output_that_nobody_uses_changes_nothing_for_the_other(used, case):
     rope(*leaves, cos, sin)[used].backward(gradients[used])
     assert torch.equal(leaves[used].grad, want)
     assert not leaves[1 - used].grad.any()
-
-
-@pytest.mark.parametrize("trained", [0, 1], ids=["q", "k"])
-def test_q_or_k_alone_may_need_a_gradient(trained, case):
-    (q, k, cos, sin), gradients = case
-    want = run(rope, *case)[2 + trained]
-    leaves = q, k
-    leaves[trained].requires_grad_()
-    torch.autograd.backward(rope(q, k, cos, sin), gradients)
-    assert torch.equal(leaves[trained].grad, want) and leaves[1 - trained].grad is None
 
 
 def test_inputs_and_incoming_gradients_may_have_other_consumers(device):
@@ -82,46 +49,6 @@ def test_inputs_and_incoming_gradients_may_have_other_consumers(device):
         return block
 
     assert_right(inputs, gradients, with_residuals(rope), with_residuals(eager))
-
-
-def test_outputs_may_be_changed_in_place(case):
-    def scaled(*inputs):
-        return [x.mul_(0.5) for x in rope(*inputs)]
-
-    def eager_scaled(*inputs):
-        return [x * 0.5 for x in eager(*inputs)]
-
-    assert_right(*case, scaled, eager_scaled)
-
-
-def test_an_angle_changed_in_place_before_backward_is_autograds_error(case):
-    (q, k, cos, sin), gradients = case
-    outputs = rope(q.requires_grad_(), k, cos, sin)
-    cos.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        torch.autograd.backward(outputs, gradients)
-
-
-@pytest.mark.parametrize("kind", CHECKPOINTS)
-def test_checkpointed_gradients_are_bitwise_equal(kind, case):
-    def backward(function):  # a reentrant checkpoint allows backward() alone
-        (q, k, cos, sin), gradients = case
-        leaves = [t.clone().requires_grad_() for t in (q, k)]
-        outputs = function(*leaves, cos, sin)
-        torch.autograd.backward(outputs, gradients)
-        return *outputs, *(t.grad for t in leaves)
-
-    assert_equal(backward(checkpointed(rope, kind)), backward(rope))
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients_the_outputs_are_the_same(mode, case):
-    (q, k, cos, sin), _ = case
-    want = rope(q.requires_grad_(), k, cos, sin)
-    with mode():
-        got = rope(q, k, cos, sin)
-    assert_equal(got, want)
-    assert not any(t.requires_grad for t in got)
 
 
 # --- errors ---------------------------------------------------------------------------------------

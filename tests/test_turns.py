@@ -20,7 +20,7 @@ import trainer
 from parity import Parity
 from profiled import Profile
 
-pytestmark = WITHOUT_GPU
+pytestmark = [WITHOUT_GPU, pytest.mark.usefixtures("warm_processes")]
 VARIANTS = ["vanilla_peft", "fused_mlp"]
 
 

@@ -2,6 +2,7 @@
 run in Triton's interpreter is settled when they are imported, so it takes a process of its own."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 TESTS = Path(__file__).parent
-FILES = sorted(p.name for p in TESTS.glob("test_*.py") if "= WITHOUT_GPU\n" in p.read_text())
+MARKED = re.compile(r"^pytestmark = .*\bWITHOUT_GPU\b", re.MULTILINE)
+FILES = sorted(p.name for p in TESTS.glob("test_*.py") if MARKED.search(p.read_text()))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="they run as they are")

@@ -1,0 +1,294 @@
+"""Every operation that autograd knows, as a table: what it takes, and eager PyTorch for it.
+
+`test_contract.py` holds each to the same promises. What is one operation's alone is tested in its
+own files.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import attention_case
+import cross_entropy_case
+import lora_attention_case
+import lora_mlp_case
+import rms_norm_case
+import rope_case
+import torch
+from reference import ADAPTER_NAMES, assert_within_budget, lora_mlp
+from torch import Tensor
+
+from fused_lora.attention import LoRA_QKV, LoRA_W
+from fused_lora.cross_entropy import linear_cross_entropy
+from fused_lora.lora_attention import LoRA_Attention
+from fused_lora.rms_norm import add_rms_norm, rms_norm
+from fused_lora.rope import rope
+from fused_mlp import LoRA_MLP
+
+BF16, FP16, FP32 = DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Case:
+    """The arguments of a call by name, in its order, and a gradient for each output."""
+
+    inputs: dict[str, Any]
+    gradients: list[Tensor]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """name: what its errors call it.
+    function, eager: take a case's inputs in order, give an output or a tuple of them.
+    make: (shape, dtype=, device=, **options) -> Case. `usual` is the shape for everything but
+        values; others that it takes are in `shapes`, those of no tokens in `empty`.
+    options: what to make of it beside its usual self: names and values for `make`.
+    trained: the inputs that may require a gradient.
+    saved: inputs that backward reads, so that autograd has to notice when they change.
+    strided: inputs of any layout; incoming gradients are, too.
+    of_products: it multiplies matrices: it runs in autocast's dtype, adapters and weights may have
+        another than x, and another layout gives other last bits. Else it is one kernel of ours,
+        of which autocast changes nothing.
+    has_values: its outputs have as many elements as an error budget wants.
+    """
+
+    name: str
+    function: Callable
+    eager: Callable
+    make: Callable[..., Case]
+    trained: tuple[str, ...]
+    saved: tuple[str, ...]
+    usual: Any
+    shapes: tuple = ()
+    empty: tuple = ()
+    options: dict[str, tuple] = field(default_factory=dict)
+    strided: tuple[str, ...] = ("x",)
+    of_products: bool = True
+    has_values: bool = True
+
+    def case(self, device, dtype=BF16, shape=None, **options) -> Case:
+        return self.make(self.usual if shape is None else shape, dtype=dtype, device=device,
+                         **options)  # fmt: skip
+
+
+def as_tuple(outputs) -> tuple[Tensor, ...]:
+    return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+
+
+def leaves_of(operation, case, needs=None) -> dict[str, Any]:
+    """The inputs, those that may be trained (or `needs`) as leaves of their own, layouts kept."""
+    needs = operation.trained if needs is None else needs
+    return {
+        name: value.detach().requires_grad_(name in needs) if name in operation.trained else value
+        for name, value in case.inputs.items()
+    }
+
+
+def run(operation, case, function=None) -> dict[str, Tensor]:
+    """Outputs and the gradients of all that may be trained, by name."""
+    leaves = leaves_of(operation, case)
+    outputs = as_tuple((function or operation.function)(*leaves.values()))
+    gradients = [g.to(output.dtype) for g, output in zip(case.gradients, outputs, strict=True)]
+    torch.autograd.backward(outputs, gradients)
+    results = {f"output {i}": output.detach() for i, output in enumerate(outputs)}
+    return results | {f"gradient of {name}": leaves[name].grad for name in operation.trained}
+
+
+def double(value):
+    if isinstance(value, Tensor):
+        return value.double() if value.is_floating_point() else value
+    if isinstance(value, tuple):
+        return type(value)(*map(double, value))
+    return value
+
+
+def truth_of(operation, case, function=None) -> dict[str, Tensor]:
+    exact = Case(
+        {k: double(v) for k, v in case.inputs.items()}, [double(g) for g in case.gradients]
+    )
+    return run(operation, exact, function or operation.eager)
+
+
+def assert_right(operation, case, got=None, eager=None, of=None) -> None:
+    """Each result within the error budget, in the dtype that eager gives it; `of` is what eager
+    computes in their place (a function of its own)."""
+    got = run(operation, case) if got is None else got
+    eager = run(operation, case, of or operation.eager) if eager is None else eager
+    truth = truth_of(operation, case, of)
+    assert got.keys() == eager.keys() <= truth.keys()
+    for name in got:
+        assert got[name].dtype == eager[name].dtype, name
+        assert_within_budget(name, got[name], eager[name], truth[name])
+
+
+def assert_equal(got, want) -> None:
+    assert got.keys() == want.keys()
+    for name in want:
+        assert got[name].dtype == want[name].dtype, name
+        assert torch.equal(got[name], want[name]), name
+
+
+def tensors_in(case) -> dict[str, Tensor]:
+    """Everything that a call and its backward are given."""
+    found = {f"gradient {i}": gradient for i, gradient in enumerate(case.gradients)}
+
+    def add(name, value):
+        if isinstance(value, Tensor):
+            found[name] = value
+        elif isinstance(value, tuple):
+            for i, part in enumerate(value):
+                add(f"{name}.{getattr(value, '_fields', range(len(value)))[i]}", part)
+
+    for name, value in case.inputs.items():
+        add(name, value)
+    return found
+
+
+def with_layout(case, where, layout) -> Case:
+    """The case with one of its inputs, or an incoming gradient ("gradient 0"), laid out so."""
+    if where in case.inputs:
+        return replace(case, inputs={**case.inputs, where: layout(case.inputs[where])})
+    number = int(where.removeprefix("gradient "))
+    gradients = [layout(g) if i == number else g for i, g in enumerate(case.gradients)]
+    return replace(case, gradients=gradients)
+
+
+LAYOUTS = {  # of three dimensions or more, each of the shape that it is given
+    "transposed": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
+    "within wider rows": lambda t: torch.cat([t, t, t], -1)[..., 1 : 1 + t.shape[-1]],
+    "every second row": lambda t: torch.repeat_interleave(t, 2, dim=-2)[..., ::2, :],
+    "by token": lambda t: t.transpose(1, -2).contiguous().transpose(1, -2),
+    "one for all": lambda t: t[:1].expand(t.shape),
+    "features first": lambda t: t.transpose(0, -1).contiguous().transpose(0, -1),
+    "elements apart": lambda t: torch.repeat_interleave(t, 2, dim=-1)[..., ::2],
+}
+
+
+OF_KERNELS = {  # too much alike for a budget of sums
+    "one row for all": lambda t: t[(slice(1),) * (t.dim() - 1)].expand(t.shape),
+    "one number for all": lambda t: t[(slice(1),) * t.dim()].expand(t.shape),
+}
+
+
+# --- how the operands of each are made ------------------------------------------------------------
+
+
+MIXED = (FP32, BF16, BF16, FP32, FP16, FP32, BF16, FP32)
+
+
+def in_dtypes(adapters, adapter_dtype):
+    """All in one dtype, or each in its own."""
+    dtypes = adapter_dtype if isinstance(adapter_dtype, tuple) else (adapter_dtype,) * len(adapters)
+    return [t.to(dtype) for t, dtype in zip(adapters, dtypes, strict=False)]
+
+
+def make_lora_mlp(shape, *, dtype, device, r=8, adapter_dtype=None, frozen_dtype=None):
+    x, gradient = lora_mlp_case.tokens(*shape, dtype=dtype, device=device)
+    ranks = (r, r, r) if isinstance(r, int) else r
+    adapters, frozen = lora_mlp_case.mlp(frozen_dtype or dtype, device, r=ranks, adapter_dtype=FP32)
+    adapters = in_dtypes(adapters, adapter_dtype or dtype)
+    return Case({"x": x, **dict(zip(ADAPTER_NAMES, adapters, strict=True)), "frozen": frozen},
+                [gradient])  # fmt: skip
+
+
+def make_linear(layers):
+    def make(shape, *, dtype, device, r=8, bias=True, adapter_dtype=None, frozen_dtype=None):
+        x, adapters, frozen, gradients = attention_case.make_case(
+            *shape, layers=layers, dtype=dtype, device=device, bias=bias, frozen_dtype=frozen_dtype,
+            r=(r,) * 3 if isinstance(r, int) else r, adapter_dtypes=(FP32,) * 6,
+        )  # fmt: skip
+        adapters = in_dtypes(adapters, adapter_dtype or dtype)
+        names = attention_case.names_of(adapters)[1]
+        return Case(dict(zip((*names, "frozen"), (x, *adapters, frozen), strict=True)), gradients)
+
+    return make
+
+
+def make_lora_attention(shape, *, dtype, device, r=8, bias=True, adapter_dtype=None,
+                        frozen_dtype=None):  # fmt: skip
+    inputs, gradient = lora_attention_case.make(
+        *shape, dtype=dtype, device=device, head_dim=32, bias=bias, frozen_dtype=frozen_dtype,
+        r=(r,) * 4 if isinstance(r, int) else r, adapter_dtypes=(FP32,) * 8,
+    )  # fmt: skip
+    inputs[4:-1] = in_dtypes(inputs[4:-1], adapter_dtype or dtype)
+    names = ("x", "cos", "sin", "mask", *lora_attention_case.NAMES, "frozen")
+    return Case(dict(zip(names, inputs, strict=True)), [gradient])
+
+
+def make_norm(function):
+    def make(shape, *, dtype, device):
+        inputs, gradients = rms_norm_case.make(function, *shape, dtype=dtype, device=device)
+        names = ("x", "weight") if function is rms_norm else ("x", "delta", "weight")
+        return Case(dict(zip(names, inputs, strict=True)) | {"eps": rms_norm_case.EPS}, gradients)
+
+    return make
+
+
+def make_rope(size, *, dtype, device, angle_dtype=None):
+    inputs, gradients = rope_case.make(size, dtype=dtype, device=device, angle_dtype=angle_dtype)
+    return Case(dict(zip(("q", "k", "cos", "sin"), inputs, strict=True)), list(gradients))
+
+
+def make_cross_entropy(shape, *, dtype, device):
+    operands = cross_entropy_case.inputs(*shape, dtype=dtype, device=device)
+    names = ("x", "weight", "bias", "labels")
+    gradient = torch.tensor(3.0, device=device)
+    return Case(dict(zip(names, operands, strict=True)), [gradient])
+
+
+RANKS = attention_case.RANKS
+ADAPTED = ("x", *ADAPTER_NAMES)
+OF_QKV = ("x", "q_A", "q_B", "k_A", "k_B", "v_A", "v_B")
+TOKENS = ((), (1,), (13,), (1, 1), (2, 1, 3, 5))
+NO_TOKENS = ((0,), (0, 5), (2, 0))
+ROWS = ((2, 3, 139), (7, 52), (1, 300), (64,), (3, 2048), (2, 2, 2, 33))
+
+OPERATIONS = {
+    operation.name: operation
+    for operation in (
+        Operation(
+            "LoRA_MLP", LoRA_MLP.apply, lora_mlp, make_lora_mlp, ADAPTED,
+            saved=("x", "down_B", "frozen.gate_weight"), usual=(3, 13), shapes=TOKENS,
+            empty=NO_TOKENS, options={"r": (*RANKS, (1, 12, 64), (64, 4, 1))},
+        ),
+        Operation(
+            "LoRA_W", LoRA_W.apply, attention_case.lora_w, make_linear(1), ("x", "A", "B"),
+            saved=("x", "A", "B", "frozen.weight"), usual=(3, 13), shapes=TOKENS, empty=NO_TOKENS,
+            options={"r": RANKS, "bias": (False, True)},
+        ),
+        Operation(
+            "LoRA_QKV", LoRA_QKV.apply, attention_case.lora_qkv, make_linear(3), OF_QKV,
+            saved=("x", "q_B", "frozen.v_weight"), usual=(3, 13), shapes=TOKENS, empty=NO_TOKENS,
+            options={"r": (*RANKS, (1, 12, 64), (64, 4, 1)), "bias": (False, True)},
+        ),
+        Operation(
+            "LoRA_Attention", LoRA_Attention.apply, lora_attention_case.eager, make_lora_attention,
+            ("x", *lora_attention_case.NAMES),
+            saved=("x", "cos", "k_B", "o_A", "frozen.qkv.v_weight"), usual=(2, 9),
+            shapes=((1, 40),), empty=((0, 9),),
+            options={"r": (8, (1, 12, 32, 3)), "bias": (False, True)},
+        ),
+        Operation(
+            "rms_norm", rms_norm, rms_norm_case.eager_rms_norm, make_norm(rms_norm),
+            ("x", "weight"), saved=("x", "weight"), usual=(2, 3, 139), shapes=ROWS,
+            empty=((0, 52), (2, 0, 139)), of_products=False,
+        ),
+        Operation(
+            "add_rms_norm", add_rms_norm, rms_norm_case.eager_add_rms_norm, make_norm(add_rms_norm),
+            ("x", "delta", "weight"), saved=("weight", "output 1"), usual=(2, 3, 139), shapes=ROWS,
+            empty=((0, 52), (2, 0, 139)), strided=("x", "delta"), of_products=False,
+        ),
+        Operation(
+            "rope", rope, rope_case.eager, make_rope, ("q", "k"), saved=("cos", "sin"), usual="GQA",
+            shapes=tuple(rope_case.SIZES), options={"angle_dtype": DTYPES},
+            empty=("no batch", "no positions", "no angles"), strided=("q", "k", "cos", "sin"),
+            of_products=False,
+        ),
+        Operation(
+            "linear_cross_entropy",
+            lambda x, weight, bias, labels: linear_cross_entropy(x, weight, labels, bias=bias),
+            lambda x, weight, bias, labels: cross_entropy_case.eager(x, weight, labels, bias=bias),
+            make_cross_entropy, ("x", "weight", "bias"), saved=(), usual=(3, 7), has_values=False,
+        ),
+    )
+}  # fmt: skip
