@@ -65,7 +65,9 @@ def use_poisoned_memory(monkeypatch):
     def poisoned(allocate):
         def allocate_and_fill(*size, **options):
             new = allocate(*size, **options)
-            return new.fill_(torch.nan) if new.is_floating_point() else new
+            if new.is_floating_point():
+                new.detach().fill_(torch.nan)
+            return new
 
         return allocate_and_fill
 
