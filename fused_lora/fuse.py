@@ -122,11 +122,9 @@ def fuse(model: nn.Module, fusion: Fusion) -> FusionReport:
             runs = parts_of(module)
             if part in runs or (part in wanted and site.why_not(module) is None):
                 runs |= {part}
-                owner: FusedForward
+                owner = FusedForward(site.forward, module, runs)
                 if "layer" in runs:
                     owner = BorderedForward(site.forward, module, runs, borders_of(module))
-                else:
-                    owner = FusedForward(site.forward, module, runs)
                 module.forward = owner.forward
                 setattr(module, PARTS_SET, runs)
     share_told(model)

@@ -100,10 +100,18 @@ def scale(model):
             projection.set_scale("default", 3.0)
 
 
-def another(model, r):
-    config = LoraConfig(r=r, lora_alpha=20, target_modules=[*ATTENTION, *MLP])
+def add_second(model, r):
+    """Of a size at which rounding decides no token, as layer_case's first one is."""
+    config = LoraConfig(r=r, lora_alpha=r, target_modules=[*ATTENTION, *MLP])
     model.add_adapter("second", config)
     set_weights(model, next(model.parameters()).device, only=".second.")
+    for name, parameter in model.named_parameters():
+        if ".second." in name:
+            parameter.data.mul_(0.25 if ".q_proj.lora_B" in name else 0.5)
+
+
+def another(model, r):
+    add_second(model, r)
     model.set_adapter("second")
 
 
@@ -211,8 +219,7 @@ def test_a_fused_model_computes_what_plain_peft_does(what, kind, device):
 
 def two_adapters(device, kind):
     plain = peft_model(device)
-    plain.add_adapter("second", LoraConfig(r=12, lora_alpha=20, target_modules=[*ATTENTION, *MLP]))
-    set_weights(plain, device, only=".second.")
+    add_second(plain, 12)
     fused = copy.deepcopy(plain)
     fuse(fused, FUSIONS[kind])
     return fused, plain
