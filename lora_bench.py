@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from options import HERE, fill_in, parse
+from bench.options import HERE, fill_in, parse
 
 # What takes seconds to import (torch, matplotlib) is imported where it is used: help and an error
 # come at once, and so does every process that measures, which imports this file anew.
@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             if (code := report(arguments)) is not None:
                 return code
-            from planning import planned
+            from bench.plan import planned
 
             asked_as = sys.argv if argv is None else argv
             plan, results, path = until_the_end.enter_context(planned(arguments, asked_as))
@@ -59,28 +59,28 @@ def report(arguments: argparse.Namespace) -> int | None:
     """Do what measures nothing, if that is asked for; its exit code."""
     out = arguments.out
     if arguments.plot_only:
-        from reports import plot_only
+        from report.commands import plot_only
 
         return plot_only(out or HERE)
     if arguments.compare:
-        from reports import compare_only
+        from report.commands import compare_only
 
         return compare_only(*arguments.compare)
     if arguments.merge:
-        from reports import merge_only
+        from report.commands import merge_only
 
         return merge_only(arguments.merge, out)
     if arguments.fits is not None:
-        from reports import fits_only
+        from report.commands import fits_only
 
         return fits_only(arguments.fits, out or HERE)
     return None
 
 
 def run_and_draw(plan: Any, results: dict[str, Any], path: Path, asked: dict[str, Any]) -> int:
-    from experiment import run_experiment
-    from reports import console, draw, summary_table
-    from summary import why_no_verdicts
+    from bench.experiment import run_experiment
+    from report.commands import console, draw, summary_table
+    from report.statistics import why_no_verdicts
 
     run_experiment(plan, results, path, asked)
     pictures = draw(results, path.parent)
@@ -97,11 +97,11 @@ def run_and_draw(plan: Any, results: dict[str, Any], path: Path, asked: dict[str
 def run_kernels(plan: Any, results: dict[str, Any], path: Path) -> int:
     from rich.table import Table
 
-    import isolated
-    import results as store
-    from cells import measure_kernels, prepare
-    from experiment import must
-    from reports import console
+    from bench import processes as isolated
+    from bench import results as store
+    from bench.cells import measure_kernels, prepare
+    from bench.experiment import must
+    from report.commands import console
 
     must(isolated.run(prepare, plan, on_message=lambda message: None))
     must(isolated.run(measure_kernels, plan, on_message=results.update))

@@ -34,7 +34,7 @@ class Lora:
 class Graph(NamedTuple):
     """What it takes to capture a model's training step in CUDA graphs.
 
-    step_for: makes the step, given its optimizer (`fused_lora.graph.GraphedStep`).
+    step_for: makes the step, given its optimizer (`fused_lora.step.graph.GraphedStep`).
     eager_calls: how many of its calls are eager, before the one that captures it.
     takes_max_labelled: whether the model computes the loss on `max_labelled_tokens` tokens alone.
     """
@@ -131,7 +131,7 @@ def build(
 
 
 def _graph_of(built: Built, takes_max_labelled: bool) -> Graph:
-    from fused_lora.graph import EAGER_CALLS, GraphedStep
+    from fused_lora.step.graph import EAGER_CALLS, GraphedStep
 
     step_for = partial(GraphedStep, built.model, autocast=built.autocast)
     return Graph(step_for, EAGER_CALLS, takes_max_labelled)

@@ -1,274 +1,101 @@
-"""Bordered weights: a frozen weight and its adapter in one buffer, so that LoRA needs no pass of
-its own over a large tensor.
+"""Products with a bordered weight (`bordered.py`), for `decoder_layer.py`.
 
-For a frozen W [out, in] with adapter A [r, in], B [out, r] and scale s the buffer is
+With M = [[W, s B], [A, 0]], z = x A' and p = dy s B:
 
-    M = [[W, s B],      [out + r, in + r], row-major, in W's dtype
-         [A,  0 ]]      its rows on whole lines of the L2 cache (`rows.empty_rows`)
-
-Projections that share an input share a buffer (q, k, v; gate, up): W and A are stacked, B is block
-diagonal. PEFT's `base_layer.weight` and `.bias` become views of it and work as before. The adapters
-stay PEFT's own parameters: the border is scratch memory, into which every forward of a layer copies
-the adapters that it runs with, all in one launch. So nothing has to be told that they changed.
-
-Nothing here keeps a buffer alive but the weights in it, and a graph that needs it for backward. A
-weight that lies elsewhere (moved, cast, assigned, unpickled, copied with its model) is moved into a
-new buffer by the next forward, and the memory of the old one is free once all have left it.
-
-The products are in `bordered_linear.py`. LoRA: Hu et al., arXiv 2106.09685. The bordered form is
-our own.
+    y  = [x | z] M[:out]'      or, before its addition of z (s B)',  [y | z]  = x M[:, :in]'
+    dx = [dy | p] M[:, :in]
 """
 
-import weakref
-from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fused_mlp.launching import is_capturing
-
-from .bordered_linear import Bordered, Buffer
-from .many_copies import ManyCopies, Matrices
-from .projection import Projection
-from .rows import Handover, empty_rows
-
-WIDTH_MULTIPLE = 8  # of bf16 are 16 bytes, to which cuBLAS wants every row aligned
+from .kernels.rows import empty_rows
 
 
-# --- one buffer -----------------------------------------------------------------------------------
+class Buffer:
+    """The memory of one border, while something needs it.
 
-
-class _Made(NamedTuple):
-    """A buffer as it was made: where the weights were put, and how it is laid out."""
-
-    places: tuple
-    shape: tuple[int, int]
-    stride: int
-    outs: tuple[int, ...]
-    blocks: tuple[int, ...]
-
-
-class Border:
-    """The buffer of projections that share an input, for as long as their weights lie in it."""
-
-    def __init__(self) -> None:
-        self._made: _Made | None = None
-        self._buffer: weakref.ref[Buffer] | None = None
-
-    def __reduce__(self):
-        # of a copied or unpickled model no weight lies in a buffer
-        return Border, ()
-
-    def bordered(self, reads: Sequence[Projection], ranks: Sequence[int]) -> tuple[Bordered, bool]:
-        """The buffer, with room for adapters of these ranks, and whether it had to be made.
-
-        Made are: one [out + width, in + width] tensor, a second one for biases, if there are any,
-        and views of them in the place of each weight's and bias's memory. Parameters stay the same
-        objects.
-        """
-        made = self._made
-        fits = (
-            made is not None
-            and made.places == _places_of(reads)
-            and all(read.A.shape[0] <= one for read, one in zip(reads, made.blocks, strict=True))
-        )
-        if not fits:
-            made = self._made = _make(reads, ranks)
-        assert made is not None
-        buffer = None if self._buffer is None or not fits else self._buffer()
-        if buffer is None:
-            buffer = _buffer_of(made, reads)
-            self._buffer = weakref.ref(buffer)
-        scalings = tuple(read.scaling for read in reads)
-        in_features = reads[0].weight.shape[1]
-        return Bordered(buffer, in_features, made.outs, made.blocks, scalings), not fits
-
-
-def _places_of(reads: Sequence[Projection]) -> tuple:
-    """What is different once a weight or a bias lies elsewhere, be it at an address of before."""
-    return tuple(
-        (w.data_ptr(), w.stride(), w.dtype, w.device, None if b is None else b.data_ptr())
-        for w, b, *_ in reads
-    )
-
-
-@torch.inference_mode(False)
-@torch.no_grad()
-def _make(reads: Sequence[Projection], ranks: Sequence[int]) -> _Made:
-    first = reads[0].weight
-    if is_capturing(first):
-        raise RuntimeError(
-            "a fused layer's weights lie elsewhere than in its last eager forward, and cannot be "
-            "moved while a CUDA graph is captured: run one step eagerly first"
-        )
-    in_features = first.shape[1]
-    outs = tuple(read.weight.shape[0] for read in reads)
-    blocks = tuple(max(rank, read.A.shape[0]) for rank, read in zip(ranks, reads, strict=True))
-    width = -(-sum(blocks) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
-    matrix = empty_rows(first, sum(outs) + width, in_features + width).zero_()
-    bias = None
-    if any(read.bias is not None for read in reads):
-        bias = first.new_zeros(sum(outs) + width)
-    row = 0
-    for read, out in zip(reads, outs, strict=True):
-        _move(read.weight, matrix[row : row + out, :in_features])
-        if read.bias is not None and bias is not None:
-            _move(read.bias, bias[row : row + out])
-        row += out
-    return _Made(_places_of(reads), (len(matrix), matrix.shape[1]), matrix.stride(0), outs, blocks)
-
-
-def _move(parameter: Tensor, memory: Tensor) -> None:
-    parameter.data = memory.copy_(parameter)
-
-
-def _buffer_of(made: _Made, reads: Sequence[Projection]) -> Buffer:
-    """The whole of what the weights are views of."""
-    # .data, with a version of its own: a plain function that saved a weight does not mind borders
-    matrix = reads[0].weight.data.as_strided(made.shape, (made.stride, 1), 0)
-    bias = next((read.bias for read in reads if read.bias is not None), None)
-    if bias is not None:
-        bias = bias.data.as_strided(made.shape[:1], (1,), 0)
-    return Buffer(matrix, bias)
-
-
-# --- a layer's ------------------------------------------------------------------------------------
-
-
-class LayerBorders:
-    """The borders of one decoder layer, and what copies its adapters into them.
-
-    handover: one for all layers of a model. replica_of: the name of an earlier layer that has the
-    same base weights (PEFT's layer_replication), in whose buffers they lie.
+    matrix: [out + width, in + width]. bias: [out + width], zero after out, or None. holds: what
+    says whose adapters are in the border now, None for nobody knows whose.
     """
 
-    def __init__(self, groups: int):
-        self.borders = tuple(Border() for _ in range(groups))
-        self.handover = Handover()
-        self.replica_of: str | None = None
-        self._copies = ManyCopies()
-
-    def bordered(
-        self, groups: Sequence[Sequence[Projection]], ranks: Sequence[Sequence[int]]
-    ) -> list[Bordered]:
-        """The buffers of these projections, made where weights lie elsewhere.
-
-        One after the other, so that at most one group's weights exist twice.
-        """
-        found = [
-            border.bordered(reads, of)
-            for border, reads, of in zip(self.borders, groups, ranks, strict=True)
-        ]
-        device = found[0][0].matrix.device
-        if device.type == "cuda" and any(was_made for _, was_made in found):
-            torch.cuda.empty_cache()  # the freed pieces are each too small for what comes
-        return [bordered for bordered, _ in found]
-
-    def fill(self, groups: Sequence[Bordered], adapters: Sequence[Tensor]) -> None:
-        """Copy the adapters, A and B of each projection, into the borders of their groups.
-
-        Equivalent PyTorch, for each: ``A_view.copy_(A); B_view.copy_(scaling * B)``, and zeros in
-        what a larger rank may have left.
-        """
-        self._fill(groups, adapters, _holding(groups, adapters))
-
-    def refill(self, groups: Sequence[Bordered], adapters: Sequence[Tensor]) -> None:
-        """`fill`, unless the borders still hold what a forward with these adapters put there: for
-        backward, before which a forward with others may have come."""
-        holds = _holding(groups, adapters)
-        # what a graph's replay copies nobody notices
-        may_differ = self._copies.is_captured and not is_capturing(groups[0].matrix)
-        if may_differ or any(one.buffer.holds != holds for one in groups):
-            self._fill(groups, adapters, holds)
-            for one in groups:  # these may be tensors of backward's own, whose memory goes round
-                one.buffer.holds = None
-
-    @torch.no_grad()
-    def _fill(self, groups: Sequence[Bordered], adapters: Sequence[Tensor], holds: tuple) -> None:
-        for one in groups:
-            one.buffer.holds = None  # if what follows fails
-        key, _ = holds
-        self._copies.copy(key, lambda: _matrices(groups, adapters))
-        for one in groups:
-            one.buffer.holds = holds
+    def __init__(self, matrix: Tensor, bias: Tensor | None):
+        self.matrix, self.bias = matrix, bias
+        self.holds: tuple | None = None
 
 
-def _holding(groups: Sequence[Bordered], adapters: Sequence[Tensor]) -> tuple[Hashable, tuple]:
-    """(key, versions) of filled borders: the same key for the same tensors in the same places, and
-    the same versions as long as nothing that PyTorch counts has changed them."""
-    key = (
-        tuple((g.matrix.data_ptr(), g.matrix.dtype, g.blocks, g.scalings) for g in groups),
-        tuple((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in adapters),
-    )
-    return key, tuple(0 if t.is_inference() else t._version for t in adapters)
+class Bordered(NamedTuple):
+    """One buffer and how it is laid out: what the products below need and do not train."""
+
+    buffer: Buffer
+    in_features: int
+    out_features: tuple[int, ...]  # of each projection; out is their sum
+    blocks: tuple[int, ...]  # columns of the border for each; width is their sum, rounded up
+    scalings: tuple[float, ...]
+
+    @property
+    def matrix(self) -> Tensor:
+        return self.buffer.matrix
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.buffer.bias
+
+    @property
+    def out(self) -> int:
+        return sum(self.out_features)
 
 
-def _matrices(groups: Sequence[Bordered], adapters: Sequence[Tensor]) -> Matrices:
-    """Where each adapter goes, and zeros beside it."""
-    targets: list[Tensor] = []
-    sources: list[Tensor | None] = []
-    scalings: list[float] = []
-    left = iter(adapters)
-    for group in groups:
-        matrix, inputs = group.matrix, group.in_features
-        row, column = 0, 0
-        for out, block, scaling in zip(
-            group.out_features, group.blocks, group.scalings, strict=True
-        ):
-            A, B = next(left).detach(), next(left).detach()
-            rank = len(A)
-            in_A = matrix[group.out + column :, :inputs]
-            in_B = matrix[row : row + out, inputs + column :]
-            targets += [in_A[:rank], in_B[:, :rank]]
-            sources += [A, B]
-            scalings += [1.0, scaling]  # before the cast: one rounding, not two
-            if rank < block:
-                targets += [in_A[rank:block], in_B[:, rank:block]]
-                sources += [None, None]
-                scalings += [1.0, 1.0]
-            row, column = row + out, column + block
-    return targets, sources, scalings
+def grow_k_forward(x_ext: Tensor, bordered: Bordered) -> Tensor:
+    """y [T, out] from x_ext [T, in + width], whose first columns are x; x A' is written into the
+    others. Equivalent: ``x_ext[:, in:] = x @ A.t(); x_ext @ M[:out].t() + bias``."""
+    matrix, inputs, out = bordered.matrix, bordered.in_features, bordered.out
+    bias = bordered.bias
+    torch.mm(x_ext[:, :inputs], matrix[out:, :inputs].t(), out=x_ext[:, inputs:])
+    return _product(x_ext, matrix[:out], None if bias is None else bias[:out])
 
 
-# --- weights in a buffer and out of it ------------------------------------------------------------
+def extended_product(x: Tensor, bordered: Bordered) -> Tensor:
+    """[y | x A'] [T, out + width] from x [T, in]: ``x @ M[:, :in].t() + bias``."""
+    matrix, inputs = bordered.matrix, bordered.in_features
+    y_ext = empty_rows(x, x.shape[0], matrix.shape[0])
+    return _product(x, matrix[:, :inputs], bordered.bias, out=y_ext)
 
 
-def let_save(base: nn.Linear) -> None:
-    """Let this linear layer, whose weight is to lie in a buffer, be saved once it stands in the
-    model by itself (`_leave_peft`)."""
-    if _leave_peft not in base._state_dict_pre_hooks.values():
-        base.register_state_dict_pre_hook(_leave_peft)
+def grow_k_backward(grad_ext: Tensor, bordered: Bordered) -> Tensor:
+    """dx [T, in] from grad_ext [T, out + width], whose first columns are dy; p = dy sB is written
+    into the others. Equivalent: ``grad_ext[:, out:] = dy @ sB; grad_ext @ M[:, :in]``."""
+    matrix, inputs, out = bordered.matrix, bordered.in_features, bordered.out
+    torch.mm(grad_ext[:, :out], matrix[:out, inputs:], out=grad_ext[:, out:])
+    return grad_ext @ matrix[:, :inputs]
 
 
-def _leave_peft(base: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """Give a linear layer memory of its own when its state is asked for and it is no longer within
-    a layer of PEFT's, after `merge_and_unload` or `unload`: safetensors refuses weights that share
-    memory or are not contiguous."""
-    if not prefix.endswith("base_layer."):
-        _give_own_memory(base)
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    if bias is None:
+        return torch.mm(x, weight.t(), out=out)
+    return torch.addmm(bias, x, weight.t(), out=out)
 
 
-def _give_own_memory(base: Any) -> list[str]:
-    """Which of weight and bias were views of a buffer."""
-    moved = []
-    for name in ("weight", "bias"):
-        parameter = base._parameters[name]
-        if type(parameter) is nn.Parameter and not (
-            parameter.is_contiguous() and parameter.untyped_storage().nbytes() == parameter.nbytes
-        ):
-            parameter.data = parameter.detach().clone(memory_format=torch.contiguous_format)
-            moved.append(name)
-    return moved
+def kinds_of(adapters: Sequence[Tensor]) -> list[tuple[int, torch.dtype]]:
+    """Rank and dtype of A, B, A, B ...: what their gradients are to be."""
+    return [(adapters[i - i % 2].shape[0], t.dtype) for i, t in enumerate(adapters)]
 
 
-def unborder(model: nn.Module) -> list[str]:
-    """Give every weight and bias of `model` that lies in a buffer contiguous memory of its own
-    again, as it is now; returns the names. The buffers are freed with that."""
-    names = []
-    for name, module in model.named_modules():
-        hooks = module._state_dict_pre_hooks
-        for key in [key for key, hook in hooks.items() if hook is _leave_peft]:
-            del hooks[key]
-            names += [f"{name}.{kind}" for kind in _give_own_memory(module)]
-    return names
+def check_adapters(name: str, adapters: Sequence[Tensor], bordered: Bordered) -> None:
+    """Raise ValueError unless there is an A and a B of each projection that fit the border."""
+    inputs, wanted = bordered.in_features, len(bordered.out_features)
+    if len(adapters) != 2 * wanted:
+        raise ValueError(
+            f"{name}: {len(adapters)} adapter tensors given, should be {2 * wanted}: A and "
+            f"B of each of {wanted} projections"
+        )
+    for i, (A, B) in enumerate(zip(adapters[::2], adapters[1::2], strict=True)):
+        out, block, r = bordered.out_features[i], bordered.blocks[i], A.shape[0]
+        if A.shape != (r, inputs) or B.shape != (out, r) or r > block:
+            raise ValueError(
+                f"{name}: A {i} is {list(A.shape)} and B {i} {list(B.shape)}, should be "
+                f"[r, {inputs}] and [{out}, r] of one r up to {block}"
+            )

@@ -13,11 +13,11 @@ from typing import Any, NoReturn
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from . import checkpoint
-from .bordered import unborder
-from .bordered_sites import BorderedForward, border, borders_of
-from .site import HOOKED, FusedForward, Site, parts_of, share_told, why_not_here
-from .sites import PARTS
+from .adopt.borders import unborder
+from .adopt.layer import BorderedForward, border, borders_of
+from .adopt.site import HOOKED, FusedForward, Site, parts_of, share_told, why_not_here
+from .adopt.switches import PARTS
+from .step import checkpoint
 
 # What nn.DataParallel calls on every module of a model.
 REPLICATE = "_replicate_for_data_parallel"

@@ -18,9 +18,9 @@ import torch
 from reference import ADAPTER_NAMES, assert_within_budget, lora_mlp
 from torch import Tensor
 
-from fused_lora.attention import LoRA_QKV, LoRA_W
 from fused_lora.cross_entropy import linear_cross_entropy
 from fused_lora.lora_attention import LoRA_Attention
+from fused_lora.lora_linear import LoRA_QKV, LoRA_W
 from fused_lora.rms_norm import add_rms_norm, rms_norm
 from fused_lora.rope import rope
 from fused_mlp import LoRA_MLP

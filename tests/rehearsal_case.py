@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-import isolated
+from bench import processes as isolated
 
 WITHOUT_GPU = pytest.mark.skipif(
     torch.cuda.is_available(), reason="test_without_gpu.py runs this file with the GPU hidden"

@@ -1,0 +1,159 @@
+"""What was asked for, as a plan: everything that can be is checked before anything is run, and a
+run has its folder to itself."""
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from batches import load_tokenizer, read_examples, sha256_of, token_shares
+from bench import machine, options
+from bench import results as store
+from bench.folders import check_writable, locked
+from bench.options import HERE, fill_in, variants_of
+from bench.weights import Source, check_architecture, read_config, resolve
+
+if TYPE_CHECKING:
+    from bench.cells import Plan
+
+
+@contextmanager
+def planned(
+    arguments: argparse.Namespace, argv: list[str]
+) -> Iterator[tuple["Plan", dict[str, Any], Path]]:
+    """The plan, the results that it goes on from, and their file, in a folder that is locked as
+    long as the context lasts.
+
+    Raises:
+        ValueError: one line that says what is wrong and what to do; nothing was written.
+    """
+    asked = fill_in(arguments)
+    options.check(asked)
+    source = resolve(str(asked["model"]), asked["cache"].resolve(), asked["seed"])
+    read_examples(asked["data"])
+    check_model(source, asked)
+    folder = out_folder(asked["out"], asked["device"])
+    with locked(folder):
+        if not source.is_there():
+            check_writable("--cache", asked["cache"])
+        plan = make_plan(asked, source)
+        check_architecture(source)
+        check_lengths(plan)
+        if not plan.is_prepared():
+            check_writable("--cache", plan.cache)
+        experiment = describe(plan, variants_of(asked), asked["rounds"])
+        rehearsal = plan.device == "cpu"
+        fresh = store.new_results(recorded(argv), machine.environment(), experiment, rehearsal)
+        results = store.continue_from(folder / "results.json", fresh)
+        # last, as what is wrong with the arguments is to be said whoever else is on the GPU
+        if others := options.others_on_gpu(plan.device, asked["allow_shared_gpu"]):
+            raise ValueError(others)
+        yield plan, results, folder / "results.json"
+
+
+def make_plan(asked: dict[str, Any], source: Source) -> "Plan":
+    from bench.cells import (
+        Plan,  # and with it torch, which takes seconds: what comes without came first
+    )
+    from models import Lora
+
+    return Plan(
+        source=source,
+        data=asked["data"].resolve(),
+        cache=asked["cache"].resolve(),
+        lora=Lora(rank=asked["rank"], alpha=2 * asked["rank"]),
+        seq_lens=tuple(sorted(set(asked["seq_lens"]))),
+        batch_size=asked["batch_size"],
+        steps=asked["steps"] // asked["rounds"],
+        checkpointing=asked["checkpointing"] == "on",
+        padded=asked["padded"],
+        seed=asked["seed"],
+        device=asked["device"],
+        turn_steps=asked["turns"],
+    )
+
+
+def check_model(source: Source, asked: dict[str, Any]) -> None:
+    """What a configuration alone tells. A token beyond the embedding's last row would stop the GPU,
+    not raise."""
+    config = read_config(source)
+    tokens = load_tokenizer(source.tokenizer).get_vocab_size()
+    if (rows := config.get("vocab_size", tokens)) < tokens:
+        raise ValueError(
+            f"--model {source.name}: its vocab_size is {rows}, its tokenizer has {tokens} tokens; "
+            "give a model with one row for each"
+        )
+    for name, size in (("rank", "hidden_size"), ("seq_lens", "max_position_embeddings")):
+        given = asked[name] if isinstance(asked[name], int) else max(asked[name])
+        if given > (most := config.get(size, given)):
+            raise ValueError(
+                f"{options.flag(name)} {given}: the {size} of {source.name} is {most}; give no more"
+            )
+
+
+def check_lengths(plan: "Plan") -> None:
+    """A length at which nothing of an answer is predicted trains nothing."""
+    for seq_len in plan.seq_lens:
+        if not plan.trains_at(seq_len):
+            works = plan.shortest_from(seq_len + 1)
+            wanted = f"give {works} or more" if works else "give other --data"
+            raise ValueError(
+                f"--seq-lens {seq_len}: no row of --data reaches so far into an answer that every "
+                f"adapter is trained; {wanted}"
+            )
+
+
+def recorded(argv: list[str]) -> list[str]:
+    """The command line as results.json keeps it: without the folders it wrote to, which are its
+    user's own and say nothing of the numbers."""
+    kept: list[str] = []
+    words = iter(argv)
+    for word in words:
+        if word in ("--out", "--cache"):
+            next(words, None)
+        elif not word.startswith(("--out=", "--cache=")):
+            kept.append(Path(word).name if not kept else word)
+    return kept
+
+
+def describe(plan: "Plan", variants: list[str], rounds: int) -> dict[str, Any]:
+    """The "experiment" part of results.json."""
+    from bench.cells import LEARNING_RATE
+
+    tokens = {}
+    for seq_len in plan.seq_lens:
+        shares = token_shares(plan.batches(seq_len, plan.batch_size, plan.steps))
+        tokens[str(seq_len)] = {"padding": shares.padding, "labelled": shares.labelled}
+    return {
+        "model": plan.source.name,
+        "weights": plan.source.weights,
+        "dtype": "bfloat16",
+        "batch_size": plan.batch_size,
+        "seq_lens": list(plan.seq_lens),
+        "variants": variants,
+        "rounds": rounds,
+        "steps": plan.steps * rounds,
+        "turn_steps": plan.turn_steps,
+        "checkpointing": "on" if plan.checkpointing else "off",
+        "padded": plan.padded,
+        "lora": {
+            "rank": plan.lora.rank,
+            "alpha": plan.lora.alpha,
+            "dropout": plan.lora.dropout,
+            "bias": plan.lora.bias,
+            "targets": list(plan.lora.targets),
+        },
+        "optimizer": {"name": "AdamW", "lr": LEARNING_RATE, "fused": plan.device == "cuda"},
+        "seed": plan.seed,
+        "data_sha256": sha256_of(plan.data),
+        "tokens": tokens,
+    }
+
+
+def out_folder(out: Path | None, device: str) -> Path:
+    if out is not None:
+        return out
+    if device == "cpu":
+        return HERE / "rehearsal"
+    return HERE / "runs" / machine.gpu_name().lower().replace(" ", "-")

@@ -1,0 +1,172 @@
+"""Base models on disk: what `--model` names, as a folder that every variant loads the same way.
+
+    configs/NAME.json      an architecture; its weights are drawn once from a seed, into a cache
+    a folder               a checkpoint saved with save_pretrained, with its tokenizer
+    ORGANISATION/NAME      a model on the Hugging Face hub, downloaded to the hub's own cache
+
+The time of a step does not depend on the values of the weights, so random ones measure the same
+thing and need no download.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+DATA_TOKENIZER = Path(__file__).resolve().parent.parent / "data" / "tokenizer.json"
+CONFIGS = Path(__file__).parent / "configs"
+SIZES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
+    "max_position_embeddings",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where base weights come from.
+
+    name: what the user asked for, as it is shown. weights: "random, seed 0" or "checkpoint".
+    folder: the checkpoint's folder (for random weights, made by `materialize`).
+    config: the architecture's JSON file, None for a checkpoint. tokenizer: its tokenizer.json.
+    """
+
+    name: str
+    weights: str
+    folder: Path
+    config: Path | None
+    tokenizer: Path
+
+    def is_there(self) -> bool:
+        """Whether its folder holds the weights: random ones may not be drawn yet."""
+        return self.config is None or (self.folder / "config.json").is_file()
+
+
+def resolve(model: str, cache: Path, seed: int) -> Source:
+    """Say where `model` comes from, touching nothing but the hub's cache.
+
+    Raises:
+        ValueError: there is no such file, folder or hub model, or the folder lacks a part.
+    """
+    path = Path(model)
+    if path.suffix == ".json":
+        return _random_source(path, cache, seed)
+    if not path.is_dir():
+        if path.exists() or model.count("/") != 1 or model.startswith((".", "/", "~")):
+            raise ValueError(
+                f"--model {model}: no such folder; give a checkpoint's folder, an architecture "
+                "such as configs/qwen2.5-3b.json, or a hub name such as Qwen/Qwen2.5-3B-Instruct"
+            )
+        path = _download(model)
+    for part, found in (
+        ("config.json", (path / "config.json").is_file()),
+        ("tokenizer.json", (path / "tokenizer.json").is_file()),
+        ("*.safetensors", any(path.glob("*.safetensors"))),
+    ):
+        if not found:
+            raise ValueError(
+                f"--model {model}: the folder has no {part}; save the model and its tokenizer "
+                "there with save_pretrained"
+            )
+    return Source(model, "checkpoint", path.resolve(), None, path.resolve() / "tokenizer.json")
+
+
+def _random_source(path: Path, cache: Path, seed: int) -> Source:
+    if not path.is_file():
+        known = ", ".join(sorted(f"configs/{p.name}" for p in CONFIGS.glob("*.json")))
+        raise ValueError(f"--model {path}: no such file; there are: {known}")
+    tokenizer = DATA_TOKENIZER.read_bytes() if DATA_TOKENIZER.is_file() else b""
+    digest = hashlib.sha256(path.read_bytes() + tokenizer).hexdigest()[:12]
+    folder = cache / "models" / f"{path.stem}-seed{seed}-{digest}"
+    return Source(
+        path.stem, f"random, seed {seed}", folder.resolve(), path.resolve(), DATA_TOKENIZER
+    )
+
+
+def read_config(source: Source) -> dict[str, Any]:
+    """The model's config.json, with the sizes in it as they should be.
+
+    Raises:
+        ValueError: it is none, in one line.
+    """
+    path = source.config or source.folder / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or "not JSON"
+        raise ValueError(f"--model {path}: {reason}; give a model's configuration") from None
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise ValueError(f"--model {path}: not a model's configuration (JSON with a 'model_type')")
+    for name in SIZES:
+        size = config.get(name, 1)
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"--model {path}: its {name} is {size!r}; wanted a number from 1 up")
+    return config
+
+
+def check_architecture(source: Source) -> None:
+    """Ask transformers, where weights are still to be drawn, whether it knows such a model."""
+    if source.is_there():
+        return
+    from transformers import AutoConfig  # takes seconds
+
+    try:
+        AutoConfig.for_model(**read_config(source))
+    except Exception as error:  # of many kinds, and over many lines
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"--model {source.name}: transformers does not take it ({reason})"
+        ) from None
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt"]))
+    except Exception as error:  # offline, unknown, gated: the hub's own first line says which
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"--model {name}: could not be downloaded ({reason}); give a local folder, or an "
+            "architecture such as configs/qwen2.5-3b.json that needs no download"
+        ) from None
+
+
+def materialize(source: Source, seed: int, device: str) -> None:
+    """Draw the random weights of `source` and save them as a checkpoint, unless they are there.
+
+    Matrices come from transformers' own initialisation. Biases and norm weights, which it sets to
+    zeros and ones, get a little noise, so that a kernel that forgets one of them is found out.
+    """
+    if source.config is None or source.is_there():
+        return
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    config = AutoConfig.for_model(**json.loads(source.config.read_text()))
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.02 * torch.randn_like(parameter))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(source.tokenizer),
+        bos_token="<|endoftext|>",
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+    )
+    source.folder.parent.mkdir(parents=True, exist_ok=True)
+    # made beside its place and moved there whole, so that a half-written checkpoint is never loaded
+    unfinished = Path(tempfile.mkdtemp(dir=source.folder.parent, prefix=".unfinished-"))
+    try:
+        model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+        os.replace(unfinished, source.folder)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise

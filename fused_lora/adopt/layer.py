@@ -1,0 +1,271 @@
+"""The forward that stands in for a whole decoder layer, on the buffers of its weights.
+
+`fuse` sets a `BorderedForward` on each layer, which has the layer's borders (`bordered.py`). A
+layer that may not run as one runs what else is fused in it, each part by itself, and says once why.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor, nn
+
+from fused_mlp.launching import DTYPES
+from fused_mlp.utils import compute_dtype
+
+from ..decoder_layer import GROUPS, DecoderLayer, FrozenLayer
+from ..kernels.residual import _add_adapted_kernel
+from ..kernels.rows import Handover
+from ..step.recompute import is_recomputing
+from . import parts as layer_sites
+from .borders import LayerBorders, let_save
+from .projection import Projection, read_projection, why_call
+from .site import FusedForward, class_forward, parts_of, reason_in, say_once, why_not_class
+
+# Of each of GROUPS: the module that has its projections, and their names.
+PROJECTIONS = (
+    ("self_attn", ("q_proj", "k_proj", "v_proj")),
+    ("self_attn", ("o_proj",)),
+    ("mlp", ("gate_proj", "up_proj")),
+    ("mlp", ("down_proj",)),
+)
+
+
+class BorderedForward(FusedForward):
+    """A FusedForward that has its layer's borders."""
+
+    def __init__(
+        self,
+        function: Callable,
+        module: nn.Module,
+        parts: frozenset[str],
+        borders: LayerBorders | None,
+    ):
+        super().__init__(function, module, parts)
+        self.borders = borders or LayerBorders(len(GROUPS))
+
+
+def borders_of(module: nn.Module) -> LayerBorders | None:
+    """The borders that a module's forward runs on, if it does on any."""
+    forward = vars(module).get("forward")
+    owner = forward.__self__ if isinstance(forward, MethodType) else None  # see parts_of
+    return owner.borders if isinstance(owner, BorderedForward) else None
+
+
+def border(layers: Sequence[tuple[str, nn.Module]]) -> None:
+    """Give the layers of a model, all that are fused in the order of a forward, their borders, and
+    move their weights into buffers where they may run as one now."""
+    handover = Handover()
+    first_with: dict[int, str] = {}
+    for name, layer in layers:
+        owner: Any = vars(layer)["forward"].__self__
+        weights = [projection.base_layer.weight for projection in _lora_layers(layer)]
+        replica_of = next(filter(None, (first_with.get(id(one)) for one in weights)), None)
+        first_with.update((id(one), name) for one in weights if replica_of is None)
+        owner.borders.handover, owner.borders.replica_of = handover, replica_of
+        reads = _read(layer)
+        # on the CPU it will not run before it was moved
+        if not isinstance(reads, str) and _runs_on(reads[0][0].weight.device):
+            owner.borders.bordered(reads, _ranks(layer))
+        for projection in _lora_layers(layer):
+            let_save(projection.base_layer)
+
+
+def _runs_on(device: torch.device) -> bool:
+    return device.type != "cpu" or not isinstance(_add_adapted_kernel, triton.JITFunction)
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def why_not_layer(layer: Any) -> str | None:
+    return reason_in(_read(layer))
+
+
+def read_layer(layer: Any) -> tuple | str:
+    """What DecoderLayer takes after its mask to stand in for this fused layer as it is now, or why
+    it may not. Weights that lie elsewhere are moved into new buffers."""
+    reads = _read(layer)
+    return reads if isinstance(reads, str) else _operands(layer, reads)
+
+
+def _operands(layer: Any, reads: list[list[Projection]]) -> tuple:
+    borders = borders_of(layer)
+    assert borders is not None
+    qkv, o, gate_up, down = borders.bordered(reads, _ranks(layer))
+    attention = layer.self_attn
+    input_norm, post_norm = layer.input_layernorm, layer.post_attention_layernorm
+    heads, kv_heads, _ = (out // attention.head_dim for out in qkv.out_features)
+    adapters = (tensor for group in reads for read in group for tensor in (read.A, read.B))
+    return *adapters, FrozenLayer(
+        input_norm.weight, post_norm.weight, qkv, o, gate_up, down,
+        input_norm.variance_epsilon, post_norm.variance_epsilon,
+        heads, kv_heads, attention.scaling, borders,
+    )  # fmt: skip
+
+
+def _read(layer: Any) -> list[list[Projection]] | str:
+    """The projections of a layer by their buffers, or why it may not run as one now."""
+    if (reason := _why_not_parts(layer)) is not None:
+        return reason
+    borders = borders_of(layer)
+    if borders is not None and borders.replica_of is not None:
+        return (
+            f"its base weights are those of {borders.replica_of}, too, and lie in the buffers of "
+            "that one (layer_replication); of such layers the first one runs as a whole"
+        )
+    dtype, device = layer.input_layernorm.weight.dtype, layer.input_layernorm.weight.device
+    groups = []
+    for owner, names in PROJECTIONS:
+        # o_proj may have been fused by itself, for when the layer is not
+        own_forward = names != ("o_proj",) or not parts_of(layer.self_attn.o_proj)
+        group = []
+        for name in names:
+            read = read_projection(getattr(layer, owner)._modules[name], own_forward)
+            if isinstance(read, str):
+                return f"{name}: {read}"
+            for adapter in (read.A, read.B):
+                if adapter.dtype not in DTYPES:
+                    return f"an adapter is {adapter.dtype}, should be bfloat16, float16 or float32"
+            for tensor in (read.weight, read.bias):
+                if tensor is not None and (tensor.dtype, tensor.device) != (dtype, device):
+                    return (
+                        f"{name}: its base layer is {tensor.dtype} on {tensor.device}, its layer's "
+                        f"norms are {dtype} on {device}: give all one dtype and one device"
+                    )
+            group.append(read)
+        groups.append(group)
+    return groups
+
+
+def _lora_layers(layer: Any) -> Iterator[Any]:
+    """Those of the layer's projections that have adapters."""
+    for owner, names in PROJECTIONS:
+        for name in names:
+            projection = getattr(layer, owner)._modules[name]
+            if isinstance(getattr(projection, "base_layer", None), nn.Linear):
+                yield projection
+
+
+def _ranks(layer: Any) -> list[list[int]]:
+    """The largest rank of each projection's adapters, by its buffer."""
+    return [
+        [
+            max(A.out_features for A in getattr(layer, owner)._modules[name].lora_A.values())
+            for name in names
+        ]
+        for owner, names in PROJECTIONS
+    ]
+
+
+def _why_not_parts(layer: Any) -> str | None:
+    """Why a part of the layer, besides its projections, computes something else."""
+    if (reason := why_not_class(layer, "DecoderLayer")) is not None:
+        return reason
+    if type(layer).__bases__[0].__name__ == "FSDPModule":
+        return "its weights are gathered by fully_shard into memory of its own; use the other parts"
+    attention, mlp = layer.self_attn, layer.mlp
+    for name, kind in (
+        ("self_attn", "Attention"), ("mlp", "MLP"),
+        ("input_layernorm", "RMSNorm"), ("post_attention_layernorm", "RMSNorm"),
+    ):  # fmt: skip
+        part = layer._modules[name]
+        if (reason := why_not_class(part, kind) or why_call(part, own_forward=False)) is not None:
+            return f"{name}: {reason}"
+        if kind == "RMSNorm":
+            if type(part.weight) is not nn.Parameter:
+                return f"{name}: its weight is wrapped ({type(part.weight).__name__})"
+            if part.weight.requires_grad:
+                return f"{name}: its weight is trainable"
+    if (reason := layer_sites.why_not_sdpa(attention)) is not None:
+        return f"self_attn: {reason}"
+    if (reason := _why_not_activation(mlp)) is not None:
+        return f"mlp: {reason}"
+    return None
+
+
+def _why_not_activation(mlp: Any) -> str | None:
+    activation = mlp.act_fn
+    if not isinstance(activation, nn.SiLU) and type(activation).__name__ != "SiLUActivation":
+        return f"its activation is {type(activation).__name__}, not SiLU"
+    if (reason := why_call(activation)) is not None:
+        return f"act_fn: {reason}"
+    return None
+
+
+def _why_not_inputs(
+    layer: Any, hidden: Tensor, mask, past_key_values, position_embeddings, options: dict
+) -> str | None:
+    """Why what a layer is called with keeps it from running fused."""
+    if (reason := layer_sites.why_not_inputs(mask, past_key_values, options)) is not None:
+        return reason
+    if position_embeddings is None:
+        return "it was given no position_embeddings"
+    dtype = layer.input_layernorm.weight.dtype
+    if hidden.dtype != dtype or compute_dtype(hidden) != dtype:
+        return (
+            f"its input is {hidden.dtype}, its weights are {dtype} and {compute_dtype(hidden)} is "
+            "what it should compute in: give all one dtype"
+        )
+    return None
+
+
+# --- the forward ----------------------------------------------------------------------------------
+
+
+def layer_forward(
+    layer: Any,
+    parts: frozenset[str],
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    past_key_values=None,
+    use_cache: bool | None = False,
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
+    labelled: tuple[nn.Module, Tensor] | None = None,
+    **options,
+):
+    """labelled: a layer whose output is wanted of some tokens alone, and of which (`loss_site.py`).
+    Where it does not run fused, it computes all."""
+    reads = _why_not_inputs(
+        layer, hidden_states, attention_mask, past_key_values, position_embeddings, options
+    ) or _read(layer)
+    if isinstance(reads, str):
+        # a model that is only asked may be so in any way, with a cache say, or unloaded
+        if torch.is_grad_enabled() and any(True for _ in _lora_layers(layer)):
+            say_once(layer, reads)
+        own = layer_sites.layer_forward if "rms_norm" in parts else _class_forward
+        return own(
+            layer, parts, hidden_states, attention_mask=attention_mask, position_ids=position_ids,
+            past_key_values=past_key_values, use_cache=use_cache,
+            position_embeddings=position_embeddings, **options,
+        )  # fmt: skip
+    assert position_embeddings is not None
+    rows = labelled[1] if labelled is not None and labelled[0] is layer else None
+    run = _run_uncompiled if torch.compiler.is_compiling() else _run
+    return run(layer, reads, hidden_states, position_embeddings, attention_mask, rows)
+
+
+def _run(
+    layer: Any,
+    reads: list[list[Projection]],
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    mask: Tensor | None,
+    rows: Tensor | None,
+) -> Tensor:
+    *adapters, frozen = _operands(layer, reads)
+    return DecoderLayer.apply(
+        hidden_states, *position_embeddings, mask, *adapters,
+        frozen._replace(output_needed=not is_recomputing(), rows=rows),
+    )  # fmt: skip
+
+
+# It asks where tensors lie, which torch.compile does not know. All of it is kernels and products.
+_run_uncompiled = torch.compiler.disable(_run)
+
+
+def _class_forward(layer: Any, parts: frozenset[str], *inputs, **options):
+    return class_forward(layer, *inputs, **options)

@@ -1,0 +1,110 @@
+"""Attention without a mask, captured in a CUDA graph (`graph.py`) as it runs eagerly.
+
+Where rows have no padding, transformers' models give their layers no mask, so that
+scaled_dot_product_attention runs its fast kernels. While a graph is captured they may not wait to
+look whether positions are packed, so they build one: a step of Llama at 2 x 4096 then takes 1.4
+times as long. Without attention_mask and position_ids among a step's inputs, shapes alone decide
+whether a layer wants a mask. What it wanted eagerly it therefore wants in the graph, too.
+"""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ..adopt.hooks import Bystander
+
+MASK = "attention_mask"
+# Inputs whose values, and not their shapes alone, say whether there is a mask.
+DECIDING = (MASK, "position_ids")
+
+
+class LayersWithoutMask:
+    """The layers of a model that were called without a mask eagerly, for one set of shapes.
+
+    model: whose layers are transformers'. inputs: what it is called with.
+    """
+
+    def __init__(self, model: nn.Module, inputs: dict[str, Any]):
+        self.layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+        self.deciding = [name for name in DECIDING if isinstance(inputs.get(name), Tensor)]
+        self.says_none = isinstance(inputs.get(MASK), dict)
+        self.had_none: dict[nn.Module, bool] = {}
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Within it the model runs eagerly."""
+        with _hooked(self.layers, _Noting(self.had_none)):
+            yield
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Within it the model is captured; warns of a mask that a layer did without eagerly."""
+        keeping = _Keeping(self.had_none, is_certain=not self.deciding)
+        with _hooked(self.layers, keeping):
+            yield
+        if keeping.found_masks:
+            warnings.warn(
+                "GraphedStep: without a graph this step attended without a mask; in the graph it "
+                f"has one, for {' and '.join(self.deciding)} may differ there, and attention loses "
+                "its fast kernels: leave that input out of batches whose rows have no padding",
+                stacklevel=2,
+            )
+        if not self.deciding and not self.says_none and any(map(_is_compiled, self.layers)):
+            warnings.warn(
+                "GraphedStep does not see which masks compiled layers get, and in a graph "
+                "transformers may build one, with which attention loses its fast kernels: give "
+                'Qwen models attention_mask={"full_attention": None}, or do not compile',
+                stacklevel=2,
+            )
+
+
+class _Noting(Bystander):
+    def __init__(self, had_none: dict[nn.Module, bool]):
+        self.had_none = had_none
+
+    def __call__(self, layer: nn.Module, inputs: tuple, options: dict[str, Any]) -> None:
+        if MASK in options and not torch.compiler.is_compiling():
+            self.had_none[layer] = options[MASK] is None and self.had_none.get(layer, True)
+
+
+class _Keeping(Bystander):
+    def __init__(self, had_none: dict[nn.Module, bool], is_certain: bool):
+        self.had_none, self.is_certain, self.found_masks = had_none, is_certain, False
+
+    def __call__(
+        self, layer: nn.Module, inputs: tuple, options: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]] | None:
+        # what is compiled would go without a mask wherever it runs, also out of the graph
+        if torch.compiler.is_compiling() or options.get(MASK) is None:
+            return None
+        if not self.had_none.get(layer, False):
+            return None
+        if self.is_certain:
+            return inputs, {**options, MASK: None}
+        self.found_masks = True
+        return None
+
+
+def _is_compiled(layer: nn.Module) -> bool:
+    return layer._compiled_call_impl is not None
+
+
+@contextmanager
+def _hooked(layers: Sequence[nn.Module], hook: Bystander) -> Iterator[None]:
+    """Calls the hook before every call of these layers, the first of their hooks: what it takes
+    away no other sees."""
+    handles = [
+        layer.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)  # type: ignore[arg-type]
+        for layer in layers
+        if not _is_compiled(layer)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,128 @@
+"""Fused modules that step aside after `fuse`: they say so once, and the report says why."""
+
+import warnings
+
+import pytest
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from fused_case import ALL
+from layer_case import LAYER, NAMES, operands_of_calls, pair
+from peft_models import MLP_NAMES, MLP_ON, ids, layers, logits
+from reference import relative_error
+
+import fused_lora.adopt.site
+from fused_lora import Fusion, fuse, report, unfuse
+from fused_lora.adopt.site import ON_CPU
+
+HOOKED = "its forward has been replaced by accelerate's hook ModelHook: take that away"
+
+
+def said_by(*runs):
+    """What is warned of in these runs, of steps aside."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for run in runs:
+            run()
+    return [str(one.message) for one in caught if "ran as its class has it" in str(one.message)]
+
+
+def test_a_reason_that_nobody_asked_for_is_said_once_and_a_wish_never(calls, device):
+    fused, plain, _ = pair(device, MLP_ON)
+
+    def run():
+        assert torch.allclose(logits(fused), logits(plain), atol=1e-5)
+
+    def without_adapters():
+        with fused.disable_adapter(), plain.disable_adapter():
+            run()
+
+    assert said_by(run, without_adapters) == [] and len(calls) == 2
+    handles = [layer.mlp.up_proj.register_forward_hook(lambda *_: None) for layer in layers(fused)]
+    (said,) = said_by(run, run)
+    assert "a fused Qwen2MLP ran as its class has it: up_proj: it has hooks" in said
+    for handle in handles:
+        handle.remove()
+    assert said_by(run) == [] and len(calls) == 4
+
+
+def test_accelerates_hooks_after_fuse_are_reported_and_taken_away(calls, device):
+    fused, plain, done = pair(device, MLP_ON)
+    mlps = [layer.mlp for layer in layers(fused)]
+    for mlp in mlps:
+        add_hook_to_module(mlp, ModelHook())
+    found = report(fused)
+    assert found.fused == {"mlp": []} and list(found.left) == MLP_NAMES
+    assert all(reason.startswith(HOOKED) for reason in found.left.values())
+    (said,) = said_by(lambda: logits(fused))
+    assert HOOKED in said and not calls
+    remove_hook_from_module(mlps[0])
+    assert report(fused).fused == {"mlp": MLP_NAMES[:1]}
+    assert unfuse(fused) == MLP_NAMES
+    remove_hook_from_module(mlps[1])
+    assert torch.equal(logits(fused), logits(plain)) and not calls
+    assert fuse(fused, MLP_ON) == done
+
+
+def test_a_forward_that_is_replaced_after_fuse_is_reported(device):
+    fused, _, _ = pair(device, MLP_ON)
+    for layer in layers(fused):
+        layer.mlp.forward = lambda x: x
+    reason = "its forward has been replaced by something else"
+    assert report(fused).left == dict.fromkeys(MLP_NAMES, reason)
+
+
+@pytest.mark.parametrize("fusion", [Fusion(**ALL), LAYER], ids=["parts", "layer"])
+def test_a_model_on_the_cpu_says_so_and_runs_fused_once_it_is_moved(fusion, monkeypatch, device):
+    monkeypatch.setattr(fused_lora.adopt.site, "KERNELS_WANT_A_GPU", True)
+    fused, plain, done = pair("cpu", fusion)
+    assert not any(done.fused.values()) and set(done.left.values()) == {ON_CPU}
+    tokens = ids("cpu")
+
+    def run():
+        losses = [model(input_ids=tokens, labels=tokens).loss for model in (fused, plain)]
+        assert torch.equal(*losses)
+        losses[0].backward()
+
+    (said,) = said_by(run, run)
+    assert ON_CPU in said
+    monkeypatch.setattr(fused_lora.adopt.site, "KERNELS_WANT_A_GPU", False)
+    if device == "cpu":  # where the interpreter stands in for the GPU
+        assert ON_CPU not in report(fused).left.values()
+        assert fuse(fused, fusion).fused
+
+
+# --- transformers' own hooks ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "option, fused_meanwhile", [("output_hidden_states", True), ("output_attentions", False)]
+)
+def test_outputs_that_were_collected_once_end_nothing(option, fused_meanwhile, monkeypatch, device):
+    """transformers leaves the hooks that collect them."""
+    calls = operands_of_calls(monkeypatch)
+    fused, plain, _ = pair(device)
+    tokens = ids(device)
+    got, want = (model(input_ids=tokens, **{option: True}) for model in (fused, plain))
+    assert len(calls) == 2 * fused_meanwhile
+    for one, other in zip(got.hidden_states or (), want.hidden_states or (), strict=True):
+        assert relative_error(one, other) < 2e-5
+    assert (got.hidden_states is not None) == fused_meanwhile
+    calls.clear()
+    assert said_by(lambda: logits(fused)) == [] and len(calls) == 2
+    assert report(fused).fused == {"layer": NAMES}
+    assert fuse(fused, LAYER).fused == {"layer": NAMES}
+
+
+def test_a_hook_that_collects_makes_its_module_run(monkeypatch, device):
+    """As where the config, and no argument, asks for attentions."""
+    from transformers.utils import output_capturing
+
+    calls = operands_of_calls(monkeypatch)
+    fused, _, _ = pair(device)
+    fused(input_ids=ids(device), output_attentions=True)
+    token = output_capturing._active_collector.set({"attentions": []})
+    try:
+        assert "self_attn: it has hooks" in report(fused).left[NAMES[0]]
+    finally:
+        output_capturing._active_collector.reset(token)
+    assert report(fused).fused == {"layer": NAMES} and not calls

@@ -1,0 +1,135 @@
+"""Code of transformers, PEFT or torch that somebody has patched runs, and not ours in its place."""
+
+import importlib
+import re
+import sys
+from functools import wraps
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers.loss.loss_utils
+from layer_case import pair, peft_model
+from peft.tuners.lora import Linear as LoraLinear
+from peft_models import ids
+from torch import nn
+from transformers import activations
+
+from fused_lora import Fusion, fuse, report
+from fused_lora.adopt.originals import why_not, why_patched, why_replaced
+from fused_lora.adopt.site import CALLED, CLASSES
+
+qwen2 = importlib.import_module("transformers.models.qwen2.modeling_qwen2")
+sdpa = importlib.import_module("transformers.integrations.sdpa_attention")
+loss_utils = transformers.loss.loss_utils
+PATCHES = {  # part: what is patched, the library whose it is
+    "mlp": [
+        (qwen2.Qwen2MLP, "forward", "transformers'"),
+        (activations.SiLUActivation, "forward", "transformers'"),
+        (LoraLinear, "forward", "peft's"),
+        (nn.Linear, "forward", "torch's"),
+    ],
+    "attention": [(qwen2.Qwen2Attention, "forward", "transformers'")],
+    "rope": [
+        (qwen2, "apply_rotary_pos_emb", "transformers'"), (qwen2, "rotate_half", "transformers'")
+    ],
+    "rms_norm": [(qwen2.Qwen2RMSNorm, "forward", "transformers'")],
+    "cross_entropy": [
+        (qwen2.Qwen2ForCausalLM, "forward", "transformers'"),
+        (loss_utils, "fixed_cross_entropy", "transformers'"),
+        (F, "cross_entropy", "torch's"),
+    ],
+    "layer": [
+        (qwen2.Qwen2DecoderLayer, "forward", "transformers'"),
+        (qwen2.Qwen2RMSNorm, "forward", "transformers'"),
+        (qwen2, "apply_rotary_pos_emb", "transformers'"),
+        (F, "scaled_dot_product_attention", "torch's"),
+    ],
+}  # fmt: skip
+CASES = [(part, *case) for part, cases in PATCHES.items() for case in cases]
+
+
+def loss(model):
+    tokens = ids(next(model.parameters()).device)
+    return model(input_ids=tokens, labels=tokens).loss
+
+
+@pytest.mark.parametrize("part, place, name, library", CASES)
+def test_a_patch_runs_whether_it_came_before_fuse_or_after(
+    part, place, name, library, monkeypatch, device
+):
+    calls = []
+    own = getattr(place, name)
+
+    def patched(*inputs, **options):
+        calls.append(name)
+        return own(*inputs, **options)
+
+    fusion = Fusion(**{part: True})
+    fused, plain, done = pair(device, fusion)
+    want = loss(plain)
+    assert torch.allclose(loss(fused), want, rtol=1e-5) and done.fused[part]
+    monkeypatch.setattr(place, name, patched)
+    reason = f"{name} is (test_fuse_patched.*patched, )?not {library} own: undo that patch"
+    try:
+        left = fuse(peft_model(device), fusion).left.values()
+    except ValueError as error:
+        left = [str(error)]
+    assert left and all(re.search(reason, one) for one in left)
+    assert len(report(fused).fused[part]) == (2 if part == "attention" else 0)  # o by itself
+    with pytest.warns(UserWarning, match=reason):
+        assert torch.equal(loss(fused), want)
+    count = len(calls)
+    assert torch.equal(loss(plain), want) and count == len(calls) - count > 0
+    monkeypatch.undo()
+    assert report(fused) == done
+
+
+def test_eager_attention_that_is_patched_runs_between_fused_parts(monkeypatch, device):
+    fused, _, done = pair(
+        device, Fusion(attention=True, rope=True), config={"attn_implementation": "eager"}
+    )
+    calls, own = [], qwen2.eager_attention_forward
+    monkeypatch.setattr(
+        qwen2, "eager_attention_forward", lambda *a, **o: calls.append(0) or own(*a, **o)
+    )
+    assert report(fused) == done and loss(fused).isfinite() and len(calls) == 2
+
+
+def test_the_libraries_own_code_is_known_for_such_in_all_families():
+    for kind, names in CLASSES.items():
+        for name in names:
+            module, _, cls = name.rpartition(".")
+            assert why_patched(getattr(importlib.import_module(module), cls)) is None
+            assert why_replaced(module, *CALLED.get(kind, ())) is None
+
+
+def test_a_wrapper_with_the_name_of_what_it_wraps_is_found():
+    own = qwen2.Qwen2MLP.forward
+
+    @wraps(own)
+    def wrapper(self, x):
+        return own(self, x)
+
+    place = own.__module__, own.__qualname__
+    assert why_not(own, *place) is None
+    assert f"is wrapped by {__file__}:" in why_not(wrapper, *place)
+    assert "is an object of builtins.int" in why_not(3, *place)
+
+
+def test_what_the_package_kernels_makes_of_a_function_is_seen_through(monkeypatch):
+    """A module that calls it, which it may replace in a model."""
+    func = qwen2.rotate_half
+
+    class Func(nn.Module):
+        def forward(self, *inputs):
+            return func(*inputs)
+
+    made = Func()
+    place = func.__module__, func.__qualname__
+    assert "is an object of" in why_not(made, *place)
+    monkeypatch.setattr(Func.forward, "__module__", "kernels.layer.func")
+    assert why_not(Func(), *place) is None
+    made.forward = func
+    assert "is an object of" in why_not(made, *place)
+    assert sys.modules[place[0]].rotate_half is func

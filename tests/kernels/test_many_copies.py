@@ -1,0 +1,201 @@
+"""ManyCopies against copies one by one: the same arithmetic, so bitwise the same."""
+
+import pytest
+import torch
+from reference import random
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fused_lora.kernels import many_copies as module
+from fused_lora.kernels.many_copies import ManyCopies
+from fused_mlp.launching import DTYPES
+
+SHAPES = [(8, 64), (71, 3), (1, 1), (1, 5000), (300, 32), (0, 7), (4, 0)]
+
+
+@pytest.fixture(autouse=True, params=[True, False], ids=["kernel", "PyTorch"])
+def way(request, monkeypatch):
+    """Both ways of copying, the kernel's in Triton's interpreter where there is no GPU."""
+    monkeypatch.setattr(module, "_has_kernel", lambda *_: request.param)
+
+
+def copy(*given):
+    ManyCopies().copy(None, lambda: given)
+
+
+def matrices(source_dtype, target_dtype, device):
+    """(targets, sources, scalings): targets within wider rows, one after the other."""
+    sources = [random(*s, dtype=source_dtype, device=device, seed=i) for i, s in enumerate(SHAPES)]
+    targets = [
+        torch.full((rows, columns + 5), 7.0, dtype=target_dtype, device=device)[:, 2 : 2 + columns]
+        for rows, columns in SHAPES
+    ]
+    return targets, sources, [1.0 + i / 3 for i in range(len(SHAPES))]
+
+
+def rows_around(targets):
+    """What lies in the memory of each target's rows, before and behind it too."""
+    return [t._base.clone() if t._base is not None else t.clone() for t in targets]
+
+
+@pytest.mark.parametrize("source_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("target_dtype", DTYPES, ids=str)
+def test_what_is_copied_is_what_pytorch_copies_and_nothing_else_is_written(
+    source_dtype, target_dtype, device
+):
+    targets, sources, scalings = matrices(source_dtype, target_dtype, device)
+    copy(targets, sources, scalings)
+    got = rows_around(targets)
+    for target, source, scaling in zip(targets, sources, scalings, strict=True):
+        # as the kernel has the scaling: in fp32
+        scaled = source.float() * torch.tensor(scaling, dtype=torch.float32, device=device)
+        target.copy_(scaled)
+    assert all(
+        torch.equal(one, other) for one, other in zip(got, rows_around(targets), strict=True)
+    )
+    assert any((one == 7).any() for one in got)  # what lies between the rows
+
+
+@pytest.mark.parametrize(
+    ("ranks", "columns", "offset", "want"),
+    [
+        ((32, 8), 64, 0, 8),
+        ((32, 12), 64, 0, 4),
+        ((32, 8), 64, 2, 2),
+        ((32, 8), 65, 0, 1),
+        ((1, 8), 64, 0, 1),
+    ],
+)
+def test_as_many_elements_go_at_once_as_rows_and_addresses_allow(
+    ranks, columns, offset, want, device
+):
+    """Of A [r, in] and B [out, r] in a border, of which one odd stride is enough."""
+    border = torch.full((100, 200), 7.0, dtype=torch.bfloat16, device=device)
+    targets, sources = [], []
+    for rank in ranks:
+        for rows, width in ((rank, columns), (90, rank)):
+            targets.append(border[:rows, offset : offset + width])
+            sources.append(random(rows, width, device=device))
+            border = torch.full((100, 200), 7.0, dtype=torch.bfloat16, device=device)
+    given = targets, sources, [1.0, 0.3] * len(ranks)
+    assert module._table_of(*given).run == want
+    copy(*given)
+    got = rows_around(targets)
+    for target, source, scaling in zip(*given, strict=True):
+        target.copy_(source * torch.tensor(scaling, device=device))
+    assert all(map(torch.equal, got, rows_around(targets)))
+
+
+def test_strided_sources_and_values_that_changed_are_copied_anew(device):
+    wide = random(40, 90, device=device)
+    sources, copies = [wide[:, :64], wide[:, 70:75]], ManyCopies()
+    targets = [torch.zeros(40, 64, device=device), torch.zeros(40, 5, device=device)]
+    for _ in range(2):
+        copies.copy("key", lambda: (targets, sources, [1.0, 1.0]))
+        assert all(torch.equal(t, s) for t, s in zip(targets, sources, strict=True))
+        wide.mul_(3)
+
+
+def test_where_nothing_is_copied_from_are_zeros(device):
+    targets, sources, scalings = matrices(torch.float32, torch.bfloat16, device)
+    sources = [None if i % 2 else source for i, source in enumerate(sources)]
+    copy(targets, sources, [1.0] * len(sources))
+    for target, source in zip(targets, sources, strict=True):
+        assert not target.any() if source is None else torch.equal(target, source.to(target))
+    copy(targets, [None] * len(sources), scalings)
+    assert not any(target.any() for target in targets)
+
+
+def test_a_key_that_is_known_is_not_looked_up_again_and_the_latest_few_are(device, monkeypatch):
+    monkeypatch.setattr(module, "_has_kernel", lambda *_: True)
+    looked = []
+    source, copies = torch.ones(4, 8, device=device), ManyCopies()
+    targets = [torch.zeros(4, 8, device=device) for _ in range(module.MAX_TABLES + 1)]
+
+    def copy_to(index):
+        copies.copy(index, lambda: looked.append(index) or ([targets[index]], [source], [2.0]))
+
+    for index in (0, 1, 0, *range(2, len(targets)), 1, 0):
+        copy_to(index)
+        assert torch.equal(targets[index], 2 * source)
+        source.add_(1)
+    assert looked == [*range(len(targets)), 0]  # that of 0 had made room
+
+
+def test_what_a_graph_holds_stays_and_what_it_would_have_to_look_up_pytorch_copies(
+    device, monkeypatch
+):
+    monkeypatch.setattr(module, "_has_kernel", lambda *_: True)
+    copies, made, capturing = ManyCopies(), [], [False]
+    table_of = module._table_of
+    monkeypatch.setattr(module, "_table_of", lambda *a: made.append(1) or table_of(*a))
+    monkeypatch.setattr(module, "is_capturing", lambda _: capturing[0])
+    source = torch.ones(4, 8, device=device)
+    targets = [torch.zeros(4, 8, device=device) for _ in range(2 * module.MAX_TABLES)]
+    copies.copy(0, lambda: ([targets[0]], [source], [1.0]))
+    capturing[0] = True
+    assert not copies.is_captured
+    for index in (0, 0, 1):
+        copies.copy(index, lambda index=index: ([targets[index]], [source], [1.0]))
+        assert torch.equal(targets[index], source)
+    assert copies.is_captured and len(made) == 1
+    capturing[0] = False
+    held = copies._tables[0]
+    for index in range(1, len(targets)):
+        copies.copy(index, lambda index=index: ([targets[index]], [source], [1.0]))
+    assert 0 not in copies._tables and copies._captured == [held]
+
+
+def test_nothing_to_copy_is_nothing_to_do():
+    copy([], [], [])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t, s, f: (t, s[1:], f), "7 targets, 6 sources and 7 scalings"),
+        (lambda t, s, f: (t, [x.t() for x in s], f), r"source 0 \[64, 8\]"),
+    ],
+)
+def test_what_does_not_fit_is_a_value_error_and_writes_nothing(change, message, device):
+    given = matrices(torch.float32, torch.bfloat16, device)
+    before = rows_around(given[0])
+    with pytest.raises(ValueError, match=message):
+        copy(*change(*given))
+    assert all(torch.equal(a, b) for a, b in zip(before, rows_around(given[0]), strict=True))
+
+
+def test_the_kernel_is_for_one_gpu_and_dtypes_that_it_has(device, monkeypatch):
+    monkeypatch.undo()
+    targets, sources, _ = matrices(torch.float32, torch.bfloat16, device)
+    assert module._has_kernel(targets, sources) is (device == "cuda")
+    for changed in (
+        [s.double() for s in sources],
+        [s.half() if i else s for i, s in enumerate(sources)],
+        [s.t().contiguous().t() for s in sources],
+    ):
+        assert not module._has_kernel(targets, changed)
+    assert not module._has_kernel([t.cpu() for t in targets], sources)
+
+
+def test_the_kernel_is_for_matrices_of_less_than_2_to_the_31_elements(monkeypatch):
+    """Shapes on a GPU without one and without memory."""
+    monkeypatch.undo()
+    with FakeTensorMode():
+        shapes = (64, 2**15), (2**15, 2**16 - 1), (2**15, 2**16)
+        small, fits, large = (torch.empty(*s, device="cuda", dtype=torch.half) for s in shapes)
+    assert module._has_kernel([small, fits], [small, fits])
+    assert not module._has_kernel([small, large], [small, large])
+
+
+@pytest.mark.gpu
+def test_the_most_elements_and_rows_2_to_the_30_elements_apart(device, monkeypatch):
+    if torch.cuda.mem_get_info()[0] < 18 * 2**30:
+        pytest.skip("needs 19 GB of free GPU memory")
+    monkeypatch.setattr(module, "_has_kernel", lambda *_: True)
+    large = torch.zeros(1, module.MAX_ELEMENTS - 1, dtype=torch.bfloat16, device=device)
+    large[:, :: 2**20 + 1] = large[:, -1] = 3.0
+    few = random(3, 5, dtype=torch.bfloat16, device=device)
+    wide = few.new_empty(3, 2**30 + 8)
+    targets, sources = [torch.full_like(large, 7.0), wide[:, :5]], [large, few]
+    copy(targets, sources, [1.0, 1.0])
+    assert all(torch.equal(t, s) for t, s in zip(targets, sources, strict=True))

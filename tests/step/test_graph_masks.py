@@ -1,0 +1,164 @@
+"""A graph attends with a mask only where the eager step does, or says so."""
+
+import re
+import warnings
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fused_case import ALL
+from graph_case import Recorded, adamw, assert_same, captured, graphed, steps, train
+from layer_case import peft_model
+from peft_models import FAMILIES, LAYERS, ids
+
+from fused_lora import Fusion, fuse
+from fused_lora.decoder_layer import DecoderLayer
+from fused_lora.lora_attention import LoRA_Attention
+from fused_lora.step.graph import EAGER_CALLS, GraphedStep
+
+WINDOWS = {"no window": {}, "a window": {"sliding_window": 5}, "a wide one": {"sliding_window": 99}}
+
+
+def inputs(device, seed=3, **others):
+    tokens = ids(device, seed)
+    return {"input_ids": tokens, "labels": tokens, **others}
+
+
+def spy_on_masks(monkeypatch, fusion):
+    """The mask of every attention from now on."""
+    seen = []
+    if fusion is None:
+        attend = F.scaled_dot_product_attention
+        monkeypatch.setattr(
+            F, "scaled_dot_product_attention",
+            lambda *a, attn_mask=None, **o: seen.append(attn_mask) or attend(
+                *a, attn_mask=attn_mask, **o
+            ),
+        )  # fmt: skip
+        return seen
+    for function in (LoRA_Attention, DecoderLayer):
+        monkeypatch.setattr(
+            function, "apply",
+            lambda *a, apply=function.apply: seen.append(a[3]) or apply(*a),
+        )  # fmt: skip
+    return seen
+
+
+class RunAtCapture(Recorded):
+    """A "capture" that runs Triton's kernels, too, of which `Recorded` records nothing."""
+
+    def capture(self, body):
+        with patch("torch.cuda.is_current_stream_capturing", return_value=True):
+            return (lambda: None), body()
+
+
+class StepRunAtCapture(GraphedStep):
+    _backend = RunAtCapture
+
+
+FUSIONS = {
+    "plain": None,
+    "parts, recomputed": Fusion(attention=True, rope=True, checkpoint="full"),
+    "layer": Fusion(layer=True, cross_entropy=True),
+}
+
+
+@pytest.mark.parametrize(
+    "family, name",
+    [*((family, "plain") for family in FAMILIES), *(("Llama", name) for name in FUSIONS)],
+)
+def test_without_padding_no_graph_attends_with_a_mask(family, name, monkeypatch, device):
+    model = peft_model(device, family, config={"num_hidden_layers": 2})
+    if FUSIONS[name] is not None:
+        fuse(model, FUSIONS[name])
+    hooks = [dict(module._forward_pre_hooks) for module in model.modules()]
+    seen = spy_on_masks(monkeypatch, FUSIONS[name])
+    step = (GraphedStep if device == "cuda" else StepRunAtCapture)(model, adamw(model))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for seed in range(EAGER_CALLS + 2):
+            step(**inputs(device, seed))
+    assert captured(step) == 1
+    runs = 4 if "recomputed" in name else 2
+    assert seen == [None] * (runs * (EAGER_CALLS + 1))  # a replay runs no Python
+    assert hooks == [dict(module._forward_pre_hooks) for module in model.modules()]
+
+
+@pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
+def test_a_graph_has_the_masks_of_the_eager_step(window, monkeypatch, device):
+    step, eager = steps(peft_model(device, "Mistral", config=window))
+    calls = [(inputs(device, seed), True) for seed in range(5)]
+    wanted = train(eager, calls)
+    seen = spy_on_masks(monkeypatch, None)
+    assert_same(train(step, calls), wanted)
+    assert captured(step) == 1
+    assert {mask is not None for mask in seen} == {window.get("sliding_window") == 5}
+
+
+@pytest.mark.parametrize("name", ["attention_mask", "position_ids"])
+def test_a_graph_that_cannot_go_without_a_mask_says_so(name, device):
+    """Whether its rows are padded or packed the values say, and those of another batch may."""
+    step, eager = steps(peft_model(device, "Llama"))
+    ones = torch.ones(2, 17, dtype=torch.int64)
+    given = {"attention_mask": ones, "position_ids": ones.cumsum(1) - 1}[name]
+    other = {"attention_mask": ones.tril(9), "position_ids": torch.arange(17).expand(2, -1) % 9}
+    calls = [(inputs(device, seed, **{name: given}), True) for seed in range(EAGER_CALLS + 1)]
+    calls.append((inputs(device, 9, **{name: other[name]}), True))
+    with pytest.warns(UserWarning, match=f"in the graph it has one, for {name} may differ"):
+        losses = train(step, calls)
+    torch.testing.assert_close(losses, train(eager, calls), rtol=1e-5, atol=0)
+
+
+def test_a_mask_that_says_that_there_is_none_is_taken_as_before(monkeypatch, device):
+    step, eager = steps(peft_model(device, "Qwen2"))
+    calls = [(inputs(device, s, attention_mask={"full_attention": None}), True) for s in range(5)]
+    wanted = train(eager, calls)
+    seen = spy_on_masks(monkeypatch, None)
+    assert_same(train(step, calls), wanted)
+    assert captured(step) == 1 and set(seen) == {None}
+
+
+def test_compiled_layers_are_warned_of(device):
+    model = peft_model(device, "Llama")
+    step = graphed(model, adamw(model))
+    for _ in range(EAGER_CALLS):
+        step(**inputs(device))
+    model.get_submodule(f"{LAYERS}.0").compile(backend="eager")
+    with pytest.warns(UserWarning, match="does not see which masks compiled layers get"):
+        step(**inputs(device))
+
+
+# --- the kernels ----------------------------------------------------------------------------------
+
+
+def attention_kernels(run):
+    """The names of attention's kernels in a run, without what differs by a batch."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    names = {event.key for event in profiler.key_averages()}
+    return {name for name in names if re.search("flash|fmha|cudnn|attention|softmax", name, re.I)}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("fusion", [None, Fusion(**ALL)], ids=["plain", "fused"])
+def test_a_graph_runs_the_kernels_of_the_eager_step(family, fusion, device):
+    sizes = {"hidden_size": 256, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = peft_model(device, family, torch.bfloat16, config=sizes)
+    if fusion is not None:
+        fuse(model, fusion)
+    step = graphed(model, adamw(model))
+    tokens = torch.randint(0, 90, (2, 1024), device=device)
+
+    def run():
+        step(input_ids=tokens, labels=tokens)
+
+    run()
+    eager = attention_kernels(run)
+    run()  # captures
+    assert captured(step) == 1
+    assert eager and attention_kernels(run) == eager
