@@ -18,12 +18,12 @@ from typing import Any
 
 from rich.table import Table
 
-import isolated
-import results as store
-from cells import Plan, measure_kernels, prepare
-from experiment import must, run_experiment
-from options import HERE, fill_in, parse, set_up
-from reports import (
+from bench import processes as isolated
+from bench import results as store
+from bench.cells import Plan, measure_kernels, prepare
+from bench.experiment import must, run_experiment
+from bench.plan import HERE, fill_in, parse, set_up
+from report.commands import (
     Results,
     compare_only,
     console,
@@ -33,7 +33,7 @@ from reports import (
     plot_only,
     summary_table,
 )
-from summary import why_no_verdicts
+from report.statistics import why_no_verdicts
 
 
 def main(argv: list[str] | None = None) -> int:

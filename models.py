@@ -34,7 +34,7 @@ class Lora:
 class Graph(NamedTuple):
     """What it takes to capture a model's training step in CUDA graphs.
 
-    step_for: makes the step, given its optimizer (`fused_lora.graph.GraphedStep`).
+    step_for: makes the step, given its optimizer (`fused_lora.step.graph.GraphedStep`).
     eager_calls: how many of its calls are eager, before the one that captures it.
     after_update: what the graph runs at its end, for what is computed from the adapters; whoever
     changes the adapters otherwise calls it.
@@ -136,8 +136,8 @@ def build(
 
 
 def _graph_of(built: Built, takes_max_labelled: bool) -> Graph:
-    from fused_lora.bordered_sites import borders_of
-    from fused_lora.graph import EAGER_CALLS, GraphedStep
+    from fused_lora.adopt.layer import borders_of
+    from fused_lora.step.graph import EAGER_CALLS, GraphedStep
 
     borders = next(filter(None, map(borders_of, built.model.modules())), None)
     after_update = () if borders is None else (borders.refresh,)

@@ -4,7 +4,7 @@ import importlib.util
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from summary import NO_CHECKPOINTING
+from report.statistics import NO_CHECKPOINTING
 
 PARTS = ("mlp", "attention", "rope", "rms_norm", "cross_entropy", "checkpoint")
 # What PARTS fuse, with each decoder layer as one function; rms_norm is then the last norm alone.

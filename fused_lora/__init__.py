@@ -10,6 +10,6 @@ Nothing is patched at import, on a class or in a module of somebody else.
 """
 
 from .fuse import Fusion, FusionReport, fuse, report, unfuse
-from .graph import GraphedStep
+from .step.graph import GraphedStep
 
 __all__ = ["Fusion", "FusionReport", "GraphedStep", "fuse", "report", "unfuse"]

@@ -1,365 +1,270 @@
-"""Bordered weights: a frozen weight and its adapter in one buffer, so that LoRA needs no pass of
-its own over a large tensor.
+"""Products with a bordered weight (`bordered.py`), and a layer of them as one autograd function.
 
-For a frozen W [out, in] with adapter A [r, in], B [out, r] and scale s the buffer is
+With M = [[W, s B], [A, 0]], z = x A' and p = dy s B, K grows where what goes into the product is
+the narrow side, else N does:
 
-    M = [[W, s B],      [out + r, in + r], row-major, in W's dtype
-         [A,  0 ]]      its rows on whole lines of the L2 cache (`rows.empty_rows`)
-
-Projections that share an input share a buffer (q, k, v; gate, up): W and A are stacked, B is block
-diagonal. PEFT's `base_layer.weight` and `.bias` become views of it and work as before; the adapters
-stay PEFT's own parameters, of which the border holds casted copies.
-The products are in `bordered_linear.py`.
-
-LoRA: Hu et al., arXiv 2106.09685. The bordered form is our own.
+    y  = [x | z] M[:out]'      or  [y | z]  = x M[:, :in]',  then y  += z (s B)'
+    dx = [dy | p] M[:, :in]    or  [dx | p] = dy M[:out],    then dx += p A
+    dA = p' x,  dB = s dy' z
 """
 
-import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import partial
-from itertools import chain
+from collections.abc import Sequence
+from functools import reduce
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
-from peft.tuners.lora import LoraLayer
-from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch import Tensor
 
-from .bordered_linear import Bordered
-from .many_copies import ManyCopies
-from .projection import Projection, read_projection
-from .rows import Handover, empty_rows
-from .site import is_kind
+from fused_mlp.utils import compute_dtype, without_autocast
 
-SHARED_INPUT = {"Attention": ("q_proj", "k_proj", "v_proj"), "MLP": ("gate_proj", "up_proj")}
-WIDTH_MULTIPLE = 8  # of bf16 are 16 bytes, to which cuBLAS wants every row aligned
+from .kernels.rows import empty_rows
 
 
-# --- the buffers of a model -----------------------------------------------------------------------
+class Bordered(NamedTuple):
+    """One buffer and how it is laid out: what the products below need and do not train."""
 
-
-class _Source(NamedTuple):
-    """What a block of the border was copied from."""
-
-    A: Tensor  # kept alive, so that no later tensor can have its address
-    B: Tensor
-    state: tuple
-
-    @staticmethod
-    def of(A: Tensor, B: Tensor, scaling: float) -> "_Source":
-        return _Source(A, B, _Source.state_of(A, B, scaling))
-
-    @staticmethod
-    def state_of(A: Tensor, B: Tensor, scaling: float) -> tuple:
-        return A.data_ptr(), A._version, A.shape, B.data_ptr(), B._version, B.shape, scaling
-
-
-class _Copies(NamedTuple):
-    """Adapters and where they go: first each A, then each B."""
-
-    targets: tuple[Tensor, ...]
-    sources: tuple[Tensor, ...]  # detached: what a parameter's `.data` was
+    matrix: Tensor  # [out + width, in + width]
+    bias: Tensor | None  # [out + width], zero after out
+    in_features: int
+    out_features: tuple[int, ...]  # of each projection; out is their sum
+    blocks: tuple[int, ...]  # columns of the border for each; width is their sum, rounded up
     scalings: tuple[float, ...]
-    places: list[tuple["Group", int]]
+
+    @property
+    def out(self) -> int:
+        return sum(self.out_features)
+
+    @property
+    def width(self) -> int:
+        return self.matrix.shape[1] - self.in_features
 
 
-@dataclass(eq=False)
-class Group:
-    """Projections that share an input and a buffer.
+def grow_k_forward(x_ext: Tensor, bordered: Bordered) -> Tensor:
+    """y [T, out] from x_ext [T, in + width], whose first columns are x; x A' is written into the
+    others. Equivalent: ``x_ext[:, in:] = x @ A.t(); x_ext @ M[:out].t() + bias``."""
+    matrix, bias, inputs, out = *bordered[:3], bordered.out
+    torch.mm(x_ext[:, :inputs], matrix[out:, :inputs].t(), out=x_ext[:, inputs:])
+    return _product(x_ext, matrix[:out], None if bias is None else bias[:out])
 
-    names: of the projections, as in `model.named_modules()`. bordered: the buffer. base_views: the
-    memory of each base weight [out, in] and bias [out]. adapter_views: of each A [block, in] and
-    s B [out, block].
+
+def grow_n_forward(x: Tensor, bordered: Bordered) -> Tensor:
+    """[y | x A'] [T, out + width] from x [T, in].
+
+    Equivalent: ``y_ext = x @ M[:, :in].t() + bias; y_ext[:, :out] += y_ext[:, out:] @ sB.t()``.
     """
-
-    names: tuple[str, ...]
-    projections: tuple[nn.Module, ...]
-    bordered: Bordered
-    sources: list[_Source | None] = field(repr=False)
-    base_views: list[tuple[Tensor, Tensor | None]] = field(init=False, repr=False)
-    adapter_views: list[tuple[Tensor, Tensor]] = field(init=False, repr=False)
-
-    def __post_init__(self):
-        matrix, bias, in_features, outs, blocks, _ = self.bordered
-        self.base_views, self.adapter_views = [], []
-        row = block_start = 0
-        for out, block in zip(outs, blocks, strict=True):
-            rows = slice(row, row + out)
-            columns = slice(in_features + block_start, in_features + block_start + block)
-            A_start = self.bordered.out + block_start
-            self.base_views.append(
-                (matrix[rows, :in_features], None if bias is None else bias[rows])
-            )
-            self.adapter_views.append(
-                (matrix[A_start : A_start + block, :in_features], matrix[rows, columns])
-            )
-            row, block_start = row + out, block_start + block
-
-    def read(self, index: int, own_forward: bool = False) -> Projection | str:
-        """One projection as it is now, or why its part of the buffer does not stand for it."""
-        read = read_projection(self.projections[index], own_forward)
-        if isinstance(read, str):
-            return read
-        weight, bias = self.base_views[index]
-        for kind, tensor, view in (("weight", read.weight, weight), ("bias", read.bias, bias)):
-            if tensor is not None and (view is None or not _is_same_memory(tensor, view)):
-                return (
-                    f"its base {kind} has been moved, cast or replaced and lies no longer in the "
-                    "buffer: call border(model) again"
-                )
-        rank, block = read.A.shape[0], self.bordered.blocks[index]
-        if rank > block:
-            return (
-                f"its adapter has rank {rank} and the border was made for {block}: call "
-                "border(model) again"
-            )
-        return read
+    matrix, inputs, out = bordered.matrix, bordered.in_features, bordered.out
+    y_ext = extended_product(x, bordered)
+    y_ext[:, :out].addmm_(y_ext[:, out:], matrix[:out, inputs:].t())
+    return y_ext
 
 
-def _is_same_memory(one: Tensor, other: Tensor) -> bool:
-    return (
-        one.data_ptr() == other.data_ptr()
-        and one.device == other.device
-        and one.dtype == other.dtype
-        and one.shape == other.shape
-        and one.stride() == other.stride()
-    )
+def extended_product(x: Tensor, bordered: Bordered) -> Tensor:
+    """[y | x A'] of `grow_n_forward` before its addition: ``x @ M[:, :in].t() + bias``."""
+    matrix, bias, inputs = bordered[:3]
+    y_ext = empty_rows(x, x.shape[0], matrix.shape[0])
+    return _product(x, matrix[:, :inputs], bias, out=y_ext)
 
 
-class Borders:
-    """All buffers of one model, made by `border`.
+def grow_k_backward(grad_ext: Tensor, bordered: Bordered) -> Tensor:
+    """dx [T, in] from grad_ext [T, out + width], whose first columns are dy; p = dy sB is written
+    into the others. Equivalent: ``grad_ext[:, out:] = dy @ sB; grad_ext @ M[:, :in]``."""
+    matrix, inputs, out = bordered.matrix, bordered.in_features, bordered.out
+    torch.mm(grad_ext[:, :out], matrix[:out, inputs:], out=grad_ext[:, out:])
+    return grad_ext @ matrix[:, :inputs]
 
-    groups: the buffers. left: module name -> why it has no part in one.
 
-    The adapters are copied into all stale borders at once, by `refresh_stale` or by the first
-    `read` that finds its own stale. Noticed is: a change in place, by load_state_dict, by any
-    torch.optim.Optimizer's step, of `.data` to another tensor, of the parameter itself, of the
-    active adapter and of the scaling. NOT noticed, so call `refresh` after it: a change in place
-    through `.data` (`parameter.data.mul_(2)`), which PyTorch does not count, and what a replayed
-    CUDA graph does (capture `refresh` in it). After a refresh, backward through a graph from
-    before it is autograd's error about an operation in place.
+def grow_n_backward(grad: Tensor, bordered: Bordered) -> Tensor:
+    """[dx | p] [T, in + width] from dy [T, out], with p = dy sB.
+
+    Equivalent: ``x_ext = dy @ M[:out]; x_ext[:, :in] += x_ext[:, in:] @ A``.
     """
-
-    def __init__(self, groups: list[Group], left: dict[str, str]):
-        self.groups, self.left = groups, left
-        self._group_of = {one: group for group in groups for one in group.projections}
-        self.handover = Handover()
-        self._optimizer_stepped = False
-        self._copies = ManyCopies()
-        self._latest: _Copies | None = None  # the last time, if that was of all adapters
-        # fused=True optimizers change parameters without PyTorch counting it (torch 2.13)
-        hook = register_optimizer_step_post_hook(partial(_note_step, weakref.ref(self)))
-        weakref.finalize(self, hook.remove)
-
-    def __str__(self) -> str:
-        lines = [", ".join(group.names) for group in self.groups]
-        lines += [f"left to PEFT: {name}: {reason}" for name, reason in self.left.items()]
-        return "\n".join(lines)
-
-    def __reduce__(self):
-        # of a copied or unpickled model no weight lies in a buffer
-        return Borders, ([], {})
-
-    def group_of(self, projection: nn.Module) -> Group | None:
-        return self._group_of.get(projection)
-
-    def refresh(self) -> int:
-        """Copy every adapter into its border; returns the number of projections."""
-        self._forget()
-        return self.refresh_stale()
-
-    @torch.no_grad()
-    def refresh_stale(self) -> int:
-        """Copy the adapters that changed since they were last copied; returns how many did.
-
-        Equivalent PyTorch, for each: ``A_view.copy_(A); B_view.copy_(scaling * B)``. Those that
-        cannot be read now (merged or disabled, say) are looked at again the next time.
-        """
-        if self._optimizer_stepped:
-            self._forget()
-        copies = self._stale()
-        return self._copy(copies) if copies.places else 0
-
-    @torch.no_grad()
-    def _refresh_after_step(self) -> None:
-        """As `refresh_stale`, for a step of an optimizer alone: it leaves other values in the same
-        tensors, so that PEFT's layers are not read for them. What else changed is stale then."""
-        if self._latest is None:
-            self.refresh_stale()
-        else:
-            self._forget()
-            self._copy(self._latest)
-
-    def _forget(self) -> None:
-        self._optimizer_stepped = False
-        for group in self.groups:
-            group.sources = [None] * len(group.sources)
-
-    def _stale(self) -> _Copies:
-        views: list[Tensor] = []
-        unused: list[Tensor] = []
-        A: list[Tensor] = []
-        B: list[Tensor] = []
-        scalings = []
-        places = []
-        for group in self.groups:
-            for index in range(len(group.names)):
-                read = group.read(index)
-                if isinstance(read, str) or _is_fresh(group, index, read):
-                    continue
-                A_view, B_view = group.adapter_views[index]
-                rank = read.A.shape[0]
-                if rank < A_view.shape[0]:  # than that of another adapter, which may have been here
-                    unused += [A_view[rank:], B_view[:, rank:]]
-                views += [A_view[:rank], B_view[:, :rank]]
-                A.append(read.A.detach())
-                B.append(read.B.detach())
-                scalings.append(read.scaling)
-                places.append((group, index))
-        if unused:
-            torch._foreach_zero_(unused)
-        targets = *views[::2], *views[1::2]
-        return _Copies(targets, (*A, *B), (*(1.0 for _ in A), *scalings), places)
-
-    def _copy(self, copies: _Copies) -> int:
-        targets, sources, scalings, places = copies
-        # scaled before they are cast: one rounding, not two
-        self._copies.copy(targets, sources, scalings)
-        count = len(places)
-        for place, A, B, scaling in zip(
-            places, sources[:count], sources[count:], scalings[count:], strict=True
-        ):  # not before: what runs out of memory stays stale
-            group, index = place
-            group.sources[index] = _Source.of(A, B, scaling)
-        self._latest = copies if count == len(self._group_of) else None
-        return count
-
-    def read(self, group: Group, own_forward: bool = True) -> "tuple[Any, ...] | str":
-        """What BorderedLinear takes after x to stand in for `group` as it is now, or why it may
-        not. `own_forward`: whether the projections must still have their class's forward."""
-        reads = [group.read(index, own_forward) for index in range(len(group.names))]
-        for name, read in zip(group.names, reads, strict=True):
-            if isinstance(read, str):
-                return f"{name.rpartition('.')[2]}: {read}"
-        found = [read for read in reads if isinstance(read, Projection)]
-        if self._optimizer_stepped:
-            self._refresh_after_step()
-        if not all(_is_fresh(group, index, read) for index, read in enumerate(found)):
-            self.refresh_stale()
-        scalings = tuple(read.scaling for read in found)
-        adapters = chain.from_iterable((read.A, read.B) for read in found)
-        return *adapters, group.bordered._replace(scalings=scalings)
+    matrix, inputs, out = bordered.matrix, bordered.in_features, bordered.out
+    x_ext = grad @ matrix[:out]
+    x_ext[:, :inputs].addmm_(x_ext[:, inputs:], matrix[out:, :inputs])
+    return x_ext
 
 
-def _note_step(borders: "weakref.ref[Borders]", *_: Any) -> None:
-    if (alive := borders()) is not None:
-        alive._optimizer_stepped = True
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    if bias is None:
+        return torch.mm(x, weight.t(), out=out)
+    return torch.addmm(bias, x, weight.t(), out=out)
 
 
-def _is_fresh(group: Group, index: int, read: Projection) -> bool:
-    source = group.sources[index]
-    return source is not None and source.state == _Source.state_of(read.A, read.B, read.scaling)
+class BorderedLinear(torch.autograd.Function):
+    """``BorderedLinear.apply(x, A, B, [A, B, ...,] bordered)``: the projections of one buffer.
 
+    Equivalent PyTorch, for the W, b, A, B and s of each projection::
 
-@torch.no_grad()
-def border(model: nn.Module) -> Borders:
-    """Move the base weights of a PEFT model's LoRA layers into bordered buffers.
-
-    Group by group, so that at most one group's weights exist twice; after it the model is larger
-    by the borders alone, and by what fills each row up to a multiple of 128 bytes. Parameters stay
-    the same objects, with other memory; state_dict, loading, adapters' `save_pretrained`, merging
-    and unmerging go on working (`safe_merge` replaces the weights, which is noticed). A base model
-    is saved after `unborder`: transformers and safetensors raise for weights that share memory. A
-    deepcopy has weights of its own and no buffers. Where there are several adapters, the border has
-    room for the largest rank. Call it again after weights were moved, cast or replaced.
+        outputs = [F.linear(x, W, b) + F.linear(F.linear(x, A), B) * s for ...]
+        output = torch.cat(outputs, dim=-1)
 
     Args:
-        model: a PEFT model (or any module that holds PEFT's LoRA layers), on any device.
+        x: [..., in], bf16, fp16 or fp32; any number of leading dimensions, any strides, any number
+            of tokens including none.
+        A: [r, in], B: [out, r] of each projection, r at most its block. Any dtype. They get the
+            gradients; their values are those in the border, which must be fresh (`Borders.read`).
+        bordered: the buffer in x's dtype (or any, under autocast, which casts all of it).
 
     Returns:
-        The buffers, refreshed, and the LoRA layers that are in none, with the reasons. Its
-        buffers live as long as it or a weight in them does.
+        [..., out], the projections' outputs side by side, in the dtype of the computation, which is
+        autocast's where autocast is on and else x's. Rows are out + width apart where out <= in.
+        Gradients come in the dtype of what they belong to, and only for what asks for one.
+
+    Saved for backward: x, x A' and the buffer. No input, no incoming gradient and no saved tensor
+    is written, so a second backward through a retained graph is right. Deterministic.
 
     Raises:
-        ValueError: no LoRA layer of the model can be bordered.
+        ValueError: shapes or dtypes do not fit.
+        RuntimeError: from backward, under create_graph=True, or if the border was refreshed since.
     """
-    groups: list[Group] = []
-    left: dict[str, str] = {}
-    devices = set()
-    for candidates in _sharing_an_input(model):
-        alike: dict[tuple, list[tuple[str, nn.Module, Projection]]] = {}
-        for name, projection in candidates:
-            read = read_projection(projection, own_forward=False)
-            if isinstance(read, str):
-                left[name] = read
-            else:
-                key = read.weight.dtype, read.weight.device, read.weight.shape[1]
-                alike.setdefault(key, []).append((name, projection, read))
-        for (_, device, _), members in alike.items():
-            groups.append(_make_group(members))
-            devices.add(device.type)
-    if not groups:
-        reason = next(iter(left.values()), "it has no LoRA layers of PEFT")
-        raise ValueError(f"border: no LoRA layer of this model can be bordered: {reason}")
-    if "cuda" in devices:
-        torch.cuda.empty_cache()  # the freed pieces are each too small for what comes
-    borders = Borders(groups, left)
-    borders.refresh_stale()
-    return borders
+
+    @staticmethod
+    def forward(ctx, x, *operands):
+        *adapters, bordered = operands
+        _check(x, adapters, bordered)
+        ctx.kinds = kinds_of(adapters)
+        ctx.dtype = x.dtype
+        dtype = compute_dtype(x)
+        x = x.to(dtype)
+        matrix = bordered.matrix.to(dtype)
+        bias = None if bordered.bias is None else bordered.bias.to(dtype)
+        bordered = bordered._replace(matrix=matrix, bias=bias)
+        # without the tensors, which save_for_backward keeps and watches
+        ctx.layout = bordered._replace(matrix=None, bias=None)
+        inputs, out = bordered.in_features, bordered.out
+
+        rows = x.reshape(-1, inputs)
+        if inputs < out:
+            x_ext = _widened(rows, matrix.shape[1])
+            y = grow_k_forward(x_ext, bordered)
+            z = x_ext[:, inputs:].contiguous()
+        else:
+            y = grow_n_forward(rows, bordered)
+            z = y[:, out:].contiguous()  # its own, so that it does not keep y
+        strides = y.view(*x.shape[:-1], y.shape[1]).stride()
+        # its memory, but no view of it: autograd would forbid to change that in place
+        output = y.new_empty(0).set_(y.untyped_storage(), 0, (*x.shape[:-1], out), strides)
+        ctx.save_for_backward(x, z, matrix)
+        return output
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        # see LoRA_W's for why not once_differentiable
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "BorderedLinear is not twice differentiable: call backward without "
+                "create_graph=True, or use the unfused layers"
+            )
+        x, z, matrix = ctx.saved_tensors
+        bordered = ctx.layout._replace(matrix=matrix)
+        inputs, out = bordered.in_features, bordered.out
+        need_x, needed = ctx.needs_input_grad[0], ctx.needs_input_grad[1:-1]
+        grad_x = None
+        p: Any = None
+        with without_autocast(x):
+            grad = grad_output.reshape(-1, out).to(x.dtype)
+            if need_x and out < inputs:
+                grad_ext = _widened(grad, matrix.shape[0])
+                grad_x = grow_k_backward(grad_ext, bordered).view(x.shape)
+                p = grad_ext[:, out:]
+            elif need_x:
+                x_ext = grow_n_backward(grad, bordered)
+                grad_x = x_ext.view(*x.shape[:-1], x_ext.shape[1])[..., :inputs]
+                p = x_ext[:, inputs:]
+            elif any(needed[::2]):
+                p = grad @ matrix[:out, inputs:]
+            gradients = adapter_gradients(
+                bordered, ctx.kinds, needed, x.reshape(-1, inputs), grad, z, p
+            )
+        return None if grad_x is None else grad_x.to(ctx.dtype), *gradients, None
 
 
-def unborder(model: nn.Module) -> list[str]:
-    """Give every bordered weight and bias of `model` contiguous memory of its own again, as it is
-    now; returns the names. The buffers are freed once the `Borders` is gone, too."""
-    names = []
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear):
-            continue
-        for kind, parameter in (("weight", module.weight), ("bias", module.bias)):
-            if getattr(parameter, "bordered", False):
-                delattr(parameter, "bordered")
-                parameter.data = parameter.detach().clone(memory_format=torch.contiguous_format)
-                names.append(f"{name}.{kind}")
-    return names
+def kinds_of(adapters: Sequence[Tensor]) -> list[tuple[int, torch.dtype]]:
+    """Rank and dtype of A, B, A, B ...: what `adapter_gradients` wants to know of them."""
+    return [(adapters[i - i % 2].shape[0], t.dtype) for i, t in enumerate(adapters)]
 
 
-def _sharing_an_input(model: nn.Module) -> Iterator[list[tuple[str, nn.Module]]]:
-    """LoRA layers with their names, those that share an input together, the others alone."""
-    seen: set[nn.Module] = set()
-    for name, module in model.named_modules():
-        for kind, parts in SHARED_INPUT.items():
-            if is_kind(module, kind):
-                found = [(f"{name}.{part}", module.get_submodule(part)) for part in parts]
-                together = [(part, one) for part, one in found if _has_lora(one)]
-                seen.update(projection for _, projection in together)
-                yield together
-        if _has_lora(module) and module not in seen:
-            yield [(name, module)]
+def adapter_gradients(
+    bordered: Bordered,
+    kinds: Sequence[tuple[int, torch.dtype]],
+    needed: Sequence[bool],
+    x: Tensor,
+    grad: Tensor,
+    z: Tensor,
+    p: Tensor | None,
+) -> list[Tensor | None]:
+    """Gradients of A, B, A, B ... of the projections of one buffer, None where not needed.
+
+    Equivalent, for x [T, in], grad = dy [T, out], z = x A' and p = dy sB [T, width]:
+    ``p.t() @ x`` and ``s * (dy.t() @ z)``, of each projection its part, in the adapters' dtypes.
+
+    Each is one product for all projections, even where one of them is frozen. That of B computes
+    blocks off the diagonal, too; the time goes into reading dy, once.
+    """
+    gradients: list[Tensor | None] = [None] * len(kinds)
+    starts = list(accumulate(bordered.blocks, initial=0))[:-1]
+    if any(needed[::2]):
+        assert p is not None
+        # one dtype for all, the widest among them, so that it loses nothing
+        stacked = _sum_over_tokens(p, x, reduce(torch.promote_types, (d for _, d in kinds[::2])))
+        for i, start in enumerate(starts):
+            rank, dtype = kinds[2 * i]
+            if needed[2 * i]:
+                gradients[2 * i] = stacked[start : start + rank].to(dtype)
+    if any(needed[1::2]):
+        blocks = _sum_over_tokens(grad, z, torch.float32).split(bordered.out_features)
+        for i, (start, block) in enumerate(zip(starts, blocks, strict=True)):
+            rank, dtype = kinds[2 * i + 1]
+            if needed[2 * i + 1]:
+                # scaled and rounded at once, and contiguous, as a .grad has to be
+                gradient = block.new_empty(block.shape[0], rank, dtype=dtype)
+                torch.mul(block[:, start : start + rank], bordered.scalings[i], out=gradient)
+                gradients[2 * i + 1] = gradient
+    return gradients
 
 
-def _has_lora(module: nn.Module) -> bool:
-    return isinstance(module, LoraLayer)
+def _sum_over_tokens(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a' b, in fp32 at once where that is wanted and PyTorch can: on a GPU."""
+    if a.is_cuda and a.dtype != dtype == torch.float32:
+        return torch.mm(a.t(), b, out_dtype=dtype)
+    return a.t() @ b
 
 
-def _make_group(members: list[tuple[str, nn.Module, Projection]]) -> Group:
-    names, projections, reads = zip(*members, strict=True)
-    first = reads[0].weight
-    in_features = first.shape[1]
-    outs = tuple(read.weight.shape[0] for read in reads)
-    blocks = tuple(max(A.weight.shape[0] for A in one.lora_A.values()) for one in projections)
-    width = -(-sum(blocks) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
-    matrix = empty_rows(first, sum(outs) + width, in_features + width).zero_()
-    bias = None
-    if any(read.bias is not None for read in reads):
-        bias = first.new_zeros(sum(outs) + width)
-    scalings = tuple(read.scaling for read in reads)
-    bordered = Bordered(matrix, bias, in_features, outs, blocks, scalings)
-    group = Group(names, projections, bordered, [None] * len(names))
-    for index, read in enumerate(reads):
-        for parameter, view in zip((read.weight, read.bias), group.base_views[index], strict=True):
-            if parameter is not None and view is not None:
-                view.copy_(parameter)
-                parameter.data = view
-                parameter.bordered = True  # for unborder
-    return group
+def _widened(rows: Tensor, columns: int) -> Tensor:
+    """A copy of `rows` [T, n] in the first columns of a new [T, columns]; the others are unset."""
+    wide = empty_rows(rows, rows.shape[0], columns)
+    wide[:, : rows.shape[1]].copy_(rows)
+    return wide
+
+
+def _check(x: Tensor, adapters: list[Tensor], bordered: Bordered) -> None:
+    """Raise ValueError where shapes or dtypes do not fit together, naming the tensor."""
+    matrix, inputs = bordered.matrix, bordered.in_features
+    if x.ndim == 0 or x.shape[-1] != inputs:
+        raise ValueError(
+            f"BorderedLinear: x is {list(x.shape)}, its last dimension should be {inputs}"
+        )
+    check_adapters("BorderedLinear", adapters, bordered)
+    if matrix.dtype != compute_dtype(x) and not torch.is_autocast_enabled(x.device.type):
+        raise ValueError(
+            f"BorderedLinear: the buffer is {matrix.dtype} and x {x.dtype}: give both one dtype, "
+            "or run under torch.autocast"
+        )
+
+
+def check_adapters(name: str, adapters: Sequence[Tensor], bordered: Bordered) -> None:
+    """Raise ValueError unless there is an A and a B of each projection that fit the border."""
+    inputs, wanted = bordered.in_features, len(bordered.out_features)
+    if len(adapters) != 2 * wanted:
+        raise ValueError(
+            f"{name}: {len(adapters)} adapter tensors given, should be {2 * wanted}: A and "
+            f"B of each of {wanted} projections"
+        )
+    for i, (A, B) in enumerate(zip(adapters[::2], adapters[1::2], strict=True)):
+        out, block, r = bordered.out_features[i], bordered.blocks[i], A.shape[0]
+        if A.shape != (r, inputs) or B.shape != (out, r) or r > block:
+            raise ValueError(
+                f"{name}: A {i} is {list(A.shape)} and B {i} {list(B.shape)}, should be "
+                f"[r, {inputs}] and [{out}, r] of one r up to {block}"
+            )

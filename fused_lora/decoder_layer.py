@@ -54,8 +54,7 @@ from torch import Tensor
 
 from fused_mlp.utils import compute_dtype, without_autocast
 
-from .adapter_sums import AdapterSums
-from .bordered_linear import (
+from .bordered import (
     Bordered,
     check_adapters,
     extended_product,
@@ -63,12 +62,13 @@ from .bordered_linear import (
     grow_k_forward,
     kinds_of,
 )
-from .qkv_attention import Attention, attention_backward, attention_forward
-from .qkv_rope import rope_forward
-from .recompute import once
-from .residual_kernels import add_adapted, rms_norm_backward, rms_norm_forward
-from .rows import Handover, as_rows, empty_rows
-from .swiglu_bordered import add_down, swiglu_gradients
+from .kernels.adapter_sums import AdapterSums
+from .kernels.qkv_attention import Attention, attention_backward, attention_forward
+from .kernels.qkv_rope import rope_forward
+from .kernels.residual import add_adapted, rms_norm_backward, rms_norm_forward
+from .kernels.rows import Handover, as_rows, empty_rows
+from .kernels.swiglu_bordered import add_down, swiglu_gradients
+from .step.recompute import once
 
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 GROUPS = ("qkv", "o", "gate_up", "down")  # the buffers that these lie in, of FrozenLayer

@@ -12,11 +12,11 @@ from typing import Any, NoReturn
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from . import checkpoint
-from .bordered import Borders, border, unborder
-from .bordered_sites import BorderedForward, borders_of
-from .site import FusedForward, Site, parts_of
-from .sites import ON_BORDERS, PARTS
+from .adopt.borders import Borders, border, unborder
+from .adopt.layer import BorderedForward, borders_of
+from .adopt.site import FusedForward, Site, parts_of
+from .adopt.switches import ON_BORDERS, PARTS
+from .step import checkpoint
 
 # What nn.DataParallel calls on every module of a model.
 REPLICATE = "_replicate_for_data_parallel"

@@ -36,9 +36,9 @@ from fused_mlp.utils import (
     without_autocast,
 )
 
-from .attention import FrozenLinear, FrozenQKV, check_layers, project
-from .qkv_attention import Attention, attention_backward, attention_forward
-from .qkv_rope import rope_together
+from .kernels.qkv_attention import Attention, attention_backward, attention_forward
+from .kernels.qkv_rope import rope_together
+from .lora_linear import FrozenLinear, FrozenQKV, check_layers, project
 
 
 class FrozenAttention(NamedTuple):

@@ -8,8 +8,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-import results as results_file
-from summary import NO_CHECKPOINTING
+from bench import results as results_file
+from report.statistics import NO_CHECKPOINTING
 from variants import VARIANTS
 
 GAIN_MS = {  # what a part takes off vanilla's step, and off all the others' together, at 512 tokens

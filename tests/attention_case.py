@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from reference import assert_within_budget, random
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fused_lora.attention import FrozenLinear, FrozenQKV
+from fused_lora.lora_linear import FrozenLinear, FrozenQKV
 
 IN, OUT = 52, (71, 23, 37)  # multiples of nothing
 SCALINGS = (2.0, 0.5, 1.5)

@@ -5,7 +5,7 @@ import copy
 import torch
 from peft_models import peft_model
 
-from fused_lora.bordered import border
+from fused_lora.adopt.borders import border
 
 PARTS = [["q_proj", "k_proj", "v_proj"], ["o_proj"], ["gate_proj", "up_proj"], ["down_proj"]]
 

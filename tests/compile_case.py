@@ -21,9 +21,9 @@ from fused_lora import (
     rope,
 )
 from fused_lora.cross_entropy import cross_entropy_
-from fused_lora.sums_over_tokens import sums_over_tokens
-from fused_lora.swiglu_products_backward import Product, swiglu_backward_products
-from fused_lora.swiglu_products_forward import swiglu_forward_product
+from fused_lora.kernels.sums_over_tokens import sums_over_tokens
+from fused_lora.kernels.swiglu_products_backward import Product, swiglu_backward_products
+from fused_lora.kernels.swiglu_products_forward import swiglu_forward_product
 from fused_mlp.swiglu import swiglu_backward, swiglu_forward
 
 BATCH, POSITIONS, HIDDEN, COLUMNS, VOCABULARY, RANK = 32, 64, 2048, 11_008, 151_936, 32

@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-import interpreter
+from bench import interpreter
 
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
@@ -64,7 +64,7 @@ def calls(monkeypatch):
 @pytest.fixture
 def ran(monkeypatch):
     """The functions of an attention that ran, in their order."""
-    import fused_lora.layer_sites as module
+    from fused_lora.adopt import parts as module
 
     seen = []
     for name in ("LoRA_Attention", "LoRA_QKV", "LoRA_W"):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import results as results_file
-import summary
+from bench import results as results_file
+from report import statistics as summary
 
 PACKAGES = {
     "torch": "2.11.0+cu130", "triton": "3.6.0", "transformers": "5.17.0", "peft": "0.21.0",

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fused_lora import fuse
-from fused_lora.graph import GraphedStep
+from fused_lora.step.graph import GraphedStep
 
 WAITS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 

@@ -8,7 +8,7 @@ from peft_models import LAYERS, adapt, base_model, ids
 from reference import assert_within_budget, random, relative_error
 
 from fused_lora import Fusion, fuse
-from fused_lora.bordered_sites import read_layer
+from fused_lora.adopt.layer import read_layer
 from fused_lora.decoder_layer import DecoderLayer
 
 LAYER = Fusion(layer=True)

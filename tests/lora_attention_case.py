@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from attention_case import adapted_linear, assert_all_within_budget, doubled
 from reference import random
 
-from fused_lora.attention import FrozenLinear, FrozenQKV
 from fused_lora.lora_attention import FrozenAttention, LoRA_Attention
+from fused_lora.lora_linear import FrozenLinear, FrozenQKV
 
 fused = LoRA_Attention.apply
 IN, OUT = 52, 44  # multiples of nothing that a tile is

@@ -1,0 +1,140 @@
+"""The forward that the fused loss sets on a causal language model."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from peft.utils import ModulesToSaveWrapper
+from torch import Tensor, nn
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from fused_mlp.launching import is_capturing
+
+from ..cross_entropy import labelled_rows, linear_cross_entropy
+from .projection import why_call
+from .site import parts_of, why_not_class
+
+
+def read_head(model: Any) -> nn.Linear | str:
+    """The linear layer that a model's logits come from, as it is now, or why the fused loss may not
+    compute what comes of it."""
+    if (reason := why_not_class(model, "ForCausalLM")) is not None:
+        return reason
+    head = model.lm_head
+    modules = [head]
+    if type(head) is ModulesToSaveWrapper:
+        # as its forward chooses: a copy of its own for every adapter of which it was to be trained
+        active = [] if head.disable_adapters else head.active_adapters
+        head = head.modules_to_save[active[0]] if active else head.original_module
+        modules.append(head)
+    if type(head) is not nn.Linear:
+        return f"its lm_head is {type(head).__module__}.{type(head).__qualname__}, not nn.Linear"
+    for module in modules:
+        if (reason := why_call(module)) is not None:
+            return f"lm_head: {reason}"
+    if model.loss_function is not ForCausalLMLoss:
+        return "its loss_function is not transformers' own"
+    return head
+
+
+# What PEFT and the Trainer pass on in a training step.
+KNOWN_OPTIONS = {
+    "num_items_in_batch",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+}
+
+
+def causal_lm_forward(
+    model: Any,
+    parts: frozenset[str],
+    input_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    past_key_values=None,
+    inputs_embeds: Tensor | None = None,
+    labels: Tensor | None = None,
+    use_cache: bool | None = None,
+    logits_to_keep: int | Tensor = 0,
+    max_labelled_tokens: int | None = None,
+    **options,
+):
+    """In training with labels: the loss without logits. Else, and wherever something is asked for
+    that the fused loss does not know (label_smoothing, z_loss: none of KNOWN_OPTIONS), the class's
+    own forward, logits and all. What that makes of it is its loss_function's affair: transformers'
+    own reads neither.
+
+    max_labelled_tokens, which the class does not have, spares the products of ignored tokens where
+    the host may not wait to count the others: in a CUDA graph (see `linear_cross_entropy`).
+    """
+    inputs = {
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
+        "position_ids": position_ids,
+        "past_key_values": past_key_values,
+        "inputs_embeds": inputs_embeds,
+        "use_cache": use_cache,
+    }
+    head = read_head(model)
+    known = options.keys() <= KNOWN_OPTIONS and options.get("return_dict") is not False
+    if (
+        labels is None
+        or not model.training
+        or not known
+        or not (isinstance(logits_to_keep, int) and logits_to_keep == 0)
+        or isinstance(head, str)
+    ):
+        forward = type(model).forward
+        return forward(model, labels=labels, logits_to_keep=logits_to_keep, **inputs, **options)
+    num_items = options.pop("num_items_in_batch", None)
+    options.pop("return_dict", None)  # an output object either way
+    # tokens before n predict n
+    shifted = F.pad(labels, (0, 1), value=-100)[..., 1:].to(head.weight.device)
+    # how many tokens are labelled the host would have to wait for, which no capture allows
+    drop_ignored = not is_capturing(shifted)
+    rows = None
+    if (drop_ignored or max_labelled_tokens is not None) and not torch.compiler.is_compiling():
+        rows = labelled_rows(shifted, max_labelled=max_labelled_tokens)
+        tokens = input_ids if input_ids is not None else inputs_embeds
+        # labels that do not fit are refused below, and may have rows that are nowhere
+        if (
+            tokens is not None
+            and labels.shape == tokens.shape[:2]
+            and _may_leave_out(model, head, options)
+        ):
+            options["labelled"] = model.model.layers[-1], rows
+    outputs = model.model(**inputs, **options)
+    loss = linear_cross_entropy(
+        outputs.last_hidden_state,
+        head.weight,
+        shifted.to(outputs.last_hidden_state.device),
+        bias=head.bias,
+        num_items_in_batch=num_items,
+        drop_ignored=drop_ignored,
+        max_labelled=max_labelled_tokens,
+        rows=rows,
+    )
+    return CausalLMOutputWithPast(
+        loss=loss,
+        logits=None,
+        past_key_values=outputs.past_key_values,
+        hidden_states=outputs.hidden_states,
+        attentions=outputs.attentions,
+    )
+
+
+def _may_leave_out(model: Any, head: nn.Linear, options: dict[str, Any]) -> bool:
+    """Whether the last layer may compute its output for labelled tokens alone: it is a fused one,
+    and nobody but the loss sees what comes of it."""
+    decoder = model.model
+    last = decoder.layers[-1]
+    return (
+        "layer" in parts_of(last)
+        and not (options.get("output_hidden_states") or model.config.output_hidden_states)
+        and all(why_call(one, own_forward=False) is None for one in (last, decoder, decoder.norm))
+        # which would be compiled for every number of tokens
+        and last._compiled_call_impl is decoder._compiled_call_impl is None
+        and last.input_layernorm.weight.device == head.weight.device
+    )

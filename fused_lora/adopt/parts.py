@@ -1,0 +1,275 @@
+"""The forwards that fused parts set within a decoder layer: on its MLP, attention, norms, itself.
+
+With bordered_sites.py, projection.py and loss_site.py, this file alone knows PEFT's and
+transformers' classes.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from fused_mlp import FrozenMLP, LoRA_MLP
+
+from ..lora_attention import FrozenAttention, LoRA_Attention
+from ..lora_linear import FrozenLinear, FrozenQKV, LoRA_QKV, LoRA_W
+from ..rms_norm import add_rms_norm, rms_norm
+from ..rope import rope
+from ..step.recompute import is_recomputing
+from .projection import Projection, read_projection, why_call, why_not_plain
+from .site import having, parts_of, why_not_class
+
+# --- the MLP --------------------------------------------------------------------------------------
+
+
+def read_mlp(mlp: nn.Module) -> tuple | str:
+    """What LoRA_MLP takes after x to stand in for this MLP as it is now, or why it may not."""
+    if (reason := why_not_class(mlp, "MLP")) is not None:
+        return reason
+    activation: Any = mlp.act_fn
+    if not isinstance(activation, nn.SiLU) and type(activation).__name__ != "SiLUActivation":
+        return f"its activation is {type(activation).__name__}, not SiLU"
+    if (reason := why_call(activation)) is not None:
+        return f"act_fn: {reason}"
+    projections = []
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        projection = read_projection(getattr(mlp, name))
+        if isinstance(projection, str):
+            return f"{name}: {projection}"
+        if projection.bias is not None:
+            return f"{name}: its base layer has a bias"
+        projections.append(projection)
+    gate, up, down = projections
+    frozen = FrozenMLP(gate.weight, up.weight, down.weight, gate.scaling, up.scaling, down.scaling)
+    return gate.A, gate.B, up.A, up.B, down.A, down.B, frozen
+
+
+def mlp_forward(mlp: nn.Module, parts: frozenset[str], x: Tensor) -> Tensor:
+    operands = read_mlp(mlp)
+    if isinstance(operands, str):
+        return type(mlp).forward(mlp, x)
+    *adapters, frozen = operands
+    # a compiled layer is one graph, whether it runs for the first time or again
+    output_needed = torch.compiler.is_compiling() or not is_recomputing()
+    return LoRA_MLP.apply(x, *adapters, frozen._replace(output_needed=output_needed))
+
+
+# --- attention and rotary embedding ---------------------------------------------------------------
+
+
+def read_qkv(attention: nn.Module) -> tuple | str:
+    """What LoRA_QKV takes after x to stand in for q, k and v as they are now, or why it may not."""
+    if (reason := why_not_class(attention, "Attention")) is not None:
+        return reason
+    projections = []
+    for name in ("q_proj", "k_proj", "v_proj"):
+        projection = read_projection(getattr(attention, name))
+        if isinstance(projection, str):
+            return f"{name}: {projection}"
+        projections.append(projection)
+    adapters = (tensor for one in projections for tensor in (one.A, one.B))
+    weights, biases, scalings = zip(
+        *((one.weight, one.bias, one.scaling) for one in projections), strict=True
+    )
+    return *adapters, FrozenQKV(*weights, *biases, *scalings)
+
+
+def output_projections(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, attention in having("q_proj", "o_proj")(model):
+        yield f"{name}.o_proj", attention.get_submodule("o_proj")
+
+
+def read_output(projection: nn.Module):
+    if "forward" in vars(projection) and not parts_of(projection):
+        return "its forward has been replaced by something else"
+    return read_projection(projection, own_forward=False)
+
+
+def output_forward(projection: nn.Module, parts: frozenset[str], x: Tensor, *rest, **options):
+    read = read_output(projection)
+    if isinstance(read, str) or rest or options:
+        return type(projection).forward(projection, x, *rest, **options)
+    return LoRA_W.apply(x, read.A, read.B, FrozenLinear(read.weight, read.bias, read.scaling))
+
+
+def attention_forward(
+    attention: Any,
+    parts: frozenset[str],
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None = None,
+    past_key_values=None,
+    **options,
+):
+    """The four families' own forward, with its q, k and v and its rotary embedding fused or not; or
+    all of it as one function, where it is asked for both and may."""
+    operands = read_qkv(attention) if "attention" in parts else "not asked for"
+    if not isinstance(operands, str) and "rope" in parts:
+        o = _read_rest(attention, attention_mask, past_key_values, options)
+        if not isinstance(o, str):
+            *adapters, frozen_qkv = operands
+            frozen = FrozenAttention(
+                frozen_qkv, FrozenLinear(o.weight, o.bias, o.scaling),
+                attention.head_dim, attention.scaling,
+            )  # fmt: skip
+            output = LoRA_Attention.apply(
+                hidden_states, *position_embeddings, attention_mask, *adapters, o.A, o.B, frozen
+            )
+            return output, None
+    if isinstance(operands, str):
+        q, k, v = (
+            getattr(attention, name)(hidden_states) for name in ("q_proj", "k_proj", "v_proj")
+        )
+    else:
+        q, k, v = LoRA_QKV.apply(hidden_states, *operands)
+    by_head = (*hidden_states.shape[:-1], -1, attention.head_dim)
+    return attend(
+        attention, parts, q.view(by_head), k.view(by_head), v.view(by_head),
+        position_embeddings, attention_mask, past_key_values, **options,
+    )  # fmt: skip
+
+
+def _read_rest(attention: Any, mask, past_key_values, options: dict) -> Projection | str:
+    """What o of an attention is, whose q, k and v are fused, if all between them may be, too."""
+    if torch.compiler.is_compiling():
+        return "torch.compile has its own"
+    reason = why_not_sdpa(attention) or why_not_inputs(mask, past_key_values, options)
+    if reason is not None:
+        return reason
+    o = attention.o_proj
+    return read_output(o) if "attention" in parts_of(o) else "its o runs by itself"
+
+
+def why_not_sdpa(attention: Any) -> str | None:
+    """Why what this attention does with q, k and v is not causal scaled_dot_product_attention."""
+    if "q_norm" in attention._modules:
+        return "it normalises q and k"
+    implementation = attention.config._attn_implementation
+    if implementation != "sdpa":
+        return f"its attention is {implementation}, not sdpa"
+    if ALL_ATTENTION_FUNCTIONS["sdpa"] is not sdpa_attention_forward:
+        return "its attention is registered as sdpa, but is not transformers' own"
+    if attention.attention_dropout and attention.training:
+        return f"attention_dropout is {attention.attention_dropout}"
+    if not attention.is_causal:
+        return "it is not causal"
+    return None
+
+
+def why_not_inputs(mask, past_key_values, options: dict) -> str | None:
+    """Why what an attention, or its layer, is called with is more than tensors to attend to."""
+    if past_key_values is not None:
+        return "it was given past_key_values; in training, set model.config.use_cache = False"
+    if mask is not None and (not isinstance(mask, Tensor) or mask.requires_grad):
+        return "its attention_mask is not a tensor, or requires a gradient"
+    if options.get("is_causal") is False:
+        return "it was given is_causal=False"
+    for name in ("position_bias", "output_attentions"):
+        if options.get(name) not in (None, False):
+            return f"it was given {name}"
+    return None
+
+
+def attend(
+    attention: Any,
+    parts: frozenset[str],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None,
+    past_key_values,
+    **options,
+):
+    """What the four families do with the projections, [batch, positions, heads, head_dim]."""
+    by_token = q.shape[:2]
+    if "q_norm" in attention._modules:  # Qwen3
+        q, k = attention.q_norm(q), attention.k_norm(k)
+    q, k, v = (one.transpose(1, 2) for one in (q, k, v))
+    cos, sin = position_embeddings
+    if "rope" in parts:
+        q, k = rope(q, k, cos, sin)
+    else:
+        q, k = (x * cos.unsqueeze(1) + _rotate_half(x) * sin.unsqueeze(1) for x in (q, k))
+    if past_key_values is not None:
+        k, v = past_key_values.update(k, v, attention.layer_idx)
+    config = attention.config
+    if not _is_llama(attention):
+        default = getattr(config, "sliding_window", None)
+        options["sliding_window"] = getattr(attention, "sliding_window", default)
+    function = ALL_ATTENTION_FUNCTIONS.get_interface(
+        config._attn_implementation, _eager_attention_of(attention)
+    )
+    attended, weights = function(
+        attention,
+        q,
+        k,
+        v,
+        attention_mask,
+        dropout=attention.attention_dropout if attention.training else 0.0,
+        scaling=attention.scaling,
+        **options,
+    )
+    attended = attended.reshape(*by_token, -1).contiguous()
+    return attention.o_proj(attended), weights
+
+
+def _rotate_half(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+def _is_llama(attention: nn.Module) -> bool:
+    return type(attention).__name__ == "LlamaAttention"
+
+
+def _eager_attention_of(attention: nn.Module) -> Callable:
+    """The eager attention of the class's own module."""
+    return sys.modules[type(attention).__module__].eager_attention_forward
+
+
+# --- norms ----------------------------------------------------------------------------------------
+
+
+def norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            yield name, module
+
+
+def why_not_norm(norm: Any) -> str | None:
+    if (reason := why_not_class(norm, "RMSNorm")) is not None:
+        return reason
+    if type(norm.weight) is not nn.Parameter:
+        return f"its weight {why_not_plain(norm.weight)}"
+    return None
+
+
+def norm_forward(norm: Any, parts: frozenset[str], x: Tensor) -> Tensor:
+    if why_not_norm(norm) is not None or x.dtype != norm.weight.dtype:
+        return type(norm).forward(norm, x)  # which promotes to the wider dtype
+    return rms_norm(x, norm.weight, norm.variance_epsilon)
+
+
+def why_not_layer(layer: Any) -> str | None:
+    if (reason := why_not_class(layer, "DecoderLayer")) is not None:
+        return reason
+    norm = layer.post_attention_layernorm
+    return why_not_norm(norm) or why_call(norm, own_forward=False)
+
+
+def layer_forward(layer: Any, parts: frozenset[str], hidden_states: Tensor, **options):
+    """The four families' own forward; the residual's addition goes into the norm after it."""
+    norm = layer.post_attention_layernorm
+    if why_not_layer(layer) is not None or hidden_states.dtype != norm.weight.dtype:
+        return type(layer).forward(layer, hidden_states, **options)
+    attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **options)
+    if attended.dtype != hidden_states.dtype:  # of fp32 weights under autocast: the sum is fp32
+        residual = hidden_states + attended
+        return residual + layer.mlp(norm(residual))
+    normalised, residual = add_rms_norm(hidden_states, attended, norm.weight, norm.variance_epsilon)
+    return residual + layer.mlp(normalised)

@@ -1,0 +1,65 @@
+"""The gradients of a layer's adapters that are sums over tokens, for `decoder_layer.py`."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from ..bordered import Bordered
+from .sums_over_tokens import sums_over_tokens
+from .swiglu_products_backward import Product
+
+
+class AdapterSums:
+    """Gradients of adapters, each added where a backward has what it is made of, computed at once.
+
+    What is added is kept until then. Equivalent to `bordered_linear.adapter_gradients` called in
+    the place of each `add`, but that every gradient has a storage of its own.
+    """
+
+    def __init__(self) -> None:
+        self._sums: list[tuple[Tensor, list[Product]]] = []
+
+    def add(
+        self,
+        bordered: Bordered,
+        kinds: Sequence[tuple[int, torch.dtype]],
+        needed: Sequence[bool],
+        x: Tensor | None,
+        grad: Tensor | None,
+        z: Tensor | None,
+        p: Tensor | None,
+    ) -> list[Tensor | None]:
+        """New tensors for the gradients of A, B, A, B ..., None where not needed.
+
+        Written by `compute`, as ``p.t() @ x`` and ``s * (grad.t() @ z)``, of each projection its
+        part; x and p may be None if no A needs one, grad and z if no B does.
+        """
+        gradients: list[Tensor | None] = [None] * len(kinds)
+        of_x: list[Product] = []
+        blocks = accumulate(bordered.blocks, initial=0)
+        outputs = accumulate(bordered.out_features, initial=0)
+        for i, (block, first, out) in enumerate(
+            zip(blocks, outputs, bordered.out_features, strict=False)
+        ):
+            rank, dtype = kinds[2 * i]
+            if needed[2 * i]:
+                assert x is not None and p is not None
+                gradients[2 * i] = A = x.new_empty(rank, x.shape[1], dtype=dtype)
+                of_x.append(Product(p[:, block : block + rank], A.t()))
+            rank, dtype = kinds[2 * i + 1]
+            if needed[2 * i + 1]:
+                assert grad is not None and z is not None
+                gradients[2 * i + 1] = B = grad.new_empty(out, rank, dtype=dtype)
+                product = Product(z[:, block : block + rank], B, bordered.scalings[i])
+                self._sums.append((grad[:, first : first + out], [product]))
+        if of_x:
+            assert x is not None
+            self._sums.append((x, of_x))
+        return gradients
+
+    def compute(self) -> None:
+        """Write all gradients that were added, and let go of what they are made of."""
+        sums_over_tokens(self._sums)
+        self._sums = []

@@ -1,0 +1,230 @@
+"""RoPE on [q | k | v], the rows that one product of all three writes and one takes gradients of.
+
+    rope_forward     q and k turned where they lie
+    rope_together    [q | k | v], q and k turned, from three tensors
+    rope_backward    [grad_q | grad_k | grad_v], q and k turned back, from three tensors
+
+(`rope.py` has the mathematics, and turns the heads.) So the kernel that turns three tensors is also
+the one that puts them side by side, from whatever layout products or attention's backward left them
+in.
+
+Traffic: q and k are read and written once, and of three tensors v too. Arithmetic is fp32 and
+rounds once, at the store. Deterministic. `rope_forward` writes over what it reads: it is for a
+buffer that the caller made and has shown to nobody.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fused_mlp.launching import DTYPES, launch, next_power_of_2, previous_power_of_2
+
+from ..rope import _load_angles, _rotate_heads
+from .rows import check_alike, check_rows
+
+
+@triton.jit
+def _rope_kernel(
+    q_ptr,  # [batch, HEADS, positions, 2 HALF]
+    k_ptr,  # [batch, KV_HEADS, positions, 2 HALF], or None, with v: q's heads are all that turn
+    v_ptr,  # as k
+    cos_ptr,  # [batch or 1, positions, 2 HALF], contiguous
+    sin_ptr,  # as cos
+    qkv_ptr,  # [batch * positions, (HEADS + 2 KV_HEADS) 2 HALF], written: what turns, and v
+    positions,
+    q_batch_stride,
+    q_head_stride,
+    q_position_stride,
+    k_batch_stride,
+    k_head_stride,
+    k_position_stride,
+    v_batch_stride,
+    v_head_stride,
+    v_position_stride,
+    cos_batch_stride,  # 0 where all sequences share their angles
+    qkv_row_stride,
+    BACKWARD: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_KV_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    batch = token // positions
+    position = token % positions
+    cos_1, cos_2, sin_1, sin_2 = _load_angles(
+        cos_ptr, sin_ptr, cos_batch_stride, batch, position, BACKWARD, HALF, BLOCK_HALF
+    )
+    row = qkv_ptr + token * qkv_row_stride
+    _rotate_heads(
+        q_ptr + batch * q_batch_stride + position * q_position_stride,
+        row,
+        q_head_stride, cos_1, cos_2, sin_1, sin_2, HEADS, HALF, BLOCK_HEADS, BLOCK_HALF,
+    )  # fmt: skip
+    if k_ptr is not None:
+        _rotate_heads(
+            k_ptr + batch * k_batch_stride + position * k_position_stride,
+            row + HEADS * 2 * HALF,
+            k_head_stride, cos_1, cos_2, sin_1, sin_2, KV_HEADS, HALF, BLOCK_KV_HEADS, BLOCK_HALF,
+        )  # fmt: skip
+        head = tl.arange(0, BLOCK_KV_HEADS).to(tl.int64)[:, None]
+        feature = tl.arange(0, 2 * BLOCK_HALF)[None, :]
+        mask = (head < KV_HEADS) & (feature < 2 * HALF)
+        v = v_ptr + batch * v_batch_stride + position * v_position_stride
+        v_row = row + (HEADS + KV_HEADS) * 2 * HALF
+        value = tl.load(v + head * v_head_stride + feature, mask=mask)
+        tl.store(v_row + head * (2 * HALF) + feature, value, mask=mask)
+
+
+def split_heads(qkv: Tensor, positions: int, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
+    """q, k and v of qkv [batch * positions, (heads + 2 kv_heads) head_dim], as views [batch, heads
+    or kv_heads, positions, head_dim]."""
+    rows, columns = qkv.shape
+    parts = heads + 2 * kv_heads
+    by_head = qkv.view(rows // max(positions, 1), positions, parts, columns // parts)
+    return by_head.transpose(1, 2).split((heads, kv_heads, kv_heads), dim=1)
+
+
+def rope_forward(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> None:
+    """Turn q and k, where they lie in qkv, by the angles of their positions.
+
+    Equivalent PyTorch, for `rope` of rope.py::
+
+        q, k, v = split_heads(qkv, positions, heads, kv_heads)
+        for x, turned in zip((q, k), rope(q, k, cos, sin)):
+            x.copy_(turned)
+
+    Args:
+        qkv: [batch * positions, (heads + 2 kv_heads) head_dim], of the caller's own making.
+        cos, sin: [batch or 1, positions, head_dim], bf16, fp16 or fp32. What is not contiguous is
+            copied first. Sequences of one cos and sin may be any number.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or strides do not fit, or no kernel can run on them.
+    """
+    check_rows("rope_forward", _rope_kernel, qkv.shape, qkv=qkv)
+    batch = batch_of("rope_forward", qkv, cos, sin, heads, kv_heads)
+    _, positions, head_dim = cos.shape
+    # q's heads and k's lie side by side, so that one tile has both
+    by_head = qkv.view(batch, positions, heads + 2 * kv_heads, head_dim).transpose(1, 2)
+    _turn(by_head[:, : heads + kv_heads], None, None, cos, sin, qkv)
+
+
+def rope_together(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, qkv: Tensor) -> None:
+    """Write q and k, turned by the angles of their positions, and v side by side into qkv.
+
+    Equivalent PyTorch, for `rope` of rope.py::
+
+        parts = split_heads(qkv, positions, heads, kv_heads)
+        for part, x in zip(parts, (*rope(q, k, cos, sin), v)):
+            part.copy_(x)
+
+    q is [batch, heads, positions, head_dim], k and v are [batch, kv_heads, positions, head_dim].
+    They may lie in any order; what has no elements of a head side by side is copied first. All else
+    is as for `rope_forward`.
+
+    Raises:
+        ValueError: as `rope_forward`.
+    """
+    _turn_together("rope_together", ("q", "k", "v"), (q, k, v), cos, sin, qkv, backward=False)
+
+
+def rope_backward(
+    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor, grad_qkv: Tensor
+) -> None:
+    """Write the gradient of what `rope_forward` or `rope_together` was given into grad_qkv.
+
+    Equivalent PyTorch: ``torch.autograd.grad((q, k, v), qkv, (grad_q, grad_k, grad_v))[0]``, q and
+    k being turned. The gradients are as q, k and v for `rope_together`.
+
+    Raises:
+        ValueError: as `rope_forward`.
+    """
+    gradients = grad_q, grad_k, grad_v
+    names = "grad_q", "grad_k", "grad_v"
+    _turn_together("rope_backward", names, gradients, cos, sin, grad_qkv, backward=True)
+
+
+def _turn_together(
+    name: str,
+    keys: tuple[str, str, str],
+    parts: tuple[Tensor, Tensor, Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    qkv: Tensor,
+    backward: bool,
+) -> None:
+    check_rows(name, _rope_kernel, qkv.shape, qkv=qkv)
+    (_, heads, _, head_dim), kv_heads = parts[0].shape, parts[1].shape[1]
+    batch = batch_of(name, qkv, cos, sin, heads, kv_heads)
+    positions = cos.shape[1]
+    for key, part, count in zip(keys, parts, (heads, kv_heads, kv_heads), strict=True):
+        if part.shape != (batch, count, positions, head_dim):
+            raise ValueError(
+                f"{name}: {key} is {list(part.shape)}, should be "
+                f"{[batch, count, positions, head_dim]}"
+            )
+        check_alike(name, key, part, qkv)
+    _turn(*parts, cos, sin, qkv, backward)
+
+
+def _turn(
+    q: Tensor, k: Tensor | None, v: Tensor | None, cos: Tensor, sin: Tensor, qkv: Tensor,
+    backward: bool = False,
+) -> None:  # fmt: skip
+    """Write q, turned, or with k and v all three, q and k turned, side by side into qkv."""
+    batch, heads, positions, head_dim = q.shape
+    kv_heads, half = 0 if k is None else k.shape[1], head_dim // 2
+    if batch * positions == 0:
+        return  # an empty grid cannot be launched
+    given = [None if t is None else _features_together(t) for t in (q, k, v)]
+    strides = [(0,) * 4 if t is None else t.stride() for t in given]
+    cos, sin = cos.contiguous(), sin.contiguous()
+    block_heads, block_half = next_power_of_2(heads), next_power_of_2(half)
+    launch(
+        _rope_kernel, (batch * positions,),
+        *given, cos, sin, qkv,
+        positions,
+        *strides[0][:3], *strides[1][:3], *strides[2][:3],
+        0 if cos.shape[0] == 1 else cos.stride(0),
+        qkv.stride(0),
+        backward,
+        heads, kv_heads, half, block_heads, next_power_of_2(max(kv_heads, 1)), block_half,
+        # 8 bf16 values of each half, one 16-byte load, per thread, and of a tile that its heads do
+        # not fill up to twice as many
+        num_warps=min(previous_power_of_2(max(heads * block_half // 256, 1)), 16),
+    )  # fmt: skip
+
+
+def _features_together(x: Tensor) -> Tensor:
+    return x if x.stride(3) == 1 else x.contiguous()
+
+
+def batch_of(name: str, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> int:
+    """How many sequences qkv is of; ValueError where it, cos and sin do not fit together."""
+    rows, columns = qkv.shape
+    if cos.ndim != 3 or cos.shape[2] % 2 or cos.shape != sin.shape:
+        raise ValueError(
+            f"{name}: cos is {list(cos.shape)} and sin {list(sin.shape)}, should both be [batch or "
+            "1, positions, head_dim], head_dim even"
+        )
+    sequences, positions, head_dim = cos.shape
+    batch = rows // max(positions, 1)
+    if (
+        batch * positions != rows
+        or sequences not in (1, batch)
+        or (columns != (heads + 2 * kv_heads) * head_dim)
+    ):
+        raise ValueError(
+            f"{name}: [q | k | v] is {list(qkv.shape)}, should be [batch * {positions}, "
+            f"{heads + 2 * kv_heads} * {head_dim}] as cos is {list(cos.shape)}"
+        )
+    for key, angle in (("cos", cos), ("sin", sin)):
+        if angle.dtype not in DTYPES or angle.device != qkv.device:
+            raise ValueError(
+                f"{name}: {key} is {angle.dtype} on {angle.device}, should be bfloat16, float16 or "
+                f"float32 on {qkv.device} as [q | k | v] is"
+            )
+    return batch

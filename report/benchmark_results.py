@@ -1,0 +1,335 @@
+"""benchmark_results.png, from a results document alone: no GPU, no torch.
+
+`figure` builds the picture and `draw` writes it.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+from matplotlib import style
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.legend_handler import HandlerTuple
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import EngFormatter, MaxNLocator
+
+from bench.results import write_atomically
+from report.looks import LOOKS, REHEARSAL, STATUS_WORDS, STYLE, Look, caption
+from report.names import name_of
+from report.statistics import BASELINE, BASELINE_AGAIN, noise_band, summarize
+
+# What stands beside these where a suite has more variants than a picture can hold.
+STRONGEST = (
+    *("fused_all", "compiled_peft_bf16", "liger_peft"),
+    *("fused_layer", "fused_layer_graph", "compiled_peft"),
+)
+MANY = 8
+SPARE_LOOKS = [  # for variants without a look of their own, in the order of the experiment
+    *(("#0969da", "D", "xxx"), ("#1a7f37", "v", "---"), ("#bc4c00", "P", "\\\\\\")),
+    *(("#0a7e8c", "X", "|||"), ("#8a6100", "<", "+++"), ("#bf3989", ">", "ooo")),
+]
+HOW_TO_READ = "Medians over steps, then over rounds; whiskers: 95% intervals over rounds."
+PHASES = {"forward": 0.55, "backward": 0.0, "optimizer": -0.6}  # how far towards white or black
+GRAPH = {"CUDA graph": 0.3}  # a step whose phases nobody can tell apart
+FEW = 3  # up to this many variants every point is labelled; beyond it the table has the values
+
+
+class View:
+    """A results document as the panels want it: looks, rows, and places on the x axis."""
+
+    def __init__(self, results: dict) -> None:
+        self.results, self.seq_lens = results, results["experiment"]["seq_lens"]
+        asked = results["experiment"]["variants"]
+        if len(asked) > MANY:
+            known = [v for v in (*LOOKS, *STRONGEST) if v in asked]
+            asked = known[: MANY + 1] or asked[:MANY]  # the A/A twin is a band
+        unknown = [variant for variant in asked if variant not in LOOKS]
+        spare = {
+            v: Look(name_of(v), *SPARE_LOOKS[i % len(SPARE_LOOKS)]) for i, v in enumerate(unknown)
+        }
+        # The baseline comes first; its A/A twin shows as a band and not as a variant.
+        shown = sorted((v for v in asked if v != BASELINE_AGAIN), key=lambda v: v != BASELINE)
+        self.looks = {variant: {**LOOKS, **spare}[variant] for variant in shown}
+        rows = [row for row in summarize(results) if row["variant"] in self.looks]
+        self.timed = [row for row in rows if row["status"] == "ok"]
+        self.untimed = [row for row in rows if row["status"] != "ok"]
+        self.bar_width = 0.84 / len(shown)
+
+    def look(self, row: dict) -> Look:
+        return self.looks[row["variant"]]
+
+    def slot(self, row: dict) -> float:
+        """Where a variant's bar stands within its length's group: no two share a place."""
+        offset = list(self.looks).index(row["variant"]) - (len(self.looks) - 1) / 2
+        return self.seq_lens.index(row["seq_len"]) + offset * self.bar_width
+
+    def top(self, name: str) -> float:
+        return max((row[name] for row in self.timed if row[name]), default=1.0)
+
+
+def draw(results: dict, path: str | Path) -> None:
+    """Write the picture as a PNG."""
+    write_png(figure(results), path)
+
+
+def write_png(picture: Figure, path: str | Path) -> None:
+    """Write a picture whole or not at all, and the same bytes for the same picture."""
+    png = io.BytesIO()
+    with style.context(["default", STYLE]):
+        picture.savefig(png, format="png", metadata={"Software": None})
+    write_atomically(path, png.getvalue())
+
+
+def figure(results: dict) -> Figure:
+    """The 2x2 picture: tokens a second, speedup, peak memory, where a step's time goes."""
+    with style.context(["default", STYLE]):
+        view = View(results)
+        picture = Figure(figsize=(14, 11), dpi=150)
+        panels = picture.subplots(2, 2, gridspec_kw={"hspace": 0.28, "wspace": 0.14})
+        rows_of_names = -(-len(view.looks) // 5)
+        picture.subplots_adjust(0.06, 0.125, 0.975, 0.892 - 0.026 * rows_of_names)
+        for panel, axes in zip((_throughput, _speedup, _memory, _step), panels.flat, strict=True):
+            axes.set_xlim(-0.5, len(view.seq_lens) - 0.5)
+            axes.set_xticks(range(len(view.seq_lens)), view.seq_lens)
+            axes.set_xlabel("tokens in a sequence")
+            axes.tick_params(length=0)
+            panel(axes, view)
+            _mark_untimed(axes, view)
+        title = finding(view)
+        picture.text(0.025, 0.955, title, size=min(23, 1500 / len(title)), weight="bold")
+        words = fill(f"{caption(results)} {HOW_TO_READ}", 165)
+        picture.text(0.025, 0.022, words, size=10.5, color="#444444", linespacing=1.5)
+        _name_variants(picture, view)
+        if results["rehearsal"]:
+            _stamp(picture)
+    return picture
+
+
+# --- the four panels ------------------------------------------------------------------------------
+
+
+def _throughput(axes: Axes, view: View) -> None:
+    axes.set_title("Tokens a second (higher is better)")
+    axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.set_ylim(0, 1.15 * view.top("tokens_per_s"))
+    _lines(axes, view, view.timed, "tokens_per_s", EngFormatter(places=1, sep=""))
+
+
+def _speedup(axes: Axes, view: View) -> None:
+    axes.set_title("Speedup over vanilla PEFT (higher is better)")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.2f}×" if value > 0 else "")
+    axes.yaxis.set_major_locator(MaxNLocator(7, steps=[1, 2, 5, 10]))
+    axes.axhline(1.0, color=LOOKS[BASELINE].colour, linestyle=(0, (5, 3)))
+    rows = [row for row in view.timed if row["speedup"] and row["variant"] != BASELINE]
+    bands = {n: band for n in view.seq_lens if (band := noise_band(view.results, n))}
+    for seq_len, (low, high) in bands.items():
+        axes.bar(view.seq_lens.index(seq_len), high - low, 0.9, low, color="#cfcfcf")
+    if bands:
+        _note(axes, "grey band: vanilla PEFT measured twice (A/A)")
+    intervals = [row["speedup_ci95"] for row in rows if row["speedup_ci95"]]
+    reach = [1.0, *(row["speedup"] for row in rows), *chain(*bands.values(), *intervals)]
+    span = max(0.1, max(reach) - min(reach))
+    below, above = 0.5 if view.untimed else 0.14, 0.34 if bands else 0.2  # room for the words
+    axes.set_ylim(min(reach) - below * span, max(reach) + above * span)
+    _lines(axes, view, rows, "speedup", lambda value: f"{value:.2f}×", beside=[1.0])
+
+
+def _memory(axes: Axes, view: View) -> None:
+    axes.set_title("Peak memory, GiB (lower is better)")
+    top = view.top("peak_gib")
+    for row in view.timed:
+        if row["peak_gib"]:
+            _bar(axes, view, row, row["peak_gib"])
+            _bar_label(axes, view, row, row["peak_gib"], f"{row['peak_gib']:.1f}")
+    gpu = view.results["environment"]["gpu"]
+    if gpu is None:
+        _note(axes, "no GPU, so no GPU memory")
+    else:
+        capacity_gib = gpu["memory_bytes"] / 2**30
+        note = f"the card holds {capacity_gib:.0f} GiB"
+        if capacity_gib < 1.6 * top:
+            top = capacity_gib
+            axes.axhline(capacity_gib, color="black")
+        else:  # the bars would vanish under it
+            note += ", far above this axis"
+        _note(axes, note)
+    axes.set_ylim(0, 1.22 * top)
+
+
+def _step(axes: Axes, view: View) -> None:
+    axes.set_title("Where a step's time goes, ms (lower is better)")
+    top_ms, grey = view.top("median_step_ms"), LOOKS[BASELINE].colour
+    shades = PHASES | (GRAPH if any(map(_is_graph, view.timed)) else {})
+    keys: list[Artist] = [
+        Patch(color=_shade(grey, shade), label=phase) for phase, shade in shades.items()
+    ]
+    for row in view.timed:
+        bottom_ms = 0.0
+        for phase, shade in (GRAPH if _is_graph(row) else PHASES).items():
+            height_ms = row["median_step_ms"] if _is_graph(row) else row[f"{phase}_ms"]
+            _bar(axes, view, row, height_ms, bottom_ms, shade)
+            bottom_ms += height_ms
+        step_ms = row["median_step_ms"]  # the parts' medians may add up to a little more
+        words = f"{step_ms:.0f}" if top_ms > 50 else f"{step_ms:.1f}"
+        if row["ratio_to_floor"] and len(view.looks) <= FEW:
+            words += f"\n{row['ratio_to_floor']:.1f}×"
+        _bar_label(axes, view, row, max(step_ms, bottom_ms), words)
+    floors = view.results.get("floor") or {}
+    for place, seq_len in enumerate(view.seq_lens):
+        if str(seq_len) in floors:
+            floor_ms, ends = floors[str(seq_len)]["floor_ms"], (place - 0.47, place + 0.47)
+            axes.hlines(floor_ms, *ends, color="white", linewidth=4.5)
+            axes.hlines(floor_ms, *ends, color="black", linewidth=2.5)
+    if floors:
+        words = "floor"
+        if len(view.looks) <= FEW:
+            words += " (×: multiples of it)" if shades == PHASES else " (× of it)"
+        keys.append(Line2D([], [], color="black", linewidth=2.5, label=words))
+    axes.legend(handles=keys, loc="upper left", ncols=5, handlelength=1.4, columnspacing=1.0)
+    axes.set_ylim(0, 1.3 * top_ms)
+
+
+def _is_graph(row: dict) -> bool:
+    """Whether a step is captured in CUDA graphs, and so has a time but no phases."""
+    return row["forward_ms"] is None
+
+
+# --- what the panels share ------------------------------------------------------------------------
+
+
+def _lines(axes: Axes, view: View, rows: list, name: str, words: Callable, beside=()) -> None:
+    """One line a variant, broken where a length has no value, with intervals; and its values,
+    above or below their points, wherever no other point (or height `beside`) is in the way."""
+    low, high = axes.get_ylim()
+    many = len(view.looks) > FEW
+    for variant, look in view.looks.items():
+        own = {row["seq_len"]: row for row in rows if row["variant"] == variant}
+        values = [own[n][name] if n in own else float("nan") for n in view.seq_lens]
+        if own:
+            axes.add_line(_line(look, range(len(values)), values))
+        for seq_len, row in own.items():
+            if ci95 := row.get(f"{name}_ci95"):
+                at = [view.seq_lens.index(seq_len)] * 2
+                axes.plot(at, ci95, marker="_", color=look.colour, markersize=11, linewidth=1.8)
+    for place, seq_len in enumerate(view.seq_lens):
+        here = sorted((row for row in rows if row["seq_len"] == seq_len), key=lambda r: r[name])
+        heights = _apart([row[name] for row in here], 0.052 * (high - low), high)
+        for row, height in zip(here, heights, strict=True):
+            value, ends = row[name], row.get(f"{name}_ci95") or [row[name]]
+            text: dict[str, Any] = {"color": view.look(row).colour, "size": 11, "weight": "bold"}
+            others = [each[name] for each in here if each is not row] + list(beside)
+            near = 0.1 * (high - low)  # the room that a label takes
+            whiskers = [
+                each.get(f"{name}_ci95") or [each[name]] for each in here if each is not row
+            ]
+            over = max(value, *ends)
+            if many and seq_len == view.seq_lens[-1]:
+                axes.text(place + 0.1, height, words(value), va="center", **text)
+            elif not many and any(w[0] < over + near and w[-1] > over for w in whiskers if w[1:]):
+                # another's whisker stands there: beside the point, where no line comes from
+                side, align = (-0.07, "right") if place == 0 else (0.07, "left")
+                axes.text(place + side, value, words(value), ha=align, va="center", **text)
+            elif not many and not any(0 <= other - value < near for other in others):
+                _annotate(axes, words(value), place, over, 9, va="bottom", **text)
+            elif not many and not any(0 <= value - other < near for other in others):
+                _annotate(axes, words(value), place, min(value, *ends), -9, va="top", **text)
+
+
+def _apart(values: list[float], gap: float, top: float) -> list[float]:
+    """Ascending heights, each at least a gap above the last, and all of them under the top."""
+    heights: list[float] = []
+    for value in values:
+        heights.append(max(value, heights[-1] + gap) if heights else value)
+    too_high = max(0.0, heights[-1] + gap / 2 - top) if heights else 0.0
+    return [height - too_high for height in heights]
+
+
+def _annotate(axes: Axes, words: str, x: float, y: float, points_up: int, **text) -> None:
+    offset = (0, points_up)
+    axes.annotate(words, (x, y), offset, textcoords="offset points", ha="center", **text)
+
+
+def _note(axes: Axes, words: str) -> None:
+    clear = {"boxstyle": "square,pad=0.1", "color": "white"}
+    axes.text(0.015, 0.975, words, transform=axes.transAxes, va="top", size=11, bbox=clear)
+
+
+def _line(look: Look, x=(), y=()) -> Line2D:
+    return Line2D(x, y, color=look.colour, marker=look.marker, label=look.name)
+
+
+def _bar(axes: Axes, view: View, row: dict, height: float, bottom=0.0, shade=0.0) -> None:
+    look = view.look(row)
+    paint: dict[str, Any] = {"color": _shade(look.colour, shade), "hatch": look.hatch}
+    paint |= {"edgecolor": "white", "linewidth": 0}
+    axes.bar(view.slot(row), height, 0.93 * view.bar_width, bottom, **paint)
+
+
+def _bar_label(axes: Axes, view: View, row: dict, height: float, words: str) -> None:
+    text = {"size": 9, "rotation": 90} if len(view.looks) > FEW else {"size": 11}
+    _annotate(axes, words, view.slot(row), height, 3, va="bottom", **text)
+
+
+def _mark_untimed(axes: Axes, view: View) -> None:
+    """A cell without a time still shows: its variant's marker, hollow, and the reason in words."""
+    for row in view.untimed:
+        look, place, across = view.look(row), view.slot(row), axes.get_xaxis_transform()
+        mark = _line(look, [place], [0.035])
+        mark.set(transform=across, markerfacecolor="white", markeredgewidth=2, zorder=6)
+        axes.add_artist(mark)
+        text: dict[str, Any] = {"color": look.colour, "size": 10, "weight": "bold", "zorder": 6}
+        text |= {"rotation": 90, "ha": "center", "va": "bottom", "transform": across}
+        text |= {"bbox": {"boxstyle": "square,pad=0.05", "color": "white", "alpha": 0.8}}
+        axes.text(place, 0.08, STATUS_WORDS[row["status"]], **text)
+
+
+def _name_variants(picture: Figure, view: View) -> None:
+    """The legend of all four panels: each variant's bar beside its line."""
+    keys: list[Any] = []
+    for look in view.looks.values():
+        bar = Patch(facecolor=look.colour, hatch=look.hatch, edgecolor="white", linewidth=0)
+        keys.append((bar, _line(look)))
+    names = [look.name for look in view.looks.values()]
+    place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (0.017, 0.945), "ncols": 5}
+    side_by_side = {tuple: HandlerTuple(ndivide=None)}
+    picture.legend(keys, names, fontsize=13, handlelength=3.5, handler_map=side_by_side, **place)
+
+
+def _stamp(picture: Figure) -> None:
+    text: dict[str, Any] = {"size": 58, "color": "#d1242f", "alpha": 0.22, "weight": "bold"}
+    text |= {"ha": "center", "va": "center", "rotation": 30, "zorder": 9}
+    picture.text(0.5, 0.48, REHEARSAL.replace(": ", "\n"), **text)
+
+
+def _shade(colour: str, towards: float) -> tuple[float, float, float]:
+    red, green, blue = ((1 - abs(towards)) * part + max(towards, 0.0) for part in to_rgb(colour))
+    return red, green, blue
+
+
+def finding(view: View) -> str:
+    """The picture's title: the speedups at the longest length that has any."""
+    if view.results["rehearsal"]:
+        return REHEARSAL
+    gpu = (view.results["environment"]["gpu"] or {"name": "the CPU"})["name"]
+    rows = [row for row in view.timed if row["speedup"] and row["variant"] != BASELINE]
+    if not rows:
+        return f"No speedup measured on {gpu}"
+    seq_len = max(row["seq_len"] for row in rows)
+    rows = sorted((r for r in rows if r["seq_len"] == seq_len), key=lambda row: row["speedup"])
+    if len(rows) > FEW:  # the subject and the two fastest
+        rows = [row for row in rows[:-2] if row["variant"] == "fused_mlp"] + rows[-2:]
+    noise = "not distinguishable"
+    said = ", ".join(
+        f"{view.look(row).name} " + (noise if row["verdict"] == noise else f"{row['speedup']:.2f}×")
+        for row in rows
+    )
+    return f"{said[0].upper()}{said[1:]} at {seq_len} tokens on {gpu}"

@@ -1,0 +1,226 @@
+"""What PEFT and PyTorch do with a model goes on working while it is fused."""
+
+import copy
+import io
+import subprocess
+import sys
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel
+from peft_models import (
+    MLP,
+    MLP_ON,
+    adapt,
+    assert_equal,
+    assert_right,
+    base_model,
+    ids,
+    layers,
+    logits,
+    pair,
+    peft_model,
+    set_weights,
+    step,
+)
+
+from fused_lora import Fusion, fuse, report, unfuse
+
+# --- PEFT goes on working -------------------------------------------------------------------------
+
+
+def test_disabled_adapters_give_the_base_model_and_come_back(calls, device):
+    fused, _ = pair(device)
+    want = logits(fused)
+    calls.clear()
+    with fused.disable_adapter():
+        assert torch.equal(logits(fused), logits(base_model(device)))
+        assert all("adapters are disabled" in reason for reason in report(fused).left.values())
+        assert report(fused).fused == {"mlp": []} and not calls
+    assert torch.equal(logits(fused), want) and len(calls) == 2
+
+
+def test_fusing_disabled_adapters_is_a_value_error(device):
+    model = peft_model(device)
+    with model.disable_adapter(), pytest.raises(ValueError, match="adapters are disabled"):
+        fuse(model, MLP_ON)
+
+
+def test_merging_is_as_in_peft_and_unmerging_fuses_again(calls, device):
+    fused, plain = pair(device)
+    for model in (fused, plain):
+        model.merge_adapter()
+    assert torch.equal(logits(fused), logits(plain)) and not calls
+    for model in (fused, plain):
+        model.unmerge_adapter()
+    assert_right(fused, plain)
+    assert len(calls) == 2
+
+
+def test_merge_and_unload_gives_what_it_gives_without_fusing(calls, device):
+    fused, plain = (model.merge_and_unload() for model in pair(device))
+    assert torch.equal(logits(fused), logits(plain)) and not calls
+    assert unfuse(fused) == [f"model.layers.{index}.mlp" for index in range(2)]
+    assert torch.equal(logits(fused), logits(plain))
+
+
+def test_a_second_adapter_can_be_added_and_switched_to_and_deleted(calls, device):
+    fused, plain = pair(device)
+    first = logits(fused)
+    for model in (fused, plain):
+        config = LoraConfig(r=4, lora_alpha=20, target_modules=[*MLP, "q_proj"])
+        model.add_adapter("second", config)
+        set_weights(model, device, only=".second.")
+    assert torch.equal(logits(fused), first)
+    for model in (fused, plain):
+        model.set_adapter("second")
+    calls.clear()
+    assert_right(fused, plain)
+    assert len(calls) == 2
+    for model in (fused, plain):
+        model.set_adapter("default")
+        model.delete_adapter("second")
+    assert_right(fused, plain)
+    assert len(calls) == 4 and torch.equal(logits(fused), first)
+
+
+def test_a_batch_of_mixed_adapters_is_as_without_fusing(calls, device):
+    fused, plain = pair(device)
+    outputs = []
+    for model in (fused, plain):
+        model.add_adapter("second", LoraConfig(r=4, target_modules=[*MLP]))
+        set_weights(model, device, only=".second.")
+        model.eval()
+        with torch.no_grad():
+            outputs.append(model(ids(device), adapter_names=["default", "second"]).logits)
+    assert torch.equal(*outputs) and not calls
+    assert_right(fused, plain)
+    assert len(calls) == 2  # the hooks of the mixed batch are gone
+
+
+def test_generation_is_as_without_fusing(calls, device):
+    fused, plain = pair(device)
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(
+        fused.generate(ids(device), **options), plain.generate(ids(device), **options)
+    )
+    assert len(calls) == 2 * 4
+
+
+def test_state_dict_is_unchanged_and_a_saved_adapter_loads_anywhere(tmp_path, device):
+    fused, plain = pair(device)
+    assert_equal(fused.state_dict(), plain.state_dict())
+    fused.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(base_model(device), tmp_path, is_trainable=True)
+    assert torch.equal(logits(loaded), logits(plain))
+    fuse(loaded, MLP_ON)
+    assert_equal(step(loaded), step(fused))
+
+
+def pickled(model):
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled])
+def test_a_copy_is_fused_and_independent_of_the_original(duplicate, calls, device):
+    fused, _ = pair(device)
+    want = logits(fused)
+    twin = duplicate(fused)
+    assert report(twin) == report(fused)
+    with torch.no_grad():
+        for parameter in fused.parameters():
+            parameter.zero_()
+    unfuse(fused)
+    calls.clear()
+    assert torch.equal(logits(twin), want)
+    assert [id(weight) for weight in calls] == [
+        id(layer.mlp.gate_proj.base_layer.weight) for layer in layers(twin)
+    ]
+
+
+def test_moved_to_another_dtype_it_computes_in_that(device):
+    fused, plain = pair(device)
+    assert_right(fused.to(torch.bfloat16), plain.to(torch.bfloat16))
+
+
+def test_importing_changes_nothing_in_transformers_peft_or_torch():
+    program = """
+import inspect
+import sys
+import peft
+import torch
+import transformers.models.qwen2.modeling_qwen2
+import transformers.models.llama.modeling_llama
+
+def snapshot():
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if name.startswith(("peft", "transformers.models.", "torch.nn", "torch.autograd")):
+            for key, value in list(vars(module).items()):
+                found[name, key] = id(value)
+                if inspect.isclass(value):
+                    found |= {(name, key, k): id(v) for k, v in list(vars(value).items())}
+    return found
+
+before = snapshot()
+import fused_lora
+after = snapshot()
+assert len(before) > 10_000
+print([key for key in before.keys() | after.keys() if before.get(key) != after.get(key)])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
+# --- on the GPU -----------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp32_adapters", [False, True])
+def test_fused_layers_under_torch_compile_are_within_the_error_budget(fp32_adapters, device):
+    options = {"dtype": torch.bfloat16, "autocast_adapter_dtype": fp32_adapters}
+    fused, plain = pair(device, **options)
+    for layer in layers(fused):
+        layer.compile()
+    assert_right(fused, plain, autocast=fp32_adapters)
+
+
+@pytest.mark.gpu
+def test_compiled_layers_still_run_fused(device):
+    """What torch.compile cannot follow might fall back to PEFT's own path, which is right too."""
+    from torch.profiler import ProfilerActivity, profile
+
+    fused = peft_model(device, dtype=torch.bfloat16)
+    fuse(fused, Fusion(mlp=True, rope=True, rms_norm=True))
+    for layer in layers(fused):
+        layer.compile(dynamic=False)
+    step(fused, autocast=True)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        step(fused, autocast=True)
+    names = {event.name for event in profiler.events()}
+    for kernel in ("_swiglu_forward", "_swiglu_backward", "_rope", "_rms_norm_backward"):
+        assert any(kernel in name for name in names), (kernel, names)
+
+
+def test_compiled_layers_share_their_code(device):
+    """Each layer compiled by itself would reach dynamo's limit, and the rest would run uncompiled.
+    Attention alone, because the interpreter cannot be compiled."""
+    import torch._dynamo as dynamo
+
+    base = base_model(device, num_hidden_layers=12)
+    base.config.use_cache = False
+    fused = adapt(base, device).train()
+    fuse(fused, Fusion(attention=True))
+    uncompiled = copy.deepcopy(fused)
+    dynamo.reset()
+    dynamo.utils.counters.clear()
+    for layer in layers(fused):
+        layer.compile(backend="aot_eager", dynamic=False)
+    compiled, eager = (model(input_ids=ids(device)).logits for model in (fused, uncompiled))
+    frames = dynamo.utils.counters["frames"]
+    assert frames["ok"] == frames["total"] <= 2  # the first layer's input needs no gradient
+    assert torch.equal(compiled, eager)

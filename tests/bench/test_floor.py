@@ -1,0 +1,79 @@
+"""The floor counts what it says it counts, and its median is a median."""
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Qwen2Config
+
+from bench.floor import STEPS, WARMUP_STEPS, Floor, Shape, measure
+
+CONFIG = Qwen2Config(
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=64,
+)
+
+
+class MatmulFlops(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.flops = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.mm.default:
+            a, b = args
+            self.flops += 2 * a.shape[0] * a.shape[1] * b.shape[1]
+        return function(*args, **(kwargs or {}))
+
+
+class TickingClock:
+    """The k-th interval lasts k ms."""
+
+    def __init__(self):
+        self.marks = 0
+
+    def mark(self):
+        self.marks += 1
+        return self.marks
+
+    def elapsed_ms(self, start, end):
+        return float(end // 2)
+
+    def synchronize(self):
+        pass
+
+
+def test_the_shape_is_read_from_the_config():
+    shape = Shape.of(CONFIG)
+    assert (shape.layers, shape.head_dim, shape.qkv) == (3, 8, (4 + 2 * 2) * 8)
+
+
+def test_every_frozen_product_is_done_once_forward_and_once_backward():
+    tokens, labelled = 2 * 8, 5
+    step = Floor(Shape.of(CONFIG), "cpu").chain(2, 8, labelled)
+    with MatmulFlops() as counted:
+        step()
+    weights_in_a_layer = 64 * 32 + 32 * 32 + 2 * 48 * 32 + 32 * 48
+    expected = 2 * (2 * tokens * 3 * weights_in_a_layer) + 2 * (2 * labelled * 64 * 32)
+    assert counted.flops == expected
+
+
+def test_what_is_recomputed_is_each_layers_forward_without_its_down_projection():
+    tokens = 2 * 8
+    run = Floor(Shape.of(CONFIG), "cpu").recomputation(2, 8)
+    with MatmulFlops() as counted:
+        run()
+    assert counted.flops == 2 * tokens * 3 * (64 * 32 + 32 * 32 + 2 * 48 * 32)
+
+
+def test_the_median_leaves_the_warm_up_out():
+    result = measure(Floor(Shape.of(CONFIG), "cpu"), 1, 4, 3, TickingClock())
+    samples = [float(n) for n in range(WARMUP_STEPS + 1, WARMUP_STEPS + STEPS + 1)]
+    assert result["samples_ms"] == samples
+    assert result["floor_ms"] == (samples[STEPS // 2 - 1] + samples[STEPS // 2]) / 2
+    later = [n + WARMUP_STEPS + STEPS for n in samples]
+    assert result["recomputation_samples_ms"] == later
+    assert result["recomputation_ms"] == (later[STEPS // 2 - 1] + later[STEPS // 2]) / 2
+    assert result["labelled_tokens"] == 3

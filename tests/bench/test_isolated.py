@@ -1,0 +1,250 @@
+"""The functions below run in processes of their own, so they stand at the top of the module."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bench import processes as isolated
+
+ROOT = Path(__file__).resolve().parents[2]
+SILENCE_LIMIT_S = 2.5  # a process takes a few tenths of a second to start
+
+
+def send_three(send, first):
+    print("printed, not shown")
+    for value in range(first, first + 3):
+        send(value)
+
+
+def send_one_then_raise(send):
+    send("kept")
+    raise RuntimeError("the reason")
+
+
+def send_one_then_be_killed(send):
+    send("kept")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def sleep_for_ever(send, pid_file):
+    Path(pid_file).write_text(str(os.getpid()))
+    time.sleep(600)
+
+
+def send_then_clean_up(send, file):
+    try:
+        send("ready")
+        time.sleep(600)
+    finally:
+        Path(file).write_text("cleaned up")
+
+
+def fall_silent(send):
+    print("the last words", flush=True)
+    send("ready")
+    time.sleep(600)
+
+
+def send_now_and_then(send, times, pause_s):
+    for number in range(times):
+        send(number)
+        time.sleep(pause_s)
+
+
+def write_in_turns(send, file, name, turns, ends=None, wait_for_turn=None):
+    """Notes in a file when it begins and ends each turn; may end before its turns are over."""
+    time.sleep(0.2 * turns)  # they come to their first wait one after the other
+    for turn in range(turns):
+        wait_for_turn()
+        with open(file, "a") as notes:
+            notes.write(f"{name}{turn}(")
+            notes.flush()
+            time.sleep(0.05)
+            notes.write(")\n")
+        send(turn)
+        if ends == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if ends == "hangs":
+            time.sleep(600)
+
+
+def collect(function, *arguments):
+    messages = []
+    ended = isolated.run(function, *arguments, on_message=messages.append)
+    return messages, ended
+
+
+def test_messages_arrive_in_order_and_output_is_kept_off_the_terminal(capfd):
+    messages, ended = collect(send_three, 5)
+    assert messages == [5, 6, 7]
+    assert ended.error is None
+    assert ended.output_tail == "printed, not shown"
+    assert "printed" not in capfd.readouterr().out
+
+
+def test_an_exception_is_an_outcome_with_its_last_words():
+    messages, ended = collect(send_one_then_raise)
+    assert messages == ["kept"]
+    assert ended.error == "ended with exit code 1"
+    assert ended.output_tail.endswith("RuntimeError: the reason")
+
+
+def test_a_kill_is_an_outcome():
+    messages, ended = collect(send_one_then_be_killed)
+    assert messages == ["kept"]
+    assert ended.error == "killed by SIGKILL"
+
+
+def test_the_process_is_ended_when_its_messages_are_refused():
+    def refuse(message):
+        raise KeyboardInterrupt
+
+    began = time.monotonic()
+    try:
+        isolated.run(send_three, 0, on_message=refuse)
+    except KeyboardInterrupt:
+        pass
+    else:
+        raise AssertionError("KeyboardInterrupt was swallowed")
+    assert time.monotonic() - began < isolated.EXIT_GRACE_S
+
+
+def test_a_process_that_is_stopped_cleans_up_first(tmp_path):
+    def refuse(message):
+        raise KeyboardInterrupt
+
+    with contextlib.suppress(KeyboardInterrupt):
+        isolated.run(send_then_clean_up, str(tmp_path / "file"), on_message=refuse)
+    assert (tmp_path / "file").read_text() == "cleaned up"
+
+
+def test_a_process_that_falls_silent_is_ended_and_its_last_words_are_kept():
+    messages, began = [], time.monotonic()
+    ended = isolated.run(fall_silent, on_message=messages.append, silence_limit_s=SILENCE_LIMIT_S)
+    assert messages == ["ready"]
+    assert ended.error == f"nothing was heard of it for {SILENCE_LIMIT_S:g} s"
+    assert ended.output_tail == "the last words"
+    took = time.monotonic() - began
+    assert SILENCE_LIMIT_S <= took < SILENCE_LIMIT_S + isolated.TERMINATE_GRACE_S + 20
+
+
+def test_a_process_that_keeps_sending_may_take_longer_than_the_limit():
+    messages, began, pause_s = [], time.monotonic(), 0.4
+    times = int(SILENCE_LIMIT_S / pause_s) + 2
+    ended = isolated.run(
+        send_now_and_then,
+        times,
+        pause_s,
+        on_message=messages.append,
+        silence_limit_s=SILENCE_LIMIT_S,
+    )
+    assert time.monotonic() - began > SILENCE_LIMIT_S
+    assert (messages, ended.error) == (list(range(times)), None)
+
+
+def in_turns(tmp_path, *each, **limits):
+    """What `write_in_turns` notes for each, the messages, and how they ended."""
+    file, messages = tmp_path / "notes", []
+    ended = isolated.run_in_turns(
+        write_in_turns,
+        [(str(file), *arguments) for arguments in each],
+        on_message=lambda index, message: messages.append((index, message)),
+        **limits,
+    )
+    return file.read_text().split(), messages, ended
+
+
+def test_turns_go_round_in_order_one_at_a_time_and_short_ones_leave(tmp_path):
+    notes, messages, ended = in_turns(tmp_path, ("a", 3), ("b", 1), ("c", 2))
+    assert notes == ["a0()", "b0()", "c0()", "a1()", "c1()", "a2()"]
+    assert messages == [(0, 0), (1, 0), (2, 0), (0, 1), (2, 1), (0, 2)]
+    assert [one.error for one in ended] == [None] * 3
+
+
+@pytest.mark.parametrize("how", ["dies", "hangs"])
+def test_who_ends_in_its_turn_leaves_the_rest_to_the_others(how, tmp_path):
+    limits = {"silence_limit_s": SILENCE_LIMIT_S}
+    notes, messages, ended = in_turns(tmp_path, ("a", 2), ("b", 2, how), ("c", 2), **limits)
+    assert notes == ["a0()", "b0()", "c0()", "a1()", "c1()"]
+    assert [message for index, message in messages if index == 1] == [0]
+    said = (
+        "killed by SIGKILL"
+        if how == "dies"
+        else f"nothing was heard of it for {SILENCE_LIMIT_S:g} s"
+    )
+    assert [one.error for one in ended] == [None, said, None]
+
+
+def be_killed_while_waiting(send, folder, name, wait_for_turn=None):
+    """b waits when a, whose turn it is, kills it."""
+    Path(folder, name).write_text(str(os.getpid()))
+    wait_for_turn()
+    if name == "a":
+        other = int(Path(folder, "b").read_text())
+        os.kill(other, signal.SIGKILL)
+        wait_for(lambda: not is_running(other))
+    send(wait_for_turn())
+
+
+def test_one_that_is_killed_while_it_waits_leaves_the_rest(tmp_path):
+    heard = []
+    ended = isolated.run_in_turns(
+        be_killed_while_waiting,
+        [(str(tmp_path), name) for name in "abc"],
+        on_message=lambda index, message: heard.append((index, message)),
+    )
+    assert heard == [(0, 2), (2, 1)]  # as many still ran
+    assert [one.error for one in ended] == [None, "killed by SIGKILL", None]
+
+
+def test_all_that_take_turns_are_ended_when_a_message_is_refused(tmp_path):
+    def refuse(index, message):
+        raise KeyboardInterrupt
+
+    began = time.monotonic()
+    each = [(str(tmp_path / "notes"), name, 2) for name in "ab"]
+    with pytest.raises(KeyboardInterrupt):
+        isolated.run_in_turns(write_in_turns, each, on_message=refuse)
+    assert time.monotonic() - began < isolated.EXIT_GRACE_S
+    assert multiprocessing.active_children() == []
+
+
+def test_the_process_dies_with_a_killed_parent(tmp_path):
+    pid_file = tmp_path / "pid"
+    parent = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import isolated, test_isolated as t, sys\n"
+            "if __name__ == '__main__':\n"
+            f"    isolated.run(t.sleep_for_ever, {str(pid_file)!r}, on_message=print)",
+        ],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
+    )
+    wait_for(lambda: pid_file.exists() and pid_file.read_text())
+    child = int(pid_file.read_text())
+    assert is_running(child)
+    parent.kill()
+    parent.wait()
+    wait_for(lambda: not is_running(child))
+
+
+def wait_for(condition, limit_s=30):
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,265 @@
+"""What is read from NVML, with an NVML that says what it is told to."""
+
+import dataclasses
+
+import pynvml
+import pytest
+import torch
+
+from bench import machine
+from bench.machine import CLOCK_REASONS, Sample, other_processes, sample, summary_of
+
+POWER_CAP = pynvml.nvmlClocksThrottleReasonSwPowerCap
+IDLE = pynvml.nvmlClocksThrottleReasonGpuIdle
+BRAKE = pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown
+THERMAL = pynvml.nvmlClocksThrottleReasonSwThermalSlowdown
+
+
+class Driver:
+    """An NVML with one GPU; `answers` by function name, an exception is raised."""
+
+    def __init__(self, monkeypatch):
+        self.answers = {
+            "nvmlInit": None,
+            "nvmlDeviceGetHandleByIndex": "handle",
+            "nvmlDeviceGetPowerUsage": 690_500,
+            "nvmlDeviceGetCurrentClocksThrottleReasons": POWER_CAP,
+            "nvmlDeviceGetTemperature": 52,
+            "nvmlDeviceGetComputeRunningProcesses": ["ours"],
+            "nvmlDeviceGetName": "NVIDIA H200",
+            "nvmlSystemGetDriverVersion": "580.95",
+            "nvmlDeviceGetMemoryInfo": dataclasses.make_dataclass("M", ["total"])(150_121_545_728),
+            "nvmlDeviceGetPowerManagementLimit": 700_000,
+            "nvmlDeviceGetEccMode": [1, 1],
+            "nvmlDeviceGetTotalEccErrors": 0,
+            "nvmlDeviceGetPersistenceMode": 1,
+        }
+        self.asked = []
+        for name in self.answers:
+            monkeypatch.setattr(pynvml, name, self.function(name))
+        clocks = {pynvml.NVML_CLOCK_SM: (1755, 1980), pynvml.NVML_CLOCK_MEM: (3100, 3201)}
+        monkeypatch.setattr(pynvml, "nvmlDeviceGetClockInfo", lambda _, kind: clocks[kind][0])
+        monkeypatch.setattr(pynvml, "nvmlDeviceGetMaxClockInfo", lambda _, kind: clocks[kind][1])
+
+    def function(self, name):
+        def answer(*arguments):
+            self.asked.append((name, *arguments))
+            if isinstance(self.answers[name], Exception):
+                raise self.answers[name]
+            return self.answers[name]
+
+        return answer
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return Driver(monkeypatch)
+
+
+NOT_SUPPORTED = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+NO_DRIVER = pynvml.NVMLError(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+
+# --- a sample -------------------------------------------------------------------------------------
+
+
+def test_a_sample_in_units_and_words(driver):
+    assert sample() == Sample(1755, 3100, 52, 690.5, ["power cap"])
+
+
+def test_every_reason_has_its_bit_and_its_words(driver):
+    """A name that pynvml does not have would never show."""
+    for name, words in CLOCK_REASONS.items():
+        driver.answers["nvmlDeviceGetCurrentClocksThrottleReasons"] = getattr(pynvml, name)
+        assert sample().clock_reasons == [words]
+    driver.answers["nvmlDeviceGetCurrentClocksThrottleReasons"] = POWER_CAP | THERMAL
+    assert sample().clock_reasons == ["power cap", "software thermal slowdown"]
+    driver.answers["nvmlDeviceGetCurrentClocksThrottleReasons"] = IDLE
+    assert sample().clock_reasons == []
+
+
+def test_what_the_driver_does_not_say_is_none(driver):
+    driver.answers["nvmlDeviceGetPowerUsage"] = NOT_SUPPORTED
+    driver.answers["nvmlDeviceGetTemperature"] = NOT_SUPPORTED
+    driver.answers["nvmlDeviceGetCurrentClocksThrottleReasons"] = NOT_SUPPORTED
+    assert sample() == Sample(1755, 3100, None, None, [])
+
+
+def test_without_a_gpu_nothing_is_known_and_nothing_fails(driver):
+    driver.answers["nvmlInit"] = NO_DRIVER
+    assert sample() == Sample(None, None, None, None, [])
+    assert not machine.has_gpu()
+    assert other_processes(own=0) is None
+    assert machine.environment()["gpu"] is None
+
+
+def test_the_cores_are_those_that_this_process_may_run_on(monkeypatch):
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: {1, 5, 6}, raising=False)
+    assert machine.environment()["cpu"].endswith(", 3 cores")
+    monkeypatch.delattr(machine.os, "sched_getaffinity")
+    monkeypatch.setattr(machine.os, "cpu_count", lambda: 7)
+    assert machine.environment()["cpu"].endswith(", 7 cores")
+
+
+@pytest.mark.parametrize(
+    ("visible", "asked"),
+    [
+        (None, ("nvmlDeviceGetHandleByIndex", 0)),
+        ("2,0", ("nvmlDeviceGetHandleByIndex", 2)),
+        (" 1 ", ("nvmlDeviceGetHandleByIndex", 1)),
+        ("GPU-5e8f", ("nvmlDeviceGetHandleByUUID", "GPU-5e8f")),
+    ],
+)
+def test_the_gpu_that_is_asked_is_the_first_that_cuda_sees(visible, asked, driver, monkeypatch):
+    by_uuid = driver.function("nvmlDeviceGetHandleByUUID")
+    driver.answers["nvmlDeviceGetHandleByUUID"] = "another handle"
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", by_uuid)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert machine.has_gpu()
+    assert driver.asked[-1] == asked
+
+
+@pytest.mark.parametrize("hidden", ["", "-1"])
+def test_a_gpu_that_is_hidden_from_cuda_is_none(hidden, driver, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    assert not machine.has_gpu() and driver.asked == []
+
+
+# --- summed up ------------------------------------------------------------------------------------
+
+
+def state(clock=1700, power=650.0, reasons=()):
+    return Sample(clock, 3201, 50, power, list(reasons))
+
+
+def test_a_cell_records_medians_and_every_reason_once():
+    found = summary_of(
+        [
+            state(1980, 300.0),
+            state(1700, 690.0, ["power cap"]),
+            state(1720, None, ["power cap", "application clocks"]),
+        ]
+    )
+    assert found == {
+        "sm_clock_mhz": 1720,
+        "memory_clock_mhz": 3201,
+        "temperature_c": 50,
+        "power_w": 495.0,  # of the two that were read
+        "clock_reasons": ["application clocks", "power cap"],
+        "throttled": False,
+    }
+
+
+@pytest.mark.parametrize("words", CLOCK_REASONS.values())
+def test_a_slowdown_or_brake_is_throttling_and_the_power_cap_is_not(words):
+    found = summary_of([state(), state(reasons=[words]), state()])
+    assert found["clock_reasons"] == [words]
+    throttles = words not in ("power cap", "application clocks", "sync boost")
+    assert found["throttled"] is throttles
+
+
+def test_one_braked_sample_of_many_is_enough(driver):
+    samples = [sample() for _ in range(9)]
+    driver.answers["nvmlDeviceGetCurrentClocksThrottleReasons"] = POWER_CAP | BRAKE
+    samples.append(sample())
+    assert summary_of(samples[:-1])["throttled"] is False
+    assert summary_of(samples)["throttled"] is True
+    assert summary_of(samples)["clock_reasons"] == ["hardware power brake", "power cap"]
+
+
+def test_without_samples_nothing_is_claimed():
+    found = summary_of([])
+    assert found.pop("clock_reasons") == []
+    assert set(found.values()) == {None}
+
+
+# --- who else is there ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("there", "own", "others"),
+    [
+        (["ours"], 1, 0),
+        (["ours", "another's"], 1, 1),
+        (["another's", "and another's"], 0, 2),
+        ([], 0, 0),
+        ([], 1, 0),  # ours is not listed, as in some containers
+    ],
+)
+def test_processes_besides_ours_are_counted(there, own, others, driver):
+    driver.answers["nvmlDeviceGetComputeRunningProcesses"] = there
+    assert other_processes(own=own) == others
+
+
+def test_processes_that_cannot_be_read_are_none_and_not_zero(driver):
+    driver.answers["nvmlDeviceGetComputeRunningProcesses"] = NOT_SUPPORTED
+    assert other_processes(own=1) is None
+
+
+# --- the environment ------------------------------------------------------------------------------
+
+
+def test_the_gpu_in_the_environment(driver):
+    assert machine.environment()["gpu"] == {
+        "name": "NVIDIA H200",
+        "memory_bytes": 150_121_545_728,
+        "driver": "580.95",
+        "power_limit_w": 700.0,
+        "max_sm_clock_mhz": 1980,
+        "max_memory_clock_mhz": 3201,
+        "ecc": True,
+        "uncorrected_ecc_errors": 0,
+        "persistence": True,
+    }
+
+
+def test_ecc_is_the_current_mode_and_off_is_not_unknown(driver):
+    driver.answers["nvmlDeviceGetEccMode"] = [0, 1]  # on from the next boot
+    driver.answers["nvmlDeviceGetPersistenceMode"] = 0
+    gpu = machine.environment()["gpu"]
+    assert (gpu["ecc"], gpu["persistence"]) == (False, False)
+
+
+def test_what_a_card_does_not_support_is_none(driver):
+    for name in ("EccMode", "TotalEccErrors", "PersistenceMode", "PowerManagementLimit"):
+        driver.answers[f"nvmlDeviceGet{name}"] = NOT_SUPPORTED
+    gpu = machine.environment()["gpu"]
+    unknown = ("ecc", "uncorrected_ecc_errors", "persistence", "power_limit_w")
+    assert [gpu[name] for name in unknown] == [None] * 4
+    assert gpu["name"] == "NVIDIA H200"
+
+
+def test_ecc_errors_are_asked_for_uncorrected_and_since_the_last_boot(driver):
+    machine.environment()
+    asked = next(call for call in driver.asked if call[0] == "nvmlDeviceGetTotalEccErrors")
+    assert asked[2:] == (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
+
+
+def test_an_old_driver_answers_in_bytes(driver):
+    driver.answers["nvmlDeviceGetName"] = b"Tesla T4"
+    driver.answers["nvmlSystemGetDriverVersion"] = b"450.80"
+    gpu = machine.environment()["gpu"]
+    assert (gpu["name"], gpu["driver"]) == ("Tesla T4", "450.80")
+
+
+def test_the_environment_is_what_the_schema_wants(driver):
+    import example_results
+
+    from bench import results
+
+    fresh = results.new_results([], machine.environment(), example_results.experiment(), False)
+    assert fresh["environment"]["packages"]["torch"] == torch.__version__
+
+
+# --- the host -------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_launches_are_not_timed_without_a_gpu():
+    assert machine.host_launch_us() is None
+
+
+@pytest.mark.gpu
+def test_a_launch_takes_a_few_microseconds_of_the_host():
+    assert 0.5 < machine.host_launch_us() < 200

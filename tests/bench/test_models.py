@@ -1,0 +1,290 @@
+"""Every variant starts from the same weights, adapters and settings."""
+
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+import fused_lora.adopt.borders
+import fused_lora.cross_entropy
+import fused_lora.decoder_layer
+import fused_lora.kernels.causal_attention
+import fused_lora.kernels.causal_attention_backward
+import fused_lora.kernels.qkv_rope
+import fused_lora.kernels.residual
+import fused_lora.kernels.swiglu_products_backward
+import fused_lora.kernels.swiglu_products_forward
+import fused_lora.lora_attention
+import fused_lora.lora_linear
+import fused_lora.rms_norm
+import fused_lora.rope
+import fused_mlp.fast_lora
+import fused_mlp.swiglu
+import models
+from bench import audit
+from bench.profiler import profile_step
+from bench.weights import materialize, resolve
+from fused_lora.step.graph import EAGER_CALLS, GraphedStep
+from models import Lora, build
+from report.statistics import NO_CHECKPOINTING, baseline_of, twin_of
+from variants import EVIDENCE, SUITES, VARIANTS
+
+MODULES = {  # where a part's functions and kernels are
+    "mlp": (fused_mlp.fast_lora, fused_mlp.swiglu),
+    "attention": (fused_lora.lora_linear, fused_lora.lora_attention),
+    "rope": (fused_lora.rope, fused_lora.lora_attention),
+    "rms_norm": (fused_lora.rms_norm,),
+    "cross_entropy": (fused_lora.cross_entropy,),
+    "bordered": (fused_lora.adopt.borders,),
+    "layer": (
+        *(fused_lora.decoder_layer, fused_lora.kernels.residual, fused_lora.kernels.qkv_rope),
+        *(fused_lora.kernels.swiglu_products_forward, fused_lora.kernels.swiglu_products_backward),
+        *(fused_lora.kernels.causal_attention, fused_lora.kernels.causal_attention_backward),
+    ),
+    "checkpoint": (),
+}
+FUSED = [v for v, r in VARIANTS.items() if r.fused and not r.compiled]
+TINY = Path(__file__).resolve().parents[2] / "configs" / "tiny.json"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    source = resolve(str(TINY), tmp_path_factory.mktemp("cache"), 0)
+    materialize(source, 0, "cpu")
+    return source.folder
+
+
+def make(variant, checkpoint, device, **changes):
+    asked = {"lora": Lora(rank=4, alpha=8), "seq_len": 16, "checkpointing": True, "seed": 0}
+    return build(variant, checkpoint, device=device, **(asked | changes))
+
+
+def test_fused_mlp_differs_from_vanilla_in_its_mlps_alone(checkpoint, device):
+    vanilla, fused = (make(name, checkpoint, device) for name in ("vanilla_peft", "fused_mlp"))
+    ours, theirs = fused.model.state_dict(), vanilla.model.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert fused.settings == vanilla.settings
+    assert vanilla.fused_modules == []
+    assert fused.fused_modules == [
+        f"base_model.model.model.layers.{index}.mlp: mlp" for index in range(2)
+    ]
+
+
+def test_a_compiled_model_does_not_count_what_was_compiled_before_it(
+    checkpoint, device, monkeypatch
+):
+    resets = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(True))
+    for variant, count in (("vanilla_peft", 0), ("compiled_peft", 1)):
+        make(variant, checkpoint, device)
+        assert len(resets) == count
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_what_the_allocator_was_told_is_in_the_settings(name, checkpoint, device, monkeypatch):
+    monkeypatch.setenv(name, "expandable_segments:True")
+    built = make("vanilla_peft", checkpoint, device)
+    assert built.settings["allocator"] == "expandable_segments:True"
+
+
+def test_vanilla_is_peft_as_it_ships(checkpoint, device, monkeypatch):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    built = make("vanilla_peft", checkpoint, device)
+    assert built.settings == {
+        "checkpointing": "non-reentrant",
+        "adapter_dtype": "float32",
+        "autocast": "bfloat16",
+        "attention": "sdpa",
+        "compile": False,
+    }
+    trained = {name: p for name, p in built.model.named_parameters() if p.requires_grad}
+    assert len(trained) == 2 * 2 * len(models.TARGETS)
+    assert all(".lora_" in name and p.dtype == torch.float32 for name, p in trained.items())
+    frozen = [p for p in built.model.parameters() if not p.requires_grad]
+    assert all(p.dtype == torch.bfloat16 for p in frozen)
+    assert built.model.training
+    assert built.model.base_model.model.model.layers[0].gradient_checkpointing
+
+
+def test_no_checkpointing_when_not_asked_for(checkpoint, device):
+    built = make("vanilla_peft", checkpoint, device, checkpointing=False)
+    assert built.settings["checkpointing"] == "none"
+    assert not built.model.base_model.model.model.layers[0].gradient_checkpointing
+
+
+def test_adapters_depend_on_their_name_and_the_seed_alone(checkpoint, device):
+    one, again, other = (
+        dict(models._adapters(make("vanilla_peft", checkpoint, device, seed=seed).model))
+        for seed in (0, 0, 1)
+    )
+    assert all(torch.equal(one[name], again[name]) for name in one)
+    assert not any(torch.equal(one[name], other[name]) for name in one)
+    values = list(one.values())
+    assert not any(a.shape == b.shape and torch.equal(a, b) for a, b in pairwise(values))
+
+
+def test_no_adapter_starts_at_zero(checkpoint, device):
+    """With B = 0 as PEFT starts it, every dA is zero and a wrong one goes unseen."""
+    for name, parameter in make("vanilla_peft", checkpoint, device).model.named_parameters():
+        if ".lora_B." in name:
+            assert 0.01 < parameter.std() < 0.03
+        elif ".lora_A." in name:
+            bound = parameter.shape[1] ** -0.5
+            assert 0.9 * bound < parameter.abs().max() <= bound
+
+
+def test_what_proves_a_part_exists():
+    """Every function and every kernel that a part must have run is one of its own."""
+    assert MODULES.keys() == {part for recipe in VARIANTS.values() for part in recipe.fused}
+    for part in MODULES:
+        evidence = EVIDENCE[part]
+        for kernel in evidence.kernels:
+            assert any(kernel in name for module in MODULES[part] for name in dir(module))
+        for function in evidence.functions:
+            name = function.removesuffix("Backward")
+            assert any(hasattr(module, name) for module in MODULES[part])
+
+
+def profile_of(built, device, monkeypatch):
+    """A step of a built model: on the CPU its kernels are counted as they are launched."""
+    launched = Counter()
+    if device == "cpu":
+        from triton.runtime.interpreter import InterpretedFunction
+
+        launch = InterpretedFunction.__getitem__
+
+        def counted(kernel, grid):
+            launched[kernel.fn.__name__] += 1
+            return launch(kernel, grid)
+
+        monkeypatch.setattr(InterpretedFunction, "__getitem__", counted)
+    ids = torch.arange(32, device=device).view(2, 16)
+
+    def step():
+        with built.autocast():
+            loss = built.model(input_ids=ids, labels=ids).loss
+        loss.backward()
+
+    functions = [name for evidence in EVIDENCE.values() for name in evidence.functions]
+    profile = profile_step(step, functions, mark_modules=True)
+    return replace(profile, kernels_seen=dict(launched)) if device == "cpu" else profile
+
+
+@pytest.mark.parametrize(
+    ("variant", "function", "runs"),  # of two layers
+    [
+        ("fused_bordered", "BorderedLinearBackward", 8),  # q, k and v; o; gate and up; down
+        ("fused_bordered_no_checkpointing", "BorderedLinearBackward", 8),
+        ("fused_layer", "DecoderLayerBackward", 2),
+        ("fused_layer_no_checkpointing", "DecoderLayerBackward", 2),
+        ("fused_layer_graph_offload", "DecoderLayerBackward", 2),
+        ("fused_layer_graph_selective_10", "DecoderLayerBackward", 2),
+        ("fused_all", "LoRA_MLPBackward", 2),
+        ("fused_all_graph_no_checkpointing", "LoRA_MLPBackward", 2),
+    ],
+)
+def test_a_step_shows_what_proves_its_parts_and_no_less_will_do(
+    variant, function, runs, checkpoint, device, monkeypatch
+):
+    built = make(variant, checkpoint, device)
+    profile = profile_of(built, device, monkeypatch)
+    assert profile.functions_seen[function] == runs
+    eager, graph = (replace(VARIANTS[variant], graph=is_graph) for is_graph in (False, True))
+    not_run = partial(audit.not_run, fused_modules=built.fused_modules, on_gpu=True)
+    assert not_run(eager, profile=profile) is None
+    less = replace(profile, functions_seen={**profile.functions_seen, function: runs - 1})
+    assert not_run(eager, profile=less).startswith(f"{function} ran {runs - 1} times")
+    # of a replay there are kernels alone
+    replayed = replace(profile, functions_seen={})
+    assert not_run(graph, profile=replayed) is None
+    if function != "BorderedLinearBackward":  # whose kernels are the library's
+        kernels = {
+            name: 1 if "_swiglu_backward" in name else count
+            for name, count in profile.kernels_seen.items()
+        }
+        less = replace(replayed, kernels_seen=kernels)
+        assert " ran 1 times in a step, for 2 modules" in not_run(graph, profile=less)
+
+
+def test_a_graph_refreshes_borders_and_says_that_there_is_no_mask(checkpoint, device):
+    built = make("fused_layer_graph", checkpoint, device)
+    assert built.settings["graph"] is True and built.graph.eager_calls == EAGER_CALLS
+    (refresh,) = built.graph.after_update
+    assert refresh() == 2 * len(models.TARGETS)  # every adapter of two layers
+    assert built.graph.step_for.func is GraphedStep
+    assert built.graph.step_for.args == (built.model,)
+    assert built.graph.step_for.keywords["after_update"] == (refresh,)
+    assert built.graph.no_mask == {"full_attention": None}
+    assert make("fused_all_graph", checkpoint, device).graph.after_update == ()
+    eager = make("fused_layer", checkpoint, device)
+    assert eager.graph is None and "graph" not in eager.settings
+
+
+def test_no_mask_is_what_the_model_takes_for_none(checkpoint, device):
+    built = make("vanilla_peft", checkpoint, device)
+    ids, no_mask = torch.arange(32, device=device).view(2, 16), models._no_mask_of(built.model)
+    losses = [
+        built.model(input_ids=ids, labels=ids, attention_mask=mask).loss.item()
+        for mask in (None, no_mask)
+    ]
+    assert no_mask is not None and losses[0] == losses[1]
+    built.model.config.layer_types = ["full_attention", "sliding_attention"]
+    assert models._no_mask_of(built.model) is None
+    built.model.config.model_type = "llama"
+    assert models._no_mask_of(built.model) is None
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        *(v for v in FUSED if not v.endswith(NO_CHECKPOINTING)),
+        *("fused_all_no_checkpointing", "fused_layer_no_checkpointing"),
+    ],
+)
+def test_fused_variants_differ_from_vanilla_in_what_they_fuse_alone(variant, checkpoint, device):
+    recipe = VARIANTS[variant]
+    built = make(variant, checkpoint, device, checkpointing=recipe.checkpointing != "none")
+    vanilla = make("vanilla_peft", checkpoint, device).model.state_dict()
+    ours = built.model.state_dict()
+    assert ours.keys() == vanilla.keys()
+    assert all(torch.equal(ours[name], vanilla[name]) for name in ours)
+    parts = {name.split(": ")[1] for name in built.fused_modules}
+    assert parts == set(recipe.fused)
+    layer = built.model.base_model.model.model.layers[0]
+    assert layer.gradient_checkpointing is (recipe.checkpointing != "none")
+
+
+def test_every_suite_has_its_baselines_and_twins():
+    for suite in SUITES.values():
+        for variant in suite:
+            assert baseline_of(variant) in suite and twin_of(variant) in suite
+    assert len(VARIANTS) == len(SUITES["all"])
+    assert {v for suite in SUITES.values() for v in suite} == set(VARIANTS)
+
+
+def test_the_fastest_suite_holds_ours_against_the_strongest_without_checkpointing_too():
+    both = ("vanilla_peft", "vanilla_peft_again", "full_unsloth", "compiled_peft", "liger_peft",
+            "fused_all", "fused_layer", "fused_layer_graph")  # fmt: skip
+    wanted = {*both, *(v + NO_CHECKPOINTING for v in both)}
+    policies = {"fused_layer_graph_offload", "fused_layer_graph_selective_10"}
+    assert set(SUITES["fastest"]) == wanted | {"unsloth_full", *policies}
+
+
+def test_without_checkpointing_nothing_else_changes():
+    for name, recipe in VARIANTS.items():
+        if name.endswith(NO_CHECKPOINTING):
+            twin = VARIANTS[name.removesuffix(NO_CHECKPOINTING)]
+            kept = tuple(part for part in twin.fused if part != "checkpoint")
+            assert recipe == replace(twin, checkpointing="none", fused=kept)
+
+
+def test_bf16_adapters_train_without_autocast(checkpoint, device):
+    built = make("vanilla_peft_bf16", checkpoint, device)
+    assert built.autocast_dtype is None and built.settings["autocast"] == "None"
+    assert built.settings["adapter_dtype"] == "bfloat16"

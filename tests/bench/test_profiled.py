@@ -1,0 +1,247 @@
+"""Kernels told apart by name and by the module that launched them, on lists made by hand."""
+
+import pytest
+
+from bench.profiler import KINDS, Kernel, Op, busy_ns, kernel_ms_by_kind, kind_of_name
+
+MS = 1_000_000  # ns
+PLAIN = (
+    "void at::native::elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast<at::native::"
+)
+
+# --- names ----------------------------------------------------------------------------------------
+
+ELEMENTWISE = "void at::native::vectorized_elementwise_kernel<4, at::native::"
+UNNAMED = "void at::native::(anonymous namespace)::"
+NAMES = {  # as the profiler gave them on an H200
+    "matmul": [
+        "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT",
+        "nvjet_sm90_tst_32x64_64x16_1x2_h_bz_splitK_TNN",
+        "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float, __nv_",
+        "void cutlass::Kernel2<cutlass_80_simt_sgemm_128x32_8x5_nn_align1>(cutlass_80_simt_sgemm",
+    ],
+    "attention": [
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1_cga1x1",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x128_1x4x1_cga1x1",
+        "void cudnn::fusion::compute_dot_do_o_specialized<true, 128>(void const*, void const*",
+        "void cudnn::fusion::convert_dq_to_16bits<true>(void const*, void*, unsigned int, unsigned",
+        "void cudnn::fusion::fmha_reduce_head<true>(void const*, void*, unsigned int, unsigned int",
+        "_attention_forward_kernel",
+        "_attention_keys_backward_kernel",
+    ],
+    "adapter": ["_add_adapted_kernel"],
+    "norm": [
+        "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::MeanOps<f",
+        f"{ELEMENTWISE}rsqrt_kernel_cuda(at::TensorIteratorBase&)",
+        "_rms_layernorm_forward",
+        "_rms_norm_backward_kernel",
+    ],
+    "activation": [
+        f"{ELEMENTWISE}(anonymous namespace)::silu_backward_kernel(at::TensorIteratorBase&)",
+        "triton_poi_fused__to_copy_add_mul_rsub_sigmoid_2",
+        "_swiglu_forward_kernel",
+        "_swiglu_backward_kernel",
+        "_fg_kernel",
+        "_DWf_DW_dfg_kernel",
+    ],
+    "rope": [
+        f"{ELEMENTWISE}cos_kernel_cuda(at::TensorIteratorBase&)",
+        "_rope_embedding_QK",
+        "_rope_kernel",
+    ],
+    "loss": [
+        f"{UNNAMED}cunn_SoftMaxForward<4, float, float, float, at::native::(ano",
+        f"{UNNAMED}nll_loss_backward_reduce_cuda_kernel_2d<float, long>(float*",
+        "_cross_entropy_kernel",
+        "_fl_partial_kernel",
+    ],
+    "optimizer": [
+        f"{UNNAMED}multi_tensor_apply_kernel<at::native::(anonymous namespace)::FusedOpt",
+    ],
+    "copy": [
+        f"{ELEMENTWISE}bfloat16_copy_kernel_cuda(at::TensorIteratorBase&)",
+        f"{ELEMENTWISE}FillFunctor<float>, std::array<char*, 1>",
+        "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda(at::Te",
+        "Memset (Device)",
+        "Memcpy DtoH (Device -> Pinned)",
+        "triton_poi_fused__to_copy_0",
+        "triton_poi_fused__to_copy_t_1",
+        "triton_poi_fused__to_copy_addmm__t_9",
+    ],
+    None: [
+        f"{ELEMENTWISE}CUDAFunctor_add<float>, std::array<char*, 3>",
+        "void at::native::vectorized_gather_kernel<16, long>(char*, char*, long*, int, long, long",
+        "triton_poi_fused_add_view_9",
+        "triton_poi_fused__unsafe_view_add_mul_squeeze_transpose_view_3",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind, names in NAMES.items() for name in names]
+)
+def test_what_the_name_of_a_kernel_tells(kind, name):
+    assert kind_of_name(name) == kind
+
+
+# --- time -----------------------------------------------------------------------------------------
+
+
+def kernel(op, ms=1, name=PLAIN, start=0):
+    return Kernel(name, start, start + ms * MS, op)
+
+
+def test_the_time_in_which_anything_ran_counts_overlaps_once():
+    one_stream = [Kernel("a", 0, 10, 1), Kernel("b", 20, 30, 2)]
+    other_stream = [Kernel("c", 5, 15, 3), Kernel("d", 22, 25, 4), Kernel("e", 30, 31, 5)]
+    assert busy_ns(one_stream) == 20
+    assert busy_ns(other_stream + one_stream) == 26  # 0 to 15 and 20 to 31
+    inside = [Kernel("f", 40, 70, 6), Kernel("g", 45, 50, 7), Kernel("h", 52, 60, 8)]
+    assert busy_ns(inside) == 30
+    assert busy_ns([]) == 0
+
+
+def test_times_are_added_up_by_kind_in_the_order_of_pictures():
+    kernels = [
+        kernel(0, 3, "Memset (Device)"),
+        kernel(0, 2, "nvjet_sm90"),
+        kernel(0, 1, "nvjet_sm90"),  # at the same time, on another stream
+        kernel(0, 5),
+    ]
+    found = kernel_ms_by_kind([], kernels)
+    assert found == {"matmul": 3.0, "copy": 3.0, "other": 5.0}
+    assert list(found) == [kind for kind in KINDS if kind in found]
+
+
+# --- modules, by hand -----------------------------------------------------------------------------
+
+
+def op(id, start, end, name="aten::mul", thread=1, sequence=-1, forward_thread=0):
+    return Op(name, thread, start, end, id, sequence, forward_thread)
+
+
+def module(name, id, start, end, thread=1):
+    return op(id, start, end, f"module: {name}", thread)
+
+
+def backward(id, start, end, sequence, forward_thread=1, thread=2):
+    name = "autograd::engine::evaluate_function: MulBackward0"
+    return op(id, start, end, name, thread, sequence, forward_thread)
+
+
+def kinds_of(ops, *ids):
+    """The kind of a nameless kernel launched by each of these calls."""
+    return [next(iter(kernel_ms_by_kind(ops, [kernel(id)]))) for id in ids]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("Qwen2RMSNorm", "norm"),
+        ("Linear", "adapter"),
+        ("Qwen2MLP", "activation"),
+        ("SiLUActivation", "activation"),
+        ("Qwen2RotaryEmbedding", "rope"),
+        ("Qwen2Attention", "rope"),
+        ("Qwen2DecoderLayer", "other"),
+        ("Embedding", "other"),
+        ("Qwen2ForCausalLM", "loss"),
+        ("Dropout", "other"),
+    ],
+)
+def test_a_nameless_kernel_belongs_to_the_module_that_launched_it(name, kind):
+    assert kinds_of([module(name, 1, 0, 10), op(2, 3, 5)], 2) == [kind]
+
+
+def test_a_name_that_tells_comes_before_the_module():
+    ops = [module("Qwen2RMSNorm", 1, 0, 10), op(2, 3, 5)]
+    assert kernel_ms_by_kind(ops, [kernel(2, 1, "nvjet_sm90")]) == {"matmul": 1.0}
+
+
+def test_the_innermost_module_wins():
+    ops = [
+        module("Qwen2DecoderLayer", 1, 0, 100),
+        op(2, 1, 2),
+        module("Qwen2MLP", 3, 10, 50),
+        op(4, 12, 14),
+        module("Linear", 5, 20, 30),
+        op(6, 20, 29, "aten::linear"),
+        op(7, 21, 25),  # a call inside of a call
+        op(8, 30, 35),  # after the linear layer
+        module("Dropout", 9, 40, 45),  # of no kind: it takes that of what is around it
+        op(10, 41, 42),
+        op(11, 60, 61),  # after the MLP
+        op(12, 100, 101),  # after the layer
+    ]
+    wanted = {
+        **{2: "other", 4: "activation", 6: "adapter", 7: "adapter", 8: "activation"},
+        **{10: "activation", 11: "other", 12: "other"},
+    }
+    assert kinds_of(ops, *wanted) == list(wanted.values())
+    assert kinds_of(ops[::-1], *wanted) == list(wanted.values())
+
+
+def test_a_call_with_nothing_around_it_is_other():
+    ops = [module("Qwen2RMSNorm", 1, 0, 10), op(2, 11, 12), op(3, 3, 5, thread=5)]
+    assert kinds_of(ops, 2, 3, 99) == ["other"] * 3
+
+
+def test_a_backward_takes_the_kind_of_its_forward():
+    ops = [
+        backward(1, 100, 110, sequence=8),
+        op(2, 101, 105, thread=2),
+        backward(3, 111, 120, sequence=7),
+        op(4, 111, 119, "MulBackward0", thread=2, sequence=7, forward_thread=1),
+        op(5, 112, 113, thread=2),
+        module("Qwen2MLP", 6, 0, 10),
+        op(7, 1, 2, sequence=7),
+        module("Qwen2RMSNorm", 8, 11, 20),
+        op(9, 12, 14, sequence=8),
+    ]
+    assert kinds_of(ops, 2, 5) == ["norm", "activation"]
+
+
+def test_a_backward_on_its_forwards_own_thread_finds_it_too():
+    ops = [
+        module("Qwen2RMSNorm", 1, 0, 10),
+        op(2, 1, 2, sequence=7),
+        backward(3, 100, 110, sequence=7, thread=1),
+        op(4, 101, 105),
+    ]
+    assert kinds_of(ops, 4) == ["norm"]
+
+
+def test_numbers_of_another_thread_or_of_no_forward_are_no_match():
+    ops = [
+        module("Qwen2RMSNorm", 1, 0, 10),
+        op(2, 1, 2, sequence=7),
+        backward(3, 100, 110, sequence=7, forward_thread=4),
+        op(4, 101, 105, thread=2),
+        backward(5, 111, 120, sequence=9),
+        op(6, 112, 113, thread=2),
+    ]
+    assert kinds_of(ops, 4, 6) == ["other", "other"]
+
+
+def test_of_calls_with_one_number_the_last_was_recorded():
+    ops = [
+        module("Linear", 1, 0, 10),
+        op(2, 1, 2, sequence=7),  # asked for a number and recorded nothing
+        module("Qwen2RMSNorm", 3, 11, 20),
+        op(4, 12, 14, sequence=7),
+        backward(5, 100, 110, sequence=7),
+        op(6, 101, 105, thread=2),
+    ]
+    assert kinds_of(ops, 6) == ["norm"]
+
+
+def test_a_forward_that_runs_again_in_a_backward_has_ranges_of_its_own():
+    ops = [
+        module("Qwen2RMSNorm", 1, 0, 10),
+        op(2, 1, 2, sequence=7),
+        backward(3, 100, 200, sequence=7),
+        module("Qwen2MLP", 4, 110, 150, thread=2),
+        op(5, 120, 130, thread=2, sequence=3),
+        op(6, 160, 170, thread=2),
+    ]
+    assert kinds_of(ops, 5, 6) == ["activation", "norm"]

@@ -1,0 +1,188 @@
+"""The same command goes on where an earlier one stopped, and another run is refused."""
+
+import copy
+
+import example_results as example
+import pytest
+
+from bench import results
+
+LORA, ADAMW = (example.experiment()[name] for name in ("lora", "optimizer"))
+
+
+def saved(tmp_path, document):
+    results.save(tmp_path / "results.json", document)
+    return tmp_path / "results.json"
+
+
+def test_without_a_file_the_run_is_fresh(tmp_path):
+    fresh = example.empty()
+    assert results.continue_from(tmp_path / "results.json", fresh) is fresh
+
+
+def test_the_same_run_goes_on_wider(tmp_path):
+    tokens = example.experiment()["tokens"]
+    earlier = example.run(("vanilla_peft", "fused_mlp"), (64, 128))
+    earlier["experiment"]["tokens"] = {n: tokens[n] for n in ("64", "128")}
+    path = saved(tmp_path, earlier)
+    fresh = example.empty(
+        variants=["full_unsloth", "vanilla_peft"], seq_lens=[512, 64], rounds=4, steps=32
+    )
+    fresh["experiment"]["tokens"] = {n: tokens[n] for n in ("512", "64")}
+    fresh["argv"] = ["lora_bench.py", "--again"]
+    document = results.continue_from(path, fresh)
+    experiment = document["experiment"]
+    assert experiment["variants"] == ["vanilla_peft", "fused_mlp", "full_unsloth"]
+    assert experiment["seq_lens"] == [64, 128, 512]
+    assert experiment["tokens"] == {n: tokens[n] for n in ("64", "128", "512")}
+    assert (experiment["rounds"], experiment["steps"]) == (4, 32)
+    assert (document["argv"], document["finished_utc"]) == (["lora_bench.py", "--again"], None)
+    assert results.done(document, "fused_mlp", 128, 3)
+    assert not results.done(document, "fused_mlp", 128, 4)
+    results.save(path, document)
+    fewer = example.empty(seq_lens=[64], rounds=1, steps=8, tokens={"64": tokens["64"]})
+    narrower = results.continue_from(path, fewer)
+    assert narrower["experiment"] == experiment
+    assert narrower["cells"] == document["cells"]
+
+
+def other(part, **changed):
+    """A fresh run that differs in one part from example.empty()."""
+    if part == "experiment":
+        return example.empty(**changed)
+    document = example.empty()
+    if part == "packages":
+        document["environment"]["packages"].update(changed)
+    elif part == "gpu":
+        document["environment"]["gpu"].update(changed)
+    else:
+        document.update(changed)
+    return document
+
+
+@pytest.mark.parametrize(
+    ("fresh", "difference"),
+    [
+        (other("experiment", batch_size=16), "batch_size 32 there, 16 here"),
+        (other("experiment", dtype="float32"), "dtype bfloat16 there, float32 here"),
+        (other("experiment", checkpointing="off"), "checkpointing on there, off here"),
+        (other("experiment", padded=True), "padded False there, True here"),
+        (other("experiment", model="tiny"), "model Qwen2.5-3B there, tiny here"),
+        (other("experiment", weights="random, seed 1"), "weights random, seed 0 there"),
+        (other("experiment", seed=1), "seed 0 there, 1 here"),
+        (other("experiment", data_sha256="f" * 64), "data_sha256 0{64} there, f{64} here"),
+        (other("experiment", lora=LORA | {"rank": 8}), r"lora\.rank 32 there, 8 here"),
+        (
+            other("experiment", optimizer=ADAMW | {"name": "SGD"}),
+            r"optimizer\.name AdamW there, SGD here",
+        ),
+        (other("experiment", steps=30), "steps a round 8 there, 10 here"),
+        (other("experiment", rounds=6), "steps a round 8 there, 4 here"),
+        (
+            other("experiment", tokens={"64": {"padding": 0.1, "labelled": 0.7}}),
+            "tokens at 64 .* there",
+        ),
+        (other("gpu", name="NVIDIA H100"), "gpu NVIDIA H200 there, NVIDIA H100 here"),
+        (other("gpu", power_limit_w=350), "power_limit_w 700 there, 350 here"),
+        (other("document", rehearsal=True), "rehearsal False there, True here"),
+        (other("packages", torch="2.13.0"), r"torch 2\.11\.0\+cu130 there, 2\.13\.0 here"),
+        (other("packages", triton="9"), r"triton 3\.6\.0 there, 9 here"),
+        (other("packages", transformers="9"), "transformers .* 9 here"),
+        (other("packages", peft="9"), "peft .* 9 here"),
+        (other("packages", unsloth="9"), "unsloth .* 9 here"),
+    ],
+)
+def test_another_run_is_refused_in_one_line_that_names_what_differs(fresh, difference, tmp_path):
+    path = saved(tmp_path, example.empty())
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=difference) as caught:
+        results.continue_from(path, fresh)
+    message = str(caught.value)
+    assert message.startswith(f"{path} holds another run: ")
+    assert message.endswith("Give another --out, or delete that file.")
+    assert "\n" not in message
+    assert path.read_bytes() == before
+
+
+def test_many_differences_are_not_all_listed(tmp_path):
+    path = saved(tmp_path, example.empty())
+    fresh = example.empty(batch_size=16, seed=1, padded=True, dtype="float32", model="tiny")
+    with pytest.raises(ValueError, match="and 2 more") as caught:
+        results.continue_from(path, fresh)
+    assert str(caught.value).count(" there, ") == 3
+
+
+def test_a_package_installed_since_is_no_difference_and_is_tried(tmp_path):
+    statuses = {("full_unsloth", 64): "unavailable", ("fused_mlp", 64): "oom"}
+    before = example.run(seq_lens=(64,), status=statuses)
+    before["environment"]["packages"]["unsloth"] = None
+    path = saved(tmp_path, before)
+    document = results.continue_from(path, example.empty(seq_lens=[64]))
+    assert document["environment"]["packages"]["unsloth"] == "2026.10.9"
+    assert not results.done(document, "full_unsloth", 64, 1)
+    assert results.done(document, "fused_mlp", 64, 1)
+    # The other way round, what was measured with the package stays, and its version with it.
+    gone = other("packages", unsloth=None)
+    document = results.continue_from(saved(tmp_path, example.run()), gone)
+    assert results.done(document, "full_unsloth", 64, 1)
+    assert document["environment"]["packages"]["unsloth"] == "2026.10.9"
+
+
+def test_another_commit_may_go_on_but_both_are_named(tmp_path):
+    path = saved(tmp_path, example.empty())
+    fresh = example.empty()
+    fresh["environment"]["git"] = {"commit": "def5678", "dirty": True}
+    for _ in range(2):
+        document = results.continue_from(path, fresh)
+        results.save(path, document)
+        git = {"commit": "abc1234 then def5678", "dirty": True}
+        assert document["environment"]["git"] == git
+
+
+# --- one run of several ---------------------------------------------------------------------------
+
+
+def test_the_rounds_of_every_run_are_rounds_of_the_merged_one():
+    """Two GPUs of a node: each measured vanilla PEFT and one more variant, in two rounds."""
+    one = example.run(("vanilla_peft", "fused_mlp"), (64,), rounds=2, steps=16)
+    two = example.run(("vanilla_peft", "full_unsloth"), (64,), rounds=2, steps=16)
+    two["floor"]["64"]["samples_ms"], one["floor"]["64"]["samples_ms"] = [50.0, 60.0], [40.0]
+    one["floor"]["64"]["floor_ms"], two["floor"]["64"]["floor_ms"] = 40.0, 55.0
+    two["floor"]["64"]["recomputation_samples_ms"] = [10.0, 12.0]  # one is of before there was any
+    for run in (one, two):
+        run["summary"] = results.summarize(run)
+    two["started_utc"], one["finished_utc"] = "2020-01-01T00:00:00+00:00", None
+    before = [copy.deepcopy(run) for run in (one, two)]
+    merged = results.merge([one, two])
+    assert [one, two] == before
+    rounds = {}
+    for cell in merged["cells"]:
+        rounds.setdefault(cell["variant"], []).append(cell["round"])
+    assert rounds == {"vanilla_peft": [1, 2, 3, 4], "fused_mlp": [1, 2], "full_unsloth": [3, 4]}
+    assert merged["experiment"]["variants"] == ["vanilla_peft", "fused_mlp", "full_unsloth"]
+    assert (merged["experiment"]["rounds"], merged["experiment"]["steps"]) == (4, 32)
+    assert merged["floor"]["64"]["floor_ms"] == 50.0
+    assert merged["floor"]["64"]["recomputation_ms"] == 11.0
+    assert merged["floor"]["64"]["of_round"] == {"1": 40.0, "2": 40.0, "3": 55.0, "4": 55.0}
+    assert merged["started_utc"] == "2020-01-01T00:00:00+00:00"
+    assert merged["finished_utc"] is None
+    # paired on the GPU that measured both, and over its own floor: as in the run of each
+    for run, variant in ((one, "fused_mlp"), (two, "full_unsloth")):
+        alone = next(row for row in run["summary"] if row["variant"] == variant)
+        together = next(row for row in merged["summary"] if row["variant"] == variant)
+        assert together["speedup"] == alone["speedup"]
+        assert together["ratio_to_floor"] == alone["ratio_to_floor"]
+
+
+def test_a_merged_run_is_saved_loaded_and_goes_on(tmp_path):
+    merged = results.merge([example.run(rounds=2, steps=16), example.run(rounds=2, steps=16)])
+    path = saved(tmp_path, merged)
+    assert results.load(path) == merged
+    assert results.done(merged, "fused_mlp", 512, 4)
+
+
+def test_runs_of_two_experiments_are_not_merged():
+    with pytest.raises(ValueError, match="not of one experiment: batch_size 32 there, 16 here"):
+        results.merge([example.run(), example.run(batch_size=16)])
+    with pytest.raises(ValueError, match="steps a round 8 there, 4 here"):
+        results.merge([example.run(), example.run(rounds=6)])

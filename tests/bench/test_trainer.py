@@ -1,0 +1,281 @@
+"""The loop's arithmetic, checked with a clock that shows what it is told to."""
+
+import gc
+import time
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import trainer as trainer_module
+from batches import Batch
+from bench import audit
+from trainer import MAX_WARMUP_STEPS, MIN_WARMUP_STEPS, Trainer, WallClock, is_steady
+
+
+class FakeClock:
+    """Shows 0 at first; between two marks as many ms pass as `intervals` says, in turn."""
+
+    def __init__(self, intervals):
+        self.intervals = iter(intervals)
+        self.now = 0.0
+        self.fresh = True
+        self.synchronised = 0
+
+    def mark(self):
+        if not self.fresh:
+            self.now += next(self.intervals)
+        self.fresh = False
+        return self.now
+
+    def elapsed_ms(self, start, end):
+        return end - start
+
+    def synchronize(self):
+        self.synchronised += 1
+        self.fresh = True  # what passes between two steps belongs to neither
+
+
+class Line(torch.nn.Module):
+    """loss = mean((weight * input_ids - labels)^2); counts how often each batch is seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor([0.5]))
+        self.seen = []
+
+    def forward(self, input_ids, labels, attention_mask):
+        self.seen.append(int(input_ids[0, 0]))
+        return SimpleNamespace(loss=((self.weight * input_ids - labels) ** 2).mean())
+
+
+def make_batches(*values):
+    return [
+        Batch(torch.tensor([[value]]), torch.tensor([[2 * value]]), attention_mask=None)
+        for value in values
+    ]
+
+
+def make_trainer(intervals):
+    return Trainer(Line(), nullcontext, FakeClock(intervals), learning_rate=0.1)
+
+
+STEADY_WARMUP = [1.0, 2.0, 1.0] * MIN_WARMUP_STEPS
+
+
+def test_the_parts_of_a_step_are_told_apart_and_add_up():
+    trainer = make_trainer([*STEADY_WARMUP, 3.0, 7.0, 2.0, 4.0, 9.0, 1.5])
+    timings = trainer.run(make_batches(1, 2), steps=2)
+    assert timings.forward_ms == [3.0, 4.0]
+    assert timings.backward_ms == [7.0, 9.0]
+    assert timings.optimizer_ms == [2.0, 1.5]
+    assert timings.step_ms == [12.0, 14.5]
+
+
+def test_one_synchronisation_a_step():
+    trainer = make_trainer(STEADY_WARMUP + [1.0] * 9)
+    trainer.run(make_batches(1), steps=3)
+    assert trainer.clock.synchronised == MIN_WARMUP_STEPS + 3
+
+
+def test_the_timed_steps_go_through_the_batches_in_order_whatever_the_warmup_took():
+    slow_start = [100.0, 0.0, 0.0, 50.0, 0.0, 0.0, 20.0, 0.0, 0.0, *STEADY_WARMUP]
+    for warmup in (STEADY_WARMUP, slow_start):
+        trainer = make_trainer(warmup + [1.0] * 100)
+        trainer.run(make_batches(1, 2, 3), steps=4)
+        assert trainer.model.seen[-4:] == [1, 2, 3, 1]
+
+
+def test_warmup_goes_on_until_three_steps_agree():
+    # steps of 100, 50, 20, 10, 10, 10 ms: steady at the sixth
+    warmup = [part for total in (100, 50, 20, 10, 10, 10) for part in (total, 0.0, 0.0)]
+    trainer = make_trainer([*warmup, 1.0, 1.0, 1.0])
+    timings = trainer.run(make_batches(1), steps=1)
+    assert len(trainer.model.seen) == 6 + 1
+    assert timings.step_ms == [3.0]
+
+
+def test_warmup_ends_even_when_steps_never_agree():
+    warmup = [part for index in range(MAX_WARMUP_STEPS) for part in (1.0 + index % 2, 0.0, 0.0)]
+    trainer = make_trainer([*warmup, 1.0, 1.0, 1.0])
+    trainer.run(make_batches(1), steps=1)
+    assert len(trainer.model.seen) == MAX_WARMUP_STEPS + 1
+
+
+def test_training_starts_from_the_first_weights_after_the_warmup():
+    """The first timed losses are those of AdamW without a warm-up, worked out in plain PyTorch."""
+    weight = torch.nn.Parameter(torch.tensor([0.5]))
+    optimizer = torch.optim.AdamW([weight], lr=0.1)
+    expected = []
+    for value in (1.0, 2.0, 1.0):
+        loss = ((weight * value - 2 * value) ** 2).mean()
+        expected.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    trainer = make_trainer(STEADY_WARMUP + [1.0] * 9)
+    assert trainer.run(make_batches(1, 2), steps=3).losses == pytest.approx(expected, rel=1e-6)
+
+
+def test_steady_means_within_five_percent_of_the_fastest():
+    assert is_steady([100.0, 105.0, 102.0])
+    assert not is_steady([100.0, 105.1, 102.0])
+
+
+def test_progress_counts_timed_steps_alone():
+    counted = []
+    make_trainer(STEADY_WARMUP + [1.0] * 9).run(make_batches(1), 3, on_step=counted.append)
+    assert counted == [1, 2, 3]
+
+
+def test_what_runs_before_a_step_is_told_how_many_are_done_and_is_in_no_time():
+    calls = []
+    trainer = make_trainer(STEADY_WARMUP + [1.0] * 9)
+    timings = trainer.run(
+        make_batches(1),
+        2,
+        on_step=lambda done: calls.append(("after", done)),
+        before_step=lambda done: calls.append(("before", done)) or time.sleep(0.2),
+    )
+    assert calls == [("before", 0), ("after", 1), ("before", 1), ("after", 2)]
+    assert max(timings.wall_ms) < 100
+
+
+def test_collections_pass_over_the_model_while_steps_are_timed_and_no_longer():
+    frozen = []
+    trainer = make_trainer(STEADY_WARMUP + [1.0] * 3)
+    trainer.run(make_batches(1), 1, on_step=lambda _: frozen.append(gc.get_freeze_count()))
+    assert frozen[0] > 1000 and gc.get_freeze_count() == 0
+
+
+def test_the_first_step_and_the_wall_are_kept_apart_from_the_marks(monkeypatch):
+    readings = iter([10.0, 12.5, 20.0, 20.25, 30.0, 30.5])  # first step, then two timed steps
+    monkeypatch.setattr(trainer_module.time, "perf_counter", lambda: next(readings))
+    timings = make_trainer(STEADY_WARMUP + [1.0] * 6).run(make_batches(1), steps=2)
+    assert timings.first_step_s == 2.5
+    assert timings.wall_ms == [250.0, 500.0]
+    assert timings.step_ms == [3.0, 3.0]
+
+
+def test_the_wall_sees_a_wait_that_the_marks_do_not():
+    class SlowToSynchronise(FakeClock):
+        def synchronize(self):
+            super().synchronize()
+            time.sleep(0.02)
+
+    trainer = Trainer(Line(), nullcontext, SlowToSynchronise([1.0] * 99), learning_rate=0.1)
+    timings = trainer.run(make_batches(1), steps=2)
+    assert timings.step_ms == [3.0, 3.0]
+    assert len(timings.wall_ms) == 2 and min(timings.wall_ms) >= 20.0
+    assert audit.hidden_time(timings) is not None
+
+
+# --- what the timed steps did ---------------------------------------------------------------------
+
+
+def skip_updates(trainer, *numbers):
+    """Leave these calls of the optimizer's step out, counted from 1 and from the warm-up on."""
+    update, calls = trainer.optimizer.step, iter(range(1, 99))
+
+    def step():
+        if next(calls) not in numbers:
+            update()
+
+    trainer.optimizer.step = step
+
+
+def test_honest_steps_leave_nothing_to_tell():
+    timings = make_trainer([1.0] * 99).run(make_batches(1, 2), steps=3)
+    assert timings.optimizer_steps == 3  # those of the warm-up do not count
+    assert (timings.unmoved_adapters, timings.changed_batches) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("skipped", "counted"),
+    [
+        ((1, 2), 3),  # in the warm-up, which is put back
+        ((MIN_WARMUP_STEPS + 2,), 2),
+        ((MIN_WARMUP_STEPS + 1, MIN_WARMUP_STEPS + 3), 1),
+    ],
+)
+def test_updates_that_timed_steps_leave_out_are_missed(skipped, counted):
+    trainer = make_trainer([1.0] * 99)
+    skip_updates(trainer, *skipped)
+    timings = trainer.run(make_batches(1), steps=3)
+    assert len(timings.step_ms) == 3
+    assert timings.optimizer_steps == counted
+
+
+def test_adapters_that_move_in_the_warmup_alone_are_unmoved():
+    trainer = make_trainer([1.0] * 99)
+    skip_updates(trainer, *range(MIN_WARMUP_STEPS + 1, 99))
+    timings = trainer.run(make_batches(1), steps=3)
+    assert (timings.optimizer_steps, timings.unmoved_adapters) == (0, 1)
+    assert trainer.model.weight.item() == 0.5
+
+
+def test_updates_that_change_nothing_leave_adapters_unmoved():
+    trainer = Trainer(Line(), nullcontext, FakeClock([1.0] * 99), learning_rate=0.0)
+    timings = trainer.run(make_batches(1), steps=3)
+    assert (timings.optimizer_steps, timings.unmoved_adapters) == (3, 1)
+
+
+def test_one_adapter_that_gets_no_gradient_is_found_among_others():
+    model = Line()
+    model.aside = torch.nn.Parameter(torch.ones(2))
+    trainer = Trainer(model, nullcontext, FakeClock([1.0] * 99), learning_rate=0.1)
+    timings = trainer.run(make_batches(1), steps=3)
+    assert (timings.optimizer_steps, timings.unmoved_adapters) == (0, 1)
+
+
+@pytest.mark.parametrize("name", ["input_ids", "labels", "attention_mask"])
+def test_batches_that_a_step_writes_to_are_counted(name):
+    class Scribbles(Line):
+        def forward(self, **batch):
+            found = super().forward(**batch)
+            if batch["input_ids"][0, 0] == 2:
+                batch[name].data.add_(5)
+            return found
+
+    batches = [
+        Batch(batch.input_ids, batch.labels, torch.ones_like(batch.labels))
+        for batch in make_batches(1, 2, 3)
+    ]
+    trainer = Trainer(Scribbles(), nullcontext, FakeClock([1.0] * 99), learning_rate=0.1)
+    assert trainer.run(batches, steps=3).changed_batches == 1
+
+
+def test_the_wall_clock_counts_milliseconds():
+    clock = WallClock()
+    assert clock.elapsed_ms(1.0, 1.25) == 250.0
+    start = clock.mark()
+    assert clock.elapsed_ms(start, clock.mark()) >= 0.0
+
+
+@pytest.mark.gpu
+def test_cuda_events_agree_with_the_wall():
+    """A step's event time covers the work of its step, not only its launch."""
+
+    class Products(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(4096, 4096, device="cuda"))
+
+        def forward(self, **_):
+            x = self.weight
+            for _ in range(20):
+                x = x @ self.weight / 64
+            return SimpleNamespace(loss=x.square().mean())
+
+    trainer = Trainer(Products(), nullcontext, trainer_module.CudaClock(), learning_rate=1e-4)
+    batch = Batch(torch.zeros(1, 2, device="cuda"), torch.zeros(1, 2, device="cuda"), None)
+    trainer.run([batch], steps=2)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    marks, _ = trainer.step(batch)
+    trainer.clock.synchronize()
+    wall_ms = (time.perf_counter() - began) * 1e3
+    step_ms = trainer.clock.elapsed_ms(marks[0], marks[-1])
+    assert 0.8 * wall_ms < step_ms <= wall_ms

@@ -1,0 +1,296 @@
+"""The timed loop of a step that is one CUDA graph. On the CPU graph_case.py stands in for CUDA."""
+
+import gc
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from graph_case import RecordedStep, captured, graphed
+from test_trainer import FakeClock, Line, make_batches
+
+import models
+import trainer as trainer_module
+import variants
+from batches import Batch
+from bench import audit, cells
+from bench import plan as options
+from fused_lora.step.graph import EAGER_CALLS
+from models import Graph
+from trainer import MAX_WARMUP_STEPS, MIN_WARMUP_STEPS, Trainer
+from variants import VARIANTS, Recipe
+
+TINY = str(Path(__file__).resolve().parents[2] / "configs" / "tiny.json")
+STEADY_WARMUP = [1.0] * (EAGER_CALLS + MIN_WARMUP_STEPS)
+
+
+class Copied(torch.nn.Module):
+    """test_trainer's Line on a copy of its weight, as a bordered layer runs on a copy of its
+    adapters; keeps the mask that it was given."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor([0.5]))
+        self.register_buffer("copy", torch.tensor([0.5]))
+        self.masks = []
+
+    @torch.no_grad()
+    def refresh(self):
+        self.copy.copy_(self.weight)
+
+    def forward(self, input_ids, labels, attention_mask):
+        self.masks.append(attention_mask)
+        weight = self.weight + (self.copy - self.weight).detach()
+        return SimpleNamespace(loss=((weight * input_ids - labels) ** 2).mean())
+
+
+@pytest.fixture(autouse=True)
+def fused_on_the_cpu(monkeypatch):
+    """Of PyTorch's AdamWs only the fused one is capturable there."""
+    adamw = torch.optim.AdamW
+    monkeypatch.setattr(torch.optim, "AdamW", lambda *p, **o: adamw(*p, **{**o, "fused": True}))
+
+
+def make_trainer(intervals=STEADY_WARMUP, no_mask=None, model=None, clock=None, **options):
+    model = model or Copied()
+    refresh = (model.refresh,)
+    graph = Graph(partial(RecordedStep, model, after_update=refresh), EAGER_CALLS, refresh, no_mask)
+    clock = clock or FakeClock([*intervals, *[1.0] * 99])
+    return Trainer(model, nullcontext, clock, 0.1, graph=graph, **options)
+
+
+def test_it_trains_bit_by_bit_as_the_eager_loop_after_going_back_to_the_first_weights():
+    eager = Trainer(Line(), nullcontext, FakeClock([1.0] * 99), 0.1)
+    graph = make_trainer()
+    wanted, got = (one.run(make_batches(1, 2, 3), steps=5) for one in (eager, graph))
+    assert captured(graph.graphed_step) == 1
+    assert got.losses == wanted.losses and len(set(got.losses)) == 5
+    assert torch.equal(graph.model.weight, eager.model.weight)
+    assert (got.optimizer_steps, got.unmoved_adapters, got.changed_batches) == (5, 0, 0)
+
+
+def test_what_is_computed_from_the_adapters_goes_back_with_them():
+    """Else the first replay runs on the copy that the warm-up left."""
+    trainer = make_trainer()
+    first = make_batches(1)
+    loss = trainer.run(first, steps=1).losses[0]
+    assert loss == ((0.5 * 1 - 2) ** 2)
+    assert trainer.model.copy.item() == trainer.model.weight.item() != 0.5
+
+
+def test_its_parts_are_empty_and_its_time_is_that_between_its_two_marks():
+    timings = make_trainer([*STEADY_WARMUP, 12.0, 14.5]).run(make_batches(1, 2), steps=2)
+    assert timings.step_ms == [12.0, 14.5]
+    assert timings.forward_ms == timings.backward_ms == timings.optimizer_ms == []
+    assert len(timings.wall_ms) == len(timings.losses) == 2
+    assert audit.hidden_time(timings) is audit.skipped_updates(timings) is None
+
+
+def calls_of(trainer):
+    """How often the trainer's graph has been called."""
+    seen, step = [], trainer.graphed_step
+    trainer.graphed_step = lambda **batch: seen.append(batch) or step(**batch)
+    return seen
+
+
+def test_the_warmup_compares_replays_alone():
+    """The eager calls, the capture, and then three steps that agree."""
+    trainer = make_trainer()
+    seen = calls_of(trainer)
+    trainer.run(make_batches(1), steps=1)
+    assert len(seen) == EAGER_CALLS + 1 + 3 + 1
+
+
+def test_the_warmup_goes_on_until_three_replays_agree_but_not_for_ever():
+    slow = [50.0, 20.0, *[1000.0], 4.0, 2.0, 1.0, 1.0, 1.0]  # two eager, the capture, replays
+    trainer = make_trainer(slow)
+    seen = calls_of(trainer)
+    trainer.run(make_batches(1), steps=1)
+    assert len(seen) == len(slow) + 1
+
+    never = [1.0 + step % 2 for step in range(99)]
+    trainer = make_trainer(never)
+    seen = calls_of(trainer)
+    trainer.run(make_batches(1), steps=1)
+    assert len(seen) == EAGER_CALLS + MAX_WARMUP_STEPS + 1
+
+
+def test_a_warmup_that_is_cut_short_ends_with_the_first_replay():
+    trainer = make_trainer(max_warmup_steps=1)
+    seen = calls_of(trainer)
+    assert trainer.run(make_batches(1), steps=1).first_step_s > 0
+    assert len(seen) == EAGER_CALLS + 1 + 1
+
+
+def test_the_first_step_lasts_until_the_first_replay_has_ended(monkeypatch):
+    now = [0.0]
+
+    class Ticks(FakeClock):
+        def synchronize(self):
+            super().synchronize()
+            now[0] += 1.0
+
+    monkeypatch.setattr(trainer_module.time, "perf_counter", lambda: now[0])
+    trainer = make_trainer(clock=Ticks([1.0] * 99))
+    assert trainer.run(make_batches(1), steps=1).first_step_s == EAGER_CALLS + 1
+
+
+@pytest.mark.parametrize("no_mask", [None, {"full_attention": None}])
+def test_a_batch_without_a_mask_gets_what_says_that_there_is_none(no_mask):
+    trainer = make_trainer(no_mask=no_mask)
+    trainer.run(make_batches(1), steps=1)
+    assert trainer.model.masks == [no_mask] * (EAGER_CALLS + 1)  # replays run no Python
+
+
+def test_a_batch_with_a_mask_keeps_it():
+    ones = torch.ones(1, 1, dtype=torch.int64)
+    batches = [Batch(b.input_ids, b.labels, ones) for b in make_batches(1)]
+    trainer = make_trainer(no_mask={"full_attention": None})
+    trainer.run(batches, steps=1)
+    assert all(torch.equal(mask, ones) for mask in trainer.model.masks)
+
+
+@pytest.mark.parametrize("takes_max_labelled", [True, False])
+def test_a_loss_on_labelled_tokens_alone_is_told_the_most_that_any_batch_has(takes_max_labelled):
+    trainer = make_trainer()
+    trainer.graph = trainer.graph._replace(takes_max_labelled=takes_max_labelled)
+    seen = []
+    trainer.graphed_step = lambda **batch: seen.append(batch) or torch.tensor(1.0)
+    trainer._audit = lambda *_: None  # nothing was trained
+    ids = torch.ones(2, 4)
+    labels = [[1, 2, 3, -100], [1, -100, -100, -100]], [[1, 2, 3, -100], [-100, 2, -100, 3]]
+    trainer.run([Batch(ids, torch.tensor(one)) for one in labels], steps=2)
+    wanted = 4 if takes_max_labelled else None  # of the second; no token predicts a row's first
+    assert {batch.get("max_labelled_tokens") for batch in seen} == {wanted}
+
+
+def test_the_peak_is_counted_from_the_capture_on(monkeypatch):
+    """Replays allocate nothing, so counted from the timed steps on it would be next to nothing."""
+    done = []
+    for name in ("empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, partial(done.append, name))
+    for name, value in (("max_memory_allocated", 7), ("max_memory_reserved", 9)):
+        monkeypatch.setattr(torch.cuda, name, lambda name=name, n=value: done.append(name) or n)
+    trainer = make_trainer()
+    trainer.on_gpu = True
+    step = trainer.graphed_step
+    trainer.graphed_step = lambda **batch: done.append("step") or step(**batch)
+    timings = trainer.run(make_batches(1), steps=2)
+    assert (timings.peak_allocated_bytes, timings.peak_reserved_bytes) == (7, 9)
+    from_the_capture_on = ["empty_cache", "reset_peak_memory_stats", *["step"] * (1 + 3 + 2)]
+    measured = ["max_memory_allocated", "max_memory_reserved"]
+    assert done == ["step"] * EAGER_CALLS + from_the_capture_on + measured
+
+
+def test_the_peak_of_eager_steps_is_that_of_the_timed_ones(monkeypatch):
+    done = []
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: done.append("reset"))
+    for name in ("max_memory_allocated", "max_memory_reserved"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 7)
+    model = Line()
+    trainer = Trainer(model, nullcontext, FakeClock([1.0] * 99), 0.1)
+    trainer.on_gpu = True
+    step = trainer.step
+    trainer.step = lambda batch: done.append("step") or step(batch)
+    trainer.run(make_batches(1), steps=2)
+    assert done == ["step"] * MIN_WARMUP_STEPS + ["reset"] + ["step"] * 2
+
+
+# --- a variant ------------------------------------------------------------------------------------
+
+GRAPHS = [variant for variant, recipe in VARIANTS.items() if recipe.graph]
+
+
+@pytest.mark.parametrize("variant", GRAPHS)
+def test_a_graph_is_unavailable_without_a_gpu(variant):
+    assert "CUDA graph" in options.why_unavailable(variant, "cpu")
+    assert options.why_unavailable(variant, "cuda") is None
+
+
+@pytest.mark.parametrize("padded", [[], ["--padded"]])
+def test_a_variant_is_measured_as_a_graph_from_its_recipe_to_its_cell(
+    padded, device, tmp_path, monkeypatch
+):
+    """Plain PEFT, because Triton's interpreter runs nothing that a stand-in could replay."""
+    if device == "cpu":
+        monkeypatch.setattr("fused_lora.step.graph.GraphedStep", RecordedStep)
+    recipe = Recipe(checkpointing="none", graph=True)
+    monkeypatch.setitem(variants.VARIANTS, "vanilla_graph", recipe)
+    arguments = options.parse(
+        ["--device", device, "--model", TINY, "--seq-lens", "16", "32", "--steps",
+         "3", "--batch-size", "4", "--rounds", "1", *padded, "--cache", str(tmp_path / "cache"),
+         "--allow-shared-gpu", "--out", str(tmp_path)], ""
+    )  # fmt: skip
+    plan, _, _ = options.set_up(arguments, [])
+    cells.prepare(lambda message: None, plan)
+    losses = {}
+    for variant in ("vanilla_graph", "vanilla_peft_no_checkpointing"):
+        sent = []
+        cells.measure_cells(sent.append, plan, variant, 1, plan.seq_lens)
+        found = [message["cell"] for message in sent if "cell" in message]
+        assert [cell["status"] for cell in found] == ["ok", "ok"], found[0]["error"]
+        is_graph = variant == "vanilla_graph"
+        for cell in found:
+            parts = (cell["forward_ms"], cell["backward_ms"], cell["optimizer_ms"])
+            assert [len(part) for part in parts] == [0 if is_graph else 3] * 3
+            assert len(cell["step_ms"]) == 3
+            assert cell["settings"].get("graph", False) is is_graph
+        losses[variant] = [loss for cell in found for loss in cell["losses"]]
+    assert losses["vanilla_graph"] == pytest.approx(
+        losses["vanilla_peft_no_checkpointing"], rel=1e-3
+    )
+
+
+@pytest.mark.gpu
+def test_the_peak_of_a_graph_is_about_that_of_its_eager_step(device):
+    class Chain(torch.nn.Module):
+        """Keeps eight activations of 64 MiB."""
+
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(4096, 4096, device=device) / 64)
+
+        def forward(self, **_):
+            x = self.weight
+            for _ in range(8):
+                x = (x @ self.weight).tanh()
+            return SimpleNamespace(loss=x.square().mean())
+
+    peaks = []
+    for is_graph in (False, True):
+        gc.collect()
+        torch.cuda.empty_cache()
+        model = Chain()
+        graph = Graph(partial(graphed, model), EAGER_CALLS) if is_graph else None
+        clock = trainer_module.CudaClock()
+        trainer = Trainer(model, nullcontext, clock, 1e-4, graph=graph)
+        batch = Batch(torch.zeros(1, 2, device=device), torch.zeros(1, 2, device=device), None)
+        before = torch.cuda.memory_allocated()
+        peaks.append(trainer.run([batch], steps=2).peak_allocated_bytes - before)
+        del model, graph, trainer
+    assert peaks[0] > 8 * 64 * 2**20
+    assert 0.8 * peaks[0] < peaks[1] < 1.3 * peaks[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["fused_layer_graph", "fused_all_graph"])
+def test_a_fused_graph_trains_as_the_same_step_eagerly(variant, device, tmp_path):
+    """Of the tiny model, whose borders the first timed step must find as they were."""
+    from bench.weights import materialize, resolve
+
+    source = resolve(TINY, tmp_path, 0)
+    materialize(source, 0, device)
+    batch = Batch(
+        torch.arange(64, device=device).view(2, 32), torch.arange(64, device=device).view(2, 32)
+    )
+    batch.labels[:, :20] = -100  # the graph computes the loss on fewer rows than there are tokens
+    losses = []
+    for name in (variant, variant.removesuffix("_graph")):
+        built = models.build(name, source.folder, models.Lora(rank=4), 32, True, device, 0)
+        clock = trainer_module.CudaClock()
+        trainer = Trainer(built.model, built.autocast, clock, 1e-3, graph=built.graph)
+        losses.append(trainer.run([batch], steps=5).losses)
+    assert losses[0] == pytest.approx(losses[1], rel=2e-3)
+    assert losses[0][0] - losses[0][-1] > 4e-3 * losses[0][0]  # a stale border would show

@@ -1,0 +1,239 @@
+"""Which tiling is chosen where none was measured, by a clock of the tests' own; and, on a GPU, that
+the kernels choose and are right with whatever they choose."""
+
+from concurrent.futures import ThreadPoolExecutor
+from time import sleep
+from types import SimpleNamespace
+
+import pytest
+import test_sums_over_tokens as sums_case
+import test_swiglu_products_backward as backward_case
+import test_swiglu_products_forward as forward_case
+import torch
+import triton
+from reference import assert_within_budget
+
+from fused_lora import (
+    autotune,
+    sums_over_tokens,
+    swiglu_products_backward,
+    swiglu_products_forward,
+)
+from fused_lora.kernels.autotune import fastest
+from fused_lora.kernels.swiglu_products_forward import swiglu_forward_product
+from fused_lora.kernels.tiling import Tiling
+
+SHIPPED = Tiling(rows=16, columns=32, splits=2, warps=4, stages=3)
+OTHERS = ({"rows": 32}, {"columns": 64, "warps": 8}, {"stages": 3})  # the last is the shipped one
+TILINGS = [SHIPPED._replace(**changes) for changes in ({}, *OTHERS[:2])]
+COMPILING_MS = 1000.0
+
+
+@triton.jit
+def _kernel():
+    pass
+
+
+class Gpu:
+    """An A100 whose clock goes on by what a launch takes, and by COMPILING_MS at its first."""
+
+    def __init__(self, monkeypatch, milliseconds):
+        self.now, self.launched = 0.0, []
+        self.milliseconds = dict(zip(TILINGS, milliseconds, strict=True))
+        self.kernel = triton.JITFunction(getattr(_kernel, "fn", _kernel))
+        self.capturing = False
+        monkeypatch.setattr(torch.cuda, "Event", self.event)
+        monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+        monkeypatch.setattr(autotune, "_capability", lambda device: (8, 0))
+        monkeypatch.setattr(autotune, "is_capturing", lambda tensor: self.capturing)
+        monkeypatch.setattr(autotune, "MEASURED_ON", {(9, 0)})
+        monkeypatch.setattr(autotune, "CHOSEN", {})
+
+    def event(self, enable_timing):
+        event = SimpleNamespace(ms=None, synchronize=lambda: None)
+        event.record = lambda: setattr(event, "ms", self.now)
+        event.elapsed_time = lambda end: end.ms - event.ms
+        return event
+
+    def launch(self, tiling):
+        time = self.milliseconds[tiling]
+        if isinstance(time, Exception):
+            raise time
+        sleep(0.0001)  # lets other threads go on
+        self.now += time + (0 if tiling in self.launched else COMPILING_MS)
+        self.launched.append(tiling)
+
+    def fastest(self, rows=1000, shape=(64, 8), dtype=torch.bfloat16, device=0, kernel=None):
+        tensor = SimpleNamespace(is_cuda=device >= 0, get_device=lambda: device, dtype=dtype)
+        kernel = kernel or self.kernel
+        return fastest(kernel, tensor, rows, shape, SHIPPED, OTHERS, self.launch)
+
+
+@pytest.mark.parametrize("best", range(3))
+def test_the_fastest_is_chosen_once(best, monkeypatch):
+    times = [3.0, 3.0, 3.0]
+    times[best] = 2.5
+    gpu = Gpu(monkeypatch, times)
+    assert gpu.fastest() == TILINGS[best]
+    # once to compile and RUNS times; the shipped one is not timed again as one of the others
+    assert len(gpu.launched) == 3 * (1 + autotune.RUNS)
+    assert gpu.fastest() == TILINGS[best] and len(gpu.launched) == 3 * (1 + autotune.RUNS)
+
+
+def test_a_run_that_something_else_delayed_does_not_decide(monkeypatch):
+    gpu = Gpu(monkeypatch, [3.0, 2.5, 4.0])
+    event, recorded = gpu.event, []
+
+    def delayed(enable_timing):
+        made = event(enable_timing)
+        record = made.record
+
+        def record_late():
+            recorded.append(made)
+            if len(recorded) == autotune.RUNS + 3:  # in the second run of the second tiling
+                gpu.now += 100.0
+            record()
+
+        made.record = record_late
+        return made
+
+    monkeypatch.setattr(torch.cuda, "Event", delayed)
+    assert gpu.fastest() == TILINGS[1]
+
+
+def test_tilings_that_cannot_run_are_passed_over(monkeypatch):
+    too_much = triton.OutOfResources(110_000, 101_376, "shared memory")
+    gpu = Gpu(monkeypatch, [1.0, too_much, 2.0])
+    assert gpu.fastest() == SHIPPED
+    gpu = Gpu(monkeypatch, [RuntimeError("PassManager::run failed"), 2.0, 1.0])
+    assert gpu.fastest() == TILINGS[2]
+
+
+def test_if_none_can_run_the_callers_own_launch_raises_what_the_shipped_one_does(monkeypatch):
+    gpu = Gpu(monkeypatch, [RuntimeError("shipped"), RuntimeError("one"), RuntimeError("other")])
+    with pytest.raises(RuntimeError, match="shipped"):
+        gpu.launch(gpu.fastest())
+
+
+def test_rows_share_a_choice_up_to_the_next_power_of_two_and_all_else_has_its_own(monkeypatch):
+    gpu = Gpu(monkeypatch, [3.0, 2.0, 1.0])
+    for rows in (513, 1000, 1024):
+        gpu.fastest(rows=rows)
+    assert len(autotune.CHOSEN) == 1
+    for number, other in enumerate(
+        ({"rows": 512}, {"rows": 1025}, {"shape": (64, 4)}, {"dtype": torch.float16}, {"device": 1})
+    ):
+        gpu.fastest(**other)
+        assert len(autotune.CHOSEN) == 2 + number
+
+
+def test_threads_that_ask_at_once_time_once(monkeypatch):
+    gpu = Gpu(monkeypatch, [3.0, 2.0, 1.0])
+    with ThreadPoolExecutor(8) as pool:
+        chosen = list(pool.map(lambda _: gpu.fastest(), range(8)))
+    assert set(chosen) == {TILINGS[2]} and len(gpu.launched) == 3 * (1 + autotune.RUNS)
+
+
+UNTIMED = {
+    "where it was measured": lambda gpu, patch: patch.setattr(autotune, "MEASURED_ON", {(8, 0)}),
+    "on the CPU": {"device": -1},
+    "in the interpreter": {"kernel": SimpleNamespace(__name__="_kernel")},
+    "in fp32": {"dtype": torch.float32},
+    "while torch.compile traces": lambda gpu, patch: patch.setattr(
+        torch.compiler, "is_compiling", lambda: True
+    ),
+    "deterministically": lambda gpu, patch: patch.setattr(
+        torch, "are_deterministic_algorithms_enabled", lambda: True
+    ),
+    "while a graph is captured": lambda gpu, patch: setattr(gpu, "capturing", True),
+}
+
+
+@pytest.mark.parametrize("where", UNTIMED)
+def test_the_shipped_one_is_taken_untimed(where, monkeypatch):
+    gpu, how = Gpu(monkeypatch, [3.0, 2.0, 1.0]), UNTIMED[where]
+    if callable(how):
+        how(gpu, monkeypatch)
+        assert gpu.fastest() == SHIPPED
+    else:
+        assert gpu.fastest(**how) == SHIPPED
+    assert not gpu.launched and not autotune.CHOSEN
+
+
+def test_what_was_chosen_before_is_what_is_captured(monkeypatch):
+    gpu = Gpu(monkeypatch, [3.0, 2.0, 1.0])
+    gpu.fastest()
+    gpu.capturing = True
+    assert gpu.fastest() == TILINGS[2]
+
+
+# --- the kernels ----------------------------------------------------------------------------------
+
+
+def backward(device):
+    operands = backward_case.make("whole tiles", torch.bfloat16, device)
+    truth = backward_case.eager(*(t.double() for t in operands))
+    return lambda: backward_case.fused(*operands), backward_case.eager(*operands), truth
+
+
+def forward(device):
+    operands = forward_case.make("whole tiles", torch.bfloat16, device)
+    truth = forward_case.eager(*(t.double() for t in operands))
+    return lambda: forward_case.fused(*operands)[:2], forward_case.eager(*operands), truth
+
+
+def sums(device):
+    pairs = sums_case.make("whole tiles", torch.bfloat16, device)
+    truth = sums_case.eager(sums_case.double(pairs))
+    return lambda: sums_case.fused(pairs), sums_case.eager(pairs), truth
+
+
+KERNELS = {
+    backward: swiglu_products_backward,
+    forward: swiglu_products_forward,
+    sums: sums_over_tokens,
+}
+ALL = [(case, changes) for case, module in KERNELS.items() for changes in module.OTHERS]
+
+
+def assert_right(got, budget, truth):
+    for number, row in enumerate(zip(got, budget, truth, strict=True)):
+        assert_within_budget(f"result {number}", *row)
+
+
+@pytest.mark.parametrize(("case", "changes"), ALL)
+def test_every_tiling_that_may_be_chosen_is_right(case, changes, device, monkeypatch):
+    def choose(kernel, tensor, rows, shape, shipped, others, launch):
+        assert changes in others and hash(shape) is not None
+        return shipped._replace(**changes)
+
+    monkeypatch.setattr(KERNELS[case], "fastest", choose)
+    run, budget, truth = case(device)
+    assert_right(run(), budget, truth)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", KERNELS)
+def test_a_kernel_chooses_on_this_gpu_and_is_right_and_repeats_itself(case, device, monkeypatch):
+    monkeypatch.setattr(autotune, "MEASURED_ON", set())
+    run, budget, truth = case(device)
+    one = run()
+    (chosen,) = autotune.CHOSEN.items()
+    other = run()
+    assert [chosen] == list(autotune.CHOSEN.items())
+    assert_right(one, budget, truth)
+    assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+
+
+@pytest.mark.gpu
+def test_a_graph_is_captured_with_what_was_chosen_before_and_chooses_nothing(device, monkeypatch):
+    gate_up, A = forward_case.make("whole tiles", torch.bfloat16, device)
+    want = swiglu_forward_product(gate_up, A, None)  # with the shipped tiling
+    monkeypatch.setattr(autotune, "MEASURED_ON", set())
+    for chosen in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            z = swiglu_forward_product(gate_up, A, None)
+        graph.replay()
+        assert len(autotune.CHOSEN) == chosen and torch.equal(z, want)
+        want = swiglu_forward_product(gate_up, A, None)  # chooses

@@ -1,0 +1,330 @@
+"""lora.excalidraw is a drawing that a person can edit, and says what the code does.
+
+The calls that docs/draw_lora.py lists are held against a trace of PEFT and of LoRA_MLP at full
+size, on fake tensors: nothing is computed, so it takes a second. The file may be moved about in
+Excalidraw, but has to keep the words and the arrows of the script.
+"""
+
+import ast
+import hashlib
+import html
+import inspect
+import json
+import re
+from collections import Counter
+from itertools import combinations, pairwise
+from pathlib import Path
+
+import draw_lora
+import excalidraw
+import pytest
+import test_counts
+import torch
+from peft import LoraConfig, get_peft_model
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig
+from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
+
+from fused_lora import Fusion, fuse
+from fused_mlp import fast_lora, swiglu
+
+ROOT = Path(__file__).resolve().parents[2]
+
+DRAWING = ROOT / "lora.excalidraw"
+SCENE = json.loads(DRAWING.read_text())
+ELEMENTS = {element["id"]: element for element in SCENE["elements"]}
+TYPES = ("rectangle", "text", "arrow", "frame")
+BOXES, TEXTS, ARROWS, FRAMES = (
+    [element for element in SCENE["elements"] if element["type"] == kind] for kind in TYPES
+)
+
+
+# --- a drawing that Excalidraw takes and a person can edit ----------------------------------------
+
+
+def test_the_file_is_valid():
+    assert (SCENE["type"], SCENE["version"]) == ("excalidraw", 2)
+    assert len(ELEMENTS) == len(SCENE["elements"]), "ids are not unique"
+    assert {element["type"] for element in SCENE["elements"]} == set(TYPES)
+    for element in SCENE["elements"]:
+        assert excalidraw.LOOK.keys() | excalidraw.STATE.keys() <= element.keys(), element["id"]
+        assert {"groupIds", "boundElements", "seed", "versionNonce"} <= element.keys()
+    assert not any(element["isDeleted"] for element in SCENE["elements"])
+
+
+def test_boxes_are_on_the_grid():
+    grid = SCENE["appState"]["gridSize"]
+    places = {box["id"]: [box[key] % grid for key in AXES] for box in BOXES + FRAMES}
+    assert {id for id, place in places.items() if any(place)} == set()
+
+
+AXES = ("x", "y", "width", "height")
+
+
+def test_texts_and_arrows_are_bound_both_ways():
+    bound = {
+        (element["id"], other["id"]) for element in BOXES for other in element["boundElements"]
+    }
+    expected = {(text["containerId"], text["id"]) for text in TEXTS if text["containerId"]}
+    for arrow in ARROWS:
+        for end in ("startBinding", "endBinding"):
+            expected.add((arrow[end]["elementId"], arrow["id"]))
+    assert bound == expected
+    assert all(box["id"] in {container for container, _ in expected} for box in BOXES)
+
+
+def absolute_points(arrow):
+    return [(arrow["x"] + x, arrow["y"] + y) for x, y in arrow["points"]]
+
+
+def test_arrows_end_at_the_boxes_that_they_are_bound_to():
+    for arrow in ARROWS:
+        points = absolute_points(arrow)
+        for end, (x, y) in (("startBinding", points[0]), ("endBinding", points[-1])):
+            box, gap = ELEMENTS[arrow[end]["elementId"]], arrow[end]["gap"]
+            outside = [
+                max(low - value, value - low - length, 0)
+                for value, low, length in (
+                    (x, box["x"], box["width"]),
+                    (y, box["y"], box["height"]),
+                )
+            ]
+            assert sorted(outside) == pytest.approx([0, gap]), (arrow["id"], end)
+
+
+def test_texts_are_inside_their_boxes():
+    for text in TEXTS:
+        lines = text["text"].split("\n")
+        assert text["fontSize"] >= 14
+        assert text["height"] >= len(lines) * text["fontSize"] * text["lineHeight"] - 0.01
+        assert text["width"] >= max(map(len, lines)) * text["fontSize"] * 0.42, text["id"]
+        if text["containerId"]:
+            box = ELEMENTS[text["containerId"]]
+            assert is_inside(text, box, 5), text["id"]  # Excalidraw's own padding
+            assert (text["groupIds"], text["frameId"]) == (box["groupIds"], box["frameId"])
+
+
+def is_inside(inner, outer, padding):
+    return all(
+        outer[at] + padding <= inner[at]
+        and inner[at] + inner[to] <= outer[at] + outer[to] - padding
+        for at, to in excalidraw.SIDES
+    )
+
+
+def overlap(a, b, clearance=0.0):
+    """Touching is not overlapping, unless there has to be some clearance between them."""
+    return all(
+        min(a[at] + a[to], b[at] + b[to]) - max(a[at], b[at]) > 0.01 - clearance
+        for at, to in excalidraw.SIDES
+    )
+
+
+def test_nothing_overlaps():
+    free = [text for text in TEXTS if not text["containerId"]]
+    for a, b in combinations(BOXES + free, 2):
+        assert not overlap(a, b), (a["id"], b["id"])
+    lines = []
+    for arrow in ARROWS:
+        ends = [arrow[end]["elementId"] for end in ("startBinding", "endBinding")]
+        for (x, y), (to_x, to_y) in pairwise(absolute_points(arrow)):
+            assert x == to_x or y == to_y, f"{arrow['id']} is not along the axes"
+            width, height = abs(x - to_x), abs(y - to_y)
+            line = dict(x=min(x, to_x), y=min(y, to_y), width=width, height=height)
+            lines.append((arrow["id"], line))
+            for box in BOXES + free:
+                assert box["id"] in ends or not overlap(line, box, 5), (arrow["id"], box["id"])
+    for (a, one), (b, other) in combinations(lines, 2):
+        assert a == b or not overlap(one, other, 5), (a, b)
+
+
+def bounds(arrow):
+    """An arrow begins at its x and y, which need not be its upper left corner."""
+    x, y = (min(axis) for axis in zip(*absolute_points(arrow), strict=True))
+    return arrow | {"x": x, "y": y}
+
+
+def test_a_step_is_a_group_and_a_panel_a_frame():
+    groups = Counter(group for box in BOXES for group in box["groupIds"])
+    assert groups and min(groups.values()) >= 2
+    assert all(box["groupIds"] for box in BOXES if re.match(r"\d call \d+$", box["id"]))
+    for element in BOXES + TEXTS + [bounds(arrow) for arrow in ARROWS]:
+        frames = [frame["id"] for frame in FRAMES if is_inside(element, frame, 5)]
+        assert frames == [element["frameId"]] * bool(element["frameId"]), element["id"]
+    assert {element["frameId"] for element in BOXES} == {None, *(frame["id"] for frame in FRAMES)}
+
+
+# --- that says what the code does -----------------------------------------------------------------
+
+
+def test_the_file_is_what_the_script_draws():
+    """But for the places, which a person may change."""
+    elements, _ = draw_lora.draw()
+    drawn = {element["id"]: element for element in elements}
+    assert {id: said(element) for id, element in ELEMENTS.items()} == {
+        id: said(element) for id, element in drawn.items()
+    }, "run python docs/draw_lora.py"
+
+
+def said(element):
+    bindings = [(element.get(end) or {}).get("elementId") for end in ("startBinding", "endBinding")]
+    return element.get("text"), element["backgroundColor"], element["strokeStyle"], bindings
+
+
+LETTERS = {size: letter for letter, size in draw_lora.DIMENSIONS.items()}
+NO_WORK = {"t", "view", "_unsafe_view", "split", "split_with_sizes", "detach", "prim::device"}
+NO_WORK |= {"empty", "empty_like", "new_empty"}
+
+
+class Trace(TorchDispatchMode):
+    """Lists (name, reads, writes) of every call that works on a GPU, in the script's letters."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.tensors = [], []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        name = function.name().removeprefix("aten::").split(".")[0]
+        if name not in NO_WORK:
+            reads, writes = [tensor for tensor in args if isinstance(tensor, torch.Tensor)], [out]
+            if name == "_foreach_copy_":
+                writes, reads = args[:2]
+            if (kwargs or {}).get("beta") == 0:  # addmm_ does not read what it overwrites
+                del reads[0]
+            self.record({"_to_copy": "cast"}.get(name, name), reads, writes)
+        return out
+
+    def launch(self, kernel, *tensors):
+        """In the place of `swiglu._launch`; the kernel's source says what it reads and writes."""
+        source = inspect.getsource(kernel.fn)
+        by_name = dict(zip(inspect.signature(kernel.fn).parameters, tensors, strict=False))
+        read, written = (re.findall(rf"tl\.{verb}\((\w+)", source) for verb in ("load", "store"))
+        self.record(kernel.fn.__name__, *([by_name[n] for n in names] for names in (read, written)))
+
+    def record(self, name, reads, writes):
+        self.calls.append((name, [letters(t) for t in reads], [letters(t) for t in writes]))
+        self.tensors.append(writes)
+
+
+def letters(tensor):
+    rows, columns = tensor.numel() // tensor.shape[-1], tensor.shape[-1]
+    fp32 = "4" if tensor.dtype == torch.float32 else ""
+    return "".join(sorted(LETTERS[rows] + LETTERS[columns])) + fp32
+
+
+def memory(tensor):
+    return tensor.untyped_storage()._cdata
+
+
+@pytest.fixture(scope="module", params=["PEFT", "LoRA_MLP"])
+def traced(request):
+    """(whether it is LoRA_MLP, forward, backward, the saved activations, written last by call)"""
+    fused = request.param == "LoRA_MLP"
+    config = AutoConfig.for_model(**json.loads((ROOT / "configs/qwen2.5-3b.json").read_text()))
+    model = torch.nn.ModuleDict({"mlp": Qwen2MLP(config).to(torch.bfloat16)})
+    targets = ["gate_proj", "up_proj", "down_proj"]
+    get_peft_model(model, LoraConfig(r=draw_lora.DIMENSIONS["r"], target_modules=targets))
+    if fused:
+        fuse(model, Fusion(mlp=True))
+    tokens, forward, backward, kept = draw_lora.DIMENSIONS["T"], Trace(), Trace(), {}
+
+    def keep(tensor):
+        if tensor.numel() // tensor.shape[-1] == tokens:
+            kept[memory(tensor)] = tensor
+        return tensor
+
+    with pytest.MonkeyPatch.context() as patch, FakeTensorMode(allow_non_fake_inputs=True):
+        patch.setattr(swiglu, "_check", lambda *args, **tensors: None)  # there is no GPU here
+        test_counts.store_fp32_as_a_gpu_does(patch)
+        x = torch.empty(1, tokens, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        patch.setattr(swiglu, "_launch", forward.launch)
+        with hooks, forward, torch.autocast("cpu", torch.bfloat16):
+            output = model["mlp"](x)
+        patch.setattr(swiglu, "_launch", backward.launch)
+        trained = [x, *(weight for weight in model.parameters() if weight.requires_grad)]
+        grad_output = torch.empty_like(output)
+        with backward:
+            torch.autograd.grad(output, trained, grad_output)
+    return fused, forward, backward, kept
+
+
+def as_traced(call):
+    def normal(tensor):
+        return "".join(sorted(tensor[:2])) + "4" * ("4" in tensor)
+
+    return call.name, [normal(t) for t in call.reads], [normal(t) for t in call.writes]
+
+
+def test_every_call_is_drawn_with_what_it_reads_and_writes(traced):
+    fused, forward, backward, _ = traced
+    peft, lora_forward, lora_backward = draw_lora.draw()[1]
+    pairs = [(lora_forward, forward), (lora_backward, backward)] if fused else [(peft, forward)]
+    for panel, trace in pairs:
+        drawn = {number: as_traced(call) for number, call in panel.calls.items()}
+        assert drawn == dict(enumerate(trace.calls, 1))
+    if not fused:
+        calls = {n: draw_lora.Call(*call) for n, call in enumerate(backward.calls, 1)}
+        assert draw_lora.totals(calls) == draw_lora.PEFT_BACKWARD
+
+
+def test_what_is_drawn_as_saved_is_saved(traced):
+    fused, forward, _, kept = traced
+    panel = draw_lora.draw()[1][int(fused)]
+    last = {memory(tensor): n for n, writes in enumerate(forward.tensors, 1) for tensor in writes}
+    written = {last[key] for key in kept if key in last}
+    assert {n for n, call in panel.calls.items() if "*" in "".join(call.writes)} == written
+    assert sorted(size for _, size in panel.kept) == sorted(t.nbytes for t in kept.values())
+
+
+def saved_names():
+    """What LoRA_MLP.backward calls its saved tensors: x, gate, up, z, A, ... down_weight."""
+    tree, names = ast.parse(inspect.getsource(fast_lora)), {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple):
+            targets = [getattr(name, "id", None) for name in node.targets[0].elts]
+            names.setdefault(ast.unparse(node.value), targets)
+    return [name for name in names["ctx.saved_tensors"] + names["weights"] if name]
+
+
+def test_every_saved_tensor_and_every_kernel_is_named():
+    frames = [frame["id"] for frame in FRAMES]
+    for frame in frames[1:]:  # of the forward that saves it and of the backward that reads it
+        titles = {text["text"].split("\n")[0] for text in TEXTS if text["frameId"] == frame}
+        names = saved_names()
+        assert names[:4] == ["x", "gate", "up", "z"] and len(names) == 12
+        assert {f"{name}, saved" for name in names[:4]} <= titles
+        assert set(names[4:]) <= {name for title in titles for name in title.split(", ")}
+    kernels = {name for name, value in vars(swiglu).items() if hasattr(value, "fn")}
+    launched = {call.name for panel in draw_lora.draw()[1] for call in panel.calls.values()}
+    assert kernels and kernels <= launched
+
+
+def test_the_readme_has_the_totals():
+    peft, forward, backward = (draw_lora.totals(panel.calls) for panel in draw_lora.draw()[1])
+    rows = []
+    for phase, ours, theirs in (
+        ("forward", forward, peft),
+        ("backward", backward, draw_lora.PEFT_BACKWARD),
+    ):
+        cells = zip(theirs.split("\n"), ours.split("\n"), strict=True)
+        (peft_calls, lora_calls), (peft_traffic, lora_traffic) = cells
+        rows.append(f"| calls in a {phase} | {peft_calls} | {lora_calls} |")
+        name = f"memory traffic of a {phase} at {draw_lora.DIMENSIONS['T']:,} tokens"
+        rows.append(f"| {name} | {peft_traffic} | {lora_traffic} |")
+        for counts, calls in ((test_counts.PEFT, peft_calls), (test_counts.FUSED, lora_calls)):
+            assert re.findall(r"\d+", calls) == [
+                str(n) for n in (sum(counts[phase].values()), *counts[phase].values())
+            ]
+    readme = (ROOT / "README.md").read_text()
+    assert [row for row in rows if row not in readme] == []
+
+
+def test_the_svg_is_made_from_the_drawing():
+    svg = (ROOT / "lora.svg").read_text()
+    stamp = hashlib.sha256(DRAWING.read_bytes()).hexdigest()
+    assert f"<!-- lora.excalidraw sha256 {stamp} -->" in svg, "export it again: see draw_lora.py"
+    lines = {line for text in TEXTS for line in text["text"].split("\n")}
+    assert lines - set(map(html.unescape, re.findall(r"<text[^>]*>([^<]*)</text>", svg))) == set()

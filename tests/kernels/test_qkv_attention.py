@@ -1,0 +1,165 @@
+"""Attention with RoPE on [q | k | v] as two calls, against eager PyTorch's autograd."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from reference import assert_within_budget, random
+from rope_case import angles
+from rope_case import eager as eager_rope
+
+from fused_lora.kernels import qkv_attention as module
+from fused_lora.kernels.qkv_attention import (
+    CUDNN,
+    FLASH,
+    Attention,
+    attention_backward,
+    attention_forward,
+)
+from fused_lora.kernels.qkv_rope import rope_forward, split_heads
+
+NAMES = ("attended", "gradient")
+SCALING = 0.3
+# batch, heads, kv_heads, positions, head_dim
+SIZES = {
+    "GQA": (2, 4, 2, 9, 16),
+    "MHA": (1, 2, 2, 5, 26),
+    "MQA": (3, 3, 1, 7, 8),
+    "one token": (2, 2, 1, 1, 16),
+    "tiles": (2, 4, 2, 40, 32),
+    "more than a tile": (1, 2, 1, 70, 32),
+}
+
+
+def make(size, dtype, device):
+    """qkv, cos, sin, and the gradient of what attention gives."""
+    batch, heads, kv_heads, positions, head_dim = SIZES[size]
+    qkv = random(batch * positions, (heads + 2 * kv_heads) * head_dim, dtype=dtype, device=device)
+    cos, sin = angles(1, positions, head_dim, dtype=dtype, device=device)
+    grad = random(batch * positions, heads * head_dim, seed=1, dtype=dtype, device=device)
+    return qkv, cos, sin, grad
+
+
+def mask_of(size, masked, device):
+    if not masked:
+        return None
+    batch, _, _, positions, _ = SIZES[size]
+    mask = torch.ones(batch, 1, positions, positions, dtype=torch.bool, device=device).tril()
+    mask[-1, :, :, 0] = False  # as left padding does
+    mask[-1, :, 0, 0] = True
+    return mask
+
+
+def by_hand(size, case, masked=False):
+    qkv, cos, sin, grad = case
+    qkv, mask = qkv.clone(), mask_of(size, masked, qkv.device)
+    _, heads, kv_heads, positions, _ = SIZES[size]
+    rope_forward(qkv, cos, sin, heads, kv_heads)
+    attention = Attention(positions, heads, kv_heads, SCALING)
+    attended, saved, attention = attention_forward(qkv, mask, attention)
+    gradient = torch.full_like(qkv, 7.0)
+    attention_backward(grad, qkv, cos, sin, mask, attended, saved, attention, gradient)
+    return attended, gradient
+
+
+def by_autograd(size, case, masked=False):
+    qkv, cos, sin, grad = case
+    _, heads, kv_heads, positions, _ = SIZES[size]
+    leaf = qkv.detach().requires_grad_()
+    q, k, v = split_heads(leaf, positions, heads, kv_heads)
+    q, k = eager_rope(q, k, cos, sin)
+    k, v = (t.repeat_interleave(heads // kv_heads, dim=1) for t in (k, v))
+    mask = mask_of(size, masked, qkv.device)
+    attended = F.scaled_dot_product_attention(q, k, v, mask, is_causal=not masked, scale=SCALING)
+    attended = attended.transpose(1, 2).flatten(2).flatten(0, 1)
+    return attended.detach(), torch.autograd.grad(attended, leaf, grad)[0]
+
+
+def check(size, dtype, device, masked=False):
+    case = make(size, dtype, device)
+    got, eager = by_hand(size, case, masked), by_autograd(size, case, masked)
+    truth = by_autograd(size, [t.double() for t in case], masked)
+    for name, *row in zip(NAMES, got, eager, truth, strict=True):
+        assert row[0].dtype == dtype
+        assert_within_budget(name, *row)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("masked", [False, True], ids=("causal", "masked"))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_values_and_gradients_are_within_the_error_budget(dtype, masked, size, device):
+    check(size, dtype, device, masked)
+
+
+BACKENDS = {"flash": FLASH, "cuDNN": CUDNN}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_backends_calls_have_their_arguments_in_order(backend, monkeypatch):
+    """On the meta device, where they compute shapes alone."""
+    monkeypatch.setattr(module, "_backend", lambda *_: BACKENDS[backend])
+    monkeypatch.setattr(module, "rope_backward", lambda *_: None)
+    monkeypatch.setitem(globals(), "rope_forward", lambda *_: None)
+    monkeypatch.setattr(module.causal_attention, "fits", lambda *_: False)
+    case = [t.to("meta") for t in make("tiles", torch.bfloat16, "cpu")]
+    attended, gradient = by_hand("tiles", case)
+    assert attended.shape == case[3].shape and attended.is_contiguous()
+    assert gradient.shape == case[0].shape
+
+
+RAN = {"own": (1, 1), "own backward": (0, 1), "neither": (0, 0)}
+
+
+@pytest.mark.parametrize(
+    ("size", "masked", "ran"),
+    [
+        ("tiles", False, "own"),
+        ("tiles", True, "neither"),
+        ("GQA", False, "neither"),
+        # the CPU has no forward that gives a logsumexp
+        ("more than a tile", False, "own backward"),
+    ],
+)
+def test_our_own_kernels_run_where_they_fit(size, masked, ran, device, monkeypatch):
+    seen = []
+    for name in ("causal_attention_forward", "causal_attention_backward"):
+        function = getattr(module, name)
+        monkeypatch.setattr(
+            module, name,
+            lambda *given, name=name, function=function: seen.append(name) or function(*given),
+        )  # fmt: skip
+    by_hand(size, make(size, torch.bfloat16, device), masked)
+    if ran == "own backward" and device == "cpu":
+        ran = "neither"
+    assert (
+        tuple(seen.count(f"causal_attention_{way}") for way in ("forward", "backward")) == RAN[ran]
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backward", ["own", "theirs"])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("size", ["GQA", "MQA", "tiles", "more than a tile"])
+def test_either_backend_is_within_the_error_budget(size, backend, backward, device, monkeypatch):
+    monkeypatch.setattr(module, "_backend", lambda *_: BACKENDS[backend])
+    monkeypatch.setattr(module.causal_attention, "FORWARD_POSITIONS", 0)
+    if backward == "theirs":
+        monkeypatch.setattr(module.causal_attention, "fits", lambda *_: False)
+    elif size in ("GQA", "MQA"):
+        pytest.skip("too narrow for tiles")
+    check(size, torch.bfloat16, device)
+
+
+@pytest.mark.gpu
+def test_the_backend_is_the_one_that_pytorch_would_use(device):
+    def backend(size, kernel):
+        with torch.nn.attention.sdpa_kernel(kernel):
+            qkv, *_ = make(size, torch.bfloat16, device)
+            _, heads, kv_heads, positions, _ = SIZES[size]
+            attention = Attention(positions, heads, kv_heads, SCALING)
+            return attention_forward(qkv, None, attention)[2].backend
+
+    backends = torch.nn.attention.SDPBackend
+    assert backend("GQA", backends.FLASH_ATTENTION) == FLASH
+    assert backend("GQA", backends.MATH) is None
+    # of one token cuDNN has no backward
+    assert backend("one token", backends.FLASH_ATTENTION) is None

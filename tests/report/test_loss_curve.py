@@ -1,0 +1,72 @@
+"""loss_curve.py on made-up losses, the numbers worked out by hand."""
+
+import ablation_case as case
+import example_results as example
+import numpy as np
+import pytest
+from matplotlib.text import Text
+
+from bench import results
+from report import looks, loss_curve
+from report.statistics import NO_CHECKPOINTING
+
+VANILLA = "vanilla_peft" + NO_CHECKPOINTING
+LAYER = "fused_layer_graph" + NO_CHECKPOINTING
+
+
+def run(**losses):
+    """One round of two lengths; at the shorter one every loss is 9."""
+    document = example.empty(variants=list(losses), seq_lens=[64, 256], rounds=1)
+    for variant, own in losses.items():
+        for seq_len, values in ((64, [9.0] * len(own)), (256, own)):
+            cell = example.timed_cell(variant, seq_len, 1, [100.0] * len(own), losses=values)
+            results.add_cell(document, cell)
+    return document
+
+
+TWO = run(**{LAYER: [4.0, 2.02, 0.999], VANILLA: [4.0, 2.0, 1.0]})
+
+
+def test_curves_are_of_the_longest_length_with_the_baseline_first():
+    assert list(loss_curve.curves(TWO).items()) == [
+        (VANILLA, [4.0, 2.0, 1.0]), (LAYER, [4.0, 2.02, 0.999])
+    ]  # fmt: skip
+
+
+def test_the_title_says_how_far_they_come_apart():
+    # +1% and -0.1% of three steps
+    assert loss_curve.finding(TWO) == (
+        "Loss over 3 steps: at most 1.00% from vanilla PEFT's, 0.300% on the average"
+    )
+    assert loss_curve.finding(TWO | {"rehearsal": True}) == looks.REHEARSAL
+
+
+def test_both_panels_show_what_was_measured():
+    picture = loss_curve.figure(TWO)
+    above, below = picture.axes
+    assert [list(line.get_ydata()) for line in above.lines] == list(loss_curve.curves(TWO).values())
+    assert np.allclose(below.lines[-1].get_ydata(), [0, 1, -0.1])
+    words = " ".join(text.get_text() for text in picture.findobj(Text))
+    assert "fused layers, CUDA graph without checkpointing" in words and "NVIDIA H200" in words
+    case.assert_readable(picture)
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        example.empty(),
+        run(**{VANILLA: [4.0, 2.0]}),
+        run(**{LAYER: [4.0, 2.0], "fused_mlp": [4.0, 2.0]}),  # no baseline
+        run(**{VANILLA: [4.0, 2.0], LAYER: [4.0, 2.0, 1.0]}),  # one was stopped
+        run(**{VANILLA: [4.0], LAYER: [4.0]}),  # a point is no curve
+    ],
+)
+def test_there_is_no_picture_without_two_curves(document, tmp_path):
+    assert loss_curve.draw(document, tmp_path / "loss_curve.png") is False
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_same_results_give_the_same_bytes(tmp_path):
+    one, two = tmp_path / "one.png", tmp_path / "two.png"
+    assert loss_curve.draw(TWO, one) and loss_curve.draw(TWO, two)
+    assert one.read_bytes() == two.read_bytes()

@@ -1,0 +1,292 @@
+"""A forward that runs again in backward: that it is the same forward, and that it keeps nothing."""
+
+import gc
+import weakref
+from functools import partial
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from fused_lora.step.recompute import Keep, is_recomputing, once, recomputed
+
+
+@pytest.fixture
+def weight(device):
+    torch.manual_seed(0)
+    return torch.randn(6, 6, device=device, requires_grad=True)
+
+
+@pytest.fixture
+def x(device):
+    return torch.randn(3, 6, device=device, requires_grad=True)
+
+
+def gradients(function, x, weight):
+    return torch.autograd.grad(function(x).square().sum(), (x, weight))
+
+
+def assert_equal(ours, theirs):
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one, other)
+
+
+def layer(weight):
+    return lambda x: x + torch.tanh(x @ weight).exp() @ weight
+
+
+def test_gradients_are_those_of_the_forward_itself(x, weight):
+    forward = layer(weight)
+    want = gradients(forward, x, weight)
+    assert_equal(gradients(lambda x: recomputed(forward, x), x, weight), want)
+
+
+def test_nested(x, weight):
+    inner = layer(weight)
+    want = gradients(lambda x: inner(inner(x)), x, weight)
+
+    def outer(x):
+        return recomputed(inner, recomputed(inner, x))
+
+    assert_equal(gradients(lambda x: recomputed(outer, x), x, weight), want)
+    assert_equal(gradients(lambda x: checkpoint(outer, x, use_reentrant=False), x, weight), want)
+
+
+def test_the_second_run_stops_at_the_last_tensor_that_is_saved(x, weight):
+    seen = []
+
+    def forward(x):
+        seen.append(("first half", is_recomputing()))
+        y = torch.tanh(x @ weight)
+        seen.append(("second half", is_recomputing()))
+        return y + 1.0
+
+    recomputed(forward, x).sum().backward()
+    assert seen == [("first half", False), ("second half", False), ("first half", True)]
+    assert not is_recomputing()
+
+
+def test_nothing_but_the_inputs_is_kept(x, weight):
+    found = []
+
+    def forward(x, scale):
+        y = torch.tanh(x @ weight) * scale
+        found.append(weakref.ref(y))
+        return y.exp()
+
+    kept = []
+    scale = torch.ones(6, device=x.device)
+    with saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t, lambda t: t):
+        total = recomputed(forward, x, scale).sum()
+    gc.collect()
+    assert found[0]() is None
+    assert kept == [x.data_ptr(), scale.data_ptr()]
+    total.backward()
+    del total
+    gc.collect()
+    assert len(found) == 2 and found[1]() is None
+
+
+def test_what_is_computed_again_is_let_go_of_as_backward_uses_it(x, weight):
+    """Not at its end: the layer's largest tensors would all be there at once."""
+    found, alive = [], []
+
+    class Saves(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x * 2.0)
+            return x * 2.0
+
+        @staticmethod
+        def backward(ctx, grad):
+            tensor = ctx.saved_tensors[0]
+            alive.append(sum(one() is not None for one in found))
+            found.append(weakref.ref(tensor.untyped_storage()))
+            return grad * 2.0
+
+    def forward(x):
+        return Saves.apply(Saves.apply(Saves.apply(x)))
+
+    recomputed(forward, x).sum().backward()
+    assert alive == [0, 0, 0]
+
+
+def test_what_the_second_run_saves_can_be_seen_together(x, weight):
+    seen = []
+    forward = layer(weight)
+    saved = []
+    with saved_tensors_hooks(lambda t: saved.append(t.clone()) or t, lambda t: t):
+        forward(x)
+    total = recomputed(forward, x, see=lambda found: seen.append([t.clone() for t in found])).sum()
+    assert not seen
+    total.backward()
+    assert len(seen) == 1
+    assert_equal(seen[0], saved)
+
+
+def test_random_numbers_are_drawn_again_and_later_ones_are_not_touched(x, weight):
+    def forward(x):
+        return F.dropout(x @ weight, 0.5)
+
+    def run(function):
+        torch.manual_seed(3)
+        result = gradients(function, x, weight)
+        return *result, torch.rand(4, device=x.device), torch.rand(4)
+
+    assert_equal(run(lambda x: recomputed(forward, x)), run(forward))
+    drawn = run(lambda x: recomputed(forward, x, keep_random_state=False))
+    assert not torch.equal(drawn[1], run(forward)[1])  # other elements were dropped
+
+
+def test_the_second_run_has_the_firsts_autocast(x, weight):
+    dtypes = []
+
+    def forward(x):
+        y = x @ weight
+        dtypes.append(y.dtype)
+        return y.exp()
+
+    with torch.autocast(x.device.type, torch.bfloat16):
+        total = recomputed(forward, x).float().sum()
+    total.backward()
+    assert dtypes == [torch.bfloat16, torch.bfloat16]
+    dtypes.clear()
+    total = recomputed(forward, x).sum()
+    with torch.autocast(x.device.type, torch.bfloat16):
+        total.backward()
+    assert dtypes == [torch.float32, torch.float32]
+
+
+def test_a_second_backward_through_a_retained_graph(x, weight):
+    total = recomputed(layer(weight), x).sum()
+    first = torch.autograd.grad(total, (x, weight), retain_graph=True)
+    assert_equal(torch.autograd.grad(total, (x, weight)), first)
+
+
+def test_inputs_of_other_kinds(x, weight):
+    """None, numbers, tensors without gradients; and none of them needs one."""
+
+    def forward(x, nothing, tensor, number):
+        assert nothing is None
+        return (x @ weight * tensor).exp() * number
+
+    x = x.detach()
+    (want,) = torch.autograd.grad(forward(x, None, x, 2.0).sum(), weight)
+    (ours,) = torch.autograd.grad(recomputed(forward, x, None, x, 2.0).sum(), weight)
+    assert torch.equal(ours, want)
+
+
+class Attend(torch.autograd.Function):
+    """Keeps what it computes first, and computes what comes after it again."""
+
+    calls: ClassVar[list[bool]] = []
+
+    @staticmethod
+    def forward(ctx, x):
+        def dear():
+            Attend.calls.append(is_recomputing())
+            return x.exp(), "constant", None
+
+        y, *constants = once(dear)
+        assert constants == ["constant", None]
+        ctx.save_for_backward(y)
+        return y * 1.0
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0]
+
+
+@pytest.fixture
+def store():
+    """A place to keep tensors in, with what was taken out and back."""
+    Attend.calls = []
+    moves = []
+
+    def out(tensor):
+        moves.append("out")
+        return tensor.clone()
+
+    return Keep(out, lambda kept: moves.append("back") or kept), moves
+
+
+def test_what_is_computed_once_is_kept_and_brought_back(x, weight, store):
+    keep, moves = store
+
+    def forward(x):
+        return torch.tanh(Attend.apply(x @ weight))
+
+    want = gradients(forward, x, weight)
+    Attend.calls.clear()
+    assert_equal(gradients(lambda x: recomputed(forward, x, keep=keep), x, weight), want)
+    assert (Attend.calls, moves) == ([False], ["out", "back"])
+    # and by each of two backwards
+    total = recomputed(forward, x, keep=keep).sum()
+    first = torch.autograd.grad(total, (x, weight), retain_graph=True)
+    assert_equal(torch.autograd.grad(total, (x, weight)), first)
+    assert (Attend.calls, moves[2:]) == ([False, False], ["out", "back", "back"])
+
+
+def test_each_of_several_results_comes_back_where_it_belongs(x, weight, store):
+    keep, moves = store
+
+    def forward(x):
+        return Attend.apply(torch.tanh(Attend.apply(torch.tanh(x @ weight))))
+
+    want = gradients(forward, x, weight)
+    assert_equal(gradients(lambda x: recomputed(forward, x, keep=keep), x, weight), want)
+    assert moves == ["out", "out", "back", "back"]
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_what_is_small_is_kept_as_it_is(kept, x, store, monkeypatch):
+    keep, moves = store
+    monkeypatch.setitem(globals(), "once", partial(once, is_small=True))
+    recomputed(Attend.apply, x, keep=keep if kept else None).sum().backward()
+    assert Attend.calls == [False] and not moves
+    assert once(lambda: (1, 2)) == (1, 2)
+
+
+def test_without_a_keep_nothing_is_computed_once(x, store):
+    recomputed(Attend.apply, x).sum().backward()
+    assert Attend.calls == [False, True]
+    # the innermost is the one that counts
+    recomputed(lambda x: recomputed(Attend.apply, x), x, keep=store[0]).sum().backward()
+    assert Attend.calls == [False, True, False, True] and not store[1]
+    assert once(lambda: (1, 2)) == (1, 2)
+
+
+def test_without_gradients_nothing_is_kept(x, weight):
+    with torch.no_grad():
+        y = recomputed(layer(weight), x)
+    assert not y.requires_grad
+
+
+@pytest.mark.parametrize(("again", "words"), [("fewer", "and 1 or others"), ("others", "and 2 or")])
+def test_a_forward_that_is_another_the_second_time_is_refused(again, words, x, weight):
+    def forward(x):
+        y = (x[:2] if is_recomputing() and again == "others" else x).exp()
+        return y if is_recomputing() and again == "fewer" else y.exp()
+
+    total = recomputed(forward, x).sum()
+    state = torch.get_rng_state()
+    with pytest.raises(RuntimeError, match=f"saved 2 tensors when it ran first, {words}"):
+        total.backward()
+    assert torch.equal(torch.get_rng_state(), state) and not is_recomputing()
+
+
+def test_an_error_of_the_second_run_is_passed_on_and_leaves_nothing_behind(x):
+    def forward(x):
+        if is_recomputing():
+            torch.rand(1)
+            raise MemoryError("no more")
+        return x.exp()
+
+    total = recomputed(forward, x).sum()
+    state = torch.get_rng_state()
+    with pytest.raises(MemoryError, match="no more"):
+        total.backward()
+    assert torch.equal(torch.get_rng_state(), state) and not is_recomputing()
