@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 import models
@@ -22,7 +23,7 @@ from bench.results import new_cell
 from bench.weights import Source, materialize
 from models import Built, Lora
 from trainer import MAX_WARMUP_STEPS, Clock, CudaClock, Trainer, WallClock
-from variants import EVIDENCE, VARIANTS
+from variants import EVIDENCE, recipe_of
 
 Send = Callable[[dict[str, Any]], None]
 
@@ -161,7 +162,7 @@ def measure_cells(
     """
     if plan.device == "cpu":
         interpreter.round_bf16_as_hardware_does()
-    if VARIANTS[variant].library == "unsloth":
+    if recipe_of(variant).library == "unsloth":
         if plan.turn_steps:  # it writes generated code there, and imports it
             os.environ["UNSLOTH_COMPILE_LOCATION"] = f"unsloth_compiled_cache/{variant}"
         import unsloth  # noqa: F401  (before transformers and peft, which it patches)
@@ -198,7 +199,7 @@ def measure_cells(
 def _is_made_for_one_length(variant: str) -> bool:
     """Unsloth's model, which is told the length and checkpoints by it, and a compiled one, of which
     torch keeps only so many shapes."""
-    recipe = VARIANTS[variant]
+    recipe = recipe_of(variant)
     return recipe.library == "unsloth" or recipe.compiled
 
 
@@ -222,7 +223,10 @@ def _measure(
     wait_for_turn: Callable[[], int],
 ) -> str:
     """Time the variant and see what it ran, if it is right; its status."""
-    measured |= {"settings": built.settings, "fused_modules": built.fused_modules}
+    measured |= {
+        "settings": msgspec.to_builtins(built.settings),
+        "fused_modules": built.fused_modules,
+    }
     measured["parity"] = dataclasses.asdict(parity)
     if not parity.passed:
         measured["error"] = parity.problem
@@ -249,7 +253,7 @@ def _measure(
     ours = wait_for_turn()  # the others' last steps come before what follows
     measured |= dataclasses.asdict(timings)
 
-    recipe = VARIANTS[variant]
+    recipe = recipe_of(variant)
     functions = [name for evidence in EVIDENCE.values() for name in evidence.functions]
     compiles = recipe.compiled or recipe.library == "unsloth"  # which compiles parts of its own
     profile = profile_step(lambda: trainer.step(batches[0]), functions, not compiles)

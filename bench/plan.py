@@ -10,8 +10,7 @@ from bench import machine
 from bench import results as store
 from bench.cells import LEARNING_RATE, Plan
 from bench.weights import Source, resolve
-from models import Lora
-from variants import SUITES, VARIANTS, missing_package
+from variants import RETIRED, SUITES, VARIANTS, Lora, current_id, missing_package, recipe_of
 
 HERE = Path(__file__).resolve().parent.parent  # the checkout
 
@@ -205,16 +204,20 @@ def check_vocabulary(source: Source, tokens: int) -> None:
 
 def check_variants(arguments: argparse.Namespace, device: str) -> list[str]:
     """The variants to run. One that cannot run is an error only when it was asked for by name."""
-    for name in arguments.variants or ():
+    asked = [current_id(name) for name in arguments.variants or ()]
+    for name in asked:
+        if name in RETIRED:
+            instead = RETIRED[name].instead
+            raise ValueError(f"--variants {name}: is not measured any more; give {instead}")
         if name not in VARIANTS:
             raise ValueError(f"--variants {name}: unknown; there are {', '.join(VARIANTS)}")
         if reason := why_unavailable(name, device):
             raise ValueError(f"--variants {name}: {reason}")
-    return list(dict.fromkeys(arguments.variants or SUITES[arguments.suite]))
+    return list(dict.fromkeys(asked or SUITES[arguments.suite]))
 
 
 def why_unavailable(variant: str, device: str) -> str | None:
-    recipe = VARIANTS[variant]
+    recipe = recipe_of(variant)
     name = recipe.library.capitalize()
     if recipe.library in ("unsloth", "liger") and device == "cpu":
         return f"{name} needs an NVIDIA GPU; leave it out, or run where there is one"

@@ -23,9 +23,11 @@ from statistics import median
 from textwrap import shorten
 from typing import Any
 
+import msgspec
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 
+from bench import records
 from report.statistics import floor_of_round, key_of, summarize
 
 SCHEMA = json.loads((Path(__file__).parent / "results.schema.json").read_text())
@@ -139,6 +141,37 @@ def load(path: str | Path) -> dict:
     if wrong := _mismatch(DOCUMENT, results):
         raise ValueError(f"{path}: {wrong}: restore it, or delete it and measure again")
     return results
+
+
+class _Header(msgspec.Struct):
+    schema_version: Any = None
+
+
+def decode(data: bytes) -> records.Run:
+    """The run in the bytes of a results file.
+
+    Raises:
+        ValueError: it is none; one line with the place and what is wrong there.
+    """
+    try:
+        schema = msgspec.json.decode(data, type=_Header).schema_version
+    except msgspec.ValidationError:
+        schema = None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        problem = f"it is not whole JSON ({error})"
+        raise ValueError(f"{problem}: restore it, or delete it and measure again") from None
+    if schema is None:
+        raise ValueError("it has no schema_version, so it is not ours: give another path")
+    if schema != SCHEMA_VERSION:
+        problem = f"it has schema {schema}, this version writes {SCHEMA_VERSION}"
+        raise ValueError(f"{problem}: give another --out, or delete that file")
+    try:
+        return msgspec.json.decode(data, type=records.Run)
+    except msgspec.ValidationError as error:
+        what, _, place = str(error).partition(" - at `$")
+        where = place.strip(".`") or "the document"
+        problem = f"{where}: {what[0].lower()}{what[1:]}"
+        raise ValueError(f"{problem}: restore it, or delete it and measure again") from None
 
 
 def _mismatch(validator: Draft202012Validator, document: dict) -> str | None:

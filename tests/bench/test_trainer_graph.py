@@ -2,6 +2,7 @@
 
 import gc
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,14 +14,13 @@ from test_trainer import FakeClock, Line, make_batches
 
 import models
 import trainer as trainer_module
-import variants
 from batches import Batch
 from bench import audit, cells
 from bench import plan as options
 from fused_lora.step.graph import EAGER_CALLS
 from models import Graph
 from trainer import MAX_WARMUP_STEPS, MIN_WARMUP_STEPS, Trainer
-from variants import VARIANTS, Recipe
+from variants import VARIANTS, Lora, Recipe
 
 TINY = str(Path(__file__).resolve().parents[2] / "configs" / "tiny.json")
 STEADY_WARMUP = [1.0] * (EAGER_CALLS + MIN_WARMUP_STEPS)
@@ -200,7 +200,7 @@ def test_the_peak_of_eager_steps_is_that_of_the_timed_ones(monkeypatch):
 
 # --- a variant ------------------------------------------------------------------------------------
 
-GRAPHS = [variant for variant, recipe in VARIANTS.items() if recipe.graph]
+GRAPHS = [variant.id for variant in VARIANTS.values() if variant.recipe.graph]
 
 
 @pytest.mark.parametrize("variant", GRAPHS)
@@ -217,7 +217,8 @@ def test_a_variant_is_measured_as_a_graph_from_its_recipe_to_its_cell(
     if device == "cpu":
         monkeypatch.setattr("fused_lora.step.graph.GraphedStep", RecordedStep)
     recipe = Recipe(checkpointing="none", graph=True)
-    monkeypatch.setitem(variants.VARIANTS, "vanilla_graph", recipe)
+    record = replace(VARIANTS["vanilla_peft"], id="vanilla_graph", recipe=recipe)
+    monkeypatch.setitem(VARIANTS, "vanilla_graph", record)
     arguments = options.parse(
         ["--device", device, "--model", TINY, "--seq-lens", "16", "32", "--steps",
          "3", "--batch-size", "4", "--rounds", "1", *padded, "--cache", str(tmp_path / "cache"),
@@ -288,7 +289,7 @@ def test_a_fused_graph_trains_as_the_same_step_eagerly(variant, device, tmp_path
     batch.labels[:, :20] = -100  # the graph computes the loss on fewer rows than there are tokens
     losses = []
     for name in (variant, variant.removesuffix("_graph")):
-        built = models.build(name, source.folder, models.Lora(rank=4), 32, True, device, 0)
+        built = models.build(name, source.folder, Lora(rank=4), 32, True, device, 0)
         clock = trainer_module.CudaClock()
         trainer = Trainer(built.model, built.autocast, clock, 1e-3, graph=built.graph)
         losses.append(trainer.run([batch], steps=5).losses)

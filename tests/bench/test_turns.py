@@ -15,6 +15,8 @@ from bench import processes as isolated
 from bench import results as store
 from bench.parity import Parity
 from bench.profiler import Profile
+from models import Built
+from variants import Settings
 
 CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="the rehearsal is for the CPU")
 VARIANTS = ["vanilla_peft", "fused_mlp"]
@@ -158,7 +160,9 @@ def measure_on_a_gpu(monkeypatch, turn_steps):
         steps=4, turn_steps=turn_steps, batch_size=1, device="cuda", clock=lambda: None,
         batches=lambda *_: [batch],
     )  # fmt: skip
-    built = SimpleNamespace(settings={}, fused_modules=[], model=None, autocast=None, graph=None)
+    built = SimpleNamespace(
+        settings=Settings(), fused_modules=[], model=None, autocast=None, graph=None
+    )
     parity = Parity(True, None, [], [], [], [], 0.0, 0.0, 1.0, "", 1.0, "")
     with pytest.raises(KeyboardInterrupt):
         cells._measure({}, plan, "vanilla_peft", 16, built, parity, lambda _: None, wait_for_turn)
