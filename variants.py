@@ -13,11 +13,11 @@ WHOLE_LAYERS = ("layer", "rms_norm", "cross_entropy", "checkpoint")
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-class Lora(msgspec.Struct, frozen=True):
+class Lora(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The adapters, the same in every variant. Scale = alpha / rank."""
 
     rank: int = 32
-    alpha: float = 64
+    alpha: int | float = 64
     dropout: float = 0.0
     bias: str = "none"
     targets: tuple[str, ...] = TARGETS
@@ -128,7 +128,7 @@ LOOKS = {
     "unsloth": Look("Unsloth", "#8250df", "^", "..."),
     "compiled": Look("compiled PEFT", "#0969da", "D", "xxx"),
     "liger": Look("Liger", "#1a7f37", "v", "---"),
-    "other": Look("other", "#8a6100", "P", "\\\\\\"),
+    "other": Look("other", "#8a6100", "<", "+++"),
 }
 
 
@@ -266,6 +266,11 @@ OLD_IDS = {
         for end in ("", WITHOUT)
     },
 }
+
+ALONE, ALL_BUT = (  # the variant of each part, by the part
+    {part: id for part in PARTS for id, variant in VARIANTS.items() if variant.recipe == recipe(part)}
+    for recipe in (lambda part: Recipe(fused=(part,)), _but)
+)
 
 SUITES = {
     suite: [variant.id for variant in _RECORDS if suite in variant.suites]

@@ -14,6 +14,7 @@ from msgspec import Meta, Struct
 from variants import Lora, Settings, current_id
 
 SCHEMA_VERSION = 2
+COMPARED_PACKAGES = ("torch", "triton", "transformers", "peft", "unsloth", "liger_kernel")
 Status = Literal["ok", "parity_failed", "oom", "error", "unavailable"]
 STATUSES: tuple[Status, ...] = get_args(Status)  # the most telling first
 Verdict = Literal["faster", "slower", "not distinguishable"]
@@ -77,8 +78,8 @@ class Gpu(Record):
     memory_bytes: Count
     driver: str
     power_limit_w: float | None
-    max_sm_clock_mhz: float | None
-    max_memory_clock_mhz: float | None
+    max_sm_clock_mhz: int | None
+    max_memory_clock_mhz: int | None
     ecc: bool | None
     uncorrected_ecc_errors: int | None
     persistence: bool | None

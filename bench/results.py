@@ -28,6 +28,7 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 
 from bench import records
+from bench.records import COMPARED_PACKAGES
 from report.statistics import floor_of_round, key_of, summarize
 
 SCHEMA = json.loads((Path(__file__).parent / "results.schema.json").read_text())
@@ -40,7 +41,6 @@ DOCUMENT = Draft202012Validator(SCHEMA)
 CELL = Draft202012Validator(SCHEMA["$defs"]["cell"])
 
 GROWING_PARTS = ("variants", "seq_lens", "rounds", "steps", "tokens")  # a later run may want more
-COMPARED_PACKAGES = ("torch", "triton", "transformers", "peft", "unsloth", "liger_kernel")
 
 
 def new_results(argv: list, environment: dict, experiment: dict, rehearsal: bool) -> dict:

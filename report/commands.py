@@ -18,10 +18,7 @@ from report import ablation_picture as ablation_plot
 from report import benchmark_results as plots
 from report import frontier, kernel_time, loss_curve, tables
 from report.comparison import compare
-from report.names import name_of
-from report.statistics import NO_CHECKPOINTING
-
-Results = dict[str, Any]
+from variants import counterpart, title_of
 
 # Vanilla and fused MLP once more, on another visit: how far to trust the published run.
 SECOND_RUN = HERE / "docs" / "second_run.json"

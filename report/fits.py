@@ -1,0 +1,116 @@
+"""What is the fastest that fits my card? From a run alone.
+
+Memory is what torch had reserved at most. That was with all of a large card to itself, so a smaller
+one may do with a little less; what was allocated at most is the least that it needs.
+"""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import NamedTuple
+
+from bench.records import Run
+from report.looks import markdown_table
+from report.statistics import speedups
+from variants import BASELINE, counterpart, title_of, variant_of
+
+CONTEXT_GIB = 0.6  # what CUDA's context takes of a card beside torch's memory
+LISTED = 8  # of what fits at a length, the fastest
+
+
+class Point(NamedTuple):
+    """One variant at one length: medians over rounds, the peak of all rounds. speedup: over one and
+    the same baseline for all variants of a length, see `speedup_over`."""
+
+    variant: str
+    seq_len: int
+    step_ms: float
+    peak_gib: float
+    speedup: float | None
+
+
+class Fit(NamedTuple):
+    """A length, what fits there (by its speedup, the largest first, those without one last), and
+    the least that any variant takes."""
+
+    seq_len: int
+    points: list[Point]
+    least: Point | None
+
+
+def points_of(run: Run, seq_len: int) -> list[Point]:
+    """The variants with a time and a peak at this length, fastest first; without the A/A twins."""
+    found = []
+    for variant in run.experiment.variants:
+        cells = run.cells_of(variant, seq_len, "ok")
+        peaks = [cell.peak_reserved_bytes or cell.peak_allocated_bytes or 0 for cell in cells]
+        if max(peaks, default=0) and variant != variant_of(variant).again.id:
+            speedup = speedup_over(_reference(run, seq_len), run, variant, seq_len)
+            step_ms = median(run.round_ms(variant, seq_len).values())
+            found.append(Point(variant, seq_len, step_ms, max(peaks) / 2**30, speedup))
+    return sorted(found, key=lambda point: (point.step_ms, point.peak_gib))
+
+
+def speedup_over(reference: str, run: Run, variant: str, seq_len: int) -> float | None:
+    """How many times as fast as `reference` a variant is, from pairs of the same round alone, as
+    the rounds of a merged run are of several visits: its speedup over its own block's baseline,
+    times that baseline's over the reference. None where rounds lack the pairs."""
+    ratios = speedups(run, variant, seq_len)
+    baseline = variant_of(variant).baseline.id
+    own, other = (run.round_ms(id, seq_len) for id in (baseline, reference))
+    baselines = [other[number] / own[number] for number in own.keys() & other.keys()]
+    return median(ratios) * median(baselines) if ratios and baselines else None
+
+
+def _reference(run: Run, seq_len: int) -> str:
+    """What all variants of a length are held against: vanilla PEFT, with checkpointing where a run
+    has it."""
+    return counterpart(BASELINE, bool(run.round_ms(BASELINE, seq_len))).id
+
+
+def pareto(points: list[Point]) -> list[Point]:
+    """Those that no other beats in time without taking more memory; from the least memory up."""
+    best: list[Point] = []
+    for point in sorted(points, key=lambda each: (each.peak_gib, each.step_ms)):
+        if not best or point.step_ms < best[-1].step_ms:
+            best.append(point)
+    return best
+
+
+def fits(run: Run, gib: float) -> list[Fit]:
+    """For each length what fits a card of this size beside the CUDA context."""
+    found = []
+    for seq_len in run.experiment.seq_lens:
+        points = points_of(run, seq_len)
+        inside = [point for point in points if point.peak_gib <= gib - CONTEXT_GIB]
+        inside.sort(key=lambda point: -(point.speedup or 0))
+        least = min(points, key=lambda point: point.peak_gib, default=None)
+        found.append(Fit(seq_len, inside, least))
+    return found
+
+
+def fits_table(run: Run, gib: float) -> str:
+    """`fits` in Markdown: the fastest few of each length, how many more fit, and by what they are
+    ranked."""
+    lines = []
+    for seq_len, points, least in fits(run, gib):
+        for point in points[:LISTED]:
+            over = "" if point.speedup is None else f"{point.speedup:.2f}"
+            numbers = [over, f"{point.step_ms:.1f}", f"{point.peak_gib:.1f}"]
+            lines.append([str(seq_len), title_of(point.variant), *numbers])
+        if more := len(points[LISTED:]):
+            lines.append([str(seq_len), f"and {more} slower", "", "", ""])
+        if not points:
+            why = "nothing measured"
+            if least:
+                why = f"nothing: {title_of(least.variant)} takes the least"
+            peak = f"{least.peak_gib:.1f}" if least else ""
+            lines.append([str(seq_len), why, "", "", peak])
+    header = ["tokens", "fits", "speedup", "step, ms", "reserved, GiB"]
+    references = {_reference(run, seq_len) for seq_len in run.experiment.seq_lens}
+    said = (
+        f"Ranked by the speedup over {' or '.join(sorted(map(title_of, references)))}, measured in "
+        "the same rounds. Milliseconds are of the rounds that a variant has, and those of two "
+        "variants may come from different visits to a machine."
+    )
+    return f"{markdown_table(header, lines)}\n\n{said}"
