@@ -8,6 +8,7 @@ import functools
 import gc
 import hashlib
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 import models
-from batches import Batch, load_tokenizer, make_batches, read_examples, sha256_of, tokenize
+from batches import IGNORED, Batch, load_tokenizer, make_batches, read_examples, sha256_of, tokenize
 from bench import audit, interpreter, machine
 from bench.profiler import profile_step
 from bench.results import new_cell
@@ -56,9 +57,28 @@ class Plan:
             tokenized, seq_len, batch_size, count, padded=self.padded, seed=self.seed
         )
 
+    def trains_at(self, seq_len: int) -> bool:
+        """Whether batches of this length give every adapter a gradient. Those of q and k have none
+        where all that is predicted is a row's second token: its first attends to itself alone."""
+        try:
+            self.batches(seq_len, self.batch_size, 1)
+            _, second = self.batches(seq_len, PARITY_BATCH_SIZE, 2)
+        except ValueError:
+            return False
+        return bool((second.labels[:, 2:] != IGNORED).any())
+
+    def shortest_from(self, seq_len: int) -> int | None:
+        """The shortest length from this one up at which batches train, None where none does."""
+        examples = _tokenized(self.data, self.source.tokenizer)
+        if self.padded:  # every row is the beginning of an example, so none is worth a try before
+            seq_len = max(seq_len, 1 + min(_first_label(example.labels) for example in examples))
+        lengths = range(seq_len, 2 * max(len(example.labels) for example in examples))
+        return next((n for n in lengths if self.trains_at(n)), None)
+
     @property
     def parity_seq_len(self) -> int:
-        return min(PARITY_SEQ_LEN, *self.seq_lens)
+        short = min(PARITY_SEQ_LEN, *self.seq_lens)
+        return short if self.trains_at(short) else min(self.seq_lens)
 
     def parity_batches(self) -> tuple[Batch, Batch]:
         first, second = self.batches(self.parity_seq_len, PARITY_BATCH_SIZE, 2)
@@ -93,10 +113,19 @@ class Plan:
         digest = hashlib.sha256(repr(rests_on).encode()).hexdigest()[:12]
         return self.cache / "parity" / f"{digest}.pt"
 
+    def is_prepared(self) -> bool:
+        """Whether what `prepare` makes is there."""
+        return self.source.is_there() and self.reference_file().exists()
+
 
 @functools.cache
 def _tokenized(data: Path, tokenizer: Path):
     return tokenize(read_examples(data), load_tokenizer(tokenizer))
+
+
+def _first_label(labels: list[int]) -> int:
+    """The place of the first label that a row's third token or a later one has."""
+    return next((n for n, label in enumerate(labels) if n >= 2 and label != IGNORED), sys.maxsize)
 
 
 def prepare(send: Send, plan: Plan) -> None:
@@ -112,7 +141,7 @@ def prepare(send: Send, plan: Plan) -> None:
     seq_len = min(plan.seq_lens)
     reference = make_reference(plan.build("vanilla_peft", seq_len), plan.parity_batches())
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".unfinished")
+    unfinished = path.with_suffix(f".{os.getpid()}.unfinished")  # runs may share a cache
     reference.save(unfinished)
     unfinished.replace(path)
 
@@ -271,8 +300,8 @@ def _measure(
 
 
 def _allocator_failures() -> int:
-    """How often CUDA's allocator has found no memory; none without a GPU, where it does not run."""
-    return torch.cuda.memory_stats()["num_ooms"] if torch.cuda.is_available() else 0
+    """How often CUDA's allocator has found no memory; never where it has not run."""
+    return torch.cuda.memory_stats().get("num_ooms", 0) if torch.cuda.is_available() else 0
 
 
 def _first_line(error: BaseException) -> str:

@@ -14,19 +14,17 @@ from bench import audit
 from bench import processes as isolated
 from bench import results as store
 from bench.cells import Plan, measure_cells, measure_floor, prepare
-from bench.plan import others_on_gpu, why_unavailable
+from bench.options import others_on_gpu, variants_of, why_unavailable
 from report.commands import Results, console
 from report.names import name_of
 from report.statistics import baseline_of, key_of
-from variants import SUITES
 
 Cells = list[tuple[int, str, int]]  # (round, variant, length) of each
 
 
 def run_experiment(plan: Plan, results: Results, path: Path, asked: dict[str, Any]) -> None:
     """Measure every cell that is asked for and still to do, saving each as it ends."""
-    variants = list(dict.fromkeys(asked["variants"] or SUITES[asked["suite"]]))
-    todo = cells_to_do(plan, results, variants, asked["rounds"])
+    todo = cells_to_do(plan, results, variants_of(asked), asked["rounds"])
     if plan.device == "cpu":
         # for the processes, which read them when they import triton and torch
         os.environ |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}

@@ -37,6 +37,12 @@ def has_gpu() -> bool:
     return gpu_handle() is not None
 
 
+def gpu_name() -> str:
+    """What NVML calls the first GPU that CUDA would use."""
+    name = pynvml.nvmlDeviceGetName(gpu_handle())
+    return name if isinstance(name, str) else name.decode()
+
+
 def gpu_handle():
     """NVML's handle of the first GPU that CUDA would use, None where there is none."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -154,11 +160,10 @@ def _gpu() -> dict[str, Any] | None:
     handle = gpu_handle()
     if handle is None:
         return None
-    name = pynvml.nvmlDeviceGetName(handle)
     driver = pynvml.nvmlSystemGetDriverVersion()
     limit_mw = _ask(pynvml.nvmlDeviceGetPowerManagementLimit, handle)
     return {
-        "name": name if isinstance(name, str) else name.decode(),
+        "name": gpu_name(),
         "memory_bytes": int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
         "driver": driver if isinstance(driver, str) else driver.decode(),
         "power_limit_w": None if limit_mw is None else limit_mw / 1e3,

@@ -26,6 +26,7 @@ from typing import Any
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 
+from report.names import first_few, in_words
 from report.statistics import floor_of_round, key_of, summarize
 
 SCHEMA = json.loads((Path(__file__).parent / "results.schema.json").read_text())
@@ -128,7 +129,7 @@ def load(path: str | Path) -> dict:
     path = Path(path)
     try:
         results = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         problem = f"{path} is not whole JSON ({error})"
         raise ValueError(f"{problem}: restore it, or delete it and measure again") from None
     if not isinstance(results, dict) or "schema_version" not in results:
@@ -154,10 +155,6 @@ def _mismatch(validator: Draft202012Validator, document: dict) -> str | None:
     return f"{place}: {words}"
 
 
-def _first_few(items: list[str]) -> str:
-    return "; ".join(items[:3]) + (f"; and {len(items) - 3} more" if len(items) > 3 else "")
-
-
 # --- going on with an earlier run -----------------------------------------------------------------
 
 
@@ -173,7 +170,7 @@ def continue_from(path: str | Path, fresh: dict) -> dict:
         return fresh
     earlier = load(path)
     if differences := _differences(earlier, fresh):
-        differing = f"{path} holds another run: {_first_few(differences)}"
+        differing = f"{path} holds another run: {first_few(differences)}"
         raise ValueError(f"{differing}. Give another --out, or delete that file.")
     _widen(earlier, fresh)
     return earlier
@@ -188,12 +185,18 @@ def merge(runs: list[dict]) -> dict:
     printed as the floor is the median of all samples.
 
     Raises:
-        ValueError: the runs are not of one experiment on one kind of GPU.
+        ValueError: the runs are not of one experiment on one kind of GPU, or two of them hold the
+            same measurement, which would count twice.
     """
     merged, *others = (copy.deepcopy(run) for run in runs)
-    for run in others:
+    for number, run in enumerate(others, start=2):
         if differences := _differences(merged, run):
-            raise ValueError(f"these are not of one experiment: {_first_few(differences)}")
+            raise ValueError(f"these are not of one experiment: {first_few(differences)}")
+        if (shared := _measured(merged) & _measured(run)) or run in runs[: number - 1]:
+            raise ValueError(
+                f"run {number} of these overlaps an earlier one, {len(shared)} measurements are in "
+                "both: give each run once"
+            )
         before, steps = merged["experiment"]["rounds"], merged["experiment"]["steps"]
         finished = [merged["finished_utc"], run["finished_utc"]]
         for cell in run["cells"]:
@@ -208,6 +211,12 @@ def merge(runs: list[dict]) -> dict:
         merged["kernels"] = merged["kernels"] or run["kernels"]
     merged["summary"] = summarize(merged)
     return merged
+
+
+def _measured(run: dict) -> set[tuple]:
+    """The cells with a time, by their raw times: no two measurements agree in every digit."""
+    cells = [cell for cell in run["cells"] if cell["step_ms"]]
+    return {(c["variant"], c["seq_len"], *c["step_ms"], *c["wall_ms"]) for c in cells}
 
 
 def _merged_floor(one: dict, other: dict) -> dict:
@@ -232,7 +241,7 @@ def _merged_floor(one: dict, other: dict) -> dict:
 def _differences(earlier: dict, fresh: dict) -> list[str]:
     there, here = _identity(earlier, fresh), _identity(fresh, earlier)
     return [
-        f"{name} {there.get(name)} there, {here.get(name)} here"
+        f"{name} {in_words(there.get(name))} there, {in_words(here.get(name))} here"
         for name in {**there, **here}
         if there.get(name) != here.get(name)
     ]
@@ -250,7 +259,7 @@ def _identity(run: dict, other: dict) -> dict:
     flat.update({"gpu": gpu.get("name"), "power_limit_w": gpu.get("power_limit_w")})
     for seq_len, tokens in experiment["tokens"].items():
         if seq_len in other["experiment"]["tokens"]:
-            flat[f"tokens at {seq_len}"] = tokens
+            flat |= {f"share {part} at {seq_len}": share for part, share in tokens.items()}
     for name in COMPARED_PACKAGES:
         if environment["packages"].get(name) and other["environment"]["packages"].get(name):
             flat[name] = environment["packages"][name]

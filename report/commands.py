@@ -1,6 +1,7 @@
 """What is made of results that are there: pictures, tables, comparisons; nothing is measured.
 
-Each `*_only` is one of the command's options, and returns its exit code.
+Each `*_only` is one of the command's options, and returns its exit code. What draws is imported
+where it draws: matplotlib takes longer than saying that there is nothing to draw.
 """
 
 from collections.abc import Callable
@@ -13,11 +14,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from bench import results as store
-from bench.plan import HERE, check_writable
-from report import ablation_picture as ablation_plot
-from report import benchmark_results as plots
-from report import frontier, kernel_time, loss_curve, tables
+from bench.folders import locked
+from bench.options import HERE
+from report import tables
 from report.comparison import compare
+from report.fits import fits_table
 from report.names import name_of
 from report.statistics import NO_CHECKPOINTING
 
@@ -38,6 +39,8 @@ def plot_only(folder: Path) -> int:
     if not path.is_file():
         raise ValueError(f"--plot-only: there is no {path}; run the benchmark first, or give --out")
     results = store.load(path)
+    from report import loss_curve
+
     drawn = []
     if folder.resolve() == HERE:
         suite = store.load(SUITE) if SUITE.is_file() else None
@@ -57,6 +60,9 @@ def plot_only(folder: Path) -> int:
 
 def draw(results: Results, folder: Path) -> list[Path]:
     """Every picture that the results have something for; where they were written."""
+    from report import benchmark_results as plots
+    from report import kernel_time
+
     pictures: dict[Path, Callable] = {
         folder / "benchmark_results.png": plots.draw,
         folder / "kernel_time.png": kernel_time.draw,
@@ -69,6 +75,9 @@ def draw_suite(results: Results, folder: Path) -> list[Path]:
     """What a suite has pictures of, and the experiment alone has not."""
     if not {"fused_all", "fused_all" + NO_CHECKPOINTING} & {*results["experiment"]["variants"]}:
         return []
+    from report import ablation_picture as ablation_plot
+    from report import frontier
+
     pictures: dict[Path, Callable] = {
         folder / "ablation.png": ablation_plot.draw,
         folder / "frontier.png": frontier.draw,
@@ -95,18 +104,19 @@ def merge_only(paths: list[Path], folder: Path | None) -> int:
     """Write the rounds of several runs into one results.json, and draw it."""
     if folder is None:
         raise ValueError("--merge: give --out FOLDER, where the one run is written")
-    if (folder / "results.json").exists():
-        raise ValueError(f"--merge: {folder / 'results.json'} is there; give another --out")
+    path = folder / "results.json"
+    if path.exists():
+        raise ValueError(f"--merge: {path} is there; give another --out")
     try:
-        merged = store.merge([store.load(path) for path in paths])
+        merged = store.merge([store.load(file) for file in paths])
     except OSError as error:
         reason = f"{error.filename} cannot be read ({error.strerror})"
         raise ValueError(f"--merge: {reason}") from None
-    check_writable(folder)
-    store.save(folder / "results.json", merged)
-    console.print(summary_table(merged))
-    pictures = draw(merged, folder)
-    console.print("\n".join(map(str, (folder / "results.json", *pictures))), soft_wrap=True)
+    with locked(folder):
+        store.save(path, merged)
+        console.print(summary_table(merged))
+        pictures = draw(merged, folder)
+    console.print("\n".join(map(str, (path, *pictures))), soft_wrap=True)
     return 0
 
 
@@ -119,7 +129,7 @@ def fits_only(gib: float, folder: Path) -> int:
         path = SUITE  # has more to choose from
     if not path.is_file():
         raise ValueError(f"--fits: there is no {path}; run the benchmark first, or give --out")
-    console.print(frontier.fits_table(store.load(path), gib), soft_wrap=True, markup=False)
+    console.print(fits_table(store.load(path), gib), soft_wrap=True, markup=False)
     return 0
 
 

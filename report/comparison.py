@@ -14,6 +14,7 @@ from math import exp, log, sqrt
 from statistics import mean, median, variance
 from typing import Any
 
+from report.names import first_few, in_words
 from report.statistics import STATUSES, noise_band, quantile, round_ms, verdict_of
 
 # What two visits may differ by without anything having changed, beside what the floor and the host
@@ -163,7 +164,7 @@ def _differences(old: dict, new: dict, keys: list[tuple[str, int]]) -> list[str]
         there, here = dict(_flat(old[part])), dict(_flat(new[part]))
         for name in {**there, **here}:
             if there.get(name) != here.get(name):
-                found.append(f"{name}: {there.get(name)} -> {here.get(name)}")
+                found.append(f"{name}: {_change(there.get(name), here.get(name))}")
     for variant, seq_len in keys:
         there, here = (_settings(run, variant, seq_len) for run in (old, new))
         if not there or not here:
@@ -171,8 +172,18 @@ def _differences(old: dict, new: dict, keys: list[tuple[str, int]]) -> list[str]
         for name in {**there, **here}:
             if there.get(name) != here.get(name):
                 where = f"{variant} at {seq_len}, {name}"
-                found.append(f"{where}: {there.get(name)} -> {here.get(name)}")
+                found.append(f"{where}: {_change(there.get(name), here.get(name))}")
     return found
+
+
+def _change(there: Any, here: Any) -> str:
+    """Of a long list, what is in one alone."""
+    if not isinstance(there, list) or not isinstance(here, list):
+        return f"{in_words(there)} -> {in_words(here)}"
+    gone, new = ([str(x) for x in a if x not in b] for a, b in ((there, here), (here, there)))
+    parts = [("gone", gone), ("new", new)]
+    said = [f"{words} {first_few(items, ', ')}" for words, items in parts if items]
+    return "; ".join(said) or "in another order"
 
 
 def _flat(part: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,17 +1,12 @@
-"""frontier.png and the table beside it, from a results document alone: what is the fastest that
-fits my card?
-
-Memory is what torch had reserved at most. That was with all of a large card to itself, so a smaller
-one may do with a little less; what was allocated at most is the least that it needs.
-"""
+"""frontier.png, from a results document alone: step time over peak memory, and the fastest for the
+memory that there is."""
 
 from __future__ import annotations
 
 from itertools import pairwise, product
 from pathlib import Path
-from statistics import median
 from textwrap import fill
-from typing import Any, NamedTuple
+from typing import Any
 
 from matplotlib import style
 from matplotlib.axes import Axes
@@ -22,12 +17,11 @@ from matplotlib.ticker import NullLocator
 from matplotlib.transforms import Bbox
 
 from report.benchmark_results import write_png
-from report.looks import LOOKS, REHEARSAL, STYLE, caption, markdown_table
+from report.fits import CONTEXT_GIB, Point, pareto, points_of
+from report.looks import LOOKS, REHEARSAL, STYLE, caption
 from report.names import name_of
-from report.statistics import BASELINE, NO_CHECKPOINTING, key_of, round_ms, speedups, twin_of
+from report.statistics import BASELINE, NO_CHECKPOINTING
 
-CONTEXT_GIB = 0.6  # what CUDA's context takes of a card beside torch's memory
-LISTED = 8  # of what fits at a length, the fastest
 CARDS_GIB = (8, 12, 16, 24, 40, 48, 80)
 # With a name in the picture, as what is on the frontier is; the others have a number.
 NAMED = ("vanilla_peft", "fused_mlp", "full_unsloth", "compiled_peft", "liger_peft")
@@ -46,83 +40,6 @@ EDGES: dict[bool, dict[str, Any]] = {  # without checkpointing: hollow
 }
 DISTANCES = (9, 17, 27, 39, 53, 69, 87, 107)  # in points, where a label is tried
 SIDES = ((1, 0), (1, 1), (0, 1), (1, -1), (0, -1), (-1, 1), (-1, 0), (-1, -1))
-
-
-class Point(NamedTuple):
-    """One variant at one length: medians over rounds, the peak of all rounds. speedup: over the
-    baseline of its block, in the rounds that have both."""
-
-    variant: str
-    seq_len: int
-    step_ms: float
-    peak_gib: float
-    speedup: float | None
-
-
-class Fit(NamedTuple):
-    """A length, what fits there (fastest first), and the least that any variant takes."""
-
-    seq_len: int
-    points: list[Point]
-    least: Point | None
-
-
-def points_of(results: dict, seq_len: int) -> list[Point]:
-    """The variants with a time and a peak at this length, fastest first; without the A/A twins."""
-    found = []
-    for variant in results["experiment"]["variants"]:
-        own = round_ms(results, variant, seq_len)
-        peaks = [
-            cell["peak_reserved_bytes"] or cell["peak_allocated_bytes"] or 0
-            for cell in results["cells"]
-            if key_of(cell)[:2] == (variant, seq_len) and cell["status"] == "ok"
-        ]
-        if own and max(peaks) and variant != twin_of(variant):
-            ratios = speedups(results, variant, seq_len)
-            over = median(ratios) if ratios else None
-            step_ms = median(own.values())
-            found.append(Point(variant, seq_len, step_ms, max(peaks) / 2**30, over))
-    return sorted(found, key=lambda point: (point.step_ms, point.peak_gib))
-
-
-def pareto(points: list[Point]) -> list[Point]:
-    """Those that no other beats in time without taking more memory; from the least memory up."""
-    best: list[Point] = []
-    for point in sorted(points, key=lambda each: (each.peak_gib, each.step_ms)):
-        if not best or point.step_ms < best[-1].step_ms:
-            best.append(point)
-    return best
-
-
-def fits(results: dict, gib: float) -> list[Fit]:
-    """For each length what fits a card of this size beside the CUDA context."""
-    found = []
-    for seq_len in results["experiment"]["seq_lens"]:
-        points = points_of(results, seq_len)
-        inside = [point for point in points if point.peak_gib <= gib - CONTEXT_GIB]
-        least = min(points, key=lambda point: point.peak_gib, default=None)
-        found.append(Fit(seq_len, inside, least))
-    return found
-
-
-def fits_table(results: dict, gib: float) -> str:
-    """`fits` in Markdown: the fastest few of each length, and how many more fit."""
-    lines = []
-    for seq_len, points, least in fits(results, gib):
-        for point in points[:LISTED]:
-            over = "" if point.speedup is None else f"{point.speedup:.2f}"
-            numbers = [f"{point.step_ms:.1f}", f"{point.peak_gib:.1f}", over]
-            lines.append([str(seq_len), name_of(point.variant), *numbers])
-        if more := len(points[LISTED:]):
-            lines.append([str(seq_len), f"and {more} slower", "", "", ""])
-        if not points:
-            why = "nothing measured"
-            if least:
-                why = f"nothing: {name_of(least.variant)} takes the least"
-            peak = f"{least.peak_gib:.1f}" if least else ""
-            lines.append([str(seq_len), why, "", peak, ""])
-    header = ["tokens", "fits", "step, ms", "reserved, GiB", "speedup"]
-    return markdown_table(header, lines)
 
 
 # --- the picture ----------------------------------------------------------------------------------

@@ -1,4 +1,6 @@
-"""What people call the variants, in pictures and tables."""
+"""What people call the variants, in pictures and tables, and values, in messages."""
+
+from typing import Any
 
 from report.statistics import NO_CHECKPOINTING
 
@@ -34,6 +36,21 @@ NAMES = {
     "fused_all_but_cross_entropy": "all fused but cross entropy",
     "fused_all_but_checkpoint": "all fused but checkpointing",
 }
+
+
+def in_words(value: Any) -> str:
+    """A value of results.json as people write it."""
+    if value is None or isinstance(value, bool):
+        return {None: "none", True: "yes", False: "no"}[value]
+    if isinstance(value, list):
+        return ", ".join(map(in_words, value))
+    return str(value)
+
+
+def first_few(items: list[str], separator: str = "; ") -> str:
+    """The first three of a list, and how many more there are."""
+    more = [f"and {len(items) - 3} more"] if len(items) > 3 else []
+    return separator.join(items[:3] + more)
 
 
 def name_of(variant: str) -> str:

@@ -6,8 +6,6 @@ import json
 from math import exp, log, sqrt
 from statistics import mean, median, stdev
 
-from scipy import stats
-
 BASELINE = "vanilla_peft"  # every speedup is over this variant
 BASELINE_AGAIN = "vanilla_peft_again"  # its A/A twin: the same code measured twice shows the noise
 STATUSES = ("ok", "parity_failed", "oom", "error", "unavailable")  # the most telling first
@@ -131,6 +129,8 @@ def interval95(values: list[float]) -> list[float] | None:
 def quantile(freedom: int) -> float:
     """How many standard errors a 95% interval reaches to either side: 12.7 with two rounds, 3.2
     with four."""
+    from scipy import stats  # takes half a second, which the command line need not wait for
+
     return float(stats.t.ppf(0.975, freedom))
 
 
