@@ -9,6 +9,8 @@ the loss is on what the assistant says: its content and the <|im_end|> after it.
 ChatML's tokens spells these markers out as plain text, which makes the examples a little longer.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import random
@@ -16,9 +18,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from tokenizers import Tokenizer
+
+if TYPE_CHECKING:  # seconds to import, and a bad file is told at once
+    import torch
 
 IGNORED = -100  # the label that torch's cross_entropy skips
 ROLES = ("system", "user", "assistant")
@@ -52,7 +57,7 @@ class Batch:
     labels: torch.Tensor
     attention_mask: torch.Tensor | None = None
 
-    def to(self, device: torch.device | str) -> "Batch":
+    def to(self, device: torch.device | str) -> Batch:
         mask = self.attention_mask
         return Batch(
             self.input_ids.to(device),
@@ -92,6 +97,9 @@ def read_examples(path: str | Path) -> list[list[Message]]:
         raise ValueError(
             f"{path} is not UTF-8 text (byte {error.start}); wanted JSON lines; save it as UTF-8"
         ) from None
+    except OSError as error:
+        reason = f"{path} cannot be read ({error.strerror})"
+        raise ValueError(f"{reason}; wanted chats, one a line; {HOW_TO_MAKE_DATA}") from None
     examples = []
     for number, line in enumerate(lines, start=1):
         if line.strip():
@@ -116,6 +124,8 @@ def _parse(line: str) -> list[Message]:
             f"not JSON ({error.msg} at column {error.colno}); wanted {WANTED_LINE}; "
             "write each chat on one line"
         ) from None
+    except (ValueError, RecursionError) as error:  # a number too long, brackets too deep
+        raise _Malformed(f"{error}; wanted {WANTED_LINE}") from None
     entries = chat.get("messages") if isinstance(chat, dict) else None
     if not isinstance(entries, list):
         raise _Malformed(f'no "messages" list; wanted {WANTED_LINE}; put the chat under "messages"')
@@ -141,6 +151,13 @@ def _message(entry: object, place: int) -> Message:
             f"message {place} has the role {json.dumps(role)}; wanted one of {', '.join(ROLES)}; "
             "rename the role or drop the message"
         )
+    try:
+        content.encode()
+    except UnicodeEncodeError as error:
+        raise _Malformed(
+            f"message {place} has half a surrogate pair at character {error.start + 1}; wanted "
+            "Unicode text; write the character whole"
+        ) from None
     return Message(role, content)
 
 
@@ -247,6 +264,8 @@ def _endless(tokenized: list[TokenizedExample], order: random.Random) -> Iterato
 
 
 def _packed(examples: Iterator[TokenizedExample], seq_len: int, batch_size: int) -> Iterator[Batch]:
+    import torch
+
     size = batch_size * seq_len
     input_ids: list[int] = []
     labels: list[int] = []
@@ -264,6 +283,8 @@ def _packed(examples: Iterator[TokenizedExample], seq_len: int, batch_size: int)
 def _padded(
     examples: Iterator[TokenizedExample], seq_len: int, batch_size: int, pad_id: int
 ) -> Iterator[Batch]:
+    import torch
+
     def filled(tokens: list[int], filler: int) -> list[int]:
         return tokens[:seq_len] + [filler] * (seq_len - len(tokens))
 

@@ -12,88 +12,103 @@ Every variant and round runs in a process of its own, every cell is saved when i
 command goes on where an earlier one stopped.
 """
 
+import argparse
 import sys
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from rich.table import Table
+from bench.options import HERE, parse
 
-from bench import processes as isolated
-from bench import results as store
-from bench.cells import Plan, measure_kernels, prepare
-from bench.experiment import must, run_experiment
-from bench.plan import HERE, fill_in, parse, set_up
-from report.commands import (
-    Results,
-    compare_only,
-    console,
-    draw,
-    fits_only,
-    merge_only,
-    plot_only,
-    summary_table,
-)
-from report.statistics import why_no_verdicts
+if TYPE_CHECKING:
+    from bench.cells import Plan
+    from bench.records import Run
+
+# What takes seconds to import (torch, matplotlib) is imported where it is used: help and an error
+# come at once, and so does every process that measures, which imports this file anew.
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv, __doc__)
-    try:
-        if arguments.plot_only:
-            return plot_only(arguments.out or HERE)
-        if arguments.compare:
-            return compare_only(*arguments.compare)
-        if arguments.merge:
-            return merge_only(arguments.merge, arguments.out)
-        if arguments.fits is not None:
-            return fits_only(arguments.fits, arguments.out or HERE)
-        plan, results, path = set_up(arguments, sys.argv if argv is None else argv)
-    except ValueError as error:  # what was asked for; one from the run below would be our own
-        print(f"lora_bench.py: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        console.print("\nStopped.")
-        return 130
-    try:
-        if arguments.kernels:
-            run_kernels(plan, results, path)
-        else:
-            run_and_draw(plan, results, path, fill_in(arguments))
-            if any(cell["status"] == "error" for cell in results["cells"]):
-                return 1
-    except KeyboardInterrupt:
-        kept = f"{path} holds what was measured, the same command goes on"
-        console.print(f"\nStopped; {kept}.", soft_wrap=True)
-        return 130
-    except (RuntimeError, OSError) as error:
-        print(f"lora_bench.py: {error}", file=sys.stderr)
-        return 1
-    return 0
+    with ExitStack() as until_the_end:
+        try:
+            if (code := report_only(arguments)) is not None:
+                return code
+            from bench.plan import planned
+
+            asked_as = sys.argv if argv is None else argv
+            plan, run, path = until_the_end.enter_context(planned(arguments, asked_as))
+        except ValueError as error:  # what was asked for; one from the run below would be our own
+            print(f"lora_bench.py: {error}", file=sys.stderr)
+            return 2
+        except OSError as error:
+            print(f"lora_bench.py: {error.filename}: {error.strerror}", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            print("\nStopped.")
+            return 130
+        try:
+            if arguments.kernels:
+                return run_kernels(plan, run, path)
+            return run_and_draw(plan, run, path)
+        except KeyboardInterrupt:
+            print(f"\nStopped; {path} holds what was measured, the same command goes on.")
+            return 130
+        except (RuntimeError, OSError) as error:
+            print(f"lora_bench.py: {error}", file=sys.stderr)
+            return 1
 
 
-def run_and_draw(plan: Plan, results: Results, path: Path, asked: dict[str, Any]) -> None:
-    run_experiment(plan, results, path, asked)
-    pictures = draw(results, path.parent)
-    console.print(summary_table(results))
-    if lacking := why_no_verdicts(results):
+def report_only(arguments: argparse.Namespace) -> int | None:
+    """Do what measures nothing, if that is asked for; its exit code."""
+    out = arguments.out
+    if arguments.plot_only:
+        from report.commands import plot_only
+
+        return plot_only(out or HERE)
+    if arguments.compare:
+        from report.commands import compare_only
+
+        return compare_only(*arguments.compare)
+    if arguments.merge:
+        from report.commands import merge_only
+
+        return merge_only(arguments.merge, out)
+    if arguments.fits is not None:
+        from report.commands import fits_only
+
+        return fits_only(arguments.fits, out or HERE)
+    return None
+
+
+def run_and_draw(plan: "Plan", run: "Run", path: Path) -> int:
+    from bench.experiment import run_experiment
+    from bench.terminal import console
+    from report.commands import draw, save, summary_table
+    from report.statistics import why_no_verdicts
+
+    run_experiment(plan, run, partial(save, path, run))
+    pictures = draw(run, path.parent)
+    console.print(summary_table(run))
+    if lacking := why_no_verdicts(run):
         console.print(f"{lacking[0].upper()}{lacking[1:]}.")
     console.print("\n".join(map(str, (path, *pictures))), soft_wrap=True)
+    statuses = {cell.status for cell in run.cells}
+    if "ok" not in statuses:
+        print("lora_bench.py: no cell has a time, see what each says above", file=sys.stderr)
+    return 1 if "error" in statuses or "ok" not in statuses else 0
 
 
-def run_kernels(plan: Plan, results: Results, path: Path) -> None:
-    must(isolated.run(prepare, plan, on_message=lambda message: None))
-    must(isolated.run(measure_kernels, plan, on_message=results.update))
-    store.save(path, results)
-    table = Table("kernel", "shape", "us", "GB/s", "of copy")
-    for row in results["kernels"]["rows"]:
-        table.add_row(
-            row["kernel"],
-            " x ".join(map(str, row["shape"])),
-            f"{row['median_us']:.1f}",
-            f"{row['gb_per_s']:.0f}",
-            f"{row['share_of_copy']:.0%}",
-        )
-    console.print(table)
+def run_kernels(plan: "Plan", run: "Run", path: Path) -> int:
+    from bench.experiment import measure_kernel_table
+    from bench.terminal import console
+    from report.commands import kernels_table, save
+
+    run.kernels = measure_kernel_table(plan)
+    save(path, run)
+    console.print(kernels_table(run.kernels))
+    return 0
 
 
 if __name__ == "__main__":

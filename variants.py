@@ -267,10 +267,10 @@ OLD_IDS = {
     },
 }
 
-ALONE, ALL_BUT = (  # the variant of each part, by the part
-    {part: id for part in PARTS for id, variant in VARIANTS.items() if variant.recipe == recipe(part)}
-    for recipe in (lambda part: Recipe(fused=(part,)), _but)
-)
+# The variant of each part alone, and of all the others.
+_ID_OF = {variant.recipe: variant.id for variant in _RECORDS if variant.checkpoints}
+ALONE = {part: _ID_OF[Recipe(fused=(part,))] for part in PARTS}
+ALL_BUT = {part: _ID_OF[_but(part)] for part in PARTS}
 
 SUITES = {
     suite: [variant.id for variant in _RECORDS if suite in variant.suites]

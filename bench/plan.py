@@ -1,164 +1,109 @@
-"""The command line: what is asked for, checked before anything is run or written, as a plan."""
+"""What was asked for, as a plan: everything that can be is checked before anything is run, and a
+run has its folder to itself."""
 
 import argparse
-import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING
 
 from batches import load_tokenizer, read_examples, sha256_of, token_shares
-from bench import machine
+from bench import machine, options
 from bench import results as store
-from bench.cells import LEARNING_RATE, Plan
-from bench.weights import Source, resolve
-from variants import RETIRED, SUITES, VARIANTS, Lora, current_id, missing_package, recipe_of
+from bench.folders import check_writable, locked
+from bench.options import HERE, fill_in, variants_of
+from bench.records import Experiment, Optimizer, Run, Tokens
+from bench.weights import Source, check_architecture, read_config, resolve
+from variants import Lora
 
-HERE = Path(__file__).resolve().parent.parent  # the checkout
-
-# What the command does when nothing is asked for: with a GPU, and without one.
-EXPERIMENT = {
-    "model": HERE / "configs" / "qwen2.5-3b.json",
-    "seq_lens": [64, 128, 256, 512],
-    "batch_size": 32,
-    "steps": 100,
-    "rounds": 4,
-}
-REHEARSAL = {
-    "model": HERE / "configs" / "tiny.json",
-    "seq_lens": [16, 32],
-    "batch_size": 4,
-    "steps": 4,
-    "rounds": 1,
-}
+if TYPE_CHECKING:
+    from bench.cells import Plan
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (see --help)\n")
-
-
-def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace:
-    parser = Parser(
-        prog="lora_bench.py",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-
-    def add(flag: str, help: str, **options) -> None:
-        name = flag[2:].replace("-", "_")
-        if name in EXPERIMENT:
-            show = {k: " ".join(map(str, v)) if isinstance(v, list) else v
-                    for k, v in (("gpu", EXPERIMENT[name]), ("cpu", REHEARSAL[name]))}  # fmt: skip
-            show = {k: Path(v).name if isinstance(v, Path) else v for k, v in show.items()}
-            help += f" (default: {show['gpu']}; without a GPU {show['cpu']})"
-        parser.add_argument(flag, help=help, **options)
-
-    add("--suite", "variants to compare: the experiment's four, every fused part alone and left "
-        "out, the strongest peers, the fastest of each, or all (default: experiment)",
-        choices=SUITES, default="experiment")  # fmt: skip
-    add("--variants", "variants to compare instead, by name; a name that there is not lists them",
-        nargs="+", metavar="NAME")  # fmt: skip
-    add("--seq-lens", "tokens in a sequence", nargs="+", type=int, metavar="N")
-    add("--batch-size", "sequences in a step", type=int, metavar="N")
-    add("--rank", "LoRA rank; alpha is twice it (default: 32)", type=int, default=32, metavar="N")
-    add("--steps", "timed steps of each variant and length, over all rounds", type=int, metavar="N")
-    add("--rounds", "times that all variants are gone through, in alternating order",
-        type=int, metavar="N")  # fmt: skip
-    add("--turns", "run the variants of a round side by side, each so many timed steps at a time, "
-        "in turns: for hosts whose speed changes; all have to fit on the GPU together",
-        type=int, metavar="STEPS")  # fmt: skip
-    add("--model", "architecture file, checkpoint folder or hub name", metavar="MODEL")
-    add("--checkpointing", "gradient checkpointing: each variant's own, or none (default: on)",
-        choices=("on", "off"), default="on")  # fmt: skip
-    add("--padded", "pad one example a row instead of packing rows full", action="store_true")
-    add("--data", "chat examples, one JSON object a line (default: data/sft_train.jsonl)",
-        type=Path, default=HERE / "data" / "sft_train.jsonl", metavar="FILE")  # fmt: skip
-    add("--seed", "of weights, adapters and batches (default: 0)", type=int, default=0, metavar="N")
-    add("--device", "where to run (default: the GPU if there is one)", choices=("cuda", "cpu"))
-    add("--out", "folder for results.json and benchmark_results.png "
-        "(default: runs/GPU-NAME; without a GPU rehearsal; with --plot-only this repository)",
-        type=Path, metavar="FOLDER")  # fmt: skip
-    add("--cache", "folder for base weights (default: .cache)", type=Path,
-        default=HERE / ".cache", metavar="FOLDER")  # fmt: skip
-    add("--kernels", "time the Triton kernels alone, into the same results", action="store_true")
-    add("--cell-timeout", "give a cell up when nothing was heard of it for so long (default: 600)",
-        type=float, default=600.0, metavar="SECONDS")  # fmt: skip
-    add("--allow-shared-gpu", "measure although other processes compute on the GPU",
-        action="store_true")  # fmt: skip
-    add("--plot-only", "draw from the results that are there; measure nothing", action="store_true")
-    add("--merge", "make one run of several: measured on the GPUs of a node, say, with "
-        "CUDA_VISIBLE_DEVICES and --out each its own; wants --out",
-        nargs="+", type=Path, metavar="FILE")  # fmt: skip
-    add("--fits", "list what trains fastest in so much GPU memory, from the results that are there",
-        type=float, metavar="GIB")  # fmt: skip
-    add("--compare", "hold one results.json against an earlier one; measure nothing; exit code 1 "
-        "when something is slower beyond noise", nargs=2, type=Path,
-        metavar=("OLD", "NEW"))  # fmt: skip
-    return parser.parse_args(argv)
-
-
-def fill_in(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The arguments with defaults filled in: the experiment's with a GPU, else the rehearsal's."""
-    device = arguments.device or ("cuda" if machine.has_gpu() else "cpu")
-    if device == "cuda" and not machine.has_gpu():
-        raise ValueError("--device cuda: no NVIDIA GPU is visible; leave it out for a rehearsal")
-    defaults = EXPERIMENT if device == "cuda" else REHEARSAL
-    filled = {**vars(arguments), "device": device}
-    return {**filled, **{k: v for k, v in defaults.items() if filled[k] is None}}
-
-
-def set_up(arguments: argparse.Namespace, argv: list[str]) -> tuple[Plan, dict[str, Any], Path]:
-    """Check everything that can be checked before anything is run or written.
+@contextmanager
+def planned(arguments: argparse.Namespace, argv: list[str]) -> Iterator[tuple["Plan", Run, Path]]:
+    """The plan, the run that it goes on with, and its file, in a folder that is locked as
+    long as the context lasts.
 
     Raises:
-        ValueError: one line that says what is wrong and what to do.
+        ValueError: one line that says what is wrong and what to do; nothing was written.
     """
     asked = fill_in(arguments)
-    for name in ("batch_size", "rank", "steps", "rounds"):
-        at_least(1, f"--{name.replace('_', '-')}", asked[name])
-    for seq_len in asked["seq_lens"]:
-        at_least(2, "--seq-lens", seq_len)  # a token and the one that it predicts
-    if asked["steps"] % asked["rounds"]:
-        raise ValueError(
-            f"--steps {asked['steps']} does not spread evenly over --rounds {asked['rounds']}: "
-            f"give a multiple of {asked['rounds']}"
-        )
-    if asked["turns"] is not None:
-        at_least(1, "--turns", asked["turns"])
-    if not asked["cell_timeout"] > 0:
-        raise ValueError(f"--cell-timeout {asked['cell_timeout']:g}: give more than 0 seconds")
-    device = asked["device"]
-    if others := others_on_gpu(device, arguments.allow_shared_gpu):
-        raise ValueError(others)
-    if arguments.kernels and device == "cpu":
-        raise ValueError(
-            "--kernels: no NVIDIA GPU to time the kernels on; run it where there is one"
-        )
-    variants = check_variants(arguments, device)
-    source = resolve(str(asked["model"]), arguments.cache.resolve(), arguments.seed)
-    read_examples(arguments.data)
-    check_vocabulary(source, load_tokenizer(source.tokenizer).get_vocab_size())
-    plan = Plan(
+    options.check(asked)
+    source = resolve(str(asked.model), asked.cache.resolve(), asked.seed)
+    read_examples(asked.data)
+    check_model(source, asked)
+    folder = out_folder(asked.out, asked.device)
+    with locked(folder):
+        if not source.is_there():
+            check_writable("--cache", asked.cache)
+        plan = make_plan(asked, source)
+        check_architecture(source)
+        check_lengths(plan)
+        if not plan.is_prepared():
+            check_writable("--cache", plan.cache)
+        rehearsal = plan.device == "cpu"
+        fresh = store.new_run(recorded(argv), machine.environment(), describe(plan), rehearsal)
+        run = store.continue_from(folder / "results.json", fresh)
+        # last, as what is wrong with the arguments is to be said whoever else is on the GPU
+        if others := options.others_on_gpu(plan.device, plan.allow_shared_gpu):
+            raise ValueError(others)
+        yield plan, run, folder / "results.json"
+
+
+def make_plan(asked: argparse.Namespace, source: Source) -> "Plan":
+    # imports torch, which takes seconds: what comes without came first
+    from bench.cells import Plan
+
+    return Plan(
         source=source,
-        data=arguments.data.resolve(),
-        cache=arguments.cache.resolve(),
-        lora=Lora(rank=arguments.rank, alpha=2 * arguments.rank),
-        seq_lens=tuple(sorted(set(asked["seq_lens"]))),
-        batch_size=asked["batch_size"],
-        steps=asked["steps"] // asked["rounds"],
-        checkpointing=arguments.checkpointing == "on",
-        padded=arguments.padded,
-        seed=arguments.seed,
-        device=device,
-        turn_steps=asked["turns"],
+        data=asked.data.resolve(),
+        cache=asked.cache.resolve(),
+        lora=Lora(rank=asked.rank, alpha=2 * asked.rank),
+        variants=variants_of(asked),
+        seq_lens=tuple(sorted(set(asked.seq_lens))),
+        batch_size=asked.batch_size,
+        steps=asked.steps // asked.rounds,
+        rounds=asked.rounds,
+        checkpointing=asked.checkpointing == "on",
+        padded=asked.padded,
+        seed=asked.seed,
+        device=asked.device,
+        turn_steps=asked.turns,
+        cell_timeout_s=asked.cell_timeout,
+        allow_shared_gpu=asked.allow_shared_gpu,
     )
-    environment = machine.environment()
-    experiment = describe(plan, variants, asked["rounds"])
-    path = out_folder(arguments.out, environment, device) / "results.json"
-    fresh = store.new_results(recorded(argv), environment, experiment, rehearsal=device == "cpu")
-    results = store.continue_from(path, fresh)
-    check_writable(path.parent)
-    return plan, results, path
+
+
+def check_model(source: Source, asked: argparse.Namespace) -> None:
+    """What a configuration alone tells. A token beyond the embedding's last row would stop the GPU,
+    not raise."""
+    config = read_config(source)
+    tokens = load_tokenizer(source.tokenizer).get_vocab_size()
+    if (rows := config.get("vocab_size", tokens)) < tokens:
+        raise ValueError(
+            f"--model {source.name}: its vocab_size is {rows}, its tokenizer has {tokens} tokens; "
+            "give a model with one row for each"
+        )
+    for name, size in (("rank", "hidden_size"), ("seq_lens", "max_position_embeddings")):
+        asked_for = getattr(asked, name)
+        given = asked_for if isinstance(asked_for, int) else max(asked_for)
+        if given > (most := config.get(size, given)):
+            raise ValueError(
+                f"{options.flag(name)} {given}: the {size} of {source.name} is {most}; give no more"
+            )
+
+
+def check_lengths(plan: "Plan") -> None:
+    """A length at which nothing of an answer is predicted trains nothing."""
+    for seq_len in plan.seq_lens:
+        if not plan.trains_at(seq_len):
+            works = plan.shortest_from(seq_len + 1)
+            wanted = f"give {works} or more" if works else "give other --data"
+            raise ValueError(
+                f"--seq-lens {seq_len}: no row of --data reaches so far into an answer that every "
+                f"adapter is trained; {wanted}"
+            )
 
 
 def recorded(argv: list[str]) -> list[str]:
@@ -174,107 +119,37 @@ def recorded(argv: list[str]) -> list[str]:
     return kept
 
 
-def others_on_gpu(device: str, allow_shared: bool) -> str | None:
-    """Why the GPU is not ours alone, in words. Between cells no process of ours holds it, so who
-    does is somebody else."""
-    others = machine.other_processes(own=0) if device == "cuda" and not allow_shared else None
-    if not others:
-        return None
-    return (
-        f"{others} other processes compute on the GPU and would disturb every time; stop them "
-        "(nvidia-smi lists them), or give --allow-shared-gpu"
-    )
+def describe(plan: "Plan") -> Experiment:
+    """The plan as results.json keeps it."""
+    from bench.cells import LEARNING_RATE
 
-
-def at_least(least: int, flag: str, value: int) -> None:
-    if value < least:
-        raise ValueError(f"{flag} {value}: give {least} or more")
-
-
-def check_vocabulary(source: Source, tokens: int) -> None:
-    """A token beyond the embedding's last row would stop the GPU, not raise."""
-    config = json.loads((source.config or source.folder / "config.json").read_text())
-    rows = config.get("vocab_size", tokens)
-    if rows < tokens:
-        raise ValueError(
-            f"--model {source.name}: its vocab_size is {rows}, its tokenizer has {tokens} tokens; "
-            "give a model with one row for each"
-        )
-
-
-def check_variants(arguments: argparse.Namespace, device: str) -> list[str]:
-    """The variants to run. One that cannot run is an error only when it was asked for by name."""
-    asked = [current_id(name) for name in arguments.variants or ()]
-    for name in asked:
-        if name in RETIRED:
-            instead = RETIRED[name].instead
-            raise ValueError(f"--variants {name}: is not measured any more; give {instead}")
-        if name not in VARIANTS:
-            raise ValueError(f"--variants {name}: unknown; there are {', '.join(VARIANTS)}")
-        if reason := why_unavailable(name, device):
-            raise ValueError(f"--variants {name}: {reason}")
-    return list(dict.fromkeys(asked or SUITES[arguments.suite]))
-
-
-def why_unavailable(variant: str, device: str) -> str | None:
-    recipe = recipe_of(variant)
-    name = recipe.library.capitalize()
-    if recipe.library in ("unsloth", "liger") and device == "cpu":
-        return f"{name} needs an NVIDIA GPU; leave it out, or run where there is one"
-    if missing_package(variant):
-        return f"{name} is not installed; pip install -r requirements-peers.txt"
-    if recipe.compiled and device == "cpu":
-        return "compiled layers want an NVIDIA GPU; leave them out, or run where there is one"
-    if recipe.graph and device == "cpu":
-        return "a CUDA graph wants an NVIDIA GPU; leave it out, or run where there is one"
-    return None
-
-
-def describe(plan: Plan, variants: list[str], rounds: int) -> dict[str, Any]:
-    """The "experiment" part of results.json."""
     tokens = {}
     for seq_len in plan.seq_lens:
         shares = token_shares(plan.batches(seq_len, plan.batch_size, plan.steps))
-        tokens[str(seq_len)] = {"padding": shares.padding, "labelled": shares.labelled}
-    return {
-        "model": plan.source.name,
-        "weights": plan.source.weights,
-        "dtype": "bfloat16",
-        "batch_size": plan.batch_size,
-        "seq_lens": list(plan.seq_lens),
-        "variants": variants,
-        "rounds": rounds,
-        "steps": plan.steps * rounds,
-        "turn_steps": plan.turn_steps,
-        "checkpointing": "on" if plan.checkpointing else "off",
-        "padded": plan.padded,
-        "lora": {
-            "rank": plan.lora.rank,
-            "alpha": plan.lora.alpha,
-            "dropout": plan.lora.dropout,
-            "bias": plan.lora.bias,
-            "targets": list(plan.lora.targets),
-        },
-        "optimizer": {"name": "AdamW", "lr": LEARNING_RATE, "fused": plan.device == "cuda"},
-        "seed": plan.seed,
-        "data_sha256": sha256_of(plan.data),
-        "tokens": tokens,
-    }
+        tokens[seq_len] = Tokens(shares.padding, shares.labelled)
+    return Experiment(
+        model=plan.source.name,
+        weights=plan.source.weights,
+        dtype="bfloat16",
+        batch_size=plan.batch_size,
+        seq_lens=list(plan.seq_lens),
+        variants=list(plan.variants),
+        rounds=plan.rounds,
+        steps=plan.steps * plan.rounds,
+        turn_steps=plan.turn_steps,
+        checkpointing="on" if plan.checkpointing else "off",
+        padded=plan.padded,
+        lora=plan.lora,
+        optimizer=Optimizer("AdamW", LEARNING_RATE, fused=plan.device == "cuda"),
+        seed=plan.seed,
+        data_sha256=sha256_of(plan.data),
+        tokens=tokens,
+    )
 
 
-def out_folder(out: Path | None, environment: dict[str, Any], device: str) -> Path:
+def out_folder(out: Path | None, device: str) -> Path:
     if out is not None:
         return out
     if device == "cpu":
         return HERE / "rehearsal"
-    return HERE / "runs" / environment["gpu"]["name"].lower().replace(" ", "-")
-
-
-def check_writable(folder: Path) -> None:
-    probe = folder / ".writable"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ValueError(f"--out {folder}: cannot be written ({error.strerror})") from None
+    return HERE / "runs" / machine.gpu_name().lower().replace(" ", "-")

@@ -6,6 +6,7 @@ refused with the place. Times are in ms and sizes in bytes where a name does not
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from statistics import median
 from typing import Annotated, Literal, get_args
 
@@ -13,7 +14,6 @@ from msgspec import Meta, Struct
 
 from variants import Lora, Settings, current_id
 
-SCHEMA_VERSION = 2
 COMPARED_PACKAGES = ("torch", "triton", "transformers", "peft", "unsloth", "liger_kernel")
 Status = Literal["ok", "parity_failed", "oom", "error", "unavailable"]
 STATUSES: tuple[Status, ...] = get_args(Status)  # the most telling first
@@ -119,9 +119,9 @@ class Parity(Record):
 
     passed: bool
     problem: str | None = None
-    losses: list[float | None] = []
+    losses: Sequence[float | None] = []
     reference_losses: list[float] = []
-    loss_errors: list[float | None] = []
+    loss_errors: Sequence[float | None] = []
     vanilla_loss_errors: list[float] = []
     median_gradient_error: float | None = None
     vanilla_median_gradient_error: float | None = None
@@ -268,18 +268,23 @@ class Run(Record):
     summary: list[SummaryRow] = []
 
     def cells_of(
-        self, variant: str | None = None, seq_len: int | None = None, status: str | None = None
+        self,
+        variant: str | None = None,
+        seq_len: int | None = None,
+        status: Status | None = None,
+        round: int | None = None,
     ) -> list[Cell]:
-        """The cells of this variant, length and status; None: of any."""
+        """The cells of this variant, length, status and round; None: of any."""
         return [
             cell
             for cell in self.cells
             if (variant is None or cell.variant == variant)
             and (seq_len is None or cell.seq_len == seq_len)
             and (status is None or cell.status == status)
+            and (round is None or cell.round == round)
         ]
 
-    def keys(self) -> list[tuple[str, int]]:
+    def measured(self) -> list[tuple[str, int]]:
         """Every (variant, length) that has a cell, in the experiment's order, a length at a
         time."""
         found = {(cell.variant, cell.seq_len) for cell in self.cells}
@@ -287,7 +292,7 @@ class Run(Record):
         return [(v, n) for n in lengths for v in variants if (v, n) in found]
 
     def status_of(self, variant: str, seq_len: int) -> Status | None:
-        """The most telling status of its cells; None without one."""
+        """The most telling status of its cells; None without a cell."""
         statuses = {cell.status for cell in self.cells_of(variant, seq_len)}
         return min(statuses, key=STATUSES.index, default=None)
 

@@ -15,8 +15,14 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 DATA_TOKENIZER = Path(__file__).resolve().parent.parent / "data" / "tokenizer.json"
+CONFIGS = Path(__file__).parent / "configs"
+SIZES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
+    "max_position_embeddings",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,10 @@ class Source:
     folder: Path
     config: Path | None
     tokenizer: Path
+
+    def is_there(self) -> bool:
+        """Whether its folder holds the weights: random ones may not be drawn yet."""
+        return self.config is None or (self.folder / "config.json").is_file()
 
 
 def resolve(model: str, cache: Path, seed: int) -> Source:
@@ -65,17 +75,9 @@ def resolve(model: str, cache: Path, seed: int) -> Source:
 
 
 def _random_source(path: Path, cache: Path, seed: int) -> Source:
-    try:
-        config = json.loads(path.read_text())
-        architecture = config["architectures"][0]
-    except FileNotFoundError:
-        known = ", ".join(sorted(f"configs/{p.name}" for p in path.parent.glob("*.json")))
-        raise ValueError(f"--model {path}: no such file; there are: {known or 'none'}") from None
-    except (OSError, ValueError, KeyError, IndexError, TypeError):
-        raise ValueError(
-            f"--model {path}: not a model's configuration (JSON with 'architectures')"
-        ) from None
-    assert isinstance(architecture, str)
+    if not path.is_file():
+        known = ", ".join(sorted(f"configs/{p.name}" for p in CONFIGS.glob("*.json")))
+        raise ValueError(f"--model {path}: no such file; there are: {known}")
     tokenizer = DATA_TOKENIZER.read_bytes() if DATA_TOKENIZER.is_file() else b""
     digest = hashlib.sha256(path.read_bytes() + tokenizer).hexdigest()[:12]
     folder = cache / "models" / f"{path.stem}-seed{seed}-{digest}"
@@ -84,13 +86,49 @@ def _random_source(path: Path, cache: Path, seed: int) -> Source:
     )
 
 
+def read_config(source: Source) -> dict[str, Any]:
+    """The model's config.json, with the sizes in it as they should be.
+
+    Raises:
+        ValueError: it is none, in one line.
+    """
+    path = source.config or source.folder / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or "not JSON"
+        raise ValueError(f"--model {path}: {reason}; give a model's configuration") from None
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise ValueError(f"--model {path}: not a model's configuration (JSON with a 'model_type')")
+    for name in SIZES:
+        size = config.get(name, 1)
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"--model {path}: its {name} is {size!r}; wanted a number from 1 up")
+    return config
+
+
+def check_architecture(source: Source) -> None:
+    """Ask transformers, where weights are still to be drawn, whether it knows such a model."""
+    if source.is_there():
+        return
+    from transformers import AutoConfig  # takes seconds
+
+    try:
+        AutoConfig.for_model(**read_config(source))
+    except Exception as error:  # of many kinds, and over many lines
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"--model {source.name}: transformers does not take it ({reason})"
+        ) from None
+
+
 def _download(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt"]))
     except Exception as error:  # offline, unknown, gated: the hub's own first line says which
-        reason = str(error).strip().splitlines()[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
             f"--model {name}: could not be downloaded ({reason}); give a local folder, or an "
             "architecture such as configs/qwen2.5-3b.json that needs no download"
@@ -103,7 +141,7 @@ def materialize(source: Source, seed: int, device: str) -> None:
     Matrices come from transformers' own initialisation. Biases and norm weights, which it sets to
     zeros and ones, get a little noise, so that a kernel that forgets one of them is found out.
     """
-    if source.config is None or (source.folder / "config.json").is_file():
+    if source.config is None or source.is_there():
         return
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast

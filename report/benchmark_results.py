@@ -146,7 +146,11 @@ def _speedup(axes: Axes, view: View) -> None:
     if bands:
         _note(axes, "grey band: vanilla PEFT measured twice (A/A)")
     intervals = [row.speedup_ci95 for row in rows if row.speedup_ci95]
-    reach = [1.0, *(row.speedup for row in rows if row.speedup), *chain(*bands.values(), *intervals)]
+    reach = [
+        1.0,
+        *(row.speedup for row in rows if row.speedup),
+        *chain(*bands.values(), *intervals),
+    ]
     span = max(0.1, max(reach) - min(reach))
     below, above = 0.5 if view.untimed else 0.14, 0.34 if bands else 0.2  # room for the words
     axes.set_ylim(min(reach) - below * span, max(reach) + above * span)
@@ -183,15 +187,15 @@ def _step(axes: Axes, view: View) -> None:
         Patch(color=_shade(grey, shade), label=phase) for phase, shade in shades.items()
     ]
     for row in view.timed:
-        bottom_ms = 0.0
+        bottom_ms, step_ms = 0.0, row.median_step_ms or 0.0
         for phase, shade in (GRAPH if _is_graph(row) else PHASES).items():
-            height_ms = row.median_step_ms if _is_graph(row) else getattr(row, f"{phase}_ms")
+            height_ms = step_ms if _is_graph(row) else getattr(row, f"{phase}_ms")
             _bar(axes, view, row, height_ms, bottom_ms, shade)
             bottom_ms += height_ms
-        step_ms = row.median_step_ms  # the parts' medians may add up to a little more
         words = f"{step_ms:.0f}" if top_ms > 50 else f"{step_ms:.1f}"
         if row.ratio_to_floor and len(view.looks) <= FEW:
             words += f"\n{row.ratio_to_floor:.1f}×"
+        # the parts' medians may add up to a little more
         _bar_label(axes, view, row, max(step_ms, bottom_ms), words)
     floors = view.run.floor
     for place, seq_len in enumerate(view.seq_lens):

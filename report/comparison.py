@@ -8,15 +8,13 @@ share of idle GPU time says how far each of them bears on it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import exp, log, sqrt
 from statistics import mean, median, variance
 from typing import Any
 
-import msgspec
-
 from bench.records import Interval, Run, Status
+from bench.results import first_few, flat_items, in_words
 from report.statistics import noise_band, verdict_of
 from variants import Settings
 
@@ -63,8 +61,8 @@ def compare(old: Run, new: Run) -> Comparison:
     """
     if old.rehearsal != new.rehearsal:
         raise ValueError("--compare: one of the two is a rehearsal without a GPU: compare two runs")
-    others = {*new.keys()}
-    keys = [key for key in old.keys() if key in others]
+    others = {*new.measured()}
+    keys = [key for key in old.measured() if key in others]
     if not keys:
         raise ValueError("--compare: the two have no variant and length in common")
     return Comparison([_row(old, new, *key) for key in keys], _differences(old, new, keys))
@@ -162,17 +160,19 @@ def _differences(old: Run, new: Run, keys: list[tuple[str, int]]) -> list[str]:
 
 
 def _unequal(old: Any, new: Any) -> list[str]:
-    there, here = (dict(_flat(msgspec.to_builtins(part))) for part in (old, new))
+    there, here = (dict(flat_items(part)) for part in (old, new))
     return [
-        f"{name}: {there.get(name)} -> {here.get(name)}"
+        f"{name}: {_change(there.get(name), here.get(name))}"
         for name in {**there, **here}
         if there.get(name) != here.get(name)
     ]
 
 
-def _flat(part: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in part.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+def _change(there: Any, here: Any) -> str:
+    """Of a long list, what is in one alone."""
+    if not isinstance(there, list) or not isinstance(here, list):
+        return f"{in_words(there)} -> {in_words(here)}"
+    gone, new = ([str(x) for x in a if x not in b] for a, b in ((there, here), (here, there)))
+    parts = [("gone", gone), ("new", new)]
+    said = [f"{words} {first_few(items, ', ')}" for words, items in parts if items]
+    return "; ".join(said) or "in another order"

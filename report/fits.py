@@ -65,7 +65,8 @@ def speedup_over(reference: str, run: Run, variant: str, seq_len: int) -> float 
 def _reference(run: Run, seq_len: int) -> str:
     """What all variants of a length are held against: vanilla PEFT, with checkpointing where a run
     has it."""
-    return counterpart(BASELINE, bool(run.round_ms(BASELINE, seq_len))).id
+    ids = [counterpart(BASELINE, checkpoints).id for checkpoints in (True, False)]
+    return next((id for id in ids if run.round_ms(id, seq_len)), BASELINE)
 
 
 def pareto(points: list[Point]) -> list[Point]:
@@ -110,7 +111,7 @@ def fits_table(run: Run, gib: float) -> str:
     references = {_reference(run, seq_len) for seq_len in run.experiment.seq_lens}
     said = (
         f"Ranked by the speedup over {' or '.join(sorted(map(title_of, references)))}, measured in "
-        "the same rounds. Milliseconds are of the rounds that a variant has, and those of two "
-        "variants may come from different visits to a machine."
+        "the same rounds; what has none comes last. Milliseconds are medians of a variant's own "
+        "rounds: those of two variants may be of different visits, and do not rank them."
     )
     return f"{markdown_table(header, lines)}\n\n{said}"

@@ -171,8 +171,8 @@ def _words(picture: Figure, run: Run, points: list[Point]) -> None:
     families = {variant.look for variant in shown}
     looks = [(look, True) for look in LOOKS.values() if look in families]
     if len({variant.checkpoints for variant in shown}) > 1:
-        words = {True: "with checkpointing", False: "without"}
-        looks += [(Look(words[checkpoints], "#555555", "s", ""), checkpoints) for checkpoints in words]
+        looks.append((Look("with checkpointing", "#555555", "s", ""), True))
+        looks.append((Look("without", "#555555", "s", ""), False))
     keys = [
         Line2D([], [], linestyle="", color=look.colour, marker=look.marker, label=look.family,
                **EDGES[checkpoints])

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from bench.records import COMPARED_PACKAGES, Experiment, Run
 from variants import variant_of
 
-
 STATUS_WORDS = {
     "oom": "out of memory",
     "error": "error",
@@ -32,7 +31,7 @@ def markdown_table(header: list[str], lines: list[list[str]]) -> str:
 def caption(run: Run) -> str:
     experiment, environment = run.experiment, run.environment
     # a run that was merged, or is not finished, has more rounds of some variants than of others
-    timed = [cells for key in run.keys() if (cells := run.cells_of(*key, "ok"))]
+    timed = [cells for key in run.measured() if (cells := run.cells_of(*key, "ok"))]
     packages = environment.packages
     facts = [environment.device]
     facts += [f"{name} {packages[name]}" for name in COMPARED_PACKAGES if packages.get(name)]

@@ -71,9 +71,7 @@ def figure(run: Run) -> Figure:
             axes.margins(y=0.12)
         title = finding(run)
         picture.text(0.025, 0.93, title, size=min(21, 1250 / len(title)), weight="bold")
-        words = fill(
-            f"{caption(run)} The same adapters and batches from the first step on.", 140
-        )
+        words = fill(f"{caption(run)} The same adapters and batches from the first step on.", 140)
         picture.text(0.025, 0.03, words, size=10.5, color="#444444", linespacing=1.5)
     return picture
 

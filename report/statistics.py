@@ -21,7 +21,7 @@ def summarize(run: Run) -> list[SummaryRow]:
     drift of the clocks from round to round cancels. Its verdict needs the A/A twin: inside the
     noise band, or with an interval that reaches 1, it is not distinguishable.
     """
-    return [_summary_row(run, variant, seq_len) for variant, seq_len in run.keys()]
+    return [_summary_row(run, variant, seq_len) for variant, seq_len in run.measured()]
 
 
 def _summary_row(run: Run, variant: str, seq_len: int) -> SummaryRow:
@@ -51,7 +51,7 @@ def _summary_row(run: Run, variant: str, seq_len: int) -> SummaryRow:
     return SummaryRow(
         variant=variant,
         seq_len=seq_len,
-        status=run.status_of(variant, seq_len),
+        status=run.status_of(variant, seq_len) or "unavailable",
         rounds=len(timed),
         steps=sum(len(cell.step_ms) for cell in timed),
         verdict=verdict,

@@ -40,7 +40,8 @@ def _effects(suite: Run, checkpoints: bool) -> str:
     rows = {
         variant.plain_id: row
         for row in summarize(suite)
-        if row.seq_len == seq_len and row.status == "ok"
+        if row.seq_len == seq_len
+        and row.status == "ok"
         and (variant := variant_of(row.variant)).checkpoints is checkpoints
     }
     lines = []
@@ -121,11 +122,11 @@ def _rows(suite: Run, checkpoints: bool) -> str:
     found = {(row.variant, row.seq_len): row for row in summarize(suite)}
     of_ablation = {*ALONE.values(), *ALL_BUT.values()} - {"fused_mlp"}  # of the experiment
     variants = [
-        id
-        for id in suite.experiment.variants
-        if (variant := variant_of(id)).checkpoints is checkpoints
-        and variant.plain_id not in of_ablation
-        and any((id, n) in found for n in lengths)
+        variant
+        for variant in suite.experiment.variants
+        if variant_of(variant).checkpoints is checkpoints
+        and variant_of(variant).plain_id not in of_ablation
+        and any((variant, n) in found for n in lengths)
     ]
     if len(variants) < 2:
         return ""

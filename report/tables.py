@@ -152,9 +152,11 @@ def _remarks(run: Run) -> str:
             reasons.setdefault((title_of(cell.variant), why), {})[str(cell.seq_len)] = None
     lines = [f"- {title} at {', '.join(at)} tokens: {why}" for (title, why), at in reasons.items()]
     timed = run.cells_of(status="ok")
-    lines += [f"- Throttled: {title_of(cell.variant)} at {cell.seq_len} tokens in round {cell.round} "
-              f"({', '.join(reason for reason in cell.clock_reasons if reason != 'power cap')})."
-              for cell in timed if cell.throttled]  # fmt: skip
+    for cell in timed:
+        if cell.throttled:
+            where = f"{title_of(cell.variant)} at {cell.seq_len} tokens in round {cell.round}"
+            held = [reason for reason in cell.clock_reasons if reason != "power cap"]
+            lines.append(f"- Throttled: {where} ({', '.join(held)}).")
     if count := sum(bool(cell.other_gpu_processes) for cell in timed):
         lines.append(f"- The GPU was shared in {count} of {len(timed)} timed cells.")
     if lacking := why_no_verdicts(run):

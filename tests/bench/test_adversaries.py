@@ -1,18 +1,19 @@
 """Variants that cheat, each planted in the real harness: none may come out "ok"."""
 
 import time
-from contextlib import nullcontext
 
 import pytest
 import torch
+from rehearsal_case import WITHOUT_GPU
 
 import models
 import trainer
-from bench import cells, experiment
-from bench import plan as options
+from bench import cells, experiment, options
+from bench import plan as planning
 from fused_lora import unfuse
 from fused_mlp import LoRA_MLP
 
+pytestmark = WITHOUT_GPU
 SEQ_LEN, STEPS = 16, 4
 
 
@@ -23,9 +24,9 @@ def plan(tmp_path_factory):
         ["--device", "cpu", "--seq-lens", str(SEQ_LEN), "--steps", str(STEPS),
          "--cache", str(folder / "cache"), "--out", str(folder)], ""
     )  # fmt: skip
-    plan, _, _ = options.set_up(arguments, [])
-    cells.prepare(lambda message: None, plan)
-    return plan
+    with planning.planned(arguments, []) as (plan, *_):
+        cells.prepare(lambda message: None, plan)
+        return plan
 
 
 @pytest.fixture
@@ -207,34 +208,6 @@ def test_work_that_goes_on_after_the_last_mark(measure, monkeypatch):
     """As another stream's does: only the synchronisation waits for it."""
     monkeypatch.setattr(trainer.WallClock, "synchronize", lambda self: time.sleep(0.05))
     assert_caught(measure(), "error", "where the marks do not see it")
-
-
-@pytest.mark.gpu
-def test_work_left_on_another_stream_is_seen_by_the_wall():
-    from batches import Batch
-    from bench import audit
-    from trainer import CudaClock, Trainer
-
-    class OnTheSide(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.ones(4096, 4096, device="cuda"))
-            self.stream = torch.cuda.Stream()
-            self.hides = False
-
-        def forward(self, input_ids, labels, attention_mask):
-            if self.hides:
-                with torch.cuda.stream(self.stream), torch.no_grad():
-                    for _ in range(20):
-                        self.weight @ self.weight
-            loss = (self.weight[0, 0] * input_ids - labels).float().pow(2).mean()
-            return type("Output", (), {"loss": loss})
-
-    batch = Batch(*(torch.ones(1, 1, dtype=torch.long, device="cuda") for _ in range(2)))
-    model = OnTheSide()
-    for model.hides, seen in ((False, False), (True, True)):
-        timings = Trainer(model, nullcontext, CudaClock(), 1e-3).run([batch], 5)
-        assert bool(audit.hidden_time(timings)) is seen
 
 
 def test_a_false_out_of_memory(measure):

@@ -1,12 +1,16 @@
 """What is found after the timed steps, each just inside and just outside of what is allowed."""
 
-import pytest
+from contextlib import nullcontext
 
+import pytest
+import torch
+
+from batches import Batch
 import variants
 from bench import audit
 from bench.audit import LOSS_SHARE, LOSS_STEPS, WALL_MS, WALL_SHARE, loss_gap
 from bench.profiler import Profile
-from trainer import Timings
+from trainer import CudaClock, Timings, Trainer
 from variants import EVIDENCE, VARIANTS, Evidence, Recipe
 
 
@@ -69,6 +73,30 @@ def test_time_is_hidden_in_a_step_and_not_between_medians():
 def test_one_slow_reading_of_the_wall_is_no_hidden_time_but_most_are():
     assert audit.hidden_time(timings(wall_ms=[100.0, 500.0, 100.0])) is None
     assert audit.hidden_time(timings(wall_ms=[500.0, 100.0, 500.0])) is not None
+
+
+@pytest.mark.gpu
+def test_work_left_on_another_stream_is_seen_by_the_wall():
+    class OnTheSide(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(4096, 4096, device="cuda"))
+            self.stream = torch.cuda.Stream()
+            self.hides = False
+
+        def forward(self, input_ids, labels, attention_mask):
+            if self.hides:
+                with torch.cuda.stream(self.stream), torch.no_grad():
+                    for _ in range(20):
+                        self.weight @ self.weight
+            loss = (self.weight[0, 0] * input_ids - labels).float().pow(2).mean()
+            return type("Output", (), {"loss": loss})
+
+    batch = Batch(*(torch.ones(1, 1, dtype=torch.long, device="cuda") for _ in range(2)))
+    model = OnTheSide()
+    for model.hides, seen in ((False, False), (True, True)):
+        timings = Trainer(model, nullcontext, CudaClock(), 1e-3).run([batch], 5)
+        assert bool(audit.hidden_time(timings)) is seen
 
 
 # --- updates and batches --------------------------------------------------------------------------

@@ -8,8 +8,8 @@ from pathlib import Path
 import example_results as example
 import pytest
 
-from bench import experiment, machine
-from bench import plan as options
+from bench import experiment, machine, options
+from bench import plan as planning
 from bench import processes as isolated
 from bench import results as store
 
@@ -24,7 +24,8 @@ def plan(tmp_path_factory):
         ["--device", "cpu", "--seq-lens", "16", "32", "--steps", "2",
          "--cache", str(folder / "cache"), "--out", str(folder)], ""
     )  # fmt: skip
-    return options.set_up(arguments, [])[0]
+    with planning.planned(arguments, []) as (plan, *_):
+        return plan
 
 
 @pytest.fixture
@@ -188,57 +189,71 @@ import os
 import random
 import signal
 import sys
-import time
 from pathlib import Path
 import example_results as example
 from bench import experiment
 from bench import processes as isolated
-from bench import plan as options
+from bench import options
+from bench import plan as planning
 from bench import results as store
+
+left = 0  # moments that the process still lives
+
+def moment():
+    global left
+    left -= 1
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def mortal(works):
+    def between_two_moments(*arguments):
+        moment()
+        works(*arguments)
+        moment()
+    return between_two_moments
 
 def worker(function, plan, *rest, on_message, **_):
     if function is experiment.measure_cells:
         variant, round_number, seq_lens = rest
         for seq_len in seq_lens:
-            time.sleep(random.uniform(0, 0.002))
             ms = [random.uniform(1, 2) for _ in range(plan.steps)]
             parity = {"worst_ratio": 1.0}
             cell = example.timed_cell(variant, seq_len, round_number, ms, parity=parity)
+            moment()
             on_message({"cell": cell})
     return isolated.Ended(None, "")
 
 isolated.run = worker
-path, cache, rounds = Path(sys.argv[1]), sys.argv[2], 30
+path, cache, rounds = Path(sys.argv[1]), sys.argv[2], 15
 names = ["vanilla_peft", "fused_mlp"]
 arguments = options.parse(["--device", "cpu", "--seq-lens", "16", "32", "--steps", "2",
                            "--cache", cache, "--out", str(path.parent)], "")
-plan = options.set_up(arguments, [])[0]
+with planning.planned(arguments, []) as (plan, *_):
+    pass
 fresh = example.empty(rehearsal=True, gpu=False, variants=names, seq_lens=[16, 32],
                       rounds=rounds, steps=2 * rounds, tokens={})
 asked = {"variants": names, "rounds": rounds, "allow_shared_gpu": False, "cell_timeout": 9.0}
-total, kept, cut_short, seed, longest = 2 * 2 * rounds, [], 0, 0, 0.1
+total, kept, cut_short, seed = 2 * 2 * rounds, [], 0, 0
 while len(kept) < total:
     seed += 1
     child = os.fork()
     if child == 0:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         random.seed(seed)
+        left = random.randint(1, 25)  # five of them a cell
+        os.fsync, os.replace = mortal(os.fsync), mortal(os.replace)
         try:
             experiment.run_experiment(plan, store.continue_from(path, fresh), path, asked)
             os._exit(0)
         except BaseException as error:
             sys.stderr.write(repr(error))
             os._exit(1)
-    time.sleep(random.uniform(0, longest))
-    os.kill(child, signal.SIGKILL)
     ended = os.waitpid(child, 0)[1]
     assert ended in (0, signal.SIGKILL), ended
     cut_short += ended == signal.SIGKILL
     if path.exists():
         now = store.load(path)["cells"]  # whole, and every cell as the schema wants it
         assert now[:len(kept)] == kept, "a saved cell was lost or changed"
-        # so long that a machine, busy or fast, comes through a few cells
-        longest *= {0: 1.5, 1: 1.0, 2: 1.0}.get(len(now) - len(kept), 0.7)
         kept = now
 keys = [(c["variant"], c["seq_len"], c["round"]) for c in kept]
 assert len(set(keys)) == total, "a cell was measured twice"
@@ -247,7 +262,7 @@ print(cut_short)
 
 
 def test_kill_9_at_many_moments_loses_nothing_that_was_saved(tmp_path):
-    """A run of 120 cells is killed again and again, and each time the same command goes on."""
+    """A run of 60 cells is killed again and again, and each time the same command goes on."""
     out = tmp_path / "out"
     out.mkdir()
     run = subprocess.run(

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import lora_bench
-from bench import plan as options
+from bench import options
 from bench import processes as isolated
 from bench import results as store
 

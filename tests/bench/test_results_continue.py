@@ -66,7 +66,7 @@ def other(part, **changed):
         (other("experiment", batch_size=16), "batch_size 32 there, 16 here"),
         (other("experiment", dtype="float32"), "dtype bfloat16 there, float32 here"),
         (other("experiment", checkpointing="off"), "checkpointing on there, off here"),
-        (other("experiment", padded=True), "padded False there, True here"),
+        (other("experiment", padded=True), "padded no there, yes here"),
         (other("experiment", model="tiny"), "model Qwen2.5-3B there, tiny here"),
         (other("experiment", weights="random, seed 1"), "weights random, seed 0 there"),
         (other("experiment", seed=1), "seed 0 there, 1 here"),
@@ -80,11 +80,11 @@ def other(part, **changed):
         (other("experiment", rounds=6), "steps a round 8 there, 4 here"),
         (
             other("experiment", tokens={"64": {"padding": 0.1, "labelled": 0.7}}),
-            "tokens at 64 .* there",
+            "share labelled at 64 0.75 there, 0.7 here|share padding at 64 0.0 there, 0.1 here",
         ),
         (other("gpu", name="NVIDIA H100"), "gpu NVIDIA H200 there, NVIDIA H100 here"),
         (other("gpu", power_limit_w=350), "power_limit_w 700 there, 350 here"),
-        (other("document", rehearsal=True), "rehearsal False there, True here"),
+        (other("document", rehearsal=True), "rehearsal no there, yes here"),
         (other("packages", torch="2.13.0"), r"torch 2\.11\.0\+cu130 there, 2\.13\.0 here"),
         (other("packages", triton="9"), r"triton 3\.6\.0 there, 9 here"),
         (other("packages", transformers="9"), "transformers .* 9 here"),
@@ -145,7 +145,7 @@ def test_another_commit_may_go_on_but_both_are_named(tmp_path):
 def test_the_rounds_of_every_run_are_rounds_of_the_merged_one():
     """Two GPUs of a node: each measured vanilla PEFT and one more variant, in two rounds."""
     one = example.run(("vanilla_peft", "fused_mlp"), (64,), rounds=2, steps=16)
-    two = example.run(("vanilla_peft", "full_unsloth"), (64,), rounds=2, steps=16)
+    two = example.run(("vanilla_peft", "full_unsloth"), (64,), rounds=2, steps=16, visit=1)
     two["floor"]["64"]["samples_ms"], one["floor"]["64"]["samples_ms"] = [50.0, 60.0], [40.0]
     one["floor"]["64"]["floor_ms"], two["floor"]["64"]["floor_ms"] = 40.0, 55.0
     two["floor"]["64"]["recomputation_samples_ms"] = [10.0, 12.0]  # one is of before there was any
@@ -175,10 +175,42 @@ def test_the_rounds_of_every_run_are_rounds_of_the_merged_one():
 
 
 def test_a_merged_run_is_saved_loaded_and_goes_on(tmp_path):
-    merged = results.merge([example.run(rounds=2, steps=16), example.run(rounds=2, steps=16)])
+    merged = results.merge([example.run(rounds=2, steps=16, visit=n) for n in range(2)])
     path = saved(tmp_path, merged)
     assert results.load(path) == merged
     assert results.done(merged, "fused_mlp", 512, 4)
+
+
+def test_no_measurement_is_merged_twice():
+    """It would count twice, and two rounds that agree in every digit make any noise small."""
+    one, two = (example.run(rounds=2, steps=16, visit=n) for n in range(2))
+    some = copy.deepcopy(one)  # as a run that was copied before it was finished
+    some["cells"] = [c for c in some["cells"] if c["seq_len"] == 64]
+    both = results.merge([one, two])
+    for runs, number, count in (
+        ([one, one], 2, 24), ([two, one, some], 3, 6), ([some, both], 2, 6), ([both, two], 2, 24),
+    ):  # fmt: skip
+        equal_steps = [run | {"experiment": one["experiment"]} for run in runs]
+        said = f"run {number} of these overlaps an earlier one, {count} measurements are in both"
+        with pytest.raises(ValueError, match=said):
+            results.merge(equal_steps)
+    untimed = example.run(status={(v, n): "oom" for v in example.THREE for n in example.SEQ_LENS})
+    with pytest.raises(ValueError, match="give each run once"):
+        results.merge([untimed, untimed])
+
+
+def test_differences_are_written_for_people():
+    """As words and numbers, not as Python's."""
+    there = example.run(rounds=1, steps=8)
+    here = example.run(rounds=1, steps=8, visit=1)
+    here["experiment"] |= {"padded": True, "turn_steps": 2}
+    here["experiment"]["lora"] = LORA | {"targets": ["q_proj", "k_proj"]}
+    with pytest.raises(ValueError) as caught:
+        results.merge([there, here])
+    assert str(caught.value).endswith(
+        "padded no there, yes here; lora.targets q_proj there, q_proj, k_proj here; "
+        "turn_steps none there, 2 here"
+    )
 
 
 def test_runs_of_two_experiments_are_not_merged():

@@ -6,28 +6,28 @@ from types import SimpleNamespace
 import example_results as example
 import pytest
 import torch
+from rehearsal_case import WITHOUT_GPU, in_this_process
 
 import lora_bench
 import trainer
-from bench import cells, experiment, machine
-from bench import plan as options
+from bench import cells, experiment, machine, options
+from bench import plan as planning
 from bench import processes as isolated
 from bench import results as store
 from bench.parity import Parity
 from bench.profiler import Profile
-from models import Built
 from variants import Settings
 
-CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="the rehearsal is for the CPU")
+pytestmark = WITHOUT_GPU
 VARIANTS = ["vanilla_peft", "fused_mlp"]
 
 
 def command(out, *arguments):
     return ["--device", "cpu", "--variants", *VARIANTS, "--seq-lens", "16", "--steps", "4",
-            "--turns", "2", "--out", str(out), *arguments]  # fmt: skip
+            "--turns", "2", "--cache", str(out / "cache"), "--out", str(out),
+            *arguments]  # fmt: skip
 
 
-@CPU_ONLY
 def test_steps_of_two_variants_alternate_and_a_finished_run_starts_nothing(tmp_path, monkeypatch):
     real, steps = isolated.run_in_turns, []
 
@@ -40,6 +40,7 @@ def test_steps_of_two_variants_alternate_and_a_finished_run_starts_nothing(tmp_p
         return real(function, each, note, **limits)
 
     monkeypatch.setattr(isolated, "run_in_turns", listen_in)
+    monkeypatch.setattr(isolated, "run", in_this_process)
     assert lora_bench.main(command(tmp_path)) == 0
     first, second = VARIANTS
     assert steps == [(first, 1), (first, 2), (second, 1), (second, 2),
@@ -58,9 +59,9 @@ def test_a_turn_of_no_step_is_refused(tmp_path, capsys):
 
 
 def test_a_run_in_turns_is_no_continuation_of_one_that_was_not(tmp_path):
-    there, here = (example.run() for _ in range(2))
+    there, here = (example.run(visit=n) for n in range(2))
     here["experiment"]["turn_steps"] = 2
-    with pytest.raises(ValueError, match="turn_steps None there, 2 here"):
+    with pytest.raises(ValueError, match="turn_steps none there, 2 here"):
         store.merge([there, here])
 
 
@@ -113,8 +114,8 @@ def test_one_that_dies_or_is_unavailable_is_told_and_the_others_are_kept(tmp_pat
 def test_a_variant_that_finds_no_memory_beside_the_others_did_not_run_out_of_its_own(
     tmp_path, monkeypatch
 ):
-    arguments = options.parse(command(tmp_path, "--cache", str(tmp_path)), "")
-    plan = options.set_up(arguments, [])[0]
+    with planning.planned(options.parse(command(tmp_path), ""), []) as (plan, *_):
+        pass
     assert plan.turn_steps == 2
 
     def no_memory(*_):

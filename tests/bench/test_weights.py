@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bench import weights
-from bench.weights import materialize, resolve
+from bench.weights import materialize, read_config, resolve
 
 TINY = Path(__file__).resolve().parents[2] / "configs" / "tiny.json"
 
@@ -79,7 +79,7 @@ def test_what_is_no_model_is_refused(tmp_path):
     broken = tmp_path / "broken.json"
     broken.write_text(json.dumps({"hidden_size": 3}))
     with pytest.raises(ValueError, match="not a model's configuration"):
-        resolve(str(broken), tmp_path, 0)
+        read_config(resolve(str(broken), tmp_path, 0))
     with pytest.raises(ValueError, match="no such folder"):
         resolve("./nowhere", tmp_path, 0)
 

@@ -230,6 +230,15 @@ def test_a_rehearsal_is_compared_with_nothing_but_a_rehearsal():
 # --- what else differs ----------------------------------------------------------------------------
 
 
+def test_of_long_lists_what_is_in_one_alone_is_listed():
+    old, new = example.run(), example.run()
+    old["experiment"]["variants"] += [f"variant_{n}" for n in range(50)]
+    new["experiment"]["variants"] += ["one_more"]
+    assert compare(old, new).differences == [
+        "variants: gone variant_0, variant_1, variant_2, and 47 more; new one_more"
+    ]
+
+
 def test_what_else_is_not_the_same_is_listed():
     old = example.run(("vanilla_peft", "fused_mlp"), (64,))
     new = copy.deepcopy(old)
@@ -244,12 +253,12 @@ def test_what_else_is_not_the_same_is_listed():
     assert compare(old, new).differences == [
         "gpu.name: NVIDIA H200 -> NVIDIA H100",
         "packages.torch: 2.11.0+cu130 -> 2.13.0",
-        "packages.liger_kernel: None -> 0.8.5",
+        "packages.liger_kernel: none -> 0.8.5",
         "git.commit: abc1234 -> def5678",
         "batch_size: 32 -> 16",
         "lora.rank: 32 -> 8",
         "fused_mlp at 64, checkpointing: on -> off",
-        "fused_mlp at 64, graphs: None -> True",
+        "fused_mlp at 64, graphs: none -> yes",
     ]
 
 

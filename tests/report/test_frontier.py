@@ -6,10 +6,10 @@ import ablation_case as case
 import example_results as example
 import pytest
 from matplotlib.colors import to_hex
+from report.names import name_of
 
 from bench import results
-from report import frontier, looks
-from report.names import name_of
+from report import fits, frontier, looks
 from report.statistics import NO_CHECKPOINTING as WITHOUT
 from variants import VARIANTS
 
@@ -37,9 +37,11 @@ def hand_made(**points):
     """At 64 tokens: variant = (ms and GiB of a round, ...)."""
     run = example.empty(variants=list(points), seq_lens=[64])
     for variant, rounds in points.items():
-        for n, (ms, gib) in enumerate(rounds, start=1):
-            cell = example.timed_cell(variant, 64, n, [float(ms)])
-            results.add_cell(run, {**cell, "peak_reserved_bytes": int(gib * GIB)})
+        for n, measured in enumerate(rounds, start=1):
+            if measured:
+                ms, gib = measured
+                cell = example.timed_cell(variant, 64, n, [float(ms)])
+                results.add_cell(run, {**cell, "peak_reserved_bytes": int(gib * GIB)})
     return run
 
 
@@ -54,33 +56,51 @@ THREE = {
 
 
 def test_points_by_hand():
-    vanilla, mlp, fused = reversed(frontier.points_of(hand_made(**THREE), 64))
+    vanilla, mlp, fused = reversed(fits.points_of(hand_made(**THREE), 64))
     assert vanilla == ("vanilla_peft", 64, 210, 21.5, 1)
     assert mlp == ("fused_mlp", 64, 105, pytest.approx(23.4), 2)
     assert fused == ("fused_all", 64, 84, 23.5, 2.5)
 
 
 def test_what_fits_leaves_room_for_the_context():
-    (fit,) = frontier.fits(hand_made(**THREE), 24)  # 23.4 for torch
+    (fit,) = fits.fits(hand_made(**THREE), 24)  # 23.4 for torch
     assert [point.variant for point in fit.points] == ["fused_mlp", "vanilla_peft"]
-    (fit,) = frontier.fits(hand_made(**THREE), 24.2)
+    (fit,) = fits.fits(hand_made(**THREE), 24.2)
     assert [point.variant for point in fit.points] == ["fused_all", "fused_mlp", "vanilla_peft"]
-    (fit,) = frontier.fits(hand_made(**THREE), 16)
+    (fit,) = fits.fits(hand_made(**THREE), 16)
     assert fit.points == [] and fit.least.variant == "vanilla_peft"
 
 
-def test_a_speedup_is_over_the_baseline_of_the_block():
+def test_every_speedup_is_over_vanilla_peft_by_way_of_the_blocks_own_baseline():
     name = "fused_mlp" + WITHOUT
     points = {"vanilla_peft": ((900, 9),), "vanilla_peft" + WITHOUT: ((300, 9),), name: ((100, 9),)}
-    assert frontier.points_of(hand_made(**points), 64)[0] == (name, 64, 100, 9, 3)
+    assert fits.points_of(hand_made(**points), 64)[0] == (name, 64, 100, 9, 9)
+    del points["vanilla_peft"]
+    assert fits.points_of(hand_made(**points), 64)[0] == (name, 64, 100, 9, 3)
     del points["vanilla_peft" + WITHOUT]
-    assert frontier.points_of(hand_made(**points), 64)[0].speedup is None
+    assert fits.points_of(hand_made(**points), 64)[0].speedup is None
+
+
+def test_what_fits_is_ranked_by_pairs_and_not_by_milliseconds_of_two_visits():
+    """On the second visit everything took twice as long."""
+    merged = hand_made(
+        vanilla_peft=((200, 9), (400, 9)),
+        fused_mlp=((100, 9), None),
+        fused_all=(None, (160, 9)),
+        liger_peft=(None, None, (90, 9)),  # of a visit without a baseline
+    )
+    (fit,) = fits.fits(merged, 24)
+    ranked = [(point.variant, point.speedup) for point in fit.points]
+    assert ranked == [
+        ("fused_all", 2.5), ("fused_mlp", 2), ("vanilla_peft", 1), ("liger_peft", None)
+    ]  # fmt: skip
+    assert "Ranked by the speedup over vanilla PEFT, " in fits.fits_table(merged, 24)
 
 
 def test_what_is_left_out():
-    found = {point.variant for point in frontier.points_of(RUNS["all"], 512)}
+    found = {point.variant for point in fits.points_of(RUNS["all"], 512)}
     assert found == set(VARIANTS) - TWINS
-    found = frontier.points_of(RUNS["with checkpointing"], 512)
+    found = fits.points_of(RUNS["with checkpointing"], 512)
     assert not [point for point in found if point.variant.endswith(WITHOUT)]
 
 
@@ -89,42 +109,42 @@ def test_memory_that_was_not_reserved_is_what_was_allocated():
     for cell in run["cells"]:
         cell["peak_allocated_bytes"] = 5 * GIB
     run["cells"][3]["peak_reserved_bytes"] = None
-    peaks = {point.variant: point.peak_gib for point in frontier.points_of(run, 64)}
+    peaks = {point.variant: point.peak_gib for point in fits.points_of(run, 64)}
     assert (peaks["vanilla_peft"], peaks["fused_mlp"]) == (21.5, 23.0)
     run["cells"][2]["peak_reserved_bytes"] = None
-    peaks = {point.variant: point.peak_gib for point in frontier.points_of(run, 64)}
+    peaks = {point.variant: point.peak_gib for point in fits.points_of(run, 64)}
     assert peaks["fused_mlp"] == 5.0
     run["cells"][2]["peak_allocated_bytes"] = run["cells"][3]["peak_allocated_bytes"] = None
-    assert "fused_mlp" not in [point.variant for point in frontier.points_of(run, 64)]
+    assert "fused_mlp" not in [point.variant for point in fits.points_of(run, 64)]
 
 
 def test_the_table_by_hand():
-    lines = frontier.fits_table(hand_made(**THREE), 24).split("\n")
-    assert lines == [
-        "| tokens | fits | step, ms | reserved, GiB | speedup |",
+    lines = fits.fits_table(hand_made(**THREE), 24).split("\n")
+    assert lines[:-2] == [
+        "| tokens | fits | speedup | step, ms | reserved, GiB |",
         "| --- | --- | --- | --- | --- |",
-        "| 64 | fused MLP | 105.0 | 23.4 | 2.00 |",
-        "| 64 | vanilla PEFT | 210.0 | 21.5 | 1.00 |",
+        "| 64 | fused MLP | 2.00 | 105.0 | 23.4 |",
+        "| 64 | vanilla PEFT | 1.00 | 210.0 | 21.5 |",
     ]
-    nothing = frontier.fits_table(hand_made(**THREE), 8).split("\n")[2:]
-    assert nothing == ["| 64 | nothing: vanilla PEFT takes the least |  | 21.5 |  |"]
-    assert frontier.fits_table(example.empty(seq_lens=[64]), 8).split("\n")[2:] == [
+    nothing = fits.fits_table(hand_made(**THREE), 8).split("\n")[2:-2]
+    assert nothing == ["| 64 | nothing: vanilla PEFT takes the least |  |  | 21.5 |"]
+    assert fits.fits_table(example.empty(seq_lens=[64]), 8).split("\n")[2:-2] == [
         "| 64 | nothing measured |  |  |  |"
     ]
 
 
 def test_of_many_that_fit_the_fastest_are_listed_and_the_rest_counted():
     sizes = {f"fused_all_but_{n}": ((100 + n, 9),) for n in range(11)}
-    lines = frontier.fits_table(hand_made(**sizes), 24).split("\n")[2:]
-    times = [line.split(" | ")[2] for line in lines[:-1]]
+    lines = fits.fits_table(hand_made(**sizes), 24).split("\n")[2:-2]
+    times = [line.split(" | ")[3] for line in lines[:-1]]
     assert times == [f"{100 + n}.0" for n in range(8)]
     assert lines[-1] == "| 64 | and 3 slower |  |  |  |"
     eight = dict(list(sizes.items())[:8])
-    assert len(frontier.fits_table(hand_made(**eight), 24).split("\n")) == 2 + 8
+    assert len(fits.fits_table(hand_made(**eight), 24).split("\n")) == 2 + 8 + 2
 
 
 def test_each_length_has_its_own_fits():
-    found = {fit.seq_len: fit for fit in frontier.fits(RUNS["all"], 24)}
+    found = {fit.seq_len: fit for fit in fits.fits(RUNS["all"], 24)}
     assert list(found) == [64, 128, 256, 512]
     sizes = [len(fit.points) for fit in found.values()]
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1] > 0
@@ -148,7 +168,7 @@ def test_the_frontier_by_hand():
 
 
 def test_nothing_is_faster_in_less_memory_than_the_frontier():
-    points = frontier.points_of(RUNS["all"], 512)
+    points = fits.points_of(RUNS["all"], 512)
     best = frontier.pareto(points)
     for point in points:
         inside = [p.step_ms for p in best if p.peak_gib <= point.peak_gib]
@@ -172,7 +192,7 @@ def test_every_variant_is_a_point_at_the_longest_length(pictures):
         for x, y in line.get_xydata()
         if line.get_marker() not in ("None", "")
     }
-    points = frontier.points_of(RUNS["all"], 512)
+    points = fits.points_of(RUNS["all"], 512)
     assert len(points) == len(VARIANTS) - len(TWINS)
     for point in points:
         mark = marks[round(point.peak_gib, 6), round(point.step_ms, 6)]
@@ -185,7 +205,7 @@ def test_every_variant_is_a_point_at_the_longest_length(pictures):
 
 def test_frontier_floor_and_cards_are_lines(pictures):
     axes = pictures["all"].axes[0]
-    best = frontier.pareto(frontier.points_of(RUNS["all"], 512))
+    best = frontier.pareto(fits.points_of(RUNS["all"], 512))
     steps = next(line for line in axes.lines if line.get_drawstyle() == "steps-post")
     corners = [(p.peak_gib, p.step_ms) for p in best]
     assert [tuple(xy) for xy in steps.get_xydata()][:-1] == corners
@@ -209,7 +229,7 @@ def test_every_point_is_named_or_numbered(pictures):
     rows = [listed[n : n + 4] for n, words in enumerate(listed) if words.isdigit()]
     rows = {row[0]: row[1:] for row in rows if row[1][:1].isalpha()}
     assert sorted(words for words in said if words.isdigit()) == sorted(rows)
-    points, named = frontier.points_of(RUNS["all"], 512), []
+    points, named = fits.points_of(RUNS["all"], 512), []
     for point in points:
         name = name_of(point.variant.removesuffix(WITHOUT))
         if f"{name}\n{point.step_ms:.0f} ms" in said:
@@ -232,7 +252,7 @@ def test_every_text_can_be_read(name, pictures):
     axes = picture.axes[0]
     places = [
         axes.transData.transform((point.peak_gib, point.step_ms))
-        for point in frontier.points_of(RUNS[name], 512)
+        for point in fits.points_of(RUNS[name], 512)
     ]
     for text in axes.texts:
         if text.get_text():
@@ -241,7 +261,7 @@ def test_every_text_can_be_read(name, pictures):
 
 
 def test_the_title_states_both_ends():
-    best = frontier.pareto(frontier.points_of(RUNS["all"], 512))
+    best = frontier.pareto(fits.points_of(RUNS["all"], 512))
     said = frontier.finding(RUNS["all"])
     assert said.startswith(
         "At 512 tokens, fastest: fused layers, CUDA graph without checkpointing (41"

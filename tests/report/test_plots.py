@@ -376,5 +376,7 @@ def test_a_failed_draw_leaves_the_earlier_picture(tmp_path, monkeypatch):
 
 
 def test_neither_module_imports_torch():
-    check = "import sys; from report import benchmark_results, tables; sys.exit('torch' in sys.modules)"
+    check = (
+        "import sys; from report import benchmark_results, tables; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", check], cwd=ROOT, timeout=60).returncode == 0

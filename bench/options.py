@@ -1,0 +1,248 @@
+"""The command line: what may be asked for, and what is wrong with it. Imports nothing that takes
+longer than the answer: torch and all that stands on it come once the arguments are right."""
+
+import argparse
+import textwrap
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NoReturn
+
+from bench import machine
+from variants import RETIRED, SUITES, VARIANTS, WITHOUT, current_id, missing_package, recipe_of
+
+HERE = Path(__file__).resolve().parent.parent  # the checkout
+
+# What the command does when nothing is asked for: with a GPU, and without one.
+EXPERIMENT = {
+    "model": HERE / "configs" / "qwen2.5-3b.json",
+    "seq_lens": [64, 128, 256, 512],
+    "batch_size": 32,
+    "steps": 100,
+    "rounds": 4,
+}
+REHEARSAL = {
+    "model": HERE / "configs" / "tiny.json",
+    "seq_lens": [16, 32],
+    "batch_size": 4,
+    "steps": 4,
+    "rounds": 1,
+}
+
+
+# Every command, by the option that asks for it, and what else it reads: anything else that is given
+# with it is refused, not ignored. The kernels' table goes into a run's results, so it reads what
+# tells one run from another.
+RUN_IS = ("seq_lens", "batch_size", "rank", "steps", "rounds", "turns", "model", "checkpointing",
+          "padded", "data", "seed", "device", "out", "cache", "allow_shared_gpu")  # fmt: skip
+READS = {
+    "": (*RUN_IS, "suite", "variants", "cell_timeout"),
+    "kernels": RUN_IS,
+    "plot_only": ("out",),
+    "merge": ("out",),
+    "fits": ("out",),
+    "compare": (),
+}
+LIMITS = {  # the least and the most that an option may be given
+    "seq_lens": (3, None),  # a token, one that attends to it, and the one that this one predicts
+    "batch_size": (1, None),
+    "rank": (1, None),
+    "steps": (1, None),
+    "rounds": (1, 1000),
+    "turns": (1, None),
+    "seed": (0, 2**32 - 1),  # what NumPy takes
+}
+MAX_TOKENS = 2**27  # of a round at one length: they are made before it begins, and held
+MAX_TIMEOUT_S = 1_000_000
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see --help)\n")
+
+
+def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace:
+    """What is asked for, with the defaults that are the same with and without a GPU.
+
+    Ends the process with one line and exit code 2 where an option is unknown, is no number, or
+    would be ignored beside another one.
+    """
+    parser = Parser(
+        prog="lora_bench.py",
+        description=description,
+        epilog=list_of_variants(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,  # so that what is parsed is what was given
+        allow_abbrev=False,
+    )
+    defaults: dict[str, Any] = {}
+
+    def add(flag: str, help: str, default: Any = None, to: Any = parser, **options) -> None:
+        name = flag[2:].replace("-", "_")
+        defaults[name] = default
+        if name in EXPERIMENT:
+            show = {k: " ".join(map(str, v)) if isinstance(v, list) else v
+                    for k, v in (("gpu", EXPERIMENT[name]), ("cpu", REHEARSAL[name]))}  # fmt: skip
+            show = {k: Path(v).name if isinstance(v, Path) else v for k, v in show.items()}
+            help += f" (default: {show['gpu']}; without a GPU {show['cpu']})"
+        to.add_argument(flag, help=help, **options)
+
+    which = parser.add_mutually_exclusive_group()
+    add("--suite", "variants to compare: the experiment's four, every fused part alone and left "
+        "out, the strongest peers, the fastest of each, or all (default: experiment)",
+        choices=SUITES, default="experiment", to=which)  # fmt: skip
+    add("--variants", "variants to compare instead, by name; below is a list", to=which,
+        nargs="+", metavar="NAME")  # fmt: skip
+    add("--seq-lens", "tokens in a sequence", nargs="+", type=int, metavar="N")
+    add("--batch-size", "sequences in a step", type=int, metavar="N")
+    add("--rank", "LoRA rank; alpha is twice it (default: 32)", type=int, default=32, metavar="N")
+    add("--steps", "timed steps of each variant and length, over all rounds", type=int, metavar="N")
+    add("--rounds", "times that all variants are gone through, in alternating order",
+        type=int, metavar="N")  # fmt: skip
+    add("--turns", "run the variants of a round side by side, each so many timed steps at a time, "
+        "in turns: for hosts whose speed changes; all have to fit on the GPU together",
+        type=int, metavar="STEPS")  # fmt: skip
+    add("--model", "architecture file, checkpoint folder or hub name", metavar="MODEL")
+    add("--checkpointing", "gradient checkpointing: each variant's own, or none (default: on)",
+        choices=("on", "off"), default="on")  # fmt: skip
+    add("--padded", "pad one example a row instead of packing rows full", False,
+        action="store_true")  # fmt: skip
+    add("--data", "chat examples, one JSON object a line (default: data/sft_train.jsonl)",
+        type=Path, default=HERE / "data" / "sft_train.jsonl", metavar="FILE")  # fmt: skip
+    add("--seed", "of weights, adapters and batches (default: 0)", type=int, default=0, metavar="N")
+    add("--device", "where to run (default: the GPU if there is one)", choices=("cuda", "cpu"))
+    add("--out", "folder for results.json and benchmark_results.png "
+        "(default: runs/GPU-NAME; without a GPU rehearsal; with --plot-only this repository)",
+        type=Path, metavar="FOLDER")  # fmt: skip
+    add("--cache", "folder for base weights (default: .cache)", type=Path,
+        default=HERE / ".cache", metavar="FOLDER")  # fmt: skip
+    add("--cell-timeout", "give a cell up when nothing was heard of it for so long (default: 600)",
+        type=float, default=600.0, metavar="SECONDS")  # fmt: skip
+    add("--allow-shared-gpu", "measure although other processes compute on the GPU", False,
+        action="store_true")  # fmt: skip
+    commands = parser.add_mutually_exclusive_group()
+    add("--kernels", "time the Triton kernels alone, into the same results", False, to=commands,
+        action="store_true")  # fmt: skip
+    add("--plot-only", "draw from the results that are there; measure nothing", False, to=commands,
+        action="store_true")  # fmt: skip
+    add("--merge", "make one run of several: measured on the GPUs of a node, say, with "
+        "CUDA_VISIBLE_DEVICES and --out each its own; wants --out",
+        nargs="+", type=Path, metavar="FILE", to=commands)  # fmt: skip
+    add("--fits", "list what trains fastest in so much GPU memory, from the results that are there",
+        type=float, metavar="GIB", to=commands)  # fmt: skip
+    add("--compare", "hold one results.json against an earlier one; measure nothing; exit code 1 "
+        "when something is slower beyond noise", nargs=2, type=Path, to=commands,
+        metavar=("OLD", "NEW"))  # fmt: skip
+
+    given = vars(parser.parse_args(argv))
+    command = next((name for name in READS if name in given), "")
+    if ignored := [flag(name) for name in given if name not in (command, *READS[command])]:
+        parser.error(f"{flag(command)} does not read {', '.join(ignored)}: leave that out")
+    return argparse.Namespace(**{**defaults, **given})
+
+
+def flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def list_of_variants() -> str:
+    names = " ".join(id for id, variant in VARIANTS.items() if variant.checkpoints)
+    lines = textwrap.wrap(names, 94, break_on_hyphens=False)
+    said = f"most of them also with {WITHOUT} at the end, without gradient checkpointing"
+    return "\n  ".join(["variants:", *lines, said])
+
+
+def fill_in(arguments: argparse.Namespace) -> argparse.Namespace:
+    """The arguments with defaults filled in: the experiment's with a GPU, else the rehearsal's."""
+    device = arguments.device or ("cuda" if machine.has_gpu() else "cpu")
+    if device == "cuda" and not machine.has_gpu():
+        raise ValueError("--device cuda: no NVIDIA GPU is visible; leave it out for a rehearsal")
+    defaults = EXPERIMENT if device == "cuda" else REHEARSAL
+    filled = {**vars(arguments), "device": device}
+    filled |= {name: value for name, value in defaults.items() if filled[name] is None}
+    return argparse.Namespace(**filled)
+
+
+def check(asked: argparse.Namespace) -> None:
+    """Check the arguments of a run by themselves, `fill_in` having filled them in.
+
+    Raises:
+        ValueError: one line that says what is wrong and what to do.
+    """
+    for name, (least, most) in LIMITS.items():
+        given = getattr(asked, name)
+        for value in given if isinstance(given, list) else [given]:
+            if value is not None:
+                within(flag(name), value, least, most)
+    steps, rounds, timeout_s = asked.steps, asked.rounds, asked.cell_timeout
+    if steps % rounds:
+        raise ValueError(
+            f"--steps {steps} does not spread evenly over --rounds {rounds}: "
+            f"give a multiple of {rounds}"
+        )
+    longest = max(asked.seq_lens)
+    if (tokens := steps // rounds * asked.batch_size * longest) > MAX_TOKENS:
+        raise ValueError(
+            f"--steps {steps} of --batch-size {asked.batch_size} are {tokens:,} tokens a round "
+            f"at {longest}, made before it begins: ask for {MAX_TOKENS:,} or fewer"
+        )
+    if not 0 < timeout_s <= MAX_TIMEOUT_S:
+        raise ValueError(
+            f"--cell-timeout {timeout_s:g}: give more than 0 seconds, {MAX_TIMEOUT_S:,} at most"
+        )
+    if asked.device == "cpu":
+        if asked.kernels:
+            raise ValueError(
+                "--kernels: no NVIDIA GPU to time the kernels on; run it where there is one"
+            )
+        if asked.allow_shared_gpu:
+            raise ValueError("--allow-shared-gpu: a rehearsal uses no GPU; leave it out")
+    for name in asked.variants or ():
+        check_variant(current_id(name), asked.device)
+
+
+def within(flag: str, value: int, least: int, most: int | None = None) -> None:
+    if value < least or (most is not None and value > most):
+        wanted = f"{least} or more" if most is None else f"{least} to {most}"
+        raise ValueError(f"{flag} {value}: give {wanted}")
+
+
+def check_variant(name: str, device: str) -> None:
+    """One that cannot run is an error only when it was asked for by name."""
+    if name in RETIRED:
+        raise ValueError(f"--variants {name}: no longer measured; give {RETIRED[name].instead}")
+    if name not in VARIANTS:
+        near = get_close_matches(name, VARIANTS, n=3)
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise ValueError(f"--variants {name}: unknown; {hint}--help lists all {len(VARIANTS)}")
+    if reason := why_unavailable(name, device):
+        raise ValueError(f"--variants {name}: {reason}")
+
+
+def variants_of(asked: argparse.Namespace) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(map(current_id, asked.variants or SUITES[asked.suite])))
+
+
+def why_unavailable(variant: str, device: str) -> str | None:
+    recipe = recipe_of(variant)
+    name = recipe.library.capitalize()
+    if recipe.library in ("unsloth", "liger") and device == "cpu":
+        return f"{name} needs an NVIDIA GPU; leave it out, or run where there is one"
+    if missing_package(variant):
+        return f"{name} is not installed; pip install -r requirements-peers.txt"
+    if recipe.compiled and device == "cpu":
+        return "compiled layers want an NVIDIA GPU; leave them out, or run where there is one"
+    if recipe.graph and device == "cpu":
+        return "a CUDA graph wants an NVIDIA GPU; leave it out, or run where there is one"
+    return None
+
+
+def others_on_gpu(device: str, allow_shared: bool) -> str | None:
+    """Why the GPU is not ours alone, in words. Between cells no process of ours holds it, so who
+    does is somebody else."""
+    others = machine.other_processes(own=0) if device == "cuda" and not allow_shared else None
+    if not others:
+        return None
+    return (
+        f"{others} other processes compute on the GPU and would disturb every time; stop them "
+        "(nvidia-smi lists them), or give --allow-shared-gpu"
+    )
