@@ -59,16 +59,16 @@ def adapters(built, which=".lora_"):
 
 
 def assert_caught(cell, status, words):
-    assert cell["status"] == status, cell["error"]
-    assert words in cell["error"]
-    assert status == "error" or not cell["step_ms"], "it was timed"
+    assert cell.status == status, cell.error
+    assert words in cell.error
+    assert status == "error" or not cell.step_ms, "it was timed"
 
 
 @pytest.mark.parametrize("variant", ["vanilla_peft", "fused_mlp"])
 def test_an_honest_variant_passes(measure, variant):
     cell = measure(variant=variant)
-    assert cell["status"] == "ok", cell["error"]
-    assert len(cell["step_ms"]) == STEPS
+    assert cell.status == "ok", cell.error
+    assert len(cell.step_ms) == STEPS
 
 
 # --- wrong results: the gate, before anything is timed --------------------------------------------
@@ -235,9 +235,9 @@ def test_losses_that_leave_vanillas(measure):
     vanilla, other = measure(), measure()
     results = {"cells": [vanilla]}
     experiment.check_losses(results, other)
-    assert (other["status"], other["loss_gap"]) == ("ok", 0.0)
+    assert (other.status, other.loss_gap) == ("ok", 0.0)
 
-    other["losses"][2] *= 1.004
+    other.losses[2] *= 1.004
     experiment.check_losses(results, other)
-    assert other["status"] == "parity_failed"
-    assert "0.40%" in other["error"]
+    assert other.status == "parity_failed"
+    assert "0.40%" in other.error

@@ -5,8 +5,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from batches import Batch
 import variants
+from batches import Batch
 from bench import audit
 from bench.audit import LOSS_SHARE, LOSS_STEPS, WALL_MS, WALL_SHARE, loss_gap
 from bench.profiler import Profile

@@ -12,6 +12,7 @@ from bench import experiment, machine, options
 from bench import plan as planning
 from bench import processes as isolated
 from bench import results as store
+from bench.records import Cell
 
 ROOT = Path(__file__).resolve().parents[2]
 VARIANTS = ["vanilla_peft", "fused_mlp"]
@@ -56,12 +57,12 @@ def run_cells(plan, tmp_path, monkeypatch):
 
 
 def measured(variant, seq_len, round_number, **known):
-    known["parity"] = {"worst_ratio": 1.0}
+    known.parity = {"worst_ratio": 1.0}
     return example.timed_cell(variant, seq_len, round_number, [2.0, 2.1], **known)
 
 
 def statuses(results):
-    return {(c["variant"], c["seq_len"]): c["status"] for c in results["cells"]}
+    return {(c.variant, c.seq_len): c.status for c in results.cells}
 
 
 # --- workers that end badly -----------------------------------------------------------------------
@@ -74,7 +75,7 @@ def test_out_of_memory_at_one_length_goes_on_with_the_next_in_a_fresh_process(ru
         started.append((variant, seq_lens))
         for seq_len in seq_lens:
             if (variant, seq_len) == ("fused_mlp", 16):
-                on_message({"cell": store.new_cell(variant, 16, 1, "oom", error="no memory")})
+                on_message({"cell": Cell(variant, 16, 1, "oom", error="no memory")})
                 return
             on_message({"cell": measured(variant, seq_len, round_number)})
 
@@ -97,10 +98,10 @@ def test_a_worker_that_hangs_is_an_error_with_its_last_words_and_the_rest_goes_o
         return None
 
     results = run_cells(worker)
-    (hung,) = (c for c in results["cells"] if c["status"] != "ok")
-    assert (hung["variant"], hung["seq_len"], hung["status"]) == ("fused_mlp", 16, "error")
-    assert hung["error"] == "nothing was heard of it for 60 s\ncompiling ..."
-    assert len(results["cells"]) == 4
+    (hung,) = (c for c in results.cells if c.status != "ok")
+    assert (hung.variant, hung.seq_len, hung.status) == ("fused_mlp", 16, "error")
+    assert hung.error == "nothing was heard of it for 60 s\ncompiling ..."
+    assert len(results.cells) == 4
 
 
 def test_the_cell_timeout_reaches_the_process(plan, tmp_path, monkeypatch):
@@ -141,11 +142,11 @@ def test_a_cell_that_was_disturbed_is_kept_only_if_sharing_is_allowed(run_cells,
                                          other_gpu_processes=others)})  # fmt: skip
 
     if allowed:
-        assert len(run_cells(worker, allow_shared_gpu=True)["cells"]) == 4
+        assert len(run_cells(worker, allow_shared_gpu=True).cells) == 4
         return
     with pytest.raises(RuntimeError, match="while fused_mlp at 32 tokens was measured"):
         run_cells(worker)
-    assert len(store.load(tmp_path / "results.json")["cells"]) == 3
+    assert len(store.load(tmp_path / "results.json").cells) == 3
 
 
 # --- disks ----------------------------------------------------------------------------------------
@@ -173,11 +174,11 @@ def test_a_disk_that_fails_leaves_what_was_saved(run_cells, tmp_path, monkeypatc
     with pytest.raises(OSError, match=error[1]):
         run_cells(honest)
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
-    before = store.load(tmp_path / "results.json")["cells"]
+    before = store.load(tmp_path / "results.json").cells
     assert len(before) == 2
 
     monkeypatch.setattr(os, call, works)
-    after = run_cells(honest)["cells"]
+    after = run_cells(honest).cells
     assert after[:2] == before
     assert len(after) == 4
 
@@ -252,10 +253,10 @@ while len(kept) < total:
     assert ended in (0, signal.SIGKILL), ended
     cut_short += ended == signal.SIGKILL
     if path.exists():
-        now = store.load(path)["cells"]  # whole, and every cell as the schema wants it
+        now = store.load(path).cells  # whole, and every cell as the schema wants it
         assert now[:len(kept)] == kept, "a saved cell was lost or changed"
         kept = now
-keys = [(c["variant"], c["seq_len"], c["round"]) for c in kept]
+keys = [(c.variant, c.seq_len, c.round) for c in kept]
 assert len(set(keys)) == total, "a cell was measured twice"
 print(cut_short)
 """

@@ -71,9 +71,9 @@ def test_what_is_recomputed_is_each_layers_forward_without_its_down_projection()
 def test_the_median_leaves_the_warm_up_out():
     result = measure(Floor(Shape.of(CONFIG), "cpu"), 1, 4, 3, TickingClock())
     samples = [float(n) for n in range(WARMUP_STEPS + 1, WARMUP_STEPS + STEPS + 1)]
-    assert result["samples_ms"] == samples
-    assert result["floor_ms"] == (samples[STEPS // 2 - 1] + samples[STEPS // 2]) / 2
+    assert result.samples_ms == samples
+    assert result.floor_ms == (samples[STEPS // 2 - 1] + samples[STEPS // 2]) / 2
     later = [n + WARMUP_STEPS + STEPS for n in samples]
-    assert result["recomputation_samples_ms"] == later
-    assert result["recomputation_ms"] == (later[STEPS // 2 - 1] + later[STEPS // 2]) / 2
-    assert result["labelled_tokens"] == 3
+    assert result.recomputation_samples_ms == later
+    assert result.recomputation_ms == (later[STEPS // 2 - 1] + later[STEPS // 2]) / 2
+    assert result.labelled_tokens == 3

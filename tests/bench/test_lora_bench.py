@@ -54,10 +54,10 @@ def saved(out):
 @CPU_ONLY
 def test_the_rehearsal_measures_what_it_can_and_says_what_it_cannot(rehearsal):
     results = saved(rehearsal)
-    assert results["rehearsal"] is True
-    assert results["finished_utc"] is not None
-    assert results["environment"]["gpu"] is None
-    statuses = {(c["variant"], c["seq_len"]): c["status"] for c in results["cells"]}
+    assert results.rehearsal is True
+    assert results.finished_utc is not None
+    assert results.environment.gpu is None
+    statuses = {(c.variant, c.seq_len): c.status for c in results.cells}
     assert statuses == {
         ("vanilla_peft", 16): "ok",
         ("vanilla_peft", 32): "ok",
@@ -75,28 +75,28 @@ def test_the_rehearsal_measures_what_it_can_and_says_what_it_cannot(rehearsal):
 def test_one_round_is_said_to_have_no_verdicts(rehearsal, cache, capsys):
     assert run(rehearsal, "--cache", str(cache)) == 0
     assert "One round gives numbers without verdicts" in capsys.readouterr().out
-    assert {row["verdict"] for row in saved(rehearsal)["summary"]} == {None}
+    assert {row.verdict for row in saved(rehearsal).summary} == {None}
 
 
 @CPU_ONLY
 def test_a_cell_holds_its_raw_steps_and_what_ran(rehearsal):
-    steps = options.REHEARSAL["steps"]
-    for cell in saved(rehearsal)["cells"]:
-        if cell["status"] != "ok":
-            assert cell["step_ms"] == []
+    steps = options.REHEARSAL.steps
+    for cell in saved(rehearsal).cells:
+        if cell.status != "ok":
+            assert cell.step_ms == []
             continue
         for part in ("step_ms", "forward_ms", "backward_ms", "optimizer_ms", "losses"):
             assert len(cell[part]) == steps and all(value > 0 for value in cell[part])
-        parts = zip(cell["forward_ms"], cell["backward_ms"], cell["optimizer_ms"], strict=True)
-        assert [sum(three) for three in parts] == pytest.approx(cell["step_ms"])
-        assert cell["parity"]["passed"]
-        assert bool(cell["fused_modules"]) == (cell["variant"] == "fused_mlp")
+        parts = zip(cell.forward_ms, cell.backward_ms, cell.optimizer_ms, strict=True)
+        assert [sum(three) for three in parts] == pytest.approx(cell.step_ms)
+        assert cell.parity.passed
+        assert bool(cell.fused_modules) == (cell.variant == "fused_mlp")
 
 
 @CPU_ONLY
 def test_variants_train_alike(rehearsal):
     """Same weights, adapters and batches: the losses lie on each other to bf16's precision."""
-    losses = {(c["variant"], c["seq_len"]): c["losses"] for c in saved(rehearsal)["cells"]}
+    losses = {(c.variant, c.seq_len): c.losses for c in saved(rehearsal).cells}
     for seq_len in (16, 32):
         fused, vanilla = losses["fused_mlp", seq_len], losses["vanilla_peft", seq_len]
         assert fused == pytest.approx(vanilla, rel=2e-3)
@@ -108,10 +108,10 @@ def test_a_finished_run_measures_nothing_again(rehearsal, cache, monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("a finished run started a process")
 
-    before = saved(rehearsal)["cells"]
+    before = saved(rehearsal).cells
     monkeypatch.setattr(isolated, "run", refuse)
     assert run(rehearsal, "--cache", str(cache)) == 0
-    assert saved(rehearsal)["cells"] == before
+    assert saved(rehearsal).cells == before
 
 
 @CPU_ONLY
@@ -120,7 +120,7 @@ def test_only_the_variants_that_are_asked_for_are_measured(rehearsal, cache, tmp
         raise AssertionError("vanilla is done, and nothing else was asked for")
 
     results = saved(rehearsal)
-    results["cells"] = [c for c in results["cells"] if c["variant"] == "vanilla_peft"]
+    results.cells = [c for c in results.cells if c.variant == "vanilla_peft"]
     store.save(tmp_path / "results.json", results)
     monkeypatch.setattr(lora_bench.isolated, "run", refuse)
     assert run(tmp_path, "--cache", str(cache), "--variants", "vanilla_peft") == 0
@@ -130,20 +130,20 @@ def test_only_the_variants_that_are_asked_for_are_measured(rehearsal, cache, tmp
 def test_only_what_is_missing_or_failed_is_measured_again(rehearsal, cache, tmp_path):
     shutil.copy(rehearsal / "results.json", tmp_path)
     results = saved(tmp_path)
-    kept = [c for c in results["cells"] if (c["variant"], c["seq_len"]) != ("fused_mlp", 32)]
+    kept = [c for c in results.cells if (c.variant, c.seq_len) != ("fused_mlp", 32)]
     for cell in kept:
-        if (cell["variant"], cell["seq_len"]) == ("vanilla_peft", 16):
-            cell["status"], cell["error"] = "error", "it had crashed"
-    results["cells"] = kept
+        if (cell.variant, cell.seq_len) == ("vanilla_peft", 16):
+            cell.status, cell.error = "error", "it had crashed"
+    results.cells = kept
     store.save(tmp_path / "results.json", results)
-    before = {(c["variant"], c["seq_len"]): c["step_ms"] for c in kept}
+    before = {(c.variant, c.seq_len): c.step_ms for c in kept}
 
     assert run(tmp_path, "--cache", str(cache)) == 0
-    after = {(c["variant"], c["seq_len"]): c for c in saved(tmp_path)["cells"]}
+    after = {(c.variant, c.seq_len): c for c in saved(tmp_path).cells}
     assert len(after) == 8
-    assert after["vanilla_peft", 16]["status"] == "ok"
-    assert after["vanilla_peft", 16]["step_ms"] != before["vanilla_peft", 16]
-    assert after["vanilla_peft", 32]["step_ms"] == before["vanilla_peft", 32]
+    assert after["vanilla_peft", 16].status == "ok"
+    assert after["vanilla_peft", 16].step_ms != before["vanilla_peft", 16]
+    assert after["vanilla_peft", 32].step_ms == before["vanilla_peft", 32]
 
 
 @CPU_ONLY
@@ -163,7 +163,7 @@ def test_a_stop_keeps_what_was_measured_and_the_same_command_goes_on(how, cache,
     )
     path = tmp_path / "results.json"
     deadline = time.monotonic() + 120
-    while not (path.exists() and json.loads(path.read_text())["cells"]):
+    while not (path.exists() and json.loads(path.read_text()).cells):
         assert process.poll() is None and time.monotonic() < deadline, process.stdout.read()
         time.sleep(0.02)
     os.kill(process.pid, how)
@@ -172,15 +172,15 @@ def test_a_stop_keeps_what_was_measured_and_the_same_command_goes_on(how, cache,
         assert process.returncode == 130
         assert "the same command goes on" in output and "Traceback" not in output
     results = saved(tmp_path)
-    assert results["finished_utc"] is None
-    first = results["cells"][0]
-    assert (first["seq_len"], first["status"]) == (16, "ok")
+    assert results.finished_utc is None
+    first = results.cells[0]
+    assert (first.seq_len, first.status) == (16, "ok")
 
     assert run(tmp_path, *arguments) == 0
     results = saved(tmp_path)
-    assert results["cells"][0] == first
-    assert [cell["seq_len"] for cell in results["cells"]] == [16, 32] * 2
-    assert results["finished_utc"] is not None
+    assert results.cells[0] == first
+    assert [cell.seq_len for cell in results.cells] == [16, 32] * 2
+    assert results.finished_utc is not None
 
 
 @CPU_ONLY
@@ -197,10 +197,10 @@ def test_a_process_that_dies_is_an_error_cell_and_the_rest_goes_on(rehearsal, ca
 
     monkeypatch.setattr(isolated, "run", dies_once)
     assert run(tmp_path, "--cache", str(cache)) == 1
-    cells = {(c["variant"], c["seq_len"]): c for c in saved(tmp_path)["cells"]}
-    assert cells["fused_mlp", 16]["status"] == "error"
-    assert cells["fused_mlp", 16]["error"] == "killed by SIGKILL\nthe last words"
-    assert cells["fused_mlp", 32]["status"] == "ok"
+    cells = {(c.variant, c.seq_len): c for c in saved(tmp_path).cells}
+    assert cells["fused_mlp", 16].status == "error"
+    assert cells["fused_mlp", 16].error == "killed by SIGKILL\nthe last words"
+    assert cells["fused_mlp", 32].status == "ok"
 
 
 def test_fits_lists_what_trains_in_so_much_memory(tmp_path, capsys):
@@ -223,7 +223,7 @@ def test_merge_writes_one_run_of_several_and_nothing_over_another(tmp_path, caps
     files = [str(tmp_path / name / "results.json") for name in ("one", "two")]
     out = tmp_path / "both"
     assert lora_bench.main(["--merge", *files, "--out", str(out)]) == 0
-    assert {cell["round"] for cell in saved(out)["cells"]} == {1, 2, 3, 4}
+    assert {cell.round for cell in saved(out).cells} == {1, 2, 3, 4}
     assert (out / "benchmark_results.png").is_file()
     before = (out / "results.json").read_bytes()
     assert lora_bench.main(["--merge", *files, "--out", str(out)]) == 2
@@ -345,7 +345,7 @@ def test_results_of_another_kind_are_left_alone(capsys, rehearsal, tmp_path):
     results = saved(tmp_path)
     path.write_text(json.dumps(results | {"schema_version": 99}))
     assert "has schema 99" in bad(capsys, tmp_path)
-    results["cells"][0]["step_ms"][1] = "fast"
+    results.cells[0].step_ms[1] = "fast"
     path.write_text(json.dumps(results))
     assert "cells[0].step_ms[1]: 'fast' is not of type 'number'" in bad(capsys, tmp_path)
     path.write_text("{torn")

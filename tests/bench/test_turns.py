@@ -46,9 +46,9 @@ def test_steps_of_two_variants_alternate_and_a_finished_run_starts_nothing(tmp_p
     assert steps == [(first, 1), (first, 2), (second, 1), (second, 2),
                      (first, 3), (first, 4), (second, 3), (second, 4)]  # fmt: skip
     results = json.loads((tmp_path / "results.json").read_text())
-    assert results["experiment"]["turn_steps"] == 2
-    assert [cell["status"] for cell in results["cells"]] == ["ok", "ok"]
-    assert all(len(cell["step_ms"]) == 4 for cell in results["cells"])
+    assert results.experiment.turn_steps == 2
+    assert [cell.status for cell in results.cells] == ["ok", "ok"]
+    assert all(len(cell.step_ms) == 4 for cell in results.cells)
     assert lora_bench.main(command(tmp_path)) == 0
     assert len(steps) == 8
 
@@ -60,7 +60,7 @@ def test_a_turn_of_no_step_is_refused(tmp_path, capsys):
 
 def test_a_run_in_turns_is_no_continuation_of_one_that_was_not(tmp_path):
     there, here = (example.run(visit=n) for n in range(2))
-    here["experiment"]["turn_steps"] = 2
+    here.experiment.turn_steps = 2
     with pytest.raises(ValueError, match="turn_steps none there, 2 here"):
         store.merge([there, here])
 
@@ -68,12 +68,10 @@ def test_a_run_in_turns_is_no_continuation_of_one_that_was_not(tmp_path):
 def test_a_length_that_lacks_a_cell_is_run_again_with_all_its_variants():
     results = example.run((*VARIANTS, "full_unsloth"), rounds=2)
     lacking = (2, "fused_mlp", 64)
-    results["cells"] = [
-        c for c in results["cells"] if (c["round"], c["variant"], c["seq_len"]) != lacking
-    ]
+    results.cells = [c for c in results.cells if (c.round, c.variant, c.seq_len) != lacking]
 
     def to_do(turn_steps):
-        plan = SimpleNamespace(seq_lens=results["experiment"]["seq_lens"], turn_steps=turn_steps)
+        plan = SimpleNamespace(seq_lens=results.experiment.seq_lens, turn_steps=turn_steps)
         return experiment.cells_to_do(plan, results, VARIANTS, 2)
 
     assert to_do(None) == [lacking]
@@ -83,7 +81,7 @@ def test_a_length_that_lacks_a_cell_is_run_again_with_all_its_variants():
 
 def test_one_that_dies_or_is_unavailable_is_told_and_the_others_are_kept(tmp_path, monkeypatch):
     def run_in_turns(function, each, on_message, silence_limit_s):
-        assert [cell["status"] for cell in results["cells"]] == ["unavailable"]
+        assert [cell.status for cell in results.cells] == ["unavailable"]
         (_, variant, round_number, (seq_len,)), (_, dead, *_) = each
         assert (variant, dead, silence_limit_s) == ("vanilla_peft", "fused_mlp", 60.0)
         cell = example.timed_cell(variant, seq_len, round_number, [2.0, 2.1])
@@ -94,7 +92,7 @@ def test_one_that_dies_or_is_unavailable_is_told_and_the_others_are_kept(tmp_pat
     names = [*VARIANTS, "full_unsloth"]
     results = example.empty(rehearsal=True, gpu=False, variants=names, seq_lens=[16], rounds=1,
                             steps=2, tokens={})  # fmt: skip
-    store.add_cell(results, example.timed_cell("fused_mlp", 16, 1, [1.0]))  # of an earlier go
+    results.add(example.timed_cell("fused_mlp", 16, 1, [1.0]))  # of an earlier go
     todo = [(1, name, 16) for name in names] + [(2, "vanilla_peft", 16)]
     plan = SimpleNamespace(steps=2, device="cpu")
     asked = {"allow_shared_gpu": False, "cell_timeout": 60.0}
@@ -102,13 +100,13 @@ def test_one_that_dies_or_is_unavailable_is_told_and_the_others_are_kept(tmp_pat
     run = experiment.Run(plan, results, path, asked, ticks.append, ticks.append)
     left = run.side_by_side(todo)
     assert left == [(2, "vanilla_peft", 16)]
-    saved = {cell["variant"]: cell for cell in store.load(path)["cells"]}
-    assert {name: saved[name]["status"] for name in names} == {
+    saved = {cell.variant: cell for cell in store.load(path).cells}
+    assert {name: saved[name].status for name in names} == {
         "vanilla_peft": "ok",
         "fused_mlp": "error",
         "full_unsloth": "unavailable",
     }
-    assert saved["fused_mlp"]["error"] == "killed by SIGKILL\nthe last words"
+    assert saved["fused_mlp"].error == "killed by SIGKILL\nthe last words"
 
 
 def test_a_variant_that_finds_no_memory_beside_the_others_did_not_run_out_of_its_own(
@@ -126,8 +124,8 @@ def test_a_variant_that_finds_no_memory_beside_the_others_did_not_run_out_of_its
     monkeypatch.setattr(cells.interpreter, "round_bf16_as_hardware_does", lambda: None)
     sent = []
     cells.measure_cells(sent.append, plan, "vanilla_peft", 1, (16,))
-    assert sent[0]["cell"]["status"] == "error"
-    assert sent[0]["cell"]["error"].startswith("no GPU memory beside the other variants")
+    assert sent[0]["cell"].status == "error"
+    assert sent[0]["cell"].error.startswith("no GPU memory beside the other variants")
 
 
 def measure_on_a_gpu(monkeypatch, turn_steps):
