@@ -128,7 +128,7 @@ def load(path: str | Path) -> dict:
     """The document in a file, or a ValueError that says in one line why it is none."""
     path = Path(path)
     try:
-        results = json.loads(path.read_bytes())
+        results = json.loads(path.read_bytes(), parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
         problem = f"{path} is not whole JSON ({error})"
         raise ValueError(f"{problem}: restore it, or delete it and measure again") from None
@@ -140,6 +140,10 @@ def load(path: str | Path) -> dict:
     if wrong := _mismatch(DOCUMENT, results):
         raise ValueError(f"{path}: {wrong}: restore it, or delete it and measure again")
     return results
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
 
 
 def _mismatch(validator: Draft202012Validator, document: dict) -> str | None:
@@ -194,8 +198,8 @@ def merge(runs: list[dict]) -> dict:
             raise ValueError(f"these are not of one experiment: {first_few(differences)}")
         if (shared := _measured(merged) & _measured(run)) or run in runs[: number - 1]:
             raise ValueError(
-                f"run {number} of these overlaps an earlier one, {len(shared)} measurements are in "
-                "both: give each run once"
+                f"run {number} of these overlaps an earlier one (measurements in both: "
+                f"{len(shared)}): give each run once"
             )
         before, steps = merged["experiment"]["rounds"], merged["experiment"]["steps"]
         finished = [merged["finished_utc"], run["finished_utc"]]
