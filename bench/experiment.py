@@ -26,7 +26,7 @@ def run_experiment(plan: Plan, run: Run, save: Callable[[], None]) -> None:
         console.print("No GPU: a rehearsal in Triton's interpreter, not a performance result.")
     with progress_bar(sum(plan.steps * seq_len for _, _, seq_len in todo)) as (advance, say):
         missing_floor = tuple(n for n in plan.seq_lens if n not in run.floor)
-        if todo or missing_floor:
+        if (todo or missing_floor) and not plan.is_prepared():
             must(isolated.run(prepare, plan, on_message=lambda message: say(message["doing"])))
         if missing_floor:
             say("floor")

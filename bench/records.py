@@ -161,7 +161,7 @@ class Cell(Record):
     gpu_busy_ms: float | None = None
     parity: Parity | None = None
     loss_gap: float | None = None
-    step_ms: list[Milliseconds] = []
+    step_ms: list[Positive] = []
     forward_ms: list[Milliseconds] = []
     backward_ms: list[Milliseconds] = []
     optimizer_ms: list[Milliseconds] = []

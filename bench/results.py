@@ -19,7 +19,6 @@ import os
 import re
 import zlib
 from datetime import UTC, datetime
-from itertools import combinations
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -153,17 +152,15 @@ def merge(runs: list[Run]) -> Run:
         ValueError: the runs are not of one experiment on one kind of GPU, or two of them hold the
             same measurement, which would count twice.
     """
-    for (first, one), (second, other) in combinations(enumerate(runs, start=1), 2):
-        shared = _measured(one) & _measured(other)
-        if shared or one == other:
-            raise ValueError(
-                f"runs {first} and {second} of these overlap, {len(shared)} of their measurements "
-                "are the same: give each run once"
-            )
     merged, *others = (copy.deepcopy(run) for run in runs)
-    for run in others:
+    for number, run in enumerate(others, start=2):
         if differences := _differences(merged, run):
             raise ValueError(f"these are not of one experiment: {first_few(differences)}")
+        if (shared := _measured(merged) & _measured(run)) or run in runs[: number - 1]:
+            raise ValueError(
+                f"run {number} of these overlaps an earlier one (measurements in both: "
+                f"{len(shared)}): give each run once"
+            )
         before, steps = merged.experiment.rounds, merged.experiment.steps
         finished = [merged.finished_utc, run.finished_utc]
         for cell in run.cells:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from msgspec.structs import replace
 
 from bench import results as results_file
@@ -166,3 +167,8 @@ def run(variants=THREE, seq_lens=SEQ_LENS, status=None, rounds=3, visit=0, **cha
                 ))  # fmt: skip
     whole.summary = summary.summarize(whole)
     return whole
+
+
+def as_json(run: Run) -> dict:
+    """A run as its file has it."""
+    return msgspec.json.decode(msgspec.json.encode(run))

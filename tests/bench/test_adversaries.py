@@ -2,6 +2,7 @@
 
 import time
 
+import example_results as example
 import pytest
 import torch
 from rehearsal_case import WITHOUT_GPU
@@ -233,7 +234,8 @@ def test_a_variant_that_quietly_falls_back_to_peft(measure, left_fused):
 def test_losses_that_leave_vanillas(measure):
     """A variant that passes the gate and every audit, and then trains on something else."""
     vanilla, other = measure(), measure()
-    results = {"cells": [vanilla]}
+    results = example.empty()
+    results.add(vanilla)
     experiment.check_losses(results, other)
     assert (other.status, other.loss_gap) == ("ok", 0.0)
 

@@ -1,8 +1,10 @@
 """What goes wrong around a measurement: the run goes on or ends, and what was saved stays."""
 
+import dataclasses
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import example_results as example
@@ -12,7 +14,8 @@ from bench import experiment, machine, options
 from bench import plan as planning
 from bench import processes as isolated
 from bench import results as store
-from bench.records import Cell
+from bench.records import Cell, Floor
+from report import commands
 
 ROOT = Path(__file__).resolve().parents[2]
 VARIANTS = ["vanilla_peft", "fused_mlp"]
@@ -38,8 +41,7 @@ def run_cells(plan, tmp_path, monkeypatch):
             if function is experiment.measure_cells:
                 return worker(*rest, on_message) or isolated.Ended(None, "")
             if function is experiment.measure_floor:
-                on_message({"floor": {str(n): {"floor_ms": 1.0, "samples_ms": []}
-                                      for n in rest[0]}})  # fmt: skip
+                on_message({"floor": {n: Floor(1.0, []) for n in rest[0]}})
             return isolated.Ended(None, "")
 
         monkeypatch.setattr(isolated, "run", stand_in)
@@ -48,16 +50,14 @@ def run_cells(plan, tmp_path, monkeypatch):
                               rounds=rounds, steps=2 * rounds,
                               tokens={})  # fmt: skip
         results = store.continue_from(path, fresh)
-        asked = {"variants": VARIANTS, "rounds": rounds, "allow_shared_gpu": False,
-                 "cell_timeout": 60.0}  # fmt: skip
-        experiment.run_experiment(plan, results, path, asked | changed)
+        asked = dataclasses.replace(plan, variants=tuple(VARIANTS), rounds=rounds, **changed)
+        experiment.run_experiment(asked, results, partial(commands.save, path, results))
         return store.load(path)
 
     return run
 
 
 def measured(variant, seq_len, round_number, **known):
-    known.parity = {"worst_ratio": 1.0}
     return example.timed_cell(variant, seq_len, round_number, [2.0, 2.1], **known)
 
 
@@ -113,10 +113,9 @@ def test_the_cell_timeout_reaches_the_process(plan, tmp_path, monkeypatch):
 
     monkeypatch.setattr(isolated, "run", run)
     results = example.empty(rehearsal=True, gpu=False, variants=VARIANTS)
-    asked = {"allow_shared_gpu": False, "cell_timeout": 17.0}
-    todo = [(1, "vanilla_peft", 64)]
-    path = tmp_path / "results.json"
-    experiment.Run(plan, results, path, asked, print, print).alone(todo)
+    save = partial(store.save, tmp_path / "results.json", results)
+    asked = dataclasses.replace(plan, cell_timeout_s=17.0)
+    experiment.Runner(asked, results, save, print, print).alone([(1, "vanilla_peft", 64)])
     assert limits == [17.0]
 
 
@@ -186,12 +185,15 @@ def test_a_disk_that_fails_leaves_what_was_saved(run_cells, tmp_path, monkeypatc
 # --- kill -9 --------------------------------------------------------------------------------------
 
 KILLED_WHILE_RUNNING = """
+import dataclasses
 import os
 import random
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 import example_results as example
+from report import commands
 from bench import experiment
 from bench import processes as isolated
 from bench import options
@@ -218,8 +220,7 @@ def worker(function, plan, *rest, on_message, **_):
         variant, round_number, seq_lens = rest
         for seq_len in seq_lens:
             ms = [random.uniform(1, 2) for _ in range(plan.steps)]
-            parity = {"worst_ratio": 1.0}
-            cell = example.timed_cell(variant, seq_len, round_number, ms, parity=parity)
+            cell = example.timed_cell(variant, seq_len, round_number, ms)
             moment()
             on_message({"cell": cell})
     return isolated.Ended(None, "")
@@ -233,7 +234,7 @@ with planning.planned(arguments, []) as (plan, *_):
     pass
 fresh = example.empty(rehearsal=True, gpu=False, variants=names, seq_lens=[16, 32],
                       rounds=rounds, steps=2 * rounds, tokens={})
-asked = {"variants": names, "rounds": rounds, "allow_shared_gpu": False, "cell_timeout": 9.0}
+plan = dataclasses.replace(plan, variants=tuple(names), rounds=rounds)
 total, kept, cut_short, seed = 2 * 2 * rounds, [], 0, 0
 while len(kept) < total:
     seed += 1
@@ -244,7 +245,8 @@ while len(kept) < total:
         left = random.randint(1, 25)  # five of them a cell
         os.fsync, os.replace = mortal(os.fsync), mortal(os.replace)
         try:
-            experiment.run_experiment(plan, store.continue_from(path, fresh), path, asked)
+            run = store.continue_from(path, fresh)
+            experiment.run_experiment(plan, run, partial(commands.save, path, run))
             os._exit(0)
         except BaseException as error:
             sys.stderr.write(repr(error))

@@ -238,7 +238,7 @@ def test_a_variant_is_measured_as_a_graph_from_its_recipe_to_its_cell(
             parts = (cell.forward_ms, cell.backward_ms, cell.optimizer_ms)
             assert [len(part) for part in parts] == [0 if is_graph else 3] * 3
             assert len(cell.step_ms) == 3
-            assert cell.settings.get("graph", False) is is_graph
+            assert cell.settings.graph is is_graph
         losses[variant] = [loss for cell in found for loss in cell.losses]
     assert losses["vanilla_graph"] == pytest.approx(
         losses["vanilla_peft_no_checkpointing"], rel=1e-3

@@ -1,6 +1,7 @@
 """--turns: the variants of a round side by side, their timed steps in turns."""
 
 import json
+from functools import partial
 from types import SimpleNamespace
 
 import example_results as example
@@ -14,8 +15,8 @@ from bench import cells, experiment, machine, options
 from bench import plan as planning
 from bench import processes as isolated
 from bench import results as store
-from bench.parity import Parity
 from bench.profiler import Profile
+from bench.records import Cell, Parity
 from variants import Settings
 
 pytestmark = WITHOUT_GPU
@@ -71,8 +72,9 @@ def test_a_length_that_lacks_a_cell_is_run_again_with_all_its_variants():
     results.cells = [c for c in results.cells if (c.round, c.variant, c.seq_len) != lacking]
 
     def to_do(turn_steps):
-        plan = SimpleNamespace(seq_lens=results.experiment.seq_lens, turn_steps=turn_steps)
-        return experiment.cells_to_do(plan, results, VARIANTS, 2)
+        plan = SimpleNamespace(seq_lens=results.experiment.seq_lens, turn_steps=turn_steps,
+                               variants=VARIANTS, rounds=2)  # fmt: skip
+        return experiment.cells_to_do(plan, results)
 
     assert to_do(None) == [lacking]
     # with those that were not asked for this time, but would be held against a new baseline
@@ -85,7 +87,7 @@ def test_one_that_dies_or_is_unavailable_is_told_and_the_others_are_kept(tmp_pat
         (_, variant, round_number, (seq_len,)), (_, dead, *_) = each
         assert (variant, dead, silence_limit_s) == ("vanilla_peft", "fused_mlp", 60.0)
         cell = example.timed_cell(variant, seq_len, round_number, [2.0, 2.1])
-        on_message(0, {"cell": cell | {"parity": {"worst_ratio": 1.0}}})
+        on_message(0, {"cell": cell})
         return [isolated.Ended(None, ""), isolated.Ended("killed by SIGKILL", "the last words")]
 
     monkeypatch.setattr(isolated, "run_in_turns", run_in_turns)
@@ -94,11 +96,11 @@ def test_one_that_dies_or_is_unavailable_is_told_and_the_others_are_kept(tmp_pat
                             steps=2, tokens={})  # fmt: skip
     results.add(example.timed_cell("fused_mlp", 16, 1, [1.0]))  # of an earlier go
     todo = [(1, name, 16) for name in names] + [(2, "vanilla_peft", 16)]
-    plan = SimpleNamespace(steps=2, device="cpu")
-    asked = {"allow_shared_gpu": False, "cell_timeout": 60.0}
+    plan = SimpleNamespace(steps=2, device="cpu", allow_shared_gpu=False, cell_timeout_s=60.0)
     path, ticks = tmp_path / "results.json", []
-    run = experiment.Run(plan, results, path, asked, ticks.append, ticks.append)
-    left = run.side_by_side(todo)
+    save = partial(store.save, path, results)
+    runner = experiment.Runner(plan, results, save, ticks.append, ticks.append)
+    left = runner.side_by_side(todo)
     assert left == [(2, "vanilla_peft", 16)]
     saved = {cell.variant: cell for cell in store.load(path).cells}
     assert {name: saved[name].status for name in names} == {
@@ -162,9 +164,9 @@ def measure_on_a_gpu(monkeypatch, turn_steps):
     built = SimpleNamespace(
         settings=Settings(), fused_modules=[], model=None, autocast=None, graph=None
     )
-    parity = Parity(True, None, [], [], [], [], 0.0, 0.0, 1.0, "", 1.0, "")
+    cell = Cell("vanilla_peft", 16, 1, "error", parity=Parity(passed=True))
     with pytest.raises(KeyboardInterrupt):
-        cells._measure({}, plan, "vanilla_peft", 16, built, parity, lambda _: None, wait_for_turn)
+        cells._measure(plan, cell, built, lambda _: None, wait_for_turn)
     return events, counted
 
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 TESTS = Path(__file__).parent
-FILES = sorted(p.name for p in TESTS.glob("test_*.py") if "= WITHOUT_GPU\n" in p.read_text())
+FILES = sorted(p for p in TESTS.rglob("test_*.py") if "= WITHOUT_GPU\n" in p.read_text())
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="they run as they are")
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_with_the_gpu_hidden(file):
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(TESTS / file)],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)],
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTEST_ADDOPTS": ""},
         cwd=TESTS.parent,
         capture_output=True,

@@ -1,0 +1,58 @@
+"""What is made of results that are there: fits, pictures, and one run of several."""
+
+import json
+
+import example_results as example
+import pytest
+
+import lora_bench
+from bench import results as store
+
+
+def test_fits_lists_what_trains_in_so_much_memory(tmp_path, capsys):
+    store.save(tmp_path / "results.json", example.run())
+    assert lora_bench.main(["--fits", "12", "--out", str(tmp_path)]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| 512")]
+    assert len(lines) == 1 and "full Unsloth" in lines[0]
+
+
+def test_a_suite_draws_what_every_part_buys(tmp_path):
+    store.save(tmp_path / "results.json", example.run(("vanilla_peft", "fused_mlp", "fused_all")))
+    assert lora_bench.main(["--plot-only", "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "ablation.png").is_file() and (tmp_path / "frontier.png").is_file()
+
+
+def test_merge_writes_one_run_of_several_and_nothing_over_another(tmp_path, capsys):
+    for visit, name in enumerate(("one", "two")):
+        (tmp_path / name).mkdir()
+        store.save(tmp_path / name / "results.json", example.run(rounds=2, steps=16, visit=visit))
+    files = [str(tmp_path / name / "results.json") for name in ("one", "two")]
+    out = tmp_path / "both"
+    assert lora_bench.main(["--merge", *files, "--out", str(out)]) == 0
+    assert {cell.round for cell in store.load(out / "results.json").cells} == {1, 2, 3, 4}
+    assert (out / "benchmark_results.png").is_file()
+    before = (out / "results.json").read_bytes()
+    assert lora_bench.main(["--merge", *files, "--out", str(out)]) == 2
+    assert (out / "results.json").read_bytes() == before
+    assert lora_bench.main(["--merge", *files]) == 2
+    assert "give --out FOLDER" in capsys.readouterr().err
+    again = ["--merge", files[0], files[0], "--out", str(tmp_path / "new")]
+    assert lora_bench.main(again) == 2
+    assert "give each run once" in capsys.readouterr().err and not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("ms", "words"),
+    [(0.0, "cells[0].step_ms[0]: expected `float` > 0.0"), (float("nan"), "is not whole JSON")],
+)
+def test_a_time_that_is_none_is_refused_in_one_line(ms, words, tmp_path, capsys):
+    results = example.as_json(example.run())
+    results["cells"][0]["step_ms"][0] = ms
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    file, here = str(tmp_path / "results.json"), ["--out", str(tmp_path)]
+    new = ["--out", str(tmp_path / "new")]
+    for command in (["--plot-only", *here], ["--fits", "9", *here], ["--compare", file, file],
+                    ["--merge", file, *new]):  # fmt: skip
+        assert lora_bench.main(command) == 2
+        line = capsys.readouterr().err
+        assert words in line and line.count("\n") == 1
