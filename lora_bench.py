@@ -15,10 +15,15 @@ command goes on where an earlier one stopped.
 import argparse
 import sys
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from bench.options import HERE, fill_in, parse
+from bench.options import HERE, parse
+
+if TYPE_CHECKING:
+    from bench.cells import Plan
+    from bench.records import Run
 
 # What takes seconds to import (torch, matplotlib) is imported where it is used: help and an error
 # come at once, and so does every process that measures, which imports this file anew.
@@ -28,12 +33,12 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv, __doc__)
     with ExitStack() as until_the_end:
         try:
-            if (code := report(arguments)) is not None:
+            if (code := report_only(arguments)) is not None:
                 return code
             from bench.plan import planned
 
             asked_as = sys.argv if argv is None else argv
-            plan, results, path = until_the_end.enter_context(planned(arguments, asked_as))
+            plan, run, path = until_the_end.enter_context(planned(arguments, asked_as))
         except ValueError as error:  # what was asked for; one from the run below would be our own
             print(f"lora_bench.py: {error}", file=sys.stderr)
             return 2
@@ -45,8 +50,8 @@ def main(argv: list[str] | None = None) -> int:
             return 130
         try:
             if arguments.kernels:
-                return run_kernels(plan, results, path)
-            return run_and_draw(plan, results, path, fill_in(arguments))
+                return run_kernels(plan, run, path)
+            return run_and_draw(plan, run, path)
         except KeyboardInterrupt:
             print(f"\nStopped; {path} holds what was measured, the same command goes on.")
             return 130
@@ -55,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
             return 1
 
 
-def report(arguments: argparse.Namespace) -> int | None:
+def report_only(arguments: argparse.Namespace) -> int | None:
     """Do what measures nothing, if that is asked for; its exit code."""
     out = arguments.out
     if arguments.plot_only:
@@ -77,45 +82,32 @@ def report(arguments: argparse.Namespace) -> int | None:
     return None
 
 
-def run_and_draw(plan: Any, results: dict[str, Any], path: Path, asked: dict[str, Any]) -> int:
+def run_and_draw(plan: "Plan", run: "Run", path: Path) -> int:
     from bench.experiment import run_experiment
-    from report.commands import console, draw, summary_table
+    from bench.terminal import console
+    from report.commands import draw, save, summary_table
     from report.statistics import why_no_verdicts
 
-    run_experiment(plan, results, path, asked)
-    pictures = draw(results, path.parent)
-    console.print(summary_table(results))
-    if lacking := why_no_verdicts(results):
+    run_experiment(plan, run, partial(save, path, run))
+    pictures = draw(run, path.parent)
+    console.print(summary_table(run))
+    if lacking := why_no_verdicts(run):
         console.print(f"{lacking[0].upper()}{lacking[1:]}.")
     console.print("\n".join(map(str, (path, *pictures))), soft_wrap=True)
-    statuses = {cell["status"] for cell in results["cells"]}
+    statuses = {cell.status for cell in run.cells}
     if "ok" not in statuses:
         print("lora_bench.py: no cell has a time, see what each says above", file=sys.stderr)
     return 1 if "error" in statuses or "ok" not in statuses else 0
 
 
-def run_kernels(plan: Any, results: dict[str, Any], path: Path) -> int:
-    from rich.table import Table
+def run_kernels(plan: "Plan", run: "Run", path: Path) -> int:
+    from bench.experiment import measure_kernel_table
+    from bench.terminal import console
+    from report.commands import kernels_table, save
 
-    from bench import processes as isolated
-    from bench import results as store
-    from bench.cells import measure_kernels, prepare
-    from bench.experiment import must
-    from report.commands import console
-
-    must(isolated.run(prepare, plan, on_message=lambda message: None))
-    must(isolated.run(measure_kernels, plan, on_message=results.update))
-    store.save(path, results)
-    table = Table("kernel", "shape", "us", "GB/s", "of copy")
-    for row in results["kernels"]["rows"]:
-        table.add_row(
-            row["kernel"],
-            " x ".join(map(str, row["shape"])),
-            f"{row['median_us']:.1f}",
-            f"{row['gb_per_s']:.0f}",
-            f"{row['share_of_copy']:.0%}",
-        )
-    console.print(table)
+    run.kernels = measure_kernel_table(plan)
+    save(path, run)
+    console.print(kernels_table(run.kernels))
     return 0
 
 

@@ -15,20 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from variants import VARIANTS, Recipe
+from variants import Lora, Recipe, Settings, recipe_of
 
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-
-@dataclass(frozen=True)
-class Lora:
-    """The adapters, the same in every variant. Scale = alpha / rank."""
-
-    rank: int = 32
-    alpha: int = 64
-    dropout: float = 0.0
-    bias: str = "none"
-    targets: tuple[str, ...] = TARGETS
+ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 class Graph(NamedTuple):
@@ -49,13 +38,13 @@ class Built:
     """A model ready to train, and what it is made of.
 
     autocast_dtype: what its forward runs in; None for no autocast.
-    settings: what results.json records of it. fused_modules: names of the modules that run fused,
-    with the function that they run. graph: for a recipe whose step is a CUDA graph.
+    settings: what it came to. fused_modules: names of the modules that run fused, with the
+    function that they run. graph: for a recipe whose step is a CUDA graph.
     """
 
     model: torch.nn.Module
     autocast_dtype: torch.dtype | None
-    settings: dict[str, Any]
+    settings: Settings
     fused_modules: list[str] = field(default_factory=list)
     graph: Graph | None = None
 
@@ -82,7 +71,7 @@ def build(
     computed again in backward, as the recipe says: non-reentrant for PEFT, for Unsloth whatever it
     does at this `seq_len` when asked for it. `checkpointing=False` turns it off for all.
     """
-    recipe = VARIANTS[variant]
+    recipe = recipe_of(variant)
     if not checkpointing:
         recipe = replace(recipe, checkpointing="none")
     make = _unsloth_model if recipe.library == "unsloth" else _peft_model
@@ -90,17 +79,17 @@ def build(
     set_adapters(model, seed)
     model.train()
     autocast_dtype = torch.bfloat16 if recipe.adapter_dtype == "float32" else None
-    built = Built(
-        model,
-        autocast_dtype,
-        {
-            "checkpointing": _checkpointing_in_words(recipe, seq_len),
-            "adapter_dtype": str(next(_adapters(model))[1].dtype).removeprefix("torch."),
-            "autocast": str(autocast_dtype).removeprefix("torch."),
-            "attention": model.config._attn_implementation,
-            "compile": recipe.compiled,
-        },
+    settings = Settings(
+        checkpointing=_checkpointing_in_words(recipe, seq_len),
+        adapter_dtype=str(next(_adapters(model))[1].dtype).removeprefix("torch."),
+        autocast=str(autocast_dtype).removeprefix("torch."),
+        attention=model.config._attn_implementation,
+        compile=recipe.compiled,
+        graph=recipe.graph,
+        # Unsloth sets it when it is imported; another variant has it where whoever runs this did
+        allocator=next(filter(None, map(os.environ.get, ALLOCATOR_SETTINGS)), None),
     )
+    built = Built(model, autocast_dtype, settings)
     if recipe.fused:
         from fused_lora import Fusion, fuse
 
@@ -120,13 +109,8 @@ def build(
         torch.compiler.reset()
         for layer in model.get_submodule("base_model.model.model.layers"):
             layer.compile(dynamic=False)
-    # Unsloth sets it when it is imported; another variant has it where whoever runs this set it.
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        if setting := os.environ.get(name):
-            built.settings["allocator"] = setting
     if recipe.graph:
         built.graph = _graph_of(built, takes_max_labelled="cross_entropy" in recipe.fused)
-        built.settings["graph"] = True
     return built
 
 

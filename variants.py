@@ -1,126 +1,41 @@
-"""The variants: a name -> a recipe, the suites that they make up, and what proves that one ran."""
+"""Every variant: one record each, with what it is called, how it looks, how it is built and what
+proves that it ran. No torch."""
 
 import importlib.util
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from report.statistics import NO_CHECKPOINTING
+import msgspec
 
 PARTS = ("mlp", "attention", "rope", "rms_norm", "cross_entropy", "checkpoint")
 # What PARTS fuse, with each decoder layer as one function; rms_norm is then the last norm alone.
 WHOLE_LAYERS = ("layer", "rms_norm", "cross_entropy", "checkpoint")
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """How a variant differs from vanilla PEFT.
+class Lora(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The adapters, the same in every variant. Scale = alpha / rank."""
 
-    library: "peft"; "liger" for PEFT on transformers as Liger patches it; "unsloth" for
-        FastLanguageModel.
-    fused: the parts given to `fused_lora.fuse`.
-    checkpointing: "full", "none", and what else the library has: "unsloth" (its offloading mode),
-        for the fused part "checkpoint" its policies.
-    checkpoint_gib: for the policy "selective", what the layers that are kept may hold.
-    adapter_dtype: fp32 under bf16 autocast, as PEFT has it, or bf16 without autocast.
-    compiled: whether each decoder layer is compiled with torch.compile.
-    graph: whether the whole training step is captured in a CUDA graph and replayed.
+    rank: int = 32
+    alpha: int | float = 64
+    dropout: float = 0.0
+    bias: str = "none"
+    targets: tuple[str, ...] = TARGETS
+
+
+class Settings(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What a variant came to when it was built, in the words of results.json; None: not built.
+
+    graph: whether its step is one CUDA graph. allocator: what PyTorch's was told, if anything.
     """
 
-    library: str = "peft"
-    fused: tuple[str, ...] = ()
-    checkpointing: str = "full"
-    checkpoint_gib: float | None = None
-    adapter_dtype: str = "float32"
-    compiled: bool = False
+    checkpointing: str | None = None
+    adapter_dtype: str | None = None
+    autocast: str | None = None
+    attention: str | None = None
+    compile: bool | None = None
     graph: bool = False
-
-
-EXPERIMENT = {
-    "vanilla_peft": Recipe(),
-    "fused_mlp": Recipe(fused=("mlp",)),
-    "full_unsloth": Recipe(library="unsloth", checkpointing="unsloth"),
-    # the same code once more: how far the two come out apart is the noise (A/A). Last, so that the
-    # alternating rounds put all the others between the two.
-    "vanilla_peft_again": Recipe(),
-}
-ALONE = {f"fused_{part}": Recipe(fused=(part,)) for part in PARTS}
-TOGETHER = {
-    "fused_all": Recipe(fused=PARTS),
-    **{f"fused_all_but_{part}": Recipe(fused=tuple(p for p in PARTS if p != part))
-       for part in PARTS},
-    # the same without the host's time between the kernels
-    "fused_all_graph": Recipe(fused=PARTS, graph=True),
-}  # fmt: skip
-LAYER = {
-    "fused_layer": Recipe(fused=WHOLE_LAYERS),
-    "fused_layer_graph": Recipe(fused=WHOLE_LAYERS, graph=True),
-}
-POLICIES = {
-    "fused_all_offload": Recipe(fused=PARTS, checkpointing="offload"),
-    "fused_all_selective_10": Recipe(fused=PARTS, checkpointing="selective", checkpoint_gib=10),
-    "fused_all_selective_20": Recipe(fused=PARTS, checkpointing="selective", checkpoint_gib=20),
-}
-LAYER_POLICIES = {
-    "fused_layer_graph_offload": Recipe(fused=WHOLE_LAYERS, checkpointing="offload", graph=True),
-    "fused_layer_graph_selective_10": Recipe(
-        fused=WHOLE_LAYERS, checkpointing="selective", checkpoint_gib=10, graph=True
-    ),
-}
-PEERS = {
-    "vanilla_peft_bf16": Recipe(adapter_dtype="bfloat16"),
-    "compiled_peft": Recipe(compiled=True),
-    "compiled_peft_bf16": Recipe(compiled=True, adapter_dtype="bfloat16"),
-    "liger_peft": Recipe(library="liger"),
-    "unsloth_full": Recipe(library="unsloth"),  # the checkpointing that full_unsloth does not use
-}
-
-
-# Every variant again without checkpointing; what checkpointing is all about has no such twin.
-
-
-def _without_checkpointing(variants: dict[str, Recipe]) -> dict[str, Recipe]:
-    return {
-        name + NO_CHECKPOINTING: replace(
-            recipe, checkpointing="none", fused=tuple(p for p in recipe.fused if p != "checkpoint")
-        )
-        for name, recipe in variants.items()
-        if "checkpoint" not in name and name not in (*POLICIES, *LAYER_POLICIES, "unsloth_full")
-    }
-
-
-SUITES = {
-    "experiment": EXPERIMENT,
-    "parts": {
-        **{name: EXPERIMENT[name] for name in ("vanilla_peft", "vanilla_peft_again")},
-        **ALONE,
-        **TOGETHER,
-    },
-    "peers": {
-        **EXPERIMENT,
-        **PEERS,
-        "fused_all": TOGETHER["fused_all"],
-        **POLICIES,
-    },
-    "fastest": {
-        "vanilla_peft": EXPERIMENT["vanilla_peft"],
-        "full_unsloth": EXPERIMENT["full_unsloth"],
-        **{name: PEERS[name] for name in ("unsloth_full", "compiled_peft", "liger_peft")},
-        "fused_all": TOGETHER["fused_all"],
-        **LAYER,
-        **LAYER_POLICIES,
-        "vanilla_peft_again": EXPERIMENT["vanilla_peft_again"],
-    },
-}
-for _name in ("parts", "peers", "fastest"):
-    SUITES[_name] = SUITES[_name] | _without_checkpointing(SUITES[_name])
-SUITES["all"] = SUITES["experiment"] | SUITES["parts"] | SUITES["peers"] | SUITES["fastest"]
-VARIANTS = SUITES["all"]
-# What published results have and nobody can run any more, and what took its place.
-GONE = {
-    name + twin: f"it is no longer there: run fused_layer{twin}, which computes the same and more"
-    for name in ("fused_bordered",)
-    for twin in ("", NO_CHECKPOINTING)
-}
+    allocator: str | None = None
 
 
 class Evidence(NamedTuple):
@@ -161,10 +76,255 @@ EVIDENCE = {  # by fused part, and for a library as a whole
     "liger": Evidence({}, ("_swiglu_forward_kernel", "_rms_norm_forward_kernel")),
 }  # fmt: skip
 
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a variant differs from vanilla PEFT.
+
+    library: "peft"; "liger" for PEFT on transformers as Liger patches it; "unsloth" for
+        FastLanguageModel.
+    fused: the parts given to `fused_lora.fuse`.
+    checkpointing: "full", "none", and what else the library has: "unsloth" (its offloading mode),
+        for the fused part "checkpoint" its policies.
+    checkpoint_gib: for the policy "selective", what the layers that are kept may hold.
+    adapter_dtype: fp32 under bf16 autocast, as PEFT has it, or bf16 without autocast.
+    compiled: whether each decoder layer is compiled with torch.compile.
+    graph: whether the whole training step is captured in a CUDA graph and replayed.
+    """
+
+    library: str = "peft"
+    fused: tuple[str, ...] = ()
+    checkpointing: str = "full"
+    checkpoint_gib: float | None = None
+    adapter_dtype: str = "float32"
+    compiled: bool = False
+    graph: bool = False
+
+    @property
+    def evidence(self) -> dict[str, Evidence]:
+        """What proves that it ran, by the part (or library) that it proves."""
+        parts = (self.library, *self.fused)
+        return {part: EVIDENCE[part] for part in parts if part in EVIDENCE}
+
+    @property
+    def look(self) -> "Look":
+        family = "compiled" if self.compiled else "fused" if self.fused else self.library
+        return LOOKS[family]
+
+
+class Look(NamedTuple):
+    """How variants of one family show in every picture; marker and hatch tell them apart without
+    colour."""
+
+    family: str
+    colour: str
+    marker: str
+    hatch: str
+
+
+LOOKS = {
+    "peft": Look("vanilla PEFT", "#8a8a8a", "o", ""),
+    "fused": Look("fused parts", "#c81e2b", "s", "///"),
+    "unsloth": Look("Unsloth", "#8250df", "^", "..."),
+    "compiled": Look("compiled PEFT", "#0969da", "D", "xxx"),
+    "liger": Look("Liger", "#1a7f37", "v", "---"),
+    "other": Look("other", "#8a6100", "<", "+++"),
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to train, and all that is to be known of it.
+
+    id: in results.json and on the command line. plain_title: what people call it, in a table or
+    picture that says whether layers are checkpointed. recipe: None where this version cannot build
+    it. suites: that it is of. plain_id: of the same variant with checkpointing, its own if it has
+    it. instead: of a retired variant, what to measure in its place.
+    """
+
+    id: str
+    plain_title: str
+    recipe: Recipe | None
+    look: Look
+    checkpoints: bool = True
+    suites: tuple[str, ...] = ()
+    plain_id: str = ""
+    instead: str = ""
+
+    @property
+    def title(self) -> str:
+        """What people call it."""
+        return self.plain_title + ("" if self.checkpoints else " without checkpointing")
+
+    @property
+    def baseline(self) -> "Variant":
+        """What its speedup is over: vanilla PEFT with or without checkpointing, as it is."""
+        return counterpart(BASELINE, self.checkpoints)
+
+    @property
+    def again(self) -> "Variant":
+        """The A/A twin of its baseline: the same code measured twice shows the noise."""
+        return counterpart(AGAIN, self.checkpoints)
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether it is a baseline or the A/A twin of one."""
+        return self.id in (self.baseline.id, self.again.id)
+
+
+def _one(id: str, title: str, recipe: Recipe, suites: str) -> list[Variant]:
+    """A variant that is all about checkpointing, so that there is none without."""
+    return [Variant(id, title, recipe, recipe.look, True, tuple(suites.split()), id)]
+
+
+def _both(id: str, title: str, recipe: Recipe, suites: str) -> list[Variant]:
+    """A variant with checkpointing and one without, which is in all of its suites but the
+    experiment."""
+    fused = tuple(part for part in recipe.fused if part != "checkpoint")
+    without = replace(recipe, checkpointing="none", fused=fused)
+    others = tuple(suite for suite in suites.split() if suite != "experiment")
+    return [
+        *_one(id, title, recipe, suites),
+        Variant(id + WITHOUT, title, without, recipe.look, False, others, id),
+    ]
+
+
+def _but(part: str) -> Recipe:
+    return Recipe(fused=tuple(other for other in PARTS if other != part))
+
+
+BASELINE, AGAIN = "vanilla_peft", "vanilla_peft_again"
+WITHOUT = "_no_checkpointing"
+OFFLOAD = Recipe(fused=PARTS, checkpointing="offload")
+KEEP_10_GIB = Recipe(fused=PARTS, checkpointing="selective", checkpoint_gib=10)
+BF16_ADAPTERS = Recipe(adapter_dtype="bfloat16")
+
+_RECORDS = [
+    *_both(BASELINE, "vanilla PEFT", Recipe(), "experiment parts peers fastest"),
+    *_both("fused_mlp", "fused MLP", Recipe(fused=("mlp",)), "experiment parts peers"),
+    *_both("full_unsloth", "full Unsloth", Recipe("unsloth", checkpointing="unsloth"),
+           "experiment peers fastest"),
+    # one part alone, and all but one
+    *_both("fused_attention", "fused attention", Recipe(fused=("attention",)), "parts"),
+    *_both("fused_rope", "fused RoPE", Recipe(fused=("rope",)), "parts"),
+    *_both("fused_rms_norm", "fused RMSNorm", Recipe(fused=("rms_norm",)), "parts"),
+    *_both("fused_cross_entropy", "fused cross entropy", Recipe(fused=("cross_entropy",)), "parts"),
+    *_one("fused_checkpoint", "fused checkpointing", Recipe(fused=("checkpoint",)), "parts"),
+    *_both("fused_all", "all fused", Recipe(fused=PARTS), "parts peers fastest"),
+    *_both("fused_all_but_mlp", "all fused but the MLP", _but("mlp"), "parts"),
+    *_both("fused_all_but_attention", "all fused but attention", _but("attention"), "parts"),
+    *_both("fused_all_but_rope", "all fused but RoPE", _but("rope"), "parts"),
+    *_both("fused_all_but_rms_norm", "all fused but RMSNorm", _but("rms_norm"), "parts"),
+    *_both("fused_all_but_cross_entropy", "all fused but cross entropy",
+           _but("cross_entropy"), "parts"),
+    *_one("fused_all_but_checkpoint", "all fused but checkpointing", _but("checkpoint"), "parts"),
+    # the same without the host's time between the kernels
+    *_both("fused_all_graph", "all fused, CUDA graph", Recipe(fused=PARTS, graph=True), "parts"),
+    # peers
+    *_both("vanilla_peft_bf16_adapters", "vanilla PEFT, bf16 adapters", BF16_ADAPTERS, "peers"),
+    *_both("compiled_peft", "compiled PEFT", Recipe(compiled=True), "peers fastest"),
+    *_both("compiled_peft_bf16_adapters", "compiled PEFT, bf16 adapters",
+           replace(BF16_ADAPTERS, compiled=True), "peers"),
+    *_both("liger_peft", "Liger", Recipe("liger"), "peers fastest"),
+    # the checkpointing that full_unsloth does not use
+    *_one("unsloth_plain_checkpointing", "Unsloth, plain checkpointing",
+          Recipe("unsloth"), "peers fastest"),
+    *_one("fused_all_offload", "all fused, inputs offloaded", OFFLOAD, "peers"),
+    *_one("fused_all_selective_10_gib", "all fused, 10 GiB kept", KEEP_10_GIB, "peers"),
+    *_one("fused_all_selective_20_gib", "all fused, 20 GiB kept",
+          replace(KEEP_10_GIB, checkpoint_gib=20), "peers"),
+    # whole layers
+    *_both("fused_layer", "fused layers", Recipe(fused=WHOLE_LAYERS), "fastest"),
+    *_both("fused_layer_graph", "fused layers, CUDA graph",
+           Recipe(fused=WHOLE_LAYERS, graph=True), "fastest"),
+    *_one("fused_layer_graph_offload", "fused layers, CUDA graph, inputs offloaded",
+          replace(OFFLOAD, fused=WHOLE_LAYERS, graph=True), "fastest"),
+    *_one("fused_layer_graph_selective_10_gib", "fused layers, CUDA graph, 10 GiB kept",
+          replace(KEEP_10_GIB, fused=WHOLE_LAYERS, graph=True), "fastest"),
+    # the same code once more: how far the two come out apart is the noise (A/A). Last, so that the
+    # alternating rounds put all the others between the two
+    *_both(AGAIN, "vanilla PEFT, again", Recipe(), "experiment parts peers fastest"),
+]  # fmt: skip
+_RECORDS.sort(key=lambda variant: not variant.checkpoints)
+VARIANTS = {variant.id: variant for variant in _RECORDS}
+
+# Measured once, and in published results: they keep their title.
+RETIRED = {
+    id: Variant(id, "bordered weights", None, LOOKS["fused"], with_it,
+                plain_id="fused_bordered", instead="fused_layer")
+    for id, with_it in (("fused_bordered", True), ("fused_bordered" + WITHOUT, False))
+}  # fmt: skip
+
+OLD_IDS = {
+    "unsloth_full": "unsloth_plain_checkpointing",
+    "fused_all_selective_10": "fused_all_selective_10_gib",
+    "fused_all_selective_20": "fused_all_selective_20_gib",
+    "fused_layer_graph_selective_10": "fused_layer_graph_selective_10_gib",
+    **{
+        f"{library}_peft_bf16{end}": f"{library}_peft_bf16_adapters{end}"
+        for library in ("vanilla", "compiled")
+        for end in ("", WITHOUT)
+    },
+}
+
+# The variant of each part alone, and of all the others.
+_ID_OF = {variant.recipe: variant.id for variant in _RECORDS if variant.checkpoints}
+ALONE = {part: _ID_OF[Recipe(fused=(part,))] for part in PARTS}
+ALL_BUT = {part: _ID_OF[_but(part)] for part in PARTS}
+
+SUITES = {
+    suite: [variant.id for variant in _RECORDS if suite in variant.suites]
+    for suite in ("experiment", "parts", "peers", "fastest")
+}
+SUITES["all"] = list(VARIANTS)
+
+
+def current_id(id: str) -> str:
+    """The id of today for one of an earlier version; any other stays as it is."""
+    return OLD_IDS.get(id, id)
+
+
+def variant_of(id: str) -> Variant:
+    """The record of an id. One that this version does not know (of a newer one's results) is its
+    own title, and has the baseline that its name says."""
+    id = current_id(id)
+    if known := VARIANTS.get(id) or RETIRED.get(id):
+        return known
+    title, checkpoints = id.removesuffix(WITHOUT), not id.endswith(WITHOUT)
+    return Variant(id, title, None, LOOKS["other"], checkpoints, plain_id=id)
+
+
+def title_of(id: str) -> str:
+    """What people call a variant."""
+    return variant_of(id).title
+
+
+def recipe_of(id: str) -> Recipe:
+    """How a variant is built.
+
+    Raises:
+        ValueError: this version cannot build it.
+    """
+    recipe = variant_of(id).recipe
+    if recipe is None:
+        raise ValueError(f"{id} cannot be built by this version")
+    return recipe
+
+
+def counterpart(id: str, checkpoints: bool) -> Variant:
+    """The same variant with or without checkpointing.
+
+    Raises:
+        KeyError: there is none, for what it does is checkpointing.
+    """
+    plain = variant_of(id).plain_id
+    return VARIANTS[plain if checkpoints else plain + WITHOUT]
+
+
 PACKAGES = {"liger": "liger_kernel", "unsloth": "unsloth"}
 
 
 def missing_package(variant: str) -> str | None:
     """The package that the variant needs and that is not installed (none is imported)."""
-    package = PACKAGES.get(VARIANTS[variant].library)
+    package = PACKAGES.get(recipe_of(variant).library)
     return package if package and importlib.util.find_spec(package) is None else None

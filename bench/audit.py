@@ -9,7 +9,7 @@ from statistics import median
 
 from bench.profiler import Profile
 from trainer import Timings
-from variants import EVIDENCE, Recipe
+from variants import Recipe
 
 # Host time may pass a step's GPU time by what synchronising and reading the loss take, no more.
 WALL_SHARE = 1.05
@@ -66,10 +66,7 @@ def not_run(recipe: Recipe, fused_modules: list[str], profile: Profile, on_gpu: 
     if on_gpu and recipe.compiled and not any("triton_" in name for name in profile.kernels_seen):
         return "no kernel of torch.compile's ran: the layers ran uncompiled"
     has_functions = not (recipe.compiled or recipe.graph)
-    for part in (recipe.library, *recipe.fused):
-        if part not in EVIDENCE:
-            continue
-        evidence = EVIDENCE[part]
+    for part, evidence in recipe.evidence.items():
         modules = [name for name in fused_modules if name.endswith(f": {part}")]
         ran = sum(
             times * profile.functions_seen.get(name, 0)

@@ -14,16 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 import models
 from batches import IGNORED, Batch, load_tokenizer, make_batches, read_examples, sha256_of, tokenize
 from bench import audit, interpreter, machine
 from bench.profiler import profile_step
-from bench.results import new_cell
+from bench.records import Cell, Parity
 from bench.weights import Source, materialize
-from models import Built, Lora
+from models import Built
 from trainer import MAX_WARMUP_STEPS, Clock, CudaClock, Trainer, WallClock
-from variants import EVIDENCE, VARIANTS
+from variants import EVIDENCE, Lora, recipe_of
 
 Send = Callable[[dict[str, Any]], None]
 
@@ -34,21 +35,28 @@ PARITY_SEQ_LEN = 64
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is the same for every cell of a run. `steps` are those of one round; `turn_steps` how
-    many of them are taken at a time, in turns with the other variants, None for all."""
+    """What is asked for, of a command whose arguments have been checked.
+
+    steps: those of one round. turn_steps: how many of them are taken at a time, in turns with the
+    other variants; None for all. cell_timeout_s: how long nothing may be heard of a cell.
+    """
 
     source: Source
     data: Path
     cache: Path
     lora: Lora
+    variants: tuple[str, ...]
     seq_lens: tuple[int, ...]
     batch_size: int
     steps: int
+    rounds: int
     checkpointing: bool
     padded: bool
     seed: int
     device: str
-    turn_steps: int | None = None
+    turn_steps: int | None
+    cell_timeout_s: float
+    allow_shared_gpu: bool
 
     def batches(self, seq_len: int, batch_size: int, count: int) -> list[Batch]:
         """The run's batches at one length, on the CPU: the same for every variant and round."""
@@ -150,17 +158,17 @@ def measure_floor(send: Send, plan: Plan, seq_lens: tuple[int, ...]) -> None:
     """Send the floor of each length as {"floor": {seq_len: ...}}."""
     from transformers import AutoConfig
 
-    from bench.floor import Floor, Shape, measure
+    from bench.floor import FrozenOperations, Shape, measure
 
     config = AutoConfig.from_pretrained(plan.source.folder, local_files_only=True)
-    floor = Floor(Shape.of(config), plan.device)
+    operations = FrozenOperations(Shape.of(config), plan.device)
     for seq_len in seq_lens:
         batches = plan.batches(seq_len, plan.batch_size, plan.steps)
         labelled = sum(batch.labelled for batch in batches)
         result = measure(
-            floor, plan.batch_size, seq_len, round(labelled / len(batches)), plan.clock()
+            operations, plan.batch_size, seq_len, round(labelled / len(batches)), plan.clock()
         )
-        send({"floor": {str(seq_len): result}})
+        send({"floor": {seq_len: result}})
 
 
 def measure_kernels(send: Send, plan: Plan) -> None:
@@ -190,34 +198,37 @@ def measure_cells(
     """
     if plan.device == "cpu":
         interpreter.prepare()
-    if VARIANTS[variant].library == "unsloth":
+    if recipe_of(variant).library == "unsloth":
         if plan.turn_steps:  # it writes generated code there, and imports it
             os.environ["UNSLOTH_COMPILE_LOCATION"] = f"unsloth_compiled_cache/{variant}"
         import unsloth  # noqa: F401  (before transformers and peft, which it patches)
-    model = None
+    built, parity = None, None
     for seq_len in seq_lens:
-        measured: dict[str, Any] = {}  # filled as far as it comes
+        cell = Cell(variant, seq_len, round_number, "error")
         try:
-            if model is None or _is_made_for_one_length(variant):
-                model = None  # frees one before the next is built
-                model = _build_and_check(plan, variant, seq_len)
+            if built is None or _is_made_for_one_length(variant):
+                built = None  # frees one before the next is built
+                built, parity = _build_and_check(plan, variant, seq_len)
             else:
-                models.set_adapters(model[0].model, plan.seed)
-            status = _measure(measured, plan, variant, seq_len, *model, send, wait_for_turn)
+                models.set_adapters(built.model, plan.seed)
+            cell.settings, cell.fused_modules = built.settings, built.fused_modules
+            cell.parity = parity
+            cell = _measure(plan, cell, built, send, wait_for_turn)
         except torch.OutOfMemoryError as error:
-            status, measured["error"] = "oom", _first_line(error)
-            if lie := audit.ran_out_of_memory(_allocator_failures(), measured["error"]):
-                status, measured["error"] = "error", lie
+            cell.error = _first_line(error)
+            if lie := audit.ran_out_of_memory(_allocator_failures(), cell.error):
+                cell.error = lie
             elif plan.turn_steps:  # which says nothing of this variant alone
-                status = "error"
-                measured["error"] = (
-                    f"no GPU memory beside the other variants ({measured['error']}): give fewer "
+                cell.error = (
+                    f"no GPU memory beside the other variants ({cell.error}): give fewer "
                     "--variants, or leave --turns out"
                 )
+            else:
+                cell.status = "oom"
         except Exception as error:
-            status, measured["error"] = "error", f"{type(error).__name__}: {_first_line(error)}"
-        send({"cell": new_cell(variant, seq_len, round_number, status, **measured)})
-        if status in ("oom", "error"):
+            cell.error = f"{type(error).__name__}: {_first_line(error)}"
+        send({"cell": cell})
+        if cell.status in ("oom", "error"):
             return
         gc.collect()
         if plan.device == "cuda":
@@ -227,12 +238,12 @@ def measure_cells(
 def _is_made_for_one_length(variant: str) -> bool:
     """Unsloth's model, which is told the length and checkpoints by it, and a compiled one, of which
     torch keeps only so many shapes."""
-    recipe = VARIANTS[variant]
+    recipe = recipe_of(variant)
     return recipe.library == "unsloth" or recipe.compiled
 
 
-def _build_and_check(plan: Plan, variant: str, seq_len: int) -> tuple[Built, Any]:
-    """The variant, and how far it is from the reference: a `Parity`."""
+def _build_and_check(plan: Plan, variant: str, seq_len: int) -> tuple[Built, Parity]:
+    """The variant, and how far it is from the reference."""
     from bench.parity import Reference, check
 
     built = plan.build(variant, seq_len)
@@ -241,24 +252,13 @@ def _build_and_check(plan: Plan, variant: str, seq_len: int) -> tuple[Built, Any
 
 
 def _measure(
-    measured: dict[str, Any],
-    plan: Plan,
-    variant: str,
-    seq_len: int,
-    built: Built,
-    parity: Any,
-    send: Send,
-    wait_for_turn: Callable[[], int],
-) -> str:
-    """Time the variant and see what it ran, if it is right; its status."""
-    measured |= {"settings": built.settings, "fused_modules": built.fused_modules}
-    measured["parity"] = dataclasses.asdict(parity)
-    if not parity.passed:
-        measured["error"] = parity.problem
-        return "parity_failed"
-
+    plan: Plan, cell: Cell, built: Built, send: Send, wait_for_turn: Callable[[], int]
+) -> Cell:
+    """The cell of a built variant with its times and what ran, if the variant is right."""
+    if cell.parity is not None and not cell.parity.passed:
+        return replace(cell, status="parity_failed", error=cell.parity.problem)
     batches = [
-        batch.to(plan.device) for batch in plan.batches(seq_len, plan.batch_size, plan.steps)
+        batch.to(plan.device) for batch in plan.batches(cell.seq_len, plan.batch_size, plan.steps)
     ]
     samples = []
 
@@ -276,18 +276,11 @@ def _measure(
     wait_for_turn()
     timings = trainer.run(batches, plan.steps, on_step, before_step)
     ours = wait_for_turn()  # the others' last steps come before what follows
-    measured |= dataclasses.asdict(timings)
 
-    recipe = VARIANTS[variant]
+    recipe = recipe_of(cell.variant)
     functions = [name for evidence in EVIDENCE.values() for name in evidence.functions]
     compiles = recipe.compiled or recipe.library == "unsloth"  # which compiles parts of its own
     profile = profile_step(lambda: trainer.step(batches[0]), functions, not compiles)
-    measured |= dataclasses.asdict(profile)
-    if on_gpu:
-        measured |= machine.summary_of(samples)
-        measured["other_gpu_processes"] = machine.other_processes(own=ours)
-        measured["host_launch_us"] = machine.host_launch_us()
-
     problems = (  # what ran comes first: a busy host alone can hide time
         audit.not_run(recipe, built.fused_modules, profile, on_gpu),
         audit.hidden_time(timings),
@@ -295,8 +288,17 @@ def _measure(
         audit.changed_batches(timings),
         audit.diverged(timings),
     )
-    measured["error"] = next((problem for problem in problems if problem), None)
-    return "error" if measured["error"] else "ok"
+    problem = next(filter(None, problems), None)
+    return replace(
+        cell,
+        status="error" if problem else "ok",
+        error=problem,
+        other_gpu_processes=machine.other_processes(own=ours) if on_gpu else None,
+        host_launch_us=machine.host_launch_us() if on_gpu else None,
+        **dataclasses.asdict(timings),
+        **dataclasses.asdict(profile),
+        **(machine.conditions_of(samples)._asdict() if on_gpu else {}),
+    )
 
 
 def _allocator_failures() -> int:

@@ -11,12 +11,12 @@ without part of each layer's forward a second time: the recomputation, measured 
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench.records import Floor
 from trainer import Clock
 
 WARMUP_STEPS = 5
@@ -54,7 +54,7 @@ class Shape:
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
 
-class Floor:
+class FrozenOperations:
     """The frozen operations of one step, each layer with its own weights.
 
     Operands are random tensors of the right shapes rather than the results of the operation before:
@@ -156,21 +156,21 @@ def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def measure(
-    floor: Floor, batch_size: int, seq_len: int, labelled_tokens: int, clock: Clock
-) -> dict[str, Any]:
+    operations: FrozenOperations, batch_size: int, seq_len: int, labelled_tokens: int, clock: Clock
+) -> Floor:
     """Time the floor at one length, and beside it the recomputation: the medians of STEPS replays
     after WARMUP_STEPS, in ms."""
-    on_gpu = floor.device == "cuda"
-    step = floor.chain(batch_size, seq_len, labelled_tokens)
+    on_gpu = operations.device == "cuda"
+    step = operations.chain(batch_size, seq_len, labelled_tokens)
     samples_ms = _samples(step, on_gpu, clock)
-    again_ms = _samples(floor.recomputation(batch_size, seq_len), on_gpu, clock)
-    return {
-        "floor_ms": statistics.median(samples_ms),
-        "samples_ms": samples_ms,
-        "recomputation_ms": statistics.median(again_ms),
-        "recomputation_samples_ms": again_ms,
-        "labelled_tokens": labelled_tokens,
-    }
+    again_ms = _samples(operations.recomputation(batch_size, seq_len), on_gpu, clock)
+    return Floor(
+        floor_ms=statistics.median(samples_ms),
+        samples_ms=samples_ms,
+        recomputation_ms=statistics.median(again_ms),
+        recomputation_samples_ms=again_ms,
+        labelled_tokens=labelled_tokens,
+    )
 
 
 def _samples(operations: Callable[[], None], on_gpu: bool, clock: Clock) -> list[float]:

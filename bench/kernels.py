@@ -4,21 +4,20 @@ A kernel that reads and writes each tensor once can at best run as fast as a dev
 that moves the same bytes; the share of that copy's rate says how near it comes.
 """
 
-from typing import Any
-
 import torch
 from triton.testing import do_bench
 
+from bench.records import KernelRow, Kernels
 from fused_mlp import swiglu_backward, swiglu_forward
 
 
-def table(intermediate: int, token_counts: list[int]) -> dict[str, Any]:
-    """Time the kernels on [tokens, intermediate] in bf16; the "kernels" part of results.json."""
+def table(intermediate: int, token_counts: list[int]) -> Kernels:
+    """Time the kernels on [tokens, intermediate] in bf16."""
     rows = [row for tokens in token_counts for row in _swiglu_rows(tokens, intermediate)]
-    return {"copy_gb_per_s": max(row["copy_gb_per_s"] for row in rows), "rows": rows}
+    return Kernels(max(row.copy_gb_per_s for row in rows), rows)
 
 
-def _swiglu_rows(tokens: int, intermediate: int) -> list[dict[str, Any]]:
+def _swiglu_rows(tokens: int, intermediate: int) -> list[KernelRow]:
     grad_hidden, gate, up = (
         torch.randn(tokens, intermediate, device="cuda", dtype=torch.bfloat16) for _ in range(3)
     )
@@ -34,22 +33,22 @@ def _swiglu_rows(tokens: int, intermediate: int) -> list[dict[str, Any]]:
     ]
 
 
-def _row(kernel: str, like: torch.Tensor, moved_bytes: int, function) -> dict[str, Any]:
+def _row(kernel: str, like: torch.Tensor, moved_bytes: int, function) -> KernelRow:
     source = torch.empty(moved_bytes // 2, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
     copy_gb_per_s = _gb_per_s(moved_bytes, _median_us(lambda: target.copy_(source)))
     median_us = _median_us(function)
     gb_per_s = _gb_per_s(moved_bytes, median_us)
-    return {
-        "kernel": kernel,
-        "shape": list(like.shape),
-        "dtype": str(like.dtype).removeprefix("torch."),
-        "median_us": median_us,
-        "bytes": moved_bytes,
-        "gb_per_s": gb_per_s,
-        "copy_gb_per_s": copy_gb_per_s,
-        "share_of_copy": gb_per_s / copy_gb_per_s,
-    }
+    return KernelRow(
+        kernel=kernel,
+        shape=list(like.shape),
+        dtype=str(like.dtype).removeprefix("torch."),
+        median_us=median_us,
+        bytes=moved_bytes,
+        gb_per_s=gb_per_s,
+        copy_gb_per_s=copy_gb_per_s,
+        share_of_copy=gb_per_s / copy_gb_per_s,
+    )
 
 
 def _median_us(function) -> float:

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import NamedTuple
 
 import pynvml
+
+from bench.records import Environment, Git, Gpu
 
 PACKAGES = (
     "torch", "triton", "transformers", "peft", "accelerate", "unsloth", "unsloth_zoo",
@@ -58,17 +60,17 @@ def gpu_handle():
         return None
 
 
-def environment() -> dict[str, Any]:
-    """What results.json records of the machine, the packages and this repository's commit."""
-    return {
-        "gpu": _gpu(),
-        "cpu": f"{_cpu_name()}, {_cores()} cores",
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-        "packages": {name: _version(name) for name in PACKAGES},
-        "cuda": _cuda_version(),
-        "git": _git(),
-    }
+def environment() -> Environment:
+    """The machine, the packages and this repository's commit."""
+    return Environment(
+        gpu=_gpu(),
+        cpu=f"{_cpu_name()}, {_cores()} cores",
+        platform=platform.platform(),
+        python=platform.python_version(),
+        packages={name: _version(name) for name in PACKAGES},
+        cuda=_cuda_version(),
+        git=_git(),
+    )
 
 
 @dataclass(frozen=True)
@@ -98,24 +100,34 @@ def sample() -> Sample:
     )
 
 
-def summary_of(samples: list[Sample]) -> dict[str, Any]:
+class Conditions(NamedTuple):
     """What a cell records of the samples taken between its steps: medians, and every reason."""
+
+    sm_clock_mhz: float | None
+    memory_clock_mhz: float | None
+    temperature_c: float | None
+    power_w: float | None
+    clock_reasons: list[str]
+    throttled: bool | None
+
+
+def conditions_of(samples: list[Sample]) -> Conditions:
+    """Sum up the samples that were taken between a cell's steps."""
 
     def middle(name: str) -> float | None:
         values = [getattr(s, name) for s in samples if getattr(s, name) is not None]
         return median(values) if values else None
 
     reasons = sorted({reason for one in samples for reason in one.clock_reasons})
-    return {
-        "sm_clock_mhz": middle("sm_clock_mhz"),
-        "memory_clock_mhz": middle("memory_clock_mhz"),
-        "temperature_c": middle("temperature_c"),
-        "power_w": middle("power_w"),
-        "clock_reasons": reasons,
-        "throttled": (
-            any(word in reason for reason in reasons for word in THROTTLED) if samples else None
-        ),
-    }
+    throttled = any(word in reason for reason in reasons for word in THROTTLED)
+    return Conditions(
+        sm_clock_mhz=middle("sm_clock_mhz"),
+        memory_clock_mhz=middle("memory_clock_mhz"),
+        temperature_c=middle("temperature_c"),
+        power_w=middle("power_w"),
+        clock_reasons=reasons,
+        throttled=throttled if samples else None,
+    )
 
 
 def other_processes(own: int) -> int | None:
@@ -156,30 +168,28 @@ def _ask(function, handle, *arguments):
         return None
 
 
-def _gpu() -> dict[str, Any] | None:
+def _gpu() -> Gpu | None:
     handle = gpu_handle()
     if handle is None:
         return None
     driver = pynvml.nvmlSystemGetDriverVersion()
     limit_mw = _ask(pynvml.nvmlDeviceGetPowerManagementLimit, handle)
-    return {
-        "name": gpu_name(),
-        "memory_bytes": int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
-        "driver": driver if isinstance(driver, str) else driver.decode(),
-        "power_limit_w": None if limit_mw is None else limit_mw / 1e3,
-        "max_sm_clock_mhz": _ask(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_SM),
-        "max_memory_clock_mhz": _ask(
-            pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_MEM
-        ),
-        "ecc": _on((_ask(pynvml.nvmlDeviceGetEccMode, handle) or [None])[0]),
-        "uncorrected_ecc_errors": _ask(
+    return Gpu(
+        name=gpu_name(),
+        memory_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
+        driver=driver if isinstance(driver, str) else driver.decode(),
+        power_limit_w=None if limit_mw is None else limit_mw / 1e3,
+        max_sm_clock_mhz=_ask(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_SM),
+        max_memory_clock_mhz=_ask(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_MEM),
+        ecc=_on((_ask(pynvml.nvmlDeviceGetEccMode, handle) or [None])[0]),
+        uncorrected_ecc_errors=_ask(
             pynvml.nvmlDeviceGetTotalEccErrors,
             handle,
             pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
             pynvml.NVML_VOLATILE_ECC,
         ),
-        "persistence": _on(_ask(pynvml.nvmlDeviceGetPersistenceMode, handle)),
-    }
+        persistence=_on(_ask(pynvml.nvmlDeviceGetPersistenceMode, handle)),
+    )
 
 
 def _on(value: int | None) -> bool | None:
@@ -216,7 +226,7 @@ def _cuda_version() -> str | None:
     return torch.version.cuda
 
 
-def _git() -> dict[str, Any] | None:
+def _git() -> Git | None:
     def git(*arguments: str) -> str:
         return subprocess.run(
             ["git", *arguments],
@@ -227,9 +237,9 @@ def _git() -> dict[str, Any] | None:
         ).stdout.strip()
 
     try:
-        return {
-            "commit": git("rev-parse", "HEAD"),
-            "dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
-        }
+        return Git(
+            commit=git("rev-parse", "HEAD"),
+            dirty=bool(git("status", "--porcelain", "--untracked-files=no")),
+        )
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from bench import machine
-from report.statistics import NO_CHECKPOINTING
-from variants import GONE, SUITES, VARIANTS, missing_package
+from variants import RETIRED, SUITES, VARIANTS, WITHOUT, current_id, missing_package, recipe_of
 
 HERE = Path(__file__).resolve().parent.parent  # the checkout
 
@@ -146,58 +145,59 @@ def flag(name: str) -> str:
 
 
 def list_of_variants() -> str:
-    names = " ".join(name for name in VARIANTS if not name.endswith(NO_CHECKPOINTING))
+    names = " ".join(id for id, variant in VARIANTS.items() if variant.checkpoints)
     lines = textwrap.wrap(names, 94, break_on_hyphens=False)
-    said = f"most of them also with {NO_CHECKPOINTING} at the end, without gradient checkpointing"
+    said = f"most of them also with {WITHOUT} at the end, without gradient checkpointing"
     return "\n  ".join(["variants:", *lines, said])
 
 
-def fill_in(arguments: argparse.Namespace) -> dict[str, Any]:
+def fill_in(arguments: argparse.Namespace) -> argparse.Namespace:
     """The arguments with defaults filled in: the experiment's with a GPU, else the rehearsal's."""
     device = arguments.device or ("cuda" if machine.has_gpu() else "cpu")
     if device == "cuda" and not machine.has_gpu():
         raise ValueError("--device cuda: no NVIDIA GPU is visible; leave it out for a rehearsal")
     defaults = EXPERIMENT if device == "cuda" else REHEARSAL
     filled = {**vars(arguments), "device": device}
-    return {**filled, **{k: v for k, v in defaults.items() if filled[k] is None}}
+    filled |= {name: value for name, value in defaults.items() if filled[name] is None}
+    return argparse.Namespace(**filled)
 
 
-def check(asked: dict[str, Any]) -> None:
+def check(asked: argparse.Namespace) -> None:
     """Check the arguments of a run by themselves, `fill_in` having filled them in.
 
     Raises:
         ValueError: one line that says what is wrong and what to do.
     """
     for name, (least, most) in LIMITS.items():
-        values = asked[name] if isinstance(asked[name], list) else [asked[name]]
-        for value in values:
+        given = getattr(asked, name)
+        for value in given if isinstance(given, list) else [given]:
             if value is not None:
                 within(flag(name), value, least, most)
-    steps, rounds, timeout_s = asked["steps"], asked["rounds"], asked["cell_timeout"]
+    steps, rounds, timeout_s = asked.steps, asked.rounds, asked.cell_timeout
     if steps % rounds:
         raise ValueError(
             f"--steps {steps} does not spread evenly over --rounds {rounds}: "
             f"give a multiple of {rounds}"
         )
-    longest = max(asked["seq_lens"])
-    if (tokens := steps // rounds * asked["batch_size"] * longest) > MAX_TOKENS:
+    longest = max(asked.seq_lens)
+    if (tokens := steps // rounds * asked.batch_size * longest) > MAX_TOKENS:
         raise ValueError(
-            f"--steps {steps} of --batch-size {asked['batch_size']} are {tokens:,} tokens a round "
+            f"--steps {steps} of --batch-size {asked.batch_size} are {tokens:,} tokens a round "
             f"at {longest}, made before it begins: ask for {MAX_TOKENS:,} or fewer"
         )
     if not 0 < timeout_s <= MAX_TIMEOUT_S:
         raise ValueError(
             f"--cell-timeout {timeout_s:g}: give more than 0 seconds, {MAX_TIMEOUT_S:,} at most"
         )
-    if asked["device"] == "cpu":
-        if asked["kernels"]:
+    if asked.device == "cpu":
+        if asked.kernels:
             raise ValueError(
                 "--kernels: no NVIDIA GPU to time the kernels on; run it where there is one"
             )
-        if asked["allow_shared_gpu"]:
+        if asked.allow_shared_gpu:
             raise ValueError("--allow-shared-gpu: a rehearsal uses no GPU; leave it out")
-    for name in asked["variants"] or ():
-        check_variant(name, asked["device"])
+    for name in asked.variants or ():
+        check_variant(current_id(name), asked.device)
 
 
 def within(flag: str, value: int, least: int, most: int | None = None) -> None:
@@ -208,8 +208,8 @@ def within(flag: str, value: int, least: int, most: int | None = None) -> None:
 
 def check_variant(name: str, device: str) -> None:
     """One that cannot run is an error only when it was asked for by name."""
-    if name in GONE:
-        raise ValueError(f"--variants {name}: {GONE[name]}")
+    if name in RETIRED:
+        raise ValueError(f"--variants {name}: no longer measured; give {RETIRED[name].instead}")
     if name not in VARIANTS:
         near = get_close_matches(name, VARIANTS, n=3)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
@@ -218,12 +218,12 @@ def check_variant(name: str, device: str) -> None:
         raise ValueError(f"--variants {name}: {reason}")
 
 
-def variants_of(asked: dict[str, Any]) -> list[str]:
-    return list(dict.fromkeys(asked["variants"] or SUITES[asked["suite"]]))
+def variants_of(asked: argparse.Namespace) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(map(current_id, asked.variants or SUITES[asked.suite])))
 
 
 def why_unavailable(variant: str, device: str) -> str | None:
-    recipe = VARIANTS[variant]
+    recipe = recipe_of(variant)
     name = recipe.library.capitalize()
     if recipe.library in ("unsloth", "liger") and device == "cpu":
         return f"{name} needs an NVIDIA GPU; leave it out, or run where there is one"

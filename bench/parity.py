@@ -16,7 +16,9 @@ from pathlib import Path
 import torch
 
 from batches import Batch
+from bench.records import Parity
 from models import Built
+from variants import Settings
 
 # On an H200 bf16 puts the median gradient of Qwen2.5-3B 7% from fp32, and the worst ratio of any
 # variant is 1.14. Kernels that truncate where they should round come to 2.0.
@@ -52,31 +54,6 @@ class Reference:
         return Reference(**torch.load(path, weights_only=True))
 
 
-@dataclass(frozen=True)
-class Parity:
-    """Outcome of the gate, with what was the furthest off.
-
-    problem: what the gate failed on, in words; None where it passed. losses, loss_errors: of both
-    batches. worst_ratio: the largest gradient error over vanilla's own. worst_scale: the scale that
-    is furthest from vanilla's.
-    """
-
-    passed: bool
-    problem: str | None
-    losses: list[float]
-    reference_losses: list[float]
-    loss_errors: list[float]
-    vanilla_loss_errors: list[float]
-    median_gradient_error: float
-    vanilla_median_gradient_error: float
-    worst_ratio: float
-    worst_gradient: str
-    worst_scale: float
-    worst_scale_gradient: str
-    limit: float = LIMIT
-    scale_limit: float = SCALE_LIMIT
-
-
 def gradients_of(built: Built, batch: Batch) -> tuple[float, Gradients]:
     """Loss and adapter gradients of one forward and backward; leaves no gradient behind."""
     with built.autocast():
@@ -99,7 +76,7 @@ def make_reference(vanilla: Built, batches: tuple[Batch, Batch]) -> Reference:
     """Run vanilla PEFT on `batches` in bf16 and then in fp32, to which its model is converted."""
     bf16_losses, bf16_gradients = _run(vanilla, batches)
     vanilla.model.float()
-    in_fp32 = Built(vanilla.model, autocast_dtype=None, settings={})
+    in_fp32 = Built(vanilla.model, autocast_dtype=None, settings=Settings())
     losses, gradients = _run(in_fp32, batches)
     return Reference(
         losses=losses,
@@ -158,6 +135,8 @@ def judge(losses: list[float], gradients: Gradients, reference: Reference) -> Pa
         worst_gradient=worst,
         worst_scale=scales.get(furthest, float("inf")),
         worst_scale_gradient=furthest,
+        limit=LIMIT,
+        scale_limit=SCALE_LIMIT,
     )
 
 

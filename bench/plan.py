@@ -5,24 +5,24 @@ import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from batches import load_tokenizer, read_examples, sha256_of, token_shares
 from bench import machine, options
 from bench import results as store
 from bench.folders import check_writable, locked
 from bench.options import HERE, fill_in, variants_of
+from bench.records import Experiment, Optimizer, Run, Tokens
 from bench.weights import Source, check_architecture, read_config, resolve
+from variants import Lora
 
 if TYPE_CHECKING:
     from bench.cells import Plan
 
 
 @contextmanager
-def planned(
-    arguments: argparse.Namespace, argv: list[str]
-) -> Iterator[tuple["Plan", dict[str, Any], Path]]:
-    """The plan, the results that it goes on from, and their file, in a folder that is locked as
+def planned(arguments: argparse.Namespace, argv: list[str]) -> Iterator[tuple["Plan", Run, Path]]:
+    """The plan, the run that it goes on with, and its file, in a folder that is locked as
     long as the context lasts.
 
     Raises:
@@ -30,51 +30,52 @@ def planned(
     """
     asked = fill_in(arguments)
     options.check(asked)
-    source = resolve(str(asked["model"]), asked["cache"].resolve(), asked["seed"])
-    read_examples(asked["data"])
+    source = resolve(str(asked.model), asked.cache.resolve(), asked.seed)
+    read_examples(asked.data)
     check_model(source, asked)
-    folder = out_folder(asked["out"], asked["device"])
+    folder = out_folder(asked.out, asked.device)
     with locked(folder):
         if not source.is_there():
-            check_writable("--cache", asked["cache"])
+            check_writable("--cache", asked.cache)
         plan = make_plan(asked, source)
         check_architecture(source)
         check_lengths(plan)
         if not plan.is_prepared():
             check_writable("--cache", plan.cache)
-        experiment = describe(plan, variants_of(asked), asked["rounds"])
         rehearsal = plan.device == "cpu"
-        fresh = store.new_results(recorded(argv), machine.environment(), experiment, rehearsal)
-        results = store.continue_from(folder / "results.json", fresh)
+        fresh = store.new_run(recorded(argv), machine.environment(), describe(plan), rehearsal)
+        run = store.continue_from(folder / "results.json", fresh)
         # last, as what is wrong with the arguments is to be said whoever else is on the GPU
-        if others := options.others_on_gpu(plan.device, asked["allow_shared_gpu"]):
+        if others := options.others_on_gpu(plan.device, plan.allow_shared_gpu):
             raise ValueError(others)
-        yield plan, results, folder / "results.json"
+        yield plan, run, folder / "results.json"
 
 
-def make_plan(asked: dict[str, Any], source: Source) -> "Plan":
-    from bench.cells import (
-        Plan,  # and with it torch, which takes seconds: what comes without came first
-    )
-    from models import Lora
+def make_plan(asked: argparse.Namespace, source: Source) -> "Plan":
+    # imports torch, which takes seconds: what comes without came first
+    from bench.cells import Plan
 
     return Plan(
         source=source,
-        data=asked["data"].resolve(),
-        cache=asked["cache"].resolve(),
-        lora=Lora(rank=asked["rank"], alpha=2 * asked["rank"]),
-        seq_lens=tuple(sorted(set(asked["seq_lens"]))),
-        batch_size=asked["batch_size"],
-        steps=asked["steps"] // asked["rounds"],
-        checkpointing=asked["checkpointing"] == "on",
-        padded=asked["padded"],
-        seed=asked["seed"],
-        device=asked["device"],
-        turn_steps=asked["turns"],
+        data=asked.data.resolve(),
+        cache=asked.cache.resolve(),
+        lora=Lora(rank=asked.rank, alpha=2 * asked.rank),
+        variants=variants_of(asked),
+        seq_lens=tuple(sorted(set(asked.seq_lens))),
+        batch_size=asked.batch_size,
+        steps=asked.steps // asked.rounds,
+        rounds=asked.rounds,
+        checkpointing=asked.checkpointing == "on",
+        padded=asked.padded,
+        seed=asked.seed,
+        device=asked.device,
+        turn_steps=asked.turns,
+        cell_timeout_s=asked.cell_timeout,
+        allow_shared_gpu=asked.allow_shared_gpu,
     )
 
 
-def check_model(source: Source, asked: dict[str, Any]) -> None:
+def check_model(source: Source, asked: argparse.Namespace) -> None:
     """What a configuration alone tells. A token beyond the embedding's last row would stop the GPU,
     not raise."""
     config = read_config(source)
@@ -85,7 +86,8 @@ def check_model(source: Source, asked: dict[str, Any]) -> None:
             "give a model with one row for each"
         )
     for name, size in (("rank", "hidden_size"), ("seq_lens", "max_position_embeddings")):
-        given = asked[name] if isinstance(asked[name], int) else max(asked[name])
+        asked_for = getattr(asked, name)
+        given = asked_for if isinstance(asked_for, int) else max(asked_for)
         if given > (most := config.get(size, given)):
             raise ValueError(
                 f"{options.flag(name)} {given}: the {size} of {source.name} is {most}; give no more"
@@ -117,38 +119,32 @@ def recorded(argv: list[str]) -> list[str]:
     return kept
 
 
-def describe(plan: "Plan", variants: list[str], rounds: int) -> dict[str, Any]:
-    """The "experiment" part of results.json."""
+def describe(plan: "Plan") -> Experiment:
+    """The plan as results.json keeps it."""
     from bench.cells import LEARNING_RATE
 
     tokens = {}
     for seq_len in plan.seq_lens:
         shares = token_shares(plan.batches(seq_len, plan.batch_size, plan.steps))
-        tokens[str(seq_len)] = {"padding": shares.padding, "labelled": shares.labelled}
-    return {
-        "model": plan.source.name,
-        "weights": plan.source.weights,
-        "dtype": "bfloat16",
-        "batch_size": plan.batch_size,
-        "seq_lens": list(plan.seq_lens),
-        "variants": variants,
-        "rounds": rounds,
-        "steps": plan.steps * rounds,
-        "turn_steps": plan.turn_steps,
-        "checkpointing": "on" if plan.checkpointing else "off",
-        "padded": plan.padded,
-        "lora": {
-            "rank": plan.lora.rank,
-            "alpha": plan.lora.alpha,
-            "dropout": plan.lora.dropout,
-            "bias": plan.lora.bias,
-            "targets": list(plan.lora.targets),
-        },
-        "optimizer": {"name": "AdamW", "lr": LEARNING_RATE, "fused": plan.device == "cuda"},
-        "seed": plan.seed,
-        "data_sha256": sha256_of(plan.data),
-        "tokens": tokens,
-    }
+        tokens[seq_len] = Tokens(shares.padding, shares.labelled)
+    return Experiment(
+        model=plan.source.name,
+        weights=plan.source.weights,
+        dtype="bfloat16",
+        batch_size=plan.batch_size,
+        seq_lens=list(plan.seq_lens),
+        variants=list(plan.variants),
+        rounds=plan.rounds,
+        steps=plan.steps * plan.rounds,
+        turn_steps=plan.turn_steps,
+        checkpointing="on" if plan.checkpointing else "off",
+        padded=plan.padded,
+        lora=plan.lora,
+        optimizer=Optimizer("AdamW", LEARNING_RATE, fused=plan.device == "cuda"),
+        seed=plan.seed,
+        data_sha256=sha256_of(plan.data),
+        tokens=tokens,
+    )
 
 
 def out_folder(out: Path | None, device: str) -> Path:

@@ -1,4 +1,4 @@
-"""What each fused part takes off a step, in numbers and as a table, from a results document alone.
+"""What each fused part takes off a step, in numbers and as a table, from a run alone.
 
 A part is measured twice. Added first: alone, on vanilla PEFT (vanilla_peft less fused_PART). Added
 last: on top of all the others (fused_all_but_PART less fused_all). What all of them together take
@@ -14,16 +14,14 @@ from itertools import chain
 from statistics import median
 from typing import NamedTuple
 
-from report import statistics as summary
+from bench.records import Interval, Run, Verdict
 from report.looks import STATUS_WORDS, markdown_table
-from report.names import name_of
-from report.statistics import BASELINE, NO_CHECKPOINTING, round_ms
-from variants import PARTS
+from report.statistics import NOISE, interval95, interval95_of_ratios, noise_band, verdict_of
+from variants import ALL_BUT, ALONE, BASELINE, PARTS, counterpart, variant_of
 
 STEP, GPU = "step_ms", "gpu_busy_ms"
-BLOCKS = {"": "With gradient checkpointing", NO_CHECKPOINTING: "Without checkpointing"}
+BLOCKS = {True: "With gradient checkpointing", False: "Without checkpointing"}
 INTERACTION = "interaction"
-NOISE = "not distinguishable"  # a verdict of summary.py
 
 
 class Gain(NamedTuple):
@@ -35,13 +33,13 @@ class Gain(NamedTuple):
     """
 
     ms: float
-    ci95_ms: list[float] | None
+    ci95_ms: Interval | None
     percent: float | None
-    ci95_percent: list[float] | None
-    verdict: str | None
+    ci95_percent: Interval | None
+    verdict: Verdict | None
 
 
-class Row(NamedTuple):
+class PartGains(NamedTuple):
     """One part, or the interaction (which has no `last`). A word says why there is no gain."""
 
     part: str
@@ -49,45 +47,55 @@ class Row(NamedTuple):
     last: Gain | str | None
 
 
-def parts_of(block: str) -> tuple[str, ...]:
+def parts_of(checkpoints: bool) -> tuple[str, ...]:
     """The parts of a block: without checkpointing there is none to fuse."""
-    return tuple(part for part in PARTS if not (block and part == "checkpoint"))
+    return tuple(part for part in PARTS if checkpoints or part != "checkpoint")
 
 
-def gains(results: dict, seq_len: int, block: str = "", time: str = STEP) -> list[Row]:
-    """One row a part, then the interaction; `block` is the ending of its variants' names."""
-    vanilla, fused_all = BASELINE + block, "fused_all" + block
-    alone = {part: f"fused_{part}{block}" for part in parts_of(block)}
+def gains(run: Run, seq_len: int, checkpoints: bool = True, time: str = STEP) -> list[PartGains]:
+    """One row a part, then the interaction; of the variants with or without checkpointing."""
+    vanilla, fused_all = _ends(checkpoints)
+    parts = parts_of(checkpoints)
+    alone, all_but = (
+        {part: counterpart(ids[part], checkpoints).id for part in parts} for ids in (ALONE, ALL_BUT)
+    )
+
+    def gain(signs: dict[str, int]) -> Gain | str:
+        return _gain(run, seq_len, checkpoints, signs, time)
+
     rows = [
-        Row(
+        PartGains(
             part,
-            _gain(results, seq_len, block, {variant: -1, vanilla: 1}, time),
-            _gain(
-                results, seq_len, block, {f"fused_all_but_{part}{block}": 1, fused_all: -1}, time
-            ),
+            first=gain({alone[part]: -1, vanilla: 1}),
+            last=gain({all_but[part]: 1, fused_all: -1}),
         )
-        for part, variant in alone.items()
+        for part in parts
     ]
     # vanilla - fused_all - the sum of (vanilla - alone)
     terms = {variant: 1 for variant in alone.values()}
-    together = {fused_all: -1, vanilla: 1 - len(alone), **terms}
     missing = any(isinstance(row.first, str) for row in rows)
-    what = "parts missing" if missing else _gain(results, seq_len, block, together, time)
-    return [*rows, Row(INTERACTION, what, None)]
+    together = {fused_all: -1, vanilla: 1 - len(alone), **terms}
+    what = "parts missing" if missing else gain(together)
+    return [*rows, PartGains(INTERACTION, what, None)]
+
+
+def _ends(checkpoints: bool) -> tuple[str, str]:
+    """Vanilla PEFT and all fused, of a block."""
+    return counterpart(BASELINE, checkpoints).id, counterpart("fused_all", checkpoints).id
 
 
 def _gain(
-    results: dict, seq_len: int, block: str, signs: dict[str, int], time: str = STEP
+    run: Run, seq_len: int, checkpoints: bool, signs: dict[str, int], time: str = STEP
 ) -> Gain | str:
     """The sum of the variants' times with these signs, in every round that has them all. Of the
     GPU's own time there are no verdicts: the A/A twins say how much a step's is noise."""
-    times = {variant: _by_round(results, variant, seq_len, time) for variant in signs}
-    vanilla = _by_round(results, BASELINE + block, seq_len, time)
+    times = {variant: _by_round(run, variant, seq_len, time) for variant in signs}
+    ends = _ends(checkpoints)
+    vanilla = _by_round(run, ends[0], seq_len, time)
     for variant, own in times.items():
         if not own:
-            ends = variant in (BASELINE + block, "fused_all" + block)
-            plain = name_of(variant.removesuffix(NO_CHECKPOINTING))
-            return f"no {plain}" if ends else why_no_time(results, variant, seq_len)
+            title = variant_of(variant).plain_title
+            return f"no {title}" if variant in ends else why_no_time(run, variant, seq_len)
     common = sorted(set.intersection(*(set(own) for own in times.values())))
     if not common:
         return "no common round"
@@ -100,51 +108,39 @@ def _gain(
     ratios = [a / b for a, b in zip(faster, slower, strict=True)]
     verdict = None
     if time == STEP:
-        band = summary.noise_band(results, seq_len, BASELINE + block)
-        verdict = summary.verdict_of(median(ratios), summary.interval95_of_ratios(ratios), band)
-    return Gain(
-        median(ms),
-        summary.interval95(ms),
-        median(percent) if percent else None,
-        summary.interval95(percent),
-        verdict,
-    )
+        ci95, band = interval95_of_ratios(ratios), noise_band(run, seq_len, ends[0])
+        verdict = verdict_of(median(ratios), ci95, band)
+    middle = median(percent) if percent else None
+    return Gain(median(ms), interval95(ms), middle, interval95(percent), verdict)
 
 
-def _by_round(results: dict, variant: str, seq_len: int, time: str) -> dict[int, float]:
+def _by_round(run: Run, variant: str, seq_len: int, time: str) -> dict[int, float]:
     if time == STEP:
-        return round_ms(results, variant, seq_len)
-    return {
-        cell["round"]: cell[time]
-        for cell in results["cells"]
-        if summary.key_of(cell)[:2] == (variant, seq_len)
-        and cell["status"] == "ok"
-        and cell.get(time) is not None
-    }
+        return run.round_ms(variant, seq_len)
+    cells = run.cells_of(variant, seq_len, "ok")
+    return {cell.round: cell.gpu_busy_ms for cell in cells if cell.gpu_busy_ms is not None}
 
 
-def why_no_time(results: dict, variant: str, seq_len: int) -> str:
-    cells = [cell for cell in results["cells"] if summary.key_of(cell)[:2] == (variant, seq_len)]
-    if not cells:
-        return "not measured"
-    status = min((cell["status"] for cell in cells), key=summary.STATUSES.index)
-    return STATUS_WORDS.get(status, "not measured")  # "ok", but the GPU's own time is not there
+def why_no_time(run: Run, variant: str, seq_len: int) -> str:
+    # where it is "ok", the GPU's own time is not there
+    return STATUS_WORDS.get(run.status_of(variant, seq_len) or "", "not measured")
 
 
-def blocks_of(results: dict) -> list[str]:
+def blocks_of(run: Run) -> list[bool]:
     """The blocks that have two variants to hold against each other."""
-    timed = {cell["variant"] for cell in results["cells"] if cell["status"] == "ok"}
-    ends = ("all", *PARTS, *(f"all_but_{part}" for part in PARTS))
-    needed = [BASELINE, *(f"fused_{end}" for end in ends)]
-    return [block for block in BLOCKS if len(timed & {name + block for name in needed}) >= 2]
+    shown = {BASELINE, "fused_all", *ALONE.values(), *ALL_BUT.values()}
+    timed = {cell.variant for cell in run.cells_of(status="ok")}
+    found = [v for v in map(variant_of, timed) if v.plain_id in shown]
+    return [block for block in BLOCKS if sum(v.checkpoints is block for v in found) >= 2]
 
 
-def together(results: dict, seq_len: int, block: str, time: str = STEP) -> Gain | str:
-    return _gain(results, seq_len, block, {"fused_all" + block: -1, BASELINE + block: 1}, time)
+def together(run: Run, seq_len: int, checkpoints: bool, time: str = STEP) -> Gain | str:
+    vanilla, fused_all = _ends(checkpoints)
+    return _gain(run, seq_len, checkpoints, {fused_all: -1, vanilla: 1}, time)
 
 
 def name_of_part(part: str) -> str:
-    return part if part == INTERACTION else name_of(f"fused_{part}")
+    return part if part == INTERACTION else variant_of(ALONE[part]).title
 
 
 def number(value: float, digits: int) -> str:
@@ -156,29 +152,29 @@ def number(value: float, digits: int) -> str:
 # --- the table ------------------------------------------------------------------------------------
 
 
-def table(results: dict) -> str:
+def table(run: Run) -> str:
     """In Markdown, two tables a block: each part's gains at each length, and all of them together,
     of the step and of the GPU's own time. Gains that are not distinguishable from noise are in
     italics."""
     tables = []
-    for block in blocks_of(results):
-        tables.append(f"{BLOCKS[block]}:\n\n{_table(results, block, STEP)}")
-        if not isinstance(together(results, results["experiment"]["seq_lens"][0], block, GPU), str):
+    for block in blocks_of(run):
+        tables.append(f"{BLOCKS[block]}:\n\n{_table(run, block, STEP)}")
+        if not isinstance(together(run, run.experiment.seq_lens[0], block, GPU), str):
             what = f"{BLOCKS[block]}, of the GPU's own time, whatever the host did:"
-            tables.append(f"{what}\n\n{_table(results, block, GPU)}")
+            tables.append(f"{what}\n\n{_table(run, block, GPU)}")
     return "\n\n".join(tables)
 
 
-def _table(results: dict, block: str, time: str) -> str:
-    lengths = results["experiment"]["seq_lens"]
+def _table(run: Run, block: bool, time: str) -> str:
+    lengths = run.experiment.seq_lens
     header = ["takes off a step" if time == STEP else "takes off the GPU's time"]
     header += [f"{n}: {when}, ms" for n in lengths for when in ("added first", "added last")]
     lines = []
-    for rows in zip(*(gains(results, n, block, time) for n in lengths), strict=True):
+    for rows in zip(*(gains(run, n, block, time) for n in lengths), strict=True):
         pairs = ((_cell(row.first), _cell(row.last, False)) for row in rows)
         lines.append([name_of_part(rows[0].part), *chain(*pairs)])
-    alls = ((_cell(together(results, n, block, time)), "") for n in lengths)
-    lines.append([name_of("fused_all"), *chain(*alls)])
+    alls = ((_cell(together(run, n, block, time)), "") for n in lengths)
+    lines.append([variant_of("fused_all").title, *chain(*alls)])
     return markdown_table(header, lines)
 
 

@@ -1,4 +1,4 @@
-"""ablation.png, from a results document alone: from vanilla PEFT down to all fused, part by part.
+"""ablation.png, from a run alone: from vanilla PEFT down to all fused, part by part.
 The numbers are ablation.py's."""
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from report import statistics as summary
+from bench.records import Run
 from report.ablation import (
     BLOCKS,
     GPU,
     INTERACTION,
-    NOISE,
     Gain,
     blocks_of,
     gains,
@@ -30,11 +29,11 @@ from report.ablation import (
     why_no_time,
 )
 from report.benchmark_results import write_png
-from report.looks import LOOKS, REHEARSAL, STYLE, caption
-from report.names import name_of
-from report.statistics import BASELINE, round_ms
+from report.looks import REHEARSAL, STYLE, caption
+from report.statistics import NOISE, speedups
+from variants import BASELINE, LOOKS, counterpart, title_of
 
-FIRST, LAST = "#c81e2b", "#3d0a0e"
+FIRST, LAST = LOOKS["fused"].colour, "#3d0a0e"
 COLUMNS = (52, 87, 137, 172)  # where the numbers beside a panel end, in points from its right side
 ROW_INCHES = 0.31
 OF_GPU: dict[str, Any] = {"marker": "D", "color": "#ffd33d", "markersize": 4.5,
@@ -44,42 +43,42 @@ ASIDE: dict[str, Any] = {"color": "#777777", "style": "italic", "size": 9.5}
 BETWEEN: dict[str, Any] = {"facecolor": "#f4c4c7", "edgecolor": FIRST, "hatch": "////"}
 
 
-def draw(results: dict, path: str | Path) -> bool:
+def draw(run: Run, path: str | Path) -> bool:
     """Write the picture as a PNG, whole or not at all; False where fewer than two of its variants
     have a time, so that there is no gain to show."""
-    if not blocks_of(results):
+    if not blocks_of(run):
         return False
-    write_png(figure(results), path)
+    write_png(figure(run), path)
     return True
 
 
-def figure(results: dict) -> Figure:
+def figure(run: Run) -> Figure:
     """One row of panels a length, one column a block; bars are in ms from 0, on one scale a row."""
     with style.context(["default", STYLE]):
-        blocks, lengths = blocks_of(results), results["experiment"]["seq_lens"]
+        blocks, lengths = blocks_of(run), run.experiment.seq_lens
         names = [name_of_part(part) for part in (*parts_of(blocks[0]), INTERACTION)]
-        names = [name_of(BASELINE), *names, name_of("fused_all")]
+        names = [title_of(BASELINE), *names, title_of("fused_all")]
         height = 3.1 + len(lengths) * (0.5 + ROW_INCHES * len(names))
         picture = Figure(figsize=(14, height), dpi=150)
         panels = picture.subplots(len(lengths), len(blocks), squeeze=False, sharex="row")
         picture.subplots_adjust(0.145, 1.3 / height, 0.81, 1 - 2.5 / height, 0.82, 0.24)
         for line, seq_len in zip(panels, lengths, strict=True):
             for axes, block in zip(line, blocks, strict=True):
-                _panel(axes, results, seq_len, block, names)
+                _panel(axes, run, seq_len, block, names)
                 axes.set_yticks(range(len(names)), names if axes is line[0] else [""] * len(names))
             # By the bars, shared by the line: an interval of two rounds may go far beyond them.
             ends = [bar.get_x() + bar.get_width() for axes in line for bar in axes.patches]
-            line[0].set_xlim(0, 1.25 * max([1.0, *ends, *_floor_ms(results, seq_len)]))
+            line[0].set_xlim(0, 1.25 * max([1.0, *ends, *_floor_ms(run, seq_len)]))
         for axes, block in zip(panels[0], blocks, strict=True):
             axes.annotate(BLOCKS[block], (0, 1), (0, 30), xycoords="axes fraction",
                           textcoords="offset points", size=16, weight="bold")  # fmt: skip
         for axes in panels[-1]:
             axes.set_xlabel("ms a step")
-        _words(picture, results, height)
+        _words(picture, run, height)
     return picture
 
 
-def _panel(axes: Axes, results: dict, seq_len: int, block: str, names: list[str]) -> None:
+def _panel(axes: Axes, run: Run, seq_len: int, block: bool, names: list[str]) -> None:
     axes.set_title(f"{seq_len} tokens", size=13)
     axes.set_ylim(len(names) - 0.5, -0.6)
     axes.grid(axis="y", visible=False)
@@ -88,14 +87,14 @@ def _panel(axes: Axes, results: dict, seq_len: int, block: str, names: list[str]
     _beside(axes, 1, -0.95, "added first", color=FIRST, size=10)
     _beside(axes, 3, -0.95, "added last", color=LAST, size=10)
     place, all_ms = (
-        _total(axes, results, seq_len, variant + block, y, colour)
-        for variant, y, colour in ((BASELINE, 0, LOOKS[BASELINE].colour),
+        _total(axes, run, seq_len, counterpart(variant, block).id, y, colour)
+        for variant, y, colour in ((BASELINE, 0, LOOKS["peft"].colour),
                                    ("fused_all", len(names) - 1, FIRST))
     )  # fmt: skip
-    if ratios := summary.speedups(results, "fused_all" + block, seq_len):
+    if ratios := speedups(run, counterpart("fused_all", block).id, seq_len):
         _beside(axes, 3, len(names) - 1, f"{median(ratios):.2f}×", weight="bold")
-    above, rows = 0, {name_of_part(row.part): row for row in gains(results, seq_len, block)}
-    of_gpu = {name_of_part(row.part): row for row in gains(results, seq_len, block, GPU)}
+    above, rows = 0, {name_of_part(row.part): row for row in gains(run, seq_len, block)}
+    of_gpu = {name_of_part(row.part): row for row in gains(run, seq_len, block, GPU)}
     for y, name in enumerate(names[1:-1], start=1):
         if name not in rows:
             _beside(axes, 1, y, "does not apply", **ASIDE)
@@ -117,22 +116,21 @@ def _panel(axes: Axes, results: dict, seq_len: int, block: str, names: list[str]
         above = y
     if place is not None and isinstance(rows[INTERACTION].first, Gain):
         axes.plot([place, place], [above, above + 1], color="#8a8a8a", linewidth=0.8, zorder=0.9)
-    for floor_ms in _floor_ms(results, seq_len):
+    for floor_ms in _floor_ms(run, seq_len):
         axes.axvline(floor_ms, color="black", linewidth=1.8)
 
 
-def _floor_ms(results: dict, seq_len: int) -> list[float]:
+def _floor_ms(run: Run, seq_len: int) -> list[float]:
     """The floor at a length, where there is one."""
-    floor = (results.get("floor") or {}).get(str(seq_len))
-    return [floor["floor_ms"]] if floor else []
+    return [run.floor[seq_len].floor_ms] if seq_len in run.floor else []
 
 
-def _total(axes: Axes, results: dict, seq_len: int, variant: str, y: int,
+def _total(axes: Axes, run: Run, seq_len: int, variant: str, y: int,
            colour: str) -> float | None:  # fmt: skip
     """The bar of a whole step, or why there is none."""
-    own = round_ms(results, variant, seq_len)
+    own = run.round_ms(variant, seq_len)
     if not own:
-        _beside(axes, 1, y, why_no_time(results, variant, seq_len), **ASIDE)
+        _beside(axes, 1, y, why_no_time(run, variant, seq_len), **ASIDE)
         return None
     step_ms = median(own.values())
     axes.barh(y, step_ms, 0.66, color=colour)
@@ -175,8 +173,8 @@ def _beside(axes: Axes, column: int, y: float, words: str, **text: Any) -> None:
     axes.annotate(words, (1, y), (COLUMNS[column], 0), side, "offset points", **text)
 
 
-def _words(picture: Figure, results: dict, height: float) -> None:
-    title = finding(results)
+def _words(picture: Figure, run: Run, height: float) -> None:
+    title = finding(run)
     picture.text(0.025, 1 - 0.5 / height, title, size=min(21, 1400 / len(title)), weight="bold")
     said = (
         "From vanilla PEFT down to all fused: a red bar begins where the one above it ended, and "
@@ -197,19 +195,19 @@ def _words(picture: Figure, results: dict, height: float) -> None:
     picture.legend(handles=keys, loc="upper left", bbox_to_anchor=(0.017, 1 - 1.35 / height),
                    ncols=6, fontsize=11, handlelength=1.2, columnspacing=1.1)  # fmt: skip
     how = "Medians over steps, then over rounds; percent: of vanilla's step in the same round."
-    words = fill(f"{caption(results)} {how}", 165)
+    words = fill(f"{caption(run)} {how}", 165)
     picture.text(0.025, 0.25 / height, words, size=10.5, color="#444444", linespacing=1.5)
 
 
-def finding(results: dict) -> str:
+def finding(run: Run) -> str:
     """The title: what all parts take off at the longest length that has it, and the largest few."""
-    if results["rehearsal"]:
+    if run.rehearsal:
         return REHEARSAL
-    for block in blocks_of(results):
-        for seq_len in reversed(results["experiment"]["seq_lens"]):
-            percent = _clear_percent(together(results, seq_len, block))
+    for block in blocks_of(run):
+        for seq_len in reversed(run.experiment.seq_lens):
+            percent = _clear_percent(together(run, seq_len, block))
             if percent:
-                rows = gains(results, seq_len, block)[:-1]
+                rows = gains(run, seq_len, block)[:-1]
                 alone = sorted((-_clear_percent(row.first), name_of_part(row.part)) for row in rows)
                 parts = [f"{name} {-minus:.0f}%" for minus, name in alone[:3] if minus < 0]
                 words = ", ".join(parts).replace("fused ", "")

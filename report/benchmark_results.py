@@ -1,4 +1,4 @@
-"""benchmark_results.png, from a results document alone: no GPU, no torch.
+"""benchmark_results.png, from a run alone: no GPU, no torch.
 
 `figure` builds the picture and `draw` writes it.
 """
@@ -22,20 +22,22 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
+from bench.records import Run, SummaryRow
 from bench.results import write_atomically
-from report.looks import LOOKS, REHEARSAL, STATUS_WORDS, STYLE, Look, caption
-from report.names import name_of
-from report.statistics import BASELINE, BASELINE_AGAIN, noise_band, summarize
+from report.looks import REHEARSAL, STATUS_WORDS, STYLE, caption
+from report.statistics import NOISE, noise_band, summarize
+from variants import AGAIN, BASELINE, LOOKS, SUITES, Look, title_of, variant_of
 
 # What stands beside these where a suite has more variants than a picture can hold.
 STRONGEST = (
-    *("fused_all", "compiled_peft_bf16", "liger_peft"),
+    *("fused_all", "compiled_peft_bf16_adapters", "liger_peft"),
     *("fused_layer", "fused_layer_graph", "compiled_peft"),
 )
 MANY = 8
-SPARE_LOOKS = [  # for variants without a look of their own, in the order of the experiment
-    *(("#0969da", "D", "xxx"), ("#1a7f37", "v", "---"), ("#bc4c00", "P", "\\\\\\")),
-    *(("#0a7e8c", "X", "|||"), ("#8a6100", "<", "+++"), ("#bf3989", ">", "ooo")),
+SPARE_LOOKS = [  # for variants whose family's look another one has
+    Look("", "#bc4c00", "P", "\\\\\\"),
+    Look("", "#0a7e8c", "X", "|||"),
+    Look("", "#bf3989", ">", "ooo"),
 ]
 HOW_TO_READ = "Medians over steps, then over rounds; whiskers: 95% intervals over rounds."
 PHASES = {"forward": 0.55, "backward": 0.0, "optimizer": -0.6}  # how far towards white or black
@@ -44,41 +46,49 @@ FEW = 3  # up to this many variants every point is labelled; beyond it the table
 
 
 class View:
-    """A results document as the panels want it: looks, rows, and places on the x axis."""
+    """A run as the panels want it: looks, rows, and places on the x axis."""
 
-    def __init__(self, results: dict) -> None:
-        self.results, self.seq_lens = results, results["experiment"]["seq_lens"]
-        asked = results["experiment"]["variants"]
+    def __init__(self, run: Run) -> None:
+        self.run, self.seq_lens = run, run.experiment.seq_lens
+        asked = run.experiment.variants
         if len(asked) > MANY:
-            known = [v for v in (*LOOKS, *STRONGEST) if v in asked]
+            known = [v for v in (*SUITES["experiment"], *STRONGEST) if v in asked]
             asked = known[: MANY + 1] or asked[:MANY]  # the A/A twin is a band
-        unknown = [variant for variant in asked if variant not in LOOKS]
-        spare = {
-            v: Look(name_of(v), *SPARE_LOOKS[i % len(SPARE_LOOKS)]) for i, v in enumerate(unknown)
-        }
         # The baseline comes first; its A/A twin shows as a band and not as a variant.
-        shown = sorted((v for v in asked if v != BASELINE_AGAIN), key=lambda v: v != BASELINE)
-        self.looks = {variant: {**LOOKS, **spare}[variant] for variant in shown}
-        rows = [row for row in summarize(results) if row["variant"] in self.looks]
-        self.timed = [row for row in rows if row["status"] == "ok"]
-        self.untimed = [row for row in rows if row["status"] != "ok"]
+        shown = sorted((v for v in asked if v != AGAIN), key=lambda v: v != BASELINE)
+        self.looks = looks_of(shown)
+        rows = [row for row in summarize(run) if row.variant in self.looks]
+        self.timed = [row for row in rows if row.status == "ok"]
+        self.untimed = [row for row in rows if row.status != "ok"]
         self.bar_width = 0.84 / len(shown)
 
-    def look(self, row: dict) -> Look:
-        return self.looks[row["variant"]]
+    def look(self, row: SummaryRow) -> Look:
+        return self.looks[row.variant]
 
-    def slot(self, row: dict) -> float:
+    def slot(self, row: SummaryRow) -> float:
         """Where a variant's bar stands within its length's group: no two share a place."""
-        offset = list(self.looks).index(row["variant"]) - (len(self.looks) - 1) / 2
-        return self.seq_lens.index(row["seq_len"]) + offset * self.bar_width
+        offset = list(self.looks).index(row.variant) - (len(self.looks) - 1) / 2
+        return self.seq_lens.index(row.seq_len) + offset * self.bar_width
 
     def top(self, name: str) -> float:
-        return max((row[name] for row in self.timed if row[name]), default=1.0)
+        return max((value for row in self.timed if (value := getattr(row, name))), default=1.0)
 
 
-def draw(results: dict, path: str | Path) -> None:
+def looks_of(variants: list[str]) -> dict[str, Look]:
+    """Each variant in its family's look; where another has it, the experiment's before others, in
+    one that nobody has."""
+    found: dict[str, Look] = {}
+    families = {variant_of(variant).look for variant in variants}
+    spare = [*SPARE_LOOKS, *(look for look in LOOKS.values() if look not in families)]
+    for variant in sorted(variants, key=lambda v: v not in SUITES["experiment"]):
+        look = variant_of(variant).look
+        found[variant] = look if look not in found.values() else spare.pop(0)
+    return {variant: found[variant] for variant in variants}
+
+
+def draw(run: Run, path: str | Path) -> None:
     """Write the picture as a PNG."""
-    write_png(figure(results), path)
+    write_png(figure(run), path)
 
 
 def write_png(picture: Figure, path: str | Path) -> None:
@@ -89,10 +99,10 @@ def write_png(picture: Figure, path: str | Path) -> None:
     write_atomically(path, png.getvalue())
 
 
-def figure(results: dict) -> Figure:
+def figure(run: Run) -> Figure:
     """The 2x2 picture: tokens a second, speedup, peak memory, where a step's time goes."""
     with style.context(["default", STYLE]):
-        view = View(results)
+        view = View(run)
         picture = Figure(figsize=(14, 11), dpi=150)
         panels = picture.subplots(2, 2, gridspec_kw={"hspace": 0.28, "wspace": 0.14})
         rows_of_names = -(-len(view.looks) // 5)
@@ -106,10 +116,10 @@ def figure(results: dict) -> Figure:
             _mark_untimed(axes, view)
         title = finding(view)
         picture.text(0.025, 0.955, title, size=min(23, 1500 / len(title)), weight="bold")
-        words = fill(f"{caption(results)} {HOW_TO_READ}", 165)
+        words = fill(f"{caption(run)} {HOW_TO_READ}", 165)
         picture.text(0.025, 0.022, words, size=10.5, color="#444444", linespacing=1.5)
         _name_variants(picture, view)
-        if results["rehearsal"]:
+        if run.rehearsal:
             _stamp(picture)
     return picture
 
@@ -128,15 +138,19 @@ def _speedup(axes: Axes, view: View) -> None:
     axes.set_title("Speedup over vanilla PEFT (higher is better)")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.2f}×" if value > 0 else "")
     axes.yaxis.set_major_locator(MaxNLocator(7, steps=[1, 2, 5, 10]))
-    axes.axhline(1.0, color=LOOKS[BASELINE].colour, linestyle=(0, (5, 3)))
-    rows = [row for row in view.timed if row["speedup"] and row["variant"] != BASELINE]
-    bands = {n: band for n in view.seq_lens if (band := noise_band(view.results, n))}
+    axes.axhline(1.0, color=LOOKS["peft"].colour, linestyle=(0, (5, 3)))
+    rows = [row for row in view.timed if row.speedup and row.variant != BASELINE]
+    bands = {n: band for n in view.seq_lens if (band := noise_band(view.run, n))}
     for seq_len, (low, high) in bands.items():
         axes.bar(view.seq_lens.index(seq_len), high - low, 0.9, low, color="#cfcfcf")
     if bands:
         _note(axes, "grey band: vanilla PEFT measured twice (A/A)")
-    intervals = [row["speedup_ci95"] for row in rows if row["speedup_ci95"]]
-    reach = [1.0, *(row["speedup"] for row in rows), *chain(*bands.values(), *intervals)]
+    intervals = [row.speedup_ci95 for row in rows if row.speedup_ci95]
+    reach = [
+        1.0,
+        *(row.speedup for row in rows if row.speedup),
+        *chain(*bands.values(), *intervals),
+    ]
     span = max(0.1, max(reach) - min(reach))
     below, above = 0.5 if view.untimed else 0.14, 0.34 if bands else 0.2  # room for the words
     axes.set_ylim(min(reach) - below * span, max(reach) + above * span)
@@ -147,14 +161,14 @@ def _memory(axes: Axes, view: View) -> None:
     axes.set_title("Peak memory, GiB (lower is better)")
     top = view.top("peak_gib")
     for row in view.timed:
-        if row["peak_gib"]:
-            _bar(axes, view, row, row["peak_gib"])
-            _bar_label(axes, view, row, row["peak_gib"], f"{row['peak_gib']:.1f}")
-    gpu = view.results["environment"]["gpu"]
+        if row.peak_gib:
+            _bar(axes, view, row, row.peak_gib)
+            _bar_label(axes, view, row, row.peak_gib, f"{row.peak_gib:.1f}")
+    gpu = view.run.environment.gpu
     if gpu is None:
         _note(axes, "no GPU, so no GPU memory")
     else:
-        capacity_gib = gpu["memory_bytes"] / 2**30
+        capacity_gib = gpu.memory_bytes / 2**30
         note = f"the card holds {capacity_gib:.0f} GiB"
         if capacity_gib < 1.6 * top:
             top = capacity_gib
@@ -167,26 +181,26 @@ def _memory(axes: Axes, view: View) -> None:
 
 def _step(axes: Axes, view: View) -> None:
     axes.set_title("Where a step's time goes, ms (lower is better)")
-    top_ms, grey = view.top("median_step_ms"), LOOKS[BASELINE].colour
+    top_ms, grey = view.top("median_step_ms"), LOOKS["peft"].colour
     shades = PHASES | (GRAPH if any(map(_is_graph, view.timed)) else {})
     keys: list[Artist] = [
         Patch(color=_shade(grey, shade), label=phase) for phase, shade in shades.items()
     ]
     for row in view.timed:
-        bottom_ms = 0.0
+        bottom_ms, step_ms = 0.0, row.median_step_ms or 0.0
         for phase, shade in (GRAPH if _is_graph(row) else PHASES).items():
-            height_ms = row["median_step_ms"] if _is_graph(row) else row[f"{phase}_ms"]
+            height_ms = step_ms if _is_graph(row) else getattr(row, f"{phase}_ms")
             _bar(axes, view, row, height_ms, bottom_ms, shade)
             bottom_ms += height_ms
-        step_ms = row["median_step_ms"]  # the parts' medians may add up to a little more
         words = f"{step_ms:.0f}" if top_ms > 50 else f"{step_ms:.1f}"
-        if row["ratio_to_floor"] and len(view.looks) <= FEW:
-            words += f"\n{row['ratio_to_floor']:.1f}×"
+        if row.ratio_to_floor and len(view.looks) <= FEW:
+            words += f"\n{row.ratio_to_floor:.1f}×"
+        # the parts' medians may add up to a little more
         _bar_label(axes, view, row, max(step_ms, bottom_ms), words)
-    floors = view.results.get("floor") or {}
+    floors = view.run.floor
     for place, seq_len in enumerate(view.seq_lens):
-        if str(seq_len) in floors:
-            floor_ms, ends = floors[str(seq_len)]["floor_ms"], (place - 0.47, place + 0.47)
+        if seq_len in floors:
+            floor_ms, ends = floors[seq_len].floor_ms, (place - 0.47, place + 0.47)
             axes.hlines(floor_ms, *ends, color="white", linewidth=4.5)
             axes.hlines(floor_ms, *ends, color="black", linewidth=2.5)
     if floors:
@@ -198,9 +212,9 @@ def _step(axes: Axes, view: View) -> None:
     axes.set_ylim(0, 1.3 * top_ms)
 
 
-def _is_graph(row: dict) -> bool:
+def _is_graph(row: SummaryRow) -> bool:
     """Whether a step is captured in CUDA graphs, and so has a time but no phases."""
-    return row["forward_ms"] is None
+    return row.forward_ms is None
 
 
 # --- what the panels share ------------------------------------------------------------------------
@@ -211,26 +225,31 @@ def _lines(axes: Axes, view: View, rows: list, name: str, words: Callable, besid
     above or below their points, wherever no other point (or height `beside`) is in the way."""
     low, high = axes.get_ylim()
     many = len(view.looks) > FEW
+
+    def value_of(row: SummaryRow) -> float:
+        return getattr(row, name)
+
+    def ends_of(row: SummaryRow) -> tuple[float, ...]:
+        return getattr(row, f"{name}_ci95", None) or (value_of(row),)
+
     for variant, look in view.looks.items():
-        own = {row["seq_len"]: row for row in rows if row["variant"] == variant}
-        values = [own[n][name] if n in own else float("nan") for n in view.seq_lens]
+        own = {row.seq_len: row for row in rows if row.variant == variant}
+        values = [value_of(own[n]) if n in own else float("nan") for n in view.seq_lens]
         if own:
-            axes.add_line(_line(look, range(len(values)), values))
+            axes.add_line(_line(look, title_of(variant), range(len(values)), values))
         for seq_len, row in own.items():
-            if ci95 := row.get(f"{name}_ci95"):
+            if len(ends := ends_of(row)) == 2:
                 at = [view.seq_lens.index(seq_len)] * 2
-                axes.plot(at, ci95, marker="_", color=look.colour, markersize=11, linewidth=1.8)
+                axes.plot(at, ends, marker="_", color=look.colour, markersize=11, linewidth=1.8)
     for place, seq_len in enumerate(view.seq_lens):
-        here = sorted((row for row in rows if row["seq_len"] == seq_len), key=lambda r: r[name])
-        heights = _apart([row[name] for row in here], 0.052 * (high - low), high)
+        here = sorted((row for row in rows if row.seq_len == seq_len), key=value_of)
+        heights = _apart(list(map(value_of, here)), 0.052 * (high - low), high)
         for row, height in zip(here, heights, strict=True):
-            value, ends = row[name], row.get(f"{name}_ci95") or [row[name]]
+            value, ends = value_of(row), ends_of(row)
             text: dict[str, Any] = {"color": view.look(row).colour, "size": 11, "weight": "bold"}
-            others = [each[name] for each in here if each is not row] + list(beside)
+            others = [value_of(each) for each in here if each is not row] + list(beside)
             near = 0.1 * (high - low)  # the room that a label takes
-            whiskers = [
-                each.get(f"{name}_ci95") or [each[name]] for each in here if each is not row
-            ]
+            whiskers = [ends_of(each) for each in here if each is not row]
             over = max(value, *ends)
             if many and seq_len == view.seq_lens[-1]:
                 axes.text(place + 0.1, height, words(value), va="center", **text)
@@ -263,18 +282,18 @@ def _note(axes: Axes, words: str) -> None:
     axes.text(0.015, 0.975, words, transform=axes.transAxes, va="top", size=11, bbox=clear)
 
 
-def _line(look: Look, x=(), y=()) -> Line2D:
-    return Line2D(x, y, color=look.colour, marker=look.marker, label=look.name)
+def _line(look: Look, title: str, x=(), y=()) -> Line2D:
+    return Line2D(x, y, color=look.colour, marker=look.marker, label=title)
 
 
-def _bar(axes: Axes, view: View, row: dict, height: float, bottom=0.0, shade=0.0) -> None:
+def _bar(axes: Axes, view: View, row: SummaryRow, height: float, bottom=0.0, shade=0.0) -> None:
     look = view.look(row)
     paint: dict[str, Any] = {"color": _shade(look.colour, shade), "hatch": look.hatch}
     paint |= {"edgecolor": "white", "linewidth": 0}
     axes.bar(view.slot(row), height, 0.93 * view.bar_width, bottom, **paint)
 
 
-def _bar_label(axes: Axes, view: View, row: dict, height: float, words: str) -> None:
+def _bar_label(axes: Axes, view: View, row: SummaryRow, height: float, words: str) -> None:
     text = {"size": 9, "rotation": 90} if len(view.looks) > FEW else {"size": 11}
     _annotate(axes, words, view.slot(row), height, 3, va="bottom", **text)
 
@@ -283,22 +302,22 @@ def _mark_untimed(axes: Axes, view: View) -> None:
     """A cell without a time still shows: its variant's marker, hollow, and the reason in words."""
     for row in view.untimed:
         look, place, across = view.look(row), view.slot(row), axes.get_xaxis_transform()
-        mark = _line(look, [place], [0.035])
+        mark = _line(look, title_of(row.variant), [place], [0.035])
         mark.set(transform=across, markerfacecolor="white", markeredgewidth=2, zorder=6)
         axes.add_artist(mark)
         text: dict[str, Any] = {"color": look.colour, "size": 10, "weight": "bold", "zorder": 6}
         text |= {"rotation": 90, "ha": "center", "va": "bottom", "transform": across}
         text |= {"bbox": {"boxstyle": "square,pad=0.05", "color": "white", "alpha": 0.8}}
-        axes.text(place, 0.08, STATUS_WORDS[row["status"]], **text)
+        axes.text(place, 0.08, STATUS_WORDS[row.status], **text)
 
 
 def _name_variants(picture: Figure, view: View) -> None:
     """The legend of all four panels: each variant's bar beside its line."""
     keys: list[Any] = []
-    for look in view.looks.values():
+    names = list(map(title_of, view.looks))
+    for look, name in zip(view.looks.values(), names, strict=True):
         bar = Patch(facecolor=look.colour, hatch=look.hatch, edgecolor="white", linewidth=0)
-        keys.append((bar, _line(look)))
-    names = [look.name for look in view.looks.values()]
+        keys.append((bar, _line(look, name)))
     place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (0.017, 0.945), "ncols": 5}
     side_by_side = {tuple: HandlerTuple(ndivide=None)}
     picture.legend(keys, names, fontsize=13, handlelength=3.5, handler_map=side_by_side, **place)
@@ -317,19 +336,18 @@ def _shade(colour: str, towards: float) -> tuple[float, float, float]:
 
 def finding(view: View) -> str:
     """The picture's title: the speedups at the longest length that has any."""
-    if view.results["rehearsal"]:
+    if view.run.rehearsal:
         return REHEARSAL
-    gpu = (view.results["environment"]["gpu"] or {"name": "the CPU"})["name"]
-    rows = [row for row in view.timed if row["speedup"] and row["variant"] != BASELINE]
+    gpu = view.run.environment.gpu.name if view.run.environment.gpu else "the CPU"
+    rows = [row for row in view.timed if row.speedup and row.variant != BASELINE]
     if not rows:
         return f"No speedup measured on {gpu}"
-    seq_len = max(row["seq_len"] for row in rows)
-    rows = sorted((r for r in rows if r["seq_len"] == seq_len), key=lambda row: row["speedup"])
+    seq_len = max(row.seq_len for row in rows)
+    rows = sorted((r for r in rows if r.seq_len == seq_len), key=lambda row: row.speedup or 0)
     if len(rows) > FEW:  # the subject and the two fastest
-        rows = [row for row in rows[:-2] if row["variant"] == "fused_mlp"] + rows[-2:]
-    noise = "not distinguishable"
+        rows = [row for row in rows[:-2] if row.variant == "fused_mlp"] + rows[-2:]
     said = ", ".join(
-        f"{view.look(row).name} " + (noise if row["verdict"] == noise else f"{row['speedup']:.2f}×")
+        f"{title_of(row.variant)} " + (NOISE if row.verdict == NOISE else f"{row.speedup:.2f}×")
         for row in rows
     )
     return f"{said[0].upper()}{said[1:]} at {seq_len} tokens on {gpu}"

@@ -9,80 +9,83 @@ from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from bench import results as store
 from bench.folders import locked
 from bench.options import HERE
+from bench.records import Kernels, Run
+from bench.terminal import console
 from report import tables
 from report.comparison import compare
 from report.fits import fits_table
-from report.names import name_of
-from report.statistics import NO_CHECKPOINTING
+from report.statistics import NOISE, summarize
+from variants import title_of, variant_of
 
-Results = dict[str, Any]
-
+RUNS = HERE / "docs" / "runs" / "h200"
 # Vanilla and fused MLP once more, on another visit: how far to trust the published run.
-SECOND_RUN = HERE / "docs" / "second_run.json"
-SUITE = HERE / "docs" / "suite.json"  # every part and peer, a run of its own
-BESIDE_UNSLOTH = HERE / "docs" / "beside_unsloth"  # all parts and Unsloth again, in more steps
-LOSSES = HERE / "docs" / "loss_curve.json"  # many steps of two variants, likewise
+SECOND_RUN = RUNS / "second_run.json.gz"
+SUITE = RUNS / "suite.json.gz"  # every part and peer, a run of its own
+BESIDE_UNSLOTH = RUNS / "beside_unsloth"  # all parts and Unsloth again, in more steps
+LOSSES = RUNS / "loss_curve.json.gz"  # many steps of two variants, likewise
 
-console = Console(highlight=False)
 PLAIN: dict[str, Any] = {"box": SIMPLE_HEAD, "pad_edge": False}  # fits 80 columns
+
+
+def save(path: Path, run: Run) -> None:
+    """Write a run with its summary brought up to date."""
+    run.summary = summarize(run)
+    store.save(path, run)
 
 
 def plot_only(folder: Path) -> int:
     path = folder / "results.json"
     if not path.is_file():
         raise ValueError(f"--plot-only: there is no {path}; run the benchmark first, or give --out")
-    results = store.load(path)
+    run = store.load(path)
     from report import loss_curve
 
     drawn = []
     if folder.resolve() == HERE:
         suite = store.load(SUITE) if SUITE.is_file() else None
-        beside_unsloth = [store.load(path) for path in sorted(BESIDE_UNSLOTH.glob("*.json"))]
+        beside_unsloth = [store.load(path) for path in sorted(BESIDE_UNSLOTH.glob("*.json.gz"))]
         second_run = store.load(SECOND_RUN)
-        tables.update_readme(HERE / "README.md", results, second_run, suite, beside_unsloth)
+        tables.update_readme(HERE / "README.md", run, second_run, suite, beside_unsloth)
         drawn.append(HERE / "README.md")
         if suite is not None:
             drawn += draw_suite(suite, folder)
         picture = folder / "loss_curve.png"
         if LOSSES.is_file() and loss_curve.draw(store.load(LOSSES), picture):
             drawn.append(picture)
-    drawn += draw(results, folder)
+    drawn += draw(run, folder)
     console.print("\n".join(map(str, drawn)), soft_wrap=True)
     return 0
 
 
-def draw(results: Results, folder: Path) -> list[Path]:
-    """Every picture that the results have something for; where they were written."""
-    from report import benchmark_results as plots
-    from report import kernel_time
+def draw(run: Run, folder: Path) -> list[Path]:
+    """Every picture that the run has something for; where they were written."""
+    from report import benchmark_results, kernel_time
 
     pictures: dict[Path, Callable] = {
-        folder / "benchmark_results.png": plots.draw,
+        folder / "benchmark_results.png": benchmark_results.draw,
         folder / "kernel_time.png": kernel_time.draw,
     }
-    drawn = [path for path, draw_it in pictures.items() if draw_it(results, path) is not False]
-    return drawn + draw_suite(results, folder)
+    drawn = [path for path, draw_it in pictures.items() if draw_it(run, path) is not False]
+    return drawn + draw_suite(run, folder)
 
 
-def draw_suite(results: Results, folder: Path) -> list[Path]:
+def draw_suite(run: Run, folder: Path) -> list[Path]:
     """What a suite has pictures of, and the experiment alone has not."""
-    if not {"fused_all", "fused_all" + NO_CHECKPOINTING} & {*results["experiment"]["variants"]}:
+    if "fused_all" not in {variant_of(id).plain_id for id in run.experiment.variants}:
         return []
-    from report import ablation_picture as ablation_plot
-    from report import frontier
+    from report import ablation_picture, frontier
 
     pictures: dict[Path, Callable] = {
-        folder / "ablation.png": ablation_plot.draw,
+        folder / "ablation.png": ablation_picture.draw,
         folder / "frontier.png": frontier.draw,
     }
-    return [path for path, draw_it in pictures.items() if draw_it(results, path) is not False]
+    return [path for path, draw_it in pictures.items() if draw_it(run, path) is not False]
 
 
 def compare_only(old_path: Path, new_path: Path) -> int:
@@ -113,7 +116,7 @@ def merge_only(paths: list[Path], folder: Path | None) -> int:
         reason = f"{error.filename} cannot be read ({error.strerror})"
         raise ValueError(f"--merge: {reason}") from None
     with locked(folder):
-        store.save(path, merged)
+        save(path, merged)
         console.print(summary_table(merged))
         pictures = draw(merged, folder)
     console.print("\n".join(map(str, (path, *pictures))), soft_wrap=True)
@@ -133,26 +136,30 @@ def fits_only(gib: float, folder: Path) -> int:
     return 0
 
 
-def summary_table(results: Results) -> Table:
-    title = "Rehearsal: not a performance result" if results["rehearsal"] else None
+def summary_table(run: Run) -> Table:
+    title = "Rehearsal: not a performance result" if run.rehearsal else None
     columns = ("tokens", "variant", "ms a step", "tokens/s", "speedup", "x floor", "GiB")
     table = Table(*columns, title=title, **PLAIN)
-    for row in results["summary"]:
-        if row["median_step_ms"] is None:
-            table.add_row(str(row["seq_len"]), name_of(row["variant"]), row["status"])
+    for row in summarize(run):
+        cells = [str(row.seq_len), title_of(row.variant)]
+        if row.median_step_ms is None:
+            table.add_row(*cells, row.status)
             continue
+        cells += [tables.number(row.median_step_ms, 1), tables.number(row.tokens_per_s, 0)]
+        cells += [tables.number(row.speedup, 2) + (" (noise)" if row.verdict == NOISE else "")]
+        cells += [tables.number(row.ratio_to_floor, 2), tables.number(row.peak_gib, 1)]
+        table.add_row(*cells)
+    return table
 
-        def number(name: str, digits: int, row=row) -> str:
-            return "" if row[name] is None else f"{row[name]:.{digits}f}"
 
-        noise = " (noise)" if row["verdict"] == "not distinguishable" else ""
+def kernels_table(kernels: Kernels) -> Table:
+    table = Table("kernel", "shape", "us", "GB/s", "of copy")
+    for row in kernels.rows:
         table.add_row(
-            str(row["seq_len"]),
-            name_of(row["variant"]),
-            f"{row['median_step_ms']:.1f}",
-            f"{row['tokens_per_s']:.0f}",
-            number("speedup", 2) + noise,
-            number("ratio_to_floor", 2),
-            number("peak_gib", 1),
+            row.kernel,
+            " x ".join(map(str, row.shape)),
+            f"{row.median_us:.1f}",
+            f"{row.gb_per_s:.0f}",
+            f"{row.share_of_copy:.0%}",
         )
     return table

@@ -8,14 +8,15 @@ share of idle GPU time says how far each of them bears on it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import exp, log, sqrt
 from statistics import mean, median, variance
 from typing import Any
 
-from report.names import first_few, in_words
-from report.statistics import STATUSES, noise_band, quantile, round_ms, verdict_of
+from bench.records import Interval, Run, Status
+from bench.results import first_few, flat_items, in_words
+from report.statistics import noise_band, verdict_of
+from variants import Settings
 
 # What two visits may differ by without anything having changed, beside what the floor and the host
 # tell: on two H200s of one day vanilla's 512-token steps came out 2.4% apart, where the rounds on
@@ -24,18 +25,18 @@ BETWEEN_RUNS = 0.03
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparedCell:
     """One cell in both files. speedup: old time / new time; band: what is noise."""
 
     variant: str
     seq_len: int
-    old: str  # status
-    new: str
+    old: Status | None
+    new: Status | None
     old_ms: float | None
     new_ms: float | None
     speedup: float | None = None
-    ci95: list[float] | None = None
-    band: tuple[float, float] | None = None
+    ci95: Interval | None = None
+    band: Interval | None = None
     verdict: str | None = None
 
 
@@ -43,7 +44,7 @@ class Row:
 class Comparison:
     """rows: the cells in both. differences: what else is not the same, as "name: old -> new"."""
 
-    rows: list[Row]
+    rows: list[ComparedCell]
     differences: list[str]
 
     @property
@@ -52,33 +53,29 @@ class Comparison:
         return any(row.verdict in ("slower", "no time any more") for row in self.rows)
 
 
-def compare(old: dict, new: dict) -> Comparison:
-    """Hold `new` against `old`, two results documents.
+def compare(old: Run, new: Run) -> Comparison:
+    """Hold `new` against `old`.
 
     Raises:
         ValueError: they have no cell in common, or one is a rehearsal.
     """
-    if old["rehearsal"] != new["rehearsal"]:
+    if old.rehearsal != new.rehearsal:
         raise ValueError("--compare: one of the two is a rehearsal without a GPU: compare two runs")
-    keys = [
-        (variant, seq_len)
-        for seq_len in old["experiment"]["seq_lens"]
-        for variant in old["experiment"]["variants"]
-        if _cells(old, variant, seq_len) and _cells(new, variant, seq_len)
-    ]
+    others = {*new.measured()}
+    keys = [key for key in old.measured() if key in others]
     if not keys:
         raise ValueError("--compare: the two have no variant and length in common")
     return Comparison([_row(old, new, *key) for key in keys], _differences(old, new, keys))
 
 
-def _row(old: dict, new: dict, variant: str, seq_len: int) -> Row:
-    before, after = (list(round_ms(run, variant, seq_len).values()) for run in (old, new))
+def _row(old: Run, new: Run, variant: str, seq_len: int) -> ComparedCell:
+    before, after = (list(run.round_ms(variant, seq_len).values()) for run in (old, new))
     old_ms, new_ms = (median(values) if values else None for values in (before, after))
-    row = Row(
+    row = ComparedCell(
         variant,
         seq_len,
-        _status(old, variant, seq_len),
-        _status(new, variant, seq_len),
+        old.status_of(variant, seq_len),
+        new.status_of(variant, seq_len),
         old_ms,
         new_ms,
     )
@@ -93,7 +90,7 @@ def _row(old: dict, new: dict, variant: str, seq_len: int) -> Row:
     return replace(row, speedup=speedup, ci95=ci95, band=band, verdict=verdict)
 
 
-def _band(old: dict, new: dict, variant: str, seq_len: int) -> tuple[float, float]:
+def _band(old: Run, new: Run, variant: str, seq_len: int) -> Interval:
     """Speedups that the noise of both runs and the difference of their machines explain."""
     machine = _machine_speedup(old, new, variant, seq_len)
     twins = [noise_band(run, seq_len, variant) or (1.0, 1.0) for run in (old, new)]
@@ -102,7 +99,7 @@ def _band(old: dict, new: dict, variant: str, seq_len: int) -> tuple[float, floa
     return low, high
 
 
-def _machine_speedup(old: dict, new: dict, variant: str, seq_len: int) -> float:
+def _machine_speedup(old: Run, new: Run, variant: str, seq_len: int) -> float:
     """How much faster the new visit's machine alone would make this cell."""
     gpu = _over(_floor_ms(old, seq_len), _floor_ms(new, seq_len))
     host = _over(
@@ -119,61 +116,56 @@ def _over(old: float | None, new: float | None) -> float:
     return old / new if old and new else 1.0
 
 
-def _floor_ms(run: dict, seq_len: int) -> float | None:
-    return run["floor"].get(str(seq_len), {}).get("floor_ms")
+def _floor_ms(run: Run, seq_len: int) -> float | None:
+    return run.floor[seq_len].floor_ms if seq_len in run.floor else None
 
 
-def _median(run: dict, variant: str, seq_len: int, name: str) -> float | None:
+def _median(run: Run, variant: str, seq_len: int, name: str) -> float | None:
     values = []
-    for cell in _cells(run, variant, seq_len):
-        value = cell[name]
-        if cell["status"] == "ok" and value:
+    for cell in run.cells_of(variant, seq_len, "ok"):
+        if value := getattr(cell, name):
             values.append(median(value) if isinstance(value, list) else value)
     return median(values) if values else None
 
 
-def _interval95_of_ratio(old_ms: list[float], new_ms: list[float]) -> list[float] | None:
+def _interval95_of_ratio(old_ms: list[float], new_ms: list[float]) -> Interval | None:
     """The 95% interval of old / new by Student's t on logarithms, the rounds of the two unpaired.
     With the degrees of freedom of the run that has fewer rounds, the least that there can be."""
+    from scipy import stats
+
     fewer = min(len(old_ms), len(new_ms))
     if fewer < 2:
         return None
     old, new = ([log(ms) for ms in times] for times in (old_ms, new_ms))
     middle = mean(old) - mean(new)
-    half = quantile(fewer - 1) * sqrt(variance(old) / len(old) + variance(new) / len(new))
-    return [exp(middle - half), exp(middle + half)]
+    error = sqrt(variance(old) / len(old) + variance(new) / len(new))
+    half = float(stats.t.ppf(0.975, fewer - 1)) * error
+    return exp(middle - half), exp(middle + half)
 
 
-def _cells(run: dict, variant: str, seq_len: int) -> list[dict]:
-    return [c for c in run["cells"] if (c["variant"], c["seq_len"]) == (variant, seq_len)]
+def _settings(run: Run, variant: str, seq_len: int) -> Settings:
+    cells = run.cells_of(variant, seq_len)
+    return next((cell.settings for cell in cells if cell.settings != Settings()), Settings())
 
 
-def _status(run: dict, variant: str, seq_len: int) -> str:
-    return min((cell["status"] for cell in _cells(run, variant, seq_len)), key=STATUSES.index)
-
-
-def _settings(run: dict, variant: str, seq_len: int) -> dict:
-    found = (cell["settings"] for cell in _cells(run, variant, seq_len) if cell["settings"])
-    return next(found, {})
-
-
-def _differences(old: dict, new: dict, keys: list[tuple[str, int]]) -> list[str]:
+def _differences(old: Run, new: Run, keys: list[tuple[str, int]]) -> list[str]:
     """Everything else that is not the same in both, environment first."""
-    found = []
-    for part in ("environment", "experiment"):
-        there, here = dict(_flat(old[part])), dict(_flat(new[part]))
-        for name in {**there, **here}:
-            if there.get(name) != here.get(name):
-                found.append(f"{name}: {_change(there.get(name), here.get(name))}")
+    found = _unequal(old.environment, new.environment) + _unequal(old.experiment, new.experiment)
     for variant, seq_len in keys:
-        there, here = (_settings(run, variant, seq_len) for run in (old, new))
-        if not there or not here:
-            continue  # nothing was built in one of them
-        for name in {**there, **here}:
-            if there.get(name) != here.get(name):
-                where = f"{variant} at {seq_len}, {name}"
-                found.append(f"{where}: {_change(there.get(name), here.get(name))}")
+        settings = [_settings(run, variant, seq_len) for run in (old, new)]
+        if Settings() not in settings:  # else nothing was built in one of them
+            where = f"{variant} at {seq_len}, "
+            found += [where + difference for difference in _unequal(*settings)]
     return found
+
+
+def _unequal(old: Any, new: Any) -> list[str]:
+    there, here = (dict(flat_items(part)) for part in (old, new))
+    return [
+        f"{name}: {_change(there.get(name), here.get(name))}"
+        for name in {**there, **here}
+        if there.get(name) != here.get(name)
+    ]
 
 
 def _change(there: Any, here: Any) -> str:
@@ -184,11 +176,3 @@ def _change(there: Any, here: Any) -> str:
     parts = [("gone", gone), ("new", new)]
     said = [f"{words} {first_few(items, ', ')}" for words, items in parts if items]
     return "; ".join(said) or "in another order"
-
-
-def _flat(part: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in part.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value

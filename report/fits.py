@@ -1,4 +1,4 @@
-"""What is the fastest that fits my card? From a results document alone.
+"""What is the fastest that fits my card? From a run alone.
 
 Memory is what torch had reserved at most. That was with all of a large card to itself, so a smaller
 one may do with a little less; what was allocated at most is the least that it needs.
@@ -9,17 +9,10 @@ from __future__ import annotations
 from statistics import median
 from typing import NamedTuple
 
+from bench.records import Run
 from report.looks import markdown_table
-from report.names import name_of
-from report.statistics import (
-    BASELINE,
-    NO_CHECKPOINTING,
-    baseline_of,
-    key_of,
-    round_ms,
-    speedups,
-    twin_of,
-)
+from report.statistics import speedups
+from variants import BASELINE, counterpart, title_of, variant_of
 
 CONTEXT_GIB = 0.6  # what CUDA's context takes of a card beside torch's memory
 LISTED = 8  # of what fits at a length, the fastest
@@ -45,39 +38,35 @@ class Fit(NamedTuple):
     least: Point | None
 
 
-def points_of(results: dict, seq_len: int) -> list[Point]:
+def points_of(run: Run, seq_len: int) -> list[Point]:
     """The variants with a time and a peak at this length, fastest first; without the A/A twins."""
     found = []
-    for variant in results["experiment"]["variants"]:
-        own = round_ms(results, variant, seq_len)
-        peaks = [
-            cell["peak_reserved_bytes"] or cell["peak_allocated_bytes"] or 0
-            for cell in results["cells"]
-            if key_of(cell)[:2] == (variant, seq_len) and cell["status"] == "ok"
-        ]
-        if own and max(peaks) and variant != twin_of(variant):
-            speedup = speedup_over(_reference(results, seq_len), results, variant, seq_len)
-            step_ms = median(own.values())
+    for variant in run.experiment.variants:
+        cells = run.cells_of(variant, seq_len, "ok")
+        peaks = [cell.peak_reserved_bytes or cell.peak_allocated_bytes or 0 for cell in cells]
+        if max(peaks, default=0) and variant != variant_of(variant).again.id:
+            speedup = speedup_over(_reference(run, seq_len), run, variant, seq_len)
+            step_ms = median(run.round_ms(variant, seq_len).values())
             found.append(Point(variant, seq_len, step_ms, max(peaks) / 2**30, speedup))
     return sorted(found, key=lambda point: (point.step_ms, point.peak_gib))
 
 
-def speedup_over(reference: str, results: dict, variant: str, seq_len: int) -> float | None:
+def speedup_over(reference: str, run: Run, variant: str, seq_len: int) -> float | None:
     """How many times as fast as `reference` a variant is, from pairs of the same round alone, as
     the rounds of a merged run are of several visits: its speedup over its own block's baseline,
     times that baseline's over the reference. None where rounds lack the pairs."""
-    ratios = speedups(results, variant, seq_len)
-    own, other = (round_ms(results, b, seq_len) for b in (baseline_of(variant), reference))
+    ratios = speedups(run, variant, seq_len)
+    baseline = variant_of(variant).baseline.id
+    own, other = (run.round_ms(id, seq_len) for id in (baseline, reference))
     baselines = [other[number] / own[number] for number in own.keys() & other.keys()]
     return median(ratios) * median(baselines) if ratios and baselines else None
 
 
-def _reference(results: dict, seq_len: int) -> str:
+def _reference(run: Run, seq_len: int) -> str:
     """What all variants of a length are held against: vanilla PEFT, with checkpointing where a run
     has it."""
-    without = BASELINE + NO_CHECKPOINTING
-    timed = [name for name in (BASELINE, without) if round_ms(results, name, seq_len)]
-    return timed[0] if timed else BASELINE
+    ids = [counterpart(BASELINE, checkpoints).id for checkpoints in (True, False)]
+    return next((id for id in ids if run.round_ms(id, seq_len)), BASELINE)
 
 
 def pareto(points: list[Point]) -> list[Point]:
@@ -89,11 +78,11 @@ def pareto(points: list[Point]) -> list[Point]:
     return best
 
 
-def fits(results: dict, gib: float) -> list[Fit]:
+def fits(run: Run, gib: float) -> list[Fit]:
     """For each length what fits a card of this size beside the CUDA context."""
     found = []
-    for seq_len in results["experiment"]["seq_lens"]:
-        points = points_of(results, seq_len)
+    for seq_len in run.experiment.seq_lens:
+        points = points_of(run, seq_len)
         inside = [point for point in points if point.peak_gib <= gib - CONTEXT_GIB]
         inside.sort(key=lambda point: -(point.speedup or 0))
         least = min(points, key=lambda point: point.peak_gib, default=None)
@@ -101,27 +90,27 @@ def fits(results: dict, gib: float) -> list[Fit]:
     return found
 
 
-def fits_table(results: dict, gib: float) -> str:
+def fits_table(run: Run, gib: float) -> str:
     """`fits` in Markdown: the fastest few of each length, how many more fit, and by what they are
     ranked."""
     lines = []
-    for seq_len, points, least in fits(results, gib):
+    for seq_len, points, least in fits(run, gib):
         for point in points[:LISTED]:
             over = "" if point.speedup is None else f"{point.speedup:.2f}"
             numbers = [over, f"{point.step_ms:.1f}", f"{point.peak_gib:.1f}"]
-            lines.append([str(seq_len), name_of(point.variant), *numbers])
+            lines.append([str(seq_len), title_of(point.variant), *numbers])
         if more := len(points[LISTED:]):
             lines.append([str(seq_len), f"and {more} slower", "", "", ""])
         if not points:
             why = "nothing measured"
             if least:
-                why = f"nothing: {name_of(least.variant)} takes the least"
+                why = f"nothing: {title_of(least.variant)} takes the least"
             peak = f"{least.peak_gib:.1f}" if least else ""
             lines.append([str(seq_len), why, "", "", peak])
     header = ["tokens", "fits", "speedup", "step, ms", "reserved, GiB"]
-    references = {_reference(results, seq_len) for seq_len in results["experiment"]["seq_lens"]}
+    references = {_reference(run, seq_len) for seq_len in run.experiment.seq_lens}
     said = (
-        f"Ranked by the speedup over {' or '.join(sorted(map(name_of, references)))}, measured in "
+        f"Ranked by the speedup over {' or '.join(sorted(map(title_of, references)))}, measured in "
         "the same rounds; what has none comes last. Milliseconds are medians of a variant's own "
         "rounds: those of two variants may be of different visits, and do not rank them."
     )

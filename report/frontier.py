@@ -1,5 +1,5 @@
-"""frontier.png, from a results document alone: step time over peak memory, and the fastest for the
-memory that there is."""
+"""frontier.png, from a run alone: step time over peak memory, and the fastest for the memory that
+there is."""
 
 from __future__ import annotations
 
@@ -16,80 +16,64 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator
 from matplotlib.transforms import Bbox
 
+from bench.records import Run
 from report.benchmark_results import write_png
 from report.fits import CONTEXT_GIB, Point, pareto, points_of
-from report.looks import LOOKS, REHEARSAL, STYLE, caption
-from report.names import name_of
-from report.statistics import BASELINE, NO_CHECKPOINTING
+from report.looks import REHEARSAL, STYLE, caption
+from variants import LOOKS, Look, title_of, variant_of
 
 CARDS_GIB = (8, 12, 16, 24, 40, 48, 80)
 # With a name in the picture, as what is on the frontier is; the others have a number.
 NAMED = ("vanilla_peft", "fused_mlp", "full_unsloth", "compiled_peft", "liger_peft")
-FAMILIES = {  # a part of a variant's name: (words, colour, marker); the first that is in it counts
-    "vanilla": ("vanilla PEFT", LOOKS[BASELINE].colour, "o"),
-    "fused": ("fused parts", LOOKS["fused_mlp"].colour, "s"),
-    "unsloth": ("Unsloth", LOOKS["full_unsloth"].colour, "^"),
-    "compiled": ("compiled PEFT", "#0969da", "D"),
-    "liger": ("Liger", "#1a7f37", "v"),
-    "": ("other", "#8a6100", "P"),
-}
 TICKS_GIB = (1, 2, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 100, 140)
-EDGES: dict[bool, dict[str, Any]] = {  # without checkpointing: hollow
-    False: {"markeredgecolor": "white", "markeredgewidth": 0.8},
-    True: {"markerfacecolor": "white", "markeredgewidth": 1.8},
+EDGES: dict[bool, dict[str, Any]] = {  # by whether it checkpoints: hollow without
+    True: {"markeredgecolor": "white", "markeredgewidth": 0.8},
+    False: {"markerfacecolor": "white", "markeredgewidth": 1.8},
 }
 DISTANCES = (9, 17, 27, 39, 53, 69, 87, 107)  # in points, where a label is tried
 SIDES = ((1, 0), (1, 1), (0, 1), (1, -1), (0, -1), (-1, 1), (-1, 0), (-1, -1))
 
 
-# --- the picture ----------------------------------------------------------------------------------
-
-
-def draw(results: dict, path: str | Path) -> bool:
+def draw(run: Run, path: str | Path) -> bool:
     """Write the picture as a PNG, whole or not at all; False where fewer than two variants have
     both a time and a peak at one length."""
-    if not _shown(results):
+    if not _shown(run):
         return False
-    write_png(figure(results), path)
+    write_png(figure(run), path)
     return True
 
 
-def _shown(results: dict) -> list[Point]:
+def _shown(run: Run) -> list[Point]:
     """The points at the longest length that has two."""
-    lengths = reversed(results["experiment"]["seq_lens"])
-    return next((found for n in lengths if len(found := points_of(results, n)) >= 2), [])
+    lengths = reversed(run.experiment.seq_lens)
+    return next((found for n in lengths if len(found := points_of(run, n)) >= 2), [])
 
 
-def figure(results: dict) -> Figure:
+def figure(run: Run) -> Figure:
     """Step time over peak memory, the frontier as steps: the fastest for the memory there is."""
     with style.context(["default", STYLE]):
-        points = _shown(results)
+        points = _shown(run)
         picture = Figure(figsize=(14, 9.8), dpi=150)
         FigureCanvasAgg(picture)  # which knows how large a text will be
         axes = picture.subplots()
-        floor = (results.get("floor") or {}).get(str(points[0].seq_len))
-        _ranges(axes, points, floor["floor_ms"] if floor else None)
+        floor = run.floor.get(points[0].seq_len)
+        _ranges(axes, points, floor.floor_ms if floor else None)
         best = pareto(points)
-        named = [p for p in points if p in best or plain_of(p.variant) in NAMED]
+        named = [p for p in points if p in best or variant_of(p.variant).plain_id in NAMED]
         others = [p for p in points if p not in named]
-        others.sort(key=lambda point: point.variant.endswith(NO_CHECKPOINTING))
+        others.sort(key=lambda point: not variant_of(point.variant).checkpoints)
         picture.subplots_adjust(0.065, 0.135, 0.68 if others else 0.975, 0.815)
-        taken = _lines(axes, best, floor["floor_ms"] if floor else None)
+        taken = _lines(axes, best, floor.floor_ms if floor else None)
         taken += [_mark(axes, point, point in named) for point in reversed(points)]
         for point in sorted(named, key=lambda point: point not in best):
-            words = f"{name_of(plain_of(point.variant))}\n{point.step_ms:.0f} ms"
+            words = f"{variant_of(point.variant).plain_title}\n{point.step_ms:.0f} ms"
             weight = "bold" if point in best else "normal"
             taken.append(_label(axes, point, words, taken, size=10.5, weight=weight))
         for number, point in enumerate(others, start=1):
             taken.append(_label(axes, point, str(number), taken, size=9))
-        _words(picture, results, points)
+        _words(picture, run, points)
         _list(picture, others)
     return picture
-
-
-def plain_of(variant: str) -> str:
-    """A variant without the ending that says that it runs without checkpointing."""
-    return variant.removesuffix(NO_CHECKPOINTING)
 
 
 def _ranges(axes: Axes, points: list[Point], floor_ms: float | None) -> None:
@@ -132,22 +116,18 @@ def _lines(axes: Axes, best: list[Point], floor_ms: float | None) -> list[Bbox]:
     return taken + [Bbox(axes.transData.transform(line)).padded(3) for line in drawn]
 
 
-def _family(variant: str) -> tuple[str, str, str]:
-    return next(look for part, look in FAMILIES.items() if part in variant)
-
-
 def _mark(axes: Axes, point: Point, is_named: bool) -> Bbox:
-    _, colour, marker = _family(point.variant)
-    hollow = point.variant.endswith(NO_CHECKPOINTING)
-    look: dict[str, Any] = {"markersize": 11 if is_named else 7, "zorder": 3, **EDGES[hollow]}
-    axes.plot(point.peak_gib, point.step_ms, marker, color=colour, **look)
+    variant = variant_of(point.variant)
+    edges = EDGES[variant.checkpoints]
+    look: dict[str, Any] = {"markersize": 11 if is_named else 7, "zorder": 3, **edges}
+    axes.plot(point.peak_gib, point.step_ms, variant.look.marker, color=variant.look.colour, **look)
     place = axes.transData.transform((point.peak_gib, point.step_ms))
     return Bbox([place, place]).padded(12 if is_named else 8)
 
 
 def _label(axes: Axes, point: Point, words: str, taken: list[Bbox], **text: Any) -> Bbox:
     """Words at the nearest free place around a point, from further off with a line to it."""
-    _, colour, _ = _family(point.variant)
+    colour = variant_of(point.variant).look.colour
     note = axes.annotate(words, (point.peak_gib, point.step_ms), (0, 0), color=colour,
                          textcoords="offset points", linespacing=1.1, zorder=4, **text)  # fmt: skip
     inside = axes.bbox
@@ -170,11 +150,12 @@ def _list(picture: Figure, others: list[Point]) -> None:
     columns = ((0.706, "right"), (0.712, "left"), (0.956, "right"), (0.994, "right"))
     lines: list[tuple] = [("", "", "ms", "GiB")]
     for number, point in enumerate(others, start=1):
-        hollow = point.variant.endswith(NO_CHECKPOINTING)
-        if number == 1 or hollow != others[number - 2].variant.endswith(NO_CHECKPOINTING):
-            lines.append(("", "without checkpointing" if hollow else "with checkpointing", "", ""))
-        name = name_of(plain_of(point.variant))
-        lines.append((str(number), name, f"{point.step_ms:.0f}", f"{point.peak_gib:.1f}"))
+        variant = variant_of(point.variant)
+        heading = "with checkpointing" if variant.checkpoints else "without checkpointing"
+        if all(heading not in line for line in lines):
+            lines.append(("", heading, "", ""))
+        numbers = f"{point.step_ms:.0f}", f"{point.peak_gib:.1f}"
+        lines.append((str(number), variant.plain_title, *numbers))
     pitch = min(0.025, 0.68 / len(lines))
     for row, line in enumerate(lines if others else []):
         is_heading = row > 0 and not line[0]
@@ -183,17 +164,20 @@ def _list(picture: Figure, others: list[Point]) -> None:
                          weight="bold" if is_heading else "normal")  # fmt: skip
 
 
-def _words(picture: Figure, results: dict, points: list[Point]) -> None:
-    title = finding(results)
+def _words(picture: Figure, run: Run, points: list[Point]) -> None:
+    title = finding(run)
     picture.text(0.025, 0.945, title, size=min(20, 1400 / len(title)), weight="bold")
-    shown = [_family(point.variant) for point in points]
-    looks = [(*look, False) for look in FAMILIES.values() if look in shown]
-    if len({point.variant.endswith(NO_CHECKPOINTING) for point in points}) > 1:
-        looks += [("with checkpointing", "#555555", "s", False), ("without", "#555555", "s", True)]
+    shown = [variant_of(point.variant) for point in points]
+    families = {variant.look for variant in shown}
+    looks = [(look, True) for look in LOOKS.values() if look in families]
+    if len({variant.checkpoints for variant in shown}) > 1:
+        looks.append((Look("with checkpointing", "#555555", "s", ""), True))
+        looks.append((Look("without", "#555555", "s", ""), False))
     keys = [
-        Line2D([], [], linestyle="", color=colour, marker=marker, label=words, **EDGES[hollow])
-        for words, colour, marker, hollow in looks
-    ]
+        Line2D([], [], linestyle="", color=look.colour, marker=look.marker, label=look.family,
+               **EDGES[checkpoints])
+        for look, checkpoints in looks
+    ]  # fmt: skip
     keys.append(Line2D([], [], color="black", linewidth=1.6, label="the fastest in this memory"))
     place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (0.02, 0.93)}
     picture.legend(handles=keys, ncols=len(keys), handletextpad=0.4, columnspacing=1.4, **place)
@@ -201,16 +185,16 @@ def _words(picture: Figure, results: dict, points: list[Point]) -> None:
         "Medians over steps, then over rounds; memory: the most that torch reserved in any round. "
         f"A card's line stands left of its size by the {CONTEXT_GIB} GiB that CUDA's context takes."
     )
-    words = fill(f"{caption(results)} {said}", 165)
+    words = fill(f"{caption(run)} {said}", 165)
     picture.text(0.025, 0.02, words, size=10.5, color="#444444", linespacing=1.5)
 
 
-def finding(results: dict) -> str:
+def finding(run: Run) -> str:
     """The title: both ends of the frontier."""
-    if results["rehearsal"]:
+    if run.rehearsal:
         return REHEARSAL
-    best = pareto(_shown(results))
-    said = [f"{name_of(p.variant)} ({p.step_ms:.0f} ms, {p.peak_gib:.1f} GiB)" for p in best]
+    best = pareto(_shown(run))
+    said = [f"{title_of(p.variant)} ({p.step_ms:.0f} ms, {p.peak_gib:.1f} GiB)" for p in best]
     if len(best) == 1:
         return f"Fastest and smallest at {best[0].seq_len} tokens: {said[0]}"
     return f"At {best[0].seq_len} tokens, fastest: {said[-1]}; smallest: {said[0]}"

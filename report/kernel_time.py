@@ -1,4 +1,4 @@
-"""kernel_time.png, from a results document alone: what the GPU did during a step, by kind of work.
+"""kernel_time.png, from a run alone: what the GPU did during a step, by kind of work.
 
 No torch. One panel a length, one bar a variant: the kernels of a profiled step, then the time in
 which the GPU waited for the host, which is the timed step less the time that kernels ran.
@@ -16,10 +16,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from bench.records import Run
 from report.benchmark_results import View, write_png
 from report.looks import REHEARSAL, STYLE, caption
-from report.names import name_of
-from report.statistics import round_ms
+from variants import title_of
 
 KIND_LOOKS = {  # kind: (words, colour)
     "matmul": ("matrix products", "#4c566a"),
@@ -46,64 +46,60 @@ class Bar(NamedTuple):
     step_ms: float
 
 
-def bars(results: dict, seq_len: int) -> list[Bar]:
+def bars(run: Run, seq_len: int) -> list[Bar]:
     """The variants with a time and a profile at this length, in the order of the experiment."""
     found = []
-    for variant in View(results).looks:
-        cells = [
-            cell
-            for cell in results["cells"]
-            if (cell["variant"], cell["seq_len"], cell["status"]) == (variant, seq_len, "ok")
-            and cell["gpu_busy_ms"]
-        ]
-        if not cells:
+    for variant in View(run).looks:
+        cells = run.cells_of(variant, seq_len, "ok")
+        profiled = [(cell, cell.gpu_busy_ms) for cell in cells if cell.gpu_busy_ms]
+        if not profiled:
             continue
-        kinds = {kind for cell in cells for kind in cell["kernel_ms"]}
-        kernel_ms = {k: median(cell["kernel_ms"].get(k, 0.0) for cell in cells) for k in kinds}
-        hidden = median(sum(cell["kernel_ms"].values()) - cell["gpu_busy_ms"] for cell in cells)
+        kinds = {kind for cell, _ in profiled for kind in cell.kernel_ms}
+        kernel_ms = {k: median(cell.kernel_ms.get(k, 0.0) for cell, _ in profiled) for k in kinds}
+        hidden = median(sum(cell.kernel_ms.values()) - busy_ms for cell, busy_ms in profiled)
         kernel_ms["copy"] = max(0.0, kernel_ms.get("copy", 0.0) - max(0.0, hidden))
-        step_ms = median(round_ms(results, variant, seq_len).values())
-        idle_ms = median(max(0.0, median(c["step_ms"]) - c["gpu_busy_ms"]) for c in cells)
+        step_ms = median(run.round_ms(variant, seq_len).values())
+        idle_ms = median(max(0.0, median(cell.step_ms) - busy_ms) for cell, busy_ms in profiled)
         found.append(Bar(variant, kernel_ms, idle_ms, step_ms))
     return found
 
 
-def draw(results: dict, path: str | Path) -> bool:
+def draw(run: Run, path: str | Path) -> bool:
     """Write the picture as a PNG, whole or not at all; False where no cell has a profile."""
-    lengths = [n for n in results["experiment"]["seq_lens"] if bars(results, n)]
+    lengths = [n for n in run.experiment.seq_lens if bars(run, n)]
     if not lengths:
         return False
-    write_png(figure(results, lengths), path)
+    write_png(figure(run, lengths), path)
     return True
 
 
-def figure(results: dict, lengths: list[int]) -> Figure:
+def figure(run: Run, lengths: list[int]) -> Figure:
     """The picture: its x axes are in ms and begin at 0, each length has its own."""
     with style.context(["default", STYLE]):
-        most = max(len(bars(results, n)) for n in lengths)
+        most = max(len(bars(run, n)) for n in lengths)
         height = 1.9 + len(lengths) * (0.75 + 0.42 * most)
         picture = Figure(figsize=(14, height), dpi=150)
         panels = picture.subplots(len(lengths), 1, squeeze=False)[:, 0]
         picture.subplots_adjust(0.11, 1.15 / height, 0.975, 1 - 1.35 / height, hspace=0.5)
         for axes, seq_len in zip(panels, lengths, strict=True):
-            _panel(axes, results, seq_len)
+            _panel(axes, run, seq_len)
         panels[-1].set_xlabel("ms a step, medians over rounds")
-        title = REHEARSAL if results["rehearsal"] else "What the GPU does during a step"
+        title = REHEARSAL if run.rehearsal else "What the GPU does during a step"
         picture.text(0.025, 1 - 0.42 / height, title, size=20, weight="bold")
         keys = [Patch(facecolor=colour, label=words) for words, colour in KIND_LOOKS.values()]
         keys.append(Patch(facecolor="white", edgecolor="#8a8a8a", hatch="////", label=IDLE))
         picture.legend(handles=keys, loc="upper left", bbox_to_anchor=(0.017, 1 - 0.5 / height),
                        ncols=6, fontsize=11, handlelength=1.2)  # fmt: skip
-        words = fill(caption(results), 150)
+        words = fill(caption(run), 150)
         picture.text(0.025, 0.15 / height, words, size=9.5, color="#444444", linespacing=1.5)
     return picture
 
 
-def _panel(axes: Axes, results: dict, seq_len: int) -> None:
-    shown = bars(results, seq_len)
+def _panel(axes: Axes, run: Run, seq_len: int) -> None:
+    shown = bars(run, seq_len)
     longest = max(max(bar.step_ms, sum(bar.kernel_ms.values())) for bar in shown)
     axes.set_title(f"{seq_len} tokens", x=-0.095, size=12)
-    axes.set_yticks(range(len(shown)), [name_of(bar.variant) for bar in shown])
+    axes.set_yticks(range(len(shown)), [title_of(bar.variant) for bar in shown])
     axes.set_ylim(len(shown) - 0.5, -0.5)
     axes.set_xlim(0, 1.09 * longest)
     axes.grid(axis="y", visible=False)
@@ -124,8 +120,7 @@ def _panel(axes: Axes, results: dict, seq_len: int) -> None:
         end = max(left + bar.idle_ms, bar.step_ms)
         axes.annotate(f"{bar.step_ms:.0f} ms", (end, row), (5, 0), textcoords="offset points",
                       va="center", size=11, weight="bold")  # fmt: skip
-    floor = (results.get("floor") or {}).get(str(seq_len))
-    if floor:
-        axes.axvline(floor["floor_ms"], color="black", linewidth=2)
-        axes.annotate("floor", (floor["floor_ms"], -0.5), (4, 3), textcoords="offset points",
+    if floor := run.floor.get(seq_len):
+        axes.axvline(floor.floor_ms, color="black", linewidth=2)
+        axes.annotate("floor", (floor.floor_ms, -0.5), (4, 3), textcoords="offset points",
                       size=10)  # fmt: skip

@@ -1,4 +1,4 @@
-"""loss_curve.png, from a results document alone: do two variants train to the same losses?
+"""loss_curve.png, from a run alone: do two variants train to the same losses?
 
 For a run of many steps of one round and length, in which every variant starts from the same
 adapters and trains on the same batches. Rounding differs from variant to variant, and training
@@ -14,24 +14,25 @@ from matplotlib import style
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from bench.records import Run
 from report.benchmark_results import write_png
 from report.looks import REHEARSAL, STYLE, caption
-from report.names import name_of
-from report.statistics import BASELINE, NO_CHECKPOINTING
+from variants import LOOKS, title_of, variant_of
 
-OWN, OTHERS = "#8a8a8a", ("#c81e2b", "#8250df", "#1a7f37", "#0969da")
+OWN, OTHERS = LOOKS["peft"].colour, ("#c81e2b", "#8250df", "#1a7f37", "#0969da")
 
 
-def curves(results: dict) -> dict[str, list[float]]:
+def curves(run: Run) -> dict[str, list[float]]:
     """The losses of the first round at the longest length, by variant, the baseline first; empty
     unless a baseline and another variant have as many steps."""
-    seq_len = results["experiment"]["seq_lens"][-1]
+    timed = run.cells_of(seq_len=run.experiment.seq_lens[-1], status="ok")
     found = {
-        cell["variant"]: cell["losses"]
-        for cell in results["cells"]
-        if (cell["seq_len"], cell["round"], cell["status"]) == (seq_len, 1, "ok")
+        cell.variant: [loss for loss in cell.losses if loss is not None]
+        for cell in timed
+        if cell.round == 1
     }
-    baseline = next((v for v in (BASELINE, BASELINE + NO_CHECKPOINTING) if v in found), None)
+    baselines = sorted(id for id in found if variant_of(id).baseline.id == id)
+    baseline = next(iter(baselines), None)
     if baseline is None:
         return {}
     steps = len(found[baseline])
@@ -39,26 +40,26 @@ def curves(results: dict) -> dict[str, list[float]]:
     return {baseline: kept.pop(baseline), **kept} if len(kept) > 1 else {}
 
 
-def draw(results: dict, path: str | Path) -> bool:
+def draw(run: Run, path: str | Path) -> bool:
     """Write the picture as a PNG, whole or not at all; False where there are no two curves."""
-    if not curves(results):
+    if not curves(run):
         return False
-    write_png(figure(results), path)
+    write_png(figure(run), path)
     return True
 
 
-def figure(results: dict) -> Figure:
+def figure(run: Run) -> Figure:
     """Above the losses, below how far each is from the baseline's, in percent."""
     with style.context(["default", STYLE]):
-        (baseline, wanted), *others = curves(results).items()
+        (baseline, wanted), *others = curves(run).items()
         picture = Figure(figsize=(12, 7.5), dpi=150)
         above, below = picture.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": (2, 1)})
         picture.subplots_adjust(0.075, 0.19, 0.975, 0.86, hspace=0.12)
         steps = range(1, len(wanted) + 1)
-        above.plot(steps, wanted, color=OWN, linewidth=5, alpha=0.6, label=name_of(baseline))
+        above.plot(steps, wanted, color=OWN, linewidth=5, alpha=0.6, label=title_of(baseline))
         below.axhline(0, color=OWN, linewidth=5, alpha=0.6)
         for colour, (variant, losses) in zip(OTHERS, others, strict=False):
-            above.plot(steps, losses, color=colour, linewidth=1.3, label=name_of(variant))
+            above.plot(steps, losses, color=colour, linewidth=1.3, label=title_of(variant))
             below.plot(steps, _percent_apart(losses, wanted), color=colour, linewidth=1.3)
         above.legend()
         above.set_ylabel("loss")
@@ -68,20 +69,18 @@ def figure(results: dict) -> Figure:
         below.xaxis.set_major_locator(MaxNLocator(integer=True))
         for axes in (above, below):
             axes.margins(y=0.12)
-        title = finding(results)
+        title = finding(run)
         picture.text(0.025, 0.93, title, size=min(21, 1250 / len(title)), weight="bold")
-        words = fill(
-            f"{caption(results)} The same adapters and batches from the first step on.", 140
-        )
+        words = fill(f"{caption(run)} The same adapters and batches from the first step on.", 140)
         picture.text(0.025, 0.03, words, size=10.5, color="#444444", linespacing=1.5)
     return picture
 
 
-def finding(results: dict) -> str:
+def finding(run: Run) -> str:
     """The title: how far the curves come apart at most, and on the average over the steps."""
-    if results["rehearsal"]:
+    if run.rehearsal:
         return REHEARSAL
-    (_, wanted), *others = curves(results).items()
+    (_, wanted), *others = curves(run).items()
     apart = [_percent_apart(losses, wanted) for _, losses in others]
     most = max(abs(x) for one in apart for x in one)
     mean = max(abs(sum(one)) / len(one) for one in apart)

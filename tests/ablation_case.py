@@ -8,9 +8,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from bench import results as results_file
-from report.statistics import NO_CHECKPOINTING
-from variants import VARIANTS
+from bench.records import Cell, Floor, Run
+from variants import VARIANTS, variant_of
 
 GAIN_MS = {  # what a part takes off vanilla's step, and off all the others' together, at 512 tokens
     "mlp": (187, 171), "attention": (121, 109), "rope": (34, 29), "rms_norm": (62, 48),
@@ -20,21 +19,23 @@ VANILLA_MS = {64: 212, 128: 298, 256: 558, 512: 1091}
 VANILLA_GIB = {64: 10.3, 128: 14.0, 256: 21.6, 512: 36.7}
 ALL_GIB = {64: 7.0, 128: 7.4, 256: 8.3, 512: 9.6}
 PEERS = {  # share of vanilla's step; of its memory at 512 tokens
-    "full_unsloth": (0.616, 0.26), "unsloth_full": (0.6, 0.31), "liger_peft": (0.72, 0.3),
-    "compiled_peft": (0.66, 0.98), "compiled_peft_bf16": (0.61, 0.9), "fused_all": (0.535, 0.26),
+    "full_unsloth": (0.616, 0.26), "unsloth_plain_checkpointing": (0.6, 0.31),
+    "liger_peft": (0.72, 0.3), "compiled_peft": (0.66, 0.98),
+    "compiled_peft_bf16_adapters": (0.61, 0.9), "fused_all": (0.535, 0.26),
     "fused_all_offload": (0.55, 0.25),
-    "fused_all_selective_10": (0.5, 0.5), "fused_all_selective_20": (0.47, 0.8),
-    "fused_all_graph": (0.53, 0.26), "fused_bordered": (0.8, 0.8),
+    "fused_all_selective_10_gib": (0.5, 0.5), "fused_all_selective_20_gib": (0.47, 0.8),
+    "fused_all_graph": (0.53, 0.26),
     "fused_layer": (0.505, 0.27), "fused_layer_graph": (0.5, 0.27),
-    "fused_layer_graph_offload": (0.51, 0.25), "fused_layer_graph_selective_10": (0.46, 0.5),
-    "vanilla_peft_bf16": (0.93, 0.92), "vanilla_peft_again": (1.001, 1.0), "vanilla_peft": (1, 1),
+    "fused_layer_graph_offload": (0.51, 0.25), "fused_layer_graph_selective_10_gib": (0.46, 0.5),
+    "vanilla_peft_bf16_adapters": (0.93, 0.92), "vanilla_peft_again": (1.001, 1.0),
+    "vanilla_peft": (1, 1),
 }  # fmt: skip
 ROUNDS = 4
 
 
 def step_ms(variant: str, seq_len: int) -> float:
     """A variant's middle: at short lengths the host takes a share that no kernel shortens."""
-    plain = variant.removesuffix(NO_CHECKPOINTING)
+    plain = variant_of(variant).plain_id
     vanilla, scale = VANILLA_MS[seq_len], VANILLA_MS[seq_len] / VANILLA_MS[512]
     if seq_len == 64:
         scale *= 0.6
@@ -49,7 +50,7 @@ def step_ms(variant: str, seq_len: int) -> float:
 
 
 def peak_gib(variant: str, seq_len: int) -> float:
-    plain = variant.removesuffix(NO_CHECKPOINTING)
+    plain = variant_of(variant).plain_id
     vanilla = VANILLA_GIB[seq_len]
     if plain == "fused_all":
         gib = ALL_GIB[seq_len]
@@ -67,49 +68,46 @@ def peak_gib(variant: str, seq_len: int) -> float:
 
 def run(
     variants=tuple(VARIANTS), seq_lens=example.SEQ_LENS, status=None, rounds=ROUNDS, **changed
-) -> dict:
+) -> Run:
     """A whole run of the suite "all"; `status` as in example_results.run."""
     document = example.empty(
         variants=list(variants), seq_lens=list(seq_lens), rounds=rounds, steps=8 * rounds, **changed
     )
     for seq_len in seq_lens:
-        if not document["rehearsal"]:
-            document["floor"][str(seq_len)] = {
-                "floor_ms": example.FLOOR_MS[seq_len], "samples_ms": []
-            }  # fmt: skip
+        if not document.rehearsal:
+            document.floor[seq_len] = Floor(example.FLOOR_MS[seq_len], [])
         for order, variant in enumerate(variants):
             for round in range(1, rounds + 1):
                 state = (status or {}).get((variant, seq_len), "ok")
-                document["cells"].append(_cell(variant, seq_len, round, order, state))
+                document.cells.append(_cell(variant, seq_len, round, order, state))
     return document
 
 
-def _cell(variant: str, seq_len: int, round: int, order: int, state: str) -> dict:
+def _cell(variant: str, seq_len: int, round: int, order: int, state: str) -> Cell:
     if state != "ok":
-        return results_file.new_cell(variant, seq_len, round, state, error="made up for a test")
+        return Cell(variant, seq_len, round, state, error="made up for a test")
     # The rounds drift together, and each variant has small noise of its own; more at 64 tokens.
     noise = (0.012 if seq_len == 64 else 0.001) * ((order * 7 + round * 11 + 3) % 5 - 2)
     middle = step_ms(variant, seq_len) * (1 + 0.004 * (round - 2) + noise)
     reserved = peak_gib(variant, seq_len) * 1.04 + 0.002 * round
     return example.timed_cell(
         variant, seq_len, round, [middle * (1 + 0.001 * (step - 3.5)) for step in range(8)],
-        **(example.OF_A_GRAPH if VARIANTS[variant].graph else {}),
+        **(example.OF_A_GRAPH if VARIANTS[variant].recipe.graph else {}),
         peak_allocated_bytes=int(peak_gib(variant, seq_len) * 2**30),
         peak_reserved_bytes=int(reserved * 2**30),
     )  # fmt: skip
 
 
-def rounds(seq_len: int = 64, **step_ms) -> dict:
+def rounds(seq_len: int = 64, **step_ms) -> Run:
     """One timed step a round, at one length: rounds(vanilla_peft=[200, 210], fused_mlp=[190, 180]).
     A word in the place of a time is a status."""
     document = example.empty(variants=list(step_ms), seq_lens=[seq_len])
     for variant, times in step_ms.items():
         for n, ms in enumerate(times, start=1):
             if isinstance(ms, str):
-                cell = results_file.new_cell(variant, seq_len, n, ms)
+                document.add(Cell(variant, seq_len, n, ms))
             else:
-                cell = example.timed_cell(variant, seq_len, n, [float(ms)])
-            results_file.add_cell(document, cell)
+                document.add(example.timed_cell(variant, seq_len, n, [float(ms)]))
     return document
 
 

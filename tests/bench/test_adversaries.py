@@ -2,6 +2,7 @@
 
 import time
 
+import example_results as example
 import pytest
 import torch
 from rehearsal_case import WITHOUT_GPU
@@ -59,16 +60,16 @@ def adapters(built, which=".lora_"):
 
 
 def assert_caught(cell, status, words):
-    assert cell["status"] == status, cell["error"]
-    assert words in cell["error"]
-    assert status == "error" or not cell["step_ms"], "it was timed"
+    assert cell.status == status, cell.error
+    assert words in cell.error
+    assert status == "error" or not cell.step_ms, "it was timed"
 
 
 @pytest.mark.parametrize("variant", ["vanilla_peft", "fused_mlp"])
 def test_an_honest_variant_passes(measure, variant):
     cell = measure(variant=variant)
-    assert cell["status"] == "ok", cell["error"]
-    assert len(cell["step_ms"]) == STEPS
+    assert cell.status == "ok", cell.error
+    assert len(cell.step_ms) == STEPS
 
 
 # --- wrong results: the gate, before anything is timed --------------------------------------------
@@ -233,11 +234,12 @@ def test_a_variant_that_quietly_falls_back_to_peft(measure, left_fused):
 def test_losses_that_leave_vanillas(measure):
     """A variant that passes the gate and every audit, and then trains on something else."""
     vanilla, other = measure(), measure()
-    results = {"cells": [vanilla]}
+    results = example.empty()
+    results.add(vanilla)
     experiment.check_losses(results, other)
-    assert (other["status"], other["loss_gap"]) == ("ok", 0.0)
+    assert (other.status, other.loss_gap) == ("ok", 0.0)
 
-    other["losses"][2] *= 1.004
+    other.losses[2] *= 1.004
     experiment.check_losses(results, other)
-    assert other["status"] == "parity_failed"
-    assert "0.40%" in other["error"]
+    assert other.status == "parity_failed"
+    assert "0.40%" in other.error

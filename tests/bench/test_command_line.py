@@ -39,7 +39,7 @@ HUGE = "9" * 20
     ("arguments", "words"),
     [
         (["--variants", "fusd_mlp"], "fusd_mlp: unknown; did you mean fused_mlp or "),
-        (["--variants", "fused_bordered"], "it is no longer there: run fused_layer, which"),
+        (["--variants", "fused_bordered"], "fused_bordered: no longer measured; give fused_layer"),
         (["--variants", "xyz"], f"xyz: unknown; --help lists all {len(options.VARIANTS)}\n"),
         (["--seq-lens", "16", "0"], "--seq-lens 0: give 3 or more"),
         (["--seq-lens", "2"], "--seq-lens 2: give 3 or more"),
@@ -178,11 +178,12 @@ def test_results_of_another_kind_are_left_alone(capsys, tmp_path):
     results = example.run()
     store.save(path, results)
     assert "holds another run: model Qwen2.5-3B there, tiny here" in bad(capsys, tmp_path, *cpu)
-    path.write_text(json.dumps(results | {"schema_version": 99}))
+    document = example.as_json(results)
+    path.write_text(json.dumps(document | {"schema_version": 99}))
     assert "has schema 99" in bad(capsys, tmp_path, *cpu)
-    results["cells"][0]["step_ms"][1] = "fast"
-    path.write_text(json.dumps(results))
-    assert "cells[0].step_ms[1]: 'fast' is not of type 'number'" in bad(capsys, tmp_path, *cpu)
+    document["cells"][0]["step_ms"][1] = "fast"
+    path.write_text(json.dumps(document))
+    assert "cells[0].step_ms[1]: expected `float`, got `str`" in bad(capsys, tmp_path, *cpu)
     for torn in ("{torn", "[" * 100_000):
         path.write_text(torn)
         assert "not whole JSON" in bad(capsys, tmp_path, *cpu)

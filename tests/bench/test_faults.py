@@ -1,8 +1,10 @@
 """What goes wrong around a measurement: the run goes on or ends, and what was saved stays."""
 
+import dataclasses
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import example_results as example
@@ -12,6 +14,8 @@ from bench import experiment, machine, options
 from bench import plan as planning
 from bench import processes as isolated
 from bench import results as store
+from bench.records import Cell, Floor
+from report import commands
 
 ROOT = Path(__file__).resolve().parents[2]
 VARIANTS = ["vanilla_peft", "fused_mlp"]
@@ -37,8 +41,7 @@ def run_cells(plan, tmp_path, monkeypatch):
             if function is experiment.measure_cells:
                 return worker(*rest, on_message) or isolated.Ended(None, "")
             if function is experiment.measure_floor:
-                on_message({"floor": {str(n): {"floor_ms": 1.0, "samples_ms": []}
-                                      for n in rest[0]}})  # fmt: skip
+                on_message({"floor": {n: Floor(1.0, []) for n in rest[0]}})
             return isolated.Ended(None, "")
 
         monkeypatch.setattr(isolated, "run", stand_in)
@@ -47,21 +50,19 @@ def run_cells(plan, tmp_path, monkeypatch):
                               rounds=rounds, steps=2 * rounds,
                               tokens={})  # fmt: skip
         results = store.continue_from(path, fresh)
-        asked = {"variants": VARIANTS, "rounds": rounds, "allow_shared_gpu": False,
-                 "cell_timeout": 60.0}  # fmt: skip
-        experiment.run_experiment(plan, results, path, asked | changed)
+        asked = dataclasses.replace(plan, variants=tuple(VARIANTS), rounds=rounds, **changed)
+        experiment.run_experiment(asked, results, partial(commands.save, path, results))
         return store.load(path)
 
     return run
 
 
 def measured(variant, seq_len, round_number, **known):
-    known["parity"] = {"worst_ratio": 1.0}
     return example.timed_cell(variant, seq_len, round_number, [2.0, 2.1], **known)
 
 
 def statuses(results):
-    return {(c["variant"], c["seq_len"]): c["status"] for c in results["cells"]}
+    return {(c.variant, c.seq_len): c.status for c in results.cells}
 
 
 # --- workers that end badly -----------------------------------------------------------------------
@@ -74,7 +75,7 @@ def test_out_of_memory_at_one_length_goes_on_with_the_next_in_a_fresh_process(ru
         started.append((variant, seq_lens))
         for seq_len in seq_lens:
             if (variant, seq_len) == ("fused_mlp", 16):
-                on_message({"cell": store.new_cell(variant, 16, 1, "oom", error="no memory")})
+                on_message({"cell": Cell(variant, 16, 1, "oom", error="no memory")})
                 return
             on_message({"cell": measured(variant, seq_len, round_number)})
 
@@ -97,10 +98,10 @@ def test_a_worker_that_hangs_is_an_error_with_its_last_words_and_the_rest_goes_o
         return None
 
     results = run_cells(worker)
-    (hung,) = (c for c in results["cells"] if c["status"] != "ok")
-    assert (hung["variant"], hung["seq_len"], hung["status"]) == ("fused_mlp", 16, "error")
-    assert hung["error"] == "nothing was heard of it for 60 s\ncompiling ..."
-    assert len(results["cells"]) == 4
+    (hung,) = (c for c in results.cells if c.status != "ok")
+    assert (hung.variant, hung.seq_len, hung.status) == ("fused_mlp", 16, "error")
+    assert hung.error == "nothing was heard of it for 60 s\ncompiling ..."
+    assert len(results.cells) == 4
 
 
 def test_the_cell_timeout_reaches_the_process(plan, tmp_path, monkeypatch):
@@ -112,10 +113,9 @@ def test_the_cell_timeout_reaches_the_process(plan, tmp_path, monkeypatch):
 
     monkeypatch.setattr(isolated, "run", run)
     results = example.empty(rehearsal=True, gpu=False, variants=VARIANTS)
-    asked = {"allow_shared_gpu": False, "cell_timeout": 17.0}
-    todo = [(1, "vanilla_peft", 64)]
-    path = tmp_path / "results.json"
-    experiment.Run(plan, results, path, asked, print, print).alone(todo)
+    save = partial(store.save, tmp_path / "results.json", results)
+    asked = dataclasses.replace(plan, cell_timeout_s=17.0)
+    experiment.Runner(asked, results, save, print, print).alone([(1, "vanilla_peft", 64)])
     assert limits == [17.0]
 
 
@@ -141,11 +141,11 @@ def test_a_cell_that_was_disturbed_is_kept_only_if_sharing_is_allowed(run_cells,
                                          other_gpu_processes=others)})  # fmt: skip
 
     if allowed:
-        assert len(run_cells(worker, allow_shared_gpu=True)["cells"]) == 4
+        assert len(run_cells(worker, allow_shared_gpu=True).cells) == 4
         return
     with pytest.raises(RuntimeError, match="while fused_mlp at 32 tokens was measured"):
         run_cells(worker)
-    assert len(store.load(tmp_path / "results.json")["cells"]) == 3
+    assert len(store.load(tmp_path / "results.json").cells) == 3
 
 
 # --- disks ----------------------------------------------------------------------------------------
@@ -173,11 +173,11 @@ def test_a_disk_that_fails_leaves_what_was_saved(run_cells, tmp_path, monkeypatc
     with pytest.raises(OSError, match=error[1]):
         run_cells(honest)
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
-    before = store.load(tmp_path / "results.json")["cells"]
+    before = store.load(tmp_path / "results.json").cells
     assert len(before) == 2
 
     monkeypatch.setattr(os, call, works)
-    after = run_cells(honest)["cells"]
+    after = run_cells(honest).cells
     assert after[:2] == before
     assert len(after) == 4
 
@@ -185,12 +185,15 @@ def test_a_disk_that_fails_leaves_what_was_saved(run_cells, tmp_path, monkeypatc
 # --- kill -9 --------------------------------------------------------------------------------------
 
 KILLED_WHILE_RUNNING = """
+import dataclasses
 import os
 import random
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 import example_results as example
+from report import commands
 from bench import experiment
 from bench import processes as isolated
 from bench import options
@@ -217,14 +220,13 @@ def worker(function, plan, *rest, on_message, **_):
         variant, round_number, seq_lens = rest
         for seq_len in seq_lens:
             ms = [random.uniform(1, 2) for _ in range(plan.steps)]
-            parity = {"worst_ratio": 1.0}
-            cell = example.timed_cell(variant, seq_len, round_number, ms, parity=parity)
+            cell = example.timed_cell(variant, seq_len, round_number, ms)
             moment()
             on_message({"cell": cell})
     return isolated.Ended(None, "")
 
 isolated.run = worker
-path, cache, rounds = Path(sys.argv[1]), sys.argv[2], 15
+path, cache, rounds = Path(sys.argv[1]), sys.argv[2], 9
 names = ["vanilla_peft", "fused_mlp"]
 arguments = options.parse(["--device", "cpu", "--seq-lens", "16", "32", "--steps", "2",
                            "--cache", cache, "--out", str(path.parent)], "")
@@ -232,7 +234,7 @@ with planning.planned(arguments, []) as (plan, *_):
     pass
 fresh = example.empty(rehearsal=True, gpu=False, variants=names, seq_lens=[16, 32],
                       rounds=rounds, steps=2 * rounds, tokens={})
-asked = {"variants": names, "rounds": rounds, "allow_shared_gpu": False, "cell_timeout": 9.0}
+plan = dataclasses.replace(plan, variants=tuple(names), rounds=rounds)
 total, kept, cut_short, seed = 2 * 2 * rounds, [], 0, 0
 while len(kept) < total:
     seed += 1
@@ -240,10 +242,11 @@ while len(kept) < total:
     if child == 0:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         random.seed(seed)
-        left = random.randint(1, 25)  # five of them a cell
+        left = random.randint(1, 20)  # five of them a cell
         os.fsync, os.replace = mortal(os.fsync), mortal(os.replace)
         try:
-            experiment.run_experiment(plan, store.continue_from(path, fresh), path, asked)
+            run = store.continue_from(path, fresh)
+            experiment.run_experiment(plan, run, partial(commands.save, path, run))
             os._exit(0)
         except BaseException as error:
             sys.stderr.write(repr(error))
@@ -252,17 +255,17 @@ while len(kept) < total:
     assert ended in (0, signal.SIGKILL), ended
     cut_short += ended == signal.SIGKILL
     if path.exists():
-        now = store.load(path)["cells"]  # whole, and every cell as the schema wants it
+        now = store.load(path).cells  # whole, and every cell as the schema wants it
         assert now[:len(kept)] == kept, "a saved cell was lost or changed"
         kept = now
-keys = [(c["variant"], c["seq_len"], c["round"]) for c in kept]
+keys = [(c.variant, c.seq_len, c.round) for c in kept]
 assert len(set(keys)) == total, "a cell was measured twice"
 print(cut_short)
 """
 
 
 def test_kill_9_at_many_moments_loses_nothing_that_was_saved(tmp_path):
-    """A run of 60 cells is killed again and again, and each time the same command goes on."""
+    """A run of 36 cells is killed again and again, and each time the same command goes on."""
     out = tmp_path / "out"
     out.mkdir()
     before = os.environ.get("PYTHONPATH", "")

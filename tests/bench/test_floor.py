@@ -4,7 +4,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config
 
-from bench.floor import STEPS, WARMUP_STEPS, Floor, Shape, measure
+from bench.floor import STEPS, WARMUP_STEPS, FrozenOperations, Shape, measure
 
 CONFIG = Qwen2Config(
     hidden_size=32,
@@ -52,7 +52,7 @@ def test_the_shape_is_read_from_the_config():
 
 def test_every_frozen_product_is_done_once_forward_and_once_backward():
     tokens, labelled = 2 * 8, 5
-    step = Floor(Shape.of(CONFIG), "cpu").chain(2, 8, labelled)
+    step = FrozenOperations(Shape.of(CONFIG), "cpu").chain(2, 8, labelled)
     with MatmulFlops() as counted:
         step()
     weights_in_a_layer = 64 * 32 + 32 * 32 + 2 * 48 * 32 + 32 * 48
@@ -62,18 +62,18 @@ def test_every_frozen_product_is_done_once_forward_and_once_backward():
 
 def test_what_is_recomputed_is_each_layers_forward_without_its_down_projection():
     tokens = 2 * 8
-    run = Floor(Shape.of(CONFIG), "cpu").recomputation(2, 8)
+    run = FrozenOperations(Shape.of(CONFIG), "cpu").recomputation(2, 8)
     with MatmulFlops() as counted:
         run()
     assert counted.flops == 2 * tokens * 3 * (64 * 32 + 32 * 32 + 2 * 48 * 32)
 
 
 def test_the_median_leaves_the_warm_up_out():
-    result = measure(Floor(Shape.of(CONFIG), "cpu"), 1, 4, 3, TickingClock())
+    result = measure(FrozenOperations(Shape.of(CONFIG), "cpu"), 1, 4, 3, TickingClock())
     samples = [float(n) for n in range(WARMUP_STEPS + 1, WARMUP_STEPS + STEPS + 1)]
-    assert result["samples_ms"] == samples
-    assert result["floor_ms"] == (samples[STEPS // 2 - 1] + samples[STEPS // 2]) / 2
+    assert result.samples_ms == samples
+    assert result.floor_ms == (samples[STEPS // 2 - 1] + samples[STEPS // 2]) / 2
     later = [n + WARMUP_STEPS + STEPS for n in samples]
-    assert result["recomputation_samples_ms"] == later
-    assert result["recomputation_ms"] == (later[STEPS // 2 - 1] + later[STEPS // 2]) / 2
-    assert result["labelled_tokens"] == 3
+    assert result.recomputation_samples_ms == later
+    assert result.recomputation_ms == (later[STEPS // 2 - 1] + later[STEPS // 2]) / 2
+    assert result.labelled_tokens == 3

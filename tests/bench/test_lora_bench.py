@@ -1,7 +1,6 @@
 """The command as a user meets it, without a GPU: the rehearsal end to end, and going on after a
 stop. Where processes are not what a test is about, it does without."""
 
-import json
 import os
 import signal
 import subprocess
@@ -16,6 +15,7 @@ import lora_bench
 from bench import experiment, options
 from bench import processes as isolated
 from bench import results as store
+from bench.records import Cell
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [WITHOUT_GPU, pytest.mark.usefixtures("warm_processes")]
@@ -43,7 +43,7 @@ def rehearsal(tmp_path_factory, cache):
 
 
 def saved(out):
-    return json.loads((out / "results.json").read_text())
+    return store.load(out / "results.json")
 
 
 # --- the rehearsal --------------------------------------------------------------------------------
@@ -51,10 +51,10 @@ def saved(out):
 
 def test_the_rehearsal_measures_what_it_can_and_says_what_it_cannot(rehearsal):
     results = saved(rehearsal)
-    assert results["rehearsal"] is True
-    assert results["finished_utc"] is not None
-    assert results["environment"]["gpu"] is None
-    statuses = {(c["variant"], c["seq_len"]): c["status"] for c in results["cells"]}
+    assert results.rehearsal is True
+    assert results.finished_utc is not None
+    assert results.environment.gpu is None
+    statuses = {(c.variant, c.seq_len): c.status for c in results.cells}
     assert statuses == {
         ("vanilla_peft", 16): "ok",
         ("vanilla_peft", 32): "ok",
@@ -71,26 +71,27 @@ def test_the_rehearsal_measures_what_it_can_and_says_what_it_cannot(rehearsal):
 def test_one_round_is_said_to_have_no_verdicts(rehearsal, cache, capsys):
     assert run(rehearsal, "--cache", str(cache)) == 0
     assert "One round gives numbers without verdicts" in capsys.readouterr().out
-    assert {row["verdict"] for row in saved(rehearsal)["summary"]} == {None}
+    assert {row.verdict for row in saved(rehearsal).summary} == {None}
 
 
 def test_a_cell_holds_its_raw_steps_and_what_ran(rehearsal):
     steps = options.REHEARSAL["steps"]
-    for cell in saved(rehearsal)["cells"]:
-        if cell["status"] != "ok":
-            assert cell["step_ms"] == []
+    for cell in saved(rehearsal).cells:
+        if cell.status != "ok":
+            assert cell.step_ms == []
             continue
         for part in ("step_ms", "forward_ms", "backward_ms", "optimizer_ms", "losses"):
-            assert len(cell[part]) == steps and all(value > 0 for value in cell[part])
-        parts = zip(cell["forward_ms"], cell["backward_ms"], cell["optimizer_ms"], strict=True)
-        assert [sum(three) for three in parts] == pytest.approx(cell["step_ms"])
-        assert cell["parity"]["passed"]
-        assert bool(cell["fused_modules"]) == (cell["variant"] == "fused_mlp")
+            values = getattr(cell, part)
+            assert len(values) == steps and all(value > 0 for value in values)
+        parts = zip(cell.forward_ms, cell.backward_ms, cell.optimizer_ms, strict=True)
+        assert [sum(three) for three in parts] == pytest.approx(cell.step_ms)
+        assert cell.parity.passed
+        assert bool(cell.fused_modules) == (cell.variant == "fused_mlp")
 
 
 def test_variants_train_alike(rehearsal):
     """Same weights, adapters and batches: the losses lie on each other to bf16's precision."""
-    losses = {(c["variant"], c["seq_len"]): c["losses"] for c in saved(rehearsal)["cells"]}
+    losses = {(c.variant, c.seq_len): c.losses for c in saved(rehearsal).cells}
     for seq_len in (16, 32):
         fused, vanilla = losses["fused_mlp", seq_len], losses["vanilla_peft", seq_len]
         assert fused == pytest.approx(vanilla, rel=2e-3)
@@ -101,10 +102,10 @@ def test_a_finished_run_measures_nothing_again(rehearsal, cache, monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("a finished run started a process")
 
-    before = saved(rehearsal)["cells"]
+    before = saved(rehearsal).cells
     monkeypatch.setattr(isolated, "run", refuse)
     assert run(rehearsal, "--cache", str(cache)) == 0
-    assert saved(rehearsal)["cells"] == before
+    assert saved(rehearsal).cells == before
 
 
 def test_only_the_variants_that_are_asked_for_are_measured(rehearsal, cache, tmp_path, monkeypatch):
@@ -112,7 +113,7 @@ def test_only_the_variants_that_are_asked_for_are_measured(rehearsal, cache, tmp
         raise AssertionError("vanilla is done, and nothing else was asked for")
 
     results = saved(rehearsal)
-    results["cells"] = [c for c in results["cells"] if c["variant"] == "vanilla_peft"]
+    results.cells = [c for c in results.cells if c.variant == "vanilla_peft"]
     store.save(tmp_path / "results.json", results)
     monkeypatch.setattr(isolated, "run", refuse)
     assert run(tmp_path, "--cache", str(cache), "--variants", "vanilla_peft") == 0
@@ -120,21 +121,21 @@ def test_only_the_variants_that_are_asked_for_are_measured(rehearsal, cache, tmp
 
 def test_only_what_is_missing_or_failed_is_measured_again(rehearsal, cache, tmp_path, monkeypatch):
     results = saved(rehearsal)
-    kept = [c for c in results["cells"] if (c["variant"], c["seq_len"]) != ("fused_mlp", 32)]
+    kept = [c for c in results.cells if (c.variant, c.seq_len) != ("fused_mlp", 32)]
     for cell in kept:
-        if (cell["variant"], cell["seq_len"]) == ("vanilla_peft", 16):
-            cell["status"], cell["error"] = "error", "it had crashed"
-    results["cells"] = kept
+        if (cell.variant, cell.seq_len) == ("vanilla_peft", 16):
+            cell.status, cell.error = "error", "it had crashed"
+    results.cells = kept
     store.save(tmp_path / "results.json", results)
-    before = {(c["variant"], c["seq_len"]): c["step_ms"] for c in kept}
+    before = {(c.variant, c.seq_len): c.step_ms for c in kept}
 
     monkeypatch.setattr(isolated, "run", in_this_process)
     assert run(tmp_path, "--cache", str(cache)) == 0
-    after = {(c["variant"], c["seq_len"]): c for c in saved(tmp_path)["cells"]}
+    after = {(c.variant, c.seq_len): c for c in saved(tmp_path).cells}
     assert len(after) == 8
-    assert after["vanilla_peft", 16]["status"] == "ok"
-    assert after["vanilla_peft", 16]["step_ms"] != before["vanilla_peft", 16]
-    assert after["vanilla_peft", 32]["step_ms"] == before["vanilla_peft", 32]
+    assert after["vanilla_peft", 16].status == "ok"
+    assert after["vanilla_peft", 16].step_ms != before["vanilla_peft", 16]
+    assert after["vanilla_peft", 32].step_ms == before["vanilla_peft", 32]
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "benchmark_results.png",
         "results.json",
@@ -158,7 +159,7 @@ def start(*arguments):
 
 def wait_for_cells(process, path, count):
     deadline = time.monotonic() + 300
-    while not (path.exists() and len(json.loads(path.read_text())["cells"]) == count):
+    while not (path.exists() and len(store.load(path).cells) == count):
         assert process.poll() is None and time.monotonic() < deadline, process.stdout.read()
         time.sleep(0.02)
 
@@ -187,14 +188,14 @@ def test_a_stop_keeps_what_was_measured_and_the_same_command_goes_on(
     assert "the same command goes on" in output and "Traceback" not in output
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
     before = saved(tmp_path)
-    assert before["finished_utc"] is None
+    assert before.finished_utc is None
 
     monkeypatch.setattr(isolated, "run", in_this_process)
     assert lora_bench.main(asked) == 0
     results = saved(tmp_path)
-    assert results["cells"][:2] == before["cells"]
-    assert [cell["round"] for cell in results["cells"]] == [1, 2, 3]
-    assert results["finished_utc"] is not None
+    assert results.cells[:2] == before.cells
+    assert [cell.round for cell in results.cells] == [1, 2, 3]
+    assert results.finished_utc is not None
 
 
 def test_a_process_that_dies_is_an_error_cell_and_the_rest_goes_on(cache, tmp_path, monkeypatch):
@@ -209,10 +210,10 @@ def test_a_process_that_dies_is_an_error_cell_and_the_rest_goes_on(cache, tmp_pa
 
     monkeypatch.setattr(isolated, "run", dies_once)
     assert run(tmp_path, "--cache", str(cache), "--variants", "vanilla_peft", "--steps", "1") == 1
-    first, second = saved(tmp_path)["cells"]
-    assert (first["seq_len"], first["status"]) == (16, "error")
-    assert first["error"] == "killed by SIGKILL\nthe last words"
-    assert (second["seq_len"], second["status"]) == (32, "ok")
+    first, second = saved(tmp_path).cells
+    assert (first.seq_len, first.status) == (16, "error")
+    assert first.error == "killed by SIGKILL\nthe last words"
+    assert (second.seq_len, second.status) == (32, "ok")
 
 
 def test_a_run_without_a_time_has_failed(cache, tmp_path, monkeypatch, capsys):
@@ -221,7 +222,7 @@ def test_a_run_without_a_time_has_failed(cache, tmp_path, monkeypatch, capsys):
             return in_this_process(function, plan, *rest, on_message=on_message)
         variant, round_number, seq_lens = rest
         for seq_len in seq_lens:
-            cell = store.new_cell(variant, seq_len, round_number, "parity_failed", error="wrong")
+            cell = Cell(variant, seq_len, round_number, "parity_failed", error="wrong")
             on_message({"cell": cell})
         return isolated.Ended(None, "")
 

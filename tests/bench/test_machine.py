@@ -3,12 +3,14 @@
 import dataclasses
 from importlib import metadata
 
+import msgspec
 import pynvml
 import pytest
 import torch
 
 from bench import machine
-from bench.machine import CLOCK_REASONS, Sample, other_processes, sample, summary_of
+from bench.machine import CLOCK_REASONS, Conditions, Sample, conditions_of, other_processes, sample
+from bench.records import Environment, Gpu
 
 POWER_CAP = pynvml.nvmlClocksThrottleReasonSwPowerCap
 IDLE = pynvml.nvmlClocksThrottleReasonGpuIdle
@@ -91,15 +93,15 @@ def test_without_a_gpu_nothing_is_known_and_nothing_fails(driver):
     assert sample() == Sample(None, None, None, None, [])
     assert not machine.has_gpu()
     assert other_processes(own=0) is None
-    assert machine.environment()["gpu"] is None
+    assert machine.environment().gpu is None
 
 
 def test_the_cores_are_those_that_this_process_may_run_on(monkeypatch):
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: {1, 5, 6}, raising=False)
-    assert machine.environment()["cpu"].endswith(", 3 cores")
+    assert machine.environment().cpu.endswith(", 3 cores")
     monkeypatch.delattr(machine.os, "sched_getaffinity")
     monkeypatch.setattr(machine.os, "cpu_count", lambda: 7)
-    assert machine.environment()["cpu"].endswith(", 7 cores")
+    assert machine.environment().cpu.endswith(", 7 cores")
 
 
 @pytest.mark.parametrize(
@@ -135,44 +137,42 @@ def state(clock=1700, power=650.0, reasons=()):
 
 
 def test_a_cell_records_medians_and_every_reason_once():
-    found = summary_of(
+    found = conditions_of(
         [
             state(1980, 300.0),
             state(1700, 690.0, ["power cap"]),
             state(1720, None, ["power cap", "application clocks"]),
         ]
     )
-    assert found == {
-        "sm_clock_mhz": 1720,
-        "memory_clock_mhz": 3201,
-        "temperature_c": 50,
-        "power_w": 495.0,  # of the two that were read
-        "clock_reasons": ["application clocks", "power cap"],
-        "throttled": False,
-    }
+    assert found == Conditions(
+        sm_clock_mhz=1720,
+        memory_clock_mhz=3201,
+        temperature_c=50,
+        power_w=495.0,  # of the two that were read
+        clock_reasons=["application clocks", "power cap"],
+        throttled=False,
+    )
 
 
 @pytest.mark.parametrize("words", CLOCK_REASONS.values())
 def test_a_slowdown_or_brake_is_throttling_and_the_power_cap_is_not(words):
-    found = summary_of([state(), state(reasons=[words]), state()])
-    assert found["clock_reasons"] == [words]
+    found = conditions_of([state(), state(reasons=[words]), state()])
+    assert found.clock_reasons == [words]
     throttles = words not in ("power cap", "application clocks", "sync boost")
-    assert found["throttled"] is throttles
+    assert found.throttled is throttles
 
 
 def test_one_braked_sample_of_many_is_enough(driver):
     samples = [sample() for _ in range(9)]
     driver.answers["nvmlDeviceGetCurrentClocksThrottleReasons"] = POWER_CAP | BRAKE
     samples.append(sample())
-    assert summary_of(samples[:-1])["throttled"] is False
-    assert summary_of(samples)["throttled"] is True
-    assert summary_of(samples)["clock_reasons"] == ["hardware power brake", "power cap"]
+    assert conditions_of(samples[:-1]).throttled is False
+    assert conditions_of(samples).throttled is True
+    assert conditions_of(samples).clock_reasons == ["hardware power brake", "power cap"]
 
 
 def test_without_samples_nothing_is_claimed():
-    found = summary_of([])
-    assert found.pop("clock_reasons") == []
-    assert set(found.values()) == {None}
+    assert conditions_of([]) == Conditions(None, None, None, None, [], None)
 
 
 # --- who else is there ----------------------------------------------------------------------------
@@ -202,33 +202,33 @@ def test_processes_that_cannot_be_read_are_none_and_not_zero(driver):
 
 
 def test_the_gpu_in_the_environment(driver):
-    assert machine.environment()["gpu"] == {
-        "name": "NVIDIA H200",
-        "memory_bytes": 150_121_545_728,
-        "driver": "580.95",
-        "power_limit_w": 700.0,
-        "max_sm_clock_mhz": 1980,
-        "max_memory_clock_mhz": 3201,
-        "ecc": True,
-        "uncorrected_ecc_errors": 0,
-        "persistence": True,
-    }
+    assert machine.environment().gpu == Gpu(
+        name="NVIDIA H200",
+        memory_bytes=150_121_545_728,
+        driver="580.95",
+        power_limit_w=700.0,
+        max_sm_clock_mhz=1980,
+        max_memory_clock_mhz=3201,
+        ecc=True,
+        uncorrected_ecc_errors=0,
+        persistence=True,
+    )
 
 
 def test_ecc_is_the_current_mode_and_off_is_not_unknown(driver):
     driver.answers["nvmlDeviceGetEccMode"] = [0, 1]  # on from the next boot
     driver.answers["nvmlDeviceGetPersistenceMode"] = 0
-    gpu = machine.environment()["gpu"]
-    assert (gpu["ecc"], gpu["persistence"]) == (False, False)
+    gpu = machine.environment().gpu
+    assert (gpu.ecc, gpu.persistence) == (False, False)
 
 
 def test_what_a_card_does_not_support_is_none(driver):
     for name in ("EccMode", "TotalEccErrors", "PersistenceMode", "PowerManagementLimit"):
         driver.answers[f"nvmlDeviceGet{name}"] = NOT_SUPPORTED
-    gpu = machine.environment()["gpu"]
+    gpu = machine.environment().gpu
     unknown = ("ecc", "uncorrected_ecc_errors", "persistence", "power_limit_w")
-    assert [gpu[name] for name in unknown] == [None] * 4
-    assert gpu["name"] == "NVIDIA H200"
+    assert [getattr(gpu, name) for name in unknown] == [None] * 4
+    assert gpu.name == "NVIDIA H200"
 
 
 def test_ecc_errors_are_asked_for_uncorrected_and_since_the_last_boot(driver):
@@ -240,17 +240,14 @@ def test_ecc_errors_are_asked_for_uncorrected_and_since_the_last_boot(driver):
 def test_an_old_driver_answers_in_bytes(driver):
     driver.answers["nvmlDeviceGetName"] = b"Tesla T4"
     driver.answers["nvmlSystemGetDriverVersion"] = b"450.80"
-    gpu = machine.environment()["gpu"]
-    assert (gpu["name"], gpu["driver"]) == ("Tesla T4", "450.80")
+    gpu = machine.environment().gpu
+    assert (gpu.name, gpu.driver) == ("Tesla T4", "450.80")
 
 
-def test_the_environment_is_what_the_schema_wants(driver):
-    import example_results
-
-    from bench import results
-
-    fresh = results.new_results([], machine.environment(), example_results.experiment(), False)
-    assert fresh["environment"]["packages"]["torch"] == metadata.version("torch")
+def test_the_environment_can_be_saved_and_loaded(driver):
+    found = machine.environment()
+    assert msgspec.json.decode(msgspec.json.encode(found), type=Environment) == found
+    assert found.packages["torch"] == metadata.version("torch")
 
 
 # --- the host -------------------------------------------------------------------------------------

@@ -28,9 +28,18 @@ from bench import audit
 from bench.profiler import profile_step
 from bench.weights import materialize, resolve
 from fused_lora.step.graph import EAGER_CALLS, GraphedStep
-from models import Lora, build
-from report.statistics import NO_CHECKPOINTING, baseline_of, twin_of
-from variants import EVIDENCE, SUITES, VARIANTS
+from models import build
+from variants import (
+    EVIDENCE,
+    SUITES,
+    TARGETS,
+    VARIANTS,
+    Lora,
+    Settings,
+    counterpart,
+    recipe_of,
+    variant_of,
+)
 
 MODULES = {  # where a part's functions and kernels are
     "mlp": (fused_mlp.fast_lora, fused_mlp.swiglu),
@@ -45,7 +54,7 @@ MODULES = {  # where a part's functions and kernels are
     ),
     "checkpoint": (),
 }
-FUSED = [v for v, r in VARIANTS.items() if r.fused and not r.compiled]
+FUSED = [v for v in VARIANTS.values() if v.recipe.fused and not v.recipe.compiled]
 TINY = Path(__file__).resolve().parents[2] / "configs" / "tiny.json"
 
 
@@ -87,22 +96,16 @@ def test_a_compiled_model_does_not_count_what_was_compiled_before_it(
 def test_what_the_allocator_was_told_is_in_the_settings(name, checkpoint, device, monkeypatch):
     monkeypatch.setenv(name, "expandable_segments:True")
     built = make("vanilla_peft", checkpoint, device)
-    assert built.settings["allocator"] == "expandable_segments:True"
+    assert built.settings.allocator == "expandable_segments:True"
 
 
 def test_vanilla_is_peft_as_it_ships(checkpoint, device, monkeypatch):
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     built = make("vanilla_peft", checkpoint, device)
-    assert built.settings == {
-        "checkpointing": "non-reentrant",
-        "adapter_dtype": "float32",
-        "autocast": "bfloat16",
-        "attention": "sdpa",
-        "compile": False,
-    }
+    assert built.settings == Settings("non-reentrant", "float32", "bfloat16", "sdpa", False)
     trained = {name: p for name, p in built.model.named_parameters() if p.requires_grad}
-    assert len(trained) == 2 * 2 * len(models.TARGETS)
+    assert len(trained) == 2 * 2 * len(TARGETS)
     assert all(".lora_" in name and p.dtype == torch.float32 for name, p in trained.items())
     frozen = [p for p in built.model.parameters() if not p.requires_grad]
     assert all(p.dtype == torch.bfloat16 for p in frozen)
@@ -112,7 +115,7 @@ def test_vanilla_is_peft_as_it_ships(checkpoint, device, monkeypatch):
 
 def test_no_checkpointing_when_not_asked_for(checkpoint, device):
     built = make("vanilla_peft", checkpoint, device, checkpointing=False)
-    assert built.settings["checkpointing"] == "none"
+    assert built.settings.checkpointing == "none"
     assert not built.model.base_model.model.model.layers[0].gradient_checkpointing
 
 
@@ -139,7 +142,9 @@ def test_no_adapter_starts_at_zero(checkpoint, device):
 
 def test_what_proves_a_part_exists():
     """Every function and every kernel that a part must have run is one of its own."""
-    assert MODULES.keys() == {part for recipe in VARIANTS.values() for part in recipe.fused}
+    assert MODULES.keys() == {
+        part for variant in VARIANTS.values() for part in variant.recipe.fused
+    }
     for part in MODULES:
         evidence = EVIDENCE[part]
         for kernel in evidence.kernels:
@@ -180,7 +185,7 @@ def profile_of(built, device, monkeypatch):
         ("fused_layer", "DecoderLayerBackward", 2),
         ("fused_layer_no_checkpointing", "DecoderLayerBackward", 2),
         ("fused_layer_graph_offload", "DecoderLayerBackward", 2),
-        ("fused_layer_graph_selective_10", "DecoderLayerBackward", 2),
+        ("fused_layer_graph_selective_10_gib", "DecoderLayerBackward", 2),
         ("fused_all", "LoRA_MLPBackward", 2),
         ("fused_all_graph_no_checkpointing", "LoRA_MLPBackward", 2),
     ],
@@ -191,7 +196,7 @@ def test_a_step_shows_what_proves_its_parts_and_no_less_will_do(
     built = make(variant, checkpoint, device)
     profile = profile_of(built, device, monkeypatch)
     assert profile.functions_seen[function] == runs
-    eager, graph = (replace(VARIANTS[variant], graph=is_graph) for is_graph in (False, True))
+    eager, graph = (replace(recipe_of(variant), graph=is_graph) for is_graph in (False, True))
     not_run = partial(audit.not_run, fused_modules=built.fused_modules, on_gpu=True)
     assert not_run(eager, profile=profile) is None
     less = replace(profile, functions_seen={**profile.functions_seen, function: runs - 1})
@@ -209,22 +214,22 @@ def test_a_step_shows_what_proves_its_parts_and_no_less_will_do(
 
 def test_a_graph_has_its_step(checkpoint, device):
     built = make("fused_layer_graph", checkpoint, device)
-    assert built.settings["graph"] is True and built.graph.eager_calls == EAGER_CALLS
+    assert built.settings.graph is True and built.graph.eager_calls == EAGER_CALLS
     assert built.graph.step_for.func is GraphedStep
     assert built.graph.step_for.args == (built.model,)
     eager = make("fused_layer", checkpoint, device)
-    assert eager.graph is None and "graph" not in eager.settings
+    assert eager.graph is None and eager.settings.graph is False
 
 
 @pytest.mark.parametrize(
     "variant",
     [
-        *(v for v in FUSED if not v.endswith(NO_CHECKPOINTING)),
+        *(variant.id for variant in FUSED if variant.checkpoints),
         *("fused_all_no_checkpointing", "fused_layer_no_checkpointing"),
     ],
 )
 def test_fused_variants_differ_from_vanilla_in_what_they_fuse_alone(variant, checkpoint, device):
-    recipe = VARIANTS[variant]
+    recipe = recipe_of(variant)
     built = make(variant, checkpoint, device, checkpointing=recipe.checkpointing != "none")
     vanilla = make("vanilla_peft", checkpoint, device).model.state_dict()
     ours = built.model.state_dict()
@@ -238,29 +243,27 @@ def test_fused_variants_differ_from_vanilla_in_what_they_fuse_alone(variant, che
 
 def test_every_suite_has_its_baselines_and_twins():
     for suite in SUITES.values():
-        for variant in suite:
-            assert baseline_of(variant) in suite and twin_of(variant) in suite
-    assert len(VARIANTS) == len(SUITES["all"])
-    assert {v for suite in SUITES.values() for v in suite} == set(VARIANTS)
+        for variant in map(variant_of, suite):
+            assert variant.baseline.id in suite and variant.again.id in suite
 
 
 def test_the_fastest_suite_holds_ours_against_the_strongest_without_checkpointing_too():
     both = ("vanilla_peft", "vanilla_peft_again", "full_unsloth", "compiled_peft", "liger_peft",
             "fused_all", "fused_layer", "fused_layer_graph")  # fmt: skip
-    wanted = {*both, *(v + NO_CHECKPOINTING for v in both)}
-    policies = {"fused_layer_graph_offload", "fused_layer_graph_selective_10"}
-    assert set(SUITES["fastest"]) == wanted | {"unsloth_full", *policies}
+    wanted = {counterpart(id, checkpoints).id for id in both for checkpoints in (True, False)}
+    policies = {"fused_layer_graph_offload", "fused_layer_graph_selective_10_gib"}
+    assert set(SUITES["fastest"]) == wanted | {"unsloth_plain_checkpointing", *policies}
 
 
 def test_without_checkpointing_nothing_else_changes():
-    for name, recipe in VARIANTS.items():
-        if name.endswith(NO_CHECKPOINTING):
-            twin = VARIANTS[name.removesuffix(NO_CHECKPOINTING)]
-            kept = tuple(part for part in twin.fused if part != "checkpoint")
-            assert recipe == replace(twin, checkpointing="none", fused=kept)
+    for variant in VARIANTS.values():
+        if not variant.checkpoints:
+            plain = VARIANTS[variant.plain_id].recipe
+            kept = tuple(part for part in plain.fused if part != "checkpoint")
+            assert variant.recipe == replace(plain, checkpointing="none", fused=kept)
 
 
 def test_bf16_adapters_train_without_autocast(checkpoint, device):
-    built = make("vanilla_peft_bf16", checkpoint, device)
-    assert built.autocast_dtype is None and built.settings["autocast"] == "None"
-    assert built.settings["adapter_dtype"] == "bfloat16"
+    built = make("vanilla_peft_bf16_adapters", checkpoint, device)
+    assert built.autocast_dtype is None and built.settings.autocast == "None"
+    assert built.settings.adapter_dtype == "bfloat16"

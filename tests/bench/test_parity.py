@@ -9,6 +9,7 @@ import torch
 from batches import Batch
 from bench.parity import LIMIT, LOSS_FLOOR, SCALE_LIMIT, Reference, check, judge, make_reference
 from models import Built
+from variants import Settings
 
 LOSSES = [4.0, 5.0]
 
@@ -193,7 +194,7 @@ BATCHES = (batch(1, 2, 3, 4), batch(7, 5, 6, 5))
 
 
 def built(model, dtype=torch.bfloat16):
-    return Built(model, autocast_dtype=dtype, settings={})
+    return Built(model, autocast_dtype=dtype, settings=Settings())
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,13 @@ import re
 
 import example_results as example
 import pytest
+from msgspec.structs import replace
 
 from bench import results
+from bench.records import Git, Tokens
+from report.statistics import summarize
 
-LORA, ADAMW = (example.experiment()[name] for name in ("lora", "optimizer"))
+LORA, ADAMW = example.experiment().lora, example.experiment().optimizer
 
 
 def saved(tmp_path, document):
@@ -22,29 +25,29 @@ def test_without_a_file_the_run_is_fresh(tmp_path):
 
 
 def test_the_same_run_goes_on_wider(tmp_path):
-    tokens = example.experiment()["tokens"]
+    tokens = example.experiment().tokens
     earlier = example.run(("vanilla_peft", "fused_mlp"), (64, 128))
-    earlier["experiment"]["tokens"] = {n: tokens[n] for n in ("64", "128")}
+    earlier.experiment.tokens = {n: tokens[n] for n in (64, 128)}
     path = saved(tmp_path, earlier)
     fresh = example.empty(
         variants=["full_unsloth", "vanilla_peft"], seq_lens=[512, 64], rounds=4, steps=32
     )
-    fresh["experiment"]["tokens"] = {n: tokens[n] for n in ("512", "64")}
-    fresh["argv"] = ["lora_bench.py", "--again"]
+    fresh.experiment.tokens = {n: tokens[n] for n in (512, 64)}
+    fresh.argv = ["lora_bench.py", "--again"]
     document = results.continue_from(path, fresh)
-    experiment = document["experiment"]
-    assert experiment["variants"] == ["vanilla_peft", "fused_mlp", "full_unsloth"]
-    assert experiment["seq_lens"] == [64, 128, 512]
-    assert experiment["tokens"] == {n: tokens[n] for n in ("64", "128", "512")}
-    assert (experiment["rounds"], experiment["steps"]) == (4, 32)
-    assert (document["argv"], document["finished_utc"]) == (["lora_bench.py", "--again"], None)
-    assert results.done(document, "fused_mlp", 128, 3)
-    assert not results.done(document, "fused_mlp", 128, 4)
+    experiment = document.experiment
+    assert experiment.variants == ["vanilla_peft", "fused_mlp", "full_unsloth"]
+    assert experiment.seq_lens == [64, 128, 512]
+    assert experiment.tokens == {n: tokens[n] for n in (64, 128, 512)}
+    assert (experiment.rounds, experiment.steps) == (4, 32)
+    assert (document.argv, document.finished_utc) == (["lora_bench.py", "--again"], None)
+    assert document.is_done("fused_mlp", 128, 3)
+    assert not document.is_done("fused_mlp", 128, 4)
     results.save(path, document)
-    fewer = example.empty(seq_lens=[64], rounds=1, steps=8, tokens={"64": tokens["64"]})
+    fewer = example.empty(seq_lens=[64], rounds=1, steps=8, tokens={64: tokens[64]})
     narrower = results.continue_from(path, fewer)
-    assert narrower["experiment"] == experiment
-    assert narrower["cells"] == document["cells"]
+    assert narrower.experiment == experiment
+    assert narrower.cells == document.cells
 
 
 def other(part, **changed):
@@ -53,11 +56,11 @@ def other(part, **changed):
         return example.empty(**changed)
     document = example.empty()
     if part == "packages":
-        document["environment"]["packages"].update(changed)
+        document.environment.packages.update(changed)
     elif part == "gpu":
-        document["environment"]["gpu"].update(changed)
+        document.environment.gpu = replace(document.environment.gpu, **changed)
     else:
-        document.update(changed)
+        document = replace(document, **changed)
     return document
 
 
@@ -72,19 +75,19 @@ def other(part, **changed):
         (other("experiment", weights="random, seed 1"), "weights random, seed 0 there"),
         (other("experiment", seed=1), "seed 0 there, 1 here"),
         (other("experiment", data_sha256="f" * 64), "data_sha256 0{64} there, f{64} here"),
-        (other("experiment", lora=LORA | {"rank": 8}), r"lora\.rank 32 there, 8 here"),
+        (other("experiment", lora=replace(LORA, rank=8)), r"lora\.rank 32 there, 8 here"),
         (
-            other("experiment", optimizer=ADAMW | {"name": "SGD"}),
+            other("experiment", optimizer=replace(ADAMW, name="SGD")),
             r"optimizer\.name AdamW there, SGD here",
         ),
         (other("experiment", steps=30), "steps a round 8 there, 10 here"),
         (other("experiment", rounds=6), "steps a round 8 there, 4 here"),
         (
-            other("experiment", tokens={"64": {"padding": 0.1, "labelled": 0.7}}),
+            other("experiment", tokens={64: Tokens(0.1, 0.7)}),
             "share labelled at 64 0.75 there, 0.7 here|share padding at 64 0.0 there, 0.1 here",
         ),
         (other("gpu", name="NVIDIA H100"), "gpu NVIDIA H200 there, NVIDIA H100 here"),
-        (other("gpu", power_limit_w=350), "power_limit_w 700 there, 350 here"),
+        (other("gpu", power_limit_w=350.0), "power_limit_w 700.0 there, 350.0 here"),
         (other("document", rehearsal=True), "rehearsal no there, yes here"),
         (other("packages", torch="2.13.0"), r"torch 2\.11\.0\+cu130 there, 2\.13\.0 here"),
         (other("packages", triton="9"), r"triton 3\.6\.0 there, 9 here"),
@@ -116,28 +119,27 @@ def test_many_differences_are_not_all_listed(tmp_path):
 def test_a_package_installed_since_is_no_difference_and_is_tried(tmp_path):
     statuses = {("full_unsloth", 64): "unavailable", ("fused_mlp", 64): "oom"}
     before = example.run(seq_lens=(64,), status=statuses)
-    before["environment"]["packages"]["unsloth"] = None
+    before.environment.packages["unsloth"] = None
     path = saved(tmp_path, before)
     document = results.continue_from(path, example.empty(seq_lens=[64]))
-    assert document["environment"]["packages"]["unsloth"] == "2026.10.9"
-    assert not results.done(document, "full_unsloth", 64, 1)
-    assert results.done(document, "fused_mlp", 64, 1)
+    assert document.environment.packages["unsloth"] == "2026.10.9"
+    assert not document.is_done("full_unsloth", 64, 1)
+    assert document.is_done("fused_mlp", 64, 1)
     # The other way round, what was measured with the package stays, and its version with it.
     gone = other("packages", unsloth=None)
     document = results.continue_from(saved(tmp_path, example.run()), gone)
-    assert results.done(document, "full_unsloth", 64, 1)
-    assert document["environment"]["packages"]["unsloth"] == "2026.10.9"
+    assert document.is_done("full_unsloth", 64, 1)
+    assert document.environment.packages["unsloth"] == "2026.10.9"
 
 
 def test_another_commit_may_go_on_but_both_are_named(tmp_path):
     path = saved(tmp_path, example.empty())
     fresh = example.empty()
-    fresh["environment"]["git"] = {"commit": "def5678", "dirty": True}
+    fresh.environment.git = Git("def5678", True)
     for _ in range(2):
         document = results.continue_from(path, fresh)
         results.save(path, document)
-        git = {"commit": "abc1234 then def5678", "dirty": True}
-        assert document["environment"]["git"] == git
+        assert document.environment.git == Git("abc1234 then def5678", True)
 
 
 # --- one run of several ---------------------------------------------------------------------------
@@ -147,51 +149,52 @@ def test_the_rounds_of_every_run_are_rounds_of_the_merged_one():
     """Two GPUs of a node: each measured vanilla PEFT and one more variant, in two rounds."""
     one = example.run(("vanilla_peft", "fused_mlp"), (64,), rounds=2, steps=16)
     two = example.run(("vanilla_peft", "full_unsloth"), (64,), rounds=2, steps=16, visit=1)
-    two["floor"]["64"]["samples_ms"], one["floor"]["64"]["samples_ms"] = [50.0, 60.0], [40.0]
-    one["floor"]["64"]["floor_ms"], two["floor"]["64"]["floor_ms"] = 40.0, 55.0
-    two["floor"]["64"]["recomputation_samples_ms"] = [10.0, 12.0]  # one is of before there was any
+    two.floor[64].samples_ms, one.floor[64].samples_ms = [50.0, 60.0], [40.0]
+    one.floor[64].floor_ms, two.floor[64].floor_ms = 40.0, 55.0
+    two.floor[64].recomputation_samples_ms = [10.0, 12.0]  # one is of before there was any
     for run in (one, two):
-        run["summary"] = results.summarize(run)
-    two["started_utc"], one["finished_utc"] = "2020-01-01T00:00:00+00:00", None
+        run.summary = summarize(run)
+    two.started_utc, one.finished_utc = "2020-01-01T00:00:00+00:00", None
     before = [copy.deepcopy(run) for run in (one, two)]
     merged = results.merge([one, two])
     assert [one, two] == before
+    merged.summary = summarize(merged)
     rounds = {}
-    for cell in merged["cells"]:
-        rounds.setdefault(cell["variant"], []).append(cell["round"])
+    for cell in merged.cells:
+        rounds.setdefault(cell.variant, []).append(cell.round)
     assert rounds == {"vanilla_peft": [1, 2, 3, 4], "fused_mlp": [1, 2], "full_unsloth": [3, 4]}
-    assert merged["experiment"]["variants"] == ["vanilla_peft", "fused_mlp", "full_unsloth"]
-    assert (merged["experiment"]["rounds"], merged["experiment"]["steps"]) == (4, 32)
-    assert merged["floor"]["64"]["floor_ms"] == 50.0
-    assert merged["floor"]["64"]["recomputation_ms"] == 11.0
-    assert merged["floor"]["64"]["of_round"] == {"1": 40.0, "2": 40.0, "3": 55.0, "4": 55.0}
-    assert merged["started_utc"] == "2020-01-01T00:00:00+00:00"
-    assert merged["finished_utc"] is None
+    assert merged.experiment.variants == ["vanilla_peft", "fused_mlp", "full_unsloth"]
+    assert (merged.experiment.rounds, merged.experiment.steps) == (4, 32)
+    assert merged.floor[64].floor_ms == 50.0
+    assert merged.floor[64].recomputation_ms == 11.0
+    assert merged.floor[64].of_round == {1: 40.0, 2: 40.0, 3: 55.0, 4: 55.0}
+    assert merged.started_utc == "2020-01-01T00:00:00+00:00"
+    assert merged.finished_utc is None
     # paired on the GPU that measured both, and over its own floor: as in the run of each
     for run, variant in ((one, "fused_mlp"), (two, "full_unsloth")):
-        alone = next(row for row in run["summary"] if row["variant"] == variant)
-        together = next(row for row in merged["summary"] if row["variant"] == variant)
-        assert together["speedup"] == alone["speedup"]
-        assert together["ratio_to_floor"] == alone["ratio_to_floor"]
+        alone = next(row for row in run.summary if row.variant == variant)
+        together = next(row for row in merged.summary if row.variant == variant)
+        assert together.speedup == alone.speedup
+        assert together.ratio_to_floor == alone.ratio_to_floor
 
 
 def test_a_merged_run_is_saved_loaded_and_goes_on(tmp_path):
     merged = results.merge([example.run(rounds=2, steps=16, visit=n) for n in range(2)])
     path = saved(tmp_path, merged)
     assert results.load(path) == merged
-    assert results.done(merged, "fused_mlp", 512, 4)
+    assert merged.is_done("fused_mlp", 512, 4)
 
 
 def test_no_measurement_is_merged_twice():
     """It would count twice, and two rounds that agree in every digit make any noise small."""
     one, two = (example.run(rounds=2, steps=16, visit=n) for n in range(2))
     some = copy.deepcopy(one)  # as a run that was copied before it was finished
-    some["cells"] = [c for c in some["cells"] if c["seq_len"] == 64]
+    some.cells = [c for c in some.cells if c.seq_len == 64]
     both = results.merge([one, two])
     for runs, number, count in (
         ([one, one], 2, 24), ([two, one, some], 3, 6), ([some, both], 2, 6), ([both, two], 2, 24),
     ):  # fmt: skip
-        equal_steps = [run | {"experiment": one["experiment"]} for run in runs]
+        equal_steps = [replace(run, experiment=one.experiment) for run in runs]
         said = f"run {number} of these overlaps an earlier one (measurements in both: {count})"
         with pytest.raises(ValueError, match=re.escape(said)):
             results.merge(equal_steps)
@@ -204,8 +207,8 @@ def test_differences_are_written_for_people():
     """As words and numbers, not as Python's."""
     there = example.run(rounds=1, steps=8)
     here = example.run(rounds=1, steps=8, visit=1)
-    here["experiment"] |= {"padded": True, "turn_steps": 2}
-    here["experiment"]["lora"] = LORA | {"targets": ["q_proj", "k_proj"]}
+    lora = replace(LORA, targets=("q_proj", "k_proj"))
+    here.experiment = replace(here.experiment, padded=True, turn_steps=2, lora=lora)
     with pytest.raises(ValueError) as caught:
         results.merge([there, here])
     assert str(caught.value).endswith(

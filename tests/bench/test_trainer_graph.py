@@ -2,6 +2,7 @@
 
 import gc
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,14 +14,13 @@ from test_trainer import FakeClock, Line, make_batches
 
 import models
 import trainer as trainer_module
-import variants
 from batches import Batch
 from bench import audit, cells, options
 from bench import plan as planning
 from fused_lora.step.graph import EAGER_CALLS
 from models import Graph
 from trainer import MAX_WARMUP_STEPS, MIN_WARMUP_STEPS, Trainer
-from variants import VARIANTS, Recipe
+from variants import VARIANTS, Lora, Recipe
 
 TINY = str(Path(__file__).resolve().parents[2] / "configs" / "tiny.json")
 STEADY_WARMUP = [1.0] * (EAGER_CALLS + MIN_WARMUP_STEPS)
@@ -176,7 +176,7 @@ def test_the_peak_of_eager_steps_is_that_of_the_timed_ones(monkeypatch):
 
 # --- a variant ------------------------------------------------------------------------------------
 
-GRAPHS = [variant for variant, recipe in VARIANTS.items() if recipe.graph]
+GRAPHS = [variant.id for variant in VARIANTS.values() if variant.recipe.graph]
 
 
 @pytest.mark.parametrize("variant", GRAPHS)
@@ -193,7 +193,8 @@ def test_a_variant_is_measured_as_a_graph_from_its_recipe_to_its_cell(
     if device == "cpu":
         monkeypatch.setattr("fused_lora.step.graph.GraphedStep", RecordedStep)
     recipe = Recipe(checkpointing="none", graph=True)
-    monkeypatch.setitem(variants.VARIANTS, "vanilla_graph", recipe)
+    record = replace(VARIANTS["vanilla_peft"], id="vanilla_graph", recipe=recipe)
+    monkeypatch.setitem(VARIANTS, "vanilla_graph", record)
     arguments = options.parse(
         ["--device", device, "--model", TINY, "--seq-lens", "16", "32", "--steps",
          "3", "--batch-size", "4", "--rounds", "1", *padded, "--cache", str(tmp_path / "cache"),
@@ -207,14 +208,14 @@ def test_a_variant_is_measured_as_a_graph_from_its_recipe_to_its_cell(
         sent = []
         cells.measure_cells(sent.append, plan, variant, 1, plan.seq_lens)
         found = [message["cell"] for message in sent if "cell" in message]
-        assert [cell["status"] for cell in found] == ["ok", "ok"], found[0]["error"]
+        assert [cell.status for cell in found] == ["ok", "ok"], found[0].error
         is_graph = variant == "vanilla_graph"
         for cell in found:
-            parts = (cell["forward_ms"], cell["backward_ms"], cell["optimizer_ms"])
+            parts = (cell.forward_ms, cell.backward_ms, cell.optimizer_ms)
             assert [len(part) for part in parts] == [0 if is_graph else 3] * 3
-            assert len(cell["step_ms"]) == 3
-            assert cell["settings"].get("graph", False) is is_graph
-        losses[variant] = [loss for cell in found for loss in cell["losses"]]
+            assert len(cell.step_ms) == 3
+            assert cell.settings.graph is is_graph
+        losses[variant] = [loss for cell in found for loss in cell.losses]
     assert losses["vanilla_graph"] == pytest.approx(
         losses["vanilla_peft_no_checkpointing"], rel=1e-3
     )
@@ -265,7 +266,7 @@ def test_a_fused_graph_trains_as_the_same_step_eagerly(variant, device, tmp_path
     batch.labels[:, :20] = -100  # the graph computes the loss on fewer rows than there are tokens
     losses = []
     for name in (variant, variant.removesuffix("_graph")):
-        built = models.build(name, source.folder, models.Lora(rank=4), 32, True, device, 0)
+        built = models.build(name, source.folder, Lora(rank=4), 32, True, device, 0)
         clock = trainer_module.CudaClock()
         trainer = Trainer(built.model, built.autocast, clock, 1e-3, graph=built.graph)
         losses.append(trainer.run([batch], steps=5).losses)

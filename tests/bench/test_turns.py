@@ -1,6 +1,7 @@
 """--turns: the variants of a round side by side, their timed steps in turns."""
 
 import json
+from functools import partial
 from types import SimpleNamespace
 
 import example_results as example
@@ -14,8 +15,9 @@ from bench import cells, experiment, machine, options
 from bench import plan as planning
 from bench import processes as isolated
 from bench import results as store
-from bench.parity import Parity
 from bench.profiler import Profile
+from bench.records import Cell, Parity
+from variants import Settings
 
 pytestmark = [WITHOUT_GPU, pytest.mark.usefixtures("warm_processes")]
 VARIANTS = ["vanilla_peft", "fused_mlp"]
@@ -45,9 +47,9 @@ def test_steps_of_two_variants_alternate_and_a_finished_run_starts_nothing(tmp_p
     assert steps == [(first, 1), (first, 2), (second, 1), (second, 2),
                      (first, 3), (first, 4), (second, 3), (second, 4)]  # fmt: skip
     results = json.loads((tmp_path / "results.json").read_text())
-    assert results["experiment"]["turn_steps"] == 2
-    assert [cell["status"] for cell in results["cells"]] == ["ok", "ok"]
-    assert all(len(cell["step_ms"]) == 4 for cell in results["cells"])
+    assert results.experiment.turn_steps == 2
+    assert [cell.status for cell in results.cells] == ["ok", "ok"]
+    assert all(len(cell.step_ms) == 4 for cell in results.cells)
     assert lora_bench.main(command(tmp_path)) == 0
     assert len(steps) == 8
 
@@ -59,7 +61,7 @@ def test_a_turn_of_no_step_is_refused(tmp_path, capsys):
 
 def test_a_run_in_turns_is_no_continuation_of_one_that_was_not(tmp_path):
     there, here = (example.run(visit=n) for n in range(2))
-    here["experiment"]["turn_steps"] = 2
+    here.experiment.turn_steps = 2
     with pytest.raises(ValueError, match="turn_steps none there, 2 here"):
         store.merge([there, here])
 
@@ -67,13 +69,12 @@ def test_a_run_in_turns_is_no_continuation_of_one_that_was_not(tmp_path):
 def test_a_length_that_lacks_a_cell_is_run_again_with_all_its_variants():
     results = example.run((*VARIANTS, "full_unsloth"), rounds=2)
     lacking = (2, "fused_mlp", 64)
-    results["cells"] = [
-        c for c in results["cells"] if (c["round"], c["variant"], c["seq_len"]) != lacking
-    ]
+    results.cells = [c for c in results.cells if (c.round, c.variant, c.seq_len) != lacking]
 
     def to_do(turn_steps):
-        plan = SimpleNamespace(seq_lens=results["experiment"]["seq_lens"], turn_steps=turn_steps)
-        return experiment.cells_to_do(plan, results, VARIANTS, 2)
+        plan = SimpleNamespace(seq_lens=results.experiment.seq_lens, turn_steps=turn_steps,
+                               variants=VARIANTS, rounds=2)  # fmt: skip
+        return experiment.cells_to_do(plan, results)
 
     assert to_do(None) == [lacking]
     # with those that were not asked for this time, but would be held against a new baseline
@@ -82,32 +83,32 @@ def test_a_length_that_lacks_a_cell_is_run_again_with_all_its_variants():
 
 def test_one_that_dies_or_is_unavailable_is_told_and_the_others_are_kept(tmp_path, monkeypatch):
     def run_in_turns(function, each, on_message, silence_limit_s):
-        assert [cell["status"] for cell in results["cells"]] == ["unavailable"]
+        assert [cell.status for cell in results.cells] == ["unavailable"]
         (_, variant, round_number, (seq_len,)), (_, dead, *_) = each
         assert (variant, dead, silence_limit_s) == ("vanilla_peft", "fused_mlp", 60.0)
         cell = example.timed_cell(variant, seq_len, round_number, [2.0, 2.1])
-        on_message(0, {"cell": cell | {"parity": {"worst_ratio": 1.0}}})
+        on_message(0, {"cell": cell})
         return [isolated.Ended(None, ""), isolated.Ended("killed by SIGKILL", "the last words")]
 
     monkeypatch.setattr(isolated, "run_in_turns", run_in_turns)
     names = [*VARIANTS, "full_unsloth"]
     results = example.empty(rehearsal=True, gpu=False, variants=names, seq_lens=[16], rounds=1,
                             steps=2, tokens={})  # fmt: skip
-    store.add_cell(results, example.timed_cell("fused_mlp", 16, 1, [1.0]))  # of an earlier go
+    results.add(example.timed_cell("fused_mlp", 16, 1, [1.0]))  # of an earlier go
     todo = [(1, name, 16) for name in names] + [(2, "vanilla_peft", 16)]
-    plan = SimpleNamespace(steps=2, device="cpu")
-    asked = {"allow_shared_gpu": False, "cell_timeout": 60.0}
+    plan = SimpleNamespace(steps=2, device="cpu", allow_shared_gpu=False, cell_timeout_s=60.0)
     path, ticks = tmp_path / "results.json", []
-    run = experiment.Run(plan, results, path, asked, ticks.append, ticks.append)
-    left = run.side_by_side(todo)
+    save = partial(store.save, path, results)
+    runner = experiment.Runner(plan, results, save, ticks.append, ticks.append)
+    left = runner.side_by_side(todo)
     assert left == [(2, "vanilla_peft", 16)]
-    saved = {cell["variant"]: cell for cell in store.load(path)["cells"]}
-    assert {name: saved[name]["status"] for name in names} == {
+    saved = {cell.variant: cell for cell in store.load(path).cells}
+    assert {name: saved[name].status for name in names} == {
         "vanilla_peft": "ok",
         "fused_mlp": "error",
         "full_unsloth": "unavailable",
     }
-    assert saved["fused_mlp"]["error"] == "killed by SIGKILL\nthe last words"
+    assert saved["fused_mlp"].error == "killed by SIGKILL\nthe last words"
 
 
 def test_a_variant_that_finds_no_memory_beside_the_others_did_not_run_out_of_its_own(
@@ -125,8 +126,8 @@ def test_a_variant_that_finds_no_memory_beside_the_others_did_not_run_out_of_its
     monkeypatch.setattr(cells.interpreter, "prepare", lambda: None)
     sent = []
     cells.measure_cells(sent.append, plan, "vanilla_peft", 1, (16,))
-    assert sent[0]["cell"]["status"] == "error"
-    assert sent[0]["cell"]["error"].startswith("no GPU memory beside the other variants")
+    assert sent[0]["cell"].status == "error"
+    assert sent[0]["cell"].error.startswith("no GPU memory beside the other variants")
 
 
 def measure_on_a_gpu(monkeypatch, turn_steps):
@@ -160,10 +161,12 @@ def measure_on_a_gpu(monkeypatch, turn_steps):
         steps=4, turn_steps=turn_steps, batch_size=1, device="cuda", clock=lambda: None,
         batches=lambda *_: [batch],
     )  # fmt: skip
-    built = SimpleNamespace(settings={}, fused_modules=[], model=None, autocast=None, graph=None)
-    parity = Parity(True, None, [], [], [], [], 0.0, 0.0, 1.0, "", 1.0, "")
+    built = SimpleNamespace(
+        settings=Settings(), fused_modules=[], model=None, autocast=None, graph=None
+    )
+    cell = Cell("vanilla_peft", 16, 1, "error", parity=Parity(passed=True))
     with pytest.raises(KeyboardInterrupt):
-        cells._measure({}, plan, "vanilla_peft", 16, built, parity, lambda _: None, wait_for_turn)
+        cells._measure(plan, cell, built, lambda _: None, wait_for_turn)
     return events, counted
 
 

@@ -11,24 +11,24 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 
-from bench import results
-from report import ablation, looks, names
+from bench.records import Cell
+from report import ablation, looks
 from report import ablation_picture as plot
 from report import statistics as summary
 from report.ablation import Gain
-from variants import PARTS, VARIANTS
+from variants import LOOKS, PARTS, VARIANTS, counterpart
 
 ROOT = Path(__file__).resolve().parents[2]
-WITHOUT = summary.NO_CHECKPOINTING
+WITHOUT = "_no_checkpointing"
 STATUS = {
     ("fused_attention", 512): "oom",
     ("fused_all_but_rope", 512): "error",
     ("fused_all", 128): "parity_failed",
     ("vanilla_peft", 256): "oom",
     ("vanilla_peft" + WITHOUT, 256): "oom",
-    **{(v, 512): "oom" for v in VARIANTS if v.endswith(WITHOUT)},
+    **{(id, 512): "oom" for id, variant in VARIANTS.items() if not variant.checkpoints},
 }
-WITH_CHECKPOINTING = [v for v in VARIANTS if not v.endswith(WITHOUT)]
+WITH_CHECKPOINTING = [id for id, variant in VARIANTS.items() if variant.checkpoints]
 RUNS = {
     "all": case.run(),
     "with gaps": case.run(seq_lens=(128, 256, 512), status=STATUS),
@@ -93,7 +93,7 @@ def test_gains_by_hand():
 
 def test_a_part_that_adds_time_has_a_negative_gain():
     checkpoint = row(ablation.gains(case.rounds(**HAND_MADE), 64), "checkpoint").first
-    assert (checkpoint.ms, checkpoint.ci95_ms) == (-4, [-4, -4])
+    assert (checkpoint.ms, checkpoint.ci95_ms) == (-4, (-4, -4))
     assert checkpoint.percent == pytest.approx(-100 * 4 / 210)
 
 
@@ -112,9 +112,9 @@ def test_gains_are_judged_as_speedups_are():
     rows = ablation.gains(run, 64)
     assert row(rows, "mlp").first.verdict == row(rows, "mlp").last.verdict == "faster"
     assert row(rows, "checkpoint").first.verdict == "slower"
-    assert row(rows, "rope").first.verdict == ablation.NOISE  # 1, -1 and 1 ms
-    assert row(rows, "rope").last.verdict == ablation.NOISE  # 0, 1 and 0 ms
-    judged = {r["variant"]: r["verdict"] for r in summary.summarize(run)}
+    assert row(rows, "rope").first.verdict == summary.NOISE  # 1, -1 and 1 ms
+    assert row(rows, "rope").last.verdict == summary.NOISE  # 0, 1 and 0 ms
+    judged = {r.variant: r.verdict for r in summary.summarize(run)}
     for part in PARTS:
         assert row(rows, part).first.verdict == judged[f"fused_{part}"]
     lone = {name: times for name, times in HAND_MADE.items() if "again" not in name}
@@ -140,7 +140,7 @@ def test_the_blocks_are_apart():
     times = {"vanilla_peft": [300], "fused_mlp": [290], "fused_checkpoint": [280]}
     run = case.rounds(**times, **{"vanilla_peft" + WITHOUT: [200], "fused_mlp" + WITHOUT: [150]})
     assert row(ablation.gains(run, 64), "mlp").first.ms == 10
-    rows = ablation.gains(run, 64, WITHOUT)
+    rows = ablation.gains(run, 64, False)
     assert (row(rows, "mlp").first.ms, row(rows, "mlp").first.percent) == (50, 25)
     assert [row.part for row in rows] == [*PARTS[:-1], "interaction"]
     assert PARTS[-1] == "checkpoint"
@@ -152,7 +152,7 @@ def test_each_block_has_its_own_noise():
     times["vanilla_peft_again"], times["vanilla_peft_again" + WITHOUT] = [301, 300], [330, 300]
     run = case.rounds(**times)
     assert row(ablation.gains(run, 64), "mlp").first.verdict == "faster"
-    assert row(ablation.gains(run, 64, WITHOUT), "mlp").first.verdict == ablation.NOISE
+    assert row(ablation.gains(run, 64, False), "mlp").first.verdict == summary.NOISE
 
 
 def test_what_has_no_gain_says_why():
@@ -182,12 +182,12 @@ def bars(axes, height):
     return [tuple(sorted((b.get_x(), b.get_x() + b.get_width()))) for b in found]
 
 
-@pytest.mark.parametrize(("panel", "seq_len", "block"), [(0, 64, ""), (7, 512, WITHOUT)])
+@pytest.mark.parametrize(("panel", "seq_len", "block"), [(0, 64, True), (7, 512, False)])
 def test_a_panel_is_a_waterfall_from_vanilla_to_all_fused(panel, seq_len, block, pictures):
     run, axes = RUNS["all"], pictures["all"].axes[panel]
     rows = ablation.gains(run, seq_len, block)
     vanilla, fused = (
-        median(summary.round_ms(run, name + block, seq_len).values())
+        median(run.round_ms(counterpart(name, block).id, seq_len).values())
         for name in ("vanilla_peft", "fused_all")
     )
     totals = bars(axes, 0.66)
@@ -233,10 +233,10 @@ def test_the_numbers_stand_beside_the_bars_and_only_what_is_told_from_noise_is_b
         assert f"{gain.ms:.0f} ms" in words(axes) and f"{gain.percent:.0f}%" in words(axes)
     assert "1.87×" in words(axes)
     colours = {text.get_text(): to_hex(text.get_color()) for text in axes.texts}
-    assert colours[f"{mlp.first.ms:.0f} ms"] == plot.FIRST == looks.LOOKS["fused_mlp"].colour
-    assert colours["−5 ms"] == "#999999"
+    assert colours[f"{mlp.first.ms:.0f} ms"] == plot.FIRST == LOOKS["fused"].colour
+    assert colours["−3 ms"] == "#999999"
     weights = {text.get_text(): text.get_weight() for text in axes.texts}
-    assert (weights[f"{mlp.first.ms:.0f} ms"], weights["−5 ms"]) == ("bold", "normal")
+    assert (weights[f"{mlp.first.ms:.0f} ms"], weights["−3 ms"]) == ("bold", "normal")
     (one_round,) = ablation.gains(RUNS["one block, one round"], 512)[:1]
     texts = pictures["one block, one round"].axes[-1].texts
     assert "#999999" not in {to_hex(text.get_color()) for text in texts}
@@ -256,7 +256,7 @@ def test_gaps_are_labelled(pictures):
     assert not at[512, 1].patches
     assert words(at[128, 0]).count("failed parity") == 1
     assert "does not apply" in words(at[256, 1]) and "does not apply" not in words(at[256, 0])
-    fused = median(summary.round_ms(RUNS["with gaps"], "fused_all", 256).values())
+    fused = median(RUNS["with gaps"].round_ms("fused_all", 256).values())
     gain = row(ablation.gains(RUNS["with gaps"], 256), "mlp").last
     assert bars(at[256, 0], 0.16)[0] == pytest.approx((fused, fused + gain.ms))
 
@@ -309,7 +309,8 @@ def test_a_failed_draw_leaves_the_earlier_picture(tmp_path, monkeypatch):
 
 
 def test_neither_module_imports_torch():
-    check = "import sys; from report import ablation_picture, frontier; sys.exit('torch' in sys.modules)"
+    imports = "import sys; from report import ablation_picture, frontier"
+    check = f"{imports}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], cwd=ROOT, timeout=60).returncode == 0
 
 
@@ -318,8 +319,8 @@ def test_neither_module_imports_torch():
 
 def test_the_table_by_hand():
     run = case.rounds(**HAND_MADE)
-    run["experiment"]["seq_lens"] = [64, 128]
-    results.add_cell(run, results.new_cell("fused_mlp", 128, 1, "oom"))
+    run.experiment.seq_lens = [64, 128]
+    run.add(Cell("fused_mlp", 128, 1, "oom"))
     title, blank, *lines = ablation.table(run).split("\n\nWith")[0].split("\n")
     assert (title, blank) == ("With gradient checkpointing:", "")
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
@@ -336,16 +337,16 @@ def test_the_gpus_own_time_by_hand():
     """Other than the step's, without verdicts, and only where it was measured."""
     run = case.rounds(**HAND_MADE)
     busy_ms = {"vanilla_peft": 100, "fused_mlp": 88, "fused_all_but_mlp": 61, "fused_all": 50}
-    for cell in run["cells"]:
-        cell["gpu_busy_ms"] = busy_ms.get(cell["variant"])
+    for cell in run.cells:
+        cell.gpu_busy_ms = busy_ms.get(cell.variant)
     mlp, attention, *_ = ablation.gains(run, 64, time=ablation.GPU)
     assert (mlp.first.ms, mlp.first.percent, mlp.last.ms) == pytest.approx((12, 12, 11))
     assert mlp.first.verdict is mlp.last.verdict is None
     assert isinstance(attention.first, str)
-    assert ablation.together(run, 64, "", ablation.GPU).ms == 50
+    assert ablation.together(run, 64, True, ablation.GPU).ms == 50
     assert "| fused MLP | 12.0 (12.0%) | 11.0 |" in ablation.table(run)
-    for cell in run["cells"]:
-        cell["gpu_busy_ms"] = None
+    for cell in run.cells:
+        cell.gpu_busy_ms = None
     assert "GPU" not in ablation.table(run)
 
 
@@ -359,14 +360,3 @@ def test_a_table_a_block():
         f"Without checkpointing{of_the_gpu}",
     ]
     assert ablation.table(example.empty()) == ""
-
-
-def test_every_variant_has_a_name_of_its_own():
-    said = {variant: names.name_of(variant) for variant in VARIANTS}
-    assert len(set(said.values())) == len(VARIANTS)
-    assert not [variant for variant, name in said.items() if "_" in name]
-    assert said["fused_all_but_mlp"] == "all fused but the MLP"
-    assert said["compiled_peft" + WITHOUT] == "compiled PEFT without checkpointing"
-    assert names.name_of("bordered_step") == "bordered_step"
-    for variant, look in looks.LOOKS.items():
-        assert said[variant] == look.name

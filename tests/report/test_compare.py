@@ -5,9 +5,11 @@ import copy
 import example_results as example
 import pytest
 from example_results import rounds
+from msgspec.structs import replace
 
 import lora_bench
 from bench import results
+from bench.records import Floor
 from report.comparison import compare
 from report.statistics import summarize
 
@@ -15,11 +17,11 @@ from report.statistics import summarize
 def visit(floor_ms=40.0, host_us=4.0, busy_ms=None, **step_ms):
     """A run at 64 tokens, one step a round; by default the GPU is never idle."""
     document = rounds(**step_ms)
-    document["floor"] = {"64": {"floor_ms": floor_ms, "samples_ms": [floor_ms]}}
-    for cell in document["cells"]:
-        cell["host_launch_us"] = host_us
-        cell["gpu_busy_ms"] = busy_ms or cell["step_ms"][0]
-    document["summary"] = summarize(document)
+    document.floor = {64: Floor(floor_ms, [floor_ms])}
+    for cell in document.cells:
+        cell.host_launch_us = host_us
+        cell.gpu_busy_ms = busy_ms or cell.step_ms[0]
+    document.summary = summarize(document)
     return document
 
 
@@ -153,9 +155,9 @@ def test_a_gpu_is_busy_for_a_whole_step_at_most():
 
 def test_a_visit_whose_machine_was_not_measured_is_taken_to_be_the_same():
     old, new = fused(100.0, 100.0), fused(110.0, 110.0, floor_ms=44.0, host_us=8.0)
-    old["floor"] = {}
-    for cell in old["cells"]:
-        cell["host_launch_us"] = cell["gpu_busy_ms"] = None
+    old.floor = {}
+    for cell in old.cells:
+        cell.host_launch_us = cell.gpu_busy_ms = None
     row = only_row(old, new)
     assert row.band == pytest.approx((1 / 1.03, 1.03))
     assert row.verdict == "slower"
@@ -209,8 +211,8 @@ def test_cells_of_one_file_only_are_left_out():
 
 def test_cells_that_an_unfinished_run_still_lacks_are_left_out():
     old, new = example.run(seq_lens=(64,)), example.run(seq_lens=(64,))
-    new["cells"] = [cell for cell in new["cells"] if cell["variant"] != "full_unsloth"]
-    new["summary"] = summarize(new)
+    new.cells = [cell for cell in new.cells if cell.variant != "full_unsloth"]
+    new.summary = summarize(new)
     assert [row.variant for row in compare(old, new).rows] == ["vanilla_peft", "fused_mlp"]
 
 
@@ -232,8 +234,8 @@ def test_a_rehearsal_is_compared_with_nothing_but_a_rehearsal():
 
 def test_of_long_lists_what_is_in_one_alone_is_listed():
     old, new = example.run(), example.run()
-    old["experiment"]["variants"] += [f"variant_{n}" for n in range(50)]
-    new["experiment"]["variants"] += ["one_more"]
+    old.experiment.variants += [f"variant_{n}" for n in range(50)]
+    new.experiment.variants += ["one_more"]
     assert compare(old, new).differences == [
         "variants: gone variant_0, variant_1, variant_2, and 47 more; new one_more"
     ]
@@ -242,14 +244,14 @@ def test_of_long_lists_what_is_in_one_alone_is_listed():
 def test_what_else_is_not_the_same_is_listed():
     old = example.run(("vanilla_peft", "fused_mlp"), (64,))
     new = copy.deepcopy(old)
-    new["environment"]["gpu"]["name"] = "NVIDIA H100"
-    new["environment"]["packages"] |= {"torch": "2.13.0", "liger_kernel": "0.8.5"}
-    new["environment"]["git"]["commit"] = "def5678"
-    new["experiment"]["batch_size"] = 16
-    new["experiment"]["lora"]["rank"] = 8
-    for cell in new["cells"]:
-        if cell["variant"] == "fused_mlp":
-            cell["settings"] = {**cell["settings"], "checkpointing": "off", "graphs": True}
+    new.environment.gpu.name = "NVIDIA H100"
+    new.environment.packages |= {"torch": "2.13.0", "liger_kernel": "0.8.5"}
+    new.environment.git.commit = "def5678"
+    new.experiment.batch_size = 16
+    new.experiment.lora = replace(new.experiment.lora, rank=8)
+    for cell in new.cells:
+        if cell.variant == "fused_mlp":
+            cell.settings = replace(cell.settings, checkpointing="off", graph=True)
     assert compare(old, new).differences == [
         "gpu.name: NVIDIA H200 -> NVIDIA H100",
         "packages.torch: 2.11.0+cu130 -> 2.13.0",
@@ -258,7 +260,7 @@ def test_what_else_is_not_the_same_is_listed():
         "batch_size: 32 -> 16",
         "lora.rank: 32 -> 8",
         "fused_mlp at 64, checkpointing: on -> off",
-        "fused_mlp at 64, graphs: none -> yes",
+        "fused_mlp at 64, graph: none -> yes",
     ]
 
 
@@ -284,7 +286,7 @@ def test_the_command_ends_with_0_where_nothing_is_slower(tmp_path, capsys):
 
 def test_the_command_ends_with_1_where_something_is_slower(tmp_path, capsys):
     new = fused(110.0, 110.0)
-    new["environment"]["packages"]["torch"] = "2.13.0"
+    new.environment.packages["torch"] = "2.13.0"
     assert run_compare(tmp_path, fused(100.0, 100.0), new) == 1
     shown = capsys.readouterr()
     assert "Slower beyond noise." in shown.out

@@ -1,31 +1,29 @@
 import os
 from itertools import pairwise
-from pathlib import Path
 
 import ablation_case as case
 import example_results as example
 import pytest
 from matplotlib.colors import to_hex
+from msgspec.structs import replace
 
 from bench import results
-from report import fits, frontier, looks
-from report.names import name_of
-from report.statistics import NO_CHECKPOINTING as WITHOUT
-from variants import VARIANTS
+from report import commands, fits, frontier, looks
+from variants import LOOKS, VARIANTS, WITHOUT, variant_of
 
 GIB = 2**30
 TWINS = {"vanilla_peft_again", "vanilla_peft_again" + WITHOUT}
-NO_MEMORY = {(v, 512): "oom" for v in VARIANTS if v.endswith(WITHOUT)}
+NO_MEMORY = {(id, 512): "oom" for id, variant in VARIANTS.items() if not variant.checkpoints}
 RUNS = {
     "all": case.run(),
     "with checkpointing": case.run(seq_lens=(512,), status=NO_MEMORY),
     "experiment": case.run(("vanilla_peft", "fused_mlp", "full_unsloth", "vanilla_peft_again")),
     "unknown variants": case.run(("vanilla_peft", "fused_mlp")),
-    "as published": results.load(Path(__file__).resolve().parents[2] / "docs" / "suite.json"),
+    "as published": results.load(commands.SUITE),
 }
-for _cell in RUNS["unknown variants"]["cells"]:
-    _cell["variant"] = _cell["variant"].replace("fused_mlp", "bordered_step")
-RUNS["unknown variants"]["experiment"]["variants"][1] = "bordered_step"
+for _cell in RUNS["unknown variants"].cells:
+    _cell.variant = _cell.variant.replace("fused_mlp", "bordered_step")
+RUNS["unknown variants"].experiment.variants[1] = "bordered_step"
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +39,8 @@ def hand_made(**points):
             if measured:
                 ms, gib = measured
                 cell = example.timed_cell(variant, 64, n, [float(ms)])
-                results.add_cell(run, {**cell, "peak_reserved_bytes": int(gib * GIB)})
+                cell.peak_reserved_bytes = int(gib * GIB)
+                run.add(cell)
     return run
 
 
@@ -106,15 +105,15 @@ def test_what_is_left_out():
 
 def test_memory_that_was_not_reserved_is_what_was_allocated():
     run = hand_made(**THREE)
-    for cell in run["cells"]:
-        cell["peak_allocated_bytes"] = 5 * GIB
-    run["cells"][3]["peak_reserved_bytes"] = None
+    for cell in run.cells:
+        cell.peak_allocated_bytes = 5 * GIB
+    run.cells[3].peak_reserved_bytes = None
     peaks = {point.variant: point.peak_gib for point in fits.points_of(run, 64)}
     assert (peaks["vanilla_peft"], peaks["fused_mlp"]) == (21.5, 23.0)
-    run["cells"][2]["peak_reserved_bytes"] = None
+    run.cells[2].peak_reserved_bytes = None
     peaks = {point.variant: point.peak_gib for point in fits.points_of(run, 64)}
     assert peaks["fused_mlp"] == 5.0
-    run["cells"][2]["peak_allocated_bytes"] = run["cells"][3]["peak_allocated_bytes"] = None
+    run.cells[2].peak_allocated_bytes = run.cells[3].peak_allocated_bytes = None
     assert "fused_mlp" not in [point.variant for point in fits.points_of(run, 64)]
 
 
@@ -198,9 +197,9 @@ def test_every_variant_is_a_point_at_the_longest_length(pictures):
     for point in points:
         mark = marks[round(point.peak_gib, 6), round(point.step_ms, 6)]
         hollow = to_hex(mark.get_markerfacecolor()) == "#ffffff"
-        assert hollow == point.variant.endswith(WITHOUT)
-        colours = {"fused": "#c81e2b", "unsloth": "#8250df", "vanilla": "#8a8a8a"}
-        wanted = [colour for part, colour in colours.items() if part in point.variant]
+        assert hollow is not VARIANTS[point.variant].checkpoints
+        families = {"fused": "fused", "unsloth": "unsloth", "vanilla": "peft"}
+        wanted = [LOOKS[look].colour for part, look in families.items() if part in point.variant]
         assert not wanted or mark.get_color() == wanted[0]
 
 
@@ -219,7 +218,7 @@ def test_frontier_floor_and_cards_are_lines(pictures):
     assert upright == [gib - 0.6 for gib in (12, 16, 24, 40, 48, 80)]  # 8 GiB is out of range
     said = [text.get_text() for text in axes.texts]
     assert "24 GiB\ncard" in said and "8 GiB\ncard" not in said
-    no_floor = {**RUNS["experiment"], "floor": {}}
+    no_floor = replace(RUNS["experiment"], floor={})
     assert not [t for t in frontier.figure(no_floor).axes[0].texts if "floor" in t.get_text()]
 
 
@@ -232,7 +231,7 @@ def test_every_point_is_named_or_numbered(pictures):
     assert sorted(words for words in said if words.isdigit()) == sorted(rows)
     points, named = fits.points_of(RUNS["all"], 512), []
     for point in points:
-        name = name_of(point.variant.removesuffix(WITHOUT))
+        name = variant_of(point.variant).plain_title
         if f"{name}\n{point.step_ms:.0f} ms" in said:
             named.append(point)
         else:
@@ -275,7 +274,7 @@ def test_the_title_states_both_ends():
     assert frontier.finding(hand_made(**THREE)).startswith(
         "At 64 tokens, fastest: all fused (84 ms"
     )
-    assert frontier.finding({**RUNS["all"], "rehearsal": True}) == looks.REHEARSAL
+    assert frontier.finding(replace(RUNS["all"], rehearsal=True)) == looks.REHEARSAL
 
 
 def test_the_longest_length_with_two_points_is_drawn():
@@ -286,8 +285,8 @@ def test_the_longest_length_with_two_points_is_drawn():
 def test_there_is_no_picture_of_less_than_two_points(tmp_path):
     path = tmp_path / "frontier.png"
     without_memory = hand_made(**THREE)
-    for cell in without_memory["cells"]:
-        cell["peak_reserved_bytes"] = None
+    for cell in without_memory.cells:
+        cell.peak_reserved_bytes = None
     for run in (
         example.empty(),
         case.run(("vanilla_peft", "vanilla_peft_again"), (64,)),

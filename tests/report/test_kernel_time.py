@@ -4,7 +4,7 @@ import example_results as example
 import pytest
 from matplotlib.text import Text
 
-from bench import results as store
+from bench.records import Floor
 from report import kernel_time
 
 
@@ -12,12 +12,12 @@ def profiled(*cells):
     """A document at 64 tokens: (variant, round, step_ms, kernel_ms, gpu_busy_ms) a cell."""
     variants = list(dict.fromkeys(cell[0] for cell in cells))
     document = example.empty(variants=variants, seq_lens=[64])
-    document["floor"]["64"] = {"floor_ms": 40.0, "samples_ms": [40.0]}
+    document.floor[64] = Floor(40.0, [40.0])
     for variant, round_number, step_ms, kernel_ms, busy_ms in cells:
         cell = example.timed_cell(
             variant, 64, round_number, step_ms, kernel_ms=kernel_ms, gpu_busy_ms=busy_ms
         )
-        store.add_cell(document, cell)
+        document.add(cell)
     return document
 
 

@@ -5,13 +5,11 @@ import example_results as example
 import numpy as np
 import pytest
 from matplotlib.text import Text
+from msgspec.structs import replace
 
-from bench import results
 from report import looks, loss_curve
-from report.statistics import NO_CHECKPOINTING
 
-VANILLA = "vanilla_peft" + NO_CHECKPOINTING
-LAYER = "fused_layer_graph" + NO_CHECKPOINTING
+VANILLA, LAYER = "vanilla_peft_no_checkpointing", "fused_layer_graph_no_checkpointing"
 
 
 def run(**losses):
@@ -20,7 +18,7 @@ def run(**losses):
     for variant, own in losses.items():
         for seq_len, values in ((64, [9.0] * len(own)), (256, own)):
             cell = example.timed_cell(variant, seq_len, 1, [100.0] * len(own), losses=values)
-            results.add_cell(document, cell)
+            document.add(cell)
     return document
 
 
@@ -38,7 +36,7 @@ def test_the_title_says_how_far_they_come_apart():
     assert loss_curve.finding(TWO) == (
         "Loss over 3 steps: at most 1.00% from vanilla PEFT's, 0.300% on the average"
     )
-    assert loss_curve.finding(TWO | {"rehearsal": True}) == looks.REHEARSAL
+    assert loss_curve.finding(replace(TWO, rehearsal=True)) == looks.REHEARSAL
 
 
 def test_both_panels_show_what_was_measured():

@@ -12,11 +12,11 @@ from matplotlib.collections import LineCollection
 from matplotlib.colors import to_hex
 from matplotlib.text import Text
 
-from bench import results
+from bench.records import Cell
 from report import benchmark_results as plots
 from report import looks, tables
 from report import statistics as summary
-from variants import SUITES
+from variants import LOOKS, SUITES, title_of
 
 ROOT = Path(__file__).resolve().parents[2]
 FOUR = ("vanilla_peft", "vanilla_peft_again", "fused_mlp", "full_unsloth")
@@ -60,7 +60,7 @@ def panels(picture):
 
 def row(run, variant, seq_len):
     key = (variant, seq_len)
-    return next(r for r in summary.summarize(run) if (r["variant"], r["seq_len"]) == key)
+    return next(r for r in summary.summarize(run) if (r.variant, r.seq_len) == key)
 
 
 def line(axes, name):
@@ -90,7 +90,7 @@ def bar_at(axes, place):
 )
 def test_throughput_is_drawn_from_zero(variant, name, pictures):
     axes = panels(pictures["three"])["throughput"]
-    wanted = [row(RUNS["three"], variant, n)["tokens_per_s"] for n in example.SEQ_LENS]
+    wanted = [row(RUNS["three"], variant, n).tokens_per_s for n in example.SEQ_LENS]
     assert list(line(axes, name).get_ydata()) == wanted
     assert list(line(axes, name).get_xdata()) == [0, 1, 2, 3]
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["64", "128", "256", "512"]
@@ -102,11 +102,11 @@ def test_throughput_is_drawn_from_zero(variant, name, pictures):
 def test_speedups_come_with_intervals_the_line_at_one_and_the_band(pictures):
     run, axes = RUNS["with an A/A band"], panels(pictures["with an A/A band"])["speedup"]
     rows = [row(run, "fused_mlp", n) for n in example.SEQ_LENS]
-    assert list(line(axes, "fused MLP").get_ydata()) == [r["speedup"] for r in rows]
+    assert list(line(axes, "fused MLP").get_ydata()) == [r.speedup for r in rows]
     drawn = [list(line.get_ydata()) for line in axes.lines]
     for each in rows:
-        assert each["speedup_ci95"] in drawn
-        assert f"{each['speedup']:.2f}×" in words(axes)
+        assert each.speedup_ci95 in drawn
+        assert f"{each.speedup:.2f}×" in words(axes)
     assert [1.0, 1.0] in drawn
     assert "vanilla PEFT" not in [line.get_label() for line in axes.lines]
     bands = [(bar.get_y(), bar.get_y() + bar.get_height()) for bar in axes.patches]
@@ -118,13 +118,13 @@ def test_speedups_come_with_intervals_the_line_at_one_and_the_band(pictures):
 def test_memory_bars_and_a_capacity_that_does_not_flatten_them(pictures):
     axes = panels(pictures["three"])["memory"]
     heights = sorted(bar.get_height() for bar in axes.patches)
-    peaks = sorted(r["peak_gib"] for r in summary.summarize(RUNS["three"]))
+    peaks = sorted(r.peak_gib for r in summary.summarize(RUNS["three"]))
     assert heights == pytest.approx(peaks)
     assert "36.7" in words(axes)
     assert "the card holds 140 GiB, far above this axis" in words(axes)
     assert axes.get_ylim()[1] < 50
     small = example.run()
-    small["environment"]["gpu"]["memory_bytes"] = 48 * 2**30
+    small.environment.gpu.memory_bytes = 48 * 2**30
     axes = panels(plots.figure(small))["memory"]
     assert [48.0, 48.0] in [list(line.get_ydata()) for line in axes.lines]
     assert axes.get_ylim()[1] > 48
@@ -134,10 +134,10 @@ def test_a_step_is_stacked_from_its_parts_with_the_floor_across(pictures):
     axes = panels(pictures["three"])["step"]
     each = row(RUNS["three"], "fused_mlp", 512)
     stack = bar_at(axes, 3)  # the middle one of three stands on its length's own place
-    parts = [each["forward_ms"], each["backward_ms"], each["optimizer_ms"]]
+    parts = [each.forward_ms, each.backward_ms, each.optimizer_ms]
     assert [bar.get_height() for bar in stack] == pytest.approx(parts)
     assert [bar.get_y() for bar in stack] == pytest.approx([0, parts[0], parts[0] + parts[1]])
-    assert f"{each['median_step_ms']:.0f}\n{each['ratio_to_floor']:.1f}×" in words(axes)
+    assert f"{each.median_step_ms:.0f}\n{each.ratio_to_floor:.1f}×" in words(axes)
     lines = [c for c in axes.collections if isinstance(c, LineCollection)]
     floors = {float(segment[0][1]) for c in lines for segment in c.get_segments()}
     assert floors == set(example.FLOOR_MS.values())
@@ -148,8 +148,8 @@ def test_a_step_that_is_one_graph_is_one_bar(pictures):
     run, axes = RUNS["a graph"], panels(pictures["a graph"])["step"]
     each, whole = row(run, "fused_layer_graph", 512), example.SEQ_LENS.index(512) + 0.28
     (bar,) = bar_at(axes, whole)
-    assert (bar.get_y(), bar.get_height()) == (0, pytest.approx(each["median_step_ms"]))
-    assert f"{each['median_step_ms']:.0f}\n{each['ratio_to_floor']:.1f}×" in words(axes)
+    assert (bar.get_y(), bar.get_height()) == (0, pytest.approx(each.median_step_ms))
+    assert f"{each.median_step_ms:.0f}\n{each.ratio_to_floor:.1f}×" in words(axes)
     assert len(bar_at(axes, whole - 0.28)) == 3  # beside it, the parts of a step that has them
 
     def said(name):
@@ -165,8 +165,8 @@ def test_a_step_that_is_one_graph_is_one_bar(pictures):
 def test_the_label_of_a_step_stands_on_its_bar_even_where_the_parts_add_up_to_more():
     run = example.empty(variants=["vanilla_peft"], seq_lens=[64])
     parts = {"forward_ms": [50.0], "backward_ms": [70.0], "optimizer_ms": [1.0]}
-    cell = results.new_cell("vanilla_peft", 64, 1, "ok", step_ms=[100.0], **parts)
-    results.add_cell(run, cell)
+    cell = Cell("vanilla_peft", 64, 1, "ok", step_ms=[100.0], **parts)
+    run.add(cell)
     axes = panels(plots.figure(run))["step"]
     label = next(text for text in axes.texts if text.get_text() == "100")
     assert label.xy[1] == 121.0
@@ -191,7 +191,7 @@ def test_every_status_is_marked_in_every_panel(status, said):
     for axes in picture.axes:
         assert words(axes).count(said) == 1
         marks = [m for m in axes.lines if m.get_markerfacecolor() == "white"]
-        assert [mark.get_marker() for mark in marks] == [looks.LOOKS["fused_mlp"].marker]
+        assert [mark.get_marker() for mark in marks] == [LOOKS["fused"].marker]
         assert list(marks[0].get_xdata()) == [1.0]  # fused MLP's place at 128 tokens
     heights = line(panels(picture)["throughput"], "fused MLP").get_ydata()
     assert [height == height for height in heights] == [True, False, True, True]  # a gap
@@ -212,7 +212,7 @@ def title(picture):
 
 
 def test_the_title_states_the_finding(pictures):
-    fused, unsloth = (row(RUNS["three"], v, 512)["speedup"] for v in ("fused_mlp", "full_unsloth"))
+    fused, unsloth = (row(RUNS["three"], v, 512).speedup for v in ("fused_mlp", "full_unsloth"))
     wanted = f"Fused MLP {fused:.2f}×, full Unsloth {unsloth:.2f}× at 512 tokens on NVIDIA H200"
     assert title(pictures["three"]) == wanted
     assert " at 256 tokens " in title(pictures["one out of memory, one unavailable"])
@@ -223,14 +223,14 @@ def test_the_title_states_the_finding(pictures):
 
 def test_the_title_does_not_boast_of_noise():
     run = example.run(FOUR)
-    for cell in run["cells"]:
-        if cell["variant"] == "fused_mlp":
+    for cell in run.cells:
+        if cell.variant == "fused_mlp":
             vanilla = next(
-                c["step_ms"] for c in run["cells"]
-                if (c["variant"], c["seq_len"], c["round"])
-                == ("vanilla_peft", cell["seq_len"], cell["round"])
+                c.step_ms for c in run.cells
+                if (c.variant, c.seq_len, c.round)
+                == ("vanilla_peft", cell.seq_len, cell.round)
             )  # fmt: skip
-            cell["step_ms"] = vanilla
+            cell.step_ms = vanilla
     assert title(plots.figure(run)).startswith("Fused MLP not distinguishable, full Unsloth 1.")
 
 
@@ -265,7 +265,7 @@ def test_the_caption_says_what_was_measured():
     for variants, words in blocks.items():
         assert f"{words} ·" in looks.caption(example.empty(variants=list(variants)))
     in_turns = example.empty()
-    in_turns["experiment"]["turn_steps"] = 2
+    in_turns.experiment.turn_steps = 2
     assert "timed steps each in turns of 2 ·" in looks.caption(in_turns)
     assert "batch 32, padded" in looks.caption(example.empty(padded=True))
     assert "no GPU (Intel Xeon)" in looks.caption(RUNS["rehearsal"])
@@ -281,11 +281,11 @@ def test_variants_are_told_apart_with_and_without_colour(pictures):
         assert len(set(looks)) == len(looks) == 7  # the A/A twin is a band
     assert next(iter(view.looks)) == "vanilla_peft"
     shown = [text.get_text() for text in pictures["eight"].legends[0].get_texts()]
-    assert shown == [look.name for look in view.looks.values()]
+    assert shown == list(map(title_of, view.looks))
 
 
 def test_a_variant_looks_the_same_in_every_panel(pictures):
-    look = looks.LOOKS["fused_mlp"]
+    look = LOOKS["fused"]
     axes = panels(pictures["three"])
     for name in ("throughput", "speedup"):
         drawn = line(axes[name], "fused MLP")
@@ -328,16 +328,16 @@ def test_a_label_gives_way_to_the_whisker_of_another_variant():
     rounds = {"vanilla_peft": (200, 200), "fused_mlp": (230, 160), "full_unsloth": (170, 110)}
     for variant, times in rounds.items():
         for n, ms in enumerate(times, start=1):
-            results.add_cell(run, example.timed_cell(variant, 64, n, [float(ms)]))
+            run.add(example.timed_cell(variant, 64, n, [float(ms)]))
     picture = plots.figure(run)
     FigureCanvasAgg(picture).draw()
     axes = panels(picture)["speedup"]
     whisker = next(
         line for line in axes.lines
-        if line.get_color() == looks.LOOKS["full_unsloth"].colour and line.get_marker() == "_"
+        if line.get_color() == LOOKS["unsloth"].colour and line.get_marker() == "_"
     )  # fmt: skip
     (x, low), (_, high) = axes.transData.transform(whisker.get_xydata())
-    labels = [text for text in axes.texts if text.get_color() == looks.LOOKS["fused_mlp"].colour]
+    labels = [text for text in axes.texts if text.get_color() == LOOKS["fused"].colour]
     for label in labels:
         box = label.get_window_extent()
         assert not (box.x0 <= x <= box.x1 and box.y0 < high and box.y1 > low)

@@ -29,7 +29,7 @@ def test_merge_writes_one_run_of_several_and_nothing_over_another(tmp_path, caps
     files = [str(tmp_path / name / "results.json") for name in ("one", "two")]
     out = tmp_path / "both"
     assert lora_bench.main(["--merge", *files, "--out", str(out)]) == 0
-    assert {cell["round"] for cell in store.load(out / "results.json")["cells"]} == {1, 2, 3, 4}
+    assert {cell.round for cell in store.load(out / "results.json").cells} == {1, 2, 3, 4}
     assert (out / "benchmark_results.png").is_file()
     before = (out / "results.json").read_bytes()
     assert lora_bench.main(["--merge", *files, "--out", str(out)]) == 2
@@ -42,10 +42,11 @@ def test_merge_writes_one_run_of_several_and_nothing_over_another(tmp_path, caps
 
 
 @pytest.mark.parametrize(
-    ("ms", "words"), [(0.0, "cells[0].step_ms[0]: 0.0"), (float("nan"), "NaN is no JSON")]
+    ("ms", "words"),
+    [(0.0, "cells[0].step_ms[0]: expected `float` > 0.0"), (float("nan"), "is not whole JSON")],
 )
 def test_a_time_that_is_none_is_refused_in_one_line(ms, words, tmp_path, capsys):
-    results = example.run()
+    results = example.as_json(example.run())
     results["cells"][0]["step_ms"][0] = ms
     (tmp_path / "results.json").write_text(json.dumps(results))
     file, here = str(tmp_path / "results.json"), ["--out", str(tmp_path)]

@@ -2,57 +2,55 @@
 
 import ablation_case as case
 import example_results as example
+import pytest
+from msgspec.structs import replace
 
-from bench import results
+from bench.records import Cell
 from report import suite_tables
 from report.ablation import table
-from report.names import name_of
-from report.statistics import NO_CHECKPOINTING, summarize
+from report.statistics import summarize
+from variants import VARIANTS, Settings
 
 SUITE = case.run()
 
 
-def lines_of(block):
+def lines_of(checkpoints):
     """The cells of a table's lines, by the variant they are of; the floor's are another test's."""
     section = suite_tables.peers_section(SUITE)
     _, with_it, without = section.replace("Without checkpointing:", "With gradient").split(
         "With gradient"
     )
-    text = without if block else with_it
+    text = with_it if checkpoints else without
     rows = [line.strip("|").split("|") for line in text.split("\n") if line.startswith("|")]
     return {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows[2:-1]}
 
 
-def test_every_variant_stands_in_its_block_but_parts_alone_and_left_out():
-    for block in ("", NO_CHECKPOINTING):
-        names = list(lines_of(block))
-        variants = [
-            v.removesuffix(block)
-            for v in SUITE["experiment"]["variants"]
-            if v.endswith(NO_CHECKPOINTING) == bool(block)
-        ]
-        assert name_of("fused_all") in names and name_of("fused_mlp") in names
-        assert name_of("fused_rope") not in names and name_of("fused_all_but_rope") not in names
-        of_parts = [v for v in variants if name_of(v) not in names]
-        assert len(names) + len(of_parts) == len(variants)
-        parts = ("attention", "rope", "rms_norm", "cross_entropy", "checkpoint")
-        assert all("_but_" in v or v.removeprefix("fused_") in parts for v in of_parts)
+@pytest.mark.parametrize("checkpoints", [True, False])
+def test_every_variant_stands_in_its_block_but_parts_alone_and_left_out(checkpoints):
+    titles = list(lines_of(checkpoints))
+    block = [v for v in VARIANTS.values() if v.checkpoints is checkpoints]
+    assert "all fused" in titles and "fused MLP" in titles
+    assert "fused RoPE" not in titles and "all fused but RoPE" not in titles
+    of_parts = [v.plain_id for v in block if v.plain_title not in titles]
+    assert len(titles) + len(of_parts) == len(block)
+    parts = ("attention", "rope", "rms_norm", "cross_entropy", "checkpoint")
+    assert all("_but_" in id or id.removeprefix("fused_") in parts for id in of_parts)
 
 
 def test_a_line_is_the_summarys_own_and_the_fastest_is_first():
-    rows = {(r["variant"], r["seq_len"]): r for r in summarize(SUITE)}
-    lines = lines_of("")
-    for seq_len, cell in zip(SUITE["experiment"]["seq_lens"], lines["full Unsloth"], strict=False):
+    rows = {(r.variant, r.seq_len): r for r in summarize(SUITE)}
+    lines = lines_of(True)
+    for seq_len, cell in zip(SUITE.experiment.seq_lens, lines["full Unsloth"], strict=False):
         row = rows["full_unsloth", seq_len]
-        over = f"{row['speedup']:.2f}×"
+        over = f"{row.speedup:.2f}×"
         assert cell in (
-            f"{row['median_step_ms']:.1f} ({over})",
-            f"{row['median_step_ms']:.1f} (*{over}*)",
+            f"{row.median_step_ms:.1f} ({over})",
+            f"{row.median_step_ms:.1f} (*{over}*)",
         )
     times = [float(cells[-2].split()[0]) for cells in lines.values()]
     assert times == sorted(times)
-    longest = SUITE["experiment"]["seq_lens"][-1]
-    assert lines["full Unsloth"][-1] == f"{rows['full_unsloth', longest]['peak_gib']:.1f}"
+    longest = SUITE.experiment.seq_lens[-1]
+    assert lines["full Unsloth"][-1] == f"{rows['full_unsloth', longest].peak_gib:.1f}"
 
 
 def test_a_single_round_is_marked_as_not_judged():
@@ -64,15 +62,15 @@ def test_a_single_round_is_marked_as_not_judged():
 
 def test_what_failed_says_so_and_stands_last():
     suite = case.run(variants=("vanilla_peft", "fused_all", "liger_peft"), seq_lens=(64,))
-    suite["cells"] = [c for c in suite["cells"] if c["variant"] != "liger_peft"]
-    results.add_cell(suite, results.new_cell("liger_peft", 64, 1, "oom"))
+    suite.cells = [c for c in suite.cells if c.variant != "liger_peft"]
+    suite.add(Cell("liger_peft", 64, 1, "oom"))
     *_, last, floor = suite_tables.peers_section(suite).split("\n")
     assert last == "| Liger | out of memory |  |"
     assert floor == "| floor: the frozen products, attention and lm_head alone | 40.4 |  |"
-    suite["floor"]["64"]["recomputation_ms"] = 10.04
+    suite.floor[64].recomputation_ms = 10.04
     again = "| the same and the layers' forward again, without their last product | 50.4 |  |"
     assert suite_tables.peers_section(suite).split("\n")[-2:] == [floor, again]
-    suite["floor"] = {}
+    suite.floor = {}
     assert suite_tables.peers_section(suite).split("\n")[-1] == last
 
 
@@ -80,14 +78,14 @@ def test_all_fused_is_held_against_unsloths_faster_mode_of_the_same_round():
     """The modes' own checkpointing differs here; below it does not."""
     slow_host = case.rounds(
         full_unsloth=[300, 220, "oom", 240],
-        unsloth_full=[200, 230, "oom"],
+        unsloth_plain_checkpointing=[200, 230, "oom"],
         fused_all=[100, 200, 50, "parity_failed"],  # 2.0, 1.1, no mode, no time
         full_unsloth_no_checkpointing=[90],  # of the other block
         fused_all_no_checkpointing=[100],
     )
     steady = case.rounds(512, full_unsloth=[100, 120, 140], fused_all=[100, 100, 100])
-    steady["experiment"] |= {"rounds": 3, "steps": 90, "turn_steps": 2}
-    slow_host["experiment"] |= {"rounds": 4, "steps": 40}
+    steady.experiment = replace(steady.experiment, rounds=3, steps=90, turn_steps=2)
+    slow_host.experiment = replace(slow_host.experiment, rounds=4, steps=40)
     assert suite_tables.against_unsloth_section([slow_host, steady]).split("\n") == [
         "| Unsloth's time / all fused | 64 tokens | 512 tokens |",
         "| --- | --- | --- |",
@@ -96,8 +94,8 @@ def test_all_fused_is_held_against_unsloths_faster_mode_of_the_same_round():
         "1.20× (1.00 to 1.40, 3 rounds) |",
         "| Without checkpointing, 10 steps a cell | 0.90× (one round) |  |",
     ]
-    for cell in slow_host["cells"]:
-        cell["settings"] = {"checkpointing": "unsloth (plain)"}
+    for cell in slow_host.cells:
+        cell.settings = Settings("unsloth (plain)")
     # (300 + 200) / 2 and (220 + 230) / 2, and round 3 has none of either
     one_mode = suite_tables.against_unsloth_section([slow_host]).split("\n")[2]
     assert one_mode.endswith("| 1.81× (1.12 to 2.50, 2 rounds) |")
@@ -108,15 +106,15 @@ def test_all_fused_is_held_against_unsloths_faster_mode_of_the_same_round():
 
 def test_effects_are_the_longest_lengths_a_table_a_block():
     plain = ("vanilla_peft", "fused_rope", "fused_all")
-    variants = [*plain, *(v + NO_CHECKPOINTING for v in plain)]
+    variants = [*plain, *(f"{id}_no_checkpointing" for id in plain)]
     suite = case.run(variants=variants, seq_lens=(64, 512), rounds=2)
-    for cell in suite["cells"]:
-        i = variants.index(cell["variant"]) if cell["seq_len"] == 512 else 9
-        cell["forward_ms"], cell["backward_ms"] = [100.0 + i], [200.06 + i, 201.06 + i]
-        cell["peak_allocated_bytes"] = (40 + i) * 2**30
+    for cell in suite.cells:
+        i = variants.index(cell.variant) if cell.seq_len == 512 else 9
+        cell.forward_ms, cell.backward_ms = [100.0 + i], [200.06 + i, 201.06 + i]
+        cell.peak_allocated_bytes = (40 + i) * 2**30
         # the code changed between the rounds: it is the last one's that counts
-        cell["kernels_seen"] = {"a": 1000 * cell["round"], "b": 234 + i}
-        cell["peak_reserved_bytes"] = (50 + i) * 2**30 // cell["round"]
+        cell.kernels_seen = {"a": 1000 * cell.round, "b": 234 + i}
+        cell.peak_reserved_bytes = (50 + i) * 2**30 // cell.round
     header = (
         "| at 512 tokens | forward, ms | backward, ms | launches a step | peak allocated, GiB "
         "| reserved, GiB |"

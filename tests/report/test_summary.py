@@ -8,6 +8,7 @@ import pytest
 from example_results import cells, rounds
 
 from bench import results
+from bench.records import Floor, SummaryRow
 from report.statistics import (
     interval95,
     interval95_of_ratios,
@@ -19,7 +20,7 @@ from report.statistics import (
 
 
 def row_of(document, variant="fused_mlp"):
-    return next(row for row in summarize(document) if row["variant"] == variant)
+    return next(row for row in summarize(document) if row.variant == variant)
 
 
 def test_a_row_of_the_summary_by_hand():
@@ -31,60 +32,61 @@ def test_a_row_of_the_summary_by_hand():
         ("fused_mlp", 2, [100.0, 100.0, 100.0]),
         ("fused_mlp", 3, [110.0, 110.0, 90.0]),
     )
-    document["floor"] = {"64": {"floor_ms": 40.0, "samples_ms": [40.0]}}
-    for cell, gib in zip(document["cells"], (9, 9, 9, 7, 8.5, 7), strict=True):
-        cell["peak_allocated_bytes"] = int(gib * 2**30)
+    document.floor = {64: Floor(40.0, [40.0])}
+    for cell, gib in zip(document.cells, (9, 9, 9, 7, 8.5, 7), strict=True):
+        cell.peak_allocated_bytes = int(gib * 2**30)
     row = row_of(document)
-    assert row == {
-        "variant": "fused_mlp",
-        "seq_len": 64,
-        "status": "ok",
-        "rounds": 3,
-        "steps": 9,
-        "median_step_ms": 100.0,  # of 100, 100, 110
+    assert row == SummaryRow(
+        variant="fused_mlp",
+        seq_len=64,
+        status="ok",
+        rounds=3,
+        steps=9,
+        median_step_ms=100.0,  # of 100, 100, 110
         # 4.303 sd / sqrt(3) to either side of the mean, of the logarithms: of 100, 100 and 110 ms
-        "step_ms_ci95": [90.0392, 118.349],
-        "tokens_per_s": 20480.0,  # 32 * 64 / 0.1 s
-        "speedup": 2.0,  # paired: of 2.0, 2.1, 2.0. The ratio of the medians would be 2.1
-        "speedup_ci95": [1.89541, 2.18013],  # of 2.0, 2.1 and 2.0
-        "ratio_to_floor": 2.5,
-        "forward_ms": 38.0,
-        "backward_ms": 61.0,
-        "optimizer_ms": 1.0,
-        "peak_gib": 8.5,
-        "verdict": None,
-    }
+        step_ms_ci95=(90.0392, 118.349),
+        tokens_per_s=20480.0,  # 32 * 64 / 0.1 s
+        speedup=2.0,  # paired: of 2.0, 2.1, 2.0. The ratio of the medians would be 2.1
+        speedup_ci95=(1.89541, 2.18013),  # of 2.0, 2.1 and 2.0
+        ratio_to_floor=2.5,
+        forward_ms=38.0,
+        backward_ms=61.0,
+        optimizer_ms=1.0,
+        peak_gib=8.5,
+        verdict=None,
+    )
     baseline = row_of(document, "vanilla_peft")
-    assert (baseline["speedup"], baseline["speedup_ci95"]) == (1.0, None)
-    assert baseline["ratio_to_floor"] == 5.25  # 210 ms over 40
+    assert (baseline.speedup, baseline.speedup_ci95) == (1.0, None)
+    assert baseline.ratio_to_floor == 5.25  # 210 ms over 40
 
 
 def test_a_graph_has_a_time_and_no_parts(tmp_path):
     document = rounds(vanilla_peft=[200.0, 200.0], fused_layer_graph=[100.0, 100.0])
-    for cell in document["cells"][2:]:
-        cell |= example.OF_A_GRAPH
+    for cell in document.cells[2:]:
+        cell.forward_ms, cell.backward_ms, cell.optimizer_ms = [], [], []
     row = row_of(document, "fused_layer_graph")
-    assert (row["median_step_ms"], row["speedup"]) == (100.0, 2.0)
-    assert [row[f"{part}_ms"] for part in ("forward", "backward", "optimizer")] == [None] * 3
+    assert (row.median_step_ms, row.speedup) == (100.0, 2.0)
+    assert [row.forward_ms, row.backward_ms, row.optimizer_ms] == [None] * 3
+    document.summary = summarize(document)
     results.save(tmp_path / "results.json", document)
-    assert results.load(tmp_path / "results.json")["summary"][1] == row
+    assert results.load(tmp_path / "results.json").summary[1] == row
 
 
 def test_a_drift_that_both_share_widens_the_times_and_not_the_speedup():
     row = row_of(rounds(vanilla_peft=[200.0, 300.0], fused_mlp=[100.0, 150.0]))
-    low, high = row["step_ms_ci95"]
+    low, high = row.step_ms_ci95
     assert low < 10 and high > 1600
-    assert (row["median_step_ms"], row["speedup"]) == (125.0, 2.0)
-    assert row["speedup_ci95"] == [2.0, 2.0]
+    assert (row.median_step_ms, row.speedup) == (125.0, 2.0)
+    assert row.speedup_ci95 == (2.0, 2.0)
 
 
 def test_two_rounds_that_differ_by_a_quarter_say_little_and_two_that_agree_much():
     row = row_of(rounds(vanilla_peft=[200.0, 200.0], fused_mlp=[100.0, 80.0]))
-    assert row["speedup"] == 2.25  # of 2.0 and 2.5
+    assert row.speedup == 2.25  # of 2.0 and 2.5
     # sqrt(5) times or over exp(12.706 / 2 * log(1.25)), which is 4.127
-    assert row["speedup_ci95"] == pytest.approx([5**0.5 / 4.127, 5**0.5 * 4.127], rel=1e-3)
+    assert row.speedup_ci95 == pytest.approx([5**0.5 / 4.127, 5**0.5 * 4.127], rel=1e-3)
     row = row_of(rounds(vanilla_peft=[200.0, 200.0], fused_mlp=[100.0, 99.9]))
-    assert row["speedup_ci95"] == pytest.approx([2.001 / 1.00638, 2.001 * 1.00638], rel=1e-4)
+    assert row.speedup_ci95 == pytest.approx([2.001 / 1.00638, 2.001 * 1.00638], rel=1e-4)
 
 
 def test_only_rounds_with_both_are_paired():
@@ -97,30 +99,27 @@ def test_only_rounds_with_both_are_paired():
         ("fused_mlp", 3, "oom"),
     )
     row = row_of(document)
-    assert (row["speedup"], row["speedup_ci95"], row["rounds"]) == (2.0, None, 2)
+    assert (row.speedup, row.speedup_ci95, row.rounds) == (2.0, None, 2)
 
 
 def test_times_of_a_cell_that_failed_a_check_do_not_count():
     document = rounds(vanilla_peft=[200.0, 200.0], fused_mlp=[100.0, 1.0])
-    document["cells"][3]["status"] = "parity_failed"
+    document.cells[3].status = "parity_failed"
     row = row_of(document)
-    assert (row["rounds"], row["steps"], row["median_step_ms"]) == (1, 1, 100.0)
-    assert (row["status"], row["speedup"]) == ("ok", 2.0)
+    assert (row.rounds, row.steps, row.median_step_ms) == (1, 1, 100.0)
+    assert (row.status, row.speedup) == ("ok", 2.0)
 
 
 def test_a_single_round_gives_numbers_and_no_verdict():
     row = row_of(rounds(vanilla_peft=[200.0], vanilla_peft_again=[201.0], fused_mlp=[100.0]))
-    assert (row["median_step_ms"], row["speedup"], row["tokens_per_s"]) == (100.0, 2.0, 20480.0)
-    assert [row[name] for name in ("step_ms_ci95", "speedup_ci95", "verdict")] == [None] * 3
+    assert (row.median_step_ms, row.speedup, row.tokens_per_s) == (100.0, 2.0, 20480.0)
+    assert [row.step_ms_ci95, row.speedup_ci95, row.verdict] == [None] * 3
 
 
 def test_without_floor_peak_or_baseline_the_row_says_null():
     row = row_of(rounds(fused_mlp=[100.0, 100.0]))
     empty = ("ratio_to_floor", "peak_gib", "speedup", "speedup_ci95", "verdict")
-    assert [row[name] for name in empty] == [None] * 5
-    document = rounds(fused_mlp=[100.0])
-    del document["floor"]
-    assert row_of(document)["ratio_to_floor"] is None
+    assert [getattr(row, name) for name in empty] == [None] * 5
 
 
 @pytest.mark.parametrize(
@@ -135,21 +134,21 @@ def test_without_floor_peak_or_baseline_the_row_says_null():
 )
 def test_the_most_telling_status_stands(outcomes, status):
     row = row_of(cells(*(("fused_mlp", n, outcome) for n, outcome in enumerate(outcomes, 1))))
-    assert row["status"] == status
-    assert (row["median_step_ms"] is None) == (status != "ok")
+    assert row.status == status
+    assert (row.median_step_ms is None) == (status != "ok")
 
 
 def test_rows_come_by_length_and_then_as_the_variants_were_asked_for():
     document = example.empty(variants=["vanilla_peft", "fused_mlp"], seq_lens=[64, 512])
     for variant, seq_len in (("fused_mlp", 512), ("fused_mlp", 64), ("vanilla_peft", 512)):
-        results.add_cell(document, example.timed_cell(variant, seq_len, 1, [100.0]))
-    found = [(row["seq_len"], row["variant"]) for row in summarize(document)]
+        document.add(example.timed_cell(variant, seq_len, 1, [100.0]))
+    found = [(row.seq_len, row.variant) for row in summarize(document)]
     assert found == [(64, "fused_mlp"), (512, "vanilla_peft"), (512, "fused_mlp")]
 
 
 def test_numbers_have_six_digits():
     row = row_of(rounds(vanilla_peft=[200.0], fused_mlp=[300.0]))
-    assert (row["speedup"], row["tokens_per_s"]) == (0.666667, 6826.67)
+    assert (row.speedup, row.tokens_per_s) == (0.666667, 6826.67)
 
 
 def test_the_noise_band_goes_both_ways():
@@ -171,10 +170,10 @@ def test_the_noise_band_goes_both_ways():
 def test_a_verdict_takes_the_noise_into_account(fused_ms, verdict):
     vanilla, again = [100.0, 100.0, 100.0], [102.0, 100.0, 99.0]
     document = rounds(vanilla_peft=vanilla, vanilla_peft_again=again, fused_mlp=fused_ms)
-    assert row_of(document)["verdict"] == verdict
-    assert row_of(document, "vanilla_peft")["verdict"] is None
-    assert row_of(document, "vanilla_peft_again")["verdict"] is None
-    assert row_of(rounds(vanilla_peft=vanilla, fused_mlp=fused_ms))["verdict"] is None
+    assert row_of(document).verdict == verdict
+    assert row_of(document, "vanilla_peft").verdict is None
+    assert row_of(document, "vanilla_peft_again").verdict is None
+    assert row_of(rounds(vanilla_peft=vanilla, fused_mlp=fused_ms)).verdict is None
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,18 @@
+import dataclasses
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import example_results as example
 import pytest
+from msgspec.structs import replace
 from test_plots import RUNS
 
 from bench import results
-from report import benchmark_results as plots
-from report import looks, suite_tables, tables
-from report.comparison import Row, compare
+from bench.records import Cell, Floor, KernelRow, Kernels
+from report import commands, looks, suite_tables, tables
+from report.comparison import ComparedCell, compare
 from report.statistics import summarize
+from variants import Settings, title_of
 
 
 def cells_of(markdown, *starts):
@@ -20,20 +22,20 @@ def cells_of(markdown, *starts):
 
 def hand_made():
     document = example.empty(variants=["vanilla_peft", "fused_mlp"], seq_lens=[64, 512])
-    document["floor"] = {"64": {"floor_ms": 40.0, "samples_ms": [40.0]}}
+    document.floor = {64: Floor(40.0, [40.0])}
     times = {"vanilla_peft": (200.0, 210.0, 220.0), "fused_mlp": (100.0, 100.0, 110.0)}
     for variant, rounds in times.items():
         for n, ms in enumerate(rounds, start=1):
-            settings = {"checkpointing": "non-reentrant", "autocast": True, "compile": None}
+            settings = Settings("non-reentrant", autocast="bfloat16")
             cell = example.timed_cell(
                 variant, 64, n, [ms], settings=settings, peak_allocated_bytes=3 * 2**29
             )
-            results.add_cell(document, cell)
-    settings = {**settings, "checkpointing": "off"}
+            document.add(cell)
+    settings = Settings("off", autocast="bfloat16")
     error = "CUDA out of memory. Tried to allocate 9 GiB\nmore `words`"
-    cell = results.new_cell("fused_mlp", 512, 1, "oom", error=error, settings=settings)
-    results.add_cell(document, cell)
-    document["summary"] = summarize(document)
+    cell = Cell("fused_mlp", 512, 1, "oom", error=error, settings=settings)
+    document.add(cell)
+    document.summary = summarize(document)
     return document
 
 
@@ -59,7 +61,7 @@ def test_settings_that_change_with_the_length_are_told_by_length():
         "fused MLP",
         "non-reentrant at 64; off at 512",
         "none",
-        "on",
+        "bfloat16",
         "none",
         "none",
         "0",
@@ -75,9 +77,9 @@ def test_that_a_step_is_one_graph_is_said_where_any_is():
 
 def test_what_the_allocator_was_told_is_said_where_it_was_told_anything():
     run = example.run()
-    for cell in run["cells"]:
-        if cell["variant"] == "full_unsloth":
-            cell["settings"]["allocator"] = "expandable_segments:True"
+    for cell in run.cells:
+        if cell.variant == "full_unsloth":
+            cell.settings = replace(cell.settings, allocator="expandable_segments:True")
     markdown = tables.results_section(run)
     assert cells_of(markdown, "variant", "checkpointing")[-2:] == ["allocator", "fused modules"]
     assert cells_of(markdown, "full Unsloth", "on")[-2] == "expandable_segments:True"
@@ -97,9 +99,9 @@ def test_verdicts_stand_in_the_table_where_there_is_a_twin():
 def test_kernels_are_told_where_there_are_any():
     document = hand_made()
     assert "of a copy" not in tables.results_section(document)
-    kernel = {"kernel": "swiglu_forward", "shape": [16384, 11008], "dtype": "bfloat16"}
-    kernel |= {"median_us": 281.24, "bytes": 1, "gb_per_s": 3847.1, "share_of_copy": 0.894}
-    document["kernels"] = {"copy_gb_per_s": 4302.6, "rows": [kernel]}
+    row = KernelRow("swiglu_forward", [16384, 11008], "bfloat16", median_us=281.24, bytes=1,
+                    gb_per_s=3847.1, copy_gb_per_s=4302.6, share_of_copy=0.894)  # fmt: skip
+    document.kernels = Kernels(4302.6, [row])
     markdown = tables.results_section(document)
     assert cells_of(markdown, "swiglu_forward")[1:] == [
         *("16384 × 11008", "bfloat16", "281.2", "3,847", "89%")
@@ -115,19 +117,19 @@ def test_a_throttled_round_is_told_with_variant_length_and_reason():
     document = hand_made()
     before = remarks(document)
     assert not [line for line in before if "hrottled" in line or "shared" in line]
-    throttled = document["cells"][4]  # fused MLP at 64 tokens, the second round
-    throttled["throttled"] = True
-    throttled["clock_reasons"] = ["hardware thermal slowdown", "power cap"]
+    throttled = document.cells[4]  # fused MLP at 64 tokens, the second round
+    throttled.throttled = True
+    throttled.clock_reasons = ["hardware thermal slowdown", "power cap"]
     added = [line for line in remarks(document) if line not in before]
     assert added == ["- Throttled: fused MLP at 64 tokens in round 2 (hardware thermal slowdown)."]
-    without_a_time = document["cells"][-1]
-    without_a_time |= {"throttled": True, "clock_reasons": ["hardware slowdown"]}
+    without_a_time = document.cells[-1]
+    without_a_time.throttled, without_a_time.clock_reasons = True, ["hardware slowdown"]
     assert [line for line in remarks(document) if line not in before] == added
 
 
 def test_a_gpu_that_was_shared_is_told():
     document = hand_made()
-    document["cells"][1]["other_gpu_processes"] = 2
+    document.cells[1].other_gpu_processes = 2
     assert "- The GPU was shared in 1 of 6 timed cells." in remarks(document)
 
 
@@ -166,10 +168,10 @@ def test_of_runs_in_turns_the_four_variants_are_shown_by_hand():
     }
     for variant, rounds in times.items():
         for n, ms in enumerate(rounds, start=1):
-            results.add_cell(document, example.timed_cell(variant, 64, n, [ms]))
+            document.add(example.timed_cell(variant, 64, n, [ms]))
     not_measured = "Not measured yet: `python lora_bench.py --turns 2`."
     assert tables.in_turns_section([document]) == not_measured
-    document["experiment"]["turn_steps"] = 2
+    document.experiment.turn_steps = 2
     shown = tables.in_turns_section([document])
     assert [line.split(" | ")[1] for line in shown.split("\n")[2:6]] == [
         *("vanilla PEFT", "vanilla PEFT, again", "fused MLP", "full Unsloth")
@@ -178,13 +180,13 @@ def test_of_runs_in_turns_the_four_variants_are_shown_by_hand():
     assert cells_of(shown, "64", "fused MLP")[4] == "1.48 (1.29 to 1.71)"
     assert "all fused" not in shown
     assert shown.endswith(" in turns of 2 · rounds: 2.")
-    document["experiment"]["variants"].remove("full_unsloth")
+    document.experiment.variants.remove("full_unsloth")
     assert tables.in_turns_section([document]) == not_measured
 
 
 # --- two runs -------------------------------------------------------------------------------------
 
-COMPARED = Row(
+COMPARED = ComparedCell(
     "fused_mlp", 512, "ok", "ok", 903.44, 821.31, 1.1, [1.05, 1.152], (0.98, 1.02), "faster"
 )
 
@@ -196,23 +198,25 @@ def test_a_row_of_a_comparison_by_hand():
 
 
 def test_a_comparison_of_single_rounds_has_neither_interval_nor_verdict():
-    row = replace(COMPARED, ci95=None, verdict=None)
+    row = dataclasses.replace(COMPARED, ci95=None, verdict=None)
     assert tables.comparison_words(row)[4:] == ["1.10", "0.98 to 1.02", ""]
 
 
 def test_a_comparison_says_why_there_is_no_time():
     unknown = {"speedup": None, "ci95": None, "band": None}
-    lost = replace(COMPARED, new="oom", new_ms=None, verdict="no time any more", **unknown)
+    lost = dataclasses.replace(
+        COMPARED, new="oom", new_ms=None, verdict="no time any more", **unknown
+    )
     assert tables.comparison_words(lost)[2:] == [
         *("903.4", "out of memory", "", "", "no time any more")
     ]
-    neither = replace(lost, old="parity_failed", old_ms=None, verdict=None)
+    neither = dataclasses.replace(lost, old="parity_failed", old_ms=None, verdict=None)
     assert tables.comparison_words(neither)[2:] == ["failed parity", "out of memory", "", "", ""]
 
 
 def test_names_for_people():
-    assert plots.name_of("full_unsloth") == "full Unsloth"
-    assert plots.name_of("bordered_step") == "bordered_step"
+    assert title_of("full_unsloth") == "full Unsloth"
+    assert title_of("bordered_step") == "bordered_step"
 
 
 README = """# Title
@@ -234,8 +238,8 @@ def test_the_readme_gets_its_tables_and_nothing_else_changes(tmp_path):
     path = tmp_path / "README.md"
     path.write_text(README)
     document, second = hand_made(), hand_made()
-    for cell in second["cells"]:
-        cell["step_ms"] = [1.5 * ms for ms in cell["step_ms"]]
+    for cell in second.cells:
+        cell.step_ms = [1.5 * ms for ms in cell.step_ms]
     assert tables.update_readme(path, document, second) is True
     written = path.read_text()
     assert written == (
@@ -287,10 +291,10 @@ def test_the_readme_is_written_from_the_published_results(tmp_path):
     """`python lora_bench.py --plot-only` was run after the last change of results.json."""
     root = Path(__file__).resolve().parents[2]
     shutil.copy(root / "README.md", tmp_path)
-    names = ("results.json", "docs/second_run.json", "docs/suite.json")
-    runs = [results.load(root / name) for name in names]
+    runs = [results.load(root / "results.json")]
+    runs += [results.load(path) for path in (commands.SECOND_RUN, commands.SUITE)]
     beside_unsloth = [
-        results.load(f) for f in sorted((root / "docs/beside_unsloth").glob("*.json"))
+        results.load(path) for path in sorted(commands.BESIDE_UNSLOTH.glob("*.json.gz"))
     ]
     assert len(beside_unsloth) == 3
     assert tables.update_readme(tmp_path / "README.md", *runs, beside_unsloth) is False

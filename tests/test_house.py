@@ -1,0 +1,62 @@
+"""Rules of the house that a reader relies on: a name is defined once, a docstring begins with the
+noun or the verb that it is, and the root holds what a newcomer opens first."""
+
+import ast
+import re
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+ROOMS = ("fused_mlp", "fused_lora", "bench", "report", "examples", "docs")
+AT_THE_ROOT = {"lora_bench.py", "models.py", "trainer.py", "variants.py", "batches.py"}
+RIDDLES = re.compile(r"(what|whether|why|how|who|where|when|which)\b", re.IGNORECASE)
+
+
+def modules():
+    paths = [*ROOT.glob("*.py"), *(p for room in ROOMS for p in (ROOT / room).rglob("*.py"))]
+    return [(path.relative_to(ROOT), ast.parse(path.read_text())) for path in sorted(paths)]
+
+
+def test_the_root_holds_five_modules():
+    assert {path.name for path in ROOT.glob("*.py")} == AT_THE_ROOT
+
+
+def test_no_public_function_or_class_has_the_name_of_another():
+    """Kernels count, although their names begin with an underscore: profiles show no module."""
+    found = defaultdict(list)
+    for path, tree in modules():
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and (
+                not node.name.startswith("_") or node.name.endswith("_kernel")
+            ):
+                found[node.name].append(f"{path}:{node.lineno}")
+    twice = {name: places for name, places in found.items() if len(places) > 1}
+    assert found and not twice
+
+
+def test_docstrings_begin_with_a_noun_or_a_verb():
+    documented = ast.Module | ast.FunctionDef | ast.ClassDef
+    riddles = [
+        f"{path}:{getattr(node, 'lineno', 1)}"
+        for path, tree in modules()
+        for node in ast.walk(tree)
+        if isinstance(node, documented) and RIDDLES.match(ast.get_docstring(node) or "")
+    ]
+    assert not riddles
+
+
+def test_modules_at_the_root_import_no_room_above_them():
+    """What import-linter cannot see, for they are in no package."""
+    above = {
+        "variants.py": {"models", "trainer", "bench", "report", "lora_bench"},
+        "batches.py": {"models", "trainer", "bench", "report", "lora_bench"},
+        "models.py": {"bench", "report", "lora_bench"},
+        "trainer.py": {"bench", "report", "lora_bench"},
+    }
+    for name, forbidden in above.items():
+        nodes = list(ast.walk(ast.parse((ROOT / name).read_text())))
+        imported = {
+            a.name.split(".")[0] for n in nodes if isinstance(n, ast.Import) for a in n.names
+        }
+        imported |= {(n.module or "").split(".")[0] for n in nodes if isinstance(n, ast.ImportFrom)}
+        assert imported and not imported & forbidden, name

@@ -1,0 +1,27 @@
+"""On a machine with a GPU: what is tested without one, tested with the GPU hidden. Whether kernels
+run in Triton's interpreter is settled when they are imported, so it takes a process of its own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+TESTS = Path(__file__).parent
+FILES = sorted(p for p in TESTS.rglob("test_*.py") if "= WITHOUT_GPU\n" in p.read_text())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="they run as they are")
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_with_the_gpu_hidden(file):
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTEST_ADDOPTS": ""},
+        cwd=TESTS.parent,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-6000:]
+    assert " passed" in run.stdout
