@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import models
-from batches import Batch, load_tokenizer, make_batches, read_examples, sha256_of, tokenize
+from batches import Batch, load_tokenizer, make_batches, read_chats, sha256_of, tokenize
 from bench import audit, interpreter, machine
 from bench.profiler import profile_step
 from bench.results import new_cell
@@ -96,7 +96,7 @@ class Plan:
 
 @functools.cache
 def _tokenized(data: Path, tokenizer: Path):
-    return tokenize(read_examples(data), load_tokenizer(tokenizer))
+    return tokenize(read_chats(data), load_tokenizer(tokenizer))
 
 
 def prepare(send: Send, plan: Plan) -> None:

@@ -5,8 +5,8 @@ import json
 from pathlib import Path
 from typing import Any, NoReturn
 
-from batches import load_tokenizer, read_examples, sha256_of, token_shares
-from bench import machine
+from batches import load_tokenizer, sha256_of, token_shares
+from bench import chats, machine
 from bench import results as store
 from bench.cells import LEARNING_RATE, Plan
 from bench.weights import Source, resolve
@@ -72,14 +72,15 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
     add("--checkpointing", "gradient checkpointing: each variant's own, or none (default: on)",
         choices=("on", "off"), default="on")  # fmt: skip
     add("--padded", "pad one example a row instead of packing rows full", action="store_true")
-    add("--data", "chat examples, one JSON object a line (default: data/sft_train.jsonl)",
-        type=Path, default=HERE / "data" / "sft_train.jsonl", metavar="FILE")  # fmt: skip
+    add("--data", "chats: a file of JSON lines, or a data set of the hub as ORGANISATION/NAME or "
+        "ORGANISATION/NAME:SPLIT (default: data/sft_train.jsonl)",
+        default=str(HERE / "data" / "sft_train.jsonl"), metavar="DATA")  # fmt: skip
     add("--seed", "of weights, adapters and batches (default: 0)", type=int, default=0, metavar="N")
     add("--device", "where to run (default: the GPU if there is one)", choices=("cuda", "cpu"))
     add("--out", "folder for results.json and benchmark_results.png "
         "(default: runs/GPU-NAME; without a GPU rehearsal; with --plot-only this repository)",
         type=Path, metavar="FOLDER")  # fmt: skip
-    add("--cache", "folder for base weights (default: .cache)", type=Path,
+    add("--cache", "folder for base weights and chats (default: .cache)", type=Path,
         default=HERE / ".cache", metavar="FOLDER")  # fmt: skip
     add("--kernels", "time the Triton kernels alone, into the same results", action="store_true")
     add("--cell-timeout", "give a cell up when nothing was heard of it for so long (default: 600)",
@@ -137,11 +138,11 @@ def set_up(arguments: argparse.Namespace, argv: list[str]) -> tuple[Plan, dict[s
         )
     variants = check_variants(arguments, device)
     source = resolve(str(asked["model"]), arguments.cache.resolve(), arguments.seed)
-    read_examples(arguments.data)
     check_vocabulary(source, load_tokenizer(source.tokenizer).get_vocab_size())
+    data = chats.gather(arguments.data, arguments.cache)
     plan = Plan(
         source=source,
-        data=arguments.data.resolve(),
+        data=data,
         cache=arguments.cache.resolve(),
         lora=Lora(rank=arguments.rank, alpha=2 * arguments.rank),
         seq_lens=tuple(sorted(set(asked["seq_lens"]))),

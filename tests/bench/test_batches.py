@@ -1,7 +1,5 @@
 """batches.py against streams and counts worked out by hand or rebuilt in plain Python."""
 
-import hashlib
-import json
 from collections import Counter
 from itertools import chain, pairwise
 
@@ -16,8 +14,6 @@ from batches import (
     TokenizedExample,
     load_tokenizer,
     make_batches,
-    read_examples,
-    sha256_of,
     token_shares,
     tokenize,
 )
@@ -61,77 +57,6 @@ def equal(left: list[Batch], right: list[Batch]) -> bool:
         )
         for a, b in zip(left, right, strict=True)
     )
-
-
-# --- Reading -------------------------------------------------------------------------------------
-
-
-def line(*messages: tuple[str, str]) -> str:
-    return json.dumps({"messages": [{"role": r, "content": c} for r, c in messages]})
-
-
-GOOD = line(("user", "2 + 2?"), ("assistant", "4"))
-
-
-def test_examples_are_read_in_order_and_blank_lines_passed_over(tmp_path):
-    path = tmp_path / "chats.jsonl"
-    path.write_text(f"{GOOD}\n\n{line(('system', 'é'), ('assistant', ''))}\r\n", encoding="utf-8")
-    assert read_examples(str(path)) == [
-        [Message("user", "2 + 2?"), Message("assistant", "4")],
-        [Message("system", "é"), Message("assistant", "")],
-    ]
-
-
-@pytest.mark.parametrize(
-    ("bad", "given", "to_do"),
-    [
-        ("{'messages': 1}", "not JSON (Expecting property name", "write each chat on one line"),
-        (GOOD + GOOD, "not JSON (Extra data at column", "write each chat on one line"),
-        ("[1, 2]", 'no "messages" list', 'put the chat under "messages"'),
-        ('{"text": "hello"}', 'no "messages" list', 'put the chat under "messages"'),
-        ('{"messages": "hello"}', 'no "messages" list', 'put the chat under "messages"'),
-        ('{"messages": ["hello"]}', 'message 1 lacks a "role"', "write the text"),
-        ('{"messages": [{"role": "user"}]}', 'message 1 lacks a "role" or a "content"', "write"),
-        (
-            '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": 4}]}',
-            'message 2 lacks a "role" or a "content" string',
-            "as one string",
-        ),
-        (line(("assistant", "4"), ("tool\n", "5")), 'message 2 has the role "tool\\n"', "rename"),
-        (line(("user", "2 + 2?")), "no assistant message", "add one or drop the line"),
-        ('{"messages": []}', "no assistant message", "add one or drop the line"),
-    ],
-)
-def test_a_malformed_line_is_named_in_one_line(tmp_path, bad, given, to_do):
-    path = tmp_path / "chats.jsonl"
-    path.write_text(f"{GOOD}\n\n{bad}\n{GOOD}\n", encoding="utf-8")
-    with pytest.raises(ValueError) as error:
-        read_examples(path)
-    said = str(error.value)
-    assert said.startswith(f"{path}, line 3: {given}")
-    assert "; wanted " in said and to_do in said and "\n" not in said
-
-
-def test_a_file_that_holds_no_chats_is_an_error(tmp_path):
-    missing, empty, binary = (tmp_path / name for name in ("missing", "empty", "binary"))
-    empty.write_text("\n \n")
-    binary.write_bytes(b"\xff\xfe\x00")
-    for path, given in (
-        (missing, f"no file {missing}"),
-        (tmp_path, f"no file {tmp_path}"),
-        (empty, f"{empty} is empty"),
-        (binary, f"{binary} is not UTF-8"),
-    ):
-        with pytest.raises(ValueError) as error:
-            read_examples(path)
-        said = str(error.value)
-        assert said.startswith(given) and "; wanted " in said and "\n" not in said
-
-
-def test_sha256_is_that_of_the_bytes(tmp_path):
-    path = tmp_path / "file"
-    path.write_bytes(b"abc\r\n")
-    assert sha256_of(path) == hashlib.sha256(b"abc\r\n").hexdigest()
 
 
 # --- Tokens and labels ---------------------------------------------------------------------------
@@ -277,7 +202,7 @@ def test_data_without_a_label_within_reach_is_an_error(padded):
         ((TOKENIZED, 1, 2, 3), "seq_len is 1; wanted 2 or more; ask for a larger seq_len"),
         ((TOKENIZED, 8, 0, 3), "batch_size is 0; wanted 1 or more; ask for a larger batch_size"),
         ((TOKENIZED, 8, 2, 0), "count is 0; wanted 1 or more; ask for a larger count"),
-        (([], 8, 2, 3), "no tokens; wanted at least one example; read and tokenize some first"),
+        (([], 8, 2, 3), "no tokens; wanted at least one chat; read and tokenize some first"),
     ],
 )
 def test_what_makes_no_batch_is_an_error(arguments, said):
