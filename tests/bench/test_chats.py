@@ -6,7 +6,7 @@ from pathlib import Path
 import datasets
 import pytest
 
-from batches import Message, load_tokenizer, read_chats, sha256_of, tokenize
+from batches import Message, read_chats, sha256_of
 from bench.chats import gather
 
 DATA = Path(__file__).resolve().parents[2] / "data"
@@ -31,9 +31,6 @@ def test_the_published_chats_are_gathered_byte_for_byte(tmp_path):
     path = gather(str(DATA / "sft_train.jsonl"), tmp_path)
     assert path.read_bytes() == (DATA / "sft_train.jsonl").read_bytes()
     assert path.stem == sha256_of(path)[:12] and path.is_relative_to(tmp_path)
-    tokenized = tokenize(read_chats(path), load_tokenizer(DATA / "tokenizer.json"))
-    lengths = [len(chat.input_ids) for chat in tokenized]
-    assert (len(lengths), min(lengths), max(lengths), sum(lengths)) == (2400, 106, 587, 736124)
 
 
 @pytest.mark.parametrize(
