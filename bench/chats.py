@@ -36,7 +36,7 @@ def gather(data: str, cache: Path) -> Path:
     """
     hub = HUB_NAME.fullmatch(data)
     if hub and not Path(data).exists() and not data.endswith((".jsonl", ".json")):
-        rows = _download(*hub.groups(), cache / "hub")
+        rows = _download(hub[1], hub[2], cache / "hub")
     else:
         rows = _read(Path(data))
     written = [json.dumps({"messages": chat}, ensure_ascii=False) for chat in _chats(rows, data)]

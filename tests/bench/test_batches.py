@@ -165,20 +165,18 @@ def test_padded_rows_are_one_example_each_cut_or_filled():
 # --- Either --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("padded", "digest"),
-    [(False, "a9fbe6469be49bd2"), (True, "247298d6e3a357c0")],
-)
-def test_the_published_batches_are_these(padded, digest):
-    """Those of seed 0 at the four lengths, on which every number in results.json rests."""
+def test_the_published_batches_are_these():
+    """The first of seed 0 at each length, on which every number in results.json rests."""
     chats = read_chats(DATA / "sft_train.jsonl")
     tokenized = tokenize(chats, load_tokenizer(DATA / "tokenizer.json"))
-    found = hashlib.sha256()
-    for seq_len in (64, 128, 256, 512):
-        for batch in make_batches(tokenized, seq_len, 32, 25, padded=padded):
-            for tensor in batch.tensors():
-                found.update(tensor.numpy().tobytes())
-    assert found.hexdigest()[:16] == digest
+    found = {False: hashlib.sha256(), True: hashlib.sha256()}
+    for padded, digest in found.items():
+        for seq_len in (64, 128, 256, 512):
+            for batch in make_batches(tokenized, seq_len, 32, count=4, padded=padded):
+                for tensor in batch.tensors():
+                    digest.update(tensor.numpy().tobytes())
+    assert found[False].hexdigest().startswith("92ac36184d98b711")
+    assert found[True].hexdigest().startswith("a74eebf006339b89")
 
 
 @pytest.mark.parametrize("padded", [False, True])
