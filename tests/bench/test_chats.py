@@ -1,6 +1,9 @@
 """What `--data` may name, and the one line that says what is wrong with it."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import datasets
@@ -87,14 +90,13 @@ def test_a_data_set_of_the_hub_is_kept_as_a_file(tmp_path, monkeypatch):
         (r'{"messages": [{"role": "assistant", "content": "\ud800"}]}', ": JSON parse error: "),
     ],
 )  # fmt: skip
-def test_what_is_no_chat_is_named_in_one_line(tmp_path, capfd, bad, given):
+def test_what_is_no_chat_is_named_in_one_line(tmp_path, bad, given):
     bad = bad if isinstance(bad, bytes) else bad.encode()
     with pytest.raises(ValueError) as error:
         gathered(tmp_path, b"%b\n\n%b\n%b\n" % (GOOD.encode(), bad, GOOD.encode()))
     said = str(error.value)
     assert said.startswith(f"--data {tmp_path / 'chats.jsonl'}{given}") and "\n" not in said
     assert "; wanted " in said or "JSON parse error" in said
-    assert capfd.readouterr() == ("", "")  # nor anything of the libraries' own
 
 
 @pytest.mark.parametrize("text", ["", "\n \n"])
@@ -123,3 +125,33 @@ def test_a_cache_that_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(ValueError, match=r"^--cache .*cache: cannot be written \(.*\)$"):
         gather(str(DATA / "sft_train.jsonl"), tmp_path / "cache")
+
+
+def test_reading_says_nothing_and_leaves_nothing_in_the_users_home(tmp_path):
+    """In a process of its own, where what the libraries log is seen, and what they import."""
+    (tmp_path / "bad.jsonl").write_text(f"{GOOD}\nnot json\n")
+    (tmp_path / "good.jsonl").write_text(f"{GOOD}\n")
+    code = """
+import sys
+from pathlib import Path
+from bench.chats import gather
+
+assert "datasets" not in sys.modules  # a second, which --help does not wait for
+for data in sys.argv[1:]:
+    try:
+        print(gather(data, Path.cwd() / "cache").parent.name)
+    except ValueError:
+        print("refused")
+assert "transformers" not in sys.modules
+"""
+    where = {
+        "PYTHONPATH": str(DATA.parent),
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_HUB_OFFLINE": "1",
+    }
+    ended = subprocess.run(
+        [sys.executable, "-c", code, "bad.jsonl", "good.jsonl", "some-one/nothing"],
+        cwd=tmp_path, env=os.environ | where, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert (ended.stdout, ended.stderr) == ("refused\ndata\nrefused\n", "")
+    assert not (tmp_path / "home").exists()
