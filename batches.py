@@ -1,7 +1,7 @@
 """Chats in a JSONL file -> the token batches that every variant trains on.
 
-    examples = read_examples("data/sft_train.jsonl")
-    tokenized = tokenize(examples, load_tokenizer("data/tokenizer.json"))
+    chats = read_chats("data/sft_train.jsonl")
+    tokenized = tokenize(chats, load_tokenizer("data/tokenizer.json"))
     batches = make_batches(tokenized, seq_len=512, batch_size=32, count=20)
 
 A chat is written in ChatML, `<|im_start|>{role}\\n{content}<|im_end|>\\n` for each message, and
@@ -27,8 +27,6 @@ if TYPE_CHECKING:  # seconds to import, and a bad file is told at once
 
 IGNORED = -100  # the label that torch's cross_entropy skips
 ROLES = ("system", "user", "assistant")
-WANTED_LINE = '{"messages": [{"role": "user", "content": "..."}, ...]}'
-HOW_TO_MAKE_DATA = "make it with `python data/make_sft_train.py`, or give the path of your own"
 
 
 @dataclass(frozen=True)
@@ -82,83 +80,10 @@ class TokenShares:
     labelled: float
 
 
-def read_examples(path: str | Path) -> list[list[Message]]:
-    """Read one chat a line; blank lines are passed over.
-
-    Raises ValueError, in one line with the line's number, for a file that cannot be read or holds
-    no chat, and for a line that is not a chat with an assistant's message.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"no file {path}; wanted chats, one a line; {HOW_TO_MAKE_DATA}")
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path} is not UTF-8 text (byte {error.start}); wanted JSON lines; save it as UTF-8"
-        ) from None
-    except OSError as error:
-        reason = f"{path} cannot be read ({error.strerror})"
-        raise ValueError(f"{reason}; wanted chats, one a line; {HOW_TO_MAKE_DATA}") from None
-    examples = []
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            try:
-                examples.append(_parse(line))
-            except _Malformed as error:
-                raise ValueError(f"{path}, line {number}: {error}") from None
-    if not examples:
-        raise ValueError(f"{path} is empty; wanted chats, one a line; {HOW_TO_MAKE_DATA}")
-    return examples
-
-
-class _Malformed(Exception):
-    """Says what is wrong with a line, what is wanted and what to do."""
-
-
-def _parse(line: str) -> list[Message]:
-    try:
-        chat = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise _Malformed(
-            f"not JSON ({error.msg} at column {error.colno}); wanted {WANTED_LINE}; "
-            "write each chat on one line"
-        ) from None
-    except (ValueError, RecursionError) as error:  # a number too long, brackets too deep
-        raise _Malformed(f"{error}; wanted {WANTED_LINE}") from None
-    entries = chat.get("messages") if isinstance(chat, dict) else None
-    if not isinstance(entries, list):
-        raise _Malformed(f'no "messages" list; wanted {WANTED_LINE}; put the chat under "messages"')
-    messages = [_message(entry, place) for place, entry in enumerate(entries, start=1)]
-    if not any(message.role == "assistant" for message in messages):
-        raise _Malformed(
-            "no assistant message; wanted one at least, as the loss is on what the assistant says; "
-            "add one or drop the line"
-        )
-    return messages
-
-
-def _message(entry: object, place: int) -> Message:
-    fields = entry if isinstance(entry, dict) else {}
-    role, content = fields.get("role"), fields.get("content")
-    if not isinstance(role, str) or not isinstance(content, str):
-        raise _Malformed(
-            f'message {place} lacks a "role" or a "content" string; wanted both; '
-            "write the text of the message as one string"
-        )
-    if role not in ROLES:
-        raise _Malformed(
-            f"message {place} has the role {json.dumps(role)}; wanted one of {', '.join(ROLES)}; "
-            "rename the role or drop the message"
-        )
-    try:
-        content.encode()
-    except UnicodeEncodeError as error:
-        raise _Malformed(
-            f"message {place} has half a surrogate pair at character {error.start + 1}; wanted "
-            "Unicode text; write the character whole"
-        ) from None
-    return Message(role, content)
+def read_chats(path: str | Path) -> list[list[Message]]:
+    """Read {"messages": [...]} from each line, as `bench.chats.gather` leaves any data."""
+    with Path(path).open(encoding="utf-8") as lines:
+        return [[Message(**fields) for fields in json.loads(line)["messages"]] for line in lines]
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -171,7 +96,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if not path.is_file():
         raise ValueError(
             f"no tokenizer at {path}; wanted a tokenizer.json file; make ours with "
-            "`python data/make_tokenizer.py`, or give the one in a model's folder"
+            "`python data/make/tokenizer.py`, or give the one in a model's folder"
         )
     try:
         tokenizer = Tokenizer.from_file(str(path))
@@ -190,7 +115,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     return tokenizer
 
 
-def tokenize(examples: list[list[Message]], tokenizer: Tokenizer) -> list[TokenizedExample]:
+def tokenize(chats: list[list[Message]], tokenizer: Tokenizer) -> list[TokenizedExample]:
     """Encode each chat, with labels on the assistants' contents and their <|im_end|> alone.
 
     The header, the content with its end, and the newline after it are encoded apart, as they are
@@ -203,7 +128,7 @@ def tokenize(examples: list[list[Message]], tokenizer: Tokenizer) -> list[Tokeni
     headers = {role: encode(f"<|im_start|>{role}\n") for role in ROLES}
     newline = encode("\n")
     tokenized = []
-    for messages in examples:
+    for messages in chats:
         input_ids: list[int] = []
         labels: list[int] = []
         for message in messages:
@@ -243,7 +168,7 @@ def make_batches(
         if given < least:
             raise ValueError(f"{name} is {given}; wanted {least} or more; ask for a larger {name}")
     if not any(example.input_ids for example in tokenized):
-        raise ValueError("no tokens; wanted at least one example; read and tokenize some first")
+        raise ValueError("no tokens; wanted at least one chat; read and tokenize some first")
     order = random.Random(seed)
     if padded:
         rows = len(tokenized)

@@ -17,7 +17,7 @@ import torch
 from msgspec.structs import replace
 
 import models
-from batches import IGNORED, Batch, load_tokenizer, make_batches, read_examples, sha256_of, tokenize
+from batches import IGNORED, Batch, load_tokenizer, make_batches, read_chats, sha256_of, tokenize
 from bench import audit, interpreter, machine
 from bench.profiler import profile_step
 from bench.records import Cell, Parity
@@ -128,7 +128,7 @@ class Plan:
 
 @functools.cache
 def _tokenized(data: Path, tokenizer: Path):
-    return tokenize(read_examples(data), load_tokenizer(tokenizer))
+    return tokenize(read_chats(data), load_tokenizer(tokenizer))
 
 
 def _first_label(labels: list[int]) -> int:

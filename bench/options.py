@@ -106,14 +106,15 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
         choices=("on", "off"), default="on")  # fmt: skip
     add("--padded", "pad one example a row instead of packing rows full", False,
         action="store_true")  # fmt: skip
-    add("--data", "chat examples, one JSON object a line (default: data/sft_train.jsonl)",
-        type=Path, default=HERE / "data" / "sft_train.jsonl", metavar="FILE")  # fmt: skip
+    add("--data", "chats: a file of JSON lines, or a data set of the hub as ORGANISATION/NAME or "
+        "ORGANISATION/NAME:SPLIT (default: data/sft_train.jsonl)",
+        default=str(HERE / "data" / "sft_train.jsonl"), metavar="DATA")  # fmt: skip
     add("--seed", "of weights, adapters and batches (default: 0)", type=int, default=0, metavar="N")
     add("--device", "where to run (default: the GPU if there is one)", choices=("cuda", "cpu"))
     add("--out", "folder for results.json and benchmark_results.png "
         "(default: runs/GPU-NAME; without a GPU rehearsal; with --plot-only this repository)",
         type=Path, metavar="FOLDER")  # fmt: skip
-    add("--cache", "folder for base weights (default: .cache)", type=Path,
+    add("--cache", "folder for base weights and chats (default: .cache)", type=Path,
         default=HERE / ".cache", metavar="FOLDER")  # fmt: skip
     add("--cell-timeout", "give a cell up when nothing was heard of it for so long (default: 600)",
         type=float, default=600.0, metavar="SECONDS")  # fmt: skip

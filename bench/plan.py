@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from batches import load_tokenizer, read_examples, sha256_of, token_shares
-from bench import machine, options
+from batches import load_tokenizer, sha256_of, token_shares
+from bench import chats, machine, options
 from bench import results as store
 from bench.folders import check_writable, locked
 from bench.options import HERE, fill_in, variants_of
@@ -31,13 +31,13 @@ def planned(arguments: argparse.Namespace, argv: list[str]) -> Iterator[tuple["P
     asked = fill_in(arguments)
     options.check(asked)
     source = resolve(str(asked.model), asked.cache.resolve(), asked.seed)
-    read_examples(asked.data)
+    data = chats.gather(asked.data, asked.cache)
     check_model(source, asked)
     folder = out_folder(asked.out, asked.device)
     with locked(folder):
         if not source.is_there():
             check_writable("--cache", asked.cache)
-        plan = make_plan(asked, source)
+        plan = make_plan(asked, source, data)
         check_architecture(source)
         check_lengths(plan)
         if not plan.is_prepared():
@@ -51,13 +51,13 @@ def planned(arguments: argparse.Namespace, argv: list[str]) -> Iterator[tuple["P
         yield plan, run, folder / "results.json"
 
 
-def make_plan(asked: argparse.Namespace, source: Source) -> "Plan":
+def make_plan(asked: argparse.Namespace, source: Source, data: Path) -> "Plan":
     # imports torch, which takes seconds: what comes without came first
     from bench.cells import Plan
 
     return Plan(
         source=source,
-        data=asked.data.resolve(),
+        data=data,
         cache=asked.cache.resolve(),
         lora=Lora(rank=asked.rank, alpha=2 * asked.rank),
         variants=variants_of(asked),

@@ -1,6 +1,6 @@
-"""Write tokenizer.json: a small byte-level BPE, trained on sft_train.jsonl.
+"""Write data/tokenizer.json: a small byte-level BPE, trained on data/sft_train.jsonl.
 
-    python data/make_tokenizer.py         # seconds; the same bytes every time
+    python data/make/tokenizer.py         # seconds; the same bytes every time
 
 It stands in for the model's own tokenizer where that cannot be downloaded. Words are split at white
 space only, so that a frequent piece of a formula becomes one token; any text survives encoding and
@@ -14,11 +14,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 VOCABULARY = 4096
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-DATA = Path(__file__).with_name("sft_train.jsonl")
-PATH = Path(__file__).with_name("tokenizer.json")
+DATA = Path(__file__).resolve().parents[1]
 
 
-def train(examples: list[dict]) -> Tokenizer:
+def train() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -33,11 +32,11 @@ def train(examples: list[dict]) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    texts = (message["content"] for example in examples for message in example["messages"])
+    with (DATA / "sft_train.jsonl").open(encoding="utf-8") as chats:
+        texts = [message["content"] for chat in chats for message in json.loads(chat)["messages"]]
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
 
 if __name__ == "__main__":
-    with DATA.open(encoding="utf-8") as file:
-        train([json.loads(line) for line in file]).save(str(PATH))
+    train().save(str(DATA / "tokenizer.json"))

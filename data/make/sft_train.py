@@ -1,9 +1,9 @@
-"""Write sft_train.jsonl: chats about integrals with worked solutions, one JSON object per line.
+"""Write data/sft_train.jsonl: chats about integrals with worked solutions, one JSON object a line.
 
-    python data/make_sft_train.py         # about two minutes; the same bytes every time
+    python data/make/sft_train.py         # a minute or two; the same bytes every time
 
-The words are templates; the mathematics is sympy's. Every equation in a solution is proved before
-it is written (worked_solution.py), so the steps, the answer and its check cannot drift apart.
+The words are templates; the mathematics is sympy's (requirements-dev.txt). Each answer is checked
+before it is written (worked_solution.py).
 """
 
 import json
@@ -19,7 +19,7 @@ from worked_solution import Solution, tex, x
 
 SEED = 20250
 EXAMPLES = 2400
-PATH = Path(__file__).with_name("sft_train.jsonl")
+PATH = Path(__file__).resolve().parents[1] / "sft_train.jsonl"
 
 FAMILIES = [
     parts.product_of_polynomials,
