@@ -196,10 +196,15 @@ def raw_gradients(operation, leaves, outputs, gradients) -> dict:
     return {name: given[name] for name in operation.trained}
 
 
-@every(OF_PRODUCTS, lambda _: {"adapter_dtype": (BF16, FP32, MIXED), "autocast": (False, True)})
+@every(
+    OF_PRODUCTS,
+    lambda _: {
+        "dtype": (BF16, FP32), "adapter_dtype": (BF16, FP32, MIXED), "autocast": (False, True)
+    },
+)  # fmt: skip
 def test_backward_itself_returns_each_gradient_in_its_tensors_dtype(operation, options, device):
-    adapter_dtype, autocast = options.values()
-    case = operation.case(device, adapter_dtype=adapter_dtype)
+    dtype, adapter_dtype, autocast = options.values()
+    case = operation.case(device, dtype, adapter_dtype=adapter_dtype)
     leaves = leaves_of(operation, case)
     with torch.autocast(device, dtype=BF16, enabled=autocast):
         outputs = operation.function(*leaves.values())
