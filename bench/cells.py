@@ -281,6 +281,8 @@ def _measure(
     functions = [name for evidence in EVIDENCE.values() for name in evidence.functions]
     compiles = recipe.compiled or recipe.library == "unsloth"  # which compiles parts of its own
     profile = profile_step(lambda: trainer.step(batches[0]), functions, not compiles)
+    others = machine.other_processes(own=ours) if on_gpu else None
+    launch_us = machine.host_launch_us() if on_gpu else None
     problems = (  # what ran comes first: a busy host alone can hide time
         audit.not_run(recipe, built.fused_modules, profile, on_gpu),
         audit.hidden_time(timings),
@@ -293,8 +295,8 @@ def _measure(
         cell,
         status="error" if problem else "ok",
         error=problem,
-        other_gpu_processes=machine.other_processes(own=ours) if on_gpu else None,
-        host_launch_us=machine.host_launch_us() if on_gpu else None,
+        other_gpu_processes=others,
+        host_launch_us=launch_us,
         **dataclasses.asdict(timings),
         **dataclasses.asdict(profile),
         **(machine.conditions_of(samples)._asdict() if on_gpu else {}),

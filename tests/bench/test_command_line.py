@@ -184,9 +184,13 @@ def test_results_of_another_kind_are_left_alone(capsys, tmp_path):
     document["cells"][0]["step_ms"][1] = "fast"
     path.write_text(json.dumps(document))
     assert "cells[0].step_ms[1]: expected `float`, got `str`" in bad(capsys, tmp_path, *cpu)
-    for torn in ("{torn", "[" * 100_000):
+    for torn, words in (
+        ("{torn", "not whole JSON"),
+        ("[" * 100_000, "has no schema_version"),
+        ('{"x": ' + "[" * 100_000, "not whole JSON"),
+    ):
         path.write_text(torn)
-        assert "not whole JSON" in bad(capsys, tmp_path, *cpu)
+        assert words in bad(capsys, tmp_path, *cpu)
         assert path.read_text() == torn
 
 

@@ -1,6 +1,5 @@
 """--turns: the variants of a round side by side, their timed steps in turns."""
 
-import json
 from functools import partial
 from types import SimpleNamespace
 
@@ -46,7 +45,7 @@ def test_steps_of_two_variants_alternate_and_a_finished_run_starts_nothing(tmp_p
     first, second = VARIANTS
     assert steps == [(first, 1), (first, 2), (second, 1), (second, 2),
                      (first, 3), (first, 4), (second, 3), (second, 4)]  # fmt: skip
-    results = json.loads((tmp_path / "results.json").read_text())
+    results = store.load(tmp_path / "results.json")
     assert results.experiment.turn_steps == 2
     assert [cell.status for cell in results.cells] == ["ok", "ok"]
     assert all(len(cell.step_ms) == 4 for cell in results.cells)

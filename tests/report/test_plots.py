@@ -16,7 +16,7 @@ from bench.records import Cell
 from report import benchmark_results as plots
 from report import looks, tables
 from report import statistics as summary
-from variants import LOOKS, SUITES, title_of
+from variants import LOOKS, SUITES, VARIANTS, title_of
 
 ROOT = Path(__file__).resolve().parents[2]
 FOUR = ("vanilla_peft", "vanilla_peft_again", "fused_mlp", "full_unsloth")
@@ -282,6 +282,13 @@ def test_variants_are_told_apart_with_and_without_colour(pictures):
     assert next(iter(view.looks)) == "vanilla_peft"
     shown = [text.get_text() for text in pictures["eight"].legends[0].get_texts()]
     assert shown == list(map(title_of, view.looks))
+
+
+def test_variants_of_one_family_do_not_look_alike():
+    fused = [id for id, variant in VARIANTS.items() if variant.recipe.fused][: plots.MANY]
+    found = plots.looks_of([*fused, "vanilla_peft"])
+    assert len({look[1:] for look in found.values()}) == plots.MANY + 1
+    assert found["vanilla_peft"] == LOOKS["peft"] and found["fused_mlp"] == LOOKS["fused"]
 
 
 def test_a_variant_looks_the_same_in_every_panel(pictures):
