@@ -34,12 +34,18 @@ def gather(data: str, cache: Path) -> Path:
         ValueError: there is no such file or data set, one of its rows is no chat, or `cache`
             cannot be written.
     """
-    hub = HUB_NAME.fullmatch(data)
-    if hub and not Path(data).exists() and not data.endswith((".jsonl", ".json")):
-        rows = _download(hub[1], hub[2], cache / "hub")
-    else:
-        rows = _read(Path(data))
-    written = [json.dumps({"messages": chat}, ensure_ascii=False) for chat in _chats(rows, data)]
+    is_file = Path(data).exists() or data.endswith((".jsonl", ".json"))
+    hub = None if is_file else HUB_NAME.fullmatch(data)
+    rows = _download(hub[1], hub[2], cache / "hub") if hub else _read(Path(data))
+    try:
+        chats = [_chat(row, f"chat {number}") for number, row in enumerate(rows, start=1)]
+    except ValueError as error:
+        # datasets may have read into columns what a line does not say
+        reason = (None if hub else _first_wrong_line(Path(data))) or f", {error}"
+        raise ValueError(f"--data {data}{reason}") from None
+    if not chats:
+        raise ValueError(f"--data {data}: empty; wanted chats, {WANTED} a line")
+    written = [json.dumps({"messages": chat}, ensure_ascii=False) for chat in chats]
     text = "".join(f"{line}\n" for line in written).encode()
     path = (cache / "data" / f"{hashlib.sha256(text).hexdigest()[:12]}.jsonl").resolve()
     if path.exists():
@@ -92,33 +98,33 @@ def _quiet_datasets() -> Any:
     return datasets
 
 
-def _chats(rows: Iterable[object], source: str) -> list[Messages]:
-    chats = []
-    for number, row in enumerate(rows, start=1):
-        try:
-            chats.append(_chat(row))
-        except ValueError as error:
-            raise ValueError(f"--data {source}, chat {number}: {error}") from None
-    if not chats:
-        raise ValueError(f"--data {source}: empty; wanted chats, {WANTED} a line")
-    return chats
-
-
 def _first_wrong_line(path: Path) -> str | None:
     for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+        where = f"line {number}"
         try:
             if line.strip():
-                _chat(json.loads(line))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            reason = error.msg if isinstance(error, json.JSONDecodeError) else error.reason
-            return f", line {number}: not JSON in UTF-8 ({reason}); wanted {WANTED}"
+                _chat(json.loads(line.decode()), where)
+        except UnicodeDecodeError as error:
+            return f", {where}: not UTF-8 text (byte {error.start}); wanted {WANTED}"
+        except json.JSONDecodeError as error:
+            return f", {where}: not JSON ({error.msg}); wanted {WANTED}"
+        except RecursionError as error:  # brackets too deep
+            return f", {where}: {error}; wanted {WANTED}"
         except ValueError as error:
-            return f", line {number}: {error}"
+            words = str(error)  # ours say where; a number too long for Python does not
+            return f", {words if words.startswith(where) else f'{where}: {words}'}"
     return None
 
 
-def _chat(row: object) -> Messages:
-    """The role and content of each message. ValueError says what is wrong and what is wanted."""
+def _chat(row: object, where: str) -> Messages:
+    """The role and content of each message. ValueError says where and what is wrong."""
+    try:
+        return _messages(row)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _messages(row: object) -> Messages:
     columns = row if isinstance(row, dict) else {}
     entries = columns.get("messages")
     if entries is None:
@@ -162,6 +168,13 @@ def _message(entry: object, place: int) -> dict[str, str]:
             f"message {place} has the role {json.dumps(role)}; wanted one of {', '.join(ROLES)}; "
             "rename the role or drop the message"
         )
+    try:
+        content.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"message {place} has half a surrogate pair at character {error.start + 1}; wanted "
+            "Unicode text; write the character whole"
+        ) from None
     return {"role": role, "content": content}
 
 

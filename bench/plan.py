@@ -31,6 +31,8 @@ def planned(arguments: argparse.Namespace, argv: list[str]) -> Iterator[tuple["P
     asked = fill_in(arguments)
     options.check(asked)
     source = resolve(str(asked.model), asked.cache.resolve(), asked.seed)
+    if not (asked.cache / "data").is_dir():
+        check_writable("--cache", asked.cache)
     data = chats.gather(asked.data, asked.cache)
     check_model(source, asked)
     folder = out_folder(asked.out, asked.device)

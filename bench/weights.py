@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 DATA_TOKENIZER = Path(__file__).resolve().parent.parent / "data" / "tokenizer.json"
-CONFIGS = Path(__file__).parent / "configs"
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 SIZES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
     "max_position_embeddings",

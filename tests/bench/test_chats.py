@@ -76,18 +76,18 @@ def test_a_data_set_of_the_hub_is_kept_as_a_file(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("bad", "given"),
     [
-        ("{'messages': 1}", ", line 3: not JSON in UTF-8 (Expecting property name"),
-        (b"\xff", ", line 3: not JSON in UTF-8 (invalid start byte)"),
+        ("{'messages': 1}", ", line 3: not JSON (Expecting property name"),
+        (b"\xff", ", line 3: not UTF-8 text (byte 0)"),
         ("[1, 2]", ', line 3: no "messages" list'),
-        ('{"text": "hello"}', ', chat 2: no "messages" list'),
+        ('{"text": "hello"}', ', line 3: no "messages" list'),
         ('{"messages": "hello"}', ', line 3: no "messages" list'),
         ('{"messages": ["hello"]}', ', line 3: message 1 lacks a "role"'),
-        ('{"messages": [{"role": "user"}]}', ', chat 2: message 1 lacks a "role" or a "content"'),
-        ('{"prompt": "a", "completion": 4}', ', chat 2: message 2 lacks a "role" or a "content"'),
-        (line(("assistant", "4"), ("tool\n", "5")), ', chat 2: message 2 has the role "tool\\n"'),
-        (line(("user", "2 + 2?")), ", chat 2: no assistant message"),
-        ('{"messages": []}', ", chat 2: no assistant message"),
-        (r'{"messages": [{"role": "assistant", "content": "\ud800"}]}', ": JSON parse error: "),
+        ('{"messages": [{"role": "user"}]}', ', line 3: message 1 lacks a "role" or a "content"'),
+        ('{"prompt": "a", "completion": 4}', ', line 3: message 2 lacks a "role" or a "content"'),
+        (line(("assistant", "4"), ("tool\n", "5")), ', line 3: message 2 has the role "tool\\n"'),
+        (line(("user", "2 + 2?")), ", line 3: no assistant message"),
+        ('{"messages": []}', ", line 3: no assistant message"),
+        (r'{"messages": [{"role": "assistant", "content": "\ud800"}]}', ", line 3: message 1 has half a surrogate pair"),
     ],
 )  # fmt: skip
 def test_what_is_no_chat_is_named_in_one_line(tmp_path, bad, given):
@@ -96,7 +96,7 @@ def test_what_is_no_chat_is_named_in_one_line(tmp_path, bad, given):
         gathered(tmp_path, b"%b\n\n%b\n%b\n" % (GOOD.encode(), bad, GOOD.encode()))
     said = str(error.value)
     assert said.startswith(f"--data {tmp_path / 'chats.jsonl'}{given}") and "\n" not in said
-    assert "; wanted " in said or "JSON parse error" in said
+    assert "; wanted " in said
 
 
 @pytest.mark.parametrize("text", ["", "\n \n"])

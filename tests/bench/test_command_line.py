@@ -113,7 +113,7 @@ CHAT = '{"messages": [{"role": "assistant", "content": "%s"}]}'
     ("data", "words"),
     [
         (b"", "empty"),
-        (b"\xff\x00", "not UTF-8 text (byte 0)"),
+        (b"\xff\x00", "line 1: not UTF-8 text (byte 0)"),
         (b"[" * 100_000, "line 1: maximum recursion depth exceeded"),
         (b"9" * 5000, "line 1: Exceeds the limit"),
         (b'{"messages": [{"role": "user", "content": "x"}]}\nnot json\n', "line 1"),

@@ -103,11 +103,11 @@ def test_speedups_come_with_intervals_the_line_at_one_and_the_band(pictures):
     run, axes = RUNS["with an A/A band"], panels(pictures["with an A/A band"])["speedup"]
     rows = [row(run, "fused_mlp", n) for n in example.SEQ_LENS]
     assert list(line(axes, "fused MLP").get_ydata()) == [r.speedup for r in rows]
-    drawn = [list(line.get_ydata()) for line in axes.lines]
+    drawn = [tuple(line.get_ydata()) for line in axes.lines]
     for each in rows:
         assert each.speedup_ci95 in drawn
         assert f"{each.speedup:.2f}×" in words(axes)
-    assert [1.0, 1.0] in drawn
+    assert (1.0, 1.0) in drawn
     assert "vanilla PEFT" not in [line.get_label() for line in axes.lines]
     bands = [(bar.get_y(), bar.get_y() + bar.get_height()) for bar in axes.patches]
     assert bands == [pytest.approx(summary.noise_band(run, n)) for n in example.SEQ_LENS]
