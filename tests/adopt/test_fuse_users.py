@@ -74,7 +74,8 @@ def load(model):
 
 
 def hot_swap(model, r=8):
-    config = LoraConfig(r=r, lora_alpha=20, target_modules=[*ATTENTION, *MLP])
+    """Another one of the same scaling, which PEFT writes through .data."""
+    config = LoraConfig(r=r, lora_alpha=1.5 * r, target_modules=[*ATTENTION, *MLP])
     device = next(model.parameters()).device
     state = {
         name: random(*p.shape, seed=seed, scale=0.2, device=device)
