@@ -1,7 +1,7 @@
 # make bench      run the experiment (without an NVIDIA GPU: a rehearsal of it)
 # make test       run the tests
 # make test-fast  one case of every contract: two minutes at most
-# make check      lint and types
+# make check      lint, types, and who may import whom
 # make plot       draw the published picture and README tables again from results.json
 # make test-newest     the kernels' and adoption's tests with the newest torch, triton, transformers and peft
 # make resolve-peers   can Unsloth and Liger be installed beside requirements.txt? (installs nothing)
@@ -13,8 +13,6 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 NEWEST := .venv-newest
-# what stands on torch, triton, transformers and peft, and not on the benchmark
-NEWEST_TESTS = $(shell grep -l -E "^(from|import) (fused_mlp|fused_lora)" tests/test_*.py)
 
 bench: $(VENV)/bench
 	$(RUN) lora_bench.py
@@ -26,7 +24,7 @@ test-fast: $(VENV)/dev
 	$(RUN) -m pytest -n 2 -m fast
 
 test-newest: $(NEWEST)/done
-	$(NEWEST)/bin/python -m pytest -n 2 $(NEWEST_TESTS)
+	$(NEWEST)/bin/python -m pytest -n 2 tests/kernels tests/adopt tests/step
 
 resolve-peers: $(VENV)/base
 	$(RUN) -m pip install --dry-run --quiet -r requirements.txt -r requirements-peers.txt
@@ -35,6 +33,7 @@ check: $(VENV)/dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy .
+	PYTHONPATH=. $(VENV)/bin/lint-imports
 
 plot: $(VENV)/bench
 	$(RUN) lora_bench.py --plot-only
