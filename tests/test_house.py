@@ -60,3 +60,9 @@ def test_modules_at_the_root_import_no_room_above_them():
         }
         imported |= {(n.module or "").split(".")[0] for n in nodes if isinstance(n, ast.ImportFrom)}
         assert imported and not imported & forbidden, name
+
+
+def test_links_between_files_lead_somewhere():
+    for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")):
+        for link in re.findall(r"\]\(([^)#\s]+)", path.read_text()):
+            assert link.startswith("http") or (path.parent / link).exists(), f"{path.name}: {link}"
