@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cross_entropy_case import (
-    IGNORED,
+    WAYS_TO_IGNORE,
     NAMES,
     TOKENS,
     VOCABULARY,
@@ -141,10 +141,10 @@ def test_what_has_no_softmax_is_infinite_or_nan_as_in_pytorch(device):
 
 # The ways to leave out tokens that have no label: not computed, computed in vain, and as many
 # computed as may be labelled at most.
-IGNORED = ({"drop_ignored": True}, {"drop_ignored": False}, {"max_labelled": 200})
+WAYS_TO_IGNORE = ({"drop_ignored": True}, {"drop_ignored": False}, {"max_labelled": 200})
 IGNORING = pytest.mark.parametrize(
     "ignoring",
-    IGNORED,
+    WAYS_TO_IGNORE,
     ids=("dropped", "computed", "at most 200"),
 )
 
@@ -302,7 +302,7 @@ LAYOUTS = {
     [
         pytest.param(layout, ignoring, marks=() if (i + j) % 3 == 0 else pytest.mark.exhaustive)
         for i, layout in enumerate(LAYOUTS)
-        for j, ignoring in enumerate(IGNORED)
+        for j, ignoring in enumerate(WAYS_TO_IGNORE)
     ],
 )
 def test_strided_hidden(layout, ignoring, device):
