@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cross_entropy_case import (
-    WAYS_TO_IGNORE,
+    IGNORED,
     NAMES,
     TOKENS,
     VOCABULARY,
