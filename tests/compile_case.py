@@ -11,16 +11,10 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from fused_lora import (
-    causal_attention,
-    causal_attention_backward,
-    many_copies,
-    qkv_rope,
-    residual_kernels,
-    rms_norm,
-    rope,
-)
+from fused_lora import rms_norm, rope
 from fused_lora.cross_entropy import cross_entropy_
+from fused_lora.kernels import causal_attention, causal_attention_backward, many_copies, qkv_rope
+from fused_lora.kernels import residual as residual_kernels
 from fused_lora.kernels.sums_over_tokens import sums_over_tokens
 from fused_lora.kernels.swiglu_products_backward import Product, swiglu_backward_products
 from fused_lora.kernels.swiglu_products_forward import swiglu_forward_product

@@ -13,7 +13,8 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from fused_lora import Fusion, fuse, loss_site, report
+from fused_lora import Fusion, fuse, report
+from fused_lora.adopt import cross_entropy as loss_site
 
 LOSS = Fusion(cross_entropy=True)
 MODEL = "base_model.model"

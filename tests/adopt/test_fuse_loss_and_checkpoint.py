@@ -13,7 +13,8 @@ from reference import relative_error
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fused_lora import Fusion, checkpoint, fuse, unfuse
+from fused_lora import Fusion, fuse, unfuse
+from fused_lora.step import checkpoint
 
 # --- the loss -------------------------------------------------------------------------------------
 

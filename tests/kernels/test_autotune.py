@@ -13,7 +13,7 @@ import torch
 import triton
 from reference import assert_within_budget
 
-from fused_lora import (
+from fused_lora.kernels import (
     autotune,
     sums_over_tokens,
     swiglu_products_backward,

@@ -8,8 +8,8 @@ from rope_case import angles
 from rope_case import eager as eager_rope
 from test_residual_kernels import wide
 
-from fused_lora import causal_attention
-from fused_lora import causal_attention_backward as backward
+from fused_lora.kernels import causal_attention
+from fused_lora.kernels import causal_attention_backward as backward
 from fused_lora.kernels.causal_attention import causal_attention_forward, fits
 from fused_lora.kernels.causal_attention_backward import causal_attention_backward
 from fused_lora.kernels.qkv_rope import rope_forward, split_heads

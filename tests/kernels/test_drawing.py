@@ -26,7 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
-from fused_lora import Fusion, fuse, site
+from fused_lora import Fusion, fuse
+from fused_lora.adopt import site
 from fused_mlp import fast_lora, swiglu
 
 ROOT = Path(__file__).resolve().parents[2]

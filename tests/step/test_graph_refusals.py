@@ -23,7 +23,7 @@ from graph_case import (
 from peft_models import LAYERS, ids
 
 from fused_lora import Fusion, fuse, unfuse
-from fused_lora import graph as graph_module
+from fused_lora.step import graph as graph_module
 from fused_lora.step.checkpoint import policy_of
 from fused_lora.step.graph import EAGER_CALLS, GraphedStep
 

@@ -13,7 +13,8 @@ from fused_case import ALL
 from graph_case import EagerStep, adamw, captured, graphed
 from layer_case import peft_model
 
-from fused_lora import Fusion, fuse, offload
+from fused_lora import Fusion, fuse
+from fused_lora.step import offload
 from fused_lora.step.graph import EAGER_CALLS
 from fused_lora.step.offload import Offload, _Layer, _Offloaded
 from fused_mlp.launching import next_power_of_2
