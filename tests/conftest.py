@@ -99,11 +99,26 @@ def ran(monkeypatch):
     return seen
 
 
+def _is_tried(item, shown):
+    """Whether a case runs by default. Of a `thinned` test those do that show a value of one of its
+    parameters for the first time."""
+    if "exhaustive" in item.keywords:
+        return False
+    if "thinned" not in item.keywords:
+        return True
+    of_test = item.nodeid.partition("[")[0]
+    values = {(of_test, name, index) for name, index in item.callspec.indices.items()}
+    new = values - shown
+    shown |= values
+    return bool(new)
+
+
 def pytest_collection_modifyitems(config, items):
     if "exhaustive" not in config.option.markexpr:  # whatever else -m asks for
-        left_out = [item for item in items if "exhaustive" in item.keywords]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if "exhaustive" not in item.keywords]
+        shown: set[tuple] = set()
+        kept = [item for item in items if _is_tried(item, shown)]
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = kept
     if HAS_GPU:
         return
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU")

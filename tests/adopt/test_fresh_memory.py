@@ -51,6 +51,7 @@ class ReadsOn(TorchDispatchMode):
             assert not gap.isnan().any(), f"{list(rows.shape)}, rows {stride} apart"
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("fusion", FUSIONS)
 def test_no_part_lets_what_lies_in_new_memory_into_a_result(fusion, model, device, monkeypatch):

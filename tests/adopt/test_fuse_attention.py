@@ -32,6 +32,7 @@ def functions_of(model, ran, **inputs):
     return ran
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("family", ["Qwen2", "Llama", "Mistral"])
 @pytest.mark.parametrize("fusion", [BOTH, Fusion(**ALL), Fusion(**ALL, checkpoint="full")],
                          ids=("both", "all", "all, checkpointed"))  # fmt: skip

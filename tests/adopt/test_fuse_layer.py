@@ -31,6 +31,7 @@ def calls(monkeypatch):
 # --- right where it fuses -------------------------------------------------------------------------
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     ("options", "autocast"),

@@ -12,6 +12,7 @@ from reference import assert_within_budget
 from fused_lora import Fusion, fuse, report, unfuse
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     ("family", "name"),
     [

@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 
 from fused_lora import Fusion, fuse, report
 
-FUSIONS = {"parts": Fusion(mlp=True, attention=True, rope=True), "layer": LAYER}
+FUSIONS = {"layer": LAYER, "parts": Fusion(mlp=True, attention=True, rope=True)}
 FUNCTIONS = {
     "parts": {"LoRA_MLP": 2, "LoRA_Attention": 2},
     "layer": {"DecoderLayer": 2},
@@ -194,6 +194,7 @@ DONE = {
 BY_WISH = {"several adapters"}
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("what", DONE)
 def test_a_fused_model_computes_what_plain_peft_does(what, kind, device):
     change, reason = DONE[what]
@@ -284,6 +285,7 @@ def on_the_host(model):
 ORDERS = [a_reference_between, two_forwards, two_batches, twice, a_move_between, on_the_host]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("policy", ["", "full"])
 def test_gradients_are_those_of_the_forward_that_they_belong_to(order, policy, kind, device):

@@ -157,6 +157,7 @@ def test_a_loss_that_is_given_rows_asks_for_no_others(most, device):
 # --- in a model -----------------------------------------------------------------------------------
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("autocast", [False, True])
 def test_loss_and_gradients_are_right_in_every_family(family, autocast, wanted, device):

@@ -21,7 +21,7 @@ def test_with_the_gpu_hidden(file):
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(TESTS / file)],
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTEST_ADDOPTS": ""},
-        cwd=TESTS.parent,
+        cwd=TESTS.parent.parent,
         capture_output=True,
         text=True,
     )
