@@ -43,8 +43,8 @@ CHUNK_TOKENS = 4096
 CHUNK_BYTES = 2**31
 
 # 8,192 logits over 16 warps: 16 bf16 values, two 16-byte loads, per thread.
-BLOCK = 8192
-NUM_WARPS = 16
+BLOCK_COLUMNS = 8192
+_NUM_WARPS = 16
 VECTOR = 8
 
 # Rows of logits start at multiples of 64 elements: an odd vocabulary (one added token is enough)
@@ -131,7 +131,7 @@ def cross_entropy_(
     launch(
         _cross_entropy_kernel, (rows,),
         logits, labels, losses, row_stride, vocabulary, ignore_index,
-        write_gradient, BLOCK, VECTOR, num_warps=NUM_WARPS,
+        write_gradient, BLOCK_COLUMNS, VECTOR, num_warps=_NUM_WARPS,
     )  # fmt: skip
     return losses
 

@@ -22,10 +22,10 @@ from ..step.recompute import is_recomputing
 from . import parts as layer_sites
 from .borders import LayerBorders, let_save
 from .projection import Projection, read_projection, why_call
-from .site import FusedForward, class_forward, parts_of, reason_in, say_once, why_not_class
+from .site import FusedForward, class_forward, fused_parts_of, reason_in, say_once, why_not_class
 
 # Of each of GROUPS: the module that has its projections, and their names.
-PROJECTIONS = (
+GROUPED_PROJECTIONS = (
     ("self_attn", ("q_proj", "k_proj", "v_proj")),
     ("self_attn", ("o_proj",)),
     ("mlp", ("gate_proj", "up_proj")),
@@ -50,11 +50,11 @@ class BorderedForward(FusedForward):
 def borders_of(module: nn.Module) -> LayerBorders | None:
     """The borders that a module's forward runs on, if it does on any."""
     forward = vars(module).get("forward")
-    owner = forward.__self__ if isinstance(forward, MethodType) else None  # see parts_of
+    owner = forward.__self__ if isinstance(forward, MethodType) else None  # see fused_parts_of
     return owner.borders if isinstance(owner, BorderedForward) else None
 
 
-def border(layers: Sequence[tuple[str, nn.Module]]) -> None:
+def give_borders(layers: Sequence[tuple[str, nn.Module]]) -> None:
     """Give the layers of a model, all that are fused in the order of a forward, their borders, and
     move their weights into buffers where they may run as one now."""
     handover = Handover()
@@ -118,9 +118,9 @@ def _read(layer: Any) -> list[list[Projection]] | str:
         )
     dtype, device = layer.input_layernorm.weight.dtype, layer.input_layernorm.weight.device
     groups = []
-    for owner, names in PROJECTIONS:
+    for owner, names in GROUPED_PROJECTIONS:
         # o_proj may have been fused by itself, for when the layer is not
-        own_forward = names != ("o_proj",) or not parts_of(layer.self_attn.o_proj)
+        own_forward = names != ("o_proj",) or not fused_parts_of(layer.self_attn.o_proj)
         group = []
         for name in names:
             read = read_projection(getattr(layer, owner)._modules[name], own_forward)
@@ -142,7 +142,7 @@ def _read(layer: Any) -> list[list[Projection]] | str:
 
 def _lora_layers(layer: Any) -> Iterator[Any]:
     """Those of the layer's projections that have adapters."""
-    for owner, names in PROJECTIONS:
+    for owner, names in GROUPED_PROJECTIONS:
         for name in names:
             projection = getattr(layer, owner)._modules[name]
             if isinstance(getattr(projection, "base_layer", None), nn.Linear):
@@ -156,7 +156,7 @@ def _ranks(layer: Any) -> list[list[int]]:
             max(A.out_features for A in getattr(layer, owner)._modules[name].lora_A.values())
             for name in names
         ]
-        for owner, names in PROJECTIONS
+        for owner, names in GROUPED_PROJECTIONS
     ]
 
 
@@ -236,7 +236,7 @@ def layer_forward(
         # a model that is only asked may be so in any way, with a cache say, or unloaded
         if torch.is_grad_enabled() and any(True for _ in _lora_layers(layer)):
             say_once(layer, reads)
-        own = layer_sites.layer_forward if "rms_norm" in parts else _class_forward
+        own = layer_sites.normed_layer_forward if "rms_norm" in parts else _class_forward
         return own(
             layer, parts, hidden_states, attention_mask=attention_mask, position_ids=position_ids,
             past_key_values=past_key_values, use_cache=use_cache,

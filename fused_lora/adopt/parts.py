@@ -26,8 +26,8 @@ from .originals import is_builtin, why_replaced
 from .projection import Projection, read_projection, why_call, why_not_plain
 from .site import (
     class_forward,
+    fused_parts_of,
     having,
-    parts_of,
     say_once,
     why_not_class,
     why_not_own_forward,
@@ -109,7 +109,7 @@ def output_forward(projection: nn.Module, parts: frozenset[str], x: Tensor, *res
     return LoRA_W.apply(x, read.A, read.B, FrozenLinear(read.weight, read.bias, read.scaling))
 
 
-def attention_forward(
+def self_attention_forward(
     attention: Any,
     parts: frozenset[str],
     hidden_states: Tensor,
@@ -162,7 +162,7 @@ def _read_rest(attention: Any, mask, past_key_values, options: dict) -> Projecti
     if reason is not None:
         return reason
     o = attention.o_proj
-    return read_output(o) if "attention" in parts_of(o) else "its o runs by itself"
+    return read_output(o) if "attention" in fused_parts_of(o) else "its o runs by itself"
 
 
 def why_not_sdpa(attention: Any) -> str | None:
@@ -284,17 +284,17 @@ def norm_forward(norm: Any, parts: frozenset[str], x: Tensor) -> Tensor:
     return rms_norm(x, norm.weight, norm.variance_epsilon)
 
 
-def why_not_layer(layer: Any) -> str | None:
+def why_not_normed_layer(layer: Any) -> str | None:
     if (reason := why_not_class(layer, "DecoderLayer")) is not None:
         return reason
     norm = layer.post_attention_layernorm
     return why_not_norm(norm) or why_call(norm, own_forward=False)
 
 
-def layer_forward(layer: Any, parts: frozenset[str], hidden_states: Tensor, **options):
+def normed_layer_forward(layer: Any, parts: frozenset[str], hidden_states: Tensor, **options):
     """The four families' own forward; the residual's addition goes into the norm after it."""
     norm = layer.post_attention_layernorm
-    reason = why_not_layer(layer)
+    reason = why_not_normed_layer(layer)
     if reason is None and hidden_states.dtype != norm.weight.dtype:
         reason = f"its input is {hidden_states.dtype} and its norm's weight {norm.weight.dtype}"
     if reason is not None:

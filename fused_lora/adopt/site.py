@@ -123,7 +123,7 @@ def _with_signature_of(own: Callable) -> Callable:
 HOOKED = "_old_forward"  # where a module keeps the forward that a hook of accelerate calls
 
 
-def parts_of(module: nn.Module, at: str = "forward") -> frozenset[str]:
+def fused_parts_of(module: nn.Module, at: str = "forward") -> frozenset[str]:
     """The parts that a module runs fused, told by the forward on its instance."""
     owner = _owner_of(module, at)
     return owner.parts if owner is not None else frozenset()
@@ -197,7 +197,7 @@ def has_own_forward(module: nn.Module) -> bool:
 
 def why_not_own_forward(module: nn.Module) -> str | None:
     """Why calling the module runs neither its class's forward nor the one that `fuse` has set."""
-    if has_own_forward(module) or parts_of(module):
+    if has_own_forward(module) or fused_parts_of(module):
         return None
     if "_hf_hook" in vars(module):
         return (

@@ -5,7 +5,7 @@ from . import layer as bordered_sites
 from . import parts as layer_sites
 from .site import Part, Site, having, reason_in, why_not_class
 
-PARTS = {
+SWITCHES = {
     "mlp": Part(
         (
             Site(
@@ -21,7 +21,7 @@ PARTS = {
             Site(
                 having("q_proj", "k_proj", "v_proj"),
                 lambda module: reason_in(layer_sites.read_qkv(module)),
-                layer_sites.attention_forward,
+                layer_sites.self_attention_forward,
             ),
             Site(
                 layer_sites.output_projections,
@@ -36,7 +36,7 @@ PARTS = {
             Site(
                 having("q_proj", "k_proj", "v_proj"),
                 lambda module: why_not_class(module, "Attention"),
-                layer_sites.attention_forward,
+                layer_sites.self_attention_forward,
             ),
         ),
         "it has no attention with q_proj, k_proj and v_proj",
@@ -46,8 +46,8 @@ PARTS = {
             Site(layer_sites.norms, layer_sites.why_not_norm, layer_sites.norm_forward),
             Site(
                 having("self_attn", "post_attention_layernorm", "mlp"),
-                layer_sites.why_not_layer,
-                layer_sites.layer_forward,
+                layer_sites.why_not_normed_layer,
+                layer_sites.normed_layer_forward,
                 is_listed=False,
             ),
         ),
