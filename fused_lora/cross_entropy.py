@@ -137,7 +137,7 @@ def cross_entropy_(
 
 
 class Targets(NamedTuple):
-    """What LinearCrossEntropy needs and does not differentiate."""
+    """The operands of LinearCrossEntropy that it does not differentiate."""
 
     labels: Tensor  # [...], as hidden without its last dimension
     num_items: Tensor | None  # 0-d fp32, what the sum is divided by; None: the labels not ignored
@@ -226,7 +226,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 def labelled_rows(
     labels: Tensor, ignore_index: int = -100, max_labelled: int | None = None
 ) -> Tensor:
-    """Which of labels [...], in any integer dtype, are not `ignore_index`: indices [n], int64.
+    """Indices [n], int64, of the labels [...], in any integer dtype, that are not `ignore_index`.
 
     Equivalent PyTorch: ``(labels.flatten() != ignore_index).nonzero().squeeze(1)``, for whose n the
     host waits. With max_labelled it does not: n is that then, or the number of labels if there are

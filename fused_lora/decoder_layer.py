@@ -78,7 +78,7 @@ GROUPS = ("qkv", "o", "gate_up", "down")  # the buffers that these lie in, of Fr
 
 
 class FrozenLayer(NamedTuple):
-    """What DecoderLayer needs and does not train."""
+    """The operands of DecoderLayer that it does not train."""
 
     input_norm: Tensor  # [hidden]
     post_norm: Tensor  # [hidden]
@@ -306,7 +306,7 @@ def _wanted(tensor: Tensor, rows: Tensor | None) -> Tensor:
 
 
 def _spread(wanted: Tensor, rows: Tensor, count: int) -> Tensor:
-    """What `_wanted` has taken, where it was among so many rows, the others 0."""
+    """Put the rows that `_wanted` has taken back where they were among `count` rows, the others 0."""
     return wanted.new_zeros(count, wanted.shape[1]).index_copy_(0, rows, wanted)
 
 

@@ -27,7 +27,7 @@ PARTS_SET = "_fused_parts"
 
 @dataclass(frozen=True)
 class Fusion:
-    """Which parts of a model to run fused. All off is stock PEFT.
+    """Switches for the parts of a model to run fused. All off is stock PEFT.
 
     mlp: gate, up, SwiGLU and down with their adapters as one autograd function (`fused_mlp`).
     attention: q, k and v with their adapters as one autograd function, o as another.
@@ -63,7 +63,7 @@ class Fusion:
 
 @dataclass(frozen=True)
 class FusionReport:
-    """What runs fused, and what was left on its own path.
+    """A report of what runs fused and what was left on its own path.
 
     fused: part -> names of the modules that run it, as in `model.named_modules()`.
     left: module name -> why it stays on PEFT's or transformers' own path.
@@ -167,8 +167,8 @@ def _refuse_data_parallel() -> NoReturn:
 
 
 def report(model: nn.Module) -> FusionReport:
-    """What of `model` would run fused if it were called now: disabled adapters count as left, and
-    so does what is on the CPU, or whose forward somebody has replaced since.
+    """Report what of `model` would run fused if it were called now: disabled adapters count as
+    left, and so does what is on the CPU, or whose forward somebody has replaced since.
     What is within a layer that runs fused as a whole is part of that and not listed by itself.
     Between two forwards FSDP's weights are sharded, and what reads them counts as left, too."""
     fused: dict[str, list[str]] = {}

@@ -132,8 +132,8 @@ def causal_lm_forward(
 
 
 def _may_leave_out(model: Any, head: nn.Linear, options: dict[str, Any]) -> bool:
-    """Whether the last layer may compute its output for labelled tokens alone: it is a fused one,
-    and nobody but the loss sees what comes of it."""
+    """Return True if the last layer may compute its output for labelled tokens alone: it is a fused
+    one, and nobody but the loss sees its output."""
     decoder = model.model
     last = decoder.layers[-1]
     return (

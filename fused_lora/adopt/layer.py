@@ -85,8 +85,8 @@ def why_not_layer(layer: Any) -> str | None:
 
 
 def read_layer(layer: Any) -> tuple | str:
-    """What DecoderLayer takes after its mask to stand in for this fused layer as it is now, or why
-    it may not. Weights that lie elsewhere are moved into new buffers."""
+    """Return the operands of DecoderLayer after its mask, read from this fused layer as it is now,
+    or the reason why it may not run as one. Weights that lie elsewhere are moved into new buffers."""
     reads = _read(layer)
     return reads if isinstance(reads, str) else _operands(layer, reads)
 
@@ -161,7 +161,7 @@ def _ranks(layer: Any) -> list[list[int]]:
 
 
 def _why_not_parts(layer: Any) -> str | None:
-    """Why a part of the layer, besides its projections, computes something else."""
+    """Return the reason if a part of the layer, besides its projections, computes something else."""
     if (reason := why_not_class(layer, "DecoderLayer")) is not None:
         return reason
     if type(layer).__bases__[0].__name__ == "FSDPModule":
@@ -198,7 +198,7 @@ def _why_not_activation(mlp: Any) -> str | None:
 def _why_not_inputs(
     layer: Any, hidden: Tensor, mask, past_key_values, position_embeddings, options: dict
 ) -> str | None:
-    """Why what a layer is called with keeps it from running fused."""
+    """Return the reason if the arguments of this call keep the layer from running fused."""
     if (reason := layer_sites.why_not_inputs(mask, past_key_values, options)) is not None:
         return reason
     if position_embeddings is None:
@@ -227,7 +227,7 @@ def layer_forward(
     labelled: tuple[nn.Module, Tensor] | None = None,
     **options,
 ):
-    """labelled: a layer whose output is wanted of some tokens alone, and of which (`loss_site.py`).
+    """labelled: a layer whose output is wanted of some tokens alone, and of which (`cross_entropy.py`).
     Where it does not run fused, it computes all."""
     reads = _why_not_inputs(
         layer, hidden_states, attention_mask, past_key_values, position_embeddings, options

@@ -37,7 +37,8 @@ from .site import (
 
 
 def read_mlp(mlp: nn.Module) -> tuple | str:
-    """What LoRA_MLP takes after x to stand in for this MLP as it is now, or why it may not."""
+    """Return the operands of LoRA_MLP after x, read from this MLP as it is now, or the reason why it
+    may not run fused."""
     if (reason := why_not_class(mlp, "MLP")) is not None:
         return reason
     activation: Any = mlp.act_fn
@@ -73,7 +74,8 @@ def mlp_forward(mlp: nn.Module, parts: frozenset[str], x: Tensor) -> Tensor:
 
 
 def read_qkv(attention: nn.Module) -> tuple | str:
-    """What LoRA_QKV takes after x to stand in for q, k and v as they are now, or why it may not."""
+    """Return the operands of LoRA_QKV after x, read from q, k and v as they are now, or the reason
+    why they may not run fused."""
     if (reason := why_not_class(attention, "Attention")) is not None:
         return reason
     projections = []
@@ -155,7 +157,8 @@ def self_attention_forward(
 
 
 def _read_rest(attention: Any, mask, past_key_values, options: dict) -> Projection | str:
-    """What o of an attention is, whose q, k and v are fused, if all between them may be, too."""
+    """Return o of an attention whose q, k and v are fused, as it is now, or the reason why the
+    attention may not run as one function."""
     if torch.compiler.is_compiling():
         return "torch.compile has its own"
     reason = why_not_sdpa(attention) or why_not_inputs(mask, past_key_values, options)
@@ -166,7 +169,8 @@ def _read_rest(attention: Any, mask, past_key_values, options: dict) -> Projecti
 
 
 def why_not_sdpa(attention: Any) -> str | None:
-    """Why what this attention does with q, k and v is not causal scaled_dot_product_attention."""
+    """Return the reason if this attention does with q, k and v anything else than causal
+    scaled_dot_product_attention."""
     if "q_norm" in attention._modules:
         return "it normalises q and k"
     implementation = attention.config._attn_implementation
@@ -186,7 +190,8 @@ def why_not_sdpa(attention: Any) -> str | None:
 
 
 def why_not_inputs(mask, past_key_values, options: dict) -> str | None:
-    """Why what an attention, or its layer, is called with is more than tensors to attend to."""
+    """Return the reason if an attention, or its layer, is called with more than tensors to attend
+    to."""
     if past_key_values is not None:
         return "it was given past_key_values; in training, set model.config.use_cache = False"
     if mask is not None and (not isinstance(mask, Tensor) or mask.requires_grad):
@@ -210,7 +215,7 @@ def attend(
     past_key_values,
     **options,
 ):
-    """What the four families do with the projections, [batch, positions, heads, head_dim]."""
+    """Do what the four families do with the projections, [batch, positions, heads, head_dim]."""
     by_token = q.shape[:2]
     if "q_norm" in attention._modules:  # Qwen3
         q, k = attention.q_norm(q), attention.k_norm(k)

@@ -119,8 +119,8 @@ def _attention_forward_kernel(
 
 
 def fits_kernels(qkv: Tensor, positions: int, heads: int, kv_heads: int) -> bool:
-    """Whether these kernels are for such [q | k | v]: of so many positions, of heads whose halves
-    are tiles, and on a GPU not of fp32, of which tiles do not fit into a multiprocessor."""
+    """Return True if these kernels can run on [q | k | v]: few enough positions, heads whose halves
+    are tiles, and on a GPU not in fp32, of which tiles do not fit into a multiprocessor."""
     half = qkv.shape[1] // (heads + 2 * kv_heads) // 2
     is_interpreted = not isinstance(_attention_forward_kernel, triton.JITFunction)
     return (
@@ -143,8 +143,8 @@ def causal_attention_forward(
             q, k, v, is_causal=True, scale=scaling, enable_gqa=True).transpose(1, 2).flatten(2)
         logsumexp = causal(scaling * q @ k.mT).logsumexp(-1)
 
-    qkv is [batch * positions, (heads + 2 kv_heads) head_dim], one that `fits_kernels`, with q and k turned. Rows
-    may lie any stride apart.
+    qkv is [batch * positions, (heads + 2 kv_heads) head_dim], one that `fits_kernels`, with q and k
+    turned. Rows may lie any stride apart.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit, or no kernel can run on them.

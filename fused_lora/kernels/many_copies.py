@@ -207,8 +207,8 @@ def _check(
 
 
 def _has_kernel(targets: Sequence[Tensor], sources: Sequence[Tensor | None]) -> bool:
-    """Whether all are on one GPU, targets and sources of one dtype each, rows in one piece, and
-    none too large."""
+    """Return True if all are on one GPU, targets and sources of one dtype each, rows in one piece,
+    and none too large."""
     device, to = targets[0].device, targets[0].dtype
     there = [source for source in sources if source is not None]
     of = there[0].dtype if there else to

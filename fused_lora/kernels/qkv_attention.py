@@ -32,7 +32,7 @@ aten = torch.ops.aten
 
 
 class Attention(NamedTuple):
-    """What attention computes, besides its tensors."""
+    """The numbers that attention needs besides its tensors."""
 
     positions: int
     heads: int

@@ -203,7 +203,7 @@ def _features_together(x: Tensor) -> Tensor:
 
 
 def batch_of(name: str, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> int:
-    """How many sequences qkv is of; ValueError where it, cos and sin do not fit together."""
+    """Count the sequences of qkv; ValueError where it, cos and sin do not fit together."""
     rows, columns = qkv.shape
     if cos.ndim != 3 or cos.shape[2] % 2 or cos.shape != sin.shape:
         raise ValueError(

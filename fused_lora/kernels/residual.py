@@ -1,4 +1,4 @@
-"""What touches a decoder layer's residual: RMSNorm into the first columns of a wider buffer, its
+"""Kernels on a decoder layer's residual: RMSNorm into the first columns of a wider buffer, its
 backward, and the residual's sum with what an adapted projection gives.
 
     residual_norm_forward    y = x r w,   r = 1 / sqrt(mean(x^2) + eps)
