@@ -306,7 +306,7 @@ def _wanted(tensor: Tensor, rows: Tensor | None) -> Tensor:
 
 
 def _spread(wanted: Tensor, rows: Tensor, count: int) -> Tensor:
-    """Put the rows that `_wanted` has taken back where they were among `count` rows, the others 0."""
+    """Put the rows that `_wanted` took back where they were among `count` rows, the others 0."""
     return wanted.new_zeros(count, wanted.shape[1]).index_copy_(0, rows, wanted)
 
 

@@ -80,7 +80,7 @@ class LoRA_W(torch.autograd.Function):
 
 
 class FrozenQKV(NamedTuple):
-    """The operands of LoRA_QKV that it does not train: three base layers and the adapters' scales."""
+    """The operands of LoRA_QKV that it does not train: three base layers and adapters' scales."""
 
     q_weight: Tensor  # [q_out, in]
     k_weight: Tensor  # [k_out, in]

@@ -251,7 +251,7 @@ def _leave_peft(base: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 
 def _give_own_memory(base: Any) -> list[str]:
-    """Move weight and bias out of their buffer; returns the names of those that were views of it."""
+    """Move weight and bias out of their buffer; returns the names of those that lay in one."""
     moved = []
     for name in ("weight", "bias"):
         parameter = base._parameters[name]

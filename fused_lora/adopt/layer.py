@@ -86,7 +86,7 @@ def why_not_layer(layer: Any) -> str | None:
 
 def read_layer(layer: Any) -> tuple | str:
     """Return the operands of DecoderLayer after its mask, read from this fused layer as it is now,
-    or the reason why it may not run as one. Weights that lie elsewhere are moved into new buffers."""
+    or the reason why it may not run as one. Moves weights that lie elsewhere into new buffers."""
     reads = _read(layer)
     return reads if isinstance(reads, str) else _operands(layer, reads)
 
@@ -161,7 +161,7 @@ def _ranks(layer: Any) -> list[list[int]]:
 
 
 def _why_not_parts(layer: Any) -> str | None:
-    """Return the reason if a part of the layer, besides its projections, computes something else."""
+    """Return the reason if a part of the layer, besides its projections, computes another thing."""
     if (reason := why_not_class(layer, "DecoderLayer")) is not None:
         return reason
     if type(layer).__bases__[0].__name__ == "FSDPModule":
@@ -227,8 +227,10 @@ def layer_forward(
     labelled: tuple[nn.Module, Tensor] | None = None,
     **options,
 ):
-    """labelled: a layer whose output is wanted of some tokens alone, and of which (`cross_entropy.py`).
-    Where it does not run fused, it computes all."""
+    """Run a layer as one, or its parts where it may not, which compute all tokens.
+
+    labelled: a layer whose output is wanted of some tokens alone, and of which: `cross_entropy.py`.
+    """
     reads = _why_not_inputs(
         layer, hidden_states, attention_mask, past_key_values, position_embeddings, options
     ) or _read(layer)

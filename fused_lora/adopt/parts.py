@@ -37,8 +37,8 @@ from .site import (
 
 
 def read_mlp(mlp: nn.Module) -> tuple | str:
-    """Return the operands of LoRA_MLP after x, read from this MLP as it is now, or the reason why it
-    may not run fused."""
+    """Return the operands of LoRA_MLP after x, read from this MLP as it is now, or the reason why
+    it may not run fused."""
     if (reason := why_not_class(mlp, "MLP")) is not None:
         return reason
     activation: Any = mlp.act_fn

@@ -36,8 +36,8 @@ def stages(tiling: Tiling, elements: int, tensor: Tensor) -> int:
 
 def dots_in_fp32(kernel, tensor: Tensor) -> bool:
     """Return True if tl.dot should get fp32: where tensor is, and always in Triton's interpreter,
-    which takes the bits of bf16 for integers there. It changes no result but by the order of a sum: a
-    product of two bf16 or fp16 is exact in fp32, in which the sums are either way."""
+    which takes the bits of bf16 for integers there. It changes no result but by the order of a sum:
+    a product of two bf16 or fp16 is exact in fp32, in which the sums are either way."""
     return tensor.dtype == torch.float32 or not isinstance(kernel, triton.JITFunction)
 
 
