@@ -1,4 +1,4 @@
-"""The forward that the fused loss sets on a causal language model."""
+"""The switch `cross_entropy`: the forward that it sets on a causal language model."""
 
 from typing import Any
 

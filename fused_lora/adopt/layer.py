@@ -1,6 +1,6 @@
-"""The forward that stands in for a whole decoder layer, on the buffers of its weights.
+"""The switch `layer`: the forward that stands in for a whole decoder layer, on the buffers of its weights.
 
-`fuse` sets a `BorderedForward` on each layer, which has the layer's borders (`bordered.py`). A
+`fuse` sets a `BorderedForward` on each layer, which has the layer's borders (`borders.py`). A
 layer that may not run as one runs what else is fused in it, each part by itself, and says once why.
 """
 
@@ -19,9 +19,11 @@ from ..decoder_layer import GROUPS, DecoderLayer, FrozenLayer
 from ..kernels.residual import _add_adapted_kernel
 from ..kernels.rows import Handover
 from ..step.recompute import is_recomputing
-from . import parts as layer_sites
+from .attention import why_not_inputs, why_not_sdpa
 from .borders import LayerBorders, let_save
+from .mlp import why_not_activation
 from .projection import Projection, read_projection, why_call
+from .rms_norm import normed_layer_forward
 from .site import FusedForward, class_forward, fused_parts_of, reason_in, say_once, why_not_class
 
 # Of each of GROUPS: the module that has its projections, and their names.
@@ -179,19 +181,10 @@ def _why_not_parts(layer: Any) -> str | None:
                 return f"{name}: its weight is wrapped ({type(part.weight).__name__})"
             if part.weight.requires_grad:
                 return f"{name}: its weight is trainable"
-    if (reason := layer_sites.why_not_sdpa(attention)) is not None:
+    if (reason := why_not_sdpa(attention)) is not None:
         return f"self_attn: {reason}"
-    if (reason := _why_not_activation(mlp)) is not None:
+    if (reason := why_not_activation(mlp)) is not None:
         return f"mlp: {reason}"
-    return None
-
-
-def _why_not_activation(mlp: Any) -> str | None:
-    activation = mlp.act_fn
-    if not isinstance(activation, nn.SiLU) and type(activation).__name__ != "SiLUActivation":
-        return f"its activation is {type(activation).__name__}, not SiLU"
-    if (reason := why_call(activation)) is not None:
-        return f"act_fn: {reason}"
     return None
 
 
@@ -199,7 +192,7 @@ def _why_not_inputs(
     layer: Any, hidden: Tensor, mask, past_key_values, position_embeddings, options: dict
 ) -> str | None:
     """Return the reason if the arguments of this call keep the layer from running fused."""
-    if (reason := layer_sites.why_not_inputs(mask, past_key_values, options)) is not None:
+    if (reason := why_not_inputs(mask, past_key_values, options)) is not None:
         return reason
     if position_embeddings is None:
         return "it was given no position_embeddings"
@@ -238,7 +231,7 @@ def layer_forward(
         # a model that is only asked may be so in any way, with a cache say, or unloaded
         if torch.is_grad_enabled() and any(True for _ in _lora_layers(layer)):
             say_once(layer, reads)
-        own = layer_sites.normed_layer_forward if "rms_norm" in parts else _class_forward
+        own = normed_layer_forward if "rms_norm" in parts else _class_forward
         return own(
             layer, parts, hidden_states, attention_mask=attention_mask, position_ids=position_ids,
             past_key_values=past_key_values, use_cache=use_cache,

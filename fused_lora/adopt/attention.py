@@ -1,8 +1,4 @@
-"""The forwards that fused parts set within a decoder layer: on its MLP, attention, norms, itself.
-
-With bordered_sites.py, projection.py and loss_site.py, this file alone knows PEFT's and
-transformers' classes.
-"""
+"""The switches `attention` and `rope`: the forwards that they set on an attention and on its o."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -15,15 +11,11 @@ from transformers.integrations import sdpa_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from fused_mlp import FrozenMLP, LoRA_MLP
-
 from ..lora_attention import FrozenAttention, LoRA_Attention
 from ..lora_linear import FrozenLinear, FrozenQKV, LoRA_QKV, LoRA_W
-from ..rms_norm import add_rms_norm, rms_norm
 from ..rope import rope
-from ..step.recompute import is_recomputing
 from .originals import is_builtin, why_replaced
-from .projection import Projection, read_projection, why_call, why_not_plain
+from .projection import Projection, read_projection
 from .site import (
     class_forward,
     fused_parts_of,
@@ -32,45 +24,6 @@ from .site import (
     why_not_class,
     why_not_own_forward,
 )
-
-# --- the MLP --------------------------------------------------------------------------------------
-
-
-def read_mlp(mlp: nn.Module) -> tuple | str:
-    """Return the operands of LoRA_MLP after x, read from this MLP as it is now, or the reason why
-    it may not run fused."""
-    if (reason := why_not_class(mlp, "MLP")) is not None:
-        return reason
-    activation: Any = mlp.act_fn
-    if not isinstance(activation, nn.SiLU) and type(activation).__name__ != "SiLUActivation":
-        return f"its activation is {type(activation).__name__}, not SiLU"
-    if (reason := why_call(activation)) is not None:
-        return f"act_fn: {reason}"
-    projections = []
-    for name in ("gate_proj", "up_proj", "down_proj"):
-        projection = read_projection(getattr(mlp, name))
-        if isinstance(projection, str):
-            return f"{name}: {projection}"
-        if projection.bias is not None:
-            return f"{name}: its base layer has a bias"
-        projections.append(projection)
-    gate, up, down = projections
-    frozen = FrozenMLP(gate.weight, up.weight, down.weight, gate.scaling, up.scaling, down.scaling)
-    return gate.A, gate.B, up.A, up.B, down.A, down.B, frozen
-
-
-def mlp_forward(mlp: nn.Module, parts: frozenset[str], x: Tensor) -> Tensor:
-    operands = read_mlp(mlp)
-    if isinstance(operands, str):
-        say_once(mlp, operands)
-        return class_forward(mlp, x)
-    *adapters, frozen = operands
-    # a compiled layer is one graph, whether it runs for the first time or again
-    output_needed = torch.compiler.is_compiling() or not is_recomputing()
-    return LoRA_MLP.apply(x, *adapters, frozen._replace(output_needed=output_needed))
-
-
-# --- attention and rotary embedding ---------------------------------------------------------------
 
 
 def read_qkv(attention: nn.Module) -> tuple | str:
@@ -260,54 +213,3 @@ def _is_llama(attention: nn.Module) -> bool:
 def _eager_attention_of(attention: nn.Module) -> Callable:
     """The eager attention of the class's own module."""
     return sys.modules[type(attention).__module__].eager_attention_forward
-
-
-# --- norms ----------------------------------------------------------------------------------------
-
-
-def norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, module in model.named_modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            yield name, module
-
-
-def why_not_norm(norm: Any) -> str | None:
-    if (reason := why_not_class(norm, "RMSNorm")) is not None:
-        return reason
-    if type(norm.weight) is not nn.Parameter:
-        return f"its weight {why_not_plain(norm.weight)}"
-    return None
-
-
-def norm_forward(norm: Any, parts: frozenset[str], x: Tensor) -> Tensor:
-    reason = why_not_norm(norm)
-    if reason is None and x.dtype != norm.weight.dtype:  # the class promotes to the wider dtype
-        reason = f"its input is {x.dtype} and its weight {norm.weight.dtype}: cast one to the other"
-    if reason is not None:
-        say_once(norm, reason)
-        return class_forward(norm, x)
-    return rms_norm(x, norm.weight, norm.variance_epsilon)
-
-
-def why_not_normed_layer(layer: Any) -> str | None:
-    if (reason := why_not_class(layer, "DecoderLayer")) is not None:
-        return reason
-    norm = layer.post_attention_layernorm
-    return why_not_norm(norm) or why_call(norm, own_forward=False)
-
-
-def normed_layer_forward(layer: Any, parts: frozenset[str], hidden_states: Tensor, **options):
-    """The four families' own forward; the residual's addition goes into the norm after it."""
-    norm = layer.post_attention_layernorm
-    reason = why_not_normed_layer(layer)
-    if reason is None and hidden_states.dtype != norm.weight.dtype:
-        reason = f"its input is {hidden_states.dtype} and its norm's weight {norm.weight.dtype}"
-    if reason is not None:
-        say_once(layer, reason)
-        return class_forward(layer, hidden_states, **options)
-    attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **options)
-    if attended.dtype != hidden_states.dtype:  # of fp32 weights under autocast: the sum is fp32
-        residual = hidden_states + attended
-        return residual + layer.mlp(norm(residual))
-    normalised, residual = add_rms_norm(hidden_states, attended, norm.weight, norm.variance_epsilon)
-    return residual + layer.mlp(normalised)
