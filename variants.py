@@ -67,7 +67,7 @@ EVIDENCE = {  # by fused part, and for a library as a whole
     "cross_entropy": Evidence({"LinearCrossEntropyBackward": 1}, ("_cross_entropy_kernel",)),
     "layer": Evidence(
         {"DecoderLayerBackward": 1},
-        ("_add_adapted_kernel", "_rope_kernel", "_swiglu_forward_product_kernel",
+        ("_add_adapted_kernel", "_qkv_rope_kernel", "_swiglu_forward_product_kernel",
          "_swiglu_backward_products_kernel", "_rms_norm_forward_kernel",
          "_rms_norm_backward_kernel"),
     ),

@@ -43,8 +43,8 @@ CHUNK_TOKENS = 4096
 CHUNK_BYTES = 2**31
 
 # 8,192 logits over 16 warps: 16 bf16 values, two 16-byte loads, per thread.
-BLOCK = 8192
-NUM_WARPS = 16
+BLOCK_COLUMNS = 8192
+_NUM_WARPS = 16
 VECTOR = 8
 
 # Rows of logits start at multiples of 64 elements: an odd vocabulary (one added token is enough)
@@ -131,13 +131,13 @@ def cross_entropy_(
     launch(
         _cross_entropy_kernel, (rows,),
         logits, labels, losses, row_stride, vocabulary, ignore_index,
-        write_gradient, BLOCK, VECTOR, num_warps=NUM_WARPS,
+        write_gradient, BLOCK_COLUMNS, VECTOR, num_warps=_NUM_WARPS,
     )  # fmt: skip
     return losses
 
 
 class Targets(NamedTuple):
-    """What LinearCrossEntropy needs and does not differentiate."""
+    """The operands of LinearCrossEntropy that it does not differentiate."""
 
     labels: Tensor  # [...], as hidden without its last dimension
     num_items: Tensor | None  # 0-d fp32, what the sum is divided by; None: the labels not ignored
@@ -226,7 +226,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 def labelled_rows(
     labels: Tensor, ignore_index: int = -100, max_labelled: int | None = None
 ) -> Tensor:
-    """Which of labels [...], in any integer dtype, are not `ignore_index`: indices [n], int64.
+    """Indices [n], int64, of the labels [...], in any integer dtype, that are not `ignore_index`.
 
     Equivalent PyTorch: ``(labels.flatten() != ignore_index).nonzero().squeeze(1)``, for whose n the
     host waits. With max_labelled it does not: n is that then, or the number of labels if there are

@@ -68,7 +68,7 @@ from .bordered import (
 from .kernels.adapter_sums import AdapterSums
 from .kernels.qkv_attention import Attention, attention_backward, attention_forward
 from .kernels.qkv_rope import rope_forward
-from .kernels.residual import add_adapted, rms_norm_backward, rms_norm_forward
+from .kernels.residual import add_adapted, residual_norm_backward, residual_norm_forward
 from .kernels.rows import as_rows, empty_rows
 from .kernels.swiglu_bordered import add_down, swiglu_gradients
 from .step.recompute import once
@@ -78,7 +78,7 @@ GROUPS = ("qkv", "o", "gate_up", "down")  # the buffers that these lie in, of Fr
 
 
 class FrozenLayer(NamedTuple):
-    """What DecoderLayer needs and does not train."""
+    """The operands of DecoderLayer that it does not train."""
 
     input_norm: Tensor  # [hidden]
     post_norm: Tensor  # [hidden]
@@ -151,7 +151,9 @@ class DecoderLayer(torch.autograd.Function):
         frozen.borders.fill([getattr(frozen, name) for name in GROUPS], adapters)
 
         normed = empty_rows(x, len(x), frozen.qkv.matrix.shape[1])
-        input_rstd = rms_norm_forward(x, frozen.input_norm, frozen.input_eps, normed[:, :width])
+        input_rstd = residual_norm_forward(
+            x, frozen.input_norm, frozen.input_eps, normed[:, :width]
+        )
         qkv = grow_k_forward(normed, frozen.qkv)
         rope_forward(qkv, cos, sin, frozen.heads, frozen.kv_heads)
         of_heads = frozen.heads, frozen.kv_heads, frozen.attention_scaling
@@ -176,7 +178,7 @@ class DecoderLayer(torch.autograd.Function):
         else:
             output, sums = x.new_zeros(hidden.shape), torch.empty_like(total)
         post_normed = empty_rows(x, len(total), frozen.gate_up.matrix.shape[1])
-        post_rstd = rms_norm_forward(
+        post_rstd = residual_norm_forward(
             total, frozen.post_norm, frozen.post_eps, post_normed[:, :width], copy=sums
         )
         gate_up = grow_k_forward(post_normed, frozen.gate_up)
@@ -245,7 +247,7 @@ class DecoderLayer(torch.autograd.Function):
                 post_normed[:, :width], None, None, grad_gate_up[:, of_gate_up.out :],
             )  # fmt: skip
             grad_total = empty_rows(x, len(total), of_o.matrix.shape[0])
-            rms_norm_backward(
+            residual_norm_backward(
                 grad_normed, grad[:, :width], total, post_norm, post_rstd, grad_total[:, :width]
             )
             del grad_normed
@@ -275,7 +277,7 @@ class DecoderLayer(torch.autograd.Function):
                 grad_z = grad_qkv[:, of_qkv.out :]
                 # as the layer before would have it, in whose backward it is most likely to go
                 wide = empty_rows(x, len(x), of_down.matrix.shape[0])
-                rms_norm_backward(
+                residual_norm_backward(
                     grad_normed, grad_total, x, input_norm, input_rstd, wide[:, :width]
                 )
                 frozen.borders.handover.offer(wide)
@@ -304,7 +306,7 @@ def _wanted(tensor: Tensor, rows: Tensor | None) -> Tensor:
 
 
 def _spread(wanted: Tensor, rows: Tensor, count: int) -> Tensor:
-    """What `_wanted` has taken, where it was among so many rows, the others 0."""
+    """Put the rows that `_wanted` took back where they were among `count` rows, the others 0."""
     return wanted.new_zeros(count, wanted.shape[1]).index_copy_(0, rows, wanted)
 
 

@@ -14,9 +14,9 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .adopt.borders import unborder
-from .adopt.layer import BorderedForward, border, borders_of
-from .adopt.site import HOOKED, FusedForward, Site, parts_of, share_told, why_not_here
-from .adopt.switches import PARTS
+from .adopt.layer import BorderedForward, borders_of, give_borders
+from .adopt.site import HOOKED, FusedForward, Site, fused_parts_of, share_told, why_not_here
+from .adopt.switches import SWITCHES
 from .step import checkpoint
 
 # What nn.DataParallel calls on every module of a model.
@@ -27,7 +27,7 @@ PARTS_SET = "_fused_parts"
 
 @dataclass(frozen=True)
 class Fusion:
-    """Which parts of a model to run fused. All off is stock PEFT.
+    """Switches for the parts of a model to run fused. All off is stock PEFT.
 
     mlp: gate, up, SwiGLU and down with their adapters as one autograd function (`fused_mlp`).
     attention: q, k and v with their adapters as one autograd function, o as another.
@@ -63,7 +63,7 @@ class Fusion:
 
 @dataclass(frozen=True)
 class FusionReport:
-    """What runs fused, and what was left on its own path.
+    """A report of what runs fused and what was left on its own path.
 
     fused: part -> names of the modules that run it, as in `model.named_modules()`.
     left: module name -> why it stays on PEFT's or transformers' own path.
@@ -95,14 +95,14 @@ def fuse(model: nn.Module, fusion: Fusion) -> FusionReport:
         ValueError: `fusion` asks for nothing, or a part that it asks for fuses no module.
         RuntimeError: later, when nn.DataParallel copies the model; DistributedDataParallel may.
     """
-    wanted = [part for part in PARTS if getattr(fusion, part)]
+    wanted = [part for part in SWITCHES if getattr(fusion, part)]
     policy = None
     if fusion.checkpoint or fusion.checkpoint_gib is not None:
         policy = checkpoint.Checkpoint(fusion.checkpoint, fusion.checkpoint_gib)
     if not wanted and policy is None:
         parts = ", ".join(part.name for part in fields(fusion))
         raise ValueError(f"fuse: {fusion} asks for nothing; set at least one of {parts}")
-    running = {part for module in model.modules() for part in parts_of(module)}.union(wanted)
+    running = {part for module in model.modules() for part in fused_parts_of(module)}.union(wanted)
     layers = [layer for _, layer in _layers(model)]
     if policy is not None and not layers:
         raise ValueError(
@@ -112,14 +112,14 @@ def fuse(model: nn.Module, fusion: Fusion) -> FusionReport:
     for part in wanted:
         reasons = [(name, site.why_not(module)) for name, module, site in _candidates(model, part)]
         if all(reason for _, reason in reasons):
-            reason = reasons[0][1] if reasons else PARTS[part].none_found
+            reason = reasons[0][1] if reasons else SWITCHES[part].none_found
             raise ValueError(
                 f"fuse: {part}=True fuses no module of this model: {reason}; leave {part} out"
             )
     # all that run fused, so that where a module runs several parts the last one's forward is set
-    for part in PARTS:
+    for part in SWITCHES:
         for _, module, site in list(_candidates(model, part, listed_only=False)):
-            runs = parts_of(module)
+            runs = fused_parts_of(module)
             if part in runs or (part in wanted and site.why_not(module) is None):
                 runs |= {part}
                 owner = FusedForward(site.forward, module, runs)
@@ -128,7 +128,7 @@ def fuse(model: nn.Module, fusion: Fusion) -> FusionReport:
                 module.forward = owner.forward
                 setattr(module, PARTS_SET, runs)
     share_told(model)
-    border([(n, m) for n, m in model.named_modules() if "layer" in parts_of(m)])
+    give_borders([(n, m) for n, m in model.named_modules() if "layer" in fused_parts_of(m)])
     if policy is not None:
         policy.install(layers, last_runs_once="cross_entropy" in running)
         checkpoint.hold(model)
@@ -144,10 +144,10 @@ def unfuse(model: nn.Module) -> list[str]:
         for attribute in (REPLICATE, PARTS_SET):
             if attribute in vars(module):
                 delattr(module, attribute)
-        if parts_of(module):
+        if fused_parts_of(module):
             del module.forward
             names.append(name)
-        elif parts_of(module, HOOKED):
+        elif fused_parts_of(module, HOOKED):
             setattr(module, HOOKED, MethodType(type(module).forward, module))
             names.append(name)
         if checkpoint.policy_of(module):
@@ -167,8 +167,8 @@ def _refuse_data_parallel() -> NoReturn:
 
 
 def report(model: nn.Module) -> FusionReport:
-    """What of `model` would run fused if it were called now: disabled adapters count as left, and
-    so does what is on the CPU, or whose forward somebody has replaced since.
+    """Report what of `model` would run fused if it were called now: disabled adapters count as
+    left, and so does what is on the CPU, or whose forward somebody has replaced since.
     What is within a layer that runs fused as a whole is part of that and not listed by itself.
     Between two forwards FSDP's weights are sharded, and what reads them counts as left, too."""
     fused: dict[str, list[str]] = {}
@@ -177,15 +177,15 @@ def report(model: nn.Module) -> FusionReport:
     whole = tuple(
         f"{name}."
         for name, module, site in _candidates(model, "layer")
-        if "layer" in parts_of(module) and _why_not_now(site, module) is None
+        if "layer" in fused_parts_of(module) and _why_not_now(site, module) is None
     )
-    for part in (part for part in PARTS if part in active):
+    for part in (part for part in SWITCHES if part in active):
         fused[part] = []
         for name, module, site in _candidates(model, part):
             if name.startswith(whole):
                 continue
             reason = _why_not_now(site, module)
-            if reason is None and part not in parts_of(module):
+            if reason is None and part not in fused_parts_of(module):
                 reason = "not asked for: it became able to run fused after fuse() was called"
             if reason is None:
                 fused[part].append(name)
@@ -204,7 +204,7 @@ def _why_not_now(site: Site, module: nn.Module) -> str | None:
 def _candidates(
     model: nn.Module, part: str, listed_only: bool = True
 ) -> Iterator[tuple[str, Any, Site]]:
-    for site in PARTS[part].sites:
+    for site in SWITCHES[part].sites:
         if site.is_listed or not listed_only:
             for name, module in site.candidates(model):
                 yield name, module, site

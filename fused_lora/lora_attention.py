@@ -42,7 +42,7 @@ from .lora_linear import FrozenLinear, FrozenQKV, check_layers, project
 
 
 class FrozenAttention(NamedTuple):
-    """What LoRA_Attention needs and does not train."""
+    """The operands of LoRA_Attention that it does not train."""
 
     qkv: FrozenQKV
     o: FrozenLinear

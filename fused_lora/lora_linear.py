@@ -32,7 +32,7 @@ from fused_mlp.utils import (
 
 
 class FrozenLinear(NamedTuple):
-    """What LoRA_W needs and does not train: a base layer and its adapter's scale."""
+    """The operands of LoRA_W that it does not train: a base layer and its adapter's scale."""
 
     weight: Tensor  # [out, in]
     bias: Tensor | None  # [out]
@@ -80,7 +80,7 @@ class LoRA_W(torch.autograd.Function):
 
 
 class FrozenQKV(NamedTuple):
-    """What LoRA_QKV needs and does not train: three base layers and the adapters' scales."""
+    """The operands of LoRA_QKV that it does not train: three base layers and adapters' scales."""
 
     q_weight: Tensor  # [q_out, in]
     k_weight: Tensor  # [k_out, in]

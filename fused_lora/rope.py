@@ -178,7 +178,7 @@ class RoPE(torch.autograd.Function):
 def rotate(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """What `rope` returns; with `backward`, its gradients for q and k from those of its outputs."""
+    """Compute `rope`'s q and k; with `backward`, their gradients from those of its outputs."""
     batch, _, positions, head_dim = q.shape
     q_rotated, k_rotated = _empty_by_token(q), _empty_by_token(k)
     if batch * positions == 0:

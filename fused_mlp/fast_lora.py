@@ -44,7 +44,8 @@ from .utils import (
 
 
 class FrozenMLP(NamedTuple):
-    """What LoRA_MLP needs and does not train: base weights [out, in] and the adapters' scales.
+    """The operands of LoRA_MLP that it does not train: base weights [out, in] and the adapters'
+    scales.
 
     output_needed: False where a checkpointed layer runs again, for what LoRA_MLP saves and not for
     its output: that is zeros then, and neither silu nor the down projection is computed.

@@ -94,7 +94,7 @@ def on_device_of(tensor: Tensor) -> AbstractContextManager:
 
 
 def is_capturing(tensor: Tensor) -> bool:
-    """Whether what is done with this tensor now goes into a CUDA graph."""
+    """Return True if work on this tensor goes into a CUDA graph now."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 

@@ -23,8 +23,8 @@ from torch import Tensor
 from .launching import cdiv, check_runnable, launch
 
 # 2,048 elements over 8 warps: 8 bf16 values, one 16-byte load, per thread and tensor.
-BLOCK = 2048
-NUM_WARPS = 8
+BLOCK_ELEMENTS = 2048
+_NUM_WARPS = 8
 
 
 @triton.jit
@@ -131,5 +131,5 @@ def _check(name: str, **tensors: Tensor) -> None:
 def _launch(kernel, *tensors: Tensor) -> None:
     num_elements = tensors[0].numel()
     if num_elements:  # an empty grid cannot be launched
-        grid = (cdiv(num_elements, BLOCK),)
-        launch(kernel, grid, *tensors, num_elements, BLOCK, num_warps=NUM_WARPS)
+        grid = (cdiv(num_elements, BLOCK_ELEMENTS),)
+        launch(kernel, grid, *tensors, num_elements, BLOCK_ELEMENTS, num_warps=_NUM_WARPS)

@@ -181,7 +181,7 @@ def scaled_matmul(a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype | Non
 
 
 def _stores_fp32(a: Tensor) -> bool:
-    """Whether a product of half-precision tensors can be stored in fp32. PyTorch has it for CUDA;
-    compiled code fuses the cast by itself."""
+    """Return True if a product of half-precision tensors can be stored in fp32. PyTorch has that
+    for CUDA; compiled code fuses the cast by itself."""
     half = a.dtype in (torch.bfloat16, torch.float16)
     return a.is_cuda and half and not torch.compiler.is_compiling()

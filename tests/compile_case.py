@@ -67,8 +67,8 @@ def launch_layer():
     """Those that a whole layer has beside them."""
     x, wide, weight = empty(TOKENS, HIDDEN), empty(TOKENS, HIDDEN + RANK), empty(HIDDEN)
     y, z = wide[:, :HIDDEN], wide[:, HIDDEN:]
-    rstd = residual_kernels.rms_norm_forward(x, weight, 1e-6, y, copy=x)
-    residual_kernels.rms_norm_backward(x, y, x, weight, rstd, y)
+    rstd = residual_kernels.residual_norm_forward(x, weight, 1e-6, y, copy=x)
+    residual_kernels.residual_norm_backward(x, y, x, weight, rstd, y)
     residual_kernels.add_adapted(x, y, z, empty(HIDDEN, RANK), x, empty(TOKENS, RANK))
     qkv = empty(TOKENS, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
     cos = empty(1, POSITIONS, HEAD_DIM)
@@ -85,7 +85,7 @@ def launch_layer():
     qkv_rope.rope_together(*grads, cos, cos, qkv)
     # its launcher reads addresses, of which these tensors have none
     table = [empty(1, dtype=d) for d in (torch.int64, torch.float32, torch.int32, torch.int32)]
-    source, block = empty(1, dtype=torch.float32), many_copies.BLOCK
+    source, block = empty(1, dtype=torch.float32), many_copies.BLOCK_COPIED
     for run in (1, many_copies.MAX_RUN):
         many_copies._copy_kernel[(1,)](*table, source, empty(1), BLOCK=block, RUN=run)
     products = [Product(empty(TOKENS, RANK), empty(COLUMNS, RANK)) for _ in range(3)]

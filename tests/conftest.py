@@ -84,7 +84,7 @@ def calls(monkeypatch):
 @pytest.fixture
 def ran(monkeypatch):
     """The functions of an attention that ran, in their order."""
-    from fused_lora.adopt import parts as module
+    from fused_lora.adopt import attention as module
 
     seen = []
     for name in ("LoRA_Attention", "LoRA_QKV", "LoRA_W"):

@@ -19,7 +19,7 @@ IGNORED = -100
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """139 words are a block and a part of one; rows of 192 elements end inside the second."""
-    monkeypatch.setattr(module, "BLOCK", 128)
+    monkeypatch.setattr(module, "BLOCK_COLUMNS", 128)
 
 
 def eager(hidden, weight, labels, *, bias=None, ignore_index=IGNORED, **options):

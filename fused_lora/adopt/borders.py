@@ -86,7 +86,8 @@ class Border:
 
 
 def _places_of(reads: Sequence[Projection]) -> tuple:
-    """What is different once a weight or a bias lies elsewhere, be it at an address of before."""
+    """The places of the weights and biases: they differ once one lies elsewhere, even if that is an
+    address of before."""
     return tuple(
         (w.data_ptr(), w.stride(), w.dtype, w.device, None if b is None else b.data_ptr())
         for w, b, *_ in reads
@@ -205,7 +206,7 @@ def _holding(groups: Sequence[Bordered], adapters: Sequence[Tensor]) -> tuple[Ha
 
 
 def _matrices(groups: Sequence[Bordered], adapters: Sequence[Tensor]) -> Matrices:
-    """Where each adapter goes, and zeros beside it."""
+    """The views that each adapter is copied into, and those beside it that get zeros."""
     targets: list[Tensor] = []
     sources: list[Tensor | None] = []
     scalings: list[float] = []
@@ -250,7 +251,7 @@ def _leave_peft(base: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 
 def _give_own_memory(base: Any) -> list[str]:
-    """Which of weight and bias were views of a buffer."""
+    """Move weight and bias out of their buffer; returns the names of those that lay in one."""
     moved = []
     for name in ("weight", "bias"):
         parameter = base._parameters[name]

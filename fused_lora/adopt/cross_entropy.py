@@ -1,4 +1,4 @@
-"""The forward that the fused loss sets on a causal language model."""
+"""The switch `cross_entropy`: the forward that it sets on a causal language model."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from fused_mlp.launching import is_capturing
 from ..cross_entropy import labelled_rows, linear_cross_entropy
 from .originals import why_replaced
 from .projection import why_call
-from .site import class_forward, parts_of, say_once, why_not_class
+from .site import class_forward, fused_parts_of, say_once, why_not_class
 
 
 def read_head(model: Any) -> nn.Linear | str:
@@ -132,12 +132,12 @@ def causal_lm_forward(
 
 
 def _may_leave_out(model: Any, head: nn.Linear, options: dict[str, Any]) -> bool:
-    """Whether the last layer may compute its output for labelled tokens alone: it is a fused one,
-    and nobody but the loss sees what comes of it."""
+    """Return True if the last layer may compute its output for labelled tokens alone: it is a fused
+    one, and nobody but the loss sees its output."""
     decoder = model.model
     last = decoder.layers[-1]
     return (
-        "layer" in parts_of(last)
+        "layer" in fused_parts_of(last)
         and not (options.get("output_hidden_states") or model.config.output_hidden_states)
         and all(why_call(one, own_forward=False) is None for one in (last, decoder, decoder.norm))
         # which would be compiled for every number of tokens

@@ -13,7 +13,7 @@ class Bystander:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether the module has hooks that would do something if it were called now.
+    """Return True if the module has hooks that would do something if it were called now.
 
     A call with output_hidden_states or output_attentions leaves hooks on modules for good, which
     do nothing while no such output is collected.

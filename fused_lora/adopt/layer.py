@@ -1,6 +1,6 @@
-"""The forward that stands in for a whole decoder layer, on the buffers of its weights.
+"""The switch `layer`: the forward that stands in for a whole decoder layer, on the buffers of its weights.
 
-`fuse` sets a `BorderedForward` on each layer, which has the layer's borders (`bordered.py`). A
+`fuse` sets a `BorderedForward` on each layer, which has the layer's borders (`borders.py`). A
 layer that may not run as one runs what else is fused in it, each part by itself, and says once why.
 """
 
@@ -19,13 +19,15 @@ from ..decoder_layer import GROUPS, DecoderLayer, FrozenLayer
 from ..kernels.residual import _add_adapted_kernel
 from ..kernels.rows import Handover
 from ..step.recompute import is_recomputing
-from . import parts as layer_sites
+from .attention import why_not_inputs, why_not_sdpa
 from .borders import LayerBorders, let_save
+from .mlp import why_not_activation
 from .projection import Projection, read_projection, why_call
-from .site import FusedForward, class_forward, parts_of, reason_in, say_once, why_not_class
+from .rms_norm import normed_layer_forward
+from .site import FusedForward, class_forward, fused_parts_of, reason_in, say_once, why_not_class
 
 # Of each of GROUPS: the module that has its projections, and their names.
-PROJECTIONS = (
+GROUPED_PROJECTIONS = (
     ("self_attn", ("q_proj", "k_proj", "v_proj")),
     ("self_attn", ("o_proj",)),
     ("mlp", ("gate_proj", "up_proj")),
@@ -50,11 +52,11 @@ class BorderedForward(FusedForward):
 def borders_of(module: nn.Module) -> LayerBorders | None:
     """The borders that a module's forward runs on, if it does on any."""
     forward = vars(module).get("forward")
-    owner = forward.__self__ if isinstance(forward, MethodType) else None  # see parts_of
+    owner = forward.__self__ if isinstance(forward, MethodType) else None  # see fused_parts_of
     return owner.borders if isinstance(owner, BorderedForward) else None
 
 
-def border(layers: Sequence[tuple[str, nn.Module]]) -> None:
+def give_borders(layers: Sequence[tuple[str, nn.Module]]) -> None:
     """Give the layers of a model, all that are fused in the order of a forward, their borders, and
     move their weights into buffers where they may run as one now."""
     handover = Handover()
@@ -85,8 +87,8 @@ def why_not_layer(layer: Any) -> str | None:
 
 
 def read_layer(layer: Any) -> tuple | str:
-    """What DecoderLayer takes after its mask to stand in for this fused layer as it is now, or why
-    it may not. Weights that lie elsewhere are moved into new buffers."""
+    """Return the operands of DecoderLayer after its mask, read from this fused layer as it is now,
+    or the reason why it may not run as one. Moves weights that lie elsewhere into new buffers."""
     reads = _read(layer)
     return reads if isinstance(reads, str) else _operands(layer, reads)
 
@@ -118,9 +120,9 @@ def _read(layer: Any) -> list[list[Projection]] | str:
         )
     dtype, device = layer.input_layernorm.weight.dtype, layer.input_layernorm.weight.device
     groups = []
-    for owner, names in PROJECTIONS:
+    for owner, names in GROUPED_PROJECTIONS:
         # o_proj may have been fused by itself, for when the layer is not
-        own_forward = names != ("o_proj",) or not parts_of(layer.self_attn.o_proj)
+        own_forward = names != ("o_proj",) or not fused_parts_of(layer.self_attn.o_proj)
         group = []
         for name in names:
             read = read_projection(getattr(layer, owner)._modules[name], own_forward)
@@ -142,7 +144,7 @@ def _read(layer: Any) -> list[list[Projection]] | str:
 
 def _lora_layers(layer: Any) -> Iterator[Any]:
     """Those of the layer's projections that have adapters."""
-    for owner, names in PROJECTIONS:
+    for owner, names in GROUPED_PROJECTIONS:
         for name in names:
             projection = getattr(layer, owner)._modules[name]
             if isinstance(getattr(projection, "base_layer", None), nn.Linear):
@@ -156,12 +158,12 @@ def _ranks(layer: Any) -> list[list[int]]:
             max(A.out_features for A in getattr(layer, owner)._modules[name].lora_A.values())
             for name in names
         ]
-        for owner, names in PROJECTIONS
+        for owner, names in GROUPED_PROJECTIONS
     ]
 
 
 def _why_not_parts(layer: Any) -> str | None:
-    """Why a part of the layer, besides its projections, computes something else."""
+    """Return the reason if a part of the layer, besides its projections, computes another thing."""
     if (reason := why_not_class(layer, "DecoderLayer")) is not None:
         return reason
     if type(layer).__bases__[0].__name__ == "FSDPModule":
@@ -179,27 +181,18 @@ def _why_not_parts(layer: Any) -> str | None:
                 return f"{name}: its weight is wrapped ({type(part.weight).__name__})"
             if part.weight.requires_grad:
                 return f"{name}: its weight is trainable"
-    if (reason := layer_sites.why_not_sdpa(attention)) is not None:
+    if (reason := why_not_sdpa(attention)) is not None:
         return f"self_attn: {reason}"
-    if (reason := _why_not_activation(mlp)) is not None:
+    if (reason := why_not_activation(mlp)) is not None:
         return f"mlp: {reason}"
-    return None
-
-
-def _why_not_activation(mlp: Any) -> str | None:
-    activation = mlp.act_fn
-    if not isinstance(activation, nn.SiLU) and type(activation).__name__ != "SiLUActivation":
-        return f"its activation is {type(activation).__name__}, not SiLU"
-    if (reason := why_call(activation)) is not None:
-        return f"act_fn: {reason}"
     return None
 
 
 def _why_not_inputs(
     layer: Any, hidden: Tensor, mask, past_key_values, position_embeddings, options: dict
 ) -> str | None:
-    """Why what a layer is called with keeps it from running fused."""
-    if (reason := layer_sites.why_not_inputs(mask, past_key_values, options)) is not None:
+    """Return the reason if the arguments of this call keep the layer from running fused."""
+    if (reason := why_not_inputs(mask, past_key_values, options)) is not None:
         return reason
     if position_embeddings is None:
         return "it was given no position_embeddings"
@@ -227,8 +220,10 @@ def layer_forward(
     labelled: tuple[nn.Module, Tensor] | None = None,
     **options,
 ):
-    """labelled: a layer whose output is wanted of some tokens alone, and of which (`loss_site.py`).
-    Where it does not run fused, it computes all."""
+    """Run a layer as one, or its parts where it may not, which compute all tokens.
+
+    labelled: a layer whose output is wanted of some tokens alone, and of which: `cross_entropy.py`.
+    """
     reads = _why_not_inputs(
         layer, hidden_states, attention_mask, past_key_values, position_embeddings, options
     ) or _read(layer)
@@ -236,7 +231,7 @@ def layer_forward(
         # a model that is only asked may be so in any way, with a cache say, or unloaded
         if torch.is_grad_enabled() and any(True for _ in _lora_layers(layer)):
             say_once(layer, reads)
-        own = layer_sites.layer_forward if "rms_norm" in parts else _class_forward
+        own = normed_layer_forward if "rms_norm" in parts else _class_forward
         return own(
             layer, parts, hidden_states, attention_mask=attention_mask, position_ids=position_ids,
             past_key_values=past_key_values, use_cache=use_cache,

@@ -19,7 +19,8 @@ from torch import nn
 
 
 def why_patched(cls: type, name: str = "forward") -> str | None:
-    """Why a method of a class is not the one that its library defines, in words; None if it is."""
+    """Return the reason, in words, if a method of a class is not the one that its library defines;
+    None if it is."""
     # torch.compile would trace this look, of which every call that it does not compile has one
     if torch.compiler.is_compiling():
         return None
@@ -27,7 +28,7 @@ def why_patched(cls: type, name: str = "forward") -> str | None:
 
 
 def why_replaced(module: str, *names: str) -> str | None:
-    """The same of functions of a module; those that it does not have are passed over."""
+    """Return the same for functions of a module; those that it does not have are passed over."""
     if torch.compiler.is_compiling():
         return None
     for name in names:
@@ -38,7 +39,7 @@ def why_replaced(module: str, *names: str) -> str | None:
 
 
 def is_builtin(function: Any) -> bool:
-    """Whether it is a function of torch that is not written in Python."""
+    """Return True for a function of torch that is not written in Python."""
     return torch.compiler.is_compiling() or isinstance(function, BuiltinFunctionType)
 
 
@@ -51,7 +52,7 @@ def _why_not_own_method(cls: type, name: str, found: Any) -> str | None:
 
 @cache
 def why_not(found: Any, module: str, qualname: str) -> str | None:
-    """Why `found` is not the function of this name that this module defines."""
+    """Return the reason if `found` is not the function of this name that this module defines."""
     package = module.partition(".")[0]
     folder = Path(str(sys.modules[package].__file__)).parent
     function = found
@@ -67,7 +68,7 @@ def why_not(found: Any, module: str, qualname: str) -> str | None:
 
 
 def is_fsdp(cls: type) -> bool:
-    """Whether it is a class that fully_shard has made from a module's, to add methods of its own
+    """Return True for a class that fully_shard has made from a module's, to add methods of its own
     and no forward."""
     return cls.__bases__[:1] != () and cls.__bases__[0].__name__ == "FSDPModule"
 
@@ -94,7 +95,8 @@ def _code_of(function: Any) -> CodeType | None:
 
 
 def _named(function: Any) -> str:
-    """What a function is called; a wrapper has the name of what it wraps, so its place."""
+    """Return the name of a function, or for a wrapper, which has the name of what it wraps, its
+    place."""
     code = _code_of(function)
     if code is None:
         return f"an object of {type(function).__module__}.{type(function).__qualname__}"

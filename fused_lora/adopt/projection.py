@@ -1,4 +1,4 @@
-"""What a linear layer with a PEFT adapter computes, read from the layer as it is now."""
+"""Reading of a linear layer with a PEFT adapter: what it computes, as it is now."""
 
 from typing import Any, NamedTuple
 
@@ -84,7 +84,7 @@ def _parameter(module: nn.Module, name: str) -> Any:
 
 
 def why_not_plain(weight: Any) -> str:
-    """What a weight is that is no plain tensor of floating point, in words."""
+    """Describe a weight that is no plain tensor of floating point."""
     if type(weight).__name__ == "DTensor":
         return (
             "is sharded (DTensor): a forward, which gathers it, runs fused if fuse came before "
@@ -94,7 +94,7 @@ def why_not_plain(weight: Any) -> str:
 
 
 def why_call(module: nn.Module, own_forward: bool = True) -> str | None:
-    """Why what `module` computes may not be computed without calling it.
+    """Return the reason if the output of `module` may not be computed without calling it.
 
     own_forward: whether it must still have its class's forward.
     """

@@ -1,4 +1,4 @@
-"""What a site is: a kind of module whose forward a fused part stands in for.
+"""Sites: the kinds of module whose forward a fused part stands in for.
 
 Sites are found by the classes that are known to compute what the fused code computes and nothing
 else (CLASSES). A site's `why_not` is asked at every forward, so that disabled, merged or switched
@@ -69,14 +69,14 @@ class Site(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What one switch of Fusion concerns; `none_found`: why a model may have nothing for it."""
+    """The sites of one switch of Fusion; `none_found`: the reason if a model has none of them."""
 
     sites: tuple[Site, ...]
     none_found: str
 
 
 class FusedForward:
-    """What runs in the place of a module's forward: a function of the module, of the parts that it
+    """The forward that stands in for a module's: a function of the module, of the parts that it
     runs fused, and of the module's inputs.
 
     Its method `forward` is set on the module. torch.compile shares the code of a method between
@@ -123,7 +123,7 @@ def _with_signature_of(own: Callable) -> Callable:
 HOOKED = "_old_forward"  # where a module keeps the forward that a hook of accelerate calls
 
 
-def parts_of(module: nn.Module, at: str = "forward") -> frozenset[str]:
+def fused_parts_of(module: nn.Module, at: str = "forward") -> frozenset[str]:
     """The parts that a module runs fused, told by the forward on its instance."""
     owner = _owner_of(module, at)
     return owner.parts if owner is not None else frozenset()
@@ -167,7 +167,7 @@ def _is_on_cpu(value: Any) -> bool:
 
 
 def why_not_here(module: nn.Module) -> str | None:
-    """Why a module that is fit to run fused does not where its weights are."""
+    """Return the reason if a module that is fit to run fused does not where its weights are."""
     first = next(module.parameters(), None)
     is_here = first is not None and first.device.type == "cpu"
     return ON_CPU if KERNELS_WANT_A_GPU and is_here else None
@@ -187,8 +187,8 @@ def why_not_class(module: nn.Module, kind: str) -> str | None:
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Whether calling the module runs its class's forward, which accelerate leaves on the instance
-    when it takes a hook away."""
+    """Return True if calling the module runs its class's forward, which accelerate leaves on the
+    instance when it takes a hook away."""
     forward = vars(module).get("forward")
     if not isinstance(forward, MethodType):
         return forward is None
@@ -196,8 +196,9 @@ def has_own_forward(module: nn.Module) -> bool:
 
 
 def why_not_own_forward(module: nn.Module) -> str | None:
-    """Why calling the module runs neither its class's forward nor the one that `fuse` has set."""
-    if has_own_forward(module) or parts_of(module):
+    """Return the reason if calling the module runs neither its class's forward nor the one that
+    `fuse` has set."""
+    if has_own_forward(module) or fused_parts_of(module):
         return None
     if "_hf_hook" in vars(module):
         return (
@@ -217,8 +218,8 @@ def _name_of(cls: type) -> str:
 
 
 def class_forward(module: nn.Module, *inputs, **options):
-    """What the module's class computes, where a FusedForward steps aside: without the checkpointing
-    around it, which that one has seen to."""
+    """Run the forward of the module's class, where a FusedForward steps aside: without the
+    checkpointing around it, which that one has seen to."""
     forward: Any = type(module).forward
     while getattr(getattr(forward, "__code__", None), "co_filename", "") == LAYERS_FILE:
         forward = forward.__wrapped__

@@ -1,17 +1,15 @@
 """Every part of a model that can run fused: its sites, by the switch of `Fusion` that it is."""
 
-from . import cross_entropy as loss_site
-from . import layer as bordered_sites
-from . import parts as layer_sites
+from . import attention, cross_entropy, layer, mlp, rms_norm
 from .site import Part, Site, having, reason_in, why_not_class
 
-PARTS = {
+SWITCHES = {
     "mlp": Part(
         (
             Site(
                 having("gate_proj", "up_proj", "down_proj"),
-                lambda module: reason_in(layer_sites.read_mlp(module)),
-                layer_sites.mlp_forward,
+                lambda module: reason_in(mlp.read_mlp(module)),
+                mlp.mlp_forward,
             ),
         ),
         "it has no MLP with gate_proj, up_proj and down_proj",
@@ -20,13 +18,13 @@ PARTS = {
         (
             Site(
                 having("q_proj", "k_proj", "v_proj"),
-                lambda module: reason_in(layer_sites.read_qkv(module)),
-                layer_sites.attention_forward,
+                lambda module: reason_in(attention.read_qkv(module)),
+                attention.self_attention_forward,
             ),
             Site(
-                layer_sites.output_projections,
-                lambda module: reason_in(layer_sites.read_output(module)),
-                layer_sites.output_forward,
+                attention.output_projections,
+                lambda module: reason_in(attention.read_output(module)),
+                attention.output_forward,
             ),
         ),
         "it has no attention with q_proj, k_proj and v_proj",
@@ -36,18 +34,18 @@ PARTS = {
             Site(
                 having("q_proj", "k_proj", "v_proj"),
                 lambda module: why_not_class(module, "Attention"),
-                layer_sites.attention_forward,
+                attention.self_attention_forward,
             ),
         ),
         "it has no attention with q_proj, k_proj and v_proj",
     ),
     "rms_norm": Part(
         (
-            Site(layer_sites.norms, layer_sites.why_not_norm, layer_sites.norm_forward),
+            Site(rms_norm.norms, rms_norm.why_not_norm, rms_norm.norm_forward),
             Site(
                 having("self_attn", "post_attention_layernorm", "mlp"),
-                layer_sites.why_not_layer,
-                layer_sites.layer_forward,
+                rms_norm.why_not_normed_layer,
+                rms_norm.normed_layer_forward,
                 is_listed=False,
             ),
         ),
@@ -57,8 +55,8 @@ PARTS = {
         (
             Site(
                 having("lm_head", "model"),
-                lambda module: reason_in(loss_site.read_head(module)),
-                loss_site.causal_lm_forward,
+                lambda module: reason_in(cross_entropy.read_head(module)),
+                cross_entropy.causal_lm_forward,
             ),
         ),
         "it has no lm_head",
@@ -68,8 +66,8 @@ PARTS = {
         (
             Site(
                 having("self_attn", "post_attention_layernorm", "mlp"),
-                bordered_sites.why_not_layer,
-                bordered_sites.layer_forward,
+                layer.why_not_layer,
+                layer.layer_forward,
             ),
         ),
         "it has no decoder layer with self_attn, post_attention_layernorm and mlp",

@@ -26,7 +26,7 @@ from .tiling import Tiling
 
 MEASURED_ON = {(9, 0)}  # compute capabilities
 
-RUNS = 5  # that are timed of each tiling
+TIMED_RUNS = 5  # that are timed of each tiling
 SLEEP_CYCLES = 2_000_000  # 1 ms at 2 GHz, in which the host launches them
 
 CHOSEN: dict[Hashable, Tiling] = {}
@@ -95,10 +95,10 @@ def _fastest_of(tilings: Sequence[Tiling], launch: Callable[[Tiling], None]) -> 
 
 
 def _milliseconds(launch: Callable[[Tiling], None], tiling: Tiling) -> float:
-    """A launch's time on the GPU, the median of RUNS, whatever the host takes for it."""
+    """A launch's time on the GPU, the median of TIMED_RUNS, whatever the host takes for it."""
     launch(tiling)  # compiles
     torch.cuda._sleep(SLEEP_CYCLES)
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(RUNS + 1)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(TIMED_RUNS + 1)]
     events[0].record()
     for event in events[1:]:
         launch(tiling)

@@ -34,7 +34,7 @@ from .tiling import dots_in_fp32
 
 # Tokens of a tile. The tensor cores take 64 rows at a time, and of 128 the sums would not fit into
 # registers.
-BLOCK = 64
+BLOCK_POSITIONS = 64
 
 # Of up to how many positions this is faster than PyTorch's, and the backward is.
 FORWARD_POSITIONS = 64
@@ -118,9 +118,9 @@ def _attention_forward_kernel(
     tl.store(places, (most + tl.log2(total)) * LN_2, mask=is_query)
 
 
-def fits(qkv: Tensor, positions: int, heads: int, kv_heads: int) -> bool:
-    """Whether these kernels are for such [q | k | v]: of so many positions, of heads whose halves
-    are tiles, and on a GPU not of fp32, of which tiles do not fit into a multiprocessor."""
+def fits_kernels(qkv: Tensor, positions: int, heads: int, kv_heads: int) -> bool:
+    """Return True if these kernels can run on [q | k | v]: few enough positions, heads whose halves
+    are tiles, and on a GPU not in fp32, of which tiles do not fit into a multiprocessor."""
     half = qkv.shape[1] // (heads + 2 * kv_heads) // 2
     is_interpreted = not isinstance(_attention_forward_kernel, triton.JITFunction)
     return (
@@ -143,7 +143,7 @@ def causal_attention_forward(
             q, k, v, is_causal=True, scale=scaling, enable_gqa=True).transpose(1, 2).flatten(2)
         logsumexp = causal(scaling * q @ k.mT).logsumexp(-1)
 
-    qkv is [batch * positions, (heads + 2 kv_heads) head_dim], one for which it `fits`, with q and k
+    qkv is [batch * positions, (heads + 2 kv_heads) head_dim], one that `fits_kernels`, with q and k
     turned. Rows may lie any stride apart.
 
     Raises:
@@ -157,9 +157,9 @@ def causal_attention_forward(
     keys, warps, stages = FORWARD
     if batch:  # an empty grid cannot be launched
         launch(
-            kernel, (batch * heads, cdiv(positions, BLOCK)),
+            kernel, (batch * heads, cdiv(positions, BLOCK_POSITIONS)),
             qkv, attended, logsumexp, positions, qkv.stride(0), attended.stride(0),
-            scaling * LOG2_E.value, heads, kv_heads, head_dim, BLOCK, keys,
+            scaling * LOG2_E.value, heads, kv_heads, head_dim, BLOCK_POSITIONS, keys,
             dots_in_fp32(kernel, qkv), num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return attended, logsumexp
@@ -170,7 +170,11 @@ def head_dim_of(name: str, qkv: Tensor, positions: int, heads: int, kv_heads: in
     check_rows(name, _attention_forward_kernel, qkv.shape, qkv=qkv)
     rows, columns = qkv.shape
     parts = heads + 2 * kv_heads
-    if rows % max(positions, 1) or columns % parts or not fits(qkv, positions, heads, kv_heads):
+    if (
+        rows % max(positions, 1)
+        or columns % parts
+        or not fits_kernels(qkv, positions, heads, kv_heads)
+    ):
         raise ValueError(
             f"{name}: [q | k | v] is {list(qkv.shape)} in {qkv.dtype}, should be [batch * "
             f"{positions}, {parts} * head_dim]; up to {MAX_POSITIONS} positions, head_dim "

@@ -35,14 +35,14 @@ from torch import Tensor
 
 from fused_mlp.launching import cdiv, launch
 
-from .causal_attention import BLOCK, LOG2_E, Launch, dot, head_dim_of
+from .causal_attention import BLOCK_POSITIONS, LOG2_E, Launch, dot, head_dim_of
 from .qkv_rope import batch_of
 from .rows import check_alike, check_rows
 from .tiling import dots_in_fp32
 
 # The fastest of those tried on an H200.
 BACKWARD_QUERIES = Launch(keys=32, warps=4, stages=2)
-BACKWARD_KEYS = Launch(keys=BLOCK, warps=4, stages=2)
+BACKWARD_KEYS = Launch(keys=BLOCK_POSITIONS, warps=4, stages=2)
 
 
 @triton.jit
@@ -258,13 +258,13 @@ def causal_attention_backward(
     dots = torch.empty_like(logsumexp)
     angles = cos, sin, 0 if cos.shape[0] == 1 else cos.stride(0)
     score_scale, in_fp32 = scaling * LOG2_E.value, dots_in_fp32(kernel, qkv)
-    blocks = cdiv(positions, BLOCK)
+    blocks = cdiv(positions, BLOCK_POSITIONS)
     keys, warps, stages = BACKWARD_QUERIES
     launch(
         kernel, (batch * heads, blocks),
         grad, qkv, attended, logsumexp, dots, *angles, grad_qkv, positions,
         grad.stride(0), qkv.stride(0), attended.stride(0), grad_qkv.stride(0),
-        scaling, score_scale, heads, kv_heads, head_dim // 2, BLOCK, keys, in_fp32,
+        scaling, score_scale, heads, kv_heads, head_dim // 2, BLOCK_POSITIONS, keys, in_fp32,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     _, warps, stages = BACKWARD_KEYS
@@ -272,6 +272,6 @@ def causal_attention_backward(
         _attention_keys_backward_kernel, (batch * kv_heads, blocks),
         grad, qkv, logsumexp, dots, *angles, grad_qkv, positions,
         grad.stride(0), qkv.stride(0), grad_qkv.stride(0),
-        scaling, score_scale, heads, kv_heads, head_dim // 2, BLOCK, in_fp32,
+        scaling, score_scale, heads, kv_heads, head_dim // 2, BLOCK_POSITIONS, in_fp32,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip

@@ -24,7 +24,7 @@ from torch import Tensor
 from fused_mlp.launching import DTYPES, cdiv, is_capturing, launch
 
 # Elements of a program. The adapters of Qwen2.5-3B have 65,536 to 352,256: 16 to 86 programs each.
-BLOCK = 4096
+BLOCK_COPIED = 4096
 
 # A matrix has less: an element's index is int32. A GPU divides int64 by so many instructions that
 # they would take longer than the traffic.
@@ -138,7 +138,7 @@ class ManyCopies:
             self._captured.append(table)
         programs = len(table.entries)
         if programs:  # an empty grid cannot be launched
-            launch(_copy_kernel, (programs,), *table[:-1], BLOCK, table.run)
+            launch(_copy_kernel, (programs,), *table[:-1], BLOCK_COPIED, table.run)
 
 
 def _copy_by_pytorch(
@@ -168,9 +168,9 @@ def _table_of(
             run = gcd(run, target.data_ptr() // target.element_size())
             if source is not None:
                 run = gcd(run, address // source.element_size())
-        for block in range(cdiv(size, BLOCK)):
+        for block in range(cdiv(size, BLOCK_COPIED)):
             entries.append(entry)
-            starts.append(block * BLOCK)
+            starts.append(block * BLOCK_COPIED)
     device = targets[0].device
     source_dtype = next((s.dtype for s in sources if s is not None), targets[0].dtype)
 
@@ -207,8 +207,8 @@ def _check(
 
 
 def _has_kernel(targets: Sequence[Tensor], sources: Sequence[Tensor | None]) -> bool:
-    """Whether all are on one GPU, targets and sources of one dtype each, rows in one piece, and
-    none too large."""
+    """Return True if all are on one GPU, targets and sources of one dtype each, rows in one piece,
+    and none too large."""
     device, to = targets[0].device, targets[0].dtype
     there = [source for source in sources if source is not None]
     of = there[0].dtype if there else to

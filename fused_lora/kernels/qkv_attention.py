@@ -32,7 +32,7 @@ aten = torch.ops.aten
 
 
 class Attention(NamedTuple):
-    """What attention computes, besides its tensors."""
+    """The numbers that attention needs besides its tensors."""
 
     positions: int
     heads: int
@@ -58,7 +58,7 @@ def attention_forward(
     """
     positions, heads, kv_heads, scaling, _ = attention
     is_short = positions <= causal_attention.FORWARD_POSITIONS
-    if mask is None and is_short and causal_attention.fits(qkv, positions, heads, kv_heads):
+    if mask is None and is_short and causal_attention.fits_kernels(qkv, positions, heads, kv_heads):
         attended, logsumexp = causal_attention_forward(qkv, positions, heads, kv_heads, scaling)
         return attended, [logsumexp], attention
     q, k, v = split_heads(qkv, positions, heads, kv_heads)
@@ -96,7 +96,7 @@ def attention_backward(
     """Write the gradient of what was turned into qkv, by cos and sin, into grad_qkv, for grad and
     attended [batch * positions, heads * head_dim] and all else as forward had and gave it."""
     positions, heads, kv_heads, scaling, backend = attention
-    if saved and causal_attention.fits(qkv, positions, heads, kv_heads):
+    if saved and causal_attention.fits_kernels(qkv, positions, heads, kv_heads):
         assert saved[0] is not None
         logsumexp = saved[0].reshape(-1, heads, positions)  # cuDNN's has one dimension more
         causal_attention_backward(

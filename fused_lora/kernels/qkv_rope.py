@@ -24,7 +24,7 @@ from .rows import check_alike, check_rows
 
 
 @triton.jit
-def _rope_kernel(
+def _qkv_rope_kernel(
     q_ptr,  # [batch, HEADS, positions, 2 HALF]
     k_ptr,  # [batch, KV_HEADS, positions, 2 HALF], or None, with v: q's heads are all that turn
     v_ptr,  # as k
@@ -104,7 +104,7 @@ def rope_forward(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: in
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit, or no kernel can run on them.
     """
-    check_rows("rope_forward", _rope_kernel, qkv.shape, qkv=qkv)
+    check_rows("rope_forward", _qkv_rope_kernel, qkv.shape, qkv=qkv)
     batch = batch_of("rope_forward", qkv, cos, sin, heads, kv_heads)
     _, positions, head_dim = cos.shape
     # q's heads and k's lie side by side, so that one tile has both
@@ -156,7 +156,7 @@ def _turn_together(
     qkv: Tensor,
     backward: bool,
 ) -> None:
-    check_rows(name, _rope_kernel, qkv.shape, qkv=qkv)
+    check_rows(name, _qkv_rope_kernel, qkv.shape, qkv=qkv)
     (_, heads, _, head_dim), kv_heads = parts[0].shape, parts[1].shape[1]
     batch = batch_of(name, qkv, cos, sin, heads, kv_heads)
     positions = cos.shape[1]
@@ -184,7 +184,7 @@ def _turn(
     cos, sin = cos.contiguous(), sin.contiguous()
     block_heads, block_half = next_power_of_2(heads), next_power_of_2(half)
     launch(
-        _rope_kernel, (batch * positions,),
+        _qkv_rope_kernel, (batch * positions,),
         *given, cos, sin, qkv,
         positions,
         *strides[0][:3], *strides[1][:3], *strides[2][:3],
@@ -203,7 +203,7 @@ def _features_together(x: Tensor) -> Tensor:
 
 
 def batch_of(name: str, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> int:
-    """How many sequences qkv is of; ValueError where it, cos and sin do not fit together."""
+    """Count the sequences of qkv; ValueError where it, cos and sin do not fit together."""
     rows, columns = qkv.shape
     if cos.ndim != 3 or cos.shape[2] % 2 or cos.shape != sin.shape:
         raise ValueError(

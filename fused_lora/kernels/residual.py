@@ -1,8 +1,8 @@
-"""What touches a decoder layer's residual: RMSNorm into the first columns of a wider buffer, its
+"""Kernels on a decoder layer's residual: RMSNorm into the first columns of a wider buffer, its
 backward, and the residual's sum with what an adapted projection gives.
 
-    rms_norm_forward    y = x r w,   r = 1 / sqrt(mean(x^2) + eps)
-    rms_norm_backward   grad_x = r (g - n mean(g n)) + grad_residual,   n = x r,  g = grad_y w
+    residual_norm_forward    y = x r w,   r = 1 / sqrt(mean(x^2) + eps)
+    residual_norm_backward   grad_x = r (g - n mean(g n)) + grad_residual,   n = x r,  g = grad_y w
     add_adapted         total = residual + y + z B',  z_copy = z
 
 (The first two are the kernels of `rms_norm.py`, which derives the second.) A bordered product wants
@@ -88,7 +88,7 @@ def _add_adapted_kernel(
     tl.store(total_tile, total.to(total_ptr.dtype.element_ty), mask=mask)
 
 
-def rms_norm_forward(
+def residual_norm_forward(
     x: Tensor, weight: Tensor, eps: float, y: Tensor, copy: Tensor | None = None
 ) -> Tensor:
     """Write the norm of x into y; returns rstd, [rows] fp32.
@@ -106,8 +106,8 @@ def rms_norm_forward(
     """
     rows, hidden = x.shape
     written = {"y": y} if copy is None else {"y": y, "copy": copy}
-    check_rows("rms_norm_forward", _rms_norm_forward_kernel, x.shape, x=x, **written)
-    _check_hidden("rms_norm_forward", x, weight)
+    check_rows("residual_norm_forward", _rms_norm_forward_kernel, x.shape, x=x, **written)
+    _check_hidden("residual_norm_forward", x, weight)
     rstd = x.new_empty(rows, dtype=torch.float32)
     if rows:  # an empty grid cannot be launched
         block, warps = block_of(hidden)
@@ -120,7 +120,7 @@ def rms_norm_forward(
     return rstd
 
 
-def rms_norm_backward(
+def residual_norm_backward(
     grad_y: Tensor, grad_residual: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, grad_x: Tensor
 ) -> None:
     """Write the gradient of x, which was normalised and goes on as the residual, into grad_x.
@@ -129,16 +129,16 @@ def rms_norm_backward(
 
         grad_x.copy_(torch.autograd.grad(y, x, grad_y)[0] + grad_residual)
 
-    weight and rstd are as `rms_norm_forward` had them and gave it; weight gets no gradient.
+    weight and rstd are as `residual_norm_forward` had them and gave it; weight gets no gradient.
 
     Raises:
-        ValueError: as `rms_norm_forward`.
+        ValueError: as `residual_norm_forward`.
     """
     check_rows(
-        "rms_norm_backward", _rms_norm_backward_kernel, x.shape,
+        "residual_norm_backward", _rms_norm_backward_kernel, x.shape,
         grad_y=grad_y, grad_residual=grad_residual, x=x, grad_x=grad_x,
     )  # fmt: skip
-    _check_hidden("rms_norm_backward", x, weight)
+    _check_hidden("residual_norm_backward", x, weight)
     rows, hidden = x.shape
     if rows:
         block, warps = block_of(hidden)

@@ -47,7 +47,7 @@ TILING = Tiling(rows=64, columns=64, splits=8, warps=4, stages=4)
 TILING_OF_MANY_ROWS = Tiling(rows=32, columns=128, splits=8, warps=4, stages=4)
 MANY_ROWS = 8192
 # Where they were not measured. Few, as each takes seconds to compile.
-OTHERS = (
+_OTHERS = (
     {"rows": 64, "columns": 64},
     {"rows": 32, "columns": 128},
     {"rows": 32, "columns": 64},
@@ -65,7 +65,7 @@ RANKS_OF_A_PROGRAM = 128
 # In a launch. It is compiled for how many factors each x has, a loop for each.
 MAX_XS = 8
 
-SUM_COLUMNS = 64  # a program of the second kernel
+_SUM_COLUMNS = 64  # a program of the second kernel
 
 
 @triton.jit
@@ -316,13 +316,13 @@ def _launch(slots: Sequence[_Slot], block_rank: int) -> None:
             num_warps=tiling.warps, num_stages=stages(tiling, elements, first),
         )  # fmt: skip
         if splits > 1:
-            _sum_partials_kernel[(sum([cdiv(n, SUM_COLUMNS) for n in columns_of_factors]),)](
+            _sum_partials_kernel[(sum([cdiv(n, _SUM_COLUMNS) for n in columns_of_factors]),)](
                 partials, gradients, *strides, columns_of_factors, ranks, scalings,
-                all_columns, splits, len(gradients), SUM_COLUMNS, block_rank, num_warps=4,
+                all_columns, splits, len(gradients), _SUM_COLUMNS, block_rank, num_warps=4,
             )  # fmt: skip
 
     shape = columns, firsts, block_rank
-    launch(fastest(kernel, first, rows, shape, tiling, OTHERS, launch))
+    launch(fastest(kernel, first, rows, shape, tiling, _OTHERS, launch))
 
 
 def _ranks_if_right(x: Tensor, products: Sequence[Product], first: Tensor) -> list[int] | None:

@@ -36,9 +36,9 @@ from .tiling import MAX_BLOCK_RANK, Tiling, dots_in_fp32, keep, sigmoid, stages
 # The best of 15 shapes on an H200, at 2,048 to 16,384 rows of 11,008, after 394 at 16,384 alone:
 # 0.473 ms there, and 0.476 in 4 warps, 4 ranges and at most 168 registers, which are the 0.514 of
 # another visit above. The three sums [128, 32] are 48 registers a thread.
-BACKWARD = Tiling(rows=16, columns=128, splits=3, warps=8, stages=3)
+BACKWARD_TILING = Tiling(rows=16, columns=128, splits=3, warps=8, stages=3)
 # Where it was not measured: more programs, less shared memory, fewer registers in the sums.
-OTHERS = (
+_OTHERS = (
     {"splits": 6},
     {"stages": 2},
     {"warps": 4, "splits": 4},
@@ -49,7 +49,7 @@ OTHERS = (
 
 # A program of the second kernel. It reads 17 MB from L2 for 11,008 columns, in 2,064 programs. With
 # 64 columns, 516 of them and loads that waited for each other it took 10 µs.
-SUM_COLUMNS = 16
+_SUM_COLUMNS = 16
 
 
 @triton.jit
@@ -278,13 +278,13 @@ def _launch(
             tiling.rows, tiling.columns, block_rank, dots_in_fp32(kernel, gate_up),
             num_warps=tiling.warps, num_stages=stages(tiling, elements, gate_up),
         )  # fmt: skip
-        _sum_products_kernel[(cdiv(intermediate, SUM_COLUMNS), 3)](
+        _sum_products_kernel[(cdiv(intermediate, _SUM_COLUMNS), 3)](
             partials, gradients, *zip(*strides, strict=True), tuple(ranks), scalings,
-            splits, intermediate, SUM_COLUMNS, block_rank, num_warps=4,
+            splits, intermediate, _SUM_COLUMNS, block_rank, num_warps=4,
         )  # fmt: skip
 
     shape = intermediate, *ranks, grad_gate_up is None
-    launch(fastest(kernel, gate_up, rows, shape, BACKWARD, OTHERS, launch))
+    launch(fastest(kernel, gate_up, rows, shape, BACKWARD_TILING, _OTHERS, launch))
 
 
 def _check_product(name: str, product: Product, gate_up: Tensor) -> None:

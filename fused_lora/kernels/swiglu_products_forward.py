@@ -40,7 +40,7 @@ def forward_tiling(rows: int) -> Tiling:
 
 
 # Where that was not measured: more on its way, more warps, narrower, lower and higher tiles.
-OTHERS = (
+_OTHERS = (
     {"stages": 3},
     {"warps": 8},
     {"columns": 64, "stages": 4},
@@ -188,4 +188,4 @@ def _launch(
         )  # fmt: skip
 
     shape = intermediate, rank, hidden is None
-    launch(fastest(kernel, gate_up, rows, shape, forward_tiling(rows), OTHERS, launch))
+    launch(fastest(kernel, gate_up, rows, shape, forward_tiling(rows), _OTHERS, launch))

@@ -1,5 +1,5 @@
-"""What kernels with a tl.dot between a load and a store share: how they are cut into tiles, and
-what the tensor cores are given."""
+"""Tiles of the kernels with a tl.dot between a load and a store: how these are cut, and what the
+tensor cores are given."""
 
 from typing import NamedTuple
 
@@ -19,8 +19,8 @@ SHARED_BYTES = 84_000
 
 
 class Tiling(NamedTuple):
-    """How a kernel is cut: a tile's rows and columns, into how many ranges the programs part what
-    they sum over, and Triton's warps and stages."""
+    """The cut of a kernel: a tile's rows and columns, the number of ranges into which the programs
+    split what they sum over, and Triton's warps and stages."""
 
     rows: int
     columns: int
@@ -35,9 +35,9 @@ def stages(tiling: Tiling, elements: int, tensor: Tensor) -> int:
 
 
 def dots_in_fp32(kernel, tensor: Tensor) -> bool:
-    """Whether tl.dot should get fp32: where tensor is, and always in Triton's interpreter, which
-    takes the bits of bf16 for integers there. It changes no result but by the order of a sum: a
-    product of two bf16 or fp16 is exact in fp32, in which the sums are either way."""
+    """Return True if tl.dot should get fp32: where tensor is, and always in Triton's interpreter,
+    which takes the bits of bf16 for integers there. It changes no result but by the order of a sum:
+    a product of two bf16 or fp16 is exact in fp32, in which the sums are either way."""
     return tensor.dtype == torch.float32 or not isinstance(kernel, triton.JITFunction)
 
 

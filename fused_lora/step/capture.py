@@ -1,4 +1,4 @@
-"""What a captured training step (`graph.py`) asks of CUDA: a stream, a memory pool, a capture."""
+"""CUDA's side of a captured training step (`graph.py`): a stream, a memory pool, a capture."""
 
 import gc
 import warnings
@@ -32,7 +32,8 @@ class Cuda:
         return result
 
     def capture(self, body: Callable[[], T]) -> tuple[Callable[[], None], T]:
-        """What replays `body`, and its result, into whose tensors a replay writes."""
+        """Capture `body`; returns a function that replays it, and its result, into whose tensors a
+        replay writes."""
         graph = torch.cuda.CUDAGraph()
         mode = "thread_local"  # a data loader's thread may pin memory meanwhile
         capture = torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode=mode)

@@ -95,7 +95,8 @@ class Checkpoint:
         self, layer: nn.Module, index: int, forward: Callable, *inputs, is_last: bool,
         last_runs_once: bool, before=None,
     ):  # fmt: skip
-        """What a layer calls instead of its forward; `before` is for `remove` alone."""
+        """Run a layer's forward, which the layer calls this in place of; `before` is for `remove`
+        alone."""
         if self.policy == "none" or (is_last and last_runs_once):
             return forward(*inputs)
         if self.policy == "selective":
@@ -182,7 +183,7 @@ def _agree(model: nn.Module) -> None:
 
 
 def _switch(model: nn.Module, enable: bool = True, **options) -> None:
-    """What is set on a model in the place of its class's own `_set_gradient_checkpointing`."""
+    """Stand in on a model for its class's own `_set_gradient_checkpointing`."""
     held = {layer: policy for layer in model.modules() if (policy := policy_of(layer))}
     functions = [vars(layer)["_gradient_checkpointing_func"] for layer in held]
     getattr(type(model), SWITCH)(model, enable=enable, **options)

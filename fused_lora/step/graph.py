@@ -34,7 +34,8 @@ EAGER_CALLS = 2
 
 @dataclass(eq=False)
 class _Captured:
-    """What replays a step, and what it must find as it was at capture (`graph_checks.py`)."""
+    """A captured step: its replays, and what they must find as it was at capture
+    (`graph_checks.py`)."""
 
     replay_gradients: Callable[[], None]
     replay_update: Callable[[], None] | None  # None where the step ends with the gradients
@@ -218,7 +219,7 @@ class GraphedStep:
         return loss.detach()
 
     def _update(self) -> None:
-        """What follows the last backward: run eagerly, then captured."""
+        """Run the step's end, which follows the last backward: eagerly, then captured."""
         if self.max_grad_norm is not None:
             clip_grad_norm_(self._trained, self.max_grad_norm)
         with self._learning_rates.as_tensors(), warnings.catch_warnings():
@@ -310,7 +311,8 @@ class GraphedStep:
 
 @contextmanager
 def _noting(causes: list[Exception]) -> Iterator[None]:
-    """What is raised when a capture then ends may hide the exception that ended it."""
+    """Note an exception that ends a capture, for the capture's end may raise another that hides
+    it."""
     try:
         yield
     except Exception as error:

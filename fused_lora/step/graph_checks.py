@@ -1,4 +1,5 @@
-"""What a step can be captured for (`graph.py`), and whether that has changed since."""
+"""Checks of a captured step (`graph.py`): that it can be captured, and that what it was captured
+for has not changed since."""
 
 from collections.abc import Hashable, Iterable, Sequence
 from operator import attrgetter
@@ -41,7 +42,7 @@ def check_capturable(
 
 
 def form_of(inputs: dict[str, Any], nested: bool = False) -> tuple[Hashable, ...]:
-    """What the inputs of two calls must have in common to share a graph."""
+    """The form of a call's inputs: calls of one form share a graph."""
     form: list[Hashable] = []
     for name, value in sorted(inputs.items()):
         if isinstance(value, Tensor) and not nested:
@@ -59,7 +60,7 @@ def form_of(inputs: dict[str, Any], nested: bool = False) -> tuple[Hashable, ...
 
 
 def addresses_of(parameters: Iterable[Tensor]) -> dict[str, Any]:
-    """Where the forward reads: it must not be replayed if that is somewhere else.
+    """The addresses that the forward reads: it must not be replayed if they have changed.
 
     The GPU is waiting meanwhile, and a model has hundreds of these tensors: `map` asks them in half
     the time that a loop takes.
@@ -70,7 +71,7 @@ def addresses_of(parameters: Iterable[Tensor]) -> dict[str, Any]:
 def worked_on(
     parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer | None
 ) -> dict[str, Any]:
-    """What else a graph was captured for, and must find unchanged. optimizer: of an update."""
+    """All else that a graph was captured for and must find unchanged. optimizer: of an update."""
     found: dict[str, Any] = {"a parameter": [*map(attrgetter("requires_grad"), parameters)]}
     if optimizer is not None:
         states = optimizer.state.values()

@@ -96,8 +96,8 @@ def _is_compiled(layer: nn.Module) -> bool:
 
 @contextmanager
 def _hooked(layers: Sequence[nn.Module], hook: Bystander) -> Iterator[None]:
-    """Calls the hook before every call of these layers, the first of their hooks: what it takes
-    away no other sees."""
+    """Call the hook before every call of these layers, the first of their hooks: no other sees what
+    it takes away."""
     handles = [
         layer.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)  # type: ignore[arg-type]
         for layer in layers

@@ -62,7 +62,7 @@ class Offload:
 
     @staticmethod
     def back(saved: "Tensor | _Offloaded") -> Tensor:
-        """What was given to `out`."""
+        """Bring back the tensor that was given to `out`."""
         return saved if isinstance(saved, Tensor) else saved.fetch()
 
     def _free_for(self, tensor: Tensor) -> list[Tensor]:
@@ -85,7 +85,7 @@ def _is_worth_it(tensor: Tensor) -> bool:
 
 
 class _Layer:
-    """What one layer has in host memory: given away together, and brought back together."""
+    """One layer's tensors in host memory: given away together, and brought back together."""
 
     def __init__(self, before: "_Layer | None"):
         self.before = before  # which backward will want after it

@@ -28,8 +28,8 @@ def _runs() -> "list[_Run]":
 
 
 class Keep(NamedTuple):
-    """How `once` keeps a tensor: what takes it away, and what brings it back from what that
-    returned, as the hooks of `torch.autograd.graph.saved_tensors_hooks`."""
+    """A way for `once` to keep a tensor: `out` takes it away, and `back` brings it back from what
+    `out` returned, as the hooks of `torch.autograd.graph.saved_tensors_hooks`."""
 
     out: Callable[[Tensor], Any]
     back: Callable[[Any], Tensor]
@@ -39,7 +39,7 @@ STAYS = Keep(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def is_recomputing() -> bool:
-    """Whether this thread is running a forward again, so that its output is unused."""
+    """Return True while this thread runs a forward again, so that its output is unused."""
     return any(run.runs_again for run in _runs())
 
 

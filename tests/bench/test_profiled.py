@@ -48,6 +48,7 @@ NAMES = {  # as the profiler gave them on an H200
         f"{ELEMENTWISE}cos_kernel_cuda(at::TensorIteratorBase&)",
         "_rope_embedding_QK",
         "_rope_kernel",
+        "_qkv_rope_kernel",
     ],
     "loss": [
         f"{UNNAMED}cunn_SoftMaxForward<4, float, float, float, at::native::(ano",

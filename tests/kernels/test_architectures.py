@@ -28,7 +28,7 @@ KERNELS = WITH_DOTS | {
     "rms_norm._rms_norm_forward_kernel",
     "rms_norm._rms_norm_backward_kernel",
     "rope._rope_kernel",
-    "qkv_rope._rope_kernel",
+    "qkv_rope._qkv_rope_kernel",
     "cross_entropy._cross_entropy_kernel",
     "many_copies._copy_kernel",
     "swiglu_products_backward._sum_products_kernel",

@@ -75,9 +75,9 @@ def test_the_fastest_is_chosen_once(best, monkeypatch):
     times[best] = 2.5
     gpu = Gpu(monkeypatch, times)
     assert gpu.fastest() == TILINGS[best]
-    # once to compile and RUNS times; the shipped one is not timed again as one of the others
-    assert len(gpu.launched) == 3 * (1 + autotune.RUNS)
-    assert gpu.fastest() == TILINGS[best] and len(gpu.launched) == 3 * (1 + autotune.RUNS)
+    # once to compile and TIMED_RUNS times; the shipped one is not timed again as one of the others
+    assert len(gpu.launched) == 3 * (1 + autotune.TIMED_RUNS)
+    assert gpu.fastest() == TILINGS[best] and len(gpu.launched) == 3 * (1 + autotune.TIMED_RUNS)
 
 
 def test_a_run_that_something_else_delayed_does_not_decide(monkeypatch):
@@ -90,7 +90,7 @@ def test_a_run_that_something_else_delayed_does_not_decide(monkeypatch):
 
         def record_late():
             recorded.append(made)
-            if len(recorded) == autotune.RUNS + 3:  # in the second run of the second tiling
+            if len(recorded) == autotune.TIMED_RUNS + 3:  # in the second run of the second tiling
                 gpu.now += 100.0
             record()
 
@@ -131,7 +131,7 @@ def test_threads_that_ask_at_once_time_once(monkeypatch):
     gpu = Gpu(monkeypatch, [3.0, 2.0, 1.0])
     with ThreadPoolExecutor(8) as pool:
         chosen = list(pool.map(lambda _: gpu.fastest(), range(8)))
-    assert set(chosen) == {TILINGS[2]} and len(gpu.launched) == 3 * (1 + autotune.RUNS)
+    assert set(chosen) == {TILINGS[2]} and len(gpu.launched) == 3 * (1 + autotune.TIMED_RUNS)
 
 
 UNTIMED = {
@@ -193,7 +193,7 @@ KERNELS = {
     forward: swiglu_products_forward,
     sums: sums_over_tokens,
 }
-ALL = [(case, changes) for case, module in KERNELS.items() for changes in module.OTHERS]
+ALL = [(case, changes) for case, module in KERNELS.items() for changes in module._OTHERS]
 
 
 def assert_right(got, budget, truth):

@@ -10,7 +10,7 @@ from test_residual_kernels import wide
 
 from fused_lora.kernels import causal_attention
 from fused_lora.kernels import causal_attention_backward as backward
-from fused_lora.kernels.causal_attention import causal_attention_forward, fits
+from fused_lora.kernels.causal_attention import causal_attention_forward, fits_kernels
 from fused_lora.kernels.causal_attention_backward import causal_attention_backward
 from fused_lora.kernels.qkv_rope import rope_forward, split_heads
 from fused_mlp.launching import DTYPES
@@ -173,7 +173,7 @@ def test_cos_and_sin_may_have_any_layout_and_another_dtype(device):
 
 def test_no_sequences_launch_nothing(device, monkeypatch):
     kernel = Kernel()
-    monkeypatch.setattr(causal_attention, "fits", lambda *_: True)
+    monkeypatch.setattr(causal_attention, "fits_kernels", lambda *_: True)
     monkeypatch.setattr(causal_attention, "_attention_forward_kernel", kernel)
     for name in ("queries", "keys"):
         monkeypatch.setattr(backward, f"_attention_{name}_backward_kernel", kernel)
@@ -199,9 +199,9 @@ def test_what_they_are_for(device):
         ((64, 7 * 32), 64, 3, 2, False),  # which of two would the second share?
     ):
         qkv = torch.empty(*shape, dtype=dtype, device=device)
-        assert fits(qkv, positions, heads, kv_heads) == want, (shape, positions)
+        assert fits_kernels(qkv, positions, heads, kv_heads) == want, (shape, positions)
     fp32 = torch.empty(64, 128, device=device)
-    assert fits(fp32, 64, 2, 1) == (device == "cpu")
+    assert fits_kernels(fp32, 64, 2, 1) == (device == "cpu")
 
 
 def test_what_does_not_fit_is_a_value_error(device):

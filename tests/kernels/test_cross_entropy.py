@@ -59,7 +59,7 @@ def test_rows_are_within_the_error_budget(dtype, vocabulary, device):
 
 def test_the_block_for_real_vocabularies_is_right(monkeypatch, device):
     monkeypatch.undo()
-    assert module.BLOCK == 8192
+    assert module.BLOCK_COLUMNS == 8192
     assert_rows_right(*rows_of_logits(3, 2 * 8192 + 77, torch.bfloat16, device))
 
 

@@ -298,13 +298,13 @@ def test_without_its_output_a_layer_has_the_same_gradients(device):
 
 def test_the_norm_copies_the_residual_only_for_an_output(device, monkeypatch):
     copies = []
-    function = module.rms_norm_forward
+    function = module.residual_norm_forward
 
     def spy(*inputs, copy=None):
         copies.append(copy is not None)
         return function(*inputs, copy=copy)
 
-    monkeypatch.setattr(module, "rms_norm_forward", spy)
+    monkeypatch.setattr(module, "residual_norm_forward", spy)
     _, inputs, _ = operands(device)
     frozen = inputs.pop()
     for needed in (True, False):

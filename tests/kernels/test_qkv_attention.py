@@ -99,7 +99,7 @@ def test_the_backends_calls_have_their_arguments_in_order(backend, monkeypatch):
     monkeypatch.setattr(module, "_backend", lambda *_: BACKENDS[backend])
     monkeypatch.setattr(module, "rope_backward", lambda *_: None)
     monkeypatch.setitem(globals(), "rope_forward", lambda *_: None)
-    monkeypatch.setattr(module.causal_attention, "fits", lambda *_: False)
+    monkeypatch.setattr(module.causal_attention, "fits_kernels", lambda *_: False)
     case = [t.to("meta") for t in make("tiles", torch.bfloat16, "cpu")]
     attended, gradient = by_hand("tiles", case)
     assert attended.shape == case[3].shape and attended.is_contiguous()
@@ -143,7 +143,7 @@ def test_either_backend_is_within_the_error_budget(size, backend, backward, devi
     monkeypatch.setattr(module, "_backend", lambda *_: BACKENDS[backend])
     monkeypatch.setattr(module.causal_attention, "FORWARD_POSITIONS", 0)
     if backward == "theirs":
-        monkeypatch.setattr(module.causal_attention, "fits", lambda *_: False)
+        monkeypatch.setattr(module.causal_attention, "fits_kernels", lambda *_: False)
     elif size in ("GQA", "MQA"):
         pytest.skip("too narrow for tiles")
     check(size, torch.bfloat16, device)

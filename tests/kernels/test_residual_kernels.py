@@ -6,7 +6,7 @@ from reference import assert_within_budget, random
 from rms_norm_case import EPS, Kernel, eager_rms_norm
 
 from fused_lora.kernels import residual as module
-from fused_lora.kernels.residual import add_adapted, rms_norm_backward, rms_norm_forward
+from fused_lora.kernels.residual import add_adapted, residual_norm_backward, residual_norm_forward
 from fused_lora.kernels.rows import empty_rows
 from fused_mlp.launching import DTYPES
 
@@ -42,9 +42,9 @@ def norm_case(size, dtype, device):
 def fused_norm(x, weight, grad_y, grad_residual, layout=wide):
     x, grad_y, grad_residual = map(layout, (x, grad_y, grad_residual))
     y, copy, grad_x = (layout(torch.full_like(x, 7.0)) for _ in range(3))
-    rstd = rms_norm_forward(x, weight, EPS, y, copy)
+    rstd = residual_norm_forward(x, weight, EPS, y, copy)
     assert rstd.dtype == torch.float32 and torch.equal(copy, x)
-    rms_norm_backward(grad_y, grad_residual, x, weight, rstd, grad_x)
+    residual_norm_backward(grad_y, grad_residual, x, weight, rstd, grad_x)
     return y, grad_x
 
 
@@ -67,7 +67,10 @@ def test_the_norm_and_its_gradient_are_within_the_error_budget(dtype, size, devi
 def test_a_copy_of_what_is_normalised_changes_nothing_else(device):
     x, weight, *_ = norm_case("odd", torch.bfloat16, device)
     ys, copy = (torch.empty_like(x), torch.empty_like(x)), torch.empty_like(x)
-    rstds = rms_norm_forward(x, weight, EPS, ys[0]), rms_norm_forward(x, weight, EPS, ys[1], copy)
+    rstds = (
+        residual_norm_forward(x, weight, EPS, ys[0]),
+        residual_norm_forward(x, weight, EPS, ys[1], copy),
+    )
     assert torch.equal(*ys) and torch.equal(*rstds) and torch.equal(copy, x)
 
 
@@ -140,8 +143,8 @@ def test_no_rows_launch_nothing(device, monkeypatch):
     for name in ("_rms_norm_forward_kernel", "_rms_norm_backward_kernel", "_add_adapted_kernel"):
         monkeypatch.setattr(module, name, kernel)
     x, weight, z, B = (torch.empty(*size, device=device) for size in ((0, 8), (8,), (0, 4), (8, 4)))
-    rstd = rms_norm_forward(x, weight, EPS, x.clone())
-    rms_norm_backward(x, x, x, weight, rstd, x.clone())
+    rstd = residual_norm_forward(x, weight, EPS, x.clone())
+    residual_norm_backward(x, x, x, weight, rstd, x.clone())
     add_adapted(x, x, z, B, x.clone(), z.clone())
     assert rstd.shape == (0,) and not kernel.launches
 
@@ -180,8 +183,8 @@ def test_what_does_not_fit_is_a_value_error(message, device):
     }
     for name, change in BAD[message].items():
         tensors[name] = change(tensors[name])
-    with pytest.raises(ValueError, match="rms_norm_forward") as error:
-        rms_norm_forward(tensors["x"], tensors["weight"], EPS, tensors["y"], tensors["copy"])
+    with pytest.raises(ValueError, match="residual_norm_forward") as error:
+        residual_norm_forward(tensors["x"], tensors["weight"], EPS, tensors["y"], tensors["copy"])
     assert message in str(error.value)
 
 

@@ -35,7 +35,7 @@ def small_tiles(monkeypatch):
     for name in ("TILING", "TILING_IN_FP32"):
         monkeypatch.setattr(module, name, SMALL)
     monkeypatch.setattr(module, "TILING_OF_MANY_ROWS", Tiling(16, 64, 8, 4, 2))
-    monkeypatch.setattr(module, "SUM_COLUMNS", 32)
+    monkeypatch.setattr(module, "_SUM_COLUMNS", 32)
 
 
 @pytest.fixture(params=[1, 2], ids=["one range", "two ranges"])

@@ -8,7 +8,7 @@ from reference import assert_within_budget, random, swiglu
 import fused_mlp.swiglu as module
 from fused_mlp import swiglu_backward, swiglu_forward
 from fused_mlp.launching import DTYPES
-from fused_mlp.swiglu import BLOCK
+from fused_mlp.swiglu import BLOCK_ELEMENTS as BLOCK
 
 OUTPUTS = ("hidden", "grad_gate", "grad_up")
 LAYOUTS = {

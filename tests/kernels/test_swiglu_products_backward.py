@@ -29,7 +29,7 @@ NAMES = "grad_gate_up", "of hidden", "of gate", "of up"
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     """So that a few rows are several tiles in several ranges, the last of each not full."""
-    monkeypatch.setattr(module, "BACKWARD", Tiling(16, 32, 2, 4, 2))
+    monkeypatch.setattr(module, "BACKWARD_TILING", Tiling(16, 32, 2, 4, 2))
 
 
 def make(case, dtype, device):
@@ -135,11 +135,11 @@ def test_only_what_is_wanted_is_computed(wanted, device):
         assert product is None or torch.equal(product.gradient, gradient)
 
 
-@pytest.mark.parametrize("tiling", [module.BACKWARD, Tiling(16, 16, 4, 4, 1)])
+@pytest.mark.parametrize("tiling", [module.BACKWARD_TILING, Tiling(16, 16, 4, 4, 1)])
 def test_repetition_is_bitwise_equal_and_tiles_do_not_matter(tiling, device, monkeypatch):
     operands = make("odd", torch.float32, device)
     want = eager(*(t.double() for t in operands))
-    monkeypatch.setattr(module, "BACKWARD", tiling)
+    monkeypatch.setattr(module, "BACKWARD_TILING", tiling)
     one, other = fused(*operands), fused(*operands)
     assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
     for got, truth in zip(one, want, strict=True):

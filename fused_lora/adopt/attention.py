@@ -1,8 +1,4 @@
-"""The forwards that fused parts set within a decoder layer: on its MLP, attention, norms, itself.
-
-With bordered_sites.py, projection.py and loss_site.py, this file alone knows PEFT's and
-transformers' classes.
-"""
+"""The switches `attention` and `rope`: the forwards that they set on an attention and on its o."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -15,65 +11,24 @@ from transformers.integrations import sdpa_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from fused_mlp import FrozenMLP, LoRA_MLP
-
 from ..lora_attention import FrozenAttention, LoRA_Attention
 from ..lora_linear import FrozenLinear, FrozenQKV, LoRA_QKV, LoRA_W
-from ..rms_norm import add_rms_norm, rms_norm
 from ..rope import rope
-from ..step.recompute import is_recomputing
 from .originals import is_builtin, why_replaced
-from .projection import Projection, read_projection, why_call, why_not_plain
+from .projection import Projection, read_projection
 from .site import (
     class_forward,
+    fused_parts_of,
     having,
-    parts_of,
     say_once,
     why_not_class,
     why_not_own_forward,
 )
 
-# --- the MLP --------------------------------------------------------------------------------------
-
-
-def read_mlp(mlp: nn.Module) -> tuple | str:
-    """What LoRA_MLP takes after x to stand in for this MLP as it is now, or why it may not."""
-    if (reason := why_not_class(mlp, "MLP")) is not None:
-        return reason
-    activation: Any = mlp.act_fn
-    if not isinstance(activation, nn.SiLU) and type(activation).__name__ != "SiLUActivation":
-        return f"its activation is {type(activation).__name__}, not SiLU"
-    if (reason := why_call(activation)) is not None:
-        return f"act_fn: {reason}"
-    projections = []
-    for name in ("gate_proj", "up_proj", "down_proj"):
-        projection = read_projection(getattr(mlp, name))
-        if isinstance(projection, str):
-            return f"{name}: {projection}"
-        if projection.bias is not None:
-            return f"{name}: its base layer has a bias"
-        projections.append(projection)
-    gate, up, down = projections
-    frozen = FrozenMLP(gate.weight, up.weight, down.weight, gate.scaling, up.scaling, down.scaling)
-    return gate.A, gate.B, up.A, up.B, down.A, down.B, frozen
-
-
-def mlp_forward(mlp: nn.Module, parts: frozenset[str], x: Tensor) -> Tensor:
-    operands = read_mlp(mlp)
-    if isinstance(operands, str):
-        say_once(mlp, operands)
-        return class_forward(mlp, x)
-    *adapters, frozen = operands
-    # a compiled layer is one graph, whether it runs for the first time or again
-    output_needed = torch.compiler.is_compiling() or not is_recomputing()
-    return LoRA_MLP.apply(x, *adapters, frozen._replace(output_needed=output_needed))
-
-
-# --- attention and rotary embedding ---------------------------------------------------------------
-
 
 def read_qkv(attention: nn.Module) -> tuple | str:
-    """What LoRA_QKV takes after x to stand in for q, k and v as they are now, or why it may not."""
+    """Return the operands of LoRA_QKV after x, read from q, k and v as they are now, or the reason
+    why they may not run fused."""
     if (reason := why_not_class(attention, "Attention")) is not None:
         return reason
     projections = []
@@ -109,7 +64,7 @@ def output_forward(projection: nn.Module, parts: frozenset[str], x: Tensor, *res
     return LoRA_W.apply(x, read.A, read.B, FrozenLinear(read.weight, read.bias, read.scaling))
 
 
-def attention_forward(
+def self_attention_forward(
     attention: Any,
     parts: frozenset[str],
     hidden_states: Tensor,
@@ -155,18 +110,20 @@ def attention_forward(
 
 
 def _read_rest(attention: Any, mask, past_key_values, options: dict) -> Projection | str:
-    """What o of an attention is, whose q, k and v are fused, if all between them may be, too."""
+    """Return o of an attention whose q, k and v are fused, as it is now, or the reason why the
+    attention may not run as one function."""
     if torch.compiler.is_compiling():
         return "torch.compile has its own"
     reason = why_not_sdpa(attention) or why_not_inputs(mask, past_key_values, options)
     if reason is not None:
         return reason
     o = attention.o_proj
-    return read_output(o) if "attention" in parts_of(o) else "its o runs by itself"
+    return read_output(o) if "attention" in fused_parts_of(o) else "its o runs by itself"
 
 
 def why_not_sdpa(attention: Any) -> str | None:
-    """Why what this attention does with q, k and v is not causal scaled_dot_product_attention."""
+    """Return the reason if this attention does with q, k and v anything else than causal
+    scaled_dot_product_attention."""
     if "q_norm" in attention._modules:
         return "it normalises q and k"
     implementation = attention.config._attn_implementation
@@ -186,7 +143,8 @@ def why_not_sdpa(attention: Any) -> str | None:
 
 
 def why_not_inputs(mask, past_key_values, options: dict) -> str | None:
-    """Why what an attention, or its layer, is called with is more than tensors to attend to."""
+    """Return the reason if an attention, or its layer, is called with more than tensors to attend
+    to."""
     if past_key_values is not None:
         return "it was given past_key_values; in training, set model.config.use_cache = False"
     if mask is not None and (not isinstance(mask, Tensor) or mask.requires_grad):
@@ -210,7 +168,7 @@ def attend(
     past_key_values,
     **options,
 ):
-    """What the four families do with the projections, [batch, positions, heads, head_dim]."""
+    """Do what the four families do with the projections, [batch, positions, heads, head_dim]."""
     by_token = q.shape[:2]
     if "q_norm" in attention._modules:  # Qwen3
         q, k = attention.q_norm(q), attention.k_norm(k)
@@ -255,54 +213,3 @@ def _is_llama(attention: nn.Module) -> bool:
 def _eager_attention_of(attention: nn.Module) -> Callable:
     """The eager attention of the class's own module."""
     return sys.modules[type(attention).__module__].eager_attention_forward
-
-
-# --- norms ----------------------------------------------------------------------------------------
-
-
-def norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, module in model.named_modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            yield name, module
-
-
-def why_not_norm(norm: Any) -> str | None:
-    if (reason := why_not_class(norm, "RMSNorm")) is not None:
-        return reason
-    if type(norm.weight) is not nn.Parameter:
-        return f"its weight {why_not_plain(norm.weight)}"
-    return None
-
-
-def norm_forward(norm: Any, parts: frozenset[str], x: Tensor) -> Tensor:
-    reason = why_not_norm(norm)
-    if reason is None and x.dtype != norm.weight.dtype:  # the class promotes to the wider dtype
-        reason = f"its input is {x.dtype} and its weight {norm.weight.dtype}: cast one to the other"
-    if reason is not None:
-        say_once(norm, reason)
-        return class_forward(norm, x)
-    return rms_norm(x, norm.weight, norm.variance_epsilon)
-
-
-def why_not_layer(layer: Any) -> str | None:
-    if (reason := why_not_class(layer, "DecoderLayer")) is not None:
-        return reason
-    norm = layer.post_attention_layernorm
-    return why_not_norm(norm) or why_call(norm, own_forward=False)
-
-
-def layer_forward(layer: Any, parts: frozenset[str], hidden_states: Tensor, **options):
-    """The four families' own forward; the residual's addition goes into the norm after it."""
-    norm = layer.post_attention_layernorm
-    reason = why_not_layer(layer)
-    if reason is None and hidden_states.dtype != norm.weight.dtype:
-        reason = f"its input is {hidden_states.dtype} and its norm's weight {norm.weight.dtype}"
-    if reason is not None:
-        say_once(layer, reason)
-        return class_forward(layer, hidden_states, **options)
-    attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **options)
-    if attended.dtype != hidden_states.dtype:  # of fp32 weights under autocast: the sum is fp32
-        residual = hidden_states + attended
-        return residual + layer.mlp(norm(residual))
-    normalised, residual = add_rms_norm(hidden_states, attended, norm.weight, norm.variance_epsilon)
-    return residual + layer.mlp(normalised)
