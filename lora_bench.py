@@ -85,11 +85,11 @@ def report_only(arguments: argparse.Namespace) -> int | None:
 def run_and_draw(plan: "Plan", run: "Run", path: Path) -> int:
     from bench.experiment import run_experiment
     from bench.terminal import console
-    from report.commands import draw, save, summary_table
+    from report.commands import draw_pictures, save_with_summary, summary_table
     from report.statistics import why_no_verdicts
 
-    run_experiment(plan, run, partial(save, path, run))
-    pictures = draw(run, path.parent)
+    run_experiment(plan, run, partial(save_with_summary, path, run))
+    pictures = draw_pictures(run, path.parent)
     console.print(summary_table(run))
     if lacking := why_no_verdicts(run):
         console.print(f"{lacking[0].upper()}{lacking[1:]}.")
@@ -103,10 +103,10 @@ def run_and_draw(plan: "Plan", run: "Run", path: Path) -> int:
 def run_kernels(plan: "Plan", run: "Run", path: Path) -> int:
     from bench.experiment import measure_kernel_table
     from bench.terminal import console
-    from report.commands import kernels_table, save
+    from report.commands import kernels_table, save_with_summary
 
     run.kernels = measure_kernel_table(plan)
-    save(path, run)
+    save_with_summary(path, run)
     console.print(kernels_table(run.kernels))
     return 0
 

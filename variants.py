@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-PARTS = ("mlp", "attention", "rope", "rms_norm", "cross_entropy", "checkpoint")
+FUSED_PARTS = ("mlp", "attention", "rope", "rms_norm", "cross_entropy", "checkpoint")
 # What PARTS fuse, with each decoder layer as one function; rms_norm is then the last norm alone.
 WHOLE_LAYERS = ("layer", "rms_norm", "cross_entropy", "checkpoint")
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -190,13 +190,13 @@ def _both(id: str, title: str, recipe: Recipe, suites: str) -> list[Variant]:
 
 
 def _but(part: str) -> Recipe:
-    return Recipe(fused=tuple(other for other in PARTS if other != part))
+    return Recipe(fused=tuple(other for other in FUSED_PARTS if other != part))
 
 
 BASELINE, AGAIN = "vanilla_peft", "vanilla_peft_again"
 WITHOUT = "_no_checkpointing"
-OFFLOAD = Recipe(fused=PARTS, checkpointing="offload")
-KEEP_10_GIB = Recipe(fused=PARTS, checkpointing="selective", checkpoint_gib=10)
+OFFLOAD = Recipe(fused=FUSED_PARTS, checkpointing="offload")
+KEEP_10_GIB = Recipe(fused=FUSED_PARTS, checkpointing="selective", checkpoint_gib=10)
 BF16_ADAPTERS = Recipe(adapter_dtype="bfloat16")
 
 _RECORDS = [
@@ -210,7 +210,7 @@ _RECORDS = [
     *_both("fused_rms_norm", "fused RMSNorm", Recipe(fused=("rms_norm",)), "parts"),
     *_both("fused_cross_entropy", "fused cross entropy", Recipe(fused=("cross_entropy",)), "parts"),
     *_one("fused_checkpoint", "fused checkpointing", Recipe(fused=("checkpoint",)), "parts"),
-    *_both("fused_all", "all fused", Recipe(fused=PARTS), "parts peers fastest"),
+    *_both("fused_all", "all fused", Recipe(fused=FUSED_PARTS), "parts peers fastest"),
     *_both("fused_all_but_mlp", "all fused but the MLP", _but("mlp"), "parts"),
     *_both("fused_all_but_attention", "all fused but attention", _but("attention"), "parts"),
     *_both("fused_all_but_rope", "all fused but RoPE", _but("rope"), "parts"),
@@ -219,7 +219,8 @@ _RECORDS = [
            _but("cross_entropy"), "parts"),
     *_one("fused_all_but_checkpoint", "all fused but checkpointing", _but("checkpoint"), "parts"),
     # the same without the host's time between the kernels
-    *_both("fused_all_graph", "all fused, CUDA graph", Recipe(fused=PARTS, graph=True), "parts"),
+    *_both("fused_all_graph", "all fused, CUDA graph",
+           Recipe(fused=FUSED_PARTS, graph=True), "parts"),
     # peers
     *_both("vanilla_peft_bf16_adapters", "vanilla PEFT, bf16 adapters", BF16_ADAPTERS, "peers"),
     *_both("compiled_peft", "compiled PEFT", Recipe(compiled=True), "peers fastest"),
@@ -269,8 +270,8 @@ OLD_IDS = {
 
 # The variant of each part alone, and of all the others.
 _ID_OF = {variant.recipe: variant.id for variant in _RECORDS if variant.checkpoints}
-ALONE = {part: _ID_OF[Recipe(fused=(part,))] for part in PARTS}
-ALL_BUT = {part: _ID_OF[_but(part)] for part in PARTS}
+ALONE = {part: _ID_OF[Recipe(fused=(part,))] for part in FUSED_PARTS}
+ALL_BUT = {part: _ID_OF[_but(part)] for part in FUSED_PARTS}
 
 SUITES = {
     suite: [variant.id for variant in _RECORDS if suite in variant.suites]
@@ -321,10 +322,10 @@ def counterpart(id: str, checkpoints: bool) -> Variant:
     return VARIANTS[plain if checkpoints else plain + WITHOUT]
 
 
-PACKAGES = {"liger": "liger_kernel", "unsloth": "unsloth"}
+PACKAGE_OF_LIBRARY = {"liger": "liger_kernel", "unsloth": "unsloth"}
 
 
 def missing_package(variant: str) -> str | None:
     """The package that the variant needs and that is not installed (none is imported)."""
-    package = PACKAGES.get(recipe_of(variant).library)
+    package = PACKAGE_OF_LIBRARY.get(recipe_of(variant).library)
     return package if package and importlib.util.find_spec(package) is None else None

@@ -136,7 +136,7 @@ def _first_label(labels: list[int]) -> int:
     return next((n for n, label in enumerate(labels) if n >= 2 and label != IGNORED), sys.maxsize)
 
 
-def prepare(send: Send, plan: Plan) -> None:
+def prepare_run(send: Send, plan: Plan) -> None:
     """Make what every cell needs, unless it is there: the base weights and the parity reference."""
     from bench.parity import make_reference
 
@@ -175,11 +175,11 @@ def measure_kernels(send: Send, plan: Plan) -> None:
     """Send the kernel table at the model's own shapes as {"kernels": ...}."""
     from transformers import AutoConfig
 
-    from bench.kernels import table
+    from bench.kernels import time_kernels
 
     config = AutoConfig.from_pretrained(plan.source.folder, local_files_only=True)
     tokens = [plan.batch_size * seq_len for seq_len in plan.seq_lens]
-    send({"kernels": table(config.intermediate_size, tokens)})
+    send({"kernels": time_kernels(config.intermediate_size, tokens)})
 
 
 def measure_cells(
@@ -197,7 +197,7 @@ def measure_cells(
     fresh process.
     """
     if plan.device == "cpu":
-        interpreter.prepare()
+        interpreter.prepare_interpreter()
     if recipe_of(variant).library == "unsloth":
         if plan.turn_steps:  # it writes generated code there, and imports it
             os.environ["UNSLOTH_COMPILE_LOCATION"] = f"unsloth_compiled_cache/{variant}"
@@ -244,11 +244,11 @@ def _is_made_for_one_length(variant: str) -> bool:
 
 def _build_and_check(plan: Plan, variant: str, seq_len: int) -> tuple[Built, Parity]:
     """The variant, and how far it is from the reference."""
-    from bench.parity import Reference, check
+    from bench.parity import Reference, check_parity
 
     built = plan.build(variant, seq_len)
     reference = Reference.load(plan.reference_file())
-    return built, check(built, plan.parity_batches(), reference)
+    return built, check_parity(built, plan.parity_batches(), reference)
 
 
 def _measure(

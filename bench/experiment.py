@@ -8,7 +8,7 @@ from typing import Any
 
 from bench import audit
 from bench import processes as isolated
-from bench.cells import Plan, measure_cells, measure_floor, measure_kernels, prepare
+from bench.cells import Plan, measure_cells, measure_floor, measure_kernels, prepare_run
 from bench.options import others_on_gpu, why_unavailable
 from bench.records import Cell, Kernels, Run
 from bench.terminal import console, progress_bar, show
@@ -27,7 +27,7 @@ def run_experiment(plan: Plan, run: Run, save: Callable[[], None]) -> None:
     with progress_bar(sum(plan.steps * seq_len for _, _, seq_len in todo)) as (advance, say):
         missing_floor = tuple(n for n in plan.seq_lens if n not in run.floor)
         if (todo or missing_floor) and not plan.is_prepared():
-            must(isolated.run(prepare, plan, on_message=lambda message: say(message["doing"])))
+            must(isolated.run(prepare_run, plan, on_message=lambda message: say(message["doing"])))
         if missing_floor:
             say("floor")
 
@@ -48,7 +48,7 @@ def run_experiment(plan: Plan, run: Run, save: Callable[[], None]) -> None:
 def measure_kernel_table(plan: Plan) -> Kernels:
     """Time the Triton kernels alone, at the model's own shapes."""
     found: list[Kernels] = []
-    must(isolated.run(prepare, plan, on_message=lambda message: None))
+    must(isolated.run(prepare_run, plan, on_message=lambda message: None))
     must(isolated.run(measure_kernels, plan, on_message=lambda m: found.append(m["kernels"])))
     return found[0]
 

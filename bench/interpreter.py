@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 
-def prepare() -> None:
+def prepare_interpreter() -> None:
     """Mend the interpreter for the rest of the process. Again changes nothing."""
     from triton.runtime import interpreter
 

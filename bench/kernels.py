@@ -11,7 +11,7 @@ from bench.records import KernelRow, Kernels
 from fused_mlp import swiglu_backward, swiglu_forward
 
 
-def table(intermediate: int, token_counts: list[int]) -> Kernels:
+def time_kernels(intermediate: int, token_counts: list[int]) -> Kernels:
     """Time the kernels on [tokens, intermediate] in bf16."""
     rows = [row for tokens in token_counts for row in _swiglu_rows(tokens, intermediate)]
     return Kernels(max(row.copy_gb_per_s for row in rows), rows)

@@ -15,7 +15,7 @@ import pynvml
 
 from bench.records import Environment, Git, Gpu
 
-PACKAGES = (
+RECORDED_PACKAGES = (
     "torch", "triton", "transformers", "peft", "accelerate", "unsloth", "unsloth_zoo",
     "liger_kernel",
 )  # fmt: skip
@@ -67,7 +67,7 @@ def environment() -> Environment:
         cpu=f"{_cpu_name()}, {_cores()} cores",
         platform=platform.platform(),
         python=platform.python_version(),
-        packages={name: _version(name) for name in PACKAGES},
+        packages={name: _version(name) for name in RECORDED_PACKAGES},
         cuda=_cuda_version(),
         git=_git(),
     )

@@ -163,7 +163,7 @@ def fill_in(arguments: argparse.Namespace) -> argparse.Namespace:
     return argparse.Namespace(**filled)
 
 
-def check(asked: argparse.Namespace) -> None:
+def check_options(asked: argparse.Namespace) -> None:
     """Check the arguments of a run by themselves, `fill_in` having filled them in.
 
     Raises:

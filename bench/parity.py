@@ -87,7 +87,7 @@ def make_reference(vanilla: Built, batches: tuple[Batch, Batch]) -> Reference:
     )
 
 
-def check(built: Built, batches: tuple[Batch, Batch], reference: Reference) -> Parity:
+def check_parity(built: Built, batches: tuple[Batch, Batch], reference: Reference) -> Parity:
     """Hold `built` against the reference on the batches that the reference was made on."""
     return judge(*_run(built, batches), reference)
 

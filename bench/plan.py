@@ -29,7 +29,7 @@ def planned(arguments: argparse.Namespace, argv: list[str]) -> Iterator[tuple["P
         ValueError: one line that says what is wrong and what to do; nothing was written.
     """
     asked = fill_in(arguments)
-    options.check(asked)
+    options.check_options(asked)
     source = resolve(str(asked.model), asked.cache.resolve(), asked.seed)
     if not (asked.cache / "data").is_dir():
         check_writable("--cache", asked.cache)
@@ -45,7 +45,9 @@ def planned(arguments: argparse.Namespace, argv: list[str]) -> Iterator[tuple["P
         if not plan.is_prepared():
             check_writable("--cache", plan.cache)
         rehearsal = plan.device == "cpu"
-        fresh = store.new_run(recorded(argv), machine.environment(), describe(plan), rehearsal)
+        fresh = store.new_run(
+            recorded(argv), machine.environment(), planned_experiment(plan), rehearsal
+        )
         run = store.continue_from(folder / "results.json", fresh)
         # last, as what is wrong with the arguments is to be said whoever else is on the GPU
         if others := options.others_on_gpu(plan.device, plan.allow_shared_gpu):
@@ -121,7 +123,7 @@ def recorded(argv: list[str]) -> list[str]:
     return kept
 
 
-def describe(plan: "Plan") -> Experiment:
+def planned_experiment(plan: "Plan") -> Experiment:
     """The plan as results.json keeps it."""
     from bench.cells import LEARNING_RATE
 

@@ -51,7 +51,7 @@ KIND_BY_MODULE = [
     ("loss", re.compile(r"ForCausalLM$")),
 ]
 RANGE = "module: "
-BACKWARD = "autograd::engine::evaluate_function: "
+AUTOGRAD_BACKWARD = "autograd::engine::evaluate_function: "
 
 
 class Op(NamedTuple):
@@ -146,7 +146,9 @@ def _kind_by_op(ops: list[Op]) -> dict[int, str]:
     for op in ops:
         by_thread[op.thread].append(op)
     # the threads that run no backward first, for theirs are the forwards that the others go back to
-    ordered = sorted(by_thread.values(), key=lambda t: any(o.name.startswith(BACKWARD) for o in t))
+    ordered = sorted(
+        by_thread.values(), key=lambda t: any(o.name.startswith(AUTOGRAD_BACKWARD) for o in t)
+    )
     for thread in ordered:
         thread.sort(key=lambda op: (op.start, -op.end))
         open_: list[tuple[int, str | None]] = []  # (end, kind) of the calls around this one
@@ -156,7 +158,7 @@ def _kind_by_op(ops: list[Op]) -> dict[int, str]:
             kind = open_[-1][1] if open_ else None
             if op.name.startswith(RANGE):
                 kind = _kind_of_module(op.name.removeprefix(RANGE)) or kind
-            elif op.name.startswith(BACKWARD):
+            elif op.name.startswith(AUTOGRAD_BACKWARD):
                 kind = forwards.get((op.forward_thread, op.sequence))
             elif op.sequence >= 0:
                 # the last call with this number is the one that autograd recorded
@@ -215,7 +217,7 @@ def read_events(profiler: profile) -> tuple[list[Op], list[Kernel]]:
     ops = []
     for event in calls:
         id, sequence, name = event.correlation_id(), event.sequence_nr(), event.name()
-        tells = sequence >= 0 or id in launching or name.startswith((RANGE, BACKWARD))
+        tells = sequence >= 0 or id in launching or name.startswith((RANGE, AUTOGRAD_BACKWARD))
         if tells or not kernels:
             start = event.start_ns()
             end, thread = start + event.duration_ns(), event.start_thread_id()

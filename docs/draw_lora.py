@@ -20,7 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from excalidraw import KINDS, PITCH, STYLES, Canvas
+from excalidraw import CALL_KINDS, PITCH, STYLES, Canvas
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -53,7 +53,7 @@ LORA = {
     (2, 3): "10 mm TI HI > TH | output = h Wd' | output, so far | down_weight HI",
     (2, 4): "11 addmm_ TH Tr Hr > TH | output += s (h Ad') Bd' | output | down_B Hr",
 }
-BACKWARD = {
+BACKWARD_CARDS = {
     (0, 1): "1 addmm_ TH Hr > Tr | p = s dy Bd | grad_z, p | down_B Hr",
     (0, 2): "2 mm Tr rI > TI | dh = p Ad | grad_hidden, so far | down_A rI",
     (1, 2): "3 addmm_ TI TH HI > TI | dh += dy Wd | grad_hidden, dh | down_weight HI",
@@ -68,7 +68,7 @@ BACKWARD = {
     (2, 7): "15 addmm TI Tr > Ir4 | dBu = s dup' zu | grad_up_B | z TR*",
 }
 
-HOW_TO_READ = """\
+DRAWING_LEGEND = """\
 One MLP of Qwen2.5-3B: {T:,} tokens, hidden size {H}, intermediate size {I}, rank {r}.
 Weights and activations are bf16, adapters fp32, under bf16 autocast.
 A square box is one call, numbered as executed. Below it is what it writes, beside it what it reads:
@@ -116,7 +116,7 @@ def size(count: int) -> str:
     return f"{count / 1e6:.0f} MB" if count >= 1e6 else f"{count / 1e3:.0f} kB"
 
 
-def describe(name: str, tensor: str, between: str) -> str:
+def describe_tensor(name: str, tensor: str, between: str) -> str:
     rows, columns = ("T" if letter == "T" else DIMENSIONS[letter] for letter in tensor[:2])
     saved = ", saved" * ("*" in tensor)
     dtype = "fp32" if "4" in tensor else "bf16"
@@ -126,7 +126,7 @@ def describe(name: str, tensor: str, between: str) -> str:
 def totals(calls: dict[int, Call]) -> str:
     """As the README has them: "29: 9 GEMMs, 12 casts, 8 passes" and below it "11.4 GB"."""
     count = Counter(call.kind for call in calls.values())
-    words = zip(KINDS, ("GEMMs", "casts", "passes", "Triton kernel"), strict=True)
+    words = zip(CALL_KINDS, ("GEMMs", "casts", "passes", "Triton kernel"), strict=True)
     parts = ", ".join(f"{count[kind]} {word}" for kind, word in words if count[kind])
     return f"{len(calls)}: {parts}\n{sum(c.moved_bytes for c in calls.values()) / 1e9:.1f} GB"
 
@@ -157,7 +157,7 @@ class Panel(Canvas):
     def tensor(self, id: str, x, y, name: str, tensor: str, width=CARD, group=None) -> None:
         if "*" in tensor:
             self.kept.append((name.split("; ")[-1], nbytes(tensor)))
-        text = describe(name, tensor, " ")
+        text = describe_tensor(name, tensor, " ")
         self.box(id, x, y, width, 60, style_of(name, tensor), text, group)
 
     def call(self, x, y, texts: str, formula: str, width=CARD, height=60, group=None) -> str:
@@ -192,7 +192,7 @@ class Panel(Canvas):
         name = " ".join(words[len(cast) : -1])
         for number in cast:
             self.call(x, y, f"{number} cast {tensor}4 > {tensor}", "", CHIP, 30, call)
-        id, text, y = f"{call} {name}", describe(name, tensor, "\n"), y + 30 * len(cast)
+        id, text, y = f"{call} {name}", describe_tensor(name, tensor, "\n"), y + 30 * len(cast)
         self.box(id, x, y, CHIP, 70, style_of(name, tensor), text, call, 14)
         self.arrow(id, call)
 
@@ -296,7 +296,7 @@ def lora_backward(panel: Panel) -> None:
     for column, name in enumerate(("hidden again, h", "grad_gate, dgate", "grad_up, dup")):
         id, right = name.split()[-1], 40 + 200 * (column == 2)
         panel.tensor(id, *at(column, 3, -40, 60), name, "TI", CARD + right, kernel)
-    for (column, row), line in BACKWARD.items():
+    for (column, row), line in BACKWARD_CARDS.items():
         panel.cards(column, row, line, 60 if column and row > 4 else 0)
     for column, name in ((1, "gate"), (2, "up")):
         (x, y), p = at(column, 4), name[0]
@@ -317,11 +317,11 @@ def lora_backward(panel: Panel) -> None:
     panel.text(50, 1400, BACKWARD_NOTE)
 
 
-def draw() -> tuple[list[dict], list[Panel]]:
+def draw_panels() -> tuple[list[dict], list[Panel]]:
     """Excalidraw's elements, and the three panels."""
     head = Panel(-1)
     head.text(0, -240, "How LoRA_MLP computes an MLP with LoRA adapters, beside PEFT", 36)
-    head.text(0, -180, HOW_TO_READ.format(**DIMENSIONS), 20)
+    head.text(0, -180, DRAWING_LEGEND.format(**DIMENSIONS), 20)
     for n, style in enumerate(STYLES):
         place = WIDTH + 60 + 240 * (n % 6), 80 * (n // 6) - 180
         head.box(style, *place, 220, 60, style, style)
@@ -344,7 +344,7 @@ def draw() -> tuple[list[dict], list[Panel]]:
     return elements, panels
 
 
-def main() -> None:
+def write_drawing() -> None:
     parser = argparse.ArgumentParser(description="Write lora.excalidraw, or keep its export.")
     parser.add_argument("--svg", type=Path, help="lora.excalidraw as Excalidraw exported it")
     svg, path = parser.parse_args().svg, ROOT / "lora.excalidraw"
@@ -352,10 +352,12 @@ def main() -> None:
         stamp = f"<!-- lora.excalidraw sha256 {hashlib.sha256(path.read_bytes()).hexdigest()} -->"
         (ROOT / "lora.svg").write_text(f"{svg.read_text().rstrip()}\n{stamp}\n")
     else:
-        scene = dict(type="excalidraw", version=2, source="docs/draw_lora.py", elements=draw()[0])
+        scene = dict(
+            type="excalidraw", version=2, source="docs/draw_lora.py", elements=draw_panels()[0]
+        )
         scene |= dict(appState=dict(viewBackgroundColor="#ffffff", gridSize=10), files={})
         path.write_text(json.dumps(scene, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    write_drawing()

@@ -16,8 +16,8 @@ STYLES = {
     "elementwise pass": ("#f1f3f5", "#495057", "solid", 1),
     "Triton kernel": ("#ffc2a1", "#b33a00", "solid", 4),
 }
-KINDS = list(STYLES)[6:]  # of calls
-SIDES = (("x", "width"), ("y", "height"))
+CALL_KINDS = list(STYLES)[6:]  # of calls
+AXES = (("x", "width"), ("y", "height"))
 INK, NUNITO, LINE_HEIGHT, GAP = "#1e1e1e", 6, 1.35, 2
 LOOK = dict(angle=0, strokeColor=INK, backgroundColor="transparent", fillStyle="solid")
 LOOK |= dict(strokeWidth=1, strokeStyle="solid", roughness=0, roundness=None, opacity=100)
@@ -67,7 +67,7 @@ class Canvas:
         fill, stroke, dash, thickness = STYLES[style]
         groups = dict(groupIds=[f"{self.place} {group}"] if group else [])
         more: dict[str, Any] = dict(backgroundColor=fill, strokeColor=stroke, strokeStyle=dash)
-        more |= dict(strokeWidth=thickness, roundness=None if style in KINDS else {"type": 3})
+        more |= dict(strokeWidth=thickness, roundness=None if style in CALL_KINDS else {"type": 3})
         box = self.add(id, "rectangle", x, y, width, height, **more, **groups)
         middle, inside = (x + width / 2, y + height / 2), dict(containerId=box["id"], **groups)
         label = self.text(*middle, text, font_size, f"{id} text", **inside)
@@ -82,9 +82,9 @@ class Canvas:
         start = f"out {start}" if f"out {start}" in self.elements else start
         end = f"call {end}" if f"call {end}" in self.elements else end
         a, b = self.elements[start], self.elements[end]
-        middle = [(max(a[p], b[p]) + min(a[p] + a[q], b[p] + b[q])) / 2 for p, q in SIDES]
+        middle = [(max(a[p], b[p]) + min(a[p] + a[q], b[p] + b[q])) / 2 for p, q in AXES]
         via: list[Any] = [self.at(*corner) for corner in corners] or [middle]
-        first, last = border(a, *via[0]), border(b, *via[-1])
+        first, last = edge_point(a, *via[0]), edge_point(b, *via[-1])
         points = [first, *(via if corners else ()), last]
         spans = [max(axis) - min(axis) for axis in zip(*points, strict=True)]
         path = dict(points=[[x - first[0], y - first[1]] for x, y in points], elbowed=False)
@@ -107,7 +107,7 @@ class Canvas:
         return right
 
 
-def border(box: dict, x: float, y: float) -> tuple[float, float]:
+def edge_point(box: dict, x: float, y: float) -> tuple[float, float]:
     """Where the line along an axis from (x, y) meets the box."""
     right, bottom = box["x"] + box["width"], box["y"] + box["height"]
     if box["x"] <= x <= right:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from bench.records import Interval, Run, Verdict
 from report.looks import STATUS_WORDS, markdown_table
 from report.statistics import NOISE, interval95, interval95_of_ratios, noise_band, verdict_of
-from variants import ALL_BUT, ALONE, BASELINE, PARTS, counterpart, variant_of
+from variants import ALL_BUT, ALONE, BASELINE, FUSED_PARTS, counterpart, variant_of
 
 STEP, GPU = "step_ms", "gpu_busy_ms"
 BLOCKS = {True: "With gradient checkpointing", False: "Without checkpointing"}
@@ -47,15 +47,15 @@ class PartGains(NamedTuple):
     last: Gain | str | None
 
 
-def parts_of(checkpoints: bool) -> tuple[str, ...]:
+def parts_of_block(checkpoints: bool) -> tuple[str, ...]:
     """The parts of a block: without checkpointing there is none to fuse."""
-    return tuple(part for part in PARTS if checkpoints or part != "checkpoint")
+    return tuple(part for part in FUSED_PARTS if checkpoints or part != "checkpoint")
 
 
 def gains(run: Run, seq_len: int, checkpoints: bool = True, time: str = STEP) -> list[PartGains]:
     """One row a part, then the interaction; of the variants with or without checkpointing."""
     vanilla, fused_all = _ends(checkpoints)
-    parts = parts_of(checkpoints)
+    parts = parts_of_block(checkpoints)
     alone, all_but = (
         {part: counterpart(ids[part], checkpoints).id for part in parts} for ids in (ALONE, ALL_BUT)
     )
@@ -143,7 +143,7 @@ def name_of_part(part: str) -> str:
     return part if part == INTERACTION else variant_of(ALONE[part]).title
 
 
-def number(value: float, digits: int) -> str:
+def signed_number(value: float, digits: int) -> str:
     """With a true minus, and none before a zero."""
     words = f"{value:.{digits}f}"
     return words.lstrip("-") if float(words) == 0 else words.replace("-", "−")
@@ -152,7 +152,7 @@ def number(value: float, digits: int) -> str:
 # --- the table ------------------------------------------------------------------------------------
 
 
-def table(run: Run) -> str:
+def ablation_table(run: Run) -> str:
     """In Markdown, two tables a block: each part's gains at each length, and all of them together,
     of the step and of the GPU's own time. Gains that are not distinguishable from noise are in
     italics."""
@@ -181,7 +181,7 @@ def _table(run: Run, block: bool, time: str) -> str:
 def _cell(gain: Gain | str | None, with_percent: bool = True) -> str:
     if not isinstance(gain, Gain):
         return gain or ""
-    words = number(gain.ms, 1)
+    words = signed_number(gain.ms, 1)
     if with_percent and gain.percent is not None:
-        words += f" ({number(gain.percent, 1)}%)"
+        words += f" ({signed_number(gain.percent, 1)}%)"
     return f"*{words}*" if gain.verdict == NOISE else words

@@ -23,13 +23,13 @@ from report.ablation import (
     blocks_of,
     gains,
     name_of_part,
-    number,
-    parts_of,
+    parts_of_block,
+    signed_number,
     together,
     why_no_time,
 )
 from report.benchmark_results import write_png
-from report.looks import REHEARSAL, STYLE, caption
+from report.looks import REHEARSAL_NOTICE, STYLE, caption
 from report.statistics import NOISE, speedups
 from variants import BASELINE, LOOKS, counterpart, title_of
 
@@ -43,20 +43,20 @@ ASIDE: dict[str, Any] = {"color": "#777777", "style": "italic", "size": 9.5}
 BETWEEN: dict[str, Any] = {"facecolor": "#f4c4c7", "edgecolor": FIRST, "hatch": "////"}
 
 
-def draw(run: Run, path: str | Path) -> bool:
+def draw_ablation(run: Run, path: str | Path) -> bool:
     """Write the picture as a PNG, whole or not at all; False where fewer than two of its variants
     have a time, so that there is no gain to show."""
     if not blocks_of(run):
         return False
-    write_png(figure(run), path)
+    write_png(ablation_figure(run), path)
     return True
 
 
-def figure(run: Run) -> Figure:
+def ablation_figure(run: Run) -> Figure:
     """One row of panels a length, one column a block; bars are in ms from 0, on one scale a row."""
     with style.context(["default", STYLE]):
         blocks, lengths = blocks_of(run), run.experiment.seq_lens
-        names = [name_of_part(part) for part in (*parts_of(blocks[0]), INTERACTION)]
+        names = [name_of_part(part) for part in (*parts_of_block(blocks[0]), INTERACTION)]
         names = [title_of(BASELINE), *names, title_of("fused_all")]
         height = 3.1 + len(lengths) * (0.5 + ROW_INCHES * len(names))
         picture = Figure(figsize=(14, height), dpi=150)
@@ -162,9 +162,9 @@ def _numbers(axes: Axes, column: int, y: int, gain: Gain | str | None, colour: s
     text: dict[str, Any] = {"color": colour, "weight": "bold" if gain.verdict else "normal"}
     if gain.verdict == NOISE:
         text = {"color": NOISY}
-    _beside(axes, column, y, f"{number(gain.ms, 0)} ms", **text)
+    _beside(axes, column, y, f"{signed_number(gain.ms, 0)} ms", **text)
     if gain.percent is not None:
-        _beside(axes, column + 1, y, f"{number(gain.percent, 0)}%", **text)
+        _beside(axes, column + 1, y, f"{signed_number(gain.percent, 0)}%", **text)
 
 
 def _beside(axes: Axes, column: int, y: float, words: str, **text: Any) -> None:
@@ -174,7 +174,7 @@ def _beside(axes: Axes, column: int, y: float, words: str, **text: Any) -> None:
 
 
 def _words(picture: Figure, run: Run, height: float) -> None:
-    title = finding(run)
+    title = ablation_finding(run)
     picture.text(0.025, 1 - 0.5 / height, title, size=min(21, 1400 / len(title)), weight="bold")
     said = (
         "From vanilla PEFT down to all fused: a red bar begins where the one above it ended, and "
@@ -199,10 +199,10 @@ def _words(picture: Figure, run: Run, height: float) -> None:
     picture.text(0.025, 0.25 / height, words, size=10.5, color="#444444", linespacing=1.5)
 
 
-def finding(run: Run) -> str:
+def ablation_finding(run: Run) -> str:
     """The title: what all parts take off at the longest length that has it, and the largest few."""
     if run.rehearsal:
-        return REHEARSAL
+        return REHEARSAL_NOTICE
     for block in blocks_of(run):
         for seq_len in reversed(run.experiment.seq_lens):
             percent = _clear_percent(together(run, seq_len, block))

@@ -1,6 +1,6 @@
 """benchmark_results.png, from a run alone: no GPU, no torch.
 
-`figure` builds the picture and `draw` writes it.
+`benchmark_figure` builds the picture and `draw_benchmark_results` writes it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from bench.records import Run, SummaryRow
 from bench.results import write_atomically
-from report.looks import REHEARSAL, STATUS_WORDS, STYLE, caption
+from report.looks import REHEARSAL_NOTICE, STATUS_WORDS, STYLE, caption
 from report.statistics import NOISE, noise_band, summarize
 from variants import AGAIN, BASELINE, LOOKS, SUITES, Look, title_of, variant_of
 
@@ -39,7 +39,7 @@ SPARE_LOOKS = [  # for variants whose family's look another one has
     Look("", "#0a7e8c", "X", "|||"),
     Look("", "#bf3989", ">", "ooo"),
 ]
-HOW_TO_READ = "Medians over steps, then over rounds; whiskers: 95% intervals over rounds."
+RESULTS_LEGEND = "Medians over steps, then over rounds; whiskers: 95% intervals over rounds."
 PHASES = {"forward": 0.55, "backward": 0.0, "optimizer": -0.6}  # how far towards white or black
 GRAPH = {"CUDA graph": 0.3}  # a step whose phases nobody can tell apart
 FEW = 3  # up to this many variants every point is labelled; beyond it the table has the values
@@ -86,9 +86,9 @@ def looks_of(variants: list[str]) -> dict[str, Look]:
     return {variant: found[variant] for variant in variants}
 
 
-def draw(run: Run, path: str | Path) -> None:
+def draw_benchmark_results(run: Run, path: str | Path) -> None:
     """Write the picture as a PNG."""
-    write_png(figure(run), path)
+    write_png(benchmark_figure(run), path)
 
 
 def write_png(picture: Figure, path: str | Path) -> None:
@@ -99,7 +99,7 @@ def write_png(picture: Figure, path: str | Path) -> None:
     write_atomically(path, png.getvalue())
 
 
-def figure(run: Run) -> Figure:
+def benchmark_figure(run: Run) -> Figure:
     """The 2x2 picture: tokens a second, speedup, peak memory, where a step's time goes."""
     with style.context(["default", STYLE]):
         view = View(run)
@@ -114,9 +114,9 @@ def figure(run: Run) -> Figure:
             axes.tick_params(length=0)
             panel(axes, view)
             _mark_untimed(axes, view)
-        title = finding(view)
+        title = benchmark_finding(view)
         picture.text(0.025, 0.955, title, size=min(23, 1500 / len(title)), weight="bold")
-        words = fill(f"{caption(run)} {HOW_TO_READ}", 165)
+        words = fill(f"{caption(run)} {RESULTS_LEGEND}", 165)
         picture.text(0.025, 0.022, words, size=10.5, color="#444444", linespacing=1.5)
         _name_variants(picture, view)
         if run.rehearsal:
@@ -326,7 +326,7 @@ def _name_variants(picture: Figure, view: View) -> None:
 def _stamp(picture: Figure) -> None:
     text: dict[str, Any] = {"size": 58, "color": "#d1242f", "alpha": 0.22, "weight": "bold"}
     text |= {"ha": "center", "va": "center", "rotation": 30, "zorder": 9}
-    picture.text(0.5, 0.48, REHEARSAL.replace(": ", "\n"), **text)
+    picture.text(0.5, 0.48, REHEARSAL_NOTICE.replace(": ", "\n"), **text)
 
 
 def _shade(colour: str, towards: float) -> tuple[float, float, float]:
@@ -334,10 +334,10 @@ def _shade(colour: str, towards: float) -> tuple[float, float, float]:
     return red, green, blue
 
 
-def finding(view: View) -> str:
+def benchmark_finding(view: View) -> str:
     """The picture's title: the speedups at the longest length that has any."""
     if view.run.rehearsal:
-        return REHEARSAL
+        return REHEARSAL_NOTICE
     gpu = view.run.environment.gpu.name if view.run.environment.gpu else "the CPU"
     rows = [row for row in view.timed if row.speedup and row.variant != BASELINE]
     if not rows:

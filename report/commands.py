@@ -23,17 +23,17 @@ from report.fits import fits_table
 from report.statistics import NOISE, summarize
 from variants import title_of, variant_of
 
-RUNS = HERE / "docs" / "runs" / "h200"
+PUBLISHED_RUNS = HERE / "docs" / "runs" / "h200"
 # Vanilla and fused MLP once more, on another visit: how far to trust the published run.
-SECOND_RUN = RUNS / "second_run.json.gz"
-SUITE = RUNS / "suite.json.gz"  # every part and peer, a run of its own
-BESIDE_UNSLOTH = RUNS / "beside_unsloth"  # all parts and Unsloth again, in more steps
-LOSSES = RUNS / "loss_curve.json.gz"  # many steps of two variants, likewise
+SECOND_RUN = PUBLISHED_RUNS / "second_run.json.gz"
+SUITE = PUBLISHED_RUNS / "suite.json.gz"  # every part and peer, a run of its own
+BESIDE_UNSLOTH = PUBLISHED_RUNS / "beside_unsloth"  # all parts and Unsloth again, in more steps
+LOSSES = PUBLISHED_RUNS / "loss_curve.json.gz"  # many steps of two variants, likewise
 
 PLAIN: dict[str, Any] = {"box": SIMPLE_HEAD, "pad_edge": False}  # fits 80 columns
 
 
-def save(path: Path, run: Run) -> None:
+def save_with_summary(path: Path, run: Run) -> None:
     """Write a run with its summary brought up to date."""
     run.summary = summarize(run)
     store.save(path, run)
@@ -56,20 +56,20 @@ def plot_only(folder: Path) -> int:
         if suite is not None:
             drawn += draw_suite(suite, folder)
         picture = folder / "loss_curve.png"
-        if LOSSES.is_file() and loss_curve.draw(store.load(LOSSES), picture):
+        if LOSSES.is_file() and loss_curve.draw_loss_curve(store.load(LOSSES), picture):
             drawn.append(picture)
-    drawn += draw(run, folder)
+    drawn += draw_pictures(run, folder)
     console.print("\n".join(map(str, drawn)), soft_wrap=True)
     return 0
 
 
-def draw(run: Run, folder: Path) -> list[Path]:
+def draw_pictures(run: Run, folder: Path) -> list[Path]:
     """Every picture that the run has something for; where they were written."""
     from report import benchmark_results, kernel_time
 
     pictures: dict[Path, Callable] = {
-        folder / "benchmark_results.png": benchmark_results.draw,
-        folder / "kernel_time.png": kernel_time.draw,
+        folder / "benchmark_results.png": benchmark_results.draw_benchmark_results,
+        folder / "kernel_time.png": kernel_time.draw_kernel_time,
     }
     drawn = [path for path, draw_it in pictures.items() if draw_it(run, path) is not False]
     return drawn + draw_suite(run, folder)
@@ -82,8 +82,8 @@ def draw_suite(run: Run, folder: Path) -> list[Path]:
     from report import ablation_picture, frontier
 
     pictures: dict[Path, Callable] = {
-        folder / "ablation.png": ablation_picture.draw,
-        folder / "frontier.png": frontier.draw,
+        folder / "ablation.png": ablation_picture.draw_ablation,
+        folder / "frontier.png": frontier.draw_frontier,
     }
     return [path for path, draw_it in pictures.items() if draw_it(run, path) is not False]
 
@@ -116,9 +116,9 @@ def merge_only(paths: list[Path], folder: Path | None) -> int:
         reason = f"{error.filename} cannot be read ({error.strerror})"
         raise ValueError(f"--merge: {reason}") from None
     with locked(folder):
-        save(path, merged)
+        save_with_summary(path, merged)
         console.print(summary_table(merged))
-        pictures = draw(merged, folder)
+        pictures = draw_pictures(merged, folder)
     console.print("\n".join(map(str, (path, *pictures))), soft_wrap=True)
     return 0
 
@@ -145,9 +145,17 @@ def summary_table(run: Run) -> Table:
         if row.median_step_ms is None:
             table.add_row(*cells, row.status)
             continue
-        cells += [tables.number(row.median_step_ms, 1), tables.number(row.tokens_per_s, 0)]
-        cells += [tables.number(row.speedup, 2) + (" (noise)" if row.verdict == NOISE else "")]
-        cells += [tables.number(row.ratio_to_floor, 2), tables.number(row.peak_gib, 1)]
+        cells += [
+            tables.number_or_blank(row.median_step_ms, 1),
+            tables.number_or_blank(row.tokens_per_s, 0),
+        ]
+        cells += [
+            tables.number_or_blank(row.speedup, 2) + (" (noise)" if row.verdict == NOISE else "")
+        ]
+        cells += [
+            tables.number_or_blank(row.ratio_to_floor, 2),
+            tables.number_or_blank(row.peak_gib, 1),
+        ]
         table.add_row(*cells)
     return table
 

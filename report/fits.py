@@ -78,7 +78,7 @@ def pareto(points: list[Point]) -> list[Point]:
     return best
 
 
-def fits(run: Run, gib: float) -> list[Fit]:
+def fitting_points(run: Run, gib: float) -> list[Fit]:
     """For each length what fits a card of this size beside the CUDA context."""
     found = []
     for seq_len in run.experiment.seq_lens:
@@ -91,10 +91,10 @@ def fits(run: Run, gib: float) -> list[Fit]:
 
 
 def fits_table(run: Run, gib: float) -> str:
-    """`fits` in Markdown: the fastest few of each length, how many more fit, and by what they are
-    ranked."""
+    """`fitting_points` in Markdown: the fastest few of each length, how many more fit, and by what
+    they are ranked."""
     lines = []
-    for seq_len, points, least in fits(run, gib):
+    for seq_len, points, least in fitting_points(run, gib):
         for point in points[:LISTED]:
             over = "" if point.speedup is None else f"{point.speedup:.2f}"
             numbers = [over, f"{point.step_ms:.1f}", f"{point.peak_gib:.1f}"]

@@ -19,7 +19,7 @@ from matplotlib.transforms import Bbox
 from bench.records import Run
 from report.benchmark_results import write_png
 from report.fits import CONTEXT_GIB, Point, pareto, points_of
-from report.looks import REHEARSAL, STYLE, caption
+from report.looks import REHEARSAL_NOTICE, STYLE, caption
 from variants import LOOKS, Look, title_of, variant_of
 
 CARDS_GIB = (8, 12, 16, 24, 40, 48, 80)
@@ -31,15 +31,15 @@ EDGES: dict[bool, dict[str, Any]] = {  # by whether it checkpoints: hollow witho
     False: {"markerfacecolor": "white", "markeredgewidth": 1.8},
 }
 DISTANCES = (9, 17, 27, 39, 53, 69, 87, 107)  # in points, where a label is tried
-SIDES = ((1, 0), (1, 1), (0, 1), (1, -1), (0, -1), (-1, 1), (-1, 0), (-1, -1))
+LABEL_SIDES = ((1, 0), (1, 1), (0, 1), (1, -1), (0, -1), (-1, 1), (-1, 0), (-1, -1))
 
 
-def draw(run: Run, path: str | Path) -> bool:
+def draw_frontier(run: Run, path: str | Path) -> bool:
     """Write the picture as a PNG, whole or not at all; False where fewer than two variants have
     both a time and a peak at one length."""
     if not _shown(run):
         return False
-    write_png(figure(run), path)
+    write_png(frontier_figure(run), path)
     return True
 
 
@@ -49,7 +49,7 @@ def _shown(run: Run) -> list[Point]:
     return next((found for n in lengths if len(found := points_of(run, n)) >= 2), [])
 
 
-def figure(run: Run) -> Figure:
+def frontier_figure(run: Run) -> Figure:
     """Step time over peak memory, the frontier as steps: the fastest for the memory there is."""
     with style.context(["default", STYLE]):
         points = _shown(run)
@@ -131,7 +131,7 @@ def _label(axes: Axes, point: Point, words: str, taken: list[Bbox], **text: Any)
     note = axes.annotate(words, (point.peak_gib, point.step_ms), (0, 0), color=colour,
                          textcoords="offset points", linespacing=1.1, zorder=4, **text)  # fmt: skip
     inside = axes.bbox
-    for far, (across, up) in product(DISTANCES, SIDES):
+    for far, (across, up) in product(DISTANCES, LABEL_SIDES):
         note.set(ha=("center", "left", "right")[across], va=("center", "bottom", "top")[up])
         note.set_position((across * far, up * far))
         box = note.get_window_extent()
@@ -165,7 +165,7 @@ def _list(picture: Figure, others: list[Point]) -> None:
 
 
 def _words(picture: Figure, run: Run, points: list[Point]) -> None:
-    title = finding(run)
+    title = frontier_finding(run)
     picture.text(0.025, 0.945, title, size=min(20, 1400 / len(title)), weight="bold")
     shown = [variant_of(point.variant) for point in points]
     families = {variant.look for variant in shown}
@@ -189,10 +189,10 @@ def _words(picture: Figure, run: Run, points: list[Point]) -> None:
     picture.text(0.025, 0.02, words, size=10.5, color="#444444", linespacing=1.5)
 
 
-def finding(run: Run) -> str:
+def frontier_finding(run: Run) -> str:
     """The title: both ends of the frontier."""
     if run.rehearsal:
-        return REHEARSAL
+        return REHEARSAL_NOTICE
     best = pareto(_shown(run))
     said = [f"{title_of(p.variant)} ({p.step_ms:.0f} ms, {p.peak_gib:.1f} GiB)" for p in best]
     if len(best) == 1:

@@ -18,7 +18,7 @@ from matplotlib.patches import Patch
 
 from bench.records import Run
 from report.benchmark_results import View, write_png
-from report.looks import REHEARSAL, STYLE, caption
+from report.looks import REHEARSAL_NOTICE, STYLE, caption
 from variants import title_of
 
 KIND_LOOKS = {  # kind: (words, colour)
@@ -64,16 +64,16 @@ def bars(run: Run, seq_len: int) -> list[Bar]:
     return found
 
 
-def draw(run: Run, path: str | Path) -> bool:
+def draw_kernel_time(run: Run, path: str | Path) -> bool:
     """Write the picture as a PNG, whole or not at all; False where no cell has a profile."""
     lengths = [n for n in run.experiment.seq_lens if bars(run, n)]
     if not lengths:
         return False
-    write_png(figure(run, lengths), path)
+    write_png(kernel_time_figure(run, lengths), path)
     return True
 
 
-def figure(run: Run, lengths: list[int]) -> Figure:
+def kernel_time_figure(run: Run, lengths: list[int]) -> Figure:
     """The picture: its x axes are in ms and begin at 0, each length has its own."""
     with style.context(["default", STYLE]):
         most = max(len(bars(run, n)) for n in lengths)
@@ -84,7 +84,7 @@ def figure(run: Run, lengths: list[int]) -> Figure:
         for axes, seq_len in zip(panels, lengths, strict=True):
             _panel(axes, run, seq_len)
         panels[-1].set_xlabel("ms a step, medians over rounds")
-        title = REHEARSAL if run.rehearsal else "What the GPU does during a step"
+        title = REHEARSAL_NOTICE if run.rehearsal else "What the GPU does during a step"
         picture.text(0.025, 1 - 0.42 / height, title, size=20, weight="bold")
         keys = [Patch(facecolor=colour, label=words) for words, colour in KIND_LOOKS.values()]
         keys.append(Patch(facecolor="white", edgecolor="#8a8a8a", hatch="////", label=IDLE))

@@ -14,7 +14,7 @@ STATUS_WORDS = {
     "unavailable": "unavailable",
     "parity_failed": "failed parity",
 }
-REHEARSAL = "REHEARSAL without a GPU: not a performance result"
+REHEARSAL_NOTICE = "REHEARSAL without a GPU: not a performance result"
 STYLE = {
     **{"axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True, "grid.color": "#e4e4e4"},
     **{"axes.titlesize": 14, "axes.titleweight": "bold", "axes.titlelocation": "left"},

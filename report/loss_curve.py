@@ -16,7 +16,7 @@ from matplotlib.ticker import MaxNLocator
 
 from bench.records import Run
 from report.benchmark_results import write_png
-from report.looks import REHEARSAL, STYLE, caption
+from report.looks import REHEARSAL_NOTICE, STYLE, caption
 from variants import LOOKS, title_of, variant_of
 
 OWN, OTHERS = LOOKS["peft"].colour, ("#c81e2b", "#8250df", "#1a7f37", "#0969da")
@@ -40,15 +40,15 @@ def curves(run: Run) -> dict[str, list[float]]:
     return {baseline: kept.pop(baseline), **kept} if len(kept) > 1 else {}
 
 
-def draw(run: Run, path: str | Path) -> bool:
+def draw_loss_curve(run: Run, path: str | Path) -> bool:
     """Write the picture as a PNG, whole or not at all; False where there are no two curves."""
     if not curves(run):
         return False
-    write_png(figure(run), path)
+    write_png(loss_curve_figure(run), path)
     return True
 
 
-def figure(run: Run) -> Figure:
+def loss_curve_figure(run: Run) -> Figure:
     """Above the losses, below how far each is from the baseline's, in percent."""
     with style.context(["default", STYLE]):
         (baseline, wanted), *others = curves(run).items()
@@ -69,17 +69,17 @@ def figure(run: Run) -> Figure:
         below.xaxis.set_major_locator(MaxNLocator(integer=True))
         for axes in (above, below):
             axes.margins(y=0.12)
-        title = finding(run)
+        title = loss_curve_finding(run)
         picture.text(0.025, 0.93, title, size=min(21, 1250 / len(title)), weight="bold")
         words = fill(f"{caption(run)} The same adapters and batches from the first step on.", 140)
         picture.text(0.025, 0.03, words, size=10.5, color="#444444", linespacing=1.5)
     return picture
 
 
-def finding(run: Run) -> str:
+def loss_curve_finding(run: Run) -> str:
     """The title: how far the curves come apart at most, and on the average over the steps."""
     if run.rehearsal:
-        return REHEARSAL
+        return REHEARSAL_NOTICE
     (_, wanted), *others = curves(run).items()
     apart = [_percent_apart(losses, wanted) for _, losses in others]
     most = max(abs(x) for one in apart for x in one)

@@ -17,7 +17,7 @@ NOT_MEASURED = "Not measured yet in a run that can be quoted: `python lora_bench
 
 def parts_section(suite: Run | None) -> str:
     """What each part takes off a step, and what it was measured on."""
-    if suite is None or not (tables := ablation.table(suite)):
+    if suite is None or not (tables := ablation.ablation_table(suite)):
         return NOT_MEASURED
     return f"{tables}\n\n{caption(suite)}"
 

@@ -12,7 +12,7 @@ import msgspec
 from bench.records import Cell, Git, Interval, Kernels, Run, SummaryRow
 from bench.results import write_atomically
 from report.comparison import ComparedCell, Comparison, compare
-from report.looks import REHEARSAL, STATUS_WORDS, caption, in_turns, markdown_table
+from report.looks import REHEARSAL_NOTICE, STATUS_WORDS, caption, in_turns, markdown_table
 from report.statistics import NOISE, summarize, why_no_verdicts
 from report.suite_tables import (
     against_unsloth_section,
@@ -23,7 +23,7 @@ from report.suite_tables import (
 from variants import AGAIN, BASELINE, SUITES, Settings, title_of
 
 # As tables show it: the A/A twin beside its baseline.
-EXPERIMENT = sorted(SUITES["experiment"], key=lambda id: id not in (BASELINE, AGAIN))
+EXPERIMENT_VARIANTS = sorted(SUITES["experiment"], key=lambda id: id not in (BASELINE, AGAIN))
 
 
 def results_section(run: Run) -> str:
@@ -32,7 +32,7 @@ def results_section(run: Run) -> str:
     commit = re.sub(r"[0-9a-f]{40}", lambda found: found[0][:10], git.commit)
     commit += " with local changes" if git.dirty else ""
     blocks = [
-        f"**{REHEARSAL}.**" if run.rehearsal else "",
+        f"**{REHEARSAL_NOTICE}.**" if run.rehearsal else "",
         _summary_table(run),
         f"{caption(run)} Commit {commit}.",
         _remarks(run),
@@ -45,7 +45,7 @@ def results_section(run: Run) -> str:
 def headline_table(run: Run) -> str:
     """The first screen's table: one row a length, and only the variants everyone asks about."""
     rows = {(row.variant, row.seq_len): row for row in summarize(run)}
-    asked = [id for id in EXPERIMENT if id in run.experiment.variants and id != AGAIN]
+    asked = [id for id in EXPERIMENT_VARIANTS if id in run.experiment.variants and id != AGAIN]
 
     def words(row: SummaryRow | None) -> str:
         if row is None or row.status != "ok":
@@ -62,16 +62,16 @@ def headline_table(run: Run) -> str:
     ]
     header = ["tokens in a sequence", *map(title_of, asked)]
     table = markdown_table(header, lines)
-    return f"**{REHEARSAL}.**\n\n{table}" if run.rehearsal else table
+    return f"**{REHEARSAL_NOTICE}.**\n\n{table}" if run.rehearsal else table
 
 
 def in_turns_section(runs: Sequence[Run]) -> str:
     """The experiment's variants in every run that took them in turns, and what it was made on."""
     sections = []
     for run in runs:
-        if in_turns(run.experiment) and {*EXPERIMENT} <= {*run.experiment.variants}:
-            experiment = msgspec.structs.replace(run.experiment, variants=EXPERIMENT)
-            cells = [cell for cell in run.cells if cell.variant in EXPERIMENT]
+        if in_turns(run.experiment) and {*EXPERIMENT_VARIANTS} <= {*run.experiment.variants}:
+            experiment = msgspec.structs.replace(run.experiment, variants=EXPERIMENT_VARIANTS)
+            cells = [cell for cell in run.cells if cell.variant in EXPERIMENT_VARIANTS]
             of_these = msgspec.structs.replace(run, experiment=experiment, cells=cells)
             sections.append(f"{_summary_table(of_these)}\n\n{caption(of_these)}")
     return "\n\n".join(sections) or "Not measured yet: `python lora_bench.py --turns 2`."
@@ -118,7 +118,7 @@ def comparison_words(row: ComparedCell) -> list[str]:
         STATUS_WORDS.get(status or "", "") if ms is None else f"{ms:.1f}"
         for status, ms in ((row.old, row.old_ms), (row.new, row.new_ms))
     ]
-    speedup = number(row.speedup, 2) + _range(row.ci95, 2)
+    speedup = number_or_blank(row.speedup, 2) + _range(row.ci95, 2)
     band = f"{row.band[0]:.2f} to {row.band[1]:.2f}" if row.band else ""
     return [str(row.seq_len), title_of(row.variant), *timed, speedup, band, row.verdict or ""]
 
@@ -132,8 +132,8 @@ def _summary_table(run: Run) -> str:
         if row.status == "ok":
             line[2] = f"{row.median_step_ms:.1f}{_range(row.step_ms_ci95, 1)}"
             line.append(f"{row.tokens_per_s:,.0f}")
-            line.append(number(row.speedup, 2) + _range(row.speedup_ci95, 2))
-            line += [number(row.ratio_to_floor, 2), number(row.peak_gib, 1)]
+            line.append(number_or_blank(row.speedup, 2) + _range(row.speedup_ci95, 2))
+            line += [number_or_blank(row.ratio_to_floor, 2), number_or_blank(row.peak_gib, 1)]
         lines.append(line + [""] * (len(header) - len(line)))
     if any(row.verdict for row in rows):
         header.append("against the A/A noise")
@@ -202,7 +202,7 @@ def _kernel_table(kernels: Kernels) -> str:
     return f"{markdown_table(header, lines)}\n\n{copy}"
 
 
-def number(value: float | None, digits: int) -> str:
+def number_or_blank(value: float | None, digits: int) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
 

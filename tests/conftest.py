@@ -16,7 +16,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 if not HAS_GPU:
     os.environ["OMP_NUM_THREADS"] = "1"  # for processes that tests start: see below
-    interpreter.prepare()
+    interpreter.prepare_interpreter()
     # tensors here are tiny, and on shared cores threads that wait for each other take three times
     # as long as one
     torch.set_num_threads(1)

@@ -26,7 +26,7 @@ def plan(tmp_path_factory):
          "--cache", str(folder / "cache"), "--out", str(folder)], ""
     )  # fmt: skip
     with planning.planned(arguments, []) as (plan, *_):
-        cells.prepare(lambda message: None, plan)
+        cells.prepare_run(lambda message: None, plan)
         return plan
 
 

@@ -51,7 +51,9 @@ def run_cells(plan, tmp_path, monkeypatch):
                               tokens={})  # fmt: skip
         results = store.continue_from(path, fresh)
         asked = dataclasses.replace(plan, variants=tuple(VARIANTS), rounds=rounds, **changed)
-        experiment.run_experiment(asked, results, partial(commands.save, path, results))
+        experiment.run_experiment(
+            asked, results, partial(commands.save_with_summary, path, results)
+        )
         return store.load(path)
 
     return run
@@ -246,7 +248,7 @@ while len(kept) < total:
         os.fsync, os.replace = mortal(os.fsync), mortal(os.replace)
         try:
             run = store.continue_from(path, fresh)
-            experiment.run_experiment(plan, run, partial(commands.save, path, run))
+            experiment.run_experiment(plan, run, partial(commands.save_with_summary, path, run))
             os._exit(0)
         except BaseException as error:
             sys.stderr.write(repr(error))

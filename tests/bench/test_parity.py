@@ -7,7 +7,15 @@ import pytest
 import torch
 
 from batches import Batch
-from bench.parity import LIMIT, LOSS_FLOOR, SCALE_LIMIT, Reference, check, judge, make_reference
+from bench.parity import (
+    LIMIT,
+    LOSS_FLOOR,
+    SCALE_LIMIT,
+    Reference,
+    check_parity,
+    judge,
+    make_reference,
+)
 from models import Built
 from variants import Settings
 
@@ -222,7 +230,7 @@ def test_the_budget_is_the_error_of_bf16(of_vanilla):
 
 
 def test_vanilla_itself_is_as_far_off_as_its_own_budget(of_vanilla):
-    parity = check(built(Adapted()), BATCHES, of_vanilla)
+    parity = check_parity(built(Adapted()), BATCHES, of_vanilla)
     assert parity.passed and parity.worst_ratio == 1.0
     assert parity.loss_errors == parity.vanilla_loss_errors == of_vanilla.loss_errors
     assert parity.median_gradient_error == parity.vanilla_median_gradient_error
@@ -230,19 +238,19 @@ def test_vanilla_itself_is_as_far_off_as_its_own_budget(of_vanilla):
 
 def test_a_check_leaves_no_gradient_behind(of_vanilla):
     model = Adapted()
-    check(built(model), BATCHES, of_vanilla)
+    check_parity(built(model), BATCHES, of_vanilla)
     assert [parameter.grad for parameter in model.parameters()] == [None] * 3
 
 
 def test_a_model_that_keeps_its_first_result_fails(of_vanilla):
-    stale = check(built(OfTheFirstBatch()), BATCHES, of_vanilla)
+    stale = check_parity(built(OfTheFirstBatch()), BATCHES, of_vanilla)
     assert stale.loss_errors[0] == of_vanilla.loss_errors[0]
     assert not stale.passed and stale.problem.startswith("losses ")
-    assert check(built(OfTheFirstBatch()), BATCHES[1:] * 2, of_vanilla).loss_errors[1] < 0.01
+    assert check_parity(built(OfTheFirstBatch()), BATCHES[1:] * 2, of_vanilla).loss_errors[1] < 0.01
 
 
 def test_an_adapter_without_a_gradient_fails(of_vanilla):
-    parity = check(built(Forgetful().float(), None), BATCHES, of_vanilla)
+    parity = check_parity(built(Forgetful().float(), None), BATCHES, of_vanilla)
     assert max(parity.loss_errors) < 1e-6
     assert not parity.passed and parity.problem.startswith("lora_B is ")
 

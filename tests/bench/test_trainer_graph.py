@@ -202,7 +202,7 @@ def test_a_variant_is_measured_as_a_graph_from_its_recipe_to_its_cell(
     )  # fmt: skip
     with planning.planned(arguments, []) as (plan, *_):
         pass
-    cells.prepare(lambda message: None, plan)
+    cells.prepare_run(lambda message: None, plan)
     losses = {}
     for variant in ("vanilla_graph", "vanilla_peft_no_checkpointing"):
         sent = []

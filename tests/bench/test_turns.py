@@ -122,7 +122,7 @@ def test_a_variant_that_finds_no_memory_beside_the_others_did_not_run_out_of_its
 
     monkeypatch.setattr(cells, "_build_and_check", no_memory)
     monkeypatch.setattr(cells.audit, "ran_out_of_memory", lambda *_: None)
-    monkeypatch.setattr(cells.interpreter, "prepare", lambda: None)
+    monkeypatch.setattr(cells.interpreter, "prepare_interpreter", lambda: None)
     sent = []
     cells.measure_cells(sent.append, plan, "vanilla_peft", 1, (16,))
     assert sent[0]["cell"].status == "error"

@@ -110,7 +110,7 @@ def is_inside(inner, outer, padding):
     return all(
         outer[at] + padding <= inner[at]
         and inner[at] + inner[to] <= outer[at] + outer[to] - padding
-        for at, to in excalidraw.SIDES
+        for at, to in excalidraw.AXES
     )
 
 
@@ -118,7 +118,7 @@ def overlap(a, b, clearance=0.0):
     """Touching is not overlapping, unless there has to be some clearance between them."""
     return all(
         min(a[at] + a[to], b[at] + b[to]) - max(a[at], b[at]) > 0.01 - clearance
-        for at, to in excalidraw.SIDES
+        for at, to in excalidraw.AXES
     )
 
 
@@ -161,7 +161,7 @@ def test_a_step_is_a_group_and_a_panel_a_frame():
 
 def test_the_file_is_what_the_script_draws():
     """But for the places, which a person may change."""
-    elements, _ = draw_lora.draw()
+    elements, _ = draw_lora.draw_panels()
     drawn = {element["id"]: element for element in elements}
     assert {id: said(element) for id, element in ELEMENTS.items()} == {
         id: said(element) for id, element in drawn.items()
@@ -265,7 +265,7 @@ def as_traced(call):
 
 def test_every_call_is_drawn_with_what_it_reads_and_writes(traced):
     fused, forward, backward, _ = traced
-    peft, lora_forward, lora_backward = draw_lora.draw()[1]
+    peft, lora_forward, lora_backward = draw_lora.draw_panels()[1]
     pairs = [(lora_forward, forward), (lora_backward, backward)] if fused else [(peft, forward)]
     for panel, trace in pairs:
         drawn = {number: as_traced(call) for number, call in panel.calls.items()}
@@ -277,7 +277,7 @@ def test_every_call_is_drawn_with_what_it_reads_and_writes(traced):
 
 def test_what_is_drawn_as_saved_is_saved(traced):
     fused, forward, _, kept = traced
-    panel = draw_lora.draw()[1][int(fused)]
+    panel = draw_lora.draw_panels()[1][int(fused)]
     last = {memory(tensor): n for n, writes in enumerate(forward.tensors, 1) for tensor in writes}
     written = {last[key] for key in kept if key in last}
     assert {n for n, call in panel.calls.items() if "*" in "".join(call.writes)} == written
@@ -303,12 +303,14 @@ def test_every_saved_tensor_and_every_kernel_is_named():
         assert {f"{name}, saved" for name in names[:4]} <= titles
         assert set(names[4:]) <= {name for title in titles for name in title.split(", ")}
     kernels = {name for name, value in vars(swiglu).items() if hasattr(value, "fn")}
-    launched = {call.name for panel in draw_lora.draw()[1] for call in panel.calls.values()}
+    launched = {call.name for panel in draw_lora.draw_panels()[1] for call in panel.calls.values()}
     assert kernels and kernels <= launched
 
 
 def test_the_readme_has_the_totals():
-    peft, forward, backward = (draw_lora.totals(panel.calls) for panel in draw_lora.draw()[1])
+    peft, forward, backward = (
+        draw_lora.totals(panel.calls) for panel in draw_lora.draw_panels()[1]
+    )
     rows = []
     for phase, ours, theirs in (
         ("forward", forward, peft),

@@ -16,7 +16,7 @@ from report import ablation, looks
 from report import ablation_picture as plot
 from report import statistics as summary
 from report.ablation import Gain
-from variants import LOOKS, PARTS, VARIANTS, counterpart
+from variants import FUSED_PARTS, LOOKS, VARIANTS, counterpart
 
 ROOT = Path(__file__).resolve().parents[2]
 WITHOUT = "_no_checkpointing"
@@ -45,7 +45,7 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def pictures():
-    return {name: plot.figure(run) for name, run in RUNS.items()}
+    return {name: plot.ablation_figure(run) for name, run in RUNS.items()}
 
 
 def row(rows, part):
@@ -77,7 +77,7 @@ def by_t(three):
 
 def test_gains_by_hand():
     rows = ablation.gains(case.rounds(**HAND_MADE), 64)
-    assert [row.part for row in rows] == [*PARTS, "interaction"]
+    assert [row.part for row in rows] == [*FUSED_PARTS, "interaction"]
     mlp = row(rows, "mlp")
     # 20, 20 and 30 ms in the three rounds: of 200, 210 and 220
     assert mlp.first.ms == 20
@@ -115,7 +115,7 @@ def test_gains_are_judged_as_speedups_are():
     assert row(rows, "rope").first.verdict == summary.NOISE  # 1, -1 and 1 ms
     assert row(rows, "rope").last.verdict == summary.NOISE  # 0, 1 and 0 ms
     judged = {r.variant: r.verdict for r in summary.summarize(run)}
-    for part in PARTS:
+    for part in FUSED_PARTS:
         assert row(rows, part).first.verdict == judged[f"fused_{part}"]
     lone = {name: times for name, times in HAND_MADE.items() if "again" not in name}
     assert row(ablation.gains(case.rounds(**lone), 64), "mlp").first.verdict is None
@@ -142,8 +142,8 @@ def test_the_blocks_are_apart():
     assert row(ablation.gains(run, 64), "mlp").first.ms == 10
     rows = ablation.gains(run, 64, False)
     assert (row(rows, "mlp").first.ms, row(rows, "mlp").first.percent) == (50, 25)
-    assert [row.part for row in rows] == [*PARTS[:-1], "interaction"]
-    assert PARTS[-1] == "checkpoint"
+    assert [row.part for row in rows] == [*FUSED_PARTS[:-1], "interaction"]
+    assert FUSED_PARTS[-1] == "checkpoint"
 
 
 def test_each_block_has_its_own_noise():
@@ -269,12 +269,14 @@ def test_every_text_can_be_read(name, pictures):
 def test_the_title_states_the_finding(pictures):
     together = 100 * (1 - 1 / median(summary.speedups(RUNS["all"], "fused_all", 512)))
     wanted = f"All fused: {together:.0f}% off a step at 512 tokens (alone: MLP 17%, attention 11%, "
-    assert plot.finding(RUNS["all"]) == wanted + "cross entropy 8%)"
-    assert " at 512 tokens (alone: MLP 17%, cross entropy" in plot.finding(RUNS["with gaps"])
-    assert plot.finding(RUNS["two variants"]) == "What each fused part takes off a step"
-    assert pictures["rehearsal"].texts[0].get_text() == looks.REHEARSAL
+    assert plot.ablation_finding(RUNS["all"]) == wanted + "cross entropy 8%)"
+    assert " at 512 tokens (alone: MLP 17%, cross entropy" in plot.ablation_finding(
+        RUNS["with gaps"]
+    )
+    assert plot.ablation_finding(RUNS["two variants"]) == "What each fused part takes off a step"
+    assert pictures["rehearsal"].texts[0].get_text() == looks.REHEARSAL_NOTICE
     slower = case.rounds(vanilla_peft=[100], fused_all=[110])
-    assert plot.finding(slower) == "All fused: 10% added to a step at 64 tokens"
+    assert plot.ablation_finding(slower) == "All fused: 10% added to a step at 64 tokens"
 
 
 def test_there_is_no_picture_without_two_variants_to_compare(tmp_path):
@@ -285,13 +287,15 @@ def test_there_is_no_picture_without_two_variants_to_compare(tmp_path):
         case.run(("vanilla_peft", "fused_mlp"), (64,), status={("fused_mlp", 64): "oom"}),
         case.run(("vanilla_peft", "fused_mlp" + WITHOUT), (64,)),  # one of each block
     ):
-        assert plot.draw(run, path) is False
+        assert plot.draw_ablation(run, path) is False
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_same_results_give_the_same_bytes(tmp_path):
     one, two = tmp_path / "one.png", tmp_path / "two.png"
-    assert plot.draw(RUNS["two variants"], one) is plot.draw(RUNS["two variants"], two)
+    assert plot.draw_ablation(RUNS["two variants"], one) is plot.draw_ablation(
+        RUNS["two variants"], two
+    )
     assert one.read_bytes() == two.read_bytes()
     assert one.read_bytes().startswith(b"\x89PNG") and b"tEXt" not in one.read_bytes()
 
@@ -304,7 +308,7 @@ def test_a_failed_draw_leaves_the_earlier_picture(tmp_path, monkeypatch):
     path.write_bytes(b"earlier")
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="No space"):
-        plot.draw(RUNS["two variants"], path)
+        plot.draw_ablation(RUNS["two variants"], path)
     assert path.read_bytes() == b"earlier" and list(tmp_path.iterdir()) == [path]
 
 
@@ -321,7 +325,7 @@ def test_the_table_by_hand():
     run = case.rounds(**HAND_MADE)
     run.experiment.seq_lens = [64, 128]
     run.add(Cell("fused_mlp", 128, 1, "oom"))
-    title, blank, *lines = ablation.table(run).split("\n\nWith")[0].split("\n")
+    title, blank, *lines = ablation.ablation_table(run).split("\n\nWith")[0].split("\n")
     assert (title, blank) == ("With gradient checkpointing:", "")
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert table[0][:3] == ["takes off a step", "64: added first, ms", "64: added last, ms"]
@@ -344,14 +348,16 @@ def test_the_gpus_own_time_by_hand():
     assert mlp.first.verdict is mlp.last.verdict is None
     assert isinstance(attention.first, str)
     assert ablation.together(run, 64, True, ablation.GPU).ms == 50
-    assert "| fused MLP | 12.0 (12.0%) | 11.0 |" in ablation.table(run)
+    assert "| fused MLP | 12.0 (12.0%) | 11.0 |" in ablation.ablation_table(run)
     for cell in run.cells:
         cell.gpu_busy_ms = None
-    assert "GPU" not in ablation.table(run)
+    assert "GPU" not in ablation.ablation_table(run)
 
 
 def test_a_table_a_block():
-    titles = [line for line in ablation.table(RUNS["all"]).split("\n") if line.endswith(":")]
+    titles = [
+        line for line in ablation.ablation_table(RUNS["all"]).split("\n") if line.endswith(":")
+    ]
     of_the_gpu = ", of the GPU's own time, whatever the host did:"
     assert titles == [
         "With gradient checkpointing:",
@@ -359,4 +365,4 @@ def test_a_table_a_block():
         "Without checkpointing:",
         f"Without checkpointing{of_the_gpu}",
     ]
-    assert ablation.table(example.empty()) == ""
+    assert ablation.ablation_table(example.empty()) == ""

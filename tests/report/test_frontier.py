@@ -28,7 +28,7 @@ RUNS["unknown variants"].experiment.variants[1] = "bordered_step"
 
 @pytest.fixture(scope="module")
 def pictures():
-    return {name: frontier.figure(run) for name, run in RUNS.items()}
+    return {name: frontier.frontier_figure(run) for name, run in RUNS.items()}
 
 
 def hand_made(**points):
@@ -62,11 +62,11 @@ def test_points_by_hand():
 
 
 def test_what_fits_leaves_room_for_the_context():
-    (fit,) = fits.fits(hand_made(**THREE), 24)  # 23.4 for torch
+    (fit,) = fits.fitting_points(hand_made(**THREE), 24)  # 23.4 for torch
     assert [point.variant for point in fit.points] == ["fused_mlp", "vanilla_peft"]
-    (fit,) = fits.fits(hand_made(**THREE), 24.2)
+    (fit,) = fits.fitting_points(hand_made(**THREE), 24.2)
     assert [point.variant for point in fit.points] == ["fused_all", "fused_mlp", "vanilla_peft"]
-    (fit,) = fits.fits(hand_made(**THREE), 16)
+    (fit,) = fits.fitting_points(hand_made(**THREE), 16)
     assert fit.points == [] and fit.least.variant == "vanilla_peft"
 
 
@@ -88,7 +88,7 @@ def test_what_fits_is_ranked_by_pairs_and_not_by_milliseconds_of_two_visits():
         fused_all=(None, (160, 9)),
         liger_peft=(None, None, (90, 9)),  # of a visit without a baseline
     )
-    (fit,) = fits.fits(merged, 24)
+    (fit,) = fits.fitting_points(merged, 24)
     ranked = [(point.variant, point.speedup) for point in fit.points]
     assert ranked == [
         ("fused_all", 2.5), ("fused_mlp", 2), ("vanilla_peft", 1), ("liger_peft", None)
@@ -143,7 +143,7 @@ def test_of_many_that_fit_the_fastest_are_listed_and_the_rest_counted():
 
 
 def test_each_length_has_its_own_fits():
-    found = {fit.seq_len: fit for fit in fits.fits(RUNS["all"], 24)}
+    found = {fit.seq_len: fit for fit in fits.fitting_points(RUNS["all"], 24)}
     assert list(found) == [64, 128, 256, 512]
     sizes = [len(fit.points) for fit in found.values()]
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1] > 0
@@ -219,7 +219,9 @@ def test_frontier_floor_and_cards_are_lines(pictures):
     said = [text.get_text() for text in axes.texts]
     assert "24 GiB\ncard" in said and "8 GiB\ncard" not in said
     no_floor = replace(RUNS["experiment"], floor={})
-    assert not [t for t in frontier.figure(no_floor).axes[0].texts if "floor" in t.get_text()]
+    assert not [
+        t for t in frontier.frontier_figure(no_floor).axes[0].texts if "floor" in t.get_text()
+    ]
 
 
 def test_every_point_is_named_or_numbered(pictures):
@@ -262,24 +264,24 @@ def test_every_text_can_be_read(name, pictures):
 
 def test_the_title_states_both_ends():
     best = frontier.pareto(fits.points_of(RUNS["all"], 512))
-    said = frontier.finding(RUNS["all"])
+    said = frontier.frontier_finding(RUNS["all"])
     assert said.startswith(
         "At 512 tokens, fastest: fused layers, CUDA graph without checkpointing (41"
     )
     ends_with = f"{best[0].step_ms:.0f} ms, {best[0].peak_gib:.1f} GiB"
     smallest = f"smallest: all fused, inputs offloaded ({ends_with})"
     assert said.endswith(smallest)
-    one = frontier.finding(RUNS["experiment"])
+    one = frontier.frontier_finding(RUNS["experiment"])
     assert one.startswith("Fastest and smallest at 512 tokens: full Unsloth (673 ms, ")
-    assert frontier.finding(hand_made(**THREE)).startswith(
+    assert frontier.frontier_finding(hand_made(**THREE)).startswith(
         "At 64 tokens, fastest: all fused (84 ms"
     )
-    assert frontier.finding(replace(RUNS["all"], rehearsal=True)) == looks.REHEARSAL
+    assert frontier.frontier_finding(replace(RUNS["all"], rehearsal=True)) == looks.REHEARSAL_NOTICE
 
 
 def test_the_longest_length_with_two_points_is_drawn():
     run = case.run(("vanilla_peft", "fused_mlp"), (64, 512), status={("vanilla_peft", 512): "oom"})
-    assert " at 64 tokens: " in frontier.finding(run)
+    assert " at 64 tokens: " in frontier.frontier_finding(run)
 
 
 def test_there_is_no_picture_of_less_than_two_points(tmp_path):
@@ -292,13 +294,15 @@ def test_there_is_no_picture_of_less_than_two_points(tmp_path):
         case.run(("vanilla_peft", "vanilla_peft_again"), (64,)),
         without_memory,
     ):
-        assert frontier.draw(run, path) is False
+        assert frontier.draw_frontier(run, path) is False
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_same_results_give_the_same_bytes(tmp_path):
     one, two = tmp_path / "one.png", tmp_path / "two.png"
-    assert frontier.draw(RUNS["experiment"], one) is frontier.draw(RUNS["experiment"], two)
+    assert frontier.draw_frontier(RUNS["experiment"], one) is frontier.draw_frontier(
+        RUNS["experiment"], two
+    )
     assert one.read_bytes() == two.read_bytes()
     assert one.read_bytes().startswith(b"\x89PNG") and b"tEXt" not in one.read_bytes()
 
@@ -311,5 +315,5 @@ def test_a_failed_draw_leaves_the_earlier_picture(tmp_path, monkeypatch):
     path.write_bytes(b"earlier")
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="No space"):
-        frontier.draw(RUNS["experiment"], path)
+        frontier.draw_frontier(RUNS["experiment"], path)
     assert path.read_bytes() == b"earlier" and list(tmp_path.iterdir()) == [path]

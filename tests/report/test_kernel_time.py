@@ -69,7 +69,7 @@ def test_the_picture_says_the_steps_the_kinds_and_the_floor():
         ("vanilla_peft", 1, [200.0], {"matmul": 120.0, "norm": 30.0}, 150.0),
         ("fused_mlp", 1, [160.0], {"matmul": 118.0, "norm": 12.0}, 130.0),
     )
-    said = words(kernel_time.figure(document, [64]))
+    said = words(kernel_time.kernel_time_figure(document, [64]))
     for expected in ("200 ms", "160 ms", "120", "30", "floor", "RMSNorm", kernel_time.IDLE,
                      "vanilla PEFT", "fused MLP", "64 tokens"):  # fmt: skip
         assert expected in said, expected
@@ -77,15 +77,15 @@ def test_the_picture_says_the_steps_the_kinds_and_the_floor():
 
 def test_it_is_written_the_same_each_time_and_not_at_all_without_a_profile(tmp_path):
     document = profiled(("vanilla_peft", 1, [200.0], {"matmul": 120.0}, 120.0))
-    assert kernel_time.draw(document, tmp_path / "one.png")
-    assert kernel_time.draw(document, tmp_path / "two.png")
+    assert kernel_time.draw_kernel_time(document, tmp_path / "one.png")
+    assert kernel_time.draw_kernel_time(document, tmp_path / "two.png")
     assert (tmp_path / "one.png").read_bytes() == (tmp_path / "two.png").read_bytes()
     without = profiled(("vanilla_peft", 1, [200.0], {}, None))
-    assert kernel_time.draw(without, tmp_path / "none.png") is False
+    assert kernel_time.draw_kernel_time(without, tmp_path / "none.png") is False
     assert not (tmp_path / "none.png").exists()
 
 
 @pytest.mark.parametrize("kind", ["matmul", "copy"])
 def test_a_bar_that_is_too_narrow_for_its_number_has_none(kind):
     document = profiled(("vanilla_peft", 1, [200.0], {"norm": 150.0, kind: 3.0}, 153.0))
-    assert "3" not in words(kernel_time.figure(document, [64]))
+    assert "3" not in words(kernel_time.kernel_time_figure(document, [64]))

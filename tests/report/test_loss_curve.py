@@ -33,14 +33,14 @@ def test_curves_are_of_the_longest_length_with_the_baseline_first():
 
 def test_the_title_says_how_far_they_come_apart():
     # +1% and -0.1% of three steps
-    assert loss_curve.finding(TWO) == (
+    assert loss_curve.loss_curve_finding(TWO) == (
         "Loss over 3 steps: at most 1.00% from vanilla PEFT's, 0.300% on the average"
     )
-    assert loss_curve.finding(replace(TWO, rehearsal=True)) == looks.REHEARSAL
+    assert loss_curve.loss_curve_finding(replace(TWO, rehearsal=True)) == looks.REHEARSAL_NOTICE
 
 
 def test_both_panels_show_what_was_measured():
-    picture = loss_curve.figure(TWO)
+    picture = loss_curve.loss_curve_figure(TWO)
     above, below = picture.axes
     assert [list(line.get_ydata()) for line in above.lines] == list(loss_curve.curves(TWO).values())
     assert np.allclose(below.lines[-1].get_ydata(), [0, 1, -0.1])
@@ -60,11 +60,11 @@ def test_both_panels_show_what_was_measured():
     ],
 )
 def test_there_is_no_picture_without_two_curves(document, tmp_path):
-    assert loss_curve.draw(document, tmp_path / "loss_curve.png") is False
+    assert loss_curve.draw_loss_curve(document, tmp_path / "loss_curve.png") is False
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_same_results_give_the_same_bytes(tmp_path):
     one, two = tmp_path / "one.png", tmp_path / "two.png"
-    assert loss_curve.draw(TWO, one) and loss_curve.draw(TWO, two)
+    assert loss_curve.draw_loss_curve(TWO, one) and loss_curve.draw_loss_curve(TWO, two)
     assert one.read_bytes() == two.read_bytes()

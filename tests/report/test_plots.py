@@ -48,7 +48,7 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def pictures():
-    drawn = {name: plots.figure(run) for name, run in RUNS.items()}
+    drawn = {name: plots.benchmark_figure(run) for name, run in RUNS.items()}
     for picture in drawn.values():
         FigureCanvasAgg(picture).draw()  # places every text
     return drawn
@@ -125,7 +125,7 @@ def test_memory_bars_and_a_capacity_that_does_not_flatten_them(pictures):
     assert axes.get_ylim()[1] < 50
     small = example.run()
     small.environment.gpu.memory_bytes = 48 * 2**30
-    axes = panels(plots.figure(small))["memory"]
+    axes = panels(plots.benchmark_figure(small))["memory"]
     assert [48.0, 48.0] in [list(line.get_ydata()) for line in axes.lines]
     assert axes.get_ylim()[1] > 48
 
@@ -167,7 +167,7 @@ def test_the_label_of_a_step_stands_on_its_bar_even_where_the_parts_add_up_to_mo
     parts = {"forward_ms": [50.0], "backward_ms": [70.0], "optimizer_ms": [1.0]}
     cell = Cell("vanilla_peft", 64, 1, "ok", step_ms=[100.0], **parts)
     run.add(cell)
-    axes = panels(plots.figure(run))["step"]
+    axes = panels(plots.benchmark_figure(run))["step"]
     label = next(text for text in axes.texts if text.get_text() == "100")
     assert label.xy[1] == 121.0
 
@@ -187,7 +187,7 @@ def test_of_many_variants_the_strongest_are_shown():
 
 @pytest.mark.parametrize(("status", "said"), looks.STATUS_WORDS.items())
 def test_every_status_is_marked_in_every_panel(status, said):
-    picture = plots.figure(example.run(status={("fused_mlp", 128): status}))
+    picture = plots.benchmark_figure(example.run(status={("fused_mlp", 128): status}))
     for axes in picture.axes:
         assert words(axes).count(said) == 1
         marks = [m for m in axes.lines if m.get_markerfacecolor() == "white"]
@@ -231,7 +231,9 @@ def test_the_title_does_not_boast_of_noise():
                 == ("vanilla_peft", cell.seq_len, cell.round)
             )  # fmt: skip
             cell.step_ms = vanilla
-    assert title(plots.figure(run)).startswith("Fused MLP not distinguishable, full Unsloth 1.")
+    assert title(plots.benchmark_figure(run)).startswith(
+        "Fused MLP not distinguishable, full Unsloth 1."
+    )
 
 
 def test_a_rehearsal_is_stamped_everywhere_and_nothing_else_is(pictures):
@@ -336,7 +338,7 @@ def test_a_label_gives_way_to_the_whisker_of_another_variant():
     for variant, times in rounds.items():
         for n, ms in enumerate(times, start=1):
             run.add(example.timed_cell(variant, 64, n, [float(ms)]))
-    picture = plots.figure(run)
+    picture = plots.benchmark_figure(run)
     FigureCanvasAgg(picture).draw()
     axes = panels(picture)["speedup"]
     whisker = next(
@@ -363,7 +365,7 @@ def test_labels_of_values_that_lie_close_are_moved_apart_but_not_out():
 
 def test_the_same_results_give_the_same_bytes(tmp_path):
     for name in ("one.png", "two.png"):
-        plots.draw(RUNS["three"], tmp_path / name)
+        plots.draw_benchmark_results(RUNS["three"], tmp_path / name)
     one, two = (tmp_path / "one.png").read_bytes(), (tmp_path / "two.png").read_bytes()
     assert one == two
     assert one.startswith(b"\x89PNG") and not [tag for tag in (b"tEXt", b"tIME") if tag in one]
@@ -377,7 +379,7 @@ def test_a_failed_draw_leaves_the_earlier_picture(tmp_path, monkeypatch):
     path.write_bytes(b"earlier")
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="No space"):
-        plots.draw(RUNS["nothing yet"], path)
+        plots.draw_benchmark_results(RUNS["nothing yet"], path)
     assert path.read_bytes() == b"earlier"
     assert list(tmp_path.iterdir()) == [path]
 

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from bench.records import Cell
 from report import suite_tables
-from report.ablation import table
+from report.ablation import ablation_table
 from report.statistics import summarize
 from variants import VARIANTS, Settings
 
@@ -135,7 +135,7 @@ def test_effects_are_the_longest_lengths_a_table_a_block():
 
 
 def test_parts_are_ablations_tables():
-    assert suite_tables.parts_section(SUITE).startswith(table(SUITE))
+    assert suite_tables.parts_section(SUITE).startswith(ablation_table(SUITE))
 
 
 def test_without_a_suite_the_readme_says_how_to_measure_one():
