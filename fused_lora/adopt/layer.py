@@ -1,4 +1,5 @@
-"""The switch `layer`: the forward that stands in for a whole decoder layer, on the buffers of its weights.
+"""The switch `layer`: the forward that stands in for a whole decoder layer, on the buffers of its
+weights.
 
 `fuse` sets a `BorderedForward` on each layer, which has the layer's borders (`borders.py`). A
 layer that may not run as one runs what else is fused in it, each part by itself, and says once why.
