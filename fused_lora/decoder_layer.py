@@ -218,6 +218,10 @@ class DecoderLayer(torch.autograd.Function):
         need_hidden = ctx.needs_input_grad[0]
         need_qkv, need_o, need_gate_up, need_down = _by_group(ctx.needs_input_grad[4:-1])
         kinds_qkv, kinds_o, kinds_gate_up, kinds_down = _by_group(ctx.kinds)
+        need_gate_A, need_gate_B, need_up_A, need_up_B = need_gate_up
+        need_down_A, need_down_B = need_down
+        _, kind_gate_B, _, kind_up_B = kinds_gate_up
+        kind_down_A, _ = kinds_down
         width = hidden.shape[2]
         x = as_rows(hidden)
         adapter_sums = AdapterSums()
@@ -232,18 +236,18 @@ class DecoderLayer(torch.autograd.Function):
             grad_gate_up = empty_rows(x, len(total), of_gate_up.matrix.shape[0])
             grad_down_A, grad_gate_B, grad_up_B = swiglu_gradients(
                 grad_swiglu, gate_up, grad[:, width:], post_normed[:, width:], of_gate_up,
-                (kinds_down[0], *kinds_gate_up[1::2]), (need_down[0], *need_gate_up[1::2]),
+                (kind_down_A, kind_gate_B, kind_up_B), (need_down_A, need_gate_B, need_up_B),
                 grad_gate_up[:, : of_gate_up.out],
             )  # fmt: skip
             del grad_swiglu  # at 16,384 tokens a [T, intermediate] is 361 MB: let it go early
             _, grad_down_B = adapter_sums.add(
-                of_down, kinds_down, (False, need_down[1]), None, grad[:, :width], z_down, None
+                of_down, kinds_down, (False, need_down_B), None, grad[:, :width], z_down, None
             )
 
             # gate and up of the norm of total
             grad_normed = grow_k_backward(grad_gate_up, of_gate_up)
             grad_gate_A, _, grad_up_A, _ = adapter_sums.add(
-                of_gate_up, kinds_gate_up, (need_gate_up[0], False, need_gate_up[2], False),
+                of_gate_up, kinds_gate_up, (need_gate_A, False, need_up_A, False),
                 post_normed[:, :width], None, None, grad_gate_up[:, of_gate_up.out :],
             )  # fmt: skip
             grad_total = empty_rows(x, len(total), of_o.matrix.shape[0])

@@ -53,7 +53,7 @@ class FrozenAttention(NamedTuple):
 class LoRA_Attention(torch.autograd.Function):
     """``LoRA_Attention.apply(x, cos, sin, mask, *adapters, frozen)``: all of an attention.
 
-    Equivalent PyTorch, with LoRA_QKV and LoRA_W of attention.py::
+    Equivalent PyTorch, with LoRA_QKV and LoRA_W of `lora_linear.py`::
 
         q, k, v = LoRA_QKV.apply(x, *adapters[:6], frozen.qkv)
         q, k, v = (t.unflatten(-1, (-1, frozen.head_dim)).transpose(1, 2) for t in (q, k, v))
@@ -89,7 +89,7 @@ class LoRA_Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, cos, sin, mask, *operands):
         *adapters, frozen = operands
-        layers = [FrozenLinear(*frozen.qkv[i::3]) for i in range(3)]
+        layers = frozen.qkv.layers
         _check(x, cos, sin, adapters, layers, frozen)
         ctx.dtypes = [t.dtype for t in (x, *adapters)]
         ctx.scalings = [layer.scaling for layer in (*layers, frozen.o)]

@@ -92,6 +92,14 @@ class FrozenQKV(NamedTuple):
     k_scaling: float
     v_scaling: float
 
+    @property
+    def layers(self) -> list[FrozenLinear]:
+        return [
+            FrozenLinear(self.q_weight, self.q_bias, self.q_scaling),
+            FrozenLinear(self.k_weight, self.k_bias, self.k_scaling),
+            FrozenLinear(self.v_weight, self.v_bias, self.v_scaling),
+        ]
+
 
 class LoRA_QKV(torch.autograd.Function):
     """``LoRA_QKV.apply(x, q_A, q_B, k_A, k_B, v_A, v_B, frozen)``: attention's q, k and v.
@@ -129,8 +137,7 @@ class LoRA_QKV(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, q_A, q_B, k_A, k_B, v_A, v_B, frozen):
         adapters = (q_A, q_B, k_A, k_B, v_A, v_B)
-        # three weights, three biases, three scales
-        layers = [FrozenLinear(*frozen[i::3]) for i in range(3)]
+        layers = frozen.layers
         check_layers("LoRA_QKV", ("q_", "k_", "v_"), x, adapters, layers)
         return _forward(ctx, x, adapters, layers)
 

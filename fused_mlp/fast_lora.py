@@ -100,15 +100,20 @@ class LoRA_MLP(torch.autograd.Function):
     def forward(ctx, x, gate_A, gate_B, up_A, up_B, down_A, down_B, frozen):
         dtype = compute_dtype(x)
         _check(x, dtype, (gate_A, gate_B, up_A, up_B, down_A, down_B), frozen)
-        ctx.dtypes = [t.dtype for t in (x, gate_A, gate_B, up_A, up_B, down_A, down_B)]
-        ctx.scalings = gate_scaling, up_scaling, down_scaling = frozen[3:6]
+        ctx.dtype_of_x = x.dtype
+        ctx.dtypes_of_both = [t.dtype for t in (gate_A, gate_B, up_A, up_B)]
+        ctx.dtypes_of_down = [t.dtype for t in (down_A, down_B)]
+        ctx.scalings = frozen.gate_scaling, frozen.up_scaling, frozen.down_scaling
+        gate_scaling, up_scaling, down_scaling = ctx.scalings
 
         # all in autocast's own dtype where it is on, so that it finds nothing to cast below
         x = x.to(dtype)
         rows = x.reshape(-1, x.shape[-1])
         A, (gate_B, up_B) = cast_adapters((gate_A, gate_B, up_A, up_B), dtype)
         down_A, (down_B,) = cast_adapters((down_A, down_B), dtype)
-        gate_weight, up_weight, down_weight = (weight.to(dtype) for weight in frozen[:3])
+        gate_weight = frozen.gate_weight.to(dtype)
+        up_weight = frozen.up_weight.to(dtype)
+        down_weight = frozen.down_weight.to(dtype)
 
         z = rows @ A.t()
         z_gate, z_up = z.split_with_sizes([gate_A.shape[0], up_A.shape[0]], 1)
@@ -142,32 +147,37 @@ class LoRA_MLP(torch.autograd.Function):
         gate_weight, up_weight, down_weight = weights
         rows = x.reshape(-1, x.shape[-1])
         gate_scaling, up_scaling, down_scaling = ctx.scalings
-        need_x, *needs, _ = ctx.needs_input_grad
-        dtype_of_x, *dtypes = ctx.dtypes
+        (
+            need_x, need_gate_A, need_gate_B, need_up_A, need_up_B, need_down_A, need_down_B, _,
+        ) = ctx.needs_input_grad  # fmt: skip
 
         with without_autocast(grad_output):
             grad_rows = grad_output.reshape(-1, grad_output.shape[-1]).to(rows.dtype)
 
             # output = hidden Wd' + sd (hidden Ad') Bd'
             down = Group([down_weight], down_A, [down_B], [down_scaling])
-            grad_hidden, grad_z = input_gradient(down, [grad_rows], True, [needs[4]])
+            grad_hidden, grad_z = input_gradient(down, [grad_rows], True, [need_down_A])
             assert grad_hidden is not None
             hidden, grad_gate, grad_up = swiglu_backward(grad_hidden, gate, up)
             del grad_hidden  # at 16,384 tokens each [T, intermediate] is 361 MB: let it go early
-            z_down = hidden @ down_A.t() if needs[5] else None
+            z_down = hidden @ down_A.t() if need_down_B else None
             grads_down = adapter_gradients(
-                down, hidden, z_down, [grad_rows], grad_z, needs[4:], dtypes[4:]
-            )
+                down, hidden, z_down, [grad_rows], grad_z,
+                [need_down_A, need_down_B], ctx.dtypes_of_down,
+            )  # fmt: skip
             del hidden
 
             # [gate, up] = x [Wg; Wu]' + [sg zg Bg', su zu Bu']
             both = Group([gate_weight, up_weight], A, [gate_B, up_B], [gate_scaling, up_scaling])
             grads = [grad_gate, grad_up]
-            grad_x, grad_z = input_gradient(both, grads, need_x, needs[:4:2])
-            grads_both = adapter_gradients(both, rows, z, grads, grad_z, needs[:4], dtypes[:4])
+            grad_x, grad_z = input_gradient(both, grads, need_x, [need_gate_A, need_up_A])
+            grads_both = adapter_gradients(
+                both, rows, z, grads, grad_z,
+                [need_gate_A, need_gate_B, need_up_A, need_up_B], ctx.dtypes_of_both,
+            )  # fmt: skip
 
         if grad_x is not None:
-            grad_x = grad_x.view(x.shape).to(dtype_of_x)
+            grad_x = grad_x.view(x.shape).to(ctx.dtype_of_x)
         return grad_x, *grads_both, *grads_down, None
 
 
@@ -196,7 +206,9 @@ def _check(x: Tensor, dtype: torch.dtype, adapters: tuple[Tensor, ...], frozen: 
                 f"LoRA_MLP: {name}_A is {list(A.shape)} and {name}_B {list(B.shape)}, "
                 f"should be [r, {in_features}] and [{out_features}, r] of one r"
             )
-    for name, weight in zip(("gate", "up", "down"), frozen[:3], strict=True):
+    for name, weight in (
+        ("gate", frozen.gate_weight), ("up", frozen.up_weight), ("down", frozen.down_weight),
+    ):  # fmt: skip
         if weight.requires_grad:
             raise ValueError(
                 f"LoRA_MLP: {name}_weight requires a gradient, which it would not get: freeze it "
