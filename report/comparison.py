@@ -42,14 +42,15 @@ class ComparedCell:
 
 @dataclass(frozen=True)
 class Comparison:
-    """rows: the cells in both. differences: what else is not the same, as "name: old -> new"."""
+    """Two runs compared. rows: the cells in both. differences: everything else that differs, as
+    "name: old -> new"."""
 
     rows: list[ComparedCell]
     differences: list[str]
 
     @property
     def is_slower(self) -> bool:
-        """Whether a cell is slower beyond noise, or has lost its time."""
+        """True if a cell is slower beyond noise, or has lost its time."""
         return any(row.verdict in ("slower", "no time any more") for row in self.rows)
 
 
@@ -100,7 +101,7 @@ def _band(old: Run, new: Run, variant: str, seq_len: int) -> Interval:
 
 
 def _machine_speedup(old: Run, new: Run, variant: str, seq_len: int) -> float:
-    """How much faster the new visit's machine alone would make this cell."""
+    """Return the speedup of this cell that the new run's machine alone would give."""
     gpu = _over(_floor_ms(old, seq_len), _floor_ms(new, seq_len))
     host = _over(
         _median(old, variant, seq_len, "host_launch_us"),

@@ -87,7 +87,8 @@ def test_a_data_set_of_the_hub_is_kept_as_a_file(tmp_path, monkeypatch):
         (line(("assistant", "4"), ("tool\n", "5")), ', line 3: message 2 has the role "tool\\n"'),
         (line(("user", "2 + 2?")), ", line 3: no assistant message"),
         ('{"messages": []}', ", line 3: no assistant message"),
-        (r'{"messages": [{"role": "assistant", "content": "\ud800"}]}', ", line 3: message 1 has half a surrogate pair"),
+        (r'{"messages": [{"role": "assistant", "content": "\ud800"}]}',
+         ", line 3: message 1 has half a surrogate pair"),
     ],
 )  # fmt: skip
 def test_what_is_no_chat_is_named_in_one_line(tmp_path, bad, given):
