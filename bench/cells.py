@@ -38,8 +38,8 @@ PARITY_SEQ_LEN = 64
 class Plan:
     """A run as it was asked for, made from checked arguments.
 
-    steps: those of one round. turn_steps: how many of them are taken at a time, in turns with the
-    other variants; None for all. cell_timeout_s: how long nothing may be heard of a cell.
+    steps: those of one round. turn_steps: how many of them are taken at a time, interleaved
+    with the other variants; None for all. cell_timeout_s: how long nothing may be heard of a cell.
     """
 
     source: Source

@@ -141,7 +141,7 @@ class Runner:
                 self.keep_unavailable(variant, seq_len, round_number, reason)
             else:
                 running.append(variant)
-        self.say(f"round {round_number}, {seq_len} tokens: {len(running)} variants in turns")
+        self.say(f"round {round_number}, {seq_len} tokens: {len(running)} variants interleaved")
         finished: set[str] = set()
 
         def on_message(_: int, message: dict[str, Any]) -> None:

@@ -99,7 +99,7 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
     add("--rounds", "times that all variants are gone through, in alternating order",
         type=int, metavar="N")  # fmt: skip
     add("--turns", "run the variants of a round side by side, each so many timed steps at a time, "
-        "in turns: for hosts whose speed changes; all have to fit on the GPU together",
+        "interleaved: for hosts whose speed changes; all have to fit on the GPU together",
         type=int, metavar="STEPS")  # fmt: skip
     add("--model", "architecture file, checkpoint folder or hub name", metavar="MODEL")
     add("--checkpointing", "gradient checkpointing: each variant's own, or none (default: on)",

@@ -24,7 +24,7 @@ from report.statistics import NOISE, summarize
 from variants import title_of, variant_of
 
 PUBLISHED_RUNS = HERE / "docs" / "runs" / "h200"
-# Vanilla and fused MLP once more, on another visit: how far to trust the published run.
+# Vanilla and fused MLP once more, in another run: how far to trust the published run.
 SECOND_RUN = PUBLISHED_RUNS / "second_run.json.gz"
 SUITE = PUBLISHED_RUNS / "suite.json.gz"  # every part and peer, a run of its own
 BESIDE_UNSLOTH = PUBLISHED_RUNS / "beside_unsloth"  # all parts and Unsloth again, in more steps

@@ -1,7 +1,7 @@
 """Two results files side by side: is a cell slower or faster than it was, beyond noise?
 
-Within one run, variants are paired round by round. Two runs are two visits to a machine, perhaps
-to two machines, and these differ too. Two pieces of work that no change of ours touches are in both
+Within one run, variants are paired round by round. Two runs may be of two machines, and even
+one machine differs from day to day. Two pieces of work that no change of ours touches are in both
 files and tell by how much: the floor, for the GPU, and small launches, for the host. A cell's own
 share of idle GPU time says how far each of them bears on it.
 """
@@ -18,7 +18,7 @@ from bench.results import first_few, flat_items, in_words
 from report.statistics import noise_band, verdict_of
 from variants import Settings
 
-# What two visits may differ by without anything having changed, beside what the floor and the host
+# What two runs may differ by without anything having changed, beside what the floor and the host
 # tell: on two H200s of one day vanilla's 512-token steps came out 2.4% apart, where the rounds on
 # one card agree within 0.2%.
 BETWEEN_RUNS = 0.03

@@ -112,6 +112,6 @@ def fits_table(run: Run, gib: float) -> str:
     said = (
         f"Ranked by the speedup over {' or '.join(sorted(map(title_of, references)))}, measured in "
         "the same rounds; what has none comes last. Milliseconds are medians of a variant's own "
-        "rounds: those of two variants may be of different visits, and do not rank them."
+        "rounds: those of two variants may be of different runs, and do not rank them."
     )
     return f"{markdown_table(header, lines)}\n\n{said}"

@@ -58,7 +58,7 @@ def _checkpointing(experiment: Experiment) -> str:
 
 def in_turns(experiment: Experiment) -> str:
     """Say how many steps a variant took at a time; empty where it took all of them."""
-    return f" in turns of {experiment.turn_steps}" if experiment.turn_steps else ""
+    return f", interleaved {experiment.turn_steps} at a time" if experiment.turn_steps else ""
 
 
 def _from_to(counts: Iterable[int]) -> str:
