@@ -45,7 +45,7 @@ class TokenizedExample:
 
 @dataclass(frozen=True)
 class Batch:
-    """What one step trains on. Labels are not shifted; transformers does that inside.
+    """The token rows of one step. Labels are not shifted; transformers does that inside.
 
     input_ids, labels: int64 [batch_size, seq_len]. attention_mask: the same shape and dtype, 1 on
     tokens and 0 on padding; None for packed rows, which have no padding.
@@ -65,7 +65,7 @@ class Batch:
 
     @property
     def labelled(self) -> int:
-        """How many tokens the loss is computed on; the first of a row has nothing before it."""
+        """The number of tokens in the loss; the first of a row has nothing before it."""
         return int((self.labels[:, 1:] != -100).sum())
 
     def tensors(self) -> list[torch.Tensor]:
@@ -238,7 +238,7 @@ def _labelled(batches: Iterator[Batch], patience: int) -> Iterator[Batch]:
 
 
 def token_shares(batches: list[Batch]) -> TokenShares:
-    """What the positions of the batches are spent on.
+    """Return the shares of the batches' positions that are padding and that are labelled.
 
     labelled counts labels[:, 1:] != -100, what is left of the labels after the shift.
     """

@@ -21,7 +21,7 @@ ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 class Graph(NamedTuple):
-    """What it takes to capture a model's training step in CUDA graphs.
+    """The means to capture a model's training step in CUDA graphs.
 
     step_for: makes the step, given its optimizer (`fused_lora.step.graph.GraphedStep`).
     eager_calls: how many of its calls are eager, before the one that captures it.
@@ -212,7 +212,7 @@ def _unsloth_model(recipe, checkpoint, lora, seq_len, device, seed):
 
 
 def _unsloth_fused(model: torch.nn.Module) -> list[str]:
-    """Which of Unsloth's functions the layers will call, read from what it set on them.
+    """List those of Unsloth's functions that the layers will call, read from what it set on them.
 
     Its names for PEFT's own path, which it keeps where a projection has a bias, begin with
     "original".

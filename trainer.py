@@ -260,7 +260,7 @@ class Trainer:
 
 
 def is_steady(times_ms: list[float]) -> bool:
-    """Whether the times lie within STEADY_SPREAD of the smallest."""
+    """Return True if the times lie within STEADY_SPREAD of the smallest."""
     return max(times_ms) <= (1 + STEADY_SPREAD) * min(times_ms)
 
 

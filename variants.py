@@ -24,7 +24,7 @@ class Lora(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Settings(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What a variant came to when it was built, in the words of results.json; None: not built.
+    """The settings that a variant was built with, in the words of results.json; None: not built.
 
     graph: whether its step is one CUDA graph. allocator: what PyTorch's was told, if anything.
     """
@@ -39,7 +39,7 @@ class Settings(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
 
 
 class Evidence(NamedTuple):
-    """What a step has run if a part did: the backward of its autograd functions, for every module
+    """Proof that a part ran in a step: the backward of its autograd functions, for every module
     that the part fuses (a forward may run twice), and on a GPU its kernels, as often or more.
 
     functions: their names, and for how many of these modules each stands.
@@ -79,7 +79,7 @@ EVIDENCE = {  # by fused part, and for a library as a whole
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a variant differs from vanilla PEFT.
+    """The differences of a variant from vanilla PEFT.
 
     library: "peft"; "liger" for PEFT on transformers as Liger patches it; "unsloth" for
         FastLanguageModel.
@@ -102,7 +102,7 @@ class Recipe:
 
     @property
     def evidence(self) -> dict[str, Evidence]:
-        """What proves that it ran, by the part (or library) that it proves."""
+        """The proof that it ran, by the part (or library) that it proves."""
         parts = (self.library, *self.fused)
         return {part: EVIDENCE[part] for part in parts if part in EVIDENCE}
 
@@ -113,7 +113,7 @@ class Recipe:
 
 
 class Look(NamedTuple):
-    """How variants of one family show in every picture; marker and hatch tell them apart without
+    """The look of one family's variants in every picture; marker and hatch tell them apart without
     colour."""
 
     family: str
@@ -134,7 +134,7 @@ LOOKS = {
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to train, and all that is to be known of it.
+    """A way to train, with all that is known of it.
 
     id: in results.json and on the command line. plain_title: what people call it, in a table or
     picture that says whether layers are checkpointed. recipe: None where this version cannot build
@@ -153,12 +153,13 @@ class Variant:
 
     @property
     def title(self) -> str:
-        """What people call it."""
+        """Its name in tables and pictures."""
         return self.plain_title + ("" if self.checkpoints else " without checkpointing")
 
     @property
     def baseline(self) -> "Variant":
-        """What its speedup is over: vanilla PEFT with or without checkpointing, as it is."""
+        """The variant that its speedup is over: vanilla PEFT with or without checkpointing, as it
+        is."""
         return counterpart(BASELINE, self.checkpoints)
 
     @property
@@ -168,7 +169,7 @@ class Variant:
 
     @property
     def is_baseline(self) -> bool:
-        """Whether it is a baseline or the A/A twin of one."""
+        """True if it is a baseline or the A/A twin of one."""
         return self.id in (self.baseline.id, self.again.id)
 
 
@@ -296,12 +297,12 @@ def variant_of(id: str) -> Variant:
 
 
 def title_of(id: str) -> str:
-    """What people call a variant."""
+    """Return the name of a variant that tables and pictures show."""
     return variant_of(id).title
 
 
 def recipe_of(id: str) -> Recipe:
-    """How a variant is built.
+    """Return the recipe to build a variant.
 
     Raises:
         ValueError: this version cannot build it.

@@ -1,4 +1,4 @@
-"""After the steps are timed: did they do the work that their times are shown for?
+"""Checks after the steps are timed: did they do the work that their times are shown for?
 
 Each check answers with one line that says what is wrong, or None. The gate in parity.py tells a
 wrong model before it is timed; these tell a right model whose timed steps cannot be believed.
@@ -112,7 +112,7 @@ def loss_gap(losses: list[float | None], baseline: list[float | None]) -> float:
 
 
 def ran_out_of_memory(allocator_failures: int, error: str) -> str | None:
-    """Whether "out of memory" is true: the allocator counts its failures itself."""
+    """Check a claim of "out of memory": the allocator counts its failures itself."""
     if allocator_failures:
         return None
     return f"it said that memory ran out, but the allocator never failed: {error}"

@@ -1,4 +1,5 @@
-"""What runs in a process of its own: the cells of one variant and round, and what they build on.
+"""The functions that run in processes of their own: they prepare a run, and measure the floor, the
+kernels, or the cells of one variant and round.
 
 Every function takes `send` first, with which it hands what it found to the parent.
 """
@@ -35,10 +36,10 @@ PARITY_SEQ_LEN = 64
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is asked for, of a command whose arguments have been checked.
+    """A run as it was asked for, made from checked arguments.
 
-    steps: those of one round. turn_steps: how many of them are taken at a time, in turns with the
-    other variants; None for all. cell_timeout_s: how long nothing may be heard of a cell.
+    steps: those of one round. turn_steps: how many of them are taken at a time, interleaved
+    with the other variants; None for all. cell_timeout_s: how long nothing may be heard of a cell.
     """
 
     source: Source
@@ -66,8 +67,9 @@ class Plan:
         )
 
     def trains_at(self, seq_len: int) -> bool:
-        """Whether batches of this length give every adapter a gradient. Those of q and k have none
-        where all that is predicted is a row's second token: its first attends to itself alone."""
+        """Return True if batches of this length give every adapter a gradient. The adapters of q
+        and k get none where only the second token of each row is predicted: the first attends to
+        itself alone."""
         try:
             self.batches(seq_len, self.batch_size, 1)
             _, second = self.batches(seq_len, PARITY_BATCH_SIZE, 2)
@@ -107,7 +109,8 @@ class Plan:
         return CudaClock() if self.device == "cuda" else WallClock()
 
     def reference_file(self) -> Path:
-        """Where the parity reference is kept; its name changes with what it rests on."""
+        """Return the parity reference's path; its name changes with all that the reference depends
+        on."""
         rests_on = (
             str(self.source.folder),
             self.lora,
@@ -122,7 +125,7 @@ class Plan:
         return self.cache / "parity" / f"{digest}.pt"
 
     def is_prepared(self) -> bool:
-        """Whether what `prepare` makes is there."""
+        """Return True if everything that `prepare_run` makes is there."""
         return self.source.is_there() and self.reference_file().exists()
 
 
@@ -304,7 +307,7 @@ def _measure(
 
 
 def _allocator_failures() -> int:
-    """How often CUDA's allocator has found no memory; never where it has not run."""
+    """Count the times CUDA's allocator has found no memory; 0 where it has not run."""
     return torch.cuda.memory_stats().get("num_ooms", 0) if torch.cuda.is_available() else 0
 
 

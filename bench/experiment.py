@@ -1,4 +1,4 @@
-"""The plan, cell by cell: what is still to do, in which processes, and what is kept of it."""
+"""The run of a plan, cell by cell, in processes of their own; every finished cell is kept."""
 
 import os
 from collections.abc import Callable
@@ -56,9 +56,9 @@ def measure_kernel_table(plan: Plan) -> Kernels:
 def cells_to_do(plan: Plan, run: Run) -> Cells:
     """Every cell of the plan that the run lacks, in the order to run them in.
 
-    In turns, a length of a round of which one is lacking is run again with all of its variants,
-    and with those that the run has there: times that are held against each other were taken
-    side by side.
+    If variants are interleaved and a length of a round lacks one of them, all variants of that
+    length and round are run again, with those that the run already has there: only times that were
+    taken side by side are compared.
     """
     todo: Cells = []
     for round_number in range(1, plan.rounds + 1):
@@ -129,7 +129,7 @@ class Runner:
 
     def side_by_side(self, todo: Cells) -> Cells:
         """Run all variants of the first round and length of `todo`, each in a process of its own,
-        their timed steps in turns; returns what is left."""
+        their timed steps interleaved; returns what is left."""
         round_number, _, seq_len = todo[0]
         together = [v for r, v, n in todo if (r, n) == (round_number, seq_len)]
         earlier = self.run.cells_of(seq_len=seq_len, round=round_number)
@@ -141,7 +141,7 @@ class Runner:
                 self.keep_unavailable(variant, seq_len, round_number, reason)
             else:
                 running.append(variant)
-        self.say(f"round {round_number}, {seq_len} tokens: {len(running)} variants in turns")
+        self.say(f"round {round_number}, {seq_len} tokens: {len(running)} variants interleaved")
         finished: set[str] = set()
 
         def on_message(_: int, message: dict[str, Any]) -> None:
@@ -202,7 +202,8 @@ def check_losses(run: Run, cell: Cell) -> None:
 
 
 def judge_losses(cell: Cell, baseline: Cell) -> None:
-    """A variant whose losses leave vanilla's on the same batches did other work than vanilla."""
+    """Fail a cell whose losses leave vanilla's on the same batches: it did other work than
+    vanilla."""
     gap = cell.loss_gap = audit.loss_gap(cell.losses, baseline.losses)
     if not gap <= audit.LOSS_SHARE:
         cell.status = "parity_failed"

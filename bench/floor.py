@@ -25,7 +25,7 @@ STEPS = 20
 
 @dataclass(frozen=True)
 class Shape:
-    """What the floor needs to know of a model."""
+    """The sizes of a model that the floor depends on."""
 
     layers: int
     hidden: int
@@ -37,7 +37,7 @@ class Shape:
 
     @staticmethod
     def of(config) -> "Shape":
-        """From a transformers config."""
+        """Read the sizes from a transformers config."""
         heads = config.num_attention_heads
         return Shape(
             layers=config.num_hidden_layers,
@@ -140,7 +140,7 @@ class FrozenOperations:
 
 @dataclass(frozen=True)
 class Operands:
-    """What stands in for the tensors of a step; `heads` are q, k and v."""
+    """Random tensors in the place of a step's own; `heads` are q, k and v."""
 
     hidden: Tensor
     attended: Tensor

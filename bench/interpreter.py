@@ -6,7 +6,7 @@ from typing import Any
 
 
 def prepare_interpreter() -> None:
-    """Mend the interpreter for the rest of the process. Again changes nothing."""
+    """Patch Triton's interpreter for the rest of the process. A second call changes nothing."""
     from triton.runtime import interpreter
 
     if getattr(interpreter, "is_prepared", False):

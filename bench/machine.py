@@ -1,4 +1,4 @@
-"""The machine a number comes from: what it is, and what state it is in. Asked through NVML, which
+"""The machine that a number comes from, and the state that it is in, read through NVML, which
 neither starts a CUDA context nor waits for the GPU."""
 
 import os
@@ -35,12 +35,12 @@ THROTTLED = ("slowdown", "brake")
 
 
 def has_gpu() -> bool:
-    """Whether an NVIDIA GPU is visible to CUDA programs."""
+    """Return True if an NVIDIA GPU is visible to CUDA programs."""
     return gpu_handle() is not None
 
 
 def gpu_name() -> str:
-    """What NVML calls the first GPU that CUDA would use."""
+    """Return NVML's name for the first GPU that CUDA would use."""
     name = pynvml.nvmlDeviceGetName(gpu_handle())
     return name if isinstance(name, str) else name.decode()
 
@@ -101,7 +101,7 @@ def sample() -> Sample:
 
 
 class Conditions(NamedTuple):
-    """What a cell records of the samples taken between its steps: medians, and every reason."""
+    """Summary of the samples taken between a cell's steps: medians, and every clock reason."""
 
     sm_clock_mhz: float | None
     memory_clock_mhz: float | None
@@ -131,7 +131,8 @@ def conditions_of(samples: list[Sample]) -> Conditions:
 
 
 def other_processes(own: int) -> int | None:
-    """How many processes compute on the GPU besides `own` of ours; None where it cannot be read.
+    """Count the processes that compute on the GPU besides `own` of ours; None where the number
+    cannot be read.
 
     They are counted and not looked up by their ids, which in a container are not the host's.
     """
@@ -140,8 +141,9 @@ def other_processes(own: int) -> int | None:
 
 
 def host_launch_us() -> float | None:
-    """What the host takes to launch one small kernel, in us: the same work on every visit, so that
-    it tells how fast the host was. Median of 20 batches of 50 launches; None without a GPU."""
+    """Measure the time that the host takes to launch one small kernel, in us. The work is the same
+    in every run, so it tells how fast the host was. Median of 20 batches of 50 launches; None
+    without a GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -207,7 +209,7 @@ def _cpu_name() -> str:
 
 
 def _cores() -> int:
-    """How many this process may run on, which is what short steps wait for."""
+    """Count the cores this process may run on; short steps wait for them."""
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -1,5 +1,5 @@
-"""The command line: what may be asked for, and what is wrong with it. Imports nothing that takes
-longer than the answer: torch and all that stands on it come once the arguments are right."""
+"""The command line: its options, their defaults and the checks of their values. Imports nothing
+slow, so that a wrong argument is told at once: torch comes once the arguments are right."""
 
 import argparse
 import textwrap
@@ -61,7 +61,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace:
-    """What is asked for, with the defaults that are the same with and without a GPU.
+    """Parse the command line, with the defaults that are the same with and without a GPU.
 
     Ends the process with one line and exit code 2 where an option is unknown, is no number, or
     would be ignored beside another one.
@@ -99,7 +99,7 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
     add("--rounds", "times that all variants are gone through, in alternating order",
         type=int, metavar="N")  # fmt: skip
     add("--turns", "run the variants of a round side by side, each so many timed steps at a time, "
-        "in turns: for hosts whose speed changes; all have to fit on the GPU together",
+        "interleaved: for hosts whose speed changes; all have to fit on the GPU together",
         type=int, metavar="STEPS")  # fmt: skip
     add("--model", "architecture file, checkpoint folder or hub name", metavar="MODEL")
     add("--checkpointing", "gradient checkpointing: each variant's own, or none (default: on)",
@@ -208,7 +208,7 @@ def within(flag: str, value: int, least: int, most: int | None = None) -> None:
 
 
 def check_variant(name: str, device: str) -> None:
-    """One that cannot run is an error only when it was asked for by name."""
+    """Raise ValueError if a variant that was asked for by name cannot run."""
     if name in RETIRED:
         raise ValueError(f"--variants {name}: no longer measured; give {RETIRED[name].instead}")
     if name not in VARIANTS:
@@ -238,8 +238,8 @@ def why_unavailable(variant: str, device: str) -> str | None:
 
 
 def others_on_gpu(device: str, allow_shared: bool) -> str | None:
-    """Why the GPU is not ours alone, in words. Between cells no process of ours holds it, so who
-    does is somebody else."""
+    """Return a message if other processes compute on the GPU, else None. It is asked before a
+    run and between cells, when no process of ours holds the GPU."""
     others = machine.other_processes(own=0) if device == "cuda" and not allow_shared else None
     if not others:
         return None

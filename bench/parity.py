@@ -93,7 +93,8 @@ def check_parity(built: Built, batches: tuple[Batch, Batch], reference: Referenc
 
 
 def judge(losses: list[float], gradients: Gradients, reference: Reference) -> Parity:
-    """Whether losses and gradients are within their limits of vanilla's own error."""
+    """Compare losses and gradients with the reference: both must be within their limits of
+    vanilla's own error."""
     loss_errors = _relative(losses, reference.losses)
     errors = _errors(gradients, reference.gradients)
     scales = _scales(gradients, reference.gradients)

@@ -1,5 +1,5 @@
-"""What was asked for, as a plan: everything that can be is checked before anything is run, and a
-run has its folder to itself."""
+"""The plan of a run, made from the command line. Everything that can be checked is checked before
+anything runs, and the run has its folder to itself."""
 
 import argparse
 from collections.abc import Iterator
@@ -80,8 +80,8 @@ def make_plan(asked: argparse.Namespace, source: Source, data: Path) -> "Plan":
 
 
 def check_model(source: Source, asked: argparse.Namespace) -> None:
-    """What a configuration alone tells. A token beyond the embedding's last row would stop the GPU,
-    not raise."""
+    """Check the model's configuration against the tokenizer, --rank and --seq-lens. A token beyond
+    the embedding's last row would stop the GPU, not raise."""
     config = read_config(source)
     tokens = load_tokenizer(source.tokenizer).get_vocab_size()
     if (rows := config.get("vocab_size", tokens)) < tokens:
@@ -99,7 +99,7 @@ def check_model(source: Source, asked: argparse.Namespace) -> None:
 
 
 def check_lengths(plan: "Plan") -> None:
-    """A length at which nothing of an answer is predicted trains nothing."""
+    """Raise ValueError if a length trains nothing, as nothing of an answer is predicted there."""
     for seq_len in plan.seq_lens:
         if not plan.trains_at(seq_len):
             works = plan.shortest_from(seq_len + 1)

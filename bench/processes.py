@@ -1,5 +1,5 @@
-"""A function in a process of its own: what it sends, what it prints, and how it ended. Or several
-of them side by side, that go on one at a time.
+"""A function run in a process of its own, with what it sends and prints and how it ended; or
+several of them side by side, of which one runs at a time.
 
 Patches, caches and allocator state of one measurement cannot reach the next, and a crash is an
 outcome, not the end of the run.
@@ -27,7 +27,7 @@ TERMINATE_GRACE_S = 5
 
 @dataclass(frozen=True)
 class Ended:
-    """How the process ended: `error` is None, or one line, with the last of its output."""
+    """Outcome of a process: `error` is None or one line, beside the last of its output."""
 
     error: str | None
     output_tail: str
@@ -88,7 +88,7 @@ def run_in_turns(
 
 
 class _WaitsForTurn:
-    """What a process sends when it waits for its turn."""
+    """The message that a process sends when it waits for its turn."""
 
 
 class _Process:

@@ -1,4 +1,4 @@
-"""What one training step really ran: its kernels, what kind of work each did, and for how long.
+"""The kernels of one training step: which ran, for what kind of work, and for how long.
 
 A kernel's kind is told by its name where the name tells it (a product, attention, a compiled or
 hand-written norm). PyTorch's elementwise kernels have the same name wherever they run, so theirs is
@@ -122,7 +122,7 @@ def kernel_ms_by_kind(ops: list[Op], kernels: list[Kernel]) -> dict[str, float]:
 
 
 def busy_ns(kernels: list[Kernel]) -> int:
-    """How long at least one kernel ran."""
+    """Return the time during which at least one kernel ran."""
     busy, until = 0, 0
     for kernel in sorted(kernels, key=lambda kernel: kernel.start):
         busy += max(0, kernel.end - max(kernel.start, until))

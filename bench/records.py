@@ -1,4 +1,4 @@
-"""What results.json is made of, and what travels between the rooms: one type each.
+"""The records in results.json and those that rooms pass to each other: one type each.
 
 Names, defaults and what a value may be come from the types; a file that departs from them is
 refused with the place. Times are in ms and sizes in bytes where a name does not say otherwise.
@@ -46,7 +46,7 @@ class Tokens(Record):
 
 
 class Experiment(Record):
-    """What a run measures. steps: timed ones of each variant and length, over all rounds.
+    """The settings of a run. steps: timed ones of each variant and length, over all rounds.
 
     checkpointing: "off" turns it off in every variant. turn_steps: timed steps that a variant takes
     at a time, interleaved with all others of its round; None: all at once, alone on the GPU.
@@ -314,8 +314,8 @@ class Run(Record):
         self.cells = [*(other for other in self.cells if other.key != cell.key), cell]
 
     def is_done(self, variant: str, seq_len: int, round: int) -> bool:
-        """Whether this cell has its answer. Out of memory, a failed parity check and a missing
-        package are answers: the same run would give them again. An error is not: it is tried again
-        at the next start, so that a crash can be repaired."""
+        """Return True if this cell has its answer. Out of memory, a failed parity check and a
+        missing package are answers: the same run would give them again. An error is not: it is
+        tried again at the next start, so that a crash can be repaired."""
         key = (variant, seq_len, round)
         return any(cell.key == key and cell.status != "error" for cell in self.cells)

@@ -215,7 +215,7 @@ def _differences(earlier: Run, fresh: Run) -> list[str]:
 
 
 def _identity(run: Run, other: Run) -> dict[str, Any]:
-    """What two runs must share for their cells to stand in one file, as flat name -> value."""
+    """Return the values that two runs must share to be kept in one file, as flat name -> value."""
     experiment, environment = run.experiment, run.environment
     flat = {
         name: value

@@ -1,4 +1,4 @@
-"""What a run shows while it measures."""
+"""The progress bar and the lines that a run prints while it measures."""
 
 from collections.abc import Callable
 from statistics import median

@@ -27,7 +27,7 @@ SIZES = (
 
 @dataclass(frozen=True)
 class Source:
-    """Where base weights come from.
+    """The origin of a model's base weights.
 
     name: what the user asked for, as it is shown. weights: "random, seed 0" or "checkpoint".
     folder: the checkpoint's folder (for random weights, made by `materialize`).
@@ -41,7 +41,7 @@ class Source:
     tokenizer: Path
 
     def is_there(self) -> bool:
-        """Whether its folder holds the weights: random ones may not be drawn yet."""
+        """Return True if its folder holds the weights: random ones may not be drawn yet."""
         return self.config is None or (self.folder / "config.json").is_file()
 
 

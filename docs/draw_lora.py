@@ -273,7 +273,8 @@ def lora_forward(panel: Panel, peft: Panel) -> None:
 
 
 def saved(panel: Panel, note: str) -> None:
-    """What is saved for the backward; the three x A', or z, are too thin to be drawn to scale."""
+    """Draw the tensors saved for the backward; the three x A', or z, are too thin to be drawn to
+    scale."""
     total = sum(count for _, count in panel.kept)
     thin = [item for item in panel.kept if item[1] < 1e7]
     kept = [item for item in panel.kept if item[1] > 1e7]

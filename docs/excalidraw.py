@@ -108,7 +108,7 @@ class Canvas:
 
 
 def edge_point(box: dict, x: float, y: float) -> tuple[float, float]:
-    """Where the line along an axis from (x, y) meets the box."""
+    """Return the point at which the line along an axis from (x, y) meets the box."""
     right, bottom = box["x"] + box["width"], box["y"] + box["height"]
     if box["x"] <= x <= right:
         return x, (box["y"] - GAP if y < bottom else bottom + GAP)

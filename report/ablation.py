@@ -1,4 +1,4 @@
-"""What each fused part takes off a step, in numbers and as a table, from a run alone.
+"""The time that each fused part takes off a step, in numbers and as a table, from a run alone.
 
 A part is measured twice. Added first: alone, on vanilla PEFT (vanilla_peft less fused_PART). Added
 last: on top of all the others (fused_all_but_PART less fused_all). What all of them together take
@@ -25,7 +25,7 @@ INTERACTION = "interaction"
 
 
 class Gain(NamedTuple):
-    """What something takes off a step (negative: adds), medians over the rounds that have it.
+    """Time taken off a step (negative: added), as medians over the rounds that have it.
 
     percent: of vanilla's step in the same round; None where vanilla has no time.
     ci95_ms, ci95_percent: 95% intervals over rounds; None from a single round.

@@ -127,7 +127,7 @@ def _floor_ms(run: Run, seq_len: int) -> list[float]:
 
 def _total(axes: Axes, run: Run, seq_len: int, variant: str, y: int,
            colour: str) -> float | None:  # fmt: skip
-    """The bar of a whole step, or why there is none."""
+    """Draw the bar of a whole step, or say why there is none."""
     own = run.round_ms(variant, seq_len)
     if not own:
         _beside(axes, 1, y, why_no_time(run, variant, seq_len), **ASIDE)
@@ -149,7 +149,7 @@ def _bar(axes: Axes, y: float, height: float, begin: float, gain: Gain, **look: 
 
 
 def _diamond(axes: Axes, y: float, begin: float, gain: Gain | str | None) -> None:
-    """Where a bar would end if the host took no time."""
+    """Mark the place at which a bar would end if the host took no time."""
     if isinstance(gain, Gain):
         axes.plot([begin - gain.ms], [y], **OF_GPU)
 

@@ -66,7 +66,7 @@ class View:
         return self.looks[row.variant]
 
     def slot(self, row: SummaryRow) -> float:
-        """Where a variant's bar stands within its length's group: no two share a place."""
+        """Return the place of a variant's bar within its length's group: no two share a place."""
         offset = list(self.looks).index(row.variant) - (len(self.looks) - 1) / 2
         return self.seq_lens.index(row.seq_len) + offset * self.bar_width
 
@@ -213,7 +213,7 @@ def _step(axes: Axes, view: View) -> None:
 
 
 def _is_graph(row: SummaryRow) -> bool:
-    """Whether a step is captured in CUDA graphs, and so has a time but no phases."""
+    """Return True if a step is captured in CUDA graphs, and so has a time but no phases."""
     return row.forward_ms is None
 
 

@@ -1,4 +1,4 @@
-"""What is made of results that are there: pictures, tables, comparisons; nothing is measured.
+"""The commands that work on existing results: pictures, tables, comparisons; nothing is measured.
 
 Each `*_only` is one of the command's options, and returns its exit code. What draws is imported
 where it draws: matplotlib takes longer than saying that there is nothing to draw.
@@ -24,7 +24,7 @@ from report.statistics import NOISE, summarize
 from variants import title_of, variant_of
 
 PUBLISHED_RUNS = HERE / "docs" / "runs" / "h200"
-# Vanilla and fused MLP once more, on another visit: how far to trust the published run.
+# Vanilla and fused MLP once more, in another run: how far to trust the published run.
 SECOND_RUN = PUBLISHED_RUNS / "second_run.json.gz"
 SUITE = PUBLISHED_RUNS / "suite.json.gz"  # every part and peer, a run of its own
 BESIDE_UNSLOTH = PUBLISHED_RUNS / "beside_unsloth"  # all parts and Unsloth again, in more steps
@@ -64,7 +64,7 @@ def plot_only(folder: Path) -> int:
 
 
 def draw_pictures(run: Run, folder: Path) -> list[Path]:
-    """Every picture that the run has something for; where they were written."""
+    """Draw every picture that the run has data for; returns their paths."""
     from report import benchmark_results, kernel_time
 
     pictures: dict[Path, Callable] = {
@@ -76,7 +76,7 @@ def draw_pictures(run: Run, folder: Path) -> list[Path]:
 
 
 def draw_suite(run: Run, folder: Path) -> list[Path]:
-    """What a suite has pictures of, and the experiment alone has not."""
+    """Draw the pictures that a suite has and the experiment alone has not; returns their paths."""
     if "fused_all" not in {variant_of(id).plain_id for id in run.experiment.variants}:
         return []
     from report import ablation_picture, frontier

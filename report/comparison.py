@@ -1,7 +1,7 @@
 """Two results files side by side: is a cell slower or faster than it was, beyond noise?
 
-Within one run, variants are paired round by round. Two runs are two visits to a machine, perhaps
-to two machines, and these differ too. Two pieces of work that no change of ours touches are in both
+Within one run, variants are paired round by round. Two runs may be of two machines, and even
+one machine differs from day to day. Two pieces of work that no change of ours touches are in both
 files and tell by how much: the floor, for the GPU, and small launches, for the host. A cell's own
 share of idle GPU time says how far each of them bears on it.
 """
@@ -18,7 +18,7 @@ from bench.results import first_few, flat_items, in_words
 from report.statistics import noise_band, verdict_of
 from variants import Settings
 
-# What two visits may differ by without anything having changed, beside what the floor and the host
+# What two runs may differ by without anything having changed, beside what the floor and the host
 # tell: on two H200s of one day vanilla's 512-token steps came out 2.4% apart, where the rounds on
 # one card agree within 0.2%.
 BETWEEN_RUNS = 0.03
@@ -42,14 +42,15 @@ class ComparedCell:
 
 @dataclass(frozen=True)
 class Comparison:
-    """rows: the cells in both. differences: what else is not the same, as "name: old -> new"."""
+    """Two runs compared. rows: the cells in both. differences: everything else that differs, as
+    "name: old -> new"."""
 
     rows: list[ComparedCell]
     differences: list[str]
 
     @property
     def is_slower(self) -> bool:
-        """Whether a cell is slower beyond noise, or has lost its time."""
+        """True if a cell is slower beyond noise, or has lost its time."""
         return any(row.verdict in ("slower", "no time any more") for row in self.rows)
 
 
@@ -100,7 +101,7 @@ def _band(old: Run, new: Run, variant: str, seq_len: int) -> Interval:
 
 
 def _machine_speedup(old: Run, new: Run, variant: str, seq_len: int) -> float:
-    """How much faster the new visit's machine alone would make this cell."""
+    """Return the speedup of this cell that the new run's machine alone would give."""
     gpu = _over(_floor_ms(old, seq_len), _floor_ms(new, seq_len))
     host = _over(
         _median(old, variant, seq_len, "host_launch_us"),

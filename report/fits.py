@@ -1,4 +1,4 @@
-"""What is the fastest that fits my card? From a run alone.
+"""The fastest variants that fit a GPU's memory, from a run alone.
 
 Memory is what torch had reserved at most. That was with all of a large card to itself, so a smaller
 one may do with a little less; what was allocated at most is the least that it needs.
@@ -52,9 +52,9 @@ def points_of(run: Run, seq_len: int) -> list[Point]:
 
 
 def speedup_over(reference: str, run: Run, variant: str, seq_len: int) -> float | None:
-    """How many times as fast as `reference` a variant is, from pairs of the same round alone, as
-    the rounds of a merged run are of several visits: its speedup over its own block's baseline,
-    times that baseline's over the reference. None where rounds lack the pairs."""
+    """Return how many times as fast as `reference` a variant is: its speedup over its own block's
+    baseline, times that baseline's over the reference. Only pairs of the same round count, as a
+    merged run has rounds of several. None where rounds lack the pairs."""
     ratios = speedups(run, variant, seq_len)
     baseline = variant_of(variant).baseline.id
     own, other = (run.round_ms(id, seq_len) for id in (baseline, reference))
@@ -63,7 +63,7 @@ def speedup_over(reference: str, run: Run, variant: str, seq_len: int) -> float 
 
 
 def _reference(run: Run, seq_len: int) -> str:
-    """What all variants of a length are held against: vanilla PEFT, with checkpointing where a run
+    """Return the baseline of all variants of a length: vanilla PEFT, with checkpointing where a run
     has it."""
     ids = [counterpart(BASELINE, checkpoints).id for checkpoints in (True, False)]
     return next((id for id in ids if run.round_ms(id, seq_len)), BASELINE)
@@ -79,7 +79,7 @@ def pareto(points: list[Point]) -> list[Point]:
 
 
 def fitting_points(run: Run, gib: float) -> list[Fit]:
-    """For each length what fits a card of this size beside the CUDA context."""
+    """List, for each length, the variants that fit a card of this size beside the CUDA context."""
     found = []
     for seq_len in run.experiment.seq_lens:
         points = points_of(run, seq_len)
@@ -112,6 +112,6 @@ def fits_table(run: Run, gib: float) -> str:
     said = (
         f"Ranked by the speedup over {' or '.join(sorted(map(title_of, references)))}, measured in "
         "the same rounds; what has none comes last. Milliseconds are medians of a variant's own "
-        "rounds: those of two variants may be of different visits, and do not rank them."
+        "rounds: those of two variants may be of different runs, and do not rank them."
     )
     return f"{markdown_table(header, lines)}\n\n{said}"

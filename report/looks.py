@@ -1,5 +1,5 @@
-"""What all pictures and tables share: words for what has no time, what a run was measured on. No
-torch, no matplotlib."""
+"""The words and style that all pictures and tables share: a status in words, the caption of a run.
+No torch, no matplotlib."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def _checkpointing(experiment: Experiment) -> str:
 
 
 def in_turns(experiment: Experiment) -> str:
-    """How many steps a variant took at a time, in words; nothing where it took all of them."""
-    return f" in turns of {experiment.turn_steps}" if experiment.turn_steps else ""
+    """Say how many steps a variant took at a time; empty where it took all of them."""
+    return f", interleaved {experiment.turn_steps} at a time" if experiment.turn_steps else ""
 
 
 def _from_to(counts: Iterable[int]) -> str:

@@ -1,4 +1,4 @@
-"""Results summed up: medians, speedups over vanilla PEFT, and whether they are more than noise."""
+"""Summary of a run: medians, speedups over vanilla PEFT, and whether they are more than noise."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _summary_row(run: Run, variant: str, seq_len: int) -> SummaryRow:
 
 
 def _six_digits(value: Any) -> Any:
-    """Far below any noise, and short in a diff."""
+    """Round to six digits: far below any noise, and short in a diff."""
     if isinstance(value, tuple):
         return tuple(map(_six_digits, value))
     return None if value is None else float(f"{value:.6g}")
@@ -81,8 +81,8 @@ def ratios_to_floor(run: Run, variant: str, seq_len: int) -> list[float]:
 
 
 def noise_band(run: Run, seq_len: int, variant: str = "vanilla_peft") -> Interval | None:
-    """How far apart the same code came out, (low, high) about 1; None without its A/A twin.
-    `variant` picks the block: the twins with checkpointing, or those without."""
+    """Return the range (low, high) about 1 in which the same code came out; None without its A/A
+    twin. `variant` picks the block: the twins with checkpointing, or those without."""
     ratios = speedups(run, variant_of(variant).again.id, seq_len)
     both_ways = ratios + [1 / ratio for ratio in ratios]  # which of the two is first is chance
     return (min(both_ways), max(both_ways)) if ratios else None
@@ -105,8 +105,8 @@ def interval95(values: list[float]) -> Interval | None:
 
 
 def interval95_of_ratios(values: list[float]) -> Interval | None:
-    """The same of times, or of their ratios: on logarithms, so that it stays above zero and is as
-    wide whichever of two times is divided by the other."""
+    """The 95% interval of times, or of their ratios: on logarithms, so that it stays above zero and
+    is as wide whichever of two times is divided by the other."""
     bounds = interval95([log(value) for value in values])
     return bounds and (exp(bounds[0]), exp(bounds[1]))
 
@@ -123,7 +123,7 @@ def verdict_of(speedup: float, ci95: Interval | None, band: Interval | None) -> 
 
 
 def why_no_verdicts(run: Run) -> str | None:
-    """What a run lacks for its speedups to be judged, and what gives it; None if nothing."""
+    """Say what a run lacks for its speedups to be judged, and what gives it; None if nothing."""
     if run.experiment.rounds < 2:
         return "one round gives numbers without verdicts: --rounds 4 gives both"
     if AGAIN not in run.experiment.variants:

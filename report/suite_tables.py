@@ -1,4 +1,4 @@
-"""What a suite's results say in the README, in Markdown: each part's gains, and all the others."""
+"""The README's tables of a suite, in Markdown: each part's gains, and all other variants."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ NOT_MEASURED = "Not measured yet in a run that can be quoted: `python lora_bench
 
 
 def parts_section(suite: Run | None) -> str:
-    """What each part takes off a step, and what it was measured on."""
+    """Write the table of the time that each part takes off a step, with its caption."""
     if suite is None or not (tables := ablation.ablation_table(suite)):
         return NOT_MEASURED
     return f"{tables}\n\n{caption(suite)}"
 
 
 def effects_section(suite: Run | None) -> str:
-    """What each part alone does at the longest length: to the two passes, the launches and the
-    memory. A table a block; with checkpointing a backward holds the second forward, too."""
+    """Write a table a block of each part alone at the longest length: its effect on the two passes,
+    the launches and the memory. With checkpointing a backward holds the second forward, too."""
     if suite is None:
         return NOT_MEASURED
     tables = []
@@ -60,7 +60,8 @@ def _effects(suite: Run, checkpoints: bool) -> str:
 
 
 def against_unsloth_section(runs: list[Run]) -> str:
-    """How many times Unsloth's speed all fused parts have: a line for each block of each run."""
+    """Write the table of Unsloth's time over that of all fused parts: a line for each block of each
+    run."""
     lengths = sorted({n for run in runs for n in run.experiment.seq_lens})
     lines = []
     for checkpoints, title in ablation.BLOCKS.items():

@@ -66,7 +66,7 @@ def headline_table(run: Run) -> str:
 
 
 def in_turns_section(runs: Sequence[Run]) -> str:
-    """The experiment's variants in every run that took them in turns, and what it was made on."""
+    """The experiment's variants in every run that interleaved them, and what it was made on."""
     sections = []
     for run in runs:
         if in_turns(run.experiment) and {*EXPERIMENT_VARIANTS} <= {*run.experiment.variants}:
@@ -84,7 +84,7 @@ def update_readme(
     suite: Run | None = None,
     beside_unsloth: Sequence[Run] = (),
 ) -> bool:
-    """Put the tables between their markers; whether that changed the file."""
+    """Put the tables between their markers; returns True if that changed the file."""
     before = after = Path(readme_path).read_bytes().decode()
     for name, block in (
         ("results", results_section(run)),
@@ -142,7 +142,7 @@ def _summary_table(run: Run) -> str:
 
 
 def _remarks(run: Run) -> str:
-    """Why cells have no time, and what may have disturbed those that have one."""
+    """List the reasons why cells have no time, and what may have disturbed those that have one."""
     reasons: dict[tuple[str, str], dict[str, None]] = {}
     for cell in run.cells:
         if cell.status != "ok":

@@ -1,4 +1,4 @@
-"""--turns: the variants of a round side by side, their timed steps in turns."""
+"""--turns: the variants of a round side by side, their timed steps interleaved."""
 
 from functools import partial
 from types import SimpleNamespace

@@ -81,7 +81,7 @@ def test_every_speedup_is_over_vanilla_peft_by_way_of_the_blocks_own_baseline():
 
 
 def test_what_fits_is_ranked_by_pairs_and_not_by_milliseconds_of_two_visits():
-    """On the second visit everything took twice as long."""
+    """In the second run everything took twice as long."""
     merged = hand_made(
         vanilla_peft=((200, 9), (400, 9)),
         fused_mlp=((100, 9), None),

@@ -268,7 +268,7 @@ def test_the_caption_says_what_was_measured():
         assert f"{words} ·" in looks.caption(example.empty(variants=list(variants)))
     in_turns = example.empty()
     in_turns.experiment.turn_steps = 2
-    assert "timed steps each in turns of 2 ·" in looks.caption(in_turns)
+    assert "timed steps each, interleaved 2 at a time ·" in looks.caption(in_turns)
     assert "batch 32, padded" in looks.caption(example.empty(padded=True))
     assert "no GPU (Intel Xeon)" in looks.caption(RUNS["rehearsal"])
 

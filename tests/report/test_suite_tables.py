@@ -90,7 +90,7 @@ def test_all_fused_is_held_against_unsloths_faster_mode_of_the_same_round():
         "| Unsloth's time / all fused | 64 tokens | 512 tokens |",
         "| --- | --- | --- |",
         "| With gradient checkpointing, 10 steps a cell | 1.55× (1.10 to 2.00, 2 rounds) |  |",
-        "| With gradient checkpointing, 30 steps a cell in turns of 2 |  | "
+        "| With gradient checkpointing, 30 steps a cell, interleaved 2 at a time |  | "
         "1.20× (1.00 to 1.40, 3 rounds) |",
         "| Without checkpointing, 10 steps a cell | 0.90× (one round) |  |",
     ]

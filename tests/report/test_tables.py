@@ -179,7 +179,7 @@ def test_of_runs_in_turns_the_four_variants_are_shown_by_hand():
     # of 1.5 and 1.467, whose logarithms are 0.0225 apart: exp(0.3942 -+ 12.71 * 0.0225 / 2)
     assert cells_of(shown, "64", "fused MLP")[4] == "1.48 (1.29 to 1.71)"
     assert "all fused" not in shown
-    assert shown.endswith(" in turns of 2 · rounds: 2.")
+    assert shown.endswith(", interleaved 2 at a time · rounds: 2.")
     document.experiment.variants.remove("full_unsloth")
     assert tables.in_turns_section([document]) == not_measured
 
