@@ -195,6 +195,7 @@ import sys
 from functools import partial
 from pathlib import Path
 import example_results as example
+import scipy.stats  # once, and not in every process below
 from report import commands
 from bench import experiment
 from bench import processes as isolated
