@@ -146,10 +146,11 @@ def test_what_is_saved_is_loaded(tmp_path):
 
 
 def test_a_compressed_file_is_loaded_and_a_torn_one_refused(tmp_path):
-    results.save(tmp_path / "results.json", example.run())
+    document = example.run()
+    results.save(tmp_path / "results.json", document)
     path = tmp_path / "run.json.gz"
     path.write_bytes(gzip.compress((tmp_path / "results.json").read_bytes()))
-    assert results.load(path) == example.run()
+    assert results.load(path) == document
     whole = path.read_bytes()
     for torn in (whole[:-20], b"no gzip", whole[:40] + b"\0" * 40 + whole[80:]):
         path.write_bytes(torn)
