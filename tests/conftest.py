@@ -31,7 +31,7 @@ def device() -> str:
 def shipped_tilings(monkeypatch):
     """Kernels choose no tiling but where a test is about that, whatever GPU this is."""
     if HAS_GPU:
-        from fused_lora import autotune
+        from fused_lora.kernels import autotune
 
         monkeypatch.setattr(autotune, "MEASURED_ON", {torch.cuda.get_device_capability()})
         monkeypatch.setattr(autotune, "CHOSEN", {})
