@@ -222,11 +222,15 @@ def test_the_process_dies_with_a_killed_parent(tmp_path):
         [
             sys.executable,
             "-c",
-            "import isolated, test_isolated as t, sys\n"
+            "import test_isolated as t, sys\n"
+            "from bench import processes as isolated\n"
             "if __name__ == '__main__':\n"
             f"    isolated.run(t.sleep_for_ever, {str(pid_file)!r}, on_message=print)",
         ],
-        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests", Path(__file__).parent))),
+        },
     )
     wait_for(lambda: pid_file.exists() and pid_file.read_text())
     child = int(pid_file.read_text())

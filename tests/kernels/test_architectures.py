@@ -17,7 +17,7 @@ WITH_DOTS = {
     "swiglu_products_backward._swiglu_backward_products_kernel",
     "swiglu_products_forward._swiglu_forward_product_kernel",
     "sums_over_tokens._sums_over_tokens_kernel",
-    "residual_kernels._add_adapted_kernel",
+    "residual._add_adapted_kernel",
     "causal_attention._attention_forward_kernel",
     "causal_attention_backward._attention_queries_backward_kernel",
     "causal_attention_backward._attention_keys_backward_kernel",

@@ -382,8 +382,17 @@ def test_micro_batches_add_up_to_one_batch(operation, device):
 # --- on the GPU -----------------------------------------------------------------------------------
 
 
+# Attention is not one function under torch.compile (adopt/attention.py), and norms by themselves
+# make it fail (torch 2.11); within a model they compile (test_fuse_peft.py).
+COMPILED = [
+    operation
+    for operation in WITH_VALUES
+    if operation.name not in ("LoRA_Attention", "rms_norm", "add_rms_norm")
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("operation", WITH_VALUES, ids=lambda operation: operation.name)
+@pytest.mark.parametrize("operation", COMPILED, ids=lambda operation: operation.name)
 def test_compiled_is_within_the_error_budget(operation, device):
     case = operation.case(device)
     compiled = torch.compile(lambda *inputs: operation.function(*inputs))

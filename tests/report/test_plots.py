@@ -105,7 +105,7 @@ def test_speedups_come_with_intervals_the_line_at_one_and_the_band(pictures):
     assert list(line(axes, "fused MLP").get_ydata()) == [r.speedup for r in rows]
     drawn = [tuple(line.get_ydata()) for line in axes.lines]
     for each in rows:
-        assert list(each.speedup_ci95) in drawn
+        assert tuple(each.speedup_ci95) in drawn
         assert f"{each.speedup:.2f}×" in words(axes)
     assert (1.0, 1.0) in drawn
     assert "vanilla PEFT" not in [line.get_label() for line in axes.lines]
