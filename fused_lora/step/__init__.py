@@ -1,0 +1,1 @@
+"""The whole step: CUDA graphs, checkpointing, recomputation and offload."""
