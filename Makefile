@@ -2,7 +2,7 @@
 # make test       run the tests
 # make test-fast  one case of every contract: two minutes at most
 # make check      lint, types, and who may import whom
-# make plot       draw the published picture and README tables again from results.json
+# make plot       draw the published pictures and tables again
 # make test-newest     the kernels' and adoption's tests with the newest torch, triton, transformers and peft
 # make resolve-peers   can Unsloth and Liger be installed beside requirements.txt? (installs nothing)
 #

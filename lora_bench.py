@@ -89,7 +89,7 @@ def run_and_draw(plan: "Plan", run: "Run", path: Path) -> int:
     from report.statistics import why_no_verdicts
 
     run_experiment(plan, run, partial(save_with_summary, path, run))
-    pictures = draw_pictures(run, path.parent)
+    pictures = draw_pictures(run, path.parent, path.parent)
     console.print(summary_table(run))
     if lacking := why_no_verdicts(run):
         console.print(f"{lacking[0].upper()}{lacking[1:]}.")

@@ -1,7 +1,7 @@
 """Draws lora.excalidraw: what PEFT launches for an MLP, and how LoRA_MLP does the same.
 
     python docs/draw_lora.py               write lora.excalidraw
-    python docs/draw_lora.py --svg FILE    keep FILE, Excalidraw's own export of it, as lora.svg
+    python docs/draw_lora.py --svg FILE    keep FILE, its export, as docs/figures/lora.svg
 
 Every call is written here once; all sizes, counts and totals in the drawing follow from that, and
 tests/test_drawing.py holds it against what really runs. Memory traffic is each input of a call read
@@ -351,7 +351,9 @@ def write_drawing() -> None:
     svg, path = parser.parse_args().svg, ROOT / "lora.excalidraw"
     if svg:
         stamp = f"<!-- lora.excalidraw sha256 {hashlib.sha256(path.read_bytes()).hexdigest()} -->"
-        (ROOT / "lora.svg").write_text(f"{svg.read_text().rstrip()}\n{stamp}\n")
+        (ROOT / "docs" / "figures" / "lora.svg").write_text(
+            f"{svg.read_text().rstrip()}\n{stamp}\n"
+        )
     else:
         scene = dict(
             type="excalidraw", version=2, source="docs/draw_lora.py", elements=draw_panels()[0]

@@ -24,16 +24,10 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from bench.records import Run, SummaryRow
 from bench.results import write_atomically
-from report.looks import REHEARSAL_NOTICE, STATUS_WORDS, STYLE, caption
+from report.looks import REHEARSAL_NOTICE, STATUS_WORDS, STYLE, caption, shown_variants
 from report.statistics import NOISE, noise_band, summarize
-from variants import AGAIN, BASELINE, LOOKS, SUITES, Look, title_of, variant_of
+from variants import BASELINE, LOOKS, SUITES, Look, title_of, variant_of
 
-# What stands beside these where a suite has more variants than a picture can hold.
-STRONGEST = (
-    *("fused_all", "compiled_peft_bf16_adapters", "liger_peft"),
-    *("fused_layer", "fused_layer_graph", "compiled_peft"),
-)
-MANY = 8
 SPARE_LOOKS = [  # for variants whose family's look another one has
     Look("", "#bc4c00", "P", "\\\\\\"),
     Look("", "#0a7e8c", "X", "|||"),
@@ -50,12 +44,7 @@ class View:
 
     def __init__(self, run: Run) -> None:
         self.run, self.seq_lens = run, run.experiment.seq_lens
-        asked = run.experiment.variants
-        if len(asked) > MANY:
-            known = [v for v in (*SUITES["experiment"], *STRONGEST) if v in asked]
-            asked = known[: MANY + 1] or asked[:MANY]  # the A/A twin is a band
-        # The baseline comes first; its A/A twin shows as a band and not as a variant.
-        shown = sorted((v for v in asked if v != AGAIN), key=lambda v: v != BASELINE)
+        shown = shown_variants(run)
         self.looks = looks_of(shown)
         rows = [row for row in summarize(run) if row.variant in self.looks]
         self.timed = [row for row in rows if row.status == "ok"]

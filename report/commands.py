@@ -44,35 +44,36 @@ def plot_only(folder: Path) -> int:
     if not path.is_file():
         raise ValueError(f"--plot-only: there is no {path}; run the benchmark first, or give --out")
     run = store.load(path)
-    from report import loss_curve
+    from report import documents, loss_curve
 
-    drawn = []
+    drawn: list[Path] = []
     if folder.resolve() == HERE:
-        suite = store.load(SUITE) if SUITE.is_file() else None
+        suite = store.load(SUITE)
         beside_unsloth = [store.load(path) for path in sorted(BESIDE_UNSLOTH.glob("*.json.gz"))]
-        second_run = store.load(SECOND_RUN)
-        tables.update_readme(HERE / "README.md", run, second_run, suite, beside_unsloth)
-        drawn.append(HERE / "README.md")
-        if suite is not None:
-            drawn += draw_suite(suite, folder)
-        picture = folder / "loss_curve.png"
-        if LOSSES.is_file() and loss_curve.draw_loss_curve(store.load(LOSSES), picture):
+        parts = documents.generated(run, store.load(SECOND_RUN), suite, beside_unsloth)
+        drawn += documents.update(HERE, parts)
+        figures = HERE / "docs" / "figures"
+        drawn += draw_suite(suite, figures)
+        if loss_curve.draw_loss_curve(store.load(LOSSES), picture := figures / "loss_curve.png"):
             drawn.append(picture)
-    drawn += draw_pictures(run, folder)
+        drawn += draw_pictures(run, folder, figures)
+    else:
+        drawn += draw_pictures(run, folder, folder)
     console.print("\n".join(map(str, drawn)), soft_wrap=True)
     return 0
 
 
-def draw_pictures(run: Run, folder: Path) -> list[Path]:
-    """Draw every picture that the run has data for; returns their paths."""
+def draw_pictures(run: Run, folder: Path, others: Path) -> list[Path]:
+    """Draw every picture that the run has data for, all but the first into the folder `others`;
+    returns their paths."""
     from report import benchmark_results, kernel_time
 
     pictures: dict[Path, Callable] = {
         folder / "benchmark_results.png": benchmark_results.draw_benchmark_results,
-        folder / "kernel_time.png": kernel_time.draw_kernel_time,
+        others / "kernel_time.png": kernel_time.draw_kernel_time,
     }
     drawn = [path for path, draw_it in pictures.items() if draw_it(run, path) is not False]
-    return drawn + draw_suite(run, folder)
+    return drawn + draw_suite(run, others)
 
 
 def draw_suite(run: Run, folder: Path) -> list[Path]:
@@ -118,7 +119,7 @@ def merge_only(paths: list[Path], folder: Path | None) -> int:
     with locked(folder):
         save_with_summary(path, merged)
         console.print(summary_table(merged))
-        pictures = draw_pictures(merged, folder)
+        pictures = draw_pictures(merged, folder, folder)
     console.print("\n".join(map(str, (path, *pictures))), soft_wrap=True)
     return 0
 

@@ -7,9 +7,7 @@ which the GPU waited for the host, which is the timed step less the time that ke
 from __future__ import annotations
 
 from pathlib import Path
-from statistics import median
 from textwrap import fill
-from typing import NamedTuple
 
 from matplotlib import style
 from matplotlib.axes import Axes
@@ -17,51 +15,24 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from bench.records import Run
-from report.benchmark_results import View, write_png
+from report.benchmark_results import write_png
+from report.kinds import KINDS, bars
 from report.looks import REHEARSAL_NOTICE, STYLE, caption
 from variants import title_of
 
-KIND_LOOKS = {  # kind: (words, colour)
-    "matmul": ("matrix products", "#4c566a"),
-    "attention": ("attention", "#5e81ac"),
-    "adapter": ("LoRA scale and add", "#c81e2b"),
-    "copy": ("casts and copies", "#e8a0a5"),
-    "activation": ("SwiGLU", "#d08770"),
-    "norm": ("RMSNorm", "#ebc068"),
-    "rope": ("rotary embedding", "#8fae6b"),
-    "loss": ("cross entropy", "#8250df"),
-    "optimizer": ("AdamW", "#b48ead"),
-    "other": ("other", "#b5bcc6"),
+COLOURS = {
+    "matmul": "#4c566a",
+    "attention": "#5e81ac",
+    "adapter": "#c81e2b",
+    "copy": "#e8a0a5",
+    "activation": "#d08770",
+    "norm": "#ebc068",
+    "rope": "#8fae6b",
+    "loss": "#8250df",
+    "optimizer": "#b48ead",
+    "other": "#b5bcc6",
 }
 IDLE = "GPU waits for the host"
-
-
-class Bar(NamedTuple):
-    """One variant at one length, medians over rounds, in ms. Copies that run while other kernels
-    do, as those of an offloading checkpoint, are left out of kernel_ms."""
-
-    variant: str
-    kernel_ms: dict[str, float]
-    idle_ms: float
-    step_ms: float
-
-
-def bars(run: Run, seq_len: int) -> list[Bar]:
-    """The variants with a time and a profile at this length, in the order of the experiment."""
-    found = []
-    for variant in View(run).looks:
-        cells = run.cells_of(variant, seq_len, "ok")
-        profiled = [(cell, cell.gpu_busy_ms) for cell in cells if cell.gpu_busy_ms]
-        if not profiled:
-            continue
-        kinds = {kind for cell, _ in profiled for kind in cell.kernel_ms}
-        kernel_ms = {k: median(cell.kernel_ms.get(k, 0.0) for cell, _ in profiled) for k in kinds}
-        hidden = median(sum(cell.kernel_ms.values()) - busy_ms for cell, busy_ms in profiled)
-        kernel_ms["copy"] = max(0.0, kernel_ms.get("copy", 0.0) - max(0.0, hidden))
-        step_ms = median(run.round_ms(variant, seq_len).values())
-        idle_ms = median(max(0.0, median(cell.step_ms) - busy_ms) for cell, busy_ms in profiled)
-        found.append(Bar(variant, kernel_ms, idle_ms, step_ms))
-    return found
 
 
 def draw_kernel_time(run: Run, path: str | Path) -> bool:
@@ -86,7 +57,7 @@ def kernel_time_figure(run: Run, lengths: list[int]) -> Figure:
         panels[-1].set_xlabel("ms a step, medians over rounds")
         title = REHEARSAL_NOTICE if run.rehearsal else "What the GPU does during a step"
         picture.text(0.025, 1 - 0.42 / height, title, size=20, weight="bold")
-        keys = [Patch(facecolor=colour, label=words) for words, colour in KIND_LOOKS.values()]
+        keys = [Patch(facecolor=COLOURS[kind], label=words) for kind, words in KINDS.items()]
         keys.append(Patch(facecolor="white", edgecolor="#8a8a8a", hatch="////", label=IDLE))
         picture.legend(handles=keys, loc="upper left", bbox_to_anchor=(0.017, 1 - 0.5 / height),
                        ncols=6, fontsize=11, handlelength=1.2)  # fmt: skip
@@ -107,7 +78,7 @@ def _panel(axes: Axes, run: Run, seq_len: int) -> None:
     axes.tick_params(length=0)
     for row, bar in enumerate(shown):
         left = 0.0
-        for kind, (_, colour) in KIND_LOOKS.items():
+        for kind, colour in COLOURS.items():
             width = bar.kernel_ms.get(kind, 0.0)
             axes.barh(row, width, 0.78, left, color=colour)
             if width > 0.025 * longest:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from bench.records import COMPARED_PACKAGES, Experiment, Run
-from variants import variant_of
+from variants import AGAIN, BASELINE, SUITES, variant_of
 
 STATUS_WORDS = {
     "oom": "out of memory",
@@ -21,6 +21,23 @@ STYLE = {
     **{"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False},
     **{"font.size": 12, "legend.fontsize": 10.5, "lines.linewidth": 2, "lines.markersize": 9},
 }
+
+# What stands beside these where a suite has more variants than a picture can hold.
+STRONGEST = (
+    *("fused_all", "compiled_peft_bf16_adapters", "liger_peft"),
+    *("fused_layer", "fused_layer_graph", "compiled_peft"),
+)
+MANY = 8
+
+
+def shown_variants(run: Run) -> list[str]:
+    """The variants that a picture of all lengths has room for, the baseline first; its A/A twin
+    shows as a band and not as a variant."""
+    asked = run.experiment.variants
+    if len(asked) > MANY:
+        known = [v for v in (*SUITES["experiment"], *STRONGEST) if v in asked]
+        asked = known[: MANY + 1] or asked[:MANY]
+    return sorted((v for v in asked if v != AGAIN), key=lambda v: v != BASELINE)
 
 
 def markdown_table(header: list[str], lines: list[list[str]]) -> str:
@@ -42,7 +59,7 @@ def caption(run: Run) -> str:
         f"LoRA rank {experiment.lora.rank}",
         f"gradient checkpointing {_checkpointing(experiment)}",
         f"{_from_to(sum(len(cell.step_ms) for cell in cells) for cells in timed)} timed steps each"
-        f"{in_turns(experiment)}",
+        f"{interleaved(experiment)}",
         f"rounds: {_from_to(map(len, timed))}",
     ]
     return " · ".join(facts) + "."
@@ -56,7 +73,7 @@ def _checkpointing(experiment: Experiment) -> str:
     return "off" if found == {False} else f"{experiment.checkpointing} and off"
 
 
-def in_turns(experiment: Experiment) -> str:
+def interleaved(experiment: Experiment) -> str:
     """Say how many steps a variant took at a time; empty where it took all of them."""
     return f", interleaved {experiment.turn_steps} at a time" if experiment.turn_steps else ""
 

@@ -1,4 +1,4 @@
-"""The README's tables of a suite, in Markdown: each part's gains, and all other variants."""
+"""The tables of a suite, in Markdown: each part's gains, and all other variants."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from statistics import median
 
 from bench.records import Run, SummaryRow
 from report import ablation
-from report.looks import STATUS_WORDS, caption, in_turns, markdown_table
+from report.looks import STATUS_WORDS, caption, interleaved, markdown_table
 from report.statistics import NOISE, summarize
 from variants import ALL_BUT, ALONE, BASELINE, counterpart, variant_of
 
@@ -60,7 +60,7 @@ def _effects(suite: Run, checkpoints: bool) -> str:
 
 
 def against_unsloth_section(runs: list[Run]) -> str:
-    """Write the table of Unsloth's time over that of all fused parts: a line for each block of each
+    """Write the table of Unsloth's time over that of all parts: a line for each block of each
     run."""
     lengths = sorted({n for run in runs for n in run.experiment.seq_lens})
     lines = []
@@ -71,13 +71,13 @@ def against_unsloth_section(runs: list[Run]) -> str:
                 lines.append([f"{title}, {_steps(run)}", *map(_median_and_range, ratios)])
     if not lines:
         return NOT_MEASURED
-    header = ["Unsloth's time / all fused", *(f"{n} tokens" for n in lengths)]
+    header = ["Unsloth's time / all parts", *(f"{n} tokens" for n in lengths)]
     return markdown_table(header, lines)
 
 
 def _steps(run: Run) -> str:
     experiment = run.experiment
-    return f"{experiment.steps // experiment.rounds} steps a cell{in_turns(experiment)}"
+    return f"{experiment.steps // experiment.rounds} steps a cell{interleaved(experiment)}"
 
 
 def _over_unsloth(run: Run, seq_len: int, checkpoints: bool) -> list[float]:

@@ -1,25 +1,18 @@
-"""The README's tables, in Markdown, from a run alone: no GPU, no torch."""
+"""The experiment's tables, in Markdown, from a run alone: no GPU, no torch."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from textwrap import shorten
 
 import msgspec
 
-from bench.records import Cell, Git, Interval, Kernels, Run, SummaryRow
-from bench.results import write_atomically
-from report.comparison import ComparedCell, Comparison, compare
-from report.looks import REHEARSAL_NOTICE, STATUS_WORDS, caption, in_turns, markdown_table
-from report.statistics import NOISE, summarize, why_no_verdicts
-from report.suite_tables import (
-    against_unsloth_section,
-    effects_section,
-    parts_section,
-    peers_section,
-)
+from bench.records import Cell, Git, Interval, Kernels, Run
+from report.comparison import ComparedCell, Comparison
+from report.kinds import KINDS, bars
+from report.looks import REHEARSAL_NOTICE, STATUS_WORDS, caption, interleaved, markdown_table
+from report.statistics import summarize, why_no_verdicts
 from variants import AGAIN, BASELINE, SUITES, Settings, title_of
 
 # As tables show it: the A/A twin beside its baseline.
@@ -42,34 +35,11 @@ def results_section(run: Run) -> str:
     return "\n\n".join(block for block in blocks if block)
 
 
-def headline_table(run: Run) -> str:
-    """The first screen's table: one row a length, and only the variants everyone asks about."""
-    rows = {(row.variant, row.seq_len): row for row in summarize(run)}
-    asked = [id for id in EXPERIMENT_VARIANTS if id in run.experiment.variants and id != AGAIN]
-
-    def words(row: SummaryRow | None) -> str:
-        if row is None or row.status != "ok":
-            return STATUS_WORDS[row.status] if row else ""
-        over = ""
-        if row.speedup and row.variant != BASELINE:
-            over = f"{row.speedup:.2f}×"
-            over = f", {over} (noise)" if row.verdict == NOISE else f", **{over}**"
-        return f"{row.median_step_ms:.0f} ms{over}"
-
-    lines = [
-        [str(seq_len), *(words(rows.get((variant, seq_len))) for variant in asked)]
-        for seq_len in run.experiment.seq_lens
-    ]
-    header = ["tokens in a sequence", *map(title_of, asked)]
-    table = markdown_table(header, lines)
-    return f"**{REHEARSAL_NOTICE}.**\n\n{table}" if run.rehearsal else table
-
-
-def in_turns_section(runs: Sequence[Run]) -> str:
+def interleaved_section(runs: Sequence[Run]) -> str:
     """The experiment's variants in every run that interleaved them, and what it was made on."""
     sections = []
     for run in runs:
-        if in_turns(run.experiment) and {*EXPERIMENT_VARIANTS} <= {*run.experiment.variants}:
+        if interleaved(run.experiment) and {*EXPERIMENT_VARIANTS} <= {*run.experiment.variants}:
             experiment = msgspec.structs.replace(run.experiment, variants=EXPERIMENT_VARIANTS)
             cells = [cell for cell in run.cells if cell.variant in EXPERIMENT_VARIANTS]
             of_these = msgspec.structs.replace(run, experiment=experiment, cells=cells)
@@ -77,33 +47,26 @@ def in_turns_section(runs: Sequence[Run]) -> str:
     return "\n\n".join(sections) or "Not measured yet: `python lora_bench.py --turns 2`."
 
 
-def update_readme(
-    readme_path: str | Path,
-    run: Run,
-    second_run: Run,
-    suite: Run | None = None,
-    beside_unsloth: Sequence[Run] = (),
-) -> bool:
-    """Put the tables between their markers; returns True if that changed the file."""
-    before = after = Path(readme_path).read_bytes().decode()
-    for name, block in (
-        ("results", results_section(run)),
-        ("headline", headline_table(run)),
-        ("in turns", in_turns_section(beside_unsloth)),
-        ("parts", parts_section(suite)),
-        ("effects", effects_section(suite)),
-        ("unsloth", against_unsloth_section([*([suite] if suite else []), *beside_unsloth])),
-        ("peers", peers_section(suite)),
-        ("second run", comparison_table(compare(run, second_run))),
-    ):
-        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-        if [after.count(begin), after.count(end), after.find(begin) < after.find(end)] != [1, 1, 1]:
-            raise ValueError(f"{readme_path} wants {begin} and then {end}, once each: add them")
-        head, tail = after.split(begin)[0], after.split(end)[1]
-        after = f"{head}{begin}\n\n{block}\n\n{end}{tail}"
-    if after != before:
-        write_atomically(readme_path, after.encode())
-    return after != before
+def kinds_section(run: Run) -> str:
+    """Write the table of what the GPU does in a step of the shortest and of the longest length:
+    the kernels' time by kind of work, then its wait for the host."""
+    lengths = run.experiment.seq_lens
+    tables = []
+    for seq_len in dict.fromkeys((lengths[-1], lengths[0])):
+        shown = [bar for bar in bars(run, seq_len) if bar.variant != AGAIN]
+        if not shown:
+            continue
+        lines = [
+            [words, *(f"{bar.kernel_ms.get(kind, 0.0):.1f}" for bar in shown)]
+            for kind, words in KINDS.items()
+        ]
+        lines.append(["waits for the host", *(f"{bar.idle_ms:.1f}" for bar in shown)])
+        least = [f"{shown[0].step_ms - bar.step_ms:.1f}" for bar in shown[1:]]
+        lines.append([f"less than {title_of(shown[0].variant)}", "", *least])
+        lines.append(["**step**", *(f"**{bar.step_ms:.1f}**" for bar in shown)])
+        header = [f"ms at {seq_len} tokens", *(title_of(bar.variant) for bar in shown)]
+        tables.append(markdown_table(header, lines))
+    return "\n\n".join(tables) or "No cell has a profile."
 
 
 def comparison_table(compared: Comparison) -> str:

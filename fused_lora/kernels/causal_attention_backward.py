@@ -11,7 +11,7 @@ For the incoming g, with D the sum of g * attended over a head's features, and R
 written side by side, as the product that q, k and v come from takes its gradient. One kernel gives
 grad_q and D, another grad_k and grad_v, and each computes P and dS for itself. On an H200, in µs a
 layer of Qwen2.5-3B with 32 sequences, beside cuDNN's as PyTorch calls it and RoPE's kernel after
-(PERFORMANCE.md says of which version):
+(docs/performance.md says of which version):
 
     positions            64     128     256     512
     cuDNN and RoPE     70.6     117     224     484

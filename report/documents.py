@@ -1,0 +1,71 @@
+"""The generated parts of README.md and docs/*.md, from the published runs: no GPU, no torch.
+
+A part stands between <!-- name:begin --> and <!-- name:end -->, in whichever of them has those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.records import Run
+from bench.results import write_atomically
+from report import tables
+from report.comparison import compare
+from report.gpus import expected_section, measured_section
+from report.headline import answer, headline_table
+from report.suite_tables import (
+    against_unsloth_section,
+    effects_section,
+    parts_section,
+    peers_section,
+)
+
+
+def generated(
+    run: Run, second_run: Run, suite: Run, beside_unsloth: Sequence[Run]
+) -> dict[str, str]:
+    """Write every part, by name.
+
+    run: the experiment. second_run: the same once more. suite: every part and peer. beside_unsloth:
+    all parts and Unsloth again, in more steps.
+    """
+    return {
+        "answer": answer([run, suite]),
+        "headline": headline_table([run, suite]),
+        "results": tables.results_section(run),
+        "kinds": tables.kinds_section(run),
+        "interleaved": tables.interleaved_section(beside_unsloth),
+        "second run": tables.comparison_table(compare(run, second_run)),
+        "peers": peers_section(suite),
+        "unsloth": against_unsloth_section([suite, *beside_unsloth]),
+        "parts": parts_section(suite),
+        "effects": effects_section(suite),
+        "gpus": measured_section([run, suite]),
+        "expected": expected_section([run, suite]),
+    }
+
+
+def update(root: Path, parts: dict[str, str]) -> list[Path]:
+    """Put each part between its markers, wherever those are; returns the files that changed.
+
+    Raises:
+        ValueError: a part has no place, or several, or a place has no part.
+    """
+    paths = [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+    texts = {path: path.read_bytes().decode() for path in paths}
+    after = dict(texts)
+    for name, part in parts.items():
+        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+        places = [path for path in paths if begin in after[path]]
+        text = after[places[0]] if len(places) == 1 else ""
+        if not (text.count(begin) == text.count(end) == 1 and text.find(begin) < text.find(end)):
+            raise ValueError(
+                f"README.md and docs/*.md want {begin} and then {end}, once among them: add them"
+            )
+        head, tail = text.split(begin)[0], text.split(end)[1]
+        after[places[0]] = f"{head}{begin}\n\n{part}\n\n{end}{tail}"
+    changed = [path for path in paths if after[path] != texts[path]]
+    for path in changed:
+        write_atomically(path, after[path].encode())
+    return changed

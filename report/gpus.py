@@ -1,0 +1,84 @@
+"""docs/gpus.md: what was measured on each GPU, and what to expect of one that was not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from typing import NamedTuple
+
+from bench.records import Run
+from report.headline import ANSWERS, first_with, row_of, times
+from report.looks import markdown_table
+from variants import BASELINE, title_of
+
+
+class Card(NamedTuple):
+    """A GPU's data sheet: dense bf16 products with fp32 sums, and memory."""
+
+    name: str
+    tflops: float
+    tb_per_s: float
+    gib: int
+
+
+# Vendors' data sheets. The first is what the run that others are worked out from was made on.
+CARDS = (
+    Card("NVIDIA H200", 989, 4.8, 141),
+    Card("NVIDIA H100 SXM", 989, 3.35, 80),
+    Card("NVIDIA A100 80GB", 312, 2.04, 80),
+    Card("NVIDIA L40S", 362, 0.864, 48),
+)
+
+
+def measured_section(runs: Sequence[Run]) -> str:
+    """Write a row for each run and length that has vanilla PEFT and one of the others."""
+    lines = []
+    for run in runs:
+        for seq_len in run.experiment.seq_lens:
+            base = row_of(run, BASELINE, seq_len)
+            rows = [row_of(run, variant, seq_len) for variant in ANSWERS]
+            if base is None or base.median_step_ms is None or not any(rows):
+                continue
+            ms = f"{base.median_step_ms:.0f} ms, {base.peak_gib or 0:.1f} GiB"
+            device = run.environment.device
+            lines.append([device, str(seq_len), ms, *map(times, rows), run.started_utc[:10]])
+    header = ["GPU", "tokens", title_of(BASELINE), *map(title_of, ANSWERS), "measured"]
+    return markdown_table(header, lines)
+
+
+def expected_section(runs: Sequence[Run]) -> str:
+    """Write what the other cards of CARDS should need for a step at the longest length.
+
+    The time of a step's products and of attention goes with a card's TFLOPS, all else that the GPU
+    does with its memory's bandwidth; what it waits for the host is left out.
+    """
+    shown = (BASELINE, *ANSWERS)
+    seq_len = max(runs[0].experiment.seq_lens)
+    split = {v: _split_ms(first_with(runs, v, seq_len), v, seq_len) for v in shown}
+    measured_on, *others = CARDS
+    lines = []
+    for card in others:
+        compute = measured_on.tflops / card.tflops
+        memory = measured_on.tb_per_s / card.tb_per_s
+        ms = {v: products * compute + rest * memory for v, (products, rest) in split.items()}
+        over = [f"{ms[BASELINE] / ms[v]:.2f}×" for v in ANSWERS]
+        lines.append([card.name, f"{card.tflops:g}", f"{card.tb_per_s:g}", f"{card.gib}",
+                      f"{ms[BASELINE]:.0f} ms", *over])  # fmt: skip
+    header = [
+        "GPU (estimated)",
+        "TFLOPS",
+        "TB/s",
+        "GB",
+        title_of(BASELINE),
+        *map(title_of, ANSWERS),
+    ]
+    return markdown_table(header, lines)
+
+
+def _split_ms(run: Run | None, variant: str, seq_len: int) -> tuple[float, float]:
+    """The GPU's time for matrix products and attention, and for all else, of one step."""
+    cells = [c for c in run.cells_of(variant, seq_len, "ok") if c.gpu_busy_ms] if run else []
+    if not cells:
+        raise ValueError(f"no published run has a profile of {variant} at {seq_len} tokens")
+    products = median(sum(c.kernel_ms.get(k, 0.0) for k in ("matmul", "attention")) for c in cells)
+    return products, median(cell.gpu_busy_ms or 0.0 for cell in cells) - products
