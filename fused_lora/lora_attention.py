@@ -41,6 +41,10 @@ from .kernels.qkv_rope import rope_together
 from .lora_linear import FrozenLinear, FrozenQKV, check_layers, project
 
 
+# Where the A and B of q, k and v stand among the adapters, and those of o.
+OF_QKV, OF_O = slice(0, 6), slice(6, 8)
+
+
 class FrozenAttention(NamedTuple):
     """The operands of LoRA_Attention that it does not train."""
 
@@ -96,7 +100,7 @@ class LoRA_Attention(torch.autograd.Function):
 
         x = x.to(compute_dtype(x))
         batch, positions, _ = x.shape
-        projected, z, A, B, weights = project(x, adapters[:6], layers)
+        projected, z, A, B, weights = project(x, adapters[OF_QKV], layers)
         size = frozen.head_dim
         q, k, v = (
             t.view(batch, positions, t.shape[2] // size, size).transpose(1, 2) for t in projected
@@ -108,7 +112,7 @@ class LoRA_Attention(torch.autograd.Function):
 
         attended, attention_saved, ctx.attention = attention_forward(qkv, mask, attention)
         by_token = attended.view(batch, positions, attended.shape[1])
-        (output,), z_o, o_A, o_B, o_weight = project(by_token, adapters[6:], [frozen.o])
+        (output,), z_o, o_A, o_B, o_weight = project(by_token, adapters[OF_O], [frozen.o])
         # x itself and not its rows: a view made in here hides from autograd whose memory it is
         ctx.save_for_backward(
             x, cos, sin, mask, z, qkv, attended, z_o, A, *B, o_A, *o_B, *weights, *o_weight,
@@ -130,12 +134,13 @@ class LoRA_Attention(torch.autograd.Function):
         of_o = Group(weights[3:], o_A, [o_B], ctx.scalings[3:])
         need_x, _, _, _, *needs, _ = ctx.needs_input_grad
         dtype_of_x, *dtypes = ctx.dtypes
-        need_qkv = need_x or any(needs[:6])
+        needs_qkv, needs_o = needs[OF_QKV], needs[OF_O]
+        need_qkv = need_x or any(needs_qkv)
 
         with without_autocast(x):
             grad = grad_output.reshape(-1, grad_output.shape[-1]).to(x.dtype)
-            grad_attended, grad_z = input_gradient(of_o, [grad], need_qkv, needs[6:7])
-            grads_o = adapter_gradients(of_o, attended, z_o, [grad], grad_z, needs[6:], dtypes[6:])
+            grad_attended, grad_z = input_gradient(of_o, [grad], need_qkv, needs_o[:1])
+            grads_o = adapter_gradients(of_o, attended, z_o, [grad], grad_z, needs_o, dtypes[OF_O])
             if grad_attended is None:
                 return None, None, None, None, *[None] * 6, *grads_o, None
             grad_qkv = torch.empty_like(qkv)
@@ -145,9 +150,9 @@ class LoRA_Attention(torch.autograd.Function):
             )  # fmt: skip
             del grad_attended
             grads = grad_qkv.split_with_sizes([weight.shape[0] for weight in of_qkv.weights], 1)
-            grad_x, grad_z = input_gradient(of_qkv, grads, need_x, needs[:6:2])
+            grad_x, grad_z = input_gradient(of_qkv, grads, need_x, needs_qkv[::2])
             rows = x.reshape(-1, x.shape[-1])
-            grads_qkv = adapter_gradients(of_qkv, rows, z, grads, grad_z, needs[:6], dtypes[:6])
+            grads_qkv = adapter_gradients(of_qkv, rows, z, grads, grad_z, needs_qkv, dtypes[OF_QKV])
         if grad_x is not None:
             grad_x = grad_x.view(x.shape).to(dtype_of_x)
         return grad_x, None, None, None, *grads_qkv, *grads_o, None
@@ -174,11 +179,11 @@ def _check(
             f"{name}: cos or sin requires a gradient, which it would not get: detach them, or use "
             "the unfused attention"
         )
-    check_layers(name, ("q_", "k_", "v_"), x, adapters[:6], layers)
+    check_layers(name, ("q_", "k_", "v_"), x, adapters[OF_QKV], layers)
     q, k, v = (layer.weight.shape[0] for layer in layers)
     if k != v or any(out % frozen.head_dim for out in (q, k)):
         raise ValueError(
             f"{name}: q, k and v have {q}, {k} and {v} features, should be heads of "
             f"{frozen.head_dim}, as many for k as for v"
         )
-    check_layers(name, ("o_",), x, adapters[6:], [frozen.o], in_features=q)
+    check_layers(name, ("o_",), x, adapters[OF_O], [frozen.o], in_features=q)
