@@ -40,7 +40,6 @@ from .kernels.qkv_attention import Attention, attention_backward, attention_forw
 from .kernels.qkv_rope import rope_together
 from .lora_linear import FrozenLinear, FrozenQKV, check_layers, project
 
-
 # Where the A and B of q, k and v stand among the adapters, and those of o.
 OF_QKV, OF_O = slice(0, 6), slice(6, 8)
 
