@@ -1,6 +1,7 @@
 """Times a LoRA training step of Qwen2.5-3B: vanilla PEFT, fused MLP, full Unsloth.
 
     python lora_bench.py                     the experiment; without a GPU, a small rehearsal of it
+    python lora_bench.py --quick             a first answer, in six minutes
     python lora_bench.py --seq-lens 512 --batch-size 8
     python lora_bench.py --suite all         every fused part and the strongest peers
     python lora_bench.py --kernels           the Triton kernels alone, against a device copy
@@ -83,16 +84,22 @@ def report_only(arguments: argparse.Namespace) -> int | None:
 
 
 def run_and_draw(plan: "Plan", run: "Run", path: Path) -> int:
-    from bench.experiment import run_experiment
+    from bench.experiment import expected_time, run_experiment
     from bench.terminal import console
-    from report.commands import draw_pictures, save_with_summary, summary_table
-    from report.statistics import why_no_verdicts
+    from report.commands import draw_pictures, save_with_summary, summary_table, to_contribute
+    from report.statistics import twins_too_far_apart, why_no_verdicts
 
+    if plan.quick and not run.rehearsal:
+        console.print(expected_time(plan))
     run_experiment(plan, run, partial(save_with_summary, path, run))
     pictures = draw_pictures(run, path.parent, path.parent)
     console.print(summary_table(run))
-    if lacking := why_no_verdicts(run):
-        console.print(f"{lacking[0].upper()}{lacking[1:]}.")
+    too_far = [] if run.rehearsal else twins_too_far_apart(run)
+    for said in (why_no_verdicts(run), *too_far):
+        if said:
+            console.print(f"{said[0].upper()}{said[1:]}.", soft_wrap=True)
+    if plan.quick and not run.rehearsal:
+        console.print(to_contribute(run, path), soft_wrap=True, markup=False)
     console.print("\n".join(map(str, (path, *pictures))), soft_wrap=True)
     statuses = {cell.status for cell in run.cells}
     if "ok" not in statuses:

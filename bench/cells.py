@@ -10,7 +10,8 @@ import gc
 import hashlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from trainer import MAX_WARMUP_STEPS, Clock, CudaClock, Trainer, WallClock
 from variants import EVIDENCE, Lora, recipe_of
 
 Send = Callable[[dict[str, Any]], None]
+Stage = tuple[int, int]  # a round and a length
 
 LEARNING_RATE = 1e-4
 PARITY_BATCH_SIZE = 4
@@ -38,8 +40,9 @@ PARITY_SEQ_LEN = 64
 class Plan:
     """A run as it was asked for, made from checked arguments.
 
-    steps: those of one round. turn_steps: how many of them are taken at a time, interleaved
-    with the other variants; None for all. cell_timeout_s: how long nothing may be heard of a cell.
+    steps: those of one round. interleave: how many of them a variant takes at a time, interleaved
+    with the others, where all fit on the GPU together; 0: never. quick: each variant has one
+    process for the whole run. cell_timeout_s: how long nothing may be heard of a cell.
     """
 
     source: Source
@@ -55,7 +58,8 @@ class Plan:
     padded: bool
     seed: int
     device: str
-    turn_steps: int | None
+    interleave: int
+    quick: bool
     cell_timeout_s: float
     allow_shared_gpu: bool
 
@@ -189,53 +193,66 @@ def measure_cells(
     send: Send,
     plan: Plan,
     variant: str,
-    round_number: int,
-    seq_lens: tuple[int, ...],
-    wait_for_turn: Callable[[], int] = lambda: 1,
+    todo: Sequence[Stage],
+    interleaved: Collection[int] = (),
+    wait_for_turn: Callable[[int], int] = lambda stage: 1,
 ) -> None:
-    """Send a {"cell": ...} for each length in turn, and {"step": n} for each timed step.
+    """Send a {"cell": ...} for each round and length of `todo`, {"step": n} for each timed step.
 
-    Waits for its turn before it warms up, before every `plan.turn_steps` timed steps, and before
-    what comes after them. Stops after a cell that ran out of memory or failed: what follows wants a
-    fresh process.
+    Where others run beside it, each item of `todo` is a stage of its own. At a length that is
+    `interleaved` it waits for its turn before it warms up, before every `plan.interleave` timed
+    steps, and before what comes after them; at another its turn is the whole cell. Stops after a
+    cell that ran out of memory or failed: what follows wants a fresh process. Where an interleaved
+    one finds no memory it sends {"does_not_fit": length} and stops.
     """
     if plan.device == "cpu":
         interpreter.prepare_interpreter()
     if recipe_of(variant).library == "unsloth":
-        if plan.turn_steps:  # it writes generated code there, and imports it
-            os.environ["UNSLOTH_COMPILE_LOCATION"] = f"unsloth_compiled_cache/{variant}"
+        # it writes generated code there, and imports it
+        os.environ["UNSLOTH_COMPILE_LOCATION"] = f"unsloth_compiled_cache/{variant}"
         import unsloth  # noqa: F401  (before transformers and peft, which it patches)
-    built, parity = None, None
-    for seq_len in seq_lens:
+    built, parity, built_for = None, None, None
+    for stage, (round_number, seq_len) in enumerate(todo):
         cell = Cell(variant, seq_len, round_number, "error")
+        if seq_len in interleaved:
+            cell.turn_steps = plan.interleave
         try:
-            if built is None or _is_made_for_one_length(variant):
+            if built is None or (built_for != seq_len and _is_made_for_one_length(variant)):
                 built = None  # frees one before the next is built
                 built, parity = _build_and_check(plan, variant, seq_len)
+                built_for = seq_len
             else:
                 models.set_adapters(built.model, plan.seed)
             cell.settings, cell.fused_modules = built.settings, built.fused_modules
             cell.parity = parity
-            cell = _measure(plan, cell, built, send, wait_for_turn)
-        except torch.OutOfMemoryError as error:
-            cell.error = _first_line(error)
-            if lie := audit.ran_out_of_memory(_allocator_failures(), cell.error):
-                cell.error = lie
-            elif plan.turn_steps:  # which says nothing of this variant alone
-                cell.error = (
-                    f"no GPU memory beside the other variants ({cell.error}): give fewer "
-                    "--variants, or leave --turns out"
-                )
-            else:
-                cell.status = "oom"
+            cell = _measure(plan, cell, built, send, partial(wait_for_turn, stage))
         except Exception as error:
-            cell.error = f"{type(error).__name__}: {_first_line(error)}"
+            if cell.turn_steps and _says_no_memory(error):
+                send({"does_not_fit": seq_len})
+                return
+            cell = _failed(cell, error)
         send({"cell": cell})
         if cell.status in ("oom", "error"):
             return
         gc.collect()
         if plan.device == "cuda":
             torch.cuda.empty_cache()
+
+
+def _says_no_memory(error: Exception) -> bool:
+    """Return True if the GPU had no memory left, for torch or for a library that asks by itself."""
+    words = str(error).lower()
+    no_memory = "out of memory" in words or "alloc_failed" in words
+    return isinstance(error, torch.OutOfMemoryError) or no_memory
+
+
+def _failed(cell: Cell, error: Exception) -> Cell:
+    """The cell with the reason why it has no time."""
+    if not isinstance(error, torch.OutOfMemoryError):
+        return replace(cell, error=f"{type(error).__name__}: {_first_line(error)}")
+    said = _first_line(error)
+    lie = audit.ran_out_of_memory(_allocator_failures(), said)
+    return replace(cell, error=lie or said, status="error" if lie else "oom")
 
 
 def _is_made_for_one_length(variant: str) -> bool:
@@ -257,7 +274,10 @@ def _build_and_check(plan: Plan, variant: str, seq_len: int) -> tuple[Built, Par
 def _measure(
     plan: Plan, cell: Cell, built: Built, send: Send, wait_for_turn: Callable[[], int]
 ) -> Cell:
-    """The cell of a built variant with its times and what ran, if the variant is right."""
+    """The cell of a built variant with its times and what ran, if the variant is right.
+
+    It waits for its turn first, and between its steps where `cell.turn_steps` are a turn.
+    """
     if cell.parity is not None and not cell.parity.passed:
         return replace(cell, status="parity_failed", error=cell.parity.problem)
     batches = [
@@ -270,15 +290,16 @@ def _measure(
         send({"step": done})
 
     def before_step(done: int) -> None:
-        if plan.turn_steps and done % plan.turn_steps == 0:
+        if cell.turn_steps and done % cell.turn_steps == 0:
             wait_for_turn()
 
     on_gpu = plan.device == "cuda"
     warmup = MAX_WARMUP_STEPS if on_gpu else 1  # a rehearsal's times mean nothing
     trainer = Trainer(built.model, built.autocast, plan.clock(), LEARNING_RATE, warmup, built.graph)
-    wait_for_turn()
+    ours = wait_for_turn()
     timings = trainer.run(batches, plan.steps, on_step, before_step)
-    ours = wait_for_turn()  # the others' last steps come before what follows
+    if cell.turn_steps:
+        ours = wait_for_turn()  # the others' last steps come before what follows
 
     recipe = recipe_of(cell.variant)
     functions = [name for evidence in EVIDENCE.values() for name in evidence.functions]

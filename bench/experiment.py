@@ -4,12 +4,13 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from math import inf
 from typing import Any
 
 from bench import audit
 from bench import processes as isolated
-from bench.cells import Plan, measure_cells, measure_floor, measure_kernels, prepare_run
-from bench.options import others_on_gpu, why_unavailable
+from bench.cells import Plan, Stage, measure_cells, measure_floor, measure_kernels, prepare_run
+from bench.options import QUICK_MINUTES, SHORT, others_on_gpu, why_unavailable
 from bench.records import Cell, Kernels, Run
 from bench.terminal import console, progress_bar, show
 from variants import title_of, variant_of
@@ -40,9 +41,18 @@ def run_experiment(plan: Plan, run: Run, save: Callable[[], None]) -> None:
         while todo:
             if others := others_on_gpu(plan.device, plan.allow_shared_gpu):
                 raise RuntimeError(others)
-            todo = runner.side_by_side(todo) if plan.turn_steps else runner.alone(todo)
+            todo = runner.go_on(todo)
     run.finished_utc = datetime.now(UTC).isoformat(timespec="seconds")
     save()
+
+
+def expected_time(plan: Plan) -> str:
+    """Say how long a quick run takes."""
+    lengths = " and ".join(map(str, plan.seq_lens))
+    return (
+        f"{len(plan.variants)} variants at {lengths} tokens, {plan.rounds} rounds: about "
+        f"{QUICK_MINUTES} minutes on an H100, and two more where the weights are not there yet."
+    )
 
 
 def measure_kernel_table(plan: Plan) -> Kernels:
@@ -56,9 +66,9 @@ def measure_kernel_table(plan: Plan) -> Kernels:
 def cells_to_do(plan: Plan, run: Run) -> Cells:
     """Every cell of the plan that the run lacks, in the order to run them in.
 
-    If variants are interleaved and a length of a round lacks one of them, all variants of that
-    length and round are run again, with those that the run already has there: only times that were
-    taken side by side are compared.
+    If a round lacks one of the variants at a length where they are interleaved, all of that length
+    and round are run again, with those that the run already has there: only times that were taken
+    side by side are compared.
     """
     todo: Cells = []
     for round_number in range(1, plan.rounds + 1):
@@ -66,21 +76,38 @@ def cells_to_do(plan: Plan, run: Run) -> Cells:
         order = plan.variants if round_number % 2 else plan.variants[::-1]
         cells = [(round_number, variant, seq_len) for variant in order for seq_len in plan.seq_lens]
         missing = [(r, v, n) for r, v, n in cells if not run.is_done(v, n, r)]
-        if not plan.turn_steps:
-            todo += missing
-            continue
-        for again in dict.fromkeys(n for _, _, n in missing):
+        together = {n for _, _, n in missing if plan.quick or interleaves(plan, run, n)}
+        todo += [(r, v, n) for r, v, n in missing if n not in together]
+        for again in sorted(together):
             there = [cell.variant for cell in run.cells_of(seq_len=again, round=round_number)]
             todo += [(round_number, variant, again) for variant in dict.fromkeys([*order, *there])]
     return todo
 
 
-@dataclass(frozen=True)
+def interleaves(plan: Plan, run: Run, seq_len: int) -> bool:
+    """Return True if the variants are to be interleaved at this length: where that is asked for,
+    unless they did not fit on the GPU together, here or at a shorter length, or cannot."""
+    if plan.quick:
+        return bool(plan.interleave) and seq_len <= SHORT
+    alone = any(
+        cell.status == "ok" and not cell.turn_steps and cell.seq_len <= seq_len
+        for cell in run.cells
+    )
+    gpu = run.environment.gpu
+    fits = gpu is None or len(plan.variants) * plan.source.size_bytes() < gpu.memory_bytes
+    return bool(plan.interleave) and fits and not alone
+
+
+class DoesNotFit(Exception):
+    """Interleaved variants did not fit on the GPU together, at the length that it is given."""
+
+
+@dataclass
 class Runner:
     """Runs cells of a plan, the first of a list first, and keeps what they measured.
 
     save: writes the run. advance: called with the tokens of each timed step. say: called with what
-    is going on.
+    is going on. longest_together: the longest length at which all variants may fit on the GPU.
     """
 
     plan: Plan
@@ -88,6 +115,21 @@ class Runner:
     save: Callable[[], None]
     advance: Callable[[int], None]
     say: Callable[[str], None]
+    longest_together: float = inf
+
+    def go_on(self, todo: Cells) -> Cells:
+        """Run what comes next; returns what is left."""
+        if self.plan.quick:
+            stages = sorted({(r, n) for r, _, n in todo}, key=lambda stage: stage[::-1])
+            return self.together(todo, stages)
+        round_number = todo[0][0]
+        lengths = sorted({n for r, _, n in todo if r == round_number})
+        stages = [
+            (round_number, n)
+            for n in lengths
+            if n <= self.longest_together and interleaves(self.plan, self.run, n)
+        ]
+        return self.together(todo, stages) if stages else self.alone(todo)
 
     def alone(self, todo: Cells) -> Cells:
         """Run the first variant and round of `todo` in a process of its own; returns what is left.
@@ -95,7 +137,7 @@ class Runner:
         A process that ends early leaves the lengths after its last cell to the next one.
         """
         round_number, variant, _ = todo[0]
-        seq_lens = tuple(n for r, v, n in todo if (r, v) == (round_number, variant))
+        seq_lens = [n for r, v, n in todo if (r, v) == (round_number, variant)]
         self.say(f"round {round_number}: {title_of(variant)}")
         finished: list[int] = []
 
@@ -115,8 +157,7 @@ class Runner:
                 measure_cells,
                 self.plan,
                 variant,
-                round_number,
-                seq_lens,
+                [(round_number, seq_len) for seq_len in seq_lens],
                 on_message=on_message,
                 silence_limit_s=self.plan.cell_timeout_s,
             )
@@ -127,40 +168,72 @@ class Runner:
         gone = {(round_number, variant, seq_len) for seq_len in finished}
         return [cell for cell in todo if cell not in gone]
 
-    def side_by_side(self, todo: Cells) -> Cells:
-        """Run all variants of the first round and length of `todo`, each in a process of its own,
-        their timed steps interleaved; returns what is left."""
-        round_number, _, seq_len = todo[0]
-        together = [v for r, v, n in todo if (r, n) == (round_number, seq_len)]
-        earlier = self.run.cells_of(seq_len=seq_len, round=round_number)
-        for cell in earlier:  # none of an earlier go is held against one of this
-            self.run.cells.remove(cell)
+    def together(self, todo: Cells, stages: list[Stage]) -> Cells:
+        """Run all variants of `todo` at these rounds and lengths side by side, each in a process of
+        its own, one stage after the other; returns what is left."""
+        variants = list(dict.fromkeys(v for r, v, n in todo if (r, n) in stages))
+        for stage in stages:
+            self.drop(*stage)  # none of an earlier go is held against one of this
         running = []
-        for variant in together:
+        for variant in variants:
             if reason := why_unavailable(variant, self.plan.device):
-                self.keep_unavailable(variant, seq_len, round_number, reason)
+                for round_number, seq_len in stages:
+                    self.keep_unavailable(variant, seq_len, round_number, reason)
             else:
                 running.append(variant)
-        self.say(f"round {round_number}, {seq_len} tokens: {len(running)} variants interleaved")
-        finished: set[str] = set()
+        lengths = list(dict.fromkeys(seq_len for _, seq_len in stages))
+        rounds = ", ".join(str(r) for r in dict.fromkeys(r for r, _ in stages))
+        self.say(f"round {rounds}: {len(running)} variants side by side")
+        done: dict[str, list[Stage]] = {variant: [] for variant in running}
 
-        def on_message(_: int, message: dict[str, Any]) -> None:
+        def on_message(index: int, message: dict[str, Any]) -> None:
+            mine = done[running[index]]
+            if seq_len := message.get("does_not_fit"):
+                raise DoesNotFit(seq_len)
             if "cell" in message:
                 self.keep(message["cell"])
-                finished.add(message["cell"].variant)
+                mine.append((message["cell"].round, message["cell"].seq_len))
             else:
-                self.advance(seq_len)
+                self.advance(stages[len(mine)][1])
 
-        all_ended = isolated.run_in_turns(
-            measure_cells,
-            [(self.plan, variant, round_number, (seq_len,)) for variant in running],
-            on_message=on_message,
-            silence_limit_s=self.plan.cell_timeout_s,
+        interleaved = tuple(
+            n for n in lengths if n <= self.longest_together and interleaves(self.plan, self.run, n)
         )
-        for variant, ended in zip(running, all_ended, strict=True):
-            if variant not in finished:
+        try:
+            all_ended = isolated.run_in_turns(
+                measure_cells,
+                [(self.plan, variant, stages, interleaved) for variant in running],
+                on_message=on_message,
+                silence_limit_s=self.plan.cell_timeout_s,
+            )
+        except DoesNotFit as reason:
+            (too_long,) = reason.args
+            self.longest_together = too_long - 1
+            self.say(f"{too_long} tokens do not fit on the GPU side by side")
+            for round_number, seq_len in stages:
+                if seq_len >= too_long:
+                    self.drop(round_number, seq_len)
+            stages = [(r, n) for r, n in stages if n < too_long]
+        else:
+            for variant, ended in zip(running, all_ended, strict=True):
+                self.keep_the_rest(variant, stages[len(done[variant]) :], ended)
+        return [(r, v, n) for r, v, n in todo if (r, n) not in stages]
+
+    def drop(self, round_number: int, seq_len: int) -> None:
+        """Forget the cells of a round at a length, which are measured again."""
+        for cell in self.run.cells_of(seq_len=seq_len, round=round_number):
+            self.run.cells.remove(cell)
+
+    def keep_the_rest(self, variant: str, stages: list[Stage], ended: isolated.Ended) -> None:
+        """Keep why a process that has ended left these out: its death, or its last cell's reason,
+        which is an answer where it ran out of memory."""
+        ran = self.run.cells_of(variant)
+        for round_number, seq_len in stages:
+            if ended.error or not ran:
                 self.keep_error(variant, seq_len, round_number, ended)
-        return [(r, v, n) for r, v, n in todo if (r, n) != (round_number, seq_len)]
+            else:
+                last = ran[-1]
+                self.keep(Cell(variant, seq_len, round_number, last.status, error=last.error))
 
     def keep(self, cell: Cell) -> None:
         if cell.other_gpu_processes and not self.plan.allow_shared_gpu:

@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from bench import machine
-from variants import RETIRED, SUITES, VARIANTS, WITHOUT, current_id, missing_package, recipe_of
+from variants import (
+    AGAIN,
+    RETIRED,
+    SUITES,
+    VARIANTS,
+    WITHOUT,
+    current_id,
+    missing_package,
+    recipe_of,
+)
 
 HERE = Path(__file__).resolve().parent.parent  # the checkout
 
@@ -19,6 +28,7 @@ EXPERIMENT = {
     "batch_size": 32,
     "steps": 100,
     "rounds": 4,
+    "interleave": 2,
 }
 REHEARSAL = {
     "model": HERE / "configs" / "tiny.json",
@@ -26,16 +36,36 @@ REHEARSAL = {
     "batch_size": 4,
     "steps": 4,
     "rounds": 1,
+    "interleave": 0,
 }
+# What --quick changes of them: both ends of the experiment, without the A/A twin.
+QUICK = {"seq_lens": [64, 512], "steps": 30, "rounds": 3}
+QUICK_REHEARSAL = {"seq_lens": [16, 32], "steps": 6, "rounds": 3}
+QUICK_MINUTES = 6  # on an H100, beside the minutes that weights take the first time
+SHORT = 128  # up to this many tokens the host counts, and --quick interleaves
 
 
 # Every command, by the option that asks for it, and what else it reads: anything else that is given
 # with it is refused, not ignored. The kernels' table goes into a run's results, so it reads what
 # tells one run from another.
-RUN_IS = ("seq_lens", "batch_size", "rank", "steps", "rounds", "turns", "model", "checkpointing",
-          "padded", "data", "seed", "device", "out", "cache", "allow_shared_gpu")  # fmt: skip
+RUN_IS = ("seq_lens", "batch_size", "rank", "steps", "rounds", "interleave", "model", "padded",
+          "checkpointing", "data", "seed", "device", "out", "cache",
+          "allow_shared_gpu")  # fmt: skip
 READS = {
     "": (*RUN_IS, "suite", "variants", "cell_timeout"),
+    "quick": (
+        "batch_size",
+        "rank",
+        "model",
+        "padded",
+        "data",
+        "seed",
+        "device",
+        "out",
+        "cache",
+        "allow_shared_gpu",
+        "cell_timeout",
+    ),
     "kernels": RUN_IS,
     "plot_only": ("out",),
     "merge": ("out",),
@@ -48,7 +78,7 @@ LIMITS = {  # the least and the most that an option may be given
     "rank": (1, None),
     "steps": (1, None),
     "rounds": (1, 1000),
-    "turns": (1, None),
+    "interleave": (0, None),
     "seed": (0, 2**32 - 1),  # what NumPy takes
 }
 MAX_TOKENS = 2**27  # of a round at one length: they are made before it begins, and held
@@ -76,7 +106,9 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
     )
     defaults: dict[str, Any] = {}
 
-    def add(flag: str, help: str, default: Any = None, to: Any = parser, **options) -> None:
+    def add(
+        flag: str, help: str, default: Any = None, to: Any = parser, alias: str = "", **options
+    ) -> None:
         name = flag[2:].replace("-", "_")
         defaults[name] = default
         if name in EXPERIMENT:
@@ -84,7 +116,7 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
                     for k, v in (("gpu", EXPERIMENT[name]), ("cpu", REHEARSAL[name]))}  # fmt: skip
             show = {k: Path(v).name if isinstance(v, Path) else v for k, v in show.items()}
             help += f" (default: {show['gpu']}; without a GPU {show['cpu']})"
-        to.add_argument(flag, help=help, **options)
+        to.add_argument(*filter(None, (flag, alias)), help=help, **options)
 
     which = parser.add_mutually_exclusive_group()
     add("--suite", "variants to compare: the experiment's four, every fused part alone and left "
@@ -98,9 +130,9 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
     add("--steps", "timed steps of each variant and length, over all rounds", type=int, metavar="N")
     add("--rounds", "times that all variants are gone through, in alternating order",
         type=int, metavar="N")  # fmt: skip
-    add("--turns", "run the variants of a round side by side, each so many timed steps at a time, "
-        "interleaved: for hosts whose speed changes; all have to fit on the GPU together",
-        type=int, metavar="STEPS")  # fmt: skip
+    add("--interleave", "let the variants of a round run side by side, so many timed steps of each "
+        "at a time, at every length where they fit on the GPU together; 0: one after the other",
+        type=int, metavar="STEPS", alias="--turns")  # fmt: skip
     add("--model", "architecture file, checkpoint folder or hub name", metavar="MODEL")
     add("--checkpointing", "gradient checkpointing: each variant's own, or none (default: on)",
         choices=("on", "off"), default="on")  # fmt: skip
@@ -121,6 +153,9 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
     add("--allow-shared-gpu", "measure although other processes compute on the GPU", False,
         action="store_true")  # fmt: skip
     commands = parser.add_mutually_exclusive_group()
+    add("--quick", "a first answer: 64 and 512 tokens, 30 steps in 3 rounds, without the A/A twin, "
+        f"one process a variant for the whole run; {QUICK_MINUTES} minutes on an H100", False,
+        action="store_true", to=commands)  # fmt: skip
     add("--kernels", "time the Triton kernels alone, into the same results", False, to=commands,
         action="store_true")  # fmt: skip
     add("--plot-only", "draw from the results that are there; measure nothing", False, to=commands,
@@ -158,6 +193,8 @@ def fill_in(arguments: argparse.Namespace) -> argparse.Namespace:
     if device == "cuda" and not machine.has_gpu():
         raise ValueError("--device cuda: no NVIDIA GPU is visible; leave it out for a rehearsal")
     defaults = EXPERIMENT if device == "cuda" else REHEARSAL
+    if arguments.quick:
+        defaults = defaults | (QUICK if device == "cuda" else QUICK_REHEARSAL)
     filled = {**vars(arguments), "device": device}
     filled |= {name: value for name, value in defaults.items() if filled[name] is None}
     return argparse.Namespace(**filled)
@@ -220,7 +257,10 @@ def check_variant(name: str, device: str) -> None:
 
 
 def variants_of(asked: argparse.Namespace) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(map(current_id, asked.variants or SUITES[asked.suite])))
+    """The ids that are asked for, each once. The A/A twin shows the noise of rounds that have a
+    process each, which a quick run has not."""
+    ids = dict.fromkeys(map(current_id, asked.variants or SUITES[asked.suite]))
+    return tuple(id for id in ids if not (asked.quick and id == AGAIN))
 
 
 def why_unavailable(variant: str, device: str) -> str | None:

@@ -35,7 +35,7 @@ def planned(arguments: argparse.Namespace, argv: list[str]) -> Iterator[tuple["P
         check_writable("--cache", asked.cache)
     data = chats.gather(asked.data, asked.cache)
     check_model(source, asked)
-    folder = out_folder(asked.out, asked.device)
+    folder = out_folder(asked)
     with locked(folder):
         if not source.is_there():
             check_writable("--cache", asked.cache)
@@ -73,7 +73,8 @@ def make_plan(asked: argparse.Namespace, source: Source, data: Path) -> "Plan":
         padded=asked.padded,
         seed=asked.seed,
         device=asked.device,
-        turn_steps=asked.turns,
+        interleave=asked.interleave,
+        quick=asked.quick,
         cell_timeout_s=asked.cell_timeout,
         allow_shared_gpu=asked.allow_shared_gpu,
     )
@@ -140,7 +141,7 @@ def planned_experiment(plan: "Plan") -> Experiment:
         variants=list(plan.variants),
         rounds=plan.rounds,
         steps=plan.steps * plan.rounds,
-        turn_steps=plan.turn_steps,
+        interleave=plan.interleave,
         checkpointing="on" if plan.checkpointing else "off",
         padded=plan.padded,
         lora=plan.lora,
@@ -151,9 +152,11 @@ def planned_experiment(plan: "Plan") -> Experiment:
     )
 
 
-def out_folder(out: Path | None, device: str) -> Path:
-    if out is not None:
-        return out
-    if device == "cpu":
-        return HERE / "rehearsal"
-    return HERE / "runs" / machine.gpu_name().lower().replace(" ", "-")
+def out_folder(asked: argparse.Namespace) -> Path:
+    """The folder that is asked for, or the one of this GPU; a quick run has its own beside it."""
+    if asked.out is not None:
+        return asked.out
+    end = "-quick" if asked.quick else ""
+    if asked.device == "cpu":
+        return HERE / f"rehearsal{end}"
+    return HERE / "runs" / (machine.gpu_name().lower().replace(" ", "-") + end)

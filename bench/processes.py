@@ -11,7 +11,6 @@ import signal
 import sys
 import tempfile
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -62,24 +61,28 @@ def run_in_turns(
     """Run ``function(send, *arguments, wait_for_turn=...)`` for each arguments of `each`, every one
     in a fresh process, side by side; `on_message` gets the index in `each` and what was sent.
 
-    Each runs freely until it first calls ``wait_for_turn()``. When all have come so far, or ended,
-    they go on one at a time and in order, round and round, each until it calls it again or ends.
-    It returns how many still run.
+    Each runs freely until it first calls ``wait_for_turn(stage)``. When all have come so far, or
+    ended, they go on one at a time, each until it calls it again or ends: in order, round and
+    round, but nobody begins a stage while others wait in an earlier one. It returns how many still
+    run.
     """
     processes: list[_Process] = []
 
-    def listen(index: int) -> bool:
+    def listen(index: int) -> int | None:
         return processes[index].listen(partial(on_message, index), silence_limit_s)
 
     try:
         for arguments in each:
             processes.append(_Process(function, arguments, takes_turns=True))
-        waiting = deque(filter(listen, range(len(processes))))
+        waiting = {
+            index: stage for index in range(len(each)) if (stage := listen(index)) is not None
+        }
         while waiting:
-            index = waiting.popleft()
+            index = min(waiting, key=lambda one: waiting[one])  # the first of the lowest stage
+            del waiting[index]
             processes[index].go_on(1 + len(waiting))
-            if listen(index):
-                waiting.append(index)
+            if (stage := listen(index)) is not None:
+                waiting[index] = stage  # behind the others
     finally:
         for process in processes:  # so that they clean up at the same time
             process.terminate()
@@ -87,8 +90,11 @@ def run_in_turns(
     return ended
 
 
+@dataclass(frozen=True)
 class _WaitsForTurn:
     """The message that a process sends when it waits for its turn."""
+
+    stage: int
 
 
 class _Process:
@@ -109,20 +115,22 @@ class _Process:
             signal.signal(signal.SIGINT, previous)
         childs.close()  # so that the child's end is the only one, and its death reads as EOF
 
-    def listen(self, on_message: Callable[[Any], None], silence_limit_s: float | None) -> bool:
-        """Hand on what it sends; returns when it waits for its turn (True), or is over (False)."""
+    def listen(
+        self, on_message: Callable[[Any], None], silence_limit_s: float | None
+    ) -> int | None:
+        """Hand on what it sends; returns when it waits for its turn, with the stage, or is over."""
         try:
             while self.connection.poll(silence_limit_s):
                 message = self.connection.recv()
                 if isinstance(message, _WaitsForTurn):
-                    return True
+                    return message.stage
                 on_message(message)
         except (EOFError, ConnectionResetError):
             self.process.join(EXIT_GRACE_S)
         else:
             self.hangs_after_s = silence_limit_s
             self._stop()
-        return False
+        return None
 
     def go_on(self, running: int) -> None:
         """Let it have its turn, as one of so many that still run."""
@@ -174,8 +182,8 @@ def _child(
     for stream in (1, 2):
         os.dup2(output, stream)
 
-    def wait_for_turn() -> int:
-        connection.send(_WaitsForTurn())
+    def wait_for_turn(stage: int) -> int:
+        connection.send(_WaitsForTurn(stage))
         return connection.recv()
 
     turns = {"wait_for_turn": wait_for_turn} if takes_turns else {}

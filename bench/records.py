@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Annotated, Literal, get_args
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from variants import Lora, Settings, current_id
 
@@ -48,8 +48,8 @@ class Tokens(Record):
 class Experiment(Record):
     """The settings of a run. steps: timed ones of each variant and length, over all rounds.
 
-    checkpointing: "off" turns it off in every variant. turn_steps: timed steps that a variant takes
-    at a time, interleaved with all others of its round; None: all at once, alone on the GPU.
+    checkpointing: "off" turns it off in every variant. interleave: timed steps that a variant takes
+    at a time where variants are interleaved (their cells say where); 0: never.
     """
 
     model: str
@@ -67,7 +67,9 @@ class Experiment(Record):
     seed: int
     data_sha256: str
     tokens: dict[int, Tokens]
-    turn_steps: Count | None = None
+    interleave: Annotated[int, Meta(ge=0)] = 0
+    # of an earlier version, which interleaved a whole run
+    turn_steps: Count | UnsetType | None = UNSET
 
     def __post_init__(self) -> None:
         self.variants = [current_id(variant) for variant in self.variants]
@@ -136,10 +138,12 @@ class Parity(Record):
 class Cell(Record):
     """One variant at one length in one round. What was not measured is None or empty.
 
-    error: why there is no time. fused_modules: module name and the function that it runs fused.
-    kernels_seen, functions_seen: GPU kernels and backward functions of one profiled step, with how
-    often each ran. kernel_ms: kernel time of that step by kind of work; gpu_busy_ms: during which
-    at least one kernel ran. loss_gap: largest relative distance of a loss to vanilla's.
+    error: why there is no time. turn_steps: the timed steps that it took at a time, interleaved
+    with all others of its round; None: all, one variant after the other.
+    fused_modules: module name and the function that it runs fused. kernels_seen, functions_seen:
+    GPU kernels and backward functions of one profiled step, with how often each ran. kernel_ms:
+    kernel time of that step by kind of work; gpu_busy_ms: during which at least one kernel ran.
+    loss_gap: largest relative distance of a loss to vanilla's.
     step_ms: every timed step, between CUDA events. forward_ms, backward_ms, optimizer_ms: its
     parts; empty where the step is one CUDA graph. wall_ms: by the host's clock.
     first_step_s: until a step had run as the timed ones do, compilation or capture included.
@@ -153,6 +157,7 @@ class Cell(Record):
     round: Count
     status: Status
     error: str | None = None
+    turn_steps: Count | None = None
     settings: Settings = Settings()
     fused_modules: list[str] = []
     kernels_seen: dict[str, Count] = {}
@@ -243,6 +248,7 @@ class SummaryRow(Record):
     optimizer_ms: float | None
     peak_gib: float | None
     verdict: Verdict | None
+    gpu_ms: float | None = None
 
     def __post_init__(self) -> None:
         self.variant = current_id(self.variant)
@@ -266,6 +272,13 @@ class Run(Record):
     cells: list[Cell] = []
     kernels: Kernels | None = None
     summary: list[SummaryRow] = []
+
+    def __post_init__(self) -> None:
+        if self.experiment.turn_steps:
+            self.experiment.interleave = self.experiment.turn_steps
+            for cell in self.cells:
+                cell.turn_steps = self.experiment.turn_steps
+        self.experiment.turn_steps = UNSET
 
     def cells_of(
         self,

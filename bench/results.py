@@ -154,7 +154,10 @@ def merge(runs: list[Run]) -> Run:
     """
     merged, *others = (copy.deepcopy(run) for run in runs)
     for number, run in enumerate(others, start=2):
-        if differences := _differences(merged, run):
+        differences = [
+            one for one in _differences(merged, run) if not one.startswith("interleave ")
+        ]
+        if differences:
             raise ValueError(f"these are not of one experiment: {first_few(differences)}")
         if (shared := _measured(merged) & _measured(run)) or run in runs[: number - 1]:
             raise ValueError(

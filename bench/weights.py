@@ -44,6 +44,10 @@ class Source:
         """Return True if its folder holds the weights: random ones may not be drawn yet."""
         return self.config is None or (self.folder / "config.json").is_file()
 
+    def size_bytes(self) -> int:
+        """Return the size of the weights' files; 0 where they are not drawn yet."""
+        return sum(file.stat().st_size for file in self.folder.glob("*.safetensors"))
+
 
 def resolve(model: str, cache: Path, seed: int) -> Source:
     """Say where `model` comes from, touching nothing but the hub's cache.

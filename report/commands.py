@@ -50,7 +50,8 @@ def plot_only(folder: Path) -> int:
     if folder.resolve() == HERE:
         suite = store.load(SUITE)
         beside_unsloth = [store.load(path) for path in sorted(BESIDE_UNSLOTH.glob("*.json.gz"))]
-        parts = documents.generated(run, store.load(SECOND_RUN), suite, beside_unsloth)
+        quick = [store.load(path) for path in sorted(HERE.glob("docs/runs/*/quick.json.gz"))]
+        parts = documents.generated(run, store.load(SECOND_RUN), suite, beside_unsloth, quick)
         drawn += documents.update(HERE, parts)
         figures = HERE / "docs" / "figures"
         drawn += draw_suite(suite, figures)
@@ -139,26 +140,35 @@ def fits_only(gib: float, folder: Path) -> int:
 
 def summary_table(run: Run) -> Table:
     title = "Rehearsal: not a performance result" if run.rehearsal else None
-    columns = ("tokens", "variant", "ms a step", "tokens/s", "speedup", "x floor", "GiB")
+    columns = ("tokens", "variant", "ms a step", "speedup", "x floor", "GiB", "GPU ms")
     table = Table(*columns, title=title, **PLAIN)
     for row in summarize(run):
         cells = [str(row.seq_len), title_of(row.variant)]
         if row.median_step_ms is None:
             table.add_row(*cells, row.status)
             continue
+        speedup = tables.number_or_blank(row.speedup, 2)
+        speedup += " (noise)" if row.verdict == NOISE else ""
         cells += [
             tables.number_or_blank(row.median_step_ms, 1),
-            tables.number_or_blank(row.tokens_per_s, 0),
-        ]
-        cells += [
-            tables.number_or_blank(row.speedup, 2) + (" (noise)" if row.verdict == NOISE else "")
-        ]
-        cells += [
+            "" if run.rehearsal else speedup,
             tables.number_or_blank(row.ratio_to_floor, 2),
             tables.number_or_blank(row.peak_gib, 1),
+            tables.number_or_blank(row.gpu_ms, 1),
         ]
         table.add_row(*cells)
     return table
+
+
+def to_contribute(run: Run, path: Path) -> str:
+    """The rows that anyone may quote, and how the run gets into docs/gpus.md."""
+    from report.gpus import measured_section
+
+    folder = Path("docs") / "runs" / run.environment.device.lower().replace(" ", "-")
+    return (
+        f"\n{measured_section([run])}\n\nTo add it to docs/gpus.md: mkdir -p {folder} && gzip -c "
+        f"{path} > {folder / 'quick.json.gz'} && python lora_bench.py --plot-only"
+    )
 
 
 def kernels_table(kernels: Kernels) -> Table:

@@ -23,12 +23,16 @@ from report.suite_tables import (
 
 
 def generated(
-    run: Run, second_run: Run, suite: Run, beside_unsloth: Sequence[Run]
+    run: Run,
+    second_run: Run,
+    suite: Run,
+    beside_unsloth: Sequence[Run],
+    quick: Sequence[Run] = (),
 ) -> dict[str, str]:
     """Write every part, by name.
 
     run: the experiment. second_run: the same once more. suite: every part and peer. beside_unsloth:
-    all parts and Unsloth again, in more steps.
+    all parts and Unsloth again, in more steps. quick: what others measured, each on a GPU.
     """
     return {
         "answer": answer([run, suite]),
@@ -41,7 +45,7 @@ def generated(
         "unsloth": against_unsloth_section([suite, *beside_unsloth]),
         "parts": parts_section(suite),
         "effects": effects_section(suite),
-        "gpus": measured_section([run, suite]),
+        "gpus": measured_section([run, suite, *quick]),
         "expected": expected_section([run, suite]),
     }
 

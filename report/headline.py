@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import median
 
 from bench.records import Run, SummaryRow
 from report.looks import REHEARSAL_NOTICE, STATUS_WORDS, markdown_table
@@ -32,12 +31,6 @@ def times(row: SummaryRow | None) -> str:
     if row.speedup is None:
         return STATUS_WORDS.get(row.status, "")
     return f"*{row.speedup:.2f}×*" if row.verdict == NOISE else f"{row.speedup:.2f}×"
-
-
-def gpu_ms(run: Run, variant: str, seq_len: int) -> float | None:
-    """The time in a step during which the GPU computed, the median over rounds."""
-    busy = [cell.gpu_busy_ms for cell in run.cells_of(variant, seq_len, "ok") if cell.gpu_busy_ms]
-    return median(busy) if busy else None
 
 
 def answer(runs: Sequence[Run]) -> str:
@@ -77,7 +70,7 @@ def headline_table(runs: Sequence[Run]) -> str:
             cells.append(times(row) + memory)
         vanilla = f"{base.median_step_ms:.0f} ms, {base.peak_gib or 0:.1f} GiB"
         lines.append([f"**{seq_len}**", vanilla, *cells])
-        base_ms = gpu_ms(runs[0], BASELINE, seq_len)
+        base_ms = base.gpu_ms
         if base_ms and base_ms < HOST_BOUND * base.median_step_ms:
             alone = [_gpu_times(run, variant, seq_len) for variant, run in sources.items()]
             lines.append([f"{seq_len}, on the GPU", f"{base_ms:.0f} ms", *alone])
@@ -86,6 +79,6 @@ def headline_table(runs: Sequence[Run]) -> str:
 
 
 def _gpu_times(run: Run | None, variant: str, seq_len: int) -> str:
-    own = gpu_ms(run, variant, seq_len) if run else None
-    base = gpu_ms(run, BASELINE, seq_len) if run else None
-    return f"{base / own:.2f}×" if own and base else ""
+    own = row_of(run, variant, seq_len) if run else None
+    base = row_of(run, BASELINE, seq_len) if run else None
+    return f"{base.gpu_ms / own.gpu_ms:.2f}×" if own and base and own.gpu_ms and base.gpu_ms else ""

@@ -59,7 +59,7 @@ def caption(run: Run) -> str:
         f"LoRA rank {experiment.lora.rank}",
         f"gradient checkpointing {_checkpointing(experiment)}",
         f"{_from_to(sum(len(cell.step_ms) for cell in cells) for cells in timed)} timed steps each"
-        f"{interleaved(experiment)}",
+        f"{interleaved(run)}",
         f"rounds: {_from_to(map(len, timed))}",
     ]
     return " · ".join(facts) + "."
@@ -73,9 +73,15 @@ def _checkpointing(experiment: Experiment) -> str:
     return "off" if found == {False} else f"{experiment.checkpointing} and off"
 
 
-def interleaved(experiment: Experiment) -> str:
-    """Say how many steps a variant took at a time; empty where it took all of them."""
-    return f", interleaved {experiment.turn_steps} at a time" if experiment.turn_steps else ""
+def interleaved(run: Run) -> str:
+    """Say how many steps a variant took at a time, and where that was not so at every length; empty
+    where it took all of them."""
+    timed = run.cells_of(status="ok")
+    at = sorted({cell.seq_len for cell in timed if cell.turn_steps})
+    if not at:
+        return ""
+    where = f" at {', '.join(map(str, at))}" if at != run.experiment.seq_lens else ""
+    return f", interleaved {run.experiment.interleave} at a time{where}"
 
 
 def _from_to(counts: Iterable[int]) -> str:

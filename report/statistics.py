@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from math import exp, log
+from math import ceil, exp, log
 from statistics import median
 from typing import Any
 
 from bench.records import Interval, Run, SummaryRow, Verdict
-from variants import AGAIN, variant_of
+from variants import AGAIN, title_of, variant_of
 
 NOISE: Verdict = "not distinguishable"
+TWINS_WITHIN = 0.05  # what vanilla PEFT measured twice should agree to
 TIMES = ("step_ms", "forward_ms", "backward_ms", "optimizer_ms")
 
 
@@ -36,6 +37,7 @@ def _summary_row(run: Run, variant: str, seq_len: int) -> SummaryRow:
     if speedup is not None and not variant_of(variant).is_baseline:
         verdict = verdict_of(speedup, ci95, noise_band(run, seq_len, variant))
     over_floor = ratios_to_floor(run, variant, seq_len)
+    busy = [cell.gpu_busy_ms for cell in timed if cell.gpu_busy_ms]
     peaks = [cell.peak_allocated_bytes for cell in timed if cell.peak_allocated_bytes]
     tokens = run.experiment.batch_size * seq_len
     measured = {
@@ -46,6 +48,7 @@ def _summary_row(run: Run, variant: str, seq_len: int) -> SummaryRow:
         "speedup_ci95": ci95,
         "ratio_to_floor": median(over_floor) if over_floor else None,
         **medians,
+        "gpu_ms": median(busy) if busy else None,
         "peak_gib": max(peaks) / 2**30 if peaks else None,
     }
     return SummaryRow(
@@ -129,3 +132,21 @@ def why_no_verdicts(run: Run) -> str | None:
     if AGAIN not in run.experiment.variants:
         return f"no verdicts without {AGAIN} among the variants: it measures the noise"
     return None
+
+
+def twins_too_far_apart(run: Run) -> list[str]:
+    """Say where vanilla PEFT measured twice lies more than TWINS_WITHIN apart, and how many steps
+    that would take: the distance shrinks as the root of their number grows."""
+    said = []
+    for row in summarize(run):
+        if variant_of(row.variant).again.id != row.variant or row.speedup is None:
+            continue
+        apart = abs(log(row.speedup))
+        if apart > log(1 + TWINS_WITHIN):
+            rounds = run.experiment.rounds
+            steps = row.steps * (apart / log(1 + TWINS_WITHIN)) ** 2
+            said.append(
+                f"At {row.seq_len} tokens {title_of(row.variant)} came out {apart:.0%} away: "
+                f"within {TWINS_WITHIN:.0%} takes about --steps {ceil(steps / rounds) * rounds}"
+            )
+    return said

@@ -77,7 +77,7 @@ def against_unsloth_section(runs: list[Run]) -> str:
 
 def _steps(run: Run) -> str:
     experiment = run.experiment
-    return f"{experiment.steps // experiment.rounds} steps a cell{interleaved(experiment)}"
+    return f"{experiment.steps // experiment.rounds} steps a cell{interleaved(run)}"
 
 
 def _over_unsloth(run: Run, seq_len: int, checkpoints: bool) -> list[float]:

@@ -12,7 +12,7 @@ from bench.records import Cell, Git, Interval, Kernels, Run
 from report.comparison import ComparedCell, Comparison
 from report.kinds import KINDS, bars
 from report.looks import REHEARSAL_NOTICE, STATUS_WORDS, caption, interleaved, markdown_table
-from report.statistics import summarize, why_no_verdicts
+from report.statistics import summarize, twins_too_far_apart, why_no_verdicts
 from variants import AGAIN, BASELINE, SUITES, Settings, title_of
 
 # As tables show it: the A/A twin beside its baseline.
@@ -39,12 +39,12 @@ def interleaved_section(runs: Sequence[Run]) -> str:
     """The experiment's variants in every run that interleaved them, and what it was made on."""
     sections = []
     for run in runs:
-        if interleaved(run.experiment) and {*EXPERIMENT_VARIANTS} <= {*run.experiment.variants}:
+        if interleaved(run) and {*EXPERIMENT_VARIANTS} <= {*run.experiment.variants}:
             experiment = msgspec.structs.replace(run.experiment, variants=EXPERIMENT_VARIANTS)
             cells = [cell for cell in run.cells if cell.variant in EXPERIMENT_VARIANTS]
             of_these = msgspec.structs.replace(run, experiment=experiment, cells=cells)
             sections.append(f"{_summary_table(of_these)}\n\n{caption(of_these)}")
-    return "\n\n".join(sections) or "Not measured yet: `python lora_bench.py --turns 2`."
+    return "\n\n".join(sections) or "Not measured yet: `python lora_bench.py --interleave 2`."
 
 
 def kinds_section(run: Run) -> str:
@@ -89,6 +89,7 @@ def comparison_words(row: ComparedCell) -> list[str]:
 def _summary_table(run: Run) -> str:
     rows = summarize(run)
     header = ["tokens", "variant", "step, ms", "tokens/s", "speedup", "× floor", "peak, GiB"]
+    header.append("GPU, ms")
     lines = []
     for row in rows:
         line = [str(row.seq_len), title_of(row.variant), STATUS_WORDS.get(row.status, "")]
@@ -97,6 +98,7 @@ def _summary_table(run: Run) -> str:
             line.append(f"{row.tokens_per_s:,.0f}")
             line.append(number_or_blank(row.speedup, 2) + _range(row.speedup_ci95, 2))
             line += [number_or_blank(row.ratio_to_floor, 2), number_or_blank(row.peak_gib, 1)]
+            line.append(number_or_blank(row.gpu_ms, 1))
         lines.append(line + [""] * (len(header) - len(line)))
     if any(row.verdict for row in rows):
         header.append("against the A/A noise")
@@ -124,6 +126,7 @@ def _remarks(run: Run) -> str:
         lines.append(f"- The GPU was shared in {count} of {len(timed)} timed cells.")
     if lacking := why_no_verdicts(run):
         lines.append(f"- {lacking[0].upper()}{lacking[1:]}.")
+    lines += [f"- {said}." for said in twins_too_far_apart(run)]
     return "\n".join(lines)
 
 

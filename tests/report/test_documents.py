@@ -13,7 +13,7 @@ from reference import random
 from bench import results
 from fused_mlp import FrozenMLP, LoRA_MLP
 from fused_mlp.swiglu import swiglu_backward, swiglu_forward
-from report import documents, headline
+from report import documents
 from report.gpus import expected_section
 from report.kinds import bars
 from report.statistics import summarize
@@ -66,7 +66,8 @@ def test_a_part_without_one_place_of_its_own_is_refused_and_nothing_written(tmp_
 def test_the_readmes_numbers_are_those_of_the_data(runs):
     """Every number with a unit in its words, where it says it and what it should be."""
     run, suite = runs
-    ms = {(row.variant, row.seq_len): row.median_step_ms for row in summarize(run)}
+    rows = {(row.variant, row.seq_len): row for row in summarize(run)}
+    ms = {key: row.median_step_ms for key, row in rows.items()}
     suite_rows = {(row.variant, row.seq_len): row for row in summarize(suite)}
     kinds = bars(run, 512)[0].kernel_ms
     vanilla, again = ms["vanilla_peft", 512], results.load(H200 / "second_run.json.gz")
@@ -85,7 +86,7 @@ def test_the_readmes_numbers_are_those_of_the_data(runs):
         r"copies and casts are\s+(\d+) ms": (kinds["copy"],),
         r"are another (\d+)\.": (kinds["norm"],),
         r"computes for (\d+) of (\d+) ms": (
-            headline.gpu_ms(run, "vanilla_peft", 64), ms["vanilla_peft", 64],
+            rows["vanilla_peft", 64].gpu_ms, ms["vanilla_peft", 64],
         ),
         r"peak of ([\d.]+) GiB\. With a loss in chunks it is ([\d.]+)\.": (
             suite_rows["vanilla_peft", 512].peak_gib,
