@@ -12,4 +12,6 @@ Nothing is patched at import, on a class or in a module of somebody else.
 from .fuse import Fusion, FusionReport, fuse, report, unfuse
 from .step.graph import GraphedStep
 
+__version__ = "0.1.0"
+
 __all__ = ["Fusion", "FusionReport", "GraphedStep", "fuse", "report", "unfuse"]

@@ -1,0 +1,45 @@
+"""The installed package: what is in it, and that `fuse` runs from it, outside this tree."""
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+USE_IT = """
+import fused_lora, peft, torch, transformers
+from fused_lora import Fusion, fuse
+
+config = transformers.Qwen2Config(vocab_size=32, hidden_size=32, intermediate_size=48,
+    num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
+model = peft.get_peft_model(transformers.Qwen2ForCausalLM(config),
+    peft.LoraConfig(r=4, target_modules="all-linear"))
+print(fused_lora.__version__, fuse(model, Fusion(mlp=True)), sep="\\n")
+"""
+
+
+def test_the_wheel_holds_the_two_packages_and_runs_outside_the_tree(tmp_path):
+    tree = tmp_path / "tree"  # a build writes into it
+    for name in ("fused_mlp", "fused_lora"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    build = ["pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([sys.executable, "-m", *build, "-w", tmp_path, tree], check=True)
+    (wheel,) = tmp_path.glob("fused_lora-*.whl")
+    site = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as files:
+        names = set(files.namelist())
+        files.extractall(site)
+    code = {name for name in names if ".dist-info/" not in name}
+    assert {"fused_lora/py.typed", "fused_mlp/py.typed", "fused_lora/adopt/mlp.py"} <= code
+    assert {name.split("/")[0] for name in code} == {"fused_lora", "fused_mlp"}
+    command = [sys.executable, "-W", "ignore", "-c", USE_IT]
+    ran = subprocess.run(
+        command, cwd=tmp_path, env={"PYTHONPATH": str(site)}, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+    version, said = ran.stdout.splitlines()[:2]
+    assert wheel.name.startswith(f"fused_lora-{version}-") and "mlp" in said
