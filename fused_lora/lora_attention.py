@@ -20,7 +20,8 @@ LoRA_QKV, RoPE, scaled_dot_product_attention and LoRA_W do one after the other, 
 without what lies between them on the host: three functions and eight views that autograd follows.
 Nor does RoPE's backward pass over q and k once more, where attention's backward is ours.
 
-Of [T, ...] tensors it keeps x, z, qkv, a, a Ao' and what attention saves.
+Of [T, ...] tensors it keeps x (where an A of q, k or v is trained), z, qkv, a, a Ao' and what
+attention saves.
 """
 
 from typing import NamedTuple
@@ -95,6 +96,7 @@ class LoRA_Attention(torch.autograd.Function):
         layers = frozen.qkv.layers
         _check(x, cos, sin, adapters, layers, frozen)
         ctx.dtypes = [t.dtype for t in (x, *adapters)]
+        ctx.shape_of_x = x.shape
         ctx.scalings = [layer.scaling for layer in (*layers, frozen.o)]
 
         x = x.to(compute_dtype(x))
@@ -112,10 +114,12 @@ class LoRA_Attention(torch.autograd.Function):
         attended, attention_saved, ctx.attention = attention_forward(qkv, mask, attention)
         by_token = attended.view(batch, positions, attended.shape[1])
         (output,), z_o, o_A, o_B, o_weight = project(by_token, adapters[OF_O], [frozen.o])
-        # x itself and not its rows: a view made in here hides from autograd whose memory it is
+        # for dA alone; x itself and not its rows: a view made in here hides from autograd whose
+        # memory it is
+        trains_A = any(ctx.needs_input_grad[4:-1][OF_QKV][::2])
         ctx.save_for_backward(
-            x, cos, sin, mask, z, qkv, attended, z_o, A, *B, o_A, *o_B, *weights, *o_weight,
-            *attention_saved,
+            x if trains_A else None, cos, sin, mask, z, qkv, attended, z_o, A, *B, o_A, *o_B,
+            *weights, *o_weight, *attention_saved,
         )  # fmt: skip
         return output
 
@@ -136,8 +140,8 @@ class LoRA_Attention(torch.autograd.Function):
         needs_qkv, needs_o = needs[OF_QKV], needs[OF_O]
         need_qkv = need_x or any(needs_qkv)
 
-        with without_autocast(x):
-            grad = grad_output.reshape(-1, grad_output.shape[-1]).to(x.dtype)
+        with without_autocast(z):
+            grad = grad_output.reshape(-1, grad_output.shape[-1]).to(z.dtype)
             grad_attended, grad_z = input_gradient(of_o, [grad], need_qkv, needs_o[:1])
             grads_o = adapter_gradients(of_o, attended, z_o, [grad], grad_z, needs_o, dtypes[OF_O])
             if grad_attended is None:
@@ -150,10 +154,10 @@ class LoRA_Attention(torch.autograd.Function):
             del grad_attended
             grads = grad_qkv.split_with_sizes([weight.shape[0] for weight in of_qkv.weights], 1)
             grad_x, grad_z = input_gradient(of_qkv, grads, need_x, needs_qkv[::2])
-            rows = x.reshape(-1, x.shape[-1])
+            rows = None if x is None else x.reshape(-1, x.shape[-1])
             grads_qkv = adapter_gradients(of_qkv, rows, z, grads, grad_z, needs_qkv, dtypes[OF_QKV])
         if grad_x is not None:
-            grad_x = grad_x.view(x.shape).to(dtype_of_x)
+            grad_x = grad_x.view(ctx.shape_of_x).to(dtype_of_x)
         return grad_x, None, None, None, *grads_qkv, *grads_o, None
 
 

@@ -59,9 +59,10 @@ class LoRA_W(torch.autograd.Function):
         else x's. Products accumulate in fp32. Gradients come in the dtype of what they belong to,
         and only for what `requires_grad` asks for.
 
-    Saved for backward: x, x A', the adapter and the weight in the dtype of the computation. No
-    input, no incoming gradient and no saved tensor is written, so x may have other consumers and a
-    second backward through a retained graph is right. Deterministic. Not twice differentiable.
+    Saved for backward: x (where A is trained), x A', the adapter and the weight in the dtype of the
+    computation. No input, no incoming gradient and no saved tensor is written, so x may have other
+    consumers and a second backward through a retained graph is right. Deterministic. Not twice
+    differentiable.
 
     Raises:
         ValueError: shapes or dtypes do not fit, or the base weight or bias requires a gradient.
@@ -126,8 +127,9 @@ class LoRA_QKV(torch.autograd.Function):
         of the three A lie in one storage. An output that takes part in no loss costs nothing and
         gives its own A and B no gradient (None), as unfused layers would.
 
-    Saved for backward: x, z = x [q_A; k_A; v_A]', the adapters and the weights in the dtype of the
-    computation. Nothing is written that came in or was saved; see LoRA_W for what follows from it.
+    Saved for backward: x (where an A is trained), z = x [q_A; k_A; v_A]', the adapters and the
+    weights in the dtype of the computation. Nothing is written that came in or was saved; see
+    LoRA_W for what follows from it.
 
     Raises:
         ValueError: shapes or dtypes do not fit, or a base weight or bias requires a gradient.
@@ -151,10 +153,12 @@ def _forward(ctx, x: Tensor, adapters: tuple[Tensor, ...], layers: list[FrozenLi
     ctx.set_materialize_grads(False)  # no gradient is None in backward, and not a tensor of zeros
     ctx.dtypes = [t.dtype for t in (x, *adapters)]
     ctx.scalings = [layer.scaling for layer in layers]
+    ctx.shape_of_x = x.shape
     x = x.to(compute_dtype(x))
     outputs, z, A, B, weights = project(x, adapters, layers)
-    # x itself and not its rows: a view made in here hides from autograd whose memory it is
-    ctx.save_for_backward(x, z, A, *B, *weights)
+    # for dA alone; x itself and not its rows: a view made in here hides from autograd whose memory
+    # it is
+    ctx.save_for_backward(x if any(ctx.needs_input_grad[1:-1:2]) else None, z, A, *B, *weights)
     return tuple(outputs)
 
 
@@ -196,16 +200,16 @@ def _backward(ctx, name: str, *grad_outputs: Tensor | None) -> tuple[Tensor | No
     need_x, *needs, _ = ctx.needs_input_grad
     dtype_of_x, *dtypes = ctx.dtypes
 
-    with without_autocast(x):
+    with without_autocast(z):
         grads = [
-            None if grad is None else grad.reshape(-1, grad.shape[-1]).to(x.dtype)
+            None if grad is None else grad.reshape(-1, grad.shape[-1]).to(z.dtype)
             for grad in grad_outputs
         ]
         grad_x, grad_z = input_gradient(group, grads, need_x, needs[::2])
-        rows = x.reshape(-1, x.shape[-1])
+        rows = None if x is None else x.reshape(-1, x.shape[-1])
         gradients = adapter_gradients(group, rows, z, grads, grad_z, needs, dtypes)
     if grad_x is not None:
-        grad_x = grad_x.view(x.shape).to(dtype_of_x)
+        grad_x = grad_x.view(ctx.shape_of_x).to(dtype_of_x)
     return grad_x, *gradients
 
 

@@ -86,10 +86,10 @@ class LoRA_MLP(torch.autograd.Function):
         else x's. Products accumulate in fp32. Gradients come in the dtype of what they belong to,
         and only for what `requires_grad` asks for.
 
-    Saved for backward: x, gate, up, z, the adapters and the weights in the dtype of the
-    computation. No input, no incoming gradient and no saved tensor is written, so x may have other
-    consumers and a second backward through a retained graph is right. Deterministic. Not twice
-    differentiable. The gradients of gate_A and up_A lie in one storage.
+    Saved for backward: x (where gate_A or up_A is trained), gate, up, z, the adapters and the
+    weights in the dtype of the computation. No input, no incoming gradient and no saved tensor is
+    written, so x may have other consumers and a second backward through a retained graph is right.
+    Deterministic. Not twice differentiable. The gradients of gate_A and up_A lie in one storage.
 
     Raises:
         ValueError: shapes or dtypes do not fit, or a base weight requires a gradient.
@@ -100,7 +100,7 @@ class LoRA_MLP(torch.autograd.Function):
     def forward(ctx, x, gate_A, gate_B, up_A, up_B, down_A, down_B, frozen):
         dtype = compute_dtype(x)
         _check(x, dtype, (gate_A, gate_B, up_A, up_B, down_A, down_B), frozen)
-        ctx.dtype_of_x = x.dtype
+        ctx.shape_of_x, ctx.dtype_of_x = x.shape, x.dtype
         ctx.dtypes_of_both = [t.dtype for t in (gate_A, gate_B, up_A, up_B)]
         ctx.dtypes_of_down = [t.dtype for t in (down_A, down_B)]
         ctx.scalings = frozen.gate_scaling, frozen.up_scaling, frozen.down_scaling
@@ -128,9 +128,22 @@ class LoRA_MLP(torch.autograd.Function):
         else:
             output = rows.new_zeros(1).expand(x.shape)
 
-        # x itself and not its rows: a view made in here hides from autograd whose memory it is
+        # for dA alone; x itself and not its rows: a view made in here hides from autograd whose
+        # memory it is
+        _, need_gate_A, _, need_up_A, *_ = ctx.needs_input_grad
         ctx.save_for_backward(
-            x, gate, up, z, A, gate_B, up_B, down_A, down_B, gate_weight, up_weight, down_weight
+            x if need_gate_A or need_up_A else None,
+            gate,
+            up,
+            z,
+            A,
+            gate_B,
+            up_B,
+            down_A,
+            down_B,
+            gate_weight,
+            up_weight,
+            down_weight,
         )
         return output
 
@@ -145,14 +158,13 @@ class LoRA_MLP(torch.autograd.Function):
             )
         x, gate, up, z, A, gate_B, up_B, down_A, down_B, *weights = ctx.saved_tensors
         gate_weight, up_weight, down_weight = weights
-        rows = x.reshape(-1, x.shape[-1])
         gate_scaling, up_scaling, down_scaling = ctx.scalings
         (
             need_x, need_gate_A, need_gate_B, need_up_A, need_up_B, need_down_A, need_down_B, _,
         ) = ctx.needs_input_grad  # fmt: skip
 
         with without_autocast(grad_output):
-            grad_rows = grad_output.reshape(-1, grad_output.shape[-1]).to(rows.dtype)
+            grad_rows = grad_output.reshape(-1, grad_output.shape[-1]).to(gate.dtype)
 
             # output = hidden Wd' + sd (hidden Ad') Bd'
             down = Group([down_weight], down_A, [down_B], [down_scaling])
@@ -171,13 +183,14 @@ class LoRA_MLP(torch.autograd.Function):
             both = Group([gate_weight, up_weight], A, [gate_B, up_B], [gate_scaling, up_scaling])
             grads = [grad_gate, grad_up]
             grad_x, grad_z = input_gradient(both, grads, need_x, [need_gate_A, need_up_A])
+            rows = None if x is None else x.reshape(-1, x.shape[-1])
             grads_both = adapter_gradients(
                 both, rows, z, grads, grad_z,
                 [need_gate_A, need_gate_B, need_up_A, need_up_B], ctx.dtypes_of_both,
             )  # fmt: skip
 
         if grad_x is not None:
-            grad_x = grad_x.view(x.shape).to(ctx.dtype_of_x)
+            grad_x = grad_x.view(ctx.shape_of_x).to(ctx.dtype_of_x)
         return grad_x, *grads_both, *grads_down, None
 
 

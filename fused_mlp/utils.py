@@ -14,8 +14,9 @@ Backward, for the incoming dyi:
     dA  = [dA1; dA2; ...] = dz' x
     dBi = si dyi' zi
 
-So x is read once for all A, dA is one product and all adapters reach dx in one. Weights lie as
-`torch.nn.Linear` keeps them. All products are cuBLAS calls that accumulate in fp32.
+So x is read once for all A, dA is one product and all adapters reach dx in one. A layer without an
+adapter has one of rank 0, which costs nothing. Weights lie as `torch.nn.Linear` keeps them. All
+products are cuBLAS calls that accumulate in fp32.
 """
 
 from collections.abc import Sequence
@@ -64,15 +65,17 @@ def cast_adapters(adapters: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tenso
     sources: list[Tensor] = []
     copies: list[Tensor] = []
     for i, one in enumerate(B):
-        if one.dtype != dtype:
+        if one.dtype != dtype and one.shape[1]:
             cast[i] = torch.empty_like(one, dtype=dtype)
             sources.append(one)
             copies.append(cast[i])
     if len(A) > 1 or stacked.dtype != dtype:
+        A = [one for one in A if len(one)] or A[:1]
         ranks = [len(one) for one in A]
         stacked = A[0].new_empty(sum(ranks), A[0].shape[1], dtype=dtype)
-        sources += A
-        copies += stacked.split_with_sizes(ranks)
+        if sum(ranks):
+            sources += A
+            copies += stacked.split_with_sizes(ranks)
     if copies:
         torch._foreach_copy_(copies, sources)
     return stacked, cast
@@ -101,7 +104,8 @@ def matmul_lora(
         rows = torch.mm(x, weight.t(), out=rows)
     else:
         rows = torch.addmm(bias, x, weight.t(), out=rows)
-    return rows.addmm_(z, B.t(), alpha=scaling)
+    # of rank 0 it would still pass over rows once
+    return rows.addmm_(z, B.t(), alpha=scaling) if B.shape[1] else rows
 
 
 def input_gradient(
@@ -127,16 +131,16 @@ def input_gradient(
             columns.addmm_(grad, B, beta=0, alpha=scaling)
     if not need_x:
         return None, grad_z
-    grad_x = grad_z @ group.A
+    grad_x = grad_z @ group.A if sum(ranks) else None
     for grad, weight in zip(grads, group.weights, strict=True):
         if grad is not None:
-            grad_x.addmm_(grad, weight)
+            grad_x = grad @ weight if grad_x is None else grad_x.addmm_(grad, weight)
     return grad_x, grad_z
 
 
 def adapter_gradients(
     group: Group,
-    x: Tensor,
+    x: Tensor | None,
     z: Tensor | None,
     grads: Sequence[Tensor | None],
     grad_z: Tensor | None,
@@ -145,14 +149,15 @@ def adapter_gradients(
 ) -> list[Tensor | None]:
     """[dA1, dB1, dA2, dB2, ...] of a group, each in its own of `dtypes`, None unless it is needed.
 
-    x [T, in], z = x A' (None if no dB is needed), grads and dz as in `input_gradient`. The dA lie
-    in one storage: one product, even where one is not needed. A layer whose dy is None has none.
+    x [T, in] (None if no dA is needed), z = x A' (None if no dB is), grads and dz as in
+    `input_gradient`. The dA lie in one storage: one product, even where one is not needed. A layer
+    whose dy is None has none.
     """
     gradients: list[Tensor | None] = [None] * len(needs)
     ranks = group.ranks
     need_A = [need and grad is not None for need, grad in zip(needs[::2], grads, strict=True)]
     if any(need_A):
-        assert grad_z is not None
+        assert x is not None and grad_z is not None
         # in the widest dtype among them, so that it loses nothing
         widest = max(dtypes[::2], key=lambda dtype: dtype.itemsize)
         stacked = scaled_matmul(grad_z.t(), x, 1.0, widest).split_with_sizes(ranks)

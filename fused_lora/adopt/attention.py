@@ -23,6 +23,7 @@ from .site import (
     say_once,
     why_not_class,
     why_not_own_forward,
+    why_unloaded,
 )
 
 
@@ -37,6 +38,9 @@ def read_qkv(attention: nn.Module) -> tuple | str:
         if isinstance(projection, str):
             return f"{name}: {projection}"
         projections.append(projection)
+    if not any(len(one.A) for one in projections):
+        if (reason := why_unloaded(attention)) is not None:
+            return reason
     adapters = (tensor for one in projections for tensor in (one.A, one.B))
     weights, biases, scalings = zip(
         *((one.weight, one.bias, one.scaling) for one in projections), strict=True
@@ -46,7 +50,9 @@ def read_qkv(attention: nn.Module) -> tuple | str:
 
 def output_projections(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, attention in having("q_proj", "o_proj")(model):
-        yield f"{name}.o_proj", attention.get_submodule("o_proj")
+        o = attention.get_submodule("o_proj")
+        if type(o) is not nn.Linear:  # without an adapter it is best by itself
+            yield f"{name}.o_proj", o
 
 
 def read_output(projection: nn.Module) -> Projection | str:
@@ -118,7 +124,8 @@ def _read_rest(attention: Any, mask, past_key_values, options: dict) -> Projecti
     if reason is not None:
         return reason
     o = attention.o_proj
-    return read_output(o) if "attention" in fused_parts_of(o) else "its o runs by itself"
+    runs_here = "attention" in fused_parts_of(o) or type(o) is nn.Linear
+    return read_output(o) if runs_here else "its o runs by itself"
 
 
 def why_not_sdpa(attention: Any) -> str | None:

@@ -33,7 +33,9 @@ from ..kernels.many_copies import ManyCopies, Matrices
 from ..kernels.rows import Handover, empty_rows
 from .projection import Projection
 
-WIDTH_MULTIPLE = 8  # of bf16 are 16 bytes, to which cuBLAS wants every row aligned
+# Of bf16 are 16 bytes, to which cuBLAS wants every row aligned. Without any adapter the border is
+# as wide, and zero.
+WIDTH_MULTIPLE = 8
 
 
 # --- one buffer -----------------------------------------------------------------------------------
@@ -106,7 +108,7 @@ def _make(reads: Sequence[Projection], ranks: Sequence[int]) -> _Made:
     in_features = first.shape[1]
     outs = tuple(read.weight.shape[0] for read in reads)
     blocks = tuple(max(rank, read.A.shape[0]) for rank, read in zip(ranks, reads, strict=True))
-    width = -(-sum(blocks) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
+    width = -(-max(sum(blocks), 1) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
     matrix = empty_rows(first, sum(outs) + width, in_features + width).zero_()
     bias = None
     if any(read.bias is not None for read in reads):
@@ -236,17 +238,17 @@ def _matrices(groups: Sequence[Bordered], adapters: Sequence[Tensor]) -> Matrice
 
 
 def let_save(base: nn.Linear) -> None:
-    """Let this linear layer, whose weight is to lie in a buffer, be saved once it stands in the
-    model by itself (`_leave_peft`)."""
+    """Let this linear layer, whose weight is to lie in a buffer, be saved once it stands in a model
+    of its own (`_leave_peft`)."""
     if _leave_peft not in base._state_dict_pre_hooks.values():
         base.register_state_dict_pre_hook(_leave_peft)
 
 
 def _leave_peft(base: nn.Module, prefix: str, keep_vars: bool) -> None:
     """Give a linear layer memory of its own when its state is asked for and it is no longer within
-    a layer of PEFT's, after `merge_and_unload` or `unload`: safetensors refuses weights that share
-    memory or are not contiguous."""
-    if not prefix.endswith("base_layer."):
+    a layer or a model of PEFT's, after `merge_and_unload` or `unload`: safetensors refuses weights
+    that share memory or are not contiguous."""
+    if not prefix.endswith("base_layer.") and "base_model." not in prefix:
         _give_own_memory(base)
 
 

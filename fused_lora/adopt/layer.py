@@ -4,7 +4,7 @@
 layer that may not run as one runs what else is fused in it, each part by itself, and says once why.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import MethodType
 from typing import Any
 
@@ -24,7 +24,15 @@ from .borders import LayerBorders, let_save
 from .mlp import why_not_activation
 from .projection import Projection, read_projection, why_call
 from .rms_norm import normed_layer_forward
-from .site import FusedForward, class_forward, fused_parts_of, reason_in, say_once, why_not_class
+from .site import (
+    FusedForward,
+    class_forward,
+    fused_parts_of,
+    reason_in,
+    say_once,
+    why_not_class,
+    why_unloaded,
+)
 
 # Of each of GROUPS: the module that has its projections, and their names.
 GROUPED_PROJECTIONS = (
@@ -63,7 +71,7 @@ def give_borders(layers: Sequence[tuple[str, nn.Module]]) -> None:
     first_with: dict[int, str] = {}
     for name, layer in layers:
         owner: Any = vars(layer)["forward"].__self__
-        weights = [projection.base_layer.weight for projection in _lora_layers(layer)]
+        weights = [base.weight for base in _base_layers(layer)]
         replica_of = next(filter(None, (first_with.get(id(one)) for one in weights)), None)
         first_with.update((id(one), name) for one in weights if replica_of is None)
         owner.borders.handover, owner.borders.replica_of = handover, replica_of
@@ -71,8 +79,8 @@ def give_borders(layers: Sequence[tuple[str, nn.Module]]) -> None:
         # on the CPU it will not run before it was moved
         if not isinstance(reads, str) and _runs_on(reads[0][0].weight.device):
             owner.borders.bordered(reads, _ranks(layer))
-        for projection in _lora_layers(layer):
-            let_save(projection.base_layer)
+        for base in _base_layers(layer):
+            let_save(base)
 
 
 def _runs_on(device: torch.device) -> bool:
@@ -139,27 +147,37 @@ def _read(layer: Any) -> list[list[Projection]] | str:
                     )
             group.append(read)
         groups.append(group)
+    if not any(len(read.A) for group in groups for read in group):
+        return why_unloaded(layer) or groups
     return groups
 
 
-def _lora_layers(layer: Any) -> Iterator[Any]:
-    """Those of the layer's projections that have adapters."""
+def _base_layers(layer: Any) -> Iterator[Any]:
+    """The linear layers under the layer's projections."""
     for owner, names in GROUPED_PROJECTIONS:
         for name in names:
             projection = getattr(layer, owner)._modules[name]
-            if isinstance(getattr(projection, "base_layer", None), nn.Linear):
-                yield projection
+            base = getattr(projection, "base_layer", projection)
+            if isinstance(base, nn.Linear):
+                yield base
 
 
 def _ranks(layer: Any) -> list[list[int]]:
     """The largest rank of each projection's adapters, by its buffer."""
     return [
         [
-            max(A.out_features for A in getattr(layer, owner)._modules[name].lora_A.values())
+            max(
+                (A.out_features for A in _adapters_of(getattr(layer, owner)._modules[name])),
+                default=0,
+            )
             for name in names
         ]
         for owner, names in GROUPED_PROJECTIONS
     ]
+
+
+def _adapters_of(projection: Any) -> Iterable[Any]:
+    return projection.lora_A.values() if hasattr(projection, "lora_A") else ()
 
 
 def _why_not_parts(layer: Any) -> str | None:
@@ -228,8 +246,8 @@ def layer_forward(
         layer, hidden_states, attention_mask, past_key_values, position_embeddings, options
     ) or _read(layer)
     if isinstance(reads, str):
-        # a model that is only asked may be so in any way, with a cache say, or unloaded
-        if torch.is_grad_enabled() and any(True for _ in _lora_layers(layer)):
+        # a model that is only asked may be so in any way, with a cache say
+        if torch.is_grad_enabled():
             say_once(layer, reads)
         own = normed_layer_forward if "rms_norm" in parts else _class_forward
         return own(

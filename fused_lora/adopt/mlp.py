@@ -9,7 +9,7 @@ from fused_mlp import FrozenMLP, LoRA_MLP
 
 from ..step.recompute import is_recomputing
 from .projection import read_projection, why_call
-from .site import class_forward, say_once, why_not_class
+from .site import class_forward, say_once, why_not_class, why_unloaded
 
 
 def read_mlp(mlp: nn.Module) -> tuple | str:
@@ -25,6 +25,8 @@ def read_mlp(mlp: nn.Module) -> tuple | str:
         if projection.bias is not None:
             return f"{name}: its base layer has a bias"
         projections.append(projection)
+    if not any(len(one.A) for one in projections) and (reason := why_unloaded(mlp)) is not None:
+        return reason
     gate, up, down = projections
     frozen = FrozenMLP(gate.weight, up.weight, down.weight, gate.scaling, up.scaling, down.scaling)
     return gate.A, gate.B, up.A, up.B, down.A, down.B, frozen

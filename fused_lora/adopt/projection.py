@@ -1,4 +1,4 @@
-"""Reading of a linear layer with a PEFT adapter: what it computes, as it is now."""
+"""Reading of a linear layer with a PEFT adapter, or with none: what it computes, as it is now."""
 
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ from .site import has_own_forward, why_not_own_forward
 
 
 class Projection(NamedTuple):
-    """x W' + bias + scaling (x A') B'"""
+    """x W' + bias + scaling (x A') B'; without an adapter A and B are of rank 0."""
 
     weight: Tensor
     bias: Tensor | None
@@ -27,9 +27,15 @@ def read_projection(projection: nn.Module, own_forward: bool = True) -> Projecti
     Called at every forward, up to seven times a layer. `own_forward`: whether the projection
     itself must still have its class's forward.
     """
+    if type(projection) is nn.Linear:
+        reason = _why_not_base(projection) or why_call(projection, own_forward)
+        return reason or _without_adapter(projection)
     if type(projection) is not LoraLinear:
         kind = type(projection)
-        return f"no LoRA adapter of PEFT's plain kind ({kind.__module__}.{kind.__qualname__})"
+        return (
+            "it is neither torch.nn.Linear nor has it a LoRA adapter of PEFT's plain kind "
+            f"({kind.__module__}.{kind.__qualname__})"
+        )
     if projection.disable_adapters:
         return "adapters are disabled"
     if projection.merged:
@@ -55,15 +61,8 @@ def read_projection(projection: nn.Module, own_forward: bool = True) -> Projecti
         return f"it uses a variant of LoRA ({type(projection.lora_variant[adapter]).__name__})"
     if _parameter(B, "bias") is not None:
         return "its adapter has a bias (lora_bias)"
-    if type(base) is not nn.Linear:
-        return f"its base layer is {type(base).__name__}, not torch.nn.Linear"
-    weight, bias = _parameter(base, "weight"), _parameter(base, "bias")
-    if type(weight) not in (nn.Parameter, Tensor) or not weight.is_floating_point():
-        return f"its base weight {why_not_plain(weight)}"
-    if weight.requires_grad:
-        return "its base weight is trainable"
-    if bias is not None and bias.requires_grad:
-        return "its base bias is trainable"
+    if (reason := _why_not_base(base)) is not None:
+        return reason
     for module in (projection, base, dropout, A, B):
         reason = why_call(module, own_forward or module is not projection)
         if reason is not None:
@@ -75,7 +74,28 @@ def read_projection(projection: nn.Module, own_forward: bool = True) -> Projecti
             "would wait: hotswap_adapter works without that, too"
         )
     A, B = _parameter(A, "weight"), _parameter(B, "weight")
-    return Projection(weight, bias, A, B, scaling)
+    return Projection(_parameter(base, "weight"), _parameter(base, "bias"), A, B, scaling)
+
+
+def _why_not_base(base: nn.Module) -> str | None:
+    """Return the reason if a base layer is anything else than a frozen linear layer."""
+    if type(base) is not nn.Linear:
+        return f"its base layer is {type(base).__name__}, not torch.nn.Linear"
+    weight, bias = _parameter(base, "weight"), _parameter(base, "bias")
+    if type(weight) not in (nn.Parameter, Tensor) or not weight.is_floating_point():
+        return f"its base weight {why_not_plain(weight)}"
+    if weight.requires_grad:
+        return "its base weight is trainable"
+    if bias is not None and bias.requires_grad:
+        return "its base bias is trainable"
+    return None
+
+
+def _without_adapter(linear: nn.Module) -> Projection:
+    weight = _parameter(linear, "weight")
+    out_features, in_features = weight.shape
+    A, B = weight.new_empty(0, in_features), weight.new_empty(out_features, 0)
+    return Projection(weight, _parameter(linear, "bias"), A, B, 0.0)
 
 
 def _parameter(module: nn.Module, name: str) -> Any:

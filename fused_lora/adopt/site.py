@@ -86,6 +86,7 @@ class FusedForward:
 
     def __init__(self, function: Callable, module: nn.Module, parts: frozenset[str]):
         self.function, self.module, self.parts = function, module, parts
+        self.had_adapters = _has_adapters(module)
         self.told: set[str] = set()  # what `say_once` has said; `fuse` lets a model's share one
         self.checkpoints = CHECKPOINTED_BY_FORWARD and isinstance(
             module, modeling_layers.GradientCheckpointingLayer
@@ -137,7 +138,8 @@ def _owner_of(module: nn.Module, at: str = "forward") -> FusedForward | None:
 
 
 # Of reasons that are the user's own wish: PEFT's ways to run a model with other adapters or none.
-WISHES = ("adapters are disabled", "adapters are merged", "adapters are active", "no adapter named")
+WISHES = ("adapters are disabled", "adapters are merged", "adapters are active", "no adapter named",
+          "adapters have been unloaded")  # fmt: skip
 
 
 def say_once(module: nn.Module, reason: str) -> None:
@@ -153,6 +155,18 @@ def say_once(module: nn.Module, reason: str) -> None:
             "(fused_lora.report says which others do)",
             stacklevel=3,
         )
+
+
+def why_unloaded(module: nn.Module) -> str | None:
+    """Return the reason if a module without adapters had some when `fuse` was called. It is asked
+    where a module's projections have none: one that never had any runs fused with the others."""
+    owner = _owner_of(module)
+    had = owner is not None and owner.had_adapters and not _has_adapters(module)
+    return "its adapters have been unloaded" if had else None
+
+
+def _has_adapters(module: nn.Module) -> bool:
+    return any(hasattr(part, "lora_A") for part in module.modules())
 
 
 def share_told(model: nn.Module) -> None:

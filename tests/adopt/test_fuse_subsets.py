@@ -1,0 +1,31 @@
+"""Adapters on some of the projections or layers: what has none is a frozen product in the same
+fused functions."""
+
+import copy
+
+import pytest
+import torch
+from layer_case import assert_model_right, peft_model
+
+from fused_lora import Fusion, fuse
+
+SUBSETS = {
+    "q and v": {"target_modules": ["q_proj", "v_proj"]},
+    "gate and up": {"target_modules": ["gate_proj", "up_proj"]},
+    "k, o and down": {"target_modules": ["k_proj", "o_proj", "down_proj"]},
+    "the second layer": {"layers_to_transform": [1]},
+}
+FUSIONS = {
+    "parts": Fusion(mlp=True, attention=True, rope=True, rms_norm=True, cross_entropy=True),
+    "layers": Fusion(layer=True, rms_norm=True, cross_entropy=True),
+}
+
+
+@pytest.mark.thinned
+@pytest.mark.parametrize("fusion", FUSIONS.values(), ids=FUSIONS)
+@pytest.mark.parametrize("subset", SUBSETS.values(), ids=SUBSETS)
+def test_any_subset_of_adapters_runs_fused_as_a_whole_and_right(subset, fusion, device):
+    plain = peft_model(device, dtype=torch.bfloat16, **subset)
+    fused = copy.deepcopy(plain)
+    assert fuse(fused, fusion).left == {}
+    assert_model_right(fused, plain)
