@@ -163,15 +163,12 @@ def own_of(layer):
     return layer.gradient_checkpointing, getattr(function, "func", function)
 
 
-@pytest.mark.parametrize("name", ["attention", "selective"])
-def test_a_policy_stays_when_checkpointing_is_switched_on_and_off(name, device):
+def test_a_policy_stays_when_checkpointing_is_switched_on_and_off(device):
     """By the Trainer, whose gradient_checkpointing=True comes after fuse()."""
-    fusion = FUSIONS[name]
-    fused, plain, _ = pair(device, fusion, config=THREE_LAYERS)
+    fused, plain, _ = pair(device, FUSIONS["selective"], config=THREE_LAYERS)
     layers = [layer_of(fused, index) for index in range(3)]
     policies = [policy_of(layer) for layer in layers]
-    is_held = fusion.checkpoint != ""
-    assert all(policies) == any(policies) == is_held
+    assert all(policies)
     for _ in range(2):
         fused.gradient_checkpointing_disable()
         assert not any(layer.gradient_checkpointing for layer in layers)
@@ -181,8 +178,7 @@ def test_a_policy_stays_when_checkpointing_is_switched_on_and_off(name, device):
     for model in (fused, plain):
         step(model)
     assert_same_gradients(fused, plain)
-    if is_held:
-        unfuse(fused)
+    unfuse(fused)
     assert [own_of(layer) for layer in layers] == [(True, torchs_checkpoint)] * 3
 
 

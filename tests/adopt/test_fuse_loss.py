@@ -10,7 +10,6 @@ from peft import LoraConfig, PeftModel
 from peft_models import ATTENTION, adapt, assert_equal, base_model, ids, peft_model, set_weights
 from reference import random
 from torch import nn
-from transformers import Trainer, TrainingArguments
 
 from fused_lora import Fusion, fuse, report
 from fused_lora.adopt import cross_entropy as loss_site
@@ -99,22 +98,6 @@ def test_a_loss_function_of_ones_own_is_reported_and_run_with_its_options(losses
     want = step(plain, label_smoothing=0.1)
     assert_equal(step(fused, label_smoothing=0.1), want)
     assert not torch.equal(want["loss"], step(plain)["loss"]) and not losses
-
-
-def test_the_trainers_label_smoothing_is_as_without_fusion(losses, tmp_path, device):
-    """It takes the labels out of the batch and smooths the logits' loss itself."""
-    tokens = ids(device)
-    found = []
-    for model in pair(device, LOSS)[:2]:
-        arguments = TrainingArguments(str(tmp_path), label_smoothing_factor=0.1, report_to=[])
-        trainer = Trainer(model, arguments)
-        inputs = {"input_ids": tokens, "labels": tokens.clone()}
-        loss = trainer.compute_loss(model, inputs, num_items_in_batch=torch.tensor(32))
-        loss.backward()
-        gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        found.append({"loss": loss.detach(), **gradients})
-    assert len(found[0]) > 1 and not losses
-    assert_equal(*found)
 
 
 # --- heads that PEFT trains -----------------------------------------------------------------------

@@ -25,6 +25,7 @@ from fused_lora.cross_entropy import labelled_rows, linear_cross_entropy
 from fused_lora.decoder_layer import DecoderLayer
 
 WITH_LOSS = Fusion(layer=True, cross_entropy=True)
+FULL = Fusion(checkpoint="full")
 # Of `step`'s 2 x 9 tokens: a row's last has none to predict, and the next one of 5 others is -100.
 TOKENS = 2 * 9
 LABELLED = TOKENS - 2 - 5
@@ -55,34 +56,23 @@ def with_rows(inputs, rows):
     return [*inputs[:-1], inputs[-1]._replace(rows=rows)]
 
 
-def of_rows(rows, device):
-    """A layer's results for these rows alone, and for all with no gradient elsewhere."""
+@pytest.mark.parametrize("rows", [[0, 3, 4, 11, 17], [17], [5, 2, 9]], ids=str)
+def test_rows_are_what_they_are_with_all(rows, device):
+    """And with no gradient elsewhere. Twice, for a backward may write nothing that it reads."""
     _, inputs, grad = operands(device)
     elsewhere = [i for i in range(18) if i not in rows]
     zeroed, poisoned = grad.clone(), grad.clone()
     zeroed.view(18, -1)[elsewhere] = 0.0
     poisoned.view(18, -1)[elsewhere] = float("nan")  # is not read
-    found = []
-    for given, gradient in ((rows, poisoned), (None, zeroed)):
-        output = DecoderLayer.apply(*with_rows(inputs, given))
-        gradients = torch.autograd.grad(output, leaves(inputs), gradient)
-        found.append((output.detach().flatten(0, 1), *gradients))
-    assert not found[0][0][elsewhere].any()
-    return [(output[rows], *gradients) for output, *gradients in found]
-
-
-@pytest.mark.parametrize("rows", [[0, 3, 4, 11, 17], [17], [5, 2, 9]], ids=str)
-def test_rows_are_what_they_are_with_all(rows, device):
-    got, want = of_rows(rows, device)
-    assert len(got) == 16
-    for one, other in zip(got, want, strict=True):
+    some, every = (DecoderLayer.apply(*with_rows(inputs, given)) for given in (rows, None))
+    assert not some.flatten(0, 1)[elsewhere].any()
+    assert relative_error(*(output.flatten(0, 1)[rows] for output in (some, every))) < 1e-5
+    first = torch.autograd.grad(some, leaves(inputs), poisoned, retain_graph=True)
+    second = torch.autograd.grad(some, leaves(inputs), poisoned)
+    want = torch.autograd.grad(every, leaves(inputs), zeroed)
+    assert all(map(torch.equal, first, second)) and len(want) == 15
+    for one, other in zip(first, want, strict=True):
         assert one.shape == other.shape and relative_error(one, other) < 1e-5
-
-
-def test_no_row_gives_gradients_of_zero(device):
-    got, _ = of_rows([], device)
-    assert got[0].shape == (0, 52) and len(got) == 16
-    assert not any(gradient.any() for gradient in got[1:])
 
 
 def test_rows_are_within_the_error_budget(device, monkeypatch):
@@ -94,18 +84,6 @@ def test_rows_are_within_the_error_budget(device, monkeypatch):
         DecoderLayer, "apply", lambda *inputs: apply(*inputs[:-1], inputs[-1]._replace(rows=rows))
     )
     assert_layer_right(fused, plain, (2, 9), torch.bfloat16)
-
-
-def test_a_second_backward_and_nothing_written(device):
-    _, inputs, grad = operands(device)
-    inputs = with_rows(inputs, [1, 4, 16])
-    watched = [grad, inputs[-1].rows, *(t for t in inputs[:-1] if t is not None)]
-    before = [t.detach().clone() for t in watched]
-    output = DecoderLayer.apply(*inputs)
-    first = torch.autograd.grad(output, leaves(inputs), grad, retain_graph=True)
-    second = torch.autograd.grad(output, leaves(inputs), grad)
-    assert all(map(torch.equal, first, second))
-    assert all(map(torch.equal, watched, before))
 
 
 def test_what_is_left_out_is_neither_multiplied_nor_saved(device, monkeypatch):
@@ -189,32 +167,25 @@ def test_loss_and_gradients_are_within_the_error_budget_under_autocast(wanted, d
     assert wanted == [None, 2 * 17 - 2 - 5] * 3
 
 
-def transformers_own(use_reentrant):
-    def checkpoint(model):
-        model.enable_input_require_grads()  # a reentrant checkpoint sees no other gradient
-        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-        fuse(model, WITH_LOSS)
-
-    return checkpoint
-
-
-CHECKPOINTED = {  # how, and how often the last layer runs
-    "reentrant": (transformers_own(True), 2),
-    "not reentrant": (transformers_own(False), 2),
-    "full": (lambda model: fuse(model, Fusion(**vars(WITH_LOSS) | {"checkpoint": "full"})), 1),
-    "full, before the loss": (
-        lambda model: (fuse(model, Fusion(layer=True, checkpoint="full")), fuse(model, WITH_LOSS)),
-        2,
-    ),
-}
-
-
-@pytest.mark.parametrize("how", CHECKPOINTED)
-def test_a_last_layer_that_runs_again_leaves_out_the_same(how, few_tokens, wanted, device):
-    checkpoint, runs = CHECKPOINTED[how]
-    fused, plain, _ = pair(device)
-    checkpoint(fused)
-    assert_same(step(fused), step(plain))
+@pytest.mark.parametrize(
+    ("how", "runs"),
+    [("reentrant", 2), ("not reentrant", 2), ("full", 1), ("full, before the loss", 2)],
+)
+def test_a_last_layer_that_runs_again_leaves_out_the_same(how, runs, few_tokens, wanted, device):
+    fused, _, _ = pair(device)
+    kept = copy.deepcopy(fused)
+    fuse(kept, WITH_LOSS)
+    want = step(kept)
+    wanted.clear()
+    if how.endswith("reentrant"):
+        fused.enable_input_require_grads()  # a reentrant checkpoint sees no other gradient
+        fused.gradient_checkpointing_enable({"use_reentrant": how == "reentrant"})
+    if how == "full, before the loss":
+        fuse(fused, FULL)
+    fuse(fused, WITH_LOSS)
+    if how == "full":
+        fuse(fused, FULL)
+    assert_same(step(fused), want, 1e-6)
     assert wanted == [None, *[LABELLED] * runs, None]
 
 
@@ -278,8 +249,8 @@ SEEN_BY_OTHERS = {
     "a compiled layer": lambda model: setattr(
         layer_of(model, 1), "_compiled_call_impl", layer_of(model, 1)._call_impl
     ),
-    "evaluation": lambda model: model.eval() and None,
-    "no fused loss": lambda model: (unfuse(model), fuse(model, LAYER)) and None,
+    "evaluation": lambda model: model.eval(),
+    "no fused loss": lambda model: (unfuse(model), fuse(model, LAYER)),
 }
 
 
@@ -300,20 +271,16 @@ def drop_out(model, index):
     layer_of(model, index).mlp.up_proj.lora_dropout["default"] = nn.Dropout(1e-9)
 
 
-def test_a_last_layer_that_may_not_run_fused_computes_all(few_tokens, wanted, device):
-    fused, plain, _ = pair(device, WITH_LOSS)
-    for model in (fused, plain):
-        drop_out(model, 1)
-    assert_same(step(fused), step(plain), 1e-4)
-    assert wanted == [None]
-
-
 @pytest.mark.parametrize("parts", [{}, {"attention": True, "rope": True, "rms_norm": True}])
-def test_other_layers_need_not_know_of_it(parts, few_tokens, wanted, device):
-    """Neither transformers' own nor those of which parts are fused."""
+@pytest.mark.parametrize(("index", "ran"), [(0, [LABELLED]), (1, [None])], ids=("first", "last"))
+def test_beside_a_layer_that_does_not_run_fused(index, ran, parts, few_tokens, wanted, device):
+    """The first is not fused and need not know of it; the last one steps aside and computes all."""
     plain = pair(device)[1]
-    drop_out(plain, 0)
+    if index == 0:
+        drop_out(plain, 0)
     fused = copy.deepcopy(plain)
     fuse(fused, Fusion(layer=True, cross_entropy=True, **parts))
+    if index == 1:
+        drop_out(fused, 1), drop_out(plain, 1)
     assert_same(step(fused), step(plain), 1e-4)
-    assert wanted == [LABELLED]
+    assert wanted == ran
