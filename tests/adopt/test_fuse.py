@@ -14,7 +14,6 @@ from peft_models import (
     MLP,
     MLP_NAMES,
     MLP_ON,
-    adapt,
     assert_right,
     base_model,
     layers,
@@ -102,18 +101,9 @@ NOTHING_TO_FUSE = {
         lambda d: peft_model(d, target_modules=[*ATTENTION]),
         r"gate_proj: no LoRA adapter of PEFT's plain kind \(torch.nn.modules.linear.Linear\)",
     ),
-    "no down_proj": (
-        lambda d: peft_model(d, target_modules=["gate_proj", "up_proj"]),
-        "down_proj: no LoRA adapter",
-    ),
-    "not PEFT": (base_model, "gate_proj: no LoRA adapter"),
     "no MLP": (
         lambda d: nn.Sequential(nn.Linear(2, 2)),
         "it has no MLP with gate_proj, up_proj and down_proj",
-    ),
-    "GeGLU": (
-        lambda d: adapt(base_model(d, hidden_act="gelu_pytorch_tanh"), d),
-        "its activation is GELUTanh, not SiLU",
     ),
     "Gemma": (
         lambda d: peft_model(d, "Gemma"),

@@ -163,39 +163,26 @@ def own_of(layer):
     return layer.gradient_checkpointing, getattr(function, "func", function)
 
 
-def test_a_policy_stays_when_checkpointing_is_switched_on_and_off(device):
+@pytest.mark.parametrize("parts", [{}, {"rms_norm": True}], ids=["layer's own", "fused forward"])
+def test_a_policy_stays_when_checkpointing_is_switched_on_and_off(parts, device):
     """By the Trainer, whose gradient_checkpointing=True comes after fuse()."""
-    fused, plain, _ = pair(device, FUSIONS["selective"], config=THREE_LAYERS)
-    layers = [layer_of(fused, index) for index in range(3)]
+    fused, plain, _ = pair(device, Fusion(**parts, checkpoint="full"))
+    layers = fused.get_submodule(LAYERS)
     policies = [policy_of(layer) for layer in layers]
-    assert all(policies)
+    step(plain)
     for _ in range(2):
         fused.gradient_checkpointing_disable()
-        assert not any(layer.gradient_checkpointing for layer in layers)
+        assert runs_of_a_step(fused) == [0, 1]
         fused.gradient_checkpointing_enable()
-        assert all(layer.gradient_checkpointing for layer in layers)
-    assert [policy_of(layer) for layer in layers] == policies
-    for model in (fused, plain):
-        step(model)
-    assert_same_gradients(fused, plain)
-    unfuse(fused)
-    assert [own_of(layer) for layer in layers] == [(True, torchs_checkpoint)] * 3
-
-
-@pytest.mark.parametrize("parts", [{}, {"rms_norm": True}], ids=["layer's own", "fused forward"])
-def test_what_is_switched_off_runs_once(parts, device):
-    fused, _, _ = pair(device, Fusion(**parts, checkpoint="full"))
-    assert runs_of_a_step(fused) == TWICE
-    fused.gradient_checkpointing_disable()
-    assert runs_of_a_step(fused) == [0, 1]
-    fused.gradient_checkpointing_enable()
-    assert runs_of_a_step(fused) == TWICE
+        assert runs_of_a_step(fused) == TWICE
+        assert_same_gradients(fused, plain)
+    assert all(policies) and [policy_of(layer) for layer in layers] == policies
     fuse(fused, FUSIONS["none"])
     fused.gradient_checkpointing_enable()
     assert runs_of_a_step(fused) == [0, 1]
     fused.gradient_checkpointing_disable()
     unfuse(fused)
-    assert own_of(layer_of(fused, 1)) == (False, torchs_checkpoint)
+    assert [own_of(layer) for layer in layers] == [(False, torchs_checkpoint)] * 2
 
 
 def test_the_switch_of_a_copy_is_its_own(device):
