@@ -33,18 +33,25 @@ FUSIONS = {
 }
 # the last one's input stays where it is, and nothing below the first is trained
 THREE_LAYERS = {"num_hidden_layers": 3}
-ALL_FUSIONS = pytest.mark.parametrize("fusion", FUSIONS.values(), ids=FUSIONS)
 
 
-def inputs_of(device, seed=3):
-    """Few tokens: it is by them that Triton's interpreter takes its time."""
-    tokens = ids(device, seed)[:, :7]
-    return {"input_ids": tokens, "labels": tokens}
+def few(device, seed=3):
+    """Tokens: it is by them that Triton's interpreter takes its time."""
+    return ids(device, seed)[:, :7]
+
+
+def loss_of(model, tokens):
+    return model(input_ids=tokens, labels=tokens).loss
+
+
+def with_hidden_states(model, tokens):
+    output = model(input_ids=tokens, labels=tokens, output_hidden_states=True)
+    return output.loss + sum(hidden.pow(3).mean() for hidden in output.hidden_states)
 
 
 def step(model):
     model.zero_grad()
-    model(**inputs_of(next(model.parameters()).device)).loss.backward()
+    loss_of(model, few(next(model.parameters()).device)).backward()
 
 
 def assert_same_gradients(fused, plain):
@@ -56,29 +63,15 @@ def assert_same_gradients(fused, plain):
             assert relative_error(parameter.grad, wanted[name]) < 2e-5, name
 
 
-@ALL_FUSIONS
-def test_micro_batches_add_up_to_the_gradients_of_one_batch(fusion, device):
+@pytest.mark.parametrize("fusion", FUSIONS.values(), ids=FUSIONS)
+@pytest.mark.parametrize("loss_of", [loss_of, with_hidden_states])
+def test_micro_batches_add_up_to_the_gradients_of_one_batch(loss_of, fusion, device):
     """The first has its backward alone, the others have one together."""
     fused, plain, _ = pair(device, fusion, config=THREE_LAYERS)
-    first, *others = batches = [inputs_of(device, seed) for seed in (3, 4, 5)]
-    whole = torch.cat([one["input_ids"] for one in batches])
-    plain(input_ids=whole, labels=whole).loss.backward()
-    (fused(**first).loss / 3).backward()
-    sum(fused(**other).loss / 3 for other in others).backward()
-    assert_same_gradients(fused, plain)
-
-
-@ALL_FUSIONS
-def test_hidden_states_are_right_and_pass_their_gradients_on(fusion, device):
-    fused, plain, _ = pair(device, fusion, config=THREE_LAYERS)
-    outputs = []
-    for model in (fused, plain):
-        outputs.append(model(**inputs_of(device), output_hidden_states=True))
-        of_hidden = sum(hidden.pow(3).mean() for hidden in outputs[-1].hidden_states)
-        (outputs[-1].loss + of_hidden).backward()
-    got, want = (output.hidden_states for output in outputs)
-    for one, other in zip(got, want, strict=True):
-        assert relative_error(one, other) < 2e-5
+    first, *others = batches = [few(device, seed) for seed in (3, 4, 5)]
+    loss_of(plain, torch.cat(batches)).backward()
+    (loss_of(fused, first) / 3).backward()
+    sum(loss_of(fused, other) / 3 for other in others).backward()
     assert_same_gradients(fused, plain)
 
 
@@ -260,10 +253,10 @@ class Storages(TorchDispatchMode):
         return {address: size for address, size in storages.items() if address not in own}
 
 
-def held(model, inputs):
+def held(model, tokens):
     """Bytes that are there between a forward and its backward because the forward made them."""
     with Storages() as storages:
-        loss = model(**inputs).loss
+        loss = loss_of(model, tokens)
     found = sum(storages.alive(model).values())
     loss.backward()
     model.zero_grad()
@@ -281,14 +274,14 @@ BUDGETED = {
 def test_a_budget_is_used_and_holds_from_the_first_step_on(name, quick_collections, device):
     parts, lora = BUDGETED[name]
     model = peft_model(device, config={"num_hidden_layers": 4}, **lora)
-    inputs = inputs_of(device)
+    tokens = few(device)
 
     def steps(**policy):
         fuse(model, Fusion(**parts, **policy))
         with torch.no_grad():
-            model(**inputs)
-        held(model, {key: tokens[:, :3] for key, tokens in inputs.items()})  # layers need less
-        return [held(model, inputs) for _ in range(3)]
+            loss_of(model, tokens)
+        held(model, tokens[:, :3])  # where layers need less
+        return [held(model, tokens) for _ in range(3)]
 
     def selective(budget):
         return steps(checkpoint="selective", checkpoint_gib=budget / 2**30)
@@ -340,8 +333,8 @@ def test_dropout_in_a_capture_is_refused_where_a_layer_runs_again(where, device,
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "is_capturing", lambda tensor: True)
         if where == "nowhere":
-            assert model(**inputs_of(device)).loss.isfinite()
+            assert loss_of(model, few(device)).isfinite()
         else:
             with pytest.raises(ValueError, match="dropout cannot be captured"):
-                model(**inputs_of(device))
+                loss_of(model, few(device))
     step(model)
