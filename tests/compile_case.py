@@ -45,11 +45,6 @@ def empty(*shape, dtype=torch.bfloat16):
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
-def launch_all():
-    launch_parts()
-    launch_layer()
-
-
 def launch_parts():
     """The kernels of `mlp`, `rms_norm`, `rope` and `cross_entropy`."""
     gate, x, weight = empty(TOKENS, COLUMNS), empty(TOKENS, HIDDEN), empty(HIDDEN)
@@ -107,7 +102,8 @@ def shared_bytes(arch: int) -> dict[str, int]:
 
     triton.JITFunction.run = compile_only
     try:
-        launch_all()
+        launch_parts()
+        launch_layer()
     finally:
         triton.JITFunction.run = run
     return found

@@ -1,11 +1,12 @@
-"""fuse() in tiny models of four families: right where it fuses, and what it reports."""
+"""The switch `mlp` in tiny models of four families: right where it fuses, what it reports, and each
+reason for a module to stay with PEFT."""
 
-import copy
+import warnings
+from itertools import cycle
 
 import peft
 import pytest
 import torch
-import transformers
 from peft import get_peft_model
 from peft_models import (
     ATTENTION,
@@ -13,19 +14,18 @@ from peft_models import (
     MLP,
     MLP_NAMES,
     MLP_ON,
-    adapt,
-    assert_equal,
     assert_right,
     base_model,
-    ids,
     layers,
     logits,
     pair,
     peft_model,
-    step,
 )
-from reference import assert_within_budget
+from projection_case import HOOKS, hook, replace_forward
+from projection_case import REASONS as OF_A_PROJECTION
+from reference import random
 from torch import nn
+from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
 from fused_lora import Fusion, FusionReport, fuse, report, unfuse
 
@@ -70,57 +70,19 @@ def test_other_ranks_scales_and_targets_are_within_the_error_budget(lora, calls,
     assert len(calls) == 2
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointed_gradients_are_bitwise_equal(use_reentrant, calls, device):
-    model, _ = pair(device)
-    want = step(model.train())
-    model.enable_input_require_grads()  # a reentrant checkpoint sees no other gradient
-    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    calls.clear()
-    assert_equal(step(model), want)
-    assert len(calls) == 4  # each MLP once more
-
-
-def test_accumulated_steps_are_within_the_error_budget(device):
-    fused, plain = pair(device, dtype=torch.bfloat16)
-    double = copy.deepcopy(plain).double()
-    gradients = []
-    for model in (fused, plain, double):
-        for row in ids(device):
-            model(input_ids=row[None], labels=row[None]).loss.backward()
-        gradients.append({n: p.grad for n, p in model.named_parameters() if p.requires_grad})
-    for name, truth in gradients[2].items():
-        assert_within_budget(name, gradients[0][name], gradients[1][name], truth)
-
-
-def test_frozen_adapters_get_no_gradient_and_the_others_the_right_one(device):
-    fused, plain = pair(device)
-    for model in (fused, plain):
-        for name, parameter in model.named_parameters():
-            if ".lora_A." in name or "layers.0.mlp" in name:
-                parameter.requires_grad_(False)
-    assert_right(fused, plain)
-
-
 # --- what it reports, and what it leaves alone ----------------------------------------------------
 
 
-def test_report_names_every_fused_module(device):
+def test_fusing_is_reported_and_fusing_again_changes_nothing_and_unfuse_restores(calls, device):
     model = peft_model(device)
-    assert report(model) == FusionReport({}, {})
-    assert str(report(model)) == "nothing is fused"
+    want = logits(model)
+    assert report(model) == FusionReport({}, {}) and str(report(model)) == "nothing is fused"
     done = fuse(model, MLP_ON)
     assert done == report(model) == FusionReport({"mlp": MLP_NAMES}, {})
     assert str(done) == "mlp: 2 modules fused"
-
-
-def test_fusing_again_changes_nothing_and_unfuse_restores(calls, device):
-    model = peft_model(device)
-    want = logits(model)
-    first = fuse(model, MLP_ON)
     got = logits(model)
     assert len(calls) == 2
-    assert fuse(model, MLP_ON) == first
+    assert fuse(model, MLP_ON) == done
     assert torch.equal(logits(model), got)
     calls.clear()
     assert unfuse(model) == MLP_NAMES
@@ -129,42 +91,19 @@ def test_fusing_again_changes_nothing_and_unfuse_restores(calls, device):
     assert unfuse(model) == [] and report(model) == FusionReport({}, {})
 
 
-def test_only_instances_are_patched(calls, device):
-    cls = transformers.models.qwen2.modeling_qwen2.Qwen2MLP
-    forward, names = cls.forward, set(vars(cls))
-    fused, other = peft_model(device), peft_model(device)
-    fuse(fused, MLP_ON)
-    assert cls.forward is forward and set(vars(cls)) == names
-    assert not any("forward" in vars(module) for module in other.modules())
-    logits(other)
-    assert not calls
-
-
 def test_a_fusion_of_nothing_is_a_value_error(device):
     with pytest.raises(ValueError, match="asks for nothing; set at least one of mlp"):
         fuse(peft_model(device), Fusion())
 
 
 NOTHING_TO_FUSE = {
-    "dropout": (lambda d: peft_model(d, lora_dropout=0.1), "gate_proj: lora_dropout is 0.1"),
-    "DoRA": (lambda d: peft_model(d, use_dora=True), "gate_proj: it uses DoRA"),
-    "lora_bias": (lambda d: peft_model(d, lora_bias=True), "its adapter has a bias"),
     "attention alone": (
         lambda d: peft_model(d, target_modules=[*ATTENTION]),
         r"gate_proj: no LoRA adapter of PEFT's plain kind \(torch.nn.modules.linear.Linear\)",
     ),
-    "no down_proj": (
-        lambda d: peft_model(d, target_modules=["gate_proj", "up_proj"]),
-        "down_proj: no LoRA adapter",
-    ),
-    "not PEFT": (base_model, "gate_proj: no LoRA adapter"),
     "no MLP": (
         lambda d: nn.Sequential(nn.Linear(2, 2)),
         "it has no MLP with gate_proj, up_proj and down_proj",
-    ),
-    "GeGLU": (
-        lambda d: adapt(base_model(d, hidden_act="gelu_pytorch_tanh"), d),
-        "its activation is GELUTanh, not SiLU",
     ),
     "Gemma": (
         lambda d: peft_model(d, "Gemma"),
@@ -180,13 +119,100 @@ NOTHING_TO_FUSE = {
 
 
 @pytest.mark.parametrize("name", NOTHING_TO_FUSE)
-def test_a_model_in_which_nothing_fuses_is_a_value_error_with_the_reason(name, calls, device):
+def test_a_model_in_which_nothing_fuses_is_a_value_error_with_the_reason(name, device):
     make, reason = NOTHING_TO_FUSE[name]
     model = make(device)
     wanted = f"fuse: mlp=True fuses no module.*{reason}.*; leave mlp out"
     with pytest.raises(ValueError, match=wanted):
         fuse(model, MLP_ON)
     assert not any("forward" in vars(module) for module in model.modules())
-    if name != "no MLP":
-        logits(model)
-        assert not calls
+
+
+# --- each reason for one MLP to stay with PEFT ----------------------------------------------------
+
+
+class OtherMLP(Qwen2MLP):
+    pass
+
+
+def set_bias(base):
+    base.bias = nn.Parameter(torch.ones_like(base.weight[:, 0]), requires_grad=False)
+
+
+REASONS = {
+    "not adapted": (
+        lambda mlp: setattr(mlp, "up_proj", mlp.up_proj.base_layer), "up_proj: no LoRA adapter"
+    ),
+    "base bias": (
+        lambda mlp: set_bias(mlp.gate_proj.base_layer), "gate_proj: its base layer has a bias"
+    ),
+    "GeGLU": (lambda mlp: setattr(mlp, "act_fn", nn.GELU()), "its activation is GELU, not SiLU"),
+    "unknown class": (
+        lambda mlp: setattr(mlp, "__class__", OtherMLP), "OtherMLP is not an MLP class"
+    ),
+    "forward of the activation": (
+        lambda mlp: replace_forward(mlp.act_fn), "act_fn: its forward has been replaced"
+    ),
+}  # fmt: skip
+for kind in HOOKS:
+    REASONS[f"{kind} hook on activation"] = (
+        lambda mlp, kind=kind: getattr(mlp.act_fn, f"register_{kind}_hook")(hook),
+        "act_fn: it has hooks",
+    )
+for (name, (change, reason)), part in zip(OF_A_PROJECTION.items(), cycle(MLP), strict=False):
+    REASONS[f"{name} of {part}"] = (
+        lambda mlp, change=change, part=part: change(mlp.get_submodule(part)),
+        f"{part}: {reason}",
+    )
+
+
+@pytest.mark.parametrize("name", REASONS)
+@pytest.mark.parametrize("fused_first", [True, False])
+def test_an_mlp_that_may_not_be_fused_runs_as_peft_has_it(name, fused_first, calls, device):
+    change, reason = REASONS[name]
+    model = peft_model(device)
+    mlp, other = (layer.mlp for layer in layers(model))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT's, that lora_bias cannot be merged
+        if fused_first:
+            fuse(model, MLP_ON)
+            change(mlp)
+            done = report(model)
+        else:
+            change(mlp)
+            done = fuse(model, MLP_ON)
+    assert done.fused == {"mlp": MLP_NAMES[1:]}
+    assert list(done.left) == MLP_NAMES[:1] and reason in done.left[MLP_NAMES[0]]
+    assert f"left to PEFT: {MLP_NAMES[0]}: {done.left[MLP_NAMES[0]]}" in str(done)
+    logits(model)
+    assert len(calls) == 1 and calls[0] is other.gate_proj.base_layer.weight
+    x = random(2, 3, 52, device=device)
+    outputs = []
+    for forward in (mlp, lambda x: type(mlp).forward(mlp, x)):
+        torch.manual_seed(0)
+        outputs.append(forward(x))
+    assert torch.equal(*outputs) and len(calls) == 1
+
+
+def test_a_forward_set_by_somebody_else_is_kept_and_reported(device):
+    model = peft_model(device)
+    mlp = layers(model)[0].mlp
+    replace_forward(mlp)
+    forward = mlp.forward
+    done = fuse(model, MLP_ON)
+    assert done.left == {MLP_NAMES[0]: "its forward has been replaced by something else"}
+    assert mlp.forward is forward and unfuse(model) == MLP_NAMES[1:] and mlp.forward is forward
+
+
+def test_an_mlp_that_becomes_fit_is_reported_until_fuse_is_called_again(calls, device):
+    model = peft_model(device)
+    projection = layers(model)[0].mlp.up_proj
+    projection.base_layer.weight.requires_grad_(True)
+    fuse(model, MLP_ON)
+    projection.base_layer.weight.requires_grad_(False)
+    assert report(model).left[MLP_NAMES[0]].startswith("not asked for")
+    logits(model)
+    assert len(calls) == 1
+    assert fuse(model, MLP_ON) == FusionReport({"mlp": MLP_NAMES}, {})
+    logits(model)
+    assert len(calls) == 3

@@ -63,14 +63,6 @@ def test_accelerates_hooks_after_fuse_are_reported_and_taken_away(calls, device)
     assert fuse(fused, MLP_ON) == done
 
 
-def test_a_forward_that_is_replaced_after_fuse_is_reported(device):
-    fused, _, _ = pair(device, MLP_ON)
-    for layer in layers(fused):
-        layer.mlp.forward = lambda x: x
-    reason = "its forward has been replaced by something else"
-    assert report(fused).left == dict.fromkeys(MLP_NAMES, reason)
-
-
 @pytest.mark.parametrize("fusion", [Fusion(**ALL), LAYER], ids=["parts", "layer"])
 def test_a_model_on_the_cpu_says_so_and_runs_fused_once_it_is_moved(fusion, monkeypatch, device):
     monkeypatch.setattr(fused_lora.adopt.site, "KERNELS_WANT_A_GPU", True)

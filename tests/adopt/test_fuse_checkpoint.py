@@ -1,20 +1,27 @@
-"""Each checkpointing policy in training as people do it: micro-batches, hidden states in the loss,
-and transformers' own checkpointing switched on and off."""
+"""Each checkpointing policy in training as people do it: which layers run again, what is there
+meanwhile, and transformers' own checkpointing switched on and off beside it."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
-from layer_case import layer_of, pair
-from peft_models import ids
+from fused_case import ALL
+from layer_case import layer_of, pair, peft_model
+from peft_models import LAYERS, ids
 from reference import relative_error
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 
 from fused_lora import Fusion, fuse, unfuse
+from fused_lora.step import checkpoint
 from fused_lora.step.checkpoint import policy_of
 
-ALL = dict.fromkeys(("mlp", "attention", "rope", "rms_norm", "cross_entropy"), True)
-KEPT = {"checkpoint": "selective", "checkpoint_gib": 150e3 / 2**30}  # one layer of three
+KEPT = {"checkpoint": "selective", "checkpoint_gib": 90e3 / 2**30}  # one layer of three
+NONE_KEPT = {"checkpoint": "selective", "checkpoint_gib": 0}
+LOSS = Fusion(cross_entropy=True)
 FUSIONS = {
     "attention": Fusion(attention=True),
     "full": Fusion(attention=True, checkpoint="full"),
@@ -22,11 +29,29 @@ FUSIONS = {
     "selective": Fusion(attention=True, **KEPT),
     "all, full": Fusion(**ALL, checkpoint="full"),
     "layer, offload": Fusion(layer=True, cross_entropy=True, checkpoint="offload"),
+    "none": Fusion(checkpoint="none"),
 }
-NONE = {"none": Fusion(checkpoint="none")}
 # the last one's input stays where it is, and nothing below the first is trained
 THREE_LAYERS = {"num_hidden_layers": 3}
-ALL_FUSIONS = pytest.mark.parametrize("fusion", FUSIONS.values(), ids=FUSIONS)
+
+
+def few(device, seed=3):
+    """Tokens: it is by them that Triton's interpreter takes its time."""
+    return ids(device, seed)[:, :7]
+
+
+def loss_of(model, tokens):
+    return model(input_ids=tokens, labels=tokens).loss
+
+
+def with_hidden_states(model, tokens):
+    output = model(input_ids=tokens, labels=tokens, output_hidden_states=True)
+    return output.loss + sum(hidden.pow(3).mean() for hidden in output.hidden_states)
+
+
+def step(model):
+    model.zero_grad()
+    loss_of(model, few(next(model.parameters()).device)).backward()
 
 
 def assert_same_gradients(fused, plain):
@@ -38,45 +63,91 @@ def assert_same_gradients(fused, plain):
             assert relative_error(parameter.grad, wanted[name]) < 2e-5, name
 
 
-@ALL_FUSIONS
-def test_micro_batches_add_up_to_the_gradients_of_one_batch(fusion, device):
+@pytest.mark.parametrize("fusion", FUSIONS.values(), ids=FUSIONS)
+@pytest.mark.parametrize("loss_of", [loss_of, with_hidden_states])
+def test_micro_batches_add_up_to_the_gradients_of_one_batch(loss_of, fusion, device):
     """The first has its backward alone, the others have one together."""
     fused, plain, _ = pair(device, fusion, config=THREE_LAYERS)
-    first, *others = (ids(device, seed) for seed in (3, 4, 5))
-    whole = torch.cat((first, *others))
-    plain(input_ids=whole, labels=whole).loss.backward()
-    (fused(input_ids=first, labels=first).loss / 3).backward()
-    sum(fused(input_ids=other, labels=other).loss / 3 for other in others).backward()
+    first, *others = batches = [few(device, seed) for seed in (3, 4, 5)]
+    loss_of(plain, torch.cat(batches)).backward()
+    (loss_of(fused, first) / 3).backward()
+    sum(loss_of(fused, other) / 3 for other in others).backward()
     assert_same_gradients(fused, plain)
 
 
-@ALL_FUSIONS
-def test_hidden_states_are_right_and_pass_their_gradients_on(fusion, device):
-    fused, plain, _ = pair(device, fusion, config=THREE_LAYERS)
-    tokens = ids(device)
-    outputs = []
-    for model in (fused, plain):
-        outputs.append(model(input_ids=tokens, labels=tokens, output_hidden_states=True))
-        of_hidden = sum(hidden.pow(3).mean() for hidden in outputs[-1].hidden_states)
-        (outputs[-1].loss + of_hidden).backward()
-    got, want = (output.hidden_states for output in outputs)
-    for one, other in zip(got, want, strict=True):
-        assert relative_error(one, other) < 2e-5
-    assert_same_gradients(fused, plain)
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"checkpoint": "most"}, "'most' is unknown; give one of none, full, offload, selective"),
+        ({"checkpoint": "selective"}, "selective wants checkpoint_gib"),
+        ({"checkpoint": "full", "checkpoint_gib": 3.0}, "is for selective, not for full"),
+        ({"checkpoint_gib": 3.0}, "'' is unknown"),
+    ],
+)
+def test_a_policy_that_cannot_be(options, words, device):
+    with pytest.raises(ValueError, match=words):
+        fuse(peft_model(device), Fusion(**options))
+
+
+# --- which layers run again -----------------------------------------------------------------------
+
+
+def runs_of_a_step(model):
+    """Its layers in the order in which they ran, forward and backward."""
+    runs = []
+    hooks = [
+        layer.mlp.gate_proj.register_forward_hook(lambda *_, index=index: runs.append(index))
+        for index, layer in enumerate(model.get_submodule(LAYERS))
+    ]
+    step(model)
+    for hook in hooks:
+        hook.remove()
+    return runs
+
+
+TWICE = [0, 1, 1, 0]
+RUNS = {  # what is fused, one after the other, and the layers that run
+    "none": ([Fusion(checkpoint="none")], [0, 1]),
+    "full": ([Fusion(checkpoint="full")], TWICE),
+    "full, then offload": ([Fusion(checkpoint="full"), Fusion(checkpoint="offload")], TWICE),
+    "selective": ([Fusion(**NONE_KEPT)], TWICE),
+    # whose last layer's backward comes next
+    "fused loss": ([LOSS, Fusion(checkpoint="offload")], [0, 1, 0]),
+    "fused loss at once": ([Fusion(cross_entropy=True, **NONE_KEPT)], [0, 1, 0]),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_policy_takes_the_place_of_the_models_own_until_unfuse(name, device):
+    fusions, wanted = RUNS[name]
+    plain = peft_model(device)
+    step(plain)
+    model = copy.deepcopy(plain)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert runs_of_a_step(model) == TWICE
+    for fusion in fusions:
+        fuse(model, fusion)
+    assert runs_of_a_step(model) == wanted
+    assert_same_gradients(model, plain)
+    unfuse(model)
+    assert runs_of_a_step(model) == TWICE
+    assert own_of(layer_of(model)) == (True, torchs_checkpoint)
+
+
+def test_the_down_projection_does_not_run_again(device, monkeypatch):
+    """A checkpointed layer runs twice, but its second forward stops before the down projection."""
+    import fused_mlp.fast_lora as module
+
+    calls, swiglu_forward = [], module.swiglu_forward
+    monkeypatch.setattr(
+        module, "swiglu_forward", lambda *tensors: calls.append(1) or swiglu_forward(*tensors)
+    )
+    fused, _, _ = pair(device, Fusion(mlp=True, checkpoint="full"))
+    step(fused)
+    assert len(calls) == 2  # two layers, once each
 
 
 # --- beside transformers' own switch --------------------------------------------------------------
-
-
-def runs_of_a_layer(model, monkeypatch):
-    """How often the second of three layers runs in a step."""
-    layer, runs = layer_of(model, 1), []
-    own = layer.mlp.forward
-    monkeypatch.setattr(layer.mlp, "forward", lambda x: runs.append(x) or own(x))
-    tokens = ids(next(model.parameters()).device)
-    model(input_ids=tokens, labels=tokens).loss.backward()
-    monkeypatch.undo()
-    return len(runs)
 
 
 def own_of(layer):
@@ -85,65 +156,47 @@ def own_of(layer):
     return layer.gradient_checkpointing, getattr(function, "func", function)
 
 
-@pytest.mark.parametrize("name", ["attention", "full", "offload", "selective"])
-def test_a_policy_stays_when_checkpointing_is_switched_on_and_off(name, device):
+@pytest.mark.parametrize("parts", [{}, {"rms_norm": True}], ids=["layer's own", "fused forward"])
+def test_a_policy_stays_when_checkpointing_is_switched_on_and_off(parts, device):
     """By the Trainer, whose gradient_checkpointing=True comes after fuse()."""
-    fusion = FUSIONS[name]
-    fused, plain, _ = pair(device, fusion, config=THREE_LAYERS)
-    layers = [layer_of(fused, index) for index in range(3)]
+    fused, plain, _ = pair(device, Fusion(**parts, checkpoint="full"))
+    layers = fused.get_submodule(LAYERS)
     policies = [policy_of(layer) for layer in layers]
-    is_held = fusion.checkpoint != ""
-    assert all(policies) == any(policies) == is_held
+    step(plain)
     for _ in range(2):
         fused.gradient_checkpointing_disable()
-        assert not any(layer.gradient_checkpointing for layer in layers)
+        assert runs_of_a_step(fused) == [0, 1]
         fused.gradient_checkpointing_enable()
-        assert all(layer.gradient_checkpointing for layer in layers)
-    assert [policy_of(layer) for layer in layers] == policies
-    tokens = ids(device)
-    for model in (fused, plain):
-        model(input_ids=tokens, labels=tokens).loss.backward()
-    assert_same_gradients(fused, plain)
-    if is_held:
-        unfuse(fused)
-    assert [own_of(layer) for layer in layers] == [(True, torchs_checkpoint)] * 3
-
-
-@pytest.mark.parametrize("parts", [{}, {"rms_norm": True}], ids=["layer's own", "fused forward"])
-def test_what_is_switched_off_runs_once(parts, monkeypatch, device):
-    fused, _, _ = pair(device, Fusion(**parts, checkpoint="full"), config=THREE_LAYERS)
-    assert runs_of_a_layer(fused, monkeypatch) == 2
-    fused.gradient_checkpointing_disable()
-    assert runs_of_a_layer(fused, monkeypatch) == 1
+        assert runs_of_a_step(fused) == TWICE
+        assert_same_gradients(fused, plain)
+    assert all(policies) and [policy_of(layer) for layer in layers] == policies
+    fuse(fused, FUSIONS["none"])
     fused.gradient_checkpointing_enable()
-    assert runs_of_a_layer(fused, monkeypatch) == 2
-    fuse(fused, Fusion(checkpoint="none"))
-    fused.gradient_checkpointing_enable()
-    assert runs_of_a_layer(fused, monkeypatch) == 1
+    assert runs_of_a_step(fused) == [0, 1]
     fused.gradient_checkpointing_disable()
     unfuse(fused)
-    assert own_of(layer_of(fused, 1)) == (False, torchs_checkpoint)
+    assert [own_of(layer) for layer in layers] == [(False, torchs_checkpoint)] * 2
 
 
 def test_the_switch_of_a_copy_is_its_own(device):
-    fused, _, _ = pair(device, Fusion(checkpoint="full"), config=THREE_LAYERS)
+    fused, _, _ = pair(device, Fusion(checkpoint="full"))
     twin = copy.deepcopy(fused)
     twin.gradient_checkpointing_disable()
     assert layer_of(fused).gradient_checkpointing and not layer_of(twin).gradient_checkpointing
     assert policy_of(layer_of(twin)) is not None
     unfuse(fused)
+    assert own_of(layer_of(fused)) == (False, None)
     assert "_set_gradient_checkpointing" not in vars(fused.get_base_model())
 
 
-@pytest.mark.parametrize("name", [*FUSIONS, "none"])
+@pytest.mark.parametrize("name", ["attention", "selective", "all, full", "layer, offload", "none"])
 def test_a_model_that_was_saved_as_a_whole_trains_as_before(name, tmp_path, device):
-    fusion = (FUSIONS | NONE)[name]
+    fusion = FUSIONS[name]
     fused, plain, _ = pair(device, fusion, config=THREE_LAYERS)
     torch.save(fused, tmp_path / "model.pt")
     loaded = torch.load(tmp_path / "model.pt", weights_only=False)
-    tokens = ids(device)
     for model in (loaded, plain):
-        model(input_ids=tokens, labels=tokens).loss.backward()
+        step(model)
     assert_same_gradients(loaded, plain)
     policies = {policy_of(layer_of(one)) for one in (fused, loaded)}
     assert len(policies) == (1 if name == "attention" else 2)  # one of its own, if any
@@ -154,7 +207,7 @@ def test_a_model_that_was_saved_as_a_whole_trains_as_before(name, tmp_path, devi
 
 @pytest.mark.parametrize("switched_on", [False, True])
 def test_without_checkpointing_a_model_in_training_keeps_its_cache(switched_on, device):
-    fused, plain, _ = pair(device, NONE["none"])
+    fused, plain, _ = pair(device, FUSIONS["none"])
     if switched_on:
         fused.gradient_checkpointing_enable()
     caches = [
@@ -165,3 +218,123 @@ def test_without_checkpointing_a_model_in_training_keeps_its_cache(switched_on, 
     unfuse(fused)
     decoder = fused.get_base_model().model
     assert decoder.gradient_checkpointing == layer_of(fused).gradient_checkpointing == switched_on
+
+
+# --- what is there meanwhile ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def quick_collections():
+    """`gc.collect` looks at what comes from now on alone, and not at all that was imported."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+class Storages(TorchDispatchMode):
+    """Those that operations made, or took."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        tensors = (t for t in tree_leaves(result) if isinstance(t, torch.Tensor))
+        self.seen += [weakref.ref(t.untyped_storage()) for t in tensors]
+        return result
+
+    def alive(self, model):
+        """How large those are that are still there, by address; but the model's own."""
+        gc.collect()
+        own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+        storages = {one.data_ptr(): one.nbytes() for see in self.seen if (one := see()) is not None}
+        return {address: size for address, size in storages.items() if address not in own}
+
+
+def held(model, tokens):
+    """Bytes that are there between a forward and its backward because the forward made them."""
+    with Storages() as storages:
+        loss = loss_of(model, tokens)
+    found = sum(storages.alive(model).values())
+    loss.backward()
+    model.zero_grad()
+    return found
+
+
+BUDGETED = {
+    "nothing fused": ({}, {}),
+    "a last layer that runs once": ({"attention": True, "cross_entropy": True}, {}),
+    "a first layer that needs nothing": ({"attention": True}, {"layers_to_transform": [1, 2, 3]}),
+}
+
+
+@pytest.mark.parametrize("name", BUDGETED)
+def test_a_budget_is_used_and_holds_from_the_first_step_on(name, quick_collections, device):
+    parts, lora = BUDGETED[name]
+    model = peft_model(device, config={"num_hidden_layers": 4}, **lora)
+    tokens = few(device)
+
+    def steps(**policy):
+        fuse(model, Fusion(**parts, **policy))
+        with torch.no_grad():
+            loss_of(model, tokens)
+        held(model, tokens[:, :3])  # where layers need less
+        return [held(model, tokens) for _ in range(3)]
+
+    def selective(budget):
+        return steps(checkpoint="selective", checkpoint_gib=budget / 2**30)
+
+    least, most = steps(checkpoint="full")[-1], selective(2**30)[-1]
+    of_a_layer = (most - least) / 4
+    assert of_a_layer > 0
+    for layers in (0.5, 2.5):
+        budget = layers * of_a_layer
+        first, *later = selective(budget)
+        assert max(first, *later) - least <= budget, layers
+        # what is left has no room for another: what layers share is counted for each
+        assert min(budget, most - least) - (min(later) - least) < 1.6 * of_a_layer, layers
+
+
+@pytest.mark.parametrize(
+    "fusion",
+    [
+        Fusion(**ALL, checkpoint="full"),
+        Fusion(**ALL, **NONE_KEPT),
+        Fusion(layer=True, checkpoint="offload"),
+    ],
+    ids=("parts, full", "parts, selective", "layer, offload"),
+)
+def test_a_step_leaves_nothing_behind_but_gradients(fusion, quick_collections, device):
+    """The tensors are so small that offloading leaves them where they are."""
+    model = peft_model(device)
+    fuse(model, fusion)
+    step(model)  # what a first step sets up stays
+    model.zero_grad()
+    with Storages() as storages:
+        step(model)
+    model.zero_grad()
+    assert len(storages.seen) > 100
+    assert not storages.alive(model)
+
+
+# --- in a capture ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["lora_dropout", "attention_dropout", "nowhere"])
+def test_dropout_in_a_capture_is_refused_where_a_layer_runs_again(where, device, monkeypatch):
+    """It would drop other elements the second time, and nobody would see it."""
+    model = peft_model(device, **({"lora_dropout": 0.5} if where == "lora_dropout" else {}))
+    if where == "attention_dropout":
+        for index in range(2):
+            layer_of(model, index).self_attn.attention_dropout = 0.5
+    fuse(model, Fusion(checkpoint="full"))
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "is_capturing", lambda tensor: True)
+        if where == "nowhere":
+            assert loss_of(model, few(device)).isfinite()
+        else:
+            with pytest.raises(ValueError, match="dropout cannot be captured"):
+                loss_of(model, few(device))
+    step(model)

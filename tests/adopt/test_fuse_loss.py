@@ -1,4 +1,4 @@
-"""The fused loss in a model: what it leaves to transformers' own, and heads that PEFT trains."""
+"""The fused loss in a model: what it leaves to the model's own, and heads that PEFT trains."""
 
 import copy
 
@@ -10,8 +10,6 @@ from peft import LoraConfig, PeftModel
 from peft_models import ATTENTION, adapt, assert_equal, base_model, ids, peft_model, set_weights
 from reference import random
 from torch import nn
-from transformers import Trainer, TrainingArguments
-from transformers.loss.loss_utils import ForCausalLMLoss
 
 from fused_lora import Fusion, fuse, report
 from fused_lora.adopt import cross_entropy as loss_site
@@ -34,62 +32,72 @@ def losses(monkeypatch):
     return seen
 
 
-# --- label smoothing and z-loss -------------------------------------------------------------------
+# --- where it is fused ----------------------------------------------------------------------------
 
 
-def smoothed(logits, labels, vocab_size, label_smoothing=0.0, z_loss=0.0, **_):
-    logits = logits[:, :-1].flatten(0, 1).float()
-    loss = F.cross_entropy(logits, labels[:, 1:].flatten(), label_smoothing=label_smoothing)
-    return loss + z_loss * logits.logsumexp(-1).square().mean()
-
-
-@pytest.mark.parametrize("options", [{"label_smoothing": 0.1}, {"z_loss": 0.1}], ids=str)
-@pytest.mark.parametrize("function", [ForCausalLMLoss, smoothed])
-def test_label_smoothing_and_z_loss_are_left_to_the_models_own_loss(
-    function, options, losses, device
-):
-    """Which may be one that reads them. Transformers' own does not, fused or not."""
+def test_there_are_no_logits_in_training_and_all_of_them_elsewhere(losses, device):
     fused, plain, _ = pair(device, LOSS)
-    for model in (fused, plain):
-        model.get_submodule(MODEL).loss_function = function
-    want = step(plain, **options)
-    assert_equal(step(fused, **options), want)
-    assert torch.equal(want["loss"], step(plain)["loss"]) == (function is ForCausalLMLoss)
-    assert not losses
+    tokens = ids(device)
+    assert fused(input_ids=tokens, labels=tokens).logits is None and len(losses) == 1
+    with torch.no_grad():
+        assert torch.equal(fused(input_ids=tokens).logits, plain(input_ids=tokens).logits)
+        # the class's own forward has no such option as the last one
+        inputs = {"input_ids": tokens, "labels": tokens, "max_labelled_tokens": 5}
+        ours, theirs = (model.eval()(**inputs) for model in (fused, plain))
+    assert torch.equal(ours.logits, theirs.logits) and torch.equal(ours.loss, theirs.loss)
+    assert len(losses) == 1
 
 
-def test_a_loss_function_of_ones_own_is_reported_and_run(losses, device):
+def test_the_loss_is_fused_for_pefts_causal_lm_class_too(losses, device):
+    """Which passes more on than its base class: output_attentions, return_dict and the like."""
+    fused, plain, _ = pair(device, LOSS, task_type="CAUSAL_LM")
+    inputs = {"input_ids": ids(device), "labels": ids(device)}
+    got, want = (model(**inputs, attention_mask=None) for model in (fused, plain))
+    torch.testing.assert_close(got.loss, want.loss)
+    assert got.logits is None and len(losses) == 1
+    assert torch.equal(fused(**inputs, return_dict=False)[1], want.logits)
+
+
+@pytest.mark.parametrize("as_tensor", [True, False])
+def test_num_items_in_batch_reaches_it(as_tensor, losses, device):
+    fused, plain, _ = pair(device, LOSS)
+    items = torch.tensor(77, device=device) if as_tensor else 77
+    assert_right(fused, plain, num_items_in_batch=items)
+    assert len(losses) == 3
+
+
+# --- what is left to the model's own --------------------------------------------------------------
+
+
+def smoothed(logits, labels, vocab_size, label_smoothing=0.0, **_):
+    logits = logits[:, :-1].flatten(0, 1).float()
+    return F.cross_entropy(logits, labels[:, 1:].flatten(), label_smoothing=label_smoothing)
+
+
+@pytest.mark.parametrize("option", ["label_smoothing", "z_loss", "ignore_index", "logits_to_keep"])
+def test_options_that_the_fused_loss_does_not_know_are(option, losses, device):
+    """Of which transformers' own reads the last two."""
+    fused, plain, _ = pair(device, LOSS)
+    tokens = ids(device)
+    labels = tokens[:, -3:] if option == "logits_to_keep" else tokens
+    value = 0.1 if option in ("label_smoothing", "z_loss") else 3
+    got, want = (
+        model(input_ids=tokens, labels=labels, **{option: value}) for model in (fused, plain)
+    )
+    assert torch.equal(got.loss, want.loss) and torch.equal(got.logits, want.logits)
+    is_read = not torch.equal(want.loss, plain(input_ids=tokens, labels=tokens).loss)
+    assert is_read == (value == 3) and not losses
+
+
+def test_a_loss_function_of_ones_own_is_reported_and_run_with_its_options(losses, device):
     fused, plain, _ = pair(device, LOSS)
     for model in (fused, plain):
         model.get_submodule(MODEL).loss_function = smoothed
     assert report(fused).left == {MODEL: "its loss_function is not transformers' own"}
     assert_equal(step(fused), step(plain))
-    assert not losses
-
-
-def test_the_trainers_label_smoothing_is_as_without_fusion(losses, tmp_path, device):
-    """It takes the labels out of the batch and smooths the logits' loss itself."""
-    tokens = ids(device)
-    found = []
-    for model in pair(device, LOSS)[:2]:
-        arguments = TrainingArguments(str(tmp_path), label_smoothing_factor=0.1, report_to=[])
-        trainer = Trainer(model, arguments)
-        inputs = {"input_ids": tokens, "labels": tokens.clone()}
-        loss = trainer.compute_loss(model, inputs, num_items_in_batch=torch.tensor(32))
-        loss.backward()
-        gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        found.append({"loss": loss.detach(), **gradients})
-    assert len(found[0]) > 1 and not losses
-    assert_equal(*found)
-
-
-# --- num_items_in_batch ---------------------------------------------------------------------------
-
-
-def test_num_items_in_batch_may_be_an_int(losses, device):
-    fused, plain, _ = pair(device, LOSS)
-    assert_right(fused, plain, num_items_in_batch=77)
-    assert len(losses) == 3
+    want = step(plain, label_smoothing=0.1)
+    assert_equal(step(fused, label_smoothing=0.1), want)
+    assert not torch.equal(want["loss"], step(plain)["loss"]) and not losses
 
 
 # --- heads that PEFT trains -----------------------------------------------------------------------
@@ -123,31 +131,28 @@ def with_trained_head(kind, device):
     return fused, plain
 
 
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
 @pytest.mark.parametrize("kind", HEADS)
-def test_modules_to_save_trains_the_copy_of_the_head(kind, losses, device):
+def test_the_copy_of_the_head_is_trained_and_saved_and_disabled(kind, losses, tmp_path, device):
     fused, plain = with_trained_head(kind, device)
     assert_right(fused, plain)
-    assert len(losses) == 3
     head, embedding = fused.get_submodule(COPY), fused.get_input_embeddings()
     assert all(parameter.grad.any() for parameter in head.parameters())
     assert (head.bias is not None) == (kind == "with a bias")
     assert (head.weight is embedding.weight) == (kind == "copies tied")
 
-
-@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
-@pytest.mark.parametrize("kind", HEADS)
-def test_a_saved_head_loads_and_disabled_it_is_the_bases(kind, losses, tmp_path, device):
-    fused, plain = with_trained_head(kind, device)
     fused.save_pretrained(tmp_path)
     loaded = PeftModel.from_pretrained(head_base(kind, device), tmp_path, is_trainable=True).train()
     fuse(loaded, LOSS)
-    assert_equal(step(loaded), step(fused))
+    want = step(fused)
+    assert_equal(step(loaded), want)
+
     tokens, base = ids(device), head_base(kind, device).train()
     with fused.disable_adapter():
         got = fused(input_ids=tokens, labels=tokens).loss
     torch.testing.assert_close(got, base(input_ids=tokens, labels=tokens).loss)
-    assert len(losses) == 3
-    assert_right(fused, plain)  # the copy is back
+    assert_equal(step(fused), want)  # the copy is back
+    assert len(losses) == 3 + 4
 
 
 def test_the_head_is_the_active_adapters(losses, device):

@@ -19,7 +19,7 @@ WHOLE = Fusion(layer=True, rms_norm=True, cross_entropy=True, checkpoint="full")
 
 def train(model, folder, **options):
     """Two updates of two batches each; the losses and what was trained."""
-    rows = torch.randint(96, (8, 9), generator=torch.Generator().manual_seed(3)).tolist()
+    rows = torch.randint(96, (8, 5), generator=torch.Generator().manual_seed(3)).tolist()
     data = [{"input_ids": row, "labels": [-100, -100, *row[2:]], "source": "book"} for row in rows]
     arguments = TrainingArguments(
         str(folder), max_steps=2, per_device_train_batch_size=2, gradient_accumulation_steps=2,
@@ -34,8 +34,7 @@ def train(model, folder, **options):
 
 
 @pytest.mark.parametrize(
-    "fusion", [Fusion(**ALL), Fusion(**ALL, checkpoint="full"), WHOLE],
-    ids=["all", "all, checkpointed", "whole layers"],
+    "fusion", [Fusion(**ALL), WHOLE], ids=["all", "whole layers, checkpointed"]
 )  # fmt: skip
 def test_the_trainer_trains_a_fused_model_as_it_does_any_other(fusion, tmp_path, device):
     """With a column that no forward knows, which it drops, and checkpointing switched on by it."""
