@@ -32,10 +32,7 @@ def read_projection(projection: nn.Module, own_forward: bool = True) -> Projecti
         return reason or _without_adapter(projection)
     if type(projection) is not LoraLinear:
         kind = type(projection)
-        return (
-            "it is neither torch.nn.Linear nor has it a LoRA adapter of PEFT's plain kind "
-            f"({kind.__module__}.{kind.__qualname__})"
-        )
+        return f"no LoRA adapter of PEFT's plain kind ({kind.__module__}.{kind.__qualname__})"
     if projection.disable_adapters:
         return "adapters are disabled"
     if projection.merged:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from peft import get_peft_model
 from peft_models import (
-    ATTENTION,
     FAMILIES,
     MLP,
     MLP_NAMES,
@@ -97,10 +96,6 @@ def test_a_fusion_of_nothing_is_a_value_error(device):
 
 
 NOTHING_TO_FUSE = {
-    "attention alone": (
-        lambda d: peft_model(d, target_modules=[*ATTENTION]),
-        r"gate_proj: no LoRA adapter of PEFT's plain kind \(torch.nn.modules.linear.Linear\)",
-    ),
     "no MLP": (
         lambda d: nn.Sequential(nn.Linear(2, 2)),
         "it has no MLP with gate_proj, up_proj and down_proj",
@@ -140,9 +135,6 @@ def set_bias(base):
 
 
 REASONS = {
-    "not adapted": (
-        lambda mlp: setattr(mlp, "up_proj", mlp.up_proj.base_layer), "up_proj: no LoRA adapter"
-    ),
     "base bias": (
         lambda mlp: set_bias(mlp.gate_proj.base_layer), "gate_proj: its base layer has a bias"
     ),

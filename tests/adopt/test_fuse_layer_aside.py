@@ -14,7 +14,7 @@ from layer_case import (
     pair,
     peft_model,
 )
-from peft_models import ATTENTION, ids
+from peft_models import ids
 from torch import nn
 
 from fused_lora import fuse, report
@@ -121,10 +121,6 @@ REASONS = {
         lambda layer: setattr(layer.mlp, "act_fn", nn.GELU()),
         "mlp: its activation is GELU, not SiLU",
     ),
-    "not adapted": (
-        lambda layer: setattr(layer.self_attn, "k_proj", layer.self_attn.k_proj.base_layer),
-        "k_proj: no LoRA adapter",
-    ),
     "trained base": (
         lambda layer: layer.mlp.down_proj.base_layer.weight.requires_grad_(),
         "down_proj: its base weight is trainable",
@@ -158,7 +154,6 @@ NOTHING = {
     ),
     "dropout": ({"lora_dropout": 0.1}, "q_proj: lora_dropout is 0.1"),
     "DoRA": ({"use_dora": True}, "q_proj: it uses DoRA"),
-    "attention alone": ({"target_modules": [*ATTENTION]}, "gate_proj: no LoRA adapter"),
     "Gemma": ({"family": "Gemma"}, "GemmaDecoderLayer is not a layer class"),
 }  # fmt: skip
 
