@@ -37,25 +37,6 @@ def shipped_tilings(monkeypatch):
         monkeypatch.setattr(autotune, "CHOSEN", {})
 
 
-@pytest.fixture(scope="module")
-def warm_processes():
-    """Processes of `isolated` come from one that has imported what each would import for 5 seconds.
-    That they are fresh without it, too, is what test_isolated.py and the command as a user starts
-    it are about; a GPU wants them fresh in any case."""
-    import multiprocessing
-
-    from bench import processes as isolated
-
-    if HAS_GPU:
-        yield
-        return
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["cells", "parity", "peft", "transformers.models.qwen2"])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(isolated.multiprocessing, "get_context", lambda kind: context)
-        yield
-
-
 @pytest.fixture
 def case(device):
     """x, adapters, frozen, grad_output: bf16, 3 x 13 tokens."""
