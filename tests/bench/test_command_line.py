@@ -114,6 +114,7 @@ TINY = json.loads((ROOT / "configs" / "tiny.json").read_text())
     [
         ("no json", "not JSON"),
         ("[1]", "not a model's configuration"),
+        ('{"architectures": [5]}', "not a model's configuration"),
         (json.dumps(TINY | {"hidden_size": "wide"}), "its hidden_size is 'wide'"),
         (json.dumps(TINY | {"model_type": "abacus"}), "transformers does not take it ("),
         (json.dumps(TINY | {"vocab_size": 100}), "vocab_size is 100, its tokenizer has 4096"),
