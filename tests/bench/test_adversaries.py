@@ -62,13 +62,6 @@ def assert_caught(cell, status, words):
     assert status == "error" or not cell.step_ms, "it was timed"
 
 
-@pytest.mark.parametrize("variant", ["vanilla_peft", "fused_mlp"])
-def test_an_honest_variant_passes(measure, variant):
-    cell = measure(variant=variant)
-    assert cell.status == "ok", cell.error
-    assert len(cell.step_ms) == STEPS
-
-
 # --- wrong results: the gate, before anything is timed --------------------------------------------
 
 
@@ -203,7 +196,8 @@ def test_an_optimizer_step_that_is_skipped(measure, monkeypatch):
 
 def test_losses_that_leave_vanillas(measure):
     """A variant that passes the gate and every audit, and then trains on something else."""
-    vanilla = measure()
+    vanilla = measure()  # honest
+    assert vanilla.status == "ok" and len(vanilla.step_ms) == STEPS, vanilla.error
     other = msgspec.structs.replace(vanilla, losses=list(vanilla.losses))
     results = example.empty()
     results.add(vanilla)

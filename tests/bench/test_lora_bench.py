@@ -63,17 +63,10 @@ def test_a_cell_holds_its_raw_steps_and_what_ran(rehearsal):
         for part in ("step_ms", "forward_ms", "backward_ms", "optimizer_ms", "losses"):
             values = getattr(cell, part)
             assert len(values) == options.REHEARSAL["steps"] and all(ms > 0 for ms in values)
+        assert len(set(cell.losses)) == len(cell.losses)  # it does train
+        assert cell.loss_gap is None or cell.loss_gap < 2e-3  # and as its baseline does
         assert cell.parity.passed
         assert bool(cell.fused_modules) == (cell.variant == "fused_mlp")
-
-
-def test_variants_train_alike(rehearsal):
-    """Same weights, adapters and batches: the losses lie on each other to bf16's precision."""
-    losses = {(c.variant, c.seq_len): c.losses for c in saved(rehearsal).cells}
-    for seq_len in (16, 32):
-        fused, vanilla = losses["fused_mlp", seq_len], losses["vanilla_peft", seq_len]
-        assert fused == pytest.approx(vanilla, rel=2e-3)
-        assert len(set(vanilla)) == len(vanilla)  # it does train
 
 
 @pytest.mark.parametrize("asked", [[], ["--variants", "vanilla_peft"]], ids=["all", "one variant"])

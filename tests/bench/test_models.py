@@ -28,7 +28,6 @@ from variants import (
     Settings,
     counterpart,
     recipe_of,
-    variant_of,
 )
 
 FUSED = [v for v in VARIANTS.values() if v.recipe.fused and not v.recipe.compiled]
@@ -219,12 +218,6 @@ def test_fused_variants_differ_from_vanilla_in_what_they_fuse_alone(
         assert built.fused_modules == [f"{layers}.{index}.mlp: mlp" for index in range(2)]
     layer = built.model.base_model.model.model.layers[0]
     assert layer.gradient_checkpointing is checkpoints
-
-
-def test_every_suite_has_its_baselines_and_twins():
-    for suite in SUITES.values():
-        for variant in map(variant_of, suite):
-            assert variant.baseline.id in suite and variant.again.id in suite
 
 
 def test_the_fastest_suite_holds_ours_against_the_strongest_without_checkpointing_too():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from graph_case import RecordedStep, captured, graphed
 from rehearsal_case import ROOT, plan_of
-from test_trainer import FakeClock, make_batches
+from test_trainer import FakeClock, Line, make_batches
 
 import models
 import trainer as trainer_module
@@ -24,19 +24,6 @@ from variants import VARIANTS, Lora, Recipe
 TINY = str(ROOT / "configs" / "tiny.json")
 
 
-class Masked(torch.nn.Module):
-    """test_trainer's Line, which keeps the mask that it was given."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.tensor([0.5]))
-        self.masks = []
-
-    def forward(self, input_ids, labels, attention_mask):
-        self.masks.append(attention_mask)
-        return SimpleNamespace(loss=((self.weight * input_ids - labels) ** 2).mean())
-
-
 @pytest.fixture(autouse=True)
 def fused_on_the_cpu(monkeypatch):
     """Of PyTorch's AdamWs only the fused one is capturable there."""
@@ -45,14 +32,14 @@ def fused_on_the_cpu(monkeypatch):
 
 
 def make_trainer(intervals=(), clock=None, **options):
-    model = Masked()
+    model = Line()
     graph = Graph(partial(RecordedStep, model), EAGER_CALLS)
     clock = clock or FakeClock([*intervals, *[1.0] * 99])
     return Trainer(model, nullcontext, clock, 0.1, graph=graph, **options)
 
 
 def eager_trainer():
-    return Trainer(Masked(), nullcontext, FakeClock([1.0] * 99), 0.1)
+    return Trainer(Line(), nullcontext, FakeClock([1.0] * 99), 0.1)
 
 
 def test_it_trains_bit_by_bit_as_the_eager_loop_after_going_back_to_the_first_weights():

@@ -104,8 +104,7 @@ def test_a_variant_that_finds_no_memory_beside_the_others_did_not_run_out_of_its
     assert (alone.status, alone.error) == ("oom", "CUDA out of memory")
 
 
-def measure_on_a_gpu(monkeypatch, turn_steps):
-    """What a cell does in which order, and how many processes it takes for ours, of 3 that run."""
+def test_what_a_variant_does_in_each_of_its_turns_on_a_gpu(monkeypatch):
     events, counted = [], []
 
     class FakeTrainer:
@@ -121,7 +120,7 @@ def measure_on_a_gpu(monkeypatch, turn_steps):
 
     def wait_for_turn():
         events.append("wait")
-        return 3
+        return 3  # of ours still run
 
     def count(own):
         counted.append(own)
@@ -132,7 +131,7 @@ def measure_on_a_gpu(monkeypatch, turn_steps):
     monkeypatch.setattr(machine, "other_processes", count)
     batch = SimpleNamespace(to=lambda _: batch)
     plan = SimpleNamespace(
-        steps=4, turn_steps=turn_steps, batch_size=1, device="cuda", clock=lambda: None,
+        steps=4, turn_steps=3, batch_size=1, device="cuda", clock=lambda: None,
         batches=lambda *_: [batch],
     )  # fmt: skip
     built = SimpleNamespace(
@@ -141,10 +140,5 @@ def measure_on_a_gpu(monkeypatch, turn_steps):
     cell = Cell("vanilla_peft", 16, 1, "error", parity=Parity(passed=True))
     with pytest.raises(KeyboardInterrupt):
         cells._measure(plan, cell, built, lambda _: None, wait_for_turn)
-    return events, counted
-
-
-def test_what_a_variant_does_in_each_of_its_turns(monkeypatch):
-    events, counted = measure_on_a_gpu(monkeypatch, 3)
     assert events == ["wait", "warm-up", "wait", 0, 1, 2, "wait", 3, "wait", "profile"]
     assert counted == [3]  # others are counted beside those of ours that still run
