@@ -213,4 +213,5 @@ BACKWARD = [backward(3, 100, 200, sequence=7), op(4, 101, 105, thread=2)]
     ],
 )  # fmt: skip
 def test_a_backward_takes_the_kind_of_its_forward(ops, kinds):
-    assert kinds_of(ops, *kinds) == list(kinds.values())
+    for in_any_order in (ops, ops[::-1]):
+        assert kinds_of(in_any_order, *kinds) == list(kinds.values())
