@@ -9,12 +9,9 @@ import torch
 from bench import interpreter
 
 HAS_GPU = torch.cuda.is_available()
+os.environ["HF_HUB_OFFLINE"] = "1"
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
-os.environ["HF_HUB_OFFLINE"] = "1"
-
-
-if not HAS_GPU:
     os.environ["OMP_NUM_THREADS"] = "1"  # for processes that tests start: see below
     interpreter.prepare_interpreter()
     # tensors here are tiny, and on shared cores threads that wait for each other take three times

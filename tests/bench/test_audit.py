@@ -93,13 +93,13 @@ def test_work_left_on_another_stream_is_seen_by_the_wall():
 @pytest.mark.parametrize(
     ("check", "measured", "told"),
     [
-        *((audit.skipped_updates, {"optimizer_steps": taken},
-           f"the optimizer took {taken} of 3 timed steps") for taken in (0, 2, 4)),
+        (audit.skipped_updates, {"optimizer_steps": 2}, "the optimizer took 2 of 3 timed steps"),
+        (audit.skipped_updates, {"optimizer_steps": 4}, "the optimizer took 4 of 3 timed steps"),
         (audit.skipped_updates, {"unmoved_adapters": 2}, "2 adapter matrices are what they were"),
         (audit.changed_batches, {"changed_batches": 1}, "1 batches were changed"),
         (audit.diverged, {"losses": [1.0, float("nan")]}, "the loss of step 2 is nan"),
     ],
-)  # fmt: skip
+)
 def test_what_the_steps_did_not_do_is_told(check, measured, told):
     assert check(timings(**measured)).startswith(told)
 
@@ -133,17 +133,11 @@ def not_run(recipe=MLP, functions=RAN.functions_seen, kernels=RAN.kernels_seen, 
 
 
 @pytest.mark.parametrize(
-    ("seen", "ran"), [({"MLPBackward": 1}, 1), ({"QKVBackward": 9}, 0), ({}, 0)]
-)
-def test_a_function_that_ran_for_fewer_modules_than_are_fused_is_told(seen, ran):
-    told = not_run(functions=seen)
-    assert told.startswith(f"MLPBackward ran {ran} times in a step, for 2 modules")
-
-
-@pytest.mark.parametrize(
     ("fused", "modules", "seen", "enough"),
     [
         (("mlp", "qkv"), MODULES, RAN.functions_seen, True),
+        (("mlp",), MODULES, {"MLPBackward": 1}, False),
+        (("mlp",), MODULES, {"QKVBackward": 9}, False),
         # at least once, even where no module says so
         (("mlp",), [], {"MLPBackward": 1}, True),
         (("mlp",), [], {"MLPBackward": 0}, False),

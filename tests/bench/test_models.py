@@ -226,11 +226,3 @@ def test_the_fastest_suite_holds_ours_against_the_strongest_without_checkpointin
     wanted = {counterpart(id, checkpoints).id for id in both for checkpoints in (True, False)}
     policies = {"fused_layer_graph_offload", "fused_layer_graph_selective_10_gib"}
     assert set(SUITES["fastest"]) == wanted | {"unsloth_plain_checkpointing", *policies}
-
-
-def test_without_checkpointing_nothing_else_changes():
-    for variant in VARIANTS.values():
-        if not variant.checkpoints:
-            plain = VARIANTS[variant.plain_id].recipe
-            kept = tuple(part for part in plain.fused if part != "checkpoint")
-            assert variant.recipe == replace(plain, checkpointing="none", fused=kept)
