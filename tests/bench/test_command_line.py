@@ -128,13 +128,6 @@ def test_a_file_that_is_no_model_says_why(capsys, tmp_path, config, words):
     assert words in bad(capsys, tmp_path / "out", *arguments)
 
 
-def test_a_model_folder_without_a_tokenizer(capsys, tmp_path):
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    assert "has no tokenizer.json" in bad(capsys, tmp_path / "out", "--model", str(folder))
-
-
 def test_an_output_folder_that_cannot_be_written(capsys, tmp_path):
     file = tmp_path / "file"
     file.write_text("a file, not a folder")
