@@ -125,10 +125,21 @@ def batches_that_lose_their_labels(built):
     calls = count(1)
 
     def lighten(module, arguments, inputs):
-        if next(calls) > 4:  # past the gate's two and the first of the warm-up
+        if next(calls) > 4:  # the gate's two, the warm-up and a timed step
             inputs["labels"][:, 3:] = -100
 
     built.model.register_forward_pre_hook(lighten, with_kwargs=True)
+
+
+def loss_that_is_no_number(built):
+    calls = count(1)
+
+    def hook(module, arguments, output):
+        if next(calls) > 4:  # the gate's two, the warm-up and a timed step
+            output.loss = output.loss * float("nan")
+        return output
+
+    built.model.register_forward_hook(hook)
 
 
 class LazyLoss(torch.Tensor):
@@ -165,6 +176,7 @@ def all_mlps_but_one_fall_back_to_peft(built):
     ("cheat", "variant", "words"),
     [
         (batches_that_lose_their_labels, "vanilla_peft", "batches were changed"),
+        (loss_that_is_no_number, "vanilla_peft", "the loss of step 2 is nan"),
         (sleep_outside_the_marks, "vanilla_peft", "where the marks do not see it"),
         (false_out_of_memory, "vanilla_peft", "the allocator never failed"),
         (all_mlps_fall_back_to_peft, "fused_mlp", "LoRA_MLPBackward ran 0 times"),
