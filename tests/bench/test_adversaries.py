@@ -206,6 +206,11 @@ def test_an_optimizer_step_that_is_skipped(measure, monkeypatch):
     assert_caught(measure(), "error", f"of {STEPS} timed steps")
 
 
+def test_an_optimizer_that_changes_nothing(measure, monkeypatch):
+    monkeypatch.setattr(cells, "LEARNING_RATE", 0.0)
+    assert_caught(measure(), "error", "are what they were before training")
+
+
 def test_losses_that_leave_vanillas(measure):
     """A variant that passes the gate and every audit, and then trains on something else."""
     vanilla = measure()  # honest
