@@ -9,12 +9,9 @@ import torch
 from bench import interpreter
 
 HAS_GPU = torch.cuda.is_available()
+os.environ["HF_HUB_OFFLINE"] = "1"
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
-os.environ["HF_HUB_OFFLINE"] = "1"
-
-
-if not HAS_GPU:
     os.environ["OMP_NUM_THREADS"] = "1"  # for processes that tests start: see below
     interpreter.prepare_interpreter()
     # tensors here are tiny, and on shared cores threads that wait for each other take three times
@@ -35,25 +32,6 @@ def shipped_tilings(monkeypatch):
 
         monkeypatch.setattr(autotune, "MEASURED_ON", {torch.cuda.get_device_capability()})
         monkeypatch.setattr(autotune, "CHOSEN", {})
-
-
-@pytest.fixture(scope="module")
-def warm_processes():
-    """Processes of `isolated` come from one that has imported what each would import for 5 seconds.
-    That they are fresh without it, too, is what test_isolated.py and the command as a user starts
-    it are about; a GPU wants them fresh in any case."""
-    import multiprocessing
-
-    from bench import processes as isolated
-
-    if HAS_GPU:
-        yield
-        return
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["cells", "parity", "peft", "transformers.models.qwen2"])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(isolated.multiprocessing, "get_context", lambda kind: context)
-        yield
 
 
 @pytest.fixture

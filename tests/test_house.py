@@ -4,6 +4,7 @@ noun or the verb that it is, and the root holds what a newcomer opens first."""
 import ast
 import re
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -12,6 +13,7 @@ AT_THE_ROOT = {"lora_bench.py", "models.py", "trainer.py", "variants.py", "batch
 RIDDLES = re.compile(r"(what|whether|why|how|who|where|when|which)\b", re.IGNORECASE)
 
 
+@cache
 def modules():
     paths = [*ROOT.glob("*.py"), *(p for room in ROOMS for p in (ROOT / room).rglob("*.py"))]
     return [(path.relative_to(ROOT), ast.parse(path.read_text())) for path in sorted(paths)]

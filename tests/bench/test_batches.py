@@ -147,12 +147,9 @@ def test_padded_rows_are_one_example_each_cut_or_filled():
     batches = make_batches(TOKENIZED, seq_len=12, batch_size=7, count=2, padded=True, pad_id=9999)
     for batch in batches:
         assert batch.attention_mask.dtype == torch.int64
-        rows = zip(
-            *(t.tolist() for t in (batch.input_ids, batch.labels, batch.attention_mask)),
-            strict=True,
-        )
         numbers = []
-        for ids, labels, mask in rows:
+        tensors = (batch.input_ids, batch.labels, batch.attention_mask)
+        for ids, labels, mask in zip(*(tensor.tolist() for tensor in tensors), strict=True):
             numbers.append(ids[0] // 100)
             source = TOKENIZED[numbers[-1]]
             kept = min(12, len(source.input_ids))
@@ -192,17 +189,12 @@ def test_batches_depend_on_the_seed_and_not_on_how_many_are_asked_for(padded):
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_a_batch_without_a_label_is_passed_over(padded):
+def test_a_batch_without_a_label_is_passed_over_and_data_without_one_is_an_error(padded):
     # The label at a row's first place is lost in the shift, so [x, -100, ...] has none.
     silent = TokenizedExample([1, 2, 3, 4], [1, IGNORED, IGNORED, IGNORED])
     spoken = TokenizedExample([5, 6, 7, 8], [IGNORED, IGNORED, IGNORED, 8])
     batches = make_batches([silent] * 9 + [spoken], 4, 1, count=6, padded=padded)
     assert [batch.input_ids.tolist() for batch in batches] == [[[5, 6, 7, 8]]] * 6
-
-
-@pytest.mark.parametrize("padded", [False, True])
-def test_data_without_a_label_within_reach_is_an_error(padded):
-    silent = TokenizedExample([1, 2, 3, 4], [1, IGNORED, IGNORED, IGNORED])
     with pytest.raises(ValueError, match=r"^no label in .*; wanted .*; ask for a longer seq_len$"):
         make_batches([silent] * 9, 4, 2, count=1, padded=padded)
 
@@ -229,12 +221,11 @@ def test_shares_are_those_counted_by_hand():
         torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]]),
     )
     packed = Batch(torch.tensor([[1, 2, 3, 4]]), torch.tensor([[no, 2, 3, 4]]))
-    assert token_shares([padded]).padding == 3 / 8
-    assert token_shares([padded]).labelled == 3 / 8
-    assert token_shares([packed]).padding == 0
-    assert token_shares([packed]).labelled == 3 / 4
-    assert token_shares([padded, packed]).padding == 3 / 12
-    assert token_shares([padded, packed]).labelled == 6 / 12
+    for batches, padding, labelled in (
+        ([padded], 3 / 8, 3 / 8), ([packed], 0, 3 / 4), ([padded, packed], 3 / 12, 6 / 12),
+    ):  # fmt: skip
+        shares = token_shares(batches)
+        assert (shares.padding, shares.labelled) == (padding, labelled)
     with pytest.raises(ValueError, match="no batches"):
         token_shares([])
 

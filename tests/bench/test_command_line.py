@@ -3,17 +3,16 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import example_results as example
 import pytest
+from rehearsal_case import ROOT, small
 
 import lora_bench
 from bench import machine, options
 from bench import plan as planning
 from bench import results as store
 
-ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "data" / "sft_train.jsonl"
 
 
@@ -41,44 +40,31 @@ HUGE = "9" * 20
         (["--variants", "fusd_mlp"], "fusd_mlp: unknown; did you mean fused_mlp or "),
         (["--variants", "fused_bordered"], "fused_bordered: no longer measured; give fused_layer"),
         (["--variants", "xyz"], f"xyz: unknown; --help lists all {len(options.VARIANTS)}\n"),
-        (["--seq-lens", "16", "0"], "--seq-lens 0: give 3 or more"),
-        (["--seq-lens", "2"], "--seq-lens 2: give 3 or more"),
-        (["--seq-lens", "long"], "invalid int value: 'long'"),
-        (["--seq-lens", HUGE, "--batch-size", "1", "--device", "cpu"], "tokens a round"),
+        (["--seq-lens", "16", "2"], "--seq-lens 2: give 3 or more"),
         (["--seq-lens", "2049", "--device", "cpu"], "max_position_embeddings of tiny is 2048"),
-        (["--padded", "--seq-lens", "9", "32", "--device", "cpu"],
-         "--seq-lens 9: no row of --data reaches so far into an answer that every adapter is "
-         "trained; give 16 or more\n"),
         (["--batch-size", "0"], "--batch-size 0: give 1 or more"),
-        (["--batch-size", "-4"], "--batch-size -4: give 1 or more"),
-        (["--batch-size", HUGE], "tokens a round"),
         (["--rank", "0"], "--rank 0: give 1 or more"),
         (["--rank", "65", "--device", "cpu"], "--rank 65: the hidden_size of tiny is 64"),
         (["--steps", "0"], "--steps 0: give 1 or more"),
         (["--steps", HUGE, "--rounds", "1"], "tokens a round"),
         (["--steps", "5", "--rounds", "2"], "does not spread evenly over --rounds 2"),
-        (["--rounds", "0"], "--rounds 0: give 1 to 1000"),
         (["--rounds", HUGE], f"--rounds {HUGE}: give 1 to 1000"),
         (["--turns", "0"], "--turns 0: give 1 or more"),
-        (["--seed", HUGE], f"--seed {HUGE}: give 0 to 4294967295"),
         (["--seed", "-1"], "--seed -1: give 0 to 4294967295"),
-        (["--cell-timeout", "0"], "--cell-timeout 0: give more than 0 seconds"),
         (["--cell-timeout", "nan"], "--cell-timeout nan: give more than 0 seconds"),
         (["--cell-timeout", "1e300"], "1,000,000 at most"),
         (["--suite", "some"], "invalid choice: 'some'"),
-        (["--checkpointing", "perhaps"], "invalid choice: 'perhaps'"),
+        (["--suite", "all", "--variants", "fused_mlp"], "--variants: not allowed with argument"),
         (["--model", "nowhere/at/all"], "no such folder"),
         (["--model", "nowhere.json"], "no such file; there are: configs/qwen2.5-3b.json, configs/"),
         (["--data", "nowhere.jsonl"], "nowhere.jsonl"),
         (["--cache", "/proc/x"], "--cache /proc/x: cannot be written"),
-        (["--cache", str(DATA)], "sft_train.jsonl: cannot be written"),
         (["--device", "cpu", "--allow-shared-gpu"], "a rehearsal uses no GPU"),
         (["--device", "cpu", "--kernels"], "no NVIDIA GPU to time the kernels on"),
         (["--device", "cpu", "--variants", "full_unsloth"], "Unsloth needs an NVIDIA GPU"),
         (["--fused"], "unrecognized arguments: --fused"),
         (["--plot-only"], "run the benchmark first"),
         (["--merge", "none.json"], "--merge: none.json cannot be read"),
-        (["--fits", "0"], "--fits 0: give more than 0 GiB"),
         (["--fits", "nan"], "--fits nan: give more than 0 GiB"),
         (["--fits", "24"], "run the benchmark first"),
     ],
@@ -92,13 +78,6 @@ def test_a_gpu_that_is_not_there(capsys, tmp_path, monkeypatch):
     assert "no NVIDIA GPU is visible" in bad(capsys, tmp_path, "--device", "cuda")
 
 
-def test_what_is_compared_has_to_be_there(capsys, tmp_path):
-    assert lora_bench.main(["--compare", "old.json", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == (
-        "lora_bench.py: --compare: old.json cannot be read (No such file or directory)\n"
-    )
-
-
 def test_unsloth_asked_for_by_name_but_not_installed(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(options, "missing_package", lambda variant: "unsloth")
     monkeypatch.setattr(machine, "has_gpu", lambda: True)
@@ -106,33 +85,25 @@ def test_unsloth_asked_for_by_name_but_not_installed(capsys, tmp_path, monkeypat
     assert "Unsloth is not installed; pip install -r requirements-peers.txt" in line
 
 
-CHAT = '{"messages": [{"role": "assistant", "content": "%s"}]}'
-
-
-@pytest.mark.parametrize(
-    ("data", "words"),
-    [
-        (b"", "empty"),
-        (b"\xff\x00", "line 1: not UTF-8 text (byte 0)"),
-        (b"[" * 100_000, "line 1: maximum recursion depth exceeded"),
-        (b"9" * 5000, "line 1: Exceeds the limit"),
-        (b'{"messages": [{"role": "user", "content": "x"}]}\nnot json\n', "line 1"),
-        (DATA.read_bytes().splitlines()[0] + b"\nnot json\n", "line 2"),
-        ((CHAT % r"a\ud800").encode(), "line 1: message 1 has half a surrogate pair"),
-    ],
-)
-def test_a_bad_data_file_says_where_and_why(capsys, tmp_path, data, words):
+def test_a_bad_data_file_says_where_and_why(capsys, tmp_path):
     file = tmp_path / "data.jsonl"
-    file.write_bytes(data)
-    assert words in bad(capsys, tmp_path / "out", "--data", str(file))
+    file.write_bytes(DATA.read_bytes().splitlines()[0] + b"\nnot json\n")
+    assert "line 2: not JSON" in bad(capsys, tmp_path / "out", "--data", str(file))
 
 
-def test_data_in_which_answers_begin_late(capsys, tmp_path):
+@pytest.fixture
+def late(tmp_path):
+    """Options with data that has its one label five tokens from the start."""
     file = tmp_path / "data.jsonl"
-    file.write_text(CHAT % "")  # five tokens before its end, which is all that it has to learn
-    line = bad(capsys, tmp_path / "out", "--data", str(file), "--padded", "--seq-lens", "3",
-               "--device", "cpu")  # fmt: skip
-    assert "give 6 or more" in line
+    file.write_text('{"messages": [{"role": "assistant", "content": ""}]}')
+    return "--data", str(file), "--padded", "--seq-lens", "3", "32"
+
+
+def test_data_in_which_answers_begin_late(capsys, tmp_path, late):
+    assert (
+        "--seq-lens 3: no row of --data reaches so far into an answer that every adapter is "
+        "trained; give 6 or more\n"
+    ) in bad(capsys, tmp_path / "out", *late, "--device", "cpu")
 
 
 TINY = json.loads((ROOT / "configs" / "tiny.json").read_text())
@@ -157,48 +128,31 @@ def test_a_file_that_is_no_model_says_why(capsys, tmp_path, config, words):
     assert words in bad(capsys, tmp_path / "out", *arguments)
 
 
-def test_a_model_folder_without_a_tokenizer(capsys, tmp_path):
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    assert "has no tokenizer.json" in bad(capsys, tmp_path / "out", "--model", str(folder))
-
-
 def test_an_output_folder_that_cannot_be_written(capsys, tmp_path):
     file = tmp_path / "file"
     file.write_text("a file, not a folder")
     assert "cannot be written" in bad(capsys, file)
     assert "cannot be written" in bad(capsys, file / "out")
-    (tmp_path / "out" / "results.json").mkdir(parents=True)
-    assert "results.json: Is a directory" in bad(capsys, tmp_path / "out", "--device", "cpu")
 
 
 def test_results_of_another_kind_are_left_alone(capsys, tmp_path):
-    path, cpu = tmp_path / "results.json", ("--device", "cpu")
-    results = example.run()
-    store.save(path, results)
-    assert "holds another run: model Qwen2.5-3B there, tiny here" in bad(capsys, tmp_path, *cpu)
-    document = example.as_json(results)
-    path.write_text(json.dumps(document | {"schema_version": 99}))
-    assert "has schema 99" in bad(capsys, tmp_path, *cpu)
-    document["cells"][0]["step_ms"][1] = "fast"
-    path.write_text(json.dumps(document))
-    assert "cells[0].step_ms[1]: expected `float`, got `str`" in bad(capsys, tmp_path, *cpu)
-    for torn, words in (
-        ("{torn", "not whole JSON"),
-        ("[" * 100_000, "has no schema_version"),
-        ('{"x": ' + "[" * 100_000, "not whole JSON"),
-    ):
-        path.write_text(torn)
-        assert words in bad(capsys, tmp_path, *cpu)
-        assert path.read_text() == torn
+    (out := tmp_path / "out").mkdir()
+    asked, path = small(tmp_path, "--out", str(out)), out / "results.json"
+    store.save(path, example.run())
+    assert "holds another run: model Qwen2.5-3B there, tiny here" in bad(capsys, out, *asked)
+    path.write_text("{torn")
+    assert "not whole JSON" in bad(capsys, out, *asked)
+    assert path.read_text() == "{torn"
+    path.unlink()
+    path.mkdir()
+    assert "results.json: Is a directory" in bad(capsys, out, *asked)
 
 
 # --- a GPU that others compute on -----------------------------------------------------------------
 
 
 def test_what_is_wrong_with_an_argument_comes_before_who_else_is_on_the_gpu(
-    capsys, tmp_path, monkeypatch
+    capsys, tmp_path, monkeypatch, late
 ):
     monkeypatch.setattr(machine, "has_gpu", lambda: True)
     monkeypatch.setattr(machine, "other_processes", lambda own: 3)
@@ -211,7 +165,7 @@ def test_what_is_wrong_with_an_argument_comes_before_who_else_is_on_the_gpu(
         ("no such folder", "--model", "nowhere/at/all"),
         ("nowhere.jsonl", "--data", "nowhere.jsonl"),
         ("cannot be written", "--cache", "/proc/x"),
-        ("no row of --data", "--padded", "--seq-lens", "5"),
+        ("no row of --data", *late),
     ):
         assert words in bad(capsys, out, *arguments)
     out.mkdir()
@@ -248,12 +202,6 @@ def test_an_option_that_a_command_does_not_read_is_refused(command, capsys):
             line = capsys.readouterr().err
             assert stop.value.code == 2 and line.count("\n") == 1, line
             assert options.flag(command) in line and options.flag(name) in line
-
-
-def test_a_suite_beside_variants_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        options.parse(words_for("suite", "variants"), "")
-    assert "--variants: not allowed with argument --suite" in capsys.readouterr().err
 
 
 # --- at once --------------------------------------------------------------------------------------

@@ -1,6 +1,9 @@
 """The floor counts what it says it counts, and its median is a median."""
 
+from itertools import count
+
 import torch
+from test_trainer import FakeClock
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config
 
@@ -28,31 +31,11 @@ class MatmulFlops(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-class TickingClock:
-    """The k-th interval lasts k ms."""
-
-    def __init__(self):
-        self.marks = 0
-
-    def mark(self):
-        self.marks += 1
-        return self.marks
-
-    def elapsed_ms(self, start, end):
-        return float(end // 2)
-
-    def synchronize(self):
-        pass
-
-
-def test_the_shape_is_read_from_the_config():
-    shape = Shape.of(CONFIG)
-    assert (shape.layers, shape.head_dim, shape.qkv) == (3, 8, (4 + 2 * 2) * 8)
-
-
 def test_every_frozen_product_is_done_once_forward_and_once_backward():
     tokens, labelled = 2 * 8, 5
-    step = FrozenOperations(Shape.of(CONFIG), "cpu").chain(2, 8, labelled)
+    shape = Shape.of(CONFIG)
+    assert (shape.layers, shape.head_dim, shape.qkv) == (3, 8, (4 + 2 * 2) * 8)
+    step = FrozenOperations(shape, "cpu").chain(2, 8, labelled)
     with MatmulFlops() as counted:
         step()
     weights_in_a_layer = 64 * 32 + 32 * 32 + 2 * 48 * 32 + 32 * 48
@@ -69,7 +52,7 @@ def test_what_is_recomputed_is_each_layers_forward_without_its_down_projection()
 
 
 def test_the_median_leaves_the_warm_up_out():
-    result = measure(FrozenOperations(Shape.of(CONFIG), "cpu"), 1, 4, 3, TickingClock())
+    result = measure(FrozenOperations(Shape.of(CONFIG), "cpu"), 1, 4, 3, FakeClock(count(1)))
     samples = [float(n) for n in range(WARMUP_STEPS + 1, WARMUP_STEPS + STEPS + 1)]
     assert result.samples_ms == samples
     assert result.floor_ms == (samples[STEPS // 2 - 1] + samples[STEPS // 2]) / 2

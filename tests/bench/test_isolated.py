@@ -1,6 +1,5 @@
 """The functions below run in processes of their own, so they stand at the top of the module."""
 
-import contextlib
 import multiprocessing
 import os
 import signal
@@ -14,7 +13,8 @@ import pytest
 from bench import processes as isolated
 
 ROOT = Path(__file__).resolve().parents[2]
-SILENCE_LIMIT_S = 2.5  # a process takes a few tenths of a second to start
+SILENCE_LIMIT_S = 2.0  # a process takes a few tenths of a second to start
+SILENT = f"nothing was heard of it for {SILENCE_LIMIT_S:g} s"
 
 
 def send_three(send, first):
@@ -75,78 +75,39 @@ def write_in_turns(send, file, name, turns, ends=None, wait_for_turn=None):
             time.sleep(600)
 
 
-def collect(function, *arguments):
+def refuse(*_):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "wanted", "error", "last_words"),
+    [
+        (send_three, (5,), [5, 6, 7], None, "printed, not shown"),
+        (send_one_then_raise, (), ["kept"], "ended with exit code 1", "RuntimeError: the reason"),
+        (send_one_then_be_killed, (), ["kept"], "killed by SIGKILL", ""),
+        (fall_silent, (), ["ready"], SILENT, "the last words"),
+        # longer than the limit in all
+        (send_now_and_then, (6, SILENCE_LIMIT_S / 4), [0, 1, 2, 3, 4, 5], None, ""),
+    ],
+)
+def test_what_a_process_sends_is_kept_with_how_it_ended_and_its_last_words(
+    function, arguments, wanted, error, last_words, capfd
+):
     messages = []
-    ended = isolated.run(function, *arguments, on_message=messages.append)
-    return messages, ended
-
-
-def test_messages_arrive_in_order_and_output_is_kept_off_the_terminal(capfd):
-    messages, ended = collect(send_three, 5)
-    assert messages == [5, 6, 7]
-    assert ended.error is None
-    assert ended.output_tail == "printed, not shown"
+    ended = isolated.run(
+        function, *arguments, on_message=messages.append, silence_limit_s=SILENCE_LIMIT_S
+    )
+    assert (messages, ended.error) == (wanted, error)
+    assert ended.output_tail.endswith(last_words)
     assert "printed" not in capfd.readouterr().out
 
 
-def test_an_exception_is_an_outcome_with_its_last_words():
-    messages, ended = collect(send_one_then_raise)
-    assert messages == ["kept"]
-    assert ended.error == "ended with exit code 1"
-    assert ended.output_tail.endswith("RuntimeError: the reason")
-
-
-def test_a_kill_is_an_outcome():
-    messages, ended = collect(send_one_then_be_killed)
-    assert messages == ["kept"]
-    assert ended.error == "killed by SIGKILL"
-
-
-def test_the_process_is_ended_when_its_messages_are_refused():
-    def refuse(message):
-        raise KeyboardInterrupt
-
+def test_a_process_whose_messages_are_refused_is_ended_and_cleans_up_first(tmp_path):
     began = time.monotonic()
-    try:
-        isolated.run(send_three, 0, on_message=refuse)
-    except KeyboardInterrupt:
-        pass
-    else:
-        raise AssertionError("KeyboardInterrupt was swallowed")
-    assert time.monotonic() - began < isolated.EXIT_GRACE_S
-
-
-def test_a_process_that_is_stopped_cleans_up_first(tmp_path):
-    def refuse(message):
-        raise KeyboardInterrupt
-
-    with contextlib.suppress(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt):
         isolated.run(send_then_clean_up, str(tmp_path / "file"), on_message=refuse)
+    assert time.monotonic() - began < isolated.EXIT_GRACE_S
     assert (tmp_path / "file").read_text() == "cleaned up"
-
-
-def test_a_process_that_falls_silent_is_ended_and_its_last_words_are_kept():
-    messages, began = [], time.monotonic()
-    ended = isolated.run(fall_silent, on_message=messages.append, silence_limit_s=SILENCE_LIMIT_S)
-    assert messages == ["ready"]
-    assert ended.error == f"nothing was heard of it for {SILENCE_LIMIT_S:g} s"
-    assert ended.output_tail == "the last words"
-    took = time.monotonic() - began
-    assert SILENCE_LIMIT_S <= took < SILENCE_LIMIT_S + isolated.TERMINATE_GRACE_S + 20
-
-
-def test_a_process_that_keeps_sending_may_take_longer_than_the_limit():
-    messages, began, pause_s = [], time.monotonic(), 0.4
-    times = int(SILENCE_LIMIT_S / pause_s) + 2
-    ended = isolated.run(
-        send_now_and_then,
-        times,
-        pause_s,
-        on_message=messages.append,
-        silence_limit_s=SILENCE_LIMIT_S,
-    )
-    assert time.monotonic() - began > SILENCE_LIMIT_S
-    assert (messages, ended.error) == (list(range(times)), None)
 
 
 def in_turns(tmp_path, *each, **limits):
@@ -174,11 +135,7 @@ def test_who_ends_in_its_turn_leaves_the_rest_to_the_others(how, tmp_path):
     notes, messages, ended = in_turns(tmp_path, ("a", 2), ("b", 2, how), ("c", 2), **limits)
     assert notes == ["a0()", "b0()", "c0()", "a1()", "c1()"]
     assert [message for index, message in messages if index == 1] == [0]
-    said = (
-        "killed by SIGKILL"
-        if how == "dies"
-        else f"nothing was heard of it for {SILENCE_LIMIT_S:g} s"
-    )
+    said = {"dies": "killed by SIGKILL", "hangs": SILENT}[how]
     assert [one.error for one in ended] == [None, said, None]
 
 
@@ -205,9 +162,6 @@ def test_one_that_is_killed_while_it_waits_leaves_the_rest(tmp_path):
 
 
 def test_all_that_take_turns_are_ended_when_a_message_is_refused(tmp_path):
-    def refuse(index, message):
-        raise KeyboardInterrupt
-
     began = time.monotonic()
     each = [(str(tmp_path / "notes"), name, 2) for name in "ab"]
     with pytest.raises(KeyboardInterrupt):
@@ -218,19 +172,14 @@ def test_all_that_take_turns_are_ended_when_a_message_is_refused(tmp_path):
 
 def test_the_process_dies_with_a_killed_parent(tmp_path):
     pid_file = tmp_path / "pid"
+    code = (
+        "import test_isolated as t, sys\n"
+        "if __name__ == '__main__':\n"
+        "    t.isolated.run(t.sleep_for_ever, sys.argv[1], on_message=print)"
+    )
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", Path(__file__).parent)))
     parent = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "import test_isolated as t, sys\n"
-            "from bench import processes as isolated\n"
-            "if __name__ == '__main__':\n"
-            f"    isolated.run(t.sleep_for_ever, {str(pid_file)!r}, on_message=print)",
-        ],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests", Path(__file__).parent))),
-        },
+        [sys.executable, "-c", code, pid_file], env={**os.environ, "PYTHONPATH": paths}
     )
     wait_for(lambda: pid_file.exists() and pid_file.read_text())
     child = int(pid_file.read_text())

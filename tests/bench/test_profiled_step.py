@@ -119,22 +119,24 @@ def test_products_of_forward_and_backward_belong_to_their_modules(checkpointing,
 def test_ranges_end_with_their_modules_even_where_checkpointing_leaves_them_early():
     ops, _ = events(step_of(checkpointing=True))
     ranges = [call for call in ops if call.name.startswith("module: ")]
-    ran = [call.name.removeprefix("module: ") for call in sorted(ranges, key=lambda r: r.start)]
+    ranges.sort(key=lambda call: call.start)
     again = ["Sequential", "TinyRMSNorm", "TinyMLP"]
+    ran = [call.name.removeprefix("module: ") for call in ranges]
     assert ran == ["Tiny", "Linear", *again, *again]
     evaluated = [call for call in ops if call.name.startswith(profiled.AUTOGRAD_BACKWARD)]
-    for found in sorted(ranges, key=lambda r: r.start)[-3:]:
+    for found in ranges[-3:]:
         assert any(e.start <= found.start and found.end <= e.end for e in evaluated)
 
 
-def test_modules_are_marked_only_when_asked_for_and_only_while_profiled():
-    def ranges(mark_modules):
-        ops, _ = events(step_of(False), mark_modules)
-        return [call.name for call in ops if call.name.startswith("module: ")]
+def names_of_ranges(step, mark_modules):
+    ops, _ = events(step, mark_modules)
+    return [call.name for call in ops if call.name.startswith("module: ")]
 
-    assert len(ranges(mark_modules=True)) == 5
+
+def test_modules_are_marked_only_when_asked_for_and_only_while_profiled():
+    assert len(names_of_ranges(step_of(False), mark_modules=True)) == 5
     profile_step(step_of(False), (), mark_modules=True)
-    assert ranges(mark_modules=False) == []
+    assert names_of_ranges(step_of(False), mark_modules=False) == []
 
     hooks, seen = torch.nn.modules.module._global_forward_hooks, []
     for mark_modules in (True, False):
@@ -144,24 +146,22 @@ def test_modules_are_marked_only_when_asked_for_and_only_while_profiled():
 
 def test_marks_are_removed_when_the_step_fails():
     model = Tiny()
-
-    def fail():
-        model(torch.ones(3, 5))  # 5 columns where 4 are wanted
-
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        profile_step(fail, (), mark_modules=True)
-    ops, _ = events(lambda: model(torch.ones(3, 4)), mark_modules=False)
-    assert not [call.name for call in ops if call.name.startswith("module: ")]
+        profile_step(lambda: model(torch.ones(3, 5)), (), mark_modules=True)  # 4 are wanted
+    assert names_of_ranges(lambda: model(torch.ones(3, 4)), mark_modules=False) == []
 
 
 def test_a_module_keeps_no_hooks_of_its_own_while_it_is_marked():
-    model, seen = Tiny(), []
+    """A fused module steps aside for hooks of its own."""
+    seen = []
 
-    def step():
-        seen.extend((len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules())
-        model(torch.ones(3, 4))
+    class Looks(Tiny):
+        def forward(self, x):
+            seen.extend((len(m._forward_hooks), len(m._forward_pre_hooks)) for m in self.modules())
+            return super().forward(x)
 
-    profile_step(step, (), mark_modules=True)
+    model = Looks()
+    profile_step(lambda: model(torch.ones(3, 4)), (), mark_modules=True)
     assert seen == [(0, 0)] * 5
 
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from bench import results
-from bench.records import Cell, Run
+from bench.records import Cell
 from variants import OLD_IDS, RETIRED, SUITES, VARIANTS, counterpart, title_of, variant_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,10 +74,3 @@ def test_the_noise_is_measured_last_in_every_block():
             block = [id for id in suite if VARIANTS[id].checkpoints is checkpoints]
             assert VARIANTS[block[0]].baseline.id == block[0]
             assert VARIANTS[block[0]].again.id == block[-1]
-
-
-def test_the_types_tell_their_schema():
-    schema = msgspec.json.schema(Run)
-    described = schema["$defs"]
-    assert {"Cell", "Experiment", "Environment", "Floor", "Kernels", "Parity"} <= set(described)
-    assert described["Cell"]["required"] == ["variant", "seq_len", "round", "status"]

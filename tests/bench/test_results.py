@@ -3,9 +3,6 @@ import json
 import os
 import re
 import resource
-import subprocess
-import sys
-from pathlib import Path
 
 import example_results as example
 import msgspec
@@ -14,9 +11,6 @@ from example_results import cells
 
 from bench import results
 from bench.records import Cell
-
-ROOT = Path(__file__).resolve().parents[2]
-
 
 # --- cells ----------------------------------------------------------------------------------------
 
@@ -49,31 +43,13 @@ def test_what_was_not_measured_is_null_or_empty():
     assert len(cell) == 33 and cell["error"] == "no room"
 
 
-def test_what_is_empty_is_shared_neither_with_another_part_nor_with_another_cell():
-    one = Cell("fused_mlp", 64, 1, "oom")
-    one.step_ms.append(1.0)
-    one.kernels_seen["_kernel"] = 1
-    assert one.losses == [] and one.kernel_ms == {}
-    other = Cell("fused_mlp", 64, 2, "oom")
-    assert other.step_ms == [] and other.kernels_seen == {}
-
-
-@pytest.mark.parametrize(
-    ("measured", "wrong"),
-    [
-        ({"status": "fine"}, "cells[0].status: invalid enum value 'fine'"),
-        ({"step_ms": [1.0, -1.0]}, "cells[0].step_ms[1]: expected `float` > 0.0"),
-        ({"round": 0}, "cells[0].round: expected `int` >= 1"),
-        ({"error": 3}, "cells[0].error: expected `str | null`, got `int`"),
-    ],
-)
-def test_a_cell_that_cannot_be_is_not_saved(measured, wrong, tmp_path):
+def test_a_cell_that_cannot_be_is_not_saved(tmp_path):
     path = tmp_path / "results.json"
     results.save(path, example.empty())
     before, document = path.read_bytes(), example.empty()
-    document.add(Cell(**{"variant": "fused_mlp", "seq_len": 64, "round": 1, "status": "ok",
-                         "step_ms": [1.0], **measured}))  # fmt: skip
-    with pytest.raises(ValueError, match="is not written: " + re.escape(wrong)) as caught:
+    document.add(Cell("fused_mlp", 64, 1, "ok", step_ms=[1.0, -1.0]))
+    told = "is not written: cells[0].step_ms[1]: expected `float` > 0.0"
+    with pytest.raises(ValueError, match=re.escape(told)) as caught:
         results.save(path, document)
     assert "\n" not in str(caught.value)
     assert path.read_bytes() == before
@@ -95,22 +71,16 @@ REMOVED = object()
     ("path", "value", "told"),
     [
         (("cells", 4, "seq_len"), REMOVED, "cells[4]: object missing required field `seq_len`"),
-        (("environment", "gpu"), REMOVED, "environment: object missing required field `gpu`"),
         (("environment", "gpu", "ecc"), REMOVED, "environment.gpu: object missing required field"),
         (("experiment",), REMOVED, "the document: object missing required field `experiment`"),
-        (("experiment", "batch_size"), "32", "experiment.batch_size: expected `int`, got `str`"),
         (("experiment", "padded"), 1, "experiment.padded: expected `bool`, got `int`"),
         (("experiment", "seq_lens"), [], "experiment.seq_lens: expected `array` of length >= 1"),
-        (("rehearsal",), None, "rehearsal: expected `bool`, got `null`"),
-        (("cells", 0, "round"), True, "cells[0].round: expected `int`, got `bool`"),
-        (("cells", 0, "step_ms", 2), None, "cells[0].step_ms[2]: expected `float`, got `null`"),
+        (("cells", 0, "round"), 0, "cells[0].round: expected `int` >= 1"),
         (("cells", 1, "step_ms"), [], "cells[1]: its status is ok, and it has no step_ms"),
         (("cells", 0, "status"), "fine", "cells[0].status: invalid enum value 'fine'"),
         (("cells", 0, "speed"), 1, "cells[0]: object contains unknown field `speed`"),
-        (("cells", 0, "settings", "mode"), 1, "cells[0].settings: object contains unknown field"),
         (("speed",), 1, "the document: object contains unknown field `speed`"),
         (("floor", "64", "floor_ms"), 0, "floor[...].floor_ms: expected `float` > 0.0"),
-        (("kernels",), {"rows": []}, "kernels: object missing required field `copy_gb_per_s`"),
         (("summary", 0, "verdict"), "much faster", "summary[0].verdict: invalid enum value"),
     ],
 )
@@ -137,12 +107,16 @@ def test_a_file_that_departs_from_the_types_is_refused_with_the_place(path, valu
 # --- the file -------------------------------------------------------------------------------------
 
 
-def test_what_is_saved_is_loaded(tmp_path):
-    document = example.run()
+def test_what_is_saved_is_loaded_and_laid_out_to_be_read_and_compared(tmp_path):
+    path, document = tmp_path / "results.json", cells(("fused_mlp", 1, [100.5, 101.5]))
     document.cells[0].error = 'brackets [\n 1, {"a": [ 2 ]}\n]  and  spaces'
-    results.save(tmp_path / "results.json", document)
-    assert results.load(tmp_path / "results.json") == document
-    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+    results.save(path, document)
+    assert results.load(path) == document
+    assert list(tmp_path.iterdir()) == [path]
+    lines = path.read_text().splitlines()
+    assert any(line.strip() == '"step_ms": [100.5,101.5],' for line in lines)
+    assert max(map(len, lines)) < 200
+    assert len(lines) < 150
 
 
 def test_a_compressed_file_is_loaded_and_a_torn_one_refused(tmp_path):
@@ -156,15 +130,6 @@ def test_a_compressed_file_is_loaded_and_a_torn_one_refused(tmp_path):
         path.write_bytes(torn)
         with pytest.raises(ValueError, match="is not whole JSON"):
             results.load(path)
-
-
-def test_the_file_is_laid_out_to_be_read_and_compared(tmp_path):
-    document = cells(("fused_mlp", 1, [100.5, 101.5]))
-    results.save(tmp_path / "results.json", document)
-    lines = (tmp_path / "results.json").read_text().splitlines()
-    assert any(line.strip() == '"step_ms": [100.5,101.5],' for line in lines)
-    assert max(map(len, lines)) < 200
-    assert len(lines) < 150
 
 
 def test_a_loss_that_diverged_is_null_in_strict_json_and_can_be_loaded(tmp_path):
@@ -187,39 +152,23 @@ def test_saving_through_a_link_replaces_the_file_and_not_the_link(tmp_path):
     assert results.load(tmp_path / "real.json").cells == []
 
 
-def no_rename(monkeypatch):
-    def fail(*_):
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(os, "replace", fail)
-
-
-def disk_full(monkeypatch):
-    def fail(_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", fail)
-
-
-def interrupt(monkeypatch):
-    def fail(_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "fsync", fail)
-
-
 @pytest.mark.parametrize(
-    ("failure", "error"),
-    [(no_rename, OSError), (disk_full, OSError), (interrupt, KeyboardInterrupt)],
+    ("call", "error"),
+    [
+        ("replace", OSError(5, "Input/output error")),
+        ("fsync", OSError(28, "No space left on device")),
+        ("fsync", KeyboardInterrupt()),
+    ],
 )
-def test_a_failed_save_leaves_the_earlier_file_and_nothing_else(
-    failure, error, tmp_path, monkeypatch
-):
+def test_a_failed_save_leaves_the_earlier_file_and_nothing_else(call, error, tmp_path, monkeypatch):
+    def fail(*_):
+        raise error
+
     path = tmp_path / "results.json"
     results.save(path, example.empty())
     before = path.read_bytes()
-    failure(monkeypatch)
-    with pytest.raises(error):
+    monkeypatch.setattr(os, call, fail)
+    with pytest.raises(type(error)):
         results.save(path, example.run())
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
@@ -239,74 +188,17 @@ def test_a_write_cut_short_by_the_system_leaves_the_earlier_file(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_what_json_cannot_hold_leaves_the_earlier_file(tmp_path):
-    path = tmp_path / "results.json"
-    results.save(path, example.empty())
-    before, document = path.read_bytes(), example.empty()
-    document.kernels = object()
-    with pytest.raises(TypeError):
-        results.save(path, document)
-    assert path.read_bytes() == before
-
-
-KILLED_WHILE_SAVING = """
-import os
-import pathlib
-import random
-import signal
-import sys
-import time
-from bench import results
-path, versions = pathlib.Path(sys.argv[1]), [pathlib.Path(p).read_bytes() for p in sys.argv[2:]]
-results.write_atomically(path, versions[0])
-seen = set()
-for _ in range(30):
-    child = os.fork()
-    while child == 0:
-        for version in versions:
-            results.write_atomically(path, version)
-    time.sleep(random.uniform(0.01, 0.05))
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    seen.add(versions.index(path.read_bytes()))  # a ValueError when it is neither
-print(sorted(seen))
-"""
-
-
-def test_kill_9_at_any_moment_leaves_one_whole_version(tmp_path):
-    """A process that does nothing but save is killed 30 times, a few ms into it."""
-    versions = [tmp_path / "short.json", tmp_path / "long.json"]
-    for version, words in zip(versions, (1, 200_000), strict=True):
-        document = example.empty()
-        cell = Cell("fused_mlp", 64, 1, "oom", error="word " * words)
-        document.add(cell)
-        results.save(version, document)
-    run = subprocess.run(
-        [sys.executable, "-c", KILLED_WHILE_SAVING, tmp_path / "results.json", *versions],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout == "[0, 1]\n"  # both were left behind: it was not killed too soon each time
-    results.load(tmp_path / "results.json")
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ('{"schema_version": 2, "cel', "is not whole JSON"),
         ("\xff", "is not whole JSON"),
         ("", "is not whole JSON"),
-        ("[1, 2]", "has no schema_version, so it is not ours"),
+        ("[" * 100_000, "has no schema_version, so it is not ours"),
+        ('{"x": ' + "[" * 100_000, "is not whole JSON"),
         ('{"tokens": 3}', "has no schema_version, so it is not ours"),
         ('{"schema_version": 3}', "has schema 3, this version writes 2: give another --out"),
-        ('{"schema_version": 1, "cells": []}', "has schema 1, this version writes 2: give another"),
-        (
-            '{"schema_version": 2}',
-            "document: object missing required field `rehearsal`: restore it",
-        ),
+        ('{"schema_version": 2}', "document: object missing required field `rehearsal`: restore"),
     ],
 )
 def test_a_file_that_is_no_results_is_refused_in_one_line(text, message, tmp_path):

@@ -4,39 +4,24 @@ import gc
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from graph_case import RecordedStep, captured, graphed
+from rehearsal_case import ROOT, plan_of
 from test_trainer import FakeClock, Line, make_batches
 
 import models
 import trainer as trainer_module
 from batches import Batch
 from bench import audit, cells, options
-from bench import plan as planning
 from fused_lora.step.graph import EAGER_CALLS
 from models import Graph
 from trainer import MAX_WARMUP_STEPS, MIN_WARMUP_STEPS, Trainer
 from variants import VARIANTS, Lora, Recipe
 
-TINY = str(Path(__file__).resolve().parents[2] / "configs" / "tiny.json")
-STEADY_WARMUP = [1.0] * (EAGER_CALLS + MIN_WARMUP_STEPS)
-
-
-class Masked(torch.nn.Module):
-    """test_trainer's Line, which keeps the mask that it was given."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.tensor([0.5]))
-        self.masks = []
-
-    def forward(self, input_ids, labels, attention_mask):
-        self.masks.append(attention_mask)
-        return SimpleNamespace(loss=((self.weight * input_ids - labels) ** 2).mean())
+TINY = str(ROOT / "configs" / "tiny.json")
 
 
 @pytest.fixture(autouse=True)
@@ -46,16 +31,19 @@ def fused_on_the_cpu(monkeypatch):
     monkeypatch.setattr(torch.optim, "AdamW", lambda *p, **o: adamw(*p, **{**o, "fused": True}))
 
 
-def make_trainer(intervals=STEADY_WARMUP, model=None, clock=None, **options):
-    model = model or Masked()
+def make_trainer(intervals=(), clock=None, **options):
+    model = Line()
     graph = Graph(partial(RecordedStep, model), EAGER_CALLS)
     clock = clock or FakeClock([*intervals, *[1.0] * 99])
     return Trainer(model, nullcontext, clock, 0.1, graph=graph, **options)
 
 
+def eager_trainer():
+    return Trainer(Line(), nullcontext, FakeClock([1.0] * 99), 0.1)
+
+
 def test_it_trains_bit_by_bit_as_the_eager_loop_after_going_back_to_the_first_weights():
-    eager = Trainer(Line(), nullcontext, FakeClock([1.0] * 99), 0.1)
-    graph = make_trainer()
+    eager, graph = eager_trainer(), make_trainer()
     wanted, got = (one.run(make_batches(1, 2, 3), steps=5) for one in (eager, graph))
     assert captured(graph.graphed_step) == 1
     assert got.losses == wanted.losses and len(set(got.losses)) == 5
@@ -64,47 +52,29 @@ def test_it_trains_bit_by_bit_as_the_eager_loop_after_going_back_to_the_first_we
 
 
 def test_its_parts_are_empty_and_its_time_is_that_between_its_two_marks():
-    timings = make_trainer([*STEADY_WARMUP, 12.0, 14.5]).run(make_batches(1, 2), steps=2)
+    warmup = [1.0] * (EAGER_CALLS + MIN_WARMUP_STEPS)
+    timings = make_trainer([*warmup, 12.0, 14.5]).run(make_batches(1, 2), steps=2)
     assert timings.step_ms == [12.0, 14.5]
     assert timings.forward_ms == timings.backward_ms == timings.optimizer_ms == []
     assert len(timings.wall_ms) == len(timings.losses) == 2
     assert audit.hidden_time(timings) is audit.skipped_updates(timings) is None
 
 
-def calls_of(trainer):
-    """How often the trainer's graph has been called."""
+@pytest.mark.parametrize(
+    ("intervals", "options", "calls"),
+    [
+        ([], {}, EAGER_CALLS + 1 + 3),  # eager, the capture, and three replays that agree
+        ([50.0, 20.0, 1000.0, 4.0, 2.0, 1.0, 1.0, 1.0], {}, 8),
+        ([1.0 + step % 2 for step in range(99)], {}, EAGER_CALLS + MAX_WARMUP_STEPS),
+        ([], {"max_warmup_steps": 1}, EAGER_CALLS + 1),  # cut short, it ends with the first replay
+    ],
+)
+def test_the_warmup_goes_on_until_three_replays_agree_but_not_for_ever(intervals, options, calls):
+    trainer = make_trainer(intervals, **options)
     seen, step = [], trainer.graphed_step
     trainer.graphed_step = lambda **batch: seen.append(batch) or step(**batch)
-    return seen
-
-
-def test_the_warmup_compares_replays_alone():
-    """The eager calls, the capture, and then three steps that agree."""
-    trainer = make_trainer()
-    seen = calls_of(trainer)
-    trainer.run(make_batches(1), steps=1)
-    assert len(seen) == EAGER_CALLS + 1 + 3 + 1
-
-
-def test_the_warmup_goes_on_until_three_replays_agree_but_not_for_ever():
-    slow = [50.0, 20.0, *[1000.0], 4.0, 2.0, 1.0, 1.0, 1.0]  # two eager, the capture, replays
-    trainer = make_trainer(slow)
-    seen = calls_of(trainer)
-    trainer.run(make_batches(1), steps=1)
-    assert len(seen) == len(slow) + 1
-
-    never = [1.0 + step % 2 for step in range(99)]
-    trainer = make_trainer(never)
-    seen = calls_of(trainer)
-    trainer.run(make_batches(1), steps=1)
-    assert len(seen) == EAGER_CALLS + MAX_WARMUP_STEPS + 1
-
-
-def test_a_warmup_that_is_cut_short_ends_with_the_first_replay():
-    trainer = make_trainer(max_warmup_steps=1)
-    seen = calls_of(trainer)
     assert trainer.run(make_batches(1), steps=1).first_step_s > 0
-    assert len(seen) == EAGER_CALLS + 1 + 1
+    assert len(seen) == calls + 1
 
 
 def test_the_first_step_lasts_until_the_first_replay_has_ended(monkeypatch):
@@ -142,36 +112,26 @@ def test_a_loss_on_labelled_tokens_alone_is_told_the_most_that_any_batch_has(tak
     assert {batch.get("max_labelled_tokens") for batch in seen} == {wanted}
 
 
-def test_the_peak_is_counted_from_the_capture_on(monkeypatch):
+@pytest.mark.parametrize("is_graph", [True, False])
+def test_the_peak_is_that_of_the_timed_steps_or_counted_from_the_capture_on(is_graph, monkeypatch):
     """Replays allocate nothing, so counted from the timed steps on it would be next to nothing."""
     done = []
     for name in ("empty_cache", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, partial(done.append, name))
-    for name, value in (("max_memory_allocated", 7), ("max_memory_reserved", 9)):
-        monkeypatch.setattr(torch.cuda, name, lambda name=name, n=value: done.append(name) or n)
-    trainer = make_trainer()
-    trainer.on_gpu = True
-    step = trainer.graphed_step
-    trainer.graphed_step = lambda **batch: done.append("step") or step(**batch)
-    timings = trainer.run(make_batches(1), steps=2)
-    assert (timings.peak_allocated_bytes, timings.peak_reserved_bytes) == (7, 9)
-    from_the_capture_on = ["empty_cache", "reset_peak_memory_stats", *["step"] * (1 + 3 + 2)]
-    measured = ["max_memory_allocated", "max_memory_reserved"]
-    assert done == ["step"] * EAGER_CALLS + from_the_capture_on + measured
-
-
-def test_the_peak_of_eager_steps_is_that_of_the_timed_ones(monkeypatch):
-    done = []
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: done.append("reset"))
-    for name in ("max_memory_allocated", "max_memory_reserved"):
-        monkeypatch.setattr(torch.cuda, name, lambda: 7)
-    model = Line()
-    trainer = Trainer(model, nullcontext, FakeClock([1.0] * 99), 0.1)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 7)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 9)
+    trainer = make_trainer() if is_graph else eager_trainer()
     trainer.on_gpu = True
     step = trainer.step
     trainer.step = lambda batch: done.append("step") or step(batch)
-    trainer.run(make_batches(1), steps=2)
-    assert done == ["step"] * MIN_WARMUP_STEPS + ["reset"] + ["step"] * 2
+    timings = trainer.run(make_batches(1), steps=2)
+    assert (timings.peak_allocated_bytes, timings.peak_reserved_bytes) == (7, 9)
+    if is_graph:
+        from_the_capture_on = ["empty_cache", "reset_peak_memory_stats", *["step"] * (1 + 3 + 2)]
+        assert done == ["step"] * EAGER_CALLS + from_the_capture_on
+    else:
+        warmup = ["step"] * MIN_WARMUP_STEPS
+        assert done == [*warmup, "reset_peak_memory_stats", "step", "step"]
 
 
 # --- a variant ------------------------------------------------------------------------------------
@@ -179,46 +139,42 @@ def test_the_peak_of_eager_steps_is_that_of_the_timed_ones(monkeypatch):
 GRAPHS = [variant.id for variant in VARIANTS.values() if variant.recipe.graph]
 
 
-@pytest.mark.parametrize("variant", GRAPHS)
-def test_a_graph_is_unavailable_without_a_gpu(variant):
-    assert "CUDA graph" in options.why_unavailable(variant, "cpu")
-    assert options.why_unavailable(variant, "cuda") is None
+def test_a_graph_is_unavailable_without_a_gpu():
+    assert GRAPHS
+    for variant in GRAPHS:
+        assert "CUDA graph" in options.why_unavailable(variant, "cpu")
+        assert options.why_unavailable(variant, "cuda") is None
 
 
-@pytest.mark.parametrize("padded", [[], ["--padded"]])
 def test_a_variant_is_measured_as_a_graph_from_its_recipe_to_its_cell(
-    padded, device, tmp_path, monkeypatch
+    device, tmp_path, monkeypatch
 ):
-    """Plain PEFT, because Triton's interpreter runs nothing that a stand-in could replay."""
+    """Plain PEFT, because Triton's interpreter runs nothing that a stand-in could replay; padded,
+    so that a mask comes along."""
     if device == "cpu":
         monkeypatch.setattr("fused_lora.step.graph.GraphedStep", RecordedStep)
     recipe = Recipe(checkpointing="none", graph=True)
     record = replace(VARIANTS["vanilla_peft"], id="vanilla_graph", recipe=recipe)
     monkeypatch.setitem(VARIANTS, "vanilla_graph", record)
-    arguments = options.parse(
-        ["--device", device, "--model", TINY, "--seq-lens", "16", "32", "--steps",
-         "3", "--batch-size", "4", "--rounds", "1", *padded, "--cache", str(tmp_path / "cache"),
-         *(["--allow-shared-gpu"] if device == "cuda" else []), "--out", str(tmp_path)], ""
+    plan = plan_of(
+        tmp_path, "--device", device, "--model", TINY, "--seq-lens", "24", "32", "--padded",
+        "--batch-size", "4", "--steps", "3", "--rounds", "1",
+        *(["--allow-shared-gpu"] if device == "cuda" else []),
     )  # fmt: skip
-    with planning.planned(arguments, []) as (plan, *_):
-        pass
     cells.prepare_run(lambda message: None, plan)
-    losses = {}
-    for variant in ("vanilla_graph", "vanilla_peft_no_checkpointing"):
+    losses = []
+    for variant, is_graph in (("vanilla_graph", True), ("vanilla_peft_no_checkpointing", False)):
         sent = []
         cells.measure_cells(sent.append, plan, variant, 1, plan.seq_lens)
         found = [message["cell"] for message in sent if "cell" in message]
         assert [cell.status for cell in found] == ["ok", "ok"], found[0].error
-        is_graph = variant == "vanilla_graph"
         for cell in found:
             parts = (cell.forward_ms, cell.backward_ms, cell.optimizer_ms)
             assert [len(part) for part in parts] == [0 if is_graph else 3] * 3
             assert len(cell.step_ms) == 3
             assert cell.settings.graph is is_graph
-        losses[variant] = [loss for cell in found for loss in cell.losses]
-    assert losses["vanilla_graph"] == pytest.approx(
-        losses["vanilla_peft_no_checkpointing"], rel=1e-3
-    )
+        losses.append([loss for cell in found for loss in cell.losses])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
 @pytest.mark.gpu
