@@ -37,16 +37,15 @@ SPARE = 10  # pixels to the edge: another machine's letters may be a little wide
 def step_ms(variant: str, seq_len: int) -> float:
     """A variant's middle: at short lengths the host takes a share that no kernel shortens."""
     plain = variant_of(variant).plain_id
-    vanilla, scale = VANILLA_MS[seq_len], VANILLA_MS[seq_len] / VANILLA_MS[512]
-    if seq_len == 64:
-        scale *= 0.6
+    vanilla = VANILLA_MS[seq_len]
     if plain in PEERS:
-        ms = vanilla - (1 - PEERS[plain][0]) * VANILLA_MS[512] * scale
+        gain = (1 - PEERS[plain][0]) * VANILLA_MS[512]
     elif plain.startswith("fused_all_but_"):
-        all_ms = vanilla - (1 - PEERS["fused_all"][0]) * VANILLA_MS[512] * scale
-        ms = all_ms + GAIN_MS[plain.removeprefix("fused_all_but_")][1] * scale
+        lost = GAIN_MS[plain.removeprefix("fused_all_but_")][1]
+        gain = (1 - PEERS["fused_all"][0]) * VANILLA_MS[512] - lost
     else:
-        ms = vanilla - GAIN_MS[plain.removeprefix("fused_")][0] * scale
+        gain = GAIN_MS[plain.removeprefix("fused_")][0]
+    ms = vanilla - gain * vanilla / VANILLA_MS[512] * (0.6 if seq_len == 64 else 1)
     return 0.76 * ms if plain != variant else ms
 
 

@@ -257,21 +257,21 @@ def test_the_caption_tells_what_is_special(changed, said):
 # --- the looks ------------------------------------------------------------------------------------
 
 
-def test_variants_are_told_apart_with_and_without_colour():
-    name = "eight, two without a time"
+@pytest.mark.parametrize("name", ["eight, two without a time", "long names"])
+def test_variants_are_told_apart_with_and_without_colour(name):
+    """Those of one family, too."""
     view = plots.View(RUNS[name])
     for what in ("colour", "marker", "hatch"):
-        looks = [getattr(look, what) for look in view.looks.values()]
-        assert len(set(looks)) == len(looks) == 7  # the A/A twin is a band
-    assert next(iter(view.looks)) == "vanilla_peft"
+        found = [getattr(look, what) for look in view.looks.values()]
+        assert len(set(found)) == len(found)
     shown = [text.get_text() for text in picture_of(name).legends[0].get_texts()]
     assert shown == list(map(title_of, view.looks))
 
 
-def test_variants_of_one_family_do_not_look_alike():
-    fused = [id for id, variant in VARIANTS.items() if variant.recipe.fused][: plots.MANY]
-    found = plots.looks_of([*fused, "vanilla_peft"])
-    assert len({look[1:] for look in found.values()}) == plots.MANY + 1
+def test_the_baseline_comes_first_and_the_experiment_has_its_own_looks():
+    run = example.empty(variants=["fused_mlp", "vanilla_peft_again", "vanilla_peft"])
+    assert list(plots.View(run).looks) == ["vanilla_peft", "fused_mlp"]  # the A/A twin is a band
+    found = plots.looks_of(["fused_rope", "fused_mlp", "vanilla_peft"])
     assert found["vanilla_peft"] == LOOKS["peft"] and found["fused_mlp"] == LOOKS["fused"]
 
 
