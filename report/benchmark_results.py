@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from itertools import chain
+from math import ceil
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -36,6 +37,7 @@ SPARE_LOOKS = [  # for variants whose family's look another one has
 RESULTS_LEGEND = "Medians over steps, then over rounds; whiskers: 95% intervals over rounds."
 PHASES = {"forward": 0.55, "backward": 0.0, "optimizer": -0.6}  # how far towards white or black
 GRAPH = {"CUDA graph": 0.3}  # a step whose phases nobody can tell apart
+RIGHT = 0.975  # where the panels end, of the picture's width
 FEW = 3  # up to this many variants every point is labelled; beyond it the table has the values
 
 
@@ -94,8 +96,8 @@ def benchmark_figure(run: Run) -> Figure:
         view = View(run)
         picture = Figure(figsize=(14, 11), dpi=150)
         panels = picture.subplots(2, 2, gridspec_kw={"hspace": 0.28, "wspace": 0.14})
-        rows_of_names = -(-len(view.looks) // 5)
-        picture.subplots_adjust(0.06, 0.125, 0.975, 0.892 - 0.026 * rows_of_names)
+        rows_of_names = _name_variants(picture, view)
+        picture.subplots_adjust(0.06, 0.125, RIGHT, 0.892 - 0.026 * rows_of_names)
         for panel, axes in zip((_throughput, _speedup, _memory, _step), panels.flat, strict=True):
             axes.set_xlim(-0.5, len(view.seq_lens) - 0.5)
             axes.set_xticks(range(len(view.seq_lens)), view.seq_lens)
@@ -107,7 +109,6 @@ def benchmark_figure(run: Run) -> Figure:
         picture.text(0.025, 0.955, title, size=min(23, 1500 / len(title)), weight="bold")
         words = fill(f"{caption(run)} {RESULTS_LEGEND}", 165)
         picture.text(0.025, 0.022, words, size=10.5, color="#444444", linespacing=1.5)
-        _name_variants(picture, view)
         if run.rehearsal:
             _stamp(picture)
     return picture
@@ -300,16 +301,23 @@ def _mark_untimed(axes: Axes, view: View) -> None:
         axes.text(place, 0.08, STATUS_WORDS[row.status], **text)
 
 
-def _name_variants(picture: Figure, view: View) -> None:
-    """The legend of all four panels: each variant's bar beside its line."""
+def _name_variants(picture: Figure, view: View) -> int:
+    """The legend of all four panels: each variant's bar beside its line. In as many columns as end
+    where the panels do, by this machine's fonts; returns the number of rows."""
     keys: list[Any] = []
     names = list(map(title_of, view.looks))
     for look, name in zip(view.looks.values(), names, strict=True):
         bar = Patch(facecolor=look.colour, hatch=look.hatch, edgecolor="white", linewidth=0)
         keys.append((bar, _line(look, name)))
-    place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (0.017, 0.945), "ncols": 5}
-    side_by_side = {tuple: HandlerTuple(ndivide=None)}
-    picture.legend(keys, names, fontsize=13, handlelength=3.5, handler_map=side_by_side, **place)
+    place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (0.017, 0.945), "fontsize": 13}
+    place |= {"handlelength": 3.5, "handler_map": {tuple: HandlerTuple(ndivide=None)}}
+    columns = 5
+    legend = picture.legend(keys, names, ncols=columns, **place)
+    while columns > 1 and legend.get_window_extent().x1 > RIGHT * picture.bbox.x1:
+        legend.remove()
+        columns -= 1
+        legend = picture.legend(keys, names, ncols=columns, **place)
+    return ceil(len(names) / columns)
 
 
 def _stamp(picture: Figure) -> None:

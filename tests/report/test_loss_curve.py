@@ -17,8 +17,8 @@ def run(**losses):
     document = example.empty(variants=list(losses), seq_lens=[64, 256], rounds=1)
     for variant, own in losses.items():
         for seq_len, values in ((64, [9.0] * len(own)), (256, own)):
-            cell = example.timed_cell(variant, seq_len, 1, [100.0] * len(own), losses=values)
-            document.add(cell)
+            times = [100.0] * len(own)
+            document.add(example.timed_cell(variant, seq_len, 1, times, losses=values))
     return document
 
 
@@ -26,9 +26,8 @@ TWO = run(**{LAYER: [4.0, 2.02, 0.999], VANILLA: [4.0, 2.0, 1.0]})
 
 
 def test_curves_are_of_the_longest_length_with_the_baseline_first():
-    assert list(loss_curve.curves(TWO).items()) == [
-        (VANILLA, [4.0, 2.0, 1.0]), (LAYER, [4.0, 2.02, 0.999])
-    ]  # fmt: skip
+    own = [(VANILLA, [4.0, 2.0, 1.0]), (LAYER, [4.0, 2.02, 0.999])]
+    assert list(loss_curve.curves(TWO).items()) == own
 
 
 def test_the_title_says_how_far_they_come_apart():
@@ -62,9 +61,3 @@ def test_both_panels_show_what_was_measured():
 def test_there_is_no_picture_without_two_curves(document, tmp_path):
     assert loss_curve.draw_loss_curve(document, tmp_path / "loss_curve.png") is False
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_same_results_give_the_same_bytes(tmp_path):
-    one, two = tmp_path / "one.png", tmp_path / "two.png"
-    assert loss_curve.draw_loss_curve(TWO, one) and loss_curve.draw_loss_curve(TWO, two)
-    assert one.read_bytes() == two.read_bytes()

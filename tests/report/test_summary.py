@@ -10,12 +10,12 @@ from example_results import cells, rounds
 from bench import results
 from bench.records import Floor, SummaryRow
 from report.statistics import (
+    NOISE,
     interval95,
     interval95_of_ratios,
     noise_band,
     summarize,
     verdict_of,
-    why_no_verdicts,
 )
 
 
@@ -61,49 +61,23 @@ def test_a_row_of_the_summary_by_hand():
 
 
 def test_a_graph_has_a_time_and_no_parts(tmp_path):
-    document = rounds(vanilla_peft=[200.0, 200.0], fused_layer_graph=[100.0, 100.0])
+    document = rounds(vanilla_peft=[200, 200], fused_layer_graph=[100, 100])
     for cell in document.cells[2:]:
         cell.forward_ms, cell.backward_ms, cell.optimizer_ms = [], [], []
-    row = row_of(document, "fused_layer_graph")
-    assert (row.median_step_ms, row.speedup) == (100.0, 2.0)
-    assert [row.forward_ms, row.backward_ms, row.optimizer_ms] == [None] * 3
     document.summary = summarize(document)
     results.save(tmp_path / "results.json", document)
-    assert results.load(tmp_path / "results.json").summary[1] == row
-
-
-def test_a_drift_that_both_share_widens_the_times_and_not_the_speedup():
-    row = row_of(rounds(vanilla_peft=[200.0, 300.0], fused_mlp=[100.0, 150.0]))
-    low, high = row.step_ms_ci95
-    assert low < 10 and high > 1600
-    assert (row.median_step_ms, row.speedup) == (125.0, 2.0)
-    assert row.speedup_ci95 == (2.0, 2.0)
-
-
-def test_two_rounds_that_differ_by_a_quarter_say_little_and_two_that_agree_much():
-    row = row_of(rounds(vanilla_peft=[200.0, 200.0], fused_mlp=[100.0, 80.0]))
-    assert row.speedup == 2.25  # of 2.0 and 2.5
-    # sqrt(5) times or over exp(12.706 / 2 * log(1.25)), which is 4.127
-    assert row.speedup_ci95 == pytest.approx([5**0.5 / 4.127, 5**0.5 * 4.127], rel=1e-3)
-    row = row_of(rounds(vanilla_peft=[200.0, 200.0], fused_mlp=[100.0, 99.9]))
-    assert row.speedup_ci95 == pytest.approx([2.001 / 1.00638, 2.001 * 1.00638], rel=1e-4)
+    row = results.load(tmp_path / "results.json").summary[1]
+    assert (row.variant, row.median_step_ms, row.speedup) == ("fused_layer_graph", 100.0, 2.0)
+    assert [row.forward_ms, row.backward_ms, row.optimizer_ms] == [None] * 3
 
 
 def test_only_rounds_with_both_are_paired():
-    document = cells(
-        ("vanilla_peft", 1, [200.0]),
-        ("vanilla_peft", 2, "error"),
-        ("vanilla_peft", 3, [300.0]),
-        ("fused_mlp", 1, [100.0]),
-        ("fused_mlp", 2, [1.0]),
-        ("fused_mlp", 3, "oom"),
-    )
-    row = row_of(document)
+    row = row_of(rounds(vanilla_peft=[200, "error", 300], fused_mlp=[100, 1, "oom"]))
     assert (row.speedup, row.speedup_ci95, row.rounds) == (2.0, None, 2)
 
 
 def test_times_of_a_cell_that_failed_a_check_do_not_count():
-    document = rounds(vanilla_peft=[200.0, 200.0], fused_mlp=[100.0, 1.0])
+    document = rounds(vanilla_peft=[200, 200], fused_mlp=[100, 1])
     document.cells[3].status = "parity_failed"
     row = row_of(document)
     assert (row.rounds, row.steps, row.median_step_ms) == (1, 1, 100.0)
@@ -111,13 +85,13 @@ def test_times_of_a_cell_that_failed_a_check_do_not_count():
 
 
 def test_a_single_round_gives_numbers_and_no_verdict():
-    row = row_of(rounds(vanilla_peft=[200.0], vanilla_peft_again=[201.0], fused_mlp=[100.0]))
+    row = row_of(rounds(vanilla_peft=[200], vanilla_peft_again=[201], fused_mlp=[100]))
     assert (row.median_step_ms, row.speedup, row.tokens_per_s) == (100.0, 2.0, 20480.0)
     assert [row.step_ms_ci95, row.speedup_ci95, row.verdict] == [None] * 3
 
 
 def test_without_floor_peak_or_baseline_the_row_says_null():
-    row = row_of(rounds(fused_mlp=[100.0, 100.0]))
+    row = row_of(rounds(fused_mlp=[100, 100]))
     empty = ("ratio_to_floor", "peak_gib", "speedup", "speedup_ci95", "verdict")
     assert [getattr(row, name) for name in empty] == [None] * 5
 
@@ -125,7 +99,7 @@ def test_without_floor_peak_or_baseline_the_row_says_null():
 @pytest.mark.parametrize(
     ("outcomes", "status"),
     [
-        (["oom", [100.0], "error"], "ok"),
+        (["oom", 100, "error"], "ok"),
         (["error", "oom", "unavailable"], "oom"),
         (["oom", "parity_failed"], "parity_failed"),
         (["unavailable", "error"], "error"),
@@ -133,7 +107,7 @@ def test_without_floor_peak_or_baseline_the_row_says_null():
     ],
 )
 def test_the_most_telling_status_stands(outcomes, status):
-    row = row_of(cells(*(("fused_mlp", n, outcome) for n, outcome in enumerate(outcomes, 1))))
+    row = row_of(rounds(fused_mlp=outcomes))
     assert row.status == status
     assert (row.median_step_ms is None) == (status != "ok")
 
@@ -146,33 +120,25 @@ def test_rows_come_by_length_and_then_as_the_variants_were_asked_for():
     assert found == [(64, "fused_mlp"), (512, "vanilla_peft"), (512, "fused_mlp")]
 
 
-def test_numbers_have_six_digits():
-    row = row_of(rounds(vanilla_peft=[200.0], fused_mlp=[300.0]))
-    assert (row.speedup, row.tokens_per_s) == (0.666667, 6826.67)
-
-
 def test_the_noise_band_goes_both_ways():
-    document = rounds(vanilla_peft=[102.0, 99.0], vanilla_peft_again=[100.0, 100.0])
-    low, high = noise_band(document, 64)
-    assert (low, high) == pytest.approx((1 / 1.02, 1.02))
+    document = rounds(vanilla_peft=[102, 99], vanilla_peft_again=[100, 100])
+    assert noise_band(document, 64) == pytest.approx((1 / 1.02, 1.02))
     assert noise_band(document, 128) is None
 
 
 @pytest.mark.parametrize(
     ("fused_ms", "verdict"),
     [
-        ([80.0, 81.0, 80.0], "faster"),
-        ([125.0, 126.0, 125.0], "slower"),
-        ([99.0, 99.0, 99.0], "not distinguishable"),  # 1.010: the A/A twin came as far as 1.02
-        ([60.0, 80.0, 101.0], "not distinguishable"),  # 1.25, but one round was slower
+        ([80, 81, 80], "faster"),
+        ([99, 99, 99], NOISE),  # 1.010: the A/A twin came as far as 1.02
+        ([60, 80, 101], NOISE),  # 1.25, but one round was slower
     ],
 )
 def test_a_verdict_takes_the_noise_into_account(fused_ms, verdict):
-    vanilla, again = [100.0, 100.0, 100.0], [102.0, 100.0, 99.0]
+    vanilla, again = [100, 100, 100], [102, 100, 99]
     document = rounds(vanilla_peft=vanilla, vanilla_peft_again=again, fused_mlp=fused_ms)
-    assert row_of(document).verdict == verdict
-    assert row_of(document, "vanilla_peft").verdict is None
-    assert row_of(document, "vanilla_peft_again").verdict is None
+    judged = {row.variant: row.verdict for row in summarize(document)}
+    assert judged == {"vanilla_peft": None, "vanilla_peft_again": None, "fused_mlp": verdict}
     assert row_of(rounds(vanilla_peft=vanilla, fused_mlp=fused_ms)).verdict is None
 
 
@@ -180,27 +146,17 @@ def test_a_verdict_takes_the_noise_into_account(fused_ms, verdict):
     ("speedup", "ci95", "verdict"),
     [
         (1.04, [1.03, 1.05], "faster"),
-        (1.02, [1.01, 1.03], "not distinguishable"),  # on the band's edge
-        (0.98, [0.97, 0.99], "not distinguishable"),
+        (1.02, [1.01, 1.03], NOISE),  # on the band's edge
+        (0.98, [0.97, 0.99], NOISE),
         (0.97, [0.96, 0.98], "slower"),
-        (1.20, [1.00, 1.30], "not distinguishable"),  # the interval touches 1
-        (0.80, [0.70, 1.00], "not distinguishable"),
+        (1.20, [1.00, 1.30], NOISE),  # the interval touches 1
+        (0.80, [0.70, 1.00], NOISE),
         (1.20, None, None),
     ],
 )
 def test_verdicts_at_the_edges_of_band_and_interval(speedup, ci95, verdict):
     assert verdict_of(speedup, ci95, (0.98, 1.02)) == verdict
     assert verdict_of(speedup, ci95, None) is None
-
-
-def test_what_a_run_lacks_for_verdicts_is_told():
-    with_twin = ["vanilla_peft", "fused_mlp", "vanilla_peft_again"]
-    assert why_no_verdicts(example.empty(variants=with_twin)) is None
-    assert why_no_verdicts(example.empty(variants=with_twin, rounds=2)) is None
-    one_round = why_no_verdicts(example.empty(variants=with_twin, rounds=1))
-    assert one_round == "one round gives numbers without verdicts: --rounds 4 gives both"
-    no_twin = why_no_verdicts(example.empty(rounds=2))
-    assert "no verdicts without vanilla_peft_again" in no_twin
 
 
 @pytest.mark.parametrize("interval", [interval95, interval95_of_ratios])
@@ -220,7 +176,7 @@ def test_intervals_by_hand():
     assert low == pytest.approx(1 / high) == pytest.approx(0.5**12.706, rel=1e-3)
 
 
-@pytest.mark.parametrize("rounds_of_one", [2, 3, 4, 10])
+@pytest.mark.parametrize("rounds_of_one", [2, 4])
 def test_95_of_100_intervals_hold_what_was_measured(rounds_of_one):
     random = np.random.default_rng(0)
     held = 0

@@ -1,9 +1,12 @@
+"""The README's tables of one run, of two, and where they stand in it."""
+
 import dataclasses
 import shutil
 from pathlib import Path
 
 import example_results as example
 import pytest
+from example_results import rounds
 from msgspec.structs import replace
 from test_plots import RUNS
 
@@ -12,7 +15,7 @@ from bench.records import Cell, Floor, KernelRow, Kernels
 from report import commands, looks, suite_tables, tables
 from report.comparison import ComparedCell, compare
 from report.statistics import summarize
-from variants import Settings, title_of
+from variants import Settings
 
 
 def cells_of(markdown, *starts):
@@ -21,30 +24,23 @@ def cells_of(markdown, *starts):
 
 
 def hand_made():
-    document = example.empty(variants=["vanilla_peft", "fused_mlp"], seq_lens=[64, 512])
+    document = rounds(vanilla_peft=(200, 210, 220), fused_mlp=(100, 100, 110))
+    document.experiment.seq_lens = [64, 512]
     document.floor = {64: Floor(40.0, [40.0])}
-    times = {"vanilla_peft": (200.0, 210.0, 220.0), "fused_mlp": (100.0, 100.0, 110.0)}
-    for variant, rounds in times.items():
-        for n, ms in enumerate(rounds, start=1):
-            settings = Settings("non-reentrant", autocast="bfloat16")
-            cell = example.timed_cell(
-                variant, 64, n, [ms], settings=settings, peak_allocated_bytes=3 * 2**29
-            )
-            document.add(cell)
-    settings = Settings("off", autocast="bfloat16")
+    for cell in document.cells:
+        cell.settings = Settings("non-reentrant", autocast="bfloat16")
+        cell.peak_allocated_bytes = 3 * 2**29
     error = "CUDA out of memory. Tried to allocate 9 GiB\nmore `words`"
-    cell = Cell("fused_mlp", 512, 1, "oom", error=error, settings=settings)
-    document.add(cell)
+    settings = Settings("off", autocast="bfloat16")
+    document.add(Cell("fused_mlp", 512, 1, "oom", error=error, settings=settings))
     document.summary = summarize(document)
     return document
 
 
 def test_the_main_table_by_hand():
     markdown = tables.results_section(hand_made())
-    assert cells_of(markdown, "64", "fused MLP") == [
-        *("64", "fused MLP", "100.0 (90.0 to 118.3)", "20,480", "2.00 (1.90 to 2.18)", "2.50"),
-        "1.5",
-    ]
+    numbers = ["100.0 (90.0 to 118.3)", "20,480", "2.00 (1.90 to 2.18)", "2.50", "1.5"]
+    assert cells_of(markdown, "64", "fused MLP") == ["64", "fused MLP", *numbers]
     assert cells_of(markdown, "64", "vanilla PEFT")[4] == "1.00"
     assert cells_of(markdown, "512", "fused MLP")[2] == "out of memory"
     why = "- fused MLP at 512 tokens: out of memory: `CUDA out of memory. Tried to allocate 9 GiB"
@@ -56,42 +52,33 @@ def test_the_main_table_by_hand():
 
 def test_settings_that_change_with_the_length_are_told_by_length():
     markdown = tables.results_section(hand_made())
-    found = cells_of(markdown, "fused MLP", "non-reentrant at 64; off at 512")
-    assert found == [
-        "fused MLP",
-        "non-reentrant at 64; off at 512",
-        "none",
-        "bfloat16",
-        "none",
-        "none",
-        "0",
-    ]
+    by_length = ["fused MLP", "non-reentrant at 64; off at 512"]
+    others = ["none", "bfloat16", "none", "none", "0"]
+    assert cells_of(markdown, *by_length) == [*by_length, *others]
     assert cells_of(markdown, "vanilla PEFT", "non-reentrant")
-
-
-def test_that_a_step_is_one_graph_is_said_where_any_is():
-    markdown = tables.results_section(RUNS["a graph"])
-    assert cells_of(markdown, "variant", "checkpointing")[-2:] == ["graph", "fused modules"]
-    assert cells_of(markdown, "fused layers, CUDA graph", "on")[-2:] == ["on", "36"]
-
-
-def test_what_the_allocator_was_told_is_said_where_it_was_told_anything():
-    run = example.run()
-    for cell in run.cells:
-        if cell.variant == "full_unsloth":
-            cell.settings = replace(cell.settings, allocator="expandable_segments:True")
-    markdown = tables.results_section(run)
-    assert cells_of(markdown, "variant", "checkpointing")[-2:] == ["allocator", "fused modules"]
-    assert cells_of(markdown, "full Unsloth", "on")[-2] == "expandable_segments:True"
-    assert cells_of(markdown, "vanilla PEFT", "on")[-2] == "none"
-    assert cells_of(markdown, "fused MLP", "on")[-2:] == ["none", "36"]
-    markdown = tables.results_section(RUNS["three"])
     assert cells_of(markdown, "variant", "checkpointing")[-2:] == ["compile", "fused modules"]
 
 
+@pytest.mark.parametrize(
+    ("setting", "value", "said", "of_others"),
+    [
+        ("graph", True, "on", "off"),
+        ("allocator", "expandable_segments:True", "expandable_segments:True", "none"),
+    ],
+)
+def test_what_few_variants_have_is_told_where_any_has_it(setting, value, said, of_others):
+    run = example.run(seq_lens=(64,))
+    for cell in run.cells_of("fused_mlp"):
+        cell.settings = replace(cell.settings, **{setting: value})
+    markdown = tables.results_section(run)
+    assert cells_of(markdown, "variant", "checkpointing")[-2:] == [setting, "fused modules"]
+    assert cells_of(markdown, "fused MLP", "on")[-2:] == [said, "36"]
+    assert cells_of(markdown, "vanilla PEFT", "on")[-2:] == [of_others, "0"]
+
+
 def test_verdicts_stand_in_the_table_where_there_is_a_twin():
-    assert "against the A/A noise" not in tables.results_section(RUNS["three"])
-    markdown = tables.results_section(RUNS["with an A/A band"])
+    assert "against the A/A noise" not in tables.results_section(hand_made())
+    markdown = tables.results_section(RUNS["four"])
     assert cells_of(markdown, "512", "full Unsloth")[-1] == "faster"
     assert cells_of(markdown, "512", "vanilla PEFT, again")[-1] == ""
 
@@ -103,9 +90,8 @@ def test_kernels_are_told_where_there_are_any():
                     gb_per_s=3847.1, copy_gb_per_s=4302.6, share_of_copy=0.894)  # fmt: skip
     document.kernels = Kernels(4302.6, [row])
     markdown = tables.results_section(document)
-    assert cells_of(markdown, "swiglu_forward")[1:] == [
-        *("16384 × 11008", "bfloat16", "281.2", "3,847", "89%")
-    ]
+    numbers = ["16384 × 11008", "bfloat16", "281.2", "3,847", "89%"]
+    assert cells_of(markdown, "swiglu_forward")[1:] == numbers
     assert "A device copy of as many bytes; the fastest: 4,303 GB/s." in markdown
 
 
@@ -113,24 +99,17 @@ def remarks(document):
     return [line for line in tables.results_section(document).split("\n") if line[:2] == "- "]
 
 
-def test_a_throttled_round_is_told_with_variant_length_and_reason():
+def test_a_round_that_was_disturbed_is_told():
     document = hand_made()
     before = remarks(document)
-    assert not [line for line in before if "hrottled" in line or "shared" in line]
-    throttled = document.cells[4]  # fused MLP at 64 tokens, the second round
-    throttled.throttled = True
+    throttled, shared, without_a_time = document.cells[4], document.cells[1], document.cells[-1]
+    throttled.throttled = without_a_time.throttled = True
     throttled.clock_reasons = ["hardware thermal slowdown", "power cap"]
-    added = [line for line in remarks(document) if line not in before]
-    assert added == ["- Throttled: fused MLP at 64 tokens in round 2 (hardware thermal slowdown)."]
-    without_a_time = document.cells[-1]
-    without_a_time.throttled, without_a_time.clock_reasons = True, ["hardware slowdown"]
-    assert [line for line in remarks(document) if line not in before] == added
-
-
-def test_a_gpu_that_was_shared_is_told():
-    document = hand_made()
-    document.cells[1].other_gpu_processes = 2
-    assert "- The GPU was shared in 1 of 6 timed cells." in remarks(document)
+    shared.other_gpu_processes = 2
+    assert [line for line in remarks(document) if line not in before] == [
+        "- Throttled: fused MLP at 64 tokens in round 2 (hardware thermal slowdown).",
+        "- The GPU was shared in 1 of 6 timed cells.",
+    ]
 
 
 def test_what_lacks_for_verdicts_is_told():
@@ -145,37 +124,30 @@ def test_what_lacks_for_verdicts_is_told():
 
 
 def test_the_headline_by_hand():
-    assert tables.headline_table(hand_made()) == "\n".join(
-        [
-            "| tokens in a sequence | vanilla PEFT | fused MLP |",
-            "| --- | --- | --- |",
-            "| 64 | 210 ms | 100 ms, **2.00×** |",
-            "| 512 |  | out of memory |",
-        ]
-    )
-    header = tables.headline_table(RUNS["eight"]).split("\n")[0]
+    assert tables.headline_table(hand_made()).split("\n") == [
+        "| tokens in a sequence | vanilla PEFT | fused MLP |",
+        "| --- | --- | --- |",
+        "| 64 | 210 ms | 100 ms, **2.00×** |",
+        "| 512 |  | out of memory |",
+    ]
+    header = tables.headline_table(RUNS["eight, two without a time"]).split("\n")[0]
     assert header == "| tokens in a sequence | vanilla PEFT | fused MLP | full Unsloth |"
 
 
 def test_of_runs_in_turns_the_four_variants_are_shown_by_hand():
-    names = ["full_unsloth", "fused_all", "fused_mlp", "vanilla_peft_again", "vanilla_peft"]
-    document = example.empty(variants=names, seq_lens=[64], rounds=2, steps=60)
-    times = {"vanilla_peft": (300.0, 220.0), "vanilla_peft_again": (303.0, 220.0)}
-    times |= {
-        "fused_mlp": (200.0, 150.0),
-        "full_unsloth": (100.0, 110.0),
-        "fused_all": (90.0, 90.0),
-    }
-    for variant, rounds in times.items():
-        for n, ms in enumerate(rounds, start=1):
-            document.add(example.timed_cell(variant, 64, n, [ms]))
+    document = rounds(
+        full_unsloth=(100, 110),
+        fused_all=(90, 90),
+        fused_mlp=(200, 150),
+        vanilla_peft_again=(303, 220),
+        vanilla_peft=(300, 220),
+    )
     not_measured = "Not measured yet: `python lora_bench.py --turns 2`."
     assert tables.in_turns_section([document]) == not_measured
     document.experiment.turn_steps = 2
     shown = tables.in_turns_section([document])
-    assert [line.split(" | ")[1] for line in shown.split("\n")[2:6]] == [
-        *("vanilla PEFT", "vanilla PEFT, again", "fused MLP", "full Unsloth")
-    ]
+    names = ["vanilla PEFT", "vanilla PEFT, again", "fused MLP", "full Unsloth"]
+    assert [line.split(" | ")[1] for line in shown.split("\n")[2:6]] == names
     # of 1.5 and 1.467, whose logarithms are 0.0225 apart: exp(0.3942 -+ 12.71 * 0.0225 / 2)
     assert cells_of(shown, "64", "fused MLP")[4] == "1.48 (1.29 to 1.71)"
     assert "all fused" not in shown
@@ -189,34 +161,29 @@ def test_of_runs_in_turns_the_four_variants_are_shown_by_hand():
 COMPARED = ComparedCell(
     "fused_mlp", 512, "ok", "ok", 903.44, 821.31, 1.1, [1.05, 1.152], (0.98, 1.02), "faster"
 )
+NO_RATIO = {"speedup": None, "ci95": None, "band": None}
 
 
-def test_a_row_of_a_comparison_by_hand():
-    assert tables.comparison_words(COMPARED) == [
-        *("512", "fused MLP", "903.4", "821.3", "1.10 (1.05 to 1.15)", "0.98 to 1.02", "faster")
-    ]
-
-
-def test_a_comparison_of_single_rounds_has_neither_interval_nor_verdict():
-    row = dataclasses.replace(COMPARED, ci95=None, verdict=None)
-    assert tables.comparison_words(row)[4:] == ["1.10", "0.98 to 1.02", ""]
-
-
-def test_a_comparison_says_why_there_is_no_time():
-    unknown = {"speedup": None, "ci95": None, "band": None}
-    lost = dataclasses.replace(
-        COMPARED, new="oom", new_ms=None, verdict="no time any more", **unknown
-    )
-    assert tables.comparison_words(lost)[2:] == [
-        *("903.4", "out of memory", "", "", "no time any more")
-    ]
-    neither = dataclasses.replace(lost, old="parity_failed", old_ms=None, verdict=None)
-    assert tables.comparison_words(neither)[2:] == ["failed parity", "out of memory", "", "", ""]
-
-
-def test_names_for_people():
-    assert title_of("full_unsloth") == "full Unsloth"
-    assert title_of("bordered_step") == "bordered_step"
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({}, ["903.4", "821.3", "1.10 (1.05 to 1.15)", "0.98 to 1.02", "faster"]),
+        # of single rounds
+        ({"ci95": None, "verdict": None}, ["903.4", "821.3", "1.10", "0.98 to 1.02", ""]),
+        (
+            {"new": "oom", "new_ms": None, "verdict": "no time any more", **NO_RATIO},
+            ["903.4", "out of memory", "", "", "no time any more"],
+        ),
+        (
+            {"old": "parity_failed", "old_ms": None, "new": "oom", "new_ms": None, "verdict": None}
+            | NO_RATIO,
+            ["failed parity", "out of memory", "", "", ""],
+        ),
+    ],
+)
+def test_a_row_of_a_comparison_by_hand(changed, words):
+    row = dataclasses.replace(COMPARED, **changed)
+    assert tables.comparison_words(row) == ["512", "fused MLP", *words]
 
 
 README = """# Title
@@ -241,40 +208,32 @@ def test_the_readme_gets_its_tables_and_nothing_else_changes(tmp_path):
     for cell in second.cells:
         cell.step_ms = [1.5 * ms for ms in cell.step_ms]
     assert tables.update_readme(path, document, second) is True
-    written = path.read_text()
-    assert written == (
-        f"# Title\n<!-- headline:begin -->\n\n{tables.headline_table(document)}\n\n"
-        "<!-- headline:end -->\nbetween\n"
-        "<!-- in turns:begin -->\n\nNot measured yet: `python lora_bench.py --turns 2`.\n\n"
-        "<!-- in turns:end -->\n"
-        f"<!-- results:begin -->\n\n{tables.results_section(document)}\n\n"
-        "<!-- results:end -->\n"
-        f"<!-- parts:begin -->\n\n{suite_tables.NOT_MEASURED}\n\n<!-- parts:end -->\n"
-        f"<!-- effects:begin -->\n\n{suite_tables.NOT_MEASURED}\n\n<!-- effects:end -->\n"
-        f"<!-- unsloth:begin -->\n\n{suite_tables.NOT_MEASURED}\n\n<!-- unsloth:end -->\n"
-        f"<!-- peers:begin -->\n\n{suite_tables.NOT_MEASURED}\n\n<!-- peers:end -->\n"
-        "<!-- second run:begin -->\n\n"
-        f"{tables.comparison_table(compare(document, second))}\n\n"
-        "<!-- second run:end -->\nthe end"
-    )
+    written, wanted = path.read_text(), README.replace("\nold headline\n", "").replace(" old ", "")
+    unmeasured = dict.fromkeys(("parts", "effects", "unsloth", "peers"), suite_tables.NOT_MEASURED)
+    for name, block in {
+        "headline": tables.headline_table(document),
+        "in turns": "Not measured yet: `python lora_bench.py --turns 2`.",
+        "results": tables.results_section(document),
+        "second run": tables.comparison_table(compare(document, second)),
+        **unmeasured,
+    }.items():
+        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+        wanted = wanted.replace(f"{begin}{end}", f"{begin}\n\n{block}\n\n{end}")
+    assert written == wanted
     assert cells_of(written, "64", "fused MLP", "100.0", "150.0")[-1] == "slower"
     assert tables.update_readme(path, document, second) is False
     assert path.read_text() == written
-    assert tables.update_readme(path, RUNS["three"], RUNS["three"]) is True
-    assert "slower" not in path.read_text()
 
 
 @pytest.mark.parametrize(
     "text",
     [
         README.replace("<!-- results:end -->", ""),
-        README.replace("<!-- headline:begin -->", ""),
         README.replace("<!-- second run:begin -->", ""),
         README + "<!-- results:begin -->",
         "<!-- headline:end --> <!-- headline:begin -->" + README.split("between")[1],
-        "",
     ],
-)  # fmt: skip
+)
 def test_a_readme_without_its_markers_is_refused_and_left_alone(text, tmp_path):
     path = tmp_path / "README.md"
     path.write_text(text)
@@ -291,10 +250,9 @@ def test_the_readme_is_written_from_the_published_results(tmp_path):
     """`python lora_bench.py --plot-only` was run after the last change of results.json."""
     root = Path(__file__).resolve().parents[2]
     shutil.copy(root / "README.md", tmp_path)
-    runs = [results.load(root / "results.json")]
-    runs += [results.load(path) for path in (commands.SECOND_RUN, commands.SUITE)]
-    beside_unsloth = [
-        results.load(path) for path in sorted(commands.BESIDE_UNSLOTH.glob("*.json.gz"))
-    ]
+    published = (root / "results.json", commands.SECOND_RUN, commands.SUITE)
+    runs = [results.load(path) for path in published]
+    beside_unsloth = sorted(commands.BESIDE_UNSLOTH.glob("*.json.gz"))
     assert len(beside_unsloth) == 3
+    beside_unsloth = [results.load(path) for path in beside_unsloth]
     assert tables.update_readme(tmp_path / "README.md", *runs, beside_unsloth) is False
