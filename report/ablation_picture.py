@@ -1,4 +1,4 @@
-"""ablation.png, from a run alone: from vanilla PEFT down to all fused, part by part.
+"""ablation.png, from a run alone: from vanilla PEFT down to all parts, part by part.
 The numbers are ablation.py's."""
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def _words(picture: Figure, run: Run, height: float) -> None:
     title = ablation_finding(run)
     picture.text(0.025, 1 - 0.5 / height, title, size=min(21, 1400 / len(title)), weight="bold")
     said = (
-        "From vanilla PEFT down to all fused: a red bar begins where the one above it ended, and "
+        "From vanilla PEFT down to all parts: a red bar begins where the one above it ended, and "
         "is as long as what the part, alone,\ntakes off a step. The interaction is what all "
         "together take off beyond that sum. Negative: adds time. Bold: more than noise; grey: not; "
         "neither:\nof a single round, which cannot tell. Diamond: where the bar ends by the "
@@ -213,7 +213,7 @@ def ablation_finding(run: Run) -> str:
                 words = ", ".join(parts).replace("fused ", "")
                 what = f"{abs(percent):.0f}% {'off' if percent > 0 else 'added to'} a step"
                 words = f" (alone: {words})" if words else ""
-                return f"All fused: {what} at {seq_len} tokens{words}"
+                return f"All parts: {what} at {seq_len} tokens{words}"
     return "What each fused part takes off a step"
 
 

@@ -1,4 +1,4 @@
-"""What the GPU does during a step, by kind of work: the numbers of kernel_time.png. No torch."""
+"""The GPU's time in a step by kind of work: the numbers of kernel_time.png. No torch."""
 
 from __future__ import annotations
 

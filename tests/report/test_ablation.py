@@ -133,8 +133,8 @@ def test_what_has_no_gain_says_why():
     assert row(rows, "interaction").first == "parts missing"
     assert row(rows, "attention").last.percent > 0
     rows = ablation.gains(RUNS["with gaps"], 128)
-    assert {row.last for row in rows[:-1]} == {"no all fused"}
-    assert row(rows, "interaction").first == "no all fused"
+    assert {row.last for row in rows[:-1]} == {"no all parts"}
+    assert row(rows, "interaction").first == "no all parts"
     rows = ablation.gains(RUNS["with gaps"], 256)
     assert {row.first for row in rows[:-1]} == {"no vanilla PEFT"}
     assert row(rows, "mlp").last.ms > 0 and row(rows, "mlp").last.percent is None
@@ -235,7 +235,7 @@ def test_every_text_can_be_read(name):
 def test_the_title_states_the_finding():
     together = 100 * (1 - 1 / median(summary.speedups(RUNS["all"], "fused_all", 512)))
     titles = {
-        "all": f"All fused: {together:.0f}% off a step at 512 tokens "
+        "all": f"All parts: {together:.0f}% off a step at 512 tokens "
         "(alone: MLP 17%, attention 11%, cross entropy 8%)",
         "two variants": "What each fused part takes off a step",
         "rehearsal": looks.REHEARSAL_NOTICE,
@@ -245,7 +245,7 @@ def test_the_title_states_the_finding():
     with_gaps = plot.ablation_finding(RUNS["with gaps"])
     assert " at 512 tokens (alone: MLP 17%, cross entropy" in with_gaps
     slower = rounds(vanilla_peft=[100], fused_all=[110])
-    assert plot.ablation_finding(slower) == "All fused: 10% added to a step at 64 tokens"
+    assert plot.ablation_finding(slower) == "All parts: 10% added to a step at 64 tokens"
 
 
 def test_there_is_no_picture_without_two_variants_to_compare(tmp_path):
@@ -275,7 +275,7 @@ def test_the_table_by_hand():
     assert table[4][:3] == ["fused RoPE", "*1.0 (0.5%)*", "*0.0*"]
     assert table[7][:3] == ["fused checkpointing", "−4.0 (−1.9%)", "not measured"]
     assert table[8][:3] == ["interaction", "46.0 (22.4%)", ""]
-    assert table[9] == ["all fused", "80.0 (38.1%)", "", "no all fused", ""]
+    assert table[9] == ["all parts", "80.0 (38.1%)", "", "no all parts", ""]
     assert {len(line) for line in table} == {5} and len(table) == 10
 
 

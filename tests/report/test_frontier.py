@@ -109,7 +109,7 @@ def test_the_table_by_hand_leaves_room_for_the_context():
         "| 64 | vanilla PEFT | 1.00 | 210.0 | 21.5 |",
     ]
     assert fitting(run, 24) == mlp_and_vanilla  # 23.4 for torch
-    assert fitting(run, 24.2) == ["| 64 | all fused | 2.50 | 84.0 | 23.5 |", *mlp_and_vanilla]
+    assert fitting(run, 24.2) == ["| 64 | all parts | 2.50 | 84.0 | 23.5 |", *mlp_and_vanilla]
     assert fitting(run, 16) == ["| 64 | nothing: vanilla PEFT takes the least |  |  | 21.5 |"]
     assert fitting(example.empty(seq_lens=[64]), 8) == ["| 64 | nothing measured |  |  |  |"]
 
@@ -207,7 +207,7 @@ def test_the_title_states_both_ends():
     smallest, *_, fastest = frontier.pareto(fits.points_of(RUNS["all"], 512))
     assert frontier.frontier_finding(RUNS["all"]) == (
         "At 512 tokens, fastest: fused layers, CUDA graph without checkpointing "
-        f"({fastest.step_ms:.0f} ms, {fastest.peak_gib:.1f} GiB); smallest: all fused, inputs "
+        f"({fastest.step_ms:.0f} ms, {fastest.peak_gib:.1f} GiB); smallest: all parts, inputs "
         f"offloaded ({smallest.step_ms:.0f} ms, {smallest.peak_gib:.1f} GiB)"
     )
     one = frontier.frontier_finding(RUNS["experiment"])

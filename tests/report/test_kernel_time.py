@@ -61,7 +61,7 @@ def test_the_twin_and_what_has_no_profile_have_no_bar():
 
 
 def test_every_kind_of_kernel_has_a_look():
-    assert kernel_time.KIND_LOOKS.keys() == set(KINDS)
+    assert kernel_time.COLOURS.keys() == set(KINDS)
 
 
 def test_the_picture_says_the_steps_the_kinds_and_the_floor():
