@@ -1,9 +1,11 @@
 """What every operation promises autograd and its callers: the same tests over the whole table."""
 
+from functools import cache
 from itertools import combinations
 
 import pytest
 import torch
+import triton
 from contract import (
     BF16,
     DTYPES,
@@ -23,7 +25,12 @@ from contract import (
 )
 from cuda_graph import capture
 from pairwise import pairwise
-from reference import CHECKPOINTS, checkpointed, random, use_poisoned_memory
+from reference import CHECKPOINTS, checkpointed, is_poison, random, use_poisoned_memory
+from triton.runtime.interpreter import GridExecutor
+
+import fused_lora.cross_entropy
+import fused_lora.rms_norm
+import fused_lora.rope
 
 FAST = pytest.mark.fast
 ALL = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
@@ -41,6 +48,12 @@ def every(operations, axes):
             for one in pairwise(**axes(operation))
         ],
     )
+
+
+@cache
+def usual(operation, device):
+    """The results of the usual case, to hold others against."""
+    return run(operation, operation.case(device))
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -106,7 +119,14 @@ def test_the_gradient_of_a_sum_is_right(operation, device):
     ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_no_tokens_give_empty_results_and_gradients_of_zero(operation, shape, monkeypatch, device):
-    case = operation.case(device, shape=shape)
+    """And launch nothing: the interpreter would do it in vain."""
+    case, execute = operation.case(device, shape=shape), GridExecutor.__call__
+
+    def executed(launch, *arguments, **options):
+        assert all(launch.grid), "a launch of no programs"
+        execute(launch, *arguments, **options)
+
+    monkeypatch.setattr(GridExecutor, "__call__", executed)
     use_poisoned_memory(monkeypatch)
     got = run(operation, case)
     for i, gradient in enumerate(case.gradients):
@@ -120,17 +140,17 @@ def test_no_tokens_give_empty_results_and_gradients_of_zero(operation, shape, mo
 @FAST
 @ALL
 def test_what_new_memory_holds_does_not_matter(operation, monkeypatch, device):
-    case = operation.case(device)
-    want = run(operation, case)
-    use_poisoned_memory(monkeypatch)
+    """Nor is anything written behind it."""
+    case, want = operation.case(device), usual(operation, device)
+    behind = use_poisoned_memory(monkeypatch)
     assert_equal(run(operation, case), want)
+    assert behind and all(map(is_poison, behind))
 
 
 @FAST
 @ALL
 def test_repetition_is_bitwise_equal(operation, device):
-    case = operation.case(device)
-    assert_equal(run(operation, case), run(operation, case))
+    assert_equal(run(operation, operation.case(device)), usual(operation, device))
 
 
 @pytest.mark.parametrize("operation", OF_PRODUCTS, ids=lambda operation: operation.name)
@@ -254,8 +274,8 @@ def test_a_second_backward_through_a_retained_graph_gives_the_same(operation, de
 def test_differentiating_twice_is_a_clear_error(operation, device):
     case = operation.case(device)
     leaves = leaves_of(operation, case)
-    outputs = operation.function(*leaves.values())
-    with pytest.raises(RuntimeError, match=f"^{operation.name} is not twice differentiable") as it:
+    outputs, name = operation.function(*leaves.values()), operation.name.partition(",")[0]
+    with pytest.raises(RuntimeError, match=f"^{name} is not twice differentiable") as it:
         torch.autograd.grad(
             outputs, leaves[operation.trained[0]], case.gradients, create_graph=True
         )
@@ -321,8 +341,7 @@ def subsets(operation):
     ("operation", "needs"), [one for operation in OPERATIONS.values() for one in subsets(operation)]
 )
 def test_frozen_inputs_get_no_gradient_and_the_others_get_the_same(operation, needs, device):
-    case = operation.case(device)
-    want = run(operation, case)
+    case, want = operation.case(device), usual(operation, device)
     leaves = leaves_of(operation, case, needs)
     outputs = as_tuple(operation.function(*leaves.values()))
     for i, output in enumerate(outputs):
@@ -346,22 +365,23 @@ def test_frozen_inputs_get_no_gradient_and_the_others_get_the_same(operation, ne
 def test_without_gradients_the_outputs_are_the_same_and_nothing_is_saved(mode, operation, device):
     case = operation.case(device)
     leaves = leaves_of(operation, case)
-    want, saved = as_tuple(operation.function(*leaves.values())), []
+    saved = []
     with (
         mode(),
         torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
     ):
         got = as_tuple(operation.function(*leaves.values()))
     assert not saved and not any(output.requires_grad for output in got)
-    assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+    assert all(
+        torch.equal(output, usual(operation, device)[f"output {i}"]) for i, output in enumerate(got)
+    )
 
 
 @ALL
 @pytest.mark.parametrize("kind", CHECKPOINTS)
 def test_checkpointed_gradients_are_bitwise_equal(kind, operation, device):
-    case = operation.case(device)
-    got = run(operation, case, checkpointed(operation.function, kind))
-    assert_equal(got, run(operation, case))
+    function = checkpointed(operation.function, kind)
+    assert_equal(run(operation, operation.case(device), function), usual(operation, device))
 
 
 @pytest.mark.parametrize("operation", OF_PRODUCTS, ids=lambda operation: operation.name)
@@ -377,6 +397,26 @@ def test_micro_batches_add_up_to_one_batch(operation, device):
         return {f"gradient of {name}": leaves[name].grad for name in operation.trained}
 
     assert_right(operation, case, accumulated(operation.function), accumulated(operation.eager))
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "kernel", "options"),
+    [
+        ("rms_norm", fused_lora.rms_norm, "_rms_norm_forward_kernel", {}),
+        ("add_rms_norm", fused_lora.rms_norm, "_rms_norm_forward_kernel", {}),
+        ("rope", fused_lora.rope, "_rope_kernel", {"angle_dtype": FP32}),
+        ("linear_cross_entropy", fused_lora.cross_entropy, "_cross_entropy_kernel", {}),
+    ],
+)
+def test_what_no_kernel_runs_on_is_a_value_error(
+    name, module, kernel, options, monkeypatch, device
+):
+    operation = OPERATIONS[name]
+    with pytest.raises(ValueError, match=f"^{name} computes in .*, got torch.float64"):
+        run(operation, operation.case(device, torch.float64, **options))
+    monkeypatch.setattr(module, kernel, triton.JITFunction(getattr(module, kernel).fn))
+    with pytest.raises(ValueError, match=f"^{name} got tensors on the CPU.*TRITON_INTERPRET=1"):
+        run(operation, operation.case("cpu"))
 
 
 # --- on the GPU -----------------------------------------------------------------------------------
