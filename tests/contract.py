@@ -5,7 +5,7 @@ own files.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import attention_case
@@ -145,12 +145,10 @@ def tensors_in(case) -> dict[str, Tensor]:
 
 
 def with_layout(case, where, layout) -> Case:
-    """The case with one of its inputs, or an incoming gradient ("gradient 0"), laid out so."""
-    if where in case.inputs:
-        return replace(case, inputs={**case.inputs, where: layout(case.inputs[where])})
-    number = int(where.removeprefix("gradient "))
-    gradients = [layout(g) if i == number else g for i, g in enumerate(case.gradients)]
-    return replace(case, gradients=gradients)
+    """The case with those of its inputs and incoming gradients ("gradient 0") laid out so."""
+    inputs = {name: layout(t) if name in where else t for name, t in case.inputs.items()}
+    gradients = [layout(t) if f"gradient {i}" in where else t for i, t in enumerate(case.gradients)]
+    return Case(inputs, gradients)
 
 
 LAYOUTS = {  # of three dimensions or more, each of the shape that it is given

@@ -94,14 +94,14 @@ def axes_of_layouts(operation):
 @every(WITH_VALUES, axes_of_layouts)
 def test_any_layout_gives_what_a_contiguous_one_does(operation, options, device):
     where, layout = options.values()
-    case = with_layout(operation.case(device), where, (LAYOUTS | OF_KERNELS)[layout])
+    case = with_layout(operation.case(device), (where,), (LAYOUTS | OF_KERNELS)[layout])
     if tensors_in(case)[where].is_contiguous():
         pytest.skip("so small that it is contiguous")
     got = run(operation, case)
     if operation.of_products:
         assert_right(operation, case, got)
     else:
-        assert_equal(got, run(operation, with_layout(case, where, torch.Tensor.contiguous)))
+        assert_equal(got, run(operation, with_layout(case, (where,), torch.Tensor.contiguous)))
 
 
 @FAST
