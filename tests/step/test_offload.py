@@ -274,7 +274,7 @@ def test_a_models_gradients_are_right_however_late_the_copies_are(fusion, monkey
     models = [peft_model("cpu", config={"num_hidden_layers": 4}) for _ in range(2)]
     for model, policy in zip(models, ("full", "offload"), strict=True):
         fuse(model.train(), Fusion(**fusion, checkpoint=policy))
-    tokens = torch.arange(48).reshape(2, 24)
+    tokens = torch.arange(12).reshape(2, 6)
     Gpu.current, copies = AtOnce(), Stream()
     real, back, moved = torch.empty_like, Offload.back, []
 
