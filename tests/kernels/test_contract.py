@@ -36,6 +36,7 @@ FAST = pytest.mark.fast
 ALL = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
 WITH_VALUES = [operation for operation in OPERATIONS.values() if operation.has_values]
 OF_PRODUCTS = [operation for operation in WITH_VALUES if operation.of_products]
+OF_A_KERNEL = [operation for operation in WITH_VALUES if not operation.of_products]
 
 
 def every(operations, axes):
@@ -102,6 +103,22 @@ def test_any_layout_gives_what_a_contiguous_one_does(operation, options, device)
         assert_right(operation, case, got)
     else:
         assert_equal(got, run(operation, with_layout(case, (where,), torch.Tensor.contiguous)))
+
+
+@pytest.mark.parametrize("operation", OF_A_KERNEL, ids=lambda operation: operation.name)
+@pytest.mark.parametrize("layout", ["transposed", "by token", "features first", "elements apart"])
+def test_results_are_new_contiguous_tensors(layout, operation, device):
+    """But RoPE's, in which the heads of a token lie side by side."""
+    case = operation.case(device, shape=None if operation.name == "rope" else (2, 3, 4, 20))
+    case = with_layout(case, (*operation.strided, "gradient 0", "gradient 1"), LAYOUTS[layout])
+    leaves = leaves_of(operation, case)
+    outputs = as_tuple(operation.function(*leaves.values()))
+    trained = {name: leaves[name] for name in operation.trained if name != "delta"}  # may be x's
+    gradients = torch.autograd.grad(outputs, trained.values(), case.gradients)
+    for result in (*outputs, *gradients):
+        assert (result.transpose(1, 2) if operation.name == "rope" else result).is_contiguous()
+    everything = [*outputs, *gradients, *tensors_in(case).values()]
+    assert len({t.untyped_storage().data_ptr() for t in everything}) == len(everything)
 
 
 @FAST
@@ -184,9 +201,7 @@ def test_autocast_is_right_and_gives_dtypes_as_eager_does(operation, options, de
     assert_right(operation, case, got, eager)
 
 
-@pytest.mark.parametrize(
-    "operation", [o for o in WITH_VALUES if not o.of_products], ids=lambda operation: operation.name
-)
+@pytest.mark.parametrize("operation", OF_A_KERNEL, ids=lambda operation: operation.name)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_autocast_changes_nothing(dtype, operation, device):
     case = operation.case(device, dtype)
@@ -322,6 +337,19 @@ def test_inputs_may_have_other_consumers_and_outputs_may_be_changed_in_place(ope
 
     assert_right(operation, case, run(operation, case, block(operation.function)),
                  of=block(operation.eager))  # fmt: skip
+
+
+@pytest.mark.parametrize("used", [0, 1])
+@pytest.mark.parametrize("name", ["add_rms_norm", "rope"])
+def test_an_output_that_nobody_uses_counts_as_one_with_a_gradient_of_zero(name, used, device):
+    operation = OPERATIONS[name]
+    case = operation.case(device)
+    leaves = leaves_of(operation, case)
+    operation.function(*leaves.values())[used].backward(case.gradients[used])
+    zeros = [torch.zeros_like(g) if i != used else g for i, g in enumerate(case.gradients)]
+    want = run(operation, Case(case.inputs, zeros))
+    for name in operation.trained:
+        assert torch.equal(leaves[name].grad, want[f"gradient of {name}"]), name
 
 
 def subsets(operation):

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from contract import (
     FP32,
     LAYOUTS,
@@ -12,15 +11,12 @@ from contract import (
     assert_right,
     leaves_of,
     run,
-    tensors_in,
     truth_of,
     with_layout,
 )
 from reference import assert_within_budget, random
 from rms_norm_case import Kernel
 from rope_case import angles
-from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
-from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding, apply_rotary_pos_emb
 
 import fused_lora.rope as module
 from fused_lora.rope import rope
@@ -43,18 +39,6 @@ def test_cos_and_sin_need_no_equal_halves(device):
     assert_right(ROPE, Case(case.inputs | {"cos": cos, "sin": sin}, case.gradients))
 
 
-def test_it_is_transformers_own(device):
-    config = Qwen2Config(hidden_size=48, num_attention_heads=6, num_key_value_heads=2)
-    case = ROPE.case(device, FP32, shape="MQA, angles of each sequence")
-    case = with_layout(case, ROTATED, lambda t: F.pad(t, (0, 2)))  # head_dim 8 of this config
-    positions = torch.tensor([[0, 1, 2, 3], [9, 8, 7, 6], [40, 50, 60, 32_000]], device=device)
-    cos, sin = Qwen2RotaryEmbedding(config).to(device)(case.inputs["q"], positions)
-    case = Case(case.inputs | {"cos": cos, "sin": sin}, case.gradients)
-    got, want = run(ROPE, case), run(ROPE, case, apply_rotary_pos_emb)
-    for name in want:
-        torch.testing.assert_close(got[name], want[name], rtol=1e-6, atol=1e-6)
-
-
 # --- layouts --------------------------------------------------------------------------------------
 
 
@@ -74,19 +58,6 @@ def test_one_launch_each_way_reads_strided_tensors_where_they_are(layout, case, 
         assert [t.data_ptr() for t in arguments[:4]] == [t.data_ptr() for t in read]
 
 
-@pytest.mark.parametrize("layout", ["by token", "every second row", "features first"])
-def test_results_are_new_and_lie_by_token(layout, case):
-    case = with_layout(case, ROTATED, LAYOUTS[layout])
-    leaves = leaves_of(ROPE, case)
-    rotated, given = rope(*leaves.values()), (leaves["q"], leaves["k"])
-    results = (*rotated, *torch.autograd.grad(rotated, given, case.gradients))
-    for result, like in zip(results, (*given, *given), strict=True):
-        assert (result.shape, result.dtype, result.device) == (like.shape, like.dtype, like.device)
-        assert result.transpose(1, 2).is_contiguous()
-    everything = (*results, *tensors_in(case).values())
-    assert len({t.untyped_storage().data_ptr() for t in everything}) == len(everything)
-
-
 # --- autograd -------------------------------------------------------------------------------------
 
 
@@ -96,15 +67,6 @@ def test_cos_and_sin_are_all_that_is_saved(case):
         outputs = rope(*leaves.values())
     assert len(saved) == 2 and saved[0] is leaves["cos"] and saved[1] is leaves["sin"]
     del outputs  # they held them
-
-
-@pytest.mark.parametrize("used", [0, 1], ids=["q", "k"])
-def test_an_output_that_nobody_uses_changes_nothing_for_the_other(used, case):
-    want, leaves = run(ROPE, case), leaves_of(ROPE, case)
-    rope(*leaves.values())[used].backward(case.gradients[used])
-    name, other = ("q", "k") if used == 0 else ("k", "q")
-    assert torch.equal(leaves[name].grad, want[f"gradient of {name}"])
-    assert not leaves[other].grad.any()
 
 
 # --- errors ---------------------------------------------------------------------------------------
@@ -120,13 +82,10 @@ def test_an_output_that_nobody_uses_changes_nothing_for_the_other(used, case):
         ("k", lambda k: k[0], r"k is \[2, 5, 12\], should be \[2, kv_heads, 5, 12\]"),
         ("k", lambda k: k[:1], r"k is \[1, 2, 5, 12\], should be \[2, kv_heads, 5, 12\]"),
         ("k", lambda k: k[:, :, 1:], r"k is \[2, 2, 4, 12\], should be \[2, kv_heads, 5, 12\]"),
-        ("k", lambda k: k[..., 2:], r"k is \[2, 2, 5, 10\], should be \[2, kv_heads, 5, 12\]"),
         ("k", lambda k: k[:, :0], r"k is \[2, 0, 5, 12\], should be \[2, kv_heads, 5, 12\]"),
         ("k", lambda k: k.half(), r"k is torch.float16 on .* and q torch.bfloat16"),
         ("k", lambda k: k.to("meta"), r"k is torch.bfloat16 on meta and q torch.bfloat16"),
         ("cos", lambda t: t[..., :6], r"cos is \[1, 5, 6\], .*all of head_dim is rotated"),
-        ("sin", lambda t: t[..., :6], r"sin is \[1, 5, 6\], .*all of head_dim is rotated"),
-        ("cos", lambda t: t[0], r"cos is \[5, 12\], should be \[1 or 2, 5, 12\]"),
         ("cos", lambda t: t[:, 1:], r"cos is \[1, 4, 12\], should be \[1 or 2, 5, 12\]"),
         ("sin", lambda t: t.repeat(3, 1, 1), r"sin is \[3, 5, 12\], should be \[1 or 2, 5"),
         ("sin", lambda t: t.repeat(2, 1, 1), r"sin is \[2, 5, 12\] and cos \[1, 5, 12\]"),
