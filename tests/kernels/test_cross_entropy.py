@@ -19,6 +19,7 @@ from cross_entropy_case import (
     run,
     small_blocks,
 )
+from pairwise import pairwise
 from reference import assert_within_budget, random, relative_error
 
 import fused_lora.cross_entropy as module
@@ -132,11 +133,8 @@ def test_what_has_no_softmax_is_infinite_or_nan_as_in_pytorch(device):
 
 # The ways to leave out tokens that have no label: not computed, computed in vain, and as many
 # computed as may be labelled at most.
-WAYS_TO_IGNORE = ({"drop_ignored": True}, {"drop_ignored": False}, {"max_labelled": 200})
 IGNORING = pytest.mark.parametrize(
-    "ignoring",
-    WAYS_TO_IGNORE,
-    ids=("dropped", "computed", "at most 200"),
+    "ignoring", [{"drop_ignored": True}, {"drop_ignored": False}, {"max_labelled": 200}], ids=str
 )
 
 
@@ -163,10 +161,22 @@ def test_at_most_so_many_tokens_are_computed(max_labelled, case, monkeypatch):
 # --- with the linear layer ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("with_bias", [True, False], ids=("bias", "no bias"))
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_loss_and_gradients_are_within_the_error_budget(dtype, with_bias, device):
-    assert_right(*inputs(*TOKENS, dtype=dtype, device=device, with_bias=with_bias))
+@pytest.mark.parametrize(
+    "options",
+    pairwise(
+        dtype=DTYPES,
+        with_bias=(True, False),
+        grad_loss=(1.0, 3.0, 1 / 3, -0.01),
+        drop_ignored=(True, False),
+        chunk_tokens=(None, 1, 4, 7, 21),
+    ),
+)
+def test_loss_and_gradients_are_within_the_error_budget(options, device):
+    """14 of 21 tokens are labelled: chunks of 4 end in a part, chunks of 7 do not."""
+    dtype, with_bias, grad_loss, drop_ignored, chunk_tokens = options.values()
+    case = inputs(*TOKENS, dtype=dtype, device=device, with_bias=with_bias)
+    own = {"drop_ignored": drop_ignored, "chunk_tokens": chunk_tokens}
+    assert_right(*case, grad_loss=grad_loss, own=own)
 
 
 @IGNORING
@@ -274,13 +284,6 @@ def test_the_only_word_costs_nothing(device):
     assert not any(t.any() for t in run(linear_cross_entropy, *inputs(5, **options)).values())
 
 
-@pytest.mark.parametrize("drop_ignored", [True, False])
-@pytest.mark.parametrize("grad_loss", [3.0, 1 / 3, -0.01])
-def test_the_incoming_gradient_is_multiplied_in(grad_loss, drop_ignored, case):
-    got = run(linear_cross_entropy, *case, grad_loss=grad_loss, drop_ignored=drop_ignored)
-    assert_matches(got, case, grad_loss=grad_loss)
-
-
 def test_the_scale_is_not_rounded_to_bf16(case):
     unscaled = run(linear_cross_entropy, *case, num_items_in_batch=1)
     scale = torch.tensor(1 / 3, device=case[0].device)
@@ -354,29 +357,27 @@ def test_compiled_around_it_is_right(case):
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("name", "change", "message"),
     [
-        ({"hidden": lambda t: t[..., 1:]}, r"hidden \[\.\.\., hidden\].*got hidden \[3, 7, 19\]"),
-        ({"hidden": lambda t: t[0, 0, 0]}, r"hidden \[\.\.\., hidden\].*got hidden \[\]"),
-        ({"weight": lambda t: t[0]}, r"weight \[vocabulary, hidden\].*weight \[20\]"),
-        ({"weight": lambda t: t[:0]}, r"weight \[vocabulary, hidden\].*weight \[0, 20\]"),
-        ({"labels": lambda t: t[:, 1:]}, r"labels \[\.\.\.\].*labels \[3, 6\]"),
-        ({"labels": lambda t: t.view(-1)}, r"labels \[\.\.\.\].*labels \[21\]"),
-        ({"bias": lambda t: t[1:]}, r"bias \[vocabulary\].*bias \[138\]"),
-        ({"labels": lambda t: t.float()}, r"labels in int64 or int32, got.*labels .*float32"),
-        ({"weight": lambda t: t.float()}, r"one dtype, or torch.autocast, got.*weight .*float32"),
-        ({"bias": lambda t: t.float()}, r"one dtype, or torch.autocast, got.*bias .*float32"),
-        ({"labels": lambda t: t.to("meta")}, r"on one device, got.*labels .* on meta"),
-        ({"weight": lambda t: t.to("meta")}, r"on one device, got.*weight .* on meta"),
-        ({"chunk_tokens": lambda t: 0}, r"chunk_tokens above 0, got 0"),
-        ({"num_items_in_batch": lambda t: torch.ones(2)}, r"num_items_in_batch as a number.*\[2\]"),
+        ("hidden", lambda t: t[..., 1:], r"hidden \[\.\.\., hidden\].*got hidden \[3, 7, 19\]"),
+        ("hidden", lambda t: t[0, 0, 0], r"hidden \[\.\.\., hidden\].*got hidden \[\]"),
+        ("weight", lambda t: t[0], r"weight \[vocabulary, hidden\].*weight \[20\]"),
+        ("weight", lambda t: t[:0], r"weight \[vocabulary, hidden\].*weight \[0, 20\]"),
+        ("labels", lambda t: t[:, 1:], r"labels \[\.\.\.\].*labels \[3, 6\]"),
+        ("labels", lambda t: t.view(-1), r"labels \[\.\.\.\].*labels \[21\]"),
+        ("bias", lambda t: t[1:], r"bias \[vocabulary\].*bias \[138\]"),
+        ("labels", lambda t: t.float(), r"labels in int64 or int32, got.*labels .*float32"),
+        ("weight", lambda t: t.float(), r"one dtype, or torch.autocast, got.*weight .*float32"),
+        ("bias", lambda t: t.float(), r"one dtype, or torch.autocast, got.*bias .*float32"),
+        ("labels", lambda t: t.to("meta"), r"on one device, got.*labels .* on meta"),
+        ("weight", lambda t: t.to("meta"), r"on one device, got.*weight .* on meta"),
+        ("chunk_tokens", lambda t: 0, r"chunk_tokens above 0, got 0"),
+        ("num_items_in_batch", lambda t: torch.ones(2), r"num_items_in_batch as a number.*\[2\]"),
     ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_inputs_that_do_not_fit_are_a_value_error(changed, message, case):
+def test_inputs_that_do_not_fit_are_a_value_error(name, change, message, case):
     arguments = dict(zip(("hidden", "weight", "bias", "labels"), case, strict=True))
-    for name, change in changed.items():
-        arguments[name] = change(arguments.get(name))
+    arguments[name] = change(arguments.get(name))
     with pytest.raises(ValueError, match=r"linear_cross_entropy wants .*" + message) as error:
         linear_cross_entropy(**arguments)
     assert "\n" not in str(error.value)

@@ -4,6 +4,7 @@ import copy
 import gc
 import weakref
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -261,22 +262,19 @@ def test_only_addresses_are_looked_at_while_the_gpu_waits(device, monkeypatch):
     """And the rest between the two launches, of which the second may do harm."""
     step, _ = steps(tiny(device))
     train(step, [(batch(seed), True) for seed in range(EAGER_CALLS + 1)])
-    seen = []
-    (graph,) = step._graphs.values()
-
-    def noting(owner, name):
-        function = getattr(owner, name)
-
-        def noted(*given):
-            seen.append(name)
-            return function(*given)
-
+    (graph,), calls = step._graphs.values(), Mock()
+    for owner, name in (
+        (graph_module, "addresses_of"),
+        (graph_module, "worked_on"),
+        (graph.captured, "replay_gradients"),
+        (graph.captured, "replay_update"),
+    ):
+        noted = Mock(wraps=getattr(owner, name))
+        calls.attach_mock(noted, name)
         monkeypatch.setattr(owner, name, noted)
-
-    noting(graph_module, "addresses_of"), noting(graph_module, "worked_on")
-    noting(graph.captured, "replay_gradients"), noting(graph.captured, "replay_update")
     step(**batch(9))
-    assert seen == ["addresses_of", "replay_gradients", "worked_on", "replay_update"]
+    order = ["addresses_of", "replay_gradients", "worked_on", "replay_update"]
+    assert [name for name, *_ in calls.mock_calls] == order
 
 
 @pytest.mark.parametrize(
