@@ -26,16 +26,21 @@ from contract import (
 from cuda_graph import capture
 from pairwise import pairwise
 from reference import CHECKPOINTS, checkpointed, is_poison, random, use_poisoned_memory
+from rms_norm_case import Kernel
 from triton.runtime.interpreter import GridExecutor
 
-import fused_lora.cross_entropy
-import fused_lora.rms_norm
-import fused_lora.rope
+from fused_lora import cross_entropy, rms_norm, rope
 
 FAST = pytest.mark.fast
 ALL = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
 WITH_VALUES = [operation for operation in OPERATIONS.values() if operation.has_values]
 OF_PRODUCTS = [operation for operation in WITH_VALUES if operation.of_products]
+KERNELS = {  # with modules: forward's and backward's
+    "rms_norm": (rms_norm, "_rms_norm_forward_kernel", "_rms_norm_backward_kernel"),
+    "add_rms_norm": (rms_norm, "_rms_norm_forward_kernel", "_rms_norm_backward_kernel"),
+    "rope": (rope, "_rope_kernel"),
+    "linear_cross_entropy": (cross_entropy, "_cross_entropy_kernel"),
+}
 OF_A_KERNEL = [operation for operation in WITH_VALUES if not operation.of_products]
 
 
@@ -103,6 +108,24 @@ def test_any_layout_gives_what_a_contiguous_one_does(operation, options, device)
         assert_right(operation, case, got)
     else:
         assert_equal(got, run(operation, with_layout(case, (where,), torch.Tensor.contiguous)))
+
+
+@pytest.mark.parametrize("operation", OF_A_KERNEL, ids=lambda operation: operation.name)
+@pytest.mark.parametrize(
+    "layout", ["within wider rows", "every second row", "by token", "one row for all"]
+)
+def test_one_launch_each_way_reads_rows_where_they_are(layout, operation, monkeypatch, device):
+    module, *names = KERNELS[operation.name]
+    kernel = Kernel()
+    for name in names:
+        monkeypatch.setattr(module, name, kernel)
+    where = ("x", "delta", "q", "k", "gradient 0", "gradient 1")
+    case = with_layout(operation.case(device), where, (LAYOUTS | OF_KERNELS)[layout])
+    run(operation, case)
+    given = [case.inputs[name] for name in where if name in case.inputs], case.gradients
+    for tensors, (_, arguments) in zip(given, kernel.launches, strict=True):
+        read = [t.data_ptr() for t in arguments[:2] if t is not None]
+        assert read == [t.data_ptr() for t in tensors]
 
 
 @pytest.mark.parametrize("operation", OF_A_KERNEL, ids=lambda operation: operation.name)
@@ -427,19 +450,10 @@ def test_micro_batches_add_up_to_one_batch(operation, device):
     assert_right(operation, case, accumulated(operation.function), accumulated(operation.eager))
 
 
-@pytest.mark.parametrize(
-    ("name", "module", "kernel", "options"),
-    [
-        ("rms_norm", fused_lora.rms_norm, "_rms_norm_forward_kernel", {}),
-        ("add_rms_norm", fused_lora.rms_norm, "_rms_norm_forward_kernel", {}),
-        ("rope", fused_lora.rope, "_rope_kernel", {"angle_dtype": FP32}),
-        ("linear_cross_entropy", fused_lora.cross_entropy, "_cross_entropy_kernel", {}),
-    ],
-)
-def test_what_no_kernel_runs_on_is_a_value_error(
-    name, module, kernel, options, monkeypatch, device
-):
-    operation = OPERATIONS[name]
+@pytest.mark.parametrize("name", KERNELS)
+def test_what_no_kernel_runs_on_is_a_value_error(name, monkeypatch, device):
+    operation, (module, kernel, *_) = OPERATIONS[name], KERNELS[name]
+    options = {"angle_dtype": FP32} if name == "rope" else {}
     with pytest.raises(ValueError, match=f"^{name} computes in .*, got torch.float64"):
         run(operation, operation.case(device, torch.float64, **options))
     monkeypatch.setattr(module, kernel, triton.JITFunction(getattr(module, kernel).fn))

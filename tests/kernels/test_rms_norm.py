@@ -5,8 +5,6 @@ import torch
 from contract import (
     DTYPES,
     FP32,
-    LAYOUTS,
-    OF_KERNELS,
     OPERATIONS,
     Case,
     as_tuple,
@@ -25,7 +23,6 @@ from fused_lora.rms_norm import add_rms_norm, rms_norm
 
 ALONE, ADDED = (OPERATIONS[name] for name in ("rms_norm", "add_rms_norm"))
 BOTH = pytest.mark.parametrize("operation", (ALONE, ADDED), ids=lambda operation: operation.name)
-ROWS = ("x", "delta", "gradient 0", "gradient 1")
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -89,36 +86,11 @@ def test_a_weights_gradient_over_many_rows_is_right(rows, device, monkeypatch):
     assert 1 <= programs[0] <= 8
 
 
-# --- layouts --------------------------------------------------------------------------------------
-
-
 def test_a_strided_weight_gives_what_a_contiguous_one_does(device):
     case = ALONE.case(device, FP32)
     apart = with_layout(case, ("weight",), lambda t: torch.repeat_interleave(t, 2)[::2])
     assert not apart.inputs["weight"].is_contiguous()
     assert_equal(run(ALONE, apart), run(ALONE, case))
-
-
-@pytest.fixture
-def launches(monkeypatch):
-    """The launches forward and those backward, which do nothing."""
-    kernels = Kernel(), Kernel()
-    for name, kernel in zip(("forward", "backward"), kernels, strict=True):
-        monkeypatch.setattr(module, f"_rms_norm_{name}_kernel", kernel)
-    return [kernel.launches for kernel in kernels]
-
-
-@BOTH
-@pytest.mark.parametrize("layout", ["within wider rows", "every second row", "one row for all"])
-def test_one_launch_each_way_reads_strided_tensors_where_they_are(
-    layout, operation, device, launches
-):
-    case = with_layout(operation.case(device), ROWS, (LAYOUTS | OF_KERNELS)[layout])
-    run(operation, case)
-    given = [case.inputs[name] for name in operation.strided], case.gradients
-    for tensors, ((_, arguments),) in zip(given, launches, strict=True):
-        read = [t.data_ptr() for t in arguments[:2] if t is not None]
-        assert read == [t.data_ptr() for t in tensors]
 
 
 # --- autograd -------------------------------------------------------------------------------------
@@ -150,13 +122,14 @@ def test_leaves_x_and_delta_do_not_share_the_memory_of_their_gradients(device):
 
 
 @BOTH
-def test_a_frozen_weight_costs_no_partial_sums(operation, device, monkeypatch, launches):
+def test_a_frozen_weight_costs_no_partial_sums(operation, device, monkeypatch):
+    case, kernel = operation.case(device), Kernel()
     monkeypatch.setattr(module, "MAX_PARTIAL_SUMS", 2)
-    case = operation.case(device)
+    monkeypatch.setattr(module, "_rms_norm_backward_kernel", kernel)
     for needs in (operation.trained, operation.trained[:-1]):
         outputs = as_tuple(operation.function(*leaves_of(operation, case, needs).values()))
         torch.autograd.backward(outputs, case.gradients)
-    (trained_grid, trained), (frozen_grid, frozen) = launches[1]
+    (trained_grid, trained), (frozen_grid, frozen) = kernel.launches
     assert trained_grid == (2,) and trained[6].shape == (2, 139)
     assert frozen_grid == (6,) and frozen[6] is None  # a program for each of the 2 x 3 rows
 

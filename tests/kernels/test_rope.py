@@ -4,8 +4,6 @@ import pytest
 import torch
 from contract import (
     FP32,
-    LAYOUTS,
-    OF_KERNELS,
     OPERATIONS,
     Case,
     assert_right,
@@ -15,10 +13,8 @@ from contract import (
     with_layout,
 )
 from reference import assert_within_budget, random
-from rms_norm_case import Kernel
 from rope_case import angles
 
-import fused_lora.rope as module
 from fused_lora.rope import rope
 
 ROPE = OPERATIONS["rope"]
@@ -37,25 +33,6 @@ def test_cos_and_sin_need_no_equal_halves(device):
     case = ROPE.case(device, FP32, shape="GQA")
     cos, sin = (random(1, 5, 12, device=device, seed=seed) for seed in (8, 9))
     assert_right(ROPE, Case(case.inputs | {"cos": cos, "sin": sin}, case.gradients))
-
-
-# --- layouts --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "layout",
-    ["by token", "within wider rows", "every second row", "one for all", "one row for all"],
-)
-def test_one_launch_each_way_reads_strided_tensors_where_they_are(layout, case, monkeypatch):
-    kernel = Kernel()
-    monkeypatch.setattr(module, "_rope_kernel", kernel)
-    case = with_layout(case, ROTATED, (LAYOUTS | OF_KERNELS)[layout])
-    run(ROPE, case)
-    q, k, cos, sin = case.inputs.values()
-    for (_, arguments), read in zip(
-        kernel.launches, ((q, k, cos, sin), (*case.gradients, cos, sin)), strict=True
-    ):
-        assert [t.data_ptr() for t in arguments[:4]] == [t.data_ptr() for t in read]
 
 
 # --- autograd -------------------------------------------------------------------------------------
