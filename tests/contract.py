@@ -5,7 +5,7 @@ own files.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import attention_case
@@ -36,9 +36,9 @@ class Case:
     gradients: list[Tensor]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Operation:
-    """name: what its errors call it.
+    """name: what its errors call it, and after a comma which options it is called with.
     function, eager: take a case's inputs in order, give an output or a tuple of them.
     make: (shape, dtype=, device=, **options) -> Case. `usual` is the shape for everything but
         values; others that it takes are in `shapes`, those of no tokens in `empty`.
@@ -145,12 +145,10 @@ def tensors_in(case) -> dict[str, Tensor]:
 
 
 def with_layout(case, where, layout) -> Case:
-    """The case with one of its inputs, or an incoming gradient ("gradient 0"), laid out so."""
-    if where in case.inputs:
-        return replace(case, inputs={**case.inputs, where: layout(case.inputs[where])})
-    number = int(where.removeprefix("gradient "))
-    gradients = [layout(g) if i == number else g for i, g in enumerate(case.gradients)]
-    return replace(case, gradients=gradients)
+    """The case with those of its inputs and incoming gradients ("gradient 0") laid out so."""
+    inputs = {name: layout(t) if name in where else t for name, t in case.inputs.items()}
+    gradients = [layout(t) if f"gradient {i}" in where else t for i, t in enumerate(case.gradients)]
+    return Case(inputs, gradients)
 
 
 LAYOUTS = {  # of three dimensions or more, each of the shape that it is given
@@ -231,9 +229,16 @@ def make_rope(size, *, dtype, device, angle_dtype=None):
 
 def make_cross_entropy(shape, *, dtype, device):
     operands = cross_entropy_case.inputs(*shape, dtype=dtype, device=device)
-    names = ("x", "weight", "bias", "labels")
-    gradient = torch.tensor(3.0, device=device)
-    return Case(dict(zip(names, operands, strict=True)), [gradient])
+    names = ("x", "weight", "bias", "labels", "num_items")
+    gradient, num_items = torch.tensor(3.0, device=device), torch.tensor(9.0, device=device)
+    return Case(dict(zip(names, (*operands, num_items), strict=True)), [gradient])
+
+
+def of_cross_entropy(function, **options):
+    """It with its operands in their order: those that are differentiated first."""
+    return lambda x, weight, bias, labels, num_items: function(
+        x, weight, labels, bias=bias, num_items_in_batch=num_items, **options
+    )
 
 
 RANKS = attention_case.RANKS
@@ -279,16 +284,22 @@ OPERATIONS = {
             empty=((0, 52), (2, 0, 139)), strided=("x", "delta"), of_products=False,
         ),
         Operation(
-            "rope", rope, rope_case.eager, make_rope, ("q", "k"), saved=("cos", "sin"), usual="GQA",
-            shapes=tuple(rope_case.SIZES), options={"angle_dtype": DTYPES},
+            "rope", rope, rope_case.eager, make_rope, ("q", "k"), saved=("cos", "sin"),
+            usual="MQA, angles of each sequence", shapes=tuple(rope_case.SIZES),
+            options={"angle_dtype": DTYPES},
             empty=("no batch", "no positions", "no angles"), strided=("q", "k", "cos", "sin"),
             of_products=False,
         ),
-        Operation(
-            "linear_cross_entropy",
-            lambda x, weight, bias, labels: linear_cross_entropy(x, weight, labels, bias=bias),
-            lambda x, weight, bias, labels: cross_entropy_case.eager(x, weight, labels, bias=bias),
-            make_cross_entropy, ("x", "weight", "bias"), saved=(), usual=(3, 7), has_values=False,
+        *(
+            Operation(
+                name, of_cross_entropy(linear_cross_entropy, **options),
+                of_cross_entropy(cross_entropy_case.eager), make_cross_entropy,
+                ("x", "weight", "bias"), saved=(), usual=(3, 7), has_values=False,
+            )
+            for name, options in {
+                "linear_cross_entropy": {},
+                "linear_cross_entropy, all": {"drop_ignored": False, "chunk_tokens": 5},
+            }.items()
         ),
     )
 }  # fmt: skip

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from unittest.mock import patch
 
 import torch
-from peft_models import ids, peft_model
+from peft_models import ids
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -133,9 +133,11 @@ def batch(seed, length=5, device="cpu"):
 
 
 def adamw(model, lr=2**-6):
-    """Learning rates that are powers of two are the same in fp32 and in Python."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return torch.optim.AdamW(trained, lr=lr, fused=True, capturable=True)
+    """Two groups with other options. Learning rates that are powers of two are the same in fp32 and
+    in Python."""
+    first, *others = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [{"params": [first]}, {"params": others, "lr": lr / 2, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=lr, fused=True, capturable=True)
 
 
 def halving(optimizer):
@@ -214,13 +216,6 @@ def steps(model, lr=2**-6, fusion=None, **options):
 def train(step, calls):
     """The losses of `calls`: (batch, whether to update)."""
     return [step(**inputs) if update else step.accumulate(**inputs) for inputs, update in calls]
-
-
-def sdpa_model(device, dtype=torch.float32):
-    """The mask of transformers' eager attention is copied from the CPU, which no capture allows."""
-    model = peft_model(device, dtype=dtype)
-    model.config._attn_implementation = "sdpa"
-    return model
 
 
 def chat(seed, device, length=17):

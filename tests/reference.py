@@ -67,20 +67,31 @@ def assert_within_budget(name: str, fused: Tensor, eager: Tensor, truth: Tensor)
     )
 
 
-def use_poisoned_memory(monkeypatch):
-    """New memory, as it may be at its worst."""
+def use_poisoned_memory(monkeypatch) -> list[Tensor]:
+    """New memory, as it may be at its worst. Returns what lies behind each piece of it, as poisoned
+    (`is_poison`), which nobody may write."""
+    behind = []
 
     def poisoned(allocate):
         def allocated(*size, **options):
             new = allocate(*size, **options)
+            length, poison = new.numel(), torch.nan if new.is_floating_point() else 77
+            memory = torch.full((length + 512,), poison, dtype=new.dtype, device=new.device)
+            behind.append(memory[length:])
             with torch.no_grad():  # it may be made to require a gradient
-                return new.fill_(torch.nan if new.is_floating_point() else 77)
+                return new.set_(memory.untyped_storage(), 0, new.shape, new.stride())
 
         return allocated
 
     for name in ("empty", "empty_like"):
         monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
-    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
+    for name in ("new_empty", "new_empty_strided"):
+        monkeypatch.setattr(Tensor, name, poisoned(getattr(Tensor, name)))
+    return behind
+
+
+def is_poison(memory: Tensor) -> bool:
+    return bool((memory.isnan() if memory.is_floating_point() else memory == 77).all())
 
 
 def checkpointed(function, kind: str):

@@ -1,10 +1,9 @@
 """RMSNorm, alone and after an addition, in eager PyTorch, and what the fused one is tried on."""
 
-import pytest
 import torch
-from reference import assert_within_budget, random
+from reference import random
 
-from fused_lora.rms_norm import add_rms_norm, rms_norm
+from fused_lora.rms_norm import rms_norm
 
 EPS = 1e-6
 
@@ -19,10 +18,6 @@ def eager_add_rms_norm(x, delta, weight, eps):
     return eager_rms_norm(total, weight, eps), total
 
 
-EAGER = {rms_norm: eager_rms_norm, add_rms_norm: eager_add_rms_norm}
-BOTH = pytest.mark.parametrize("function", EAGER)
-
-
 def make(function, *shape, dtype, device):
     """Inputs (x and weight, or x, delta and weight) and one gradient for each output."""
     options = {"dtype": dtype, "device": device}
@@ -31,34 +26,6 @@ def make(function, *shape, dtype, device):
     if function is rms_norm:
         return (x, weight), gradients[:1]
     return (x, delta, weight), gradients
-
-
-def as_tuple(outputs):
-    return outputs if isinstance(outputs, tuple) else (outputs,)
-
-
-def run(function, inputs, gradients, eps=EPS):
-    """Outputs, then the gradients of all inputs, which keep their layouts."""
-    leaves = [t.detach().requires_grad_() for t in inputs]
-    outputs = as_tuple(function(*leaves, eps))
-    return *(t.detach() for t in outputs), *torch.autograd.grad(outputs, leaves, gradients)
-
-
-def double(tensors):
-    return [t.double() for t in tensors]
-
-
-def assert_right(function, inputs, gradients, eager=None, eps=EPS):
-    eager = eager or EAGER[function]
-    truth = run(eager, double(inputs), double(gradients), eps)
-    got, budget = run(function, inputs, gradients, eps), run(eager, inputs, gradients, eps)
-    for number, row in enumerate(zip(got, budget, truth, strict=True)):
-        assert_within_budget(f"result {number} of {len(got)}", *row)
-
-
-def assert_equal(got, want):
-    for one, other in zip(got, want, strict=True):
-        assert one.dtype == other.dtype and torch.equal(one, other)
 
 
 class Kernel:

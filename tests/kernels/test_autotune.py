@@ -41,11 +41,10 @@ class Gpu:
         self.now, self.launched = 0.0, []
         self.milliseconds = dict(zip(TILINGS, milliseconds, strict=True))
         self.kernel = triton.JITFunction(getattr(_kernel, "fn", _kernel))
-        self.capturing = False
         monkeypatch.setattr(torch.cuda, "Event", self.event)
         monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
         monkeypatch.setattr(autotune, "_capability", lambda device: (8, 0))
-        monkeypatch.setattr(autotune, "is_capturing", lambda tensor: self.capturing)
+        monkeypatch.setattr(autotune, "is_capturing", lambda tensor: False)
         monkeypatch.setattr(autotune, "MEASURED_ON", {(9, 0)})
         monkeypatch.setattr(autotune, "CHOSEN", {})
 
@@ -134,66 +133,52 @@ def test_threads_that_ask_at_once_time_once(monkeypatch):
     assert set(chosen) == {TILINGS[2]} and len(gpu.launched) == 3 * (1 + autotune.TIMED_RUNS)
 
 
-UNTIMED = {
-    "where it was measured": lambda gpu, patch: patch.setattr(autotune, "MEASURED_ON", {(8, 0)}),
-    "on the CPU": {"device": -1},
-    "in the interpreter": {"kernel": SimpleNamespace(__name__="_kernel")},
-    "in fp32": {"dtype": torch.float32},
-    "while torch.compile traces": lambda gpu, patch: patch.setattr(
-        torch.compiler, "is_compiling", lambda: True
-    ),
-    "deterministically": lambda gpu, patch: patch.setattr(
-        torch, "are_deterministic_algorithms_enabled", lambda: True
-    ),
-    "while a graph is captured": lambda gpu, patch: setattr(gpu, "capturing", True),
-}
-
-
-@pytest.mark.parametrize("where", UNTIMED)
+@pytest.mark.parametrize(
+    "where",
+    [
+        {"device": -1},
+        {"kernel": SimpleNamespace(__name__="_kernel")},  # in the interpreter
+        {"dtype": torch.float32},
+        (autotune, "MEASURED_ON", {(8, 0)}),
+        (torch.compiler, "is_compiling", lambda: True),
+        (torch, "are_deterministic_algorithms_enabled", lambda: True),
+        (autotune, "is_capturing", lambda tensor: True),
+    ],
+    ids=("CPU", "interpreter", "fp32", "measured", "compiling", "deterministic", "capturing"),
+)
 def test_the_shipped_one_is_taken_untimed(where, monkeypatch):
-    gpu, how = Gpu(monkeypatch, [3.0, 2.0, 1.0]), UNTIMED[where]
-    if callable(how):
-        how(gpu, monkeypatch)
-        assert gpu.fastest() == SHIPPED
-    else:
-        assert gpu.fastest(**how) == SHIPPED
+    gpu = Gpu(monkeypatch, [3.0, 2.0, 1.0])
+    if isinstance(where, tuple):
+        monkeypatch.setattr(*where)
+    assert gpu.fastest(**(where if isinstance(where, dict) else {})) == SHIPPED
     assert not gpu.launched and not autotune.CHOSEN
 
 
 def test_what_was_chosen_before_is_what_is_captured(monkeypatch):
     gpu = Gpu(monkeypatch, [3.0, 2.0, 1.0])
     gpu.fastest()
-    gpu.capturing = True
+    monkeypatch.setattr(autotune, "is_capturing", lambda tensor: True)
     assert gpu.fastest() == TILINGS[2]
 
 
 # --- the kernels ----------------------------------------------------------------------------------
 
 
-def backward(device):
-    operands = backward_case.make("whole tiles", torch.bfloat16, device)
-    truth = backward_case.eager(*(t.double() for t in operands))
-    return lambda: backward_case.fused(*operands), backward_case.eager(*operands), truth
-
-
-def forward(device):
-    operands = forward_case.make("whole tiles", torch.bfloat16, device)
-    truth = forward_case.eager(*(t.double() for t in operands))
-    return lambda: forward_case.fused(*operands)[:2], forward_case.eager(*operands), truth
-
-
-def sums(device):
-    pairs = sums_case.make("whole tiles", torch.bfloat16, device)
-    truth = sums_case.eager(sums_case.double(pairs))
-    return lambda: sums_case.fused(pairs), sums_case.eager(pairs), truth
-
-
-KERNELS = {
-    backward: swiglu_products_backward,
-    forward: swiglu_products_forward,
-    sums: sums_over_tokens,
+CASES = {
+    swiglu_products_backward: backward_case,
+    swiglu_products_forward: forward_case,
+    sums_over_tokens: sums_case,
 }
-ALL = [(case, changes) for case, module in KERNELS.items() for changes in module._OTHERS]
+
+
+def prepared(kernel, device):
+    """A run of the kernel, the same in eager PyTorch, and the truth."""
+    case = CASES[kernel]
+    operands = case.make("whole tiles", torch.bfloat16, device)
+    if case is sums_case:
+        return lambda: case.fused(operands), case.eager(operands), case.eager(case.double(operands))
+    truth = case.eager(*(t.double() for t in operands))
+    return lambda: case.fused(*operands)[: len(truth)], case.eager(*operands), truth
 
 
 def assert_right(got, budget, truth):
@@ -201,22 +186,24 @@ def assert_right(got, budget, truth):
         assert_within_budget(f"result {number}", *row)
 
 
-@pytest.mark.parametrize(("case", "changes"), ALL)
-def test_every_tiling_that_may_be_chosen_is_right(case, changes, device, monkeypatch):
-    def choose(kernel, tensor, rows, shape, shipped, others, launch):
+@pytest.mark.parametrize(
+    ("kernel", "changes"), [(kernel, changes) for kernel in CASES for changes in kernel._OTHERS]
+)
+def test_every_tiling_that_may_be_chosen_is_right(kernel, changes, device, monkeypatch):
+    def choose(_, tensor, rows, shape, shipped, others, launch):
         assert changes in others and hash(shape) is not None
         return shipped._replace(**changes)
 
-    monkeypatch.setattr(KERNELS[case], "fastest", choose)
-    run, budget, truth = case(device)
+    monkeypatch.setattr(kernel, "fastest", choose)
+    run, budget, truth = prepared(kernel, device)
     assert_right(run(), budget, truth)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", KERNELS)
-def test_a_kernel_chooses_on_this_gpu_and_is_right_and_repeats_itself(case, device, monkeypatch):
+@pytest.mark.parametrize("kernel", CASES)
+def test_a_kernel_chooses_on_this_gpu_and_is_right_and_repeats_itself(kernel, device, monkeypatch):
     monkeypatch.setattr(autotune, "MEASURED_ON", set())
-    run, budget, truth = case(device)
+    run, budget, truth = prepared(kernel, device)
     one = run()
     (chosen,) = autotune.CHOSEN.items()
     other = run()

@@ -1,9 +1,11 @@
 """What every operation promises autograd and its callers: the same tests over the whole table."""
 
+from functools import cache
 from itertools import combinations
 
 import pytest
 import torch
+import triton
 from contract import (
     BF16,
     DTYPES,
@@ -23,12 +25,23 @@ from contract import (
 )
 from cuda_graph import capture
 from pairwise import pairwise
-from reference import CHECKPOINTS, checkpointed, random, use_poisoned_memory
+from reference import CHECKPOINTS, checkpointed, is_poison, random, use_poisoned_memory
+from rms_norm_case import Kernel
+from triton.runtime.interpreter import GridExecutor
+
+from fused_lora import cross_entropy, rms_norm, rope
 
 FAST = pytest.mark.fast
 ALL = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
 WITH_VALUES = [operation for operation in OPERATIONS.values() if operation.has_values]
 OF_PRODUCTS = [operation for operation in WITH_VALUES if operation.of_products]
+KERNELS = {  # with modules: forward's and backward's
+    "rms_norm": (rms_norm, "_rms_norm_forward_kernel", "_rms_norm_backward_kernel"),
+    "add_rms_norm": (rms_norm, "_rms_norm_forward_kernel", "_rms_norm_backward_kernel"),
+    "rope": (rope, "_rope_kernel"),
+    "linear_cross_entropy": (cross_entropy, "_cross_entropy_kernel"),
+}
+OF_A_KERNEL = [operation for operation in WITH_VALUES if not operation.of_products]
 
 
 def every(operations, axes):
@@ -41,6 +54,12 @@ def every(operations, axes):
             for one in pairwise(**axes(operation))
         ],
     )
+
+
+@cache
+def usual(operation, device):
+    """The results of the usual case, to hold others against."""
+    return run(operation, operation.case(device))
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -81,14 +100,48 @@ def axes_of_layouts(operation):
 @every(WITH_VALUES, axes_of_layouts)
 def test_any_layout_gives_what_a_contiguous_one_does(operation, options, device):
     where, layout = options.values()
-    case = with_layout(operation.case(device), where, (LAYOUTS | OF_KERNELS)[layout])
+    case = with_layout(operation.case(device), (where,), (LAYOUTS | OF_KERNELS)[layout])
     if tensors_in(case)[where].is_contiguous():
         pytest.skip("so small that it is contiguous")
     got = run(operation, case)
     if operation.of_products:
         assert_right(operation, case, got)
     else:
-        assert_equal(got, run(operation, with_layout(case, where, torch.Tensor.contiguous)))
+        assert_equal(got, run(operation, with_layout(case, (where,), torch.Tensor.contiguous)))
+
+
+@pytest.mark.parametrize("operation", OF_A_KERNEL, ids=lambda operation: operation.name)
+@pytest.mark.parametrize(
+    "layout", ["within wider rows", "every second row", "by token", "one row for all"]
+)
+def test_one_launch_each_way_reads_rows_where_they_are(layout, operation, monkeypatch, device):
+    module, *names = KERNELS[operation.name]
+    kernel = Kernel()
+    for name in names:
+        monkeypatch.setattr(module, name, kernel)
+    where = ("x", "delta", "q", "k", "gradient 0", "gradient 1")
+    case = with_layout(operation.case(device), where, (LAYOUTS | OF_KERNELS)[layout])
+    run(operation, case)
+    given = [case.inputs[name] for name in where if name in case.inputs], case.gradients
+    for tensors, (_, arguments) in zip(given, kernel.launches, strict=True):
+        read = [t.data_ptr() for t in arguments[:2] if t is not None]
+        assert read == [t.data_ptr() for t in tensors]
+
+
+@pytest.mark.parametrize("operation", OF_A_KERNEL, ids=lambda operation: operation.name)
+@pytest.mark.parametrize("layout", ["transposed", "by token", "features first", "elements apart"])
+def test_results_are_new_contiguous_tensors(layout, operation, device):
+    """But RoPE's, in which the heads of a token lie side by side."""
+    case = operation.case(device, shape=None if operation.name == "rope" else (2, 3, 4, 20))
+    case = with_layout(case, (*operation.strided, "gradient 0", "gradient 1"), LAYOUTS[layout])
+    leaves = leaves_of(operation, case)
+    outputs = as_tuple(operation.function(*leaves.values()))
+    trained = {name: leaves[name] for name in operation.trained if name != "delta"}  # may be x's
+    gradients = torch.autograd.grad(outputs, trained.values(), case.gradients)
+    for result in (*outputs, *gradients):
+        assert (result.transpose(1, 2) if operation.name == "rope" else result).is_contiguous()
+    everything = [*outputs, *gradients, *tensors_in(case).values()]
+    assert len({t.untyped_storage().data_ptr() for t in everything}) == len(everything)
 
 
 @FAST
@@ -106,7 +159,14 @@ def test_the_gradient_of_a_sum_is_right(operation, device):
     ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_no_tokens_give_empty_results_and_gradients_of_zero(operation, shape, monkeypatch, device):
-    case = operation.case(device, shape=shape)
+    """And launch nothing: the interpreter would do it in vain."""
+    case, execute = operation.case(device, shape=shape), GridExecutor.__call__
+
+    def executed(launch, *arguments, **options):
+        assert all(launch.grid), "a launch of no programs"
+        execute(launch, *arguments, **options)
+
+    monkeypatch.setattr(GridExecutor, "__call__", executed)
     use_poisoned_memory(monkeypatch)
     got = run(operation, case)
     for i, gradient in enumerate(case.gradients):
@@ -120,17 +180,19 @@ def test_no_tokens_give_empty_results_and_gradients_of_zero(operation, shape, mo
 @FAST
 @ALL
 def test_what_new_memory_holds_does_not_matter(operation, monkeypatch, device):
+    """Nor is anything written behind it."""
     case = operation.case(device)
-    want = run(operation, case)
-    use_poisoned_memory(monkeypatch)
-    assert_equal(run(operation, case), want)
+    with monkeypatch.context() as patch:
+        behind = use_poisoned_memory(patch)
+        got = run(operation, case)
+    assert behind and all(map(is_poison, behind))
+    assert_equal(got, usual(operation, device))
 
 
 @FAST
 @ALL
 def test_repetition_is_bitwise_equal(operation, device):
-    case = operation.case(device)
-    assert_equal(run(operation, case), run(operation, case))
+    assert_equal(run(operation, operation.case(device)), usual(operation, device))
 
 
 @pytest.mark.parametrize("operation", OF_PRODUCTS, ids=lambda operation: operation.name)
@@ -164,9 +226,7 @@ def test_autocast_is_right_and_gives_dtypes_as_eager_does(operation, options, de
     assert_right(operation, case, got, eager)
 
 
-@pytest.mark.parametrize(
-    "operation", [o for o in WITH_VALUES if not o.of_products], ids=lambda operation: operation.name
-)
+@pytest.mark.parametrize("operation", OF_A_KERNEL, ids=lambda operation: operation.name)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_autocast_changes_nothing(dtype, operation, device):
     case = operation.case(device, dtype)
@@ -254,8 +314,8 @@ def test_a_second_backward_through_a_retained_graph_gives_the_same(operation, de
 def test_differentiating_twice_is_a_clear_error(operation, device):
     case = operation.case(device)
     leaves = leaves_of(operation, case)
-    outputs = operation.function(*leaves.values())
-    with pytest.raises(RuntimeError, match=f"^{operation.name} is not twice differentiable") as it:
+    outputs, name = operation.function(*leaves.values()), operation.name.partition(",")[0]
+    with pytest.raises(RuntimeError, match=f"^{name} is not twice differentiable") as it:
         torch.autograd.grad(
             outputs, leaves[operation.trained[0]], case.gradients, create_graph=True
         )
@@ -304,6 +364,19 @@ def test_inputs_may_have_other_consumers_and_outputs_may_be_changed_in_place(ope
                  of=block(operation.eager))  # fmt: skip
 
 
+@pytest.mark.parametrize("used", [0, 1])
+@pytest.mark.parametrize("name", ["add_rms_norm", "rope"])
+def test_an_output_that_nobody_uses_counts_as_one_with_a_gradient_of_zero(name, used, device):
+    operation = OPERATIONS[name]
+    case = operation.case(device)
+    leaves = leaves_of(operation, case)
+    operation.function(*leaves.values())[used].backward(case.gradients[used])
+    zeros = [torch.zeros_like(g) if i != used else g for i, g in enumerate(case.gradients)]
+    want = run(operation, Case(case.inputs, zeros))
+    for name in operation.trained:
+        assert torch.equal(leaves[name].grad, want[f"gradient of {name}"]), name
+
+
 def subsets(operation):
     """Which inputs need a gradient: each alone, all but each, none; every subset if it is few."""
     names = operation.trained
@@ -321,8 +394,7 @@ def subsets(operation):
     ("operation", "needs"), [one for operation in OPERATIONS.values() for one in subsets(operation)]
 )
 def test_frozen_inputs_get_no_gradient_and_the_others_get_the_same(operation, needs, device):
-    case = operation.case(device)
-    want = run(operation, case)
+    case, want = operation.case(device), usual(operation, device)
     leaves = leaves_of(operation, case, needs)
     outputs = as_tuple(operation.function(*leaves.values()))
     for i, output in enumerate(outputs):
@@ -346,22 +418,23 @@ def test_frozen_inputs_get_no_gradient_and_the_others_get_the_same(operation, ne
 def test_without_gradients_the_outputs_are_the_same_and_nothing_is_saved(mode, operation, device):
     case = operation.case(device)
     leaves = leaves_of(operation, case)
-    want, saved = as_tuple(operation.function(*leaves.values())), []
+    saved = []
     with (
         mode(),
         torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
     ):
         got = as_tuple(operation.function(*leaves.values()))
     assert not saved and not any(output.requires_grad for output in got)
-    assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+    assert all(
+        torch.equal(output, usual(operation, device)[f"output {i}"]) for i, output in enumerate(got)
+    )
 
 
 @ALL
 @pytest.mark.parametrize("kind", CHECKPOINTS)
 def test_checkpointed_gradients_are_bitwise_equal(kind, operation, device):
-    case = operation.case(device)
-    got = run(operation, case, checkpointed(operation.function, kind))
-    assert_equal(got, run(operation, case))
+    function = checkpointed(operation.function, kind)
+    assert_equal(run(operation, operation.case(device), function), usual(operation, device))
 
 
 @pytest.mark.parametrize("operation", OF_PRODUCTS, ids=lambda operation: operation.name)
@@ -377,6 +450,17 @@ def test_micro_batches_add_up_to_one_batch(operation, device):
         return {f"gradient of {name}": leaves[name].grad for name in operation.trained}
 
     assert_right(operation, case, accumulated(operation.function), accumulated(operation.eager))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_what_no_kernel_runs_on_is_a_value_error(name, monkeypatch, device):
+    operation, (module, kernel, *_) = OPERATIONS[name], KERNELS[name]
+    options = {"angle_dtype": FP32} if name == "rope" else {}
+    with pytest.raises(ValueError, match=f"^{name} computes in .*, got torch.float64"):
+        run(operation, operation.case(device, torch.float64, **options))
+    monkeypatch.setattr(module, kernel, triton.JITFunction(getattr(module, kernel).fn))
+    with pytest.raises(ValueError, match=f"^{name} got tensors on the CPU.*TRITON_INTERPRET=1"):
+        run(operation, operation.case("cpu"))
 
 
 # --- on the GPU -----------------------------------------------------------------------------------
@@ -399,11 +483,15 @@ def test_compiled_is_within_the_error_budget(operation, device):
     assert_right(operation, case, run(operation, case, compiled))
 
 
+# of cross entropy what the host need not wait for
+CAPTURED = [*WITH_VALUES, OPERATIONS["linear_cross_entropy, all"]]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("operation", WITH_VALUES, ids=lambda operation: operation.name)
+@pytest.mark.parametrize("operation", CAPTURED, ids=lambda operation: operation.name)
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_captured_cuda_graph_is_right_on_new_data(autocast, operation, device):
-    fp32 = {"adapter_dtype": FP32} if autocast and operation.of_products else {}
+    fp32 = {"adapter_dtype": FP32} if autocast and operation in OF_PRODUCTS else {}
     case = operation.case(device, **fp32)
     leaves = leaves_of(operation, case)
     trained = [leaves[name] for name in operation.trained]
@@ -418,14 +506,20 @@ def test_a_captured_cuda_graph_is_right_on_new_data(autocast, operation, device)
     for seed in (60, 80):
         with torch.no_grad():
             for number, tensor in enumerate((*trained, *case.gradients)):
-                scale = tensor.float().std().item()
+                scale = tensor.float().square().mean().sqrt().item()
                 tensor.copy_(random(*tensor.shape, seed=seed + number, scale=scale))
+            if "labels" in leaves:
+                leaves["labels"].copy_(leaves["labels"].flip(-1))
+                leaves["num_items"].fill_(seed)
         replay()
         now = Case(leaves, case.gradients)
         with torch.autocast(device, dtype=BF16, enabled=autocast):
-            eager = run(operation, now, operation.eager)
+            eager, direct = run(operation, now, operation.eager), run(operation, now)
         got = dict(zip(eager, (result.detach() for result in results), strict=True))
-        assert_right(operation, now, got, eager)
+        if operation.has_values:
+            assert_right(operation, now, got, eager)
+        else:
+            assert_equal(got, direct)
 
 
 @pytest.mark.gpu

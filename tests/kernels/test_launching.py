@@ -50,12 +50,14 @@ def kernel(monkeypatch):
     return Kernel()
 
 
-def on_gpu(elements=64, dtype=torch.float32, first=0):
+def on_gpu(elements=64, dtype=torch.float32, first=0, index=0):
     # as far as PyTorch's allocator aligns them, whatever the CPU's has done
     bytes_ = torch.empty(elements * dtype.itemsize + 16, dtype=torch.uint8)
     skip = -bytes_.data_ptr() % 16
     rows = bytes_[skip : skip + elements * dtype.itemsize].view(dtype)
-    return rows[first:].as_subclass(OnGPU)
+    tensor = rows[first:].as_subclass(OnGPU)
+    tensor.index = index
+    return tensor
 
 
 def test_the_second_launch_goes_to_what_the_first_compiled(kernel):
@@ -68,24 +70,30 @@ def test_the_second_launch_goes_to_what_the_first_compiled(kernel):
         ((5, 2, 1), (y.data_ptr(), 7, None, 0.5)),
         ((1, 2, 3), (z.data_ptr(), 7, None, 0.5)),
     ]
+    (key,) = launching._compiled
+    assert not any(isinstance(part, Tensor) for part in key)  # it would be kept alive
 
 
-OTHERS = {
-    "dtype": lambda: ((on_gpu(dtype=torch.bfloat16), 7, 0.5, True), 4),
-    "integer": lambda: ((on_gpu(), 8, 0.5, True), 4),
-    "a float for an integer": lambda: ((on_gpu(), 7.0, 0.5, True), 4),
-    "an integer for a bool": lambda: ((on_gpu(), 7, 0.5, 1), 4),
-    "float": lambda: ((on_gpu(), 7, 0.25, True), 4),
-    "None for a tensor": lambda: ((on_gpu(), None, 0.5, True), 4),
-    "num_warps": lambda: ((on_gpu(), 7, 0.5, True), 8),
-}
+OPTIONS = {"num_warps": 4, "num_stages": 2}
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_another_launch_is_compiled_by_triton(kernel, name):
-    launch(kernel, (1,), on_gpu(), 7, 0.5, True, num_warps=4)
-    arguments, warps = OTHERS[name]()
-    launch(kernel, (1,), *arguments, num_warps=warps)
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        ((on_gpu(dtype=torch.bfloat16), 7, 0.5, True), OPTIONS),
+        ((on_gpu(), 8, 0.5, True), OPTIONS),
+        ((on_gpu(), 7.0, 0.5, True), OPTIONS),
+        ((on_gpu(), None, 0.5, True), OPTIONS),
+        ((on_gpu(), 7, 0.25, True), OPTIONS),
+        ((on_gpu(), 7, 0.5, 1), OPTIONS),
+        ((on_gpu(), 7, 0.5, True), OPTIONS | {"num_warps": 8}),
+        ((on_gpu(), 7, 0.5, True), {"num_stages": 4, "num_warps": 2}),
+        ((on_gpu(), 7, 0.5, True), {"num_warps": 4}),
+    ],
+)
+def test_another_launch_is_compiled_by_triton(kernel, arguments, options):
+    launch(kernel, (1,), on_gpu(), 7, 0.5, True, **OPTIONS)
+    launch(kernel, (1,), *arguments, **options)
     assert len(kernel.by_triton) == 2
     assert kernel.remembered == []
 
@@ -97,38 +105,24 @@ def test_another_kernel_is_another_launch(kernel):
     assert len(kernel.by_triton) == len(other.by_triton) == 1
 
 
-@pytest.mark.parametrize("options", [{"num_stages": 4, "num_warps": 2}, {"num_warps": 4}], ids=str)
-def test_options_are_told_apart_by_name(kernel, options):
-    launch(kernel, (1,), on_gpu(), num_warps=4, num_stages=2)
-    launch(kernel, (1,), on_gpu(), **options)
-    assert len(kernel.by_triton) == 2
-
-
-def test_a_tensor_of_another_device_is_left_to_triton(kernel):
-    there = on_gpu()
-    there.index = 1
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (torch.empty(64), 7),
+        (on_gpu(), torch.empty(64)),
+        (on_gpu(), on_gpu(index=1)),
+        (on_gpu(first=1), on_gpu()),
+        (on_gpu(), on_gpu(first=1)),
+        (on_gpu(), (on_gpu(), on_gpu())),
+    ],
+    ids=("on the CPU", "one on the CPU", "on two", "not aligned", "one not aligned", "a tuple"),
+)
+def test_what_an_address_does_not_stand_for_is_left_to_triton_and_not_kept(kernel, arguments):
     launch(kernel, (1,), on_gpu(), on_gpu())
-    for other in (torch.empty(64), there):
-        launch(kernel, (1,), on_gpu(), other)
-    assert len(kernel.by_triton) == 3
-    assert kernel.remembered == []
-
-
-def test_a_tuple_of_tensors_is_left_to_triton_and_not_kept(kernel):
     for _ in range(2):
-        launch(kernel, (1,), on_gpu(), (on_gpu(), on_gpu()))
-    assert len(kernel.by_triton) == 2
-    assert launching._compiled == {}
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_an_address_that_16_does_not_divide_is_left_to_triton(kernel, first):
-    aligned, odd = on_gpu(), on_gpu(first=1)
-    launch(kernel, (1,), aligned, aligned)
-    launch(kernel, (1,), *((odd, aligned) if first else (aligned, odd)))
-    assert len(kernel.by_triton) == 2
-    launch(kernel, (1,), aligned, aligned)
-    assert len(kernel.remembered) == 1
+        launch(kernel, (1,), *arguments)
+    assert len(kernel.by_triton) == 3 and kernel.remembered == []
+    assert len(launching._compiled) == 1
 
 
 def test_launches_of_many_lengths_are_forgotten(kernel, monkeypatch):
@@ -140,18 +134,10 @@ def test_launches_of_many_lengths_are_forgotten(kernel, monkeypatch):
     assert len(kernel.remembered) == 1
 
 
-def test_a_launch_keeps_no_tensor(kernel):
-    launch(kernel, (1,), on_gpu(), on_gpu(), 7, 0.5)
-    (key,) = launching._compiled
-    assert not any(isinstance(part, Tensor) for part in key)
-
-
 def test_each_device_has_its_own(kernel, monkeypatch):
-    launch(kernel, (1,), on_gpu())
-    there = on_gpu()
-    there.index = 1
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    launch(kernel, (1,), there)
+    for device in (0, 1):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda device=device: device)
+        launch(kernel, (1,), on_gpu(index=device))
     assert len(kernel.by_triton) == 2
 
 
@@ -160,13 +146,6 @@ def test_nothing_is_remembered_while_torch_compile_traces(kernel, monkeypatch):
     for _ in range(2):
         launch(kernel, (1,), on_gpu())
     assert len(kernel.by_triton) == 2
-
-
-def test_on_the_cpu_triton_is_asked_every_time(kernel):
-    for _ in range(2):
-        launch(kernel, (1,), torch.empty(8), 7)
-    assert len(kernel.by_triton) == 2
-    assert launching._compiled == {}
 
 
 @triton.jit

@@ -1,139 +1,80 @@
-"""RoPE against eager PyTorch in float64: values and layouts."""
+"""RoPE: all that test_contract.py does not hold it to."""
 
 import pytest
 import torch
-import torch.nn.functional as F
+from contract import (
+    FP32,
+    OPERATIONS,
+    Case,
+    assert_right,
+    leaves_of,
+    run,
+    truth_of,
+    with_layout,
+)
 from reference import assert_within_budget, random
-from rope_case import NAMES, SIZES, angles, assert_equal, assert_right, double, eager, make, run
-from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
-from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding, apply_rotary_pos_emb
+from rope_case import angles
 
-import fused_lora.rope as module
 from fused_lora.rope import rope
+
+ROPE = OPERATIONS["rope"]
+ROTATED = ("q", "k", "gradient 0", "gradient 1")
 
 
 @pytest.fixture
 def case(device):
-    return make(dtype=torch.bfloat16, device=device)
-
-
-@pytest.fixture
-def launches(monkeypatch):
-    """The arguments of every launch, which does nothing."""
-    seen = []
-
-    class Kernel:
-        def __getitem__(self, grid):
-            return lambda *arguments, **constants: seen.append(arguments)
-
-    monkeypatch.setattr(module, "_rope_kernel", Kernel())
-    return seen
+    return ROPE.case(device, shape="GQA")
 
 
 # --- values ---------------------------------------------------------------------------------------
 
 
 def test_cos_and_sin_need_no_equal_halves(device):
-    (q, k, *_), gradients = make(dtype=torch.float32, device=device)
+    case = ROPE.case(device, FP32, shape="GQA")
     cos, sin = (random(1, 5, 12, device=device, seed=seed) for seed in (8, 9))
-    assert_right((q, k, cos, sin), gradients)
+    assert_right(ROPE, Case(case.inputs | {"cos": cos, "sin": sin}, case.gradients))
 
 
-def test_it_is_transformers_own(device):
-    config = Qwen2Config(hidden_size=48, num_attention_heads=6, num_key_value_heads=2)
-    (q, k, *_), gradients = make("MQA, angles of each sequence", dtype=torch.float32, device=device)
-    q, k, *gradients = (F.pad(t, (0, 2)) for t in (q, k, *gradients))  # head_dim 8 of this config
-    positions = torch.tensor([[0, 1, 2, 3], [9, 8, 7, 6], [40, 50, 60, 32_000]], device=device)
-    inputs = q, k, *Qwen2RotaryEmbedding(config).to(device)(q, positions)
-    got, want = run(rope, inputs, gradients), run(apply_rotary_pos_emb, inputs, gradients)
-    for one, other in zip(got, want, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+# --- autograd -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("empty", [(0, 2, 1, 5, 12, 1), (2, 2, 1, 0, 12, 2), (0, 2, 1, 5, 12, 0)])
-def test_no_tokens_launch_nothing_and_give_empty_results(empty, device, monkeypatch, launches):
-    monkeypatch.setitem(SIZES, "empty", empty)
-    inputs, gradients = make("empty", dtype=torch.bfloat16, device=device)
-    for got, want in zip(run(rope, inputs, gradients), (*inputs[:2],) * 2, strict=True):
-        assert (got.shape, got.dtype) == (want.shape, want.dtype)
-    assert not launches
+def test_cos_and_sin_are_all_that_is_saved(case):
+    saved, leaves = [], leaves_of(ROPE, case)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        outputs = rope(*leaves.values())
+    assert len(saved) == 2 and saved[0] is leaves["cos"] and saved[1] is leaves["sin"]
+    del outputs  # they held them
 
 
-# --- layouts --------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
-def by_token(t):
-    """The view that a model makes of its projection's [batch, positions, heads * head_dim]."""
-    return t.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def within_a_buffer(t):
-    """A slice of a wider projection, as of q, k and v in one."""
-    wide = by_token(torch.cat((t * 0, t, t), dim=1))
-    return wide[:, t.shape[1] : 2 * t.shape[1]]
-
-
-VIEWS = {
-    "by token": by_token,
-    "within a buffer": within_a_buffer,
-    "every second sequence": lambda t: torch.repeat_interleave(t, 2, dim=0)[::2],
-    "positions outermost": lambda t: t.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3),
-    "one head for all": lambda t: t[:, :1].expand(t.shape),
-    "one position for all": lambda t: t[:, :, :1].expand(t.shape),
-}
-COPIED = {
-    "features apart": lambda t: torch.repeat_interleave(t, 2, dim=-1)[..., ::2],
-    "features first": lambda t: t.transpose(1, 3).contiguous().transpose(1, 3),
-    "one number for all": lambda t: t[:1, :1, :1, :1].expand(t.shape),
-}
-
-
-@pytest.mark.parametrize("batch", [1, 2])
-def test_any_layout_of_cos_and_sin_gives_what_a_contiguous_one_does(batch, case):
-    (q, k, *_), gradients = case
-    cos, sin = angles(batch, 5, 12, dtype=torch.bfloat16, device=q.device)
-    apart = torch.repeat_interleave(cos, 2, dim=-1)[..., ::2], sin.mT.contiguous().mT
-    assert not any(t.is_contiguous() for t in apart)
-    got = run(rope, (q, k, *apart), gradients)
-    assert_equal(got, run(rope, (q, k, cos, sin), gradients))
-
-
-@pytest.mark.parametrize("layout", VIEWS)
-def test_one_launch_each_way_reads_strided_tensors_where_they_are(layout, case, launches):
-    (q, k, cos, sin), gradients = case
-    q, k, *gradients = (VIEWS[layout](t) for t in (q, k, *gradients))
-    run(rope, (q, k, cos, sin), gradients)
-    forward, backward = launches
-    assert [t.data_ptr() for t in forward[:4]] == [t.data_ptr() for t in (q, k, cos, sin)]
-    assert [t.data_ptr() for t in backward[:4]] == [t.data_ptr() for t in (*gradients, cos, sin)]
-
-
-@pytest.mark.parametrize("layout", [by_token, torch.clone, COPIED["features first"]])
-def test_results_are_new_and_lie_by_token(layout, case):
-    (q, k, cos, sin), gradients = case
-    q, k, *gradients = (layout(t) for t in (q, k, *gradients))
-    results = run(rope, (q, k, cos, sin), gradients)
-    for result, like in zip(results, (q, k, q, k), strict=True):
-        assert (result.shape, result.dtype, result.device) == (like.shape, like.dtype, like.device)
-        assert result.transpose(1, 2).is_contiguous()
-    everything = (*results, q, k, cos, sin, *gradients)
-    assert len({t.data_ptr() for t in everything}) == len(everything)
-
-
-@pytest.mark.parametrize("size", ["GQA", "MQA, angles of each sequence"])
-def test_the_kernel_writes_nothing_behind_the_last_element(size, device, monkeypatch):
-    inputs, gradients = make(size, dtype=torch.float32, device=device)
-    buffers = []
-
-    def front_of_a_buffer(x):
-        buffers.append(torch.full((x.numel() + 512,), 7.0, device=device))
-        return buffers[-1][: x.numel()].view_as(x)
-
-    monkeypatch.setattr(module, "_empty_by_token", front_of_a_buffer)
-    run(rope, inputs, gradients)
-    assert len(buffers) == 4
-    for buffer in buffers:
-        assert (buffer[:-512] != 7.0).all() and (buffer[-512:] == 7.0).all()
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("q", lambda q: q[0], r"q is \[6, 5, 12\], should be \[batch, heads, seq, head_dim\]"),
+        ("q", lambda q: q[..., 1:], r"q is \[2, 6, 5, 11\], .* head_dim even"),
+        ("q", lambda q: q[..., :0], r"q is \[2, 6, 5, 0\], .* head_dim even"),
+        ("q", lambda q: q[:, :0], r"q is \[2, 0, 5, 12\], should be \[batch, heads, seq"),
+        ("k", lambda k: k[0], r"k is \[2, 5, 12\], should be \[2, kv_heads, 5, 12\]"),
+        ("k", lambda k: k[:1], r"k is \[1, 2, 5, 12\], should be \[2, kv_heads, 5, 12\]"),
+        ("k", lambda k: k[:, :, 1:], r"k is \[2, 2, 4, 12\], should be \[2, kv_heads, 5, 12\]"),
+        ("k", lambda k: k[:, :0], r"k is \[2, 0, 5, 12\], should be \[2, kv_heads, 5, 12\]"),
+        ("k", lambda k: k.half(), r"k is torch.float16 on .* and q torch.bfloat16"),
+        ("k", lambda k: k.to("meta"), r"k is torch.bfloat16 on meta and q torch.bfloat16"),
+        ("cos", lambda t: t[..., :6], r"cos is \[1, 5, 6\], .*all of head_dim is rotated"),
+        ("cos", lambda t: t[:, 1:], r"cos is \[1, 4, 12\], should be \[1 or 2, 5, 12\]"),
+        ("sin", lambda t: t.repeat(3, 1, 1), r"sin is \[3, 5, 12\], should be \[1 or 2, 5"),
+        ("sin", lambda t: t.repeat(2, 1, 1), r"sin is \[2, 5, 12\] and cos \[1, 5, 12\]"),
+        ("cos", lambda t: t.double(), r"cos is torch.float64 .* should be bfloat16, float16"),
+        ("sin", lambda t: t.to("meta"), r"sin is torch.bfloat16 on meta, should be"),
+        ("cos", lambda t: t.requires_grad_(), r"cos requires a gradient.* detach it"),
+        ("sin", lambda t: t.requires_grad_(), r"sin requires a gradient.* detach it"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_a_value_error(name, change, message, case):
+    with pytest.raises(ValueError, match=f"^rope: {message}"):
+        rope(**{**case.inputs, name: change(case.inputs[name])})
 
 
 # --- on the GPU -----------------------------------------------------------------------------------
@@ -148,30 +89,26 @@ def test_more_than_2_to_the_31_elements(layout, device):
     # q, its gradients and results, twice over while they are made
     if torch.cuda.mem_get_info()[0] < 8 * 2 * heads * positions * head_dim:
         pytest.skip("needs 35 GB of free GPU memory")
+    options = {"dtype": torch.bfloat16, "device": device}
+    q, grad_q = (random(1, heads, pattern, head_dim, seed=seed, **options) for seed in (0, 2))
+    k, grad_k = (random(1, 1, pattern, head_dim, seed=seed, **options) for seed in (1, 3))
+    cos, sin = angles(1, pattern, head_dim, **options)
+    few = Case({"q": q, "k": k, "cos": cos, "sin": sin}, [grad_q, grad_k])
     which = torch.arange(positions, device=device) % pattern
-    few_inputs, few_gradients = [], []
-    for seed, (tensors, h) in enumerate(
-        ((few_inputs, heads), (few_inputs, 1), (few_gradients, heads), (few_gradients, 1))
-    ):
-        options = {"dtype": torch.bfloat16, "device": device, "seed": seed}
-        tensors.append(random(1, h, pattern, head_dim, **options))
-    few_inputs += angles(1, pattern, head_dim, dtype=torch.bfloat16, device=device)
 
     def often(t):
-        if t.ndim == 3:
-            return t[:, which]
         if layout == "by head":
             return t[:, :, which]
         return t.transpose(1, 2)[:, which].transpose(1, 2)
 
-    inputs, gradients = [often(t) for t in few_inputs], [often(t) for t in few_gradients]
-    assert inputs[0].is_contiguous() == (layout == "by head")
-    got = run(rope, inputs, gradients)
-    del inputs, gradients
-    budget = run(eager, few_inputs, few_gradients)
-    truth = run(eager, double(few_inputs), double(few_gradients))
+    many = with_layout(with_layout(few, ROTATED, often), ("cos", "sin"), lambda t: t[:, which])
+    assert many.inputs["q"].is_contiguous() == (layout == "by head")
+    got = run(ROPE, many)
+    del many
+    budget, truth = run(ROPE, few, ROPE.eager), truth_of(ROPE, few)
     over = 2**31 // (heads * head_dim)
-    for name, many, *few in zip(NAMES, got, budget, truth, strict=True):
+    for name, result in got.items():
         for window in (slice(0, 256), slice(over - 256, over + 256), slice(-256, None)):
             rows = which[window]
-            assert_within_budget(name, many[:, :, window], *(t[:, :, rows] for t in few))
+            few_rows = budget[name][:, :, rows], truth[name][:, :, rows]
+            assert_within_budget(name, result[:, :, window], *few_rows)

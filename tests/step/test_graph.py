@@ -1,6 +1,10 @@
+"""A training step in CUDA graphs: that it is the eager loop's, and refused where it cannot be."""
+
 import copy
 import gc
+import weakref
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,15 +19,20 @@ from graph_case import (
     chat,
     graphed,
     halving,
-    sdpa_model,
     steps,
     tiny,
     train,
 )
-from peft_models import ids
+from layer_case import peft_model
+from peft_models import LAYERS, ids
 
-from fused_lora import Fusion
-from fused_lora.step.graph import EAGER_CALLS
+from fused_lora import Fusion, fuse, unfuse
+from fused_lora.step import graph as graph_module
+from fused_lora.step.checkpoint import policy_of
+from fused_lora.step.graph import EAGER_CALLS, GraphedStep
+
+ONE_LAYER = {"num_hidden_layers": 1}
+
 
 # --- the same as the eager loop -------------------------------------------------------------------
 
@@ -43,7 +52,8 @@ def test_ten_steps_are_those_of_the_eager_loop(device, dropout):
         losses.append(found)
     assert captured(step) == 2
     assert_same(*losses)
-    assert len({loss.item() for loss in losses[0]}) == 10
+    assert len({loss.item() for loss in losses[0]}) == 10  # no call overwrites an earlier loss
+    assert not any(loss.requires_grad for loss in losses[0])
     assert_same_training(step, eager)
 
 
@@ -74,29 +84,10 @@ def test_gradients_in_the_middle_of_an_accumulation_are_the_users(device):
             one.model(**inputs).backward()
             one.accumulate(**batch(seed + 2))
             one.model.first.weight.grad.mul_(2)
-        assert_same_training_of_gradients(step, eager)
+        assert_same_training(step, eager)
         assert_same(step(**batch(seed)), eager(**batch(seed)))
     assert captured(step) == 2
     assert_same_training(step, eager)
-
-
-def assert_same_training_of_gradients(step, eager):
-    for got, want in zip(step.model.parameters(), eager.model.parameters(), strict=True):
-        if want.requires_grad:
-            assert_same(got.grad, want.grad)
-
-
-def test_zero_grad_after_every_step_changes_nothing(device):
-    step, eager = steps(tiny(device))
-    losses = []
-    for one in (step, eager):
-        found = []
-        for seed in range(6):
-            found.append(one(**batch(seed)))
-            one.optimizer.zero_grad()
-        losses.append(found)
-    assert_same(*losses)
-    assert captured(step) == len(step._graphs) == 1
 
 
 def test_a_parameter_without_a_gradient_stays_as_it_is(device):
@@ -112,19 +103,8 @@ def test_a_parameter_without_a_gradient_stays_as_it_is(device):
 
 def test_peft_model_is_trained_as_by_the_eager_loop(device):
     """With padding, and labels that are ignored."""
-    step, eager = steps(sdpa_model(device), max_grad_norm=1.0)
+    step, eager = steps(peft_model(device, config=ONE_LAYER), max_grad_norm=1.0)
     losses = [[one(**chat(seed, device)) for seed in range(6)] for one in (step, eager)]
-    assert captured(step) == 1
-    assert_same(*losses)
-
-
-def test_sdpa_without_a_mask_is_captured_as_it_runs_eagerly(device):
-    """transformers would build a mask in the graph alone, unless told that there is none."""
-    model = sdpa_model(device)
-    step, eager = steps(model)
-    inputs = [{"input_ids": ids(device, seed), "labels": ids(device, seed)} for seed in range(6)]
-    mask = {"full_attention": None}
-    losses = [[one(**given, attention_mask=mask) for given in inputs] for one in (step, eager)]
     assert captured(step) == 1
     assert_same(*losses)
 
@@ -132,24 +112,17 @@ def test_sdpa_without_a_mask_is_captured_as_it_runs_eagerly(device):
 # --- what a call gives and keeps ------------------------------------------------------------------
 
 
-def test_a_loss_is_not_overwritten_by_the_next_call(device):
-    step, eager = steps(tiny(device))
-    losses = [step(**batch(seed)) for seed in range(8)]
-    assert len({loss.data_ptr() for loss in losses}) == 8
-    assert not any(loss.requires_grad for loss in losses)
-    assert_same(losses, [eager(**batch(seed)) for seed in range(8)])
-
-
 def test_the_learning_rate_may_be_set_in_any_way(device):
     """By assignment of a float or a tensor, or in place; and the group keeps what was set."""
     step, eager = steps(tiny(device))
     rates = [2.0**-6, torch.tensor(2.0**-5), torch.tensor(2.0**-3, device=device), 2.0**-4]
     for one in (step, eager):
-        (group,) = one.optimizer.param_groups
+        group, other = one.optimizer.param_groups
         for seed in range(EAGER_CALLS + 2 * len(rates)):
             rate = rates[seed // 2 % len(rates)]
             # PyTorch's fused AdamW takes a tensor on the CPU for a number
             group["lr"] = rate
+            other["lr"] /= 2
             one(**batch(seed))
             assert group["lr"] is rate
         group["lr"] = torch.tensor(2.0**-7, device=device)
@@ -169,29 +142,6 @@ def test_an_optimizer_that_is_loaded_before_the_capture_keeps_its_learning_rate(
         for seed in range(1, 6):
             one(**batch(seed))
             one.optimizer.param_groups[0]["lr"] *= 2
-    assert captured(step) == 1
-    assert_same_training(step, eager)
-
-
-def test_two_parameter_groups_have_their_own_learning_rates(device):
-    model = tiny(device)
-    twin = copy.deepcopy(model)
-    optimizers = [
-        torch.optim.AdamW(
-            [
-                {"params": [*one.first.parameters()], "lr": 2**-5},
-                {"params": [*one.second.parameters()], "lr": 2**-9, "weight_decay": 0.0},
-            ],
-            fused=True,
-            capturable=True,
-        )
-        for one in (model, twin)
-    ]
-    step, eager = graphed(model, optimizers[0]), EagerStep(twin, optimizers[1])
-    for one in (step, eager):
-        for seed in range(6):
-            one(**batch(seed))
-            one.optimizer.param_groups[1]["lr"] *= 2
     assert captured(step) == 1
     assert_same_training(step, eager)
 
@@ -236,6 +186,187 @@ def test_reset_frees_the_graphs_and_training_goes_on(device):
     assert_same_training(step, eager)
 
 
+# --- what is refused -----------------------------------------------------------------------------
+
+
+def test_more_shapes_than_max_graphs(device):
+    step, eager = steps(tiny(device), max_graphs=2)
+    calls = [(batch(seed, 4 + seed % 2), True) for seed in range(8)]
+    losses = train(step, calls)
+    with pytest.raises(ValueError, match=r"input_ids \[3, 7\].* graph 3 of max_graphs=2: pad"):
+        step(**batch(0, 7))
+    assert_same([*losses, step(**batch(9))], [*train(eager, calls), eager(**batch(9))])
+
+
+def change_options(step):
+    step.optimizer.param_groups[0]["weight_decay"] = 0.5
+
+
+def move_a_parameter(step):
+    step.model.embedding.weight.data = step.model.embedding.weight.data.clone()
+
+
+def freeze(step):
+    step.model.second.bias.requires_grad_(False)
+
+
+def load_the_optimizer(step):
+    step.optimizer.load_state_dict(copy.deepcopy(step.optimizer.state_dict()))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (change_options, "an option of the optimizer"),
+        (move_a_parameter, "a parameter"),
+        (freeze, "a parameter"),
+        (load_the_optimizer, "the optimizer's state"),
+    ],
+)
+def test_what_a_graph_works_on_has_changed(device, change, named):
+    """It is refused, and after reset() the step is again that of the eager loop."""
+    step, eager = steps(tiny(device))
+    calls = [(batch(seed), True) for seed in range(5)]
+    train(step, calls), train(eager, calls)
+    change(step), change(eager)
+    with pytest.raises(ValueError, match=rf"{named} is not what it was .* call reset\(\)"):
+        step(**batch(5))
+    step.reset()
+    calls = [(batch(seed), True) for seed in range(6, 11)]
+    assert_same(train(step, calls), train(eager, calls))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"), [(change_options, "an option"), (load_the_optimizer, "the optimizer's")]
+)
+def test_a_refused_step_adds_nothing_to_accumulated_gradients(device, change, named):
+    step, _ = steps(tiny(device))
+    train(step, [(batch(seed), seed % 2 == 1) for seed in range(2 * EAGER_CALLS + 2)])
+    assert captured(step) == 2
+    step.accumulate(**batch(6))
+    trained = [p for p in step.model.parameters() if p.requires_grad]
+    before = [p.grad.clone() for p in trained]
+    change(step)
+    with pytest.raises(ValueError, match=f"{named} .* is not what it was"):
+        step(**batch(7))
+    assert all(map(torch.equal, [p.grad for p in trained], before))
+
+
+def test_only_addresses_are_looked_at_while_the_gpu_waits(device, monkeypatch):
+    """And the rest between the two launches, of which the second may do harm."""
+    step, _ = steps(tiny(device))
+    train(step, [(batch(seed), True) for seed in range(EAGER_CALLS + 1)])
+    (graph,), calls = step._graphs.values(), Mock()
+    for owner, name in (
+        (graph_module, "addresses_of"),
+        (graph_module, "worked_on"),
+        (graph.captured, "replay_gradients"),
+        (graph.captured, "replay_update"),
+    ):
+        noted = Mock(wraps=getattr(owner, name))
+        calls.attach_mock(noted, name)
+        monkeypatch.setattr(owner, name, noted)
+    step(**batch(9))
+    order = ["addresses_of", "replay_gradients", "worked_on", "replay_update"]
+    assert [name for name, *_ in calls.mock_calls] == order
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda model: graphed(model, torch.optim.AdamW(model.parameters(), fused=True)),
+            "capturable=True, got AdamW without: use",
+        ),
+        (
+            lambda model: graphed(model, torch.optim.SGD(model.parameters(), lr=1.0)),
+            "capturable=True, got SGD without: use",
+        ),
+        (
+            lambda model: graphed(model, adamw(model.first)),
+            r"got second\.weight outside of it: freeze it",
+        ),
+        (
+            lambda model: GraphedStep(model.cpu(), adamw(model)),
+            "one cuda device, got cpu: move the model with",
+        ),
+        (lambda model: graphed(model, adamw(model), max_graphs=0), "of at least 1, got"),
+        (lambda model: graphed(model, adamw(model), accumulation_steps=0), "of at least 1, got"),
+        (
+            lambda model: graphed(model, adamw(model))(**batch(0), scale=[1, 2]),
+            "wants tensors and constants .* as list",
+        ),
+        (
+            lambda model: graphed(model, adamw(model))(**batch(0), scale={"mask": torch.ones(1)}),
+            "wants tensors and constants .* as Tensor",
+        ),
+    ],
+)
+def test_a_step_that_cannot_be_captured_is_a_value_error(make, message, device):
+    with pytest.raises(ValueError, match=message):
+        make(tiny(device))
+
+
+def test_model_without_a_loss(device):
+    step, _ = steps(peft_model(device, config=ONE_LAYER))
+    with pytest.raises(ValueError, match="got NoneType: give labels"):
+        step(input_ids=ids(device))
+
+
+def test_accumulation_with_a_parameter_without_a_gradient(device):
+    model = tiny(device)
+    model.unused = torch.nn.Linear(3, 3).to(device)
+    with pytest.raises(ValueError, match="2 of 6 parameters of the optimizer get no gradient"):
+        graphed(model, adamw(model)).accumulate(**batch(0))
+
+
+def test_what_was_offloaded_to_lives_as_long_as_the_graphs(device):
+    """They have the addresses of its host memory, whatever becomes of the model."""
+    model = peft_model(device, config=ONE_LAYER)
+    fuse(model, Fusion(checkpoint="offload"))
+    policy = weakref.ref(policy_of(model.get_submodule(f"{LAYERS}.0")))
+    step = graphed(model, adamw(model))
+    for seed in range(3):
+        step(**chat(seed, device))
+    unfuse(model), gc.collect()
+    assert policy() is not None
+    step.reset(), gc.collect()
+    assert policy() is None
+
+
+def test_a_failed_capture_leaves_everything_as_it_was(device):
+    """The model asks the device for a number. Nothing of the refused step was done: repeating it
+    eagerly gives the eager loop's training, and so does a graph once the cause is gone."""
+    step, eager = steps(tiny(device, waits=True, dropout=0.5), max_grad_norm=0.05)
+    for one in (step, eager):
+        torch.manual_seed(2)
+        for seed in range(EAGER_CALLS):
+            one.accumulate(**batch(seed))
+            one(**batch(seed + 10))
+        if one is step:
+            with pytest.raises(
+                RuntimeError, match=r"cannot be captured: \w+: .*(synchroniz|captur)"
+            ) as info:
+                step.accumulate(**batch(5))
+            assert "\n" not in str(info.value)
+            assert not step._graphs
+            assert all(p.grad is None for p in step.model.parameters())
+        one.accumulate(**batch(6))
+    assert_same_training(step, eager)
+    by_hand = EagerStep(step.model, step.optimizer, max_grad_norm=0.05)
+    assert_same(*(five_losses(one) for one in (by_hand, eager)))
+    step.model.waits = eager.model.waits = False
+    losses = [five_losses(one) for one in (step, eager)]
+    assert captured(step) == 1
+    assert_same(*losses)
+    assert_same_training(step, eager)
+
+
+def five_losses(step):
+    torch.manual_seed(3)
+    return [step(**batch(seed)) for seed in range(5)]
+
+
 # --- on a GPU -------------------------------------------------------------------------------------
 
 FUSED = {
@@ -253,9 +384,9 @@ def test_fused_model_is_trained_as_by_the_eager_loop(device, fusion, autocast):
     """Scheduler, clipping, accumulation, two lengths. The fused loss drops ignored tokens only
     while it may wait, so its products have other sizes in a graph: within bf16's own error there.
     """
-    model = sdpa_model(device, torch.bfloat16 if autocast else torch.float32)
+    model = peft_model(device, dtype=torch.bfloat16 if autocast else torch.float32)
     context = partial(torch.autocast, "cuda", torch.bfloat16, enabled=autocast)
-    step, eager = steps(model.train(), 2**-12, fusion, autocast=context, max_grad_norm=1.0)
+    step, eager = steps(model, 2**-12, fusion, autocast=context, max_grad_norm=1.0)
     losses = []
     for one in (step, eager):
         scheduler = halving(one.optimizer)
@@ -276,7 +407,7 @@ def test_fused_model_is_trained_as_by_the_eager_loop(device, fusion, autocast):
 def test_checkpointing_by_transformers(device, preserve_rng_state):
     """torch's checkpoint reads the random generator, which not every torch can while it captures:
     it is captured, then, or refused, and trains right either way."""
-    model = sdpa_model(device).train()
+    model = peft_model(device)
     options = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
     model.gradient_checkpointing_enable(options)
     step, eager = steps(model)

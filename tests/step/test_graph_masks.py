@@ -17,7 +17,7 @@ from fused_lora.decoder_layer import DecoderLayer
 from fused_lora.lora_attention import LoRA_Attention
 from fused_lora.step.graph import EAGER_CALLS, GraphedStep
 
-WINDOWS = {"no window": {}, "a window": {"sliding_window": 5}, "a wide one": {"sliding_window": 99}}
+ONE_LAYER = {"num_hidden_layers": 1}
 
 
 def inputs(device, seed=3, **others):
@@ -57,49 +57,47 @@ class StepRunAtCapture(GraphedStep):
     _backend = RunAtCapture
 
 
-FUSIONS = {
-    "plain": None,
-    "parts, recomputed": Fusion(attention=True, rope=True, checkpoint="full"),
-    "layer": Fusion(layer=True, cross_entropy=True),
-}
-
-
 @pytest.mark.parametrize(
-    "family, name",
-    [*((family, "plain") for family in FAMILIES), *(("Llama", name) for name in FUSIONS)],
+    ("family", "fusion"),
+    [
+        *((family, None) for family in FAMILIES),
+        ("Llama", Fusion(attention=True, rope=True, checkpoint="full")),
+        ("Llama", Fusion(layer=True, cross_entropy=True)),
+    ],
 )
-def test_without_padding_no_graph_attends_with_a_mask(family, name, monkeypatch, device):
-    model = peft_model(device, family, config={"num_hidden_layers": 2})
-    if FUSIONS[name] is not None:
-        fuse(model, FUSIONS[name])
+def test_without_padding_no_graph_attends_with_a_mask(family, fusion, monkeypatch, device):
+    model = peft_model(device, family, config=ONE_LAYER)
+    if fusion is not None:
+        fuse(model, fusion)
     hooks = [dict(module._forward_pre_hooks) for module in model.modules()]
-    seen = spy_on_masks(monkeypatch, FUSIONS[name])
+    seen = spy_on_masks(monkeypatch, fusion)
     step = (GraphedStep if device == "cuda" else StepRunAtCapture)(model, adamw(model))
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         for seed in range(EAGER_CALLS + 2):
             step(**inputs(device, seed))
     assert captured(step) == 1
-    runs = 4 if "recomputed" in name else 2
+    runs = 2 if fusion is not None and fusion.checkpoint == "full" else 1
     assert seen == [None] * (runs * (EAGER_CALLS + 1))  # a replay runs no Python
     assert hooks == [dict(module._forward_pre_hooks) for module in model.modules()]
 
 
-@pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
+@pytest.mark.parametrize("window", [None, 5, 99])
 def test_a_graph_has_the_masks_of_the_eager_step(window, monkeypatch, device):
-    step, eager = steps(peft_model(device, "Mistral", config=window))
+    config = ONE_LAYER | {"sliding_window": window}
+    step, eager = steps(peft_model(device, "Mistral", config=config))
     calls = [(inputs(device, seed), True) for seed in range(5)]
     wanted = train(eager, calls)
     seen = spy_on_masks(monkeypatch, None)
     assert_same(train(step, calls), wanted)
     assert captured(step) == 1
-    assert {mask is not None for mask in seen} == {window.get("sliding_window") == 5}
+    assert {mask is not None for mask in seen} == {window == 5}
 
 
 @pytest.mark.parametrize("name", ["attention_mask", "position_ids"])
 def test_a_graph_that_cannot_go_without_a_mask_says_so(name, device):
     """Whether its rows are padded or packed the values say, and those of another batch may."""
-    step, eager = steps(peft_model(device, "Llama"))
+    step, eager = steps(peft_model(device, "Llama", config=ONE_LAYER))
     ones = torch.ones(2, 17, dtype=torch.int64)
     given = {"attention_mask": ones, "position_ids": ones.cumsum(1) - 1}[name]
     other = {"attention_mask": ones.tril(9), "position_ids": torch.arange(17).expand(2, -1) % 9}
@@ -111,7 +109,7 @@ def test_a_graph_that_cannot_go_without_a_mask_says_so(name, device):
 
 
 def test_a_mask_that_says_that_there_is_none_is_taken_as_before(monkeypatch, device):
-    step, eager = steps(peft_model(device, "Qwen2"))
+    step, eager = steps(peft_model(device, "Qwen2", config=ONE_LAYER))
     calls = [(inputs(device, s, attention_mask={"full_attention": None}), True) for s in range(5)]
     wanted = train(eager, calls)
     seen = spy_on_masks(monkeypatch, None)
@@ -120,7 +118,7 @@ def test_a_mask_that_says_that_there_is_none_is_taken_as_before(monkeypatch, dev
 
 
 def test_compiled_layers_are_warned_of(device):
-    model = peft_model(device, "Llama")
+    model = peft_model(device, "Llama", config=ONE_LAYER)
     step = graphed(model, adamw(model))
     for _ in range(EAGER_CALLS):
         step(**inputs(device))

@@ -39,20 +39,17 @@ def layer(weight):
 
 
 def test_gradients_are_those_of_the_forward_itself(x, weight):
-    forward = layer(weight)
-    want = gradients(forward, x, weight)
-    assert_equal(gradients(lambda x: recomputed(forward, x), x, weight), want)
-
-
-def test_nested(x, weight):
+    """Alone, one within another, and within PyTorch's own."""
     inner = layer(weight)
-    want = gradients(lambda x: inner(inner(x)), x, weight)
+    once_more = partial(recomputed, inner)
+    assert_equal(gradients(once_more, x, weight), gradients(inner, x, weight))
 
     def outer(x):
-        return recomputed(inner, recomputed(inner, x))
+        return once_more(once_more(x))
 
-    assert_equal(gradients(lambda x: recomputed(outer, x), x, weight), want)
-    assert_equal(gradients(lambda x: checkpoint(outer, x, use_reentrant=False), x, weight), want)
+    want = gradients(lambda x: inner(inner(x)), x, weight)
+    assert_equal(gradients(partial(recomputed, outer), x, weight), want)
+    assert_equal(gradients(partial(checkpoint, outer, use_reentrant=False), x, weight), want)
 
 
 def test_the_second_run_stops_at_the_last_tensor_that_is_saved(x, weight):
@@ -265,28 +262,28 @@ def test_without_gradients_nothing_is_kept(x, weight):
     assert not y.requires_grad
 
 
-@pytest.mark.parametrize(("again", "words"), [("fewer", "and 1 or others"), ("others", "and 2 or")])
-def test_a_forward_that_is_another_the_second_time_is_refused(again, words, x, weight):
-    def forward(x):
-        y = (x[:2] if is_recomputing() and again == "others" else x).exp()
-        return y if is_recomputing() and again == "fewer" else y.exp()
-
-    total = recomputed(forward, x).sum()
-    state = torch.get_rng_state()
-    with pytest.raises(RuntimeError, match=f"saved 2 tensors when it ran first, {words}"):
-        total.backward()
-    assert torch.equal(torch.get_rng_state(), state) and not is_recomputing()
+def no_more(x):
+    raise MemoryError("no more")
 
 
-def test_an_error_of_the_second_run_is_passed_on_and_leaves_nothing_behind(x):
+@pytest.mark.parametrize(
+    ("second", "error", "words"),
+    [
+        (lambda x: x.exp(), RuntimeError, "saved 2 tensors when it ran first, and 1 or others"),
+        (lambda x: x[:2].exp().exp(), RuntimeError, "2 tensors when it ran first, and 2 or others"),
+        (no_more, MemoryError, "no more"),
+    ],
+    ids=("fewer", "others", "fails"),
+)
+def test_a_second_run_that_is_another_is_refused_and_leaves_nothing_behind(second, error, words, x):
     def forward(x):
         if is_recomputing():
             torch.rand(1)
-            raise MemoryError("no more")
-        return x.exp()
+            return second(x)
+        return x.exp().exp()
 
     total = recomputed(forward, x).sum()
     state = torch.get_rng_state()
-    with pytest.raises(MemoryError, match="no more"):
+    with pytest.raises(error, match=words):
         total.backward()
     assert torch.equal(torch.get_rng_state(), state) and not is_recomputing()
