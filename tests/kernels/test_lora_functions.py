@@ -20,6 +20,7 @@ from contract import (
     run,
 )
 from counting import Calls, saved_for_backward
+from refusal import assert_refused, narrow, short, trained
 
 W, QKV, ATTENTION, MLP = NAMES = ("LoRA_W", "LoRA_QKV", "LoRA_Attention", "LoRA_MLP")
 
@@ -167,18 +168,6 @@ def test_a_bf16_gradient_takes_no_precision_from_an_fp32_one(device):
 # --- what does not fit ----------------------------------------------------------------------------
 
 
-def narrow(t):
-    return t[..., 1:]
-
-
-def short(t):
-    return t[1:]
-
-
-def trained(t):
-    return t.requires_grad_()
-
-
 # LoRA_W, LoRA_QKV and LoRA_Attention ask the same function about their linear layers.
 ERRORS = [
     (W, {"x": narrow}, r"x is \[3, 13, 51\].* should be 52"),
@@ -220,24 +209,10 @@ ERRORS = [
 ]  # fmt: skip
 
 
-def changed(value, fields, change):
-    """A tensor, or named tuples around one, with this change."""
-    if not fields:
-        return change(value)
-    first, *others = fields
-    return value._replace(**{first: changed(getattr(value, first), others, change)})
-
-
 @pytest.mark.parametrize(
     ("name", "changes", "message"), ERRORS, ids=[f"{name}-{says}" for name, _, says in ERRORS]
 )
 def test_what_does_not_fit_is_a_value_error_that_names_it(name, changes, message, device):
-    inputs = dict(OPERATIONS[name].case(device).inputs)
-    for path, change in changes.items():
-        given, *fields = path.split(".")
-        if change is None:
-            del inputs[given]
-        else:
-            inputs[given] = changed(inputs[given], fields, change)
-    with pytest.raises(ValueError, match=f"^({name}|rope_together): .*{message}"):
-        OPERATIONS[name].function(*inputs.values())
+    operation = OPERATIONS[name]
+    message = f"^({name}|rope_together): .*{message}"
+    assert_refused(operation.function, operation.case(device).inputs, changes, message)
