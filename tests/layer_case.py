@@ -17,12 +17,6 @@ EVERYTHING = Fusion(
 )
 NAMES = [f"{LAYERS}.{index}" for index in range(2)]
 FAMILIES = ("Qwen2", "Llama", "Mistral")
-LAYOUTS = {  # of [batch, positions, features], in the same shape
-    "tokens apart": lambda t: torch.repeat_interleave(t, 2, dim=1)[:, ::2],
-    "features apart": lambda t: torch.repeat_interleave(t, 2, dim=2)[..., ::2],
-    "sequences last": lambda t: t.permute(1, 2, 0).contiguous().permute(2, 0, 1),
-    "one for all": lambda t: t[:, :1].expand(t.shape),
-}
 
 
 def peft_model(device, family="Qwen2", dtype=torch.float32, config=None, **lora):

@@ -58,10 +58,6 @@ class Calls(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def store_fp32_as_a_gpu_does(monkeypatch):
-    monkeypatch.setattr(utils, "_stores_fp32", lambda a: a.dtype == torch.bfloat16)
-
-
 @pytest.fixture
 def mlp(device):
     config = AutoConfig.for_model(**json.loads((ROOT / "configs" / "tiny.json").read_text()))
@@ -104,19 +100,19 @@ def count(mlp, monkeypatch):
     }
 
 
+def fuse_mlp(mlp):
+    """`fuse` wants a model around the MLP to name it in."""
+    fuse(torch.nn.ModuleDict({"mlp": mlp}), Fusion(mlp=True))
+
+
 def test_calls_and_saved_activations_of_peft(mlp, monkeypatch):
     assert count(mlp, monkeypatch) == PEFT
 
 
 def test_calls_and_saved_activations_of_lora_mlp(mlp, monkeypatch):
     fuse_mlp(mlp)
-    store_fp32_as_a_gpu_does(monkeypatch)
+    monkeypatch.setattr(utils, "_stores_fp32", lambda a: a.dtype == torch.bfloat16)  # as on a GPU
     assert count(mlp, monkeypatch) == FUSED
-
-
-def fuse_mlp(mlp):
-    """`fuse` wants a model around the MLP to name it in."""
-    fuse(torch.nn.ModuleDict({"mlp": mlp}), Fusion(mlp=True))
 
 
 def test_the_readme_says_the_same():

@@ -1,17 +1,9 @@
 """LoRA_Attention's heads, positions, masks and angles, against eager PyTorch in float64."""
 
-from functools import partial
-
 import pytest
 import torch
-import torch.nn.functional as F
-from contract import BF16, FP32, OPERATIONS, Case, assert_equal, assert_right, run, truth_of
+from contract import BF16, FP32, OPERATIONS, Case, assert_right, run, truth_of
 from lora_attention_case import NAMES, make
-from reference import relative_error
-
-from fused_lora.lora_linear import LoRA_QKV, LoRA_W
-from fused_lora.rope import rope
-from fused_lora.step.recompute import recomputed
 
 ATTENTION = OPERATIONS["LoRA_Attention"]
 HEADS = {
@@ -71,32 +63,6 @@ def test_angles_may_be_each_sequences_own_and_of_another_dtype(device):
         t = case.inputs[name]
         case.inputs[name] = torch.cat((t, t.flip(1))).float()
     assert_right(ATTENTION, case)
-
-
-def test_it_is_what_its_parts_compute_one_after_the_other(device):
-    """In fp32, where what rounds between them is too small to tell."""
-
-    def parts(x, cos, sin, mask, *operands):
-        *adapters, frozen = operands
-        q, k, v = (
-            t.unflatten(-1, (-1, frozen.head_dim)).transpose(1, 2)
-            for t in LoRA_QKV.apply(x, *adapters[:6], frozen.qkv)
-        )
-        q, k = rope(q, k, cos, sin)
-        attended = F.scaled_dot_product_attention(
-            q, k, v, mask, is_causal=True, scale=frozen.scaling, enable_gqa=True
-        )
-        return LoRA_W.apply(attended.transpose(1, 2).flatten(2), *adapters[6:], frozen.o)
-
-    case = case_of(device, dtype=FP32)
-    got, want = run(ATTENTION, case), run(ATTENTION, case, parts)
-    assert all(relative_error(got[name], want[name]) < 1e-5 for name in want)
-
-
-def test_gradients_with_our_own_checkpointing_are_bitwise_equal(device):
-    case = ATTENTION.case(device)
-    got = run(ATTENTION, case, partial(recomputed, ATTENTION.function))
-    assert_equal(got, run(ATTENTION, case))
 
 
 @pytest.mark.gpu

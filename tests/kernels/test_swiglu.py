@@ -3,6 +3,7 @@
 import pytest
 import torch
 import triton
+from contract import LAYOUTS
 from reference import assert_within_budget, random, swiglu
 
 import fused_mlp.swiglu as module
@@ -16,12 +17,6 @@ SHAPES = {
     "two dimensions": (39, 139),
     "three dimensions": (3, 13, 139),
     "four dimensions": (3, 1, 13, 139),
-}
-LAYOUTS = {
-    "transposed": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
-    "sliced": lambda t: torch.cat([t, t, t], dim=-1)[..., 1 : 1 + t.shape[-1]],
-    "every second row": lambda t: torch.repeat_interleave(t, 2, dim=0)[::2],
-    "expanded": lambda t: t[:, :1].expand(t.shape),
 }
 
 
@@ -71,12 +66,6 @@ def test_an_element_does_not_depend_on_the_size_around_it(size, device):
         assert torch.equal(short, full[:size])
 
 
-@pytest.mark.parametrize("shape", [(0,), (0, 8), (3, 0, 5)], ids=str)
-def test_no_elements_give_empty_results(shape, device):
-    tensors = inputs(*shape, dtype=torch.bfloat16, device=device)
-    assert all(result.shape == shape for result in fused(*tensors))
-
-
 def test_kernels_write_nothing_behind_the_last_element(device):
     size = BLOCK + 5
     grad_hidden, gate, up = inputs(size, dtype=torch.float32, device=device)
@@ -91,7 +80,7 @@ def test_kernels_write_nothing_behind_the_last_element(device):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("position", range(3), ids=("grad_hidden", "gate", "up"))
 def test_strided_inputs_give_what_contiguous_ones_do(position, layout, device):
-    tensors = inputs(13, 17, dtype=torch.bfloat16, device=device)
+    tensors = inputs(2, 3, 13, 17, dtype=torch.bfloat16, device=device)
     tensors[position] = LAYOUTS[layout](tensors[position])
     assert not tensors[position].is_contiguous()
     contiguous = [t.contiguous() for t in tensors]
@@ -120,13 +109,9 @@ def test_large_gates_give_finite_and_right_values(magnitude, dtype, device):
 def test_cpu_tensors_without_the_interpreter_are_a_value_error(monkeypatch):
     compiled = triton.JITFunction(module._swiglu_forward_kernel.fn)
     monkeypatch.setattr(module, "_swiglu_forward_kernel", compiled)
-    tensors = inputs(3, 5, dtype=torch.bfloat16, device="cpu")
-    with pytest.raises(
-        ValueError, match=r"swiglu_forward got tensors on the CPU.*TRITON_INTERPRET=1"
-    ):
-        swiglu_forward(*tensors[1:])
-    with pytest.raises(ValueError, match="swiglu_backward got tensors on the CPU"):
-        swiglu_backward(*tensors)
+    _, gate, up = inputs(3, 5, dtype=torch.bfloat16, device="cpu")
+    with pytest.raises(ValueError, match=r"^swiglu_forward got .* the CPU.*TRITON_INTERPRET=1"):
+        swiglu_forward(gate, up)
 
 
 def poison(count, size, device):

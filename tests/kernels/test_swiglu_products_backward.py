@@ -73,19 +73,6 @@ def test_it_is_the_gradient_that_the_plain_kernel_gives_and_fp32_sums_of_it(devi
         )
 
 
-@pytest.mark.parametrize("ranks", [(8, 8, 8), (8, 72, 8)])
-def test_the_gradient_goes_into_columns_of_wider_rows_and_nothing_else_is_written(ranks, device):
-    """[dgu | p], as a product that grows in K takes it, whatever lies there."""
-    operands = [random(39, n, seed=n, dtype=torch.bfloat16, device=device) for n in (139, 278)]
-    factors = [random(39, rank, seed=5, dtype=torch.bfloat16, device=device) for rank in ranks]
-    rows = torch.full((39, 278 + 24), float("nan"), dtype=torch.bfloat16, device=device)
-    products = [Product(f, torch.empty(139, f.shape[1], device=device)) for f in factors]
-    swiglu_backward_products(*operands, *products, rows[:, :278])
-    _, *want = swiglu_backward(operands[0], *operands[1].chunk(2, dim=1))
-    assert torch.equal(rows[:, :278], torch.cat(want, dim=1))
-    assert rows[:, 278:].isnan().all()
-
-
 @pytest.mark.parametrize("wanted", [(True, False, False), (False, True, True), (False,) * 3])
 def test_only_what_is_wanted_is_computed(wanted, device):
     grad_hidden, gate_up, *factors = make("odd", torch.float32, device)
