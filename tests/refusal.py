@@ -18,6 +18,10 @@ def apart(t):
     return t.t().contiguous().t()
 
 
+def on_meta(t):
+    return t.to("meta")
+
+
 def trained(t):
     return t.requires_grad_()
 

@@ -16,7 +16,7 @@ import test_swiglu_products_forward as products_forward
 import torch
 from contract import BF16, DTYPES, FP16, FP32
 from reference import assert_within_budget, random, use_poisoned_memory
-from refusal import apart, assert_refused, narrow, short
+from refusal import apart, assert_refused, narrow, on_meta, short
 from rms_norm_case import EPS, Kernel
 
 import fused_mlp.swiglu
@@ -63,42 +63,38 @@ def make_rope(size, dtype, device):
     return *inputs, *gradients
 
 
+def of_case(function):
+    return lambda size, case, **layout: function(*case, **layout)
+
+
 LAUNCHERS = {
     "residual_norm": Launcher(
         ((residual_kernels, "_rms_norm_forward_kernel", "_rms_norm_backward_kernel"),),
         residual.SIZES, "odd", (0, 8), residual.norm_case,
-        lambda size, case, layout: residual.fused_norm(*case, layout=layout),
-        lambda size, case: residual.eager_norm(*case),
-        writes=3,
+        of_case(residual.fused_norm), of_case(residual.eager_norm), writes=3,
     ),
     "add_adapted": Launcher(
         ((residual_kernels, "_add_adapted_kernel"),),
         residual.SUMS, "odd", (0, 8, 4), residual.sum_case,
-        lambda size, case, layout: residual.fused_sum(*case, layout=layout),
-        lambda size, case: residual.eager_sum(*case),
-        writes=2,
+        of_case(residual.fused_sum), of_case(residual.eager_sum), writes=2,
     ),
     "swiglu": Launcher(
         ((fused_mlp.swiglu, "_swiglu_forward_kernel", "_swiglu_backward_kernel"),),
         swiglu.SHAPES, "two dimensions", (0, 8),
         lambda size, dtype, device: swiglu.inputs(*swiglu.SHAPES[size], dtype=dtype, device=device),
         lambda size, case, layout: swiglu.fused(*map(layout, case)),
-        lambda size, case: swiglu.eager(*case),
-        writes=0,
+        of_case(swiglu.eager), writes=0,
     ),
     "swiglu_forward_product": Launcher(
         ((swiglu_products_forward, "_swiglu_forward_product_kernel", "_sum_z_kernel"),),
         products_forward.CASES, "odd", (0, 10, 4), products_forward.make,
         lambda size, case, layout: products_forward.fused(*case, layout=layout)[:2],
-        lambda size, case: products_forward.eager(*case),
-        writes=2,
+        of_case(products_forward.eager), writes=2,
     ),
     "swiglu_backward_products": Launcher(
         ((swiglu_products_backward, "_swiglu_backward_products_kernel", "_sum_products_kernel"),),
         products_backward.CASES, "odd", (0, 10, (4, 4, 4)), products_backward.make,
-        lambda size, case, layout: products_backward.fused(*case, layout=layout),
-        lambda size, case: products_backward.eager(*case),
-        writes=4,
+        of_case(products_backward.fused), of_case(products_backward.eager), writes=4,
     ),
     "rope on [q | k | v]": Launcher(
         ((qkv_rope, "_qkv_rope_kernel"),),
@@ -146,7 +142,7 @@ def assert_right(launcher, size, case, got):
 )  # fmt: skip
 def test_results_are_within_the_error_budget(launcher, size, dtype, device):
     case = launcher.make(size, dtype, device)
-    assert_right(launcher, size, case, launcher.fused(size, case, torch.clone))
+    assert_right(launcher, size, case, launcher.fused(size, case, layout=torch.clone))
 
 
 def run_wide(launcher, case, more):
@@ -160,7 +156,7 @@ def run_wide(launcher, case, more):
         seen.append((rows, t.shape[1], rows.clone()))
         return rows[:, : t.shape[1]]
 
-    results = launcher.fused(launcher.usual, case, wide)
+    results = launcher.fused(launcher.usual, case, layout=wide)
     written = 0
     for rows, columns, before in seen:
         assert torch.equal(rows[:, columns:], before[:, columns:])
@@ -185,9 +181,9 @@ def test_rows_any_stride_apart_give_what_contiguous_ones_do_and_nothing_else_is_
 @ALL
 def test_repetition_is_bitwise_equal_whatever_new_memory_holds(launcher, monkeypatch, device):
     case = launcher.make(launcher.usual, BF16, device)
-    want = launcher.fused(launcher.usual, case, torch.clone)
+    want = launcher.fused(launcher.usual, case, layout=torch.clone)
     use_poisoned_memory(monkeypatch)
-    assert all(map(torch.equal, launcher.fused(launcher.usual, case, torch.clone), want))
+    assert all(map(torch.equal, launcher.fused(launcher.usual, case, layout=torch.clone), want))
 
 
 @ALL
@@ -198,7 +194,7 @@ def test_no_rows_launch_nothing_and_give_sums_of_zero(launcher, monkeypatch, dev
             monkeypatch.setattr(module, name, kernel)
     monkeypatch.setitem(launcher.sizes, "none", launcher.none)
     case = launcher.make("none", BF16, device)
-    got, want = launcher.fused("none", case, torch.clone), launcher.eager("none", case)
+    got, want = launcher.fused("none", case, layout=torch.clone), launcher.eager("none", case)
     assert not kernel.launches
     assert [t.shape for t in got] == [t.shape for t in want]
     assert not any(t.any() for t in got)
@@ -211,7 +207,7 @@ def ones(*shape):
     return torch.ones(*shape)
 
 
-QKV, COS = ones(10, 24), ones(1, 5, 6)
+QKV, COS, OTHER = ones(10, 24), ones(1, 5, 6), ones(3, 5, 6)
 Q, K = ones(2, 2, 5, 6), ones(2, 1, 5, 6)
 OF_ROPE = {"cos": COS, "sin": COS}
 ATTENDED, OF_SCORES = ones(80, 128), {"kv_heads": 2, "scaling": 0.3}
@@ -252,16 +248,8 @@ NAMES = {function.__name__: function for function in ARGUMENTS}
 half, double = torch.Tensor.half, torch.Tensor.double
 
 
-def on_meta(t):
-    return t.to("meta")
-
-
 def half_of_them(t):
     return t[:, : t.shape[1] // 2]
-
-
-def three_times(t):
-    return torch.cat((t, t, t))
 
 
 def to(value):
@@ -305,7 +293,7 @@ ERRORS = [
     ("rope_forward", {"heads": to(3)}, r"\[10, 24\], should be \[batch \* 5, 5 \* 6\]"),
     ("rope_forward", {"cos": narrow, "sin": narrow}, "head_dim even"),
     ("rope_forward", {"sin": half_of_them}, "should both be"),
-    ("rope_forward", {"cos": three_times, "sin": three_times}, r"\[batch \* 5, 4 \* 6\]"),
+    ("rope_forward", {"cos": to(OTHER), "sin": to(OTHER)}, r"\[batch \* 5, 4 \* 6\]"),
     ("rope_forward", {"cos": torch.Tensor.long}, "cos is torch.int64"),
     ("rope_together", {"v": short}, r"v is \[1, 1, 5, 6\], should be \[2, 1, 5, 6\]"),
     ("rope_together", {"k": half}, "k is torch.float16"),

@@ -1,15 +1,15 @@
-"""matmul_lora and what stands beside it, against eager PyTorch in float64. (Groups of layers and
-their gradients: test_contract.py, as LoRA_W, LoRA_QKV and LoRA_MLP have them.)"""
+"""matmul_lora and what stands beside it, against eager PyTorch in float64. (Any rank, size
+and dtype, groups of layers and their gradients: test_contract.py, as LoRA_MLP and LoRA_QKV have
+them.)"""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from reference import adapted_linear, assert_within_budget, random, use_poisoned_memory
+from reference import adapted_linear, assert_within_budget, random
 
 from fused_mlp import matmul_lora
 from fused_mlp.utils import cast_adapters, scaled_matmul
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SCALING = 1.75
 
 
@@ -38,17 +38,6 @@ def assert_right(*tensors):
     assert_within_budget("matmul_lora", fused, eager, truth)
 
 
-@pytest.mark.parametrize("r", [1, 12, 64])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_product_is_within_the_error_budget(dtype, r, device):
-    assert_right(*inputs(r=r, dtype=dtype, device=device))
-
-
-@pytest.mark.parametrize("sizes", [(1, 53, 71), (37, 1, 71), (37, 53, 1), (64, 64, 64)], ids=str)
-def test_any_size_is_within_the_error_budget(sizes, device):
-    assert_right(*inputs(*sizes, dtype=torch.float32, device=device))
-
-
 @pytest.mark.parametrize("position", range(4), ids=("x", "weight", "A", "B"))
 def test_transposed_operands_are_within_the_error_budget(position, device):
     tensors = inputs(device=device)
@@ -63,16 +52,6 @@ def test_a_zero_B_or_scaling_leaves_the_frozen_product_bitwise(device):
     assert torch.equal(product(x, weight, A, torch.zeros_like(B)), frozen)
     assert torch.equal(product(x, weight, A, B, 0.0), frozen)
     assert not torch.equal(product(x, weight, A, B), frozen)
-
-
-@pytest.mark.parametrize("dtype", [None, torch.float32], ids=str)
-def test_scaled_matmul_does_not_read_the_memory_it_is_given(dtype, monkeypatch, device):
-    a, b = (random(*s, dtype=torch.bfloat16, device=device) for s in ((37, 53), (53, 71)))
-    use_poisoned_memory(monkeypatch)
-    truth = a.double() @ b.double() * SCALING
-    got = scaled_matmul(a, b, SCALING, dtype)
-    assert got.dtype == (dtype or a.dtype)
-    assert_within_budget("scaled_matmul", got, a @ b * SCALING, truth)
 
 
 @pytest.mark.gpu
