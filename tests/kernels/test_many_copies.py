@@ -61,25 +61,26 @@ def test_copies_are_those_of_pytorch_and_nothing_else_is_written(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "columns", "offset", "want"),
+    ("ranks", "columns", "to", "of", "want"),
     [
-        ((32, 8), 64, 0, 8),
-        ((32, 12), 64, 0, 4),
-        ((32, 8), 64, 2, 2),
-        ((32, 8), 65, 0, 1),
-        ((1, 8), 64, 0, 1),
+        ((32, 8), 64, 0, 0, 8),
+        ((32, 12), 64, 0, 0, 4),
+        ((32, 8), 64, 2, 0, 2),
+        ((32, 8), 64, 0, 4, 4),
+        ((32, 8), 65, 0, 0, 1),
+        ((1, 8), 64, 0, 0, 1),
     ],
 )
 def test_as_many_elements_go_at_once_as_rows_and_addresses_allow(
-    ranks, columns, offset, want, device
+    ranks, columns, to, of, want, device
 ):
     """Of A [r, in] and B [out, r] in a border, of which one odd stride is enough."""
     targets, sources = [], []
     for rank in ranks:
         for rows, width in ((rank, columns), (90, rank)):
             border = torch.full((100, 200), 7.0, dtype=torch.bfloat16, device=device)
-            targets.append(border[:rows, offset : offset + width])
-            sources.append(random(rows, width, device=device))
+            targets.append(border[:rows, to : to + width])
+            sources.append(random(rows, width + 2 * of, device=device)[:, of : of + width])
     given = targets, sources, [1.0, 0.3] * len(ranks)
     assert module._table_of(*given).run == want
     assert_copied(*given)

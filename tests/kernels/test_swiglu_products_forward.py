@@ -47,8 +47,9 @@ def eager(gate_up, A):
     return hidden @ A.t(), hidden
 
 
-def test_hidden_is_bitwise_that_of_the_plain_kernel_and_the_copy_is_z(device):
-    operands = make("odd", torch.bfloat16, device)
+@pytest.mark.parametrize("case", ["odd", "more than a block"])
+def test_hidden_is_bitwise_that_of_the_plain_kernel_and_the_copy_is_z(case, device):
+    operands = make(case, torch.bfloat16, device)
     z, hidden, copy = fused(*operands)
     assert torch.equal(hidden, swiglu_forward(*operands[0].chunk(2, dim=1)))
     assert torch.equal(z, copy)
