@@ -225,7 +225,6 @@ ERRORS = [
     (ATTENTION, {"q_A": None}, "7 adapter tensors given, should be 8: A and B of q, k, v and o"),
     (ATTENTION, {"o_A": narrow}, r"o_A is \[8, 127\] and o_B \[44, 8\], should be \[r, 128\]"),
     (ATTENTION, {"frozen.o.weight": narrow}, r"o_weight is \[44, 127\], should be \[44, 128\]"),
-    (ATTENTION, {"frozen.o.bias": torch.Tensor.half}, "o_bias is torch.float16 and x torch.bfloat"),
     (ATTENTION, {"frozen.head_dim": lambda _: 24}, "64 and 64 features, should be heads of 24"),
     (ATTENTION, {"cos": lambda t: t[..., :24], "sin": lambda t: t[..., :24]},
      r"\[q \| k \| v\] is \[18, 256\], should be"),
