@@ -19,8 +19,8 @@ SIZES = {
     "MHA, a whole tile": (1, 2, 2, 64, 32, 1),
     "one token": (2, 2, 1, 1, 32, 1),
     "Qwen2.5-3B": (1, 8, 1, 20, 128, 1),
-    "two tiles": (2, 2, 1, 128, 32, 1),
-    "not whole tiles, angles of each sequence": (2, 2, 2, 70, 32, 2),
+    "two tiles": (1, 2, 1, 128, 32, 1),
+    "not whole tiles, angles of each sequence": (2, 2, 1, 70, 32, 2),
     "three tiles, GQA": (1, 4, 2, 130, 32, 1),
 }
 
