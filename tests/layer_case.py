@@ -17,12 +17,6 @@ EVERYTHING = Fusion(
 )
 NAMES = [f"{LAYERS}.{index}" for index in range(2)]
 FAMILIES = ("Qwen2", "Llama", "Mistral")
-LAYOUTS = {  # of [batch, positions, features], in the same shape
-    "tokens apart": lambda t: torch.repeat_interleave(t, 2, dim=1)[:, ::2],
-    "features apart": lambda t: torch.repeat_interleave(t, 2, dim=2)[..., ::2],
-    "sequences last": lambda t: t.permute(1, 2, 0).contiguous().permute(2, 0, 1),
-    "one for all": lambda t: t[:, :1].expand(t.shape),
-}
 
 
 def peft_model(device, family="Qwen2", dtype=torch.float32, config=None, **lora):
@@ -121,12 +115,14 @@ def assert_model_right(fused, plain, autocast=False, **inputs):
         assert relative_error(got[name], want[name]) < 2e-5, name
 
 
-def operands(device, **options):
+def operands(device, shape=(2, 9), **options):
     """The model, hidden, cos, sin, no mask, adapters and frozen for DecoderLayer.apply, and the
     gradient of its output."""
     fused, _, _ = pair(device, **options)
-    hidden, grad = tokens((2, 9), options.get("dtype", torch.float32), device)
-    cos, sin = (random(1, 9, 26, seed=seed, dtype=hidden.dtype, device=device) for seed in (7, 8))
+    hidden, grad = tokens(shape, options.get("dtype", torch.float32), device)
+    cos, sin = (
+        random(1, shape[1], 26, seed=seed, dtype=hidden.dtype, device=device) for seed in (7, 8)
+    )
     *adapters, frozen = read_layer(layer_of(fused))
     return fused, [hidden.requires_grad_(), cos, sin, None, *adapters, frozen], grad
 

@@ -5,17 +5,14 @@ A case is ([x, cos, sin, mask, eight adapters, frozen], the gradient of the outp
 
 import torch
 import torch.nn.functional as F
-from attention_case import adapted_linear, assert_all_within_budget, doubled
+from attention_case import adapted_linear
 from reference import random
 
-from fused_lora.lora_attention import FrozenAttention, LoRA_Attention
+from fused_lora.lora_attention import FrozenAttention
 from fused_lora.lora_linear import FrozenLinear, FrozenQKV
 
-fused = LoRA_Attention.apply
 IN, OUT = 52, 44  # multiples of nothing that a tile is
 NAMES = ["q_A", "q_B", "k_A", "k_B", "v_A", "v_B", "o_A", "o_B"]
-FP32 = (torch.float32,) * 8
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def make(
@@ -72,34 +69,3 @@ def eager(x, cos, sin, mask, q_A, q_B, k_A, k_B, v_A, v_B, o_A, o_B, frozen):
     )
     attended = attended.transpose(1, 2).flatten(2)
     return adapted_linear(attended, o.weight, o.bias, o_A, o_B, o.scaling)
-
-
-def run(function, inputs, grad, layout=None):
-    """The output and every gradient by name; `layout` makes another view of x in the graph."""
-    x, cos, sin, mask, *adapters, frozen = inputs
-    leaves = [t.detach().clone().requires_grad_() for t in (x, *adapters)]
-    x, *adapters = leaves
-    output = function(x if layout is None else layout(x), cos, sin, mask, *adapters, frozen)
-    output.backward(grad.to(output.dtype))
-    gradients = (leaf.grad for leaf in leaves)
-    return {"output": output.detach(), **dict(zip(["x", *NAMES], gradients, strict=True))}
-
-
-def exact(inputs, grad, layout=None):
-    *tensors, frozen = inputs
-    frozen = frozen._replace(
-        qkv=FrozenQKV(*doubled(*frozen.qkv)), o=FrozenLinear(*doubled(*frozen.o))
-    )
-    tensors = [t.double() if t is not None and t.is_floating_point() else t for t in tensors]
-    return run(eager, [*tensors, frozen], grad.double(), layout)
-
-
-def assert_right(inputs, grad, layout=None):
-    got, want = run(fused, inputs, grad, layout), run(eager, inputs, grad, layout)
-    truth = exact(inputs, grad, layout)
-    # of one value, however often, scores do not matter: q and k get what rounding left
-    size = truth["v_A"].norm()
-    for name in [n for n in truth if n[0] in "qk" and truth[n].norm() < 1e-9 * size]:
-        assert got.pop(name).double().norm() < torch.finfo(torch.bfloat16).eps * size
-        del want[name], truth[name]
-    assert_all_within_budget(got, want, truth)

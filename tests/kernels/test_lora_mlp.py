@@ -1,109 +1,20 @@
-"""LoRA_MLP, its output and its seven gradients, against eager PyTorch in float64."""
+"""LoRA_MLP in a folder of its own, and on more than 2^31 elements."""
 
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from lora_mlp_case import (
-    assert_right,
-    fused,
-    mlp,
-    run,
-    tokens,
-)
+from contract import BF16, OPERATIONS, Case, run, truth_of
+from lora_mlp_case import mlp
+from reference import ADAPTER_NAMES, BUDGET, assert_within_budget, random, relative_error
 
 import fused_mlp
 
-# --- values ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # numpy, in the interpreter
-def test_large_gates_give_finite_and_right_values(case):
-    x, adapters, frozen, grad_output = case
-    frozen = frozen._replace(gate_weight=frozen.gate_weight * 60)
-    gate = x.float() @ frozen.gate_weight.float().t()
-    assert gate.min() < -100 and gate.max() > 100
-    assert_right(x, adapters, frozen, grad_output)
-
-
-# --- dtypes and autocast --------------------------------------------------------------------------
-
-
-def test_fp32_adapters_without_autocast_are_right(device):
-    x, grad_output = tokens(3, 13, dtype=torch.bfloat16, device=device)
-    adapters, frozen = mlp(torch.bfloat16, device, adapter_dtype=torch.float32)
-    assert run(fused, x, adapters, frozen, grad_output)["output"].dtype == torch.bfloat16
-    assert_right(x, adapters, frozen, grad_output)
-
-
-# --- errors ---------------------------------------------------------------------------------------
-
-
-def with_weight(**changes):
-    def change(x, adapters, frozen):
-        return (
-            x,
-            adapters,
-            frozen._replace(**{k: f(getattr(frozen, k)) for k, f in changes.items()}),
-        )
-
-    return change
-
-
-def with_adapter(index, function):
-    def change(x, adapters, frozen):
-        adapters[index] = function(adapters[index])
-        return x, adapters, frozen
-
-    return change
-
-
-ERRORS = {
-    "x narrow": (
-        lambda x, *rest: (x[..., 1:], *rest), r"x is \[3, 13, 51\].* should be 52"
-    ),
-    "x without dimensions": (
-        lambda x, *rest: (x[0, 0, 0], *rest), r"x is \[\].* should be 52"
-    ),
-    "up_weight": (
-        with_weight(up_weight=lambda t: t[1:]), r"up_weight is \[138, 52\], should be \[139, 52\]"
-    ),
-    "down_weight": (
-        with_weight(down_weight=lambda t: t.t()), r"down_weight is \[139, 52\].* \[52, 139\]"
-    ),
-    "gate_A": (
-        with_adapter(0, lambda t: t[:, 1:]),
-        r"gate_A is \[8, 51\] and gate_B \[139, 8\], should be \[r, 52\] and \[139, r\] of one r",
-    ),
-    "up_B": (
-        with_adapter(3, lambda t: t[:, 1:]), r"up_A is \[8, 52\] and up_B \[139, 7\], should be"
-    ),
-    "down_A": (
-        with_adapter(4, lambda t: t.t()), r"down_A is \[139, 8\] .*should be \[r, 139\]"
-    ),
-    "weight trained": (
-        with_weight(up_weight=lambda t: t.requires_grad_()),
-        r"up_weight requires a gradient.*requires_grad_\(False\)",
-    ),
-    "weight dtype": (
-        with_weight(down_weight=lambda t: t.float()),
-        "down_weight is torch.float32 and x torch.bfloat16: give both one dtype",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ERRORS)
-def test_what_does_not_fit_is_a_value_error_that_names_it(name, case):
-    change, message = ERRORS[name]
-    x, adapters, frozen = change(*case[:3])
-    with pytest.raises(ValueError, match="LoRA_MLP: " + message):
-        fused(x, *adapters, frozen)
-
-
-# --- the folder on its own ------------------------------------------------------------------------
+MLP = OPERATIONS["LoRA_MLP"]
 
 
 def test_a_copy_of_the_folder_works_elsewhere_with_torch_and_triton_alone(tmp_path, device):
@@ -125,3 +36,32 @@ print(*{{"peft", "transformers", "fused_mlp", "fused_lora"}} & set(sys.modules))
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == []
+
+
+@pytest.mark.gpu
+def test_more_than_2_to_the_31_gate_elements(device):
+    """A few tokens over and over, so that eager PyTorch on those few says what is right."""
+    count, intermediate, hidden, pattern = 195_100, 11_008, 64, 256
+    assert count * intermediate > 2**31
+    # gate and up, hidden, their three gradients, and room
+    if torch.cuda.mem_get_info()[0] < 7 * 2 * count * intermediate:
+        pytest.skip("needs 31 GB of free GPU memory")
+    adapters, frozen = mlp(BF16, device, hidden=hidden, intermediate=intermediate)
+    of_layer = {**dict(zip(ADAPTER_NAMES, adapters, strict=True)), "frozen": frozen}
+    x, grad = (random(pattern, hidden, dtype=BF16, device=device, seed=seed) for seed in (1, 2))
+    which = torch.arange(count, device=device) % pattern
+    got = run(MLP, Case({"x": x[which], **of_layer}, [grad[which]]))
+    # output and dx of each token are its pattern's; the adapters' gradients are sums, in which a
+    # pattern counts as often as it occurs
+    often = torch.bincount(which, minlength=pattern)[:, None]
+    few = Case({"x": x, **of_layer}, [grad])
+    eager, truth = run(MLP, few, MLP.eager), truth_of(MLP, few)
+    truth_of_sums = truth_of(MLP, replace(few, gradients=[grad.double() * often]))
+    for name in ("output 0", "gradient of x"):
+        assert got[name].isfinite().all()
+        for window in (slice(0, 256), slice(-256, None), slice(195_083 - 128, 195_083 + 17)):
+            rows = which[window]
+            assert_within_budget(name, got[name][window], eager[name][rows], truth[name][rows])
+    for name in (f"gradient of {one}" for one in ADAPTER_NAMES):
+        allowed = BUDGET * relative_error(eager[name], truth[name])
+        assert relative_error(got[name], truth_of_sums[name]) <= allowed, name

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from reference import random
+from refusal import assert_refused
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fused_lora.kernels import many_copies as module
@@ -23,8 +24,11 @@ def copy(*given):
 
 
 def matrices(source_dtype, target_dtype, device):
-    """(targets, sources, scalings): targets within wider rows, one after the other."""
-    sources = [random(*s, dtype=source_dtype, device=device, seed=i) for i, s in enumerate(SHAPES)]
+    """(targets, sources, scalings): targets and every other source within wider rows."""
+    sources = [
+        random(rows, columns + i % 2, dtype=source_dtype, device=device, seed=i)[:, i % 2 :]
+        for i, (rows, columns) in enumerate(SHAPES)
+    ]
     targets = [
         torch.full((rows, columns + 5), 7.0, dtype=target_dtype, device=device)[:, 2 : 2 + columns]
         for rows, columns in SHAPES
@@ -37,62 +41,49 @@ def rows_around(targets):
     return [t._base.clone() if t._base is not None else t.clone() for t in targets]
 
 
-@pytest.mark.parametrize("source_dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("target_dtype", DTYPES, ids=str)
-def test_what_is_copied_is_what_pytorch_copies_and_nothing_else_is_written(
-    source_dtype, target_dtype, device
-):
-    targets, sources, scalings = matrices(source_dtype, target_dtype, device)
+def assert_copied(targets, sources, scalings):
+    """As PyTorch copies them, and that nothing else is written."""
     copy(targets, sources, scalings)
     got = rows_around(targets)
     for target, source, scaling in zip(targets, sources, scalings, strict=True):
         # as the kernel has the scaling: in fp32
-        scaled = source.float() * torch.tensor(scaling, dtype=torch.float32, device=device)
-        target.copy_(scaled)
-    assert all(
-        torch.equal(one, other) for one, other in zip(got, rows_around(targets), strict=True)
-    )
+        target.copy_(source.float() * torch.tensor(scaling, dtype=torch.float32).to(source.device))
+    assert all(map(torch.equal, got, rows_around(targets)))
     assert any((one == 7).any() for one in got)  # what lies between the rows
 
 
+@pytest.mark.parametrize("source_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("target_dtype", DTYPES, ids=str)
+def test_copies_are_those_of_pytorch_and_nothing_else_is_written(
+    source_dtype, target_dtype, device
+):
+    assert_copied(*matrices(source_dtype, target_dtype, device))
+
+
 @pytest.mark.parametrize(
-    ("ranks", "columns", "offset", "want"),
+    ("ranks", "columns", "to", "of", "want"),
     [
-        ((32, 8), 64, 0, 8),
-        ((32, 12), 64, 0, 4),
-        ((32, 8), 64, 2, 2),
-        ((32, 8), 65, 0, 1),
-        ((1, 8), 64, 0, 1),
+        ((32, 8), 64, 0, 0, 8),
+        ((32, 12), 64, 0, 0, 4),
+        ((32, 8), 64, 2, 0, 2),
+        ((32, 8), 64, 0, 4, 4),
+        ((32, 8), 65, 0, 0, 1),
+        ((1, 8), 64, 0, 0, 1),
     ],
 )
 def test_as_many_elements_go_at_once_as_rows_and_addresses_allow(
-    ranks, columns, offset, want, device
+    ranks, columns, to, of, want, device
 ):
     """Of A [r, in] and B [out, r] in a border, of which one odd stride is enough."""
-    border = torch.full((100, 200), 7.0, dtype=torch.bfloat16, device=device)
     targets, sources = [], []
     for rank in ranks:
         for rows, width in ((rank, columns), (90, rank)):
-            targets.append(border[:rows, offset : offset + width])
-            sources.append(random(rows, width, device=device))
             border = torch.full((100, 200), 7.0, dtype=torch.bfloat16, device=device)
+            targets.append(border[:rows, to : to + width])
+            sources.append(random(rows, width + 2 * of, device=device)[:, of : of + width])
     given = targets, sources, [1.0, 0.3] * len(ranks)
     assert module._table_of(*given).run == want
-    copy(*given)
-    got = rows_around(targets)
-    for target, source, scaling in zip(*given, strict=True):
-        target.copy_(source * torch.tensor(scaling, device=device))
-    assert all(map(torch.equal, got, rows_around(targets)))
-
-
-def test_strided_sources_and_values_that_changed_are_copied_anew(device):
-    wide = random(40, 90, device=device)
-    sources, copies = [wide[:, :64], wide[:, 70:75]], ManyCopies()
-    targets = [torch.zeros(40, 64, device=device), torch.zeros(40, 5, device=device)]
-    for _ in range(2):
-        copies.copy("key", lambda: (targets, sources, [1.0, 1.0]))
-        assert all(torch.equal(t, s) for t, s in zip(targets, sources, strict=True))
-        wide.mul_(3)
+    assert_copied(*given)
 
 
 def test_where_nothing_is_copied_from_are_zeros(device):
@@ -145,23 +136,20 @@ def test_what_a_graph_holds_stays_and_what_it_would_have_to_look_up_pytorch_copi
     assert 0 not in copies._tables and copies._captured == [held]
 
 
-def test_nothing_to_copy_is_nothing_to_do():
-    copy([], [], [])
-
-
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("changes", "message"),
     [
-        (lambda t, s, f: (t, s[1:], f), "7 targets, 6 sources and 7 scalings"),
-        (lambda t, s, f: (t, [x.t() for x in s], f), r"source 0 \[64, 8\]"),
+        ({"sources": lambda sources: sources[1:]}, "7 targets, 6 sources and 7 scalings"),
+        ({"sources": lambda sources: [x.t() for x in sources]}, r"source 0 \[64, 8\]"),
     ],
 )
-def test_what_does_not_fit_is_a_value_error_and_writes_nothing(change, message, device):
+def test_what_does_not_fit_is_a_value_error_and_writes_nothing(changes, message, device):
     given = matrices(torch.float32, torch.bfloat16, device)
     before = rows_around(given[0])
-    with pytest.raises(ValueError, match=message):
-        copy(*change(*given))
-    assert all(torch.equal(a, b) for a, b in zip(before, rows_around(given[0]), strict=True))
+    names = ("targets", "sources", "scalings")
+    assert_refused(copy, zip(names, given, strict=True), changes, message)
+    assert all(map(torch.equal, before, rows_around(given[0])))
+    copy([], [], [])  # nothing to copy is nothing to do
 
 
 def test_the_kernel_is_for_one_gpu_and_dtypes_that_it_has(device, monkeypatch):

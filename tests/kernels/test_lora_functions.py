@@ -1,0 +1,249 @@
+"""What the functions with adapters promise beside test_contract.py: how many products they run,
+what they keep for backward, what dtype they compute in, and what they refuse."""
+
+from dataclasses import replace
+from itertools import product
+
+import attention_case
+import lora_attention_case
+import lora_mlp_case
+import pytest
+import torch
+from contract import (
+    BF16,
+    FP16,
+    FP32,
+    OPERATIONS,
+    as_tuple,
+    assert_equal,
+    assert_right,
+    leaves_of,
+    run,
+)
+from counting import Calls, saved_for_backward
+from reference import use_poisoned_memory
+from refusal import assert_refused, narrow, short, trained
+
+W, QKV, ATTENTION, MLP = NAMES = ("LoRA_W", "LoRA_QKV", "LoRA_Attention", "LoRA_MLP")
+
+# --- what runs and what is kept -------------------------------------------------------------------
+
+PRODUCTS_OF_FORWARD = {W: 3, QKV: 7, ATTENTION: 10, MLP: 8}
+PRODUCTS_OF_BACKWARD = [  # the inputs that are trained, and the outputs in a loss
+    (W, "x A B", "all", 5),
+    (W, "A B", "all", 3),
+    (W, "x", "all", 3),
+    (W, "A", "all", 2),
+    (W, "B", "all", 1),
+    (QKV, "x q_A q_B k_A k_B v_A v_B", "all", 11),
+    (QKV, "q_A q_B k_A k_B v_A v_B", "all", 7),  # the first layer: 4 products of dx less
+    (QKV, "x", "all", 7),
+    (QKV, "q_A k_A v_A", "all", 4),
+    (QKV, "q_B k_B v_B", "all", 3),
+    (QKV, "q_A q_B", "all", 3),
+    (QKV, "x q_A q_B k_A k_B v_A v_B", "q v", 8),
+    (QKV, "k_A k_B", "q v", 0),
+    (ATTENTION, "x q_A q_B k_A k_B v_A v_B o_A o_B", "all", 16),
+    (ATTENTION, "q_A q_B k_A k_B v_A v_B o_A o_B", "all", 12),
+    (ATTENTION, "o_A", "all", 2),
+    (ATTENTION, "o_B", "all", 1),
+    (MLP, "x gate_A gate_B up_A up_B down_A down_B", "all", 14),
+    (MLP, "gate_A gate_B up_A up_B down_A down_B", "all", 11),
+    (MLP, "x", "all", 8),
+    (MLP, "gate_A up_A down_A", "all", 7),
+    (MLP, "gate_B up_B down_B", "all", 7),
+    (MLP, "down_A down_B", "all", 6),
+]
+
+
+@pytest.mark.parametrize(("name", "trained", "used", "products"), PRODUCTS_OF_BACKWARD)
+def test_only_the_products_that_are_needed_run(name, trained, used, products, device):
+    operation = OPERATIONS[name]
+    case = operation.case(device)
+    leaves = leaves_of(operation, case, trained.split())
+    with Calls() as forward:
+        outputs = as_tuple(operation.function(*leaves.values()))
+    in_loss = [i for i in range(len(outputs)) if used == "all" or "qkv"[i] in used]
+    with Calls() as backward:
+        torch.autograd.grad(
+            [outputs[i] for i in in_loss],
+            [leaves[name] for name in trained.split()],
+            [case.gradients[i] for i in in_loss],
+            allow_unused=True,
+        )
+    assert forward.counted["GEMM"] == PRODUCTS_OF_FORWARD[name]
+    assert backward.counted.get("GEMM", 0) == products
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("name", "gemms", "casts"), [(W, 5, 2), (QKV, 11, 4)])
+def test_calls_with_fp32_adapters_under_autocast(name, gemms, casts, bias, device):
+    """All that launches a kernel: the products, one copy of all adapters, and on the CPU a cast
+    of their gradients."""
+    operation = OPERATIONS[name]
+    case = operation.case(device, bias=bias, adapter_dtype=FP32)
+    leaves = leaves_of(operation, case)
+    with Calls() as forward, torch.autocast(device, dtype=BF16):
+        outputs = as_tuple(operation.function(*leaves.values()))
+    with Calls() as backward:
+        torch.autograd.grad(outputs, [leaves[name] for name in operation.trained], case.gradients)
+    assert forward.counted == {"GEMM": PRODUCTS_OF_FORWARD[name], "_foreach_copy_": 1}
+    assert backward.counted == {"GEMM": gemms} | ({"cast": casts} if device == "cpu" else {})
+
+
+SAVED = {  # of a token, in bf16: x, all x A', and what lies between two products
+    W: attention_case.IN + 8,
+    QKV: attention_case.IN + 3 * 8,
+    # [q | k | v], attended and its product with A, and a log-sum-exp in fp32 of each head
+    ATTENTION: lora_attention_case.IN + 3 * 8 + 8 * 32 + 4 * 32 + 8 + 2 * 4,
+    MLP: lora_mlp_case.HIDDEN + 2 * lora_mlp_case.INTERMEDIATE + 2 * 8,  # gate and up
+}
+
+
+@pytest.mark.parametrize(
+    ("adapter_dtype", "autocast"), [(BF16, False), (FP32, True), (FP32, False)], ids=str
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_bytes_saved_per_token(name, adapter_dtype, autocast, device):
+    """By how much more is saved for two sequences more."""
+    operation, found = OPERATIONS[name], []
+    for batch in (2, 4):
+        case = operation.case(device, shape=(batch, 9), adapter_dtype=adapter_dtype)
+        leaves = leaves_of(operation, case)
+        with torch.autocast(device, dtype=BF16, enabled=autocast), saved_for_backward() as saved:
+            outputs = operation.function(*leaves.values())
+        assert leaves["x"].untyped_storage().data_ptr() in saved  # not a copy
+        found.append(sum(storage.nbytes() for storage in saved.values()))
+        del outputs  # it held them
+    assert found[1] - found[0] == 2 * 9 * 2 * SAVED[name]
+
+
+@pytest.mark.parametrize(("name", "autocast"), [(W, False), (QKV, True)])
+def test_compiled_in_one_graph_is_bitwise_equal(name, autocast, device):
+    operation = OPERATIONS[name]
+    case = operation.case(device, adapter_dtype=FP32 if autocast else BF16)
+    compiled = torch.compile(
+        lambda *inputs: operation.function(*inputs), backend="aot_eager", fullgraph=True
+    )
+    with torch.autocast(device, dtype=BF16, enabled=autocast):
+        got, want = run(operation, case, compiled), run(operation, case)
+    if autocast and device == "cuda":
+        # fp32 gradients of A and B are stored by the product itself, but not in compiled code
+        got, want = ({k: t.bfloat16() for k, t in one.items()} for one in (got, want))
+    assert_equal(got, want)
+
+
+# --- dtypes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_fp32_adapters_without_autocast_are_right_for_a_computation_in_the_dtype_of_x(
+    name, dtype, device
+):
+    """PEFT would compute the adapters' part in fp32."""
+    operation = OPERATIONS[name]
+    case = operation.case(device, dtype, adapter_dtype=FP32)
+
+    def eager(x, *rest):
+        return operation.eager(
+            x, *(t.to(x.dtype) if isinstance(t, torch.Tensor) else t for t in rest)
+        )
+
+    got = run(operation, case)
+    assert got["output 0"].dtype == dtype
+    assert_right(operation, case, got, of=eager)
+
+
+def test_a_bf16_gradient_takes_no_precision_from_an_fp32_one(device):
+    """One cast serves the three dA, so it has to keep what the widest of their dtypes keeps."""
+    operation = OPERATIONS[QKV]
+    case = operation.case(device, FP32, adapter_dtype=(BF16, *(FP32,) * 5))
+    in_fp32 = replace(case, inputs=case.inputs | {"q_A": case.inputs["q_A"].float()})
+    results = run(operation, case), run(operation, in_fp32, operation.eager)
+    of_others = ("gradient of k_A", "gradient of v_A")
+    assert_right(operation, case, *({name: one[name] for name in of_others} for one in results))
+
+
+# --- one of three layers --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("missing", ["q_bias", "k_bias", "v_bias"])
+def test_one_projection_without_a_bias_is_right(missing, device):
+    operation = OPERATIONS[QKV]
+    case = operation.case(device)
+    frozen = case.inputs["frozen"]._replace(**{missing: None})
+    assert_right(operation, replace(case, inputs=case.inputs | {"frozen": frozen}))
+
+
+@pytest.mark.parametrize("used", list(product((False, True), repeat=3))[1:-1], ids=str)
+def test_an_output_in_no_loss_gives_its_adapter_no_gradient_as_eager_does(
+    used, monkeypatch, device
+):
+    """Nor does it matter then what new memory holds."""
+
+    def of_used(function):
+        return lambda *inputs: tuple(
+            output for output, use in zip(function(*inputs), used, strict=True) if use
+        )
+
+    operation = OPERATIONS[QKV]
+    case = operation.case(device)
+    gradients = [grad for grad, use in zip(case.gradients, used, strict=True) if use]
+    case = replace(case, gradients=gradients)
+    eager = run(operation, case, of_used(operation.eager))
+    use_poisoned_memory(monkeypatch)
+    got = run(operation, case, of_used(operation.function))
+    without = [name for name in eager if eager[name] is None]
+    assert len(without) == 2 * used.count(False)
+    for name in without:
+        assert got.pop(name) is eager.pop(name) is None
+    assert_right(operation, case, got, eager, of=of_used(operation.eager))
+
+
+# --- what does not fit ----------------------------------------------------------------------------
+
+
+# LoRA_W, LoRA_QKV and LoRA_Attention ask the same function about their linear layers.
+ERRORS = [
+    (W, {"x": narrow}, r"x is \[3, 13, 51\].* should be 52"),
+    (W, {"B": torch.t}, r"A is \[8, 52\] and B \[8, 71\], should"),
+    (W, {"x": torch.Tensor.half}, "weight is torch.bfloat16 and x torch.float16: give both one"),
+    (QKV, {"x": lambda t: t[0, 0, 0]}, r"x is \[\].* should be 52"),
+    (QKV, {"frozen.k_weight": narrow}, r"k_weight is \[23, 51\], should be \[23, 52\] as x is"),
+    (QKV, {"frozen.v_bias": short}, r"v_bias is \[36\], should be \[37\]"),
+    (QKV, {"frozen.q_bias": lambda t: t[None]}, r"q_bias is \[1, 71\], should be \[71\]"),
+    (QKV, {"q_A": narrow}, r"q_A is \[8, 51\] and q_B \[71, 8\], should be \[r, 52\] and \[71, r"),
+    (QKV, {"k_B": narrow}, r"k_A is \[8, 52\] and k_B \[23, 7\], should be"),
+    (QKV, {"v_B": short}, r"v_A is \[8, 52\] and v_B \[36, 8\], should be"),
+    (QKV, {"frozen.k_weight": trained}, r"k_weight requires a gradient.*requires_grad_\(False\)"),
+    (QKV, {"frozen.v_bias": trained}, r"v_bias requires a gradient.*requires_grad_\(False\)"),
+    (QKV, {"frozen.q_weight": torch.Tensor.float}, "q_weight is torch.float32 and x torch.bfloat"),
+    (QKV, {"frozen.k_bias": torch.Tensor.half}, "k_bias is torch.float16 and x torch.bfloat16: "),
+    (ATTENTION, {"x": lambda t: t[0]}, r"x is \[9, 52\], should be \[batch, positions, in\]"),
+    (ATTENTION, {"sin": trained}, "cos or sin requires a gradient"),
+    (ATTENTION, {"q_A": None}, "7 adapter tensors given, should be 8: A and B of q, k, v and o"),
+    (ATTENTION, {"o_A": narrow}, r"o_A is \[8, 127\] and o_B \[44, 8\], should be \[r, 128\]"),
+    (ATTENTION, {"frozen.o.weight": narrow}, r"o_weight is \[44, 127\], should be \[44, 128\]"),
+    (ATTENTION, {"frozen.head_dim": lambda _: 24}, "64 and 64 features, should be heads of 24"),
+    (ATTENTION, {"cos": lambda t: t[..., :24], "sin": lambda t: t[..., :24]},
+     r"\[q \| k \| v\] is \[18, 256\], should be"),
+    (MLP, {"x": lambda t: t[0, 0, 0]}, r"x is \[\].* should be 52"),
+    (MLP, {"frozen.up_weight": short}, r"up_weight is \[138, 52\], should be \[139, 52\]"),
+    (MLP, {"frozen.down_weight": torch.t}, r"down_weight is \[139, 52\].* \[52, 139\]"),
+    (MLP, {"gate_A": narrow}, r"gate_A is \[8, 51\] and gate_B \[139, 8\], should be \[r, 52\]"),
+    (MLP, {"up_B": narrow}, r"up_A is \[8, 52\] and up_B \[139, 7\], should be"),
+    (MLP, {"down_A": torch.t}, r"down_A is \[139, 8\] .*should be \[r, 139\]"),
+    (MLP, {"frozen.up_weight": trained}, r"up_weight requires a gradient.*requires_grad_\(False\)"),
+    (MLP, {"frozen.down_weight": torch.Tensor.float},
+     "down_weight is torch.float32 and x torch.bfloat16: give both one dtype"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"), ERRORS, ids=[f"{name}-{says}" for name, _, says in ERRORS]
+)
+def test_what_does_not_fit_is_a_value_error_that_names_it(name, changes, message, device):
+    operation = OPERATIONS[name]
+    message = f"^({name}|rope_together): .*{message}"
+    assert_refused(operation.function, operation.case(device).inputs, changes, message)
