@@ -85,7 +85,7 @@ def _is_tried(item, shown):
     if "thinned" not in item.keywords:
         return True
     of_test = item.nodeid.partition("[")[0]
-    values = {(of_test, name, index) for name, index in item.callspec.indices.items()}
+    values = {(of_test, name, id(value)) for name, value in item.callspec.params.items()}
     new = values - shown
     shown |= values
     return bool(new)

@@ -1,4 +1,4 @@
-"""What an MLP costs in calls and saved memory, in PEFT and in LoRA_MLP: the table in docs/lora_mlp.md.
+"""What an MLP costs in calls and saved memory, in PEFT and in LoRA_MLP: docs/lora_mlp.md's table.
 
 Every call that does work on a GPU is counted (casts, products, elementwise passes), views are not.
 The Triton kernel of LoRA_MLP does not pass through PyTorch's dispatcher: it is counted in its
