@@ -42,7 +42,7 @@ def measure(plan, monkeypatch):
         sent = []
         with monkeypatch.context() as patch:
             patch.setattr(models, "build", cheating)
-            cells.measure_cells(sent.append, plan, variant, 1, (SEQ_LEN,))
+            cells.measure_cells(sent.append, plan, variant, [(1, SEQ_LEN)])
         return next(message["cell"] for message in sent if "cell" in message)
 
     return measured

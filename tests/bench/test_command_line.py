@@ -49,7 +49,7 @@ HUGE = "9" * 20
         (["--steps", HUGE, "--rounds", "1"], "tokens a round"),
         (["--steps", "5", "--rounds", "2"], "does not spread evenly over --rounds 2"),
         (["--rounds", HUGE], f"--rounds {HUGE}: give 1 to 1000"),
-        (["--turns", "0"], "--turns 0: give 1 or more"),
+        (["--turns", "-1"], "--interleave -1: give 0 or more"),
         (["--seed", "-1"], "--seed -1: give 0 to 4294967295"),
         (["--cell-timeout", "nan"], "--cell-timeout nan: give more than 0 seconds"),
         (["--cell-timeout", "1e300"], "1,000,000 at most"),
@@ -177,10 +177,10 @@ def test_what_is_wrong_with_an_argument_comes_before_who_else_is_on_the_gpu(
 
 GIVEN = {  # every option, as it is given
     "suite": ["all"], "variants": ["fused_mlp"], "seq_lens": ["64"], "batch_size": ["1"],
-    "rank": ["8"], "steps": ["4"], "rounds": ["2"], "turns": ["2"], "model": ["x.json"],
+    "rank": ["8"], "steps": ["4"], "rounds": ["2"], "interleave": ["9"], "model": ["x.json"],
     "checkpointing": ["off"], "padded": [], "data": ["x.jsonl"], "seed": ["1"], "device": ["cpu"],
     "out": ["x"], "cache": ["x"], "cell_timeout": ["9"], "allow_shared_gpu": [], "kernels": [],
-    "plot_only": [], "merge": ["a", "b"], "fits": ["24"], "compare": ["a", "b"],
+    "plot_only": [], "quick": [], "merge": ["a", "b"], "fits": ["24"], "compare": ["a", "b"],
 }  # fmt: skip
 
 

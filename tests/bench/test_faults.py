@@ -59,23 +59,24 @@ def measured(variant, seq_len, round_number, **known):
     return example.timed_cell(variant, seq_len, round_number, step_ms, **known)
 
 
-def honest(variant, round_number, seq_lens, on_message):
-    for seq_len in seq_lens:
+def honest(variant, todo, on_message):
+    for round_number, seq_len in todo:
         on_message({"cell": measured(variant, seq_len, round_number)})
 
 
 def test_out_of_memory_at_one_length_goes_on_with_the_next_in_a_fresh_process(run_cells):
     started = []
 
-    def worker(variant, round_number, seq_lens, on_message):
-        started.append((variant, seq_lens))
-        if (variant, seq_lens[0]) == ("fused_mlp", 16):
+    def worker(variant, todo, on_message):
+        started.append((variant, todo))
+        if (variant, todo[0]) == ("fused_mlp", (1, 16)):
             on_message({"cell": Cell(variant, 16, 1, "oom", error="no memory")})
         else:
-            honest(variant, round_number, seq_lens, on_message)
+            honest(variant, todo, on_message)
 
     results = run_cells(worker)
-    assert started == [("vanilla_peft", (16, 32)), ("fused_mlp", (16, 32)), ("fused_mlp", (32,))]
+    both = [(1, 16), (1, 32)]
+    assert started == [("vanilla_peft", both), ("fused_mlp", both), ("fused_mlp", [(1, 32)])]
     assert [(cell.variant, cell.seq_len, cell.status) for cell in results.cells] == [
         ("vanilla_peft", 16, "ok"),
         ("vanilla_peft", 32, "ok"),
@@ -99,8 +100,8 @@ def test_another_process_on_the_gpu_stops_the_run_before_it_begins(monkeypatch):
 
 @pytest.mark.parametrize("allowed", [False, True])
 def test_a_cell_that_was_disturbed_is_kept_only_if_sharing_is_allowed(run_cells, allowed, tmp_path):
-    def worker(variant, round_number, seq_lens, on_message):
-        for seq_len in seq_lens:
+    def worker(variant, todo, on_message):
+        for round_number, seq_len in todo:
             others = int((variant, seq_len) == ("fused_mlp", 32))
             cell = measured(variant, seq_len, round_number, other_gpu_processes=others)
             on_message({"cell": cell})
@@ -154,8 +155,8 @@ def run_and_be_killed(run_cells, rounds, seed):
 
         return between_two_moments
 
-    def worker(variant, round_number, seq_lens, on_message):
-        for seq_len in seq_lens:
+    def worker(variant, todo, on_message):
+        for round_number, seq_len in todo:
             moment()
             on_message({"cell": measured(variant, seq_len, round_number)})
 

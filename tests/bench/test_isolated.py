@@ -58,11 +58,11 @@ def send_now_and_then(send, times, pause_s):
         time.sleep(pause_s)
 
 
-def write_in_turns(send, file, name, turns, ends=None, wait_for_turn=None):
+def write_in_turns(send, file, name, turns, ends=None, stages=(), wait_for_turn=None):
     """Notes in a file when it begins and ends each turn; may end before its turns are over."""
     time.sleep(0.2 * turns)  # they come to their first wait one after the other
     for turn in range(turns):
-        wait_for_turn()
+        wait_for_turn(stages[turn] if stages else 0)
         with open(file, "a") as notes:
             notes.write(f"{name}{turn}(")
             notes.flush()
@@ -129,6 +129,12 @@ def test_turns_go_round_in_order_one_at_a_time_and_short_ones_leave(tmp_path):
     assert [one.error for one in ended] == [None] * 3
 
 
+def test_nobody_begins_a_stage_while_others_are_in_an_earlier_one(tmp_path):
+    quick, slow = (2, None, (0, 1)), (3, None, (0, 0, 1))  # a cell that fails takes fewer turns
+    notes, *_ = in_turns(tmp_path, ("a", *quick), ("b", *slow))
+    assert notes == ["a0()", "b0()", "b1()", "a1()", "b2()"]
+
+
 @pytest.mark.parametrize("how", ["dies", "hangs"])
 def test_who_ends_in_its_turn_leaves_the_rest_to_the_others(how, tmp_path):
     limits = {"silence_limit_s": SILENCE_LIMIT_S}
@@ -142,12 +148,12 @@ def test_who_ends_in_its_turn_leaves_the_rest_to_the_others(how, tmp_path):
 def be_killed_while_waiting(send, folder, name, wait_for_turn=None):
     """b waits when a, whose turn it is, kills it."""
     Path(folder, name).write_text(str(os.getpid()))
-    wait_for_turn()
+    wait_for_turn(0)
     if name == "a":
         other = int(Path(folder, "b").read_text())
         os.kill(other, signal.SIGKILL)
         wait_for(lambda: not is_running(other))
-    send(wait_for_turn())
+    send(wait_for_turn(0))
 
 
 def test_one_that_is_killed_while_it_waits_leaves_the_rest(tmp_path):

@@ -50,7 +50,7 @@ def test_the_rehearsal_measures_what_it_can_and_says_what_it_cannot(rehearsal):
     assert results.finished_utc is not None
     assert results.environment.gpu is None
     can = {"vanilla_peft": "ok", "fused_mlp": "ok", "vanilla_peft_again": "ok"}
-    wanted = can | {"full_unsloth": "unavailable"}
+    wanted = can | dict.fromkeys(("full_unsloth", "fused_layer_graph_offload"), "unavailable")
     assert statuses(results) == {(v, n): wanted[v] for v in wanted for n in (16, 32)}
     assert (rehearsal / "benchmark_results.png").read_bytes().startswith(b"\x89PNG")
 
@@ -170,8 +170,8 @@ def test_a_run_without_a_time_has_failed(command, tmp_path, monkeypatch, capsys)
     def fails_parity(function, plan, *rest, on_message, **how):
         if function is not experiment.measure_cells:
             return in_this_process(function, plan, *rest, on_message=on_message)
-        variant, round_number, seq_lens = rest
-        for seq_len in seq_lens:
+        variant, todo = rest
+        for round_number, seq_len in todo:
             cell = Cell(variant, seq_len, round_number, "parity_failed", error="wrong")
             on_message({"cell": cell})
         return isolated.Ended(None, "")

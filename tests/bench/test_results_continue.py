@@ -198,10 +198,10 @@ def test_runs_of_two_experiments_are_not_merged_and_differences_are_written_for_
     there = example.run(rounds=1, steps=8)
     here = example.run(rounds=1, steps=8, visit=1)
     lora = replace(LORA, targets=("q_proj", "k_proj"))
-    here.experiment = replace(here.experiment, padded=True, turn_steps=2, lora=lora)
+    here.experiment = replace(here.experiment, padded=True, interleave=2, lora=lora)
     with pytest.raises(ValueError) as caught:
         results.merge([there, here])
     assert str(caught.value) == (
         "these are not of one experiment: padded no there, yes here; lora.targets q_proj there, "
-        "q_proj, k_proj here; turn_steps none there, 2 here"
+        "q_proj, k_proj here"  # its cells say where variants were interleaved
     )

@@ -165,7 +165,7 @@ def test_a_variant_is_measured_as_a_graph_from_its_recipe_to_its_cell(
     losses = []
     for variant, is_graph in (("vanilla_graph", True), ("vanilla_peft_no_checkpointing", False)):
         sent = []
-        cells.measure_cells(sent.append, plan, variant, 1, plan.seq_lens)
+        cells.measure_cells(sent.append, plan, variant, [(1, n) for n in plan.seq_lens])
         found = [message["cell"] for message in sent if "cell" in message]
         assert [cell.status for cell in found] == ["ok", "ok"], found[0].error
         for cell in found:

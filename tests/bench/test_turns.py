@@ -1,4 +1,5 @@
-"""--turns: the variants of a round side by side, their timed steps interleaved."""
+"""Variants side by side: their timed steps interleaved where all fit on the GPU, or a cell at a
+time."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -22,7 +23,9 @@ VARIANTS = ["vanilla_peft", "fused_mlp"]
 
 
 def command(out):
-    return small(out, "--variants", *VARIANTS, "--seq-lens", "16", "--steps", "4", "--turns", "2")
+    return small(
+        out, "--variants", *VARIANTS, "--seq-lens", "16", "--steps", "4", "--interleave", "2"
+    )
 
 
 def test_steps_of_two_variants_alternate_and_a_finished_run_starts_nothing(tmp_path, monkeypatch):
@@ -43,10 +46,20 @@ def test_steps_of_two_variants_alternate_and_a_finished_run_starts_nothing(tmp_p
     assert steps == [(first, 1), (first, 2), (second, 1), (second, 2),
                      (first, 3), (first, 4), (second, 3), (second, 4)]  # fmt: skip
     results = store.load(tmp_path / "results.json")
-    assert results.experiment.turn_steps == 2
-    assert [(cell.status, len(cell.step_ms)) for cell in results.cells] == [("ok", 4)] * 2
+    found = [(cell.status, cell.turn_steps, len(cell.step_ms)) for cell in results.cells]
+    assert found == [("ok", 2, 4)] * 2
     assert lora_bench.main(command(tmp_path)) == 0
     assert len(steps) == 8
+
+
+GIB = 2**30
+
+
+def plan(**changed):
+    usual = {"variants": VARIANTS, "seq_lens": (16, 32), "rounds": 1, "steps": 2, "interleave": 2,
+             "quick": False, "device": "cpu", "allow_shared_gpu": False, "cell_timeout_s": 60.0,
+             "source": SimpleNamespace(size_bytes=lambda: 6 * GIB)}  # fmt: skip
+    return SimpleNamespace(**usual | changed)
 
 
 def test_a_length_that_lacks_a_cell_is_run_again_with_all_its_variants():
@@ -54,57 +67,153 @@ def test_a_length_that_lacks_a_cell_is_run_again_with_all_its_variants():
     lacking = (2, "fused_mlp", 64)
     results.cells = [c for c in results.cells if (c.round, c.variant, c.seq_len) != lacking]
 
-    def to_do(turn_steps):
-        plan = SimpleNamespace(seq_lens=results.experiment.seq_lens, turn_steps=turn_steps,
-                               variants=VARIANTS, rounds=2)  # fmt: skip
-        return experiment.cells_to_do(plan, results)
+    def to_do(**changed):
+        asked = plan(seq_lens=results.experiment.seq_lens, rounds=2, **changed)
+        return experiment.cells_to_do(asked, results)
 
-    assert to_do(None) == [lacking]
+    assert to_do(interleave=0) == [lacking]
+    assert to_do() == [lacking]  # these were not interleaved
+    for cell in results.cells:
+        cell.turn_steps = 2
     # with those that were not asked for this time, but would be held against a new baseline
-    assert to_do(1) == [lacking, (2, "vanilla_peft", 64), (2, "full_unsloth", 64)]
+    together = [lacking, (2, "vanilla_peft", 64), (2, "full_unsloth", 64)]
+    assert to_do() == to_do(quick=True) == together
 
 
-def test_one_that_dies_or_is_unavailable_is_told_and_the_others_are_kept(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("changed", "interleaved"),
+    [
+        ({}, [64, 128, 256, 512]),
+        ({"interleave": 0}, []),
+        ({"quick": True}, [64, 128]),  # the others a cell at a time
+        ({"variants": VARIANTS * 12}, []),  # 24 times the weights alone are more than the GPU has
+    ],
+)
+def test_variants_are_interleaved_where_they_may_fit(changed, interleaved):
+    results = example.run(VARIANTS)
+    results.cells = []
+    lengths = [n for n in example.SEQ_LENS if experiment.interleaves(plan(**changed), results, n)]
+    assert lengths == interleaved
+    alone = example.timed_cell("fused_mlp", 256, 1, [1.0])  # as they did not fit
+    results.cells = [alone]
+    lengths = [n for n in example.SEQ_LENS if experiment.interleaves(plan(**changed), results, n)]
+    assert lengths == [n for n in interleaved if n < 256]
+
+
+@pytest.fixture
+def runner(tmp_path):
+    """Makes a runner, and the run that it saves."""
+
+    def make(names=VARIANTS, **changed):
+        results = example.empty(rehearsal=True, gpu=False, variants=names, seq_lens=[16, 32],
+                                rounds=1, steps=2, tokens={})  # fmt: skip
+        save = partial(store.save, tmp_path / "results.json", results)
+        asked = plan(variants=names, **changed)
+        return experiment.Runner(asked, results, save, lambda _: None, lambda _: None), results
+
+    return make
+
+
+def test_one_that_dies_or_is_unavailable_is_told_and_the_others_are_kept(runner, monkeypatch):
     def run_in_turns(function, each, on_message, silence_limit_s):
-        assert [cell.status for cell in results.cells] == ["unavailable"]
-        (_, variant, round_number, (seq_len,)), (_, dead, *_) = each
+        assert {cell.status for cell in results.cells} == {"unavailable"}
+        (_, variant, stages, interleaved), (_, dead, *_) = each
         assert (variant, dead, silence_limit_s) == ("vanilla_peft", "fused_mlp", 60.0)
-        on_message(0, {"cell": example.timed_cell(variant, seq_len, round_number, [2.0, 2.1])})
+        assert (stages, interleaved) == ([(1, 16), (1, 32)], (16, 32))
+        for round_number, seq_len in stages:
+            cell = example.timed_cell(variant, seq_len, round_number, [2.0, 2.1])
+            on_message(0, {"cell": cell})
         return [isolated.Ended(None, ""), isolated.Ended("killed by SIGKILL", "the last words")]
 
     monkeypatch.setattr(isolated, "run_in_turns", run_in_turns)
     names = [*VARIANTS, "full_unsloth"]
-    results = example.empty(rehearsal=True, gpu=False, variants=names, seq_lens=[16], rounds=1,
-                            steps=2, tokens={})  # fmt: skip
-    results.add(example.timed_cell("fused_mlp", 16, 1, [1.0]))  # of an earlier go
-    todo = [(1, name, 16) for name in names] + [(2, "vanilla_peft", 16)]
-    plan = SimpleNamespace(steps=2, device="cpu", allow_shared_gpu=False, cell_timeout_s=60.0)
-    path, ticks = tmp_path / "results.json", []
-    save = partial(store.save, path, results)
-    runner = experiment.Runner(plan, results, save, ticks.append, ticks.append)
-    assert runner.side_by_side(todo) == [(2, "vanilla_peft", 16)]
-    saved = {cell.variant: cell for cell in store.load(path).cells}
-    assert [saved[name].status for name in names] == ["ok", "error", "unavailable"]
-    assert saved["fused_mlp"].error == "killed by SIGKILL\nthe last words"
+    runs, results = runner(names)
+    results.add(example.timed_cell("fused_mlp", 16, 1, [1.0], turn_steps=2))  # of an earlier go
+    left = [(2, "vanilla_peft", 16)]
+    assert runs.go_on([(1, name, n) for name in names for n in (16, 32)] + left) == left
+    for seq_len in (16, 32):
+        found = {cell.variant: cell for cell in results.cells_of(seq_len=seq_len)}
+        assert [found[name].status for name in names] == ["ok", "error", "unavailable"]
+        assert found["fused_mlp"].error == "killed by SIGKILL\nthe last words"
 
 
-def test_a_variant_that_finds_no_memory_beside_the_others_did_not_run_out_of_its_own(monkeypatch):
+def test_one_that_ran_out_of_memory_has_that_answer_for_all_that_follows(runner, monkeypatch):
+    def run_in_turns(function, each, on_message, silence_limit_s):
+        for index, (_, variant, stages, interleaved) in enumerate(each):
+            assert interleaved == ()
+            for round_number, seq_len in stages:
+                cell = example.timed_cell(variant, seq_len, round_number, [2.0, 2.1])
+                if (variant, seq_len) == ("fused_mlp", 32):
+                    cell = Cell(variant, seq_len, round_number, "oom", error="no memory")
+                on_message(index, {"cell": cell})
+                if cell.status == "oom":
+                    break
+        return [isolated.Ended(None, "")] * 2
+
+    monkeypatch.setattr(isolated, "run_in_turns", run_in_turns)
+    runs, results = runner(quick=True, interleave=0, rounds=3)
+    todo = experiment.cells_to_do(runs.plan, results)
+    assert runs.go_on(todo) == []
+    found = [(cell.seq_len, cell.round, cell.status) for cell in results.cells_of("fused_mlp")]
+    assert found == [(16, r, "ok") for r in (1, 2, 3)] + [(32, r, "oom") for r in (1, 2, 3)]
+
+
+def test_a_length_at_which_they_do_not_fit_together_is_run_one_after_the_other(runner, monkeypatch):
+    def run_in_turns(function, each, on_message, silence_limit_s):
+        for index, (_, variant, stages, _) in enumerate(each):
+            cell = example.timed_cell(variant, 16, 1, [2.0, 2.1], turn_steps=2)
+            on_message(index, {"cell": cell})
+            assert stages == [(1, 16), (1, 32)]
+        half = example.timed_cell("vanilla_peft", 32, 1, [2.0, 2.1], turn_steps=2)
+        on_message(0, {"cell": half})
+        on_message(1, {"does_not_fit": 32})
+        raise AssertionError("it goes on")
+
+    alone = []
+
+    def run(function, plan, variant, todo, on_message, silence_limit_s):
+        alone.append((variant, todo))
+        for round_number, seq_len in todo:
+            on_message({"cell": example.timed_cell(variant, seq_len, round_number, [2.0, 2.1])})
+        return isolated.Ended(None, "")
+
+    monkeypatch.setattr(isolated, "run_in_turns", run_in_turns)
+    monkeypatch.setattr(isolated, "run", run)
+    runs, results = runner()
+    todo = experiment.cells_to_do(runs.plan, results)
+    while todo:
+        todo = runs.go_on(todo)
+    assert alone == [(variant, [(1, 32)]) for variant in VARIANTS]
+    assert [(cell.seq_len, cell.turn_steps) for cell in results.cells] == [
+        (16, 2), (16, 2), (32, None), (32, None)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("said", ["CUDA out of memory", "CUBLAS_STATUS_ALLOC_FAILED"])
+def test_an_interleaved_variant_without_memory_says_that_they_do_not_fit(said, monkeypatch):
     def no_memory(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise (torch.OutOfMemoryError if "CUDA " in said else RuntimeError)(said)
 
     monkeypatch.setattr(cells, "_build_and_check", no_memory)
     monkeypatch.setattr(cells.audit, "ran_out_of_memory", lambda *_: None)
     sent = []
-    for turn_steps in (2, None):
-        plan = SimpleNamespace(device="cuda", turn_steps=turn_steps)
-        cells.measure_cells(sent.append, plan, "vanilla_peft", 1, (16,))
-    beside, alone = (message["cell"] for message in sent)
-    assert beside.status == "error"
-    assert beside.error.startswith("no GPU memory beside the other variants")
-    assert (alone.status, alone.error) == ("oom", "CUDA out of memory")
+    for interleaved in ((16,), ()):
+        asked = plan(device="cuda")
+        cells.measure_cells(sent.append, asked, "vanilla_peft", [(1, 16)], interleaved)
+    beside, alone = sent
+    assert beside == {"does_not_fit": 16}
+    wanted = ("oom", said) if "CUDA " in said else ("error", f"RuntimeError: {said}")
+    assert (alone["cell"].status, alone["cell"].error) == wanted
 
 
-def test_what_a_variant_does_in_each_of_its_turns_on_a_gpu(monkeypatch):
+@pytest.mark.parametrize(
+    ("turn_steps", "wanted"),
+    [
+        (3, ["wait", "warm-up", "wait", 0, 1, 2, "wait", 3, "wait", "profile"]),
+        (None, ["wait", "warm-up", 0, 1, 2, 3, "profile"]),
+    ],
+)
+def test_what_a_variant_does_in_each_of_its_turns_on_a_gpu(turn_steps, wanted, monkeypatch):
     events, counted = [], []
 
     class FakeTrainer:
@@ -131,14 +240,14 @@ def test_what_a_variant_does_in_each_of_its_turns_on_a_gpu(monkeypatch):
     monkeypatch.setattr(machine, "other_processes", count)
     batch = SimpleNamespace(to=lambda _: batch)
     plan = SimpleNamespace(
-        steps=4, turn_steps=3, batch_size=1, device="cuda", clock=lambda: None,
+        steps=4, batch_size=1, device="cuda", clock=lambda: None,
         batches=lambda *_: [batch],
     )  # fmt: skip
     built = SimpleNamespace(
         settings=Settings(), fused_modules=[], model=None, autocast=None, graph=None
     )
-    cell = Cell("vanilla_peft", 16, 1, "error", parity=Parity(passed=True))
+    cell = Cell("vanilla_peft", 16, 1, "error", parity=Parity(passed=True), turn_steps=turn_steps)
     with pytest.raises(KeyboardInterrupt):
         cells._measure(plan, cell, built, lambda _: None, wait_for_turn)
-    assert events == ["wait", "warm-up", "wait", 0, 1, 2, "wait", 3, "wait", "profile"]
+    assert events == wanted
     assert counted == [3]  # others are counted beside those of ours that still run
