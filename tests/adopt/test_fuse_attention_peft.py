@@ -1,50 +1,40 @@
 """q, k, v and o under every setting of PEFT: right where they run fused, and left where not."""
 
+import copy
 import warnings
 from itertools import cycle
 
 import pytest
 import torch
-from fused_case import step
-from layer_case import assert_model_right, pair, peft_model
+from fused_case import SHORT, assert_same, batch, step
+from layer_case import pair, peft_model
+from pairwise import pairwise
 from peft import LoraConfig
-from peft_models import ATTENTION, LAYERS, MLP, ids, layers, set_weights
+from peft_models import ATTENTION, LAYERS, MLP, layers, set_weights
 from projection_case import REASONS
 from reference import relative_error
 
 from fused_lora import Fusion, fuse, report
 
 APART = ["LoRA_QKV", "LoRA_W"]
-FUSIONS = {  # and what each of them runs in a layer
+NAMES = [f"{LAYERS}.{index}.self_attn" for index in range(2)]
+
+# Of each: what is fused, and what a layer runs then.
+FUSIONS = {
     "attention": (Fusion(attention=True), APART),
     "attention and rope": (Fusion(attention=True, rope=True), ["LoRA_Attention"]),
 }
-NAMES = [f"{LAYERS}.{index}.self_attn" for index in range(2)]
-
-
-@pytest.fixture(params=FUSIONS)
-def fusion(request):
-    return FUSIONS[request.param][0]
-
-
-@pytest.fixture
-def functions(fusion):
-    """What a layer runs that is fused."""
-    return next(names for one, names in FUSIONS.values() if one is fusion)
 
 
 def forward(model):
-    """The loss and logits of one batch, with the same random numbers each time."""
-    torch.manual_seed(0)
-    tokens = ids(next(model.parameters()).device)
-    return model(input_ids=tokens, labels=tokens)
+    """The loss and logits of one batch."""
+    return model(**batch(model))
 
 
 def assert_runs(fused, plain, ran, functions):
     """Right, and with these functions in a forward."""
-    assert_model_right(fused, plain)
     ran.clear()
-    forward(fused)
+    assert_same(fused, plain)
     assert ran == functions
 
 
@@ -61,12 +51,14 @@ def assert_runs(fused, plain, ran, functions):
     ],
     ids=("rsLoRA", "rank_pattern", "alpha_pattern", "attention alone"),
 )
+@pytest.mark.parametrize(("fusion", "functions"), FUSIONS.values(), ids=FUSIONS)
 def test_other_ranks_scales_and_targets_are_right(lora, fusion, functions, ran, device):
     fused, plain, done = pair(device, fusion, **lora)
     assert not done.left
     assert_runs(fused, plain, ran, functions * 2)
 
 
+@pytest.mark.parametrize(("fusion", "functions"), FUSIONS.values(), ids=FUSIONS)
 def test_adapters_that_are_switched_disabled_and_merged_are_right(fusion, functions, ran, device):
     fused, plain, _ = pair(device, fusion)
     for model in (fused, plain):
@@ -104,17 +96,17 @@ SETTINGS = {  # of every projection
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_model_in_which_nothing_fuses_is_a_value_error_with_the_reason(name, fusion, device):
+def test_a_model_in_which_nothing_fuses_is_a_value_error_with_the_reason(name, device):
     options, reason = SETTINGS[name]
     model = peft_model(device, **options)
     with pytest.raises(ValueError, match=f"fuse: attention=True fuses no module.*{reason}"):
-        fuse(model, fusion)
+        fuse(model, Fusion(attention=True, rope=True))
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_base_biases_that_are_trained_get_their_gradients(fusion, ran, device):
+def test_base_biases_that_are_trained_get_their_gradients(ran, device):
     """Of Qwen2's projections q, k and v have biases, and o has none."""
-    fused, plain, done = pair(device, fusion, bias="all")
+    fused, plain, done = pair(device, Fusion(attention=True, rope=True), bias="all")
     assert done.left == dict.fromkeys(NAMES, "q_proj: its base bias is trainable")
     assert_runs(fused, plain, ran, ["LoRA_W"] * 2)
     assert layers(fused)[0].self_attn.k_proj.base_layer.bias.grad.any()
@@ -124,32 +116,33 @@ def test_base_biases_that_are_trained_get_their_gradients(fusion, ran, device):
 CHANGES = [name for name in REASONS if "_pre" not in name and "backward" not in name]
 
 
-@pytest.mark.parametrize("fused_first", [True, False])
-@pytest.mark.parametrize(
-    ("name", "part"),
-    [*zip(CHANGES, cycle(ATTENTION[:3]), strict=False), *((name, "o_proj") for name in CHANGES)],
-)
-def test_a_projection_that_may_not_be_fused_runs_as_peft_has_it(
-    name, part, fused_first, fusion, functions, ran, device
-):
-    change, reason = REASONS[name]
-    plain, fused = peft_model(device), peft_model(device)
+CASES = pairwise(
+    fused_first=[True, False], of_o=[False, True], fusion=list(FUSIONS), name=CHANGES
+)  # fmt: skip
+PART_OF = dict(zip(CHANGES, cycle(ATTENTION[:3]), strict=False))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_projection_that_may_not_be_fused_runs_as_peft_has_it(case, ran, device):
+    change, reason = REASONS[case["name"]]
+    part = "o_proj" if case["of_o"] else PART_OF[case["name"]]
+    fusion, functions = FUSIONS[case["fusion"]]
+    plain = peft_model(device)
+    fused = copy.deepcopy(plain)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT's, that lora_bias cannot be merged
-        if fused_first:
+        if case["fused_first"]:
             fuse(fused, fusion)
         for model in (plain, fused):
             change(layers(model)[0].self_attn.get_submodule(part))
-        done = report(fused) if fused_first else fuse(fused, fusion)
-    of_o = part == "o_proj"
-    where = f"{NAMES[0]}.o_proj" if of_o else NAMES[0]
-    assert list(done.left) == [where]
-    assert ("" if of_o else f"{part}: ") + reason in done.left[where]
+        done = report(fused) if case["fused_first"] else fuse(fused, fusion)
+    where, prefix = (f"{NAMES[0]}.o_proj", "") if case["of_o"] else (NAMES[0], f"{part}: ")
+    assert list(done.left) == [where] and prefix + reason in done.left[where]
     got, want = {}, {}
     for model, values in ((fused, got), (plain, want)):
-        torch.manual_seed(0)
-        values |= step(model)
-    assert ran == [*(APART[:1] if of_o else APART[1:]), *functions]
+        torch.manual_seed(0)  # for those that drop out
+        values |= step(model, length=SHORT)
+    assert ran == [*(APART[:1] if case["of_o"] else APART[1:]), *functions]
     assert got.keys() == want.keys()
     for key in want:
         assert relative_error(got[key], want[key]) < 2e-5, key
