@@ -15,7 +15,7 @@ ALL = dict.fromkeys(BOOLEAN_PARTS, True)
 FUSIONS = {
     **{part: Fusion(**{part: True}) for part in BOOLEAN_PARTS},
     "checkpoint full": Fusion(checkpoint="full"),
-    "checkpoint selective": Fusion(checkpoint="selective", checkpoint_gib=50e3 / 2**30),
+    "checkpoint selective": Fusion(checkpoint="selective", checkpoint_gib=80e3 / 2**30),
     "all": Fusion(**ALL),
     "all, checkpointed": Fusion(**ALL, checkpoint="full"),
 }
