@@ -7,11 +7,11 @@ import warnings
 
 import pytest
 import torch
-from fused_case import functions_of
+from fused_case import batch, functions_of
 from layer_case import LAYER, NAMES, layer_of, logits, peft_model
 from peft import LoraConfig
 from peft.utils.hotswap import hotswap_adapter_from_state_dict, prepare_model_for_compiled_hotswap
-from peft_models import ATTENTION, MLP, adapt, base_model, ids, set_weights
+from peft_models import ATTENTION, LAYERS, MLP, adapt, base_model, set_weights
 from reference import random, relative_error
 from torch.nn.utils import parametrize
 
@@ -32,8 +32,7 @@ def kind(request):
 def step(model, seed=3):
     """What runs fused in a step, and its loss and gradients."""
     model.zero_grad()
-    tokens = ids(next(model.parameters()).device, seed)
-    loss = model(input_ids=tokens, labels=tokens).loss
+    loss = model(**batch(model, seed=seed)).loss
     functions = functions_of(loss)
     loss.backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -194,8 +193,17 @@ DONE = {
 BY_WISH = {"several adapters"}
 
 
-@pytest.mark.thinned
-@pytest.mark.parametrize("what", DONE)
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        *(("layer", what) for what in DONE),
+        # which keep nothing: adapters in place, elsewhere, another one, and none that they may run
+        ("parts", "optimizer"),
+        ("parts", "load_state_dict(assign=True)"),
+        ("parts", "another adapter and back"),
+        ("parts", "several adapters"),
+    ],
+)
 def test_a_fused_model_computes_what_plain_peft_does(what, kind, device):
     change, reason = DONE[what]
     fused, plain = pair(device, kind)
@@ -204,7 +212,7 @@ def test_a_fused_model_computes_what_plain_peft_does(what, kind, device):
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         functions, got = step(fused)
-        step(fused)
+        fused(**batch(fused))  # which says nothing twice
     assert_same(got, step(plain)[1])
     said = [str(one.message) for one in said if "fused" in str(one.message)]
     if reason is None:
@@ -229,8 +237,7 @@ def two_adapters(device, kind):
 
 def loss_of(model, adapter="default", seed=3):
     model.set_adapter(adapter)
-    tokens = ids(next(model.parameters()).device, seed)
-    return model(input_ids=tokens, labels=tokens).loss
+    return model(**batch(model, seed=seed)).loss
 
 
 def a_reference_between(model):
@@ -283,17 +290,20 @@ def on_the_host(model):
 
 
 ORDERS = [a_reference_between, two_forwards, two_batches, twice, a_move_between, on_the_host]
+# where layers run again they read the active adapter, in plain PEFT, too
+RERUN = [a_reference_between, two_batches, twice, a_move_between]
 
 
-@pytest.mark.thinned
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("policy", ["", "full"])
-def test_gradients_are_those_of_the_forward_that_they_belong_to(order, policy, kind, device):
-    if policy and order in (two_forwards, on_the_host):
-        pytest.skip("the second run reads the active adapter, in plain PEFT, too")
+@pytest.mark.parametrize(
+    ("kind", "policy", "order"),
+    [
+        *((kind, "none", order) for kind in FUSIONS for order in ORDERS),
+        *(("layer", "full", order) for order in RERUN),
+    ],
+)
+def test_gradients_are_those_of_the_forward_that_they_belong_to(kind, policy, order, device):
     fused, plain = two_adapters(device, kind)
-    if policy:
-        fuse(fused, Fusion(checkpoint=policy))
+    fuse(fused, Fusion(checkpoint=policy))
     gradients = []
     for model in (fused, plain):
         order(model)
@@ -340,15 +350,14 @@ def test_of_layers_with_the_same_base_weights_the_first_runs_as_one(kind, device
 # --- torch.compile --------------------------------------------------------------------------------
 
 
-def test_compiled_layers_run_as_one(device):
-    base = base_model(device, num_hidden_layers=12, attn_implementation="sdpa")
-    base.config.use_cache = False
-    fused = adapt(base, device).train()
-    fuse(fused, LAYER)
+def test_compiled_layers_share_their_code_and_run_as_one(device):
+    fused, _ = pair(device, "layer")
+    fused.enable_input_require_grads()  # to the first layer nothing is another than to the second
     _, want = step(fused)
     torch._dynamo.reset()
-    for layer in fused.get_submodule("base_model.model.model.layers"):
+    for layer in fused.get_submodule(LAYERS):
         layer.compile(backend="aot_eager", dynamic=False)
-    functions, got = step(fused)
-    assert functions == {"DecoderLayer": 12}
+    with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+        functions, got = step(fused)
+    assert functions == FUNCTIONS["layer"]
     assert_same(got, want)
