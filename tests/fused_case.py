@@ -68,12 +68,15 @@ def assert_right(fused, plain, autocast=False, **inputs):
             assert_within_budget(name, got[name], eager[name], truth[name])
 
 
-def assert_same(fused, plain, length=SHORT, **inputs):
-    """In fp32, where a budget would be about nothing but the order in which a GEMM sums."""
-    got, want = (step(model, length=length, **inputs) for model in (fused, plain))
+def assert_close(got, want, most=2e-5):
     assert got.keys() == want.keys() and len(want) > 1
     for name in want:
-        assert relative_error(got[name], want[name]) < 2e-5, name
+        assert relative_error(got[name], want[name]) <= most, name
+
+
+def assert_same(fused, plain, length=SHORT, **inputs):
+    """In fp32, where a budget would be about nothing but the order in which a GEMM sums."""
+    assert_close(*(step(model, length=length, **inputs) for model in (fused, plain)))
 
 
 def functions_of(loss):

@@ -179,16 +179,6 @@ def test_a_copy_that_fails_leaves_a_border_that_nobody_trusts(device):
 # --- PEFT goes on working -------------------------------------------------------------------------
 
 
-def test_merging_and_unmerging_are_as_in_peft(device):
-    model, plain, _ = pair(device)
-    for one in (model, plain):
-        one.merge_adapter()
-    assert_equal(model.state_dict(), plain.state_dict())
-    for one in (model, plain):
-        one.unmerge_adapter()
-    assert_equal(model.state_dict(), plain.state_dict())
-
-
 def test_state_dict_goes_round_and_each_storage_into_a_file_once(device):
     model, plain, _ = pair(device)
     assert_equal(model.state_dict(), plain.state_dict())

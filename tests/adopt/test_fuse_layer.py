@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from fused_case import SHORT, assert_right, assert_same, batch, step
+from fused_case import SHORT, assert_close, assert_right, assert_same, batch, step
 from layer_case import (
     EVERYTHING,
     FAMILIES,
@@ -75,7 +75,7 @@ def test_checkpointed_gradients_are_those_of_kept_ones(how, calls, device):
     assert len(calls) == 4
     needed = [inputs[-1].output_needed for inputs in calls]
     assert needed == [True, True, *[how != "ours"] * 2]
-    assert all(relative_error(got[name], want[name]) < 1e-12 for name in want)
+    assert_close(got, want, 1e-12)
 
 
 @pytest.mark.parametrize("head_dim", [26, 32], ids=("PyTorch's attention", "ours"))
@@ -98,7 +98,7 @@ def test_attention_and_o_run_once_where_their_output_is_offloaded(
     got = step(model, length=SHORT)
     runs_of = dict.fromkeys(counts, runs) | {"add_down": 2}
     assert {name: len(seen) for name, seen in counts.items()} == runs_of
-    assert all(relative_error(got[name], want[name]) < 1e-12 for name in want)
+    assert_close(got, want, 1e-12)
 
 
 def test_padding_and_hidden_states_are_as_without_fusion(calls, device):
@@ -122,29 +122,7 @@ def test_a_window_is_in_the_mask(calls, device):
     assert len(calls) == 2
 
 
-def test_accumulated_steps_add_up(device):
-    fused, plain, _ = pair(device)
-    gradients = []
-    for model in (fused, plain):
-        for seed in (3, 4):
-            model(**batch(model, seed=seed)).loss.backward()
-        gradients.append({n: p.grad for n, p in model.named_parameters() if p.requires_grad})
-    assert len(gradients[1]) == 28
-    for name, want in gradients[1].items():
-        assert relative_error(gradients[0][name], want) < 1e-4, name
-
-
 # --- in and out -----------------------------------------------------------------------------------
-
-
-def test_frozen_adapters_get_no_gradient(calls, device):
-    fused, plain, _ = pair(device)
-    for model in (fused, plain):
-        for name, parameter in model.named_parameters():
-            if ".lora_A." in name or "layers.0.self_attn" in name:
-                parameter.requires_grad_(False)
-    assert_same(fused, plain)
-    assert calls
 
 
 def test_unfuse_gives_forwards_and_memory_back(calls, device):
