@@ -1,19 +1,41 @@
-"""Attention and RoPE, both fused: as one function where that may stand in for them, else apart."""
+"""Attention and RoPE, alone and both: as one function where that may stand in for them, else apart;
+under every setting of PEFT right where they run fused, and left where not."""
 
+import copy
 import warnings
+from itertools import cycle
 
 import pytest
 import torch
-from fused_case import ALL, SHORT, assert_right, assert_same, batch, step
-from layer_case import pair
+from fused_case import ALL, SHORT, assert_close, assert_right, assert_same, batch, step
+from layer_case import pair, peft_model
+from pairwise import pairwise
+from peft import LoraConfig
+from peft_models import ATTENTION, LAYERS, MLP, layers, set_weights
+from projection_case import REASONS
+from reference import relative_error
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from fused_lora import Fusion
+from fused_lora import Fusion, fuse, report
 
 BOTH = Fusion(attention=True, rope=True)
 ONE = ["LoRA_Attention"]
 APART = ["LoRA_QKV", "LoRA_W"]
+NAMES = [f"{LAYERS}.{index}.self_attn" for index in range(2)]
+# Of each: what is fused, and what a layer runs then.
+FUSIONS = {"attention": (Fusion(attention=True), APART), "attention and rope": (BOTH, ONE)}
+
+
+def logits(model):
+    return model(**batch(model)).logits
+
+
+def assert_runs(fused, plain, ran, functions, **inputs):
+    """Right, and with these functions in a step."""
+    ran.clear()
+    assert_same(fused, plain, **inputs)
+    assert ran == functions
 
 
 # --- one function ---------------------------------------------------------------------------------
@@ -26,8 +48,7 @@ APART = ["LoRA_QKV", "LoRA_W"]
 )
 def test_both_are_one_function_and_right(family, fusion, ran, device):
     fused, plain, _ = pair(device, fusion, family=family)
-    assert_same(fused, plain)
-    assert ran == ONE * 2
+    assert_runs(fused, plain, ran, ONE * 2)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -41,8 +62,7 @@ def test_padding_is_right(ran, device):
     mask = torch.ones(2, SHORT, dtype=torch.int64, device=device)
     mask[1, 4:] = 0
     fused, plain, _ = pair(device, BOTH)
-    assert_same(fused, plain, attention_mask=mask)
-    assert ran == ONE * 2
+    assert_runs(fused, plain, ran, ONE * 2, attention_mask=mask)
 
 
 @pytest.mark.parametrize(
@@ -55,9 +75,7 @@ def test_it_runs_again_where_a_layer_is_checkpointed(policy, gib, runs, ran, dev
         warnings.simplefilter("error")
         fused, plain, _ = pair(device, Fusion(**ALL, checkpoint=policy, checkpoint_gib=gib))
     step(fused, length=SHORT)  # from which it knows what a layer holds
-    ran.clear()
-    assert_same(fused, plain)
-    assert ran == ONE * runs
+    assert_runs(fused, plain, ran, ONE * runs)
 
 
 # --- apart ----------------------------------------------------------------------------------------
@@ -107,8 +125,7 @@ def test_apart_and_right_where_the_one_function_may_not_stand_in(name, ran, devi
     fused, plain, _ = pair(device, fusion, **options)
     for model in (fused, plain) if change else ():
         change(model)
-    assert_same(fused, plain)
-    assert ran == functions * 2
+    assert_runs(fused, plain, ran, functions * 2)
 
 
 def test_another_attention_registered_as_sdpa_is_called(ran, device, monkeypatch):
@@ -120,15 +137,14 @@ def test_another_attention_registered_as_sdpa_is_called(ran, device, monkeypatch
 
     fused, plain, _ = pair(device, BOTH)
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", theirs)
-    assert_same(fused, plain)
-    assert ran == APART * 2 and len(calls) == 4
+    assert_runs(fused, plain, ran, APART * 2)
+    assert len(calls) == 4  # two layers of two models
 
 
 def test_apart_and_right_while_torch_compile_traces(ran, device, monkeypatch):
     fused, plain, _ = pair(device, BOTH)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert_same(fused, plain)
-    assert ran == APART * 2
+    assert_runs(fused, plain, ran, APART * 2)
 
 
 def test_a_cache_is_kept(ran, device):
@@ -138,3 +154,92 @@ def test_a_cache_is_kept(ran, device):
     assert ran == APART * 2
     for one, other in zip(got.layers, want.layers, strict=True):
         assert torch.allclose(one.keys, other.keys, atol=1e-5)
+
+
+# --- settings of PEFT -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        {"use_rslora": True, "lora_alpha": 4},
+        {"rank_pattern": {"q_proj": 4, "k_proj": 16, "o_proj": 12}},
+        {"alpha_pattern": {"q_proj": 16, "v_proj": 7, "layers.0.self_attn.o_proj": 3}},
+        {"target_modules": [*ATTENTION]},
+    ],
+    ids=("rsLoRA", "rank_pattern", "alpha_pattern", "attention alone"),
+)
+@pytest.mark.parametrize(("fusion", "functions"), FUSIONS.values(), ids=FUSIONS)
+def test_other_ranks_scales_and_targets_are_right(lora, fusion, functions, ran, device):
+    fused, plain, done = pair(device, fusion, **lora)
+    assert not done.left
+    assert_runs(fused, plain, ran, functions * 2)
+
+
+@pytest.mark.parametrize(("fusion", "functions"), FUSIONS.values(), ids=FUSIONS)
+def test_adapters_that_are_switched_disabled_and_merged_are_right(fusion, functions, ran, device):
+    fused, plain, _ = pair(device, fusion)
+    for model in (fused, plain):
+        config = LoraConfig(r=4, lora_alpha=4, target_modules=[*ATTENTION, *MLP])
+        model.add_adapter("second", config)
+        set_weights(model, device, only=".second.")
+    before = fused(**batch(fused)).loss
+    for model in (fused, plain):
+        model.set_adapter("second")
+    assert_runs(fused, plain, ran, functions * 2)
+    with fused.disable_adapter(), plain.disable_adapter():
+        ran.clear()
+        got, want = logits(fused), logits(plain)
+        assert relative_error(got, want) < 2e-5 and not ran
+        assert "adapters are disabled" in report(fused).left[NAMES[0]]
+    for model in (fused, plain):
+        model.merge_adapter()
+    ran.clear()
+    assert relative_error(logits(fused), logits(plain)) < 2e-5 and not ran
+    for model in (fused, plain):
+        model.unmerge_adapter()
+        model.set_adapter("default")
+        model.delete_adapter("second")
+    assert_runs(fused, plain, ran, functions * 2)
+    assert relative_error(fused(**batch(fused)).loss, before) < 1e-5
+
+
+# --- each reason for one projection to stay with PEFT ---------------------------------------------
+
+
+def test_base_biases_that_are_trained_get_their_gradients(ran, device):
+    """Of Qwen2's projections q, k and v have biases, and o has none."""
+    fused, plain, done = pair(device, BOTH, bias="all")
+    assert done.left == dict.fromkeys(NAMES, "q_proj: its base bias is trainable")
+    assert_runs(fused, plain, ran, ["LoRA_W"] * 2)
+    assert layers(fused)[0].self_attn.k_proj.base_layer.bias.grad.any()
+
+
+# The other kinds of hook are tried on an MLP.
+CHANGES = [name for name in REASONS if "_pre" not in name and "backward" not in name]
+CHOICES = {"fused_first": [True, False], "of_o": [False, True], "fusion": [*FUSIONS]}
+PART_OF = dict(zip(CHANGES, cycle(ATTENTION[:3]), strict=False))
+
+
+@pytest.mark.parametrize("case", pairwise(**CHOICES, name=CHANGES))
+def test_a_projection_that_may_not_be_fused_runs_as_peft_has_it(case, ran, device):
+    change, reason = REASONS[case["name"]]
+    part = "o_proj" if case["of_o"] else PART_OF[case["name"]]
+    fusion, functions = FUSIONS[case["fusion"]]
+    plain = peft_model(device)
+    fused = copy.deepcopy(plain)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT's, that lora_bias cannot be merged
+        if case["fused_first"]:
+            fuse(fused, fusion)
+        for model in (plain, fused):
+            change(layers(model)[0].self_attn.get_submodule(part))
+        done = report(fused) if case["fused_first"] else fuse(fused, fusion)
+    where, prefix = (f"{NAMES[0]}.o_proj", "") if case["of_o"] else (NAMES[0], f"{part}: ")
+    assert list(done.left) == [where] and prefix + reason in done.left[where]
+    got, want = {}, {}
+    for model, values in ((fused, got), (plain, want)):
+        torch.manual_seed(0)  # for those that drop out
+        values |= step(model, length=SHORT)
+    assert ran == [*(APART[:1] if case["of_o"] else APART[1:]), *functions]
+    assert_close(got, want)

@@ -13,7 +13,7 @@ from layer_case import (
     pair,
     peft_model,
 )
-from peft_models import ATTENTION, ids
+from peft_models import ATTENTION
 from projection_case import hook, replace_forward
 from torch import nn
 
@@ -37,17 +37,6 @@ def test_disabled_and_merged_adapters_are_left_to_peft(calls, device):
     fused.unmerge_adapter(), plain.unmerge_adapter()
     assert torch.allclose(logits(fused), logits(plain), atol=1e-4)
     assert len(calls) == 2
-
-
-def test_generation_with_a_cache_is_left_to_peft(calls, device):
-    fused, plain, _ = pair(device)
-    tokens = ids(device)[:, :5]
-    options = {"max_new_tokens": 4, "do_sample": False, "use_cache": True, "pad_token_id": 0}
-    assert torch.equal(
-        fused.eval().generate(input_ids=tokens, **options),
-        plain.eval().generate(input_ids=tokens, **options),
-    )
-    assert not calls
 
 
 def test_fp32_weights_under_autocast_run_as_the_other_fused_parts_with_a_warning(calls, device):
