@@ -35,15 +35,6 @@ def shipped_tilings(monkeypatch):
 
 
 @pytest.fixture
-def case(device):
-    """x, adapters, frozen, grad_output: bf16, 3 x 13 tokens."""
-    from lora_mlp_case import mlp, tokens
-
-    x, grad_output = tokens(3, 13, dtype=torch.bfloat16, device=device)
-    return x, *mlp(torch.bfloat16, device), grad_output
-
-
-@pytest.fixture
 def calls(monkeypatch):
     """The gate weight of every call of LoRA_MLP, in order."""
     from fused_mlp import LoRA_MLP
@@ -85,6 +76,7 @@ def _is_tried(item, shown):
     if "thinned" not in item.keywords:
         return True
     of_test = item.nodeid.partition("[")[0]
+    # not callspec.indices, which number the combinations where pytest 9 has no fixture to share
     values = {(of_test, name, id(value)) for name, value in item.callspec.params.items()}
     new = values - shown
     shown |= values

@@ -5,6 +5,7 @@ import io
 
 import pytest
 import torch
+from fused_case import batch
 from layer_case import LAYER, layer_of, logits, pair, peft_model
 from peft import PeftModel
 from peft_models import assert_equal, base_model
@@ -105,17 +106,13 @@ def test_a_buffer_lives_as_long_as_a_weight_or_a_graph_needs_it(device):
     model, _, _ = pair(device)
     first = base_layers(layer_of(model))
     old = [StorageWeakRef(base.weight.untyped_storage()) for group in first for base in group]
-    output = logits_with_graph(model)
+    output = model(**batch(model)).logits
     model.to(torch.bfloat16)
     assert not any(one.expired() for one in old)  # for the backward that may come
     del output
     assert all(one.expired() for one in old)  # before any other forward
     logits(model)
     assert not any(base.weight.is_contiguous() for group in first for base in group)
-
-
-def logits_with_graph(model):
-    return model(input_ids=torch.arange(8, device=next(model.parameters()).device)[None]).logits
 
 
 def test_weights_cannot_be_moved_while_a_graph_is_captured(device, monkeypatch):
@@ -130,8 +127,8 @@ def test_weights_moved_in_inference_mode_can_be_trained_with(device):
     model, _, _ = pair(device)
     twin = copy.deepcopy(model)
     with torch.inference_mode():
-        logits_with_graph(twin)
-    logits_with_graph(twin).sum().backward()
+        logits(twin)
+    twin(**batch(twin)).loss.backward()
     assert not any(p.is_inference() for p in twin.parameters())
 
 
@@ -177,16 +174,6 @@ def test_a_copy_that_fails_leaves_a_border_that_nobody_trusts(device):
 
 
 # --- PEFT goes on working -------------------------------------------------------------------------
-
-
-def test_merging_and_unmerging_are_as_in_peft(device):
-    model, plain, _ = pair(device)
-    for one in (model, plain):
-        one.merge_adapter()
-    assert_equal(model.state_dict(), plain.state_dict())
-    for one in (model, plain):
-        one.unmerge_adapter()
-    assert_equal(model.state_dict(), plain.state_dict())
 
 
 def test_state_dict_goes_round_and_each_storage_into_a_file_once(device):

@@ -2,19 +2,18 @@
 
 import pytest
 import torch
-from fused_case import step
+from fused_case import assert_right, batch, step
 from layer_case import (
     EVERYTHING,
     LAYER,
     NAMES,
-    assert_model_right,
     layer_of,
     logits,
     operands_of_calls,
     pair,
     peft_model,
 )
-from peft_models import ids
+from projection_case import hook, replace_forward
 from torch import nn
 
 from fused_lora import fuse, report
@@ -39,21 +38,10 @@ def test_disabled_and_merged_adapters_are_left_to_peft(calls, device):
     assert len(calls) == 2
 
 
-def test_generation_with_a_cache_is_left_to_peft(calls, device):
-    fused, plain, _ = pair(device)
-    tokens = ids(device)[:, :5]
-    options = {"max_new_tokens": 4, "do_sample": False, "use_cache": True, "pad_token_id": 0}
-    assert torch.equal(
-        fused.eval().generate(input_ids=tokens, **options),
-        plain.eval().generate(input_ids=tokens, **options),
-    )
-    assert not calls
-
-
 def test_fp32_weights_under_autocast_run_as_the_other_fused_parts_with_a_warning(calls, device):
     fused, plain, _ = pair(device, EVERYTHING)
     with pytest.warns(UserWarning, match="ran as its class has it: "):
-        assert_model_right(fused, plain, autocast=True)
+        assert_right(fused, plain, autocast=True, length=9)
     assert not calls
 
 
@@ -67,83 +55,57 @@ def test_a_step_with_a_cache_warns(calls, device):
     assert not calls and all(torch.equal(got[name], want[name]) for name in want)
 
 
-def hook(module):
-    module.register_forward_hook(lambda *_: None)
-
-
-def replace_forward(module):
-    original = module.forward
-    module.forward = lambda *inputs, **options: original(*inputs, **options)
-
-
 class OtherLayer(type(layer_of(peft_model("cpu")))):
     pass
 
 
-REASONS = {
-    "adapter in double": (
-        lambda layer: [
-            getattr(layer.mlp.up_proj, name).double() for name in ("lora_A", "lora_B")
-        ],
-        "an adapter is torch.float64, should be",
-    ),
-    "unknown class": (
-        lambda layer: setattr(layer, "__class__", OtherLayer), "OtherLayer is not a layer class"
-    ),
-    "forward of attention": (
-        lambda layer: replace_forward(layer.self_attn), "self_attn: its forward has been replaced"
-    ),
-    "forward of the MLP": (
-        lambda layer: replace_forward(layer.mlp), "mlp: its forward has been replaced"
-    ),
-    "hook on attention": (lambda layer: hook(layer.self_attn), "self_attn: it has hooks"),
-    "hook on the MLP": (lambda layer: hook(layer.mlp), "mlp: it has hooks"),
-    "hook on a norm": (
-        lambda layer: hook(layer.input_layernorm), "input_layernorm: it has hooks"
-    ),
-    "hook on the activation": (lambda layer: hook(layer.mlp.act_fn), "mlp: act_fn: it has hooks"),
-    "hook on A": (
-        lambda layer: hook(layer.mlp.up_proj.lora_A["default"]), "up_proj: it has hooks"
-    ),
-    "hook on o_proj": (lambda layer: hook(layer.self_attn.o_proj), "o_proj: it has hooks"),
-    "a trained norm": (
-        lambda layer: layer.post_attention_layernorm.weight.requires_grad_(),
+def add_hook(module):
+    module.register_forward_hook(hook)
+
+
+def double(projection):
+    projection.lora_A.double(), projection.lora_B.double()
+
+
+# Which module of a layer, what is done to it, and why the layer does not run as one after it.
+REASONS = [
+    ("", lambda m: setattr(m, "__class__", OtherLayer), "OtherLayer is not a layer class"),
+    ("mlp.up_proj", double, "an adapter is torch.float64, should be"),
+    ("self_attn", replace_forward, "self_attn: its forward has been replaced"),
+    ("mlp", replace_forward, "mlp: its forward has been replaced"),
+    ("self_attn", add_hook, "self_attn: it has hooks"),
+    ("mlp", add_hook, "mlp: it has hooks"),
+    ("input_layernorm", add_hook, "input_layernorm: it has hooks"),
+    ("mlp.act_fn", add_hook, "mlp: act_fn: it has hooks"),
+    ("self_attn.o_proj", add_hook, "o_proj: it has hooks"),
+    (
+        "post_attention_layernorm",
+        lambda m: m.weight.requires_grad_(),
         "post_attention_layernorm: its weight is trainable",
     ),
-    "attention dropout": (
-        lambda layer: setattr(layer.self_attn, "attention_dropout", 0.1),
+    (
+        "self_attn",
+        lambda m: setattr(m, "attention_dropout", 0.1),
         "self_attn: attention_dropout is 0.1",
     ),
-    "not causal": (
-        lambda layer: setattr(layer.self_attn, "is_causal", False), "self_attn: it is not causal"
-    ),
-    "GELU": (
-        lambda layer: setattr(layer.mlp, "act_fn", nn.GELU()),
-        "mlp: its activation is GELU, not SiLU",
-    ),
-    "trained base": (
-        lambda layer: layer.mlp.down_proj.base_layer.weight.requires_grad_(),
-        "down_proj: its base weight is trainable",
-    ),
-}  # fmt: skip
+    ("self_attn", lambda m: setattr(m, "is_causal", False), "self_attn: it is not causal"),
+    ("mlp", lambda m: setattr(m, "act_fn", nn.GELU()), "mlp: its activation is GELU, not SiLU"),
+]
 
 
-@pytest.mark.parametrize("name", REASONS)
+@pytest.mark.parametrize(("where", "change", "reason"), REASONS, ids=[one[-1] for one in REASONS])
 @pytest.mark.parametrize("fused_first", [True, False])
-def test_a_layer_that_may_not_be_fused_runs_as_its_class_has_it(name, fused_first, calls, device):
-    change, reason = REASONS[name]
+def test_a_layer_that_may_not_be_fused_runs_as_its_class_has_it(
+    where, change, reason, fused_first, calls, device
+):
     model = peft_model(device)
-    layer = layer_of(model)
     if fused_first:
         fuse(model, LAYER)
-        change(layer)
-        done = report(model)
-    else:
-        change(layer)
-        done = fuse(model, LAYER)
+    change(layer_of(model).get_submodule(where))
+    done = report(model) if fused_first else fuse(model, LAYER)
     assert done.fused == {"layer": NAMES[1:]}
     assert list(done.left) == NAMES[:1] and reason in done.left[NAMES[0]]
-    logits(model)
+    model(**batch(model))
     assert len(calls) == 1
 
 
@@ -153,14 +115,12 @@ NOTHING = {
         {"config": {"attn_implementation": "eager"}}, "self_attn: its attention is eager, not sdpa"
     ),
     "dropout": ({"lora_dropout": 0.1}, "q_proj: lora_dropout is 0.1"),
-    "DoRA": ({"use_dora": True}, "q_proj: it uses DoRA"),
     "Gemma": ({"family": "Gemma"}, "GemmaDecoderLayer is not a layer class"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NOTHING)
-def test_a_model_in_which_nothing_fuses_is_left_as_it_is(name, device):
-    options, reason = NOTHING[name]
+@pytest.mark.parametrize(("options", "reason"), NOTHING.values(), ids=NOTHING)
+def test_a_model_in_which_nothing_fuses_is_left_as_it_is(options, reason, device):
     model = peft_model(device, **options)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     with pytest.raises(ValueError, match=f"layer=True fuses no module.*{reason}"):
