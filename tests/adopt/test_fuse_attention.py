@@ -112,7 +112,7 @@ CASES = {
     "eager": ({}, BOTH, attend_eagerly, APART),
     "norms of q and k": ({"family": "Qwen3"}, BOTH, None, APART),
     "o has no adapter": (
-        {"target_modules": ["q_proj", "k_proj", "v_proj"]}, BOTH, None, ["LoRA_QKV"]
+        {"target_modules": ["q_proj", "k_proj", "v_proj"]}, BOTH, None, ["LoRA_Attention"]
     ),
     "attention alone": ({}, Fusion(attention=True), None, APART),
     "rope alone": ({}, Fusion(rope=True), None, []),

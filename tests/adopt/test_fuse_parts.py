@@ -85,8 +85,8 @@ def test_parts_join_those_that_are_there(device):
 
 
 def test_a_part_that_fuses_nothing_changes_nothing(device):
-    model = peft_model(device, target_modules=["gate_proj", "up_proj", "down_proj"])
-    with pytest.raises(ValueError, match=r"attention=True fuses no module.*no LoRA adapter"):
+    model = peft_model(device, use_dora=True, target_modules=["q_proj", "k_proj", "v_proj"])
+    with pytest.raises(ValueError, match=r"attention=True fuses no module.*it uses DoRA"):
         fuse(model, Fusion(mlp=True, attention=True))
     assert report(model).fused == {}
 
@@ -105,13 +105,6 @@ def test_gemma_is_left_alone_with_the_reason(device):
     done = fuse(model, Fusion(attention=True))  # its o is a linear layer like any other
     assert "GemmaAttention is not" in done.left[f"{LAYERS}.0.self_attn"]
     assert_same(model.train(), plain)
-
-
-def test_part_of_the_projections_adapted_fuses_what_it_can_and_names_the_rest(device):
-    fused, plain, done = pair(device, Fusion(attention=True), target_modules=["q_proj", "o_proj"])
-    assert done.fused["attention"] == [f"{LAYERS}.{i}.self_attn.o_proj" for i in range(2)]
-    assert "k_proj: no LoRA adapter" in done.left[f"{LAYERS}.0.self_attn"]
-    assert_same(fused, plain)
 
 
 def test_padding_and_hidden_states_are_as_without_fusion(device):

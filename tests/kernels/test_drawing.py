@@ -201,7 +201,7 @@ def traced(request):
     with pytest.MonkeyPatch.context() as patch, FakeTensorMode(allow_non_fake_inputs=True):
         patch.setattr(swiglu, "_check", lambda *args, **tensors: None)  # these are on the CPU
         patch.setattr(site, "KERNELS_WANT_A_GPU", False)
-        test_counts.store_fp32_as_a_gpu_does(patch)
+        patch.setattr(utils, "_stores_fp32", lambda a: a.dtype == torch.bfloat16)  # as on a GPU
         x = torch.empty(1, tokens, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
         hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
         patch.setattr(swiglu, "_launch", forward.launch)
