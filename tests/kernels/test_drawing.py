@@ -27,7 +27,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
 from fused_lora import Fusion, fuse
 from fused_lora.adopt import site
-from fused_mlp import fast_lora, swiglu
+from fused_mlp import fast_lora, swiglu, utils
 
 ROOT = Path(__file__).resolve().parents[2]
 
