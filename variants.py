@@ -72,7 +72,7 @@ EVIDENCE = {  # by fused part, and for a library as a whole
          "_rms_norm_backward_kernel"),
     ),
     "checkpoint": Evidence({}),
-    "unsloth": Evidence({}, ("_fg_kernel", "_rms_layernorm_forward", "_rope_embedding_QK")),
+    "unsloth": Evidence({}, ("_fg_kernel", "_rms_layernorm_forward", "_rope_embedding")),
     "liger": Evidence({}, ("_swiglu_forward_kernel", "_rms_norm_forward_kernel")),
 }  # fmt: skip
 

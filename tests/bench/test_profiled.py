@@ -41,7 +41,7 @@ NAMES = {  # as the profiler gave them on an H200
     ],
     "rope": [
         f"{ELEMENTWISE}cos_kernel_cuda(at::TensorIteratorBase&)",
-        "_rope_embedding_QK",
+        "_rope_embedding",
         "_qkv_rope_kernel",
     ],
     "loss": [

@@ -210,7 +210,10 @@ def ones(*shape):
 QKV, COS, OTHER = ones(10, 24), ones(1, 5, 6), ones(3, 5, 6)
 Q, K = ones(2, 2, 5, 6), ones(2, 1, 5, 6)
 OF_ROPE = {"cos": COS, "sin": COS}
-ATTENDED, OF_SCORES = ones(80, 128), {"kv_heads": 2, "scaling": 0.3}
+# in bf16, for on a GPU attention's kernels take no fp32
+HEADS, ATTENDED = ones(80, 256).bfloat16(), ones(80, 128).bfloat16()
+LONG = ones(513, 256).bfloat16()
+OF_SCORES = {"kv_heads": 2, "scaling": 0.3}
 ARGUMENTS = {
     residual_kernels.residual_norm_forward: {
         "x": ones(4, 8), "weight": ones(8), "eps": EPS, "y": ones(4, 8), "copy": ones(4, 8)
@@ -237,11 +240,11 @@ ARGUMENTS = {
     qkv_rope.rope_together: {"q": Q, "k": K, "v": K, **OF_ROPE, "qkv": QKV},
     qkv_rope.rope_backward: {"grad_q": Q, "grad_k": K, "grad_v": K, **OF_ROPE, "grad_qkv": QKV},
     causal_attention.causal_attention_forward: {
-        "qkv": ones(80, 256), "positions": 40, "heads": 4, **OF_SCORES
+        "qkv": HEADS, "positions": 40, "heads": 4, **OF_SCORES
     },
     causal_attention_backward.causal_attention_backward: {
-        "grad": ATTENDED, "qkv": ones(80, 256), "cos": ones(1, 40, 32), "sin": ones(1, 40, 32),
-        "attended": ATTENDED, "logsumexp": ones(2, 4, 40), **OF_SCORES, "grad_qkv": ones(80, 256),
+        "grad": ATTENDED, "qkv": HEADS, "cos": ones(1, 40, 32), "sin": ones(1, 40, 32),
+        "attended": ATTENDED, "logsumexp": ones(2, 4, 40), **OF_SCORES, "grad_qkv": HEADS,
     },
 }  # fmt: skip
 NAMES = {function.__name__: function for function in ARGUMENTS}
@@ -302,7 +305,7 @@ ERRORS = [
     ("causal_attention_forward", {"qkv": narrow}, r"\[80, 255\]"),
     ("causal_attention_forward", {"heads": to(2), "kv_heads": to(3)}, "as many heads for each of"),
     ("causal_attention_forward", {"positions": to(0)}, r"batch \* 0"),
-    ("causal_attention_forward", {"qkv": to(ones(513, 256)), "positions": to(513)}, "up to 512"),
+    ("causal_attention_forward", {"qkv": to(LONG), "positions": to(513)}, "up to 512"),
     ("causal_attention_backward", {"grad": narrow}, r"grad is \[80, 127\], should be \[80, 128\]"),
     ("causal_attention_backward", {"grad_qkv": narrow}, r"grad_qkv is \[80, 255\]"),
     ("causal_attention_backward", {"cos": torch.Tensor.long}, "cos is torch.int64"),
