@@ -1,9 +1,9 @@
 """Fused LoRA training for any PEFT model, adopted with one call and taken back with another.
 
-    from fused_lora import Fusion, fuse, unfuse
+    from fused_lora import fuse, unfuse
 
-    print(fuse(model, Fusion(mlp=True)))    # which modules run fused, and why the others do not
-    ...                                     # train, save, load, merge as before
+    print(fuse(model))    # which modules run fused, and why the others do not
+    ...                   # train, save, load, merge as before
     unfuse(model)
 
 Nothing is patched at import, on a class or in a module of somebody else.

@@ -10,6 +10,7 @@ from dataclasses import InitVar, dataclass, fields
 from types import MethodType
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -67,6 +68,8 @@ class FusionReport:
 
     fused: part -> names of the modules that run it, as in `model.named_modules()`.
     left: module name -> why it stays on PEFT's or transformers' own path.
+
+    As a string it has a line for each part and for each reason.
     """
 
     fused: dict[str, list[str]]
@@ -74,17 +77,25 @@ class FusionReport:
 
     def __str__(self) -> str:
         lines = [f"{part}: {len(names)} modules fused" for part, names in self.fused.items()]
-        lines += [f"left to PEFT: {name}: {reason}" for name, reason in self.left.items()]
-        return "\n".join(lines) or "nothing is fused"
+        modules: dict[str, list[str]] = {}
+        for name, reason in self.left.items():
+            modules.setdefault(reason, []).append(name)
+        for reason, (first, *others) in modules.items():
+            and_others = f" and {len(others)} others like it" if others else ""
+            lines.append(f"left to PEFT: {first}{and_others}: {reason}")
+        return "\n".join(lines if any(self.fused.values()) else ["nothing is fused", *lines])
 
 
-def fuse(model: nn.Module, fusion: Fusion) -> FusionReport:
+def fuse(model: nn.Module, fusion: Fusion | None = None, *, strict: bool = True) -> FusionReport:
     """Run the parts that `fusion` names fused, in `model`, from now on.
 
     Args:
         model: a PEFT model (or any module that holds PEFT's LoRA layers), on any device. On the CPU
             it runs as it did, and says so, until it is moved to a GPU.
-        fusion: the parts. Parts fused earlier stay fused.
+        fusion: the parts. Parts fused earlier stay fused. None: whatever is right for this model,
+            whole layers where there is memory to move their weights, else their parts, with norms
+            and loss; checkpointing stays as it is, and nothing is an error (strict=False).
+        strict: a part that fuses no module is an error. If not, the report says why.
 
     Returns:
         The report: every module that now runs fused, and for every other candidate the reason. A
@@ -92,9 +103,11 @@ def fuse(model: nn.Module, fusion: Fusion) -> FusionReport:
         adapters disabled, merged or switched.
 
     Raises:
-        ValueError: `fusion` asks for nothing, or a part that it asks for fuses no module.
+        ValueError: `fusion` asks for nothing, or (where strict) for a part that fuses no module.
         RuntimeError: later, when nn.DataParallel copies the model; DistributedDataParallel may.
     """
+    if fusion is None:
+        fusion, strict = _best(model), False
     wanted = [part for part in SWITCHES if getattr(fusion, part)]
     policy = None
     if fusion.checkpoint or fusion.checkpoint_gib is not None:
@@ -102,20 +115,25 @@ def fuse(model: nn.Module, fusion: Fusion) -> FusionReport:
     if not wanted and policy is None:
         parts = ", ".join(part.name for part in fields(fusion))
         raise ValueError(f"fuse: {fusion} asks for nothing; set at least one of {parts}")
-    running = {part for module in model.modules() for part in fused_parts_of(module)}.union(wanted)
     layers = [layer for _, layer in _layers(model)]
     if policy is not None and not layers:
         raise ValueError(
             "fuse: checkpoint concerns no module of this model: it has no layers of transformers' "
             "GradientCheckpointingLayer"
         )
-    for part in wanted:
-        reasons = [(name, site.why_not(module)) for name, module, site in _candidates(model, part)]
-        if all(reason for _, reason in reasons):
-            reason = reasons[0][1] if reasons else SWITCHES[part].none_found
+    refused: dict[str, str] = {}
+    for part in list(wanted):
+        reasons = {name: site.why_not(module) for name, module, site in _candidates(model, part)}
+        if not all(reasons.values()):
+            continue
+        reason = next(iter(reasons.values()), SWITCHES[part].none_found)
+        if strict:
             raise ValueError(
                 f"fuse: {part}=True fuses no module of this model: {reason}; leave {part} out"
             )
+        wanted.remove(part)
+        refused |= {f"{name} as {part}": why for name, why in reasons.items() if why}
+    running = {part for module in model.modules() for part in fused_parts_of(module)}.union(wanted)
     # all that run fused, so that where a module runs several parts the last one's forward is set
     for part in SWITCHES:
         for _, module, site in list(_candidates(model, part, listed_only=False)):
@@ -132,8 +150,27 @@ def fuse(model: nn.Module, fusion: Fusion) -> FusionReport:
     if policy is not None:
         policy.install(layers, last_runs_once="cross_entropy" in running)
         checkpoint.hold(model)
-    setattr(model, REPLICATE, _refuse_data_parallel)
-    return report(model)
+    if wanted or policy is not None:
+        setattr(model, REPLICATE, _refuse_data_parallel)
+    found = report(model)
+    return FusionReport(found.fused, found.left | refused)
+
+
+def _best(model: nn.Module) -> Fusion:
+    """All parts, and whole layers where the GPU has room for one layer's weights twice, which is
+    what it takes to move them into buffers."""
+    room = all(_has_room(layer) for _, layer in list(_layers(model))[:1])
+    return Fusion(
+        mlp=True, attention=True, rope=True, rms_norm=True, cross_entropy=True, layer=room
+    )
+
+
+def _has_room(layer: nn.Module) -> bool:
+    weights = list(layer.parameters())
+    if not weights or not weights[0].is_cuda:
+        return True
+    free_bytes, _ = torch.cuda.mem_get_info(weights[0].device)
+    return free_bytes > 2 * sum(weight.nbytes for weight in weights)
 
 
 def unfuse(model: nn.Module) -> list[str]:
