@@ -1,0 +1,45 @@
+"""The examples, each as its first lines say, on a tiny model."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A checkpoint of random weights, with a tokenizer that knows how to write chats."""
+    folder = tmp_path_factory.mktemp("tiny")
+    config = AutoConfig.from_pretrained(ROOT / "configs" / "tiny.json")
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(ROOT / "data" / "tokenizer.json"))
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(0)
+    tokenizer.chat_template = "{% for one in messages %}{{ one.content }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    with (ROOT / "data" / "sft_train.jsonl").open() as chats:
+        (folder / "chats.jsonl").write_text("".join(next(chats) for _ in range(12)))
+    return folder
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_trains_prints_both_speeds_and_saves(example, tiny, tmp_path):
+    sizes = ["--steps", "2", "--batch-size", "2", "--tokens", "16"]
+    command = [sys.executable, example, "--model", tiny, "--data", tiny / "chats.jsonl", *sizes]
+    ran = subprocess.run(
+        [*command, "--out", tmp_path / "adapter"], cwd=ROOT, capture_output=True, text=True,
+        env={"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert "plain PEFT: " in ran.stdout and "tokens/s; fused: " in ran.stdout
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_examples_are_short():
+    lines = {path.stem: path.read_text().splitlines() for path in EXAMPLES}
+    assert lines and all(sum(map(bool, each)) < 80 for each in lines.values())
