@@ -64,9 +64,9 @@ def kinds_section(run: Run) -> str:
             for kind, words in KINDS.items()
         ]
         lines.append(["waits for the host", *(f"{bar.idle_ms:.1f}" for bar in shown)])
+        lines.append(["**step**", *(f"**{bar.step_ms:.1f}**" for bar in shown)])
         least = [f"{shown[0].step_ms - bar.step_ms:.1f}" for bar in shown[1:]]
         lines.append([f"less than {title_of(shown[0].variant)}", "", *least])
-        lines.append(["**step**", *(f"**{bar.step_ms:.1f}**" for bar in shown)])
         header = [f"ms at {seq_len} tokens", *(title_of(bar.variant) for bar in shown)]
         tables.append(markdown_table(header, lines))
     return "\n\n".join(tables) or "No cell has a profile."
