@@ -76,14 +76,15 @@ class FusionReport:
     left: dict[str, str]
 
     def __str__(self) -> str:
-        lines = [f"{part}: {len(names)} modules fused" for part, names in self.fused.items()]
+        fused = {part: len(names) for part, names in self.fused.items() if names}
+        lines = [f"{part}: {count} modules fused" for part, count in fused.items()]
         modules: dict[str, list[str]] = {}
         for name, reason in self.left.items():
             modules.setdefault(reason, []).append(name)
         for reason, (first, *others) in modules.items():
             and_others = f" and {len(others)} others like it" if others else ""
             lines.append(f"left to PEFT: {first}{and_others}: {reason}")
-        return "\n".join(lines if any(self.fused.values()) else ["nothing is fused", *lines])
+        return "\n".join(lines if fused else ["nothing is fused", *lines])
 
 
 def fuse(model: nn.Module, fusion: Fusion | None = None, *, strict: bool = True) -> FusionReport:
