@@ -5,6 +5,7 @@ import re
 import shutil
 from pathlib import Path
 
+import example_results as example
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,8 +14,8 @@ from reference import random
 from bench import results
 from fused_mlp import FrozenMLP, LoRA_MLP
 from fused_mlp.swiglu import swiglu_backward, swiglu_forward
-from report import documents, headline
-from report.gpus import expected_section
+from report import commands, documents, headline
+from report.gpus import expected_section, measured_section
 from report.kinds import bars
 from report.statistics import summarize
 
@@ -61,6 +62,14 @@ def test_a_part_without_one_place_of_its_own_is_refused_and_nothing_written(tmp_
     with pytest.raises(ValueError, match="want <!-- table:begin --> and then <!-- table:end -->"):
         documents.update(tmp_path, {"table": "new"})
     assert (tmp_path / "README.md").read_text() == text
+
+
+def test_a_quick_run_says_its_rows_and_how_to_add_them():
+    run = example.run(("vanilla_peft", "fused_mlp"), (64,), rounds=3)
+    said = commands.to_contribute(run, Path("runs/mine/results.json"))
+    (row,) = (line for line in said.splitlines() if line.startswith("| NVIDIA H200 | 64 | "))
+    assert row in measured_section([run])
+    assert "gzip -c runs/mine/results.json > docs/runs/nvidia-h200/quick.json.gz" in said
 
 
 def test_the_readmes_numbers_are_those_of_the_data(runs):
