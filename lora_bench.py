@@ -1,7 +1,7 @@
 """Times a LoRA training step of Qwen2.5-3B: vanilla PEFT, fused MLP, full Unsloth.
 
     python lora_bench.py                     the experiment; without a GPU, a small rehearsal of it
-    python lora_bench.py --quick             a first answer, in six minutes
+    python lora_bench.py --quick             a first answer, in minutes
     python lora_bench.py --seq-lens 512 --batch-size 8
     python lora_bench.py --suite all         every fused part and the strongest peers
     python lora_bench.py --kernels           the Triton kernels alone, against a device copy
