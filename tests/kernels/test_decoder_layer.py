@@ -54,7 +54,7 @@ def check(device, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "family"), zip(DTYPES, (*FAMILIES, "Llama"), strict=True), ids=str
+    ("dtype", "family"), [*zip(DTYPES, (*FAMILIES, "Llama"), strict=True)], ids=str
 )
 def test_output_and_gradients_are_within_the_error_budget(dtype, family, check):
     check(family=family, **DTYPES[dtype])
