@@ -44,7 +44,7 @@ def make_case(
         dtype_A, dtype_B = adapter_dtypes[2 * i : 2 * i + 2]
         adapters.append(random(rank, IN, seed=10 + i, scale=IN**-0.5, device=device, dtype=dtype_A))
         adapters.append(
-            random(out, rank, seed=20 + i, scale=rank**-0.5, device=device, dtype=dtype_B)
+            random(out, rank, seed=20 + i, scale=max(rank, 1) ** -0.5, device=device, dtype=dtype_B)
         )
         weights.append(random(out, IN, seed=30 + i, scale=IN**-0.5, **options))
         biases.append(random(out, seed=40 + i, **options) if bias else None)

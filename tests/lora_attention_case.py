@@ -30,7 +30,7 @@ def make(
         small = 0.5 if i < 2 else 1.0
         scale = small * inputs**-0.5
         adapters.append(random(rank, inputs, seed=10 + i, scale=scale, device=device, dtype=of_A))
-        scale = small * rank**-0.5
+        scale = small * max(rank, 1) ** -0.5
         adapters.append(random(out, rank, seed=20 + i, scale=scale, device=device, dtype=of_B))
         weight = random(out, inputs, seed=30 + i, scale=small * inputs**-0.5, **options)
         one_bias = random(out, seed=40 + i, scale=small, **options) if bias else None

@@ -16,7 +16,7 @@ def mlp(
     for seed, (rank, (rows, columns)) in enumerate(zip(r, sizes, strict=True)):
         options = {"dtype": adapter_dtype or dtype, "device": device}
         adapters.append(random(rank, columns, seed=10 + seed, scale=columns**-0.5, **options))
-        adapters.append(random(rows, rank, seed=20 + seed, scale=rank**-0.5, **options))
+        adapters.append(random(rows, rank, seed=20 + seed, scale=max(rank, 1) ** -0.5, **options))
         options["dtype"] = dtype
         weights.append(random(rows, columns, seed=30 + seed, scale=columns**-0.5, **options))
     return adapters, FrozenMLP(*weights, 2.0, 0.5, 1.5)
