@@ -51,7 +51,7 @@ SIZES |= {
     "three_TH": size(3 * nbytes("TH")),
     "three_TI": size(3 * nbytes("TI")),
 }
-SIZES |= {"tokens": f"{DIMENSIONS['T']:,}"}
+SIZES |= {"nine_TI": size(9 * nbytes("TI")), "tokens": f"{DIMENSIONS['T']:,}"}
 SIZES |= {"adapters": size(sum(map(nbytes, ("RH", "Ir", "Ir", "rI", "Hr"))))}
 
 
@@ -198,7 +198,7 @@ class Panel(Canvas):
     def saved(self, why: str, rows: list[tuple[str, "Panel"]]) -> None:
         """A band of what is saved for the backward, to scale but for what would be too thin."""
         y = self.words("", why)
-        self.text(RIGHT, y, "Saved for the backward", 20)
+        self.text(RIGHT, y, "Saved for the backward, the small ones drawn wider", 18)
         for whose, panel in rows:
             total = sum(count for _, count in panel.kept)
             thin = [item for item in panel.kept if item[1] < 1e7]

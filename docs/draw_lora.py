@@ -41,8 +41,8 @@ DOWN_ADAPTERS = "Ad, down_A rI4; Bd, down_B Hr4"
 
 HOW_TO_READ = """One MLP of Qwen2.5-3B with LoRA adapters, T = {tokens} tokens. A square box is
 one call to the GPU, numbered in the order in which it runs. Above it is what it reads, below it
-what it writes; the bytes that it moves are both. An arrow shows where a result is read next; the
-same name is the same tensor. W' is W transposed, s the scaling of an adapter"""
+what it writes, and "moves" says how many bytes both are. An arrow shows where a result is read
+next; the same name is the same tensor. W' is W transposed, s the scaling of an adapter"""
 ADDMM = """. mm is a product; addmm scales one by s and adds it to what is there (+=), or to
 nothing (=)."""
 PEFT_STARTS = """The weights W are frozen; the adapters A and B, of rank 32, are trained and kept
@@ -125,7 +125,7 @@ A, Bg, Bu
     ),
     (
         "output = torch.addmm(\n    hidden @ Wd.T,\n    hidden @ Ad.T, Bd.T, alpha=s)",
-        "down in the same way. zd = hidden Ad' is not kept either.",
+        "down in the same way: no call only to scale, none only to add. zd is not kept either.",
         """9 mm TI rI > Tr | zd = hidden Ad' | hidden, Ad | zd
 10 mm TI HI > TH | output = hidden Wd' | hidden, Wd | output, so far
 11 addmm_ TH Tr Hr > TH | output += s zd Bd' | output, zd, Bd | output""",
@@ -143,16 +143,17 @@ get none."""
 BACKWARD = (
     (
         "p = s * dy @ Bd\ndh = torch.addmm(p @ Ad, dy, Wd)",
-        "Back through down: through its adapter, then through its frozen weight. addmm_ adds the "
-        "second product to the first as it computes it; PEFT has a pass for that, {three_TI}.",
+        "Back through down: through the B and the A of its adapter (p lies between them), then "
+        "through its frozen weight. addmm_ adds that product to the first as it computes it; PEFT "
+        "has a pass of {three_TI} for it.",
         """1 addmm_ TH Hr > Tr | p = s dy Bd | dy, Bd | p
 2 mm Tr rI > TI | dh = p Ad | p, Ad | dh, so far
 3 addmm_ TI TH HI > TI | dh += dy Wd | dh, dy, Wd | dh""",
     ),
     (
         "hidden, dgate, dup =\n    swiglu_backward(dh, gate, up)",
-        "Back through silu(gate) * up, in one Triton kernel. hidden is computed again here, so it "
-        "need not be kept: {TI} a layer less.",
+        "Back through silu(gate) * up, in one Triton kernel where PEFT has three passes, "
+        "{nine_TI}. hidden is computed again here, so it need not be kept: {TI} a layer less.",
         """4 _swiglu_backward_kernel TI TI TI > TI TI TI | hidden, dgate, dup = \
 swiglu_backward(dh, gate, up) | gate, up, dh |
 = hidden, again TI; dgate TI; dup TI""",
@@ -160,8 +161,8 @@ swiglu_backward(dh, gate, up) | gate, up, dh |
     (
         "zd = hidden @ Ad.T\ndAd, dBd = p.T @ hidden, s * dy.T @ zd",
         "The gradients of down's A and B. They are summed and stored in fp32, the adapters' own "
-        "dtype, so that none is cast. zd was not kept, which costs a product more. Then hidden's "
-        "memory is free.",
+        "dtype, so that none is cast. zd was not kept either: call 5 is the price. Then hidden's "
+        "memory is freed.",
         """5 mm TI rI > Tr | zd = hidden Ad' | hidden, Ad | zd, again
 6 addmm Tr TI > rI4 | dAd = p' hidden | p, hidden | dAd, grad_down_A
 7 addmm TH Tr > Hr4 | dBd = s dy' zd | dy, zd | dBd, grad_down_B""",
@@ -242,7 +243,7 @@ def draw_panels() -> tuple[list[dict], list[Panel]]:
     peft = Panel(0, "1  PEFT, forward", HOW_TO_READ + ", a is x A'.")
     lora = Panel(1, "2  LoRA_MLP, forward", HOW_TO_READ + ADDMM)
     by_hand = Panel(2, "3  LoRA_MLP, backward by hand", HOW_TO_READ + ADDMM)
-    triton = Panel(3, "4  A Triton kernel: swiglu_forward", INTRO)
+    triton = Panel(3, "4  What a Triton kernel does: swiglu_forward", INTRO)
     peft_forward(peft)
     lora_forward(lora, peft)
     lora_backward(by_hand)
@@ -250,8 +251,9 @@ def draw_panels() -> tuple[list[dict], list[Panel]]:
     passes = [[(n, of.calls[n]) for n in ns] for of, ns in ((peft, (10, 20)), (lora, (8,)))]
     triton.compare(PASSES, list(zip(("PEFT", "LoRA_MLP"), passes, strict=True)))
     theirs = "PEFT", totals(peft.calls)
-    peft.totals("forward", theirs)
-    lora.totals("forward", ("LoRA_MLP", totals(lora.calls)), theirs)
+    ours = "LoRA_MLP", totals(lora.calls)
+    peft.totals("forward", theirs, ours)
+    lora.totals("forward", ours, theirs)
     ours = "LoRA_MLP", totals(by_hand.calls)
     by_hand.totals("backward", ours, ("PEFT", PEFT_BACKWARD))
     elements = list(head.elements.values())

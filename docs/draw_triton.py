@@ -14,7 +14,7 @@ STEPS = (
     (
         "gate = tl.load(gate_ptr + offsets)\nup = tl.load(up_ptr + offsets)",
         "1. Load. This program takes tile 1 of gate and tile 1 of up from memory into registers. "
-        "Its number says which: offsets are the places of that tile. (Left out here: a mask for "
+        "Its number says which: offsets are the places of that tile. (Not shown: a mask for "
         "the end of the tensor, and the casts.)",
     ),
     (
@@ -68,4 +68,5 @@ def draw_triton_panel(panel: Panel, bytes_of_each: str) -> None:
     y = panel.words(*STEPS[2])
     stored = draw_tiles(panel, "hidden", RIGHT + 180, y, bytes_of_each, caption=48)
     panel.arrow(compute, stored)
+    panel.text(panel.elements[f"{compute} > {stored}"]["x"] + 12, y - 34, "store")
     panel.end(y + 70)
