@@ -1,365 +1,296 @@
 """Draws lora.excalidraw: what PEFT launches for an MLP, and how LoRA_MLP does the same.
 
-    python docs/draw_lora.py               write lora.excalidraw
-    python docs/draw_lora.py --svg FILE    keep FILE, its export, as docs/figures/lora.svg
+    python docs/draw_lora.py                    write lora.excalidraw
+    python docs/draw_lora.py --panels FOLDER    write each of its panels there, alone
+    python docs/draw_lora.py --svg FOLDER       keep the panels' exports as docs/figures/*.svg
 
 Every call is written here once; all sizes, counts and totals in the drawing follow from that, and
 tests/test_drawing.py holds it against what really runs. Memory traffic is each input of a call read
 once and each output written once; addmm_ also reads what it adds to (calls 1, 8 and 9 of the
 backward add to nothing: beta = 0).
 
-For the svg, open lora.excalidraw at excalidraw.com, take "Export image" as SVG, background on and
-scene not embedded, and give that file to --svg, which stamps it with the drawing's sha256.
+For the figures, open each panel's file at excalidraw.com, take "Export image" as SVG, background on
+and scene not embedded, save it beside the file as NAME.svg and give the folder to --svg, which
+stamps the figures with the sha256 of lora.excalidraw.
 """
 
 import argparse
 import hashlib
 import json
-from collections import Counter
-from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
 
-from excalidraw import CALL_KINDS, PITCH, STYLES, Canvas
+from call_panel import LANE, RIGHT, SIZES, SPAN, Panel, totals
+from draw_triton import INTRO, PASSES, draw_triton_panel
+from excalidraw import Canvas
 
 ROOT = Path(__file__).resolve().parent.parent
+FIGURES = ("lora_peft", "lora_forward", "lora_backward", "lora_triton")  # a panel each
 
-# --- what is drawn --------------------------------------------------------------------------------
-# A card a line: calls | what they compute | what they write | what they read and no arrow brings.
-# A call is "number name reads > writes", a tensor its rows and columns, then 4 if it is fp32 (else
-# bf16) and * if it is saved for the backward. "3 gate_A rH" is an adapter that call 3 casts first.
+# --- what is drawn: bands of code, why, and rows of cards (call_panel.py has the format) ----------
 
-# R is the rank of gate and up together
-DIMENSIONS = {"T": 16384, "H": 2048, "I": 11008, "r": 32, "R": 64}
-# a projection, what it reads, its features in and out, and whether its output is saved
-MLP = (("gate", "x", "H", "I", "*"), ("up", "x", "H", "I", "*"), ("down", "h", "I", "H", ""))
+# a projection, what it reads, its features in and out, what comes out, and whether that is saved
+MLP = (
+    ("gate", "x", "H", "I", "gate", "*"),
+    ("up", "x", "H", "I", "up", "*"),
+    ("down", "hidden", "I", "H", "output", ""),
+)
+X = "x TH"
+WEIGHTS = "Wg, gate_weight IH; Wu, up_weight IH; Wd, down_weight HI"
+ADAPTERS = "Ag, gate_A rH4; Au, up_A rH4; Bg, gate_B Ir4; Bu, up_B Ir4"
+DOWN_ADAPTERS = "Ad, down_A rI4; Bd, down_B Hr4"
 
-PEFT = """{n[0]} mm T{i} {o}{i} > T{o} | {x} W{p}' | result | {name}_weight {o}{i}
-{n[1]} cast T{i} > T{i}4; {n[3]} cast T{i}4 > T{i}* | {x} to fp32 and back | {fp32}; {x} |
-{n[4]} mm T{i} r{i} > Tr* | {x} A{p}' | {x} A{p}' | {n[2]} {name}_A r{i}
-{n[6]} mm Tr {o}r > T{o} | ({x} A{p}') B{p}' | adapter | {n[5]} {name}_B {o}r
-{n[7]} mul T{o} > T{o} | adapter * scaling | adapter, scaled |
-{n[8]} add T{o} T{o} > T{o}{s} | result + adapter | {y} |"""
+HOW_TO_READ = """One MLP of Qwen2.5-3B with LoRA adapters, T = {tokens} tokens. A square box is
+one call to the GPU, numbered in the order in which it runs. Above it is what it reads, below it
+what it writes, and "moves" says how many bytes both are. An arrow shows where a result is read
+next; the same name is the same tensor. W' is W transposed, s the scaling of an adapter"""
+ADDMM = """. mm is a product; addmm scales one by s and adds it to what is there (+=), or to
+nothing (=)."""
+PEFT_STARTS = """The weights W are frozen; the adapters A and B, of rank 32, are trained and kept
+in fp32."""
+PEFT = (
+    (
+        "result = x @ W.T",
+        "The frozen product, as without an adapter. hidden, which down reads, is made in the last "
+        "band: down runs after it.",
+        "{n[0]} mm T{i} {o}{i} > T{o} | {x} W{p}' | {x}, W{p} | result",
+    ),
+    (
+        "x = x.float()",
+        "The adapter is fp32, so PEFT casts its input to fp32. Autocast wants bf16 for a product "
+        "and casts it back. The copy is kept for the backward.",
+        "{n[1]} cast T{i} > T{i}4; {n[3]} cast T{i}4 > T{i}* | to fp32 and back"
+        " | {x}, - | {x} copy",
+    ),
+    (
+        "a = x @ A.T",
+        "Down to 32 columns. A is cast to bf16 first, in every step anew.",
+        "{n[2]} cast r{i}4 > r{i}; {n[4]} mm T{i} r{i} > Tr* | a = {x} A{p}'"
+        " | A{p}, {x} copy, - | a",
+    ),
+    (
+        "adapter = a @ B.T",
+        "Up again: the adapter's part is as large as the result, and is written to memory.",
+        "{n[5]} cast {o}r4 > {o}r; {n[6]} mm Tr {o}r > T{o} | adapter = a B{p}' | B{p}, a, -"
+        " | adapter",
+    ),
+    (
+        "scaled = adapter * s",
+        "A call only to multiply by one number: it reads and writes all of it, {two_TI} for gate.",
+        "{n[7]} mul T{o} > T{o} | adapter * s | adapter | scaled",
+    ),
+    (
+        "result = result + scaled",
+        "And a call only to add. Its result is gate, up or output.",
+        "{n[8]} add T{o} T{o} > T{o}{s} | result + scaled | result, scaled | {y}",
+    ),
+)
+SILU = (
+    "hidden = silu(gate) * up",
+    "Two more passes. silu(gate) is written, read again at once, and kept for the backward. hidden "
+    "goes to down, the third column, at the top.",
+    """10 silu TI > TI* | silu(gate) | gate | silu(gate)
+20 mul TI TI > TI | silu(gate) * up | up, silu(gate) | hidden""",
+)
+PEFT_SAVED = """Every operation keeps what its own backward reads, whatever the others keep: x
+twice, and silu(gate) and hidden beside gate and up, from which they could be computed. (a: the
+three x A'.)"""
 PEFT_BACKWARD = "37: 15 GEMMs, 12 casts, 10 passes\n13.5 GB"  # not drawn, but traced by the test
 
-# LoRA_MLP's cards, by column and row
-LORA = {
-    (1, 1): "3 mm TH RH > TR* | z = x [Ag; Au]' | z |",
-    (0, 2): "4 mm TH IH > TI | gate = x Wg' | gate, so far | gate_weight IH",
-    (0, 3): "5 addmm_ TI Tr Ir > TI* | gate += s zg Bg' | gate | gate_B Ir",
-    (1, 2): "6 mm TH IH > TI | up = x Wu' | up, so far | up_weight IH",
-    (1, 3): "7 addmm_ TI Tr Ir > TI* | up += s zu Bu' | up | up_B Ir",
-    (2, 2): "9 mm TI rI > Tr | h Ad' | h Ad' |",
-    (2, 3): "10 mm TI HI > TH | output = h Wd' | output, so far | down_weight HI",
-    (2, 4): "11 addmm_ TH Tr Hr > TH | output += s (h Ad') Bd' | output | down_B Hr",
-}
-BACKWARD_CARDS = {
-    (0, 1): "1 addmm_ TH Hr > Tr | p = s dy Bd | grad_z, p | down_B Hr",
-    (0, 2): "2 mm Tr rI > TI | dh = p Ad | grad_hidden, so far | down_A rI",
-    (1, 2): "3 addmm_ TI TH HI > TI | dh += dy Wd | grad_hidden, dh | down_weight HI",
-    (0, 4): "5 mm TI rI > Tr | h Ad' | h Ad' again | down_A rI",
-    (0, 5): "6 addmm Tr TI > rI4 | dAd = p' h | grad_down_A | grad_z, p Tr",
-    (0, 6): "7 addmm TH Tr > Hr4 | dBd = s dy' (h Ad') | grad_down_B | grad_output TH",
-    (1, 5): "10 mm TR RH > TH | dx = dz A | grad_x, so far | A RH",
-    (1, 6): "11 addmm_ TH TI IH > TH | dx += dgate Wg | grad_x, so far | gate_weight IH",
-    (2, 6): "12 addmm_ TH TI IH > TH | dx += dup Wu | grad_x, dx | up_weight IH",
-    (2, 5): "13 addmm TR TH > RH4 | [dAg; dAu] = dz' x | grad_gate_A, grad_up_A | x TH*",
-    (1, 7): "14 addmm TI Tr > Ir4 | dBg = s dgate' zg | grad_gate_B | z TR*",
-    (2, 7): "15 addmm TI Tr > Ir4 | dBu = s dup' zu | grad_up_B | z TR*",
-}
+FORWARD = (
+    (
+        "z = x @ torch.cat([Ag, Au]).T",
+        "Adapters that share an input are cast by one call. Ag on top of Au is one A, so that x "
+        "is read once for both. z = [zg, zu] is x Ag' beside x Au', {TR}, and is kept.",
+        """1 _foreach_copy_ Ir4 Ir4 rH4 rH4 > Ir Ir rH rH | _foreach_copy_ | Bg, Bu, Ag, Au | \
+A, Bg, Bu
+2 _foreach_copy_ Hr4 rI4 > Hr rI | _foreach_copy_ | Bd, Ad | Ad, Bd
+3 mm TH RH > TR* | z = x A' | x, A | z""",
+    ),
+    (
+        "gate = torch.addmm(\n    x @ Wg.T, z[:, :r], Bg.T, alpha=s)\n"
+        "up = torch.addmm(\n    x @ Wu.T, z[:, r:], Bu.T, alpha=s)",
+        "First the frozen product, then the adapter: addmm_ multiplies, scales and adds in one "
+        "call, where PEFT writes the adapter's part, scales it and adds it in three. gate and up "
+        "are kept for the backward.",
+        """4 mm TH IH > TI | gate = x Wg' | x, Wg | gate, so far
+6 mm TH IH > TI | up = x Wu' | x, Wu | up, so far""",
+        """5 addmm_ TI Tr Ir > TI* | gate += s zg Bg' | gate, zg, Bg | gate
+7 addmm_ TI Tr Ir > TI* | up += s zu Bu' | up, zu, Bu | up""",
+    ),
+    (
+        "hidden = swiglu_forward(gate, up)",
+        "One Triton kernel reads gate and up once. silu(gate) never gets to memory. hidden is not "
+        "kept: the backward computes it again.",
+        "8 _swiglu_forward_kernel TI TI > TI | hidden = silu(gate) * up | gate, up | hidden",
+    ),
+    (
+        "output = torch.addmm(\n    hidden @ Wd.T,\n    hidden @ Ad.T, Bd.T, alpha=s)",
+        "down in the same way: no call only to scale, none only to add. zd is not kept either.",
+        """9 mm TI rI > Tr | zd = hidden Ad' | hidden, Ad | zd
+10 mm TI HI > TH | output = hidden Wd' | hidden, Wd | output, so far
+11 addmm_ TH Tr Hr > TH | output += s zd Bd' | output, zd, Bd | output""",
+    ),
+)
+JOIN = """What the adapter of gate costs after x A', as memory traffic to scale. addmm_ adds it to
+gate as it computes it, PEFT goes through [T, 11008] three times."""
+SAVED = """hidden is computed again in the backward, from gate and up, which are needed there in
+any case. The adapters in bf16 are kept too, {adapters}."""
 
-DRAWING_LEGEND = """\
-One MLP of Qwen2.5-3B: {T:,} tokens, hidden size {H}, intermediate size {I}, rank {r}.
-Weights and activations are bf16, adapters fp32, under bf16 autocast.
-A square box is one call, numbered as executed. Below it is what it writes, beside it what it reads:
-it moves both. W' is W transposed, s the scaling; dy, dh, dgate, dup and dx are gradients."""
-PEFT_NOTE = """\
-Every operation is a call of its own and writes what the next one reads. Autograd keeps what any
-of them needs, and goes through them one by one in the backward, which is not drawn."""
-JOIN_NOTE = """Memory traffic, to scale. addmm_ adds s zg Bg' to gate as it computes it, where
-PEFT writes it, scales it and adds it in three calls. The kernel never writes silu(gate)."""
-SAVED_NOTE = """\
-z = [zg, zu] is x Ag' beside x Au': with Ag on top of Au as one A, x is read once for both.
-Computed again in the backward: hidden in call 4, h Ad' in call 5. There gate and up come back in
-call 4, x in call 13, z in calls 14 and 15. The adapters in bf16 are saved too."""
-BACKWARD_NOTE = """\
-PEFT has 9 GEMMs forward and 15 backward, here it is 8 and 14. Gate and up share x, so what PEFT
-does for each is done once for both: z in the forward, dx from dz in call 10, dA in call 13.
-One product runs again, h Ad' in call 5. addmm stores the gradients of A and B in fp32, as it sums
-them, so that nothing is cast."""
-
-
-class Call(NamedTuple):
-    name: str
-    reads: list[str]
-    writes: list[str]
-
-    @property
-    def kind(self) -> str:
-        kinds = dict.fromkeys(("mm", "addmm", "addmm_"), "cuBLAS call")
-        kinds |= dict.fromkeys(("cast", "_foreach_copy_"), "cast")
-        other = "Triton kernel" if "kernel" in self.name else "elementwise pass"
-        return kinds.get(self.name, other)
-
-    @property
-    def moved_bytes(self) -> int:
-        return sum(nbytes(tensor) for tensor in self.reads + self.writes)
-
-
-def nbytes(tensor: str) -> int:
-    return DIMENSIONS[tensor[0]] * DIMENSIONS[tensor[1]] * (4 if "4" in tensor else 2)
-
-
-def size(count: int) -> str:
-    if count >= 1e9:
-        return f"{count / 1e9:.2f} GB"
-    return f"{count / 1e6:.0f} MB" if count >= 1e6 else f"{count / 1e3:.0f} kB"
-
-
-def describe_tensor(name: str, tensor: str, between: str) -> str:
-    rows, columns = ("T" if letter == "T" else DIMENSIONS[letter] for letter in tensor[:2])
-    saved = ", saved" * ("*" in tensor)
-    dtype = "fp32" if "4" in tensor else "bf16"
-    return f"{name}{saved}\n[{rows}, {columns}]{between}{dtype}, {size(nbytes(tensor))}"
-
-
-def totals(calls: dict[int, Call]) -> str:
-    """As the README has them: "29: 9 GEMMs, 12 casts, 8 passes" and below it "11.4 GB"."""
-    count = Counter(call.kind for call in calls.values())
-    words = zip(CALL_KINDS, ("GEMMs", "casts", "passes", "Triton kernel"), strict=True)
-    parts = ", ".join(f"{count[kind]} {word}" for kind, word in words if count[kind])
-    return f"{len(calls)}: {parts}\n{sum(c.moved_bytes for c in calls.values()) / 1e9:.1f} GB"
-
-
-def style_of(name: str, tensor: str) -> str:
-    if name.startswith("grad_"):
-        return "gradient"
-    if name == "A" or name.endswith(("_A", "_B")):
-        return "adapter"
-    if name.endswith("_weight"):
-        return "frozen weight"
-    kept = "recomputed" if "again" in name else "saved" if "*" in tensor else "not saved"
-    return f"activation, {kept}"
-
-
-CARD, CHIP, WIDTH, HEIGHT = 220, 120, 1460, 1760
-
-
-class Panel(Canvas):
-    """A canvas that knows the calls its boxes stand for."""
-
-    def __init__(self, place: int, drop=0):
-        super().__init__(place)
-        self.drop = drop  # how far down beside a call its operand stands
-        self.calls: dict[int, Call] = {}  # by their place in the order of execution
-        self.kept: list[tuple[str, int]] = []  # what is saved for the backward, and its bytes
-
-    def tensor(self, id: str, x, y, name: str, tensor: str, width=CARD, group=None) -> None:
-        if "*" in tensor:
-            self.kept.append((name.split("; ")[-1], nbytes(tensor)))
-        text = describe_tensor(name, tensor, " ")
-        self.box(id, x, y, width, 60, style_of(name, tensor), text, group)
-
-    def call(self, x, y, texts: str, formula: str, width=CARD, height=60, group=None) -> str:
-        """One box for "7 mm TH IH > TI; 8 ..."; a small one where there is no formula."""
-        calls = {}
-        for text in texts.split(";"):
-            (number, name, *reads), writes = (part.split() for part in text.split(">"))
-            calls[int(number)] = Call(name, reads, writes)
-        self.calls |= calls
-        title, font_size = f"{', '.join(map(str, calls))}  {formula or name}", 14
-        if formula:
-            moved = sum(call.moved_bytes for call in calls.values())
-            again = "" if formula.startswith(f"{name} ") else f"{name}, "
-            title, font_size = f"{title}\n{again}moves {size(moved)}", 16
-        id, style = f"call {min(calls)}", calls[min(calls)].kind
-        return self.box(id, x, y, width, height, style, title, group or id, font_size)
-
-    def cards(self, column: int, row: int, table: str, down=0) -> None:
-        """Calls downwards from there: above what one computes, below what it writes."""
-        for n, line in enumerate(table.split("\n")):
-            texts, formula, name, operands = (part.strip() for part in line.split("|"))
-            x, y = self.at(column, row + n, 0, down)
-            call = self.call(x, y, texts, formula)
-            out = f"out {texts.split()[0]}"
-            self.tensor(out, x, y + 60, name, texts.split()[-1], CARD, call)
-            if operands:
-                self.operand(call, x + CARD + 20, y + self.drop, *operands.split())
-
-    def operand(self, call: str, x, y, *words: str) -> None:
-        """Beside a call, what it reads and no arrow brings."""
-        cast, tensor = [word for word in words if word.isdigit()], words[-1]
-        name = " ".join(words[len(cast) : -1])
-        for number in cast:
-            self.call(x, y, f"{number} cast {tensor}4 > {tensor}", "", CHIP, 30, call)
-        id, text, y = f"{call} {name}", describe_tensor(name, tensor, "\n"), y + 30 * len(cast)
-        self.box(id, x, y, CHIP, 70, style_of(name, tensor), text, call, 14)
-        self.arrow(id, call)
-
-    def cast(self, column: int, row: int, number: int, tensors: str, read: str, written: str):
-        """One call that casts all adapters of a group."""
-        (x, y), fp32 = self.at(column, row), [f"{tensor}4" for tensor in tensors.split()]
-        texts = f"{number} _foreach_copy_ {' '.join(fp32)} > {tensors}"
-        call = self.call(x, y, texts, "_foreach_copy_ to bf16")
-        moved = sum(map(nbytes, fp32))
-        text = f"{written}\nbf16, {size(moved // 2)} in all"
-        self.box(f"out {number}", x, y + 60, CARD, 60, "adapter", text, call)
-        id, text, x = f"in {number}", f"{read}\nfp32, {size(moved)}", x + CARD + 20
-        self.arrow(self.box(id, x, y + self.drop, CHIP, 70, "adapter", text, call, 14), call)
+BACKWARD_STARTS = """It begins with dy, the gradient of the output. A d before a name is its
+gradient: dx of x, dh of hidden, dAd of Ad. The rest is what the forward had or kept. A is Ag on
+top of Au, and z = [zg, zu] is x A'. Wanted are dx and the gradients of all A and B; the weights W
+get none."""
+BACKWARD = (
+    (
+        "p = s * dy @ Bd\ndh = torch.addmm(p @ Ad, dy, Wd)",
+        "Back through down: through the B and the A of its adapter (p lies between them), then "
+        "through its frozen weight. addmm_ adds that product to the first as it computes it; PEFT "
+        "has a pass of {three_TI} for it.",
+        """1 addmm_ TH Hr > Tr | p = s dy Bd | dy, Bd | p
+2 mm Tr rI > TI | dh = p Ad | p, Ad | dh, so far
+3 addmm_ TI TH HI > TI | dh += dy Wd | dh, dy, Wd | dh""",
+    ),
+    (
+        "hidden, dgate, dup =\n    swiglu_backward(dh, gate, up)",
+        "Back through silu(gate) * up, in one Triton kernel where PEFT has three passes, "
+        "{nine_TI}. hidden is computed again here, so it need not be kept: {TI} a layer less.",
+        """4 _swiglu_backward_kernel TI TI TI > TI TI TI | hidden, dgate, dup = \
+swiglu_backward(dh, gate, up) | gate, up, dh |
+= hidden, again TI; dgate TI; dup TI""",
+    ),
+    (
+        "zd = hidden @ Ad.T\ndAd, dBd = p.T @ hidden, s * dy.T @ zd",
+        "The gradients of down's A and B. They are summed and stored in fp32, the adapters' own "
+        "dtype, so that none is cast. zd was not kept either: call 5 is the price. Then hidden's "
+        "memory is freed.",
+        """5 mm TI rI > Tr | zd = hidden Ad' | hidden, Ad | zd, again
+6 addmm Tr TI > rI4 | dAd = p' hidden | p, hidden | dAd, grad_down_A
+7 addmm TH Tr > Hr4 | dBd = s dy' zd | dy, zd | dBd, grad_down_B""",
+    ),
+    (
+        "dz = torch.cat(\n    [s * dgate @ Bg, s * dup @ Bu], 1)",
+        "Back through the B of gate and of up, into the two halves of one dz: what comes next is "
+        "then one product for both and not one for each.",
+        """8 addmm_ TI Ir > Tr | dzg = s dgate Bg | dgate, Bg |
+9 addmm_ TI Ir > Tr | dzu = s dup Bu | dup, Bu |
+= dz, which is [dzg, dzu] TR""",
+    ),
+    (
+        "dx = dz @ torch.cat([Ag, Au])\n    + dgate @ Wg + dup @ Wu",
+        "The gradient of x: through both adapters at once, then through each frozen weight, added "
+        "inside the product. PEFT makes four such gradients and adds them in three passes, "
+        "{three_TH} each.",
+        """10 mm TR RH > TH | dx = dz A | dz, A | dx, so far
+11 addmm_ TH TI IH > TH | dx += dgate Wg | dx, dgate, Wg | dx, so far
+12 addmm_ TH TI IH > TH | dx += dup Wu | dx, dup, Wu | dx""",
+    ),
+    (
+        "dAg, dAu = (dz.T @ x).split(r)\ndBg, dBu = s * dgate.T @ z[:, :r],\n"
+        "    s * dup.T @ z[:, r:]",
+        "The gradients of the A and B of gate and up, in fp32. One product gives dAg and dAu. z "
+        "was kept, {TR}, so that x A' is not computed again.",
+        """13 addmm TR TH > RH4 | [dAg; dAu] = dz' x | dz, x | dAg, dAu
+14 addmm TI Tr > Ir4 | dBg = s dgate' zg | dgate, zg | dBg, grad_gate_B
+15 addmm TI Tr > Ir4 | dBu = s dup' zu | dup, zu | dBu, grad_up_B""",
+    ),
+)
 
 
 # --- the panels -----------------------------------------------------------------------------------
 
 
 def peft_forward(panel: Panel) -> None:
-    """Three columns: from x (or h) the base product and the adapter, until they join."""
-    panel.tensor("x", *panel.at(0, 0, -40), "x", "TH", PITCH + CARD + 40)
-    panel.tensor("h", *panel.at(2, 0, -40), "hidden, h", "TI", CARD + 40)
-    for column, (name, x, i, o, star) in enumerate(MLP):
-        names = dict(name=name, p=name[0], x=x, i=i, o=o, s=star)
-        numbers, y = range(1 + 10 * column, 10 + 10 * column), name.replace("down", "output")
-        lines = PEFT.format(**names, n=numbers, fp32=size(nbytes(f"T{i}4")) + " fp32", y=y)
-        panel.cards(column, 1, lines)
-        base, first, *rest = [line.split()[0] for line in lines.split("\n")]
-        panel.arrow(x, base)
-        panel.arrow(x, first, (column, 2, -20, 30))
-        panel.arrows(" ".join(map(">".join, pairwise([first, *rest]))))
-        panel.arrow(base, rest[-1], (column, 1, 370, 110), (column, 6, 370, 30))
-    panel.cards(0, 7, "10 silu TI > TI* | silu(gate) | silu(gate) |")
-    panel.cards(1, 7, "20 mul TI TI > TI | silu(gate) * up | hidden, h |")
-    panel.arrows("9>10 19>20")
-    panel.arrow(10, 20, (0, 7, 370, 90), (0, 7, 370, 30))
-    panel.arrow(20, "h", (1, 7, 390, 90), (1, 0, 390, 30))
-    saved(panel, PEFT_NOTE)
-    panel.text(740, 1670, "calls in a backward\nmemory traffic", 20)
-    panel.text(980, 1670, PEFT_BACKWARD, 20)
+    """A column a projection, read downwards, and under them what joins gate and up."""
+    panel.starts(PEFT_STARTS, f"{X}; {WEIGHTS}", f"{ADAPTERS}; {DOWN_ADAPTERS}")
+    for column, (name, *_) in enumerate(MLP):
+        panel.text(RIGHT + column * (SPAN + LANE) / 3, panel.down, f"{name}_proj", 20)
+    panel.down += 36
+    for code, why, card in PEFT:
+        cards = []
+        for column, (name, x, i, o, y, star) in enumerate(MLP):
+            numbers = range(1 + 10 * column, 10 + 10 * column)
+            cards.append(card.format(n=numbers, p=name[0], x=x, i=i, o=o, y=y, s=star))
+        panel.band(code, why, "\n".join(cards))
+    panel.band(*SILU)
+    panel.saved(PEFT_SAVED, [("PEFT", panel)])
 
 
 def lora_forward(panel: Panel, peft: Panel) -> None:
-    """Columns as in PEFT's; x enters gate and up from outside, z between them."""
-    at = panel.at
-    panel.tensor("x", *at(0, 0, -40), "x", "TH*", PITCH + CARD + 200)
-    panel.tensor("h", *at(2, 0, -40), "hidden, h", "TI", CARD + 200)
-    panel.cast(0, 1, 1, "Ir Ir rH rH", "gate_A, up_A,\ngate_B, up_B", "A, gate_B, up_B")
-    panel.cast(2, 1, 2, "Hr rI", "down_A,\ndown_B", "down_A, down_B")
-    for place, line in LORA.items():
-        panel.cards(*place, line)
-    (x, y), width = at(0, 4), PITCH + CARD
-    formula = "hidden = swiglu_forward(gate, up) = silu(gate) * up"
-    kernel = panel.call(x, y, "8 _swiglu_forward_kernel TI TI > TI", formula, width)
-    panel.tensor("out 8", x, y + 60, "hidden, h", "TI", width, kernel)
-    panel.arrows("x>3 2>9 4>5 6>7 5>8 7>8 10>11")
-    panel.arrow(1, 3, (0, 1, 370, 110), (0, 1, 370, 30))
-    panel.arrow("x", 4, (0, 2, -20, 30))
-    panel.arrow("x", 6, (1, 2, 370, 15))
-    panel.arrow(3, 5, (1, 1, -50, 80), (1, 3, -50, 15))
-    panel.arrow(3, 7, (1, 1, -25, 100), (1, 3, -25, 30))
-    panel.arrow(8, "h", (1, 4, 390, 90), (1, 0, 390, 30))
-    panel.arrow("h", 9, (2, 2, -20, 30))
-    panel.arrow("h", 10, (2, 3, 370, 15))
-    panel.arrow(9, 11, (2, 2, -20, 90), (2, 4, -20, 30))
-    panel.text(50, 850, "Where addmm joins the adapter, and two passes become one kernel", 20)
-    panel.text(50, 884, JOIN_NOTE)
-    rows = (950, peft, (7, 8, 9)), (1030, panel, (5,)), (1140, peft, (10, 20)), (1220, panel, (8,))
-    for down, of, numbers in rows:
-        parts = []
-        for number in numbers:
-            call, text = of.calls[number], of.elements[f"call {number} text"]["text"]
-            parts.append((call.kind, text.replace("moves ", ""), call.moved_bytes))
-        panel.text(50, down + 20, "PEFT" if of is peft else "LoRA_MLP")
-        end = panel.strip(150, down, 2.1e6, parts)
-        panel.text(end + 20, down + 16, size(sum(count for *_, count in parts)), 20)
-    saved(panel, SAVED_NOTE)
-
-
-def saved(panel: Panel, note: str) -> None:
-    """Draw the tensors saved for the backward; the three x A', or z, are too thin to be drawn to
-    scale."""
-    total = sum(count for _, count in panel.kept)
-    thin = [item for item in panel.kept if item[1] < 1e7]
-    kept = [item for item in panel.kept if item[1] > 1e7]
-    kept += [("3 x A'", sum(count for _, count in thin))] if len(thin) == 3 else thin
-    parts = [("activation, saved", f"{name}\n{size(count)}", count) for name, count in kept]
-    panel.text(50, 1340, f"Saved for the backward: {total / 1e9:.2f} GB", 20)
-    panel.strip(50, 1380, 1.35e6, parts)
-    panel.text(50, 1470, note)
+    panel.starts(
+        "x and the frozen weights are bf16. The adapters, of rank 32, are trained and kept in "
+        "fp32.",
+        f"{X}*; {WEIGHTS}",
+        f"{ADAPTERS}; {DOWN_ADAPTERS}",
+    )
+    for band in FORWARD:
+        panel.band(*band)
+    parts = [[(n, of.calls[n]) for n in ns] for of, ns in ((peft, (7, 8, 9)), (panel, (5,)))]
+    panel.compare(JOIN, list(zip(("PEFT", "LoRA_MLP"), parts, strict=True)))
+    panel.saved(SAVED, [("PEFT", peft), ("LoRA_MLP", panel)])
 
 
 def lora_backward(panel: Panel) -> None:
-    """Columns down, gate, up; between calls 8 and 9 and the rest the one dz of gate and up."""
-    at = panel.at
-    panel.tensor("dy", *at(0, 0, -40), "grad_output, dy", "TH", PITCH + CARD + 40)
-    panel.tensor("gate", *at(2, 2, -40, 60), "gate", "TI*")
-    panel.tensor("up", *at(2, 2, CARD - 20, 60), "up", "TI*")
-    texts = "4 _swiglu_backward_kernel TI TI TI > TI TI TI"
-    formula = "hidden, grad_gate, grad_up = swiglu_backward(grad_hidden, gate, up)"
-    kernel = panel.call(*at(0, 3, -40), texts, formula, 2 * PITCH + 2 * CARD + 20)
-    for column, name in enumerate(("hidden again, h", "grad_gate, dgate", "grad_up, dup")):
-        id, right = name.split()[-1], 40 + 200 * (column == 2)
-        panel.tensor(id, *at(column, 3, -40, 60), name, "TI", CARD + right, kernel)
-    for (column, row), line in BACKWARD_CARDS.items():
-        panel.cards(column, row, line, 60 if column and row > 4 else 0)
-    for column, name in ((1, "gate"), (2, "up")):
-        (x, y), p = at(column, 4), name[0]
-        call = panel.call(x, y, f"{7 + column} addmm_ TI Ir > Tr", f"dz{p} = s d{name} B{p}")
-        panel.operand(call, x + CARD + 20, y + panel.drop, f"{name}_B", "Ir")
-    panel.tensor("dz", *at(1, 4, 0, 120), "grad_z, dz = [dzg, dzu]", "TR", PITCH + CARD)
-    panel.arrow("call 8", "dz")
-    panel.arrow("call 9", "dz")
-    panel.arrows("dy>1 1>2 dy>3 3>4 gate>4 up>4 h>5 dgate>8 dup>9 dz>10 dz>13 10>11")
-    panel.arrow(2, 3, (0, 2, 390, 110), (0, 2, 390, 30))
-    panel.arrow("h", 6, (0, 5, -20, 30))
-    panel.arrow(5, 7, (0, 4, 390, 110), (0, 6, 390, -20), (0, 6, CARD // 2, -20))
-    panel.arrow("dgate", 11, (1, 6, -14, 90))
-    panel.arrow("dgate", 14, (1, 7, -30, 90))
-    panel.arrow(11, 12, (1, 6, 390, 170), (1, 6, 390, 90))
-    panel.arrow("dup", 12, (2, 6, 370, 75))
-    panel.arrow("dup", 15, (2, 7, 386, 75))
-    panel.text(50, 1400, BACKWARD_NOTE)
+    adapters = "A RH; Bg, gate_B Ir; Bu, up_B Ir; Ad, down_A rI; Bd, down_B Hr"
+    panel.starts(BACKWARD_STARTS, "dy TH; x TH*; gate TI*; up TI*; z TR*", WEIGHTS, adapters)
+    for band in BACKWARD:
+        panel.band(*band)
 
 
 def draw_panels() -> tuple[list[dict], list[Panel]]:
-    """Excalidraw's elements, and the three panels."""
-    head = Panel(-1)
-    head.text(0, -240, "How LoRA_MLP computes an MLP with LoRA adapters, beside PEFT", 36)
-    head.text(0, -180, DRAWING_LEGEND.format(**DIMENSIONS), 20)
-    for n, style in enumerate(STYLES):
-        place = WIDTH + 60 + 240 * (n % 6), 80 * (n // 6) - 180
-        head.box(style, *place, 220, 60, style, style)
-    peft, lora, by_hand = panels = [Panel(0), Panel(1, 30), Panel(2, 30)]
+    """Excalidraw's elements, and the three panels that have calls."""
+    head = Canvas(-1)
+    head.text(0, -80, "How LoRA_MLP computes an MLP with LoRA adapters, beside PEFT", 36)
+    peft = Panel(0, "1  PEFT, forward", HOW_TO_READ + ", a is x A'.")
+    lora = Panel(1, "2  LoRA_MLP, forward", HOW_TO_READ + ADDMM)
+    by_hand = Panel(2, "3  LoRA_MLP, backward by hand", HOW_TO_READ + ADDMM)
+    triton = Panel(3, "4  What a Triton kernel does: swiglu_forward", INTRO)
     peft_forward(peft)
     lora_forward(lora, peft)
     lora_backward(by_hand)
+    draw_triton_panel(triton, SIZES["TI"])
+    passes = [[(n, of.calls[n]) for n in ns] for of, ns in ((peft, (10, 20)), (lora, (8,)))]
+    triton.compare(PASSES, list(zip(("PEFT", "LoRA_MLP"), passes, strict=True)))
+    theirs = "PEFT", totals(peft.calls)
+    ours = "LoRA_MLP", totals(lora.calls)
+    peft.totals("forward", theirs, ours)
+    lora.totals("forward", ours, theirs)
+    ours = "LoRA_MLP", totals(by_hand.calls)
+    by_hand.totals("backward", ours, ("PEFT", PEFT_BACKWARD))
     elements = list(head.elements.values())
-    titles = ("1  PEFT, forward", "2  LoRA_MLP, forward", "3  LoRA_MLP, backward by hand")
-    for panel, title in zip(panels, titles, strict=True):
-        phase = title.split()[2]
-        panel.text(50, 20, title, 28)
-        panel.text(50, 1670, f"calls in a {phase}\nmemory traffic", 20)
-        panel.text(290, 1670, totals(panel.calls), 20)
-        frame = panel.add("frame", "frame", 0, 0, WIDTH, HEIGHT, name=title)
-        for element in panel.elements.values():
-            element["x"] += panel.place * (WIDTH + 60)
-            element["frameId"] = None if element is frame else frame["id"]
-        elements += panel.elements.values()
-    return elements, panels
+    for panel in (peft, lora, by_hand, triton):
+        elements += panel.framed()
+    return elements, [peft, lora, by_hand]
+
+
+# --- the files ------------------------------------------------------------------------------------
+
+
+def write_scene(path: Path, elements: list[dict]) -> None:
+    scene = dict(type="excalidraw", version=2, source="docs/draw_lora.py", elements=elements)
+    scene |= dict(appState=dict(viewBackgroundColor="#ffffff", gridSize=10), files={})
+    path.write_text(json.dumps(scene, indent=1) + "\n")
 
 
 def write_drawing() -> None:
-    parser = argparse.ArgumentParser(description="Write lora.excalidraw, or keep its export.")
-    parser.add_argument("--svg", type=Path, help="lora.excalidraw as Excalidraw exported it")
-    svg, path = parser.parse_args().svg, ROOT / "lora.excalidraw"
-    if svg:
-        stamp = f"<!-- lora.excalidraw sha256 {hashlib.sha256(path.read_bytes()).hexdigest()} -->"
-        (ROOT / "docs" / "figures" / "lora.svg").write_text(
-            f"{svg.read_text().rstrip()}\n{stamp}\n"
-        )
-    else:
-        scene = dict(
-            type="excalidraw", version=2, source="docs/draw_lora.py", elements=draw_panels()[0]
-        )
-        scene |= dict(appState=dict(viewBackgroundColor="#ffffff", gridSize=10), files={})
-        path.write_text(json.dumps(scene, indent=1) + "\n")
+    parser = argparse.ArgumentParser(
+        description="Write lora.excalidraw, or its panels and figures."
+    )
+    parser.add_argument("--panels", type=Path, help="a folder for a file of each panel alone")
+    parser.add_argument("--svg", type=Path, help="the folder with what Excalidraw made of those")
+    options, path = parser.parse_args(), ROOT / "lora.excalidraw"
+    if not (options.panels or options.svg):
+        return write_scene(path, draw_panels()[0])
+    drawing = path.read_bytes()
+    elements = json.loads(drawing)["elements"]
+    frames = [element["id"] for element in elements if element["type"] == "frame"]
+    for figure, frame in zip(FIGURES, frames, strict=True):
+        if options.panels:
+            panel = [e | {"frameId": None} for e in elements if e["frameId"] == frame]
+            write_scene(options.panels / f"{figure}.excalidraw", panel)
+        if options.svg:
+            svg = (options.svg / f"{figure}.svg").read_text().rstrip()
+            stamp = f"<!-- lora.excalidraw sha256 {hashlib.sha256(drawing).hexdigest()} -->"
+            (ROOT / "docs" / "figures" / f"{figure}.svg").write_text(f"{svg}\n{stamp}\n")
 
 
 if __name__ == "__main__":

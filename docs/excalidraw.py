@@ -11,18 +11,17 @@ STYLES = {
     "activation, not saved": ("#ffffff", "#0b4f8a", "dashed", 1),
     "activation, recomputed": ("#e4f1fb", "#0b4f8a", "dashed", 1),
     "gradient": ("#f3d3e6", "#8a2c6a", "solid", 1),
-    "cuBLAS call": ("#c4e8dc", "#00664f", "solid", 1),
-    "cast": ("#f1f3f5", "#495057", "solid", 1),
-    "elementwise pass": ("#f1f3f5", "#495057", "solid", 1),
+    "matrix product, or GEMM": ("#c4e8dc", "#00664f", "solid", 1),
+    "cast, fp32 and bf16": ("#e5dbff", "#5f3dc4", "solid", 1),
+    "pass, elementwise": ("#f1f3f5", "#495057", "solid", 1),
     "Triton kernel": ("#ffc2a1", "#b33a00", "solid", 4),
 }
 CALL_KINDS = list(STYLES)[6:]  # of calls
 AXES = (("x", "width"), ("y", "height"))
-INK, NUNITO, LINE_HEIGHT, GAP = "#1e1e1e", 6, 1.35, 2
+INK, NUNITO, CASCADIA, LINE_HEIGHT, GAP = "#1e1e1e", 6, 3, 1.35, 2
 LOOK = dict(angle=0, strokeColor=INK, backgroundColor="transparent", fillStyle="solid")
 LOOK |= dict(strokeWidth=1, strokeStyle="solid", roughness=0, roundness=None, opacity=100)
 STATE = dict(version=1, updated=1, isDeleted=False, locked=False, link=None, frameId=None)
-PITCH, ROW = 450, 160  # from column to column, from row to row
 
 
 def line_width(line: str) -> float:
@@ -32,15 +31,24 @@ def line_width(line: str) -> float:
     return sum(widths.get(c, 0.75 if c.isupper() else 0.57) for c in line)
 
 
+def wrap(text: str, width: float, font_size=16) -> str:
+    """Break a text into lines of at most that width."""
+    lines = [""]
+    for word in text.split():
+        longer = f"{lines[-1]} {word}".strip()
+        if font_size * line_width(longer) > width:
+            lines.append(word)
+        else:
+            lines[-1] = longer
+    return "\n".join(lines)
+
+
 class Canvas:
     """Excalidraw's elements by id, placed from a corner of their own; `place` keeps ids apart."""
 
     def __init__(self, place: int):
         self.place = place
         self.elements: dict[str, dict] = {}
-
-    def at(self, column: int, row: int, right=0, down=0) -> tuple[int, int]:
-        return 90 + PITCH * column + right, (40 + ROW * row if row else 80) + down
 
     def add(self, id: str, type: str, x, y, width, height, **more) -> dict:
         assert id not in self.elements, id
@@ -53,13 +61,16 @@ class Canvas:
 
     def text(self, x, y, text: str, font_size=16, id="", **more) -> dict:
         lines = text.split("\n")
-        width = font_size * max(map(line_width, lines))
+        is_code = more.pop("is_code", False)  # each letter is as wide as the next
+        width = font_size * max(map(len if is_code else line_width, lines))
+        width *= 0.6 if is_code else 1
         height = font_size * LINE_HEIGHT * len(lines)
         align = dict(textAlign="left", verticalAlign="top", containerId=None)
         if more:
             x, y = x - width / 2, y - height / 2
             align = dict(textAlign="center", verticalAlign="middle")
-        font = dict(fontSize=font_size, fontFamily=NUNITO, lineHeight=LINE_HEIGHT)
+        family = CASCADIA if is_code else NUNITO
+        font = dict(fontSize=font_size, fontFamily=family, lineHeight=LINE_HEIGHT)
         more |= dict(text=text, originalText=text, **align, **font)
         return self.add(id or f"text {x} {y}", "text", x, y, width, height, **more)
 
@@ -75,15 +86,10 @@ class Canvas:
         return id
 
     def arrow(self, start, end, *corners) -> None:
-        """From what a call writes to a call, by numbers, or from and to a box by name.
-
-        Straight where they face each other, else along the axes by corners (as `at` takes them).
-        """
-        start = f"out {start}" if f"out {start}" in self.elements else start
-        end = f"call {end}" if f"call {end}" in self.elements else end
+        """From box to box: straight where they face each other, else along the axes by corners."""
         a, b = self.elements[start], self.elements[end]
         middle = [(max(a[p], b[p]) + min(a[p] + a[q], b[p] + b[q])) / 2 for p, q in AXES]
-        via: list[Any] = [self.at(*corner) for corner in corners] or [middle]
+        via: list[Any] = list(corners) or [middle]
         first, last = edge_point(a, *via[0]), edge_point(b, *via[-1])
         points = [first, *(via if corners else ()), last]
         spans = [max(axis) - min(axis) for axis in zip(*points, strict=True)]
@@ -93,10 +99,6 @@ class Canvas:
         arrow = self.add(f"{start} > {end}", "arrow", *first, *spans, **path)
         for box in (a, b):
             box["boundElements"].append({"id": arrow["id"], "type": "arrow"})
-
-    def arrows(self, pairs: str) -> None:
-        for pair in pairs.split():
-            self.arrow(*pair.split(">"))
 
     def strip(self, right: int, down: int, bytes_per_px: float, parts: list) -> int:
         """Boxes side by side, as wide as their bytes; returns where they end."""

@@ -14,7 +14,9 @@ import re
 from itertools import combinations, pairwise
 from pathlib import Path
 
+import call_panel
 import draw_lora
+import draw_triton
 import excalidraw
 import pytest
 import test_counts
@@ -31,7 +33,7 @@ from fused_mlp import fast_lora, swiglu, utils
 
 ROOT = Path(__file__).resolve().parents[2]
 
-DRAWING = ROOT / "lora.excalidraw"
+DRAWING, PAGE = ROOT / "lora.excalidraw", (ROOT / "docs" / "lora_mlp.md").read_text()
 SCENE = json.loads(DRAWING.read_text())
 ELEMENTS = {element["id"]: element for element in SCENE["elements"]}
 TYPES = ("rectangle", "text", "arrow", "frame")
@@ -132,7 +134,7 @@ def said(element):
     return element.get("text"), element["backgroundColor"], element["strokeStyle"], bindings
 
 
-LETTERS = {size: letter for letter, size in draw_lora.DIMENSIONS.items()}
+LETTERS = {size: letter for letter, size in call_panel.DIMENSIONS.items()}
 NO_WORK = {"t", "view", "_unsafe_view", "split", "split_with_sizes", "detach", "prim::device"}
 NO_WORK |= {"empty", "empty_like", "new_empty"}
 
@@ -188,10 +190,10 @@ def traced(request):
     config = AutoConfig.for_model(**json.loads((ROOT / "configs/qwen2.5-3b.json").read_text()))
     model = torch.nn.ModuleDict({"mlp": Qwen2MLP(config).to(torch.bfloat16)})
     targets = ["gate_proj", "up_proj", "down_proj"]
-    get_peft_model(model, LoraConfig(r=draw_lora.DIMENSIONS["r"], target_modules=targets))
+    get_peft_model(model, LoraConfig(r=call_panel.DIMENSIONS["r"], target_modules=targets))
     if fused:
         fuse(model, Fusion(mlp=True))
-    tokens, forward, backward, kept = draw_lora.DIMENSIONS["T"], Trace(), Trace(), {}
+    tokens, forward, backward, kept = call_panel.DIMENSIONS["T"], Trace(), Trace(), {}
 
     def keep(tensor):
         if tensor.numel() // tensor.shape[-1] == tokens:
@@ -230,8 +232,8 @@ def test_every_call_is_drawn_with_what_it_reads_and_writes(traced):
         drawn = {number: as_traced(call) for number, call in panel.calls.items()}
         assert drawn == dict(enumerate(trace.calls, 1))
     if not fused:
-        calls = {n: draw_lora.Call(*call) for n, call in enumerate(backward.calls, 1)}
-        assert draw_lora.totals(calls) == draw_lora.PEFT_BACKWARD
+        calls = {n: call_panel.Call(*call) for n, call in enumerate(backward.calls, 1)}
+        assert call_panel.totals(calls) == draw_lora.PEFT_BACKWARD
 
 
 def test_what_is_drawn_as_saved_is_saved(traced):
@@ -255,7 +257,7 @@ def saved_names():
 
 def test_every_saved_tensor_is_named():
     frames = [frame["id"] for frame in FRAMES]
-    for frame in frames[1:]:  # of the forward that saves it and of the backward that reads it
+    for frame in frames[1:3]:  # of the forward that saves it and of the backward that reads it
         titles = {text["text"].split("\n")[0] for text in TEXTS if text["frameId"] == frame}
         names = saved_names()
         assert names[:4] == ["x", "gate", "up", "z"] and len(names) == 12
@@ -265,7 +267,7 @@ def test_every_saved_tensor_is_named():
 
 def test_the_readme_has_the_totals():
     peft, forward, backward = (
-        draw_lora.totals(panel.calls) for panel in draw_lora.draw_panels()[1]
+        call_panel.totals(panel.calls) for panel in draw_lora.draw_panels()[1]
     )
     rows = []
     for phase, ours, theirs in (
@@ -275,19 +277,33 @@ def test_the_readme_has_the_totals():
         cells = zip(theirs.split("\n"), ours.split("\n"), strict=True)
         (peft_calls, lora_calls), (peft_traffic, lora_traffic) = cells
         rows.append(f"| calls in a {phase} | {peft_calls} | {lora_calls} |")
-        name = f"memory traffic of a {phase} at {draw_lora.DIMENSIONS['T']:,} tokens"
+        name = f"memory traffic of a {phase} at {call_panel.DIMENSIONS['T']:,} tokens"
         rows.append(f"| {name} | {peft_traffic} | {lora_traffic} |")
         for counts, calls in ((test_counts.PEFT, peft_calls), (test_counts.FUSED, lora_calls)):
             assert re.findall(r"\d+", calls) == [
                 str(n) for n in (sum(counts[phase].values()), *counts[phase].values())
             ]
-    page = (ROOT / "docs" / "lora_mlp.md").read_text()
-    assert [row for row in rows if row not in page] == []
+    assert [row for row in rows if row not in PAGE] == []
 
 
-def test_the_svg_is_made_from_the_drawing():
-    svg = (ROOT / "docs" / "figures" / "lora.svg").read_text()
+def test_the_code_beside_the_boxes_is_that_of_the_page_and_the_kernel():
+    """What is on the page is run by test_documents."""
+    page = "".join(re.sub(r"#.*", "", PAGE).split())
+    for code, *_ in draw_lora.FORWARD + draw_lora.BACKWARD:
+        assert "".join(code.split()) in page, code
+    source = inspect.getsource(swiglu._swiglu_forward_kernel.fn)
+    source = re.sub(r"\.to\((tl\.float32|hidden_ptr\S+_ty)\)|, mask=mask", "", source)
+    for code, _ in draw_triton.STEPS:
+        assert set(code.split("\n")) <= {line.strip() for line in source.split("\n")}, code
+    assert draw_triton.TILE == swiglu.BLOCK_ELEMENTS
+
+
+@pytest.mark.parametrize("figure, frame", zip(draw_lora.FIGURES, FRAMES, strict=True))
+def test_each_svg_is_made_from_its_panel(figure, frame):
+    assert f"](figures/{figure}.svg)" in PAGE
+    svg = (ROOT / "docs" / "figures" / f"{figure}.svg").read_text()
     stamp = hashlib.sha256(DRAWING.read_bytes()).hexdigest()
     assert f"<!-- lora.excalidraw sha256 {stamp} -->" in svg, "export it again: see draw_lora.py"
-    lines = {line for text in TEXTS for line in text["text"].split("\n")}
-    assert lines - set(map(html.unescape, re.findall(r"<text[^>]*>([^<]*)</text>", svg))) == set()
+    texts = [text["text"] for text in TEXTS if text["frameId"] == frame["id"]]
+    shown = re.findall(r"<text[^>]*>([^<]*)</text>", svg)
+    assert {line for text in texts for line in text.split("\n")} <= set(map(html.unescape, shown))
