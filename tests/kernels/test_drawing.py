@@ -298,7 +298,7 @@ def test_the_code_beside_the_boxes_is_that_of_the_page_and_the_kernel():
     assert draw_triton.TILE == swiglu.BLOCK_ELEMENTS
 
 
-@pytest.mark.parametrize("figure, frame", zip(draw_lora.FIGURES, FRAMES, strict=True))
+@pytest.mark.parametrize("figure, frame", [*zip(draw_lora.FIGURES, FRAMES, strict=True)])
 def test_each_svg_is_made_from_its_panel(figure, frame):
     assert f"](figures/{figure}.svg)" in PAGE
     svg = (ROOT / "docs" / "figures" / f"{figure}.svg").read_text()
