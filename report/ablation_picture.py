@@ -26,21 +26,20 @@ from report.ablation import (
     parts_of_block,
     signed_number,
     together,
-    why_no_time,
 )
 from report.benchmark_results import write_png
-from report.looks import REHEARSAL_NOTICE, STYLE, caption
+from report.looks import REHEARSAL_NOTICE, STYLE, caption, why_no_time
 from report.statistics import NOISE, speedups
 from variants import BASELINE, LOOKS, counterpart, title_of
 
-FIRST, LAST = LOOKS["fused"].colour, "#3d0a0e"
+FIRST, LAST = LOOKS["fused"].colour, "#4d2200"
 COLUMNS = (52, 87, 137, 172)  # where the numbers beside a panel end, in points from its right side
 ROW_INCHES = 0.31
-OF_GPU: dict[str, Any] = {"marker": "D", "color": "#ffd33d", "markersize": 4.5,
+OF_GPU: dict[str, Any] = {"marker": "D", "color": "#f0e442", "markersize": 4.5,
                           "markeredgecolor": "black", "linestyle": ""}  # fmt: skip
 NOISY = "#999999"  # what is not distinguishable
 ASIDE: dict[str, Any] = {"color": "#777777", "style": "italic", "size": 9.5}
-BETWEEN: dict[str, Any] = {"facecolor": "#f4c4c7", "edgecolor": FIRST, "hatch": "////"}
+BETWEEN: dict[str, Any] = {"facecolor": "#f7cfb2", "edgecolor": FIRST, "hatch": "////"}
 
 
 def draw_ablation(run: Run, path: str | Path) -> bool:
@@ -177,7 +176,7 @@ def _words(picture: Figure, run: Run, height: float) -> None:
     title = ablation_finding(run)
     picture.text(0.025, 1 - 0.5 / height, title, size=min(21, 1400 / len(title)), weight="bold")
     said = (
-        "From vanilla PEFT down to all parts: a red bar begins where the one above it ended, and "
+        "From vanilla PEFT down to all parts: a bar begins where the one above it ended, and "
         "is as long as what the part, alone,\ntakes off a step. The interaction is what all "
         "together take off beyond that sum. Negative: adds time. Bold: more than noise; grey: not; "
         "neither:\nof a single round, which cannot tell. Diamond: where the bar ends by the "
