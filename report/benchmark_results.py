@@ -137,8 +137,8 @@ def _speedup(axes: Axes, view: View) -> None:
     # The interval of two rounds may go far beyond, and leaves the panel.
     ends = [end for row in rows for end in row.speedup_ci95 or ()]
     low, high = max(min([low, *ends]), low / 1.25), min(max([high, *ends]), high * 1.25)
-    span = max(1.1, high / low)
-    below, above = 0.5 if view.untimed else 0.14, 0.22 if bands else 0.17  # room for the words
+    span = max(1.2, high / low)
+    below, above = 0.5 if view.untimed else 0.14, 0.3 if bands else 0.2  # room for the words
     axes.set_ylim(low / span**below, high * span**above)
     ticks = FixedLocator(RATIOS) if span > 3 else MaxNLocator(7, steps=[1, 2, 5, 10])
     axes.yaxis.set_major_locator(ticks)
@@ -176,7 +176,9 @@ def _memory(axes: Axes, view: View) -> None:
 
 def _kinds(axes: Axes, view: View) -> None:
     """Leaves room for the names of its bars, beside them, and of its colours, above."""
-    seq_len, box, left = longest_profiled(view.run), axes.get_position(), 0.055
+    seq_len, box = longest_profiled(view.run), axes.get_position()
+    few = len(view.looks) <= FEW
+    left = 0.055 if few else 0.09
     axes.set_position((box.x0 + left, box.y0, box.width - left, box.height))
     inches = draw_kinds(axes, view.run, seq_len, named=True)
     height = box.height - inches / HEIGHT
@@ -184,8 +186,10 @@ def _kinds(axes: Axes, view: View) -> None:
     title = f"Where the time goes at {seq_len} tokens (lower is better)"
     axes.set_title(title, x=-left / (box.width - left), pad=6 + 72 * inches)
     axes.set_xlabel("ms a step")
+    names = [fill(title_of(variant), 16 if few else 27) for variant in view.looks]
+    axes.set_yticks(range(len(names)), names, weight="bold", size=11 if few else 7.5)
     for label, look in zip(axes.get_yticklabels(), view.looks.values(), strict=True):
-        label.set(color=look.colour, weight="bold", size=11 if len(view.looks) <= FEW else 9)
+        label.set_color(look.colour)
 
 
 # --- what the panels share ------------------------------------------------------------------------

@@ -45,9 +45,9 @@ def draw_kinds(axes: Axes, run: Run, seq_len: int, named: bool) -> float:
     steps = {v: median(own.values()) for v in shown if (own := run.round_ms(v, seq_len))}
     ends = {v: max(ms, sum(found[v].kernel_ms.values()) if v in found else 0)
             for v, ms in steps.items()}  # fmt: skip
-    longest = max(ends.values(), default=1.0)
-    axes.set_yticks(range(len(shown)), [fill(title_of(variant), 16) for variant in shown])
-    floor_ms = run.floor[seq_len].floor_ms if seq_len in run.floor else None
+    floor_ms = run.floor[seq_len].floor_ms if seq_len in run.floor else 0.0
+    longest = max([floor_ms, *ends.values()]) or 1.0
+    axes.set_yticks(range(len(shown)), [fill(title_of(variant), 22) for variant in shown], size=11)
     below = 0.25 + 0.045 * len(shown)  # the last bar, room for the floor's name
     axes.set_ylim(len(shown) - 0.5 + below, -0.5)
     axes.set_xlim(0, 1.16 * longest)
@@ -60,7 +60,7 @@ def draw_kinds(axes: Axes, run: Run, seq_len: int, named: bool) -> float:
             axes.text(0.01 * longest, row, words, va="center", style="italic", color="#555555")
             continue
         if variant in found:
-            _stack(axes, found[variant], row, longest, floor_ms or 0.0)
+            _stack(axes, found[variant], row, longest, floor_ms)
         else:
             axes.barh(row, steps[variant], 0.78, color="#e4e4e4")
             axes.text(0.01 * longest, row, "no profile", va="center", style="italic", size=10.5)
