@@ -1,5 +1,5 @@
-"""ablation.png, from a run alone: from vanilla PEFT down to all parts, part by part.
-The numbers are ablation.py's."""
+"""ablation.png, from a run alone: from vanilla PEFT down to all parts, part by part, at the longest
+length; ablation_all_lengths.png has all. The numbers are ablation.py's."""
 
 from __future__ import annotations
 
@@ -42,19 +42,21 @@ ASIDE: dict[str, Any] = {"color": "#777777", "style": "italic", "size": 9.5}
 BETWEEN: dict[str, Any] = {"facecolor": "#f7cfb2", "edgecolor": FIRST, "hatch": "////"}
 
 
-def draw_ablation(run: Run, path: str | Path) -> bool:
-    """Write the picture as a PNG, whole or not at all; False where fewer than two of its variants
-    have a time, so that there is no gain to show."""
+def draw_ablation(run: Run, path: str | Path, all_lengths: bool = False) -> bool:
+    """Write the picture of the longest length with a time, or of all, as a PNG, whole or not at
+    all; False where fewer than two of its variants have a time: there is no gain to show."""
     if not blocks_of(run):
         return False
-    write_png(ablation_figure(run), path)
+    lengths = run.experiment.seq_lens
+    longest = max(cell.seq_len for cell in run.cells_of(status="ok"))
+    write_png(ablation_figure(run, lengths if all_lengths else [longest]), path)
     return True
 
 
-def ablation_figure(run: Run) -> Figure:
+def ablation_figure(run: Run, lengths: list[int]) -> Figure:
     """One row of panels a length, one column a block; bars are in ms from 0, on one scale a row."""
     with style.context(["default", STYLE]):
-        blocks, lengths = blocks_of(run), run.experiment.seq_lens
+        blocks = blocks_of(run)
         names = [name_of_part(part) for part in (*parts_of_block(blocks[0]), INTERACTION)]
         names = [title_of(BASELINE), *names, title_of("fused_all")]
         height = 3.1 + len(lengths) * (0.5 + ROW_INCHES * len(names))

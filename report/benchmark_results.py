@@ -231,8 +231,8 @@ def _lines(axes: Axes, view: View, rows: list, name: str, words: Callable, besid
             spans += [*labels, *([point] for point in points)]
             over, under = up(max(value, *ends), min(value, *ends))
             if many and seq_len == view.seq_lens[-1]:
-                at_height = {"transform": axes.get_xaxis_transform(), "va": "center"}
-                axes.text(place + 0.1, height, words(value), **at_height, **text)
+                text |= {"transform": axes.get_xaxis_transform(), "va": "center"}
+                axes.text(place + 0.1, height, words(value), **text)
             elif many:
                 continue
             elif _is_free(above := [over, over + LABEL], spans):

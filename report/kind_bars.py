@@ -80,7 +80,8 @@ def draw_kinds(axes: Axes, run: Run, seq_len: int, named: bool) -> float:
 
 def _stack(axes: Axes, bar: Bar, row: int, longest: float, floor_ms: float) -> None:
     """The kinds one after another, each with its number where there is room beside the floor."""
-    left, edge = 0.0, {"edgecolor": "white", "linewidth": 0.8}
+    left = 0.0
+    edge: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.8}
     for kind, colour in COLOURS.items():
         width = bar.kernel_ms.get(kind, 0.0)
         axes.barh(row, width, 0.78, left, color=colour, **edge)

@@ -34,6 +34,9 @@ RUNS = {
     "suite all": case.run(),
     "long names": case.run(LONG_NAMES, (64, 512), rounds=2),
     "a graph": example.run(("vanilla_peft", "fused_mlp", "fused_layer_graph")),
+    "close together": rounds(
+        vanilla_peft=[300], fused_mlp=[126], full_unsloth=[109], fused_layer_graph=[100]
+    ),
     "one length": example.run(("vanilla_peft", "fused_mlp"), (512,)),
     "nothing yet": example.empty(),
     "nothing came out": example.run(
