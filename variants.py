@@ -108,8 +108,8 @@ class Recipe:
 
     @property
     def look(self) -> "Look":
-        family = "compiled" if self.compiled else "fused" if self.fused else self.library
-        return LOOKS[family]
+        fused = "layers" if "layer" in self.fused else "fused" if self.fused else self.library
+        return LOOKS["compiled" if self.compiled else fused]
 
 
 class Look(NamedTuple):
@@ -122,13 +122,14 @@ class Look(NamedTuple):
     hatch: str
 
 
-LOOKS = {
-    "peft": Look("vanilla PEFT", "#8a8a8a", "o", ""),
-    "fused": Look("fused parts", "#c81e2b", "s", "///"),
-    "unsloth": Look("Unsloth", "#8250df", "^", "..."),
-    "compiled": Look("compiled PEFT", "#0969da", "D", "xxx"),
-    "liger": Look("Liger", "#1a7f37", "v", "---"),
-    "other": Look("other", "#8a6100", "<", "+++"),
+LOOKS = {  # in Okabe and Ito's colours, which no eye confuses, and the baseline in grey
+    "peft": Look("vanilla PEFT", "#595959", "o", ""),
+    "fused": Look("fused parts", "#d55e00", "s", "///"),
+    "unsloth": Look("Unsloth", "#cc79a7", "^", "..."),
+    "layers": Look("whole layers", "#0072b2", "P", "\\\\\\"),
+    "compiled": Look("compiled PEFT", "#56b4e9", "D", "xxx"),
+    "liger": Look("Liger", "#009e73", "v", "---"),
+    "other": Look("other", "#e69f00", "<", "+++"),
 }
 
 

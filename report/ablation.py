@@ -15,7 +15,7 @@ from statistics import median
 from typing import NamedTuple
 
 from bench.records import Interval, Run, Verdict
-from report.looks import STATUS_WORDS, markdown_table
+from report.looks import markdown_table, why_no_time
 from report.statistics import NOISE, interval95, interval95_of_ratios, noise_band, verdict_of
 from variants import ALL_BUT, ALONE, BASELINE, FUSED_PARTS, counterpart, variant_of
 
@@ -119,11 +119,6 @@ def _by_round(run: Run, variant: str, seq_len: int, time: str) -> dict[int, floa
         return run.round_ms(variant, seq_len)
     cells = run.cells_of(variant, seq_len, "ok")
     return {cell.round: cell.gpu_busy_ms for cell in cells if cell.gpu_busy_ms is not None}
-
-
-def why_no_time(run: Run, variant: str, seq_len: int) -> str:
-    # where it is "ok", the GPU's own time is not there
-    return STATUS_WORDS.get(run.status_of(variant, seq_len) or "", "not measured")
 
 
 def blocks_of(run: Run) -> list[bool]:

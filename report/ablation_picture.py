@@ -1,5 +1,5 @@
-"""ablation.png, from a run alone: from vanilla PEFT down to all parts, part by part.
-The numbers are ablation.py's."""
+"""ablation.png, from a run alone: from vanilla PEFT down to all parts, part by part, at the longest
+length; ablation_all_lengths.png has all. The numbers are ablation.py's."""
 
 from __future__ import annotations
 
@@ -26,36 +26,37 @@ from report.ablation import (
     parts_of_block,
     signed_number,
     together,
-    why_no_time,
 )
 from report.benchmark_results import write_png
-from report.looks import REHEARSAL_NOTICE, STYLE, caption
+from report.looks import REHEARSAL_NOTICE, STYLE, caption, why_no_time
 from report.statistics import NOISE, speedups
 from variants import BASELINE, LOOKS, counterpart, title_of
 
-FIRST, LAST = LOOKS["fused"].colour, "#3d0a0e"
+FIRST, LAST = LOOKS["fused"].colour, "#4d2200"
 COLUMNS = (52, 87, 137, 172)  # where the numbers beside a panel end, in points from its right side
 ROW_INCHES = 0.31
-OF_GPU: dict[str, Any] = {"marker": "D", "color": "#ffd33d", "markersize": 4.5,
+OF_GPU: dict[str, Any] = {"marker": "D", "color": "#f0e442", "markersize": 4.5,
                           "markeredgecolor": "black", "linestyle": ""}  # fmt: skip
 NOISY = "#999999"  # what is not distinguishable
 ASIDE: dict[str, Any] = {"color": "#777777", "style": "italic", "size": 9.5}
-BETWEEN: dict[str, Any] = {"facecolor": "#f4c4c7", "edgecolor": FIRST, "hatch": "////"}
+BETWEEN: dict[str, Any] = {"facecolor": "#f7cfb2", "edgecolor": FIRST, "hatch": "////"}
 
 
-def draw_ablation(run: Run, path: str | Path) -> bool:
-    """Write the picture as a PNG, whole or not at all; False where fewer than two of its variants
-    have a time, so that there is no gain to show."""
+def draw_ablation(run: Run, path: str | Path, all_lengths: bool = False) -> bool:
+    """Write the picture of the longest length with a time, or of all, as a PNG, whole or not at
+    all; False where fewer than two of its variants have a time: there is no gain to show."""
     if not blocks_of(run):
         return False
-    write_png(ablation_figure(run), path)
+    lengths = run.experiment.seq_lens
+    longest = max(cell.seq_len for cell in run.cells_of(status="ok"))
+    write_png(ablation_figure(run, lengths if all_lengths else [longest]), path)
     return True
 
 
-def ablation_figure(run: Run) -> Figure:
+def ablation_figure(run: Run, lengths: list[int]) -> Figure:
     """One row of panels a length, one column a block; bars are in ms from 0, on one scale a row."""
     with style.context(["default", STYLE]):
-        blocks, lengths = blocks_of(run), run.experiment.seq_lens
+        blocks = blocks_of(run)
         names = [name_of_part(part) for part in (*parts_of_block(blocks[0]), INTERACTION)]
         names = [title_of(BASELINE), *names, title_of("fused_all")]
         height = 3.1 + len(lengths) * (0.5 + ROW_INCHES * len(names))
@@ -177,7 +178,7 @@ def _words(picture: Figure, run: Run, height: float) -> None:
     title = ablation_finding(run)
     picture.text(0.025, 1 - 0.5 / height, title, size=min(21, 1400 / len(title)), weight="bold")
     said = (
-        "From vanilla PEFT down to all parts: a red bar begins where the one above it ended, and "
+        "From vanilla PEFT down to all parts: a bar begins where the one above it ended, and "
         "is as long as what the part, alone,\ntakes off a step. The interaction is what all "
         "together take off beyond that sum. Negative: adds time. Bold: more than noise; grey: not; "
         "neither:\nof a single round, which cannot tell. Diamond: where the bar ends by the "

@@ -14,31 +14,32 @@ from textwrap import fill
 from typing import Any
 
 from matplotlib import style
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.legend_handler import HandlerTuple
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import EngFormatter, MaxNLocator
+from matplotlib.ticker import EngFormatter, FixedLocator, MaxNLocator, NullLocator
 
 from bench.records import Run, SummaryRow
 from bench.results import write_atomically
+from report.kind_bars import draw_kinds, longest_profiled
 from report.looks import REHEARSAL_NOTICE, STATUS_WORDS, STYLE, caption, shown_variants
 from report.statistics import NOISE, noise_band, summarize
 from variants import BASELINE, LOOKS, SUITES, Look, title_of, variant_of
 
 SPARE_LOOKS = [  # for variants whose family's look another one has
-    Look("", "#bc4c00", "P", "\\\\\\"),
-    Look("", "#0a7e8c", "X", "|||"),
-    Look("", "#bf3989", ">", "ooo"),
+    Look("", "#000000", "*", "OO"),
+    Look("", "#8a7a00", "X", "|||"),
+    Look("", "#7a4900", ">", "ooo"),
 ]
 RESULTS_LEGEND = "Medians over steps, then over rounds; whiskers: 95% intervals over rounds."
-PHASES = {"forward": 0.55, "backward": 0.0, "optimizer": -0.6}  # how far towards white or black
-GRAPH = {"CUDA graph": 0.3}  # a step whose phases nobody can tell apart
+LABEL = 0.085  # the height that a value beside its point takes, of its panel
+RATIOS = (0.25, 0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32)  # ticks where speedups are far apart
+CLEAR = {"boxstyle": "square,pad=0.05", "color": "white", "alpha": 0.8}  # around words
+HEIGHT = 12  # of the picture, in inches
 RIGHT = 0.975  # where the panels end, of the picture's width
-FEW = 3  # up to this many variants every point is labelled; beyond it the table has the values
+FEW = 4  # up to this many variants every point is labelled; beyond it the table has the values
 
 
 class View:
@@ -91,20 +92,22 @@ def write_png(picture: Figure, path: str | Path) -> None:
 
 
 def benchmark_figure(run: Run) -> Figure:
-    """The 2x2 picture: tokens a second, speedup, peak memory, where a step's time goes."""
+    """The 2x2 picture: speedup, tokens a second, peak memory, what the GPU does at the longest
+    length."""
     with style.context(["default", STYLE]):
         view = View(run)
-        picture = Figure(figsize=(14, 11), dpi=150)
+        picture = Figure(figsize=(14, HEIGHT), dpi=150)
         panels = picture.subplots(2, 2, gridspec_kw={"hspace": 0.28, "wspace": 0.14})
         rows_of_names = _name_variants(picture, view)
         picture.subplots_adjust(0.06, 0.125, RIGHT, 0.892 - 0.026 * rows_of_names)
-        for panel, axes in zip((_throughput, _speedup, _memory, _step), panels.flat, strict=True):
+        for panel, axes in zip((_speedup, _throughput, _memory), panels.flat, strict=False):
             axes.set_xlim(-0.5, len(view.seq_lens) - 0.5)
             axes.set_xticks(range(len(view.seq_lens)), view.seq_lens)
             axes.set_xlabel("tokens in a sequence")
             axes.tick_params(length=0)
             panel(axes, view)
             _mark_untimed(axes, view)
+        _kinds(panels[1, 1], view)
         title = benchmark_finding(view)
         picture.text(0.025, 0.955, title, size=min(23, 1500 / len(title)), weight="bold")
         words = fill(f"{caption(run)} {RESULTS_LEGEND}", 165)
@@ -117,17 +120,11 @@ def benchmark_figure(run: Run) -> Figure:
 # --- the four panels ------------------------------------------------------------------------------
 
 
-def _throughput(axes: Axes, view: View) -> None:
-    axes.set_title("Tokens a second (higher is better)")
-    axes.yaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.set_ylim(0, 1.15 * view.top("tokens_per_s"))
-    _lines(axes, view, view.timed, "tokens_per_s", EngFormatter(places=1, sep=""))
-
-
 def _speedup(axes: Axes, view: View) -> None:
     axes.set_title("Speedup over vanilla PEFT (higher is better)")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.2f}×" if value > 0 else "")
-    axes.yaxis.set_major_locator(MaxNLocator(7, steps=[1, 2, 5, 10]))
+    axes.set_yscale("log")  # twice as fast is as far from 1 as half as fast
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}×" if value > 0 else "")
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.axhline(1.0, color=LOOKS["peft"].colour, linestyle=(0, (5, 3)))
     rows = [row for row in view.timed if row.speedup and row.variant != BASELINE]
     bands = {n: band for n in view.seq_lens if (band := noise_band(view.run, n))}
@@ -135,16 +132,24 @@ def _speedup(axes: Axes, view: View) -> None:
         axes.bar(view.seq_lens.index(seq_len), high - low, 0.9, low, color="#cfcfcf")
     if bands:
         _note(axes, "grey band: vanilla PEFT measured twice (A/A)")
-    intervals = [row.speedup_ci95 for row in rows if row.speedup_ci95]
-    reach = [
-        1.0,
-        *(row.speedup for row in rows if row.speedup),
-        *chain(*bands.values(), *intervals),
-    ]
-    span = max(0.1, max(reach) - min(reach))
-    below, above = 0.5 if view.untimed else 0.14, 0.34 if bands else 0.2  # room for the words
-    axes.set_ylim(min(reach) - below * span, max(reach) + above * span)
+    reach = [1.0, *(row.speedup for row in rows if row.speedup), *chain(*bands.values())]
+    low, high = min(reach), max(reach)
+    # The interval of two rounds may go far beyond, and leaves the panel.
+    ends = [end for row in rows for end in row.speedup_ci95 or ()]
+    low, high = max(min([low, *ends]), low / 1.25), min(max([high, *ends]), high * 1.25)
+    span = max(1.2, high / low)
+    below, above = 0.5 if view.untimed else 0.14, 0.3 if bands else 0.2  # room for the words
+    axes.set_ylim(low / span**below, high * span**above)
+    ticks = FixedLocator(RATIOS) if span > 3 else MaxNLocator(7, steps=[1, 2, 5, 10])
+    axes.yaxis.set_major_locator(ticks)
     _lines(axes, view, rows, "speedup", lambda value: f"{value:.2f}×", beside=[1.0])
+
+
+def _throughput(axes: Axes, view: View) -> None:
+    axes.set_title("Tokens a second (higher is better)")
+    axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.set_ylim(0, 1.15 * view.top("tokens_per_s"))
+    _lines(axes, view, view.timed, "tokens_per_s", EngFormatter(places=1, sep=""))
 
 
 def _memory(axes: Axes, view: View) -> None:
@@ -169,42 +174,22 @@ def _memory(axes: Axes, view: View) -> None:
     axes.set_ylim(0, 1.22 * top)
 
 
-def _step(axes: Axes, view: View) -> None:
-    axes.set_title("Where a step's time goes, ms (lower is better)")
-    top_ms, grey = view.top("median_step_ms"), LOOKS["peft"].colour
-    shades = PHASES | (GRAPH if any(map(_is_graph, view.timed)) else {})
-    keys: list[Artist] = [
-        Patch(color=_shade(grey, shade), label=phase) for phase, shade in shades.items()
-    ]
-    for row in view.timed:
-        bottom_ms, step_ms = 0.0, row.median_step_ms or 0.0
-        for phase, shade in (GRAPH if _is_graph(row) else PHASES).items():
-            height_ms = step_ms if _is_graph(row) else getattr(row, f"{phase}_ms")
-            _bar(axes, view, row, height_ms, bottom_ms, shade)
-            bottom_ms += height_ms
-        words = f"{step_ms:.0f}" if top_ms > 50 else f"{step_ms:.1f}"
-        if row.ratio_to_floor and len(view.looks) <= FEW:
-            words += f"\n{row.ratio_to_floor:.1f}×"
-        # the parts' medians may add up to a little more
-        _bar_label(axes, view, row, max(step_ms, bottom_ms), words)
-    floors = view.run.floor
-    for place, seq_len in enumerate(view.seq_lens):
-        if seq_len in floors:
-            floor_ms, ends = floors[seq_len].floor_ms, (place - 0.47, place + 0.47)
-            axes.hlines(floor_ms, *ends, color="white", linewidth=4.5)
-            axes.hlines(floor_ms, *ends, color="black", linewidth=2.5)
-    if floors:
-        words = "floor"
-        if len(view.looks) <= FEW:
-            words += " (×: multiples of it)" if shades == PHASES else " (× of it)"
-        keys.append(Line2D([], [], color="black", linewidth=2.5, label=words))
-    axes.legend(handles=keys, loc="upper left", ncols=5, handlelength=1.4, columnspacing=1.0)
-    axes.set_ylim(0, 1.3 * top_ms)
-
-
-def _is_graph(row: SummaryRow) -> bool:
-    """Return True if a step is captured in CUDA graphs, and so has a time but no phases."""
-    return row.forward_ms is None
+def _kinds(axes: Axes, view: View) -> None:
+    """Leaves room for the names of its bars, beside them, and of its colours, above."""
+    seq_len, box = longest_profiled(view.run), axes.get_position()
+    few = len(view.looks) <= FEW
+    left = 0.055 if few else 0.09
+    axes.set_position((box.x0 + left, box.y0, box.width - left, box.height))
+    inches = draw_kinds(axes, view.run, seq_len, named=True)
+    height = box.height - inches / HEIGHT
+    axes.set_position((box.x0 + left, box.y0, box.width - left, height))
+    title = f"Where the time goes at {seq_len} tokens (lower is better)"
+    axes.set_title(title, x=-left / (box.width - left), pad=6 + 72 * inches)
+    axes.set_xlabel("ms a step")
+    names = [fill(title_of(variant), 16 if few else 27) for variant in view.looks]
+    axes.set_yticks(range(len(names)), names, weight="bold", size=11 if few else 7.5)
+    for label, look in zip(axes.get_yticklabels(), view.looks.values(), strict=True):
+        label.set_color(look.colour)
 
 
 # --- what the panels share ------------------------------------------------------------------------
@@ -213,14 +198,17 @@ def _is_graph(row: SummaryRow) -> bool:
 def _lines(axes: Axes, view: View, rows: list, name: str, words: Callable, beside=()) -> None:
     """One line a variant, broken where a length has no value, with intervals; and its values,
     above or below their points, wherever no other point (or height `beside`) is in the way."""
-    low, high = axes.get_ylim()
-    many = len(view.looks) > FEW
+    many, to_panel = len(view.looks) > FEW, axes.transScale + axes.transLimits
 
     def value_of(row: SummaryRow) -> float:
         return getattr(row, name)
 
     def ends_of(row: SummaryRow) -> tuple[float, ...]:
         return getattr(row, f"{name}_ci95", None) or (value_of(row),)
+
+    def up(*values: float) -> list[float]:
+        """Return how far up the panel the values are, from 0 to 1."""
+        return [to_panel.transform((0, value))[1] for value in values]
 
     for variant, look in view.looks.items():
         own = {row.seq_len: row for row in rows if row.variant == variant}
@@ -233,24 +221,35 @@ def _lines(axes: Axes, view: View, rows: list, name: str, words: Callable, besid
                 axes.plot(at, ends, marker="_", color=look.colour, markersize=11, linewidth=1.8)
     for place, seq_len in enumerate(view.seq_lens):
         here = sorted((row for row in rows if row.seq_len == seq_len), key=value_of)
-        heights = _apart(list(map(value_of, here)), 0.052 * (high - low), high)
+        labels: list[list[float]] = []  # where there are some
+        heights = _apart(up(*map(value_of, here)), 0.052, 1.0)
         for row, height in zip(here, heights, strict=True):
             value, ends = value_of(row), ends_of(row)
             text: dict[str, Any] = {"color": view.look(row).colour, "size": 11, "weight": "bold"}
-            others = [value_of(each) for each in here if each is not row] + list(beside)
-            near = 0.1 * (high - low)  # the room that a label takes
-            whiskers = [ends_of(each) for each in here if each is not row]
-            over = max(value, *ends)
+            spans = [up(*ends_of(each)) for each in here if each is not row]
+            points = up(*(value_of(each) for each in here if each is not row), *beside)
+            spans += [*labels, *([point] for point in points)]
+            over, under = up(max(value, *ends), min(value, *ends))
             if many and seq_len == view.seq_lens[-1]:
-                axes.text(place + 0.1, height, words(value), va="center", **text)
-            elif not many and any(w[0] < over + near and w[-1] > over for w in whiskers if w[1:]):
-                # another's whisker stands there: beside the point, where no line comes from
-                side, align = (-0.07, "right") if place == 0 else (0.07, "left")
-                axes.text(place + side, value, words(value), ha=align, va="center", **text)
-            elif not many and not any(0 <= other - value < near for other in others):
-                _annotate(axes, words(value), place, over, 9, va="bottom", **text)
-            elif not many and not any(0 <= value - other < near for other in others):
+                text |= {"transform": axes.get_xaxis_transform(), "va": "center"}
+                axes.text(place + 0.1, height, words(value), **text)
+            elif many:
+                continue
+            elif _is_free(above := [over, over + LABEL], spans):
+                labels.append(above)
+                _annotate(axes, words(value), place, max(value, *ends), 9, va="bottom", **text)
+            elif _is_free(below := [under - LABEL, under], spans):
+                labels.append(below)
                 _annotate(axes, words(value), place, min(value, *ends), -9, va="top", **text)
+            elif len(ends) > 1:  # beside the point, where no line comes from
+                text |= {"va": "center", "ha": "left" if place else "right", "bbox": CLEAR}
+                axes.text(place + (0.07 if place else -0.07), value, words(value), **text)
+
+
+def _is_free(span: list[float], taken: list[list[float]]) -> bool:
+    """Return True if a span is in the panel and meets none of these."""
+    low, high = span
+    return low > 0 and high < 1 and not any(s[0] <= high and s[-1] >= low for s in taken)
 
 
 def _apart(values: list[float], gap: float, top: float) -> list[float]:
@@ -276,15 +275,15 @@ def _line(look: Look, title: str, x=(), y=()) -> Line2D:
     return Line2D(x, y, color=look.colour, marker=look.marker, label=title)
 
 
-def _bar(axes: Axes, view: View, row: SummaryRow, height: float, bottom=0.0, shade=0.0) -> None:
+def _bar(axes: Axes, view: View, row: SummaryRow, height: float) -> None:
     look = view.look(row)
-    paint: dict[str, Any] = {"color": _shade(look.colour, shade), "hatch": look.hatch}
+    paint: dict[str, Any] = {"color": look.colour, "hatch": look.hatch}
     paint |= {"edgecolor": "white", "linewidth": 0}
-    axes.bar(view.slot(row), height, 0.93 * view.bar_width, bottom, **paint)
+    axes.bar(view.slot(row), height, 0.93 * view.bar_width, **paint)
 
 
 def _bar_label(axes: Axes, view: View, row: SummaryRow, height: float, words: str) -> None:
-    text = {"size": 9, "rotation": 90} if len(view.looks) > FEW else {"size": 11}
+    text = {"size": 9, "rotation": 90} if len(view.looks) > FEW else {"size": 9}
     _annotate(axes, words, view.slot(row), height, 3, va="bottom", **text)
 
 
@@ -296,8 +295,7 @@ def _mark_untimed(axes: Axes, view: View) -> None:
         mark.set(transform=across, markerfacecolor="white", markeredgewidth=2, zorder=6)
         axes.add_artist(mark)
         text: dict[str, Any] = {"color": look.colour, "size": 10, "weight": "bold", "zorder": 6}
-        text |= {"rotation": 90, "ha": "center", "va": "bottom", "transform": across}
-        text |= {"bbox": {"boxstyle": "square,pad=0.05", "color": "white", "alpha": 0.8}}
+        text |= {"rotation": 90, "ha": "center", "va": "bottom", "transform": across, "bbox": CLEAR}
         axes.text(place, 0.08, STATUS_WORDS[row.status], **text)
 
 
@@ -324,11 +322,6 @@ def _stamp(picture: Figure) -> None:
     text: dict[str, Any] = {"size": 58, "color": "#d1242f", "alpha": 0.22, "weight": "bold"}
     text |= {"ha": "center", "va": "center", "rotation": 30, "zorder": 9}
     picture.text(0.5, 0.48, REHEARSAL_NOTICE.replace(": ", "\n"), **text)
-
-
-def _shade(colour: str, towards: float) -> tuple[float, float, float]:
-    red, green, blue = ((1 - abs(towards)) * part + max(towards, 0.0) for part in to_rgb(colour))
-    return red, green, blue
 
 
 def benchmark_finding(view: View) -> str:

@@ -5,6 +5,7 @@ where it draws: matplotlib takes longer than saying that there is nothing to dra
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +68,15 @@ def plot_only(folder: Path) -> int:
 def draw_pictures(run: Run, folder: Path, others: Path) -> list[Path]:
     """Draw every picture that the run has data for, all but the first into the folder `others`;
     returns their paths."""
-    from report import benchmark_results, kernel_time
+    from report.benchmark_results import draw_benchmark_results
+    from report.kernel_time import draw_kernel_time
+    from report.kind_bars import longest_profiled
 
+    longest = longest_profiled(run)
     pictures: dict[Path, Callable] = {
-        folder / "benchmark_results.png": benchmark_results.draw_benchmark_results,
-        others / "kernel_time.png": kernel_time.draw_kernel_time,
+        folder / "benchmark_results.png": draw_benchmark_results,
+        others / "kernel_time.png": draw_kernel_time,
+        others / f"kernel_time_{longest}.png": partial(draw_kernel_time, lengths=[longest]),
     }
     drawn = [path for path, draw_it in pictures.items() if draw_it(run, path) is not False]
     return drawn + draw_suite(run, others)
@@ -81,10 +86,12 @@ def draw_suite(run: Run, folder: Path) -> list[Path]:
     """Draw the pictures that a suite has and the experiment alone has not; returns their paths."""
     if "fused_all" not in {variant_of(id).plain_id for id in run.experiment.variants}:
         return []
-    from report import ablation_picture, frontier
+    from report import frontier
+    from report.ablation_picture import draw_ablation
 
     pictures: dict[Path, Callable] = {
-        folder / "ablation.png": ablation_picture.draw_ablation,
+        folder / "ablation.png": draw_ablation,
+        folder / "ablation_all_lengths.png": partial(draw_ablation, all_lengths=True),
         folder / "frontier.png": frontier.draw_frontier,
     }
     return [path for path, draw_it in pictures.items() if draw_it(run, path) is not False]

@@ -23,12 +23,13 @@ from report.looks import REHEARSAL_NOTICE, STYLE, caption
 from variants import LOOKS, Look, title_of, variant_of
 
 CARDS_GIB = (8, 12, 16, 24, 40, 48, 80)
-# With a name in the picture, as what is on the frontier is; the others have a number.
-NAMED = ("vanilla_peft", "fused_mlp", "full_unsloth", "compiled_peft", "liger_peft")
+# With a name in the picture, as the ends of the frontier are; the others are small.
+NAMED = ("vanilla_peft", "fused_mlp", "full_unsloth", "liger_peft", "compiled_peft",
+         "fused_layer_graph_offload")  # fmt: skip
 TICKS_GIB = (1, 2, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 100, 140)
 EDGES: dict[bool, dict[str, Any]] = {  # by whether it checkpoints: hollow without
     True: {"markeredgecolor": "white", "markeredgewidth": 0.8},
-    False: {"markerfacecolor": "white", "markeredgewidth": 1.8},
+    False: {"markerfacecolor": "white", "markeredgewidth": 1.5},
 }
 DISTANCES = (9, 17, 27, 39, 53, 69, 87, 107)  # in points, where a label is tried
 LABEL_SIDES = ((1, 0), (1, 1), (0, 1), (1, -1), (0, -1), (-1, 1), (-1, 0), (-1, -1))
@@ -53,33 +54,34 @@ def frontier_figure(run: Run) -> Figure:
     """Step time over peak memory, the frontier as steps: the fastest for the memory there is."""
     with style.context(["default", STYLE]):
         points = _shown(run)
-        picture = Figure(figsize=(14, 9.8), dpi=150)
+        picture = Figure(figsize=(12, 8.4), dpi=150)
         FigureCanvasAgg(picture)  # which knows how large a text will be
         axes = picture.subplots()
         floor = run.floor.get(points[0].seq_len)
         _ranges(axes, points, floor.floor_ms if floor else None)
         best = pareto(points)
-        named = [p for p in points if p in best or variant_of(p.variant).plain_id in NAMED]
-        others = [p for p in points if p not in named]
-        others.sort(key=lambda point: not variant_of(point.variant).checkpoints)
-        picture.subplots_adjust(0.065, 0.135, 0.68 if others else 0.975, 0.815)
+        named = named_points(points)
+        picture.subplots_adjust(0.075, 0.175, 0.975, 0.775)
         taken = _lines(axes, best, floor.floor_ms if floor else None)
         taken += [_mark(axes, point, point in named) for point in reversed(points)]
         for point in sorted(named, key=lambda point: point not in best):
             words = f"{variant_of(point.variant).plain_title}\n{point.step_ms:.0f} ms"
             weight = "bold" if point in best else "normal"
-            taken.append(_label(axes, point, words, taken, size=10.5, weight=weight))
-        for number, point in enumerate(others, start=1):
-            taken.append(_label(axes, point, str(number), taken, size=9))
-        _words(picture, run, points)
-        _list(picture, others)
+            taken.append(_label(axes, point, words, taken, size=11, weight=weight))
+        _words(picture, run, points, named)
     return picture
+
+
+def named_points(points: list[Point]) -> list[Point]:
+    """The points that have their name beside them."""
+    best = pareto(points)
+    return [p for p in points if p.variant in NAMED or p in (best[0], best[-1])]
 
 
 def _ranges(axes: Axes, points: list[Point], floor_ms: float | None) -> None:
     peaks, times = [p.peak_gib for p in points], [p.step_ms for p in points]
     axes.set_xscale("log")
-    low, high = min(peaks) / 1.18, max(peaks) * 1.2
+    low, high = min(peaks) / 1.25, max(peaks) * 1.2
     axes.set_xlim(low, high)
     least, most = min(floor_ms or times[0], *times), max(times)
     axes.set_ylim(least - 0.12 * (most - least), most + 0.08 * (most - least))
@@ -119,10 +121,10 @@ def _lines(axes: Axes, best: list[Point], floor_ms: float | None) -> list[Bbox]:
 def _mark(axes: Axes, point: Point, is_named: bool) -> Bbox:
     variant = variant_of(point.variant)
     edges = EDGES[variant.checkpoints]
-    look: dict[str, Any] = {"markersize": 11 if is_named else 7, "zorder": 3, **edges}
+    look: dict[str, Any] = {"markersize": 12 if is_named else 6.5, "zorder": 3, **edges}
     axes.plot(point.peak_gib, point.step_ms, variant.look.marker, color=variant.look.colour, **look)
     place = axes.transData.transform((point.peak_gib, point.step_ms))
-    return Bbox([place, place]).padded(12 if is_named else 8)
+    return Bbox([place, place]).padded(12 if is_named else 4)
 
 
 def _label(axes: Axes, point: Point, words: str, taken: list[Bbox], **text: Any) -> Bbox:
@@ -145,30 +147,14 @@ def _label(axes: Axes, point: Point, words: str, taken: list[Bbox], **text: Any)
     return box
 
 
-def _list(picture: Figure, others: list[Point]) -> None:
-    """The points that have only a number: what it stands for."""
-    columns = ((0.706, "right"), (0.712, "left"), (0.956, "right"), (0.994, "right"))
-    lines: list[tuple] = [("", "", "ms", "GiB")]
-    for number, point in enumerate(others, start=1):
-        variant = variant_of(point.variant)
-        heading = "with checkpointing" if variant.checkpoints else "without checkpointing"
-        if all(heading not in line for line in lines):
-            lines.append(("", heading, "", ""))
-        numbers = f"{point.step_ms:.0f}", f"{point.peak_gib:.1f}"
-        lines.append((str(number), variant.plain_title, *numbers))
-    pitch = min(0.025, 0.68 / len(lines))
-    for row, line in enumerate(lines if others else []):
-        is_heading = row > 0 and not line[0]
-        for (x, align), words in zip(columns, line, strict=True):
-            picture.text(x, 0.82 - pitch * row, words, size=9.5, ha=align, va="center",
-                         weight="bold" if is_heading else "normal")  # fmt: skip
-
-
-def _words(picture: Figure, run: Run, points: list[Point]) -> None:
-    title = frontier_finding(run)
-    picture.text(0.025, 0.945, title, size=min(20, 1400 / len(title)), weight="bold")
+def _words(picture: Figure, run: Run, points: list[Point], named: list[Point]) -> None:
+    title = frontier_finding(run).replace("; ", ";\n")
+    size = min(17, 1190 / max(map(len, title.split("\n"))))
+    picture.text(0.025, 0.97, title, size=size, weight="bold", va="top", linespacing=1.4)
     shown = [variant_of(point.variant) for point in points]
     families = {variant.look for variant in shown}
+    said_beside = " ".join(title_of(point.variant) for point in named)
+    families -= {look for look in families if look.family in said_beside}
     looks = [(look, True) for look in LOOKS.values() if look in families]
     if len({variant.checkpoints for variant in shown}) > 1:
         looks.append((Look("with checkpointing", "#555555", "s", ""), True))
@@ -179,13 +165,16 @@ def _words(picture: Figure, run: Run, points: list[Point]) -> None:
         for look, checkpoints in looks
     ]  # fmt: skip
     keys.append(Line2D([], [], color="black", linewidth=1.6, label="the fastest in this memory"))
-    place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (0.02, 0.93)}
+    place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (0.02, 0.905)}
+    if small := len(points) - len(named):
+        dot: dict[str, Any] = {"linestyle": "", "color": "#595959", "marker": "s", "markersize": 5}
+        keys.append(Line2D([], [], **dot, label=f"small: {small} other variants"))
     picture.legend(handles=keys, ncols=len(keys), handletextpad=0.4, columnspacing=1.4, **place)
     said = (
         "Medians over steps, then over rounds; memory: the most that torch reserved in any round. "
         f"A card's line stands left of its size by the {CONTEXT_GIB} GiB that CUDA's context takes."
     )
-    words = fill(f"{caption(run)} {said}", 165)
+    words = fill(f"{caption(run)} {said}", 140)
     picture.text(0.025, 0.02, words, size=10.5, color="#444444", linespacing=1.5)
 
 

@@ -10,34 +10,23 @@ from pathlib import Path
 from textwrap import fill
 
 from matplotlib import style
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
 from bench.records import Run
-from report.benchmark_results import write_png
-from report.kinds import KINDS, bars
-from report.looks import REHEARSAL_NOTICE, STYLE, caption
-from variants import title_of
+from report.benchmark_results import FEW, write_png
+from report.kind_bars import draw_kinds
+from report.kinds import Bar, bars
+from report.looks import REHEARSAL_NOTICE, STYLE, caption, shown_variants
+from variants import BASELINE, title_of
 
-COLOURS = {
-    "matmul": "#4c566a",
-    "attention": "#5e81ac",
-    "adapter": "#c81e2b",
-    "copy": "#e8a0a5",
-    "activation": "#d08770",
-    "norm": "#ebc068",
-    "rope": "#8fae6b",
-    "loss": "#8250df",
-    "optimizer": "#b48ead",
-    "other": "#b5bcc6",
-}
-IDLE = "GPU waits for the host"
+AROUND = ("copy", "adapter", "norm")  # what the finding is about
+ROW_INCHES, GAP_INCHES = 0.47, 0.6
 
 
-def draw_kernel_time(run: Run, path: str | Path) -> bool:
-    """Write the picture as a PNG, whole or not at all; False where no cell has a profile."""
-    lengths = [n for n in run.experiment.seq_lens if bars(run, n)]
+def draw_kernel_time(run: Run, path: str | Path, lengths: list[int] | None = None) -> bool:
+    """Write the picture of these lengths (of all) as a PNG, whole or not at all; False where no
+    cell has a profile."""
+    lengths = [n for n in lengths or run.experiment.seq_lens if bars(run, n)]
     if not lengths:
         return False
     write_png(kernel_time_figure(run, lengths), path)
@@ -45,53 +34,46 @@ def draw_kernel_time(run: Run, path: str | Path) -> bool:
 
 
 def kernel_time_figure(run: Run, lengths: list[int]) -> Figure:
-    """The picture: its x axes are in ms and begin at 0, each length has its own."""
+    """The picture, the longest length first; its x axes are in ms and begin at 0, each length has
+    its own."""
     with style.context(["default", STYLE]):
-        most = max(len(bars(run, n)) for n in lengths)
-        height = 1.9 + len(lengths) * (0.75 + 0.42 * most)
-        picture = Figure(figsize=(14, height), dpi=150)
+        picture = Figure(figsize=(12, 9), dpi=150)
         panels = picture.subplots(len(lengths), 1, squeeze=False)[:, 0]
-        picture.subplots_adjust(0.11, 1.15 / height, 0.975, 1 - 1.35 / height, hspace=0.5)
-        for axes, seq_len in zip(panels, lengths, strict=True):
-            _panel(axes, run, seq_len)
+        picture.subplots_adjust(left=0.16, right=0.985)
+        names_inches = 0.0
+        for axes, seq_len in zip(panels, sorted(lengths, reverse=True), strict=True):
+            names_inches += draw_kinds(axes, run, seq_len, named=axes is panels[0])
+            axes.set_title(f"{seq_len} tokens", x=-0.165, size=13)
+        rows = ROW_INCHES * (len(shown_variants(run)) + 0.5)
+        height = 2.1 + names_inches + len(lengths) * rows + (len(lengths) - 1) * GAP_INCHES
+        picture.set_figheight(height)
+        top = 1 - (0.85 + names_inches) / height
+        picture.subplots_adjust(bottom=1.25 / height, top=top, hspace=GAP_INCHES / rows)
         panels[-1].set_xlabel("ms a step, medians over rounds")
-        title = REHEARSAL_NOTICE if run.rehearsal else "What the GPU does during a step"
-        picture.text(0.025, 1 - 0.42 / height, title, size=20, weight="bold")
-        keys = [Patch(facecolor=COLOURS[kind], label=words) for kind, words in KINDS.items()]
-        keys.append(Patch(facecolor="white", edgecolor="#8a8a8a", hatch="////", label=IDLE))
-        picture.legend(handles=keys, loc="upper left", bbox_to_anchor=(0.017, 1 - 0.5 / height),
-                       ncols=6, fontsize=11, handlelength=1.2)  # fmt: skip
+        title = fill(kernel_time_finding(run, max(lengths)), 72)
+        picture.text(0.025, 1 - 0.2 / height, title, size=17, weight="bold", va="top")
         words = fill(caption(run), 150)
         picture.text(0.025, 0.15 / height, words, size=9.5, color="#444444", linespacing=1.5)
     return picture
 
 
-def _panel(axes: Axes, run: Run, seq_len: int) -> None:
-    shown = bars(run, seq_len)
-    longest = max(max(bar.step_ms, sum(bar.kernel_ms.values())) for bar in shown)
-    axes.set_title(f"{seq_len} tokens", x=-0.095, size=12)
-    axes.set_yticks(range(len(shown)), [title_of(bar.variant) for bar in shown])
-    axes.set_ylim(len(shown) - 0.5, -0.5)
-    axes.set_xlim(0, 1.09 * longest)
-    axes.grid(axis="y", visible=False)
-    axes.grid(axis="x", visible=True)
-    axes.tick_params(length=0)
-    for row, bar in enumerate(shown):
-        left = 0.0
-        for kind, colour in COLOURS.items():
-            width = bar.kernel_ms.get(kind, 0.0)
-            axes.barh(row, width, 0.78, left, color=colour)
-            if width > 0.025 * longest:
-                dark = kind in ("matmul", "attention", "adapter", "loss")
-                axes.text(left + width / 2, row, f"{width:.0f}", ha="center", va="center",
-                          size=9.5, color="white" if dark else "black")  # fmt: skip
-            left += width
-        axes.barh(row, bar.idle_ms, 0.78, left, color="white", edgecolor="#8a8a8a", hatch="////",
-                  linewidth=0.8)  # fmt: skip
-        end = max(left + bar.idle_ms, bar.step_ms)
-        axes.annotate(f"{bar.step_ms:.0f} ms", (end, row), (5, 0), textcoords="offset points",
-                      va="center", size=11, weight="bold")  # fmt: skip
-    if floor := run.floor.get(seq_len):
-        axes.axvline(floor.floor_ms, color="black", linewidth=2)
-        axes.annotate("floor", (floor.floor_ms, -0.5), (4, 3), textcoords="offset points",
-                      size=10)  # fmt: skip
+def kernel_time_finding(run: Run, seq_len: int) -> str:
+    """The title: what the kinds around the products take of vanilla PEFT's step, and what is left
+    of them in others: in all if they are few, or else in the one that has the least."""
+    if run.rehearsal:
+        return REHEARSAL_NOTICE
+    (first, *others) = bars(run, seq_len)
+    if first.variant != BASELINE:
+        return f"What the GPU does during a step at {seq_len} tokens"
+    if len(others) > FEW:
+        others = [min(others, key=_around_ms)]
+    said = "".join(f", {_around_ms(bar):.0f} in {title_of(bar.variant)}" for bar in others)
+    share = _around_ms(first) / first.step_ms
+    return (
+        f"Casts, LoRA scaling and norms: {_around_ms(first):.0f} ms ({share:.0%}) of vanilla "
+        f"PEFT's step at {seq_len} tokens{said}"
+    )
+
+
+def _around_ms(bar: Bar) -> float:
+    return sum(bar.kernel_ms.get(kind, 0.0) for kind in AROUND)

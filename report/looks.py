@@ -40,6 +40,11 @@ def shown_variants(run: Run) -> list[str]:
     return sorted((v for v in asked if v != AGAIN), key=lambda v: v != BASELINE)
 
 
+def why_no_time(run: Run, variant: str, seq_len: int) -> str:
+    """Say in words why a variant has no time; where it has, why the GPU's own is not there."""
+    return STATUS_WORDS.get(run.status_of(variant, seq_len) or "", "not measured")
+
+
 def markdown_table(header: list[str], lines: list[list[str]]) -> str:
     ruled = [header, ["---"] * len(header), *lines]
     return "\n".join(f"| {' | '.join(line)} |" for line in ruled)

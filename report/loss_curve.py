@@ -19,7 +19,7 @@ from report.benchmark_results import write_png
 from report.looks import REHEARSAL_NOTICE, STYLE, caption
 from variants import LOOKS, title_of, variant_of
 
-OWN, OTHERS = LOOKS["peft"].colour, ("#c81e2b", "#8250df", "#1a7f37", "#0969da")
+OWN, OTHERS = LOOKS["peft"].colour, ("#d55e00", "#0072b2", "#009e73", "#cc79a7")
 
 
 def curves(run: Run) -> dict[str, list[float]]:

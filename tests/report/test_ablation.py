@@ -44,7 +44,7 @@ RUNS = {
 
 @cache
 def picture_of(name):
-    return plot.ablation_figure(RUNS[name])
+    return plot.ablation_figure(RUNS[name], RUNS[name].experiment.seq_lens)
 
 
 def row(rows, part):

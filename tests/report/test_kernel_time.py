@@ -6,7 +6,7 @@ from matplotlib.text import Text
 
 from bench.profiler import KINDS
 from bench.records import Floor
-from report import kernel_time
+from report import kernel_time, kind_bars
 
 
 def profiled(*cells):
@@ -61,7 +61,8 @@ def test_the_twin_and_what_has_no_profile_have_no_bar():
 
 
 def test_every_kind_of_kernel_has_a_look():
-    assert kernel_time.COLOURS.keys() == set(KINDS)
+    assert kind_bars.COLOURS.keys() == set(KINDS)
+    assert len({kind_bars.COLOURS[kind] for kind in (*kernel_time.AROUND, "matmul", "rope")}) == 5
 
 
 def test_the_picture_says_the_steps_the_kinds_and_the_floor():
@@ -70,9 +71,21 @@ def test_the_picture_says_the_steps_the_kinds_and_the_floor():
         ("fused_mlp", [160.0], {"matmul": 118.0, "norm": 12.0}, 130.0),
     )
     said = words(kernel_time.kernel_time_figure(document, [64]))
-    for expected in ("200 ms", "160 ms", "120", "30", "floor", "RMSNorm", kernel_time.IDLE,
+    for expected in ("200 ms", "160 ms", "120", "30", "floor 40", "RMSNorm", kind_bars.IDLE,
                      "vanilla PEFT", "fused MLP", "64 tokens"):  # fmt: skip
         assert expected in said, expected
+
+
+def test_the_title_says_what_surrounds_the_products():
+    vanilla = ("vanilla_peft", [200.0], {"matmul": 120.0, "copy": 30.0, "adapter": 20.0}, 170.0)
+    fused = ("fused_mlp", [160.0], {"matmul": 118.0, "norm": 12.0}, 130.0)
+    said = "Casts, LoRA scaling and norms: 50 ms (25%) of vanilla PEFT's step at 64 tokens"
+    finding = kernel_time.kernel_time_finding(profiled(vanilla, fused), 64)
+    assert finding == f"{said}, 12 in fused MLP"
+    others = ("full_unsloth", "liger_peft", "compiled_peft", "fused_all")
+    many = profiled(vanilla, fused, *((v, [90.0], {"copy": 40.0}, 80.0) for v in others))
+    assert kernel_time.kernel_time_finding(many, 64) == f"{said}, 12 in fused MLP"
+    assert "vanilla" not in kernel_time.kernel_time_finding(profiled(fused), 64)
 
 
 def test_without_a_profile_there_is_no_picture(tmp_path):

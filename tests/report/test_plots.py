@@ -11,11 +11,11 @@ from matplotlib.collections import LineCollection
 from matplotlib.colors import to_hex
 from matplotlib.text import Text
 
-from bench.records import Cell
 from report import benchmark_results as plots
-from report import looks, tables
+from report import kind_bars, looks, tables
 from report import statistics as summary
 from report.headline import headline_table
+from report.kinds import bars
 from variants import LOOKS, SUITES, VARIANTS, title_of
 
 FOUR = ("vanilla_peft", "vanilla_peft_again", "fused_mlp", "full_unsloth")
@@ -34,6 +34,9 @@ RUNS = {
     "suite all": case.run(),
     "long names": case.run(LONG_NAMES, (64, 512), rounds=2),
     "a graph": example.run(("vanilla_peft", "fused_mlp", "fused_layer_graph")),
+    "close together": rounds(
+        vanilla_peft=[300], fused_mlp=[126], full_unsloth=[109], fused_layer_graph=[100]
+    ),
     "one length": example.run(("vanilla_peft", "fused_mlp"), (512,)),
     "nothing yet": example.empty(),
     "nothing came out": example.run(
@@ -53,7 +56,7 @@ def rows_of(name):
 
 
 def panels(picture):
-    return dict(zip(("throughput", "speedup", "memory", "step"), picture.axes, strict=True))
+    return dict(zip(("speedup", "throughput", "memory", "kinds"), picture.axes, strict=True))
 
 
 def line(axes, name):
@@ -116,46 +119,25 @@ def test_memory_bars_and_a_capacity_that_does_not_flatten_them():
     assert axes.get_ylim()[1] > 48
 
 
-def test_a_step_is_stacked_from_its_parts_with_the_floor_across():
-    axes, each = panels(picture_of("four"))["step"], rows_of("four")["fused_mlp", 512]
-    stack = bar_at(axes, 3)  # the middle one of three stands on its length's own place
-    parts = [each.forward_ms, each.backward_ms, each.optimizer_ms]
-    assert [bar.get_height() for bar in stack] == pytest.approx(parts)
-    assert [bar.get_y() for bar in stack] == pytest.approx([0, parts[0], parts[0] + parts[1]])
-    assert f"{each.median_step_ms:.0f}\n{each.ratio_to_floor:.1f}×" in words(axes)
+def test_the_last_panel_is_the_gpus_time_at_the_longest_length():
+    axes, run = panels(picture_of("four"))["kinds"], RUNS["four"]
+    bar = next(bar for bar in bars(run, 512) if bar.variant == "fused_mlp")
+    drawn = [each for each in axes.patches if each.get_y() == pytest.approx(1 - 0.78 / 2)]
+    drawn = [(each.get_width(), to_hex(each.get_facecolor())) for each in drawn]
+    for kind, colour in kind_bars.COLOURS.items():
+        assert (pytest.approx(bar.kernel_ms.get(kind, 0)), colour) in drawn
+    assert f"{bar.step_ms:.0f} ms" in words(axes) and "casts and copies" in words(axes)
     lines = [c for c in axes.collections if isinstance(c, LineCollection)]
-    floors = {float(segment[0][1]) for c in lines for segment in c.get_segments()}
-    assert floors == set(example.FLOOR_MS.values())
-    without = panels(picture_of("rehearsal"))["step"]
-    assert not [c for c in without.collections if len(c.get_paths())]
+    floors = {float(segment[0][0]) for c in lines for segment in c.get_segments()}
+    assert floors == {example.FLOOR_MS[512]} and "floor 326" in words(axes)
+    assert " at 512 tokens" in axes.get_title(loc="left")
 
 
-def test_a_step_that_is_one_graph_is_one_bar():
-    axes, each = panels(picture_of("a graph"))["step"], rows_of("a graph")["fused_layer_graph", 512]
-    (bar,) = bar_at(axes, 3 + 0.28)
-    assert (bar.get_y(), bar.get_height()) == (0, pytest.approx(each.median_step_ms))
-    assert f"{each.median_step_ms:.0f}\n{each.ratio_to_floor:.1f}×" in words(axes)
-    assert len(bar_at(axes, 3)) == 3  # beside it, the parts of a step that has them
-
-
-def test_the_legend_of_a_step_names_what_its_panel_has():
-    for name, after_the_phases in {
-        "four": ["floor (×: multiples of it)"],
-        "a graph": ["CUDA graph", "floor (× of it)"],
-        "suite all": ["CUDA graph", "floor"],
-    }.items():
-        legend = panels(picture_of(name))["step"].get_legend()
-        said = [text.get_text() for text in legend.get_texts()]
-        assert said == ["forward", "backward", "optimizer", *after_the_phases]
-
-
-def test_the_label_of_a_step_stands_on_its_bar_even_where_the_parts_add_up_to_more():
-    run = example.empty(variants=["vanilla_peft"], seq_lens=[64])
-    parts = {"forward_ms": [50.0], "backward_ms": [70.0], "optimizer_ms": [1.0]}
-    run.add(Cell("vanilla_peft", 64, 1, "ok", step_ms=[100.0], **parts))
-    axes = panels(plots.benchmark_figure(run))["step"]
-    label = next(text for text in axes.texts if text.get_text() == "100")
-    assert label.xy[1] == 121.0
+def test_the_last_panel_hides_no_variant():
+    axes = panels(picture_of("rehearsal"))["kinds"]
+    assert words(axes) == ["no profile", "292 ms", "no profile", "261 ms", "unavailable"]
+    axes = panels(picture_of("one out of memory, one unavailable"))["kinds"]
+    assert [words(axes).count(why) for why in ("out of memory", "unavailable")] == [1, 1]
 
 
 def test_of_many_variants_the_strongest_are_shown():
@@ -176,7 +158,7 @@ def test_every_status_is_marked_in_every_panel():
     status = {("fused_mlp", 128): "oom", ("fused_mlp", 512): "error"}
     status |= {("full_unsloth", 128): "unavailable", ("full_unsloth", 256): "parity_failed"}
     picture = plots.benchmark_figure(example.run(status=status))
-    for axes in picture.axes:
+    for axes in picture.axes[:3]:
         marks = [mark for mark in axes.lines if mark.get_markerfacecolor() == "white"]
         found = {(float(mark.get_xdata()[0]), mark.get_marker()) for mark in marks}
         for (variant, seq_len), each in status.items():
@@ -295,8 +277,8 @@ def test_a_variant_looks_the_same_in_every_panel():
         assert (drawn.get_color(), drawn.get_marker()) == (look.colour, look.marker)
     bar = bar_at(axes["memory"], 3)[0]
     assert (to_hex(bar.get_facecolor()), bar.get_hatch()) == (look.colour, look.hatch)
-    forward, backward, _ = bar_at(axes["step"], 3)
-    assert (to_hex(backward.get_facecolor()), forward.get_hatch()) == (look.colour, look.hatch)
+    names = {label.get_text(): label for label in axes["kinds"].get_yticklabels()}
+    assert names["fused MLP"].get_color() == look.colour
 
 
 @pytest.mark.parametrize("name", RUNS)
