@@ -38,8 +38,7 @@ def read_qkv(attention: nn.Module) -> tuple | str:
         if isinstance(projection, str):
             return f"{name}: {projection}"
         projections.append(projection)
-    nothing_adapted = not any(len(one.A) for one in projections)
-    if nothing_adapted and (reason := why_unloaded(attention)) is not None:
+    if (reason := why_unloaded(attention, projections)) is not None:
         return reason
     adapters = (tensor for one in projections for tensor in (one.A, one.B))
     weights, biases, scalings = zip(

@@ -147,9 +147,7 @@ def _read(layer: Any) -> list[list[Projection]] | str:
                     )
             group.append(read)
         groups.append(group)
-    if not any(len(read.A) for group in groups for read in group):
-        return why_unloaded(layer) or groups
-    return groups
+    return why_unloaded(layer, (read for group in groups for read in group)) or groups
 
 
 def _base_layers(layer: Any) -> Iterator[Any]:

@@ -25,8 +25,7 @@ def read_mlp(mlp: nn.Module) -> tuple | str:
         if projection.bias is not None:
             return f"{name}: its base layer has a bias"
         projections.append(projection)
-    nothing_adapted = not any(len(one.A) for one in projections)
-    if nothing_adapted and (reason := why_unloaded(mlp)) is not None:
+    if (reason := why_unloaded(mlp, projections)) is not None:
         return reason
     gate, up, down = projections
     frozen = FrozenMLP(gate.weight, up.weight, down.weight, gate.scaling, up.scaling, down.scaling)

@@ -8,7 +8,7 @@ forward.
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from types import MethodType
 from typing import Any, NamedTuple
@@ -157,9 +157,11 @@ def say_once(module: nn.Module, reason: str) -> None:
         )
 
 
-def why_unloaded(module: nn.Module) -> str | None:
-    """Return the reason if a module without adapters had some when `fuse` was called. It is asked
-    where a module's projections have none: one that never had any runs fused with the others."""
+def why_unloaded(module: nn.Module, projections: Iterable[Any]) -> str | None:
+    """Return the reason if none of a module's projections, as they were read, has an adapter, and
+    some had when `fuse` was called. A module that never had any runs fused with the others."""
+    if any(len(one.A) for one in projections):
+        return None
     owner = _owner_of(module)
     had = owner is not None and owner.had_adapters and not _has_adapters(module)
     return "its adapters have been unloaded" if had else None
