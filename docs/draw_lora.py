@@ -5,7 +5,7 @@
     python docs/draw_lora.py --svg FOLDER       keep the panels' exports as docs/figures/*.svg
 
 Every call is written here once; all sizes, counts and totals in the drawing follow from that, and
-tests/kernels/test_drawing.py holds it against what really runs. Memory traffic is each input of a call read
+test_drawing.py holds it against what really runs. Memory traffic is each input of a call read
 once and each output written once; addmm_ also reads what it adds to (calls 1, 8 and 9 of the
 backward add to nothing: beta = 0).
 
