@@ -7,7 +7,8 @@ of o, of gate and up, and of down, forward in the order of execution:
     n       = norm(x)                              into the first columns of [n | zn]
     zn      = n A'                                 into its others
     qkv     = [n | zn] M' + bias                   q, k and v side by side, in one product
-    q, k    turned where they lie (RoPE)
+    q, k    turned where they lie (RoPE); with norms of their heads, as Qwen3 has, qkv stays as it
+            is, and one pass writes [RoPE(norm(q)) | RoPE(norm(k)) | v] beside it
     a       = attention(q, k, v)
     [y|za]  = a M'
     t       = x + y + za (sB)'                     the residual, and za once more, in one pass
@@ -28,7 +29,8 @@ filled it since):
     dt      = norm backward of dm, plus g          into [dt | pa]
     pa      = dt sB
     da      = [dt | pa] M
-    dqkv    = attention backward, turned back      into [dqkv | pn]
+    dqkv    = attention backward, turned back      into [dqkv | pn]; of q and k, where their heads
+                                                   are normed, through these norms in place
     pn      = dqkv sB
     dn      = [dqkv | pn] M
     dx      = norm backward of dn, plus dt
@@ -42,7 +44,10 @@ afterwards.
 
 Per token of Qwen2.5-3B (hidden 2,048, intermediate 11,008, q and k and v 2,560; r = 32, bf16) it
 saves 70.2 kB: [n|zn] 4.3, qkv 5.1, a 4.1, t 4.1, [m|zm] 4.2, gu 44.0, za, zh, log-sum-exp and both
-rstd 0.2, and x 4.1, which is the output of the layer before. Where checkpointing runs the layer
+rstd 0.2, and x 4.1, which is the output of the layer before. Norms of heads add q, k and v once
+more, as attention has them: at Qwen3-8B (hidden 4,096, intermediate 12,288, q and k and v 6,144)
+12.3 of 115.5 kB, 2.0 of which are a second v, for attention reads all three from one buffer. Their
+rstd are computed again. Where checkpointing runs the layer
 again, zh is kept (`recompute.once`): 64 bytes a token, and SwiGLU does not run again. Where it has
 somewhere to keep them, neither are a, za and t computed a second time: 8.2 kB a token for
 attention, the product with o and its addition.
@@ -67,7 +72,8 @@ from .bordered import (
 )
 from .kernels.adapter_sums import AdapterSums
 from .kernels.qkv_attention import Attention, attention_backward, attention_forward
-from .kernels.qkv_rope import rope_forward
+from .kernels.qkv_norm_rope import HeadNorms, head_norms_backward, norm_rope_together
+from .kernels.qkv_rope import rope_forward, split_heads
 from .kernels.residual import add_adapted, residual_norm_backward, residual_norm_forward
 from .kernels.rows import as_rows, empty_rows
 from .kernels.swiglu_bordered import add_down, swiglu_gradients
@@ -92,6 +98,7 @@ class FrozenLayer(NamedTuple):
     kv_heads: int
     attention_scaling: float
     borders: LayerBorders
+    head_norms: HeadNorms | None = None  # of q and k; None: these are turned as they come
     # False while checkpointing runs a layer again for what it saves: output is then not computed
     output_needed: bool = True
     # [n], of batch * positions: the only tokens whose output is wanted, each once; that of others
@@ -106,7 +113,7 @@ class DecoderLayer(torch.autograd.Function):
 
         n = input_norm(hidden)
         q, k, v = (split_into_heads(proj(n)) for proj in (q_proj, k_proj, v_proj))
-        q, k = rope(q, k, cos, sin)
+        q, k = rope(head_norms.q(q), head_norms.k(k), cos, sin)  # the norms, where there are any
         attended = F.scaled_dot_product_attention(
             q, k, v, mask, is_causal=mask is None, scale=attention_scaling, enable_gqa=True)
         total = hidden + o_proj(join_heads(attended))
@@ -128,7 +135,7 @@ class DecoderLayer(torch.autograd.Function):
         one. Those of A and B are summed in fp32, and contiguous. The rows of hidden's are further
         apart than they are long.
 
-    Saved for backward: hidden, cos, sin, mask, the rows that are wanted, the norms, the adapters
+    Saved for backward: hidden, cos, sin, mask, the rows that are wanted, all norms, the adapters
     and what the file's docstring lists, from t on of those rows alone. The buffers are kept beside
     them: where another forward has filled the borders since, backward fills them again. No input,
     no incoming gradient and no saved tensor is written, so a second backward through a retained
@@ -155,7 +162,13 @@ class DecoderLayer(torch.autograd.Function):
             x, frozen.input_norm, frozen.input_eps, normed[:, :width]
         )
         qkv = grow_k_forward(normed, frozen.qkv)
-        rope_forward(qkv, cos, sin, frozen.heads, frozen.kv_heads)
+        raw = None  # what the norms of heads were given
+        if frozen.head_norms is None:
+            rope_forward(qkv, cos, sin, frozen.heads, frozen.kv_heads)
+        else:
+            raw, qkv = qkv, torch.empty_like(qkv)
+            parts = split_heads(raw, hidden.shape[1], frozen.heads, frozen.kv_heads)
+            norm_rope_together(*parts, frozen.head_norms, cos, sin, qkv)
         of_heads = frozen.heads, frozen.kv_heads, frozen.attention_scaling
 
         def attend() -> tuple:
@@ -188,12 +201,13 @@ class DecoderLayer(torch.autograd.Function):
 
         ctx.kinds = kinds_of(adapters)
         # without the tensors that save_for_backward keeps and watches
-        ctx.frozen = frozen._replace(input_norm=None, post_norm=None, rows=None)
+        ctx.frozen = frozen._replace(input_norm=None, post_norm=None, rows=None, head_norms=None)
+        *head_weights, ctx.q_eps, ctx.k_eps = frozen.head_norms or (None,) * 4
         ctx.save_for_backward(
             hidden, cos, sin, mask, frozen.rows,
-            normed, input_rstd, qkv, attended, z_o,
+            normed, input_rstd, raw, qkv, attended, z_o,
             total, post_normed, post_rstd, gate_up, z_down,
-            frozen.input_norm, frozen.post_norm, *adapters, *attention_saved,
+            frozen.input_norm, frozen.post_norm, *head_weights, *adapters, *attention_saved,
         )  # fmt: skip
         return output
 
@@ -207,9 +221,9 @@ class DecoderLayer(torch.autograd.Function):
             )
         (
             hidden, cos, sin, mask, rows,
-            normed, input_rstd, qkv, attended, z_o,
+            normed, input_rstd, raw, qkv, attended, z_o,
             total, post_normed, post_rstd, gate_up, z_down,
-            input_norm, post_norm, *rest,
+            input_norm, post_norm, q_norm, k_norm, *rest,
         ) = ctx.saved_tensors  # fmt: skip
         adapters, attention_saved = rest[: len(ctx.kinds)], rest[len(ctx.kinds) :]
         frozen = ctx.frozen
@@ -272,6 +286,10 @@ class DecoderLayer(torch.autograd.Function):
                 grad_attended, qkv, cos, sin, mask, attended, attention_saved, ctx.attention,
                 grad_qkv[:, : of_qkv.out],
             )  # fmt: skip
+            if raw is not None:
+                q, k, _ = split_heads(raw, hidden.shape[1], frozen.heads, frozen.kv_heads)
+                head_norms = HeadNorms(q_norm, k_norm, ctx.q_eps, ctx.k_eps)
+                head_norms_backward(q, k, head_norms, grad_qkv[:, : of_qkv.out])
             del grad_attended
 
             # q, k and v of the norm of x

@@ -5,14 +5,16 @@ projection, in the order of execution:
 
     z       = x [Aq; Ak; Av]'                      [T, r of all]
     q, k, v = x W' + b + s z B'                    each its own
-    qkv     = [RoPE(q) | RoPE(k) | v]              in one pass
+    qkv     = [RoPE(q) | RoPE(k) | v]              in one pass, with norms of their heads before
+                                                   RoPE's if there are any (Qwen3)
     a       = attention(qkv)                       `qkv_attention.py`
     output  = a Wo' + bo + so (a Ao') Bo'
 
 Backward, for the incoming g:
 
     da      = so g Bo Ao + g Wo                    and dAo, dBo
-    dqkv    = attention's backward, turned back    in one go up to 512 positions
+    dqkv    = attention's backward, turned back    in one go up to 512 positions, and in another
+                                                   through the norms of heads
     dx      = dz [Aq; Ak; Av] + dq Wq + dk Wk + dv Wv, and all dA, dB
 
 with the equations of `fused_mlp/utils.py` for both groups of projections. It computes what
@@ -21,7 +23,7 @@ without what lies between them on the host: three functions and eight views that
 Nor does RoPE's backward pass over q and k once more, where attention's backward is ours.
 
 Of [T, ...] tensors it keeps x (where an A of q, k or v is trained), z, qkv, a, a Ao' and what
-attention saves.
+attention saves; where heads are normed also raw q and k, 10.2 kB a token of Qwen3-8B, and not v.
 """
 
 from typing import NamedTuple
@@ -38,6 +40,7 @@ from fused_mlp.utils import (
 )
 
 from .kernels.qkv_attention import Attention, attention_backward, attention_forward
+from .kernels.qkv_norm_rope import HeadNorms, head_norms_backward, norm_rope_together
 from .kernels.qkv_rope import rope_together
 from .lora_linear import FrozenLinear, FrozenQKV, check_layers, project
 
@@ -52,6 +55,7 @@ class FrozenAttention(NamedTuple):
     o: FrozenLinear
     head_dim: int
     scaling: float  # of the scores
+    head_norms: HeadNorms | None = None  # of q and k; None: these are turned as they come
 
 
 class LoRA_Attention(torch.autograd.Function):
@@ -61,7 +65,7 @@ class LoRA_Attention(torch.autograd.Function):
 
         q, k, v = LoRA_QKV.apply(x, *adapters[:6], frozen.qkv)
         q, k, v = (t.unflatten(-1, (-1, frozen.head_dim)).transpose(1, 2) for t in (q, k, v))
-        q, k = rope(q, k, cos, sin)
+        q, k = rope(head_norms.q(q), head_norms.k(k), cos, sin)  # the norms, where there are any
         attended = F.scaled_dot_product_attention(
             q, k, v, mask, is_causal=mask is None, scale=frozen.scaling, enable_gqa=True)
         output = LoRA_W.apply(attended.transpose(1, 2).flatten(2), *adapters[6:], frozen.o)
@@ -107,7 +111,13 @@ class LoRA_Attention(torch.autograd.Function):
             t.view(batch, positions, t.shape[2] // size, size).transpose(1, 2) for t in projected
         )
         qkv = x.new_empty(batch * positions, sum(t.shape[2] for t in projected))
-        rope_together(q, k, v, cos, sin, qkv)
+        *head_weights, ctx.q_eps, ctx.k_eps = frozen.head_norms or (None,) * 4
+        raw = None, None  # what the norms of heads were given
+        if frozen.head_norms is None:
+            rope_together(q, k, v, cos, sin, qkv)
+        else:
+            raw = projected[:2]
+            norm_rope_together(q, k, v, frozen.head_norms, cos, sin, qkv)
         attention = Attention(positions, q.shape[1], k.shape[1], frozen.scaling)
         del projected, q, k, v  # qkv has them
 
@@ -118,8 +128,8 @@ class LoRA_Attention(torch.autograd.Function):
         # memory it is
         trains_A = any(ctx.needs_input_grad[4:-1][OF_QKV][::2])
         ctx.save_for_backward(
-            x if trains_A else None, cos, sin, mask, z, qkv, attended, z_o, A, *B, o_A, *o_B,
-            *weights, *o_weight, *attention_saved,
+            x if trains_A else None, cos, sin, mask, z, *raw, *head_weights, qkv, attended, z_o, A,
+            *B, o_A, *o_B, *weights, *o_weight, *attention_saved,
         )  # fmt: skip
         return output
 
@@ -131,7 +141,9 @@ class LoRA_Attention(torch.autograd.Function):
                 "LoRA_Attention is not twice differentiable: call backward without "
                 "create_graph=True, or use the unfused attention"
             )
-        x, cos, sin, mask, z, qkv, attended, z_o, A, *others = ctx.saved_tensors
+        (
+            x, cos, sin, mask, z, q, k, q_norm, k_norm, qkv, attended, z_o, A, *others,
+        ) = ctx.saved_tensors  # fmt: skip
         B, (o_A, o_B), weights, attention_saved = others[:3], others[3:5], others[5:9], others[9:]
         of_qkv = Group(weights[:3], A, B, ctx.scalings[:3])
         of_o = Group(weights[3:], o_A, [o_B], ctx.scalings[3:])
@@ -151,6 +163,9 @@ class LoRA_Attention(torch.autograd.Function):
                 grad_attended, qkv, cos, sin, mask, attended, attention_saved, ctx.attention,
                 grad_qkv,
             )  # fmt: skip
+            if q is not None:
+                q, k = (t.unflatten(2, (-1, cos.shape[2])).transpose(1, 2) for t in (q, k))
+                head_norms_backward(q, k, HeadNorms(q_norm, k_norm, ctx.q_eps, ctx.k_eps), grad_qkv)
             del grad_attended
             grads = grad_qkv.split_with_sizes([weight.shape[0] for weight in of_qkv.weights], 1)
             grad_x, grad_z = input_gradient(of_qkv, grads, need_x, needs_qkv[::2])

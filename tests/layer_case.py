@@ -16,7 +16,7 @@ EVERYTHING = Fusion(
     mlp=True, attention=True, rope=True, rms_norm=True, cross_entropy=True, layer=True
 )
 NAMES = [f"{LAYERS}.{index}" for index in range(2)]
-FAMILIES = ("Qwen2", "Llama", "Mistral")
+FAMILIES = ("Qwen2", "Llama", "Mistral", "Qwen3")
 
 
 def peft_model(device, family="Qwen2", dtype=torch.float32, config=None, **lora):

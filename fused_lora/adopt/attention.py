@@ -11,11 +11,13 @@ from transformers.integrations import sdpa_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..kernels.qkv_norm_rope import HeadNorms
 from ..lora_attention import FrozenAttention, LoRA_Attention
 from ..lora_linear import FrozenLinear, FrozenQKV, LoRA_QKV, LoRA_W
 from ..rope import rope
 from .originals import is_builtin, why_replaced
 from .projection import Projection, read_projection
+from .rms_norm import why_not_frozen
 from .site import (
     class_forward,
     fused_parts_of,
@@ -45,6 +47,22 @@ def read_qkv(attention: nn.Module) -> tuple | str:
         *((one.weight, one.bias, one.scaling) for one in projections), strict=True
     )
     return *adapters, FrozenQKV(*weights, *biases, *scalings)
+
+
+def head_norms_of(attention: Any) -> HeadNorms | None:
+    """Return the norms of the heads of q and k as they are now, or None if there are none."""
+    if "q_norm" not in attention._modules:
+        return None
+    q, k = attention.q_norm, attention.k_norm
+    return HeadNorms(q.weight, k.weight, q.variance_epsilon, k.variance_epsilon)
+
+
+def why_not_head_norms(attention: Any) -> str | None:
+    """Return the reason if the norms of the heads of q and k may not be part of a function."""
+    for name in ("q_norm", "k_norm") if "q_norm" in attention._modules else ():
+        if (reason := why_not_frozen(attention._modules[name])) is not None:
+            return f"{name}: {reason}"
+    return None
 
 
 def output_projections(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -95,7 +113,7 @@ def self_attention_forward(
             *adapters, frozen_qkv = operands
             frozen = FrozenAttention(
                 frozen_qkv, FrozenLinear(o.weight, o.bias, o.scaling),
-                attention.head_dim, attention.scaling,
+                attention.head_dim, attention.scaling, head_norms_of(attention),
             )  # fmt: skip
             output = LoRA_Attention.apply(
                 hidden_states, *position_embeddings, attention_mask, *adapters, o.A, o.B, frozen
@@ -119,7 +137,11 @@ def _read_rest(attention: Any, mask, past_key_values, options: dict) -> Projecti
     attention may not run as one function."""
     if torch.compiler.is_compiling():
         return "torch.compile has its own"
-    reason = why_not_sdpa(attention) or why_not_inputs(mask, past_key_values, options)
+    reason = (
+        why_not_sdpa(attention)
+        or why_not_head_norms(attention)
+        or why_not_inputs(mask, past_key_values, options)
+    )
     if reason is not None:
         return reason
     o = attention.o_proj
@@ -130,8 +152,6 @@ def _read_rest(attention: Any, mask, past_key_values, options: dict) -> Projecti
 def why_not_sdpa(attention: Any) -> str | None:
     """Return the reason if this attention does with q, k and v anything else than causal
     scaled_dot_product_attention."""
-    if "q_norm" in attention._modules:
-        return "it normalises q and k"
     implementation = attention.config._attn_implementation
     if implementation != "sdpa":
         return f"its attention is {implementation}, not sdpa"

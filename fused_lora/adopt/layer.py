@@ -19,11 +19,11 @@ from ..decoder_layer import GROUPS, DecoderLayer, FrozenLayer
 from ..kernels.residual import _add_adapted_kernel
 from ..kernels.rows import Handover
 from ..step.recompute import is_recomputing
-from .attention import why_not_inputs, why_not_sdpa
+from .attention import head_norms_of, why_not_head_norms, why_not_inputs, why_not_sdpa
 from .borders import LayerBorders, let_save
 from .mlp import why_not_activation
 from .projection import Projection, read_projection, why_call
-from .rms_norm import normed_layer_forward
+from .rms_norm import normed_layer_forward, why_not_frozen
 from .site import (
     FusedForward,
     class_forward,
@@ -112,7 +112,7 @@ def _operands(layer: Any, reads: list[list[Projection]]) -> tuple:
     return *adapters, FrozenLayer(
         input_norm.weight, post_norm.weight, qkv, o, gate_up, down,
         input_norm.variance_epsilon, post_norm.variance_epsilon,
-        heads, kv_heads, attention.scaling, borders,
+        heads, kv_heads, attention.scaling, borders, head_norms_of(attention),
     )  # fmt: skip
 
 
@@ -147,6 +147,12 @@ def _read(layer: Any) -> list[list[Projection]] | str:
                     )
             group.append(read)
         groups.append(group)
+    for weight in (head_norms_of(layer.self_attn) or ())[:2]:
+        if (weight.dtype, weight.device) != (dtype, device):
+            return (
+                f"self_attn: a norm of heads is {weight.dtype} on {weight.device}, the other norms "
+                f"are {dtype} on {device}: give all one dtype and one device"
+            )
     return why_unloaded(layer, (read for group in groups for read in group)) or groups
 
 
@@ -185,19 +191,14 @@ def _why_not_parts(layer: Any) -> str | None:
     if type(layer).__bases__[0].__name__ == "FSDPModule":
         return "its weights are gathered by fully_shard into memory of its own; use the other parts"
     attention, mlp = layer.self_attn, layer.mlp
-    for name, kind in (
-        ("self_attn", "Attention"), ("mlp", "MLP"),
-        ("input_layernorm", "RMSNorm"), ("post_attention_layernorm", "RMSNorm"),
-    ):  # fmt: skip
+    for name, kind in (("self_attn", "Attention"), ("mlp", "MLP")):
         part = layer._modules[name]
         if (reason := why_not_class(part, kind) or why_call(part, own_forward=False)) is not None:
             return f"{name}: {reason}"
-        if kind == "RMSNorm":
-            if type(part.weight) is not nn.Parameter:
-                return f"{name}: its weight is wrapped ({type(part.weight).__name__})"
-            if part.weight.requires_grad:
-                return f"{name}: its weight is trainable"
-    if (reason := why_not_sdpa(attention)) is not None:
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        if (reason := why_not_frozen(layer._modules[name])) is not None:
+            return f"{name}: {reason}"
+    if (reason := why_not_sdpa(attention) or why_not_head_norms(attention)) is not None:
         return f"self_attn: {reason}"
     if (reason := why_not_activation(mlp)) is not None:
         return f"mlp: {reason}"

@@ -25,6 +25,17 @@ def why_not_norm(norm: Any) -> str | None:
     return None
 
 
+def why_not_frozen(norm: Any) -> str | None:
+    """Return the reason if this norm may not be part of a function that does not train it."""
+    if (reason := why_not_class(norm, "RMSNorm") or why_call(norm, own_forward=False)) is not None:
+        return reason
+    if type(norm.weight) is not nn.Parameter:
+        return f"its weight is wrapped ({type(norm.weight).__name__})"
+    if norm.weight.requires_grad:
+        return "its weight is trainable"
+    return None
+
+
 def norm_forward(norm: Any, parts: frozenset[str], x: Tensor) -> Tensor:
     reason = why_not_norm(norm)
     if reason is None and x.dtype != norm.weight.dtype:  # the class promotes to the wider dtype

@@ -159,14 +159,8 @@ def _turn_together(
     check_rows(name, _qkv_rope_kernel, qkv.shape, qkv=qkv)
     (_, heads, _, head_dim), kv_heads = parts[0].shape, parts[1].shape[1]
     batch = batch_of(name, qkv, cos, sin, heads, kv_heads)
-    positions = cos.shape[1]
-    for key, part, count in zip(keys, parts, (heads, kv_heads, kv_heads), strict=True):
-        if part.shape != (batch, count, positions, head_dim):
-            raise ValueError(
-                f"{name}: {key} is {list(part.shape)}, should be "
-                f"{[batch, count, positions, head_dim]}"
-            )
-        check_alike(name, key, part, qkv)
+    by_name = dict(zip(keys, parts, strict=True))
+    check_heads(name, by_name, (batch, heads, cos.shape[1], head_dim), qkv)
     _turn(*parts, cos, sin, qkv, backward)
 
 
@@ -200,6 +194,22 @@ def _turn(
 
 def _features_together(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 else x.contiguous()
+
+
+def check_heads(
+    name: str, parts: dict[str, Tensor], shape_of_q: tuple[int, ...], qkv: Tensor
+) -> None:
+    """Raise ValueError unless the parts, q, k and v or the first two, have the shape of q, or its
+    with as many heads as k, and are in dtype and place as qkv is."""
+    batch, heads, positions, head_dim = shape_of_q
+    kv_heads = list(parts.values())[1].shape[1]
+    for (key, part), count in zip(parts.items(), (heads, kv_heads, kv_heads), strict=False):
+        if part.shape != (batch, count, positions, head_dim):
+            raise ValueError(
+                f"{name}: {key} is {list(part.shape)}, should be "
+                f"{[batch, count, positions, head_dim]}"
+            )
+        check_alike(name, key, part, qkv)
 
 
 def batch_of(name: str, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> int:

@@ -54,7 +54,9 @@ def check(device, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "family"), [*zip(DTYPES, (*FAMILIES, "Llama"), strict=True)], ids=str
+    ("dtype", "family"),
+    [*zip(DTYPES, FAMILIES, strict=True), *((dtype, "Qwen3") for dtype in ("bf16", "fp32", "fp16"))],
+    ids=str,
 )
 def test_output_and_gradients_are_within_the_error_budget(dtype, family, check):
     check(family=family, **DTYPES[dtype])
@@ -69,8 +71,14 @@ OPTIONS = {
     "MHA": {"config": {"num_key_value_heads": 2}},
     "MQA of 3 heads": {"config": {"num_attention_heads": 3, "head_dim": 16}},
     "attention wider than hidden": {"config": {"num_attention_heads": 6, "num_key_value_heads": 2}},
+    "norms of heads, MQA of 3": {
+        "family": "Qwen3", "config": {"num_attention_heads": 3, "head_dim": 10}
+    },
+    "norms of heads and biases": {
+        "family": "Qwen3", "config": {"attention_bias": True, "rms_norm_eps": 1e-2} | HEADS
+    },
     "narrow MLP": {"config": {"intermediate_size": 17}},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OPTIONS)
