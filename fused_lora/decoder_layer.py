@@ -46,7 +46,7 @@ Per token of Qwen2.5-3B (hidden 2,048, intermediate 11,008, q and k and v 2,560;
 saves 70.2 kB: [n|zn] 4.3, qkv 5.1, a 4.1, t 4.1, [m|zm] 4.2, gu 44.0, za, zh, log-sum-exp and both
 rstd 0.2, and x 4.1, which is the output of the layer before. Norms of heads add q, k and v once
 more, as attention has them: at Qwen3-8B (hidden 4,096, intermediate 12,288, q and k and v 6,144)
-12.3 of 115.5 kB, 2.0 of which are a second v, for attention reads all three from one buffer. Their
+12.3 of 115.3 kB, 2.0 of which are a second v, for attention reads all three from one buffer. Their
 rstd are computed again. Where checkpointing runs the layer
 again, zh is kept (`recompute.once`): 64 bytes a token, and SwiGLU does not run again. Where it has
 somewhere to keep them, neither are a, za and t computed a second time: 8.2 kB a token for

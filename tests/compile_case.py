@@ -13,7 +13,13 @@ from triton.backends.compiler import GPUTarget
 
 from fused_lora import rms_norm, rope
 from fused_lora.cross_entropy import cross_entropy_
-from fused_lora.kernels import causal_attention, causal_attention_backward, many_copies, qkv_rope
+from fused_lora.kernels import (
+    causal_attention,
+    causal_attention_backward,
+    many_copies,
+    qkv_norm_rope,
+    qkv_rope,
+)
 from fused_lora.kernels import residual as residual_kernels
 from fused_lora.kernels.sums_over_tokens import sums_over_tokens
 from fused_lora.kernels.swiglu_products_backward import Product, swiglu_backward_products
@@ -78,6 +84,9 @@ def launch_layer():
     grads = [empty(BATCH, heads, POSITIONS, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     qkv_rope.rope_backward(*grads, cos, cos, qkv)
     qkv_rope.rope_together(*grads, cos, cos, qkv)
+    norms = qkv_norm_rope.HeadNorms(empty(HEAD_DIM), empty(HEAD_DIM), 1e-6, 1e-6)
+    qkv_norm_rope.norm_rope_together(*grads, norms, cos, cos, qkv)
+    qkv_norm_rope.head_norms_backward(*grads[:2], norms, qkv)
     # its launcher reads addresses, of which these tensors have none
     table = [empty(1, dtype=d) for d in (torch.int64, torch.float32, torch.int32, torch.int32)]
     source, block = empty(1, dtype=torch.float32), many_copies.BLOCK_COPIED

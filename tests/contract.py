@@ -6,6 +6,7 @@ own files.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import attention_case
@@ -204,10 +205,10 @@ def make_linear(layers):
 
 
 def make_lora_attention(shape, *, dtype, device, r=8, bias=True, adapter_dtype=None,
-                        frozen_dtype=None):  # fmt: skip
+                        frozen_dtype=None, norms=False):  # fmt: skip
     inputs, gradient = lora_attention_case.make(
         *shape, dtype=dtype, device=device, head_dim=32, bias=bias, frozen_dtype=frozen_dtype,
-        r=(r,) * 4 if isinstance(r, int) else r, adapter_dtypes=(FP32,) * 8,
+        r=(r,) * 4 if isinstance(r, int) else r, adapter_dtypes=(FP32,) * 8, norms=norms,
     )  # fmt: skip
     inputs[4:-1] = in_dtypes(inputs[4:-1], adapter_dtype or dtype)
     names = ("x", "cos", "sin", "mask", *lora_attention_case.NAMES, "frozen")
@@ -273,6 +274,12 @@ OPERATIONS = {
             saved=("x", "cos", "k_B", "o_A", "frozen.qkv.v_weight"), usual=(2, 9),
             shapes=((1, 40),), empty=((0, 9),),
             options={"r": (8, (1, 12, 32, 3), (8, 0, 8, 0)), "bias": (False, True)},
+        ),
+        Operation(
+            "LoRA_Attention, normed heads", LoRA_Attention.apply, lora_attention_case.eager,
+            partial(make_lora_attention, norms=True), ("x", *lora_attention_case.NAMES),
+            saved=("cos", "q_B", "frozen.qkv.q_weight", "frozen.head_norms.k_weight"),
+            usual=(2, 9), shapes=((1, 40),), empty=((0, 9),),
         ),
         Operation(
             "rms_norm", rms_norm, rms_norm_case.eager_rms_norm, make_norm(rms_norm),

@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 from attention_case import adapted_linear
 from reference import random
+from rms_norm_case import eager_rms_norm
 
+from fused_lora.kernels.qkv_norm_rope import HeadNorms
 from fused_lora.lora_attention import FrozenAttention
 from fused_lora.lora_linear import FrozenLinear, FrozenQKV
 
@@ -17,9 +19,10 @@ NAMES = ["q_A", "q_B", "k_A", "k_B", "v_A", "v_B", "o_A", "o_B"]
 
 def make(
     batch=2, positions=9, *, device, heads=4, kv_heads=2, head_dim=26, dtype=torch.bfloat16,
-    r=(8, 8, 8, 8), bias=True, adapter_dtypes=None, frozen_dtype=None, mask=None,
+    r=(8, 8, 8, 8), bias=True, adapter_dtypes=None, frozen_dtype=None, mask=None, norms=False,
 ):  # fmt: skip
-    """x, cos, sin, mask, eight adapters (no B zero) and what is frozen; and a gradient."""
+    """x, cos, sin, mask, eight adapters (no B zero) and what is frozen, with or without norms of
+    heads; and a gradient."""
     options = {"dtype": frozen_dtype or dtype, "device": device}
     wide, narrow = heads * head_dim, kv_heads * head_dim
     sizes = [(IN, wide), (IN, narrow), (IN, narrow), (wide, OUT)]
@@ -37,12 +40,19 @@ def make(
         layers.append(FrozenLinear(weight, one_bias, (2.0, 0.5, 1.5, 0.75)[i]))
     weights, biases, scalings = zip(*layers[:3], strict=True)
     frozen = FrozenAttention(
-        FrozenQKV(*weights, *biases, *scalings), layers[3], head_dim, head_dim**-0.5
-    )
+        FrozenQKV(*weights, *biases, *scalings), layers[3], head_dim, head_dim**-0.5,
+        head_norms(head_dim, **options) if norms else None,
+    )  # fmt: skip
     angle = random(1, positions, head_dim // 2, seed=7, scale=3.0, device=device).repeat(1, 1, 2)
     x = random(batch, positions, IN, seed=1, device=device, dtype=dtype)
     grad = random(batch, positions, OUT, seed=2, device=device, dtype=dtype)
     return [x, angle.cos().to(dtype), angle.sin().to(dtype), mask, *adapters, frozen], grad
+
+
+def head_norms(head_dim, **options):
+    """Each of its own weight and eps, with which scores stay of one unit."""
+    weights = (0.5 + random(head_dim, seed=seed, scale=0.25, **options) for seed in (60, 61))
+    return HeadNorms(*weights, 1e-6, 1e-2)
 
 
 def eager(x, cos, sin, mask, q_A, q_B, k_A, k_B, v_A, v_B, o_A, o_B, frozen):
@@ -61,6 +71,9 @@ def eager(x, cos, sin, mask, q_A, q_B, k_A, k_B, v_A, v_B, o_A, o_B, frozen):
         turned = t * cos.unsqueeze(1) + torch.cat((-other, one), -1) * sin.unsqueeze(1)
         return turned.to(t.dtype)
 
+    if frozen.head_norms is not None:
+        q_weight, k_weight, q_eps, k_eps = frozen.head_norms
+        q, k = eager_rms_norm(q, q_weight, q_eps), eager_rms_norm(k, k_weight, k_eps)
     q, k = turned(q), turned(k)
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
     is_causal = mask is None and q.shape[2] > 1

@@ -29,6 +29,8 @@ KERNELS = WITH_DOTS | {
     "rms_norm._rms_norm_backward_kernel",
     "rope._rope_kernel",
     "qkv_rope._qkv_rope_kernel",
+    "qkv_norm_rope._qkv_norm_rope_kernel",
+    "qkv_norm_rope._qkv_norm_backward_kernel",
     "cross_entropy._cross_entropy_kernel",
     "many_copies._copy_kernel",
     "swiglu_products_backward._sum_products_kernel",

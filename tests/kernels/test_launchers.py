@@ -23,11 +23,13 @@ import fused_mlp.swiglu
 from fused_lora.kernels import (
     causal_attention,
     causal_attention_backward,
+    qkv_norm_rope,
     qkv_rope,
     swiglu_products_backward,
     swiglu_products_forward,
 )
 from fused_lora.kernels import residual as residual_kernels
+from fused_lora.kernels.qkv_norm_rope import HeadNorms
 from fused_lora.kernels.swiglu_products_backward import Product
 
 tiles_of_forward = products_forward.small_tiles  # fixtures that every test of theirs has
@@ -102,6 +104,12 @@ LAUNCHERS = {
         lambda size, case, layout: rope.fused(case[:4], case[4:], layout),
         lambda size, case: rope_case.run(rope_case.eager, case[:4], case[4:]),
         writes=2, is_exact=False,
+    ),
+    "norms and rope on [q | k | v]": Launcher(
+        ((qkv_norm_rope, "_qkv_norm_rope_kernel", "_qkv_norm_backward_kernel"),),
+        rope_case.SIZES, "GQA", rope_case.EMPTY["no batch"], rope.make_normed,
+        of_case(lambda *case, **layout: rope.fused_normed(case, **layout)),
+        of_case(lambda *case: rope.eager_normed(case)), writes=2, is_exact=False,
     ),
     "causal_attention": Launcher(
         (
@@ -209,6 +217,7 @@ def ones(*shape):
 
 QKV, COS, OTHER = ones(10, 24), ones(1, 5, 6), ones(3, 5, 6)
 Q, K = ones(2, 2, 5, 6), ones(2, 1, 5, 6)
+NORMS = HeadNorms(ones(6), ones(6), EPS, EPS)
 OF_ROPE = {"cos": COS, "sin": COS}
 # in bf16, for on a GPU attention's kernels take no fp32
 HEADS, ATTENDED = ones(80, 256).bfloat16(), ones(80, 128).bfloat16()
@@ -239,6 +248,10 @@ ARGUMENTS = {
     qkv_rope.rope_forward: {"qkv": QKV, **OF_ROPE, "heads": 2, "kv_heads": 1},
     qkv_rope.rope_together: {"q": Q, "k": K, "v": K, **OF_ROPE, "qkv": QKV},
     qkv_rope.rope_backward: {"grad_q": Q, "grad_k": K, "grad_v": K, **OF_ROPE, "grad_qkv": QKV},
+    qkv_norm_rope.norm_rope_together: {
+        "q": Q, "k": K, "v": K, "norms": NORMS, **OF_ROPE, "qkv": QKV
+    },
+    qkv_norm_rope.head_norms_backward: {"q": Q, "k": K, "norms": NORMS, "grad_qkv": QKV},
     causal_attention.causal_attention_forward: {
         "qkv": HEADS, "positions": 40, "heads": 4, **OF_SCORES
     },
@@ -301,6 +314,14 @@ ERRORS = [
     ("rope_together", {"v": short}, r"v is \[1, 1, 5, 6\], should be \[2, 1, 5, 6\]"),
     ("rope_together", {"k": half}, "k is torch.float16"),
     ("rope_backward", {"grad_v": short}, r"grad_v is \[1, 1, 5, 6\], should be \[2, 1, 5, 6\]"),
+    ("norm_rope_together", {"qkv": short}, r"\[9, 24\], should be \[batch \* 5, 4 \* 6\]"),
+    ("norm_rope_together", {"v": short}, r"v is \[1, 1, 5, 6\], should be \[2, 1, 5, 6\]"),
+    ("norm_rope_together", {"q": half}, "q is torch.float16"),
+    ("norm_rope_together", {"norms.k_weight": narrow}, r"k_weight is \[5\], should be \[6\]"),
+    ("norm_rope_together", {"norms.q_weight": torch.Tensor.long}, "q_weight is torch.int64"),
+    ("head_norms_backward", {"k": short}, r"k is \[1, 1, 5, 6\], should be \[2, 1, 5, 6\]"),
+    ("head_norms_backward", {"grad_qkv": narrow}, r"is \[10, 23\], should be \[10, 24\] as q is"),
+    ("head_norms_backward", {"norms.q_weight": on_meta}, "q_weight is torch.float32 on meta"),
     ("causal_attention_forward", {"qkv": short}, r"\[79, 256\] .* \[batch \* 40, 8 \* head_dim\]"),
     ("causal_attention_forward", {"qkv": narrow}, r"\[80, 255\]"),
     ("causal_attention_forward", {"heads": to(2), "kv_heads": to(3)}, "as many heads for each of"),
@@ -321,6 +342,8 @@ def arguments_of(function, **options):
     def moved(value):
         if isinstance(value, Product):
             return Product(moved(value.factor), moved(value.gradient))
+        if isinstance(value, HeadNorms):
+            return HeadNorms(*map(moved, value))
         return value.to(**options) if isinstance(value, torch.Tensor) else value
 
     return {name: moved(value) for name, value in ARGUMENTS[function].items()}

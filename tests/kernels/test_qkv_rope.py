@@ -1,10 +1,12 @@
-"""RoPE on [q | k | v] against eager PyTorch in float64."""
+"""RoPE on [q | k | v], alone and with norms of heads before it, against eager PyTorch in float64."""
 
 import pytest
 import torch
-from reference import relative_error
-from rope_case import SIZES, assert_equal, make
+from reference import random, relative_error
+from rms_norm_case import eager_rms_norm
+from rope_case import SIZES, assert_equal, eager, make
 
+from fused_lora.kernels.qkv_norm_rope import HeadNorms, head_norms_backward, norm_rope_together
 from fused_lora.kernels.qkv_rope import rope_backward, rope_forward, rope_together, split_heads
 
 
@@ -34,6 +36,45 @@ def fused(inputs, gradients, layout=torch.clone):
     return results
 
 
+def make_normed(size, dtype, device):
+    """q, k, cos, sin, the gradients of the normed q and k, and weights of the norms."""
+    inputs, gradients = make(size, dtype=dtype, device=device)
+    head_dim = inputs[2].shape[-1]
+    options = {"scale": 0.5, "dtype": dtype, "device": device}
+    return *inputs, *gradients, *(1 + random(head_dim, seed=seed, **options) for seed in (8, 9))
+
+
+EPS = 1e-6, 1e-2  # of q's norm and of k's
+
+
+def fused_normed(case, layout=torch.clone):
+    """As `eager_normed`, and that v and its gradient come through, and raw q, k and v stay."""
+    q, k, cos, sin, grad_q, grad_k, *weights = case
+    v, grad_v = 2 * k, 3 * grad_k
+    raw, norms = layout(side_by_side(q, k, v)), HeadNorms(*weights, *EPS)
+    sizes = q.shape[2], q.shape[1], k.shape[1]
+    qkv = layout(torch.full_like(raw, 7.0))
+    assert norm_rope_together(*split_heads(raw, *sizes), norms, cos, sin, qkv) is None
+    grad_qkv = layout(side_by_side(grad_q, grad_k, grad_v))
+    assert head_norms_backward(*split_heads(raw, *sizes)[:2], norms, grad_qkv) is None
+    assert torch.equal(raw, side_by_side(q, k, v))
+    results = []
+    for rows, kept in ((qkv, v), (grad_qkv, grad_v)):
+        *changed, value = split_heads(rows, *sizes)
+        assert torch.equal(value, kept)
+        results += changed
+    return results
+
+
+def eager_normed(case):
+    """q and k, normed and turned, and the gradients of both from those of the normed ones."""
+    q, k, cos, sin, grad_q, grad_k, *weights = case
+    leaves = [t.detach().requires_grad_() for t in (q, k)]
+    normed = list(map(eager_rms_norm, leaves, weights, EPS))
+    turned = [t.detach() for t in eager(*normed, cos, sin)]
+    return *turned, *torch.autograd.grad(normed, leaves, (grad_q, grad_k))
+
+
 @pytest.mark.parametrize(
     ("size", "dtype"), [*((size, torch.bfloat16) for size in SIZES), ("GQA", torch.float32)]
 )
@@ -49,6 +90,43 @@ def test_three_tensors_are_turned_as_they_are_side_by_side(dtype, size, device):
             assert relative_error(got, want) <= torch.finfo(dtype).eps
         else:
             assert torch.equal(got, want)
+
+
+def test_norms_of_heads_read_any_layout(device):
+    q, k, cos, sin, *gradients, q_weight, k_weight = make_normed("GQA", torch.bfloat16, device)
+    norms, v = HeadNorms(q_weight, k_weight, *EPS), 2 * k
+    apart = HeadNorms(*(torch.stack((w, w), 1)[:, 0] for w in norms[:2]), *EPS)
+    want, grad = torch.full((2, *side_by_side(q, k, v).shape), 7.0, dtype=q.dtype, device=device)
+    norm_rope_together(q, k, v, norms, cos, sin, want)
+    grad.copy_(side_by_side(*gradients, v))
+    given = grad.clone()
+    head_norms_backward(q, k, norms, grad)
+    for layout in LAYOUTS.values():
+        got, gradient = torch.full_like(want, 7.0), given.clone()
+        norm_rope_together(*map(layout, (q, k, v)), apart, layout(cos[None])[0], sin, got)
+        head_norms_backward(layout(q), layout(k), apart, gradient)
+        assert torch.equal(got, want) and torch.equal(gradient, grad)
+
+
+def test_weights_of_norms_may_be_of_another_dtype(device):
+    """As under autocast."""
+    *others, q_weight, k_weight = make_normed("GQA", torch.bfloat16, device)
+    want = fused_normed((*others, q_weight, k_weight))
+    assert_equal(fused_normed((*others, q_weight.float(), k_weight.half())), want)
+
+
+@pytest.mark.gpu
+def test_norms_of_heads_are_right_where_int32_offsets_overflow(device):
+    """Rows 2^30 elements apart, of which there are three."""
+    case = make_normed("MQA, angles of each sequence", torch.bfloat16, device)
+    case = [*(t[:1, :, :3] for t in case[:2]), *(t[:1, :3] for t in case[2:4]),
+            *(t[:1, :, :3] for t in case[4:6]), *case[6:]]  # fmt: skip
+
+    def far_apart(t):
+        memory = torch.empty(2 * 2**30 + t.shape[1], dtype=t.dtype, device=device)
+        return memory.as_strided(t.shape, (2**30, 1)).copy_(t)
+
+    assert_equal(fused_normed(case, far_apart), fused_normed(case))
 
 
 LAYOUTS = {
