@@ -43,17 +43,25 @@ def assert_runs(fused, plain, ran, functions, **inputs):
 
 @pytest.mark.parametrize(
     ("family", "fusion"),
-    [("Qwen2", BOTH), ("Llama", Fusion(**ALL)), ("Mistral", Fusion(**ALL))],
-    ids=("Qwen2, both", "Llama, all", "Mistral, all"),
+    [
+        ("Qwen2", BOTH),
+        ("Llama", Fusion(**ALL)),
+        ("Mistral", Fusion(**ALL)),
+        ("Qwen3", BOTH),
+        ("Qwen3", Fusion(**ALL)),
+    ],
+    ids=("Qwen2, both", "Llama, all", "Mistral, all", "Qwen3, both", "Qwen3, all"),
 )
 def test_both_are_one_function_and_right(family, fusion, ran, device):
     fused, plain, _ = pair(device, fusion, family=family)
     assert_runs(fused, plain, ran, ONE * 2)
 
 
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_it_is_right_in_bf16(autocast, ran, device):
-    fused, plain, _ = pair(device, BOTH, dtype=torch.bfloat16, autocast_adapter_dtype=autocast)
+def test_it_is_right_in_bf16(autocast, family, ran, device):
+    options = {"dtype": torch.bfloat16, "autocast_adapter_dtype": autocast}
+    fused, plain, _ = pair(device, BOTH, family=family, **options)
     assert_right(fused, plain, autocast, length=9)
     assert set(ran) == {*ONE}
 
@@ -90,6 +98,16 @@ def hook_o(model):
         attention.o_proj.register_forward_hook(lambda *_: None)
 
 
+def hook_k_norm(model):
+    for attention in attentions(model):
+        attention.k_norm.register_forward_hook(lambda *_: None)
+
+
+def train_q_norm(model):
+    for attention in attentions(model):
+        attention.q_norm.weight.requires_grad_(True)
+
+
 def drop_out(model):
     for attention in attentions(model):
         attention.attention_dropout = 1e-9  # of which nothing is seen
@@ -110,7 +128,8 @@ CASES = {
     "dropout": ({}, BOTH, drop_out, APART),
     "not causal": ({}, BOTH, attend_to_all, APART),
     "eager": ({}, BOTH, attend_eagerly, APART),
-    "norms of q and k": ({"family": "Qwen3"}, BOTH, None, APART),
+    "a hook on a norm of heads": ({"family": "Qwen3"}, BOTH, hook_k_norm, APART),
+    "norms of heads that are trained": ({"family": "Qwen3"}, BOTH, train_q_norm, APART),
     "o has no adapter": (
         {"target_modules": ["q_proj", "k_proj", "v_proj"]}, BOTH, None, ["LoRA_Attention"]
     ),

@@ -13,11 +13,7 @@ WHOLE = {"layer": 2, "rms_norm": 1, "cross_entropy": 1}
 CASES = {  # options of the model: what runs fused, and what the report says of the rest
     "all seven": ({}, WHOLE, ""),
     "q and v": ({"target_modules": ["q_proj", "v_proj"]}, WHOLE, ""),
-    "Qwen3": (
-        {"family": "Qwen3"},
-        {"mlp": 2, "attention": 4, "rope": 2, "rms_norm": 9, "cross_entropy": 1},
-        f"left to PEFT: {LAYERS}.0 as layer and 1 others like it: self_attn: it normalises q and k",
-    ),
+    "Qwen3": ({"family": "Qwen3"}, WHOLE, ""),
     "dropout": (
         {"lora_dropout": 0.5},
         {"rope": 2, "rms_norm": 5, "cross_entropy": 1},

@@ -1,4 +1,4 @@
-"""Whole layers fused in tiny models of three families, against plain PEFT."""
+"""Whole layers fused in tiny models of every family, against plain PEFT."""
 
 import copy
 
@@ -37,9 +37,11 @@ def test_layers_are_right_in_every_family(family, calls, device):
     assert len(calls) == 2
 
 
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
 @pytest.mark.parametrize("fp32_adapters", [False, True])
-def test_layers_are_right_in_bf16(fp32_adapters, calls, device):
-    fused, plain, _ = pair(device, dtype=torch.bfloat16, autocast_adapter_dtype=fp32_adapters)
+def test_layers_are_right_in_bf16(fp32_adapters, family, calls, device):
+    options = {"dtype": torch.bfloat16, "autocast_adapter_dtype": fp32_adapters}
+    fused, plain, _ = pair(device, family=family, **options)
     assert_right(fused, plain, autocast=fp32_adapters, length=9)
     assert len(calls) == 3 * 2  # each layer for three batches
 
@@ -78,14 +80,18 @@ def test_checkpointed_gradients_are_those_of_kept_ones(how, calls, device):
     assert_close(got, want, 1e-12)
 
 
-@pytest.mark.parametrize("head_dim", [26, 32], ids=("PyTorch's attention", "ours"))
+@pytest.mark.parametrize(
+    ("family", "head_dim"),
+    [("Qwen2", 26), ("Qwen2", 32), ("Qwen3", 32)],
+    ids=("PyTorch's attention", "ours", "ours, normed heads"),
+)
 @pytest.mark.parametrize(("policy", "runs"), [("full", 4), ("offload", 3)])
 def test_attention_and_o_run_once_where_their_output_is_offloaded(
-    policy, runs, head_dim, device, monkeypatch
+    policy, runs, family, head_dim, device, monkeypatch
 ):
     """But in the last of two layers, which keeps its input: its backward comes first. SwiGLU runs
     once in any case."""
-    model, _, _ = pair(device, config={"head_dim": head_dim})
+    model, _, _ = pair(device, family=family, config={"head_dim": head_dim})
     want = step(model, length=SHORT)
     counts = {"attention_forward": [], "add_adapted": [], "add_down": []}
     for name, seen in counts.items():
@@ -114,6 +120,38 @@ def test_padding_and_hidden_states_are_as_without_fusion(calls, device):
         assert torch.allclose(got, want, atol=1e-4)
 
 
+WITH_LOSS = vars(EVERYTHING)
+# As Qwen3-0.6B: attention is wider than hidden, and lm_head is the embedding.
+LIKE_THE_SMALLEST = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+                     "tie_word_embeddings": True}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fusion", "count"),
+    [
+        (Fusion(layer=True), 2),
+        (Fusion(**WITH_LOSS | {"checkpoint": "full"}), 3),
+        (Fusion(**WITH_LOSS | {"checkpoint": "offload"}), 3),
+        (Fusion(**WITH_LOSS | {"layer": False}), 0),
+    ],
+    ids=("layer", "all, checkpointed", "all, offloaded", "parts"),
+)
+def test_normed_heads_train_as_in_plain_peft(fusion, count, calls, device):
+    fused, plain, done = pair(device, fusion, family="Qwen3", config=LIKE_THE_SMALLEST)
+    assert not done.left
+    gradients, weights = [], []
+    for model in (fused, plain):
+        adapters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        optimizer = torch.optim.SGD(adapters.values(), lr=0.1)
+        for seed in (3, 4, 5):
+            gradients.append(step(model, seed=seed, length=SHORT))
+            optimizer.step()
+        weights.append({name: p.detach() for name, p in adapters.items()})
+    assert_close(gradients[0], gradients[3], 2e-4)
+    assert_close(*weights, 1e-3)
+    assert len(calls) == 3 * count
+
+
 def test_a_window_is_in_the_mask(calls, device):
     config = {"sliding_window": 4}
     fused, plain, _ = pair(device, family="Mistral", config=config)
@@ -125,8 +163,9 @@ def test_a_window_is_in_the_mask(calls, device):
 # --- in and out -----------------------------------------------------------------------------------
 
 
-def test_unfuse_gives_forwards_and_memory_back(calls, device):
-    fused, plain, _ = pair(device, EVERYTHING)
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
+def test_unfuse_gives_forwards_and_memory_back(family, calls, device):
+    fused, plain, _ = pair(device, EVERYTHING, family=family)
     assert borders_of(layer_of(fused)) is not None
     assert set(NAMES) < set(unfuse(fused)) and unfuse(fused) == []
     assert report(fused).fused == {}

@@ -59,6 +59,10 @@ class OtherLayer(type(layer_of(peft_model("cpu")))):
     pass
 
 
+class OtherNorm(type(layer_of(peft_model("cpu", "Qwen3")).self_attn.q_norm)):
+    pass
+
+
 def add_hook(module):
     module.register_forward_hook(hook)
 
@@ -90,6 +94,15 @@ REASONS = [
     ),
     ("self_attn", lambda m: setattr(m, "is_causal", False), "self_attn: it is not causal"),
     ("mlp", lambda m: setattr(m, "act_fn", nn.GELU()), "mlp: its activation is GELU, not SiLU"),
+    ("self_attn.k_norm", add_hook, "self_attn: k_norm: it has hooks"),
+    ("self_attn.q_norm", replace_forward, "self_attn: q_norm: its forward has been replaced"),
+    ("self_attn.q_norm", lambda m: setattr(m, "__class__", OtherNorm), "q_norm: OtherNorm is not"),
+    (
+        "self_attn.k_norm",
+        lambda m: m.weight.requires_grad_(),
+        "self_attn: k_norm: its weight is trainable",
+    ),
+    ("self_attn.q_norm", lambda m: m.half(), "self_attn: a norm of heads is torch.float16"),
 ]
 
 
@@ -98,7 +111,7 @@ REASONS = [
 def test_a_layer_that_may_not_be_fused_runs_as_its_class_has_it(
     where, change, reason, fused_first, calls, device
 ):
-    model = peft_model(device)
+    model = peft_model(device, "Qwen3" if where.endswith(("q_norm", "k_norm")) else "Qwen2")
     if fused_first:
         fuse(model, LAYER)
     change(layer_of(model).get_submodule(where))
@@ -110,7 +123,6 @@ def test_a_layer_that_may_not_be_fused_runs_as_its_class_has_it(
 
 
 NOTHING = {
-    "Qwen3": ({"family": "Qwen3"}, "self_attn: it normalises q and k"),
     "eager attention": (
         {"config": {"attn_implementation": "eager"}}, "self_attn: its attention is eager, not sdpa"
     ),

@@ -21,6 +21,7 @@ from fused_lora import Fusion, fuse, report
 
 FUSIONS = {"layer": LAYER, "parts": Fusion(mlp=True, attention=True, rope=True)}
 FUNCTIONS = {"parts": {"LoRA_MLP": 2, "LoRA_Attention": 2}, "layer": {"DecoderLayer": 2}}
+NORMED = {"family": "Qwen3"}  # norms of heads are weights that a layer reads and does not move
 
 
 def step(model, seed=3):
@@ -173,17 +174,22 @@ DONE = {
     "safely merged and unmerged": partial(merge_and_unmerge, safe_merge=True),
     "a parametrised A": parametrise,
 }
+OF_WEIGHTS = ("hot-swap", "load_state_dict(assign=True)", "to another dtype, a forward, and back")
 OVER_PARTS = (  # which keep nothing: adapters in place, elsewhere, and others
     "optimizer", "load_state_dict(assign=True)", "another adapter and back"
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("kind", "what"),
-    [*(("layer", what) for what in DONE), *(("parts", what) for what in OVER_PARTS)],
+    ("kind", "what", "options"),
+    [
+        *(("layer", what, {}) for what in DONE),
+        *(("parts", what, {}) for what in OVER_PARTS),
+        *(("layer", what, NORMED) for what in OF_WEIGHTS),
+    ],
 )
-def test_a_fused_model_computes_what_plain_peft_does(what, kind, device):
-    fused, plain, _ = pair(device, FUSIONS[kind])
+def test_a_fused_model_computes_what_plain_peft_does(what, kind, options, device):
+    fused, plain, _ = pair(device, FUSIONS[kind], **options)
     waiting = fused(**batch(fused)).loss  # with its graph all lives on that it was computed from
     assert functions_of(waiting) == FUNCTIONS[kind]
     fused, plain = (DONE[what](model) or model for model in (fused, plain))

@@ -128,12 +128,15 @@ def test_heads_that_our_own_attention_takes_are_within_the_error_budget(position
 # --- what autograd asks ---------------------------------------------------------------------------
 
 
-def test_a_second_backward_and_a_second_run_are_bitwise_equal_and_nothing_is_written(device):
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
+def test_a_second_backward_and_a_second_run_are_bitwise_equal_and_nothing_is_written(
+    family, device
+):
     """Nothing that came in or was saved."""
-    _, inputs, grad = operands(device, FEW, **BF16)
+    _, inputs, grad = operands(device, FEW, family=family, **BF16)
     frozen = inputs[-1]
     watched = [t for t in inputs[:-1] if t is not None]
-    watched += [frozen.input_norm, frozen.post_norm, grad]
+    watched += [frozen.input_norm, frozen.post_norm, grad, *(frozen.head_norms or ())[:2]]
     watched += [getattr(frozen, name).matrix for name in module.GROUPS]
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
@@ -272,11 +275,14 @@ def test_without_its_output_a_layer_has_the_same_gradients(device, monkeypatch):
     assert all(relative_error(*pair) < 1e-5 for pair in zip(*results, strict=True))
 
 
-def test_what_is_saved_is_what_the_docstring_counts(device):
-    """In bf16, by token: x, [n|zn], qkv, a, za, t, [m|zm], gu, zh and two fp32 rstd."""
-    _, inputs, _ = operands(device, **BF16)
+@pytest.mark.parametrize(("family", "raw"), [("Qwen2", 0), ("Qwen3", 104)])
+def test_what_is_saved_is_what_the_docstring_counts(family, raw, device):
+    """In bf16, by token: x, [n|zn], qkv, a, za, t, [m|zm], gu, zh and two fp32 rstd; and qkv once
+    more, raw, where heads are normed."""
+    _, inputs, _ = operands(device, family=family, **BF16)
     frozen = inputs[-1]
     known = [t for t in inputs[1:-1] if t is not None] + [frozen.input_norm, frozen.post_norm]
+    known += (frozen.head_norms or ())[:2]
     known += [getattr(frozen, name).matrix for name in module.GROUPS]
     with saved_for_backward() as saved:
         output = DecoderLayer.apply(*inputs)
@@ -284,7 +290,7 @@ def test_what_is_saved_is_what_the_docstring_counts(device):
     for tensor in known:
         saved.pop(tensor.untyped_storage().data_ptr(), None)
     # rows of [n|zn] and [m|zm], 52 + 24 and 52 + 16, are a multiple of 128 bytes apart
-    elements = 52 + 128 + 104 + 52 + 8 + 52 + 128 + 278 + 8
+    elements = 52 + 128 + 104 + raw + 52 + 8 + 52 + 128 + 278 + 8
     # on a GPU the log-sum-exp, if the backend saves it, and heads of 26 padded to 32, if it does
     beyond = [4 * 2 * 2 * 9, 18 * 2 * 2 * 6] if device == "cuda" else []
     total = sum(storage.nbytes() for storage in saved.values()) - 18 * (2 * elements + 8)

@@ -63,6 +63,8 @@ class StepRunAtCapture(GraphedStep):
         *((family, None) for family in FAMILIES),
         ("Llama", Fusion(attention=True, rope=True, checkpoint="full")),
         ("Llama", Fusion(layer=True, cross_entropy=True)),
+        ("Qwen3", Fusion(attention=True, rope=True)),
+        ("Qwen3", Fusion(layer=True, cross_entropy=True)),
     ],
 )
 def test_without_padding_no_graph_attends_with_a_mask(family, fusion, monkeypatch, device):
@@ -143,7 +145,11 @@ def attention_kernels(run):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("fusion", [None, Fusion(**ALL)], ids=["plain", "fused"])
+@pytest.mark.parametrize(
+    "fusion",
+    [None, Fusion(**ALL), Fusion(**ALL, layer=True)],
+    ids=["plain", "fused", "whole layers"],
+)
 def test_a_graph_runs_the_kernels_of_the_eager_step(family, fusion, device):
     sizes = {"hidden_size": 256, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     model = peft_model(device, family, torch.bfloat16, config=sizes)
