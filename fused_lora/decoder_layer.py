@@ -167,8 +167,8 @@ class DecoderLayer(torch.autograd.Function):
             rope_forward(qkv, cos, sin, frozen.heads, frozen.kv_heads)
         else:
             raw, qkv = qkv, torch.empty_like(qkv)
-            parts = split_heads(raw, hidden.shape[1], frozen.heads, frozen.kv_heads)
-            norm_rope_together(*parts, frozen.head_norms, cos, sin, qkv)
+            q, k, v = split_heads(raw, hidden.shape[1], frozen.heads, frozen.kv_heads)
+            norm_rope_together(q, k, v, frozen.head_norms, cos, sin, qkv)
         of_heads = frozen.heads, frozen.kv_heads, frozen.attention_scaling
 
         def attend() -> tuple:

@@ -26,6 +26,7 @@ Of [T, ...] tensors it keeps x (where an A of q, k or v is trained), z, qkv, a, 
 attention saves; where heads are normed also raw q and k, 10.2 kB a token of Qwen3-8B, and not v.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -112,7 +113,7 @@ class LoRA_Attention(torch.autograd.Function):
         )
         qkv = x.new_empty(batch * positions, sum(t.shape[2] for t in projected))
         *head_weights, ctx.q_eps, ctx.k_eps = frozen.head_norms or (None,) * 4
-        raw = None, None  # what the norms of heads were given
+        raw: Sequence[Tensor | None] = (None, None)  # what the norms of heads were given
         if frozen.head_norms is None:
             rope_together(q, k, v, cos, sin, qkv)
         else:

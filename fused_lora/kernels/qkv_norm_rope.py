@@ -8,10 +8,9 @@ For one head's raw x, of N elements, and the weight w that all heads of q (or of
     y      = x r w,    r = 1 / sqrt(mean(x^2) + eps)
     grad_x = r (g w - n mean(g w n)),    n = x r
 
-as in `rms_norm.py`, and y turns as in `rope.py`. Attention's backward gives g: it turns its
-gradient back where it writes it, so that g is all that `head_norms_backward` reads beside raw x. r is
-computed again from x there: one sum over what is read anyway, where [rows, heads] in fp32 would be
-saved otherwise.
+as in `rms_norm.py`, and y turns as in `rope.py`. Attention's backward turns its gradient back where
+it writes it, which gives g; all else that `head_norms_backward` reads is raw x. It computes r from
+that again: one sum over what is read anyway, where [rows, heads] in fp32 would be saved otherwise.
 
 Traffic: forward reads q, k and v and writes them once; backward reads g and x of q and k and writes
 grad_x over g. So g must be of the caller's own making, as the buffer that forward writes. Raw q and

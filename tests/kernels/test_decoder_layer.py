@@ -55,7 +55,10 @@ def check(device, monkeypatch):
 
 @pytest.mark.parametrize(
     ("dtype", "family"),
-    [*zip(DTYPES, FAMILIES, strict=True), *((dtype, "Qwen3") for dtype in ("bf16", "fp32", "fp16"))],
+    [
+        *zip(DTYPES, FAMILIES, strict=True),
+        *((dtype, "Qwen3") for dtype in ("bf16", "fp32", "fp16")),
+    ],
     ids=str,
 )
 def test_output_and_gradients_are_within_the_error_budget(dtype, family, check):

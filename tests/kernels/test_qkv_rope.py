@@ -1,4 +1,4 @@
-"""RoPE on [q | k | v], alone and with norms of heads before it, against eager PyTorch in float64."""
+"""RoPE on [q | k | v], alone and after norms of heads, against eager PyTorch in float64."""
 
 import pytest
 import torch

@@ -370,21 +370,23 @@ def five_losses(step):
 # --- on a GPU -------------------------------------------------------------------------------------
 
 FUSED = {
-    "layers": Fusion(mlp=True, attention=True, rope=True, rms_norm=True),
-    "all": Fusion(**ALL),
-    "all, checkpointed": Fusion(**ALL, checkpoint="full"),
-    "selective": Fusion(checkpoint="selective", checkpoint_gib=50e3 / 2**30),
+    "layers": ("Qwen2", Fusion(mlp=True, attention=True, rope=True, rms_norm=True)),
+    "all": ("Qwen2", Fusion(**ALL)),
+    "all, checkpointed": ("Qwen2", Fusion(**ALL, checkpoint="full")),
+    "selective": ("Qwen2", Fusion(checkpoint="selective", checkpoint_gib=50e3 / 2**30)),
+    "all, normed heads": ("Qwen3", Fusion(**ALL)),
+    "whole layers, normed heads": ("Qwen3", Fusion(**ALL, layer=True)),
 }
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("fusion", FUSED.values(), ids=FUSED)
+@pytest.mark.parametrize(("family", "fusion"), FUSED.values(), ids=FUSED)
 @pytest.mark.parametrize("autocast", [False, True])
-def test_fused_model_is_trained_as_by_the_eager_loop(device, fusion, autocast):
+def test_fused_model_is_trained_as_by_the_eager_loop(device, family, fusion, autocast):
     """Scheduler, clipping, accumulation, two lengths. The fused loss drops ignored tokens only
     while it may wait, so its products have other sizes in a graph: within bf16's own error there.
     """
-    model = peft_model(device, dtype=torch.bfloat16 if autocast else torch.float32)
+    model = peft_model(device, family, torch.bfloat16 if autocast else torch.float32)
     context = partial(torch.autocast, "cuda", torch.bfloat16, enabled=autocast)
     step, eager = steps(model, 2**-12, fusion, autocast=context, max_grad_norm=1.0)
     losses = []
