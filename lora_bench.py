@@ -4,6 +4,7 @@
     python lora_bench.py --quick             a first answer, in minutes
     python lora_bench.py --seq-lens 512 --batch-size 8
     python lora_bench.py --suite all         every fused part and the strongest peers
+    python lora_bench.py --suite published --model configs/qwen2.5-7b.json   beside others' numbers
     python lora_bench.py --kernels           the Triton kernels alone, against a device copy
     python lora_bench.py --plot-only         draw the published pictures and README tables again
     python lora_bench.py --fits 24           what trains fastest in 24 GiB of GPU memory
@@ -85,11 +86,19 @@ def report_only(arguments: argparse.Namespace) -> int | None:
 
 def run_and_draw(plan: "Plan", run: "Run", path: Path) -> int:
     from bench.experiment import expected_time, run_experiment
+    from bench.stages import stages_line
     from bench.terminal import console
-    from report.commands import draw_pictures, save_with_summary, summary_table, to_contribute
+    from bench.weights import discard
+    from report.commands import (
+        draw_pictures,
+        held_against_others,
+        save_with_summary,
+        summary_table,
+        to_contribute,
+    )
     from report.statistics import twins_too_far_apart, why_no_verdicts
 
-    if plan.quick and not run.rehearsal:
+    if plan.published or (plan.quick and not run.rehearsal):
         console.print(expected_time(plan))
     run_experiment(plan, run, partial(save_with_summary, path, run))
     pictures = draw_pictures(run, path.parent, path.parent)
@@ -100,6 +109,10 @@ def run_and_draw(plan: "Plan", run: "Run", path: Path) -> int:
             console.print(f"{said[0].upper()}{said[1:]}.", soft_wrap=True)
     if plan.quick and not run.rehearsal:
         console.print(to_contribute(run, path), soft_wrap=True, markup=False)
+    if plan.published:
+        console.print(held_against_others(run, path), soft_wrap=True, markup=False)
+        console.print(discard(plan.source), soft_wrap=True, markup=False)
+    console.print(stages_line(run), soft_wrap=True)
     console.print("\n".join(map(str, (path, *pictures))), soft_wrap=True)
     statuses = {cell.status for cell in run.cells}
     if "ok" not in statuses:

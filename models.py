@@ -23,12 +23,13 @@ ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 class Graph(NamedTuple):
     """The means to capture a model's training step in CUDA graphs.
 
-    step_for: makes the step, given its optimizer (`fused_lora.step.graph.GraphedStep`).
+    step_for: makes the step, given its optimizer and how many micro-batches it accumulates
+    (`fused_lora.step.graph.GraphedStep`).
     eager_calls: how many of its calls are eager, before the one that captures it.
     takes_max_labelled: whether the model computes the loss on `max_labelled_tokens` tokens alone.
     """
 
-    step_for: Callable[[torch.optim.Optimizer], Callable[..., torch.Tensor]]
+    step_for: Callable[..., Any]
     eager_calls: int
     takes_max_labelled: bool = False
 

@@ -4,12 +4,15 @@ A step is forward, backward, optimizer and zero_grad, with a mark of the clock a
 synchronisation at its end. On a GPU a mark is a CUDA event, so a step's time runs from the moment
 the GPU reaches its start to the moment it has done all of it, waiting for the host included.
 
+With accumulation a step is forward and backward of several micro-batches, each with its loss
+divided by their number, and then one update: its gradients and its loss are means over them.
+
 A step that is captured in CUDA graphs has a mark before and one after it, and no times of parts.
 """
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import islice, pairwise, starmap
@@ -25,6 +28,11 @@ from models import Graph
 MIN_WARMUP_STEPS = 4
 MAX_WARMUP_STEPS = 10
 STEADY_SPREAD = 0.05
+# A trainer that has been warm needs no more before its next run.
+AGAIN_WARMUP_STEPS = 2
+# The kinds of micro-batches in a step: one that adds to the gradients, and the last, which updates.
+# So a step of both is warm for one of any number, and shows what runs in it.
+KINDS_OF_MICRO_BATCHES = 2
 
 
 class Clock(Protocol):
@@ -68,8 +76,8 @@ class Timings:
     """Raw times of every timed step, in ms, with the loss that each step saw.
 
     first_step_s: wall time of the warm-up until a step had run as the timed ones do: of the first;
-    of a graph, the eager steps, the capture and the first replay.
-    forward_ms, backward_ms, optimizer_ms: empty for a graph.
+    of a graph, the eager steps, the capture and the first replay. Of a trainer's first run.
+    forward_ms, backward_ms: sums over micro-batches. These and optimizer_ms: empty for a graph.
     wall_ms: the host's clock, from before a step's first mark until its loss has been read.
     optimizer_steps: the fewest updates that any adapter matrix got from the timed steps.
     unmoved_adapters: matrices that the timed steps left as they were.
@@ -77,7 +85,7 @@ class Timings:
     peak_allocated_bytes, peak_reserved_bytes: in the timed steps; of a graph, from its capture on.
     """
 
-    first_step_s: float
+    first_step_s: float | None
     step_ms: list[float] = field(default_factory=list)
     forward_ms: list[float] = field(default_factory=list)
     backward_ms: list[float] = field(default_factory=list)
@@ -92,13 +100,14 @@ class Timings:
 
 
 class Trainer:
-    """Trains `model` with AdamW, one batch a step.
+    """Trains `model` with AdamW, `accumulate` batches a step.
 
     Args:
         autocast: makes the context that the forward runs in.
         clock: what marks the parts of a step.
         max_warmup_steps: warm up no longer than this, steady or not, beside a graph's eager steps.
         graph: captures the step in CUDA graphs; None for an eager step.
+        accumulate: micro-batches of a step.
     """
 
     def __init__(
@@ -109,6 +118,7 @@ class Trainer:
         learning_rate: float,
         max_warmup_steps: int = MAX_WARMUP_STEPS,
         graph: Graph | None = None,
+        accumulate: int = 1,
     ):
         self.model = model
         self.autocast = autocast
@@ -120,35 +130,36 @@ class Trainer:
             self.trained, lr=learning_rate, fused=self.on_gpu, capturable=graph is not None
         )
         self.graph = graph
-        self.graphed_step: Any = graph.step_for(self.optimizer) if graph else None
+        self.accumulate = accumulate
+        self.graphed_step: Any = (
+            graph.step_for(self.optimizer, accumulation_steps=accumulate) if graph else None
+        )
         self.graph_constants: dict[str, Any] = {}  # what every batch of a run is given besides
+        self.is_warm = False
 
-    def step(self, batch: Batch) -> tuple[list[Any], torch.Tensor]:
-        """One training step; returns the marks around its parts (four; of a graph two), and its
-        loss."""
+    def step(self, batches: Sequence[Batch]) -> tuple[list[Any], torch.Tensor]:
+        """One training step on these micro-batches; returns the marks around its parts (forward and
+        backward of each, and the optimizer's; of a graph two), and its loss."""
         marks = [self.clock.mark()]
+        losses = []
         if self.graph:
-            loss = self.graphed_step(
-                input_ids=batch.input_ids,
-                labels=batch.labels,
-                attention_mask=batch.attention_mask,
-                **self.graph_constants,
-            )
+            for number, batch in enumerate(batches, start=1):
+                is_last = number == len(batches)
+                run = self.graphed_step if is_last else self.graphed_step.accumulate
+                losses.append(run(**_inputs(batch), **self.graph_constants))
             marks.append(self.clock.mark())
-            return marks, loss
-        with self.autocast():
-            loss = self.model(
-                input_ids=batch.input_ids,
-                labels=batch.labels,
-                attention_mask=batch.attention_mask,
-            ).loss
-        marks.append(self.clock.mark())
-        loss.backward()
-        marks.append(self.clock.mark())
+            return marks, _mean(losses)
+        for batch in batches:
+            with self.autocast():
+                loss = self.model(**_inputs(batch)).loss
+            marks.append(self.clock.mark())
+            (loss if self.accumulate == 1 else loss / self.accumulate).backward()
+            marks.append(self.clock.mark())
+            losses.append(loss.detach())
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         marks.append(self.clock.mark())
-        return marks, loss.detach()
+        return marks, _mean(losses)
 
     def run(
         self,
@@ -160,7 +171,8 @@ class Trainer:
         """Warm up, go back to the first weights, then time `steps` steps over `batches`, in order.
 
         The adapters and the optimizer's state are put back after the warm-up, so that the losses
-        of the timed steps can be compared between variants whatever their warm-up took.
+        of the timed steps can be compared between variants whatever their warm-up took. A second
+        run warms up for AGAIN_WARMUP_STEPS alone, and a graph is not captured again.
 
         Args:
             on_step: called after each timed step, with the number of those that are done.
@@ -195,18 +207,20 @@ class Trainer:
     ) -> None:
         if self.on_gpu and not self.graph:  # see _warm_up
             torch.cuda.reset_peak_memory_stats()
-        for done, batch in enumerate(islice(_around(batches), steps)):
+        around = _around(batches)
+        for done in range(steps):
             before_step(done)
+            micro_batches = list(islice(around, self.accumulate))
             began = time.perf_counter()
-            marks, loss = self.step(batch)
+            marks, loss = self.step(micro_batches)
             self.clock.synchronize()
             timings.losses.append(loss.item())
             timings.wall_ms.append((time.perf_counter() - began) * 1e3)
             timings.step_ms.append(self.clock.elapsed_ms(marks[0], marks[-1]))
             if not self.graph:
-                forward, backward, optimizer = starmap(self.clock.elapsed_ms, pairwise(marks))
-                timings.forward_ms.append(forward)
-                timings.backward_ms.append(backward)
+                *parts, optimizer = starmap(self.clock.elapsed_ms, pairwise(marks))
+                timings.forward_ms.append(sum(parts[::2]))
+                timings.backward_ms.append(sum(parts[1::2]))
                 timings.optimizer_ms.append(optimizer)
             on_step(done + 1)
         if self.on_gpu:
@@ -230,19 +244,27 @@ class Trainer:
             not all(map(torch.equal, batch.tensors(), given)) for batch, given in batches
         )
 
-    def _warm_up(self, batches: list[Batch]) -> float:
+    def _warm_up(self, batches: list[Batch]) -> float | None:
         """Run steps until their times are steady; returns `first_step_s`."""
         times_ms: list[float] = []
+        micro_batches = min(self.accumulate, KINDS_OF_MICRO_BATCHES)
+        around = _around(batches)
+        if self.is_warm:
+            for _ in range(min(AGAIN_WARMUP_STEPS, self.max_warmup_steps)):
+                self.step(list(islice(around, micro_batches)))
+                self.clock.synchronize()
+            return None
+        self.is_warm = True
         began = time.perf_counter()
         first_step_s = 0.0
         eager = self.graph.eager_calls if self.graph else 0
-        for batch in islice(_around(batches), eager + self.max_warmup_steps):
+        for _ in range(eager + self.max_warmup_steps):
             if self.graph and self.on_gpu and len(times_ms) == eager:
                 # A replay allocates nothing: all that it works in was allocated by the capture. So
                 # the peak is counted from here on, without what the eager steps left in the cache.
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
-            marks, _ = self.step(batch)
+            marks, _ = self.step(list(islice(around, micro_batches)))
             self.clock.synchronize()
             times_ms.append(self.clock.elapsed_ms(marks[0], marks[-1]))
             if len(times_ms) == eager + 1:
@@ -262,6 +284,18 @@ class Trainer:
 def is_steady(times_ms: list[float]) -> bool:
     """Return True if the times lie within STEADY_SPREAD of the smallest."""
     return max(times_ms) <= (1 + STEADY_SPREAD) * min(times_ms)
+
+
+def _inputs(batch: Batch) -> dict[str, Any]:
+    return {
+        "input_ids": batch.input_ids,
+        "labels": batch.labels,
+        "attention_mask": batch.attention_mask,
+    }
+
+
+def _mean(losses: list[torch.Tensor]) -> torch.Tensor:
+    return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
 
 
 def _around(batches: list[Batch]) -> Iterator[Batch]:

@@ -169,6 +169,11 @@ class Variant:
         return counterpart(AGAIN, self.checkpoints)
 
     @property
+    def is_ours(self) -> bool:
+        """True if anything in it is fused by this repository."""
+        return self.recipe is not None and bool(self.recipe.fused)
+
+    @property
     def is_baseline(self) -> bool:
         """True if it is a baseline or the A/A twin of one."""
         return self.id in (self.baseline.id, self.again.id)
@@ -281,6 +286,15 @@ SUITES = {
     for suite in ("experiment", "parts", "peers", "fastest")
 }
 SUITES["all"] = list(VARIANTS)
+# Others' published settings have long steps: plain PEFT once, and no A/A twin.
+SUITES["published"] = [
+    BASELINE,
+    *(
+        VARIANTS[id + end].id
+        for end in ("", WITHOUT)
+        for id in ("full_unsloth", "fused_all", "fused_layer", "fused_layer_graph")
+    ),
+]
 
 
 def current_id(id: str) -> str:

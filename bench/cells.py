@@ -21,11 +21,19 @@ from msgspec.structs import replace
 import models
 from batches import IGNORED, Batch, load_tokenizer, make_batches, read_chats, sha256_of, tokenize
 from bench import audit, interpreter, machine
-from bench.profiler import profile_step
+from bench.profiler import Profile, profile_step
+from bench.published import PublishedSetting
 from bench.records import Cell, Parity
 from bench.weights import Source, materialize
 from models import Built
-from trainer import MAX_WARMUP_STEPS, Clock, CudaClock, Trainer, WallClock
+from trainer import (
+    KINDS_OF_MICRO_BATCHES,
+    MAX_WARMUP_STEPS,
+    Clock,
+    CudaClock,
+    Trainer,
+    WallClock,
+)
 from variants import EVIDENCE, Lora, recipe_of
 
 Send = Callable[[dict[str, Any]], None]
@@ -40,9 +48,11 @@ PARITY_SEQ_LEN = 64
 class Plan:
     """A run as it was asked for, made from checked arguments.
 
-    steps: those of one round. interleave: how many of them a variant takes at a time, interleaved
-    with the others, where all fit on the GPU together; 0: never. quick: each variant has one
-    process for the whole run. cell_timeout_s: how long nothing may be heard of a cell.
+    batch_size: rows of a micro-batch, of which a step has `accumulate`. steps: those of one round.
+    interleave: how many of them a variant takes at a time, interleaved with the others, where all
+    fit on the GPU together; 0: never. quick: each variant has one process for the whole run.
+    published: the setting of somebody else's that is run. cell_timeout_s: how long nothing may be
+    heard of a cell.
     """
 
     source: Source
@@ -62,6 +72,8 @@ class Plan:
     quick: bool
     cell_timeout_s: float
     allow_shared_gpu: bool
+    accumulate: int = 1
+    published: PublishedSetting | None = None
 
     def batches(self, seq_len: int, batch_size: int, count: int) -> list[Batch]:
         """The run's batches at one length, on the CPU: the same for every variant and round."""
@@ -69,6 +81,10 @@ class Plan:
         return make_batches(
             tokenized, seq_len, batch_size, count, padded=self.padded, seed=self.seed
         )
+
+    def timed_batches(self, seq_len: int) -> list[Batch]:
+        """The micro-batches of a round's timed steps at one length, on the CPU."""
+        return self.batches(seq_len, self.batch_size, self.steps * self.accumulate)
 
     def trains_at(self, seq_len: int) -> bool:
         """Return True if batches of this length give every adapter a gradient. The adapters of q
@@ -117,7 +133,7 @@ class Plan:
         on."""
         rests_on = (
             str(self.source.folder),
-            self.lora,
+            replace(self.lora, dropout=0.0),  # which is off there
             self.padded,
             self.seed,
             self.parity_seq_len,
@@ -170,10 +186,10 @@ def measure_floor(send: Send, plan: Plan, seq_lens: tuple[int, ...]) -> None:
     config = AutoConfig.from_pretrained(plan.source.folder, local_files_only=True)
     operations = FrozenOperations(Shape.of(config), plan.device)
     for seq_len in seq_lens:
-        batches = plan.batches(seq_len, plan.batch_size, plan.steps)
-        labelled = sum(batch.labelled for batch in batches)
+        batches = plan.timed_batches(seq_len)
+        labelled = round(sum(batch.labelled for batch in batches) / len(batches))
         result = measure(
-            operations, plan.batch_size, seq_len, round(labelled / len(batches)), plan.clock()
+            operations, plan.batch_size, seq_len, labelled, plan.clock(), plan.accumulate
         )
         send({"floor": {seq_len: result}})
 
@@ -197,13 +213,17 @@ def measure_cells(
     interleaved: Collection[int] = (),
     wait_for_turn: Callable[[int], int] = lambda stage: 1,
 ) -> None:
-    """Send a {"cell": ...} for each round and length of `todo`, {"step": n} for each timed step.
+    """Send a {"cell": ...} for each round and length of `todo`, {"step": n} for each timed step,
+    and {"did": stage} when a model is built and checked, and when it is warm.
 
     Where others run beside it, each item of `todo` is a stage of its own. At a length that is
     `interleaved` it waits for its turn before it warms up, before every `plan.interleave` timed
     steps, and before what comes after them; at another its turn is the whole cell. Stops after a
     cell that ran out of memory or failed: what follows wants a fresh process. Where an interleaved
     one finds no memory it sends {"does_not_fit": length} and stops.
+
+    Rounds of one length that follow each other have one trainer: those after the first find the
+    step captured and warm, and are not profiled again.
     """
     if plan.device == "cpu":
         interpreter.prepare_interpreter()
@@ -211,7 +231,7 @@ def measure_cells(
         # it writes generated code there, and imports it
         os.environ["UNSLOTH_COMPILE_LOCATION"] = f"unsloth_compiled_cache/{variant}"
         import unsloth  # noqa: F401  (before transformers and peft, which it patches)
-    built, parity, built_for = None, None, None
+    built, parity, built_for, trainer = None, None, None, None
     for stage, (round_number, seq_len) in enumerate(todo):
         cell = Cell(variant, seq_len, round_number, "error")
         if seq_len in interleaved:
@@ -221,11 +241,16 @@ def measure_cells(
                 built = None  # frees one before the next is built
                 built, parity = _build_and_check(plan, variant, seq_len)
                 built_for = seq_len
+                send({"did": "start"})
             else:
                 models.set_adapters(built.model, plan.seed)
             cell.settings, cell.fused_modules = built.settings, built.fused_modules
             cell.parity = parity
-            cell = _measure(plan, cell, built, send, partial(wait_for_turn, stage))
+            if parity is not None and not parity.passed:
+                cell = replace(cell, status="parity_failed", error=parity.problem)
+            else:
+                trainer = trainer or _trainer_of(plan, built)
+                cell = _measure(plan, cell, trainer, send, partial(wait_for_turn, stage))
         except Exception as error:
             if cell.turn_steps and _says_no_memory(error):
                 send({"does_not_fit": seq_len})
@@ -234,6 +259,8 @@ def measure_cells(
         send({"cell": cell})
         if cell.status in ("oom", "error"):
             return
+        if seq_len not in [length for _, length in todo[stage + 1 : stage + 2]]:
+            trainer = None  # and with it the memory of its graphs
         gc.collect()
         if plan.device == "cuda":
             torch.cuda.empty_cache()
@@ -271,18 +298,28 @@ def _build_and_check(plan: Plan, variant: str, seq_len: int) -> tuple[Built, Par
     return built, check_parity(built, plan.parity_batches(), reference)
 
 
+def _trainer_of(plan: Plan, built: Built) -> Trainer:
+    warmup = MAX_WARMUP_STEPS if plan.device == "cuda" else 1  # a rehearsal's times mean nothing
+    return Trainer(
+        built.model,
+        built.autocast,
+        plan.clock(),
+        LEARNING_RATE,
+        warmup,
+        built.graph,
+        plan.accumulate,
+    )
+
+
 def _measure(
-    plan: Plan, cell: Cell, built: Built, send: Send, wait_for_turn: Callable[[], int]
+    plan: Plan, cell: Cell, trainer: Trainer, send: Send, wait_for_turn: Callable[[], int]
 ) -> Cell:
-    """The cell of a built variant with its times and what ran, if the variant is right.
+    """The cell of a variant with its times and what ran.
 
     It waits for its turn first, and between its steps where `cell.turn_steps` are a turn.
     """
-    if cell.parity is not None and not cell.parity.passed:
-        return replace(cell, status="parity_failed", error=cell.parity.problem)
-    batches = [
-        batch.to(plan.device) for batch in plan.batches(cell.seq_len, plan.batch_size, plan.steps)
-    ]
+    batches = [batch.to(plan.device) for batch in plan.timed_batches(cell.seq_len)]
+    was_profiled = trainer.is_warm
     samples = []
 
     def on_step(done: int) -> None:
@@ -290,25 +327,24 @@ def _measure(
         send({"step": done})
 
     def before_step(done: int) -> None:
+        if done == 0:
+            send({"did": "warm_up"})
         if cell.turn_steps and done % cell.turn_steps == 0:
             wait_for_turn()
 
     on_gpu = plan.device == "cuda"
-    warmup = MAX_WARMUP_STEPS if on_gpu else 1  # a rehearsal's times mean nothing
-    trainer = Trainer(built.model, built.autocast, plan.clock(), LEARNING_RATE, warmup, built.graph)
     ours = wait_for_turn()
     timings = trainer.run(batches, plan.steps, on_step, before_step)
     if cell.turn_steps:
         ours = wait_for_turn()  # the others' last steps come before what follows
 
-    recipe = recipe_of(cell.variant)
-    functions = [name for evidence in EVIDENCE.values() for name in evidence.functions]
-    compiles = recipe.compiled or recipe.library == "unsloth"  # which compiles parts of its own
-    profile = profile_step(lambda: trainer.step(batches[0]), functions, not compiles)
+    profile = problem = None
+    if not was_profiled:
+        profile, problem = _profiled(plan, cell, trainer, batches)
     others = machine.other_processes(own=ours) if on_gpu else None
     launch_us = machine.host_launch_us() if on_gpu else None
-    problems = (  # what ran comes first: a busy host alone can hide time
-        audit.not_run(recipe, built.fused_modules, profile, on_gpu),
+    problems = (
+        problem,
         audit.hidden_time(timings),
         audit.skipped_updates(timings),
         audit.changed_batches(timings),
@@ -322,9 +358,25 @@ def _measure(
         other_gpu_processes=others,
         host_launch_us=launch_us,
         **dataclasses.asdict(timings),
-        **dataclasses.asdict(profile),
+        **(dataclasses.asdict(profile) if profile else {}),
         **(machine.conditions_of(samples)._asdict() if on_gpu else {}),
     )
+
+
+def _profiled(
+    plan: Plan, cell: Cell, trainer: Trainer, batches: list[Batch]
+) -> tuple[Profile, str | None]:
+    """What ran in a step, and what did not although it was asked for: with accumulation, in a step
+    of both kinds of micro-batches, with their time as often as they are in a whole one."""
+    recipe = recipe_of(cell.variant)
+    functions = [name for evidence in EVIDENCE.values() for name in evidence.functions]
+    compiles = recipe.compiled or recipe.library == "unsloth"  # which compiles parts of its own
+    step = batches[: min(plan.accumulate, KINDS_OF_MICRO_BATCHES)]
+    profile = profile_step(lambda: trainer.step(step), functions, not compiles)
+    problem = audit.not_run(
+        recipe, cell.fused_modules, profile, plan.device == "cuda", len(step), plan.lora.targets
+    )
+    return profile.of_more(plan.accumulate / len(step)), problem
 
 
 def _allocator_failures() -> int:

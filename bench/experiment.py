@@ -12,23 +12,28 @@ from bench import processes as isolated
 from bench.cells import Plan, Stage, measure_cells, measure_floor, measure_kernels, prepare_run
 from bench.options import QUICK_MINUTES, SHORT, others_on_gpu, why_unavailable
 from bench.records import Cell, Kernels, Run
+from bench.stages import Stopwatch, stage_of
 from bench.terminal import console, progress_bar, show
-from variants import title_of, variant_of
+from variants import counterpart, title_of, variant_of
 
 Cells = list[tuple[int, str, int]]  # (round, variant, length) of each
 
 
 def run_experiment(plan: Plan, run: Run, save: Callable[[], None]) -> None:
     """Measure every cell that is asked for and still to do; `save` the run as each ends."""
+    watch = Stopwatch(run)
     todo = cells_to_do(plan, run)
     if plan.device == "cpu":
         # for the processes, which read them when they import triton and torch
         os.environ |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
         console.print("No GPU: a rehearsal in Triton's interpreter, not a performance result.")
     with progress_bar(sum(plan.steps * seq_len for _, _, seq_len in todo)) as (advance, say):
-        missing_floor = tuple(n for n in plan.seq_lens if n not in run.floor)
+        # of a published setting it would take as long as two variants' steps
+        lengths = () if plan.published else plan.seq_lens
+        missing_floor = tuple(n for n in lengths if n not in run.floor)
         if (todo or missing_floor) and not plan.is_prepared():
             must(isolated.run(prepare_run, plan, on_message=lambda message: say(message["doing"])))
+            watch.book("weights")
         if missing_floor:
             say("floor")
 
@@ -37,18 +42,26 @@ def run_experiment(plan: Plan, run: Run, save: Callable[[], None]) -> None:
                 save()
 
             must(isolated.run(measure_floor, plan, missing_floor, on_message=keep_floor))
-        runner = Runner(plan, run, save, advance, say)
+            watch.book("floor")
+        runner = Runner(plan, run, save, advance, say, watch)
         while todo:
             if others := others_on_gpu(plan.device, plan.allow_shared_gpu):
                 raise RuntimeError(others)
             todo = runner.go_on(todo)
+            watch.book("other")
     run.finished_utc = datetime.now(UTC).isoformat(timespec="seconds")
     save()
 
 
 def expected_time(plan: Plan) -> str:
-    """Say how long a quick run takes."""
+    """Say how long a quick run takes, or one of a published setting."""
     lengths = " and ".join(map(str, plan.seq_lens))
+    if plan.published:
+        return (
+            f"{plan.source.name} as {plan.published.page.name}, has it: {plan.batch_size} x "
+            f"{lengths} tokens, {plan.accumulate} times a step; {len(plan.variants)} variants, "
+            f"{plan.steps} steps each: about {plan.published.minutes} minutes on an H100."
+        )
     return (
         f"{len(plan.variants)} variants at {lengths} tokens, {plan.rounds} rounds: about "
         f"{QUICK_MINUTES} minutes on an H100, and two more where the weights are not there yet."
@@ -107,7 +120,8 @@ class Runner:
     """Runs cells of a plan, the first of a list first, and keeps what they measured.
 
     save: writes the run. advance: called with the tokens of each timed step. say: called with what
-    is going on. longest_together: the longest length at which all variants may fit on the GPU.
+    is going on. watch: books the time of each stage. longest_together: the longest length at which
+    all variants may fit on the GPU.
     """
 
     plan: Plan
@@ -115,6 +129,7 @@ class Runner:
     save: Callable[[], None]
     advance: Callable[[int], None]
     say: Callable[[str], None]
+    watch: Stopwatch
     longest_together: float = inf
 
     def go_on(self, todo: Cells) -> Cells:
@@ -142,10 +157,11 @@ class Runner:
         finished: list[int] = []
 
         def on_message(message: dict[str, Any]) -> None:
+            self.watch.book(stage_of(message))
             if "cell" in message:
                 self.keep(message["cell"])
                 finished.append(message["cell"].seq_len)
-            else:
+            elif "step" in message:
                 self.advance(seq_lens[len(finished)])
 
         if reason := why_unavailable(variant, self.plan.device):
@@ -187,13 +203,14 @@ class Runner:
         done: dict[str, list[Stage]] = {variant: [] for variant in running}
 
         def on_message(index: int, message: dict[str, Any]) -> None:
+            self.watch.book(stage_of(message))
             mine = done[running[index]]
             if seq_len := message.get("does_not_fit"):
                 raise DoesNotFit(seq_len)
             if "cell" in message:
                 self.keep(message["cell"])
                 mine.append((message["cell"].round, message["cell"].seq_len))
-            else:
+            elif "step" in message:
                 self.advance(stages[len(mine)][1])
 
         interleaved = tuple(
@@ -259,18 +276,28 @@ class Runner:
 
 
 def check_losses(run: Run, cell: Cell) -> None:
-    """Hold the losses of a new cell against its baseline's, or those of others against it."""
+    """Hold the losses of a new cell against its baseline's, or those of others against it; where
+    that has no time, against those of vanilla PEFT with or without checkpointing, which changes no
+    loss. With dropout they are not held: each library has masks of its own."""
+    if run.experiment.lora.dropout:
+        return
     if cell.variant == variant_of(cell.variant).baseline.id:
         held = [other for other in run.cells if other.loss_gap is None] + [cell]
         baselines = [*run.cells, cell]
     else:
         held, baselines = [cell], run.cells
     for other in held:
-        wanted = (variant_of(other.variant).baseline.id, other.seq_len, "ok")
-        for baseline in baselines:
-            key = (baseline.variant, baseline.seq_len, baseline.status)
-            if key == wanted and baseline is not other and other.status == "ok":
-                judge_losses(other, baseline)
+        own = variant_of(other.variant).baseline
+        for vanilla in (own, counterpart(own.id, not own.checkpoints)):
+            wanted = (vanilla.id, other.seq_len, "ok")
+            found = [
+                baseline
+                for baseline in baselines
+                if (baseline.variant, baseline.seq_len, baseline.status) == wanted
+                and baseline is not other
+            ]
+            if found and other.status == "ok":
+                judge_losses(other, found[0])
                 break
 
 

@@ -156,20 +156,27 @@ def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def measure(
-    operations: FrozenOperations, batch_size: int, seq_len: int, labelled_tokens: int, clock: Clock
+    operations: FrozenOperations,
+    batch_size: int,
+    seq_len: int,
+    labelled_tokens: int,
+    clock: Clock,
+    accumulate: int = 1,
 ) -> Floor:
     """Time the floor at one length, and beside it the recomputation: the medians of STEPS replays
-    after WARMUP_STEPS, in ms."""
+    after WARMUP_STEPS, in ms. A step that accumulates has so many times a micro-batch's."""
     on_gpu = operations.device == "cuda"
     step = operations.chain(batch_size, seq_len, labelled_tokens)
-    samples_ms = _samples(step, on_gpu, clock)
-    again_ms = _samples(operations.recomputation(batch_size, seq_len), on_gpu, clock)
+    again = operations.recomputation(batch_size, seq_len)
+    samples_ms, again_ms = (
+        [accumulate * ms for ms in _samples(chain, on_gpu, clock)] for chain in (step, again)
+    )
     return Floor(
         floor_ms=statistics.median(samples_ms),
         samples_ms=samples_ms,
         recomputation_ms=statistics.median(again_ms),
         recomputation_samples_ms=again_ms,
-        labelled_tokens=labelled_tokens,
+        labelled_tokens=accumulate * labelled_tokens,
     )
 
 

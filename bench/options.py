@@ -7,11 +7,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
-from bench import machine
+from bench import machine, published
 from variants import (
     AGAIN,
     RETIRED,
     SUITES,
+    TARGETS,
     VARIANTS,
     WITHOUT,
     current_id,
@@ -26,6 +27,7 @@ EXPERIMENT = {
     "model": HERE / "configs" / "qwen2.5-3b.json",
     "seq_lens": [64, 128, 256, 512],
     "batch_size": 32,
+    "rank": 32,
     "steps": 100,
     "rounds": 4,
     "interleave": 2,
@@ -34,6 +36,7 @@ REHEARSAL = {
     "model": HERE / "configs" / "tiny.json",
     "seq_lens": [16, 32],
     "batch_size": 4,
+    "rank": 32,
     "steps": 4,
     "rounds": 1,
     "interleave": 0,
@@ -48,24 +51,13 @@ SHORT = 128  # up to this many tokens the host counts, and --quick interleaves
 # Every command, by the option that asks for it, and what else it reads: anything else that is given
 # with it is refused, not ignored. The kernels' table goes into a run's results, so it reads what
 # tells one run from another.
-RUN_IS = ("seq_lens", "batch_size", "rank", "steps", "rounds", "interleave", "model", "padded",
-          "checkpointing", "data", "seed", "device", "out", "cache",
-          "allow_shared_gpu")  # fmt: skip
+WORK = ("batch_size", "accumulate", "rank", "targets", "lora_dropout", "model", "padded",
+        "data")  # fmt: skip
+RUN_IS = (*WORK, "seq_lens", "steps", "rounds", "interleave", "checkpointing", "seed", "device",
+          "out", "cache", "allow_shared_gpu")  # fmt: skip
 READS = {
     "": (*RUN_IS, "suite", "variants", "cell_timeout"),
-    "quick": (
-        "batch_size",
-        "rank",
-        "model",
-        "padded",
-        "data",
-        "seed",
-        "device",
-        "out",
-        "cache",
-        "allow_shared_gpu",
-        "cell_timeout",
-    ),
+    "quick": (*WORK, "seed", "device", "out", "cache", "allow_shared_gpu", "cell_timeout"),
     "kernels": RUN_IS,
     "plot_only": ("out",),
     "merge": ("out",),
@@ -75,6 +67,7 @@ READS = {
 LIMITS = {  # the least and the most that an option may be given
     "seq_lens": (3, None),  # a token, one that attends to it, and the one that this one predicts
     "batch_size": (1, None),
+    "accumulate": (1, None),
     "rank": (1, None),
     "steps": (1, None),
     "rounds": (1, 1000),
@@ -115,18 +108,26 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
             show = {k: " ".join(map(str, v)) if isinstance(v, list) else v
                     for k, v in (("gpu", EXPERIMENT[name]), ("cpu", REHEARSAL[name]))}  # fmt: skip
             show = {k: Path(v).name if isinstance(v, Path) else v for k, v in show.items()}
-            help += f" (default: {show['gpu']}; without a GPU {show['cpu']})"
+            other = f"; without a GPU {show['cpu']}" if show["cpu"] != show["gpu"] else ""
+            help += f" (default: {show['gpu']}{other})"
         to.add_argument(*filter(None, (flag, alias)), help=help, **options)
 
     which = parser.add_mutually_exclusive_group()
     add("--suite", "variants to compare: the experiment's four, every fused part alone and left "
-        "out, the strongest peers, the fastest of each, or all (default: experiment)",
+        "out, the strongest peers, the fastest of each, or all (default: experiment); published: "
+        "--model in the setting that others publish a speed for, beside plain PEFT and Unsloth",
         choices=SUITES, default="experiment", to=which)  # fmt: skip
     add("--variants", "variants to compare instead, by name; below is a list", to=which,
         nargs="+", metavar="NAME")  # fmt: skip
     add("--seq-lens", "tokens in a sequence", nargs="+", type=int, metavar="N")
     add("--batch-size", "sequences in a step", type=int, metavar="N")
-    add("--rank", "LoRA rank; alpha is twice it (default: 32)", type=int, default=32, metavar="N")
+    add("--accumulate", "micro-batches of --batch-size in a step, with one update (default: 1)",
+        type=int, default=1, metavar="N")  # fmt: skip
+    add("--rank", "LoRA rank; alpha is twice it", type=int, metavar="N")
+    add("--targets", "projections that have an adapter (default: all seven of a layer)", nargs="+",
+        default=list(TARGETS), metavar="NAME")  # fmt: skip
+    add("--lora-dropout", "share of an adapter's inputs that are dropped (default: 0)", type=float,
+        default=0.0, metavar="P")  # fmt: skip
     add("--steps", "timed steps of each variant and length, over all rounds", type=int, metavar="N")
     add("--rounds", "times that all variants are gone through, in alternating order",
         type=int, metavar="N")  # fmt: skip
@@ -188,16 +189,38 @@ def list_of_variants() -> str:
 
 
 def fill_in(arguments: argparse.Namespace) -> argparse.Namespace:
-    """The arguments with defaults filled in: the experiment's with a GPU, else the rehearsal's."""
+    """The arguments with defaults filled in: the experiment's with a GPU, else the rehearsal's; of
+    --suite published somebody else's setting, as `published`.
+
+    Raises:
+        ValueError: there is no GPU, no such setting, or something else than it was asked for.
+    """
     device = arguments.device or ("cuda" if machine.has_gpu() else "cpu")
     if device == "cuda" and not machine.has_gpu():
         raise ValueError("--device cuda: no NVIDIA GPU is visible; leave it out for a rehearsal")
     defaults = EXPERIMENT if device == "cuda" else REHEARSAL
     if arguments.quick:
         defaults = defaults | (QUICK if device == "cuda" else QUICK_REHEARSAL)
-    filled = {**vars(arguments), "device": device}
+    setting = None
+    if arguments.suite == "published" and not arguments.variants:
+        setting = published.setting_of(arguments.model, device)
+        defaults = defaults | setting.is_that() | published.MEASURED_IN
+    filled = {**vars(arguments), "device": device, "published": setting}
     filled |= {name: value for name, value in defaults.items() if filled[name] is None}
+    if setting:
+        check_setting(setting, filled)
     return argparse.Namespace(**filled)
+
+
+def check_setting(setting: published.PublishedSetting, filled: dict[str, Any]) -> None:
+    """Raise ValueError if an option is not as somebody else's setting has it."""
+    for name, value in setting.is_that().items():
+        if filled[name] != value:
+            words = " ".join(map(str, value)) if isinstance(value, list) else value
+            raise ValueError(
+                f"{flag(name)}: {setting.page.name} has {words} for {setting.model}; leave it out, "
+                "or leave out --suite published"
+            )
 
 
 def check_options(asked: argparse.Namespace) -> None:
@@ -218,9 +241,12 @@ def check_options(asked: argparse.Namespace) -> None:
             f"give a multiple of {rounds}"
         )
     longest = max(asked.seq_lens)
-    if (tokens := steps // rounds * asked.batch_size * longest) > MAX_TOKENS:
+    if not 0 <= asked.lora_dropout < 1:
+        raise ValueError(f"--lora-dropout {asked.lora_dropout:g}: give 0 or more, and less than 1")
+    rows = asked.batch_size * asked.accumulate
+    if (tokens := steps // rounds * rows * longest) > MAX_TOKENS:
         raise ValueError(
-            f"--steps {steps} of --batch-size {asked.batch_size} are {tokens:,} tokens a round "
+            f"--steps {steps} of {rows} rows (--batch-size) are {tokens:,} tokens a round "
             f"at {longest}, made before it begins: ask for {MAX_TOKENS:,} or fewer"
         )
     if not 0 < timeout_s <= MAX_TIMEOUT_S:

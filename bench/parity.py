@@ -6,10 +6,14 @@ the loss of both and for each adapter matrix's gradient on the second by itself.
 because a result that is left over from the first is right only there. A variant that is further
 off is not timed.
 
+Dropout is off in it: its masks are each library's own.
+
 bf16's error points anywhere, so a gradient that is a tenth too long hides in it. Its component
 along the truth does not: that is measured by itself, as the gradient's scale.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -143,9 +147,23 @@ def judge(losses: list[float], gradients: Gradients, reference: Reference) -> Pa
 
 def _run(built: Built, batches: tuple[Batch, Batch]) -> tuple[list[float], Gradients]:
     """The losses of both batches, one after the other, and the gradients of the second."""
-    first, _ = gradients_of(built, batches[0])
-    second, gradients = gradients_of(built, batches[1])
+    with without_dropout(built.model):
+        first, _ = gradients_of(built, batches[0])
+        second, gradients = gradients_of(built, batches[1])
     return [first, second], gradients
+
+
+@contextmanager
+def without_dropout(model: torch.nn.Module) -> Iterator[None]:
+    """Within it the model trains, and its dropout does nothing."""
+    active = [m for m in model.modules() if isinstance(m, torch.nn.Dropout) and m.training]
+    for module in active:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in active:
+            module.training = True
 
 
 def _relative(losses: list[float], truth: list[float]) -> list[float]:

@@ -13,8 +13,8 @@ from bench import results as store
 from bench.folders import check_writable, locked
 from bench.options import HERE, fill_in, variants_of
 from bench.records import Experiment, Optimizer, Run, Tokens
-from bench.weights import Source, check_architecture, read_config, resolve
-from variants import Lora
+from bench.weights import Source, check_architecture, projections, read_config, resolve
+from variants import TARGETS, Lora
 
 if TYPE_CHECKING:
     from bench.cells import Plan
@@ -63,7 +63,12 @@ def make_plan(asked: argparse.Namespace, source: Source, data: Path) -> "Plan":
         source=source,
         data=data,
         cache=asked.cache.resolve(),
-        lora=Lora(rank=asked.rank, alpha=2 * asked.rank),
+        lora=Lora(
+            rank=asked.rank,
+            alpha=2 * asked.rank,
+            dropout=asked.lora_dropout,
+            targets=targets_of(source, asked.targets),
+        ),
         variants=variants_of(asked),
         seq_lens=tuple(sorted(set(asked.seq_lens))),
         batch_size=asked.batch_size,
@@ -77,7 +82,25 @@ def make_plan(asked: argparse.Namespace, source: Source, data: Path) -> "Plan":
         quick=asked.quick,
         cell_timeout_s=asked.cell_timeout,
         allow_shared_gpu=asked.allow_shared_gpu,
+        accumulate=asked.accumulate,
+        published=asked.published,
     )
+
+
+def targets_of(source: Source, asked: list[str]) -> tuple[str, ...]:
+    """Return the projections that get an adapter, each once, in the model's own order.
+
+    Raises:
+        ValueError: the model has none of such a name.
+    """
+    if set(asked) == set(TARGETS):
+        return TARGETS
+    there = projections(source)
+    if unknown := [name for name in asked if name not in there]:
+        raise ValueError(
+            f"--targets {' '.join(unknown)}: {source.name} has none; give some of {' '.join(there)}"
+        )
+    return tuple(name for name in there if name in asked)
 
 
 def check_model(source: Source, asked: argparse.Namespace) -> None:
@@ -130,13 +153,14 @@ def planned_experiment(plan: "Plan") -> Experiment:
 
     tokens = {}
     for seq_len in plan.seq_lens:
-        shares = token_shares(plan.batches(seq_len, plan.batch_size, plan.steps))
+        shares = token_shares(plan.timed_batches(seq_len))
         tokens[seq_len] = Tokens(shares.padding, shares.labelled)
     return Experiment(
         model=plan.source.name,
         weights=plan.source.weights,
         dtype="bfloat16",
         batch_size=plan.batch_size,
+        accumulate=plan.accumulate,
         seq_lens=list(plan.seq_lens),
         variants=list(plan.variants),
         rounds=plan.rounds,
@@ -153,10 +177,13 @@ def planned_experiment(plan: "Plan") -> Experiment:
 
 
 def out_folder(asked: argparse.Namespace) -> Path:
-    """The folder that is asked for, or the one of this GPU; a quick run has its own beside it."""
+    """The folder that is asked for, or the one of this GPU; a quick run and one of a published
+    setting have their own beside it."""
     if asked.out is not None:
         return asked.out
     end = "-quick" if asked.quick else ""
+    if asked.published:
+        end = f"-published-{asked.published.model}"
     if asked.device == "cpu":
         return HERE / f"rehearsal{end}"
     return HERE / "runs" / (machine.gpu_name().lower().replace(" ", "-") + end)

@@ -13,7 +13,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -87,6 +87,15 @@ class Profile:
     functions_seen: dict[str, int] = field(default_factory=dict)
     kernel_ms: dict[str, float] = field(default_factory=dict)
     gpu_busy_ms: float | None = None
+
+    def of_more(self, times: float) -> "Profile":
+        """The same with the time of so many such steps; what was seen stays as it is."""
+        busy_ms = self.gpu_busy_ms
+        return replace(
+            self,
+            kernel_ms={kind: times * ms for kind, ms in self.kernel_ms.items()},
+            gpu_busy_ms=None if busy_ms is None else times * busy_ms,
+        )
 
 
 def profile_step(step: Callable[[], Any], functions: Iterable[str], mark_modules: bool) -> Profile:

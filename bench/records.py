@@ -48,8 +48,9 @@ class Tokens(Record):
 class Experiment(Record):
     """The settings of a run. steps: timed ones of each variant and length, over all rounds.
 
-    checkpointing: "off" turns it off in every variant. interleave: timed steps that a variant takes
-    at a time where variants are interleaved (their cells say where); 0: never.
+    batch_size: rows of a micro-batch. accumulate: micro-batches of a step. checkpointing: "off"
+    turns it off in every variant. interleave: timed steps that a variant takes at a time where
+    variants are interleaved (their cells say where); 0: never.
     """
 
     model: str
@@ -68,8 +69,13 @@ class Experiment(Record):
     data_sha256: str
     tokens: dict[int, Tokens]
     interleave: Annotated[int, Meta(ge=0)] = 0
+    accumulate: Count = 1
     # of an earlier version, which interleaved a whole run
     turn_steps: Count | UnsetType | None = UNSET
+
+    def tokens_a_step(self, seq_len: int) -> int:
+        """Return the tokens of a step at this length, over all its micro-batches."""
+        return self.accumulate * self.batch_size * seq_len
 
     def __post_init__(self) -> None:
         self.variants = [current_id(variant) for variant in self.variants]
@@ -143,10 +149,12 @@ class Cell(Record):
     fused_modules: module name and the function that it runs fused. kernels_seen, functions_seen:
     GPU kernels and backward functions of one profiled step, with how often each ran. kernel_ms:
     kernel time of that step by kind of work; gpu_busy_ms: during which at least one kernel ran.
-    loss_gap: largest relative distance of a loss to vanilla's.
+    With accumulation the profiled step has two micro-batches, and both times are a whole one's.
+    What a process has measured at this length in an earlier round is not profiled again.
+    loss_gap: largest relative distance of a loss to vanilla's; None with dropout, not held to it.
     step_ms: every timed step, between CUDA events. forward_ms, backward_ms, optimizer_ms: its
-    parts; empty where the step is one CUDA graph. wall_ms: by the host's clock.
-    first_step_s: until a step had run as the timed ones do, compilation or capture included.
+    parts, over all micro-batches; empty where the step is one CUDA graph. wall_ms: by the host's
+    clock. first_step_s: until a step had run as the timed ones do, compilation or capture included.
     peak_*_bytes: in the timed steps; of a CUDA graph, from its capture on.
     sm_clock_mhz to power_w: medians of samples between the steps. clock_reasons: why clocks were
     below their maximum; throttled: whether one is more than the power cap.
@@ -211,6 +219,23 @@ class Floor(Record, omit_defaults=True):
     of_round: dict[int, Positive] = {}
 
 
+class Stages(Record):
+    """The wall time of a run's stages in s, over all of its commands.
+
+    weights: with the parity reference. start: of processes, with loading and checking a model.
+    warm_up: with capture and compilation, and the rounds' batches. steps: the timed ones. profile:
+    and the checks after a cell's steps. other: between processes, and pictures.
+    """
+
+    weights: float = 0.0
+    floor: float = 0.0
+    start: float = 0.0
+    warm_up: float = 0.0
+    steps: float = 0.0
+    profile: float = 0.0
+    other: float = 0.0
+
+
 class KernelRow(Record):
     """One Triton kernel at one shape, beside a device copy of as many bytes."""
 
@@ -259,6 +284,7 @@ class Run(Record):
 
     rehearsal: made without a GPU, never a performance result. finished_utc: None until every
     planned cell is in. floor: by length. summary: worked out from the cells at every save.
+    stages_s: where the time went; of a run of an earlier version, or a merged one, None.
     """
 
     schema_version: Literal[2]
@@ -272,6 +298,7 @@ class Run(Record):
     cells: list[Cell] = []
     kernels: Kernels | None = None
     summary: list[SummaryRow] = []
+    stages_s: Stages | None = None
 
     def __post_init__(self) -> None:
         if self.experiment.turn_steps:

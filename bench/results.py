@@ -176,6 +176,7 @@ def merge(runs: list[Run]) -> Run:
         merged.started_utc = min(merged.started_utc, run.started_utc)
         merged.finished_utc = max(filter(None, finished)) if all(finished) else None
         merged.kernels = merged.kernels or run.kernels
+        merged.stages_s = None  # they ran beside each other
     return merged
 
 

@@ -113,17 +113,52 @@ def read_config(source: Source) -> dict[str, Any]:
 
 def check_architecture(source: Source) -> None:
     """Ask transformers, where weights are still to be drawn, whether it knows such a model."""
-    if source.is_there():
-        return
+    if not source.is_there():
+        _architecture(source)
+
+
+def _architecture(source: Source) -> Any:
+    """Return transformers' configuration of a model.
+
+    Raises:
+        ValueError: transformers does not know such a model.
+    """
     from transformers import AutoConfig  # takes seconds
 
     try:
-        AutoConfig.for_model(**read_config(source))
+        return AutoConfig.for_model(**read_config(source))
     except Exception as error:  # of many kinds, and over many lines
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
             f"--model {source.name}: transformers does not take it ({reason})"
         ) from None
+
+
+def projections(source: Source) -> list[str]:
+    """Return the names that a layer's linear modules have, in the order in which it has them."""
+    config = _architecture(source)
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    head = model.get_output_embeddings()
+    linear = (
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and module is not head
+    )
+    return list(dict.fromkeys(linear))
+
+
+def discard(source: Source) -> str:
+    """Delete random weights, which the same command draws again; says so in words. A checkpoint,
+    which somebody else made, stays."""
+    if source.config is None or not source.is_there():
+        return ""
+    gigabytes = source.size_bytes() / 1e9
+    shutil.rmtree(source.folder)
+    return f"Deleted the random weights of {source.name} ({gigabytes:.1f} GB, {source.folder})."
 
 
 def _download(name: str) -> Path:

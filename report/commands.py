@@ -50,10 +50,7 @@ def plot_only(folder: Path) -> int:
     drawn: list[Path] = []
     if folder.resolve() == HERE:
         suite = store.load(SUITE)
-        beside_unsloth = [store.load(path) for path in sorted(BESIDE_UNSLOTH.glob("*.json.gz"))]
-        quick = [store.load(path) for path in sorted(HERE.glob("docs/runs/*/quick.json.gz"))]
-        parts = documents.generated(run, store.load(SECOND_RUN), suite, beside_unsloth, quick)
-        drawn += documents.update(HERE, parts)
+        drawn += documents.update(HERE, generated_parts(run, suite))
         figures = HERE / "docs" / "figures"
         drawn += draw_suite(suite, figures)
         if loss_curve.draw_loss_curve(store.load(LOSSES), picture := figures / "loss_curve.png"):
@@ -63,6 +60,23 @@ def plot_only(folder: Path) -> int:
         drawn += draw_pictures(run, folder, folder)
     console.print("\n".join(map(str, drawn)), soft_wrap=True)
     return 0
+
+
+def generated_parts(run: Run, suite: Run) -> dict[str, str]:
+    """The generated parts of README.md and docs/*.md, from all runs that are committed."""
+    from report import documents
+
+    def loaded(pattern: str) -> list[Run]:
+        return [store.load(path) for path in sorted(HERE.glob(pattern))]
+
+    return documents.generated(
+        run,
+        store.load(SECOND_RUN),
+        suite,
+        loaded(f"{BESIDE_UNSLOTH.relative_to(HERE)}/*.json.gz"),
+        loaded("docs/runs/*/quick.json.gz"),
+        loaded("docs/runs/*/published-*.json.gz"),
+    )
 
 
 def draw_pictures(run: Run, folder: Path, others: Path) -> list[Path]:
@@ -171,11 +185,23 @@ def to_contribute(run: Run, path: Path) -> str:
     """The rows that anyone may quote, and how the run gets into docs/gpus.md."""
     from report.gpus import measured_section
 
+    return f"\n{measured_section([run])}\n\n{_to_add(run, path, 'quick.json.gz', 'docs/gpus.md')}"
+
+
+def _to_add(run: Run, path: Path, file: str, page: str) -> str:
     folder = Path("docs") / "runs" / run.environment.device.lower().replace(" ", "-")
     return (
-        f"\n{measured_section([run])}\n\nTo add it to docs/gpus.md: mkdir -p {folder} && gzip -c "
-        f"{path} > {folder / 'quick.json.gz'} && python lora_bench.py --plot-only"
+        f"To add it to {page}: mkdir -p {folder} && gzip -c "
+        f"{path} > {folder / file} && python lora_bench.py --plot-only"
     )
+
+
+def held_against_others(run: Run, path: Path) -> str:
+    """The rows beside what others publish, and how the run gets into docs/results.md."""
+    from report.beside_published import published_rows
+
+    file = f"published-{run.experiment.model}.json.gz"
+    return f"\n{published_rows([run])}\n\n{_to_add(run, path, file, 'docs/results.md')}"
 
 
 def kernels_table(kernels: Kernels) -> Table:

@@ -11,6 +11,7 @@ from pathlib import Path
 from bench.records import Run
 from bench.results import write_atomically
 from report import tables
+from report.beside_published import published_section
 from report.comparison import compare
 from report.gpus import expected_section, measured_section
 from report.headline import answer, headline_table
@@ -28,11 +29,13 @@ def generated(
     suite: Run,
     beside_unsloth: Sequence[Run],
     quick: Sequence[Run] = (),
+    of_others: Sequence[Run] = (),
 ) -> dict[str, str]:
     """Write every part, by name.
 
     run: the experiment. second_run: the same once more. suite: every part and peer. beside_unsloth:
     all parts and Unsloth again, in more steps. quick: what others measured, each on a GPU.
+    of_others: runs in the settings that others publish speeds for.
     """
     return {
         "answer": answer([run, suite]),
@@ -47,6 +50,7 @@ def generated(
         "effects": effects_section(suite),
         "gpus": measured_section([run, suite, *quick]),
         "expected": expected_section([run, suite]),
+        "published": published_section(of_others),
     }
 
 

@@ -39,7 +39,7 @@ def _summary_row(run: Run, variant: str, seq_len: int) -> SummaryRow:
     over_floor = ratios_to_floor(run, variant, seq_len)
     busy = [cell.gpu_busy_ms for cell in timed if cell.gpu_busy_ms]
     peaks = [cell.peak_allocated_bytes for cell in timed if cell.peak_allocated_bytes]
-    tokens = run.experiment.batch_size * seq_len
+    tokens = run.experiment.tokens_a_step(seq_len)
     measured = {
         "median_step_ms": step_ms,
         "step_ms_ci95": interval95_of_ratios(rounds_ms["step_ms"]),

@@ -1,0 +1,125 @@
+"""The settings that others publish LoRA training speeds for on one GPU, and their numbers.
+
+    python lora_bench.py --suite published --model configs/qwen2.5-7b.json
+
+runs one of them: others' batch, length, accumulation and adapters, with our variants, plain PEFT
+and Unsloth in the same run. Numbers are tokens a second, as they stand on the pages that are named.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from variants import TARGETS
+
+MODELS = "configs"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One number of somebody else's. by: the program, and what it ran in."""
+
+    by: str
+    tokens_per_s: int
+
+
+@dataclass(frozen=True)
+class Page:
+    """The page that numbers stand on, with the date that it, or its last change, has."""
+
+    name: str
+    url: str
+    date: str
+
+
+@dataclass(frozen=True)
+class PublishedSetting:
+    """A model and how it was trained: adapters of `rank`, alpha twice that, on all projections.
+
+    model: the name of its file in configs/. batch_size: rows of a micro-batch, of which a step has
+    `accumulate`. claims: the one that others are held against first. differs: what of their setting
+    ours leaves out. minutes: that a run takes, as expected on an H100 of 80 GB.
+    """
+
+    model: str
+    batch_size: int
+    seq_len: int
+    accumulate: int
+    rank: int
+    gpu: str
+    page: Page
+    claims: tuple[Claim, ...]
+    minutes: int
+    differs: str = ""
+
+    def is_that(self) -> dict[str, Any]:
+        """Return the options that make a run one of this setting, by name."""
+        return {
+            "batch_size": self.batch_size,
+            "seq_lens": [self.seq_len],
+            "accumulate": self.accumulate,
+            "rank": self.rank,
+            "targets": list(TARGETS),
+            "lora_dropout": 0.0,
+            "padded": False,
+            "checkpointing": "on",
+        }
+
+
+NEMO = Page(
+    "NeMo AutoModel, performance summary",
+    "https://docs.nvidia.com/nemo/automodel/performance/performance-summary.md",
+    "2026-06-12",
+)
+SUROGATE = Page(
+    "Surogate, speed benchmarks", "https://docs.surogate.ai/reference/benchmarks", "2026-05-15"
+)
+
+# Minutes are worked out, not measured: weights and reference 0.8, each of nine processes a third of
+# one (Unsloth's a half) to start and to be profiled, and its steps, three timed and as much as one
+# for warm-up and profile, at the speed that others publish.
+SETTINGS = {
+    setting.model: setting
+    for setting in (
+        PublishedSetting(
+            "qwen2.5-7b", 2, 4096, 16, 16, "H100", NEMO,
+            (Claim("NeMo AutoModel (TE + Triton)", 14110),), 10,
+        ),
+        PublishedSetting(
+            "llama3-8b", 2, 4096, 16, 16, "H100", NEMO,
+            (Claim("NeMo AutoModel (TE + Triton)", 12473),), 10,
+            "their recipe names Llama 3.1 8B, of the same sizes, and has LoRA dropout 0.1",
+        ),
+        PublishedSetting(
+            "qwen3-8b", 2, 2048, 4, 16, "H100", SUROGATE,
+            (Claim("Surogate, FP8", 11600), Claim("Surogate, bf16", 10200),
+             Claim("Unsloth, bf16", 8900)), 5,
+        ),
+        PublishedSetting(
+            "qwen3-0.6b", 2, 2048, 4, 16, "H100", SUROGATE,
+            (Claim("Surogate, bf16", 53900), Claim("Surogate, FP8", 51200),
+             Claim("Unsloth, bf16", 21300)), 4,
+        ),
+    )
+}  # fmt: skip
+# How it is measured, unless something else is asked for.
+MEASURED_IN = {"steps": 3, "rounds": 1, "interleave": 0}
+
+
+def setting_of(model: str | Path | None, device: str) -> PublishedSetting:
+    """Return the setting that `--suite published` runs for a model.
+
+    Raises:
+        ValueError: nobody has published one, or there is no GPU to run it on.
+    """
+    name = Path(model).stem if model is not None else None
+    if name not in SETTINGS or Path(str(model)).suffix != ".json":
+        has = f"no setting of {name} is known" if model is not None else "one model at a time"
+        there = ", ".join(f"{MODELS}/{known}.json" for known in SETTINGS)
+        raise ValueError(f"--suite published: {has}; give --model with one of {there}")
+    if device == "cpu":
+        raise ValueError(
+            f"--suite published: {name} wants an NVIDIA GPU, and there is none; a rehearsal is any "
+            "other suite"
+        )
+    return SETTINGS[name]
