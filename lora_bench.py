@@ -99,7 +99,7 @@ def run_and_draw(plan: "Plan", run: "Run", path: Path) -> int:
     from report.statistics import twins_too_far_apart, why_no_verdicts
 
     if plan.published or (plan.quick and not run.rehearsal):
-        console.print(expected_time(plan))
+        console.print(expected_time(plan), soft_wrap=True)
     run_experiment(plan, run, partial(save_with_summary, path, run))
     pictures = draw_pictures(run, path.parent, path.parent)
     console.print(summary_table(run))

@@ -366,8 +366,8 @@ def _measure(
 def _profiled(
     plan: Plan, cell: Cell, trainer: Trainer, batches: list[Batch]
 ) -> tuple[Profile, str | None]:
-    """What ran in a step, and what did not although it was asked for: with accumulation, in a step
-    of both kinds of micro-batches, with their time as often as they are in a whole one."""
+    """Profile a step; returns what ran, and what did not although it was asked for. With
+    accumulation it has both kinds of micro-batches, and the times are made those of a whole one."""
     recipe = recipe_of(cell.variant)
     functions = [name for evidence in EVIDENCE.values() for name in evidence.functions]
     compiles = recipe.compiled or recipe.library == "unsloth"  # which compiles parts of its own

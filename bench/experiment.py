@@ -58,7 +58,7 @@ def expected_time(plan: Plan) -> str:
     lengths = " and ".join(map(str, plan.seq_lens))
     if plan.published:
         return (
-            f"{plan.source.name} as {plan.published.page.name}, has it: {plan.batch_size} x "
+            f"{plan.source.name} in the setting of {plan.published.page.name}: {plan.batch_size} x "
             f"{lengths} tokens, {plan.accumulate} times a step; {len(plan.variants)} variants, "
             f"{plan.steps} steps each: about {plan.published.minutes} minutes on an H100."
         )

@@ -27,6 +27,7 @@ EXPERIMENT = {
     "model": HERE / "configs" / "qwen2.5-3b.json",
     "seq_lens": [64, 128, 256, 512],
     "batch_size": 32,
+    "accumulate": 1,
     "rank": 32,
     "steps": 100,
     "rounds": 4,
@@ -36,6 +37,7 @@ REHEARSAL = {
     "model": HERE / "configs" / "tiny.json",
     "seq_lens": [16, 32],
     "batch_size": 4,
+    "accumulate": 1,
     "rank": 32,
     "steps": 4,
     "rounds": 1,
@@ -121,8 +123,7 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
         nargs="+", metavar="NAME")  # fmt: skip
     add("--seq-lens", "tokens in a sequence", nargs="+", type=int, metavar="N")
     add("--batch-size", "sequences in a step", type=int, metavar="N")
-    add("--accumulate", "micro-batches of --batch-size in a step, with one update (default: 1)",
-        type=int, default=1, metavar="N")  # fmt: skip
+    add("--accumulate", "micro-batches of --batch-size in a step", type=int, metavar="N")
     add("--rank", "LoRA rank; alpha is twice it", type=int, metavar="N")
     add("--targets", "projections that have an adapter (default: all seven of a layer)", nargs="+",
         default=list(TARGETS), metavar="NAME")  # fmt: skip

@@ -14,6 +14,7 @@ import trainer
 from bench import cells, experiment
 from fused_lora import unfuse
 from fused_mlp import LoRA_MLP
+from variants import Lora
 
 pytestmark = WITHOUT_GPU
 SEQ_LEN, STEPS = 16, 4
@@ -222,6 +223,26 @@ def test_losses_that_leave_vanillas(measure):
     assert (other.status, other.loss_gap) == ("ok", 0.0)
 
     other.losses[2] *= 1.004
+    masked = msgspec.structs.replace(other, loss_gap=None)
+    results.experiment.lora = Lora(dropout=0.1)  # of which each variant has masks of its own
+    experiment.check_losses(results, masked)
+    assert (masked.status, masked.loss_gap) == ("ok", None)
+    results.experiment.lora = Lora()
     experiment.check_losses(results, other)
     assert other.status == "parity_failed"
     assert "0.40%" in other.error
+
+
+def test_losses_without_checkpointing_are_held_against_vanilla_with_it_where_there_is_no_other():
+    results = example.empty()
+    results.add(example.timed_cell("vanilla_peft", 64, 1, [1.0, 1.0]))
+    alone = example.timed_cell("fused_all_no_checkpointing", 64, 1, [1.0, 1.0], loss_gap=None)
+    alone.losses[1] = 2.6
+    experiment.check_losses(results, alone)
+    assert alone.status == "parity_failed" and alone.loss_gap == pytest.approx(0.04)
+    own = example.timed_cell("vanilla_peft_no_checkpointing", 64, 1, [1.0, 1.0], losses=[2.5, 2.6])
+    results.add(own)  # which is nearer
+    again = example.timed_cell("fused_all_no_checkpointing", 64, 1, [1.0, 1.0], loss_gap=None)
+    again.losses[1] = 2.6
+    experiment.check_losses(results, again)
+    assert (again.status, again.loss_gap) == ("ok", 0.0)

@@ -154,6 +154,30 @@ def test_a_part_is_counted_by_its_own_modules(fused, modules, seen, enough):
     assert (not_run(Recipe(fused=fused), seen, modules=modules) is None) is enough
 
 
+def test_a_part_runs_in_every_micro_batch():
+    twice = {name: 2 * count for name, count in RAN.functions_seen.items()}
+    for functions, ran in ((RAN.functions_seen, False), (twice, True)):
+        profile = Profile(RAN.kernels_seen, functions)
+        told = audit.not_run(MLP, MODULES, profile, on_gpu=True, micro_batches=2)
+        assert (told is None) is ran
+
+
+@pytest.mark.parametrize(
+    ("targets", "ran", "enough"),
+    [
+        (("q_proj", "v_proj"), 1, False),  # all of the first layer is trained
+        (("down_proj",), 1, True),  # what comes before has no backward there
+        (("down_proj",), 0, False),
+    ],
+)
+def test_the_first_layer_may_do_without_a_backward_where_nothing_before_it_is_trained(
+    targets, ran, enough
+):
+    profile = Profile(RAN.kernels_seen, {"MLPBackward": ran})
+    told = audit.not_run(MLP, MODULES, profile, on_gpu=True, targets=targets)
+    assert (told is None) is enough
+
+
 @pytest.mark.parametrize(
     ("recipe", "functions", "kernels", "told"),
     [

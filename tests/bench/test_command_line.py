@@ -9,7 +9,7 @@ import pytest
 from rehearsal_case import ROOT, small
 
 import lora_bench
-from bench import machine, options
+from bench import machine, options, published
 from bench import plan as planning
 from bench import results as store
 
@@ -45,8 +45,18 @@ HUGE = "9" * 20
         (["--batch-size", "0"], "--batch-size 0: give 1 or more"),
         (["--rank", "0"], "--rank 0: give 1 or more"),
         (["--rank", "65", "--device", "cpu"], "--rank 65: the hidden_size of tiny is 64"),
+        (["--accumulate", "0"], "--accumulate 0: give 1 or more"),
+        (["--lora-dropout", "1"], "--lora-dropout 1: give 0 or more, and less than 1"),
+        (["--lora-dropout", "nan"], "--lora-dropout nan: give 0"),
+        (["--targets", "v_proj", "q_porj", "--device", "cpu"],
+         "--targets q_porj: tiny has none; give some of q_proj k_proj v_proj o_proj gate_proj"),
+        (["--suite", "published"], "one model at a time; give --model with one of configs/qwen2.5"),
+        (["--suite", "published", "--model", "configs/tiny.json"], "no setting of tiny is known;"),
+        (["--suite", "published", "--model", "configs/qwen3-8b.json", "--device", "cpu"],
+         "qwen3-8b wants an NVIDIA GPU"),
         (["--steps", "0"], "--steps 0: give 1 or more"),
         (["--steps", HUGE, "--rounds", "1"], "tokens a round"),
+        (["--accumulate", HUGE], "tokens a round"),
         (["--steps", "5", "--rounds", "2"], "does not spread evenly over --rounds 2"),
         (["--rounds", HUGE], f"--rounds {HUGE}: give 1 to 1000"),
         (["--turns", "-1"], "--interleave -1: give 0 or more"),
@@ -56,7 +66,7 @@ HUGE = "9" * 20
         (["--suite", "some"], "invalid choice: 'some'"),
         (["--suite", "all", "--variants", "fused_mlp"], "--variants: not allowed with argument"),
         (["--model", "nowhere/at/all"], "no such folder"),
-        (["--model", "nowhere.json"], "no such file; there are: configs/qwen2.5-3b.json, configs/"),
+        (["--model", "nowhere.json"], "no such file; there are: configs/llama3-8b.json, configs/"),
         (["--data", "nowhere.jsonl"], "nowhere.jsonl"),
         (["--cache", "/proc/x"], "--cache /proc/x: cannot be written"),
         (["--device", "cpu", "--allow-shared-gpu"], "a rehearsal uses no GPU"),
@@ -83,6 +93,26 @@ def test_unsloth_asked_for_by_name_but_not_installed(capsys, tmp_path, monkeypat
     monkeypatch.setattr(machine, "has_gpu", lambda: True)
     line = bad(capsys, tmp_path, "--variants", "full_unsloth")
     assert "Unsloth is not installed; pip install -r requirements-peers.txt" in line
+
+
+@pytest.mark.parametrize("name", published.SETTINGS)
+def test_a_published_setting_is_the_default_and_nothing_else_is_run_under_its_name(
+    name, capsys, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(machine, "has_gpu", lambda: True)
+    monkeypatch.setattr(machine, "gpu_name", lambda: "NVIDIA H100")
+    asked = ("--suite", "published", "--model", f"configs/{name}.json")
+    setting = published.SETTINGS[name]
+    filled = options.fill_in(options.parse([*asked, "--steps", "5"], ""))
+    assert filled.published == setting and (filled.steps, filled.rounds) == (5, 1)
+    for option, value in setting.is_that().items():
+        assert getattr(filled, option) == value
+    options.fill_in(options.parse([*asked, "--rank", "16"], ""))  # as it is
+    for flag, value in (("--rank", "32"), ("--seq-lens", "64"), ("--targets", "q_proj"),
+                        ("--checkpointing", "off"), ("--lora-dropout", "0.1")):  # fmt: skip
+        line = bad(capsys, tmp_path, *asked, flag, value)
+        assert f"{flag}: {setting.page.name} has " in line
+    assert planning.out_folder(filled).name == f"nvidia-h100-published-{name}"
 
 
 def test_a_bad_data_file_says_where_and_why(capsys, tmp_path):
@@ -177,6 +207,7 @@ def test_what_is_wrong_with_an_argument_comes_before_who_else_is_on_the_gpu(
 
 GIVEN = {  # every option, as it is given
     "suite": ["all"], "variants": ["fused_mlp"], "seq_lens": ["64"], "batch_size": ["1"],
+    "accumulate": ["2"], "targets": ["q_proj"], "lora_dropout": ["0.1"],
     "rank": ["8"], "steps": ["4"], "rounds": ["2"], "interleave": ["9"], "model": ["x.json"],
     "checkpointing": ["off"], "padded": [], "data": ["x.jsonl"], "seed": ["1"], "device": ["cpu"],
     "out": ["x"], "cache": ["x"], "cell_timeout": ["9"], "allow_shared_gpu": [], "kernels": [],

@@ -60,3 +60,13 @@ def test_the_median_leaves_the_warm_up_out():
     assert result.recomputation_samples_ms == later
     assert result.recomputation_ms == (later[STEPS // 2 - 1] + later[STEPS // 2]) / 2
     assert result.labelled_tokens == 3
+
+
+def test_a_step_of_four_micro_batches_has_four_times_the_floor_of_one():
+    one, four = (
+        measure(FrozenOperations(Shape.of(CONFIG), "cpu"), 1, 4, 3, FakeClock(count(1)), times)
+        for times in (1, 4)
+    )
+    assert four.floor_ms == 4 * one.floor_ms and four.samples_ms[0] == 4 * one.samples_ms[0]
+    assert four.recomputation_ms == 4 * one.recomputation_ms
+    assert four.labelled_tokens == 12

@@ -5,12 +5,13 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 from rehearsal_case import ROOT, WITHOUT_GPU, in_this_process, small
 
 import lora_bench
-from bench import experiment, options
+from bench import experiment, options, published
 from bench import processes as isolated
 from bench import results as store
 from bench.records import Cell
@@ -86,6 +87,31 @@ def test_a_finished_run_measures_nothing_again(
     assert after.cells == before.cells
     assert "One round gives numbers without verdicts" in capsys.readouterr().out
     assert {row.verdict for row in after.summary} == {None}
+
+
+def test_a_published_setting_is_run_and_its_weights_are_deleted(
+    command, tmp_path, monkeypatch, capsys
+):
+    setting = replace(published.SETTINGS["qwen3-0.6b"], model="tiny", batch_size=2, seq_len=16,
+                      accumulate=3, rank=4)  # fmt: skip
+    monkeypatch.setattr(published, "setting_of", lambda model, device: setting)
+    monkeypatch.setitem(options.SUITES, "published", ["vanilla_peft", "fused_mlp"])
+    monkeypatch.setattr(isolated, "run", in_this_process)
+    asked = command(tmp_path, "--suite", "published", "--cache", str(tmp_path / "cache"))
+    assert lora_bench.main(asked) == 0
+    said = capsys.readouterr().out
+    assert "2 x 16 tokens, 3 times a step; 2 variants, 3 steps each: about 4 minutes" in said
+    assert "Deleted the random weights of tiny (" in said and " minutes: " in said
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
+    results = saved(tmp_path)
+    assert (results.experiment.accumulate, results.experiment.lora.rank) == (3, 4)
+    assert set(statuses(results).values()) == {"ok"} and not results.floor
+    for row, cell in zip(results.summary, results.cells, strict=True):
+        assert len(cell.step_ms) == 3 and cell.parity.passed and cell.loss_gap is not None
+        assert row.tokens_per_s == pytest.approx(3 * 2 * 16 / row.median_step_ms * 1000, 1e-4)
+    assert results.stages_s.start > 0 and results.stages_s.steps > 0
+    assert lora_bench.main(asked) == 0  # all is there: it draws no weights again
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
 
 
 # --- stops ----------------------------------------------------------------------------------------

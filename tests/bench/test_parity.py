@@ -211,6 +211,23 @@ def test_an_adapter_without_a_gradient_fails(of_vanilla):
     assert not parity.passed and parity.problem.startswith("lora_B is ")
 
 
+def test_dropout_is_off_while_parity_is_checked_and_on_again_after_it(of_vanilla):
+    """Its masks are no two libraries' same."""
+
+    class Dropping(Adapted):
+        def __init__(self):
+            super().__init__()
+            self.dropout = torch.nn.Dropout(0.5)
+
+        def second(self):
+            return self.dropout(self.lora_B)
+
+    model = Dropping().train()
+    assert check_parity(built(model), BATCHES, of_vanilla).worst_ratio == 1.0
+    assert make_reference(built(Dropping()), BATCHES).losses == of_vanilla.losses
+    assert model.dropout.training
+
+
 def test_a_saved_reference_comes_back_the_same(tmp_path, of_vanilla):
     path = tmp_path / "reference.pt"
     of_vanilla.save(path)

@@ -73,6 +73,9 @@ def with_gpu(**changed):
         (example.empty(seed=1), "seed 0 there, 1 here"),
         (example.empty(data_sha256="f" * 64), "data_sha256 0{64} there, f{64} here"),
         (example.empty(lora=replace(LORA, rank=8)), r"lora\.rank 32 there, 8 here"),
+        (example.empty(lora=replace(LORA, dropout=0.1)), r"lora\.dropout 0\.0 there, 0\.1 here"),
+        (example.empty(lora=replace(LORA, targets=("v_proj",))), r"targets q_proj there, v_proj"),
+        (example.empty(accumulate=4), "accumulate 1 there, 4 here"),
         (
             example.empty(optimizer=replace(ADAMW, name="SGD")),
             r"optimizer\.name AdamW there, SGD here",

@@ -11,7 +11,14 @@ import torch
 
 import trainer as trainer_module
 from batches import Batch
-from trainer import MAX_WARMUP_STEPS, MIN_WARMUP_STEPS, Trainer, WallClock, is_steady
+from trainer import (
+    AGAIN_WARMUP_STEPS,
+    MAX_WARMUP_STEPS,
+    MIN_WARMUP_STEPS,
+    Trainer,
+    WallClock,
+    is_steady,
+)
 
 
 class FakeClock:
@@ -58,10 +65,10 @@ def make_batches(*values):
     ]
 
 
-def make_trainer(intervals=(), model=None, learning_rate=0.1):
+def make_trainer(intervals=(), model=None, learning_rate=0.1, **options):
     """A trainer whose intervals last this long, and 1 ms from there on."""
     clock = FakeClock([*intervals, *[1.0] * 99])
-    return Trainer(model or Line(), nullcontext, clock, learning_rate)
+    return Trainer(model or Line(), nullcontext, clock, learning_rate, **options)
 
 
 STEADY_WARMUP = [1.0, 2.0, 1.0] * MIN_WARMUP_STEPS
@@ -116,6 +123,54 @@ def test_training_starts_from_the_first_weights_after_the_warmup():
         optimizer.zero_grad()
 
     assert make_trainer().run(make_batches(1, 2), steps=3).losses == pytest.approx(expected, 1e-6)
+
+
+# --- accumulation ---------------------------------------------------------------------------------
+
+
+def test_a_step_of_three_micro_batches_trains_on_the_mean_of_their_losses():
+    """As AdamW without a warm-up does in plain PyTorch, on all rows of a step at once."""
+    weight = torch.nn.Parameter(torch.tensor([0.5]))
+    optimizer = torch.optim.AdamW([weight], lr=0.1)
+    expected = []
+    for values in ((1.0, 2.0, 4.0), (3.0, 1.0, 2.0)):  # the third of the second is the first again
+        inputs = torch.tensor(values)
+        loss = ((weight * inputs - 2 * inputs) ** 2).mean()
+        expected.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    trainer = make_trainer(accumulate=3)
+    timings = trainer.run(make_batches(1, 2, 4, 3, 1, 2), steps=2)
+    assert timings.losses == pytest.approx(expected, 1e-6)
+    assert torch.allclose(trainer.model.weight, weight)
+    assert (timings.optimizer_steps, timings.unmoved_adapters, timings.changed_batches) == (2, 0, 0)
+
+
+def test_the_parts_of_a_step_are_sums_over_its_micro_batches():
+    parts = [3.0, 7.0, 30.0, 70.0, 300.0, 700.0, 2.0]
+    warmup = [1.0] * 5 * MIN_WARMUP_STEPS  # of two micro-batches a step: there are two kinds
+    timings = make_trainer([*warmup, *parts], accumulate=3).run(make_batches(1, 2, 3), steps=1)
+    assert timings.forward_ms == [333.0]
+    assert timings.backward_ms == [777.0]
+    assert timings.optimizer_ms == [2.0]
+    assert timings.step_ms == [sum(parts)]
+
+
+def test_a_second_run_is_warm_and_begins_where_the_first_did():
+    trainer = make_trainer(accumulate=2)
+    first = trainer.run(make_batches(1, 2, 3, 4), steps=2)
+    with torch.no_grad():
+        trainer.model.weight.fill_(0.5)
+    seen = len(trainer.model.seen)
+    second = trainer.run(make_batches(1, 2, 3, 4), steps=2)
+    assert len(trainer.model.seen) - seen == 2 * (AGAIN_WARMUP_STEPS + 2)
+    assert second.losses == first.losses and second.optimizer_steps == 2
+    assert first.first_step_s is not None and second.first_step_s is None
+
+
+# --- around the steps -----------------------------------------------------------------------------
 
 
 def test_what_runs_around_a_step_is_told_how_many_are_done_and_is_in_no_time(monkeypatch):
@@ -225,7 +280,7 @@ def test_cuda_events_agree_with_the_wall():
     trainer.run([batch], steps=2)
     torch.cuda.synchronize()
     began = time.perf_counter()
-    marks, _ = trainer.step(batch)
+    marks, _ = trainer.step([batch])
     trainer.clock.synchronize()
     wall_ms = (time.perf_counter() - began) * 1e3
     step_ms = trainer.clock.elapsed_ms(marks[0], marks[-1])

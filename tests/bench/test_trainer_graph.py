@@ -38,17 +38,27 @@ def make_trainer(intervals=(), clock=None, **options):
     return Trainer(model, nullcontext, clock, 0.1, graph=graph, **options)
 
 
-def eager_trainer():
-    return Trainer(Line(), nullcontext, FakeClock([1.0] * 99), 0.1)
+def eager_trainer(**options):
+    return Trainer(Line(), nullcontext, FakeClock([1.0] * 99), 0.1, **options)
 
 
-def test_it_trains_bit_by_bit_as_the_eager_loop_after_going_back_to_the_first_weights():
-    eager, graph = eager_trainer(), make_trainer()
-    wanted, got = (one.run(make_batches(1, 2, 3), steps=5) for one in (eager, graph))
-    assert captured(graph.graphed_step) == 1
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_it_trains_bit_by_bit_as_the_eager_loop_after_going_back_to_the_first_weights(accumulate):
+    eager, graph = eager_trainer(accumulate=accumulate), make_trainer(accumulate=accumulate)
+    wanted, got = (one.run(make_batches(1, 2, 3, 5), steps=5) for one in (eager, graph))
+    assert captured(graph.graphed_step) == min(accumulate, 2)  # to accumulate is one of its own
     assert got.losses == wanted.losses and len(set(got.losses)) == 5
     assert torch.equal(graph.model.weight, eager.model.weight)
     assert (got.optimizer_steps, got.unmoved_adapters, got.changed_batches) == (5, 0, 0)
+
+
+def test_a_second_run_replays_what_the_first_has_captured():
+    trainer = make_trainer(accumulate=2)
+    first = trainer.run(make_batches(1, 2, 3), steps=3)
+    with torch.no_grad():
+        trainer.model.weight.fill_(0.5)
+    trainer.graphed_step._capture = None  # a capture would call it
+    assert trainer.run(make_batches(1, 2, 3), steps=3).losses == first.losses
 
 
 def test_its_parts_are_empty_and_its_time_is_that_between_its_two_marks():

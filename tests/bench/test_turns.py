@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import example_results as example
 import pytest
 import torch
-from rehearsal_case import WITHOUT_GPU, in_this_process, small
+from rehearsal_case import WITHOUT_GPU, in_this_process, plan_of, small
 
 import lora_bench
 import trainer
@@ -16,7 +16,8 @@ from bench import processes as isolated
 from bench import results as store
 from bench.profiler import Profile
 from bench.records import Cell, Parity
-from variants import Settings
+from bench.stages import Stopwatch
+from variants import Lora
 
 pytestmark = [WITHOUT_GPU, pytest.mark.usefixtures("warm_processes")]
 VARIANTS = ["vanilla_peft", "fused_mlp"]
@@ -109,7 +110,10 @@ def runner(tmp_path):
                                 rounds=1, steps=2, tokens={})  # fmt: skip
         save = partial(store.save, tmp_path / "results.json", results)
         asked = plan(variants=names, **changed)
-        return experiment.Runner(asked, results, save, lambda _: None, lambda _: None), results
+        watch = Stopwatch(results)
+        return experiment.Runner(
+            asked, results, save, lambda _: None, lambda _: None, watch
+        ), results
 
     return make
 
@@ -217,8 +221,7 @@ def test_what_a_variant_does_in_each_of_its_turns_on_a_gpu(turn_steps, wanted, m
     events, counted = [], []
 
     class FakeTrainer:
-        def __init__(self, *_):
-            pass
+        is_warm = False
 
         def run(self, batches, steps, on_step, before_step):
             events.append("warm-up")
@@ -235,19 +238,37 @@ def test_what_a_variant_does_in_each_of_its_turns_on_a_gpu(turn_steps, wanted, m
         counted.append(own)
         raise KeyboardInterrupt  # the rest is another test's
 
-    monkeypatch.setattr(cells, "Trainer", FakeTrainer)
     monkeypatch.setattr(cells, "profile_step", lambda *_: events.append("profile") or Profile())
     monkeypatch.setattr(machine, "other_processes", count)
     batch = SimpleNamespace(to=lambda _: batch)
     plan = SimpleNamespace(
-        steps=4, batch_size=1, device="cuda", clock=lambda: None,
-        batches=lambda *_: [batch],
-    )  # fmt: skip
-    built = SimpleNamespace(
-        settings=Settings(), fused_modules=[], model=None, autocast=None, graph=None
+        steps=4, device="cuda", timed_batches=lambda _: [batch], accumulate=1, lora=Lora()
     )
     cell = Cell("vanilla_peft", 16, 1, "error", parity=Parity(passed=True), turn_steps=turn_steps)
     with pytest.raises(KeyboardInterrupt):
-        cells._measure(plan, cell, built, lambda _: None, wait_for_turn)
+        cells._measure(plan, cell, FakeTrainer(), lambda _: None, wait_for_turn)
     assert events == wanted
     assert counted == [3]  # others are counted beside those of ours that still run
+
+
+# --- rounds in one process ------------------------------------------------------------------------
+
+
+def test_later_rounds_of_a_length_find_their_step_warm_and_are_profiled_no_more(
+    tmp_path, monkeypatch
+):
+    """Of a quick run: three rounds at one length, then one at another."""
+    asked = plan_of(tmp_path, "--seq-lens", "16", "24", "--steps", "2", "--accumulate", "2")
+    cells.prepare_run(lambda message: None, asked)
+    made, real = [], trainer.Trainer
+    monkeypatch.setattr(cells, "Trainer", lambda *how: made.append(real(*how)) or made[-1])
+    sent = []
+    cells.measure_cells(sent.append, asked, "vanilla_peft", [(1, 16), (2, 16), (3, 16), (1, 24)])
+    found = [message["cell"] for message in sent if "cell" in message]
+    assert [cell.status for cell in found] == ["ok"] * 4, [cell.error for cell in found]
+    assert len(made) == 2  # one a length
+    assert [cell.first_step_s is not None for cell in found] == [True, False, False, True]
+    assert [bool(cell.functions_seen) for cell in found] == [True, False, False, True]
+    assert found[0].losses == found[1].losses == found[2].losses
+    stages = [message["did"] for message in sent if "did" in message]
+    assert stages == ["start", *["warm_up"] * 4]

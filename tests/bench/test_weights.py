@@ -6,7 +6,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bench import weights
+from bench.published import SETTINGS
 from bench.weights import materialize, resolve
+from variants import TARGETS
 
 TINY = Path(__file__).resolve().parents[2] / "configs" / "tiny.json"
 
@@ -51,6 +53,35 @@ def test_an_interrupted_save_leaves_no_checkpoint(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         make(tmp_path)
     assert not any(tmp_path.rglob("*.safetensors"))
+
+
+def test_random_weights_are_deleted_and_a_checkpoint_is_not(tmp_path):
+    source = make(tmp_path)
+    made = tmp_path / "checkpoint"
+    shutil.copytree(source.folder, made)
+    theirs = resolve(str(made), tmp_path, 0)
+    assert weights.discard(theirs) == "" and theirs.size_bytes()
+    said = weights.discard(source)
+    assert said.startswith("Deleted the random weights of tiny (") and not source.is_there()
+    assert weights.discard(source) == ""  # they are drawn again by the same command
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),  # as their authors count them
+    [
+        ("qwen2.5-7b", 7_615_616_512),
+        ("llama3-8b", 8_030_261_248),
+        ("qwen3-8b", 8_190_735_360),
+        ("qwen3-0.6b", 596_049_920),
+    ],
+)
+def test_the_models_of_published_settings_are_what_they_are_called(name, parameters, tmp_path):
+    source = resolve(str(TINY.with_name(f"{name}.json")), tmp_path, 0)
+    assert weights.projections(source) == list(TARGETS)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(weights._architecture(source))
+    assert model.num_parameters() == parameters
+    assert name in SETTINGS
 
 
 @pytest.mark.parametrize("part", ["config.json", "tokenizer.json", "model.safetensors"])

@@ -32,9 +32,7 @@ def runs():
 
 
 def test_the_generated_parts_are_those_of_the_data(tmp_path, runs):
-    run, suite = runs
-    beside = [results.load(path) for path in sorted((H200 / "beside_unsloth").glob("*.json.gz"))]
-    parts = documents.generated(run, results.load(H200 / "second_run.json.gz"), suite, beside)
+    parts = commands.generated_parts(*runs)
     shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("runs"))
     shutil.copy(ROOT / "README.md", tmp_path)
     assert documents.update(tmp_path, parts) == []

@@ -1,0 +1,92 @@
+"""The table of what others publish beside what was measured in their setting, on made-up runs."""
+
+from pathlib import Path
+
+import example_results as example
+import pytest
+
+from bench.published import SETTINGS
+from bench.records import Cell
+from report import commands
+from report.beside_published import published_rows, published_section, setting_that_ran
+from variants import SUITES, Lora
+
+
+def published_run(name="qwen3-8b", status=None, **changed):
+    """A run of every variant of the suite; vanilla takes 2 s, each later one 0.1 s less."""
+    setting = SETTINGS[name]
+    asked = {
+        "model": name, "batch_size": setting.batch_size, "accumulate": setting.accumulate,
+        "seq_lens": [setting.seq_len], "lora": Lora(rank=setting.rank, alpha=2 * setting.rank),
+        "variants": SUITES["published"], "rounds": 1, "steps": 3, "tokens": {},
+    }  # fmt: skip
+    run = example.empty(**asked | changed)
+    for place, variant in enumerate(SUITES["published"]):
+        if state := (status or {}).get(variant):
+            run.add(Cell(variant, setting.seq_len, 1, state, "made up for a test"))
+        else:
+            times = [2000.0 - 100 * place] * 3
+            run.add(example.timed_cell(variant, setting.seq_len, 1, times))
+    return run
+
+
+def lines(markdown):
+    found = [line for line in markdown.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in found[2:]]
+
+
+def test_each_number_of_theirs_stands_beside_the_fastest_of_ours_unsloth_and_vanilla():
+    first, *others = lines(published_rows([published_run()]))
+    tokens = 4 * 2 * 2048
+    assert first == [
+        "qwen3-8b", "4 × 2 × 2,048", "Surogate, FP8: 11,600",
+        f"{tokens / 1.2:,.0f} (fused layers, CUDA graph without checkpointing)",
+        f"{tokens / 1.2 / 11600:.2f}",
+        f"{tokens / 1.5:,.0f} (full Unsloth without checkpointing)", f"{tokens / 2.0:,.0f}",
+        "NVIDIA H200, " + published_run().started_utc[:10],
+    ]  # fmt: skip
+    assert [line[2] for line in others] == ["Surogate, bf16: 10,200", "Unsloth, bf16: 8,900"]
+    assert [line[4] for line in others] == [f"{tokens / 1.2 / n:.2f}" for n in (10200, 8900)]
+
+
+def test_what_ran_out_of_memory_says_so_and_the_next_fastest_stands_for_it():
+    status = {id: "oom" for id in SUITES["published"] if id.endswith("_no_checkpointing")}
+    status |= {"vanilla_peft": "oom", "full_unsloth": "unavailable"}
+    first, *_ = lines(published_rows([published_run(status=status)]))
+    assert first[3].endswith("(fused layers, CUDA graph)")
+    assert (first[5], first[6]) == ("unavailable", "out of memory")
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"batch_size": 1}, {"accumulate": 1}, {"lora": Lora(rank=32)}, {"padded": True},
+     {"lora": Lora(rank=16, alpha=32, dropout=0.1)}, {"checkpointing": "off"},
+     {"lora": Lora(rank=16, alpha=32, targets=("q_proj",))}],
+)  # fmt: skip
+def test_a_run_of_another_setting_is_not_held_against_theirs(changed):
+    assert setting_that_ran(published_run()) is SETTINGS["qwen3-8b"]
+    assert setting_that_ran(published_run(**changed)) is None
+    assert published_section([published_run(**changed)]) == ""
+
+
+def test_the_section_has_its_heading_sources_and_dates_and_is_not_there_without_a_run():
+    assert published_section([]) == ""
+    section = published_section([published_run(), published_run("llama3-8b")])
+    assert section.startswith("## Beside what others publish\n")
+    for name in ("qwen3-8b", "llama3-8b"):
+        page = SETTINGS[name].page
+        assert f"- [{page.name}]({page.url}), {page.date}" in section
+    assert "- llama3-8b: their recipe names Llama 3.1 8B" in section
+    assert len(lines(section)) == 3 + 1
+
+
+def test_a_published_run_prints_its_rows_and_how_to_add_them():
+    said = commands.held_against_others(published_run(), Path("runs/mine/results.json"))
+    assert published_rows([published_run()]) in said
+    assert "> docs/runs/nvidia-h200/published-qwen3-8b.json.gz && python" in said
+
+
+def test_every_setting_says_who_where_and_when():
+    for name, setting in SETTINGS.items():
+        assert setting.model == name and setting.page.url.startswith("https://")
+        assert setting.claims and 0 < setting.minutes <= 10 and setting.page.date > "2026"
