@@ -224,7 +224,7 @@ class Stages(Record):
 
     weights: with the parity reference. start: of processes, with loading and checking a model.
     warm_up: with capture and compilation, and the rounds' batches. steps: the timed ones. profile:
-    and the checks after a cell's steps. other: between processes, and pictures.
+    and the checks after a cell's steps. other: between processes, which end.
     """
 
     weights: float = 0.0

@@ -15,6 +15,7 @@ from bench import experiment, options, published
 from bench import processes as isolated
 from bench import results as store
 from bench.records import Cell
+from bench.stages import stages_line
 
 pytestmark = [WITHOUT_GPU, pytest.mark.usefixtures("warm_processes")]
 
@@ -101,13 +102,15 @@ def test_a_published_setting_is_run_and_its_weights_are_deleted(
     assert lora_bench.main(asked) == 0
     said = capsys.readouterr().out
     assert "2 x 16 tokens, 3 times a step; 2 variants, 3 steps each: about 4 minutes" in said
-    assert "Deleted the random weights of tiny (" in said and " minutes: " in said
+    assert "Deleted the random weights of tiny (" in said
+    assert stages_line(saved(tmp_path)) in said
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
     results = saved(tmp_path)
     assert (results.experiment.accumulate, results.experiment.lora.rank) == (3, 4)
     assert set(statuses(results).values()) == {"ok"} and not results.floor
     for row, cell in zip(results.summary, results.cells, strict=True):
-        assert len(cell.step_ms) == 3 and cell.parity.passed and cell.loss_gap is not None
+        assert len(cell.step_ms) == 3 and cell.parity.passed
+        assert cell.variant == "vanilla_peft" or cell.loss_gap < 2e-3
         assert row.tokens_per_s == pytest.approx(3 * 2 * 16 / row.median_step_ms * 1000, 1e-4)
     assert results.stages_s.start > 0 and results.stages_s.steps > 0
     assert lora_bench.main(asked) == 0  # all is there: it draws no weights again
