@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from bench.options import HERE, parse
 
 if TYPE_CHECKING:
-    from bench.cells import Plan
+    from bench.plan import Plan
     from bench.records import Run
 
 # What takes seconds to import (torch, matplotlib) is imported where it is used: help and an error
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             if (code := report_only(arguments)) is not None:
                 return code
-            from bench.plan import planned
+            from bench.planning import planned
 
             asked_as = sys.argv if argv is None else argv
             plan, run, path = until_the_end.enter_context(planned(arguments, asked_as))

@@ -5,158 +5,28 @@ Every function takes `send` first, with which it hands what it found to the pare
 """
 
 import dataclasses
-import functools
 import gc
-import hashlib
 import os
-import sys
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from msgspec.structs import replace
 
 import models
-from batches import IGNORED, Batch, load_tokenizer, make_batches, read_chats, sha256_of, tokenize
+from batches import Batch
 from bench import audit, interpreter, machine
+from bench.plan import LEARNING_RATE, Plan
 from bench.profiler import Profile, profile_step
-from bench.published import PublishedSetting
 from bench.records import Cell, Parity
-from bench.weights import Source, materialize
+from bench.weights import materialize
 from models import Built
-from trainer import (
-    KINDS_OF_MICRO_BATCHES,
-    MAX_WARMUP_STEPS,
-    Clock,
-    CudaClock,
-    Trainer,
-    WallClock,
-)
-from variants import EVIDENCE, Lora, recipe_of
+from trainer import KINDS_OF_MICRO_BATCHES, MAX_WARMUP_STEPS, Trainer
+from variants import EVIDENCE, recipe_of
 
 Send = Callable[[dict[str, Any]], None]
 Stage = tuple[int, int]  # a round and a length
-
-LEARNING_RATE = 1e-4
-PARITY_BATCH_SIZE = 4
-PARITY_SEQ_LEN = 64
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """A run as it was asked for, made from checked arguments.
-
-    batch_size: rows of a micro-batch, of which a step has `accumulate`. steps: those of one round.
-    interleave: how many of them a variant takes at a time, interleaved with the others, where all
-    fit on the GPU together; 0: never. quick: each variant has one process for the whole run.
-    published: the setting of somebody else's that is run. cell_timeout_s: how long nothing may be
-    heard of a cell.
-    """
-
-    source: Source
-    data: Path
-    cache: Path
-    lora: Lora
-    variants: tuple[str, ...]
-    seq_lens: tuple[int, ...]
-    batch_size: int
-    steps: int
-    rounds: int
-    checkpointing: bool
-    padded: bool
-    seed: int
-    device: str
-    interleave: int
-    quick: bool
-    cell_timeout_s: float
-    allow_shared_gpu: bool
-    accumulate: int = 1
-    published: PublishedSetting | None = None
-
-    def batches(self, seq_len: int, batch_size: int, count: int) -> list[Batch]:
-        """The run's batches at one length, on the CPU: the same for every variant and round."""
-        tokenized = _tokenized(self.data, self.source.tokenizer)
-        return make_batches(
-            tokenized, seq_len, batch_size, count, padded=self.padded, seed=self.seed
-        )
-
-    def timed_batches(self, seq_len: int) -> list[Batch]:
-        """The micro-batches of a round's timed steps at one length, on the CPU."""
-        return self.batches(seq_len, self.batch_size, self.steps * self.accumulate)
-
-    def trains_at(self, seq_len: int) -> bool:
-        """Return True if batches of this length give every adapter a gradient. The adapters of q
-        and k get none where only the second token of each row is predicted: the first attends to
-        itself alone."""
-        try:
-            self.batches(seq_len, self.batch_size, 1)
-            _, second = self.batches(seq_len, PARITY_BATCH_SIZE, 2)
-        except ValueError:
-            return False
-        return bool((second.labels[:, 2:] != IGNORED).any())
-
-    def shortest_from(self, seq_len: int) -> int | None:
-        """The shortest length from this one up at which batches train, None where none does."""
-        examples = _tokenized(self.data, self.source.tokenizer)
-        if self.padded:  # every row is the beginning of an example, so none is worth a try before
-            seq_len = max(seq_len, 1 + min(_first_label(example.labels) for example in examples))
-        lengths = range(seq_len, 2 * max(len(example.labels) for example in examples))
-        return next((n for n in lengths if self.trains_at(n)), None)
-
-    @property
-    def parity_seq_len(self) -> int:
-        short = min(PARITY_SEQ_LEN, *self.seq_lens)
-        return short if self.trains_at(short) else min(self.seq_lens)
-
-    def parity_batches(self) -> tuple[Batch, Batch]:
-        first, second = self.batches(self.parity_seq_len, PARITY_BATCH_SIZE, 2)
-        return first.to(self.device), second.to(self.device)
-
-    def build(self, variant: str, seq_len: int) -> Built:
-        return models.build(
-            variant,
-            self.source.folder,
-            self.lora,
-            seq_len,
-            self.checkpointing,
-            self.device,
-            self.seed,
-        )
-
-    def clock(self) -> Clock:
-        return CudaClock() if self.device == "cuda" else WallClock()
-
-    def reference_file(self) -> Path:
-        """Return the parity reference's path; its name changes with all that the reference depends
-        on."""
-        rests_on = (
-            str(self.source.folder),
-            replace(self.lora, dropout=0.0),  # which is off there
-            self.padded,
-            self.seed,
-            self.parity_seq_len,
-            sha256_of(self.data),
-            torch.__version__,
-            self.device,
-        )
-        digest = hashlib.sha256(repr(rests_on).encode()).hexdigest()[:12]
-        return self.cache / "parity" / f"{digest}.pt"
-
-    def is_prepared(self) -> bool:
-        """Return True if everything that `prepare_run` makes is there."""
-        return self.source.is_there() and self.reference_file().exists()
-
-
-@functools.cache
-def _tokenized(data: Path, tokenizer: Path):
-    return tokenize(read_chats(data), load_tokenizer(tokenizer))
-
-
-def _first_label(labels: list[int]) -> int:
-    """The place of the first label that a row's third token or a later one has."""
-    return next((n for n, label in enumerate(labels) if n >= 2 and label != IGNORED), sys.maxsize)
 
 
 def prepare_run(send: Send, plan: Plan) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 
 from bench import audit
 from bench import processes as isolated
-from bench.cells import Plan, Stage, measure_cells, measure_floor, measure_kernels, prepare_run
+from bench.cells import Stage, measure_cells, measure_floor, measure_kernels, prepare_run
 from bench.options import QUICK_MINUTES, SHORT, others_on_gpu, why_unavailable
+from bench.plan import Plan
 from bench.records import Cell, Kernels, Run
 from bench.stages import Stopwatch, stage_of
 from bench.terminal import console, progress_bar, show

@@ -1,189 +1,137 @@
-"""The plan of a run, made from the command line. Everything that can be checked is checked before
-anything runs, and the run has its folder to itself."""
+"""The plan of a run: what every process of it is told, and makes its batches and its model by."""
 
-import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager
+import functools
+import hashlib
+import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from batches import load_tokenizer, sha256_of, token_shares
-from bench import chats, machine, options
-from bench import results as store
-from bench.folders import check_writable, locked
-from bench.options import HERE, fill_in, variants_of
-from bench.records import Experiment, Optimizer, Run, Tokens
-from bench.weights import Source, check_architecture, projections, read_config, resolve
-from variants import TARGETS, Lora
+import torch
+from msgspec.structs import replace
 
-if TYPE_CHECKING:
-    from bench.cells import Plan
+import models
+from batches import IGNORED, Batch, load_tokenizer, make_batches, read_chats, sha256_of, tokenize
+from bench.published import PublishedSetting
+from bench.weights import Source
+from models import Built
+from trainer import Clock, CudaClock, WallClock
+from variants import Lora
+
+LEARNING_RATE = 1e-4
+PARITY_BATCH_SIZE = 4
+PARITY_SEQ_LEN = 64
 
 
-@contextmanager
-def planned(arguments: argparse.Namespace, argv: list[str]) -> Iterator[tuple["Plan", Run, Path]]:
-    """The plan, the run that it goes on with, and its file, in a folder that is locked as
-    long as the context lasts.
+@dataclass(frozen=True)
+class Plan:
+    """A run as it was asked for, made from checked arguments.
 
-    Raises:
-        ValueError: one line that says what is wrong and what to do; nothing was written.
+    batch_size: rows of a micro-batch, of which a step has `accumulate`. steps: those of one round.
+    interleave: how many of them a variant takes at a time, interleaved with the others, where all
+    fit on the GPU together; 0: never. quick: each variant has one process for the whole run.
+    published: the setting of somebody else's that is run. cell_timeout_s: how long nothing may be
+    heard of a cell.
     """
-    asked = fill_in(arguments)
-    options.check_options(asked)
-    source = resolve(str(asked.model), asked.cache.resolve(), asked.seed)
-    if not (asked.cache / "data").is_dir():
-        check_writable("--cache", asked.cache)
-    data = chats.gather(asked.data, asked.cache)
-    check_model(source, asked)
-    folder = out_folder(asked)
-    with locked(folder):
-        if not source.is_there():
-            check_writable("--cache", asked.cache)
-        plan = make_plan(asked, source, data)
-        check_architecture(source)
-        check_lengths(plan)
-        if not plan.is_prepared():
-            check_writable("--cache", plan.cache)
-        rehearsal = plan.device == "cpu"
-        fresh = store.new_run(
-            recorded(argv), machine.environment(), planned_experiment(plan), rehearsal
+
+    source: Source
+    data: Path
+    cache: Path
+    lora: Lora
+    variants: tuple[str, ...]
+    seq_lens: tuple[int, ...]
+    batch_size: int
+    steps: int
+    rounds: int
+    checkpointing: bool
+    padded: bool
+    seed: int
+    device: str
+    interleave: int
+    quick: bool
+    cell_timeout_s: float
+    allow_shared_gpu: bool
+    accumulate: int = 1
+    published: PublishedSetting | None = None
+
+    def batches(self, seq_len: int, batch_size: int, count: int) -> list[Batch]:
+        """The run's batches at one length, on the CPU: the same for every variant and round."""
+        tokenized = _tokenized(self.data, self.source.tokenizer)
+        return make_batches(
+            tokenized, seq_len, batch_size, count, padded=self.padded, seed=self.seed
         )
-        run = store.continue_from(folder / "results.json", fresh)
-        # last, as what is wrong with the arguments is to be said whoever else is on the GPU
-        if others := options.others_on_gpu(plan.device, plan.allow_shared_gpu):
-            raise ValueError(others)
-        yield plan, run, folder / "results.json"
 
+    def timed_batches(self, seq_len: int) -> list[Batch]:
+        """The micro-batches of a round's timed steps at one length, on the CPU."""
+        return self.batches(seq_len, self.batch_size, self.steps * self.accumulate)
 
-def make_plan(asked: argparse.Namespace, source: Source, data: Path) -> "Plan":
-    # imports torch, which takes seconds: what comes without came first
-    from bench.cells import Plan
+    def trains_at(self, seq_len: int) -> bool:
+        """Return True if batches of this length give every adapter a gradient. The adapters of q
+        and k get none where only the second token of each row is predicted: the first attends to
+        itself alone."""
+        try:
+            self.batches(seq_len, self.batch_size, 1)
+            _, second = self.batches(seq_len, PARITY_BATCH_SIZE, 2)
+        except ValueError:
+            return False
+        return bool((second.labels[:, 2:] != IGNORED).any())
 
-    return Plan(
-        source=source,
-        data=data,
-        cache=asked.cache.resolve(),
-        lora=Lora(
-            rank=asked.rank,
-            alpha=2 * asked.rank,
-            dropout=asked.lora_dropout,
-            targets=targets_of(source, asked.targets),
-        ),
-        variants=variants_of(asked),
-        seq_lens=tuple(sorted(set(asked.seq_lens))),
-        batch_size=asked.batch_size,
-        steps=asked.steps // asked.rounds,
-        rounds=asked.rounds,
-        checkpointing=asked.checkpointing == "on",
-        padded=asked.padded,
-        seed=asked.seed,
-        device=asked.device,
-        interleave=asked.interleave,
-        quick=asked.quick,
-        cell_timeout_s=asked.cell_timeout,
-        allow_shared_gpu=asked.allow_shared_gpu,
-        accumulate=asked.accumulate,
-        published=asked.published,
-    )
+    def shortest_from(self, seq_len: int) -> int | None:
+        """The shortest length from this one up at which batches train, None where none does."""
+        examples = _tokenized(self.data, self.source.tokenizer)
+        if self.padded:  # every row is the beginning of an example, so none is worth a try before
+            seq_len = max(seq_len, 1 + min(_first_label(example.labels) for example in examples))
+        lengths = range(seq_len, 2 * max(len(example.labels) for example in examples))
+        return next((n for n in lengths if self.trains_at(n)), None)
 
+    @property
+    def parity_seq_len(self) -> int:
+        short = min(PARITY_SEQ_LEN, *self.seq_lens)
+        return short if self.trains_at(short) else min(self.seq_lens)
 
-def targets_of(source: Source, asked: list[str]) -> tuple[str, ...]:
-    """Return the projections that get an adapter, each once, in the model's own order.
+    def parity_batches(self) -> tuple[Batch, Batch]:
+        first, second = self.batches(self.parity_seq_len, PARITY_BATCH_SIZE, 2)
+        return first.to(self.device), second.to(self.device)
 
-    Raises:
-        ValueError: the model has none of such a name.
-    """
-    if set(asked) == set(TARGETS):
-        return TARGETS
-    there = projections(source)
-    if unknown := [name for name in asked if name not in there]:
-        raise ValueError(
-            f"--targets {' '.join(unknown)}: {source.name} has none; give some of {' '.join(there)}"
+    def build(self, variant: str, seq_len: int) -> Built:
+        return models.build(
+            variant,
+            self.source.folder,
+            self.lora,
+            seq_len,
+            self.checkpointing,
+            self.device,
+            self.seed,
         )
-    return tuple(name for name in there if name in asked)
 
+    def clock(self) -> Clock:
+        return CudaClock() if self.device == "cuda" else WallClock()
 
-def check_model(source: Source, asked: argparse.Namespace) -> None:
-    """Check the model's configuration against the tokenizer, --rank and --seq-lens. A token beyond
-    the embedding's last row would stop the GPU, not raise."""
-    config = read_config(source)
-    tokens = load_tokenizer(source.tokenizer).get_vocab_size()
-    if (rows := config.get("vocab_size", tokens)) < tokens:
-        raise ValueError(
-            f"--model {source.name}: its vocab_size is {rows}, its tokenizer has {tokens} tokens; "
-            "give a model with one row for each"
+    def reference_file(self) -> Path:
+        """Return the parity reference's path; its name changes with all that the reference depends
+        on."""
+        rests_on = (
+            str(self.source.folder),
+            replace(self.lora, dropout=0.0),  # which is off there
+            self.padded,
+            self.seed,
+            self.parity_seq_len,
+            sha256_of(self.data),
+            torch.__version__,
+            self.device,
         )
-    for name, size in (("rank", "hidden_size"), ("seq_lens", "max_position_embeddings")):
-        asked_for = getattr(asked, name)
-        given = asked_for if isinstance(asked_for, int) else max(asked_for)
-        if given > (most := config.get(size, given)):
-            raise ValueError(
-                f"{options.flag(name)} {given}: the {size} of {source.name} is {most}; give no more"
-            )
+        digest = hashlib.sha256(repr(rests_on).encode()).hexdigest()[:12]
+        return self.cache / "parity" / f"{digest}.pt"
+
+    def is_prepared(self) -> bool:
+        """Return True if everything that `prepare_run` makes is there."""
+        return self.source.is_there() and self.reference_file().exists()
 
 
-def check_lengths(plan: "Plan") -> None:
-    """Raise ValueError if a length trains nothing, as nothing of an answer is predicted there."""
-    for seq_len in plan.seq_lens:
-        if not plan.trains_at(seq_len):
-            works = plan.shortest_from(seq_len + 1)
-            wanted = f"give {works} or more" if works else "give other --data"
-            raise ValueError(
-                f"--seq-lens {seq_len}: no row of --data reaches so far into an answer that every "
-                f"adapter is trained; {wanted}"
-            )
+@functools.cache
+def _tokenized(data: Path, tokenizer: Path):
+    return tokenize(read_chats(data), load_tokenizer(tokenizer))
 
 
-def recorded(argv: list[str]) -> list[str]:
-    """The command line as results.json keeps it: without the folders it wrote to, which are its
-    user's own and say nothing of the numbers."""
-    kept: list[str] = []
-    words = iter(argv)
-    for word in words:
-        if word in ("--out", "--cache"):
-            next(words, None)
-        elif not word.startswith(("--out=", "--cache=")):
-            kept.append(Path(word).name if not kept else word)
-    return kept
-
-
-def planned_experiment(plan: "Plan") -> Experiment:
-    """The plan as results.json keeps it."""
-    from bench.cells import LEARNING_RATE
-
-    tokens = {}
-    for seq_len in plan.seq_lens:
-        shares = token_shares(plan.timed_batches(seq_len))
-        tokens[seq_len] = Tokens(shares.padding, shares.labelled)
-    return Experiment(
-        model=plan.source.name,
-        weights=plan.source.weights,
-        dtype="bfloat16",
-        batch_size=plan.batch_size,
-        accumulate=plan.accumulate,
-        seq_lens=list(plan.seq_lens),
-        variants=list(plan.variants),
-        rounds=plan.rounds,
-        steps=plan.steps * plan.rounds,
-        interleave=plan.interleave,
-        checkpointing="on" if plan.checkpointing else "off",
-        padded=plan.padded,
-        lora=plan.lora,
-        optimizer=Optimizer("AdamW", LEARNING_RATE, fused=plan.device == "cuda"),
-        seed=plan.seed,
-        data_sha256=sha256_of(plan.data),
-        tokens=tokens,
-    )
-
-
-def out_folder(asked: argparse.Namespace) -> Path:
-    """The folder that is asked for, or the one of this GPU; a quick run and one of a published
-    setting have their own beside it."""
-    if asked.out is not None:
-        return asked.out
-    end = "-quick" if asked.quick else ""
-    if asked.published:
-        end = f"-published-{asked.published.model}"
-    if asked.device == "cpu":
-        return HERE / f"rehearsal{end}"
-    return HERE / "runs" / (machine.gpu_name().lower().replace(" ", "-") + end)
+def _first_label(labels: list[int]) -> int:
+    """The place of the first label that a row's third token or a later one has."""
+    return next((n for n, label in enumerate(labels) if n >= 2 and label != IGNORED), sys.maxsize)

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import options
-from bench import plan as planning
+from bench import options, planning
 from bench import processes as isolated
 
 ROOT = Path(__file__).resolve().parents[1]

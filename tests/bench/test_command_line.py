@@ -9,8 +9,7 @@ import pytest
 from rehearsal_case import ROOT, small
 
 import lora_bench
-from bench import machine, options, published
-from bench import plan as planning
+from bench import machine, options, planning, published
 from bench import results as store
 
 DATA = ROOT / "data" / "sft_train.jsonl"
