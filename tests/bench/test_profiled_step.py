@@ -9,8 +9,11 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
+from bench import cells
 from bench import profiler as profiled
 from bench.profiler import Kernel, Op, kernel_ms_by_kind, profile_step
+from bench.records import Cell
+from variants import Lora
 
 
 class Doubled(torch.autograd.Function):
@@ -200,3 +203,25 @@ def test_launches_are_as_quick_after_a_profile_as_before():
     before = quickest_launches_us()
     profile_step(lambda: tensor.add_(1.0), (), mark_modules=False)
     assert quickest_launches_us() < 1.3 * before
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "profiled_batches", "times"), [(1, 1, 1), (2, 2, 1), (6, 2, 3)]
+)
+def test_a_step_of_many_micro_batches_is_profiled_by_two_and_has_the_time_of_all(
+    accumulate, profiled_batches, times, monkeypatch
+):
+    def profile_step(step, functions, mark_modules):
+        step()
+        counts = {name: profiled_batches for name in functions}
+        return profiled.Profile({"gemm": 4}, counts, {"matmul": 8.0}, 9.0)
+
+    ran = []
+    monkeypatch.setattr(cells, "profile_step", profile_step)
+    plan = SimpleNamespace(accumulate=accumulate, device="cpu", lora=Lora())
+    cell = Cell("fused_mlp", 64, 1, "error", fused_modules=["layers.0.mlp: mlp"])
+    trainer = SimpleNamespace(step=ran.append)
+    profile, problem = cells._profiled(plan, cell, trainer, list("abcdefghijkl"))
+    assert ran == [list("ab")[:profiled_batches]] and problem is None
+    assert (profile.kernel_ms, profile.gpu_busy_ms) == ({"matmul": 8.0 * times}, 9.0 * times)
+    assert profile.kernels_seen == {"gemm": 4}

@@ -132,18 +132,22 @@ def test_a_step_of_three_micro_batches_trains_on_the_mean_of_their_losses():
     """As AdamW without a warm-up does in plain PyTorch, on all rows of a step at once."""
     weight = torch.nn.Parameter(torch.tensor([0.5]))
     optimizer = torch.optim.AdamW([weight], lr=0.1)
-    expected = []
-    for values in ((1.0, 2.0, 4.0), (3.0, 1.0, 2.0)):  # the third of the second is the first again
+    expected, gradients = [], []
+    for values in ((1.0, 2.0, 4.0), (3.0, 1.0, 2.0)):
         inputs = torch.tensor(values)
         loss = ((weight * inputs - 2 * inputs) ** 2).mean()
         expected.append(loss.item())
         loss.backward()
+        gradients.append(weight.grad.item())
         optimizer.step()
         optimizer.zero_grad()
 
-    trainer = make_trainer(accumulate=3)
+    trainer, found = make_trainer(accumulate=3), []
+    update = trainer.optimizer.step  # which alone would not tell a gradient from its multiple
+    trainer.optimizer.step = lambda: found.append(trainer.model.weight.grad.item()) or update()
     timings = trainer.run(make_batches(1, 2, 4, 3, 1, 2), steps=2)
     assert timings.losses == pytest.approx(expected, 1e-6)
+    assert found[-2:] == pytest.approx(gradients, 1e-6)
     assert torch.allclose(trainer.model.weight, weight)
     assert (timings.optimizer_steps, timings.unmoved_adapters, timings.changed_batches) == (2, 0, 0)
 
