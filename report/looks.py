@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from bench.records import COMPARED_PACKAGES, Experiment, Run
-from variants import AGAIN, BASELINE, SUITES, variant_of
+from variants import AGAIN, BASELINE, SUITES, TARGETS, Lora, variant_of
 
 STATUS_WORDS = {
     "oom": "out of memory",
@@ -61,13 +61,20 @@ def caption(run: Run) -> str:
         experiment.model,
         experiment.dtype,
         f"batch {experiment.batch_size}" + (", padded" if experiment.padded else ""),
-        f"LoRA rank {experiment.lora.rank}",
+        *([f"{experiment.accumulate} micro-batches a step"] if experiment.accumulate > 1 else []),
+        _adapters(experiment.lora),
         f"gradient checkpointing {_checkpointing(experiment)}",
         f"{_from_to(sum(len(cell.step_ms) for cell in cells) for cells in timed)} timed steps each"
         f"{interleaved(run)}",
         f"rounds: {_from_to(map(len, timed))}",
     ]
     return " · ".join(facts) + "."
+
+
+def _adapters(lora: Lora) -> str:
+    where = f" on {', '.join(lora.targets)}" if len(lora.targets) < len(TARGETS) else ""
+    dropout = f", dropout {lora.dropout:g}" if lora.dropout else ""
+    return f"LoRA rank {lora.rank}{where}{dropout}"
 
 
 def _checkpointing(experiment: Experiment) -> str:

@@ -127,6 +127,10 @@ def _remarks(run: Run) -> str:
             lines.append(f"- Throttled: {where} ({', '.join(held)}).")
     if count := sum(bool(cell.other_gpu_processes) for cell in timed):
         lines.append(f"- The GPU was shared in {count} of {len(timed)} timed cells.")
+    if run.experiment.lora.dropout:
+        lines.append(
+            "- Losses were not held against vanilla PEFT's: dropout masks are others in each."
+        )
     if lacking := why_no_verdicts(run):
         lines.append(f"- {lacking[0].upper()}{lacking[1:]}.")
     lines += [f"- {said}." for said in twins_too_far_apart(run)]

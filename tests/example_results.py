@@ -60,7 +60,7 @@ def experiment(**changed) -> Experiment:
         "steps": 24,
         "checkpointing": "on",
         "padded": False,
-        "lora": Lora(targets=("q_proj",)),
+        "lora": Lora(),
         "optimizer": Optimizer("AdamW", 2e-4, True),
         "seed": 0,
         "data_sha256": "0" * 64,

@@ -16,7 +16,7 @@ from report import kind_bars, looks, tables
 from report import statistics as summary
 from report.headline import headline_table
 from report.kinds import bars
-from variants import LOOKS, SUITES, VARIANTS, title_of
+from variants import LOOKS, SUITES, VARIANTS, Lora, title_of
 
 FOUR = ("vanilla_peft", "vanilla_peft_again", "fused_mlp", "full_unsloth")
 EIGHT = tuple(example.MEASURED)[:8]
@@ -226,6 +226,9 @@ def test_the_caption_says_what_was_measured():
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
+        ({"accumulate": 4}, "batch 32 · 4 micro-batches a step"),
+        ({"lora": Lora(targets=("q_proj", "v_proj"))}, "LoRA rank 32 on q_proj, v_proj ·"),
+        ({"lora": Lora(rank=8, dropout=0.05)}, "LoRA rank 8, dropout 0.05"),
         ({"variants": ["vanilla_peft_no_checkpointing"]}, "gradient checkpointing off ·"),
         ({"variants": ["vanilla_peft", "vanilla_peft_no_checkpointing"]}, "on and off ·"),
         ({"padded": True}, "batch 32, padded"),

@@ -13,7 +13,7 @@ from report import looks, tables
 from report.comparison import ComparedCell
 from report.headline import headline_table, times
 from report.statistics import summarize
-from variants import Settings
+from variants import Lora, Settings
 
 
 def cells_of(markdown, *starts):
@@ -46,6 +46,13 @@ def test_the_main_table_by_hand():
     assert "Commit abc1234." in markdown and looks.caption(hand_made()) in markdown
     parts = [block.split("\n") for block in markdown.split("\n\n") if block.startswith("|")]
     assert {len({line.count("|") for line in table}) for table in parts} == {1}  # all rectangular
+
+
+def test_with_dropout_it_says_that_losses_were_not_held_against_vanillas():
+    said, document = "Losses were not held against vanilla PEFT's", hand_made()
+    assert said not in tables.results_section(document)
+    document.experiment.lora = Lora(dropout=0.1)
+    assert said in tables.results_section(document)
 
 
 def test_settings_that_change_with_the_length_are_told_by_length():
