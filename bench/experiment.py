@@ -61,7 +61,8 @@ def expected_time(plan: Plan) -> str:
         return (
             f"{plan.source.name} in the setting of {plan.published.page.name}: {plan.batch_size} x "
             f"{lengths} tokens, {plan.accumulate} times a step; {len(plan.variants)} variants, "
-            f"{plan.steps} steps each: about {plan.published.minutes} minutes on an H100."
+            f"{plan.steps} steps each: about {plan.published.minutes:.0f} minutes on an "
+            f"{plan.published.gpu}."
         )
     return (
         f"{len(plan.variants)} variants at {lengths} tokens, {plan.rounds} rounds: about "
