@@ -59,7 +59,7 @@ class PublishedSetting:
 
     @property
     def minutes(self) -> float:
-        """That a run of the suite is expected to take on their GPU, with steps as fast as theirs."""
+        """Expected of a run of the suite on their GPU, with steps as fast as theirs."""
         micro_batches = MEASURED_IN["steps"] * self.accumulate + WARM_UP_MICRO_BATCHES
         tokens = micro_batches * self.batch_size * self.seq_len
         steps_s = tokens / self.claims[0].tokens_per_s

@@ -101,7 +101,7 @@ def test_a_published_setting_is_run_and_its_weights_are_deleted(
     asked = command(tmp_path, "--suite", "published", "--cache", str(tmp_path / "cache"))
     assert lora_bench.main(asked) == 0
     said = capsys.readouterr().out
-    assert "2 x 16 tokens, 3 times a step; 2 variants, 3 steps each: about 4 minutes" in said
+    assert "2 x 16 tokens, 3 times a step; 2 variants, 3 steps each: about 2 minutes" in said
     assert "Deleted the random weights of tiny (" in said
     assert stages_line(saved(tmp_path)) in said
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
