@@ -82,7 +82,8 @@ class PublishedSetting:
 
 NEMO = Page(
     "NeMo AutoModel, performance summary",
-    "https://docs.nvidia.com/nemo/automodel/performance/performance-summary.md",
+    "https://github.com/NVIDIA-NeMo/Automodel/blob/2861c4143cd335539213b1b6d0c890cb17682444"
+    "/docs/performance-summary.mdx",
     "2026-06-12",
 )
 SUROGATE = Page(
