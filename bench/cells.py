@@ -81,16 +81,16 @@ def measure_cells(
     variant: str,
     todo: Sequence[Stage],
     interleaved: Collection[int] = (),
-    wait_for_turn: Callable[[int], int] = lambda stage: 1,
+    wait_for_turn: Callable[[int], int] | None = None,
 ) -> None:
     """Send a {"cell": ...} for each round and length of `todo`, {"step": n} for each timed step,
     and {"did": stage} when a model is built and checked, and when it is warm.
 
     Where others run beside it, each item of `todo` is a stage of its own. At a length that is
     `interleaved` it waits for its turn before it warms up, before every `plan.interleave` timed
-    steps, and before what comes after them; at another its turn is the whole cell. Stops after a
-    cell that ran out of memory or failed: what follows wants a fresh process. Where an interleaved
-    one finds no memory it sends {"does_not_fit": length} and stops.
+    steps, and before what comes after them; at another its turn is the whole cell. Where it finds
+    no memory beside them, which may be theirs, it sends {"does_not_fit": length} and stops. Stops
+    after a cell that ran out of memory or failed: what follows wants a fresh process.
 
     Rounds of one length that follow each other have one trainer: those after the first find the
     step captured and warm, and are not profiled again.
@@ -120,9 +120,10 @@ def measure_cells(
                 cell = replace(cell, status="parity_failed", error=parity.problem)
             else:
                 trainer = trainer or _trainer_of(plan, built)
-                cell = _measure(plan, cell, trainer, send, partial(wait_for_turn, stage))
+                my_turn = partial(wait_for_turn, stage) if wait_for_turn else lambda: 1
+                cell = _measure(plan, cell, trainer, send, my_turn)
         except Exception as error:
-            if cell.turn_steps and _says_no_memory(error):
+            if wait_for_turn and _says_no_memory(error):
                 send({"does_not_fit": seq_len})
                 return
             cell = _failed(cell, error)

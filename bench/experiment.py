@@ -114,7 +114,7 @@ def interleaves(plan: Plan, run: Run, seq_len: int) -> bool:
 
 
 class DoesNotFit(Exception):
-    """Interleaved variants did not fit on the GPU together, at the length that it is given."""
+    """Variants side by side did not fit on the GPU, at the length that it is given."""
 
 
 @dataclass
@@ -137,15 +137,12 @@ class Runner:
     def go_on(self, todo: Cells) -> Cells:
         """Run what comes next; returns what is left."""
         if self.plan.quick:
-            stages = sorted({(r, n) for r, _, n in todo}, key=lambda stage: stage[::-1])
-            return self.together(todo, stages)
-        round_number = todo[0][0]
-        lengths = sorted({n for r, _, n in todo if r == round_number})
-        stages = [
-            (round_number, n)
-            for n in lengths
-            if n <= self.longest_together and interleaves(self.plan, self.run, n)
-        ]
+            asked = sorted({(r, n) for r, _, n in todo}, key=lambda stage: stage[::-1])
+        else:
+            now = todo[0][0]
+            lengths = sorted({n for r, _, n in todo if r == now})
+            asked = [(now, n) for n in lengths if interleaves(self.plan, self.run, n)]
+        stages = [(r, n) for r, n in asked if n <= self.longest_together]
         return self.together(todo, stages) if stages else self.alone(todo)
 
     def alone(self, todo: Cells) -> Cells:
@@ -244,8 +241,7 @@ class Runner:
             self.run.cells.remove(cell)
 
     def keep_the_rest(self, variant: str, stages: list[Stage], ended: isolated.Ended) -> None:
-        """Keep why a process that has ended left these out: its death, or its last cell's reason,
-        which is an answer where it ran out of memory."""
+        """Keep why a process that has ended left these out: its death, or its last cell's error."""
         ran = self.run.cells_of(variant)
         for round_number, seq_len in stages:
             if ended.error or not ran:

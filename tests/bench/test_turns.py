@@ -141,28 +141,12 @@ def test_one_that_dies_or_is_unavailable_is_told_and_the_others_are_kept(runner,
         assert found["fused_mlp"].error == "killed by SIGKILL\nthe last words"
 
 
-def test_one_that_ran_out_of_memory_has_that_answer_for_all_that_follows(runner, monkeypatch):
-    def run_in_turns(function, each, on_message, silence_limit_s):
-        for index, (_, variant, stages, interleaved) in enumerate(each):
-            assert interleaved == ()
-            for round_number, seq_len in stages:
-                cell = example.timed_cell(variant, seq_len, round_number, [2.0, 2.1])
-                if (variant, seq_len) == ("fused_mlp", 32):
-                    cell = Cell(variant, seq_len, round_number, "oom", error="no memory")
-                on_message(index, {"cell": cell})
-                if cell.status == "oom":
-                    break
-        return [isolated.Ended(None, "")] * 2
+@pytest.mark.parametrize("quick", [False, True])  # which at 32 tokens interleaves nothing
+def test_a_length_at_which_they_do_not_fit_together_is_run_one_after_the_other(
+    quick, runner, monkeypatch
+):
+    monkeypatch.setattr(experiment, "SHORT", 16)
 
-    monkeypatch.setattr(isolated, "run_in_turns", run_in_turns)
-    runs, results = runner(quick=True, interleave=0, rounds=3)
-    todo = experiment.cells_to_do(runs.plan, results)
-    assert runs.go_on(todo) == []
-    found = [(cell.seq_len, cell.round, cell.status) for cell in results.cells_of("fused_mlp")]
-    assert found == [(16, r, "ok") for r in (1, 2, 3)] + [(32, r, "oom") for r in (1, 2, 3)]
-
-
-def test_a_length_at_which_they_do_not_fit_together_is_run_one_after_the_other(runner, monkeypatch):
     def run_in_turns(function, each, on_message, silence_limit_s):
         for index, (_, variant, stages, _) in enumerate(each):
             cell = example.timed_cell(variant, 16, 1, [2.0, 2.1], turn_steps=2)
@@ -183,7 +167,7 @@ def test_a_length_at_which_they_do_not_fit_together_is_run_one_after_the_other(r
 
     monkeypatch.setattr(isolated, "run_in_turns", run_in_turns)
     monkeypatch.setattr(isolated, "run", run)
-    runs, results = runner()
+    runs, results = runner(quick=quick)
     todo = experiment.cells_to_do(runs.plan, results)
     while todo:
         todo = runs.go_on(todo)
@@ -194,18 +178,18 @@ def test_a_length_at_which_they_do_not_fit_together_is_run_one_after_the_other(r
 
 
 @pytest.mark.parametrize("said", ["CUDA out of memory", "CUBLAS_STATUS_ALLOC_FAILED"])
-def test_an_interleaved_variant_without_memory_says_that_they_do_not_fit(said, monkeypatch):
+def test_a_variant_without_memory_beside_others_says_that_they_do_not_fit(said, monkeypatch):
     def no_memory(*_):
         raise (torch.OutOfMemoryError if "CUDA " in said else RuntimeError)(said)
 
     monkeypatch.setattr(cells, "_build_and_check", no_memory)
     monkeypatch.setattr(cells.audit, "ran_out_of_memory", lambda *_: None)
     sent = []
-    for interleaved in ((16,), ()):
+    for beside in ({"interleaved": (16,), "wait_for_turn": int}, {"wait_for_turn": int}, {}):
         asked = plan(device="cuda")
-        cells.measure_cells(sent.append, asked, "vanilla_peft", [(1, 16)], interleaved)
-    beside, alone = sent
-    assert beside == {"does_not_fit": 16}
+        cells.measure_cells(sent.append, asked, "vanilla_peft", [(1, 16)], **beside)
+    *beside, alone = sent
+    assert beside == [{"does_not_fit": 16}] * 2
     wanted = ("oom", said) if "CUDA " in said else ("error", f"RuntimeError: {said}")
     assert (alone["cell"].status, alone["cell"].error) == wanted
 
