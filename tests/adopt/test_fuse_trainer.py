@@ -1,56 +1,190 @@
-"""A fused model in transformers' Trainer, which looks at more of it than one's own loop does."""
+"""A fused model in transformers' Trainer and TRL's SFTTrainer, which look at more of it than one's
+own loop does."""
 
 import copy
 import inspect
+import os
 import pickle
+from typing import NamedTuple
+from unittest.mock import patch
 
 import layer_case
 import pytest
 import torch
 from fused_case import ALL
 from peft_models import peft_model
-from transformers import Trainer, TrainingArguments
+from reference import BUDGET, assert_within_budget, relative_error
+from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
+from triton.runtime.interpreter import InterpretedFunction
 
-from fused_lora import Fusion, fuse, unfuse
+from fused_lora import Fusion, fuse, report, unfuse
 from fused_lora.step.checkpoint import policy_of
 
 WHOLE = Fusion(layer=True, rms_norm=True, cross_entropy=True, checkpoint="full")
+TRAINERS = ("Trainer", "SFTTrainer")
+SETTINGS = {
+    "as it is": {},
+    "gradient checkpointing": {"gradient_checkpointing": True},
+    "accumulation": {"gradient_accumulation_steps": 2},
+    "evaluation": {"eval_strategy": "steps", "eval_steps": 2},
+    "resumed": {
+        "save_strategy": "steps", "save_steps": 2, "from_checkpoint": "checkpoint-2"
+    },
+    "torch_compile": {"torch_compile": True, "torch_compile_backend": "eager"},
+}  # fmt: skip
+# Of what a trainer logs: how long it took, what it was told, and arithmetic that knows no layer.
+NOT_COMPUTED = ("runtime", "per_second", "learning_rate", "epoch", "step", "total_flos")
 
 
-def train(model, folder, **options):
-    """Two updates of two batches each; the losses and what was trained."""
-    rows = torch.randint(96, (8, 5), generator=torch.Generator().manual_seed(3)).tolist()
-    data = [{"input_ids": row, "labels": [-100, -100, *row[2:]], "source": "book"} for row in rows]
-    arguments = TrainingArguments(
-        str(folder), max_steps=2, per_device_train_batch_size=2, gradient_accumulation_steps=2,
-        learning_rate=1e-3, logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True,
-        use_cpu=next(model.parameters()).device.type == "cpu", **options,
+class Trained(NamedTuple):
+    logged: list[dict[str, float]]
+    weights: dict[str, torch.Tensor]
+
+
+def rows(model):
+    """Rows of five tokens, of which every second ends as the model would go on: some are right."""
+    device = next(model.parameters()).device
+    tokens = torch.randint(96, (12, 5), generator=torch.Generator().manual_seed(3)).to(device)
+    with torch.no_grad():
+        for position in (2, 3, 4):
+            tokens[::2, position] = model(tokens[::2, :position]).logits[:, -1].argmax(-1)
+    return [
+        {"input_ids": row, "labels": [-100, -100, *row[2:]], "source": "book"}
+        for row in tokens.tolist()
+    ]
+
+
+def trainer_of(kind, model, data, folder, **options):
+    """The trainer, that takes three steps of two rows unless told otherwise."""
+    settings = {
+        "output_dir": str(folder), "max_steps": 3, "per_device_train_batch_size": 2, "report_to": [],
+        "learning_rate": 1e-3, "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True,
+        "use_cpu": next(model.parameters()).device.type == "cpu", "bf16": False,
+        "gradient_checkpointing": False,
+    } | options  # fmt: skip
+    if kind == "Trainer":
+        return Trainer(
+            model, TrainingArguments(**settings), train_dataset=data, eval_dataset=data[:4]
+        )
+    trl = pytest.importorskip("trl", reason="wants trl, of requirements-dev.txt")
+    from datasets import Dataset
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    words = Tokenizer(WordLevel({str(token): token for token in range(96)}, unk_token="0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="1", eos_token="2")
+    # of unlike lengths, so that there is padding
+    shorter = [
+        {name: one[name][: 5 - index % 2] for name in ("input_ids", "labels")}
+        for index, one in enumerate(data)
+    ]
+    return trl.SFTTrainer(
+        model, trl.SFTConfig(**settings), processing_class=tokenizer,
+        train_dataset=Dataset.from_list(shorter), eval_dataset=Dataset.from_list(shorter[:4]),
     )  # fmt: skip
-    trainer = Trainer(model, arguments, train_dataset=data)
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    trained = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
-    return losses, trained
+
+
+def train(kind, model, data, folder, from_checkpoint=None, **options):
+    """What was logged, and the adapters. from_checkpoint: the name of one to train from once more,
+    with adapters that the checkpoint has to bring back."""
+    with patch.dict(os.environ):  # where torch_compile would stay
+        trainer_of(kind, model, data, folder, **options).train() if from_checkpoint else None
+        trainer = trainer_of(kind, model, data, folder, **options)
+        if from_checkpoint:
+            for parameter in adapters_of(model).values():
+                parameter.data.zero_()
+        trainer.train(from_checkpoint and str(folder / from_checkpoint))
+    logged = [
+        {name: one for name, one in entry.items() if not name.endswith(NOT_COMPUTED)}
+        for entry in trainer.state.log_history
+    ]
+    return Trained(logged, {n: p.detach().clone() for n, p in adapters_of(model).items()})
+
+
+def adapters_of(model):
+    return {n: p for n, p in model.named_parameters() if p.requires_grad}
+
+
+def assert_trained_alike(got, want):
+    assert [entry.keys() for entry in got.logged] == [entry.keys() for entry in want.logged]
+    for entry, wanted in zip(got.logged, want.logged, strict=True):
+        assert entry == pytest.approx(wanted, rel=1e-5, abs=1e-4)
+    assert got.weights.keys() == want.weights.keys()
+    for name, parameter in want.weights.items():
+        # an update moves each number by about the learning rate; rounding may turn a tiny one
+        off = (got.weights[name] - parameter).abs() > 1e-5
+        assert off.float().mean() < 0.01, name
+
+
+@pytest.fixture
+def untraced(device, monkeypatch):
+    """Kernels that torch.compile leaves alone: what the interpreter does it cannot trace."""
+    if device == "cpu":
+        run = torch.compiler.disable(InterpretedFunction.run)
+        monkeypatch.setattr(InterpretedFunction, "run", run)
+
+
+# A layer that steps aside would warn.
+@pytest.mark.filterwarnings("error:a fused ")
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_a_trainer_trains_a_fused_model_as_plain_peft(
+    kind, setting, tmp_path, device, untraced, monkeypatch
+):
+    small = {"num_hidden_layers": 1} if setting == "torch_compile" else None
+    plain = layer_case.peft_model(device, config=small)
+    fused, start, data = (copy.deepcopy(plain), copy.deepcopy(plain), rows(plain))
+    fuse(fused)
+    ran = layer_case.operands_of_calls(monkeypatch)
+    options = dict(SETTINGS[setting])
+    got = train(kind, fused, data, tmp_path / "fused", **options)
+    assert ran and "layer" in report(fused).fused
+    if setting == "torch_compile":
+        options = {}  # the same, in a tenth of the time
+    want = train(kind, plain, data, tmp_path / "plain", **options)
+    assert_trained_alike(got, want)
+    for name, parameter in adapters_of(start).items():
+        assert not torch.equal(want.weights[name], parameter), name
+
+
+@pytest.mark.filterwarnings("error:a fused ")
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_bf16_is_as_near_to_the_truth_as_plain_peft(kind, tmp_path, device, monkeypatch):
+    """Base weights in bf16, adapters in fp32, and the autocast that accelerate puts around both."""
+    plain = layer_case.peft_model(device, dtype=torch.bfloat16)
+    data, fused, truth = rows(plain), copy.deepcopy(plain), copy.deepcopy(plain).float()
+    start = torch.cat([p.detach().flatten() for p in adapters_of(truth).values()])
+    fuse(fused)
+    ran = layer_case.operands_of_calls(monkeypatch)
+    losses, moved = [], []
+    for model in (fused, plain, truth):
+        done = train(kind, model, data, tmp_path, bf16=model is not truth)
+        losses.append(torch.tensor([one["loss"] for one in done.logged if "loss" in one]))
+        moved.append(torch.cat([p.flatten() for p in done.weights.values()]) - start)
+    assert ran and len(losses[0]) == 3
+    assert_within_budget("what the adapters moved", *moved)
+    got, eager = (relative_error(one, losses[-1]) for one in losses[:2])
+    assert got <= BUDGET * max(eager, torch.finfo(torch.bfloat16).eps / 5)
+
+
+def test_bf16_over_weights_in_fp32_says_what_to_do(tmp_path, device):
+    fused, _, _ = layer_case.pair(device, WHOLE)
+    with pytest.warns(UserWarning, match="its weights are torch.float32 .* give all one dtype"):
+        train("Trainer", fused, rows(fused), tmp_path, bf16=True, max_steps=1)
 
 
 @pytest.mark.parametrize(
     "fusion", [Fusion(**ALL), WHOLE], ids=["all", "whole layers, checkpointed"]
 )  # fmt: skip
-def test_the_trainer_trains_a_fused_model_as_it_does_any_other(fusion, tmp_path, device):
-    """With a column that no forward knows, which it drops, and checkpointing switched on by it."""
+def test_what_a_trainer_switches_on_is_what_fuse_was_told(fusion, tmp_path, device):
+    """Checkpointing, by the policy; the dataset has a column that no forward knows."""
     fused, plain, _ = layer_case.pair(device, fusion)
-    start = {n: p.detach().clone() for n, p in plain.named_parameters()}
-    losses, trained = train(fused, tmp_path, gradient_checkpointing=True)
-    wanted_losses, wanted = train(plain, tmp_path, gradient_checkpointing=True)
-    assert len(losses) == 2
+    options = {"gradient_checkpointing": True, "gradient_accumulation_steps": 2, "max_steps": 2}
+    got, want = (
+        train("Trainer", model, rows(plain), tmp_path, **options) for model in (fused, plain)
+    )
     assert bool(policy_of(layer_case.layer_of(fused))) == bool(fusion.checkpoint)
-    assert losses == pytest.approx(wanted_losses, abs=1e-4)
-    assert trained.keys() == wanted.keys()
-    for name, parameter in wanted.items():
-        assert not torch.equal(parameter, start[name]), name
-        # an update moves each number by about the learning rate; rounding may turn a tiny one
-        off = (trained[name] - parameter).abs() > 1e-5
-        assert off.float().mean() < 0.01, name
+    assert_trained_alike(got, want)
 
 
 def test_a_fused_forward_has_the_signature_of_the_class(device):
