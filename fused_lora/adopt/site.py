@@ -53,6 +53,12 @@ ON_CPU = (
 )
 
 
+BOUND_TO_THE_MODEL = (
+    "accelerate has wrapped the forward that fuse set on the model itself: give the trainer what "
+    "peft.get_peft_model returns, or call fuse without cross_entropy"
+)
+
+
 class Site(NamedTuple):
     """One kind of module that a part runs fused.
 
@@ -109,6 +115,8 @@ def _with_signature_of(own: Callable) -> Callable:
     of a dataset that are not in it, and generate() looks there for what it may pass."""
 
     def forward(self: FusedForward, *inputs, **options):
+        if isinstance(self, nn.Module):  # accelerate binds what it wraps in autocast to the model
+            raise RuntimeError(BOUND_TO_THE_MODEL)
         layer: Any = self.module
         if self.checkpoints and layer.gradient_checkpointing and layer.training:
             # as the class's own; nothing else is kept from the run that backward repeats
@@ -221,7 +229,14 @@ def why_not_own_forward(module: nn.Module) -> str | None:
             f"its forward has been replaced by accelerate's hook {type(module._hf_hook).__name__}: "
             "take that away (accelerate.hooks.remove_hook_from_module) and call fuse again"
         )
-    return "its forward has been replaced by something else"
+    return f"its forward has been replaced by {_home_of(vars(module)['forward'])}"
+
+
+def _home_of(forward: Any) -> str:
+    """The module whose code a forward is, whatever functools.wraps says of it."""
+    code = getattr(forward, "__func__", getattr(forward, "func", forward))
+    home = getattr(code, "__globals__", {}).get("__name__") or type(forward).__module__
+    return f"{home}, whose trainers compute the loss" if home.startswith("trl.") else home
 
 
 def _class_of(module: nn.Module) -> type:

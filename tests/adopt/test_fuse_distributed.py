@@ -1,10 +1,17 @@
-"""Fused models in PyTorch's two ways of training on several GPUs, in a group of one."""
+"""Fused models in PyTorch's two ways of training on several GPUs, in a group of one, and in
+accelerate's loop."""
+
+import copy
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from fused_case import ALL, functions_of
 from layer_case import LAYER, peft_model
-from peft_models import LAYERS, ids
+from layer_case import pair as layer_pair
+from peft import PeftModel
+from peft_models import LAYERS, base_model, ids
 from reference import relative_error
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -101,3 +108,43 @@ def test_weights_in_bordered_buffers_are_not_sharded(group, device):
     fuse(model, LAYER)
     with pytest.raises(NotImplementedError, match="does not support non-contiguous parameters"):
         shard(model, device)
+
+
+# --- accelerate -----------------------------------------------------------------------------------
+
+
+def accelerated(model, folder, device):
+    """Two updates of two batches each in accelerate's own loop; what was saved, and the functions
+    that ran."""
+    AcceleratorState._reset_state(reset_partial_state=True)  # a Trainer may have left bf16 there
+    accelerator = Accelerator(gradient_accumulation_steps=2, cpu=device == "cpu")
+    trained = [p for p in model.parameters() if p.requires_grad]
+    batches = [ids("cpu", seed)[:, :7] for seed in range(4)]
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.SGD(trained, lr=0.1), torch.utils.data.DataLoader(batches, None)
+    )
+    for tokens in loader:
+        with accelerator.accumulate(model):
+            loss = model(input_ids=tokens, labels=tokens).loss
+            functions = functions_of(loss)
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(trained, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    accelerator.unwrap_model(model).save_pretrained(folder)
+    return functions
+
+
+def test_accelerate_prepares_accumulates_and_saves_a_fused_model(device, tmp_path):
+    fused, plain, _ = layer_pair(device, Fusion(layer=True, rms_norm=True, cross_entropy=True))
+    start = copy.deepcopy(plain)
+    assert accelerated(fused, tmp_path / "fused", device)["DecoderLayer"] == 2
+    assert not accelerated(plain, tmp_path / "plain", device)
+    loaded, wanted = (
+        dict(PeftModel.from_pretrained(base_model(device), tmp_path / name).named_parameters())
+        for name in ("fused", "plain")
+    )
+    for name, parameter in start.named_parameters():
+        if parameter.requires_grad:
+            moved = wanted[name] - parameter
+            assert moved.any() and relative_error(loaded[name] - parameter, moved) < 1e-4, name

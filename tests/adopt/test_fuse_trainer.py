@@ -12,7 +12,8 @@ import layer_case
 import pytest
 import torch
 from fused_case import ALL
-from peft_models import peft_model
+from peft import LoraConfig
+from peft_models import base_model, peft_model
 from reference import BUDGET, assert_within_budget, relative_error
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 from triton.runtime.interpreter import InterpretedFunction
@@ -21,6 +22,7 @@ from fused_lora import Fusion, fuse, report, unfuse
 from fused_lora.step.checkpoint import policy_of
 
 WHOLE = Fusion(layer=True, rms_norm=True, cross_entropy=True, checkpoint="full")
+ONE_LAYER = {"num_hidden_layers": 1}
 TRAINERS = ("Trainer", "SFTTrainer")
 SETTINGS = {
     "as it is": {},
@@ -32,6 +34,14 @@ SETTINGS = {
     },
     "torch_compile": {"torch_compile": True, "torch_compile_backend": "eager"},
 }  # fmt: skip
+# torch.compile takes the time of all others, to do the same in both
+TRIED = [
+    pytest.param(kind, setting, marks=pytest.mark.exhaustive)
+    if (kind, setting) == ("SFTTrainer", "torch_compile")
+    else (kind, setting)
+    for kind in TRAINERS
+    for setting in SETTINGS
+]
 # Of what a trainer logs: how long it took, what it was told, and arithmetic that knows no layer.
 NOT_COMPUTED = ("runtime", "per_second", "learning_rate", "epoch", "step", "total_flos")
 
@@ -57,10 +67,10 @@ def rows(model):
 def trainer_of(kind, model, data, folder, **options):
     """The trainer, that takes three steps of two rows unless told otherwise."""
     settings = {
-        "output_dir": str(folder), "max_steps": 3, "per_device_train_batch_size": 2, "report_to": [],
-        "learning_rate": 1e-3, "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True,
+        "output_dir": str(folder), "report_to": [], "disable_tqdm": True, "logging_steps": 1,
+        "max_steps": 3, "per_device_train_batch_size": 2, "learning_rate": 1e-3,
         "use_cpu": next(model.parameters()).device.type == "cpu", "bf16": False,
-        "gradient_checkpointing": False,
+        "gradient_checkpointing": False, "save_strategy": "no",
     } | options  # fmt: skip
     if kind == "Trainer":
         return Trainer(
@@ -73,7 +83,7 @@ def trainer_of(kind, model, data, folder, **options):
 
     words = Tokenizer(WordLevel({str(token): token for token in range(96)}, unk_token="0"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="1", eos_token="2")
-    # of unlike lengths, so that there is padding
+    settings["pad_to_multiple_of"] = 5
     shorter = [
         {name: one[name][: 5 - index % 2] for name in ("input_ids", "labels")}
         for index, one in enumerate(data)
@@ -126,13 +136,11 @@ def untraced(device, monkeypatch):
 
 # A layer that steps aside would warn.
 @pytest.mark.filterwarnings("error:a fused ")
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("kind", TRAINERS)
+@pytest.mark.parametrize(("kind", "setting"), TRIED)
 def test_a_trainer_trains_a_fused_model_as_plain_peft(
     kind, setting, tmp_path, device, untraced, monkeypatch
 ):
-    small = {"num_hidden_layers": 1} if setting == "torch_compile" else None
-    plain = layer_case.peft_model(device, config=small)
+    plain = layer_case.peft_model(device, config=ONE_LAYER)
     fused, start, data = (copy.deepcopy(plain), copy.deepcopy(plain), rows(plain))
     fuse(fused)
     ran = layer_case.operands_of_calls(monkeypatch)
@@ -151,7 +159,7 @@ def test_a_trainer_trains_a_fused_model_as_plain_peft(
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_bf16_is_as_near_to_the_truth_as_plain_peft(kind, tmp_path, device, monkeypatch):
     """Base weights in bf16, adapters in fp32, and the autocast that accelerate puts around both."""
-    plain = layer_case.peft_model(device, dtype=torch.bfloat16)
+    plain = layer_case.peft_model(device, dtype=torch.bfloat16, config=ONE_LAYER)
     data, fused, truth = rows(plain), copy.deepcopy(plain), copy.deepcopy(plain).float()
     start = torch.cat([p.detach().flatten() for p in adapters_of(truth).values()])
     fuse(fused)
@@ -214,3 +222,22 @@ def test_data_parallel_which_the_trainer_uses_on_several_gpus_is_refused_in_word
         vars(module).keys() for module in plain.modules()
     ]
     assert type(fused._replicate_for_data_parallel()) is type(plain)
+
+
+def test_a_forward_that_accelerate_wrapped_itself_says_what_to_do(tmp_path, device):
+    """It takes the function of a method, and binds it to the model. Of what get_peft_model returns
+    that is PEFT's forward; of a model with adapters of transformers' own, the fused loss."""
+    model = base_model(device, dtype=torch.bfloat16)
+    model.add_adapter(LoraConfig(target_modules=["q_proj"]))
+    fuse(model, Fusion(cross_entropy=True))
+    with pytest.raises(RuntimeError, match=r"give the trainer what peft\.get_peft_model returns"):
+        train("Trainer", model, rows(model), tmp_path, bf16=True)
+
+
+def test_the_report_says_that_trl_computes_the_loss(tmp_path, device):
+    model = layer_case.peft_model(device, config=ONE_LAYER)
+    trainer_of("SFTTrainer", model, rows(model), tmp_path)
+    reason = "its forward has been replaced by trl.trainer.utils, whose trainers compute the loss"
+    assert fuse(model).left["base_model.model as cross_entropy"] == reason
+    with pytest.raises(ValueError, match=f"{reason}; leave cross_entropy out"):
+        fuse(model, WHOLE)
