@@ -1,0 +1,105 @@
+"""The Trainer whose forward and backward are a CUDA graph (examples/train_hf_graph.py), beside the
+Trainer: the same losses, gradients' norms and weights."""
+
+import copy
+
+import layer_case
+import pytest
+import torch
+from graph_case import assert_same, captured, graphed
+from peft_models import ids
+from transformers import Trainer, TrainingArguments
+
+from fused_lora import Fusion, fuse
+
+pytest.importorskip("datasets", reason="wants datasets, which the example reads chats with")
+
+from examples import train_hf_graph  # noqa: E402
+
+# Of 13 rows: seven batches an epoch, the last one of one row, and an update of that alone.
+USUAL = {"num_train_epochs": 2, "per_device_train_batch_size": 2, "learning_rate": 2**-7}
+SETTINGS = {
+    "a smaller last batch": {},
+    "accumulation": {"gradient_accumulation_steps": 2, "num_train_epochs": 4},
+    "evaluation": {"eval_strategy": "steps", "eval_steps": 4},
+    "bf16": {"bf16": True},
+    "label smoothing": {"label_smoothing_factor": 0.1},
+    "resumed": {"save_strategy": "steps", "save_steps": 5},
+}
+
+
+@pytest.fixture(autouse=True)
+def recorded(monkeypatch):
+    monkeypatch.setattr(train_hf_graph, "GraphedStep", graphed)
+
+
+def rows():
+    """Of one length, of which the last two are padding."""
+    tokens = torch.cat([ids("cpu", seed)[:, :7] for seed in range(7)])[:13]
+    labels = tokens.clone()
+    labels[:, -2:] = -100
+    return [
+        {"input_ids": row, "labels": labelled}
+        for row, labelled in zip(tokens.tolist(), labels.tolist(), strict=True)
+    ]
+
+
+def train(kind, model, folder, resume=None, **options):
+    """The trainer, what it logged of its computations, and what it trained."""
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    settings = TrainingArguments(
+        str(folder), logging_steps=1, report_to=[], disable_tqdm=True, use_cpu=on_cpu,
+        logging_nan_inf_filter=False, **({"save_strategy": "no"} | USUAL | options),
+    )  # fmt: skip
+    data = rows()
+    trainer = kind(model, settings, train_dataset=data, eval_dataset=data[:4])
+    trainer.train(resume_from_checkpoint=resume)
+    logged = [
+        torch.tensor([entry[name] for entry in trainer.state.log_history if name in entry])
+        for name in ("loss", "grad_norm", "learning_rate", "eval_loss")
+    ]
+    return trainer, logged, [p.detach() for p in model.parameters() if p.requires_grad]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_the_graphed_trainer_is_the_trainer(setting, tmp_path, device):
+    dtype = torch.bfloat16 if setting == "bf16" else torch.float32
+    plain = layer_case.peft_model(device, dtype=dtype, config={"num_hidden_layers": 1})
+    options = SETTINGS[setting]
+    model = copy.deepcopy(plain)
+    trainer, logged, weights = train(train_hf_graph.GraphedTrainer, model, tmp_path, **options)
+    assert captured(trainer.step) == 1 + (setting == "accumulation")
+    if setting == "resumed":
+        again = copy.deepcopy(plain)
+        from_five = {"resume": str(tmp_path / "checkpoint-5"), **options}
+        trainer, logged, weights = train(
+            train_hf_graph.GraphedTrainer, again, tmp_path, **from_five
+        )
+        assert captured(trainer.step) == 1
+    _, wanted_logged, wanted = train(Trainer, plain, tmp_path / "plain", **options)
+    assert len(wanted_logged[0]) > 7 and wanted_logged[1].gt(1.0).any()  # where it is clipped
+    for got, want in zip([*logged, *weights], [*wanted_logged, *wanted], strict=True):
+        assert_same(got, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("checkpoint", ["", "full"])
+def test_a_fused_model_in_the_graphed_trainer(checkpoint, tmp_path, device):
+    """The interpreter's kernels are no operations of PyTorch, which the recorded graph is made of."""
+    plain = layer_case.peft_model(device, dtype=torch.bfloat16)
+    fusion = Fusion(layer=True, rms_norm=True, cross_entropy=True, checkpoint=checkpoint)
+    fuse(plain, fusion)
+    model = copy.deepcopy(plain)
+    options = {"bf16": True, "gradient_accumulation_steps": 2, "num_train_epochs": 4}
+    _, wanted_logged, wanted = train(Trainer, plain, tmp_path, **options)
+    trainer, logged, weights = train(train_hf_graph.GraphedTrainer, model, tmp_path, **options)
+    assert captured(trainer.step) == 2
+    for got, want in zip([*logged, *weights], [*wanted_logged, *wanted], strict=True):
+        assert_same(got, want)
+
+
+@pytest.mark.parametrize("settings", [{"fp16": True}])
+def test_the_graphed_trainer_refuses_what_it_would_get_wrong(settings, tmp_path, device):
+    model = layer_case.peft_model(device, config={"num_hidden_layers": 1})
+    with pytest.raises(ValueError, match="wants bf16 or fp32 on one GPU: use Trainer"):
+        train(train_hf_graph.GraphedTrainer, model, tmp_path, **settings)
