@@ -14,7 +14,7 @@ from datasets import load_dataset
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
-from fused_lora import Fusion, GraphedStep, fuse
+from fused_lora import GraphedStep, fuse
 
 ON_GPU = torch.cuda.is_available()
 
@@ -40,8 +40,6 @@ class GraphedTrainer(Trainer):
         if self.step is None:
             if self.args.fp16 or self.args.world_size > 1:
                 raise ValueError("GraphedTrainer wants bf16 or fp32 on one GPU: use Trainer")
-            for group in self.optimizer.param_groups:
-                group["capturable"] = True
             self.step = GraphedStep(Loss(self, model), self.optimizer.optimizer)
         batches = 1 if num_items_in_batch is not None else self.current_gradient_accumulation_steps
         inputs = self._prepare_inputs(inputs)

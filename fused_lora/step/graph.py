@@ -24,7 +24,14 @@ from torch.nn.utils import clip_grad_norm_
 
 from .capture import Cuda
 from .checkpoint import Checkpoint, policy_of
-from .graph_checks import addresses_of, check_capturable, check_unchanged, form_of, worked_on
+from .graph_checks import (
+    addresses_of,
+    check_capturable,
+    check_optimizer,
+    check_unchanged,
+    form_of,
+    worked_on,
+)
 from .learning_rates import LearningRates
 from .masks import LayersWithoutMask
 
@@ -93,7 +100,8 @@ class GraphedStep:
 
     Args:
         model: on one CUDA device; returns the loss, 0-d, or an output that has it as `.loss`.
-        optimizer: with capturable=True, over all parameters that the model trains.
+        optimizer: over all parameters that the model trains; with capturable=True, unless nobody
+            but `accumulate` is called and it steps by itself.
         autocast: makes the context of the forward, ``lambda: torch.autocast("cuda", dtype)``.
         max_grad_norm: None clips nothing.
         accumulation_steps: backward gets the loss divided by it; returned is the loss undivided.
@@ -164,9 +172,7 @@ class GraphedStep:
         # one that is shared between model and optimizer counts once
         self._parameters = list(dict.fromkeys([*self.model.parameters(), *optimized]))
         self._trained = [parameter for parameter in optimized if parameter.requires_grad]
-        check_capturable(
-            self.model, self.optimizer, self._parameters, self._trained, self._backend.device_type
-        )
+        check_capturable(self.model, self._parameters, self._trained, self._backend.device_type)
         device = self._parameters[0].device
         self._cuda = self._backend(device)
         self._sums: list[Tensor] = []
@@ -178,7 +184,7 @@ class GraphedStep:
         # gradients that are there are added to, as by backward()
         accumulated = not update or any(p.grad is not None for p in self._trained)
         key = update, accumulated, self.model.training, form_of(inputs)
-        graph = self._graphs.get(key) or self._new_graph(key, inputs)
+        graph = self._graphs.get(key) or self._new_graph(key, inputs, update)
         for name, value in inputs.items():
             if isinstance(value, Tensor):
                 graph.inputs[name].copy_(value, non_blocking=True)
@@ -229,7 +235,9 @@ class GraphedStep:
         for refresh in self.after_update:
             refresh()
 
-    def _new_graph(self, key: Hashable, inputs: dict[str, Any]) -> _Graph:
+    def _new_graph(self, key: Hashable, inputs: dict[str, Any], update: bool) -> _Graph:
+        if update:
+            check_optimizer(self.optimizer)
         if len(self._graphs) >= self.max_graphs:
             given = ", ".join(f"{k} {list(getattr(v, 'shape', [v]))}" for k, v in inputs.items())
             raise ValueError(

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 def check_capturable(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
     parameters: Sequence[Tensor],
     trained: Iterable[Tensor],
     device_type: str,
@@ -26,12 +25,6 @@ def check_capturable(
             f"GraphedStep wants all parameters on one {device_type} device, got "
             f"{', '.join(devices) or 'no parameters'}: move the model with .to('{device_type}')"
         )
-    if not all(group.get("capturable") for group in optimizer.param_groups):
-        raise ValueError(
-            f"GraphedStep wants an optimizer with capturable=True, got "
-            f"{type(optimizer).__name__} without: use "
-            "torch.optim.AdamW(parameters, lr, fused=True, capturable=True)"
-        )
     optimized = set(trained)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter not in optimized:
@@ -39,6 +32,16 @@ def check_capturable(
                 f"GraphedStep wants every parameter that requires a gradient in the optimizer, "
                 f"got {name} outside of it: freeze it, or give it to the optimizer"
             )
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError for one whose update cannot be captured."""
+    if not all(group.get("capturable") for group in optimizer.param_groups):
+        raise ValueError(
+            f"GraphedStep wants an optimizer with capturable=True, got "
+            f"{type(optimizer).__name__} without: use "
+            "torch.optim.AdamW(parameters, lr, fused=True, capturable=True)"
+        )
 
 
 def form_of(inputs: dict[str, Any], nested: bool = False) -> tuple[Hashable, ...]:

@@ -275,11 +275,11 @@ def test_only_addresses_are_looked_at_while_the_gpu_waits(device, monkeypatch):
     ("make", "message"),
     [
         (
-            lambda model: graphed(model, torch.optim.AdamW(model.parameters(), fused=True)),
+            lambda model: graphed(model, torch.optim.AdamW(model.parameters()))(**batch(0)),
             "capturable=True, got AdamW without: use",
         ),
         (
-            lambda model: graphed(model, torch.optim.SGD(model.parameters(), lr=1.0)),
+            lambda model: graphed(model, torch.optim.SGD(model.parameters(), lr=1.0))(**batch(0)),
             "capturable=True, got SGD without: use",
         ),
         (

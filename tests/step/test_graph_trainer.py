@@ -14,7 +14,7 @@ from fused_lora import Fusion, fuse
 
 pytest.importorskip("datasets", reason="wants datasets, which the example reads chats with")
 
-from examples import train_hf_graph  # noqa: E402
+from examples import train_hf_graph
 
 # Of 13 rows: seven batches an epoch, the last one of one row, and an update of that alone.
 USUAL = {"num_train_epochs": 2, "per_device_train_batch_size": 2, "learning_rate": 2**-7}
@@ -85,7 +85,7 @@ def test_the_graphed_trainer_is_the_trainer(setting, tmp_path, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("checkpoint", ["", "full"])
 def test_a_fused_model_in_the_graphed_trainer(checkpoint, tmp_path, device):
-    """The interpreter's kernels are no operations of PyTorch, which the recorded graph is made of."""
+    """Not in the interpreter, whose kernels are no operations that the recorded graph knows."""
     plain = layer_case.peft_model(device, dtype=torch.bfloat16)
     fusion = Fusion(layer=True, rms_norm=True, cross_entropy=True, checkpoint=checkpoint)
     fuse(plain, fusion)
