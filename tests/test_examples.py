@@ -1,5 +1,6 @@
 """The examples, each as its first lines say, on a tiny model."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -47,3 +48,19 @@ def test_an_example_trains_prints_both_speeds_and_saves(example, tiny, tmp_path)
 def test_examples_are_short():
     lines = {path.stem: path.read_text().splitlines() for path in EXAMPLES}
     assert lines and all(sum(map(bool, each)) < 80 for each in lines.values())
+
+
+def test_the_notebook_runs_from_top_to_bottom_and_holds_no_output(tiny, tmp_path, capsys):
+    notebook = json.loads((ROOT / "examples" / "fuse_in_5_minutes.ipynb").read_text())
+    settings, *cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] or cell["execution_count"] for cell in (settings, *cells))
+    names: dict = {}
+    exec("".join(settings["source"]), names)
+    small = {"MODEL": tiny, "ROWS": 1, "TOKENS": 8, "STEPS": 1, "FOLDER": tmp_path}
+    assert small.keys() < names.keys()
+    names.update(small)
+    for cell in cells:
+        exec("".join(cell["source"]), names)
+    printed = capsys.readouterr().out
+    assert "layer: 2 modules fused" in printed and "times plain PEFT" in printed
+    assert (tmp_path / "adapter_model.safetensors").is_file()
