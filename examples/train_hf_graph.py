@@ -27,7 +27,8 @@ class Loss(torch.nn.Module):
         self.model, self.compute = model, trainer.compute_loss
 
     def forward(self, num_items: torch.Tensor | None, batches: int, **inputs):
-        return self.compute(self.model, inputs, num_items_in_batch=num_items) / batches
+        loss: Any = self.compute(self.model, inputs, num_items_in_batch=num_items)
+        return loss / batches
 
 
 class GraphedTrainer(Trainer):
@@ -40,7 +41,8 @@ class GraphedTrainer(Trainer):
         if self.step is None:
             if self.args.fp16 or self.args.world_size > 1:
                 raise ValueError("GraphedTrainer wants bf16 or fp32 on one GPU: use Trainer")
-            self.step = GraphedStep(Loss(self, model), self.optimizer.optimizer)
+            accelerated: Any = self.optimizer
+            self.step = GraphedStep(Loss(self, model), accelerated.optimizer)
         batches = 1 if num_items_in_batch is not None else self.current_gradient_accumulation_steps
         inputs = self._prepare_inputs(inputs)
         return self.step.accumulate(num_items=num_items_in_batch, batches=batches, **inputs)
