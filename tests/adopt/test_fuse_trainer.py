@@ -24,8 +24,7 @@ from fused_lora.step.checkpoint import policy_of
 WHOLE = Fusion(layer=True, rms_norm=True, cross_entropy=True, checkpoint="full")
 ONE_LAYER = {"num_hidden_layers": 1}
 TRAINERS = ("Trainer", "SFTTrainer")
-SETTINGS = {
-    "as it is": {},
+SETTINGS = {  # one at a time: all others are without gradient checkpointing
     "gradient checkpointing": {"gradient_checkpointing": True},
     "accumulation": {"gradient_accumulation_steps": 2},
     "evaluation": {"eval_strategy": "steps", "eval_steps": 2},
