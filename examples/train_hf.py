@@ -17,6 +17,7 @@ from transformers import (
     AutoTokenizer,
     DataCollatorForLanguageModeling,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
 )
 
@@ -27,7 +28,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--data", default="data/sft_train.jsonl")
-    for size, usual in (("--steps", 50), ("--batch-size", 8), ("--tokens", 512)):
+    for size, usual in (("--warm-up", 5), ("--steps", 50), ("--batch-size", 8), ("--tokens", 512)):
         parser.add_argument(size, type=int, default=usual)
     parser.add_argument("--out", default="adapter")
     asked = parser.parse_args()
@@ -47,7 +48,7 @@ def main() -> None:
 
     settings = TrainingArguments(
         output_dir=f"{asked.out}/checkpoints",
-        max_steps=asked.steps,
+        max_steps=asked.warm_up + asked.steps,
         per_device_train_batch_size=asked.batch_size,
         learning_rate=1e-4,
         bf16=torch.cuda.is_available(),
@@ -57,11 +58,18 @@ def main() -> None:
     )
     collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)
 
+    class Clock(TrainerCallback):
+        """Begins after the first steps, in which libraries load and kernels are compiled."""
+
+        def on_step_end(self, args, state, control, **_):
+            if state.global_step == asked.warm_up:
+                self.began = time.perf_counter()
+
     def tokens_per_s() -> float:
-        trainer = Trainer(model, settings, train_dataset=data, data_collator=collate)
-        began = time.perf_counter()
-        trainer.train()
-        return asked.steps * asked.batch_size * asked.tokens / (time.perf_counter() - began)
+        options: dict = {"train_dataset": data, "data_collator": collate}
+        clock = Clock()
+        Trainer(model, settings, callbacks=[clock], **options).train()
+        return asked.steps * asked.batch_size * asked.tokens / (time.perf_counter() - clock.began)
 
     plain = tokens_per_s()
     print(fuse(model))  # what runs fused from now on, and why the rest does not

@@ -10,9 +10,10 @@ import time
 from typing import Any
 
 import torch
+import transformers
 from datasets import load_dataset
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from fused_lora import GraphedStep, fuse
 
@@ -41,8 +42,8 @@ class GraphedTrainer(Trainer):
         if self.step is None:
             if self.args.fp16 or self.args.world_size > 1:
                 raise ValueError("GraphedTrainer wants bf16 or fp32 on one GPU: use Trainer")
-            accelerated: Any = self.optimizer
-            self.step = GraphedStep(Loss(self, model), accelerated.optimizer)
+            optimizer = self.optimizer.optimizer  # type: ignore[union-attr]
+            self.step = GraphedStep(Loss(self, model), optimizer)
         batches = 1 if num_items_in_batch is not None else self.current_gradient_accumulation_steps
         inputs = self._prepare_inputs(inputs)
         return self.step.accumulate(num_items=num_items_in_batch, batches=batches, **inputs)
@@ -52,12 +53,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--data", default="data/sft_train.jsonl")
-    for size, usual in (("--steps", 50), ("--batch-size", 8), ("--tokens", 512)):
+    for size, usual in (("--warm-up", 5), ("--steps", 50), ("--batch-size", 8), ("--tokens", 512)):
         parser.add_argument(size, type=int, default=usual)
     parser.add_argument("--out", default="adapter")
     asked = parser.parse_args()
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(asked.model, padding_side="right")
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(asked.model, padding_side="right")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     chats = load_dataset("json", data_files=asked.data, split="train")
 
@@ -71,26 +72,27 @@ def main() -> None:
 
     data = chats.map(tokenize, remove_columns=chats.column_names)
     dtype = torch.bfloat16 if ON_GPU else torch.float32
-    model: Any = AutoModelForCausalLM.from_pretrained(asked.model, dtype=dtype)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(asked.model, dtype=dtype)
     model.config.use_cache = False
     model = get_peft_model(model, LoraConfig(r=32, lora_alpha=64, target_modules="all-linear"))
 
     settings = TrainingArguments(
-        output_dir=f"{asked.out}/checkpoints",
-        max_steps=asked.steps,
-        per_device_train_batch_size=asked.batch_size,
-        learning_rate=1e-4,
-        bf16=ON_GPU,
+        f"{asked.out}/checkpoints", max_steps=asked.warm_up + asked.steps, save_strategy="no",
+        per_device_train_batch_size=asked.batch_size, learning_rate=1e-4, bf16=ON_GPU, report_to=[],
         logging_nan_inf_filter=False,  # which would wait for every loss
-        save_strategy="no",
-        report_to=[],
-    )
+    )  # fmt: skip
+
+    class Clock(TrainerCallback):
+        """Begins after the first steps, in which libraries load and kernels are compiled."""
+
+        def on_step_end(self, args, state, control, **_):
+            if state.global_step == asked.warm_up:
+                self.began = time.perf_counter()
 
     def tokens_per_s(kind: type[Trainer]) -> float:
-        trainer = kind(model, settings, train_dataset=data)
-        began = time.perf_counter()
-        trainer.train()
-        return asked.steps * asked.batch_size * asked.tokens / (time.perf_counter() - began)
+        clock = Clock()
+        kind(model, settings, train_dataset=data, callbacks=[clock]).train()
+        return asked.steps * asked.batch_size * asked.tokens / (time.perf_counter() - clock.began)
 
     plain = tokens_per_s(Trainer)
     print(fuse(model))  # what runs fused from now on, and why the rest does not

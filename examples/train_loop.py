@@ -37,7 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--data", default="data/sft_train.jsonl")
-    for size, usual in (("--steps", 50), ("--batch-size", 8), ("--tokens", 512)):
+    for size, usual in (("--warm-up", 5), ("--steps", 50), ("--batch-size", 8), ("--tokens", 512)):
         parser.add_argument(size, type=int, default=usual)
     parser.add_argument("--out", default="adapter")
     asked = parser.parse_args()
@@ -50,7 +50,9 @@ def main() -> None:
     model = get_peft_model(model, lora, autocast_adapter_dtype=False).train()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, capturable=ON_GPU)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, 2 * asked.steps)
+    schedule = torch.optim.lr_scheduler.LinearLR(
+        optimizer, 1.0, 0.0, 2 * (asked.warm_up + asked.steps)
+    )
 
     data = batches(asked, device)
     next(data)  # so that all is tokenized
@@ -64,8 +66,9 @@ def main() -> None:
         optimizer.zero_grad()
 
     def tokens_per_s(accumulate: Callable, update: Callable) -> float:
-        began = time.perf_counter()  # first steps count, too
-        for _ in range(asked.steps):
+        for step in range(asked.warm_up + asked.steps):
+            if step == asked.warm_up:  # libraries are loaded, kernels compiled, graphs captured
+                began = time.perf_counter()
             accumulate(**next(data))
             update(**next(data))
             schedule.step()

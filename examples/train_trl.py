@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from datasets import load_dataset
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from fused_lora import fuse
@@ -22,7 +22,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--data", default="data/sft_train.jsonl")
-    for size, usual in (("--steps", 50), ("--batch-size", 8), ("--tokens", 512)):
+    for size, usual in (("--warm-up", 5), ("--steps", 50), ("--batch-size", 8), ("--tokens", 512)):
         parser.add_argument(size, type=int, default=usual)
     parser.add_argument("--out", default="adapter")
     asked = parser.parse_args()
@@ -37,7 +37,7 @@ def main() -> None:
 
     settings = SFTConfig(
         output_dir=f"{asked.out}/checkpoints",
-        max_steps=asked.steps,
+        max_steps=asked.warm_up + asked.steps,
         per_device_train_batch_size=asked.batch_size,
         max_length=asked.tokens,
         pad_to_multiple_of=asked.tokens,  # every batch of one length, as many tokens as are counted
@@ -48,11 +48,18 @@ def main() -> None:
         report_to=[],
     )
 
+    class Clock(TrainerCallback):
+        """Begins after the first steps, in which libraries load and kernels are compiled."""
+
+        def on_step_end(self, args, state, control, **_):
+            if state.global_step == asked.warm_up:
+                self.began = time.perf_counter()
+
     def tokens_per_s() -> float:
-        trainer = SFTTrainer(model, settings, train_dataset=data, processing_class=tokenizer)
-        began = time.perf_counter()
-        trainer.train()
-        return asked.steps * asked.batch_size * asked.tokens / (time.perf_counter() - began)
+        options: dict = {"train_dataset": data, "processing_class": tokenizer}
+        clock = Clock()
+        SFTTrainer(model, settings, callbacks=[clock], **options).train()
+        return asked.steps * asked.batch_size * asked.tokens / (time.perf_counter() - clock.began)
 
     plain = tokens_per_s()
     print(fuse(model))  # what runs fused from now on; the loss is TRL's own

@@ -34,7 +34,7 @@ def test_an_example_trains_prints_both_speeds_and_saves(example, tiny, tmp_path)
     if example.stem == "train_trl":
         pytest.importorskip("trl", reason="wants trl, of requirements-dev.txt")
         environment["TRITON_INTERPRET"] = "1"  # for TRL's own kernels
-    sizes = ["--steps", "1", "--batch-size", "1", "--tokens", "8"]
+    sizes = ["--warm-up", "1", "--steps", "1", "--batch-size", "1", "--tokens", "8"]
     command = [sys.executable, example, "--model", tiny, "--data", tiny / "chats.jsonl", *sizes]
     ran = subprocess.run(
         [*command, "--out", tmp_path / "adapter"], cwd=ROOT, capture_output=True, text=True,
