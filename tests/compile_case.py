@@ -24,6 +24,7 @@ from fused_lora.kernels import residual as residual_kernels
 from fused_lora.kernels.sums_over_tokens import sums_over_tokens
 from fused_lora.kernels.swiglu_products_backward import Product, swiglu_backward_products
 from fused_lora.kernels.swiglu_products_forward import swiglu_forward_product
+from fused_mlp.geglu import geglu_backward, geglu_forward
 from fused_mlp.swiglu import swiglu_backward, swiglu_forward
 
 BATCH, POSITIONS, HIDDEN, COLUMNS, VOCABULARY, RANK = 32, 64, 2048, 11_008, 151_936, 32
@@ -56,8 +57,11 @@ def launch_parts():
     gate, x, weight = empty(TOKENS, COLUMNS), empty(TOKENS, HIDDEN), empty(HIDDEN)
     swiglu_forward(gate, gate)
     swiglu_backward(gate, gate, gate)
+    geglu_forward(gate, gate)
+    geglu_backward(gate, gate, gate)
     rms_norm.rms_norm_forward(x, x, weight, 1e-6)
     rms_norm.rms_norm_backward(x, x, x, weight, empty(TOKENS, dtype=torch.float32), True)
+    rms_norm.rms_norm_forward(x, None, weight, 1e-6, zero_centered=True)
     q, k = (empty(BATCH, heads, POSITIONS, HEAD_DIM) for heads in (HEADS, KV_HEADS))
     cos = empty(1, POSITIONS, HEAD_DIM)
     rope.rope(q, k, cos, cos)

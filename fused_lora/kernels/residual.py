@@ -115,7 +115,7 @@ def residual_norm_forward(
             _rms_norm_forward_kernel, (rows,),
             x, None, weight, copy, y, rstd,
             x.stride(0), 0, 0 if copy is None else copy.stride(0), y.stride(0),
-            hidden, eps, block, num_warps=warps,
+            hidden, eps, False, block, num_warps=warps,
         )  # fmt: skip
     return rstd
 
@@ -146,7 +146,7 @@ def residual_norm_backward(
             _rms_norm_backward_kernel, (rows,),
             grad_y, grad_residual, x, weight, rstd, grad_x, None,
             grad_y.stride(0), grad_residual.stride(0), x.stride(0), grad_x.stride(0),
-            rows, hidden, 1, block, num_warps=warps,
+            rows, hidden, 1, False, block, num_warps=warps,
         )  # fmt: skip
 
 

@@ -3,6 +3,7 @@ tested in its own file."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -80,13 +81,18 @@ LAUNCHERS = {
         residual.SUMS, "odd", (0, 8, 4), residual.sum_case,
         of_case(residual.fused_sum), of_case(residual.eager_sum), writes=2,
     ),
-    "swiglu": Launcher(
-        ((fused_mlp.swiglu, "_swiglu_forward_kernel", "_swiglu_backward_kernel"),),
-        swiglu.SHAPES, "two dimensions", (0, 8),
-        lambda size, dtype, device: swiglu.inputs(*swiglu.SHAPES[size], dtype=dtype, device=device),
-        lambda size, case, layout: swiglu.fused(*map(layout, case)),
-        of_case(swiglu.eager), writes=0,
-    ),
+    **{
+        which.name: Launcher(
+            ((which.module, f"_{which.name}_forward_kernel", f"_{which.name}_backward_kernel"),),
+            swiglu.SHAPES, "two dimensions", (0, 8),
+            lambda size, dtype, device: swiglu.inputs(
+                *swiglu.SHAPES[size], dtype=dtype, device=device
+            ),
+            lambda size, case, layout, which=which: swiglu.fused(which, *map(layout, case)),
+            of_case(partial(swiglu.eager, which)), writes=0,
+        )
+        for which in (swiglu.SWIGLU, swiglu.GEGLU)
+    },
     "swiglu_forward_product": Launcher(
         ((swiglu_products_forward, "_swiglu_forward_product_kernel", "_sum_z_kernel"),),
         products_forward.CASES, "odd", (0, 10, 4), products_forward.make,
@@ -237,6 +243,8 @@ ARGUMENTS = {
     },
     fused_mlp.swiglu_forward: {"gate": ones(3, 5), "up": ones(3, 5)},
     fused_mlp.swiglu_backward: {"grad_hidden": ones(3, 5), "gate": ones(3, 5), "up": ones(3, 5)},
+    fused_mlp.geglu_forward: {"gate": ones(3, 5), "up": ones(3, 5)},
+    fused_mlp.geglu_backward: {"grad_hidden": ones(3, 5), "gate": ones(3, 5), "up": ones(3, 5)},
     swiglu_products_forward.swiglu_forward_product: {
         "gate_up": ones(9, 20), "A": ones(8, 10), "hidden": ones(9, 10), "copy": ones(9, 8)
     },
@@ -276,8 +284,12 @@ def to(value):
 TAKEN = {
     ("rope_forward", "qkv", half),
     ("causal_attention_forward", "qkv", half),
-    *((f"swiglu_{way}", name, apart) for way in ("forward", "backward") for name in ("gate", "up")),
-    ("swiglu_backward", "grad_hidden", apart),
+    *(
+        (f"{which}_{way}", name, apart)
+        for which in ("swiglu", "geglu")
+        for way, names in (("forward", ()), ("backward", ("grad_hidden",)))
+        for name in ("gate", "up", *names)
+    ),
 }
 MATRICES = [
     (name, f"{argument}.factor" if isinstance(value, Product) else argument, change)
