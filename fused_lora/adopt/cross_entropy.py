@@ -7,14 +7,14 @@ import torch.nn.functional as F
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers.loss import loss_utils
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
 from fused_mlp.launching import is_capturing
 
 from ..cross_entropy import labelled_rows, linear_cross_entropy
 from .originals import why_replaced
 from .projection import why_call
-from .site import class_forward, fused_parts_of, say_once, why_not_class
+from .site import class_forward, fused_parts_of, known_form, say_once, why_not_class
 
 
 def read_head(model: Any) -> nn.Linear | str:
@@ -22,6 +22,17 @@ def read_head(model: Any) -> nn.Linear | str:
     compute what comes of it."""
     if (reason := why_not_class(model, "ForCausalLM")) is not None:
         return reason
+    config, form = model.config, known_form(model, "ForCausalLM")
+    if form.capped_by and (cap := getattr(config, form.capped_by)) is not None:
+        return (
+            f"its logits are soft-capped ({form.capped_by} is {cap}), which the fused loss does "
+            "not do: leave cross_entropy out"
+        )
+    if form.has_router and config.output_router_logits:
+        return (
+            "its routers' loss is added (output_router_logits), which the fused loss does not do: "
+            "leave cross_entropy out, or set model.config.output_router_logits = False"
+        )
     head = model.lm_head
     modules = [head]
     if type(head) is ModulesToSaveWrapper:
@@ -112,17 +123,22 @@ def causal_lm_forward(
         ):
             options["labelled"] = model.model.layers[-1], rows
     outputs = model.model(**inputs, **options)
+    form = known_form(model, "ForCausalLM")
+    hidden = outputs.last_hidden_state
+    if form.divided_by:  # the logits are, and so may this be
+        hidden = hidden / getattr(model.config, form.divided_by)
     loss = linear_cross_entropy(
-        outputs.last_hidden_state,
+        hidden,
         head.weight,
-        shifted.to(outputs.last_hidden_state.device),
+        shifted.to(hidden.device),
         bias=head.bias,
         num_items_in_batch=num_items,
         drop_ignored=drop_ignored,
         max_labelled=max_labelled_tokens,
         rows=rows,
     )
-    return CausalLMOutputWithPast(
+    output = MoeCausalLMOutputWithPast if form.has_router else CausalLMOutputWithPast
+    return output(
         loss=loss,
         logits=None,
         past_key_values=outputs.past_key_values,
