@@ -55,6 +55,7 @@ class Family:
     others: modules outside of the text tower that `rms_norm` fuses.
     left: other modules, or parts without one, and what the report says of them.
     functions: how often attention's functions stand in the graph of the loss.
+    image_token: of a model that is tried on an image, of four patches.
     """
 
     classes: str
@@ -64,6 +65,7 @@ class Family:
     others: tuple[str, ...] = ()
     left: dict[str, str] = field(default_factory=dict)
     functions: dict[str, int] = field(default_factory=lambda: ONE)
+    image_token: int | None = None
 
     @property
     def tower(self) -> str:
@@ -73,6 +75,8 @@ class Family:
         config = TEXT | self.config
         if self.vision:
             config = {"text_config": config, "vision_config": self.vision}
+            if self.image_token:
+                config["image_token_index"] = self.image_token
         of_text = "Text" if self.classes == "Gemma3" and not self.vision else ""
         config = getattr(transformers, f"{self.classes}{of_text}Config")(**config)
         kind = "ForConditionalGeneration" if self.vision else "ForCausalLM"
@@ -120,7 +124,6 @@ class Family:
 
 
 LOSS = "base_model.model as cross_entropy"
-NOT_OF_A_TOWER = {LOSS: "is not a class that is known to compute its loss from lm_head alone"}
 EXPERTS_ARE_PEFTS = {"mlp": "a mixture's experts stay PEFT's"}
 WINDOW = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
 FAMILIES = {
@@ -154,28 +157,24 @@ FAMILIES = {
     ),
     "Phi-3": Family("Phi3", {"sliding_window": 4}),
     "Phi-4-mini": Family("Phi3", {"rope_parameters": HALF}, functions=APART),
-    "Qwen2-VL": Family("Qwen2VL", {"rope_parameters": SECTIONS}, VISION, left=NOT_OF_A_TOWER),
+    "Qwen2-VL": Family("Qwen2VL", {"rope_parameters": SECTIONS}, VISION),
     "Qwen2.5-VL": Family(
         "Qwen2_5_VL", {"rope_parameters": SECTIONS}, VISION,
         others=("model.visual.blocks.0.norm1", "model.visual.blocks.0.norm2",
                 "model.visual.merger.ln_q"),
-        left=NOT_OF_A_TOWER | {
-            "base_model.model.model.visual.blocks.0.mlp": "Qwen2_5_VLMLP is not an MLP class"
-        },
+        left={"base_model.model.model.visual.blocks.0.mlp": "Qwen2_5_VLMLP is not an MLP class"},
     ),
     "Qwen3-VL": Family(
         "Qwen3VL", {"rope_parameters": SECTIONS}, VISION, fused={"rms_norm": OF_HEADS},
-        left=NOT_OF_A_TOWER,
     ),
     "Gemma 3, multimodal": Family(
         "Gemma3", WINDOW | {"query_pre_attn_scalar": 16}, SIGLIP,
         fused={"rms_norm": (*AROUND, *OF_HEADS[2:])},
-        others=("model.multi_modal_projector.mm_soft_emb_norm",), left=NOT_OF_A_TOWER,
-        functions=APART,
+        others=("model.multi_modal_projector.mm_soft_emb_norm",), functions=APART,
     ),
     "Llava": Family(
         "Llava", {"model_type": "llama"}, {"model_type": "clip_vision_model", **SIGLIP},
-        left=NOT_OF_A_TOWER,
+        image_token=95,
     ),
 }  # fmt: skip
 

@@ -1,13 +1,15 @@
 """The switch `cross_entropy`: the forward that it sets on a causal language model."""
 
-from typing import Any
+import inspect
+from dataclasses import fields
+from functools import cache
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers.loss import loss_utils
-from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
 from fused_mlp.launching import is_capturing
 
@@ -52,7 +54,7 @@ def read_head(model: Any) -> nn.Linear | str:
     return head if reason is None else reason
 
 
-# What PEFT and the Trainer pass on in a training step.
+# What PEFT and the Trainer pass on in a training step, besides inputs.
 KNOWN_OPTIONS = {
     "num_items_in_batch",
     "output_attentions",
@@ -91,8 +93,10 @@ def causal_lm_forward(
         "inputs_embeds": inputs_embeds,
         "use_cache": use_cache,
     }
+    own, output_class = _signature_of(model.__class__)
+    inputs = {name: one for name, one in inputs.items() if name in own or one is not None}
     head = read_head(model)
-    known = options.keys() <= KNOWN_OPTIONS and options.get("return_dict") is not False
+    known = options.keys() <= KNOWN_OPTIONS | own and options.get("return_dict") is not False
     if (
         labels is None
         or not model.training
@@ -137,20 +141,25 @@ def causal_lm_forward(
         max_labelled=max_labelled_tokens,
         rows=rows,
     )
-    output = MoeCausalLMOutputWithPast if form.has_router else CausalLMOutputWithPast
-    return output(
-        loss=loss,
-        logits=None,
-        past_key_values=outputs.past_key_values,
-        hidden_states=outputs.hidden_states,
-        attentions=outputs.attentions,
-    )
+    of_decoder = {one.name: getattr(outputs, one.name, None) for one in fields(output_class)}
+    return output_class(**of_decoder | {"loss": loss, "logits": None})
+
+
+@cache
+def _signature_of(cls: Any) -> tuple[frozenset[str], type]:
+    """The names of what a model's class hands on to its decoder, and the class of its outputs."""
+    signature = inspect.signature(cls.forward)
+    returned = signature.return_annotation  # that class, or a tuple or that class
+    names = frozenset(signature.parameters) - {"labels", "logits_to_keep", "output_router_logits"}
+    return names, (get_args(returned) or (returned,))[-1]
 
 
 def _may_leave_out(model: Any, head: nn.Linear, options: dict[str, Any]) -> bool:
     """Return True if the last layer may compute its output for labelled tokens alone: it is a fused
     one, and nobody but the loss sees its output."""
     decoder = model.model
+    if not hasattr(decoder, "layers"):  # a text tower's are not the model's own
+        return False
     last = decoder.layers[-1]
     return (
         "layer" in fused_parts_of(last)

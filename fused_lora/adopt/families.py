@@ -63,7 +63,7 @@ class LossForm(NamedTuple):
     """A causal language model's loss, of lm_head's logits.
 
     divided_by, capped_by: what of its config the logits are divided by, or soft-capped at.
-    has_router: its output is a mixture of experts', whose routers' loss may be added.
+    has_router: its decoder is a mixture of experts, whose routers' loss may be added.
     """
 
     divided_by: str = ""
@@ -125,9 +125,17 @@ FAMILIES = (
            layer=LayerForm("resid_attn_dropout", after_mlp="resid_mlp_dropout")),
     # text towers: q and k are turned by one angle a position, as everywhere, which their
     # multimodal embedding has put together
-    Family("qwen2_vl", "Qwen2VL", WINDOWED, loss=None, names={"MLP": "Qwen2MLP"}),
-    Family("qwen2_5_vl", "Qwen2_5_VL", WINDOWED, loss=None, names={"MLP": "Qwen2MLP"}),
-    Family("qwen3_vl", "Qwen3VLText", AttentionForm(norms="heads"), loss=None),
+    Family("qwen2_vl", "Qwen2VL", WINDOWED,
+           names={"MLP": "Qwen2MLP", "ForCausalLM": "Qwen2VLForConditionalGeneration"}),
+    Family("qwen2_5_vl", "Qwen2_5_VL", WINDOWED,
+           names={"MLP": "Qwen2MLP", "ForCausalLM": "Qwen2_5_VLForConditionalGeneration"}),
+    Family("qwen3_vl", "Qwen3VLText", AttentionForm(norms="heads"),
+           names={"ForCausalLM": "Qwen3VLForConditionalGeneration"}),
+    # around towers of other families
+    Family("gemma3", "Gemma3", None, None, None, None,
+           names={"ForCausalLM": "Gemma3ForConditionalGeneration"}),
+    Family("llava", "Llava", None, None, None, None,
+           names={"ForCausalLM": "LlavaForConditionalGeneration"}),
 )  # fmt: skip
 
 # Of each kind of class: the field of Family that has its form, and how its name ends.

@@ -9,7 +9,7 @@ import torch
 from families_case import FAMILIES, UNKNOWN
 from fused_case import ALL, functions_of
 from peft_models import ids
-from reference import BUDGET, relative_error
+from reference import BUDGET, random, relative_error
 
 from fused_lora import Fusion, fuse
 
@@ -28,11 +28,14 @@ def inputs_of(model, name, seed=3):
     tokens = ids(next(model.parameters()).device, seed)[:1, :6]
     labels = tokens.clone()
     labels[0, :2] = -100
-    positions = {}
+    others: dict[str, torch.Tensor] = {}
     if "mrope_section" in FAMILIES[name].config.get("rope_parameters", {}):  # as of an image
         rows = torch.tensor([[0, 1, 2, 2, 2, 5], [0, 1, 2, 2, 3, 5], [0, 1, 2, 3, 2, 5]])
-        positions["position_ids"] = rows[:, None].to(tokens.device)
-    return {"input_ids": tokens, "labels": labels, **positions}
+        others["position_ids"] = rows[:, None].to(tokens.device)
+    if (token := FAMILIES[name].image_token) is not None:
+        tokens[0, 1:5] = token
+        others["pixel_values"] = random(1, 3, 28, 28, dtype=model.dtype, device=tokens.device)
+    return {"input_ids": tokens, "labels": labels, **others}
 
 
 def step(model, name, seed=3):
@@ -75,7 +78,7 @@ def test_it_trains_and_generates_as_plain_peft_does(name, device):
             optimizer.step()
     errors = errors_of(*(trained(model) for model in (fused, plain)))
     assert all(error <= 1e-3 for error in errors.values()), errors
-    tokens = inputs_of(plain, name)["input_ids"]
+    tokens = ids(device)[:1, :6]
     with torch.no_grad():
         logits = [model.eval()(input_ids=tokens).logits for model in (fused, plain)]
         written = [
