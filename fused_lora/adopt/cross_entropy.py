@@ -2,7 +2,6 @@
 
 import inspect
 from dataclasses import fields
-from functools import cache
 from typing import Any, get_args
 
 import torch
@@ -145,7 +144,6 @@ def causal_lm_forward(
     return output_class(**of_decoder | {"loss": loss, "logits": None})
 
 
-@cache
 def _signature_of(cls: Any) -> tuple[frozenset[str], type]:
     """The names of what a model's class hands on to its decoder, and the class of its outputs."""
     signature = inspect.signature(cls.forward)
