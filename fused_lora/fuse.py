@@ -30,7 +30,7 @@ PARTS_SET = "_fused_parts"
 class Fusion:
     """Switches for the parts of a model to run fused. All off is stock PEFT.
 
-    mlp: gate, up, SwiGLU and down with their adapters as one autograd function (`fused_mlp`).
+    mlp: gate, up, SwiGLU or GeGLU and down with their adapters as one function (`fused_mlp`).
     attention: q, k and v with their adapters as one autograd function, o as another.
     rope: the rotary embedding of q and k in one kernel; with attention, all of it is one function.
     rms_norm: every RMSNorm as one kernel; a layer's second with the residual's addition before it.

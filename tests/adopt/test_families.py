@@ -2,7 +2,9 @@
 it trains and generates as plain PEFT has it."""
 
 import copy
+import re
 import statistics
+from dataclasses import replace
 
 import pytest
 import torch
@@ -113,3 +115,45 @@ def test_a_family_in_no_list_is_refused_by_name(device):
     tokens = ids(device)[:1, :6]
     got, want = (one(input_ids=tokens).logits for one in (model, plain))
     assert relative_error(got, want) < 2e-5
+
+
+REFUSED = {
+    "Qwen3-MoE": (
+        {"output_router_logits": True}, "cross_entropy", "its routers' loss is added (output_router"
+    ),
+    "Gemma": (
+        {"hidden_activation": "gelu", "hidden_act": "gelu"}, "mlp",
+        r"its activation is GELUActivation, not SiLU or GELU by tanh",
+    ),
+    "Gemma 3": (
+        {"final_logit_softcapping": 20.0}, "cross_entropy", "final_logit_softcapping is 20.0"
+    ),
+    "Glm4": ({}, "rope", "Glm4Attention is not an attention class whose forward is known (docs"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_setting_that_a_part_does_not_know_is_refused_by_name(name, device):
+    config, part, reason = REFUSED[name]
+    family = UNKNOWN if name == "Glm4" else FAMILIES[name]
+    model = replace(family, config=family.config | config).peft_model(device)
+    with pytest.raises(ValueError, match=f"{part}=True fuses no module.*{re.escape(reason)}"):
+        fuse(model, Fusion(**{part: True}))
+
+
+def test_a_routers_loss_that_one_call_asks_for_is_added(device):
+    fused, plain, _ = pair("Mixtral", device)
+    inputs = inputs_of(plain, "Mixtral")
+    got, want = (model(**inputs, output_router_logits=True) for model in (fused, plain))
+    assert want.aux_loss is not None and relative_error(got.loss, want.loss) < 1e-5
+    assert relative_error(got.loss, plain(**inputs).loss) > 1e-4
+
+
+def test_gemma_without_a_soft_cap_has_its_loss_fused(device):
+    family = FAMILIES["Gemma 2"]
+    model = replace(family, config=family.config | {"final_logit_softcapping": None})
+    plain = model.peft_model(device).train()
+    fused = copy.deepcopy(plain)
+    assert not fuse(fused, Fusion(cross_entropy=True)).left
+    errors = errors_of(*(step(model, "Gemma 2") for model in (fused, plain)))
+    assert all(error <= 2e-4 for error in errors.values()), errors
