@@ -65,7 +65,11 @@ def _load_angles(
     cos_ptr, sin_ptr, batch_stride, batch, position,
     BACKWARD: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
-    """cos_1, cos_2, sin_1 and sin_2 [BLOCK_HALF] of one position; BACKWARD turns the other way."""
+    """cos_1, cos_2, sin_1 and sin_2 [BLOCK_HALF] of one position; BACKWARD turns the other way.
+    Without cos_ptr those of an angle of 0."""
+    if cos_ptr is None:
+        one, zero = tl.full([BLOCK_HALF], 1.0, tl.float32), tl.zeros([BLOCK_HALF], tl.float32)
+        return one, one, zero, zero
     features = tl.arange(0, BLOCK_HALF)
     mask = features < HALF
     angle = batch * batch_stride + position * (2 * HALF) + features

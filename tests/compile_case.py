@@ -74,6 +74,7 @@ def launch_layer():
     y, z = wide[:, :HIDDEN], wide[:, HIDDEN:]
     rstd = residual_kernels.residual_norm_forward(x, weight, 1e-6, y, copy=x)
     residual_kernels.residual_norm_backward(x, y, x, weight, rstd, y)
+    residual_kernels.add_normed(x, y, weight, 1e-6, x)
     residual_kernels.add_adapted(x, y, z, empty(HIDDEN, RANK), x, empty(TOKENS, RANK))
     qkv = empty(TOKENS, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
     cos = empty(1, POSITIONS, HEAD_DIM)

@@ -133,14 +133,13 @@ FAMILIES = {
     "Qwen3": Family("Qwen3", fused={"rms_norm": OF_HEADS}),
     "SmolLM3": Family(
         "SmolLM3", {"no_rope_layers": [1, 0]}, fused={"rope": ("0:self_attn",)},
-        functions={"LoRA_Attention": 1, "LoRA_QKV": 1, "LoRA_W": 1},
     ),
     "Granite": Family(
         "Granite", {"attention_multiplier": 0.3, "residual_multiplier": 0.3, "logits_scaling": 3.0,
                     "embedding_multiplier": 2.0},
     ),
-    "OLMo 2": Family("Olmo2", fused={"rms_norm": OUTPUT_NORMS}, functions=APART),
-    "OLMo 3": Family("Olmo3", WINDOW, fused={"rms_norm": OUTPUT_NORMS}, functions=APART),
+    "OLMo 2": Family("Olmo2", fused={"rms_norm": OUTPUT_NORMS}),
+    "OLMo 3": Family("Olmo3", WINDOW, fused={"rms_norm": OUTPUT_NORMS}),
     "Qwen3-MoE": Family(
         "Qwen3Moe", EXPERTS, fused={"rms_norm": OF_HEADS}, left=EXPERTS_ARE_PEFTS,
     ),

@@ -59,7 +59,7 @@ def read_qkv(attention: Any) -> tuple | str:
 
 
 def head_norms_of(attention: Any) -> HeadNorms | None:
-    """Return the norms of the heads of q and k as they are now, or None if there are none."""
+    """Return the norms of q and k as they are now, or None if there are none."""
     if "q_norm" not in attention._modules:
         return None
     q, k = attention.q_norm, attention.k_norm
@@ -67,7 +67,7 @@ def head_norms_of(attention: Any) -> HeadNorms | None:
 
 
 def why_not_head_norms(attention: Any) -> str | None:
-    """Return the reason if the norms of the heads of q and k may not be part of a function."""
+    """Return the reason if the norms of q and k may not be part of a function."""
     for name in ("q_norm", "k_norm") if "q_norm" in attention._modules else ():
         if (reason := why_not_frozen(attention._modules[name])) is not None:
             return f"{name}: {reason}"
@@ -88,11 +88,11 @@ def count_of_qkv(attention: nn.Module) -> int:
 def turning_attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Those of them that turn q and k, as far as is known."""
     for name, module in qkv_attentions(model):
-        if _turns(module):
+        if turns(module):
             yield name, module
 
 
-def _turns(attention: nn.Module) -> bool:
+def turns(attention: nn.Module) -> bool:
     form = known_form(attention, "Attention")
     return form is None or not form.turns or bool(getattr(attention, form.turns))
 
@@ -139,8 +139,9 @@ def self_attention_forward(
     operands: tuple | str = "not asked for"
     if "attention" in parts and isinstance(operands := read_qkv(attention), str):
         say_once(attention, operands)
-    if not isinstance(operands, str) and "rope" in parts:
-        o = _read_rest(attention, position_embeddings, attention_mask, past_key_values, options)
+    if not isinstance(operands, str) and ("rope" in parts or not turns(attention)):
+        angles = position_embeddings if turns(attention) else (None, None)
+        o = _read_rest(attention, angles, attention_mask, past_key_values, options)
         if not isinstance(o, str):
             *adapters, frozen_qkv = operands
             frozen = FrozenAttention(
@@ -148,7 +149,7 @@ def self_attention_forward(
                 attention.head_dim, attention.scaling, head_norms_of(attention),
             )  # fmt: skip
             output = LoRA_Attention.apply(
-                hidden_states, *position_embeddings, attention_mask, *adapters, o.A, o.B, frozen
+                hidden_states, *angles, attention_mask, *adapters, o.A, o.B, frozen
             )
             return output, None
     form = known_form(attention, "Attention")
@@ -172,7 +173,7 @@ def self_attention_forward(
 
 
 def _read_rest(
-    attention: Any, angles: tuple[Tensor, Tensor], mask, past_key_values, options: dict
+    attention: Any, angles: tuple, mask, past_key_values, options: dict
 ) -> Projection | str:
     """Return o of an attention whose q, k and v are fused, as it is now, or the reason why the
     attention may not run as one function."""
@@ -192,16 +193,14 @@ def _read_rest(
     return read_output(o) if runs_here else "its o runs by itself"
 
 
-def _why_not_one(attention: Any, angles: tuple[Tensor, Tensor]) -> str | None:
+def _why_not_one(attention: Any, angles: tuple) -> str | None:
     """Return the reason if the form of an attention is more than LoRA_Attention knows."""
     form = known_form(attention, "Attention")
     if "softcap" in dict(form.passes):
         return "its scores are soft-capped"
-    if form.norms == "features" or (
-        form.norms and known_form(attention.q_norm, "RMSNorm") != PLAIN
-    ):
+    if form.norms and known_form(attention.q_norm, "RMSNorm") != PLAIN:
         return "it normalises q and k by a norm of another form"
-    if angles[0].shape[-1] != attention.head_dim:
+    if angles[0] is not None and angles[0].shape[-1] != attention.head_dim:
         return "it turns a part of each head"
     return None
 
@@ -257,7 +256,7 @@ def attend(
     if form.norms == "heads":
         q, k = attention.q_norm(q), attention.k_norm(k)
     q, k, v = (one.transpose(1, 2) for one in (q, k, v))
-    if _turns(attention):
+    if turns(attention):
         turn = _turned if "rope" in parts else _of_module(attention, "apply_rotary_pos_emb")
         q, k = turn(q, k, *position_embeddings)
     if past_key_values is not None:

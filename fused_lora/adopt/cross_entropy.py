@@ -165,5 +165,5 @@ def _may_leave_out(model: Any, head: nn.Linear, options: dict[str, Any]) -> bool
         and all(why_call(one, own_forward=False) is None for one in (last, decoder, decoder.norm))
         # which would be compiled for every number of tokens
         and last._compiled_call_impl is decoder._compiled_call_impl is None
-        and last.input_layernorm.weight.device == head.weight.device
+        and last.post_attention_layernorm.weight.device == head.weight.device
     )

@@ -45,14 +45,15 @@ class NormForm(NamedTuple):
 
 
 class LayerForm(NamedTuple):
-    """A decoder layer, in which a norm follows upon the addition of attention's output:
+    """A decoder layer:
 
-        total = x + m after_attention(attention(input_layernorm(x)))
+        total = x + m after_attention(attention(before_attention(x)))
         output = total + m after_mlp(mlp(before_mlp(total)))
 
     These are names of modules, "" for none, and m is an attribute, "" for one.
     """
 
+    before_attention: str = "input_layernorm"
     after_attention: str = ""
     before_mlp: str = "post_attention_layernorm"
     after_mlp: str = ""
@@ -75,7 +76,7 @@ class Family(NamedTuple):
     """Classes of one module of transformers, and their forms; None: it has none that is known.
 
     prefix: what the names of its classes begin with; `names` are those that do not.
-    whole: its layers are also known to `layer`, which runs them as one function.
+    whole: its layers were read for `layer`, too, which runs them as one function.
     """
 
     module: str
@@ -86,7 +87,20 @@ class Family(NamedTuple):
     layer: LayerForm | None = LayerForm()
     loss: LossForm | None = LossForm()
     names: dict[str, str] = {}  # noqa: RUF012
-    whole: bool | None = None
+    whole: bool = False
+
+    def why_not_whole(self) -> str:
+        """The reason why `layer` does not take its layers, "" where it does."""
+        attention = self.attention
+        if self.loss is not None and self.loss.has_router:
+            return "its MLP is a mixture of experts"
+        if attention is not None and len(attention.projections) < 3:
+            return "its q, k and v are one projection"
+        if attention is not None and "softcap" in dict(attention.passes):
+            return "its attention soft-caps the scores"
+        if self.norm is not None and self.norm.zero_centered:
+            return "its norms multiply by one more than their weight"
+        return "" if self.whole else "its layers are not known to run as one"
 
 
 OWN_WINDOW = (("sliding_window", "sliding_window"),)
@@ -96,8 +110,10 @@ NORMED_HEADS = AttentionForm(norms="heads", passes=OWN_WINDOW)
 MIXTURE = LossForm(has_router=True)
 GEMMA_NORM = NormForm(zero_centered=True, eps="eps")
 GEMMA_LAYER = LayerForm(
-    "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
-)
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)  # fmt: skip
+OUTPUT_NORMS = LayerForm("", "post_attention_layernorm", "", "post_feedforward_layernorm")
 GEMMA_LOSS = LossForm(capped_by="final_logit_softcapping")
 SOFT_CAP = ("softcap", "attn_logit_softcapping")
 
@@ -106,12 +122,12 @@ FAMILIES = (
     Family("mistral", "Mistral", AttentionForm(passes=CONFIGS_WINDOW), whole=True),
     Family("qwen2", "Qwen2", WINDOWED, whole=True),
     Family("qwen3", "Qwen3", NORMED_HEADS, whole=True),
-    Family("smollm3", "SmolLM3", AttentionForm(turns="use_rope", passes=OWN_WINDOW)),
+    Family("smollm3", "SmolLM3", AttentionForm(turns="use_rope", passes=OWN_WINDOW), whole=True),
     Family("granite", "Granite", layer=LayerForm(multiplier="residual_multiplier"),
-           loss=LossForm(divided_by="logits_scaling")),
-    # no norm follows upon an addition here: its norms are those of the outputs
-    Family("olmo2", "Olmo2", AttentionForm(norms="features"), layer=None),
-    Family("olmo3", "Olmo3", AttentionForm(norms="features", passes=OWN_WINDOW), layer=None),
+           loss=LossForm(divided_by="logits_scaling"), whole=True),
+    Family("olmo2", "Olmo2", AttentionForm(norms="features"), layer=OUTPUT_NORMS, whole=True),
+    Family("olmo3", "Olmo3", AttentionForm(norms="features", passes=OWN_WINDOW),
+           layer=OUTPUT_NORMS, whole=True),
     # of a mixture `mlp` is what is no expert
     Family("qwen3_moe", "Qwen3Moe", NORMED_HEADS, loss=MIXTURE),
     Family("qwen2_moe", "Qwen2Moe", loss=MIXTURE),
@@ -122,7 +138,7 @@ FAMILIES = (
     Family("gemma3", "Gemma3", NORMED_HEADS, norm=GEMMA_NORM, layer=GEMMA_LAYER, loss=GEMMA_LOSS),
     Family("phi3", "Phi3", AttentionForm(("qkv_proj",), passes=CONFIGS_WINDOW),
            MLPForm(("gate_up_proj",), "activation_fn"),
-           layer=LayerForm("resid_attn_dropout", after_mlp="resid_mlp_dropout")),
+           layer=LayerForm(after_attention="resid_attn_dropout", after_mlp="resid_mlp_dropout")),
     # text towers: q and k are turned by one angle a position, as everywhere, which their
     # multimodal embedding has put together
     Family("qwen2_vl", "Qwen2VL", WINDOWED,
@@ -143,8 +159,7 @@ KINDS = {
     "Attention": ("attention", "Attention"),
     "MLP": ("mlp", "MLP"),
     "RMSNorm": ("norm", "RMSNorm"),
-    "NormedLayer": ("layer", "DecoderLayer"),
-    "DecoderLayer": ("whole", "DecoderLayer"),
+    "Layer": ("layer", "DecoderLayer"),
     "ForCausalLM": ("loss", "ForCausalLM"),
 }
 FORMS: dict[str, dict[str, Any]] = {
@@ -156,3 +171,11 @@ FORMS: dict[str, dict[str, Any]] = {
     }
     for kind, (field, end) in KINDS.items()
 }
+# Of every layer, why it does not run as one; "": it does.
+FORMS["DecoderLayer"] = {
+    f"transformers.models.{family.module}.modeling_{family.module}.{family.prefix}DecoderLayer":
+    family.why_not_whole()
+    for family in FAMILIES
+}  # fmt: skip
+# Layers in which a norm follows upon an addition, with which it can be one.
+FORMS["NormedLayer"] = {name: form for name, form in FORMS["Layer"].items() if form.before_mlp}

@@ -28,7 +28,7 @@ KNOWN_TO = {
     "Attention": "an attention class whose forward is known",
     "RMSNorm": "a norm class that is known to compute weight * (x / rms(x))",
     "NormedLayer": "a layer class whose forward is known",
-    "DecoderLayer": "a layer class that is known to run as one",
+    "DecoderLayer": "a layer class whose parts are known",
     "ForCausalLM": "a class that is known to compute its loss from lm_head alone",
 }
 # Functions, and methods of their own, that the forwards of these classes call and that fused ones
