@@ -191,14 +191,19 @@ def why_not_here(module: nn.Module) -> str | None:
 
 def known_form(module: nn.Module, kind: str) -> Any:
     """Return the form of a module's class (`families.py`), None where it is not known as `kind`."""
-    return FORMS[kind].get(_name_of(_class_of(module)))
+    return _form_of(_class_of(module), kind)
+
+
+@cache
+def _form_of(cls: type, kind: str) -> Any:  # several are asked for in every forward of a layer
+    return FORMS[kind].get(_name_of(cls))
 
 
 def why_not_class(module: nn.Module, kind: str) -> str | None:
     if (reason := why_not_own_forward(module)) is not None:
         return reason
     cls = _class_of(module)
-    if _name_of(cls) not in FORMS[kind]:
+    if _form_of(cls, kind) is None:
         return f"{cls.__name__} is not {KNOWN_TO[kind]} (docs/api.md lists the families)"
     method = METHODS.get(kind, "forward")
     return (

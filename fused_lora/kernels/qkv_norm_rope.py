@@ -46,8 +46,10 @@ def _mean_of_heads(x, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, TOGETHER: tl.
     """The mean of each row of x [heads, features], 0 behind the end, or of all of it: [.., 1]."""
     sums = tl.sum(x, axis=1)[:, None]
     if TOGETHER:
-        return tl.div_rn(tl.sum(sums, axis=0)[:, None], 1.0 * HEADS * HEAD_DIM)
-    return tl.div_rn(sums, 1.0 * HEAD_DIM)
+        mean = tl.div_rn(tl.sum(sums, axis=0)[:, None], 1.0 * HEADS * HEAD_DIM)
+    else:
+        mean = tl.div_rn(sums, 1.0 * HEAD_DIM)
+    return mean
 
 
 @triton.jit
