@@ -65,21 +65,12 @@ def extended_product(x: Tensor, bordered: Bordered) -> Tensor:
     return _product(x, matrix[:, :inputs], bordered.bias, out=y_ext)
 
 
-def grow_k_backward(grad_ext: Tensor, bordered: Bordered, multiplier: float = 1.0) -> Tensor:
+def grow_k_backward(grad_ext: Tensor, bordered: Bordered) -> Tensor:
     """dx [T, in] from grad_ext [T, out + width], whose first columns are dy; p = dy sB is written
-    into the others. Equivalent: ``grad_ext[:, out:] = dy @ sB; grad_ext @ M[:, :in]``.
-
-    With a multiplier, of what the projection gives, dx and p are those of multiplier dy.
-    """
+    into the others. Equivalent: ``grad_ext[:, out:] = dy @ sB; grad_ext @ M[:, :in]``."""
     matrix, inputs, out = bordered.matrix, bordered.in_features, bordered.out
-    p = grad_ext[:, out:]
-    torch.mm(grad_ext[:, :out], matrix[:out, inputs:], out=p)
-    if multiplier == 1.0:
-        return grad_ext @ matrix[:, :inputs]
-    unused = grad_ext.new_empty(1)  # whatever it holds: beta is 0
-    dx = torch.addmm(unused, grad_ext, matrix[:, :inputs], beta=0.0, alpha=multiplier)
-    p.mul_(multiplier)
-    return dx
+    torch.mm(grad_ext[:, :out], matrix[:out, inputs:], out=grad_ext[:, out:])
+    return grad_ext @ matrix[:, :inputs]
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:

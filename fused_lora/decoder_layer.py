@@ -39,11 +39,10 @@ filled it since):
     dB      = s dqkv' zn, s dt' za, s g' zh        same launch, of q, k, v, of o and of down
 
 Where outputs are normed and not inputs (OLMo 2), n is x, m is t, what o and down give is u and d of
-their own, which are saved, and in one pass each t = x + norm(u) and output = t + norm(d). The
-gradients of u and d then take the place of g and of dt in what the adapters and W give and get.
-
-Where what is added to a residual is multiplied by some number (Granite), so are ph, dh, pa, da and
-the B of o and down: in the epilogue of both products, and p in a pass of its own.
+their own, which are saved, and in one pass each t = x + norm(u) and output = t + norm(d). In the
+places of g and dt in what o, down and their adapters get then are the gradients of d and u. Where
+what is added to a residual is multiplied by some number (Granite), these are so many times g and
+dt, in a pass of their own each.
 
 So the adapters' only pass over [T, intermediate] tensors is that over dgu, for pm. All products but
 o's forward grow in K and have no more columns than without adapters: on an H200, at 16,384 tokens,
@@ -292,12 +291,8 @@ class DecoderLayer(torch.autograd.Function):
                 grad = empty_rows(x, len(total), of_down.matrix.shape[0])
                 grad[:, :width].copy_(_wanted(as_rows(grad_output), rows))
             grad_residual = grad[:, :width]
-            if mlp_norm is not None:
-                grad = empty_rows(x, len(total), of_down.matrix.shape[0])
-                residual_norm_backward(
-                    grad_residual, None, given, mlp_norm, given_rstd, grad[:, :width]
-                )
-            grad_swiglu = grow_k_backward(grad, of_down, frozen.multiplier)
+            grad = _of_added(grad, width, frozen.multiplier, given, mlp_norm, given_rstd)
+            grad_swiglu = grow_k_backward(grad, of_down)
             grad_gate_up = empty_rows(x, len(total), of_gate_up.matrix.shape[0])
             grad_down_A, grad_gate_B, grad_up_B = swiglu_gradients(
                 grad_swiglu, gate_up, grad[:, width:], post_normed[:, width:], of_gate_up,
@@ -306,13 +301,7 @@ class DecoderLayer(torch.autograd.Function):
             )  # fmt: skip
             del grad_swiglu  # at 16,384 tokens a [T, intermediate] is 361 MB: let it go early
             _, grad_down_B = adapter_sums.add(
-                _multiplied(of_down, frozen.multiplier),
-                kinds_down,
-                (False, need_down_B),
-                None,
-                grad[:, :width],
-                z_down,
-                None,
+                of_down, kinds_down, (False, need_down_B), None, grad[:, :width], z_down, None
             )
 
             # gate and up of the norm of total
@@ -327,17 +316,14 @@ class DecoderLayer(torch.autograd.Function):
             )
             del grad_normed
             grad_residual = grad_total[:, :width]
-            if attended_norm is not None:
-                grad_total = empty_rows(x, len(total), of_o.matrix.shape[0])
-                residual_norm_backward(
-                    grad_residual, None, projected, attended_norm, projected_rstd,
-                    grad_total[:, :width],
-                )  # fmt: skip
+            grad_total = _of_added(
+                grad_total, width, frozen.multiplier, projected, attended_norm, projected_rstd
+            )
 
             # total = x + o(attended)
-            grad_attended = grow_k_backward(grad_total, of_o, frozen.multiplier)
+            grad_attended = grow_k_backward(grad_total, of_o)
             grad_o = adapter_sums.add(
-                _multiplied(of_o, frozen.multiplier), kinds_o, need_o,
+                of_o, kinds_o, need_o,
                 _wanted(attended, rows), grad_total[:, :width], z_o, grad_total[:, width:],
             )  # fmt: skip
             if rows is not None:
@@ -418,11 +404,22 @@ def _norm_backward(
         residual_norm_backward(grad_y, grad_residual, x, weight, rstd, grad_x)
 
 
-def _multiplied(bordered: Bordered, multiplier: float) -> Bordered:
-    """The same for its B's gradients, where so many times what it gives is used."""
-    if multiplier == 1.0:
-        return bordered
-    return bordered._replace(scalings=tuple(multiplier * one for one in bordered.scalings))
+def _of_added(
+    grad: Tensor, width: int, multiplier: float, x: Tensor | None, weight: Tensor | None,
+    rstd: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Wide rows with the gradient of what a projection gives, from those with that of a sum, to
+    which it is added as it is (the same rows then), as a multiple, or normed (x, of which rstd)."""
+    if weight is None and multiplier == 1.0:
+        return grad
+    of_sum, wide = grad[:, :width], empty_rows(grad, *grad.shape)
+    if x is None or weight is None or rstd is None:
+        torch.mul(of_sum, multiplier, out=wide[:, :width])
+        return wide
+    residual_norm_backward(of_sum, None, x, weight, rstd, wide[:, :width])
+    if multiplier != 1.0:
+        wide[:, :width].mul_(multiplier)
+    return wide
 
 
 def _add_projected(

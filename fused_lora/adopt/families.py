@@ -176,6 +176,7 @@ FORMS["DecoderLayer"] = {
     f"transformers.models.{family.module}.modeling_{family.module}.{family.prefix}DecoderLayer":
     family.why_not_whole()
     for family in FAMILIES
+    if family.layer is not None
 }  # fmt: skip
 # Layers in which a norm follows upon an addition, with which it can be one.
 FORMS["NormedLayer"] = {name: form for name, form in FORMS["Layer"].items() if form.before_mlp}
