@@ -39,10 +39,10 @@ filled it since):
     dB      = s dqkv' zn, s dt' za, s g' zh        same launch, of q, k, v, of o and of down
 
 Where outputs are normed and not inputs (OLMo 2), n is x, m is t, what o and down give is u and d of
-their own, which are saved, and in one pass each t = x + norm(u) and output = t + norm(d). In the
-places of g and dt in what o, down and their adapters get then are the gradients of d and u. Where
-what is added to a residual is multiplied by some number (Granite), these are so many times g and
-dt, in a pass of their own each.
+their own, which are saved (16.4 kB a token of OLMo 2 7B, and 24.6 for q, k and v once more), and in
+one pass each t = x + norm(u) and output = t + norm(d). In the places of g and dt in what o, down
+and their adapters get then are the gradients of d and u. Where what is added to a residual is
+multiplied by some number (Granite), these are so many times g and dt, in a pass of their own each.
 
 So the adapters' only pass over [T, intermediate] tensors is that over dgu, for pm. All products but
 o's forward grow in K and have no more columns than without adapters: on an H200, at 16,384 tokens,
@@ -326,6 +326,7 @@ class DecoderLayer(torch.autograd.Function):
                 of_o, kinds_o, need_o,
                 _wanted(attended, rows), grad_total[:, :width], z_o, grad_total[:, width:],
             )  # fmt: skip
+            del grad_total
             if rows is not None:
                 adapter_sums.compute()  # of as many tokens, and not of all as those that follow
                 grad_attended = _spread(grad_attended, rows, len(x))
