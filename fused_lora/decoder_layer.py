@@ -11,7 +11,8 @@ of o, of gate and up, and of down, forward in the order of execution:
             is, and one pass writes [RoPE(norm(q)) | RoPE(norm(k)) | v] beside it
     a       = attention(q, k, v)
     [y|za]  = a M'
-    t       = x + y + za (sB)'                     the residual, and za once more, in one pass
+    t       = x + y + za (sB)'                     the residual, and za once more, in one pass; all
+                                                   that is added to a residual may be multiplied
     m       = norm(t),  zm = m A'                  as n and zn; t once more, as the output's start
     gu      = [m | zm] M'                          gate and up side by side
     h, zh   = silu(gate) up, h A'                  as [h | zh], in one pass
@@ -36,6 +37,12 @@ filled it since):
     dx      = norm backward of dn, plus dt
     dA      = pn' n, pa' a, pm' m                  of q, k, v, of o, of gate and up, and, in the
     dB      = s dqkv' zn, s dt' za, s g' zh        same launch, of q, k, v, of o and of down
+
+Where outputs are normed and not inputs (OLMo 2), n is x, m is t, what o and down give is u and d of
+their own, which are saved (16.4 kB a token of OLMo 2 7B, and 24.6 for q, k and v once more), and in
+one pass each t = x + norm(u) and output = t + norm(d). In the places of g and dt in what o, down
+and their adapters get then are the gradients of d and u. Where what is added to a residual is
+multiplied by some number (Granite), these are so many times g and dt, in a pass of their own each.
 
 So the adapters' only pass over [T, intermediate] tensors is that over dgu, for pm. All products but
 o's forward grow in K and have no more columns than without adapters: on an H200, at 16,384 tokens,
@@ -74,7 +81,12 @@ from .kernels.adapter_sums import AdapterSums
 from .kernels.qkv_attention import Attention, attention_backward, attention_forward
 from .kernels.qkv_norm_rope import HeadNorms, head_norms_backward, norm_rope_together
 from .kernels.qkv_rope import rope_forward, split_heads
-from .kernels.residual import add_adapted, residual_norm_backward, residual_norm_forward
+from .kernels.residual import (
+    add_adapted,
+    add_normed,
+    residual_norm_backward,
+    residual_norm_forward,
+)
 from .kernels.rows import as_rows, empty_rows
 from .kernels.swiglu_bordered import add_down, swiglu_gradients
 from .step.recompute import once
@@ -86,8 +98,8 @@ GROUPS = ("qkv", "o", "gate_up", "down")  # the buffers that these lie in, of Fr
 class FrozenLayer(NamedTuple):
     """The operands of DecoderLayer that it does not train."""
 
-    input_norm: Tensor  # [hidden]
-    post_norm: Tensor  # [hidden]
+    input_norm: Tensor | None  # [hidden]; None: attention takes hidden as it is
+    post_norm: Tensor | None  # [hidden], of what the MLP takes; None likewise
     qkv: Bordered
     o: Bordered
     gate_up: Bordered
@@ -99,6 +111,12 @@ class FrozenLayer(NamedTuple):
     attention_scaling: float
     borders: LayerBorders
     head_norms: HeadNorms | None = None  # of q and k; None: these are turned as they come
+    multiplier: float = 1.0  # of what attention and the MLP add to the residual
+    # [hidden], of what attention and the MLP add to the residual; None: they add it as it is
+    attended_norm: Tensor | None = None
+    mlp_norm: Tensor | None = None
+    attended_eps: float = 0.0
+    mlp_eps: float = 0.0
     # False while checkpointing runs a layer again for what it saves: output is then not computed
     output_needed: bool = True
     # [n], of batch * positions: the only tokens whose output is wanted, each once; that of others
@@ -111,18 +129,20 @@ class DecoderLayer(torch.autograd.Function):
 
     Equivalent PyTorch, where norms, q_proj and so on are the layer's own::
 
+        # a layer has as many of these norms as it has; of others, and without `rope`, the input
         n = input_norm(hidden)
         q, k, v = (split_into_heads(proj(n)) for proj in (q_proj, k_proj, v_proj))
         q, k = rope(head_norms.q(q), head_norms.k(k), cos, sin)  # the norms, where there are any
         attended = F.scaled_dot_product_attention(
             q, k, v, mask, is_causal=mask is None, scale=attention_scaling, enable_gqa=True)
-        total = hidden + o_proj(join_heads(attended))
+        total = hidden + attended_norm(multiplier * o_proj(join_heads(attended)))
         m = post_norm(total)
-        output = total + down_proj(F.silu(gate_proj(m)) * up_proj(m))
+        output = total + mlp_norm(multiplier * down_proj(F.silu(gate_proj(m)) * up_proj(m)))
 
     Args:
         hidden: [batch, positions, hidden], bf16, fp16 or fp32, of any strides, batch 0 included.
-        cos, sin: [batch or 1, positions, head_dim], as rope's. They get no gradient.
+        cos, sin: [batch or 1, positions, head_dim], as rope's. They get no gradient. None, both:
+            q and k are not turned.
         mask: None, for causal attention, or what scaled_dot_product_attention takes. Likewise.
         adapters: A [r, in] and B [out, r] of q, k, v, o, gate, up and down, 14 tensors in bf16,
             fp16 or fp32. They are copied into the borders, in the buffers' dtype and scaled.
@@ -158,13 +178,12 @@ class DecoderLayer(torch.autograd.Function):
         frozen.borders.fill([getattr(frozen, name) for name in GROUPS], adapters)
 
         normed = empty_rows(x, len(x), frozen.qkv.matrix.shape[1])
-        input_rstd = residual_norm_forward(
-            x, frozen.input_norm, frozen.input_eps, normed[:, :width]
-        )
+        input_rstd = _norm(x, frozen.input_norm, frozen.input_eps, normed[:, :width])
         qkv = grow_k_forward(normed, frozen.qkv)
         raw = None  # what the norms of heads were given
         if frozen.head_norms is None:
-            rope_forward(qkv, cos, sin, frozen.heads, frozen.kv_heads)
+            if cos is not None:
+                rope_forward(qkv, cos, sin, frozen.heads, frozen.kv_heads)
         else:
             raw, qkv = qkv, torch.empty_like(qkv)
             q, k, v = split_heads(raw, hidden.shape[1], frozen.heads, frozen.kv_heads)
@@ -176,11 +195,21 @@ class DecoderLayer(torch.autograd.Function):
             attended, saved, attention = attention_forward(qkv, mask, attention)
             residual, wanted = _wanted(x, frozen.rows), _wanted(attended, frozen.rows)
             total = x.new_empty(residual.shape)
-            z_o = _add_projected(residual, wanted, frozen.o, total)
-            return attended, total, z_o, attention, *saved
+            projected = projected_rstd = None
+            if frozen.attended_norm is None:
+                z_o = _add_projected(residual, wanted, frozen.o, total, frozen.multiplier)
+            else:
+                projected = torch.empty_like(total)
+                z_o = _add_projected(None, wanted, frozen.o, projected, frozen.multiplier)
+                projected_rstd = add_normed(
+                    residual, projected, frozen.attended_norm, frozen.attended_eps, total
+                )
+            return attended, total, z_o, projected, projected_rstd, attention, *saved
 
         # from total on, there are the rows that are wanted
-        attended, total, z_o, ctx.attention, *attention_saved = once(attend)
+        (
+            attended, total, z_o, projected, projected_rstd, ctx.attention, *attention_saved,
+        ) = once(attend)  # fmt: skip
 
         # not a view itself, or autograd would forbid to change it in place
         if not frozen.output_needed:
@@ -191,23 +220,37 @@ class DecoderLayer(torch.autograd.Function):
         else:
             output, sums = x.new_zeros(hidden.shape), torch.empty_like(total)
         post_normed = empty_rows(x, len(total), frozen.gate_up.matrix.shape[1])
-        post_rstd = residual_norm_forward(
-            total, frozen.post_norm, frozen.post_eps, post_normed[:, :width], copy=sums
+        added_to = sums if frozen.mlp_norm is None else None
+        post_rstd = _norm(
+            total, frozen.post_norm, frozen.post_eps, post_normed[:, :width], copy=added_to
         )
         gate_up = grow_k_forward(post_normed, frozen.gate_up)
-        (z_down,) = once(lambda: (add_down(gate_up, frozen.down, sums),), is_small=True)
+        given = given_rstd = None
+        if frozen.mlp_norm is None:
+            (z_down,) = once(
+                lambda: (add_down(gate_up, frozen.down, sums, frozen.multiplier),), is_small=True
+            )
+        else:
+            given = torch.zeros_like(total)
+            z_down = add_down(gate_up, frozen.down, given, frozen.multiplier)
+            target = torch.empty_like(total) if sums is None else sums
+            given_rstd = add_normed(total, given, frozen.mlp_norm, frozen.mlp_eps, target)
         if frozen.rows is not None and sums is not None:
             output.view(x.shape).index_copy_(0, frozen.rows, sums)
 
         ctx.kinds = kinds_of(adapters)
         # without the tensors that save_for_backward keeps and watches
-        ctx.frozen = frozen._replace(input_norm=None, post_norm=None, rows=None, head_norms=None)
+        ctx.frozen = frozen._replace(
+            input_norm=None, post_norm=None, attended_norm=None, mlp_norm=None, rows=None,
+            head_norms=None,
+        )  # fmt: skip
         *head_weights, ctx.q_eps, ctx.k_eps = frozen.head_norms or (None,) * 4
         ctx.save_for_backward(
             hidden, cos, sin, mask, frozen.rows,
             normed, input_rstd, raw, qkv, attended, z_o,
-            total, post_normed, post_rstd, gate_up, z_down,
-            frozen.input_norm, frozen.post_norm, *head_weights, *adapters, *attention_saved,
+            projected, projected_rstd, total, post_normed, post_rstd, gate_up, z_down,
+            given, given_rstd, frozen.input_norm, frozen.post_norm, frozen.attended_norm,
+            frozen.mlp_norm, *head_weights, *adapters, *attention_saved,
         )  # fmt: skip
         return output
 
@@ -222,8 +265,9 @@ class DecoderLayer(torch.autograd.Function):
         (
             hidden, cos, sin, mask, rows,
             normed, input_rstd, raw, qkv, attended, z_o,
-            total, post_normed, post_rstd, gate_up, z_down,
-            input_norm, post_norm, q_norm, k_norm, *rest,
+            projected, projected_rstd, total, post_normed, post_rstd, gate_up, z_down,
+            given, given_rstd, input_norm, post_norm, attended_norm,
+            mlp_norm, q_norm, k_norm, *rest,
         ) = ctx.saved_tensors  # fmt: skip
         adapters, attention_saved = rest[: len(ctx.kinds)], rest[len(ctx.kinds) :]
         frozen = ctx.frozen
@@ -246,6 +290,8 @@ class DecoderLayer(torch.autograd.Function):
             if grad is None or rows is not None:
                 grad = empty_rows(x, len(total), of_down.matrix.shape[0])
                 grad[:, :width].copy_(_wanted(as_rows(grad_output), rows))
+            grad_residual = grad[:, :width]
+            grad = _of_added(grad, width, frozen.multiplier, given, mlp_norm, given_rstd)
             grad_swiglu = grow_k_backward(grad, of_down)
             grad_gate_up = empty_rows(x, len(total), of_gate_up.matrix.shape[0])
             grad_down_A, grad_gate_B, grad_up_B = swiglu_gradients(
@@ -265,10 +311,14 @@ class DecoderLayer(torch.autograd.Function):
                 post_normed[:, :width], None, None, grad_gate_up[:, of_gate_up.out :],
             )  # fmt: skip
             grad_total = empty_rows(x, len(total), of_o.matrix.shape[0])
-            residual_norm_backward(
-                grad_normed, grad[:, :width], total, post_norm, post_rstd, grad_total[:, :width]
+            _norm_backward(
+                grad_normed, grad_residual, total, post_norm, post_rstd, grad_total[:, :width]
             )
             del grad_normed
+            grad_residual = grad_total[:, :width]
+            grad_total = _of_added(
+                grad_total, width, frozen.multiplier, projected, attended_norm, projected_rstd
+            )
 
             # total = x + o(attended)
             grad_attended = grow_k_backward(grad_total, of_o)
@@ -276,11 +326,11 @@ class DecoderLayer(torch.autograd.Function):
                 of_o, kinds_o, need_o,
                 _wanted(attended, rows), grad_total[:, :width], z_o, grad_total[:, width:],
             )  # fmt: skip
-            grad_total = grad_total[:, :width]
+            del grad_total
             if rows is not None:
                 adapter_sums.compute()  # of as many tokens, and not of all as those that follow
                 grad_attended = _spread(grad_attended, rows, len(x))
-                grad_total = _spread(grad_total, rows, len(x))
+                grad_residual = _spread(grad_residual, rows, len(x))
             grad_qkv = empty_rows(x, len(x), of_qkv.matrix.shape[0])
             attention_backward(
                 grad_attended, qkv, cos, sin, mask, attended, attention_saved, ctx.attention,
@@ -299,8 +349,8 @@ class DecoderLayer(torch.autograd.Function):
                 grad_z = grad_qkv[:, of_qkv.out :]
                 # as the layer before would have it, in whose backward it is most likely to go
                 wide = empty_rows(x, len(x), of_down.matrix.shape[0])
-                residual_norm_backward(
-                    grad_normed, grad_total, x, input_norm, input_rstd, wide[:, :width]
+                _norm_backward(
+                    grad_normed, grad_residual, x, input_norm, input_rstd, wide[:, :width]
                 )
                 frozen.borders.handover.offer(wide)
                 grad_hidden = wide[:, :width].view(hidden.shape)
@@ -332,19 +382,63 @@ def _spread(wanted: Tensor, rows: Tensor, count: int) -> Tensor:
     return wanted.new_zeros(count, wanted.shape[1]).index_copy_(0, rows, wanted)
 
 
-def _add_projected(residual: Tensor, x: Tensor, bordered: Bordered, total: Tensor) -> Tensor:
-    """Write residual + x W' + bias + s (x A') B' into total; returns x A', contiguous."""
+def _norm(
+    x: Tensor, weight: Tensor | None, eps: float, y: Tensor, copy: Tensor | None = None
+) -> Tensor | None:
+    """Write the norm of x into y, or without a weight x, and x into copy; returns rstd."""
+    if weight is not None:
+        return residual_norm_forward(x, weight, eps, y, copy=copy)
+    y.copy_(x)
+    if copy is not None:
+        copy.copy_(x)
+    return None
+
+
+def _norm_backward(
+    grad_y: Tensor, grad_residual: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor | None,
+    grad_x: Tensor,
+) -> None:  # fmt: skip
+    """Write the gradient of what `_norm` was given, which goes on as the residual, into grad_x."""
+    if weight is None or rstd is None:
+        torch.add(grad_y, grad_residual, out=grad_x)
+    else:
+        residual_norm_backward(grad_y, grad_residual, x, weight, rstd, grad_x)
+
+
+def _of_added(
+    grad: Tensor, width: int, multiplier: float, x: Tensor | None, weight: Tensor | None,
+    rstd: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Wide rows with the gradient of what a projection gives, from those with that of a sum, to
+    which it is added as it is (the same rows then), as a multiple, or normed (x, of which rstd)."""
+    if weight is None and multiplier == 1.0:
+        return grad
+    of_sum, wide = grad[:, :width], empty_rows(grad, *grad.shape)
+    if x is None or weight is None or rstd is None:
+        torch.mul(of_sum, multiplier, out=wide[:, :width])
+        return wide
+    residual_norm_backward(of_sum, None, x, weight, rstd, wide[:, :width])
+    if multiplier != 1.0:
+        wide[:, :width].mul_(multiplier)
+    return wide
+
+
+def _add_projected(
+    residual: Tensor | None, x: Tensor, bordered: Bordered, total: Tensor, multiplier: float
+) -> Tensor:
+    """Write residual + multiplier (x W' + bias + s (x A') B') into total; returns x A', copied."""
     matrix, inputs, out = bordered.matrix, bordered.in_features, bordered.out
     y = extended_product(x, bordered)
     z = y[:, out:]
     z_copy = z.new_empty(z.shape)  # its own, so that what is saved does not keep y
-    add_adapted(residual, y[:, :out], z, matrix[:out, inputs:], total, z_copy)
+    add_adapted(residual, y[:, :out], z, matrix[:out, inputs:], total, z_copy, multiplier)
     return z_copy
 
 
 def _check(
-    hidden: Tensor, cos: Tensor, sin: Tensor, adapters: Sequence[Tensor], frozen: FrozenLayer
-) -> None:
+    hidden: Tensor, cos: Tensor | None, sin: Tensor | None, adapters: Sequence[Tensor],
+    frozen: FrozenLayer,
+) -> None:  # fmt: skip
     """Raise ValueError where shapes or dtypes do not fit together, naming the tensor."""
     name = "DecoderLayer"
     qkv = frozen.qkv
@@ -358,7 +452,7 @@ def _check(
             f"{name}: hidden is {hidden.dtype}, the buffers {qkv.matrix.dtype} and the dtype of "
             f"the computation {compute_dtype(hidden)}: give all one dtype, or use the unfused layer"
         )
-    if cos.requires_grad or sin.requires_grad:
+    if any(angle is not None and angle.requires_grad for angle in (cos, sin)):
         raise ValueError(
             f"{name}: cos or sin requires a gradient, which it would not get: detach them, or use "
             "the unfused layer"

@@ -6,7 +6,7 @@ call whether it may stand in for the module's own, and steps aside while it may 
 """
 
 from collections.abc import Iterator
-from dataclasses import InitVar, dataclass, fields
+from dataclasses import InitVar, dataclass, field, fields
 from types import MethodType
 from typing import Any, NoReturn
 
@@ -30,7 +30,7 @@ PARTS_SET = "_fused_parts"
 class Fusion:
     """Switches for the parts of a model to run fused. All off is stock PEFT.
 
-    mlp: gate, up, SwiGLU and down with their adapters as one autograd function (`fused_mlp`).
+    mlp: gate, up, SwiGLU or GeGLU and down with their adapters as one function (`fused_mlp`).
     attention: q, k and v with their adapters as one autograd function, o as another.
     rope: the rotary embedding of q and k in one kernel; with attention, all of it is one function.
     rms_norm: every RMSNorm as one kernel; a layer's second with the residual's addition before it.
@@ -68,16 +68,21 @@ class FusionReport:
 
     fused: part -> names of the modules that run it, as in `model.named_modules()`.
     left: module name -> why it stays on PEFT's or transformers' own path.
+    counts: part -> what of it runs fused, of how many: "2 of 8 projections".
 
     As a string it has a line for each part and for each reason.
     """
 
     fused: dict[str, list[str]]
     left: dict[str, str]
+    counts: dict[str, str] = field(default_factory=dict, compare=False)
 
     def __str__(self) -> str:
-        fused = {part: len(names) for part, names in self.fused.items() if names}
-        lines = [f"{part}: {count} modules fused" for part, count in fused.items()]
+        fused = {part: names for part, names in self.fused.items() if names}
+        lines = [
+            f"{part}: {self.counts.get(part, f'{len(names)} modules')} fused"
+            for part, names in fused.items()
+        ]
         modules: dict[str, list[str]] = {}
         for name, reason in self.left.items():
             modules.setdefault(reason, []).append(name)
@@ -122,7 +127,7 @@ def fuse(model: nn.Module, fusion: Fusion | None = None, *, strict: bool = True)
             "fuse: checkpoint concerns no module of this model: it has no layers of transformers' "
             "GradientCheckpointingLayer"
         )
-    refused: dict[str, str] = {}
+    refused: dict[str, str] = {}  # by part, or module
     for part in list(wanted):
         reasons = {name: site.why_not(module) for name, module, site in _candidates(model, part)}
         if not all(reasons.values()):
@@ -134,6 +139,8 @@ def fuse(model: nn.Module, fusion: Fusion | None = None, *, strict: bool = True)
             )
         wanted.remove(part)
         refused |= {f"{name} as {part}": why for name, why in reasons.items() if why}
+        if not reasons:
+            refused[part] = SWITCHES[part].none_found
     running = {part for module in model.modules() for part in fused_parts_of(module)}.union(wanted)
     # all that run fused, so that where a module runs several parts the last one's forward is set
     for part in SWITCHES:
@@ -154,7 +161,7 @@ def fuse(model: nn.Module, fusion: Fusion | None = None, *, strict: bool = True)
     if wanted or policy is not None:
         setattr(model, REPLICATE, _refuse_data_parallel)
     found = report(model)
-    return FusionReport(found.fused, found.left | refused)
+    return FusionReport(found.fused, found.left | refused, found.counts)
 
 
 def _best(model: nn.Module) -> Fusion:
@@ -211,6 +218,7 @@ def report(model: nn.Module) -> FusionReport:
     Between two forwards FSDP's weights are sharded, and what reads them counts as left, too."""
     fused: dict[str, list[str]] = {}
     left: dict[str, str] = {}
+    counts: dict[str, str] = {}
     active = {part for module in model.modules() for part in vars(module).get(PARTS_SET, ())}
     whole = tuple(
         f"{name}."
@@ -219,20 +227,24 @@ def report(model: nn.Module) -> FusionReport:
     )
     for part in (part for part in SWITCHES if part in active):
         fused[part] = []
+        run = found = 0
         for name, module, site in _candidates(model, part):
             if name.startswith(whole):
                 continue
+            found += site.count(module)
             reason = _why_not_now(site, module)
             if reason is None and part not in fused_parts_of(module):
                 reason = "not asked for: it became able to run fused after fuse() was called"
             if reason is None:
                 fused[part].append(name)
+                run += site.count(module)
             else:
                 left[name] = reason
+        counts[part] = f"{run} of {found} {SWITCHES[part].units}"
     layers = {name: checkpoint.policy_of(layer) for name, layer in _layers(model)}
     if any(layers.values()):
         fused["checkpoint"] = [name for name, policy in layers.items() if policy]
-    return FusionReport(fused, left)
+    return FusionReport(fused, left, counts)
 
 
 def _why_not_now(site: Site, module: nn.Module) -> str | None:

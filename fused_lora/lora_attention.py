@@ -73,7 +73,8 @@ class LoRA_Attention(torch.autograd.Function):
 
     Args:
         x: [batch, positions, in], bf16, fp16 or fp32, of any strides, batch 0 included.
-        cos, sin: [batch or 1, positions, head_dim], as rope's. They get no gradient.
+        cos, sin: [batch or 1, positions, head_dim], as rope's. They get no gradient. None, both:
+            q and k are not turned.
         mask: None, for causal attention, or what scaled_dot_product_attention takes. Likewise.
         adapters: A [r, in] and B [out, r] of q, k, v and o, 8 tensors of any r and any dtype, as
             for LoRA_W.
@@ -165,7 +166,11 @@ class LoRA_Attention(torch.autograd.Function):
                 grad_qkv,
             )  # fmt: skip
             if q is not None:
-                q, k = (t.unflatten(2, (-1, cos.shape[2])).transpose(1, 2) for t in (q, k))
+                of = ctx.attention
+                q, k = (
+                    t.unflatten(2, (count, -1)).transpose(1, 2)
+                    for t, count in ((q, of.heads), (k, of.kv_heads))
+                )
                 head_norms_backward(q, k, HeadNorms(q_norm, k_norm, ctx.q_eps, ctx.k_eps), grad_qkv)
             del grad_attended
             grads = grad_qkv.split_with_sizes([weight.shape[0] for weight in of_qkv.weights], 1)
@@ -179,8 +184,8 @@ class LoRA_Attention(torch.autograd.Function):
 
 def _check(
     x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     adapters: list[Tensor],
     layers: list[FrozenLinear],
     frozen: FrozenAttention,
@@ -193,7 +198,7 @@ def _check(
         )
     if x.ndim != 3:
         raise ValueError(f"{name}: x is {list(x.shape)}, should be [batch, positions, in]")
-    if cos.requires_grad or sin.requires_grad:
+    if any(angle is not None and angle.requires_grad for angle in (cos, sin)):
         raise ValueError(
             f"{name}: cos or sin requires a gradient, which it would not get: detach them, or use "
             "the unfused attention"

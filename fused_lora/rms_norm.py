@@ -2,6 +2,8 @@
 
     y = x r w,      r = 1 / sqrt(mean(x^2) + eps)      mean over the last dimension, of N elements
 
+where w is the weight, or 1 + weight if that is zero-centred, as Gemma's.
+
 In a decoder layer x is itself a sum, total = x + delta, which goes on as the residual.
 `add_rms_norm` returns both, so that no kernel writes total only for the next to read it.
 
@@ -52,6 +54,7 @@ def _rms_norm_forward_kernel(
     y_row_stride,
     hidden,
     eps,
+    ZERO_CENTERED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     # int64: from 1,048,576 rows of 2,048 on, an int32 offset overflows
@@ -61,6 +64,8 @@ def _rms_norm_forward_kernel(
     # 0.0 behind the end, which adds nothing to the sum of squares
     x = tl.load(x_ptr + row * x_row_stride + columns, mask=mask, other=0.0)
     weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    if ZERO_CENTERED:
+        weight += 1.0
     if delta_ptr is not None:
         delta = tl.load(delta_ptr + row * delta_row_stride + columns, mask=mask, other=0.0)
         x = (x.to(tl.float32) + delta.to(tl.float32)).to(total_ptr.dtype.element_ty)
@@ -92,6 +97,7 @@ def _rms_norm_backward_kernel(
     rows,
     hidden,
     rows_per_program,
+    ZERO_CENTERED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
@@ -99,6 +105,8 @@ def _rms_norm_backward_kernel(
     columns = tl.arange(0, BLOCK)
     mask = columns < hidden
     weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    if ZERO_CENTERED:
+        weight += 1.0
     partial = tl.zeros([BLOCK], tl.float32)
     for index in range(tl.minimum(rows - first, rows_per_program)):
         row = first + index
@@ -121,18 +129,20 @@ def _rms_norm_backward_kernel(
         tl.store(partial_ptr + program * hidden + columns, partial, mask=mask)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
     """x over the root of its mean square, times weight.
 
     Equivalent PyTorch::
 
         rstd = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
         weight * (x.float() * rstd).to(x.dtype)
+        # zero_centered: ((1 + weight.float()) * (x.float() * rstd)).to(x.dtype)
 
     Args:
         x: [..., hidden], bf16, fp16 or fp32; hidden at most 65,536. Any strides: it is copied only
             if its rows are not one stride apart, or their elements not side by side.
         weight: [hidden], in x's dtype. What is not contiguous is copied first.
+        zero_centered: the weight is what is added to one, as in Gemma.
 
     Returns:
         A new contiguous tensor of x's shape and dtype, computed in fp32; grad_x is another. The
@@ -146,19 +156,21 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         ValueError: shapes, dtypes or devices do not fit, or no kernel can run on them.
         RuntimeError: from backward, under create_graph=True.
     """
-    return RMSNorm.apply(x, weight, eps)
+    return RMSNorm.apply(x, weight, eps, zero_centered)
 
 
-def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, delta: Tensor, weight: Tensor, eps: float, zero_centered: bool = False
+) -> tuple[Tensor, Tensor]:
     """(y, total): the sum of x and delta, normalised, and the sum itself.
 
     Equivalent PyTorch::
 
         total = x + delta
-        rms_norm(total, weight, eps), total
+        rms_norm(total, weight, eps, zero_centered), total
 
     Args:
-        x, weight, eps: as for `rms_norm`.
+        x, weight, eps, zero_centered: as for `rms_norm`.
         delta: as x, of its shape and dtype.
 
     Returns:
@@ -167,16 +179,17 @@ def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[
     Saved for backward: total, weight and [rows] fp32; neither x nor delta. An output that nobody
     uses counts as one with a gradient of zero. Everything else is as for `rms_norm`.
     """
-    return AddRMSNorm.apply(x, delta, weight, eps)
+    return AddRMSNorm.apply(x, delta, weight, eps, zero_centered)
 
 
 class RMSNorm(torch.autograd.Function):
-    """``RMSNorm.apply(x, weight, eps)``; see `rms_norm`."""
+    """``RMSNorm.apply(x, weight, eps, zero_centered)``; see `rms_norm`."""
 
     @staticmethod
-    def forward(ctx, x, weight, eps):
+    def forward(ctx, x, weight, eps, zero_centered):
         _check("rms_norm", x, None, weight)
-        y, _, rstd = rms_norm_forward(x, None, weight, eps)
+        y, _, rstd = rms_norm_forward(x, None, weight, eps, zero_centered)
+        ctx.zero_centered = zero_centered
         ctx.save_for_backward(x, weight, rstd)
         return y
 
@@ -185,17 +198,20 @@ class RMSNorm(torch.autograd.Function):
         _refuse_second_derivative("rms_norm")
         x, weight, rstd = ctx.saved_tensors
         needed = ctx.needs_input_grad[1]
-        grad_x, grad_weight = rms_norm_backward(grad_y, None, x, weight, rstd, needed)
-        return grad_x, grad_weight, None
+        grad_x, grad_weight = rms_norm_backward(
+            grad_y, None, x, weight, rstd, needed, ctx.zero_centered
+        )
+        return grad_x, grad_weight, None, None
 
 
 class AddRMSNorm(torch.autograd.Function):
-    """``AddRMSNorm.apply(x, delta, weight, eps)``; see `add_rms_norm`."""
+    """``AddRMSNorm.apply(x, delta, weight, eps, zero_centered)``; see `add_rms_norm`."""
 
     @staticmethod
-    def forward(ctx, x, delta, weight, eps):
+    def forward(ctx, x, delta, weight, eps, zero_centered):
         _check("add_rms_norm", x, delta, weight)
-        y, total, rstd = rms_norm_forward(x, delta, weight, eps)
+        y, total, rstd = rms_norm_forward(x, delta, weight, eps, zero_centered)
+        ctx.zero_centered = zero_centered
         ctx.save_for_backward(total, weight, rstd)
         return y, total
 
@@ -204,12 +220,16 @@ class AddRMSNorm(torch.autograd.Function):
         _refuse_second_derivative("add_rms_norm")
         total, weight, rstd = ctx.saved_tensors
         needed = ctx.needs_input_grad[2]
-        grad_x, grad_weight = rms_norm_backward(grad_y, grad_total, total, weight, rstd, needed)
+        grad_x, grad_weight = rms_norm_backward(
+            grad_y, grad_total, total, weight, rstd, needed, ctx.zero_centered
+        )
         # one tensor for both, as an addition gives: autograd adds into none that somebody else has
-        return grad_x, grad_x, grad_weight, None
+        return grad_x, grad_x, grad_weight, None, None
 
 
-def rms_norm_forward(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float):
+def rms_norm_forward(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, zero_centered: bool = False
+):
     """(y, total, rstd) of `add_rms_norm`; without delta those of `rms_norm`, total None."""
     (x_rows, x_stride), (delta_rows, delta_stride) = _rows(x), _rows(delta)
     hidden = x.shape[-1]
@@ -221,7 +241,8 @@ def rms_norm_forward(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
         launch(
             _rms_norm_forward_kernel, (rstd.numel(),),
             x_rows, delta_rows, weight.contiguous(), total, y, rstd,
-            x_stride, delta_stride, hidden, hidden, hidden, eps, block, num_warps=warps,
+            x_stride, delta_stride, hidden, hidden, hidden, eps, zero_centered, block,
+            num_warps=warps,
         )  # fmt: skip
     return y, total, rstd
 
@@ -233,6 +254,7 @@ def rms_norm_backward(
     weight: Tensor,
     rstd: Tensor,
     need_weight: bool,
+    zero_centered: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """(grad_x, grad_weight) for what was normalised, `total`; grad_weight None unless needed."""
     (grad_y_rows, grad_y_stride), (total_rows, total_stride) = _rows(grad_y), _rows(total)
@@ -248,7 +270,7 @@ def rms_norm_backward(
             _rms_norm_backward_kernel, (programs,),
             grad_y_rows, grad_total_rows, total_rows, weight.contiguous(), rstd, grad_x, partial,
             grad_y_stride, grad_total_stride, total_stride, hidden,
-            rows, hidden, rows_per_program, block, num_warps=warps,
+            rows, hidden, rows_per_program, zero_centered, block, num_warps=warps,
         )  # fmt: skip
     return grad_x, None if partial is None else partial.sum(0).to(weight.dtype)
 

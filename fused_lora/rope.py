@@ -65,14 +65,20 @@ def _load_angles(
     cos_ptr, sin_ptr, batch_stride, batch, position,
     BACKWARD: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
-    """cos_1, cos_2, sin_1 and sin_2 [BLOCK_HALF] of one position; BACKWARD turns the other way."""
+    """cos_1, cos_2, sin_1 and sin_2 [BLOCK_HALF] of one position; BACKWARD turns the other way.
+    Without cos_ptr those of an angle of 0."""
     features = tl.arange(0, BLOCK_HALF)
     mask = features < HALF
     angle = batch * batch_stride + position * (2 * HALF) + features
-    cos_1 = tl.load(cos_ptr + angle, mask=mask).to(tl.float32)
-    cos_2 = tl.load(cos_ptr + angle + HALF, mask=mask).to(tl.float32)
-    sin_1 = tl.load(sin_ptr + angle, mask=mask).to(tl.float32)
-    sin_2 = tl.load(sin_ptr + angle + HALF, mask=mask).to(tl.float32)
+    if cos_ptr is None:
+        cos_1 = tl.full([BLOCK_HALF], 1.0, tl.float32)
+        sin_1 = tl.zeros([BLOCK_HALF], tl.float32)
+        cos_2, sin_2 = cos_1, sin_1
+    else:
+        cos_1 = tl.load(cos_ptr + angle, mask=mask).to(tl.float32)
+        cos_2 = tl.load(cos_ptr + angle + HALF, mask=mask).to(tl.float32)
+        sin_1 = tl.load(sin_ptr + angle, mask=mask).to(tl.float32)
+        sin_2 = tl.load(sin_ptr + angle + HALF, mask=mask).to(tl.float32)
     if BACKWARD:
         sin_1, sin_2 = -sin_2, -sin_1
     return cos_1, cos_2, sin_1, sin_2

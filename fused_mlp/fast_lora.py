@@ -1,18 +1,18 @@
-"""LoRA_MLP: a SwiGLU MLP with LoRA adapters as one autograd function, its backward by hand.
+"""LoRA_MLP: a gated MLP with LoRA adapters as one autograd function, its backward by hand.
 
 Forward, for x [T, hidden] and the frozen W, adapters A, B and scale s of each projection:
 
     z      = [zg, zu] = x [Ag; Au]'          [T, 2r]
     gate   = x Wg' + sg zg Bg'               [T, intermediate]
     up     = x Wu' + su zu Bu'               [T, intermediate]
-    h      = silu(gate) * up                 [T, intermediate]
+    h      = silu(gate) * up                 [T, intermediate], or gelu(gate) * up
     output = h Wd' + sd (h Ad') Bd'          [T, hidden]
 
 Backward, for dy = grad_output, in the order of execution:
 
     p   = sd dy Bd                           [T, r]
     dh  = p Ad + dy Wd
-    h, dgate, dup = swiglu_backward(dh, gate, up)
+    h, dgate, dup = swiglu_backward(dh, gate, up)      or geglu_backward
     dAd = p' h                      dBd = sd dy' (h Ad')
     dz  = [sg dgate Bg, su dup Bu]           [T, 2r]
     dx  = dz [Ag; Au] + dgate Wg + dup Wu
@@ -31,6 +31,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .geglu import geglu_backward, geglu_forward
 from .swiglu import swiglu_backward, swiglu_forward
 from .utils import (
     Group,
@@ -49,6 +50,7 @@ class FrozenMLP(NamedTuple):
 
     output_needed: False where a checkpointed layer runs again, for what LoRA_MLP saves and not for
     its output: that is zeros then, and neither silu nor the down projection is computed.
+    activation: "silu", or "gelu_tanh" for GELU by its approximation with tanh.
     """
 
     gate_weight: Tensor  # [intermediate, hidden]
@@ -58,6 +60,7 @@ class FrozenMLP(NamedTuple):
     up_scaling: float
     down_scaling: float
     output_needed: bool = True
+    activation: str = "silu"
 
 
 class LoRA_MLP(torch.autograd.Function):
@@ -70,7 +73,7 @@ class LoRA_MLP(torch.autograd.Function):
 
         gate = adapted(x, frozen.gate_weight, gate_A, gate_B, frozen.gate_scaling)
         up = adapted(x, frozen.up_weight, up_A, up_B, frozen.up_scaling)
-        hidden = F.silu(gate) * up
+        hidden = F.silu(gate) * up  # or F.gelu(gate, approximate="tanh") * up
         output = adapted(hidden, frozen.down_weight, down_A, down_B, frozen.down_scaling)
 
     Args:
@@ -104,6 +107,7 @@ class LoRA_MLP(torch.autograd.Function):
         ctx.dtypes_of_both = [t.dtype for t in (gate_A, gate_B, up_A, up_B)]
         ctx.dtypes_of_down = [t.dtype for t in (down_A, down_B)]
         ctx.scalings = frozen.gate_scaling, frozen.up_scaling, frozen.down_scaling
+        ctx.is_geglu = frozen.activation == "gelu_tanh"
         gate_scaling, up_scaling, down_scaling = ctx.scalings
 
         # all in autocast's own dtype where it is on, so that it finds nothing to cast below
@@ -120,7 +124,7 @@ class LoRA_MLP(torch.autograd.Function):
         gate = matmul_lora(rows, gate_weight, z_gate, gate_B, gate_scaling)
         up = matmul_lora(rows, up_weight, z_up, up_B, up_scaling)
         if frozen.output_needed:
-            hidden = swiglu_forward(gate, up)
+            hidden = (geglu_forward if ctx.is_geglu else swiglu_forward)(gate, up)
             # not a view itself, or autograd would forbid to change it in place
             output = rows.new_empty(x.shape)
             z_down = hidden @ down_A.t()
@@ -170,7 +174,8 @@ class LoRA_MLP(torch.autograd.Function):
             down = Group([down_weight], down_A, [down_B], [down_scaling])
             grad_hidden, grad_z = input_gradient(down, [grad_rows], True, [need_down_A])
             assert grad_hidden is not None
-            hidden, grad_gate, grad_up = swiglu_backward(grad_hidden, gate, up)
+            activation_backward = geglu_backward if ctx.is_geglu else swiglu_backward
+            hidden, grad_gate, grad_up = activation_backward(grad_hidden, gate, up)
             del grad_hidden  # at 16,384 tokens each [T, intermediate] is 361 MB: let it go early
             z_down = hidden @ down_A.t() if need_down_B else None
             grads_down = adapter_gradients(
@@ -196,6 +201,10 @@ class LoRA_MLP(torch.autograd.Function):
 
 def _check(x: Tensor, dtype: torch.dtype, adapters: tuple[Tensor, ...], frozen: FrozenMLP) -> None:
     """Raise ValueError where shapes or dtypes do not fit together, naming the tensor."""
+    if frozen.activation not in ("silu", "gelu_tanh"):
+        raise ValueError(
+            f"LoRA_MLP: activation is {frozen.activation!r}, should be 'silu' or 'gelu_tanh'"
+        )
     intermediate, hidden = frozen.gate_weight.shape
     if x.ndim == 0 or x.shape[-1] != hidden:
         raise ValueError(f"LoRA_MLP: x is {list(x.shape)}, its last dimension should be {hidden}")

@@ -24,6 +24,7 @@ from fused_lora.kernels import residual as residual_kernels
 from fused_lora.kernels.sums_over_tokens import sums_over_tokens
 from fused_lora.kernels.swiglu_products_backward import Product, swiglu_backward_products
 from fused_lora.kernels.swiglu_products_forward import swiglu_forward_product
+from fused_mlp.geglu import geglu_backward, geglu_forward
 from fused_mlp.swiglu import swiglu_backward, swiglu_forward
 
 BATCH, POSITIONS, HIDDEN, COLUMNS, VOCABULARY, RANK = 32, 64, 2048, 11_008, 151_936, 32
@@ -56,8 +57,11 @@ def launch_parts():
     gate, x, weight = empty(TOKENS, COLUMNS), empty(TOKENS, HIDDEN), empty(HIDDEN)
     swiglu_forward(gate, gate)
     swiglu_backward(gate, gate, gate)
+    geglu_forward(gate, gate)
+    geglu_backward(gate, gate, gate)
     rms_norm.rms_norm_forward(x, x, weight, 1e-6)
     rms_norm.rms_norm_backward(x, x, x, weight, empty(TOKENS, dtype=torch.float32), True)
+    rms_norm.rms_norm_forward(x, None, weight, 1e-6, zero_centered=True)
     q, k = (empty(BATCH, heads, POSITIONS, HEAD_DIM) for heads in (HEADS, KV_HEADS))
     cos = empty(1, POSITIONS, HEAD_DIM)
     rope.rope(q, k, cos, cos)
@@ -70,7 +74,9 @@ def launch_layer():
     y, z = wide[:, :HIDDEN], wide[:, HIDDEN:]
     rstd = residual_kernels.residual_norm_forward(x, weight, 1e-6, y, copy=x)
     residual_kernels.residual_norm_backward(x, y, x, weight, rstd, y)
+    residual_kernels.add_normed(x, y, weight, 1e-6, x)
     residual_kernels.add_adapted(x, y, z, empty(HIDDEN, RANK), x, empty(TOKENS, RANK))
+    residual_kernels.add_adapted(None, y, z, empty(HIDDEN, RANK), x, empty(TOKENS, RANK), 0.3)
     qkv = empty(TOKENS, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
     cos = empty(1, POSITIONS, HEAD_DIM)
     qkv_rope.rope_forward(qkv, cos, cos, HEADS, KV_HEADS)
@@ -78,15 +84,20 @@ def launch_layer():
     attended, logsumexp = causal_attention.causal_attention_forward(
         qkv, POSITIONS, HEADS, KV_HEADS, 0.1
     )
-    causal_attention_backward.causal_attention_backward(
-        grad, qkv, cos, cos, attended, logsumexp, KV_HEADS, 0.1, grad_qkv
-    )
+    for angles in ((cos, cos), (None, None)):
+        causal_attention_backward.causal_attention_backward(
+            grad, qkv, *angles, attended, logsumexp, KV_HEADS, 0.1, grad_qkv
+        )
     grads = [empty(BATCH, heads, POSITIONS, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     qkv_rope.rope_backward(*grads, cos, cos, qkv)
     qkv_rope.rope_together(*grads, cos, cos, qkv)
-    norms = qkv_norm_rope.HeadNorms(empty(HEAD_DIM), empty(HEAD_DIM), 1e-6, 1e-6)
-    qkv_norm_rope.norm_rope_together(*grads, norms, cos, cos, qkv)
-    qkv_norm_rope.head_norms_backward(*grads[:2], norms, qkv)
+    qkv_rope.rope_together(*grads, None, None, qkv)
+    of_heads = qkv_norm_rope.HeadNorms(empty(HEAD_DIM), empty(HEAD_DIM), 1e-6, 1e-6)
+    weights = (empty(count * HEAD_DIM) for count in (HEADS, KV_HEADS))
+    of_all = qkv_norm_rope.HeadNorms(*weights, 1e-6, 1e-6)
+    for norms, angles in ((of_heads, (cos, cos)), (of_all, (None, None))):
+        qkv_norm_rope.norm_rope_together(*grads, norms, *angles, qkv)
+        qkv_norm_rope.head_norms_backward(*grads[:2], norms, qkv)
     # its launcher reads addresses, of which these tensors have none
     table = [empty(1, dtype=d) for d in (torch.int64, torch.float32, torch.int32, torch.int32)]
     source, block = empty(1, dtype=torch.float32), many_copies.BLOCK_COPIED

@@ -182,11 +182,14 @@ def in_dtypes(adapters, adapter_dtype):
     return [t.to(dtype) for t, dtype in zip(adapters, dtypes, strict=False)]
 
 
-def make_lora_mlp(shape, *, dtype, device, r=8, adapter_dtype=None, frozen_dtype=None):
+def make_lora_mlp(
+    shape, *, dtype, device, r=8, adapter_dtype=None, frozen_dtype=None, activation="silu"
+):
     x, gradient = lora_mlp_case.tokens(*shape, dtype=dtype, device=device)
     ranks = (r, r, r) if isinstance(r, int) else r
     adapters, frozen = lora_mlp_case.mlp(frozen_dtype or dtype, device, r=ranks, adapter_dtype=FP32)
     adapters = in_dtypes(adapters, adapter_dtype or dtype)
+    frozen = frozen._replace(activation=activation)
     return Case({"x": x, **dict(zip(ADAPTER_NAMES, adapters, strict=True)), "frozen": frozen},
                 [gradient])  # fmt: skip
 
@@ -216,10 +219,11 @@ def make_lora_attention(shape, *, dtype, device, r=8, bias=True, adapter_dtype=N
 
 
 def make_norm(function):
-    def make(shape, *, dtype, device):
+    def make(shape, *, dtype, device, zero_centered=False):
         inputs, gradients = rms_norm_case.make(function, *shape, dtype=dtype, device=device)
         names = ("x", "weight") if function is rms_norm else ("x", "delta", "weight")
-        return Case(dict(zip(names, inputs, strict=True)) | {"eps": rms_norm_case.EPS}, gradients)
+        options = {"eps": rms_norm_case.EPS, "zero_centered": zero_centered}
+        return Case(dict(zip(names, inputs, strict=True)) | options, gradients)
 
     return make
 
@@ -248,6 +252,7 @@ ADAPTED = ("x", *ADAPTER_NAMES)
 OF_QKV = ("x", "q_A", "q_B", "k_A", "k_B", "v_A", "v_B")
 TOKENS = ((), (1,), (13,), (1, 1), (2, 1, 3, 5))
 NO_TOKENS = ((0,), (0, 5), (2, 0))
+ZERO_CENTERED = {"zero_centered": (False, True)}
 ROWS = ((2, 3, 139), (7, 52), (1, 300), (64,), (3, 2048), (2, 2, 2, 33))
 
 OPERATIONS = {
@@ -257,6 +262,12 @@ OPERATIONS = {
             "LoRA_MLP", LoRA_MLP.apply, lora_mlp, make_lora_mlp, ADAPTED,
             saved=("x", "down_B", "frozen.gate_weight"), usual=(3, 13), shapes=TOKENS,
             empty=NO_TOKENS, options={"r": (*RANKS, (1, 12, 64), (64, 4, 1), (0, 8, 0), (8, 0, 8))},
+        ),
+        Operation(
+            "LoRA_MLP, GeGLU", LoRA_MLP.apply, lora_mlp,
+            partial(make_lora_mlp, activation="gelu_tanh"), ADAPTED,
+            saved=("x", "down_B", "frozen.gate_weight"), usual=(3, 13), shapes=TOKENS,
+            empty=NO_TOKENS, options={"r": (8, (64, 4, 1), (0, 8, 0))},
         ),
         Operation(
             "LoRA_W", LoRA_W.apply, attention_case.lora_w, make_linear(1), ("x", "A", "B"),
@@ -284,12 +295,13 @@ OPERATIONS = {
         Operation(
             "rms_norm", rms_norm, rms_norm_case.eager_rms_norm, make_norm(rms_norm),
             ("x", "weight"), saved=("x", "weight"), usual=(2, 3, 139), shapes=ROWS,
-            empty=((0, 52), (2, 0, 139)), of_products=False,
+            empty=((0, 52), (2, 0, 139)), options=ZERO_CENTERED, of_products=False,
         ),
         Operation(
             "add_rms_norm", add_rms_norm, rms_norm_case.eager_add_rms_norm, make_norm(add_rms_norm),
             ("x", "delta", "weight"), saved=("weight", "output 1"), usual=(2, 3, 139), shapes=ROWS,
-            empty=((0, 52), (2, 0, 139)), strided=("x", "delta"), of_products=False,
+            empty=((0, 52), (2, 0, 139)), options=ZERO_CENTERED, strided=("x", "delta"),
+            of_products=False,
         ),
         Operation(
             "rope", rope, rope_case.eager, make_rope, ("q", "k"), saved=("cos", "sin"),

@@ -81,7 +81,7 @@ def runs(model, shape, dtype, grad_layout=None, exact=False, **options):
     """`run` on three draws, stacked: on one alone, how far rounding puts a small gradient from the
     truth is luck, for eager and fused alike."""
     device = next(model.parameters()).device
-    width = layer_of(model).input_layernorm.weight.shape[0]
+    width = layer_of(model).post_attention_layernorm.weight.shape[0]
     found = []
     for draw in range(3):
         hidden, grad = (

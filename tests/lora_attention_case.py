@@ -22,7 +22,7 @@ def make(
     r=(8, 8, 8, 8), bias=True, adapter_dtypes=None, frozen_dtype=None, mask=None, norms=False,
 ):  # fmt: skip
     """x, cos, sin, mask, eight adapters (no B zero) and what is frozen, with or without norms of
-    heads; and a gradient."""
+    heads ("together": of all of a token's together); and a gradient."""
     options = {"dtype": frozen_dtype or dtype, "device": device}
     wide, narrow = heads * head_dim, kv_heads * head_dim
     sizes = [(IN, wide), (IN, narrow), (IN, narrow), (wide, OUT)]
@@ -41,7 +41,8 @@ def make(
     weights, biases, scalings = zip(*layers[:3], strict=True)
     frozen = FrozenAttention(
         FrozenQKV(*weights, *biases, *scalings), layers[3], head_dim, head_dim**-0.5,
-        head_norms(head_dim, **options) if norms else None,
+        head_norms(*((heads, kv_heads) if norms == "together" else (1, 1)), head_dim, **options)
+        if norms else None,
     )  # fmt: skip
     angle = random(1, positions, head_dim // 2, seed=7, scale=3.0, device=device).repeat(1, 1, 2)
     x = random(batch, positions, IN, seed=1, device=device, dtype=dtype)
@@ -49,10 +50,21 @@ def make(
     return [x, angle.cos().to(dtype), angle.sin().to(dtype), mask, *adapters, frozen], grad
 
 
-def head_norms(head_dim, **options):
+def head_norms(heads, kv_heads, head_dim, **options):
     """Each of its own weight and eps, with which scores stay of one unit."""
-    weights = (0.5 + random(head_dim, seed=seed, scale=0.25, **options) for seed in (60, 61))
+    weights = (
+        0.5 + random(count * head_dim, seed=seed, scale=0.25, **options)
+        for seed, count in ((60, heads), (61, kv_heads))
+    )
     return HeadNorms(*weights, 1e-6, 1e-2)
+
+
+def eager_head_norm(x, weight, eps):
+    """Of x [batch, heads, positions, head_dim], every head or, with a weight for all, together."""
+    if len(weight) == x.shape[3]:
+        return eager_rms_norm(x, weight, eps)
+    by_token = eager_rms_norm(x.transpose(1, 2).flatten(2), weight, eps)
+    return by_token.unflatten(2, (-1, x.shape[3])).transpose(1, 2)
 
 
 def eager(x, cos, sin, mask, q_A, q_B, k_A, k_B, v_A, v_B, o_A, o_B, frozen):
@@ -73,8 +85,9 @@ def eager(x, cos, sin, mask, q_A, q_B, k_A, k_B, v_A, v_B, o_A, o_B, frozen):
 
     if frozen.head_norms is not None:
         q_weight, k_weight, q_eps, k_eps = frozen.head_norms
-        q, k = eager_rms_norm(q, q_weight, q_eps), eager_rms_norm(k, k_weight, k_eps)
-    q, k = turned(q), turned(k)
+        q, k = eager_head_norm(q, q_weight, q_eps), eager_head_norm(k, k_weight, k_eps)
+    if cos is not None:
+        q, k = turned(q), turned(k)
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
     is_causal = mask is None and q.shape[2] > 1
     attended = F.scaled_dot_product_attention(

@@ -20,6 +20,13 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def geglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.gelu(gate, approximate="tanh") * up
+
+
+GATED = {"silu": swiglu, "gelu_tanh": geglu}
+
+
 def adapted_linear(x: Tensor, weight: Tensor, A: Tensor, B: Tensor, scaling: float) -> Tensor:
     """As PEFT computes it, its casts for adapters of another dtype than x included."""
     result = F.linear(x, weight)
@@ -29,7 +36,8 @@ def adapted_linear(x: Tensor, weight: Tensor, A: Tensor, B: Tensor, scaling: flo
 def lora_mlp(x, gate_A, gate_B, up_A, up_B, down_A, down_B, frozen) -> Tensor:
     gate = adapted_linear(x, frozen.gate_weight, gate_A, gate_B, frozen.gate_scaling)
     up = adapted_linear(x, frozen.up_weight, up_A, up_B, frozen.up_scaling)
-    return adapted_linear(swiglu(gate, up), frozen.down_weight, down_A, down_B, frozen.down_scaling)
+    hidden = GATED[frozen.activation](gate, up)
+    return adapted_linear(hidden, frozen.down_weight, down_A, down_B, frozen.down_scaling)
 
 
 def random(*shape: int, dtype=torch.float32, device="cpu", seed=0, scale=1.0) -> Tensor:

@@ -8,14 +8,18 @@ from fused_lora.rms_norm import rms_norm
 EPS = 1e-6
 
 
-def eager_rms_norm(x, weight, eps):
+def eager_rms_norm(x, weight, eps, zero_centered=False):
+    """Llama's, or Gemma's, which multiplies before it rounds."""
     wide = x if x.dtype == torch.float64 else x.float()
-    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+    normalised = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if zero_centered:
+        return ((1.0 + weight.to(wide.dtype)) * normalised).to(x.dtype)
+    return weight * normalised.to(x.dtype)
 
 
-def eager_add_rms_norm(x, delta, weight, eps):
+def eager_add_rms_norm(x, delta, weight, eps, zero_centered=False):
     total = x + delta
-    return eager_rms_norm(total, weight, eps), total
+    return eager_rms_norm(total, weight, eps, zero_centered), total
 
 
 def make(function, *shape, dtype, device):

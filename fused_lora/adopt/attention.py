@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,33 +16,41 @@ from ..kernels.qkv_norm_rope import HeadNorms
 from ..lora_attention import FrozenAttention, LoRA_Attention
 from ..lora_linear import FrozenLinear, FrozenQKV, LoRA_QKV, LoRA_W
 from ..rope import rope
+from .families import NormForm
 from .originals import is_builtin, why_replaced
-from .projection import Projection, read_projection
+from .projection import Projection, read_projection, split_projection
 from .rms_norm import why_not_frozen
 from .site import (
     class_forward,
     fused_parts_of,
     having,
+    known_form,
     say_once,
     why_not_class,
     why_not_own_forward,
     why_unloaded,
 )
 
+PLAIN = NormForm()
 
-def read_qkv(attention: nn.Module) -> tuple | str:
+
+def read_qkv(attention: Any) -> tuple | str:
     """Return the operands of LoRA_QKV after x, read from q, k and v as they are now, or the reason
     why they may not run fused."""
     if (reason := why_not_class(attention, "Attention")) is not None:
         return reason
     projections = []
-    for name in ("q_proj", "k_proj", "v_proj"):
+    for name in known_form(attention, "Attention").projections:
         projection = read_projection(getattr(attention, name))
         if isinstance(projection, str):
             return f"{name}: {projection}"
         projections.append(projection)
     if (reason := why_unloaded(attention, projections)) is not None:
         return reason
+    if len(projections) == 1:
+        out = len(projections[0].weight)
+        q = attention.o_proj.in_features
+        projections = split_projection(projections[0], [q, (out - q) // 2, (out - q) // 2])
     adapters = (tensor for one in projections for tensor in (one.A, one.B))
     weights, biases, scalings = zip(
         *((one.weight, one.bias, one.scaling) for one in projections), strict=True
@@ -50,7 +59,7 @@ def read_qkv(attention: nn.Module) -> tuple | str:
 
 
 def head_norms_of(attention: Any) -> HeadNorms | None:
-    """Return the norms of the heads of q and k as they are now, or None if there are none."""
+    """Return the norms of q and k as they are now, or None if there are none."""
     if "q_norm" not in attention._modules:
         return None
     q, k = attention.q_norm, attention.k_norm
@@ -58,15 +67,38 @@ def head_norms_of(attention: Any) -> HeadNorms | None:
 
 
 def why_not_head_norms(attention: Any) -> str | None:
-    """Return the reason if the norms of the heads of q and k may not be part of a function."""
+    """Return the reason if the norms of q and k may not be part of a function."""
     for name in ("q_norm", "k_norm") if "q_norm" in attention._modules else ():
         if (reason := why_not_frozen(attention._modules[name])) is not None:
             return f"{name}: {reason}"
     return None
 
 
+def qkv_attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Attentions with q, k and v as three layers, or one."""
+    for name, module in having("o_proj")(model):
+        if count_of_qkv(module):
+            yield name, module
+
+
+def count_of_qkv(attention: nn.Module) -> int:
+    return len(attention._modules.keys() & {"q_proj", "k_proj", "v_proj", "qkv_proj"})
+
+
+def turning_attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Those of them that turn q and k, as far as is known."""
+    for name, module in qkv_attentions(model):
+        if turns(module):
+            yield name, module
+
+
+def turns(attention: nn.Module) -> bool:
+    form = known_form(attention, "Attention")
+    return form is None or not form.turns or bool(getattr(attention, form.turns))
+
+
 def output_projections(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, attention in having("q_proj", "o_proj")(model):
+    for name, attention in qkv_attentions(model):
         o = attention.get_submodule("o_proj")
         if type(o) is not nn.Linear:  # without an adapter it is best by itself
             yield f"{name}.o_proj", o
@@ -96,8 +128,8 @@ def self_attention_forward(
     past_key_values=None,
     **options,
 ):
-    """The four families' own forward, with its q, k and v and its rotary embedding fused or not; or
-    all of it as one function, where it is asked for both and may."""
+    """The class's own forward, with its q, k and v and its rotary embedding fused or not; or all of
+    it as one function, where it is asked for both and may."""
     if (reason := why_not_class(attention, "Attention")) is not None:
         say_once(attention, reason)
         return class_forward(
@@ -107,8 +139,9 @@ def self_attention_forward(
     operands: tuple | str = "not asked for"
     if "attention" in parts and isinstance(operands := read_qkv(attention), str):
         say_once(attention, operands)
-    if not isinstance(operands, str) and "rope" in parts:
-        o = _read_rest(attention, attention_mask, past_key_values, options)
+    if not isinstance(operands, str) and ("rope" in parts or not turns(attention)):
+        angles = position_embeddings if turns(attention) else (None, None)
+        o = _read_rest(attention, angles, attention_mask, past_key_values, options)
         if not isinstance(o, str):
             *adapters, frozen_qkv = operands
             frozen = FrozenAttention(
@@ -116,15 +149,22 @@ def self_attention_forward(
                 attention.head_dim, attention.scaling, head_norms_of(attention),
             )  # fmt: skip
             output = LoRA_Attention.apply(
-                hidden_states, *position_embeddings, attention_mask, *adapters, o.A, o.B, frozen
+                hidden_states, *angles, attention_mask, *adapters, o.A, o.B, frozen
             )
             return output, None
-    if isinstance(operands, str):
-        q, k, v = (
-            getattr(attention, name)(hidden_states) for name in ("q_proj", "k_proj", "v_proj")
-        )
-    else:
+    form = known_form(attention, "Attention")
+    if not isinstance(operands, str):
         q, k, v = LoRA_QKV.apply(hidden_states, *operands)
+    else:
+        outputs = [getattr(attention, name)(hidden_states) for name in form.projections]
+        if len(outputs) == 1:
+            (together,) = outputs
+            of_q = attention.o_proj.in_features
+            of_k = (together.shape[-1] - of_q) // 2
+            outputs = together.split([of_q, of_k, of_k], -1)
+        q, k, v = outputs
+    if form.norms == "features":
+        q, k = attention.q_norm(q), attention.k_norm(k)
     by_head = (*hidden_states.shape[:-1], -1, attention.head_dim)
     return attend(
         attention, parts, q.view(by_head), k.view(by_head), v.view(by_head),
@@ -132,7 +172,9 @@ def self_attention_forward(
     )  # fmt: skip
 
 
-def _read_rest(attention: Any, mask, past_key_values, options: dict) -> Projection | str:
+def _read_rest(
+    attention: Any, angles: tuple, mask, past_key_values, options: dict
+) -> Projection | str:
     """Return o of an attention whose q, k and v are fused, as it is now, or the reason why the
     attention may not run as one function."""
     if torch.compiler.is_compiling():
@@ -144,9 +186,23 @@ def _read_rest(attention: Any, mask, past_key_values, options: dict) -> Projecti
     )
     if reason is not None:
         return reason
+    if (reason := _why_not_one(attention, angles)) is not None:
+        return reason
     o = attention.o_proj
     runs_here = "attention" in fused_parts_of(o) or type(o) is nn.Linear
     return read_output(o) if runs_here else "its o runs by itself"
+
+
+def _why_not_one(attention: Any, angles: tuple) -> str | None:
+    """Return the reason if the form of an attention is more than LoRA_Attention knows."""
+    form = known_form(attention, "Attention")
+    if "softcap" in dict(form.passes):
+        return "its scores are soft-capped"
+    if form.norms and known_form(attention.q_norm, "RMSNorm") != PLAIN:
+        return "it normalises q and k by a norm of another form"
+    if angles[0] is not None and angles[0].shape[-1] != attention.head_dim:
+        return "it turns a part of each head"
+    return None
 
 
 def why_not_sdpa(attention: Any) -> str | None:
@@ -194,24 +250,22 @@ def attend(
     past_key_values,
     **options,
 ):
-    """Do what the four families do with the projections, [batch, positions, heads, head_dim]."""
+    """Do what the class does with the projections, [batch, positions, heads, head_dim]."""
+    form = known_form(attention, "Attention")
     by_token = q.shape[:2]
-    if "q_norm" in attention._modules:  # Qwen3
+    if form.norms == "heads":
         q, k = attention.q_norm(q), attention.k_norm(k)
     q, k, v = (one.transpose(1, 2) for one in (q, k, v))
-    cos, sin = position_embeddings
-    if "rope" in parts:
-        q, k = rope(q, k, cos, sin)
-    else:
-        q, k = (x * cos.unsqueeze(1) + _rotate_half(x) * sin.unsqueeze(1) for x in (q, k))
+    if turns(attention):
+        turn = _turned if "rope" in parts else _of_module(attention, "apply_rotary_pos_emb")
+        q, k = turn(q, k, *position_embeddings)
     if past_key_values is not None:
         k, v = past_key_values.update(k, v, attention.layer_idx)
     config = attention.config
-    if not _is_llama(attention):
-        default = getattr(config, "sliding_window", None)
-        options["sliding_window"] = getattr(attention, "sliding_window", default)
+    for option, path in form.passes:
+        options[option] = attrgetter(path)(attention)
     function = ALL_ATTENTION_FUNCTIONS.get_interface(
-        config._attn_implementation, _eager_attention_of(attention)
+        config._attn_implementation, _of_module(attention, "eager_attention_forward")
     )
     attended, weights = function(
         attention,
@@ -227,15 +281,18 @@ def attend(
     return attention.o_proj(attended), weights
 
 
-def _rotate_half(x: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((-second, first), dim=-1)
+def _turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """q and k, of which each head's first features are turned, as many as there are angles."""
+    turned = cos.shape[-1]
+    if turned == q.shape[-1]:
+        return rope(q, k, cos, sin)
+    q_turned, k_turned = rope(q[..., :turned], k[..., :turned], cos, sin)
+    return (
+        torch.cat([q_turned, q[..., turned:]], dim=-1),
+        torch.cat([k_turned, k[..., turned:]], dim=-1),
+    )
 
 
-def _is_llama(attention: nn.Module) -> bool:
-    return type(attention).__name__ == "LlamaAttention"
-
-
-def _eager_attention_of(attention: nn.Module) -> Callable:
-    """The eager attention of the class's own module."""
-    return sys.modules[type(attention).__module__].eager_attention_forward
+def _of_module(attention: nn.Module, name: str) -> Callable:
+    """The function of this name in the module of the attention's class."""
+    return getattr(sys.modules[type(attention).__module__], name)

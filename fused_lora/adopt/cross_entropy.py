@@ -1,20 +1,21 @@
 """The switch `cross_entropy`: the forward that it sets on a causal language model."""
 
-from typing import Any
+import inspect
+from dataclasses import fields
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers.loss import loss_utils
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from fused_mlp.launching import is_capturing
 
 from ..cross_entropy import labelled_rows, linear_cross_entropy
 from .originals import why_replaced
 from .projection import why_call
-from .site import class_forward, fused_parts_of, say_once, why_not_class
+from .site import class_forward, fused_parts_of, known_form, say_once, why_not_class
 
 
 def read_head(model: Any) -> nn.Linear | str:
@@ -22,6 +23,17 @@ def read_head(model: Any) -> nn.Linear | str:
     compute what comes of it."""
     if (reason := why_not_class(model, "ForCausalLM")) is not None:
         return reason
+    config, form = model.config, known_form(model, "ForCausalLM")
+    if form.capped_by and (cap := getattr(config, form.capped_by)) is not None:
+        return (
+            f"its logits are soft-capped ({form.capped_by} is {cap}), which the fused loss does "
+            "not do: leave cross_entropy out"
+        )
+    if form.has_router and config.output_router_logits:
+        return (
+            "its routers' loss is added (output_router_logits), which the fused loss does not do: "
+            "leave cross_entropy out, or set model.config.output_router_logits = False"
+        )
     head = model.lm_head
     modules = [head]
     if type(head) is ModulesToSaveWrapper:
@@ -41,7 +53,7 @@ def read_head(model: Any) -> nn.Linear | str:
     return head if reason is None else reason
 
 
-# What PEFT and the Trainer pass on in a training step.
+# What PEFT and the Trainer pass on in a training step, besides inputs.
 KNOWN_OPTIONS = {
     "num_items_in_batch",
     "output_attentions",
@@ -80,8 +92,10 @@ def causal_lm_forward(
         "inputs_embeds": inputs_embeds,
         "use_cache": use_cache,
     }
+    own, output_class = _signature_of(model.__class__)
+    inputs = {name: one for name, one in inputs.items() if name in own or one is not None}
     head = read_head(model)
-    known = options.keys() <= KNOWN_OPTIONS and options.get("return_dict") is not False
+    known = options.keys() <= KNOWN_OPTIONS | own and options.get("return_dict") is not False
     if (
         labels is None
         or not model.training
@@ -112,29 +126,38 @@ def causal_lm_forward(
         ):
             options["labelled"] = model.model.layers[-1], rows
     outputs = model.model(**inputs, **options)
+    form = known_form(model, "ForCausalLM")
+    hidden = outputs.last_hidden_state
+    if form.divided_by:  # the logits are, and so may this be
+        hidden = hidden / getattr(model.config, form.divided_by)
     loss = linear_cross_entropy(
-        outputs.last_hidden_state,
+        hidden,
         head.weight,
-        shifted.to(outputs.last_hidden_state.device),
+        shifted.to(hidden.device),
         bias=head.bias,
         num_items_in_batch=num_items,
         drop_ignored=drop_ignored,
         max_labelled=max_labelled_tokens,
         rows=rows,
     )
-    return CausalLMOutputWithPast(
-        loss=loss,
-        logits=None,
-        past_key_values=outputs.past_key_values,
-        hidden_states=outputs.hidden_states,
-        attentions=outputs.attentions,
-    )
+    of_decoder = {one.name: getattr(outputs, one.name, None) for one in fields(output_class)}
+    return output_class(**of_decoder | {"loss": loss, "logits": None})
+
+
+def _signature_of(cls: Any) -> tuple[frozenset[str], type]:
+    """The names of what a model's class hands on to its decoder, and the class of its outputs."""
+    signature = inspect.signature(cls.forward)
+    returned = signature.return_annotation  # that class, or a tuple or that class
+    names = frozenset(signature.parameters) - {"labels", "logits_to_keep", "output_router_logits"}
+    return names, (get_args(returned) or (returned,))[-1]
 
 
 def _may_leave_out(model: Any, head: nn.Linear, options: dict[str, Any]) -> bool:
     """Return True if the last layer may compute its output for labelled tokens alone: it is a fused
     one, and nobody but the loss sees its output."""
     decoder = model.model
+    if not hasattr(decoder, "layers"):  # a text tower's are not the model's own
+        return False
     last = decoder.layers[-1]
     return (
         "layer" in fused_parts_of(last)
@@ -142,5 +165,5 @@ def _may_leave_out(model: Any, head: nn.Linear, options: dict[str, Any]) -> bool
         and all(why_call(one, own_forward=False) is None for one in (last, decoder, decoder.norm))
         # which would be compiled for every number of tokens
         and last._compiled_call_impl is decoder._compiled_call_impl is None
-        and last.input_layernorm.weight.device == head.weight.device
+        and last.post_attention_layernorm.weight.device == head.weight.device
     )

@@ -19,8 +19,9 @@ from ..decoder_layer import GROUPS, DecoderLayer, FrozenLayer
 from ..kernels.residual import _add_adapted_kernel
 from ..kernels.rows import Handover
 from ..step.recompute import is_recomputing
-from .attention import head_norms_of, why_not_head_norms, why_not_inputs, why_not_sdpa
+from .attention import head_norms_of, turns, why_not_head_norms, why_not_inputs, why_not_sdpa
 from .borders import LayerBorders, let_save
+from .families import LayerForm
 from .mlp import why_not_activation
 from .projection import Projection, read_projection, why_call
 from .rms_norm import normed_layer_forward, why_not_frozen
@@ -28,6 +29,7 @@ from .site import (
     FusedForward,
     class_forward,
     fused_parts_of,
+    known_form,
     reason_in,
     say_once,
     why_not_class,
@@ -106,13 +108,18 @@ def _operands(layer: Any, reads: list[list[Projection]]) -> tuple:
     assert borders is not None
     qkv, o, gate_up, down = borders.bordered(reads, _ranks(layer))
     attention = layer.self_attn
-    input_norm, post_norm = layer.input_layernorm, layer.post_attention_layernorm
+    form = known_form(layer, "Layer")
+    multiplier = getattr(layer, form.multiplier) if form.multiplier else 1.0
+    norms = [getattr(layer, name) if name else None for name in _norms(form)]
+    input_norm, attended_norm, post_norm, mlp_norm = (
+        (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon) for norm in norms
+    )
     heads, kv_heads, _ = (out // attention.head_dim for out in qkv.out_features)
     adapters = (tensor for group in reads for read in group for tensor in (read.A, read.B))
     return *adapters, FrozenLayer(
-        input_norm.weight, post_norm.weight, qkv, o, gate_up, down,
-        input_norm.variance_epsilon, post_norm.variance_epsilon,
-        heads, kv_heads, attention.scaling, borders, head_norms_of(attention),
+        input_norm[0], post_norm[0], qkv, o, gate_up, down, input_norm[1], post_norm[1],
+        heads, kv_heads, attention.scaling, borders, head_norms_of(attention), multiplier,
+        attended_norm[0], mlp_norm[0], attended_norm[1], mlp_norm[1],
     )  # fmt: skip
 
 
@@ -126,7 +133,8 @@ def _read(layer: Any) -> list[list[Projection]] | str:
             f"its base weights are those of {borders.replica_of}, too, and lie in the buffers of "
             "that one (layer_replication); of such layers the first one runs as a whole"
         )
-    dtype, device = layer.input_layernorm.weight.dtype, layer.input_layernorm.weight.device
+    norms = [getattr(layer, name) for name in _norms(known_form(layer, "Layer")) if name]
+    dtype, device = norms[0].weight.dtype, norms[0].weight.device
     groups = []
     for owner, names in GROUPED_PROJECTIONS:
         # o_proj may have been fused by itself, for when the layer is not
@@ -184,9 +192,15 @@ def _adapters_of(projection: Any) -> Iterable[Any]:
     return projection.lora_A.values() if hasattr(projection, "lora_A") else ()
 
 
+def _norms(form: LayerForm) -> tuple[str, str, str, str]:
+    """The names of a layer's norms, "" for those that it does not have."""
+    return form.before_attention, form.after_attention, form.before_mlp, form.after_mlp
+
+
 def _why_not_parts(layer: Any) -> str | None:
     """Return the reason if a part of the layer, besides its projections, computes another thing."""
-    if (reason := why_not_class(layer, "DecoderLayer")) is not None:
+    reason = why_not_class(layer, "DecoderLayer") or known_form(layer, "DecoderLayer")
+    if reason:
         return reason
     if type(layer).__bases__[0].__name__ == "FSDPModule":
         return "its weights are gathered by fully_shard into memory of its own; use the other parts"
@@ -195,7 +209,7 @@ def _why_not_parts(layer: Any) -> str | None:
         part = layer._modules[name]
         if (reason := why_not_class(part, kind) or why_call(part, own_forward=False)) is not None:
             return f"{name}: {reason}"
-    for name in ("input_layernorm", "post_attention_layernorm"):
+    for name in filter(None, _norms(known_form(layer, "Layer"))):
         if (reason := why_not_frozen(layer._modules[name])) is not None:
             return f"{name}: {reason}"
     if (reason := why_not_sdpa(attention) or why_not_head_norms(attention)) is not None:
@@ -213,7 +227,7 @@ def _why_not_inputs(
         return reason
     if position_embeddings is None:
         return "it was given no position_embeddings"
-    dtype = layer.input_layernorm.weight.dtype
+    dtype = layer.post_attention_layernorm.weight.dtype  # every layer has one
     if hidden.dtype != dtype or compute_dtype(hidden) != dtype:
         return (
             f"its input is {hidden.dtype}, its weights are {dtype} and {compute_dtype(hidden)} is "
@@ -269,8 +283,9 @@ def _run(
     rows: Tensor | None,
 ) -> Tensor:
     *adapters, frozen = _operands(layer, reads)
+    angles = position_embeddings if turns(layer.self_attn) else (None, None)
     return DecoderLayer.apply(
-        hidden_states, *position_embeddings, mask, *adapters,
+        hidden_states, *angles, mask, *adapters,
         frozen._replace(output_needed=not is_recomputing(), rows=rows),
     )  # fmt: skip
 

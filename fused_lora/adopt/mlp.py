@@ -1,24 +1,40 @@
 """The switch `mlp`: the forward that it sets on an MLP."""
 
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.activations import GELUTanh
 
 from fused_mlp import FrozenMLP, LoRA_MLP
 
 from ..step.recompute import is_recomputing
-from .projection import read_projection, why_call
-from .site import class_forward, say_once, why_not_class, why_unloaded
+from .originals import is_builtin
+from .projection import read_projection, split_projection, why_call
+from .site import class_forward, having, known_form, say_once, why_not_class, why_unloaded
+
+# Activations by the names that LoRA_MLP has for them.
+ONLY_SILU = {"silu": "SiLU"}
+ACTIVATIONS = ONLY_SILU | {"gelu_tanh": "GELU by tanh (gelu_pytorch_tanh)"}
+
+
+def mlps(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """MLPs with gate and up as two layers, or one."""
+    for name, module in having("down_proj")(model):
+        if module._modules.keys() & {"gate_proj", "gate_up_proj"}:
+            yield name, module
 
 
 def read_mlp(mlp: nn.Module) -> tuple | str:
     """Return the operands of LoRA_MLP after x, read from this MLP as it is now, or the reason why
     it may not run fused."""
-    if (reason := why_not_class(mlp, "MLP") or why_not_activation(mlp)) is not None:
+    reason = why_not_class(mlp, "MLP") or why_not_activation(mlp, ACTIVATIONS)
+    if reason is not None:
         return reason
     projections = []
-    for name in ("gate_proj", "up_proj", "down_proj"):
+    for name in (*known_form(mlp, "MLP").projections, "down_proj"):
         projection = read_projection(getattr(mlp, name))
         if isinstance(projection, str):
             return f"{name}: {projection}"
@@ -27,17 +43,37 @@ def read_mlp(mlp: nn.Module) -> tuple | str:
         projections.append(projection)
     if (reason := why_unloaded(mlp, projections)) is not None:
         return reason
-    gate, up, down = projections
-    frozen = FrozenMLP(gate.weight, up.weight, down.weight, gate.scaling, up.scaling, down.scaling)
+    *both, down = projections
+    if len(both) == 1:
+        both = split_projection(both[0], [down.weight.shape[1]] * 2)
+    gate, up = both
+    activation = getattr(mlp, known_form(mlp, "MLP").activation)
+    frozen = FrozenMLP(
+        gate.weight, up.weight, down.weight, gate.scaling, up.scaling, down.scaling,
+        activation=_name_of_activation(activation),
+    )  # fmt: skip
     return gate.A, gate.B, up.A, up.B, down.A, down.B, frozen
 
 
-def why_not_activation(mlp: Any) -> str | None:
-    activation = mlp.act_fn
-    if not isinstance(activation, nn.SiLU) and type(activation).__name__ != "SiLUActivation":
-        return f"its activation is {type(activation).__name__}, not SiLU"
+def _name_of_activation(activation: Any) -> str:
+    """Return the name by which LoRA_MLP knows an activation, its class's where it knows none."""
+    if isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation":
+        return "silu"
+    if type(activation) is GELUTanh:
+        function = activation.act  # F.gelu with an option, or one that is written in Python
+        if isinstance(function, partial) and is_builtin(function.func):
+            return "gelu_tanh"
+    return type(activation).__name__
+
+
+def why_not_activation(mlp: Any, known: dict[str, str] = ONLY_SILU) -> str | None:
+    """Return the reason if the MLP's activation is none of these, or may not go uncalled."""
+    name = known_form(mlp, "MLP").activation
+    activation = getattr(mlp, name)
+    if _name_of_activation(activation) not in known:
+        return f"its activation is {type(activation).__name__}, not {' or '.join(known.values())}"
     if (reason := why_call(activation)) is not None:
-        return f"act_fn: {reason}"
+        return f"{name}: {reason}"
     return None
 
 

@@ -1,5 +1,6 @@
 """Reading of a linear layer with a PEFT adapter, or with none: what it computes, as it is now."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from peft.tuners.lora import Linear as LoraLinear
@@ -72,6 +73,17 @@ def read_projection(projection: nn.Module, own_forward: bool = True) -> Projecti
         )
     A, B = _parameter(A, "weight"), _parameter(B, "weight")
     return Projection(_parameter(base, "weight"), _parameter(base, "bias"), A, B, scaling)
+
+
+def split_projection(whole: Projection, sizes: Sequence[int]) -> list[Projection]:
+    """The projections of one input whose outputs, of these sizes, lie side by side in those of one
+    layer: its adapter's A is that of each, so that each gives it a gradient."""
+    weights, B = whole.weight.split(list(sizes)), whole.B.split(list(sizes))
+    biases = [None] * len(sizes) if whole.bias is None else whole.bias.split(list(sizes))
+    return [
+        whole._replace(weight=weight, bias=bias, B=one)
+        for weight, bias, one in zip(weights, biases, B, strict=True)
+    ]
 
 
 def _why_not_base(base: nn.Module) -> str | None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..rms_norm import add_rms_norm, rms_norm
 from .projection import why_call, why_not_plain
-from .site import class_forward, say_once, why_not_class
+from .site import class_forward, known_form, say_once, why_not_class
 
 
 def norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -43,28 +43,41 @@ def norm_forward(norm: Any, parts: frozenset[str], x: Tensor) -> Tensor:
     if reason is not None:
         say_once(norm, reason)
         return class_forward(norm, x)
-    return rms_norm(x, norm.weight, norm.variance_epsilon)
+    form = known_form(norm, "RMSNorm")
+    return rms_norm(x, norm.weight, getattr(norm, form.eps), form.zero_centered)
 
 
 def why_not_normed_layer(layer: Any) -> str | None:
-    if (reason := why_not_class(layer, "DecoderLayer")) is not None:
+    if (reason := why_not_class(layer, "NormedLayer")) is not None:
         return reason
-    norm = layer.post_attention_layernorm
+    norm = getattr(layer, known_form(layer, "NormedLayer").before_mlp)
     return why_not_norm(norm) or why_call(norm, own_forward=False)
 
 
 def normed_layer_forward(layer: Any, parts: frozenset[str], hidden_states: Tensor, **options):
-    """The four families' own forward; the residual's addition goes into the norm after it."""
-    norm = layer.post_attention_layernorm
-    reason = why_not_normed_layer(layer)
-    if reason is None and hidden_states.dtype != norm.weight.dtype:
-        reason = f"its input is {hidden_states.dtype} and its norm's weight {norm.weight.dtype}"
+    """The class's own forward; the residual's addition goes into the norm after it."""
+    reason, form = why_not_normed_layer(layer), known_form(layer, "NormedLayer")
+    if reason is None:
+        norm = getattr(layer, form.before_mlp)
+        if hidden_states.dtype != norm.weight.dtype:
+            reason = f"its input is {hidden_states.dtype} and its norm's weight {norm.weight.dtype}"
     if reason is not None:
         say_once(layer, reason)
         return class_forward(layer, hidden_states, **options)
+    multiplier = getattr(layer, form.multiplier) if form.multiplier else None
+
+    def added(output: Tensor, name: str) -> Tensor:
+        output = getattr(layer, name)(output) if name else output
+        return output if multiplier is None else output * multiplier
+
     attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **options)
+    attended = added(attended, form.after_attention)
     if attended.dtype != hidden_states.dtype:  # of fp32 weights under autocast: the sum is fp32
         residual = hidden_states + attended
-        return residual + layer.mlp(norm(residual))
-    normalised, residual = add_rms_norm(hidden_states, attended, norm.weight, norm.variance_epsilon)
-    return residual + layer.mlp(normalised)
+        return residual + added(layer.mlp(norm(residual)), form.after_mlp)
+    form_of_norm = known_form(norm, "RMSNorm")
+    normalised, residual = add_rms_norm(
+        hidden_states, attended, norm.weight, getattr(norm, form_of_norm.eps),
+        form_of_norm.zero_centered,
+    )  # fmt: skip
+    return residual + added(layer.mlp(normalised), form.after_mlp)

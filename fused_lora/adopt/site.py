@@ -1,9 +1,9 @@
 """Sites: the kinds of module whose forward a fused part stands in for.
 
 Sites are found by the classes that are known to compute what the fused code computes and nothing
-else (CLASSES). A site's `why_not` is asked at every forward, so that disabled, merged or switched
-adapters, hooks and the like behave as they do without fusion: the module then runs its class's own
-forward.
+else (`families.py`). A site's `why_not` is asked at every forward, so that disabled, merged or
+switched adapters, hooks and the like behave as they do without fusion: the module then runs its
+class's own forward.
 """
 
 import inspect
@@ -20,25 +20,21 @@ from transformers import modeling_layers
 
 from fused_mlp.swiglu import _swiglu_forward_kernel
 
+from .families import FORMS
 from .originals import is_fsdp, why_patched, why_replaced
 
-FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
-CLASSES = {
-    kind: {
-        f"transformers.models.{family.lower()}.modeling_{family.lower()}.{family}{kind}"
-        for family in FAMILIES
-    }
-    for kind in ("MLP", "Attention", "RMSNorm", "DecoderLayer", "ForCausalLM")
-}
 KNOWN_TO = {
-    "MLP": "an MLP class that is known to compute SwiGLU",
+    "MLP": "an MLP class that is known to compute down(activation(gate) * up)",
     "Attention": "an attention class whose forward is known",
     "RMSNorm": "a norm class that is known to compute weight * (x / rms(x))",
-    "DecoderLayer": "a layer class whose forward is known",
+    "NormedLayer": "a layer class whose forward is known",
+    "DecoderLayer": "a layer class whose parts are known",
     "ForCausalLM": "a class that is known to compute its loss from lm_head alone",
 }
-# Functions that the forwards of these classes call, and that fused ones compute themselves.
+# Functions, and methods of their own, that the forwards of these classes call and that fused ones
+# compute themselves.
 CALLED = {"Attention": ("apply_rotary_pos_emb", "rotate_half")}
+METHODS = {"RMSNorm": "_norm"}
 
 # Whether a layer is checkpointed by its class's forward, which one on the instance replaces, as in
 # transformers 5.23; in 5.17 by its __call__.
@@ -66,19 +62,23 @@ class Site(NamedTuple):
     why_not: the reason for leaving one to its class's own forward, as it is now, or None.
     forward: what is set on it; called with the module and the set of parts that it runs.
     is_listed: whether the report lists it; not where its modules are listed by another site.
+    count: how many of its part's units such a module is.
     """
 
     candidates: Callable[[nn.Module], Iterator[tuple[str, nn.Module]]]
     why_not: Callable[[nn.Module], str | None]
     forward: Callable[..., Any]
     is_listed: bool = True
+    count: Callable[[nn.Module], int] = lambda module: 1
 
 
 class Part(NamedTuple):
-    """The sites of one switch of Fusion; `none_found`: the reason if a model has none of them."""
+    """The sites of one switch of Fusion; `none_found`: the reason if a model has none of them;
+    `units`: what the report counts."""
 
     sites: tuple[Site, ...]
     none_found: str
+    units: str
 
 
 class FusedForward:
@@ -197,17 +197,28 @@ def why_not_here(module: nn.Module) -> str | None:
     return ON_CPU if KERNELS_WANT_A_GPU and is_here else None
 
 
-def is_kind(module: nn.Module, kind: str) -> bool:
-    return _name_of(_class_of(module)) in CLASSES[kind]
+def known_form(module: nn.Module, kind: str) -> Any:
+    """Return the form of a module's class (`families.py`), None where it is not known as `kind`."""
+    return _form_of(_class_of(module), kind)
+
+
+@cache
+def _form_of(cls: type, kind: str) -> Any:  # several are asked for in every forward of a layer
+    return FORMS[kind].get(_name_of(cls))
 
 
 def why_not_class(module: nn.Module, kind: str) -> str | None:
     if (reason := why_not_own_forward(module)) is not None:
         return reason
     cls = _class_of(module)
-    if _name_of(cls) not in CLASSES[kind]:
-        return f"{cls.__name__} is not {KNOWN_TO[kind]}"
-    return why_patched(cls) or why_replaced(cls.__module__, *CALLED.get(kind, ()))
+    if _form_of(cls, kind) is None:
+        return f"{cls.__name__} is not {KNOWN_TO[kind]} (docs/api.md lists the families)"
+    method = METHODS.get(kind, "forward")
+    return (
+        why_patched(cls)
+        or (why_patched(cls, method) if hasattr(cls, method) else None)
+        or why_replaced(cls.__module__, *CALLED.get(kind, ()))
+    )
 
 
 def has_own_forward(module: nn.Module) -> bool:

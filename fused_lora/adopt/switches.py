@@ -7,19 +7,21 @@ SWITCHES = {
     "mlp": Part(
         (
             Site(
-                having("gate_proj", "up_proj", "down_proj"),
+                mlp.mlps,
                 lambda module: reason_in(mlp.read_mlp(module)),
                 mlp.mlp_forward,
             ),
         ),
-        "it has no MLP with gate_proj, up_proj and down_proj",
+        "it has no MLP with gate_proj, up_proj and down_proj (a mixture's experts stay PEFT's)",
+        "MLPs",
     ),
     "attention": Part(
         (
             Site(
-                having("q_proj", "k_proj", "v_proj"),
+                attention.qkv_attentions,
                 lambda module: reason_in(attention.read_qkv(module)),
                 attention.self_attention_forward,
+                count=attention.count_of_qkv,
             ),
             Site(
                 attention.output_projections,
@@ -28,16 +30,18 @@ SWITCHES = {
             ),
         ),
         "it has no attention with q_proj, k_proj and v_proj",
+        "projections",
     ),
     "rope": Part(
         (
             Site(
-                having("q_proj", "k_proj", "v_proj"),
+                attention.turning_attentions,
                 lambda module: why_not_class(module, "Attention"),
                 attention.self_attention_forward,
             ),
         ),
         "it has no attention with q_proj, k_proj and v_proj",
+        "attentions",
     ),
     "rms_norm": Part(
         (
@@ -50,6 +54,7 @@ SWITCHES = {
             ),
         ),
         "it has no RMSNorm",
+        "norms",
     ),
     "cross_entropy": Part(
         (
@@ -60,6 +65,7 @@ SWITCHES = {
             ),
         ),
         "it has no lm_head",
+        "losses",
     ),
     # last, for where a layer runs this part and rms_norm, this one's forward is the one that is set
     "layer": Part(
@@ -71,5 +77,6 @@ SWITCHES = {
             ),
         ),
         "it has no decoder layer with self_attn, post_attention_layernorm and mlp",
+        "layers",
     ),
 }

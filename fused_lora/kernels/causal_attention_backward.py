@@ -36,7 +36,7 @@ from torch import Tensor
 from fused_mlp.launching import cdiv, launch
 
 from .causal_attention import BLOCK_POSITIONS, LOG2_E, Launch, dot, head_dim_of
-from .qkv_rope import batch_of
+from .qkv_rope import angles_of, batch_of
 from .rows import check_alike, check_rows
 from .tiling import dots_in_fp32
 
@@ -53,17 +53,25 @@ def _load_halves(row, column, mask, HALF: tl.constexpr):
 
 
 @triton.jit
-def _store_turned_back(row, column, grad_1, grad_2, cos_row, sin_row, mask, HALF: tl.constexpr):
-    """Write a head's gradient, given in halves, turned back by the angles of its tokens."""
+def _store_turned_back(
+    row, column, grad_1, grad_2, cos_ptr, sin_ptr, angle, mask, HALF: tl.constexpr
+):
+    """Write a head's gradient, given in halves, turned back by the angles of its tokens, or without
+    cos_ptr as it is."""
     feature = tl.arange(0, HALF)[None, :]
-    cos_1 = tl.load(cos_row + feature, mask=mask, other=0.0).to(tl.float32)
-    cos_2 = tl.load(cos_row + HALF + feature, mask=mask, other=0.0).to(tl.float32)
-    sin_1 = tl.load(sin_row + feature, mask=mask, other=0.0).to(tl.float32)
-    sin_2 = tl.load(sin_row + HALF + feature, mask=mask, other=0.0).to(tl.float32)
     tile = row + column + feature
     dtype = tile.dtype.element_ty
-    tl.store(tile, (grad_1 * cos_1 + grad_2 * sin_2).to(dtype), mask=mask)
-    tl.store(tile + HALF, (grad_2 * cos_2 - grad_1 * sin_1).to(dtype), mask=mask)
+    if cos_ptr is None:
+        tl.store(tile, grad_1.to(dtype), mask=mask)
+        tl.store(tile + HALF, grad_2.to(dtype), mask=mask)
+    else:
+        cos_row, sin_row = cos_ptr + angle + feature, sin_ptr + angle + feature
+        cos_1 = tl.load(cos_row, mask=mask, other=0.0).to(tl.float32)
+        cos_2 = tl.load(cos_row + HALF, mask=mask, other=0.0).to(tl.float32)
+        sin_1 = tl.load(sin_row, mask=mask, other=0.0).to(tl.float32)
+        sin_2 = tl.load(sin_row + HALF, mask=mask, other=0.0).to(tl.float32)
+        tl.store(tile, (grad_1 * cos_1 + grad_2 * sin_2).to(dtype), mask=mask)
+        tl.store(tile + HALF, (grad_2 * cos_2 - grad_1 * sin_1).to(dtype), mask=mask)
 
 
 @triton.jit
@@ -73,7 +81,7 @@ def _attention_queries_backward_kernel(
     attended_ptr,  # as grad
     logsumexp_ptr,  # [batch, HEADS, positions] fp32
     dots_ptr,  # likewise, written: D
-    cos_ptr,  # [batch or 1, positions, 2 HALF], contiguous
+    cos_ptr,  # [batch or 1, positions, 2 HALF], contiguous; None: nothing was turned
     sin_ptr,  # as cos
     cos_batch_stride,  # 0 where all sequences share their angles
     grad_qkv_ptr,  # as qkv, its first columns written
@@ -133,7 +141,7 @@ def _attention_queries_backward_kernel(
     angle = batch * cos_batch_stride + query[:, None] * HEAD_DIM
     _store_turned_back(
         grad_qkv_ptr + row * grad_qkv_row_stride, head * HEAD_DIM,
-        grad_q_1 * scaling, grad_q_2 * scaling, cos_ptr + angle, sin_ptr + angle, mask, HALF,
+        grad_q_1 * scaling, grad_q_2 * scaling, cos_ptr, sin_ptr, angle, mask, HALF,
     )  # fmt: skip
 
 
@@ -205,7 +213,7 @@ def _attention_keys_backward_kernel(
     angle = batch * cos_batch_stride + key[:, None] * HEAD_DIM
     _store_turned_back(
         row, (HEADS + kv_head) * HEAD_DIM, grad_k_1 * scaling, grad_k_2 * scaling,
-        cos_ptr + angle, sin_ptr + angle, is_key, HALF,
+        cos_ptr, sin_ptr, angle, is_key, HALF,
     )  # fmt: skip
     tile = row + (HEADS + KV_HEADS + kv_head) * HEAD_DIM + feature
     tl.store(tile, grad_v.to(grad_qkv_ptr.dtype.element_ty), mask=is_key)
@@ -214,8 +222,8 @@ def _attention_keys_backward_kernel(
 def causal_attention_backward(
     grad: Tensor,
     qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     attended: Tensor,
     logsumexp: Tensor,
     kv_heads: int,
@@ -232,7 +240,8 @@ def causal_attention_backward(
     Args:
         grad, attended: [batch * positions, heads * head_dim].
         qkv: as the forward had it.
-        cos, sin: [batch or 1, positions, head_dim], as `rope_forward` takes them.
+        cos, sin: [batch or 1, positions, head_dim], as `rope_forward` takes them; None where
+            nothing was turned.
         logsumexp: [batch, heads, positions] in fp32 and contiguous, from any forward.
         grad_qkv: as qkv. Rows of all may lie any stride apart.
 
@@ -245,18 +254,19 @@ def causal_attention_backward(
     check_rows(name, kernel, qkv.shape, qkv=qkv, grad_qkv=grad_qkv)
     check_rows(name, kernel, (qkv.shape[0], heads * head_dim), grad=grad, attended=attended)
     check_alike(name, "grad", grad, qkv)
-    sequences = batch_of(name, qkv, cos, sin, heads, kv_heads)
+    sequences = batch_of(name, qkv, cos, sin, heads, kv_heads, positions)
+    if cos is not None:
+        positions = cos.shape[1]
     given = logsumexp.shape, logsumexp.dtype, logsumexp.is_contiguous()
-    if given != ((sequences, heads, cos.shape[1]), torch.float32, True):
+    if given != ((sequences, heads, positions), torch.float32, True):
         raise ValueError(
             f"{name}: logsumexp is {list(logsumexp.shape)} in {logsumexp.dtype}, should be "
-            f"{[sequences, heads, cos.shape[1]]} in torch.float32 and contiguous"
+            f"{[sequences, heads, positions]} in torch.float32 and contiguous"
         )
     if batch == 0:
         return
-    cos, sin = cos.contiguous(), sin.contiguous()
     dots = torch.empty_like(logsumexp)
-    angles = cos, sin, 0 if cos.shape[0] == 1 else cos.stride(0)
+    angles = angles_of(cos, sin)
     score_scale, in_fp32 = scaling * LOG2_E.value, dots_in_fp32(kernel, qkv)
     blocks = cdiv(positions, BLOCK_POSITIONS)
     keys, warps, stages = BACKWARD_QUERIES

@@ -85,16 +85,17 @@ def attention_forward(
 def attention_backward(
     grad: Tensor,
     qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     mask: Tensor | None,
     attended: Tensor,
     saved: list[Tensor | None],
     attention: Attention,
     grad_qkv: Tensor,
 ) -> None:
-    """Write the gradient of what was turned into qkv, by cos and sin, into grad_qkv, for grad and
-    attended [batch * positions, heads * head_dim] and all else as forward had and gave it."""
+    """Write the gradient of what was turned into qkv, by cos and sin if there are any, into
+    grad_qkv, for grad and attended [batch * positions, heads * head_dim] and all else as forward
+    had and gave it."""
     positions, heads, kv_heads, scaling, backend = attention
     if saved and causal_attention.fits_kernels(qkv, positions, heads, kv_heads):
         assert saved[0] is not None

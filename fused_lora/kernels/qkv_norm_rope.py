@@ -1,9 +1,10 @@
-"""RoPE on [q | k | v] with a norm of every head of q and k before it, as Qwen3 has.
+"""RoPE on [q | k | v] with norms of q and k before it, as Qwen3 has them.
 
     norm_rope_together    [RoPE(norm(q)) | RoPE(norm(k)) | v], from raw q, k and v
     head_norms_backward   the gradient of raw q and k, in the place of that of the normed ones
 
-For one head's raw x, of N elements, and the weight w that all heads of q (or of k) share,
+For one head's raw x, of N elements, and the weight w that all heads of q (or of k) share, or for
+all heads of a token together, which have a weight for every feature (OLMo 2),
 
     y      = x r w,    r = 1 / sqrt(mean(x^2) + eps)
     grad_x = r (g w - n mean(g w n)),    n = x r
@@ -27,30 +28,53 @@ from torch import Tensor
 from fused_mlp.launching import DTYPES, launch, next_power_of_2, previous_power_of_2
 
 from ..rope import _load_angles
-from .qkv_rope import _features_together, batch_of, check_heads
+from .qkv_rope import _features_together, angles_of, batch_of, check_heads
 from .rows import check_rows
 
 
 class HeadNorms(NamedTuple):
-    """The norms of the heads of q and k."""
+    """The norms of q and k: of every head, or of all heads together."""
 
-    q_weight: Tensor  # [head_dim]
-    k_weight: Tensor  # likewise
+    q_weight: Tensor  # [head_dim], or [heads head_dim]
+    k_weight: Tensor  # [head_dim], or [kv_heads head_dim]
     q_eps: float
     k_eps: float
 
 
 @triton.jit
-def _rstd_of_heads(squares, SIZE: tl.constexpr, eps):
-    """1 / sqrt(mean + eps) [heads], from sums of squares; rounded to nearest, see rms_norm.py."""
-    mean = tl.div_rn(squares, 1.0 * SIZE)
+def _mean_of_heads(x, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, TOGETHER: tl.constexpr):
+    """The mean of each row of x [heads, features], 0 behind the end, or of all of it: [.., 1]."""
+    sums = tl.sum(x, axis=1)[:, None]
+    if TOGETHER:
+        mean = tl.div_rn(tl.sum(sums, axis=0)[:, None], 1.0 * HEADS * HEAD_DIM)
+    else:
+        mean = tl.div_rn(sums, 1.0 * HEAD_DIM)
+    return mean
+
+
+@triton.jit
+def _rstd_of(mean, eps):
+    """1 / sqrt(mean + eps), rounded to nearest: see rms_norm.py."""
     return tl.div_rn(1.0, tl.sqrt_rn((mean + eps).to(tl.float32)))
+
+
+@triton.jit
+def _load_weights(
+    weight_ptr, heads, features, mask, SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """The weights [heads or 1, features] of features below SIZE of heads of HEAD_DIM."""
+    if TOGETHER:
+        weight = tl.load(weight_ptr + heads * HEAD_DIM + features, mask=mask, other=0.0)
+    else:
+        weight = tl.load(weight_ptr + features, mask=features < SIZE, other=0.0)
+    return weight.to(tl.float32)
 
 
 @triton.jit
 def _norm_rotate_heads(
     x_ptr,  # the first head of one token
-    weight_ptr,  # [2 HALF], contiguous
+    weight_ptr,  # [2 HALF] or [HEADS 2 HALF], contiguous
     turned_ptr,  # the first head of one token, contiguous, written
     head_stride,
     eps,
@@ -58,26 +82,27 @@ def _norm_rotate_heads(
     cos_2,
     sin_1,
     sin_2,
+    TOGETHER: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):
     heads = tl.arange(0, BLOCK_HEADS).to(tl.int64)[:, None]  # int64: see _rotate_heads
-    features = tl.arange(0, BLOCK_HALF)
-    mask = (heads < HEADS) & (features < HALF)[None, :]
-    x_ptr += heads * head_stride + features[None, :]
+    features = tl.arange(0, BLOCK_HALF)[None, :]
+    mask = (heads < HEADS) & (features < HALF)
+    x_ptr += heads * head_stride + features
     # 0.0 behind the end, which adds nothing to the sum of squares
     x_1 = tl.load(x_ptr, mask=mask, other=0.0).to(tl.float32)
     x_2 = tl.load(x_ptr + HALF, mask=mask, other=0.0).to(tl.float32)
-    weight_1 = tl.load(weight_ptr + features, mask=features < HALF, other=0.0).to(tl.float32)
-    weight_2 = tl.load(weight_ptr + HALF + features, mask=features < HALF, other=0.0)
-    rstd = _rstd_of_heads(tl.sum(x_1 * x_1 + x_2 * x_2, axis=1), 2 * HALF, eps)[:, None]
-    x_1 = x_1 * rstd * weight_1[None, :]
-    x_2 = x_2 * rstd * weight_2.to(tl.float32)[None, :]
+    weight_1 = _load_weights(weight_ptr, heads, features, mask, HALF, 2 * HALF, TOGETHER)
+    weight_2 = _load_weights(weight_ptr + HALF, heads, features, mask, HALF, 2 * HALF, TOGETHER)
+    rstd = _rstd_of(_mean_of_heads(x_1 * x_1 + x_2 * x_2, HEADS, 2 * HALF, TOGETHER), eps)
+    x_1 = x_1 * rstd * weight_1
+    x_2 = x_2 * rstd * weight_2
     turned_1 = x_1 * cos_1[None, :] - x_2 * sin_1[None, :]
     turned_2 = x_2 * cos_2[None, :] + x_1 * sin_2[None, :]
-    turned_ptr += heads * (2 * HALF) + features[None, :]
+    turned_ptr += heads * (2 * HALF) + features
     dtype = turned_ptr.dtype.element_ty
     tl.store(turned_ptr, turned_1.to(dtype), mask=mask)
     tl.store(turned_ptr + HALF, turned_2.to(dtype), mask=mask)
@@ -88,9 +113,9 @@ def _qkv_norm_rope_kernel(
     q_ptr,  # [batch, HEADS, positions, 2 HALF]
     k_ptr,  # [batch, KV_HEADS, positions, 2 HALF]
     v_ptr,  # as k
-    q_weight_ptr,  # [2 HALF], contiguous
+    q_weight_ptr,  # [2 HALF], contiguous; [HEADS 2 HALF] where Q_TOGETHER
     k_weight_ptr,  # likewise
-    cos_ptr,  # [batch or 1, positions, 2 HALF], contiguous
+    cos_ptr,  # [batch or 1, positions, 2 HALF], contiguous; None: nothing turns
     sin_ptr,  # as cos
     qkv_ptr,  # [batch * positions, (HEADS + 2 KV_HEADS) 2 HALF], written
     positions,
@@ -107,6 +132,8 @@ def _qkv_norm_rope_kernel(
     v_position_stride,
     cos_batch_stride,  # 0 where all sequences share their angles
     qkv_row_stride,
+    Q_TOGETHER: tl.constexpr,
+    K_TOGETHER: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -124,13 +151,13 @@ def _qkv_norm_rope_kernel(
     _norm_rotate_heads(
         q_ptr + batch * q_batch_stride + position * q_position_stride, q_weight_ptr, row,
         q_head_stride, q_eps,
-        cos_1, cos_2, sin_1, sin_2, HEADS, HALF, BLOCK_HEADS, BLOCK_HALF,
+        cos_1, cos_2, sin_1, sin_2, Q_TOGETHER, HEADS, HALF, BLOCK_HEADS, BLOCK_HALF,
     )  # fmt: skip
     _norm_rotate_heads(
         k_ptr + batch * k_batch_stride + position * k_position_stride, k_weight_ptr,
         row + HEADS * 2 * HALF,
         k_head_stride, k_eps,
-        cos_1, cos_2, sin_1, sin_2, KV_HEADS, HALF, BLOCK_KV_HEADS, BLOCK_HALF,
+        cos_1, cos_2, sin_1, sin_2, K_TOGETHER, KV_HEADS, HALF, BLOCK_KV_HEADS, BLOCK_HALF,
     )  # fmt: skip
     head = tl.arange(0, BLOCK_KV_HEADS).to(tl.int64)[:, None]
     feature = tl.arange(0, 2 * BLOCK_HALF)[None, :]
@@ -145,27 +172,25 @@ def _qkv_norm_rope_kernel(
 def _norm_heads_backward(
     grad_ptr,  # the first head of one token, contiguous, read and written
     x_ptr,  # likewise, of any stride
-    weight_ptr,  # [HEAD_DIM], contiguous
+    weight_ptr,  # [HEAD_DIM] or [HEADS HEAD_DIM], contiguous
     head_stride,
     eps,
+    TOGETHER: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
     heads = tl.arange(0, BLOCK_HEADS).to(tl.int64)[:, None]
-    features = tl.arange(0, BLOCK_DIM)
-    mask = (heads < HEADS) & (features < HEAD_DIM)[None, :]
-    x = tl.load(x_ptr + heads * head_stride + features[None, :], mask=mask, other=0.0)
-    grad_ptr += heads * HEAD_DIM + features[None, :]
+    features = tl.arange(0, BLOCK_DIM)[None, :]
+    mask = (heads < HEADS) & (features < HEAD_DIM)
+    x = tl.load(x_ptr + heads * head_stride + features, mask=mask, other=0.0).to(tl.float32)
+    grad_ptr += heads * HEAD_DIM + features
     grad = tl.load(grad_ptr, mask=mask, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + features, mask=features < HEAD_DIM, other=0.0).to(tl.float32)
-    x = x.to(tl.float32)
-    rstd = _rstd_of_heads(tl.sum(x * x, axis=1), HEAD_DIM, eps)[:, None]
+    grad *= _load_weights(weight_ptr, heads, features, mask, HEAD_DIM, HEAD_DIM, TOGETHER)
+    rstd = _rstd_of(_mean_of_heads(x * x, HEADS, HEAD_DIM, TOGETHER), eps)
     normed = x * rstd
-    grad *= weight[None, :]
-    mean = tl.div_rn(tl.sum(grad * normed, axis=1), 1.0 * HEAD_DIM)[:, None]
-    grad = rstd * (grad - normed * mean)
+    grad = rstd * (grad - normed * _mean_of_heads(grad * normed, HEADS, HEAD_DIM, TOGETHER))
     tl.store(grad_ptr, grad.to(grad_ptr.dtype.element_ty), mask=mask)
 
 
@@ -174,7 +199,7 @@ def _qkv_norm_backward_kernel(
     grad_qkv_ptr,  # [batch * positions, (HEADS + 2 KV_HEADS) HEAD_DIM], q's and k's written
     q_ptr,  # [batch, HEADS, positions, HEAD_DIM]
     k_ptr,  # [batch, KV_HEADS, positions, HEAD_DIM]
-    q_weight_ptr,  # [HEAD_DIM], contiguous
+    q_weight_ptr,  # [HEAD_DIM], contiguous; [HEADS HEAD_DIM] where Q_TOGETHER
     k_weight_ptr,  # likewise
     positions,
     q_eps,
@@ -186,6 +211,8 @@ def _qkv_norm_backward_kernel(
     k_batch_stride,
     k_head_stride,
     k_position_stride,
+    Q_TOGETHER: tl.constexpr,
+    K_TOGETHER: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -199,49 +226,51 @@ def _qkv_norm_backward_kernel(
     row = grad_qkv_ptr + token * grad_row_stride
     _norm_heads_backward(
         row, q_ptr + batch * q_batch_stride + position * q_position_stride, q_weight_ptr,
-        q_head_stride, q_eps, HEADS, HEAD_DIM, BLOCK_HEADS, BLOCK_DIM,
+        q_head_stride, q_eps, Q_TOGETHER, HEADS, HEAD_DIM, BLOCK_HEADS, BLOCK_DIM,
     )  # fmt: skip
     _norm_heads_backward(
         row + HEADS * HEAD_DIM, k_ptr + batch * k_batch_stride + position * k_position_stride,
-        k_weight_ptr, k_head_stride, k_eps, KV_HEADS, HEAD_DIM, BLOCK_KV_HEADS, BLOCK_DIM,
+        k_weight_ptr, k_head_stride, k_eps,
+        K_TOGETHER, KV_HEADS, HEAD_DIM, BLOCK_KV_HEADS, BLOCK_DIM,
     )  # fmt: skip
 
 
 def norm_rope_together(
-    q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms, cos: Tensor, sin: Tensor, qkv: Tensor
-) -> None:
-    """Write q and k, every head normed and turned by its position's angles, and v side by side.
+    q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms, cos: Tensor | None, sin: Tensor | None,
+    qkv: Tensor,
+) -> None:  # fmt: skip
+    """Write q and k, normed and turned by their positions' angles, and v side by side into qkv.
 
     Equivalent PyTorch, for `rope_together` of qkv_rope.py and `rms_norm` of rms_norm.py::
 
         q, k = rms_norm(q, norms.q_weight, norms.q_eps), rms_norm(k, norms.k_weight, norms.k_eps)
         rope_together(q, k, v, cos, sin, qkv)
 
-    The weights are [head_dim], bf16, fp16 or fp32; all else is as for `rope_together`.
+    q is normed over its last dimension, as here, where q_weight is [head_dim], and over all heads
+    of a token where it is [heads head_dim]; likewise k. Weights are bf16, fp16 or fp32; all else is
+    as for `rope_together`.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit, or no kernel can run on them.
     """
     name, kernel = "norm_rope_together", _qkv_norm_rope_kernel
     check_rows(name, kernel, qkv.shape, qkv=qkv)
-    (_, heads, _, head_dim), kv_heads = q.shape, k.shape[1]
-    batch = batch_of(name, qkv, cos, sin, heads, kv_heads)
-    positions = cos.shape[1]
+    (_, heads, positions, head_dim), kv_heads = q.shape, k.shape[1]
+    batch = batch_of(name, qkv, cos, sin, heads, kv_heads, positions)
     check_heads(name, {"q": q, "k": k, "v": v}, (batch, heads, positions, head_dim), qkv)
-    q_weight, k_weight = _weights_of(name, norms, head_dim, qkv)
+    q_weight, k_weight = _weights_of(name, norms, heads, kv_heads, head_dim, qkv)
     if batch * positions == 0:
         return  # an empty grid cannot be launched
     q, k, v = (_features_together(t) for t in (q, k, v))
-    cos, sin = cos.contiguous(), sin.contiguous()
+    cos, sin, cos_batch_stride = angles_of(cos, sin)
     block_half = next_power_of_2(head_dim // 2)
     launch(
         kernel, (batch * positions,),
         q, k, v, q_weight, k_weight, cos, sin, qkv,
         positions, norms.q_eps, norms.k_eps,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        0 if cos.shape[0] == 1 else cos.stride(0),
-        qkv.stride(0),
-        heads, kv_heads, head_dim // 2,
+        cos_batch_stride, qkv.stride(0),
+        q_weight.numel() > head_dim, k_weight.numel() > head_dim, heads, kv_heads, head_dim // 2,
         next_power_of_2(heads), next_power_of_2(kv_heads), block_half,
         num_warps=_warps_of(heads, block_half),
     )  # fmt: skip
@@ -272,7 +301,7 @@ def head_norms_backward(q: Tensor, k: Tensor, norms: HeadNorms, grad_qkv: Tensor
             f"{list(q.shape)} and k {list(k.shape)}"
         )
     check_heads(name, {"q": q, "k": k}, (batch, heads, positions, head_dim), grad_qkv)
-    q_weight, k_weight = _weights_of(name, norms, head_dim, grad_qkv)
+    q_weight, k_weight = _weights_of(name, norms, heads, kv_heads, head_dim, grad_qkv)
     if batch * positions == 0:
         return
     q, k = _features_together(q), _features_together(k)
@@ -281,6 +310,7 @@ def head_norms_backward(q: Tensor, k: Tensor, norms: HeadNorms, grad_qkv: Tensor
         kernel, (batch * positions,),
         grad_qkv, q, k, q_weight, k_weight, positions, norms.q_eps, norms.k_eps,
         grad_qkv.stride(0), *q.stride()[:3], *k.stride()[:3],
+        q_weight.numel() > head_dim, k_weight.numel() > head_dim,
         heads, kv_heads, head_dim, next_power_of_2(heads), next_power_of_2(kv_heads), block_dim,
         num_warps=_warps_of(heads, block_dim // 2),
     )  # fmt: skip
@@ -290,11 +320,18 @@ def _warps_of(heads: int, block_half: int) -> int:
     return min(previous_power_of_2(max(heads * block_half // 256, 1)), 16)  # as `rope_forward` has
 
 
-def _weights_of(name: str, norms: HeadNorms, head_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
+def _weights_of(
+    name: str, norms: HeadNorms, heads: int, kv_heads: int, head_dim: int, like: Tensor
+) -> tuple[Tensor, Tensor]:
     """The norms' weights, contiguous; ValueError where one does not fit."""
-    for key, weight in (("q_weight", norms.q_weight), ("k_weight", norms.k_weight)):
-        if weight.shape != (head_dim,):
-            raise ValueError(f"{name}: {key} is {list(weight.shape)}, should be [{head_dim}]")
+    for key, weight, count in (
+        ("q_weight", norms.q_weight, heads), ("k_weight", norms.k_weight, kv_heads)
+    ):  # fmt: skip
+        if weight.shape not in ((head_dim,), (count * head_dim,)):
+            raise ValueError(
+                f"{name}: {key} is {list(weight.shape)}, should be [{head_dim}], or of all heads "
+                f"[{count * head_dim}]"
+            )
         if weight.dtype not in DTYPES or weight.device != like.device:
             raise ValueError(
                 f"{name}: {key} is {weight.dtype} on {weight.device}, should be bfloat16, float16 "

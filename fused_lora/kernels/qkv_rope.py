@@ -28,7 +28,7 @@ def _qkv_rope_kernel(
     q_ptr,  # [batch, HEADS, positions, 2 HALF]
     k_ptr,  # [batch, KV_HEADS, positions, 2 HALF], or None, with v: q's heads are all that turn
     v_ptr,  # as k
-    cos_ptr,  # [batch or 1, positions, 2 HALF], contiguous
+    cos_ptr,  # [batch or 1, positions, 2 HALF], contiguous; None: nothing turns
     sin_ptr,  # as cos
     qkv_ptr,  # [batch * positions, (HEADS + 2 KV_HEADS) 2 HALF], written: what turns, and v
     positions,
@@ -112,7 +112,9 @@ def rope_forward(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: in
     _turn(by_head[:, : heads + kv_heads], None, None, cos, sin, qkv)
 
 
-def rope_together(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, qkv: Tensor) -> None:
+def rope_together(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, qkv: Tensor
+) -> None:
     """Write q and k, turned by the angles of their positions, and v side by side into qkv.
 
     Equivalent PyTorch, for `rope` of rope.py::
@@ -122,8 +124,8 @@ def rope_together(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, qkv
             part.copy_(x)
 
     q is [batch, heads, positions, head_dim], k and v are [batch, kv_heads, positions, head_dim].
-    They may lie in any order; what has no elements of a head side by side is copied first. All else
-    is as for `rope_forward`.
+    They may lie in any order; what has no elements of a head side by side is copied first. Without
+    cos and sin nothing turns. All else is as for `rope_forward`.
 
     Raises:
         ValueError: as `rope_forward`.
@@ -132,8 +134,9 @@ def rope_together(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, qkv
 
 
 def rope_backward(
-    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor, grad_qkv: Tensor
-) -> None:
+    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor | None, sin: Tensor | None,
+    grad_qkv: Tensor,
+) -> None:  # fmt: skip
     """Write the gradient of what `rope_forward` or `rope_together` was given into grad_qkv.
 
     Equivalent PyTorch: ``torch.autograd.grad((q, k, v), qkv, (grad_q, grad_k, grad_v))[0]``, q and
@@ -151,22 +154,22 @@ def _turn_together(
     name: str,
     keys: tuple[str, str, str],
     parts: tuple[Tensor, Tensor, Tensor],
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     qkv: Tensor,
     backward: bool,
 ) -> None:
     check_rows(name, _qkv_rope_kernel, qkv.shape, qkv=qkv)
-    (_, heads, _, head_dim), kv_heads = parts[0].shape, parts[1].shape[1]
-    batch = batch_of(name, qkv, cos, sin, heads, kv_heads)
+    (_, heads, positions, head_dim), kv_heads = parts[0].shape, parts[1].shape[1]
+    batch = batch_of(name, qkv, cos, sin, heads, kv_heads, positions)
     by_name = dict(zip(keys, parts, strict=True))
-    check_heads(name, by_name, (batch, heads, cos.shape[1], head_dim), qkv)
+    check_heads(name, by_name, (batch, heads, positions, head_dim), qkv)
     _turn(*parts, cos, sin, qkv, backward)
 
 
 def _turn(
-    q: Tensor, k: Tensor | None, v: Tensor | None, cos: Tensor, sin: Tensor, qkv: Tensor,
-    backward: bool = False,
+    q: Tensor, k: Tensor | None, v: Tensor | None, cos: Tensor | None, sin: Tensor | None,
+    qkv: Tensor, backward: bool = False,
 ) -> None:  # fmt: skip
     """Write q, turned, or with k and v all three, q and k turned, side by side into qkv."""
     batch, heads, positions, head_dim = q.shape
@@ -175,14 +178,14 @@ def _turn(
         return  # an empty grid cannot be launched
     given = [None if t is None else _features_together(t) for t in (q, k, v)]
     strides = [(0,) * 4 if t is None else t.stride() for t in given]
-    cos, sin = cos.contiguous(), sin.contiguous()
+    cos, sin, cos_batch_stride = angles_of(cos, sin)
     block_heads, block_half = next_power_of_2(heads), next_power_of_2(half)
     launch(
         _qkv_rope_kernel, (batch * positions,),
         *given, cos, sin, qkv,
         positions,
         *strides[0][:3], *strides[1][:3], *strides[2][:3],
-        0 if cos.shape[0] == 1 else cos.stride(0),
+        cos_batch_stride,
         qkv.stride(0),
         backward,
         heads, kv_heads, half, block_heads, next_power_of_2(max(kv_heads, 1)), block_half,
@@ -212,9 +215,32 @@ def check_heads(
         check_alike(name, key, part, qkv)
 
 
-def batch_of(name: str, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> int:
-    """Count the sequences of qkv; ValueError where it, cos and sin do not fit together."""
+def angles_of(cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor | None, Tensor | None, int]:
+    """cos and sin, contiguous, and how far apart sequences have theirs."""
+    if cos is None or sin is None:
+        return None, None, 0
+    cos, sin = cos.contiguous(), sin.contiguous()
+    return cos, sin, 0 if cos.shape[0] == 1 else cos.stride(0)
+
+
+def batch_of(
+    name: str, qkv: Tensor, cos: Tensor | None, sin: Tensor | None, heads: int, kv_heads: int,
+    positions: int = 0,
+) -> int:  # fmt: skip
+    """Count the sequences of qkv; ValueError where it, cos and sin do not fit together, or without
+    these it and so many positions."""
     rows, columns = qkv.shape
+    parts = heads + 2 * kv_heads
+    if cos is None and sin is None:
+        batch = rows // max(positions, 1)
+        if columns % parts or batch * positions != rows:
+            raise ValueError(
+                f"{name}: [q | k | v] is {list(qkv.shape)}, should be [batch * {positions}, "
+                f"{parts} * head_dim]"
+            )
+        return batch
+    if cos is None or sin is None:
+        raise ValueError(f"{name}: only one of cos and sin is given, should be both or neither")
     if cos.ndim != 3 or cos.shape[2] % 2 or cos.shape != sin.shape:
         raise ValueError(
             f"{name}: cos is {list(cos.shape)} and sin {list(sin.shape)}, should both be [batch or "
@@ -222,14 +248,10 @@ def batch_of(name: str, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_he
         )
     sequences, positions, head_dim = cos.shape
     batch = rows // max(positions, 1)
-    if (
-        batch * positions != rows
-        or sequences not in (1, batch)
-        or (columns != (heads + 2 * kv_heads) * head_dim)
-    ):
+    if batch * positions != rows or sequences not in (1, batch) or columns != parts * head_dim:
         raise ValueError(
             f"{name}: [q | k | v] is {list(qkv.shape)}, should be [batch * {positions}, "
-            f"{heads + 2 * kv_heads} * {head_dim}] as cos is {list(cos.shape)}"
+            f"{parts} * {head_dim}] as cos is {list(cos.shape)}"
         )
     for key, angle in (("cos", cos), ("sin", sin)):
         if angle.dtype not in DTYPES or angle.device != qkv.device:

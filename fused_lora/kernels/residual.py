@@ -1,9 +1,10 @@
 """Kernels on a decoder layer's residual: RMSNorm into the first columns of a wider buffer, its
-backward, and the residual's sum with what an adapted projection gives.
+backward, and the residual's sum with what an adapted projection gives, or with the norm of that.
 
     residual_norm_forward    y = x r w,   r = 1 / sqrt(mean(x^2) + eps)
     residual_norm_backward   grad_x = r (g - n mean(g n)) + grad_residual,   n = x r,  g = grad_y w
-    add_adapted         total = residual + y + z B',  z_copy = z
+    add_adapted         total = residual + m (y + z B'),  z_copy = z
+    add_normed          total = residual + x r w
 
 (The first two are the kernels of `rms_norm.py`, which derives the second.) A bordered product wants
 its input as [x | x A'], so the norm writes x where the product reads it, with a row stride of its
@@ -44,8 +45,8 @@ BLOCK_ROWS, BLOCK_COLUMNS, MAX_BLOCK_RANK = 32, 128, 64
 
 @triton.jit
 def _add_adapted_kernel(
-    residual_ptr,  # [rows, columns]
     y_ptr,  # [rows, columns]
+    residual_ptr,  # [rows, columns], or None, for 0
     z_ptr,  # [rows, rank]
     B_ptr,  # [columns, rank]
     total_ptr,  # [rows, columns], written
@@ -62,13 +63,15 @@ def _add_adapted_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
+    MULTIPLIER: tl.constexpr,
     IN_FP32: tl.constexpr,
 ):
     row = (tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS))[:, None]
     column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     # asked for first, so that they are on their way while the product is made
     mask = (row < rows) & (column < columns)[None, :]
-    residual = tl.load(residual_ptr + row * residual_row_stride + column[None, :], mask=mask)
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + row * residual_row_stride + column[None, :], mask=mask)
     y = tl.load(y_ptr + row * y_row_stride + column[None, :], mask=mask)
     B_row = B_ptr + column.to(tl.int64)[None, :] * B_row_stride
     adapted = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
@@ -83,9 +86,42 @@ def _add_adapted_kernel(
         if IN_FP32:
             z, B = z.to(tl.float32), B.to(tl.float32)
         adapted = tl.dot(z, B, adapted, input_precision="ieee")
-    total = residual.to(tl.float32) + (y.to(tl.float32) + adapted)
+    total = y.to(tl.float32) + adapted
+    if MULTIPLIER != 1.0:
+        total *= MULTIPLIER
+    if residual_ptr is not None:
+        total = residual.to(tl.float32) + total
     total_tile = total_ptr + row * total_row_stride + column[None, :]
     tl.store(total_tile, total.to(total_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _add_normed_kernel(
+    residual_ptr,  # [rows, hidden]
+    x_ptr,  # [rows, hidden]
+    weight_ptr,  # [hidden]
+    total_ptr,  # [rows, hidden], written
+    rstd_ptr,  # [rows] fp32, written
+    residual_row_stride,
+    x_row_stride,
+    total_row_stride,
+    hidden,
+    eps,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < hidden
+    x = tl.load(x_ptr + row * x_row_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    residual = tl.load(residual_ptr + row * residual_row_stride + columns, mask=mask)
+    # as _rms_norm_forward_kernel, which says why
+    mean = tl.div_rn(tl.sum(x * x, axis=0), 1.0 * hidden)
+    rstd = tl.div_rn(1.0, tl.sqrt_rn((mean + eps).to(tl.float32)))
+    total = residual.to(tl.float32) + x * rstd * weight
+    tl.store(total_ptr + row * total_row_stride + columns, total.to(total_ptr.dtype.element_ty),
+             mask=mask)  # fmt: skip
+    tl.store(rstd_ptr + row, rstd)
 
 
 def residual_norm_forward(
@@ -115,28 +151,31 @@ def residual_norm_forward(
             _rms_norm_forward_kernel, (rows,),
             x, None, weight, copy, y, rstd,
             x.stride(0), 0, 0 if copy is None else copy.stride(0), y.stride(0),
-            hidden, eps, block, num_warps=warps,
+            hidden, eps, False, block, num_warps=warps,
         )  # fmt: skip
     return rstd
 
 
 def residual_norm_backward(
-    grad_y: Tensor, grad_residual: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, grad_x: Tensor
-) -> None:
+    grad_y: Tensor, grad_residual: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor,
+    grad_x: Tensor,
+) -> None:  # fmt: skip
     """Write the gradient of x, which was normalised and goes on as the residual, into grad_x.
 
     Equivalent PyTorch, for [rows, hidden] tensors of one dtype, y being the norm of x::
 
         grad_x.copy_(torch.autograd.grad(y, x, grad_y)[0] + grad_residual)
 
-    weight and rstd are as `residual_norm_forward` had them and gave it; weight gets no gradient.
+    Without grad_residual x goes on nowhere. weight and rstd are as `residual_norm_forward` had them
+    and gave it; weight gets no gradient.
 
     Raises:
         ValueError: as `residual_norm_forward`.
     """
+    others = {} if grad_residual is None else {"grad_residual": grad_residual}
     check_rows(
         "residual_norm_backward", _rms_norm_backward_kernel, x.shape,
-        grad_y=grad_y, grad_residual=grad_residual, x=x, grad_x=grad_x,
+        grad_y=grad_y, **others, x=x, grad_x=grad_x,
     )  # fmt: skip
     _check_hidden("residual_norm_backward", x, weight)
     rows, hidden = x.shape
@@ -145,50 +184,81 @@ def residual_norm_backward(
         launch(
             _rms_norm_backward_kernel, (rows,),
             grad_y, grad_residual, x, weight, rstd, grad_x, None,
-            grad_y.stride(0), grad_residual.stride(0), x.stride(0), grad_x.stride(0),
-            rows, hidden, 1, block, num_warps=warps,
+            grad_y.stride(0), 0 if grad_residual is None else grad_residual.stride(0), x.stride(0),
+            grad_x.stride(0),
+            rows, hidden, 1, False, block, num_warps=warps,
         )  # fmt: skip
 
 
 def add_adapted(
-    residual: Tensor, y: Tensor, z: Tensor, B: Tensor, total: Tensor, z_copy: Tensor
-) -> None:
+    residual: Tensor | None, y: Tensor, z: Tensor, B: Tensor, total: Tensor, z_copy: Tensor,
+    multiplier: float = 1.0,
+) -> None:  # fmt: skip
     """Write the residual plus an adapted projection's two parts into total, and z into z_copy.
 
     Equivalent PyTorch, for residual, y and total [rows, columns], z and z_copy [rows, rank] and
     B [columns, rank], all of one dtype, and a sum that is fp32 and rounds once::
 
-        total.copy_(residual + y + z @ B.t())
+        total.copy_(residual + multiplier * (y + z @ B.t()))
         z_copy.copy_(z)
+
+    None for the residual is 0.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit, or no kernel can run on them.
     """
-    check_rows(
-        "add_adapted", _add_adapted_kernel, residual.shape, residual=residual, y=y, total=total
-    )
-    rows, columns = residual.shape
+    others = {} if residual is None else {"residual": residual}
+    check_rows("add_adapted", _add_adapted_kernel, y.shape, **others, y=y, total=total)
+    rows, columns = y.shape
     rank = z.shape[-1]
     for key, tensor, shape in (
         ("z", z, (rows, rank)), ("B", B, (columns, rank)), ("z_copy", z_copy, (rows, rank))
     ):  # fmt: skip
         check_rows("add_adapted", _add_adapted_kernel, shape, **{key: tensor})
-        check_alike("add_adapted", key, tensor, residual)
+        check_alike("add_adapted", key, tensor, y)
     if rows == 0:
         return
     grid = cdiv(rows, BLOCK_ROWS), cdiv(columns, BLOCK_COLUMNS)
     launch(
         _add_adapted_kernel, grid,
-        residual, y, z, B, total, z_copy,
+        y, residual, z, B, total, z_copy,
         rows, columns, rank,
-        residual.stride(0), y.stride(0), z.stride(0), B.stride(0), total.stride(0),
-        z_copy.stride(0),
+        0 if residual is None else residual.stride(0), y.stride(0), z.stride(0), B.stride(0),
+        total.stride(0), z_copy.stride(0),
         BLOCK_ROWS, BLOCK_COLUMNS,
         # tl.dot wants 16 at least
         min(max(next_power_of_2(rank), 16), MAX_BLOCK_RANK),
+        multiplier,
         dots_in_fp32(_add_adapted_kernel, z),
         num_warps=4,
     )  # fmt: skip
+
+
+def add_normed(residual: Tensor, x: Tensor, weight: Tensor, eps: float, total: Tensor) -> Tensor:
+    """Write the residual plus the norm of x into total; returns rstd, [rows] fp32.
+
+    Equivalent PyTorch, for [rows, hidden] tensors of one dtype, and a sum that rounds once::
+
+        rstd = torch.rsqrt(x.float().pow(2).mean(-1) + eps)
+        total.copy_(residual.float() + x.float() * rstd[:, None] * weight.float())
+
+    `residual_norm_backward` without grad_residual has x's gradient from total's.
+
+    Raises:
+        ValueError: as `residual_norm_forward`.
+    """
+    rows, hidden = x.shape
+    check_rows("add_normed", _add_normed_kernel, x.shape, residual=residual, x=x, total=total)
+    _check_hidden("add_normed", x, weight)
+    rstd = x.new_empty(rows, dtype=torch.float32)
+    if rows:
+        block, warps = block_of(hidden)
+        launch(
+            _add_normed_kernel, (rows,),
+            residual, x, weight, total, rstd,
+            residual.stride(0), x.stride(0), total.stride(0), hidden, eps, block, num_warps=warps,
+        )  # fmt: skip
+    return rstd
 
 
 def _check_hidden(name: str, x: Tensor, weight: Tensor) -> None:

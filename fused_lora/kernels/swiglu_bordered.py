@@ -12,17 +12,19 @@ from .swiglu_products_backward import Product, swiglu_backward_products
 from .swiglu_products_forward import swiglu_forward_product
 
 
-def add_down(gate_up: Tensor, down: Bordered, total: Tensor | None) -> Tensor:
-    """Add the down projection of silu(gate) up, which grows in K, to total, where the residual is.
-    Without total it makes z alone.
+def add_down(
+    gate_up: Tensor, down: Bordered, total: Tensor | None, multiplier: float = 1.0
+) -> Tensor:
+    """Add the down projection of silu(gate) up, which grows in K, to total, where the residual is;
+    or a multiple of it. Without total it makes z alone.
 
     Equivalent PyTorch, for gate_up [T, 2 in] and total [T, out], contiguous; returns z::
 
         gate, up = gate_up.chunk(2, dim=1)
         hidden = F.silu(gate) * up
         z = hidden @ A.t()
-        total += torch.cat((hidden, z), dim=1) @ M[:out].t()
-        total += bias[:out]  # if there is one: it rounds once more
+        total += multiplier * torch.cat((hidden, z), dim=1) @ M[:out].t()
+        total += multiplier * bias[:out]  # if there is one: it rounds once more
     """
     matrix, inputs, out = down.matrix, down.in_features, down.out
     if total is None:
@@ -31,9 +33,9 @@ def add_down(gate_up: Tensor, down: Bordered, total: Tensor | None) -> Tensor:
     z = swiglu_forward_product(
         gate_up, matrix[out:, :inputs], hidden[:, :inputs], hidden[:, inputs:]
     )
-    total.addmm_(hidden, matrix[:out].t())
+    total.addmm_(hidden, matrix[:out].t(), alpha=multiplier)
     if down.bias is not None:
-        total += down.bias[:out]
+        total.add_(down.bias[:out], alpha=multiplier)
     return z
 
 

@@ -21,6 +21,7 @@ MODELS = {
     "bf16 adapters, odd": {"autocast_adapter_dtype": False, "r": 3},
     "biases": {"family": "Llama", "config": {"attention_bias": True, "mlp_bias": True}},
     "normed heads": {"family": "Qwen3"},
+    "multiplied": {"family": "Granite", "config": {"residual_multiplier": 0.5}},
 }
 WITHOUT_PRODUCTS = Fusion(rope=True, rms_norm=True)
 LOSS = Fusion(cross_entropy=True)
@@ -32,7 +33,7 @@ CASES = {  # and the models in which they may read on elsewhere
     "cross_entropy": (LOSS, ["fp32 adapters", "bf16 adapters, odd"]),
     "mlp": (Fusion(mlp=True), ["fp32 adapters", "narrow", "bf16 adapters, odd"]),
     "attention": (Fusion(attention=True), ["fp32 adapters", "bf16 adapters, odd", "biases"]),
-    "attention and rope": (ONE, [one for one in MODELS if one != "narrow"]),
+    "attention and rope": (ONE, [one for one in MODELS if one not in ("narrow", "multiplied")]),
     "layer": (LAYER, [*MODELS]),
     "layer, checkpointed, loss of some": (ALL, ["narrow", "bf16 adapters, odd"]),
 }

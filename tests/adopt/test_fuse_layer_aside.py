@@ -127,7 +127,7 @@ NOTHING = {
         {"config": {"attn_implementation": "eager"}}, "self_attn: its attention is eager, not sdpa"
     ),
     "dropout": ({"lora_dropout": 0.1}, "q_proj: lora_dropout is 0.1"),
-    "Gemma": ({"family": "Gemma"}, "GemmaDecoderLayer is not a layer class"),
+    "Gemma": ({"family": "Gemma"}, "its norms multiply by one more than their weight"),
 }  # fmt: skip
 
 

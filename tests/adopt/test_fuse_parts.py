@@ -91,22 +91,6 @@ def test_a_part_that_fuses_nothing_changes_nothing(device):
     assert report(model).fused == {}
 
 
-def test_gemma_is_left_alone_with_the_reason(device):
-    model = peft_model(device, family="Gemma")
-    plain = copy.deepcopy(model).train()
-    for part, reason in (
-        ("mlp", "GemmaMLP is not an MLP class that is known to compute SwiGLU"),
-        ("rms_norm", "GemmaRMSNorm is not a norm class"),
-        ("rope", "GemmaAttention is not an attention class"),
-        ("cross_entropy", "GemmaForCausalLM is not a class"),
-    ):
-        with pytest.raises(ValueError, match=reason):
-            fuse(model, Fusion(**{part: True}))
-    done = fuse(model, Fusion(attention=True))  # its o is a linear layer like any other
-    assert "GemmaAttention is not" in done.left[f"{LAYERS}.0.self_attn"]
-    assert_same(model.train(), plain)
-
-
 def test_padding_and_hidden_states_are_as_without_fusion(device):
     mask = torch.ones(2, SHORT, dtype=torch.int64, device=device)
     mask[1, 4:] = 0

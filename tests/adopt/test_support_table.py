@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from families_case import FAMILIES as OTHERS
 from layer_case import peft_model
 from peft_models import ATTENTION, FAMILIES, MLP
 from projection_case import add_active, replace_weight
 
 from fused_lora import Fusion, fuse, unfuse
 
+OTHERS = {name: one for name, one in OTHERS.items() if name not in FAMILIES}
 PARTS = ("mlp", "attention", "rope", "rms_norm", "cross_entropy", "layer")
 
 
@@ -39,7 +41,7 @@ def merged(device):
 
 CASES = {
     **{f"{family}, all seven projections": with_peft(family=family) for family in FAMILIES},
-    "Gemma": with_peft(family="Gemma"),
+    **{name: family.peft_model for name, family in OTHERS.items()},
     "fp16 base weights": with_peft(dtype=torch.float16),
     "bf16 adapters": with_peft(dtype=torch.bfloat16, autocast_adapter_dtype=False),
     "rsLoRA": with_peft(use_rslora=True),

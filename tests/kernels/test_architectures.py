@@ -25,6 +25,9 @@ WITH_DOTS = {
 KERNELS = WITH_DOTS | {
     "swiglu._swiglu_forward_kernel",
     "swiglu._swiglu_backward_kernel",
+    "geglu._geglu_forward_kernel",
+    "geglu._geglu_backward_kernel",
+    "residual._add_normed_kernel",
     "rms_norm._rms_norm_forward_kernel",
     "rms_norm._rms_norm_backward_kernel",
     "rope._rope_kernel",

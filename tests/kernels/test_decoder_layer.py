@@ -67,6 +67,7 @@ def test_output_and_gradients_are_within_the_error_budget(dtype, family, check):
 
 RANKS = {"q_proj": 3, "up_proj": 12, "down_proj": 1}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+UNTURNED = {"no_rope_layers": [0], "pad_token_id": 0}
 OPTIONS = {
     "rank 40, rsLoRA": {"r": 40, "use_rslora": True},
     "each its own rank and scale": {"rank_pattern": RANKS, "alpha_pattern": {"v_proj": 5}},
@@ -79,6 +80,18 @@ OPTIONS = {
     },
     "norms of heads and biases": {
         "family": "Qwen3", "config": {"attention_bias": True, "rms_norm_eps": 1e-2} | HEADS
+    },
+    "q and k not turned": {"family": "SmolLM3", "config": UNTURNED},
+    "not turned, our own attention": {
+        "family": "SmolLM3", "config": UNTURNED | HEADS
+    },
+    "multiplied, with biases": {
+        "family": "Granite",
+        "config": {"residual_multiplier": 0.22, "attention_bias": True, "mlp_bias": True},
+    },
+    "norms of outputs": {"family": "Olmo2", "config": {"pad_token_id": 0}},
+    "norms of outputs, our own attention": {
+        "family": "Olmo2", "config": {"pad_token_id": 0, "attention_bias": True} | HEADS
     },
     "narrow MLP": {"config": {"intermediate_size": 17}},
 }  # fmt: skip
@@ -278,13 +291,17 @@ def test_without_its_output_a_layer_has_the_same_gradients(device, monkeypatch):
     assert all(relative_error(*pair) < 1e-5 for pair in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize(("family", "raw"), [("Qwen2", 0), ("Qwen3", 104)])
-def test_what_is_saved_is_what_the_docstring_counts(family, raw, device):
+@pytest.mark.parametrize(
+    ("family", "more"), [("Qwen2", 0), ("Qwen3", 104), ("Olmo2", 104 + 2 * 52)]
+)
+def test_what_is_saved_is_what_the_docstring_counts(family, more, device):
     """In bf16, by token: x, [n|zn], qkv, a, za, t, [m|zm], gu, zh and two fp32 rstd; and qkv once
-    more, raw, where heads are normed."""
-    _, inputs, _ = operands(device, family=family, **BF16)
+    more, raw, where q and k are normed; and what o and down give where outputs are."""
+    config = {"pad_token_id": 0}
+    _, inputs, _ = operands(device, family=family, config=config, **BF16)
     frozen = inputs[-1]
-    known = [t for t in inputs[1:-1] if t is not None] + [frozen.input_norm, frozen.post_norm]
+    known = [t for t in inputs[1:-1] if t is not None]
+    known += [t for t in frozen if isinstance(t, torch.Tensor)]
     known += (frozen.head_norms or ())[:2]
     known += [getattr(frozen, name).matrix for name in module.GROUPS]
     with saved_for_backward() as saved:
@@ -293,7 +310,7 @@ def test_what_is_saved_is_what_the_docstring_counts(family, raw, device):
     for tensor in known:
         saved.pop(tensor.untyped_storage().data_ptr(), None)
     # rows of [n|zn] and [m|zm], 52 + 24 and 52 + 16, are a multiple of 128 bytes apart
-    elements = 52 + 128 + 104 + raw + 52 + 8 + 52 + 128 + 278 + 8
+    elements = 52 + 128 + 104 + more + 52 + 8 + 52 + 128 + 278 + 8
     # on a GPU the log-sum-exp, if the backend saves it, and heads of 26 padded to 32, if it does
     beyond = [4 * 2 * 2 * 9, 18 * 2 * 2 * 6] if device == "cuda" else []
     total = sum(storage.nbytes() for storage in saved.values()) - 18 * (2 * elements + 8)

@@ -3,6 +3,7 @@ tested in its own file."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -75,18 +76,28 @@ LAUNCHERS = {
         residual.SIZES, "odd", (0, 8), residual.norm_case,
         of_case(residual.fused_norm), of_case(residual.eager_norm), writes=3,
     ),
+    "add_normed": Launcher(
+        ((residual_kernels, "_add_normed_kernel", "_rms_norm_backward_kernel"),),
+        residual.SIZES, "odd", (0, 8), residual.normed_sum_case,
+        of_case(residual.fused_normed_sum), of_case(residual.eager_normed_sum), writes=2,
+    ),
     "add_adapted": Launcher(
         ((residual_kernels, "_add_adapted_kernel"),),
         residual.SUMS, "odd", (0, 8, 4), residual.sum_case,
         of_case(residual.fused_sum), of_case(residual.eager_sum), writes=2,
     ),
-    "swiglu": Launcher(
-        ((fused_mlp.swiglu, "_swiglu_forward_kernel", "_swiglu_backward_kernel"),),
-        swiglu.SHAPES, "two dimensions", (0, 8),
-        lambda size, dtype, device: swiglu.inputs(*swiglu.SHAPES[size], dtype=dtype, device=device),
-        lambda size, case, layout: swiglu.fused(*map(layout, case)),
-        of_case(swiglu.eager), writes=0,
-    ),
+    **{
+        which.name: Launcher(
+            ((which.module, f"_{which.name}_forward_kernel", f"_{which.name}_backward_kernel"),),
+            swiglu.SHAPES, "two dimensions", (0, 8),
+            lambda size, dtype, device: swiglu.inputs(
+                *swiglu.SHAPES[size], dtype=dtype, device=device
+            ),
+            lambda size, case, layout, which=which: swiglu.fused(which, *map(layout, case)),
+            of_case(partial(swiglu.eager, which)), writes=0,
+        )
+        for which in (swiglu.SWIGLU, swiglu.GEGLU)
+    },
     "swiglu_forward_product": Launcher(
         ((swiglu_products_forward, "_swiglu_forward_product_kernel", "_sum_z_kernel"),),
         products_forward.CASES, "odd", (0, 10, 4), products_forward.make,
@@ -108,6 +119,13 @@ LAUNCHERS = {
     "norms and rope on [q | k | v]": Launcher(
         ((qkv_norm_rope, "_qkv_norm_rope_kernel", "_qkv_norm_backward_kernel"),),
         rope_case.SIZES, "GQA", rope_case.EMPTY["no batch"], rope.make_normed,
+        of_case(lambda *case, **layout: rope.fused_normed(case, **layout)),
+        of_case(lambda *case: rope.eager_normed(case)), writes=2, is_exact=False,
+    ),
+    "norms of all heads together": Launcher(
+        ((qkv_norm_rope, "_qkv_norm_rope_kernel", "_qkv_norm_backward_kernel"),),
+        rope_case.SIZES, "GQA", rope_case.EMPTY["no batch"],
+        partial(rope.make_normed, together=True),
         of_case(lambda *case, **layout: rope.fused_normed(case, **layout)),
         of_case(lambda *case: rope.eager_normed(case)), writes=2, is_exact=False,
     ),
@@ -231,12 +249,17 @@ ARGUMENTS = {
         "grad_y": ones(4, 8), "grad_residual": ones(4, 8), "x": ones(4, 8), "weight": ones(8),
         "rstd": ones(4), "grad_x": ones(4, 8),
     },
+    residual_kernels.add_normed: {
+        "residual": ones(4, 8), "x": ones(4, 8), "weight": ones(8), "eps": EPS, "total": ones(4, 8)
+    },
     residual_kernels.add_adapted: {
         "residual": ones(4, 8), "y": ones(4, 8), "z": ones(4, 2), "B": ones(8, 2),
         "total": ones(4, 8), "z_copy": ones(4, 2),
     },
     fused_mlp.swiglu_forward: {"gate": ones(3, 5), "up": ones(3, 5)},
     fused_mlp.swiglu_backward: {"grad_hidden": ones(3, 5), "gate": ones(3, 5), "up": ones(3, 5)},
+    fused_mlp.geglu_forward: {"gate": ones(3, 5), "up": ones(3, 5)},
+    fused_mlp.geglu_backward: {"grad_hidden": ones(3, 5), "gate": ones(3, 5), "up": ones(3, 5)},
     swiglu_products_forward.swiglu_forward_product: {
         "gate_up": ones(9, 20), "A": ones(8, 10), "hidden": ones(9, 10), "copy": ones(9, 8)
     },
@@ -276,8 +299,12 @@ def to(value):
 TAKEN = {
     ("rope_forward", "qkv", half),
     ("causal_attention_forward", "qkv", half),
-    *((f"swiglu_{way}", name, apart) for way in ("forward", "backward") for name in ("gate", "up")),
-    ("swiglu_backward", "grad_hidden", apart),
+    *(
+        (f"{which}_{way}", name, apart)
+        for which in ("swiglu", "geglu")
+        for way, names in (("forward", ()), ("backward", ("grad_hidden",)))
+        for name in ("gate", "up", *names)
+    ),
 }
 MATRICES = [
     (name, f"{argument}.factor" if isinstance(value, Product) else argument, change)
@@ -293,6 +320,7 @@ ERRORS = [
     ("residual_norm_forward", {"y": apart}, "y has elements 4 apart"),
     ("residual_norm_forward", {"weight": short}, r"weight is \[7\], should be \[8\] and contigu"),
     ("residual_norm_forward", {"weight": half}, "weight is torch.float16"),
+    ("add_normed", {"weight": short}, r"weight is \[7\], should be \[8\] and contiguous"),
     ("add_adapted", {"z": short}, r"z is \[3, 2\], should be \[4, 2\]"),
     ("add_adapted", {"B": narrow}, r"B is \[8, 1\], should be \[8, 2\]"),
     ("swiglu_forward", {"up": on_meta}, r"wants tensors of one shape, dtype and device.* on meta"),
@@ -317,7 +345,7 @@ ERRORS = [
     ("norm_rope_together", {"qkv": short}, r"\[9, 24\], should be \[batch \* 5, 4 \* 6\]"),
     ("norm_rope_together", {"v": short}, r"v is \[1, 1, 5, 6\], should be \[2, 1, 5, 6\]"),
     ("norm_rope_together", {"q": half}, "q is torch.float16"),
-    ("norm_rope_together", {"norms.k_weight": narrow}, r"k_weight is \[5\], should be \[6\]"),
+    ("norm_rope_together", {"norms.k_weight": narrow}, r"k_weight is \[5\], should be \[6\], or"),
     ("norm_rope_together", {"norms.q_weight": torch.Tensor.long}, "q_weight is torch.int64"),
     ("head_norms_backward", {"k": short}, r"k is \[1, 1, 5, 6\], should be \[2, 1, 5, 6\]"),
     ("head_norms_backward", {"grad_qkv": narrow}, r"is \[10, 23\], should be \[10, 24\] as q is"),

@@ -65,6 +65,19 @@ def test_angles_may_be_each_sequences_own_and_of_another_dtype(device):
     assert_right(ATTENTION, case)
 
 
+@pytest.mark.parametrize("norms", [False, True, "together"])
+@pytest.mark.parametrize("heads", ["MQA of 3 heads", "tiles of our own attention"])
+def test_q_and_k_need_not_be_turned(heads, norms, device):
+    case = case_of(device, norms=norms, **HEADS[heads])
+    case.inputs.update(cos=None, sin=None)
+    assert_right(ATTENTION, case)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_all_heads_may_be_normed_together(heads, device):
+    assert_right(ATTENTION, case_of(device, norms="together", **HEADS[heads]))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("positions", [64, 100, 130, 600])
 def test_every_backend_of_a_gpu_is_right(positions, device):

@@ -230,6 +230,7 @@ ERRORS = [
      r"\[q \| k \| v\] is \[18, 256\], should be"),
     (MLP, {"x": lambda t: t[0, 0, 0]}, r"x is \[\].* should be 52"),
     (MLP, {"frozen.up_weight": short}, r"up_weight is \[138, 52\], should be \[139, 52\]"),
+    (MLP, {"frozen.activation": lambda _: "relu"}, "activation is 'relu', should be 'silu' or"),
     (MLP, {"frozen.down_weight": torch.t}, r"down_weight is \[139, 52\].* \[52, 139\]"),
     (MLP, {"gate_A": narrow}, r"gate_A is \[8, 51\] and gate_B \[139, 8\], should be \[r, 52\]"),
     (MLP, {"up_B": narrow}, r"up_A is \[8, 52\] and up_B \[139, 7\], should be"),

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from lora_attention_case import eager_head_norm
 from reference import random, relative_error
-from rms_norm_case import eager_rms_norm
 from rope_case import SIZES, assert_equal, eager, make
 
 from fused_lora.kernels.qkv_norm_rope import HeadNorms, head_norms_backward, norm_rope_together
@@ -36,12 +36,16 @@ def fused(inputs, gradients, layout=torch.clone):
     return results
 
 
-def make_normed(size, dtype, device):
+def make_normed(size, dtype, device, together=False):
     """q, k, cos, sin, the gradients of the normed q and k, and weights of the norms."""
     inputs, gradients = make(size, dtype=dtype, device=device)
-    head_dim = inputs[2].shape[-1]
     options = {"scale": 0.5, "dtype": dtype, "device": device}
-    return *inputs, *gradients, *(1 + random(head_dim, seed=seed, **options) for seed in (8, 9))
+    counts = [t.shape[1] if together else 1 for t in inputs[:2]]
+    weights = (
+        1 + random(count * inputs[2].shape[-1], seed=seed, **options)
+        for seed, count in zip((8, 9), counts, strict=True)
+    )
+    return *inputs, *gradients, *weights
 
 
 EPS = 1e-6, 1e-2  # of q's norm and of k's
@@ -70,7 +74,7 @@ def eager_normed(case):
     """q and k, normed and turned, and the gradients of both from those of the normed ones."""
     q, k, cos, sin, grad_q, grad_k, *weights = case
     leaves = [t.detach().requires_grad_() for t in (q, k)]
-    normed = list(map(eager_rms_norm, leaves, weights, EPS))
+    normed = list(map(eager_head_norm, leaves, weights, EPS))
     turned = [t.detach() for t in eager(*normed, cos, sin)]
     return *turned, *torch.autograd.grad(normed, leaves, (grad_q, grad_k))
 
@@ -90,6 +94,23 @@ def test_three_tensors_are_turned_as_they_are_side_by_side(dtype, size, device):
             assert relative_error(got, want) <= torch.finfo(dtype).eps
         else:
             assert torch.equal(got, want)
+
+
+def test_without_angles_nothing_turns(device):
+    """As with those of 0, and put side by side all the same."""
+    (q, k, cos, sin), _ = make("GQA", dtype=torch.bfloat16, device=device)
+    v, norms = 2 * k, HeadNorms(*make_normed("GQA", torch.bfloat16, device)[-2:], *EPS)
+    none, zero = (None, None), (torch.ones_like(cos), torch.zeros_like(sin))
+    for write in (
+        lambda angles, out: rope_together(q, k, v, *angles, out),
+        lambda angles, out: rope_backward(q, k, v, *angles, out),
+        lambda angles, out: norm_rope_together(q, k, v, norms, *angles, out),
+    ):
+        got, want = (torch.full_like(side_by_side(q, k, v), 7.0) for _ in range(2))
+        write(none, got), write(zero, want)
+        assert torch.equal(got, want)
+    with pytest.raises(ValueError, match="only one of cos and sin"):
+        rope_together(q, k, v, cos, None, got)
 
 
 def test_norms_of_heads_read_any_layout(device):

@@ -1,11 +1,17 @@
 """RMSNorm into wider rows, its backward and the residual's sum: what test_launchers.py tries, and
 how their rows are made."""
 
+import pytest
 import torch
-from reference import random
+from reference import assert_within_budget, random
 from rms_norm_case import EPS, eager_rms_norm
 
-from fused_lora.kernels.residual import add_adapted, residual_norm_backward, residual_norm_forward
+from fused_lora.kernels.residual import (
+    add_adapted,
+    add_normed,
+    residual_norm_backward,
+    residual_norm_forward,
+)
 from fused_lora.kernels.rows import empty_rows
 
 SIZES = {"odd": (7, 52), "one row": (1, 139), "one column": (3, 1), "a block": (5, 128)}
@@ -61,6 +67,48 @@ def fused_sum(*case, layout=torch.clone):
 
 def eager_sum(residual, y, z, B):
     return residual + (y + z @ B.t()), z
+
+
+def normed_sum_case(size, dtype, device):
+    x, residual, grad = random_like(SIZES.get(size, (0, 8)), 3, dtype, device)
+    weight = 1 + random(x.shape[1], seed=4, scale=0.5, dtype=dtype, device=device)
+    return x, residual, weight, grad
+
+
+def fused_normed_sum(x, residual, weight, grad, layout=torch.clone):
+    """total and the gradient of x, which goes nowhere else."""
+    x, total, grad_x = layout(x), *(layout(torch.full_like(x, 7.0)) for _ in range(2))
+    rstd = add_normed(layout(residual), x, weight, EPS, total)
+    residual_norm_backward(layout(grad), None, x, weight, rstd, grad_x)
+    return total, grad_x
+
+
+def eager_normed_sum(x, residual, weight, grad):
+    leaf = x.detach().requires_grad_()
+    total = residual + eager_rms_norm(leaf, weight, EPS)
+    return total.detach(), torch.autograd.grad(total, leaf, grad)[0]
+
+
+def test_without_a_residual_a_sum_is_what_is_added(device):
+    case = sum_case("odd", torch.bfloat16, device)
+    (got, z), (want, _) = ([torch.empty_like(case[i]) for i in (0, 2)] for _ in range(2))
+    add_adapted(None, *case[1:], got, z)
+    add_adapted(torch.zeros_like(case[0]), *case[1:], want, z)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_sum_may_have_a_multiple_of_what_is_added(dtype, device):
+    case = sum_case("more than a tile", dtype, device)
+    total, z_copy = torch.empty_like(case[0]), torch.empty_like(case[2])
+    add_adapted(*case, total, z_copy, multiplier=0.3)
+
+    def eager(residual, y, z, B):
+        return residual + 0.3 * (y + z @ B.t())
+
+    truth = eager(*(t.double() for t in case))
+    assert_within_budget("total", total, eager(*case), truth)
+    assert torch.equal(z_copy, case[2])
 
 
 def test_new_rows_are_a_multiple_of_128_bytes_apart(device):

@@ -39,9 +39,9 @@ def in_parts(function):
     """40 calls of 8 rows, with a weight each: how far the gradient of one alone is off is luck."""
 
     def of_parts(*inputs):
-        *rows, weights, eps = inputs
+        *rows, weights, eps, zero_centered = inputs
         parts = zip(*(t.split(8) for t in rows), weights.split(1), strict=True)
-        outputs = [as_tuple(function(*part, eps)) for part in parts]
+        outputs = [as_tuple(function(*part, eps, zero_centered)) for part in parts]
         return [torch.cat(of_all) for of_all in zip(*outputs, strict=True)]
 
     return of_parts
@@ -69,7 +69,7 @@ def test_tiny_and_large_values_neither_vanish_nor_overflow(dtype, magnitude, dev
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_total_is_the_sum_as_eager_rounds_it_and_y_the_norm_of_that(dtype, device):
-    x, delta, weight, eps = ADDED.case(device, dtype, shape=(5, 139)).inputs.values()
+    x, delta, weight, eps, _ = ADDED.case(device, dtype, shape=(5, 139)).inputs.values()
     y, total = add_rms_norm(x, delta, weight, eps)
     assert torch.equal(total, x + delta)
     assert torch.equal(y, rms_norm(x + delta, weight, eps))

@@ -1,0 +1,182 @@
+"""The families of models whose classes are known, and what each computes, as a table.
+
+A class is listed once its forward was read, in the oldest and the newest transformers that we
+take (5.17, 5.23), to compute what its form says and nothing else. The forwards in this folder read
+the forms; none asks for a family by name. What is in no form is Llama's way.
+"""
+
+from typing import Any, NamedTuple
+
+
+class AttentionForm(NamedTuple):
+    """An attention: q, k and v of its input, RoPE, attention, o.
+
+    projections: its layers for q, k and v; where it is one, its outputs are theirs side by side.
+    norms: what q_norm and k_norm normalise, "heads" or all "features"; "" where there are none.
+    turns: the attribute that says whether this layer turns q and k at all.
+    passes: options of the attention function, and the attributes that it is given for them.
+    """
+
+    projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    norms: str = ""
+    turns: str = ""
+    passes: tuple[tuple[str, str], ...] = ()
+
+
+class MLPForm(NamedTuple):
+    """An MLP: down(activation(gate(x)) * up(x)).
+
+    projections: its layers for gate and up, one or two, as for attention.
+    activation: the attribute that is called.
+    """
+
+    projections: tuple[str, ...] = ("gate_proj", "up_proj")
+    activation: str = "act_fn"
+
+
+class NormForm(NamedTuple):
+    """An RMSNorm: x / rms(x) times its weight, or, zero_centered, times one more than that.
+
+    eps: the attribute that holds it.
+    """
+
+    zero_centered: bool = False
+    eps: str = "variance_epsilon"
+
+
+class LayerForm(NamedTuple):
+    """A decoder layer:
+
+        total = x + m after_attention(attention(before_attention(x)))
+        output = total + m after_mlp(mlp(before_mlp(total)))
+
+    These are names of modules, "" for none, and m is an attribute, "" for one.
+    """
+
+    before_attention: str = "input_layernorm"
+    after_attention: str = ""
+    before_mlp: str = "post_attention_layernorm"
+    after_mlp: str = ""
+    multiplier: str = ""
+
+
+class LossForm(NamedTuple):
+    """A causal language model's loss, of lm_head's logits.
+
+    divided_by, capped_by: what of its config the logits are divided by, or soft-capped at.
+    has_router: its decoder is a mixture of experts, whose routers' loss may be added.
+    """
+
+    divided_by: str = ""
+    capped_by: str = ""
+    has_router: bool = False
+
+
+class Family(NamedTuple):
+    """Classes of one module of transformers, and their forms; None: it has none that is known.
+
+    prefix: what the names of its classes begin with; `names` are those that do not.
+    whole: its layers were read for `layer`, too, which runs them as one function.
+    """
+
+    module: str
+    prefix: str
+    attention: AttentionForm | None = AttentionForm()
+    mlp: MLPForm | None = MLPForm()
+    norm: NormForm | None = NormForm()
+    layer: LayerForm | None = LayerForm()
+    loss: LossForm | None = LossForm()
+    names: dict[str, str] = {}  # noqa: RUF012
+    whole: bool = False
+
+    def why_not_whole(self) -> str:
+        """The reason why `layer` does not take its layers, "" where it does."""
+        attention = self.attention
+        if self.loss is not None and self.loss.has_router:
+            return "its MLP is a mixture of experts"
+        if attention is not None and len(attention.projections) < 3:
+            return "its q, k and v are one projection"
+        if attention is not None and "softcap" in dict(attention.passes):
+            return "its attention soft-caps the scores"
+        if self.norm is not None and self.norm.zero_centered:
+            return "its norms multiply by one more than their weight"
+        return "" if self.whole else "its layers are not known to run as one"
+
+
+OWN_WINDOW = (("sliding_window", "sliding_window"),)
+CONFIGS_WINDOW = (("sliding_window", "config.sliding_window"),)
+WINDOWED = AttentionForm(passes=OWN_WINDOW)
+NORMED_HEADS = AttentionForm(norms="heads", passes=OWN_WINDOW)
+MIXTURE = LossForm(has_router=True)
+GEMMA_NORM = NormForm(zero_centered=True, eps="eps")
+GEMMA_LAYER = LayerForm(
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)  # fmt: skip
+OUTPUT_NORMS = LayerForm("", "post_attention_layernorm", "", "post_feedforward_layernorm")
+GEMMA_LOSS = LossForm(capped_by="final_logit_softcapping")
+SOFT_CAP = ("softcap", "attn_logit_softcapping")
+
+FAMILIES = (
+    Family("llama", "Llama", whole=True),
+    Family("mistral", "Mistral", AttentionForm(passes=CONFIGS_WINDOW), whole=True),
+    Family("qwen2", "Qwen2", WINDOWED, whole=True),
+    Family("qwen3", "Qwen3", NORMED_HEADS, whole=True),
+    Family("smollm3", "SmolLM3", AttentionForm(turns="use_rope", passes=OWN_WINDOW), whole=True),
+    Family("granite", "Granite", layer=LayerForm(multiplier="residual_multiplier"),
+           loss=LossForm(divided_by="logits_scaling"), whole=True),
+    Family("olmo2", "Olmo2", AttentionForm(norms="features"), layer=OUTPUT_NORMS, whole=True),
+    Family("olmo3", "Olmo3", AttentionForm(norms="features", passes=OWN_WINDOW),
+           layer=OUTPUT_NORMS, whole=True),
+    # of a mixture `mlp` is what is no expert
+    Family("qwen3_moe", "Qwen3Moe", NORMED_HEADS, loss=MIXTURE),
+    Family("qwen2_moe", "Qwen2Moe", loss=MIXTURE),
+    Family("mixtral", "Mixtral", AttentionForm(passes=CONFIGS_WINDOW), mlp=None, loss=MIXTURE),
+    Family("gemma", "Gemma", norm=GEMMA_NORM),
+    Family("gemma2", "Gemma2", AttentionForm(passes=(*OWN_WINDOW, SOFT_CAP)), norm=GEMMA_NORM,
+           layer=GEMMA_LAYER, loss=GEMMA_LOSS),
+    Family("gemma3", "Gemma3", NORMED_HEADS, norm=GEMMA_NORM, layer=GEMMA_LAYER, loss=GEMMA_LOSS),
+    Family("phi3", "Phi3", AttentionForm(("qkv_proj",), passes=CONFIGS_WINDOW),
+           MLPForm(("gate_up_proj",), "activation_fn"),
+           layer=LayerForm(after_attention="resid_attn_dropout", after_mlp="resid_mlp_dropout")),
+    # text towers: q and k are turned by one angle a position, as everywhere, which their
+    # multimodal embedding has put together
+    Family("qwen2_vl", "Qwen2VL", WINDOWED,
+           names={"MLP": "Qwen2MLP", "ForCausalLM": "Qwen2VLForConditionalGeneration"}),
+    Family("qwen2_5_vl", "Qwen2_5_VL", WINDOWED,
+           names={"MLP": "Qwen2MLP", "ForCausalLM": "Qwen2_5_VLForConditionalGeneration"}),
+    Family("qwen3_vl", "Qwen3VLText", AttentionForm(norms="heads"),
+           names={"ForCausalLM": "Qwen3VLForConditionalGeneration"}),
+    # around towers of other families
+    Family("gemma3", "Gemma3", None, None, None, None,
+           names={"ForCausalLM": "Gemma3ForConditionalGeneration"}),
+    Family("llava", "Llava", None, None, None, None,
+           names={"ForCausalLM": "LlavaForConditionalGeneration"}),
+)  # fmt: skip
+
+# Of each kind of class: the field of Family that has its form, and how its name ends.
+KINDS = {
+    "Attention": ("attention", "Attention"),
+    "MLP": ("mlp", "MLP"),
+    "RMSNorm": ("norm", "RMSNorm"),
+    "Layer": ("layer", "DecoderLayer"),
+    "ForCausalLM": ("loss", "ForCausalLM"),
+}
+FORMS: dict[str, dict[str, Any]] = {
+    kind: {
+        f"transformers.models.{family.module}.modeling_{family.module}."
+        + family.names.get(kind, family.prefix + end): getattr(family, field)
+        for family in FAMILIES
+        if getattr(family, field) is not None
+    }
+    for kind, (field, end) in KINDS.items()
+}
+# Of every layer, why it does not run as one; "": it does.
+FORMS["DecoderLayer"] = {
+    f"transformers.models.{family.module}.modeling_{family.module}.{family.prefix}DecoderLayer":
+    family.why_not_whole()
+    for family in FAMILIES
+    if family.layer is not None
+}  # fmt: skip
+# Layers in which a norm follows upon an addition, with which it can be one.
+FORMS["NormedLayer"] = {name: form for name, form in FORMS["Layer"].items() if form.before_mlp}

@@ -1,0 +1,159 @@
+"""Every family of the table in `families_case.py`: the modules that each part fuses in it, and that
+it trains and generates as plain PEFT has it."""
+
+import copy
+import re
+import statistics
+from dataclasses import replace
+
+import pytest
+import torch
+from families_case import FAMILIES, UNKNOWN
+from fused_case import ALL, functions_of
+from peft_models import ids
+from reference import BUDGET, random, relative_error
+
+from fused_lora import Fusion, fuse
+
+EVERY = pytest.mark.parametrize("name", FAMILIES)
+OF_ATTENTION = ("LoRA_Attention", "LoRA_QKV", "LoRA_W", "RoPE")
+
+
+def pair(name, device, **options):
+    plain = FAMILIES[name].peft_model(device, **options).train()
+    fused = copy.deepcopy(plain)
+    return fused, plain, fuse(fused, Fusion(**ALL), strict=False)
+
+
+def inputs_of(model, name, seed=3):
+    """Six tokens, more than the window of those that have one, of which five are labelled."""
+    tokens = ids(next(model.parameters()).device, seed)[:1, :6]
+    labels = tokens.clone()
+    labels[0, :2] = -100
+    others: dict[str, torch.Tensor] = {}
+    if "mrope_section" in FAMILIES[name].config.get("rope_parameters", {}):  # as of an image
+        rows = torch.tensor([[0, 1, 2, 2, 2, 5], [0, 1, 2, 2, 3, 5], [0, 1, 2, 3, 2, 5]])
+        others["position_ids"] = rows[:, None].to(tokens.device)
+    if (token := FAMILIES[name].image_token) is not None:
+        tokens[0, 1:5] = token
+        others["pixel_values"] = random(1, 3, 28, 28, dtype=model.dtype, device=tokens.device)
+    return {"input_ids": tokens, "labels": labels, **others}
+
+
+def step(model, name, seed=3):
+    """The loss and every gradient, by name."""
+    model.zero_grad()
+    loss = model(**inputs_of(model, name, seed)).loss
+    loss.backward()
+    return {"loss": loss.detach(), **{n: p.grad for n, p in trained(model).items()}}
+
+
+def trained(model):
+    """What took part in the last step: of a vision tower nothing."""
+    return {n: p for n, p in model.named_parameters() if p.grad is not None}
+
+
+def errors_of(got, want):
+    assert got.keys() == want.keys() and len(want) > 10
+    return {name: relative_error(got[name], want[name]) for name in want}
+
+
+@EVERY
+def test_each_part_fuses_these_modules_and_no_others(name, device):
+    fused, _, done = pair(name, device)
+    family = FAMILIES[name]
+    assert {part: sorted(names) for part, names in done.fused.items()} == family.fused_modules()
+    assert done.left.keys() == family.left.keys()
+    assert all(reason in done.left[where] for where, reason in family.left.items())
+    seen = functions_of(fused(**inputs_of(fused, name)).loss)
+    assert {f: seen[f] for f in OF_ATTENTION if f in seen} == family.functions
+
+
+@EVERY
+def test_it_trains_and_generates_as_plain_peft_does(name, device):
+    fused, plain, _ = pair(name, device)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.02) for model in (fused, plain)]
+    for seed in (3, 4, 5):
+        errors = errors_of(*(step(model, name, seed) for model in (fused, plain)))
+        assert all(error <= 2e-4 for error in errors.values()), (seed, errors)
+        for optimizer in optimizers:
+            optimizer.step()
+    errors = errors_of(*(trained(model) for model in (fused, plain)))
+    assert all(error <= 1e-3 for error in errors.values()), errors
+    tokens = ids(device)[:1, :6]
+    with torch.no_grad():
+        logits = [model.eval()(input_ids=tokens).logits for model in (fused, plain)]
+        written = [
+            m.generate(input_ids=tokens, max_new_tokens=2, do_sample=False, use_cache=True)
+            for m in (fused, plain)
+        ]
+    assert relative_error(*logits) < 2e-5
+    assert torch.equal(*written)
+
+
+@EVERY
+def test_it_is_within_the_error_budget_in_bf16(name, device):
+    """All gradients together: how far rounding puts one alone, of six tokens, from the truth is
+    luck, for eager and fused alike."""
+    fused, plain, _ = pair(name, device, dtype=torch.bfloat16)
+    exact = copy.deepcopy(plain).double()
+    got, eager = [], []
+    for seed in (3, 4):
+        truth = step(exact, name, seed)
+        for model, errors in ((fused, got), (plain, eager)):
+            errors += errors_of(step(model, name, seed), truth).values()
+    assert statistics.mean(got) <= BUDGET * statistics.mean(eager)
+
+
+def test_a_family_in_no_list_is_refused_by_name(device):
+    model = UNKNOWN.peft_model(device)
+    plain = copy.deepcopy(model)
+    done = fuse(model, Fusion(**ALL), strict=False)
+    assert {part: sorted(names) for part, names in done.fused.items()} == UNKNOWN.fused_modules()
+    assert done.left.keys() == UNKNOWN.left.keys()
+    assert all(reason in done.left[where] for where, reason in UNKNOWN.left.items())
+    tokens = ids(device)[:1, :6]
+    got, want = (one(input_ids=tokens).logits for one in (model, plain))
+    assert relative_error(got, want) < 2e-5
+
+
+REFUSED = {
+    "Qwen3-MoE": (
+        {"output_router_logits": True}, "cross_entropy", "its routers' loss is added (output_router"
+    ),
+    "Gemma": (
+        {"hidden_activation": "gelu", "hidden_act": "gelu"}, "mlp",
+        r"its activation is GELUActivation, not SiLU or GELU by tanh",
+    ),
+    "Gemma 3": (
+        {"final_logit_softcapping": 20.0}, "cross_entropy", "final_logit_softcapping is 20.0"
+    ),
+    "Glm4": ({}, "rope", "Glm4Attention is not an attention class whose forward is known (docs"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_setting_that_a_part_does_not_know_is_refused_by_name(name, device):
+    config, part, reason = REFUSED[name]
+    family = UNKNOWN if name == "Glm4" else FAMILIES[name]
+    model = replace(family, config=family.config | config).peft_model(device)
+    with pytest.raises(ValueError, match=f"{part}=True fuses no module.*{re.escape(reason)}"):
+        fuse(model, Fusion(**{part: True}))
+
+
+def test_a_routers_loss_that_one_call_asks_for_is_added(device):
+    fused, plain, _ = pair("Mixtral", device)
+    inputs = inputs_of(plain, "Mixtral")
+    got, want = (model(**inputs, output_router_logits=True) for model in (fused, plain))
+    assert want.aux_loss is not None and relative_error(got.loss, want.loss) < 1e-5
+    assert relative_error(got.loss, plain(**inputs).loss) > 1e-4
+
+
+def test_gemma_without_a_soft_cap_has_its_loss_fused(device):
+    family = FAMILIES["Gemma 2"]
+    model = replace(family, config=family.config | {"final_logit_softcapping": None})
+    plain = model.peft_model(device).train()
+    fused = copy.deepcopy(plain)
+    assert not fuse(fused, Fusion(cross_entropy=True)).left
+    errors = errors_of(*(step(model, "Gemma 2") for model in (fused, plain)))
+    assert all(error <= 2e-4 for error in errors.values()), errors

@@ -1,0 +1,76 @@
+"""Every family of the table in `families_case.py`: whose layers run whole, right, and why the
+others do not. (`test_decoder_layer.py` has them in bf16, one layer at a time.)"""
+
+import copy
+
+import pytest
+import torch
+from families_case import FAMILIES
+from fused_case import assert_close, functions_of, step
+from peft_models import ids
+
+from fused_lora import Fusion, fuse, unfuse
+
+LAYER = Fusion(layer=True)
+LENGTH = 6  # tokens, more than the window of those that have one
+CENTERED = "its norms multiply by one more than their weight"
+EXPERTS, TOGETHER = "its MLP is a mixture of experts", "its q, k and v are one projection"
+NOT_READ = "its layers are not known to run as one"
+NOT_WHOLE = {
+    "Qwen3-MoE": EXPERTS,
+    "Qwen2-MoE": EXPERTS,
+    "Mixtral": EXPERTS,
+    "Gemma": CENTERED,
+    "Gemma 2": "its attention soft-caps the scores",
+    "Gemma 3": CENTERED,
+    "Gemma 3, multimodal": CENTERED,
+    "Phi-3": TOGETHER,
+    "Phi-4-mini": TOGETHER,
+    "Qwen2-VL": NOT_READ,
+    "Qwen2.5-VL": NOT_READ,
+    "Qwen3-VL": NOT_READ,
+}
+WHOLE = [name for name in FAMILIES if name not in NOT_WHOLE]
+
+
+def pair(name, device, fusion=LAYER, **options):
+    plain = FAMILIES[name].peft_model(device, **options).train()
+    fused = copy.deepcopy(plain)
+    return fused, plain, fuse(fused, fusion)
+
+
+@pytest.mark.parametrize(("name", "reason"), NOT_WHOLE.items())
+def test_layers_that_do_not_run_whole_say_what_they_are(name, reason):
+    with pytest.raises(ValueError, match=f"layer=True fuses no module of this model: {reason};"):
+        fuse(FAMILIES[name].peft_model("cpu"), LAYER)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_layers_that_run_whole_train_as_in_plain_peft(name, device):
+    fused, plain, done = pair(name, device)
+    assert len(done.fused["layer"]) == 2 and not done.left
+    tokens = ids(device)[:, :LENGTH]
+    loss = fused(input_ids=tokens, labels=tokens).loss
+    assert functions_of(loss) == {"DecoderLayer": 2}
+    gradients, weights = [], []
+    for model in (fused, plain):
+        trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        optimizer = torch.optim.SGD(trained.values(), lr=0.02)
+        for seed in (3, 4, 5):
+            gradients.append(step(model, seed=seed, length=LENGTH))
+            optimizer.step()
+        weights.append({name: p.detach() for name, p in trained.items()})
+    assert_close(gradients[0], gradients[3], 2e-4)
+    assert_close(*weights, 1e-3)
+
+
+# What is more than a row of the table: q and k that are not turned, multiples of what is added,
+# norms of it.
+@pytest.mark.parametrize("name", ["SmolLM3", "Granite", "OLMo 2"])
+@pytest.mark.parametrize("policy", ["full", "offload"])
+def test_layers_that_run_whole_join_the_loss_where_they_run_again(policy, name, device):
+    fusion = Fusion(layer=True, rms_norm=True, cross_entropy=True, checkpoint=policy)
+    fused, plain, _ = pair(name, device, fusion)
+    assert_close(step(fused, length=LENGTH), step(plain, length=LENGTH), 2e-5)
+    unfuse(fused)
+    assert_close(step(fused, length=LENGTH), step(plain, length=LENGTH), 0.0)

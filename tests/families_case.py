@@ -1,0 +1,204 @@
+"""Tiny models of the families that are known, with what each part fuses in them, written down."""
+
+import warnings
+from dataclasses import dataclass, field
+
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+from peft_models import set_weights
+
+# In every layer, but for what a family says it has instead.
+USUAL = {
+    "mlp": ("mlp",),
+    "attention": ("self_attn", "self_attn.o_proj"),
+    "rope": ("self_attn",),
+    "rms_norm": ("input_layernorm", "post_attention_layernorm"),
+}
+OF_HEADS = (*USUAL["rms_norm"], "self_attn.q_norm", "self_attn.k_norm")
+OUTPUT_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm",
+                "self_attn.q_norm", "self_attn.k_norm")  # fmt: skip
+AROUND = (*USUAL["rms_norm"], "pre_feedforward_layernorm", "post_feedforward_layernorm")
+ONE, APART = {"LoRA_Attention": 2}, {"LoRA_QKV": 2, "LoRA_W": 2, "RoPE": 2}
+TEXT = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "use_cache": False,
+}
+# All are chosen for every token: which ones, of more, is luck in bf16.
+EXPERTS = {"num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 2,
+           "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24,
+           "experts_implementation": "eager"}  # fmt: skip
+SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+VISION = {"depth": 1, "hidden_size": 32, "embed_dim": 32, "num_heads": 2, "intermediate_size": 48,
+          "out_hidden_size": 32, "deepstack_visual_indexes": [0]}  # fmt: skip
+SIGLIP = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2,
+          "intermediate_size": 48, "image_size": 28, "patch_size": 14}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Family:
+    """classes: what the names of its configuration and its model begin with.
+    config: changes of TEXT; vision: of a multimodal model, its tower's.
+    fused: the modules of each layer that a part fuses, where they are not the USUAL ones; with the
+        layer's number before it, of that one alone.
+    others: modules outside of the text tower that `rms_norm` fuses.
+    left: other modules, or parts without one, and what the report says of them.
+    functions: how often attention's functions stand in the graph of the loss.
+    image_token: of a model that is tried on an image, of four patches.
+    """
+
+    classes: str
+    config: dict = field(default_factory=dict)
+    vision: dict | None = None
+    fused: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    others: tuple[str, ...] = ()
+    left: dict[str, str] = field(default_factory=dict)
+    functions: dict[str, int] = field(default_factory=lambda: ONE)
+    image_token: int | None = None
+
+    @property
+    def tower(self) -> str:
+        return "model.language_model" if self.vision else "model"
+
+    def base_model(self, dtype=torch.float32):
+        config = TEXT | self.config
+        if self.vision:
+            config = {"text_config": config, "vision_config": self.vision}
+            if self.image_token:
+                config["image_token_index"] = self.image_token
+        of_text = "Text" if self.classes == "Gemma3" and not self.vision else ""
+        config = getattr(transformers, f"{self.classes}{of_text}Config")(**config)
+        kind = "ForConditionalGeneration" if self.vision else "ForCausalLM"
+        model = getattr(transformers, self.classes + kind)(config)
+        set_weights(model, "cpu")
+        for module in model.modules():
+            if type(module).__name__.startswith("Gemma") and hasattr(module, "_norm"):
+                module.weight.data.sub_(1)  # which is added to it
+        return model.to(dtype)
+
+    def peft_model(self, device, dtype=torch.float32, **lora):
+        model = self.base_model(dtype)
+        options = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear"} | lora
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PEFT's, of layers that are tied
+            model = get_peft_model(
+                model, LoraConfig(**options, task_type="CAUSAL_LM"), autocast_adapter_dtype=False
+            )
+        set_weights(model, device, only=".lora_")
+        for name, parameter in model.named_parameters():
+            if ".q_proj.base_layer" in name or ".q_proj.lora_B" in name:
+                parameter.data.mul_(0.25)  # scores of one unit: those of four choose one token
+        return model.to(device)
+
+    def fused_modules(self) -> dict[str, list[str]]:
+        """The report of all parts, in its order of modules."""
+        prefix = f"base_model.model.{self.tower}"
+        found = {}
+        for part, usual in USUAL.items():
+            names = self.fused.get(part, usual)
+            found[part] = [
+                f"{prefix}.layers.{layer}.{name.removeprefix(f'{layer}:')}"
+                for layer in "01"
+                for name in names
+                if ":" not in name or name.startswith(layer)
+            ]
+        if self.fused.get("rms_norm", USUAL):
+            found["rms_norm"] += [f"{prefix}.norm", *(f"base_model.model.{n}" for n in self.others)]
+        found["cross_entropy"] = ["base_model.model"]
+        return {
+            part: sorted(names)
+            for part, names in found.items()
+            if names and part not in self.left and f"base_model.model as {part}" not in self.left
+        }
+
+
+LOSS = "base_model.model as cross_entropy"
+EXPERTS_ARE_PEFTS = {"mlp": "a mixture's experts stay PEFT's"}
+WINDOW = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+FAMILIES = {
+    "Llama": Family("Llama"),
+    "Mistral": Family("Mistral", {"sliding_window": 4}),
+    "Qwen2": Family("Qwen2"),
+    "Qwen3": Family("Qwen3", fused={"rms_norm": OF_HEADS}),
+    "SmolLM3": Family(
+        "SmolLM3", {"no_rope_layers": [1, 0]}, fused={"rope": ("0:self_attn",)},
+    ),
+    "Granite": Family(
+        "Granite", {"attention_multiplier": 0.3, "residual_multiplier": 0.3, "logits_scaling": 3.0,
+                    "embedding_multiplier": 2.0},
+    ),
+    "OLMo 2": Family("Olmo2", fused={"rms_norm": OUTPUT_NORMS}),
+    "OLMo 3": Family("Olmo3", WINDOW, fused={"rms_norm": OUTPUT_NORMS}),
+    "Qwen3-MoE": Family(
+        "Qwen3Moe", EXPERTS, fused={"rms_norm": OF_HEADS}, left=EXPERTS_ARE_PEFTS,
+    ),
+    "Qwen2-MoE": Family("Qwen2Moe", EXPERTS, fused={"mlp": ("mlp.shared_expert",)}),
+    "Mixtral": Family("Mixtral", EXPERTS | {"sliding_window": 4}, left=EXPERTS_ARE_PEFTS),
+    "Gemma": Family("Gemma"),
+    "Gemma 2": Family(
+        "Gemma2", WINDOW | {"query_pre_attn_scalar": 16}, fused={"rms_norm": AROUND},
+        left={LOSS: "soft-capped (final_logit_softcapping is 30.0)"}, functions=APART,
+    ),
+    "Gemma 3": Family(
+        "Gemma3", WINDOW | {"query_pre_attn_scalar": 16},
+        fused={"rms_norm": (*AROUND, *OF_HEADS[2:])}, functions=APART,
+    ),
+    "Phi-3": Family("Phi3", {"sliding_window": 4}),
+    "Phi-4-mini": Family("Phi3", {"rope_parameters": HALF}, functions=APART),
+    "Qwen2-VL": Family("Qwen2VL", {"rope_parameters": SECTIONS}, VISION),
+    "Qwen2.5-VL": Family(
+        "Qwen2_5_VL", {"rope_parameters": SECTIONS}, VISION,
+        others=("model.visual.blocks.0.norm1", "model.visual.blocks.0.norm2",
+                "model.visual.merger.ln_q"),
+        left={"base_model.model.model.visual.blocks.0.mlp": "Qwen2_5_VLMLP is not an MLP class"},
+    ),
+    "Qwen3-VL": Family(
+        "Qwen3VL", {"rope_parameters": SECTIONS}, VISION, fused={"rms_norm": OF_HEADS},
+    ),
+    "Gemma 3, multimodal": Family(
+        "Gemma3", WINDOW | {"query_pre_attn_scalar": 16}, SIGLIP,
+        fused={"rms_norm": (*AROUND, *OF_HEADS[2:])},
+        others=("model.multi_modal_projector.mm_soft_emb_norm",), functions=APART,
+    ),
+    "Llava": Family(
+        "Llava", {"model_type": "llama"}, {"model_type": "clip_vision_model", **SIGLIP},
+        image_token=95,
+    ),
+}  # fmt: skip
+
+
+def everywhere(*names: str) -> list[str]:
+    return [f"base_model.model.model.layers.{layer}.{name}" for layer in "01" for name in names]
+
+
+UNKNOWN = Family(
+    "Glm4",
+    fused=dict.fromkeys(USUAL, ()) | {"attention": ("self_attn.o_proj",)},
+    left={
+        **dict.fromkeys(everywhere("self_attn"), "Glm4Attention is not an attention class"),
+        **dict.fromkeys(everywhere("self_attn as rope"), "Glm4Attention is not an attention class"),
+        **dict.fromkeys(everywhere("mlp as mlp"), "Glm4MLP is not an MLP class"),
+        **dict.fromkeys(
+            (
+                *everywhere(
+                    "input_layernorm as rms_norm", "post_self_attn_layernorm as rms_norm",
+                    "post_attention_layernorm as rms_norm", "post_mlp_layernorm as rms_norm",
+                ),
+                "base_model.model.model.norm as rms_norm",
+            ),
+            "Glm4RMSNorm is not a norm class",
+        ),
+        LOSS: "Glm4ForCausalLM is not a class",
+    },
+)  # fmt: skip
