@@ -4,6 +4,10 @@ With M = [[W, s B], [A, 0]], z = x A' and p = dy s B:
 
     y  = [x | z] M[:out]'      or, before its addition of z (s B)',  [y | z]  = x M[:, :in]'
     dx = [dy | p] M[:, :in]
+
+and with dropout, for the mask mi of each projection, zi = (x mi) Ai' by a kernel, and
+
+    dx = m1 (p1 A1) + m2 (p2 A2) + ... + dy W       what comes first by another
 """
 
 from collections.abc import Sequence
@@ -12,6 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fused_mlp.dropout import Masks
+
+from .kernels.dropped_products import dropped_gradient, dropped_products
 from .kernels.rows import empty_rows
 
 
@@ -49,28 +56,41 @@ class Bordered(NamedTuple):
         return sum(self.out_features)
 
 
-def grow_k_forward(x_ext: Tensor, bordered: Bordered) -> Tensor:
+def grow_k_forward(x_ext: Tensor, bordered: Bordered, masks: Masks | None = None) -> Tensor:
     """y [T, out] from x_ext [T, in + width], whose first columns are x; x A' is written into the
     others. Equivalent: ``x_ext[:, in:] = x @ A.t(); x_ext @ M[:out].t() + bias``."""
     matrix, inputs, out = bordered.matrix, bordered.in_features, bordered.out
     bias = bordered.bias
-    torch.mm(x_ext[:, :inputs], matrix[out:, :inputs].t(), out=x_ext[:, inputs:])
+    if masks is None:
+        torch.mm(x_ext[:, :inputs], matrix[out:, :inputs].t(), out=x_ext[:, inputs:])
+    else:
+        x, z = x_ext[:, :inputs], x_ext[:, inputs:]
+        dropped_products(x, matrix[out:, :inputs], bordered.blocks, masks, z)
     return _product(x_ext, matrix[:out], None if bias is None else bias[:out])
 
 
-def extended_product(x: Tensor, bordered: Bordered) -> Tensor:
+def extended_product(x: Tensor, bordered: Bordered, masks: Masks | None = None) -> Tensor:
     """[y | x A'] [T, out + width] from x [T, in]: ``x @ M[:, :in].t() + bias``."""
-    matrix, inputs = bordered.matrix, bordered.in_features
+    matrix, inputs, out = bordered.matrix, bordered.in_features, bordered.out
+    bias = bordered.bias
     y_ext = empty_rows(x, x.shape[0], matrix.shape[0])
-    return _product(x, matrix[:, :inputs], bordered.bias, out=y_ext)
+    if masks is None:
+        return _product(x, matrix[:, :inputs], bias, out=y_ext)
+    _product(x, matrix[:out, :inputs], None if bias is None else bias[:out], out=y_ext[:, :out])
+    dropped_products(x, matrix[out:, :inputs], bordered.blocks, masks, y_ext[:, out:])
+    return y_ext
 
 
-def grow_k_backward(grad_ext: Tensor, bordered: Bordered) -> Tensor:
+def grow_k_backward(grad_ext: Tensor, bordered: Bordered, masks: Masks | None = None) -> Tensor:
     """dx [T, in] from grad_ext [T, out + width], whose first columns are dy; p = dy sB is written
     into the others. Equivalent: ``grad_ext[:, out:] = dy @ sB; grad_ext @ M[:, :in]``."""
     matrix, inputs, out = bordered.matrix, bordered.in_features, bordered.out
     torch.mm(grad_ext[:, :out], matrix[:out, inputs:], out=grad_ext[:, out:])
-    return grad_ext @ matrix[:, :inputs]
+    if masks is None:
+        return grad_ext @ matrix[:, :inputs]
+    grad = grad_ext.new_empty(grad_ext.shape[0], inputs)
+    dropped_gradient(grad_ext[:, out:], matrix[out:, :inputs], bordered.blocks, masks, grad)
+    return grad.addmm_(grad_ext[:, :out], matrix[:out, :inputs])
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:

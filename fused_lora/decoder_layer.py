@@ -58,6 +58,11 @@ rstd are computed again. Where checkpointing runs the layer
 again, zh is kept (`recompute.once`): 64 bytes a token, and SwiGLU does not run again. Where it has
 somewhere to keep them, neither are a, za and t computed a second time: 8.2 kB a token for
 attention, the product with o and its addition.
+
+With dropout (`bordered.py`, `fused_mlp/dropout.py`) zn, za, zm and zh are of masked inputs, and so
+are dA; dn, da, dm and dh begin as what the adapters give, to which the frozen product is added. One
+mask for each projection is drawn at the start and saved: 2.9 kB a token. Where the layer runs again
+they are drawn again from the same seed, which is all that is kept of them.
 """
 
 from collections.abc import Sequence
@@ -66,6 +71,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fused_mlp.dropout import Masks, draw_masks, masks_of, parts_of
 from fused_mlp.utils import compute_dtype, without_autocast
 
 from .adopt.borders import LayerBorders
@@ -119,6 +125,10 @@ class FrozenLayer(NamedTuple):
     mlp_eps: float = 0.0
     # False while checkpointing runs a layer again for what it saves: output is then not computed
     output_needed: bool = True
+    # of q, k, v, o, gate, up and down: the probability with which an element of the adapter's input
+    # is dropped; empty: none is
+    dropouts: tuple[float, ...] = ()
+    seed: Tensor | None = None  # [1] int64, of all masks: `draw_seed(hidden.device)`, for each call
     # [n], of batch * positions: the only tokens whose output is wanted, each once; that of others
     # is 0, and their gradient is not read. None: all
     rows: Tensor | None = None
@@ -138,6 +148,8 @@ class DecoderLayer(torch.autograd.Function):
         total = hidden + attended_norm(multiplier * o_proj(join_heads(attended)))
         m = post_norm(total)
         output = total + mlp_norm(multiplier * down_proj(F.silu(gate_proj(m)) * up_proj(m)))
+
+    with the projections' lora_dropout in training.
 
     Args:
         hidden: [batch, positions, hidden], bf16, fp16 or fp32, of any strides, batch 0 included.
@@ -164,7 +176,7 @@ class DecoderLayer(torch.autograd.Function):
     is. Not twice differentiable.
 
     Raises:
-        ValueError: shapes or dtypes do not fit.
+        ValueError: shapes or dtypes do not fit, or there is dropout and no seed.
         RuntimeError: from backward, under create_graph=True, or if an adapter was changed in place
             since.
     """
@@ -176,10 +188,12 @@ class DecoderLayer(torch.autograd.Function):
         width = hidden.shape[2]
         x = as_rows(hidden)
         frozen.borders.fill([getattr(frozen, name) for name in GROUPS], adapters)
+        masks = _draw_masks(frozen, x)
+        masks_qkv, masks_o, masks_gate_up, masks_down = _masks_by_group(masks)
 
         normed = empty_rows(x, len(x), frozen.qkv.matrix.shape[1])
         input_rstd = _norm(x, frozen.input_norm, frozen.input_eps, normed[:, :width])
-        qkv = grow_k_forward(normed, frozen.qkv)
+        qkv = grow_k_forward(normed, frozen.qkv, masks_qkv)
         raw = None  # what the norms of heads were given
         if frozen.head_norms is None:
             if cos is not None:
@@ -197,10 +211,10 @@ class DecoderLayer(torch.autograd.Function):
             total = x.new_empty(residual.shape)
             projected = projected_rstd = None
             if frozen.attended_norm is None:
-                z_o = _add_projected(residual, wanted, frozen.o, total, frozen.multiplier)
+                z_o = _add_projected(residual, wanted, frozen.o, total, frozen.multiplier, masks_o)
             else:
                 projected = torch.empty_like(total)
-                z_o = _add_projected(None, wanted, frozen.o, projected, frozen.multiplier)
+                z_o = _add_projected(None, wanted, frozen.o, projected, frozen.multiplier, masks_o)
                 projected_rstd = add_normed(
                     residual, projected, frozen.attended_norm, frozen.attended_eps, total
                 )
@@ -224,15 +238,18 @@ class DecoderLayer(torch.autograd.Function):
         post_rstd = _norm(
             total, frozen.post_norm, frozen.post_eps, post_normed[:, :width], copy=added_to
         )
-        gate_up = grow_k_forward(post_normed, frozen.gate_up)
+        gate_up = grow_k_forward(post_normed, frozen.gate_up, masks_gate_up)
+        mask_down = None if masks_down is None else masks_down[0]
+
+        def add(sums: Tensor | None) -> Tensor:
+            return add_down(gate_up, frozen.down, sums, frozen.multiplier, mask_down)
+
         given = given_rstd = None
         if frozen.mlp_norm is None:
-            (z_down,) = once(
-                lambda: (add_down(gate_up, frozen.down, sums, frozen.multiplier),), is_small=True
-            )
+            (z_down,) = once(lambda: (add(sums),), is_small=True)
         else:
             given = torch.zeros_like(total)
-            z_down = add_down(gate_up, frozen.down, given, frozen.multiplier)
+            z_down = add(given)
             target = torch.empty_like(total) if sums is None else sums
             given_rstd = add_normed(total, given, frozen.mlp_norm, frozen.mlp_eps, target)
         if frozen.rows is not None and sums is not None:
@@ -242,15 +259,16 @@ class DecoderLayer(torch.autograd.Function):
         # without the tensors that save_for_backward keeps and watches
         ctx.frozen = frozen._replace(
             input_norm=None, post_norm=None, attended_norm=None, mlp_norm=None, rows=None,
-            head_norms=None,
+            head_norms=None, seed=None,
         )  # fmt: skip
         *head_weights, ctx.q_eps, ctx.k_eps = frozen.head_norms or (None,) * 4
+        bits, ctx.scales = parts_of(masks)
         ctx.save_for_backward(
             hidden, cos, sin, mask, frozen.rows,
             normed, input_rstd, raw, qkv, attended, z_o,
             projected, projected_rstd, total, post_normed, post_rstd, gate_up, z_down,
             given, given_rstd, frozen.input_norm, frozen.post_norm, frozen.attended_norm,
-            frozen.mlp_norm, *head_weights, *adapters, *attention_saved,
+            frozen.mlp_norm, *head_weights, *adapters, *bits, *attention_saved,
         )  # fmt: skip
         return output
 
@@ -269,7 +287,12 @@ class DecoderLayer(torch.autograd.Function):
             given, given_rstd, input_norm, post_norm, attended_norm,
             mlp_norm, q_norm, k_norm, *rest,
         ) = ctx.saved_tensors  # fmt: skip
-        adapters, attention_saved = rest[: len(ctx.kinds)], rest[len(ctx.kinds) :]
+        count = len(ctx.scales or ())
+        adapters, rest = rest[: len(ctx.kinds)], rest[len(ctx.kinds) :]
+        masks_qkv, masks_o, masks_gate_up, masks_down = _masks_by_group(
+            masks_of(rest[:count], ctx.scales)
+        )
+        attention_saved = rest[count:]
         frozen = ctx.frozen
         of_qkv, of_o, of_gate_up, of_down = groups = [getattr(frozen, name) for name in GROUPS]
         frozen.borders.refill(groups, adapters)
@@ -292,12 +315,12 @@ class DecoderLayer(torch.autograd.Function):
                 grad[:, :width].copy_(_wanted(as_rows(grad_output), rows))
             grad_residual = grad[:, :width]
             grad = _of_added(grad, width, frozen.multiplier, given, mlp_norm, given_rstd)
-            grad_swiglu = grow_k_backward(grad, of_down)
+            grad_swiglu = grow_k_backward(grad, of_down, masks_down)
             grad_gate_up = empty_rows(x, len(total), of_gate_up.matrix.shape[0])
             grad_down_A, grad_gate_B, grad_up_B = swiglu_gradients(
                 grad_swiglu, gate_up, grad[:, width:], post_normed[:, width:], of_gate_up,
                 (kind_down_A, kind_gate_B, kind_up_B), (need_down_A, need_gate_B, need_up_B),
-                grad_gate_up[:, : of_gate_up.out],
+                grad_gate_up[:, : of_gate_up.out], None if masks_down is None else masks_down[0],
             )  # fmt: skip
             del grad_swiglu  # at 16,384 tokens a [T, intermediate] is 361 MB: let it go early
             _, grad_down_B = adapter_sums.add(
@@ -305,10 +328,11 @@ class DecoderLayer(torch.autograd.Function):
             )
 
             # gate and up of the norm of total
-            grad_normed = grow_k_backward(grad_gate_up, of_gate_up)
+            grad_normed = grow_k_backward(grad_gate_up, of_gate_up, masks_gate_up)
             grad_gate_A, _, grad_up_A, _ = adapter_sums.add(
                 of_gate_up, kinds_gate_up, (need_gate_A, False, need_up_A, False),
                 post_normed[:, :width], None, None, grad_gate_up[:, of_gate_up.out :],
+                masks_gate_up,
             )  # fmt: skip
             grad_total = empty_rows(x, len(total), of_o.matrix.shape[0])
             _norm_backward(
@@ -321,10 +345,11 @@ class DecoderLayer(torch.autograd.Function):
             )
 
             # total = x + o(attended)
-            grad_attended = grow_k_backward(grad_total, of_o)
+            grad_attended = grow_k_backward(grad_total, of_o, masks_o)
             grad_o = adapter_sums.add(
                 of_o, kinds_o, need_o,
                 _wanted(attended, rows), grad_total[:, :width], z_o, grad_total[:, width:],
+                masks_o,
             )  # fmt: skip
             del grad_total
             if rows is not None:
@@ -345,7 +370,7 @@ class DecoderLayer(torch.autograd.Function):
             # q, k and v of the norm of x
             grad_z = grad_hidden = None
             if need_hidden:
-                grad_normed = grow_k_backward(grad_qkv, of_qkv)
+                grad_normed = grow_k_backward(grad_qkv, of_qkv, masks_qkv)
                 grad_z = grad_qkv[:, of_qkv.out :]
                 # as the layer before would have it, in whose backward it is most likely to go
                 wide = empty_rows(x, len(x), of_down.matrix.shape[0])
@@ -359,6 +384,7 @@ class DecoderLayer(torch.autograd.Function):
             grad_attention = adapter_sums.add(
                 of_qkv, kinds_qkv, need_qkv,
                 normed[:, :width], grad_qkv[:, : of_qkv.out], normed[:, width:], grad_z,
+                masks_qkv,
             )  # fmt: skip
             adapter_sums.compute()
         return (
@@ -423,12 +449,34 @@ def _of_added(
     return wide
 
 
+def _draw_masks(frozen: FrozenLayer, x: Tensor) -> Masks | None:
+    """The masks of the seven projections' inputs: of tokens that are wanted, from o on."""
+    tokens = len(x)
+    wanted = tokens if frozen.rows is None else len(frozen.rows)
+    rows, columns = [], []
+    for name in GROUPS:
+        bordered = getattr(frozen, name)
+        for _ in bordered.out_features:
+            rows.append(tokens if name == "qkv" else wanted)
+            columns.append(bordered.in_features)
+    return draw_masks("DecoderLayer", frozen.seed, frozen.dropouts, rows, columns)
+
+
+def _masks_by_group(masks: Masks | None) -> Sequence[Masks | None]:
+    """The masks of each of GROUPS, None for one without any."""
+    if masks is None:
+        return None, None, None, None
+    groups = masks[:3], masks[3:4], masks[4:6], masks[6:]
+    return [group if any(group) else None for group in groups]
+
+
 def _add_projected(
-    residual: Tensor | None, x: Tensor, bordered: Bordered, total: Tensor, multiplier: float
-) -> Tensor:
+    residual: Tensor | None, x: Tensor, bordered: Bordered, total: Tensor, multiplier: float,
+    masks: Masks | None,
+) -> Tensor:  # fmt: skip
     """Write residual + multiplier (x W' + bias + s (x A') B') into total; returns x A', copied."""
     matrix, inputs, out = bordered.matrix, bordered.in_features, bordered.out
-    y = extended_product(x, bordered)
+    y = extended_product(x, bordered, masks)
     z = y[:, out:]
     z_copy = z.new_empty(z.shape)  # its own, so that what is saved does not keep y
     add_adapted(residual, y[:, :out], z, matrix[:out, inputs:], total, z_copy, multiplier)

@@ -23,7 +23,8 @@ without what lies between them on the host: three functions and eight views that
 Nor does RoPE's backward pass over q and k once more, where attention's backward is ours.
 
 Of [T, ...] tensors it keeps x (where an A of q, k or v is trained), z, qkv, a, a Ao' and what
-attention saves; where heads are normed also raw q and k, 10.2 kB a token of Qwen3-8B, and not v.
+attention saves; where heads are normed also raw q and k, 10.2 kB a token of Qwen3-8B, and not v;
+with dropout one bit for each element of x for each of q, k and v, and of a.
 """
 
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fused_mlp.dropout import draw_masks, masks_of, parts_of
 from fused_mlp.utils import (
     Group,
     adapter_gradients,
@@ -50,13 +52,15 @@ OF_QKV, OF_O = slice(0, 6), slice(6, 8)
 
 
 class FrozenAttention(NamedTuple):
-    """The operands of LoRA_Attention that it does not train."""
+    """The operands of LoRA_Attention that it does not train. The seed is that of all four masks, of
+    q, k, v and o, whatever the two that lie in it have."""
 
     qkv: FrozenQKV
     o: FrozenLinear
     head_dim: int
     scaling: float  # of the scores
     head_norms: HeadNorms | None = None  # of q and k; None: these are turned as they come
+    seed: Tensor | None = None  # [1] int64
 
 
 class LoRA_Attention(torch.autograd.Function):
@@ -107,7 +111,13 @@ class LoRA_Attention(torch.autograd.Function):
 
         x = x.to(compute_dtype(x))
         batch, positions, _ = x.shape
-        projected, z, A, B, weights = project(x, adapters[OF_QKV], layers)
+        dropouts = [layer.dropout for layer in (*layers, frozen.o)]
+        columns = [layer.weight.shape[1] for layer in (*layers, frozen.o)]
+        masks = draw_masks(
+            "LoRA_Attention", frozen.seed, dropouts, [batch * positions] * 4, columns
+        )
+        bits, ctx.scales = parts_of(masks)
+        projected, z, A, B, weights = project(x, adapters[OF_QKV], layers, masks and masks[:3])
         size = frozen.head_dim
         q, k, v = (
             t.view(batch, positions, t.shape[2] // size, size).transpose(1, 2) for t in projected
@@ -125,13 +135,15 @@ class LoRA_Attention(torch.autograd.Function):
 
         attended, attention_saved, ctx.attention = attention_forward(qkv, mask, attention)
         by_token = attended.view(batch, positions, attended.shape[1])
-        (output,), z_o, o_A, o_B, o_weight = project(by_token, adapters[OF_O], [frozen.o])
+        (output,), z_o, o_A, o_B, o_weight = project(
+            by_token, adapters[OF_O], [frozen.o], masks and masks[3:]
+        )
         # for dA alone; x itself and not its rows: a view made in here hides from autograd whose
         # memory it is
         trains_A = any(ctx.needs_input_grad[4:-1][OF_QKV][::2])
         ctx.save_for_backward(
             x if trains_A else None, cos, sin, mask, z, *raw, *head_weights, qkv, attended, z_o, A,
-            *B, o_A, *o_B, *weights, *o_weight, *attention_saved,
+            *B, o_A, *o_B, *weights, *o_weight, *bits, *attention_saved,
         )  # fmt: skip
         return output
 
@@ -146,9 +158,11 @@ class LoRA_Attention(torch.autograd.Function):
         (
             x, cos, sin, mask, z, q, k, q_norm, k_norm, qkv, attended, z_o, A, *others,
         ) = ctx.saved_tensors  # fmt: skip
-        B, (o_A, o_B), weights, attention_saved = others[:3], others[3:5], others[5:9], others[9:]
-        of_qkv = Group(weights[:3], A, B, ctx.scalings[:3])
-        of_o = Group(weights[3:], o_A, [o_B], ctx.scalings[3:])
+        B, (o_A, o_B), weights, others = others[:3], others[3:5], others[5:9], others[9:]
+        count = len(ctx.scales or ())
+        masks, attention_saved = masks_of(others[:count], ctx.scales), others[count:]
+        of_qkv = Group(weights[:3], A, B, ctx.scalings[:3], masks and masks[:3])
+        of_o = Group(weights[3:], o_A, [o_B], ctx.scalings[3:], masks and masks[3:])
         need_x, _, _, _, *needs, _ = ctx.needs_input_grad
         dtype_of_x, *dtypes = ctx.dtypes
         needs_qkv, needs_o = needs[OF_QKV], needs[OF_O]

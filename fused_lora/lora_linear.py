@@ -20,23 +20,31 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fused_mlp.dropout import Masks, draw_masks, masks_of, parts_of
 from fused_mlp.utils import (
     Group,
     adapter_gradients,
     cast_adapters,
     compute_dtype,
     input_gradient,
+    matmul_A,
     matmul_lora,
     without_autocast,
 )
 
 
 class FrozenLinear(NamedTuple):
-    """The operands of LoRA_W that it does not train: a base layer and its adapter's scale."""
+    """The operands of LoRA_W that it does not train: a base layer and its adapter's scale.
+
+    dropout: the probability with which an element of the adapter's input is dropped in training,
+    and the mask's seed: `draw_seed(x.device)`, anew for each call.
+    """
 
     weight: Tensor  # [out, in]
     bias: Tensor | None  # [out]
     scaling: float
+    dropout: float = 0.0
+    seed: Tensor | None = None  # [1] int64
 
 
 class LoRA_W(torch.autograd.Function):
@@ -45,7 +53,8 @@ class LoRA_W(torch.autograd.Function):
     Equivalent PyTorch::
 
         base = F.linear(x, frozen.weight, frozen.bias)
-        output = base + F.linear(F.linear(x, A), B) * frozen.scaling
+        kept = F.dropout(x, frozen.dropout)  # without dropout, x as it is
+        output = base + F.linear(F.linear(kept, A), B) * frozen.scaling
 
     Args:
         x: [..., in], bf16, fp16 or fp32; any number of leading dimensions, any strides, any number
@@ -60,19 +69,20 @@ class LoRA_W(torch.autograd.Function):
         and only for what `requires_grad` asks for.
 
     Saved for backward: x (where A is trained), x A', the adapter and the weight in the dtype of the
-    computation. No input, no incoming gradient and no saved tensor is written, so x may have other
-    consumers and a second backward through a retained graph is right. Deterministic. Not twice
-    differentiable.
+    computation, and with dropout one bit for each element of x. No input, no incoming gradient and
+    no saved tensor is written, so x may have other consumers and a second backward through a
+    retained graph is right. Deterministic. Not twice differentiable.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, or the base weight or bias requires a gradient.
+        ValueError: shapes or dtypes do not fit, the base weight or bias requires a gradient, or
+            there is dropout and no seed.
         RuntimeError: from backward, under create_graph=True.
     """
 
     @staticmethod
     def forward(ctx, x, A, B, frozen):
         check_layers("LoRA_W", ("",), x, (A, B), [frozen])
-        (output,) = _forward(ctx, x, (A, B), [frozen])
+        (output,) = _forward(ctx, "LoRA_W", x, (A, B), [frozen], frozen.seed)
         return output
 
     @staticmethod
@@ -81,7 +91,8 @@ class LoRA_W(torch.autograd.Function):
 
 
 class FrozenQKV(NamedTuple):
-    """The operands of LoRA_QKV that it does not train: three base layers and adapters' scales."""
+    """The operands of LoRA_QKV that it does not train: three base layers, and their adapters'
+    scales and dropout; seed: of all three masks, as for LoRA_W."""
 
     q_weight: Tensor  # [q_out, in]
     k_weight: Tensor  # [k_out, in]
@@ -92,13 +103,17 @@ class FrozenQKV(NamedTuple):
     q_scaling: float
     k_scaling: float
     v_scaling: float
+    q_dropout: float = 0.0
+    k_dropout: float = 0.0
+    v_dropout: float = 0.0
+    seed: Tensor | None = None  # [1] int64
 
     @property
     def layers(self) -> list[FrozenLinear]:
         return [
-            FrozenLinear(self.q_weight, self.q_bias, self.q_scaling),
-            FrozenLinear(self.k_weight, self.k_bias, self.k_scaling),
-            FrozenLinear(self.v_weight, self.v_bias, self.v_scaling),
+            FrozenLinear(self.q_weight, self.q_bias, self.q_scaling, self.q_dropout),
+            FrozenLinear(self.k_weight, self.k_bias, self.k_scaling, self.k_dropout),
+            FrozenLinear(self.v_weight, self.v_bias, self.v_scaling, self.v_dropout),
         ]
 
 
@@ -107,12 +122,14 @@ class LoRA_QKV(torch.autograd.Function):
 
     Equivalent PyTorch::
 
-        def adapted(x, weight, bias, A, B, scaling):
-            return F.linear(x, weight, bias) + F.linear(F.linear(x, A), B) * scaling
+        def adapted(x, weight, bias, A, B, scaling, dropout):
+            z = F.linear(F.dropout(x, dropout), A)  # without dropout, of x as it is
+            return F.linear(x, weight, bias) + F.linear(z, B) * scaling
 
-        q = adapted(x, frozen.q_weight, frozen.q_bias, q_A, q_B, frozen.q_scaling)
-        k = adapted(x, frozen.k_weight, frozen.k_bias, k_A, k_B, frozen.k_scaling)
-        v = adapted(x, frozen.v_weight, frozen.v_bias, v_A, v_B, frozen.v_scaling)
+        f = frozen
+        q = adapted(x, f.q_weight, f.q_bias, q_A, q_B, f.q_scaling, f.q_dropout)
+        k = adapted(x, f.k_weight, f.k_bias, k_A, k_B, f.k_scaling, f.k_dropout)
+        v = adapted(x, f.v_weight, f.v_bias, v_A, v_B, f.v_scaling, f.v_dropout)
 
     Args:
         x: [..., in], as for LoRA_W.
@@ -123,16 +140,18 @@ class LoRA_QKV(torch.autograd.Function):
 
     Returns:
         (q, k, v): [..., q_out], [..., k_out] and [..., v_out], three tensors of their own, in the
-        dtype of the computation. Dtypes of these and of gradients are as for LoRA_W. The gradients
-        of the three A lie in one storage. An output that takes part in no loss costs nothing and
-        gives its own A and B no gradient (None), as unfused layers would.
+        dtype of the computation. Dtypes of these and of gradients are as for LoRA_W. Without
+        dropout the gradients of the three A lie in one storage. An output that takes part in no
+        loss costs nothing and gives its own A and B no gradient (None), as unfused layers would.
 
     Saved for backward: x (where an A is trained), z = x [q_A; k_A; v_A]', the adapters and the
-    weights in the dtype of the computation. Nothing is written that came in or was saved; see
+    weights in the dtype of the computation, and one bit for each element of x for each of the
+    three that has dropout. Nothing is written that came in or was saved; see
     LoRA_W for what follows from it.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, or a base weight or bias requires a gradient.
+        ValueError: shapes or dtypes do not fit, a base weight or bias requires a gradient, or there
+            is dropout and no seed.
         RuntimeError: from backward, under create_graph=True.
     """
 
@@ -141,29 +160,43 @@ class LoRA_QKV(torch.autograd.Function):
         adapters = (q_A, q_B, k_A, k_B, v_A, v_B)
         layers = frozen.layers
         check_layers("LoRA_QKV", ("q_", "k_", "v_"), x, adapters, layers)
-        return _forward(ctx, x, adapters, layers)
+        return _forward(ctx, "LoRA_QKV", x, adapters, layers, frozen.seed)
 
     @staticmethod
     def backward(ctx, grad_q, grad_k, grad_v):
         return *_backward(ctx, "LoRA_QKV", grad_q, grad_k, grad_v), None
 
 
-def _forward(ctx, x: Tensor, adapters: tuple[Tensor, ...], layers: list[FrozenLinear]):
+def _forward(
+    ctx,
+    name: str,
+    x: Tensor,
+    adapters: tuple[Tensor, ...],
+    layers: list[FrozenLinear],
+    seed: Tensor | None,
+):
     """One output for each of the layers that share x; `adapters` holds an A and a B for each."""
     ctx.set_materialize_grads(False)  # no gradient is None in backward, and not a tensor of zeros
     ctx.dtypes = [t.dtype for t in (x, *adapters)]
     ctx.scalings = [layer.scaling for layer in layers]
     ctx.shape_of_x = x.shape
     x = x.to(compute_dtype(x))
-    outputs, z, A, B, weights = project(x, adapters, layers)
+    rows, columns = ([n] * len(layers) for n in (x.shape[:-1].numel(), x.shape[-1]))
+    masks = draw_masks(name, seed, [layer.dropout for layer in layers], rows, columns)
+    outputs, z, A, B, weights = project(x, adapters, layers, masks)
+    bits, ctx.scales = parts_of(masks)
     # for dA alone; x itself and not its rows: a view made in here hides from autograd whose memory
     # it is
-    ctx.save_for_backward(x if any(ctx.needs_input_grad[1:-1:2]) else None, z, A, *B, *weights)
+    trained = x if any(ctx.needs_input_grad[1:-1:2]) else None
+    ctx.save_for_backward(trained, z, A, *B, *weights, *bits)
     return tuple(outputs)
 
 
 def project(
-    x: Tensor, adapters: Sequence[Tensor], layers: Sequence[FrozenLinear]
+    x: Tensor,
+    adapters: Sequence[Tensor],
+    layers: Sequence[FrozenLinear],
+    masks: Masks | None,
 ) -> tuple[list[Tensor], Tensor, Tensor, list[Tensor], list[Tensor]]:
     """(outputs, z, A, B, weights) of layers that share x [..., in], as `fused_mlp/utils.py` names
     them: outputs [..., out], new, z [T, r of all], A stacked, all in x's dtype."""
@@ -172,10 +205,11 @@ def project(
     rows = x.reshape(-1, x.shape[-1])
     A, B = cast_adapters(adapters, dtype)
     weights = [layer.weight.to(dtype) for layer in layers]
-    z = rows @ A.t()
+    ranks = [one.shape[1] for one in B]
+    z = matmul_A(rows, A, ranks, masks)
     outputs = []
     for layer, weight, one_B, columns in zip(
-        layers, weights, B, z.split_with_sizes([one.shape[1] for one in B], 1), strict=True
+        layers, weights, B, z.split_with_sizes(ranks, 1), strict=True
     ):
         # not a view itself, or autograd would forbid to change it in place, as RoPE may do to q
         output = rows.new_empty(*x.shape[:-1], weight.shape[0])
@@ -196,7 +230,8 @@ def _backward(ctx, name: str, *grad_outputs: Tensor | None) -> tuple[Tensor | No
         )
     x, z, A, *others = ctx.saved_tensors
     count = len(grad_outputs)
-    group = Group(others[count:], A, others[:count], ctx.scalings)
+    B, weights, bits = others[:count], others[count : 2 * count], others[2 * count :]
+    group = Group(weights, A, B, ctx.scalings, masks_of(bits, ctx.scales))
     need_x, *needs, _ = ctx.needs_input_grad
     dtype_of_x, *dtypes = ctx.dtypes
 

@@ -17,6 +17,12 @@ Backward, for the incoming dyi:
 So x is read once for all A, dA is one product and all adapters reach dx in one. A layer without an
 adapter has one of rank 0, which costs nothing. Weights lie as `torch.nn.Linear` keeps them. All
 products are cuBLAS calls that accumulate in fp32.
+
+With dropout (`dropout.py`) each adapter has a mask m of its own, and so products of its own:
+
+    zi  = (x mi) Ai'
+    dx  = m1 (dz1 A1) + m2 (dz2 A2) + ... + dy1 W1 + dy2 W2 + ...
+    dAi = dzi' (x mi)
 """
 
 from collections.abc import Sequence
@@ -26,6 +32,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .dropout import Masks, add_dropped, drop
+
 
 class Group(NamedTuple):
     """Layers that share an input, all tensors in the dtype of the computation."""
@@ -34,6 +42,7 @@ class Group(NamedTuple):
     A: Tensor  # [r of all, in]
     B: Sequence[Tensor]  # [out, r] of each
     scalings: Sequence[float]
+    masks: Masks | None = None  # of each, None for one without; None: no dropout
 
     @property
     def ranks(self) -> list[int]:
@@ -79,6 +88,19 @@ def cast_adapters(adapters: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tenso
     if copies:
         torch._foreach_copy_(copies, sources)
     return stacked, cast
+
+
+def matmul_A(x: Tensor, A: Tensor, ranks: Sequence[int], masks: Masks | None) -> Tensor:
+    """z = x A' [T, r of all], for x [T, in] and A [r of all, in], x being masked for those of these
+    ranks that have a mask."""
+    if masks is None:
+        return x @ A.t()
+    z = x.new_empty(x.shape[0], A.shape[0])
+    for columns, one_A, mask in zip(
+        z.split_with_sizes(ranks, 1), A.split_with_sizes(ranks), masks, strict=True
+    ):  # beta = 0 makes addmm ignore what the new tensor holds
+        columns.addmm_(x if mask is None else drop(x, mask), one_A.t(), beta=0)
+    return z
 
 
 def matmul_lora(
@@ -131,11 +153,27 @@ def input_gradient(
             columns.addmm_(grad, B, beta=0, alpha=scaling)
     if not need_x:
         return None, grad_z
-    grad_x = grad_z @ group.A if sum(ranks) else None
+    grad_x = grad_z @ group.A if sum(ranks) and group.masks is None else None
     for grad, weight in zip(grads, group.weights, strict=True):
         if grad is not None:
             grad_x = grad @ weight if grad_x is None else grad_x.addmm_(grad, weight)
+    if group.masks is not None:
+        assert grad_x is not None
+        _add_by_adapter(grad_x, grad_z, group)
     return grad_x, grad_z
+
+
+def _add_by_adapter(grad_x: Tensor, grad_z: Tensor, group: Group) -> None:
+    """Add dzi Ai of each adapter, masked as its x was, to grad_x in place."""
+    assert group.masks is not None
+    ranks = group.ranks
+    for columns, A, mask in zip(
+        grad_z.split_with_sizes(ranks, 1), group.A.split_with_sizes(ranks), group.masks, strict=True
+    ):
+        if mask is not None:
+            add_dropped(grad_x, columns @ A, mask)
+        elif len(A):
+            grad_x.addmm_(columns, A)
 
 
 def adapter_gradients(
@@ -150,13 +188,21 @@ def adapter_gradients(
     """[dA1, dB1, dA2, dB2, ...] of a group, each in its own of `dtypes`, None unless it is needed.
 
     x [T, in] (None if no dA is needed), z = x A' (None if no dB is), grads and dz as in
-    `input_gradient`. The dA lie in one storage: one product, even where one is not needed. A layer
-    whose dy is None has none.
+    `input_gradient`. The dA lie in one storage: one product, even where one is not needed; but
+    with dropout each has its own. A layer whose dy is None has none.
     """
     gradients: list[Tensor | None] = [None] * len(needs)
     ranks = group.ranks
     need_A = [need and grad is not None for need, grad in zip(needs[::2], grads, strict=True)]
-    if any(need_A):
+    if any(need_A) and group.masks is not None:
+        assert x is not None and grad_z is not None
+        for i, (columns, mask) in enumerate(
+            zip(grad_z.split_with_sizes(ranks, 1), group.masks, strict=True)
+        ):
+            if need_A[i]:
+                kept = x if mask is None else drop(x, mask)
+                gradients[2 * i] = scaled_matmul(columns.t(), kept, 1.0, dtypes[2 * i])
+    elif any(need_A):
         assert x is not None and grad_z is not None
         # in the widest dtype among them, so that it loses nothing
         widest = max(dtypes[::2], key=lambda dtype: dtype.itemsize)

@@ -4,8 +4,7 @@ A case is (x, adapters, frozen, grad_outputs): of one layer for LoRA_W, of three
 """
 
 import torch
-import torch.nn.functional as F
-from reference import random
+from reference import adapted_linear, random
 
 from fused_lora.lora_linear import FrozenLinear, FrozenQKV
 
@@ -14,21 +13,22 @@ SCALINGS = (2.0, 0.5, 1.5)
 RANKS = (1, 4, 8, 12, 32, 64)
 
 
-def adapted_linear(x, weight, bias, A, B, scaling):
-    """As PEFT computes it, its casts for adapters of another dtype than x included."""
-    result = F.linear(x, weight, bias)
-    return (result + F.linear(F.linear(x.to(A.dtype), A), B) * scaling).to(result.dtype)
+def adapted(x, A, B, layer, seed, stream):
+    return adapted_linear(
+        x, layer.weight, A, B, layer.scaling, layer.bias, layer.dropout, seed, stream
+    )
 
 
 def lora_w(x, A, B, frozen):
-    return adapted_linear(x, frozen.weight, frozen.bias, A, B, frozen.scaling)
+    return adapted(x, A, B, frozen, frozen.seed, 0)
 
 
 def lora_qkv(x, q_A, q_B, k_A, k_B, v_A, v_B, frozen):
+    q, k, v = frozen.layers
     return (
-        adapted_linear(x, frozen.q_weight, frozen.q_bias, q_A, q_B, frozen.q_scaling),
-        adapted_linear(x, frozen.k_weight, frozen.k_bias, k_A, k_B, frozen.k_scaling),
-        adapted_linear(x, frozen.v_weight, frozen.v_bias, v_A, v_B, frozen.v_scaling),
+        adapted(x, q_A, q_B, q, frozen.seed, 0),
+        adapted(x, k_A, k_B, k, frozen.seed, 1),
+        adapted(x, v_A, v_B, v, frozen.seed, 2),
     )
 
 

@@ -21,9 +21,11 @@ from fused_lora.kernels import (
     qkv_rope,
 )
 from fused_lora.kernels import residual as residual_kernels
+from fused_lora.kernels.dropped_products import dropped_gradient, dropped_products
 from fused_lora.kernels.sums_over_tokens import sums_over_tokens
 from fused_lora.kernels.swiglu_products_backward import Product, swiglu_backward_products
 from fused_lora.kernels.swiglu_products_forward import swiglu_forward_product
+from fused_mlp.dropout import Mask, drop, keep_bits, kept_share
 from fused_mlp.geglu import geglu_backward, geglu_forward
 from fused_mlp.swiglu import swiglu_backward, swiglu_forward
 
@@ -52,6 +54,11 @@ def empty(*shape, dtype=torch.bfloat16):
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
+def mask_of(x):
+    seed = empty(1, dtype=torch.int64)
+    return Mask(keep_bits(seed, 0, kept_share(0.05), *x.shape), 1.0)
+
+
 def launch_parts():
     """The kernels of `mlp`, `rms_norm`, `rope` and `cross_entropy`."""
     gate, x, weight = empty(TOKENS, COLUMNS), empty(TOKENS, HIDDEN), empty(HIDDEN)
@@ -65,6 +72,7 @@ def launch_parts():
     q, k = (empty(BATCH, heads, POSITIONS, HEAD_DIM) for heads in (HEADS, KV_HEADS))
     cos = empty(1, POSITIONS, HEAD_DIM)
     rope.rope(q, k, cos, cos)
+    drop(x, mask_of(x))
     cross_entropy_(empty(TOKENS, VOCABULARY), empty(TOKENS, dtype=torch.int64), -100, True)
 
 
@@ -108,6 +116,20 @@ def launch_layer():
     swiglu_backward_products(hidden, gate_up, *products, torch.empty_like(gate_up))
     swiglu_forward_product(gate_up, empty(RANK, COLUMNS), hidden, empty(TOKENS, RANK))
     sums_over_tokens([(hidden, products[:1])])
+    launch_dropout(gate_up, hidden, products)
+
+
+def launch_dropout(gate_up, hidden, products):
+    """A layer's again, with masks."""
+    mask, masked = mask_of(hidden), products[0]._replace(mask=mask_of(hidden))
+    swiglu_backward_products(hidden, gate_up, masked, *products[1:], torch.empty_like(gate_up))
+    swiglu_forward_product(gate_up, empty(RANK, COLUMNS), hidden, empty(TOKENS, RANK), mask)
+    x, A, z = empty(TOKENS, HIDDEN), empty(3 * RANK, HIDDEN), empty(TOKENS, 3 * RANK)
+    three = [Product(z[:, :RANK], empty(HIDDEN, RANK), 1.0, mask_of(x)) for _ in range(3)]
+    sums_over_tokens([(x, three)])
+    operands = A, [RANK] * 3, [mask_of(x)] * 3
+    dropped_products(x, *operands, z)
+    dropped_gradient(z, *operands, x)
 
 
 def shared_bytes(arch: int) -> dict[str, int]:

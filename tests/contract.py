@@ -182,25 +182,47 @@ def in_dtypes(adapters, adapter_dtype):
     return [t.to(dtype) for t, dtype in zip(adapters, dtypes, strict=False)]
 
 
+def with_dropout(frozen, device, *dropouts):
+    """What is frozen, with these in its fields of dropout, and a seed."""
+    names = [name for name in frozen._fields if name.endswith("dropout")]
+    seed = torch.tensor([-77 * 2**32 + 5], device=device)
+    return frozen._replace(**dict(zip(names, dropouts, strict=True)), seed=seed)
+
+
 def make_lora_mlp(
-    shape, *, dtype, device, r=8, adapter_dtype=None, frozen_dtype=None, activation="silu"
+    shape,
+    *,
+    dtype,
+    device,
+    r=8,
+    adapter_dtype=None,
+    frozen_dtype=None,
+    activation="silu",
+    dropout=None,
 ):
     x, gradient = lora_mlp_case.tokens(*shape, dtype=dtype, device=device)
     ranks = (r, r, r) if isinstance(r, int) else r
     adapters, frozen = lora_mlp_case.mlp(frozen_dtype or dtype, device, r=ranks, adapter_dtype=FP32)
     adapters = in_dtypes(adapters, adapter_dtype or dtype)
     frozen = frozen._replace(activation=activation)
+    if dropout is not None:
+        frozen = with_dropout(frozen, device, *dropout)
     return Case({"x": x, **dict(zip(ADAPTER_NAMES, adapters, strict=True)), "frozen": frozen},
                 [gradient])  # fmt: skip
 
 
 def make_linear(layers):
-    def make(shape, *, dtype, device, r=8, bias=True, adapter_dtype=None, frozen_dtype=None):
+    def make(
+        shape, *, dtype, device, r=8, bias=True, adapter_dtype=None, frozen_dtype=None,
+        dropout=None,
+    ):  # fmt: skip
         x, adapters, frozen, gradients = attention_case.make_case(
             *shape, layers=layers, dtype=dtype, device=device, bias=bias, frozen_dtype=frozen_dtype,
             r=(r,) * 3 if isinstance(r, int) else r, adapter_dtypes=(FP32,) * 6,
         )  # fmt: skip
         adapters = in_dtypes(adapters, adapter_dtype or dtype)
+        if dropout is not None:
+            frozen = with_dropout(frozen, device, *dropout)
         names = attention_case.names_of(adapters)[1]
         return Case(dict(zip((*names, "frozen"), (x, *adapters, frozen), strict=True)), gradients)
 
@@ -208,12 +230,18 @@ def make_linear(layers):
 
 
 def make_lora_attention(shape, *, dtype, device, r=8, bias=True, adapter_dtype=None,
-                        frozen_dtype=None, norms=False):  # fmt: skip
+                        frozen_dtype=None, norms=False, dropout=None):  # fmt: skip
     inputs, gradient = lora_attention_case.make(
         *shape, dtype=dtype, device=device, head_dim=32, bias=bias, frozen_dtype=frozen_dtype,
         r=(r,) * 4 if isinstance(r, int) else r, adapter_dtypes=(FP32,) * 8, norms=norms,
     )  # fmt: skip
     inputs[4:-1] = in_dtypes(inputs[4:-1], adapter_dtype or dtype)
+    if dropout is not None:
+        frozen = with_dropout(inputs[-1], device)
+        inputs[-1] = frozen._replace(
+            qkv=frozen.qkv._replace(**dict(zip(OF_QKV_DROPOUT, dropout, strict=False))),
+            o=frozen.o._replace(dropout=dropout[3]),
+        )
     names = ("x", "cos", "sin", "mask", *lora_attention_case.NAMES, "frozen")
     return Case(dict(zip(names, inputs, strict=True)), [gradient])
 
@@ -247,6 +275,7 @@ def of_cross_entropy(function, **options):
     )
 
 
+OF_QKV_DROPOUT = ("q_dropout", "k_dropout", "v_dropout")
 RANKS = attention_case.RANKS
 ADAPTED = ("x", *ADAPTER_NAMES)
 OF_QKV = ("x", "q_A", "q_B", "k_A", "k_B", "v_A", "v_B")
@@ -261,7 +290,10 @@ OPERATIONS = {
         Operation(
             "LoRA_MLP", LoRA_MLP.apply, lora_mlp, make_lora_mlp, ADAPTED,
             saved=("x", "down_B", "frozen.gate_weight"), usual=(3, 13), shapes=TOKENS,
-            empty=NO_TOKENS, options={"r": (*RANKS, (1, 12, 64), (64, 4, 1), (0, 8, 0), (8, 0, 8))},
+            empty=NO_TOKENS, options={
+                "r": (*RANKS, (1, 12, 64), (64, 4, 1), (0, 8, 0), (8, 0, 8)),
+                "dropout": (None, (0.05, 0.5, 0.3), (0.0, 0.3, 0.0), (0.3, 0.0, 0.3)),
+            },
         ),
         Operation(
             "LoRA_MLP, GeGLU", LoRA_MLP.apply, lora_mlp,
@@ -272,19 +304,38 @@ OPERATIONS = {
         Operation(
             "LoRA_W", LoRA_W.apply, attention_case.lora_w, make_linear(1), ("x", "A", "B"),
             saved=("x", "A", "B", "frozen.weight"), usual=(3, 13), shapes=TOKENS, empty=NO_TOKENS,
-            options={"r": RANKS, "bias": (False, True)},
+            options={"r": RANKS, "bias": (False, True), "dropout": (None, (0.3,))},
         ),
         Operation(
             "LoRA_QKV", LoRA_QKV.apply, attention_case.lora_qkv, make_linear(3), OF_QKV,
             saved=("x", "q_B", "frozen.v_weight"), usual=(3, 13), shapes=TOKENS, empty=NO_TOKENS,
-            options={"r": (*RANKS, (1, 12, 64), (64, 4, 1), (0, 8, 0)), "bias": (False, True)},
+            options={
+                "r": (*RANKS, (1, 12, 64), (64, 4, 1), (0, 8, 0)), "bias": (False, True),
+                "dropout": (None, (0.05, 0.5, 0.3), (0.0, 0.3, 0.0)),
+            },
         ),
         Operation(
             "LoRA_Attention", LoRA_Attention.apply, lora_attention_case.eager, make_lora_attention,
             ("x", *lora_attention_case.NAMES),
             saved=("x", "cos", "k_B", "o_A", "frozen.qkv.v_weight"), usual=(2, 9),
             shapes=((1, 40),), empty=((0, 9),),
-            options={"r": (8, (1, 12, 32, 3), (8, 0, 8, 0)), "bias": (False, True)},
+            options={
+                "r": (8, (1, 12, 32, 3), (8, 0, 8, 0)), "bias": (False, True),
+                "dropout": (None, (0.05, 0.5, 0.3, 0.3), (0.0, 0.3, 0.0, 0.0)),
+            },
+        ),
+        Operation(
+            "LoRA_MLP, dropout", LoRA_MLP.apply, lora_mlp,
+            partial(make_lora_mlp, dropout=(0.05, 0.5, 0.3)), ADAPTED,
+            saved=("x", "down_B", "frozen.gate_weight"), usual=(3, 13), shapes=TOKENS,
+            empty=NO_TOKENS,
+        ),
+        Operation(
+            "LoRA_Attention, dropout", LoRA_Attention.apply, lora_attention_case.eager,
+            partial(make_lora_attention, dropout=(0.05, 0.5, 0.3, 0.3)),
+            ("x", *lora_attention_case.NAMES),
+            saved=("x", "cos", "k_B", "o_A", "frozen.qkv.v_weight"), usual=(2, 9),
+            shapes=((1, 40),), empty=((0, 9),),
         ),
         Operation(
             "LoRA_Attention, normed heads", LoRA_Attention.apply, lora_attention_case.eager,

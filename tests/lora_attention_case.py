@@ -5,7 +5,7 @@ A case is ([x, cos, sin, mask, eight adapters, frozen], the gradient of the outp
 
 import torch
 import torch.nn.functional as F
-from attention_case import adapted_linear
+from attention_case import adapted
 from reference import random
 from rms_norm_case import eager_rms_norm
 
@@ -38,7 +38,7 @@ def make(
         weight = random(out, inputs, seed=30 + i, scale=small * inputs**-0.5, **options)
         one_bias = random(out, seed=40 + i, scale=small, **options) if bias else None
         layers.append(FrozenLinear(weight, one_bias, (2.0, 0.5, 1.5, 0.75)[i]))
-    weights, biases, scalings = zip(*layers[:3], strict=True)
+    weights, biases, scalings, *_ = zip(*layers[:3], strict=True)
     frozen = FrozenAttention(
         FrozenQKV(*weights, *biases, *scalings), layers[3], head_dim, head_dim**-0.5,
         head_norms(*((heads, kv_heads) if norms == "together" else (1, 1)), head_dim, **options)
@@ -68,15 +68,15 @@ def eager_head_norm(x, weight, eps):
 
 
 def eager(x, cos, sin, mask, q_A, q_B, k_A, k_B, v_A, v_B, o_A, o_B, frozen):
-    qkv, o = frozen.qkv, frozen.o
+    of_q, of_k, of_v = frozen.qkv.layers
 
-    def heads_of(weight, bias, A, B, scaling):
-        features = adapted_linear(x, weight, bias, A, B, scaling)
+    def heads_of(A, B, layer, stream):
+        features = adapted(x, A, B, layer, frozen.seed, stream)
         return features.unflatten(-1, (-1, frozen.head_dim)).transpose(1, 2)
 
-    q = heads_of(qkv.q_weight, qkv.q_bias, q_A, q_B, qkv.q_scaling)
-    k = heads_of(qkv.k_weight, qkv.k_bias, k_A, k_B, qkv.k_scaling)
-    v = heads_of(qkv.v_weight, qkv.v_bias, v_A, v_B, qkv.v_scaling)
+    q = heads_of(q_A, q_B, of_q, 0)
+    k = heads_of(k_A, k_B, of_k, 1)
+    v = heads_of(v_A, v_B, of_v, 2)
 
     def turned(t):
         one, other = t.chunk(2, dim=-1)
@@ -94,4 +94,4 @@ def eager(x, cos, sin, mask, q_A, q_B, k_A, k_B, v_A, v_B, o_A, o_B, frozen):
         q, k, v, mask, is_causal=is_causal, scale=frozen.scaling
     )
     attended = attended.transpose(1, 2).flatten(2)
-    return adapted_linear(attended, o.weight, o.bias, o_A, o_B, o.scaling)
+    return adapted(attended, o_A, o_B, frozen.o, frozen.seed, 3)

@@ -41,7 +41,15 @@ def hook(*_):
 
 
 REASONS = {
-    "dropout": (lambda p: readapt(p, lora_dropout=0.25), "lora_dropout is 0.25"),
+    "dropout of all": (lambda p: readapt(p, lora_dropout=1.0), "lora_dropout is 1.0"),
+    "dropout in place": (
+        lambda p: p.lora_dropout.update({"default": nn.Dropout(0.25, inplace=True)}),
+        "its lora_dropout is inplace",
+    ),
+    "another dropout": (
+        lambda p: p.lora_dropout.update({"default": nn.AlphaDropout(0.25)}),
+        "its lora_dropout is AlphaDropout, not torch.nn.Dropout",
+    ),
     "DoRA": (lambda p: readapt(p, use_dora=True), "it uses DoRA"),
     "a LoRA variant": (
         lambda p: readapt(p, init_lora_weights="mica"),

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from fused_mlp.dropout import Mask, draw_masks
+
 ADAPTER_NAMES = ("gate_A", "gate_B", "up_A", "up_B", "down_A", "down_B")
 BUDGET = 2.0
 CHECKPOINTS = ("reentrant", "non-reentrant", "nested")
@@ -27,17 +29,44 @@ def geglu(gate: Tensor, up: Tensor) -> Tensor:
 GATED = {"silu": swiglu, "gelu_tanh": geglu}
 
 
-def adapted_linear(x: Tensor, weight: Tensor, A: Tensor, B: Tensor, scaling: float) -> Tensor:
-    """As PEFT computes it, its casts for adapters of another dtype than x included."""
-    result = F.linear(x, weight)
-    return (result + F.linear(F.linear(x.to(A.dtype), A), B) * scaling).to(result.dtype)
+def unpacked(mask: Mask, rows: int) -> Tensor:
+    """A mask's factors [rows, columns]: 0, or its scale."""
+    bits = torch.arange(32, dtype=torch.int32, device=mask.bits.device)[None, :, None]
+    kept = (mask.bits[:, None, :] >> bits) & 1
+    return kept.flatten(0, 1)[:rows].double() * mask.scale
+
+
+def masked(x: Tensor, dropout: float, seed: Tensor | None, stream: int) -> Tensor:
+    """x after the dropout of a function's projection: what nn.Dropout does, with that mask."""
+    rows = x.reshape(-1, x.shape[-1])
+    dropouts = [dropout if i == stream else 0.0 for i in range(8)]
+    masks = draw_masks("masked", seed, dropouts, [len(rows)] * 8, [x.shape[-1]] * 8)
+    if masks is None:
+        return x
+    return (x * unpacked(masks[stream], len(rows)).view(x.shape)).to(x.dtype)
+
+
+def adapted_linear(
+    x: Tensor, weight: Tensor, A: Tensor, B: Tensor, scaling: float, bias=None, *dropout
+) -> Tensor:
+    """As PEFT computes it, its casts for adapters of another dtype than x included. dropout: as
+    `masked` takes it."""
+    result = F.linear(x, weight, bias)
+    x = x.to(A.dtype)
+    z = F.linear(masked(x, *dropout) if dropout else x, A)
+    return (result + F.linear(z, B) * scaling).to(result.dtype)
 
 
 def lora_mlp(x, gate_A, gate_B, up_A, up_B, down_A, down_B, frozen) -> Tensor:
-    gate = adapted_linear(x, frozen.gate_weight, gate_A, gate_B, frozen.gate_scaling)
-    up = adapted_linear(x, frozen.up_weight, up_A, up_B, frozen.up_scaling)
-    hidden = GATED[frozen.activation](gate, up)
-    return adapted_linear(hidden, frozen.down_weight, down_A, down_B, frozen.down_scaling)
+    f = frozen
+    gate = adapted_linear(
+        x, f.gate_weight, gate_A, gate_B, f.gate_scaling, None, f.gate_dropout, f.seed, 0
+    )
+    up = adapted_linear(x, f.up_weight, up_A, up_B, f.up_scaling, None, f.up_dropout, f.seed, 1)
+    hidden = GATED[f.activation](gate, up)
+    return adapted_linear(
+        hidden, f.down_weight, down_A, down_B, f.down_scaling, None, f.down_dropout, f.seed, 2
+    )
 
 
 def random(*shape: int, dtype=torch.float32, device="cpu", seed=0, scale=1.0) -> Tensor:

@@ -18,7 +18,13 @@ from ..lora_linear import FrozenLinear, FrozenQKV, LoRA_QKV, LoRA_W
 from ..rope import rope
 from .families import NormForm
 from .originals import is_builtin, why_replaced
-from .projection import Projection, read_projection, split_projection
+from .projection import (
+    Projection,
+    read_projection,
+    seed_for,
+    split_projection,
+    why_not_dropout_here,
+)
 from .rms_norm import why_not_frozen
 from .site import (
     class_forward,
@@ -45,17 +51,23 @@ def read_qkv(attention: Any) -> tuple | str:
         if isinstance(projection, str):
             return f"{name}: {projection}"
         projections.append(projection)
-    if (reason := why_unloaded(attention, projections)) is not None:
+    reason = why_unloaded(attention, projections)
+    reason = reason or why_not_dropout_here(projections, is_split=len(projections) == 1)
+    if reason is not None:
         return reason
     if len(projections) == 1:
         out = len(projections[0].weight)
         q = attention.o_proj.in_features
         projections = split_projection(projections[0], [q, (out - q) // 2, (out - q) // 2])
     adapters = (tensor for one in projections for tensor in (one.A, one.B))
-    weights, biases, scalings = zip(
-        *((one.weight, one.bias, one.scaling) for one in projections), strict=True
+    weights, biases, scalings, dropouts = zip(
+        *((one.weight, one.bias, one.scaling, one.dropout) for one in projections), strict=True
     )
-    return *adapters, FrozenQKV(*weights, *biases, *scalings)
+    return *adapters, FrozenQKV(*weights, *biases, *scalings, *dropouts)
+
+
+def _dropouts_of(frozen: FrozenQKV) -> tuple[float, float, float]:
+    return frozen.q_dropout, frozen.k_dropout, frozen.v_dropout
 
 
 def head_norms_of(attention: Any) -> HeadNorms | None:
@@ -105,8 +117,10 @@ def output_projections(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def read_output(projection: nn.Module) -> Projection | str:
-    reason = why_not_own_forward(projection)
-    return reason or read_projection(projection, own_forward=False)
+    if (reason := why_not_own_forward(projection)) is not None:
+        return reason
+    read = read_projection(projection, own_forward=False)
+    return read if isinstance(read, str) else why_not_dropout_here([read]) or read
 
 
 def output_forward(projection: nn.Module, parts: frozenset[str], x: Tensor, *rest, **options):
@@ -116,7 +130,10 @@ def output_forward(projection: nn.Module, parts: frozenset[str], x: Tensor, *res
     if isinstance(read, str):
         say_once(projection, read)
         return class_forward(projection, x, *rest, **options)
-    return LoRA_W.apply(x, read.A, read.B, FrozenLinear(read.weight, read.bias, read.scaling))
+    frozen = FrozenLinear(
+        read.weight, read.bias, read.scaling, read.dropout, seed_for(x, read.dropout)
+    )
+    return LoRA_W.apply(x, read.A, read.B, frozen)
 
 
 def self_attention_forward(
@@ -145,8 +162,9 @@ def self_attention_forward(
         if not isinstance(o, str):
             *adapters, frozen_qkv = operands
             frozen = FrozenAttention(
-                frozen_qkv, FrozenLinear(o.weight, o.bias, o.scaling),
+                frozen_qkv, FrozenLinear(o.weight, o.bias, o.scaling, o.dropout),
                 attention.head_dim, attention.scaling, head_norms_of(attention),
+                seed_for(hidden_states, *_dropouts_of(frozen_qkv), o.dropout),
             )  # fmt: skip
             output = LoRA_Attention.apply(
                 hidden_states, *angles, attention_mask, *adapters, o.A, o.B, frozen
@@ -154,7 +172,9 @@ def self_attention_forward(
             return output, None
     form = known_form(attention, "Attention")
     if not isinstance(operands, str):
-        q, k, v = LoRA_QKV.apply(hidden_states, *operands)
+        *adapters, frozen_qkv = operands
+        seed = seed_for(hidden_states, *_dropouts_of(frozen_qkv))
+        q, k, v = LoRA_QKV.apply(hidden_states, *adapters, frozen_qkv._replace(seed=seed))
     else:
         outputs = [getattr(attention, name)(hidden_states) for name in form.projections]
         if len(outputs) == 1:

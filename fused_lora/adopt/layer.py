@@ -23,7 +23,7 @@ from .attention import head_norms_of, turns, why_not_head_norms, why_not_inputs,
 from .borders import LayerBorders, let_save
 from .families import LayerForm
 from .mlp import why_not_activation
-from .projection import Projection, read_projection, why_call
+from .projection import Projection, read_projection, seed_for, why_call
 from .rms_norm import normed_layer_forward, why_not_frozen
 from .site import (
     FusedForward,
@@ -120,6 +120,7 @@ def _operands(layer: Any, reads: list[list[Projection]]) -> tuple:
         input_norm[0], post_norm[0], qkv, o, gate_up, down, input_norm[1], post_norm[1],
         heads, kv_heads, attention.scaling, borders, head_norms_of(attention), multiplier,
         attended_norm[0], mlp_norm[0], attended_norm[1], mlp_norm[1],
+        dropouts=tuple(read.dropout for group in reads for read in group),
     )  # fmt: skip
 
 
@@ -284,9 +285,10 @@ def _run(
 ) -> Tensor:
     *adapters, frozen = _operands(layer, reads)
     angles = position_embeddings if turns(layer.self_attn) else (None, None)
+    seed = seed_for(hidden_states, *frozen.dropouts)
     return DecoderLayer.apply(
         hidden_states, *angles, mask, *adapters,
-        frozen._replace(output_needed=not is_recomputing(), rows=rows),
+        frozen._replace(output_needed=not is_recomputing(), rows=rows, seed=seed),
     )  # fmt: skip
 
 

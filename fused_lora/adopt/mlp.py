@@ -12,7 +12,13 @@ from fused_mlp import FrozenMLP, LoRA_MLP
 
 from ..step.recompute import is_recomputing
 from .originals import is_builtin
-from .projection import read_projection, split_projection, why_call
+from .projection import (
+    read_projection,
+    seed_for,
+    split_projection,
+    why_call,
+    why_not_dropout_here,
+)
 from .site import class_forward, having, known_form, say_once, why_not_class, why_unloaded
 
 # Activations by the names that LoRA_MLP has for them.
@@ -41,7 +47,9 @@ def read_mlp(mlp: nn.Module) -> tuple | str:
         if projection.bias is not None:
             return f"{name}: its base layer has a bias"
         projections.append(projection)
-    if (reason := why_unloaded(mlp, projections)) is not None:
+    reason = why_unloaded(mlp, projections)
+    reason = reason or why_not_dropout_here(projections, is_split=len(projections) == 2)
+    if reason is not None:
         return reason
     *both, down = projections
     if len(both) == 1:
@@ -51,6 +59,7 @@ def read_mlp(mlp: nn.Module) -> tuple | str:
     frozen = FrozenMLP(
         gate.weight, up.weight, down.weight, gate.scaling, up.scaling, down.scaling,
         activation=_name_of_activation(activation),
+        gate_dropout=gate.dropout, up_dropout=up.dropout, down_dropout=down.dropout,
     )  # fmt: skip
     return gate.A, gate.B, up.A, up.B, down.A, down.B, frozen
 
@@ -85,4 +94,6 @@ def mlp_forward(mlp: nn.Module, parts: frozenset[str], x: Tensor) -> Tensor:
     *adapters, frozen = operands
     # a compiled layer is one graph, whether it runs for the first time or again
     output_needed = torch.compiler.is_compiling() or not is_recomputing()
-    return LoRA_MLP.apply(x, *adapters, frozen._replace(output_needed=output_needed))
+    seed = seed_for(x, frozen.gate_dropout, frozen.up_dropout, frozen.down_dropout)
+    frozen = frozen._replace(output_needed=output_needed, seed=seed)
+    return LoRA_MLP.apply(x, *adapters, frozen)

@@ -3,27 +3,32 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
+from fused_mlp.dropout import draw_seed
+
+from ..step.recompute import once
 from .hooks import has_hooks
 from .originals import why_patched
 from .site import has_own_forward, why_not_own_forward
 
 
 class Projection(NamedTuple):
-    """x W' + bias + scaling (x A') B'; without an adapter A and B are of rank 0."""
+    """x W' + bias + scaling (dropout(x) A') B'; without an adapter A and B are of rank 0."""
 
     weight: Tensor
     bias: Tensor | None
     A: Tensor
     B: Tensor
     scaling: float
+    dropout: float = 0.0  # the probability with which an element is dropped as things are now
 
 
 def read_projection(projection: nn.Module, own_forward: bool = True) -> Projection | str:
-    """The parts of a projection that computes x W' + bias + s (x A') B' and nothing else, or why
-    it does not, in words.
+    """The parts of a projection that computes x W' + bias + s (dropout(x) A') B' and nothing else,
+    or why it does not, in words.
 
     Called at every forward, up to seven times a layer. `own_forward`: whether the projection
     itself must still have its class's forward.
@@ -51,8 +56,9 @@ def read_projection(projection: nn.Module, own_forward: bool = True) -> Projecti
     B: Any = parts["lora_B"]._modules[adapter]  # type: ignore[union-attr]
     dropout: Any = parts["lora_dropout"]._modules[adapter]  # type: ignore[union-attr]
     base: Any = parts["base_layer"]
-    if not isinstance(dropout, nn.Identity) and dropout.p > 0:
-        return f"lora_dropout is {dropout.p}"
+    dropped = _dropout_of(dropout)
+    if isinstance(dropped, str):
+        return dropped
     if projection.use_dora.get(adapter, False):
         return "it uses DoRA"
     if adapter in projection.lora_variant:
@@ -72,7 +78,44 @@ def read_projection(projection: nn.Module, own_forward: bool = True) -> Projecti
             "would wait: hotswap_adapter works without that, too"
         )
     A, B = _parameter(A, "weight"), _parameter(B, "weight")
-    return Projection(_parameter(base, "weight"), _parameter(base, "bias"), A, B, scaling)
+    weight, bias = _parameter(base, "weight"), _parameter(base, "bias")
+    return Projection(weight, bias, A, B, scaling, dropped)
+
+
+def _dropout_of(dropout: Any) -> float | str:
+    """Return the probability with which this module drops an element now, or the reason why no mask
+    does what it does."""
+    if isinstance(dropout, nn.Identity):
+        return 0.0
+    if type(dropout) is not nn.Dropout:
+        return f"its lora_dropout is {type(dropout).__name__}, not torch.nn.Dropout"
+    if not dropout.training or dropout.p == 0.0:
+        return 0.0
+    if dropout.p == 1.0:
+        return "lora_dropout is 1.0, which leaves nothing of an adapter"
+    if dropout.inplace:
+        return "its lora_dropout is inplace, and so changes what the next projection gets"
+    return dropout.p
+
+
+def why_not_dropout_here(projections: Sequence[Projection], is_split: bool = False) -> str | None:
+    """Return the reason if projections have dropout where a part by itself does not draw it: within
+    compiled code, which may draw other masks when a checkpoint runs it again, and where the first
+    of them is to be split, for whose parts one mask would have to be shared."""
+    if is_split and projections[0].dropout:
+        return "lora_dropout of one adapter for several projections"
+    if torch.compiler.is_compiling() and any(one.dropout for one in projections):
+        return "lora_dropout within torch.compile"
+    return None
+
+
+def seed_for(x: Tensor, *dropouts: float) -> Tensor | None:
+    """A new seed for the masks of projections that run as one function, if any has dropout. A
+    forward that checkpointing runs again gets that of its first run."""
+    if not any(dropouts):
+        return None
+    (seed,) = once(lambda: (draw_seed(x.device),), is_small=True)
+    return seed
 
 
 def split_projection(whole: Projection, sizes: Sequence[int]) -> list[Projection]:

@@ -6,6 +6,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from fused_mlp.dropout import Masks
+
 from ..bordered import Bordered
 from .sums_over_tokens import sums_over_tokens
 from .swiglu_products_backward import Product
@@ -29,11 +31,13 @@ class AdapterSums:
         grad: Tensor | None,
         z: Tensor | None,
         p: Tensor | None,
+        masks: Masks | None = None,
     ) -> list[Tensor | None]:
         """New tensors for the gradients of A, B, A, B ..., None where not needed.
 
         Written by `compute`, as ``p.t() @ x`` and ``s * (grad.t() @ z)``, of each projection its
-        part; x and p may be None if no A needs one, grad and z if no B does.
+        part; x and p may be None if no A needs one, grad and z if no B does. masks: of x, for each
+        projection.
         """
         gradients: list[Tensor | None] = [None] * len(kinds)
         of_x: list[Product] = []
@@ -46,7 +50,8 @@ class AdapterSums:
             if needed[2 * i]:
                 assert x is not None and p is not None
                 gradients[2 * i] = A = x.new_empty(rank, x.shape[1], dtype=dtype)
-                of_x.append(Product(p[:, block : block + rank], A.t()))
+                mask = None if masks is None else masks[i]
+                of_x.append(Product(p[:, block : block + rank], A.t(), mask=mask))
             rank, dtype = kinds[2 * i + 1]
             if needed[2 * i + 1]:
                 assert grad is not None and z is not None

@@ -32,12 +32,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fused_mlp.dropout import is_kept
 from fused_mlp.launching import DTYPES, cdiv, check_runnable, next_power_of_2, on_device_of
 
 from .autotune import fastest
+from .dropped_products import check_mask
 from .rows import check_alike, check_rows
 from .swiglu_products_backward import Product
-from .tiling import MAX_BLOCK_RANK, Tiling, dots_in_fp32, stages
+from .tiling import MAX_BLOCK_RANK, Tiling, dots_in_fp32, stages, tilings_for_masks
 
 # splits: at most; as many as make PROGRAMS, three for each of 132 multiprocessors. Qwen2.5-3B's
 # 12,800 columns are 200 programs in one split, the best of those tried on an H200 at 2,048 tokens,
@@ -46,6 +48,8 @@ from .tiling import MAX_BLOCK_RANK, Tiling, dots_in_fp32, stages
 TILING = Tiling(rows=64, columns=64, splits=8, warps=4, stages=4)
 TILING_OF_MANY_ROWS = Tiling(rows=32, columns=128, splits=8, warps=4, stages=4)
 MANY_ROWS = 8192
+# Of masked x: of each factor's a copy is made in registers, with 4 warps 244 of them for three.
+TILING_OF_MASKS = TILING_OF_MANY_ROWS._replace(warps=8)
 # Where they were not measured. Few, as each takes seconds to compile.
 _OTHERS = (
     {"rows": 64, "columns": 64},
@@ -76,6 +80,7 @@ def _sums_over_tokens_kernel(
     factors,  # [rows, rank] each, those of the first x first
     factor_row_strides,
     ranks,
+    bits,  # of the mask of x for each factor, or None
     gradients,  # [columns, rank] each, written if partials_ptr is None
     column_strides,
     rank_strides,
@@ -100,7 +105,7 @@ def _sums_over_tokens_kernel(
         tiles = tl.cdiv(columns[i], BLOCK_COLUMNS)
         if (tile >= 0) & (tile < tiles):
             sums = _sum_rows(
-                xs[i], x_row_strides[i], columns[i], factors, factor_row_strides, ranks,
+                xs[i], x_row_strides[i], columns[i], factors, factor_row_strides, ranks, bits,
                 tile, rows, rows_of_a_split, FIRSTS[i], FIRSTS[i + 1] - FIRSTS[i],
                 BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_RANK, IN_FP32,
             )  # fmt: skip
@@ -122,8 +127,8 @@ def _sums_over_tokens_kernel(
 
 @triton.jit
 def _sum_rows(
-    x_ptr, x_row_stride, columns, factors, factor_row_strides, ranks, tile, rows, rows_of_a_split,
-    FIRST: tl.constexpr, COUNT: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    x_ptr, x_row_stride, columns, factors, factor_row_strides, ranks, bits, tile, rows,
+    rows_of_a_split, FIRST: tl.constexpr, COUNT: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr, BLOCK_RANK: tl.constexpr, IN_FP32: tl.constexpr,
 ):  # fmt: skip
     """This program's sums for one tile of x and the COUNT factors from FIRST on."""
@@ -140,8 +145,12 @@ def _sum_rows(
         added = ()
         for i in tl.static_range(FIRST, FIRST + COUNT):
             factor_row = factors[i] + row * factor_row_strides[i]
+            kept = x
+            if bits[i] is not None:
+                is_one = is_kept(bits[i], first, row, column, columns)
+                kept = tl.where(is_one, x, 0.0).to(x.dtype)
             total = _add_product(
-                sums[i - FIRST], x, factor_row, mask, ranks[i], BLOCK_RANK, IN_FP32
+                sums[i - FIRST], kept, factor_row, mask, ranks[i], BLOCK_RANK, IN_FP32
             )
             added += (total,)  # type: ignore[assignment]
         sums = added
@@ -216,8 +225,9 @@ def sums_over_tokens(sums: Sequence[tuple[Tensor, Sequence[Product]]]) -> None:
     Equivalent PyTorch, but that it adds in fp32 and rounds once, at the store::
 
         for x, products in sums:
-            for factor, gradient, scaling in products:
-                gradient.copy_(scaling * x.t() @ factor)
+            for factor, gradient, scaling, mask in products:
+                kept = x if mask is None else x * unpacked(mask) * mask.scale
+                gradient.copy_(scaling * kept.t() @ factor)
 
     Args:
         sums: pairs of x [T, columns] and the products over it, of any number. Those of one x share
@@ -266,10 +276,10 @@ _Slot = tuple[Tensor, Sequence[Product], Sequence[int]]  # an x, its products an
 def _parts(products: Sequence[Product]) -> tuple[list[Product], list[int]]:
     """The products, each as many as it takes to have at most MAX_BLOCK_RANK ranks in one."""
     parts, ranks = [], []
-    for factor, gradient, scaling in products:
+    for factor, gradient, scaling, mask in products:
         of_factor, of_gradient = (t.split(MAX_BLOCK_RANK, dim=1) for t in (factor, gradient))
         for some, its_gradient in zip(of_factor, of_gradient, strict=True):
-            parts.append(Product(some, its_gradient, scaling))
+            parts.append(Product(some, its_gradient, scaling, mask))
             ranks.append(some.shape[1])
     return parts, ranks
 
@@ -281,7 +291,12 @@ def _launch(slots: Sequence[_Slot], block_rank: int) -> None:
     first = xs[0]
     shapes = [x.shape for x in xs]
     rows = shapes[0][0]
+    every = list(chain.from_iterable(products))
+    bits = tuple([product.mask and product.mask.bits for product in every])
+    is_masked = any(one is not None for one in bits)
     tiling = TILING if rows < MANY_ROWS else TILING_OF_MANY_ROWS
+    if is_masked:
+        tiling = TILING_OF_MASKS
     if first.dtype == torch.float32:
         tiling = TILING_IN_FP32
     columns = tuple([shape[1] for shape in shapes])
@@ -289,7 +304,8 @@ def _launch(slots: Sequence[_Slot], block_rank: int) -> None:
         return
     counts = [len(ranks) for ranks in ranks_of]
     firsts = tuple(accumulate(counts, initial=0))
-    factors, gradients, scalings = zip(*chain.from_iterable(products), strict=True)
+    factors, gradients, *_ = zip(*every, strict=True)
+    scalings = tuple([product.scale for product in every])
     x_row_strides = tuple([x.stride(0) for x in xs])
     factor_row_strides = tuple([factor.stride(0) for factor in factors])
     strides = tuple(zip(*[gradient.stride() for gradient in gradients], strict=True))
@@ -309,7 +325,7 @@ def _launch(slots: Sequence[_Slot], block_rank: int) -> None:
         if splits > 1:
             partials = first.new_empty(splits, all_columns, block_rank, dtype=torch.float32)
         kernel[(tiles, splits)](
-            xs, x_row_strides, columns, factors, factor_row_strides, ranks,
+            xs, x_row_strides, columns, factors, factor_row_strides, ranks, bits,
             gradients, *strides, scalings,
             partials, all_columns, rows, rows_of_a_split, firsts,
             tiling.rows, tiling.columns, block_rank, dots_in_fp32(kernel, first),
@@ -321,8 +337,9 @@ def _launch(slots: Sequence[_Slot], block_rank: int) -> None:
                 all_columns, splits, len(gradients), _SUM_COLUMNS, block_rank, num_warps=4,
             )  # fmt: skip
 
-    shape = columns, firsts, block_rank
-    launch(fastest(kernel, first, rows, shape, tiling, _OTHERS, launch))
+    shape = columns, firsts, block_rank, is_masked
+    others = tilings_for_masks(_OTHERS) if is_masked else _OTHERS
+    launch(fastest(kernel, first, rows, shape, tiling, others, launch))
 
 
 def _ranks_if_right(x: Tensor, products: Sequence[Product], first: Tensor) -> list[int] | None:
@@ -334,7 +351,7 @@ def _ranks_if_right(x: Tensor, products: Sequence[Product], first: Tensor) -> li
     if rows != first.shape[0] or (x.stride(1) != 1 and columns > 1):
         return None
     ranks = []
-    for factor, gradient, _ in products:
+    for factor, gradient, _, mask in products:
         if factor.ndim != 2 or factor.dtype != dtype or factor.device != device:
             return None
         count, rank = factor.shape
@@ -344,6 +361,7 @@ def _ranks_if_right(x: Tensor, products: Sequence[Product], first: Tensor) -> li
             or gradient.shape != (columns, rank)
             or gradient.dtype not in DTYPES
             or gradient.device != device
+            or (mask is not None and mask.bits.shape != (cdiv(rows, 32), columns))
         ):
             return None
         ranks.append(rank)
@@ -357,10 +375,12 @@ def _refuse(i: int, x: Tensor, products: Sequence[Product], first: Tensor) -> No
     rows, columns = first.shape[:1].numel(), x.shape[-1:].numel()
     check_rows(name, kernel, (rows, columns), **{f"x {i}": x})
     check_alike(name, f"x {i}", x, first)
-    for j, (factor, gradient, _) in enumerate(products):
+    for j, (factor, gradient, _, mask) in enumerate(products):
         key, rank = f"factor {j} of x {i}", factor.shape[-1:].numel()
         check_rows(name, kernel, (rows, rank), **{key: factor})
         check_alike(name, key, factor, first)
+        if mask is not None:
+            check_mask(f"{name}: mask {j} of x {i}", mask, x)
         key = f"gradient {j} of x {i}"
         if gradient.shape != (columns, rank):
             raise ValueError(

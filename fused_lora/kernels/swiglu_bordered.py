@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fused_mlp.dropout import Mask
+
 from ..bordered import Bordered
 from .rows import empty_rows
 from .swiglu_products_backward import Product, swiglu_backward_products
@@ -13,10 +15,14 @@ from .swiglu_products_forward import swiglu_forward_product
 
 
 def add_down(
-    gate_up: Tensor, down: Bordered, total: Tensor | None, multiplier: float = 1.0
+    gate_up: Tensor,
+    down: Bordered,
+    total: Tensor | None,
+    multiplier: float = 1.0,
+    mask: Mask | None = None,
 ) -> Tensor:
     """Add the down projection of silu(gate) up, which grows in K, to total, where the residual is;
-    or a multiple of it. Without total it makes z alone.
+    or a multiple of it. Without total it makes z alone. With a mask z is that of what it keeps.
 
     Equivalent PyTorch, for gate_up [T, 2 in] and total [T, out], contiguous; returns z::
 
@@ -28,10 +34,10 @@ def add_down(
     """
     matrix, inputs, out = down.matrix, down.in_features, down.out
     if total is None:
-        return swiglu_forward_product(gate_up, matrix[out:, :inputs], None)
+        return swiglu_forward_product(gate_up, matrix[out:, :inputs], None, mask=mask)
     hidden = empty_rows(gate_up, gate_up.shape[0], matrix.shape[1])
     z = swiglu_forward_product(
-        gate_up, matrix[out:, :inputs], hidden[:, :inputs], hidden[:, inputs:]
+        gate_up, matrix[out:, :inputs], hidden[:, :inputs], hidden[:, inputs:], mask
     )
     total.addmm_(hidden, matrix[:out].t(), alpha=multiplier)
     if down.bias is not None:
@@ -48,13 +54,14 @@ def swiglu_gradients(
     kinds: Sequence[tuple[int, torch.dtype]],
     needed: Sequence[bool],
     grad_gate_up: Tensor,
+    mask: Mask | None = None,
 ) -> list[Tensor | None]:
     """Write the gradient of gate_up; returns those of down's A, gate's B and up's B, None where not
     needed.
 
     As `swiglu_backward_products` has it, for p = dy sB of down and z = x A' of gate and up, whose
-    buffer has this layout. kinds: rank and dtype of those three adapters. Their gradients are new
-    and contiguous, as a .grad has to be.
+    buffer has this layout. kinds: rank and dtype of those three adapters. mask: of down's input.
+    Their gradients are new and contiguous, as a .grad has to be.
     """
     intermediate = gate_up.shape[1] // 2
     starts = 0, 0, layout.blocks[0]
@@ -72,7 +79,7 @@ def swiglu_gradients(
         if i:
             products.append(Product(factor, gradient, layout.scalings[i - 1]))
         else:
-            products.append(Product(factor, gradient.t()))
+            products.append(Product(factor, gradient.t(), mask=mask))
     of_hidden, of_gate, of_up = products
     swiglu_backward_products(grad_hidden, gate_up, of_hidden, of_gate, of_up, grad_gate_up)
     return gradients

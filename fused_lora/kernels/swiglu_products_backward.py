@@ -27,9 +27,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fused_mlp.dropout import Mask, is_kept
 from fused_mlp.launching import DTYPES, cdiv, next_power_of_2, on_device_of
 
 from .autotune import fastest
+from .dropped_products import check_mask
 from .rows import check_alike, check_rows, rows_and_intermediate
 from .tiling import MAX_BLOCK_RANK, Tiling, dots_in_fp32, keep, sigmoid, stages
 
@@ -60,6 +62,7 @@ def _swiglu_backward_products_kernel(
     of_hidden_ptr,  # the factor [rows, rank] of hidden's product, or None; likewise the next two
     of_gate_ptr,
     of_up_ptr,
+    hidden_bits_ptr,  # of the mask of hidden's product, or None
     partials_ptr,  # [3, splits, intermediate, BLOCK_RANK] fp32, written
     grad_hidden_row_stride,
     gate_up_row_stride,
@@ -106,6 +109,9 @@ def _swiglu_backward_products_kernel(
             tl.store(grad_gate_tile, grad_gate, mask=mask)
             tl.store(grad_gate_tile + intermediate, grad_up, mask=mask)
         if of_hidden_ptr is not None:
+            if hidden_bits_ptr is not None:
+                is_one = is_kept(hidden_bits_ptr, first, row, column, intermediate)
+                hidden = tl.where(is_one, hidden, 0.0).to(dtype)
             sum_hidden = _add_product(
                 sum_hidden, hidden, of_hidden_ptr + row * of_hidden_row_stride, row < end,
                 of_hidden_rank, BLOCK_RANK, IN_FP32,
@@ -191,11 +197,17 @@ def _sum_products_kernel(
 
 class Product(NamedTuple):
     """``gradient.copy_(scaling * x.t() @ factor)``, for x [rows, intermediate], in fp32 and rounded
-    once."""
+    once; with a mask, of what it keeps of x, scaled."""
 
     factor: Tensor  # [rows, rank] in x's dtype
     gradient: Tensor  # [intermediate, rank], written; of any strides, bf16, fp16 or fp32
     scaling: float = 1.0
+    mask: Mask | None = None  # where the product is of the input of an adapter
+
+    @property
+    def scale(self) -> float:
+        """The factor of the sums."""
+        return self.scaling if self.mask is None else self.scaling * self.mask.scale
 
 
 def swiglu_backward_products(
@@ -215,7 +227,7 @@ def swiglu_backward_products(
         for x, product in zip(tensors, (of_hidden, of_gate, of_up)):
             product.gradient.copy_(product.scaling * x.t() @ product.factor)
 
-    The ranks may differ.
+    The ranks may differ. Only hidden's product may have a mask.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit, or no kernel can run on them.
@@ -229,6 +241,8 @@ def swiglu_backward_products(
         check_rows(name, kernel, (rows, columns), **{key: tensor})
         check_alike(name, key, tensor, gate_up)
     products = of_hidden, of_gate, of_up
+    if of_hidden is not None and of_hidden.mask is not None:
+        check_mask(f"{name}: of_hidden: mask", of_hidden.mask, grad_hidden)
     for key, product in zip(("of_hidden", "of_gate", "of_up"), products, strict=True):
         if product is not None:
             _check_product(f"{name}: {key}", product, gate_up)
@@ -243,7 +257,7 @@ def swiglu_backward_products(
         for first in range(MAX_BLOCK_RANK, most, MAX_BLOCK_RANK):
             rest = [
                 None if product is None or product.factor.shape[1] <= first
-                else Product(product.factor[:, first:], product.gradient[:, first:], product[2])
+                else Product(product.factor[:, first:], product.gradient[:, first:], *product[2:])
                 for product in products
             ]  # fmt: skip
             _launch(grad_hidden, gate_up, None, rest)
@@ -265,7 +279,8 @@ def _launch(
     row_strides = [0 if tensor is None else tensor.stride(0) for tensor in tensors]
     gradients = tuple(None if product is None else product.gradient for product in products)
     strides = [(0, 0) if gradient is None else gradient.stride() for gradient in gradients]
-    scalings = tuple(0.0 if product is None else product.scaling for product in products)
+    scalings = tuple(0.0 if product is None else product.scale for product in products)
+    mask = None if products[0] is None else products[0].mask
 
     def launch(tiling: Tiling) -> None:
         rows_of_a_split = cdiv(cdiv(rows, tiling.splits), tiling.rows) * tiling.rows
@@ -273,7 +288,7 @@ def _launch(
         elements = 3 * tiling.rows * (tiling.columns + block_rank)
         partials = gate_up.new_empty(3, splits, intermediate, block_rank, dtype=torch.float32)
         kernel[(cdiv(intermediate, tiling.columns), splits)](
-            *tensors, partials, *row_strides,
+            *tensors, mask and mask.bits, partials, *row_strides,
             rows, rows_of_a_split, intermediate, *ranks,
             tiling.rows, tiling.columns, block_rank, dots_in_fp32(kernel, gate_up),
             num_warps=tiling.warps, num_stages=stages(tiling, elements, gate_up),
@@ -283,7 +298,7 @@ def _launch(
             splits, intermediate, _SUM_COLUMNS, block_rank, num_warps=4,
         )  # fmt: skip
 
-    shape = intermediate, *ranks, grad_gate_up is None
+    shape = intermediate, *ranks, grad_gate_up is None, mask is None
     launch(fastest(kernel, gate_up, rows, shape, BACKWARD_TILING, _OTHERS, launch))
 
 

@@ -22,11 +22,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fused_mlp.dropout import Mask, is_kept
 from fused_mlp.launching import cdiv, next_power_of_2, on_device_of
 
 from .autotune import fastest
+from .dropped_products import check_mask
 from .rows import check_alike, check_rows, rows_and_intermediate
-from .tiling import MAX_BLOCK_RANK, Tiling, dots_in_fp32, keep, sigmoid, stages
+from .tiling import MAX_BLOCK_RANK, Tiling, dots_in_fp32, keep, sigmoid, stages, tilings_for_masks
 
 SUM_ROWS = 64  # a program of the second kernel
 
@@ -55,6 +57,7 @@ def _swiglu_forward_product_kernel(
     gate_up_ptr,  # [rows, 2 intermediate]
     A_ptr,  # [rank, intermediate]
     hidden_ptr,  # [rows, intermediate], written, or None
+    bits_ptr,  # of the mask of hidden for the product, or None
     partials_ptr,  # [splits, rows, BLOCK_RANK] fp32, written
     gate_up_row_stride,
     A_row_stride,
@@ -63,6 +66,7 @@ def _swiglu_forward_product_kernel(
     intermediate,
     columns_of_a_split,
     rank,
+    scale,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
@@ -87,10 +91,16 @@ def _swiglu_forward_product_kernel(
             tl.store(hidden_ptr + row * hidden_row_stride + column, hidden, mask=mask)
         A_tile = A_ptr + k.to(tl.int64)[:, None] * A_row_stride + column
         A = tl.load(A_tile, mask=(k < rank)[:, None] & (column < end), other=0.0)
+        if bits_ptr is not None:
+            first_row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
+            is_one = is_kept(bits_ptr, first_row, row, column, intermediate)
+            hidden = tl.where(is_one, hidden, 0.0).to(hidden.dtype)
         hidden = keep(hidden, IN_FP32)
         if IN_FP32:
             hidden, A = hidden.to(tl.float32), A.to(tl.float32)
         total = tl.dot(hidden, tl.trans(A), total, input_precision="ieee")
+    if bits_ptr is not None:
+        total = total * scale
     tile = partials_ptr + (split.to(tl.int64) * rows + row) * BLOCK_RANK + k[None, :]
     tl.store(tile, total, mask=row < rows)
 
@@ -122,7 +132,11 @@ def _sum_z_kernel(
 
 
 def swiglu_forward_product(
-    gate_up: Tensor, A: Tensor, hidden: Tensor | None, copy: Tensor | None = None
+    gate_up: Tensor,
+    A: Tensor,
+    hidden: Tensor | None,
+    copy: Tensor | None = None,
+    mask: Mask | None = None,
 ) -> Tensor:
     """z = hidden A' [rows, rank], new, for hidden = silu(gate) * up and A [rank, intermediate].
 
@@ -133,7 +147,8 @@ def swiglu_forward_product(
         copy.copy_(z)
 
     So with hidden and copy the columns of [hidden | z] it makes what a product that grows in K
-    takes. The sums are fp32 and round once.
+    takes. With a mask z is the product of what it keeps of hidden, scaled. The sums are fp32 and
+    round once.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit, or no kernel can run on them.
@@ -150,18 +165,25 @@ def swiglu_forward_product(
         if tensor is not None:
             check_rows(name, kernel, shape, **{key: tensor})
             check_alike(name, key, tensor, gate_up)
+    if mask is not None:
+        check_mask(f"{name}: mask", mask, gate_up[:, :intermediate])
     if rows and rank:
         with on_device_of(gate_up):
-            _launch(gate_up, A[:MAX_BLOCK_RANK], hidden, z, copy)
+            _launch(gate_up, A[:MAX_BLOCK_RANK], hidden, z, copy, mask)
             for first in range(MAX_BLOCK_RANK, rank, MAX_BLOCK_RANK):
                 some = slice(first, first + MAX_BLOCK_RANK)
                 more = None if copy is None else copy[:, some]
-                _launch(gate_up, A[some], None, z[:, some], more)
+                _launch(gate_up, A[some], None, z[:, some], more, mask)
     return z
 
 
 def _launch(
-    gate_up: Tensor, A: Tensor, hidden: Tensor | None, z: Tensor, copy: Tensor | None
+    gate_up: Tensor,
+    A: Tensor,
+    hidden: Tensor | None,
+    z: Tensor,
+    copy: Tensor | None,
+    mask: Mask | None,
 ) -> None:
     """Both kernels, for as many ranks as A has rows."""
     rows, (rank, intermediate) = gate_up.shape[0], A.shape
@@ -176,9 +198,9 @@ def _launch(
         elements = tiling.columns * (2 * tiling.rows + block_rank)
         partials = gate_up.new_empty(splits, rows, block_rank, dtype=torch.float32)
         kernel[(cdiv(rows, tiling.rows), splits)](
-            gate_up, A, hidden, partials,
+            gate_up, A, hidden, mask and mask.bits, partials,
             gate_up.stride(0), A.stride(0), 0 if hidden is None else hidden.stride(0),
-            rows, intermediate, columns_of_a_split, rank,
+            rows, intermediate, columns_of_a_split, rank, mask.scale if mask else 1.0,
             tiling.rows, tiling.columns, block_rank, dots_in_fp32(kernel, gate_up),
             num_warps=tiling.warps, num_stages=stages(tiling, elements, gate_up),
         )  # fmt: skip
@@ -187,5 +209,6 @@ def _launch(
             splits, rows, rank, SUM_ROWS, block_rank, num_warps=4,
         )  # fmt: skip
 
-    shape = intermediate, rank, hidden is None
-    launch(fastest(kernel, gate_up, rows, shape, forward_tiling(rows), _OTHERS, launch))
+    shape = intermediate, rank, hidden is None, mask is None
+    others = _OTHERS if mask is None else tilings_for_masks(_OTHERS)
+    launch(fastest(kernel, gate_up, rows, shape, forward_tiling(rows), others, launch))

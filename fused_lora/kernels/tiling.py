@@ -1,6 +1,7 @@
 """Tiles of the kernels with a tl.dot between a load and a store: how these are cut, and what the
 tensor cores are given."""
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -8,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.libdevice import fast_dividef
+
+from fused_mlp.dropout import ROWS_OF_A_WORD
 
 # Beyond it the sums would not fit into registers: each so many ranks read everything once more.
 MAX_BLOCK_RANK = 64
@@ -32,6 +35,12 @@ class Tiling(NamedTuple):
 def stages(tiling: Tiling, elements: int, tensor: Tensor) -> int:
     """The tiling's stages, or as many as SHARED_BYTES hold of so many of tensor's elements each."""
     return max(min(tiling.stages, SHARED_BYTES // (elements * tensor.element_size())), 1)
+
+
+def tilings_for_masks(others: Sequence[Mapping[str, int]]) -> list[Mapping[str, int]]:
+    """Those of the changes to a tiling with which a tile has no more rows than a word of a mask of
+    dropout."""
+    return [changes for changes in others if changes.get("rows", 0) <= ROWS_OF_A_WORD.value]
 
 
 def dots_in_fp32(kernel, tensor: Tensor) -> bool:

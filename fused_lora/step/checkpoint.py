@@ -28,7 +28,8 @@ transformers' own checkpointing uses, and taken away again. Who switches the mod
 on meanwhile, as the Trainer does, switches the policy on (`hold`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from torch import Tensor, nn
@@ -36,6 +37,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fused_mlp.launching import is_capturing
 
+from ..adopt.hooks import Bystander
 from .offload import Offload
 from .recompute import Keep, recomputed
 
@@ -131,21 +133,42 @@ class Checkpoint:
         self.layer_bytes[place] = sum(found.values())
 
 
-def _drops_out(module: nn.Module) -> bool:
-    share = module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", 0)
-    return module.training and bool(share)
+class _Refusal(Bystander):
+    """A hook that refuses dropout within a layer that is captured and runs again: the state of the
+    random numbers cannot be read there. Not dropout of which a fused function makes masks from a
+    seed that is kept (`once`), and so calls no module."""
+
+    def __call__(self, module: nn.Module, *_) -> None:
+        raise ValueError(
+            "checkpoint: a layer with dropout that does not run fused cannot be captured in a CUDA "
+            "graph, where it would drop other elements when it runs again; set dropout to 0, or do "
+            "not checkpoint"
+        )
+
+
+@contextmanager
+def _refusing_dropout(layer: nn.Module) -> Iterator[None]:
+    refusal, handles = _Refusal(), []
+    try:
+        for module in layer.modules():
+            if module.training and getattr(module, "attention_dropout", False):
+                refusal(module)
+            if isinstance(module, nn.Dropout) and module.training and module.p:
+                if layer._compiled_call_impl is not None:  # it would not see a new hook
+                    refusal(module)
+                handles.append(module.register_forward_pre_hook(refusal))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _checkpointed(layer: nn.Module, forward: Callable, *inputs, **options):
     """`recomputed`, which has these options."""
-    # the state of the random numbers cannot be read while a CUDA graph is captured
-    capturing = is_capturing(inputs[0])
-    if capturing and any(map(_drops_out, layer.modules())):
-        raise ValueError(
-            "checkpoint: a layer with dropout cannot be captured in a CUDA graph, where it would "
-            "drop other elements when it runs again; set dropout to 0, or do not checkpoint"
-        )
-    return recomputed(forward, *inputs, keep_random_state=not capturing, **options)
+    if not is_capturing(inputs[0]):
+        return recomputed(forward, *inputs, **options)
+    with _refusing_dropout(layer):
+        return recomputed(forward, *inputs, keep_random_state=False, **options)
 
 
 def policy_of(layer: nn.Module) -> Checkpoint | None:

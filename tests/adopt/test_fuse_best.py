@@ -14,10 +14,11 @@ CASES = {  # options of the model: what runs fused, and what the report says of 
     "all seven": ({}, WHOLE, ""),
     "q and v": ({"target_modules": ["q_proj", "v_proj"]}, WHOLE, ""),
     "Qwen3": ({"family": "Qwen3"}, WHOLE, ""),
-    "dropout": (
-        {"lora_dropout": 0.5},
+    "dropout": ({"lora_dropout": 0.5}, WHOLE, ""),
+    "DoRA": (
+        {"use_dora": True},
         {"rope": 2, "rms_norm": 5, "cross_entropy": 1},
-        f"left to PEFT: {LAYERS}.0.mlp as mlp and 1 others like it: gate_proj: lora_dropout is 0.5",
+        f"left to PEFT: {LAYERS}.0.mlp as mlp and 1 others like it: gate_proj: it uses DoRA",
     ),
 }  # fmt: skip
 
@@ -29,8 +30,9 @@ def test_what_is_right_for_a_model(options, wanted, said, device):
     found = fuse(fused)
     assert {part: len(names) for part, names in found.fused.items() if names} == wanted
     assert said in str(found).splitlines() or not (said or found.left)
-    if "lora_dropout" not in options:
-        assert_model_right(fused, plain)
+    if "lora_dropout" in options:
+        fused.eval(), plain.eval()
+    assert_model_right(fused, plain)
 
 
 def test_a_model_of_another_kind_is_left_alone_with_the_reasons():

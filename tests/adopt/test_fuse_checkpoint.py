@@ -322,19 +322,29 @@ def test_a_step_leaves_nothing_behind_but_gradients(fusion, quick_collections, d
 # --- in a capture ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", ["lora_dropout", "attention_dropout", "nowhere"])
-def test_dropout_in_a_capture_is_refused_where_a_layer_runs_again(where, device, monkeypatch):
-    """It would drop other elements the second time, and nobody would see it."""
-    model = peft_model(device, **({"lora_dropout": 0.5} if where == "lora_dropout" else {}))
-    if where == "attention_dropout":
-        for index in range(2):
-            layer_of(model, index).self_attn.attention_dropout = 0.5
-    fuse(model, Fusion(checkpoint="full"))
+PARTS = {"mlp": True, "attention": True, "rope": True}
+CAPTURED = {  # options of the model and what is fused: whether all its dropout is
+    "no dropout": ({}, {}, True),
+    "dropout": ({"lora_dropout": 0.5}, {}, False),
+    "in the MLP, which is not fused": ({"lora_dropout": 0.5}, {"attention": True}, False),
+    "in parts": ({"lora_dropout": 0.5}, PARTS, True),
+    "in layers": ({"lora_dropout": 0.5}, {"layer": True}, True),
+    "of attention": ({"lora_dropout": 0.5, "config": {"attention_dropout": 0.5}}, PARTS, False),
+}
+
+
+@pytest.mark.parametrize(("options", "parts", "is_fused"), CAPTURED.values(), ids=CAPTURED)
+def test_dropout_in_a_capture_is_refused_where_it_would_be_another_when_a_layer_runs_again(
+    options, parts, is_fused, device, monkeypatch
+):
+    """And nobody would see it."""
+    model = peft_model(device, **options)
+    fuse(model, Fusion(**parts, checkpoint="full"))
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "is_capturing", lambda tensor: True)
-        if where == "nowhere":
+        if is_fused:
             assert loss_of(model, few(device)).isfinite()
         else:
-            with pytest.raises(ValueError, match="dropout cannot be captured"):
+            with pytest.raises(ValueError, match="does not run fused cannot be captured"):
                 loss_of(model, few(device))
     step(model)

@@ -82,6 +82,24 @@ def test_distributed_data_parallel_is_right(fusion, group, device):
     assert_runs_and_is_right(DistributedDataParallel, fusion, device)
 
 
+@pytest.mark.parametrize("fusion", [FUSIONS["all"], LAYER], ids=["all", "layer"])
+def test_a_rank_drops_what_its_own_seed_says(fusion, group, device):
+    model = peft_model(device, lora_dropout=0.3)
+    assert not fuse(model, fusion).left
+
+    def seeded(model, rank):
+        torch.manual_seed(rank)
+        return step(model, device)[1]
+
+    want, other = seeded(model, 0), seeded(model, 1)
+    wrapped = DistributedDataParallel(model)
+    got, other_wrapped = seeded(wrapped, 0), seeded(wrapped, 1)
+    assert not torch.equal(want["loss"], other["loss"])
+    for name in want:
+        assert relative_error(got[name], want[name]) < 2e-5, name
+        assert relative_error(other_wrapped[name], other[name]) < 2e-5, name
+
+
 @pytest.mark.parametrize("fusion", FUSIONS.values(), ids=FUSIONS)
 def test_fully_sharded_is_right(fusion, group, device):
     assert_runs_and_is_right(lambda model: shard(model, device), fusion, device)

@@ -126,7 +126,7 @@ NOTHING = {
     "eager attention": (
         {"config": {"attn_implementation": "eager"}}, "self_attn: its attention is eager, not sdpa"
     ),
-    "dropout": ({"lora_dropout": 0.1}, "q_proj: lora_dropout is 0.1"),
+    "DoRA": ({"use_dora": True}, "q_proj: it uses DoRA"),
     "Gemma": ({"family": "Gemma"}, "its norms multiply by one more than their weight"),
 }  # fmt: skip
 

@@ -256,7 +256,7 @@ def test_all_is_computed_where_somebody_else_may_see_it(name, wanted, device):
 
 def drop_out(model, index):
     """A reason for one layer not to run fused."""
-    layer_of(model, index).mlp.up_proj.lora_dropout["default"] = nn.Dropout(1e-9)
+    layer_of(model, index).mlp.up_proj.lora_dropout["default"] = nn.AlphaDropout(1e-9)
 
 
 @pytest.mark.parametrize("parts", [{}, {"attention": True, "rope": True, "rms_norm": True}])

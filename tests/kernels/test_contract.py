@@ -438,7 +438,12 @@ def test_checkpointed_gradients_are_bitwise_equal(kind, operation, device):
     assert_equal(run(operation, operation.case(device), function), usual(operation, device))
 
 
-@pytest.mark.parametrize("operation", OF_PRODUCTS, ids=lambda operation: operation.name)
+@pytest.mark.parametrize(
+    "operation",
+    # a seed's masks are those of a batch
+    [operation for operation in OF_PRODUCTS if not operation.name.endswith("dropout")],
+    ids=lambda operation: operation.name,
+)
 def test_micro_batches_add_up_to_one_batch(operation, device):
     case = operation.case(device, shape=(4, 9))
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import rope_case
 import test_causal_attention as attention
+import test_dropout as dropout
 import test_qkv_rope as rope
 import test_residual_kernels as residual
 import test_swiglu as swiglu
@@ -20,10 +21,12 @@ from reference import assert_within_budget, random, use_poisoned_memory
 from refusal import apart, assert_refused, narrow, on_meta, short
 from rms_norm_case import EPS, Kernel
 
+import fused_mlp.dropout
 import fused_mlp.swiglu
 from fused_lora.kernels import (
     causal_attention,
     causal_attention_backward,
+    dropped_products,
     qkv_norm_rope,
     qkv_rope,
     swiglu_products_backward,
@@ -85,6 +88,14 @@ LAUNCHERS = {
         ((residual_kernels, "_add_adapted_kernel"),),
         residual.SUMS, "odd", (0, 8, 4), residual.sum_case,
         of_case(residual.fused_sum), of_case(residual.eager_sum), writes=2,
+    ),
+    "dropped_products": Launcher(
+        (
+            (dropped_products, "_dropped_products_kernel", "_dropped_gradient_kernel"),
+            (fused_mlp.dropout, "_keep_bits_kernel"),
+        ),
+        dropout.CASES, "odd", (0, 8, 8, (4,), (0.5,)), dropout.make, dropout.fused, dropout.eager,
+        writes=2,
     ),
     **{
         which.name: Launcher(
@@ -256,6 +267,13 @@ ARGUMENTS = {
         "residual": ones(4, 8), "y": ones(4, 8), "z": ones(4, 2), "B": ones(8, 2),
         "total": ones(4, 8), "z_copy": ones(4, 2),
     },
+    dropped_products.dropped_products: {
+        "x": ones(9, 10), "A": ones(8, 10), "ranks": (4, 3), "masks": (None, None), "z": ones(9, 8)
+    },
+    dropped_products.dropped_gradient: {
+        "p": ones(9, 8), "A": ones(8, 10), "ranks": (4, 3), "masks": (None, None),
+        "total": ones(9, 10),
+    },
     fused_mlp.swiglu_forward: {"gate": ones(3, 5), "up": ones(3, 5)},
     fused_mlp.swiglu_backward: {"grad_hidden": ones(3, 5), "gate": ones(3, 5), "up": ones(3, 5)},
     fused_mlp.geglu_forward: {"gate": ones(3, 5), "up": ones(3, 5)},
@@ -323,6 +341,9 @@ ERRORS = [
     ("add_normed", {"weight": short}, r"weight is \[7\], should be \[8\] and contiguous"),
     ("add_adapted", {"z": short}, r"z is \[3, 2\], should be \[4, 2\]"),
     ("add_adapted", {"B": narrow}, r"B is \[8, 1\], should be \[8, 2\]"),
+    ("dropped_products", {"ranks": to((4, 5))}, r"ranks are \[4, 5\] and masks 2, should be as"),
+    ("dropped_products", {"masks": to((None,))}, r"ranks are \[4, 3\] and masks 1, should be as"),
+    ("dropped_gradient", {"A": narrow}, r"A is \[8, 9\], should be \[8, 10\]"),
     ("swiglu_forward", {"up": on_meta}, r"wants tensors of one shape, dtype and device.* on meta"),
     ("swiglu_backward", {"grad_hidden": half}, r"grad_hidden \[3, 5\] torch.float16"),
     ("swiglu_forward_product", {"A": narrow}, r"A is \[8, 9\], should be \[8, 10\]"),

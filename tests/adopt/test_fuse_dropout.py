@@ -1,0 +1,229 @@
+"""lora_dropout in fused models: plain PEFT's losses, gradients and weights with the same masks, and
+which masks are drawn when."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from dropout_case import OF_LAYER, OF_PARTS, Masked, draw_one_seed, follow
+from fused_case import ALL, assert_close, batch, step
+from graph_case import captured, steps
+from layer_case import LAYER, assert_layer_right, layer_of, operands_of_calls, pair, peft_model
+from reference import relative_error, unpacked
+
+from fused_lora import Fusion, fuse, report
+from fused_mlp import dropout, utils
+
+PARTS = Fusion(**ALL)
+APART = Fusion(mlp=True, attention=True)  # in which q, k and v, and o, are functions of their own
+POLICIES = (("full", None), ("offload", None), ("selective", 90e3 / 2**30))
+FUSIONS = {  # and how its functions number their projections
+    "parts": (PARTS, OF_PARTS),
+    "apart": (APART, OF_PARTS | {"o_proj": 0}),
+    "layer": (LAYER, OF_LAYER),
+    **{
+        f"{name}, {policy}": (replace(fusion, checkpoint=policy, checkpoint_gib=gib), streams)
+        for name, fusion, streams in (("parts", PARTS, OF_PARTS), ("layer", LAYER, OF_LAYER))
+        for policy, gib in POLICIES
+    },
+}
+
+
+def model_with(fusion, device, p=0.3, **options):
+    model = peft_model(device, lora_dropout=p, **options)
+    assert fusion is None or not fuse(model, fusion).left
+    return model
+
+
+# --- the same masks -------------------------------------------------------------------------------
+
+
+def train(model):
+    """Losses, the first step's gradients and the weights after three steps of SGD, by name."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    found = {}
+    for number in range(3):
+        loss = model(**batch(model, seed=number)).loss
+        loss.backward()
+        found[f"loss {number}"] = loss.detach()
+        if number == 0:
+            trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+            found |= {f"gradient of {n}": p.grad.clone() for n, p in trained}
+        optimizer.step()
+        optimizer.zero_grad()
+    return found | {n: p.detach().clone() for n, p in trained}
+
+
+@pytest.mark.parametrize(("fusion", "streams"), FUSIONS.values(), ids=FUSIONS)
+def test_losses_gradients_and_weights_are_those_of_peft_with_the_same_masks(
+    fusion, streams, device, monkeypatch
+):
+    draw_one_seed(monkeypatch)
+    fused, plain = model_with(fusion, device), model_with(None, device)
+    got, want = train(fused), train(follow(plain, streams))
+    assert len(want) == 3 + 2 * 28
+    assert_close(got, want, 2e-4)
+
+
+OPTIONS = {  # of one layer of a model, with more tokens than a word has bits
+    "fp32": {},
+    "bf16": {"dtype": torch.bfloat16, "autocast_adapter_dtype": False},
+    "fp16": {"dtype": torch.float16, "autocast_adapter_dtype": False},
+    "bf16 with fp32 adapters": {"dtype": torch.bfloat16},
+    "each its own rank": {"rank_pattern": {"q_proj": 3, "up_proj": 70, "down_proj": 130}},
+    "q and down alone": {"target_modules": ["q_proj", "down_proj"]},
+    "normed heads": {"family": "Qwen3"},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_layer_is_within_the_error_budget(options, device, monkeypatch):
+    draw_one_seed(monkeypatch)
+    fused, plain, done = pair(device, config={"num_hidden_layers": 1}, lora_dropout=0.3, **options)
+    assert not done.left
+    dtype = options.get("dtype", torch.float32)
+    assert_layer_right(fused, follow(plain, OF_LAYER), (2, 21), dtype)
+
+
+def test_a_layer_that_computes_labelled_tokens_alone_drops_of_those(device, monkeypatch):
+    draw_one_seed(monkeypatch)
+    calls = operands_of_calls(monkeypatch)
+    fusion = Fusion(layer=True, cross_entropy=True)
+    fused, plain = model_with(fusion, device), follow(model_with(None, device), OF_LAYER)
+    got = step(fused)
+    rows = calls[-1][-1].rows
+    assert calls[0][-1].rows is None and 0 < len(rows) < 34
+    for module in layer_of(plain, 1).modules():
+        if isinstance(module, Masked) and module.stream >= OF_LAYER["o_proj"]:
+            module.rows = rows
+    assert_close(got, step(plain), 1e-4)
+
+
+# --- which masks, and when ------------------------------------------------------------------------
+
+
+def seeded(model, seed=0):
+    torch.manual_seed(seed)
+    return step(model, length=7)
+
+
+def is_same(one, other):
+    assert one.keys() == other.keys()
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+DRAWS = {"parts": 4, "apart": 6, "layer": 2}  # of two layers
+
+
+@pytest.mark.parametrize("name", FUSIONS)
+def test_a_step_draws_a_seed_for_each_function_and_none_when_a_layer_runs_again(
+    name, device, monkeypatch
+):
+    model = model_with(FUSIONS[name][0], device)
+    drawn = draw_one_seed(monkeypatch)
+    step(model, length=7)
+    assert len(drawn) == DRAWS[name.partition(",")[0]]
+    assert {one.type for one in drawn} == {device}
+
+
+@pytest.mark.parametrize("name", ["parts", "layer"])
+def test_the_seed_decides_and_every_step_is_another(name, device):
+    """As for ranks that are seeded differently."""
+    model = model_with(FUSIONS[name][0], device)
+    first, again, another = seeded(model), seeded(model), seeded(model, 1)
+    following = step(model, length=7)
+    assert is_same(first, again)
+    assert not torch.equal(first["loss"], another["loss"])
+    assert not torch.equal(another["loss"], following["loss"])
+
+
+def with_transformers_checkpoint(model):
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def with_our_checkpoint(model):
+    fuse(model, Fusion(checkpoint="full"))
+    return model
+
+
+AGAIN = {
+    "transformers' checkpoint": with_transformers_checkpoint,
+    "our checkpoint": with_our_checkpoint,
+    "a copy": copy.deepcopy,
+}
+
+
+@pytest.mark.parametrize("name", ["parts", "layer"])
+@pytest.mark.parametrize("change", AGAIN.values(), ids=AGAIN)
+def test_checkpoints_and_copies_drop_the_same(change, name, device):
+    model = model_with(FUSIONS[name][0], device)
+    want = seeded(model)
+    assert_close(seeded(change(model)), want)
+
+
+@pytest.mark.parametrize("name", ["parts", "layer"])
+def test_evaluation_is_exact(name, device):
+    fusion = FUSIONS[name][0]
+    model, without = model_with(fusion, device), model_with(fusion, device, p=0.0)
+    inputs = batch(model)
+    assert not torch.equal(model(**inputs).loss, without(**inputs).loss)
+    model.eval(), without.eval()
+    assert torch.equal(model(**inputs).loss, without(**inputs).loss)
+    model.train()
+    # of one projection in evaluation the others still drop
+    for module in model.modules():
+        if hasattr(module, "lora_dropout"):
+            module.lora_dropout.eval()
+    without.train()
+    assert torch.equal(model(**inputs).loss, without(**inputs).loss)
+
+
+def test_parts_are_left_to_peft_within_torch_compile(device, monkeypatch):
+    model = model_with(PARTS, device)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert {*report(model).left.values()} == {"lora_dropout within torch.compile"}
+
+
+# --- in CUDA graphs -------------------------------------------------------------------------------
+
+
+def in_operations(monkeypatch):
+    """Masks by PyTorch's own operations, which a recorded graph replays and the interpreter's
+    launches it does not: a hash of the seed, of which each row is a word's number."""
+
+    def keep_bits(seed, stream, keep, rows, columns):
+        words = torch.arange(-(-rows // 32) * columns, device=seed.device) + stream * 7919
+        hashed = (words * 0x9E3779B97F4A7C15 + seed) * 0xBF58476D1CE4E5B
+        return (hashed >> 20).to(torch.int32).view(-1, columns)
+
+    def drop(x, mask):
+        return x * unpacked(mask, len(x)).to(x.dtype)
+
+    monkeypatch.setattr(dropout, "keep_bits", keep_bits)
+    monkeypatch.setattr(utils, "drop", drop)
+    monkeypatch.setattr(utils, "add_dropped", lambda total, x, mask: total.add_(drop(x, mask)))
+
+
+@pytest.mark.parametrize("fusion", [
+    Fusion(attention=True, checkpoint="full"),
+    *(pytest.param(FUSIONS[name][0], marks=pytest.mark.gpu) for name in FUSIONS),
+], ids=["attention, full", *FUSIONS])  # fmt: skip
+def test_replays_draw_new_masks_and_run_layers_again_with_those(fusion, device, monkeypatch):
+    """Ten steps on one batch are those of the eager loop, which draws the same seeds."""
+    options = {}
+    if device == "cpu":
+        in_operations(monkeypatch)
+        options = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+    run, eager = steps(model_with(None, device, **options), fusion=fusion)
+    inputs = batch(run.model)
+    losses = []
+    for one in (run, eager):
+        torch.manual_seed(0)
+        losses.append(torch.stack([one(**inputs) for _ in range(10)]))
+    assert captured(run) == 1
+    assert len(losses[0].unique()) == 10
+    assert relative_error(*losses) < 1e-5
+    for one, other in zip(run.model.parameters(), eager.model.parameters(), strict=True):
+        assert relative_error(one, other) < 1e-5
