@@ -122,9 +122,10 @@ REFUSED = {
         {"output_router_logits": True}, "cross_entropy", "its routers' loss is added (output_router"
     ),
     "Gemma": (
-        {"hidden_activation": "gelu", "hidden_act": "gelu"}, "mlp",
-        r"its activation is GELUActivation, not SiLU or GELU by tanh",
+        {"hidden_act": "gelu_python"}, "mlp",
+        "its activation is GELUActivation, not SiLU or GELU by tanh (gelu_pytorch_tanh)",
     ),
+    "Gemma 2": ({"hidden_activation": "gelu_python_tanh"}, "mlp", "is GELUTanh, not"),
     "Gemma 3": (
         {"final_logit_softcapping": 20.0}, "cross_entropy", "final_logit_softcapping is 20.0"
     ),
