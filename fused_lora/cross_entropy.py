@@ -172,7 +172,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             labels = labels.index_select(0, which)
 
         count, chunk = labels.shape[0], targets.chunk_tokens
-        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        loss = torch.zeros((), dtype=torch.float64, device=hidden.device)  # of many chunks
         grad_rows = weight.new_empty(count, rows.shape[1]) if need_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias else None
@@ -197,7 +197,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                 grad_bias.add_(grad_logits.sum(0, dtype=torch.float32))
 
         ctx.save_for_backward(grad_rows, grad_weight, grad_bias, which, num_items)
-        return loss / num_items
+        return (loss / num_items).float()
 
     @staticmethod
     def backward(ctx, grad_loss):

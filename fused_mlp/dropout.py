@@ -76,7 +76,7 @@ def _keep_bits_kernel(
     seed_ptr,  # [1] int64
     bits_ptr,  # [words] int32, written
     words,
-    stream,
+    which,  # of the seed's streams; Inductor has an argument named stream of its own
     KEEP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -87,7 +87,7 @@ def _keep_bits_kernel(
     for i in tl.static_range(0, KEEP_BITS, 4):
         # below the lowest 1 of KEEP every word would be 0
         if KEEP % (16 << i) != 0:
-            drawn = tl.philox(seed, low, high, low * 0 + i, low * 0 + stream, PHILOX_ROUNDS)
+            drawn = tl.philox(seed, low, high, low * 0 + i, low * 0 + which, PHILOX_ROUNDS)
             for j in tl.static_range(4):
                 word = word | drawn[j] if (KEEP >> (i + j)) % 2 == 1 else word & drawn[j]
     tl.store(bits_ptr + place, word.to(tl.int32, bitcast=True), mask=place < words)

@@ -62,5 +62,5 @@ def test_the_notebook_runs_from_top_to_bottom_and_holds_no_output(tiny, tmp_path
     for cell in cells:
         exec("".join(cell["source"]), names)
     printed = capsys.readouterr().out
-    assert "layer: 2 modules fused" in printed and "times plain PEFT" in printed
+    assert "layer: 2 of 2 layers fused" in printed and "times plain PEFT" in printed
     assert (tmp_path / "adapter_model.safetensors").is_file()

@@ -35,11 +35,11 @@ def test_what_is_right_for_a_model(options, wanted, said, device):
     assert_model_right(fused, plain)
 
 
-def test_a_model_of_another_kind_is_left_alone_with_the_reasons():
+def test_a_model_of_another_kind_is_left_alone_with_the_reasons(device):
     model = nn.Sequential(nn.Linear(2, 2))
     assert str(fuse(model)).startswith("nothing is fused\nleft to PEFT: mlp: it has no MLP with")
     assert [*vars(model)] == [*vars(nn.Sequential(nn.Linear(2, 2)))]
-    other = peft_model("cpu", family="Cohere")
+    other = peft_model(device, family="Cohere")
     found = fuse(other)
     assert "attention: 2 of 8 projections fused" in str(found).splitlines()  # its o
     assert "CohereAttention is not an attention class" in str(found)

@@ -212,9 +212,10 @@ def in_operations(monkeypatch):
 ], ids=["attention, full", *FUSIONS])  # fmt: skip
 def test_replays_draw_new_masks_and_run_layers_again_with_those(fusion, device, monkeypatch):
     """Ten steps on one batch are those of the eager loop, which draws the same seeds."""
-    options = {}
     if device == "cpu":
         in_operations(monkeypatch)
+    options = {}
+    if not fusion.mlp and not fusion.layer:
         options = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
     run, eager = steps(model_with(None, device, **options), fusion=fusion)
     inputs = batch(run.model)

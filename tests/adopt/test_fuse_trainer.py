@@ -32,7 +32,8 @@ SETTINGS = {  # one at a time: all others are without gradient checkpointing
         "save_strategy": "steps", "save_steps": 2, "from_checkpoint": "checkpoint-2"
     },
     "packing": {"packing": True, "max_length": 10, "pad_to_multiple_of": None},
-    "torch_compile": {"torch_compile": True, "torch_compile_backend": "eager"},
+    # which switches TF32 on, for all of the process
+    "torch_compile": {"torch_compile": True, "torch_compile_backend": "eager", "tf32": False},
 }  # fmt: skip
 # torch.compile takes the time of all others, to do the same in both
 TRIED = [
