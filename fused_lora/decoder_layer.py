@@ -65,73 +65,36 @@ mask for each projection is drawn at the start and saved: 2.9 kB a token. Where 
 they are drawn again from the same seed, which is all that is kept of them.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from fused_mlp.dropout import Masks, draw_masks, masks_of, parts_of
-from fused_mlp.utils import compute_dtype, without_autocast
+from fused_mlp.dropout import masks_of, parts_of
+from fused_mlp.utils import without_autocast
 
-from .adopt.borders import LayerBorders
-from .bordered import (
-    Bordered,
-    check_adapters,
-    extended_product,
-    grow_k_backward,
-    grow_k_forward,
-    kinds_of,
+from .bordered import grow_k_backward, grow_k_forward, kinds_of
+from .frozen_layer import (
+    GROUPS,
+    by_group,
+    check_layer_operands,
+    draw_layer_masks,
+    masks_by_group,
 )
 from .kernels.adapter_sums import AdapterSums
+from .kernels.layer_residual import (
+    add_projected,
+    gradient_of_added,
+    norm_or_copy,
+    norm_or_copy_backward,
+    spread_rows,
+    wanted_rows,
+)
 from .kernels.qkv_attention import Attention, attention_backward, attention_forward
 from .kernels.qkv_norm_rope import HeadNorms, head_norms_backward, norm_rope_together
 from .kernels.qkv_rope import rope_forward, split_heads
-from .kernels.residual import (
-    add_adapted,
-    add_normed,
-    residual_norm_backward,
-    residual_norm_forward,
-)
+from .kernels.residual import add_normed
 from .kernels.rows import as_rows, empty_rows
 from .kernels.swiglu_bordered import add_down, swiglu_gradients
 from .step.recompute import once
-
-PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
-GROUPS = ("qkv", "o", "gate_up", "down")  # the buffers that these lie in, of FrozenLayer
-
-
-class FrozenLayer(NamedTuple):
-    """The operands of DecoderLayer that it does not train."""
-
-    input_norm: Tensor | None  # [hidden]; None: attention takes hidden as it is
-    post_norm: Tensor | None  # [hidden], of what the MLP takes; None likewise
-    qkv: Bordered
-    o: Bordered
-    gate_up: Bordered
-    down: Bordered
-    input_eps: float
-    post_eps: float
-    heads: int
-    kv_heads: int
-    attention_scaling: float
-    borders: LayerBorders
-    head_norms: HeadNorms | None = None  # of q and k; None: these are turned as they come
-    multiplier: float = 1.0  # of what attention and the MLP add to the residual
-    # [hidden], of what attention and the MLP add to the residual; None: they add it as it is
-    attended_norm: Tensor | None = None
-    mlp_norm: Tensor | None = None
-    attended_eps: float = 0.0
-    mlp_eps: float = 0.0
-    # False while checkpointing runs a layer again for what it saves: output is then not computed
-    output_needed: bool = True
-    # of q, k, v, o, gate, up and down: the probability with which an element of the adapter's input
-    # is dropped; empty: none is
-    dropouts: tuple[float, ...] = ()
-    seed: Tensor | None = None  # [1] int64, of all masks: `draw_seed(hidden.device)`, for each call
-    # [n], of batch * positions: the only tokens whose output is wanted, each once; that of others
-    # is 0, and their gradient is not read. None: all
-    rows: Tensor | None = None
 
 
 class DecoderLayer(torch.autograd.Function):
@@ -184,15 +147,15 @@ class DecoderLayer(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, cos, sin, mask, *operands):
         *adapters, frozen = operands
-        _check(hidden, cos, sin, adapters, frozen)
+        check_layer_operands(hidden, cos, sin, adapters, frozen)
         width = hidden.shape[2]
         x = as_rows(hidden)
         frozen.borders.fill([getattr(frozen, name) for name in GROUPS], adapters)
-        masks = _draw_masks(frozen, x)
-        masks_qkv, masks_o, masks_gate_up, masks_down = _masks_by_group(masks)
+        masks = draw_layer_masks(frozen, x)
+        masks_qkv, masks_o, masks_gate_up, masks_down = masks_by_group(masks)
 
         normed = empty_rows(x, len(x), frozen.qkv.matrix.shape[1])
-        input_rstd = _norm(x, frozen.input_norm, frozen.input_eps, normed[:, :width])
+        input_rstd = norm_or_copy(x, frozen.input_norm, frozen.input_eps, normed[:, :width])
         qkv = grow_k_forward(normed, frozen.qkv, masks_qkv)
         raw = None  # what the norms of heads were given
         if frozen.head_norms is None:
@@ -207,14 +170,14 @@ class DecoderLayer(torch.autograd.Function):
         def attend() -> tuple:
             attention = Attention(hidden.shape[1], *of_heads)
             attended, saved, attention = attention_forward(qkv, mask, attention)
-            residual, wanted = _wanted(x, frozen.rows), _wanted(attended, frozen.rows)
+            residual, wanted = wanted_rows(x, frozen.rows), wanted_rows(attended, frozen.rows)
             total = x.new_empty(residual.shape)
             projected = projected_rstd = None
             if frozen.attended_norm is None:
-                z_o = _add_projected(residual, wanted, frozen.o, total, frozen.multiplier, masks_o)
+                z_o = add_projected(residual, wanted, frozen.o, total, frozen.multiplier, masks_o)
             else:
                 projected = torch.empty_like(total)
-                z_o = _add_projected(None, wanted, frozen.o, projected, frozen.multiplier, masks_o)
+                z_o = add_projected(None, wanted, frozen.o, projected, frozen.multiplier, masks_o)
                 projected_rstd = add_normed(
                     residual, projected, frozen.attended_norm, frozen.attended_eps, total
                 )
@@ -235,7 +198,7 @@ class DecoderLayer(torch.autograd.Function):
             output, sums = x.new_zeros(hidden.shape), torch.empty_like(total)
         post_normed = empty_rows(x, len(total), frozen.gate_up.matrix.shape[1])
         added_to = sums if frozen.mlp_norm is None else None
-        post_rstd = _norm(
+        post_rstd = norm_or_copy(
             total, frozen.post_norm, frozen.post_eps, post_normed[:, :width], copy=added_to
         )
         gate_up = grow_k_forward(post_normed, frozen.gate_up, masks_gate_up)
@@ -289,7 +252,7 @@ class DecoderLayer(torch.autograd.Function):
         ) = ctx.saved_tensors  # fmt: skip
         count = len(ctx.scales or ())
         adapters, rest = rest[: len(ctx.kinds)], rest[len(ctx.kinds) :]
-        masks_qkv, masks_o, masks_gate_up, masks_down = _masks_by_group(
+        masks_qkv, masks_o, masks_gate_up, masks_down = masks_by_group(
             masks_of(rest[:count], ctx.scales)
         )
         attention_saved = rest[count:]
@@ -297,8 +260,8 @@ class DecoderLayer(torch.autograd.Function):
         of_qkv, of_o, of_gate_up, of_down = groups = [getattr(frozen, name) for name in GROUPS]
         frozen.borders.refill(groups, adapters)
         need_hidden = ctx.needs_input_grad[0]
-        need_qkv, need_o, need_gate_up, need_down = _by_group(ctx.needs_input_grad[4:-1])
-        kinds_qkv, kinds_o, kinds_gate_up, kinds_down = _by_group(ctx.kinds)
+        need_qkv, need_o, need_gate_up, need_down = by_group(ctx.needs_input_grad[4:-1])
+        kinds_qkv, kinds_o, kinds_gate_up, kinds_down = by_group(ctx.kinds)
         need_gate_A, need_gate_B, need_up_A, need_up_B = need_gate_up
         need_down_A, need_down_B = need_down
         _, kind_gate_B, _, kind_up_B = kinds_gate_up
@@ -312,9 +275,9 @@ class DecoderLayer(torch.autograd.Function):
             grad = frozen.borders.handover.take(grad_output, of_down.matrix.shape[0])
             if grad is None or rows is not None:
                 grad = empty_rows(x, len(total), of_down.matrix.shape[0])
-                grad[:, :width].copy_(_wanted(as_rows(grad_output), rows))
+                grad[:, :width].copy_(wanted_rows(as_rows(grad_output), rows))
             grad_residual = grad[:, :width]
-            grad = _of_added(grad, width, frozen.multiplier, given, mlp_norm, given_rstd)
+            grad = gradient_of_added(grad, width, frozen.multiplier, given, mlp_norm, given_rstd)
             grad_swiglu = grow_k_backward(grad, of_down, masks_down)
             grad_gate_up = empty_rows(x, len(total), of_gate_up.matrix.shape[0])
             grad_down_A, grad_gate_B, grad_up_B = swiglu_gradients(
@@ -335,12 +298,12 @@ class DecoderLayer(torch.autograd.Function):
                 masks_gate_up,
             )  # fmt: skip
             grad_total = empty_rows(x, len(total), of_o.matrix.shape[0])
-            _norm_backward(
+            norm_or_copy_backward(
                 grad_normed, grad_residual, total, post_norm, post_rstd, grad_total[:, :width]
             )
             del grad_normed
             grad_residual = grad_total[:, :width]
-            grad_total = _of_added(
+            grad_total = gradient_of_added(
                 grad_total, width, frozen.multiplier, projected, attended_norm, projected_rstd
             )
 
@@ -348,14 +311,14 @@ class DecoderLayer(torch.autograd.Function):
             grad_attended = grow_k_backward(grad_total, of_o, masks_o)
             grad_o = adapter_sums.add(
                 of_o, kinds_o, need_o,
-                _wanted(attended, rows), grad_total[:, :width], z_o, grad_total[:, width:],
+                wanted_rows(attended, rows), grad_total[:, :width], z_o, grad_total[:, width:],
                 masks_o,
             )  # fmt: skip
             del grad_total
             if rows is not None:
                 adapter_sums.compute()  # of as many tokens, and not of all as those that follow
-                grad_attended = _spread(grad_attended, rows, len(x))
-                grad_residual = _spread(grad_residual, rows, len(x))
+                grad_attended = spread_rows(grad_attended, rows, len(x))
+                grad_residual = spread_rows(grad_residual, rows, len(x))
             grad_qkv = empty_rows(x, len(x), of_qkv.matrix.shape[0])
             attention_backward(
                 grad_attended, qkv, cos, sin, mask, attended, attention_saved, ctx.attention,
@@ -374,7 +337,7 @@ class DecoderLayer(torch.autograd.Function):
                 grad_z = grad_qkv[:, of_qkv.out :]
                 # as the layer before would have it, in whose backward it is most likely to go
                 wide = empty_rows(x, len(x), of_down.matrix.shape[0])
-                _norm_backward(
+                norm_or_copy_backward(
                     grad_normed, grad_residual, x, input_norm, input_rstd, wide[:, :width]
                 )
                 frozen.borders.handover.offer(wide)
@@ -391,124 +354,3 @@ class DecoderLayer(torch.autograd.Function):
             grad_hidden, None, None, None, *grad_attention, *grad_o,
             grad_gate_A, grad_gate_B, grad_up_A, grad_up_B, grad_down_A, grad_down_B, None,
         )  # fmt: skip
-
-
-def _by_group(values: Sequence) -> tuple[Sequence, ...]:
-    """One value for each A and B, by the buffer that they belong to."""
-    return values[:6], values[6:8], values[8:12], values[12:]
-
-
-def _wanted(tensor: Tensor, rows: Tensor | None) -> Tensor:
-    """These rows of tensor, or tensor where all are wanted."""
-    return tensor if rows is None else tensor.index_select(0, rows)
-
-
-def _spread(wanted: Tensor, rows: Tensor, count: int) -> Tensor:
-    """Put the rows that `_wanted` took back where they were among `count` rows, the others 0."""
-    return wanted.new_zeros(count, wanted.shape[1]).index_copy_(0, rows, wanted)
-
-
-def _norm(
-    x: Tensor, weight: Tensor | None, eps: float, y: Tensor, copy: Tensor | None = None
-) -> Tensor | None:
-    """Write the norm of x into y, or without a weight x, and x into copy; returns rstd."""
-    if weight is not None:
-        return residual_norm_forward(x, weight, eps, y, copy=copy)
-    y.copy_(x)
-    if copy is not None:
-        copy.copy_(x)
-    return None
-
-
-def _norm_backward(
-    grad_y: Tensor, grad_residual: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor | None,
-    grad_x: Tensor,
-) -> None:  # fmt: skip
-    """Write the gradient of what `_norm` was given, which goes on as the residual, into grad_x."""
-    if weight is None or rstd is None:
-        torch.add(grad_y, grad_residual, out=grad_x)
-    else:
-        residual_norm_backward(grad_y, grad_residual, x, weight, rstd, grad_x)
-
-
-def _of_added(
-    grad: Tensor, width: int, multiplier: float, x: Tensor | None, weight: Tensor | None,
-    rstd: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """Wide rows with the gradient of what a projection gives, from those with that of a sum, to
-    which it is added as it is (the same rows then), as a multiple, or normed (x, of which rstd)."""
-    if weight is None and multiplier == 1.0:
-        return grad
-    of_sum, wide = grad[:, :width], empty_rows(grad, *grad.shape)
-    if x is None or weight is None or rstd is None:
-        torch.mul(of_sum, multiplier, out=wide[:, :width])
-        return wide
-    residual_norm_backward(of_sum, None, x, weight, rstd, wide[:, :width])
-    if multiplier != 1.0:
-        wide[:, :width].mul_(multiplier)
-    return wide
-
-
-def _draw_masks(frozen: FrozenLayer, x: Tensor) -> Masks | None:
-    """The masks of the seven projections' inputs: of tokens that are wanted, from o on."""
-    tokens = len(x)
-    wanted = tokens if frozen.rows is None else len(frozen.rows)
-    rows, columns = [], []
-    for name in GROUPS:
-        bordered = getattr(frozen, name)
-        for _ in bordered.out_features:
-            rows.append(tokens if name == "qkv" else wanted)
-            columns.append(bordered.in_features)
-    return draw_masks("DecoderLayer", frozen.seed, frozen.dropouts, rows, columns)
-
-
-def _masks_by_group(masks: Masks | None) -> Sequence[Masks | None]:
-    """The masks of each of GROUPS, None for one without any."""
-    if masks is None:
-        return None, None, None, None
-    groups = masks[:3], masks[3:4], masks[4:6], masks[6:]
-    return [group if any(group) else None for group in groups]
-
-
-def _add_projected(
-    residual: Tensor | None, x: Tensor, bordered: Bordered, total: Tensor, multiplier: float,
-    masks: Masks | None,
-) -> Tensor:  # fmt: skip
-    """Write residual + multiplier (x W' + bias + s (x A') B') into total; returns x A', copied."""
-    matrix, inputs, out = bordered.matrix, bordered.in_features, bordered.out
-    y = extended_product(x, bordered, masks)
-    z = y[:, out:]
-    z_copy = z.new_empty(z.shape)  # its own, so that what is saved does not keep y
-    add_adapted(residual, y[:, :out], z, matrix[:out, inputs:], total, z_copy, multiplier)
-    return z_copy
-
-
-def _check(
-    hidden: Tensor, cos: Tensor | None, sin: Tensor | None, adapters: Sequence[Tensor],
-    frozen: FrozenLayer,
-) -> None:  # fmt: skip
-    """Raise ValueError where shapes or dtypes do not fit together, naming the tensor."""
-    name = "DecoderLayer"
-    qkv = frozen.qkv
-    if hidden.ndim != 3 or hidden.shape[2] != qkv.in_features:
-        raise ValueError(
-            f"{name}: hidden is {list(hidden.shape)}, should be [batch, positions, "
-            f"{qkv.in_features}]"
-        )
-    if compute_dtype(hidden) != hidden.dtype or qkv.matrix.dtype != hidden.dtype:
-        raise ValueError(
-            f"{name}: hidden is {hidden.dtype}, the buffers {qkv.matrix.dtype} and the dtype of "
-            f"the computation {compute_dtype(hidden)}: give all one dtype, or use the unfused layer"
-        )
-    if any(angle is not None and angle.requires_grad for angle in (cos, sin)):
-        raise ValueError(
-            f"{name}: cos or sin requires a gradient, which it would not get: detach them, or use "
-            "the unfused layer"
-        )
-    if len(adapters) != 2 * len(PROJECTIONS):
-        raise ValueError(
-            f"{name}: {len(adapters)} adapter tensors given, should be {2 * len(PROJECTIONS)}: A "
-            f"and B of {', '.join(PROJECTIONS)}"
-        )
-    for group, tensors in zip(GROUPS, _by_group(adapters), strict=True):
-        check_adapters(f"{name}: {group}", tensors, getattr(frozen, group))

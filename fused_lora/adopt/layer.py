@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from fused_mlp.launching import DTYPES
 from fused_mlp.utils import compute_dtype
 
-from ..decoder_layer import GROUPS, DecoderLayer, FrozenLayer
+from ..decoder_layer import DecoderLayer
+from ..frozen_layer import GROUPS, FrozenLayer
 from ..kernels.residual import _add_adapted_kernel
 from ..kernels.rows import Handover
 from ..step.recompute import is_recomputing

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fused_lora import fuse, unfuse
 from fused_lora.adopt import borders as module
 from fused_lora.adopt.layer import GROUPED_PROJECTIONS, borders_of, read_layer
-from fused_lora.decoder_layer import GROUPS
+from fused_lora.frozen_layer import GROUPS
 
 BF16 = {"dtype": torch.bfloat16}
 

@@ -22,6 +22,7 @@ from torch import nn
 from fused_lora import Fusion, decoder_layer, fuse, unfuse
 from fused_lora.cross_entropy import labelled_rows, linear_cross_entropy
 from fused_lora.decoder_layer import DecoderLayer
+from fused_lora.kernels import layer_residual
 
 WITH_LOSS = Fusion(layer=True, cross_entropy=True)
 FULL = Fusion(checkpoint="full")
@@ -77,10 +78,13 @@ def test_rows_are_what_they_are_with_all(rows, device):
 def test_what_is_left_out_is_neither_multiplied_nor_saved(device, monkeypatch):
     model, inputs, grad = operands(device)
     made = []
-    for name in ("grow_k_forward", "extended_product", "grow_k_backward"):
-        function = getattr(decoder_layer, name)
+    for module, name in (
+        (decoder_layer, "grow_k_forward"), (layer_residual, "extended_product"),
+        (decoder_layer, "grow_k_backward"),
+    ):  # fmt: skip
+        function = getattr(module, name)
         monkeypatch.setattr(
-            decoder_layer, name,
+            module, name,
             lambda x, *rest, name=name, function=function: made.append((name, len(x)))
             or function(x, *rest),
         )  # fmt: skip

@@ -21,6 +21,8 @@ from refusal import assert_refused, narrow, trained
 import fused_lora.decoder_layer as module
 from fused_lora.adopt.layer import read_layer
 from fused_lora.decoder_layer import DecoderLayer
+from fused_lora.frozen_layer import GROUPS, PROJECTIONS
+from fused_lora.kernels import layer_residual
 from fused_lora.kernels.rows import Handover
 
 BF16 = {"dtype": torch.bfloat16, "autocast_adapter_dtype": False}
@@ -153,7 +155,7 @@ def test_a_second_backward_and_a_second_run_are_bitwise_equal_and_nothing_is_wri
     frozen = inputs[-1]
     watched = [t for t in inputs[:-1] if t is not None]
     watched += [frozen.input_norm, frozen.post_norm, grad, *(frozen.head_norms or ())[:2]]
-    watched += [getattr(frozen, name).matrix for name in module.GROUPS]
+    watched += [getattr(frozen, name).matrix for name in GROUPS]
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         output = DecoderLayer.apply(*inputs)
@@ -267,13 +269,13 @@ def test_create_graph_is_an_error(device):
 def test_without_its_output_a_layer_has_the_same_gradients(device, monkeypatch):
     """As checkpointing runs it again. What it saves are as many tensors of the same shapes, and the
     norm copies the residual only for an output."""
-    copies, function = [], module.residual_norm_forward
+    copies, function = [], layer_residual.residual_norm_forward
 
     def spy(*inputs, copy=None):
         copies.append(copy is not None)
         return function(*inputs, copy=copy)
 
-    monkeypatch.setattr(module, "residual_norm_forward", spy)
+    monkeypatch.setattr(layer_residual, "residual_norm_forward", spy)
     _, inputs, grad = operands(device, FEW)
     frozen = inputs.pop()
     results, shapes = [], []
@@ -306,7 +308,7 @@ def test_what_is_saved_is_what_the_docstring_counts(family, more, dropout, devic
     known = [t for t in inputs[1:-1] if t is not None]
     known += [t for t in frozen if isinstance(t, torch.Tensor)]
     known += (frozen.head_norms or ())[:2]
-    known += [getattr(frozen, name).matrix for name in module.GROUPS]
+    known += [getattr(frozen, name).matrix for name in GROUPS]
     with saved_for_backward() as saved:
         output = DecoderLayer.apply(*inputs)
     assert output.requires_grad
@@ -324,7 +326,7 @@ def test_what_is_saved_is_what_the_docstring_counts(family, more, dropout, devic
 # --- what does not fit ----------------------------------------------------------------------------
 
 
-ADAPTERS = [f"{name}_{part}" for name in module.PROJECTIONS for part in "AB"]
+ADAPTERS = [f"{name}_{part}" for name in PROJECTIONS for part in "AB"]
 ERRORS = [
     ({"hidden": narrow}, r"hidden is \[2, 9, 51\], should be \[batch, positions, 52\]"),
     ({"hidden": lambda t: t[0]}, r"hidden is \[9, 52\]"),

@@ -1,0 +1,75 @@
+"""A layer's residual, for `decoder_layer.py`: its norms before attention and MLP, what these add to
+it, as it is, as a multiple or normed, and the rows of it that are wanted."""
+
+import torch
+from torch import Tensor
+
+from fused_mlp.dropout import Masks
+
+from ..bordered import Bordered, extended_product
+from .residual import add_adapted, residual_norm_backward, residual_norm_forward
+from .rows import empty_rows
+
+
+def norm_or_copy(
+    x: Tensor, weight: Tensor | None, eps: float, y: Tensor, copy: Tensor | None = None
+) -> Tensor | None:
+    """Write the norm of x into y, or without a weight x, and x into copy; returns rstd."""
+    if weight is not None:
+        return residual_norm_forward(x, weight, eps, y, copy=copy)
+    y.copy_(x)
+    if copy is not None:
+        copy.copy_(x)
+    return None
+
+
+def norm_or_copy_backward(
+    grad_y: Tensor, grad_residual: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor | None,
+    grad_x: Tensor,
+) -> None:  # fmt: skip
+    """Write the gradient of `norm_or_copy`'s x, which goes on as the residual, into grad_x."""
+    if weight is None or rstd is None:
+        torch.add(grad_y, grad_residual, out=grad_x)
+    else:
+        residual_norm_backward(grad_y, grad_residual, x, weight, rstd, grad_x)
+
+
+def add_projected(
+    residual: Tensor | None, x: Tensor, bordered: Bordered, total: Tensor, multiplier: float,
+    masks: Masks | None,
+) -> Tensor:  # fmt: skip
+    """Write residual + multiplier (x W' + bias + s (x A') B') into total; returns x A', copied."""
+    matrix, inputs, out = bordered.matrix, bordered.in_features, bordered.out
+    y = extended_product(x, bordered, masks)
+    z = y[:, out:]
+    z_copy = z.new_empty(z.shape)  # its own, so that what is saved does not keep y
+    add_adapted(residual, y[:, :out], z, matrix[:out, inputs:], total, z_copy, multiplier)
+    return z_copy
+
+
+def gradient_of_added(
+    grad: Tensor, width: int, multiplier: float, x: Tensor | None, weight: Tensor | None,
+    rstd: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Wide rows with the gradient of what a projection gives, from those with that of a sum, to
+    which it is added as it is (the same rows then), as a multiple, or normed (x, of which rstd)."""
+    if weight is None and multiplier == 1.0:
+        return grad
+    of_sum, wide = grad[:, :width], empty_rows(grad, *grad.shape)
+    if x is None or weight is None or rstd is None:
+        torch.mul(of_sum, multiplier, out=wide[:, :width])
+        return wide
+    residual_norm_backward(of_sum, None, x, weight, rstd, wide[:, :width])
+    if multiplier != 1.0:
+        wide[:, :width].mul_(multiplier)
+    return wide
+
+
+def wanted_rows(tensor: Tensor, rows: Tensor | None) -> Tensor:
+    """These rows of tensor, or tensor where all are wanted."""
+    return tensor if rows is None else tensor.index_select(0, rows)
+
+
+def spread_rows(wanted: Tensor, rows: Tensor, count: int) -> Tensor:
+    """Put `wanted_rows` back where they were among `count` rows, the others 0."""
+    return wanted.new_zeros(count, wanted.shape[1]).index_copy_(0, rows, wanted)
