@@ -44,7 +44,7 @@ REHEARSAL = {
     "interleave": 0,
 }
 # What --quick changes of them: both ends of the experiment, without the A/A twin.
-QUICK = {"seq_lens": [64, 512], "steps": 30, "rounds": 3}
+QUICK = {"seq_lens": [64, 512], "steps": 24, "rounds": 3}
 QUICK_REHEARSAL = {"seq_lens": [16, 32], "steps": 6, "rounds": 3}
 QUICK_MINUTES = 6  # expected on an H100, beside those that weights take the first time
 SHORT = 128  # up to this many tokens the host counts, and --quick interleaves
@@ -155,7 +155,7 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
     add("--allow-shared-gpu", "measure although other processes compute on the GPU", False,
         action="store_true")  # fmt: skip
     commands = parser.add_mutually_exclusive_group()
-    add("--quick", "a first answer: 64 and 512 tokens, 30 steps in 3 rounds, without the A/A twin, "
+    add("--quick", "a first answer: 64 and 512 tokens, 24 steps in 3 rounds, without the A/A twin, "
         "one process a variant for the whole run", False,
         action="store_true", to=commands)  # fmt: skip
     add("--kernels", "time the Triton kernels alone, into the same results", False, to=commands,
