@@ -121,12 +121,15 @@ def test_a_published_setting_is_run_and_its_weights_are_deleted(
 
 
 def test_a_stop_keeps_what_was_measured_and_the_same_command_goes_on(
-    command, tmp_path, monkeypatch, capsys
+    command, tmp_path, monkeypatch, capsys, request
 ):
     """Interrupted in its first round, killed in its second, and then left to finish."""
     asked = command(tmp_path, "--variants", "vanilla_peft", "--rounds", "2", "--steps", "8",
                     "--seq-lens", "16")  # fmt: skip
     run_process = isolated.run
+    # a shell starts what runs in its background with Ctrl-C ignored
+    before_the_test = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before_the_test))
 
     def interrupted(*arguments, on_message, **limits):
         def stop_at_a_step(message):
