@@ -82,7 +82,11 @@ def test_distributed_data_parallel_is_right(fusion, group, device):
     assert_runs_and_is_right(DistributedDataParallel, fusion, device)
 
 
-@pytest.mark.parametrize("fusion", [FUSIONS["all"], LAYER], ids=["all", "layer"])
+@pytest.mark.parametrize(
+    "fusion",
+    [pytest.param(FUSIONS["all"], marks=pytest.mark.exhaustive), LAYER],
+    ids=["all", "layer"],
+)
 def test_a_rank_drops_what_its_own_seed_says(fusion, group, device):
     model = peft_model(device, lora_dropout=0.3)
     assert not fuse(model, fusion).left

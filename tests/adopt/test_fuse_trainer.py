@@ -35,10 +35,10 @@ SETTINGS = {  # one at a time: all others are without gradient checkpointing
     # which switches TF32 on, for all of the process
     "torch_compile": {"torch_compile": True, "torch_compile_backend": "eager", "tf32": False},
 }  # fmt: skip
-# torch.compile takes the time of all others, to do the same in both
+# torch.compile takes the time of all others
 TRIED = [
     pytest.param(kind, setting, marks=pytest.mark.exhaustive)
-    if (kind, setting) == ("SFTTrainer", "torch_compile")
+    if setting == "torch_compile"
     else (kind, setting)
     for kind in TRAINERS
     for setting in SETTINGS
