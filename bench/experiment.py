@@ -81,7 +81,7 @@ def measure_kernel_table(plan: Plan) -> Kernels:
 def cells_to_do(plan: Plan, run: Run) -> Cells:
     """Every cell of the plan that the run lacks, in the order to run them in.
 
-    If a round lacks one of the variants at a length where they are interleaved, all of that length
+    If a round lacks one of the variants at a length where they run side by side, all of that length
     and round are run again, with those that the run already has there: only times that were taken
     side by side are compared.
     """
@@ -91,7 +91,7 @@ def cells_to_do(plan: Plan, run: Run) -> Cells:
         order = plan.variants if round_number % 2 else plan.variants[::-1]
         cells = [(round_number, variant, seq_len) for variant in order for seq_len in plan.seq_lens]
         missing = [(r, v, n) for r, v, n in cells if not run.is_done(v, n, r)]
-        together = {n for _, _, n in missing if plan.quick or interleaves(plan, run, n)}
+        together = {n for _, _, n in missing} if side_by_side(plan, run) else set()
         todo += [(r, v, n) for r, v, n in missing if n not in together]
         for again in sorted(together):
             there = [cell.variant for cell in run.cells_of(seq_len=again, round=round_number)]
@@ -99,18 +99,21 @@ def cells_to_do(plan: Plan, run: Run) -> Cells:
     return todo
 
 
-def interleaves(plan: Plan, run: Run, seq_len: int) -> bool:
-    """Return True if the variants are to be interleaved at this length: where that is asked for,
-    unless they did not fit on the GPU together, here or at a shorter length, or cannot."""
-    if plan.quick:
-        return bool(plan.interleave) and seq_len <= SHORT
-    alone = any(
-        cell.status == "ok" and not cell.turn_steps and cell.seq_len <= seq_len
-        for cell in run.cells
-    )
+def side_by_side(plan: Plan, run: Run) -> bool:
+    """Return True if a round's variants have their processes at the same time: where they are to be
+    interleaved, and the GPU holds the weights of all."""
     gpu = run.environment.gpu
     fits = gpu is None or len(plan.variants) * plan.source.size_bytes() < gpu.memory_bytes
-    return bool(plan.interleave) and fits and not alone
+    return bool(plan.interleave) and fits
+
+
+def interleaves(plan: Plan, run: Run, seq_len: int) -> bool:
+    """Return True if variants side by side are to be interleaved at this length, not to take turns
+    of a whole cell: unless their steps did not fit together, here or at a shorter length."""
+    if plan.quick:
+        return seq_len <= SHORT
+    whole = (cell for cell in run.cells if cell.status == "ok" and not cell.turn_steps)
+    return all(seq_len < cell.seq_len for cell in whole)
 
 
 class DoesNotFit(Exception):
@@ -122,8 +125,9 @@ class Runner:
     """Runs cells of a plan, the first of a list first, and keeps what they measured.
 
     save: writes the run. advance: called with the tokens of each timed step. say: called with what
-    is going on. watch: books the time of each stage. longest_together: the longest length at which
-    all variants may fit on the GPU.
+    is going on. watch: books the time of each stage. longest_interleaved, longest_together: the
+    longest length at which the GPU may hold a step of every variant, and one beside the others'
+    weights.
     """
 
     plan: Plan
@@ -132,18 +136,17 @@ class Runner:
     advance: Callable[[int], None]
     say: Callable[[str], None]
     watch: Stopwatch
+    longest_interleaved: float = inf
     longest_together: float = inf
 
     def go_on(self, todo: Cells) -> Cells:
         """Run what comes next; returns what is left."""
-        if self.plan.quick:
-            asked = sorted({(r, n) for r, _, n in todo}, key=lambda stage: stage[::-1])
-        else:
-            now = todo[0][0]
-            lengths = sorted({n for r, _, n in todo if r == now})
-            asked = [(now, n) for n in lengths if interleaves(self.plan, self.run, n)]
-        stages = [(r, n) for r, n in asked if n <= self.longest_together]
-        return self.together(todo, stages) if stages else self.alone(todo)
+        stages = sorted({(r, n) for r, _, n in todo if n <= self.longest_together}, key=_by_length)
+        if not self.plan.quick:  # whose processes have all rounds
+            stages = [(r, n) for r, n in stages if r == todo[0][0]]
+        if stages and side_by_side(self.plan, self.run):
+            return self.together(todo, stages)
+        return self.alone(todo)
 
     def alone(self, todo: Cells) -> Cells:
         """Run the first variant and round of `todo` in a process of its own; returns what is left.
@@ -213,7 +216,9 @@ class Runner:
                 self.advance(stages[len(mine)][1])
 
         interleaved = tuple(
-            n for n in lengths if n <= self.longest_together and interleaves(self.plan, self.run, n)
+            n
+            for n in lengths
+            if n <= self.longest_interleaved and interleaves(self.plan, self.run, n)
         )
         try:
             all_ended = isolated.run_in_turns(
@@ -224,7 +229,10 @@ class Runner:
             )
         except DoesNotFit as reason:
             (too_long,) = reason.args
-            self.longest_together = too_long - 1
+            if too_long in interleaved:
+                self.longest_interleaved = too_long - 1
+            else:
+                self.longest_together = too_long - 1
             self.say(f"{too_long} tokens do not fit on the GPU side by side")
             for round_number, seq_len in stages:
                 if seq_len >= too_long:
@@ -306,6 +314,10 @@ def judge_losses(cell: Cell, baseline: Cell) -> None:
     if not gap <= audit.LOSS_SHARE:
         cell.status = "parity_failed"
         cell.error = f"its losses leave vanilla PEFT's by {gap:.2%} in the timed steps"
+
+
+def _by_length(stage: Stage) -> tuple[int, int]:
+    return stage[::-1]
 
 
 def must(ended: isolated.Ended) -> None:

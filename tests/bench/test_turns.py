@@ -73,32 +73,31 @@ def test_a_length_that_lacks_a_cell_is_run_again_with_all_its_variants():
         return experiment.cells_to_do(asked, results)
 
     assert to_do(interleave=0) == [lacking]
-    assert to_do() == [lacking]  # these were not interleaved
-    for cell in results.cells:
-        cell.turn_steps = 2
     # with those that were not asked for this time, but would be held against a new baseline
     together = [lacking, (2, "vanilla_peft", 64), (2, "full_unsloth", 64)]
     assert to_do() == to_do(quick=True) == together
 
 
 @pytest.mark.parametrize(
-    ("changed", "interleaved"),
+    ("changed", "beside", "interleaved"),
     [
-        ({}, [64, 128, 256, 512]),
-        ({"interleave": 0}, []),
-        ({"quick": True}, [64, 128]),  # the others a cell at a time
-        ({"variants": VARIANTS * 12}, []),  # 24 times the weights alone are more than the GPU has
+        ({}, True, [64, 128, 256, 512]),
+        ({"interleave": 0}, False, None),
+        ({"quick": True}, True, [64, 128]),  # the others a cell at a time
+        ({"variants": VARIANTS * 12}, False, None),  # their weights are more than the GPU has
     ],
 )
-def test_variants_are_interleaved_where_they_may_fit(changed, interleaved):
-    results = example.run(VARIANTS)
+def test_variants_are_interleaved_where_they_may_fit(changed, beside, interleaved):
+    asked, results = plan(**changed), example.run(VARIANTS)
     results.cells = []
-    lengths = [n for n in example.SEQ_LENS if experiment.interleaves(plan(**changed), results, n)]
-    assert lengths == interleaved
-    alone = example.timed_cell("fused_mlp", 256, 1, [1.0])  # as they did not fit
-    results.cells = [alone]
-    lengths = [n for n in example.SEQ_LENS if experiment.interleaves(plan(**changed), results, n)]
-    assert lengths == [n for n in interleaved if n < 256]
+    assert experiment.side_by_side(asked, results) == beside
+    if beside:
+        found = [n for n in example.SEQ_LENS if experiment.interleaves(asked, results, n)]
+        assert found == interleaved
+        # they did not fit
+        results.cells = [example.timed_cell("fused_mlp", 256, 1, [1.0])]
+        found = [n for n in example.SEQ_LENS if experiment.interleaves(asked, results, n)]
+        assert found == [n for n in interleaved if asked.quick or n < 256]
 
 
 @pytest.fixture
@@ -141,21 +140,29 @@ def test_one_that_dies_or_is_unavailable_is_told_and_the_others_are_kept(runner,
         assert found["fused_mlp"].error == "killed by SIGKILL\nthe last words"
 
 
+@pytest.mark.parametrize("beside_weights", [True, False])
 @pytest.mark.parametrize("quick", [False, True])  # which at 32 tokens interleaves nothing
 def test_a_length_at_which_they_do_not_fit_together_is_run_one_after_the_other(
-    quick, runner, monkeypatch
+    quick, beside_weights, runner, monkeypatch
 ):
+    """A cell at a time beside the others' weights, or, where that is too much, in a process of its
+    own."""
     monkeypatch.setattr(experiment, "SHORT", 16)
+    tried = []
 
     def run_in_turns(function, each, on_message, silence_limit_s):
-        for index, (_, variant, stages, _) in enumerate(each):
-            cell = example.timed_cell(variant, 16, 1, [2.0, 2.1], turn_steps=2)
-            on_message(index, {"cell": cell})
-            assert stages == [(1, 16), (1, 32)]
-        half = example.timed_cell("vanilla_peft", 32, 1, [2.0, 2.1], turn_steps=2)
-        on_message(0, {"cell": half})
-        on_message(1, {"does_not_fit": 32})
-        raise AssertionError("it goes on")
+        (_, _, stages, interleaved), *_ = each
+        tried.append((stages, interleaved))
+        for round_number, seq_len in stages:
+            turn_steps = 2 if seq_len in interleaved else None
+            for index, (_, variant, *_) in enumerate(each):
+                if seq_len == 32 and index == 1 and (turn_steps or not beside_weights):
+                    on_message(index, {"does_not_fit": seq_len})
+                    raise AssertionError("it goes on")
+                cell = example.timed_cell(variant, seq_len, round_number, [2.0, 2.1])
+                cell.turn_steps = turn_steps
+                on_message(index, {"cell": cell})
+        return [isolated.Ended(None, "")] * len(each)
 
     alone = []
 
@@ -171,7 +178,9 @@ def test_a_length_at_which_they_do_not_fit_together_is_run_one_after_the_other(
     todo = experiment.cells_to_do(runs.plan, results)
     while todo:
         todo = runs.go_on(todo)
-    assert alone == [(variant, [(1, 32)]) for variant in VARIANTS]
+    first = ([(1, 16), (1, 32)], (16,) if quick else (16, 32))
+    assert tried == [first, *([] if quick else [([(1, 32)], ())])]
+    assert alone == ([] if beside_weights else [(variant, [(1, 32)]) for variant in VARIANTS])
     assert [(cell.seq_len, cell.turn_steps) for cell in results.cells] == [
         (16, 2), (16, 2), (32, None), (32, None)
     ]  # fmt: skip
