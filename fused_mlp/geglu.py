@@ -9,8 +9,9 @@ another argument of the sigmoid: with s = sigmoid(2 u(gate)) and f = gate s, the
     grad_up   = grad_hidden f
     grad_gate = grad_hidden up gelu'(gate),      gelu'(g) = s + f (1 - s) 2 u'(g)
 
-In this form a gate far from zero loses no digits, as 1 + tanh does, and 1 - s, were it computed so. Traffic and rounding are as
-SwiGLU's: 3 tensors forward, 6 backward; arithmetic is fp32 and rounds once, at the store.
+In this form a gate far from zero loses no digits, as 1 + tanh does, and 1 - s, were it computed so.
+Traffic and rounding are as SwiGLU's: 3 tensors forward, 6 backward; arithmetic is fp32 and rounds
+once, at the store.
 
 GELU: Hendrycks & Gimpel, arXiv 1606.08415. GeGLU: Shazeer, arXiv 2002.05202.
 """
