@@ -209,7 +209,16 @@ class DecoderLayer(torch.autograd.Function):
 
         given = given_rstd = None
         if frozen.mlp_norm is None:
-            (z_down,) = once(lambda: (add(sums),), is_small=True)
+            z_added = None
+
+            def add_first() -> tuple[Tensor]:
+                nonlocal z_added
+                z_added = add(sums)
+                return (z_added,)
+
+            (z_down,) = once(add_first, is_small=True)
+            if z_added is None and sums is not None:  # it runs again, and its output is wanted
+                add(sums)
         else:
             given = torch.zeros_like(total)
             z_down = add(given)

@@ -39,7 +39,7 @@ class FrozenLayer(NamedTuple):
     mlp_norm: Tensor | None = None
     attended_eps: float = 0.0
     mlp_eps: float = 0.0
-    # False while checkpointing runs a layer again for what it saves: output is then not computed
+    # False while checkpointing runs a layer again only for what it saves: no output is computed
     output_needed: bool = True
     # of q, k, v, o, gate, up and down: the probability with which an element of the adapter's input
     # is dropped; empty: none is

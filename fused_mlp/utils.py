@@ -74,10 +74,11 @@ def cast_adapters(adapters: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tenso
     sources: list[Tensor] = []
     copies: list[Tensor] = []
     for i, one in enumerate(B):
-        if one.dtype != dtype and one.shape[1]:
+        if one.dtype != dtype:
             cast[i] = torch.empty_like(one, dtype=dtype)
-            sources.append(one)
-            copies.append(cast[i])
+            if one.shape[1]:
+                sources.append(one)
+                copies.append(cast[i])
     if len(A) > 1 or stacked.dtype != dtype:
         A = [one for one in A if len(one)] or A[:1]
         ranks = [len(one) for one in A]

@@ -19,7 +19,7 @@ from ..decoder_layer import DecoderLayer
 from ..frozen_layer import GROUPS, FrozenLayer
 from ..kernels.residual import _add_adapted_kernel
 from ..kernels.rows import Handover
-from ..step.recompute import is_recomputing
+from ..step.recompute import saving_last
 from .attention import head_norms_of, turns, why_not_head_norms, why_not_inputs, why_not_sdpa
 from .borders import LayerBorders, let_save
 from .families import LayerForm
@@ -287,10 +287,12 @@ def _run(
     *adapters, frozen = _operands(layer, reads)
     angles = position_embeddings if turns(layer.self_attn) else (None, None)
     seed = seed_for(hidden_states, *frozen.dropouts)
-    return DecoderLayer.apply(
-        hidden_states, *angles, mask, *adapters,
-        frozen._replace(output_needed=not is_recomputing(), rows=rows, seed=seed),
-    )  # fmt: skip
+
+    def run(output_needed: bool) -> Tensor:
+        now = frozen._replace(output_needed=output_needed, rows=rows, seed=seed)
+        return DecoderLayer.apply(hidden_states, *angles, mask, *adapters, now)
+
+    return saving_last(run)
 
 
 # It asks where tensors lie, which torch.compile does not know. All of it is kernels and products.

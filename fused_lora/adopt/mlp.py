@@ -4,13 +4,12 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.activations import GELUTanh
 
 from fused_mlp import FrozenMLP, LoRA_MLP
 
-from ..step.recompute import is_recomputing
+from ..step.recompute import saving_last
 from .originals import is_builtin
 from .projection import (
     read_projection,
@@ -92,8 +91,9 @@ def mlp_forward(mlp: nn.Module, parts: frozenset[str], x: Tensor) -> Tensor:
         say_once(mlp, operands)
         return class_forward(mlp, x)
     *adapters, frozen = operands
-    # a compiled layer is one graph, whether it runs for the first time or again
-    output_needed = torch.compiler.is_compiling() or not is_recomputing()
     seed = seed_for(x, frozen.gate_dropout, frozen.up_dropout, frozen.down_dropout)
-    frozen = frozen._replace(output_needed=output_needed, seed=seed)
-    return LoRA_MLP.apply(x, *adapters, frozen)
+
+    def run(output_needed: bool) -> Tensor:
+        return LoRA_MLP.apply(x, *adapters, frozen._replace(output_needed=output_needed, seed=seed))
+
+    return saving_last(run)

@@ -19,9 +19,8 @@ With a fused loss the last layer keeps what it saves under every policy: its bac
 and would compute all of it for the memory that the loss has just given back.
 
 A layer that runs again (`recompute.py`) does so for what its functions save, not for its output.
-It is stopped at the last tensor that is missing, which is saved at the end of LoRA_MLP;
-`is_recomputing` tells LoRA_MLP that its down projection, 29% of the layer's products, is not
-needed.
+It is stopped at the last tensor that is missing. In most layers LoRA_MLP is the last to save any:
+`saving_last` tells it so, and its down projection, 29% of the layer's products, does not run again.
 
 A policy is set on the layers of one model (`Checkpoint.install`), through the attributes that
 transformers' own checkpointing uses, and taken away again. Who switches the model's checkpointing

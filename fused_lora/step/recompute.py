@@ -38,9 +38,13 @@ class Keep(NamedTuple):
 STAYS = Keep(lambda tensor: tensor, lambda tensor: tensor)
 
 
-def is_recomputing() -> bool:
-    """Return True while this thread runs a forward again, so that its output is unused."""
-    return any(run.runs_again for run in _runs())
+def saving_last(function: Callable[[bool], Tensor]) -> Tensor:
+    """``function(output_needed)``: False where a `recomputed` forward runs again, if nothing after
+    this call saved a tensor when it ran first: what it returns is then not used."""
+    runs = _runs()
+    if not runs or torch.compiler.is_compiling():
+        return function(True)
+    return runs[-1].saving_last(function)
 
 
 def once(function: Callable[[], tuple], is_small: bool = False) -> tuple:
@@ -113,7 +117,8 @@ class _Run:
         self.random_states = [(one, one.get_state()) for one in generators]
         self.keep, self.see = keep, see
         self.kept: list[list[tuple[bool, Any]]] = []  # by call of `once`: is it a tensor, and it
-        self.runs_again, self.next_kept = False, 0
+        self.ends: list[int] = []  # by call of `saving_last`: how many were saved when it ended
+        self.runs_again, self.next_kept, self.next_end = False, 0, 0
         self.shapes: list[torch.Size] = []
         self.remembered: dict[int, Tensor] = {}
 
@@ -134,6 +139,15 @@ class _Run:
         )
         return result
 
+    def saving_last(self, function: Callable[[bool], Tensor]) -> Tensor:
+        if self.runs_again:
+            end = self.ends[self.next_end]
+            self.next_end += 1
+            return function(end < len(self.shapes))
+        result = function(True)
+        self.ends.append(len(self.shapes))
+        return result
+
     def forget(self, tensor: Tensor) -> tuple["_Run", int]:
         self.shapes.append(tensor.shape)
         return self, len(self.shapes) - 1
@@ -150,7 +164,7 @@ class _Run:
                 raise _Stop
 
         now = [(one, one.get_state()) for one, _ in self.random_states]
-        self.runs_again, self.next_kept = True, 0
+        self.runs_again, self.next_kept, self.next_end = True, 0, 0
         try:
             _set_random(self.random_states)
             with (

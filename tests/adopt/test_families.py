@@ -105,6 +105,16 @@ def test_it_is_within_the_error_budget_in_bf16(name, device):
     assert statistics.mean(got) <= BUDGET * statistics.mean(eager)
 
 
+@pytest.mark.parametrize("name", ["OLMo 2", "Gemma 3", "Qwen2-MoE"])
+def test_an_mlp_runs_again_whole_where_its_output_is_more_than_added(name, device):
+    """Its output goes into a norm, or is multiplied: what checkpointing runs again wants it."""
+    _, plain, _ = pair(name, device)
+    fused = copy.deepcopy(plain)
+    fuse(fused, Fusion(mlp=True, checkpoint="full"))
+    errors = errors_of(step(fused, name), step(plain, name))
+    assert max(errors.values()) < 1e-4, errors
+
+
 def test_a_family_in_no_list_is_refused_by_name(device):
     model = UNKNOWN.peft_model(device)
     plain = copy.deepcopy(model)

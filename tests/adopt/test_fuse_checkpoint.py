@@ -134,6 +134,17 @@ def test_a_policy_takes_the_place_of_the_models_own_until_unfuse(name, device):
     assert own_of(layer_of(model)) == (True, torchs_checkpoint)
 
 
+@pytest.mark.parametrize("where", ["mlp", ""])
+def test_a_hook_that_saves_an_output_finds_it_when_the_layer_runs_again(where, device):
+    whole = Fusion(mlp=True, layer=not where, checkpoint="full")
+    fused, plain, _ = pair(device, whole)
+    for model in (fused, plain):
+        for layer in model.get_submodule(LAYERS):
+            layer.get_submodule(where).register_forward_hook(lambda module, given, y: y * y.tanh())
+        step(model)
+    assert_same_gradients(fused, plain)
+
+
 def test_the_down_projection_does_not_run_again(device, monkeypatch):
     """A checkpointed layer runs twice, but its second forward stops before the down projection."""
     import fused_mlp.fast_lora as module

@@ -29,3 +29,10 @@ def test_any_subset_of_adapters_runs_fused_as_a_whole_and_right(subset, fusion, 
     fused = copy.deepcopy(plain)
     assert fuse(fused, fusion).left == {}
     assert_model_right(fused, plain)
+
+
+def test_a_projection_without_an_adapter_runs_under_autocast_over_weights_in_fp32(device):
+    plain = peft_model(device, target_modules=["v_proj", "gate_proj"])
+    fused = copy.deepcopy(plain)
+    assert fuse(fused, FUSIONS["parts"]).left == {}
+    assert_model_right(fused, plain, autocast=True)

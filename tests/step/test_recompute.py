@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from fused_lora.step.recompute import Keep, is_recomputing, once, recomputed
+from fused_lora.step.recompute import Keep, _runs, once, recomputed, saving_last
 
 
 @pytest.fixture
@@ -32,6 +32,10 @@ def gradients(function, x, weight):
 def assert_equal(ours, theirs):
     for one, other in zip(ours, theirs, strict=True):
         assert torch.equal(one, other)
+
+
+def is_recomputing():
+    return any(run.runs_again for run in _runs())
 
 
 def layer(weight):
@@ -64,6 +68,27 @@ def test_the_second_run_stops_at_the_last_tensor_that_is_saved(x, weight):
     recomputed(forward, x).sum().backward()
     assert seen == [("first half", False), ("second half", False), ("first half", True)]
     assert not is_recomputing()
+
+
+@pytest.mark.parametrize(
+    ("after", "needed"),
+    [(lambda y: y + 1, False), (lambda y: y * y, True), (lambda y: y.detach().exp() + y, False)],
+    ids=("adds", "multiplies", "without a gradient"),
+)
+def test_an_output_that_something_after_it_saved_is_needed_again(after, needed, x, weight):
+    asked = []
+
+    def last(output_needed):
+        asked.append(output_needed)
+        return torch.tanh(x @ weight) * (1.0 if output_needed else float("nan"))
+
+    def forward(x):
+        return after(saving_last(last))
+
+    (again,) = torch.autograd.grad(recomputed(forward, x).sum(), weight)
+    assert asked == [True, needed]
+    (want,) = torch.autograd.grad(forward(x).sum(), weight)
+    assert torch.equal(again, want)
 
 
 def test_nothing_but_the_inputs_is_kept(x, weight):
