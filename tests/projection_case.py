@@ -50,7 +50,7 @@ REASONS = {
         lambda p: p.lora_dropout.update({"default": nn.AlphaDropout(0.25)}),
         "its lora_dropout is AlphaDropout, not torch.nn.Dropout",
     ),
-    "DoRA": (lambda p: readapt(p, use_dora=True), "it uses DoRA"),
+    "DoRA": (lambda p: readapt(p, use_dora=True), "it uses DoRA: leave use_dora out"),
     "a LoRA variant": (
         lambda p: readapt(p, init_lora_weights="mica"),
         "it uses a variant of LoRA (MiCALinearVariant)",
@@ -61,7 +61,7 @@ REASONS = {
     "merged": (lambda p: p.merge(), "adapters are merged"),
     "disabled": (lambda p: p.enable_adapters(False), "adapters are disabled"),
     "trainable base": (
-        lambda p: p.base_layer.weight.requires_grad_(), "its base weight is trainable"
+        lambda p: p.base_layer.weight.requires_grad_(), "its base weight is trained: freeze it"
     ),
     "wrapped weight": (replace_weight, "its base weight is quantised or wrapped (Wrapped)"),
     "other base layer": (subclass_base, "its base layer is Linear4bit"),

@@ -230,15 +230,16 @@ def why_not_sdpa(attention: Any) -> str | None:
     scaled_dot_product_attention."""
     implementation = attention.config._attn_implementation
     if implementation != "sdpa":
-        return f"its attention is {implementation}, not sdpa"
+        return f"its attention is {implementation}: load the model with attn_implementation='sdpa'"
     if ALL_ATTENTION_FUNCTIONS["sdpa"] is not sdpa_attention_forward:
-        return "its attention is registered as sdpa, but is not transformers' own"
+        return "its attention is registered as sdpa, but is not transformers' own: undo that"
     if (reason := why_replaced(sdpa_attention.__name__, "sdpa_attention_forward")) is not None:
         return reason
     if not is_builtin(F.scaled_dot_product_attention):
         return "F.scaled_dot_product_attention is not torch's own: undo that patch to run it fused"
     if attention.attention_dropout and attention.training:
-        return f"attention_dropout is {attention.attention_dropout}"
+        dropout = attention.attention_dropout
+        return f"attention_dropout is {dropout}: load the model with attention_dropout=0.0"
     if not attention.is_causal:
         return "it is not causal"
     return None
@@ -255,7 +256,7 @@ def why_not_inputs(mask, past_key_values, options: dict) -> str | None:
         return "it was given is_causal=False"
     for name in ("position_bias", "output_attentions"):
         if options.get(name) not in (None, False):
-            return f"it was given {name}"
+            return f"it was given {name}: leave that out"
     return None
 
 

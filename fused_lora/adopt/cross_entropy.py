@@ -6,6 +6,7 @@ from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
+from peft.tuners.lora import LoraLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers.loss import loss_utils
@@ -42,12 +43,14 @@ def read_head(model: Any) -> nn.Linear | str:
         head = head.modules_to_save[active[0]] if active else head.original_module
         modules.append(head)
     if type(head) is not nn.Linear:
+        if isinstance(head, LoraLayer):
+            return "its lm_head has an adapter: name it in modules_to_save, not in target_modules"
         return f"its lm_head is {type(head).__module__}.{type(head).__qualname__}, not nn.Linear"
     for module in modules:
         if (reason := why_call(module)) is not None:
             return f"lm_head: {reason}"
     if model.loss_function is not loss_utils.ForCausalLMLoss:
-        return "its loss_function is not transformers' own"
+        return "its loss_function is not transformers' own: do not set model.loss_function"
     reason = why_replaced(loss_utils.__name__, "ForCausalLMLoss", "fixed_cross_entropy")
     reason = reason or why_replaced(F.__name__, "cross_entropy")
     return head if reason is None else reason

@@ -132,8 +132,8 @@ def _read(layer: Any) -> list[list[Projection]] | str:
     borders = borders_of(layer)
     if borders is not None and borders.replica_of is not None:
         return (
-            f"its base weights are those of {borders.replica_of}, too, and lie in the buffers of "
-            "that one (layer_replication); of such layers the first one runs as a whole"
+            f"its base weights are those of {borders.replica_of}, too (layer_replication): only "
+            "the first such layer runs whole"
         )
     norms = [getattr(layer, name) for name in _norms(known_form(layer, "Layer")) if name]
     dtype, device = norms[0].weight.dtype, norms[0].weight.device

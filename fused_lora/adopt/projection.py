@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.lora import Linear as LoraLinear
+from peft.tuners.lora import LoraLayer
+from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 
 from fused_mlp.dropout import draw_seed
@@ -13,6 +15,8 @@ from ..step.recompute import once
 from .hooks import has_hooks
 from .originals import why_patched
 from .site import has_own_forward, why_not_own_forward
+
+UNQUANTISED = "if quantised, load the model in bf16 without quantization_config"
 
 
 class Projection(NamedTuple):
@@ -37,21 +41,21 @@ def read_projection(projection: nn.Module, own_forward: bool = True) -> Projecti
         reason = _why_not_base(projection) or why_call(projection, own_forward)
         return reason or _without_adapter(projection)
     if type(projection) is not LoraLinear:
-        kind = type(projection)
-        return f"no LoRA adapter of PEFT's plain kind ({kind.__module__}.{kind.__qualname__})"
+        return _why_not_lora(projection)
     if projection.disable_adapters:
-        return "adapters are disabled"
+        return "adapters are disabled: enable_adapter_layers() brings them back"
     if projection.merged:
-        return "adapters are merged into the weight"
+        return "adapters are merged into the weight: unmerge_adapter() takes them out"
     active = projection.active_adapters
     if len(active) != 1:
-        return f"{len(active)} adapters are active: {', '.join(active) or 'none'}"
+        named = ", ".join(active) or "none"
+        return f"{len(active)} adapters are active: {named}: choose one with set_adapter"
     adapter = active[0]
     # nn.Module finds a submodule by failing to find an attribute first, in three times as long
     parts = projection._modules
     lora_A: Any = parts["lora_A"]
     if adapter not in lora_A._modules:
-        return f"it has no adapter named {adapter}"
+        return f"it has no adapter named {adapter}: add it to that one's target_modules"
     A: Any = lora_A._modules[adapter]
     B: Any = parts["lora_B"]._modules[adapter]  # type: ignore[union-attr]
     dropout: Any = parts["lora_dropout"]._modules[adapter]  # type: ignore[union-attr]
@@ -60,11 +64,12 @@ def read_projection(projection: nn.Module, own_forward: bool = True) -> Projecti
     if isinstance(dropped, str):
         return dropped
     if projection.use_dora.get(adapter, False):
-        return "it uses DoRA"
+        return "it uses DoRA: leave use_dora out"
     if adapter in projection.lora_variant:
-        return f"it uses a variant of LoRA ({type(projection.lora_variant[adapter]).__name__})"
+        variant = type(projection.lora_variant[adapter]).__name__
+        return f"it uses a variant of LoRA ({variant}): only plain LoRA runs fused"
     if _parameter(B, "bias") is not None:
-        return "its adapter has a bias (lora_bias)"
+        return "its adapter has a bias: leave lora_bias out"
     if (reason := _why_not_base(base)) is not None:
         return reason
     for module in (projection, base, dropout, A, B):
@@ -73,9 +78,9 @@ def read_projection(projection: nn.Module, own_forward: bool = True) -> Projecti
             return reason
     scaling = projection.scaling[adapter]
     if isinstance(scaling, Tensor):
-        return (
-            "its scaling is a tensor (prepare_model_for_compiled_hotswap), for which the host "
-            "would wait: hotswap_adapter works without that, too"
+        return (  # for which the host would wait
+            "its scaling is a tensor: hotswap_adapter works without "
+            "prepare_model_for_compiled_hotswap"
         )
     A, B = _parameter(A, "weight"), _parameter(B, "weight")
     weight, bias = _parameter(base, "weight"), _parameter(base, "bias")
@@ -88,13 +93,16 @@ def _dropout_of(dropout: Any) -> float | str:
     if isinstance(dropout, nn.Identity):
         return 0.0
     if type(dropout) is not nn.Dropout:
-        return f"its lora_dropout is {type(dropout).__name__}, not torch.nn.Dropout"
+        kind = type(dropout).__name__
+        return f"its lora_dropout is {kind}, not torch.nn.Dropout as LoraConfig(lora_dropout=) has"
     if not dropout.training or dropout.p == 0.0:
         return 0.0
     if dropout.p == 1.0:
-        return "lora_dropout is 1.0, which leaves nothing of an adapter"
+        return "lora_dropout is 1.0, which leaves nothing of an adapter: choose less"
     if dropout.inplace:
-        return "its lora_dropout is inplace, and so changes what the next projection gets"
+        return (
+            "its lora_dropout is inplace, and so changes what others get: set its inplace to False"
+        )
     return dropout.p
 
 
@@ -105,7 +113,7 @@ def why_not_dropout_here(projections: Sequence[Projection], is_split: bool = Fal
     if is_split and projections[0].dropout:
         return "lora_dropout of one adapter for several projections"
     if torch.compiler.is_compiling() and any(one.dropout for one in projections):
-        return "lora_dropout within torch.compile"
+        return "lora_dropout within torch.compile: ask for layer=True, or do not compile"
     return None
 
 
@@ -129,17 +137,34 @@ def split_projection(whole: Projection, sizes: Sequence[int]) -> list[Projection
     ]
 
 
+def _why_not_lora(projection: Any) -> str:
+    """Describe a projection that is neither a linear layer nor one with an adapter of PEFT's plain
+    kind."""
+    if isinstance(projection, ModulesToSaveWrapper):
+        return "it is trained whole: name it in target_modules, not in modules_to_save"
+    kind = type(projection)
+    base = getattr(projection, "base_layer", projection)
+    # of a quantised base layer PEFT has a class of its own, say lora.bnb.Linear4bit
+    if (isinstance(projection, LoraLayer) or base is projection) and type(base) is not nn.Linear:
+        return _not_linear(base)
+    return f"its adapter is {kind.__module__}.{kind.__qualname__}: take LoraConfig's plain LoRA"
+
+
+def _not_linear(base: nn.Module) -> str:
+    return f"its base layer is {type(base).__name__}, not torch.nn.Linear: {UNQUANTISED}"
+
+
 def _why_not_base(base: nn.Module) -> str | None:
     """Return the reason if a base layer is anything else than a frozen linear layer."""
     if type(base) is not nn.Linear:
-        return f"its base layer is {type(base).__name__}, not torch.nn.Linear"
+        return _not_linear(base)
     weight, bias = _parameter(base, "weight"), _parameter(base, "bias")
     if type(weight) not in (nn.Parameter, Tensor) or not weight.is_floating_point():
         return f"its base weight {why_not_plain(weight)}"
     if weight.requires_grad:
-        return "its base weight is trainable"
+        return "its base weight is trained: freeze it, requires_grad_(False)"
     if bias is not None and bias.requires_grad:
-        return "its base bias is trainable"
+        return 'its base bias is trained: take LoraConfig(bias="none")'
     return None
 
 
@@ -162,7 +187,7 @@ def why_not_plain(weight: Any) -> str:
             "is sharded (DTensor): a forward, which gathers it, runs fused if fuse came before "
             "fully_shard"
         )
-    return f"is quantised or wrapped ({type(weight).__name__})"
+    return f"is quantised or wrapped ({type(weight).__name__}): {UNQUANTISED}"
 
 
 def why_call(module: nn.Module, own_forward: bool = True) -> str | None:
@@ -171,7 +196,7 @@ def why_call(module: nn.Module, own_forward: bool = True) -> str | None:
     own_forward: whether it must still have its class's forward.
     """
     if has_hooks(module):
-        return "it has hooks, which a fused function would not call"
+        return "it has hooks, which a fused function would not call: remove them"
     if own_forward and not has_own_forward(module):
         return why_not_own_forward(module) or "its forward has been replaced by something else"
     return why_patched(type(module))

@@ -30,9 +30,9 @@ def why_not_frozen(norm: Any) -> str | None:
     if (reason := why_not_class(norm, "RMSNorm") or why_call(norm, own_forward=False)) is not None:
         return reason
     if type(norm.weight) is not nn.Parameter:
-        return f"its weight is wrapped ({type(norm.weight).__name__})"
+        return f"its weight {why_not_plain(norm.weight)}"
     if norm.weight.requires_grad:
-        return "its weight is trainable"
+        return "its weight is trained: freeze it, requires_grad_(False)"
     return None
 
 

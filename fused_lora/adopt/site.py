@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import modeling_layers
 
@@ -172,7 +173,7 @@ def why_unloaded(module: nn.Module, projections: Iterable[Any]) -> str | None:
         return None
     owner = _owner_of(module)
     had = owner is not None and owner.had_adapters and not _has_adapters(module)
-    return "its adapters have been unloaded" if had else None
+    return "its adapters have been unloaded: load others, or unfuse the model" if had else None
 
 
 def _has_adapters(module: nn.Module) -> bool:
@@ -211,6 +212,8 @@ def why_not_class(module: nn.Module, kind: str) -> str | None:
     if (reason := why_not_own_forward(module)) is not None:
         return reason
     cls = _class_of(module)
+    if cls is ModulesToSaveWrapper:
+        return "it is trained whole: leave it out of modules_to_save"
     if _form_of(cls, kind) is None:
         return f"{cls.__name__} is not {KNOWN_TO[kind]} (docs/api.md lists the families)"
     method = METHODS.get(kind, "forward")
@@ -240,14 +243,15 @@ def why_not_own_forward(module: nn.Module) -> str | None:
             f"its forward has been replaced by accelerate's hook {type(module._hf_hook).__name__}: "
             "take that away (accelerate.hooks.remove_hook_from_module) and call fuse again"
         )
-    return f"its forward has been replaced by {_home_of(vars(module)['forward'])}"
+    home = _home_of(vars(module)["forward"])
+    to_do = ", whose trainers compute the loss" if home.startswith("trl.") else ": undo that"
+    return f"its forward has been replaced by {home}{to_do}"
 
 
 def _home_of(forward: Any) -> str:
     """The module whose code a forward is, whatever functools.wraps says of it."""
     code = getattr(forward, "__func__", getattr(forward, "func", forward))
-    home = getattr(code, "__globals__", {}).get("__name__") or type(forward).__module__
-    return f"{home}, whose trainers compute the loss" if home.startswith("trl.") else home
+    return getattr(code, "__globals__", {}).get("__name__") or type(forward).__module__
 
 
 def _class_of(module: nn.Module) -> type:

@@ -108,7 +108,7 @@ NOTHING_TO_FUSE = {
         lambda d: get_peft_model(
             base_model(d), peft.IA3Config(target_modules=[*MLP], feedforward_modules=["down_proj"])
         ),
-        r"no LoRA adapter of PEFT's plain kind \(peft.tuners.ia3",
+        "its adapter is peft.tuners.ia3.layer.Linear: take LoraConfig's plain LoRA",
     ),
 }
 
@@ -193,7 +193,7 @@ def test_a_forward_set_by_somebody_else_is_kept_and_reported(device):
     forward = mlp.forward
     done = fuse(model, MLP_ON)
     assert done.left == {
-        MLP_NAMES[0]: f"its forward has been replaced by {replace_forward.__module__}"
+        MLP_NAMES[0]: f"its forward has been replaced by {replace_forward.__module__}: undo that"
     }
     assert mlp.forward is forward and unfuse(model) == MLP_NAMES[1:] and mlp.forward is forward
 

@@ -18,7 +18,8 @@ CASES = {  # options of the model: what runs fused, and what the report says of 
     "DoRA": (
         {"use_dora": True},
         {"rope": 2, "rms_norm": 5, "cross_entropy": 1},
-        f"left to PEFT: {LAYERS}.0.mlp as mlp and 1 others like it: gate_proj: it uses DoRA",
+        f"left to PEFT: {LAYERS}.0.mlp as mlp and 1 others like it: gate_proj: it uses DoRA: "
+        "leave use_dora out",
     ),
 }  # fmt: skip
 

@@ -27,7 +27,9 @@ def calls(monkeypatch):
 def test_disabled_and_merged_adapters_are_left_to_peft(calls, device):
     fused, plain, _ = pair(device)
     with fused.disable_adapter(), plain.disable_adapter():
-        assert report(fused).left == dict.fromkeys(NAMES, "q_proj: adapters are disabled")
+        assert report(fused).left == dict.fromkeys(
+            NAMES, "q_proj: adapters are disabled: enable_adapter_layers() brings them back"
+        )
         assert torch.equal(logits(fused), logits(plain))
     fused.merge_adapter(), plain.merge_adapter()
     assert "q_proj: adapters are merged" in report(fused).left[NAMES[0]]
@@ -85,7 +87,7 @@ REASONS = [
     (
         "post_attention_layernorm",
         lambda m: m.weight.requires_grad_(),
-        "post_attention_layernorm: its weight is trainable",
+        "post_attention_layernorm: its weight is trained",
     ),
     (
         "self_attn",
@@ -100,7 +102,7 @@ REASONS = [
     (
         "self_attn.k_norm",
         lambda m: m.weight.requires_grad_(),
-        "self_attn: k_norm: its weight is trainable",
+        "self_attn: k_norm: its weight is trained",
     ),
     ("self_attn.q_norm", lambda m: m.half(), "self_attn: a norm of heads is torch.float16"),
 ]
@@ -124,7 +126,7 @@ def test_a_layer_that_may_not_be_fused_runs_as_its_class_has_it(
 
 NOTHING = {
     "eager attention": (
-        {"config": {"attn_implementation": "eager"}}, "self_attn: its attention is eager, not sdpa"
+        {"config": {"attn_implementation": "eager"}}, "self_attn: its attention is eager: load the"
     ),
     "DoRA": ({"use_dora": True}, "q_proj: it uses DoRA"),
     "Gemma": ({"family": "Gemma"}, "its norms multiply by one more than their weight"),

@@ -1,16 +1,20 @@
-"""docs/api.md's table of what works with what, filled by asking `fuse` and `report`.
+"""docs/api.md's tables of what works with what, and of what a report says of the rest, filled by
+asking `fuse` and `report`.
 
-When it differs, the failure shows the table as it should stand there.
+When one differs, the failure shows the row as it should stand there.
 """
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from families_case import FAMILIES as OTHERS
 from layer_case import peft_model
-from peft_models import ATTENTION, FAMILIES, MLP
-from projection_case import add_active, replace_weight
+from peft import IA3Config, LoraConfig, get_peft_model
+from peft.utils.hotswap import prepare_model_for_compiled_hotswap
+from peft_models import ATTENTION, FAMILIES, MLP, base_model
+from projection_case import add_active, replace_weight, subclass_base
 
 from fused_lora import Fusion, fuse, unfuse
 
@@ -70,9 +74,73 @@ def outcome(model, part):
     return "some" if found.left else "fused"
 
 
+def assert_in_api(row):
+    text = (Path(__file__).resolve().parents[2] / "docs" / "api.md").read_text()
+    assert row in text.splitlines(), f"docs/api.md should have this row:\n{row}"
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_table_of_what_works_with_what(name, device):
     model = CASES[name](device)
-    row = f"| {name} | {' | '.join(outcome(model, part) for part in PARTS)} |"
-    text = (Path(__file__).resolve().parents[2] / "docs" / "api.md").read_text()
-    assert row in text.splitlines(), f"docs/api.md should have this row:\n{row}"
+    assert_in_api(f"| {name} | {' | '.join(outcome(model, part) for part in PARTS)} |")
+
+
+# --- what a report says ---------------------------------------------------------------------------
+
+
+def then(do, **lora):
+    """A model to which something of PEFT's is done after it was adapted."""
+
+    def make(device):
+        model = peft_model(device, **lora)
+        do(model)
+        return model
+
+    return make
+
+
+def activate_another(model):
+    model.add_adapter("second", LoraConfig(target_modules=["q_proj"]))
+    model.set_adapter("second")
+
+
+def with_config(**config):
+    return lambda device: peft_model(device, config=config)
+
+
+SETTINGS = {  # of PEFT and transformers, by what makes such a model
+    "`use_dora=True`": with_peft(use_dora=True),
+    '`init_lora_weights="mica"`': with_peft(init_lora_weights="mica"),
+    "`lora_bias=True`": with_peft(lora_bias=True),
+    '`bias="all"` or `"lora_only"`': with_peft(bias="lora_only"),
+    "`lora_dropout=1.0`": with_peft(lora_dropout=1.0),
+    '`modules_to_save=["down_proj"]`': with_peft(
+        modules_to_save=["down_proj"], target_modules=[*ATTENTION]
+    ),
+    '`modules_to_save=["input_layernorm"]`': with_peft(modules_to_save=["input_layernorm"]),
+    '`target_modules=["q_proj", "lm_head"]`': with_peft(target_modules=["q_proj", "lm_head"]),
+    "`layer_replication`": with_peft(family="Llama", layer_replication=[[0, 2], [1, 2]]),
+    "`IA3Config`": lambda device: get_peft_model(
+        base_model(device, attn_implementation="sdpa"),
+        IA3Config(target_modules=[*ATTENTION, *MLP], feedforward_modules=["down_proj"]),
+    ),
+    "another `set_adapter`, for other projections": then(activate_another),
+    "two adapters, `base_model.set_adapter([...])`": each_projection(add_active),
+    "`merge_adapter()`": merged,
+    "`disable_adapter_layers()`": then(lambda model: model.base_model.disable_adapter_layers()),
+    "`prepare_model_for_compiled_hotswap`": then(
+        lambda model: prepare_model_for_compiled_hotswap(model, target_rank=8)
+    ),
+    "`quantization_config`, of weights": each_projection(replace_weight),
+    "`quantization_config`, of layers": each_projection(subclass_base),
+    '`attn_implementation="eager"`': with_config(attn_implementation="eager"),
+    "`attention_dropout=0.1`": with_config(attention_dropout=0.1),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_table_of_what_a_report_says(name, device):
+    """One line of words, whichever projection it is of."""
+    left = fuse(SETTINGS[name](device)).left.values()
+    (reason,) = {re.sub(r"^(\w+: )+", "", one) for one in left}
+    assert_in_api(f"| {name} | {reason} |")
