@@ -43,7 +43,7 @@ class FrozenLayer(NamedTuple):
     output_needed: bool = True
     # of q, k, v, o, gate, up and down: the probability with which an element of the adapter's input
     # is dropped; empty: none is
-    dropouts: tuple[float, ...] = ()
+    dropouts: tuple[float | None, ...] = ()
     seed: Tensor | None = None  # [1] int64, of all masks: `draw_seed(hidden.device)`, for each call
     # [n], of batch * positions: the only tokens whose output is wanted, each once; that of others
     # is 0, and their gradient is not read. None: all

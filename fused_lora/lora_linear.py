@@ -37,13 +37,14 @@ class FrozenLinear(NamedTuple):
     """The operands of LoRA_W that it does not train: a base layer and its adapter's scale.
 
     dropout: the probability with which an element of the adapter's input is dropped in training,
-    and the mask's seed: `draw_seed(x.device)`, anew for each call.
+    and the mask's seed: `draw_seed(x.device)`, anew for each call. None among layers of one input:
+    the mask of the one before.
     """
 
     weight: Tensor  # [out, in]
     bias: Tensor | None  # [out]
     scaling: float
-    dropout: float = 0.0
+    dropout: float | None = 0.0
     seed: Tensor | None = None  # [1] int64
 
 
@@ -92,7 +93,8 @@ class LoRA_W(torch.autograd.Function):
 
 class FrozenQKV(NamedTuple):
     """The operands of LoRA_QKV that it does not train: three base layers, and their adapters'
-    scales and dropout; seed: of all three masks, as for LoRA_W."""
+    scales and dropout; seed: of all three masks, as for LoRA_W. The dropout of k and v is None
+    where they have q's mask: all are parts of one projection, with one A."""
 
     q_weight: Tensor  # [q_out, in]
     k_weight: Tensor  # [k_out, in]
@@ -103,9 +105,9 @@ class FrozenQKV(NamedTuple):
     q_scaling: float
     k_scaling: float
     v_scaling: float
-    q_dropout: float = 0.0
-    k_dropout: float = 0.0
-    v_dropout: float = 0.0
+    q_dropout: float | None = 0.0
+    k_dropout: float | None = 0.0
+    v_dropout: float | None = 0.0
     seed: Tensor | None = None  # [1] int64
 
     @property

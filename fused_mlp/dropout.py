@@ -145,7 +145,7 @@ def kept_share(dropout: float) -> int:
 def draw_masks(
     name: str,
     seed: Tensor | None,
-    dropouts: Sequence[float],
+    dropouts: Sequence[float | None],
     rows: Sequence[int],
     columns: Sequence[int],
 ) -> Masks | None:
@@ -153,7 +153,8 @@ def draw_masks(
     dropout, and None for all if none has any.
 
     Every element is kept with a probability of 1 - dropout to the nearest of 65,536 parts, whatever
-    becomes of the others. Every projection has its own stream of the seed's numbers.
+    becomes of the others. Every projection has its own stream of the seed's numbers; but one whose
+    dropout is None has the mask of the projection before it, whose A is its own, too.
 
     Raises:
         ValueError, in the name of the public function `name`: a dropout is not in [0, 1), or there
@@ -162,7 +163,7 @@ def draw_masks(
     if not any(dropouts):
         return None
     for dropout in dropouts:
-        if not 0.0 <= dropout < 1.0:
+        if dropout is not None and not 0.0 <= dropout < 1.0:
             raise ValueError(f"{name}: dropout is {dropout}, should be at least 0 and less than 1")
     if seed is None or seed.dtype != torch.int64 or seed.numel() != 1:
         given = "none" if seed is None else f"{list(seed.shape)} {seed.dtype}"
@@ -172,8 +173,10 @@ def draw_masks(
         )
     masks: list[Mask | None] = []
     for i, (dropout, height, width) in enumerate(zip(dropouts, rows, columns, strict=True)):
-        keep = kept_share(dropout)
-        if keep == WHOLE:
+        keep = kept_share(dropout or 0.0)
+        if dropout is None and masks:
+            masks.append(masks[-1])
+        elif keep == WHOLE:
             masks.append(None)
         else:
             bits = keep_bits(seed, i, keep, height, width)

@@ -54,7 +54,8 @@ class FrozenMLP(NamedTuple):
     scales.
 
     dropout: the probability with which an element of an adapter's input is dropped in training,
-    and the seed of all three masks: `draw_seed(x.device)`, anew for each call.
+    and the seed of all three masks: `draw_seed(x.device)`, anew for each call. up's is None where
+    it has gate's mask: both are parts of one projection, with one A.
     output_needed: False where a checkpointed layer runs again, for what LoRA_MLP saves and not for
     its output: that is zeros then, and neither silu nor the down projection is computed.
     activation: "silu", or "gelu_tanh" for GELU by its approximation with tanh.
@@ -68,9 +69,9 @@ class FrozenMLP(NamedTuple):
     down_scaling: float
     output_needed: bool = True
     activation: str = "silu"
-    gate_dropout: float = 0.0
-    up_dropout: float = 0.0
-    down_dropout: float = 0.0
+    gate_dropout: float | None = 0.0
+    up_dropout: float | None = 0.0
+    down_dropout: float | None = 0.0
     seed: Tensor | None = None  # [1] int64
 
 

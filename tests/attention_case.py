@@ -4,7 +4,7 @@ A case is (x, adapters, frozen, grad_outputs): of one layer for LoRA_W, of three
 """
 
 import torch
-from reference import adapted_linear, random
+from reference import adapted_linear, masks_drawn, random
 
 from fused_lora.lora_linear import FrozenLinear, FrozenQKV
 
@@ -13,22 +13,21 @@ SCALINGS = (2.0, 0.5, 1.5)
 RANKS = (1, 4, 8, 12, 32, 64)
 
 
-def adapted(x, A, B, layer, seed, stream):
-    return adapted_linear(
-        x, layer.weight, A, B, layer.scaling, layer.bias, layer.dropout, seed, stream
-    )
+def adapted(x, A, B, layer, seed, dropout, stream):
+    return adapted_linear(x, layer.weight, A, B, layer.scaling, layer.bias, dropout, seed, stream)
 
 
 def lora_w(x, A, B, frozen):
-    return adapted(x, A, B, frozen, frozen.seed, 0)
+    return adapted(x, A, B, frozen, frozen.seed, frozen.dropout, 0)
 
 
 def lora_qkv(x, q_A, q_B, k_A, k_B, v_A, v_B, frozen):
     q, k, v = frozen.layers
+    of_q, of_k, of_v = masks_drawn(q.dropout, k.dropout, v.dropout)
     return (
-        adapted(x, q_A, q_B, q, frozen.seed, 0),
-        adapted(x, k_A, k_B, k, frozen.seed, 1),
-        adapted(x, v_A, v_B, v, frozen.seed, 2),
+        adapted(x, q_A, q_B, q, frozen.seed, *of_q),
+        adapted(x, k_A, k_B, k, frozen.seed, *of_k),
+        adapted(x, v_A, v_B, v, frozen.seed, *of_v),
     )
 
 

@@ -292,7 +292,9 @@ OPERATIONS = {
             saved=("x", "down_B", "frozen.gate_weight"), usual=(3, 13), shapes=TOKENS,
             empty=NO_TOKENS, options={
                 "r": (*RANKS, (1, 12, 64), (64, 4, 1), (0, 8, 0), (8, 0, 8)),
-                "dropout": (None, (0.05, 0.5, 0.3), (0.0, 0.3, 0.0), (0.3, 0.0, 0.3)),
+                "dropout": (
+                    None, (0.05, 0.5, 0.3), (0.0, 0.3, 0.0), (0.3, 0.0, 0.3), (0.3, None, 0.5),
+                ),
             },
         ),
         Operation(
@@ -311,7 +313,7 @@ OPERATIONS = {
             saved=("x", "q_B", "frozen.v_weight"), usual=(3, 13), shapes=TOKENS, empty=NO_TOKENS,
             options={
                 "r": (*RANKS, (1, 12, 64), (64, 4, 1), (0, 8, 0)), "bias": (False, True),
-                "dropout": (None, (0.05, 0.5, 0.3), (0.0, 0.3, 0.0)),
+                "dropout": (None, (0.05, 0.5, 0.3), (0.0, 0.3, 0.0), (0.3, None, None)),
             },
         ),
         Operation(
@@ -321,7 +323,9 @@ OPERATIONS = {
             shapes=((1, 40),), empty=((0, 9),),
             options={
                 "r": (8, (1, 12, 32, 3), (8, 0, 8, 0)), "bias": (False, True),
-                "dropout": (None, (0.05, 0.5, 0.3, 0.3), (0.0, 0.3, 0.0, 0.0)),
+                "dropout": (
+                    None, (0.05, 0.5, 0.3, 0.3), (0.0, 0.3, 0.0, 0.0), (0.3, None, None, 0.5),
+                ),
             },
         ),
         Operation(

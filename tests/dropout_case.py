@@ -12,6 +12,8 @@ SEED = torch.tensor([2**62 + 12_345])
 # The number of each projection among those of its function, which is its stream of random numbers.
 OF_LAYER = {name: i for i, name in enumerate((*ATTENTION, *MLP))}
 OF_PARTS = {name: i for names in (ATTENTION, MLP) for i, name in enumerate(names)}
+# Of Phi's, whose q, k and v are one projection with one mask, as are gate and up.
+OF_JOINED_PARTS = OF_PARTS | {"qkv_proj": 0, "gate_up_proj": 0}
 
 
 class Masked(nn.Module):

@@ -6,7 +6,7 @@ A case is ([x, cos, sin, mask, eight adapters, frozen], the gradient of the outp
 import torch
 import torch.nn.functional as F
 from attention_case import adapted
-from reference import random
+from reference import masks_drawn, random
 from rms_norm_case import eager_rms_norm
 
 from fused_lora.kernels.qkv_norm_rope import HeadNorms
@@ -69,14 +69,15 @@ def eager_head_norm(x, weight, eps):
 
 def eager(x, cos, sin, mask, q_A, q_B, k_A, k_B, v_A, v_B, o_A, o_B, frozen):
     of_q, of_k, of_v = frozen.qkv.layers
+    *masks, mask_of_o = masks_drawn(*(one.dropout for one in (of_q, of_k, of_v, frozen.o)))
 
-    def heads_of(A, B, layer, stream):
-        features = adapted(x, A, B, layer, frozen.seed, stream)
+    def heads_of(A, B, layer, drawn):
+        features = adapted(x, A, B, layer, frozen.seed, *drawn)
         return features.unflatten(-1, (-1, frozen.head_dim)).transpose(1, 2)
 
-    q = heads_of(q_A, q_B, of_q, 0)
-    k = heads_of(k_A, k_B, of_k, 1)
-    v = heads_of(v_A, v_B, of_v, 2)
+    q = heads_of(q_A, q_B, of_q, masks[0])
+    k = heads_of(k_A, k_B, of_k, masks[1])
+    v = heads_of(v_A, v_B, of_v, masks[2])
 
     def turned(t):
         one, other = t.chunk(2, dim=-1)
@@ -94,4 +95,4 @@ def eager(x, cos, sin, mask, q_A, q_B, k_A, k_B, v_A, v_B, o_A, o_B, frozen):
         q, k, v, mask, is_causal=is_causal, scale=frozen.scaling
     )
     attended = attended.transpose(1, 2).flatten(2)
-    return adapted(attended, o_A, o_B, frozen.o, frozen.seed, 3)
+    return adapted(attended, o_A, o_B, frozen.o, frozen.seed, *mask_of_o)

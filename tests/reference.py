@@ -46,6 +46,14 @@ def masked(x: Tensor, dropout: float, seed: Tensor | None, stream: int) -> Tenso
     return (x * unpacked(masks[stream], len(rows)).view(x.shape)).to(x.dtype)
 
 
+def masks_drawn(*dropouts: float | None) -> list[tuple[float, int]]:
+    """The dropout and the stream of each projection's mask: of None those of the one before."""
+    found: list[tuple[float, int]] = []
+    for stream, dropout in enumerate(dropouts):
+        found.append(found[-1] if dropout is None else (dropout, stream))
+    return found
+
+
 def adapted_linear(
     x: Tensor, weight: Tensor, A: Tensor, B: Tensor, scaling: float, bias=None, *dropout
 ) -> Tensor:
@@ -59,14 +67,14 @@ def adapted_linear(
 
 def lora_mlp(x, gate_A, gate_B, up_A, up_B, down_A, down_B, frozen) -> Tensor:
     f = frozen
-    gate = adapted_linear(
-        x, f.gate_weight, gate_A, gate_B, f.gate_scaling, None, f.gate_dropout, f.seed, 0
+    of_gate, of_up, of_down = (
+        (dropout, f.seed, stream)
+        for dropout, stream in masks_drawn(f.gate_dropout, f.up_dropout, f.down_dropout)
     )
-    up = adapted_linear(x, f.up_weight, up_A, up_B, f.up_scaling, None, f.up_dropout, f.seed, 1)
+    gate = adapted_linear(x, f.gate_weight, gate_A, gate_B, f.gate_scaling, None, *of_gate)
+    up = adapted_linear(x, f.up_weight, up_A, up_B, f.up_scaling, None, *of_up)
     hidden = GATED[f.activation](gate, up)
-    return adapted_linear(
-        hidden, f.down_weight, down_A, down_B, f.down_scaling, None, f.down_dropout, f.seed, 2
-    )
+    return adapted_linear(hidden, f.down_weight, down_A, down_B, f.down_scaling, None, *of_down)
 
 
 def random(*shape: int, dtype=torch.float32, device="cpu", seed=0, scale=1.0) -> Tensor:

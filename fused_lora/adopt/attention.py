@@ -51,8 +51,7 @@ def read_qkv(attention: Any) -> tuple | str:
         if isinstance(projection, str):
             return f"{name}: {projection}"
         projections.append(projection)
-    reason = why_unloaded(attention, projections)
-    reason = reason or why_not_dropout_here(projections, is_split=len(projections) == 1)
+    reason = why_unloaded(attention, projections) or why_not_dropout_here(projections)
     if reason is not None:
         return reason
     if len(projections) == 1:
@@ -66,7 +65,7 @@ def read_qkv(attention: Any) -> tuple | str:
     return *adapters, FrozenQKV(*weights, *biases, *scalings, *dropouts)
 
 
-def _dropouts_of(frozen: FrozenQKV) -> tuple[float, float, float]:
+def _dropouts_of(frozen: FrozenQKV) -> tuple[float | None, ...]:
     return frozen.q_dropout, frozen.k_dropout, frozen.v_dropout
 
 

@@ -46,8 +46,7 @@ def read_mlp(mlp: nn.Module) -> tuple | str:
         if projection.bias is not None:
             return f"{name}: its base layer has a bias"
         projections.append(projection)
-    reason = why_unloaded(mlp, projections)
-    reason = reason or why_not_dropout_here(projections, is_split=len(projections) == 2)
+    reason = why_unloaded(mlp, projections) or why_not_dropout_here(projections)
     if reason is not None:
         return reason
     *both, down = projections

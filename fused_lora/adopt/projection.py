@@ -27,7 +27,9 @@ class Projection(NamedTuple):
     A: Tensor
     B: Tensor
     scaling: float
-    dropout: float = 0.0  # the probability with which an element is dropped as things are now
+    # the probability with which an element is dropped as things are now; None: where the projection
+    # before it, a part of the same layer, drops it
+    dropout: float | None = 0.0
 
 
 def read_projection(projection: nn.Module, own_forward: bool = True) -> Projection | str:
@@ -106,18 +108,15 @@ def _dropout_of(dropout: Any) -> float | str:
     return dropout.p
 
 
-def why_not_dropout_here(projections: Sequence[Projection], is_split: bool = False) -> str | None:
+def why_not_dropout_here(projections: Sequence[Projection]) -> str | None:
     """Return the reason if projections have dropout where a part by itself does not draw it: within
-    compiled code, which may draw other masks when a checkpoint runs it again, and where the first
-    of them is to be split, for whose parts one mask would have to be shared."""
-    if is_split and projections[0].dropout:
-        return "lora_dropout of one adapter for several projections"
+    compiled code, which may draw other masks when a checkpoint runs it again."""
     if torch.compiler.is_compiling() and any(one.dropout for one in projections):
         return "lora_dropout within torch.compile: ask for layer=True, or do not compile"
     return None
 
 
-def seed_for(x: Tensor, *dropouts: float) -> Tensor | None:
+def seed_for(x: Tensor, *dropouts: float | None) -> Tensor | None:
     """A new seed for the masks of projections that run as one function, if any has dropout. A
     forward that checkpointing runs again gets that of its first run."""
     if not any(dropouts):
@@ -128,12 +127,12 @@ def seed_for(x: Tensor, *dropouts: float) -> Tensor | None:
 
 def split_projection(whole: Projection, sizes: Sequence[int]) -> list[Projection]:
     """The projections of one input whose outputs, of these sizes, lie side by side in those of one
-    layer: its adapter's A is that of each, so that each gives it a gradient."""
+    layer: its adapter's A is that of each, so that each gives it a gradient, and so is its mask."""
     weights, B = whole.weight.split(list(sizes)), whole.B.split(list(sizes))
     biases = [None] * len(sizes) if whole.bias is None else whole.bias.split(list(sizes))
     return [
-        whole._replace(weight=weight, bias=bias, B=one)
-        for weight, bias, one in zip(weights, biases, B, strict=True)
+        whole._replace(weight=weight, bias=bias, B=one, dropout=None if i else whole.dropout)
+        for i, (weight, bias, one) in enumerate(zip(weights, biases, B, strict=True))
     ]
 
 

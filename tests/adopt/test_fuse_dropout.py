@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from dropout_case import OF_LAYER, OF_PARTS, Masked, draw_one_seed, follow
+from dropout_case import OF_JOINED_PARTS, OF_LAYER, OF_PARTS, Masked, draw_one_seed, follow
+from families_case import FAMILIES
 from fused_case import ALL, assert_close, batch, step
 from graph_case import captured, steps
 from layer_case import LAYER, assert_layer_right, layer_of, operands_of_calls, pair, peft_model
@@ -73,6 +74,23 @@ def test_losses_gradients_and_weights_are_those_of_peft_with_the_same_masks(
     fused, plain = model_with(fusion, device), model_with(None, device)
     got, want = train(fused), train(follow(plain, streams))
     assert len(want) == 3 + 2 * 28
+    assert_close(got, want, 2e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "fusion"),
+    [("Phi-3", replace(PARTS, checkpoint="full")), ("Phi-4-mini", PARTS)],
+    ids=("Phi-3, full", "Phi-4-mini"),
+)
+def test_projections_of_one_adapter_share_a_mask(name, fusion, device, monkeypatch):
+    """As in PEFT. Of Phi-4-mini's attention q, k and v are one function and o is another."""
+    draw_one_seed(monkeypatch)
+    plain = FAMILIES[name].peft_model(device, lora_dropout=0.3)
+    fused = copy.deepcopy(plain).train()
+    assert not fuse(fused, fusion).left
+    streams = OF_JOINED_PARTS | ({"o_proj": 0} if name == "Phi-4-mini" else {})
+    got, want = train(fused), train(follow(plain, streams))
+    assert len(want) == 3 + 2 * 16
     assert_close(got, want, 2e-4)
 
 
