@@ -37,6 +37,7 @@ from fused_mlp.dropout import draw_masks, masks_of, parts_of
 from fused_mlp.utils import (
     Group,
     adapter_gradients,
+    bias_gradients,
     compute_dtype,
     input_gradient,
     without_autocast,
@@ -45,10 +46,18 @@ from fused_mlp.utils import (
 from .kernels.qkv_attention import Attention, attention_backward, attention_forward
 from .kernels.qkv_norm_rope import HeadNorms, head_norms_backward, norm_rope_together
 from .kernels.qkv_rope import rope_together
-from .lora_linear import FrozenLinear, FrozenQKV, check_layers, project
+from .lora_linear import (
+    QKV_PREFIXES,
+    FrozenLinear,
+    FrozenQKV,
+    check_layers,
+    dtypes_of,
+    project,
+    with_biases,
+)
 
-# Where the A and B of q, k and v stand among the adapters, and those of o.
-OF_QKV, OF_O = slice(0, 6), slice(6, 8)
+# Where the A and B of q, k and v stand among the adapters, and those of o; and biases after them.
+OF_QKV, OF_O, OF_QKV_BIASES, OF_O_BIAS = slice(0, 6), slice(6, 8), slice(8, 11), slice(11, 12)
 
 
 class FrozenAttention(NamedTuple):
@@ -81,7 +90,7 @@ class LoRA_Attention(torch.autograd.Function):
             q and k are not turned.
         mask: None, for causal attention, or what scaled_dot_product_attention takes. Likewise.
         adapters: A [r, in] and B [out, r] of q, k, v and o, 8 tensors of any r and any dtype, as
-            for LoRA_W.
+            for LoRA_W. Where biases are trained, those of all four after them, [out] or None.
         frozen: base weights and biases as for LoRA_QKV and LoRA_W, head_dim, and the scale.
 
     Returns:
@@ -95,24 +104,26 @@ class LoRA_Attention(torch.autograd.Function):
     Deterministic where attention's backward is. Not twice differentiable.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, or a base weight, a bias, cos or sin requires a
-            gradient.
+        ValueError: shapes or dtypes do not fit, or a base weight, frozen's bias, cos or sin
+            requires a gradient.
         RuntimeError: from backward, under create_graph=True.
     """
 
     @staticmethod
     def forward(ctx, x, cos, sin, mask, *operands):
         *adapters, frozen = operands
-        layers = frozen.qkv.layers
-        _check(x, cos, sin, adapters, layers, frozen)
-        ctx.dtypes = [t.dtype for t in (x, *adapters)]
+        _check(x, cos, sin, adapters, frozen)
+        *layers, o = with_biases(
+            "LoRA_Attention", (*QKV_PREFIXES, "o_"), (*frozen.qkv.layers, frozen.o), adapters[8:]
+        )
+        ctx.dtypes = dtypes_of(x, *adapters)
         ctx.shape_of_x = x.shape
-        ctx.scalings = [layer.scaling for layer in (*layers, frozen.o)]
+        ctx.scalings = [layer.scaling for layer in (*layers, o)]
 
         x = x.to(compute_dtype(x))
         batch, positions, _ = x.shape
-        dropouts = [layer.dropout for layer in (*layers, frozen.o)]
-        columns = [layer.weight.shape[1] for layer in (*layers, frozen.o)]
+        dropouts = [layer.dropout for layer in (*layers, o)]
+        columns = [layer.weight.shape[1] for layer in (*layers, o)]
         masks = draw_masks(
             "LoRA_Attention", frozen.seed, dropouts, [batch * positions] * 4, columns
         )
@@ -136,7 +147,7 @@ class LoRA_Attention(torch.autograd.Function):
         attended, attention_saved, ctx.attention = attention_forward(qkv, mask, attention)
         by_token = attended.view(batch, positions, attended.shape[1])
         (output,), z_o, o_A, o_B, o_weight = project(
-            by_token, adapters[OF_O], [frozen.o], masks and masks[3:]
+            by_token, adapters[OF_O], [o], masks and masks[3:]
         )
         # for dA alone; x itself and not its rows: a view made in here hides from autograd whose
         # memory it is
@@ -165,15 +176,17 @@ class LoRA_Attention(torch.autograd.Function):
         of_o = Group(weights[3:], o_A, [o_B], ctx.scalings[3:], masks and masks[3:])
         need_x, _, _, _, *needs, _ = ctx.needs_input_grad
         dtype_of_x, *dtypes = ctx.dtypes
-        needs_qkv, needs_o = needs[OF_QKV], needs[OF_O]
-        need_qkv = need_x or any(needs_qkv)
+        needs_qkv, needs_o, needs_biases = needs[OF_QKV], needs[OF_O], needs[OF_QKV_BIASES]
+        need_qkv = need_x or any(needs_qkv) or any(needs_biases)
+        grads_biases: list[Tensor | None] = [None] * len(needs_biases)
 
         with without_autocast(z):
             grad = grad_output.reshape(-1, grad_output.shape[-1]).to(z.dtype)
             grad_attended, grad_z = input_gradient(of_o, [grad], need_qkv, needs_o[:1])
             grads_o = adapter_gradients(of_o, attended, z_o, [grad], grad_z, needs_o, dtypes[OF_O])
+            grad_o_bias = bias_gradients([grad], needs[OF_O_BIAS], dtypes[OF_O_BIAS])
             if grad_attended is None:
-                return None, None, None, None, *[None] * 6, *grads_o, None
+                return *[None] * 10, *grads_o, *grads_biases, *grad_o_bias, None
             grad_qkv = torch.empty_like(qkv)
             attention_backward(
                 grad_attended, qkv, cos, sin, mask, attended, attention_saved, ctx.attention,
@@ -191,9 +204,10 @@ class LoRA_Attention(torch.autograd.Function):
             grad_x, grad_z = input_gradient(of_qkv, grads, need_x, needs_qkv[::2])
             rows = None if x is None else x.reshape(-1, x.shape[-1])
             grads_qkv = adapter_gradients(of_qkv, rows, z, grads, grad_z, needs_qkv, dtypes[OF_QKV])
+            grads_biases = bias_gradients(grads, needs_biases, dtypes[OF_QKV_BIASES])
         if grad_x is not None:
             grad_x = grad_x.view(ctx.shape_of_x).to(dtype_of_x)
-        return grad_x, None, None, None, *grads_qkv, *grads_o, None
+        return grad_x, None, None, None, *grads_qkv, *grads_o, *grads_biases, *grad_o_bias, None
 
 
 def _check(
@@ -201,14 +215,14 @@ def _check(
     cos: Tensor | None,
     sin: Tensor | None,
     adapters: list[Tensor],
-    layers: list[FrozenLinear],
     frozen: FrozenAttention,
 ) -> None:
     """Raise ValueError where shapes or dtypes do not fit together, naming the tensor."""
     name = "LoRA_Attention"
-    if len(adapters) != 8:
+    if len(adapters) not in (8, 12):
         raise ValueError(
-            f"{name}: {len(adapters)} adapter tensors given, should be 8: A and B of q, k, v and o"
+            f"{name}: {len(adapters)} adapter tensors given, should be 8: A and B of q, k, v and "
+            "o; or 12, with the biases of these"
         )
     if x.ndim != 3:
         raise ValueError(f"{name}: x is {list(x.shape)}, should be [batch, positions, in]")
@@ -217,7 +231,8 @@ def _check(
             f"{name}: cos or sin requires a gradient, which it would not get: detach them, or use "
             "the unfused attention"
         )
-    check_layers(name, ("q_", "k_", "v_"), x, adapters[OF_QKV], layers)
+    layers = frozen.qkv.layers
+    check_layers(name, QKV_PREFIXES, x, adapters[OF_QKV], layers)
     q, k, v = (layer.weight.shape[0] for layer in layers)
     if k != v or any(out % frozen.head_dim for out in (q, k)):
         raise ValueError(

@@ -3,7 +3,8 @@
 LoRA_W is one layer (attention's output projection), LoRA_QKV the three that share attention's
 input. Both are a group of layers as `fused_mlp/utils.py` has it, with its equations: for q, k and
 v that is 7 products forward and 11 backward, where layer by layer it is 9 and 15. The biases cost
-nothing: the frozen product adds them as it stores.
+nothing: the frozen product adds them as it stores. The gradient of one that is trained is the sum
+of its layer's dy over tokens.
 
 Of the same layers in PEFT autograd keeps a copy of x for each, where adapters are fp32, and the
 three x A'. This keeps x and z = x A', which at 3r columns is cheaper to keep than to compute again:
@@ -24,6 +25,7 @@ from fused_mlp.dropout import Masks, draw_masks, masks_of, parts_of
 from fused_mlp.utils import (
     Group,
     adapter_gradients,
+    bias_gradients,
     cast_adapters,
     compute_dtype,
     input_gradient,
@@ -31,6 +33,8 @@ from fused_mlp.utils import (
     matmul_lora,
     without_autocast,
 )
+
+QKV_PREFIXES = ("q_", "k_", "v_")
 
 
 class FrozenLinear(NamedTuple):
@@ -49,11 +53,12 @@ class FrozenLinear(NamedTuple):
 
 
 class LoRA_W(torch.autograd.Function):
-    """``LoRA_W.apply(x, A, B, frozen)``: a linear layer with its adapter.
+    """``LoRA_W.apply(x, A, B, frozen)``: a linear layer with its adapter; with a bias that is
+    trained ``LoRA_W.apply(x, A, B, bias, frozen)``.
 
     Equivalent PyTorch::
 
-        base = F.linear(x, frozen.weight, frozen.bias)
+        base = F.linear(x, frozen.weight, frozen.bias)  # or the bias that is trained
         kept = F.dropout(x, frozen.dropout)  # without dropout, x as it is
         output = base + F.linear(F.linear(kept, A), B) * frozen.scaling
 
@@ -62,6 +67,7 @@ class LoRA_W(torch.autograd.Function):
             of tokens including none.
         A: [r, in]. B: [out, r]. Any r. Any dtype: they are cast to that of the computation (fp32
             masters of a bf16 model, say).
+        bias: [out], or None, in any dtype, in the place of frozen's.
         frozen: base weight and bias (or None) in x's dtype (or any, under autocast), and the scale.
 
     Returns:
@@ -75,15 +81,15 @@ class LoRA_W(torch.autograd.Function):
     retained graph is right. Deterministic. Not twice differentiable.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, the base weight or bias requires a gradient, or
-            there is dropout and no seed.
+        ValueError: shapes or dtypes do not fit, the base weight or frozen's bias requires a
+            gradient, or there is dropout and no seed.
         RuntimeError: from backward, under create_graph=True.
     """
 
     @staticmethod
-    def forward(ctx, x, A, B, frozen):
-        check_layers("LoRA_W", ("",), x, (A, B), [frozen])
-        (output,) = _forward(ctx, "LoRA_W", x, (A, B), [frozen], frozen.seed)
+    def forward(ctx, x, A, B, *rest):
+        *biases, frozen = rest
+        (output,) = _forward(ctx, "LoRA_W", ("",), x, (A, B), biases, [frozen], frozen.seed)
         return output
 
     @staticmethod
@@ -120,7 +126,8 @@ class FrozenQKV(NamedTuple):
 
 
 class LoRA_QKV(torch.autograd.Function):
-    """``LoRA_QKV.apply(x, q_A, q_B, k_A, k_B, v_A, v_B, frozen)``: attention's q, k and v.
+    """``LoRA_QKV.apply(x, q_A, q_B, k_A, k_B, v_A, v_B, frozen)``: attention's q, k and v; with
+    biases that are trained, those of all three before frozen.
 
     Equivalent PyTorch::
 
@@ -137,6 +144,7 @@ class LoRA_QKV(torch.autograd.Function):
         x: [..., in], as for LoRA_W.
         q_A, k_A, v_A: [r, in]. q_B: [q_out, r]; k_B: [k_out, r]; v_B: [v_out, r]. Any r, which may
             differ between projections. Any dtype, as for LoRA_W.
+        q_bias, k_bias, v_bias: [q_out], [k_out], [v_out], or None, each, in the place of frozen's.
         frozen: base weights and biases (or None, each) in x's dtype (or any, under autocast), and
             the three scales.
 
@@ -158,11 +166,10 @@ class LoRA_QKV(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, q_A, q_B, k_A, k_B, v_A, v_B, frozen):
-        adapters = (q_A, q_B, k_A, k_B, v_A, v_B)
-        layers = frozen.layers
-        check_layers("LoRA_QKV", ("q_", "k_", "v_"), x, adapters, layers)
-        return _forward(ctx, "LoRA_QKV", x, adapters, layers, frozen.seed)
+    def forward(ctx, x, q_A, q_B, k_A, k_B, v_A, v_B, *rest):
+        *biases, frozen = rest
+        adapters, layers = (q_A, q_B, k_A, k_B, v_A, v_B), frozen.layers
+        return _forward(ctx, "LoRA_QKV", QKV_PREFIXES, x, adapters, biases, layers, frozen.seed)
 
     @staticmethod
     def backward(ctx, grad_q, grad_k, grad_v):
@@ -172,14 +179,19 @@ class LoRA_QKV(torch.autograd.Function):
 def _forward(
     ctx,
     name: str,
+    prefixes: tuple[str, ...],
     x: Tensor,
     adapters: tuple[Tensor, ...],
+    biases: list[Tensor | None],
     layers: list[FrozenLinear],
     seed: Tensor | None,
 ):
-    """One output for each of the layers that share x; `adapters` holds an A and a B for each."""
+    """One output for each of the layers that share x; `adapters` holds an A and a B for each, and
+    `biases` one that is trained, or nothing."""
+    check_layers(name, prefixes, x, adapters, layers)
+    layers = with_biases(name, prefixes, layers, biases)
     ctx.set_materialize_grads(False)  # no gradient is None in backward, and not a tensor of zeros
-    ctx.dtypes = [t.dtype for t in (x, *adapters)]
+    ctx.dtypes = dtypes_of(x, *adapters, *biases)
     ctx.scalings = [layer.scaling for layer in layers]
     ctx.shape_of_x = x.shape
     x = x.to(compute_dtype(x))
@@ -189,7 +201,7 @@ def _forward(
     bits, ctx.scales = parts_of(masks)
     # for dA alone; x itself and not its rows: a view made in here hides from autograd whose memory
     # it is
-    trained = x if any(ctx.needs_input_grad[1:-1:2]) else None
+    trained = x if any(ctx.needs_input_grad[1 : 2 * len(layers) : 2]) else None
     ctx.save_for_backward(trained, z, A, *B, *weights, *bits)
     return tuple(outputs)
 
@@ -222,7 +234,7 @@ def project(
 
 
 def _backward(ctx, name: str, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Gradients of x and of each A and B, in the order of `_forward`'s x and adapters."""
+    """Gradients of x, of each A and B and of each bias that `_forward` was given."""
     # autograd leaves gradients on in a backward only where it should build a graph of it;
     # its own once_differentiable would call ours a constant and say nothing
     if torch.is_grad_enabled():
@@ -242,12 +254,41 @@ def _backward(ctx, name: str, *grad_outputs: Tensor | None) -> tuple[Tensor | No
             None if grad is None else grad.reshape(-1, grad.shape[-1]).to(z.dtype)
             for grad in grad_outputs
         ]
+        needs, needs_of_biases = needs[: 2 * count], needs[2 * count :]
         grad_x, grad_z = input_gradient(group, grads, need_x, needs[::2])
         rows = None if x is None else x.reshape(-1, x.shape[-1])
         gradients = adapter_gradients(group, rows, z, grads, grad_z, needs, dtypes)
+        gradients += bias_gradients(grads, needs_of_biases, dtypes[2 * count :])
     if grad_x is not None:
         grad_x = grad_x.view(ctx.shape_of_x).to(dtype_of_x)
     return grad_x, *gradients
+
+
+def dtypes_of(*tensors: Tensor | None) -> list[torch.dtype | None]:
+    """The dtype of each, in which its gradient is wanted."""
+    return [None if one is None else one.dtype for one in tensors]
+
+
+def with_biases(
+    name: str,
+    prefixes: Sequence[str],
+    layers: Sequence[FrozenLinear],
+    biases: Sequence[Tensor | None],
+) -> list[FrozenLinear]:
+    """Layers with these biases, which are trained, in the place of their own, if there are any."""
+    if not biases:
+        return [*layers]
+    if len(biases) != len(layers):
+        raise ValueError(
+            f"{name}: {len(biases)} biases given, should be none or those of all {len(layers)} "
+            "layers, None for one without"
+        )
+    for prefix, layer, bias in zip(prefixes, layers, biases, strict=True):
+        if bias is not None and bias.shape != (len(layer.weight),):
+            raise ValueError(
+                f"{name}: {prefix}bias is {list(bias.shape)}, should be {[len(layer.weight)]}"
+            )
+    return [layer._replace(bias=bias) for layer, bias in zip(layers, biases, strict=True)]
 
 
 def check_layers(

@@ -40,6 +40,7 @@ from .swiglu import swiglu_backward, swiglu_forward
 from .utils import (
     Group,
     adapter_gradients,
+    bias_gradients,
     cast_adapters,
     compute_dtype,
     input_gradient,
@@ -76,9 +77,10 @@ class FrozenMLP(NamedTuple):
 
 
 class LoRA_MLP(torch.autograd.Function):
-    """``LoRA_MLP.apply(x, gate_A, gate_B, up_A, up_B, down_A, down_B, frozen)``.
+    """``LoRA_MLP.apply(x, gate_A, gate_B, up_A, up_B, down_A, down_B, frozen)``; of layers with
+    biases ``LoRA_MLP.apply(x, ..., down_B, gate_bias, up_bias, down_bias, frozen)``.
 
-    Equivalent PyTorch::
+    Equivalent PyTorch, without biases::
 
         def adapted(x, weight, A, B, scaling, dropout):
             z = F.linear(F.dropout(x, dropout), A)  # without dropout, of x as it is
@@ -96,6 +98,8 @@ class LoRA_MLP(torch.autograd.Function):
         gate_A, up_A: [r, hidden]; down_A: [r, intermediate]. gate_B, up_B: [intermediate, r];
             down_B: [hidden, r]. Any r, which may differ between projections. Any dtype: they are
             cast to that of the computation (fp32 masters of a bf16 model, say).
+        gate_bias, up_bias: [intermediate], down_bias: [hidden], or None, each, trained or not, of
+            any dtype. They are added to the frozen products.
         frozen: base weights in x's dtype (or any, under autocast) and the three scales.
 
     Returns:
@@ -117,9 +121,14 @@ class LoRA_MLP(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, gate_A, gate_B, up_A, up_B, down_A, down_B, frozen):
+    def forward(ctx, x, gate_A, gate_B, up_A, up_B, down_A, down_B, *rest):
+        *biases, frozen = rest
         dtype = compute_dtype(x)
-        _check(x, dtype, (gate_A, gate_B, up_A, up_B, down_A, down_B), frozen)
+        _check(x, dtype, (gate_A, gate_B, up_A, up_B, down_A, down_B), biases, frozen)
+        ctx.dtypes_of_biases = [None if one is None else one.dtype for one in biases]
+        gate_bias, up_bias, down_bias = (
+            None if one is None else one.to(dtype) for one in biases or (None, None, None)
+        )
         ctx.shape_of_x, ctx.dtype_of_x = x.shape, x.dtype
         ctx.dtypes_of_both = [t.dtype for t in (gate_A, gate_B, up_A, up_B)]
         ctx.dtypes_of_down = [t.dtype for t in (down_A, down_B)]
@@ -140,14 +149,14 @@ class LoRA_MLP(torch.autograd.Function):
         ranks = [gate_A.shape[0], up_A.shape[0]]
         z = matmul_A(rows, A, ranks, masks and masks[:2])
         z_gate, z_up = z.split_with_sizes(ranks, 1)
-        gate = matmul_lora(rows, gate_weight, z_gate, gate_B, gate_scaling)
-        up = matmul_lora(rows, up_weight, z_up, up_B, up_scaling)
+        gate = matmul_lora(rows, gate_weight, z_gate, gate_B, gate_scaling, gate_bias)
+        up = matmul_lora(rows, up_weight, z_up, up_B, up_scaling, up_bias)
         if frozen.output_needed:
             hidden = (geglu_forward if ctx.is_geglu else swiglu_forward)(gate, up)
             # not a view itself, or autograd would forbid to change it in place
             output = rows.new_empty(x.shape)
             z_down = matmul_A(hidden, down_A, [down_A.shape[0]], masks and masks[2:])
-            matmul_lora(hidden, down_weight, z_down, down_B, down_scaling, out=output)
+            matmul_lora(hidden, down_weight, z_down, down_B, down_scaling, down_bias, output)
         else:
             output = rows.new_zeros(1).expand(x.shape)
         bits, ctx.scales = parts_of(masks)
@@ -186,7 +195,8 @@ class LoRA_MLP(torch.autograd.Function):
         masks = masks_of(bits, ctx.scales)
         gate_scaling, up_scaling, down_scaling = ctx.scalings
         (
-            need_x, need_gate_A, need_gate_B, need_up_A, need_up_B, need_down_A, need_down_B, _,
+            need_x, need_gate_A, need_gate_B, need_up_A, need_up_B, need_down_A, need_down_B,
+            *need_biases, _,
         ) = ctx.needs_input_grad  # fmt: skip
 
         with without_autocast(grad_output):
@@ -220,10 +230,13 @@ class LoRA_MLP(torch.autograd.Function):
                 both, rows, z, grads, grad_z,
                 [need_gate_A, need_gate_B, need_up_A, need_up_B], ctx.dtypes_of_both,
             )  # fmt: skip
+            grads_of_biases = bias_gradients(
+                [grad_gate, grad_up, grad_rows], need_biases, ctx.dtypes_of_biases
+            )
 
         if grad_x is not None:
             grad_x = grad_x.view(ctx.shape_of_x).to(ctx.dtype_of_x)
-        return grad_x, *grads_both, *grads_down, None
+        return grad_x, *grads_both, *grads_down, *grads_of_biases, None
 
 
 def _draw_masks(frozen: FrozenMLP, rows: Tensor) -> Masks | None:
@@ -233,7 +246,13 @@ def _draw_masks(frozen: FrozenMLP, rows: Tensor) -> Masks | None:
     return draw_masks("LoRA_MLP", frozen.seed, dropouts, [rows.shape[0]] * 3, columns)
 
 
-def _check(x: Tensor, dtype: torch.dtype, adapters: tuple[Tensor, ...], frozen: FrozenMLP) -> None:
+def _check(
+    x: Tensor,
+    dtype: torch.dtype,
+    adapters: tuple[Tensor, ...],
+    biases: list[Tensor | None],
+    frozen: FrozenMLP,
+) -> None:
     """Raise ValueError where shapes or dtypes do not fit together, naming the tensor."""
     if frozen.activation not in ("silu", "gelu_tanh"):
         raise ValueError(
@@ -261,6 +280,16 @@ def _check(x: Tensor, dtype: torch.dtype, adapters: tuple[Tensor, ...], frozen: 
             raise ValueError(
                 f"LoRA_MLP: {name}_A is {list(A.shape)} and {name}_B {list(B.shape)}, "
                 f"should be [r, {in_features}] and [{out_features}, r] of one r"
+            )
+    if len(biases) not in (0, 3):
+        raise ValueError(
+            f"LoRA_MLP: {len(biases)} biases given, should be none or those of gate, up and down, "
+            "None for one without"
+        )
+    for name, bias, out_features in zip(("gate", "up", "down"), biases, outputs, strict=False):
+        if bias is not None and bias.shape != (out_features,):
+            raise ValueError(
+                f"LoRA_MLP: {name}_bias is {list(bias.shape)}, should be {[out_features]}"
             )
     for name, weight in (
         ("gate", frozen.gate_weight), ("up", frozen.up_weight), ("down", frozen.down_weight),

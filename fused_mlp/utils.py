@@ -218,6 +218,21 @@ def adapter_gradients(
     return gradients
 
 
+def bias_gradients(
+    grads: Sequence[Tensor | None], needs: Sequence[bool], dtypes: Sequence[torch.dtype]
+) -> list[Tensor | None]:
+    """The gradient of each layer's bias, which is the sum of its dy [T, out] over tokens, each in
+    its own of `dtypes`, None unless it is needed. None where no biases are trained: `needs` is
+    empty."""
+    return [
+        # bf16 sums in fp32, and is rounded to the dtype that is asked for
+        grad.sum(0, dtype=torch.promote_types(grad.dtype, dtype)).to(dtype)
+        if need and grad is not None
+        else None
+        for grad, need, dtype in zip(grads, needs, dtypes, strict=bool(needs))
+    ]
+
+
 def scaled_matmul(a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype | None = None) -> Tensor:
     """scaling * (a @ b) in `dtype`, by default that of a and b.
 

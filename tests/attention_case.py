@@ -17,12 +17,23 @@ def adapted(x, A, B, layer, seed, dropout, stream):
     return adapted_linear(x, layer.weight, A, B, layer.scaling, layer.bias, dropout, seed, stream)
 
 
-def lora_w(x, A, B, frozen):
+def with_trained(layers, biases):
+    """Layers with the biases that are given beside them, if there are any."""
+    if not biases:
+        return layers
+    biases = [None if bias is None else bias.to(layers[0].weight.dtype) for bias in biases]
+    return [layer._replace(bias=bias) for layer, bias in zip(layers, biases, strict=True)]
+
+
+def lora_w(x, A, B, *rest):
+    *biases, frozen = rest
+    (frozen,) = with_trained([frozen], biases)
     return adapted(x, A, B, frozen, frozen.seed, frozen.dropout, 0)
 
 
-def lora_qkv(x, q_A, q_B, k_A, k_B, v_A, v_B, frozen):
-    q, k, v = frozen.layers
+def lora_qkv(x, q_A, q_B, k_A, k_B, v_A, v_B, *rest):
+    *biases, frozen = rest
+    q, k, v = with_trained(frozen.layers, biases)
     of_q, of_k, of_v = masks_drawn(q.dropout, k.dropout, v.dropout)
     return (
         adapted(x, q_A, q_B, q, frozen.seed, *of_q),

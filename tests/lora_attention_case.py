@@ -5,7 +5,7 @@ A case is ([x, cos, sin, mask, eight adapters, frozen], the gradient of the outp
 
 import torch
 import torch.nn.functional as F
-from attention_case import adapted
+from attention_case import adapted, with_trained
 from reference import masks_drawn, random
 from rms_norm_case import eager_rms_norm
 
@@ -67,9 +67,10 @@ def eager_head_norm(x, weight, eps):
     return by_token.unflatten(2, (-1, x.shape[3])).transpose(1, 2)
 
 
-def eager(x, cos, sin, mask, q_A, q_B, k_A, k_B, v_A, v_B, o_A, o_B, frozen):
-    of_q, of_k, of_v = frozen.qkv.layers
-    *masks, mask_of_o = masks_drawn(*(one.dropout for one in (of_q, of_k, of_v, frozen.o)))
+def eager(x, cos, sin, mask, q_A, q_B, k_A, k_B, v_A, v_B, o_A, o_B, *rest):
+    *biases, frozen = rest
+    layers = of_q, of_k, of_v, of_o = with_trained([*frozen.qkv.layers, frozen.o], biases)
+    *masks, mask_of_o = masks_drawn(*(one.dropout for one in layers))
 
     def heads_of(A, B, layer, drawn):
         features = adapted(x, A, B, layer, frozen.seed, *drawn)
@@ -95,4 +96,4 @@ def eager(x, cos, sin, mask, q_A, q_B, k_A, k_B, v_A, v_B, o_A, o_B, frozen):
         q, k, v, mask, is_causal=is_causal, scale=frozen.scaling
     )
     attended = attended.transpose(1, 2).flatten(2)
-    return adapted(attended, o_A, o_B, frozen.o, frozen.seed, *mask_of_o)
+    return adapted(attended, o_A, o_B, of_o, frozen.seed, *mask_of_o)

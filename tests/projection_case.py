@@ -55,7 +55,6 @@ REASONS = {
         lambda p: readapt(p, init_lora_weights="mica"),
         "it uses a variant of LoRA (MiCALinearVariant)",
     ),
-    "lora_bias": (lambda p: readapt(p, lora_bias=True), "its adapter has a bias"),
     "two active adapters": (add_active, "2 adapters are active: default, second"),
     "no such adapter": (lambda p: p.set_adapter("other"), "it has no adapter named other"),
     "merged": (lambda p: p.merge(), "adapters are merged"),

@@ -65,16 +65,21 @@ def adapted_linear(
     return (result + F.linear(z, B) * scaling).to(result.dtype)
 
 
-def lora_mlp(x, gate_A, gate_B, up_A, up_B, down_A, down_B, frozen) -> Tensor:
-    f = frozen
+def lora_mlp(x, gate_A, gate_B, up_A, up_B, down_A, down_B, *rest) -> Tensor:
+    *biases, f = rest
+    gate_bias, up_bias, down_bias = (
+        None if one is None else one.to(f.gate_weight.dtype) for one in biases or [None] * 3
+    )
     of_gate, of_up, of_down = (
         (dropout, f.seed, stream)
         for dropout, stream in masks_drawn(f.gate_dropout, f.up_dropout, f.down_dropout)
     )
-    gate = adapted_linear(x, f.gate_weight, gate_A, gate_B, f.gate_scaling, None, *of_gate)
-    up = adapted_linear(x, f.up_weight, up_A, up_B, f.up_scaling, None, *of_up)
+    gate = adapted_linear(x, f.gate_weight, gate_A, gate_B, f.gate_scaling, gate_bias, *of_gate)
+    up = adapted_linear(x, f.up_weight, up_A, up_B, f.up_scaling, up_bias, *of_up)
     hidden = GATED[f.activation](gate, up)
-    return adapted_linear(hidden, f.down_weight, down_A, down_B, f.down_scaling, None, *of_down)
+    return adapted_linear(
+        hidden, f.down_weight, down_A, down_B, f.down_scaling, down_bias, *of_down
+    )
 
 
 def random(*shape: int, dtype=torch.float32, device="cpu", seed=0, scale=1.0) -> Tensor:

@@ -1,7 +1,7 @@
 """The switches `attention` and `rope`: the forwards that they set on an attention and on its o."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -20,9 +20,12 @@ from .families import NormForm
 from .originals import is_builtin, why_replaced
 from .projection import (
     Projection,
+    bias_of,
+    frozen_bias,
     read_projection,
     seed_for,
     split_projection,
+    trains_bias,
     why_not_dropout_here,
 )
 from .rms_norm import why_not_frozen
@@ -40,9 +43,8 @@ from .site import (
 PLAIN = NormForm()
 
 
-def read_qkv(attention: Any) -> tuple | str:
-    """Return the operands of LoRA_QKV after x, read from q, k and v as they are now, or the reason
-    why they may not run fused."""
+def read_qkv(attention: Any) -> list[Projection] | str:
+    """Return q, k and v as they are now, or the reason why they may not run fused."""
     if (reason := why_not_class(attention, "Attention")) is not None:
         return reason
     projections = []
@@ -57,16 +59,27 @@ def read_qkv(attention: Any) -> tuple | str:
     if len(projections) == 1:
         out = len(projections[0].weight)
         q = attention.o_proj.in_features
-        projections = split_projection(projections[0], [q, (out - q) // 2, (out - q) // 2])
-    adapters = (tensor for one in projections for tensor in (one.A, one.B))
+        return split_projection(projections[0], [q, (out - q) // 2, (out - q) // 2])
+    return projections
+
+
+def _tensors_of(reads: Sequence[Projection]) -> list[Tensor | None]:
+    """The operands that a function of these projections differentiates: each one's A and B, and
+    then, if any trains its bias, the biases of all."""
+    adapters = [tensor for one in reads for tensor in (one.A, one.B)]
+    biases = [bias_of(one) for one in reads] if any(map(trains_bias, reads)) else []
+    return [*adapters, *biases]
+
+
+def _frozen_qkv(reads: Sequence[Projection]) -> FrozenQKV:
     weights, biases, scalings, dropouts = zip(
-        *((one.weight, one.bias, one.scaling, one.dropout) for one in projections), strict=True
+        *((one.weight, frozen_bias(one), one.scaling, one.dropout) for one in reads), strict=True
     )
-    return *adapters, FrozenQKV(*weights, *biases, *scalings, *dropouts)
+    return FrozenQKV(*weights, *biases, *scalings, *dropouts)
 
 
-def _dropouts_of(frozen: FrozenQKV) -> tuple[float | None, ...]:
-    return frozen.q_dropout, frozen.k_dropout, frozen.v_dropout
+def _frozen_linear(read: Projection) -> FrozenLinear:
+    return FrozenLinear(read.weight, frozen_bias(read), read.scaling, read.dropout)
 
 
 def head_norms_of(attention: Any) -> HeadNorms | None:
@@ -129,10 +142,8 @@ def output_forward(projection: nn.Module, parts: frozenset[str], x: Tensor, *res
     if isinstance(read, str):
         say_once(projection, read)
         return class_forward(projection, x, *rest, **options)
-    frozen = FrozenLinear(
-        read.weight, read.bias, read.scaling, read.dropout, seed_for(x, read.dropout)
-    )
-    return LoRA_W.apply(x, read.A, read.B, frozen)
+    frozen = _frozen_linear(read)._replace(seed=seed_for(x, read.dropout))
+    return LoRA_W.apply(x, *_tensors_of([read]), frozen)
 
 
 def self_attention_forward(
@@ -152,28 +163,27 @@ def self_attention_forward(
             attention, hidden_states, position_embeddings=position_embeddings,
             attention_mask=attention_mask, past_key_values=past_key_values, **options,
         )  # fmt: skip
-    operands: tuple | str = "not asked for"
-    if "attention" in parts and isinstance(operands := read_qkv(attention), str):
-        say_once(attention, operands)
-    if not isinstance(operands, str) and ("rope" in parts or not turns(attention)):
+    reads: list[Projection] | str = "not asked for"
+    if "attention" in parts and isinstance(reads := read_qkv(attention), str):
+        say_once(attention, reads)
+    if not isinstance(reads, str) and ("rope" in parts or not turns(attention)):
         angles = position_embeddings if turns(attention) else (None, None)
         o = _read_rest(attention, angles, attention_mask, past_key_values, options)
         if not isinstance(o, str):
-            *adapters, frozen_qkv = operands
+            every = [*reads, o]
             frozen = FrozenAttention(
-                frozen_qkv, FrozenLinear(o.weight, o.bias, o.scaling, o.dropout),
-                attention.head_dim, attention.scaling, head_norms_of(attention),
-                seed_for(hidden_states, *_dropouts_of(frozen_qkv), o.dropout),
+                _frozen_qkv(reads), _frozen_linear(o), attention.head_dim, attention.scaling,
+                head_norms_of(attention), seed_for(hidden_states, *(one.dropout for one in every)),
             )  # fmt: skip
             output = LoRA_Attention.apply(
-                hidden_states, *angles, attention_mask, *adapters, o.A, o.B, frozen
+                hidden_states, *angles, attention_mask, *_tensors_of(every), frozen
             )
             return output, None
     form = known_form(attention, "Attention")
-    if not isinstance(operands, str):
-        *adapters, frozen_qkv = operands
-        seed = seed_for(hidden_states, *_dropouts_of(frozen_qkv))
-        q, k, v = LoRA_QKV.apply(hidden_states, *adapters, frozen_qkv._replace(seed=seed))
+    if not isinstance(reads, str):
+        seed = seed_for(hidden_states, *(one.dropout for one in reads))
+        frozen_qkv = _frozen_qkv(reads)._replace(seed=seed)
+        q, k, v = LoRA_QKV.apply(hidden_states, *_tensors_of(reads), frozen_qkv)
     else:
         outputs = [getattr(attention, name)(hidden_states) for name in form.projections]
         if len(outputs) == 1:

@@ -24,7 +24,7 @@ from .attention import head_norms_of, turns, why_not_head_norms, why_not_inputs,
 from .borders import LayerBorders, let_save
 from .families import LayerForm
 from .mlp import why_not_activation
-from .projection import Projection, read_projection, seed_for, why_call
+from .projection import Projection, read_projection, seed_for, trains_bias, why_call
 from .rms_norm import normed_layer_forward, why_not_frozen
 from .site import (
     FusedForward,
@@ -146,6 +146,8 @@ def _read(layer: Any) -> list[list[Projection]] | str:
             read = read_projection(getattr(layer, owner)._modules[name], own_forward)
             if isinstance(read, str):
                 return f"{name}: {read}"
+            if trains_bias(read):
+                return f"{name}: its bias is trained, which parts take and a whole layer does not"
             for adapter in (read.A, read.B):
                 if adapter.dtype not in DTYPES:
                     return f"an adapter is {adapter.dtype}, should be bfloat16, float16 or float32"

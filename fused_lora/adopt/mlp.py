@@ -12,6 +12,7 @@ from fused_mlp import FrozenMLP, LoRA_MLP
 from ..step.recompute import saving_last
 from .originals import is_builtin
 from .projection import (
+    bias_of,
     read_projection,
     seed_for,
     split_projection,
@@ -43,8 +44,6 @@ def read_mlp(mlp: nn.Module) -> tuple | str:
         projection = read_projection(getattr(mlp, name))
         if isinstance(projection, str):
             return f"{name}: {projection}"
-        if projection.bias is not None:
-            return f"{name}: its base layer has a bias"
         projections.append(projection)
     reason = why_unloaded(mlp, projections) or why_not_dropout_here(projections)
     if reason is not None:
@@ -59,7 +58,10 @@ def read_mlp(mlp: nn.Module) -> tuple | str:
         activation=_name_of_activation(activation),
         gate_dropout=gate.dropout, up_dropout=up.dropout, down_dropout=down.dropout,
     )  # fmt: skip
-    return gate.A, gate.B, up.A, up.B, down.A, down.B, frozen
+    biases = [bias_of(one) for one in (gate, up, down)]
+    if all(bias is None for bias in biases):
+        biases = []
+    return gate.A, gate.B, up.A, up.B, down.A, down.B, *biases, frozen
 
 
 def _name_of_activation(activation: Any) -> str:

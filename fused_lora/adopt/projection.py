@@ -20,7 +20,8 @@ UNQUANTISED = "if quantised, load the model in bf16 without quantization_config"
 
 
 class Projection(NamedTuple):
-    """x W' + bias + scaling (dropout(x) A') B'; without an adapter A and B are of rank 0."""
+    """x W' + bias + scaling (dropout(x) A' B' + lora_bias); without an adapter A and B are of rank
+    0."""
 
     weight: Tensor
     bias: Tensor | None
@@ -30,11 +31,12 @@ class Projection(NamedTuple):
     # the probability with which an element is dropped as things are now; None: where the projection
     # before it, a part of the same layer, drops it
     dropout: float | None = 0.0
+    lora_bias: Tensor | None = None  # PEFT's name for an adapter's
 
 
 def read_projection(projection: nn.Module, own_forward: bool = True) -> Projection | str:
-    """The parts of a projection that computes x W' + bias + s (dropout(x) A') B' and nothing else,
-    or why it does not, in words.
+    """The parts of a projection that computes what Projection says and nothing else, or why it does
+    not, in words.
 
     Called at every forward, up to seven times a layer. `own_forward`: whether the projection
     itself must still have its class's forward.
@@ -70,8 +72,6 @@ def read_projection(projection: nn.Module, own_forward: bool = True) -> Projecti
     if adapter in projection.lora_variant:
         variant = type(projection.lora_variant[adapter]).__name__
         return f"it uses a variant of LoRA ({variant}): only plain LoRA runs fused"
-    if _parameter(B, "bias") is not None:
-        return "its adapter has a bias: leave lora_bias out"
     if (reason := _why_not_base(base)) is not None:
         return reason
     for module in (projection, base, dropout, A, B):
@@ -84,9 +84,10 @@ def read_projection(projection: nn.Module, own_forward: bool = True) -> Projecti
             "its scaling is a tensor: hotswap_adapter works without "
             "prepare_model_for_compiled_hotswap"
         )
+    lora_bias = _parameter(B, "bias")
     A, B = _parameter(A, "weight"), _parameter(B, "weight")
     weight, bias = _parameter(base, "weight"), _parameter(base, "bias")
-    return Projection(weight, bias, A, B, scaling, dropped)
+    return Projection(weight, bias, A, B, scaling, dropped, lora_bias)
 
 
 def _dropout_of(dropout: Any) -> float | str:
@@ -128,12 +129,33 @@ def seed_for(x: Tensor, *dropouts: float | None) -> Tensor | None:
 def split_projection(whole: Projection, sizes: Sequence[int]) -> list[Projection]:
     """The projections of one input whose outputs, of these sizes, lie side by side in those of one
     layer: its adapter's A is that of each, so that each gives it a gradient, and so is its mask."""
-    weights, B = whole.weight.split(list(sizes)), whole.B.split(list(sizes))
-    biases = [None] * len(sizes) if whole.bias is None else whole.bias.split(list(sizes))
+    weights, biases, B, lora_biases = (
+        [None] * len(sizes) if one is None else one.split(list(sizes))
+        for one in (whole.weight, whole.bias, whole.B, whole.lora_bias)
+    )
+    dropouts = [whole.dropout, *[None] * (len(sizes) - 1)]
     return [
-        whole._replace(weight=weight, bias=bias, B=one, dropout=None if i else whole.dropout)
-        for i, (weight, bias, one) in enumerate(zip(weights, biases, B, strict=True))
+        Projection(weight, bias, whole.A, one, whole.scaling, dropout, lora_bias)
+        for weight, bias, one, dropout, lora_bias in zip(
+            weights, biases, B, dropouts, lora_biases, strict=True
+        )
     ]
+
+
+def trains_bias(read: Projection) -> bool:
+    return read.lora_bias is not None or (read.bias is not None and read.bias.requires_grad)
+
+
+def frozen_bias(read: Projection) -> Tensor | None:
+    return None if trains_bias(read) else read.bias
+
+
+def bias_of(read: Projection) -> Tensor | None:
+    """The bias of a projection, its adapter's in it."""
+    if read.lora_bias is None:
+        return read.bias
+    scaled = read.lora_bias * read.scaling
+    return scaled if read.bias is None else read.bias + scaled
 
 
 def _why_not_lora(projection: Any) -> str:
@@ -157,13 +179,11 @@ def _why_not_base(base: nn.Module) -> str | None:
     """Return the reason if a base layer is anything else than a frozen linear layer."""
     if type(base) is not nn.Linear:
         return _not_linear(base)
-    weight, bias = _parameter(base, "weight"), _parameter(base, "bias")
+    weight = _parameter(base, "weight")
     if type(weight) not in (nn.Parameter, Tensor) or not weight.is_floating_point():
         return f"its base weight {why_not_plain(weight)}"
     if weight.requires_grad:
         return "its base weight is trained: freeze it, requires_grad_(False)"
-    if bias is not None and bias.requires_grad:
-        return 'its base bias is trained: take LoraConfig(bias="none")'
     return None
 
 

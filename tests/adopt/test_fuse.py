@@ -130,14 +130,7 @@ class OtherMLP(Qwen2MLP):
     pass
 
 
-def set_bias(base):
-    base.bias = nn.Parameter(torch.ones_like(base.weight[:, 0]), requires_grad=False)
-
-
 REASONS = {
-    "base bias": (
-        lambda mlp: set_bias(mlp.gate_proj.base_layer), "gate_proj: its base layer has a bias"
-    ),
     "GeGLU": (lambda mlp: setattr(mlp, "act_fn", nn.GELU()), "its activation is GELU, not SiLU"),
     "unknown class": (
         lambda mlp: setattr(mlp, "__class__", OtherMLP), "OtherMLP is not an MLP class"

@@ -3,6 +3,7 @@ what they keep for backward, what dtype they compute in, and what they refuse.""
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import attention_case
 import lora_attention_case
@@ -21,7 +22,7 @@ from contract import (
     run,
 )
 from counting import Calls, saved_for_backward
-from reference import use_poisoned_memory
+from reference import random, use_poisoned_memory
 from refusal import assert_refused, narrow, short, trained
 
 W, QKV, ATTENTION, MLP = NAMES = ("LoRA_W", "LoRA_QKV", "LoRA_Attention", "LoRA_MLP")
@@ -201,6 +202,59 @@ def test_an_output_in_no_loss_gives_its_adapter_no_gradient_as_eager_does(
     assert_right(operation, case, got, eager, of=of_used(operation.eager))
 
 
+# --- biases that are trained ----------------------------------------------------------------------
+
+BIASES = {  # and how wide they are
+    W: {"bias": 71},
+    QKV: {"q_bias": 71, "k_bias": 23, "v_bias": 37},
+    ATTENTION: {"q_bias": 128, "k_bias": 64, "v_bias": 64, "o_bias": 44},
+    MLP: {"gate_bias": 139, "up_bias": 139, "down_bias": 52},
+}
+
+
+def with_biases(name, device, dtype=BF16, bias_dtype=FP32, missing=(), **options):
+    """An operation and a case of it with biases before what is frozen, whose own do not matter."""
+    operation = OPERATIONS[name]
+    case = operation.case(device, dtype, **options)
+    biases: dict[str, Any] = dict.fromkeys(BIASES[name])
+    for seed, (bias, width) in enumerate(BIASES[name].items()):
+        if bias not in missing:
+            biases[bias] = random(width, seed=80 + seed, dtype=bias_dtype, device=device)
+    frozen = case.inputs.pop("frozen")
+    inputs = case.inputs | biases | {"frozen": frozen}
+    trained = (*operation.trained, *(bias for bias in biases if bias not in missing))
+    return replace(operation, trained=trained), replace(case, inputs=inputs)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("dtype", "bias_dtype"), [(BF16, FP32), (BF16, BF16), (FP16, FP32), (FP32, FP32)], ids=str
+)
+def test_biases_that_are_trained_are_right(dtype, bias_dtype, name, device):
+    """In fp32 beside bf16, as the adapters of PEFT have theirs, each is rounded once."""
+    assert_right(*with_biases(name, device, dtype, bias_dtype))
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"), [(QKV, "k_bias"), (ATTENTION, "o_bias"), (MLP, "up_bias")]
+)
+def test_one_layer_without_a_bias_beside_trained_ones_is_right(name, missing, device):
+    assert_right(*with_biases(name, device, missing=(missing,)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_biases_alone_may_be_trained(name, device):
+    operation, case = with_biases(name, device)
+    want = run(operation, case)
+    some = replace(operation, trained=tuple(BIASES[name]))
+    case = replace(case, inputs={
+        key: value.detach() if isinstance(value, torch.Tensor) else value
+        for key, value in case.inputs.items()
+    })  # fmt: skip
+    got = run(some, case)
+    assert_equal(got, {key: want[key] for key in got})
+
+
 # --- what does not fit ----------------------------------------------------------------------------
 
 
@@ -248,3 +302,22 @@ def test_what_does_not_fit_is_a_value_error_that_names_it(name, changes, message
     operation = OPERATIONS[name]
     message = f"^({name}|rope_together): .*{message}"
     assert_refused(operation.function, operation.case(device).inputs, changes, message)
+
+
+ERRORS_OF_BIASES = [
+    (W, {"bias": short}, r"bias is \[70\], should be \[71\]"),
+    (QKV, {"k_bias": short}, r"k_bias is \[22\], should be \[23\]"),
+    (QKV, {"k_bias": None}, "2 biases given, should be none or those of all 3 layers, None for"),
+    (ATTENTION, {"o_bias": short}, r"o_bias is \[43\], should be \[44\]"),
+    (ATTENTION, {"o_bias": None}, "11 adapter tensors given, should be 8: .*; or 12, with the bia"),
+    (MLP, {"down_bias": short}, r"down_bias is \[51\], should be \[52\]"),
+    (MLP, {"up_bias": None}, "2 biases given, should be none or those of gate, up and down, None"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"), ERRORS_OF_BIASES, ids=[says for *_, says in ERRORS_OF_BIASES]
+)
+def test_biases_that_do_not_fit_are_a_value_error_that_names_them(name, changes, message, device):
+    operation, case = with_biases(name, device)
+    assert_refused(operation.function, case.inputs, changes, f"^{name}: .*{message}")
