@@ -1,0 +1,125 @@
+"""Kinds of LoRA that PEFT has beside the plain one, and what else may be trained: which parts run
+fused, and that three steps of SGD come to plain PEFT's gradients and weights."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from families_case import FAMILIES
+from fused_case import ALL, SHORT, assert_close, functions_of, step
+from layer_case import assert_layer_right, layer_of, pair, peft_model
+from peft_models import ids
+from projection_case import readapt
+
+from fused_lora import Fusion, fuse
+
+ONE = {"num_hidden_layers": 1}
+WHOLE = {"DecoderLayer": 1}
+MLP, ATTENTION = {"LoRA_MLP": 1}, {"LoRA_Attention": 1}
+PARTS = MLP | ATTENTION
+FUNCTIONS = {*PARTS, *WHOLE, "LoRA_W", "LoRA_QKV"}
+
+
+def made(config=ONE, **options):
+    return lambda device: peft_model(device, config=config, **options)
+
+
+def with_trained_norms(family):
+    def make(device):
+        model = peft_model(device, family, config=ONE)
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.requires_grad_()
+        return model
+
+    return make
+
+
+def with_dora_on(name):
+    def make(device):
+        model = peft_model(device, config=ONE)
+        readapt(layer_of(model).get_submodule(name), use_dora=True)
+        return model
+
+    return make
+
+
+def phi(**options):
+    family = replace(FAMILIES["Phi-3"], config=FAMILIES["Phi-3"].config | ONE)
+    return lambda device: family.peft_model(device, **options)
+
+
+NORMS = ["input_layernorm", "post_attention_layernorm"]
+OF_BASE = ONE | {"mlp_bias": True, "attention_bias": True}  # which are frozen
+# How a model of one layer is made, and what of it `fuse(model)` runs, by our functions.
+KINDS = {
+    "rsLoRA": (made(use_rslora=True), WHOLE),
+    "lora_bias": (made(lora_bias=True), PARTS),
+    "lora_bias of o alone": (made(lora_bias=True, target_modules=["o_proj"]), PARTS),
+    "lora_bias, no other biases": (made(lora_bias=True, family="Llama"), PARTS),
+    "lora_bias, joined projections": (phi(lora_bias=True), PARTS),
+    "bias all": (made(bias="all"), PARTS),
+    "bias all, of projections without adapters": (
+        made(bias="all", target_modules=["gate_proj"]), PARTS
+    ),
+    "bias lora_only": (made(bias="lora_only", target_modules=["q_proj"]), PARTS),
+    "biases of an MLP's base layers": (made(OF_BASE, family="Llama"), WHOLE),
+    "bias all, an MLP's too": (made(OF_BASE, family="Llama", bias="all"), PARTS),
+    "norms that are trained": (with_trained_norms("Qwen2"), PARTS),
+    "norms of heads, too": (with_trained_norms("Qwen3"), MLP | {"LoRA_QKV": 1, "LoRA_W": 1}),
+    "norms in modules_to_save": (made(modules_to_save=NORMS), PARTS),
+    "DoRA on up": (with_dora_on("mlp.up_proj"), ATTENTION),
+    "DoRA on k": (with_dora_on("self_attn.k_proj"), MLP | {"LoRA_W": 1}),
+    "DoRA on o": (with_dora_on("self_attn.o_proj"), MLP | {"LoRA_QKV": 1}),
+}  # fmt: skip
+
+
+def train(model):
+    """The loss and gradients of the first of three steps of SGD, and the weights after them."""
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.SGD(trained.values(), lr=0.02)
+    found = []
+    for seed in (3, 4, 5):
+        found.append(step(model, seed=seed, length=SHORT))
+        optimizer.step()
+    return found[0], {name: p.detach() for name, p in trained.items()}
+
+
+def assert_trains_alike(fused, plain):
+    (gradients, weights), (want, weights_wanted) = train(fused), train(plain)
+    assert_close(gradients, want, 2e-4)
+    assert_close(weights, weights_wanted, 1e-3)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_no_more_is_lost_than_has_to_be_and_it_trains_as_plain_peft_does(name, device):
+    make, wanted = KINDS[name]
+    plain = make(device).train()
+    fused = copy.deepcopy(plain)
+    fuse(fused)
+    tokens = ids(device)[:, :SHORT]
+    ran = functions_of(fused(input_ids=tokens, labels=tokens).loss)
+    assert {name: count for name, count in ran.items() if name in FUNCTIONS} == wanted
+    assert_trains_alike(fused, plain)
+
+
+APART = Fusion(mlp=True, attention=True)  # q, k and v as one function, and o as another
+AGAIN = Fusion(**ALL, layer=True, checkpoint="full")
+
+
+@pytest.mark.parametrize("fusion", [APART, AGAIN], ids=("apart", "again"))
+@pytest.mark.parametrize("options", [{"lora_bias": True}, {"bias": "all"}], ids=str)
+def test_biases_are_trained_in_any_fusion(options, fusion, device):
+    plain = peft_model(device, config=ONE, **options)
+    fused = copy.deepcopy(plain)
+    fuse(fused, fusion, strict=False)
+    assert_trains_alike(fused, plain)
+
+
+@pytest.mark.parametrize("options", [{"lora_bias": True}, {"bias": "all"}], ids=str)
+def test_trained_biases_are_within_the_error_budget_in_bf16(options, device):
+    options |= {"dtype": torch.bfloat16, "autocast_adapter_dtype": False}
+    fused, plain, done = pair(device, Fusion(**ALL), config=ONE, **options)
+    assert not done.left
+    assert_layer_right(fused, plain, (2, 21), torch.bfloat16)
