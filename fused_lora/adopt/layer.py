@@ -147,7 +147,10 @@ def _read(layer: Any) -> list[list[Projection]] | str:
             if isinstance(read, str):
                 return f"{name}: {read}"
             if trains_bias(read):
-                return f"{name}: its bias is trained, which parts take and a whole layer does not"
+                return (
+                    f"{name}: its bias is trained (lora_bias or bias=): its layer's parts run "
+                    "fused, not the whole"
+                )
             for adapter in (read.A, read.B):
                 if adapter.dtype not in DTYPES:
                     return f"an adapter is {adapter.dtype}, should be bfloat16, float16 or float32"

@@ -14,7 +14,7 @@ from layer_case import peft_model
 from peft import IA3Config, LoraConfig, get_peft_model
 from peft.utils.hotswap import prepare_model_for_compiled_hotswap
 from peft_models import ATTENTION, FAMILIES, MLP, base_model
-from projection_case import add_active, replace_weight, subclass_base
+from projection_case import add_active, readapt, replace_weight, subclass_base
 
 from fused_lora import Fusion, fuse, unfuse
 
@@ -22,11 +22,11 @@ OTHERS = {name: one for name, one in OTHERS.items() if name not in FAMILIES}
 PARTS = ("mlp", "attention", "rope", "rms_norm", "cross_entropy", "layer")
 
 
-def each_projection(change):
+def each_projection(change, named="_proj"):
     def make(device):
         model = peft_model(device)
         for name, module in list(model.named_modules()):
-            if name.endswith("_proj"):
+            if name.endswith(named):
                 change(module)
         return model
 
@@ -56,8 +56,10 @@ CASES = {
     "`q_proj` and `v_proj` only": with_peft(target_modules=["q_proj", "v_proj"]),
     "`lora_dropout` > 0": with_peft(lora_dropout=0.25),
     "`lora_bias`": with_peft(lora_bias=True),
-    '`bias="all"`': with_peft(bias="all"),
+    '`bias="all"` or `"lora_only"`': with_peft(bias="all"),
+    "norms that are trained": with_peft(modules_to_save=["input_layernorm"]),
     "DoRA": with_peft(use_dora=True),
+    "DoRA of `k_proj` alone": each_projection(lambda one: readapt(one, use_dora=True), "k_proj"),
     "several adapters active": each_projection(add_active),
     "quantised base weights": each_projection(replace_weight),
     "merged": merged,
