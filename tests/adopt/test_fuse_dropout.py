@@ -211,7 +211,8 @@ def test_evaluation_is_exact(name, device):
 def test_parts_are_left_to_peft_within_torch_compile(device, monkeypatch):
     model = model_with(PARTS, device)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert {*report(model).left.values()} == {"lora_dropout within torch.compile"}
+    (reason,) = {*report(model).left.values()}
+    assert reason == "lora_dropout within torch.compile: ask for layer=True, or do not compile"
 
 
 # --- in CUDA graphs -------------------------------------------------------------------------------
