@@ -38,11 +38,15 @@ filled it since):
     dA      = pn' n, pa' a, pm' m                  of q, k, v, of o, of gate and up, and, in the
     dB      = s dqkv' zn, s dt' za, s g' zh        same launch, of q, k, v, of o and of down
 
-Where outputs are normed and not inputs (OLMo 2), n is x, m is t, what o and down give is u and d of
-their own, which are saved (16.4 kB a token of OLMo 2 7B, and 24.6 for q, k and v once more), and in
-one pass each t = x + norm(u) and output = t + norm(d). In the places of g and dt in what o, down
-and their adapters get then are the gradients of d and u. Where what is added to a residual is
-multiplied by some number (Granite), these are so many times g and dt, in a pass of their own each.
+Where outputs are normed, what o and down give is u and d of their own, which are saved (16.4 kB a
+token of OLMo 2 7B, and 24.6 for q, k and v once more), and in one pass each t = x + norm(u) and
+output = t + norm(d). In the places of g and dt in what o, down and their adapters get then are the
+gradients of d and u. OLMo 2 norms outputs and not inputs: n is x and m is t. Gemma 3 norms both.
+Where what is added to a residual is multiplied by some number (Granite), these are so many times g
+and dt, in a pass of their own each.
+
+Norms may multiply by one more than their weight, and the gate's activation may be GELU by tanh
+(Gemma): each is a flag of the same kernels (`kernels/activation.py`).
 
 So the adapters' only pass over [T, intermediate] tensors is that over dgu, for pm. All products but
 o's forward grow in K and have no more columns than without adapters: on an H200, at 16,384 tokens,
@@ -110,7 +114,8 @@ class DecoderLayer(torch.autograd.Function):
             q, k, v, mask, is_causal=mask is None, scale=attention_scaling, enable_gqa=True)
         total = hidden + attended_norm(multiplier * o_proj(join_heads(attended)))
         m = post_norm(total)
-        output = total + mlp_norm(multiplier * down_proj(F.silu(gate_proj(m)) * up_proj(m)))
+        hidden = activation(gate_proj(m)) * up_proj(m)  # F.silu, or F.gelu by tanh
+        output = total + mlp_norm(multiplier * down_proj(hidden))
 
     with the projections' lora_dropout in training.
 
@@ -154,8 +159,11 @@ class DecoderLayer(torch.autograd.Function):
         masks = draw_layer_masks(frozen, x)
         masks_qkv, masks_o, masks_gate_up, masks_down = masks_by_group(masks)
 
+        centered = frozen.zero_centered
         normed = empty_rows(x, len(x), frozen.qkv.matrix.shape[1])
-        input_rstd = norm_or_copy(x, frozen.input_norm, frozen.input_eps, normed[:, :width])
+        input_rstd = norm_or_copy(
+            x, frozen.input_norm, frozen.input_eps, centered, normed[:, :width]
+        )
         qkv = grow_k_forward(normed, frozen.qkv, masks_qkv)
         raw = None  # what the norms of heads were given
         if frozen.head_norms is None:
@@ -179,7 +187,7 @@ class DecoderLayer(torch.autograd.Function):
                 projected = torch.empty_like(total)
                 z_o = add_projected(None, wanted, frozen.o, projected, frozen.multiplier, masks_o)
                 projected_rstd = add_normed(
-                    residual, projected, frozen.attended_norm, frozen.attended_eps, total
+                    residual, projected, frozen.attended_norm, frozen.attended_eps, total, centered
                 )
             return attended, total, z_o, projected, projected_rstd, attention, *saved
 
@@ -199,13 +207,15 @@ class DecoderLayer(torch.autograd.Function):
         post_normed = empty_rows(x, len(total), frozen.gate_up.matrix.shape[1])
         added_to = sums if frozen.mlp_norm is None else None
         post_rstd = norm_or_copy(
-            total, frozen.post_norm, frozen.post_eps, post_normed[:, :width], copy=added_to
+            total, frozen.post_norm, frozen.post_eps, centered, post_normed[:, :width], added_to
         )
         gate_up = grow_k_forward(post_normed, frozen.gate_up, masks_gate_up)
         mask_down = None if masks_down is None else masks_down[0]
 
         def add(sums: Tensor | None) -> Tensor:
-            return add_down(gate_up, frozen.down, sums, frozen.multiplier, mask_down)
+            return add_down(
+                gate_up, frozen.down, sums, frozen.multiplier, mask_down, frozen.activation
+            )
 
         given = given_rstd = None
         if frozen.mlp_norm is None:
@@ -223,7 +233,7 @@ class DecoderLayer(torch.autograd.Function):
             given = torch.zeros_like(total)
             z_down = add(given)
             target = torch.empty_like(total) if sums is None else sums
-            given_rstd = add_normed(total, given, frozen.mlp_norm, frozen.mlp_eps, target)
+            given_rstd = add_normed(total, given, frozen.mlp_norm, frozen.mlp_eps, target, centered)
         if frozen.rows is not None and sums is not None:
             output.view(x.shape).index_copy_(0, frozen.rows, sums)
 
@@ -233,7 +243,8 @@ class DecoderLayer(torch.autograd.Function):
             input_norm=None, post_norm=None, attended_norm=None, mlp_norm=None, rows=None,
             head_norms=None, seed=None,
         )  # fmt: skip
-        *head_weights, ctx.q_eps, ctx.k_eps = frozen.head_norms or (None,) * 4
+        head_weights = (frozen.head_norms or (None, None))[:2]
+        ctx.of_head_norms = (frozen.head_norms or ())[2:]
         bits, ctx.scales = parts_of(masks)
         ctx.save_for_backward(
             hidden, cos, sin, mask, frozen.rows,
@@ -277,22 +288,26 @@ class DecoderLayer(torch.autograd.Function):
         kind_down_A, _ = kinds_down
         width = hidden.shape[2]
         x = as_rows(hidden)
+        centered = frozen.zero_centered
         adapter_sums = AdapterSums()
 
         with without_autocast(hidden):
-            # output = total + down(silu(gate) up)
+            # output = total + down(activation(gate) up)
             grad = frozen.borders.handover.take(grad_output, of_down.matrix.shape[0])
             if grad is None or rows is not None:
                 grad = empty_rows(x, len(total), of_down.matrix.shape[0])
                 grad[:, :width].copy_(wanted_rows(as_rows(grad_output), rows))
             grad_residual = grad[:, :width]
-            grad = gradient_of_added(grad, width, frozen.multiplier, given, mlp_norm, given_rstd)
+            grad = gradient_of_added(
+                grad, width, frozen.multiplier, given, mlp_norm, given_rstd, centered
+            )
             grad_swiglu = grow_k_backward(grad, of_down, masks_down)
             grad_gate_up = empty_rows(x, len(total), of_gate_up.matrix.shape[0])
             grad_down_A, grad_gate_B, grad_up_B = swiglu_gradients(
                 grad_swiglu, gate_up, grad[:, width:], post_normed[:, width:], of_gate_up,
                 (kind_down_A, kind_gate_B, kind_up_B), (need_down_A, need_gate_B, need_up_B),
                 grad_gate_up[:, : of_gate_up.out], None if masks_down is None else masks_down[0],
+                frozen.activation,
             )  # fmt: skip
             del grad_swiglu  # at 16,384 tokens a [T, intermediate] is 361 MB: let it go early
             _, grad_down_B = adapter_sums.add(
@@ -308,13 +323,15 @@ class DecoderLayer(torch.autograd.Function):
             )  # fmt: skip
             grad_total = empty_rows(x, len(total), of_o.matrix.shape[0])
             norm_or_copy_backward(
-                grad_normed, grad_residual, total, post_norm, post_rstd, grad_total[:, :width]
-            )
+                grad_normed, grad_residual, total, post_norm, post_rstd, centered,
+                grad_total[:, :width],
+            )  # fmt: skip
             del grad_normed
             grad_residual = grad_total[:, :width]
             grad_total = gradient_of_added(
-                grad_total, width, frozen.multiplier, projected, attended_norm, projected_rstd
-            )
+                grad_total, width, frozen.multiplier, projected, attended_norm, projected_rstd,
+                centered,
+            )  # fmt: skip
 
             # total = x + o(attended)
             grad_attended = grow_k_backward(grad_total, of_o, masks_o)
@@ -335,7 +352,7 @@ class DecoderLayer(torch.autograd.Function):
             )  # fmt: skip
             if raw is not None:
                 q, k, _ = split_heads(raw, hidden.shape[1], frozen.heads, frozen.kv_heads)
-                head_norms = HeadNorms(q_norm, k_norm, ctx.q_eps, ctx.k_eps)
+                head_norms = HeadNorms(q_norm, k_norm, *ctx.of_head_norms)
                 head_norms_backward(q, k, head_norms, grad_qkv[:, : of_qkv.out])
             del grad_attended
 
@@ -347,8 +364,9 @@ class DecoderLayer(torch.autograd.Function):
                 # as the layer before would have it, in whose backward it is most likely to go
                 wide = empty_rows(x, len(x), of_down.matrix.shape[0])
                 norm_or_copy_backward(
-                    grad_normed, grad_residual, x, input_norm, input_rstd, wide[:, :width]
-                )
+                    grad_normed, grad_residual, x, input_norm, input_rstd, centered,
+                    wide[:, :width],
+                )  # fmt: skip
                 frozen.borders.handover.offer(wide)
                 grad_hidden = wide[:, :width].view(hidden.shape)
             elif any(need_qkv[::2]):

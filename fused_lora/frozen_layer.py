@@ -39,6 +39,8 @@ class FrozenLayer(NamedTuple):
     mlp_norm: Tensor | None = None
     attended_eps: float = 0.0
     mlp_eps: float = 0.0
+    zero_centered: bool = False  # these four norms multiply by one more than their weight
+    activation: str = "silu"  # of gate, as LoRA_MLP has it: "gelu_tanh" for GELU by tanh
     # False while checkpointing runs a layer again only for what it saves: no output is computed
     output_needed: bool = True
     # of q, k, v, o, gate, up and down: the probability with which an element of the adapter's input

@@ -134,7 +134,8 @@ class LoRA_Attention(torch.autograd.Function):
             t.view(batch, positions, t.shape[2] // size, size).transpose(1, 2) for t in projected
         )
         qkv = x.new_empty(batch * positions, sum(t.shape[2] for t in projected))
-        *head_weights, ctx.q_eps, ctx.k_eps = frozen.head_norms or (None,) * 4
+        head_weights = (frozen.head_norms or (None, None))[:2]
+        ctx.of_head_norms = (frozen.head_norms or ())[2:]
         raw: Sequence[Tensor | None] = (None, None)  # what the norms of heads were given
         if frozen.head_norms is None:
             rope_together(q, k, v, cos, sin, qkv)
@@ -198,7 +199,7 @@ class LoRA_Attention(torch.autograd.Function):
                     t.unflatten(2, (count, -1)).transpose(1, 2)
                     for t, count in ((q, of.heads), (k, of.kv_heads))
                 )
-                head_norms_backward(q, k, HeadNorms(q_norm, k_norm, ctx.q_eps, ctx.k_eps), grad_qkv)
+                head_norms_backward(q, k, HeadNorms(q_norm, k_norm, *ctx.of_head_norms), grad_qkv)
             del grad_attended
             grads = grad_qkv.split_with_sizes([weight.shape[0] for weight in of_qkv.weights], 1)
             grad_x, grad_z = input_gradient(of_qkv, grads, need_x, needs_qkv[::2])

@@ -30,13 +30,25 @@ _SLOPE = tl.constexpr(0.21406444881780076)
 
 
 @triton.jit
-def _sigmoids(x):
-    # sigmoid(x) and sigmoid(-x), of which the smaller would lose its digits as 1 - the larger. The
-    # division rounds to nearest: in fp32 that of tl.sigmoid is all of the error
+def sigmoids(x):
+    """sigmoid(x) and sigmoid(-x), of which the smaller would lose its digits as 1 - the larger."""
+    # the division rounds to nearest: in fp32 that of tl.sigmoid is all of the error
     e = tl.exp(-tl.abs(x))
     larger = tl.div_rn(1.0, 1.0 + e)
     smaller = e * larger
     return tl.where(x < 0, smaller, larger), tl.where(x < 0, larger, smaller)
+
+
+@triton.jit
+def gelu_argument(gate):
+    """2 u(gate), of which gelu(gate) is gate times the sigmoid."""
+    return gate * (_LINEAR + _CUBIC * (gate * gate))
+
+
+@triton.jit
+def gelu_slope(gate, sigmoid, rest):
+    """gelu'(gate), for the sigmoid of `gelu_argument` and what it lacks of one."""
+    return sigmoid + gate * sigmoid * rest * (_LINEAR + _SLOPE * (gate * gate))
 
 
 @triton.jit
@@ -52,7 +64,7 @@ def _geglu_forward_kernel(
     mask = offsets < num_elements
     gate = tl.load(gate_ptr + offsets, mask=mask).to(tl.float32)
     up = tl.load(up_ptr + offsets, mask=mask).to(tl.float32)
-    sigmoid, _ = _sigmoids(gate * (_LINEAR + _CUBIC * gate * gate))
+    sigmoid, _ = sigmoids(gelu_argument(gate))
     hidden = gate * sigmoid * up
     tl.store(hidden_ptr + offsets, hidden.to(hidden_ptr.dtype.element_ty), mask=mask)
 
@@ -73,10 +85,8 @@ def _geglu_backward_kernel(
     grad_hidden = tl.load(grad_hidden_ptr + offsets, mask=mask).to(tl.float32)
     gate = tl.load(gate_ptr + offsets, mask=mask).to(tl.float32)
     up = tl.load(up_ptr + offsets, mask=mask).to(tl.float32)
-    square = gate * gate
-    sigmoid, rest = _sigmoids(gate * (_LINEAR + _CUBIC * square))
-    gelu = gate * sigmoid
-    grad_gelu = sigmoid + gelu * rest * (_LINEAR + _SLOPE * square)
+    sigmoid, rest = sigmoids(gelu_argument(gate))
+    gelu, grad_gelu = gate * sigmoid, gelu_slope(gate, sigmoid, rest)
     dtype = hidden_ptr.dtype.element_ty
     tl.store(hidden_ptr + offsets, (gelu * up).to(dtype), mask=mask)
     tl.store(grad_gate_ptr + offsets, (grad_hidden * up * grad_gelu).to(dtype), mask=mask)

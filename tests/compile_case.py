@@ -115,6 +115,8 @@ def launch_layer():
     gate_up, hidden = empty(TOKENS, 2 * COLUMNS), empty(TOKENS, COLUMNS)
     swiglu_backward_products(hidden, gate_up, *products, torch.empty_like(gate_up))
     swiglu_forward_product(gate_up, empty(RANK, COLUMNS), hidden, empty(TOKENS, RANK))
+    swiglu_backward_products(hidden, gate_up, *products, torch.empty_like(gate_up), "gelu_tanh")
+    swiglu_forward_product(gate_up, empty(RANK, COLUMNS), hidden, None, None, "gelu_tanh")
     sums_over_tokens([(hidden, products[:1])])
     launch_dropout(gate_up, hidden, products)
 

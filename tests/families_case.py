@@ -152,7 +152,7 @@ FAMILIES = {
     ),
     "Gemma 3": Family(
         "Gemma3", WINDOW | {"query_pre_attn_scalar": 16},
-        fused={"rms_norm": (*AROUND, *OF_HEADS[2:])}, functions=APART,
+        fused={"rms_norm": (*AROUND, *OF_HEADS[2:])},
     ),
     "Phi-3": Family("Phi3", {"sliding_window": 4}),
     "Phi-4-mini": Family("Phi3", {"rope_parameters": HALF}, functions=APART),
@@ -169,7 +169,7 @@ FAMILIES = {
     "Gemma 3, multimodal": Family(
         "Gemma3", WINDOW | {"query_pre_attn_scalar": 16}, SIGLIP,
         fused={"rms_norm": (*AROUND, *OF_HEADS[2:])},
-        others=("model.multi_modal_projector.mm_soft_emb_norm",), functions=APART,
+        others=("model.multi_modal_projector.mm_soft_emb_norm",),
     ),
     "Llava": Family(
         "Llava", {"model_type": "llama"}, {"model_type": "clip_vision_model", **SIGLIP},

@@ -71,7 +71,10 @@ def run(model, hidden, grad, mask=None, layout=None):
     x = leaf if layout is None else layout(leaf)
     rotary = model.get_submodule(LAYERS.removesuffix(".layers")).rotary_emb
     positions = torch.arange(x.shape[1], device=x.device)[None]
-    output = layer(x, attention_mask=mask, position_embeddings=rotary(x, positions))
+    # the angles of windowed layers are others than those of full ones, where there are both
+    of_type = [layer.self_attn.layer_type] if hasattr(rotary, "layer_types") else []
+    angles = rotary(x, positions, *of_type)
+    output = layer(x, attention_mask=mask, position_embeddings=angles)
     output.backward(grad)
     gradients = {n: p.grad for n, p in layer.named_parameters() if p.grad is not None}
     return {"output": output.detach(), "hidden": leaf.grad, **gradients}

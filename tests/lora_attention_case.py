@@ -59,11 +59,11 @@ def head_norms(heads, kv_heads, head_dim, **options):
     return HeadNorms(*weights, 1e-6, 1e-2)
 
 
-def eager_head_norm(x, weight, eps):
+def eager_head_norm(x, weight, eps, zero_centered=False):
     """Of x [batch, heads, positions, head_dim], every head or, with a weight for all, together."""
     if len(weight) == x.shape[3]:
-        return eager_rms_norm(x, weight, eps)
-    by_token = eager_rms_norm(x.transpose(1, 2).flatten(2), weight, eps)
+        return eager_rms_norm(x, weight, eps, zero_centered)
+    by_token = eager_rms_norm(x.transpose(1, 2).flatten(2), weight, eps, zero_centered)
     return by_token.unflatten(2, (-1, x.shape[3])).transpose(1, 2)
 
 
@@ -86,8 +86,9 @@ def eager(x, cos, sin, mask, q_A, q_B, k_A, k_B, v_A, v_B, o_A, o_B, *rest):
         return turned.to(t.dtype)
 
     if frozen.head_norms is not None:
-        q_weight, k_weight, q_eps, k_eps = frozen.head_norms
-        q, k = eager_head_norm(q, q_weight, q_eps), eager_head_norm(k, k_weight, k_eps)
+        q_weight, k_weight, q_eps, k_eps, centered = frozen.head_norms
+        q = eager_head_norm(q, q_weight, q_eps, centered)
+        k = eager_head_norm(k, k_weight, k_eps, centered)
     if cos is not None:
         q, k = turned(q), turned(k)
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))

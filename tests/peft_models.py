@@ -44,7 +44,7 @@ def base_model(device, family="Qwen2", dtype=torch.float32, **changes):
         "attn_implementation": "eager",
     }
     config = getattr(transformers, f"{family}Config")(**(sizes | changes))
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config)
     return set_weights(model, device).to(dtype)
 
 

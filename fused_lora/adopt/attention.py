@@ -16,7 +16,6 @@ from ..kernels.qkv_norm_rope import HeadNorms
 from ..lora_attention import FrozenAttention, LoRA_Attention
 from ..lora_linear import FrozenLinear, FrozenQKV, LoRA_QKV, LoRA_W
 from ..rope import rope
-from .families import NormForm
 from .originals import is_builtin, why_replaced
 from .projection import (
     Projection,
@@ -39,8 +38,6 @@ from .site import (
     why_not_own_forward,
     why_unloaded,
 )
-
-PLAIN = NormForm()
 
 
 def read_qkv(attention: Any) -> list[Projection] | str:
@@ -87,7 +84,9 @@ def head_norms_of(attention: Any) -> HeadNorms | None:
     if "q_norm" not in attention._modules:
         return None
     q, k = attention.q_norm, attention.k_norm
-    return HeadNorms(q.weight, k.weight, q.variance_epsilon, k.variance_epsilon)
+    form = known_form(q, "RMSNorm")
+    q_eps, k_eps = (getattr(norm, form.eps) for norm in (q, k))
+    return HeadNorms(q.weight, k.weight, q_eps, k_eps, form.zero_centered)
 
 
 def why_not_head_norms(attention: Any) -> str | None:
@@ -95,6 +94,10 @@ def why_not_head_norms(attention: Any) -> str | None:
     for name in ("q_norm", "k_norm") if "q_norm" in attention._modules else ():
         if (reason := why_not_frozen(attention._modules[name])) is not None:
             return f"{name}: {reason}"
+    if "q_norm" in attention._modules:
+        forms = {known_form(attention._modules[name], "RMSNorm") for name in ("q_norm", "k_norm")}
+        if len(forms) > 1:
+            return "q_norm and k_norm are norms of different forms"
     return None
 
 
@@ -227,8 +230,6 @@ def _why_not_one(attention: Any, angles: tuple) -> str | None:
     form = known_form(attention, "Attention")
     if "softcap" in dict(form.passes):
         return "its scores are soft-capped"
-    if form.norms and known_form(attention.q_norm, "RMSNorm") != PLAIN:
-        return "it normalises q and k by a norm of another form"
     if angles[0] is not None and angles[0].shape[-1] != attention.head_dim:
         return "it turns a part of each head"
     return None

@@ -98,8 +98,6 @@ class Family(NamedTuple):
             return "its q, k and v are one projection"
         if attention is not None and "softcap" in dict(attention.passes):
             return "its attention soft-caps the scores"
-        if self.norm is not None and self.norm.zero_centered:
-            return "its norms multiply by one more than their weight"
         return "" if self.whole else "its layers are not known to run as one"
 
 
@@ -132,10 +130,11 @@ FAMILIES = (
     Family("qwen3_moe", "Qwen3Moe", NORMED_HEADS, loss=MIXTURE),
     Family("qwen2_moe", "Qwen2Moe", loss=MIXTURE),
     Family("mixtral", "Mixtral", AttentionForm(passes=CONFIGS_WINDOW), mlp=None, loss=MIXTURE),
-    Family("gemma", "Gemma", norm=GEMMA_NORM),
+    Family("gemma", "Gemma", norm=GEMMA_NORM, whole=True),
     Family("gemma2", "Gemma2", AttentionForm(passes=(*OWN_WINDOW, SOFT_CAP)), norm=GEMMA_NORM,
            layer=GEMMA_LAYER, loss=GEMMA_LOSS),
-    Family("gemma3", "Gemma3", NORMED_HEADS, norm=GEMMA_NORM, layer=GEMMA_LAYER, loss=GEMMA_LOSS),
+    Family("gemma3", "Gemma3", NORMED_HEADS, norm=GEMMA_NORM, layer=GEMMA_LAYER, loss=GEMMA_LOSS,
+           whole=True),
     Family("phi3", "Phi3", AttentionForm(("qkv_proj",), passes=CONFIGS_WINDOW),
            MLPForm(("gate_up_proj",), "activation_fn"),
            layer=LayerForm(after_attention="resid_attn_dropout", after_mlp="resid_mlp_dropout")),

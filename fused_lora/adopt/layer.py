@@ -22,8 +22,8 @@ from ..kernels.rows import Handover
 from ..step.recompute import saving_last
 from .attention import head_norms_of, turns, why_not_head_norms, why_not_inputs, why_not_sdpa
 from .borders import LayerBorders, let_save
-from .families import LayerForm
-from .mlp import why_not_activation
+from .families import LayerForm, NormForm
+from .mlp import activation_of, why_not_activation
 from .projection import Projection, read_projection, seed_for, trains_bias, why_call
 from .rms_norm import normed_layer_forward, why_not_frozen
 from .site import (
@@ -112,8 +112,10 @@ def _operands(layer: Any, reads: list[list[Projection]]) -> tuple:
     form = known_form(layer, "Layer")
     multiplier = getattr(layer, form.multiplier) if form.multiplier else 1.0
     norms = [getattr(layer, name) if name else None for name in _norms(form)]
+    (form_of_norm,) = _forms_of(norms)
     input_norm, attended_norm, post_norm, mlp_norm = (
-        (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon) for norm in norms
+        (None, 0.0) if norm is None else (norm.weight, getattr(norm, form_of_norm.eps))
+        for norm in norms
     )
     heads, kv_heads, _ = (out // attention.head_dim for out in qkv.out_features)
     adapters = (tensor for group in reads for read in group for tensor in (read.A, read.B))
@@ -121,6 +123,7 @@ def _operands(layer: Any, reads: list[list[Projection]]) -> tuple:
         input_norm[0], post_norm[0], qkv, o, gate_up, down, input_norm[1], post_norm[1],
         heads, kv_heads, attention.scaling, borders, head_norms_of(attention), multiplier,
         attended_norm[0], mlp_norm[0], attended_norm[1], mlp_norm[1],
+        form_of_norm.zero_centered, activation_of(layer.mlp),
         dropouts=tuple(read.dropout for group in reads for read in group),
     )  # fmt: skip
 
@@ -204,6 +207,10 @@ def _norms(form: LayerForm) -> tuple[str, str, str, str]:
     return form.before_attention, form.after_attention, form.before_mlp, form.after_mlp
 
 
+def _forms_of(norms: Iterable[nn.Module | None]) -> set[NormForm]:
+    return {known_form(norm, "RMSNorm") for norm in norms if norm is not None}
+
+
 def _why_not_parts(layer: Any) -> str | None:
     """Return the reason if a part of the layer, besides its projections, computes another thing."""
     reason = why_not_class(layer, "DecoderLayer") or known_form(layer, "DecoderLayer")
@@ -219,6 +226,8 @@ def _why_not_parts(layer: Any) -> str | None:
     for name in filter(None, _norms(known_form(layer, "Layer"))):
         if (reason := why_not_frozen(layer._modules[name])) is not None:
             return f"{name}: {reason}"
+    if len(_forms_of(layer._modules.get(name) for name in _norms(known_form(layer, "Layer")))) > 1:
+        return "its norms are of different forms"
     if (reason := why_not_sdpa(attention) or why_not_head_norms(attention)) is not None:
         return f"self_attn: {reason}"
     if (reason := why_not_activation(mlp)) is not None:

@@ -22,8 +22,7 @@ from .projection import (
 from .site import class_forward, having, known_form, say_once, why_not_class, why_unloaded
 
 # Activations by the names that LoRA_MLP has for them.
-ONLY_SILU = {"silu": "SiLU"}
-ACTIVATIONS = ONLY_SILU | {"gelu_tanh": "GELU by tanh (gelu_pytorch_tanh)"}
+ACTIVATIONS = {"silu": "SiLU", "gelu_tanh": "GELU by tanh (gelu_pytorch_tanh)"}
 
 
 def mlps(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -36,7 +35,7 @@ def mlps(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def read_mlp(mlp: nn.Module) -> tuple | str:
     """Return the operands of LoRA_MLP after x, read from this MLP as it is now, or the reason why
     it may not run fused."""
-    reason = why_not_class(mlp, "MLP") or why_not_activation(mlp, ACTIVATIONS)
+    reason = why_not_class(mlp, "MLP") or why_not_activation(mlp)
     if reason is not None:
         return reason
     projections = []
@@ -52,10 +51,9 @@ def read_mlp(mlp: nn.Module) -> tuple | str:
     if len(both) == 1:
         both = split_projection(both[0], [down.weight.shape[1]] * 2)
     gate, up = both
-    activation = getattr(mlp, known_form(mlp, "MLP").activation)
     frozen = FrozenMLP(
         gate.weight, up.weight, down.weight, gate.scaling, up.scaling, down.scaling,
-        activation=_name_of_activation(activation),
+        activation=activation_of(mlp),
         gate_dropout=gate.dropout, up_dropout=up.dropout, down_dropout=down.dropout,
     )  # fmt: skip
     biases = [bias_of(one) for one in (gate, up, down)]
@@ -64,8 +62,9 @@ def read_mlp(mlp: nn.Module) -> tuple | str:
     return gate.A, gate.B, up.A, up.B, down.A, down.B, *biases, frozen
 
 
-def _name_of_activation(activation: Any) -> str:
-    """Return the name by which LoRA_MLP knows an activation, its class's where it knows none."""
+def activation_of(mlp: Any) -> str:
+    """Return LoRA_MLP's name for an MLP's activation, that of its class where it has none."""
+    activation = getattr(mlp, known_form(mlp, "MLP").activation)
     if isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation":
         return "silu"
     if type(activation) is GELUTanh:
@@ -75,12 +74,13 @@ def _name_of_activation(activation: Any) -> str:
     return type(activation).__name__
 
 
-def why_not_activation(mlp: Any, known: dict[str, str] = ONLY_SILU) -> str | None:
+def why_not_activation(mlp: Any) -> str | None:
     """Return the reason if the MLP's activation is none of these, or may not go uncalled."""
     name = known_form(mlp, "MLP").activation
     activation = getattr(mlp, name)
-    if _name_of_activation(activation) not in known:
-        return f"its activation is {type(activation).__name__}, not {' or '.join(known.values())}"
+    if activation_of(mlp) not in ACTIVATIONS:
+        known = " or ".join(ACTIVATIONS.values())
+        return f"its activation is {type(activation).__name__}, not {known}"
     if (reason := why_call(activation)) is not None:
         return f"{name}: {reason}"
     return None

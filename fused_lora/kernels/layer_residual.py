@@ -12,11 +12,12 @@ from .rows import empty_rows
 
 
 def norm_or_copy(
-    x: Tensor, weight: Tensor | None, eps: float, y: Tensor, copy: Tensor | None = None
-) -> Tensor | None:
+    x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool, y: Tensor,
+    copy: Tensor | None = None,
+) -> Tensor | None:  # fmt: skip
     """Write the norm of x into y, or without a weight x, and x into copy; returns rstd."""
     if weight is not None:
-        return residual_norm_forward(x, weight, eps, y, copy=copy)
+        return residual_norm_forward(x, weight, eps, y, copy, zero_centered)
     y.copy_(x)
     if copy is not None:
         copy.copy_(x)
@@ -25,13 +26,13 @@ def norm_or_copy(
 
 def norm_or_copy_backward(
     grad_y: Tensor, grad_residual: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor | None,
-    grad_x: Tensor,
+    zero_centered: bool, grad_x: Tensor,
 ) -> None:  # fmt: skip
     """Write the gradient of `norm_or_copy`'s x, which goes on as the residual, into grad_x."""
     if weight is None or rstd is None:
         torch.add(grad_y, grad_residual, out=grad_x)
     else:
-        residual_norm_backward(grad_y, grad_residual, x, weight, rstd, grad_x)
+        residual_norm_backward(grad_y, grad_residual, x, weight, rstd, grad_x, zero_centered)
 
 
 def add_projected(
@@ -49,7 +50,7 @@ def add_projected(
 
 def gradient_of_added(
     grad: Tensor, width: int, multiplier: float, x: Tensor | None, weight: Tensor | None,
-    rstd: Tensor | None,
+    rstd: Tensor | None, zero_centered: bool,
 ) -> Tensor:  # fmt: skip
     """Wide rows with the gradient of what a projection gives, from those with that of a sum, to
     which it is added as it is (the same rows then), as a multiple, or normed (x, of which rstd)."""
@@ -59,7 +60,7 @@ def gradient_of_added(
     if x is None or weight is None or rstd is None:
         torch.mul(of_sum, multiplier, out=wide[:, :width])
         return wide
-    residual_norm_backward(of_sum, None, x, weight, rstd, wide[:, :width])
+    residual_norm_backward(of_sum, None, x, weight, rstd, wide[:, :width], zero_centered)
     if multiplier != 1.0:
         wide[:, :width].mul_(multiplier)
     return wide

@@ -4,7 +4,8 @@
     head_norms_backward   the gradient of raw q and k, in the place of that of the normed ones
 
 For one head's raw x, of N elements, and the weight w that all heads of q (or of k) share, or for
-all heads of a token together, which have a weight for every feature (OLMo 2),
+all heads of a token together, which have a weight for every feature (OLMo 2), w being the weight or
+1 + weight (Gemma 3),
 
     y      = x r w,    r = 1 / sqrt(mean(x^2) + eps)
     grad_x = r (g w - n mean(g w n)),    n = x r
@@ -39,6 +40,7 @@ class HeadNorms(NamedTuple):
     k_weight: Tensor  # [head_dim], or [kv_heads head_dim]
     q_eps: float
     k_eps: float
+    zero_centered: bool = False  # they multiply by one more than their weight
 
 
 @triton.jit
@@ -61,14 +63,17 @@ def _rstd_of(mean, eps):
 @triton.jit
 def _load_weights(
     weight_ptr, heads, features, mask, SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    TOGETHER: tl.constexpr, ZERO_CENTERED: tl.constexpr,
 ):  # fmt: skip
     """The weights [heads or 1, features] of features below SIZE of heads of HEAD_DIM."""
     if TOGETHER:
         weight = tl.load(weight_ptr + heads * HEAD_DIM + features, mask=mask, other=0.0)
     else:
         weight = tl.load(weight_ptr + features, mask=features < SIZE, other=0.0)
-    return weight.to(tl.float32)
+    weight = weight.to(tl.float32)
+    if ZERO_CENTERED:
+        weight += 1.0
+    return weight
 
 
 @triton.jit
@@ -83,6 +88,7 @@ def _norm_rotate_heads(
     sin_1,
     sin_2,
     TOGETHER: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
@@ -95,8 +101,12 @@ def _norm_rotate_heads(
     # 0.0 behind the end, which adds nothing to the sum of squares
     x_1 = tl.load(x_ptr, mask=mask, other=0.0).to(tl.float32)
     x_2 = tl.load(x_ptr + HALF, mask=mask, other=0.0).to(tl.float32)
-    weight_1 = _load_weights(weight_ptr, heads, features, mask, HALF, 2 * HALF, TOGETHER)
-    weight_2 = _load_weights(weight_ptr + HALF, heads, features, mask, HALF, 2 * HALF, TOGETHER)
+    weight_1 = _load_weights(
+        weight_ptr, heads, features, mask, HALF, 2 * HALF, TOGETHER, ZERO_CENTERED
+    )
+    weight_2 = _load_weights(
+        weight_ptr + HALF, heads, features, mask, HALF, 2 * HALF, TOGETHER, ZERO_CENTERED
+    )
     rstd = _rstd_of(_mean_of_heads(x_1 * x_1 + x_2 * x_2, HEADS, 2 * HALF, TOGETHER), eps)
     x_1 = x_1 * rstd * weight_1
     x_2 = x_2 * rstd * weight_2
@@ -134,6 +144,7 @@ def _qkv_norm_rope_kernel(
     qkv_row_stride,
     Q_TOGETHER: tl.constexpr,
     K_TOGETHER: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -151,13 +162,14 @@ def _qkv_norm_rope_kernel(
     _norm_rotate_heads(
         q_ptr + batch * q_batch_stride + position * q_position_stride, q_weight_ptr, row,
         q_head_stride, q_eps,
-        cos_1, cos_2, sin_1, sin_2, Q_TOGETHER, HEADS, HALF, BLOCK_HEADS, BLOCK_HALF,
+        cos_1, cos_2, sin_1, sin_2, Q_TOGETHER, ZERO_CENTERED, HEADS, HALF, BLOCK_HEADS, BLOCK_HALF,
     )  # fmt: skip
     _norm_rotate_heads(
         k_ptr + batch * k_batch_stride + position * k_position_stride, k_weight_ptr,
         row + HEADS * 2 * HALF,
         k_head_stride, k_eps,
-        cos_1, cos_2, sin_1, sin_2, K_TOGETHER, KV_HEADS, HALF, BLOCK_KV_HEADS, BLOCK_HALF,
+        cos_1, cos_2, sin_1, sin_2, K_TOGETHER, ZERO_CENTERED, KV_HEADS, HALF, BLOCK_KV_HEADS,
+        BLOCK_HALF,
     )  # fmt: skip
     head = tl.arange(0, BLOCK_KV_HEADS).to(tl.int64)[:, None]
     feature = tl.arange(0, 2 * BLOCK_HALF)[None, :]
@@ -176,6 +188,7 @@ def _norm_heads_backward(
     head_stride,
     eps,
     TOGETHER: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
@@ -187,7 +200,9 @@ def _norm_heads_backward(
     x = tl.load(x_ptr + heads * head_stride + features, mask=mask, other=0.0).to(tl.float32)
     grad_ptr += heads * HEAD_DIM + features
     grad = tl.load(grad_ptr, mask=mask, other=0.0).to(tl.float32)
-    grad *= _load_weights(weight_ptr, heads, features, mask, HEAD_DIM, HEAD_DIM, TOGETHER)
+    grad *= _load_weights(
+        weight_ptr, heads, features, mask, HEAD_DIM, HEAD_DIM, TOGETHER, ZERO_CENTERED
+    )
     rstd = _rstd_of(_mean_of_heads(x * x, HEADS, HEAD_DIM, TOGETHER), eps)
     normed = x * rstd
     grad = rstd * (grad - normed * _mean_of_heads(grad * normed, HEADS, HEAD_DIM, TOGETHER))
@@ -213,6 +228,7 @@ def _qkv_norm_backward_kernel(
     k_position_stride,
     Q_TOGETHER: tl.constexpr,
     K_TOGETHER: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -226,12 +242,12 @@ def _qkv_norm_backward_kernel(
     row = grad_qkv_ptr + token * grad_row_stride
     _norm_heads_backward(
         row, q_ptr + batch * q_batch_stride + position * q_position_stride, q_weight_ptr,
-        q_head_stride, q_eps, Q_TOGETHER, HEADS, HEAD_DIM, BLOCK_HEADS, BLOCK_DIM,
+        q_head_stride, q_eps, Q_TOGETHER, ZERO_CENTERED, HEADS, HEAD_DIM, BLOCK_HEADS, BLOCK_DIM,
     )  # fmt: skip
     _norm_heads_backward(
         row + HEADS * HEAD_DIM, k_ptr + batch * k_batch_stride + position * k_position_stride,
         k_weight_ptr, k_head_stride, k_eps,
-        K_TOGETHER, KV_HEADS, HEAD_DIM, BLOCK_KV_HEADS, BLOCK_DIM,
+        K_TOGETHER, ZERO_CENTERED, KV_HEADS, HEAD_DIM, BLOCK_KV_HEADS, BLOCK_DIM,
     )  # fmt: skip
 
 
@@ -243,7 +259,8 @@ def norm_rope_together(
 
     Equivalent PyTorch, for `rope_together` of qkv_rope.py and `rms_norm` of rms_norm.py::
 
-        q, k = rms_norm(q, norms.q_weight, norms.q_eps), rms_norm(k, norms.k_weight, norms.k_eps)
+        q = rms_norm(q, norms.q_weight, norms.q_eps, norms.zero_centered)
+        k = rms_norm(k, norms.k_weight, norms.k_eps, norms.zero_centered)
         rope_together(q, k, v, cos, sin, qkv)
 
     q is normed over its last dimension, as here, where q_weight is [head_dim], and over all heads
@@ -270,7 +287,8 @@ def norm_rope_together(
         positions, norms.q_eps, norms.k_eps,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         cos_batch_stride, qkv.stride(0),
-        q_weight.numel() > head_dim, k_weight.numel() > head_dim, heads, kv_heads, head_dim // 2,
+        q_weight.numel() > head_dim, k_weight.numel() > head_dim, norms.zero_centered,
+        heads, kv_heads, head_dim // 2,
         next_power_of_2(heads), next_power_of_2(kv_heads), block_half,
         num_warps=_warps_of(heads, block_half),
     )  # fmt: skip
@@ -282,7 +300,7 @@ def head_norms_backward(q: Tensor, k: Tensor, norms: HeadNorms, grad_qkv: Tensor
     Equivalent PyTorch, for the gradients that `split_heads` of qkv_rope.py finds in grad_qkv::
 
         for x, weight, eps, grad in (q, q_weight, q_eps, grad_q), (k, k_weight, k_eps, grad_k):
-            normed = rms_norm(x, weight, eps)
+            normed = rms_norm(x, weight, eps, norms.zero_centered)
             grad.copy_(torch.autograd.grad(normed, x, grad)[0])
 
     q, k and norms are as `norm_rope_together` had them, grad_qkv is [batch * positions, (heads +
@@ -310,7 +328,7 @@ def head_norms_backward(q: Tensor, k: Tensor, norms: HeadNorms, grad_qkv: Tensor
         kernel, (batch * positions,),
         grad_qkv, q, k, q_weight, k_weight, positions, norms.q_eps, norms.k_eps,
         grad_qkv.stride(0), *q.stride()[:3], *k.stride()[:3],
-        q_weight.numel() > head_dim, k_weight.numel() > head_dim,
+        q_weight.numel() > head_dim, k_weight.numel() > head_dim, norms.zero_centered,
         heads, kv_heads, head_dim, next_power_of_2(heads), next_power_of_2(kv_heads), block_dim,
         num_warps=_warps_of(heads, block_dim // 2),
     )  # fmt: skip

@@ -6,6 +6,8 @@ backward, and the residual's sum with what an adapted projection gives, or with 
     add_adapted         total = residual + m (y + z B'),  z_copy = z
     add_normed          total = residual + x r w
 
+where w is the weight, or 1 + weight if that is zero-centred.
+
 (The first two are the kernels of `rms_norm.py`, which derives the second.) A bordered product wants
 its input as [x | x A'], so the norm writes x where the product reads it, with a row stride of its
 own, and no copy is made.
@@ -107,6 +109,7 @@ def _add_normed_kernel(
     total_row_stride,
     hidden,
     eps,
+    ZERO_CENTERED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -114,6 +117,8 @@ def _add_normed_kernel(
     mask = columns < hidden
     x = tl.load(x_ptr + row * x_row_stride + columns, mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    if ZERO_CENTERED:
+        weight += 1.0
     residual = tl.load(residual_ptr + row * residual_row_stride + columns, mask=mask)
     # as _rms_norm_forward_kernel, which says why
     mean = tl.div_rn(tl.sum(x * x, axis=0), 1.0 * hidden)
@@ -125,15 +130,16 @@ def _add_normed_kernel(
 
 
 def residual_norm_forward(
-    x: Tensor, weight: Tensor, eps: float, y: Tensor, copy: Tensor | None = None
-) -> Tensor:
+    x: Tensor, weight: Tensor, eps: float, y: Tensor, copy: Tensor | None = None,
+    zero_centered: bool = False,
+) -> Tensor:  # fmt: skip
     """Write the norm of x into y; returns rstd, [rows] fp32.
 
     Equivalent PyTorch, for x, y and copy [rows, hidden] and weight [hidden], all of one dtype::
 
         copy.copy_(x)  # if it is given
         rstd = torch.rsqrt(x.float().pow(2).mean(-1) + eps)
-        y.copy_(x.float() * rstd[:, None] * weight.float())
+        y.copy_(x.float() * rstd[:, None] * weight.float())  # zero_centered: 1 + weight.float()
 
     The copy is for a product that is added to it in place, for which PyTorch would make one.
 
@@ -151,14 +157,14 @@ def residual_norm_forward(
             _rms_norm_forward_kernel, (rows,),
             x, None, weight, copy, y, rstd,
             x.stride(0), 0, 0 if copy is None else copy.stride(0), y.stride(0),
-            hidden, eps, False, block, num_warps=warps,
+            hidden, eps, zero_centered, block, num_warps=warps,
         )  # fmt: skip
     return rstd
 
 
 def residual_norm_backward(
     grad_y: Tensor, grad_residual: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor,
-    grad_x: Tensor,
+    grad_x: Tensor, zero_centered: bool = False,
 ) -> None:  # fmt: skip
     """Write the gradient of x, which was normalised and goes on as the residual, into grad_x.
 
@@ -166,8 +172,8 @@ def residual_norm_backward(
 
         grad_x.copy_(torch.autograd.grad(y, x, grad_y)[0] + grad_residual)
 
-    Without grad_residual x goes on nowhere. weight and rstd are as `residual_norm_forward` had them
-    and gave it; weight gets no gradient.
+    Without grad_residual x goes on nowhere. weight, rstd and zero_centered are as
+    `residual_norm_forward` had and gave them; weight gets no gradient.
 
     Raises:
         ValueError: as `residual_norm_forward`.
@@ -186,7 +192,7 @@ def residual_norm_backward(
             grad_y, grad_residual, x, weight, rstd, grad_x, None,
             grad_y.stride(0), 0 if grad_residual is None else grad_residual.stride(0), x.stride(0),
             grad_x.stride(0),
-            rows, hidden, 1, False, block, num_warps=warps,
+            rows, hidden, 1, zero_centered, block, num_warps=warps,
         )  # fmt: skip
 
 
@@ -234,13 +240,17 @@ def add_adapted(
     )  # fmt: skip
 
 
-def add_normed(residual: Tensor, x: Tensor, weight: Tensor, eps: float, total: Tensor) -> Tensor:
+def add_normed(
+    residual: Tensor, x: Tensor, weight: Tensor, eps: float, total: Tensor,
+    zero_centered: bool = False,
+) -> Tensor:  # fmt: skip
     """Write the residual plus the norm of x into total; returns rstd, [rows] fp32.
 
     Equivalent PyTorch, for [rows, hidden] tensors of one dtype, and a sum that rounds once::
 
         rstd = torch.rsqrt(x.float().pow(2).mean(-1) + eps)
         total.copy_(residual.float() + x.float() * rstd[:, None] * weight.float())
+        # zero_centered: 1 + weight.float()
 
     `residual_norm_backward` without grad_residual has x's gradient from total's.
 
@@ -256,7 +266,8 @@ def add_normed(residual: Tensor, x: Tensor, weight: Tensor, eps: float, total: T
         launch(
             _add_normed_kernel, (rows,),
             residual, x, weight, total, rstd,
-            residual.stride(0), x.stride(0), total.stride(0), hidden, eps, block, num_warps=warps,
+            residual.stride(0), x.stride(0), total.stride(0), hidden, eps, zero_centered, block,
+            num_warps=warps,
         )  # fmt: skip
     return rstd
 

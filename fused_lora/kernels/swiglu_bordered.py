@@ -1,5 +1,5 @@
 """A layer's MLP between its bordered products (`bordered_linear.py`), with the adapters' products
-over [T, intermediate] tensors inside SwiGLU's own passes, for `decoder_layer.py`."""
+over [T, intermediate] tensors inside SwiGLU's, or GeGLU's, own passes, for `decoder_layer.py`."""
 
 from collections.abc import Sequence
 
@@ -20,11 +20,13 @@ def add_down(
     total: Tensor | None,
     multiplier: float = 1.0,
     mask: Mask | None = None,
+    activation: str = "silu",
 ) -> Tensor:
     """Add the down projection of silu(gate) up, which grows in K, to total, where the residual is;
     or a multiple of it. Without total it makes z alone. With a mask z is that of what it keeps.
 
-    Equivalent PyTorch, for gate_up [T, 2 in] and total [T, out], contiguous; returns z::
+    Equivalent PyTorch, for gate_up [T, 2 in] and total [T, out], contiguous, and this activation;
+    returns z::
 
         gate, up = gate_up.chunk(2, dim=1)
         hidden = F.silu(gate) * up
@@ -34,10 +36,10 @@ def add_down(
     """
     matrix, inputs, out = down.matrix, down.in_features, down.out
     if total is None:
-        return swiglu_forward_product(gate_up, matrix[out:, :inputs], None, mask=mask)
+        return swiglu_forward_product(gate_up, matrix[out:, :inputs], None, None, mask, activation)
     hidden = empty_rows(gate_up, gate_up.shape[0], matrix.shape[1])
     z = swiglu_forward_product(
-        gate_up, matrix[out:, :inputs], hidden[:, :inputs], hidden[:, inputs:], mask
+        gate_up, matrix[out:, :inputs], hidden[:, :inputs], hidden[:, inputs:], mask, activation
     )
     total.addmm_(hidden, matrix[:out].t(), alpha=multiplier)
     if down.bias is not None:
@@ -55,6 +57,7 @@ def swiglu_gradients(
     needed: Sequence[bool],
     grad_gate_up: Tensor,
     mask: Mask | None = None,
+    activation: str = "silu",
 ) -> list[Tensor | None]:
     """Write the gradient of gate_up; returns those of down's A, gate's B and up's B, None where not
     needed.
@@ -81,5 +84,7 @@ def swiglu_gradients(
         else:
             products.append(Product(factor, gradient.t(), mask=mask))
     of_hidden, of_gate, of_up = products
-    swiglu_backward_products(grad_hidden, gate_up, of_hidden, of_gate, of_up, grad_gate_up)
+    swiglu_backward_products(
+        grad_hidden, gate_up, of_hidden, of_gate, of_up, grad_gate_up, activation
+    )
     return gradients

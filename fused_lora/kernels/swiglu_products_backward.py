@@ -1,8 +1,9 @@
 """SwiGLU's backward, with the adapters' products over its tensors made where they are in registers.
 
-For hidden h = silu(gate) up, adapted projections gate and up before it and down after it:
+For hidden h = silu(gate) up (or gelu, by tanh, for silu: GeGLU), adapted projections gate and up
+before it and down after it:
 
-    dgate, dup     as `fused_mlp.swiglu.swiglu_backward`, into rows any stride apart
+    dgate, dup     as `swiglu_backward` or `geglu_backward`, into rows any stride apart
     dA  = p' h     of down; p = dy s B [rows, rank] is what its own backward computed
     dB  = s dgate' z,  s dup' z     of gate and up; z = x A' [rows, rank] of each
 
@@ -30,10 +31,11 @@ from torch import Tensor
 from fused_mlp.dropout import Mask, is_kept
 from fused_mlp.launching import DTYPES, cdiv, next_power_of_2, on_device_of
 
+from .activation import activate, check_activation
 from .autotune import fastest
 from .dropped_products import check_mask
 from .rows import check_alike, check_rows, rows_and_intermediate
-from .tiling import MAX_BLOCK_RANK, Tiling, dots_in_fp32, keep, sigmoid, stages
+from .tiling import MAX_BLOCK_RANK, Tiling, dots_in_fp32, keep, stages
 
 # The best of 15 shapes on an H200, at 2,048 to 16,384 rows of 11,008, after 394 at 16,384 alone:
 # 0.473 ms there, and 0.476 in 4 warps, 4 ranges and at most 168 registers, which are the 0.514 of
@@ -79,6 +81,7 @@ def _swiglu_backward_products_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
+    IS_GELU: tl.constexpr,
     IN_FP32: tl.constexpr,
 ):
     column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)[None, :]
@@ -99,11 +102,10 @@ def _swiglu_backward_products_kernel(
         gate_tile = gate_up_ptr + row * gate_up_row_stride + column
         gate = tl.load(gate_tile, mask=mask, other=0.0).to(tl.float32)
         up = tl.load(gate_tile + intermediate, mask=mask, other=0.0).to(tl.float32)
-        share = sigmoid(gate, IN_FP32)
-        silu = gate * share
-        hidden = (silu * up).to(dtype)
-        grad_gate = (grad_hidden * up * (share + silu * (1.0 - share))).to(dtype)
-        grad_up = (grad_hidden * silu).to(dtype)
+        activated, slope = activate(gate, IS_GELU, IN_FP32)
+        hidden = (activated * up).to(dtype)
+        grad_gate = (grad_hidden * up * slope).to(dtype)
+        grad_up = (grad_hidden * activated).to(dtype)
         if grad_gate_up_ptr is not None:
             grad_gate_tile = grad_gate_up_ptr + row * grad_gate_up_row_stride + column
             tl.store(grad_gate_tile, grad_gate, mask=mask)
@@ -217,6 +219,7 @@ def swiglu_backward_products(
     of_gate: Product | None,
     of_up: Product | None,
     grad_gate_up: Tensor,
+    activation: str = "silu",
 ) -> None:
     """`swiglu_backward`, and a product of each of hidden, grad_gate and grad_up, where wanted.
 
@@ -227,13 +230,16 @@ def swiglu_backward_products(
         for x, product in zip(tensors, (of_hidden, of_gate, of_up)):
             product.gradient.copy_(product.scaling * x.t() @ product.factor)
 
-    The ranks may differ. Only hidden's product may have a mask.
+    The ranks may differ. Only hidden's product may have a mask. With "gelu_tanh" for the activation
+    it is `geglu_backward` of fused_mlp/geglu.py.
 
     Raises:
-        ValueError: shapes, dtypes, devices or strides do not fit, or no kernel can run on them.
+        ValueError: shapes, dtypes, devices or strides do not fit, the activation is another, or no
+            kernel can run on them.
     """
     name, kernel = "swiglu_backward_products", _swiglu_backward_products_kernel
     rows, intermediate = rows_and_intermediate(name, kernel, gate_up)
+    check_activation(name, activation)
     for key, tensor, columns in (
         ("grad_hidden", grad_hidden, intermediate),
         ("grad_gate_up", grad_gate_up, 2 * intermediate),
@@ -252,7 +258,7 @@ def swiglu_backward_products(
                 product.gradient.zero_()
         return
     with on_device_of(gate_up):
-        _launch(grad_hidden, gate_up, grad_gate_up, products)
+        _launch(grad_hidden, gate_up, grad_gate_up, products, activation)
         most = max(0 if product is None else product.factor.shape[1] for product in products)
         for first in range(MAX_BLOCK_RANK, most, MAX_BLOCK_RANK):
             rest = [
@@ -260,7 +266,7 @@ def swiglu_backward_products(
                 else Product(product.factor[:, first:], product.gradient[:, first:], *product[2:])
                 for product in products
             ]  # fmt: skip
-            _launch(grad_hidden, gate_up, None, rest)
+            _launch(grad_hidden, gate_up, None, rest, activation)
 
 
 def _launch(
@@ -268,6 +274,7 @@ def _launch(
     gate_up: Tensor,
     grad_gate_up: Tensor | None,
     products: Sequence[Product | None],
+    activation: str,
 ) -> None:
     """Both kernels, for as many ranks as a block holds."""
     rows, intermediate = grad_hidden.shape
@@ -290,7 +297,8 @@ def _launch(
         kernel[(cdiv(intermediate, tiling.columns), splits)](
             *tensors, mask and mask.bits, partials, *row_strides,
             rows, rows_of_a_split, intermediate, *ranks,
-            tiling.rows, tiling.columns, block_rank, dots_in_fp32(kernel, gate_up),
+            tiling.rows, tiling.columns, block_rank, activation == "gelu_tanh",
+            dots_in_fp32(kernel, gate_up),
             num_warps=tiling.warps, num_stages=stages(tiling, elements, gate_up),
         )  # fmt: skip
         _sum_products_kernel[(cdiv(intermediate, _SUM_COLUMNS), 3)](
@@ -298,7 +306,7 @@ def _launch(
             splits, intermediate, _SUM_COLUMNS, block_rank, num_warps=4,
         )  # fmt: skip
 
-    shape = intermediate, *ranks, grad_gate_up is None, mask is None
+    shape = intermediate, *ranks, grad_gate_up is None, mask is None, activation
     launch(fastest(kernel, gate_up, rows, shape, BACKWARD_TILING, _OTHERS, launch))
 
 

@@ -2,6 +2,8 @@
 
     h = silu(gate) up,  z = h A'     for A [rank, intermediate]
 
+(or gelu, by tanh, for silu: GeGLU).
+
 So that the down projection can grow in K, y = [h | z] [W | s B]', as the projections that widen do:
 growing in N z costs no pass over h either, but y gets columns of its own for it, and 2,048 + 32 of
 them fill tiles worse than 2,048 (1.197 ms and not 1.097 on an H200, at 16,384 tokens), and what is
@@ -25,10 +27,11 @@ from torch import Tensor
 from fused_mlp.dropout import Mask, is_kept
 from fused_mlp.launching import cdiv, next_power_of_2, on_device_of
 
+from .activation import activate, check_activation
 from .autotune import fastest
 from .dropped_products import check_mask
 from .rows import check_alike, check_rows, rows_and_intermediate
-from .tiling import MAX_BLOCK_RANK, Tiling, dots_in_fp32, keep, sigmoid, stages, tilings_for_masks
+from .tiling import MAX_BLOCK_RANK, Tiling, dots_in_fp32, keep, stages, tilings_for_masks
 
 SUM_ROWS = 64  # a program of the second kernel
 
@@ -70,6 +73,7 @@ def _swiglu_forward_product_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
+    IS_GELU: tl.constexpr,
     IN_FP32: tl.constexpr,
 ):
     # int64: from 97,542 rows of 2 x 11,008 on, an int32 offset overflows
@@ -86,7 +90,8 @@ def _swiglu_forward_product_kernel(
         gate_tile = gate_up_ptr + row * gate_up_row_stride + column
         gate = tl.load(gate_tile, mask=mask, other=0.0).to(tl.float32)
         up = tl.load(gate_tile + intermediate, mask=mask, other=0.0).to(tl.float32)
-        hidden = (gate * sigmoid(gate, IN_FP32) * up).to(gate_up_ptr.dtype.element_ty)
+        activated, _ = activate(gate, IS_GELU, IN_FP32)
+        hidden = (activated * up).to(gate_up_ptr.dtype.element_ty)
         if hidden_ptr is not None:
             tl.store(hidden_ptr + row * hidden_row_stride + column, hidden, mask=mask)
         A_tile = A_ptr + k.to(tl.int64)[:, None] * A_row_stride + column
@@ -137,24 +142,27 @@ def swiglu_forward_product(
     hidden: Tensor | None,
     copy: Tensor | None = None,
     mask: Mask | None = None,
+    activation: str = "silu",
 ) -> Tensor:
     """z = hidden A' [rows, rank], new, for hidden = silu(gate) * up and A [rank, intermediate].
 
     Equivalent PyTorch, for gate_up [rows, 2 intermediate], hidden and copy being written if given::
 
-        hidden.copy_(swiglu_forward(*gate_up.chunk(2, dim=1)))  # fused_mlp/swiglu.py
+        hidden.copy_(swiglu_forward(*gate_up.chunk(2, dim=1)))  # or geglu_forward, of fused_mlp
         z = hidden @ A.t()
         copy.copy_(z)
 
     So with hidden and copy the columns of [hidden | z] it makes what a product that grows in K
-    takes. With a mask z is the product of what it keeps of hidden, scaled. The sums are fp32 and
-    round once.
+    takes. With a mask z is the product of what it keeps of hidden, scaled. With "gelu_tanh" for the
+    activation it is GeGLU's. The sums are fp32 and round once.
 
     Raises:
-        ValueError: shapes, dtypes, devices or strides do not fit, or no kernel can run on them.
+        ValueError: shapes, dtypes, devices or strides do not fit, the activation is another, or no
+            kernel can run on them.
     """
     name, kernel = "swiglu_forward_product", _swiglu_forward_product_kernel
     rows, intermediate = rows_and_intermediate(name, kernel, gate_up)
+    check_activation(name, activation)
     rank = A.shape[0]
     z = gate_up.new_empty(rows, rank)
     for key, tensor, shape in (
@@ -169,11 +177,11 @@ def swiglu_forward_product(
         check_mask(f"{name}: mask", mask, gate_up[:, :intermediate])
     if rows and rank:
         with on_device_of(gate_up):
-            _launch(gate_up, A[:MAX_BLOCK_RANK], hidden, z, copy, mask)
+            _launch(gate_up, A[:MAX_BLOCK_RANK], hidden, z, copy, mask, activation)
             for first in range(MAX_BLOCK_RANK, rank, MAX_BLOCK_RANK):
                 some = slice(first, first + MAX_BLOCK_RANK)
                 more = None if copy is None else copy[:, some]
-                _launch(gate_up, A[some], None, z[:, some], more, mask)
+                _launch(gate_up, A[some], None, z[:, some], more, mask, activation)
     return z
 
 
@@ -184,6 +192,7 @@ def _launch(
     z: Tensor,
     copy: Tensor | None,
     mask: Mask | None,
+    activation: str,
 ) -> None:
     """Both kernels, for as many ranks as A has rows."""
     rows, (rank, intermediate) = gate_up.shape[0], A.shape
@@ -201,7 +210,8 @@ def _launch(
             gate_up, A, hidden, mask and mask.bits, partials,
             gate_up.stride(0), A.stride(0), 0 if hidden is None else hidden.stride(0),
             rows, intermediate, columns_of_a_split, rank, mask.scale if mask else 1.0,
-            tiling.rows, tiling.columns, block_rank, dots_in_fp32(kernel, gate_up),
+            tiling.rows, tiling.columns, block_rank, activation == "gelu_tanh",
+            dots_in_fp32(kernel, gate_up),
             num_warps=tiling.warps, num_stages=stages(tiling, elements, gate_up),
         )  # fmt: skip
         _sum_z_kernel[(cdiv(rows, SUM_ROWS),)](
@@ -209,6 +219,6 @@ def _launch(
             splits, rows, rank, SUM_ROWS, block_rank, num_warps=4,
         )  # fmt: skip
 
-    shape = intermediate, rank, hidden is None, mask is None
+    shape = intermediate, rank, hidden is None, mask is None, activation
     others = _OTHERS if mask is None else tilings_for_masks(_OTHERS)
     launch(fastest(kernel, gate_up, rows, shape, forward_tiling(rows), others, launch))

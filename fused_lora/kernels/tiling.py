@@ -8,7 +8,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.libdevice import fast_dividef
 
 from fused_mlp.dropout import ROWS_OF_A_WORD
 
@@ -48,18 +47,6 @@ def dots_in_fp32(kernel, tensor: Tensor) -> bool:
     which takes the bits of bf16 for integers there. It changes no result but by the order of a sum:
     a product of two bf16 or fp16 is exact in fp32, in which the sums are either way."""
     return tensor.dtype == torch.float32 or not isinstance(kernel, triton.JITFunction)
-
-
-@triton.jit
-def sigmoid(x, IN_FP32: tl.constexpr):
-    """1 / (1 + exp(-x)) of x in fp32. Unless IN_FP32, of what was bf16 or fp16: 0 below -87, else
-    within 2^-18 of its value, as tl.sigmoid is, in 5 instructions. tl.sigmoid takes 12, most of
-    them for a division by more than 2^126. A GPU at its power limit is slowed down by each, even
-    where a kernel waits for memory.
-    """
-    if IN_FP32:
-        return tl.sigmoid(x)
-    return fast_dividef(1.0, 1.0 + tl.exp2(x * -1.4426950408889634))  # log2(e)
 
 
 @triton.jit

@@ -102,13 +102,15 @@ OPTIONS = {  # of one layer of a model, with more tokens than a word has bits
     "each its own rank": {"rank_pattern": {"q_proj": 3, "up_proj": 70, "down_proj": 130}},
     "q and down alone": {"target_modules": ["q_proj", "down_proj"]},
     "normed heads": {"family": "Qwen3"},
+    "norms on both sides, GELU": {"family": "Gemma3Text", "config": {"pad_token_id": 0}},
 }
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_a_layer_is_within_the_error_budget(options, device, monkeypatch):
     draw_one_seed(monkeypatch)
-    fused, plain, done = pair(device, config={"num_hidden_layers": 1}, lora_dropout=0.3, **options)
+    config = {"num_hidden_layers": 1} | options.get("config", {})
+    fused, plain, done = pair(device, lora_dropout=0.3, **options | {"config": config})
     assert not done.left
     dtype = options.get("dtype", torch.float32)
     assert_layer_right(fused, follow(plain, OF_LAYER), (2, 21), dtype)

@@ -129,7 +129,7 @@ NOTHING = {
         {"config": {"attn_implementation": "eager"}}, "self_attn: its attention is eager: load the"
     ),
     "DoRA": ({"use_dora": True}, "q_proj: it uses DoRA"),
-    "Gemma": ({"family": "Gemma"}, "its norms multiply by one more than their weight"),
+    "Gemma 2": ({"family": "Gemma2"}, "its attention soft-caps the scores"),
 }  # fmt: skip
 
 

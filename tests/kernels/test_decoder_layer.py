@@ -95,6 +95,10 @@ OPTIONS = {
     "norms of outputs, our own attention": {
         "family": "Olmo2", "config": {"pad_token_id": 0, "attention_bias": True} | HEADS
     },
+    "norms of inputs and outputs, about one, GELU, our own attention": {
+        "family": "Gemma3Text", "config": {"pad_token_id": 0, "attention_bias": True} | HEADS
+    },
+    "norms about one, GELU": {"family": "Gemma", "config": {"pad_token_id": 0}},
     "narrow MLP": {"config": {"intermediate_size": 17}},
 }  # fmt: skip
 
@@ -271,9 +275,9 @@ def test_without_its_output_a_layer_has_the_same_gradients(device, monkeypatch):
     norm copies the residual only for an output."""
     copies, function = [], layer_residual.residual_norm_forward
 
-    def spy(*inputs, copy=None):
+    def spy(x, weight, eps, y, copy, zero_centered):
         copies.append(copy is not None)
-        return function(*inputs, copy=copy)
+        return function(x, weight, eps, y, copy, zero_centered)
 
     monkeypatch.setattr(layer_residual, "residual_norm_forward", spy)
     _, inputs, grad = operands(device, FEW)

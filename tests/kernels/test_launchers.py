@@ -48,7 +48,7 @@ class Launcher:
         results; `layout` lays out every [rows, columns] tensor that fused reads or writes.
     writes: how many of these it writes.
     is_exact: another layout gives the same bits on a GPU too.
-    is_slow: so that only `usual` is tried in every dtype.
+    is_slow: so that only `usual` is tried in every dtype; so are variants of others.
     """
 
     kernels: tuple
@@ -73,6 +73,7 @@ def of_case(function):
     return lambda size, case, **layout: function(*case, **layout)
 
 
+ABOUT_ONE, GEGLU = {"zero_centered": True}, {"activation": "gelu_tanh"}
 LAUNCHERS = {
     "residual_norm": Launcher(
         ((residual_kernels, "_rms_norm_forward_kernel", "_rms_norm_backward_kernel"),),
@@ -83,6 +84,18 @@ LAUNCHERS = {
         ((residual_kernels, "_add_normed_kernel", "_rms_norm_backward_kernel"),),
         residual.SIZES, "odd", (0, 8), residual.normed_sum_case,
         of_case(residual.fused_normed_sum), of_case(residual.eager_normed_sum), writes=2,
+    ),
+    "residual_norm, about one": Launcher(
+        ((residual_kernels, "_rms_norm_forward_kernel", "_rms_norm_backward_kernel"),),
+        residual.SIZES, "odd", (0, 8), residual.norm_case,
+        of_case(partial(residual.fused_norm, **ABOUT_ONE)),
+        of_case(partial(residual.eager_norm, **ABOUT_ONE)), writes=3, is_slow=True,
+    ),
+    "add_normed, about one": Launcher(
+        ((residual_kernels, "_add_normed_kernel", "_rms_norm_backward_kernel"),),
+        residual.SIZES, "odd", (0, 8), residual.normed_sum_case,
+        of_case(partial(residual.fused_normed_sum, **ABOUT_ONE)),
+        of_case(partial(residual.eager_normed_sum, **ABOUT_ONE)), writes=2, is_slow=True,
     ),
     "add_adapted": Launcher(
         ((residual_kernels, "_add_adapted_kernel"),),
@@ -120,6 +133,18 @@ LAUNCHERS = {
         products_backward.CASES, "odd", (0, 10, (4, 4, 4)), products_backward.make,
         of_case(products_backward.fused), of_case(products_backward.eager), writes=4,
     ),
+    "swiglu_forward_product, GeGLU": Launcher(
+        ((swiglu_products_forward, "_swiglu_forward_product_kernel", "_sum_z_kernel"),),
+        products_forward.CASES, "odd", (0, 10, 4), products_forward.make,
+        lambda size, case, layout: products_forward.fused(*case, layout=layout, **GEGLU)[:2],
+        of_case(partial(products_forward.eager, **GEGLU)), writes=2, is_slow=True,
+    ),
+    "swiglu_backward_products, GeGLU": Launcher(
+        ((swiglu_products_backward, "_swiglu_backward_products_kernel", "_sum_products_kernel"),),
+        products_backward.CASES, "odd", (0, 10, (4, 4, 4)), products_backward.make,
+        of_case(partial(products_backward.fused, **GEGLU)),
+        of_case(partial(products_backward.eager, **GEGLU)), writes=4, is_slow=True,
+    ),
     "rope on [q | k | v]": Launcher(
         ((qkv_rope, "_qkv_rope_kernel"),),
         rope_case.SIZES, "GQA", rope_case.EMPTY["no batch"], make_rope,
@@ -132,6 +157,13 @@ LAUNCHERS = {
         rope_case.SIZES, "GQA", rope_case.EMPTY["no batch"], rope.make_normed,
         of_case(lambda *case, **layout: rope.fused_normed(case, **layout)),
         of_case(lambda *case: rope.eager_normed(case)), writes=2, is_exact=False,
+    ),
+    "norms about one and rope on [q | k | v]": Launcher(
+        ((qkv_norm_rope, "_qkv_norm_rope_kernel", "_qkv_norm_backward_kernel"),),
+        rope_case.SIZES, "GQA", rope_case.EMPTY["no batch"], rope.make_normed,
+        of_case(lambda *case, **layout: rope.fused_normed(case, **layout, **ABOUT_ONE)),
+        of_case(lambda *case: rope.eager_normed(case, **ABOUT_ONE)), writes=2, is_exact=False,
+        is_slow=True,
     ),
     "norms of all heads together": Launcher(
         ((qkv_norm_rope, "_qkv_norm_rope_kernel", "_qkv_norm_backward_kernel"),),
@@ -279,12 +311,13 @@ ARGUMENTS = {
     fused_mlp.geglu_forward: {"gate": ones(3, 5), "up": ones(3, 5)},
     fused_mlp.geglu_backward: {"grad_hidden": ones(3, 5), "gate": ones(3, 5), "up": ones(3, 5)},
     swiglu_products_forward.swiglu_forward_product: {
-        "gate_up": ones(9, 20), "A": ones(8, 10), "hidden": ones(9, 10), "copy": ones(9, 8)
+        "gate_up": ones(9, 20), "A": ones(8, 10), "hidden": ones(9, 10), "copy": ones(9, 8),
+        "mask": None, "activation": "silu",
     },
     swiglu_products_backward.swiglu_backward_products: {
         "grad_hidden": ones(9, 10), "gate_up": ones(9, 20),
         **{name: Product(ones(9, 8), ones(10, 8)) for name in ("of_hidden", "of_gate", "of_up")},
-        "grad_gate_up": ones(9, 20),
+        "grad_gate_up": ones(9, 20), "activation": "silu",
     },
     qkv_rope.rope_forward: {"qkv": QKV, **OF_ROPE, "heads": 2, "kv_heads": 1},
     qkv_rope.rope_together: {"q": Q, "k": K, "v": K, **OF_ROPE, "qkv": QKV},
@@ -348,6 +381,10 @@ ERRORS = [
     ("swiglu_backward", {"grad_hidden": half}, r"grad_hidden \[3, 5\] torch.float16"),
     ("swiglu_forward_product", {"A": narrow}, r"A is \[8, 9\], should be \[8, 10\]"),
     ("swiglu_forward_product", {"copy": narrow}, r"copy is \[9, 7\], should be \[9, 8\]"),
+    *(
+        (name, {"activation": lambda _: "relu"}, "is 'relu', should be 'silu' or 'gelu_tanh'")
+        for name in ("swiglu_forward_product", "swiglu_backward_products")
+    ),
     ("swiglu_forward_product", {"gate_up": narrow}, r"\[9, 19\], should be \[rows, 2 intermediate"),
     ("swiglu_backward_products", {"grad_hidden": narrow}, r"is \[9, 9\], should be \[9, 10\]"),
     ("swiglu_backward_products", {"gate_up": narrow}, r"19\], should be \[rows, 2 intermediate\]"),

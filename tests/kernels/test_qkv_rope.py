@@ -51,11 +51,11 @@ def make_normed(size, dtype, device, together=False):
 EPS = 1e-6, 1e-2  # of q's norm and of k's
 
 
-def fused_normed(case, layout=torch.clone):
+def fused_normed(case, layout=torch.clone, zero_centered=False):
     """As `eager_normed`, and that v and its gradient come through, and raw q, k and v stay."""
     q, k, cos, sin, grad_q, grad_k, *weights = case
     v, grad_v = 2 * k, 3 * grad_k
-    raw, norms = layout(side_by_side(q, k, v)), HeadNorms(*weights, *EPS)
+    raw, norms = layout(side_by_side(q, k, v)), HeadNorms(*weights, *EPS, zero_centered)
     sizes = q.shape[2], q.shape[1], k.shape[1]
     qkv = layout(torch.full_like(raw, 7.0))
     assert norm_rope_together(*split_heads(raw, *sizes), norms, cos, sin, qkv) is None
@@ -70,11 +70,11 @@ def fused_normed(case, layout=torch.clone):
     return results
 
 
-def eager_normed(case):
+def eager_normed(case, zero_centered=False):
     """q and k, normed and turned, and the gradients of both from those of the normed ones."""
     q, k, cos, sin, grad_q, grad_k, *weights = case
     leaves = [t.detach().requires_grad_() for t in (q, k)]
-    normed = list(map(eager_head_norm, leaves, weights, EPS))
+    normed = list(map(eager_head_norm, leaves, weights, EPS, [zero_centered] * 2))
     turned = [t.detach() for t in eager(*normed, cos, sin)]
     return *turned, *torch.autograd.grad(normed, leaves, (grad_q, grad_k))
 

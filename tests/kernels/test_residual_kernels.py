@@ -36,18 +36,18 @@ def norm_case(size, dtype, device):
     return x, weight, grad_y, grad_residual
 
 
-def fused_norm(x, weight, grad_y, grad_residual, layout=torch.clone):
+def fused_norm(x, weight, grad_y, grad_residual, layout=torch.clone, zero_centered=False):
     x, grad_y, grad_residual = map(layout, (x, grad_y, grad_residual))
     y, copy, grad_x = (layout(torch.full_like(x, 7.0)) for _ in range(3))
-    rstd = residual_norm_forward(x, weight, EPS, y, copy)
+    rstd = residual_norm_forward(x, weight, EPS, y, copy, zero_centered)
     assert rstd.dtype == torch.float32 and torch.equal(copy, x)
-    residual_norm_backward(grad_y, grad_residual, x, weight, rstd, grad_x)
+    residual_norm_backward(grad_y, grad_residual, x, weight, rstd, grad_x, zero_centered)
     return y, grad_x
 
 
-def eager_norm(x, weight, grad_y, grad_residual):
+def eager_norm(x, weight, grad_y, grad_residual, zero_centered=False):
     x = x.clone().requires_grad_()
-    y = eager_rms_norm(x, weight, EPS)
+    y = eager_rms_norm(x, weight, EPS, zero_centered)
     return y.detach(), torch.autograd.grad(y, x, grad_y)[0] + grad_residual
 
 
@@ -77,17 +77,17 @@ def normed_sum_case(size, dtype, device):
     return x, residual, weight, grad
 
 
-def fused_normed_sum(x, residual, weight, grad, layout=torch.clone):
+def fused_normed_sum(x, residual, weight, grad, layout=torch.clone, zero_centered=False):
     """total and the gradient of x, which goes nowhere else."""
     x, total, grad_x = layout(x), *(layout(torch.full_like(x, 7.0)) for _ in range(2))
-    rstd = add_normed(layout(residual), x, weight, EPS, total)
-    residual_norm_backward(layout(grad), None, x, weight, rstd, grad_x)
+    rstd = add_normed(layout(residual), x, weight, EPS, total, zero_centered)
+    residual_norm_backward(layout(grad), None, x, weight, rstd, grad_x, zero_centered)
     return total, grad_x
 
 
-def eager_normed_sum(x, residual, weight, grad):
+def eager_normed_sum(x, residual, weight, grad, zero_centered=False):
     leaf = x.detach().requires_grad_()
-    total = residual + eager_rms_norm(leaf, weight, EPS)
+    total = residual + eager_rms_norm(leaf, weight, EPS, zero_centered)
     return total.detach(), torch.autograd.grad(total, leaf, grad)[0]
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from reference import random, relative_error, swiglu
+from reference import GATED, random, relative_error
 
 from fused_lora.kernels import swiglu_products_forward as module
 from fused_lora.kernels.swiglu_products_forward import forward_tiling, swiglu_forward_product
@@ -36,14 +36,15 @@ def empty(gate_up, *columns):
     return [torch.full((len(gate_up), n), 7.0, dtype=gate_up.dtype).to(gate_up) for n in columns]
 
 
-def fused(gate_up, A, layout=torch.clone):
+def fused(gate_up, A, layout=torch.clone, activation="silu"):
     """z, hidden and z's copy."""
     hidden, copy = map(layout, empty(gate_up, *A.t().shape))
-    return swiglu_forward_product(layout(gate_up), layout(A), hidden, copy), hidden, copy
+    z = swiglu_forward_product(layout(gate_up), layout(A), hidden, copy, None, activation)
+    return z, hidden, copy
 
 
-def eager(gate_up, A):
-    hidden = swiglu(*gate_up.chunk(2, dim=1))
+def eager(gate_up, A, activation="silu"):
+    hidden = GATED[activation](*gate_up.chunk(2, dim=1))
     return hidden @ A.t(), hidden
 
 

@@ -65,6 +65,7 @@ class StepRunAtCapture(GraphedStep):
         ("Llama", Fusion(layer=True, cross_entropy=True)),
         ("Qwen3", Fusion(attention=True, rope=True)),
         ("Qwen3", Fusion(layer=True, cross_entropy=True)),
+        ("Gemma3Text", Fusion(layer=True, cross_entropy=True)),
     ],
 )
 def test_without_padding_no_graph_attends_with_a_mask(family, fusion, monkeypatch, device):

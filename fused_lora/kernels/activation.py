@@ -1,0 +1,48 @@
+"""The activation of an MLP's gate and its slope, for kernels that have the gate in registers: SiLU,
+or GELU by tanh, which is SiLU with another argument of its sigmoid (`fused_mlp/geglu.py`)."""
+
+import triton
+import triton.language as tl
+from triton.language.extra.libdevice import fast_dividef
+
+from fused_mlp.geglu import gelu_argument, gelu_slope, sigmoids
+
+ACTIVATIONS = ("silu", "gelu_tanh")  # by the names that LoRA_MLP has for them
+
+
+def check_activation(name: str, activation: str) -> None:
+    """Raise ValueError unless the activation is one of ACTIVATIONS."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(
+            f"{name}: activation is {activation!r}, should be {' or '.join(map(repr, ACTIVATIONS))}"
+        )
+
+
+@triton.jit
+def activate(gate, IS_GELU: tl.constexpr, IN_FP32: tl.constexpr):
+    """The activation of gate, in fp32, and its slope there."""
+    if IS_GELU:
+        if IN_FP32:
+            share, rest = sigmoids(gelu_argument(gate))
+        else:
+            # where this loses digits the slope is near 1, and in bf16 or fp16 has fewer
+            share = sigmoid(gelu_argument(gate), IN_FP32)
+            rest = 1.0 - share
+        value, slope = gate * share, gelu_slope(gate, share, rest)
+    else:
+        share = sigmoid(gate, IN_FP32)
+        value = gate * share
+        slope = share + value * (1.0 - share)
+    return value, slope
+
+
+@triton.jit
+def sigmoid(x, IN_FP32: tl.constexpr):
+    """1 / (1 + exp(-x)) of x in fp32. Unless IN_FP32, of what was bf16 or fp16: 0 below -87, else
+    within 2^-18 of its value, as tl.sigmoid is, in 5 instructions. tl.sigmoid takes 12, most of
+    them for a division by more than 2^126. A GPU at its power limit is slowed down by each, even
+    where a kernel waits for memory.
+    """
+    if IN_FP32:
+        return tl.sigmoid(x)
+    return fast_dividef(1.0, 1.0 + tl.exp2(x * -1.4426950408889634))  # log2(e)
