@@ -14,6 +14,9 @@ if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ["OMP_NUM_THREADS"] = "1"  # for processes that tests start: see below
     interpreter.prepare_interpreter()
+    from quick_interpreter import make_quick
+
+    make_quick()
     # tensors here are tiny, and on shared cores threads that wait for each other take three times
     # as long as one
     torch.set_num_threads(1)
