@@ -79,6 +79,22 @@ def assert_same(fused, plain, length=SHORT, **inputs):
     assert_close(*(step(model, length=length, **inputs) for model in (fused, plain)))
 
 
+def assert_trains_alike(fused, plain, length=SHORT):
+    """The first gradients and the weights after two steps of SGD."""
+    gradients, weights = [], []
+    for model in (fused, plain):
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        optimizer = torch.optim.SGD(trained.values(), lr=0.1)
+        first = step(model, length=length)
+        optimizer.step()
+        step(model, seed=4, length=length)
+        optimizer.step()
+        gradients.append(first)
+        weights.append({name: p.detach() for name, p in trained.items()})
+    assert_close(*gradients, 2e-4)
+    assert_close(*weights, 1e-3)
+
+
 def functions_of(loss):
     """How often each of our autograd functions stands in the graph of a loss, by name."""
     counted: dict[str, int] = {}

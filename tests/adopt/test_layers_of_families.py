@@ -4,9 +4,8 @@ others do not. (`test_decoder_layer.py` has them in bf16, one layer at a time.)"
 import copy
 
 import pytest
-import torch
 from families_case import FAMILIES
-from fused_case import assert_close, functions_of, step
+from fused_case import assert_close, assert_trains_alike, functions_of, step
 from peft_models import ids
 
 from fused_lora import Fusion, fuse, unfuse
@@ -48,16 +47,7 @@ def test_layers_that_run_whole_train_as_in_plain_peft(name, device):
     tokens = ids(device)[:, :LENGTH]
     loss = fused(input_ids=tokens, labels=tokens).loss
     assert functions_of(loss) == {"DecoderLayer": 2}
-    gradients, weights = [], []
-    for model in (fused, plain):
-        trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        optimizer = torch.optim.SGD(trained.values(), lr=0.02)
-        for seed in (3, 4, 5):
-            gradients.append(step(model, seed=seed, length=LENGTH))
-            optimizer.step()
-        weights.append({name: p.detach() for name, p in trained.items()})
-    assert_close(gradients[0], gradients[3], 2e-4)
-    assert_close(*weights, 1e-3)
+    assert_trains_alike(fused, plain, LENGTH)
 
 
 # What is more than a row of the table: q and k that are not turned, multiples of what is added,
