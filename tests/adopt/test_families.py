@@ -59,8 +59,8 @@ def errors_of(got, want):
 
 
 @EVERY
-def test_each_part_fuses_these_modules_and_no_others(name, device):
-    fused, _, done = pair(name, device)
+def test_each_part_fuses_its_modules_and_trains_and_generates_as_plain_peft_does(name, device):
+    fused, plain, done = pair(name, device)
     family = FAMILIES[name]
     assert {part: sorted(names) for part, names in done.fused.items()} == family.fused_modules()
     assert done.left.keys() == family.left.keys()
@@ -68,12 +68,8 @@ def test_each_part_fuses_these_modules_and_no_others(name, device):
     seen = functions_of(fused(**inputs_of(fused, name)).loss)
     assert {f: seen[f] for f in OF_ATTENTION if f in seen} == family.functions
 
-
-@EVERY
-def test_it_trains_and_generates_as_plain_peft_does(name, device):
-    fused, plain, _ = pair(name, device)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.02) for model in (fused, plain)]
-    for seed in (3, 4, 5):
+    for seed in (3, 4):
         errors = errors_of(*(step(model, name, seed) for model in (fused, plain)))
         assert all(error <= 2e-4 for error in errors.values()), (seed, errors)
         for optimizer in optimizers:
