@@ -3,7 +3,8 @@
 import copy
 
 import pytest
-from layer_case import assert_model_right, peft_model
+from fused_case import assert_same
+from layer_case import peft_model
 from torch import nn
 
 from fused_lora import Fusion, fuse, report
@@ -33,7 +34,7 @@ def test_what_is_right_for_a_model(options, wanted, said, device):
     assert said in str(found).splitlines() or not (said or found.left)
     if "lora_dropout" in options:
         fused.eval(), plain.eval()
-    assert_model_right(fused, plain)
+    assert_same(fused, plain)
 
 
 def test_a_model_of_another_kind_is_left_alone_with_the_reasons(device):

@@ -5,7 +5,8 @@ import copy
 
 import pytest
 import torch
-from layer_case import assert_model_right, peft_model
+from fused_case import assert_right
+from layer_case import peft_model
 
 from fused_lora import Fusion, fuse
 
@@ -28,11 +29,11 @@ def test_any_subset_of_adapters_runs_fused_as_a_whole_and_right(subset, fusion, 
     plain = peft_model(device, dtype=torch.bfloat16, **subset)
     fused = copy.deepcopy(plain)
     assert fuse(fused, fusion).left == {}
-    assert_model_right(fused, plain)
+    assert_right(fused, plain, length=9)
 
 
 def test_a_projection_without_an_adapter_runs_under_autocast_over_weights_in_fp32(device):
     plain = peft_model(device, target_modules=["v_proj", "gate_proj"])
     fused = copy.deepcopy(plain)
     assert fuse(fused, FUSIONS["parts"]).left == {}
-    assert_model_right(fused, plain, autocast=True)
+    assert_right(fused, plain, autocast=True, length=9)
