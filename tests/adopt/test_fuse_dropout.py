@@ -101,7 +101,9 @@ BF16 = {"dtype": torch.bfloat16, "autocast_adapter_dtype": False}
 FP16 = {"dtype": torch.float16, "autocast_adapter_dtype": False}
 OPTIONS = {  # of one layer of a model, with more tokens than a word has bits
     "fp32": {},
+    "normed heads": {"family": "Qwen3"},
     "bf16, normed heads": {"family": "Qwen3", **BF16},
+    "each its own rank": {"rank_pattern": {"q_proj": 3, "up_proj": 70, "down_proj": 130}},
     "fp16, each its own rank": {
         "rank_pattern": {"q_proj": 3, "up_proj": 70, "down_proj": 130}, **FP16
     },

@@ -129,7 +129,10 @@ NOTHING = {
         {"config": {"attn_implementation": "eager"}}, "self_attn: its attention is eager: load the"
     ),
     "DoRA": ({"use_dora": True}, "q_proj: it uses DoRA"),
-    "Gemma 2": ({"family": "Gemma2"}, "its attention soft-caps the scores"),
+    "Gemma 2": (
+        {"family": "Gemma2", "config": {"attn_implementation": "eager"}},
+        "its attention soft-caps the scores",
+    ),
 }  # fmt: skip
 
 
