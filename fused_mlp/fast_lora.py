@@ -42,6 +42,7 @@ from .utils import (
     adapter_gradients,
     bias_gradients,
     cast_adapters,
+    check_activation,
     compute_dtype,
     input_gradient,
     matmul_A,
@@ -254,10 +255,7 @@ def _check(
     frozen: FrozenMLP,
 ) -> None:
     """Raise ValueError where shapes or dtypes do not fit together, naming the tensor."""
-    if frozen.activation not in ("silu", "gelu_tanh"):
-        raise ValueError(
-            f"LoRA_MLP: activation is {frozen.activation!r}, should be 'silu' or 'gelu_tanh'"
-        )
+    check_activation("LoRA_MLP", frozen.activation)
     intermediate, hidden = frozen.gate_weight.shape
     if x.ndim == 0 or x.shape[-1] != hidden:
         raise ValueError(f"LoRA_MLP: x is {list(x.shape)}, its last dimension should be {hidden}")

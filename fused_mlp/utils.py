@@ -63,6 +63,17 @@ def without_autocast(x: Tensor) -> AbstractContextManager:
     return torch.autocast(device, enabled=False) if on else nullcontext()
 
 
+# Of the gate, by name.
+ACTIVATIONS = {"silu": "SiLU", "gelu_tanh": "GELU by tanh (gelu_pytorch_tanh)"}
+
+
+def check_activation(name: str, activation: str) -> None:
+    """Raise ValueError, in the name of the public function `name`, unless it is one of these."""
+    if activation not in ACTIVATIONS:
+        known = " or ".join(map(repr, ACTIVATIONS))
+        raise ValueError(f"{name}: activation is {activation!r}, should be {known}")
+
+
 def cast_adapters(adapters: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
     """The A of a group stacked, and each B, in `dtype`: what has to be copied, by one call.
 

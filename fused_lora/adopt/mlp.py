@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers.activations import GELUTanh
 
 from fused_mlp import FrozenMLP, LoRA_MLP
+from fused_mlp.utils import ACTIVATIONS
 
 from ..step.recompute import saving_last
 from .originals import is_builtin
@@ -20,9 +21,6 @@ from .projection import (
     why_not_dropout_here,
 )
 from .site import class_forward, having, known_form, say_once, why_not_class, why_unloaded
-
-# Activations by the names that LoRA_MLP has for them.
-ACTIVATIONS = {"silu": "SiLU", "gelu_tanh": "GELU by tanh (gelu_pytorch_tanh)"}
 
 
 def mlps(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -7,16 +7,6 @@ from triton.language.extra.libdevice import fast_dividef
 
 from fused_mlp.geglu import gelu_argument, gelu_slope, sigmoids
 
-ACTIVATIONS = ("silu", "gelu_tanh")  # by the names that LoRA_MLP has for them
-
-
-def check_activation(name: str, activation: str) -> None:
-    """Raise ValueError unless the activation is one of ACTIVATIONS."""
-    if activation not in ACTIVATIONS:
-        raise ValueError(
-            f"{name}: activation is {activation!r}, should be {' or '.join(map(repr, ACTIVATIONS))}"
-        )
-
 
 @triton.jit
 def activate(gate, IS_GELU: tl.constexpr, IN_FP32: tl.constexpr):

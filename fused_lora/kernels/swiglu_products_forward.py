@@ -26,8 +26,9 @@ from torch import Tensor
 
 from fused_mlp.dropout import Mask, is_kept
 from fused_mlp.launching import cdiv, next_power_of_2, on_device_of
+from fused_mlp.utils import check_activation
 
-from .activation import activate, check_activation
+from .activation import activate
 from .autotune import fastest
 from .dropped_products import check_mask
 from .rows import check_alike, check_rows, rows_and_intermediate

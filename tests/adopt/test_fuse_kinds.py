@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from families_case import FAMILIES
-from fused_case import ALL, SHORT, assert_close, functions_of, step
+from fused_case import ALL, SHORT, assert_trains_alike, functions_of
 from layer_case import assert_layer_right, layer_of, pair, peft_model
 from peft_models import ids
 from projection_case import readapt
@@ -73,23 +73,6 @@ KINDS = {
     "DoRA on k": (with_dora_on("self_attn.k_proj"), MLP | {"LoRA_W": 1}),
     "DoRA on o": (with_dora_on("self_attn.o_proj"), MLP | {"LoRA_QKV": 1}),
 }  # fmt: skip
-
-
-def train(model):
-    """The loss and gradients of the first of three steps of SGD, and the weights after them."""
-    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    optimizer = torch.optim.SGD(trained.values(), lr=0.02)
-    found = []
-    for seed in (3, 4, 5):
-        found.append(step(model, seed=seed, length=SHORT))
-        optimizer.step()
-    return found[0], {name: p.detach() for name, p in trained.items()}
-
-
-def assert_trains_alike(fused, plain):
-    (gradients, weights), (want, weights_wanted) = train(fused), train(plain)
-    assert_close(gradients, want, 2e-4)
-    assert_close(weights, weights_wanted, 1e-3)
 
 
 @pytest.mark.parametrize("name", KINDS)
