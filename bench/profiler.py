@@ -30,7 +30,7 @@ KINDS = (
 KIND_BY_NAME = [
     (kind, re.compile(pattern, re.IGNORECASE))
     for kind, pattern in (
-        ("optimizer", r"multi_tensor_apply|adam"),
+        ("optimizer", r"multi_tensor_apply(?!.*CopyFunctor)|adam"),
         ("loss", r"cross_entropy|nll_loss|softmax|_fl_\w+_kernel"),
         ("attention", r"flash|fmha|sdpa|attention|compute_dot_do_o|convert_dq"),
         ("matmul", r"nvjet|gemm|cutlass|cublas|splitk|\bmatmul"),
@@ -38,7 +38,10 @@ KIND_BY_NAME = [
         ("norm", r"rms_?norm|layer_?norm|rsqrt|meanops"),
         ("activation", r"swiglu|silu|gelu|sigmoid|_fg_kernel|_dwf_dw_dfg_kernel"),
         ("rope", r"rope|rotary|cos_kernel|sin_kernel"),
-        ("copy", r"copy_kernel|memcpy|memset|fillfunctor|fused_+(to_copy|addmm|t|transpose|_)+_\d"),
+        (
+            "copy",
+            r"copy_kernel|CopyFunctor|memcpy|memset|fillfunctor|fused_+(to_copy|addmm|t|transpose|_)+_\d",
+        ),
     )
 ]
 

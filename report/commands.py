@@ -74,7 +74,7 @@ def generated_parts(run: Run, suite: Run) -> dict[str, str]:
         store.load(SECOND_RUN),
         suite,
         loaded(f"{BESIDE_UNSLOTH.relative_to(HERE)}/*.json.gz"),
-        [*loaded("docs/runs/*/experiment.json.gz"), *loaded("docs/runs/*/quick.json.gz")],
+        loaded("docs/runs/*/quick.json.gz"),
         loaded("docs/runs/*/published-*.json.gz"),
     )
 

@@ -33,23 +33,23 @@ def generated(
 ) -> dict[str, str]:
     """Write every part, by name.
 
-    run: the experiment. second_run: the same once more. suite: every part and peer. beside_unsloth:
-    all parts and Unsloth again, in more steps. quick: what others measured, each on a GPU.
-    of_others: runs in the settings that others publish speeds for.
+    run: the experiment. second_run: the same on another day, and the kernels alone. suite: every
+    part and peer. beside_unsloth: all parts and Unsloth again, in more steps. quick: what others
+    measured, each on a GPU. of_others: runs in the settings that others publish speeds for.
     """
     return {
-        "answer": answer([run, suite]),
-        "headline": headline_table([run, suite]),
+        "answer": answer(run),
+        "headline": headline_table(run),
         "results": tables.results_section(run),
+        "kernels": tables.kernels_section(second_run),
         "kinds": tables.kinds_section(run),
-        "interleaved": tables.interleaved_section(beside_unsloth),
         "second run": tables.comparison_table(compare(run, second_run)),
         "peers": peers_section(suite),
         "unsloth": against_unsloth_section([suite, *beside_unsloth]),
         "parts": parts_section(suite),
         "effects": effects_section(suite),
-        "gpus": measured_section([run, suite, *quick]),
-        "expected": expected_section([run, suite]),
+        "gpus": measured_section([run, second_run, suite, *quick]),
+        "expected": expected_section(run),
         "published": published_section(of_others),
     }
 

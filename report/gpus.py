@@ -7,7 +7,7 @@ from statistics import median
 from typing import NamedTuple
 
 from bench.records import Run
-from report.headline import ANSWERS, first_with, row_of, times
+from report.headline import ANSWERS, row_of, times
 from report.looks import markdown_table
 from variants import BASELINE, title_of
 
@@ -46,15 +46,15 @@ def measured_section(runs: Sequence[Run]) -> str:
     return markdown_table(header, lines)
 
 
-def expected_section(runs: Sequence[Run]) -> str:
+def expected_section(run: Run) -> str:
     """Write what the other cards of CARDS should need for a step at the longest length.
 
     The time of a step's products and of attention goes with a card's TFLOPS, all else that the GPU
     does with its memory's bandwidth; what it waits for the host is left out.
     """
     shown = (BASELINE, *ANSWERS)
-    seq_len = max(runs[0].experiment.seq_lens)
-    split = {v: _split_ms(first_with(runs, v, seq_len), v, seq_len) for v in shown}
+    seq_len = max(run.experiment.seq_lens)
+    split = {v: _split_ms(run, v, seq_len) for v in shown}
     measured_on, *others = CARDS
     lines = []
     for card in others:
@@ -75,10 +75,10 @@ def expected_section(runs: Sequence[Run]) -> str:
     return markdown_table(header, lines)
 
 
-def _split_ms(run: Run | None, variant: str, seq_len: int) -> tuple[float, float]:
+def _split_ms(run: Run, variant: str, seq_len: int) -> tuple[float, float]:
     """The GPU's time for matrix products and attention, and for all else, of one step."""
-    cells = [c for c in run.cells_of(variant, seq_len, "ok") if c.gpu_busy_ms] if run else []
+    cells = [c for c in run.cells_of(variant, seq_len, "ok") if c.gpu_busy_ms]
     if not cells:
-        raise ValueError(f"no published run has a profile of {variant} at {seq_len} tokens")
+        raise ValueError(f"the published run has no profile of {variant} at {seq_len} tokens")
     products = median(sum(c.kernel_ms.get(k, 0.0) for k in ("matmul", "attention")) for c in cells)
     return products, median(cell.gpu_busy_ms or 0.0 for cell in cells) - products

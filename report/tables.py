@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from textwrap import shorten
 
-import msgspec
-
-from bench.records import Cell, Git, Interval, Kernels, Run
+from bench.records import Cell, Git, Interval, Run
 from report.comparison import ComparedCell, Comparison
 from report.kinds import KINDS, bars
-from report.looks import REHEARSAL_NOTICE, STATUS_WORDS, caption, interleaved, markdown_table
+from report.looks import REHEARSAL_NOTICE, STATUS_WORDS, caption, markdown_table
 from report.statistics import summarize, twins_too_far_apart, why_no_verdicts
 from variants import AGAIN, BASELINE, SUITES, Settings, title_of
 
@@ -21,7 +18,7 @@ EXPERIMENT_VARIANTS = sorted(SUITES["experiment"], key=lambda id: id not in (BAS
 
 
 def results_section(run: Run) -> str:
-    """Every row of the summary, what it was measured on, what went wrong, settings and kernels."""
+    """Every row of the summary, what it was measured on, what went wrong, and settings."""
     git = run.environment.git or Git("unknown", False)
     commit = re.sub(r"[0-9a-f]{40}", lambda found: found[0][:10], git.commit)
     commit += " with local changes" if git.dirty else ""
@@ -31,23 +28,8 @@ def results_section(run: Run) -> str:
         f"{caption(run)} Commit {commit}.",
         _remarks(run),
         _settings_table(run),
-        _kernel_table(run.kernels) if run.kernels else "",
     ]
     return "\n\n".join(block for block in blocks if block)
-
-
-def interleaved_section(runs: Sequence[Run]) -> str:
-    """The experiment's variants in every run that interleaved all that were asked about at first,
-    and what it was made on."""
-    sections = []
-    for run in runs:
-        if interleaved(run) and {*ASKED_FIRST} <= {*run.experiment.variants}:
-            shown = [id for id in EXPERIMENT_VARIANTS if id in run.experiment.variants]
-            experiment = msgspec.structs.replace(run.experiment, variants=shown)
-            cells = [cell for cell in run.cells if cell.variant in shown]
-            of_these = msgspec.structs.replace(run, experiment=experiment, cells=cells)
-            sections.append(f"{_summary_table(of_these)}\n\n{caption(of_these)}")
-    return "\n\n".join(sections) or "Not measured yet: `python lora_bench.py --interleave 2`."
 
 
 def kinds_section(run: Run) -> str:
@@ -164,7 +146,11 @@ def _by_length(cells: list[Cell], values: list) -> str:
     return "; ".join(f"{words} at {', '.join(at)}" for words, at in lengths.items())
 
 
-def _kernel_table(kernels: Kernels) -> str:
+def kernels_section(run: Run) -> str:
+    """Write how long each Triton kernel takes alone, beside a device copy of as many bytes."""
+    kernels = run.kernels
+    if kernels is None:
+        return "Not measured yet: `python lora_bench.py --kernels`."
     header = ["kernel", "shape", "dtype", "median, µs", "GB/s", "of a copy's GB/s"]
     lines = [
         [row.kernel, " × ".join(map(str, row.shape)), row.dtype, f"{row.median_us:.1f}",

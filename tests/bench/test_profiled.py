@@ -54,6 +54,7 @@ NAMES = {  # as the profiler gave them on an H200
         f"{UNNAMED}multi_tensor_apply_kernel<at::native::(anonymous namespace)::FusedOpt",
     ],
     "copy": [
+        f"{UNNAMED}multi_tensor_apply_kernel<TensorListMetadata<2>, CopyFunctor<float, float, 2>",
         f"{ELEMENTWISE}bfloat16_copy_kernel_cuda(at::TensorIteratorBase&)",
         f"{ELEMENTWISE}FillFunctor<float>, std::array<char*, 1>",
         "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda(at::Te",

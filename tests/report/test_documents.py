@@ -3,6 +3,7 @@ says in words; its code runs."""
 
 import re
 import shutil
+from math import ceil
 from pathlib import Path
 
 import example_results as example
@@ -78,20 +79,20 @@ def test_the_readmes_numbers_are_those_of_the_data(runs):
     suite_rows = {(row.variant, row.seq_len): row for row in summarize(suite)}
     kinds = bars(run, 512)[0].kernel_ms
     vanilla, again = ms["vanilla_peft", 512], results.load(H200 / "second_run.json.gz")
-    a100 = next(line for line in expected_section(runs).splitlines() if "A100" in line).split("|")
+    a100 = next(line for line in expected_section(run).splitlines() if "A100" in line).split("|")
     worst = max(
         abs(ms[variant, n] / summary.median_step_ms - 1)
         for summary in summarize(again)
-        if (n := summary.seq_len) >= 256 and (variant := summary.variant)
+        if (n := summary.seq_len) >= 256
+        and (variant := summary.variant) != "full_unsloth"  # another release there
     )
     busy = [
-        [cell.gpu_busy_ms for cell in each.cells_of(variant, n, "ok")]
+        [cell.gpu_busy_ms for cell in run.cells_of(variant, n, "ok")]
         for variant in (headline.BASELINE, *headline.ANSWERS)
         for n in (64, 128)
-        for each in [headline.first_with(runs, variant, n)]
     ]
     said = {
-        r"repeats within (\d+)%": (100 * max(max(b) / min(b) - 1 for b in busy),),
+        r"repeats within (\d+)%": (ceil(100 * max(max(b) / min(b) - 1 for b in busy)),),
         r"takes (\d+) ms off vanilla's (\d+), all of Unsloth takes (\d+)": (
             vanilla - ms["fused_mlp", 512], vanilla, vanilla - ms["full_unsloth", 512],
         ),
@@ -112,7 +113,7 @@ def test_the_readmes_numbers_are_those_of_the_data(runs):
         r"we expect ([\d.]+)× for the\s+MLP and ([\d.]+)×": (
             float(a100[6].strip(" ×")), float(a100[8].strip(" ×")),
         ),
-        r"within (\d+)% at 256 and 512": (100 * worst,),
+        r"within (\d+)% at 256 and 512": (ceil(100 * worst),),
     }  # fmt: skip
     left = PROSE
     for pattern, values in said.items():
