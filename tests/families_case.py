@@ -52,7 +52,7 @@ class Family:
     config: changes of TEXT; vision: of a multimodal model, its tower's.
     fused: the modules of each layer that a part fuses, where they are not the USUAL ones; with the
         layer's number before it, of that one alone.
-    others: modules outside of the text tower that `rms_norm` fuses.
+    others: modules outside of the text tower's layers that a part fuses.
     left: other modules, or parts without one, and what the report says of them.
     functions: how often attention's functions stand in the graph of the loss.
     image_token: of a model that is tried on an image, of four patches.
@@ -62,7 +62,7 @@ class Family:
     config: dict = field(default_factory=dict)
     vision: dict | None = None
     fused: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    others: tuple[str, ...] = ()
+    others: dict[str, tuple[str, ...]] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     functions: dict[str, int] = field(default_factory=lambda: ONE)
     image_token: int | None = None
@@ -114,7 +114,9 @@ class Family:
                 if ":" not in name or name.startswith(layer)
             ]
         if self.fused.get("rms_norm", USUAL):
-            found["rms_norm"] += [f"{prefix}.norm", *(f"base_model.model.{n}" for n in self.others)]
+            found["rms_norm"].append(f"{prefix}.norm")
+        for part, names in self.others.items():
+            found[part] += [f"base_model.model.{name}" for name in names]
         found["cross_entropy"] = ["base_model.model"]
         return {
             part: sorted(names)
@@ -123,12 +125,26 @@ class Family:
         }
 
 
+def everywhere(*names: str) -> list[str]:
+    return [f"base_model.model.model.layers.{layer}.{name}" for layer in "01" for name in names]
+
+
 LOSS = "base_model.model as cross_entropy"
 EXPERTS_ARE_PEFTS = {"mlp": "a mixture's experts stay PEFT's"}
 WINDOW = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
 FAMILIES = {
     "Llama": Family("Llama"),
     "Mistral": Family("Mistral", {"sliding_window": 4}),
+    "Ministral": Family("Ministral", WINDOW),
+    "Ministral 3": Family(
+        "Ministral3", fused={"attention": ("self_attn.o_proj",), "rope": ()},
+        left=dict.fromkeys(
+            everywhere("self_attn", "self_attn as rope"),
+            "Ministral3Attention is not an attention class",
+        ),
+        functions={"LoRA_W": 2},
+    ),
+    "CWM": Family("Cwm", WINDOW),
     "Qwen2": Family("Qwen2"),
     "Qwen3": Family("Qwen3", fused={"rms_norm": OF_HEADS}),
     "SmolLM3": Family(
@@ -159,8 +175,8 @@ FAMILIES = {
     "Qwen2-VL": Family("Qwen2VL", {"rope_parameters": SECTIONS}, VISION),
     "Qwen2.5-VL": Family(
         "Qwen2_5_VL", {"rope_parameters": SECTIONS}, VISION,
-        others=("model.visual.blocks.0.norm1", "model.visual.blocks.0.norm2",
-                "model.visual.merger.ln_q"),
+        others={"rms_norm": ("model.visual.blocks.0.norm1", "model.visual.blocks.0.norm2",
+                             "model.visual.merger.ln_q")},
         left={"base_model.model.model.visual.blocks.0.mlp": "Qwen2_5_VLMLP is not an MLP class"},
     ),
     "Qwen3-VL": Family(
@@ -169,17 +185,29 @@ FAMILIES = {
     "Gemma 3, multimodal": Family(
         "Gemma3", WINDOW | {"query_pre_attn_scalar": 16}, SIGLIP,
         fused={"rms_norm": (*AROUND, *OF_HEADS[2:])},
-        others=("model.multi_modal_projector.mm_soft_emb_norm",),
+        others={"rms_norm": ("model.multi_modal_projector.mm_soft_emb_norm",)},
+    ),
+    "Mistral Small 3, multimodal": Family(
+        "Mistral3", {"model_type": "mistral"},
+        {"model_type": "pixtral", "head_dim": 16, **SIGLIP},
+        others={"attention": ("model.vision_tower.transformer.layers.0.attention.o_proj",),
+                "rms_norm": ("model.multi_modal_projector.norm",)},
+        left={
+            f"base_model.model.model.vision_tower.{name}": f"Pixtral{kind} class"
+            for name, kind in {
+                "ln_pre": "RMSNorm is not a norm",
+                "transformer.layers.0.attention_norm": "RMSNorm is not a norm",
+                "transformer.layers.0.ffn_norm": "RMSNorm is not a norm",
+                "transformer.layers.0.attention": "Attention is not an attention",
+                "transformer.layers.0.feed_forward": "MLP is not an MLP",
+            }.items()
+        },
     ),
     "Llava": Family(
         "Llava", {"model_type": "llama"}, {"model_type": "clip_vision_model", **SIGLIP},
         image_token=95,
     ),
 }  # fmt: skip
-
-
-def everywhere(*names: str) -> list[str]:
-    return [f"base_model.model.model.layers.{layer}.{name}" for layer in "01" for name in names]
 
 
 UNKNOWN = Family(

@@ -118,8 +118,11 @@ SOFT_CAP = ("softcap", "attn_logit_softcapping")
 FAMILIES = (
     Family("llama", "Llama", whole=True),
     Family("mistral", "Mistral", AttentionForm(passes=CONFIGS_WINDOW), whole=True),
+    Family("ministral", "Ministral", WINDOWED, whole=True),
+    Family("ministral3", "Ministral3", None),  # its attention scales q by position
     Family("qwen2", "Qwen2", WINDOWED, whole=True),
     Family("qwen3", "Qwen3", NORMED_HEADS, whole=True),
+    Family("cwm", "Cwm", WINDOWED, whole=True),
     Family("smollm3", "SmolLM3", AttentionForm(turns="use_rope", passes=OWN_WINDOW), whole=True),
     Family("granite", "Granite", layer=LayerForm(multiplier="residual_multiplier"),
            loss=LossForm(divided_by="logits_scaling"), whole=True),
@@ -149,6 +152,8 @@ FAMILIES = (
     # around towers of other families
     Family("gemma3", "Gemma3", None, None, None, None,
            names={"ForCausalLM": "Gemma3ForConditionalGeneration"}),
+    Family("mistral3", "Mistral3", None, None, NormForm(), None,
+           names={"ForCausalLM": "Mistral3ForConditionalGeneration"}),
     Family("llava", "Llava", None, None, None, None,
            names={"ForCausalLM": "LlavaForConditionalGeneration"}),
 )  # fmt: skip

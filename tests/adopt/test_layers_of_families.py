@@ -18,6 +18,7 @@ NOT_WHOLE = {
     "Qwen3-MoE": EXPERTS,
     "Qwen2-MoE": EXPERTS,
     "Mixtral": EXPERTS,
+    "Ministral 3": NOT_READ,
     "Gemma 2": "its attention soft-caps the scores",
     "Phi-3": TOGETHER,
     "Phi-4-mini": TOGETHER,
