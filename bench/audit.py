@@ -21,6 +21,7 @@ WALL_MS = 1.0
 # training carries what rounding made different on (`loss_curve.py` shows how far).
 LOSS_SHARE = 0.0025
 LOSS_STEPS = 25
+HEAD_NORMS = ("q_norm: rms_norm", "k_norm: rms_norm")  # as `fuse` reports them
 FIRST_TARGETS = {"q_proj", "k_proj", "v_proj"}  # what an adapter may be on first in a layer
 
 
@@ -71,12 +72,15 @@ def not_run(
     A compiled layer runs as one function of torch.compile's own, so that of the parts in it only
     the kernels are seen. A replayed graph runs no function at all; its kernels are counted, for
     one of them may stand for one module of many. Where neither q, k nor v has an adapter, modules
-    of the first layer may have no backward: nothing before the first adapter is trained.
+    of the first layer may have no backward: nothing before the first adapter is trained. With both
+    "attention" and "rope", the norms of q's and k's heads run in the attention's function.
     """
     is_trained_from_the_start = bool(FIRST_TARGETS & set(targets))
     if on_gpu and recipe.compiled and not any("triton_" in name for name in profile.kernels_seen):
         return "no kernel of torch.compile's ran: the layers ran uncompiled"
     has_functions = not (recipe.compiled or recipe.graph)
+    if {"attention", "rope"} <= set(recipe.fused):
+        fused_modules = [name for name in fused_modules if not name.endswith(HEAD_NORMS)]
     for part, evidence in recipe.evidence.items():
         modules = [name for name in fused_modules if name.endswith(f": {part}")]
         ran = sum(

@@ -1,6 +1,7 @@
 """Every variant starts from the same weights, adapters and settings."""
 
 import importlib
+import json
 import pkgutil
 from collections import Counter
 from dataclasses import replace
@@ -34,11 +35,15 @@ FUSED = [v for v in VARIANTS.values() if v.recipe.fused and not v.recipe.compile
 TINY = Path(__file__).resolve().parents[2] / "configs" / "tiny.json"
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    source = resolve(str(TINY), tmp_path_factory.mktemp("cache"), 0)
+def materialized(config, folder):
+    source = resolve(str(config), folder, 0)
     materialize(source, 0, "cpu")
     return source.folder
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return materialized(TINY, tmp_path_factory.mktemp("cache"))
 
 
 def make(variant, checkpoint, device, **changes):
@@ -184,6 +189,22 @@ def test_a_step_shows_what_proves_its_parts_and_no_less_will_do(
     }
     less = replace(replayed, kernels_seen=kernels)
     assert " ran 1 times in a step, for 2 modules" in not_run(graph, profile=less)
+
+
+def test_qwen3s_norms_of_heads_prove_themselves_within_the_attention(
+    tmp_path, device, monkeypatch
+):
+    config = json.loads(TINY.read_text())
+    config |= {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 16}
+    (tmp_path / "qwen3.json").write_text(json.dumps(config))
+    built = make("fused_all", materialized(tmp_path / "qwen3.json", tmp_path), device)
+    assert any("q_norm: rms_norm" in name for name in built.fused_modules)
+    profile = profile_of(built, device, monkeypatch)
+    not_run = partial(audit.not_run, recipe_of("fused_all"), built.fused_modules, on_gpu=True)
+    assert not_run(profile) is None
+    for function in ("LoRA_AttentionBackward", "AddRMSNormBackward"):
+        seen = {**profile.functions_seen, function: 1}
+        assert " times in a step, for " in not_run(replace(profile, functions_seen=seen))
 
 
 def test_a_graph_has_its_step(checkpoint, device):
