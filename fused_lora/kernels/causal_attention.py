@@ -66,8 +66,40 @@ def dot(a, b, total, IN_FP32: tl.constexpr):
 
 
 @triton.jit
+def _attend(
+    q, query, sequence, key_column, first_key, end, limit, qkv_row_stride, score_scale,
+    HEAD_DIM: tl.constexpr, OF_V: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
+    IN_FP32: tl.constexpr,
+):  # fmt: skip
+    """(attended, logsumexp) of a tile of queries, by the keys of their sequence from first_key on,
+    a tile at a time up to `end`, and none from `limit` on."""
+    feature = tl.arange(0, HEAD_DIM)[None, :]
+    most = tl.full([BLOCK], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    attended = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
+    zeros = tl.zeros([BLOCK, KEYS], tl.float32)
+    for start in range(first_key, end, KEYS):
+        key = start + tl.arange(0, KEYS)
+        is_key = (key < limit)[:, None]
+        k_tile = sequence + key.to(tl.int64)[:, None] * qkv_row_stride + key_column + feature
+        k = tl.load(k_tile, mask=is_key, other=0.0)
+        v = tl.load(k_tile + OF_V, mask=is_key, other=0.0)
+        scores = dot(q, tl.trans(k), zeros, IN_FP32) * score_scale
+        scores = tl.where(key[None, :] <= query[:, None], scores, float("-inf"))
+        # the first key is behind no query, so that this is a number from the first tile on
+        new_most = tl.maximum(most, tl.max(scores, axis=1))
+        p = tl.exp2(scores - new_most[:, None])
+        shrink = tl.exp2(most - new_most)
+        most = new_most
+        total = total * shrink + tl.sum(p, axis=1)
+        attended = dot(p.to(v.dtype), v, attended * shrink[:, None], IN_FP32)
+    return attended / total[:, None], (most + tl.log2(total)) * LN_2
+
+
+@triton.jit
 def _attention_forward_kernel(
     qkv_ptr,  # [batch * positions, (HEADS + 2 KV_HEADS) HEAD_DIM]
+    documents_ptr,  # [batch, 2, positions] int32, first and end of each token's; None: one a row
     attended_ptr,  # [batch * positions, HEADS HEAD_DIM], written
     logsumexp_ptr,  # [batch, HEADS, positions] fp32, written
     positions,
@@ -82,49 +114,57 @@ def _attention_forward_kernel(
     IN_FP32: tl.constexpr,
 ):
     head = tl.program_id(0) % HEADS
-    kv_head = head // (HEADS // KV_HEADS)
-    first = (tl.program_id(0) // HEADS).to(tl.int64) * positions
+    batch = (tl.program_id(0) // HEADS).to(tl.int64)
     block = tl.num_programs(1) - 1 - tl.program_id(1)  # those with the most keys start first
     query = block * BLOCK + tl.arange(0, BLOCK)
     is_query = query < positions
+    sequence = qkv_ptr + batch * positions * qkv_row_stride
     feature = tl.arange(0, HEAD_DIM)[None, :]
-    row = (first + query)[:, None]
-    q_tile = qkv_ptr + row * qkv_row_stride + head * HEAD_DIM + feature
-    q = tl.load(q_tile, mask=is_query[:, None], other=0.0)
-    most = tl.full([BLOCK], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
-    attended = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
-    zeros = tl.zeros([BLOCK, KEYS], tl.float32)
-    for start in range(0, tl.minimum((block + 1) * BLOCK, positions), KEYS):
-        key = start + tl.arange(0, KEYS)
-        is_key = (key < positions)[:, None]
-        k_tile = qkv_ptr + (first + key)[:, None] * qkv_row_stride + feature
-        k_tile += (HEADS + kv_head) * HEAD_DIM
-        k = tl.load(k_tile, mask=is_key, other=0.0)
-        v = tl.load(k_tile + KV_HEADS * HEAD_DIM, mask=is_key, other=0.0)
-        scores = dot(q, tl.trans(k), zeros, IN_FP32) * score_scale
-        scores = tl.where(key[None, :] <= query[:, None], scores, float("-inf"))
-        # the first key is behind no query, so that this is a number from the first tile on
-        new_most = tl.maximum(most, tl.max(scores, axis=1))
-        p = tl.exp2(scores - new_most[:, None])
-        shrink = tl.exp2(most - new_most)
-        most = new_most
-        total = total * shrink + tl.sum(p, axis=1)
-        attended = dot(p.to(v.dtype), v, attended * shrink[:, None], IN_FP32)
-    attended = (attended / total[:, None]).to(attended_ptr.dtype.element_ty)
+    q_tile = sequence + query.to(tl.int64)[:, None] * qkv_row_stride + head * HEAD_DIM + feature
+    row = (batch * positions + query)[:, None]
     tile = attended_ptr + row * attended_row_stride + head * HEAD_DIM + feature
-    tl.store(tile, attended, mask=is_query[:, None])
     places = logsumexp_ptr + tl.program_id(0).to(tl.int64) * positions + query
-    tl.store(places, (most + tl.log2(total)) * LN_2, mask=is_query)
+    key_column = (HEADS + head // (HEADS // KV_HEADS)) * HEAD_DIM
+    end = tl.minimum((block + 1) * BLOCK, positions)
+    if documents_ptr is None:
+        q = tl.load(q_tile, mask=is_query[:, None], other=0.0)
+        attended, logsumexp = _attend(
+            q, query, sequence, key_column, 0, end, positions, qkv_row_stride, score_scale,
+            HEAD_DIM, KV_HEADS * HEAD_DIM, BLOCK, KEYS, IN_FP32,
+        )  # fmt: skip
+        tl.store(tile, attended.to(attended_ptr.dtype.element_ty), mask=is_query[:, None])
+        tl.store(places, logsumexp, mask=is_query)
+    else:
+        documents = documents_ptr + batch * 2 * positions
+        first = block * BLOCK
+        # one document of the tile at a time: nothing of another is read, which may hold NaN
+        while first < end:
+            first_key = tl.load(documents + first)
+            next = tl.minimum(tl.load(documents + positions + first), end)
+            is_query = (query >= first) & (query < next)
+            q = tl.load(q_tile, mask=is_query[:, None], other=0.0)
+            # those of other documents take part as the first of this one, and are not stored
+            attended, logsumexp = _attend(
+                q, tl.maximum(query, first), sequence, key_column, first_key, next, next,
+                qkv_row_stride, score_scale,
+                HEAD_DIM, KV_HEADS * HEAD_DIM, BLOCK, KEYS, IN_FP32,
+            )  # fmt: skip
+            tl.store(tile, attended.to(attended_ptr.dtype.element_ty), mask=is_query[:, None])
+            tl.store(places, logsumexp, mask=is_query)
+            first = next
 
 
-def fits_kernels(qkv: Tensor, positions: int, heads: int, kv_heads: int) -> bool:
-    """Return True if these kernels can run on [q | k | v]: few enough positions, heads whose halves
-    are tiles, and on a GPU not in fp32, of which tiles do not fit into a multiprocessor."""
+def fits_kernels(
+    qkv: Tensor, positions: int, heads: int, kv_heads: int, documents: Tensor | None = None
+) -> bool:
+    """Return True if these kernels can run on [q | k | v]: few enough positions, but where rows are
+    of documents, heads whose halves are tiles, and on a GPU not in fp32, of which tiles do not fit
+    into a multiprocessor."""
     half = qkv.shape[1] // (heads + 2 * kv_heads) // 2
     is_interpreted = not isinstance(_attention_forward_kernel, triton.JITFunction)
     return (
-        0 < positions <= MAX_POSITIONS
+        positions > 0
+        and (positions <= MAX_POSITIONS or documents is not None)
         and half in HALVES
         and heads % kv_heads == 0
         and (qkv.dtype != torch.float32 or is_interpreted)
@@ -132,7 +172,12 @@ def fits_kernels(qkv: Tensor, positions: int, heads: int, kv_heads: int) -> bool
 
 
 def causal_attention_forward(
-    qkv: Tensor, positions: int, heads: int, kv_heads: int, scaling: float
+    qkv: Tensor,
+    positions: int,
+    heads: int,
+    kv_heads: int,
+    scaling: float,
+    documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(attended [batch * positions, heads * head_dim], logsumexp [batch, heads, positions]), new.
 
@@ -144,13 +189,14 @@ def causal_attention_forward(
         logsumexp = causal(scaling * q @ k.mT).logsumexp(-1)
 
     qkv is [batch * positions, (heads + 2 kv_heads) head_dim], one that `fits_kernels`, with q and k
-    turned. Rows may lie any stride apart.
+    turned. Rows may lie any stride apart. documents: as `documents_of` gives them, for a mask that
+    is `mask_of_documents`; None: a row is one.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit, or no kernel can run on them.
     """
     name, kernel = "causal_attention_forward", _attention_forward_kernel
-    head_dim = head_dim_of(name, qkv, positions, heads, kv_heads)
+    head_dim = head_dim_of(name, qkv, positions, heads, kv_heads, documents)
     batch = qkv.shape[0] // positions
     attended = qkv.new_empty(qkv.shape[0], heads * head_dim)
     logsumexp = qkv.new_empty(batch, heads, positions, dtype=torch.float32)
@@ -158,14 +204,21 @@ def causal_attention_forward(
     if batch:  # an empty grid cannot be launched
         launch(
             kernel, (batch * heads, cdiv(positions, BLOCK_POSITIONS)),
-            qkv, attended, logsumexp, positions, qkv.stride(0), attended.stride(0),
+            qkv, documents, attended, logsumexp, positions, qkv.stride(0), attended.stride(0),
             scaling * LOG2_E.value, heads, kv_heads, head_dim, BLOCK_POSITIONS, keys,
             dots_in_fp32(kernel, qkv), num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return attended, logsumexp
 
 
-def head_dim_of(name: str, qkv: Tensor, positions: int, heads: int, kv_heads: int) -> int:
+def head_dim_of(
+    name: str,
+    qkv: Tensor,
+    positions: int,
+    heads: int,
+    kv_heads: int,
+    documents: Tensor | None = None,
+) -> int:
     """That of [q | k | v]; ValueError where it is not what the kernels are for."""
     check_rows(name, _attention_forward_kernel, qkv.shape, qkv=qkv)
     rows, columns = qkv.shape
@@ -173,7 +226,7 @@ def head_dim_of(name: str, qkv: Tensor, positions: int, heads: int, kv_heads: in
     if (
         rows % max(positions, 1)
         or columns % parts
-        or not fits_kernels(qkv, positions, heads, kv_heads)
+        or not fits_kernels(qkv, positions, heads, kv_heads, documents)
     ):
         raise ValueError(
             f"{name}: [q | k | v] is {list(qkv.shape)} in {qkv.dtype}, should be [batch * "
@@ -181,4 +234,12 @@ def head_dim_of(name: str, qkv: Tensor, positions: int, heads: int, kv_heads: in
             f"{', '.join(str(2 * half) for half in HALVES)}, as many heads for each of k and v, "
             "and on a GPU bfloat16 or float16"
         )
+    if documents is not None:
+        given = list(documents.shape), documents.dtype, documents.device, documents.is_contiguous()
+        wanted = [rows // positions, 1, 2, positions]
+        if given != (wanted, torch.int32, qkv.device, True):
+            raise ValueError(
+                f"{name}: documents is {given[0]} in {given[1]} on {given[2]}, should be {wanted} "
+                f"in torch.int32 on {qkv.device} and contiguous: documents_of makes them"
+            )
     return columns // parts

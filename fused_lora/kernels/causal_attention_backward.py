@@ -75,9 +75,39 @@ def _store_turned_back(
 
 
 @triton.jit
+def _attend_backward(
+    q_1, q_2, grad, dots, logsumexp, query, sequence, kv_head, first_key, end, limit,
+    qkv_row_stride, score_scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    KEYS: tl.constexpr, IN_FP32: tl.constexpr,
+):  # fmt: skip
+    """The gradient of a tile of queries, in halves and not scaled, by keys as `_attend` has them"""
+    HEAD_DIM: tl.constexpr = 2 * HALF
+    grad_q_1 = tl.zeros([BLOCK, HALF], tl.float32)
+    grad_q_2 = tl.zeros([BLOCK, HALF], tl.float32)
+    zeros = tl.zeros([BLOCK, KEYS], tl.float32)
+    for start in range(first_key, end, KEYS):
+        key = start + tl.arange(0, KEYS)
+        is_key = (key < limit)[:, None]
+        key_row = sequence + key.to(tl.int64)[:, None] * qkv_row_stride
+        k_1, k_2 = _load_halves(key_row, (HEADS + kv_head) * HEAD_DIM, is_key, HALF)
+        v_tile = key_row + (HEADS + KV_HEADS + kv_head) * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+        v = tl.load(v_tile, mask=is_key, other=0.0)
+        scores = dot(q_2, tl.trans(k_2), dot(q_1, tl.trans(k_1), zeros, IN_FP32), IN_FP32)
+        p = tl.exp2(scores * score_scale - (logsumexp * LOG2_E)[:, None])
+        p = tl.where(key[None, :] <= query[:, None], p, 0.0)
+        grad_p = dot(grad, tl.trans(v), zeros, IN_FP32)
+        grad_scores = (p * (grad_p - dots[:, None])).to(grad.dtype)
+        grad_q_1 = dot(grad_scores, k_1, grad_q_1, IN_FP32)
+        grad_q_2 = dot(grad_scores, k_2, grad_q_2, IN_FP32)
+    return grad_q_1, grad_q_2
+
+
+@triton.jit
 def _attention_queries_backward_kernel(
     grad_ptr,  # [batch * positions, HEADS 2 HALF]
     qkv_ptr,  # [batch * positions, (HEADS + 2 KV_HEADS) 2 HALF]
+    documents_ptr,  # as in _attention_forward_kernel
     attended_ptr,  # as grad
     logsumexp_ptr,  # [batch, HEADS, positions] fp32
     dots_ptr,  # likewise, written: D
@@ -104,51 +134,104 @@ def _attention_queries_backward_kernel(
     head = batch_head % HEADS
     kv_head = head // (HEADS // KV_HEADS)
     batch = (batch_head // HEADS).to(tl.int64)
-    first = batch * positions
-    query = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK + tl.arange(0, BLOCK)
+    block = tl.num_programs(1) - 1 - tl.program_id(1)
+    query = block * BLOCK + tl.arange(0, BLOCK)
     is_query = query < positions
     mask = is_query[:, None]
-    sequence = qkv_ptr + first * qkv_row_stride
-    q_1, q_2 = _load_halves(
-        sequence + query.to(tl.int64)[:, None] * qkv_row_stride, head * HEAD_DIM, mask, HALF
-    )
+    sequence = qkv_ptr + batch * positions * qkv_row_stride
+    q_row = sequence + query.to(tl.int64)[:, None] * qkv_row_stride
     feature = head * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-    row = (first + query)[:, None]
-    grad = tl.load(grad_ptr + row * grad_row_stride + feature, mask=mask, other=0.0)
+    row = (batch * positions + query)[:, None]
+    grad_tile = grad_ptr + row * grad_row_stride + feature
+    grad = tl.load(grad_tile, mask=mask, other=0.0)
     attended = tl.load(attended_ptr + row * attended_row_stride + feature, mask=mask, other=0.0)
     dots = tl.sum(grad.to(tl.float32) * attended.to(tl.float32), axis=1)
     places = batch_head.to(tl.int64) * positions + query
     tl.store(dots_ptr + places, dots, mask=is_query)
-    logsumexp = tl.load(logsumexp_ptr + places, mask=is_query, other=0.0)
-    grad_q_1 = tl.zeros([BLOCK, HALF], tl.float32)
-    grad_q_2 = tl.zeros([BLOCK, HALF], tl.float32)
-    zeros = tl.zeros([BLOCK, KEYS], tl.float32)
-    end = tl.minimum((tl.num_programs(1) - tl.program_id(1)) * BLOCK, positions)
-    for start in range(0, end, KEYS):
-        key = start + tl.arange(0, KEYS)
-        is_key = (key < positions)[:, None]
-        key_row = sequence + key.to(tl.int64)[:, None] * qkv_row_stride
-        k_1, k_2 = _load_halves(key_row, (HEADS + kv_head) * HEAD_DIM, is_key, HALF)
-        v_tile = key_row + (HEADS + KV_HEADS + kv_head) * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-        v = tl.load(v_tile, mask=is_key, other=0.0)
-        scores = dot(q_2, tl.trans(k_2), dot(q_1, tl.trans(k_1), zeros, IN_FP32), IN_FP32)
-        p = tl.exp2(scores * score_scale - (logsumexp * LOG2_E)[:, None])
-        p = tl.where(key[None, :] <= query[:, None], p, 0.0)
-        grad_p = dot(grad, tl.trans(v), zeros, IN_FP32)
-        grad_scores = (p * (grad_p - dots[:, None])).to(grad.dtype)
-        grad_q_1 = dot(grad_scores, k_1, grad_q_1, IN_FP32)
-        grad_q_2 = dot(grad_scores, k_2, grad_q_2, IN_FP32)
+    grad_qkv_row = grad_qkv_ptr + row * grad_qkv_row_stride
     angle = batch * cos_batch_stride + query[:, None] * HEAD_DIM
-    _store_turned_back(
-        grad_qkv_ptr + row * grad_qkv_row_stride, head * HEAD_DIM,
-        grad_q_1 * scaling, grad_q_2 * scaling, cos_ptr, sin_ptr, angle, mask, HALF,
-    )  # fmt: skip
+    end = tl.minimum((block + 1) * BLOCK, positions)
+    if documents_ptr is None:
+        q_1, q_2 = _load_halves(q_row, head * HEAD_DIM, mask, HALF)
+        logsumexp = tl.load(logsumexp_ptr + places, mask=is_query, other=0.0)
+        grad_q_1, grad_q_2 = _attend_backward(
+            q_1, q_2, grad, dots, logsumexp, query, sequence, kv_head, 0, end, positions,
+            qkv_row_stride, score_scale, HEADS, KV_HEADS, HALF, BLOCK, KEYS, IN_FP32,
+        )  # fmt: skip
+        _store_turned_back(
+            grad_qkv_row, head * HEAD_DIM, grad_q_1 * scaling, grad_q_2 * scaling,
+            cos_ptr, sin_ptr, angle, mask, HALF,
+        )  # fmt: skip
+    else:
+        documents = documents_ptr + batch * 2 * positions
+        first = block * BLOCK
+        while first < end:
+            first_key = tl.load(documents + first)
+            next = tl.minimum(tl.load(documents + positions + first), end)
+            is_query = (query >= first) & (query < next)
+            mask = is_query[:, None]
+            q_1, q_2 = _load_halves(q_row, head * HEAD_DIM, mask, HALF)
+            grad = tl.load(grad_tile, mask=mask, other=0.0)
+            logsumexp = tl.load(logsumexp_ptr + places, mask=is_query, other=0.0)
+            grad_q_1, grad_q_2 = _attend_backward(
+                q_1, q_2, grad, dots, logsumexp, query, sequence, kv_head, first_key, next, next,
+                qkv_row_stride, score_scale, HEADS, KV_HEADS, HALF, BLOCK, KEYS, IN_FP32,
+            )  # fmt: skip
+            _store_turned_back(
+                grad_qkv_row, head * HEAD_DIM, grad_q_1 * scaling, grad_q_2 * scaling,
+                cos_ptr, sin_ptr, angle, mask, HALF,
+            )  # fmt: skip
+            first = next
+
+
+@triton.jit
+def _attend_keys_backward(
+    k_1, k_2, v, key, sequence, grad_rows, logsumexp_rows, dots_rows, kv_head, first_query, end,
+    positions, qkv_row_stride, grad_row_stride, score_scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    IN_FP32: tl.constexpr,
+):  # fmt: skip
+    """The gradients of a tile of keys, in halves and not scaled, and of its values, by the queries
+    from first_query up to `end` of the heads that share them."""
+    HEAD_DIM: tl.constexpr = 2 * HALF
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    feature = tl.arange(0, HEAD_DIM)[None, :]
+    grad_k_1 = tl.zeros([BLOCK, HALF], tl.float32)
+    grad_k_2 = tl.zeros([BLOCK, HALF], tl.float32)
+    grad_v = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
+    zeros = tl.zeros([BLOCK, BLOCK], tl.float32)
+    blocks = tl.cdiv(end - first_query, BLOCK)
+    # one loop over the heads and their queries, so that the loads of the next are on their way
+    for i in range(0, GROUP * blocks):
+        head = kv_head * GROUP + i // blocks
+        query = first_query + i % blocks * BLOCK + tl.arange(0, BLOCK)
+        is_query = query < end
+        mask = is_query[:, None]
+        q_1, q_2 = _load_halves(
+            sequence + query.to(tl.int64)[:, None] * qkv_row_stride, head * HEAD_DIM, mask, HALF
+        )
+        grad_tile = grad_rows + query.to(tl.int64)[:, None] * grad_row_stride + head * HEAD_DIM
+        grad = tl.load(grad_tile + feature, mask=mask, other=0.0)
+        places = head.to(tl.int64) * positions + query
+        logsumexp = tl.load(logsumexp_rows + places, mask=is_query, other=0.0)
+        dots = tl.load(dots_rows + places, mask=is_query, other=0.0)
+        scores = dot(k_2, tl.trans(q_2), dot(k_1, tl.trans(q_1), zeros, IN_FP32), IN_FP32)
+        p = tl.exp2(scores * score_scale - (logsumexp * LOG2_E)[None, :])
+        # behind the last query grad is 0, and so is all that p is multiplied with
+        p = tl.where(key[:, None] <= query[None, :], p, 0.0)
+        grad_v = dot(p.to(grad.dtype), grad, grad_v, IN_FP32)
+        grad_p = dot(v, tl.trans(grad), zeros, IN_FP32)
+        grad_scores = (p * (grad_p - dots[None, :])).to(grad.dtype)
+        grad_k_1 = dot(grad_scores, q_1, grad_k_1, IN_FP32)
+        grad_k_2 = dot(grad_scores, q_2, grad_k_2, IN_FP32)
+    return grad_k_1, grad_k_2, grad_v
 
 
 @triton.jit
 def _attention_keys_backward_kernel(
     grad_ptr,  # as in _attention_queries_backward_kernel, all of them
     qkv_ptr,
+    documents_ptr,
     logsumexp_ptr,
     dots_ptr,
     cos_ptr,
@@ -168,55 +251,56 @@ def _attention_keys_backward_kernel(
     IN_FP32: tl.constexpr,
 ):
     HEAD_DIM: tl.constexpr = 2 * HALF
-    GROUP: tl.constexpr = HEADS // KV_HEADS
     kv_head = tl.program_id(0) % KV_HEADS
     batch = (tl.program_id(0) // KV_HEADS).to(tl.int64)
-    first = batch * positions
     start = tl.program_id(1) * BLOCK  # the first ones have the most queries
     key = start + tl.arange(0, BLOCK)
     is_key = (key < positions)[:, None]
-    sequence = qkv_ptr + first * qkv_row_stride
+    sequence = qkv_ptr + batch * positions * qkv_row_stride
+    grad_rows = grad_ptr + batch * positions * grad_row_stride
+    logsumexp_rows = logsumexp_ptr + batch * HEADS * positions
+    dots_rows = dots_ptr + batch * HEADS * positions
     key_row = sequence + key.to(tl.int64)[:, None] * qkv_row_stride
-    k_1, k_2 = _load_halves(key_row, (HEADS + kv_head) * HEAD_DIM, is_key, HALF)
+    k_column = (HEADS + kv_head) * HEAD_DIM
+    v_column = (HEADS + KV_HEADS + kv_head) * HEAD_DIM
     feature = tl.arange(0, HEAD_DIM)[None, :]
-    v = tl.load(key_row + (HEADS + KV_HEADS + kv_head) * HEAD_DIM + feature, mask=is_key, other=0.0)
-    grad_k_1 = tl.zeros([BLOCK, HALF], tl.float32)
-    grad_k_2 = tl.zeros([BLOCK, HALF], tl.float32)
-    grad_v = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
-    zeros = tl.zeros([BLOCK, BLOCK], tl.float32)
-    first_block = start // BLOCK
-    blocks = tl.cdiv(positions, BLOCK) - first_block
-    # one loop over the heads and their queries, so that the loads of the next are on their way
-    for i in range(0, GROUP * blocks):
-        head = kv_head * GROUP + i // blocks
-        query = (first_block + i % blocks) * BLOCK + tl.arange(0, BLOCK)
-        is_query = query < positions
-        mask = is_query[:, None]
-        q_1, q_2 = _load_halves(
-            sequence + query.to(tl.int64)[:, None] * qkv_row_stride, head * HEAD_DIM, mask, HALF
-        )
-        grad_tile = grad_ptr + (first + query)[:, None] * grad_row_stride + head * HEAD_DIM
-        grad = tl.load(grad_tile + feature, mask=mask, other=0.0)
-        places = (batch * HEADS + head) * positions + query
-        logsumexp = tl.load(logsumexp_ptr + places, mask=is_query, other=0.0)
-        dots = tl.load(dots_ptr + places, mask=is_query, other=0.0)
-        scores = dot(k_2, tl.trans(q_2), dot(k_1, tl.trans(q_1), zeros, IN_FP32), IN_FP32)
-        p = tl.exp2(scores * score_scale - (logsumexp * LOG2_E)[None, :])
-        # behind the last query grad is 0, and so is all that p is multiplied with
-        p = tl.where(key[:, None] <= query[None, :], p, 0.0)
-        grad_v = dot(p.to(grad.dtype), grad, grad_v, IN_FP32)
-        grad_p = dot(v, tl.trans(grad), zeros, IN_FP32)
-        grad_scores = (p * (grad_p - dots[None, :])).to(grad.dtype)
-        grad_k_1 = dot(grad_scores, q_1, grad_k_1, IN_FP32)
-        grad_k_2 = dot(grad_scores, q_2, grad_k_2, IN_FP32)
-    row = grad_qkv_ptr + (first + key)[:, None] * grad_qkv_row_stride
+    row = grad_qkv_ptr + (batch * positions + key)[:, None] * grad_qkv_row_stride
     angle = batch * cos_batch_stride + key[:, None] * HEAD_DIM
-    _store_turned_back(
-        row, (HEADS + kv_head) * HEAD_DIM, grad_k_1 * scaling, grad_k_2 * scaling,
-        cos_ptr, sin_ptr, angle, is_key, HALF,
-    )  # fmt: skip
-    tile = row + (HEADS + KV_HEADS + kv_head) * HEAD_DIM + feature
-    tl.store(tile, grad_v.to(grad_qkv_ptr.dtype.element_ty), mask=is_key)
+    if documents_ptr is None:
+        k_1, k_2 = _load_halves(key_row, k_column, is_key, HALF)
+        v = tl.load(key_row + v_column + feature, mask=is_key, other=0.0)
+        grad_k_1, grad_k_2, grad_v = _attend_keys_backward(
+            k_1, k_2, v, key, sequence, grad_rows, logsumexp_rows, dots_rows, kv_head, start,
+            positions, positions, qkv_row_stride, grad_row_stride, score_scale,
+            HEADS, KV_HEADS, HALF, BLOCK, IN_FP32,
+        )  # fmt: skip
+        _store_turned_back(
+            row, k_column, grad_k_1 * scaling, grad_k_2 * scaling, cos_ptr, sin_ptr, angle, is_key,
+            HALF,
+        )  # fmt: skip
+        tl.store(row + v_column + feature, grad_v.to(grad_qkv_ptr.dtype.element_ty), mask=is_key)
+    else:
+        documents = documents_ptr + batch * 2 * positions
+        first = start
+        last = tl.minimum(start + BLOCK, positions)
+        while first < last:
+            end = tl.load(documents + positions + first)
+            next = tl.minimum(end, last)
+            is_key = ((key >= first) & (key < next))[:, None]
+            k_1, k_2 = _load_halves(key_row, k_column, is_key, HALF)
+            v = tl.load(key_row + v_column + feature, mask=is_key, other=0.0)
+            grad_k_1, grad_k_2, grad_v = _attend_keys_backward(
+                k_1, k_2, v, key, sequence, grad_rows, logsumexp_rows, dots_rows, kv_head, first,
+                end, positions, qkv_row_stride, grad_row_stride, score_scale,
+                HEADS, KV_HEADS, HALF, BLOCK, IN_FP32,
+            )  # fmt: skip
+            _store_turned_back(
+                row, k_column, grad_k_1 * scaling, grad_k_2 * scaling, cos_ptr, sin_ptr, angle,
+                is_key, HALF,
+            )  # fmt: skip
+            grad_v = grad_v.to(grad_qkv_ptr.dtype.element_ty)
+            tl.store(row + v_column + feature, grad_v, mask=is_key)
+            first = next
 
 
 def causal_attention_backward(
@@ -229,6 +313,7 @@ def causal_attention_backward(
     kv_heads: int,
     scaling: float,
     grad_qkv: Tensor,
+    documents: Tensor | None = None,
 ) -> None:
     """Write the gradient of what was turned into qkv, by cos and sin, into grad_qkv.
 
@@ -244,13 +329,14 @@ def causal_attention_backward(
             nothing was turned.
         logsumexp: [batch, heads, positions] in fp32 and contiguous, from any forward.
         grad_qkv: as qkv. Rows of all may lie any stride apart.
+        documents: as the forward had them.
 
     Raises:
         ValueError: as `causal_attention_forward`.
     """
     name, kernel = "causal_attention_backward", _attention_queries_backward_kernel
     batch, heads, positions = logsumexp.shape
-    head_dim = head_dim_of(name, qkv, positions, heads, kv_heads)
+    head_dim = head_dim_of(name, qkv, positions, heads, kv_heads, documents)
     check_rows(name, kernel, qkv.shape, qkv=qkv, grad_qkv=grad_qkv)
     check_rows(name, kernel, (qkv.shape[0], heads * head_dim), grad=grad, attended=attended)
     check_alike(name, "grad", grad, qkv)
@@ -272,7 +358,7 @@ def causal_attention_backward(
     keys, warps, stages = BACKWARD_QUERIES
     launch(
         kernel, (batch * heads, blocks),
-        grad, qkv, attended, logsumexp, dots, *angles, grad_qkv, positions,
+        grad, qkv, documents, attended, logsumexp, dots, *angles, grad_qkv, positions,
         grad.stride(0), qkv.stride(0), attended.stride(0), grad_qkv.stride(0),
         scaling, score_scale, heads, kv_heads, head_dim // 2, BLOCK_POSITIONS, keys, in_fp32,
         num_warps=warps, num_stages=stages,
@@ -280,7 +366,7 @@ def causal_attention_backward(
     _, warps, stages = BACKWARD_KEYS
     launch(
         _attention_keys_backward_kernel, (batch * kv_heads, blocks),
-        grad, qkv, logsumexp, dots, *angles, grad_qkv, positions,
+        grad, qkv, documents, logsumexp, dots, *angles, grad_qkv, positions,
         grad.stride(0), qkv.stride(0), grad_qkv.stride(0),
         scaling, score_scale, heads, kv_heads, head_dim // 2, BLOCK_POSITIONS, in_fp32,
         num_warps=warps, num_stages=stages,

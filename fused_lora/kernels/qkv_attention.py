@@ -4,11 +4,11 @@ An autograd function that contains attention needs its backward as a call, and w
 as tensors, which it can save like others: a graph kept from forward would hold them where
 checkpointing and offloading do not see them. The first of these that can is used:
 
-    forward     `causal_attention.py`, of up to 64 positions without a mask
+    forward     `causal_attention.py`, of up to 64 positions without a mask, and of documents
                 cuDNN or FlashAttention, whichever scaled_dot_product_attention itself would use:
                 PyTorch has a pair of calls for each
                 scaled_dot_product_attention, for all else: a mask, head dimensions that it pads
-    backward    `causal_attention_backward.py`, of up to 512 positions
+    backward    `causal_attention_backward.py`, of up to 512 positions, and of documents
                 the backend's own
                 scaled_dot_product_attention once more, under autograd: right everywhere, for one
                 forward of attention more
@@ -24,6 +24,7 @@ from torch.nn.attention import SDPBackend
 from . import causal_attention
 from .causal_attention import causal_attention_forward
 from .causal_attention_backward import causal_attention_backward
+from .documents import is_documents, mask_of_documents
 from .qkv_rope import rope_backward, split_heads
 from .rows import as_rows
 
@@ -54,12 +55,17 @@ def attention_forward(
         attended = attended.transpose(1, 2).flatten(2).flatten(0, 1)
 
     qkv is [batch * positions, (heads + 2 kv_heads) head_dim], q and k in it turned; mask is None,
-    for causal, or what scaled_dot_product_attention takes.
+    for causal, documents (`documents.py`), or what scaled_dot_product_attention takes.
     """
     positions, heads, kv_heads, scaling, _ = attention
-    is_short = positions <= causal_attention.FORWARD_POSITIONS
-    if mask is None and is_short and causal_attention.fits_kernels(qkv, positions, heads, kv_heads):
-        attended, logsumexp = causal_attention_forward(qkv, positions, heads, kv_heads, scaling)
+    documents, mask = _documents_or_mask(qkv, mask, attention)
+    is_short = mask is None and positions <= causal_attention.FORWARD_POSITIONS
+    if documents is not None or (
+        is_short and causal_attention.fits_kernels(qkv, positions, heads, kv_heads)
+    ):
+        attended, logsumexp = causal_attention_forward(
+            qkv, positions, heads, kv_heads, scaling, documents
+        )
         return attended, [logsumexp], attention
     q, k, v = split_heads(qkv, positions, heads, kv_heads)
     backend = _backend(q, k, v, mask, scaling)
@@ -97,11 +103,12 @@ def attention_backward(
     grad_qkv, for grad and attended [batch * positions, heads * head_dim] and all else as forward
     had and gave it."""
     positions, heads, kv_heads, scaling, backend = attention
-    if saved and causal_attention.fits_kernels(qkv, positions, heads, kv_heads):
+    documents, mask = _documents_or_mask(qkv, mask, attention)
+    if saved and causal_attention.fits_kernels(qkv, positions, heads, kv_heads, documents):
         assert saved[0] is not None
         logsumexp = saved[0].reshape(-1, heads, positions)  # cuDNN's has one dimension more
         causal_attention_backward(
-            grad, qkv, cos, sin, attended, logsumexp, kv_heads, scaling, grad_qkv
+            grad, qkv, cos, sin, attended, logsumexp, kv_heads, scaling, grad_qkv, documents
         )
         return
     q, k, v = split_heads(qkv, positions, heads, kv_heads)
@@ -117,6 +124,19 @@ def attention_backward(
     else:
         grad_q, grad_k, grad_v = _backend_backward(grad, q, k, v, attended, saved, scaling, backend)
     rope_backward(grad_q, grad_k, grad_v, cos, sin, grad_qkv)
+
+
+def _documents_or_mask(
+    qkv: Tensor, mask: Tensor | None, attention: Attention
+) -> tuple[Tensor | None, Tensor | None]:
+    """A mask by what it is. Documents that no kernel of ours attends to are a mask like others."""
+    if not is_documents(mask):
+        return None, mask
+    assert mask is not None
+    sizes = attention.positions, attention.heads, attention.kv_heads
+    if causal_attention.fits_kernels(qkv, *sizes, mask):
+        return mask, None
+    return None, mask_of_documents(mask)
 
 
 def _backend_backward(

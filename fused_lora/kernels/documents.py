@@ -1,0 +1,57 @@
+"""Documents that lie one after the other in a row: for each token, where its own begins and ends.
+
+A batch of packed documents says so by position_ids, which begin anew with each. Attention takes the
+bounds in the place of a mask, as a tensor of two numbers a token whose shape does not depend on how
+many documents there are or how long they are: one CUDA graph replays any of them.
+"""
+
+import torch
+from torch import Tensor
+
+
+def documents_of(position_ids: Tensor) -> Tensor:
+    """Return where the document of each token begins and ends, [batch, 1, 2, positions] in int32.
+
+    position_ids: [batch, positions] in any integer dtype. A document begins where they do not go up
+    by one, as in transformers. Nothing waits for the device.
+
+    `documents[b, 0, 0, t]` is the first position of t's document, `documents[b, 0, 1, t]` the one
+    after its last. As a mask it has four dimensions, which transformers hands on as it is, and a
+    dtype that is no mask's.
+    """
+    begins = torch.ones_like(position_ids, dtype=torch.bool)
+    begins[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    return _bounds(begins)
+
+
+def documents_of_mask(mask: Tensor) -> Tensor:
+    """Return the same for padded rows, of a mask [batch, positions] that is 0 on padding.
+
+    A run of tokens is a document, and so is one of padding.
+    """
+    is_token = mask.bool()
+    begins = torch.ones_like(is_token)
+    begins[:, 1:] = is_token[:, 1:] != is_token[:, :-1]
+    return _bounds(begins)
+
+
+def _bounds(begins: Tensor) -> Tensor:
+    positions = begins.shape[1]
+    place = torch.arange(positions, device=begins.device, dtype=torch.int32).expand_as(begins)
+    firsts = torch.where(begins, place, 0).cummax(1).values
+    # the next beginning after each token
+    next_begin = torch.full_like(firsts, positions)
+    next_begin[:, :-1] = torch.where(begins[:, 1:], place[:, 1:], positions)
+    ends = next_begin.flip(1).cummin(1).values.flip(1)
+    return torch.stack([firsts, ends], 1)[:, None]
+
+
+def is_documents(mask: Tensor | None) -> bool:
+    return mask is not None and mask.dtype == torch.int32
+
+
+def mask_of_documents(documents: Tensor) -> Tensor:
+    """Return what scaled_dot_product_attention takes for them, [batch, 1, positions, positions]:
+    True where a token may attend, which is up to itself within its document."""
+    place = torch.arange(documents.shape[3], device=documents.device)
+    return (place >= documents[:, :, 0, :, None]) & (place <= place[:, None])
