@@ -15,8 +15,17 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .adopt.borders import unborder
+from .adopt.documents import DECODER, decoder_forward, decoders
 from .adopt.layer import BorderedForward, borders_of, give_borders
-from .adopt.site import HOOKED, FusedForward, Site, fused_parts_of, share_told, why_not_here
+from .adopt.site import (
+    HOOKED,
+    FusedForward,
+    Site,
+    fused_parts_of,
+    share_told,
+    why_not_here,
+    why_not_own_forward,
+)
 from .adopt.switches import SWITCHES
 from .step import checkpoint
 
@@ -153,6 +162,9 @@ def fuse(model: nn.Module, fusion: Fusion | None = None, *, strict: bool = True)
                     owner = BorderedForward(site.forward, module, runs, borders_of(module))
                 module.forward = owner.forward
                 setattr(module, PARTS_SET, runs)
+    for _, decoder in decoders(model):
+        if running & {"attention", "layer"} and why_not_own_forward(decoder) is None:
+            decoder.forward = FusedForward(decoder_forward, decoder, DECODER).forward
     share_told(model)
     give_borders([(n, m) for n, m in model.named_modules() if "layer" in fused_parts_of(m)])
     if policy is not None:

@@ -12,6 +12,7 @@ from transformers.integrations import sdpa_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..kernels.documents import is_documents, mask_of_documents
 from ..kernels.qkv_norm_rope import HeadNorms
 from ..lora_attention import FrozenAttention, LoRA_Attention
 from ..lora_linear import FrozenLinear, FrozenQKV, LoRA_QKV, LoRA_W
@@ -162,6 +163,7 @@ def self_attention_forward(
     it as one function, where it is asked for both and may."""
     if (reason := why_not_class(attention, "Attention")) is not None:
         say_once(attention, reason)
+        attention_mask = mask_for_attention(attention_mask)
         return class_forward(
             attention, hidden_states, position_embeddings=position_embeddings,
             attention_mask=attention_mask, past_key_values=past_key_values, **options,
@@ -182,6 +184,7 @@ def self_attention_forward(
                 hidden_states, *angles, attention_mask, *_tensors_of(every), frozen
             )
             return output, None
+    attention_mask = mask_for_attention(attention_mask)
     form = known_form(attention, "Attention")
     if not isinstance(reads, str):
         seed = seed_for(hidden_states, *(one.dropout for one in reads))
@@ -202,6 +205,12 @@ def self_attention_forward(
         attention, parts, q.view(by_head), k.view(by_head), v.view(by_head),
         position_embeddings, attention_mask, past_key_values, **options,
     )  # fmt: skip
+
+
+def mask_for_attention(mask: Any) -> Any:
+    """What transformers' attention takes for a mask, which may be documents (`documents.py`)."""
+    is_ours = isinstance(mask, Tensor) and is_documents(mask)
+    return mask_of_documents(mask) if is_ours else mask
 
 
 def _read_rest(

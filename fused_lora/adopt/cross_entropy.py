@@ -14,6 +14,7 @@ from transformers.loss import loss_utils
 from fused_mlp.launching import is_capturing
 
 from ..cross_entropy import labelled_rows, linear_cross_entropy
+from .documents import unpadded
 from .originals import why_replaced
 from .projection import why_call
 from .site import class_forward, fused_parts_of, known_form, say_once, why_not_class
@@ -62,6 +63,11 @@ KNOWN_OPTIONS = {
     "output_attentions",
     "output_hidden_states",
     "return_dict",
+    # of packed documents, which position_ids say, too
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
 }
 
 
@@ -115,16 +121,18 @@ def causal_lm_forward(
     options.pop("return_dict", None)  # an output object either way
     # tokens before n predict n
     shifted = F.pad(labels, (0, 1), value=-100)[..., 1:].to(head.weight.device)
+    if not _shows_states(model, options):
+        inputs, shifted = unpadded(model.model, inputs, shifted)
     # how many tokens are labelled the host would have to wait for, which no capture allows
     drop_ignored = not is_capturing(shifted)
     rows = None
     if (drop_ignored or max_labelled_tokens is not None) and not torch.compiler.is_compiling():
         rows = labelled_rows(shifted, max_labelled=max_labelled_tokens)
-        tokens = input_ids if input_ids is not None else inputs_embeds
+        tokens = inputs["input_ids"] if input_ids is not None else inputs.get("inputs_embeds")
         # labels that do not fit are refused below, and may have rows that are nowhere
         if (
             tokens is not None
-            and labels.shape == tokens.shape[:2]
+            and shifted.shape == tokens.shape[:2]
             and _may_leave_out(model, head, options)
         ):
             options["labelled"] = model.model.layers[-1], rows
@@ -155,6 +163,11 @@ def _signature_of(cls: Any) -> tuple[frozenset[str], type]:
     return names, (get_args(returned) or (returned,))[-1]
 
 
+def _shows_states(model: Any, options: dict[str, Any]) -> bool:
+    names = ("output_hidden_states", "output_attentions")
+    return any(options.get(name) or getattr(model.config, name) for name in names)
+
+
 def _may_leave_out(model: Any, head: nn.Linear, options: dict[str, Any]) -> bool:
     """Return True if the last layer may compute its output for labelled tokens alone: it is a fused
     one, and nobody but the loss sees its output."""
@@ -164,7 +177,7 @@ def _may_leave_out(model: Any, head: nn.Linear, options: dict[str, Any]) -> bool
     last = decoder.layers[-1]
     return (
         "layer" in fused_parts_of(last)
-        and not (options.get("output_hidden_states") or model.config.output_hidden_states)
+        and not _shows_states(model, options)
         and all(why_call(one, own_forward=False) is None for one in (last, decoder, decoder.norm))
         # which would be compiled for every number of tokens
         and last._compiled_call_impl is decoder._compiled_call_impl is None

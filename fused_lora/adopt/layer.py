@@ -20,7 +20,14 @@ from ..frozen_layer import GROUPS, FrozenLayer
 from ..kernels.residual import _add_adapted_kernel
 from ..kernels.rows import Handover
 from ..step.recompute import saving_last
-from .attention import head_norms_of, turns, why_not_head_norms, why_not_inputs, why_not_sdpa
+from .attention import (
+    head_norms_of,
+    mask_for_attention,
+    turns,
+    why_not_head_norms,
+    why_not_inputs,
+    why_not_sdpa,
+)
 from .borders import LayerBorders, let_save
 from .families import LayerForm, NormForm
 from .mlp import activation_of, why_not_activation
@@ -278,6 +285,8 @@ def layer_forward(
         # a model that is only asked may be so in any way, with a cache say
         if torch.is_grad_enabled():
             say_once(layer, reads)
+        if not fused_parts_of(layer.self_attn):  # a class's own takes no documents
+            attention_mask = mask_for_attention(attention_mask)
         own = normed_layer_forward if "rms_norm" in parts else _class_forward
         return own(
             layer, parts, hidden_states, attention_mask=attention_mask, position_ids=position_ids,

@@ -160,15 +160,17 @@ def fits_kernels(
     """Return True if these kernels can run on [q | k | v]: few enough positions, but where rows are
     of documents, heads whose halves are tiles, and on a GPU not in fp32, of which tiles do not fit
     into a multiprocessor."""
-    half = qkv.shape[1] // (heads + 2 * kv_heads) // 2
-    is_interpreted = not isinstance(_attention_forward_kernel, triton.JITFunction)
     return (
         positions > 0
         and (positions <= MAX_POSITIONS or documents is not None)
-        and half in HALVES
         and heads % kv_heads == 0
-        and (qkv.dtype != torch.float32 or is_interpreted)
+        and fits_heads(qkv.dtype, qkv.shape[1] // (heads + 2 * kv_heads))
     )
+
+
+def fits_heads(dtype: torch.dtype, head_dim: int) -> bool:
+    is_interpreted = not isinstance(_attention_forward_kernel, triton.JITFunction)
+    return head_dim // 2 in HALVES and (dtype != torch.float32 or is_interpreted)
 
 
 def causal_attention_forward(

@@ -21,21 +21,6 @@ def documents_of(position_ids: Tensor) -> Tensor:
     """
     begins = torch.ones_like(position_ids, dtype=torch.bool)
     begins[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
-    return _bounds(begins)
-
-
-def documents_of_mask(mask: Tensor) -> Tensor:
-    """Return the same for padded rows, of a mask [batch, positions] that is 0 on padding.
-
-    A run of tokens is a document, and so is one of padding.
-    """
-    is_token = mask.bool()
-    begins = torch.ones_like(is_token)
-    begins[:, 1:] = is_token[:, 1:] != is_token[:, :-1]
-    return _bounds(begins)
-
-
-def _bounds(begins: Tensor) -> Tensor:
     positions = begins.shape[1]
     place = torch.arange(positions, device=begins.device, dtype=torch.int32).expand_as(begins)
     firsts = torch.where(begins, place, 0).cummax(1).values

@@ -191,9 +191,7 @@ def test_a_step_shows_what_proves_its_parts_and_no_less_will_do(
     assert " ran 1 times in a step, for 2 modules" in not_run(graph, profile=less)
 
 
-def test_qwen3s_norms_of_heads_prove_themselves_within_the_attention(
-    tmp_path, device, monkeypatch
-):
+def test_qwen3s_norms_of_heads_prove_themselves_within_the_attention(tmp_path, device, monkeypatch):
     config = json.loads(TINY.read_text())
     config |= {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 16}
     (tmp_path / "qwen3.json").write_text(json.dumps(config))

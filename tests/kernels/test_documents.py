@@ -6,7 +6,7 @@ from reference import assert_within_budget, random
 from rope_case import angles
 from rope_case import eager as eager_rope
 
-from fused_lora.kernels.documents import documents_of, documents_of_mask, mask_of_documents
+from fused_lora.kernels.documents import documents_of, mask_of_documents
 from fused_lora.kernels.qkv_attention import Attention, attention_backward, attention_forward
 from fused_lora.kernels.qkv_rope import rope_forward, split_heads
 
@@ -113,10 +113,6 @@ def test_bounds():
     documents = documents_of(position_ids)
     assert documents.dtype == torch.int32
     assert documents[:, 0, 0].tolist() == firsts and documents[:, 0, 1].tolist() == ends
-    mask = torch.tensor([[1, 1, 0, 0], [0, 0, 0, 1]])
-    documents = documents_of_mask(mask)
-    assert documents[:, 0, 0].tolist() == [[0, 0, 2, 2], [0, 0, 0, 3]]
-    assert documents[:, 0, 1].tolist() == [[2, 2, 4, 4], [3, 3, 3, 4]]
 
 
 def test_as_a_mask_they_are_transformers_own(device):

@@ -1,0 +1,126 @@
+"""Rows that hold several documents: a batch that says so gets no mask of positions x positions.
+
+Packed batches (transformers' DataCollatorWithFlattening, TRL's packing and padding_free) say it by
+position_ids that begin anew. transformers makes a mask of them, [1, 1, T, T] for a row of T tokens;
+here the layers are given the documents' bounds in its place (`kernels/documents.py`), which fused
+attention takes. Padded batches become packed ones on their way to the loss, without the padding.
+"""
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import masking_utils
+
+from fused_mlp.launching import is_capturing
+from fused_mlp.utils import compute_dtype
+
+from ..kernels.causal_attention import fits_heads
+from ..kernels.documents import documents_of
+from .attention import turns, why_not_sdpa
+from .originals import why_replaced
+from .site import class_forward, fused_parts_of, having
+
+DECODER = frozenset({"documents"})  # the parts that a decoder's forward is said to run
+decoders = having("embed_tokens", "layers", "norm")
+MASKS = ("create_causal_mask", "create_sliding_window_causal_mask")
+
+
+def decoder_forward(
+    decoder: Any,
+    parts: frozenset[str],
+    input_ids: Tensor | None = None,
+    attention_mask: Any = None,
+    position_ids: Tensor | None = None,
+    past_key_values=None,
+    **options,
+):
+    """The class's own forward; of packed rows the layers get the bounds of documents for a mask.
+
+    They are packed if position_ids begin anew, as transformers has it. To know that, the host waits
+    for the device, as it does there; in a graph it cannot, and any position_ids count as packed.
+    """
+    if (
+        attention_mask is None
+        and past_key_values is None
+        and isinstance(position_ids, Tensor)
+        and position_ids.ndim == 2
+        and takes_documents(decoder, position_ids.shape[1])
+    ):
+        batch = next(t for t in (input_ids, options.get("inputs_embeds")) if t is not None)
+        documents = documents_of(position_ids.expand(len(batch), -1))
+        if is_capturing(position_ids) or bool(documents[:, :, 0].any()):
+            attention_mask = documents
+    return class_forward(
+        decoder, input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
+        past_key_values=past_key_values, **options,
+    )  # fmt: skip
+
+
+def takes_documents(decoder: Any, longest: int) -> bool:
+    """Return True if all attention of a decoder runs fused, on kernels that attend to documents of
+    so many tokens. What of it steps aside all the same makes a mask of them."""
+    window = getattr(decoder.config, "sliding_window", None)
+    if torch.compiler.is_compiling() or (window is not None and window < longest):
+        return False
+    its_module = vars(sys.modules[type(decoder).__module__])
+    makes_own_masks = why_replaced(masking_utils.__name__, *MASKS) is None and all(
+        its_module.get(name) in (None, getattr(masking_utils, name)) for name in MASKS
+    )
+    dtype = compute_dtype(decoder.embed_tokens.weight)
+    return makes_own_masks and all(_attends_fused(layer, dtype) for layer in decoder.layers)
+
+
+def _attends_fused(layer: Any, dtype: torch.dtype) -> bool:
+    attention = layer.self_attn
+    wanted = {"attention", "rope"} if turns(attention) else {"attention"}
+    is_fused = "layer" in fused_parts_of(layer) or wanted <= fused_parts_of(attention)
+    return is_fused and why_not_sdpa(attention) is None and fits_heads(dtype, attention.head_dim)
+
+
+def unpadded(decoder: Any, inputs: dict[str, Any], labels: Tensor) -> tuple[dict[str, Any], Tensor]:
+    """Return a padded batch as one row [1, tokens] without its padding; the batch itself where it
+    has none, or where that would not be exact.
+
+    inputs: by name, as the decoder takes them. labels: [batch, positions], each at the token that
+    predicts it. Exact it is where no padding predicts one, and where no cache is filled. The host
+    waits for the number of tokens.
+    """
+    mask, position_ids = inputs.get("attention_mask"), inputs.get("position_ids")
+    given = {name: inputs.get(name) for name in ("input_ids", "inputs_embeds")}
+    tokens = {name: rows for name, rows in given.items() if rows is not None}
+    if (
+        not isinstance(mask, Tensor)
+        or mask.is_floating_point()
+        or any(one.shape[:2] != mask.shape for one in (labels, *tokens.values()))
+        or is_capturing(mask)
+        or (position_ids is not None and position_ids.ndim != 2)
+        or inputs.get("past_key_values") is not None
+        or _fills_cache(decoder, inputs.get("use_cache"))
+        or not hasattr(decoder, "layers")
+        or not takes_documents(decoder, mask.shape[1])
+    ):
+        return inputs, labels
+    is_token = mask.bool().to(labels.device)
+    places = is_token.flatten().nonzero().squeeze(1)
+    is_predicting = labels.masked_fill(is_token, -100) != -100
+    if len(places) in (0, is_token.numel()) or bool(is_predicting.any()):
+        return inputs, labels
+
+    def picked(rows: Tensor) -> Tensor:
+        return rows.flatten(0, 1).index_select(0, places.to(rows.device))[None]
+
+    if position_ids is None:
+        position_ids = torch.arange(mask.shape[1], device=places.device)[None]
+    row = places // mask.shape[1]
+    since_first = torch.arange(len(places), device=places.device) - torch.searchsorted(row, row)
+    found = {name: picked(rows) for name, rows in tokens.items()}
+    found["position_ids"] = picked(position_ids.expand(is_token.shape))
+    found["attention_mask"] = documents_of(since_first[None])
+    return inputs | found, picked(labels)
+
+
+def _fills_cache(decoder: Any, use_cache: bool | None) -> bool:
+    use_cache = decoder.config.use_cache if use_cache is None else use_cache
+    return bool(use_cache) and not (decoder.gradient_checkpointing and decoder.training)

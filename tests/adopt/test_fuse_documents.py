@@ -1,0 +1,151 @@
+"""Packed and padded batches in fused models, beside plain PEFT on one document at a time."""
+
+import copy
+
+import pytest
+import torch
+from fused_case import ALL, assert_close, functions_of
+from peft_models import adapt, base_model
+from reference import random
+from transformers import DataCollatorWithFlattening
+
+from fused_lora import Fusion, fuse
+from fused_lora.adopt import attention
+
+PARTS = Fusion(**ALL)
+WHOLE = Fusion(layer=True, rms_norm=True, cross_entropy=True)
+LENGTHS = (5, 1, 9, 3)
+
+
+def pair(device, fusion, family="Qwen2", **changes):
+    sizes = {"attn_implementation": "sdpa", "head_dim": 32, "use_cache": False} | changes
+    plain = adapt(base_model(device, family, **sizes), device).train()
+    fused = copy.deepcopy(plain)
+    fuse(fused, fusion)
+    return fused, plain
+
+
+def documents(device):
+    """Token ids and labels of each, whose first tokens have none."""
+    generator = torch.Generator().manual_seed(3)
+    found = []
+    for length in LENGTHS:
+        tokens = torch.randint(96, (length,), generator=generator)
+        labels = tokens.clone()
+        labels[: 1 + length // 3] = -100
+        found.append({"input_ids": tokens.tolist(), "labels": labels.tolist()})
+    return found
+
+
+def on(device, batch):
+    return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+
+
+def step(model, *batches):
+    """The loss and every gradient, by name, of batches whose losses are added."""
+    device = next(model.parameters()).device
+    model.zero_grad()
+    loss = sum(
+        model(**on(device, batch), num_items_in_batch=torch.tensor(10, device=device)).loss
+        for batch in batches
+    )
+    loss.backward()
+    return {"loss": loss.detach()} | {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }
+
+
+def one_by_one():
+    return [
+        {name: torch.tensor([values]) for name, values in document.items()}
+        for document in documents("cpu")
+        if len(document["labels"]) > 1  # one token predicts nothing
+    ]
+
+
+@pytest.fixture
+def no_masks(monkeypatch):
+    """Nothing makes a mask of documents."""
+
+    def refuse(mask):
+        raise AssertionError("a mask of positions x positions was made")
+
+    monkeypatch.setattr(attention, "mask_of_documents", refuse)
+
+
+@pytest.mark.parametrize(
+    ("family", "fusion", "collate"),
+    [
+        ("Qwen2", PARTS, {}),
+        ("Qwen2", WHOLE, {"return_flash_attn_kwargs": True}),
+        ("Llama", WHOLE, {}),
+        ("Qwen3", PARTS, {"return_flash_attn_kwargs": True}),
+        ("Qwen3", WHOLE, {}),
+        ("Mistral", WHOLE, {}),
+        ("Gemma3Text", WHOLE, {}),
+    ],
+)
+def test_packed_documents_train_as_they_do_one_at_a_time(family, fusion, collate, device, no_masks):
+    fused, plain = pair(device, fusion, family)
+    batch = DataCollatorWithFlattening(**collate)(documents(device))
+    assert ("cu_seq_lens_q" in batch) is bool(collate)
+    got = step(fused, batch)
+    assert_close(got, step(plain, *one_by_one()))
+    loss = fused(**on(device, batch)).loss
+    function = "DecoderLayer" if fusion is WHOLE else "LoRA_Attention"
+    assert functions_of(loss)[function] == 2 and "LinearCrossEntropy" in str(functions_of(loss))
+
+
+def padded(side, device):
+    rows = documents(device)
+    longest = max(LENGTHS)
+    batch = {"input_ids": [], "labels": [], "attention_mask": []}
+    for row, document in enumerate(rows):
+        fill = longest - LENGTHS[row]
+        before = {"left": fill, "right": 0, "both": fill // 2}[side]
+        for name, filler in (("input_ids", 7), ("labels", -100)):
+            values = [filler] * before + document[name] + [filler] * (fill - before)
+            batch[name].append(values)
+        batch["attention_mask"].append([0] * before + [1] * LENGTHS[row] + [0] * (fill - before))
+    return {name: torch.tensor(rows) for name, rows in batch.items()}
+
+
+@pytest.mark.parametrize("fusion", [PARTS, WHOLE], ids=["parts", "whole"])
+@pytest.mark.parametrize("side", ["left", "right", "both"])
+def test_padded_batches_train_as_they_do_and_without_their_padding(side, fusion, device, no_masks):
+    fused, plain = pair(device, fusion)
+    seen = []
+    fused.get_input_embeddings().register_forward_pre_hook(
+        lambda module, inputs: seen.append(tuple(inputs[0].shape))
+    )
+    batch = padded(side, device)
+    assert_close(step(fused, batch), step(plain, batch))
+    assert seen == [(1, sum(LENGTHS))]
+
+
+def test_padding_that_predicts_a_label_is_kept(device):
+    """As a left-padded row's last predicts its first token, if that is labelled."""
+    fused, plain = pair(device, WHOLE)
+    batch = padded("left", device)
+    batch["labels"][0] = batch["input_ids"][0]
+    assert_close(step(fused, batch), step(plain, batch))
+
+
+@pytest.mark.parametrize(
+    "fusion", [PARTS, WHOLE, Fusion(layer=True)], ids=["parts", "whole", "layer"]
+)
+def test_a_layer_that_steps_aside_still_attends_to_documents(fusion, device):
+    fused, plain = pair(device, fusion)
+    batch = DataCollatorWithFlattening()(documents(device))
+    for layer in fused.base_model.model.model.layers[:1]:
+        layer.self_attn.q_proj.register_forward_hook(lambda *_: None)
+    with pytest.warns(UserWarning, match="ran as its class has it"):
+        got = step(fused, batch)
+    assert_close(got, step(plain, *one_by_one()))
+
+
+@pytest.mark.parametrize("window", [4, 18])
+def test_a_sliding_window_is_transformers_own_where_a_row_is_longer(window, device):
+    fused, plain = pair(device, WHOLE, "Mistral", sliding_window=window)
+    batch = DataCollatorWithFlattening()(documents(device))
+    assert_close(step(fused, batch), step(plain, *one_by_one()))
