@@ -10,8 +10,18 @@ Nothing is patched at import, on a class or in a module of somebody else.
 """
 
 from .fuse import Fusion, FusionReport, fuse, report, unfuse
+from .packing import fill_row, pack
 from .step.graph import GraphedStep
 
 __version__ = "0.1.0"
 
-__all__ = ["Fusion", "FusionReport", "GraphedStep", "fuse", "report", "unfuse"]
+__all__ = [
+    "Fusion",
+    "FusionReport",
+    "GraphedStep",
+    "fill_row",
+    "fuse",
+    "pack",
+    "report",
+    "unfuse",
+]

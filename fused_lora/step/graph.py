@@ -91,6 +91,8 @@ class GraphedStep:
     Layers of transformers' models that eagerly attend without a mask do so in the graph, with
     attention's fast kernels (`masks.py`). For that, leave attention_mask and position_ids out of
     batches without padding: a graph cannot look at their values, attends with a mask, and warns.
+    Packed documents are an exception where attention is fused: one graph attends to any of them, in
+    rows that `fill_row` makes as long as each other (`packing.py`).
     ``attention_mask={"full_attention": None}``, which some models take (Qwen), is left out, too.
 
     Held until `reset`: the memory of the largest graph, activations and all, shared by all graphs;

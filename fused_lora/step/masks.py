@@ -5,6 +5,9 @@ scaled_dot_product_attention runs its fast kernels. While a graph is captured th
 look whether positions are packed, so they build one: a step of Llama at 2 x 4096 then takes 1.4
 times as long. Without attention_mask and position_ids among a step's inputs, shapes alone decide
 whether a layer wants a mask. What it wanted eagerly it therefore wants in the graph, too.
+
+Where all attention is fused, position_ids do no harm: in the graph its kernels take the bounds of
+documents (`adopt/documents.py`), whichever there are.
 """
 
 import warnings
@@ -17,6 +20,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..adopt.hooks import Bystander
+from ..kernels.documents import is_documents
 
 MASK = "attention_mask"
 # Inputs whose values, and not their shapes alone, say whether there is a mask.
@@ -80,7 +84,8 @@ class _Keeping(Bystander):
         self, layer: nn.Module, inputs: tuple, options: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]] | None:
         # what is compiled would go without a mask wherever it runs, also out of the graph
-        if torch.compiler.is_compiling() or options.get(MASK) is None:
+        mask = options.get(MASK)
+        if torch.compiler.is_compiling() or mask is None or is_documents(mask):
             return None
         if not self.had_none.get(layer, False):
             return None

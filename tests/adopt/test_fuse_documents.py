@@ -6,11 +6,11 @@ import pytest
 import torch
 from fused_case import ALL, assert_close, functions_of
 from peft_models import adapt, base_model
-from reference import random
 from transformers import DataCollatorWithFlattening
 
-from fused_lora import Fusion, fuse
+from fused_lora import Fusion, fill_row, fuse, pack
 from fused_lora.adopt import attention
+from fused_lora.packing import PACKED
 
 PARTS = Fusion(**ALL)
 WHOLE = Fusion(layer=True, rms_norm=True, cross_entropy=True)
@@ -149,3 +149,32 @@ def test_a_sliding_window_is_transformers_own_where_a_row_is_longer(window, devi
     fused, plain = pair(device, WHOLE, "Mistral", sliding_window=window)
     batch = DataCollatorWithFlattening()(documents(device))
     assert_close(step(fused, batch), step(plain, *one_by_one()))
+
+
+# --- rows of one size -----------------------------------------------------------------------------
+
+
+def test_documents_are_grouped_to_fill_rows():
+    lengths = [3, 9, 1, 5, 4, 10, 2]
+    groups = pack(lengths, 10)
+    assert sorted(place for group in groups for place in group) == list(range(7))
+    assert sorted(sum(lengths[place] for place in group) for group in groups) == [5, 9, 10, 10]
+    with pytest.raises(ValueError, match="document 1 has 9 tokens, more than 8"):
+        pack([3, 9], 8)
+    assert pack([], 8) == []
+
+
+def test_a_row_is_filled_without_changing_what_is_trained(device):
+    fused, _ = pair(device, WHOLE)
+    batch = DataCollatorWithFlattening(return_flash_attn_kwargs=True)(documents(device))
+    filled = fill_row(batch, 24)
+    assert {name: rows.shape for name, rows in filled.items()} == dict.fromkeys(PACKED, (1, 24))
+    assert_close(step(fused, filled), step(fused, batch))
+    for wrong, told in (
+        (batch | {"input_ids": batch["input_ids"].view(2, -1)}, "2 x 9 tokens"),
+        ({"input_ids": batch["input_ids"]}, "no labels, position_ids"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            fill_row(wrong, 24)
+    with pytest.raises(ValueError, match="1 x 18 tokens, should be one row of 17 at most"):
+        fill_row(batch, 17)

@@ -1,5 +1,6 @@
 """A graph attends with a mask only where the eager step does, or says so."""
 
+import copy
 import re
 import warnings
 from unittest.mock import patch
@@ -8,11 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fused_case import ALL
-from graph_case import Recorded, adamw, assert_same, captured, graphed, steps, train
+from graph_case import EagerStep, Recorded, adamw, assert_same, captured, graphed, steps, train
 from layer_case import peft_model
 from peft_models import FAMILIES, LAYERS, ids
 
-from fused_lora import Fusion, fuse
+from fused_lora import Fusion, fill_row, fuse
+from fused_lora.adopt import documents
 from fused_lora.decoder_layer import DecoderLayer
 from fused_lora.lora_attention import LoRA_Attention
 from fused_lora.step.graph import EAGER_CALLS, GraphedStep
@@ -49,7 +51,10 @@ class RunAtCapture(Recorded):
     """A "capture" that runs Triton's kernels, too, of which `Recorded` records nothing."""
 
     def capture(self, body):
-        with patch("torch.cuda.is_current_stream_capturing", return_value=True):
+        with (
+            patch("torch.cuda.is_current_stream_capturing", return_value=True),
+            patch.object(documents, "is_capturing", return_value=True),
+        ):
             return (lambda: None), body()
 
 
@@ -83,6 +88,34 @@ def test_without_padding_no_graph_attends_with_a_mask(family, fusion, monkeypatc
     runs = 2 if fusion is not None and fusion.checkpoint == "full" else 1
     assert seen == [None] * (runs * (EAGER_CALLS + 1))  # a replay runs no Python
     assert hooks == [dict(module._forward_pre_hooks) for module in model.modules()]
+
+
+def packed(device, seed):
+    tokens = ids(device, seed).view(1, -1)
+    lengths = 5 + 3 * seed
+    position_ids = (torch.arange(tokens.shape[1], device=device) % lengths)[None]
+    return {"input_ids": tokens, "labels": tokens, "position_ids": position_ids}
+
+
+@pytest.mark.parametrize("fusion", [Fusion(**ALL), Fusion(layer=True, cross_entropy=True)])
+def test_one_graph_takes_rows_of_any_documents(fusion, monkeypatch, device):
+    model = peft_model(device, "Llama", config=ONE_LAYER | {"head_dim": 32})
+    eager = copy.deepcopy(model)
+    fuse(model, fusion), fuse(eager, fusion)
+    eager = EagerStep(eager, adamw(eager))
+    step = (GraphedStep if device == "cuda" else StepRunAtCapture)(model, adamw(model))
+    calls = [
+        fill_row(packed(device, seed), 40)
+        for seed in range(EAGER_CALLS + (3 if device == "cuda" else 1))
+    ]
+    wanted = [eager(**call) for call in calls]
+    seen = spy_on_masks(monkeypatch, fusion)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        losses = [step(**call) for call in calls]
+    assert captured(step) == 1
+    assert {(tuple(mask.shape), mask.dtype) for mask in seen} == {((1, 1, 2, 40), torch.int32)}
+    torch.testing.assert_close(losses, wanted, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("window", [None, 5, 99])
