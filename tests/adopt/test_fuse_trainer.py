@@ -15,10 +15,16 @@ from fused_case import ALL
 from peft import LoraConfig
 from peft_models import base_model, peft_model
 from reference import BUDGET, assert_within_budget, relative_error
-from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
+from transformers import (
+    DataCollatorWithFlattening,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+)
 from triton.runtime.interpreter import InterpretedFunction
 
 from fused_lora import Fusion, fuse, report, unfuse
+from fused_lora.kernels.documents import is_documents
 from fused_lora.step.checkpoint import policy_of
 
 WHOLE = Fusion(layer=True, rms_norm=True, cross_entropy=True, checkpoint="full")
@@ -31,10 +37,14 @@ SETTINGS = {  # one at a time: all others are without gradient checkpointing
     "resumed": {
         "save_strategy": "steps", "save_steps": 2, "from_checkpoint": "checkpoint-2"
     },
+    # documents in a row: flattened by transformers' collator, or as TRL has it
+    "flattened": {"data_collator": DataCollatorWithFlattening()},
     "packing": {"packing": True, "max_length": 10, "pad_to_multiple_of": None},
+    "padding_free": {"padding_free": True, "max_length": None, "pad_to_multiple_of": None},
     # which switches TF32 on, for all of the process
     "torch_compile": {"torch_compile": True, "torch_compile_backend": "eager", "tf32": False},
 }  # fmt: skip
+NOT_OF = {"Trainer": {"packing", "padding_free"}, "SFTTrainer": {"flattened"}}
 # torch.compile takes the time of all others
 TRIED = [
     pytest.param(kind, setting, marks=pytest.mark.exhaustive)
@@ -42,8 +52,9 @@ TRIED = [
     else (kind, setting)
     for kind in TRAINERS
     for setting in SETTINGS
-    if (kind, setting) != ("Trainer", "packing")
+    if setting not in NOT_OF[kind]
 ]
+PACKED = {"flattened", "packing", "padding_free"}
 # Of what a trainer logs: how long it took, what it was told, and arithmetic that knows no layer.
 NOT_COMPUTED = ("runtime", "per_second", "learning_rate", "epoch", "step", "total_flos")
 
@@ -75,9 +86,11 @@ def trainer_of(kind, model, data, folder, **options):
         "gradient_checkpointing": False, "save_strategy": "no",
     } | options  # fmt: skip
     if kind == "Trainer":
+        collator = settings.pop("data_collator", None)
         return Trainer(
-            model, TrainingArguments(**settings), train_dataset=data, eval_dataset=data[:4]
-        )
+            model, TrainingArguments(**settings), collator, train_dataset=data,
+            eval_dataset=data[:4],
+        )  # fmt: skip
     trl = pytest.importorskip("trl", reason="wants trl, of requirements-dev.txt")
     from datasets import Dataset
     from tokenizers import Tokenizer
@@ -142,13 +155,18 @@ def untraced(device, monkeypatch):
 def test_a_trainer_trains_a_fused_model_as_plain_peft(
     kind, setting, tmp_path, device, untraced, monkeypatch
 ):
-    plain = layer_case.peft_model(device, config=ONE_LAYER)
+    sizes = ONE_LAYER | ({"head_dim": 32} if setting in PACKED else {})
+    plain = layer_case.peft_model(device, config=sizes)
     fused, start, data = (copy.deepcopy(plain), copy.deepcopy(plain), rows(plain))
     fuse(fused)
     ran = layer_case.operands_of_calls(monkeypatch)
     options = dict(SETTINGS[setting])
     got = train(kind, fused, data, tmp_path / "fused", **options)
     assert ran and "layer" in report(fused).fused
+    attended_to_documents = any(
+        mask is not None and is_documents(mask) for _, _, _, mask, *_ in ran
+    )
+    assert attended_to_documents is (setting in PACKED)
     if setting == "torch_compile":
         options = {}  # the same, in a tenth of the time
     want = train(kind, plain, data, tmp_path / "plain", **options)
