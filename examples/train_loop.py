@@ -1,4 +1,4 @@
-"""LoRA fine-tuning in a loop of one's own: the step as a CUDA graph, accumulation, a schedule.
+"""LoRA fine-tuning in a loop of one's own: packed chats, the step as a CUDA graph, accumulation.
 
     python examples/train_loop.py --model Qwen/Qwen2.5-3B-Instruct --data data/sft_train.jsonl
 
@@ -13,24 +13,26 @@ from typing import Any
 import torch
 from datasets import load_dataset
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorWithFlattening
 
-from fused_lora import GraphedStep, fuse
+from fused_lora import GraphedStep, fill_row, fuse, pack
 
 ACCUMULATED = 2  # batches of an update
 ON_GPU = torch.cuda.is_available()
 
 
 def batches(asked: argparse.Namespace, device: str) -> Iterator[dict[str, torch.Tensor]]:
-    """Rows packed full, so that there is no padding and no mask, round and round."""
+    """Whole chats, packed into rows of one size, round and round: one graph takes any of them."""
     tokenizer: Any = AutoTokenizer.from_pretrained(asked.model)
     chats = load_dataset("json", data_files=asked.data, split="train")
     texts = [tokenizer.apply_chat_template(one, tokenize=False) for one in chats["messages"]]
-    ids = torch.tensor([token for ids in tokenizer(texts)["input_ids"] for token in ids])
-    rows = len(ids) // (asked.batch_size * asked.tokens) * asked.batch_size
-    ids = ids[: rows * asked.tokens].view(-1, asked.batch_size, asked.tokens).to(device)
+    budget = asked.batch_size * asked.tokens
+    ids = [one[:budget] for one in tokenizer(texts)["input_ids"]]
+    collate = DataCollatorWithFlattening()
     while True:
-        yield from ({"input_ids": batch, "labels": batch} for batch in ids)
+        for group in pack(map(len, ids), budget):
+            row = fill_row(collate([{"input_ids": ids[i]} for i in group]), budget)
+            yield {name: tensor.to(device) for name, tensor in row.items()}
 
 
 def main() -> None:
