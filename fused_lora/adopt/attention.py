@@ -208,7 +208,7 @@ def self_attention_forward(
 
 
 def mask_for_attention(mask: Any) -> Any:
-    """What transformers' attention takes for a mask, which may be documents (`documents.py`)."""
+    """Return a mask that transformers' attention takes, for one that may be documents."""
     is_ours = isinstance(mask, Tensor) and is_documents(mask)
     return mask_of_documents(mask) if is_ours else mask
 
