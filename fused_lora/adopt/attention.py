@@ -249,7 +249,7 @@ def why_not_sdpa(attention: Any) -> str | None:
     scaled_dot_product_attention."""
     implementation = attention.config._attn_implementation
     if implementation != "sdpa":
-        return f"its attention is {implementation}: load the model with attn_implementation='sdpa'"
+        return f"its attention is {implementation}: call model.set_attn_implementation('sdpa')"
     if ALL_ATTENTION_FUNCTIONS["sdpa"] is not sdpa_attention_forward:
         return "its attention is registered as sdpa, but is not transformers' own: undo that"
     if (reason := why_replaced(sdpa_attention.__name__, "sdpa_attention_forward")) is not None:

@@ -126,7 +126,7 @@ def test_a_layer_that_may_not_be_fused_runs_as_its_class_has_it(
 
 NOTHING = {
     "eager attention": (
-        {"config": {"attn_implementation": "eager"}}, "self_attn: its attention is eager: load the"
+        {"config": {"attn_implementation": "eager"}}, "self_attn: its attention is eager: call"
     ),
     "DoRA": ({"use_dora": True}, "q_proj: it uses DoRA"),
     "Gemma 2": (
