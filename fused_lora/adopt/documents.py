@@ -44,6 +44,7 @@ def decoder_forward(
     if (
         attention_mask is None
         and past_key_values is None
+        and not _fills_cache(decoder, options.get("use_cache"))  # with one they are no documents
         and isinstance(position_ids, Tensor)
         and position_ids.ndim == 2
         and takes_documents(decoder, position_ids.shape[1])
