@@ -15,16 +15,17 @@ import hashlib
 import json
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tokenizers import Tokenizer
 
 if TYPE_CHECKING:  # seconds to import, and a bad file is told at once
     import torch
 
+T = TypeVar("T")
 IGNORED = -100  # the label that torch's cross_entropy skips
 ROLES = ("system", "user", "assistant")
 
@@ -48,28 +49,52 @@ class Batch:
     """The token rows of one step. Labels are not shifted; transformers does that inside.
 
     input_ids, labels: int64 [batch_size, seq_len]. attention_mask: the same shape and dtype, 1 on
-    tokens and 0 on padding; None for packed rows, which have no padding.
+    tokens and 0 on padding; None for packed rows, which have no padding. Of whole documents in one
+    row [1, tokens] position_ids begin anew with each, `lengths` has their tokens, int32, and
+    `filler` how many of them, in a document of their own at the end, are padding.
     """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     attention_mask: torch.Tensor | None = None
+    position_ids: torch.Tensor | None = None
+    lengths: torch.Tensor | None = None
+    filler: int = 0
 
     def to(self, device: torch.device | str) -> Batch:
-        mask = self.attention_mask
-        return Batch(
-            self.input_ids.to(device),
-            self.labels.to(device),
-            None if mask is None else mask.to(device),
-        )
+        moved: dict[str, Any] = {name: one.to(device) for name, one in self._named().items()}
+        return replace(self, **moved)
+
+    def inputs(self, with_lengths: bool = False) -> dict[str, torch.Tensor | None]:
+        """What a model takes by name; with_lengths: as Unsloth does, beside where each begins."""
+        given = {
+            "input_ids": self.input_ids,
+            "labels": self.labels,
+            "attention_mask": self.attention_mask,
+        }
+        if self.position_ids is not None:
+            given["position_ids"] = self.position_ids
+        if with_lengths and self.lengths is not None:
+            given["packed_seq_lengths"] = self.lengths
+        return given
 
     @property
     def labelled(self) -> int:
         """The number of tokens in the loss; the first of a row has nothing before it."""
         return int((self.labels[:, 1:] != -100).sum())
 
+    @property
+    def padding(self) -> int:
+        """The number of tokens that fill rows up."""
+        mask = self.attention_mask
+        return self.filler if mask is None else int((mask == 0).sum())
+
     def tensors(self) -> list[torch.Tensor]:
-        return [t for t in (self.input_ids, self.labels, self.attention_mask) if t is not None]
+        return list(self._named().values())
+
+    def _named(self) -> dict[str, torch.Tensor]:
+        rest = {name: one for name, one in vars(self).items() if name != "filler"}
+        return {name: one for name, one in rest.items() if one is not None}
 
 
 @dataclass(frozen=True)
@@ -149,6 +174,7 @@ def make_batches(
     padded: bool = False,
     seed: int = 0,
     pad_id: int = 0,
+    documents: bool = False,
 ) -> list[Batch]:
     """The first `count` batches of an endless stream, which depends on the other arguments alone.
 
@@ -156,6 +182,9 @@ def make_batches(
     seq_len tokens; an example may go on in the next row, and tokens attend across examples.
     Padded: one example a row, cut at seq_len, or filled on the right with pad_id, label -100 and
     attention_mask 0. Both shuffle the examples anew each time they have gone round.
+    Documents: whole examples in one row of batch_size * seq_len tokens, as few rows as hold them
+    all (an example is cut where it is longer), in an order that is shuffled likewise; the row is
+    filled with a document of padding at its end.
 
     A row may be without a label (a long question, a short row). A batch may not, as its loss, a
     mean over labels, would be 0/0: such a batch is passed over.
@@ -173,6 +202,9 @@ def make_batches(
     if padded:
         rows = len(tokenized)
         batches = _padded(_endless(tokenized, order), seq_len, batch_size, pad_id)
+    elif documents:
+        rows = len(tokenized)
+        batches = _documents(tokenized, order, batch_size * seq_len, pad_id)
     else:
         rows = sum(len(example.input_ids) for example in tokenized) // seq_len
         batches = _packed(_endless(tokenized, order), seq_len, batch_size)
@@ -180,12 +212,12 @@ def make_batches(
     return list(islice(_labelled(batches, twice_around), count))
 
 
-def _endless(tokenized: list[TokenizedExample], order: random.Random) -> Iterator[TokenizedExample]:
-    places = list(range(len(tokenized)))
+def _endless(items: list[T], order: random.Random) -> Iterator[T]:
+    places = list(range(len(items)))
     while True:
         order.shuffle(places)
         for place in places:
-            yield tokenized[place]
+            yield items[place]
 
 
 def _packed(examples: Iterator[TokenizedExample], seq_len: int, batch_size: int) -> Iterator[Batch]:
@@ -222,6 +254,33 @@ def _padded(
         )
 
 
+def _documents(
+    tokenized: list[TokenizedExample], order: random.Random, tokens: int, pad_id: int
+) -> Iterator[Batch]:
+    import torch
+
+    from fused_lora.packing import pack
+
+    cut = [
+        TokenizedExample(one.input_ids[:tokens], one.labels[:tokens])
+        for one in tokenized
+        if one.input_ids
+    ]
+    for group in _endless(pack([len(one.input_ids) for one in cut], tokens), order):
+        examples = [cut[place] for place in group]
+        if filler := tokens - sum(len(one.input_ids) for one in examples):
+            examples.append(TokenizedExample([pad_id] * filler, [IGNORED] * filler))
+        ids = [token for one in examples for token in one.input_ids]
+        # what comes first in a document nothing before it predicts
+        labels = [label for one in examples for label in (IGNORED, *one.labels[1:])]
+        lengths = torch.tensor([len(one.input_ids) for one in examples], dtype=torch.int32)
+        places = torch.cat([torch.arange(length) for length in lengths])
+        yield Batch(
+            torch.tensor([ids]), torch.tensor([labels]), position_ids=places[None],
+            lengths=lengths, filler=filler,
+        )  # fmt: skip
+
+
 def _labelled(batches: Iterator[Batch], patience: int) -> Iterator[Batch]:
     """The batches that have a label; raises after `patience` in a row that have none."""
     passed_over = 0
@@ -245,8 +304,7 @@ def token_shares(batches: list[Batch]) -> TokenShares:
     positions = sum(batch.input_ids.numel() for batch in batches)
     if not positions:
         raise ValueError("no batches; wanted at least one to take shares of; make some first")
-    masks = [batch.attention_mask for batch in batches if batch.attention_mask is not None]
-    padding = sum(int((mask == 0).sum()) for mask in masks)
+    padding = sum(batch.padding for batch in batches)
     labelled = sum(batch.labelled for batch in batches)
     return TokenShares(padding / positions, labelled / positions)
 

@@ -40,7 +40,8 @@ class Built:
 
     autocast_dtype: what its forward runs in; None for no autocast.
     settings: what it came to. fused_modules: names of the modules that run fused, with the
-    function that they run. graph: for a recipe whose step is a CUDA graph.
+    function that they run. graph: for a recipe whose step is a CUDA graph. takes_lengths: it
+    wants to be told those of documents, too.
     """
 
     model: torch.nn.Module
@@ -48,6 +49,7 @@ class Built:
     settings: Settings
     fused_modules: list[str] = field(default_factory=list)
     graph: Graph | None = None
+    takes_lengths: bool = False
 
     def autocast(self) -> torch.autocast:
         device = next(self.model.parameters()).device.type
@@ -104,6 +106,7 @@ def build(
         built.fused_modules = [f"{name}: {part}" for part in fused for name in fused[part]]
     elif recipe.library == "unsloth":
         built.fused_modules = _unsloth_fused(model)
+        built.takes_lengths = True
     if recipe.compiled:
         # Of a function torch keeps 8 compilations, those for a process's other lengths among them,
         # and beyond them it runs uncompiled, without a word.

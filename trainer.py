@@ -108,6 +108,7 @@ class Trainer:
         max_warmup_steps: warm up no longer than this, steady or not, beside a graph's eager steps.
         graph: captures the step in CUDA graphs; None for an eager step.
         accumulate: micro-batches of a step.
+        takes_lengths: give the model the documents' lengths, too.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class Trainer:
         max_warmup_steps: int = MAX_WARMUP_STEPS,
         graph: Graph | None = None,
         accumulate: int = 1,
+        takes_lengths: bool = False,
     ):
         self.model = model
         self.autocast = autocast
@@ -131,11 +133,15 @@ class Trainer:
         )
         self.graph = graph
         self.accumulate = accumulate
+        self.takes_lengths = takes_lengths
         self.graphed_step: Any = (
             graph.step_for(self.optimizer, accumulation_steps=accumulate) if graph else None
         )
         self.graph_constants: dict[str, Any] = {}  # what every batch of a run is given besides
         self.is_warm = False
+
+    def _inputs(self, batch: Batch) -> dict[str, Any]:
+        return batch.inputs(self.takes_lengths)
 
     def step(self, batches: Sequence[Batch]) -> tuple[list[Any], torch.Tensor]:
         """One training step on these micro-batches; returns the marks around its parts (forward and
@@ -146,12 +152,12 @@ class Trainer:
             for number, batch in enumerate(batches, start=1):
                 is_last = number == len(batches)
                 run = self.graphed_step if is_last else self.graphed_step.accumulate
-                losses.append(run(**_inputs(batch), **self.graph_constants))
+                losses.append(run(**self._inputs(batch), **self.graph_constants))
             marks.append(self.clock.mark())
             return marks, _mean(losses)
         for batch in batches:
             with self.autocast():
-                loss = self.model(**_inputs(batch)).loss
+                loss = self.model(**self._inputs(batch)).loss
             marks.append(self.clock.mark())
             (loss if self.accumulate == 1 else loss / self.accumulate).backward()
             marks.append(self.clock.mark())
@@ -284,14 +290,6 @@ class Trainer:
 def is_steady(times_ms: list[float]) -> bool:
     """Return True if the times lie within STEADY_SPREAD of the smallest."""
     return max(times_ms) <= (1 + STEADY_SPREAD) * min(times_ms)
-
-
-def _inputs(batch: Batch) -> dict[str, Any]:
-    return {
-        "input_ids": batch.input_ids,
-        "labels": batch.labels,
-        "attention_mask": batch.attention_mask,
-    }
 
 
 def _mean(losses: list[torch.Tensor]) -> torch.Tensor:

@@ -54,7 +54,7 @@ SHORT = 128  # up to this many tokens the host counts, and --quick interleaves
 # with it is refused, not ignored. The kernels' table goes into a run's results, so it reads what
 # tells one run from another.
 WORK = ("batch_size", "accumulate", "rank", "targets", "lora_dropout", "model", "padded",
-        "data")  # fmt: skip
+        "documents", "data")  # fmt: skip
 RUN_IS = (*WORK, "seq_lens", "steps", "rounds", "interleave", "checkpointing", "seed", "device",
           "out", "cache", "allow_shared_gpu")  # fmt: skip
 READS = {
@@ -138,8 +138,17 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
     add("--model", "architecture file, checkpoint folder or hub name", metavar="MODEL")
     add("--checkpointing", "gradient checkpointing: each variant's own, or none (default: on)",
         choices=("on", "off"), default="on")  # fmt: skip
+    rows = parser.add_mutually_exclusive_group()
     add("--padded", "pad one example a row instead of packing rows full", False,
-        action="store_true")  # fmt: skip
+        action="store_true", to=rows)  # fmt: skip
+    add(
+        "--documents",
+        "put whole chats into one row of batch size x tokens, each attending to "
+        "itself alone, instead of packing rows full",
+        False,
+        action="store_true",
+        to=rows,
+    )
     add("--data", "chats: a file of JSON lines, or a data set of the hub as ORGANISATION/NAME or "
         "ORGANISATION/NAME:SPLIT (default: data/sft_train.jsonl)",
         default=str(HERE / "data" / "sft_train.jsonl"), metavar="DATA")  # fmt: skip

@@ -44,6 +44,7 @@ class Plan:
     rounds: int
     checkpointing: bool
     padded: bool
+    documents: bool
     seed: int
     device: str
     interleave: int
@@ -57,8 +58,9 @@ class Plan:
         """The run's batches at one length, on the CPU: the same for every variant and round."""
         tokenized = _tokenized(self.data, self.source.tokenizer)
         return make_batches(
-            tokenized, seq_len, batch_size, count, padded=self.padded, seed=self.seed
-        )
+            tokenized, seq_len, batch_size, count, padded=self.padded, seed=self.seed,
+            documents=self.documents,
+        )  # fmt: skip
 
     def timed_batches(self, seq_len: int) -> list[Batch]:
         """The micro-batches of a round's timed steps at one length, on the CPU."""
@@ -113,6 +115,7 @@ class Plan:
             str(self.source.folder),
             replace(self.lora, dropout=0.0),  # which is off there
             self.padded,
+            *(("documents",) if self.documents else ()),
             self.seed,
             self.parity_seq_len,
             sha256_of(self.data),

@@ -76,6 +76,7 @@ class PublishedSetting:
             "targets": list(TARGETS),
             "lora_dropout": 0.0,
             "padded": False,
+            "documents": False,
             "checkpointing": "on",
         }
 

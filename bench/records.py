@@ -48,8 +48,8 @@ class Tokens(Record):
 class Experiment(Record):
     """The settings of a run. steps: timed ones of each variant and length, over all rounds.
 
-    batch_size: rows of a micro-batch. accumulate: micro-batches of a step. checkpointing: "off"
-    turns it off in every variant. interleave: timed steps that a variant takes at a time where
+    batch_size: rows of a micro-batch; with documents they are one. accumulate: micro-batches of a
+    step. checkpointing: "off" turns it off in every variant. interleave: timed steps that a variant takes at a time where
     variants are interleaved (their cells say where); 0: never.
     """
 
@@ -70,12 +70,13 @@ class Experiment(Record):
     tokens: dict[int, Tokens]
     interleave: Annotated[int, Meta(ge=0)] = 0
     accumulate: Count = 1
+    documents: bool = False
     # of an earlier version, which interleaved a whole run
     turn_steps: Count | UnsetType | None = UNSET
 
-    def tokens_a_step(self, seq_len: int) -> int:
-        """Return the tokens of a step at this length, over all its micro-batches."""
-        return self.accumulate * self.batch_size * seq_len
+    def tokens_a_step(self, seq_len: int) -> float:
+        """Return the tokens of a step at this length, over all its micro-batches, no padding."""
+        return self.accumulate * self.batch_size * seq_len * (1 - self.tokens[seq_len].padding)
 
     def __post_init__(self) -> None:
         self.variants = [current_id(variant) for variant in self.variants]

@@ -69,6 +69,7 @@ def setting_that_ran(run: Run) -> PublishedSetting | None:
         "targets": list(ran.lora.targets),
         "lora_dropout": ran.lora.dropout,
         "padded": ran.padded,
+        "documents": ran.documents,
         "checkpointing": ran.checkpointing,
     }
     return setting if found == setting.is_that() else None

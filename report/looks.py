@@ -60,7 +60,7 @@ def caption(run: Run) -> str:
     facts += [
         experiment.model,
         experiment.dtype,
-        f"batch {experiment.batch_size}" + (", padded" if experiment.padded else ""),
+        f"batch {experiment.batch_size}" + _rows(experiment),
         *([f"{experiment.accumulate} micro-batches a step"] if experiment.accumulate > 1 else []),
         _adapters(experiment.lora),
         f"gradient checkpointing {_checkpointing(experiment)}",
@@ -69,6 +69,12 @@ def caption(run: Run) -> str:
         f"rounds: {_from_to(map(len, timed))}",
     ]
     return " · ".join(facts) + "."
+
+
+def _rows(experiment: Experiment) -> str:
+    if experiment.documents:
+        return ", whole chats in one row"
+    return ", padded" if experiment.padded else ""
 
 
 def _adapters(lora: Lora) -> str:

@@ -159,7 +159,43 @@ def test_padded_rows_are_one_example_each_cut_or_filled():
         assert sorted(numbers) == list(range(7))
 
 
+# --- Documents -----------------------------------------------------------------------------------
+
+
+def test_documents_are_whole_examples_in_one_row_each_with_its_own_positions():
+    batches = make_batches(TOKENIZED, 12, 4, count=6, documents=True, pad_id=9999)
+    seen = set()
+    for batch in batches:
+        assert batch.input_ids.shape == batch.labels.shape == batch.position_ids.shape == (1, 48)
+        assert batch.lengths.sum() == 48 and batch.lengths.dtype == torch.int32
+        sizes = batch.lengths.tolist()
+        rows = (t[0].split(sizes) for t in (batch.input_ids, batch.labels, batch.position_ids))
+        *documents, last = zip(*rows, strict=True)
+        if batch.filler:
+            assert last[0].tolist() == [9999] * batch.filler and set(last[1].tolist()) == {IGNORED}
+        else:
+            documents.append(last)
+        for ids, labels, places in documents:
+            source = TOKENIZED[int(ids[0]) // 100]
+            assert ids.tolist() == source.input_ids[:48]
+            assert labels.tolist() == [IGNORED, *source.labels[1:48]]
+            assert places.tolist() == list(range(len(ids)))
+            seen.add(int(ids[0]) // 100)
+    assert seen == set(range(7))
+
+
+def test_unsloth_is_told_their_lengths_and_nobody_is_told_of_positions_otherwise():
+    [documents] = make_batches(TOKENIZED, 12, 4, 1, documents=True)
+    packed = ["input_ids", "labels", "attention_mask"]
+    assert list(documents.inputs()) == [*packed, "position_ids"]
+    assert list(documents.inputs(with_lengths=True))[-1] == "packed_seq_lengths"
+    [rows] = make_batches(TOKENIZED, 12, 4, 1)
+    assert list(rows.inputs(with_lengths=True)) == packed
+
+
 # --- Either --------------------------------------------------------------------------------------
+
+KINDS = [{}, {"padded": True}, {"documents": True}]
 
 
 def test_the_published_batches_are_these():
@@ -176,10 +212,10 @@ def test_the_published_batches_are_these():
     assert found[True].hexdigest().startswith("a74eebf006339b89")
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_batches_depend_on_the_seed_and_not_on_how_many_are_asked_for(padded):
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_depend_on_the_seed_and_not_on_how_many_are_asked_for(kind):
     def made(count: int, seed: int = 3) -> list[Batch]:
-        return make_batches(TOKENIZED, 8, 2, count, padded=padded, seed=seed)
+        return make_batches(TOKENIZED, 8, 2, count, seed=seed, **kind)
 
     long = listed(made(25))
     assert len(long) == 25
@@ -188,15 +224,15 @@ def test_batches_depend_on_the_seed_and_not_on_how_many_are_asked_for(padded):
     assert listed(made(25, seed=4)) != long
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_a_batch_without_a_label_is_passed_over_and_data_without_one_is_an_error(padded):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_without_a_label_is_passed_over_and_data_without_one_is_an_error(kind):
     # The label at a row's first place is lost in the shift, so [x, -100, ...] has none.
     silent = TokenizedExample([1, 2, 3, 4], [1, IGNORED, IGNORED, IGNORED])
     spoken = TokenizedExample([5, 6, 7, 8], [IGNORED, IGNORED, IGNORED, 8])
-    batches = make_batches([silent] * 9 + [spoken], 4, 1, count=6, padded=padded)
+    batches = make_batches([silent] * 9 + [spoken], 4, 1, count=6, **kind)
     assert [batch.input_ids.tolist() for batch in batches] == [[[5, 6, 7, 8]]] * 6
     with pytest.raises(ValueError, match=r"^no label in .*; wanted .*; ask for a longer seq_len$"):
-        make_batches([silent] * 9, 4, 2, count=1, padded=padded)
+        make_batches([silent] * 9, 4, 2, count=1, **kind)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +257,9 @@ def test_shares_are_those_counted_by_hand():
         torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]]),
     )
     packed = Batch(torch.tensor([[1, 2, 3, 4]]), torch.tensor([[no, 2, 3, 4]]))
+    filled = Batch(torch.tensor([[1, 2, 9, 9]]), torch.tensor([[no, 2, no, no]]), filler=2)
     for batches, padding, labelled in (
+        ([filled], 2 / 4, 1 / 4),
         ([padded], 3 / 8, 3 / 8), ([packed], 0, 3 / 4), ([padded, packed], 3 / 12, 6 / 12),
     ):  # fmt: skip
         shares = token_shares(batches)
@@ -231,8 +269,8 @@ def test_shares_are_those_counted_by_hand():
 
 
 def test_a_batch_moves_whole():
-    for padded in (False, True):
-        [batch] = make_batches(TOKENIZED, 8, 2, 1, padded=padded)
+    for kind in KINDS:
+        [batch] = make_batches(TOKENIZED, 8, 2, 1, **kind)
         moved = batch.to("meta")
-        assert moved.input_ids.is_meta and moved.labels.is_meta
-        assert (moved.attention_mask is None) != padded
+        assert len(moved.tensors()) == len(batch.tensors()) == 2 + len(kind) + ("documents" in kind)
+        assert all(tensor.is_meta for tensor in moved.tensors())

@@ -208,7 +208,8 @@ GIVEN = {  # every option, as it is given
     "suite": ["all"], "variants": ["fused_mlp"], "seq_lens": ["64"], "batch_size": ["1"],
     "accumulate": ["2"], "targets": ["q_proj"], "lora_dropout": ["0.1"],
     "rank": ["8"], "steps": ["4"], "rounds": ["2"], "interleave": ["9"], "model": ["x.json"],
-    "checkpointing": ["off"], "padded": [], "data": ["x.jsonl"], "seed": ["1"], "device": ["cpu"],
+    "checkpointing": ["off"], "padded": [], "documents": [], "data": ["x.jsonl"],
+    "seed": ["1"], "device": ["cpu"],
     "out": ["x"], "cache": ["x"], "cell_timeout": ["9"], "allow_shared_gpu": [], "kernels": [],
     "plot_only": [], "quick": [], "merge": ["a", "b"], "fits": ["24"], "compare": ["a", "b"],
 }  # fmt: skip

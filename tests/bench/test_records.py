@@ -15,6 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = [ROOT / "results.json", *sorted((ROOT / "docs").rglob("*.json*"))]
 
 
+NEWER = {"accumulate": 1, "documents": False}  # than the first files, of an experiment
+
+
 def bytes_of(path):
     return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
 
@@ -35,7 +38,8 @@ def with_todays_id(found):
         return {"variant": OLD_IDS.get(found["variant"], found["variant"])}
     if "variants" in found:
         ids = [OLD_IDS.get(id, id) for id in found["variants"]]
-        return {"variants": ids, "accumulate": found.get("accumulate", 1)}
+        newer = {name: found.get(name, usual) for name, usual in NEWER.items()}
+        return {"variants": ids, **newer}
     return {"stages_s": found.get("stages_s")} if "schema_version" in found else {}
 
 

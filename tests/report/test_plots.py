@@ -232,6 +232,7 @@ def test_the_caption_says_what_was_measured():
         ({"variants": ["vanilla_peft_no_checkpointing"]}, "gradient checkpointing off ·"),
         ({"variants": ["vanilla_peft", "vanilla_peft_no_checkpointing"]}, "on and off ·"),
         ({"padded": True}, "batch 32, padded"),
+        ({"documents": True}, "batch 32, whole chats in one row"),
         ({"gpu": False}, "no GPU (Intel Xeon)"),
     ],
 )

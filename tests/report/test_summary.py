@@ -8,7 +8,7 @@ import pytest
 from example_results import cells, rounds
 
 from bench import results
-from bench.records import Floor, SummaryRow
+from bench.records import Floor, SummaryRow, Tokens
 from report.statistics import (
     NOISE,
     interval95,
@@ -89,6 +89,12 @@ def test_a_single_round_gives_numbers_and_no_verdict():
     row = row_of(rounds(vanilla_peft=[200], vanilla_peft_again=[201], fused_mlp=[100]))
     assert (row.median_step_ms, row.speedup, row.tokens_per_s) == (100.0, 2.0, 20480.0)
     assert [row.step_ms_ci95, row.speedup_ci95, row.verdict] == [None] * 3
+
+
+def test_padding_is_no_token():
+    document = rounds(fused_mlp=[100])
+    document.experiment.tokens[64] = Tokens(padding=0.25, labelled=0.5)
+    assert row_of(document).tokens_per_s == 0.75 * 20480.0
 
 
 def test_without_floor_peak_or_baseline_the_row_says_null():
