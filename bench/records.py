@@ -49,8 +49,8 @@ class Experiment(Record):
     """The settings of a run. steps: timed ones of each variant and length, over all rounds.
 
     batch_size: rows of a micro-batch; with documents they are one. accumulate: micro-batches of a
-    step. checkpointing: "off" turns it off in every variant. interleave: timed steps that a variant takes at a time where
-    variants are interleaved (their cells say where); 0: never.
+    step. checkpointing: "off" turns it off in every variant. interleave: timed steps that a variant
+    takes at a time where variants are interleaved (their cells say where); 0: never.
     """
 
     model: str
