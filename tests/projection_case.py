@@ -56,7 +56,6 @@ REASONS = {
         "it uses a variant of LoRA (MiCALinearVariant)",
     ),
     "two active adapters": (add_active, "2 adapters are active: default, second"),
-    "no such adapter": (lambda p: p.set_adapter("other"), "it has no adapter named other"),
     "merged": (lambda p: p.merge(), "adapters are merged"),
     "disabled": (lambda p: p.enable_adapters(False), "adapters are disabled"),
     "trainable base": (

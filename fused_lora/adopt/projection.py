@@ -58,12 +58,13 @@ def read_projection(projection: nn.Module, own_forward: bool = True) -> Projecti
     # nn.Module finds a submodule by failing to find an attribute first, in three times as long
     parts = projection._modules
     lora_A: Any = parts["lora_A"]
-    if adapter not in lora_A._modules:
-        return f"it has no adapter named {adapter}: add it to that one's target_modules"
+    base: Any = parts["base_layer"]
+    if adapter not in lora_A._modules:  # PEFT passes it over
+        reason = _why_not_base(base) or why_call(base) or why_call(projection, own_forward)
+        return _without_adapter(base) if reason is None else reason
     A: Any = lora_A._modules[adapter]
     B: Any = parts["lora_B"]._modules[adapter]  # type: ignore[union-attr]
     dropout: Any = parts["lora_dropout"]._modules[adapter]  # type: ignore[union-attr]
-    base: Any = parts["base_layer"]
     dropped = _dropout_of(dropout)
     if isinstance(dropped, str):
         return dropped

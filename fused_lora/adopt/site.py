@@ -147,7 +147,7 @@ def _owner_of(module: nn.Module, at: str = "forward") -> FusedForward | None:
 
 
 # Of reasons that are the user's own wish: PEFT's ways to run a model with other adapters or none.
-WISHES = ("adapters are disabled", "adapters are merged", "adapters are active", "no adapter named",
+WISHES = ("adapters are disabled", "adapters are merged", "adapters are active",
           "adapters have been unloaded")  # fmt: skip
 
 

@@ -7,8 +7,10 @@ import pytest
 import torch
 from fused_case import assert_right
 from layer_case import peft_model
+from peft import LoraConfig
+from peft_models import set_weights
 
-from fused_lora import Fusion, fuse
+from fused_lora import Fusion, fuse, report
 
 SUBSETS = {
     "q and v": {"target_modules": ["q_proj", "v_proj"]},
@@ -30,6 +32,20 @@ def test_any_subset_of_adapters_runs_fused_as_a_whole_and_right(subset, fusion, 
     fused = copy.deepcopy(plain)
     assert fuse(fused, fusion).left == {}
     assert_right(fused, plain, length=9)
+
+
+@pytest.mark.parametrize("fusion", FUSIONS.values(), ids=FUSIONS)
+def test_another_adapter_may_be_on_other_projections(fusion, device):
+    plain = peft_model(device, dtype=torch.bfloat16)
+    plain.add_adapter("second", LoraConfig(r=4, target_modules=["q_proj", "up_proj"]))
+    set_weights(plain, device, only=".second.")
+    fused = copy.deepcopy(plain)
+    fuse(fused, fusion)
+    for adapter in ("second", "default"):
+        for model in (plain, fused):
+            model.set_adapter(adapter)
+        assert report(fused).left == {}
+        assert_right(fused, plain, length=9)
 
 
 def test_a_projection_without_an_adapter_runs_under_autocast_over_weights_in_fp32(device):

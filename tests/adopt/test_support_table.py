@@ -11,7 +11,7 @@ import pytest
 import torch
 from families_case import FAMILIES as OTHERS
 from layer_case import peft_model
-from peft import IA3Config, LoraConfig, get_peft_model
+from peft import IA3Config, get_peft_model
 from peft.utils.hotswap import prepare_model_for_compiled_hotswap
 from peft_models import ATTENTION, FAMILIES, MLP, base_model
 from projection_case import add_active, readapt, replace_weight, subclass_base
@@ -101,11 +101,6 @@ def then(do, **lora):
     return make
 
 
-def activate_another(model):
-    model.add_adapter("second", LoraConfig(target_modules=["q_proj"]))
-    model.set_adapter("second")
-
-
 def with_config(**config):
     return lambda device: peft_model(device, config=config)
 
@@ -126,7 +121,6 @@ SETTINGS = {  # of PEFT and transformers, by what makes such a model
         base_model(device, attn_implementation="sdpa"),
         IA3Config(target_modules=[*ATTENTION, *MLP], feedforward_modules=["down_proj"]),
     ),
-    "another `set_adapter`, for other projections": then(activate_another),
     "two adapters, `base_model.set_adapter([...])`": each_projection(add_active),
     "`merge_adapter()`": merged,
     "`disable_adapter_layers()`": then(lambda model: model.base_model.disable_adapter_layers()),
