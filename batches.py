@@ -66,7 +66,7 @@ class Batch:
         return replace(self, **moved)
 
     def inputs(self, with_lengths: bool = False) -> dict[str, torch.Tensor | None]:
-        """What a model takes by name; with_lengths: as Unsloth does, beside where each begins."""
+        """Return what a model takes, by name; with_lengths: documents' too, as Unsloth wants."""
         given = {
             "input_ids": self.input_ids,
             "labels": self.labels,

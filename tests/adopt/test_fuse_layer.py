@@ -144,7 +144,11 @@ LIKE_THE_SMALLEST = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_d
 @pytest.mark.parametrize(
     ("fusion", "count"),
     [
-        (Fusion(**WITH_LOSS | {"checkpoint": "full"}), 3),
+        pytest.param(
+            Fusion(**WITH_LOSS | {"checkpoint": "full"}),
+            3,
+            marks=pytest.mark.exhaustive,  # "offload" runs layers again, too
+        ),
         (Fusion(**WITH_LOSS | {"checkpoint": "offload"}), 3),
         (Fusion(**WITH_LOSS | {"layer": False}), 0),
     ],

@@ -42,7 +42,7 @@ def run_cells(plan, tmp_path, monkeypatch):
         monkeypatch.setattr(isolated, "run", stand_in)
         path = tmp_path / "results.json"
         fresh = example.empty(rehearsal=True, gpu=False, variants=VARIANTS, seq_lens=[16, 32],
-                              rounds=rounds, steps=2 * rounds, tokens={})  # fmt: skip
+                              rounds=rounds, steps=2 * rounds)  # fmt: skip
         results = store.continue_from(path, fresh)
         asked = dataclasses.replace(
             plan, variants=tuple(VARIANTS), rounds=rounds, cell_timeout_s=TIMEOUT_S, **changed

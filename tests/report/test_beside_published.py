@@ -6,7 +6,7 @@ import example_results as example
 import pytest
 
 from bench.published import SETTINGS
-from bench.records import Cell, Tokens
+from bench.records import Cell
 from report import commands
 from report.beside_published import published_rows, published_section, setting_that_ran
 from variants import SUITES, Lora
@@ -19,7 +19,6 @@ def published_run(name="qwen3-8b", status=None, **changed):
         "model": name, "batch_size": setting.batch_size, "accumulate": setting.accumulate,
         "seq_lens": [setting.seq_len], "lora": Lora(rank=setting.rank, alpha=2 * setting.rank),
         "variants": SUITES["published"], "rounds": 1, "steps": 3,
-        "tokens": {setting.seq_len: Tokens(0.0, 0.8)},
     }  # fmt: skip
     run = example.empty(**asked | changed)
     for place, variant in enumerate(SUITES["published"]):

@@ -69,7 +69,7 @@ class StepRunAtCapture(GraphedStep):
         ("Llama", Fusion(attention=True, rope=True, checkpoint="full")),
         ("Llama", Fusion(layer=True, cross_entropy=True)),
         ("Qwen3", Fusion(attention=True, rope=True)),
-        ("Qwen3", Fusion(layer=True, cross_entropy=True)),
+        pytest.param("Qwen3", Fusion(layer=True, cross_entropy=True), marks=pytest.mark.exhaustive),
         ("Gemma3Text", Fusion(layer=True, cross_entropy=True)),
     ],
 )
@@ -91,8 +91,8 @@ def test_without_padding_no_graph_attends_with_a_mask(family, fusion, monkeypatc
 
 
 def packed(device, seed):
-    tokens = ids(device, seed).view(1, -1)
-    lengths = 5 + 3 * seed
+    tokens = ids(device, seed)[:, :9].reshape(1, -1)
+    lengths = 3 + 2 * seed
     position_ids = (torch.arange(tokens.shape[1], device=device) % lengths)[None]
     return {"input_ids": tokens, "labels": tokens, "position_ids": position_ids}
 
@@ -105,7 +105,7 @@ def test_one_graph_takes_rows_of_any_documents(fusion, monkeypatch, device):
     eager = EagerStep(eager, adamw(eager))
     step = (GraphedStep if device == "cuda" else StepRunAtCapture)(model, adamw(model))
     calls = [
-        fill_row(packed(device, seed), 40)
+        fill_row(packed(device, seed), 20)
         for seed in range(EAGER_CALLS + (3 if device == "cuda" else 1))
     ]
     wanted = [eager(**call) for call in calls]
@@ -114,7 +114,7 @@ def test_one_graph_takes_rows_of_any_documents(fusion, monkeypatch, device):
         warnings.simplefilter("error", UserWarning)
         losses = [step(**call) for call in calls]
     assert captured(step) == 1
-    assert {(tuple(mask.shape), mask.dtype) for mask in seen} == {((1, 1, 2, 40), torch.int32)}
+    assert {(tuple(mask.shape), mask.dtype) for mask in seen} == {((1, 1, 2, 20), torch.int32)}
     torch.testing.assert_close(losses, wanted, rtol=1e-5, atol=0)
 
 
