@@ -64,7 +64,7 @@ def experiment(**changed) -> Experiment:
         "optimizer": Optimizer("AdamW", 2e-4, True),
         "seed": 0,
         "data_sha256": "0" * 64,
-        "tokens": {n: Tokens(0.0, 0.75) for n in changed.get("seq_lens", SEQ_LENS)},
+        "tokens": {n: Tokens(0.0, 0.75) for n in (*SEQ_LENS, *changed.get("seq_lens", ()))},
         **changed,
     })  # fmt: skip
 

@@ -47,6 +47,7 @@ def decoder_forward(
         and not _fills_cache(decoder, options.get("use_cache"))  # with one they are no documents
         and isinstance(position_ids, Tensor)
         and position_ids.ndim == 2
+        and not _has_axes(decoder)
         and takes_documents(decoder, position_ids.shape[1])
     ):
         batch = next(t for t in (input_ids, options.get("inputs_embeds")) if t is not None)
@@ -57,6 +58,11 @@ def decoder_forward(
         decoder, input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
         past_key_values=past_key_values, **options,
     )  # fmt: skip
+
+
+def _has_axes(decoder: Any) -> bool:
+    """Return True if a position is several numbers (of text, height and width, in Qwen-VL)."""
+    return "mrope_section" in (getattr(decoder.config, "rope_parameters", None) or {})
 
 
 def takes_documents(decoder: Any, longest: int) -> bool:

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from families_case import FAMILIES, SECTIONS, TEXT
 from fused_case import ALL, assert_close, functions_of
 from peft_models import adapt, base_model
 from transformers import DataCollatorWithFlattening
@@ -143,6 +144,18 @@ def test_a_layer_that_steps_aside_still_attends_to_documents(fusion, device):
     with pytest.warns(UserWarning, match="ran as its class has it"):
         got = step(fused, batch)
     assert_close(got, step(plain, *one_by_one()))
+
+
+def test_positions_of_several_axes_say_nothing_of_documents(device, monkeypatch):
+    """As for transformers, whose Qwen2-VL takes one position of a token for those of all axes."""
+    monkeypatch.setitem(TEXT, "head_dim", 32)
+    monkeypatch.setitem(TEXT, "hidden_size", 64)
+    monkeypatch.setitem(SECTIONS, "mrope_section", [4, 6, 6])
+    plain = FAMILIES["Qwen2-VL"].peft_model(device).train()
+    fused = copy.deepcopy(plain)
+    fuse(fused, PARTS)
+    batch = DataCollatorWithFlattening()(documents(device))
+    assert_close(step(fused, batch), step(plain, batch))
 
 
 @pytest.mark.parametrize("window", [4, 18])
