@@ -48,6 +48,13 @@ class LayersWithoutMask:
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Within it the model is captured; warns of a mask that a layer did without eagerly."""
+        if not self.deciding and not self.says_none and any(map(_is_compiled, self.layers)):
+            warnings.warn(
+                "GraphedStep does not see which masks compiled layers get, and in a graph "
+                "transformers may build one, with which attention loses its fast kernels: give "
+                'Qwen models attention_mask={"full_attention": None}, or do not compile',
+                stacklevel=2,
+            )
         keeping = _Keeping(self.had_none, is_certain=not self.deciding)
         with _hooked(self.layers, keeping):
             yield
@@ -56,13 +63,6 @@ class LayersWithoutMask:
                 "GraphedStep: without a graph this step attended without a mask; in the graph it "
                 f"has one, for {' and '.join(self.deciding)} may differ there, and attention loses "
                 "its fast kernels: leave that input out of batches whose rows have no padding",
-                stacklevel=2,
-            )
-        if not self.deciding and not self.says_none and any(map(_is_compiled, self.layers)):
-            warnings.warn(
-                "GraphedStep does not see which masks compiled layers get, and in a graph "
-                "transformers may build one, with which attention loses its fast kernels: give "
-                'Qwen models attention_mask={"full_attention": None}, or do not compile',
                 stacklevel=2,
             )
 

@@ -7,6 +7,7 @@ import torch
 from families_case import FAMILIES, SECTIONS, TEXT
 from fused_case import ALL, assert_close, functions_of
 from peft_models import adapt, base_model
+from reference import assert_within_budget
 from transformers import DataCollatorWithFlattening
 
 from fused_lora import Fusion, fill_row, fuse, pack
@@ -21,7 +22,8 @@ LENGTHS = (5, 1, 9, 3)
 def pair(device, fusion, family="Qwen2", **changes):
     sizes = {"attn_implementation": "sdpa", "head_dim": 32, "num_hidden_layers": 1}
     sizes |= {"use_cache": False} | changes
-    plain = adapt(base_model(device, family, **sizes), device).train()
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32  # a GPU has no kernels for fp32
+    plain = adapt(base_model(device, family, dtype, **sizes), device).train()
     fused = copy.deepcopy(plain)
     fuse(fused, fusion)
     return fused, plain
@@ -55,6 +57,23 @@ def step(model, *batches):
     return {"loss": loss.detach()} | {
         name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
     }
+
+
+def assert_trained_as(got, plain, *batches):
+    """got is what plain PEFT computes of these batches; in bf16 within the budget, of the loss and
+    all gradients as one: what rounding does to a small one alone is luck."""
+    want = step(plain, *batches)
+    if plain.dtype == torch.float32:
+        assert_close(got, want)
+        return
+    truth = step(copy.deepcopy(plain).double(), *batches)
+    assert got.keys() == want.keys() == truth.keys() and len(truth) > 1
+    sizes = {name: torch.linalg.vector_norm(tensor) for name, tensor in truth.items()}
+    as_one = (
+        torch.cat([(found[name] / sizes[name]).float().flatten() for name in truth])
+        for found in (got, want, truth)
+    )
+    assert_within_budget("loss and gradients", *as_one)
 
 
 def one_by_one():
@@ -92,7 +111,7 @@ def test_packed_documents_train_as_they_do_one_at_a_time(family, fusion, collate
     batch = DataCollatorWithFlattening(**collate)(documents(device))
     assert ("cu_seq_lens_q" in batch) is bool(collate)
     got = step(fused, batch)
-    assert_close(got, step(plain, *one_by_one()))
+    assert_trained_as(got, plain, *one_by_one())
     loss = fused(**on(device, batch)).loss
     function = "DecoderLayer" if fusion is WHOLE else "LoRA_Attention"
     assert functions_of(loss)[function] == 1 and "LinearCrossEntropy" in str(functions_of(loss))
@@ -121,7 +140,7 @@ def test_padded_batches_train_as_they_do_and_without_their_padding(side, fusion,
         lambda module, inputs: seen.append(tuple(inputs[0].shape))
     )
     batch = padded(side, device)
-    assert_close(step(fused, batch), step(plain, batch))
+    assert_trained_as(step(fused, batch), plain, batch)
     assert seen == [(1, sum(LENGTHS))]
 
 
@@ -130,7 +149,7 @@ def test_padding_that_predicts_a_label_is_kept(device):
     fused, plain = pair(device, WHOLE)
     batch = padded("left", device)
     batch["labels"][0] = batch["input_ids"][0]
-    assert_close(step(fused, batch), step(plain, batch))
+    assert_trained_as(step(fused, batch), plain, batch)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +162,7 @@ def test_a_layer_that_steps_aside_still_attends_to_documents(fusion, device):
         layer.self_attn.q_proj.register_forward_hook(lambda *_: None)
     with pytest.warns(UserWarning, match="ran as its class has it"):
         got = step(fused, batch)
-    assert_close(got, step(plain, *one_by_one()))
+    assert_trained_as(got, plain, *one_by_one())
 
 
 def test_positions_of_several_axes_say_nothing_of_documents(device, monkeypatch):
@@ -162,7 +181,7 @@ def test_positions_of_several_axes_say_nothing_of_documents(device, monkeypatch)
 def test_a_sliding_window_is_transformers_own_where_a_row_is_longer(window, device):
     fused, plain = pair(device, WHOLE, "Mistral", sliding_window=window)
     batch = DataCollatorWithFlattening()(documents(device))
-    assert_close(step(fused, batch), step(plain, *one_by_one()))
+    assert_trained_as(step(fused, batch), plain, *one_by_one())
 
 
 # --- rows of one size -----------------------------------------------------------------------------
@@ -179,11 +198,11 @@ def test_documents_are_grouped_to_fill_rows():
 
 
 def test_a_row_is_filled_without_changing_what_is_trained(device):
-    fused, _ = pair(device, WHOLE)
+    fused, plain = pair(device, WHOLE)
     batch = DataCollatorWithFlattening(return_flash_attn_kwargs=True)(documents(device))
     filled = fill_row(batch, 24)
     assert {name: rows.shape for name, rows in filled.items()} == dict.fromkeys(PACKED, (1, 24))
-    assert_close(step(fused, filled), step(fused, batch))
+    assert_trained_as(step(fused, filled), plain, *one_by_one())
     for wrong, told in (
         (batch | {"input_ids": batch["input_ids"].view(2, -1)}, "2 x 9 tokens"),
         ({"input_ids": batch["input_ids"]}, "no labels, position_ids"),

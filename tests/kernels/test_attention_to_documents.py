@@ -74,6 +74,8 @@ def fused(case, given):
     + [("tiles begin and end anywhere", torch.float32), ("heads of no kernel", torch.float32)],
 )
 def test_documents_attend_to_themselves(case, dtype, device):
+    if dtype == torch.float32 and device == "cuda":
+        pytest.skip("PyTorch's own kernel attends in fp32 there, whose error is not ours to bound")
     given = make(case, dtype, device)
     truth = eager(case, [t.double() for t in given])
     rows = zip(("attended", "gradient"), fused(case, given), eager(case, given), truth, strict=True)
@@ -84,7 +86,9 @@ def test_documents_attend_to_themselves(case, dtype, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("mean", [30, 250, 3000])
 def test_a_models_own_sizes_are_within_the_error_budget(mean, device, monkeypatch):
-    lengths = (mean * torch.empty(64, dtype=torch.float64).exponential_()).long() + 1
+    generator = torch.Generator().manual_seed(mean)
+    some = torch.empty(64, dtype=torch.float64).exponential_(generator=generator)
+    lengths = (mean * some).long().clamp(1, 4096)[: 20_000 // mean]  # the truth keeps every score
     monkeypatch.setitem(CASES, "model", ([lengths.tolist()], 16, 2, 128))
     given = make("model", torch.bfloat16, device)
     truth = eager("model", [t.double() for t in given])
