@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -65,17 +65,19 @@ class Batch:
         moved: dict[str, Any] = {name: one.to(device) for name, one in self._named().items()}
         return replace(self, **moved)
 
-    def inputs(self, with_lengths: bool = False) -> dict[str, torch.Tensor | None]:
-        """Return what a model takes, by name; with_lengths: documents' too, as Unsloth wants."""
-        given = {
+    def inputs(
+        self, lengths_as: Callable[[torch.Tensor], dict[str, Any]] | None = None
+    ) -> dict[str, Any]:
+        """Return what a model takes, by name. lengths_as: what it is told of documents' lengths."""
+        given: dict[str, Any] = {
             "input_ids": self.input_ids,
             "labels": self.labels,
             "attention_mask": self.attention_mask,
         }
         if self.position_ids is not None:
             given["position_ids"] = self.position_ids
-        if with_lengths and self.lengths is not None:
-            given["packed_seq_lengths"] = self.lengths
+        if lengths_as is not None and self.lengths is not None:
+            given |= lengths_as(self.lengths)
         return given
 
     @property

@@ -40,8 +40,8 @@ class Built:
 
     autocast_dtype: what its forward runs in; None for no autocast.
     settings: what it came to. fused_modules: names of the modules that run fused, with the
-    function that they run. graph: for a recipe whose step is a CUDA graph. takes_lengths: it
-    wants to be told those of documents, too.
+    function that they run. graph: for a recipe whose step is a CUDA graph. lengths_as: for one
+    that wants to be told the lengths of documents, too, how.
     """
 
     model: torch.nn.Module
@@ -49,7 +49,7 @@ class Built:
     settings: Settings
     fused_modules: list[str] = field(default_factory=list)
     graph: Graph | None = None
-    takes_lengths: bool = False
+    lengths_as: Callable[[torch.Tensor], dict[str, Any]] | None = None
 
     def autocast(self) -> torch.autocast:
         device = next(self.model.parameters()).device.type
@@ -69,7 +69,7 @@ def build(
     """Build `variant` from the base weights in `checkpoint`, in training mode on `device`.
 
     Base weights are bf16 and frozen; adapters are fp32 (the default of PEFT and of Unsloth) under
-    bf16 autocast, unless the recipe says otherwise; attention is PyTorch's
+    bf16 autocast, unless the recipe says otherwise, and so is attention PyTorch's
     scaled_dot_product_attention. With `checkpointing` each layer's input is kept and the layer
     computed again in backward, as the recipe says: non-reentrant for PEFT, for Unsloth whatever it
     does at this `seq_len` when asked for it. `checkpointing=False` turns it off for all.
@@ -106,7 +106,11 @@ def build(
         built.fused_modules = [f"{name}: {part}" for part in fused for name in fused[part]]
     elif recipe.library == "unsloth":
         built.fused_modules = _unsloth_fused(model)
-        built.takes_lengths = True
+        built.lengths_as = lambda lengths: {"packed_seq_lengths": lengths}
+    elif recipe.attention == "varlen":
+        from bench.varlen import lengths_of
+
+        built.lengths_as = lengths_of
     if recipe.compiled:
         # Of a function torch keeps 8 compilations, those for a process's other lengths among them,
         # and beyond them it runs uncompiled, without a word.
@@ -168,11 +172,15 @@ def _peft_model(recipe, checkpoint, lora, seq_len, device, seed):
         from liger_kernel.transformers.monkey_patch import _apply_liger_kernel
 
         _apply_liger_kernel(AutoConfig.from_pretrained(checkpoint).model_type)
+    if recipe.attention == "varlen":
+        from bench.varlen import register
+
+        register()
     model = AutoModelForCausalLM.from_pretrained(
         checkpoint,
         dtype=torch.bfloat16,
         device_map={"": device},
-        attn_implementation="sdpa",
+        attn_implementation=recipe.attention,
         local_files_only=True,
     )
     model.config.use_cache = False

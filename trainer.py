@@ -108,7 +108,7 @@ class Trainer:
         max_warmup_steps: warm up no longer than this, steady or not, beside a graph's eager steps.
         graph: captures the step in CUDA graphs; None for an eager step.
         accumulate: micro-batches of a step.
-        takes_lengths: give the model the documents' lengths, too.
+        lengths_as: what the model is told of documents' lengths.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Trainer:
         max_warmup_steps: int = MAX_WARMUP_STEPS,
         graph: Graph | None = None,
         accumulate: int = 1,
-        takes_lengths: bool = False,
+        lengths_as: Callable[[torch.Tensor], dict[str, Any]] | None = None,
     ):
         self.model = model
         self.autocast = autocast
@@ -133,7 +133,7 @@ class Trainer:
         )
         self.graph = graph
         self.accumulate = accumulate
-        self.takes_lengths = takes_lengths
+        self.lengths_as = lengths_as
         self.graphed_step: Any = (
             graph.step_for(self.optimizer, accumulation_steps=accumulate) if graph else None
         )
@@ -141,7 +141,7 @@ class Trainer:
         self.is_warm = False
 
     def _inputs(self, batch: Batch) -> dict[str, Any]:
-        return batch.inputs(self.takes_lengths)
+        return batch.inputs(self.lengths_as)
 
     def step(self, batches: Sequence[Batch]) -> tuple[list[Any], torch.Tensor]:
         """One training step on these micro-batches; returns the marks around its parts (forward and

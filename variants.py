@@ -90,6 +90,7 @@ class Recipe:
     adapter_dtype: fp32 under bf16 autocast, as PEFT has it, or bf16 without autocast.
     compiled: whether each decoder layer is compiled with torch.compile.
     graph: whether the whole training step is captured in a CUDA graph and replayed.
+    attention: transformers' name of it; "varlen" for documents' own kernels (`bench/varlen.py`).
     """
 
     library: str = "peft"
@@ -99,6 +100,7 @@ class Recipe:
     adapter_dtype: str = "float32"
     compiled: bool = False
     graph: bool = False
+    attention: str = "sdpa"
 
     @property
     def evidence(self) -> dict[str, Evidence]:
@@ -244,6 +246,8 @@ _RECORDS = [
     *_one("fused_all_selective_10_gib", "all parts, 10 GiB kept", KEEP_10_GIB, "peers"),
     *_one("fused_all_selective_20_gib", "all parts, 20 GiB kept",
           replace(KEEP_10_GIB, checkpoint_gib=20), "peers"),
+    # documents as PEFT's users have them with FlashAttention, and not with a mask; `--documents`
+    *_one("vanilla_peft_varlen", "vanilla PEFT, FlashAttention", Recipe(attention="varlen"), ""),
     # whole layers
     *_both("fused_layer", "fused layers", Recipe(fused=WHOLE_LAYERS), "fastest"),
     *_both("fused_layer_graph", "fused layers, CUDA graph",
@@ -285,7 +289,7 @@ SUITES = {
     suite: [variant.id for variant in _RECORDS if suite in variant.suites]
     for suite in ("experiment", "parts", "peers", "fastest")
 }
-SUITES["all"] = list(VARIANTS)
+SUITES["all"] = [id for id, variant in VARIANTS.items() if variant.suites]
 # Others' published settings have long steps: plain PEFT once, and no A/A twin.
 SUITES["published"] = [
     BASELINE,

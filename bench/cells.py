@@ -179,7 +179,7 @@ def _trainer_of(plan: Plan, built: Built) -> Trainer:
         warmup,
         built.graph,
         plan.accumulate,
-        built.takes_lengths,
+        built.lengths_as,
     )
 
 

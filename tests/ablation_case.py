@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from bench.records import Cell, Floor, Run
-from variants import VARIANTS, variant_of
+from variants import SUITES, VARIANTS, variant_of
 
 GAIN_MS = {  # what a part takes off vanilla's step, and off all the others' together, at 512 tokens
     "mlp": (187, 171), "attention": (121, 109), "rope": (34, 29), "rms_norm": (62, 48),
@@ -67,7 +67,7 @@ def peak_gib(variant: str, seq_len: int) -> float:
 
 
 def run(
-    variants=tuple(VARIANTS), seq_lens=example.SEQ_LENS, status=None, rounds=ROUNDS, **changed
+    variants=tuple(SUITES["all"]), seq_lens=example.SEQ_LENS, status=None, rounds=ROUNDS, **changed
 ) -> Run:
     """A whole run of the suite "all"; `status` as in example_results.run."""
     document = example.empty(

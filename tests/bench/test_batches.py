@@ -188,9 +188,10 @@ def test_unsloth_is_told_their_lengths_and_nobody_is_told_of_positions_otherwise
     [documents] = make_batches(TOKENIZED, 12, 4, 1, documents=True)
     packed = ["input_ids", "labels", "attention_mask"]
     assert list(documents.inputs()) == [*packed, "position_ids"]
-    assert list(documents.inputs(with_lengths=True))[-1] == "packed_seq_lengths"
+    told = documents.inputs(lambda lengths: {"packed_seq_lengths": lengths})
+    assert told["packed_seq_lengths"] is documents.lengths
     [rows] = make_batches(TOKENIZED, 12, 4, 1)
-    assert list(rows.inputs(with_lengths=True)) == packed
+    assert list(rows.inputs(dict)) == packed
 
 
 # --- Either --------------------------------------------------------------------------------------

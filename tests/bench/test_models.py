@@ -15,7 +15,9 @@ import torch
 import fused_lora
 import fused_mlp
 import models
+from batches import Batch
 from bench import audit
+from bench.parity import gradients_of
 from bench.profiler import profile_step
 from bench.weights import materialize, resolve
 from fused_lora.step.graph import EAGER_CALLS, GraphedStep
@@ -245,3 +247,22 @@ def test_the_fastest_suite_holds_ours_against_the_strongest_without_checkpointin
     wanted = {counterpart(id, checkpoints).id for id in both for checkpoints in (True, False)}
     policies = {"fused_layer_graph_offload", "fused_layer_graph_selective_10_gib"}
     assert set(SUITES["fastest"]) == wanted | {"unsloth_plain_checkpointing", *policies}
+
+
+def test_documents_by_their_lengths_train_as_with_a_mask(checkpoint, device):
+    tokens = torch.arange(3, 39, device=device)[None]
+    lengths = torch.tensor([7, 1, 12, 16], dtype=torch.int32, device=device)
+    places = torch.cat([torch.arange(int(n), device=device) for n in lengths])[None]
+    batch = Batch(tokens, tokens, position_ids=places, lengths=lengths)
+    trained = {}
+    for variant in ("vanilla_peft", "vanilla_peft_varlen"):
+        built = make(variant, checkpoint, device)
+        trained[variant] = gradients_of(built, batch)
+    (loss, gradients), (other_loss, others) = trained.values()
+    assert built.settings.attention == "varlen"
+    assert other_loss == pytest.approx(loss, rel=1e-2)
+    for name, gradient in gradients.items():
+        assert (others[name] - gradient).norm() < 0.05 * gradient.norm(), name
+    # without lengths it does not know of documents
+    alone, _ = gradients_of(built, replace(batch, lengths=None))
+    assert abs(alone - loss) > 10 * abs(other_loss - loss)

@@ -16,7 +16,7 @@ from report import ablation, looks
 from report import ablation_picture as plot
 from report import statistics as summary
 from report.ablation import Gain
-from variants import FUSED_PARTS, LOOKS, VARIANTS, counterpart
+from variants import FUSED_PARTS, LOOKS, SUITES, VARIANTS, counterpart
 
 WITHOUT = "_no_checkpointing"
 STATUS = {
@@ -27,7 +27,7 @@ STATUS = {
     ("vanilla_peft" + WITHOUT, 256): "oom",
     **{(id, 512): "oom" for id, variant in VARIANTS.items() if not variant.checkpoints},
 }
-WITH_CHECKPOINTING = [id for id, variant in VARIANTS.items() if variant.checkpoints]
+WITH_CHECKPOINTING = [id for id in SUITES["all"] if VARIANTS[id].checkpoints]
 RUNS = {
     "all": case.run(),
     "with gaps": case.run(seq_lens=(128, 256, 512), status=STATUS),

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from bench import results
 from report import commands, fits, frontier, looks
-from variants import VARIANTS, WITHOUT, variant_of
+from variants import SUITES, VARIANTS, WITHOUT, variant_of
 
 GIB = 2**30
 TWINS = {"vanilla_peft_again", "vanilla_peft_again" + WITHOUT}
@@ -148,7 +148,7 @@ def test_every_variant_is_a_point_at_the_longest_length():
     drawn = [line for line in picture_of("all").axes[0].lines if line.get_marker() != "None"]
     marks = {tuple(xy): line for line in drawn for xy in line.get_xydata()}
     points = fits.points_of(RUNS["all"], 512)
-    assert len(points) == len(VARIANTS) - len(TWINS)
+    assert len(points) == len(SUITES["all"]) - len(TWINS)
     for point in points:
         mark = marks[point.peak_gib, point.step_ms]
         hollow = to_hex(mark.get_markerfacecolor()) == "#ffffff"
