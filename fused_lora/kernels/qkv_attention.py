@@ -14,12 +14,15 @@ checkpointing and offloading do not see them. The first of these that can is use
                 forward of attention more
 """
 
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fused_mlp.launching import is_capturing
 
 from . import causal_attention
 from .causal_attention import causal_attention_forward
@@ -29,6 +32,7 @@ from .qkv_rope import rope_backward, split_heads
 from .rows import as_rows
 
 FLASH, CUDNN = SDPBackend.FLASH_ATTENTION.value, SDPBackend.CUDNN_ATTENTION.value
+WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 aten = torch.ops.aten
 
 
@@ -178,7 +182,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float
         # with a mask and grouped heads only the unfused kernel runs, which keeps all of q k'
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
         is_grouped = False
-    return F.scaled_dot_product_attention(
-        q, k, v, mask, is_causal=mask is None and q.shape[2] > 1, scale=scaling,
-        enable_gqa=is_grouped,
-    )  # fmt: skip
+    # with a mask cuDNN may ask for memory that nothing can be given during a capture
+    wants_others = mask is not None and is_capturing(q)
+    with sdpa_kernel(WITHOUT_CUDNN) if wants_others else nullcontext():
+        return F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=mask is None and q.shape[2] > 1, scale=scaling,
+            enable_gqa=is_grouped,
+        )  # fmt: skip
