@@ -10,13 +10,16 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from variants import Lora, Recipe, Settings, recipe_of
 
+VARLEN = "varlen"
 ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
@@ -107,10 +110,8 @@ def build(
     elif recipe.library == "unsloth":
         built.fused_modules = _unsloth_fused(model)
         built.lengths_as = lambda lengths: {"packed_seq_lengths": lengths}
-    elif recipe.attention == "varlen":
-        from bench.varlen import lengths_of
-
-        built.lengths_as = lengths_of
+    elif recipe.attention == VARLEN:
+        built.lengths_as = _lengths_for_flash_attention
     if recipe.compiled:
         # Of a function torch keeps 8 compilations, those for a process's other lengths among them,
         # and beyond them it runs uncompiled, without a word.
@@ -166,16 +167,14 @@ def _adapters(model: torch.nn.Module):
 
 def _peft_model(recipe, checkpoint, lora, seq_len, device, seed):
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
     if recipe.library == "liger":
         from liger_kernel.transformers.monkey_patch import _apply_liger_kernel
 
         _apply_liger_kernel(AutoConfig.from_pretrained(checkpoint).model_type)
-    if recipe.attention == "varlen":
-        from bench.varlen import register
-
-        register()
+    if recipe.attention == VARLEN:
+        AttentionInterface.register(VARLEN, _attend_by_lengths)
     model = AutoModelForCausalLM.from_pretrained(
         checkpoint,
         dtype=torch.bfloat16,
@@ -239,3 +238,47 @@ def _unsloth_fused(model: torch.nn.Module) -> list[str]:
             if of_unsloth and not called.startswith("original"):
                 found.append(f"{name}: {called}")
     return found
+
+
+# Documents as PEFT's users have them who installed FlashAttention. transformers' own
+# "flash_attention_2" wants a package that is built for one torch and one CUDA; PyTorch has the same
+# kernels, and these give them what transformers gives that package.
+
+
+def _lengths_for_flash_attention(lengths: torch.Tensor) -> dict[str, Any]:
+    """Return what DataCollatorWithFlattening(return_flash_attn_kwargs=True) adds to a batch."""
+    ends = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    longest = int(lengths.max())
+    return {
+        "cu_seq_lens_q": ends, "cu_seq_lens_k": ends,
+        "max_length_q": longest, "max_length_k": longest,
+    }  # fmt: skip
+
+
+def _attend_by_lengths(
+    module, query, key, value, attention_mask, scaling, cu_seq_lens_q=None, max_length_q=0, **_
+):
+    """Attention of transformers' signature. On the CPU, without those kernels, document by
+    document."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if cu_seq_lens_q is None:  # rows that are full
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, is_causal=True
+        )
+    if query.is_cuda:
+        from torch.nn.attention.varlen import varlen_attn
+
+        q, k, v = (heads.squeeze(0).transpose(0, 1) for heads in (query, key, value))
+        ends, longest = cu_seq_lens_q, max_length_q
+        attended = varlen_attn(
+            q, k, v, ends, ends, longest, longest, scale=scaling, window_size=(-1, 0)
+        )
+        return attended[None], None  # type: ignore[call-overload]
+    each = []
+    for first, end in pairwise(cu_seq_lens_q.tolist()):
+        q, k, v = (heads[:, :, first:end] for heads in (query, key, value))
+        each.append(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+        )
+    return torch.cat(each, 2).transpose(1, 2), None

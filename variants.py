@@ -90,7 +90,7 @@ class Recipe:
     adapter_dtype: fp32 under bf16 autocast, as PEFT has it, or bf16 without autocast.
     compiled: whether each decoder layer is compiled with torch.compile.
     graph: whether the whole training step is captured in a CUDA graph and replayed.
-    attention: transformers' name of it; "varlen" for documents' own kernels (`bench/varlen.py`).
+    attention: transformers' name of it; "varlen" for FlashAttention's by the documents' lengths.
     """
 
     library: str = "peft"
@@ -247,7 +247,7 @@ _RECORDS = [
     *_one("fused_all_selective_20_gib", "all parts, 20 GiB kept",
           replace(KEEP_10_GIB, checkpoint_gib=20), "peers"),
     # documents as PEFT's users have them with FlashAttention, and not with a mask; `--documents`
-    *_one("vanilla_peft_varlen", "vanilla PEFT, FlashAttention", Recipe(attention="varlen"), ""),
+    *_one("vanilla_peft_varlen", "PEFT, FlashAttention", Recipe(attention="varlen"), ""),
     # whole layers
     *_both("fused_layer", "fused layers", Recipe(fused=WHOLE_LAYERS), "fastest"),
     *_both("fused_layer_graph", "fused layers, CUDA graph",

@@ -30,7 +30,8 @@ LIMIT = 1.5
 # The loss is a mean over tokens whose errors cancel, so vanilla's own may be next to nothing by
 # chance: a share of an eighth of bf16's resolution (2^-8) is always allowed.
 LOSS_FLOOR = 2.0**-11
-# How far a gradient's scale, <gradient, truth> / <truth, truth>, may be from 1 beside vanilla's.
+# How far a gradient's scale, <gradient, truth> / <truth, truth>, may be from vanilla's, unless
+# it is nearer to 1.
 SCALE_LIMIT = 0.03
 
 Gradients = dict[str, torch.Tensor]
@@ -105,7 +106,7 @@ def judge(losses: list[float], gradients: Gradients, reference: Reference) -> Pa
         for name, vanilla_error in reference.gradient_errors.items()
     }
     distances = {
-        name: abs(scales.get(name, float("inf")) - vanilla_scale)
+        name: _distance(scales.get(name, float("inf")), vanilla_scale)
         for name, vanilla_scale in reference.gradient_scales.items()
     }
     worst = max(ratios, key=ratios.__getitem__)
@@ -178,6 +179,11 @@ def _errors(gradients: Gradients, truth: Gradients) -> dict[str, float]:
 def _scales(gradients: Gradients, truth: Gradients) -> dict[str, float]:
     """<gradient, truth> / <truth, truth> of every gradient, infinite where it is not finite."""
     return _finite(gradients, truth, lambda got, true: (got * true).sum() / (true * true).sum())
+
+
+def _distance(scale: float, vanilla_scale: float) -> float:
+    """Return the distance to vanilla's, or 0 for a scale that is no further from the truth."""
+    return 0.0 if abs(scale - 1) <= abs(vanilla_scale - 1) else abs(scale - vanilla_scale)
 
 
 def _finite(gradients: Gradients, truth: Gradients, measure) -> dict[str, float]:

@@ -49,6 +49,7 @@ def test_the_tokenizer_is_made_again_and_reads_any_text():
 
 def test_chats_have_the_lengths_that_were_drawn(capsys, tmp_path):
     import chats_of_lengths as made
+
     from batches import load_tokenizer, read_chats, tokenize
 
     assert made.padding([4, 2, 3, 1], 2) == 1 - 10 / 14  # the first two make rows of 4
