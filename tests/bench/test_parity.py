@@ -60,6 +60,7 @@ def off(limit, where=0):
 
 NOISY = {"gradient_error": 0.15}  # in which a gradient that is a tenth too long would hide
 SHORT = {**NOISY, "scale": 0.98}
+SHORTER = {**NOISY, "scale": 0.96}  # where vanilla's own are so far off, others may be more
 INSIDE, OUTSIDE = 0.99, 1.01
 
 
@@ -70,7 +71,7 @@ INSIDE, OUTSIDE = 0.99, 1.01
         {"b": (0.0, 1 + INSIDE * SCALE_LIMIT), **NOISY},
         {"b": (0.0, 1 - INSIDE * SCALE_LIMIT), **NOISY},
         {"b": (0.0, 0.96), **SHORT},
-        {"b": (0.0, 1.019), **SHORT},  # nearer to the truth than vanilla's
+        {"b": (0.0, 0.96 + INSIDE * LIMIT * 0.04), **SHORTER},
         {"a": (3.0 - 0.4, 4.0 + 0.3), **NOISY},  # a tenth off, but across the truth
         {"losses": off(INSIDE * LIMIT * 0.002)},
         {"losses": off(INSIDE * LIMIT * 0.002, 1)},
@@ -96,8 +97,9 @@ def test_what_is_just_inside_of_its_limit_passes(found):
         ({"b": (0.0, 1 - OUTSIDE * SCALE_LIMIT), **NOISY}, "b is 0.970 times as long"),
         ({"a": (3.3, 4.4), **NOISY},
          "a is 1.100 times as long as in fp32, vanilla PEFT's 1.000 times"),
-        ({"a": (3.063, 4.084), **SHORT},
-         "a is 1.021 times as long as in fp32, vanilla PEFT's 0.980 times"),
+        ({"a": (3.06, 4.08), **SHORT},
+         "a is 1.020 times as long as in fp32, vanilla PEFT's 0.980 times"),
+        ({"b": (0.0, 0.96 + OUTSIDE * LIMIT * 0.04), **SHORTER}, "b is 1.021 times as long"),
         ({"losses": off(OUTSIDE * LIMIT * 0.002)}, "losses "),
         ({"losses": off(OUTSIDE * LIMIT * 0.002, 1)}, "losses "),
         ({"losses": off(float("nan"))}, "losses "),
