@@ -46,6 +46,10 @@ SIGLIP = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2,
           "intermediate_size": 48, "image_size": 28, "patch_size": 14}  # fmt: skip
 
 
+OF_TEXT = ("Gemma3", "Gemma4", "Qwen3_5")  # have a configuration of their own without vision
+ZERO_CENTERED = ("GemmaR", "Gemma2R", "Gemma3R", "Qwen3_5R")
+
+
 @dataclass(frozen=True)
 class Family:
     """classes: what the names of its configuration and its model begin with.
@@ -77,13 +81,13 @@ class Family:
             config = {"text_config": config, "vision_config": self.vision}
             if self.image_token:
                 config["image_token_index"] = self.image_token
-        of_text = "Text" if self.classes == "Gemma3" and not self.vision else ""
+        of_text = "Text" if self.classes in OF_TEXT and not self.vision else ""
         config = getattr(transformers, f"{self.classes}{of_text}Config")(**config)
         kind = "ForConditionalGeneration" if self.vision else "ForCausalLM"
         model = getattr(transformers, self.classes + kind)(config)
         set_weights(model, "cpu")
         for module in model.modules():
-            if type(module).__name__.startswith("Gemma") and hasattr(module, "_norm"):
+            if type(module).__name__.startswith(ZERO_CENTERED) and hasattr(module, "_norm"):
                 module.weight.data.sub_(1)  # which is added to it
         return model.to(dtype)
 
@@ -147,6 +151,18 @@ FAMILIES = {
     "CWM": Family("Cwm", WINDOW),
     "Qwen2": Family("Qwen2"),
     "Qwen3": Family("Qwen3", fused={"rms_norm": OF_HEADS}),
+    "Qwen3.5": Family(
+        "Qwen3_5",
+        {"layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 8,
+         "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+        fused={"attention": ("1:self_attn.o_proj",), "rope": (),
+               "rms_norm": (*USUAL["rms_norm"], "1:self_attn.q_norm", "1:self_attn.k_norm")},
+        left={
+            f"base_model.model.model.layers.1.{name}": "Qwen3_5Attention is not an attention class"
+            for name in ("self_attn", "self_attn as rope")
+        },
+        functions={"LoRA_W": 1},
+    ),
     "SmolLM3": Family(
         "SmolLM3", {"no_rope_layers": [1, 0]}, fused={"rope": ("0:self_attn",)},
     ),
@@ -169,6 +185,20 @@ FAMILIES = {
     "Gemma 3": Family(
         "Gemma3", WINDOW | {"query_pre_attn_scalar": 16},
         fused={"rms_norm": (*AROUND, *OF_HEADS[2:])},
+    ),
+    "Gemma 4": Family(
+        "Gemma4", WINDOW | {"num_kv_shared_layers": 0},
+        fused={"attention": ("self_attn.o_proj",), "rope": (),
+               "rms_norm": (*AROUND, "post_per_layer_input_norm", *OF_HEADS[2:])},
+        others={"rms_norm": ("model.per_layer_projection_norm",)},
+        left={
+            **dict.fromkeys(
+                everywhere("self_attn", "self_attn as rope"),
+                "Gemma4TextAttention is not an attention class",
+            ),
+            **dict.fromkeys(everywhere("self_attn.v_norm"), "it has no weight"),
+        },
+        functions={"LoRA_W": 2},
     ),
     "Phi-3": Family("Phi3", {"sliding_window": 4}),
     "Phi-4-mini": Family("Phi3", {"rope_parameters": HALF}, functions=APART),

@@ -80,7 +80,9 @@ def takes_documents(decoder: Any, longest: int) -> bool:
 
 
 def _attends_fused(layer: Any, dtype: torch.dtype) -> bool:
-    attention = layer.self_attn
+    attention = getattr(layer, "self_attn", None)
+    if attention is None:
+        return False
     wanted = {"attention", "rope"} if turns(attention) else {"attention"}
     is_fused = "layer" in fused_parts_of(layer) or wanted <= fused_parts_of(attention)
     return is_fused and why_not_sdpa(attention) is None and fits_heads(dtype, attention.head_dim)

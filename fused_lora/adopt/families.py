@@ -122,6 +122,8 @@ FAMILIES = (
     Family("ministral3", "Ministral3", None),  # its attention scales q by position
     Family("qwen2", "Qwen2", WINDOWED, whole=True),
     Family("qwen3", "Qwen3", NORMED_HEADS, whole=True),
+    # its attention has a gate, and most of its layers have another (linear_attn)
+    Family("qwen3_5", "Qwen3_5", None, norm=GEMMA_NORM),
     Family("cwm", "Cwm", WINDOWED, whole=True),
     Family("smollm3", "SmolLM3", AttentionForm(turns="use_rope", passes=OWN_WINDOW), whole=True),
     Family("granite", "Granite", layer=LayerForm(multiplier="residual_multiplier"),
@@ -138,6 +140,9 @@ FAMILIES = (
            layer=GEMMA_LAYER, loss=GEMMA_LOSS),
     Family("gemma3", "Gemma3", NORMED_HEADS, norm=GEMMA_NORM, layer=GEMMA_LAYER, loss=GEMMA_LOSS,
            whole=True),
+    # k and v are shared between layers, and layers scaled
+    Family("gemma4", "Gemma4Text", None, norm=NormForm(eps="eps"), layer=None, loss=GEMMA_LOSS,
+           names={"RMSNorm": "Gemma4RMSNorm", "ForCausalLM": "Gemma4ForCausalLM"}),
     Family("phi3", "Phi3", AttentionForm(("qkv_proj",), passes=CONFIGS_WINDOW),
            MLPForm(("gate_up_proj",), "activation_fn"),
            layer=LayerForm(after_attention="resid_attn_dropout", after_mlp="resid_mlp_dropout")),

@@ -20,6 +20,8 @@ def norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def why_not_norm(norm: Any) -> str | None:
     if (reason := why_not_class(norm, "RMSNorm")) is not None:
         return reason
+    if getattr(norm, "weight", None) is None:
+        return "it has no weight"
     if type(norm.weight) is not nn.Parameter:
         return f"its weight {why_not_plain(norm.weight)}"
     return None
@@ -29,6 +31,8 @@ def why_not_frozen(norm: Any) -> str | None:
     """Return the reason if this norm may not be part of a function that does not train it."""
     if (reason := why_not_class(norm, "RMSNorm") or why_call(norm, own_forward=False)) is not None:
         return reason
+    if getattr(norm, "weight", None) is None:
+        return "it has no weight"
     if type(norm.weight) is not nn.Parameter:
         return f"its weight {why_not_plain(norm.weight)}"
     if norm.weight.requires_grad:

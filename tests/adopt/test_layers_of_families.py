@@ -20,6 +20,8 @@ NOT_WHOLE = {
     "Mixtral": EXPERTS,
     "Ministral 3": NOT_READ,
     "Gemma 2": "its attention soft-caps the scores",
+    "Gemma 4": "Gemma4TextDecoderLayer is not a layer class .*",
+    "Qwen3.5": NOT_READ,
     "Phi-3": TOGETHER,
     "Phi-4-mini": TOGETHER,
     "Qwen2-VL": NOT_READ,
