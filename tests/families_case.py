@@ -187,7 +187,7 @@ FAMILIES = {
         fused={"rms_norm": (*AROUND, *OF_HEADS[2:])},
     ),
     "Gemma 4": Family(
-        "Gemma4", WINDOW | {"num_kv_shared_layers": 0},
+        "Gemma4", WINDOW | {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": 96},
         fused={"attention": ("self_attn.o_proj",), "rope": (),
                "rms_norm": (*AROUND, "post_per_layer_input_norm", *OF_HEADS[2:])},
         others={"rms_norm": ("model.per_layer_projection_norm",)},
