@@ -3,8 +3,8 @@
     python data/make/chats_of_lengths.py                       # a table of the padding
     python data/make/chats_of_lengths.py dolly chats.jsonl     # chats for `lora_bench.py --data`
 
-What is published of these sets is the mean number of rounds in a chat, and of tokens in a prompt
-and in an answer (Wang et al., arXiv 2306.04751, table 1). Lengths are drawn with those means from a
+The means are of rounds in a chat, and of tokens in a prompt and in an answer, after Wang et al.,
+arXiv 2306.04751, table 1, and not yet checked against it. Lengths are drawn with those means from a
 log-normal distribution, whose deviation of 1 is ours, and cut at what such data is trained with.
 The words are those of sft_train.jsonl, and mean nothing.
 """
@@ -35,6 +35,11 @@ class Lengths(NamedTuple):
     def mean(self) -> float:
         return self.rounds * (self.prompt + self.answer)
 
+    @property
+    def rows(self) -> int:
+        """Those of a batch of 16,384 tokens, were all of them full."""
+        return 16_384 // self.most
+
 
 SETS = {
     "alpaca": Lengths(1, 27.8, 64.6, 512),
@@ -42,7 +47,6 @@ SETS = {
     "oasst1": Lengths(1.6, 34.8, 212.5, 1024),
     "sharegpt": Lengths(3.2, 71.0, 357.8, 2048),
 }
-ROWS = {"alpaca": 32, "dolly": 32, "oasst1": 16, "sharegpt": 8}  # 16,384 tokens, were they full
 
 
 def draw(of: Lengths, count: int, seed: int = SEED) -> list[int]:
@@ -90,15 +94,12 @@ def main(arguments: list[str]) -> int:
     if arguments:
         print(f"wanted one of {', '.join(SETS)} and a file to write; or nothing, for the table")
         return 2
-    print("| lengths as in | mean tokens | cut at | rows of a batch | padding | of like length |")
-    print("|---|---|---|---|---|---|")
+    print("| lengths as in | mean tokens | cut at | rows of a batch | padding |")
+    print("|---|---|---|---|---|")
     for name, of in SETS.items():
         lengths = draw(of, 20_000)
-        shares = [padding(some, ROWS[name]) for some in (lengths, sorted(lengths))]
-        print(
-            f"| {name} | {sum(lengths) / len(lengths):.0f} | {of.most} | {ROWS[name]} "
-            f"| {shares[0]:.0%} | {shares[1]:.0%} |"
-        )
+        mean, share = sum(lengths) / len(lengths), padding(lengths, of.rows)
+        print(f"| {name} | {mean:.0f} | {of.most} | {of.rows} | {share:.0%} |")
     return 0
 
 

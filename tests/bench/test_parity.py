@@ -60,7 +60,6 @@ def off(limit, where=0):
 
 NOISY = {"gradient_error": 0.15}  # in which a gradient that is a tenth too long would hide
 SHORT = {**NOISY, "scale": 0.98}
-SHORTER = {**NOISY, "scale": 0.96}  # where vanilla's own are so far off, others may be more
 INSIDE, OUTSIDE = 0.99, 1.01
 
 
@@ -71,7 +70,6 @@ INSIDE, OUTSIDE = 0.99, 1.01
         {"b": (0.0, 1 + INSIDE * SCALE_LIMIT), **NOISY},
         {"b": (0.0, 1 - INSIDE * SCALE_LIMIT), **NOISY},
         {"b": (0.0, 0.96), **SHORT},
-        {"b": (0.0, 0.96 + INSIDE * LIMIT * 0.04), **SHORTER},
         {"a": (3.0 - 0.4, 4.0 + 0.3), **NOISY},  # a tenth off, but across the truth
         {"losses": off(INSIDE * LIMIT * 0.002)},
         {"losses": off(INSIDE * LIMIT * 0.002, 1)},
@@ -99,7 +97,6 @@ def test_what_is_just_inside_of_its_limit_passes(found):
          "a is 1.100 times as long as in fp32, vanilla PEFT's 1.000 times"),
         ({"a": (3.06, 4.08), **SHORT},
          "a is 1.020 times as long as in fp32, vanilla PEFT's 0.980 times"),
-        ({"b": (0.0, 0.96 + OUTSIDE * LIMIT * 0.04), **SHORTER}, "b is 1.021 times as long"),
         ({"losses": off(OUTSIDE * LIMIT * 0.002)}, "losses "),
         ({"losses": off(OUTSIDE * LIMIT * 0.002, 1)}, "losses "),
         ({"losses": off(float("nan"))}, "losses "),
