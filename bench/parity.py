@@ -61,7 +61,7 @@ class Reference:
 def gradients_of(built: Built, batch: Batch) -> tuple[float, Gradients]:
     """Loss and adapter gradients of one forward and backward; leaves no gradient behind."""
     with built.autocast():
-        loss = built.model(**batch.inputs(built.takes_lengths)).loss
+        loss = built.model(**batch.inputs(built.lengths_as)).loss
     loss.backward()
     gradients = {}
     for name, parameter in built.model.named_parameters():
