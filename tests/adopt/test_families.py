@@ -76,6 +76,8 @@ def test_each_part_fuses_its_modules_and_trains_and_generates_as_plain_peft_does
             optimizer.step()
     errors = errors_of(*(trained(model) for model in (fused, plain)))
     assert all(error <= 1e-3 for error in errors.values()), errors
+    # of the same weights: a thousandth in them, as is allowed above, moves logits further
+    fused.load_state_dict(plain.state_dict())
     tokens = ids(device)[:1, :6]
     with torch.no_grad():
         logits = [model.eval()(input_ids=tokens).logits for model in (fused, plain)]
@@ -83,7 +85,7 @@ def test_each_part_fuses_its_modules_and_trains_and_generates_as_plain_peft_does
             m.generate(input_ids=tokens, max_new_tokens=2, do_sample=False, use_cache=True)
             for m in (fused, plain)
         ]
-    assert relative_error(*logits) < 2e-5
+    assert relative_error(*logits) < 5e-6
     assert torch.equal(*written)
 
 
