@@ -20,6 +20,9 @@ from variants import Lora
 LEARNING_RATE = 1e-4
 PARITY_BATCH_SIZE = 4
 PARITY_SEQ_LEN = 64
+# Documents are that long or longer: a row of 4 x 64 tokens would hold one or two, which have few
+# neighbours that they could wrongly see.
+PARITY_SEQ_LEN_OF_DOCUMENTS = 512
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,8 @@ class Plan:
 
     @property
     def parity_seq_len(self) -> int:
-        short = min(PARITY_SEQ_LEN, *self.seq_lens)
+        wanted = PARITY_SEQ_LEN_OF_DOCUMENTS if self.documents else PARITY_SEQ_LEN
+        short = min(wanted, *self.seq_lens)
         return short if self.trains_at(short) else min(self.seq_lens)
 
     def parity_batches(self) -> tuple[Batch, Batch]:
