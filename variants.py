@@ -10,7 +10,8 @@ import msgspec
 FUSED_PARTS = ("mlp", "attention", "rope", "rms_norm", "cross_entropy", "checkpoint")
 # What PARTS fuse, with each decoder layer as one function; rms_norm is then the last norm alone.
 WHOLE_LAYERS = ("layer", "rms_norm", "cross_entropy", "checkpoint")
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+OF_MLP = ("gate_proj", "up_proj", "down_proj")
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", *OF_MLP)
 
 
 class Lora(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -21,6 +22,11 @@ class Lora(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dropout: float = 0.0
     bias: str = "none"
     targets: tuple[str, ...] = TARGETS
+
+    @property
+    def is_plain_in_mlp(self) -> bool:
+        """True if an MLP's projections all have adapters, without dropout."""
+        return set(OF_MLP) <= set(self.targets) and not self.dropout
 
 
 class Settings(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -45,11 +51,13 @@ class Evidence(NamedTuple):
     functions: their names, and for how many of these modules each stands.
     kernels: their names, or what is in the name of each that may be the one.
     without_backward: how many of the modules have none: nothing before the first norm is trained.
+    of_lora_mlp: kernels that run where gate, up and down have adapters without dropout, only.
     """
 
     functions: dict[str, int]
     kernels: tuple[str, ...] = ()
     without_backward: int = 0
+    of_lora_mlp: tuple[str, ...] = ()
 
 
 EVIDENCE = {  # by fused part, and for a library as a whole
@@ -72,7 +80,9 @@ EVIDENCE = {  # by fused part, and for a library as a whole
          "_rms_norm_backward_kernel"),
     ),
     "checkpoint": Evidence({}),
-    "unsloth": Evidence({}, ("_fg_kernel", "_rms_layernorm_forward", "_rope_embedding")),
+    "unsloth": Evidence(
+        {}, ("_rms_layernorm_forward", "_rope_embedding"), of_lora_mlp=("_fg_kernel",)
+    ),
     "liger": Evidence({}, ("_swiglu_forward_kernel", "_rms_norm_forward_kernel")),
 }  # fmt: skip
 

@@ -4,13 +4,12 @@ Each check answers with one line that says what is wrong, or None. The gate in p
 wrong model before it is timed; these tell a right model whose timed steps cannot be believed.
 """
 
-from collections.abc import Collection
 from math import isfinite
 from statistics import median
 
 from bench.profiler import Profile
 from trainer import Timings
-from variants import TARGETS, Recipe
+from variants import Lora, Recipe
 
 # Host time may pass a step's GPU time by what synchronising and reading the loss take, no more.
 WALL_SHARE = 1.05
@@ -22,6 +21,7 @@ WALL_MS = 1.0
 LOSS_SHARE = 0.0025
 LOSS_STEPS = 25
 HEAD_NORMS = ("q_norm: rms_norm", "k_norm: rms_norm")  # as `fuse` reports them
+EVERYWHERE = Lora()
 FIRST_TARGETS = {"q_proj", "k_proj", "v_proj"}  # what an adapter may be on first in a layer
 
 
@@ -65,7 +65,7 @@ def not_run(
     profile: Profile,
     on_gpu: bool,
     micro_batches: int = 1,
-    targets: Collection[str] = TARGETS,
+    lora: Lora = EVERYWHERE,
 ) -> str | None:
     """A part that was asked for and did not run, as often as it should in so many micro-batches.
 
@@ -75,7 +75,7 @@ def not_run(
     of the first layer may have no backward: nothing before the first adapter is trained. With both
     "attention" and "rope", the norms of q's and k's heads run in the attention's function.
     """
-    is_trained_from_the_start = bool(FIRST_TARGETS & set(targets))
+    is_trained_from_the_start = bool(FIRST_TARGETS & set(lora.targets))
     if on_gpu and recipe.compiled and not any("triton_" in name for name in profile.kernels_seen):
         return "no kernel of torch.compile's ran: the layers ran uncompiled"
     has_functions = not (recipe.compiled or recipe.graph)
@@ -94,9 +94,10 @@ def not_run(
         if evidence.functions and has_functions and ran < expected:
             names = " and ".join(evidence.functions)
             return f"{names} ran {ran} times in a step, for {len(modules)} modules"
+        kernels = evidence.kernels + (evidence.of_lora_mlp if lora.is_plain_in_mlp else ())
         seen = {
             kernel: sum(count for name, count in profile.kernels_seen.items() if kernel in name)
-            for kernel in evidence.kernels
+            for kernel in kernels
         }
         missing = [kernel for kernel, count in seen.items() if not count]
         if on_gpu and missing:

@@ -246,7 +246,7 @@ def _profiled(
     step = batches[: min(plan.accumulate, KINDS_OF_MICRO_BATCHES)]
     profile = profile_step(lambda: trainer.step(step), functions, not compiles)
     problem = audit.not_run(
-        recipe, cell.fused_modules, profile, plan.device == "cuda", len(step), plan.lora.targets
+        recipe, cell.fused_modules, profile, plan.device == "cuda", len(step), plan.lora
     )
     return profile.of_more(plan.accumulate / len(step)), problem
 

@@ -11,7 +11,7 @@ from bench import audit
 from bench.audit import LOSS_SHARE, LOSS_STEPS, loss_gap
 from bench.profiler import Profile
 from trainer import CudaClock, Timings, Trainer
-from variants import Evidence, Recipe
+from variants import Evidence, Lora, Recipe
 
 
 def timings(**measured):
@@ -118,7 +118,7 @@ def evidence(monkeypatch):
     made_up = {
         "mlp": Evidence({"MLPBackward": 1}, ("_forward_kernel", "_backward_kernel")),
         "qkv": Evidence({"QKVBackward": 1, "BothBackward": 2}, ()),
-        "library": Evidence({}, ("_theirs",)),
+        "library": Evidence({}, ("_theirs",), of_lora_mlp=("_mlp_of_theirs",)),
     }
     monkeypatch.setattr(variants, "EVIDENCE", made_up)
 
@@ -174,8 +174,20 @@ def test_the_first_layer_may_do_without_a_backward_where_nothing_before_it_is_tr
     targets, ran, enough
 ):
     profile = Profile(RAN.kernels_seen, {"MLPBackward": ran})
-    told = audit.not_run(MLP, MODULES, profile, on_gpu=True, targets=targets)
+    told = audit.not_run(MLP, MODULES, profile, on_gpu=True, lora=Lora(targets=targets))
     assert (told is None) is enough
+
+
+@pytest.mark.parametrize(
+    ("lora", "fuses_its_mlp"),
+    [(Lora(), True), (Lora(targets=("q_proj", "v_proj")), False), (Lora(dropout=0.05), False)],
+)
+def test_a_library_that_fuses_no_mlp_with_such_adapters_is_not_asked_for_its_kernel(
+    lora, fuses_its_mlp
+):
+    profile = Profile({"_theirs": 1}, {})
+    told = audit.not_run(LIBRARY, [], profile, on_gpu=True, lora=lora)
+    assert (told is not None and told.startswith("_mlp_of_theirs did not run")) is fuses_its_mlp
 
 
 @pytest.mark.parametrize(
@@ -194,8 +206,8 @@ def test_the_first_layer_may_do_without_a_backward_where_nothing_before_it_is_tr
         (GRAPH, {}, {"_forward_kernel": 2}, "_backward_kernel did not run: mlp was not"),
         # compiled for several shapes, it goes by several names
         (GRAPH, {}, {"_forward_kernel": 2, "_backward_kernel_a": 1, "_backward_kernel_b": 1}, None),
-        (LIBRARY, {}, {"_theirs": 1}, None),
-        (LIBRARY, {}, RAN.kernels_seen, "_theirs did not run: library was not what was timed"),
+        (LIBRARY, {}, {"_theirs": 1, "_mlp_of_theirs": 1}, None),
+        (LIBRARY, {}, RAN.kernels_seen, "_theirs, _mlp_of_theirs did not run: library was not"),
     ],
 )
 def test_kernels_that_were_not_launched_are_told_on_a_gpu(recipe, functions, kernels, told):
