@@ -9,7 +9,7 @@ from bench.published import SETTINGS, PublishedSetting
 from bench.records import Run, SummaryRow
 from report.looks import STATUS_WORDS, markdown_table
 from report.statistics import summarize
-from variants import BASELINE, Variant, variant_of
+from variants import BASELINE, SUITES, Variant, title_of, variant_of
 
 HEADER = ["model", "a step, tokens", "they publish, tokens/s", "ours, tokens/s", "ratio",
           "Unsloth here", "vanilla PEFT here", "GPU here"]  # fmt: skip
@@ -31,7 +31,18 @@ def published_section(runs: Sequence[Run]) -> str:
     sources = [f"- [{page.name}]({page.url}), {page.date}" for page in pages]
     sources += [f"- {one.model}: {one.differs}." for one in dict.fromkeys(settings) if one.differs]
     blocks = ["## Beside what others publish", published_rows(runs), EXPLAINED.format(gpus=gpus)]
-    return "\n\n".join([*blocks, "\n".join(sources)])
+    return "\n\n".join([*blocks, "\n".join(sources), speeds_by_variant(runs)])
+
+
+def speeds_by_variant(runs: Sequence[Run]) -> str:
+    """Write the tokens a second of every variant of such runs, a column a run."""
+    runs = [run for run in runs if setting_that_ran(run)]
+    rows = [{row.variant: row for row in summarize(run)} for run in runs]
+    lines = [
+        [title_of(id), *(_in_words(row.get(id)) or "not measured" for row in rows)]
+        for id in SUITES["published"]
+    ]
+    return markdown_table(["tokens/s", *(run.experiment.model for run in runs)], lines)
 
 
 def published_rows(runs: Iterable[Run]) -> str:

@@ -76,6 +76,7 @@ def generated_parts(run: Run, suite: Run) -> dict[str, str]:
         loaded(f"{BESIDE_UNSLOTH.relative_to(HERE)}/*.json.gz"),
         loaded("docs/runs/*/quick.json.gz"),
         loaded("docs/runs/*/published-*.json.gz"),
+        loaded("docs/runs/*/recipe-*.json.gz"),
     )
 
 

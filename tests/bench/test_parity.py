@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from rehearsal_case import plan_of
 
 from batches import Batch
 from bench.parity import (
@@ -237,3 +238,14 @@ def test_a_saved_reference_comes_back_the_same(tmp_path, of_vanilla):
     assert loaded.gradients.keys() == of_vanilla.gradients.keys()
     for name, gradient in of_vanilla.gradients.items():
         assert torch.equal(loaded.gradients[name], gradient)
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "kind", "tokens"),
+    [(512, "--documents", 4 * 512), (512, "--padded", 4 * 64), (128, "--documents", 4 * 128)],
+)
+def test_documents_are_judged_on_a_row_that_holds_several(seq_len, kind, tokens, tmp_path):
+    plan = plan_of(tmp_path, "--seq-lens", str(seq_len), kind)
+    for batch in plan.parity_batches():
+        assert batch.input_ids.numel() == tokens
+        assert seq_len < 512 or kind == "--padded" or len(batch.lengths) > 2

@@ -8,8 +8,14 @@ import pytest
 from bench.published import SETTINGS
 from bench.records import Cell
 from report import commands
-from report.beside_published import published_rows, published_section, setting_that_ran
-from variants import SUITES, Lora
+from report.beside_published import (
+    published_rows,
+    published_section,
+    setting_that_ran,
+    speeds_by_variant,
+)
+from report.recipes import recipes_section
+from variants import SUITES, Lora, title_of
 
 
 def published_run(name="qwen3-8b", status=None, **changed):
@@ -49,6 +55,15 @@ def test_each_number_of_theirs_stands_beside_the_fastest_of_ours_unsloth_and_van
     assert [line[4] for line in others] == [f"{tokens / 1.2 / n:.2f}" for n in (10200, 8900)]
 
 
+def test_every_variant_has_its_speed_in_every_run_or_says_why_not():
+    run = published_run(status={"fused_all": "oom"})
+    del run.cells[-1]  # cut off before the last
+    table = lines(speeds_by_variant([run, published_run("llama3-8b")]))
+    assert [line[0] for line in table] == [title_of(id) for id in SUITES["published"]]
+    assert table[0][1:] == [f"{4 * 2 * 2048 / 2.0:,.0f}", f"{16 * 2 * 4096 / 2.0:,.0f}"]
+    assert table[2][1] == "out of memory" and table[-1][1] == "not measured" != table[-1][2]
+
+
 def test_what_ran_out_of_memory_says_so_and_the_next_fastest_stands_for_it():
     status = {id: "oom" for id in SUITES["published"] if id.endswith("_no_checkpointing")}
     status |= {"vanilla_peft": "oom", "full_unsloth": "unavailable"}
@@ -78,7 +93,9 @@ def test_the_section_has_its_heading_sources_and_dates_and_is_not_there_without_
         page = SETTINGS[name].page
         assert f"- [{page.name}]({page.url}), {page.date}" in section
     assert "- llama3-8b: their recipe names Llama 3.1 8B" in section
-    assert len(lines(section)) == 3 + 1
+    first, by_variant = section.split("\n\n| tokens/s ")
+    assert len(lines(first)) == 3 + 1
+    assert len(lines("| tokens/s " + by_variant)) == len(SUITES["published"])
 
 
 def test_a_published_run_prints_its_rows_and_how_to_add_them():
@@ -91,3 +108,16 @@ def test_every_setting_says_who_where_and_when():
     for name, setting in SETTINGS.items():
         assert setting.model == name and setting.page.url.startswith("https://")
         assert setting.claims and 4 < setting.minutes < 10.5 and setting.page.date > "2026"
+
+
+def test_a_recipe_has_a_row_for_each_variant_and_names_its_projections():
+    targets = Lora(targets=("q_proj", "v_proj"), dropout=0.05)
+    run = example.run(
+        ("vanilla_peft", "fused_mlp", "full_unsloth"), (64,), {("full_unsloth", 64): "oom"}, 1,
+        lora=targets,
+    )  # fmt: skip
+    section = recipes_section([run])
+    vanilla, mlp, unsloth = lines(section)
+    assert (vanilla[0], vanilla[2]) == ("vanilla PEFT", "1.00") and float(mlp[2]) > 0
+    assert unsloth[1:] == ["out of memory", "", "", ""]
+    assert "on q_proj, v_proj" in section and "dropout 0.05" in section
