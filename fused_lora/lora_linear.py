@@ -248,6 +248,7 @@ def _backward(ctx, name: str, *grad_outputs: Tensor | None) -> tuple[Tensor | No
     group = Group(weights, A, B, ctx.scalings, masks_of(bits, ctx.scales))
     need_x, *needs, _ = ctx.needs_input_grad
     dtype_of_x, *dtypes = ctx.dtypes
+    dtypes, dtypes_of_biases = dtypes[: 2 * count], dtypes[2 * count :]
 
     with without_autocast(z):
         grads = [
@@ -258,7 +259,7 @@ def _backward(ctx, name: str, *grad_outputs: Tensor | None) -> tuple[Tensor | No
         grad_x, grad_z = input_gradient(group, grads, need_x, needs[::2])
         rows = None if x is None else x.reshape(-1, x.shape[-1])
         gradients = adapter_gradients(group, rows, z, grads, grad_z, needs, dtypes)
-        gradients += bias_gradients(grads, needs_of_biases, dtypes[2 * count :])
+        gradients += bias_gradients(grads, needs_of_biases, dtypes_of_biases)
     if grad_x is not None:
         grad_x = grad_x.view(ctx.shape_of_x).to(dtype_of_x)
     return grad_x, *gradients

@@ -92,7 +92,10 @@ AGAIN = Fusion(**ALL, layer=True, checkpoint="full")
 
 
 @pytest.mark.parametrize("fusion", [APART, AGAIN], ids=("apart", "again"))
-@pytest.mark.parametrize("options", [{"lora_bias": True}, {"bias": "all"}], ids=str)
+@pytest.mark.parametrize("options", [
+    {"lora_bias": True}, {"bias": "all"},
+    {"lora_bias": True, "family": "Llama", "target_modules": ["q_proj", "k_proj"]},  # v has none
+], ids=str)  # fmt: skip
 def test_biases_are_trained_in_any_fusion(options, fusion, device):
     plain = peft_model(device, config=ONE, **options)
     fused = copy.deepcopy(plain)
