@@ -71,9 +71,9 @@ def build(
 ) -> Built:
     """Build `variant` from the base weights in `checkpoint`, in training mode on `device`.
 
-    Base weights are bf16 and frozen; adapters are fp32 (the default of PEFT and of Unsloth) under
-    bf16 autocast, unless the recipe says otherwise, and so is attention PyTorch's
-    scaled_dot_product_attention. With `checkpointing` each layer's input is kept and the layer
+    Unless the recipe says otherwise, base weights are bf16, adapters fp32 (the default of PEFT and
+    of Unsloth) under bf16 autocast, and attention is PyTorch's scaled_dot_product_attention. Base
+    weights are frozen. With `checkpointing` each layer's input is kept and the layer
     computed again in backward, as the recipe says: non-reentrant for PEFT, for Unsloth whatever it
     does at this `seq_len` when asked for it. `checkpointing=False` turns it off for all.
     """
@@ -84,7 +84,8 @@ def build(
     model = make(recipe, checkpoint, lora, seq_len, device, seed)
     set_adapters(model, seed)
     model.train()
-    autocast_dtype = torch.bfloat16 if recipe.adapter_dtype == "float32" else None
+    is_mixed = (recipe.base_dtype, recipe.adapter_dtype) == ("bfloat16", "float32")
+    autocast_dtype = torch.bfloat16 if is_mixed else None
     settings = Settings(
         checkpointing=_checkpointing_in_words(recipe, seq_len),
         adapter_dtype=str(next(_adapters(model))[1].dtype).removeprefix("torch."),
@@ -177,7 +178,7 @@ def _peft_model(recipe, checkpoint, lora, seq_len, device, seed):
         AttentionInterface.register(VARLEN, _attend_by_lengths)
     model = AutoModelForCausalLM.from_pretrained(
         checkpoint,
-        dtype=torch.bfloat16,
+        dtype=getattr(torch, recipe.base_dtype),
         device_map={"": device},
         attn_implementation=recipe.attention,
         local_files_only=True,

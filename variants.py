@@ -101,6 +101,7 @@ class Recipe:
     compiled: whether each decoder layer is compiled with torch.compile.
     graph: whether the whole training step is captured in a CUDA graph and replayed.
     attention: transformers' name of it; "varlen" for FlashAttention's by the documents' lengths.
+    base_dtype: of the base weights; in fp32 there is no autocast.
     """
 
     library: str = "peft"
@@ -111,6 +112,7 @@ class Recipe:
     compiled: bool = False
     graph: bool = False
     attention: str = "sdpa"
+    base_dtype: str = "bfloat16"
 
     @property
     def evidence(self) -> dict[str, Evidence]:
@@ -212,7 +214,7 @@ def _but(part: str) -> Recipe:
     return Recipe(fused=tuple(other for other in FUSED_PARTS if other != part))
 
 
-BASELINE, AGAIN = "vanilla_peft", "vanilla_peft_again"
+BASELINE, AGAIN, IN_FP32 = "vanilla_peft", "vanilla_peft_again", "vanilla_peft_fp32"
 WITHOUT = "_no_checkpointing"
 OFFLOAD = Recipe(fused=FUSED_PARTS, checkpointing="offload")
 KEEP_10_GIB = Recipe(fused=FUSED_PARTS, checkpointing="selective", checkpoint_gib=10)
@@ -258,6 +260,8 @@ _RECORDS = [
           replace(KEEP_10_GIB, checkpoint_gib=20), "peers"),
     # documents as PEFT's users have them with FlashAttention, and not with a mask; `--documents`
     *_one("vanilla_peft_varlen", "PEFT, FlashAttention", Recipe(attention="varlen"), ""),
+    # what all others round, for the losses; it is slow
+    *_one(IN_FP32, "vanilla PEFT in fp32", Recipe(base_dtype="float32"), ""),
     # whole layers
     *_both("fused_layer", "fused layers", Recipe(fused=WHOLE_LAYERS), "fastest"),
     *_both("fused_layer_graph", "fused layers, CUDA graph",

@@ -29,7 +29,7 @@ PUBLISHED_RUNS = HERE / "docs" / "runs" / "h200"
 SECOND_RUN = PUBLISHED_RUNS / "second_run.json.gz"
 SUITE = PUBLISHED_RUNS / "suite.json.gz"  # every part and peer, a run of its own
 BESIDE_UNSLOTH = PUBLISHED_RUNS / "beside_unsloth"  # all parts and Unsloth again, in more steps
-LOSSES = PUBLISHED_RUNS / "loss_curve.json.gz"  # many steps of two variants, likewise
+LOSSES = "docs/runs/*/loss_curve*.json.gz"  # many steps, a run a seed
 
 PLAIN: dict[str, Any] = {"box": SIMPLE_HEAD, "pad_edge": False}  # fits 80 columns
 
@@ -53,7 +53,7 @@ def plot_only(folder: Path) -> int:
         drawn += documents.update(HERE, generated_parts(run, suite))
         figures = HERE / "docs" / "figures"
         drawn += draw_suite(suite, figures)
-        if loss_curve.draw_loss_curve(store.load(LOSSES), picture := figures / "loss_curve.png"):
+        if loss_curve.draw_loss_curve(loaded(LOSSES), picture := figures / "loss_curve.png"):
             drawn.append(picture)
         drawn += draw_pictures(run, folder, figures)
     else:
@@ -66,9 +66,6 @@ def generated_parts(run: Run, suite: Run) -> dict[str, str]:
     """The generated parts of README.md and docs/*.md, from all runs that are committed."""
     from report import documents
 
-    def loaded(pattern: str) -> list[Run]:
-        return [store.load(path) for path in sorted(HERE.glob(pattern))]
-
     return documents.generated(
         run,
         store.load(SECOND_RUN),
@@ -77,7 +74,13 @@ def generated_parts(run: Run, suite: Run) -> dict[str, str]:
         loaded("docs/runs/*/quick.json.gz"),
         loaded("docs/runs/*/published-*.json.gz"),
         loaded("docs/runs/*/recipe-*.json.gz"),
+        loaded(LOSSES),
     )
+
+
+def loaded(pattern: str) -> list[Run]:
+    """The committed runs whose files are named so."""
+    return [store.load(path) for path in sorted(HERE.glob(pattern))]
 
 
 def draw_pictures(run: Run, folder: Path, others: Path) -> list[Path]:

@@ -15,6 +15,7 @@ from report.beside_published import published_section
 from report.comparison import compare
 from report.gpus import expected_section, measured_section
 from report.headline import answer, headline_table
+from report.losses import losses_section
 from report.recipes import recipes_section
 from report.suite_tables import (
     against_unsloth_section,
@@ -32,13 +33,14 @@ def generated(
     quick: Sequence[Run] = (),
     of_others: Sequence[Run] = (),
     recipes: Sequence[Run] = (),
+    losses: Sequence[Run] = (),
 ) -> dict[str, str]:
     """Write every part, by name.
 
     run: the experiment. second_run: the same on another day, and the kernels alone. suite: every
     part and peer. beside_unsloth: all parts and Unsloth again, in more steps. quick: what others
     measured, each on a GPU. of_others: runs in the settings that others publish speeds for.
-    recipes: runs with adapters on some projections alone, or with dropout.
+    recipes: runs with adapters on some projections alone, or with dropout. losses: of many steps.
     """
     return {
         "answer": answer(run),
@@ -55,6 +57,7 @@ def generated(
         "expected": expected_section(run),
         "published": published_section(of_others),
         "recipes": recipes_section(recipes),
+        "losses": losses_section(losses),
     }
 
 

@@ -98,6 +98,12 @@ def test_bf16_adapters_train_without_autocast_and_without_checkpointing_when_not
     assert not built.model.base_model.model.model.layers[0].gradient_checkpointing
 
 
+def test_in_fp32_nothing_is_rounded(checkpoint, device):
+    built = make("vanilla_peft_fp32", checkpoint, device)
+    assert built.autocast_dtype is None and built.settings.autocast == "None"
+    assert {parameter.dtype for parameter in built.model.parameters()} == {torch.float32}
+
+
 def test_adapters_depend_on_their_name_and_the_seed_alone_and_none_starts_at_zero(
     checkpoint, device
 ):

@@ -7,14 +7,14 @@ import pytest
 from matplotlib.text import Text
 from msgspec.structs import replace
 
-from report import looks, loss_curve
+from report import looks, loss_curve, losses
 
 VANILLA, LAYER = "vanilla_peft_no_checkpointing", "fused_layer_graph_no_checkpointing"
 
 
-def run(**losses):
+def run(seed=0, **losses):
     """One round of two lengths; at the shorter one every loss is 9."""
-    document = example.empty(variants=list(losses), seq_lens=[64, 256], rounds=1)
+    document = example.empty(variants=list(losses), seq_lens=[64, 256], rounds=1, seed=seed)
     for variant, own in losses.items():
         for seq_len, values in ((64, [9.0] * len(own)), (256, own)):
             times = [100.0] * len(own)
@@ -27,21 +27,41 @@ TWO = run(**{LAYER: [4.0, 2.02, 0.999], VANILLA: [4.0, 2.0, 1.0]})
 
 def test_curves_are_of_the_longest_length_with_the_baseline_first():
     own = [(VANILLA, [4.0, 2.0, 1.0]), (LAYER, [4.0, 2.02, 0.999])]
-    assert list(loss_curve.curves(TWO).items()) == own
+    assert list(losses.curves(TWO).items()) == own
 
 
 def test_the_title_says_how_far_they_come_apart():
     # +1% and -0.1% of three steps
-    assert loss_curve.loss_curve_finding(TWO) == (
+    assert loss_curve.loss_curve_finding([TWO]) == (
         "Loss over 3 steps: at most 1.00% from vanilla PEFT's, 0.300% on the average"
     )
-    assert loss_curve.loss_curve_finding(replace(TWO, rehearsal=True)) == looks.REHEARSAL_NOTICE
+    assert loss_curve.loss_curve_finding([replace(TWO, rehearsal=True)]) == looks.REHEARSAL_NOTICE
+
+
+def test_fp32_is_what_the_others_are_held_against_where_it_ran():
+    of_two_seeds = [
+        run(
+            seed, vanilla_peft=[4.0, 2.0 - seed / 50], vanilla_peft_again=[4.0, 4.0],
+            vanilla_peft_fp32=[4.0, 2.0], fused_mlp=[4.04, 2.02],
+        )
+        for seed in (0, 1)
+    ]  # fmt: skip
+    rows = [line for line in losses.losses_section(of_two_seeds).splitlines() if "PEFT |" in line]
+    assert rows == [
+        "| vanilla PEFT | 0 | +0.000 | +0.000 | 0 of 2 |",
+        "| vanilla PEFT | 1 | -0.500 | -1.000 | 1 of 2 |",
+    ]
+    assert losses.losses_section(of_two_seeds).endswith("Held against vanilla PEFT in fp32.")
+    # without the second vanilla, which is no variant: the MLP's
+    assert loss_curve.loss_curve_finding(of_two_seeds).endswith("fp32's, 1.000% on the average")
+    _, below = loss_curve.loss_curve_figure(of_two_seeds).axes
+    assert len(below.lines) == 1 + 2 * 3
 
 
 def test_both_panels_show_what_was_measured():
-    picture = loss_curve.loss_curve_figure(TWO)
+    picture = loss_curve.loss_curve_figure([TWO])
     above, below = picture.axes
-    assert [list(line.get_ydata()) for line in above.lines] == list(loss_curve.curves(TWO).values())
+    assert [list(line.get_ydata()) for line in above.lines] == list(losses.curves(TWO).values())
     assert np.allclose(below.lines[-1].get_ydata(), [0, 1, -0.1])
     words = " ".join(text.get_text() for text in picture.findobj(Text))
     assert "fused layers, CUDA graph without checkpointing" in words and "NVIDIA H200" in words
@@ -59,5 +79,5 @@ def test_both_panels_show_what_was_measured():
     ],
 )
 def test_there_is_no_picture_without_two_curves(document, tmp_path):
-    assert loss_curve.draw_loss_curve(document, tmp_path / "loss_curve.png") is False
+    assert loss_curve.draw_loss_curve([document], tmp_path / "loss_curve.png") is False
     assert list(tmp_path.iterdir()) == []
