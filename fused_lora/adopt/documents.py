@@ -100,14 +100,14 @@ def unpadded(decoder: Any, inputs: dict[str, Any], labels: Tensor) -> tuple[dict
     given = {name: inputs.get(name) for name in ("input_ids", "inputs_embeds")}
     tokens = {name: rows for name, rows in given.items() if rows is not None}
     if (
-        not isinstance(mask, Tensor)
+        not hasattr(decoder, "layers")  # as of a multimodal model, whose decoder is within it
+        or not isinstance(mask, Tensor)
         or mask.is_floating_point()
         or any(one.shape[:2] != mask.shape for one in (labels, *tokens.values()))
         or is_capturing(mask)
         or (position_ids is not None and position_ids.ndim != 2)
         or inputs.get("past_key_values") is not None
         or _fills_cache(decoder, inputs.get("use_cache"))
-        or not hasattr(decoder, "layers")
         or not takes_documents(decoder, mask.shape[1])
     ):
         return inputs, labels

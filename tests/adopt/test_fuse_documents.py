@@ -144,6 +144,15 @@ def test_padded_batches_train_as_they_do_and_without_their_padding(side, fusion,
     assert seen == [(1, sum(LENGTHS))]
 
 
+@pytest.mark.parametrize("name", ["Qwen2-VL", "Gemma 3, multimodal", "Llava"])
+def test_padded_batches_of_multimodal_models_keep_their_padding(name, device):
+    plain = FAMILIES[name].peft_model(device).train()
+    fused = copy.deepcopy(plain)
+    fuse(fused, PARTS)
+    batch = padded("right", device)
+    assert_close(step(fused, batch), step(plain, batch))
+
+
 def test_padding_that_predicts_a_label_is_kept(device):
     """As a left-padded row's last predicts its first token, if that is labelled."""
     fused, plain = pair(device, WHOLE)
