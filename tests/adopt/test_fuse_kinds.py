@@ -10,7 +10,7 @@ from families_case import FAMILIES
 from fused_case import ALL, SHORT, assert_trains_alike, functions_of
 from layer_case import assert_layer_right, layer_of, pair, peft_model
 from peft_models import ids
-from projection_case import readapt
+from projection_case import readapt, replace_weight
 
 from fused_lora import Fusion, fuse
 
@@ -36,13 +36,20 @@ def with_trained_norms(family):
     return make
 
 
-def with_dora_on(name):
-    def make(device):
-        model = peft_model(device, config=ONE)
-        readapt(layer_of(model).get_submodule(name), use_dora=True)
+PLAIN = made()
+
+
+def add_dora(projection):
+    readapt(projection, use_dora=True)
+
+
+def with_one(name, change=add_dora, make=PLAIN):
+    def made_and_changed(device):
+        model = make(device)
+        change(layer_of(model).get_submodule(name))
         return model
 
-    return make
+    return made_and_changed
 
 
 def phi(**options):
@@ -69,9 +76,29 @@ KINDS = {
     "norms that are trained": (with_trained_norms("Qwen2"), PARTS),
     "norms of heads, too": (with_trained_norms("Qwen3"), MLP | {"LoRA_QKV": 1, "LoRA_W": 1}),
     "norms in modules_to_save": (made(modules_to_save=NORMS), PARTS),
-    "DoRA on up": (with_dora_on("mlp.up_proj"), ATTENTION),
-    "DoRA on k": (with_dora_on("self_attn.k_proj"), MLP | {"LoRA_W": 1}),
-    "DoRA on o": (with_dora_on("self_attn.o_proj"), MLP | {"LoRA_QKV": 1}),
+    "DoRA on up": (with_one("mlp.up_proj"), ATTENTION | {"LoRA_W": 2}),
+    "DoRA on gate and up, joined": (
+        with_one("mlp.gate_up_proj", make=phi()), ATTENTION | {"LoRA_W": 1}
+    ),
+    "DoRA on down, beside joined ones with biases": (
+        with_one("mlp.down_proj", make=phi(lora_bias=True)), ATTENTION | {"LoRA_W": 1}
+    ),
+    "DoRA on k": (with_one("self_attn.k_proj"), MLP | {"LoRA_W": 3}),
+    "DoRA on k, normed heads": (
+        with_one("self_attn.k_proj", make=made(family="Qwen3")), MLP | {"LoRA_W": 3}
+    ),
+    "DoRA on gate, up without an adapter": (
+        with_one("mlp.gate_proj", make=made(target_modules=["q_proj", "gate_proj", "down_proj"])),
+        ATTENTION | {"LoRA_W": 1},
+    ),
+    "DoRA on q, k and v, joined": (
+        with_one("self_attn.qkv_proj", make=phi()), MLP | {"LoRA_W": 1}
+    ),
+    "DoRA on o": (with_one("self_attn.o_proj"), MLP | {"LoRA_QKV": 1}),
+    "a quantised v": (with_one("self_attn.v_proj", replace_weight), MLP | {"LoRA_W": 3}),
+    "a quantised down, beside biases": (
+        with_one("mlp.down_proj", replace_weight, made(lora_bias=True)), ATTENTION | {"LoRA_W": 2}
+    ),
 }  # fmt: skip
 
 

@@ -59,7 +59,10 @@ CASES = {
     '`bias="all"` or `"lora_only"`': with_peft(bias="all"),
     "norms that are trained": with_peft(modules_to_save=["input_layernorm"]),
     "DoRA": with_peft(use_dora=True),
-    "DoRA of `k_proj` alone": each_projection(lambda one: readapt(one, use_dora=True), "k_proj"),
+    **{
+        f"DoRA of `{name}` alone": each_projection(lambda one: readapt(one, use_dora=True), name)
+        for name in ("k_proj", "up_proj")
+    },
     "several adapters active": each_projection(add_active),
     "quantised base weights": each_projection(replace_weight),
     "merged": merged,
