@@ -16,7 +16,7 @@ from fused_mlp.launching import DTYPES
 from fused_mlp.utils import compute_dtype
 
 from ..decoder_layer import DecoderLayer
-from ..frozen_layer import GROUPS, FrozenLayer
+from ..frozen_layer import GROUPS, FrozenLayer, Others
 from ..kernels.residual import _add_adapted_kernel
 from ..kernels.rows import Handover
 from ..step.recompute import saving_last
@@ -29,10 +29,10 @@ from .attention import (
     why_not_sdpa,
 )
 from .borders import LayerBorders, let_save
-from .families import LayerForm, NormForm
+from .families import LayerForm
 from .mlp import activation_of, why_not_activation
-from .projection import Projection, read_projection, seed_for, trains_bias, why_call
-from .rms_norm import normed_layer_forward, why_not_frozen
+from .projection import Projection, bias_of, read_projection, seed_for, trains_bias, why_call
+from .rms_norm import active_norm, normed_layer_forward, why_not_within
 from .site import (
     FusedForward,
     class_forward,
@@ -118,21 +118,32 @@ def _operands(layer: Any, reads: list[list[Projection]]) -> tuple:
     attention = layer.self_attn
     form = known_form(layer, "Layer")
     multiplier = getattr(layer, form.multiplier) if form.multiplier else 1.0
-    norms = [getattr(layer, name) if name else None for name in _norms(form)]
-    (form_of_norm,) = _forms_of(norms)
+    norms = _norms_of(layer)
+    (form_of_norm,) = {known_form(norm, "RMSNorm") for norm in norms.values()}
     input_norm, attended_norm, post_norm, mlp_norm = (
-        (None, 0.0) if norm is None else (norm.weight, getattr(norm, form_of_norm.eps))
-        for norm in norms
+        (norms[name].weight, getattr(norms[name], form_of_norm.eps)) if name else (None, 0.0)
+        for name in _names_of_norms(form)
     )
     heads, kv_heads, _ = (out // attention.head_dim for out in qkv.out_features)
-    adapters = (tensor for group in reads for read in group for tensor in (read.A, read.B))
-    return *adapters, FrozenLayer(
+    every = [read for group in reads for read in group]
+    adapters = (tensor for read in every for tensor in (read.A, read.B))
+    others = _others(every, input_norm[0], post_norm[0], attended_norm[0], mlp_norm[0])
+    return *adapters, *others, FrozenLayer(
         input_norm[0], post_norm[0], qkv, o, gate_up, down, input_norm[1], post_norm[1],
         heads, kv_heads, attention.scaling, borders, head_norms_of(attention), multiplier,
         attended_norm[0], mlp_norm[0], attended_norm[1], mlp_norm[1],
         form_of_norm.zero_centered, activation_of(layer.mlp),
-        dropouts=tuple(read.dropout for group in reads for read in group),
+        dropouts=tuple(read.dropout for read in every),
     )  # fmt: skip
+
+
+def _others(reads: Sequence[Projection], *norms: Tensor | None) -> Others | tuple[()]:
+    """Return what is trained beside the adapters, if anything is."""
+    trained = [None if norm is None or not norm.requires_grad else norm for norm in norms]
+    has_biases = any(map(trains_bias, reads))
+    if not has_biases and all(norm is None for norm in trained):
+        return ()
+    return Others(*(bias_of(read) if has_biases else None for read in reads), *trained)
 
 
 def _read(layer: Any) -> list[list[Projection]] | str:
@@ -145,8 +156,8 @@ def _read(layer: Any) -> list[list[Projection]] | str:
             f"its base weights are those of {borders.replica_of}, too (layer_replication): only "
             "the first such layer runs whole"
         )
-    norms = [getattr(layer, name) for name in _norms(known_form(layer, "Layer")) if name]
-    dtype, device = norms[0].weight.dtype, norms[0].weight.device
+    norms = [norm.weight for norm in _norms_of(layer).values()]
+    dtype, device = norms[0].dtype, norms[0].device
     groups = []
     for owner, names in GROUPED_PROJECTIONS:
         # o_proj may have been fused by itself, for when the layer is not
@@ -156,11 +167,6 @@ def _read(layer: Any) -> list[list[Projection]] | str:
             read = read_projection(getattr(layer, owner)._modules[name], own_forward)
             if isinstance(read, str):
                 return f"{name}: {read}"
-            if trains_bias(read):
-                return (
-                    f"{name}: its bias is trained (lora_bias or bias=): its layer's parts run "
-                    "fused, not the whole"
-                )
             for adapter in (read.A, read.B):
                 if adapter.dtype not in DTYPES:
                     return f"an adapter is {adapter.dtype}, should be bfloat16, float16 or float32"
@@ -172,11 +178,11 @@ def _read(layer: Any) -> list[list[Projection]] | str:
                     )
             group.append(read)
         groups.append(group)
-    for weight in (head_norms_of(layer.self_attn) or ())[:2]:
+    for weight in (*norms, *(head_norms_of(layer.self_attn) or ())[:2]):
         if (weight.dtype, weight.device) != (dtype, device):
             return (
-                f"self_attn: a norm of heads is {weight.dtype} on {weight.device}, the other norms "
-                f"are {dtype} on {device}: give all one dtype and one device"
+                f"a norm of its layer or of heads is {weight.dtype} on {weight.device}, another "
+                f"{dtype} on {device}: give all one dtype and one device"
             )
     return why_unloaded(layer, (read for group in groups for read in group)) or groups
 
@@ -209,13 +215,15 @@ def _adapters_of(projection: Any) -> Iterable[Any]:
     return projection.lora_A.values() if hasattr(projection, "lora_A") else ()
 
 
-def _norms(form: LayerForm) -> tuple[str, str, str, str]:
+def _names_of_norms(form: LayerForm) -> tuple[str, str, str, str]:
     """The names of a layer's norms, "" for those that it does not have."""
     return form.before_attention, form.after_attention, form.before_mlp, form.after_mlp
 
 
-def _forms_of(norms: Iterable[nn.Module | None]) -> set[NormForm]:
-    return {known_form(norm, "RMSNorm") for norm in norms if norm is not None}
+def _norms_of(layer: Any) -> dict[str, Any]:
+    """A layer's norms, as PEFT runs them, by name."""
+    names = filter(None, _names_of_norms(known_form(layer, "Layer")))
+    return {name: active_norm(layer._modules[name]) for name in names}
 
 
 def _why_not_parts(layer: Any) -> str | None:
@@ -230,10 +238,11 @@ def _why_not_parts(layer: Any) -> str | None:
         part = layer._modules[name]
         if (reason := why_not_class(part, kind) or why_call(part, own_forward=False)) is not None:
             return f"{name}: {reason}"
-    for name in filter(None, _norms(known_form(layer, "Layer"))):
-        if (reason := why_not_frozen(layer._modules[name])) is not None:
+    norms = _norms_of(layer)
+    for name, norm in norms.items():
+        if (reason := why_not_within(norm)) is not None:
             return f"{name}: {reason}"
-    if len(_forms_of(layer._modules.get(name) for name in _norms(known_form(layer, "Layer")))) > 1:
+    if len({known_form(norm, "RMSNorm") for norm in norms.values()}) > 1:
         return "its norms are of different forms"
     if (reason := why_not_sdpa(attention) or why_not_head_norms(attention)) is not None:
         return f"self_attn: {reason}"
@@ -307,13 +316,13 @@ def _run(
     mask: Tensor | None,
     rows: Tensor | None,
 ) -> Tensor:
-    *adapters, frozen = _operands(layer, reads)
+    *trained, frozen = _operands(layer, reads)
     angles = position_embeddings if turns(layer.self_attn) else (None, None)
     seed = seed_for(hidden_states, *frozen.dropouts)
 
     def run(output_needed: bool) -> Tensor:
         now = frozen._replace(output_needed=output_needed, rows=rows, seed=seed)
-        return DecoderLayer.apply(hidden_states, *angles, mask, *adapters, now)
+        return DecoderLayer.apply(hidden_states, *angles, mask, *trained, now)
 
     return saving_last(run)
 

@@ -25,11 +25,11 @@ def made(config=ONE, **options):
     return lambda device: peft_model(device, config=config, **options)
 
 
-def with_trained_norms(family):
+def with_trained_norms(family, named="norm.weight", config=()):
     def make(device):
-        model = peft_model(device, family, config=ONE)
+        model = peft_model(device, family, config=ONE | dict(config))
         for name, parameter in model.named_parameters():
-            if name.endswith("norm.weight"):
+            if name.endswith(named):
                 parameter.requires_grad_()
         return model
 
@@ -62,20 +62,29 @@ OF_BASE = ONE | {"mlp_bias": True, "attention_bias": True}  # which are frozen
 # How a model of one layer is made, and what of it `fuse(model)` runs, by our functions.
 KINDS = {
     "rsLoRA": (made(use_rslora=True), WHOLE),
-    "lora_bias": (made(lora_bias=True), PARTS),
-    "lora_bias of o alone": (made(lora_bias=True, target_modules=["o_proj"]), PARTS),
-    "lora_bias, no other biases": (made(lora_bias=True, family="Llama"), PARTS),
+    "lora_bias": (made(lora_bias=True), WHOLE),
+    "lora_bias of o alone": (made(lora_bias=True, target_modules=["o_proj"]), WHOLE),
+    "lora_bias, no other biases": (made(lora_bias=True, family="Llama"), WHOLE),
     "lora_bias, joined projections": (phi(lora_bias=True), PARTS),
-    "bias all": (made(bias="all"), PARTS),
+    "bias all": (made(bias="all"), WHOLE),
     "bias all, of projections without adapters": (
-        made(bias="all", target_modules=["gate_proj"]), PARTS
+        made(bias="all", target_modules=["gate_proj"]), WHOLE
     ),
-    "bias lora_only": (made(bias="lora_only", target_modules=["q_proj"]), PARTS),
+    "bias lora_only": (made(bias="lora_only", target_modules=["q_proj"]), WHOLE),
     "biases of an MLP's base layers": (made(OF_BASE, family="Llama"), WHOLE),
-    "bias all, an MLP's too": (made(OF_BASE, family="Llama", bias="all"), PARTS),
-    "norms that are trained": (with_trained_norms("Qwen2"), PARTS),
+    "bias all, an MLP's too": (made(OF_BASE, family="Llama", bias="all"), WHOLE),
+    "lora_bias and bias all, multiplied": (
+        made(OF_BASE, family="Granite", bias="all", lora_bias=True), WHOLE
+    ),
+    "norms that are trained": (with_trained_norms("Qwen2"), WHOLE),
+    "norms of outputs that are trained": (
+        with_trained_norms("Olmo2", "layernorm.weight", {"pad_token_id": 0}), WHOLE
+    ),
+    "norms around that are trained, about one": (
+        with_trained_norms("Gemma3Text", "layernorm.weight", {"pad_token_id": 0}), WHOLE
+    ),
     "norms of heads, too": (with_trained_norms("Qwen3"), MLP | {"LoRA_QKV": 1, "LoRA_W": 1}),
-    "norms in modules_to_save": (made(modules_to_save=NORMS), PARTS),
+    "norms in modules_to_save": (made(modules_to_save=NORMS), WHOLE),
     "DoRA on up": (with_one("mlp.up_proj"), ATTENTION | {"LoRA_W": 2}),
     "DoRA on gate and up, joined": (
         with_one("mlp.gate_up_proj", make=phi()), ATTENTION | {"LoRA_W": 1}
@@ -119,8 +128,10 @@ AGAIN = Fusion(**ALL, layer=True, checkpoint="full")
 
 
 @pytest.mark.parametrize("fusion", [APART, AGAIN], ids=("apart", "again"))
-@pytest.mark.parametrize("options", [{"lora_bias": True}, {"bias": "all"}], ids=str)
-def test_biases_are_trained_in_any_fusion(options, fusion, device):
+@pytest.mark.parametrize("options", [
+    {"lora_bias": True}, {"bias": "all"}, {"modules_to_save": NORMS}
+], ids=str)  # fmt: skip
+def test_biases_and_norms_are_trained_in_any_fusion(options, fusion, device):
     plain = peft_model(device, config=ONE, **options)
     fused = copy.deepcopy(plain)
     fuse(fused, fusion, strict=False)

@@ -111,13 +111,11 @@ def with_config(**config):
 SETTINGS = {  # of PEFT and transformers, by what makes such a model
     "`use_dora=True`": with_peft(use_dora=True),
     '`init_lora_weights="mica"`': with_peft(init_lora_weights="mica"),
-    "`lora_bias=True`": with_peft(lora_bias=True),
-    '`bias="all"` or `"lora_only"`': with_peft(bias="lora_only"),
     "`lora_dropout=1.0`": with_peft(lora_dropout=1.0),
     '`modules_to_save=["down_proj"]`': with_peft(
         modules_to_save=["down_proj"], target_modules=[*ATTENTION]
     ),
-    '`modules_to_save=["input_layernorm"]`': with_peft(modules_to_save=["input_layernorm"]),
+    '`modules_to_save=["q_norm"]`': with_peft(family="Qwen3", modules_to_save=["q_norm"]),
     '`target_modules=["q_proj", "lm_head"]`': with_peft(target_modules=["q_proj", "lm_head"]),
     "`layer_replication`": with_peft(family="Llama", layer_replication=[[0, 2], [1, 2]]),
     "`IA3Config`": lambda device: get_peft_model(

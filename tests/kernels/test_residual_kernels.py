@@ -41,14 +41,18 @@ def fused_norm(x, weight, grad_y, grad_residual, layout=torch.clone, zero_center
     y, copy, grad_x = (layout(torch.full_like(x, 7.0)) for _ in range(3))
     rstd = residual_norm_forward(x, weight, EPS, y, copy, zero_centered)
     assert rstd.dtype == torch.float32 and torch.equal(copy, x)
-    residual_norm_backward(grad_y, grad_residual, x, weight, rstd, grad_x, zero_centered)
-    return y, grad_x
+    grad_weight = torch.full_like(weight, 7.0, dtype=torch.float32)
+    residual_norm_backward(
+        grad_y, grad_residual, x, weight, rstd, grad_x, zero_centered, grad_weight
+    )
+    return y, grad_x, grad_weight
 
 
 def eager_norm(x, weight, grad_y, grad_residual, zero_centered=False):
-    x = x.clone().requires_grad_()
+    x, weight = (t.clone().requires_grad_() for t in (x, weight))
     y = eager_rms_norm(x, weight, EPS, zero_centered)
-    return y.detach(), torch.autograd.grad(y, x, grad_y)[0] + grad_residual
+    grad_x, grad_weight = torch.autograd.grad(y, (x, weight), grad_y)
+    return y.detach(), grad_x + grad_residual, grad_weight
 
 
 def sum_case(size, dtype, device):
