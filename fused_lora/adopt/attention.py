@@ -36,11 +36,16 @@ def read_qkv(attention: Any) -> list[Projection] | dict[str, str] | str:
     if (reason := why_not_class(attention, "Attention")) is not None:
         return reason
     reads = read_projections(attention, known_form(attention, "Attention").projections)
-    if isinstance(reads, list) and len(reads) == 1:
-        out = len(reads[0].weight)
-        q = attention.o_proj.in_features
-        return split_projection(reads[0], [q, (out - q) // 2, (out - q) // 2])
-    return reads
+    return split_qkv(attention, reads) if isinstance(reads, list) else reads
+
+
+def split_qkv(attention: Any, reads: list[Projection]) -> list[Projection]:
+    """q, k and v, of an attention's three layers for them or its one."""
+    if len(reads) > 1:
+        return reads
+    q = attention.o_proj.in_features
+    k = (len(reads[0].weight) - q) // 2
+    return split_projection(reads[0], [q, k, k])
 
 
 def _frozen_qkv(reads: Sequence[Projection]) -> FrozenQKV:

@@ -23,6 +23,7 @@ from ..step.recompute import saving_last
 from .attention import (
     head_norms_of,
     mask_for_attention,
+    split_qkv,
     turns,
     why_not_head_norms,
     why_not_inputs,
@@ -30,7 +31,7 @@ from .attention import (
 )
 from .borders import LayerBorders, let_save
 from .families import LayerForm
-from .mlp import activation_of, why_not_activation
+from .mlp import activation_of, split_gate_up, why_not_activation
 from .projection import Projection, bias_of, read_projection, seed_for, trains_bias, why_call
 from .rms_norm import active_norm, normed_layer_forward, why_not_within
 from .site import (
@@ -42,14 +43,6 @@ from .site import (
     say_once,
     why_not_class,
     why_unloaded,
-)
-
-# Of each of GROUPS: the module that has its projections, and their names.
-GROUPED_PROJECTIONS = (
-    ("self_attn", ("q_proj", "k_proj", "v_proj")),
-    ("self_attn", ("o_proj",)),
-    ("mlp", ("gate_proj", "up_proj")),
-    ("mlp", ("down_proj",)),
 )
 
 
@@ -88,7 +81,7 @@ def give_borders(layers: Sequence[tuple[str, nn.Module]]) -> None:
         reads = _read(layer)
         # on the CPU it will not run before it was moved
         if not isinstance(reads, str) and _runs_on(reads[0][0].weight.device):
-            owner.borders.bordered(reads, _ranks(layer))
+            owner.borders.bordered(reads, *_parts_and_ranks(layer, reads))
         for base in _base_layers(layer):
             let_save(base)
 
@@ -114,7 +107,8 @@ def read_layer(layer: Any) -> tuple | str:
 def _operands(layer: Any, reads: list[list[Projection]]) -> tuple:
     borders = borders_of(layer)
     assert borders is not None
-    qkv, o, gate_up, down = borders.bordered(reads, _ranks(layer))
+    parts, ranks = _parts_and_ranks(layer, reads)
+    qkv, o, gate_up, down = borders.bordered(reads, parts, ranks)
     attention = layer.self_attn
     form = known_form(layer, "Layer")
     multiplier = getattr(layer, form.multiplier) if form.multiplier else 1.0
@@ -125,7 +119,7 @@ def _operands(layer: Any, reads: list[list[Projection]]) -> tuple:
         for name in _names_of_norms(form)
     )
     heads, kv_heads, _ = (out // attention.head_dim for out in qkv.out_features)
-    every = [read for group in reads for read in group]
+    every = [part for group in parts for part in group]
     adapters = (tensor for read in every for tensor in (read.A, read.B))
     others = _others(every, input_norm[0], post_norm[0], attended_norm[0], mlp_norm[0])
     return *adapters, *others, FrozenLayer(
@@ -159,12 +153,12 @@ def _read(layer: Any) -> list[list[Projection]] | str:
     norms = [norm.weight for norm in _norms_of(layer).values()]
     dtype, device = norms[0].dtype, norms[0].device
     groups = []
-    for owner, names in GROUPED_PROJECTIONS:
+    for owner, names in grouped_projections(layer):
         # o_proj may have been fused by itself, for when the layer is not
         own_forward = names != ("o_proj",) or not fused_parts_of(layer.self_attn.o_proj)
         group = []
         for name in names:
-            read = read_projection(getattr(layer, owner)._modules[name], own_forward)
+            read = read_projection(owner._modules[name], own_forward)
             if isinstance(read, str):
                 return f"{name}: {read}"
             for adapter in (read.A, read.B):
@@ -189,26 +183,37 @@ def _read(layer: Any) -> list[list[Projection]] | str:
 
 def _base_layers(layer: Any) -> Iterator[Any]:
     """The linear layers under the layer's projections."""
-    for owner, names in GROUPED_PROJECTIONS:
+    for owner, names in grouped_projections(layer):
         for name in names:
-            projection = getattr(layer, owner)._modules[name]
+            projection = owner._modules[name]
             base = getattr(projection, "base_layer", projection)
             if isinstance(base, nn.Linear):
                 yield base
 
 
-def _ranks(layer: Any) -> list[list[int]]:
-    """The largest rank of each projection's adapters, by its buffer."""
+def grouped_projections(layer: Any) -> list[tuple[Any, tuple[str, ...]]]:
+    """Of each of GROUPS: the module that has its projections, and their names."""
+    attention, mlp = layer.self_attn, layer.mlp
     return [
-        [
-            max(
-                (A.out_features for A in _adapters_of(getattr(layer, owner)._modules[name])),
-                default=0,
-            )
+        (attention, known_form(attention, "Attention").projections), (attention, ("o_proj",)),
+        (mlp, known_form(mlp, "MLP").projections), (mlp, ("down_proj",)),
+    ]  # fmt: skip
+
+
+def _parts_and_ranks(
+    layer: Any, reads: list[list[Projection]]
+) -> tuple[list[list[Projection]], list[list[int]]]:
+    """The seven projections by their buffers, and the largest rank of each one's adapters."""
+    qkv, o, gate_up, down = reads
+    parts = [split_qkv(layer.self_attn, qkv), o, split_gate_up(gate_up), down]
+    ranks = []
+    for of_group, (owner, names) in zip(parts, grouped_projections(layer), strict=True):
+        largest = [
+            max((A.out_features for A in _adapters_of(owner._modules[name])), default=0)
             for name in names
         ]
-        for owner, names in GROUPED_PROJECTIONS
-    ]
+        ranks.append(largest * (len(of_group) // len(names)))
+    return parts, ranks
 
 
 def _adapters_of(projection: Any) -> Iterable[Any]:
@@ -217,6 +222,8 @@ def _adapters_of(projection: Any) -> Iterable[Any]:
 
 def _names_of_norms(form: LayerForm) -> tuple[str, str, str, str]:
     """The names of a layer's norms, "" for those that it does not have."""
+    if form.has_dropout:
+        return form.before_attention, "", form.before_mlp, ""
     return form.before_attention, form.after_attention, form.before_mlp, form.after_mlp
 
 
@@ -238,12 +245,23 @@ def _why_not_parts(layer: Any) -> str | None:
         part = layer._modules[name]
         if (reason := why_not_class(part, kind) or why_call(part, own_forward=False)) is not None:
             return f"{name}: {reason}"
-    norms = _norms_of(layer)
+    form, norms = known_form(layer, "Layer"), _norms_of(layer)
     for name, norm in norms.items():
         if (reason := why_not_within(norm)) is not None:
             return f"{name}: {reason}"
     if len({known_form(norm, "RMSNorm") for norm in norms.values()}) > 1:
         return "its norms are of different forms"
+    for name in (form.after_attention, form.after_mlp) if form.has_dropout else ():
+        dropout = layer._modules[name]
+        if not isinstance(dropout, nn.Dropout):
+            return f"{name}: it is {type(dropout).__name__}, not torch.nn.Dropout"
+        if dropout.training and dropout.p:
+            return f"{name}: resid_pdrop is {dropout.p}: load the model with resid_pdrop=0.0"
+        if (reason := why_call(dropout)) is not None:
+            return f"{name}: {reason}"
+    rope_parameters = getattr(attention.config, "rope_parameters", None) or {}
+    if rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        return "its attention turns a part of each head"
     if (reason := why_not_sdpa(attention) or why_not_head_norms(attention)) is not None:
         return f"self_attn: {reason}"
     if (reason := why_not_activation(mlp)) is not None:

@@ -13,7 +13,7 @@ from fused_mlp.utils import ACTIVATIONS
 from ..step.recompute import saving_last
 from .linear import read_projections, run_alone
 from .originals import is_builtin
-from .projection import bias_of, seed_for, split_projection, why_call
+from .projection import Projection, bias_of, seed_for, split_projection, why_call
 from .site import class_forward, having, known_form, say_left, why_not_class
 
 
@@ -34,9 +34,7 @@ def read_mlp(mlp: nn.Module) -> tuple | dict[str, str] | str:
     if not isinstance(reads, list):
         return reads
     *both, down = reads
-    if len(both) == 1:
-        both = split_projection(both[0], [down.weight.shape[1]] * 2)
-    gate, up = both
+    gate, up = split_gate_up(both)
     frozen = FrozenMLP(
         gate.weight, up.weight, down.weight, gate.scaling, up.scaling, down.scaling,
         activation=activation_of(mlp),
@@ -46,6 +44,11 @@ def read_mlp(mlp: nn.Module) -> tuple | dict[str, str] | str:
     if all(bias is None for bias in biases):
         biases = []
     return gate.A, gate.B, up.A, up.B, down.A, down.B, *biases, frozen
+
+
+def split_gate_up(reads: list[Projection]) -> list[Projection]:
+    """gate and up, of an MLP's two layers for them or its one."""
+    return reads if len(reads) > 1 else split_projection(reads[0], [len(reads[0].weight) // 2] * 2)
 
 
 def activation_of(mlp: Any) -> str:

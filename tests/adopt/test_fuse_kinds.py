@@ -65,7 +65,8 @@ KINDS = {
     "lora_bias": (made(lora_bias=True), WHOLE),
     "lora_bias of o alone": (made(lora_bias=True, target_modules=["o_proj"]), WHOLE),
     "lora_bias, no other biases": (made(lora_bias=True, family="Llama"), WHOLE),
-    "lora_bias, joined projections": (phi(lora_bias=True), PARTS),
+    "joined projections": (phi(), WHOLE),
+    "lora_bias, joined projections": (phi(lora_bias=True), WHOLE),
     "bias all": (made(bias="all"), WHOLE),
     "bias all, of projections without adapters": (
         made(bias="all", target_modules=["gate_proj"]), WHOLE

@@ -5,6 +5,7 @@ When one differs, the failure shows the row as it should stand there.
 """
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,9 @@ SETTINGS = {  # of PEFT and transformers, by what makes such a model
     "`quantization_config`, of layers": each_projection(subclass_base),
     '`attn_implementation="eager"`': with_config(attn_implementation="eager"),
     "`attention_dropout=0.1`": with_config(attention_dropout=0.1),
+    "`resid_pdrop=0.1`, of Phi": lambda device: (
+        replace(OTHERS["Phi-3"], config={"resid_pdrop": 0.1}).peft_model(device).train()
+    ),
 }
 
 

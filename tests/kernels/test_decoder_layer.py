@@ -70,6 +70,11 @@ def test_output_and_gradients_are_within_the_error_budget(dtype, family, check):
 RANKS = {"q_proj": 3, "up_proj": 12, "down_proj": 1}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 NORMS = ["input_layernorm", "post_attention_layernorm"]
+PHI = {
+    "family": "Phi3",
+    "config": {"pad_token_id": 0},
+    "target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
+}
 UNTURNED = {"no_rope_layers": [0], "pad_token_id": 0}
 OPTIONS = {
     "rank 40, rsLoRA": {"r": 40, "use_rslora": True},
@@ -109,6 +114,8 @@ OPTIONS = {
         "family": "Gemma3Text", "config": {"pad_token_id": 0},
         "modules_to_save": [*NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm"],
     },
+    "joined projections": PHI,
+    "joined projections, our own attention": PHI | {"config": PHI["config"] | HEADS},
     "narrow MLP": {"config": {"intermediate_size": 17}},
 }  # fmt: skip
 
