@@ -4,7 +4,7 @@
 layer that may not run as one runs what else is fused in it, each part by itself, and says once why.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any
 
@@ -12,7 +12,6 @@ import torch
 import triton
 from torch import Tensor, nn
 
-from fused_mlp.launching import DTYPES
 from fused_mlp.utils import compute_dtype
 
 from ..decoder_layer import DecoderLayer
@@ -23,17 +22,14 @@ from ..step.recompute import saving_last
 from .attention import (
     head_norms_of,
     mask_for_attention,
-    split_qkv,
     turns,
-    why_not_head_norms,
     why_not_inputs,
-    why_not_sdpa,
 )
 from .borders import LayerBorders, let_save
-from .families import LayerForm
-from .mlp import activation_of, split_gate_up, why_not_activation
-from .projection import Projection, bias_of, read_projection, seed_for, trains_bias, why_call
-from .rms_norm import active_norm, normed_layer_forward, why_not_within
+from .layer_reading import base_layers, names_of_norms, norms_of, parts_and_ranks, read_groups
+from .mlp import activation_of
+from .projection import Projection, bias_of, seed_for, trains_bias
+from .rms_norm import normed_layer_forward
 from .site import (
     FusedForward,
     class_forward,
@@ -41,8 +37,6 @@ from .site import (
     known_form,
     reason_in,
     say_once,
-    why_not_class,
-    why_unloaded,
 )
 
 
@@ -74,15 +68,15 @@ def give_borders(layers: Sequence[tuple[str, nn.Module]]) -> None:
     first_with: dict[int, str] = {}
     for name, layer in layers:
         owner: Any = vars(layer)["forward"].__self__
-        weights = [base.weight for base in _base_layers(layer)]
+        weights = [base.weight for base in base_layers(layer)]
         replica_of = next(filter(None, (first_with.get(id(one)) for one in weights)), None)
         first_with.update((id(one), name) for one in weights if replica_of is None)
         owner.borders.handover, owner.borders.replica_of = handover, replica_of
         reads = _read(layer)
         # on the CPU it will not run before it was moved
         if not isinstance(reads, str) and _runs_on(reads[0][0].weight.device):
-            owner.borders.bordered(reads, *_parts_and_ranks(layer, reads))
-        for base in _base_layers(layer):
+            owner.borders.bordered(reads, *parts_and_ranks(layer, reads))
+        for base in base_layers(layer):
             let_save(base)
 
 
@@ -107,16 +101,16 @@ def read_layer(layer: Any) -> tuple | str:
 def _operands(layer: Any, reads: list[list[Projection]]) -> tuple:
     borders = borders_of(layer)
     assert borders is not None
-    parts, ranks = _parts_and_ranks(layer, reads)
+    parts, ranks = parts_and_ranks(layer, reads)
     qkv, o, gate_up, down = borders.bordered(reads, parts, ranks)
     attention = layer.self_attn
     form = known_form(layer, "Layer")
     multiplier = getattr(layer, form.multiplier) if form.multiplier else 1.0
-    norms = _norms_of(layer)
+    norms = norms_of(layer)
     (form_of_norm,) = {known_form(norm, "RMSNorm") for norm in norms.values()}
     input_norm, attended_norm, post_norm, mlp_norm = (
         (norms[name].weight, getattr(norms[name], form_of_norm.eps)) if name else (None, 0.0)
-        for name in _names_of_norms(form)
+        for name in names_of_norms(form)
     )
     heads, kv_heads, _ = (out // attention.head_dim for out in qkv.out_features)
     every = [part for group in parts for part in group]
@@ -142,131 +136,13 @@ def _others(reads: Sequence[Projection], *norms: Tensor | None) -> Others | tupl
 
 def _read(layer: Any) -> list[list[Projection]] | str:
     """The projections of a layer by their buffers, or why it may not run as one now."""
-    if (reason := _why_not_parts(layer)) is not None:
-        return reason
     borders = borders_of(layer)
     if borders is not None and borders.replica_of is not None:
         return (
             f"its base weights are those of {borders.replica_of}, too (layer_replication): only "
             "the first such layer runs whole"
         )
-    norms = [norm.weight for norm in _norms_of(layer).values()]
-    dtype, device = norms[0].dtype, norms[0].device
-    groups = []
-    for owner, names in grouped_projections(layer):
-        # o_proj may have been fused by itself, for when the layer is not
-        own_forward = names != ("o_proj",) or not fused_parts_of(layer.self_attn.o_proj)
-        group = []
-        for name in names:
-            read = read_projection(owner._modules[name], own_forward)
-            if isinstance(read, str):
-                return f"{name}: {read}"
-            for adapter in (read.A, read.B):
-                if adapter.dtype not in DTYPES:
-                    return f"an adapter is {adapter.dtype}, should be bfloat16, float16 or float32"
-            for tensor in (read.weight, read.bias):
-                if tensor is not None and (tensor.dtype, tensor.device) != (dtype, device):
-                    return (
-                        f"{name}: its base layer is {tensor.dtype} on {tensor.device}, its layer's "
-                        f"norms are {dtype} on {device}: give all one dtype and one device"
-                    )
-            group.append(read)
-        groups.append(group)
-    for weight in (*norms, *(head_norms_of(layer.self_attn) or ())[:2]):
-        if (weight.dtype, weight.device) != (dtype, device):
-            return (
-                f"a norm of its layer or of heads is {weight.dtype} on {weight.device}, another "
-                f"{dtype} on {device}: give all one dtype and one device"
-            )
-    return why_unloaded(layer, (read for group in groups for read in group)) or groups
-
-
-def _base_layers(layer: Any) -> Iterator[Any]:
-    """The linear layers under the layer's projections."""
-    for owner, names in grouped_projections(layer):
-        for name in names:
-            projection = owner._modules[name]
-            base = getattr(projection, "base_layer", projection)
-            if isinstance(base, nn.Linear):
-                yield base
-
-
-def grouped_projections(layer: Any) -> list[tuple[Any, tuple[str, ...]]]:
-    """Of each of GROUPS: the module that has its projections, and their names."""
-    attention, mlp = layer.self_attn, layer.mlp
-    return [
-        (attention, known_form(attention, "Attention").projections), (attention, ("o_proj",)),
-        (mlp, known_form(mlp, "MLP").projections), (mlp, ("down_proj",)),
-    ]  # fmt: skip
-
-
-def _parts_and_ranks(
-    layer: Any, reads: list[list[Projection]]
-) -> tuple[list[list[Projection]], list[list[int]]]:
-    """The seven projections by their buffers, and the largest rank of each one's adapters."""
-    qkv, o, gate_up, down = reads
-    parts = [split_qkv(layer.self_attn, qkv), o, split_gate_up(gate_up), down]
-    ranks = []
-    for of_group, (owner, names) in zip(parts, grouped_projections(layer), strict=True):
-        largest = [
-            max((A.out_features for A in _adapters_of(owner._modules[name])), default=0)
-            for name in names
-        ]
-        ranks.append(largest * (len(of_group) // len(names)))
-    return parts, ranks
-
-
-def _adapters_of(projection: Any) -> Iterable[Any]:
-    return projection.lora_A.values() if hasattr(projection, "lora_A") else ()
-
-
-def _names_of_norms(form: LayerForm) -> tuple[str, str, str, str]:
-    """The names of a layer's norms, "" for those that it does not have."""
-    if form.has_dropout:
-        return form.before_attention, "", form.before_mlp, ""
-    return form.before_attention, form.after_attention, form.before_mlp, form.after_mlp
-
-
-def _norms_of(layer: Any) -> dict[str, Any]:
-    """A layer's norms, as PEFT runs them, by name."""
-    names = filter(None, _names_of_norms(known_form(layer, "Layer")))
-    return {name: active_norm(layer._modules[name]) for name in names}
-
-
-def _why_not_parts(layer: Any) -> str | None:
-    """Return the reason if a part of the layer, besides its projections, computes another thing."""
-    reason = why_not_class(layer, "DecoderLayer") or known_form(layer, "DecoderLayer")
-    if reason:
-        return reason
-    if type(layer).__bases__[0].__name__ == "FSDPModule":
-        return "its weights are gathered by fully_shard into memory of its own; use the other parts"
-    attention, mlp = layer.self_attn, layer.mlp
-    for name, kind in (("self_attn", "Attention"), ("mlp", "MLP")):
-        part = layer._modules[name]
-        if (reason := why_not_class(part, kind) or why_call(part, own_forward=False)) is not None:
-            return f"{name}: {reason}"
-    form, norms = known_form(layer, "Layer"), _norms_of(layer)
-    for name, norm in norms.items():
-        if (reason := why_not_within(norm)) is not None:
-            return f"{name}: {reason}"
-    if len({known_form(norm, "RMSNorm") for norm in norms.values()}) > 1:
-        return "its norms are of different forms"
-    for name in (form.after_attention, form.after_mlp) if form.has_dropout else ():
-        dropout = layer._modules[name]
-        if not isinstance(dropout, nn.Dropout):
-            return f"{name}: it is {type(dropout).__name__}, not torch.nn.Dropout"
-        if dropout.training and dropout.p:
-            return f"{name}: resid_pdrop is {dropout.p}: load the model with resid_pdrop=0.0"
-        if (reason := why_call(dropout)) is not None:
-            return f"{name}: {reason}"
-    rope_parameters = getattr(attention.config, "rope_parameters", None) or {}
-    if rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        return "its attention turns a part of each head"
-    if (reason := why_not_sdpa(attention) or why_not_head_norms(attention)) is not None:
-        return f"self_attn: {reason}"
-    if (reason := why_not_activation(mlp)) is not None:
-        return f"mlp: {reason}"
-    return None
+    return read_groups(layer)
 
 
 def _why_not_inputs(

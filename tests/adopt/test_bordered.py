@@ -14,7 +14,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fused_lora import fuse, unfuse
 from fused_lora.adopt import borders as module
-from fused_lora.adopt.layer import borders_of, grouped_projections, read_layer
+from fused_lora.adopt.layer import borders_of, read_layer
+from fused_lora.adopt.layer_reading import grouped_projections
 from fused_lora.frozen_layer import GROUPS
 
 BF16 = {"dtype": torch.bfloat16}
