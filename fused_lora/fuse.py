@@ -76,7 +76,8 @@ class FusionReport:
     """A report of what runs fused and what was left on its own path.
 
     fused: part -> names of the modules that run it, as in `model.named_modules()`.
-    left: module name -> why it stays on PEFT's or transformers' own path.
+    left: module name -> why it stays on PEFT's or transformers' own path. Of an MLP or an attention
+        that is fused a projection may be left: the others then run fused each by itself.
     counts: part -> what of it runs fused, of how many: "2 of 8 projections".
 
     As a string it has a line for each part and for each reason.
