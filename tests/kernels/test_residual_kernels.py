@@ -6,6 +6,7 @@ import torch
 from reference import assert_within_budget, random
 from rms_norm_case import EPS, eager_rms_norm
 
+from fused_lora.kernels import residual
 from fused_lora.kernels.residual import (
     add_adapted,
     add_normed,
@@ -93,6 +94,14 @@ def eager_normed_sum(x, residual, weight, grad, zero_centered=False):
     leaf = x.detach().requires_grad_()
     total = residual + eager_rms_norm(leaf, weight, EPS, zero_centered)
     return total.detach(), torch.autograd.grad(total, leaf, grad)[0]
+
+
+def test_several_rows_share_a_partial_sum_of_a_weights_gradient(device, monkeypatch):
+    monkeypatch.setattr(residual, "MAX_PARTIAL_SUMS", 3)
+    case = norm_case("odd", torch.bfloat16, device)
+    truth = eager_norm(*(t.double() for t in case))
+    for got, eager, exact in zip(fused_norm(*case), eager_norm(*case), truth, strict=True):
+        assert_within_budget("norm", got, eager, exact)
 
 
 def test_without_a_residual_a_sum_is_what_is_added(device):
