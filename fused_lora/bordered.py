@@ -42,6 +42,7 @@ class Bordered(NamedTuple):
     out_features: tuple[int, ...]  # of each projection; out is their sum
     blocks: tuple[int, ...]  # columns of the border for each; width is their sum, rounded up
     scalings: tuple[float, ...]
+    own_bias: Tensor | None = None  # in the place of the buffer's, where one is trained
 
     @property
     def matrix(self) -> Tensor:
@@ -49,7 +50,7 @@ class Bordered(NamedTuple):
 
     @property
     def bias(self) -> Tensor | None:
-        return self.buffer.bias
+        return self.buffer.bias if self.own_bias is None else self.own_bias
 
     @property
     def out(self) -> int:
@@ -119,3 +120,18 @@ def check_adapters(name: str, adapters: Sequence[Tensor], bordered: Bordered) ->
                 f"{name}: A {i} is {list(A.shape)} and B {i} {list(B.shape)}, should be "
                 f"[r, {inputs}] and [{out}, r] of one r up to {block}"
             )
+
+
+def with_own_biases(name: str, bordered: Bordered, biases: Sequence[Tensor | None]) -> Bordered:
+    """The buffer with a bias of each projection, or None, in the place of its own, if there are
+    any."""
+    if all(bias is None for bias in biases):
+        return bordered
+    own, row = bordered.matrix.new_zeros(len(bordered.matrix)), 0
+    for i, (bias, out) in enumerate(zip(biases, bordered.out_features, strict=True)):
+        if bias is not None:
+            if bias.shape != (out,):
+                raise ValueError(f"{name}: bias {i} is {list(bias.shape)}, should be {[out]}")
+            own[row : row + out].copy_(bias)
+        row += out
+    return bordered._replace(own_bias=own)

@@ -48,6 +48,9 @@ and dt, in a pass of their own each.
 Norms may multiply by one more than their weight, and the gate's activation may be GELU by tanh
 (Gemma): each is a flag of the same kernels (`kernels/activation.py`).
 
+Where biases or norms' weights are trained, too, theirs are sums over tokens: of the rows of g, dgu,
+dt and dqkv that these products read, a pass each, and of what a norm's backward has in hand.
+
 So the adapters' only pass over [T, intermediate] tensors is that over dgu, for pm. All products but
 o's forward grow in K and have no more columns than without adapters: on an H200, at 16,384 tokens,
 pm and dm take 2.27 ms, and 2.35 as [dm | pm], which is 64 columns wider, with pm A added to it
@@ -77,11 +80,15 @@ from fused_mlp.utils import without_autocast
 
 from .bordered import grow_k_backward, grow_k_forward, kinds_of
 from .frozen_layer import (
+    ADAPTERS,
     GROUPS,
+    Others,
     by_group,
     check_layer_operands,
     draw_layer_masks,
     masks_by_group,
+    new_gradients,
+    with_others,
 )
 from .kernels.adapter_sums import AdapterSums
 from .kernels.layer_residual import (
@@ -90,6 +97,7 @@ from .kernels.layer_residual import (
     norm_or_copy,
     norm_or_copy_backward,
     spread_rows,
+    sum_biases,
     wanted_rows,
 )
 from .kernels.qkv_attention import Attention, attention_backward, attention_forward
@@ -102,7 +110,8 @@ from .step.recompute import once
 
 
 class DecoderLayer(torch.autograd.Function):
-    """``DecoderLayer.apply(hidden, cos, sin, mask, *adapters, frozen)``: a decoder layer.
+    """``DecoderLayer.apply(hidden, cos, sin, mask, *adapters, frozen)``: a decoder layer; with
+    biases or norms that are trained ``DecoderLayer.apply(..., *adapters, *others, frozen)``.
 
     Equivalent PyTorch, where norms, q_proj and so on are the layer's own::
 
@@ -126,6 +135,8 @@ class DecoderLayer(torch.autograd.Function):
         mask: None, for causal attention, or what scaled_dot_product_attention takes. Likewise.
         adapters: A [r, in] and B [out, r] of q, k, v, o, gate, up and down, 14 tensors in bf16,
             fp16 or fp32. They are copied into the borders, in the buffers' dtype and scaled.
+        others: the fields of Others, in the place of frozen's: norms in hidden's dtype, biases in
+            any. Biases are summed in fp32, and so are their gradients and those of norms.
         frozen: the buffers and norms, in hidden's dtype, and for which tokens the layer's output is
             wanted: of the others it computes norm, q, k, v and attention alone.
 
@@ -151,8 +162,10 @@ class DecoderLayer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, cos, sin, mask, *operands):
-        *adapters, frozen = operands
+        *trained, frozen = operands
+        adapters, others = trained[:ADAPTERS], trained[ADAPTERS:]
         check_layer_operands(hidden, cos, sin, adapters, frozen)
+        frozen = with_others(frozen, others)
         width = hidden.shape[2]
         x = as_rows(hidden)
         frozen.borders.fill([getattr(frozen, name) for name in GROUPS], adapters)
@@ -238,6 +251,7 @@ class DecoderLayer(torch.autograd.Function):
             output.view(x.shape).index_copy_(0, frozen.rows, sums)
 
         ctx.kinds = kinds_of(adapters)
+        ctx.kinds_of_others = [None if one is None else (one.shape, one.dtype) for one in others]
         # without the tensors that save_for_backward keeps and watches
         ctx.frozen = frozen._replace(
             input_norm=None, post_norm=None, attended_norm=None, mlp_norm=None, rows=None,
@@ -280,7 +294,8 @@ class DecoderLayer(torch.autograd.Function):
         of_qkv, of_o, of_gate_up, of_down = groups = [getattr(frozen, name) for name in GROUPS]
         frozen.borders.refill(groups, adapters)
         need_hidden = ctx.needs_input_grad[0]
-        need_qkv, need_o, need_gate_up, need_down = by_group(ctx.needs_input_grad[4:-1])
+        needs = ctx.needs_input_grad[4:-1]
+        need_qkv, need_o, need_gate_up, need_down = by_group(needs[:ADAPTERS])
         kinds_qkv, kinds_o, kinds_gate_up, kinds_down = by_group(ctx.kinds)
         need_gate_A, need_gate_B, need_up_A, need_up_B = need_gate_up
         need_down_A, need_down_B = need_down
@@ -290,6 +305,10 @@ class DecoderLayer(torch.autograd.Function):
         x = as_rows(hidden)
         centered = frozen.zero_centered
         adapter_sums = AdapterSums()
+        grads = Others()
+        if ctx.kinds_of_others:
+            grads = new_gradients(x, ctx.kinds_of_others, needs[ADAPTERS:])
+        biases_qkv, biases_o, biases_gate_up, biases_down = grads.biases
 
         with without_autocast(hidden):
             # output = total + down(activation(gate) up)
@@ -299,8 +318,10 @@ class DecoderLayer(torch.autograd.Function):
                 grad[:, :width].copy_(wanted_rows(as_rows(grad_output), rows))
             grad_residual = grad[:, :width]
             grad = gradient_of_added(
-                grad, width, frozen.multiplier, given, mlp_norm, given_rstd, centered
-            )
+                grad, width, frozen.multiplier, given, mlp_norm, given_rstd, centered,
+                grads.mlp_norm,
+            )  # fmt: skip
+            sum_biases(grad, of_down, biases_down)
             grad_swiglu = grow_k_backward(grad, of_down, masks_down)
             grad_gate_up = empty_rows(x, len(total), of_gate_up.matrix.shape[0])
             grad_down_A, grad_gate_B, grad_up_B = swiglu_gradients(
@@ -315,6 +336,7 @@ class DecoderLayer(torch.autograd.Function):
             )
 
             # gate and up of the norm of total
+            sum_biases(grad_gate_up, of_gate_up, biases_gate_up)
             grad_normed = grow_k_backward(grad_gate_up, of_gate_up, masks_gate_up)
             grad_gate_A, _, grad_up_A, _ = adapter_sums.add(
                 of_gate_up, kinds_gate_up, (need_gate_A, False, need_up_A, False),
@@ -324,16 +346,17 @@ class DecoderLayer(torch.autograd.Function):
             grad_total = empty_rows(x, len(total), of_o.matrix.shape[0])
             norm_or_copy_backward(
                 grad_normed, grad_residual, total, post_norm, post_rstd, centered,
-                grad_total[:, :width],
+                grad_total[:, :width], grads.post_norm,
             )  # fmt: skip
             del grad_normed
             grad_residual = grad_total[:, :width]
             grad_total = gradient_of_added(
                 grad_total, width, frozen.multiplier, projected, attended_norm, projected_rstd,
-                centered,
+                centered, grads.attended_norm,
             )  # fmt: skip
 
             # total = x + o(attended)
+            sum_biases(grad_total, of_o, biases_o)
             grad_attended = grow_k_backward(grad_total, of_o, masks_o)
             grad_o = adapter_sums.add(
                 of_o, kinds_o, need_o,
@@ -357,15 +380,16 @@ class DecoderLayer(torch.autograd.Function):
             del grad_attended
 
             # q, k and v of the norm of x
+            sum_biases(grad_qkv, of_qkv, biases_qkv)
             grad_z = grad_hidden = None
-            if need_hidden:
+            if need_hidden or grads.input_norm is not None:
                 grad_normed = grow_k_backward(grad_qkv, of_qkv, masks_qkv)
                 grad_z = grad_qkv[:, of_qkv.out :]
                 # as the layer before would have it, in whose backward it is most likely to go
                 wide = empty_rows(x, len(x), of_down.matrix.shape[0])
                 norm_or_copy_backward(
                     grad_normed, grad_residual, x, input_norm, input_rstd, centered,
-                    wide[:, :width],
+                    wide[:, :width], grads.input_norm,
                 )  # fmt: skip
                 frozen.borders.handover.offer(wide)
                 grad_hidden = wide[:, :width].view(hidden.shape)
@@ -379,5 +403,6 @@ class DecoderLayer(torch.autograd.Function):
             adapter_sums.compute()
         return (
             grad_hidden, None, None, None, *grad_attention, *grad_o,
-            grad_gate_A, grad_gate_B, grad_up_A, grad_up_B, grad_down_A, grad_down_B, None,
+            grad_gate_A, grad_gate_B, grad_up_A, grad_up_B, grad_down_A, grad_down_B,
+            *grads[: len(ctx.kinds_of_others)], None,
         )  # fmt: skip

@@ -1,8 +1,8 @@
-"""FrozenLayer: the operands of DecoderLayer (`decoder_layer.py`) that it does not train; its masks
-of dropout, and the checks of all operands before a layer runs."""
+"""FrozenLayer: the operands of DecoderLayer (`decoder_layer.py`) that it does not train, and Others
+that it may; its masks of dropout, and the checks of all operands before a layer runs."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -10,10 +10,12 @@ from fused_mlp.dropout import Masks, draw_masks
 from fused_mlp.utils import compute_dtype
 
 from .adopt.borders import LayerBorders
-from .bordered import Bordered, check_adapters
+from .bordered import Bordered, check_adapters, with_own_biases
 from .kernels.qkv_norm_rope import HeadNorms
 
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
+ADAPTERS = 2 * len(PROJECTIONS)  # tensors: A and B of each
+NORMS = ("input_norm", "post_norm", "attended_norm", "mlp_norm")
 GROUPS = ("qkv", "o", "gate_up", "down")  # the buffers that these lie in, of FrozenLayer
 
 
@@ -50,6 +52,55 @@ class FrozenLayer(NamedTuple):
     # [n], of batch * positions: the only tokens whose output is wanted, each once; that of others
     # is 0, and their gradient is not read. None: all
     rows: Tensor | None = None
+
+
+class Others(NamedTuple):
+    """The biases and norms of a layer where some are trained. Of biases all are given, [out] in any
+    dtype, if one is trained; of norms those that are, [hidden]; None for the others."""
+
+    q_bias: Tensor | None = None
+    k_bias: Tensor | None = None
+    v_bias: Tensor | None = None
+    o_bias: Tensor | None = None
+    gate_bias: Tensor | None = None
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    input_norm: Tensor | None = None
+    post_norm: Tensor | None = None
+    attended_norm: Tensor | None = None
+    mlp_norm: Tensor | None = None
+
+    @property
+    def biases(self) -> tuple[Sequence[Tensor | None], ...]:
+        """The biases of each of GROUPS."""
+        return self[:3], self[3:4], self[4:6], self[6:7]
+
+
+def with_others(frozen: FrozenLayer, others: Sequence[Tensor | None]) -> FrozenLayer:
+    """The operands with Others, if they are given, in the place of their own."""
+    if not others:
+        return frozen
+    if len(others) != len(Others._fields):
+        raise ValueError(
+            f"DecoderLayer: {len(others)} biases and norms given, should be none, or each of "
+            f"{', '.join(Others._fields)}, None for one that is not there"
+        )
+    given = Others(*others)
+    own: dict[str, Any] = {
+        group: with_own_biases(f"DecoderLayer: {group}", getattr(frozen, group), biases)
+        for group, biases in zip(GROUPS, given.biases, strict=True)
+    }
+    own |= {name: getattr(given, name) for name in NORMS if getattr(given, name) is not None}
+    return frozen._replace(**own)
+
+
+def new_gradients(x: Tensor, kinds: Sequence, needed: Sequence[bool]) -> Others:
+    """New tensors for the gradients of Others, of these shapes and dtypes, where they are
+    needed."""
+    return Others(*(
+        x.new_empty(kind[0], dtype=kind[1]) if need else None
+        for kind, need in zip(kinds, needed, strict=True)
+    ))  # fmt: skip
 
 
 def by_group(values: Sequence) -> tuple[Sequence, ...]:
@@ -100,9 +151,9 @@ def check_layer_operands(
             f"{name}: cos or sin requires a gradient, which it would not get: detach them, or use "
             "the unfused layer"
         )
-    if len(adapters) != 2 * len(PROJECTIONS):
+    if len(adapters) != ADAPTERS:
         raise ValueError(
-            f"{name}: {len(adapters)} adapter tensors given, should be {2 * len(PROJECTIONS)}: A "
+            f"{name}: {len(adapters)} adapter tensors given, should be {ADAPTERS}: A "
             f"and B of {', '.join(PROJECTIONS)}"
         )
     for group, tensors in zip(GROUPS, by_group(adapters), strict=True):

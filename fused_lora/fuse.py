@@ -76,7 +76,8 @@ class FusionReport:
     """A report of what runs fused and what was left on its own path.
 
     fused: part -> names of the modules that run it, as in `model.named_modules()`.
-    left: module name -> why it stays on PEFT's or transformers' own path.
+    left: module name -> why it stays on PEFT's or transformers' own path. Of an MLP or an attention
+        that is fused a projection may be left: the others then run fused each by itself.
     counts: part -> what of it runs fused, of how many: "2 of 8 projections".
 
     As a string it has a line for each part and for each reason.
@@ -165,7 +166,12 @@ def fuse(model: nn.Module, fusion: Fusion | None = None, *, strict: bool = True)
     for _, decoder in decoders(model):
         if running & {"attention", "layer"} and why_not_own_forward(decoder) is None:
             decoder.forward = FusedForward(decoder_forward, decoder, DECODER).forward
-    share_told(model)
+    share_told(model, {
+        f"{unit}: {why}"
+        for part in running & SWITCHES.keys()
+        for _, module, site in _candidates(model, part)
+        for unit, why in site.left(module).items()
+    })  # fmt: skip
     give_borders([(n, m) for n, m in model.named_modules() if "layer" in fused_parts_of(m)])
     if policy is not None:
         policy.install(layers, last_runs_once="cross_entropy" in running)
@@ -250,6 +256,9 @@ def report(model: nn.Module) -> FusionReport:
             if reason is None:
                 fused[part].append(name)
                 run += site.count(module)
+                units = site.left(module)
+                left |= {f"{name}.{unit}": why for unit, why in units.items()}
+                run -= len(units)
             else:
                 left[name] = reason
         counts[part] = f"{run} of {found} {SWITCHES[part].units}"

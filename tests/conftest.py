@@ -56,14 +56,14 @@ def calls(monkeypatch):
 @pytest.fixture
 def ran(monkeypatch):
     """The functions of an attention that ran, in their order."""
-    from fused_lora.adopt import attention as module
+    from fused_lora.lora_attention import LoRA_Attention
+    from fused_lora.lora_linear import LoRA_QKV, LoRA_W
 
     seen = []
-    for name in ("LoRA_Attention", "LoRA_QKV", "LoRA_W"):
-        function = getattr(module, name)
+    for function in (LoRA_Attention, LoRA_QKV, LoRA_W):
         apply = function.apply
 
-        def spy(*inputs, name=name, apply=apply):
+        def spy(*inputs, name=function.__name__, apply=apply):
             seen.append(name)
             return apply(*inputs)
 

@@ -10,9 +10,10 @@ from fused_lora.adopt import projection
 
 SEED = torch.tensor([2**62 + 12_345])
 # The number of each projection among those of its function, which is its stream of random numbers.
+# With Phi's, whose q, k and v are one projection with one mask, as are gate and up.
 OF_LAYER = {name: i for i, name in enumerate((*ATTENTION, *MLP))}
+OF_LAYER |= {"qkv_proj": OF_LAYER["q_proj"], "gate_up_proj": OF_LAYER["gate_proj"]}
 OF_PARTS = {name: i for names in (ATTENTION, MLP) for i, name in enumerate(names)}
-# Of Phi's, whose q, k and v are one projection with one mask, as are gate and up.
 OF_JOINED_PARTS = OF_PARTS | {"qkv_proj": 0, "gate_up_proj": 0}
 
 

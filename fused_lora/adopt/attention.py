@@ -15,58 +15,37 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..kernels.documents import is_documents, mask_of_documents
 from ..kernels.qkv_norm_rope import HeadNorms
 from ..lora_attention import FrozenAttention, LoRA_Attention
-from ..lora_linear import FrozenLinear, FrozenQKV, LoRA_QKV, LoRA_W
+from ..lora_linear import FrozenQKV, LoRA_QKV
 from ..rope import rope
+from .linear import frozen_linear, read_output, read_projections, run_alone, tensors_of
 from .originals import is_builtin, why_replaced
-from .projection import (
-    Projection,
-    bias_of,
-    frozen_bias,
-    read_projection,
-    seed_for,
-    split_projection,
-    trains_bias,
-    why_not_dropout_here,
-)
+from .projection import Projection, frozen_bias, seed_for, split_projection
 from .rms_norm import why_not_frozen
 from .site import (
     class_forward,
     fused_parts_of,
     having,
     known_form,
-    say_once,
+    say_left,
     why_not_class,
-    why_not_own_forward,
-    why_unloaded,
 )
 
 
-def read_qkv(attention: Any) -> list[Projection] | str:
-    """Return q, k and v as they are now, or the reason why they may not run fused."""
+def read_qkv(attention: Any) -> list[Projection] | dict[str, str] | str:
+    """Return q, k and v as they are now, or why some of them, by name, or all may not run fused."""
     if (reason := why_not_class(attention, "Attention")) is not None:
         return reason
-    projections = []
-    for name in known_form(attention, "Attention").projections:
-        projection = read_projection(getattr(attention, name))
-        if isinstance(projection, str):
-            return f"{name}: {projection}"
-        projections.append(projection)
-    reason = why_unloaded(attention, projections) or why_not_dropout_here(projections)
-    if reason is not None:
-        return reason
-    if len(projections) == 1:
-        out = len(projections[0].weight)
-        q = attention.o_proj.in_features
-        return split_projection(projections[0], [q, (out - q) // 2, (out - q) // 2])
-    return projections
+    reads = read_projections(attention, known_form(attention, "Attention").projections)
+    return split_qkv(attention, reads) if isinstance(reads, list) else reads
 
 
-def _tensors_of(reads: Sequence[Projection]) -> list[Tensor | None]:
-    """The operands that a function of these projections differentiates: each one's A and B, and
-    then, if any trains its bias, the biases of all."""
-    adapters = [tensor for one in reads for tensor in (one.A, one.B)]
-    biases = [bias_of(one) for one in reads] if any(map(trains_bias, reads)) else []
-    return [*adapters, *biases]
+def split_qkv(attention: Any, reads: list[Projection]) -> list[Projection]:
+    """q, k and v, of an attention's three layers for them or its one."""
+    if len(reads) > 1:
+        return reads
+    q = attention.o_proj.in_features
+    k = (len(reads[0].weight) - q) // 2
+    return split_projection(reads[0], [q, k, k])
 
 
 def _frozen_qkv(reads: Sequence[Projection]) -> FrozenQKV:
@@ -74,10 +53,6 @@ def _frozen_qkv(reads: Sequence[Projection]) -> FrozenQKV:
         *((one.weight, frozen_bias(one), one.scaling, one.dropout) for one in reads), strict=True
     )
     return FrozenQKV(*weights, *biases, *scalings, *dropouts)
-
-
-def _frozen_linear(read: Projection) -> FrozenLinear:
-    return FrozenLinear(read.weight, frozen_bias(read), read.scaling, read.dropout)
 
 
 def head_norms_of(attention: Any) -> HeadNorms | None:
@@ -132,24 +107,6 @@ def output_projections(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield f"{name}.o_proj", o
 
 
-def read_output(projection: nn.Module) -> Projection | str:
-    if (reason := why_not_own_forward(projection)) is not None:
-        return reason
-    read = read_projection(projection, own_forward=False)
-    return read if isinstance(read, str) else why_not_dropout_here([read]) or read
-
-
-def output_forward(projection: nn.Module, parts: frozenset[str], x: Tensor, *rest, **options):
-    read = read_output(projection)
-    if rest or options:
-        read = "it was given more than its input"
-    if isinstance(read, str):
-        say_once(projection, read)
-        return class_forward(projection, x, *rest, **options)
-    frozen = _frozen_linear(read)._replace(seed=seed_for(x, read.dropout))
-    return LoRA_W.apply(x, *_tensors_of([read]), frozen)
-
-
 def self_attention_forward(
     attention: Any,
     parts: frozenset[str],
@@ -162,36 +119,38 @@ def self_attention_forward(
     """The class's own forward, with its q, k and v and its rotary embedding fused or not; or all of
     it as one function, where it is asked for both and may."""
     if (reason := why_not_class(attention, "Attention")) is not None:
-        say_once(attention, reason)
+        say_left(attention, reason)
         attention_mask = mask_for_attention(attention_mask)
         return class_forward(
             attention, hidden_states, position_embeddings=position_embeddings,
             attention_mask=attention_mask, past_key_values=past_key_values, **options,
         )  # fmt: skip
-    reads: list[Projection] | str = "not asked for"
-    if "attention" in parts and isinstance(reads := read_qkv(attention), str):
-        say_once(attention, reads)
-    if not isinstance(reads, str) and ("rope" in parts or not turns(attention)):
+    reads: list[Projection] | dict[str, str] | str = "not asked for"
+    if "attention" in parts and not isinstance(reads := read_qkv(attention), list):
+        say_left(attention, reads)
+    if isinstance(reads, list) and ("rope" in parts or not turns(attention)):
         angles = position_embeddings if turns(attention) else (None, None)
         o = _read_rest(attention, angles, attention_mask, past_key_values, options)
         if not isinstance(o, str):
             every = [*reads, o]
             frozen = FrozenAttention(
-                _frozen_qkv(reads), _frozen_linear(o), attention.head_dim, attention.scaling,
+                _frozen_qkv(reads), frozen_linear(o), attention.head_dim, attention.scaling,
                 head_norms_of(attention), seed_for(hidden_states, *(one.dropout for one in every)),
             )  # fmt: skip
             output = LoRA_Attention.apply(
-                hidden_states, *angles, attention_mask, *_tensors_of(every), frozen
+                hidden_states, *angles, attention_mask, *tensors_of(every), frozen
             )
             return output, None
     attention_mask = mask_for_attention(attention_mask)
     form = known_form(attention, "Attention")
-    if not isinstance(reads, str):
+    if isinstance(reads, list):
         seed = seed_for(hidden_states, *(one.dropout for one in reads))
         frozen_qkv = _frozen_qkv(reads)._replace(seed=seed)
-        q, k, v = LoRA_QKV.apply(hidden_states, *_tensors_of(reads), frozen_qkv)
+        q, k, v = LoRA_QKV.apply(hidden_states, *tensors_of(reads), frozen_qkv)
     else:
-        outputs = [getattr(attention, name)(hidden_states) for name in form.projections]
+        projections = [getattr(attention, name) for name in form.projections]
+        run = run_alone if isinstance(reads, dict) else nn.Module.__call__
+        outputs = [run(one, hidden_states) for one in projections]
         if len(outputs) == 1:
             (together,) = outputs
             of_q = attention.o_proj.in_features

@@ -62,8 +62,12 @@ class Border:
         # of a copied or unpickled model no weight lies in a buffer
         return Border, ()
 
-    def bordered(self, reads: Sequence[Projection], ranks: Sequence[int]) -> tuple[Bordered, bool]:
+    def bordered(
+        self, reads: Sequence[Projection], parts: Sequence[Projection], ranks: Sequence[int]
+    ) -> tuple[Bordered, bool]:
         """The buffer, with room for adapters of these ranks, and whether it had to be made.
+
+        parts: the projections, or what they are split in, each with an adapter and a rank.
 
         Made are: one [out + width, in + width] tensor, a second one for biases, if there are any,
         and views of them in the place of each weight's and bias's memory. Parameters stay the same
@@ -73,16 +77,16 @@ class Border:
         fits = (
             made is not None
             and made.places == _places_of(reads)
-            and all(read.A.shape[0] <= one for read, one in zip(reads, made.blocks, strict=True))
+            and all(part.A.shape[0] <= one for part, one in zip(parts, made.blocks, strict=True))
         )
         if not fits:
-            made = self._made = _make(reads, ranks)
+            made = self._made = _make(reads, parts, ranks)
         assert made is not None
         buffer = None if self._buffer is None or not fits else self._buffer()
         if buffer is None:
             buffer = _buffer_of(made, reads)
             self._buffer = weakref.ref(buffer)
-        scalings = tuple(read.scaling for read in reads)
+        scalings = tuple(part.scaling for part in parts)
         in_features = reads[0].weight.shape[1]
         return Bordered(buffer, in_features, made.outs, made.blocks, scalings), not fits
 
@@ -98,7 +102,7 @@ def _places_of(reads: Sequence[Projection]) -> tuple:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def _make(reads: Sequence[Projection], ranks: Sequence[int]) -> _Made:
+def _make(reads: Sequence[Projection], parts: Sequence[Projection], ranks: Sequence[int]) -> _Made:
     first = reads[0].weight
     if is_capturing(first):
         raise RuntimeError(
@@ -106,15 +110,16 @@ def _make(reads: Sequence[Projection], ranks: Sequence[int]) -> _Made:
             "moved while a CUDA graph is captured: run one step eagerly first"
         )
     in_features = first.shape[1]
-    outs = tuple(read.weight.shape[0] for read in reads)
-    blocks = tuple(max(rank, read.A.shape[0]) for rank, read in zip(ranks, reads, strict=True))
+    outs = tuple(part.weight.shape[0] for part in parts)
+    blocks = tuple(max(rank, part.A.shape[0]) for rank, part in zip(ranks, parts, strict=True))
     width = -(-max(sum(blocks), 1) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
     matrix = empty_rows(first, sum(outs) + width, in_features + width).zero_()
     bias = None
     if any(read.bias is not None for read in reads):
         bias = first.new_zeros(sum(outs) + width)
     row = 0
-    for read, out in zip(reads, outs, strict=True):
+    for read in reads:
+        out = read.weight.shape[0]
         _move(read.weight, matrix[row : row + out, :in_features])
         if read.bias is not None and bias is not None:
             _move(read.bias, bias[row : row + out])
@@ -153,15 +158,18 @@ class LayerBorders:
         self._copies = ManyCopies()
 
     def bordered(
-        self, groups: Sequence[Sequence[Projection]], ranks: Sequence[Sequence[int]]
+        self,
+        groups: Sequence[Sequence[Projection]],
+        parts: Sequence[Sequence[Projection]],
+        ranks: Sequence[Sequence[int]],
     ) -> list[Bordered]:
-        """The buffers of these projections, made where weights lie elsewhere.
+        """The buffers of these projections, and their parts, made where weights lie elsewhere.
 
         One after the other, so that at most one group's weights exist twice.
         """
         found = [
-            border.bordered(reads, of)
-            for border, reads, of in zip(self.borders, groups, ranks, strict=True)
+            border.bordered(reads, split, of)
+            for border, reads, split, of in zip(self.borders, groups, parts, ranks, strict=True)
         ]
         device = found[0][0].matrix.device
         if device.type == "cuda" and any(was_made for _, was_made in found):

@@ -50,7 +50,8 @@ class LayerForm(NamedTuple):
         total = x + m after_attention(attention(before_attention(x)))
         output = total + m after_mlp(mlp(before_mlp(total)))
 
-    These are names of modules, "" for none, and m is an attribute, "" for one.
+    These are names of modules, "" for none, and m is an attribute, "" for one. Norms, or
+    has_dropout: those after attention and the MLP are nn.Dropout.
     """
 
     before_attention: str = "input_layernorm"
@@ -58,6 +59,7 @@ class LayerForm(NamedTuple):
     before_mlp: str = "post_attention_layernorm"
     after_mlp: str = ""
     multiplier: str = ""
+    has_dropout: bool = False
 
 
 class LossForm(NamedTuple):
@@ -94,8 +96,6 @@ class Family(NamedTuple):
         attention = self.attention
         if self.loss is not None and self.loss.has_router:
             return "its MLP is a mixture of experts"
-        if attention is not None and len(attention.projections) < 3:
-            return "its q, k and v are one projection"
         if attention is not None and "softcap" in dict(attention.passes):
             return "its attention soft-caps the scores"
         return "" if self.whole else "its layers are not known to run as one"
@@ -145,7 +145,8 @@ FAMILIES = (
            names={"RMSNorm": "Gemma4RMSNorm", "ForCausalLM": "Gemma4ForCausalLM"}),
     Family("phi3", "Phi3", AttentionForm(("qkv_proj",), passes=CONFIGS_WINDOW),
            MLPForm(("gate_up_proj",), "activation_fn"),
-           layer=LayerForm(after_attention="resid_attn_dropout", after_mlp="resid_mlp_dropout")),
+           layer=LayerForm(after_attention="resid_attn_dropout", after_mlp="resid_mlp_dropout",
+                           has_dropout=True), whole=True),
     # text towers: q and k are turned by one angle a position, as everywhere, which their
     # multimodal embedding has put together
     Family("qwen2_vl", "Qwen2VL", WINDOWED,

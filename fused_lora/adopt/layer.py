@@ -4,7 +4,7 @@
 layer that may not run as one runs what else is fused in it, each part by itself, and says once why.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any
 
@@ -12,11 +12,10 @@ import torch
 import triton
 from torch import Tensor, nn
 
-from fused_mlp.launching import DTYPES
 from fused_mlp.utils import compute_dtype
 
 from ..decoder_layer import DecoderLayer
-from ..frozen_layer import GROUPS, FrozenLayer
+from ..frozen_layer import GROUPS, FrozenLayer, Others
 from ..kernels.residual import _add_adapted_kernel
 from ..kernels.rows import Handover
 from ..step.recompute import saving_last
@@ -24,15 +23,13 @@ from .attention import (
     head_norms_of,
     mask_for_attention,
     turns,
-    why_not_head_norms,
     why_not_inputs,
-    why_not_sdpa,
 )
 from .borders import LayerBorders, let_save
-from .families import LayerForm, NormForm
-from .mlp import activation_of, why_not_activation
-from .projection import Projection, read_projection, seed_for, trains_bias, why_call
-from .rms_norm import normed_layer_forward, why_not_frozen
+from .layer_reading import base_layers, names_of_norms, norms_of, parts_and_ranks, read_groups
+from .mlp import activation_of
+from .projection import Projection, bias_of, seed_for, trains_bias
+from .rms_norm import normed_layer_forward
 from .site import (
     FusedForward,
     class_forward,
@@ -40,16 +37,6 @@ from .site import (
     known_form,
     reason_in,
     say_once,
-    why_not_class,
-    why_unloaded,
-)
-
-# Of each of GROUPS: the module that has its projections, and their names.
-GROUPED_PROJECTIONS = (
-    ("self_attn", ("q_proj", "k_proj", "v_proj")),
-    ("self_attn", ("o_proj",)),
-    ("mlp", ("gate_proj", "up_proj")),
-    ("mlp", ("down_proj",)),
 )
 
 
@@ -81,15 +68,15 @@ def give_borders(layers: Sequence[tuple[str, nn.Module]]) -> None:
     first_with: dict[int, str] = {}
     for name, layer in layers:
         owner: Any = vars(layer)["forward"].__self__
-        weights = [base.weight for base in _base_layers(layer)]
+        weights = [base.weight for base in base_layers(layer)]
         replica_of = next(filter(None, (first_with.get(id(one)) for one in weights)), None)
         first_with.update((id(one), name) for one in weights if replica_of is None)
         owner.borders.handover, owner.borders.replica_of = handover, replica_of
         reads = _read(layer)
         # on the CPU it will not run before it was moved
         if not isinstance(reads, str) and _runs_on(reads[0][0].weight.device):
-            owner.borders.bordered(reads, _ranks(layer))
-        for base in _base_layers(layer):
+            owner.borders.bordered(reads, *parts_and_ranks(layer, reads))
+        for base in base_layers(layer):
             let_save(base)
 
 
@@ -114,132 +101,48 @@ def read_layer(layer: Any) -> tuple | str:
 def _operands(layer: Any, reads: list[list[Projection]]) -> tuple:
     borders = borders_of(layer)
     assert borders is not None
-    qkv, o, gate_up, down = borders.bordered(reads, _ranks(layer))
+    parts, ranks = parts_and_ranks(layer, reads)
+    qkv, o, gate_up, down = borders.bordered(reads, parts, ranks)
     attention = layer.self_attn
     form = known_form(layer, "Layer")
     multiplier = getattr(layer, form.multiplier) if form.multiplier else 1.0
-    norms = [getattr(layer, name) if name else None for name in _norms(form)]
-    (form_of_norm,) = _forms_of(norms)
+    norms = norms_of(layer)
+    (form_of_norm,) = {known_form(norm, "RMSNorm") for norm in norms.values()}
     input_norm, attended_norm, post_norm, mlp_norm = (
-        (None, 0.0) if norm is None else (norm.weight, getattr(norm, form_of_norm.eps))
-        for norm in norms
+        (norms[name].weight, getattr(norms[name], form_of_norm.eps)) if name else (None, 0.0)
+        for name in names_of_norms(form)
     )
     heads, kv_heads, _ = (out // attention.head_dim for out in qkv.out_features)
-    adapters = (tensor for group in reads for read in group for tensor in (read.A, read.B))
-    return *adapters, FrozenLayer(
+    every = [part for group in parts for part in group]
+    adapters = (tensor for read in every for tensor in (read.A, read.B))
+    others = _others(every, input_norm[0], post_norm[0], attended_norm[0], mlp_norm[0])
+    return *adapters, *others, FrozenLayer(
         input_norm[0], post_norm[0], qkv, o, gate_up, down, input_norm[1], post_norm[1],
         heads, kv_heads, attention.scaling, borders, head_norms_of(attention), multiplier,
         attended_norm[0], mlp_norm[0], attended_norm[1], mlp_norm[1],
         form_of_norm.zero_centered, activation_of(layer.mlp),
-        dropouts=tuple(read.dropout for group in reads for read in group),
+        dropouts=tuple(read.dropout for read in every),
     )  # fmt: skip
+
+
+def _others(reads: Sequence[Projection], *norms: Tensor | None) -> Others | tuple[()]:
+    """Return what is trained beside the adapters, if anything is."""
+    trained = [None if norm is None or not norm.requires_grad else norm for norm in norms]
+    has_biases = any(map(trains_bias, reads))
+    if not has_biases and all(norm is None for norm in trained):
+        return ()
+    return Others(*(bias_of(read) if has_biases else None for read in reads), *trained)
 
 
 def _read(layer: Any) -> list[list[Projection]] | str:
     """The projections of a layer by their buffers, or why it may not run as one now."""
-    if (reason := _why_not_parts(layer)) is not None:
-        return reason
     borders = borders_of(layer)
     if borders is not None and borders.replica_of is not None:
         return (
             f"its base weights are those of {borders.replica_of}, too (layer_replication): only "
             "the first such layer runs whole"
         )
-    norms = [getattr(layer, name) for name in _norms(known_form(layer, "Layer")) if name]
-    dtype, device = norms[0].weight.dtype, norms[0].weight.device
-    groups = []
-    for owner, names in GROUPED_PROJECTIONS:
-        # o_proj may have been fused by itself, for when the layer is not
-        own_forward = names != ("o_proj",) or not fused_parts_of(layer.self_attn.o_proj)
-        group = []
-        for name in names:
-            read = read_projection(getattr(layer, owner)._modules[name], own_forward)
-            if isinstance(read, str):
-                return f"{name}: {read}"
-            if trains_bias(read):
-                return (
-                    f"{name}: its bias is trained (lora_bias or bias=): its layer's parts run "
-                    "fused, not the whole"
-                )
-            for adapter in (read.A, read.B):
-                if adapter.dtype not in DTYPES:
-                    return f"an adapter is {adapter.dtype}, should be bfloat16, float16 or float32"
-            for tensor in (read.weight, read.bias):
-                if tensor is not None and (tensor.dtype, tensor.device) != (dtype, device):
-                    return (
-                        f"{name}: its base layer is {tensor.dtype} on {tensor.device}, its layer's "
-                        f"norms are {dtype} on {device}: give all one dtype and one device"
-                    )
-            group.append(read)
-        groups.append(group)
-    for weight in (head_norms_of(layer.self_attn) or ())[:2]:
-        if (weight.dtype, weight.device) != (dtype, device):
-            return (
-                f"self_attn: a norm of heads is {weight.dtype} on {weight.device}, the other norms "
-                f"are {dtype} on {device}: give all one dtype and one device"
-            )
-    return why_unloaded(layer, (read for group in groups for read in group)) or groups
-
-
-def _base_layers(layer: Any) -> Iterator[Any]:
-    """The linear layers under the layer's projections."""
-    for owner, names in GROUPED_PROJECTIONS:
-        for name in names:
-            projection = getattr(layer, owner)._modules[name]
-            base = getattr(projection, "base_layer", projection)
-            if isinstance(base, nn.Linear):
-                yield base
-
-
-def _ranks(layer: Any) -> list[list[int]]:
-    """The largest rank of each projection's adapters, by its buffer."""
-    return [
-        [
-            max(
-                (A.out_features for A in _adapters_of(getattr(layer, owner)._modules[name])),
-                default=0,
-            )
-            for name in names
-        ]
-        for owner, names in GROUPED_PROJECTIONS
-    ]
-
-
-def _adapters_of(projection: Any) -> Iterable[Any]:
-    return projection.lora_A.values() if hasattr(projection, "lora_A") else ()
-
-
-def _norms(form: LayerForm) -> tuple[str, str, str, str]:
-    """The names of a layer's norms, "" for those that it does not have."""
-    return form.before_attention, form.after_attention, form.before_mlp, form.after_mlp
-
-
-def _forms_of(norms: Iterable[nn.Module | None]) -> set[NormForm]:
-    return {known_form(norm, "RMSNorm") for norm in norms if norm is not None}
-
-
-def _why_not_parts(layer: Any) -> str | None:
-    """Return the reason if a part of the layer, besides its projections, computes another thing."""
-    reason = why_not_class(layer, "DecoderLayer") or known_form(layer, "DecoderLayer")
-    if reason:
-        return reason
-    if type(layer).__bases__[0].__name__ == "FSDPModule":
-        return "its weights are gathered by fully_shard into memory of its own; use the other parts"
-    attention, mlp = layer.self_attn, layer.mlp
-    for name, kind in (("self_attn", "Attention"), ("mlp", "MLP")):
-        part = layer._modules[name]
-        if (reason := why_not_class(part, kind) or why_call(part, own_forward=False)) is not None:
-            return f"{name}: {reason}"
-    for name in filter(None, _norms(known_form(layer, "Layer"))):
-        if (reason := why_not_frozen(layer._modules[name])) is not None:
-            return f"{name}: {reason}"
-    if len(_forms_of(layer._modules.get(name) for name in _norms(known_form(layer, "Layer")))) > 1:
-        return "its norms are of different forms"
-    if (reason := why_not_sdpa(attention) or why_not_head_norms(attention)) is not None:
-        return f"self_attn: {reason}"
-    if (reason := why_not_activation(mlp)) is not None:
-        return f"mlp: {reason}"
-    return None
+    return read_groups(layer)
 
 
 def _why_not_inputs(
@@ -307,13 +210,13 @@ def _run(
     mask: Tensor | None,
     rows: Tensor | None,
 ) -> Tensor:
-    *adapters, frozen = _operands(layer, reads)
+    *trained, frozen = _operands(layer, reads)
     angles = position_embeddings if turns(layer.self_attn) else (None, None)
     seed = seed_for(hidden_states, *frozen.dropouts)
 
     def run(output_needed: bool) -> Tensor:
         now = frozen._replace(output_needed=output_needed, rows=rows, seed=seed)
-        return DecoderLayer.apply(hidden_states, *angles, mask, *adapters, now)
+        return DecoderLayer.apply(hidden_states, *angles, mask, *trained, now)
 
     return saving_last(run)
 

@@ -11,16 +11,10 @@ from fused_mlp import FrozenMLP, LoRA_MLP
 from fused_mlp.utils import ACTIVATIONS
 
 from ..step.recompute import saving_last
+from .linear import read_projections, run_alone
 from .originals import is_builtin
-from .projection import (
-    bias_of,
-    read_projection,
-    seed_for,
-    split_projection,
-    why_call,
-    why_not_dropout_here,
-)
-from .site import class_forward, having, known_form, say_once, why_not_class, why_unloaded
+from .projection import Projection, bias_of, seed_for, split_projection, why_call
+from .site import class_forward, having, known_form, say_left, why_not_class
 
 
 def mlps(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -30,25 +24,17 @@ def mlps(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def read_mlp(mlp: nn.Module) -> tuple | str:
-    """Return the operands of LoRA_MLP after x, read from this MLP as it is now, or the reason why
-    it may not run fused."""
+def read_mlp(mlp: nn.Module) -> tuple | dict[str, str] | str:
+    """Return the operands of LoRA_MLP after x, read from this MLP as it is now, or why some of its
+    projections, by name, or all may not run fused."""
     reason = why_not_class(mlp, "MLP") or why_not_activation(mlp)
     if reason is not None:
         return reason
-    projections = []
-    for name in (*known_form(mlp, "MLP").projections, "down_proj"):
-        projection = read_projection(getattr(mlp, name))
-        if isinstance(projection, str):
-            return f"{name}: {projection}"
-        projections.append(projection)
-    reason = why_unloaded(mlp, projections) or why_not_dropout_here(projections)
-    if reason is not None:
-        return reason
-    *both, down = projections
-    if len(both) == 1:
-        both = split_projection(both[0], [down.weight.shape[1]] * 2)
-    gate, up = both
+    reads = read_projections(mlp, (*known_form(mlp, "MLP").projections, "down_proj"))
+    if not isinstance(reads, list):
+        return reads
+    *both, down = reads
+    gate, up = split_gate_up(both)
     frozen = FrozenMLP(
         gate.weight, up.weight, down.weight, gate.scaling, up.scaling, down.scaling,
         activation=activation_of(mlp),
@@ -58,6 +44,11 @@ def read_mlp(mlp: nn.Module) -> tuple | str:
     if all(bias is None for bias in biases):
         biases = []
     return gate.A, gate.B, up.A, up.B, down.A, down.B, *biases, frozen
+
+
+def split_gate_up(reads: list[Projection]) -> list[Projection]:
+    """gate and up, of an MLP's two layers for them or its one."""
+    return reads if len(reads) > 1 else split_projection(reads[0], [len(reads[0].weight) // 2] * 2)
 
 
 def activation_of(mlp: Any) -> str:
@@ -86,9 +77,9 @@ def why_not_activation(mlp: Any) -> str | None:
 
 def mlp_forward(mlp: nn.Module, parts: frozenset[str], x: Tensor) -> Tensor:
     operands = read_mlp(mlp)
-    if isinstance(operands, str):
-        say_once(mlp, operands)
-        return class_forward(mlp, x)
+    if not isinstance(operands, tuple):
+        say_left(mlp, operands)
+        return class_forward(mlp, x) if isinstance(operands, str) else _run_apart(mlp, x)
     *adapters, frozen = operands
     seed = seed_for(x, frozen.gate_dropout, frozen.up_dropout, frozen.down_dropout)
 
@@ -96,3 +87,15 @@ def mlp_forward(mlp: nn.Module, parts: frozenset[str], x: Tensor) -> Tensor:
         return LoRA_MLP.apply(x, *adapters, frozen._replace(output_needed=output_needed, seed=seed))
 
     return saving_last(run)
+
+
+def _run_apart(mlp: Any, x: Tensor) -> Tensor:
+    """The class's own forward, each projection by itself, fused where it may be."""
+    form = known_form(mlp, "MLP")
+    outputs = [run_alone(getattr(mlp, name), x) for name in form.projections]
+    gate, up = outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
+    return run_alone(mlp.down_proj, getattr(mlp, form.activation)(gate) * up)
+
+
+def count_of(mlp: nn.Module) -> int:
+    return len(mlp._modules.keys() & {"gate_proj", "up_proj", "gate_up_proj", "down_proj"})

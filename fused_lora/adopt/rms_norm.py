@@ -4,6 +4,7 @@ residual is added within its second norm."""
 from collections.abc import Iterator
 from typing import Any
 
+from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 
 from ..rms_norm import add_rms_norm, rms_norm
@@ -27,14 +28,24 @@ def why_not_norm(norm: Any) -> str | None:
     return None
 
 
+def active_norm(norm: Any) -> Any:
+    """Return the norm that a call of this one runs: of one in modules_to_save the adapter's."""
+    if type(norm) is not ModulesToSaveWrapper or why_call(norm) is not None:
+        return norm
+    active = [] if norm.disable_adapters else norm.active_adapters
+    saved = norm.modules_to_save
+    return saved[active[0]] if active and active[0] in saved else norm.original_module
+
+
+def why_not_within(norm: Any) -> str | None:
+    """Return the reason if this norm may not be part of a function."""
+    return why_not_norm(norm) or why_call(norm, own_forward=False)
+
+
 def why_not_frozen(norm: Any) -> str | None:
     """Return the reason if this norm may not be part of a function that does not train it."""
-    if (reason := why_not_class(norm, "RMSNorm") or why_call(norm, own_forward=False)) is not None:
+    if (reason := why_not_within(norm)) is not None:
         return reason
-    if getattr(norm, "weight", None) is None:
-        return "it has no weight"
-    if type(norm.weight) is not nn.Parameter:
-        return f"its weight {why_not_plain(norm.weight)}"
     if norm.weight.requires_grad:
         return "its weight is trained: freeze it, requires_grad_(False)"
     return None
@@ -54,15 +65,14 @@ def norm_forward(norm: Any, parts: frozenset[str], x: Tensor) -> Tensor:
 def why_not_normed_layer(layer: Any) -> str | None:
     if (reason := why_not_class(layer, "NormedLayer")) is not None:
         return reason
-    norm = getattr(layer, known_form(layer, "NormedLayer").before_mlp)
-    return why_not_norm(norm) or why_call(norm, own_forward=False)
+    return why_not_within(active_norm(getattr(layer, known_form(layer, "NormedLayer").before_mlp)))
 
 
 def normed_layer_forward(layer: Any, parts: frozenset[str], hidden_states: Tensor, **options):
     """The class's own forward; the residual's addition goes into the norm after it."""
     reason, form = why_not_normed_layer(layer), known_form(layer, "NormedLayer")
     if reason is None:
-        norm = getattr(layer, form.before_mlp)
+        norm = active_norm(getattr(layer, form.before_mlp))
         if hidden_states.dtype != norm.weight.dtype:
             reason = f"its input is {hidden_states.dtype} and its norm's weight {norm.weight.dtype}"
     if reason is not None:

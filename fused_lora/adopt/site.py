@@ -64,6 +64,7 @@ class Site(NamedTuple):
     forward: what is set on it; called with the module and the set of parts that it runs.
     is_listed: whether the report lists it; not where its modules are listed by another site.
     count: how many of its part's units such a module is.
+    left: of a module that runs fused in part, the units that do not, by name, and why.
     """
 
     candidates: Callable[[nn.Module], Iterator[tuple[str, nn.Module]]]
@@ -71,6 +72,7 @@ class Site(NamedTuple):
     forward: Callable[..., Any]
     is_listed: bool = True
     count: Callable[[nn.Module], int] = lambda module: 1
+    left: Callable[[nn.Module], dict[str, str]] = lambda module: {}
 
 
 class Part(NamedTuple):
@@ -166,6 +168,12 @@ def say_once(module: nn.Module, reason: str) -> None:
         )
 
 
+def say_left(module: nn.Module, left: dict[str, str] | str) -> None:
+    """`say_once`, for a module of which some units, by name, step aside, or all."""
+    for reason in [left] if isinstance(left, str) else map(": ".join, left.items()):
+        say_once(module, reason)
+
+
 def why_unloaded(module: nn.Module, projections: Iterable[Any]) -> str | None:
     """Return the reason if none of a module's projections, as they were read, has an adapter, and
     some had when `fuse` was called. A module that never had any runs fused with the others."""
@@ -180,11 +188,11 @@ def _has_adapters(module: nn.Module) -> bool:
     return any(hasattr(part, "lora_A") for part in module.modules())
 
 
-def share_told(model: nn.Module) -> None:
-    """Let what is said of one module of the model be said of all."""
+def share_told(model: nn.Module, told: set[str]) -> None:
+    """Let what is said of one module of the model, and what the report tells, be said of all."""
     owners = [owner for owner in map(_owner_of, model.modules()) if owner is not None]
     for owner in owners:
-        owner.told = owners[0].told
+        owner.told = told
 
 
 def _is_on_cpu(value: Any) -> bool:
@@ -286,3 +294,7 @@ def having(*names: str) -> Callable[[nn.Module], Iterator[tuple[str, nn.Module]]
 
 def reason_in(operands: Any) -> str | None:
     return operands if isinstance(operands, str) else None
+
+
+def left_in(operands: Any) -> dict[str, str]:
+    return operands if isinstance(operands, dict) else {}

@@ -1,7 +1,7 @@
 """Every part of a model that can run fused: its sites, by the switch of `Fusion` that it is."""
 
-from . import attention, cross_entropy, layer, mlp, rms_norm
-from .site import Part, Site, having, reason_in, why_not_class
+from . import attention, cross_entropy, layer, linear, mlp, rms_norm
+from .site import Part, Site, having, left_in, reason_in, why_not_class
 
 SWITCHES = {
     "mlp": Part(
@@ -10,10 +10,12 @@ SWITCHES = {
                 mlp.mlps,
                 lambda module: reason_in(mlp.read_mlp(module)),
                 mlp.mlp_forward,
+                count=mlp.count_of,
+                left=lambda module: left_in(mlp.read_mlp(module)),
             ),
         ),
         "it has no MLP with gate_proj, up_proj and down_proj (a mixture's experts stay PEFT's)",
-        "MLPs",
+        "projections",
     ),
     "attention": Part(
         (
@@ -22,11 +24,12 @@ SWITCHES = {
                 lambda module: reason_in(attention.read_qkv(module)),
                 attention.self_attention_forward,
                 count=attention.count_of_qkv,
+                left=lambda module: left_in(attention.read_qkv(module)),
             ),
             Site(
                 attention.output_projections,
-                lambda module: reason_in(attention.read_output(module)),
-                attention.output_forward,
+                lambda module: reason_in(linear.read_output(module)),
+                linear.output_forward,
             ),
         ),
         "it has no attention with q_proj, k_proj and v_proj",

@@ -1,5 +1,7 @@
 """A layer's residual, for `decoder_layer.py`: its norms before attention and MLP, what these add to
-it, as it is, as a multiple or normed, and the rows of it that are wanted."""
+it, as it is, as a multiple or normed, the gradients of biases, and the rows that are wanted."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -26,13 +28,16 @@ def norm_or_copy(
 
 def norm_or_copy_backward(
     grad_y: Tensor, grad_residual: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor | None,
-    zero_centered: bool, grad_x: Tensor,
+    zero_centered: bool, grad_x: Tensor, grad_weight: Tensor | None,
 ) -> None:  # fmt: skip
-    """Write the gradient of `norm_or_copy`'s x, which goes on as the residual, into grad_x."""
+    """Write the gradient of `norm_or_copy`'s x, which goes on as the residual, into grad_x, and
+    that of a weight that is trained into grad_weight."""
     if weight is None or rstd is None:
         torch.add(grad_y, grad_residual, out=grad_x)
     else:
-        residual_norm_backward(grad_y, grad_residual, x, weight, rstd, grad_x, zero_centered)
+        residual_norm_backward(
+            grad_y, grad_residual, x, weight, rstd, grad_x, zero_centered, grad_weight
+        )
 
 
 def add_projected(
@@ -50,20 +55,34 @@ def add_projected(
 
 def gradient_of_added(
     grad: Tensor, width: int, multiplier: float, x: Tensor | None, weight: Tensor | None,
-    rstd: Tensor | None, zero_centered: bool,
+    rstd: Tensor | None, zero_centered: bool, grad_weight: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Wide rows with the gradient of what a projection gives, from those with that of a sum, to
-    which it is added as it is (the same rows then), as a multiple, or normed (x, of which rstd)."""
+    which it is added as it is (the same rows then), as a multiple, or normed (x, of which rstd);
+    that of a norm's weight that is trained is written into grad_weight."""
     if weight is None and multiplier == 1.0:
         return grad
     of_sum, wide = grad[:, :width], empty_rows(grad, *grad.shape)
     if x is None or weight is None or rstd is None:
         torch.mul(of_sum, multiplier, out=wide[:, :width])
         return wide
-    residual_norm_backward(of_sum, None, x, weight, rstd, wide[:, :width], zero_centered)
+    residual_norm_backward(
+        of_sum, None, x, weight, rstd, wide[:, :width], zero_centered, grad_weight
+    )
     if multiplier != 1.0:
         wide[:, :width].mul_(multiplier)
     return wide
+
+
+def sum_biases(grad: Tensor, bordered: Bordered, grad_biases: Sequence[Tensor | None]) -> None:
+    """Write the gradients of the biases that are trained, each the sum over tokens of what its
+    projection gave, whose gradients are the first columns of grad."""
+    grads = grad[:, : bordered.out].split_with_sizes(bordered.out_features, 1)
+    for of_output, of_bias in zip(grads, grad_biases, strict=True):
+        if of_bias is not None:
+            # bf16 sums in fp32, and is rounded to the dtype that is asked for
+            dtype = torch.promote_types(of_output.dtype, of_bias.dtype)
+            of_bias.copy_(of_output.sum(0, dtype=dtype))
 
 
 def wanted_rows(tensor: Tensor, rows: Tensor | None) -> Tensor:

@@ -2,7 +2,8 @@
 backward, and the residual's sum with what an adapted projection gives, or with the norm of that.
 
     residual_norm_forward    y = x r w,   r = 1 / sqrt(mean(x^2) + eps)
-    residual_norm_backward   grad_x = r (g - n mean(g n)) + grad_residual,   n = x r,  g = grad_y w
+    residual_norm_backward   grad_x = r (g - n mean(g n)) + grad_residual,   n = x r,  g = grad_y w,
+                             and where w is trained, its gradient
     add_adapted         total = residual + m (y + z B'),  z_copy = z
     add_normed          total = residual + x r w
 
@@ -33,6 +34,7 @@ from fused_mlp.launching import cdiv, launch, next_power_of_2
 
 from ..rms_norm import (
     MAX_HIDDEN,
+    MAX_PARTIAL_SUMS,
     _rms_norm_backward_kernel,
     _rms_norm_forward_kernel,
     block_of,
@@ -164,16 +166,18 @@ def residual_norm_forward(
 
 def residual_norm_backward(
     grad_y: Tensor, grad_residual: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor,
-    grad_x: Tensor, zero_centered: bool = False,
+    grad_x: Tensor, zero_centered: bool = False, grad_weight: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write the gradient of x, which was normalised and goes on as the residual, into grad_x.
+    """Write the gradient of x, which was normalised and goes on as the residual, into grad_x, and
+    that of weight, where it is asked for, into grad_weight [hidden], which may have any dtype.
 
     Equivalent PyTorch, for [rows, hidden] tensors of one dtype, y being the norm of x::
 
         grad_x.copy_(torch.autograd.grad(y, x, grad_y)[0] + grad_residual)
+        grad_weight.copy_(torch.autograd.grad(y, weight, grad_y)[0])  # summed in fp32
 
     Without grad_residual x goes on nowhere. weight, rstd and zero_centered are as
-    `residual_norm_forward` had and gave them; weight gets no gradient.
+    `residual_norm_forward` had and gave them.
 
     Raises:
         ValueError: as `residual_norm_forward`.
@@ -185,15 +189,20 @@ def residual_norm_backward(
     )  # fmt: skip
     _check_hidden("residual_norm_backward", x, weight)
     rows, hidden = x.shape
+    rows_per_program = 1 if grad_weight is None else max(cdiv(rows, MAX_PARTIAL_SUMS), 1)
+    programs = cdiv(rows, rows_per_program)
+    partial = None if grad_weight is None else rstd.new_empty(programs, hidden)
     if rows:
         block, warps = block_of(hidden)
         launch(
-            _rms_norm_backward_kernel, (rows,),
-            grad_y, grad_residual, x, weight, rstd, grad_x, None,
+            _rms_norm_backward_kernel, (programs,),
+            grad_y, grad_residual, x, weight, rstd, grad_x, partial,
             grad_y.stride(0), 0 if grad_residual is None else grad_residual.stride(0), x.stride(0),
             grad_x.stride(0),
-            rows, hidden, 1, zero_centered, block, num_warps=warps,
+            rows, hidden, rows_per_program, zero_centered, block, num_warps=warps,
         )  # fmt: skip
+    if grad_weight is not None and partial is not None:
+        grad_weight.copy_(partial.sum(0))
 
 
 def add_adapted(

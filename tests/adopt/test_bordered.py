@@ -14,7 +14,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fused_lora import fuse, unfuse
 from fused_lora.adopt import borders as module
-from fused_lora.adopt.layer import GROUPED_PROJECTIONS, borders_of, read_layer
+from fused_lora.adopt.layer import borders_of, read_layer
+from fused_lora.adopt.layer_reading import grouped_projections
 from fused_lora.frozen_layer import GROUPS
 
 BF16 = {"dtype": torch.bfloat16}
@@ -28,8 +29,8 @@ def groups_of(layer):
 
 def base_layers(layer):
     return [
-        [getattr(layer, owner)._modules[name].base_layer for name in names]
-        for owner, names in GROUPED_PROJECTIONS
+        [owner._modules[name].base_layer for name in names]
+        for owner, names in grouped_projections(layer)
     ]
 
 

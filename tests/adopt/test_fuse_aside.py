@@ -6,8 +6,9 @@ import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from fused_case import ALL
-from layer_case import LAYER, NAMES, operands_of_calls, pair
+from layer_case import LAYER, NAMES, operands_of_calls, pair, peft_model
 from peft_models import MLP_NAMES, MLP_ON, ids, layers, logits
+from projection_case import readapt
 from reference import relative_error
 
 import fused_lora.adopt.site
@@ -43,6 +44,14 @@ def test_a_reason_that_nobody_asked_for_is_said_once_and_a_wish_never(calls, dev
     for handle in handles:
         handle.remove()
     assert said_by(run) == [] and len(calls) == 4
+
+
+def test_what_the_report_of_fuse_said_is_not_said_again(device):
+    model = peft_model(device)
+    for name in ("mlp.up_proj", "self_attn.k_proj"):
+        readapt(layers(model)[0].get_submodule(name), use_dora=True)
+    assert "it uses DoRA" in str(fuse(model, Fusion(**ALL)))
+    assert said_by(lambda: logits(model)) == []
 
 
 def test_accelerates_hooks_after_fuse_are_reported_and_taken_away(calls, device):

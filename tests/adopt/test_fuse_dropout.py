@@ -111,6 +111,10 @@ OPTIONS = {  # of one layer of a model, with more tokens than a word has bits
         "target_modules": ["q_proj", "down_proj"], "dtype": torch.bfloat16
     },
     "norms on both sides, GELU": {"family": "Gemma3Text", "config": {"pad_token_id": 0}},
+    "joined projections": {
+        "family": "Phi3", "config": {"pad_token_id": 0},
+        "target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
+    },
 }  # fmt: skip
 THINNED = ("normed heads", "fp16, each its own rank")  # others have that, and that dtype
 

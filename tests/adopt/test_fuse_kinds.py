@@ -10,7 +10,7 @@ from families_case import FAMILIES
 from fused_case import ALL, SHORT, assert_trains_alike, functions_of
 from layer_case import assert_layer_right, layer_of, pair, peft_model
 from peft_models import ids
-from projection_case import readapt
+from projection_case import readapt, replace_weight
 
 from fused_lora import Fusion, fuse
 
@@ -25,24 +25,31 @@ def made(config=ONE, **options):
     return lambda device: peft_model(device, config=config, **options)
 
 
-def with_trained_norms(family):
+def with_trained_norms(family, named="norm.weight", config=()):
     def make(device):
-        model = peft_model(device, family, config=ONE)
+        model = peft_model(device, family, config=ONE | dict(config))
         for name, parameter in model.named_parameters():
-            if name.endswith("norm.weight"):
+            if name.endswith(named):
                 parameter.requires_grad_()
         return model
 
     return make
 
 
-def with_dora_on(name):
-    def make(device):
-        model = peft_model(device, config=ONE)
-        readapt(layer_of(model).get_submodule(name), use_dora=True)
+PLAIN = made()
+
+
+def add_dora(projection):
+    readapt(projection, use_dora=True)
+
+
+def with_one(name, change=add_dora, make=PLAIN):
+    def made_and_changed(device):
+        model = make(device)
+        change(layer_of(model).get_submodule(name))
         return model
 
-    return make
+    return made_and_changed
 
 
 def phi(**options):
@@ -55,23 +62,53 @@ OF_BASE = ONE | {"mlp_bias": True, "attention_bias": True}  # which are frozen
 # How a model of one layer is made, and what of it `fuse(model)` runs, by our functions.
 KINDS = {
     "rsLoRA": (made(use_rslora=True), WHOLE),
-    "lora_bias": (made(lora_bias=True), PARTS),
-    "lora_bias of o alone": (made(lora_bias=True, target_modules=["o_proj"]), PARTS),
-    "lora_bias, no other biases": (made(lora_bias=True, family="Llama"), PARTS),
-    "lora_bias, joined projections": (phi(lora_bias=True), PARTS),
-    "bias all": (made(bias="all"), PARTS),
+    "lora_bias": (made(lora_bias=True), WHOLE),
+    "lora_bias of o alone": (made(lora_bias=True, target_modules=["o_proj"]), WHOLE),
+    "lora_bias, no other biases": (made(lora_bias=True, family="Llama"), WHOLE),
+    "joined projections": (phi(), WHOLE),
+    "lora_bias, joined projections": (phi(lora_bias=True), WHOLE),
+    "bias all": (made(bias="all"), WHOLE),
     "bias all, of projections without adapters": (
-        made(bias="all", target_modules=["gate_proj"]), PARTS
+        made(bias="all", target_modules=["gate_proj"]), WHOLE
     ),
-    "bias lora_only": (made(bias="lora_only", target_modules=["q_proj"]), PARTS),
+    "bias lora_only": (made(bias="lora_only", target_modules=["q_proj"]), WHOLE),
     "biases of an MLP's base layers": (made(OF_BASE, family="Llama"), WHOLE),
-    "bias all, an MLP's too": (made(OF_BASE, family="Llama", bias="all"), PARTS),
-    "norms that are trained": (with_trained_norms("Qwen2"), PARTS),
+    "bias all, an MLP's too": (made(OF_BASE, family="Llama", bias="all"), WHOLE),
+    "lora_bias and bias all, multiplied": (
+        made(OF_BASE, family="Granite", bias="all", lora_bias=True), WHOLE
+    ),
+    "norms that are trained": (with_trained_norms("Qwen2"), WHOLE),
+    "norms of outputs that are trained": (
+        with_trained_norms("Olmo2", "layernorm.weight", {"pad_token_id": 0}), WHOLE
+    ),
+    "norms around that are trained, about one": (
+        with_trained_norms("Gemma3Text", "layernorm.weight", {"pad_token_id": 0}), WHOLE
+    ),
     "norms of heads, too": (with_trained_norms("Qwen3"), MLP | {"LoRA_QKV": 1, "LoRA_W": 1}),
-    "norms in modules_to_save": (made(modules_to_save=NORMS), PARTS),
-    "DoRA on up": (with_dora_on("mlp.up_proj"), ATTENTION),
-    "DoRA on k": (with_dora_on("self_attn.k_proj"), MLP | {"LoRA_W": 1}),
-    "DoRA on o": (with_dora_on("self_attn.o_proj"), MLP | {"LoRA_QKV": 1}),
+    "norms in modules_to_save": (made(modules_to_save=NORMS), WHOLE),
+    "DoRA on up": (with_one("mlp.up_proj"), ATTENTION | {"LoRA_W": 2}),
+    "DoRA on gate and up, joined": (
+        with_one("mlp.gate_up_proj", make=phi()), ATTENTION | {"LoRA_W": 1}
+    ),
+    "DoRA on down, beside joined ones with biases": (
+        with_one("mlp.down_proj", make=phi(lora_bias=True)), ATTENTION | {"LoRA_W": 1}
+    ),
+    "DoRA on k": (with_one("self_attn.k_proj"), MLP | {"LoRA_W": 3}),
+    "DoRA on k, normed heads": (
+        with_one("self_attn.k_proj", make=made(family="Qwen3")), MLP | {"LoRA_W": 3}
+    ),
+    "DoRA on gate, up without an adapter": (
+        with_one("mlp.gate_proj", make=made(target_modules=["q_proj", "gate_proj", "down_proj"])),
+        ATTENTION | {"LoRA_W": 1},
+    ),
+    "DoRA on q, k and v, joined": (
+        with_one("self_attn.qkv_proj", make=phi()), MLP | {"LoRA_W": 1}
+    ),
+    "DoRA on o": (with_one("self_attn.o_proj"), MLP | {"LoRA_QKV": 1}),
+    "a quantised v": (with_one("self_attn.v_proj", replace_weight), MLP | {"LoRA_W": 3}),
+    "a quantised down, beside biases": (
+        with_one("mlp.down_proj", replace_weight, made(lora_bias=True)), ATTENTION | {"LoRA_W": 2}
+    ),
 }  # fmt: skip
 
 
@@ -93,10 +130,10 @@ AGAIN = Fusion(**ALL, layer=True, checkpoint="full")
 
 @pytest.mark.parametrize("fusion", [APART, AGAIN], ids=("apart", "again"))
 @pytest.mark.parametrize("options", [
-    {"lora_bias": True}, {"bias": "all"},
+    {"lora_bias": True}, {"bias": "all"}, {"modules_to_save": NORMS},
     {"lora_bias": True, "family": "Llama", "target_modules": ["q_proj", "k_proj"]},  # v has none
 ], ids=str)  # fmt: skip
-def test_biases_are_trained_in_any_fusion(options, fusion, device):
+def test_biases_and_norms_are_trained_in_any_fusion(options, fusion, device):
     plain = peft_model(device, config=ONE, **options)
     fused = copy.deepcopy(plain)
     fuse(fused, fusion, strict=False)

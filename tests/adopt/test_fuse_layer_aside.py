@@ -84,11 +84,7 @@ REASONS = [
     ("input_layernorm", add_hook, "input_layernorm: it has hooks"),
     ("mlp.act_fn", add_hook, "mlp: act_fn: it has hooks"),
     ("self_attn.o_proj", add_hook, "o_proj: it has hooks"),
-    (
-        "post_attention_layernorm",
-        lambda m: m.weight.requires_grad_(),
-        "post_attention_layernorm: its weight is trained",
-    ),
+    ("post_attention_layernorm", lambda m: m.half(), "a norm of its layer or of heads is torch"),
     (
         "self_attn",
         lambda m: setattr(m, "attention_dropout", 0.1),
@@ -104,7 +100,7 @@ REASONS = [
         lambda m: m.weight.requires_grad_(),
         "self_attn: k_norm: its weight is trained",
     ),
-    ("self_attn.q_norm", lambda m: m.half(), "self_attn: a norm of heads is torch.float16"),
+    ("self_attn.q_norm", lambda m: m.half(), "a norm of its layer or of heads is torch.float16"),
 ]
 
 

@@ -5,6 +5,7 @@ When one differs, the failure shows the row as it should stand there.
 """
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,10 @@ CASES = {
     '`bias="all"` or `"lora_only"`': with_peft(bias="all"),
     "norms that are trained": with_peft(modules_to_save=["input_layernorm"]),
     "DoRA": with_peft(use_dora=True),
-    "DoRA of `k_proj` alone": each_projection(lambda one: readapt(one, use_dora=True), "k_proj"),
+    **{
+        f"DoRA of `{name}` alone": each_projection(lambda one: readapt(one, use_dora=True), name)
+        for name in ("k_proj", "up_proj")
+    },
     "several adapters active": each_projection(add_active),
     "quantised base weights": each_projection(replace_weight),
     "merged": merged,
@@ -108,13 +112,11 @@ def with_config(**config):
 SETTINGS = {  # of PEFT and transformers, by what makes such a model
     "`use_dora=True`": with_peft(use_dora=True),
     '`init_lora_weights="mica"`': with_peft(init_lora_weights="mica"),
-    "`lora_bias=True`": with_peft(lora_bias=True),
-    '`bias="all"` or `"lora_only"`': with_peft(bias="lora_only"),
     "`lora_dropout=1.0`": with_peft(lora_dropout=1.0),
     '`modules_to_save=["down_proj"]`': with_peft(
         modules_to_save=["down_proj"], target_modules=[*ATTENTION]
     ),
-    '`modules_to_save=["input_layernorm"]`': with_peft(modules_to_save=["input_layernorm"]),
+    '`modules_to_save=["q_norm"]`': with_peft(family="Qwen3", modules_to_save=["q_norm"]),
     '`target_modules=["q_proj", "lm_head"]`': with_peft(target_modules=["q_proj", "lm_head"]),
     "`layer_replication`": with_peft(family="Llama", layer_replication=[[0, 2], [1, 2]]),
     "`IA3Config`": lambda device: get_peft_model(
@@ -131,6 +133,9 @@ SETTINGS = {  # of PEFT and transformers, by what makes such a model
     "`quantization_config`, of layers": each_projection(subclass_base),
     '`attn_implementation="eager"`': with_config(attn_implementation="eager"),
     "`attention_dropout=0.1`": with_config(attention_dropout=0.1),
+    "`resid_pdrop=0.1`, of Phi": lambda device: (
+        replace(OTHERS["Phi-3"], config={"resid_pdrop": 0.1}).peft_model(device).train()
+    ),
 }
 
 

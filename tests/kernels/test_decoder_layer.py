@@ -21,7 +21,7 @@ from refusal import assert_refused, narrow, trained
 import fused_lora.decoder_layer as module
 from fused_lora.adopt.layer import read_layer
 from fused_lora.decoder_layer import DecoderLayer
-from fused_lora.frozen_layer import GROUPS, PROJECTIONS
+from fused_lora.frozen_layer import GROUPS, PROJECTIONS, Others
 from fused_lora.kernels import layer_residual
 from fused_lora.kernels.rows import Handover
 
@@ -69,6 +69,12 @@ def test_output_and_gradients_are_within_the_error_budget(dtype, family, check):
 
 RANKS = {"q_proj": 3, "up_proj": 12, "down_proj": 1}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+NORMS = ["input_layernorm", "post_attention_layernorm"]
+PHI = {
+    "family": "Phi3",
+    "config": {"pad_token_id": 0},
+    "target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
+}
 UNTURNED = {"no_rope_layers": [0], "pad_token_id": 0}
 OPTIONS = {
     "rank 40, rsLoRA": {"r": 40, "use_rslora": True},
@@ -99,6 +105,17 @@ OPTIONS = {
         "family": "Gemma3Text", "config": {"pad_token_id": 0, "attention_bias": True} | HEADS
     },
     "norms about one, GELU": {"family": "Gemma", "config": {"pad_token_id": 0}},
+    "biases that are trained": {"lora_bias": True, "bias": "all"},
+    "biases and norms that are trained, multiplied": {
+        "family": "Granite", "modules_to_save": NORMS, "lora_bias": True,
+        "config": {"residual_multiplier": 0.22},
+    },
+    "norms of inputs and outputs that are trained, about one": {
+        "family": "Gemma3Text", "config": {"pad_token_id": 0},
+        "modules_to_save": [*NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm"],
+    },
+    "joined projections": PHI,
+    "joined projections, our own attention": PHI | {"config": PHI["config"] | HEADS},
     "narrow MLP": {"config": {"intermediate_size": 17}},
 }  # fmt: skip
 
@@ -345,14 +362,17 @@ ERRORS = [
         {"up_A": narrow},
         r"gate_up: A 1 is \[8, 51\] and B 1 \[139, 8\], should be \[r, 52\] and \[139, r\]",
     ),
+    ({"v_bias": narrow}, r"qkv: bias 2 is \[25\], should be \[26\]"),
+    ({"mlp_norm": None}, "10 biases and norms given, should be none, or each of q_bias, k_bias"),
     ({"o_A": lambda t: torch.cat((t, t))}, r"o: A 0 is \[16, 52\].* of one r up to 8"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "message"), ERRORS, ids=[message for _, message in ERRORS])
 def test_what_does_not_fit_is_a_value_error(changes, message, device):
-    _, inputs, _ = operands(device)
-    names = ("hidden", "cos", "sin", "mask", *ADAPTERS, "frozen")
+    others = Others._fields if changes.keys() & {*Others._fields} else ()
+    _, inputs, _ = operands(device, lora_bias=bool(others))
+    names = ("hidden", "cos", "sin", "mask", *ADAPTERS, *others, "frozen")
     assert_refused(DecoderLayer.apply, zip(names, inputs, strict=True), changes, message)
 
 

@@ -6,6 +6,7 @@ import torch
 from reference import assert_within_budget, random
 from rms_norm_case import EPS, eager_rms_norm
 
+from fused_lora.kernels import residual
 from fused_lora.kernels.residual import (
     add_adapted,
     add_normed,
@@ -41,14 +42,18 @@ def fused_norm(x, weight, grad_y, grad_residual, layout=torch.clone, zero_center
     y, copy, grad_x = (layout(torch.full_like(x, 7.0)) for _ in range(3))
     rstd = residual_norm_forward(x, weight, EPS, y, copy, zero_centered)
     assert rstd.dtype == torch.float32 and torch.equal(copy, x)
-    residual_norm_backward(grad_y, grad_residual, x, weight, rstd, grad_x, zero_centered)
-    return y, grad_x
+    grad_weight = torch.full_like(weight, 7.0, dtype=torch.float32)
+    residual_norm_backward(
+        grad_y, grad_residual, x, weight, rstd, grad_x, zero_centered, grad_weight
+    )
+    return y, grad_x, grad_weight
 
 
 def eager_norm(x, weight, grad_y, grad_residual, zero_centered=False):
-    x = x.clone().requires_grad_()
+    x, weight = (t.clone().requires_grad_() for t in (x, weight))
     y = eager_rms_norm(x, weight, EPS, zero_centered)
-    return y.detach(), torch.autograd.grad(y, x, grad_y)[0] + grad_residual
+    grad_x, grad_weight = torch.autograd.grad(y, (x, weight), grad_y)
+    return y.detach(), grad_x + grad_residual, grad_weight
 
 
 def sum_case(size, dtype, device):
@@ -89,6 +94,14 @@ def eager_normed_sum(x, residual, weight, grad, zero_centered=False):
     leaf = x.detach().requires_grad_()
     total = residual + eager_rms_norm(leaf, weight, EPS, zero_centered)
     return total.detach(), torch.autograd.grad(total, leaf, grad)[0]
+
+
+def test_several_rows_share_a_partial_sum_of_a_weights_gradient(device, monkeypatch):
+    monkeypatch.setattr(residual, "MAX_PARTIAL_SUMS", 3)
+    case = norm_case("odd", torch.bfloat16, device)
+    truth = eager_norm(*(t.double() for t in case))
+    for got, eager, exact in zip(fused_norm(*case), eager_norm(*case), truth, strict=True):
+        assert_within_budget("norm", got, eager, exact)
 
 
 def test_without_a_residual_a_sum_is_what_is_added(device):

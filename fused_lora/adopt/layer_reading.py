@@ -1,0 +1,139 @@
+"""Reading of a decoder layer for the switch `layer`: its projections, by buffer, and its norms as
+they are now, or why it may not run as one."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+from fused_mlp.launching import DTYPES
+
+from .attention import head_norms_of, split_qkv, why_not_head_norms, why_not_sdpa
+from .families import LayerForm
+from .mlp import split_gate_up, why_not_activation
+from .projection import Projection, read_projection, why_call
+from .rms_norm import active_norm, why_not_within
+from .site import fused_parts_of, known_form, why_not_class, why_unloaded
+
+
+def read_groups(layer: Any) -> list[list[Projection]] | str:
+    """The projections of a layer by their buffers, or why it may not run as one now."""
+    if (reason := _why_not_parts(layer)) is not None:
+        return reason
+    norms = [norm.weight for norm in norms_of(layer).values()]
+    dtype, device = norms[0].dtype, norms[0].device
+    groups = []
+    for owner, names in grouped_projections(layer):
+        # o_proj may have been fused by itself, for when the layer is not
+        own_forward = names != ("o_proj",) or not fused_parts_of(layer.self_attn.o_proj)
+        group = []
+        for name in names:
+            read = read_projection(owner._modules[name], own_forward)
+            if isinstance(read, str):
+                return f"{name}: {read}"
+            for adapter in (read.A, read.B):
+                if adapter.dtype not in DTYPES:
+                    return f"an adapter is {adapter.dtype}, should be bfloat16, float16 or float32"
+            for tensor in (read.weight, read.bias):
+                if tensor is not None and (tensor.dtype, tensor.device) != (dtype, device):
+                    return (
+                        f"{name}: its base layer is {tensor.dtype} on {tensor.device}, its layer's "
+                        f"norms are {dtype} on {device}: give all one dtype and one device"
+                    )
+            group.append(read)
+        groups.append(group)
+    for weight in (*norms, *(head_norms_of(layer.self_attn) or ())[:2]):
+        if (weight.dtype, weight.device) != (dtype, device):
+            return (
+                f"a norm of its layer or of heads is {weight.dtype} on {weight.device}, another "
+                f"{dtype} on {device}: give all one dtype and one device"
+            )
+    return why_unloaded(layer, (read for group in groups for read in group)) or groups
+
+
+def base_layers(layer: Any) -> Iterator[Any]:
+    """The linear layers under the layer's projections."""
+    for owner, names in grouped_projections(layer):
+        for name in names:
+            projection = owner._modules[name]
+            base = getattr(projection, "base_layer", projection)
+            if isinstance(base, nn.Linear):
+                yield base
+
+
+def grouped_projections(layer: Any) -> list[tuple[Any, tuple[str, ...]]]:
+    """Of each of GROUPS: the module that has its projections, and their names."""
+    attention, mlp = layer.self_attn, layer.mlp
+    return [
+        (attention, known_form(attention, "Attention").projections), (attention, ("o_proj",)),
+        (mlp, known_form(mlp, "MLP").projections), (mlp, ("down_proj",)),
+    ]  # fmt: skip
+
+
+def parts_and_ranks(
+    layer: Any, reads: list[list[Projection]]
+) -> tuple[list[list[Projection]], list[list[int]]]:
+    """The seven projections by their buffers, and the largest rank of each one's adapters."""
+    qkv, o, gate_up, down = reads
+    parts = [split_qkv(layer.self_attn, qkv), o, split_gate_up(gate_up), down]
+    ranks = []
+    for of_group, (owner, names) in zip(parts, grouped_projections(layer), strict=True):
+        largest = [
+            max((A.out_features for A in _adapters_of(owner._modules[name])), default=0)
+            for name in names
+        ]
+        ranks.append(largest * (len(of_group) // len(names)))
+    return parts, ranks
+
+
+def _adapters_of(projection: Any) -> Iterable[Any]:
+    return projection.lora_A.values() if hasattr(projection, "lora_A") else ()
+
+
+def names_of_norms(form: LayerForm) -> tuple[str, str, str, str]:
+    """The names of a layer's norms, "" for those that it does not have."""
+    if form.has_dropout:
+        return form.before_attention, "", form.before_mlp, ""
+    return form.before_attention, form.after_attention, form.before_mlp, form.after_mlp
+
+
+def norms_of(layer: Any) -> dict[str, Any]:
+    """A layer's norms, as PEFT runs them, by name."""
+    names = filter(None, names_of_norms(known_form(layer, "Layer")))
+    return {name: active_norm(layer._modules[name]) for name in names}
+
+
+def _why_not_parts(layer: Any) -> str | None:
+    """Return the reason if a part of the layer, besides its projections, computes another thing."""
+    reason = why_not_class(layer, "DecoderLayer") or known_form(layer, "DecoderLayer")
+    if reason:
+        return reason
+    if type(layer).__bases__[0].__name__ == "FSDPModule":
+        return "its weights are gathered by fully_shard into memory of its own; use the other parts"
+    attention, mlp = layer.self_attn, layer.mlp
+    for name, kind in (("self_attn", "Attention"), ("mlp", "MLP")):
+        part = layer._modules[name]
+        if (reason := why_not_class(part, kind) or why_call(part, own_forward=False)) is not None:
+            return f"{name}: {reason}"
+    form, norms = known_form(layer, "Layer"), norms_of(layer)
+    for name, norm in norms.items():
+        if (reason := why_not_within(norm)) is not None:
+            return f"{name}: {reason}"
+    if len({known_form(norm, "RMSNorm") for norm in norms.values()}) > 1:
+        return "its norms are of different forms"
+    for name in (form.after_attention, form.after_mlp) if form.has_dropout else ():
+        dropout = layer._modules[name]
+        if not isinstance(dropout, nn.Dropout):
+            return f"{name}: it is {type(dropout).__name__}, not torch.nn.Dropout"
+        if dropout.training and dropout.p:
+            return f"{name}: resid_pdrop is {dropout.p}: load the model with resid_pdrop=0.0"
+        if (reason := why_call(dropout)) is not None:
+            return f"{name}: {reason}"
+    rope_parameters = getattr(attention.config, "rope_parameters", None) or {}
+    if rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        return "its attention turns a part of each head"
+    if (reason := why_not_sdpa(attention) or why_not_head_norms(attention)) is not None:
+        return f"self_attn: {reason}"
+    if (reason := why_not_activation(mlp)) is not None:
+        return f"mlp: {reason}"
+    return None
