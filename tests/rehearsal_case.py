@@ -1,5 +1,6 @@
 """The rehearsal is the command without a GPU, and its tests are the same ones on every machine."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -33,3 +34,10 @@ def in_this_process(function, *arguments, on_message, silence_limit_s=None):
     """`isolated.run` without the process, which would import everything anew."""
     function(on_message, *arguments)
     return isolated.Ended(None, "")
+
+
+def one_after_the_other(function, each, on_message, silence_limit_s=None):
+    """`isolated.run_in_turns` without the processes, of which each has all its turns at once."""
+    for index, arguments in enumerate(each):
+        function(partial(on_message, index), *arguments, wait_for_turn=lambda stage: 1)
+    return [isolated.Ended(None, "")] * len(each)
