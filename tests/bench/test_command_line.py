@@ -199,7 +199,7 @@ def test_what_is_wrong_with_an_argument_comes_before_who_else_is_on_the_gpu(
         assert words in bad(capsys, out, *arguments)
     out.mkdir()
     store.save(out / "results.json", example.run())
-    assert "holds another run" in bad(capsys, out)
+    assert "holds another run" in bad(capsys, out, *late[:2])
 
 
 # --- options that are given together --------------------------------------------------------------
