@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import example_results as example
 import pytest
-from rehearsal_case import ROOT, WITHOUT_GPU, in_this_process, one_after_the_other, small
+from rehearsal_case import ROOT, WITHOUT_GPU, InThread, small
 
 import lora_bench
 from bench import experiment, options, published
@@ -34,7 +34,7 @@ def rehearsal(command, tmp_path_factory):
     """A finished rehearsal, as the command leaves it."""
     out = tmp_path_factory.mktemp("rehearsal")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(isolated, "run", in_this_process)
+        patch.setattr(isolated, "_Process", InThread)
         assert lora_bench.main(command(out)) == 0
     return out
 
@@ -95,7 +95,7 @@ def test_a_published_setting_is_run_and_its_weights_are_deleted(
                       accumulate=3, rank=4)  # fmt: skip
     monkeypatch.setattr(published, "setting_of", lambda model, device: setting)
     monkeypatch.setitem(options.SUITES, "published", ["vanilla_peft", "fused_mlp"])
-    monkeypatch.setattr(isolated, "run", in_this_process)
+    monkeypatch.setattr(isolated, "_Process", InThread)
     asked = command(tmp_path, "--suite", "published", "--cache", str(tmp_path / "cache"))
     assert lora_bench.main(asked) == 0
     said = capsys.readouterr().out
@@ -121,32 +121,34 @@ def test_a_published_setting_is_run_and_its_weights_are_deleted(
 def test_a_stop_keeps_what_was_measured_and_the_same_command_goes_on(
     command, tmp_path, monkeypatch, capsys, request
 ):
-    """Interrupted in its first round, killed in its second, and then left to finish; its variants
-    interleaved, at the shortest length that is not refused."""
+    """Interrupted in its first round, killed in its second, and then left to finish; at the
+    shortest length that is not refused."""
     least, _ = options.LIMITS["seq_lens"]
-    asked = command(tmp_path, "--variants", "vanilla_peft", "fused_mlp", "--rounds", "2",
-                    "--steps", "8", "--seq-lens", str(least), "--interleave", "2")  # fmt: skip
+    asked = command(tmp_path, "--variants", "vanilla_peft", "--rounds", "2", "--steps", "8",
+                    "--seq-lens", str(least))  # fmt: skip
     # a shell starts what runs in its background with Ctrl-C ignored
     before_the_test = signal.signal(signal.SIGINT, signal.default_int_handler)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before_the_test))
+    run_process = isolated.run
 
-    def interrupted(function, each, on_message, **limits):
-        def stop_at_a_step(index, message):
+    def interrupted(*arguments, on_message, **limits):
+        def stop_at_a_step(message):
             if "step" in message:
                 signal.raise_signal(signal.SIGINT)
-            on_message(index, message)
+            on_message(message)
 
-        return one_after_the_other(function, each, stop_at_a_step, **limits)
+        return run_process(*arguments, on_message=stop_at_a_step, **limits)
 
-    monkeypatch.setattr(isolated, "run", in_this_process)
-    monkeypatch.setattr(isolated, "run_in_turns", interrupted)
-    assert lora_bench.main(asked) == 130
+    monkeypatch.setattr(isolated, "_Process", InThread)
+    with monkeypatch.context() as patch:
+        patch.setattr(isolated, "run", interrupted)
+        assert lora_bench.main(asked) == 130
     assert "the same command goes on" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
     before = saved(tmp_path)
     assert before.floor and not before.cells and before.finished_utc is None
 
-    # as a user starts it: a round's processes take longer to start than a signal to arrive
+    # as a user starts it: a round's process takes longer to start than a signal to arrive
     killed = subprocess.Popen(
         [sys.executable, str(ROOT / "lora_bench.py"), *asked],
         stdout=subprocess.PIPE,
@@ -154,7 +156,7 @@ def test_a_stop_keeps_what_was_measured_and_the_same_command_goes_on(
         text=True,
     )
     deadline = time.monotonic() + 300
-    while len(saved(tmp_path).cells) < 2:
+    while not saved(tmp_path).cells:
         assert killed.poll() is None and time.monotonic() < deadline, killed.stdout.read()
         time.sleep(0.02)
     assert lora_bench.main(asked) == 2
@@ -162,24 +164,23 @@ def test_a_stop_keeps_what_was_measured_and_the_same_command_goes_on(
     assert capsys.readouterr().err.startswith(line)
     killed.kill()
     killed.wait()
-    first = [cell.step_ms for cell in saved(tmp_path).cells]
+    (first,) = saved(tmp_path).cells
 
-    monkeypatch.setattr(isolated, "run_in_turns", one_after_the_other)
     assert lora_bench.main(asked) == 0
     results = saved(tmp_path)
-    assert results.floor == before.floor
-    assert [cell.step_ms for cell in results.cells[:2]] == first
-    found = [(c.round, c.status, c.turn_steps, len(c.step_ms)) for c in results.cells]
-    assert found == [(1, "ok", 2, 4)] * 2 + [(2, "ok", 2, 4)] * 2
+    assert results.floor == before.floor and results.cells[0].step_ms == first.step_ms
+    assert [(cell.round, cell.status) for cell in results.cells] == [(1, "ok"), (2, "ok")]
     assert results.finished_utc is not None
 
 
 def test_a_run_with_an_error_or_without_a_time_has_failed_and_errors_are_measured_again(
     command, tmp_path, monkeypatch, capsys
 ):
+    run_process = isolated.run
+
     def process(function, plan, *rest, on_message, **how):
         if function is not experiment.measure_cells:
-            return in_this_process(function, plan, *rest, on_message=on_message)
+            return run_process(function, plan, *rest, on_message=on_message)
         variant, todo = rest
         for round_number, seq_len in todo:
             outcome = outcomes.pop(0)
@@ -192,6 +193,7 @@ def test_a_run_with_an_error_or_without_a_time_has_failed_and_errors_are_measure
             on_message({"cell": cell})
         return isolated.Ended(None, "")
 
+    monkeypatch.setattr(isolated, "_Process", InThread)
     monkeypatch.setattr(isolated, "run", process)
     asked = command(tmp_path / "dies", "--variants", "vanilla_peft")
     outcomes = ["dies", "ok"]
