@@ -27,16 +27,10 @@ def timings(**measured):
 # --- hidden time ----------------------------------------------------------------------------------
 
 
-def test_honest_steps_have_nothing_to_hide():
-    found = timings()
-    assert audit.hidden_time(found) is None
-    assert audit.skipped_updates(found) is None
-    assert audit.changed_batches(found) is None
-
-
 @pytest.mark.parametrize(
     ("step_ms", "wall_ms", "hidden"),
     [
+        ([100.0] * 3, [100.2] * 3, False),
         # a share and a millisecond are allowed
         ([100.0] * 3, [106.0] * 3, False),
         ([100.0] * 3, [106.01] * 3, True),
