@@ -171,7 +171,7 @@ def test_what_is_wrong_with_an_argument_comes_before_who_else_is_on_the_gpu(
     monkeypatch.setattr(machine, "has_gpu", lambda: True)
     monkeypatch.setattr(machine, "other_processes", lambda own: 3)
     out = tmp_path / "out"
-    assert "3 other processes compute on the GPU" in bad(capsys, out)
+    assert "3 other processes compute on the GPU" in bad(capsys, out, *late[:2])
     no_answer = "no row of --data reaches so far into an answer that every adapter is trained"
     for words, *arguments in (
         ("--seq-lens 2: give", "--seq-lens", "2"),

@@ -11,6 +11,7 @@ from example_results import cells
 
 from bench import results
 from bench.records import Cell
+from report.statistics import summarize
 
 # --- cells ----------------------------------------------------------------------------------------
 
@@ -85,7 +86,9 @@ REMOVED = object()
     ],
 )
 def test_a_file_that_departs_from_the_types_is_refused_with_the_place(path, value, told, tmp_path):
-    document = example.as_json(example.run())
+    run = example.run()
+    run.summary = summarize(run)
+    document = example.as_json(run)
     *parents, last = path
     part = document
     for name in parents:
