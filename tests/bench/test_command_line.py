@@ -236,10 +236,12 @@ for argv in (["--help"], ["--fused"], ["--plot-only", "--kernels"], ["--seq-lens
         assert stop.code == (0 if "--help" in argv else 2), argv
     slow = {"torch", "triton", "transformers", "peft", "matplotlib", "scipy"} & set(sys.modules)
     assert not slow, (argv, slow)
+from report import ablation_picture, benchmark_results, frontier, kernel_time, loss_curve, tables
+assert "torch" not in sys.modules
 """
 
 
-def test_help_and_errors_wait_for_no_import():
+def test_help_and_errors_wait_for_no_import_and_what_draws_does_without_torch():
     run = subprocess.run([sys.executable, "-c", WHAT_IS_IMPORTED], cwd=ROOT, capture_output=True,
                          text=True)  # fmt: skip
     assert run.returncode == 0, run.stderr

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import example_results as example
@@ -39,13 +37,6 @@ def test_a_picture_is_the_same_bytes_each_time_and_written_whole_or_not_at_all(
         draw(TWO, path)
     assert second == [first] == [path.read_bytes()]
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_what_draws_and_writes_tables_does_without_torch():
-    modules = {draw.__module__ for draw in DRAWN} | {"report.tables"}
-    check = f"import sys, {', '.join(sorted(modules))}; sys.exit('torch' in sys.modules)"
-    root = Path(__file__).resolve().parents[2]
-    assert subprocess.run([sys.executable, "-c", check], cwd=root, timeout=60).returncode == 0
 
 
 def test_fits_lists_what_trains_in_so_much_memory(tmp_path, capsys):
