@@ -29,7 +29,6 @@ GAIN_MS = {  # what a part takes off vanilla's step, and off all the others' tog
 }  # fmt: skip
 VANILLA_MS = {64: 212, 128: 298, 256: 558, 512: 1091}
 VANILLA_GIB = {64: 10.3, 128: 14.0, 256: 21.6, 512: 36.7}
-ALL_GIB = {64: 7.0, 128: 7.4, 256: 8.3, 512: 9.6}
 PEERS = {  # share of vanilla's step; of its memory at 512 tokens
     "full_unsloth": (0.616, 0.26), "unsloth_plain_checkpointing": (0.6, 0.31),
     "liger_peft": (0.72, 0.3), "compiled_peft": (0.66, 0.98),
@@ -152,20 +151,15 @@ def step_ms(variant: str, seq_len: int) -> float:
 
 
 def peak_gib(variant: str, seq_len: int) -> float:
+    """A share of vanilla's at 512 tokens, and more where nothing is computed again."""
     plain = variant_of(variant).plain_id
-    vanilla = VANILLA_GIB[seq_len]
-    if plain == "fused_all":
-        gib = ALL_GIB[seq_len]
-    elif plain in PEERS:
-        gib = 6 + (vanilla - 6) * max(0.1, (PEERS[plain][1] * VANILLA_GIB[512] - 6) / 30.7)
-    else:
-        has_loss = plain == "fused_cross_entropy" or plain.startswith("fused_all_but_")
-        gib = ALL_GIB[seq_len] + 0.3 if has_loss else vanilla
-        gib = vanilla - 0.4 if plain == "fused_all_but_cross_entropy" else gib
-        gib -= 0.8 if plain == "fused_checkpoint" else 0
+    has_loss = plain == "fused_cross_entropy" or plain.startswith("fused_all_but_")
+    has_loss = has_loss and plain != "fused_all_but_cross_entropy"
+    share = PEERS[plain][1] if plain in PEERS else 0.27 if has_loss else 0.98
+    shrunk = max(0.1, (share * VANILLA_GIB[512] - 6) / (VANILLA_GIB[512] - 6))
     lean = 0.55 if "fused" in plain or "unsloth" in plain else 1.0
     kept = 0.165 * seq_len * lean if plain != variant else 0.0
-    return gib + kept + 0.01 * (len(variant) % 7)
+    return 6 + (VANILLA_GIB[seq_len] - 6) * shrunk + kept + 0.01 * (len(variant) % 7)
 
 
 def run(variants=THREE, seq_lens=SEQ_LENS, status=None, rounds=3, visit=0, **changed) -> Run:

@@ -15,3 +15,9 @@ def short_collections():
         if not torch.cuda.is_available():
             patch.setattr(gc, "collect", partial(gc.collect, 0))
         yield
+
+
+@pytest.fixture
+def no_pictures(monkeypatch):
+    """A run ends without drawing itself, half a second each time."""
+    monkeypatch.setattr("report.commands.draw_pictures", lambda *_: [])

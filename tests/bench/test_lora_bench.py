@@ -19,7 +19,7 @@ from bench import results as store
 from bench.records import Cell
 from bench.stages import stages_line
 
-pytestmark = WITHOUT_GPU
+pytestmark = [WITHOUT_GPU, pytest.mark.usefixtures("no_pictures")]
 
 
 @pytest.fixture(scope="module")

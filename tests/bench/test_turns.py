@@ -19,7 +19,7 @@ from bench.records import Cell, Parity
 from bench.stages import Stopwatch
 from variants import Lora
 
-pytestmark = WITHOUT_GPU
+pytestmark = [WITHOUT_GPU, pytest.mark.usefixtures("no_pictures")]
 VARIANTS = ["vanilla_peft", "fused_mlp"]
 
 
