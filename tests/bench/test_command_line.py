@@ -134,11 +134,11 @@ TINY = json.loads((ROOT / "configs" / "tiny.json").read_text())
         (json.dumps(TINY | {"vocab_size": 100}), "vocab_size is 100, its tokenizer has 4096"),
     ],
 )
-def test_a_file_that_is_no_model_says_why(capsys, tmp_path, config, words):
+def test_a_file_that_is_no_model_says_why(capsys, tmp_path, late, config, words):
     model = tmp_path / "small.json"
     model.write_text(config)
     cache = str(tmp_path / "cache")
-    arguments = ("--model", str(model), "--cache", cache, "--device", "cpu")
+    arguments = ("--model", str(model), "--cache", cache, "--device", "cpu", *late[:2])
     assert words in bad(capsys, tmp_path / "out", *arguments)
 
 

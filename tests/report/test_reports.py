@@ -59,7 +59,8 @@ def test_a_suite_draws_what_every_part_buys(tmp_path):
 def test_merge_writes_one_run_of_several_and_nothing_over_another(tmp_path, capsys):
     for visit, name in enumerate(("one", "two")):
         (tmp_path / name).mkdir()
-        store.save(tmp_path / name / "results.json", example.run(rounds=2, steps=16, visit=visit))
+        run = example.run(("vanilla_peft", "fused_mlp"), (64,), rounds=2, visit=visit)
+        store.save(tmp_path / name / "results.json", run)
     files = [str(tmp_path / name / "results.json") for name in ("one", "two")]
     out = tmp_path / "both"
     assert lora_bench.main(["--merge", *files, "--out", str(out)]) == 0
