@@ -17,24 +17,30 @@ from bench.records import (
     Run,
     Tokens,
 )
-from report import statistics as summary
-from variants import Lora, Settings
+from variants import SUITES, Lora, Settings, variant_of
 
 PACKAGES = {
     "torch": "2.11.0+cu130", "triton": "3.6.0", "transformers": "5.17.0", "peft": "0.21.0",
     "unsloth": "2026.10.9", "liger_kernel": None,
 }  # fmt: skip
-MEASURED = {  # ms at 64, 128, 256 and 512 tokens, and GiB at 512
-    "vanilla_peft": (201, 292, 553, 1084, 36.7),
-    "vanilla_peft_again": (202, 291, 553, 1085, 36.7),
-    "fused_mlp": (185, 262, 492, 960, 30.0),
-    "full_unsloth": (150, 183, 344, 675, 9.5),
-    "liger": (198, 205, 360, 690, 11.6),
-    "compiled_layers": (104, 176, 336, 657, 36.3),
-    "fused_all": (98, 160, 300, 590, 12.9),
-    "bordered_step": (74, 138, 274, 550, 12.2),
-    "fused_layer_graph": (71, 137, 273, 548, 12.4),
-}
+GAIN_MS = {  # what a part takes off vanilla's step, and off all the others' together, at 512 tokens
+    "mlp": (187, 171), "attention": (121, 109), "rope": (34, 29), "rms_norm": (62, 48),
+    "cross_entropy": (88, 92), "checkpoint": (-4, -2),
+}  # fmt: skip
+VANILLA_MS = {64: 212, 128: 298, 256: 558, 512: 1091}
+VANILLA_GIB = {64: 10.3, 128: 14.0, 256: 21.6, 512: 36.7}
+PEERS = {  # share of vanilla's step; of its memory at 512 tokens
+    "full_unsloth": (0.616, 0.26), "unsloth_plain_checkpointing": (0.6, 0.31),
+    "liger_peft": (0.72, 0.3), "compiled_peft": (0.66, 0.98),
+    "compiled_peft_bf16_adapters": (0.61, 0.9), "fused_all": (0.535, 0.26),
+    "fused_all_offload": (0.55, 0.25),
+    "fused_all_selective_10_gib": (0.5, 0.5), "fused_all_selective_20_gib": (0.47, 0.8),
+    "fused_all_graph": (0.53, 0.26),
+    "fused_layer": (0.505, 0.27), "fused_layer_graph": (0.5, 0.27),
+    "fused_layer_graph_offload": (0.51, 0.25), "fused_layer_graph_selective_10_gib": (0.46, 0.5),
+    "vanilla_peft_bf16_adapters": (0.93, 0.92), "vanilla_peft_again": (1.001, 1.0),
+    "vanilla_peft": (1, 1),
+}  # fmt: skip
 KIND_SHARES = {"matmul": 0.6, "attention": 0.1, "norm": 0.06, "activation": 0.08, "copy": 0.1}
 FLOOR_MS = {64: 40.4, 128: 80.0, 256: 160.7, 512: 326.0}
 SEQ_LENS = (64, 128, 256, 512)
@@ -44,6 +50,7 @@ OF_THE_GPU: dict = {  # what a rehearsal does not know
     "other_gpu_processes": None, "host_launch_us": None,
 }  # fmt: skip
 OF_A_GRAPH: dict = {"forward_ms": [], "backward_ms": [], "optimizer_ms": []}
+ALL = tuple(SUITES["all"])
 THREE = ("vanilla_peft", "fused_mlp", "full_unsloth")
 SETTINGS = Settings("on", "float32", "bfloat16", "sdpa", False)
 
@@ -128,36 +135,64 @@ def rounds(seq_len=64, **step_ms) -> Run:
     return cells(*outcomes, seq_len=seq_len)
 
 
+def step_ms(variant: str, seq_len: int) -> float:
+    """A variant's middle: at short lengths the host takes a share that no kernel shortens."""
+    plain = variant_of(variant).plain_id
+    vanilla = VANILLA_MS[seq_len]
+    if plain in PEERS:
+        gain = (1 - PEERS[plain][0]) * VANILLA_MS[512]
+    elif plain.startswith("fused_all_but_"):
+        lost = GAIN_MS[plain.removeprefix("fused_all_but_")][1]
+        gain = (1 - PEERS["fused_all"][0]) * VANILLA_MS[512] - lost
+    else:
+        gain = GAIN_MS[plain.removeprefix("fused_")][0]
+    ms = vanilla - gain * vanilla / VANILLA_MS[512] * (0.6 if seq_len == 64 else 1)
+    return 0.76 * ms if plain != variant else ms
+
+
+def peak_gib(variant: str, seq_len: int) -> float:
+    """A share of vanilla's at 512 tokens, and more where nothing is computed again."""
+    plain = variant_of(variant).plain_id
+    has_loss = plain == "fused_cross_entropy" or plain.startswith("fused_all_but_")
+    has_loss = has_loss and plain != "fused_all_but_cross_entropy"
+    share = PEERS[plain][1] if plain in PEERS else 0.27 if has_loss else 0.98
+    shrunk = max(0.1, (share * VANILLA_GIB[512] - 6) / (VANILLA_GIB[512] - 6))
+    lean = 0.55 if "fused" in plain or "unsloth" in plain else 1.0
+    kept = 0.165 * seq_len * lean if plain != variant else 0.0
+    return 6 + (VANILLA_GIB[seq_len] - 6) * shrunk + kept + 0.01 * (len(variant) % 7)
+
+
 def run(variants=THREE, seq_lens=SEQ_LENS, status=None, rounds=3, visit=0, **changed) -> Run:
     """A whole run; `status` gives {(variant, seq_len): status} for the cells that have no time.
     No two visits measure the same time."""
-    whole = empty(variants=list(variants), seq_lens=list(seq_lens), rounds=rounds, **changed)
+    asked = {"variants": list(variants), "seq_lens": list(seq_lens), "rounds": rounds}
+    whole = empty(**{**asked, "steps": 8 * rounds, **changed})
     for seq_len in seq_lens:
         if not whole.rehearsal:
             whole.floor[seq_len] = Floor(FLOOR_MS[seq_len], [])
-        for round in range(1, rounds + 1):
-            for order, variant in enumerate(variants):
+        for order, variant in enumerate(variants):
+            for round in range(1, rounds + 1):
                 state = (status or {}).get((variant, seq_len), "ok")
                 if state != "ok":
                     error = f"{state}: made up for a test"
                     whole.add(Cell(variant, seq_len, round, state, error))
                     continue
-                middle: float = MEASURED[variant][SEQ_LENS.index(seq_len)]
-                # Rounds drift by half a percent, and each variant has its own small noise.
-                middle *= 1 + 0.005 * (round - 2) + 0.004 * ((order * 7 + round * 3 + 2) % 5 - 2)
+                # Rounds drift together, and each variant has small noise; more at 64 tokens.
+                noise = (0.012 if seq_len == 64 else 0.001) * ((order * 7 + round * 11 + 3) % 5 - 2)
+                middle = step_ms(variant, seq_len) * (1 + 0.005 * (round - 2) + noise)
                 middle *= 1 + 0.0001 * visit
-                times = [middle * (1 + 0.001 * (step - 3.5)) for step in range(8)]
-                gib = 6 + (MEASURED[variant][-1] - 6) * seq_len / 512
-                peak = {"peak_allocated_bytes": int(gib * 2**30)}
-                fused, graph = range(36) if "fused" in variant else (), "graph" in variant
+                gib, graph = peak_gib(variant, seq_len), "graph" in variant
+                peaks = {
+                    "peak_allocated_bytes": int(gib * 2**30),
+                    "peak_reserved_bytes": int((gib * 1.04 + 0.002 * round) * 2**30),
+                }
                 whole.add(timed_cell(
-                    variant, seq_len, round, times,
-                    **(OF_THE_GPU if whole.rehearsal else peak),
+                    variant, seq_len, round, [middle * (1 + 0.001 * (n - 3.5)) for n in range(8)],
+                    **(OF_THE_GPU if whole.rehearsal else peaks),
                     **(OF_A_GRAPH if graph else {}),
-                    fused_modules=[f"layers.{n}.mlp: mlp" for n in fused],
+                    fused_modules=[f"layers.{n}.mlp: mlp" for n in range(36) if "fused" in variant],
                     settings=replace(SETTINGS, graph=graph),
                 ))  # fmt: skip
-    whole.summary = summary.summarize(whole)
     return whole
 
 

@@ -1,6 +1,10 @@
 """The rehearsal is the command without a GPU, and its tests are the same ones on every machine."""
 
+import sys
+import threading
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 import torch
@@ -12,6 +16,9 @@ ROOT = Path(__file__).resolve().parents[1]
 WITHOUT_GPU = pytest.mark.skipif(
     torch.cuda.is_available(), reason="test_without_gpu.py runs this file with the GPU hidden"
 )
+
+
+OVER = object()
 
 
 def small(folder, *arguments):
@@ -29,7 +36,49 @@ def plan_of(folder, *arguments):
         return plan
 
 
-def in_this_process(function, *arguments, on_message, silence_limit_s=None):
-    """`isolated.run` without the process, which would import everything anew."""
-    function(on_message, *arguments)
-    return isolated.Ended(None, "")
+class InThread:
+    """`isolated._Process` without the process, which would import everything anew. It runs only
+    while it is listened to, up to where it waits for its turn, so that never two run at a time."""
+
+    def __init__(self, function, arguments, takes_turns=False):
+        turns = {"wait_for_turn": self.wait_for_turn} if takes_turns else {}
+        self.function = partial(function, self.send, *arguments, **turns)
+        self.sent, self.turns, self.error = SimpleQueue(), SimpleQueue(), None
+        self.thread = threading.Thread(target=self.work, daemon=True)
+
+    def work(self):
+        try:
+            self.function()
+        except (Exception, SystemExit) as error:
+            self.error = repr(error)
+        self.sent.put(OVER)
+
+    def send(self, message):
+        if self.function is None:
+            sys.exit()
+        self.sent.put(message)
+
+    def wait_for_turn(self, stage):
+        self.send(isolated._WaitsForTurn(stage))
+        return self.turns.get()
+
+    def listen(self, on_message, silence_limit_s):
+        if not self.thread.is_alive():
+            self.thread.start()
+        while (message := self.sent.get()) is not OVER:
+            if isinstance(message, isolated._WaitsForTurn):
+                return message.stage
+            on_message(message)
+
+    def go_on(self, running):
+        self.turns.put(running)
+
+    def terminate(self):
+        """It ends when it next sends something; one that waits has its turn for that."""
+        self.function = None
+        self.turns.put(0)
+
+    def end(self):
+        self.terminate()
+        self.thread.join()
+        return isolated.Ended(self.error, "")

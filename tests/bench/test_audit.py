@@ -8,7 +8,7 @@ import torch
 import variants
 from batches import Batch
 from bench import audit
-from bench.audit import LOSS_SHARE, LOSS_STEPS, loss_gap
+from bench.audit import LOSS_STEPS, loss_gap
 from bench.profiler import Profile
 from trainer import CudaClock, Timings, Trainer
 from variants import Evidence, Lora, Recipe
@@ -27,16 +27,10 @@ def timings(**measured):
 # --- hidden time ----------------------------------------------------------------------------------
 
 
-def test_honest_steps_have_nothing_to_hide():
-    found = timings()
-    assert audit.hidden_time(found) is None
-    assert audit.skipped_updates(found) is None
-    assert audit.changed_batches(found) is None
-
-
 @pytest.mark.parametrize(
     ("step_ms", "wall_ms", "hidden"),
     [
+        ([100.0] * 3, [100.2] * 3, False),
         # a share and a millisecond are allowed
         ([100.0] * 3, [106.0] * 3, False),
         ([100.0] * 3, [106.01] * 3, True),
@@ -241,14 +235,6 @@ def test_the_loss_gap_is_the_largest_relative_distance_of_a_step():
 def test_a_loss_that_is_no_number_is_infinitely_far(wrong):
     assert loss_gap([1.0, wrong, 1.0], [1.0, 1.0, 1.0]) == float("inf")
     assert loss_gap([1.0, 1.0], [1.0, wrong]) == float("inf")
-
-
-def test_a_left_out_step_is_farther_off_than_kernels_that_round_otherwise():
-    """Losses fall by about 1% a step; a fused kernel's are within 0.05% of vanilla's."""
-    vanilla = [2.50, 2.475, 2.45]
-    rounded = [2.5004, 2.4741, 2.4511]
-    one_behind = [2.50, 2.50, 2.475]
-    assert loss_gap(rounded, vanilla) < LOSS_SHARE < loss_gap(one_behind, vanilla)
 
 
 # --- memory ---------------------------------------------------------------------------------------

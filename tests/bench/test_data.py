@@ -47,7 +47,7 @@ def test_the_tokenizer_is_made_again_and_reads_any_text():
         assert made.encode(token, add_special_tokens=False).ids == [place]
 
 
-def test_chats_have_the_lengths_that_were_drawn(capsys, tmp_path):
+def test_chats_have_the_lengths_that_were_drawn(capsys, tmp_path, monkeypatch):
     import chats_of_lengths as made
 
     from batches import load_tokenizer, read_chats, tokenize
@@ -56,8 +56,9 @@ def test_chats_have_the_lengths_that_were_drawn(capsys, tmp_path):
     drawn = made.draw(made.SETS["dolly"], 400)
     assert max(drawn) == 512 and made.draw(made.SETS["dolly"], 400) == drawn
     path = tmp_path / "chats.jsonl"
+    monkeypatch.setattr(made, "TOKENS", round(400 * made.SETS["dolly"].mean))
     assert made.main(["dolly", str(path)]) == 0
-    chats = tokenize(read_chats(path)[:400], load_tokenizer(DATA / "tokenizer.json"))
+    chats = tokenize(read_chats(path), load_tokenizer(DATA / "tokenizer.json"))
     off = [abs(len(chat.input_ids) - n) / n for chat, n in zip(chats, drawn, strict=True) if n > 40]
     assert max(off) < 0.1
     assert made.main([]) == 0 and "| sharegpt | 10" in capsys.readouterr().out

@@ -31,24 +31,23 @@ class MatmulFlops(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+def matmul_flops(step):
+    with MatmulFlops() as counted:
+        step()
+    return counted.flops
+
+
 def test_every_frozen_product_is_done_once_forward_and_once_backward():
+    """And recomputed is each layer's forward without its down projection."""
     tokens, labelled = 2 * 8, 5
     shape = Shape.of(CONFIG)
     assert (shape.layers, shape.head_dim, shape.qkv) == (3, 8, (4 + 2 * 2) * 8)
-    step = FrozenOperations(shape, "cpu").chain(2, 8, labelled)
-    with MatmulFlops() as counted:
-        step()
-    weights_in_a_layer = 64 * 32 + 32 * 32 + 2 * 48 * 32 + 32 * 48
-    expected = 2 * (2 * tokens * 3 * weights_in_a_layer) + 2 * (2 * labelled * 64 * 32)
-    assert counted.flops == expected
-
-
-def test_what_is_recomputed_is_each_layers_forward_without_its_down_projection():
-    tokens = 2 * 8
-    run = FrozenOperations(Shape.of(CONFIG), "cpu").recomputation(2, 8)
-    with MatmulFlops() as counted:
-        run()
-    assert counted.flops == 2 * tokens * 3 * (64 * 32 + 32 * 32 + 2 * 48 * 32)
+    operations = FrozenOperations(shape, "cpu")
+    recomputed, down = 2 * tokens * 3 * (64 * 32 + 32 * 32 + 2 * 48 * 32), 2 * tokens * 3 * 32 * 48
+    lm_head = 2 * labelled * 64 * 32
+    forward_and_backward = 2 * (recomputed + down + lm_head)
+    assert matmul_flops(operations.chain(2, 8, labelled)) == forward_and_backward
+    assert matmul_flops(operations.recomputation(2, 8)) == recomputed
 
 
 def test_the_median_leaves_the_warm_up_out():

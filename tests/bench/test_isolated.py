@@ -135,14 +135,12 @@ def test_nobody_begins_a_stage_while_others_are_in_an_earlier_one(tmp_path):
     assert notes == ["a0()", "b0()", "b1()", "a1()", "b2()"]
 
 
-@pytest.mark.parametrize("how", ["dies", "hangs"])
-def test_who_ends_in_its_turn_leaves_the_rest_to_the_others(how, tmp_path):
-    limits = {"silence_limit_s": SILENCE_LIMIT_S}
-    notes, messages, ended = in_turns(tmp_path, ("a", 2), ("b", 2, how), ("c", 2), **limits)
-    assert notes == ["a0()", "b0()", "c0()", "a1()", "c1()"]
-    assert [message for index, message in messages if index == 1] == [0]
-    said = {"dies": "killed by SIGKILL", "hangs": SILENT}[how]
-    assert [one.error for one in ended] == [None, said, None]
+def test_who_ends_in_its_turn_leaves_the_rest_to_the_others(tmp_path):
+    each = ("a", 2), ("b", 2, "dies"), ("c", 2, "hangs"), ("d", 2)
+    notes, messages, ended = in_turns(tmp_path, *each, silence_limit_s=SILENCE_LIMIT_S)
+    assert notes == ["a0()", "b0()", "c0()", "d0()", "a1()", "d1()"]
+    assert [index for index, _ in messages] == [0, 1, 2, 3, 0, 3]
+    assert [one.error for one in ended] == [None, "killed by SIGKILL", SILENT, None]
 
 
 def be_killed_while_waiting(send, folder, name, wait_for_turn=None):

@@ -1,5 +1,6 @@
 """The command as a user meets it, without a GPU: the rehearsal end to end, and going on after a
-stop. Where processes are not what a test is about, it does without."""
+stop. One command runs in processes, as a user starts it; where they are not what a test is about,
+it does without."""
 
 import signal
 import subprocess
@@ -7,8 +8,9 @@ import sys
 import time
 from dataclasses import replace
 
+import example_results as example
 import pytest
-from rehearsal_case import ROOT, WITHOUT_GPU, in_this_process, small
+from rehearsal_case import ROOT, WITHOUT_GPU, InThread, small
 
 import lora_bench
 from bench import experiment, options, published
@@ -17,7 +19,7 @@ from bench import results as store
 from bench.records import Cell
 from bench.stages import stages_line
 
-pytestmark = [WITHOUT_GPU, pytest.mark.usefixtures("warm_processes")]
+pytestmark = [WITHOUT_GPU, pytest.mark.usefixtures("no_pictures")]
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +33,9 @@ def command(tmp_path_factory):
 def rehearsal(command, tmp_path_factory):
     """A finished rehearsal, as the command leaves it."""
     out = tmp_path_factory.mktemp("rehearsal")
-    assert lora_bench.main(command(out)) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(isolated, "_Process", InThread)
+        assert lora_bench.main(command(out)) == 0
     return out
 
 
@@ -55,10 +59,7 @@ def test_the_rehearsal_measures_what_it_can_and_says_what_it_cannot(rehearsal):
     wanted = can | dict.fromkeys(("full_unsloth", "fused_layer_graph_offload"), "unavailable")
     assert statuses(results) == {(v, n): wanted[v] for v in wanted for n in (16, 32)}
     assert (rehearsal / "benchmark_results.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_cell_holds_its_raw_steps_and_what_ran(rehearsal):
-    for cell in saved(rehearsal).cells:
+    for cell in results.cells:
         if cell.status != "ok":
             assert cell.step_ms == []
             continue
@@ -71,20 +72,14 @@ def test_a_cell_holds_its_raw_steps_and_what_ran(rehearsal):
         assert bool(cell.fused_modules) == (cell.variant == "fused_mlp")
 
 
-@pytest.mark.parametrize("asked", [[], ["--variants", "vanilla_peft"]], ids=["all", "one variant"])
-def test_a_finished_run_measures_nothing_again(
-    asked, rehearsal, command, tmp_path, monkeypatch, capsys
-):
+def test_a_finished_run_measures_nothing_again(rehearsal, command, monkeypatch, capsys):
     def refuse(*_, **__):
         raise AssertionError("a process was started, and nothing that was asked for is to do")
 
     before = saved(rehearsal)
-    if asked:
-        before.cells = [cell for cell in before.cells if cell.variant in asked]
-    store.save(tmp_path / "results.json", before)
     monkeypatch.setattr(isolated, "run", refuse)
-    assert lora_bench.main(command(tmp_path, *asked)) == 0
-    after = saved(tmp_path)
+    assert lora_bench.main(command(rehearsal)) == 0
+    after = saved(rehearsal)
     assert after.cells == before.cells
     assert "One round gives numbers without verdicts" in capsys.readouterr().out
     assert {row.verdict for row in after.summary} == {None}
@@ -97,7 +92,7 @@ def test_a_published_setting_is_run_and_its_weights_are_deleted(
                       accumulate=3, rank=4)  # fmt: skip
     monkeypatch.setattr(published, "setting_of", lambda model, device: setting)
     monkeypatch.setitem(options.SUITES, "published", ["vanilla_peft", "fused_mlp"])
-    monkeypatch.setattr(isolated, "run", in_this_process)
+    monkeypatch.setattr(isolated, "_Process", InThread)
     asked = command(tmp_path, "--suite", "published", "--cache", str(tmp_path / "cache"))
     assert lora_bench.main(asked) == 0
     said = capsys.readouterr().out
@@ -123,13 +118,15 @@ def test_a_published_setting_is_run_and_its_weights_are_deleted(
 def test_a_stop_keeps_what_was_measured_and_the_same_command_goes_on(
     command, tmp_path, monkeypatch, capsys, request
 ):
-    """Interrupted in its first round, killed in its second, and then left to finish."""
+    """Interrupted in its first round, killed in its second, and then left to finish; at the
+    shortest length that is not refused."""
+    least, _ = options.LIMITS["seq_lens"]
     asked = command(tmp_path, "--variants", "vanilla_peft", "--rounds", "2", "--steps", "8",
-                    "--seq-lens", "16")  # fmt: skip
-    run_process = isolated.run
+                    "--seq-lens", str(least))  # fmt: skip
     # a shell starts what runs in its background with Ctrl-C ignored
     before_the_test = signal.signal(signal.SIGINT, signal.default_int_handler)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before_the_test))
+    run_process = isolated.run
 
     def interrupted(*arguments, on_message, **limits):
         def stop_at_a_step(message):
@@ -139,6 +136,7 @@ def test_a_stop_keeps_what_was_measured_and_the_same_command_goes_on(
 
         return run_process(*arguments, on_message=stop_at_a_step, **limits)
 
+    monkeypatch.setattr(isolated, "_Process", InThread)
     with monkeypatch.context() as patch:
         patch.setattr(isolated, "run", interrupted)
         assert lora_bench.main(asked) == 130
@@ -165,49 +163,46 @@ def test_a_stop_keeps_what_was_measured_and_the_same_command_goes_on(
     killed.wait()
     (first,) = saved(tmp_path).cells
 
-    monkeypatch.setattr(isolated, "run", in_this_process)
     assert lora_bench.main(asked) == 0
     results = saved(tmp_path)
     assert results.floor == before.floor and results.cells[0].step_ms == first.step_ms
-    assert [cell.round for cell in results.cells] == [1, 2]
+    assert [(cell.round, cell.status) for cell in results.cells] == [(1, "ok"), (2, "ok")]
     assert results.finished_utc is not None
 
 
-def test_a_process_that_dies_is_an_error_cell_and_is_measured_again(command, tmp_path, monkeypatch):
-    """At its first length, the shortest that is not refused; the next one is measured."""
-    least, _ = options.LIMITS["seq_lens"]
-    asked = command(tmp_path, "--variants", "vanilla_peft",
-                    "--seq-lens", str(least), "32")  # fmt: skip
-    deaths = []
+def test_a_run_with_an_error_or_without_a_time_has_failed_and_errors_are_measured_again(
+    command, tmp_path, monkeypatch, capsys
+):
+    run_process = isolated.run
 
-    def dies_once(function, plan, *rest, **how):
-        if function is experiment.measure_cells and not deaths:
-            deaths.append(rest)
-            return isolated.Ended("killed by SIGKILL", "the last words")
-        return in_this_process(function, plan, *rest, **how)
-
-    monkeypatch.setattr(isolated, "run", dies_once)
-    assert lora_bench.main(asked) == 1
-    before = saved(tmp_path)
-    assert statuses(before) == {("vanilla_peft", least): "error", ("vanilla_peft", 32): "ok"}
-    assert before.cells[0].error == "killed by SIGKILL\nthe last words"
-
-    assert lora_bench.main(asked) == 0
-    after = saved(tmp_path)
-    assert set(statuses(after).values()) == {"ok"} and len(after.cells) == 2
-    assert before.cells[1] in after.cells
-
-
-def test_a_run_without_a_time_has_failed(command, tmp_path, monkeypatch, capsys):
-    def fails_parity(function, plan, *rest, on_message, **how):
+    def process(function, plan, *rest, on_message, **how):
         if function is not experiment.measure_cells:
-            return in_this_process(function, plan, *rest, on_message=on_message)
+            return run_process(function, plan, *rest, on_message=on_message)
         variant, todo = rest
         for round_number, seq_len in todo:
-            cell = Cell(variant, seq_len, round_number, "parity_failed", error="wrong")
+            outcome = outcomes.pop(0)
+            if outcome == "dies":
+                return isolated.Ended("killed by SIGKILL", "the last words")
+            if outcome == "ok":
+                cell = example.timed_cell(variant, seq_len, round_number, [2.0] * 3)
+            else:
+                cell = Cell(variant, seq_len, round_number, outcome, error="wrong")
             on_message({"cell": cell})
         return isolated.Ended(None, "")
 
-    monkeypatch.setattr(isolated, "run", fails_parity)
-    assert lora_bench.main(command(tmp_path, "--variants", "vanilla_peft")) == 1
+    monkeypatch.setattr(isolated, "_Process", InThread)
+    monkeypatch.setattr(isolated, "run", process)
+    asked = command(tmp_path / "dies", "--variants", "vanilla_peft")
+    outcomes = ["dies", "ok"]
+    assert lora_bench.main(asked) == 1
+    before = saved(tmp_path / "dies")
+    assert list(statuses(before).values()) == ["error", "ok"]
+    assert before.cells[0].error == "killed by SIGKILL\nthe last words"
+    outcomes = ["ok"]
+    assert lora_bench.main(asked) == 0
+    after = saved(tmp_path / "dies")
+    assert list(statuses(after).values()) == ["ok", "ok"] and before.cells[1] in after.cells
+
+    outcomes = ["parity_failed"] * 2
+    assert lora_bench.main(command(tmp_path / "no time", "--variants", "vanilla_peft")) == 1
     assert "no cell has a time" in capsys.readouterr().err

@@ -68,18 +68,17 @@ def test_a_compiled_model_does_not_count_what_was_compiled_before_it(
         assert len(resets) == count
 
 
-@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_what_the_allocator_was_told_is_in_the_settings(name, checkpoint, device, monkeypatch):
-    monkeypatch.setenv(name, "expandable_segments:True")
-    built = make("vanilla_peft", checkpoint, device)
-    assert built.settings.allocator == "expandable_segments:True"
-
-
-def test_vanilla_is_peft_as_it_ships(checkpoint, device, monkeypatch):
+@pytest.mark.parametrize("told", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_vanilla_is_peft_as_it_ships(told, checkpoint, device, monkeypatch):
+    """With what the allocator was told in its settings."""
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
+    allocator = "expandable_segments:True" if told else None
+    if told:
+        monkeypatch.setenv(told, allocator)
     built = make("vanilla_peft", checkpoint, device)
-    assert built.settings == Settings("non-reentrant", "float32", "bfloat16", "sdpa", False)
+    as_shipped = ("non-reentrant", "float32", "bfloat16", "sdpa", False)
+    assert built.settings == Settings(*as_shipped, allocator=allocator)
     trained = {name: p for name, p in built.model.named_parameters() if p.requires_grad}
     assert len(trained) == 2 * 2 * len(TARGETS)
     assert all(".lora_" in name and p.dtype == torch.float32 for name, p in trained.items())

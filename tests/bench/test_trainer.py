@@ -110,31 +110,16 @@ def test_the_timed_steps_go_through_the_batches_in_order_whatever_the_warmup_too
         assert [ids.item() for ids in trainer.model.seen[-4:]] == [1, 2, 3, 1]
 
 
-def test_training_starts_from_the_first_weights_after_the_warmup():
-    """The first timed losses are those of AdamW without a warm-up, worked out in plain PyTorch."""
-    weight = torch.nn.Parameter(torch.tensor([0.5]))
-    optimizer = torch.optim.AdamW([weight], lr=0.1)
-    expected = []
-    for value in (1.0, 2.0, 1.0):
-        loss = ((weight * value - 2 * value) ** 2).mean()
-        expected.append(loss.item())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    assert make_trainer().run(make_batches(1, 2), steps=3).losses == pytest.approx(expected, 1e-6)
-
-
 # --- accumulation ---------------------------------------------------------------------------------
 
 
-def test_a_step_of_three_micro_batches_trains_on_the_mean_of_their_losses():
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_it_trains_from_the_first_weights_on_the_mean_of_the_losses_of_a_step(accumulate):
     """As AdamW without a warm-up does in plain PyTorch, on all rows of a step at once."""
     weight = torch.nn.Parameter(torch.tensor([0.5]))
     optimizer = torch.optim.AdamW([weight], lr=0.1)
-    expected, gradients = [], []
-    for values in ((1.0, 2.0, 4.0), (3.0, 1.0, 2.0)):
-        inputs = torch.tensor(values)
+    values, expected, gradients = [1.0, 2.0, 4.0, 3.0, 1.0, 2.0], [], []
+    for inputs in torch.tensor(values).split(accumulate):
         loss = ((weight * inputs - 2 * inputs) ** 2).mean()
         expected.append(loss.item())
         loss.backward()
@@ -142,14 +127,16 @@ def test_a_step_of_three_micro_batches_trains_on_the_mean_of_their_losses():
         optimizer.step()
         optimizer.zero_grad()
 
-    trainer, found = make_trainer(accumulate=3), []
+    trainer, found = make_trainer(accumulate=accumulate), []
     update = trainer.optimizer.step  # which alone would not tell a gradient from its multiple
     trainer.optimizer.step = lambda: found.append(trainer.model.weight.grad.item()) or update()
-    timings = trainer.run(make_batches(1, 2, 4, 3, 1, 2), steps=2)
+    steps = len(expected)
+    timings = trainer.run(make_batches(*values), steps)
     assert timings.losses == pytest.approx(expected, 1e-6)
-    assert found[-2:] == pytest.approx(gradients, 1e-6)
+    assert found[-steps:] == pytest.approx(gradients, 1e-6)
     assert torch.allclose(trainer.model.weight, weight)
-    assert (timings.optimizer_steps, timings.unmoved_adapters, timings.changed_batches) == (2, 0, 0)
+    done = (timings.optimizer_steps, timings.unmoved_adapters, timings.changed_batches)
+    assert done == (steps, 0, 0)
 
 
 def test_the_parts_of_a_step_are_sums_over_its_micro_batches():

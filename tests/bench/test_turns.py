@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import example_results as example
 import pytest
 import torch
-from rehearsal_case import WITHOUT_GPU, in_this_process, plan_of, small
+from rehearsal_case import WITHOUT_GPU, InThread, plan_of, small
 
 import lora_bench
 import trainer
@@ -19,7 +19,7 @@ from bench.records import Cell, Parity
 from bench.stages import Stopwatch
 from variants import Lora
 
-pytestmark = [WITHOUT_GPU, pytest.mark.usefixtures("warm_processes")]
+pytestmark = [WITHOUT_GPU, pytest.mark.usefixtures("no_pictures")]
 VARIANTS = ["vanilla_peft", "fused_mlp"]
 
 
@@ -41,7 +41,7 @@ def test_steps_of_two_variants_alternate_and_a_finished_run_starts_nothing(tmp_p
         return real(function, each, note, **limits)
 
     monkeypatch.setattr(isolated, "run_in_turns", listen_in)
-    monkeypatch.setattr(isolated, "run", in_this_process)
+    monkeypatch.setattr(isolated, "_Process", InThread)
     assert lora_bench.main(command(tmp_path)) == 0
     first, second = VARIANTS
     assert steps == [(first, 1), (first, 2), (second, 1), (second, 2),

@@ -4,8 +4,8 @@ from functools import cache
 from itertools import accumulate, pairwise
 from statistics import median
 
-import ablation_case as case
 import example_results as example
+import picture_case as case
 import pytest
 from example_results import rounds
 from matplotlib.colors import to_hex
@@ -29,16 +29,16 @@ STATUS = {
 }
 WITH_CHECKPOINTING = [id for id in SUITES["all"] if VARIANTS[id].checkpoints]
 RUNS = {
-    "all": case.run(),
-    "with gaps": case.run(seq_lens=(128, 256, 512), status=STATUS),
-    "one block, one round": case.run(WITH_CHECKPOINTING, (512,), rounds=1),
-    "two variants": case.run(("vanilla_peft", "fused_mlp"), (512,)),
-    "a length without any time": case.run(
+    "all": example.run(example.ALL),
+    "with gaps": example.run(example.ALL, seq_lens=(128, 256, 512), status=STATUS),
+    "one block, one round": example.run(WITH_CHECKPOINTING, (512,), rounds=1),
+    "two variants": example.run(("vanilla_peft", "fused_mlp"), (512,)),
+    "a length without any time": example.run(
         ("vanilla_peft", "fused_mlp", "fused_all"),
         (256, 512),
         status={(v, 512): "oom" for v in ("vanilla_peft", "fused_mlp", "fused_all")},
     ),
-    "rehearsal": case.run(seq_lens=(64,), rehearsal=True, gpu=False),
+    "rehearsal": example.run(example.ALL, seq_lens=(64,), rehearsal=True, gpu=False),
 }
 
 
@@ -197,7 +197,7 @@ def test_the_numbers_stand_beside_the_bars_and_only_what_is_told_from_noise_is_b
     mlp = row(ablation.gains(RUNS["all"], 512), "mlp")
     for gain in (mlp.first, mlp.last):
         assert f"{gain.ms:.0f} ms" in words(axes) and f"{gain.percent:.0f}%" in words(axes)
-    assert "1.87×" in words(axes)
+    assert "1.86×" in words(axes)
     colours = {text.get_text(): to_hex(text.get_color()) for text in axes.texts}
     assert colours[f"{mlp.first.ms:.0f} ms"] == plot.FIRST == LOOKS["fused"].colour
     every = [gain for one in ablation.gains(RUNS["all"], 512) for gain in one[1:] if gain]
@@ -255,9 +255,9 @@ def test_there_is_no_picture_without_two_variants_to_compare(tmp_path):
     without_time = {("fused_mlp", 64): "oom"}
     for run in (
         example.empty(),
-        case.run(("vanilla_peft", "full_unsloth", "vanilla_peft_again"), (64,)),
-        case.run(("vanilla_peft", "fused_mlp"), (64,), status=without_time),
-        case.run(("vanilla_peft", "fused_mlp" + WITHOUT), (64,)),  # one of each block
+        example.run(("vanilla_peft", "full_unsloth", "vanilla_peft_again"), (64,)),
+        example.run(("vanilla_peft", "fused_mlp"), (64,), status=without_time),
+        example.run(("vanilla_peft", "fused_mlp" + WITHOUT), (64,)),  # one of each block
     ):
         assert plot.draw_ablation(run, tmp_path / "ablation.png") is False
     assert list(tmp_path.iterdir()) == []

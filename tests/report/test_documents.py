@@ -32,7 +32,15 @@ def runs():
     return [results.load(path) for path in (ROOT / "results.json", H200 / "suite.json.gz")]
 
 
-def test_the_generated_parts_are_those_of_the_data(tmp_path, runs):
+def test_the_generated_parts_are_those_of_the_data(tmp_path, runs, monkeypatch):
+    summed: dict = {}  # runs do not change here, and a table sums one up for each of its rows
+
+    def summarized_once(run):
+        if id(run) not in summed:
+            summed[id(run)] = run, summarize(run)  # and the run, so that no other gets its id
+        return summed[id(run)][1]
+
+    monkeypatch.setattr(headline, "summarize", summarized_once)
     parts = commands.generated_parts(*runs)
     shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("runs"))
     shutil.copy(ROOT / "README.md", tmp_path)

@@ -2,8 +2,8 @@
 
 from functools import cache
 
-import ablation_case as case
 import example_results as example
+import picture_case as case
 import pytest
 from matplotlib.colors import to_hex
 from msgspec.structs import replace
@@ -36,9 +36,9 @@ THREE = {
     "fused_all": ((80, 23.0), (88, 23.5)),
 }
 RUNS = {
-    "all": case.run(),
-    "with checkpointing": case.run(seq_lens=(512,), status=NO_MEMORY),
-    "experiment": case.run(("vanilla_peft", "fused_mlp", "full_unsloth", "vanilla_peft_again")),
+    "all": example.run(example.ALL),
+    "with checkpointing": example.run(example.ALL, seq_lens=(512,), status=NO_MEMORY),
+    "experiment": example.run(("vanilla_peft", "fused_mlp", "full_unsloth", "vanilla_peft_again")),
     "unknown variants": hand_made(vanilla_peft=[(200, 20)], bordered_step=[(100, 12)]),
     "as published": results.load(commands.SUITE),
 }
@@ -206,13 +206,15 @@ def test_the_title_states_both_ends():
 
 
 def test_the_longest_length_with_two_points_is_drawn():
-    run = case.run(("vanilla_peft", "fused_mlp"), (64, 512), status={("vanilla_peft", 512): "oom"})
+    run = example.run(
+        ("vanilla_peft", "fused_mlp"), (64, 512), status={("vanilla_peft", 512): "oom"}
+    )
     assert " at 64 tokens: " in frontier.frontier_finding(run)
 
 
 def test_there_is_no_picture_of_less_than_two_points(tmp_path):
     without_memory = hand_made(vanilla_peft=((200, 0),), fused_mlp=((100, 0),))
-    one_and_its_twin = case.run(("vanilla_peft", "vanilla_peft_again"), (64,))
+    one_and_its_twin = example.run(("vanilla_peft", "vanilla_peft_again"), (64,))
     for run in (example.empty(), one_and_its_twin, without_memory):
         assert frontier.draw_frontier(run, tmp_path / "frontier.png") is False
     assert list(tmp_path.iterdir()) == []

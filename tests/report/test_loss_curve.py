@@ -1,8 +1,8 @@
 """loss_curve.py on made-up losses, the numbers worked out by hand."""
 
-import ablation_case as case
 import example_results as example
 import numpy as np
+import picture_case as case
 import pytest
 from matplotlib.text import Text
 from msgspec.structs import replace

@@ -2,7 +2,6 @@
 
 from functools import cache
 
-import ablation_case as case
 import example_results as example
 import pytest
 from example_results import rounds
@@ -14,7 +13,7 @@ from report.ablation import ablation_table
 from report.statistics import NOISE, summarize
 from variants import VARIANTS, Settings
 
-SUITE = case.run(seq_lens=(64, 512))
+SUITE = example.run(example.ALL, seq_lens=(64, 512))
 PARTS = ("attention", "rope", "rms_norm", "cross_entropy", "checkpoint")
 
 
@@ -107,7 +106,7 @@ def test_all_fused_is_held_against_unsloths_faster_mode_of_the_same_round():
 def test_effects_are_the_longest_lengths_a_table_a_block():
     plain = ("vanilla_peft", "fused_rope", "fused_all")
     variants = [*plain, *(f"{id}_no_checkpointing" for id in plain)]
-    suite = case.run(variants=variants, seq_lens=(64, 512), rounds=2)
+    suite = example.run(variants=variants, seq_lens=(64, 512), rounds=2)
     for cell in suite.cells:
         i = variants.index(cell.variant) if cell.seq_len == 512 else 9
         cell.forward_ms, cell.backward_ms = [100.0 + i], [200.06 + i, 201.06 + i]
@@ -130,12 +129,12 @@ def test_effects_are_the_longest_lengths_a_table_a_block():
         "| fused RoPE | 104.0 | 204.6 | 2,238 | 44.0 | 27.0 |",
         "| all parts | 105.0 | 205.6 | 2,239 | 45.0 | 27.5 |",
     ]
-    one = case.run(variants=("vanilla_peft", "vanilla_peft_again"))
+    one = example.run(variants=("vanilla_peft", "vanilla_peft_again"))
     assert suite_tables.effects_section(one) == suite_tables.NOT_MEASURED
 
 
 def test_parts_are_ablations_tables():
-    suite = case.run(("vanilla_peft", "fused_mlp"), (64,))
+    suite = example.run(("vanilla_peft", "fused_mlp"), (64,))
     assert suite_tables.parts_section(suite).startswith(f"{ablation_table(suite)}\n\nNVIDIA H200")
 
 

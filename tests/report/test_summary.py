@@ -183,12 +183,11 @@ def test_intervals_by_hand():
     assert low == pytest.approx(1 / high) == pytest.approx(0.5**12.706, rel=1e-3)
 
 
-@pytest.mark.parametrize("rounds_of_one", [2, 4])
-def test_95_of_100_intervals_hold_what_was_measured(rounds_of_one):
+def test_95_of_100_intervals_hold_what_was_measured():
     random = np.random.default_rng(0)
     held = 0
     for _ in range(2000):
-        ratios = 1.3 * np.exp(0.1 * random.standard_normal(rounds_of_one))
+        ratios = 1.3 * np.exp(0.1 * random.standard_normal(3))
         low, high = interval95_of_ratios(ratios.tolist())
         held += low <= 1.3 <= high
     assert 0.935 < held / 2000 < 0.965  # 3 standard errors
