@@ -67,6 +67,11 @@ class Operation:
     of_products: bool = True
     has_values: bool = True
 
+    @property
+    def is_variant(self) -> bool:
+        """Whether another operation is the same with fewer options, and so tries the rest."""
+        return "," in self.name
+
     def case(self, device, dtype=BF16, shape=None, **options) -> Case:
         return self.make(self.usual if shape is None else shape, dtype=dtype, device=device,
                          **options)  # fmt: skip
@@ -230,10 +235,11 @@ def make_linear(layers):
 
 
 def make_lora_attention(shape, *, dtype, device, r=8, bias=True, adapter_dtype=None,
-                        frozen_dtype=None, norms=False, dropout=None):  # fmt: skip
+                        frozen_dtype=None, heads=4, norms=False, dropout=None):  # fmt: skip
     inputs, gradient = lora_attention_case.make(
-        *shape, dtype=dtype, device=device, head_dim=32, bias=bias, frozen_dtype=frozen_dtype,
-        r=(r,) * 4 if isinstance(r, int) else r, adapter_dtypes=(FP32,) * 8, norms=norms,
+        *shape, dtype=dtype, device=device, heads=heads, kv_heads=heads // 2, head_dim=32,
+        bias=bias, frozen_dtype=frozen_dtype, r=(r,) * 4 if isinstance(r, int) else r,
+        adapter_dtypes=(FP32,) * 8, norms=norms,
     )  # fmt: skip
     inputs[4:-1] = in_dtypes(inputs[4:-1], adapter_dtype or dtype)
     if dropout is not None:
@@ -336,14 +342,14 @@ OPERATIONS = {
         ),
         Operation(
             "LoRA_Attention, dropout", LoRA_Attention.apply, lora_attention_case.eager,
-            partial(make_lora_attention, dropout=(0.05, 0.5, 0.3, 0.3)),
+            partial(make_lora_attention, heads=2, dropout=(0.05, 0.5, 0.3, 0.3)),
             ("x", *lora_attention_case.NAMES),
             saved=("x", "cos", "k_B", "o_A", "frozen.qkv.v_weight"), usual=(2, 9),
             shapes=((1, 40),), empty=((0, 9),),
         ),
         Operation(
             "LoRA_Attention, normed heads", LoRA_Attention.apply, lora_attention_case.eager,
-            partial(make_lora_attention, norms=True), ("x", *lora_attention_case.NAMES),
+            partial(make_lora_attention, heads=2, norms=True), ("x", *lora_attention_case.NAMES),
             saved=("cos", "q_B", "frozen.qkv.q_weight", "frozen.head_norms.k_weight"),
             usual=(2, 9), shapes=((1, 40),), empty=((0, 9),),
         ),

@@ -42,6 +42,7 @@ KERNELS = {  # with modules: forward's and backward's
     "linear_cross_entropy": (cross_entropy, "_cross_entropy_kernel"),
 }
 OF_A_KERNEL = [operation for operation in WITH_VALUES if not operation.of_products]
+OF_VARIANTS = ("transposed", "one for all")  # layouts
 
 
 def every(operations, axes):
@@ -94,7 +95,8 @@ def test_the_usual_is_within_the_error_budget(operation, device):
 def axes_of_layouts(operation):
     gradients = range(len(operation.case("cpu").gradients))
     where = (*operation.strided, *(f"gradient {i}" for i in gradients))
-    return {"where": where, "layout": (*LAYOUTS, *(() if operation.of_products else OF_KERNELS))}
+    layouts = OF_VARIANTS if operation.is_variant else LAYOUTS
+    return {"where": where, "layout": (*layouts, *(() if operation.of_products else OF_KERNELS))}
 
 
 @every(WITH_VALUES, axes_of_layouts)
@@ -180,19 +182,13 @@ def test_no_tokens_give_empty_results_and_gradients_of_zero(operation, shape, mo
 @FAST
 @ALL
 def test_what_new_memory_holds_does_not_matter(operation, monkeypatch, device):
-    """Nor is anything written behind it."""
+    """Nor is anything written behind it; and a repetition is bitwise equal."""
     case = operation.case(device)
     with monkeypatch.context() as patch:
         behind = use_poisoned_memory(patch)
         got = run(operation, case)
     assert behind and all(map(is_poison, behind))
     assert_equal(got, usual(operation, device))
-
-
-@FAST
-@ALL
-def test_repetition_is_bitwise_equal(operation, device):
-    assert_equal(run(operation, operation.case(device)), usual(operation, device))
 
 
 @pytest.mark.parametrize("operation", OF_PRODUCTS, ids=lambda operation: operation.name)
@@ -211,14 +207,14 @@ def test_with_B_zero_A_gets_exactly_zero_and_B_does_not(operation, device):
 # --- dtypes and autocast --------------------------------------------------------------------------
 
 
-@every(
-    OF_PRODUCTS,
-    lambda _: {
-        "dtype": (BF16, FP32),
-        "frozen_dtype": (BF16, FP32),
-        "adapter_dtype": (BF16, FP32, MIXED),
-    },
-)  # fmt: skip
+def axes_of_autocast(operation):
+    if operation.is_variant:  # as PEFT has them
+        return {"dtype": (BF16, FP32), "frozen_dtype": (BF16,), "adapter_dtype": (FP32,)}
+    dtypes = (BF16, FP32)
+    return {"dtype": dtypes, "frozen_dtype": dtypes, "adapter_dtype": (*dtypes, MIXED)}
+
+
+@every(OF_PRODUCTS, axes_of_autocast)
 def test_autocast_is_right_and_gives_dtypes_as_eager_does(operation, options, device):
     case = operation.case(device, **options)
     with torch.autocast(device, dtype=BF16):
@@ -379,15 +375,16 @@ def test_an_output_that_nobody_uses_counts_as_one_with_a_gradient_of_zero(name, 
 
 
 def subsets(operation):
-    """Which inputs need a gradient: each alone, all but each, none; every subset if it is few."""
+    """Which inputs need a gradient: x, the adapters, none and, where no variant is usual, each
+    alone. (Beside all together, that is every two of them with and without the other.)"""
     names = operation.trained
-    few = [(name,) for name in names] + [tuple(n for n in names if n != name) for name in names]
-    chosen = dict.fromkeys([(), *few])
+    each = names[:1] if operation.is_variant else names
+    chosen = {(), names[1:], *((name,) for name in each)}
     everything = [s for size in range(len(names) + 1) for s in combinations(names, size)]
     return [
         pytest.param(operation, subset, id=f"{operation.name}-{' '.join(subset) or 'none'}",
                      marks=() if len(names) < 4 or subset in chosen else pytest.mark.exhaustive)
-        for subset in (everything if len(names) < 9 else chosen)
+        for subset in (everything if len(names) < 9 else sorted(chosen))
     ]  # fmt: skip
 
 
@@ -431,8 +428,14 @@ def test_without_gradients_the_outputs_are_the_same_and_nothing_is_saved(mode, o
     )
 
 
-@ALL
-@pytest.mark.parametrize("kind", CHECKPOINTS)
+@pytest.mark.parametrize(
+    ("operation", "kind"),
+    [
+        pytest.param(operation, kind, id=f"{operation.name}-{kind}")
+        for operation in OPERATIONS.values()
+        for kind in (CHECKPOINTS[-1:] if operation.is_variant else CHECKPOINTS)
+    ],
+)
 def test_checkpointed_gradients_are_bitwise_equal(kind, operation, device):
     function = checkpointed(operation.function, kind)
     assert_equal(run(operation, operation.case(device), function), usual(operation, device))
