@@ -126,7 +126,7 @@ def use_poisoned_memory(monkeypatch) -> list[Tensor]:
         def allocated(*size, **options):
             new = allocate(*size, **options)
             length, poison = new.numel(), torch.nan if new.is_floating_point() else 77
-            memory = torch.full((length + 512,), poison, dtype=new.dtype, device=new.device)
+            memory = torch.full((length + 2048,), poison, dtype=new.dtype, device=new.device)
             behind.append(memory[length:])
             with torch.no_grad():  # it may be made to require a gradient
                 return new.set_(memory.untyped_storage(), 0, new.shape, new.stride())

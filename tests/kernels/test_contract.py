@@ -23,6 +23,7 @@ from contract import (
     tensors_in,
     with_layout,
 )
+from counting import saved_tensors
 from cuda_graph import capture
 from pairwise import pairwise
 from reference import CHECKPOINTS, checkpointed, is_poison, random, use_poisoned_memory
@@ -281,8 +282,7 @@ def test_nothing_that_came_in_or_was_saved_is_written(operation, device):
     leaves = leaves_of(operation, case)
     watched = list(tensors_in(Case(leaves, case.gradients)).values())
     before = [t.detach().clone() for t in watched]
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+    with saved_tensors() as saved:
         outputs = as_tuple(operation.function(*leaves.values()))
     watched += [*saved, *outputs]
     before += [t.detach().clone() for t in (*saved, *outputs)]
@@ -416,11 +416,7 @@ def test_frozen_inputs_get_no_gradient_and_the_others_get_the_same(operation, ne
 def test_without_gradients_the_outputs_are_the_same_and_nothing_is_saved(mode, operation, device):
     case = operation.case(device)
     leaves = leaves_of(operation, case)
-    saved = []
-    with (
-        mode(),
-        torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
-    ):
+    with mode(), saved_tensors() as saved:
         got = as_tuple(operation.function(*leaves.values()))
     assert not saved and not any(output.requires_grad for output in got)
     assert all(
@@ -441,12 +437,11 @@ def test_checkpointed_gradients_are_bitwise_equal(kind, operation, device):
     assert_equal(run(operation, operation.case(device), function), usual(operation, device))
 
 
-@pytest.mark.parametrize(
-    "operation",
-    # a seed's masks are those of a batch
-    [operation for operation in OF_PRODUCTS if not operation.name.endswith("dropout")],
-    ids=lambda operation: operation.name,
-)
+# a seed's masks are those of a batch
+WITHOUT_DROPOUT = [operation for operation in OF_PRODUCTS if "dropout" not in operation.name]
+
+
+@pytest.mark.parametrize("operation", WITHOUT_DROPOUT, ids=lambda operation: operation.name)
 def test_micro_batches_add_up_to_one_batch(operation, device):
     case = operation.case(device, shape=(4, 9))
 
