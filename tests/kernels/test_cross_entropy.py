@@ -55,6 +55,7 @@ def assert_rows_right(logits, labels):
     assert_within_budget("gradient", logits, rounded[1], truth[1])
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("vocabulary", [2, 127, 128, 129, 300])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_are_within_the_error_budget(dtype, vocabulary, device):
@@ -99,6 +100,7 @@ def test_an_ignored_row_is_zero_whatever_its_logits(device):
     assert losses[3] > 0 and (logits[3] != 0).any()
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("magnitude", [100.0, 1e4, 6e4])
 def test_large_logits_do_not_overflow(magnitude, dtype, device):
@@ -179,6 +181,7 @@ def test_loss_and_gradients_are_within_the_error_budget(options, device):
     assert_right(*case, grad_loss=grad_loss, own=own)
 
 
+@pytest.mark.thinned
 @IGNORING
 @pytest.mark.parametrize("kept", [range(21), [0], [20], [5, 6, 7], range(0, 21, 2)], ids=str)
 def test_ignored_tokens_add_nothing_and_have_a_zero_gradient(kept, ignoring, case):
@@ -191,6 +194,7 @@ def test_ignored_tokens_add_nothing_and_have_a_zero_gradient(kept, ignoring, cas
     assert torch.equal(zero, labels == IGNORED)
 
 
+@pytest.mark.thinned
 @IGNORING
 @pytest.mark.parametrize("num_items", [None, 5, 0])
 @pytest.mark.parametrize("tokens", [TOKENS, (0,), (2, 0, 3)], ids=str)
@@ -209,6 +213,7 @@ def test_nothing_labelled_gives_pytorchs_loss_and_zero_gradients(
     assert not any(got[name].any() for name in NAMES[1:])
 
 
+@pytest.mark.thinned
 @IGNORING
 @pytest.mark.parametrize("ignore_index", [0, 138, -1])
 def test_another_ignore_index(ignore_index, ignoring, case):

@@ -190,6 +190,7 @@ def eager(size, case):
     return z, total
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [16, 32])
 def test_sums_over_tokens_with_masks_are_those_of_masked_tensors(rows, dtype, device, monkeypatch):
@@ -217,6 +218,7 @@ def test_sums_over_tokens_with_masks_are_those_of_masked_tensors(rows, dtype, de
     sums.assert_equal(*results)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", ["odd", "more than a block", "whole tiles"])
 def test_swiglu_with_a_mask_changes_one_product_each_way(case, dtype, device):

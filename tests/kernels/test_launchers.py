@@ -48,7 +48,6 @@ class Launcher:
         results; `layout` lays out every [rows, columns] tensor that fused reads or writes.
     writes: how many of these it writes.
     is_exact: another layout gives the same bits on a GPU too.
-    is_slow: so that only `usual` is tried in every dtype; so are variants of others.
     """
 
     kernels: tuple
@@ -61,7 +60,6 @@ class Launcher:
     writes: int
     dtypes: tuple = DTYPES
     is_exact: bool = True
-    is_slow: bool = False
 
 
 def make_rope(size, dtype, device):
@@ -89,13 +87,13 @@ LAUNCHERS = {
         ((residual_kernels, "_rms_norm_forward_kernel", "_rms_norm_backward_kernel"),),
         residual.SIZES, "odd", (0, 8), residual.norm_case,
         of_case(partial(residual.fused_norm, **ABOUT_ONE)),
-        of_case(partial(residual.eager_norm, **ABOUT_ONE)), writes=3, is_slow=True,
+        of_case(partial(residual.eager_norm, **ABOUT_ONE)), writes=3,
     ),
     "add_normed, about one": Launcher(
         ((residual_kernels, "_add_normed_kernel", "_rms_norm_backward_kernel"),),
         residual.SIZES, "odd", (0, 8), residual.normed_sum_case,
         of_case(partial(residual.fused_normed_sum, **ABOUT_ONE)),
-        of_case(partial(residual.eager_normed_sum, **ABOUT_ONE)), writes=2, is_slow=True,
+        of_case(partial(residual.eager_normed_sum, **ABOUT_ONE)), writes=2,
     ),
     "add_adapted": Launcher(
         ((residual_kernels, "_add_adapted_kernel"),),
@@ -137,13 +135,13 @@ LAUNCHERS = {
         ((swiglu_products_forward, "_swiglu_forward_product_kernel", "_sum_z_kernel"),),
         products_forward.CASES, "odd", (0, 10, 4), products_forward.make,
         lambda size, case, layout: products_forward.fused(*case, layout=layout, **GEGLU)[:2],
-        of_case(partial(products_forward.eager, **GEGLU)), writes=2, is_slow=True,
+        of_case(partial(products_forward.eager, **GEGLU)), writes=2,
     ),
     "swiglu_backward_products, GeGLU": Launcher(
         ((swiglu_products_backward, "_swiglu_backward_products_kernel", "_sum_products_kernel"),),
         products_backward.CASES, "odd", (0, 10, (4, 4, 4)), products_backward.make,
         of_case(partial(products_backward.fused, **GEGLU)),
-        of_case(partial(products_backward.eager, **GEGLU)), writes=4, is_slow=True,
+        of_case(partial(products_backward.eager, **GEGLU)), writes=4,
     ),
     "rope on [q | k | v]": Launcher(
         ((qkv_rope, "_qkv_rope_kernel"),),
@@ -163,7 +161,6 @@ LAUNCHERS = {
         rope_case.SIZES, "GQA", rope_case.EMPTY["no batch"], rope.make_normed,
         of_case(lambda *case, **layout: rope.fused_normed(case, **layout, **ABOUT_ONE)),
         of_case(lambda *case: rope.eager_normed(case, **ABOUT_ONE)), writes=2, is_exact=False,
-        is_slow=True,
     ),
     "norms of all heads together": Launcher(
         ((qkv_norm_rope, "_qkv_norm_rope_kernel", "_qkv_norm_backward_kernel"),),
@@ -181,7 +178,7 @@ LAUNCHERS = {
         ),
         attention.SIZES, "not whole tiles, angles of each sequence", (0, 2, 1, 5, 32, 1),
         attention.make, attention.fused, attention.eager,
-        writes=2, dtypes=(BF16, FP16), is_exact=False, is_slow=True,  # in fp32 PyTorch attends
+        writes=2, dtypes=(BF16, FP16), is_exact=False,  # in fp32 PyTorch attends
     ),
 }  # fmt: skip
 
@@ -201,12 +198,11 @@ def assert_right(launcher, size, case, got):
     [
         pytest.param(
             launcher, size, dtype, id=f"{name}-{size}-{dtype}",
-            marks=pytest.mark.exhaustive if launcher.is_slow and is_repeated else (),
+            marks=pytest.mark.exhaustive if dtype != BF16 and size != launcher.usual else (),
         )
         for name, launcher in LAUNCHERS.items()
         for size in launcher.sizes
         for dtype in launcher.dtypes
-        for is_repeated in [dtype != BF16 and size != launcher.usual]
     ],
 )  # fmt: skip
 def test_results_are_within_the_error_budget(launcher, size, dtype, device):

@@ -83,6 +83,7 @@ def check(size, dtype, device, masked=False):
         assert_within_budget(name, *row)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("masked", [False, True], ids=("causal", "masked"))
 @pytest.mark.parametrize(
     ("size", "dtype"), [*((size, torch.bfloat16) for size in SIZES), ("GQA", torch.float32)]

@@ -114,6 +114,7 @@ def assert_exact(got, pairs):
         torch.testing.assert_close(one.double(), truth, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_gradients_are_within_the_error_budget_and_inputs_are_not_written(
@@ -129,6 +130,7 @@ def test_gradients_are_within_the_error_budget_and_inputs_are_not_written(
         assert_equal((x, *factors), (x_before, *factors_before))
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", ["a layer", "more than a block", "nothing of some"])
 def test_gradients_in_fp32_were_never_rounded(case, dtype, ranges, device):
