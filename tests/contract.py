@@ -296,12 +296,8 @@ OPERATIONS = {
         Operation(
             "LoRA_MLP", LoRA_MLP.apply, lora_mlp, make_lora_mlp, ADAPTED,
             saved=("x", "down_B", "frozen.gate_weight"), usual=(3, 13), shapes=TOKENS,
-            empty=NO_TOKENS, options={
-                "r": (*RANKS, (1, 12, 64), (64, 4, 1), (0, 8, 0), (8, 0, 8)),
-                "dropout": (
-                    None, (0.05, 0.5, 0.3), (0.0, 0.3, 0.0), (0.3, 0.0, 0.3), (0.3, None, 0.5),
-                ),
-            },
+            empty=NO_TOKENS,
+            options={"r": (*RANKS, (1, 12, 64), (64, 4, 1), (0, 8, 0), (8, 0, 8))},
         ),
         Operation(
             "LoRA_MLP, GeGLU", LoRA_MLP.apply, lora_mlp,
@@ -318,7 +314,7 @@ OPERATIONS = {
             "LoRA_QKV", LoRA_QKV.apply, attention_case.lora_qkv, make_linear(3), OF_QKV,
             saved=("x", "q_B", "frozen.v_weight"), usual=(3, 13), shapes=TOKENS, empty=NO_TOKENS,
             options={
-                "r": (*RANKS, (1, 12, 64), (64, 4, 1), (0, 8, 0)), "bias": (False, True),
+                "r": (8, 1, (1, 12, 64), (64, 4, 1), (0, 8, 0)), "bias": (False, True),
                 "dropout": (None, (0.05, 0.5, 0.3), (0.0, 0.3, 0.0), (0.3, None, None)),
             },
         ),
@@ -338,7 +334,12 @@ OPERATIONS = {
             "LoRA_MLP, dropout", LoRA_MLP.apply, lora_mlp,
             partial(make_lora_mlp, dropout=(0.05, 0.5, 0.3)), ADAPTED,
             saved=("x", "down_B", "frozen.gate_weight"), usual=(3, 13), shapes=TOKENS,
-            empty=NO_TOKENS,
+            empty=NO_TOKENS, options={
+                "r": (8, (64, 4, 1), (0, 8, 0)),
+                "dropout": (
+                    (0.05, 0.5, 0.3), (0.0, 0.3, 0.0), (0.3, 0.0, 0.3), (0.3, None, 0.5),
+                ),
+            },
         ),
         Operation(
             "LoRA_Attention, dropout", LoRA_Attention.apply, lora_attention_case.eager,

@@ -14,6 +14,7 @@ HERE = Path(__file__).resolve().parents[1]
 # What a program may have of shared memory, in kB of 1,024 bytes: CUDA C++ Programming Guide,
 # "Technical Specifications per Compute Capability"
 SHARED_KB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+
 # The least shared memory there is, and what is published. To compile for one takes 12 s.
 USUAL = (89, 90)
 

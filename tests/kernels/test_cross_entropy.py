@@ -247,10 +247,7 @@ def test_num_items_in_batch_divides_the_sum(case, device):
 
 @pytest.mark.thinned
 @IGNORING
-@pytest.mark.parametrize(
-    "layout",
-    ["transposed", "within wider rows", "every second row", "one for all", "features first"],
-)
+@pytest.mark.parametrize("layout", ["transposed", "one for all", "within wider rows"])
 def test_strided_hidden(layout, ignoring, device):
     layout = LAYOUTS[layout]
     # of 24 tokens each: "one for all" has no more, and the errors of a few are luck
