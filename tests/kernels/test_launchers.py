@@ -71,30 +71,28 @@ def of_case(function):
     return lambda size, case, **layout: function(*case, **layout)
 
 
-ABOUT_ONE, GEGLU = {"zero_centered": True}, {"activation": "gelu_tanh"}
+KEEP_BITS = fused_mlp.dropout, "_keep_bits_kernel"
+ABOUT_ONE = {"": {}, ", about one": {"zero_centered": True}}
+OF_SWIGLU = {"": {}, ", GeGLU": {"activation": "gelu_tanh"}, ", dropout": {"dropout": 0.3}}
 LAUNCHERS = {
-    "residual_norm": Launcher(
-        ((residual_kernels, "_rms_norm_forward_kernel", "_rms_norm_backward_kernel"),),
-        residual.SIZES, "odd", (0, 8), residual.norm_case,
-        of_case(residual.fused_norm), of_case(residual.eager_norm), writes=3,
-    ),
-    "add_normed": Launcher(
-        ((residual_kernels, "_add_normed_kernel", "_rms_norm_backward_kernel"),),
-        residual.SIZES, "odd", (0, 8), residual.normed_sum_case,
-        of_case(residual.fused_normed_sum), of_case(residual.eager_normed_sum), writes=2,
-    ),
-    "residual_norm, about one": Launcher(
-        ((residual_kernels, "_rms_norm_forward_kernel", "_rms_norm_backward_kernel"),),
-        residual.SIZES, "odd", (0, 8), residual.norm_case,
-        of_case(partial(residual.fused_norm, **ABOUT_ONE)),
-        of_case(partial(residual.eager_norm, **ABOUT_ONE)), writes=3,
-    ),
-    "add_normed, about one": Launcher(
-        ((residual_kernels, "_add_normed_kernel", "_rms_norm_backward_kernel"),),
-        residual.SIZES, "odd", (0, 8), residual.normed_sum_case,
-        of_case(partial(residual.fused_normed_sum, **ABOUT_ONE)),
-        of_case(partial(residual.eager_normed_sum, **ABOUT_ONE)), writes=2,
-    ),
+    **{
+        f"residual_norm{which}": Launcher(
+            ((residual_kernels, "_rms_norm_forward_kernel", "_rms_norm_backward_kernel"),),
+            residual.SIZES, "odd", (0, 8), residual.norm_case,
+            of_case(partial(residual.fused_norm, **options)),
+            of_case(partial(residual.eager_norm, **options)), writes=3,
+        )
+        for which, options in ABOUT_ONE.items()
+    },
+    **{
+        f"add_normed{which}": Launcher(
+            ((residual_kernels, "_add_normed_kernel", "_rms_norm_backward_kernel"),),
+            residual.SIZES, "odd", (0, 8), residual.normed_sum_case,
+            of_case(partial(residual.fused_normed_sum, **options)),
+            of_case(partial(residual.eager_normed_sum, **options)), writes=2,
+        )
+        for which, options in ABOUT_ONE.items()
+    },
     "add_adapted": Launcher(
         ((residual_kernels, "_add_adapted_kernel"),),
         residual.SUMS, "odd", (0, 8, 4), residual.sum_case,
@@ -103,7 +101,7 @@ LAUNCHERS = {
     "dropped_products": Launcher(
         (
             (dropped_products, "_dropped_products_kernel", "_dropped_gradient_kernel"),
-            (fused_mlp.dropout, "_keep_bits_kernel"),
+            KEEP_BITS,
         ),
         dropout.CASES, "odd", (0, 8, 8, (4,), (0.5,)), dropout.make, dropout.fused, dropout.eager,
         writes=2,
@@ -120,29 +118,31 @@ LAUNCHERS = {
         )
         for which in (swiglu.SWIGLU, swiglu.GEGLU)
     },
-    "swiglu_forward_product": Launcher(
-        ((swiglu_products_forward, "_swiglu_forward_product_kernel", "_sum_z_kernel"),),
-        products_forward.CASES, "odd", (0, 10, 4), products_forward.make,
-        lambda size, case, layout: products_forward.fused(*case, layout=layout)[:2],
-        of_case(products_forward.eager), writes=2,
-    ),
-    "swiglu_backward_products": Launcher(
-        ((swiglu_products_backward, "_swiglu_backward_products_kernel", "_sum_products_kernel"),),
-        products_backward.CASES, "odd", (0, 10, (4, 4, 4)), products_backward.make,
-        of_case(products_backward.fused), of_case(products_backward.eager), writes=4,
-    ),
-    "swiglu_forward_product, GeGLU": Launcher(
-        ((swiglu_products_forward, "_swiglu_forward_product_kernel", "_sum_z_kernel"),),
-        products_forward.CASES, "odd", (0, 10, 4), products_forward.make,
-        lambda size, case, layout: products_forward.fused(*case, layout=layout, **GEGLU)[:2],
-        of_case(partial(products_forward.eager, **GEGLU)), writes=2,
-    ),
-    "swiglu_backward_products, GeGLU": Launcher(
-        ((swiglu_products_backward, "_swiglu_backward_products_kernel", "_sum_products_kernel"),),
-        products_backward.CASES, "odd", (0, 10, (4, 4, 4)), products_backward.make,
-        of_case(partial(products_backward.fused, **GEGLU)),
-        of_case(partial(products_backward.eager, **GEGLU)), writes=4,
-    ),
+    **{
+        f"swiglu_forward_product{which}": Launcher(
+            (
+                (swiglu_products_forward, "_swiglu_forward_product_kernel", "_sum_z_kernel"),
+                KEEP_BITS,
+            ),
+            products_forward.CASES, "odd", (0, 10, 4), products_forward.make,
+            of_case(partial(products_forward.fused, **options)),
+            of_case(partial(products_forward.eager, **options)), writes=2,
+        )
+        for which, options in OF_SWIGLU.items()
+    },
+    **{
+        f"swiglu_backward_products{which}": Launcher(
+            (
+                (swiglu_products_backward, "_swiglu_backward_products_kernel",
+                 "_sum_products_kernel"),
+                KEEP_BITS,
+            ),
+            products_backward.CASES, "odd", (0, 10, (4, 4, 4)), products_backward.make,
+            of_case(partial(products_backward.fused, **options)),
+            of_case(partial(products_backward.eager, **options)), writes=4,
+        )
+        for which, options in OF_SWIGLU.items()
+    },
     "rope on [q | k | v]": Launcher(
         ((qkv_rope, "_qkv_rope_kernel"),),
         rope_case.SIZES, "GQA", rope_case.EMPTY["no batch"], make_rope,
@@ -150,25 +150,18 @@ LAUNCHERS = {
         lambda size, case: rope_case.run(rope_case.eager, case[:4], case[4:]),
         writes=2, is_exact=False,
     ),
-    "norms and rope on [q | k | v]": Launcher(
-        ((qkv_norm_rope, "_qkv_norm_rope_kernel", "_qkv_norm_backward_kernel"),),
-        rope_case.SIZES, "GQA", rope_case.EMPTY["no batch"], rope.make_normed,
-        of_case(lambda *case, **layout: rope.fused_normed(case, **layout)),
-        of_case(lambda *case: rope.eager_normed(case)), writes=2, is_exact=False,
-    ),
-    "norms about one and rope on [q | k | v]": Launcher(
-        ((qkv_norm_rope, "_qkv_norm_rope_kernel", "_qkv_norm_backward_kernel"),),
-        rope_case.SIZES, "GQA", rope_case.EMPTY["no batch"], rope.make_normed,
-        of_case(lambda *case, **layout: rope.fused_normed(case, **layout, **ABOUT_ONE)),
-        of_case(lambda *case: rope.eager_normed(case, **ABOUT_ONE)), writes=2, is_exact=False,
-    ),
-    "norms of all heads together": Launcher(
-        ((qkv_norm_rope, "_qkv_norm_rope_kernel", "_qkv_norm_backward_kernel"),),
-        rope_case.SIZES, "GQA", rope_case.EMPTY["no batch"],
-        partial(rope.make_normed, together=True),
-        of_case(lambda *case, **layout: rope.fused_normed(case, **layout)),
-        of_case(lambda *case: rope.eager_normed(case)), writes=2, is_exact=False,
-    ),
+    **{
+        f"norms and rope on [q | k | v]{which}": Launcher(
+            ((qkv_norm_rope, "_qkv_norm_rope_kernel", "_qkv_norm_backward_kernel"),),
+            rope_case.SIZES, "GQA", rope_case.EMPTY["no batch"],
+            partial(rope.make_normed, together="together" in which),
+            of_case(lambda *case, options=options, **layout: rope.fused_normed(
+                case, **layout, **options)),
+            of_case(lambda *case, options=options: rope.eager_normed(case, **options)),
+            writes=2, is_exact=False,
+        )
+        for which, options in (ABOUT_ONE | {", all heads together": {}}).items()
+    },
     "causal_attention": Launcher(
         (
             (qkv_rope, "_qkv_rope_kernel"),
