@@ -12,12 +12,13 @@ import test_causal_attention as attention
 import test_dropout as dropout
 import test_qkv_rope as rope
 import test_residual_kernels as residual
+import test_sums_over_tokens as sums
 import test_swiglu as swiglu
 import test_swiglu_products_backward as products_backward
 import test_swiglu_products_forward as products_forward
 import torch
 from contract import BF16, DTYPES, FP16, FP32
-from reference import assert_within_budget, random, use_poisoned_memory
+from reference import assert_within_budget, use_poisoned_memory
 from refusal import apart, assert_refused, narrow, on_meta, short
 from rms_norm_case import EPS, Kernel
 
@@ -29,6 +30,7 @@ from fused_lora.kernels import (
     dropped_products,
     qkv_norm_rope,
     qkv_rope,
+    sums_over_tokens,
     swiglu_products_backward,
     swiglu_products_forward,
 )
@@ -38,6 +40,7 @@ from fused_lora.kernels.swiglu_products_backward import Product
 
 tiles_of_forward = products_forward.small_tiles  # fixtures that every test of theirs has
 tiles_of_backward = products_backward.small_tiles
+tiles_of_sums = sums.small_tiles
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,10 @@ LAUNCHERS = {
         )
         for which, options in ABOUT_ONE.items()
     },
+    "sums_over_tokens": Launcher(
+        ((sums_over_tokens, "_sums_over_tokens_kernel", "_sum_partials_kernel"),),
+        sums.CASES, "odd", (0, sums.CASES["odd"][1]), sums.make, sums.fused, sums.eager, writes=6,
+    ),
     "add_adapted": Launcher(
         ((residual_kernels, "_add_adapted_kernel"),),
         residual.SUMS, "odd", (0, 8, 4), residual.sum_case,
@@ -209,7 +216,7 @@ def run_wide(launcher, case, more):
     seen = []
 
     def wide(t):
-        rows = random(t.shape[0], t.shape[1] + more, seed=99, dtype=t.dtype, device=t.device)
+        rows = t.new_full((t.shape[0], t.shape[1] + more), torch.inf)  # times 0 it shows
         rows[:, : t.shape[1]] = t
         seen.append((rows, t.shape[1], rows.clone()))
         return rows[:, : t.shape[1]]
