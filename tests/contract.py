@@ -223,12 +223,12 @@ def make_linear(layers):
     ):  # fmt: skip
         x, adapters, frozen, gradients = attention_case.make_case(
             *shape, layers=layers, dtype=dtype, device=device, bias=bias, frozen_dtype=frozen_dtype,
-            r=(r,) * 3 if isinstance(r, int) else r, adapter_dtypes=(FP32,) * 6,
+            r=(r,) * 3 if isinstance(r, int) else r,
         )  # fmt: skip
         adapters = in_dtypes(adapters, adapter_dtype or dtype)
         if dropout is not None:
             frozen = with_dropout(frozen, device, *dropout)
-        names = attention_case.names_of(adapters)[1]
+        names = OF_QKV if layers == 3 else OF_W
         return Case(dict(zip((*names, "frozen"), (x, *adapters, frozen), strict=True)), gradients)
 
     return make
@@ -284,6 +284,7 @@ def of_cross_entropy(function, **options):
 OF_QKV_DROPOUT = ("q_dropout", "k_dropout", "v_dropout")
 RANKS = attention_case.RANKS
 ADAPTED = ("x", *ADAPTER_NAMES)
+OF_W = ("x", "A", "B")
 OF_QKV = ("x", "q_A", "q_B", "k_A", "k_B", "v_A", "v_B")
 TOKENS = ((), (1,), (13,), (1, 1), (2, 1, 3, 5))
 NO_TOKENS = ((0,), (0, 5), (2, 0))
@@ -306,7 +307,7 @@ OPERATIONS = {
             empty=NO_TOKENS, options={"r": (8, (64, 4, 1), (0, 8, 0))},
         ),
         Operation(
-            "LoRA_W", LoRA_W.apply, attention_case.lora_w, make_linear(1), ("x", "A", "B"),
+            "LoRA_W", LoRA_W.apply, attention_case.lora_w, make_linear(1), OF_W,
             saved=("x", "A", "B", "frozen.weight"), usual=(3, 13), shapes=TOKENS, empty=NO_TOKENS,
             options={"r": RANKS, "bias": (False, True), "dropout": (None, (0.3,))},
         ),
