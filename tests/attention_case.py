@@ -43,19 +43,16 @@ def lora_qkv(x, q_A, q_B, k_A, k_B, v_A, v_B, *rest):
 
 
 def make_case(
-    *shape, layers=3, dtype=torch.bfloat16, device, r=(8, 8, 8), bias=True, adapter_dtypes=None,
-    frozen_dtype=None,
+    *shape, layers=3, dtype=torch.bfloat16, device, r=(8, 8, 8), bias=True, frozen_dtype=None,
 ):  # fmt: skip
-    """x of `shape` tokens, adapters (no B zero), frozen weights, and an incoming gradient each."""
-    adapter_dtypes = adapter_dtypes or (dtype,) * 6
+    """x of `shape` tokens, adapters in fp32 (no B zero), frozen weights, and an incoming gradient
+    each."""
     options = {"dtype": frozen_dtype or dtype, "device": device}
     adapters, weights, biases, grad_outputs = [], [], [], []
     for i, (rank, out) in enumerate(zip(r[:layers], OUT, strict=False)):
-        dtype_A, dtype_B = adapter_dtypes[2 * i : 2 * i + 2]
-        adapters.append(random(rank, IN, seed=10 + i, scale=IN**-0.5, device=device, dtype=dtype_A))
-        adapters.append(
-            random(out, rank, seed=20 + i, scale=max(rank, 1) ** -0.5, device=device, dtype=dtype_B)
-        )
+        adapters.append(random(rank, IN, seed=10 + i, scale=IN**-0.5, device=device))
+        scale = max(rank, 1) ** -0.5
+        adapters.append(random(out, rank, seed=20 + i, scale=scale, device=device))
         weights.append(random(out, IN, seed=30 + i, scale=IN**-0.5, **options))
         biases.append(random(out, seed=40 + i, **options) if bias else None)
         grad_outputs.append(random(*shape, out, seed=50 + i, device=device, dtype=dtype))
@@ -63,10 +60,3 @@ def make_case(
     if layers == 1:
         return x, adapters, FrozenLinear(weights[0], biases[0], SCALINGS[0]), grad_outputs
     return x, adapters, FrozenQKV(*weights, *biases, *SCALINGS), grad_outputs
-
-
-def names_of(adapters):
-    """Of the outputs, and of the inputs that may require a gradient."""
-    if len(adapters) == 2:
-        return ("output",), ("x", "A", "B")
-    return ("q", "k", "v"), ("x", "q_A", "q_B", "k_A", "k_B", "v_A", "v_B")

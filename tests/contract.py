@@ -67,6 +67,11 @@ class Operation:
     of_products: bool = True
     has_values: bool = True
 
+    @property
+    def is_variant(self) -> bool:
+        """Whether another operation is the same with fewer options, and so tries the rest."""
+        return "," in self.name
+
     def case(self, device, dtype=BF16, shape=None, **options) -> Case:
         return self.make(self.usual if shape is None else shape, dtype=dtype, device=device,
                          **options)  # fmt: skip
@@ -218,22 +223,23 @@ def make_linear(layers):
     ):  # fmt: skip
         x, adapters, frozen, gradients = attention_case.make_case(
             *shape, layers=layers, dtype=dtype, device=device, bias=bias, frozen_dtype=frozen_dtype,
-            r=(r,) * 3 if isinstance(r, int) else r, adapter_dtypes=(FP32,) * 6,
+            r=(r,) * 3 if isinstance(r, int) else r,
         )  # fmt: skip
         adapters = in_dtypes(adapters, adapter_dtype or dtype)
         if dropout is not None:
             frozen = with_dropout(frozen, device, *dropout)
-        names = attention_case.names_of(adapters)[1]
+        names = OF_QKV if layers == 3 else OF_W
         return Case(dict(zip((*names, "frozen"), (x, *adapters, frozen), strict=True)), gradients)
 
     return make
 
 
 def make_lora_attention(shape, *, dtype, device, r=8, bias=True, adapter_dtype=None,
-                        frozen_dtype=None, norms=False, dropout=None):  # fmt: skip
+                        frozen_dtype=None, heads=4, norms=False, dropout=None):  # fmt: skip
     inputs, gradient = lora_attention_case.make(
-        *shape, dtype=dtype, device=device, head_dim=32, bias=bias, frozen_dtype=frozen_dtype,
-        r=(r,) * 4 if isinstance(r, int) else r, adapter_dtypes=(FP32,) * 8, norms=norms,
+        *shape, dtype=dtype, device=device, heads=heads, kv_heads=heads // 2, head_dim=32,
+        bias=bias, frozen_dtype=frozen_dtype, r=(r,) * 4 if isinstance(r, int) else r,
+        adapter_dtypes=(FP32,) * 8, norms=norms,
     )  # fmt: skip
     inputs[4:-1] = in_dtypes(inputs[4:-1], adapter_dtype or dtype)
     if dropout is not None:
@@ -278,6 +284,7 @@ def of_cross_entropy(function, **options):
 OF_QKV_DROPOUT = ("q_dropout", "k_dropout", "v_dropout")
 RANKS = attention_case.RANKS
 ADAPTED = ("x", *ADAPTER_NAMES)
+OF_W = ("x", "A", "B")
 OF_QKV = ("x", "q_A", "q_B", "k_A", "k_B", "v_A", "v_B")
 TOKENS = ((), (1,), (13,), (1, 1), (2, 1, 3, 5))
 NO_TOKENS = ((0,), (0, 5), (2, 0))
@@ -290,12 +297,8 @@ OPERATIONS = {
         Operation(
             "LoRA_MLP", LoRA_MLP.apply, lora_mlp, make_lora_mlp, ADAPTED,
             saved=("x", "down_B", "frozen.gate_weight"), usual=(3, 13), shapes=TOKENS,
-            empty=NO_TOKENS, options={
-                "r": (*RANKS, (1, 12, 64), (64, 4, 1), (0, 8, 0), (8, 0, 8)),
-                "dropout": (
-                    None, (0.05, 0.5, 0.3), (0.0, 0.3, 0.0), (0.3, 0.0, 0.3), (0.3, None, 0.5),
-                ),
-            },
+            empty=NO_TOKENS,
+            options={"r": (*RANKS, (1, 12, 64), (64, 4, 1), (0, 8, 0), (8, 0, 8))},
         ),
         Operation(
             "LoRA_MLP, GeGLU", LoRA_MLP.apply, lora_mlp,
@@ -304,7 +307,7 @@ OPERATIONS = {
             empty=NO_TOKENS, options={"r": (8, (64, 4, 1), (0, 8, 0))},
         ),
         Operation(
-            "LoRA_W", LoRA_W.apply, attention_case.lora_w, make_linear(1), ("x", "A", "B"),
+            "LoRA_W", LoRA_W.apply, attention_case.lora_w, make_linear(1), OF_W,
             saved=("x", "A", "B", "frozen.weight"), usual=(3, 13), shapes=TOKENS, empty=NO_TOKENS,
             options={"r": RANKS, "bias": (False, True), "dropout": (None, (0.3,))},
         ),
@@ -312,7 +315,7 @@ OPERATIONS = {
             "LoRA_QKV", LoRA_QKV.apply, attention_case.lora_qkv, make_linear(3), OF_QKV,
             saved=("x", "q_B", "frozen.v_weight"), usual=(3, 13), shapes=TOKENS, empty=NO_TOKENS,
             options={
-                "r": (*RANKS, (1, 12, 64), (64, 4, 1), (0, 8, 0)), "bias": (False, True),
+                "r": (8, 1, (1, 12, 64), (64, 4, 1), (0, 8, 0)), "bias": (False, True),
                 "dropout": (None, (0.05, 0.5, 0.3), (0.0, 0.3, 0.0), (0.3, None, None)),
             },
         ),
@@ -332,18 +335,23 @@ OPERATIONS = {
             "LoRA_MLP, dropout", LoRA_MLP.apply, lora_mlp,
             partial(make_lora_mlp, dropout=(0.05, 0.5, 0.3)), ADAPTED,
             saved=("x", "down_B", "frozen.gate_weight"), usual=(3, 13), shapes=TOKENS,
-            empty=NO_TOKENS,
+            empty=NO_TOKENS, options={
+                "r": (8, (64, 4, 1), (0, 8, 0)),
+                "dropout": (
+                    (0.05, 0.5, 0.3), (0.0, 0.3, 0.0), (0.3, 0.0, 0.3), (0.3, None, 0.5),
+                ),
+            },
         ),
         Operation(
             "LoRA_Attention, dropout", LoRA_Attention.apply, lora_attention_case.eager,
-            partial(make_lora_attention, dropout=(0.05, 0.5, 0.3, 0.3)),
+            partial(make_lora_attention, heads=2, dropout=(0.05, 0.5, 0.3, 0.3)),
             ("x", *lora_attention_case.NAMES),
             saved=("x", "cos", "k_B", "o_A", "frozen.qkv.v_weight"), usual=(2, 9),
             shapes=((1, 40),), empty=((0, 9),),
         ),
         Operation(
             "LoRA_Attention, normed heads", LoRA_Attention.apply, lora_attention_case.eager,
-            partial(make_lora_attention, norms=True), ("x", *lora_attention_case.NAMES),
+            partial(make_lora_attention, heads=2, norms=True), ("x", *lora_attention_case.NAMES),
             saved=("cos", "q_B", "frozen.qkv.q_weight", "frozen.head_norms.k_weight"),
             usual=(2, 9), shapes=((1, 40),), empty=((0, 9),),
         ),

@@ -24,6 +24,14 @@ class Calls(TorchDispatchMode):
 
 
 @contextmanager
+def saved_tensors():
+    """The tensors that autograd keeps, in their order."""
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        yield saved
+
+
+@contextmanager
 def saved_for_backward():
     """The storages that autograd keeps, each once, by address; alive as long as the dict is."""
     saved = {}

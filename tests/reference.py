@@ -36,6 +36,21 @@ def unpacked(mask: Mask, rows: int) -> Tensor:
     return kept.flatten(0, 1)[:rows].double() * mask.scale
 
 
+def mask_of(rows: int, columns: int, device, dropout=0.3, stream=0, seed=5) -> Mask:
+    dropouts = [0.0] * stream + [dropout]
+    of_all = [rows] * len(dropouts), [columns] * len(dropouts)
+    masks = draw_masks("mask_of", torch.tensor([seed], device=device), dropouts, *of_all)
+    assert masks is not None and masks[stream] is not None
+    return masks[stream]
+
+
+def dropped(x: Tensor, dropout: float) -> Tensor:
+    """x [rows, columns] after dropout with `mask_of` it."""
+    if not dropout:
+        return x
+    return (x * unpacked(mask_of(*x.shape, x.device, dropout), len(x))).to(x.dtype)
+
+
 def masked(x: Tensor, dropout: float, seed: Tensor | None, stream: int) -> Tensor:
     """x after the dropout of a function's projection: what nn.Dropout does, with that mask."""
     rows = x.reshape(-1, x.shape[-1])
@@ -126,7 +141,7 @@ def use_poisoned_memory(monkeypatch) -> list[Tensor]:
         def allocated(*size, **options):
             new = allocate(*size, **options)
             length, poison = new.numel(), torch.nan if new.is_floating_point() else 77
-            memory = torch.full((length + 512,), poison, dtype=new.dtype, device=new.device)
+            memory = torch.full((length + 2048,), poison, dtype=new.dtype, device=new.device)
             behind.append(memory[length:])
             with torch.no_grad():  # it may be made to require a gradient
                 return new.set_(memory.untyped_storage(), 0, new.shape, new.stride())

@@ -3,7 +3,6 @@
 import torch
 from reference import random
 
-NAMES = ("q_rotated", "k_rotated", "grad_q", "grad_k")
 # batch, heads, kv_heads, positions, head_dim; sequences of cos and sin
 SIZES = {
     "GQA": (2, 6, 2, 5, 12, 1),
@@ -55,10 +54,6 @@ def run(function, inputs, gradients):
     q, k = (t.detach().requires_grad_() for t in inputs[:2])
     rotated = function(q, k, *inputs[2:])
     return *(t.detach() for t in rotated), *torch.autograd.grad(rotated, (q, k), gradients)
-
-
-def double(tensors):
-    return [t.double() for t in tensors]
 
 
 def assert_equal(got, want):

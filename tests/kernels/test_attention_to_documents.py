@@ -1,16 +1,12 @@
 """Attention to documents one after the other in a row, against eager PyTorch in float64."""
 
 import pytest
+import qkv_attention_case
 import torch
-from reference import assert_within_budget, random
-from rope_case import angles
-from rope_case import eager as eager_rope
+from reference import assert_within_budget
 
 from fused_lora.kernels.documents import documents_of, mask_of_documents
-from fused_lora.kernels.qkv_attention import Attention, attention_backward, attention_forward
-from fused_lora.kernels.qkv_rope import rope_forward, split_heads
 
-SCALING = 0.3
 # lengths of the documents of each row, heads, kv_heads, head_dim
 CASES = {
     "tiles begin and end anywhere": ([[37, 64, 1, 1, 1, 20, 6], [130]], 2, 1, 32),
@@ -26,46 +22,36 @@ def positions_of(lengths, device="cpu"):
 
 
 def make(case, dtype, device):
-    """qkv, cos, sin, the gradient of what attention gives, and position_ids."""
+    """qkv, cos, sin, and the gradient of what attention gives."""
     lengths, heads, kv_heads, head_dim = CASES[case]
-    batch, positions = len(lengths), sum(lengths[0])
-    qkv = random(batch * positions, (heads + 2 * kv_heads) * head_dim, dtype=dtype, device=device)
-    cos, sin = angles(batch, positions, head_dim, dtype=dtype, device=device)
-    grad = random(batch * positions, heads * head_dim, seed=1, dtype=dtype, device=device)
-    return qkv, cos, sin, grad, positions_of(lengths, device)
+    sizes = len(lengths), heads, kv_heads, sum(lengths[0]), head_dim, len(lengths)
+    return qkv_attention_case.make(*sizes, dtype=dtype, device=device)
 
 
 def eager(case, given):
     """attended, and the gradient of what is turned, a document at a time."""
-    qkv, cos, sin, grad, _ = given
     lengths, heads, kv_heads, _ = CASES[case]
-    positions = sum(lengths[0])
-    leaf = qkv.detach().requires_grad_()
-    q, k, v = split_heads(leaf, positions, heads, kv_heads)
-    q, k = eager_rope(q, k, cos, sin)
-    k, v = (t.repeat_interleave(heads // kv_heads, dim=1) for t in (k, v))
-    attended = []
-    for row, row_lengths in enumerate(lengths):
-        one_row = (t[row].split(row_lengths, dim=1) for t in (q, k, v))
-        for of_q, of_k, of_v in zip(*one_row, strict=True):
-            scores = SCALING * (of_q @ of_k.mT)
-            later = torch.ones_like(scores, dtype=torch.bool).triu(1)
-            attended.append(scores.masked_fill(later, float("-inf")).softmax(-1) @ of_v)
-    attended = torch.cat([one.transpose(0, 1).flatten(1) for one in attended])
-    return attended.detach(), torch.autograd.grad(attended, leaf, grad)[0]
+    qkv, cos, sin, grad = given
+    of_each, found = [n for row in lengths for n in row], []
+    by_token = (t.split(of_each) for t in (qkv, cos.flatten(0, 1), sin.flatten(0, 1), grad))
+    for rows, of_cos, of_sin, gradient in zip(*by_token, strict=True):
+        one = rows, of_cos[None], of_sin[None], gradient
+        found.append(qkv_attention_case.eager(one, heads, kv_heads))
+    attended, _, gradients = zip(*found, strict=True)
+    return torch.cat(attended), torch.cat(gradients)
 
 
 def fused(case, given):
-    qkv, cos, sin, grad, position_ids = given
-    _, heads, kv_heads, _ = CASES[case]
-    qkv = qkv.clone()
-    rope_forward(qkv, cos, sin, heads, kv_heads)
-    documents = documents_of(position_ids)
-    attention = Attention(position_ids.shape[1], heads, kv_heads, SCALING)
-    attended, saved, attention = attention_forward(qkv, documents, attention)
-    gradient = torch.full_like(qkv, 7.0)
-    attention_backward(grad, qkv, cos, sin, documents, attended, saved, attention, gradient)
-    return attended, gradient
+    lengths, heads, kv_heads, _ = CASES[case]
+    documents = documents_of(positions_of(lengths, given[0].device))
+    return qkv_attention_case.fused(given, heads, kv_heads, documents)
+
+
+def assert_right(case, given):
+    truth = eager(case, [t.double() for t in given])
+    rows = zip(("attended", "gradient"), fused(case, given), eager(case, given), truth, strict=True)
+    for row in rows:
+        assert_within_budget(*row)
 
 
 @pytest.mark.parametrize(
@@ -76,11 +62,7 @@ def fused(case, given):
 def test_documents_attend_to_themselves(case, dtype, device):
     if dtype == torch.float32 and device == "cuda":
         pytest.skip("PyTorch's own kernel attends in fp32 there, whose error is not ours to bound")
-    given = make(case, dtype, device)
-    truth = eager(case, [t.double() for t in given])
-    rows = zip(("attended", "gradient"), fused(case, given), eager(case, given), truth, strict=True)
-    for row in rows:
-        assert_within_budget(*row)
+    assert_right(case, make(case, dtype, device))
 
 
 @pytest.mark.gpu
@@ -90,19 +72,14 @@ def test_a_models_own_sizes_are_within_the_error_budget(mean, device, monkeypatc
     some = torch.empty(64, dtype=torch.float64).exponential_(generator=generator)
     lengths = (mean * some).long().clamp(1, 4096)[: 20_000 // mean]  # the truth keeps every score
     monkeypatch.setitem(CASES, "model", ([lengths.tolist()], 16, 2, 128))
-    given = make("model", torch.bfloat16, device)
-    truth = eager("model", [t.double() for t in given])
-    for row in zip(
-        ("attended", "gradient"), fused("model", given), eager("model", given), truth, strict=True
-    ):
-        assert_within_budget(*row)
+    assert_right("model", make("model", torch.bfloat16, device))
 
 
 def test_a_document_of_nan_changes_no_other(device):
     case = "tiles begin and end anywhere"
-    given = qkv, cos, sin, grad, position_ids = make(case, torch.bfloat16, device)
+    given = qkv, cos, sin, grad = make(case, torch.bfloat16, device)
     want = fused(case, given)
-    poisoned = [qkv.clone(), cos, sin, grad.clone(), position_ids]
+    poisoned = [qkv.clone(), cos, sin, grad.clone()]
     for one in (0, 3):
         poisoned[one][37:101] = float("nan")
     for got, wanted in zip(fused(case, poisoned), want, strict=True):

@@ -1,16 +1,15 @@
 """Causal attention with RoPE in its backward, against eager PyTorch in float64."""
 
 import pytest
+import qkv_attention_case
 import torch
+from qkv_attention_case import SCALING
 from reference import assert_within_budget, random
-from rope_case import angles
-from rope_case import eager as eager_rope
 
 from fused_lora.kernels.causal_attention import causal_attention_forward, fits_kernels
 from fused_lora.kernels.causal_attention_backward import causal_attention_backward
-from fused_lora.kernels.qkv_rope import rope_forward, split_heads
+from fused_lora.kernels.qkv_rope import rope_forward
 
-SCALING = 0.3
 NAMES = ("attended", "logsumexp", "gradient")
 # batch, heads, kv_heads, positions, head_dim, sequences of cos and sin
 SIZES = {
@@ -26,27 +25,12 @@ SIZES = {
 
 
 def make(size, dtype, device):
-    """qkv, cos, sin, and the gradient of what attention gives."""
-    batch, heads, kv_heads, positions, head_dim, angle_batch = SIZES[size]
-    qkv = random(batch * positions, (heads + 2 * kv_heads) * head_dim, dtype=dtype, device=device)
-    cos, sin = angles(angle_batch, positions, head_dim, dtype=dtype, device=device)
-    grad = random(batch * positions, heads * head_dim, seed=1, dtype=dtype, device=device)
-    return qkv, cos, sin, grad
+    return qkv_attention_case.make(*SIZES[size], dtype=dtype, device=device)
 
 
 def eager(size, case):
     """attended, the logsumexp, and the gradient of what is turned."""
-    qkv, cos, sin, grad = case
-    _, heads, kv_heads, positions, *_ = SIZES[size]
-    leaf = qkv.detach().requires_grad_()
-    q, k, v = split_heads(leaf, positions, heads, kv_heads)
-    q, k = eager_rope(q, k, cos, sin)
-    k, v = (t.repeat_interleave(heads // kv_heads, dim=1) for t in (k, v))
-    behind = torch.ones(positions, positions, dtype=torch.bool, device=qkv.device).triu(1)
-    scores = (SCALING * (q @ k.mT)).masked_fill(behind, float("-inf"))
-    attended = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2).flatten(0, 1)
-    gradient = torch.autograd.grad(attended, leaf, grad)[0]
-    return attended.detach(), scores.logsumexp(-1).detach(), gradient
+    return qkv_attention_case.eager(case, *SIZES[size][1:3])
 
 
 def fused(size, case, layout=torch.clone):

@@ -23,6 +23,7 @@ from contract import (
     tensors_in,
     with_layout,
 )
+from counting import saved_tensors
 from cuda_graph import capture
 from pairwise import pairwise
 from reference import CHECKPOINTS, checkpointed, is_poison, random, use_poisoned_memory
@@ -42,6 +43,8 @@ KERNELS = {  # with modules: forward's and backward's
     "linear_cross_entropy": (cross_entropy, "_cross_entropy_kernel"),
 }
 OF_A_KERNEL = [operation for operation in WITH_VALUES if not operation.of_products]
+OF_VARIANTS = ("transposed", "one for all")  # layouts
+OF_OTHER_VALUES = ("within wider rows", "one for all", *OF_KERNELS)
 
 
 def every(operations, axes):
@@ -94,7 +97,8 @@ def test_the_usual_is_within_the_error_budget(operation, device):
 def axes_of_layouts(operation):
     gradients = range(len(operation.case("cpu").gradients))
     where = (*operation.strided, *(f"gradient {i}" for i in gradients))
-    return {"where": where, "layout": (*LAYOUTS, *(() if operation.of_products else OF_KERNELS))}
+    layouts = OF_VARIANTS if operation.is_variant else LAYOUTS
+    return {"where": where, "layout": (*layouts, *(() if operation.of_products else OF_KERNELS))}
 
 
 @every(WITH_VALUES, axes_of_layouts)
@@ -106,8 +110,10 @@ def test_any_layout_gives_what_a_contiguous_one_does(operation, options, device)
     got = run(operation, case)
     if operation.of_products:
         assert_right(operation, case, got)
-    else:
+    elif layout in OF_OTHER_VALUES:
         assert_equal(got, run(operation, with_layout(case, (where,), torch.Tensor.contiguous)))
+    else:
+        assert_equal(got, usual(operation, device))
 
 
 @pytest.mark.parametrize("operation", OF_A_KERNEL, ids=lambda operation: operation.name)
@@ -180,19 +186,13 @@ def test_no_tokens_give_empty_results_and_gradients_of_zero(operation, shape, mo
 @FAST
 @ALL
 def test_what_new_memory_holds_does_not_matter(operation, monkeypatch, device):
-    """Nor is anything written behind it."""
+    """Nor is anything written behind it; and a repetition is bitwise equal."""
     case = operation.case(device)
     with monkeypatch.context() as patch:
         behind = use_poisoned_memory(patch)
         got = run(operation, case)
     assert behind and all(map(is_poison, behind))
     assert_equal(got, usual(operation, device))
-
-
-@FAST
-@ALL
-def test_repetition_is_bitwise_equal(operation, device):
-    assert_equal(run(operation, operation.case(device)), usual(operation, device))
 
 
 @pytest.mark.parametrize("operation", OF_PRODUCTS, ids=lambda operation: operation.name)
@@ -211,14 +211,14 @@ def test_with_B_zero_A_gets_exactly_zero_and_B_does_not(operation, device):
 # --- dtypes and autocast --------------------------------------------------------------------------
 
 
-@every(
-    OF_PRODUCTS,
-    lambda _: {
-        "dtype": (BF16, FP32),
-        "frozen_dtype": (BF16, FP32),
-        "adapter_dtype": (BF16, FP32, MIXED),
-    },
-)  # fmt: skip
+def axes_of_autocast(operation):
+    if operation.is_variant:  # as PEFT has them
+        return {"dtype": (BF16, FP32), "frozen_dtype": (BF16,), "adapter_dtype": (FP32,)}
+    dtypes = (BF16, FP32)
+    return {"dtype": dtypes, "frozen_dtype": dtypes, "adapter_dtype": (*dtypes, MIXED)}
+
+
+@every(OF_PRODUCTS, axes_of_autocast)
 def test_autocast_is_right_and_gives_dtypes_as_eager_does(operation, options, device):
     case = operation.case(device, **options)
     with torch.autocast(device, dtype=BF16):
@@ -257,12 +257,15 @@ def raw_gradients(operation, leaves, outputs, gradients) -> dict:
     return {name: given[name] for name in operation.trained}
 
 
-@every(
-    OF_PRODUCTS,
-    lambda _: {
+def axes_of_gradients(operation):
+    if operation.is_variant:
+        return {"dtype": (BF16, FP32), "adapter_dtype": (FP32,), "autocast": (True,)}
+    return {
         "dtype": (BF16, FP32), "adapter_dtype": (BF16, FP32, MIXED), "autocast": (False, True)
-    },
-)  # fmt: skip
+    }  # fmt: skip
+
+
+@every(OF_PRODUCTS, axes_of_gradients)
 def test_backward_itself_returns_each_gradient_in_its_tensors_dtype(operation, options, device):
     dtype, adapter_dtype, autocast = options.values()
     case = operation.case(device, dtype, adapter_dtype=adapter_dtype)
@@ -285,8 +288,7 @@ def test_nothing_that_came_in_or_was_saved_is_written(operation, device):
     leaves = leaves_of(operation, case)
     watched = list(tensors_in(Case(leaves, case.gradients)).values())
     before = [t.detach().clone() for t in watched]
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+    with saved_tensors() as saved:
         outputs = as_tuple(operation.function(*leaves.values()))
     watched += [*saved, *outputs]
     before += [t.detach().clone() for t in (*saved, *outputs)]
@@ -379,15 +381,16 @@ def test_an_output_that_nobody_uses_counts_as_one_with_a_gradient_of_zero(name, 
 
 
 def subsets(operation):
-    """Which inputs need a gradient: each alone, all but each, none; every subset if it is few."""
+    """Which inputs need a gradient: x, the adapters, none and, where no variant is usual, each
+    alone. (Beside all together, that is every two of them with and without the other.)"""
     names = operation.trained
-    few = [(name,) for name in names] + [tuple(n for n in names if n != name) for name in names]
-    chosen = dict.fromkeys([(), *few])
+    each = names[:1] if operation.is_variant else names
+    chosen = {(), names[1:], *((name,) for name in each)}
     everything = [s for size in range(len(names) + 1) for s in combinations(names, size)]
     return [
         pytest.param(operation, subset, id=f"{operation.name}-{' '.join(subset) or 'none'}",
                      marks=() if len(names) < 4 or subset in chosen else pytest.mark.exhaustive)
-        for subset in (everything if len(names) < 9 else chosen)
+        for subset in (everything if len(names) < 9 else sorted(chosen))
     ]  # fmt: skip
 
 
@@ -419,11 +422,7 @@ def test_frozen_inputs_get_no_gradient_and_the_others_get_the_same(operation, ne
 def test_without_gradients_the_outputs_are_the_same_and_nothing_is_saved(mode, operation, device):
     case = operation.case(device)
     leaves = leaves_of(operation, case)
-    saved = []
-    with (
-        mode(),
-        torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
-    ):
+    with mode(), saved_tensors() as saved:
         got = as_tuple(operation.function(*leaves.values()))
     assert not saved and not any(output.requires_grad for output in got)
     assert all(
@@ -431,19 +430,24 @@ def test_without_gradients_the_outputs_are_the_same_and_nothing_is_saved(mode, o
     )
 
 
-@ALL
-@pytest.mark.parametrize("kind", CHECKPOINTS)
+@pytest.mark.parametrize(
+    ("operation", "kind"),
+    [
+        pytest.param(operation, kind, id=f"{operation.name}-{kind}")
+        for operation in OPERATIONS.values()
+        for kind in (CHECKPOINTS[-1:] if operation.is_variant else CHECKPOINTS)
+    ],
+)
 def test_checkpointed_gradients_are_bitwise_equal(kind, operation, device):
     function = checkpointed(operation.function, kind)
     assert_equal(run(operation, operation.case(device), function), usual(operation, device))
 
 
-@pytest.mark.parametrize(
-    "operation",
-    # a seed's masks are those of a batch
-    [operation for operation in OF_PRODUCTS if not operation.name.endswith("dropout")],
-    ids=lambda operation: operation.name,
-)
+# a seed's masks are those of a batch
+WITHOUT_DROPOUT = [operation for operation in OF_PRODUCTS if "dropout" not in operation.name]
+
+
+@pytest.mark.parametrize("operation", WITHOUT_DROPOUT, ids=lambda operation: operation.name)
 def test_micro_batches_add_up_to_one_batch(operation, device):
     case = operation.case(device, shape=(4, 9))
 

@@ -55,7 +55,8 @@ def assert_rows_right(logits, labels):
     assert_within_budget("gradient", logits, rounded[1], truth[1])
 
 
-@pytest.mark.parametrize("vocabulary", [2, 63, 127, 128, 129, 256, 300])
+@pytest.mark.thinned
+@pytest.mark.parametrize("vocabulary", [2, 127, 128, 129, 300])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_are_within_the_error_budget(dtype, vocabulary, device):
     assert_rows_right(*rows_of_logits(32, vocabulary, dtype, device))
@@ -99,6 +100,7 @@ def test_an_ignored_row_is_zero_whatever_its_logits(device):
     assert losses[3] > 0 and (logits[3] != 0).any()
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("magnitude", [100.0, 1e4, 6e4])
 def test_large_logits_do_not_overflow(magnitude, dtype, device):
@@ -179,6 +181,7 @@ def test_loss_and_gradients_are_within_the_error_budget(options, device):
     assert_right(*case, grad_loss=grad_loss, own=own)
 
 
+@pytest.mark.thinned
 @IGNORING
 @pytest.mark.parametrize("kept", [range(21), [0], [20], [5, 6, 7], range(0, 21, 2)], ids=str)
 def test_ignored_tokens_add_nothing_and_have_a_zero_gradient(kept, ignoring, case):
@@ -191,6 +194,7 @@ def test_ignored_tokens_add_nothing_and_have_a_zero_gradient(kept, ignoring, cas
     assert torch.equal(zero, labels == IGNORED)
 
 
+@pytest.mark.thinned
 @IGNORING
 @pytest.mark.parametrize("num_items", [None, 5, 0])
 @pytest.mark.parametrize("tokens", [TOKENS, (0,), (2, 0, 3)], ids=str)
@@ -209,8 +213,9 @@ def test_nothing_labelled_gives_pytorchs_loss_and_zero_gradients(
     assert not any(got[name].any() for name in NAMES[1:])
 
 
+@pytest.mark.thinned
 @IGNORING
-@pytest.mark.parametrize("ignore_index", [0, 1, 138, -1])
+@pytest.mark.parametrize("ignore_index", [0, 138, -1])
 def test_another_ignore_index(ignore_index, ignoring, case):
     hidden, weight, bias, labels = case
     labels = labels.where(labels != IGNORED, ignore_index)
@@ -232,29 +237,17 @@ def test_int32_and_strided_labels_give_what_contiguous_int64_ones_do(ignoring, c
     assert_right(hidden[0, :5], weight, bias, expanded, own=options)
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        lambda device: 37,
-        lambda device: torch.tensor(37, device=device),
-        lambda device: torch.tensor([37], device=device),
-        lambda device: torch.tensor(37),
-        lambda device: torch.tensor(37.0, dtype=torch.float64, device=device),
-    ],
-    ids=("int", "tensor", "of one element", "on the CPU", "float64"),
-)
-def test_num_items_in_batch_divides_the_sum(number, device):
-    case = inputs(*TOKENS, dtype=torch.bfloat16, device=device)
-    got = run(linear_cross_entropy, *case, num_items_in_batch=number(device))
-    assert_matches(got, case, num_items_in_batch=37)
+def test_num_items_in_batch_divides_the_sum(case, device):
+    """An int or a tensor of any shape of one element, dtype and device."""
+    on_device = [torch.tensor(37), torch.tensor([37]), torch.tensor(37.0, dtype=torch.float64)]
+    for number in (37, torch.tensor(37), *(one.to(device) for one in on_device)):
+        got = run(linear_cross_entropy, *case, num_items_in_batch=number)
+        assert_matches(got, case, num_items_in_batch=37)
 
 
 @pytest.mark.thinned
 @IGNORING
-@pytest.mark.parametrize(
-    "layout",
-    ["transposed", "within wider rows", "every second row", "one for all", "features first"],
-)
+@pytest.mark.parametrize("layout", ["transposed", "one for all", "within wider rows"])
 def test_strided_hidden(layout, ignoring, device):
     layout = LAYOUTS[layout]
     # of 24 tokens each: "one for all" has no more, and the errors of a few are luck
@@ -267,15 +260,14 @@ def test_strided_hidden(layout, ignoring, device):
     assert_matches(got, case, layout)
 
 
-@pytest.mark.parametrize("tokens", [(), (1,), (5,), (1, 1), (2, 1, 3, 2)], ids=str)
-def test_any_leading_dimensions(tokens, device):
-    assert_right(*inputs(*tokens, dtype=torch.bfloat16, device=device))
-
-
-@pytest.mark.parametrize("vocabulary", [3, 64, 128, 200])
-def test_any_vocabulary_with_a_strided_weight(vocabulary, device):
+@pytest.mark.parametrize(
+    ("tokens", "vocabulary"),
+    [((), 139), ((1,), 200), ((1, 1), 128), ((13,), 3), ((2, 1, 3, 2), 64)],
+    ids=str,
+)
+def test_any_leading_dimensions_and_vocabulary_with_a_strided_weight(tokens, vocabulary, device):
     options = {"dtype": torch.bfloat16, "device": device, "vocabulary": vocabulary}
-    hidden, weight, bias, labels = inputs(13, **options)
+    hidden, weight, bias, labels = inputs(*tokens, **options)
     assert_right(hidden, weight.t().contiguous().t(), bias, labels)
 
 

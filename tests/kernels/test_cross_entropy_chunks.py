@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from counting import saved_tensors
 from cross_entropy_case import (
     HIDDEN,
     IGNORED,
@@ -79,8 +80,7 @@ def test_saved_are_the_gradients_of_labelled_tokens_and_of_what_is_trained(case)
     for trained in ((hidden,), (hidden, weight, bias)):
         for tensor in trained:
             tensor.requires_grad_()
-        saved = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):  # noqa: B023
+        with saved_tensors() as saved:
             loss = linear_cross_entropy(hidden, weight, labels, bias=bias)
         want = [((14, HIDDEN), torch.bfloat16), ((14,), torch.int64), ((), torch.int64)]
         if weight.requires_grad:

@@ -19,7 +19,6 @@ import draw_lora
 import draw_triton
 import excalidraw
 import pytest
-import test_counts
 import torch
 from peft import LoraConfig, get_peft_model
 from torch._subclasses import FakeTensorMode
@@ -279,10 +278,6 @@ def test_the_readme_has_the_totals():
         rows.append(f"| calls in a {phase} | {peft_calls} | {lora_calls} |")
         name = f"memory traffic of a {phase} at {call_panel.DIMENSIONS['T']:,} tokens"
         rows.append(f"| {name} | {peft_traffic} | {lora_traffic} |")
-        for counts, calls in ((test_counts.PEFT, peft_calls), (test_counts.FUSED, lora_calls)):
-            assert re.findall(r"\d+", calls) == [
-                str(n) for n in (sum(counts[phase].values()), *counts[phase].values())
-            ]
     assert [row for row in rows if row not in PAGE] == []
 
 

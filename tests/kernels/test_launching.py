@@ -98,13 +98,6 @@ def test_another_launch_is_compiled_by_triton(kernel, arguments, options):
     assert kernel.remembered == []
 
 
-def test_another_kernel_is_another_launch(kernel):
-    other = Kernel()
-    launch(kernel, (1,), on_gpu())
-    launch(other, (1,), on_gpu())
-    assert len(kernel.by_triton) == len(other.by_triton) == 1
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -134,11 +127,13 @@ def test_launches_of_many_lengths_are_forgotten(kernel, monkeypatch):
     assert len(kernel.remembered) == 1
 
 
-def test_each_device_has_its_own(kernel, monkeypatch):
+def test_each_kernel_and_device_has_its_own(kernel, monkeypatch):
+    other = Kernel()
     for device in (0, 1):
         monkeypatch.setattr(torch.cuda, "current_device", lambda device=device: device)
         launch(kernel, (1,), on_gpu(index=device))
-    assert len(kernel.by_triton) == 2
+        launch(other, (1,), on_gpu(index=device))
+    assert len(kernel.by_triton) == len(other.by_triton) == 2
 
 
 def test_nothing_is_remembered_while_torch_compile_traces(kernel, monkeypatch):

@@ -101,6 +101,7 @@ SAVED = {  # of a token, in bf16: x, all x A', and what lies between two product
 }
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     ("adapter_dtype", "autocast"), [(BF16, False), (FP32, True), (FP32, False)], ids=str
 )
@@ -226,6 +227,7 @@ def with_biases(name, device, dtype=BF16, bias_dtype=FP32, missing=(), **options
     return replace(operation, trained=trained), replace(case, inputs=inputs)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     ("dtype", "bias_dtype"), [(BF16, FP32), (BF16, BF16), (FP16, FP32), (FP32, FP32)], ids=str

@@ -1,24 +1,16 @@
 """Attention with RoPE on [q | k | v] as two calls, against eager PyTorch's autograd."""
 
 import pytest
+import qkv_attention_case
 import torch
 import torch.nn.functional as F
-from reference import assert_within_budget, random
-from rope_case import angles
-from rope_case import eager as eager_rope
+from qkv_attention_case import SCALING, fused, turned_heads
+from reference import assert_within_budget
 
 from fused_lora.kernels import qkv_attention as module
-from fused_lora.kernels.qkv_attention import (
-    CUDNN,
-    FLASH,
-    Attention,
-    attention_backward,
-    attention_forward,
-)
-from fused_lora.kernels.qkv_rope import rope_forward, split_heads
+from fused_lora.kernels.qkv_attention import CUDNN, FLASH, Attention, attention_forward
 
 NAMES = ("attended", "gradient")
-SCALING = 0.3
 # batch, heads, kv_heads, positions, head_dim
 SIZES = {
     "GQA": (2, 4, 2, 9, 16),
@@ -31,12 +23,7 @@ SIZES = {
 
 
 def make(size, dtype, device):
-    """qkv, cos, sin, and the gradient of what attention gives."""
-    batch, heads, kv_heads, positions, head_dim = SIZES[size]
-    qkv = random(batch * positions, (heads + 2 * kv_heads) * head_dim, dtype=dtype, device=device)
-    cos, sin = angles(1, positions, head_dim, dtype=dtype, device=device)
-    grad = random(batch * positions, heads * head_dim, seed=1, dtype=dtype, device=device)
-    return qkv, cos, sin, grad
+    return qkv_attention_case.make(*SIZES[size], dtype=dtype, device=device)
 
 
 def mask_of(size, masked, device):
@@ -50,24 +37,13 @@ def mask_of(size, masked, device):
 
 
 def by_hand(size, case, masked=False):
-    qkv, cos, sin, grad = case
-    qkv, mask = qkv.clone(), mask_of(size, masked, qkv.device)
-    _, heads, kv_heads, positions, _ = SIZES[size]
-    rope_forward(qkv, cos, sin, heads, kv_heads)
-    attention = Attention(positions, heads, kv_heads, SCALING)
-    attended, saved, attention = attention_forward(qkv, mask, attention)
-    gradient = torch.full_like(qkv, 7.0)
-    attention_backward(grad, qkv, cos, sin, mask, attended, saved, attention, gradient)
-    return attended, gradient
+    return fused(case, *SIZES[size][1:3], mask_of(size, masked, case[0].device))
 
 
 def by_autograd(size, case, masked=False):
     qkv, cos, sin, grad = case
-    _, heads, kv_heads, positions, _ = SIZES[size]
     leaf = qkv.detach().requires_grad_()
-    q, k, v = split_heads(leaf, positions, heads, kv_heads)
-    q, k = eager_rope(q, k, cos, sin)
-    k, v = (t.repeat_interleave(heads // kv_heads, dim=1) for t in (k, v))
+    q, k, v = turned_heads(leaf, cos, sin, *SIZES[size][1:3])
     mask = mask_of(size, masked, qkv.device)
     attended = F.scaled_dot_product_attention(q, k, v, mask, is_causal=not masked, scale=SCALING)
     attended = attended.transpose(1, 2).flatten(2).flatten(0, 1)
@@ -83,6 +59,7 @@ def check(size, dtype, device, masked=False):
         assert_within_budget(name, *row)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("masked", [False, True], ids=("causal", "masked"))
 @pytest.mark.parametrize(
     ("size", "dtype"), [*((size, torch.bfloat16) for size in SIZES), ("GQA", torch.float32)]
@@ -99,7 +76,7 @@ def test_the_backends_calls_have_their_arguments_in_order(backend, monkeypatch):
     """On the meta device, where they compute shapes alone."""
     monkeypatch.setattr(module, "_backend", lambda *_: BACKENDS[backend])
     monkeypatch.setattr(module, "rope_backward", lambda *_: None)
-    monkeypatch.setitem(globals(), "rope_forward", lambda *_: None)
+    monkeypatch.setattr(qkv_attention_case, "rope_forward", lambda *_: None)
     monkeypatch.setattr(module.causal_attention, "fits_kernels", lambda *_: False)
     case = [t.to("meta") for t in make("tiles", torch.bfloat16, "cpu")]
     attended, gradient = by_hand("tiles", case)

@@ -15,6 +15,7 @@ from contract import (
     truth_of,
     with_layout,
 )
+from counting import saved_tensors
 from reference import assert_within_budget, random
 from rms_norm_case import EPS, Kernel
 
@@ -98,8 +99,8 @@ def test_a_strided_weight_gives_what_a_contiguous_one_does(device):
 
 @BOTH
 def test_saved_are_what_was_normalised_the_weight_and_one_number_a_row(operation, device):
-    leaves, saved = leaves_of(operation, operation.case(device)), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+    leaves = leaves_of(operation, operation.case(device))
+    with saved_tensors() as saved:
         outputs = as_tuple(operation.function(*leaves.values()))
     normalised, weight, rstd = saved
     if operation is ALONE:

@@ -12,6 +12,7 @@ from contract import (
     truth_of,
     with_layout,
 )
+from counting import saved_tensors
 from reference import assert_within_budget, random
 from rope_case import angles
 
@@ -39,8 +40,8 @@ def test_cos_and_sin_need_no_equal_halves(device):
 
 
 def test_cos_and_sin_are_all_that_is_saved(case):
-    saved, leaves = [], leaves_of(ROPE, case)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+    leaves = leaves_of(ROPE, case)
+    with saved_tensors() as saved:
         outputs = rope(*leaves.values())
     assert len(saved) == 2 and saved[0] is leaves["cos"] and saved[1] is leaves["sin"]
     del outputs  # they held them

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from reference import GATED, random
+from reference import GATED, dropped, mask_of, random
 
 from fused_lora.kernels import swiglu_products_backward as module
 from fused_lora.kernels.swiglu_products_backward import Product, swiglu_backward_products
@@ -38,7 +38,9 @@ def make(case, dtype, device):
     return grad_hidden, gate_up, *factors
 
 
-def fused(grad_hidden, gate_up, *factors, dtype=None, layout=torch.clone, activation="silu"):
+def fused(
+    grad_hidden, gate_up, *factors, dtype=None, layout=torch.clone, activation="silu", dropout=0.0
+):
     """grad_gate_up and the three products, of which the first lies as A does."""
     gradients = []
     for i, factor in enumerate(factors):
@@ -46,17 +48,18 @@ def fused(grad_hidden, gate_up, *factors, dtype=None, layout=torch.clone, activa
         shape = (intermediate, rank) if i else (rank, intermediate)
         empty = torch.full(shape, 7.0, dtype=dtype or factor.dtype, device=factor.device)
         gradients.append(layout(empty) if i else layout(empty).t())
-    products = map(Product, map(layout, factors), gradients, SCALINGS)
+    mask = mask_of(*grad_hidden.shape, grad_hidden.device, dropout) if dropout else None
+    products = map(Product, map(layout, factors), gradients, SCALINGS, (mask, None, None))
     grad = layout(torch.full_like(gate_up, 7.0))
     swiglu_backward_products(*map(layout, (grad_hidden, gate_up)), *products, grad, activation)
     return grad, *gradients
 
 
-def eager(grad_hidden, gate_up, *factors, activation="silu"):
+def eager(grad_hidden, gate_up, *factors, activation="silu", dropout=0.0):
     gate_up = gate_up.clone().requires_grad_()
     hidden = GATED[activation](*gate_up.chunk(2, dim=1))
     (grad,) = torch.autograd.grad(hidden, gate_up, grad_hidden)
-    tensors = hidden.detach(), *grad.chunk(2, dim=1)
+    tensors = dropped(hidden.detach(), dropout), *grad.chunk(2, dim=1)
     return grad, *(s * (x.t() @ f) for s, x, f in zip(SCALINGS, tensors, factors, strict=True))
 
 

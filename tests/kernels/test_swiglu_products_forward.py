@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from reference import GATED, random, relative_error
+from reference import GATED, dropped, mask_of, random, relative_error
 
 from fused_lora.kernels import swiglu_products_forward as module
 from fused_lora.kernels.swiglu_products_forward import forward_tiling, swiglu_forward_product
@@ -36,16 +36,18 @@ def empty(gate_up, *columns):
     return [torch.full((len(gate_up), n), 7.0, dtype=gate_up.dtype).to(gate_up) for n in columns]
 
 
-def fused(gate_up, A, layout=torch.clone, activation="silu"):
+def fused(gate_up, A, layout=torch.clone, activation="silu", dropout=0.0):
     """z, hidden and z's copy."""
     hidden, copy = map(layout, empty(gate_up, *A.t().shape))
-    z = swiglu_forward_product(layout(gate_up), layout(A), hidden, copy, None, activation)
+    mask = mask_of(*hidden.shape, hidden.device, dropout) if dropout else None
+    z = swiglu_forward_product(layout(gate_up), layout(A), hidden, copy, mask, activation)
     return z, hidden, copy
 
 
-def eager(gate_up, A, activation="silu"):
+def eager(gate_up, A, activation="silu", dropout=0.0):
     hidden = GATED[activation](*gate_up.chunk(2, dim=1))
-    return hidden @ A.t(), hidden
+    z = dropped(hidden, dropout) @ A.t()
+    return z, hidden, z
 
 
 @pytest.mark.parametrize("case", ["odd", "more than a block"])

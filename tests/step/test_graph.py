@@ -73,9 +73,14 @@ def test_accumulation_is_that_of_the_eager_loop(device, accumulation_steps):
 
 
 def test_gradients_in_the_middle_of_an_accumulation_are_the_users(device):
-    """They can be read, changed and dropped, and come from a backward of the user's own."""
+    """They can be read, changed and dropped, and come from a backward of the user's own; and graphs
+    can be freed."""
     step, eager = steps(tiny(device))
     for seed in range(0, 24, 3):
+        if seed == 12:
+            step.accumulate(**batch(1)), eager.accumulate(**batch(1))
+            step.reset()
+            assert not step._graphs
         for one in (step, eager):
             one.accumulate(**batch(seed))
             assert all(p.grad is not None for p in one.model.parameters() if p.requires_grad)
@@ -173,17 +178,6 @@ def test_constants_and_training_mode_have_graphs_of_their_own(device):
         losses.append(found)
     assert captured(step) == 4
     assert_same(*losses)
-
-
-def test_reset_frees_the_graphs_and_training_goes_on(device):
-    step, eager = steps(tiny(device))
-    calls = [(batch(seed), seed % 2 == 1) for seed in range(12)]
-    losses = train(step, calls[:7])  # in the middle of an accumulation
-    step.reset()
-    assert not step._graphs
-    losses += train(step, calls[7:])
-    assert_same(losses, train(eager, calls))
-    assert_same_training(step, eager)
 
 
 # --- what is refused -----------------------------------------------------------------------------

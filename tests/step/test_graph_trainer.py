@@ -21,12 +21,12 @@ USUAL = {"num_train_epochs": 2, "per_device_train_batch_size": 2, "learning_rate
 SETTINGS = {
     "a smaller last batch": {},
     "accumulation": {"gradient_accumulation_steps": 2, "num_train_epochs": 4},
-    "accumulation of means": {"gradient_accumulation_steps": 2, "accepts_num_items": False},
-    "evaluation": {"eval_strategy": "steps", "eval_steps": 4},
-    "bf16": {"bf16": True},
-    "label smoothing": {"label_smoothing_factor": 0.1},
+    "accumulation of means, label smoothing": {
+        "gradient_accumulation_steps": 2, "accepts_num_items": False, "label_smoothing_factor": 0.1
+    },
+    "bf16, evaluation": {"bf16": True, "eval_strategy": "steps", "eval_steps": 4},
     "resumed": {"save_strategy": "steps", "save_steps": 5},
-}
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -65,9 +65,9 @@ def train(kind, model, folder, resume=None, accepts_num_items=True, **options):
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_the_graphed_trainer_is_the_trainer(setting, tmp_path, device):
-    dtype = torch.bfloat16 if setting == "bf16" else torch.float32
-    plain = layer_case.peft_model(device, dtype=dtype, config={"num_hidden_layers": 1})
     options = SETTINGS[setting]
+    dtype = torch.bfloat16 if options.get("bf16") else torch.float32
+    plain = layer_case.peft_model(device, dtype=dtype, config={"num_hidden_layers": 1})
     model = copy.deepcopy(plain)
     trainer, logged, weights = train(train_hf_graph.GraphedTrainer, model, tmp_path, **options)
     # the smaller one is called twice in two epochs, and captured at its third call

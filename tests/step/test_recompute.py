@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.autograd.graph import saved_tensors_hooks
+from counting import saved_tensors
 from torch.utils.checkpoint import checkpoint
 
 from fused_lora.step.recompute import Keep, _runs, once, recomputed, saving_last
@@ -99,13 +99,13 @@ def test_nothing_but_the_inputs_is_kept(x, weight):
         found.append(weakref.ref(y))
         return y.exp()
 
-    kept = []
     scale = torch.ones(6, device=x.device)
-    with saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t, lambda t: t):
+    with saved_tensors() as kept:
         total = recomputed(forward, x, scale).sum()
     gc.collect()
     assert found[0]() is None
-    assert kept == [x.data_ptr(), scale.data_ptr()]
+    assert [t.data_ptr() for t in kept] == [x.data_ptr(), scale.data_ptr()]
+    kept.clear()
     total.backward()
     del total
     gc.collect()
@@ -139,8 +139,7 @@ def test_what_is_computed_again_is_let_go_of_as_backward_uses_it(x, weight):
 def test_what_the_second_run_saves_can_be_seen_together(x, weight):
     seen = []
     forward = layer(weight)
-    saved = []
-    with saved_tensors_hooks(lambda t: saved.append(t.clone()) or t, lambda t: t):
+    with saved_tensors() as saved:
         forward(x)
     total = recomputed(forward, x, see=lambda found: seen.append([t.clone() for t in found])).sum()
     assert not seen
