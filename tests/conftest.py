@@ -53,24 +53,6 @@ def calls(monkeypatch):
     return seen
 
 
-@pytest.fixture
-def ran(monkeypatch):
-    """The functions of an attention that ran, in their order."""
-    from fused_lora.adopt import attention as module
-
-    seen = []
-    for name in ("LoRA_Attention", "LoRA_QKV", "LoRA_W"):
-        function = getattr(module, name)
-        apply = function.apply
-
-        def spy(*inputs, name=name, apply=apply):
-            seen.append(name)
-            return apply(*inputs)
-
-        monkeypatch.setattr(function, "apply", spy)
-    return seen
-
-
 def _is_tried(item, shown):
     """Whether a case runs by default. Of a `thinned` test those do that show a value of one of its
     parameters for the first time."""

@@ -1,5 +1,5 @@
-"""The switch `mlp` in tiny models of four families: right where it fuses, what it reports, and each
-reason for a module to stay with PEFT."""
+"""The switch `mlp` in tiny models: what it reports, and each reason for a module to stay with PEFT.
+(That it is right: test_fuse_parts.py.)"""
 
 import warnings
 from itertools import cycle
@@ -8,18 +8,7 @@ import peft
 import pytest
 import torch
 from peft import get_peft_model
-from peft_models import (
-    FAMILIES,
-    MLP,
-    MLP_NAMES,
-    MLP_ON,
-    assert_right,
-    base_model,
-    layers,
-    logits,
-    pair,
-    peft_model,
-)
+from peft_models import MLP, MLP_NAMES, MLP_ON, base_model, layers, logits, peft_model
 from projection_case import HOOKS, hook, replace_forward
 from projection_case import REASONS as OF_A_PROJECTION
 from reference import random
@@ -27,47 +16,6 @@ from torch import nn
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
 from fused_lora import Fusion, FusionReport, fuse, report, unfuse
-
-# --- right where it fuses -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(
-    ("dtype", "fp32_adapters", "autocast"),
-    [
-        (torch.float32, True, False),
-        (torch.bfloat16, False, False),
-        (torch.bfloat16, True, True),
-        (torch.bfloat16, True, False),
-    ],
-    ids=("fp32", "bf16", "fp32 adapters, autocast", "fp32 adapters"),
-)
-def test_fused_model_is_within_the_error_budget(
-    family, dtype, fp32_adapters, autocast, calls, device
-):
-    options = {"family": family, "dtype": dtype, "autocast_adapter_dtype": fp32_adapters}
-    fused, plain = pair(device, **options)
-    adapter = layers(plain)[0].mlp.up_proj.lora_B["default"].weight
-    assert adapter.dtype == (torch.float32 if fp32_adapters else dtype)
-    assert_right(fused, plain, autocast)
-    assert len(calls) == 2  # one for each layer of the fused model, none of the others
-
-
-@pytest.mark.parametrize(
-    "lora",
-    [
-        {"use_rslora": True},
-        {"rank_pattern": {"gate_proj": 4, "layers.1.mlp.down_proj": 12}},
-        {"alpha_pattern": {"up_proj": 32, "layers.0.mlp.gate_proj": 3}},
-        {"target_modules": [*MLP]},
-    ],
-    ids=("rsLoRA", "rank_pattern", "alpha_pattern", "MLP alone"),
-)
-def test_other_ranks_scales_and_targets_are_within_the_error_budget(lora, calls, device):
-    fused, plain = pair(device, **lora)
-    assert_right(fused, plain)
-    assert len(calls) == 2
-
 
 # --- what it reports, and what it leaves alone ----------------------------------------------------
 
