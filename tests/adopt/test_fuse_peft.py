@@ -198,7 +198,7 @@ def test_compiled_layers_share_their_code(device):
     Attention alone, because the interpreter cannot be compiled."""
     import torch._dynamo as dynamo
 
-    base = base_model(device, num_hidden_layers=4)
+    base = base_model(device, num_hidden_layers=3)
     base.config.use_cache = False
     fused = adapt(base, device).train()
     fuse(fused, Fusion(attention=True))
