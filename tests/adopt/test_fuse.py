@@ -43,28 +43,10 @@ def test_a_fusion_of_nothing_is_a_value_error(device):
         fuse(peft_model(device), Fusion())
 
 
-NOTHING_TO_FUSE = {
-    "no MLP": (
-        lambda d: nn.Sequential(nn.Linear(2, 2)),
-        "it has no MLP with gate_proj, up_proj and down_proj",
-    ),
-    "a family in no list": (
-        lambda d: peft_model(d, "Cohere"),
-        "CohereMLP is not an MLP class that is known to compute",
-    ),
-    "other tuner": (
-        lambda d: get_peft_model(
-            base_model(d), peft.IA3Config(target_modules=[*MLP], feedforward_modules=["down_proj"])
-        ),
-        "its adapter is peft.tuners.ia3.layer.Linear: take LoraConfig's plain LoRA",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", NOTHING_TO_FUSE)
-def test_a_model_in_which_nothing_fuses_is_a_value_error_with_the_reason(name, device):
-    make, reason = NOTHING_TO_FUSE[name]
-    model = make(device)
+def test_a_model_in_which_nothing_fuses_is_a_value_error_with_the_reason(device):
+    config = peft.IA3Config(target_modules=[*MLP], feedforward_modules=["down_proj"])
+    model = get_peft_model(base_model(device), config)
+    reason = "its adapter is peft.tuners.ia3.layer.Linear: take LoraConfig's plain LoRA"
     wanted = f"fuse: mlp=True fuses no module.*{reason}.*; leave mlp out"
     with pytest.raises(ValueError, match=wanted):
         fuse(model, MLP_ON)
@@ -99,6 +81,7 @@ for (name, (change, reason)), part in zip(OF_A_PROJECTION.items(), cycle(MLP), s
     )
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", REASONS)
 @pytest.mark.parametrize("fused_first", [True, False])
 def test_an_mlp_that_may_not_be_fused_runs_as_peft_has_it(name, fused_first, calls, device):
