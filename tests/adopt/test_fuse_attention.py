@@ -1,22 +1,17 @@
 """Attention and RoPE, alone and both: as one function where that may stand in for them, else apart;
 right where they run fused, and left to PEFT where not. (Each family: test_families.py.)"""
 
-import copy
-import warnings
 from collections import Counter
-from itertools import cycle
 
 import pytest
 import torch
-from fused_case import SHORT, assert_close, assert_same, batch, functions_of, step
-from layer_case import pair, peft_model
-from pairwise import pairwise
-from peft_models import ATTENTION, LAYERS, layers
-from projection_case import REASONS
+from fused_case import assert_same, batch, functions_of
+from layer_case import pair
+from peft_models import ATTENTION, LAYERS
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from fused_lora import Fusion, fuse, report
+from fused_lora import Fusion
 
 BOTH = Fusion(attention=True, rope=True)
 # What a layer runs of ours.
@@ -113,38 +108,3 @@ def test_a_cache_is_kept(device):
     caches = got.past_key_values.layers, want.past_key_values.layers
     for one, other in zip(*caches, strict=True):
         assert torch.allclose(one.keys, other.keys, atol=1e-5)
-
-
-# --- each reason for one projection to stay with PEFT ---------------------------------------------
-
-
-# The other kinds of hook are tried on an MLP, and so is dropout that nothing trains through.
-ELSEWHERE = ("_pre", "backward", "dropout of all", "dropout in place")
-CHANGES = [name for name in REASONS if not any(part in name for part in ELSEWHERE)]
-CHOICES = {"fused_first": [True, False], "of_o": [False, True], "fusion": [*FUSIONS]}
-PART_OF = dict(zip(CHANGES, cycle(ATTENTION[:3]), strict=False))
-
-
-@pytest.mark.parametrize("case", pairwise(**CHOICES, name=CHANGES))
-def test_a_projection_that_may_not_be_fused_runs_as_peft_has_it(case, device):
-    change, reason = REASONS[case["name"]]
-    part = "o_proj" if case["of_o"] else PART_OF[case["name"]]
-    fusion, functions = FUSIONS[case["fusion"]]
-    plain = peft_model(device)
-    fused = copy.deepcopy(plain)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PEFT's, that lora_bias cannot be merged
-        if case["fused_first"]:
-            fuse(fused, fusion)
-        for model in (plain, fused):
-            change(layers(model)[0].self_attn.get_submodule(part))
-        done = report(fused) if case["fused_first"] else fuse(fused, fusion)
-    where, prefix = (f"{NAMES[0]}.o_proj", "") if case["of_o"] else (NAMES[0], f"{part}: ")
-    assert list(done.left) == [where] and prefix + reason in done.left[where]
-    values = []
-    for model in (fused, plain):
-        torch.manual_seed(0)  # for those that drop out
-        values.append(step(model, length=SHORT))
-    kept = (QKV if case["of_o"] else OUT) + (ROPE if fusion.rope else Counter())
-    assert values[0].functions == kept + functions
-    assert_close(*values)
