@@ -8,7 +8,7 @@ import sys
 import layer_case
 import pytest
 import torch
-from fused_case import assert_right, assert_same, batch, functions_of, pair, step
+from fused_case import SHORT, assert_right, assert_same, batch, functions_of, pair, step
 from peft import LoraConfig, PeftModel
 from peft_models import (
     MLP,
@@ -116,21 +116,20 @@ def pickled(model):
     return torch.load(buffer, weights_only=False)
 
 
+@pytest.mark.parametrize("fusion", [MLP_ON, Fusion(layer=True)], ids=["mlp", "layer"])
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled])
-def test_a_copy_is_fused_and_independent_of_the_original(duplicate, calls, device):
-    fused, _, _ = pair(device, MLP_ON)
-    want = logits(fused)
+def test_a_copy_is_fused_and_independent_of_the_original(duplicate, fusion, device):
+    fused, _, done = layer_case.pair(device, fusion)
+    want = step(fused, length=SHORT)
     twin = duplicate(fused)
-    assert report(twin) == report(fused)
+    assert report(twin) == done
     with torch.no_grad():
         for parameter in fused.parameters():
             parameter.zero_()
     unfuse(fused)
-    calls.clear()
-    assert torch.equal(logits(twin), want)
-    assert [id(weight) for weight in calls] == [
-        id(layer.mlp.gate_proj.base_layer.weight) for layer in layers(twin)
-    ]
+    got = step(twin, length=SHORT)
+    assert got.functions == want.functions
+    assert_equal(got, want)
 
 
 def test_importing_changes_nothing_in_transformers_peft_or_torch():
