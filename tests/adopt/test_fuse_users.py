@@ -11,7 +11,7 @@ from fused_case import SHORT, assert_close, assert_same, batch, functions_of, st
 from layer_case import LAYER, NAMES, layer_of, logits, pair, peft_model
 from peft import LoraConfig
 from peft.utils.hotswap import hotswap_adapter_from_state_dict, prepare_model_for_compiled_hotswap
-from peft_models import ATTENTION, LAYERS, MLP, adapt, base_model, set_weights
+from peft_models import ATTENTION, MLP, adapt, base_model, set_weights
 from reference import random
 from torch.nn.utils import parametrize
 
@@ -309,14 +309,3 @@ def test_of_layers_with_the_same_base_weights_the_first_runs_as_one(device):
     with pytest.warns(UserWarning, match="layer_replication"):
         assert assert_same(fused, plain, most=1e-4) == {"DecoderLayer": 2}
     assert weights[0].data_ptr() == place
-
-
-def test_compiled_layers_share_their_code_and_run_as_one(device):
-    """Each compiled by itself would reach dynamo's limit, and the rest would run uncompiled."""
-    fused, plain, _ = pair(device)
-    fused.enable_input_require_grads()  # to the first layer nothing is another than to the second
-    torch._dynamo.reset()
-    for layer in fused.get_submodule(LAYERS):
-        layer.compile(backend="aot_eager", dynamic=False)
-    with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
-        assert assert_same(fused, plain, most=1e-4) == {"DecoderLayer": 2}
