@@ -131,8 +131,15 @@ class Family:
         }
 
 
-def everywhere(*names: str) -> list[str]:
-    return [f"base_model.model.model.layers.{layer}.{name}" for layer in "01" for name in names]
+def everywhere(*names: str, layers: str = "01") -> list[str]:
+    of_layer = "base_model.model.model.layers"
+    return [f"{of_layer}.{layer}.{name}" for layer in layers for name in names]
+
+
+def not_known(attention: str, layers: str = "01") -> dict[str, str]:
+    """What is left of the layers that have this class."""
+    names = everywhere("self_attn", "self_attn as rope", layers=layers)
+    return dict.fromkeys(names, f"{attention} is not an attention class")
 
 
 LOSS = "base_model.model as cross_entropy"
@@ -147,10 +154,7 @@ FAMILIES = {
     "Ministral": Family("Ministral", WINDOW),
     "Ministral 3": Family(
         "Ministral3", fused={"attention": ("self_attn.o_proj",), "rope": ()},
-        left=dict.fromkeys(
-            everywhere("self_attn", "self_attn as rope"),
-            "Ministral3Attention is not an attention class",
-        ),
+        left=not_known("Ministral3Attention"),
         functions={"LoRA_W": 2},
         not_whole=NOT_READ,
     ),
@@ -163,10 +167,7 @@ FAMILIES = {
          "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
         fused={"attention": ("1:self_attn.o_proj",), "rope": (),
                "rms_norm": (*USUAL["rms_norm"], "1:self_attn.q_norm", "1:self_attn.k_norm")},
-        left={
-            f"base_model.model.model.layers.1.{name}": "Qwen3_5Attention is not an attention class"
-            for name in ("self_attn", "self_attn as rope")
-        },
+        left=not_known("Qwen3_5Attention", layers="1"),
         functions={"LoRA_W": 1},
         not_whole=NOT_READ,
     ),
@@ -204,13 +205,8 @@ FAMILIES = {
         fused={"attention": ("self_attn.o_proj",), "rope": (),
                "rms_norm": (*AROUND, "post_per_layer_input_norm", *OF_HEADS[2:])},
         others={"rms_norm": ("model.per_layer_projection_norm",)},
-        left={
-            **dict.fromkeys(
-                everywhere("self_attn", "self_attn as rope"),
-                "Gemma4TextAttention is not an attention class",
-            ),
-            **dict.fromkeys(everywhere("self_attn.v_norm"), "it has no weight"),
-        },
+        left=not_known("Gemma4TextAttention")
+        | dict.fromkeys(everywhere("self_attn.v_norm"), "it has no weight"),
         functions={"LoRA_W": 2},
         not_whole="Gemma4TextDecoderLayer is not a layer class",
     ),
@@ -260,8 +256,7 @@ UNKNOWN = Family(
     "Glm4",
     fused=dict.fromkeys(USUAL, ()) | {"attention": ("self_attn.o_proj",)},
     left={
-        **dict.fromkeys(everywhere("self_attn"), "Glm4Attention is not an attention class"),
-        **dict.fromkeys(everywhere("self_attn as rope"), "Glm4Attention is not an attention class"),
+        **not_known("Glm4Attention"),
         **dict.fromkeys(everywhere("mlp as mlp"), "Glm4MLP is not an MLP class"),
         **dict.fromkeys(
             (

@@ -3,7 +3,7 @@
 import copy
 
 import torch
-from peft_models import LAYERS, adapt, base_model, ids
+from peft_models import LAYERS, adapt, base_model
 from reference import assert_within_budget, random
 
 from fused_lora import Fusion, fuse
@@ -45,11 +45,6 @@ def operands_of_calls(monkeypatch):
         DecoderLayer, "apply", lambda *inputs: seen.append(inputs) or apply(*inputs)
     )
     return seen
-
-
-def logits(model):
-    with torch.no_grad():
-        return model(input_ids=ids(next(model.parameters()).device)).logits
 
 
 def layer_of(model, index=0):

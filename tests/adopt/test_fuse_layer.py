@@ -15,10 +15,10 @@ from layer_case import (
     EVERYTHING,
     NAMES,
     layer_of,
-    logits,
     operands_of_calls,
     pair,
 )
+from peft_models import logits
 from reference import relative_error
 
 from fused_lora import Fusion, decoder_layer, fuse, report, unfuse

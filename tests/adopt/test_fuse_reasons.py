@@ -12,7 +12,7 @@ import pytest
 import torch
 from fused_case import batch, functions_of
 from layer_case import LAYER, NAMES, layer_of, peft_model
-from peft_models import ATTENTION, MLP, base_model
+from peft_models import ATTENTION, MLP, MLP_NAMES, MLP_ON, base_model
 from projection_case import HOOKS, REASONS, hook, replace_forward
 from torch import nn
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2MLP
@@ -20,8 +20,6 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from fused_lora import Fusion, FusionReport, fuse, report, unfuse
 
-MLP_ON = Fusion(mlp=True)
-MLP_NAMES = [f"{name}.mlp" for name in NAMES]
 QKV, OUT, ROPE = Counter(LoRA_QKV=1), Counter(LoRA_W=1), Counter(RoPE=1)
 
 

@@ -8,10 +8,10 @@ from functools import partial
 import pytest
 import torch
 from fused_case import SHORT, assert_close, assert_same, batch, functions_of, step
-from layer_case import LAYER, NAMES, layer_of, logits, pair, peft_model
+from layer_case import LAYER, NAMES, layer_of, pair, peft_model
 from peft import LoraConfig
 from peft.utils.hotswap import hotswap_adapter_from_state_dict, prepare_model_for_compiled_hotswap
-from peft_models import ATTENTION, MLP, adapt, base_model, set_weights
+from peft_models import ATTENTION, MLP, adapt, base_model, logits, set_weights
 from reference import random
 from torch.nn.utils import parametrize
 
