@@ -1,5 +1,5 @@
-"""Attention and RoPE, alone and both: as one function where that may stand in for them, else apart;
-right where they run fused, and left to PEFT where not. (Each family: test_families.py.)"""
+"""Attention and RoPE, alone and both, and right: as one function where that may stand in for them,
+else apart. (Each family: test_families.py. What is left to PEFT: test_fuse_reasons.py.)"""
 
 from collections import Counter
 
@@ -7,7 +7,8 @@ import pytest
 import torch
 from fused_case import assert_same, batch, functions_of
 from layer_case import pair
-from peft_models import ATTENTION, LAYERS
+from peft_models import ATTENTION, layers
+from projection_case import hook
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -18,56 +19,27 @@ BOTH = Fusion(attention=True, rope=True)
 ONE = Counter(LoRA_Attention=1)
 QKV, OUT, ROPE = Counter(LoRA_QKV=1), Counter(LoRA_W=1), Counter(RoPE=1)
 APART = QKV + OUT + ROPE
-NAMES = [f"{LAYERS}.{index}.self_attn" for index in range(2)]
-FUSIONS = {"attention": (Fusion(attention=True), QKV + OUT), "attention and rope": (BOTH, ONE)}
 
 
-# --- as one or apart ------------------------------------------------------------------------------
-
-
-def attentions(model):
-    return [module for name, module in model.named_modules() if name.endswith(".self_attn")]
-
-
-def hook_o(model):
-    for attention in attentions(model):
-        attention.o_proj.register_forward_hook(lambda *_: None)
-
-
-def hook_k_norm(model):
-    for attention in attentions(model):
-        attention.k_norm.register_forward_hook(lambda *_: None)
-
-
-def train_q_norm(model):
-    for attention in attentions(model):
-        attention.q_norm.weight.requires_grad_(True)
-
-
-def drop_out(model):
-    for attention in attentions(model):
-        attention.attention_dropout = 1e-9  # of which nothing is seen
-
-
-def attend_to_all(model):
-    for attention in attentions(model):
-        attention.is_causal = False
-
-
-def attend_eagerly(model):
-    attentions(model)[0].config._attn_implementation = "eager"
-
-
-# Of each: options of the model, what is fused and what is done to it, and what a layer runs then.
+# Of each: options of the model, what is fused, what is done to every attention then, and what a
+# layer runs of ours.
 CASES = {
     "nothing": ({}, BOTH, None, ONE),
     "norms of heads": ({"family": "Qwen3"}, BOTH, None, ONE),
-    "a hook on o": ({}, BOTH, hook_o, QKV + ROPE),
-    "dropout": ({}, BOTH, drop_out, APART),
-    "not causal": ({}, BOTH, attend_to_all, APART),
-    "eager": ({}, BOTH, attend_eagerly, APART),
-    "a hook on a norm of heads": ({"family": "Qwen3"}, BOTH, hook_k_norm, APART),
-    "norms of heads that are trained": ({"family": "Qwen3"}, BOTH, train_q_norm, APART),
+    "a hook on o": ({}, BOTH, lambda a: a.o_proj.register_forward_hook(hook), QKV + ROPE),
+    "dropout, of which nothing is seen": (
+        {}, BOTH, lambda a: setattr(a, "attention_dropout", 1e-9), APART
+    ),
+    "not causal": ({}, BOTH, lambda a: setattr(a, "is_causal", False), APART),
+    "eager": (
+        {}, BOTH, lambda a: setattr(a.config, "_attn_implementation", "eager"), APART
+    ),
+    "a hook on a norm of heads": (
+        {"family": "Qwen3"}, BOTH, lambda a: a.k_norm.register_forward_hook(hook), APART
+    ),
+    "norms of heads that are trained": (
+        {"family": "Qwen3"}, BOTH, lambda a: a.q_norm.weight.requires_grad_(), APART
+    ),
     "o has no adapter": ({"target_modules": ATTENTION[:3]}, BOTH, None, ONE),
     "base biases that are trained": ({"bias": "all"}, BOTH, None, ONE),
     "attention alone": ({}, Fusion(attention=True), None, QKV + OUT),
@@ -81,8 +53,8 @@ def test_one_function_or_apart_and_right(name, device, monkeypatch):
     options, fusion, change, functions = CASES[name]
     fused, plain, done = pair(device, fusion, **options)
     assert not done.left
-    for model in (fused, plain) if change else ():
-        change(model)
+    for layer in (*layers(fused), *layers(plain)) if change else ():
+        change(layer.self_attn)
     if "torch.compile" in name:
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert assert_same(fused, plain) == functions + functions

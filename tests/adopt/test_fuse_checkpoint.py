@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from fused_case import ALL, SHORT, assert_close, assert_same, batch, step
+from fused_case import ALL, SHORT, assert_close, assert_same, batch, pickled, step
 from layer_case import layer_of, pair, peft_model
 from peft_models import LAYERS, ids
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -177,29 +177,22 @@ def test_a_policy_stays_when_checkpointing_is_switched_on_and_off(parts, device)
     assert [own_of(layer) for layer in layers] == [(False, torchs_checkpoint)] * 2
 
 
-def test_the_switch_of_a_copy_is_its_own(device):
-    fused, _, _ = pair(device, Fusion(checkpoint="full"))
-    twin = copy.deepcopy(fused)
-    twin.gradient_checkpointing_disable()
-    assert layer_of(fused).gradient_checkpointing and not layer_of(twin).gradient_checkpointing
-    assert policy_of(layer_of(twin)) is not None
-    unfuse(fused)
-    assert own_of(layer_of(fused)) == (False, None)
-    assert "_set_gradient_checkpointing" not in vars(fused.get_base_model())
-
-
-@pytest.mark.parametrize("name", ["attention", "selective", "layer, offload", "none"])
-def test_a_model_that_was_saved_as_a_whole_trains_as_before(name, tmp_path, device):
+@pytest.mark.thinned
+@pytest.mark.parametrize("duplicate", [pickled, copy.deepcopy])
+@pytest.mark.parametrize("name", ["selective", "layer, offload", "none", "attention"])
+def test_a_copy_trains_as_before_and_has_a_policy_and_a_switch_of_its_own(name, duplicate, device):
     fusion = FUSIONS[name]
     fused, plain, _ = pair(device, fusion, config=THREE_LAYERS)
-    torch.save(fused, tmp_path / "model.pt")
-    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
-    assert_same(loaded, plain)
-    policies = {policy_of(layer_of(one)) for one in (fused, loaded)}
+    twin = duplicate(fused)
+    assert_same(twin, plain)
+    policies = {policy_of(layer_of(one)) for one in (fused, twin)}
     assert len(policies) == (1 if name == "attention" else 2)  # one of its own, if any
-    loaded.gradient_checkpointing_disable()
-    assert not layer_of(loaded).gradient_checkpointing
+    twin.gradient_checkpointing_disable()
+    assert not layer_of(twin).gradient_checkpointing
     assert layer_of(fused).gradient_checkpointing == (fusion.checkpoint not in ("", "none"))
+    unfuse(fused)
+    assert policy_of(layer_of(fused)) is None and policy_of(layer_of(twin)) in policies
+    assert "_set_gradient_checkpointing" not in vars(fused.get_base_model())
 
 
 @pytest.mark.parametrize("switched_on", [False, True])

@@ -11,6 +11,7 @@ from families_case import FAMILIES
 from fused_case import ALL, assert_close, assert_same, batch, step
 from graph_case import captured, steps
 from layer_case import LAYER, assert_layer_right, layer_of, operands_of_calls, pair, peft_model
+from peft_models import assert_equal
 from reference import relative_error, unpacked
 
 from fused_lora import Fusion, fuse, report
@@ -133,18 +134,13 @@ def seeded(model, seed=0):
     return step(model, length=7)
 
 
-def is_same(one, other):
-    assert one.keys() == other.keys()
-    return all(torch.equal(one[name], other[name]) for name in one)
-
-
 @pytest.mark.parametrize("name", ["parts", "layer"])
 def test_the_seed_decides_of_copies_too_and_every_step_is_another(name, device):
     """As for ranks that are seeded differently."""
     model = model_with(FUSIONS[name][0], device, config=ONE_LAYER)
     first, again, another = seeded(model), seeded(copy.deepcopy(model)), seeded(model, 1)
     following = step(model, length=7)
-    assert is_same(first, again)
+    assert_equal(first, again)
     assert not torch.equal(first["loss"], another["loss"])
     assert not torch.equal(another["loss"], following["loss"])
 

@@ -1,14 +1,13 @@
 """What PEFT and PyTorch do with a model goes on working while it is fused."""
 
 import copy
-import io
 import subprocess
 import sys
 
 import layer_case
 import pytest
 import torch
-from fused_case import SHORT, assert_right, assert_same, batch, functions_of, pair, step
+from fused_case import SHORT, assert_right, assert_same, batch, functions_of, pair, pickled, step
 from peft import LoraConfig, PeftModel
 from peft_models import (
     MLP,
@@ -106,13 +105,6 @@ def test_state_dict_is_unchanged_and_a_saved_adapter_loads_anywhere(tmp_path, de
     assert torch.equal(logits(loaded), logits(plain))
     fuse(loaded, MLP_ON)
     assert_equal(step(loaded), step(fused))
-
-
-def pickled(model):
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
 
 
 @pytest.mark.parametrize("fusion", [MLP_ON, Fusion(layer=True)], ids=["mlp", "layer"])
