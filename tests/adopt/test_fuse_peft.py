@@ -7,7 +7,7 @@ import sys
 import layer_case
 import pytest
 import torch
-from fused_case import SHORT, assert_right, assert_same, batch, functions_of, pair, pickled, step
+from fused_case import SHORT, assert_same, batch, functions_of, pair, pickled, step, steps
 from peft import LoraConfig, PeftModel
 from peft_models import (
     MLP,
@@ -20,7 +20,7 @@ from peft_models import (
     peft_model,
     set_weights,
 )
-from reference import relative_error
+from reference import assert_within_budget, relative_error
 
 from fused_lora import Fusion, fuse, report, unfuse
 
@@ -34,9 +34,9 @@ FUSIONS = {  # and what a step of two layers runs of it
 # --- PEFT goes on working -------------------------------------------------------------------------
 
 
-def assert_left_to_peft(fused, plain, reason):
+def assert_left_to_peft(fused, plain, reason, most=0.0):
     found = report(fused)
-    most = 2e-5 if found.fused.pop("rope", None) else 0.0  # it knows no adapters, and still runs
+    most = 2e-5 if found.fused.pop("rope", None) else most  # it knows no adapters, and still runs
     assert not any(found.fused.values()) and found.left
     assert all(reason in one for one in found.left.values())
     got, want = (model(**batch(model)) for model in (fused, plain))
@@ -58,7 +58,8 @@ def test_adapters_that_are_switched_disabled_and_merged_are_as_in_peft(fusion, f
             fuse(fused, fusion)
     for model in (fused, plain):
         model.merge_adapter()
-    assert_left_to_peft(fused, plain, "adapters are merged")
+    # a GPU may merge into a layer's rows, which lie apart, by another kernel
+    assert_left_to_peft(fused, plain, "adapters are merged", most=2e-5 if fusion.layer else 0.0)
     for model in (fused, plain):
         model.unmerge_adapter()
         model.set_adapter("default")
@@ -163,7 +164,16 @@ def test_fused_layers_under_torch_compile_are_within_the_error_budget(fp32_adapt
     fused, plain, _ = pair(device, MLP_ON, **options)
     for layer in layers(fused):
         layer.compile()
-    assert_right(fused, plain, autocast=fp32_adapters)
+    found = []
+    for model in (fused, plain, copy.deepcopy(plain).double()):
+        autocast = fp32_adapters and model.dtype != torch.float64
+        values = steps(model, autocast)
+        del values["loss"]  # a mean over tokens, so eager's own error may cancel by chance
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=autocast):
+            values["logits"] = logits(model)
+        found.append(values)
+    for name in found[-1]:
+        assert_within_budget(name, *(values[name] for values in found))
 
 
 @pytest.mark.gpu
