@@ -53,24 +53,6 @@ def calls(monkeypatch):
     return seen
 
 
-@pytest.fixture
-def ran(monkeypatch):
-    """The functions of an attention that ran, in their order."""
-    from fused_lora.lora_attention import LoRA_Attention
-    from fused_lora.lora_linear import LoRA_QKV, LoRA_W
-
-    seen = []
-    for function in (LoRA_Attention, LoRA_QKV, LoRA_W):
-        apply = function.apply
-
-        def spy(*inputs, name=function.__name__, apply=apply):
-            seen.append(name)
-            return apply(*inputs)
-
-        monkeypatch.setattr(function, "apply", spy)
-    return seen
-
-
 def _is_tried(item, shown):
     """Whether a case runs by default. Of a `thinned` test those do that show a value of one of its
     parameters for the first time."""

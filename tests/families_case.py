@@ -59,6 +59,7 @@ class Family:
     others: modules outside of the text tower's layers that a part fuses.
     left: other modules, or parts without one, and what the report says of them.
     functions: how often attention's functions stand in the graph of the loss.
+    not_whole: why its layers do not run as one, where they do not.
     image_token: of a model that is tried on an image, of four patches.
     """
 
@@ -69,6 +70,7 @@ class Family:
     others: dict[str, tuple[str, ...]] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     functions: dict[str, int] = field(default_factory=lambda: ONE)
+    not_whole: str = ""
     image_token: int | None = None
 
     @property
@@ -129,11 +131,21 @@ class Family:
         }
 
 
-def everywhere(*names: str) -> list[str]:
-    return [f"base_model.model.model.layers.{layer}.{name}" for layer in "01" for name in names]
+def everywhere(*names: str, layers: str = "01") -> list[str]:
+    of_layer = "base_model.model.model.layers"
+    return [f"{of_layer}.{layer}.{name}" for layer in layers for name in names]
+
+
+def not_known(attention: str, layers: str = "01") -> dict[str, str]:
+    """What is left of the layers that have this class."""
+    names = everywhere("self_attn", "self_attn as rope", layers=layers)
+    return dict.fromkeys(names, f"{attention} is not an attention class")
 
 
 LOSS = "base_model.model as cross_entropy"
+MIXTURE = "its MLP is a mixture of experts"
+TURNS_A_PART = "its attention turns a part of each head"
+NOT_READ = "its layers are not known to run as one"
 EXPERTS_ARE_PEFTS = {"mlp": "a mixture's experts stay PEFT's"}
 WINDOW = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
 FAMILIES = {
@@ -142,11 +154,9 @@ FAMILIES = {
     "Ministral": Family("Ministral", WINDOW),
     "Ministral 3": Family(
         "Ministral3", fused={"attention": ("self_attn.o_proj",), "rope": ()},
-        left=dict.fromkeys(
-            everywhere("self_attn", "self_attn as rope"),
-            "Ministral3Attention is not an attention class",
-        ),
+        left=not_known("Ministral3Attention"),
         functions={"LoRA_W": 2},
+        not_whole=NOT_READ,
     ),
     "CWM": Family("Cwm", WINDOW),
     "Qwen2": Family("Qwen2"),
@@ -157,11 +167,9 @@ FAMILIES = {
          "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
         fused={"attention": ("1:self_attn.o_proj",), "rope": (),
                "rms_norm": (*USUAL["rms_norm"], "1:self_attn.q_norm", "1:self_attn.k_norm")},
-        left={
-            f"base_model.model.model.layers.1.{name}": "Qwen3_5Attention is not an attention class"
-            for name in ("self_attn", "self_attn as rope")
-        },
+        left=not_known("Qwen3_5Attention", layers="1"),
         functions={"LoRA_W": 1},
+        not_whole=NOT_READ,
     ),
     "SmolLM3": Family(
         "SmolLM3", {"no_rope_layers": [1, 0]}, fused={"rope": ("0:self_attn",)},
@@ -174,13 +182,19 @@ FAMILIES = {
     "OLMo 3": Family("Olmo3", WINDOW, fused={"rms_norm": OUTPUT_NORMS}),
     "Qwen3-MoE": Family(
         "Qwen3Moe", EXPERTS, fused={"rms_norm": OF_HEADS}, left=EXPERTS_ARE_PEFTS,
+        not_whole=MIXTURE,
     ),
-    "Qwen2-MoE": Family("Qwen2Moe", EXPERTS, fused={"mlp": ("mlp.shared_expert",)}),
-    "Mixtral": Family("Mixtral", EXPERTS | {"sliding_window": 4}, left=EXPERTS_ARE_PEFTS),
+    "Qwen2-MoE": Family(
+        "Qwen2Moe", EXPERTS, fused={"mlp": ("mlp.shared_expert",)}, not_whole=MIXTURE,
+    ),
+    "Mixtral": Family(
+        "Mixtral", EXPERTS | {"sliding_window": 4}, left=EXPERTS_ARE_PEFTS, not_whole=MIXTURE,
+    ),
     "Gemma": Family("Gemma"),
     "Gemma 2": Family(
         "Gemma2", WINDOW | {"query_pre_attn_scalar": 16}, fused={"rms_norm": AROUND},
         left={LOSS: "soft-capped (final_logit_softcapping is 30.0)"}, functions=APART,
+        not_whole="its attention soft-caps the scores",
     ),
     "Gemma 3": Family(
         "Gemma3", WINDOW | {"query_pre_attn_scalar": 16},
@@ -191,26 +205,26 @@ FAMILIES = {
         fused={"attention": ("self_attn.o_proj",), "rope": (),
                "rms_norm": (*AROUND, "post_per_layer_input_norm", *OF_HEADS[2:])},
         others={"rms_norm": ("model.per_layer_projection_norm",)},
-        left={
-            **dict.fromkeys(
-                everywhere("self_attn", "self_attn as rope"),
-                "Gemma4TextAttention is not an attention class",
-            ),
-            **dict.fromkeys(everywhere("self_attn.v_norm"), "it has no weight"),
-        },
+        left=not_known("Gemma4TextAttention")
+        | dict.fromkeys(everywhere("self_attn.v_norm"), "it has no weight"),
         functions={"LoRA_W": 2},
+        not_whole="Gemma4TextDecoderLayer is not a layer class",
     ),
     "Phi-3": Family("Phi3", {"sliding_window": 4}),
-    "Phi-4-mini": Family("Phi3", {"rope_parameters": HALF}, functions=APART),
-    "Qwen2-VL": Family("Qwen2VL", {"rope_parameters": SECTIONS}, VISION),
+    "Phi-4-mini": Family(
+        "Phi3", {"rope_parameters": HALF}, functions=APART, not_whole=TURNS_A_PART
+    ),
+    "Qwen2-VL": Family("Qwen2VL", {"rope_parameters": SECTIONS}, VISION, not_whole=NOT_READ),
     "Qwen2.5-VL": Family(
         "Qwen2_5_VL", {"rope_parameters": SECTIONS}, VISION,
         others={"rms_norm": ("model.visual.blocks.0.norm1", "model.visual.blocks.0.norm2",
                              "model.visual.merger.ln_q")},
         left={"base_model.model.model.visual.blocks.0.mlp": "Qwen2_5_VLMLP is not an MLP class"},
+        not_whole=NOT_READ,
     ),
     "Qwen3-VL": Family(
         "Qwen3VL", {"rope_parameters": SECTIONS}, VISION, fused={"rms_norm": OF_HEADS},
+        not_whole=NOT_READ,
     ),
     "Gemma 3, multimodal": Family(
         "Gemma3", WINDOW | {"query_pre_attn_scalar": 16}, SIGLIP,
@@ -244,8 +258,7 @@ UNKNOWN = Family(
     "Glm4",
     fused=dict.fromkeys(USUAL, ()) | {"attention": ("self_attn.o_proj",)},
     left={
-        **dict.fromkeys(everywhere("self_attn"), "Glm4Attention is not an attention class"),
-        **dict.fromkeys(everywhere("self_attn as rope"), "Glm4Attention is not an attention class"),
+        **not_known("Glm4Attention"),
         **dict.fromkeys(everywhere("mlp as mlp"), "Glm4MLP is not an MLP class"),
         **dict.fromkeys(
             (

@@ -1,15 +1,13 @@
-"""Tiny PEFT models of four families, fused and not, and one training step of them."""
+"""Tiny PEFT models of four families."""
 
-import copy
 import warnings
 
 import torch
-import torch.nn.functional as F
 import transformers
 from peft import LoraConfig, get_peft_model
-from reference import assert_within_budget, random
+from reference import random
 
-from fused_lora import Fusion, fuse
+from fused_lora import Fusion
 
 FAMILIES = ("Qwen2", "Llama", "Mistral", "Qwen3")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -71,49 +69,11 @@ def logits(model):
         return model(input_ids=ids(next(model.parameters()).device)).logits
 
 
-def step(model, autocast=False):
-    """Logits, the loss of every token and every gradient, by name."""
-    device = next(model.parameters()).device
-    inputs = ids(device)
-    model.zero_grad()
-    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
-        output = model(input_ids=inputs, labels=inputs)
-    output.loss.backward()
-    values = {"logits": output.logits.detach()}
-    values["losses"] = F.cross_entropy(
-        values["logits"][:, :-1].flatten(0, 1).double(), inputs[:, 1:].flatten(), reduction="none"
-    )
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            values[name.removeprefix("module.")] = parameter.grad.clone()
-    return values
-
-
 def assert_equal(got, want):
     assert got.keys() == want.keys()
     for name in want:
         assert torch.equal(got[name], want[name]), name
 
 
-def assert_right(fused, plain, autocast=False):
-    """Fused against plain PEFT, both in their dtype, with plain PEFT in float64 for the truth."""
-    got, eager = step(fused, autocast), step(plain, autocast)
-    truth = step(copy.deepcopy(plain).double())
-    trained = sum(parameter.requires_grad for parameter in plain.parameters())
-    assert trained > 0
-    assert got.keys() == eager.keys() == truth.keys() and len(truth) == 2 + trained
-    for name in truth:
-        assert got[name].dtype == eager[name].dtype
-        assert_within_budget(name, got[name], eager[name], truth[name])
-
-
 def layers(model):
     return model.get_submodule(LAYERS)
-
-
-def pair(device, **options):
-    """A fused model and the same one on PEFT's own path."""
-    plain = peft_model(device, **options)
-    fused = copy.deepcopy(plain)
-    fuse(fused, MLP_ON)
-    return fused, plain

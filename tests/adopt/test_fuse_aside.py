@@ -5,9 +5,9 @@ import warnings
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
-from fused_case import ALL
-from layer_case import LAYER, NAMES, operands_of_calls, pair, peft_model
-from peft_models import MLP_NAMES, MLP_ON, ids, layers, logits
+from fused_case import ALL, SHORT, assert_close, step
+from layer_case import EVERYTHING, LAYER, NAMES, operands_of_calls, pair, peft_model
+from peft_models import MLP_NAMES, MLP_ON, assert_equal, ids, layers, logits
 from projection_case import readapt
 from reference import relative_error
 
@@ -90,6 +90,29 @@ def test_a_model_on_the_cpu_says_so_and_runs_fused_once_it_is_moved(fusion, monk
     if device == "cpu":  # where the interpreter stands in for the GPU
         assert ON_CPU not in report(fused).left.values()
         assert fuse(fused, fusion).fused
+
+
+def test_fp32_weights_under_autocast_run_as_the_other_fused_parts_with_a_warning(device):
+    fused, plain, _ = pair(device, EVERYTHING)
+    fuse(plain, Fusion(**ALL))
+    with pytest.warns(
+        UserWarning, match="ran as its class has it: .*weights are torch.float32 .* give all one"
+    ):
+        got = step(fused, autocast=True, length=SHORT)
+    want = step(plain, autocast=True, length=SHORT)
+    assert got.functions == want.functions and "LoRA_MLP" in got.functions
+    if device == "cpu":  # a GPU may multiply rows that lie apart by another kernel
+        assert_close(got, want, 0.0)
+
+
+def test_a_step_with_a_cache_warns(device):
+    fused, plain, _ = pair(device)
+    for model in (fused, plain):
+        model.config.use_cache = True
+    with pytest.warns(UserWarning, match="given past_key_values; in training, set .*use_cache"):
+        got = step(fused)
+    assert not got.functions
+    assert_equal(got, step(plain))
 
 
 # --- transformers' own hooks ----------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""Kinds of LoRA that PEFT has beside the plain one, and what else may be trained: which parts run
-fused, and that three steps of SGD come to plain PEFT's gradients and weights."""
+"""Kinds of LoRA that PEFT has beside the plain one, adapters on some of the projections, and what
+else may be trained: which parts run fused, and that it trains as plain PEFT does."""
 
 import copy
 from dataclasses import replace
@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 from families_case import FAMILIES
-from fused_case import ALL, SHORT, assert_trains_alike, functions_of
+from fused_case import ALL, assert_right, assert_same, assert_trains_alike
 from layer_case import assert_layer_right, layer_of, pair, peft_model
-from peft_models import ids
+from peft import LoraConfig
+from peft_models import set_weights
 from projection_case import readapt, replace_weight
 
-from fused_lora import Fusion, fuse
+from fused_lora import Fusion, fuse, report
 
 ONE = {"num_hidden_layers": 1}
 WHOLE = {"DecoderLayer": 1}
@@ -118,10 +119,8 @@ def test_no_more_is_lost_than_has_to_be_and_it_trains_as_plain_peft_does(name, d
     plain = make(device).train()
     fused = copy.deepcopy(plain)
     fuse(fused)
-    tokens = ids(device)[:, :SHORT]
-    ran = functions_of(fused(input_ids=tokens, labels=tokens).loss)
+    ran = assert_trains_alike(fused, plain)
     assert {name: count for name, count in ran.items() if name in FUNCTIONS} == wanted
-    assert_trains_alike(fused, plain)
 
 
 APART = Fusion(mlp=True, attention=True)  # q, k and v as one function, and o as another
@@ -146,3 +145,68 @@ def test_trained_biases_are_within_the_error_budget_in_bf16(options, device):
     fused, plain, done = pair(device, Fusion(**ALL), config=ONE, **options)
     assert not done.left
     assert_layer_right(fused, plain, (2, 21), torch.bfloat16)
+
+
+# --- on some of the projections or layers: what has none is a frozen product ----------------------
+
+SUBSETS = {
+    "q and v": {"target_modules": ["q_proj", "v_proj"]},
+    "gate and up": {"target_modules": ["gate_proj", "up_proj"]},
+    "k, o and down": {"target_modules": ["k_proj", "o_proj", "down_proj"]},
+    "the second layer": {"layers_to_transform": [1]},
+}
+OF_SUBSETS = {
+    "parts": Fusion(mlp=True, attention=True, rope=True, rms_norm=True, cross_entropy=True),
+    "layers": Fusion(layer=True, rms_norm=True, cross_entropy=True),
+}
+
+
+def fused_and_plain(device, fusion, **options):
+    plain = peft_model(device, **options)
+    fused = copy.deepcopy(plain)
+    assert not fuse(fused, fusion).left
+    return fused, plain
+
+
+@pytest.mark.thinned
+@pytest.mark.parametrize("fusion", OF_SUBSETS.values(), ids=OF_SUBSETS)
+@pytest.mark.parametrize("subset", SUBSETS.values(), ids=SUBSETS)
+def test_any_subset_of_adapters_runs_fused_as_a_whole_and_right(subset, fusion, device):
+    assert_same(*fused_and_plain(device, fusion, **subset))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "part"),
+    [(torch.bfloat16, "parts"), (torch.bfloat16, "layers"), (torch.float32, "parts")],
+    ids=str,
+)
+def test_a_projection_without_an_adapter_is_within_the_error_budget(dtype, part, device):
+    """And over weights in fp32 it runs under autocast."""
+    options = {"target_modules": ["v_proj", "gate_proj"], "config": ONE, "dtype": dtype}
+    fused, plain = fused_and_plain(device, OF_SUBSETS[part], **options)
+    assert_right(fused, plain, autocast=dtype is torch.float32, length=9)
+
+
+@pytest.mark.parametrize("fusion", OF_SUBSETS.values(), ids=OF_SUBSETS)
+def test_another_adapter_may_be_on_other_projections(fusion, device):
+    plain = peft_model(device, config=ONE)
+    plain.add_adapter("second", LoraConfig(r=4, target_modules=["q_proj", "up_proj"]))
+    set_weights(plain, device, only=".second.")
+    fused = copy.deepcopy(plain)
+    fuse(fused, fusion)
+    for adapter in ("second", "default"):
+        for model in (plain, fused):
+            model.set_adapter(adapter)
+        assert report(fused).left == {}
+        assert_same(fused, plain)
+
+
+def test_each_projection_may_have_a_rank_and_a_scale_of_its_own(device):
+    """As one function and as several. (Of layers: test_decoder_layer.py.)"""
+    options = {
+        "use_rslora": True,
+        "rank_pattern": {"gate_proj": 4, "k_proj": 16, "o_proj": 12, "layers.1.mlp.down_proj": 12},
+        "alpha_pattern": {"up_proj": 32, "q_proj": 16, "v_proj": 7, "layers.0.mlp.gate_proj": 3},
+    }
+    for fusion in (OF_SUBSETS["parts"], Fusion(attention=True)):
+        assert_same(*fused_and_plain(device, fusion, **options))

@@ -9,19 +9,16 @@ from fused_case import (
     assert_close,
     assert_right,
     assert_same,
-    assert_trains_alike,
-    batch,
     step,
 )
 from layer_case import (
     EVERYTHING,
     NAMES,
     layer_of,
-    logits,
     operands_of_calls,
     pair,
-    peft_model,
 )
+from peft_models import logits
 from reference import relative_error
 
 from fused_lora import Fusion, decoder_layer, fuse, report, unfuse
@@ -34,46 +31,19 @@ def calls(monkeypatch):
     return operands_of_calls(monkeypatch)
 
 
-# --- right where it fuses -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
-def test_layers_are_right(family, calls, device):
-    """Of the other families: test_layers_of_families.py."""
-    fused, plain, done = pair(device, family=family)
-    assert done.fused == {"layer": NAMES} and not done.left
-    assert_same(fused, plain, length=17)  # more tokens than one program sums over
-    assert len(calls) == 2
-
-
-@pytest.mark.parametrize(("fp32_adapters", "family"), [
-    (False, "Qwen3"),
-    (True, "Qwen2"),
-    pytest.param(False, "Qwen2", marks=pytest.mark.exhaustive),
-    pytest.param(True, "Qwen3", marks=pytest.mark.exhaustive),
-])  # fmt: skip
-def test_layers_are_right_in_bf16(fp32_adapters, family, calls, device):
-    options = {"dtype": torch.bfloat16, "autocast_adapter_dtype": fp32_adapters}
-    fused, plain, _ = pair(device, family=family, **options)
-    assert_right(fused, plain, autocast=fp32_adapters, length=9)
-    assert len(calls) == 3 * 2  # each layer for three batches
-
-
-def test_layers_join_every_other_part(calls, device):
-    fused, plain, done = pair(device, EVERYTHING)
-    assert done.fused["layer"] == NAMES and done.fused["rms_norm"] == [
-        "base_model.model.model.norm"
-    ]
-    assert done.fused["mlp"] == done.fused["attention"] == done.fused["rope"] == []
-    assert_same(fused, plain)
-    assert len(calls) == 2
+# --- right where it fuses (in every family: test_families.py) -------------------------------------
 
 
 def test_layers_join_every_other_part_in_bf16_where_they_run_again(calls, device):
     fusion = Fusion(**(vars(EVERYTHING) | {"checkpoint": "full"}))
-    fused, plain, _ = pair(device, fusion, dtype=torch.bfloat16)
+    fused, plain, done = pair(device, fusion, dtype=torch.bfloat16)
+    norm, loss = ["base_model.model.model.norm"], ["base_model.model"]
+    parts = {"rms_norm": norm, "cross_entropy": loss, "mlp": [], "attention": [], "rope": []}
+    assert done.fused == {"layer": NAMES, "checkpoint": NAMES, **parts} and not done.left
     assert_right(fused, plain, autocast=True, length=9)
-    assert len(calls) == 3 * 3  # with a fused loss the last one of two runs once
+    rows = [None if inputs[-1].rows is None else len(inputs[-1].rows) for inputs in calls]
+    # with a fused loss the last one of two computes labelled tokens alone, and runs once
+    assert rows == [None, 2 * 9 - 2 - 3, None] * 3
 
 
 @pytest.mark.parametrize("how", ["ours", "reentrant", "not reentrant"])
@@ -120,53 +90,6 @@ def test_attention_and_o_run_once_where_their_output_is_offloaded(
     runs_of = dict.fromkeys(counts, runs) | {"add_down": 2}
     assert {name: len(seen) for name, seen in counts.items()} == runs_of
     assert_close(got, want, 1e-12)
-
-
-def test_padding_and_hidden_states_are_as_without_fusion(calls, device):
-    fused, plain, _ = pair(device)
-    mask = torch.ones(2, SHORT, dtype=torch.int64, device=device)
-    mask[1, 4:] = 0
-    assert_same(fused, plain, attention_mask=mask)
-    assert len(calls) == 2 and all(inputs[3] is not None for inputs in calls)
-    ours, theirs = (
-        m(**batch(m), output_hidden_states=True, output_attentions=False) for m in (fused, plain)
-    )
-    for got, want in zip(ours.hidden_states, theirs.hidden_states, strict=True):
-        assert torch.allclose(got, want, atol=1e-4)
-
-
-WITH_LOSS = vars(EVERYTHING)
-# As Qwen3-0.6B: attention is wider than hidden, and lm_head is the embedding.
-LIKE_THE_SMALLEST = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
-                     "tie_word_embeddings": True}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("fusion", "count"),
-    [
-        pytest.param(
-            Fusion(**WITH_LOSS | {"checkpoint": "full"}),
-            3,
-            marks=pytest.mark.exhaustive,  # "offload" runs layers again, too
-        ),
-        (Fusion(**WITH_LOSS | {"checkpoint": "offload"}), 3),
-        (Fusion(**WITH_LOSS | {"layer": False}), 0),
-    ],
-    ids=("all, checkpointed", "all, offloaded", "parts"),
-)
-def test_normed_heads_train_as_in_plain_peft(fusion, count, calls, device):
-    fused, plain, done = pair(device, fusion, family="Qwen3", config=LIKE_THE_SMALLEST)
-    assert not done.left
-    assert_trains_alike(fused, plain)
-    assert len(calls) == 3 * count
-
-
-def test_a_window_is_in_the_mask(calls, device):
-    config = {"sliding_window": 4}
-    fused, plain, _ = pair(device, family="Mistral", config=config)
-    assert relative_error(logits(plain), logits(peft_model(device, family="Mistral"))) > 1e-3
-    assert_same(fused, plain)
-    assert len(calls) == 2
 
 
 # --- in and out -----------------------------------------------------------------------------------

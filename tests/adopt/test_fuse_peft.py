@@ -1,64 +1,82 @@
 """What PEFT and PyTorch do with a model goes on working while it is fused."""
 
 import copy
-import io
 import subprocess
 import sys
 
+import layer_case
 import pytest
 import torch
+from fused_case import SHORT, assert_same, batch, functions_of, pair, pickled, step, steps
 from peft import LoraConfig, PeftModel
 from peft_models import (
     MLP,
     MLP_ON,
-    adapt,
     assert_equal,
-    assert_right,
     base_model,
     ids,
     layers,
     logits,
-    pair,
     peft_model,
     set_weights,
-    step,
 )
+from reference import assert_within_budget, relative_error
 
 from fused_lora import Fusion, fuse, report, unfuse
+
+FUSIONS = {  # and what a step of two layers runs of it
+    "mlp": (MLP_ON, {"LoRA_MLP": 2}),
+    "attention": (Fusion(attention=True), {"LoRA_QKV": 2, "LoRA_W": 2}),
+    "attention and rope": (Fusion(attention=True, rope=True), {"LoRA_Attention": 2}),
+    "layer": (Fusion(layer=True), {"DecoderLayer": 2}),
+}
 
 # --- PEFT goes on working -------------------------------------------------------------------------
 
 
-def test_disabled_and_merged_adapters_are_as_in_peft_and_come_back(calls, device):
-    fused, plain = pair(device)
-    want = logits(fused)
-    calls.clear()
-    with fused.disable_adapter():
-        assert torch.equal(logits(fused), logits(base_model(device)))
-        assert all("adapters are disabled" in reason for reason in report(fused).left.values())
-        assert report(fused).fused == {"mlp": []}
+def assert_left_to_peft(fused, plain, reason, most=0.0):
+    found = report(fused)
+    most = 2e-5 if found.fused.pop("rope", None) else most  # it knows no adapters, and still runs
+    assert not any(found.fused.values()) and found.left
+    assert all(reason in one for one in found.left.values())
+    got, want = (model(**batch(model)) for model in (fused, plain))
+    assert relative_error(got.logits, want.logits) <= most and not functions_of(got.loss)
+
+
+@pytest.mark.parametrize(("fusion", "functions"), FUSIONS.values(), ids=FUSIONS)
+def test_adapters_that_are_switched_disabled_and_merged_are_as_in_peft(fusion, functions, device):
+    fused, plain, done = layer_case.pair(device, fusion)
+    assert assert_same(fused, plain) == functions
+    for model in (fused, plain):
+        model.add_adapter("second", LoraConfig(r=4, lora_alpha=4, target_modules="all-linear"))
+        set_weights(model, device, only=".second.")
+        model.set_adapter("second")
+    assert assert_same(fused, plain) == functions
+    with fused.disable_adapter(), plain.disable_adapter():
+        assert_left_to_peft(fused, plain, "adapters are disabled: enable_adapter_layers()")
         with pytest.raises(ValueError, match="adapters are disabled"):
-            fuse(fused, MLP_ON)
-    assert torch.equal(logits(fused), want)
-    calls.clear()
+            fuse(fused, fusion)
     for model in (fused, plain):
         model.merge_adapter()
-    assert torch.equal(logits(fused), logits(plain)) and not calls
+    # a GPU may merge into a layer's rows, which lie apart, by another kernel
+    assert_left_to_peft(fused, plain, "adapters are merged", most=2e-5 if fusion.layer else 0.0)
     for model in (fused, plain):
         model.unmerge_adapter()
-    assert_right(fused, plain)
-    assert len(calls) == 2
+        model.set_adapter("default")
+        model.delete_adapter("second")
+    assert assert_same(fused, plain) == functions
+    assert report(fused) == done
 
 
 def test_merge_and_unload_gives_what_it_gives_without_fusing(calls, device):
-    fused, plain = (model.merge_and_unload() for model in pair(device))
+    fused, plain = (model.merge_and_unload() for model in pair(device, MLP_ON)[:2])
     assert torch.equal(logits(fused), logits(plain)) and not calls
     assert unfuse(fused) == [f"model.layers.{index}.mlp" for index in range(2)]
     assert torch.equal(logits(fused), logits(plain))
 
 
 def test_a_batch_of_mixed_adapters_is_as_without_fusing(calls, device):
-    fused, plain = pair(device)
+    fused, plain, _ = pair(device, MLP_ON)
     outputs = []
     for model in (fused, plain):
         model.add_adapter("second", LoraConfig(r=4, target_modules=[*MLP]))
@@ -67,12 +85,12 @@ def test_a_batch_of_mixed_adapters_is_as_without_fusing(calls, device):
         with torch.no_grad():
             outputs.append(model(ids(device), adapter_names=["default", "second"]).logits)
     assert torch.equal(*outputs) and not calls
-    assert_right(fused, plain)
+    assert_same(fused.train(), plain.train())
     assert len(calls) == 2  # the hooks of the mixed batch are gone
 
 
 def test_generation_is_as_without_fusing(calls, device):
-    fused, plain = pair(device)
+    fused, plain, _ = pair(device, MLP_ON)
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(
         fused.generate(ids(device), **options), plain.generate(ids(device), **options)
@@ -81,7 +99,7 @@ def test_generation_is_as_without_fusing(calls, device):
 
 
 def test_state_dict_is_unchanged_and_a_saved_adapter_loads_anywhere(tmp_path, device):
-    fused, plain = pair(device)
+    fused, plain, _ = pair(device, MLP_ON)
     assert_equal(fused.state_dict(), plain.state_dict())
     fused.save_pretrained(tmp_path)
     loaded = PeftModel.from_pretrained(base_model(device), tmp_path, is_trainable=True)
@@ -90,28 +108,20 @@ def test_state_dict_is_unchanged_and_a_saved_adapter_loads_anywhere(tmp_path, de
     assert_equal(step(loaded), step(fused))
 
 
-def pickled(model):
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
+@pytest.mark.parametrize("fusion", [MLP_ON, Fusion(layer=True)], ids=["mlp", "layer"])
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled])
-def test_a_copy_is_fused_and_independent_of_the_original(duplicate, calls, device):
-    fused, _ = pair(device)
-    want = logits(fused)
+def test_a_copy_is_fused_and_independent_of_the_original(duplicate, fusion, device):
+    fused, _, done = layer_case.pair(device, fusion)
+    want = step(fused, length=SHORT)
     twin = duplicate(fused)
-    assert report(twin) == report(fused)
+    assert report(twin) == done
     with torch.no_grad():
         for parameter in fused.parameters():
             parameter.zero_()
     unfuse(fused)
-    calls.clear()
-    assert torch.equal(logits(twin), want)
-    assert [id(weight) for weight in calls] == [
-        id(layer.mlp.gate_proj.base_layer.weight) for layer in layers(twin)
-    ]
+    got = step(twin, length=SHORT)
+    assert got.functions == want.functions
+    assert_equal(got, want)
 
 
 def test_importing_changes_nothing_in_transformers_peft_or_torch():
@@ -151,10 +161,19 @@ print([key for key in before.keys() | after.keys() if before.get(key) != after.g
 @pytest.mark.parametrize("fp32_adapters", [False, True])
 def test_fused_layers_under_torch_compile_are_within_the_error_budget(fp32_adapters, device):
     options = {"dtype": torch.bfloat16, "autocast_adapter_dtype": fp32_adapters}
-    fused, plain = pair(device, **options)
+    fused, plain, _ = pair(device, MLP_ON, **options)
     for layer in layers(fused):
         layer.compile()
-    assert_right(fused, plain, autocast=fp32_adapters)
+    found = []
+    for model in (fused, plain, copy.deepcopy(plain).double()):
+        autocast = fp32_adapters and model.dtype != torch.float64
+        values = steps(model, autocast)
+        del values["loss"]  # a mean over tokens, so eager's own error may cancel by chance
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=autocast):
+            values["logits"] = logits(model)
+        found.append(values)
+    for name in found[-1]:
+        assert_within_budget(name, *(values[name] for values in found))
 
 
 @pytest.mark.gpu
@@ -174,21 +193,20 @@ def test_compiled_layers_still_run_fused(device):
         assert any(kernel in name for name in names), (kernel, names)
 
 
-def test_compiled_layers_share_their_code(device):
-    """Each layer compiled by itself would reach dynamo's limit, and the rest would run uncompiled.
-    Attention alone, because the interpreter cannot be compiled."""
-    import torch._dynamo as dynamo
-
-    base = base_model(device, num_hidden_layers=4)
-    base.config.use_cache = False
-    fused = adapt(base, device).train()
-    fuse(fused, Fusion(attention=True))
-    want = fused(input_ids=ids(device)).logits
-    dynamo.reset()
-    dynamo.utils.counters.clear()
+@pytest.mark.parametrize(
+    "fusion", [Fusion(attention=True), Fusion(layer=True)], ids=["part", "layer"]
+)
+def test_compiled_layers_share_their_code(fusion, device):
+    """Each compiled by itself would reach dynamo's limit, and the rest would run uncompiled. Of the
+    parts attention alone, because the interpreter cannot be compiled."""
+    fused, plain, _ = layer_case.pair(device, fusion)
+    fused.enable_input_require_grads()  # to the first layer nothing is another than to the second
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     for layer in layers(fused):
-        layer.compile(backend="eager", dynamic=False)
-    got = fused(input_ids=ids(device)).logits
-    frames = dynamo.utils.counters["frames"]
-    assert frames["ok"] == frames["total"] <= 2  # the first layer's input needs no gradient
-    assert torch.equal(got, want)
+        layer.compile(backend="aot_eager", dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+        functions = assert_same(fused, plain, most=1e-4)
+    frames = torch._dynamo.utils.counters["frames"]
+    assert frames["ok"] == frames["total"] > 0
+    assert functions == ({"DecoderLayer": 2} if fusion.layer else {})
