@@ -1,6 +1,6 @@
 """DecoderLayer: a whole Llama-like layer with its adapters as one autograd function, by hand.
 
-For a layer's input x [T, hidden], with M the bordered buffers (`bordered_linear.py`) of q, k and v,
+For a layer's input x [T, hidden], with M the bordered buffers (`bordered.py`) of q, k and v,
 of o, of gate and up, and of down, forward in the order of execution:
 
     sB, A   into M                                 of all seven adapters, in one launch

@@ -7,7 +7,7 @@ from statistics import median
 from typing import NamedTuple
 
 from bench.records import Run
-from report.headline import ANSWERS, row_of, times
+from report.headline import ANSWERS, rows_of, times
 from report.looks import markdown_table
 from variants import BASELINE, title_of
 
@@ -34,9 +34,10 @@ def measured_section(runs: Sequence[Run]) -> str:
     """Write a row for each run and length that has vanilla PEFT and one of the others."""
     lines = []
     for run in runs:
+        found = rows_of(run)
         for seq_len in run.experiment.seq_lens:
-            base = row_of(run, BASELINE, seq_len)
-            rows = [row_of(run, variant, seq_len) for variant in ANSWERS]
+            base = found.get((BASELINE, seq_len))
+            rows = [found.get((variant, seq_len)) for variant in ANSWERS]
             if base is None or base.median_step_ms is None or not any(rows):
                 continue
             ms = f"{base.median_step_ms:.0f} ms, {base.peak_gib or 0:.1f} GiB"

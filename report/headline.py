@@ -12,9 +12,9 @@ ANSWERS = [id for id in SUITES["experiment"] if id not in (BASELINE, AGAIN)]
 HOST_BOUND = 0.95
 
 
-def row_of(run: Run, variant: str, seq_len: int) -> SummaryRow | None:
-    """The summary of a variant at a length; None where the run has no cell of it."""
-    return next((r for r in summarize(run) if (r.variant, r.seq_len) == (variant, seq_len)), None)
+def rows_of(run: Run) -> dict[tuple[str, int], SummaryRow]:
+    """The summary's rows, by variant and length."""
+    return {(row.variant, row.seq_len): row for row in summarize(run)}
 
 
 def times(row: SummaryRow | None) -> str:
@@ -29,9 +29,9 @@ def times(row: SummaryRow | None) -> str:
 def answer(run: Run) -> str:
     """Say in one sentence what each variant buys at the longest length."""
     seq_len = max(run.experiment.seq_lens)
-    rows = {}
+    found, rows = rows_of(run), {}
     for variant in (BASELINE, *ANSWERS):
-        row = row_of(run, variant, seq_len)
+        row = found.get((variant, seq_len))
         if row is None or row.speedup is None:
             raise ValueError(f"the published run has no speedup of {variant} at {seq_len} tokens")
         rows[variant] = row
@@ -47,9 +47,9 @@ def answer(run: Run) -> str:
 
 def headline_table(run: Run) -> str:
     """One row a length; where the host is the limit, one more with the GPU's own time."""
-    lines = []
+    lines, rows = [], rows_of(run)
     for seq_len in run.experiment.seq_lens:
-        base, *others = (row_of(run, variant, seq_len) for variant in (BASELINE, *ANSWERS))
+        base, *others = (rows.get((variant, seq_len)) for variant in (BASELINE, *ANSWERS))
         if base is None or base.median_step_ms is None:
             continue
         cells = [

@@ -32,15 +32,7 @@ def runs():
     return [results.load(path) for path in (ROOT / "results.json", H200 / "suite.json.gz")]
 
 
-def test_the_generated_parts_are_those_of_the_data(tmp_path, runs, monkeypatch):
-    summed: dict = {}  # runs do not change here, and a table sums one up for each of its rows
-
-    def summarized_once(run):
-        if id(run) not in summed:
-            summed[id(run)] = run, summarize(run)  # and the run, so that no other gets its id
-        return summed[id(run)][1]
-
-    monkeypatch.setattr(headline, "summarize", summarized_once)
+def test_the_generated_parts_are_those_of_the_data(tmp_path, runs):
     parts = commands.generated_parts(*runs)
     shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("runs"))
     shutil.copy(ROOT / "README.md", tmp_path)
@@ -82,9 +74,9 @@ def test_a_quick_run_says_its_rows_and_how_to_add_them():
 def test_the_readmes_numbers_are_those_of_the_data(runs):
     """Every number with a unit in its words, where it says it and what it should be."""
     run, suite = runs
-    rows = {(row.variant, row.seq_len): row for row in summarize(run)}
+    rows = headline.rows_of(run)
     ms = {key: row.median_step_ms for key, row in rows.items()}
-    suite_rows = {(row.variant, row.seq_len): row for row in summarize(suite)}
+    suite_rows = headline.rows_of(suite)
     kinds = bars(run, 512)[0].kernel_ms
     vanilla, again = ms["vanilla_peft", 512], results.load(H200 / "second_run.json.gz")
     a100 = next(line for line in expected_section(run).splitlines() if "A100" in line).split("|")
