@@ -14,7 +14,7 @@ from variants import BASELINE, SUITES, Variant, title_of, variant_of
 HEADER = ["model", "a step, tokens", "they publish, tokens/s", "ours, tokens/s", "ratio",
           "Unsloth here", "vanilla PEFT here", "GPU here"]  # fmt: skip
 EXPLAINED = (
-    "Their numbers are as published, on {gpus}; the others were measured in one run on the GPU "
+    "Their numbers are as published, on {gpus}; the others were measured in a run on the GPU "
     "that is named: the fastest of ours, full Unsloth and plain PEFT, all with LoRA rank 16 on all "
     "seven projections and random weights. The ratio is ours over theirs: of two machines and two "
     "days, so no speedup."
