@@ -10,6 +10,7 @@ from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 
 from fused_mlp.dropout import draw_seed
+from fused_mlp.launching import is_capturing
 
 from ..step.recompute import once
 from .hooks import has_hooks
@@ -123,7 +124,10 @@ def seed_for(x: Tensor, *dropouts: float | None) -> Tensor | None:
     forward that checkpointing runs again gets that of its first run."""
     if not any(dropouts):
         return None
-    (seed,) = once(lambda: (draw_seed(x.device),), is_small=True)
+    # Also where it runs again, from the generator's state of then: dropout that is not ours draws
+    # after it. A graph puts no state back, and has none of that.
+    drawn = None if is_capturing(x) else draw_seed(x.device)
+    (seed,) = once(lambda: (draw_seed(x.device) if drawn is None else drawn,), is_small=True)
     return seed
 
 
