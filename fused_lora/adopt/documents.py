@@ -18,7 +18,8 @@ from fused_mlp.utils import compute_dtype
 
 from ..kernels.causal_attention import fits_heads
 from ..kernels.documents import documents_of
-from .attention import turns, why_not_sdpa
+from .attention import read_qkv, turns, why_not_sdpa
+from .linear import read_output
 from .originals import why_replaced
 from .site import class_forward, fused_parts_of, having
 
@@ -85,7 +86,14 @@ def _attends_fused(layer: Any, dtype: torch.dtype) -> bool:
         return False
     wanted = {"attention", "rope"} if turns(attention) else {"attention"}
     is_fused = "layer" in fused_parts_of(layer) or wanted <= fused_parts_of(attention)
-    return is_fused and why_not_sdpa(attention) is None and fits_heads(dtype, attention.head_dim)
+    return (
+        is_fused
+        and why_not_sdpa(attention) is None
+        and fits_heads(dtype, attention.head_dim)
+        # else it attends as transformers does, with a mask of positions x positions
+        and isinstance(read_qkv(attention), list)
+        and not isinstance(read_output(attention.o_proj), str)
+    )
 
 
 def unpadded(decoder: Any, inputs: dict[str, Any], labels: Tensor) -> tuple[dict[str, Any], Tensor]:

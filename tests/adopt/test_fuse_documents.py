@@ -146,6 +146,20 @@ def test_padded_batches_of_multimodal_models_keep_their_padding(name, device):
     assert_close(step(fused, batch), step(plain, batch))
 
 
+@pytest.mark.parametrize("name", ["k_proj", "o_proj"])
+def test_where_a_projection_is_left_no_mask_of_a_row_of_all_is_made(name, device, no_masks):
+    """A batch keeps its shape, for which transformers makes masks."""
+    fused, plain = pair(device, WHOLE)
+    for model in (fused, plain):
+        model.base_model.model.model.layers[0].self_attn.get_submodule(name).register_forward_hook(
+            lambda *_: None
+        )
+    batch = padded("right", device)
+    with pytest.warns(UserWarning, match=f"{name}: it has hooks|it has hooks"):
+        got = step(fused, batch)
+    assert_trained_as(got, plain, batch)
+
+
 def test_padding_that_predicts_a_label_is_kept(device):
     """As a left-padded row's last predicts its first token, if that is labelled."""
     fused, plain = pair(device, WHOLE)
