@@ -22,6 +22,7 @@ from .adopt.site import (
     FusedForward,
     Site,
     fused_parts_of,
+    keep_reported,
     share_told,
     why_not_here,
     why_not_own_forward,
@@ -166,12 +167,11 @@ def fuse(model: nn.Module, fusion: Fusion | None = None, *, strict: bool = True)
     for _, decoder in decoders(model):
         if running & {"attention", "layer"} and why_not_own_forward(decoder) is None:
             decoder.forward = FusedForward(decoder_forward, decoder, DECODER).forward
-    share_told(model, {
-        f"{unit}: {why}"
-        for part in running & SWITCHES.keys()
-        for _, module, site in _candidates(model, part)
-        for unit, why in site.left(module).items()
-    })  # fmt: skip
+    share_told(model)
+    for part in running & SWITCHES.keys():
+        for _, module, site in _candidates(model, part):
+            if left := site.left(module):
+                keep_reported(module, left)
     give_borders([(n, m) for n, m in model.named_modules() if "layer" in fused_parts_of(m)])
     if policy is not None:
         policy.install(layers, last_runs_once="cross_entropy" in running)
@@ -249,16 +249,15 @@ def report(model: nn.Module) -> FusionReport:
         for name, module, site in _candidates(model, part):
             if name.startswith(whole):
                 continue
-            found += site.count(module)
+            found += len(site.units(module))
             reason = _why_not_now(site, module)
             if reason is None and part not in fused_parts_of(module):
                 reason = "not asked for: it became able to run fused after fuse() was called"
             if reason is None:
                 fused[part].append(name)
-                run += site.count(module)
-                units = site.left(module)
-                left |= {f"{name}.{unit}": why for unit, why in units.items()}
-                run -= len(units)
+                reasons = site.left(module)
+                left |= {f"{name}.{unit}": why for unit, why in reasons.items()}
+                run += sum(_runs(module, unit, reasons) for unit in site.units(module))
             else:
                 left[name] = reason
         counts[part] = f"{run} of {found} {SWITCHES[part].units}"
@@ -266,6 +265,12 @@ def report(model: nn.Module) -> FusionReport:
     if any(layers.values()):
         fused["checkpoint"] = [name for name, policy in layers.items() if policy]
     return FusionReport(fused, left, counts)
+
+
+def _runs(module: nn.Module, unit: str, left: dict[str, str]) -> bool:
+    """Return True if a unit of a module runs fused, of which these do not: one without an adapter
+    only together with all others."""
+    return not left or (unit not in left and hasattr(module.get_submodule(unit), "lora_A"))
 
 
 def _why_not_now(site: Site, module: nn.Module) -> str | None:

@@ -80,12 +80,12 @@ def why_not_head_norms(attention: Any) -> str | None:
 def qkv_attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Attentions with q, k and v as three layers, or one."""
     for name, module in having("o_proj")(model):
-        if count_of_qkv(module):
+        if projections_of_qkv(module):
             yield name, module
 
 
-def count_of_qkv(attention: nn.Module) -> int:
-    return len(attention._modules.keys() & {"q_proj", "k_proj", "v_proj", "qkv_proj"})
+def projections_of_qkv(attention: nn.Module) -> set[str]:
+    return attention._modules.keys() & {"q_proj", "k_proj", "v_proj", "qkv_proj"}
 
 
 def turning_attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

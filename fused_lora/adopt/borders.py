@@ -69,9 +69,9 @@ class Border:
 
         parts: the projections, or what they are split in, each with an adapter and a rank.
 
-        Made are: one [out + width, in + width] tensor, a second one for biases, if there are any,
-        and views of them in the place of each weight's and bias's memory. Parameters stay the same
-        objects.
+        Made are: one [out + width, in + width] tensor, a second one for biases that are not
+        trained, if there are any, and views of them in the place of the memory of each. Parameters
+        stay the same objects.
         """
         made = self._made
         fits = (
@@ -95,9 +95,15 @@ def _places_of(reads: Sequence[Projection]) -> tuple:
     """The places of the weights and biases: they differ once one lies elsewhere, even if that is an
     address of before."""
     return tuple(
-        (w.data_ptr(), w.stride(), w.dtype, w.device, None if b is None else b.data_ptr())
-        for w, b, *_ in reads
+        (w.data_ptr(), w.stride(), w.dtype, w.device, None if bias is None else bias.data_ptr())
+        for w, bias in ((read.weight, _held_bias(read)) for read in reads)
     )
+
+
+def _held_bias(read: Projection) -> Tensor | None:
+    """A projection's bias, if the buffer holds it. One that is trained stays where it is, for its
+    optimizer may hold that memory, and is given to each forward."""
+    return None if read.bias is None or read.bias.requires_grad else read.bias
 
 
 @torch.inference_mode(False)
@@ -115,14 +121,14 @@ def _make(reads: Sequence[Projection], parts: Sequence[Projection], ranks: Seque
     width = -(-max(sum(blocks), 1) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
     matrix = empty_rows(first, sum(outs) + width, in_features + width).zero_()
     bias = None
-    if any(read.bias is not None for read in reads):
+    if any(_held_bias(read) is not None for read in reads):
         bias = first.new_zeros(sum(outs) + width)
     row = 0
     for read in reads:
         out = read.weight.shape[0]
         _move(read.weight, matrix[row : row + out, :in_features])
-        if read.bias is not None and bias is not None:
-            _move(read.bias, bias[row : row + out])
+        if (held := _held_bias(read)) is not None and bias is not None:
+            _move(held, bias[row : row + out])
         row += out
     return _Made(_places_of(reads), (len(matrix), matrix.shape[1]), matrix.stride(0), outs, blocks)
 
@@ -135,7 +141,7 @@ def _buffer_of(made: _Made, reads: Sequence[Projection]) -> Buffer:
     """The whole of what the weights are views of."""
     # .data, with a version of its own: a plain function that saved a weight does not mind borders
     matrix = reads[0].weight.data.as_strided(made.shape, (made.stride, 1), 0)
-    bias = next((read.bias for read in reads if read.bias is not None), None)
+    bias = next(filter(lambda one: one is not None, map(_held_bias, reads)), None)
     if bias is not None:
         bias = bias.data.as_strided(made.shape[:1], (1,), 0)
     return Buffer(matrix, bias)

@@ -97,5 +97,5 @@ def _run_apart(mlp: Any, x: Tensor) -> Tensor:
     return run_alone(mlp.down_proj, getattr(mlp, form.activation)(gate) * up)
 
 
-def count_of(mlp: nn.Module) -> int:
-    return len(mlp._modules.keys() & {"gate_proj", "up_proj", "gate_up_proj", "down_proj"})
+def projections_of(mlp: nn.Module) -> set[str]:
+    return mlp._modules.keys() & {"gate_proj", "up_proj", "gate_up_proj", "down_proj"}

@@ -8,7 +8,7 @@ class's own forward.
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cache, partial
 from types import MethodType
 from typing import Any, NamedTuple
@@ -63,7 +63,7 @@ class Site(NamedTuple):
     why_not: the reason for leaving one to its class's own forward, as it is now, or None.
     forward: what is set on it; called with the module and the set of parts that it runs.
     is_listed: whether the report lists it; not where its modules are listed by another site.
-    count: how many of its part's units such a module is.
+    units: the names of the units that the report counts in such a module; "": itself.
     left: of a module that runs fused in part, the units that do not, by name, and why.
     """
 
@@ -71,7 +71,7 @@ class Site(NamedTuple):
     why_not: Callable[[nn.Module], str | None]
     forward: Callable[..., Any]
     is_listed: bool = True
-    count: Callable[[nn.Module], int] = lambda module: 1
+    units: Callable[[nn.Module], Collection[str]] = lambda module: ("",)
     left: Callable[[nn.Module], dict[str, str]] = lambda module: {}
 
 
@@ -97,6 +97,7 @@ class FusedForward:
         self.function, self.module, self.parts = function, module, parts
         self.had_adapters = _has_adapters(module)
         self.told: set[str] = set()  # what `say_once` has said; `fuse` lets a model's share one
+        self.reported: set[str] = set()  # of this module, by the report of `fuse`
         self.checkpoints = CHECKPOINTED_BY_FORWARD and isinstance(
             module, modeling_layers.GradientCheckpointingLayer
         )
@@ -157,7 +158,9 @@ def say_once(module: nn.Module, reason: str) -> None:
     """Warn, once for each reason and model, that a module which `fuse` has set to run fused steps
     aside for a reason that nobody asked for. A forward calls it where it steps aside."""
     owner = _owner_of(module) or _owner_of(module, HOOKED)
-    if owner is None or torch.compiler.is_compiling() or reason in owner.told:
+    if owner is None or torch.compiler.is_compiling():
+        return
+    if reason in owner.told or reason in owner.reported:
         return
     owner.told.add(reason)
     if not any(wish in reason for wish in WISHES):
@@ -188,11 +191,17 @@ def _has_adapters(module: nn.Module) -> bool:
     return any(hasattr(part, "lora_A") for part in module.modules())
 
 
-def share_told(model: nn.Module, told: set[str]) -> None:
-    """Let what is said of one module of the model, and what the report tells, be said of all."""
+def share_told(model: nn.Module) -> None:
+    """Let what is said of one module of the model be said of all."""
     owners = [owner for owner in map(_owner_of, model.modules()) if owner is not None]
     for owner in owners:
-        owner.told = told
+        owner.told = owners[0].told
+
+
+def keep_reported(module: nn.Module, left: dict[str, str]) -> None:
+    """Let what the report of `fuse` says of the units of a module not be said again."""
+    if (owner := _owner_of(module)) is not None:
+        owner.reported = set(map(": ".join, left.items()))
 
 
 def _is_on_cpu(value: Any) -> bool:

@@ -10,7 +10,7 @@ SWITCHES = {
                 mlp.mlps,
                 lambda module: reason_in(mlp.read_mlp(module)),
                 mlp.mlp_forward,
-                count=mlp.count_of,
+                units=mlp.projections_of,
                 left=lambda module: left_in(mlp.read_mlp(module)),
             ),
         ),
@@ -23,7 +23,7 @@ SWITCHES = {
                 attention.qkv_attentions,
                 lambda module: reason_in(attention.read_qkv(module)),
                 attention.self_attention_forward,
-                count=attention.count_of_qkv,
+                units=attention.projections_of_qkv,
                 left=lambda module: left_in(attention.read_qkv(module)),
             ),
             Site(

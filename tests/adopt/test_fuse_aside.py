@@ -52,6 +52,10 @@ def test_what_the_report_of_fuse_said_is_not_said_again(device):
         readapt(layers(model)[0].get_submodule(name), use_dora=True)
     assert "it uses DoRA" in str(fuse(model, Fusion(**ALL)))
     assert said_by(lambda: logits(model)) == []
+    # what becomes of another layer it did not say
+    readapt(layers(model)[1].mlp.up_proj, use_dora=True)
+    (said,) = said_by(lambda: logits(model))
+    assert "up_proj: it uses DoRA" in said
 
 
 def test_accelerates_hooks_after_fuse_are_reported_and_taken_away(calls, device):

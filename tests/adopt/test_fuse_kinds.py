@@ -7,7 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 from families_case import FAMILIES
-from fused_case import ALL, assert_right, assert_same, assert_trains_alike
+from fused_case import (
+    ALL,
+    assert_right,
+    assert_same,
+    assert_trains_alike,
+    batch,
+    functions_of,
+)
 from layer_case import assert_layer_right, layer_of, pair, peft_model
 from peft import LoraConfig
 from peft_models import set_weights
@@ -121,6 +128,22 @@ def test_no_more_is_lost_than_has_to_be_and_it_trains_as_plain_peft_does(name, d
     fuse(fused)
     ran = assert_trains_alike(fused, plain)
     assert {name: count for name, count in ran.items() if name in FUNCTIONS} == wanted
+
+
+def test_of_projections_beside_one_that_is_left_those_without_an_adapter_are_not_counted(device):
+    plain = peft_model(device, config=ONE, target_modules=["q_proj", "v_proj"])
+    assert "attention: 3 of 3 projections fused" in str(fuse(copy.deepcopy(plain), APART))
+    readapt(layer_of(plain).self_attn.v_proj, use_dora=True)
+    assert "attention: 1 of 3 projections fused" in str(fuse(plain, APART))  # q
+
+
+def test_a_bias_that_is_trained_stays_in_the_memory_that_its_optimizer_may_hold(device):
+    model = peft_model(device, config=ONE, bias="all")
+    biases = [p for name, p in model.named_parameters() if name.endswith(".bias")]
+    before = [bias.data_ptr() for bias in biases]
+    fuse(model, AGAIN)
+    assert functions_of(model(**batch(model)).loss)["DecoderLayer"] == 1
+    assert before and [bias.data_ptr() for bias in biases] == before
 
 
 APART = Fusion(mlp=True, attention=True)  # q, k and v as one function, and o as another
