@@ -71,16 +71,11 @@ def loss_curve_finding(runs: Sequence[Run]) -> str:
     variant that is the furthest; a second vanilla is none."""
     if runs[0].rehearsal:
         return REHEARSAL_NOTICE
-    apart = [
-        own
-        for run in runs
-        for id, own in percent_apart(run).items()
-        if variant_of(id).again.id != id
-    ]
-    most = max(abs(x) for one in apart for x in one)
-    mean = max(abs(fmean(one)) for one in apart)
-    first = variant_of(held_against(runs)).plain_title
+    apart = [(id, own) for run in runs for id, own in percent_apart(run).items()]
+    ours = [own for id, own in apart if variant_of(id).again.id != id] or [own for _, own in apart]
+    most = max(abs(x) for one in ours for x in one)
+    mean = max(abs(fmean(one)) for one in ours)
     return (
-        f"Loss over {len(apart[0])} steps: at most {most:.2f}% from {first}'s, "
+        f"Loss over {len(ours[0])} steps: at most {most:.2f}% from {held_against(runs[0])}'s, "
         f"{mean:.3f}% on the average"
     )

@@ -15,7 +15,7 @@ from bench.records import Run
 from report.looks import markdown_table
 from variants import IN_FP32, title_of, variant_of
 
-HEADER = ["variant", "seed", "% away, mean", "at most", "steps below"]
+HEADER = ["variant", "held against", "seed", "% away, mean", "at most", "steps below"]
 
 
 def curves(run: Run) -> dict[str, list[float]]:
@@ -36,7 +36,9 @@ def curves(run: Run) -> dict[str, list[float]]:
 
 def percent_apart(run: Run) -> dict[str, list[float]]:
     """Return each other variant's distance from the first one's losses, in percent, by step."""
-    (_, wanted), *others = curves(run).items()
+    if not (found := curves(run)):
+        return {}
+    (_, wanted), *others = found.items()
     return {
         variant: [100 * (a - b) / b for a, b in zip(losses, wanted, strict=True)]
         for variant, losses in others
@@ -47,13 +49,13 @@ def losses_section(runs: Sequence[Run]) -> str:
     """Write a table of how far the losses come apart, in Markdown: a row a variant and seed."""
     apart = [(run, variant, own) for run in runs for variant, own in percent_apart(run).items()]
     lines = [
-        [title_of(variant), str(run.experiment.seed), f"{fmean(own):+.3f}",
+        [title_of(variant), held_against(run), str(run.experiment.seed), f"{fmean(own):+.3f}",
          f"{max(own, key=abs):+.3f}", f"{sum(x < 0 for x in own)} of {len(own)}"]
         for run, variant, own in sorted(apart, key=lambda one: (one[1], one[0].experiment.seed))
     ]  # fmt: skip
-    return f"{markdown_table(HEADER, lines)}\n\nHeld against {title_of(held_against(runs))}."
+    return markdown_table(HEADER, lines) if lines else "Not measured yet."
 
 
-def held_against(runs: Sequence[Run]) -> str:
-    """The id of the variant that the others are held against."""
-    return next(iter(curves(runs[0])))
+def held_against(run: Run) -> str:
+    """The title of the variant that the others are held against, short of its checkpointing."""
+    return variant_of(next(iter(curves(run)))).plain_title

@@ -46,12 +46,16 @@ def test_fp32_is_what_the_others_are_held_against_where_it_ran():
         )
         for seed in (0, 1)
     ]  # fmt: skip
-    rows = [line for line in losses.losses_section(of_two_seeds).splitlines() if "PEFT |" in line]
-    assert rows == [
-        "| vanilla PEFT | 0 | +0.000 | +0.000 | 0 of 2 |",
-        "| vanilla PEFT | 1 | -0.500 | -1.000 | 1 of 2 |",
+    rows = [
+        line
+        for line in losses.losses_section(of_two_seeds).splitlines()
+        if "| vanilla PEFT |" in line
     ]
-    assert losses.losses_section(of_two_seeds).endswith("Held against vanilla PEFT in fp32.")
+    assert rows == [
+        "| vanilla PEFT | vanilla PEFT in fp32 | 0 | +0.000 | +0.000 | 0 of 2 |",
+        "| vanilla PEFT | vanilla PEFT in fp32 | 1 | -0.500 | -1.000 | 1 of 2 |",
+    ]
+    assert losses.losses_section([example.empty()]) == losses.losses_section([])
     # without the second vanilla, which is no variant: the MLP's
     assert loss_curve.loss_curve_finding(of_two_seeds).endswith("fp32's, 1.000% on the average")
     _, below = loss_curve.loss_curve_figure(of_two_seeds).axes
