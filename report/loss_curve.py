@@ -59,9 +59,7 @@ def loss_curve_figure(runs: Sequence[Run]) -> Figure:
             axes.margins(y=0.12)
         title = loss_curve_finding(runs)
         picture.text(0.025, 0.93, title, size=min(21, 1250 / len(title)), weight="bold")
-        words = fill(
-            f"{caption(runs[0])} The same adapters and batches from the first step on.", 140
-        )
+        words = f"{caption(runs[0])} The same adapters and batches from the first step on."
         picture.text(0.025, 0.03, fill(words, 140), size=10.5, color="#444444", linespacing=1.5)
     return picture
 

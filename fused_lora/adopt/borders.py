@@ -141,7 +141,7 @@ def _buffer_of(made: _Made, reads: Sequence[Projection]) -> Buffer:
     """The whole of what the weights are views of."""
     # .data, with a version of its own: a plain function that saved a weight does not mind borders
     matrix = reads[0].weight.data.as_strided(made.shape, (made.stride, 1), 0)
-    bias = next(filter(lambda one: one is not None, map(_held_bias, reads)), None)
+    bias = next((held for held in map(_held_bias, reads) if held is not None), None)
     if bias is not None:
         bias = bias.data.as_strided(made.shape[:1], (1,), 0)
     return Buffer(matrix, bias)

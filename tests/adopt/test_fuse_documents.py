@@ -155,7 +155,7 @@ def test_where_a_projection_is_left_no_mask_of_a_row_of_all_is_made(name, device
             lambda *_: None
         )
     batch = padded("right", device)
-    with pytest.warns(UserWarning, match=f"{name}: it has hooks|it has hooks"):
+    with pytest.warns(UserWarning, match="it has hooks"):
         got = step(fused, batch)
     assert_trained_as(got, plain, batch)
 
