@@ -24,6 +24,7 @@ from transformers import (
 from triton.runtime.interpreter import InterpretedFunction
 
 from fused_lora import Fusion, fuse, report, unfuse
+from fused_lora.kernels.causal_attention import fits_heads
 from fused_lora.kernels.documents import is_documents
 from fused_lora.step.checkpoint import policy_of
 
@@ -164,7 +165,8 @@ def test_a_trainer_trains_a_fused_model_as_plain_peft(
     attended_to_documents = any(
         mask is not None and is_documents(mask) for _, _, _, mask, *_ in ran
     )
-    assert attended_to_documents is (setting in PACKED)
+    # in fp32 the kernels attend to them in the interpreter alone; on a GPU they become a mask
+    assert attended_to_documents is (setting in PACKED and fits_heads(torch.float32, 32))
     if setting == "torch_compile":
         options = {}  # the same, in a tenth of the time
     want = train(kind, plain, data, tmp_path / "plain", **options)

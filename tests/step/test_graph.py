@@ -363,6 +363,12 @@ def five_losses(step):
 
 # --- on a GPU -------------------------------------------------------------------------------------
 
+AGAIN = Fusion(**ALL, layer=True, checkpoint="full")
+TRAINED = {
+    "target_modules": "all-linear",
+    "bias": "all",
+    "modules_to_save": ["input_layernorm", "post_attention_layernorm"],
+}
 FUSED = {
     "layers": ("Qwen2", Fusion(mlp=True, attention=True, rope=True, rms_norm=True)),
     "all": ("Qwen2", Fusion(**ALL)),
@@ -370,17 +376,21 @@ FUSED = {
     "selective": ("Qwen2", Fusion(checkpoint="selective", checkpoint_gib=50e3 / 2**30)),
     "all, normed heads": ("Qwen3", Fusion(**ALL)),
     "whole layers, normed heads": ("Qwen3", Fusion(**ALL, layer=True)),
+    "whole layers, biases and norms trained": ("Qwen2", AGAIN, TRAINED),
+    "whole layers, one product for q, k and v": ("Phi3", AGAIN, TRAINED),
 }
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("family", "fusion"), FUSED.values(), ids=FUSED)
+@pytest.mark.parametrize("fused", FUSED.values(), ids=FUSED)
 @pytest.mark.parametrize("autocast", [False, True])
-def test_fused_model_is_trained_as_by_the_eager_loop(device, family, fusion, autocast):
+def test_fused_model_is_trained_as_by_the_eager_loop(device, fused, autocast):
     """Scheduler, clipping, accumulation, two lengths. The fused loss drops ignored tokens only
     while it may wait, so its products have other sizes in a graph: within bf16's own error there.
     """
-    model = peft_model(device, family, torch.bfloat16 if autocast else torch.float32)
+    family, fusion, *lora = fused
+    dtype = torch.bfloat16 if autocast else torch.float32
+    model = peft_model(device, family, dtype, {"pad_token_id": 0}, **dict(*lora))
     context = partial(torch.autocast, "cuda", torch.bfloat16, enabled=autocast)
     step, eager = steps(model, 2**-12, fusion, autocast=context, max_grad_norm=1.0)
     losses = []
