@@ -1,0 +1,117 @@
+"""Codes and scales of rows in FP8, and the borders of adapters in two halves."""
+
+import pytest
+import torch
+from reference import random
+
+from fused_lora.kernels.fp8_rows import E4M3, fp8_borders, fp8_rows, padded_columns
+
+EPS = torch.finfo(torch.float32).eps
+
+
+def halves(v):
+    hi = v.to(E4M3)
+    return hi, (v - hi.float()).to(E4M3)
+
+
+def assert_codes_near(got, exact):
+    """Each code is the nearest e4m3 but where fp32's rounding of its quotient decides."""
+    nearest = exact.float().to(E4M3)
+    off = got.float() != nearest.float()
+    below, above = ((exact * (1 + s * 8 * EPS)).float().to(E4M3).float() for s in (-1, 1))
+    assert ((got.float() == below) | (got.float() == above))[off].all()
+    assert off.float().mean() < 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("columns", "width", "of_columns"), [
+    (52, 8, True), (128, 0, False), (1000, 24, True), (37, 3, False), (1, 1, False),
+])  # fmt: skip
+def test_codes_are_the_nearest_and_the_largest_of_a_row_is_448(
+    columns, width, of_columns, dtype, device
+):
+    wide = random(7, columns + width + 5, seed=1, dtype=dtype, device=device)
+    wide[3] = 0
+    wide[4, columns:] *= 1e3  # a border larger than its row
+    x, v = wide[:, :columns], wide[:, columns : columns + width]
+    factors = random(width, seed=2, device=device).abs() + 0.1
+    times = random(columns, seed=3, device=device).abs() if of_columns else None
+    codes, scales = fp8_rows(x, v if width else None, factors if width else None, times)
+    x, v = x.double() * (1 if times is None else times.double()), v.double() * factors.double()
+    largest = torch.cat([x, v], 1).abs().amax(1, keepdim=True).clamp(min=1e-30)
+    torch.testing.assert_close(scales.double(), largest / 448, rtol=4 * EPS, atol=0)
+    padded = padded_columns(columns, width)
+    assert codes.shape == (7, padded) and padded % 128 == 0 and padded - columns - 3 * width < 128
+    assert_codes_near(codes[:, :columns], x / scales.double())
+    hi, lo, again, padding = codes[:, columns:].split(
+        [width, width, width, padded - columns - 3 * width], 1
+    )
+    assert torch.equal(hi.float(), again.float()) and not padding.float().any()
+    v = v / scales.double()
+    # the second half is what the first lacks: eight bits in all
+    assert ((hi.double() + lo.double() - v).abs() <= v.abs() / 256 + 2**-10).all()
+    assert (codes.float().abs().amax(1)[wide.any(1)] == 448).all()
+    assert not codes.float()[3].any()
+
+
+def test_nan_and_inf_stay_in_their_rows(device):
+    x = random(4, 40, seed=1, device=device)
+    clean, _ = fp8_rows(x)
+    v = torch.zeros(4, 2, device=device)
+    x[0, 5], x[1, 7], v[2, 1] = float("nan"), float("inf"), float("nan")
+    codes, scales = fp8_rows(x, v, torch.ones(2, device=device))
+    assert scales[:3].isnan().all()
+    assert torch.equal(codes[3, :40].float(), clean[3, :40].float())
+
+
+def test_no_rows(device):
+    codes, scales = fp8_rows(torch.empty(0, 40, device=device))
+    assert codes.shape == (0, 128) and scales.shape == (0, 1)
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-5, 1e-2, 10.0])
+def test_an_adapter_in_two_halves_is_as_exact_as_in_bf16(size, device):
+    """Forward and backward, as the codes alone have it, for an A and a B of any size."""
+    tokens, inputs, outputs, width = 40, 300, 200, 8
+    x = random(tokens, inputs, seed=1, dtype=torch.bfloat16, device=device)
+    dy = random(tokens, outputs, seed=2, dtype=torch.bfloat16, device=device)
+    W = random(outputs, inputs, seed=3, device=device) * inputs**-0.5
+    scales = W.abs().amax(1) / 448
+    A = (random(width, inputs, seed=4, device=device) * inputs**-0.5).bfloat16()
+    B = (random(outputs, width, seed=5, device=device) * size).bfloat16()
+    B[:, 5:] = 0  # of a smaller rank than there is room for
+    A[5:] = 0
+    codes, codes_t = (
+        torch.zeros(n, padded_columns(k, width), device=device).to(E4M3)
+        for n, k in ((outputs, inputs), (inputs, outputs))
+    )
+    factors, factors_t = torch.empty(2, width, device=device)
+    fp8_borders(B, A, scales, codes, codes_t, factors, factors_t)
+    z, p = x @ A.t(), dy @ B
+    for rows, v, f, weight, of_columns, of_rows, border in (
+        (x, z, factors, codes, None, scales, B),
+        (dy, p, factors_t, codes_t, scales, torch.ones(inputs, device=device), A.t()),
+    ):
+        got_codes, got_scales = fp8_rows(rows, v, f, of_columns)
+        first = rows.shape[1]
+        got = got_codes.double()[:, first:] @ weight.double()[:, first:].t()
+        got *= got_scales.double() * of_rows.double()
+        want = v.double() @ border.double().t()
+        assert got.isfinite().all()
+        if size:
+            assert ((got - want).norm() / want.norm()).item() < 2**-9
+        assert weight.double().abs().max() <= 448
+    assert (size == 0) == (not codes.float().any())
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda x: (x[0],), r"x is \[40\], should be \[rows, columns\]"),
+    (lambda x: (x.double(),), "computes in bfloat16, float16 or float32, got torch.float64"),
+    (lambda x: (x, x[:, :3]), r"factors is None, should be \[3\] in torch.float32"),
+    (lambda x: (x, x[:2, :3], x[0, :3]), r"v is \[2, 3\], should be \[4, 3\]"),
+    (lambda x: (x, None, None, x[0, :3]), r"of_columns is \[3\] in torch.float32, should be \[40\]"),
+    (lambda x: (x.new_empty(1, 70_000),), "x has 70000 columns, more than 65536"),
+])  # fmt: skip
+def test_what_it_cannot_take_is_said(make, message, device):
+    with pytest.raises(ValueError, match=message):
+        fp8_rows(*make(random(4, 40, seed=1, device=device)))
