@@ -18,26 +18,59 @@ from torch import Tensor
 
 from fused_mlp.dropout import Masks
 
+from .fp8 import Fp8Buffer
 from .kernels.dropped_products import dropped_gradient, dropped_products
 from .kernels.rows import empty_rows
 
 
 class Buffer:
-    """The memory of one border, while something needs it.
+    """The memory of one border, while something needs it, and its products.
 
     matrix: [out + width, in + width]. bias: [out + width], zero after out, or None. holds: what
     says whose adapters are in the border now, None for nobody knows whose.
     """
 
-    def __init__(self, matrix: Tensor, bias: Tensor | None):
+    def __init__(self, matrix: Tensor, bias: Tensor | None, outputs: int, inputs: int):
         self.matrix, self.bias = matrix, bias
         self.holds: tuple | None = None
+        self.weight = matrix[:outputs, :inputs]
+        self.A, self.sB = matrix[outputs:, :inputs], matrix[:outputs, inputs:]
+
+    def encode(self) -> None:
+        """Called when A and sB have been filled."""
+
+    def product(self, x_ext: Tensor, bias: Tensor | None) -> Tensor:
+        """[x | z] M[:out]' + bias"""
+        return _product(x_ext, self.matrix[: len(self.sB)], bias)
+
+    def product_and_z(self, x: Tensor, bias: Tensor | None, with_z: bool) -> tuple[Tensor, Tensor]:
+        """(x W' + bias, x A'), or room for the second, one beside the other: as one product."""
+        outputs, inputs = self.weight.shape
+        y_ext = empty_rows(x, x.shape[0], self.matrix.shape[0])
+        y, z = y_ext[:, :outputs], y_ext[:, outputs:]
+        if with_z:
+            _product(x, self.matrix[:, :inputs], bias, out=y_ext)
+        else:
+            _product(x, self.weight, None if bias is None else bias[:outputs], out=y)
+        return y, z
+
+    def add_product(self, total: Tensor, x_ext: Tensor, multiplier: float) -> None:
+        """total += multiplier [x | z] M[:out]'"""
+        total.addmm_(x_ext, self.matrix[: len(self.sB)].t(), alpha=multiplier)
+
+    def gradient(self, grad_ext: Tensor) -> Tensor:
+        """[dy | p] M[:, :in]"""
+        return grad_ext @ self.matrix[:, : self.weight.shape[1]]
+
+    def add_gradient(self, grad: Tensor, dy: Tensor) -> None:
+        """grad += dy W"""
+        grad.addmm_(dy, self.weight)
 
 
 class Bordered(NamedTuple):
     """One buffer and how it is laid out: what the products below need and do not train."""
 
-    buffer: Buffer
+    buffer: Buffer | Fp8Buffer
     in_features: int
     out_features: tuple[int, ...]  # of each projection; out is their sum
     blocks: tuple[int, ...]  # columns of the border for each; width is their sum, rounded up
@@ -45,8 +78,12 @@ class Bordered(NamedTuple):
     own_bias: Tensor | None = None  # in the place of the buffer's, where one is trained
 
     @property
-    def matrix(self) -> Tensor:
-        return self.buffer.matrix
+    def A(self) -> Tensor:
+        return self.buffer.A
+
+    @property
+    def sB(self) -> Tensor:
+        return self.buffer.sB
 
     @property
     def bias(self) -> Tensor | None:
@@ -56,42 +93,50 @@ class Bordered(NamedTuple):
     def out(self) -> int:
         return sum(self.out_features)
 
+    @property
+    def x_ext(self) -> int:
+        """The columns of [x | z]."""
+        return self.in_features + len(self.A)
+
+    @property
+    def grad_ext(self) -> int:
+        """The columns of [dy | p]."""
+        return self.out + len(self.A)
+
 
 def grow_k_forward(x_ext: Tensor, bordered: Bordered, masks: Masks | None = None) -> Tensor:
     """y [T, out] from x_ext [T, in + width], whose first columns are x; x A' is written into the
     others. Equivalent: ``x_ext[:, in:] = x @ A.t(); x_ext @ M[:out].t() + bias``."""
-    matrix, inputs, out = bordered.matrix, bordered.in_features, bordered.out
+    x, z = x_ext[:, : bordered.in_features], x_ext[:, bordered.in_features :]
     bias = bordered.bias
     if masks is None:
-        torch.mm(x_ext[:, :inputs], matrix[out:, :inputs].t(), out=x_ext[:, inputs:])
+        torch.mm(x, bordered.A.t(), out=z)
     else:
-        x, z = x_ext[:, :inputs], x_ext[:, inputs:]
-        dropped_products(x, matrix[out:, :inputs], bordered.blocks, masks, z)
-    return _product(x_ext, matrix[:out], None if bias is None else bias[:out])
+        dropped_products(x, bordered.A, bordered.blocks, masks, z)
+    return bordered.buffer.product(x_ext, None if bias is None else bias[: bordered.out])
 
 
-def extended_product(x: Tensor, bordered: Bordered, masks: Masks | None = None) -> Tensor:
-    """[y | x A'] [T, out + width] from x [T, in]: ``x @ M[:, :in].t() + bias``."""
-    matrix, inputs, out = bordered.matrix, bordered.in_features, bordered.out
-    bias = bordered.bias
-    y_ext = empty_rows(x, x.shape[0], matrix.shape[0])
-    if masks is None:
-        return _product(x, matrix[:, :inputs], bias, out=y_ext)
-    _product(x, matrix[:out, :inputs], None if bias is None else bias[:out], out=y_ext[:, :out])
-    dropped_products(x, matrix[out:, :inputs], bordered.blocks, masks, y_ext[:, out:])
-    return y_ext
+def extended_product(
+    x: Tensor, bordered: Bordered, masks: Masks | None = None
+) -> tuple[Tensor, Tensor]:
+    """(y, x A') [T, out] and [T, width] from x [T, in]: ``x @ W.t() + bias, x @ A.t()``."""
+    y, z = bordered.buffer.product_and_z(x, bordered.bias, masks is None)
+    if masks is not None:
+        dropped_products(x, bordered.A, bordered.blocks, masks, z)
+    return y, z
 
 
 def grow_k_backward(grad_ext: Tensor, bordered: Bordered, masks: Masks | None = None) -> Tensor:
     """dx [T, in] from grad_ext [T, out + width], whose first columns are dy; p = dy sB is written
     into the others. Equivalent: ``grad_ext[:, out:] = dy @ sB; grad_ext @ M[:, :in]``."""
-    matrix, inputs, out = bordered.matrix, bordered.in_features, bordered.out
-    torch.mm(grad_ext[:, :out], matrix[:out, inputs:], out=grad_ext[:, out:])
+    dy, p = grad_ext[:, : bordered.out], grad_ext[:, bordered.out :]
+    torch.mm(dy, bordered.sB, out=p)
     if masks is None:
-        return grad_ext @ matrix[:, :inputs]
-    grad = grad_ext.new_empty(grad_ext.shape[0], inputs)
-    dropped_gradient(grad_ext[:, out:], matrix[out:, :inputs], bordered.blocks, masks, grad)
-    return grad.addmm_(grad_ext[:, :out], matrix[:out, :inputs])
+        return bordered.buffer.gradient(grad_ext)
+    grad = grad_ext.new_empty(grad_ext.shape[0], bordered.in_features)
+    dropped_gradient(p, bordered.A, bordered.blocks, masks, grad)
+    bordered.buffer.add_gradient(grad, dy)
+    return grad
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
@@ -127,7 +172,7 @@ def with_own_biases(name: str, bordered: Bordered, biases: Sequence[Tensor | Non
     any."""
     if all(bias is None for bias in biases):
         return bordered
-    own, row = bordered.matrix.new_zeros(len(bordered.matrix)), 0
+    own, row = bordered.A.new_zeros(bordered.grad_ext), 0
     for i, (bias, out) in enumerate(zip(biases, bordered.out_features, strict=True)):
         if bias is not None:
             if bias.shape != (out,):

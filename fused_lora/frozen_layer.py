@@ -141,9 +141,9 @@ def check_layer_operands(
             f"{name}: hidden is {list(hidden.shape)}, should be [batch, positions, "
             f"{qkv.in_features}]"
         )
-    if compute_dtype(hidden) != hidden.dtype or qkv.matrix.dtype != hidden.dtype:
+    if compute_dtype(hidden) != hidden.dtype or qkv.A.dtype != hidden.dtype:
         raise ValueError(
-            f"{name}: hidden is {hidden.dtype}, the buffers {qkv.matrix.dtype} and the dtype of "
+            f"{name}: hidden is {hidden.dtype}, the buffers {qkv.A.dtype} and the dtype of "
             f"the computation {compute_dtype(hidden)}: give all one dtype, or use the unfused layer"
         )
     if any(angle is not None and angle.requires_grad for angle in (cos, sin)):

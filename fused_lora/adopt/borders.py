@@ -144,7 +144,7 @@ def _buffer_of(made: _Made, reads: Sequence[Projection]) -> Buffer:
     bias = next((held for held in map(_held_bias, reads) if held is not None), None)
     if bias is not None:
         bias = bias.data.as_strided(made.shape[:1], (1,), 0)
-    return Buffer(matrix, bias)
+    return Buffer(matrix, bias, sum(made.outs), reads[0].weight.shape[1])
 
 
 # --- a layer's ------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ class LayerBorders:
             border.bordered(reads, split, of)
             for border, reads, split, of in zip(self.borders, groups, parts, ranks, strict=True)
         ]
-        device = found[0][0].matrix.device
+        device = found[0][0].A.device
         if device.type == "cuda" and any(was_made for _, was_made in found):
             torch.cuda.empty_cache()  # the freed pieces are each too small for what comes
         return [bordered for bordered, _ in found]
@@ -195,7 +195,7 @@ class LayerBorders:
         backward, before which a forward with others may have come."""
         holds = _holding(groups, adapters)
         # what a graph's replay copies nobody notices
-        may_differ = self._copies.is_captured and not is_capturing(groups[0].matrix)
+        may_differ = self._copies.is_captured and not is_capturing(groups[0].A)
         if may_differ or any(one.buffer.holds != holds for one in groups):
             self._fill(groups, adapters, holds)
             for one in groups:  # these may be tensors of backward's own, whose memory goes round
@@ -208,6 +208,7 @@ class LayerBorders:
         key, _ = holds
         self._copies.copy(key, lambda: _matrices(groups, adapters))
         for one in groups:
+            one.buffer.encode()
             one.buffer.holds = holds
 
 
@@ -215,7 +216,7 @@ def _holding(groups: Sequence[Bordered], adapters: Sequence[Tensor]) -> tuple[Ha
     """(key, versions) of filled borders: the same key for the same tensors in the same places, and
     the same versions as long as nothing that PyTorch counts has changed them."""
     key = (
-        tuple((g.matrix.data_ptr(), g.matrix.dtype, g.blocks, g.scalings) for g in groups),
+        tuple((g.A.data_ptr(), g.A.dtype, g.blocks, g.scalings) for g in groups),
         tuple((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in adapters),
     )
     return key, tuple(0 if t.is_inference() else t._version for t in adapters)
@@ -228,15 +229,14 @@ def _matrices(groups: Sequence[Bordered], adapters: Sequence[Tensor]) -> Matrice
     scalings: list[float] = []
     left = iter(adapters)
     for group in groups:
-        matrix, inputs = group.matrix, group.in_features
         row, column = 0, 0
         for out, block, scaling in zip(
             group.out_features, group.blocks, group.scalings, strict=True
         ):
             A, B = next(left).detach(), next(left).detach()
             rank = len(A)
-            in_A = matrix[group.out + column :, :inputs]
-            in_B = matrix[row : row + out, inputs + column :]
+            in_A = group.A[column:]
+            in_B = group.sB[row : row + out, column:]
             targets += [in_A[:rank], in_B[:, :rank]]
             sources += [A, B]
             scalings += [1.0, scaling]  # before the cast: one rounding, not two

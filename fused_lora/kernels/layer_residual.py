@@ -45,11 +45,9 @@ def add_projected(
     masks: Masks | None,
 ) -> Tensor:  # fmt: skip
     """Write residual + multiplier (x W' + bias + s (x A') B') into total; returns x A', copied."""
-    matrix, inputs, out = bordered.matrix, bordered.in_features, bordered.out
-    y = extended_product(x, bordered, masks)
-    z = y[:, out:]
+    y, z = extended_product(x, bordered, masks)
     z_copy = z.new_empty(z.shape)  # its own, so that what is saved does not keep y
-    add_adapted(residual, y[:, :out], z, matrix[:out, inputs:], total, z_copy, multiplier)
+    add_adapted(residual, y, z, bordered.sB, total, z_copy, multiplier)
     return z_copy
 
 

@@ -34,14 +34,14 @@ def add_down(
         total += multiplier * torch.cat((hidden, z), dim=1) @ M[:out].t()
         total += multiplier * bias[:out]  # if there is one: it rounds once more
     """
-    matrix, inputs, out = down.matrix, down.in_features, down.out
+    inputs, out = down.in_features, down.out
     if total is None:
-        return swiglu_forward_product(gate_up, matrix[out:, :inputs], None, None, mask, activation)
-    hidden = empty_rows(gate_up, gate_up.shape[0], matrix.shape[1])
+        return swiglu_forward_product(gate_up, down.A, None, None, mask, activation)
+    hidden = empty_rows(gate_up, gate_up.shape[0], down.x_ext)
     z = swiglu_forward_product(
-        gate_up, matrix[out:, :inputs], hidden[:, :inputs], hidden[:, inputs:], mask, activation
+        gate_up, down.A, hidden[:, :inputs], hidden[:, inputs:], mask, activation
     )
-    total.addmm_(hidden, matrix[:out].t(), alpha=multiplier)
+    down.buffer.add_product(total, hidden, multiplier)
     if down.bias is not None:
         total.add_(down.bias[:out], alpha=multiplier)
     return z

@@ -46,7 +46,7 @@ def assert_hold(groups, adapters):
     """The borders hold these adapters and nothing else."""
     left = iter(adapters)
     for group in groups:
-        matrix, inputs, outs = group.matrix, group.in_features, group.out
+        matrix, inputs, outs = group.buffer.matrix, group.in_features, group.out
         A, B = torch.zeros_like(matrix[outs:, :inputs]), torch.zeros_like(matrix[:outs, inputs:])
         row = column = 0
         for out, block, scaling in zip(
@@ -71,7 +71,7 @@ def test_projections_that_share_an_input_share_a_buffer(family, options, device)
     for layer in (layer_of(model), layer_of(model, 1)):
         groups, _ = groups_of(layer)
         for group, bases in zip(groups, base_layers(layer), strict=True):
-            matrix, rank = group.matrix, options.get("r", 8)
+            matrix, rank = group.buffer.matrix, options.get("r", 8)
             width = -(-rank * len(bases) // 8) * 8  # every row is aligned
             assert matrix.shape == (group.out + width, group.in_features + width)
             assert matrix.stride(1) == 1
@@ -94,9 +94,9 @@ def test_memory_grows_by_the_borders_alone_and_parameters_stay_the_same_objects(
     assert_equal({name: p.detach() for name, p in now.items()}, values)
     expected = 0
     for group in groups_of(layer_of(model))[0]:
-        row = -(-group.matrix.shape[1] // 64) * 64  # 128 bytes
-        width = len(group.matrix) - group.out
-        expected += len(group.matrix) * row - group.out * group.in_features
+        row = -(-group.buffer.matrix.shape[1] // 64) * 64  # 128 bytes
+        width = len(group.buffer.matrix) - group.out
+        expected += len(group.buffer.matrix) * row - group.out * group.in_features
         expected += width if group.bias is not None else 0
     assert sum(storages(model).values()) - bytes_before == 2 * 2 * expected > 0
     unfuse(model)
