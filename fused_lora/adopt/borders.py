@@ -29,8 +29,11 @@ from torch import Tensor, nn
 from fused_mlp.launching import is_capturing
 
 from ..bordered import Bordered, Buffer
+from ..fp8 import Fp8Buffer, codes_and_scales
+from ..kernels.fp8_rows import E4M3
 from ..kernels.many_copies import ManyCopies, Matrices
 from ..kernels.rows import Handover, empty_rows
+from .fp8_weight import Fp8Weight, become_fp8, become_plain
 from .projection import Projection
 
 # Of bf16 are 16 bytes, to which cuBLAS wants every row aligned. Without any adapter the border is
@@ -41,14 +44,19 @@ WIDTH_MULTIPLE = 8
 # --- one buffer -----------------------------------------------------------------------------------
 
 
-class _Made(NamedTuple):
-    """A buffer as it was made: where the weights were put, and how it is laid out."""
+class _Layout(NamedTuple):
+    """A buffer's, as it was made, and where the weights and biases were put."""
 
     places: tuple
-    shape: tuple[int, int]
-    stride: int
     outs: tuple[int, ...]
     blocks: tuple[int, ...]
+    width: int  # of the border
+
+
+class _Made(NamedTuple):
+    layout: _Layout
+    shape: tuple[int, int]
+    stride: int
 
 
 class Border:
@@ -76,8 +84,10 @@ class Border:
         made = self._made
         fits = (
             made is not None
-            and made.places == _places_of(reads)
-            and all(part.A.shape[0] <= one for part, one in zip(parts, made.blocks, strict=True))
+            and made.layout.places == _places_of(reads)
+            and all(
+                part.A.shape[0] <= one for part, one in zip(parts, made.layout.blocks, strict=True)
+            )
         )
         if not fits:
             made = self._made = _make(reads, parts, ranks)
@@ -88,7 +98,8 @@ class Border:
             self._buffer = weakref.ref(buffer)
         scalings = tuple(part.scaling for part in parts)
         in_features = reads[0].weight.shape[1]
-        return Bordered(buffer, in_features, made.outs, made.blocks, scalings), not fits
+        layout = made.layout
+        return Bordered(buffer, in_features, layout.outs, layout.blocks, scalings), not fits
 
 
 def _places_of(reads: Sequence[Projection]) -> tuple:
@@ -98,6 +109,11 @@ def _places_of(reads: Sequence[Projection]) -> tuple:
         (w.data_ptr(), w.stride(), w.dtype, w.device, None if bias is None else bias.data_ptr())
         for w, bias in ((read.weight, _held_bias(read)) for read in reads)
     )
+
+
+def _places_of_biases(reads: Sequence[Projection]) -> tuple:
+    held = map(_held_bias, reads)
+    return tuple(None if bias is None else bias.data_ptr() for bias in held)
 
 
 def _held_bias(read: Projection) -> Tensor | None:
@@ -110,27 +126,43 @@ def _held_bias(read: Projection) -> Tensor | None:
 @torch.no_grad()
 def _make(reads: Sequence[Projection], parts: Sequence[Projection], ranks: Sequence[int]) -> _Made:
     first = reads[0].weight
-    if is_capturing(first):
-        raise RuntimeError(
-            "a fused layer's weights lie elsewhere than in its last eager forward, and cannot be "
-            "moved while a CUDA graph is captured: run one step eagerly first"
-        )
     in_features = first.shape[1]
-    outs = tuple(part.weight.shape[0] for part in parts)
-    blocks = tuple(max(rank, part.A.shape[0]) for rank, part in zip(ranks, parts, strict=True))
-    width = -(-max(sum(blocks), 1) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
-    matrix = empty_rows(first, sum(outs) + width, in_features + width).zero_()
-    bias = None
-    if any(_held_bias(read) is not None for read in reads):
-        bias = first.new_zeros(sum(outs) + width)
+    layout = _layout_of(first, parts, ranks)
+    rows = sum(layout.outs) + layout.width
+    matrix = empty_rows(first, rows, in_features + layout.width).zero_()
     row = 0
     for read in reads:
         out = read.weight.shape[0]
         _move(read.weight, matrix[row : row + out, :in_features])
-        if (held := _held_bias(read)) is not None and bias is not None:
+        row += out
+    _move_biases(reads, rows)
+    layout = layout._replace(places=_places_of(reads))
+    return _Made(layout, (len(matrix), matrix.shape[1]), matrix.stride(0))
+
+
+def _layout_of(weight: Tensor, parts: Sequence[Projection], ranks: Sequence[int]) -> _Layout:
+    if is_capturing(weight):
+        raise RuntimeError(
+            "a fused layer's weights lie elsewhere than in its last eager forward, and cannot be "
+            "moved while a CUDA graph is captured: run one step eagerly first"
+        )
+    outs = tuple(part.weight.shape[0] for part in parts)
+    blocks = tuple(max(rank, part.A.shape[0]) for rank, part in zip(ranks, parts, strict=True))
+    width = -(-max(sum(blocks), 1) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
+    return _Layout((), outs, blocks, width)
+
+
+def _move_biases(reads: Sequence[Projection], rows: int) -> Tensor | None:
+    """Put the biases that a buffer holds side by side, each in its projection's rows."""
+    if all(_held_bias(read) is None for read in reads):
+        return None
+    bias, row = reads[0].A.new_zeros(rows, dtype=reads[0].weight.dtype), 0
+    for read in reads:
+        out = read.weight.shape[0]
+        if (held := _held_bias(read)) is not None:
             _move(held, bias[row : row + out])
         row += out
-    return _Made(_places_of(reads), (len(matrix), matrix.shape[1]), matrix.stride(0), outs, blocks)
+    return bias
 
 
 def _move(parameter: Tensor, memory: Tensor) -> None:
@@ -144,7 +176,60 @@ def _buffer_of(made: _Made, reads: Sequence[Projection]) -> Buffer:
     bias = next((held for held in map(_held_bias, reads) if held is not None), None)
     if bias is not None:
         bias = bias.data.as_strided(made.shape[:1], (1,), 0)
-    return Buffer(matrix, bias, sum(made.outs), reads[0].weight.shape[1])
+    return Buffer(matrix, bias, sum(made.layout.outs), reads[0].weight.shape[1])
+
+
+class Fp8Border(Border):
+    """The same in FP8, whose buffer the weights hold (`fp8_weight.py`)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._layout: _Layout | None = None
+
+    def __reduce__(self):
+        return Fp8Border, ()
+
+    def bordered(
+        self, reads: Sequence[Projection], parts: Sequence[Projection], ranks: Sequence[int]
+    ) -> tuple[Bordered, bool]:
+        buffer, layout = getattr(reads[0].weight, "buffer", None), self._layout
+        fits = (
+            layout is not None
+            and all(getattr(read.weight, "buffer", self) is buffer for read in reads)
+            and layout.places == _places_of_biases(reads)
+            and all(part.A.shape[0] <= one for part, one in zip(parts, layout.blocks, strict=True))
+        )
+        if not fits:
+            layout = _layout_of(reads[0].weight, parts, ranks)
+            buffer = _make_fp8(reads, layout)
+            self._layout = layout = layout._replace(places=_places_of_biases(reads))
+        assert layout is not None and isinstance(buffer, Fp8Buffer)
+        scalings = tuple(part.scaling for part in parts)
+        in_features = reads[0].weight.shape[1]
+        return Bordered(buffer, in_features, layout.outs, layout.blocks, scalings), not fits
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _make_fp8(reads: Sequence[Projection], layout: _Layout) -> Fp8Buffer:
+    codes, scales, originals = [], [], []
+    for weight in (read.weight for read in reads):
+        if isinstance(weight, Fp8Weight):  # for a smaller rank
+            of_weight, original = (weight.codes, weight.scales), weight.original
+        else:
+            of_weight = codes_and_scales(weight.detach())
+            original = torch.empty(weight.shape, dtype=weight.dtype).copy_(weight)
+        codes.append(of_weight[0].view(torch.uint8))
+        scales.append(of_weight[1])
+        originals.append(original)
+    bias = _move_biases(reads, sum(layout.outs) + layout.width)
+    together = torch.cat(codes).view(E4M3), torch.cat(scales)
+    buffer = Fp8Buffer(*together, bias, layout.width, reads[0].weight.dtype)
+    row = 0
+    for read, original in zip(reads, originals, strict=True):
+        become_fp8(read.weight, buffer, row, original)
+        row += len(original)
+    return buffer
 
 
 # --- a layer's ------------------------------------------------------------------------------------
@@ -157,8 +242,9 @@ class LayerBorders:
     same base weights (PEFT's layer_replication), in whose buffers they lie.
     """
 
-    def __init__(self, groups: int):
-        self.borders = tuple(Border() for _ in range(groups))
+    def __init__(self, groups: int, fp8: bool = False):
+        self.fp8 = fp8
+        self.borders = tuple(Fp8Border() if fp8 else Border() for _ in range(groups))
         self.handover = Handover()
         self.replica_of: str | None = None
         self._copies = ManyCopies()
@@ -271,7 +357,10 @@ def _give_own_memory(base: Any) -> list[str]:
     moved = []
     for name in ("weight", "bias"):
         parameter = base._parameters[name]
-        if type(parameter) is nn.Parameter and not (
+        if isinstance(parameter, Fp8Weight):
+            become_plain(parameter)
+            moved.append(name)
+        elif type(parameter) is nn.Parameter and not (
             parameter.is_contiguous() and parameter.untyped_storage().nbytes() == parameter.nbytes
         ):
             parameter.data = parameter.detach().clone(memory_format=torch.contiguous_format)

@@ -13,6 +13,7 @@ from fused_mlp.dropout import draw_seed
 from fused_mlp.launching import is_capturing
 
 from ..step.recompute import once
+from .fp8_weight import Fp8Weight
 from .hooks import has_hooks
 from .originals import why_patched
 from .site import has_own_forward, why_not_own_forward
@@ -185,7 +186,7 @@ def _why_not_base(base: nn.Module) -> str | None:
     if type(base) is not nn.Linear:
         return _not_linear(base)
     weight = _parameter(base, "weight")
-    if type(weight) not in (nn.Parameter, Tensor) or not weight.is_floating_point():
+    if type(weight) not in (nn.Parameter, Tensor, Fp8Weight) or not weight.is_floating_point():
         return f"its base weight {why_not_plain(weight)}"
     if weight.requires_grad:
         return "its base weight is trained: freeze it, requires_grad_(False)"

@@ -1,0 +1,113 @@
+"""Fp8Weight: a base layer's weight whose memory on the GPU is FP8 codes, and a weight to all others.
+
+A layer that runs whole in FP8 multiplies the codes (`fp8.py`). Whatever else reads the weight, a
+layer that steps aside say, gets what the codes stand for, in memory of the moment. Whatever writes
+it (merging, loading) changes the original, which lies on the host, and the codes are made anew.
+Moved, cast, copied or pickled it is the original again, as a plain parameter.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import swap_tensors
+from torch.utils._pytree import tree_map_only
+
+from ..fp8 import Fp8Buffer, codes_and_scales
+
+aten = torch.ops.aten
+# What gives the same weight, and what gives some of its rows.
+SAME = {aten.detach.default, aten.alias.default}
+MOVES = {aten._to_copy.default, aten.clone.default}
+
+
+class Fp8Weight(torch.Tensor):
+    """Rows [row, row + out) of a buffer's weight, in the dtype of the products.
+
+    original: [out, in] on the host, in that dtype.
+    """
+
+    buffer: Fp8Buffer
+    row: int
+    original: Tensor
+
+    @staticmethod
+    def __new__(cls, buffer: Fp8Buffer, row: int, original: Tensor):
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, original.shape, dtype=original.dtype, device=buffer.scales.device
+        )
+        self.buffer, self.row, self.original = buffer, row, original
+        return self
+
+    @property
+    def codes(self) -> Tensor:
+        return self.buffer.weight[self.row : self.row + len(self.original)]
+
+    @property
+    def scales(self) -> Tensor:
+        return self.buffer.scales[self.row : self.row + len(self.original)]
+
+    def dequantised(self) -> Tensor:
+        """What the codes stand for, [out, in] in its dtype, new."""
+        return (self.codes.to(torch.float32) * self.scales[:, None]).to(self.dtype)
+
+    def full(self) -> nn.Parameter:
+        """The original as a plain parameter in the place of this one."""
+        return nn.Parameter(self.original.to(self.device, copy=True), requires_grad=False)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"Fp8Weight({list(self.shape)}, {self.dtype}, {self.device})"
+
+    def __deepcopy__(self, memo: dict) -> nn.Parameter:
+        return memo.setdefault(id(self), self.full())
+
+    def __reduce_ex__(self, _):
+        return nn.Parameter, (self.original.to(self.device), False)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, Fp8Weight):
+            if func in SAME:
+                return Fp8Weight(first.buffer, first.row, first.original)
+            if func in MOVES:
+                return func(first.original.to(first.device), *args[1:], **kwargs)
+            if func is aten.split_with_sizes.default and not any(args[2:]):
+                return first._split(args[1])
+            if func._schema.arguments[0].is_write:
+                return first._change(func, _plain(args[1:]), _plain(kwargs))
+        return func(*_plain(args), **_plain(kwargs))
+
+    def _split(self, sizes: list[int]) -> list["Fp8Weight"]:
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        return [
+            Fp8Weight(self.buffer, self.row + start, self.original[start : start + size])
+            for start, size in zip(starts, sizes, strict=True)
+        ]
+
+    def _change(self, func: Callable, args: tuple, kwargs: dict) -> "Fp8Weight":
+        weight = self.original.to(self.device)
+        func(weight, *args, **kwargs)
+        self.original.copy_(weight)
+        codes, scales = codes_and_scales(weight)
+        self.scales.copy_(scales)
+        self.buffer.write(self.row, codes)
+        return self
+
+
+def _plain(tree: Any) -> Any:
+    return tree_map_only(Fp8Weight, Fp8Weight.dequantised, tree)
+
+
+def become_fp8(parameter: Tensor, buffer: Fp8Buffer, row: int, original: Tensor) -> None:
+    """Make a parameter, which stays the same object, these rows of a buffer."""
+    weight: Any = Fp8Weight(buffer, row, original)
+    weight._is_param = True  # as isinstance(_, nn.Parameter) asks
+    swap_tensors(parameter, weight)
+
+
+def become_plain(parameter: Fp8Weight) -> None:
+    """Make it its original again, on its device."""
+    swap_tensors(parameter, parameter.full())
