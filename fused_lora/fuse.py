@@ -16,7 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .adopt.borders import unborder
 from .adopt.documents import DECODER, decoder_forward, decoders
-from .adopt.layer import BorderedForward, borders_of, give_borders
+from .adopt.layer import BorderedForward, borders_of, give_borders, why_not_fp8
 from .adopt.site import (
     HOOKED,
     FusedForward,
@@ -51,6 +51,9 @@ class Fusion:
         model's base weights into buffers that have room for the adapters, and again whenever they
         lie elsewhere. `unfuse` before the base model is saved from within PEFT; after
         merge_and_unload it is saved as it is.
+    fp8: whole layers with their base weights, and what these multiply, in FP8 (`fp8.py`): faster and
+        less exact, another precision than the model's. Adapters stay as exact as they are. The
+        original weights lie on the host until `unfuse`; what is merged or loaded changes them.
     checkpoint: "full", "offload", "selective" or no ("none") gradient checkpointing of the layers
         (see `checkpoint.py`) in the place of the model's own; "" leaves that as it is. Where the
         model's is switched on or off later, as a trainer does, that policy is, not the options.
@@ -63,6 +66,7 @@ class Fusion:
     rms_norm: bool = False
     cross_entropy: bool = False
     layer: bool = False
+    fp8: bool = False
     checkpoint: str = ""
     checkpoint_gib: float | None = None
     bordered: InitVar[bool] = False  # what there was once
@@ -70,6 +74,8 @@ class Fusion:
     def __post_init__(self, bordered: bool) -> None:
         if bordered:
             raise ValueError("Fusion: bordered=True is no longer there: ask for layer=True instead")
+        if self.fp8 and not self.layer:
+            raise ValueError("Fusion: fp8=True is of whole layers: ask for layer=True, too")
 
 
 @dataclass(frozen=True)
@@ -152,6 +158,14 @@ def fuse(model: nn.Module, fusion: Fusion | None = None, *, strict: bool = True)
         refused |= {f"{name} as {part}": why for name, why in reasons.items() if why}
         if not reasons:
             refused[part] = SWITCHES[part].none_found
+    fp8 = fusion.fp8 and "layer" in wanted
+    if fp8:
+        reasons = {name: why_not_fp8(layer) for name, layer, _ in _candidates(model, "layer")}
+        if reason := next(filter(None, reasons.values()), None):
+            if strict:
+                raise ValueError(f"fuse: fp8=True fuses no layer of this model: {reason}")
+            refused |= {f"{name} in FP8": why for name, why in reasons.items() if why}
+            fp8 = False
     running = {part for module in model.modules() for part in fused_parts_of(module)}.union(wanted)
     # all that run fused, so that where a module runs several parts the last one's forward is set
     for part in SWITCHES:
@@ -161,7 +175,7 @@ def fuse(model: nn.Module, fusion: Fusion | None = None, *, strict: bool = True)
                 runs |= {part}
                 owner = FusedForward(site.forward, module, runs)
                 if "layer" in runs:
-                    owner = BorderedForward(site.forward, module, runs, borders_of(module))
+                    owner = BorderedForward(site.forward, module, runs, borders_of(module), fp8)
                 module.forward = owner.forward
                 setattr(module, PARTS_SET, runs)
     for _, decoder in decoders(model):
@@ -261,10 +275,17 @@ def report(model: nn.Module) -> FusionReport:
             else:
                 left[name] = reason
         counts[part] = f"{run} of {found} {SWITCHES[part].units}"
+        if part == "layer" and fused[part] and _is_fp8(model.get_submodule(fused[part][0])):
+            counts[part] += " in FP8"
     layers = {name: checkpoint.policy_of(layer) for name, layer in _layers(model)}
     if any(layers.values()):
         fused["checkpoint"] = [name for name, policy in layers.items() if policy]
     return FusionReport(fused, left, counts)
+
+
+def _is_fp8(layer: nn.Module) -> bool:
+    borders = borders_of(layer)
+    return borders is not None and borders.fp8
 
 
 def _runs(module: nn.Module, unit: str, left: dict[str, str]) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fused_mlp.utils import compute_dtype
 
 from ..decoder_layer import DecoderLayer
+from ..fp8 import SIZES
 from ..frozen_layer import GROUPS, FrozenLayer, Others
 from ..kernels.residual import _add_adapted_kernel
 from ..kernels.rows import Handover
@@ -40,6 +41,9 @@ from .site import (
 )
 
 
+OLDEST_WITH_FP8 = (8, 9)  # compute capability
+
+
 class BorderedForward(FusedForward):
     """A FusedForward that has its layer's borders."""
 
@@ -49,9 +53,12 @@ class BorderedForward(FusedForward):
         module: nn.Module,
         parts: frozenset[str],
         borders: LayerBorders | None,
+        fp8: bool = False,
     ):
         super().__init__(function, module, parts)
-        self.borders = borders or LayerBorders(len(GROUPS))
+        if borders is None or (fp8 and not borders.fp8):
+            borders = LayerBorders(len(GROUPS), fp8)
+        self.borders = borders
 
 
 def borders_of(module: nn.Module) -> LayerBorders | None:
@@ -89,6 +96,21 @@ def _runs_on(device: torch.device) -> bool:
 
 def why_not_layer(layer: Any) -> str | None:
     return reason_in(_read(layer))
+
+
+def why_not_fp8(layer: Any) -> str | None:
+    """Return the reason if a layer's products may not be in FP8."""
+    for weight in (base.weight for base in base_layers(layer)):
+        if any(size % SIZES for size in weight.shape):
+            return f"a base weight is {list(weight.shape)}: FP8 wants multiples of {SIZES}"
+        if not weight.is_cuda:
+            continue
+        if weight.dtype != torch.bfloat16:
+            return f"its base weights are {weight.dtype}: for FP8 load the model in bfloat16"
+        if torch.cuda.get_device_capability(weight.device) < OLDEST_WITH_FP8:
+            name = torch.cuda.get_device_name(weight.device)
+            return f"{name} has no products in FP8 (sm_89 and newer have): leave fp8 out"
+    return None
 
 
 def read_layer(layer: Any) -> tuple | str:
@@ -142,6 +164,8 @@ def _read(layer: Any) -> list[list[Projection]] | str:
             f"its base weights are those of {borders.replica_of}, too (layer_replication): only "
             "the first such layer runs whole"
         )
+    if borders is not None and borders.fp8 and (reason := why_not_fp8(layer)) is not None:
+        return reason
     return read_groups(layer)
 
 
