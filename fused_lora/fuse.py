@@ -51,9 +51,9 @@ class Fusion:
         model's base weights into buffers that have room for the adapters, and again whenever they
         lie elsewhere. `unfuse` before the base model is saved from within PEFT; after
         merge_and_unload it is saved as it is.
-    fp8: whole layers with their base weights, and what these multiply, in FP8 (`fp8.py`): faster and
-        less exact, another precision than the model's. Adapters stay as exact as they are. The
-        original weights lie on the host until `unfuse`; what is merged or loaded changes them.
+    fp8: whole layers with their base weights, and what these multiply, in FP8 (`fp8.py`): less
+        exact, another precision than the model's. Adapters stay as exact as they are. The original
+        weights lie on the host until `unfuse`; what is merged or loaded changes them.
     checkpoint: "full", "offload", "selective" or no ("none") gradient checkpointing of the layers
         (see `checkpoint.py`) in the place of the model's own; "" leaves that as it is. Where the
         model's is switched on or off later, as a trainer does, that policy is, not the options.

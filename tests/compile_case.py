@@ -22,6 +22,7 @@ from fused_lora.kernels import (
 )
 from fused_lora.kernels import residual as residual_kernels
 from fused_lora.kernels.dropped_products import dropped_gradient, dropped_products
+from fused_lora.kernels.fp8_rows import fp8_borders, fp8_rows
 from fused_lora.kernels.sums_over_tokens import sums_over_tokens
 from fused_lora.kernels.swiglu_products_backward import Product, swiglu_backward_products
 from fused_lora.kernels.swiglu_products_forward import swiglu_forward_product
@@ -134,6 +135,18 @@ def launch_dropout(gate_up, hidden, products):
     dropped_gradient(z, *operands, x)
 
 
+def launch_fp8():
+    """Those of a layer in FP8."""
+    f32 = torch.float32
+    width = 2 * RANK
+    vectors = empty(width, dtype=f32), empty(2 * COLUMNS, dtype=f32)
+    fp8_rows(empty(TOKENS, HIDDEN), empty(TOKENS, width), vectors[0])
+    fp8_rows(empty(TOKENS, 2 * COLUMNS), empty(TOKENS, width), *vectors)
+    codes, codes_t = (empty(n, n, dtype=torch.float8_e4m3fn) for n in (2 * COLUMNS, 2 * COLUMNS))
+    border = empty(2 * COLUMNS, width), empty(width, HIDDEN)
+    fp8_borders(*border, vectors[1], codes, codes_t, vectors[0], vectors[0])
+
+
 def shared_bytes(arch: int) -> dict[str, int]:
     triton.runtime.driver.set_active(Driver(arch))
     found = {}
@@ -148,6 +161,8 @@ def shared_bytes(arch: int) -> dict[str, int]:
     try:
         launch_parts()
         launch_layer()
+        if arch >= 89:  # others have no conversion
+            launch_fp8()
     finally:
         triton.JITFunction.run = run
     return found

@@ -1,4 +1,4 @@
-"""Fp8Weight: a base layer's weight whose memory on the GPU is FP8 codes, and a weight to all others.
+"""Fp8Weight: a base layer's weight of which FP8 codes lie on the GPU, and a weight to all others.
 
 A layer that runs whole in FP8 multiplies the codes (`fp8.py`). Whatever else reads the weight, a
 layer that steps aside say, gets what the codes stand for, in memory of the moment. Whatever writes
@@ -66,7 +66,9 @@ class Fp8Weight(torch.Tensor):
         return nn.Parameter, (self.original.to(self.device), False)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ):
         kwargs = kwargs or {}
         first = args[0] if args else None
         if isinstance(first, Fp8Weight):

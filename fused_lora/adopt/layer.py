@@ -40,7 +40,6 @@ from .site import (
     say_once,
 )
 
-
 OLDEST_WITH_FP8 = (8, 9)  # compute capability
 
 

@@ -38,7 +38,7 @@ BORDER_BLOCK = tl.constexpr(1024)
 
 @triton.jit
 def _e4m3(x, ROUND: tl.constexpr):
-    """x, of at most 448, to the nearest e4m3. ROUND: by arithmetic first, since the cast of Triton's
+    """x, of at most 448, to the nearest e4m3. ROUND: by arithmetic first, for the cast of Triton's
     interpreter cuts off."""
     if ROUND:
         bits = x.to(tl.uint32, bitcast=True)
@@ -98,7 +98,7 @@ def _fp8_rows_kernel(
 
 @triton.jit
 def _factor(largest, expected):
-    factor = tl.maximum(tl.sqrt(largest / expected), largest / LARGEST)
+    factor = tl.maximum(tl.sqrt(largest / tl.maximum(expected, SMALLEST)), largest / LARGEST)
     return tl.where((largest > 0) & (expected > 0), factor, 1.0)
 
 
@@ -148,10 +148,10 @@ def _fp8_borders_kernel(
         at = (start + tl.arange(0, BORDER_BLOCK)).to(tl.int64)
         inside = at < outputs
         b = tl.load(B_ptr + at * B_stride, mask=inside, other=0.0).to(tl.float32)
-        scale = tl.load(scales_ptr + at, mask=inside, other=0.0)
-        largest_B = tl.maximum(largest_B, tl.max(tl.where(inside, tl.abs(b) / scale, 0.0), 0))
+        scale = tl.load(scales_ptr + at, mask=inside, other=1.0)
+        largest_B = tl.maximum(largest_B, tl.max(tl.abs(b) / scale, 0))
         sum_B += tl.sum(b * b, 0)
-        sum_scales += tl.sum(scale * scale, 0)
+        sum_scales += tl.sum(tl.where(inside, scale * scale, 0.0), 0)
     largest_A, sum_A = 0.0, 0.0
     for start in range(0, inputs, BORDER_BLOCK):
         at = start + tl.arange(0, BORDER_BLOCK)
@@ -191,9 +191,9 @@ def fp8_rows(
         lo = (v - hi.float()).to(torch.float8_e4m3fn)
         codes = torch.cat([(x / scales).to(torch.float8_e4m3fn), hi, lo, hi, zeros], 1)
 
-    x and v [rows, width]: bf16, fp16 or fp32, one dtype, with rows any stride apart; without v there
-    is no border. factors [width] and of_columns [columns]: fp32, contiguous. The scale of a row with
-    NaN or infinity in it is NaN, as all is that a product makes of such a row.
+    x and v [rows, width]: bf16, fp16 or fp32, with rows any stride apart; without v there is no
+    border. factors [width] and of_columns [columns]: fp32, contiguous. The scale of a row with NaN
+    or infinity in it is NaN, as all is that a product makes of such a row.
     Raises ValueError for other shapes or dtypes, and for more than 65,536 columns.
     """
     name = "fp8_rows"
@@ -226,9 +226,9 @@ def fp8_borders(
     B: Tensor, A: Tensor, scales: Tensor, codes: Tensor, codes_t: Tensor, factors: Tensor,
     factors_t: Tensor,
 ) -> None:  # fmt: skip
-    """Write the border of a weight [outputs, inputs] into its codes [outputs, padded_columns(inputs,
-    width)] and into those of its transpose [inputs, padded_columns(outputs, width)]; what z and p
-    are to be multiplied by into factors and factors_t [width].
+    """Write the border of a weight [outputs, inputs] into its codes [outputs, padded_columns of
+    inputs] and into those of its transpose [inputs, padded_columns of outputs]; what z and p are to
+    be multiplied by into factors and factors_t [width].
 
     Equivalent PyTorch, for B [outputs, width] scaled, A [width, inputs] and W's scales [outputs]::
 
@@ -240,9 +240,9 @@ def fp8_borders(
         hi, lo = halves(A.t() / factors_t)
         codes_t[:, outputs : outputs + 3 * width] = torch.cat([hi, hi, lo], 1)
 
-    where `factor(largest, expected)` is the root of their ratio, at least largest / 448, and 1 where
-    either is 0, and `halves` are as `fp8_rows` has them. A and B: one dtype, elements side by side.
-    Not checked: it is given what `fp8.py` has made.
+    where `factor(largest, expected)` is the root of their ratio, at least largest / 448, and 1
+    where either is 0, and `halves` are as `fp8_rows` has them. A and B: one dtype, elements side by
+    side. Not checked: it is given what `fp8.py` has made.
     """
     outputs, width = B.shape
     inputs = A.shape[1]

@@ -109,7 +109,7 @@ def test_an_adapter_in_two_halves_is_as_exact_as_in_bf16(size, device):
     (lambda x: (x.double(),), "computes in bfloat16, float16 or float32, got torch.float64"),
     (lambda x: (x, x[:, :3]), r"factors is None, should be \[3\] in torch.float32"),
     (lambda x: (x, x[:2, :3], x[0, :3]), r"v is \[2, 3\], should be \[4, 3\]"),
-    (lambda x: (x, None, None, x[0, :3]), r"of_columns is \[3\] in torch.float32, should be \[40\]"),
+    (lambda x: (x, None, None, x[0, :3]), r"of_columns is \[3\] in .*, should be \[40\]"),
     (lambda x: (x.new_empty(1, 70_000),), "x has 70000 columns, more than 65536"),
 ])  # fmt: skip
 def test_what_it_cannot_take_is_said(make, message, device):

@@ -1,0 +1,251 @@
+"""Layers on FP8 weights: exact but for what they quantise; weights to whatever else reads them."""
+
+import copy
+import io
+
+import pytest
+import torch
+from fp8_case import CONFIG, FP8, OracleBuffer, pair
+from fused_case import SHORT, assert_close, step
+from layer_case import layer_of, peft_model, tokens
+from peft_models import assert_equal, logits
+from reference import random, relative_error
+
+from fused_lora import Fusion, fuse, report, unfuse
+from fused_lora.adopt import layer as layer_module
+from fused_lora.adopt.fp8_weight import Fp8Weight
+from fused_lora.adopt.layer import read_layer
+from fused_lora.decoder_layer import DecoderLayer
+from fused_lora.frozen_layer import GROUPS
+
+
+def base_weights(model):
+    return {n: p for n, p in model.named_parameters() if isinstance(p, Fp8Weight)}
+
+
+# --- right but for what it quantises --------------------------------------------------------------
+
+
+def results(layer, frozen, adapters, device, head_dim=32):
+    """A layer's output and every gradient, on these frozen operands."""
+    hidden, grad = tokens((2, 9), torch.float32, device, hidden=64)
+    cos, sin = (random(1, 9, head_dim, seed=seed, device=device) for seed in (7, 8))
+    hidden.requires_grad_()
+    seed = torch.tensor([5], device=device)
+    output = DecoderLayer.apply(hidden, cos, sin, None, *adapters, frozen._replace(seed=seed))
+    found = torch.autograd.grad(output, [hidden, *adapters], grad)
+    return [output.detach(), *found]
+
+
+CASES = {
+    "Qwen2": {},
+    "normed heads": {"family": "Qwen3"},
+    "large B": {"scale": 30.0},
+    "dropout": {"lora_dropout": 0.25},
+    "q and v alone": {"target_modules": ["q_proj", "v_proj"]},
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_layer_is_what_its_codes_make_it(case, device):
+    """Within 1e-3: now and then fp32's rounding makes a number the next code."""
+    case = dict(case)
+    scale = case.pop("scale", 1.0)
+    fused, _, done = pair(device, config={"num_hidden_layers": 1}, **case)
+    assert "layer: 1 of 1 layers in FP8 fused" in str(done)
+    for name, parameter in fused.named_parameters():
+        if ".lora_B" in name and "q_proj" not in name:  # else each token attends to one
+            parameter.data.mul_(scale)
+    *adapters, frozen = read_layer(layer_of(fused))
+    adapters = [t.detach().requires_grad_() for t in adapters]
+    got = results(layer_of(fused), frozen, adapters, device)
+    assert len(base_weights(fused)) == 7
+    originals = iter(weight.original.to(device) for weight in base_weights(fused).values())
+    exact = {}
+    for name in GROUPS:
+        group = getattr(frozen, name)
+        weight = torch.cat([next(originals) for _ in group.out_features])
+        oracle = OracleBuffer(weight, group.buffer.bias, group)
+        exact[name] = group._replace(buffer=oracle)
+    want = results(layer_of(fused), frozen._replace(**exact), adapters, device)
+    assert_near(got, want)
+    exact["down"].buffer.scales *= 1.02
+    planted = results(layer_of(fused), frozen._replace(**exact), adapters, device)
+    with pytest.raises(AssertionError):
+        assert_near(got, planted)
+
+
+def assert_near(got, want):
+    for one, other in zip(got, want, strict=True):
+        assert not other.any() if not one.any() else relative_error(one, other) < 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_model_is_near_plain_peft_and_trains_its_adapters(dtype, device):
+    fused, plain, _ = pair(device, dtype=dtype, autocast_adapter_dtype=False)
+    got, want = (step(model, length=SHORT) for model in (fused, plain))
+    assert got.functions["DecoderLayer"] == 2 and got.keys() == want.keys()
+    assert relative_error(got["loss"], want["loss"]) < 0.02
+    assert all(relative_error(got[name], want[name]) < 0.3 for name in want)
+    again = step(fused, length=SHORT)
+    assert_equal(again, got)
+
+
+@pytest.mark.parametrize("policy", ["full", "offload"])
+def test_gradients_of_layers_that_run_again_are_those_of_kept_ones(policy, device):
+    """Also after a forward with other adapters, whose border backward finds in the way."""
+    kept, _, _ = pair(device)
+    again = copy.deepcopy(kept)
+    fuse(again, Fusion(checkpoint=policy))
+    got, want = (step(model, length=SHORT) for model in (again, kept))
+    assert got.functions == want.functions
+    assert_equal(dict(got), dict(want))
+
+
+# --- its memory -----------------------------------------------------------------------------------
+
+
+def test_codes_are_all_that_is_left_of_a_weight_on_the_device(device):
+    fused, plain, _ = pair(device, dtype=torch.bfloat16)
+    weights = base_weights(fused)
+    assert len(weights) == 2 * 7
+    for name, weight in weights.items():
+        assert isinstance(weight, torch.nn.Parameter) and not weight.requires_grad
+        assert weight.original.device.type == "cpu"
+        want = plain.get_parameter(name)
+        assert (weight.shape, weight.dtype, weight.device) == (want.shape, want.dtype, want.device)
+        assert torch.equal(weight.original, want.cpu())
+        assert relative_error(weight.dequantised(), want) < 0.04
+    buffers = {id(weight.buffer): weight.buffer for weight in weights.values()}
+    assert len(buffers) == 2 * 4  # of each layer's groups
+    assert all(buffer.weight.element_size() == 1 for buffer in buffers.values())
+
+
+# --- weights to whatever else reads them ----------------------------------------------------------
+
+
+def saved(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def loaded(model):
+    model.load_state_dict({n: p.clone() for n, p in model.state_dict().items()})
+    return model
+
+
+def widened(model):
+    """With an adapter of a larger rank, for which there is no room."""
+    from peft import LoraConfig
+
+    model.add_adapter("large", LoraConfig(r=24, target_modules="all-linear"))
+    step(model, length=SHORT)
+    model.set_adapter("large")
+    step(model, length=SHORT)
+    model.set_adapter("default")
+    return model
+
+
+def merged_and_taken_out(model):
+    model.merge_adapter()
+    assert not any("layers" in name for name in report(model).fused["layer"])
+    model.unmerge_adapter()
+    return model
+
+
+def fused_again(model):
+    fuse(model, Fusion(layer=True, rms_norm=True))
+    return model
+
+
+LIVES = {
+    "deep copy": copy.deepcopy,
+    "pickled": saved,
+    "loaded": loaded,
+    "cast and back": lambda model: model.to(torch.float64).to(torch.float32),
+    "wider adapter": widened,
+    "merged, unmerged": merged_and_taken_out,
+    "fused once more": fused_again,
+}
+
+
+@pytest.mark.parametrize("live", LIVES.values(), ids=LIVES)
+def test_it_goes_on_in_fp8_with_the_same_weights_after(live, device):
+    fused, plain, _ = pair(device, config={"num_hidden_layers": 1})
+    want = step(fused, length=SHORT)
+    codes = {name: weight.dequantised() for name, weight in base_weights(fused).items()}
+    after = live(fused)
+    got = step(after, length=SHORT)
+    assert got.functions["DecoderLayer"] == 1 and len(base_weights(after)) == 7
+    # one product summed in another order may make a number the next code, 6% from it
+    assert_close({n: got[n] for n in want}, want, 0.05)
+    for name, weight in base_weights(after).items():
+        # the same codes, but where a weight that was merged and taken out is rounded
+        assert torch.isclose(weight.dequantised(), codes[name], rtol=1e-5).float().mean() > 0.99
+    unfuse(after)
+    originals = {n: p for n, p in plain.named_parameters() if ".base_layer." in n}
+    now = dict(after.named_parameters())
+    assert not base_weights(after)
+    for name, weight in originals.items():
+        assert type(now[name]) is torch.nn.Parameter and now[name].is_contiguous()
+        assert relative_error(now[name], weight) < 1e-6, name
+
+
+def test_what_steps_aside_computes_with_what_the_codes_stand_for(device):
+    fused, plain, _ = pair(device)
+    with torch.no_grad():
+        for name, weight in base_weights(fused).items():
+            plain.get_parameter(name).copy_(weight.dequantised())
+    with fused.disable_adapter(), plain.disable_adapter():
+        assert relative_error(logits(fused), logits(plain)) < 1e-5
+    layer_of(fused).mlp.register_forward_hook(lambda *_: None)
+    layer_of(fused, 1).mlp.register_forward_hook(lambda *_: None)
+    with pytest.warns(UserWarning, match="it has hooks"):
+        got = step(fused, length=SHORT)
+    assert_close(got, step(plain, length=SHORT), 1e-4)
+
+
+def test_merged_is_what_plain_peft_merges(device):
+    fused, plain, _ = pair(device)
+    got, want = (model.merge_and_unload() for model in (fused, plain))
+    state = got.state_dict()
+    assert_close(state, want.state_dict(), 1e-6)
+    assert all(type(tensor) is torch.Tensor for tensor in state.values())
+
+
+def test_layers_that_run_whole_already_go_on_in_fp8(device):
+    model = peft_model(device, config=CONFIG)
+    fuse(model, Fusion(layer=True))
+    assert str(fuse(model, FP8)) == "layer: 2 of 2 layers in FP8 fused"
+    assert len(base_weights(model)) == 2 * 7
+
+
+# --- refused --------------------------------------------------------------------------------------
+
+
+def test_it_is_of_whole_layers():
+    with pytest.raises(ValueError, match="fp8=True is of whole layers: ask for layer=True, too"):
+        Fusion(fp8=True, mlp=True)
+
+
+def test_sizes_that_fp8_cannot_take_are_refused_or_run_in_the_models_precision(device):
+    model = peft_model(device)
+    with pytest.raises(ValueError, match=r"fuse: fp8=True fuses no layer .* multiples of 16"):
+        fuse(model, FP8)
+    done = fuse(model, FP8, strict=False)
+    assert done.counts["layer"] == "2 of 2 layers"
+    assert any("in FP8" in where for where in done.left)
+
+
+def test_a_gpu_without_fp8_is_refused_by_name(monkeypatch):
+    class Weight:
+        shape, is_cuda, dtype, device = (64, 64), True, torch.bfloat16, "cuda:0"
+
+    layer = type("Layer", (), {"weight": Weight})
+    monkeypatch.setattr(layer_module, "base_layers", lambda _: [layer])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100-SXM4-80GB")
+    reason = "NVIDIA A100-SXM4-80GB has no products in FP8 (sm_89 and newer have): leave fp8 out"
+    assert layer_module.why_not_fp8(None) == reason

@@ -1,0 +1,86 @@
+"""The oracle of layers in FP8: it quantises as `fp8_rows` says, and computes in fp64."""
+
+import copy
+
+import layer_case
+import torch
+
+from fused_lora import Fusion, fuse
+from fused_lora.kernels.fp8_rows import E4M3
+
+FP8 = Fusion(layer=True, fp8=True)
+CONFIG = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
+
+
+def pair(device, fusion=FP8, config=None, **options):
+    """A model with layers in FP8, and plain PEFT's."""
+    plain = layer_case.peft_model(device, config=CONFIG | (config or {}), **options)
+    fused = copy.deepcopy(plain)
+    return fused, plain, fuse(fused, fusion)
+
+
+def quantised(x, border=None, weights=None):
+    """x as its codes have it, with a scale a row, of x and its border; and the border's product
+    with these weights, both in two halves."""
+    largest = (x if border is None else torch.cat([x, border], 1)).abs().amax(1, keepdim=True)
+    scales = largest.clamp(min=1e-30) / 448
+    codes = nearest(x / scales) * scales
+    if border is None:
+        return codes
+    (hi, lo), (of_hi, of_lo) = halves(border / scales), halves(weights)
+    return codes, (hi @ (of_hi + of_lo).t() + lo @ of_hi.t()) * scales
+
+
+def nearest(x):
+    return x.float().to(E4M3).double()
+
+
+def halves(x):
+    hi = nearest(x)
+    return hi, nearest(x - hi)
+
+
+def factor(largest, expected):
+    found = torch.maximum((largest / expected).sqrt(), largest / 448)
+    return torch.where((largest > 0) & (expected > 0), found, 1.0)
+
+
+class OracleBuffer:
+    """As Fp8Buffer, of the same weights."""
+
+    def __init__(self, weight, bias, like):
+        self.scales = weight.double().abs().amax(1) / 448
+        self.codes = nearest(weight.double() / self.scales[:, None])
+        self.A, self.sB = torch.zeros_like(like.A), torch.zeros_like(like.sB)
+        self.bias, self.holds = bias, None
+
+    def encode(self):
+        A, sB = self.A.double(), self.sB.double()
+        in_codes = (sB / self.scales[:, None]).abs().amax(0)
+        spread = self.scales.square().mean().sqrt()
+        self.factors = factor(in_codes, 56 * A.norm(dim=1))
+        self.factors_t = factor(A.abs().amax(1), 56 * sB.norm(dim=0) / spread)
+
+    def product(self, x_ext, bias):
+        x, z = x_ext.double().tensor_split([self.A.shape[1]], 1)
+        border = self.sB.double() / self.scales[:, None] / self.factors
+        rows, adapted = quantised(x, z * self.factors, border)
+        y = (rows @ self.codes.t() + adapted) * self.scales
+        return (y if bias is None else y + bias.double()).to(x_ext.dtype)
+
+    def product_and_z(self, x, bias, with_z):
+        y = quantised(x.double()) @ self.codes.t() * self.scales
+        y = y if bias is None else y + bias[: y.shape[1]].double()
+        return y.to(x.dtype), x @ self.A.t() if with_z else x.new_empty(len(x), len(self.A))
+
+    def add_product(self, total, x_ext, multiplier):
+        total.add_(self.product(x_ext, None), alpha=multiplier)
+
+    def gradient(self, grad_ext):
+        dy, p = grad_ext.double().tensor_split([len(self.sB)], 1)
+        border = self.A.double().t() / self.factors_t
+        rows, adapted = quantised(dy * self.scales, p * self.factors_t, border)
+        return (rows @ self.codes + adapted).to(grad_ext.dtype)
+
+    def add_gradient(self, grad, dy):
+        grad.add_((quantised(dy.double() * self.scales) @ self.codes).to(dy.dtype))
