@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .kernels.fp8_rows import E4M3, fp8_borders, fp8_rows, padded_columns
 
-SIZES = 16  # cuBLAS wants multiples of it
+SIZES = 16  # of a weight have to be multiples of it
 
 
 class Fp8Buffer:
@@ -65,10 +65,10 @@ class Fp8Buffer:
 
     def product_and_z(self, x: Tensor, bias: Tensor | None, with_z: bool) -> tuple[Tensor, Tensor]:
         """(x W' + bias, x A'), or room for the second."""
-        outputs, inputs = self.weight.shape
-        codes, scales = fp8_rows(x)
+        outputs = len(self.weight)
+        rows = fp8_rows(x, padded=self._codes.shape[1])  # zeros for the border
         bias = None if bias is None else bias[:outputs]
-        y = _product(codes[:, :inputs], scales, self.weight, self.scales, bias, x.dtype)
+        y = _product(*rows, self._codes, self.scales, bias, x.dtype)
         return y, x @ self.A.t() if with_z else x.new_empty(len(x), len(self.A))
 
     def add_product(self, total: Tensor, x_ext: Tensor, multiplier: float) -> None:
@@ -83,10 +83,8 @@ class Fp8Buffer:
 
     def add_gradient(self, grad: Tensor, dy: Tensor) -> None:
         """grad += dy W"""
-        outputs = len(self.sB)
-        codes, scales = fp8_rows(dy, of_columns=self.scales)
-        weight = self._codes_t[:, :outputs]
-        grad.add_(_product(codes[:, :outputs], scales, weight, self._ones, None, dy.dtype))
+        rows = fp8_rows(dy, of_columns=self.scales, padded=self._codes_t.shape[1])
+        grad.add_(_product(*rows, self._codes_t, self._ones, None, dy.dtype))
 
 
 def codes_and_scales(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -49,7 +49,7 @@ class Fp8Weight(torch.Tensor):
         return self.buffer.scales[self.row : self.row + len(self.original)]
 
     def dequantised(self) -> Tensor:
-        """What the codes stand for, [out, in] in its dtype, new."""
+        """The numbers that the codes stand for, [out, in] in its dtype, new."""
         return (self.codes.to(torch.float32) * self.scales[:, None]).to(self.dtype)
 
     def full(self) -> nn.Parameter:

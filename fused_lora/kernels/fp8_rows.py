@@ -178,9 +178,9 @@ def padded_columns(columns: int, width: int) -> int:
 
 def fp8_rows(
     x: Tensor, v: Tensor | None = None, factors: Tensor | None = None,
-    of_columns: Tensor | None = None,
+    of_columns: Tensor | None = None, padded: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(codes [rows, padded_columns] in e4m3, scales [rows, 1] in fp32) of x [rows, columns], new.
+    """(codes [rows, padded] in e4m3, scales [rows, 1] in fp32) of x [rows, columns], new.
 
     Equivalent PyTorch::
 
@@ -192,7 +192,8 @@ def fp8_rows(
         codes = torch.cat([(x / scales).to(torch.float8_e4m3fn), hi, lo, hi, zeros], 1)
 
     x and v [rows, width]: bf16, fp16 or fp32, with rows any stride apart; without v there is no
-    border. factors [width] and of_columns [columns]: fp32, contiguous. The scale of a row with NaN
+    border. factors [width] and of_columns [columns]: fp32, contiguous. padded: columns of codes,
+    `padded_columns` if not given. The scale of a row with NaN
     or infinity in it is NaN, as all is that a product makes of such a row.
     Raises ValueError for other shapes or dtypes, and for more than 65,536 columns.
     """
@@ -208,7 +209,7 @@ def fp8_rows(
         _check_vector(name, "factors", factors, width, x)
     if of_columns is not None:
         _check_vector(name, "of_columns", of_columns, columns, x)
-    padded = padded_columns(columns, width)
+    padded = padded_columns(columns, width) if padded is None else padded
     codes = torch.empty(rows, padded, dtype=E4M3, device=x.device)
     scales = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
     if rows == 0:
@@ -217,7 +218,8 @@ def fp8_rows(
     launch(
         _fp8_rows_kernel, (rows,), x, of_columns, v, factors, codes, scales, columns, width, padded,
         x.stride(0), 0 if v is None else v.stride(0), block, next_power_of_2(max(width, 1)),
-        ROW_BYTES, _rounds(_fp8_rows_kernel), num_warps=min(max(block // 2048, 4), 16),
+        next_power_of_2(max(padded - columns - 3 * width, 1)), _rounds(_fp8_rows_kernel),
+        num_warps=min(max(block // 2048, 4), 16),
     )  # fmt: skip
     return codes, scales
 
