@@ -16,6 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .adopt.borders import unborder
 from .adopt.documents import DECODER, decoder_forward, decoders
+from .adopt.fp8_weight import keep_from_ddp
 from .adopt.layer import BorderedForward, borders_of, give_borders, why_not_fp8
 from .adopt.site import (
     HOOKED,
@@ -187,6 +188,7 @@ def fuse(model: nn.Module, fusion: Fusion | None = None, *, strict: bool = True)
             if left := site.left(module):
                 keep_reported(module, left)
     give_borders([(n, m) for n, m in model.named_modules() if "layer" in fused_parts_of(m)])
+    keep_from_ddp(model)
     if policy is not None:
         policy.install(layers, last_runs_once="cross_entropy" in running)
         checkpoint.hold(model)

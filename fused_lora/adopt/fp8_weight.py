@@ -113,3 +113,13 @@ def become_fp8(parameter: Tensor, buffer: Fp8Buffer, row: int, original: Tensor)
 def become_plain(parameter: Fp8Weight) -> None:
     """Make it its original again, on its device."""
     swap_tensors(parameter, parameter.full())
+
+
+def keep_from_ddp(model: Any) -> None:
+    """Let DistributedDataParallel not send this model's FP8 weights from the first rank, as it
+    sends all others: each rank has made the same of the same, and what is sent is what the codes
+    stand for."""
+    names = [name for name, one in model.named_parameters() if isinstance(one, Fp8Weight)]
+    if names:
+        before = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+        model._ddp_params_and_buffers_to_ignore = list(dict.fromkeys([*before, *names]))

@@ -3,6 +3,7 @@ accelerate's loop."""
 
 import copy
 
+import fp8_case
 import pytest
 import torch
 from accelerate import Accelerator
@@ -18,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fused_lora import Fusion, fuse, report
+from fused_lora import Fusion, fuse, report, unfuse
 
 FUSIONS = {
     "attention": Fusion(attention=True),  # with rope it is another function
@@ -72,6 +73,15 @@ def assert_runs_and_is_right(wrap, fusion, device):
 @pytest.mark.parametrize("fusion", [*FUSIONS.values(), LAYER], ids=[*FUSIONS, "layer"])
 def test_distributed_data_parallel_is_right(fusion, group, device):
     assert_runs_and_is_right(DistributedDataParallel, fusion, device)
+
+
+def test_layers_in_fp8_compute_what_they_did_and_keep_their_originals(group, device):
+    model, plain, _ = fp8_case.pair(device)
+    (functions, want), (wrapped, got) = step_of(model), step_of(DistributedDataParallel(model))
+    assert functions == wrapped == {"DecoderLayer": 2}
+    assert_close(got, want, 0.0)
+    unfuse(model)
+    assert_close(dict(model.named_parameters()), dict(plain.named_parameters()), 0.0)
 
 
 @pytest.mark.parametrize(
