@@ -101,7 +101,7 @@ def build(
         from fused_lora import Fusion, fuse
 
         switches: dict[str, Any] = {part: True for part in recipe.fused if part != "checkpoint"}
-        fusion = Fusion(**switches)
+        fusion = Fusion(**switches, fp8=recipe.fp8)
         if "checkpoint" in recipe.fused and recipe.checkpointing != "none":
             fusion = replace(
                 fusion, checkpoint=recipe.checkpointing, checkpoint_gib=recipe.checkpoint_gib

@@ -79,6 +79,7 @@ EVIDENCE = {  # by fused part, and for a library as a whole
          "_swiglu_backward_products_kernel", "_rms_norm_forward_kernel",
          "_rms_norm_backward_kernel"),
     ),
+    "fp8": Evidence({}, ("_fp8_rows_kernel", "_fp8_borders_kernel")),
     "checkpoint": Evidence({}),
     "unsloth": Evidence(
         {}, ("_rms_layernorm_forward", "_rope_embedding"), of_lora_mlp=("_fg_kernel",)
@@ -102,6 +103,7 @@ class Recipe:
     graph: whether the whole training step is captured in a CUDA graph and replayed.
     attention: transformers' name of it; "varlen" for FlashAttention's by the documents' lengths.
     base_dtype: of the base weights; in fp32 there is no autocast.
+    fp8: whether whole layers multiply in FP8: another precision, which is held against its own.
     """
 
     library: str = "peft"
@@ -113,16 +115,18 @@ class Recipe:
     graph: bool = False
     attention: str = "sdpa"
     base_dtype: str = "bfloat16"
+    fp8: bool = False
 
     @property
     def evidence(self) -> dict[str, Evidence]:
         """The proof that it ran, by the part (or library) that it proves."""
-        parts = (self.library, *self.fused)
+        parts = (self.library, *self.fused, *(("fp8",) if self.fp8 else ()))
         return {part: EVIDENCE[part] for part in parts if part in EVIDENCE}
 
     @property
     def look(self) -> "Look":
-        fused = "layers" if "layer" in self.fused else "fused" if self.fused else self.library
+        layers = "fp8" if self.fp8 else "layers"
+        fused = layers if "layer" in self.fused else "fused" if self.fused else self.library
         return LOOKS["compiled" if self.compiled else fused]
 
 
@@ -141,6 +145,7 @@ LOOKS = {  # in Okabe and Ito's colours, which no eye confuses, and the baseline
     "fused": Look("fused parts", "#d55e00", "s", "///"),
     "unsloth": Look("Unsloth", "#cc79a7", "^", "..."),
     "layers": Look("whole layers", "#0072b2", "P", "\\\\\\"),
+    "fp8": Look("layers in FP8", "#332288", "d", "xx"),
     "compiled": Look("compiled PEFT", "#56b4e9", "D", "xxx"),
     "liger": Look("Liger", "#009e73", "v", "---"),
     "other": Look("other", "#e69f00", "<", "+++"),
@@ -268,6 +273,12 @@ _RECORDS = [
            Recipe(fused=WHOLE_LAYERS, graph=True), "fastest"),
     *_one("fused_layer_graph_selective_10_gib", "fused layers, CUDA graph, 10 GiB kept",
           replace(KEEP_10_GIB, fused=WHOLE_LAYERS, graph=True), "fastest"),
+    # the same in another precision
+    *_both("fp8_layer", "FP8 layers", Recipe(fused=WHOLE_LAYERS, fp8=True), ""),
+    *_both("fp8_layer_graph", "FP8 layers, graph",
+           Recipe(fused=WHOLE_LAYERS, graph=True, fp8=True), ""),
+    *_one("fp8_layer_graph_offload", "everything fused, in FP8",
+          replace(OFFLOAD, fused=WHOLE_LAYERS, graph=True, fp8=True), ""),
     # the same code once more: how far the two come out apart is the noise (A/A). Last, so that the
     # alternating rounds put all the others between the two
     *_both(AGAIN, "vanilla PEFT, again", Recipe(), "experiment parts peers fastest"),

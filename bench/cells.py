@@ -35,16 +35,18 @@ def prepare_run(send: Send, plan: Plan) -> None:
 
     send({"doing": f"base weights of {plan.source.name}"})
     materialize(plan.source, plan.seed, plan.device)
-    path = plan.reference_file()
-    if path.exists():
-        return
-    send({"doing": "parity reference (plain PEFT in fp32)"})
-    seq_len = min(plan.seq_lens)
-    reference = make_reference(plan.build("vanilla_peft", seq_len), plan.parity_batches())
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(f".{os.getpid()}.unfinished")  # runs may share a cache
-    reference.save(unfinished)
-    unfinished.replace(path)
+    for fp8 in sorted(plan.precisions()):
+        path = plan.reference_file(fp8)
+        if path.exists():
+            continue
+        send({"doing": "parity reference (plain PEFT in fp32)"})
+        vanilla = plan.build("vanilla_peft", min(plan.seq_lens))
+        reference = make_reference(vanilla, plan.parity_batches(), fp8)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(f".{os.getpid()}.unfinished")  # runs may share a cache
+        reference.save(unfinished)
+        unfinished.replace(path)
+        del vanilla
 
 
 def measure_floor(send: Send, plan: Plan, seq_lens: tuple[int, ...]) -> None:
@@ -165,7 +167,7 @@ def _build_and_check(plan: Plan, variant: str, seq_len: int) -> tuple[Built, Par
     from bench.parity import Reference, check_parity
 
     built = plan.build(variant, seq_len)
-    reference = Reference.load(plan.reference_file())
+    reference = Reference.load(plan.reference_file(recipe_of(variant).fp8))
     return built, check_parity(built, plan.parity_batches(), reference)
 
 

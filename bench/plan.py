@@ -15,7 +15,7 @@ from bench.published import PublishedSetting
 from bench.weights import Source
 from models import Built
 from trainer import Clock, CudaClock, WallClock
-from variants import Lora
+from variants import Lora, recipe_of
 
 LEARNING_RATE = 1e-4
 PARITY_BATCH_SIZE = 4
@@ -112,7 +112,11 @@ class Plan:
     def clock(self) -> Clock:
         return CudaClock() if self.device == "cuda" else WallClock()
 
-    def reference_file(self) -> Path:
+    def precisions(self) -> set[bool]:
+        """Return whether variants are in FP8: for each there is a parity reference of its own."""
+        return {recipe_of(variant).fp8 for variant in self.variants}
+
+    def reference_file(self, fp8: bool = False) -> Path:
         """Return the parity reference's path; its name changes with all that the reference depends
         on."""
         rests_on = (
@@ -120,6 +124,7 @@ class Plan:
             replace(self.lora, dropout=0.0),  # which is off there
             self.padded,
             *(("documents",) if self.documents else ()),
+            *(("fp8",) if fp8 else ()),
             self.seed,
             self.parity_seq_len,
             sha256_of(self.data),
@@ -131,7 +136,8 @@ class Plan:
 
     def is_prepared(self) -> bool:
         """Return True if everything that `prepare_run` makes is there."""
-        return self.source.is_there() and self.reference_file().exists()
+        references = [self.reference_file(fp8).exists() for fp8 in self.precisions()]
+        return self.source.is_there() and all(references)
 
 
 @functools.cache

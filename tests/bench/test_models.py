@@ -126,7 +126,7 @@ def test_adapters_depend_on_their_name_and_the_seed_alone_and_none_starts_at_zer
 def test_what_proves_a_part_exists():
     """Every function and every kernel that a part must have run is one of ours."""
     recipes = [variant.recipe for variant in VARIANTS.values()]
-    parts = {part for recipe in recipes for part in recipe.fused}
+    parts = {part for recipe in recipes for part in recipe.fused} | {"fp8"}
     libraries = {recipe.library for recipe in recipes} - {"peft"}
     assert EVIDENCE.keys() == parts | libraries
     found = [
@@ -234,7 +234,10 @@ def test_fused_variants_differ_from_vanilla_in_what_they_fuse_alone(
     recipe = recipe_of(variant)
     checkpoints = recipe.checkpointing != "none"
     built = make(variant, checkpoint, device, checkpointing=checkpoints)
-    ours, theirs = built.model.state_dict(), vanilla.model.state_dict()
+    ours, theirs = (
+        {n: getattr(weight, "original", weight).cpu() for n, weight in model.state_dict().items()}
+        for model in (built.model, vanilla.model)
+    )  # of weights in FP8, what they were
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert {name.split(": ")[1] for name in built.fused_modules} == set(recipe.fused)

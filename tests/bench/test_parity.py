@@ -1,13 +1,17 @@
 """The gate: what passes, what does not and why, and that the reference is what it says."""
 
 import dataclasses
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from peft_models import assert_equal
 from rehearsal_case import plan_of
 
 from batches import Batch
+from bench.cells import prepare_run
+from bench.fp8_products import fp8_products
 from bench.parity import (
     LIMIT,
     LOSS_FLOOR,
@@ -249,3 +253,62 @@ def test_documents_are_judged_on_a_row_that_holds_several(seq_len, kind, tokens,
     for batch in plan.parity_batches():
         assert batch.input_ids.numel() == tokens
         assert seq_len < 512 or kind == "--padded" or len(batch.lengths) > 2
+
+
+# --- another precision ----------------------------------------------------------------------------
+
+
+class Based(Adapted):
+    """Its frozen matrix is a base layer, as under PEFT's adapters."""
+
+    def __init__(self):
+        super().__init__()
+        self.base_layer = torch.nn.Linear(8, 8, dtype=torch.bfloat16).requires_grad_(False)
+
+    def forward(self, input_ids, labels, attention_mask):
+        x = torch.sin(input_ids[..., None] * torch.arange(1.0, 9.0))
+        hidden = x + x @ self.lora_A.T @ self.lora_B.T
+        out = self.base_layer(hidden.to(self.base_layer.weight.dtype))
+        return SimpleNamespace(loss=(out * labels[..., None]).float().square().mean())
+
+
+def test_fp8_has_a_reference_of_its_own_with_the_same_truth():
+    of_bf16, of_fp8 = (make_reference(built(Based()), BATCHES, fp8) for fp8 in (False, True))
+    assert of_fp8.losses == of_bf16.losses
+    assert_equal(of_fp8.gradients, of_bf16.gradients)
+    assert (of_fp8.scale_limit, of_fp8.loss_floor) != (of_bf16.scale_limit, of_bf16.loss_floor)
+    for name, error in of_fp8.gradient_errors.items():
+        assert 2 * of_bf16.gradient_errors[name] < error < 0.2
+
+
+def test_products_in_fp8_are_of_the_nearest_codes_forward_and_backward():
+    torch.manual_seed(0)
+    model = torch.nn.Module()
+    base = model.base_layer = torch.nn.Linear(40, 24)
+    x, grad = torch.randn(2, 5, 40, requires_grad=True), torch.randn(2, 5, 24)
+    weight, exact = base.weight.detach(), base(x)
+    scales = weight.abs().amax(1) / 448
+    codes = (weight / scales[:, None]).to(torch.float8_e4m3fn).float()
+
+    def nearest(rows):
+        of_rows = rows.abs().amax(-1, keepdim=True) / 448
+        return (rows / of_rows).to(torch.float8_e4m3fn).float() * of_rows
+
+    with fp8_products(model):
+        y = base(x)
+    y.backward(grad)
+    want = nearest(x.detach()) @ codes.T * scales + base.bias.detach()
+    torch.testing.assert_close(y, want)
+    torch.testing.assert_close(x.grad, nearest(grad * scales) @ codes)
+    assert (y - exact).norm() < 0.06 * exact.norm() and torch.equal(base(x), exact)
+
+
+def test_a_run_makes_a_reference_for_each_precision_of_its_variants(tmp_path):
+    plan = plan_of(tmp_path, "--variants", "fused_layer", "fp8_layer")
+    assert plan.precisions() == {False, True}
+    assert plan.reference_file(True) != plan.reference_file(False)
+    prepare_run(lambda message: None, plan)
+    assert plan.is_prepared()
+    plan.reference_file(True).unlink()
+    assert not plan.is_prepared()
+    assert replace(plan, variants=("fused_layer",)).is_prepared()
