@@ -17,7 +17,14 @@ On the CPU, which has no such products, the codes are multiplied in fp32.
 import torch
 from torch import Tensor
 
-from .kernels.fp8_rows import E4M3, fp8_borders, fp8_rows, padded_columns
+from .kernels.fp8_rows import (
+    E4M3,
+    LARGEST,
+    SMALLEST,
+    fp8_borders,
+    fp8_rows,
+    padded_columns,
+)
 
 SIZES = 16  # of a weight have to be multiples of it
 
@@ -89,8 +96,9 @@ class Fp8Buffer:
 
 def codes_and_scales(weight: Tensor) -> tuple[Tensor, Tensor]:
     """(codes [out, in] in e4m3, scales [out] in fp32) of a weight, a scale for each row."""
-    codes, scales = fp8_rows(weight)
-    return codes[:, : weight.shape[1]], scales.squeeze(1)
+    weight = weight.float()
+    scales = weight.abs().amax(1).clamp(min=SMALLEST.value) / LARGEST.value
+    return (weight / scales[:, None]).to(E4M3), scales
 
 
 def _zero_codes(like: Tensor, rows: int, columns: int) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from fused_mlp.dropout import Masks, draw_masks
 from fused_mlp.utils import compute_dtype
 
-from .adopt.borders import LayerBorders
+from .adopt.layer_borders import LayerBorders
 from .bordered import Bordered, check_adapters, with_own_biases
 from .kernels.qkv_norm_rope import HeadNorms
 

@@ -9,12 +9,14 @@ from fused_lora import Fusion, fuse
 from fused_lora.kernels.fp8_rows import E4M3
 
 FP8 = Fusion(layer=True, fp8=True)
-CONFIG = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
+CONFIG = {
+    "hidden_size": 32, "intermediate_size": 48, "head_dim": 16, "num_hidden_layers": 1,
+}  # fmt: skip
 
 
-def pair(device, fusion=FP8, config=None, **options):
-    """A model with layers in FP8, and plain PEFT's."""
-    plain = layer_case.peft_model(device, config=CONFIG | (config or {}), **options)
+def pair(device, fusion=FP8, **options):
+    """A model with a layer in FP8, and plain PEFT's."""
+    plain = layer_case.peft_model(device, config=CONFIG, **options)
     fused = copy.deepcopy(plain)
     return fused, plain, fuse(fused, fusion)
 

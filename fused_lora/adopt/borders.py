@@ -15,12 +15,12 @@ Nothing here keeps a buffer alive but the weights in it, and a graph that needs 
 weight that lies elsewhere (moved, cast, assigned, unpickled, copied with its model) is moved into a
 new buffer by the next forward, and the memory of the old one is free once all have left it.
 
-The products are in `bordered_linear.py`. LoRA: Hu et al., arXiv 2106.09685. The bordered form is
+The products are in `bordered.py`, those in FP8 in `fp8.py`. LoRA: Hu et al., arXiv 2106.09685. The bordered form is
 our own.
 """
 
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,8 +31,7 @@ from fused_mlp.launching import is_capturing
 from ..bordered import Bordered, Buffer
 from ..fp8 import Fp8Buffer, codes_and_scales
 from ..kernels.fp8_rows import E4M3
-from ..kernels.many_copies import ManyCopies, Matrices
-from ..kernels.rows import Handover, empty_rows
+from ..kernels.rows import empty_rows
 from .fp8_weight import Fp8Weight, become_fp8, become_plain
 from .projection import Projection
 
@@ -230,108 +229,6 @@ def _make_fp8(reads: Sequence[Projection], layout: _Layout) -> Fp8Buffer:
         become_fp8(read.weight, buffer, row, original)
         row += len(original)
     return buffer
-
-
-# --- a layer's ------------------------------------------------------------------------------------
-
-
-class LayerBorders:
-    """The borders of one decoder layer, and what copies its adapters into them.
-
-    handover: one for all layers of a model. replica_of: the name of an earlier layer that has the
-    same base weights (PEFT's layer_replication), in whose buffers they lie.
-    """
-
-    def __init__(self, groups: int, fp8: bool = False):
-        self.fp8 = fp8
-        self.borders = tuple(Fp8Border() if fp8 else Border() for _ in range(groups))
-        self.handover = Handover()
-        self.replica_of: str | None = None
-        self._copies = ManyCopies()
-
-    def bordered(
-        self,
-        groups: Sequence[Sequence[Projection]],
-        parts: Sequence[Sequence[Projection]],
-        ranks: Sequence[Sequence[int]],
-    ) -> list[Bordered]:
-        """The buffers of these projections, and their parts, made where weights lie elsewhere.
-
-        One after the other, so that at most one group's weights exist twice.
-        """
-        found = [
-            border.bordered(reads, split, of)
-            for border, reads, split, of in zip(self.borders, groups, parts, ranks, strict=True)
-        ]
-        device = found[0][0].A.device
-        if device.type == "cuda" and any(was_made for _, was_made in found):
-            torch.cuda.empty_cache()  # the freed pieces are each too small for what comes
-        return [bordered for bordered, _ in found]
-
-    def fill(self, groups: Sequence[Bordered], adapters: Sequence[Tensor]) -> None:
-        """Copy the adapters, A and B of each projection, into the borders of their groups.
-
-        Equivalent PyTorch, for each: ``A_view.copy_(A); B_view.copy_(scaling * B)``, and zeros in
-        what a larger rank may have left.
-        """
-        self._fill(groups, adapters, _holding(groups, adapters))
-
-    def refill(self, groups: Sequence[Bordered], adapters: Sequence[Tensor]) -> None:
-        """`fill`, unless the borders still hold what a forward with these adapters put there: for
-        backward, before which a forward with others may have come."""
-        holds = _holding(groups, adapters)
-        # what a graph's replay copies nobody notices
-        may_differ = self._copies.is_captured and not is_capturing(groups[0].A)
-        if may_differ or any(one.buffer.holds != holds for one in groups):
-            self._fill(groups, adapters, holds)
-            for one in groups:  # these may be tensors of backward's own, whose memory goes round
-                one.buffer.holds = None
-
-    @torch.no_grad()
-    def _fill(self, groups: Sequence[Bordered], adapters: Sequence[Tensor], holds: tuple) -> None:
-        for one in groups:
-            one.buffer.holds = None  # if what follows fails
-        key, _ = holds
-        self._copies.copy(key, lambda: _matrices(groups, adapters))
-        for one in groups:
-            one.buffer.encode()
-            one.buffer.holds = holds
-
-
-def _holding(groups: Sequence[Bordered], adapters: Sequence[Tensor]) -> tuple[Hashable, tuple]:
-    """(key, versions) of filled borders: the same key for the same tensors in the same places, and
-    the same versions as long as nothing that PyTorch counts has changed them."""
-    key = (
-        tuple((g.A.data_ptr(), g.A.dtype, g.blocks, g.scalings) for g in groups),
-        tuple((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in adapters),
-    )
-    return key, tuple(0 if t.is_inference() else t._version for t in adapters)
-
-
-def _matrices(groups: Sequence[Bordered], adapters: Sequence[Tensor]) -> Matrices:
-    """The views that each adapter is copied into, and those beside it that get zeros."""
-    targets: list[Tensor] = []
-    sources: list[Tensor | None] = []
-    scalings: list[float] = []
-    left = iter(adapters)
-    for group in groups:
-        row, column = 0, 0
-        for out, block, scaling in zip(
-            group.out_features, group.blocks, group.scalings, strict=True
-        ):
-            A, B = next(left).detach(), next(left).detach()
-            rank = len(A)
-            in_A = group.A[column:]
-            in_B = group.sB[row : row + out, column:]
-            targets += [in_A[:rank], in_B[:, :rank]]
-            sources += [A, B]
-            scalings += [1.0, scaling]  # before the cast: one rounding, not two
-            if rank < block:
-                targets += [in_A[rank:block], in_B[:, rank:block]]
-                sources += [None, None]
-                scalings += [1.0, 1.0]
-            row, column = row + out, column + block
-    return targets, sources, scalings
 
 
 # --- weights in a buffer and out of it ------------------------------------------------------------

@@ -26,7 +26,8 @@ from .attention import (
     turns,
     why_not_inputs,
 )
-from .borders import LayerBorders, let_save
+from .borders import let_save
+from .layer_borders import LayerBorders
 from .layer_reading import base_layers, names_of_norms, norms_of, parts_and_ranks, read_groups
 from .mlp import activation_of
 from .projection import Projection, bias_of, seed_for, trains_bias
