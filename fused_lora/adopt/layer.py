@@ -60,6 +60,14 @@ class BorderedForward(FusedForward):
             borders = LayerBorders(len(GROUPS), fp8)
         self.borders = borders
 
+    @property
+    def forward(self) -> MethodType:
+        method = super().forward
+        if not self.borders.fp8:
+            return method
+        # torch.compile cannot trace weights in FP8
+        return MethodType(torch.compiler.disable(method.__func__), self)
+
 
 def borders_of(module: nn.Module) -> LayerBorders | None:
     """The borders that a module's forward runs on, if it does on any."""

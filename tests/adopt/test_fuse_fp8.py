@@ -160,6 +160,12 @@ def fused_again(model):
     return model
 
 
+def compiled(model):
+    """Uncompiled all the same: weights in FP8 cannot be traced."""
+    layer_of(model).compile(backend="aot_eager", dynamic=False)
+    return model
+
+
 LIVES = {
     "deep copy": copy.deepcopy,
     "pickled": saved,
@@ -168,6 +174,7 @@ LIVES = {
     "wider adapter": widened,
     "merged, unmerged": merged_and_taken_out,
     "fused once more": fused_again,
+    "compiled": compiled,
 }
 
 
