@@ -15,8 +15,8 @@ Nothing here keeps a buffer alive but the weights in it, and a graph that needs 
 weight that lies elsewhere (moved, cast, assigned, unpickled, copied with its model) is moved into a
 new buffer by the next forward, and the memory of the old one is free once all have left it.
 
-The products are in `bordered.py`, those in FP8 in `fp8.py`. LoRA: Hu et al., arXiv 2106.09685. The bordered form is
-our own.
+The products are in `bordered.py`, those in FP8 in `fp8.py`. LoRA: Hu et al., arXiv 2106.09685. The
+bordered form is our own.
 """
 
 import weakref
