@@ -250,10 +250,10 @@ def _leave_peft(base: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 
 def _give_own_memory(base: Any) -> list[str]:
-    """Move weight and bias out of their buffer; returns the names of those that lay in one."""
+    """Move weight and bias out of their buffer, whatever their names are now (weight_orig, once it
+    is pruned); returns the names of those that lay in one."""
     moved = []
-    for name in ("weight", "bias"):
-        parameter = base._parameters[name]
+    for name, parameter in base.named_parameters():
         if isinstance(parameter, Fp8Weight):
             become_plain(parameter)
             moved.append(name)

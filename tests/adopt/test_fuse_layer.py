@@ -20,10 +20,19 @@ from layer_case import (
 )
 from peft_models import logits
 from reference import relative_error
+from torch.nn.utils import parametrize, prune
 
 from fused_lora import Fusion, decoder_layer, fuse, report, unfuse
 from fused_lora.adopt.layer import borders_of
 from fused_lora.kernels import layer_residual
+
+
+def pruned(linear):
+    prune.l1_unstructured(linear, "weight", 0.3)
+
+
+def parametrised(linear):
+    parametrize.register_parametrization(linear, "weight", torch.nn.Softplus())
 
 
 @pytest.fixture
@@ -106,6 +115,17 @@ def test_unfuse_gives_forwards_and_memory_back(family, calls, device):
         assert parameter.untyped_storage().nbytes() == parameter.nbytes
     got, want = step(fused), step(plain)
     assert all(torch.equal(got[name], want[name]) for name in want) and not calls
+
+
+@pytest.mark.parametrize("change", [pruned, parametrised])
+def test_unfuse_gives_memory_back_to_a_weight_that_has_another_name_by_then(change, device):
+    fused, plain, _ = pair(device)
+    for model in (fused, plain):
+        change(layer_of(model).self_attn.o_proj.base_layer)
+    unfuse(fused)
+    for parameter in fused.parameters():
+        assert parameter.untyped_storage().nbytes() == parameter.nbytes
+    assert assert_same(fused, plain) == {}
 
 
 def test_layers_of_a_model_hand_gradients_over_and_a_part_that_joins_moves_no_weight(device):
