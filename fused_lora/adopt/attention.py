@@ -19,7 +19,7 @@ from ..lora_linear import FrozenQKV, LoRA_QKV
 from ..rope import rope
 from .linear import frozen_linear, read_output, read_projections, run_alone, tensors_of
 from .originals import is_builtin, why_replaced
-from .projection import Projection, frozen_bias, seed_for, split_projection
+from .projection import CAST, Projection, frozen_bias, seed_for, split_projection
 from .rms_norm import why_not_frozen
 from .site import (
     class_forward,
@@ -98,6 +98,18 @@ def turning_attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def turns(attention: nn.Module) -> bool:
     form = known_form(attention, "Attention")
     return form is None or not form.turns or bool(getattr(attention, form.turns))
+
+
+def why_not_turning(attention: Any) -> str | None:
+    """Return the reason if no kernel may turn the q and k of an attention."""
+    if (reason := why_not_class(attention, "Attention")) is not None:
+        return reason
+    return _why_not_dtype(getattr(getattr(attention.o_proj, "weight", None), "dtype", None))
+
+
+def _why_not_dtype(dtype: torch.dtype | None) -> str | None:
+    # no other is refused: what a quantised weight is stored in says nothing
+    return f"its weights are {dtype}: {CAST}" if dtype is torch.float64 else None
 
 
 def output_projections(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -256,7 +268,12 @@ def attend(
         q, k = attention.q_norm(q), attention.k_norm(k)
     q, k, v = (one.transpose(1, 2) for one in (q, k, v))
     if turns(attention):
-        turn = _turned if "rope" in parts else _of_module(attention, "apply_rotary_pos_emb")
+        turn = _of_module(attention, "apply_rotary_pos_emb")
+        if "rope" in parts:
+            if (reason := _why_not_dtype(q.dtype)) is None:
+                turn = _turned
+            else:
+                say_left(attention, reason)
         q, k = turn(q, k, *position_embeddings)
     if past_key_values is not None:
         k, v = past_key_values.update(k, v, attention.layer_idx)

@@ -16,7 +16,7 @@ from fused_mlp.launching import is_capturing
 from ..cross_entropy import labelled_rows, linear_cross_entropy
 from .documents import unpadded
 from .originals import why_replaced
-from .projection import why_call
+from .projection import why_call, why_not_plain
 from .site import class_forward, fused_parts_of, known_form, say_once, why_not_class
 
 
@@ -50,6 +50,8 @@ def read_head(model: Any) -> nn.Linear | str:
     for module in modules:
         if (reason := why_call(module)) is not None:
             return f"lm_head: {reason}"
+    if (reason := why_not_plain(head.weight)) is not None:
+        return f"lm_head: its weight {reason}"
     if model.loss_function is not loss_utils.ForCausalLMLoss:
         return "its loss_function is not transformers' own: do not set model.loss_function"
     reason = why_replaced(loss_utils.__name__, "ForCausalLMLoss", "fixed_cross_entropy")

@@ -10,7 +10,7 @@ from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 
 from fused_mlp.dropout import draw_seed
-from fused_mlp.launching import is_capturing
+from fused_mlp.launching import DTYPES, is_capturing
 
 from ..step.recompute import once
 from .fp8_weight import Fp8Weight
@@ -19,6 +19,7 @@ from .originals import why_patched
 from .site import has_own_forward, why_not_own_forward
 
 UNQUANTISED = "if quantised, load the model in bf16 without quantization_config"
+CAST = "cast the model to bfloat16, float16 or float32"
 
 
 class Projection(NamedTuple):
@@ -186,8 +187,8 @@ def _why_not_base(base: nn.Module) -> str | None:
     if type(base) is not nn.Linear:
         return _not_linear(base)
     weight = _parameter(base, "weight")
-    if type(weight) not in (nn.Parameter, Tensor, Fp8Weight) or not weight.is_floating_point():
-        return f"its base weight {why_not_plain(weight)}"
+    if (reason := why_not_plain(weight)) is not None:
+        return f"its base weight {reason}"
     if weight.requires_grad:
         return "its base weight is trained: freeze it, requires_grad_(False)"
     return None
@@ -205,14 +206,16 @@ def _parameter(module: nn.Module, name: str) -> Any:
     return getattr(module, name) if found is module else found
 
 
-def why_not_plain(weight: Any) -> str:
-    """Describe a weight that is no plain tensor of floating point."""
+def why_not_plain(weight: Any) -> str | None:
+    """Return the reason if a weight is no plain tensor in a dtype that kernels compute in."""
     if type(weight).__name__ == "DTensor":
         return (
             "is sharded (DTensor): a forward, which gathers it, runs fused if fuse came before "
             "fully_shard"
         )
-    return f"is quantised or wrapped ({type(weight).__name__}): {UNQUANTISED}"
+    if type(weight) not in (nn.Parameter, Tensor, Fp8Weight) or not weight.is_floating_point():
+        return f"is quantised or wrapped ({type(weight).__name__}): {UNQUANTISED}"
+    return None if weight.dtype in DTYPES else f"is {weight.dtype}: {CAST}"
 
 
 def why_call(module: nn.Module, own_forward: bool = True) -> str | None:

@@ -23,9 +23,8 @@ def why_not_norm(norm: Any) -> str | None:
         return reason
     if getattr(norm, "weight", None) is None:
         return "it has no weight"
-    if type(norm.weight) is not nn.Parameter:
-        return f"its weight {why_not_plain(norm.weight)}"
-    return None
+    reason = why_not_plain(norm.weight)
+    return None if reason is None else f"its weight {reason}"
 
 
 def active_norm(norm: Any) -> Any:

@@ -1,7 +1,7 @@
 """Every part of a model that can run fused: its sites, by the switch of `Fusion` that it is."""
 
 from . import attention, cross_entropy, layer, linear, mlp, rms_norm
-from .site import Part, Site, having, left_in, reason_in, why_not_class
+from .site import Part, Site, having, left_in, reason_in
 
 SWITCHES = {
     "mlp": Part(
@@ -39,7 +39,7 @@ SWITCHES = {
         (
             Site(
                 attention.turning_attentions,
-                lambda module: why_not_class(module, "Attention"),
+                attention.why_not_turning,
                 attention.self_attention_forward,
             ),
         ),

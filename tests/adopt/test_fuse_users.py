@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from fused_case import SHORT, assert_close, assert_same, batch, functions_of, step
-from layer_case import LAYER, NAMES, layer_of, pair, peft_model
+from layer_case import EVERYTHING, LAYER, NAMES, layer_of, pair, peft_model
 from peft import LoraConfig
 from peft.utils.hotswap import hotswap_adapter_from_state_dict, prepare_model_for_compiled_hotswap
 from peft_models import ATTENTION, MLP, adapt, base_model, logits, set_weights
@@ -183,23 +183,25 @@ def test_a_fused_model_computes_what_plain_peft_does(what, kind, options, device
 
 
 @pytest.mark.parametrize(
-    ("change", "reason", "is_said"),
+    ("change", "fusion", "reason", "are_said"),
     [
-        (prepare_hot_swap, "its scaling is a tensor", 1),
-        (activate_both, "2 adapters are active", 0),  # by the user's own wish
+        (prepare_hot_swap, LAYER, "its scaling is a tensor", 1),
+        (activate_both, LAYER, "2 adapters are active", 0),  # by the user's own wish
+        # of lm_head, a layer, its first projections and o, and as rope, a norm, and gate
+        (torch.nn.Module.double, EVERYTHING, "torch.float64: cast the model", 7),
     ],
-    ids=("prepare_model_for_compiled_hotswap", "several adapters"),
+    ids=("prepare_model_for_compiled_hotswap", "several adapters", "float64"),
 )
-def test_where_it_may_not_run_fused_it_says_so_once(change, reason, is_said, device):
-    fused, plain, _ = pair(device)
-    assert assert_same(fused, plain) == {"DecoderLayer": 2}
+def test_where_it_may_not_run_fused_it_says_so_once(change, fusion, reason, are_said, device):
+    fused, plain, _ = pair(device, fusion)
+    assert assert_same(fused, plain)["DecoderLayer"] == 2
     change(fused), change(plain)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         assert assert_same(fused, plain, most=1e-4) == {}
     assert reason in report(fused).left[NAMES[0]]
     said = [str(one.message) for one in said if "fused" in str(one.message)]
-    assert [reason in one for one in said] == [True] * is_said
+    assert [reason in one for one in said] == [True] * are_said
 
 
 # --- graphs that wait while something else is run -------------------------------------------------
