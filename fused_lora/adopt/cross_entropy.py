@@ -1,11 +1,13 @@
 """The switch `cross_entropy`: the forward that it sets on a causal language model."""
 
 import inspect
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
+from peft.tuners.cpt import CPTEmbedding
 from peft.tuners.lora import LoraLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
@@ -17,7 +19,13 @@ from ..cross_entropy import labelled_rows, linear_cross_entropy
 from .documents import unpadded
 from .originals import why_replaced
 from .projection import why_call, why_not_plain
-from .site import class_forward, fused_parts_of, known_form, say_once, why_not_class
+from .site import class_forward, fused_parts_of, having, known_form, say_once, why_not_class
+
+
+def causal_lms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Models with an lm_head, but within PEFT's CPT, which makes a loss of its own of logits."""
+    if not any(isinstance(module, CPTEmbedding) for module in model.modules()):
+        yield from having("lm_head", "model")(model)
 
 
 def read_head(model: Any) -> nn.Linear | str:

@@ -62,12 +62,12 @@ SWITCHES = {
     "cross_entropy": Part(
         (
             Site(
-                having("lm_head", "model"),
+                cross_entropy.causal_lms,
                 lambda module: reason_in(cross_entropy.read_head(module)),
                 cross_entropy.causal_lm_forward,
             ),
         ),
-        "it has no lm_head",
+        "it has no lm_head, or PEFT makes a loss of its own of the logits (CPT)",
         "losses",
     ),
     # last, for where a layer runs this part and rms_norm, this one's forward is the one that is set

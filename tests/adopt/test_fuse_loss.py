@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from fused_case import assert_right, pair, step
-from peft import LoraConfig, PeftModel
+from fused_case import assert_close, assert_right, pair, step, values_of
+from peft import CPTConfig, LoraConfig, PeftModel, get_peft_model
 from peft_models import ATTENTION, adapt, assert_equal, base_model, ids, peft_model, set_weights
 from reference import random
 from torch import nn
@@ -193,3 +193,17 @@ def test_lora_on_the_head_is_left_to_peft(losses, device):
     assert report(fused).left == {MODEL: reason}
     assert_equal(step(fused), step(plain))
     assert not losses
+
+
+def test_cpt_which_makes_a_loss_of_logits_gets_them(losses, device):
+    config = CPTConfig(
+        task_type="CAUSAL_LM", cpt_token_ids=[3, 4], cpt_mask=[1, 1], cpt_tokens_type_mask=[1, 4],
+        tokenizer_name_or_path="none",
+    )  # fmt: skip
+    plain = get_peft_model(base_model(device), config)
+    fused, plain = copy.deepcopy(plain), copy.deepcopy(plain)  # of which neither has CPT's hooks
+    assert "(CPT)" in fuse(fused).left["cross_entropy"]
+    inputs = {"input_ids": ids(device), "labels": ids(device)}
+    got, want = (values_of(model, model(**inputs).loss) for model in (fused, plain))
+    assert_close(got, want)
+    assert got.functions["LoRA_MLP"] == 2 and not losses
