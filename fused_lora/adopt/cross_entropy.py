@@ -187,6 +187,7 @@ def _may_leave_out(model: Any, head: nn.Linear, options: dict[str, Any]) -> bool
     last = decoder.layers[-1]
     return (
         "layer" in fused_parts_of(last)
+        and [*decoder.layers].count(last) == 1  # else it is an earlier layer, too
         and not _shows_states(model, options)
         and all(why_call(one, own_forward=False) is None for one in (last, decoder, decoder.norm))
         # which would be compiled for every number of tokens

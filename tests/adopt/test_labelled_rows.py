@@ -226,6 +226,15 @@ def test_all_is_computed_where_somebody_else_may_see_it(name, wanted, device):
     assert wanted and not any(wanted)
 
 
+def test_all_is_computed_by_a_last_layer_that_is_an_earlier_one_too(wanted, device):
+    _, plain, _ = pair(device)
+    decoder(plain).layers[0] = decoder(plain).layers[1]
+    fused = copy.deepcopy(plain)
+    fuse(fused, WITH_LOSS)
+    assert_same(fused, plain, LENGTH)
+    assert wanted == [None, None]
+
+
 def drop_out(model, index):
     """A reason for one layer not to run fused."""
     layer_of(model, index).mlp.up_proj.lora_dropout["default"] = nn.AlphaDropout(1e-9)
