@@ -91,7 +91,7 @@ def read_projection(projection: nn.Module, own_forward: bool = True) -> Projecti
     lora_bias = _parameter(B, "bias")
     A, B = _parameter(A, "weight"), _parameter(B, "weight")
     weight, bias = _parameter(base, "weight"), _parameter(base, "bias")
-    return Projection(weight, bias, A, B, scaling, dropped, lora_bias)
+    return Projection(weight, bias, A, B, float(scaling), dropped, lora_bias)  # of NumPy's, say
 
 
 def _dropout_of(dropout: Any) -> float | str:

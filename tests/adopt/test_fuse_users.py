@@ -5,6 +5,7 @@ import copy
 import warnings
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from fused_case import SHORT, assert_close, assert_same, batch, functions_of, step
@@ -79,10 +80,10 @@ def assign(model):
         parameter.data = parameter.data * 1.5
 
 
-def scale(model):
+def scale(model, by=3.0):
     for name, projection in model.named_modules():
         if name.endswith("_proj"):
-            projection.set_scale("default", 3.0)
+            projection.set_scale("default", by)
 
 
 def add_second(model, r):
@@ -147,6 +148,7 @@ DONE = {
     "moving average through .data": average,
     "other .data": assign,
     "set_scale": scale,
+    "set_scale to a number of NumPy's": partial(scale, by=np.float32(3.0)),
     "to another dtype and back": cast,
     "to another dtype, a forward, and back": cast_and_run,
     "an adapter of a larger rank": partial(switch, r=12),
