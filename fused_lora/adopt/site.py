@@ -107,8 +107,11 @@ class FusedForward:
         return MethodType(_with_signature_of(type(self.module).forward), self)
 
     def run(self, *inputs, **options):
+        reason = _why_not_in_transform()
         if KERNELS_WANT_A_GPU and all(map(_is_on_cpu, (*inputs, *options.values()))):
-            say_once(self.module, ON_CPU)
+            reason = ON_CPU
+        if reason is not None:
+            say_once(self.module, reason)
             return class_forward(self.module, *inputs, **options)
         return self.function(self.module, self.parts, *inputs, **options)
 
@@ -213,6 +216,12 @@ def why_not_here(module: nn.Module) -> str | None:
     first = next(module.parameters(), None)
     is_here = first is not None and first.device.type == "cpu"
     return ON_CPU if KERNELS_WANT_A_GPU and is_here else None
+
+
+def _why_not_in_transform() -> str | None:
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return None
+    return "it is within a transform of torch.func, which knows no fused function"
 
 
 def known_form(module: nn.Module, kind: str) -> Any:

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
-from fused_case import ALL, SHORT, assert_close, step
+from fused_case import ALL, SHORT, assert_close, batch, step
 from layer_case import EVERYTHING, LAYER, NAMES, operands_of_calls, pair, peft_model
 from peft_models import MLP_NAMES, MLP_ON, assert_equal, ids, layers, logits
 from projection_case import readapt
@@ -117,6 +117,19 @@ def test_a_step_with_a_cache_warns(device):
         got = step(fused)
     assert not got.functions
     assert_equal(got, step(plain))
+
+
+def test_within_a_transform_of_torch_func_it_runs_as_peft_has_it(device):
+    fused, plain, _ = pair(device, EVERYTHING)
+
+    def gradients(model):
+        adapters = {n: p.detach() for n, p in model.named_parameters() if ".lora_" in n}
+        return torch.func.grad(
+            lambda given: torch.func.functional_call(model, given, (), batch(model)).loss
+        )(adapters)
+
+    (said,) = said_by(lambda: assert_close(gradients(fused), gradients(plain)))
+    assert "within a transform of torch.func" in said
 
 
 # --- transformers' own hooks ----------------------------------------------------------------------
