@@ -33,7 +33,8 @@ LARGEST = tl.constexpr(448.0)  # of e4m3
 SMALLEST = tl.constexpr(1e-30)  # that a row's largest counts as, so that rows of zeros have a scale
 EXPECTED = tl.constexpr(56.0)  # an eighth of LARGEST
 MAX_COLUMNS = 65_536
-BORDER_BLOCK = tl.constexpr(1024)
+# As many rows of a border's column at a time: a program waits for memory once for each block.
+BORDER_BLOCK = tl.constexpr(4096)
 
 
 @triton.jit
@@ -251,7 +252,7 @@ def fp8_borders(
     launch(
         _fp8_borders_kernel, (width,), B, A, scales, codes[:, inputs:], codes_t[:, outputs:],
         factors, factors_t, outputs, inputs, width, B.stride(0), A.stride(0), codes.stride(0),
-        codes_t.stride(0), _rounds(_fp8_borders_kernel), num_warps=4,
+        codes_t.stride(0), _rounds(_fp8_borders_kernel), num_warps=8,
     )  # fmt: skip
 
 
