@@ -94,12 +94,12 @@ class Bordered(NamedTuple):
         return sum(self.out_features)
 
     @property
-    def x_ext(self) -> int:
+    def x_columns(self) -> int:
         """The columns of [x | z]."""
         return self.in_features + len(self.A)
 
     @property
-    def grad_ext(self) -> int:
+    def grad_columns(self) -> int:
         """The columns of [dy | p]."""
         return self.out + len(self.A)
 
@@ -172,7 +172,7 @@ def with_own_biases(name: str, bordered: Bordered, biases: Sequence[Tensor | Non
     any."""
     if all(bias is None for bias in biases):
         return bordered
-    own, row = bordered.A.new_zeros(bordered.grad_ext), 0
+    own, row = bordered.A.new_zeros(bordered.grad_columns), 0
     for i, (bias, out) in enumerate(zip(biases, bordered.out_features, strict=True)):
         if bias is not None:
             if bias.shape != (out,):

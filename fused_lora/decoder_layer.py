@@ -173,7 +173,7 @@ class DecoderLayer(torch.autograd.Function):
         masks_qkv, masks_o, masks_gate_up, masks_down = masks_by_group(masks)
 
         centered = frozen.zero_centered
-        normed = empty_rows(x, len(x), frozen.qkv.x_ext)
+        normed = empty_rows(x, len(x), frozen.qkv.x_columns)
         input_rstd = norm_or_copy(
             x, frozen.input_norm, frozen.input_eps, centered, normed[:, :width]
         )
@@ -217,7 +217,7 @@ class DecoderLayer(torch.autograd.Function):
             sums = output.view(x.shape)
         else:
             output, sums = x.new_zeros(hidden.shape), torch.empty_like(total)
-        post_normed = empty_rows(x, len(total), frozen.gate_up.x_ext)
+        post_normed = empty_rows(x, len(total), frozen.gate_up.x_columns)
         added_to = sums if frozen.mlp_norm is None else None
         post_rstd = norm_or_copy(
             total, frozen.post_norm, frozen.post_eps, centered, post_normed[:, :width], added_to
@@ -312,9 +312,9 @@ class DecoderLayer(torch.autograd.Function):
 
         with without_autocast(hidden):
             # output = total + down(activation(gate) up)
-            grad = frozen.borders.handover.take(grad_output, of_down.grad_ext)
+            grad = frozen.borders.handover.take(grad_output, of_down.grad_columns)
             if grad is None or rows is not None:
-                grad = empty_rows(x, len(total), of_down.grad_ext)
+                grad = empty_rows(x, len(total), of_down.grad_columns)
                 grad[:, :width].copy_(wanted_rows(as_rows(grad_output), rows))
             grad_residual = grad[:, :width]
             grad = gradient_of_added(
@@ -323,7 +323,7 @@ class DecoderLayer(torch.autograd.Function):
             )  # fmt: skip
             sum_biases(grad, of_down, biases_down)
             grad_swiglu = grow_k_backward(grad, of_down, masks_down)
-            grad_gate_up = empty_rows(x, len(total), of_gate_up.grad_ext)
+            grad_gate_up = empty_rows(x, len(total), of_gate_up.grad_columns)
             grad_down_A, grad_gate_B, grad_up_B = swiglu_gradients(
                 grad_swiglu, gate_up, grad[:, width:], post_normed[:, width:], of_gate_up,
                 (kind_down_A, kind_gate_B, kind_up_B), (need_down_A, need_gate_B, need_up_B),
@@ -343,7 +343,7 @@ class DecoderLayer(torch.autograd.Function):
                 post_normed[:, :width], None, None, grad_gate_up[:, of_gate_up.out :],
                 masks_gate_up,
             )  # fmt: skip
-            grad_total = empty_rows(x, len(total), of_o.grad_ext)
+            grad_total = empty_rows(x, len(total), of_o.grad_columns)
             norm_or_copy_backward(
                 grad_normed, grad_residual, total, post_norm, post_rstd, centered,
                 grad_total[:, :width], grads.post_norm,
@@ -368,7 +368,7 @@ class DecoderLayer(torch.autograd.Function):
                 adapter_sums.compute()  # of as many tokens, and not of all as those that follow
                 grad_attended = spread_rows(grad_attended, rows, len(x))
                 grad_residual = spread_rows(grad_residual, rows, len(x))
-            grad_qkv = empty_rows(x, len(x), of_qkv.grad_ext)
+            grad_qkv = empty_rows(x, len(x), of_qkv.grad_columns)
             attention_backward(
                 grad_attended, qkv, cos, sin, mask, attended, attention_saved, ctx.attention,
                 grad_qkv[:, : of_qkv.out],
@@ -386,7 +386,7 @@ class DecoderLayer(torch.autograd.Function):
                 grad_normed = grow_k_backward(grad_qkv, of_qkv, masks_qkv)
                 grad_z = grad_qkv[:, of_qkv.out :]
                 # as the layer before would have it, in whose backward it is most likely to go
-                wide = empty_rows(x, len(x), of_down.grad_ext)
+                wide = empty_rows(x, len(x), of_down.grad_columns)
                 norm_or_copy_backward(
                     grad_normed, grad_residual, x, input_norm, input_rstd, centered,
                     wide[:, :width], grads.input_norm,

@@ -42,8 +42,8 @@ class Fp8Buffer:
         outputs, inputs = codes.shape
         self.scales, self.bias = scales, bias
         self.holds: tuple | None = None
-        self._codes = _zero_codes(codes, outputs, padded_columns(inputs, width))
-        self._codes_t = _zero_codes(codes, inputs, padded_columns(outputs, width))
+        self._codes = _zero_codes(codes.device, outputs, padded_columns(inputs, width))
+        self._codes_t = _zero_codes(codes.device, inputs, padded_columns(outputs, width))
         self.weight = self._codes[:, :inputs]
         self.write(0, codes)
         self.A = torch.zeros(width, inputs, dtype=dtype, device=codes.device)
@@ -101,9 +101,8 @@ def codes_and_scales(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (weight / scales[:, None]).to(E4M3), scales
 
 
-def _zero_codes(like: Tensor, rows: int, columns: int) -> Tensor:
-    # not torch.zeros of e4m3, which the CPU lacks
-    return torch.zeros(rows, columns, dtype=torch.uint8, device=like.device).view(E4M3)
+def _zero_codes(device: torch.device, rows: int, columns: int) -> Tensor:
+    return torch.zeros(rows, columns, dtype=torch.uint8, device=device).view(E4M3)
 
 
 def _product(

@@ -44,17 +44,31 @@ WIDTH_MULTIPLE = 8
 
 
 class _Layout(NamedTuple):
-    """A buffer's, as it was made, and where the weights and biases were put."""
+    """A buffer's: outputs of each part, room for the rank of each, and columns of the border."""
 
-    places: tuple
     outs: tuple[int, ...]
     blocks: tuple[int, ...]
-    width: int  # of the border
+    width: int
+
+    @property
+    def rows(self) -> int:
+        return sum(self.outs) + self.width
+
+    def has_room(self, parts: Sequence[Projection]) -> bool:
+        return all(len(part.A) <= block for part, block in zip(parts, self.blocks, strict=True))
+
+    def bordered(
+        self, buffer: Buffer | Fp8Buffer, reads: Sequence[Projection], parts: Sequence[Projection]
+    ) -> Bordered:
+        scalings = tuple(part.scaling for part in parts)
+        return Bordered(buffer, reads[0].weight.shape[1], self.outs, self.blocks, scalings)
 
 
 class _Made(NamedTuple):
+    """A buffer: where the weights and biases were put, and how it is laid out."""
+
+    places: tuple
     layout: _Layout
-    shape: tuple[int, int]
     stride: int
 
 
@@ -81,13 +95,7 @@ class Border:
         stay the same objects.
         """
         made = self._made
-        fits = (
-            made is not None
-            and made.layout.places == _places_of(reads)
-            and all(
-                part.A.shape[0] <= one for part, one in zip(parts, made.layout.blocks, strict=True)
-            )
-        )
+        fits = made is not None and made.places == _places_of(reads) and made.layout.has_room(parts)
         if not fits:
             made = self._made = _make(reads, parts, ranks)
         assert made is not None
@@ -95,10 +103,7 @@ class Border:
         if buffer is None:
             buffer = _buffer_of(made, reads)
             self._buffer = weakref.ref(buffer)
-        scalings = tuple(part.scaling for part in parts)
-        in_features = reads[0].weight.shape[1]
-        layout = made.layout
-        return Bordered(buffer, in_features, layout.outs, layout.blocks, scalings), not fits
+        return made.layout.bordered(buffer, reads, parts), not fits
 
 
 def _places_of(reads: Sequence[Projection]) -> tuple:
@@ -127,16 +132,14 @@ def _make(reads: Sequence[Projection], parts: Sequence[Projection], ranks: Seque
     first = reads[0].weight
     in_features = first.shape[1]
     layout = _layout_of(first, parts, ranks)
-    rows = sum(layout.outs) + layout.width
-    matrix = empty_rows(first, rows, in_features + layout.width).zero_()
+    matrix = empty_rows(first, layout.rows, in_features + layout.width).zero_()
     row = 0
     for read in reads:
         out = read.weight.shape[0]
         _move(read.weight, matrix[row : row + out, :in_features])
         row += out
-    _move_biases(reads, rows)
-    layout = layout._replace(places=_places_of(reads))
-    return _Made(layout, (len(matrix), matrix.shape[1]), matrix.stride(0))
+    _move_biases(reads, layout)
+    return _Made(_places_of(reads), layout, matrix.stride(0))
 
 
 def _layout_of(weight: Tensor, parts: Sequence[Projection], ranks: Sequence[int]) -> _Layout:
@@ -148,14 +151,15 @@ def _layout_of(weight: Tensor, parts: Sequence[Projection], ranks: Sequence[int]
     outs = tuple(part.weight.shape[0] for part in parts)
     blocks = tuple(max(rank, part.A.shape[0]) for rank, part in zip(ranks, parts, strict=True))
     width = -(-max(sum(blocks), 1) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
-    return _Layout((), outs, blocks, width)
+    return _Layout(outs, blocks, width)
 
 
-def _move_biases(reads: Sequence[Projection], rows: int) -> Tensor | None:
+def _move_biases(reads: Sequence[Projection], layout: _Layout) -> Tensor | None:
     """Put the biases that a buffer holds side by side, each in its projection's rows."""
     if all(_held_bias(read) is None for read in reads):
         return None
-    bias, row = reads[0].A.new_zeros(rows, dtype=reads[0].weight.dtype), 0
+    weight = reads[0].weight
+    bias, row = torch.zeros(layout.rows, dtype=weight.dtype, device=weight.device), 0
     for read in reads:
         out = read.weight.shape[0]
         if (held := _held_bias(read)) is not None:
@@ -171,19 +175,20 @@ def _move(parameter: Tensor, memory: Tensor) -> None:
 def _buffer_of(made: _Made, reads: Sequence[Projection]) -> Buffer:
     """The whole of what the weights are views of."""
     # .data, with a version of its own: a plain function that saved a weight does not mind borders
-    matrix = reads[0].weight.data.as_strided(made.shape, (made.stride, 1), 0)
+    weight, layout = reads[0].weight.data, made.layout
+    inputs = weight.shape[1]
+    matrix = weight.as_strided((layout.rows, inputs + layout.width), (made.stride, 1), 0)
     bias = next((held for held in map(_held_bias, reads) if held is not None), None)
     if bias is not None:
-        bias = bias.data.as_strided(made.shape[:1], (1,), 0)
-    return Buffer(matrix, bias, sum(made.layout.outs), reads[0].weight.shape[1])
+        bias = bias.data.as_strided((layout.rows,), (1,), 0)
+    return Buffer(matrix, bias, sum(layout.outs), inputs)
 
 
-class Fp8Border(Border):
-    """The same in FP8, whose buffer the weights hold (`fp8_weight.py`)."""
+class Fp8Border:
+    """As Border, in FP8, whose buffer the weights hold (`fp8_weight.py`)."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self._layout: _Layout | None = None
+        self._made: tuple[tuple, _Layout] | None = None  # where biases were put
 
     def __reduce__(self):
         return Fp8Border, ()
@@ -191,21 +196,20 @@ class Fp8Border(Border):
     def bordered(
         self, reads: Sequence[Projection], parts: Sequence[Projection], ranks: Sequence[int]
     ) -> tuple[Bordered, bool]:
-        buffer, layout = getattr(reads[0].weight, "buffer", None), self._layout
+        places, layout = self._made or (None, None)
+        buffer = getattr(reads[0].weight, "buffer", None)
         fits = (
             layout is not None
             and all(getattr(read.weight, "buffer", self) is buffer for read in reads)
-            and layout.places == _places_of_biases(reads)
-            and all(part.A.shape[0] <= one for part, one in zip(parts, layout.blocks, strict=True))
+            and places == _places_of_biases(reads)
+            and layout.has_room(parts)
         )
         if not fits:
             layout = _layout_of(reads[0].weight, parts, ranks)
             buffer = _make_fp8(reads, layout)
-            self._layout = layout = layout._replace(places=_places_of_biases(reads))
+            self._made = _places_of_biases(reads), layout
         assert layout is not None and isinstance(buffer, Fp8Buffer)
-        scalings = tuple(part.scaling for part in parts)
-        in_features = reads[0].weight.shape[1]
-        return Bordered(buffer, in_features, layout.outs, layout.blocks, scalings), not fits
+        return layout.bordered(buffer, reads, parts), not fits
 
 
 @torch.inference_mode(False)
@@ -221,7 +225,7 @@ def _make_fp8(reads: Sequence[Projection], layout: _Layout) -> Fp8Buffer:
         codes.append(of_weight[0].view(torch.uint8))
         scales.append(of_weight[1])
         originals.append(original)
-    bias = _move_biases(reads, sum(layout.outs) + layout.width)
+    bias = _move_biases(reads, layout)
     together = torch.cat(codes).view(E4M3), torch.cat(scales)
     buffer = Fp8Buffer(*together, bias, layout.width, reads[0].weight.dtype)
     row = 0

@@ -194,8 +194,8 @@ def fp8_rows(
 
     x and v [rows, width]: bf16, fp16 or fp32, with rows any stride apart; without v there is no
     border. factors [width] and of_columns [columns]: fp32, contiguous. padded: columns of codes,
-    `padded_columns` if not given. The scale of a row with NaN
-    or infinity in it is NaN, as all is that a product makes of such a row.
+    `padded_columns` if not given. The scale of a row with NaN or infinity in it is NaN, as all is
+    that a product makes of such a row.
     Raises ValueError for other shapes or dtypes, and for more than 65,536 columns.
     """
     name = "fp8_rows"

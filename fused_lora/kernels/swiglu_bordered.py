@@ -37,7 +37,7 @@ def add_down(
     inputs, out = down.in_features, down.out
     if total is None:
         return swiglu_forward_product(gate_up, down.A, None, None, mask, activation)
-    hidden = empty_rows(gate_up, gate_up.shape[0], down.x_ext)
+    hidden = empty_rows(gate_up, gate_up.shape[0], down.x_columns)
     z = swiglu_forward_product(
         gate_up, down.A, hidden[:, :inputs], hidden[:, inputs:], mask, activation
     )
