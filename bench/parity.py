@@ -35,8 +35,8 @@ LOSS_FLOOR = 2.0**-11
 # How far a gradient's scale, <gradient, truth> / <truth, truth>, may be from 1 beside vanilla's.
 SCALE_LIMIT = 0.03
 # FP8 is another precision: the budget is plain PEFT's own error with such products (ten times that
-# of bf16). Two ways to round in it put the scale of one of 392 gradients up to 0.10 apart, and each
-# loss up to 0.06% from fp32's (28 layers of Qwen3-0.6B, random weights).
+# of bf16). Two runs that differ in what else they round had the scale of one of 392 gradients 0.08
+# apart, and a loss 0.04% from fp32's (28 layers of Qwen3-0.6B: docs/runs/cpu/fp8_distance.txt).
 SCALE_LIMIT_OF_FP8 = 0.15
 LOSS_FLOOR_OF_FP8 = 2.0**-9
 
