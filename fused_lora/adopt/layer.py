@@ -41,6 +41,7 @@ from .site import (
     say_once,
 )
 
+FP8_DTYPES = (torch.bfloat16,)  # that `_scaled_mm` gives with a scale for each row
 OLDEST_WITH_FP8 = (8, 9)  # compute capability
 
 
@@ -113,7 +114,7 @@ def why_not_fp8(layer: Any) -> str | None:
             return f"a base weight is {list(weight.shape)}: FP8 wants multiples of {SIZES}"
         if not weight.is_cuda:
             continue
-        if weight.dtype != torch.bfloat16:
+        if weight.dtype not in FP8_DTYPES:
             return f"its base weights are {weight.dtype}: for FP8 load the model in bfloat16"
         if torch.cuda.get_device_capability(weight.device) < OLDEST_WITH_FP8:
             name = torch.cuda.get_device_name(weight.device)

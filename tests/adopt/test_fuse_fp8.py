@@ -1,6 +1,7 @@
 """Layers on FP8 weights: exact but for what they quantise; weights to whatever else reads them."""
 
 import copy
+import functools
 import io
 
 import pytest
@@ -17,7 +18,15 @@ from fused_lora.adopt import layer as layer_module
 from fused_lora.adopt.fp8_weight import Fp8Weight
 from fused_lora.adopt.layer import read_layer
 from fused_lora.decoder_layer import DecoderLayer
+from fused_lora.fp8 import Fp8Buffer, codes_and_scales
 from fused_lora.frozen_layer import GROUPS
+
+
+@pytest.fixture(autouse=True)
+def in_fp32_on_a_gpu_too(monkeypatch):
+    """What is held exactly is in fp32, whose products of codes are not `_scaled_mm`'s."""
+    kinds = torch.bfloat16, torch.float32, torch.float64
+    monkeypatch.setattr(layer_module, "FP8_DTYPES", kinds)
 
 
 def base_weights(model):
@@ -25,6 +34,42 @@ def base_weights(model):
 
 
 # --- right but for what it quantises --------------------------------------------------------------
+
+
+def test_products_in_bf16_are_what_the_codes_make_them(device):
+    """On a GPU those of `_scaled_mm`."""
+    count, inputs, outputs, width = 40, 160, 96, 8
+    draw = functools.partial(random, dtype=torch.bfloat16, device=device)
+    weight, bias = draw(outputs, inputs, seed=1) * inputs**-0.5, draw(outputs + width, seed=2)
+    bias[outputs:] = 0
+    codes, scales = codes_and_scales(weight)
+    got = Fp8Buffer(codes, scales, bias, width, torch.bfloat16)
+    want = OracleBuffer(weight, bias, got)
+    for buffer in (got, want):
+        buffer.A.copy_(draw(width, inputs, seed=3) * inputs**-0.5)
+        buffer.sB.copy_(draw(outputs, width, seed=4) * 0.1)
+        buffer.encode()
+    x, dy = draw(count, inputs, seed=5), draw(count, outputs, seed=6)
+    x_ext = torch.cat([x, x @ got.A.t()], 1)
+    grad_ext = torch.cat([dy, dy @ got.sB], 1)
+
+    def products(buffer):
+        total, grad = draw(count, outputs, seed=7), draw(count, inputs, seed=8)
+        buffer.add_product(total, x_ext, 0.5)
+        buffer.add_gradient(grad, dy)
+        y, z = buffer.product_and_z(x, bias, True)
+        with_bias = buffer.product(x_ext, bias[:outputs])
+        return {
+            "product": with_bias, "y": y, "z": z, "sum": total,
+            "gradient": buffer.gradient(grad_ext), "sum of gradients": grad,
+        }  # fmt: skip
+
+    exact = products(want)
+    # bf16's one or two roundings, and Hopper's fast accumulation
+    for name, product in products(got).items():
+        assert relative_error(product, exact[name]) < 2**-8, name
+    want.scales *= 1.02
+    assert relative_error(products(got)["y"], products(want)["y"]) > 2**-7
 
 
 def results(layer, frozen, adapters, device, head_dim=16):
