@@ -105,7 +105,7 @@ from .kernels.qkv_norm_rope import HeadNorms, head_norms_backward, norm_rope_tog
 from .kernels.qkv_rope import rope_forward, split_heads
 from .kernels.residual import add_normed
 from .kernels.rows import as_rows, empty_rows
-from .kernels.swiglu_bordered import add_down, swiglu_gradients
+from .kernels.swiglu_bordered import add_down, through_swiglu
 from .step.recompute import once
 
 
@@ -322,26 +322,20 @@ class DecoderLayer(torch.autograd.Function):
                 grads.mlp_norm,
             )  # fmt: skip
             sum_biases(grad, of_down, biases_down)
-            grad_swiglu = grow_k_backward(grad, of_down, masks_down)
-            grad_gate_up = empty_rows(x, len(total), of_gate_up.grad_columns)
-            grad_down_A, grad_gate_B, grad_up_B = swiglu_gradients(
-                grad_swiglu, gate_up, grad[:, width:], post_normed[:, width:], of_gate_up,
+            grad_normed, p, (grad_down_A, grad_gate_B, grad_up_B) = through_swiglu(
+                grad, gate_up, post_normed[:, width:], of_down, of_gate_up,
                 (kind_down_A, kind_gate_B, kind_up_B), (need_down_A, need_gate_B, need_up_B),
-                grad_gate_up[:, : of_gate_up.out], None if masks_down is None else masks_down[0],
+                biases_gate_up, None if masks_down is None else masks_down[0], masks_gate_up,
                 frozen.activation,
             )  # fmt: skip
-            del grad_swiglu  # at 16,384 tokens a [T, intermediate] is 361 MB: let it go early
             _, grad_down_B = adapter_sums.add(
                 of_down, kinds_down, (False, need_down_B), None, grad[:, :width], z_down, None
             )
 
             # gate and up of the norm of total
-            sum_biases(grad_gate_up, of_gate_up, biases_gate_up)
-            grad_normed = grow_k_backward(grad_gate_up, of_gate_up, masks_gate_up)
             grad_gate_A, _, grad_up_A, _ = adapter_sums.add(
                 of_gate_up, kinds_gate_up, (need_gate_A, False, need_up_A, False),
-                post_normed[:, :width], None, None, grad_gate_up[:, of_gate_up.out :],
-                masks_gate_up,
+                post_normed[:, :width], None, None, p, masks_gate_up,
             )  # fmt: skip
             grad_total = empty_rows(x, len(total), of_o.grad_columns)
             norm_or_copy_backward(

@@ -9,7 +9,9 @@ second W's scales lie in the sum: dy is multiplied by them before it becomes cod
     gradient    [dy s | p]  likewise                      dx = codes [W8' | border]' scales
 
 z and p, the adapters' own products, and the border are in two halves (`kernels/fp8_rows.py`), as
-exact as in bf16. A product is 0.037 off for what x, dy and W lose as codes, in bf16 0.002.
+exact as in bf16. A product is 0.037 off for what x, dy and W lose as codes, in bf16 0.002. What
+SwiGLU gives, and the gradient of what it is given, are codes from the kernel that computes them
+(`kernels/fp8_swiglu.py`), and z and p of those are made of the codes.
 
 On the CPU, which has no such products, and for results in other dtypes than bf16, the codes are
 multiplied in fp32.
@@ -18,14 +20,10 @@ multiplied in fp32.
 import torch
 from torch import Tensor
 
-from .kernels.fp8_rows import (
-    E4M3,
-    LARGEST,
-    SMALLEST,
-    fp8_borders,
-    fp8_rows,
-    padded_columns,
-)
+from .kernels.fp8_borders import fp8_borders
+from .kernels.fp8_products import add_coded_border
+from .kernels.fp8_rows import E4M3, LARGEST, SMALLEST, fp8_rows, padded_columns
+from .kernels.fp8_swiglu import new_codes, swiglu_codes
 
 SIZES = 16  # of a weight have to be multiples of it
 
@@ -49,6 +47,7 @@ class Fp8Buffer:
         self.write(0, codes)
         self.A = torch.zeros(width, inputs, dtype=dtype, device=codes.device)
         self.sB = torch.zeros(outputs, width, dtype=dtype, device=codes.device)
+        self._over_scales = torch.zeros_like(self.sB)
         self._factors, self._factors_t = torch.ones(2, width, device=codes.device)
         self._ones = torch.ones(inputs, device=codes.device)
 
@@ -62,8 +61,9 @@ class Fp8Buffer:
     def encode(self) -> None:
         """Called when A and sB have been filled."""
         fp8_borders(
-            self.sB, self.A, self.scales, self._codes, self._codes_t, self._factors, self._factors_t
-        )
+            self.sB, self.A, self.scales, self._codes, self._codes_t, self._factors,
+            self._factors_t, self._over_scales,
+        )  # fmt: skip
 
     def product(self, x_ext: Tensor, bias: Tensor | None) -> Tensor:
         """[x | z] M[:out]' + bias"""
@@ -82,6 +82,29 @@ class Fp8Buffer:
     def add_product(self, total: Tensor, x_ext: Tensor, multiplier: float) -> None:
         """total += multiplier [x | z] M[:out]'"""
         total.add_(self.product(x_ext, None), alpha=multiplier)
+
+    def add_swiglu(
+        self, total: Tensor | None, gate_up: Tensor, multiplier: float, activation: str
+    ) -> Tensor:
+        """total += multiplier [h | z] M[:out]' of h = silu(gate) up, or nothing without total;
+        returns z."""
+        codes, scales = swiglu_codes(gate_up, self._codes.shape[1], activation)
+        z = add_coded_border(codes, scales, self.A.t(), self._factors)
+        if total is not None:
+            product = _product(codes, scales, self._codes, self.scales, None, z.dtype)
+            total.add_(product, alpha=multiplier)
+        return z
+
+    def room_for_codes(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """New codes and scales for a dy of as many rows as like has, without its border."""
+        return new_codes(like, self._codes_t.shape[1])
+
+    def gradient_of_codes(
+        self, codes: Tensor, scales: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """([dy | p] M[:, :in], p) in dtype, of dy's codes, after which their border is written."""
+        p = add_coded_border(codes, scales, self._over_scales, self._factors_t)
+        return _product(codes, scales, self._codes_t, self._ones, None, dtype), p
 
     def gradient(self, grad_ext: Tensor) -> Tensor:
         """[dy | p] M[:, :in]"""

@@ -5,6 +5,7 @@ that a program of each kernel takes. Not in Triton's interpreter, so in a proces
 """
 
 import json
+import re
 import sys
 
 import torch
@@ -22,9 +23,20 @@ from fused_lora.kernels import (
 )
 from fused_lora.kernels import residual as residual_kernels
 from fused_lora.kernels.dropped_products import dropped_gradient, dropped_products
-from fused_lora.kernels.fp8_rows import fp8_borders, fp8_rows
+from fused_lora.kernels.fp8_borders import fp8_borders
+from fused_lora.kernels.fp8_products import add_coded_border
+from fused_lora.kernels.fp8_rows import fp8_rows
+from fused_lora.kernels.fp8_swiglu import (
+    guess_gradient_scales,
+    repair_gradient_codes,
+    swiglu_codes,
+)
 from fused_lora.kernels.sums_over_tokens import sums_over_tokens
-from fused_lora.kernels.swiglu_products_backward import Product, swiglu_backward_products
+from fused_lora.kernels.swiglu_products_backward import (
+    Coded,
+    Product,
+    swiglu_backward_products,
+)
 from fused_lora.kernels.swiglu_products_forward import swiglu_forward_product
 from fused_mlp.dropout import Mask, drop, keep_bits, kept_share
 from fused_mlp.geglu import geglu_backward, geglu_forward
@@ -144,7 +156,23 @@ def launch_fp8():
     fp8_rows(empty(TOKENS, 2 * COLUMNS), empty(TOKENS, width), *vectors)
     codes, codes_t = (empty(n, n, dtype=torch.float8_e4m3fn) for n in (2 * COLUMNS, 2 * COLUMNS))
     border = empty(2 * COLUMNS, width), empty(width, HIDDEN)
-    fp8_borders(*border, vectors[1], codes, codes_t, vectors[0], vectors[0])
+    fp8_borders(*border, vectors[1], codes, codes_t, vectors[0], vectors[0], border[0])
+    gate_up, hidden = empty(TOKENS, 2 * COLUMNS), empty(TOKENS, COLUMNS)
+    codes, scales = swiglu_codes(gate_up, 2 * COLUMNS, "silu")
+    add_coded_border(codes, scales, border[0], vectors[0])
+    add_coded_border(codes, scales, border[1].t(), vectors[0])
+    passed = empty(TOKENS, dtype=torch.int32)
+    coded = Coded(codes, scales, passed, vectors[1])
+    guess_gradient_scales(hidden, gate_up, coded, "silu")
+    products = [Product(empty(TOKENS, RANK), empty(COLUMNS, RANK)) for _ in range(3)]
+    swiglu_backward_products(hidden, gate_up, *products, None, "silu", coded)
+    repair_gradient_codes(hidden, gate_up, coded, "silu")
+
+
+def casts_back(ttir: str) -> bool:
+    """Whether codes of FP8 that a kernel has just made are cast back."""
+    made = re.findall(r"(%\w+) = tt.fp_to_fp .* -> tensor<\S*xf8E4M3FN", ttir)
+    return any(re.search(rf"= tt.fp_to_fp {name} : tensor<\S*xf8E4M3FN", ttir) for name in made)
 
 
 def shared_bytes(arch: int) -> dict[str, int]:
@@ -156,6 +184,7 @@ def shared_bytes(arch: int) -> dict[str, int]:
         compiled = run(self, *arguments, warmup=True, **options)
         name = f"{self.__module__.split('.')[-1]}.{self.__name__}"
         found[name] = max(compiled.metadata.shared, found.get(name, 0))
+        assert not casts_back(compiled.asm["ttir"]), f"{name}: see fp8_rows.halves"
 
     triton.JITFunction.run = compile_only
     try:

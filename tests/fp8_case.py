@@ -4,9 +4,12 @@ import copy
 
 import layer_case
 import torch
+import torch.nn.functional as F
 
 from fused_lora import Fusion, fuse
+from fused_lora.fp8 import Fp8Buffer
 from fused_lora.kernels.fp8_rows import E4M3
+from fused_lora.kernels.fp8_swiglu import new_codes
 
 FP8 = Fusion(layer=True, fp8=True)
 CONFIG = {
@@ -33,6 +36,15 @@ def quantised(x, border=None, weights=None):
     return codes, (hi @ (of_hi + of_lo).t() + lo @ of_hi.t()) * scales
 
 
+def product_of_border(border, weights, scales):
+    """The same where the codes were there first, whose scales a larger border makes powers of two
+    larger."""
+    passed = border.abs().amax(1, keepdim=True) / (448 * scales)
+    scales = scales * passed.log2().ceil().clamp(min=0).exp2()
+    (hi, lo), (of_hi, of_lo) = halves(border / scales), halves(weights)
+    return (hi @ (of_hi + of_lo).t() + lo @ of_hi.t()) * scales
+
+
 def nearest(x):
     return x.float().to(E4M3).double()
 
@@ -47,12 +59,12 @@ def factor(largest, expected):
     return torch.where((largest > 0) & (expected > 0), found, 1.0)
 
 
-class OracleBuffer:
-    """As Fp8Buffer, of the same weights."""
+class OracleBuffer(Fp8Buffer):
+    """As Fp8Buffer, of the same weights. Codes of SwiGLU's gradient it takes as they are."""
 
     def __init__(self, weight, bias, like):
-        self.scales = weight.double().abs().amax(1) / 448
-        self.codes = nearest(weight.double() / self.scales[:, None])
+        self.scales = weight.float().abs().amax(1) / 448
+        self.codes = nearest(weight.float() / self.scales[:, None])
         self.A, self.sB = torch.zeros_like(like.A), torch.zeros_like(like.sB)
         self.bias, self.holds = bias, None
 
@@ -77,6 +89,29 @@ class OracleBuffer:
 
     def add_product(self, total, x_ext, multiplier):
         total.add_(self.product(x_ext, None), alpha=multiplier)
+
+    def add_swiglu(self, total, gate_up, multiplier, activation):
+        gate, up = gate_up.double().chunk(2, 1)
+        hidden = (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+        rows = quantised(hidden)
+        z = (rows @ self.A.double().t()).to(gate_up.dtype)
+        if total is not None:
+            scales = hidden.abs().amax(1, keepdim=True) / 448
+            border = self.sB.double() / self.scales[:, None] / self.factors
+            adapted = product_of_border(z.double() * self.factors, border, scales)
+            product = ((rows @ self.codes.t() + adapted) * self.scales).to(total.dtype)
+            total.add_(product, alpha=multiplier)
+        return z
+
+    def room_for_codes(self, like):
+        return new_codes(like, len(self.sB))
+
+    def gradient_of_codes(self, codes, scales, dtype):
+        rows, scales = codes.double() * scales.double(), scales.double()
+        p = (rows @ (self.sB.double() / self.scales[:, None])).to(dtype)
+        border = self.A.double().t() / self.factors_t
+        adapted = product_of_border(p.double() * self.factors_t, border, scales)
+        return (rows @ self.codes + adapted).to(dtype), p
 
     def gradient(self, grad_ext):
         dy, p = grad_ext.double().tensor_split([len(self.sB)], 1)

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fused_mlp.dropout import Mask
+from fused_mlp.dropout import Mask, Masks
 
-from ..bordered import Bordered
+from ..bordered import Bordered, grow_k_backward
+from ..fp8 import Fp8Buffer
+from .fp8_swiglu import guess_gradient_scales, repair_gradient_codes
+from .layer_residual import sum_biases
 from .rows import empty_rows
-from .swiglu_products_backward import Product, swiglu_backward_products
+from .swiglu_products_backward import Coded, Product, swiglu_backward_products
 from .swiglu_products_forward import swiglu_forward_product
 
 
@@ -35,37 +38,78 @@ def add_down(
         total += multiplier * bias[:out]  # if there is one: it rounds once more
     """
     inputs, out = down.in_features, down.out
-    if total is None:
-        return swiglu_forward_product(gate_up, down.A, None, None, mask, activation)
-    hidden = empty_rows(gate_up, gate_up.shape[0], down.x_columns)
-    z = swiglu_forward_product(
-        gate_up, down.A, hidden[:, :inputs], hidden[:, inputs:], mask, activation
-    )
-    down.buffer.add_product(total, hidden, multiplier)
-    if down.bias is not None:
+    if mask is None and isinstance(down.buffer, Fp8Buffer):
+        z = down.buffer.add_swiglu(total, gate_up, multiplier, activation)
+    elif total is None:
+        z = swiglu_forward_product(gate_up, down.A, None, None, mask, activation)
+    else:
+        hidden = empty_rows(gate_up, gate_up.shape[0], down.x_columns)
+        z = swiglu_forward_product(
+            gate_up, down.A, hidden[:, :inputs], hidden[:, inputs:], mask, activation
+        )
+        down.buffer.add_product(total, hidden, multiplier)
+    if total is not None and down.bias is not None:
         total.add_(down.bias[:out], alpha=multiplier)
     return z
 
 
-def swiglu_gradients(
-    grad_hidden: Tensor,
+def through_swiglu(
+    grad: Tensor,
     gate_up: Tensor,
-    p: Tensor,
     z: Tensor,
+    down: Bordered,
     layout: Bordered,
     kinds: Sequence[tuple[int, torch.dtype]],
     needed: Sequence[bool],
-    grad_gate_up: Tensor,
+    grad_biases: Sequence[Tensor | None] = (),
     mask: Mask | None = None,
+    masks: Masks | None = None,
     activation: str = "silu",
-) -> list[Tensor | None]:
-    """Write the gradient of gate_up; returns those of down's A, gate's B and up's B, None where not
-    needed.
+) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+    """The gradient of gate and up's input, and p, from grad [T, out + width of down], whose first
+    columns are the gradient of down's output and whose others get its p; and new gradients of
+    down's A, gate's B and up's B, None where not needed, as `swiglu_backward_products` has them.
 
-    As `swiglu_backward_products` has it, for p = dy sB of down and z = x A' of gate and up, whose
-    buffer has this layout. kinds: rank and dtype of those three adapters. mask: of down's input.
-    Their gradients are new and contiguous, as a .grad has to be.
+    z: x A' of gate and up, whose buffer has this layout. kinds: rank and dtype of those adapters.
+    grad_biases: of gate and up, written where one is trained. mask, masks: of down's input, and of
+    gate's and up's. In FP8 the gradient of gate_up exists as codes alone, but with masks or biases.
     """
+    grad_hidden = grow_k_backward(grad, down, None if mask is None else [mask])
+    p = grad[:, down.out :]
+    gradients, (of_hidden, of_gate, of_up) = _of_adapters(
+        gate_up, p, z, layout, kinds, needed, mask
+    )
+    buffer = layout.buffer
+    if (
+        masks is None
+        and isinstance(buffer, Fp8Buffer)
+        and not any(b is not None for b in grad_biases)
+    ):
+        codes, scales = buffer.room_for_codes(gate_up)
+        passed = torch.empty(len(codes), dtype=torch.int32, device=codes.device)
+        coded = Coded(codes, scales, passed, buffer.scales)
+        guess_gradient_scales(grad_hidden, gate_up, coded, activation)
+        swiglu_backward_products(
+            grad_hidden, gate_up, of_hidden, of_gate, of_up, None, activation, coded
+        )
+        repair_gradient_codes(grad_hidden, gate_up, coded, activation)
+        del grad_hidden  # at 16,384 tokens a [T, intermediate] is 361 MB: let it go early
+        return *buffer.gradient_of_codes(codes, scales, gate_up.dtype), gradients
+    grad_gate_up = empty_rows(gate_up, len(gate_up), layout.grad_columns)
+    swiglu_backward_products(
+        grad_hidden, gate_up, of_hidden, of_gate, of_up, grad_gate_up[:, : layout.out], activation
+    )
+    del grad_hidden
+    sum_biases(grad_gate_up, layout, grad_biases)
+    return grow_k_backward(grad_gate_up, layout, masks), grad_gate_up[:, layout.out :], gradients
+
+
+def _of_adapters(
+    gate_up: Tensor, p: Tensor, z: Tensor, layout: Bordered,
+    kinds: Sequence[tuple[int, torch.dtype]], needed: Sequence[bool], mask: Mask | None,
+) -> tuple[list[Tensor | None], list[Product | None]]:  # fmt: skip
+    """The adapters' gradients and the products that write them. They are new and contiguous, as a
+    .grad has to be."""
     intermediate = gate_up.shape[1] // 2
     starts = 0, 0, layout.blocks[0]
     gradients: list[Tensor | None] = []
@@ -83,8 +127,4 @@ def swiglu_gradients(
             products.append(Product(factor, gradient, layout.scalings[i - 1]))
         else:
             products.append(Product(factor, gradient.t(), mask=mask))
-    of_hidden, of_gate, of_up = products
-    swiglu_backward_products(
-        grad_hidden, gate_up, of_hidden, of_gate, of_up, grad_gate_up, activation
-    )
-    return gradients
+    return gradients, products

@@ -35,6 +35,8 @@ from fused_mlp.utils import check_activation
 from .activation import activate
 from .autotune import fastest
 from .dropped_products import check_mask
+from .fp8_rows import rounds
+from .fp8_swiglu import Coded, store_codes
 from .rows import check_alike, check_rows, rows_and_intermediate
 from .tiling import MAX_BLOCK_RANK, Tiling, dots_in_fp32, keep, stages
 
@@ -42,6 +44,9 @@ from .tiling import MAX_BLOCK_RANK, Tiling, dots_in_fp32, keep, stages
 # 0.473 ms there, and 0.476 in 4 warps, 4 ranges and at most 168 registers, which are the 0.514 of
 # another visit above. The three sums [128, 32] are 48 registers a thread.
 BACKWARD_TILING = Tiling(rows=16, columns=128, splits=3, warps=8, stages=3)
+# Codes take registers, 166 a thread in the above: with half the columns 112, so that two programs
+# share a multiprocessor as they do there. Chosen by that; not measured.
+CODED_TILING = BACKWARD_TILING._replace(columns=64)
 # Where it was not measured: more programs, less shared memory, fewer registers in the sums.
 _OTHERS = (
     {"splits": 6},
@@ -62,6 +67,10 @@ def _swiglu_backward_products_kernel(
     grad_hidden_ptr,  # [rows, intermediate]
     gate_up_ptr,  # [rows, 2 intermediate]
     grad_gate_up_ptr,  # [rows, 2 intermediate], written, or None
+    codes_ptr,  # [rows, 2 intermediate and more], the same in FP8, written, or None
+    code_scales_ptr,  # [rows]
+    passed_ptr,  # [rows], 1 is written where a row has more than its scale holds
+    of_columns_ptr,  # [2 intermediate], by which what becomes codes is multiplied
     of_hidden_ptr,  # the factor [rows, rank] of hidden's product, or None; likewise the next two
     of_gate_ptr,
     of_up_ptr,
@@ -70,6 +79,7 @@ def _swiglu_backward_products_kernel(
     grad_hidden_row_stride,
     gate_up_row_stride,
     grad_gate_up_row_stride,
+    codes_row_stride,
     of_hidden_row_stride,
     of_gate_row_stride,
     of_up_row_stride,
@@ -84,9 +94,15 @@ def _swiglu_backward_products_kernel(
     BLOCK_RANK: tl.constexpr,
     IS_GELU: tl.constexpr,
     IN_FP32: tl.constexpr,
+    ROUND: tl.constexpr,
 ):
     column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)[None, :]
     split = tl.program_id(1)
+    if codes_ptr is not None:
+        of_gate_columns = tl.load(of_columns_ptr + column, mask=column < intermediate, other=0.0)
+        of_up_columns = tl.load(
+            of_columns_ptr + intermediate + column, mask=column < intermediate, other=0.0
+        )
     dtype = gate_up_ptr.dtype.element_ty
     sum_hidden = tl.zeros([BLOCK_COLUMNS, BLOCK_RANK], tl.float32)
     sum_gate = tl.zeros([BLOCK_COLUMNS, BLOCK_RANK], tl.float32)
@@ -105,8 +121,18 @@ def _swiglu_backward_products_kernel(
         up = tl.load(gate_tile + intermediate, mask=mask, other=0.0).to(tl.float32)
         activated, slope = activate(gate, IS_GELU, IN_FP32)
         hidden = (activated * up).to(dtype)
-        grad_gate = (grad_hidden * up * slope).to(dtype)
-        grad_up = (grad_hidden * activated).to(dtype)
+        grad_gate = grad_hidden * up * slope
+        grad_up = grad_hidden * activated
+        if codes_ptr is not None:
+            over_scale = 1.0 / tl.load(code_scales_ptr + row, mask=row < end, other=1.0)
+            codes_tile = codes_ptr + row * codes_row_stride + column
+            store_codes(
+                codes_tile, codes_tile + intermediate, passed_ptr + row,
+                grad_gate * of_gate_columns * over_scale, grad_up * of_up_columns * over_scale,
+                mask, BLOCK_ROWS, BLOCK_COLUMNS, ROUND,
+            )  # fmt: skip
+        grad_gate = grad_gate.to(dtype)
+        grad_up = grad_up.to(dtype)
         if grad_gate_up_ptr is not None:
             grad_gate_tile = grad_gate_up_ptr + row * grad_gate_up_row_stride + column
             tl.store(grad_gate_tile, grad_gate, mask=mask)
@@ -219,8 +245,9 @@ def swiglu_backward_products(
     of_hidden: Product | None,
     of_gate: Product | None,
     of_up: Product | None,
-    grad_gate_up: Tensor,
+    grad_gate_up: Tensor | None,
     activation: str = "silu",
+    coded: Coded | None = None,
 ) -> None:
     """`swiglu_backward`, and a product of each of hidden, grad_gate and grad_up, where wanted.
 
@@ -232,7 +259,8 @@ def swiglu_backward_products(
             product.gradient.copy_(product.scaling * x.t() @ product.factor)
 
     The ranks may differ. Only hidden's product may have a mask. With "gelu_tanh" for the activation
-    it is `geglu_backward` of fused_mlp/geglu.py.
+    it is `geglu_backward` of fused_mlp/geglu.py. With coded grad_gate_up's codes are written, too,
+    or in its place.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit, the activation is another, or no
@@ -245,8 +273,9 @@ def swiglu_backward_products(
         ("grad_hidden", grad_hidden, intermediate),
         ("grad_gate_up", grad_gate_up, 2 * intermediate),
     ):
-        check_rows(name, kernel, (rows, columns), **{key: tensor})
-        check_alike(name, key, tensor, gate_up)
+        if tensor is not None:
+            check_rows(name, kernel, (rows, columns), **{key: tensor})
+            check_alike(name, key, tensor, gate_up)
     products = of_hidden, of_gate, of_up
     if of_hidden is not None and of_hidden.mask is not None:
         check_mask(f"{name}: of_hidden: mask", of_hidden.mask, grad_hidden)
@@ -259,7 +288,7 @@ def swiglu_backward_products(
                 product.gradient.zero_()
         return
     with on_device_of(gate_up):
-        _launch(grad_hidden, gate_up, grad_gate_up, products, activation)
+        _launch(grad_hidden, gate_up, grad_gate_up, products, activation, coded)
         most = max(0 if product is None else product.factor.shape[1] for product in products)
         for first in range(MAX_BLOCK_RANK, most, MAX_BLOCK_RANK):
             rest = [
@@ -267,7 +296,7 @@ def swiglu_backward_products(
                 else Product(product.factor[:, first:], product.gradient[:, first:], *product[2:])
                 for product in products
             ]  # fmt: skip
-            _launch(grad_hidden, gate_up, None, rest, activation)
+            _launch(grad_hidden, gate_up, None, rest, activation, None)
 
 
 def _launch(
@@ -276,6 +305,7 @@ def _launch(
     grad_gate_up: Tensor | None,
     products: Sequence[Product | None],
     activation: str,
+    coded: Coded | None,
 ) -> None:
     """Both kernels, for as many ranks as a block holds."""
     rows, intermediate = grad_hidden.shape
@@ -283,8 +313,9 @@ def _launch(
     ranks = [0 if factor is None else min(factor.shape[1], MAX_BLOCK_RANK) for factor in factors]
     block_rank = max(next_power_of_2(max(ranks)), 16)  # tl.dot wants 16 at least
     kernel = _swiglu_backward_products_kernel
-    tensors = grad_hidden, gate_up, grad_gate_up, *factors
-    row_strides = [0 if tensor is None else tensor.stride(0) for tensor in tensors]
+    tensors = grad_hidden, gate_up, grad_gate_up, *(coded or [None] * 4), *factors
+    with_strides = *tensors[:4], *factors
+    row_strides = [0 if tensor is None else tensor.stride(0) for tensor in with_strides]
     gradients = tuple(None if product is None else product.gradient for product in products)
     strides = [(0, 0) if gradient is None else gradient.stride() for gradient in gradients]
     scalings = tuple(0.0 if product is None else product.scale for product in products)
@@ -299,7 +330,7 @@ def _launch(
             *tensors, mask and mask.bits, partials, *row_strides,
             rows, rows_of_a_split, intermediate, *ranks,
             tiling.rows, tiling.columns, block_rank, activation == "gelu_tanh",
-            dots_in_fp32(kernel, gate_up),
+            dots_in_fp32(kernel, gate_up), rounds(kernel),
             num_warps=tiling.warps, num_stages=stages(tiling, elements, gate_up),
         )  # fmt: skip
         _sum_products_kernel[(cdiv(intermediate, _SUM_COLUMNS), 3)](
@@ -307,8 +338,9 @@ def _launch(
             splits, intermediate, _SUM_COLUMNS, block_rank, num_warps=4,
         )  # fmt: skip
 
-    shape = intermediate, *ranks, grad_gate_up is None, mask is None, activation
-    launch(fastest(kernel, gate_up, rows, shape, BACKWARD_TILING, _OTHERS, launch))
+    shape = intermediate, *ranks, grad_gate_up is None, coded is None, mask is None, activation
+    shipped = BACKWARD_TILING if coded is None else CODED_TILING
+    launch(fastest(kernel, gate_up, rows, shape, shipped, _OTHERS, launch))
 
 
 def _check_product(name: str, product: Product, gate_up: Tensor) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 from fused_lora import Fusion, decoder_layer, fuse, unfuse
 from fused_lora.cross_entropy import labelled_rows, linear_cross_entropy
 from fused_lora.decoder_layer import DecoderLayer
-from fused_lora.kernels import layer_residual
+from fused_lora.kernels import layer_residual, swiglu_bordered
 
 WITH_LOSS = Fusion(layer=True, cross_entropy=True)
 FULL = Fusion(checkpoint="full")
@@ -78,7 +78,7 @@ def test_what_is_left_out_is_neither_multiplied_nor_saved(device, monkeypatch):
     made = []
     for module, name in (
         (decoder_layer, "grow_k_forward"), (layer_residual, "extended_product"),
-        (decoder_layer, "grow_k_backward"),
+        (decoder_layer, "grow_k_backward"), (swiglu_bordered, "grow_k_backward"),
     ):  # fmt: skip
         function = getattr(module, name)
         monkeypatch.setattr(

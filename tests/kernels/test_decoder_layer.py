@@ -22,7 +22,7 @@ import fused_lora.decoder_layer as module
 from fused_lora.adopt.layer import read_layer
 from fused_lora.decoder_layer import DecoderLayer
 from fused_lora.frozen_layer import GROUPS, PROJECTIONS, Others
-from fused_lora.kernels import layer_residual
+from fused_lora.kernels import layer_residual, swiglu_bordered
 from fused_lora.kernels.rows import Handover
 
 BF16 = {"dtype": torch.bfloat16, "autocast_adapter_dtype": False}
@@ -214,9 +214,10 @@ def test_no_product_is_made_for_the_gradient_of_an_input_that_wants_none(device,
     _, inputs, grad = operands(device, FEW)
     made = []
     backward = module.grow_k_backward
-    monkeypatch.setattr(
-        module, "grow_k_backward", lambda *of: made.append(of[1].out) or backward(*of)
-    )
+    for one in (module, swiglu_bordered):
+        monkeypatch.setattr(
+            one, "grow_k_backward", lambda *of: made.append(of[1].out) or backward(*of)
+        )
     for needed in (True, False):
         inputs[0].requires_grad_(needed)
         DecoderLayer.apply(*inputs).backward(grad)

@@ -1,0 +1,158 @@
+"""The border of rows that are codes already (`fp8.py`), and the adapters' product that it is of.
+
+For codes of x, or of dy s, as the weight's own product sees them:
+
+    z = x A',  or  p = dy B          and its columns after x's, in two halves (`fp8_rows.py`)
+
+A row's scale is there before z is known. Where z would pass 448, the row's scale becomes so many
+powers of two larger, and its codes as many smaller, which changes no digit of them.
+
+A program of the first kernel owns some rows and a range of what is summed over; the second adds up
+the ranges and writes z and its halves. Codes are read once, a byte an element; the factor A or
+B / s comes from L2 for every tile of rows. Sums are fp32. Deterministic.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fused_mlp.launching import cdiv, launch, next_power_of_2
+
+from .fp8_rows import LARGEST, e4m3, rounds, store_halves
+from .tiling import dots_in_fp32
+
+# A tile of 128 rows reads the factor from L2 rarely enough; two programs for a multiprocessor.
+MAX_BLOCK_ROWS, PROGRAMS = 128, 264
+BLOCK_K, MAX_BLOCK_WIDTH = 64, 64
+BORDER_ROWS = 16
+BORDER_COLUMNS = 512  # that become smaller at once
+
+
+@triton.jit
+def _coded_product_kernel(
+    codes_ptr,  # [rows, columns] e4m3
+    factor_ptr,  # [columns, width]
+    partials_ptr,  # [splits, rows, width] fp32, written
+    rows,
+    columns,
+    columns_of_a_split,
+    width,
+    codes_row_stride,
+    factor_k_stride,
+    factor_column_stride,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    IN_FP32: tl.constexpr,
+):
+    row = (tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS))[:, None]
+    j = (tl.program_id(1) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH))[None, :]
+    split = tl.program_id(2)
+    total = tl.zeros([BLOCK_ROWS, BLOCK_WIDTH], tl.float32)
+    first = split * columns_of_a_split
+    end = tl.minimum(first + columns_of_a_split, columns)
+    for start in range(first, end, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        x_mask = (row < rows) & (k < end)[None, :]
+        x = tl.load(codes_ptr + row * codes_row_stride + k[None, :], mask=x_mask, other=0.0)
+        factor_tile = factor_ptr + k.to(tl.int64)[:, None] * factor_k_stride
+        factor_tile += j.to(tl.int64) * factor_column_stride
+        factor = tl.load(factor_tile, mask=(k < end)[:, None] & (j < width), other=0.0)
+        if IN_FP32:
+            factor = factor.to(tl.float32)
+        total = tl.dot(x.to(factor.dtype), factor, total, input_precision="ieee")
+    tile = partials_ptr + (split.to(tl.int64) * rows + row) * width + j
+    tl.store(tile, total, mask=(row < rows) & (j < width))
+
+
+@triton.jit
+def _coded_border_kernel(
+    codes_ptr,  # [rows, padded], of which the first columns are there
+    scales_ptr,  # [rows], written where they have to be larger
+    partials_ptr,  # [splits, rows, width]
+    factors_ptr,  # [width], what the border is multiplied by
+    z_ptr,  # [rows, width], written
+    rows,
+    columns,
+    width,
+    splits,
+    padded,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDING: tl.constexpr,
+    ROUND: tl.constexpr,
+):
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    j = tl.arange(0, WIDTH)[None, :]
+    codes_ptr += row * padded
+    inside = (row < rows) & (j < width)
+    total = tl.zeros([ROWS, WIDTH], tl.float32)
+    for split in range(splits):
+        total += tl.load(partials_ptr + (row + split * rows) * width + j, mask=inside, other=0.0)
+    scale = tl.load(scales_ptr + row, mask=row < rows, other=1.0)
+    z = (total * scale).to(z_ptr.dtype.element_ty)
+    tl.store(z_ptr + row * width + j, z, mask=inside)
+    v = z.to(tl.float32) * tl.load(factors_ptr + j, mask=j < width, other=0.0)
+    passed = tl.max(tl.abs(v), 1)[:, None] / (LARGEST * scale)
+    larger = tl.exp2(tl.ceil(tl.log2(tl.maximum(passed, 1.0)))).to(tl.float32)
+    if tl.max(tl.max(larger, 1), 0) > 1.0:
+        for start in range(0, columns, COLUMNS):
+            at = start + tl.arange(0, COLUMNS)[None, :]
+            mask = (row < rows) & (at < columns)
+            x = tl.load(codes_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            tl.store(codes_ptr + at, e4m3(x / larger, ROUND), mask=mask)
+    scale *= larger
+    store_halves(codes_ptr + columns + j, v / scale, width, inside, ROUND)
+    after = columns + 3 * width + tl.arange(0, PADDING)[None, :]
+    zero = tl.zeros([ROWS, PADDING], tl.float32).to(tl.float8e4nv)
+    tl.store(codes_ptr + after, zero, mask=(row < rows) & (after < padded))
+    not_finite = tl.sum(v * 0.0, 1)[:, None]
+    tl.store(scales_ptr + row, scale + not_finite, mask=row < rows)
+
+
+def add_coded_border(
+    codes: Tensor, scales: Tensor, factor: Tensor, factors: Tensor
+) -> Tensor:  # fmt: skip
+    """Write the border of codes [rows, padded] in e4m3, of which the first columns are there, and
+    scales [rows, 1]; returns z [rows, width], new, in factor's dtype.
+
+    Equivalent PyTorch, for factor [columns, width] of any strides and factors [width]::
+
+        z = (scales * codes[:, :columns].float() @ factor.float()).to(factor.dtype)
+        v = z.float() * factors
+        larger = (v.abs().amax(1, keepdim=True) / (448 * scales)).log2().ceil().clamp(min=0).exp2()
+        scales.mul_(larger)
+        codes[:, :columns] = (codes[:, :columns].float() / larger).to(torch.float8_e4m3fn)
+        hi = (v / scales).to(torch.float8_e4m3fn)
+        lo = (v / scales - hi.float()).to(torch.float8_e4m3fn)
+        codes[:, columns:] = torch.cat([hi, lo, hi, zeros], 1)
+
+    Not checked: it is given what `fp8.py` has made.
+    """
+    (rows, padded), (columns, width) = codes.shape, factor.shape
+    z = factor.new_empty(rows, width)
+    if rows == 0:
+        return z
+    block_rows = min(max(next_power_of_2(rows), 16), MAX_BLOCK_ROWS)
+    block_width = min(max(next_power_of_2(width), 16), MAX_BLOCK_WIDTH)
+    tiles = cdiv(rows, block_rows), cdiv(width, block_width)
+    splits = max(PROGRAMS // (tiles[0] * tiles[1]), 1)
+    columns_of_a_split = cdiv(cdiv(columns, splits), BLOCK_K) * BLOCK_K
+    splits = cdiv(columns, columns_of_a_split)
+    partials = torch.empty(splits, rows, width, dtype=torch.float32, device=codes.device)
+    launch(
+        _coded_product_kernel, (*tiles, splits),
+        codes, factor, partials, rows, columns, columns_of_a_split, width, padded,
+        *factor.stride(), block_rows, BLOCK_K, block_width,
+        dots_in_fp32(_coded_product_kernel, factor), num_warps=4, num_stages=4,
+    )  # fmt: skip
+    launch(
+        _coded_border_kernel, (cdiv(rows, BORDER_ROWS),),
+        codes, scales, partials, factors, z, rows, columns, width, splits, padded,
+        BORDER_ROWS, BORDER_COLUMNS, next_power_of_2(width),
+        next_power_of_2(max(padded - columns - 3 * width, 1)), rounds(_coded_border_kernel),
+        num_warps=4,
+    )  # fmt: skip
+    return z

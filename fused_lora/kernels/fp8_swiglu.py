@@ -1,0 +1,277 @@
+"""SwiGLU and its backward to codes of FP8 (`fp8_rows.py`), without rows in bf16 in between.
+
+    swiglu_codes              silu(gate) up, by one program a row, which has it in registers
+    guess_gradient_scales     what a row of [dgate | dup] s may be expected not to pass
+    repair_gradient_codes     the codes, anew, of rows that passed it
+
+(or gelu, by tanh, for silu: GeGLU.) The backward's programs own columns and go down the rows
+(`swiglu_products_backward.py`), so that none knows a row's largest. e4m3 are floating-point
+numbers: a scale 64 times too large costs digits of what is below 1/450 of the row's largest and of
+nothing else. So a scale is guessed, 64 times the largest of the row's first columns. An element
+that still passes 448, or is no number, marks its row, and a marked row is made once more by its own
+largest.
+
+Traffic in [rows, intermediate] tensors in bf16: forward 2.5 (gate, up; codes), where h in bf16 is 3
+and its codes 1.5. The backward's codes are 1 where dgate and dup in bf16 are 2, and 3 to make codes
+of them. Arithmetic is fp32, and rounds once to e4m3. Deterministic.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fused_mlp.launching import cdiv, launch, next_power_of_2
+
+from .activation import activate
+from .fp8_rows import E4M3, LARGEST, SMALLEST, e4m3, rounds
+from .rows import rows_and_intermediate
+from .tiling import dots_in_fp32
+
+GUESSED = tl.constexpr(64.0)
+GUESS_ROWS, GUESS_COLUMNS = 16, 128
+REPAIRED_ROWS = 32  # that a program looks at
+REPAIR_BLOCK = 2048
+# 32 elements a thread of 16 warps; what is beyond is read a second time for its codes.
+MAX_BLOCK = 16_384
+
+
+@triton.jit
+def _swiglu_codes_kernel(
+    gate_up_ptr,  # [rows, 2 intermediate]
+    codes_ptr,  # [rows, padded], its first columns are written
+    scales_ptr,  # [rows], written
+    intermediate,
+    padded,
+    gate_up_stride,
+    BLOCK: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
+    IS_GELU: tl.constexpr,
+    IN_FP32: tl.constexpr,
+    ROUND: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    gate_up_ptr += row * gate_up_stride
+    codes_ptr += row * padded
+    lane = tl.arange(0, BLOCK)
+    hidden = _hidden(gate_up_ptr, lane, intermediate, IS_GELU, IN_FP32)
+    most = tl.abs(hidden)
+    nothing = hidden * 0.0  # or NaN, which may get lost of maxima and casts
+    if not IS_WHOLE:
+        for start in range(BLOCK, intermediate, BLOCK):
+            more = _hidden(gate_up_ptr, start + lane, intermediate, IS_GELU, IN_FP32)
+            most = tl.maximum(most, tl.abs(more))
+            nothing += more * 0.0
+    largest = tl.maximum(tl.max(most, 0), SMALLEST)
+    tl.store(codes_ptr + lane, e4m3(hidden * (LARGEST / largest), ROUND), mask=lane < intermediate)
+    if not IS_WHOLE:
+        for start in range(BLOCK, intermediate, BLOCK):
+            at = start + lane
+            more = _hidden(gate_up_ptr, at, intermediate, IS_GELU, IN_FP32)
+            tl.store(
+                codes_ptr + at, e4m3(more * (LARGEST / largest), ROUND), mask=at < intermediate
+            )
+    tl.store(scales_ptr + row, largest / LARGEST + tl.sum(nothing, 0))
+
+
+@triton.jit
+def _hidden(gate_up_ptr, at, intermediate, IS_GELU: tl.constexpr, IN_FP32: tl.constexpr):
+    gate = tl.load(gate_up_ptr + at, mask=at < intermediate, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + intermediate + at, mask=at < intermediate, other=0.0)
+    activated, _ = activate(gate, IS_GELU, IN_FP32)
+    return activated * up.to(tl.float32)
+
+
+@triton.jit
+def _guess_kernel(
+    grad_hidden_ptr,  # [rows, intermediate]
+    gate_up_ptr,  # [rows, 2 intermediate]
+    of_columns_ptr,  # [2 intermediate]
+    scales_ptr,  # [rows], written
+    passed_ptr,  # [rows] int32, written: 0
+    rows,
+    intermediate,
+    grad_hidden_stride,
+    gate_up_stride,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    IS_GELU: tl.constexpr,
+    IN_FP32: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    at = tl.arange(0, COLUMNS)[None, :]
+    mask = (row < rows)[:, None] & (at < intermediate)
+    dgate, dup = _scaled_gradients(
+        grad_hidden_ptr + row[:, None] * grad_hidden_stride,
+        gate_up_ptr + row[:, None] * gate_up_stride,
+        of_columns_ptr, at, mask, intermediate, IS_GELU, IN_FP32,
+    )  # fmt: skip
+    largest = tl.max(tl.maximum(tl.abs(dgate), tl.abs(dup)), 1)
+    scale = tl.maximum(GUESSED * largest, SMALLEST) / LARGEST
+    tl.store(scales_ptr + row, scale, mask=row < rows)
+    tl.store(passed_ptr + row, tl.zeros([ROWS], tl.int32), mask=row < rows)
+
+
+@triton.jit
+def _repair_kernel(
+    grad_hidden_ptr,
+    gate_up_ptr,
+    of_columns_ptr,
+    codes_ptr,  # [rows, padded]
+    scales_ptr,  # [rows]
+    passed_ptr,  # [rows]: the rows of which both are written again
+    rows,
+    intermediate,
+    padded,
+    grad_hidden_stride,
+    gate_up_stride,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_GELU: tl.constexpr,
+    IN_FP32: tl.constexpr,
+    ROUND: tl.constexpr,
+):
+    lane = tl.arange(0, BLOCK)
+    all_rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    passed = tl.load(passed_ptr + all_rows, mask=all_rows < rows, other=0)
+    if tl.max(passed, 0) != 0:
+        for i in range(ROWS):
+            row = tl.program_id(0).to(tl.int64) * ROWS + i
+            if tl.load(passed_ptr + row, mask=row < rows, other=0) != 0:
+                grad_hidden_row = grad_hidden_ptr + row * grad_hidden_stride
+                gate_up_row = gate_up_ptr + row * gate_up_stride
+                most = tl.zeros([BLOCK], tl.float32)
+                nothing = tl.zeros([BLOCK], tl.float32)  # or NaN
+                for start in range(0, intermediate, BLOCK):
+                    dgate, dup = _scaled_gradients(
+                        grad_hidden_row, gate_up_row, of_columns_ptr, start + lane,
+                        start + lane < intermediate, intermediate, IS_GELU, IN_FP32,
+                    )  # fmt: skip
+                    most = tl.maximum(most, tl.maximum(tl.abs(dgate), tl.abs(dup)))
+                    nothing += dgate * 0.0 + dup * 0.0
+                largest = tl.maximum(tl.max(most, 0), SMALLEST)
+                for start in range(0, intermediate, BLOCK):
+                    at = start + lane
+                    dgate, dup = _scaled_gradients(
+                        grad_hidden_row, gate_up_row, of_columns_ptr, at, at < intermediate,
+                        intermediate, IS_GELU, IN_FP32,
+                    )  # fmt: skip
+                    here = codes_ptr + row * padded + at
+                    dgate = e4m3(dgate * (LARGEST / largest), ROUND)
+                    tl.store(here, dgate, mask=at < intermediate)
+                    dup = e4m3(dup * (LARGEST / largest), ROUND)
+                    tl.store(here + intermediate, dup, mask=at < intermediate)
+                tl.store(scales_ptr + row, largest / LARGEST + tl.sum(nothing, 0))
+
+
+@triton.jit
+def store_codes(
+    gate_ptr, up_ptr, passed_ptr, gate, up, mask, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROUND: tl.constexpr,
+):  # fmt: skip
+    """Write both [ROWS, COLUMNS], and 1 into passed [ROWS, 1] where one in a row is more than e4m3
+    holds or no number."""
+    tl.store(gate_ptr, e4m3(gate, ROUND), mask=mask)
+    tl.store(up_ptr, e4m3(up, ROUND), mask=mask)
+    # NaN's order is none, and of a maximum it may get lost
+    passed = (tl.abs(gate) <= LARGEST) & (tl.abs(up) <= LARGEST)
+    passed = tl.where(passed, 0, 1)
+    # of eight columns, which one thread has, at once
+    some = tl.max(tl.reshape(passed, [ROWS, COLUMNS // 8, 8]), 2)
+    tl.store(passed_ptr + tl.zeros([ROWS, COLUMNS // 8], tl.int32), some, mask=some != 0)
+
+
+@triton.jit
+def _scaled_gradients(
+    grad_hidden_ptr, gate_up_ptr, of_columns_ptr, at, mask, intermediate, IS_GELU: tl.constexpr,
+    IN_FP32: tl.constexpr,
+):  # fmt: skip
+    """dgate and dup of these columns, times what is of columns."""
+    grad_hidden = tl.load(grad_hidden_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_up_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + intermediate + at, mask=mask, other=0.0).to(tl.float32)
+    activated, slope = activate(gate, IS_GELU, IN_FP32)
+    of_gate = tl.load(of_columns_ptr + at, mask=at < intermediate, other=0.0)
+    of_up = tl.load(of_columns_ptr + intermediate + at, mask=at < intermediate, other=0.0)
+    return grad_hidden * up * slope * of_gate, grad_hidden * activated * of_up
+
+
+class Coded(NamedTuple):
+    """Room for codes of the gradient of [gate | up] times of_columns, and what is known of them.
+
+    Equivalent PyTorch::
+
+        scaled = grad_gate_up * of_columns / scales
+        codes[:, : 2 * intermediate] = scaled.to(torch.float8_e4m3fn)
+        passed[scaled.abs().amax(1) > 448] = 1  # and of rows with NaN: these codes are wrong
+    """
+
+    codes: Tensor  # [rows, 2 intermediate and more], e4m3
+    scales: Tensor  # [rows, 1] in fp32
+    passed: Tensor  # [rows] in int32
+    of_columns: Tensor  # [2 intermediate] in fp32
+
+
+def swiglu_codes(gate_up: Tensor, padded: int, activation: str) -> tuple[Tensor, Tensor]:
+    """Codes [rows, padded], and scales [rows, 1] in fp32, of silu(gate) * up, of gate_up [rows,
+    2 intermediate]; codes after its columns are left for `add_coded_border`.
+
+    Equivalent PyTorch::
+
+        hidden = F.silu(gate.float()) * up.float()
+        scales = hidden.abs().amax(1, keepdim=True) / 448
+        codes[:, :intermediate] = (hidden / scales).to(torch.float8_e4m3fn)
+
+    The scale of a row with NaN or infinity in it is NaN.
+    Raises ValueError for other shapes or dtypes.
+    """
+    rows, intermediate = rows_and_intermediate("swiglu_codes", _swiglu_codes_kernel, gate_up)
+    codes, scales = new_codes(gate_up, padded)
+    if rows:
+        block = min(next_power_of_2(intermediate), MAX_BLOCK)
+        launch(
+            _swiglu_codes_kernel, (rows,), gate_up, codes, scales, intermediate, padded,
+            gate_up.stride(0), block, block >= intermediate, activation == "gelu_tanh",
+            dots_in_fp32(_swiglu_codes_kernel, gate_up), rounds(_swiglu_codes_kernel),
+            num_warps=min(max(block // 1024, 4), 16),
+        )  # fmt: skip
+    return codes, scales
+
+
+def new_codes(like: Tensor, padded: int) -> tuple[Tensor, Tensor]:
+    """Room for codes [rows, padded] and scales [rows, 1] of as many rows as like has."""
+    codes = torch.empty(len(like), padded, dtype=E4M3, device=like.device)
+    return codes, torch.empty(len(like), 1, dtype=torch.float32, device=like.device)
+
+
+def guess_gradient_scales(
+    grad_hidden: Tensor, gate_up: Tensor, coded: Coded, activation: str
+) -> None:
+    """Write a guess into scales, and zeros into passed, for `swiglu_backward_products`."""
+    rows, intermediate = grad_hidden.shape
+    if rows == 0:
+        return
+    launch(
+        _guess_kernel, (cdiv(rows, GUESS_ROWS),), grad_hidden, gate_up, coded.of_columns,
+        coded.scales, coded.passed, rows, intermediate, grad_hidden.stride(0), gate_up.stride(0),
+        GUESS_ROWS, GUESS_COLUMNS, activation == "gelu_tanh", dots_in_fp32(_guess_kernel, gate_up),
+        num_warps=4,
+    )  # fmt: skip
+
+
+def repair_gradient_codes(
+    grad_hidden: Tensor, gate_up: Tensor, coded: Coded, activation: str
+) -> None:
+    """Write codes and scales of the rows that passed the guess again, by their own largest."""
+    rows, intermediate = grad_hidden.shape
+    if rows == 0:
+        return
+    launch(
+        _repair_kernel, (cdiv(rows, REPAIRED_ROWS),), grad_hidden, gate_up, coded.of_columns,
+        coded.codes, coded.scales, coded.passed, rows, intermediate, coded.codes.stride(0),
+        grad_hidden.stride(0), gate_up.stride(0), REPAIRED_ROWS,
+        min(next_power_of_2(intermediate), REPAIR_BLOCK), activation == "gelu_tanh",
+        dots_in_fp32(_repair_kernel, gate_up), rounds(_repair_kernel), num_warps=4,
+    )  # fmt: skip
