@@ -75,11 +75,11 @@ EVIDENCE = {  # by fused part, and for a library as a whole
     "cross_entropy": Evidence({"LinearCrossEntropyBackward": 1}, ("_cross_entropy_kernel",)),
     "layer": Evidence(
         {"DecoderLayerBackward": 1},
-        ("_add_adapted_kernel", "_qkv_rope_kernel", "_swiglu_forward_product_kernel",
-         "_swiglu_backward_products_kernel", "_rms_norm_forward_kernel",
-         "_rms_norm_backward_kernel"),
+        ("_add_adapted_kernel", "_qkv_rope_kernel", "_swiglu_backward_products_kernel",
+         "_rms_norm_forward_kernel", "_rms_norm_backward_kernel"),
     ),
     "fp8": Evidence({}, ("_fp8_rows_kernel", "_fp8_borders_kernel")),
+    "fp8_lm_head": Evidence({}, ("_logit_codes_kernel",)),
     "checkpoint": Evidence({}),
     "unsloth": Evidence(
         {}, ("_rms_layernorm_forward", "_rope_embedding"), of_lora_mlp=("_fg_kernel",)
@@ -279,8 +279,10 @@ _RECORDS = [
     *_both("fp8_layer", "FP8 layers", Recipe(fused=WHOLE_LAYERS, fp8=True), ""),
     *_both("fp8_layer_graph", "FP8 layers, graph",
            Recipe(fused=WHOLE_LAYERS, graph=True, fp8=True), ""),
+    *_both("fp8_lm_head_graph", "FP8 layers and lm_head, graph",
+           Recipe(fused=(*WHOLE_LAYERS, "fp8_lm_head"), graph=True, fp8=True), ""),
     *_one("fp8_layer_graph_offload", "everything fused, in FP8",
-          replace(OFFLOAD, fused=WHOLE_LAYERS, graph=True, fp8=True), ""),
+          replace(OFFLOAD, fused=(*WHOLE_LAYERS, "fp8_lm_head"), graph=True, fp8=True), ""),
     # the same code once more: how far the two come out apart is the noise (A/A). Last, so that the
     # alternating rounds put all the others between the two
     *_both(AGAIN, "vanilla PEFT, again", Recipe(), "experiment parts peers fastest"),

@@ -38,6 +38,9 @@ from torch import Tensor
 from fused_mlp.launching import cdiv, check_runnable, launch
 from fused_mlp.utils import compute_dtype, scaled_matmul
 
+from .fp8 import SIZES
+from .fp8_head import Fp8Head
+
 # What a chunk's logits may take by default: both bounds are reached by bf16 and 262,144 words.
 CHUNK_TOKENS = 4096
 CHUNK_BYTES = 2**31
@@ -63,6 +66,7 @@ def _cross_entropy_kernel(
     logits_ptr,  # [rows, row_stride], overwritten by their gradient if WRITE_GRADIENT
     labels_ptr,  # [rows]
     losses_ptr,  # [rows], written
+    maxima_ptr,  # [rows], written, or None
     row_stride,
     vocabulary,
     ignore_index,
@@ -102,6 +106,8 @@ def _cross_entropy_kernel(
     ignored = label == ignore_index
     loss = tl.where(ignored, 0.0, tl.log(exp_sum) + (maximum - label_logit))
     tl.store(losses_ptr + row, loss)
+    if maxima_ptr is not None:
+        tl.store(maxima_ptr + row, maximum)
 
     if WRITE_GRADIENT:
         inverse = 1.0 / exp_sum
@@ -116,11 +122,12 @@ def _cross_entropy_kernel(
 
 
 def cross_entropy_(
-    logits: Tensor, labels: Tensor, ignore_index: int, write_gradient: bool
-) -> Tensor:
+    logits: Tensor, labels: Tensor, ignore_index: int, write_gradient: bool,
+    maxima: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """``F.cross_entropy(logits.float(), labels, ignore_index=ignore_index, reduction="none")``, but
     NaN for a label outside the vocabulary; if `write_gradient`, the gradient of the losses' sum
-    overwrites `logits`, and what lies between its rows.
+    overwrites `logits`, and what lies between its rows; each row's largest goes to maxima.
 
     logits [rows, vocabulary], bf16, fp16 or fp32, rows in one piece each; labels [rows],
     contiguous. Returns [rows] in fp32.
@@ -130,7 +137,7 @@ def cross_entropy_(
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     launch(
         _cross_entropy_kernel, (rows,),
-        logits, labels, losses, row_stride, vocabulary, ignore_index,
+        logits, labels, losses, maxima, row_stride, vocabulary, ignore_index,
         write_gradient, BLOCK_COLUMNS, VECTOR, num_warps=_NUM_WARPS,
     )  # fmt: skip
     return losses
@@ -146,6 +153,7 @@ class Targets(NamedTuple):
     rows: Tensor | None  # [n], as `labelled_rows` gives them; None: all
     max_labelled: int | None
     with_gradient: bool  # grad mode of the caller; needs_input_grad is True under no_grad too
+    fp8: bool
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -176,11 +184,16 @@ class LinearCrossEntropy(torch.autograd.Function):
         grad_rows = weight.new_empty(count, rows.shape[1]) if need_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias else None
+        head = Fp8Head(weight) if targets.fp8 else None
         row_stride = cdiv(len(weight), ROW_ALIGNMENT) * ROW_ALIGNMENT
-        buffer = weight.new_empty(min(count, chunk), row_stride)[:, : len(weight)]
+        of_chunk = 0 if head else min(count, chunk)
+        buffer = weight.new_empty(of_chunk, row_stride)[:, : len(weight)]
         for start in range(0, count, chunk):
             part = slice(start, start + chunk)
             x = (rows[part] if which is None else rows.index_select(0, which[part])).to(dtype)
+            if head is not None:
+                loss += _loss_in_fp8(head, x, bias, labels[part], targets, grad_rows, part)
+                continue
             logits = buffer[: len(x)]
             if bias is None:
                 torch.mm(x, weight.t(), out=logits)
@@ -223,6 +236,19 @@ class LinearCrossEntropy(torch.autograd.Function):
         return grad_hidden, grad_weight, grad_bias, None
 
 
+def _loss_in_fp8(
+    head: Fp8Head, x: Tensor, bias: Tensor | None, labels: Tensor, targets: Targets,
+    grad_rows: Tensor | None, part: slice,
+) -> Tensor:  # fmt: skip
+    """Return the sum of a chunk's losses; its gradient is written into this part of grad_rows."""
+    logits = head.logits(x, bias)
+    maxima = torch.empty(len(x), dtype=torch.float32, device=x.device)
+    losses = cross_entropy_(logits, labels, targets.ignore_index, False, maxima)
+    if grad_rows is not None:
+        grad_rows[part] = head.gradient(logits, labels, losses, maxima, targets.ignore_index)
+    return losses.sum()
+
+
 def labelled_rows(
     labels: Tensor, ignore_index: int = -100, max_labelled: int | None = None
 ) -> Tensor:
@@ -251,6 +277,7 @@ def linear_cross_entropy(
     drop_ignored: bool = True,
     max_labelled: int | None = None,
     rows: Tensor | None = None,
+    fp8: bool = False,
 ) -> Tensor:
     """Cross entropy of a linear layer's output, without ever holding [tokens, vocabulary].
 
@@ -273,6 +300,8 @@ def linear_cross_entropy(
         num_items_in_batch: what the sum is divided by, counted over all micro-batches of a step.
         chunk_tokens: tokens whose logits exist at a time. By default CHUNK_TOKENS, or fewer to stay
             within CHUNK_BYTES.
+        fp8: multiply in FP8 (`fp8_head.py`), with a frozen weight and bias, both sizes of weight
+            multiples of 16: another precision. On a GPU in bf16, and not by default.
         drop_ignored: leave ignored tokens out of the products; the host waits once, to learn how
             many are left. False computes them in vain and never waits (capture of a CUDA graph).
 
@@ -302,7 +331,8 @@ def linear_cross_entropy(
             raise ValueError(f"linear_cross_entropy wants {key} above 0, got {count}")
     if chunk_tokens is None:
         row_bytes = len(weight) * compute_dtype(hidden).itemsize
-        chunk_tokens = max(1, min(CHUNK_TOKENS, CHUNK_BYTES // row_bytes))
+        # in FP8 half as many, for there are codes of the weight and of the gradient beside logits
+        chunk_tokens = max(1, min(CHUNK_TOKENS, CHUNK_BYTES // row_bytes) // (2 if fp8 else 1))
     if isinstance(num_items, Tensor) and num_items.device == hidden.device:
         num_items = num_items.float().reshape(())
     elif num_items is not None:
@@ -311,8 +341,17 @@ def linear_cross_entropy(
     if rows is None and (drop_ignored or max_labelled is not None):
         rows = labelled_rows(labels, ignore_index, max_labelled)
     with_gradient = torch.is_grad_enabled()
+    if (
+        fp8
+        and with_gradient
+        and any(one is not None and one.requires_grad for one in (weight, bias))
+    ):
+        raise ValueError("linear_cross_entropy: fp8 wants a weight and a bias that are frozen")
+    if fp8 and any(size % SIZES for size in weight.shape):
+        given = list(weight.shape)
+        raise ValueError(f"linear_cross_entropy: fp8 wants multiples of {SIZES}, weight is {given}")
     targets = Targets(
-        labels, num_items, ignore_index, chunk_tokens, rows, max_labelled, with_gradient
+        labels, num_items, ignore_index, chunk_tokens, rows, max_labelled, with_gradient, fp8
     )
     return LinearCrossEntropy.apply(hidden, weight, bias, targets)
 

@@ -69,14 +69,14 @@ class Fp8Buffer:
         """[x | z] M[:out]' + bias"""
         inputs = self.A.shape[1]
         rows = fp8_rows(x_ext[:, :inputs], x_ext[:, inputs:], self._factors)
-        return _product(*rows, self._codes, self.scales, bias, x_ext.dtype)
+        return product_of_codes(*rows, self._codes, self.scales, bias, x_ext.dtype)
 
     def product_and_z(self, x: Tensor, bias: Tensor | None, with_z: bool) -> tuple[Tensor, Tensor]:
         """(x W' + bias, x A'), or room for the second."""
         outputs = len(self.weight)
         rows = fp8_rows(x, padded=self._codes.shape[1])  # zeros for the border
         bias = None if bias is None else bias[:outputs]
-        y = _product(*rows, self._codes, self.scales, bias, x.dtype)
+        y = product_of_codes(*rows, self._codes, self.scales, bias, x.dtype)
         return y, x @ self.A.t() if with_z else x.new_empty(len(x), len(self.A))
 
     def add_product(self, total: Tensor, x_ext: Tensor, multiplier: float) -> None:
@@ -91,7 +91,7 @@ class Fp8Buffer:
         codes, scales = swiglu_codes(gate_up, self._codes.shape[1], activation)
         z = add_coded_border(codes, scales, self.A.t(), self._factors)
         if total is not None:
-            product = _product(codes, scales, self._codes, self.scales, None, z.dtype)
+            product = product_of_codes(codes, scales, self._codes, self.scales, None, z.dtype)
             total.add_(product, alpha=multiplier)
         return z
 
@@ -104,18 +104,18 @@ class Fp8Buffer:
     ) -> tuple[Tensor, Tensor]:
         """([dy | p] M[:, :in], p) in dtype, of dy's codes, after which their border is written."""
         p = add_coded_border(codes, scales, self._over_scales, self._factors_t)
-        return _product(codes, scales, self._codes_t, self._ones, None, dtype), p
+        return product_of_codes(codes, scales, self._codes_t, self._ones, None, dtype), p
 
     def gradient(self, grad_ext: Tensor) -> Tensor:
         """[dy | p] M[:, :in]"""
         outputs = len(self.sB)
         rows = fp8_rows(grad_ext[:, :outputs], grad_ext[:, outputs:], self._factors_t, self.scales)
-        return _product(*rows, self._codes_t, self._ones, None, grad_ext.dtype)
+        return product_of_codes(*rows, self._codes_t, self._ones, None, grad_ext.dtype)
 
     def add_gradient(self, grad: Tensor, dy: Tensor) -> None:
         """grad += dy W"""
         rows = fp8_rows(dy, of_columns=self.scales, padded=self._codes_t.shape[1])
-        grad.add_(_product(*rows, self._codes_t, self._ones, None, dy.dtype))
+        grad.add_(product_of_codes(*rows, self._codes_t, self._ones, None, dy.dtype))
 
 
 def codes_and_scales(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,7 +129,7 @@ def _zero_codes(device: torch.device, rows: int, columns: int) -> Tensor:
     return torch.zeros(rows, columns, dtype=torch.uint8, device=device).view(E4M3)
 
 
-def _product(
+def product_of_codes(
     codes: Tensor, scales: Tensor, weight: Tensor, of_rows: Tensor, bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip

@@ -55,6 +55,7 @@ class Fusion:
     fp8: whole layers with their base weights, and what these multiply, in FP8 (`fp8.py`): less
         exact, another precision than the model's. Adapters stay as exact as they are. The original
         weights lie on the host until `unfuse`; what is merged or loaded changes them.
+    fp8_lm_head: the fused loss with the products of its lm_head in FP8 (`fp8_head.py`).
     checkpoint: "full", "offload", "selective" or no ("none") gradient checkpointing of the layers
         (see `checkpoint.py`) in the place of the model's own; "" leaves that as it is. Where the
         model's is switched on or off later, as a trainer does, that policy is, not the options.
@@ -68,6 +69,7 @@ class Fusion:
     cross_entropy: bool = False
     layer: bool = False
     fp8: bool = False
+    fp8_lm_head: bool = False
     checkpoint: str = ""
     checkpoint_gib: float | None = None
     bordered: InitVar[bool] = False  # what there was once
@@ -77,6 +79,10 @@ class Fusion:
             raise ValueError("Fusion: bordered=True is no longer there: ask for layer=True instead")
         if self.fp8 and not self.layer:
             raise ValueError("Fusion: fp8=True is of whole layers: ask for layer=True, too")
+        if self.fp8_lm_head and not self.cross_entropy:
+            raise ValueError(
+                "Fusion: fp8_lm_head=True is of the fused loss: ask for cross_entropy=True, too"
+            )
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from fused_lora.kernels import (
 from fused_lora.kernels import residual as residual_kernels
 from fused_lora.kernels.dropped_products import dropped_gradient, dropped_products
 from fused_lora.kernels.fp8_borders import fp8_borders
+from fused_lora.kernels.fp8_logits import logit_codes, transposed
 from fused_lora.kernels.fp8_products import add_coded_border
 from fused_lora.kernels.fp8_rows import fp8_rows
 from fused_lora.kernels.fp8_swiglu import (
@@ -162,6 +163,11 @@ def launch_fp8():
     add_coded_border(codes, scales, border[0], vectors[0])
     add_coded_border(codes, scales, border[1].t(), vectors[0])
     passed = empty(TOKENS, dtype=torch.int32)
+    head = empty(1024, HIDDEN, dtype=torch.float8_e4m3fn)
+    transposed(head)
+    of_rows = [empty(TOKENS, dtype=f32) for _ in range(2)]
+    labels = empty(TOKENS, dtype=torch.int64)
+    logit_codes(empty(TOKENS, VOCABULARY), labels, *of_rows, empty(VOCABULARY, dtype=f32), -100)
     coded = Coded(codes, scales, passed, vectors[1])
     guess_gradient_scales(hidden, gate_up, coded, "silu")
     products = [Product(empty(TOKENS, RANK), empty(COLUMNS, RANK)) for _ in range(3)]

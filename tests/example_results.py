@@ -39,6 +39,7 @@ PEERS = {  # share of vanilla's step; of its memory at 512 tokens
     "fused_layer": (0.505, 0.27), "fused_layer_graph": (0.5, 0.27),
     "fused_layer_graph_offload": (0.51, 0.25), "fused_layer_graph_selective_10_gib": (0.46, 0.5),
     "fp8_layer": (0.42, 0.27), "fp8_layer_graph": (0.4, 0.27),
+    "fp8_lm_head_graph": (0.39, 0.27),
     "fp8_layer_graph_offload": (0.41, 0.25),
     "vanilla_peft_bf16_adapters": (0.93, 0.92), "vanilla_peft_again": (1.001, 1.0),
     "vanilla_peft": (1, 1),

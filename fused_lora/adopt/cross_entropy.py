@@ -17,6 +17,7 @@ from fused_mlp.launching import is_capturing
 
 from ..cross_entropy import labelled_rows, linear_cross_entropy
 from .documents import unpadded
+from .fp8_weight import why_not_in_fp8
 from .originals import why_replaced
 from .projection import why_call, why_not_plain
 from .site import class_forward, fused_parts_of, having, known_form, say_once, why_not_class
@@ -65,6 +66,16 @@ def read_head(model: Any) -> nn.Linear | str:
     reason = why_replaced(loss_utils.__name__, "ForCausalLMLoss", "fixed_cross_entropy")
     reason = reason or why_replaced(F.__name__, "cross_entropy")
     return head if reason is None else reason
+
+
+def why_not_fp8_head(model: Any) -> str | None:
+    """Return the reason if the loss may not multiply its lm_head in FP8."""
+    head = read_head(model)
+    if isinstance(head, str):
+        return head
+    if any(parameter.requires_grad for parameter in head.parameters()):
+        return "its lm_head is trained, which is done in its own precision: leave fp8_lm_head out"
+    return why_not_in_fp8(head.weight)
 
 
 # What PEFT and the Trainer pass on in a training step, besides inputs.
@@ -151,6 +162,10 @@ def causal_lm_forward(
     hidden = outputs.last_hidden_state
     if form.divided_by:  # the logits are, and so may this be
         hidden = hidden / getattr(model.config, form.divided_by)
+    in_fp8 = "fp8_lm_head" in parts
+    if in_fp8 and (reason := why_not_fp8_head(model)) is not None:
+        say_once(model, reason)
+        in_fp8 = False
     loss = linear_cross_entropy(
         hidden,
         head.weight,
@@ -160,6 +175,7 @@ def causal_lm_forward(
         drop_ignored=drop_ignored,
         max_labelled=max_labelled_tokens,
         rows=rows,
+        fp8=in_fp8,
     )
     of_decoder = {one.name: getattr(outputs, one.name, None) for one in fields(output_class)}
     return output_class(**of_decoder | {"loss": loss, "logits": None})

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from torch.utils import swap_tensors
 from torch.utils._pytree import tree_map_only
 
-from ..fp8 import Fp8Buffer, codes_and_scales
+from ..fp8 import SIZES, Fp8Buffer, codes_and_scales
 
 aten = torch.ops.aten
+FP8_DTYPES = (torch.bfloat16,)  # that `_scaled_mm` gives with a scale for each row
+OLDEST_WITH_FP8 = (8, 9)  # compute capability
 # What gives the same weight, and what gives some of its rows.
 SAME = {aten.detach.default, aten.alias.default}
 MOVES = {aten._to_copy.default, aten.clone.default}
@@ -101,6 +103,20 @@ class Fp8Weight(torch.Tensor):
 
 def _plain(tree: Any) -> Any:
     return tree_map_only(Fp8Weight, Fp8Weight.dequantised, tree)
+
+
+def why_not_in_fp8(weight: Tensor) -> str | None:
+    """Return the reason if products with this weight may not be in FP8."""
+    if any(size % SIZES for size in weight.shape):
+        return f"a base weight is {list(weight.shape)}: FP8 wants multiples of {SIZES}"
+    if not weight.is_cuda:
+        return None
+    if weight.dtype not in FP8_DTYPES:
+        return f"its base weights are {weight.dtype}: for FP8 load the model in bfloat16"
+    if torch.cuda.get_device_capability(weight.device) < OLDEST_WITH_FP8:
+        name = torch.cuda.get_device_name(weight.device)
+        return f"{name} has no products in FP8 (sm_89 and newer have): leave fp8 out"
+    return None
 
 
 def become_fp8(parameter: Tensor, buffer: Fp8Buffer, row: int, original: Tensor) -> None:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from fused_mlp.utils import compute_dtype
 
 from ..decoder_layer import DecoderLayer
-from ..fp8 import SIZES
 from ..frozen_layer import GROUPS, FrozenLayer, Others
 from ..kernels.residual import _add_adapted_kernel
 from ..kernels.rows import Handover
@@ -27,6 +26,7 @@ from .attention import (
     why_not_inputs,
 )
 from .borders import let_save
+from .fp8_weight import why_not_in_fp8
 from .layer_borders import LayerBorders
 from .layer_reading import base_layers, names_of_norms, norms_of, parts_and_ranks, read_groups
 from .mlp import activation_of
@@ -40,9 +40,6 @@ from .site import (
     reason_in,
     say_once,
 )
-
-FP8_DTYPES = (torch.bfloat16,)  # that `_scaled_mm` gives with a scale for each row
-OLDEST_WITH_FP8 = (8, 9)  # compute capability
 
 
 class BorderedForward(FusedForward):
@@ -109,17 +106,8 @@ def why_not_layer(layer: Any) -> str | None:
 
 def why_not_fp8(layer: Any) -> str | None:
     """Return the reason if a layer's products may not be in FP8."""
-    for weight in (base.weight for base in base_layers(layer)):
-        if any(size % SIZES for size in weight.shape):
-            return f"a base weight is {list(weight.shape)}: FP8 wants multiples of {SIZES}"
-        if not weight.is_cuda:
-            continue
-        if weight.dtype not in FP8_DTYPES:
-            return f"its base weights are {weight.dtype}: for FP8 load the model in bfloat16"
-        if torch.cuda.get_device_capability(weight.device) < OLDEST_WITH_FP8:
-            name = torch.cuda.get_device_name(weight.device)
-            return f"{name} has no products in FP8 (sm_89 and newer have): leave fp8 out"
-    return None
+    weights = (base.weight for base in base_layers(layer))
+    return next(filter(None, map(why_not_in_fp8, weights)), None)
 
 
 def read_layer(layer: Any) -> tuple | str:

@@ -70,6 +70,17 @@ SWITCHES = {
         "it has no lm_head, or PEFT makes a loss of its own of the logits (CPT)",
         "losses",
     ),
+    "fp8_lm_head": Part(
+        (
+            Site(
+                cross_entropy.causal_lms,
+                cross_entropy.why_not_fp8_head,
+                cross_entropy.causal_lm_forward,
+            ),
+        ),
+        "it has no lm_head, or PEFT makes a loss of its own of the logits (CPT)",
+        "losses",
+    ),
     # last, for where a layer runs this part and rms_norm, this one's forward is the one that is set
     "layer": Part(
         (

@@ -1,6 +1,7 @@
 """Layers on FP8 weights: exact but for what they quantise; weights to whatever else reads them."""
 
 import copy
+import dataclasses
 import functools
 import io
 
@@ -14,6 +15,8 @@ from peft_models import assert_equal, logits
 from reference import random, relative_error
 
 from fused_lora import Fusion, fuse, report, unfuse
+from fused_lora import cross_entropy as loss_module
+from fused_lora.adopt import fp8_weight
 from fused_lora.adopt import layer as layer_module
 from fused_lora.adopt.fp8_weight import Fp8Weight
 from fused_lora.adopt.layer import read_layer
@@ -26,7 +29,7 @@ from fused_lora.frozen_layer import GROUPS
 def in_fp32_on_a_gpu_too(monkeypatch):
     """What is held exactly is in fp32, whose products of codes are not `_scaled_mm`'s."""
     kinds = torch.bfloat16, torch.float32, torch.float64
-    monkeypatch.setattr(layer_module, "FP8_DTYPES", kinds)
+    monkeypatch.setattr(fp8_weight, "FP8_DTYPES", kinds)
 
 
 def base_weights(model):
@@ -279,6 +282,72 @@ def test_layers_that_run_whole_already_go_on_in_fp8(device):
     fuse(model, Fusion(layer=True))
     assert str(fuse(model, FP8)) == "layer: 1 of 1 layers in FP8 fused"
     assert len(base_weights(model)) == 7
+
+
+# --- lm_head --------------------------------------------------------------------------------------
+
+LOSS = Fusion(cross_entropy=True, fp8_lm_head=True)
+VOCABULARY = CONFIG | {"vocab_size": 256}
+
+
+@pytest.fixture
+def heads(monkeypatch):
+    """Those that were made codes of, in order."""
+    made = []
+
+    class Spy(loss_module.Fp8Head):
+        def __init__(self, weight):
+            made.append(weight)
+            super().__init__(weight)
+
+    monkeypatch.setattr(loss_module, "Fp8Head", Spy)
+    return made
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_loss_in_fp8_is_near_its_own_and_follows_the_weight(tied, heads, device):
+    plain = peft_model(device, config=VOCABULARY | {"tie_word_embeddings": tied})
+    fused = copy.deepcopy(plain)
+    done = fuse(fused, LOSS)
+    assert done.counts == {"cross_entropy": "1 of 1 losses", "fp8_lm_head": "1 of 1 losses"}
+    for change in (1.0, -3.0):
+        for model in (fused, plain):
+            model.get_output_embeddings().weight.data.mul_(change)
+        got, want = (step(model, length=SHORT) for model in (fused, plain))
+        assert 0 < relative_error(got["loss"], want["loss"]) < 0.02
+        assert all(relative_error(got[name], want[name]) < 0.1 for name in want)
+    assert len(heads) == 2 and heads[0] is fused.get_output_embeddings().weight
+    torch.testing.assert_close(logits(fused), logits(plain))  # in evaluation nothing is fused
+    unfuse(fused)
+    assert_equal(dict(step(fused, length=SHORT)), dict(want))
+    assert len(heads) == 2
+
+
+def test_layers_and_loss_in_fp8(heads, device):
+    fused, plain, done = pair(
+        device, dataclasses.replace(FP8, cross_entropy=True, fp8_lm_head=True)
+    )
+    assert "layer: 1 of 1 layers in FP8 fused" in str(done) and "fp8_lm_head" in done.fused
+    got, want = (step(model, length=SHORT) for model in (fused, plain))
+    assert all(relative_error(got[name], want[name]) < 0.3 for name in want) and len(heads) == 1
+
+
+def test_a_head_that_is_trained_or_of_another_size_is_refused_or_told(heads, device):
+    model = peft_model(device, config=VOCABULARY, modules_to_save=["lm_head"])
+    with pytest.raises(ValueError, match=r"its lm_head is trained, .* leave fp8_lm_head out"):
+        fuse(model, LOSS)
+    with pytest.raises(
+        ValueError, match=r"a base weight is \[250, 32\]: FP8 wants multiples of 16"
+    ):
+        fuse(peft_model(device, config=CONFIG | {"vocab_size": 250}), LOSS)
+    later = peft_model(device, config=VOCABULARY)
+    fuse(later, LOSS)
+    later.get_output_embeddings().weight.requires_grad_()
+    with pytest.warns(UserWarning, match="its lm_head is trained"):
+        step(later, length=SHORT)
+    assert not heads
+    with pytest.raises(ValueError, match="ask for cross_entropy=True, too"):
+        Fusion(fp8_lm_head=True)
 
 
 # --- refused --------------------------------------------------------------------------------------

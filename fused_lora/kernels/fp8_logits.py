@@ -1,0 +1,129 @@
+"""The gradient of logits as codes of FP8 (`fp8_rows.py`), and codes transposed (`fp8_head.py`).
+
+Of a token's loss, with p the softmax of its logits x [vocabulary] and y its label, the gradient is
+p - onehot(y). Where the label is it may be -1, all else together 1: codes that hold the -1 have no
+digits left for the rest. So that one is kept apart, in fp32, and codes are of the others:
+
+    c = p_y - 1                  codes = p s / scale, and 0 at y
+
+with s the scales of lm_head's weight, over whose rows the gradient's product sums. The row's scale
+is a bound: no other probability is more than the largest, nor than 1 - p_y. What is known of a row
+are its loss and its largest logit, x_max: log sum exp x = loss + x_y, 1 - p_y = 1 - exp(-loss).
+
+Traffic a logit in bf16: 2 bytes, and 1 written. Arithmetic is fp32. Deterministic.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fused_mlp.launching import cdiv, launch
+
+from .fp8_rows import E4M3, LARGEST, SMALLEST, e4m3, rounds
+
+BLOCK_COLUMNS = 8192
+TILE = 128
+
+
+@triton.jit
+def _logit_codes_kernel(
+    logits_ptr,  # [rows, vocabulary]
+    labels_ptr,  # [rows]
+    losses_ptr,  # [rows]
+    maxima_ptr,  # [rows]
+    of_columns_ptr,  # [vocabulary]
+    most_ptr,  # [], the largest of columns
+    codes_ptr,  # [rows, vocabulary], written
+    scales_ptr,  # [rows], written
+    of_label_ptr,  # [rows], written
+    row_stride,
+    vocabulary,
+    ignore_index,
+    BLOCK: tl.constexpr,
+    ROUND: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * row_stride
+    codes_ptr += row * vocabulary
+    label = tl.load(labels_ptr + row)
+    in_range = (label >= 0) & (label < vocabulary)
+    ignored = label == ignore_index
+    loss = tl.load(losses_ptr + row)  # NaN for a label outside of the vocabulary
+    label_logit = tl.load(logits_ptr + label, mask=in_range, other=0.0).to(tl.float32)
+    log_sum = loss + label_logit
+    # 1 - exp(-loss), of which little would be left
+    others = tl.where(loss < 1e-3, loss, 1.0 - tl.exp(-loss))
+    bound = tl.minimum(tl.exp(tl.load(maxima_ptr + row) - log_sum), others)
+    largest = tl.maximum(bound * tl.load(most_ptr), SMALLEST)
+    for start in range(0, vocabulary, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < vocabulary
+        logits = tl.load(logits_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        code = tl.exp(logits - log_sum) * (LARGEST / largest)
+        code *= tl.load(of_columns_ptr + columns, mask=inside, other=0.0)
+        # what rounding makes of a bound may be passed
+        code = tl.minimum(tl.where((columns == label) | ignored, 0.0, code), LARGEST)
+        tl.store(codes_ptr + columns, e4m3(code.to(tl.float32), ROUND), mask=inside)
+    not_finite = tl.where(ignored, 0.0, log_sum * 0.0)  # of a minimum NaN may get lost
+    tl.store(scales_ptr + row, largest / LARGEST + not_finite)
+    tl.store(of_label_ptr + row, tl.where(ignored, 0.0, not_finite - others))
+
+
+@triton.jit
+def _transpose_kernel(
+    x_ptr,  # [rows, columns], bytes
+    y_ptr,  # [columns, rows], written
+    rows,
+    columns,
+    TILE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    column = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
+    mask = (row < rows)[:, None] & (column < columns)[None, :]
+    tile = tl.load(x_ptr + row[:, None] * columns + column[None, :], mask=mask, other=0)
+    mask = (column < columns)[:, None] & (row < rows)[None, :]
+    tl.store(y_ptr + column[:, None] * rows + row[None, :], tl.trans(tile), mask=mask)
+
+
+def logit_codes(
+    logits: Tensor, labels: Tensor, losses: Tensor, maxima: Tensor, of_columns: Tensor,
+    ignore_index: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Codes [rows, vocabulary] of the gradient of each row's loss but at its label, times
+    of_columns; their scales [rows, 1]; and the gradient at the label [rows]; these in fp32.
+
+    Equivalent PyTorch, for labels within the vocabulary::
+
+        p = logits.float().softmax(1)
+        at_label = F.one_hot(labels, vocabulary).bool()
+        of_label = p[at_label] - 1
+        others = p.masked_fill(at_label, 0) * of_columns
+        scales = torch.minimum(p.amax(1), 1 - p[at_label])[:, None] * of_columns.max() / 448
+        codes = (others / scales).to(torch.float8_e4m3fn)
+
+    losses and maxima [rows] are what `cross_entropy_` gives. Of an ignored label all are 0, of one
+    outside the vocabulary, or where a logit is NaN, scale and gradient are NaN.
+    """
+    rows, vocabulary = logits.shape
+    codes = torch.empty(rows, vocabulary, dtype=E4M3, device=logits.device)
+    scales, of_label = torch.empty(2, rows, dtype=torch.float32, device=logits.device)
+    if rows:
+        launch(
+            _logit_codes_kernel, (rows,),
+            logits, labels, losses, maxima, of_columns, of_columns.max(), codes, scales, of_label,
+            logits.stride(0), vocabulary, ignore_index, BLOCK_COLUMNS, rounds(_logit_codes_kernel),
+            num_warps=16,
+        )  # fmt: skip
+    return codes, scales[:, None], of_label
+
+
+def transposed(codes: Tensor) -> Tensor:
+    """``codes.t().contiguous()``, for [rows, columns] of one byte each and contiguous."""
+    rows, columns = codes.shape
+    result = codes.new_empty(columns, rows)
+    launch(
+        _transpose_kernel, (cdiv(rows, TILE), cdiv(columns, TILE)),
+        codes.view(torch.uint8), result.view(torch.uint8), rows, columns, TILE, num_warps=8,
+    )  # fmt: skip
+    return result

@@ -1,0 +1,100 @@
+"""The loss with lm_head's products in FP8: exact but for what becomes codes."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fp8_case import nearest, quantised
+from reference import random, relative_error
+
+from fused_lora.cross_entropy import linear_cross_entropy
+from fused_lora.kernels.fp8_logits import transposed
+from fused_lora.kernels.fp8_rows import E4M3
+
+IGNORED = -100
+
+
+def oracle(hidden, weight, labels, bias):
+    """(loss, gradient of hidden), in fp64 of the same codes."""
+    labelled = labels != IGNORED
+    x, w = quantised(hidden.double()), weight.double()
+    scales = weight.float().abs().amax(1).double() / 448
+    codes = nearest(w / scales[:, None])
+    logits = (x @ codes.t() * scales).to(hidden.dtype)
+    logits = (logits.double() + (0 if bias is None else bias.double())).to(hidden.dtype).double()
+    loss = F.cross_entropy(logits, labels, ignore_index=IGNORED)
+    p = logits.softmax(1)
+    y = labels.clamp(0)[:, None]
+    c = p.gather(1, y) - 1
+    others = p.scatter(1, y, 0.0) * scales
+    bound = torch.minimum(p.amax(1, keepdim=True), -c).clamp(min=1e-30) * scales.max() / 448
+    grad = (nearest((others / bound).clamp(max=448)) @ codes) * bound + c * w[y[:, 0]]
+    return loss, grad * labelled[:, None] / labelled.sum()
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("spread", [0.01, 1.0, 30.0], ids="spread {}".format)
+def test_it_is_what_its_codes_make_it(spread, with_bias, device):
+    """For probabilities that are all alike, and for those that are nearly one."""
+    tokens, size, vocabulary = 13, 48, 9600
+    hidden = (random(tokens, size, seed=1, device=device) * spread).requires_grad_()
+    weight = random(vocabulary, size, seed=2, device=device) * size**-0.5
+    bias = random(vocabulary, seed=3, device=device) if with_bias else None
+    labels = torch.arange(tokens, device=device) * 700
+    labels[2] = IGNORED
+    best = (hidden @ weight.t()).argmax(1)
+    labels[4:8] = best[4:8]  # right already, and nearly sure where the spread is large
+    loss = linear_cross_entropy(hidden, weight, labels, bias=bias, fp8=True, chunk_tokens=5)
+    loss.backward()
+    want, grad = oracle(hidden.detach(), weight, labels, bias)
+    assert relative_error(loss.detach(), want) < 1e-5
+    assert not hidden.grad[2].any()
+    for got, exact in zip(hidden.grad, grad, strict=True):
+        # next to nothing where the label's own probability is 1 in fp32
+        assert (got - exact).norm() <= 1e-3 * exact.norm() + 1e-7
+    # beside exact products: what codes lose of a logit moves probabilities, too
+    plain = hidden.detach().double().requires_grad_()
+    logits = plain @ weight.double().t() + (0 if bias is None else bias.double())
+    F.cross_entropy(logits, labels, ignore_index=IGNORED).backward()
+    if spread < 10:
+        assert relative_error(hidden.grad, plain.grad) < 0.05
+        assert relative_error(oracle(hidden.detach(), weight * 1.02, labels, bias)[1], grad) > 0.01
+
+
+def test_labels_outside_and_nan_stay_in_their_rows(device):
+    hidden = random(4, 32, seed=1, device=device).requires_grad_()
+    weight = random(64, 32, seed=2, device=device)
+    labels = torch.tensor([3, 64, 5, 6], device=device)
+    with torch.no_grad():
+        hidden[2, 7] = float("nan")
+    loss = linear_cross_entropy(hidden, weight, labels, fp8=True)
+    assert loss.isnan()
+    loss.backward()
+    assert hidden.grad[1:3].isnan().all()
+    assert hidden.grad[[0, 3]].isfinite().all()
+
+
+def test_no_tokens_and_no_labels(device):
+    weight = random(64, 32, seed=2, device=device)
+    for tokens in (0, 3):
+        hidden = random(tokens, 32, seed=1, device=device).requires_grad_()
+        labels = torch.full((tokens,), IGNORED, device=device)
+        linear_cross_entropy(hidden, weight, labels, fp8=True, drop_ignored=False).backward()
+        assert not hidden.grad.any()
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (16, 300), (130, 257)])
+def test_transposed(shape, device):
+    codes = random(*shape, seed=1, device=device).to(E4M3)
+    assert torch.equal(transposed(codes).view(torch.uint8), codes.view(torch.uint8).t())
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda w: w[:40], r"fp8 wants multiples of 16, weight is \[40, 32\]"),
+    (lambda w: w.requires_grad_(), "fp8 wants a weight and a bias that are frozen"),
+])  # fmt: skip
+def test_what_it_cannot_take_is_said(change, message, device):
+    hidden = random(4, 32, seed=1, device=device)
+    labels = torch.zeros(4, dtype=torch.int64, device=device)
+    weight = change(random(64, 32, seed=2, device=device))
+    with pytest.raises(ValueError, match=message):
+        linear_cross_entropy(hidden, weight, labels, fp8=True)
