@@ -22,10 +22,12 @@ from torch import Tensor
 
 from .kernels.fp8_borders import fp8_borders
 from .kernels.fp8_products import add_coded_border
-from .kernels.fp8_rows import E4M3, LARGEST, SMALLEST, fp8_rows, padded_columns
+from .kernels.fp8_rows import E4M3, LARGEST, fp8_rows, padded_columns
 from .kernels.fp8_swiglu import new_codes, swiglu_codes
 
 SIZES = 16  # of a weight have to be multiples of it
+# e4m3 are floating-point numbers: a row that is so many times smaller than most loses no digit.
+LEAST_OF_MEAN = 128
 
 
 class Fp8Buffer:
@@ -119,9 +121,15 @@ class Fp8Buffer:
 
 
 def codes_and_scales(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes [out, in] in e4m3, scales [out] in fp32) of a weight, a scale for each row."""
+    """(codes [out, in] in e4m3, scales [out] in fp32) of a weight, a scale for each row.
+
+    The scale of a row that is next to nothing beside the others, or 0, is not its own: an adapter's
+    B over it would be so large that none of the other rows had digits left.
+    """
     weight = weight.float()
-    scales = weight.abs().amax(1).clamp(min=SMALLEST.value) / LARGEST.value
+    largest = weight.abs().amax(1)
+    least = largest.mean() / LEAST_OF_MEAN
+    scales = torch.maximum(largest, torch.where(least > 0, least, 1.0)) / LARGEST.value
     return (weight / scales[:, None]).to(E4M3), scales
 
 

@@ -55,8 +55,8 @@ def halves(x):
 
 
 def factor(largest, expected):
-    found = torch.maximum((largest / expected).sqrt(), largest / 448)
-    return torch.where((largest > 0) & (expected > 0), found, 1.0)
+    found = torch.where(largest > 0, (largest / expected).sqrt(), 1 / expected)
+    return torch.maximum(torch.where(expected > 0, found, 1.0), largest / 448)
 
 
 class OracleBuffer(Fp8Buffer):

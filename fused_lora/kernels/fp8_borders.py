@@ -135,8 +135,10 @@ def _over_blocks(
 
 @triton.jit
 def _factor(largest, expected):
-    factor = tl.maximum(tl.sqrt(largest / tl.maximum(expected, SMALLEST)), largest / LARGEST)
-    return tl.where((largest > 0) & (expected > 0), factor, 1.0)
+    alike = tl.sqrt(largest / tl.maximum(expected, SMALLEST))
+    # of a border of zeros v, which is multiplied by them, may be small, and where v is 0 w
+    alike = tl.where(largest > 0, alike, 1.0 / tl.maximum(expected, SMALLEST))
+    return tl.maximum(tl.where(expected > 0, alike, 1.0), largest / LARGEST)
 
 
 def fp8_borders(
@@ -157,8 +159,9 @@ def fp8_borders(
         hi, lo = halves(A.t() / factors_t)
         codes_t[:, outputs : outputs + 3 * width] = torch.cat([hi, hi, lo], 1)
 
-    where `factor(largest, expected)` is the root of their ratio, at least largest / 448, and 1
-    where either is 0, and `halves` are as `fp8_rows` has them. A, B and over_scales: one dtype.
+    where `factor(largest, expected)` is the root of their ratio, but 1 / expected of a largest that
+    is 0 and 1 of an expected that is, and at least largest / 448; and `halves` are as `fp8_rows`
+    has them. A, B and over_scales: one dtype.
     over_scales: contiguous. Not checked: it is given what `fp8.py` has made.
     """
     outputs, width = B.shape

@@ -75,6 +75,27 @@ def test_products_in_bf16_are_what_the_codes_make_them(device):
     assert relative_error(products(got)["y"], products(want)["y"]) > 2**-7
 
 
+@pytest.mark.parametrize(("rows_times", "A_times", "B_times"), [
+    (0.0, 1.0, 1.0), (1e-6, 1.0, 1.0), (1.0, 1e6, 0.0), (1.0, 0.0, 1e4),
+])  # fmt: skip
+def test_nothing_takes_the_digits_of_all_else(rows_times, A_times, B_times, device):
+    """Rows of a weight that are 0, as of a pruned one, or next to nothing; a large A of which a B
+    of zeros leaves nothing."""
+    draw = functools.partial(random, dtype=torch.bfloat16, device=device)
+    weight = draw(96, 160, seed=1) * 160**-0.5
+    weight[3:6] *= rows_times
+    buffer = Fp8Buffer(*codes_and_scales(weight), None, 16, torch.bfloat16)
+    buffer.A.copy_(draw(16, 160, seed=2) * 160**-0.5 * A_times)
+    buffer.sB.copy_(draw(96, 16, seed=3) * 0.01 * B_times)
+    buffer.encode()
+    x, dy = draw(40, 160, seed=4), draw(40, 96, seed=5)
+    together = weight.double() + buffer.sB.double() @ buffer.A.double()
+    y = buffer.product(torch.cat([x, x @ buffer.A.t()], 1), None)
+    dx = buffer.gradient(torch.cat([dy, dy @ buffer.sB], 1))
+    assert relative_error(y[:, 6:], (x.double() @ together.t())[:, 6:]) < 0.04
+    assert relative_error(dx, dy.double() @ together) < 0.04
+
+
 def results(layer, frozen, adapters, device, head_dim=16):
     """A layer's output and every gradient, on these frozen operands."""
     hidden, grad = tokens((2, 9), torch.float32, device, hidden=32)
