@@ -86,7 +86,8 @@ def _fp8_borders_kernel(
             squares = _over_blocks(other + width, blocks, j, width, True, SUMMED, COLUMNS)
             of_scales = _over_blocks(other + 2 * width, blocks, j, width, True, SUMMED, COLUMNS)
             spread = of_scales / counts[1 - side]
-            factor = _factor(largest, EXPECTED * tl.sqrt(squares / tl.maximum(spread, SMALLEST)))
+            expected = tl.sqrt(squares / tl.maximum(spread, SMALLEST)) * EXPECTED
+            factor = _factor(largest, expected)
             if block == 0:
                 tl.store(factors[side] + j, factor, mask=j < width)
             w, scale = _border(
