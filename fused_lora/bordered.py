@@ -67,6 +67,14 @@ class Buffer:
         grad.addmm_(dy, self.weight)
 
 
+class Extended(NamedTuple):
+    """[x | z] as a product has read it: x [T, in], z = x A', and the scales of rows of codes."""
+
+    x: Tensor
+    z: Tensor
+    scales: Tensor | None = None
+
+
 class Bordered(NamedTuple):
     """One buffer and how it is laid out: what the products below need and do not train."""
 

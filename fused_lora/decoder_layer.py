@@ -61,7 +61,8 @@ saves 70.2 kB: [n|zn] 4.3, qkv 5.1, a 4.1, t 4.1, [m|zm] 4.2, gu 44.0, za, zh, l
 rstd 0.2, and x 4.1, which is the output of the layer before. Norms of heads add q, k and v once
 more, as attention has them: at Qwen3-8B (hidden 4,096, intermediate 12,288, q and k and v 6,144)
 12.3 of 115.3 kB, 2.0 of which are a second v, for attention reads all three from one buffer. Their
-rstd are computed again. Where checkpointing runs the layer
+rstd are computed again. In FP8 n and m are codes alone (`bordered.Extended`), 2.6 and 2.4 kB with
+their z. Where checkpointing runs the layer
 again, zh is kept (`recompute.once`): 64 bytes a token, and SwiGLU does not run again. Where it has
 somewhere to keep them, neither are a, za and t computed a second time: 8.2 kB a token for
 attention, the product with o and its addition.
@@ -78,7 +79,7 @@ from torch import Tensor
 from fused_mlp.dropout import masks_of, parts_of
 from fused_mlp.utils import without_autocast
 
-from .bordered import grow_k_backward, grow_k_forward, kinds_of
+from .bordered import grow_k_backward, kinds_of
 from .frozen_layer import (
     ADAPTERS,
     GROUPS,
@@ -94,8 +95,8 @@ from .kernels.adapter_sums import AdapterSums
 from .kernels.layer_residual import (
     add_projected,
     gradient_of_added,
-    norm_or_copy,
-    norm_or_copy_backward,
+    norm_backward,
+    normed_product,
     spread_rows,
     sum_biases,
     wanted_rows,
@@ -166,18 +167,15 @@ class DecoderLayer(torch.autograd.Function):
         adapters, others = trained[:ADAPTERS], trained[ADAPTERS:]
         check_layer_operands(hidden, cos, sin, adapters, frozen)
         frozen = with_others(frozen, others)
-        width = hidden.shape[2]
         x = as_rows(hidden)
         frozen.borders.fill([getattr(frozen, name) for name in GROUPS], adapters)
         masks = draw_layer_masks(frozen, x)
         masks_qkv, masks_o, masks_gate_up, masks_down = masks_by_group(masks)
 
         centered = frozen.zero_centered
-        normed = empty_rows(x, len(x), frozen.qkv.x_columns)
-        input_rstd = norm_or_copy(
-            x, frozen.input_norm, frozen.input_eps, centered, normed[:, :width]
+        qkv, normed, input_rstd = normed_product(
+            x, frozen.input_norm, frozen.input_eps, centered, frozen.qkv, masks_qkv
         )
-        qkv = grow_k_forward(normed, frozen.qkv, masks_qkv)
         raw = None  # what the norms of heads were given
         if frozen.head_norms is None:
             if cos is not None:
@@ -217,12 +215,11 @@ class DecoderLayer(torch.autograd.Function):
             sums = output.view(x.shape)
         else:
             output, sums = x.new_zeros(hidden.shape), torch.empty_like(total)
-        post_normed = empty_rows(x, len(total), frozen.gate_up.x_columns)
         added_to = sums if frozen.mlp_norm is None else None
-        post_rstd = norm_or_copy(
-            total, frozen.post_norm, frozen.post_eps, centered, post_normed[:, :width], added_to
-        )
-        gate_up = grow_k_forward(post_normed, frozen.gate_up, masks_gate_up)
+        gate_up, post_normed, post_rstd = normed_product(
+            total, frozen.post_norm, frozen.post_eps, centered, frozen.gate_up, masks_gate_up,
+            added_to,
+        )  # fmt: skip
         mask_down = None if masks_down is None else masks_down[0]
 
         def add(sums: Tensor | None) -> Tensor:
@@ -262,8 +259,8 @@ class DecoderLayer(torch.autograd.Function):
         bits, ctx.scales = parts_of(masks)
         ctx.save_for_backward(
             hidden, cos, sin, mask, frozen.rows,
-            normed, input_rstd, raw, qkv, attended, z_o,
-            projected, projected_rstd, total, post_normed, post_rstd, gate_up, z_down,
+            *normed, input_rstd, raw, qkv, attended, z_o,
+            projected, projected_rstd, total, *post_normed, post_rstd, gate_up, z_down,
             given, given_rstd, frozen.input_norm, frozen.post_norm, frozen.attended_norm,
             frozen.mlp_norm, *head_weights, *adapters, *bits, *attention_saved,
         )  # fmt: skip
@@ -279,8 +276,8 @@ class DecoderLayer(torch.autograd.Function):
             )
         (
             hidden, cos, sin, mask, rows,
-            normed, input_rstd, raw, qkv, attended, z_o,
-            projected, projected_rstd, total, post_normed, post_rstd, gate_up, z_down,
+            n, zn, n_scales, input_rstd, raw, qkv, attended, z_o,
+            projected, projected_rstd, total, m, zm, m_scales, post_rstd, gate_up, z_down,
             given, given_rstd, input_norm, post_norm, attended_norm,
             mlp_norm, q_norm, k_norm, *rest,
         ) = ctx.saved_tensors  # fmt: skip
@@ -323,7 +320,7 @@ class DecoderLayer(torch.autograd.Function):
             )  # fmt: skip
             sum_biases(grad, of_down, biases_down)
             grad_normed, p, (grad_down_A, grad_gate_B, grad_up_B) = through_swiglu(
-                grad, gate_up, post_normed[:, width:], of_down, of_gate_up,
+                grad, gate_up, zm, of_down, of_gate_up,
                 (kind_down_A, kind_gate_B, kind_up_B), (need_down_A, need_gate_B, need_up_B),
                 biases_gate_up, None if masks_down is None else masks_down[0], masks_gate_up,
                 frozen.activation,
@@ -335,10 +332,10 @@ class DecoderLayer(torch.autograd.Function):
             # gate and up of the norm of total
             grad_gate_A, _, grad_up_A, _ = adapter_sums.add(
                 of_gate_up, kinds_gate_up, (need_gate_A, False, need_up_A, False),
-                post_normed[:, :width], None, None, p, masks_gate_up,
+                m, None, None, p, masks_gate_up, m_scales,
             )  # fmt: skip
             grad_total = empty_rows(x, len(total), of_o.grad_columns)
-            norm_or_copy_backward(
+            norm_backward(
                 grad_normed, grad_residual, total, post_norm, post_rstd, centered,
                 grad_total[:, :width], grads.post_norm,
             )  # fmt: skip
@@ -381,7 +378,7 @@ class DecoderLayer(torch.autograd.Function):
                 grad_z = grad_qkv[:, of_qkv.out :]
                 # as the layer before would have it, in whose backward it is most likely to go
                 wide = empty_rows(x, len(x), of_down.grad_columns)
-                norm_or_copy_backward(
+                norm_backward(
                     grad_normed, grad_residual, x, input_norm, input_rstd, centered,
                     wide[:, :width], grads.input_norm,
                 )  # fmt: skip
@@ -391,8 +388,7 @@ class DecoderLayer(torch.autograd.Function):
                 grad_z = grad_qkv[:, : of_qkv.out] @ of_qkv.sB
             grad_attention = adapter_sums.add(
                 of_qkv, kinds_qkv, need_qkv,
-                normed[:, :width], grad_qkv[:, : of_qkv.out], normed[:, width:], grad_z,
-                masks_qkv,
+                n, grad_qkv[:, : of_qkv.out], zn, grad_z, masks_qkv, n_scales,
             )  # fmt: skip
             adapter_sums.compute()
         return (

@@ -10,8 +10,9 @@ second W's scales lie in the sum: dy is multiplied by them before it becomes cod
 
 z and p, the adapters' own products, and the border are in two halves (`kernels/fp8_rows.py`), as
 exact as in bf16. A product is 0.037 off for what x, dy and W lose as codes, in bf16 0.002. What
-SwiGLU gives, and the gradient of what it is given, are codes from the kernel that computes them
-(`kernels/fp8_swiglu.py`), and z and p of those are made of the codes.
+norms and SwiGLU give, and the gradient of what SwiGLU is given, are codes from the kernel that
+computes them (`kernels/fp8_norm.py`, `kernels/fp8_swiglu.py`). z and p of those are made of the
+codes, and so, where backward keeps them, is dA.
 
 On the CPU, which has no such products, and for results in other dtypes than bf16, the codes are
 multiplied in fp32.
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from .kernels.fp8_borders import fp8_borders
+from .kernels.fp8_norm import norm_codes
 from .kernels.fp8_products import add_coded_border
 from .kernels.fp8_rows import E4M3, LARGEST, fp8_rows, padded_columns
 from .kernels.fp8_swiglu import new_codes, swiglu_codes
@@ -96,6 +98,23 @@ class Fp8Buffer:
             product = product_of_codes(codes, scales, self._codes, self.scales, None, z.dtype)
             total.add_(product, alpha=multiplier)
         return z
+
+    def product_of_norm(
+        self, x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool,
+        bias: Tensor | None, copy: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+        """([n | z] M[:out]' + bias, codes, z, scales, rstd) of n, the norm of x, or without a
+        weight x; x once more into copy."""
+        padded = self._codes.shape[1]
+        if weight is None:
+            (codes, scales), rstd = fp8_rows(x, padded=padded), None
+            if copy is not None:
+                copy.copy_(x)
+        else:
+            codes, scales, rstd = norm_codes(x, weight, eps, padded, copy, zero_centered)
+        z = add_coded_border(codes, scales, self.A.t(), self._factors)
+        y = product_of_codes(codes, scales, self._codes, self.scales, bias, x.dtype)
+        return y, codes[:, : x.shape[1]], z, scales, rstd
 
     def room_for_codes(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """New codes and scales for a dy of as many rows as like has, without its border."""

@@ -25,6 +25,7 @@ from fused_lora.kernels import residual as residual_kernels
 from fused_lora.kernels.dropped_products import dropped_gradient, dropped_products
 from fused_lora.kernels.fp8_borders import fp8_borders
 from fused_lora.kernels.fp8_logits import logit_codes, transposed
+from fused_lora.kernels.fp8_norm import norm_codes
 from fused_lora.kernels.fp8_products import add_coded_border
 from fused_lora.kernels.fp8_rows import fp8_rows
 from fused_lora.kernels.fp8_swiglu import (
@@ -154,6 +155,10 @@ def launch_fp8():
     width = 2 * RANK
     vectors = empty(width, dtype=f32), empty(2 * COLUMNS, dtype=f32)
     fp8_rows(empty(TOKENS, HIDDEN), empty(TOKENS, width), vectors[0])
+    x = empty(TOKENS, HIDDEN)
+    read, *_ = norm_codes(x, empty(HIDDEN), 1e-6, 2 * HIDDEN, x)
+    of_x = [Product(empty(TOKENS, RANK), empty(HIDDEN, RANK)) for _ in range(3)]
+    sums_over_tokens([(read[:, :HIDDEN], of_x)])
     fp8_rows(empty(TOKENS, 2 * COLUMNS), empty(TOKENS, width), *vectors)
     codes, codes_t = (empty(n, n, dtype=torch.float8_e4m3fn) for n in (2 * COLUMNS, 2 * COLUMNS))
     border = empty(2 * COLUMNS, width), empty(width, HIDDEN)

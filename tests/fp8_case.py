@@ -90,6 +90,23 @@ class OracleBuffer(Fp8Buffer):
     def add_product(self, total, x_ext, multiplier):
         total.add_(self.product(x_ext, None), alpha=multiplier)
 
+    def product_of_norm(self, x, weight, eps, zero_centered, bias, copy):
+        normed, rstd = x.double(), None
+        if weight is not None:
+            rstd = (normed.square().mean(1) + eps).rsqrt()
+            normed = normed * rstd[:, None] * (weight.double() + zero_centered)
+            rstd = rstd.float()
+        if copy is not None:
+            copy.copy_(x)
+        scales = normed.abs().amax(1, keepdim=True) / 448
+        codes = nearest(normed / scales)
+        z = (codes * scales @ self.A.double().t()).to(x.dtype)
+        border = self.sB.double() / self.scales[:, None] / self.factors
+        adapted = product_of_border(z.double() * self.factors, border, scales)
+        y = (codes * scales @ self.codes.t() + adapted) * self.scales
+        y = y if bias is None else y + bias.double()
+        return y.to(x.dtype), codes.to(x.dtype), z, scales.to(x.dtype), rstd
+
     def add_swiglu(self, total, gate_up, multiplier, activation):
         gate, up = gate_up.double().chunk(2, 1)
         hidden = (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up

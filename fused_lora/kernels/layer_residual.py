@@ -8,29 +8,40 @@ from torch import Tensor
 
 from fused_mlp.dropout import Masks
 
-from ..bordered import Bordered, extended_product
+from ..bordered import Bordered, Extended, extended_product, grow_k_forward
+from ..fp8 import Fp8Buffer
 from .residual import add_adapted, residual_norm_backward, residual_norm_forward
 from .rows import empty_rows
 
 
-def norm_or_copy(
-    x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool, y: Tensor,
-    copy: Tensor | None = None,
-) -> Tensor | None:  # fmt: skip
-    """Write the norm of x into y, or without a weight x, and x into copy; returns rstd."""
+def normed_product(
+    x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool, bordered: Bordered,
+    masks: Masks | None, copy: Tensor | None = None,
+) -> tuple[Tensor, Extended, Tensor | None]:  # fmt: skip
+    """(y, [n | z], rstd) of n, the norm of x, or without a weight x: y = n W' + bias and what the
+    adapters add, of n as masks keep it; x once more into copy."""
+    width, buffer, bias = x.shape[1], bordered.buffer, bordered.bias
+    if masks is None and isinstance(buffer, Fp8Buffer):
+        bias = None if bias is None else bias[: bordered.out]
+        y, *read, rstd = buffer.product_of_norm(x, weight, eps, zero_centered, bias, copy)
+        return y, Extended(*read), rstd
+    extended = empty_rows(x, len(x), bordered.x_columns)
+    normed, rstd = extended[:, :width], None
     if weight is not None:
-        return residual_norm_forward(x, weight, eps, y, copy, zero_centered)
-    y.copy_(x)
-    if copy is not None:
-        copy.copy_(x)
-    return None
+        rstd = residual_norm_forward(x, weight, eps, normed, copy, zero_centered)
+    else:
+        normed.copy_(x)
+        if copy is not None:
+            copy.copy_(x)
+    y = grow_k_forward(extended, bordered, masks)
+    return y, Extended(normed, extended[:, width:]), rstd
 
 
-def norm_or_copy_backward(
+def norm_backward(
     grad_y: Tensor, grad_residual: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor | None,
     zero_centered: bool, grad_x: Tensor, grad_weight: Tensor | None,
 ) -> None:  # fmt: skip
-    """Write the gradient of `norm_or_copy`'s x, which goes on as the residual, into grad_x, and
+    """Write the gradient of `normed_product`'s x, which goes on as the residual, into grad_x, and
     that of a weight that is trained into grad_weight."""
     if weight is None or rstd is None:
         torch.add(grad_y, grad_residual, out=grad_x)

@@ -151,7 +151,7 @@ def residual_norm_forward(
     rows, hidden = x.shape
     written = {"y": y} if copy is None else {"y": y, "copy": copy}
     check_rows("residual_norm_forward", _rms_norm_forward_kernel, x.shape, x=x, **written)
-    _check_hidden("residual_norm_forward", x, weight)
+    check_hidden("residual_norm_forward", x, weight)
     rstd = x.new_empty(rows, dtype=torch.float32)
     if rows:  # an empty grid cannot be launched
         block, warps = block_of(hidden)
@@ -187,7 +187,7 @@ def residual_norm_backward(
         "residual_norm_backward", _rms_norm_backward_kernel, x.shape,
         grad_y=grad_y, **others, x=x, grad_x=grad_x,
     )  # fmt: skip
-    _check_hidden("residual_norm_backward", x, weight)
+    check_hidden("residual_norm_backward", x, weight)
     rows, hidden = x.shape
     rows_per_program = 1 if grad_weight is None else max(cdiv(rows, MAX_PARTIAL_SUMS), 1)
     programs = cdiv(rows, rows_per_program)
@@ -268,7 +268,7 @@ def add_normed(
     """
     rows, hidden = x.shape
     check_rows("add_normed", _add_normed_kernel, x.shape, residual=residual, x=x, total=total)
-    _check_hidden("add_normed", x, weight)
+    check_hidden("add_normed", x, weight)
     rstd = x.new_empty(rows, dtype=torch.float32)
     if rows:
         block, warps = block_of(hidden)
@@ -281,7 +281,8 @@ def add_normed(
     return rstd
 
 
-def _check_hidden(name: str, x: Tensor, weight: Tensor) -> None:
+def check_hidden(name: str, x: Tensor, weight: Tensor) -> None:
+    """Raise ValueError unless a norm's weight fits x [rows, hidden], and a program such a row."""
     hidden = x.shape[1]
     if not 1 <= hidden <= MAX_HIDDEN:
         raise ValueError(f"{name}: x is {list(x.shape)}, hidden should be from 1 to {MAX_HIDDEN}")

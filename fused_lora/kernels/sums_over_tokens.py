@@ -37,6 +37,7 @@ from fused_mlp.launching import DTYPES, cdiv, check_runnable, next_power_of_2, o
 
 from .autotune import fastest
 from .dropped_products import check_mask
+from .fp8_rows import E4M3
 from .rows import check_alike, check_rows
 from .swiglu_products_backward import Product
 from .tiling import MAX_BLOCK_RANK, Tiling, dots_in_fp32, stages, tilings_for_masks
@@ -48,8 +49,8 @@ from .tiling import MAX_BLOCK_RANK, Tiling, dots_in_fp32, stages, tilings_for_ma
 TILING = Tiling(rows=64, columns=64, splits=8, warps=4, stages=4)
 TILING_OF_MANY_ROWS = Tiling(rows=32, columns=128, splits=8, warps=4, stages=4)
 MANY_ROWS = 8192
-# Of masked x: of each factor's a copy is made in registers, with 4 warps 244 of them for three.
-TILING_OF_MASKS = TILING_OF_MANY_ROWS._replace(warps=8)
+# Of masked x, and of codes, copies are made in registers: with 4 warps 244 for three factors.
+TILING_OF_COPIES = TILING_OF_MANY_ROWS._replace(warps=8)
 # Where they were not measured. Few, as each takes seconds to compile.
 _OTHERS = (
     {"rows": 64, "columns": 64},
@@ -142,6 +143,7 @@ def _sum_rows(
         mask = row < end
         x_tile = x_ptr + row * x_row_stride + column
         x = tl.load(x_tile, mask=mask & (column < columns), other=0.0)
+        x = x.to(factors[FIRST].dtype.element_ty)  # of codes, whose numbers every dtype has
         added = ()
         for i in tl.static_range(FIRST, FIRST + COUNT):
             factor_row = factors[i] + row * factor_row_strides[i]
@@ -232,9 +234,10 @@ def sums_over_tokens(sums: Sequence[tuple[Tensor, Sequence[Product]]]) -> None:
     Args:
         sums: pairs of x [T, columns] and the products over it, of any number. Those of one x share
             its way from memory, up to three of them of a rank up to 32. T is the same for all x,
-            and may be 0; so are device and dtype, which is bf16, fp16 or fp32. Rows may lie any
-            stride apart. A product's factor [T, rank] is as x, of any rank. Its gradient [columns,
-            rank] has any strides, and is bf16, fp16 or fp32; gradients do not overlap.
+            and may be 0; so are device and dtype, which is bf16, fp16 or fp32, or of an x without
+            masks e4m3. Rows may lie any stride apart. A product's factor [T, rank] is as x,
+            of any rank. Its gradient [columns, rank] has any strides, and is bf16, fp16 or fp32;
+            gradients do not overlap.
 
     Deterministic. One launch, or two where the rows are parted into ranges, up to 8 x, of up to
     three factors each. No tensor but the gradients is written, and nothing is copied from the host,
@@ -245,7 +248,8 @@ def sums_over_tokens(sums: Sequence[tuple[Tensor, Sequence[Product]]]) -> None:
     """
     if not sums:
         return
-    first = sums[0][0]
+    tensors = (t for x, products in sums for t in (x, *(product.factor for product in products)))
+    first = next((t for t in tensors if t.dtype != E4M3), sums[0][0])
     check_runnable("sums_over_tokens", _sums_over_tokens_kernel, first)
     ranks_of: list[list[int]] = []
     for i, (x, products) in enumerate(sums):
@@ -288,15 +292,16 @@ def _launch(slots: Sequence[_Slot], block_rank: int) -> None:
     """The kernel, and that which adds up the ranges if there are several, for at most MAX_XS."""
     kernel = _sums_over_tokens_kernel
     xs, products, ranks_of = zip(*slots, strict=True)
-    first = xs[0]
+    first = products[0][0].factor
     shapes = [x.shape for x in xs]
     rows = shapes[0][0]
     every = list(chain.from_iterable(products))
     bits = tuple([product.mask and product.mask.bits for product in every])
     is_masked = any(one is not None for one in bits)
+    coded = tuple([x.dtype == E4M3 for x in xs])
     tiling = TILING if rows < MANY_ROWS else TILING_OF_MANY_ROWS
-    if is_masked:
-        tiling = TILING_OF_MASKS
+    if is_masked or any(coded):
+        tiling = TILING_OF_COPIES
     if first.dtype == torch.float32:
         tiling = TILING_IN_FP32
     columns = tuple([shape[1] for shape in shapes])
@@ -337,7 +342,7 @@ def _launch(slots: Sequence[_Slot], block_rank: int) -> None:
                 all_columns, splits, len(gradients), _SUM_COLUMNS, block_rank, num_warps=4,
             )  # fmt: skip
 
-    shape = columns, firsts, block_rank, is_masked
+    shape = columns, firsts, block_rank, is_masked, coded
     others = tilings_for_masks(_OTHERS) if is_masked else _OTHERS
     launch(fastest(kernel, first, rows, shape, tiling, others, launch))
 
@@ -345,7 +350,8 @@ def _launch(slots: Sequence[_Slot], block_rank: int) -> None:
 def _ranks_if_right(x: Tensor, products: Sequence[Product], first: Tensor) -> list[int] | None:
     """The products' ranks, if all is right that `_refuse` looks at, in a third of its time."""
     dtype, device = first.dtype, first.device
-    if x.ndim != 2 or x.dtype != dtype or x.device != device:
+    is_coded = x.dtype == E4M3
+    if x.ndim != 2 or (x.dtype != dtype and not is_coded) or x.device != device:
         return None
     rows, columns = x.shape
     if rows != first.shape[0] or (x.stride(1) != 1 and columns > 1):
@@ -361,7 +367,7 @@ def _ranks_if_right(x: Tensor, products: Sequence[Product], first: Tensor) -> li
             or gradient.shape != (columns, rank)
             or gradient.dtype not in DTYPES
             or gradient.device != device
-            or (mask is not None and mask.bits.shape != (cdiv(rows, 32), columns))
+            or (mask is not None and (is_coded or mask.bits.shape != (cdiv(rows, 32), columns)))
         ):
             return None
         ranks.append(rank)
@@ -371,6 +377,9 @@ def _ranks_if_right(x: Tensor, products: Sequence[Product], first: Tensor) -> li
 def _refuse(i: int, x: Tensor, products: Sequence[Product], first: Tensor) -> NoReturn:
     """Raise the ValueError that says what does not fit."""
     name, kernel = "sums_over_tokens", _sums_over_tokens_kernel
+    is_coded = x.dtype == E4M3
+    if is_coded:
+        x = x.to(first.dtype)  # what follows looks at its shape
     # numel: 1 where there is no such dimension, which is what is refused then
     rows, columns = first.shape[:1].numel(), x.shape[-1:].numel()
     check_rows(name, kernel, (rows, columns), **{f"x {i}": x})
@@ -379,6 +388,8 @@ def _refuse(i: int, x: Tensor, products: Sequence[Product], first: Tensor) -> No
         key, rank = f"factor {j} of x {i}", factor.shape[-1:].numel()
         check_rows(name, kernel, (rows, rank), **{key: factor})
         check_alike(name, key, factor, first)
+        if mask is not None and is_coded:
+            raise ValueError(f"{name}: mask {j} of x {i}, which is codes, should be None")
         if mask is not None:
             check_mask(f"{name}: mask {j} of x {i}", mask, x)
         key = f"gradient {j} of x {i}"

@@ -228,7 +228,7 @@ class Product(NamedTuple):
     """``gradient.copy_(scaling * x.t() @ factor)``, for x [rows, intermediate], in fp32 and rounded
     once; with a mask, of what it keeps of x, scaled."""
 
-    factor: Tensor  # [rows, rank] in x's dtype
+    factor: Tensor  # [rows, rank] in x's dtype; x may be codes
     gradient: Tensor  # [intermediate, rank], written; of any strides, bf16, fp16 or fp32
     scaling: float = 1.0
     mask: Mask | None = None  # where the product is of the input of an adapter

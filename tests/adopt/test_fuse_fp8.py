@@ -110,6 +110,8 @@ def results(layer, frozen, adapters, device, head_dim=16):
 CASES = {
     "Qwen2": {},
     "normed heads": {"family": "Qwen3"},
+    "norms that add one": {"family": "Gemma3Text"},
+    "no norms of inputs": {"family": "Olmo2"},
     "large B": {"scale": 30.0},
     "dropout": {"lora_dropout": 0.25},
     "q and v alone": {"target_modules": ["q_proj", "v_proj"]},

@@ -77,7 +77,7 @@ def test_what_is_left_out_is_neither_multiplied_nor_saved(device, monkeypatch):
     model, inputs, grad = operands(device)
     made = []
     for module, name in (
-        (decoder_layer, "grow_k_forward"), (layer_residual, "extended_product"),
+        (layer_residual, "grow_k_forward"), (layer_residual, "extended_product"),
         (decoder_layer, "grow_k_backward"), (swiglu_bordered, "grow_k_backward"),
     ):  # fmt: skip
         function = getattr(module, name)

@@ -9,6 +9,7 @@ from refusal import apart, assert_refused, narrow, on_meta, short
 from rms_norm_case import Kernel
 
 from fused_lora.kernels import sums_over_tokens as module
+from fused_lora.kernels.fp8_rows import E4M3
 from fused_lora.kernels.sums_over_tokens import sums_over_tokens
 from fused_lora.kernels.swiglu_products_backward import Product
 from fused_lora.kernels.tiling import Tiling
@@ -36,14 +37,15 @@ def small_tiles(monkeypatch):
     """So that a few rows are several tiles in several ranges, the last of each not full."""
     for name in ("TILING", "TILING_IN_FP32"):
         monkeypatch.setattr(module, name, SMALL)
-    monkeypatch.setattr(module, "TILING_OF_MANY_ROWS", Tiling(16, 64, 8, 4, 2))
+    for name in ("TILING_OF_MANY_ROWS", "TILING_OF_COPIES"):
+        monkeypatch.setattr(module, name, Tiling(16, 64, 8, 4, 2))
     monkeypatch.setattr(module, "_SUM_COLUMNS", 32)
 
 
 @pytest.fixture(params=[1, 2], ids=["one range", "two ranges"])
 def ranges(request, monkeypatch):
     """Of the rows: one, whose sums are the gradients, or two, whose partial sums are added up."""
-    for name in ("TILING", "TILING_IN_FP32"):
+    for name in ("TILING", "TILING_OF_COPIES", "TILING_IN_FP32"):
         monkeypatch.setattr(module, name, SMALL._replace(splits=request.param))
 
 
@@ -83,6 +85,16 @@ def eager(size, case):
         for x, factors in products_of(size, case)
         for factor, scaling in factors
     ]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("size", ["odd", "a layer", "nothing of some"])
+def test_an_x_may_be_codes(size, dtype, ranges, device):
+    """Every third of them, the first included: their numbers count."""
+    case = make(size, dtype, device)
+    codes = [t.to(E4M3) if i % 6 == 0 else t for i, t in enumerate(case)]
+    numbers = [t.to(dtype) for t in codes]
+    assert_equal(fused(size, codes, dtype=dtype), fused(size, numbers, dtype=dtype))
 
 
 def assert_equal(got, want):

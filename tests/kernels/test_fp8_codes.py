@@ -1,10 +1,11 @@
-"""SwiGLU and its gradient as codes, and the borders of rows that are codes already."""
+"""Norms, SwiGLU and its gradient as codes, and the borders of rows that are codes already."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from reference import random, relative_error
 
+from fused_lora.kernels.fp8_norm import norm_codes
 from fused_lora.kernels.fp8_products import add_coded_border
 from fused_lora.kernels.fp8_rows import E4M3, padded_columns
 from fused_lora.kernels.fp8_swiglu import (
@@ -30,6 +31,43 @@ def assert_codes_of(codes, scales, exact):
     off = (codes.double() - exact / scales.double()).abs()
     allowed = torch.maximum(codes.double().abs() / 16, torch.tensor(2.0**-10, device=codes.device))
     assert (off <= 1.001 * allowed).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("hidden", "copies", "zero_centered", "size"), [
+    (300, True, False, 1.0), (2048, False, True, 1e3), (17, True, True, 1e-6),
+])  # fmt: skip
+def test_norm_codes(hidden, copies, zero_centered, size, dtype, device):
+    x = random(6, hidden + 3, seed=1, dtype=dtype, device=device)[:, :hidden] * size
+    x[2] = 0
+    x[3, 5] *= 1e4  # an outlier
+    weight, eps = random(hidden, seed=2, dtype=dtype, device=device), 1e-6
+    clean, *_ = norm_codes(x, weight, eps, 2 * hidden, None, zero_centered)
+    x[1, 7], x[4, 0] = float("nan"), float("inf")
+    copy = torch.empty(6, 2 * hidden, dtype=dtype, device=device)[:, :hidden] if copies else None
+    codes, scales, rstd = norm_codes(x, weight, eps, 2 * hidden, copy, zero_centered)
+    assert scales[[1, 4]].isnan().all()
+    keep = [0, 2, 3, 5]
+    assert torch.equal(codes[keep, :hidden].float(), clean[keep, :hidden].float())
+    if copy is not None:
+        torch.testing.assert_close(copy, x, rtol=0, atol=0, equal_nan=True)
+    x, codes, scales, rstd = x[keep].double(), codes[keep, :hidden], scales[keep], rstd[keep]
+    want = (x.square().mean(1) + eps).rsqrt()
+    torch.testing.assert_close(rstd.double(), want, rtol=1e-6, atol=0)
+    exact = x * want[:, None] * (weight.double() + zero_centered)
+    assert_codes_of(codes, scales, exact)
+    largest = exact.abs().amax(1, keepdim=True).clamp(min=1e-30) / 448
+    torch.testing.assert_close(scales.double(), largest, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda x: (x[0], x[0]), r"x is \[40\], should be \[rows, columns\]"),
+    (lambda x: (x, x[0, :3]), r"weight is \[3\], should be \[40\] and contiguous"),
+    (lambda x: (x.double(), x[0]), "computes in bfloat16, float16 or float32, got torch.float64"),
+])  # fmt: skip
+def test_a_norm_that_it_cannot_take_is_refused(make, message, device):
+    with pytest.raises(ValueError, match=message):
+        norm_codes(*make(random(4, 40, seed=1, device=device)), 1e-6, 128)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
