@@ -75,7 +75,7 @@ EVIDENCE = {  # by fused part, and for a library as a whole
     "cross_entropy": Evidence({"LinearCrossEntropyBackward": 1}, ("_cross_entropy_kernel",)),
     "layer": Evidence(
         {"DecoderLayerBackward": 1},
-        ("_add_adapted_kernel", "_qkv_rope_kernel", "_swiglu_backward_products_kernel",
+        ("_qkv_rope_kernel", "_swiglu_backward_products_kernel",
          "_rms_norm_forward_kernel", "_rms_norm_backward_kernel"),
     ),
     "fp8": Evidence({}, ("_fp8_rows_kernel", "_fp8_borders_kernel")),

@@ -43,24 +43,27 @@ class Buffer:
         """[x | z] M[:out]' + bias"""
         return _product(x_ext, self.matrix[: len(self.sB)], bias)
 
-    def product_and_z(self, x: Tensor, bias: Tensor | None, with_z: bool) -> tuple[Tensor, Tensor]:
-        """(x W' + bias, x A'), or room for the second, one beside the other: as one product."""
+    def base_product_and_z(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(x W' + bias, x A'), one beside the other: as one product."""
         outputs, inputs = self.weight.shape
         y_ext = empty_rows(x, x.shape[0], self.matrix.shape[0])
-        y, z = y_ext[:, :outputs], y_ext[:, outputs:]
-        if with_z:
-            _product(x, self.matrix[:, :inputs], bias, out=y_ext)
-        else:
-            _product(x, self.weight, None if bias is None else bias[:outputs], out=y)
-        return y, z
+        _product(x, self.matrix[:, :inputs], bias, out=y_ext)
+        return y_ext[:, :outputs], y_ext[:, outputs:]
+
+    def base_product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x W' + bias"""
+        return _product(x, self.weight, bias)
 
     def add_product(self, total: Tensor, x_ext: Tensor, multiplier: float) -> None:
         """total += multiplier [x | z] M[:out]'"""
         total.addmm_(x_ext, self.matrix[: len(self.sB)].t(), alpha=multiplier)
 
-    def gradient(self, grad_ext: Tensor) -> Tensor:
-        """[dy | p] M[:, :in]"""
-        return grad_ext @ self.matrix[:, : self.weight.shape[1]]
+    def gradient_and_p(self, grad_ext: Tensor) -> tuple[Tensor, Tensor]:
+        """([dy | p] M[:, :in], p) of [dy | room for p]."""
+        outputs, inputs = self.weight.shape
+        dy, p = grad_ext[:, :outputs], grad_ext[:, outputs:]
+        torch.mm(dy, self.sB, out=p)
+        return grad_ext @ self.matrix[:, :inputs], p
 
     def add_gradient(self, grad: Tensor, dy: Tensor) -> None:
         """grad += dy W"""
@@ -98,6 +101,11 @@ class Bordered(NamedTuple):
         return self.buffer.bias if self.own_bias is None else self.own_bias
 
     @property
+    def base_bias(self) -> Tensor | None:
+        """Without what is beside it for z."""
+        return None if self.bias is None else self.bias[: self.out]
+
+    @property
     def out(self) -> int:
         return sum(self.out_features)
 
@@ -116,35 +124,26 @@ def grow_k_forward(x_ext: Tensor, bordered: Bordered, masks: Masks | None = None
     """y [T, out] from x_ext [T, in + width], whose first columns are x; x A' is written into the
     others. Equivalent: ``x_ext[:, in:] = x @ A.t(); x_ext @ M[:out].t() + bias``."""
     x, z = x_ext[:, : bordered.in_features], x_ext[:, bordered.in_features :]
-    bias = bordered.bias
     if masks is None:
         torch.mm(x, bordered.A.t(), out=z)
     else:
         dropped_products(x, bordered.A, bordered.blocks, masks, z)
-    return bordered.buffer.product(x_ext, None if bias is None else bias[: bordered.out])
+    return bordered.buffer.product(x_ext, bordered.base_bias)
 
 
-def extended_product(
-    x: Tensor, bordered: Bordered, masks: Masks | None = None
+def grow_k_backward(
+    grad_ext: Tensor, bordered: Bordered, masks: Masks | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(y, x A') [T, out] and [T, width] from x [T, in]: ``x @ W.t() + bias, x @ A.t()``."""
-    y, z = bordered.buffer.product_and_z(x, bordered.bias, masks is None)
-    if masks is not None:
-        dropped_products(x, bordered.A, bordered.blocks, masks, z)
-    return y, z
-
-
-def grow_k_backward(grad_ext: Tensor, bordered: Bordered, masks: Masks | None = None) -> Tensor:
-    """dx [T, in] from grad_ext [T, out + width], whose first columns are dy; p = dy sB is written
-    into the others. Equivalent: ``grad_ext[:, out:] = dy @ sB; grad_ext @ M[:, :in]``."""
+    """(dx [T, in], p [T, width]) from grad_ext [T, out + width], whose first columns are dy, and
+    whose others p may be written into. Equivalent: ``p = dy @ sB; dy @ W + p @ A``."""
+    if masks is None:
+        return bordered.buffer.gradient_and_p(grad_ext)
     dy, p = grad_ext[:, : bordered.out], grad_ext[:, bordered.out :]
     torch.mm(dy, bordered.sB, out=p)
-    if masks is None:
-        return bordered.buffer.gradient(grad_ext)
     grad = grad_ext.new_empty(grad_ext.shape[0], bordered.in_features)
     dropped_gradient(p, bordered.A, bordered.blocks, masks, grad)
     bordered.buffer.add_gradient(grad, dy)
-    return grad
+    return grad, p
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:

@@ -319,7 +319,7 @@ class DecoderLayer(torch.autograd.Function):
                 grads.mlp_norm,
             )  # fmt: skip
             sum_biases(grad, of_down, biases_down)
-            grad_normed, p, (grad_down_A, grad_gate_B, grad_up_B) = through_swiglu(
+            grad_normed, pm, (grad_down_A, grad_gate_B, grad_up_B) = through_swiglu(
                 grad, gate_up, zm, of_down, of_gate_up,
                 (kind_down_A, kind_gate_B, kind_up_B), (need_down_A, need_gate_B, need_up_B),
                 biases_gate_up, None if masks_down is None else masks_down[0], masks_gate_up,
@@ -332,7 +332,7 @@ class DecoderLayer(torch.autograd.Function):
             # gate and up of the norm of total
             grad_gate_A, _, grad_up_A, _ = adapter_sums.add(
                 of_gate_up, kinds_gate_up, (need_gate_A, False, need_up_A, False),
-                m, None, None, p, masks_gate_up, m_scales,
+                m, None, None, pm, masks_gate_up, m_scales,
             )  # fmt: skip
             grad_total = empty_rows(x, len(total), of_o.grad_columns)
             norm_backward(
@@ -348,11 +348,10 @@ class DecoderLayer(torch.autograd.Function):
 
             # total = x + o(attended)
             sum_biases(grad_total, of_o, biases_o)
-            grad_attended = grow_k_backward(grad_total, of_o, masks_o)
+            grad_attended, pa = grow_k_backward(grad_total, of_o, masks_o)
             grad_o = adapter_sums.add(
                 of_o, kinds_o, need_o,
-                wanted_rows(attended, rows), grad_total[:, :width], z_o, grad_total[:, width:],
-                masks_o,
+                wanted_rows(attended, rows), grad_total[:, :width], z_o, pa, masks_o,
             )  # fmt: skip
             del grad_total
             if rows is not None:
@@ -372,10 +371,9 @@ class DecoderLayer(torch.autograd.Function):
 
             # q, k and v of the norm of x
             sum_biases(grad_qkv, of_qkv, biases_qkv)
-            grad_z = grad_hidden = None
+            pn = grad_hidden = None
             if need_hidden or grads.input_norm is not None:
-                grad_normed = grow_k_backward(grad_qkv, of_qkv, masks_qkv)
-                grad_z = grad_qkv[:, of_qkv.out :]
+                grad_normed, pn = grow_k_backward(grad_qkv, of_qkv, masks_qkv)
                 # as the layer before would have it, in whose backward it is most likely to go
                 wide = empty_rows(x, len(x), of_down.grad_columns)
                 norm_backward(
@@ -385,10 +383,10 @@ class DecoderLayer(torch.autograd.Function):
                 frozen.borders.handover.offer(wide)
                 grad_hidden = wide[:, :width].view(hidden.shape)
             elif any(need_qkv[::2]):
-                grad_z = grad_qkv[:, : of_qkv.out] @ of_qkv.sB
+                pn = grad_qkv[:, : of_qkv.out] @ of_qkv.sB
             grad_attention = adapter_sums.add(
                 of_qkv, kinds_qkv, need_qkv,
-                n, grad_qkv[:, : of_qkv.out], zn, grad_z, masks_qkv, n_scales,
+                n, grad_qkv[:, : of_qkv.out], zn, pn, masks_qkv, n_scales,
             )  # fmt: skip
             adapter_sums.compute()
         return (

@@ -8,11 +8,11 @@ second W's scales lie in the sum: dy is multiplied by them before it becomes cod
     forward     [x | z]  to codes with a scale a row      y  = codes [W8 | border]' scales
     gradient    [dy s | p]  likewise                      dx = codes [W8' | border]' scales
 
-z and p, the adapters' own products, and the border are in two halves (`kernels/fp8_rows.py`), as
-exact as in bf16. A product is 0.037 off for what x, dy and W lose as codes, in bf16 0.002. What
-norms and SwiGLU give, and the gradient of what SwiGLU is given, are codes from the kernel that
-computes them (`kernels/fp8_norm.py`, `kernels/fp8_swiglu.py`). z and p of those are made of the
-codes, and so, where backward keeps them, is dA.
+z and p, the adapters' own products, are made of the same codes. They and the border are in two
+halves (`kernels/fp8_rows.py`), as exact as in bf16. A product is 0.037 off for what x, dy and W
+lose as codes, in bf16 0.002. What norms and SwiGLU give, and the gradient of what SwiGLU is given,
+are codes from the kernel that computes them (`kernels/fp8_norm.py`, `kernels/fp8_swiglu.py`), of
+all else a pass of its own makes them.
 
 On the CPU, which has no such products, and for results in other dtypes than bf16, the codes are
 multiplied in fp32.
@@ -24,8 +24,8 @@ from torch import Tensor
 from .kernels.fp8_borders import fp8_borders
 from .kernels.fp8_norm import norm_codes
 from .kernels.fp8_products import add_coded_border
-from .kernels.fp8_rows import E4M3, LARGEST, fp8_rows, padded_columns
-from .kernels.fp8_swiglu import new_codes, swiglu_codes
+from .kernels.fp8_rows import E4M3, LARGEST, fp8_rows, new_codes, padded_columns
+from .kernels.fp8_swiglu import swiglu_codes
 
 SIZES = 16  # of a weight have to be multiples of it
 # e4m3 are floating-point numbers: a row that is so many times smaller than most loses no digit.
@@ -69,35 +69,11 @@ class Fp8Buffer:
             self._factors_t, self._over_scales,
         )  # fmt: skip
 
-    def product(self, x_ext: Tensor, bias: Tensor | None) -> Tensor:
-        """[x | z] M[:out]' + bias"""
-        inputs = self.A.shape[1]
-        rows = fp8_rows(x_ext[:, :inputs], x_ext[:, inputs:], self._factors)
-        return product_of_codes(*rows, self._codes, self.scales, bias, x_ext.dtype)
+    # --- with their adapters ---
 
-    def product_and_z(self, x: Tensor, bias: Tensor | None, with_z: bool) -> tuple[Tensor, Tensor]:
-        """(x W' + bias, x A'), or room for the second."""
-        outputs = len(self.weight)
-        rows = fp8_rows(x, padded=self._codes.shape[1])  # zeros for the border
-        bias = None if bias is None else bias[:outputs]
-        y = product_of_codes(*rows, self._codes, self.scales, bias, x.dtype)
-        return y, x @ self.A.t() if with_z else x.new_empty(len(x), len(self.A))
-
-    def add_product(self, total: Tensor, x_ext: Tensor, multiplier: float) -> None:
-        """total += multiplier [x | z] M[:out]'"""
-        total.add_(self.product(x_ext, None), alpha=multiplier)
-
-    def add_swiglu(
-        self, total: Tensor | None, gate_up: Tensor, multiplier: float, activation: str
-    ) -> Tensor:
-        """total += multiplier [h | z] M[:out]' of h = silu(gate) up, or nothing without total;
-        returns z."""
-        codes, scales = swiglu_codes(gate_up, self._codes.shape[1], activation)
-        z = add_coded_border(codes, scales, self.A.t(), self._factors)
-        if total is not None:
-            product = product_of_codes(codes, scales, self._codes, self.scales, None, z.dtype)
-            total.add_(product, alpha=multiplier)
-        return z
+    def product_and_z(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """([x | z] M[:out]' + bias, z), of codes of x."""
+        return self._product_and_z(*fp8_rows(x, self._codes.shape[1]), bias, x.dtype)
 
     def product_of_norm(
         self, x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool,
@@ -107,14 +83,37 @@ class Fp8Buffer:
         weight x; x once more into copy."""
         padded = self._codes.shape[1]
         if weight is None:
-            (codes, scales), rstd = fp8_rows(x, padded=padded), None
+            (codes, scales), rstd = fp8_rows(x, padded), None
             if copy is not None:
                 copy.copy_(x)
         else:
             codes, scales, rstd = norm_codes(x, weight, eps, padded, copy, zero_centered)
-        z = add_coded_border(codes, scales, self.A.t(), self._factors)
-        y = product_of_codes(codes, scales, self._codes, self.scales, bias, x.dtype)
+        y, z = self._product_and_z(codes, scales, bias, x.dtype)
         return y, codes[:, : x.shape[1]], z, scales, rstd
+
+    def add_swiglu(
+        self, total: Tensor | None, gate_up: Tensor, multiplier: float, activation: str
+    ) -> Tensor:
+        """total += multiplier [h | z] M[:out]' of h = silu(gate) up, or nothing without total;
+        returns z."""
+        codes, scales = swiglu_codes(gate_up, self._codes.shape[1], activation)
+        if total is None:
+            return add_coded_border(codes, scales, self.A.t(), self._factors)
+        y, z = self._product_and_z(codes, scales, None, gate_up.dtype)
+        total.add_(y, alpha=multiplier)
+        return z
+
+    def _product_and_z(
+        self, codes: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        z = add_coded_border(codes, scales, self.A.t(), self._factors)
+        return product_of_codes(codes, scales, self._codes, self.scales, bias, dtype), z
+
+    def gradient_and_p(self, grad_ext: Tensor) -> tuple[Tensor, Tensor]:
+        """([dy | p] M[:, :in], p), of codes of dy, the first columns of what is given."""
+        dy = grad_ext[:, : len(self.sB)]
+        codes, scales = fp8_rows(dy, self._codes_t.shape[1], self.scales)
+        return self.gradient_of_codes(codes, scales, dy.dtype)
 
     def room_for_codes(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """New codes and scales for a dy of as many rows as like has, without its border."""
@@ -127,15 +126,26 @@ class Fp8Buffer:
         p = add_coded_border(codes, scales, self._over_scales, self._factors_t)
         return product_of_codes(codes, scales, self._codes_t, self._ones, None, dtype), p
 
-    def gradient(self, grad_ext: Tensor) -> Tensor:
-        """[dy | p] M[:, :in]"""
-        outputs = len(self.sB)
-        rows = fp8_rows(grad_ext[:, :outputs], grad_ext[:, outputs:], self._factors_t, self.scales)
-        return product_of_codes(*rows, self._codes_t, self._ones, None, grad_ext.dtype)
+    # --- where dropout's masks make z of another x, and p's product by a kernel of its own ---
+
+    def product(self, x_ext: Tensor, bias: Tensor | None) -> Tensor:
+        """[x | z] M[:out]' + bias"""
+        x, z = x_ext.tensor_split([self.A.shape[1]], 1)
+        return self.base_product(x, bias).addmm_(z, self.sB.t())
+
+    def base_product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x W' + bias"""
+        rows = _without_border(*fp8_rows(x, self._codes.shape[1]), x.shape[1])
+        return product_of_codes(*rows, self._codes, self.scales, bias, x.dtype)
+
+    def add_product(self, total: Tensor, x_ext: Tensor, multiplier: float) -> None:
+        """total += multiplier [x | z] M[:out]'"""
+        total.add_(self.product(x_ext, None), alpha=multiplier)
 
     def add_gradient(self, grad: Tensor, dy: Tensor) -> None:
         """grad += dy W"""
-        rows = fp8_rows(dy, of_columns=self.scales, padded=self._codes_t.shape[1])
+        codes, scales = fp8_rows(dy, self._codes_t.shape[1], self.scales)
+        rows = _without_border(codes, scales, dy.shape[1])
         grad.add_(product_of_codes(*rows, self._codes_t, self._ones, None, dy.dtype))
 
 
@@ -154,6 +164,11 @@ def codes_and_scales(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def _zero_codes(device: torch.device, rows: int, columns: int) -> Tensor:
     return torch.zeros(rows, columns, dtype=torch.uint8, device=device).view(E4M3)
+
+
+def _without_border(codes: Tensor, scales: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    codes.view(torch.uint8)[:, columns:].zero_()
+    return codes, scales
 
 
 def product_of_codes(

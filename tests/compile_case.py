@@ -154,12 +154,12 @@ def launch_fp8():
     f32 = torch.float32
     width = 2 * RANK
     vectors = empty(width, dtype=f32), empty(2 * COLUMNS, dtype=f32)
-    fp8_rows(empty(TOKENS, HIDDEN), empty(TOKENS, width), vectors[0])
     x = empty(TOKENS, HIDDEN)
+    fp8_rows(x, 2 * HIDDEN)
     read, *_ = norm_codes(x, empty(HIDDEN), 1e-6, 2 * HIDDEN, x)
     of_x = [Product(empty(TOKENS, RANK), empty(HIDDEN, RANK)) for _ in range(3)]
     sums_over_tokens([(read[:, :HIDDEN], of_x)])
-    fp8_rows(empty(TOKENS, 2 * COLUMNS), empty(TOKENS, width), *vectors)
+    fp8_rows(empty(TOKENS, 2 * COLUMNS), 2 * COLUMNS, vectors[1])
     codes, codes_t = (empty(n, n, dtype=torch.float8_e4m3fn) for n in (2 * COLUMNS, 2 * COLUMNS))
     border = empty(2 * COLUMNS, width), empty(width, HIDDEN)
     fp8_borders(*border, vectors[1], codes, codes_t, vectors[0], vectors[0], border[0])

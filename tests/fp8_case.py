@@ -24,21 +24,15 @@ def pair(device, fusion=FP8, **options):
     return fused, plain, fuse(fused, fusion)
 
 
-def quantised(x, border=None, weights=None):
-    """x as its codes have it, with a scale a row, of x and its border; and the border's product
-    with these weights, both in two halves."""
-    largest = (x if border is None else torch.cat([x, border], 1)).abs().amax(1, keepdim=True)
-    scales = largest.clamp(min=1e-30) / 448
-    codes = nearest(x / scales) * scales
-    if border is None:
-        return codes
-    (hi, lo), (of_hi, of_lo) = halves(border / scales), halves(weights)
-    return codes, (hi @ (of_hi + of_lo).t() + lo @ of_hi.t()) * scales
+def quantised(x):
+    """Codes, and a scale for each row."""
+    scales = x.abs().amax(1, keepdim=True).clamp(min=1e-30) / 448
+    return nearest(x / scales), scales
 
 
 def product_of_border(border, weights, scales):
-    """The same where the codes were there first, whose scales a larger border makes powers of two
-    larger."""
+    """The border's product with these weights, both in two halves; where a border is larger than
+    its row, the row's scale is so many powers of two larger."""
     passed = border.abs().amax(1, keepdim=True) / (448 * scales)
     scales = scales * passed.log2().ceil().clamp(min=0).exp2()
     (hi, lo), (of_hi, of_lo) = halves(border / scales), halves(weights)
@@ -75,20 +69,16 @@ class OracleBuffer(Fp8Buffer):
         self.factors = factor(in_codes, 56 * A.norm(dim=1))
         self.factors_t = factor(A.abs().amax(1), 56 * sB.norm(dim=0) / spread)
 
-    def product(self, x_ext, bias):
-        x, z = x_ext.double().tensor_split([self.A.shape[1]], 1)
+    def from_rows(self, codes, scales, bias, dtype):
+        """What is given, but in fp64, is multiplied with A' and, with the border, with W'."""
+        z = (codes * scales @ self.A.double().t()).to(dtype)
         border = self.sB.double() / self.scales[:, None] / self.factors
-        rows, adapted = quantised(x, z * self.factors, border)
-        y = (rows @ self.codes.t() + adapted) * self.scales
-        return (y if bias is None else y + bias.double()).to(x_ext.dtype)
+        adapted = product_of_border(z.double() * self.factors, border, scales)
+        y = (codes * scales @ self.codes.t() + adapted) * self.scales
+        return (y if bias is None else y + bias.double()).to(dtype), z
 
-    def product_and_z(self, x, bias, with_z):
-        y = quantised(x.double()) @ self.codes.t() * self.scales
-        y = y if bias is None else y + bias[: y.shape[1]].double()
-        return y.to(x.dtype), x @ self.A.t() if with_z else x.new_empty(len(x), len(self.A))
-
-    def add_product(self, total, x_ext, multiplier):
-        total.add_(self.product(x_ext, None), alpha=multiplier)
+    def product_and_z(self, x, bias):
+        return self.from_rows(*quantised(x.double()), bias, x.dtype)
 
     def product_of_norm(self, x, weight, eps, zero_centered, bias, copy):
         normed, rstd = x.double(), None
@@ -98,27 +88,33 @@ class OracleBuffer(Fp8Buffer):
             rstd = rstd.float()
         if copy is not None:
             copy.copy_(x)
-        scales = normed.abs().amax(1, keepdim=True) / 448
-        codes = nearest(normed / scales)
-        z = (codes * scales @ self.A.double().t()).to(x.dtype)
-        border = self.sB.double() / self.scales[:, None] / self.factors
-        adapted = product_of_border(z.double() * self.factors, border, scales)
-        y = (codes * scales @ self.codes.t() + adapted) * self.scales
-        y = y if bias is None else y + bias.double()
-        return y.to(x.dtype), codes.to(x.dtype), z, scales.to(x.dtype), rstd
+        codes, scales = quantised(normed)
+        y, z = self.from_rows(codes, scales, bias, x.dtype)
+        return y, codes.to(x.dtype), z, scales.to(x.dtype), rstd
 
     def add_swiglu(self, total, gate_up, multiplier, activation):
         gate, up = gate_up.double().chunk(2, 1)
         hidden = (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
-        rows = quantised(hidden)
-        z = (rows @ self.A.double().t()).to(gate_up.dtype)
+        y, z = self.from_rows(*quantised(hidden), None, gate_up.dtype)
         if total is not None:
-            scales = hidden.abs().amax(1, keepdim=True) / 448
-            border = self.sB.double() / self.scales[:, None] / self.factors
-            adapted = product_of_border(z.double() * self.factors, border, scales)
-            product = ((rows @ self.codes.t() + adapted) * self.scales).to(total.dtype)
-            total.add_(product, alpha=multiplier)
+            total.add_(y, alpha=multiplier)
         return z
+
+    def base_product(self, x, bias):
+        codes, scales = quantised(x.double())
+        y = (codes * scales @ self.codes.t()) * self.scales
+        return (y if bias is None else y + bias.double()).to(x.dtype)
+
+    def product(self, x_ext, bias):
+        x, z = x_ext.tensor_split([self.A.shape[1]], 1)
+        return self.base_product(x, bias) + z @ self.sB.t()
+
+    def add_product(self, total, x_ext, multiplier):
+        total.add_(self.product(x_ext, None), alpha=multiplier)
+
+    def gradient_and_p(self, grad_ext):
+        dy = grad_ext[:, : len(self.sB)].double()
+        return self.gradient_of_codes(*quantised(dy * self.scales), grad_ext.dtype)
 
     def room_for_codes(self, like):
         return new_codes(like, len(self.sB))
@@ -130,11 +126,6 @@ class OracleBuffer(Fp8Buffer):
         adapted = product_of_border(p.double() * self.factors_t, border, scales)
         return (rows @ self.codes + adapted).to(dtype), p
 
-    def gradient(self, grad_ext):
-        dy, p = grad_ext.double().tensor_split([len(self.sB)], 1)
-        border = self.A.double().t() / self.factors_t
-        rows, adapted = quantised(dy * self.scales, p * self.factors_t, border)
-        return (rows @ self.codes + adapted).to(grad_ext.dtype)
-
     def add_gradient(self, grad, dy):
-        grad.add_((quantised(dy.double() * self.scales) @ self.codes).to(dy.dtype))
+        codes, scales = quantised(dy.double() * self.scales)
+        grad.add_((codes * scales @ self.codes).to(dy.dtype))

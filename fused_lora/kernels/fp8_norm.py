@@ -16,8 +16,7 @@ from torch import Tensor
 from fused_mlp.launching import launch
 
 from ..rms_norm import block_of
-from .fp8_rows import LARGEST, SMALLEST, e4m3, rounds
-from .fp8_swiglu import new_codes
+from .fp8_rows import LARGEST, SMALLEST, e4m3, new_codes, rounds
 from .residual import check_hidden
 from .rows import check_rows
 

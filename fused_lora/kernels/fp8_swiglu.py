@@ -18,7 +18,6 @@ of them. Arithmetic is fp32, and rounds once to e4m3. Deterministic.
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -26,7 +25,7 @@ from torch import Tensor
 from fused_mlp.launching import cdiv, launch, next_power_of_2
 
 from .activation import activate
-from .fp8_rows import E4M3, LARGEST, SMALLEST, e4m3, rounds
+from .fp8_rows import LARGEST, SMALLEST, e4m3, new_codes, rounds
 from .rows import rows_and_intermediate
 from .tiling import dots_in_fp32
 
@@ -238,12 +237,6 @@ def swiglu_codes(gate_up: Tensor, padded: int, activation: str) -> tuple[Tensor,
             num_warps=min(max(block // 1024, 4), 16),
         )  # fmt: skip
     return codes, scales
-
-
-def new_codes(like: Tensor, padded: int) -> tuple[Tensor, Tensor]:
-    """Room for codes [rows, padded] and scales [rows, 1] of as many rows as like has."""
-    codes = torch.empty(len(like), padded, dtype=E4M3, device=like.device)
-    return codes, torch.empty(len(like), 1, dtype=torch.float32, device=like.device)
 
 
 def guess_gradient_scales(

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from fused_mlp.dropout import Masks
 
-from ..bordered import Bordered, Extended, extended_product, grow_k_forward
+from ..bordered import Bordered, Extended, grow_k_forward
 from ..fp8 import Fp8Buffer
+from .dropped_products import dropped_products
 from .residual import add_adapted, residual_norm_backward, residual_norm_forward
 from .rows import empty_rows
 
@@ -20,9 +21,8 @@ def normed_product(
 ) -> tuple[Tensor, Extended, Tensor | None]:  # fmt: skip
     """(y, [n | z], rstd) of n, the norm of x, or without a weight x: y = n W' + bias and what the
     adapters add, of n as masks keep it; x once more into copy."""
-    width, buffer, bias = x.shape[1], bordered.buffer, bordered.bias
+    width, buffer, bias = x.shape[1], bordered.buffer, bordered.base_bias
     if masks is None and isinstance(buffer, Fp8Buffer):
-        bias = None if bias is None else bias[: bordered.out]
         y, *read, rstd = buffer.product_of_norm(x, weight, eps, zero_centered, bias, copy)
         return y, Extended(*read), rstd
     extended = empty_rows(x, len(x), bordered.x_columns)
@@ -55,9 +55,22 @@ def add_projected(
     residual: Tensor | None, x: Tensor, bordered: Bordered, total: Tensor, multiplier: float,
     masks: Masks | None,
 ) -> Tensor:  # fmt: skip
-    """Write residual + multiplier (x W' + bias + s (x A') B') into total; returns x A', copied."""
-    y, z = extended_product(x, bordered, masks)
-    z_copy = z.new_empty(z.shape)  # its own, so that what is saved does not keep y
+    """Write residual + multiplier (x W' + bias + s (x A') B') into total; returns x A', new."""
+    buffer = bordered.buffer
+    if masks is not None:
+        y = buffer.base_product(x, bordered.base_bias)
+        z = x.new_empty(len(x), len(bordered.A))
+        dropped_products(x, bordered.A, bordered.blocks, masks, z)
+    elif isinstance(buffer, Fp8Buffer):
+        y, z = buffer.product_and_z(x, bordered.base_bias)
+        if residual is None:
+            torch.mul(y, multiplier, out=total)
+        else:
+            torch.add(residual, y, alpha=multiplier, out=total)
+        return z
+    else:
+        y, z = buffer.base_product_and_z(x, bordered.bias)
+    z_copy = torch.empty_like(z)  # its own, so that what is saved does not keep y
     add_adapted(residual, y, z, bordered.sB, total, z_copy, multiplier)
     return z_copy
 

@@ -74,8 +74,7 @@ def through_swiglu(
     grad_biases: of gate and up, written where one is trained. mask, masks: of down's input, and of
     gate's and up's. In FP8 the gradient of gate_up exists as codes alone, but with masks or biases.
     """
-    grad_hidden = grow_k_backward(grad, down, None if mask is None else [mask])
-    p = grad[:, down.out :]
+    grad_hidden, p = grow_k_backward(grad, down, None if mask is None else [mask])
     gradients, (of_hidden, of_gate, of_up) = _of_adapters(
         gate_up, p, z, layout, kinds, needed, mask
     )
@@ -101,7 +100,7 @@ def through_swiglu(
     )
     del grad_hidden
     sum_biases(grad_gate_up, layout, grad_biases)
-    return grow_k_backward(grad_gate_up, layout, masks), grad_gate_up[:, layout.out :], gradients
+    return *grow_k_backward(grad_gate_up, layout, masks), gradients
 
 
 def _of_adapters(

@@ -54,17 +54,16 @@ def test_products_in_bf16_are_what_the_codes_make_them(device):
         buffer.encode()
     x, dy = draw(count, inputs, seed=5), draw(count, outputs, seed=6)
     x_ext = torch.cat([x, x @ got.A.t()], 1)
-    grad_ext = torch.cat([dy, dy @ got.sB], 1)
 
     def products(buffer):
         total, grad = draw(count, outputs, seed=7), draw(count, inputs, seed=8)
         buffer.add_product(total, x_ext, 0.5)
         buffer.add_gradient(grad, dy)
-        y, z = buffer.product_and_z(x, bias, True)
-        with_bias = buffer.product(x_ext, bias[:outputs])
+        y, z = buffer.product_and_z(x, bias[:outputs])
+        gradient, p = buffer.gradient_and_p(torch.cat([dy, torch.full_like(x_ext, 7.0)], 1))
         return {
-            "product": with_bias, "y": y, "z": z, "sum": total,
-            "gradient": buffer.gradient(grad_ext), "sum of gradients": grad,
+            "product": buffer.product(x_ext, bias[:outputs]), "y": y, "z": z, "sum": total,
+            "gradient": gradient, "p": p, "sum of gradients": grad,
         }  # fmt: skip
 
     exact = products(want)
@@ -90,8 +89,8 @@ def test_nothing_takes_the_digits_of_all_else(rows_times, A_times, B_times, devi
     buffer.encode()
     x, dy = draw(40, 160, seed=4), draw(40, 96, seed=5)
     together = weight.double() + buffer.sB.double() @ buffer.A.double()
-    y = buffer.product(torch.cat([x, x @ buffer.A.t()], 1), None)
-    dx = buffer.gradient(torch.cat([dy, dy @ buffer.sB], 1))
+    y, _ = buffer.product_and_z(x, None)
+    dx, _ = buffer.gradient_and_p(dy)
     assert relative_error(y[:, 6:], (x.double() @ together.t())[:, 6:]) < 0.04
     assert relative_error(dx, dy.double() @ together) < 0.04
 

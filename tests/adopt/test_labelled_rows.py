@@ -77,7 +77,7 @@ def test_what_is_left_out_is_neither_multiplied_nor_saved(device, monkeypatch):
     model, inputs, grad = operands(device)
     made = []
     for module, name in (
-        (layer_residual, "grow_k_forward"), (layer_residual, "extended_product"),
+        (layer_residual, "grow_k_forward"), (decoder_layer, "add_projected"),
         (decoder_layer, "grow_k_backward"), (swiglu_bordered, "grow_k_backward"),
     ):  # fmt: skip
         function = getattr(module, name)
@@ -90,7 +90,7 @@ def test_what_is_left_out_is_neither_multiplied_nor_saved(device, monkeypatch):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         output = DecoderLayer.apply(*with_rows(inputs, [1, 4, 16]))
     output.backward(grad)
-    forward = [("grow_k_forward", 18), ("extended_product", 3), ("grow_k_forward", 3)]
+    forward = [("grow_k_forward", 18), ("add_projected", 3), ("grow_k_forward", 3)]
     assert made == [*forward, *(("grow_k_backward", rows) for rows in (3, 3, 3, 18))]
     intermediate = layer_of(model).mlp.up_proj.out_features
     assert [len(t) for t in saved if t.shape[1:] == (2 * intermediate,)] == [3]  # gate and up

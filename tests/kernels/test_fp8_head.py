@@ -16,7 +16,7 @@ IGNORED = -100
 def oracle(hidden, weight, labels, bias):
     """(loss, gradient of hidden), in fp64 of the same codes."""
     labelled = labels != IGNORED
-    x, w = quantised(hidden.double()), weight.double()
+    x, w = torch.mul(*quantised(hidden.double())), weight.double()
     scales = weight.float().abs().amax(1).double() / 448
     codes = nearest(w / scales[:, None])
     logits = (x @ codes.t() * scales).to(hidden.dtype)

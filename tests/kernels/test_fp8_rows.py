@@ -5,6 +5,7 @@ import torch
 from reference import random
 
 from fused_lora.kernels.fp8_borders import fp8_borders
+from fused_lora.kernels.fp8_products import add_coded_border
 from fused_lora.kernels.fp8_rows import E4M3, fp8_rows, padded_columns
 
 EPS = torch.finfo(torch.float32).eps
@@ -25,49 +26,34 @@ def assert_codes_near(got, exact):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize(("columns", "width", "of_columns"), [
-    (17_000, 8, True), (256, 64, False), (64, 512, False), (52, 8, True), (128, 0, False),
-    (1000, 24, True), (37, 3, False), (1, 1, False),
+@pytest.mark.parametrize(("columns", "of_columns"), [
+    (17_000, True), (256, False), (64, True), (1000, True), (37, False), (1, False),
 ])  # fmt: skip
-def test_codes_are_the_nearest_and_the_largest_of_a_row_is_448(
-    columns, width, of_columns, dtype, device
-):
-    wide = random(7, columns + width + 5, seed=1, dtype=dtype, device=device)
-    wide[3] = 0
-    wide[4, columns:] *= 1e3  # a border larger than its row
-    x, v = wide[:, :columns], wide[:, columns : columns + width]
-    factors = random(width, seed=2, device=device).abs() + 0.1
+def test_codes_are_the_nearest_and_the_largest_of_a_row_is_448(columns, of_columns, dtype, device):
+    x = random(7, columns + 5, seed=1, dtype=dtype, device=device)[:, :columns]
+    x[3] = 0
     times = random(columns, seed=3, device=device).abs() if of_columns else None
-    codes, scales = fp8_rows(x, v if width else None, factors if width else None, times)
-    x, v = x.double() * (1 if times is None else times.double()), v.double() * factors.double()
-    largest = torch.cat([x, v], 1).abs().amax(1, keepdim=True).clamp(min=1e-30)
+    codes, scales = fp8_rows(x, columns + 11, times)
+    assert codes.shape == (7, columns + 11)
+    codes, x = codes[:, :columns], x.double() * (1 if times is None else times.double())
+    largest = x.abs().amax(1, keepdim=True).clamp(min=1e-30)
     torch.testing.assert_close(scales.double(), largest / 448, rtol=4 * EPS, atol=0)
-    padded = padded_columns(columns, width)
-    assert codes.shape == (7, padded) and padded % 128 == 0 and padded - columns - 3 * width < 128
-    assert_codes_near(codes[:, :columns], x / scales.double())
-    hi, lo, again, padding = codes[:, columns:].split(
-        [width, width, width, padded - columns - 3 * width], 1
-    )
-    assert torch.equal(hi.float(), again.float()) and not padding.float().any()
-    v = v / scales.double()
-    # the second half is what the first lacks: eight bits in all
-    assert ((hi.double() + lo.double() - v).abs() <= v.abs() / 256 + 2**-10).all()
-    assert (codes.float().abs().amax(1)[wide.any(1)] == 448).all()
+    assert_codes_near(codes, x / scales.double())
+    assert (codes.float().abs().amax(1)[x.any(1)] == 448).all()
     assert not codes.float()[3].any()
 
 
 def test_nan_and_inf_stay_in_their_rows(device):
     x = random(4, 40, seed=1, device=device)
-    clean, _ = fp8_rows(x)
-    v = torch.zeros(4, 2, device=device)
-    x[0, 5], x[1, 7], v[2, 1] = float("nan"), float("inf"), float("nan")
-    codes, scales = fp8_rows(x, v, torch.ones(2, device=device))
-    assert scales[:3].isnan().all()
-    assert torch.equal(codes[3, :40].float(), clean[3, :40].float())
+    clean, _ = fp8_rows(x, 48)
+    x[0, 5], x[1, 7] = float("nan"), float("inf")
+    codes, scales = fp8_rows(x, 48)
+    assert scales[:2].isnan().all()
+    assert torch.equal(codes[2:, :40].float(), clean[2:, :40].float())
 
 
 def test_no_rows(device):
-    codes, scales = fp8_rows(torch.empty(0, 40, device=device))
+    codes, scales = fp8_rows(torch.empty(0, 40, device=device), 128)
     assert codes.shape == (0, 128) and scales.shape == (0, 1)
 
 
@@ -95,12 +81,12 @@ def test_an_adapter_in_two_halves_is_as_exact_as_in_bf16(size, inputs, outputs, 
     torch.testing.assert_close(
         over_scales.double(), B.double() / scales.double()[:, None], rtol=2**-8, atol=0
     )
-    z, p = x @ A.t(), dy @ B
-    for rows, v, f, weight, of_columns, of_rows, border in (
-        (x, z, factors, codes, None, scales, B),
-        (dy, p, factors_t, codes_t, scales, torch.ones(inputs, device=device), A.t()),
+    for rows, other, f, weight, of_columns, of_rows, border in (
+        (x, A.t(), factors, codes, None, scales, B),
+        (dy, over_scales, factors_t, codes_t, scales, torch.ones(inputs, device=device), A.t()),
     ):
-        got_codes, got_scales = fp8_rows(rows, v, f, of_columns)
+        got_codes, got_scales = fp8_rows(rows, weight.shape[1], of_columns)
+        v = add_coded_border(got_codes, got_scales, other, f)
         first = rows.shape[1]
         got = got_codes.double()[:, first:] @ weight.double()[:, first:].t()
         got *= got_scales.double() * of_rows.double()
@@ -113,11 +99,9 @@ def test_an_adapter_in_two_halves_is_as_exact_as_in_bf16(size, inputs, outputs, 
 
 
 @pytest.mark.parametrize(("make", "message"), [
-    (lambda x: (x[0],), r"x is \[40\], should be \[rows, columns\]"),
-    (lambda x: (x.double(),), "computes in bfloat16, float16 or float32, got torch.float64"),
-    (lambda x: (x, x[:, :3]), r"factors is None, should be \[3\] in torch.float32"),
-    (lambda x: (x, x[:2, :3], x[0, :3]), r"v is \[2, 3\], should be \[4, 3\]"),
-    (lambda x: (x, None, None, x[0, :3]), r"of_columns is \[3\] in .*, should be \[40\]"),
+    (lambda x: (x[0], 48), r"x is \[40\], should be \[rows, columns\]"),
+    (lambda x: (x.double(), 48), "computes in bfloat16, float16 or float32, got torch.float64"),
+    (lambda x: (x, 48, x[0, :3]), r"of_columns is \[3\] in torch.float32, should be \[40\]"),
 ])  # fmt: skip
 def test_what_it_cannot_take_is_said(make, message, device):
     with pytest.raises(ValueError, match=message):
