@@ -31,16 +31,22 @@ KIND_BY_NAME = [
     (kind, re.compile(pattern, re.IGNORECASE))
     for kind, pattern in (
         ("optimizer", r"multi_tensor_apply(?!.*CopyFunctor)|adam"),
-        ("loss", r"cross_entropy|nll_loss|softmax|_fl_\w+_kernel"),
+        ("loss", r"cross_entropy|nll_loss|softmax|_fl_\w+_kernel|logit_codes"),
         ("attention", r"flash|fmha|sdpa|attention|compute_dot_do_o|convert_dq"),
         ("matmul", r"nvjet|gemm|cutlass|cublas|splitk|\bmatmul"),
-        ("adapter", r"_add_adapted_kernel"),
-        ("norm", r"rms_?norm|layer_?norm|rsqrt|meanops"),
-        ("activation", r"swiglu|silu|gelu|sigmoid|_fg_kernel|_dwf_dw_dfg_kernel"),
+        (
+            "adapter",
+            r"_add_adapted_kernel|_border|_coded_product|_drop|_keep_bits|_sum\w*_kernel",
+        ),
+        ("norm", r"rms_?norm|layer_?norm|_add_normed|_norm_codes|_norm_backward|rsqrt|meanops"),
+        (
+            "activation",
+            r"swiglu|geglu|silu|gelu|sigmoid|_fg_kernel|_dwf_dw_dfg_kernel|_guess|_repair",
+        ),
         ("rope", r"rope|rotary|cos_kernel|sin_kernel"),
         (
             "copy",
-            r"copy_kernel|CopyFunctor|memcpy|memset|fillfunctor|fused_+(to_copy|addmm|t|transpose|_)+_\d",
+            r"copy_kernel|_fp8_rows|_transpose_kernel|CopyFunctor|memcpy|memset|fillfunctor|fused_+(to_copy|addmm|t|transpose|_)+_\d",
         ),
     )
 ]

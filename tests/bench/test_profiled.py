@@ -1,5 +1,8 @@
 """Kernels told apart by name and by the module that launched them, on lists made by hand."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from bench.profiler import KINDS, Kernel, Op, busy_ns, kernel_ms_by_kind, kind_of_name
@@ -77,6 +80,15 @@ NAMES = {  # as the profiler gave them on an H200
 )
 def test_what_the_name_of_a_kernel_tells(kind, name):
     assert kind_of_name(name) == kind
+
+
+def test_the_names_of_our_own_kernels_tell():
+    root = Path(__file__).parents[2]
+    sources = [
+        path.read_text() for d in ("fused_lora", "fused_mlp") for path in root.glob(f"{d}/**/*.py")
+    ]
+    names = re.findall(r"@triton.jit\ndef (\w+_kernel)\(", "\n".join(sources))
+    assert len(names) > 20 and {name for name in names if kind_of_name(name) is None} == set()
 
 
 # --- time -----------------------------------------------------------------------------------------
