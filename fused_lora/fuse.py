@@ -16,8 +16,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .adopt.borders import unborder
 from .adopt.documents import DECODER, decoder_forward, decoders
+from .adopt.fp8_checkpoint import drop_idle_hook
 from .adopt.fp8_weight import keep_from_ddp
-from .adopt.layer import BorderedForward, borders_of, give_borders, why_not_fp8
+from .adopt.layer import BorderedForward, borders_of, give_borders, why_not_fp8, why_not_layer
 from .adopt.site import (
     HOOKED,
     FusedForward,
@@ -153,7 +154,10 @@ def fuse(model: nn.Module, fusion: Fusion | None = None, *, strict: bool = True)
         )
     refused: dict[str, str] = {}  # by part, or module
     for part in list(wanted):
-        reasons = {name: site.why_not(module) for name, module, site in _candidates(model, part)}
+        reasons = {
+            name: _why_not(part, site, module, fusion.fp8)
+            for name, module, site in _candidates(model, part)
+        }
         if not all(reasons.values()):
             continue
         reason = next(iter(reasons.values()), SWITCHES[part].none_found)
@@ -178,7 +182,7 @@ def fuse(model: nn.Module, fusion: Fusion | None = None, *, strict: bool = True)
     for part in SWITCHES:
         for _, module, site in list(_candidates(model, part, listed_only=False)):
             runs = fused_parts_of(module)
-            if part in runs or (part in wanted and site.why_not(module) is None):
+            if part in runs or (part in wanted and _why_not(part, site, module, fp8) is None):
                 runs |= {part}
                 owner = FusedForward(site.forward, module, runs)
                 if "layer" in runs:
@@ -188,12 +192,13 @@ def fuse(model: nn.Module, fusion: Fusion | None = None, *, strict: bool = True)
     for _, decoder in decoders(model):
         if running & {"attention", "layer"} and why_not_own_forward(decoder) is None:
             decoder.forward = FusedForward(decoder_forward, decoder, DECODER).forward
-    share_told(model)
     for part in running & SWITCHES.keys():
         for _, module, site in _candidates(model, part):
             if left := site.left(module):
                 keep_reported(module, left)
+    drop_idle_hook(model)
     give_borders([(n, m) for n, m in model.named_modules() if "layer" in fused_parts_of(m)])
+    share_told(model)
     keep_from_ddp(model)
     if policy is not None:
         policy.install(layers, last_runs_once="cross_entropy" in running)
@@ -300,6 +305,11 @@ def _runs(module: nn.Module, unit: str, left: dict[str, str]) -> bool:
     """Return True if a unit of a module runs fused, of which these do not: one without an adapter
     only together with all others."""
     return not left or (unit not in left and hasattr(module.get_submodule(unit), "lora_A"))
+
+
+def _why_not(part: str, site: Site, module: nn.Module, fp8: bool) -> str | None:
+    """Return the reason if a module may not run a part that is asked for, of layers in FP8."""
+    return why_not_layer(module, fp8) if part == "layer" else site.why_not(module)
 
 
 def _why_not_now(site: Site, module: nn.Module) -> str | None:

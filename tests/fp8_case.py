@@ -3,13 +3,17 @@
 import copy
 
 import layer_case
+import pytest
 import torch
 import torch.nn.functional as F
+from reference import random, relative_error
 
 from fused_lora import Fusion, fuse
+from fused_lora.adopt.layer import read_layer
+from fused_lora.decoder_layer import DecoderLayer
 from fused_lora.fp8 import Fp8Buffer
-from fused_lora.kernels.fp8_rows import E4M3
-from fused_lora.kernels.fp8_swiglu import new_codes
+from fused_lora.frozen_layer import GROUPS
+from fused_lora.kernels.fp8_rows import E4M3, new_codes
 
 FP8 = Fusion(layer=True, fp8=True)
 CONFIG = {
@@ -129,3 +133,35 @@ class OracleBuffer(Fp8Buffer):
     def add_gradient(self, grad, dy):
         codes, scales = quantised(dy.double() * self.scales)
         grad.add_((codes * scales @ self.codes).to(dy.dtype))
+
+
+def results(layer, frozen, adapters, device, head_dim=16):
+    """A layer's output and every gradient, on these frozen operands."""
+    hidden, grad = layer_case.tokens((2, 9), torch.float32, device, hidden=32)
+    cos, sin = (random(1, 9, head_dim, seed=seed, device=device) for seed in (7, 8))
+    hidden.requires_grad_()
+    seed = torch.tensor([5], device=device)
+    output = DecoderLayer.apply(hidden, cos, sin, None, *adapters, frozen._replace(seed=seed))
+    found = torch.autograd.grad(output, [hidden, *adapters], grad)
+    return [output.detach(), *found]
+
+
+def assert_layer_is(model, oracle, device):
+    """A layer computes what an oracle of each of its groups does, within 1e-3: now and then fp32's
+    rounding makes a number the next code. A scale that is 2% off is more than that."""
+    layer = layer_case.layer_of(model)
+    *adapters, frozen = read_layer(layer)
+    adapters = [t.detach().requires_grad_() for t in adapters]
+    got = results(layer, frozen, adapters, device)
+    groups = {name: getattr(frozen, name) for name in GROUPS}
+    exact = {name: group._replace(buffer=oracle(group)) for name, group in groups.items()}
+    assert_near(got, results(layer, frozen._replace(**exact), adapters, device))
+    exact["down"].buffer.scales *= 1.02
+    planted = results(layer, frozen._replace(**exact), adapters, device)
+    with pytest.raises(AssertionError):
+        assert_near(got, planted)
+
+
+def assert_near(got, want):
+    for one, other in zip(got, want, strict=True):
+        assert not other.any() if not one.any() else relative_error(one, other) < 1e-3

@@ -32,6 +32,7 @@ from ..bordered import Bordered, Buffer
 from ..fp8 import Fp8Buffer, codes_and_scales
 from ..kernels.fp8_rows import E4M3
 from ..kernels.rows import empty_rows
+from .fp8_checkpoint import may_lie_in_buffer, row_codes
 from .fp8_weight import Fp8Weight, become_fp8, become_plain
 from .projection import Projection
 
@@ -84,7 +85,11 @@ class Border:
         return Border, ()
 
     def bordered(
-        self, reads: Sequence[Projection], parts: Sequence[Projection], ranks: Sequence[int]
+        self,
+        reads: Sequence[Projection],
+        parts: Sequence[Projection],
+        ranks: Sequence[int],
+        _: torch.dtype,
     ) -> tuple[Bordered, bool]:
         """The buffer, with room for adapters of these ranks, and whether it had to be made.
 
@@ -158,8 +163,8 @@ def _move_biases(reads: Sequence[Projection], layout: _Layout) -> Tensor | None:
     """Put the biases that a buffer holds side by side, each in its projection's rows."""
     if all(_held_bias(read) is None for read in reads):
         return None
-    weight = reads[0].weight
-    bias, row = torch.zeros(layout.rows, dtype=weight.dtype, device=weight.device), 0
+    first = next(held for held in map(_held_bias, reads) if held is not None)
+    bias, row = first.new_zeros(layout.rows), 0
     for read in reads:
         out = read.weight.shape[0]
         if (held := _held_bias(read)) is not None:
@@ -185,39 +190,51 @@ def _buffer_of(made: _Made, reads: Sequence[Projection]) -> Buffer:
 
 
 class Fp8Border:
-    """As Border, in FP8, whose buffer the weights hold (`fp8_weight.py`)."""
+    """As Border, in FP8, whose buffer the weights hold (`fp8_weight.py`). One that has a
+    checkpoint's own codes (`fp8_checkpoint.py`) lasts until they lie elsewhere or are others."""
 
     def __init__(self) -> None:
-        self._made: tuple[tuple, _Layout] | None = None  # where biases were put
+        self._made: tuple[tuple, _Layout] | None = None  # where biases were put, and codes
+        self._of_codes: Fp8Buffer | None = None
 
     def __reduce__(self):
         return Fp8Border, ()
 
     def bordered(
-        self, reads: Sequence[Projection], parts: Sequence[Projection], ranks: Sequence[int]
+        self,
+        reads: Sequence[Projection],
+        parts: Sequence[Projection],
+        ranks: Sequence[int],
+        dtype: torch.dtype,
     ) -> tuple[Bordered, bool]:
         places, layout = self._made or (None, None)
-        buffer = getattr(reads[0].weight, "buffer", None)
+        held = [getattr(read.weight, "buffer", self) for read in reads if read.scales is None]
+        buffer: Any = (held or [self._of_codes])[0]
         fits = (
             layout is not None
-            and all(getattr(read.weight, "buffer", self) is buffer for read in reads)
-            and places == _places_of_biases(reads)
+            and all(one is buffer for one in held)
+            and places == (_places_of_biases(reads), _places_of_codes(reads))
             and layout.has_room(parts)
         )
         if not fits:
+            self._of_codes = None  # its memory is free for the next
             layout = _layout_of(reads[0].weight, parts, ranks)
-            buffer = _make_fp8(reads, layout)
-            self._made = _places_of_biases(reads), layout
+            buffer = _make_fp8(reads, layout, dtype)
+            self._of_codes = buffer if len(held) < len(reads) else None
+            self._made = (_places_of_biases(reads), _places_of_codes(reads)), layout
         assert layout is not None and isinstance(buffer, Fp8Buffer)
         return layout.bordered(buffer, reads, parts), not fits
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def _make_fp8(reads: Sequence[Projection], layout: _Layout) -> Fp8Buffer:
+def _make_fp8(reads: Sequence[Projection], layout: _Layout, dtype: torch.dtype) -> Fp8Buffer:
     codes, scales, originals = [], [], []
-    for weight in (read.weight for read in reads):
-        if isinstance(weight, Fp8Weight):  # for a smaller rank
+    for read in reads:
+        weight, original = read.weight, None
+        if read.scales is not None:
+            of_weight = row_codes(weight, read.scales)
+        elif isinstance(weight, Fp8Weight):  # for a smaller rank
             of_weight, original = (weight.codes, weight.scales), weight.original
         else:
             of_weight = codes_and_scales(weight.detach())
@@ -227,12 +244,22 @@ def _make_fp8(reads: Sequence[Projection], layout: _Layout) -> Fp8Buffer:
         originals.append(original)
     bias = _move_biases(reads, layout)
     together = torch.cat(codes).view(E4M3), torch.cat(scales)
-    buffer = Fp8Buffer(*together, bias, layout.width, reads[0].weight.dtype)
+    buffer = Fp8Buffer(*together, bias, layout.width, dtype)
     row = 0
     for read, original in zip(reads, originals, strict=True):
-        become_fp8(read.weight, buffer, row, original)
-        row += len(original)
+        end = row + len(read.weight)
+        if original is not None:
+            become_fp8(read.weight, buffer, row, original)
+        elif read.scales is not None and may_lie_in_buffer(read.scales):
+            read.weight.data = buffer.weight[row:end]  # the same codes
+        row = end
     return buffer
+
+
+def _places_of_codes(reads: Sequence[Projection]) -> tuple:
+    """The places of a checkpoint's codes and scales, and what PyTorch counts of their changes."""
+    tensors = (t for read in reads if read.scales for t in (read.weight, read.scales.values))
+    return tuple((t.data_ptr(), t.device, 0 if t.is_inference() else t._version) for t in tensors)
 
 
 # --- weights in a buffer and out of it ------------------------------------------------------------

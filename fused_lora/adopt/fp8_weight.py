@@ -15,6 +15,7 @@ from torch.utils import swap_tensors
 from torch.utils._pytree import tree_map_only
 
 from ..fp8 import SIZES, Fp8Buffer, codes_and_scales
+from ..kernels.fp8_rows import E4M3
 
 aten = torch.ops.aten
 FP8_DTYPES = (torch.bfloat16,)  # that `_scaled_mm` gives with a scale for each row
@@ -111,8 +112,8 @@ def why_not_in_fp8(weight: Tensor) -> str | None:
         return f"a base weight is {list(weight.shape)}: FP8 wants multiples of {SIZES}"
     if not weight.is_cuda:
         return None
-    if weight.dtype not in FP8_DTYPES:
-        return f"its base weights are {weight.dtype}: for FP8 load the model in bfloat16"
+    if weight.dtype not in (*FP8_DTYPES, E4M3):
+        return f"its weights are {weight.dtype}: for FP8 load the model in bfloat16"
     if torch.cuda.get_device_capability(weight.device) < OLDEST_WITH_FP8:
         name = torch.cuda.get_device_name(weight.device)
         return f"{name} has no products in FP8 (sm_89 and newer have): leave fp8 out"

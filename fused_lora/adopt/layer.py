@@ -16,6 +16,7 @@ from fused_mlp.utils import compute_dtype
 
 from ..decoder_layer import DecoderLayer
 from ..frozen_layer import GROUPS, FrozenLayer, Others
+from ..kernels.fp8_rows import E4M3
 from ..kernels.residual import _add_adapted_kernel
 from ..kernels.rows import Handover
 from ..step.recompute import saving_last
@@ -26,6 +27,7 @@ from .attention import (
     why_not_inputs,
 )
 from .borders import let_save
+from .fp8_checkpoint import is_of_codes, let_train
 from .fp8_weight import why_not_in_fp8
 from .layer_borders import LayerBorders
 from .layer_reading import base_layers, names_of_norms, norms_of, parts_and_ranks, read_groups
@@ -88,9 +90,11 @@ def give_borders(layers: Sequence[tuple[str, nn.Module]]) -> None:
         reads = _read(layer)
         # on the CPU it will not run before it was moved
         if not isinstance(reads, str) and _runs_on(reads[0][0].weight.device):
-            owner.borders.bordered(reads, *parts_and_ranks(layer, reads))
+            owner.borders.bordered(reads, *parts_and_ranks(layer, reads), _dtype_of(layer))
         for base in base_layers(layer):
             let_save(base)
+            if is_of_codes(base):
+                let_train(base)
 
 
 def _runs_on(device: torch.device) -> bool:
@@ -100,13 +104,15 @@ def _runs_on(device: torch.device) -> bool:
 # --- reading --------------------------------------------------------------------------------------
 
 
-def why_not_layer(layer: Any) -> str | None:
-    return reason_in(_read(layer))
+def why_not_layer(layer: Any, fp8: bool = False) -> str | None:
+    return reason_in(_read(layer, fp8))
 
 
 def why_not_fp8(layer: Any) -> str | None:
     """Return the reason if a layer's products may not be in FP8."""
-    weights = (base.weight for base in base_layers(layer))
+    weights = [base.weight for base in base_layers(layer)]
+    if any(weight.dtype == E4M3 for weight in weights):  # which says nothing of the model's dtype
+        weights.append(layer.post_attention_layernorm.weight)
     return next(filter(None, map(why_not_in_fp8, weights)), None)
 
 
@@ -121,7 +127,7 @@ def _operands(layer: Any, reads: list[list[Projection]]) -> tuple:
     borders = borders_of(layer)
     assert borders is not None
     parts, ranks = parts_and_ranks(layer, reads)
-    qkv, o, gate_up, down = borders.bordered(reads, parts, ranks)
+    qkv, o, gate_up, down = borders.bordered(reads, parts, ranks, _dtype_of(layer))
     attention = layer.self_attn
     form = known_form(layer, "Layer")
     multiplier = getattr(layer, form.multiplier) if form.multiplier else 1.0
@@ -153,17 +159,25 @@ def _others(reads: Sequence[Projection], *norms: Tensor | None) -> Others | tupl
     return Others(*(bias_of(read) if has_biases else None for read in reads), *trained)
 
 
-def _read(layer: Any) -> list[list[Projection]] | str:
-    """The projections of a layer by their buffers, or why it may not run as one now."""
+def _dtype_of(layer: Any) -> torch.dtype:
+    return layer.post_attention_layernorm.weight.dtype  # every layer has one
+
+
+def _read(layer: Any, fp8: bool = False) -> list[list[Projection]] | str:
+    """The projections of a layer by their buffers, or why it may not run as one now.
+
+    fp8: whether it is to be in FP8, where it is not yet.
+    """
     borders = borders_of(layer)
     if borders is not None and borders.replica_of is not None:
         return (
             f"its base weights are those of {borders.replica_of}, too (layer_replication): only "
             "the first such layer runs whole"
         )
-    if borders is not None and borders.fp8 and (reason := why_not_fp8(layer)) is not None:
+    is_fp8 = borders is not None and borders.fp8
+    if is_fp8 and (reason := why_not_fp8(layer)) is not None:
         return reason
-    return read_groups(layer)
+    return read_groups(layer, fp8 or is_fp8)
 
 
 def _why_not_inputs(
@@ -174,7 +188,7 @@ def _why_not_inputs(
         return reason
     if position_embeddings is None:
         return "it was given no position_embeddings"
-    dtype = layer.post_attention_layernorm.weight.dtype  # every layer has one
+    dtype = _dtype_of(layer)
     if hidden.dtype != dtype or compute_dtype(hidden) != dtype:
         return (
             f"its input is {hidden.dtype}, its weights are {dtype} and {compute_dtype(hidden)} is "

@@ -33,13 +33,15 @@ class LayerBorders:
         groups: Sequence[Sequence[Projection]],
         parts: Sequence[Sequence[Projection]],
         ranks: Sequence[Sequence[int]],
+        dtype: torch.dtype,
     ) -> list[Bordered]:
         """The buffers of these projections, and their parts, made where weights lie elsewhere.
 
-        One after the other, so that at most one group's weights exist twice.
+        One after the other, so that at most one group's weights exist twice. dtype: the model's,
+        which weights in FP8 do not tell.
         """
         found = [
-            border.bordered(reads, split, of)
+            border.bordered(reads, split, of, dtype)
             for border, reads, split, of in zip(self.borders, groups, parts, ranks, strict=True)
         ]
         device = found[0][0].A.device

@@ -8,6 +8,7 @@ from torch import nn
 
 from fused_mlp.launching import DTYPES
 
+from ..kernels.fp8_rows import E4M3
 from .attention import head_norms_of, split_qkv, why_not_head_norms, why_not_sdpa
 from .families import LayerForm
 from .mlp import split_gate_up, why_not_activation
@@ -16,8 +17,11 @@ from .rms_norm import active_norm, why_not_within
 from .site import fused_parts_of, known_form, why_not_class, why_unloaded
 
 
-def read_groups(layer: Any) -> list[list[Projection]] | str:
-    """The projections of a layer by their buffers, or why it may not run as one now."""
+def read_groups(layer: Any, fp8: bool = False) -> list[list[Projection]] | str:
+    """The projections of a layer by their buffers, or why it may not run as one now.
+
+    fp8: whether their weights may be FP8 codes.
+    """
     if (reason := _why_not_parts(layer)) is not None:
         return reason
     norms = [norm.weight for norm in norms_of(layer).values()]
@@ -28,14 +32,15 @@ def read_groups(layer: Any) -> list[list[Projection]] | str:
         own_forward = names != ("o_proj",) or not fused_parts_of(layer.self_attn.o_proj)
         group = []
         for name in names:
-            read = read_projection(owner._modules[name], own_forward)
+            read = read_projection(owner._modules[name], own_forward, fp8)
             if isinstance(read, str):
                 return f"{name}: {read}"
             for adapter in (read.A, read.B):
                 if adapter.dtype not in DTYPES:
                     return f"an adapter is {adapter.dtype}, should be bfloat16, float16 or float32"
-            for tensor in (read.weight, read.bias):
-                if tensor is not None and (tensor.dtype, tensor.device) != (dtype, device):
+            of_weight = dtype if read.scales is None else E4M3
+            for tensor, wanted in ((read.weight, of_weight), (read.bias, dtype)):
+                if tensor is not None and (tensor.dtype, tensor.device) != (wanted, device):
                     return (
                         f"{name}: its base layer is {tensor.dtype} on {tensor.device}, its layer's "
                         f"norms are {dtype} on {device}: give all one dtype and one device"

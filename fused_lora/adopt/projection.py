@@ -12,13 +12,19 @@ from torch import Tensor, nn
 from fused_mlp.dropout import draw_seed
 from fused_mlp.launching import DTYPES, is_capturing
 
+from ..kernels.fp8_rows import E4M3
 from ..step.recompute import once
+from .fp8_checkpoint import OF_CODES, BlockScales, is_of_codes, scales_of, why_not_codes
 from .fp8_weight import Fp8Weight
 from .hooks import has_hooks
 from .originals import why_patched
-from .site import has_own_forward, why_not_own_forward
+from .site import fused_parts_of, has_own_forward, why_not_own_forward
 
 UNQUANTISED = "if quantised, load the model in bf16 without quantization_config"
+COMPRESSED = (
+    "load the model with CompressedTensorsConfig(use_optimized_inference=True) and ask for "
+    "layer=True, fp8=True"
+)
 CAST = "cast the model to bfloat16, float16 or float32"
 
 
@@ -35,17 +41,20 @@ class Projection(NamedTuple):
     # before it, a part of the same layer, drops it
     dropout: float | None = 0.0
     lora_bias: Tensor | None = None  # PEFT's name for an adapter's
+    scales: BlockScales | None = None  # of a weight that is the codes of a checkpoint in FP8
 
 
-def read_projection(projection: nn.Module, own_forward: bool = True) -> Projection | str:
+def read_projection(
+    projection: nn.Module, own_forward: bool = True, fp8: bool = False
+) -> Projection | str:
     """The parts of a projection that computes what Projection says and nothing else, or why it does
     not, in words.
 
     Called at every forward, up to seven times a layer. `own_forward`: whether the projection
-    itself must still have its class's forward.
+    itself must still have its class's forward. `fp8`: whether its weight may be FP8 codes.
     """
-    if type(projection) is nn.Linear:
-        reason = _why_not_base(projection) or why_call(projection, own_forward)
+    if type(projection) is nn.Linear or (fp8 and is_of_codes(projection)):
+        reason = _why_not_base(projection, fp8) or why_call(projection, own_forward)
         return reason or _without_adapter(projection)
     if type(projection) is not LoraLinear:
         return _why_not_lora(projection)
@@ -63,7 +72,7 @@ def read_projection(projection: nn.Module, own_forward: bool = True) -> Projecti
     lora_A: Any = parts["lora_A"]
     base: Any = parts["base_layer"]
     if adapter not in lora_A._modules:  # PEFT passes it over
-        reason = _why_not_base(base) or why_call(base) or why_call(projection, own_forward)
+        reason = _why_not_base(base, fp8) or why_call(base) or why_call(projection, own_forward)
         return _without_adapter(base) if reason is None else reason
     A: Any = lora_A._modules[adapter]
     B: Any = parts["lora_B"]._modules[adapter]  # type: ignore[union-attr]
@@ -76,7 +85,7 @@ def read_projection(projection: nn.Module, own_forward: bool = True) -> Projecti
     if adapter in projection.lora_variant:
         variant = type(projection.lora_variant[adapter]).__name__
         return f"it uses a variant of LoRA ({variant}): only plain LoRA runs fused"
-    if (reason := _why_not_base(base)) is not None:
+    if (reason := _why_not_base(base, fp8)) is not None:
         return reason
     for module in (projection, base, dropout, A, B):
         reason = why_call(module, own_forward or module is not projection)
@@ -91,7 +100,8 @@ def read_projection(projection: nn.Module, own_forward: bool = True) -> Projecti
     lora_bias = _parameter(B, "bias")
     A, B = _parameter(A, "weight"), _parameter(B, "weight")
     weight, bias = _parameter(base, "weight"), _parameter(base, "bias")
-    return Projection(weight, bias, A, B, float(scaling), dropped, lora_bias)  # of NumPy's, say
+    scaling = float(scaling)  # of NumPy's, say
+    return Projection(weight, bias, A, B, scaling, dropped, lora_bias, scales_of(base))
 
 
 def _dropout_of(dropout: Any) -> float | str:
@@ -179,11 +189,18 @@ def _why_not_lora(projection: Any) -> str:
 
 
 def _not_linear(base: nn.Module) -> str:
+    if is_of_codes(base):
+        return (
+            f"its base layer is {type(base).__name__}: ask for layer=True, fp8=True, or load the "
+            "model in bf16 (dequantize=True)"
+        )
     return f"its base layer is {type(base).__name__}, not torch.nn.Linear: {UNQUANTISED}"
 
 
-def _why_not_base(base: nn.Module) -> str | None:
+def _why_not_base(base: nn.Module, fp8: bool) -> str | None:
     """Return the reason if a base layer is anything else than a frozen linear layer."""
+    if fp8 and is_of_codes(base):
+        return why_not_codes(base)
     if type(base) is not nn.Linear:
         return _not_linear(base)
     weight = _parameter(base, "weight")
@@ -195,10 +212,11 @@ def _why_not_base(base: nn.Module) -> str | None:
 
 
 def _without_adapter(linear: nn.Module) -> Projection:
-    weight = _parameter(linear, "weight")
+    weight, scales = _parameter(linear, "weight"), scales_of(linear)
     out_features, in_features = weight.shape
-    A, B = weight.new_empty(0, in_features), weight.new_empty(out_features, 0)
-    return Projection(weight, _parameter(linear, "bias"), A, B, 0.0)
+    dtype = weight.dtype if scales is None else torch.float32  # nobody computes in that of codes
+    A, B = (weight.new_empty(size, dtype=dtype) for size in ((0, in_features), (out_features, 0)))
+    return Projection(weight, _parameter(linear, "bias"), A, B, 0.0, scales=scales)
 
 
 def _parameter(module: nn.Module, name: str) -> Any:
@@ -215,6 +233,8 @@ def why_not_plain(weight: Any) -> str | None:
         )
     if type(weight) not in (nn.Parameter, Tensor, Fp8Weight) or not weight.is_floating_point():
         return f"is quantised or wrapped ({type(weight).__name__}): {UNQUANTISED}"
+    if weight.dtype == E4M3:  # as compressed-tensors keeps it until the model's first forward
+        return f"is FP8 codes: {COMPRESSED}"
     return None if weight.dtype in DTYPES else f"is {weight.dtype}: {CAST}"
 
 
@@ -225,6 +245,6 @@ def why_call(module: nn.Module, own_forward: bool = True) -> str | None:
     """
     if has_hooks(module):
         return "it has hooks, which a fused function would not call: remove them"
-    if own_forward and not has_own_forward(module):
+    if own_forward and not has_own_forward(module) and fused_parts_of(module) != OF_CODES:
         return why_not_own_forward(module) or "its forward has been replaced by something else"
     return why_patched(type(module))

@@ -1,0 +1,151 @@
+"""Base layers that are FP8 in the checkpoint: their codes and scales, as transformers keeps them.
+
+A layer that runs whole in FP8 (`fp8.py`) multiplies the codes of its rows. Codes that have a scale
+for each row are taken as they are, and lie in the buffer; so are those with one for all, and
+copied. Those with a scale for each block are made codes anew, one weight at a time: what a product
+sums over lies in many blocks. The parameters, and what is saved of them, stay the checkpoint's.
+
+transformers' own products of these layers have no gradient. So where a layer steps aside in
+training, its base layers multiply what their codes stand for, in memory of the moment.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..fp8 import codes_and_scales
+from ..kernels.fp8_rows import E4M3
+from .site import FusedForward, class_forward, why_not_own_forward
+
+# What a base layer runs in the place of its class's forward, while its layer is fused.
+OF_CODES = frozenset({"fp8 checkpoint"})
+HOOK = "ct_decompress_hook"  # where compressed-tensors keeps the handle of its own
+# The parameter that has the scales, by class.
+SCALES = {
+    "transformers.integrations.finegrained_fp8.FP8Linear": "weight_scale_inv",
+    "transformers.integrations.compressed_tensors.CompressedTensorsFP8Linear": "weight_scale",
+}
+
+
+class BlockScales(NamedTuple):
+    """Scales of a weight's codes, in the order of its blocks, each of these [rows, columns]."""
+
+    values: Tensor
+    block: tuple[int, int]
+
+    def over(self, shape: torch.Size) -> Tensor:
+        """[blocks of rows, blocks of columns] in fp32"""
+        return self.values.detach().float().reshape(self._grid(shape))
+
+    def fits(self, shape: torch.Size) -> bool:
+        rows, columns = self._grid(shape)
+        return self.values.numel() == rows * columns
+
+    def _grid(self, shape: torch.Size) -> tuple[int, int]:
+        (rows, columns), (of_rows, of_columns) = shape, self.block
+        return -(-rows // of_rows), -(-columns // of_columns)
+
+
+def is_of_codes(base: nn.Module) -> bool:
+    """Return True for a linear layer of transformers' whose weight is FP8 codes."""
+    return _scales_in(base) is not None
+
+
+def _scales_in(base: nn.Module) -> str | None:
+    cls = type(base)
+    return SCALES.get(f"{cls.__module__}.{cls.__qualname__}")
+
+
+def scales_of(base: Any) -> BlockScales | None:
+    """The scales of a linear layer's codes, None where its weight is no codes."""
+    name = _scales_in(base)
+    if name is None:
+        return None
+    rows, columns = base.weight.shape
+    # compressed-tensors' are one for each row, the others' of blocks, or one for all
+    block = (1, columns) if name == "weight_scale" else base.block_size or (rows, columns)
+    return BlockScales(getattr(base, name), tuple(block))
+
+
+def why_not_codes(base: Any) -> str | None:
+    """Return the reason if such a layer's weight is not the frozen codes that its class has."""
+    weight, scales = base.weight, scales_of(base)
+    if type(weight) not in (nn.Parameter, Tensor) or weight.dtype != E4M3:
+        return (
+            f"its base weight is {type(weight).__name__} of {weight.dtype}, not the FP8 codes of "
+            f"{type(base).__name__}: load the model anew and do not cast it"
+        )
+    if weight.requires_grad:
+        return "its base weight is trained: freeze it, requires_grad_(False)"
+    if scales is None or not scales.fits(weight.shape):
+        return f"its base weight {list(weight.shape)} has scales for another size"
+    return why_not_own_forward(base)
+
+
+def row_codes(weight: Tensor, scales: BlockScales) -> tuple[Tensor, Tensor]:
+    """(codes [out, in], scales [out] in fp32), the checkpoint's own where these are of rows."""
+    rows, _ = weight.shape
+    grid = scales.over(weight.shape)
+    if grid.shape[1] > 1:
+        return codes_and_scales(_dequantised(weight, scales))
+    return weight.detach(), grid[:, 0].repeat_interleave(scales.block[0])[:rows]
+
+
+def may_lie_in_buffer(scales: BlockScales) -> bool:
+    """Return True if the codes may be a view of a buffer, rows apart: the other class's kernels
+    want them side by side."""
+    return scales.block[0] == 1
+
+
+def _dequantised(weight: Tensor, scales: BlockScales) -> Tensor:
+    """The numbers that codes stand for, [out, in] in fp32, new."""
+    rows, columns = weight.shape
+    of_rows, of_columns = scales.block
+    factors = scales.over(weight.shape).repeat_interleave(of_rows, 0)[:rows]
+    return weight.float().mul_(factors.repeat_interleave(of_columns, 1)[:, :columns])
+
+
+def drop_idle_hook(model: nn.Module) -> None:
+    """Take away compressed-tensors' hook that decompresses a model at its first forward, where
+    nothing of it is to be: it would wrap the forward of every module, and with them ours."""
+    for module in model.modules():
+        hook = vars(module).get(HOOK)
+        if hook and not any(hasattr(one, "quantization_scheme") for one in module.modules()):
+            hook.remove()
+            delattr(module, HOOK)
+
+
+# --- where a layer steps aside -------------------------------------------------------------------
+
+
+def let_train(base: nn.Module) -> None:
+    """Let a layer of codes have a gradient of its input, until `unfuse`."""
+    base.forward = FusedForward(_forward_of_codes, base, OF_CODES).forward
+
+
+def _forward_of_codes(base: Any, _: frozenset[str], x: Tensor) -> Tensor:
+    scales = scales_of(base)
+    # checkpointing runs a layer in training without gradients first: it is to come to the same
+    trains = base.training or torch.is_grad_enabled()
+    if not trains or scales is None or why_not_codes(base) is not None:
+        return class_forward(base, x)
+    y = _LinearOfCodes.apply(x, base.weight, *scales)
+    return y if base.bias is None else y + base.bias
+
+
+class _LinearOfCodes(torch.autograd.Function):
+    """x W' of codes, which alone are saved: ``F.linear(x, W)`` would keep each W for backward."""
+
+    @staticmethod
+    def forward(ctx, x, weight, values, block):
+        ctx.save_for_backward(weight, values)
+        ctx.block = block
+        return F.linear(x, _dequantised(weight, BlockScales(values, block)).to(x.dtype))
+
+    @staticmethod
+    def backward(ctx, dy):
+        weight, values = ctx.saved_tensors
+        W = _dequantised(weight, BlockScales(values, ctx.block))
+        return dy @ W.to(dy.dtype), None, None, None

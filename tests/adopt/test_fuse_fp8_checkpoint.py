@@ -1,0 +1,359 @@
+"""Layers in FP8 of a checkpoint that is FP8: transformers' own classes, whose codes and scales are
+taken as they are where the scales are of rows. The classes' own products want a GPU, and packages;
+here a stand-in is what they are called instead.
+
+That transformers 5.17 loads such checkpoints into these classes, with these parameters, was tried
+with compressed-tensors 0.20 on files of both of its strategies, and on 5.17 told to see a GPU.
+"""
+
+import copy
+import io
+import warnings
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fp8_case import CONFIG, FP8, OracleBuffer, assert_layer_is
+from fused_case import SHORT, assert_close, step
+from layer_case import layer_of
+from peft import LoraConfig
+from peft_models import adapt, assert_equal, base_model, logits
+from reference import relative_error
+from safetensors.torch import load_file
+from torch import nn
+from transformers.integrations import compressed_tensors, finegrained_fp8
+
+from fused_lora import Fusion, fuse, report, unfuse
+from fused_lora.adopt import fp8_weight
+from fused_lora.kernels.fp8_rows import E4M3
+
+
+@pytest.fixture(autouse=True)
+def in_fp32_on_a_gpu_too(monkeypatch):
+    monkeypatch.setattr(fp8_weight, "FP8_DTYPES", (torch.bfloat16, torch.float32))
+
+
+class Format(NamedTuple):
+    """block: of what a scale is, None for all. power_of_two: whether scales are (ue8m0)."""
+
+    made: type
+    block: tuple[int, int] | None
+    power_of_two: bool = False
+
+
+ROWS = Format(compressed_tensors.CompressedTensorsFP8Linear, (1, 10**6))
+BLOCKS = Format(finegrained_fp8.FP8Linear, (16, 16))
+FORMATS = {
+    "a scale for each row": ROWS,
+    "one for all": Format(finegrained_fp8.FP8Linear, None),
+    "blocks": BLOCKS,
+    "blocks that do not divide it": Format(finegrained_fp8.FP8Linear, (32, 32)),
+    "blocks, powers of two": Format(finegrained_fp8.FP8Linear, (16, 16), power_of_two=True),
+}
+TWO = pytest.mark.parametrize("of", [ROWS, BLOCKS], ids=["rows", "blocks"])
+EACH = pytest.mark.parametrize("of", FORMATS.values(), ids=FORMATS)
+
+
+def over(scales, of, shape):
+    """The scale of every number of a weight."""
+    rows, columns = of.block or shape
+    grid = scales.float().reshape(-(-shape[0] // rows), -(-shape[1] // columns))
+    return grid.repeat_interleave(rows, 0)[: shape[0]].repeat_interleave(columns, 1)[:, : shape[1]]
+
+
+def scales_of(linear):
+    return linear.weight_scale if type(linear) is ROWS.made else linear.weight_scale_inv
+
+
+def numbers(linear, of):
+    """What the codes of a checkpoint's layer stand for."""
+    return linear.weight.float() * over(scales_of(linear), of, linear.weight.shape)
+
+
+def bits(tensor):
+    """There is no comparing of codes, or of scales in ue8m0."""
+    return tensor.contiguous().view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
+def in_fp8(linear, of):
+    """A layer of transformers' class with the codes of a linear one."""
+    (rows, columns), bias = linear.weight.shape, linear.bias
+    if of is ROWS:
+        made = of.made(columns, rows, has_bias=bias is not None)
+    else:
+        scale_fmt = "ue8m0" if of.power_of_two else "float"
+        made = of.made(columns, rows, of.block, scale_fmt=scale_fmt, has_bias=bias is not None)
+    high, wide = of.block or (rows, columns)
+    weight = linear.weight.detach()
+    blocks = [band.split(min(wide, columns), 1) for band in weight.split(high)]
+    largest = torch.stack([torch.stack([one.abs().max() for one in band]) for band in blocks])
+    scales = (largest / 448).log2().ceil().exp2() if of.power_of_two else largest / 448
+    made.to(linear.weight.device).requires_grad_(False)
+    scales_of(made).data.copy_(scales.reshape(scales_of(made).shape))
+    made.weight.data.copy_((weight / over(scales_of(made), of, weight.shape)).to(E4M3))
+    if bias is not None:
+        made.bias.data.copy_(bias)
+    return made
+
+
+def models(device, of, family="Qwen2", only="_proj", config=(), **lora):
+    """A PEFT model on layers in FP8, and one on what their codes stand for."""
+    options = {"attn_implementation": "sdpa", "pad_token_id": 0}
+    plain = base_model(device, family, **(CONFIG | options | dict(config)))
+    plain.config.use_cache = False
+    coded = copy.deepcopy(plain)
+    for name, linear in plain.named_modules():
+        if isinstance(linear, nn.Linear) and only in name:
+            linear.weight.data.mul_(0.25 if "q_proj" in name else 1)  # as layer_case
+            made = in_fp8(linear, of)
+            coded.set_submodule(name, made)
+            linear.weight.data.copy_(numbers(made, of))
+    coded, plain = (adapt(model, device, **lora).train() for model in (coded, plain))
+    adapters = {name: t for name, t in plain.state_dict().items() if ".lora_" in name}
+    coded.load_state_dict(adapters, strict=False)
+    return coded, plain
+
+
+def projections(model):
+    layer = layer_of(model)
+    return [m for n, m in layer.named_modules() if n.endswith("_proj")]
+
+
+def assert_same_state(got, want):
+    assert got.keys() == want.keys()
+    for name in want:
+        one, other = got[name], want[name]
+        assert (one.dtype, one.device, one.shape) == (other.dtype, other.device, other.shape), name
+        assert torch.equal(bits(one), bits(other)), name
+
+
+def assert_is_what_its_codes_make_it(model, of, device):
+    bases = iter([one.base_layer for one in projections(model)])
+
+    def oracle(group):
+        mine = [next(bases) for _ in group.out_features]
+        weights = [numbers(base, of) for base in mine]
+        made = OracleBuffer(torch.cat(weights), group.buffer.bias, group)
+        if of.block is None or of.block[1] >= group.in_features:  # the checkpoint's, bit for bit
+            codes, scales = group.buffer.weight, group.buffer.scales
+            assert torch.equal(bits(codes), torch.cat([bits(base.weight) for base in mine]))
+            each = [over(scales_of(base), of, base.weight.shape)[:, 0] for base in mine]
+            assert torch.equal(scales, torch.cat(each))
+            made.codes, made.scales = codes.double(), scales.clone()
+        return made
+
+    assert_layer_is(model, oracle, device)
+
+
+@EACH
+def test_a_layer_is_what_the_checkpoints_codes_make_it(of, device):
+    fused, plain = models(device, of)
+    before = {name: tensor.clone() for name, tensor in fused.state_dict().items()}
+    assert str(fuse(fused, FP8)) == "layer: 1 of 1 layers in FP8 fused"
+    assert str(report(fused)) == "layer: 1 of 1 layers in FP8 fused"
+    assert_is_what_its_codes_make_it(fused, of, device)
+    got, want = (step(model, length=SHORT) for model in (fused, plain))
+    assert got.functions["DecoderLayer"] == 1 and got.keys() == want.keys()
+    assert relative_error(got["loss"], want["loss"]) < 0.02
+    assert all(relative_error(got[name], want[name]) < 0.3 for name in want)
+    assert_equal(step(fused, length=SHORT), got)
+    assert_same_state(fused.state_dict(), before)
+    unfuse(fused)
+    assert_same_state(fused.state_dict(), before)
+    for projection in projections(fused):
+        base = projection.base_layer
+        assert type(base) is of.made and "forward" not in vars(base)
+        assert type(base.weight) is nn.Parameter and base.weight.is_contiguous()
+        assert base.weight.untyped_storage().nbytes() == base.weight.numel()
+
+
+OTHERS = {
+    "joined projections": {"family": "Phi3", "target_modules": "all-linear"},
+    "normed heads": {"family": "Qwen3"},
+    "q and v alone": {"target_modules": ["q_proj", "v_proj"]},
+    "down alone in FP8": {"only": "down_proj"},
+    "gate, which lies beside a bf16 up": {"only": "gate_proj"},
+}
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+@TWO
+def test_other_models_are_near_what_the_codes_stand_for(other, of, device):
+    fused, plain = models(device, of, **other)
+    fuse(fused, FP8)
+    got, want = (step(model, length=SHORT) for model in (fused, plain))
+    assert got.functions["DecoderLayer"] == 1 and got.keys() == want.keys()
+    assert relative_error(got["loss"], want["loss"]) < 0.02
+    assert all(relative_error(got[name], want[name]) < 0.3 for name in want)
+    before = {name for name, _ in plain.named_parameters()}
+    unfuse(fused)
+    now = dict(fused.named_parameters())
+    assert all(type(now[name]) is nn.Parameter for name in before)
+
+
+# --- what a fused layer leaves to the checkpoint's own --------------------------------------------
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """Stand-ins for transformers' products, which want a GPU; those that were asked for."""
+    asked = []
+
+    def of_blocks(x, weight, scales, bias=None, **_):
+        asked.append("blocks")
+        return F.linear(x, weight.float() * over(scales, BLOCKS, weight.shape), bias)
+
+    def of_rows(x, weight_t, scale_a, scale_b, out_dtype, bias=None):
+        asked.append("rows")
+        return F.linear(x.float() * scale_a, weight_t.float().t() * scale_b.t(), bias)
+
+    monkeypatch.setattr(finegrained_fp8, "fp8_linear", of_blocks)
+    monkeypatch.setattr(compressed_tensors, "_scaled_mm_rowwise", of_rows)
+    monkeypatch.setattr(
+        compressed_tensors, "quantize_fp8_per_row", lambda x: (x, torch.ones(len(x)).to(x))
+    )
+    return asked
+
+
+@TWO
+def test_what_steps_aside_is_transformers_own_and_in_training_has_gradients(of, products, device):
+    fused, plain = models(device, of)
+    fuse(fused, FP8)
+    fused.eval()
+    with fused.disable_adapter(), plain.disable_adapter():
+        assert relative_error(logits(fused), logits(plain)) < 1e-5
+    assert products == ["rows" if of is ROWS else "blocks"] * 7
+    ids = torch.arange(5, device=device)[None]
+    made = [
+        model.eval().generate(input_ids=ids, max_new_tokens=4, do_sample=False, use_cache=True)
+        for model in (fused, plain)
+    ]
+    assert torch.equal(*made) and len(products) > 7
+    products.clear()
+    for model in (fused.train(), plain.train()):
+        layer_of(model).mlp.register_forward_hook(lambda *_: None)
+    with pytest.warns(UserWarning, match="it has hooks"):
+        got = step(fused, length=SHORT)
+    want = step(plain, length=SHORT)
+    assert_close(got, want, 1e-4)
+    fuse(fused, Fusion(checkpoint="full"))
+    assert_close(step(fused, length=SHORT), want, 1e-4)
+    assert not products
+
+
+@TWO
+def test_merging_is_pefts_error_and_the_adapter_is_saved_alone(of, tmp_path, device):
+    fused, plain = models(device, of)
+    before = {name: tensor.clone() for name, tensor in fused.state_dict().items()}
+    own = copy.deepcopy(fused)
+    fuse(fused, FP8)
+    for model in (own, fused):
+        with pytest.raises(RuntimeError, match="Float8"):
+            model.merge_and_unload(progressbar=False)
+    assert_same_state(fused.state_dict(), before)
+    for name, model in (("fused", fused), ("plain", plain)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PEFT's, that it finds no config of this base model
+            model.save_pretrained(tmp_path / name)
+    saved = [
+        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("fused", "plain")
+    ]
+    assert_equal(*saved)
+    base = fused.unload()
+    assert type(base.model.layers[0].mlp.down_proj) is of.made
+    assert base.state_dict()["model.layers.0.mlp.down_proj.weight"].is_contiguous()
+
+
+def with_other_codes(model):
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for name, tensor in state.items():
+        if "weight_scale" in name and "mlp" in name:
+            tensor.mul_(2)
+        elif tensor.dtype == E4M3 and "down" in name:
+            tensor.copy_(-tensor.float())
+    model.load_state_dict(state)
+    return model
+
+
+def widened(model):
+    model.add_adapter("large", LoraConfig(r=12, target_modules="all-linear"))
+    model.set_adapter("large")
+    step(model, length=SHORT)
+    model.set_adapter("default")
+    return model
+
+
+def fused_again(model):
+    fuse(model, Fusion(layer=True, rms_norm=True))
+    return model
+
+
+def pickled(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+LIVES = {
+    "deep copy": copy.deepcopy, "pickled": pickled,
+    "other codes loaded": with_other_codes, "wider adapter": widened, "fused again": fused_again,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("live", LIVES.values(), ids=LIVES)
+@TWO
+def test_it_goes_on_with_the_codes_that_it_has_after(live, of, device):
+    fused, _ = models(device, of)
+    fuse(fused, FP8)
+    step(fused, length=SHORT)
+    after = live(fused)
+    assert step(after, length=SHORT).functions["DecoderLayer"] == 1
+    assert_is_what_its_codes_make_it(after, of, device)
+
+
+# --- refused --------------------------------------------------------------------------------------
+
+
+def compress(base):
+    """As compressed-tensors leaves a linear layer until the model's first forward."""
+    base.__class__ = nn.Linear
+    base.register_parameter("weight_scale", nn.Parameter(torch.ones(len(base.weight), 1)))
+
+
+def of_another_size(base):
+    base.weight_scale.data = base.weight_scale.data[:, :8]
+
+
+REFUSED = {
+    "compressed": (compress, FP8, r"is FP8 codes: .*use_optimized_inference=True"),
+    "cast": (lambda base: base.to(torch.float32), FP8, "not the FP8 codes of Compressed"),
+    "trained": (lambda base: base.weight.requires_grad_(), FP8, "its base weight is trained"),
+    "scales": (of_another_size, FP8, r"\[16, 32\] has scales for another size"),
+    "layer": (lambda _: None, Fusion(layer=True), "FP8Linear: ask for layer=True, fp8=True, or"),
+    "mlp": (lambda _: None, Fusion(mlp=True), "FP8Linear: ask for layer=True, fp8=True, or load"),
+}
+
+
+@pytest.mark.parametrize(("change", "fusion", "reason"), REFUSED.values(), ids=REFUSED)
+def test_what_it_may_not_take_is_refused_by_name(change, fusion, reason, device):
+    model, _ = models(device, ROWS)
+    change(layer_of(model).self_attn.k_proj.base_layer)
+    with pytest.raises(ValueError, match=reason):
+        fuse(model, fusion)
+    assert "nothing is fused" in str(fuse(model, fusion, strict=False))
+
+
+def test_sizes_that_fp8_cannot_take_leave_the_layer_to_transformers(device):
+    model, _ = models(device, ROWS, config={"intermediate_size": 40})
+    with pytest.raises(ValueError, match=r"fp8=True fuses no layer .* multiples of 16"):
+        fuse(model, FP8)
+    done = str(fuse(model, FP8, strict=False))
+    assert "nothing is fused" in done and "multiples of 16" in done
+
+
+def test_a_head_in_fp8_is_left(device):
+    model, _ = models(device, BLOCKS, only="lm_head")
+    with pytest.raises(ValueError, match=r"its lm_head is .*FP8Linear, not nn.Linear"):
+        fuse(model, Fusion(cross_entropy=True, fp8_lm_head=True))
