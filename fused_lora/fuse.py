@@ -55,7 +55,8 @@ class Fusion:
         merge_and_unload it is saved as it is.
     fp8: whole layers with their base weights, and what these multiply, in FP8 (`fp8.py`): less
         exact, another precision than the model's. Adapters stay as exact as they are. The original
-        weights lie on the host until `unfuse`; what is merged or loaded changes them.
+        weights lie on the host until `unfuse`; what is merged or loaded changes them. Those of a
+        checkpoint in FP8 stay where they are (`fp8_checkpoint.py`).
     fp8_lm_head: the fused loss with the products of its lm_head in FP8 (`fp8_head.py`).
     checkpoint: "full", "offload", "selective" or no ("none") gradient checkpointing of the layers
         (see `checkpoint.py`) in the place of the model's own; "" leaves that as it is. Where the

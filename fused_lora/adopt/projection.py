@@ -192,7 +192,7 @@ def _not_linear(base: nn.Module) -> str:
     if is_of_codes(base):
         return (
             f"its base layer is {type(base).__name__}: ask for layer=True, fp8=True, or load the "
-            "model in bf16 (dequantize=True)"
+            "model in bf16"
         )
     return f"its base layer is {type(base).__name__}, not torch.nn.Linear: {UNQUANTISED}"
 

@@ -2,8 +2,9 @@
 taken as they are where the scales are of rows. The classes' own products want a GPU, and packages;
 here a stand-in is what they are called instead.
 
-That transformers 5.17 loads such checkpoints into these classes, with these parameters, was tried
-with compressed-tensors 0.20 on files of both of its strategies, and on 5.17 told to see a GPU.
+That transformers 5.17 loads such checkpoints into these classes, with parameters of these sizes and
+dtypes, was tried with compressed-tensors 0.20, on files with a scale for each row, one for all, and
+blocks, on a CPU where transformers was told that there is a GPU.
 """
 
 import copy
@@ -141,6 +142,7 @@ def assert_is_what_its_codes_make_it(model, of, device):
             each = [over(scales_of(base), of, base.weight.shape)[:, 0] for base in mine]
             assert torch.equal(scales, torch.cat(each))
             made.codes, made.scales = codes.double(), scales.clone()
+            assert (codes.data_ptr() == mine[0].weight.data_ptr()) == (of is ROWS)  # no second time
         return made
 
     assert_layer_is(model, oracle, device)
@@ -200,7 +202,7 @@ def products(monkeypatch):
     """Stand-ins for transformers' products, which want a GPU; those that were asked for."""
     asked = []
 
-    def of_blocks(x, weight, scales, bias=None, **_):
+    def of_blocks(x, weight, scales, block_size=None, bias=None, *_, **__):
         asked.append("blocks")
         return F.linear(x, weight.float() * over(scales, BLOCKS, weight.shape), bias)
 
@@ -311,6 +313,17 @@ def test_it_goes_on_with_the_codes_that_it_has_after(live, of, device):
     after = live(fused)
     assert step(after, length=SHORT).functions["DecoderLayer"] == 1
     assert_is_what_its_codes_make_it(after, of, device)
+
+
+def test_the_hook_that_would_wrap_our_forwards_goes_where_it_would_decompress_nothing(device):
+    for is_left in (False, True):
+        model, _ = models(device, ROWS)
+        of = model.get_base_model()
+        of.ct_decompress_hook = of.register_forward_pre_hook(lambda *_: pytest.fail("it ran"))
+        if is_left:
+            of.lm_head.quantization_scheme = "another, of 4 bits say"
+        fuse(model, FP8)
+        assert hasattr(of, "ct_decompress_hook") == bool(of._forward_pre_hooks) == is_left
 
 
 # --- refused --------------------------------------------------------------------------------------

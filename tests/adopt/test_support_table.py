@@ -16,6 +16,7 @@ from peft import IA3Config, get_peft_model
 from peft.utils.hotswap import prepare_model_for_compiled_hotswap
 from peft_models import ATTENTION, FAMILIES, MLP, base_model
 from projection_case import add_active, readapt, replace_weight, subclass_base
+from transformers.integrations.finegrained_fp8 import FP8Linear
 
 from fused_lora import Fusion, fuse, unfuse
 
@@ -105,6 +106,16 @@ def then(do, **lora):
     return make
 
 
+def in_fp8(projection):
+    base = projection.base_layer
+    projection.base_layer = FP8Linear(base.in_features, base.out_features, (128, 128))
+
+
+def compress(projection):
+    weight = projection.base_layer.weight
+    weight.data = weight.data.to(torch.float8_e4m3fn)
+
+
 def with_config(**config):
     return lambda device: peft_model(device, config=config)
 
@@ -131,6 +142,8 @@ SETTINGS = {  # of PEFT and transformers, by what makes such a model
     ),
     "`quantization_config`, of weights": each_projection(replace_weight),
     "`quantization_config`, of layers": each_projection(subclass_base),
+    "`FineGrainedFP8Config`, without `fp8=True`": each_projection(in_fp8),
+    "`CompressedTensorsConfig()` of FP8 weights": each_projection(compress),
     '`attn_implementation="eager"`': with_config(attn_implementation="eager"),
     "`attention_dropout=0.1`": with_config(attention_dropout=0.1),
     "`resid_pdrop=0.1`, of Phi": lambda device: (
