@@ -239,7 +239,8 @@ def test_what_steps_aside_is_transformers_own_and_in_training_has_gradients(of, 
         got = step(fused, length=SHORT)
     want = step(plain, length=SHORT)
     assert_close(got, want, 1e-4)
-    fuse(fused, Fusion(checkpoint="full"))
+    fused.enable_input_require_grads()
+    fused.gradient_checkpointing_enable({"use_reentrant": True})  # runs it without gradients first
     assert_close(step(fused, length=SHORT), want, 1e-4)
     assert not products
 
