@@ -21,6 +21,7 @@ from bench.terminal import console
 from report import tables
 from report.comparison import compare
 from report.fits import fits_table
+from report.padding import ChatGroup, groups
 from report.statistics import NOISE, summarize
 from variants import title_of, variant_of
 
@@ -30,6 +31,8 @@ SECOND_RUN = PUBLISHED_RUNS / "second_run.json.gz"
 SUITE = PUBLISHED_RUNS / "suite.json.gz"  # every part and peer, a run of its own
 BESIDE_UNSLOTH = PUBLISHED_RUNS / "beside_unsloth"  # all parts and Unsloth again, in more steps
 LOSSES = "docs/runs/*/loss_curve*.json.gz"  # many steps, a run a seed
+# A data set a file: padded-NAME and documents-NAME, of `--padded` and of `--documents`
+LENGTHS = {kind: f"docs/runs/*/{kind}-*.json.gz" for kind in ("padded", "documents")}
 
 PLAIN: dict[str, Any] = {"box": SIMPLE_HEAD, "pad_edge": False}  # fits 80 columns
 
@@ -46,6 +49,7 @@ def plot_only(folder: Path) -> int:
         raise ValueError(f"--plot-only: there is no {path}; run the benchmark first, or give --out")
     run = store.load(path)
     from report import documents, loss_curve
+    from report.padding_picture import draw_documents
 
     drawn: list[Path] = []
     if folder.resolve() == HERE:
@@ -54,6 +58,8 @@ def plot_only(folder: Path) -> int:
         figures = HERE / "docs" / "figures"
         drawn += draw_suite(suite, figures)
         if loss_curve.draw_loss_curve(loaded(LOSSES), picture := figures / "loss_curve.png"):
+            drawn.append(picture)
+        if draw_documents(groups_of_lengths(), picture := figures / "documents.png"):
             drawn.append(picture)
         drawn += draw_pictures(run, folder, figures)
     else:
@@ -75,12 +81,24 @@ def generated_parts(run: Run, suite: Run) -> dict[str, str]:
         loaded("docs/runs/*/published-*.json.gz"),
         loaded("docs/runs/*/recipe-*.json.gz"),
         loaded(LOSSES),
+        groups_of_lengths(),
     )
 
 
 def loaded(pattern: str) -> list[Run]:
     """The committed runs whose files are named so."""
     return [store.load(path) for path in sorted(HERE.glob(pattern))]
+
+
+def groups_of_lengths() -> list[ChatGroup]:
+    """The committed runs on padded rows and on documents, by data set and GPU."""
+
+    def named(pattern: str) -> list[tuple[str, Run]]:
+        paths = sorted(HERE.glob(pattern))
+        ends = [path.name.removesuffix(".json.gz").partition("-")[2] for path in paths]
+        return [(name, store.load(path)) for name, path in zip(ends, paths, strict=True)]
+
+    return groups(named(LENGTHS["padded"]), named(LENGTHS["documents"]))
 
 
 def draw_pictures(run: Run, folder: Path, others: Path) -> list[Path]:

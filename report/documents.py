@@ -16,6 +16,7 @@ from report.comparison import compare
 from report.gpus import expected_section, measured_section
 from report.headline import answer, headline_table
 from report.losses import losses_section
+from report.padding import ChatGroup, padding_section
 from report.recipes import recipes_section
 from report.suite_tables import (
     against_unsloth_section,
@@ -34,6 +35,7 @@ def generated(
     of_others: Sequence[Run] = (),
     recipes: Sequence[Run] = (),
     losses: Sequence[Run] = (),
+    lengths: Sequence[ChatGroup] = (),
 ) -> dict[str, str]:
     """Write every part, by name.
 
@@ -41,10 +43,11 @@ def generated(
     part and peer. beside_unsloth: all parts and Unsloth again, in more steps. quick: what others
     measured, each on a GPU. of_others: runs in the settings that others publish speeds for.
     recipes: runs with adapters on some projections alone, or with dropout. losses: of many steps.
+    lengths: of padded rows and of documents.
     """
     return {
         "answer": answer(run),
-        "headline": headline_table(run),
+        "headline": headline_table(run, lengths),
         "results": tables.results_section(run),
         "kernels": tables.kernels_section(second_run),
         "kinds": tables.kinds_section(run),
@@ -58,6 +61,7 @@ def generated(
         "published": published_section(of_others),
         "recipes": recipes_section(recipes),
         "losses": losses_section(losses),
+        "padding": padding_section(lengths),
     }
 
 

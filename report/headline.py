@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from bench.records import Run, SummaryRow
 from report.looks import REHEARSAL_NOTICE, STATUS_WORDS, markdown_table
+from report.padding import ChatGroup, documents_rows
 from report.statistics import NOISE, summarize
 from variants import AGAIN, BASELINE, SUITES, title_of
 
@@ -45,8 +48,9 @@ def answer(run: Run) -> str:
     )
 
 
-def headline_table(run: Run) -> str:
-    """One row a length; where the host is the limit, one more with the GPU's own time."""
+def headline_table(run: Run, lengths: Sequence[ChatGroup] = ()) -> str:
+    """One row a length; where the host is the limit, one more with the GPU's own time. Then one a
+    data set, whose chats are in one row."""
     lines, rows = [], rows_of(run)
     for seq_len in run.experiment.seq_lens:
         base, *others = (rows.get((variant, seq_len)) for variant in (BASELINE, *ANSWERS))
@@ -62,5 +66,6 @@ def headline_table(run: Run) -> str:
             alone = [f"{base.gpu_ms / row.gpu_ms:.2f}×" if row and row.gpu_ms else ""
                      for row in others]  # fmt: skip
             lines.append([f"{seq_len}, on the GPU", f"{base.gpu_ms:.0f} ms", *alone])
+    lines += documents_rows(lengths, ANSWERS)
     table = markdown_table(["tokens", title_of(BASELINE), *map(title_of, ANSWERS)], lines)
     return f"**{REHEARSAL_NOTICE}.**\n\n{table}" if run.rehearsal else table

@@ -1,6 +1,6 @@
 """Chats with the lengths of data sets that people train on, and how much padding those make.
 
-    python data/make/chats_of_lengths.py                       # a table of the padding
+    python data/make/chats_of_lengths.py                       # a table of the padding, ours too
     python data/make/chats_of_lengths.py dolly chats.jsonl     # chats for `lora_bench.py --data`
 
 The means are of rounds in a chat, and of tokens in a prompt and in an answer, after Wang et al.,
@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 HERE = Path(__file__).resolve().parents[1]
 SEED, DEVIATION = 0, 1.0
 TOKENS = 600_000  # of the chats that are written
+FULL_BATCH = 16_384  # tokens of a batch, were all its rows full
 
 
 class Lengths(NamedTuple):
@@ -34,11 +35,6 @@ class Lengths(NamedTuple):
     @property
     def mean(self) -> float:
         return self.rounds * (self.prompt + self.answer)
-
-    @property
-    def rows(self) -> int:
-        """Those of a batch of 16,384 tokens, were all of them full."""
-        return 16_384 // self.most
 
 
 SETS = {
@@ -62,6 +58,18 @@ def padding(lengths: list[int], rows: int) -> float:
     batches = [lengths[at : at + rows] for at in range(0, len(lengths) - rows + 1, rows)]
     tokens = sum(map(sum, batches))
     return 1 - tokens / sum(rows * max(batch) for batch in batches)
+
+
+def ours(most: int = 512) -> list[int]:
+    """Return the lengths of the benchmark's own chats, in ChatML, cut at `most`."""
+    tokenizer = Tokenizer.from_file(str(HERE / "tokenizer.json"))
+    lines = (HERE / "sft_train.jsonl").read_text(encoding="utf-8").splitlines()
+    told = [
+        "".join(f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>\n" for one in messages)
+        for messages in (json.loads(line)["messages"] for line in lines)
+    ]
+    encoded = tokenizer.encode_batch(told, add_special_tokens=False)
+    return [min(len(one.ids), most) for one in encoded]
 
 
 def chats(of: Lengths, count: int):
@@ -96,10 +104,10 @@ def main(arguments: list[str]) -> int:
         return 2
     print("| lengths as in | mean tokens | cut at | rows of a batch | padding |")
     print("|---|---|---|---|---|")
-    for name, of in SETS.items():
-        lengths = draw(of, 20_000)
-        mean, share = sum(lengths) / len(lengths), padding(lengths, of.rows)
-        print(f"| {name} | {mean:.0f} | {of.most} | {of.rows} | {share:.0%} |")
+    drawn = [(name, draw(of, 20_000), of.most) for name, of in SETS.items()]
+    for name, lengths, most in (*drawn, ("sft_train.jsonl", ours(), 512)):
+        mean, rows = sum(lengths) / len(lengths), FULL_BATCH // most
+        print(f"| {name} | {mean:.0f} | {most} | {rows} | {padding(lengths, rows):.0%} |")
     return 0
 
 

@@ -132,7 +132,7 @@ def test_the_readmes_numbers_are_those_of_the_data(runs):
         r"are ([\d.]+)× as fast as plain PEFT at 512 tokens, in ([\d.]+) GiB": (
             suite_rows["fused_layer", 512].speedup, suite_rows["fused_layer", 512].peak_gib,
         ),
-        r"Qwen2.5-7B at (\d+,\d+) tokens/s, ([\d.]+) times": published("qwen2.5-7b"),
+        r"Qwen2.5-7B at (\d+,\d+) tokens/s,\s+([\d.]+) times": published("qwen2.5-7b"),
         r"Qwen3-8B at (\d+,\d+), ([\d.]+) times": published("qwen3-8b"),
         r"we expect ([\d.]+)× for the\s+MLP and ([\d.]+)×": (
             float(a100[6].strip(" ×")), float(a100[8].strip(" ×")),

@@ -1,0 +1,158 @@
+"""Padded rows beside whole chats in one row, by data set and GPU: tables in Markdown, from the runs
+`padded-NAME.json.gz` and `documents-NAME.json.gz` in docs/runs/GPU/. NAME is the data set."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from bench.records import Run, SummaryRow
+from report.looks import STATUS_WORDS, caption, markdown_table
+from report.statistics import summarize
+from report.tables import number_or_blank
+from variants import BASELINE, Variant, title_of, variant_of
+
+# As data/make/chats_of_lengths.py calls the data sets whose lengths it draws.
+LENGTHS_OF = {
+    "alpaca": "Alpaca", "dolly": "Dolly", "oasst1": "OpenAssistant 1", "sharegpt": "ShareGPT",
+}  # fmt: skip
+FILES = {"sft_train": "data/sft_train.jsonl"}
+UNPADDED = "vanilla_peft_varlen"  # plain PEFT, as people have it who do not pad
+HEADER = ["variant", "padded: step, ms", "GPU, ms", "tokens/s", "peak, GiB",
+          "as documents: step, ms", "GPU, ms", "tokens/s", "peak, GiB"]  # fmt: skip
+
+Named = tuple[str, Run]  # a run with its data set's name
+
+
+class ChatGroup(NamedTuple):
+    """One data set, on one GPU, in batches of one shape. padding: of its padded rows, on whatever
+    GPU those ran; None where they ran on none."""
+
+    data: str
+    device: str
+    rows: int
+    seq_len: int
+    padding: float | None
+    padded: dict[str, SummaryRow]
+    documents: dict[str, SummaryRow]
+    runs: tuple[Run, ...]
+
+    @property
+    def data_in_words(self) -> str:
+        if self.data in FILES:
+            return FILES[self.data]
+        return f"{LENGTHS_OF[self.data]}'s lengths" if self.data in LENGTHS_OF else self.data
+
+    @property
+    def gpu(self) -> str:
+        """The GPU's name, short: H100 for NVIDIA H100 80GB HBM3."""
+        return re.sub(r"NVIDIA |GeForce |[ -]\d+GB.*", "", self.device)
+
+    @property
+    def padding_in_words(self) -> str:
+        if self.padding is None:
+            return "padding not measured"
+        return f"{self.padding:.0%} of padded rows is padding"
+
+    def fastest_of_ours(self) -> SummaryRow | None:
+        """The variant of this repository with the most tokens a second as documents."""
+        return _fastest(self.documents.values(), lambda variant: variant.is_ours)
+
+    def fastest_of_unsloth(self) -> SummaryRow | None:
+        return _fastest(self.documents.values(), _is_unsloths)
+
+
+def groups(padded: Sequence[Named], documents: Sequence[Named]) -> list[ChatGroup]:
+    """Return every data set on every GPU, from the least padding to the most; a file of the same
+    name with other chats, or batches of another shape, is a group of its own."""
+    shares = {_work(*one): _shape(one[1]).padding for one in padded}
+    found: dict[tuple, dict[str, Run]] = {}
+    for kind, named in (("padded", padded), ("documents", documents)):
+        for name, run in named:
+            if not run.rehearsal:
+                found.setdefault((*_work(name, run), run.environment.device), {})[kind] = run
+    made = [_group(key, shares.get(key[:-1]), runs) for key, runs in found.items()]
+    return sorted(made, key=lambda one: (one.padding is None, one.padding, one.data, one.device))
+
+
+def padding_section(found: Sequence[ChatGroup]) -> str:
+    """Write a table of each group, with what it was measured on below it."""
+    blocks: list[str] = []
+    for group in found:
+        shape = f"{group.rows} × {group.seq_len:,}"
+        said = f"{group.data_in_words}, {shape} tokens a step, {group.device}"
+        blocks += [f"**{said}: {group.padding_in_words}.**", _table(group)]
+        blocks += [caption(run) for run in group.runs]
+    return "\n\n".join(blocks) or "Not measured yet."
+
+
+def documents_rows(found: Sequence[ChatGroup], columns: Sequence[str]) -> Iterator[list[str]]:
+    """Yield a row of the README's table for each data set: of the GPU on which the last of
+    `columns` has a time, the newest if there are several."""
+    newest: dict[str, ChatGroup] = {}
+    for group in sorted(found, key=lambda one: max(run.started_utc for run in one.runs)):
+        if all(_ms(group.documents.get(variant)) for variant in (UNPADDED, columns[-1])):
+            newest[group.data] = group
+    for group in found:
+        if newest.get(group.data) is group:
+            base = group.documents[UNPADDED]
+            first = f"{base.median_step_ms:.0f} ms, {base.peak_gib or 0:.1f} GiB"
+            others = [_over(base, group.documents.get(variant)) for variant in columns]
+            which = f"**chats** of {group.data_in_words}, {group.gpu}"
+            yield [which + (", one round" if base.rounds == 1 else ""), first, *others]
+
+
+def _group(key: tuple, padding: float | None, runs: dict[str, Run]) -> ChatGroup:
+    data, _, rows, seq_len, device = key
+    by_kind = {kind: {row.variant: row for row in summarize(run)} for kind, run in runs.items()}
+    padded, documents = (by_kind.get(kind, {}) for kind in ("padded", "documents"))
+    return ChatGroup(data, device, rows, seq_len, padding, padded, documents, tuple(runs.values()))
+
+
+def _work(name: str, run: Run) -> tuple[str, str, int, int]:
+    asked = run.experiment
+    return name, asked.data_sha256, asked.batch_size * asked.accumulate, asked.seq_lens[-1]
+
+
+def _shape(run: Run):
+    return run.experiment.tokens[run.experiment.seq_lens[-1]]
+
+
+def _table(group: ChatGroup) -> str:
+    variants = dict.fromkeys((*group.padded, *group.documents))
+    first = [variant for variant in (BASELINE, UNPADDED) if variant in variants]
+    lines = [
+        [title_of(variant), *(cell for rows in (group.padded, group.documents)
+                              for cell in _cells(rows.get(variant)))]
+        for variant in dict.fromkeys((*first, *variants))
+    ]  # fmt: skip
+    return markdown_table(HEADER, lines)
+
+
+def _cells(row: SummaryRow | None) -> list[str]:
+    if row is None or row.tokens_per_s is None:
+        return [STATUS_WORDS.get(row.status, "") if row else "", "", "", ""]
+    numbers = [number_or_blank(row.median_step_ms, 1), number_or_blank(row.gpu_ms, 1)]
+    return [*numbers, f"{row.tokens_per_s:,.0f}", number_or_blank(row.peak_gib, 1)]
+
+
+def _over(base: SummaryRow, row: SummaryRow | None) -> str:
+    if row is None:
+        return ""
+    if not (base_ms := _ms(base)) or not (own_ms := _ms(row)):
+        return STATUS_WORDS.get(row.status, "")
+    return f"{base_ms / own_ms:.2f}×" + (f", {row.peak_gib:.1f} GiB" if row.peak_gib else "")
+
+
+def _ms(row: SummaryRow | None) -> float | None:
+    return row.median_step_ms if row else None
+
+
+def _is_unsloths(variant: Variant) -> bool:
+    return variant.recipe is not None and variant.recipe.library == "unsloth"
+
+
+def _fastest(rows: Iterable[SummaryRow], wanted) -> SummaryRow | None:
+    timed = [row for row in rows if row.tokens_per_s and wanted(variant_of(row.variant))]
+    return max(timed, key=lambda row: row.tokens_per_s or 0.0, default=None)

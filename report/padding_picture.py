@@ -1,0 +1,164 @@
+"""documents.png, from runs alone: tokens a second of padded rows and of whole chats in one row, a
+panel for each data set and GPU. The numbers are padding.py's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+from pathlib import Path
+from textwrap import fill
+
+from matplotlib import style
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from bench.records import SummaryRow
+from report.benchmark_results import write_png
+from report.looks import STATUS_WORDS, STYLE
+from report.padding import UNPADDED, ChatGroup
+from variants import BASELINE, title_of, variant_of
+
+PAIRS = (  # in padded rows, as documents; and what a reader has to know of the two
+    (BASELINE, UNPADDED, "with FlashAttention\nas documents"),
+    ("full_unsloth", "full_unsloth", ""),
+    ("fused_all", "fused_all", "drops the padding"),
+    ("fused_layer_graph_offload", "fused_layer_graph_offload", ""),
+)
+PADDED, DOCUMENTS = "padded, a chat a row", "as documents: whole chats in one row"
+COLUMNS, HEIGHT = 3, 0.38  # panels beside each other; of a bar
+GREY = "#555555"
+
+
+def draw_documents(found: Sequence[ChatGroup], path: str | Path) -> bool:
+    """Write the picture as a PNG, whole or not at all; False where nothing has been measured."""
+    if not any(_ends(group) for group in found):
+        return False
+    write_png(documents_figure(found), path)
+    return True
+
+
+def documents_figure(found: Sequence[ChatGroup]) -> Figure:
+    """Two bars a variant, padded above documents; on one scale, so that panels can be compared."""
+    with style.context(["default", STYLE]):
+        lines = ceil(len(found) / COLUMNS)
+        columns = ceil(len(found) / lines)
+        height = 2.6 + 3.7 * lines
+        picture = Figure(figsize=(12, height), dpi=150)
+        panels = picture.subplots(lines, columns, squeeze=False, sharex=True)
+        picture.subplots_adjust(0.195, 1.2 / height, 0.985, 1 - 1.95 / height, 0.06, 0.3)
+        most = max(end for group in found for end in _ends(group))
+        for place, axes in enumerate(panels.flat):
+            if place >= len(found):
+                axes.remove()
+                continue
+            _panel(axes, found[place], named=place % columns == 0)
+            axes.set_xlim(0, (1.16 + 0.06 * columns) * most)
+            if place + columns >= len(found):
+                axes.tick_params(labelbottom=True)
+        _words(picture, found, height)
+    return picture
+
+
+def documents_finding(found: Sequence[ChatGroup]) -> str:
+    """The title: how far the fastest of ours is ahead, over all groups that say so."""
+    ours = [(group, row.tokens_per_s or 0.0) for group in found if (row := group.fastest_of_ours())]
+    over_unsloth = [
+        speed / (row.tokens_per_s or 1.0)
+        for group, speed in ours
+        if (row := group.fastest_of_unsloth())
+    ]
+    over_padded = [
+        speed / row.tokens_per_s
+        for group, speed in ours
+        if (row := group.padded.get(BASELINE)) and row.tokens_per_s
+    ]
+    said = []
+    if over_unsloth:
+        said.append(f"{_from_to(over_unsloth)} times as many tokens a second as Unsloth")
+    if over_padded:
+        said.append(f"{_from_to(over_padded)} times as many as plain PEFT in padded rows")
+    if not said:
+        return "Tokens a second of padded rows and of whole chats in one row"
+    return "Whole chats in one row: ours trains " + ",\n".join(said)
+
+
+def _panel(axes: Axes, group: ChatGroup, named: bool) -> None:
+    said = f"{group.data_in_words}, {group.gpu}\n{group.padding_in_words}"
+    axes.set_title(said, size=11.5, linespacing=1.3)
+    axes.set_ylim(len(PAIRS) - 0.45, -0.55)
+    axes.grid(axis="y", visible=False)
+    axes.grid(axis="x", visible=True)
+    axes.tick_params(length=0)
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+    axes.locator_params(axis="x", nbins=4)
+    names = [
+        f"{title_of(padded)}\n({remark})" if remark else title_of(padded)
+        for padded, _, remark in PAIRS
+    ]
+    axes.set_yticks(range(len(PAIRS)), names if named else [""] * len(PAIRS), size=11)
+    for place, (padded, documents, _) in enumerate(PAIRS):
+        colour = variant_of(padded).look.colour
+        _bar(axes, place - HEIGHT / 2, group.padded.get(padded), facecolor="white",
+             edgecolor=colour, hatch="////", linewidth=1.3)  # fmt: skip
+        _bar(axes, place + HEIGHT / 2, group.documents.get(documents), facecolor=colour,
+             edgecolor=colour, linewidth=1.3)  # fmt: skip
+
+
+def _bar(axes: Axes, y: float, row: SummaryRow | None, **look) -> None:
+    """A bar with its number, or words in its place."""
+    if row is None or row.tokens_per_s is None:
+        words = STATUS_WORDS.get(row.status, "") if row else "not measured"
+        axes.annotate(words, (0, y), (4, 0), textcoords="offset points", va="center", size=10.5,
+                      style="italic", color=GREY)  # fmt: skip
+        return
+    axes.barh(y, row.tokens_per_s, HEIGHT - 0.03, **look)
+    weight = "normal" if look.get("hatch") else "bold"
+    axes.annotate(f"{row.tokens_per_s:,.0f}", (row.tokens_per_s, y), (5, 0), va="center", size=11,
+                  textcoords="offset points", weight=weight)  # fmt: skip
+
+
+def _words(picture: Figure, found: Sequence[ChatGroup], height: float) -> None:
+    title = documents_finding(found)
+    size = min(17, 1190 / max(map(len, title.split("\n"))))
+    picture.text(0.02, 1 - 0.2 / height, title, size=size, weight="bold", va="top", linespacing=1.4)
+    keys = [
+        Patch(facecolor="white", edgecolor=GREY, hatch="////", label=PADDED),
+        Patch(facecolor=GREY, edgecolor=GREY, label=DOCUMENTS),
+    ]
+    picture.legend(handles=keys, ncols=2, loc="upper left", fontsize=11,
+                   bbox_to_anchor=(0.014, 1 - 0.82 / height))  # fmt: skip
+    words = "tokens a second, no padding counted (more is better)"
+    picture.text(0.59, 0.72 / height, words, size=11.5, ha="center")
+    shapes = dict.fromkeys(f"{group.rows} × {group.seq_len:,}" for group in found)
+    runs = [run for group in found for run in group.runs]
+    steps = sorted({len(cell.step_ms) for run in runs for cell in run.cells_of(status="ok")})
+    steps = [count for count in steps if count]
+    words = (
+        f"{', '.join(dict.fromkeys(run.experiment.model for run in runs))}, "
+        f"{' or '.join(shapes)} tokens a step, LoRA rank {runs[0].experiment.lora.rank}, gradient "
+        f"checkpointing. Medians of {_range(steps)} steps, then over {_rounds(found)}; a panel's "
+        "padded rows and its documents are two runs. Cells that failed their checks have no bar."
+    )
+    picture.text(0.02, 0.14 / height, fill(words, 140), size=10.5, color=GREY, linespacing=1.5)
+
+
+def _ends(group: ChatGroup) -> list[float]:
+    rows = [rows.get(id) for padded, documents, _ in PAIRS
+            for rows, id in ((group.padded, padded), (group.documents, documents))]  # fmt: skip
+    return [row.tokens_per_s for row in rows if row and row.tokens_per_s]
+
+
+def _rounds(found: Sequence[ChatGroup]) -> str:
+    counts = sorted({row.rounds for group in found for rows in (group.padded, group.documents)
+                     for row in rows.values() if row.rounds})  # fmt: skip
+    return f"{_range(counts)} round{'s' if counts[-1] > 1 else ''}"
+
+
+def _range(counts: Sequence[int]) -> str:
+    return str(counts[0]) if counts[0] == counts[-1] else f"{counts[0]} to {counts[-1]}"
+
+
+def _from_to(ratios: Sequence[float]) -> str:
+    low, high = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
+    return low if low == high else f"{low} to {high}"

@@ -1,0 +1,164 @@
+"""Padded rows beside whole chats in one row: groups, tables and documents.png, on made-up runs."""
+
+import example_results as example
+import picture_case as case
+import pytest
+from matplotlib.text import Text
+from msgspec.structs import replace
+
+from bench.records import Cell, Tokens
+from report import padding, padding_picture
+from report.headline import ANSWERS, headline_table
+
+VARLEN, ALL, EVERYTHING = "vanilla_peft_varlen", "fused_all", "fused_layer_graph_offload"
+FULL = 32 * 512
+
+
+def made(kind, gpu="NVIDIA H200", share=0.5, status=(), data="0" * 64, rehearsal=False, **ms):
+    """A round at 512 tokens, where padded rows have this share of padding, and documents none."""
+    document = example.empty(
+        rehearsal=rehearsal, variants=[*ms, *status], seq_lens=[512], rounds=1,
+        padded=kind == "padded", documents=kind == "documents", data_sha256=data,
+        tokens={512: Tokens(share if kind == "padded" else 0.0, 0.4)},
+    )  # fmt: skip
+    document.environment.gpu = replace(document.environment.gpu, name=gpu)
+    for variant, step_ms in ms.items():
+        peak = 9 * 2**30
+        cell = example.timed_cell(variant, 512, 1, [step_ms] * 4, peak_allocated_bytes=peak)
+        document.add(cell)
+    for variant in status:
+        document.add(Cell(variant, 512, 1, status[variant], "made up for a test"))
+    return document
+
+
+PADDED = made("padded", vanilla_peft=1000.0, full_unsloth=600.0, fused_all=400.0)
+H200 = made("documents", vanilla_peft_varlen=1000.0, full_unsloth=800.0, fused_all=500.0,
+            status={EVERYTHING: "parity_failed"})  # fmt: skip
+H100 = made("documents", "NVIDIA H100 80GB HBM3", vanilla_peft_varlen=1200.0, full_unsloth=900.0,
+            fused_layer_graph_offload=400.0)  # fmt: skip
+TWO = padding.groups([("dolly", PADDED)], [("dolly", H200), ("dolly", H100)])
+LONG = "an_unusually_long_name_of_a_data_set"
+
+
+def of_data(*names):
+    """Groups of data sets with more and more padding, each padded and as documents."""
+    of_kind = ([], [])
+    for place, name in enumerate(names):
+        for runs, kind in zip(of_kind, ("padded", "documents"), strict=True):
+            ms = {"full_unsloth": 600.0, ALL: 400.0, EVERYTHING: 300.0}
+            first = "vanilla_peft" if kind == "padded" else VARLEN
+            runs.append((name, made(kind, share=0.3 + 0.1 * place, data=name, **ms | {first: 1e3})))
+    return padding.groups(*of_kind)
+
+
+def test_the_padding_of_a_data_set_is_that_of_its_padded_rows_on_any_gpu():
+    assert [(group.device, group.padding) for group in TWO] == [
+        ("NVIDIA H100 80GB HBM3", 0.5),
+        ("NVIDIA H200", 0.5),
+    ]
+    assert [group.gpu for group in TWO] == ["H100", "H200"]
+    assert not TWO[0].padded and TWO[1].padded["fused_all"].tokens_per_s == FULL / 2 / 0.4
+
+
+def test_other_chats_under_the_same_name_are_a_group_of_their_own():
+    others = made("documents", data="1" * 64, fused_all=500.0)
+    found = padding.groups([("dolly", PADDED)], [("dolly", others)])
+    assert [(group.padding, [*group.padded], [*group.documents]) for group in found] == [
+        (0.5, ["vanilla_peft", "full_unsloth", "fused_all"], []),
+        (None, [], ["fused_all"]),
+    ]
+    assert found[1].padding_in_words == "padding not measured"
+
+
+def test_a_rehearsal_is_no_result():
+    assert padding.groups([], [("dolly", made("documents", rehearsal=True, fused_all=5.0))]) == []
+    assert padding.padding_section([]) == "Not measured yet."
+
+
+def test_groups_stand_from_the_least_padding_to_the_most_whatever_their_names():
+    found = of_data("sharegpt", "sft_train", LONG)
+    words = ["ShareGPT's lengths", "data/sft_train.jsonl", LONG]
+    assert [group.data_in_words for group in found] == words
+    assert [group.data for group in padding.groups(
+        [("a", made("padded", share=0.6, data="a", fused_all=1.0)),
+         ("b", made("padded", share=0.4, data="b", fused_all=1.0))], [],
+    )] == ["b", "a"]  # fmt: skip
+
+
+def test_the_table_by_hand():
+    said = padding.padding_section(TWO)
+    lines = said.splitlines()
+    title = "Dolly's lengths, 32 × 512 tokens a step, NVIDIA H200: 50% of padded rows is padding."
+    at = lines.index(f"**{title}**")
+    assert lines[at + 4 : at + 9] == [
+        "| vanilla PEFT | 1000.0 | 970.0 | 8,192 | 9.0 |  |  |  |  |",
+        "| PEFT, FlashAttention |  |  |  |  | 1000.0 | 970.0 | 16,384 | 9.0 |",
+        "| full Unsloth | 600.0 | 582.0 | 13,653 | 9.0 | 800.0 | 776.0 | 20,480 | 9.0 |",
+        "| all parts | 400.0 | 388.0 | 20,480 | 9.0 | 500.0 | 485.0 | 32,768 | 9.0 |",
+        "| everything fused |  |  |  |  | failed parity |  |  |  |",
+    ]
+    tables = [block for block in said.split("\n\n") if block.startswith("|")]
+    assert {line.count("|") for table in tables for line in table.splitlines()} == {10}
+    assert said.count("whole chats in one row ·") == 2 and said.count("padded ·") == 1
+
+
+def test_the_readme_has_a_row_of_the_gpu_where_everything_fused_has_a_time():
+    rows = list(padding.documents_rows(TWO, ANSWERS))
+    assert rows == [["**chats** of Dolly's lengths, H100, one round", "1200 ms, 9.0 GiB", "",
+                     "1.33×, 9.0 GiB", "3.00×, 9.0 GiB"]]  # fmt: skip
+    assert list(padding.documents_rows(TWO[1:], ANSWERS)) == []
+    newer = replace(H100, started_utc="2099-01-01")
+    newer.environment = replace(H100.environment, gpu=H200.environment.gpu)
+    both = padding.groups([], [("dolly", H100), ("dolly", newer)])
+    assert [row[0][-15:] for row in padding.documents_rows(both, ANSWERS)] == ["H200, one round"]
+    table = headline_table(example.run(), both)
+    assert "| " + " | ".join(next(padding.documents_rows(both, ANSWERS))) + " |" in table
+
+
+# --- the picture ----------------------------------------------------------------------------------
+
+
+def test_the_title_says_how_far_the_fastest_of_ours_is_ahead():
+    # 800 / 500 and 900 / 400; twice as many tokens in half of vanilla's time
+    said = "ours trains 1.60 to 2.25 times as many tokens a second as Unsloth,\n4.00 times as many"
+    assert said in padding_picture.documents_finding(TWO)
+    alone = padding.groups([], [("dolly", made("documents", vanilla_peft_varlen=1.0))])
+    assert padding_picture.documents_finding(alone).startswith("Tokens a second")
+
+
+def test_each_cell_with_a_time_is_a_bar_and_each_other_says_why():
+    picture = padding_picture.documents_figure(TWO)
+    lengths = [sorted(bar.get_width() for bar in axes.patches) for axes in picture.axes]
+    assert [[round(one) for one in panel] for panel in lengths] == [
+        [13653, 18204, 40960],
+        [8192, 13653, 16384, 20480, 20480, 32768],
+    ]
+    first, second = ([t.get_text() for t in axes.texts] for axes in picture.axes)
+    assert first.count("not measured") == 5
+    assert second.count("not measured") == 1 and second.count("failed parity") == 1
+    hatched = {bool(bar.get_hatch()) for axes in picture.axes for bar in axes.patches}
+    assert hatched == {True, False}
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        TWO, TWO[:1], of_data("sft_train", "sharegpt", "dolly"),
+        of_data("sft_train", "sharegpt", "oasst1", "dolly"),
+        of_data("sft_train", "sharegpt", "oasst1", "dolly", "alpaca"),
+    ],
+    ids=["two", "one", "three", "four", "five"],
+)  # fmt: skip
+def test_however_many_groups_the_picture_can_be_read(found, tmp_path):
+    picture = padding_picture.documents_figure(found)
+    case.assert_readable(picture)
+    words = " ".join(text.get_text() for text in picture.findobj(Text))
+    assert all(group.data_in_words in words for group in found)
+    assert padding_picture.draw_documents(found, tmp_path / "documents.png") is True
+
+
+def test_there_is_no_picture_without_a_time(tmp_path):
+    failed = padding.groups([], [("dolly", made("documents", status={ALL: "oom"}))])
+    assert padding_picture.draw_documents(failed, tmp_path / "documents.png") is False
+    assert padding_picture.draw_documents([], tmp_path / "documents.png") is False
+    assert list(tmp_path.iterdir()) == []
