@@ -80,7 +80,7 @@ def published(model):
     return speed, speed / SETTINGS[model].claims[0].tokens_per_s
 
 
-def packed_chats():
+def whole_chats():
     """The tokens a second of everything fused on documents, and over Unsloth's."""
     run = results.load(ROOT / "docs" / "runs" / "h100" / "documents-dolly.json.gz")
     speed = {row.variant: row.tokens_per_s for row in summarize(run)}
@@ -128,7 +128,7 @@ def test_the_readmes_numbers_are_those_of_the_data(runs):
             suite_rows["fused_layer_graph_no_checkpointing", 512].peak_gib,
             suite_rows["fused_layer_graph_no_checkpointing", 512].median_step_ms,
         ),
-        r"on packed chats at (\d+,\d+), \[([\d.]+) times Unsloth's": packed_chats(),
+        r"on whole chats at (\d+,\d+), \[([\d.]+) times Unsloth's": whole_chats(),
         r"are ([\d.]+)× as fast as plain PEFT at 512 tokens, in ([\d.]+) GiB": (
             suite_rows["fused_layer", 512].speedup, suite_rows["fused_layer", 512].peak_gib,
         ),
@@ -150,6 +150,10 @@ def test_the_readmes_numbers_are_those_of_the_data(runs):
     # what a run wants of a card, and one MLP's numbers, which test_counts and test_drawing hold
     others = {"48 GB", "80GB", "7 GB", "11.4 GB", "0.79 GB"}
     assert set(re.findall(r"\d[\d.,]* ?(?:ms|GiB|GB|×|%)", left)) == others
+
+
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= 150
 
 
 def python_blocks(path, containing):
