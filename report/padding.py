@@ -56,8 +56,9 @@ class ChatGroup(NamedTuple):
         return f"{self.padding:.0%} of padded rows is padding"
 
     def fastest_of_ours(self) -> SummaryRow | None:
-        """The variant of this repository with the most tokens a second as documents."""
-        return _fastest(self.documents.values(), lambda variant: variant.is_ours)
+        """The variant of this repository with the most tokens a second as documents, in the
+        precision of the others."""
+        return _fastest(self.documents.values(), _is_ours)
 
     def fastest_of_unsloth(self) -> SummaryRow | None:
         return _fastest(self.documents.values(), _is_unsloths)
@@ -147,6 +148,10 @@ def _over(base: SummaryRow, row: SummaryRow | None) -> str:
 
 def _ms(row: SummaryRow | None) -> float | None:
     return row.median_step_ms if row else None
+
+
+def _is_ours(variant: Variant) -> bool:
+    return variant.recipe is not None and variant.is_ours and not variant.recipe.fp8
 
 
 def _is_unsloths(variant: Variant) -> bool:
