@@ -13,18 +13,20 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 NEWEST := .venv-newest
+# a process a core, each of up to 2 GB of memory: make test PYTEST="-m pytest -n 2" takes less
+PYTEST := -m pytest -n auto --maxprocesses 8
 
 bench: $(VENV)/bench
 	$(RUN) lora_bench.py
 
 test: $(VENV)/dev
-	$(RUN) -m pytest -n 2
+	$(RUN) $(PYTEST)
 
 test-fast: $(VENV)/dev
-	$(RUN) -m pytest -n 2 -m fast
+	$(RUN) $(PYTEST) -m fast
 
 test-newest: $(NEWEST)/done
-	$(NEWEST)/bin/python -m pytest -n 2 tests/kernels tests/adopt tests/step
+	$(NEWEST)/bin/python $(PYTEST) tests/kernels tests/adopt tests/step
 
 resolve-peers: $(VENV)/base
 	$(RUN) -m pip install --dry-run --quiet -r requirements.txt -r requirements-peers.txt

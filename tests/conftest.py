@@ -5,10 +5,13 @@ import os
 
 import pytest
 import torch
+from alone import turn
 
 from bench import interpreter
 
 HAS_GPU = torch.cuda.is_available()
+IS_A_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+CACHED = 2**30  # bytes of the GPU that a worker keeps between tests
 os.environ["HF_HUB_OFFLINE"] = "1"
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
@@ -20,11 +23,27 @@ if not HAS_GPU:
     # tensors here are tiny, and on shared cores threads that wait for each other take three times
     # as long as one
     torch.set_num_threads(1)
+elif IS_A_WORKER:
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # not a process a core for each worker
 
 
 @pytest.fixture(scope="session")
 def device() -> str:
     return "cuda" if HAS_GPU else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def turn_on_the_gpu(request, tmp_path_factory):
+    """Workers share a GPU, but while a test that is marked `alone` times it or fills its memory.
+    What a test leaves in PyTorch's cache, others could not have."""
+    if not (HAS_GPU and IS_A_WORKER):
+        yield
+        return
+    file = tmp_path_factory.getbasetemp().parent / "gpu.lock"
+    with turn(file, alone="alone" in request.keywords):
+        yield
+        if torch.cuda.memory_reserved() > CACHED:
+            torch.cuda.empty_cache()
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +93,7 @@ def pytest_collection_modifyitems(config, items):
         kept = [item for item in items if _is_tried(item, shown)]
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept
+    items.sort(key=lambda item: "alone" in item.keywords)  # last, when nobody has to wait for them
     if HAS_GPU:
         return
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU")

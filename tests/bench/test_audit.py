@@ -58,6 +58,7 @@ def test_hidden_time_is_told_in_one_line():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_work_left_on_another_stream_is_seen_by_the_wall():
     class OnTheSide(torch.nn.Module):
         def __init__(self):

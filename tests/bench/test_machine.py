@@ -221,5 +221,6 @@ def test_the_environment_can_be_saved_and_loaded(driver):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_launch_takes_a_few_microseconds_of_the_host():
     assert 0.5 < machine.host_launch_us() < 200

@@ -186,6 +186,7 @@ def test_kernels_of_a_real_step_are_counted_timed_and_told_apart():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_launches_are_as_quick_after_a_profile_as_before():
     """The quickest of many: a host that others use can be slower at any moment."""
     tensor = torch.zeros(8, device="cuda")

@@ -252,6 +252,7 @@ def test_the_wall_clock_counts_milliseconds():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_cuda_events_agree_with_the_wall():
     """A step's event time covers the work of its step, not only its launch."""
 

@@ -156,6 +156,7 @@ def test_a_graph_is_unavailable_without_a_gpu():
         assert options.why_unavailable(variant, "cuda") is None
 
 
+@pytest.mark.alone
 def test_a_variant_is_measured_as_a_graph_from_its_recipe_to_its_cell(
     device, tmp_path, monkeypatch
 ):
@@ -188,6 +189,7 @@ def test_a_variant_is_measured_as_a_graph_from_its_recipe_to_its_cell(
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_the_peak_of_a_graph_is_about_that_of_its_eager_step(device):
     class Chain(torch.nn.Module):
         """Keeps eight activations of 64 MiB."""

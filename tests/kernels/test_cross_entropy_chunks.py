@@ -141,6 +141,7 @@ def test_the_host_waits_once_or_with_all_tokens_never(drop_ignored, num_items, c
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_more_than_2_to_the_31_logits_in_a_chunk(monkeypatch, device):
     """A few tokens over and over, so that eager PyTorch on those few says what is right."""
     monkeypatch.undo()  # the block of real vocabularies

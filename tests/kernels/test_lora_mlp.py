@@ -39,6 +39,7 @@ print(*{{"peft", "transformers", "fused_mlp", "fused_lora"}} & set(sys.modules))
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_more_than_2_to_the_31_gate_elements(device):
     """A few tokens over and over, so that eager PyTorch on those few says what is right."""
     count, intermediate, hidden, pattern = 195_100, 11_008, 64, 256

@@ -176,6 +176,7 @@ def test_the_kernel_is_for_matrices_of_less_than_2_to_the_31_elements(monkeypatc
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_the_most_elements_and_rows_2_to_the_30_elements_apart(device, monkeypatch):
     if torch.cuda.mem_get_info()[0] < 18 * 2**30:
         pytest.skip("needs 19 GB of free GPU memory")

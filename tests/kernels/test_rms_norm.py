@@ -171,6 +171,7 @@ def test_long_rows_are_right(hidden, operation, device):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("need_weight", [False, True])
 def test_more_than_2_to_the_31_elements(need_weight, device):
     """A few rows over and over, so that eager PyTorch on those few says what is right."""

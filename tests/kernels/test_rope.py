@@ -82,6 +82,7 @@ def test_inputs_that_do_not_fit_are_a_value_error(name, change, message, case):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("layout", ["by token", "by head"])
 def test_more_than_2_to_the_31_elements(layout, device):
     """A few tokens over and over, so that eager PyTorch on those few says what is right."""

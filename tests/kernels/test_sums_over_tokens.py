@@ -263,6 +263,7 @@ def test_a_graph_holds_the_launches(device):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_more_than_2_to_the_31_elements(device, monkeypatch):
     """The rows are zero but in windows at the beginning, where offsets overflow, and at the end."""
     monkeypatch.undo()  # the tiles that are used

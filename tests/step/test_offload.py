@@ -335,6 +335,7 @@ def gradients_and_peak(make_step, fusion, policy):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("make_step", [EagerStep, graphed], ids=["eager", "graph"])
 @pytest.mark.parametrize("fusion", FUSIONS.values(), ids=FUSIONS)
 def test_gradients_are_those_of_inputs_that_stay_and_take_less_memory(fusion, make_step):
