@@ -89,8 +89,8 @@ def padding_section(found: Sequence[ChatGroup]) -> str:
 
 
 def documents_rows(found: Sequence[ChatGroup], columns: Sequence[str]) -> Iterator[list[str]]:
-    """Yield a row of the README's table for each data set: of the GPU on which the last of
-    `columns` has a time, the newest if there are several."""
+    """Yield a row of the README's table for each data set, of the GPU's own time: of the GPU on
+    which the last of `columns` has one, the newest if there are several."""
     newest: dict[str, ChatGroup] = {}
     for group in sorted(found, key=lambda one: max(run.started_utc for run in one.runs)):
         if all(_ms(group.documents.get(variant)) for variant in (UNPADDED, columns[-1])):
@@ -98,9 +98,9 @@ def documents_rows(found: Sequence[ChatGroup], columns: Sequence[str]) -> Iterat
     for group in found:
         if newest.get(group.data) is group:
             base = group.documents[UNPADDED]
-            first = f"{base.median_step_ms:.0f} ms, {base.peak_gib or 0:.1f} GiB"
+            first = f"{base.gpu_ms:.0f} ms, {base.peak_gib or 0:.1f} GiB"
             others = [_over(base, group.documents.get(variant)) for variant in columns]
-            which = f"**chats** of {group.data_in_words}, {group.gpu}"
+            which = f"**chats** of {group.data_in_words}, {group.gpu}, on the GPU"
             yield [which + (", one round" if base.rounds == 1 else ""), first, *others]
 
 
@@ -147,7 +147,7 @@ def _over(base: SummaryRow, row: SummaryRow | None) -> str:
 
 
 def _ms(row: SummaryRow | None) -> float | None:
-    return row.median_step_ms if row else None
+    return row.gpu_ms if row else None
 
 
 def _is_ours(variant: Variant) -> bool:

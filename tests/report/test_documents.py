@@ -81,11 +81,12 @@ def published(model):
 
 
 def whole_chats():
-    """The tokens a second of everything fused on documents, and over Unsloth's."""
+    """The tokens a second of everything fused on documents, and how many times as fast as Unsloth
+    it is by the GPU's time."""
     run = results.load(ROOT / "docs" / "runs" / "h100" / "documents-dolly.json.gz")
-    speed = {row.variant: row.tokens_per_s for row in summarize(run)}
-    ours = speed["fused_layer_graph_offload"]
-    return ours, ours / speed["full_unsloth"]
+    rows = {row.variant: row for row in summarize(run)}
+    ours = rows["fused_layer_graph_offload"]
+    return ours.tokens_per_s, rows["full_unsloth"].gpu_ms / ours.gpu_ms
 
 
 def test_the_readmes_numbers_are_those_of_the_data(runs):
@@ -128,7 +129,7 @@ def test_the_readmes_numbers_are_those_of_the_data(runs):
             suite_rows["fused_layer_graph_no_checkpointing", 512].peak_gib,
             suite_rows["fused_layer_graph_no_checkpointing", 512].median_step_ms,
         ),
-        r"on whole chats at (\d+,\d+), \[([\d.]+) times Unsloth's": whole_chats(),
+        r"on whole chats at (\d+,\d+), \[([\d.]+) times Unsloth's by the GPU's": whole_chats(),
         r"are ([\d.]+)× as fast as plain PEFT at 512 tokens, in ([\d.]+) GiB": (
             suite_rows["fused_layer", 512].speedup, suite_rows["fused_layer", 512].peak_gib,
         ),
