@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -199,13 +200,18 @@ def materialize(source: Source, seed: int, device: str) -> None:
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
     )
-    source.folder.parent.mkdir(parents=True, exist_ok=True)
-    # made beside its place and moved there whole, so that a half-written checkpoint is never loaded
-    unfinished = Path(tempfile.mkdtemp(dir=source.folder.parent, prefix=".unfinished-"))
+    save_whole(source.folder, model.save_pretrained, tokenizer.save_pretrained)
+
+
+def save_whole(folder: Path, *saves: Callable[[Path], Any]) -> None:
+    """Save a checkpoint beside its place and move it there whole, so that a half-written one is
+    never loaded."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".unfinished-"))
     try:
-        model.save_pretrained(unfinished)
-        tokenizer.save_pretrained(unfinished)
-        os.replace(unfinished, source.folder)
+        for save in saves:
+            save(unfinished)
+        os.replace(unfinished, folder)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise

@@ -18,6 +18,7 @@ from bench.folders import locked
 from bench.options import HERE
 from bench.records import Kernels, Run
 from bench.terminal import console
+from bench.training_records import Fp8Training, load_training
 from report import tables
 from report.comparison import compare
 from report.fits import fits_table
@@ -34,6 +35,8 @@ LOSSES = "docs/runs/*/loss_curve*.json.gz"  # many steps, a run a seed
 # A data set a file: padded-NAME and documents-NAME, of `--padded` and of `--documents`
 LENGTHS = {kind: f"docs/runs/*/{kind}-*.json.gz" for kind in ("padded", "documents")}
 
+FP8_TRAININGS = "docs/runs/*/fp8_training.json.gz"
+
 PLAIN: dict[str, Any] = {"box": SIMPLE_HEAD, "pad_edge": False}  # fits 80 columns
 
 
@@ -48,7 +51,7 @@ def plot_only(folder: Path) -> int:
     if not path.is_file():
         raise ValueError(f"--plot-only: there is no {path}; run the benchmark first, or give --out")
     run = store.load(path)
-    from report import documents, loss_curve
+    from report import documents, fp8_training, loss_curve
     from report.padding_picture import draw_documents
 
     drawn: list[Path] = []
@@ -60,6 +63,9 @@ def plot_only(folder: Path) -> int:
         if loss_curve.draw_loss_curve(loaded(LOSSES), picture := figures / "loss_curve.png"):
             drawn.append(picture)
         if draw_documents(groups_of_lengths(), picture := figures / "documents.png"):
+            drawn.append(picture)
+        picture = figures / "fp8_training.png"
+        if fp8_training.draw_fp8_training(loaded_trainings(), picture):
             drawn.append(picture)
         drawn += draw_pictures(run, folder, figures)
     else:
@@ -82,6 +88,7 @@ def generated_parts(run: Run, suite: Run) -> dict[str, str]:
         loaded("docs/runs/*/recipe-*.json.gz"),
         loaded(LOSSES),
         groups_of_lengths(),
+        loaded_trainings(),
     )
 
 
@@ -99,6 +106,11 @@ def groups_of_lengths() -> list[ChatGroup]:
         return [(name, store.load(path)) for name, path in zip(ends, paths, strict=True)]
 
     return groups(named(LENGTHS["padded"]), named(LENGTHS["documents"]))
+
+
+def loaded_trainings() -> list[Fp8Training]:
+    """The committed trainings in bf16 and FP8."""
+    return [load_training(path) for path in sorted(HERE.glob(FP8_TRAININGS))]
 
 
 def draw_pictures(run: Run, folder: Path, others: Path) -> list[Path]:

@@ -10,9 +10,11 @@ from pathlib import Path
 
 from bench.records import Run
 from bench.results import write_atomically
+from bench.training_records import Fp8Training
 from report import tables
 from report.beside_published import published_section
 from report.comparison import compare
+from report.fp8_training import fp8_training_section
 from report.gpus import expected_section, measured_section
 from report.headline import answer, headline_table
 from report.losses import losses_section
@@ -36,6 +38,7 @@ def generated(
     recipes: Sequence[Run] = (),
     losses: Sequence[Run] = (),
     lengths: Sequence[ChatGroup] = (),
+    fp8_trainings: Sequence[Fp8Training] = (),
 ) -> dict[str, str]:
     """Write every part, by name.
 
@@ -44,6 +47,7 @@ def generated(
     measured, each on a GPU. of_others: runs in the settings that others publish speeds for.
     recipes: runs with adapters on some projections alone, or with dropout. losses: of many steps.
     lengths: of padded rows and of documents.
+    fp8_trainings: in bf16 and FP8, a file a GPU.
     """
     return {
         "answer": answer(run),
@@ -62,6 +66,7 @@ def generated(
         "recipes": recipes_section(recipes),
         "losses": losses_section(losses),
         "padding": padding_section(lengths),
+        "fp8 training": fp8_training_section(fp8_trainings),
     }
 
 

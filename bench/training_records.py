@@ -1,0 +1,58 @@
+"""fp8_training.json: its records, and how it is loaded and saved."""
+
+import gzip
+from pathlib import Path
+
+import msgspec
+
+from bench.records import Count, Environment, Optimizer, Record
+from bench.results import UNREADABLE, write_atomically
+from variants import Lora
+
+
+class TrainingSettings(Record):
+    """All that the runs have in common. base_steps: 0 for a checkpoint."""
+
+    model: str
+    weights: str
+    base_steps: int
+    steps: Count
+    batch_size: Count
+    seq_len: Count
+    lora: Lora
+    optimizer: Optimizer
+    data_sha256: str
+
+
+class Trained(Record):
+    """A run. held_out: losses by the steps that came before. None is no number."""
+
+    base: str
+    variant: str
+    seed: int
+    losses: list[float | None]
+    held_out: dict[int, float | None]
+
+
+class Fp8Training(Record):
+    """All runs, and by the name of each base the SHA-256 of its weights."""
+
+    started_utc: str
+    environment: Environment
+    settings: TrainingSettings
+    bases: dict[str, str]
+    runs: list[Trained]
+
+
+def load_training(path: Path) -> Fp8Training:
+    """Read a file, which may be compressed, or raise a ValueError of one line."""
+    data = path.read_bytes()
+    try:
+        data = gzip.decompress(data) if path.suffix == ".gz" else data
+        return msgspec.json.decode(data, type=Fp8Training)
+    except UNREADABLE as error:
+        raise ValueError(f"{path}: {error}: restore it, or delete it and train again") from None
+
+
+def save_training(path: Path, training: Fp8Training) -> None:
+    write_atomically(path, msgspec.json.encode(training) + b"\n")

@@ -1,0 +1,78 @@
+"""fp8_training.png and its table on made-up losses, the numbers worked out by hand."""
+
+import example_results as example
+import numpy as np
+import picture_case as case
+import pytest
+from matplotlib.text import Text
+from msgspec.structs import replace
+
+from bench.records import Optimizer
+from bench.training_records import Fp8Training, Trained, TrainingSettings
+from report import fp8_training as reported
+from report.looks import REHEARSAL_NOTICE
+from variants import Lora
+
+BF16, FP8 = "fused_layer_graph_no_checkpointing", "fp8_lm_head_graph_no_checkpointing"
+# the last losses of seeds 0, 1, 2; FP8's less bf16's of the same seed are 0.01, 0.02, 0.03
+ENDS = {BF16: (2.0, 2.1, 2.2), FP8: (2.01, 2.12, 2.23)}
+
+
+def training(with_outliers=ENDS, gpu=True):
+    settings = TrainingSettings("qwen3-0.6b", "random, seed 0", 200, 300, 8, 512, Lora(),
+                                Optimizer("AdamW", 1e-4, True), "0" * 64)  # fmt: skip
+    runs = [
+        Trained(base, variant, seed, [4.0] * 300, {0: 4.0, 150: 3 + seed / 100, 300: last})
+        for base, ends in (("trained", ENDS), ("outliers", with_outliers))
+        for variant, losses in ends.items()
+        for seed, last in enumerate(losses)
+    ]
+    return Fp8Training("2026-11-25T10:00:00+00:00", example.environment(gpu), settings, {}, runs)
+
+
+def test_the_table_pairs_runs_of_one_seed():
+    markdown = reported.fp8_training_section([training()])
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in markdown.split("\n")]
+    of_bf16, of_fp8 = rows[2:4]
+    titles = "bf16", "fused layers, CUDA graph"
+    assert of_bf16 == ["trained base weights", *titles, "3", "4.0000", "2.1000", "0.1000", "", ""]
+    assert of_fp8[1:7] == ["FP8", "FP8, lm_head too", "3", "4.0000", "2.1200", "0.1100"]
+    # t of two degrees of freedom is 4.3027; the deviation of 0.01, 0.02, 0.03 is 0.01
+    assert of_fp8[7:] == ["+0.0200", "-0.0048 to +0.0448"]
+    assert "figures/fp8_training.png" in markdown and "trained for 200 steps" in markdown
+    assert reported.fp8_training_section([]) == "Not measured yet."
+
+
+def test_a_seed_that_one_of_them_lacks_or_lost_is_in_no_pair():
+    one = training()
+    one.runs = [run for run in one.runs if (run.variant, run.seed) != (FP8, 1)]
+    assert reported.ends(one)["trained"][FP8].apart == pytest.approx([0.01, 0.03])
+    one.runs[-1].held_out[300] = None  # a loss that is no number
+    assert "nan" in reported.fp8_training_section([one])
+    assert "partly outside" in reported.fp8_training_finding(one)
+
+
+def test_the_title_says_whether_it_ends_where_seeds_do():
+    said = reported.fp8_training_finding(training())
+    assert said == ("FP8 ends inside bf16's seeds: held-out loss +0.0200 (σ 0.1000), "
+                    "with outliers +0.0200 (σ 0.1000)")  # fmt: skip
+    far = {**ENDS, FP8: (2.2, 2.3, 2.4)}
+    assert "partly outside" in reported.fp8_training_finding(training(far))
+    assert reported.fp8_training_finding(training(gpu=False)) == REHEARSAL_NOTICE
+
+
+def test_the_picture_shows_every_seed_beside_the_first_ones_spread(tmp_path):
+    picture = reported.fp8_training_figure(training())
+    above, outliers, below, _ = picture.axes
+    assert np.allclose([line.get_ydata()[-1] for line in above.lines], [2.1, 2.12])
+    # bf16's mean is 0; then FP8's seeds, and their mean
+    assert np.allclose([line.get_ydata()[-1] for line in below.lines], [0, -0.09, 0.02, 0.13, 0.02])
+    band = below.collections[0].get_paths()[0].vertices[:, 1]
+    assert np.isclose([band.min(), band.max()], [-0.1, 0.1]).all()
+    words = " ".join(text.get_text() for text in picture.findobj(Text))
+    assert outliers.get_title(loc="left") == "with outlier channels" and "NVIDIA H200" in words
+    case.assert_readable(picture)
+    alone = replace(training(), runs=[run for run in training().runs if run.variant == BF16])
+    assert reported.draw_fp8_training([alone], tmp_path / "p.png") is False
+    assert reported.draw_fp8_training([], tmp_path / "p.png") is False
+    assert list(tmp_path.iterdir()) == []
