@@ -3,7 +3,9 @@
 Random weights would leave the question empty. FP8 makes of a random matrix another one, which is no
 worse, and adapters on a small random model learn little beyond the frequencies of tokens: of 4
 layers of 256 a held-out loss fell from 8.4 to 7.2 in 300 steps, but from 8.4 to 2.9 with all
-weights trained. So those are trained first, half a minute on a GPU, in fp32 under bf16 autocast.
+weights trained. So those are trained first, half a minute on a GPU, in fp32 under bf16 autocast,
+and not to the end, so that adapters have something to learn: from 4.10 to 3.92 there, and to 3.96
+with outliers.
 
 Of real models a few channels of what the products are given are about 100 times as large as most
 (SmoothQuant, arXiv 2211.10438). Here they are planted in what q, k, v, gate, up and down are given,

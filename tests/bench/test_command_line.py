@@ -236,7 +236,8 @@ for argv in (["--help"], ["--fused"], ["--plot-only", "--kernels"], ["--seq-lens
         assert stop.code == (0 if "--help" in argv else 2), argv
     slow = {"torch", "triton", "transformers", "peft", "matplotlib", "scipy"} & set(sys.modules)
     assert not slow, (argv, slow)
-from report import ablation_picture, benchmark_results, frontier, kernel_time, loss_curve, tables
+from report import ablation_picture, benchmark_results, fp8_training, frontier, kernel_time
+from report import loss_curve, tables
 assert "torch" not in sys.modules
 """
 

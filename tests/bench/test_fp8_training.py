@@ -5,23 +5,27 @@ import gzip
 
 import pytest
 import torch
+from graph_case import RecordedStep
 from rehearsal_case import ROOT, WITHOUT_GPU
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+import models
 from bench import bases, fp8_training, seeds
 from bench.training_records import load_training
 from bench.weights import materialize
 from report import fp8_training as reported
 from report.looks import REHEARSAL_NOTICE
+from variants import Recipe
 
 pytestmark = WITHOUT_GPU
-TINY = str(ROOT / "configs" / "tiny.json")
 # plain PEFT for bf16, which takes a moment
 VARIANTS = ["vanilla_peft_no_checkpointing", "fp8_layer_no_checkpointing"]
 
 
 @pytest.fixture
 def command(tmp_path, monkeypatch):
+    adamw = torch.optim.AdamW  # of which only the fused one is capturable there
+    monkeypatch.setattr(torch.optim, "AdamW", lambda *p, **o: adamw(*p, **{**o, "fused": True}))
     monkeypatch.setattr(fp8_training, "HELD_OUT_BATCHES", 1)
     monkeypatch.setattr(fp8_training, "HELD_OUT_WIDTH", 1)
     chats = tmp_path / "chats.jsonl"
@@ -31,27 +35,46 @@ def command(tmp_path, monkeypatch):
     return ["--data", str(chats), *folders, "--base-steps", "2", "--steps", "2"]
 
 
-def test_a_seed_gives_the_same_losses_bit_for_bit_whatever_was_trained_before(tmp_path, command):
+def trained(command, variant, numbers):
+    """The losses and held-out losses of these seeds, one after the other."""
     asked = fp8_training.parse_training(command)
     source, data = fp8_training.checked(asked)
     materialize(source, 0, "cpu")
     settings = fp8_training.begun(asked, source, data).settings
     batches = fp8_training.batches_of(source, data, settings, "cpu")
+    runs = seeds.train_seeds(
+        "trained", source.folder, variant, numbers, settings, batches.trained_on,
+        batches.held_out, lambda _: None,
+    )  # fmt: skip
+    return [(run.losses, run.held_out) for run in runs]
 
-    def trained(numbers):
-        made = seeds.train_seeds(
-            "trained", source.folder, VARIANTS[1], numbers, settings, batches.trained_on,
-            batches.held_out, lambda _: None,
-        )  # fmt: skip
-        return [(run.losses, run.held_out) for run in made]
 
-    first, other, again = trained([0, 1, 0])
+def test_a_seed_gives_the_same_losses_bit_for_bit_whatever_was_trained_before(command):
+    first, other, again = trained(command, VARIANTS[1], [0, 1, 0])
     assert first == again
     assert first[1][0] == other[1][0]  # B = 0: the base's own loss
     assert first[1][2] != other[1][2] and first[0] != other[0]
 
 
-def test_adapters_that_are_left_from_another_seed_stop_it(tmp_path, command, monkeypatch, capsys):
+def test_so_it_does_in_a_graph_that_is_captured_once(command, monkeypatch):
+    """Looks at the held-out part lie between its replays. On the CPU it is the list of operations
+    of plain PEFT's step."""
+    steps = 8
+    command = [*command, "--steps", str(steps)]
+    (eager,) = trained(command, VARIANTS[0], [1])
+    captures, capture = [], RecordedStep._capture
+    monkeypatch.setattr(
+        RecordedStep, "_capture", lambda *given: captures.append(1) or capture(*given)
+    )
+    monkeypatch.setattr("fused_lora.step.graph.GraphedStep", RecordedStep)
+    monkeypatch.setattr(models, "recipe_of", lambda _: Recipe(checkpointing="none", graph=True))
+    first, second, again = trained(command, VARIANTS[0], [0, 1, 0])
+    assert first == again != second
+    assert second[0] == pytest.approx(eager[0], rel=1e-4)  # the learning rate is rounded to fp32
+    assert len(captures) == 1 and len(second[0]) == steps and len(second[1]) == steps + 1
+
+
+def test_adapters_that_are_left_from_another_seed_stop_it(command, monkeypatch, capsys):
     monkeypatch.setattr(seeds, "_set_B_to_zero", lambda model: None)  # random ones, then
     arguments = [*command, "--variants", VARIANTS[0], "--seeds", "2"]
     assert fp8_training.main(arguments) == 1
