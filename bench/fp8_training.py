@@ -71,15 +71,15 @@ def parse_training(argv: list[str] | None) -> argparse.Namespace:
         prog="fp8_training", description=__doc__, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
+    defaults = ON_GPU if on_gpu else REHEARSED
     add = parser.add_argument
     add("--model", help="architecture file, checkpoint folder or hub name")
     add("--variants", nargs="+", metavar="NAME", help="others are held against the first")
     for name in ("seeds", "steps", "batch_size", "base_steps"):
-        add(flag(name), type=int, metavar="N")
+        add(flag(name), type=int, metavar="N", help=f"default: {defaults[name]}")
     add("--data", default=str(HERE / "data" / "sft_train.jsonl"), help="chats, as lora_bench.py")
     add("--cache", type=Path, default=HERE / ".cache")
     add("--out", type=Path, default=HERE / folder)
-    defaults = ON_GPU if on_gpu else REHEARSED
     parser.set_defaults(**defaults, device="cuda" if on_gpu else "cpu")
     return parser.parse_args(argv)
 
