@@ -134,9 +134,13 @@ def become_plain(parameter: Fp8Weight) -> None:
 
 def keep_from_ddp(model: Any) -> None:
     """Let DistributedDataParallel not send this model's FP8 weights from the first rank, as it
-    sends all others: each rank has made the same of the same, and what is sent is what the codes
-    stand for."""
-    names = [name for name, one in model.named_parameters() if isinstance(one, Fp8Weight)]
+    sends all others: each rank has made or loaded the same, what would be sent of Fp8Weight is what
+    its codes stand for, and codes Gloo cannot send."""
+    names = [
+        name
+        for name, one in model.named_parameters()
+        if isinstance(one, Fp8Weight) or (one.is_floating_point() and one.element_size() == 1)
+    ]
     if names:
         before = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
         model._ddp_params_and_buffers_to_ignore = list(dict.fromkeys([*before, *names]))

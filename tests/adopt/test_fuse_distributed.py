@@ -5,6 +5,7 @@ import copy
 
 import fp8_case
 import pytest
+import test_fuse_fp8_checkpoint as checkpoint_case
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fused_lora import Fusion, fuse, report, unfuse
+from fused_lora.adopt import fp8_weight
 
 FUSIONS = {
     "attention": Fusion(attention=True),  # with rope it is another function
@@ -82,6 +84,15 @@ def test_layers_in_fp8_compute_what_they_did_and_keep_their_originals(group, dev
     assert_close(got, want, 0.0)
     unfuse(model)
     assert_close(dict(model.named_parameters()), dict(plain.named_parameters()), 0.0)
+
+
+def test_codes_of_a_checkpoint_are_each_ranks_own(group, device, monkeypatch):
+    monkeypatch.setattr(fp8_weight, "FP8_DTYPES", (torch.bfloat16, torch.float32))
+    model, _ = checkpoint_case.models(device, checkpoint_case.BLOCKS)
+    fuse(model, fp8_case.FP8)
+    (functions, want), (wrapped, got) = step_of(model), step_of(DistributedDataParallel(model))
+    assert functions == wrapped == {"DecoderLayer": 1}
+    assert_close(got, want, 0.0)
 
 
 @pytest.mark.parametrize(
