@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fused_mlp.launching import launch
+from fused_mlp.launching import cdiv, launch
 
 from ..rms_norm import block_of
 from .rows import ROW_BYTES, check_rows
@@ -30,8 +30,8 @@ E4M3 = torch.float8_e4m3fn
 LARGEST = tl.constexpr(448.0)  # of e4m3
 SMALLEST = tl.constexpr(1e-30)  # that a row's largest counts as, so that rows of zeros have a scale
 # A program has so many elements of a row in registers, 32 a thread of 16 warps; what is beyond is
-# read a second time for its codes.
-MAX_BLOCK = 16_384
+# read a second time for its codes. Of short rows it has several.
+MAX_BLOCK, ELEMENTS = 16_384, 2048
 
 
 @triton.jit
@@ -70,38 +70,43 @@ def _fp8_rows_kernel(
     of_columns_ptr,  # [columns], what x is multiplied by, or None
     codes_ptr,  # [rows, padded], its first columns are written
     scales_ptr,  # [rows], written
+    rows,
     columns,
     padded,
     x_stride,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     IS_WHOLE: tl.constexpr,
     ROUND: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    there = row < rows
     x_ptr += row * x_stride
     codes_ptr += row * padded
-    lane = tl.arange(0, BLOCK)
-    x = _columns_of(x_ptr, of_columns_ptr, lane, columns)
+    lane = tl.arange(0, BLOCK)[None, :]
+    x = _columns_of(x_ptr, of_columns_ptr, lane, columns, there)
     most = tl.abs(x)
     nothing = x * 0.0  # or NaN, which may get lost of maxima and casts
     if not IS_WHOLE:
         for start in range(BLOCK, columns, BLOCK):
-            more = _columns_of(x_ptr, of_columns_ptr, start + lane, columns)
+            more = _columns_of(x_ptr, of_columns_ptr, start + lane, columns, there)
             most = tl.maximum(most, tl.abs(more))
             nothing += more * 0.0
-    largest = tl.maximum(tl.max(most, 0), SMALLEST)
-    tl.store(codes_ptr + lane, e4m3(x * (LARGEST / largest), ROUND), mask=lane < columns)
+    largest = tl.maximum(tl.max(most, 1), SMALLEST)[:, None]
+    codes = e4m3(x * (LARGEST / largest), ROUND)
+    tl.store(codes_ptr + lane, codes, mask=there & (lane < columns))
     if not IS_WHOLE:
         for start in range(BLOCK, columns, BLOCK):
             at = start + lane
-            more = _columns_of(x_ptr, of_columns_ptr, at, columns)
-            tl.store(codes_ptr + at, e4m3(more * (LARGEST / largest), ROUND), mask=at < columns)
-    tl.store(scales_ptr + row, largest / LARGEST + tl.sum(nothing, 0))
+            more = _columns_of(x_ptr, of_columns_ptr, at, columns, there)
+            codes = e4m3(more * (LARGEST / largest), ROUND)
+            tl.store(codes_ptr + at, codes, mask=there & (at < columns))
+    tl.store(scales_ptr + row, largest / LARGEST + tl.sum(nothing, 1)[:, None], mask=there)
 
 
 @triton.jit
-def _columns_of(x_ptr, of_columns_ptr, at, columns):
-    x = tl.load(x_ptr + at, mask=at < columns, other=0.0).to(tl.float32)
+def _columns_of(x_ptr, of_columns_ptr, at, columns, there):
+    x = tl.load(x_ptr + at, mask=there & (at < columns), other=0.0).to(tl.float32)
     if of_columns_ptr is not None:
         x *= tl.load(of_columns_ptr + at, mask=at < columns, other=0.0)
     return x
@@ -152,10 +157,13 @@ def fp8_rows(
     codes, scales = new_codes(x, padded)
     if rows == 0:
         return codes, scales
-    block, warps = block_of(min(columns, MAX_BLOCK))
+    block, _ = block_of(min(columns, MAX_BLOCK))
+    at_once = max(ELEMENTS // block, 1)
+    _, warps = block_of(block * at_once)
     launch(
-        _fp8_rows_kernel, (rows,), x, of_columns, codes, scales, columns, padded, x.stride(0),
-        block, block >= columns, rounds(_fp8_rows_kernel), num_warps=warps,
+        _fp8_rows_kernel, (cdiv(rows, at_once),), x, of_columns, codes, scales, rows, columns,
+        padded, x.stride(0), at_once, block, block >= columns, rounds(_fp8_rows_kernel),
+        num_warps=warps,
     )  # fmt: skip
     return codes, scales
 

@@ -2,6 +2,7 @@
 result, and a command that goes on where it stopped."""
 
 import gzip
+import json
 
 import pytest
 import torch
@@ -31,8 +32,13 @@ def command(tmp_path, monkeypatch):
     chats = tmp_path / "chats.jsonl"
     with (ROOT / "data" / "sft_train.jsonl").open() as published:
         chats.write_text("".join(published.readline() for _ in range(60)))
+    smallest = json.loads((ROOT / "configs" / "tiny.json").read_text())
+    smallest |= {"num_hidden_layers": 1, "intermediate_size": 64}
+    model = tmp_path / "smallest.json"
+    model.write_text(json.dumps(smallest))
     folders = ["--cache", str(tmp_path / "cache"), "--out", str(tmp_path / "out")]
-    return ["--data", str(chats), *folders, "--base-steps", "2", "--steps", "2"]
+    asked = ["--model", str(model), "--base-steps", "2", "--steps", "2", "--batch-size", "1"]
+    return ["--data", str(chats), *folders, *asked]
 
 
 def trained(command, variant, numbers):
