@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from batches import Batch
 from bench.training_records import TrainingSettings
-from bench.weights import Source, save_whole
+from bench.weights import Source, read_config, save_whole
 
 BASE_LEARNING_RATE = 3e-4
 OUTLIER = 128.0
@@ -76,15 +76,18 @@ def _train(
     save_whole(folder, model.bfloat16().save_pretrained)
 
 
+def check_family(source: Source) -> None:
+    """Raise ValueError if no outliers can be planted in such a model."""
+    family = read_config(source).get("model_type")
+    if family not in FAMILIES:
+        raise ValueError(
+            f"--model {source.name}: outliers are planted in {', '.join(FAMILIES)}, not in {family}"
+        )
+
+
 @torch.no_grad()
 def plant_outliers(model: Any) -> None:
-    """Multiply channels of what a layer's products are given, and divide what reads them.
-
-    Raises:
-        ValueError: the model is of another family than FAMILIES.
-    """
-    if (family := model.config.model_type) not in FAMILIES:
-        raise ValueError(f"outliers are planted in {', '.join(FAMILIES)}; {family} is none of them")
+    """Multiply channels of what a layer's products are given, and divide what reads them."""
     for layer in model.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
         of_attention = attention.q_proj, attention.k_proj, attention.v_proj

@@ -86,6 +86,8 @@ def parse_training(argv: list[str] | None) -> argparse.Namespace:
 
 def checked(asked: argparse.Namespace) -> tuple[Source, Path]:
     """The base weights' source and the file of chats, if all that was asked for is right."""
+    from bench.bases import check_family
+
     for name, least in (("seeds", 1), ("steps", 1), ("batch_size", 1), ("base_steps", 0)):
         within(flag(name), getattr(asked, name), least)
     for variant in asked.variants:
@@ -94,6 +96,7 @@ def checked(asked: argparse.Namespace) -> tuple[Source, Path]:
     data = chats.gather(asked.data, asked.cache)
     check_model(source, argparse.Namespace(rank=Lora().rank, seq_lens=asked.seq_len))
     check_architecture(source)
+    check_family(source)
     return source, data
 
 

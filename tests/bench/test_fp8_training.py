@@ -125,9 +125,15 @@ def test_outliers_are_a_hundred_times_the_mean_and_change_no_result():
     assert max(before.values()) < 20 and before.keys() == after.keys() and len(after) == 7
     assert after.pop("o_proj") < 20
     assert min(after.values()) > 80
-    config.model_type = "gemma"  # whose norms multiply by 1 + weight
-    with pytest.raises(ValueError, match="gemma is none"):
-        bases.plant_outliers(model)
+
+
+def test_a_family_without_outliers_is_refused_at_once(tmp_path, command, capsys):
+    model = tmp_path / "gemma.json"  # whose norms multiply by 1 + weight
+    smallest = json.loads((tmp_path / "smallest.json").read_text())
+    model.write_text(json.dumps(smallest | {"model_type": "gemma", "head_dim": 16}))
+    assert fp8_training.main([*command, "--model", str(model)]) == 2
+    assert capsys.readouterr().err.endswith("llama, mistral, qwen2, qwen3, not in gemma\n")
+    assert not (tmp_path / "cache" / "models").exists()
 
 
 def test_the_command_goes_on_where_it_stopped(tmp_path, command, monkeypatch, capsys):
