@@ -41,6 +41,15 @@ MAX_PARTIAL_SUMS = 512
 
 
 @triton.jit
+def rstd_of(x, hidden, eps):
+    """1 / sqrt(mean(x^2) + eps) of a row in fp32, which is 0 behind its `hidden` elements."""
+    # rounded to nearest, which once a row costs nothing: `/` and tl.rsqrt are only near, and an
+    # error that all rows share adds up over the layers. Compiled code passes eps in fp64
+    mean = tl.div_rn(tl.sum(x * x, axis=0), 1.0 * hidden)
+    return tl.div_rn(1.0, tl.sqrt_rn((mean + eps).to(tl.float32)))
+
+
+@triton.jit
 def _rms_norm_forward_kernel(
     x_ptr,  # [rows, hidden]
     delta_ptr,  # [rows, hidden], or None
@@ -72,10 +81,7 @@ def _rms_norm_forward_kernel(
     if total_ptr is not None:
         tl.store(total_ptr + row * total_row_stride + columns, x, mask=mask)
     x = x.to(tl.float32)
-    # rounded to nearest, which once a row costs nothing: `/` and tl.rsqrt are only near, and an
-    # error that all rows share adds up over the layers. Compiled code passes eps in fp64
-    mean = tl.div_rn(tl.sum(x * x, axis=0), 1.0 * hidden)
-    rstd = tl.div_rn(1.0, tl.sqrt_rn((mean + eps).to(tl.float32)))
+    rstd = rstd_of(x, hidden, eps)
     y = x * rstd * weight
     tl.store(y_ptr + row * y_row_stride + columns, y.to(y_ptr.dtype.element_ty), mask=mask)
     tl.store(rstd_ptr + row, rstd)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fused_mlp.launching import launch
 
-from ..rms_norm import block_of
+from ..rms_norm import block_of, rstd_of
 from .fp8_rows import LARGEST, SMALLEST, e4m3, new_codes, rounds
 from .residual import check_hidden
 from .rows import check_rows
@@ -48,9 +48,7 @@ def _norm_codes_kernel(
     weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
     if ZERO_CENTERED:
         weight += 1.0
-    # as _rms_norm_forward_kernel, which says why
-    mean = tl.div_rn(tl.sum(x * x, axis=0), 1.0 * hidden)
-    rstd = tl.div_rn(1.0, tl.sqrt_rn((mean + eps).to(tl.float32)))
+    rstd = rstd_of(x, hidden, eps)
     y = x * rstd * weight
     y = tl.where(mask, y, 0.0)  # not 0 times an rstd of infinity
     largest = tl.maximum(tl.max(tl.abs(y), 0), SMALLEST)

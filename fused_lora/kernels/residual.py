@@ -38,6 +38,7 @@ from ..rms_norm import (
     _rms_norm_backward_kernel,
     _rms_norm_forward_kernel,
     block_of,
+    rstd_of,
 )
 from .rows import check_alike, check_rows
 from .tiling import dots_in_fp32
@@ -122,9 +123,7 @@ def _add_normed_kernel(
     if ZERO_CENTERED:
         weight += 1.0
     residual = tl.load(residual_ptr + row * residual_row_stride + columns, mask=mask)
-    # as _rms_norm_forward_kernel, which says why
-    mean = tl.div_rn(tl.sum(x * x, axis=0), 1.0 * hidden)
-    rstd = tl.div_rn(1.0, tl.sqrt_rn((mean + eps).to(tl.float32)))
+    rstd = rstd_of(x, hidden, eps)
     total = residual.to(tl.float32) + x * rstd * weight
     tl.store(total_ptr + row * total_row_stride + columns, total.to(total_ptr.dtype.element_ty),
              mask=mask)  # fmt: skip
