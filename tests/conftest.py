@@ -47,8 +47,9 @@ def turn_on_the_gpu(request, tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def shipped_tilings(monkeypatch):
-    """Kernels choose no tiling but where a test is about that, whatever GPU this is."""
+def shipped_tilings(turn_on_the_gpu, monkeypatch):
+    """Kernels choose no tiling but where a test is about that, whatever GPU this is. What a test
+    patches is put back before its turn on the GPU ends."""
     if HAS_GPU:
         from fused_lora.kernels import autotune
 

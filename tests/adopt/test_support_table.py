@@ -108,7 +108,8 @@ def then(do, **lora):
 
 def in_fp8(projection):
     base = projection.base_layer
-    projection.base_layer = FP8Linear(base.in_features, base.out_features, (128, 128))
+    in_fp8 = FP8Linear(base.in_features, base.out_features, (128, 128))
+    projection.base_layer = in_fp8.to(base.weight.device)
 
 
 def compress(projection):
