@@ -21,7 +21,7 @@ multiplied in fp32.
 import torch
 from torch import Tensor
 
-from .kernels.fp8_borders import fp8_borders
+from .kernels.fp8_borders import Halves, fp8_borders
 from .kernels.fp8_norm import norm_codes
 from .kernels.fp8_products import add_coded_border
 from .kernels.fp8_rows import E4M3, LARGEST, fp8_rows, new_codes, padded_columns
@@ -51,7 +51,8 @@ class Fp8Buffer:
         self.write(0, codes)
         self.A = torch.zeros(width, inputs, dtype=dtype, device=codes.device)
         self.sB = torch.zeros(outputs, width, dtype=dtype, device=codes.device)
-        self._over_scales = torch.zeros_like(self.sB)
+        of_both = [_zero_codes(codes.device, 2, width, count) for count in (inputs, outputs)]
+        self._of_A, self._of_B = map(Halves, of_both, torch.ones(2, width, device=codes.device))
         self._factors, self._factors_t = torch.ones(2, width, device=codes.device)
         self._ones = torch.ones(inputs, device=codes.device)
 
@@ -66,7 +67,7 @@ class Fp8Buffer:
         """Called when A and sB have been filled."""
         fp8_borders(
             self.sB, self.A, self.scales, self._codes, self._codes_t, self._factors,
-            self._factors_t, self._over_scales,
+            self._factors_t, self._of_B, self._of_A,
         )  # fmt: skip
 
     # --- with their adapters ---
@@ -98,7 +99,7 @@ class Fp8Buffer:
         returns z."""
         codes, scales = swiglu_codes(gate_up, self._codes.shape[1], activation)
         if total is None:
-            return add_coded_border(codes, scales, self.A.t(), self._factors)
+            return add_coded_border(codes, scales, self._of_A, self._factors, gate_up.dtype)
         y, z = self._product_and_z(codes, scales, None, gate_up.dtype)
         total.add_(y, alpha=multiplier)
         return z
@@ -106,7 +107,7 @@ class Fp8Buffer:
     def _product_and_z(
         self, codes: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        z = add_coded_border(codes, scales, self.A.t(), self._factors)
+        z = add_coded_border(codes, scales, self._of_A, self._factors, dtype)
         return product_of_codes(codes, scales, self._codes, self.scales, bias, dtype), z
 
     def gradient_and_p(self, grad_ext: Tensor) -> tuple[Tensor, Tensor]:
@@ -123,7 +124,7 @@ class Fp8Buffer:
         self, codes: Tensor, scales: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         """([dy | p] M[:, :in], p) in dtype, of dy's codes, after which their border is written."""
-        p = add_coded_border(codes, scales, self._over_scales, self._factors_t)
+        p = add_coded_border(codes, scales, self._of_B, self._factors_t, dtype)
         return product_of_codes(codes, scales, self._codes_t, self._ones, None, dtype), p
 
     # --- where dropout's masks make z of another x, and p's product by a kernel of its own ---
@@ -162,8 +163,8 @@ def codes_and_scales(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (weight / scales[:, None]).to(E4M3), scales
 
 
-def _zero_codes(device: torch.device, rows: int, columns: int) -> Tensor:
-    return torch.zeros(rows, columns, dtype=torch.uint8, device=device).view(E4M3)
+def _zero_codes(device: torch.device, *shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.uint8, device=device).view(E4M3)
 
 
 def _without_border(codes: Tensor, scales: Tensor, columns: int) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,7 @@ from fused_lora.kernels import (
 )
 from fused_lora.kernels import residual as residual_kernels
 from fused_lora.kernels.dropped_products import dropped_gradient, dropped_products
-from fused_lora.kernels.fp8_borders import fp8_borders
+from fused_lora.kernels.fp8_borders import Halves, fp8_borders
 from fused_lora.kernels.fp8_logits import logit_codes, transposed
 from fused_lora.kernels.fp8_norm import norm_codes
 from fused_lora.kernels.fp8_products import add_coded_border
@@ -34,11 +34,7 @@ from fused_lora.kernels.fp8_swiglu import (
     swiglu_codes,
 )
 from fused_lora.kernels.sums_over_tokens import sums_over_tokens
-from fused_lora.kernels.swiglu_products_backward import (
-    Coded,
-    Product,
-    swiglu_backward_products,
-)
+from fused_lora.kernels.swiglu_products_backward import Product, swiglu_backward_products
 from fused_lora.kernels.swiglu_products_forward import swiglu_forward_product
 from fused_mlp.dropout import Mask, drop, keep_bits, kept_share
 from fused_mlp.geglu import geglu_backward, geglu_forward
@@ -162,19 +158,20 @@ def launch_fp8():
     fp8_rows(empty(TOKENS, 2 * COLUMNS), 2 * COLUMNS, vectors[1])
     codes, codes_t = (empty(n, n, dtype=torch.float8_e4m3fn) for n in (2 * COLUMNS, 2 * COLUMNS))
     border = empty(2 * COLUMNS, width), empty(width, HIDDEN)
-    fp8_borders(*border, vectors[1], codes, codes_t, vectors[0], vectors[0], border[0])
+    of_B, of_A = (
+        Halves(empty(2, width, n, dtype=torch.float8_e4m3fn), vectors[0])
+        for n in (2 * COLUMNS, HIDDEN)
+    )
+    fp8_borders(*border, vectors[1], codes, codes_t, vectors[0], vectors[0], of_B, of_A)
     gate_up, hidden = empty(TOKENS, 2 * COLUMNS), empty(TOKENS, COLUMNS)
     codes, scales = swiglu_codes(gate_up, 2 * COLUMNS, "silu")
-    add_coded_border(codes, scales, border[0], vectors[0])
-    add_coded_border(codes, scales, border[1].t(), vectors[0])
-    passed = empty(TOKENS, dtype=torch.int32)
+    add_coded_border(codes, scales, of_B, vectors[0], torch.bfloat16)
     head = empty(1024, HIDDEN, dtype=torch.float8_e4m3fn)
     transposed(head)
     of_rows = [empty(TOKENS, dtype=f32) for _ in range(2)]
     labels = empty(TOKENS, dtype=torch.int64)
     logit_codes(empty(TOKENS, VOCABULARY), labels, *of_rows, empty(VOCABULARY, dtype=f32), -100)
-    coded = Coded(codes, scales, passed, vectors[1])
-    guess_gradient_scales(hidden, gate_up, coded, "silu")
+    coded = guess_gradient_scales(hidden, gate_up, codes, scales, vectors[1], "silu")
     products = [Product(empty(TOKENS, RANK), empty(COLUMNS, RANK)) for _ in range(3)]
     swiglu_backward_products(hidden, gate_up, *products, None, "silu", coded)
     repair_gradient_codes(hidden, gate_up, coded, "silu")

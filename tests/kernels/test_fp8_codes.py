@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from reference import random, relative_error
 
+from fused_lora.kernels.fp8_borders import Halves
 from fused_lora.kernels.fp8_norm import norm_codes
 from fused_lora.kernels.fp8_products import add_coded_border
 from fused_lora.kernels.fp8_rows import E4M3, padded_columns
@@ -14,7 +15,7 @@ from fused_lora.kernels.fp8_swiglu import (
     repair_gradient_codes,
     swiglu_codes,
 )
-from fused_lora.kernels.swiglu_products_backward import Coded, Product, swiglu_backward_products
+from fused_lora.kernels.swiglu_products_backward import Product, swiglu_backward_products
 
 DTYPES = [torch.bfloat16, torch.float32]
 
@@ -109,16 +110,15 @@ def test_codes_of_the_gradient_whatever_was_guessed(rows, intermediate, activati
     if wide:
         grad[5, 290], gate_up[7, 3] = float("inf"), float("nan")
     codes, scales = new_codes(gate_up, padded_columns(2 * intermediate, 8))
-    coded = Coded(codes, scales, torch.empty(rows, dtype=torch.int32, device=device), of_columns)
     rank = 4
     products = [
         Product(random(rows, rank, seed=i, dtype=dtype, device=device),
                 torch.empty(intermediate, rank, device=device)) for i in (4, 5, 6)
     ]  # fmt: skip
     in_rows = torch.empty_like(gate_up)
-    guess_gradient_scales(grad, gate_up, coded, activation)
+    coded = guess_gradient_scales(grad, gate_up, codes, scales, of_columns, activation)
     swiglu_backward_products(grad, gate_up, *products, in_rows, activation, coded)
-    assert coded.passed.nonzero().flatten().tolist() == ([0, 1, *bad] if wide else [])
+    assert coded.passed.any(1).nonzero().flatten().tolist() == ([0, 1, *bad] if wide else [])
     repair_gradient_codes(grad, gate_up, coded, activation)
     want = gate_up.double().requires_grad_()
     swiglu(want, activation).backward(grad.double())
@@ -137,29 +137,27 @@ def test_codes_of_the_gradient_whatever_was_guessed(rows, intermediate, activati
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("rows", "columns", "width", "transposed"), [
-    (5, 300, 8, True), (150, 1100, 24, False), (20, 40, 72, True), (130, 70, 1, False),
-    (40, 512, 64, True),
+@pytest.mark.parametrize(("rows", "columns", "width"), [
+    (5, 300, 8), (150, 1100, 24), (20, 40, 136), (130, 70, 1), (40, 512, 64),
 ])  # fmt: skip
 @pytest.mark.parametrize("size", [0.0, 1e-3, 1e4])
-def test_border_of_codes(rows, columns, width, transposed, size, dtype, device):
+def test_border_of_codes(rows, columns, width, size, dtype, device):
     x = random(rows, columns, seed=1, device=device)
     scales = x.abs().amax(1, keepdim=True) / 448
     codes = torch.full((rows, padded_columns(columns, width)), 3.0, device=device).to(E4M3)
     codes[:, :columns] = (x / scales).to(E4M3)
     x = codes[:, :columns].double() * scales.double()
-    factor = random(width, columns, seed=2, dtype=dtype, device=device) * size
-    factor = factor.t() if transposed else factor.t().contiguous()
+    hi, lo = (random(width, columns, seed=seed, device=device).to(E4M3) for seed in (2, 4))
+    of_factor = random(width, seed=5, device=device).abs() * size
+    factor = Halves(torch.stack([hi, (lo.float() / 16).to(E4M3)]), of_factor)
     factors = random(width, seed=3, device=device).abs() + 0.1
     before = codes.clone(), scales.clone()
-    z = add_coded_border(codes, scales, factor, factors)
+    z = add_coded_border(codes, scales, factor, factors, dtype)
     assert z.dtype == dtype
-    exact = x @ factor.double()
-    assert (
-        not z.any()
-        if size == 0
-        else relative_error(z, exact) < (2**-8 if dtype == torch.bfloat16 else 1e-5)
-    )
+    exact = x @ (factor.codes.double().sum(0) * of_factor.double()[:, None]).t()
+    # sums of codes have about 14 bits on Hopper's tensor cores, of the largest of what is summed
+    most = 2**-8 if dtype == torch.bfloat16 else 1e-5 if device == "cpu" else 2**-11
+    assert not z.any() if size == 0 else relative_error(z, exact) < most
     larger = scales / before[1]
     assert torch.equal(larger.log2(), larger.log2().round()) and (larger >= 1).all()
     assert (larger > 1).any() == (size > 1)

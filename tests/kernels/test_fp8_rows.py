@@ -4,7 +4,7 @@ import pytest
 import torch
 from reference import random
 
-from fused_lora.kernels.fp8_borders import fp8_borders
+from fused_lora.kernels.fp8_borders import Halves, fp8_borders
 from fused_lora.kernels.fp8_products import add_coded_border
 from fused_lora.kernels.fp8_rows import E4M3, fp8_rows, padded_columns
 
@@ -76,17 +76,22 @@ def test_an_adapter_in_two_halves_is_as_exact_as_in_bf16(size, inputs, outputs, 
         for n, k in ((outputs, inputs), (inputs, outputs))
     )
     factors, factors_t = torch.empty(2, width, device=device)
-    over_scales = torch.empty_like(B)
-    fp8_borders(B, A, scales, codes, codes_t, factors, factors_t, over_scales)
-    torch.testing.assert_close(
-        over_scales.double(), B.double() / scales.double()[:, None], rtol=2**-8, atol=0
+    of_B, of_A = (
+        Halves(torch.zeros(2, width, n, device=device).to(E4M3), torch.empty(width, device=device))
+        for n in (outputs, inputs)
     )
-    for rows, other, f, weight, of_columns, of_rows, border in (
-        (x, A.t(), factors, codes, None, scales, B),
-        (dy, over_scales, factors_t, codes_t, scales, torch.ones(inputs, device=device), A.t()),
+    fp8_borders(B, A, scales, codes, codes_t, factors, factors_t, of_B, of_A)
+    for of_v, of, exact in ((of_A, "A", A), (of_B, "B", (B / scales[:, None]).t())):
+        got = of_v.codes.double().sum(0) * of_v.scales.double()[:, None]
+        assert (got - exact.double()).norm() <= exact.double().norm() / 512, of
+    for rows, of_v, f, weight, of_columns, of_rows, border in (
+        (x, of_A, factors, codes, None, scales, B),
+        (dy, of_B, factors_t, codes_t, scales, torch.ones(inputs, device=device), A.t()),
     ):
         got_codes, got_scales = fp8_rows(rows, weight.shape[1], of_columns)
-        v = add_coded_border(got_codes, got_scales, other, f)
+        before = got_scales.clone()
+        v = add_coded_border(got_codes, got_scales, of_v, f, B.dtype)
+        assert size > 1 or torch.equal(got_scales, before)  # no row is written twice
         first = rows.shape[1]
         got = got_codes.double()[:, first:] @ weight.double()[:, first:].t()
         got *= got_scales.double() * of_rows.double()
