@@ -78,7 +78,11 @@ EVIDENCE = {  # by fused part, and for a library as a whole
         ("_qkv_rope_kernel", "_swiglu_backward_products_kernel",
          "_rms_norm_forward_kernel", "_rms_norm_backward_kernel"),
     ),
-    "fp8": Evidence({}, ("_fp8_rows_kernel", "_fp8_borders_kernel")),
+    "fp8": Evidence(  # of a layer
+        {"DecoderLayerBackward": 1},
+        ("_qkv_rope_kernel", "_swiglu_backward_products_kernel", "_rms_norm_backward_kernel",
+         "_fp8_rows_kernel", "_fp8_borders_kernel"),
+    ),
     "fp8_lm_head": Evidence({}, ("_logit_codes_kernel",)),
     "checkpoint": Evidence({}),
     "unsloth": Evidence(
@@ -120,8 +124,9 @@ class Recipe:
     @property
     def evidence(self) -> dict[str, Evidence]:
         """The proof that it ran, by the part (or library) that it proves."""
-        parts = (self.library, *self.fused, *(("fp8",) if self.fp8 else ()))
-        return {part: EVIDENCE[part] for part in parts if part in EVIDENCE}
+        of = {"layer": "fp8"} if self.fp8 else {}
+        found = {part: EVIDENCE.get(of.get(part, part)) for part in (self.library, *self.fused)}
+        return {part: evidence for part, evidence in found.items() if evidence}
 
     @property
     def look(self) -> "Look":

@@ -173,6 +173,7 @@ def profile_of(built, device, monkeypatch):
         ("fused_layer_no_checkpointing", "DecoderLayerBackward"),
         ("fused_layer_graph_offload", "DecoderLayerBackward"),
         ("fused_layer", "DecoderLayerBackward"),
+        ("fp8_lm_head_graph_no_checkpointing", "DecoderLayerBackward"),
         ("fused_all", "LoRA_MLPBackward"),
     ],
 )
