@@ -36,8 +36,9 @@ class Buffer:
         self.weight = matrix[:outputs, :inputs]
         self.A, self.sB = matrix[outputs:, :inputs], matrix[:outputs, inputs:]
 
-    def encode(self) -> None:
-        """Called when A and sB have been filled."""
+    @staticmethod
+    def encode(buffers: Sequence) -> None:
+        """Called when A and sB of all have been filled."""
 
     def product(self, x_ext: Tensor, bias: Tensor | None) -> Tensor:
         """[x | z] M[:out]' + bias"""

@@ -18,10 +18,12 @@ On the CPU, which has no such products, and for results in other dtypes than bf1
 multiplied in fp32.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from .kernels.fp8_borders import Halves, fp8_borders
+from .kernels.fp8_borders import Bordering, Halves, fp8_borders
 from .kernels.fp8_norm import norm_codes
 from .kernels.fp8_products import add_coded_border
 from .kernels.fp8_rows import E4M3, LARGEST, fp8_rows, new_codes, padded_columns
@@ -63,11 +65,17 @@ class Fp8Buffer:
         self._codes.view(torch.uint8)[row : row + outputs, :inputs].copy_(bits)
         self._codes_t.view(torch.uint8)[:inputs, row : row + outputs].copy_(bits.t())
 
-    def encode(self) -> None:
-        """Called when A and sB have been filled."""
+    @staticmethod
+    def encode(buffers: Sequence) -> None:
+        """Called when A and sB of all have been filled."""
         fp8_borders(
-            self.sB, self.A, self.scales, self._codes, self._codes_t, self._factors,
-            self._factors_t, self._of_B, self._of_A,
+            [
+                Bordering(
+                    one.sB, one.A, one.scales, one._codes, one._codes_t, one._factors,
+                    one._factors_t, one._of_B, one._of_A,
+                )
+                for one in buffers
+            ]
         )  # fmt: skip
 
     # --- with their adapters ---

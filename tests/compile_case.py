@@ -23,7 +23,7 @@ from fused_lora.kernels import (
 )
 from fused_lora.kernels import residual as residual_kernels
 from fused_lora.kernels.dropped_products import dropped_gradient, dropped_products
-from fused_lora.kernels.fp8_borders import Halves, fp8_borders
+from fused_lora.kernels.fp8_borders import Bordering, Halves, fp8_borders
 from fused_lora.kernels.fp8_logits import logit_codes, transposed
 from fused_lora.kernels.fp8_norm import norm_codes
 from fused_lora.kernels.fp8_products import add_coded_border
@@ -162,7 +162,8 @@ def launch_fp8():
         Halves(empty(2, width, n, dtype=torch.float8_e4m3fn), vectors[0])
         for n in (2 * COLUMNS, HIDDEN)
     )
-    fp8_borders(*border, vectors[1], codes, codes_t, vectors[0], vectors[0], of_B, of_A)
+    one = Bordering(*border, vectors[1], codes, codes_t, vectors[0], vectors[0], of_B, of_A)
+    fp8_borders([one] * 4)
     gate_up, hidden = empty(TOKENS, 2 * COLUMNS), empty(TOKENS, COLUMNS)
     codes, scales = swiglu_codes(gate_up, 2 * COLUMNS, "silu")
     add_coded_border(codes, scales, of_B, vectors[0], torch.bfloat16)

@@ -72,12 +72,14 @@ class OracleBuffer(Fp8Buffer):
         self.A, self.sB = torch.zeros_like(like.A), torch.zeros_like(like.sB)
         self.bias, self.holds = bias, None
 
-    def encode(self):
-        A, sB = self.A.double(), self.sB.double()
-        in_codes = (sB / self.scales[:, None]).abs().amax(0)
-        spread = self.scales.square().mean().sqrt()
-        self.factors = factor(in_codes, 56 * A.norm(dim=1))
-        self.factors_t = factor(A.abs().amax(1), 56 * sB.norm(dim=0) / spread)
+    @staticmethod
+    def encode(buffers):
+        for one in buffers:
+            A, sB = one.A.double(), one.sB.double()
+            in_codes = (sB / one.scales[:, None]).abs().amax(0)
+            spread = one.scales.square().mean().sqrt()
+            one.factors = factor(in_codes, 56 * A.norm(dim=1))
+            one.factors_t = factor(A.abs().amax(1), 56 * sB.norm(dim=0) / spread)
 
     def from_rows(self, codes, scales, bias, dtype):
         """What is given, but in fp64, is multiplied with A' and, with the border, with W'."""

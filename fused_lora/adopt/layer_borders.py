@@ -74,9 +74,10 @@ class LayerBorders:
             one.buffer.holds = None  # if what follows fails
         key, _ = holds
         self._copies.copy(key, lambda: _matrices(groups, adapters))
-        for one in groups:
-            one.buffer.encode()
-            one.buffer.holds = holds
+        buffers = [one.buffer for one in groups]
+        type(buffers[0]).encode(buffers)
+        for buffer in buffers:
+            buffer.holds = holds
 
 
 def _holding(groups: Sequence[Bordered], adapters: Sequence[Tensor]) -> tuple[Hashable, tuple]:

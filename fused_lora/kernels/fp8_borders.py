@@ -15,9 +15,12 @@ does not fit has to be written again.
 What makes v, A or (B / s)', is in halves, too (`Halves`), each column by its own largest.
 
 A kernel for what is summed over rows, in blocks of them, and one that adds these up, every program
-for itself, and writes. Arithmetic is fp32, and rounds once to e4m3. Deterministic.
+for itself, and writes: both for all weights of a layer at once, since each program is soon done and
+waits for most of its time. Arithmetic is fp32, and rounds once to e4m3. Deterministic.
 """
 
+from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -37,31 +40,34 @@ SUMMED = 64  # blocks whose sums are added up at once: gate's and up's of Qwen2.
 
 @triton.jit
 def _border_sums_kernel(
-    borders,  # B [outputs, width] and A' [inputs, width]; so are all tuples
+    borders,  # B [outputs, width] and A' [inputs, width], of one weight after another: SIDES
     scales,  # [outputs], and None for ones
-    sums_ptr,  # [2, blocks, 3, width]: the largest |w|, sum of squares of w s, and of s; written
+    sums_ptr,  # [SIDES, blocks, 3, widest]: the largest |w|, sums of squares of w s and s; written
     row_strides,
     column_strides,
     counts,
-    width,
+    widths,
+    widest,
+    SIDES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     block, blocks = tl.program_id(0), tl.num_programs(0)
     row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    for side in tl.static_range(2):
-        if tl.program_id(2) == side:
+    for side in tl.static_range(SIDES):
+        if (tl.program_id(2) == side) & (block * ROWS < counts[side]):
+            width = widths[side]
             w, scale = _border(
                 borders[side], scales[side], row, j, row_strides[side], column_strides[side],
                 counts[side], width,
             )  # fmt: skip
             of_scales = tl.where(row < counts[side], scale * scale, 0.0)
-            here = sums_ptr + (side * blocks + block) * 3 * width + j
+            here = sums_ptr + (side * blocks + block) * 3 * widest + j
             tl.store(here, tl.max(tl.abs(w) / scale[:, None], 0), mask=j < width)
-            tl.store(here + width, tl.sum(w * w, 0), mask=j < width)
+            tl.store(here + widest, tl.sum(w * w, 0), mask=j < width)
             all_scales = tl.zeros([COLUMNS], tl.float32) + tl.sum(of_scales, 0)
-            tl.store(here + 2 * width, all_scales, mask=j < width)
+            tl.store(here + 2 * widest, all_scales, mask=j < width)
 
 
 @triton.jit
@@ -77,7 +83,9 @@ def _fp8_borders_kernel(
     column_strides,
     codes_strides,
     counts,
-    width,
+    widths,
+    widest,
+    SIDES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SUMMED: tl.constexpr,
@@ -86,14 +94,22 @@ def _fp8_borders_kernel(
     block, blocks = tl.program_id(0), tl.num_programs(0)
     row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    for side in tl.static_range(2):
-        if tl.program_id(2) == side:
-            here = sums_ptr + side * blocks * 3 * width
-            other = sums_ptr + (1 - side) * blocks * 3 * width
-            largest = _over_blocks(here, blocks, j, width, False, SUMMED, COLUMNS)
-            squares = _over_blocks(other + width, blocks, j, width, True, SUMMED, COLUMNS)
-            of_scales = _over_blocks(other + 2 * width, blocks, j, width, True, SUMMED, COLUMNS)
-            spread = of_scales / counts[1 - side]
+    for side in tl.static_range(SIDES):
+        if (tl.program_id(2) == side) & (block * ROWS < counts[side]):
+            width, count = widths[side], counts[side]
+            other_side: tl.constexpr = side + 1 - 2 * (side % 2)  # of the same weight
+            other_count = counts[other_side]
+            here = sums_ptr + side * blocks * 3 * widest
+            other = sums_ptr + other_side * blocks * 3 * widest
+            others = tl.cdiv(other_count, ROWS)
+            largest = _over_blocks(
+                here, tl.cdiv(count, ROWS), j, width, widest, False, SUMMED, COLUMNS
+            )
+            squares = _over_blocks(other + widest, others, j, width, widest, True, SUMMED, COLUMNS)
+            of_scales = _over_blocks(
+                other + 2 * widest, others, j, width, widest, True, SUMMED, COLUMNS
+            )
+            spread = of_scales / other_count
             expected = tl.sqrt(squares / tl.maximum(spread, SMALLEST)) * EXPECTED
             factor = _factor(largest, expected)
             own = tl.maximum(largest, SMALLEST) / LARGEST
@@ -102,14 +118,14 @@ def _fp8_borders_kernel(
                 tl.store(scales_of[side] + j, own, mask=j < width)
             w, scale = _border(
                 borders[side], scales[side], row, j, row_strides[side], column_strides[side],
-                counts[side], width,
+                count, width,
             )  # fmt: skip
             w /= scale[:, None]
-            inside = (row < counts[side])[:, None] & (j < width)[None, :]
+            inside = (row < count)[:, None] & (j < width)[None, :]
             hi, lo = halves(w / own[None, :], ROUND)
-            tile = halves_of[side] + j.to(tl.int64)[None, :] * counts[side] + row[:, None]
+            tile = halves_of[side] + j.to(tl.int64)[None, :] * count + row[:, None]
             tl.store(tile, hi, mask=inside)
-            tl.store(tile + width * counts[side], lo, mask=inside)
+            tl.store(tile + width * count, lo, mask=inside)
             hi, lo = halves(w / factor[None, :], ROUND)
             tile = codes[side] + row[:, None] * codes_strides[side] + j[None, :]
             tl.store(tile, hi, mask=inside)
@@ -132,14 +148,15 @@ def _border(border_ptr, scales_ptr, row, j, row_stride, column_stride, count, wi
 
 @triton.jit
 def _over_blocks(
-    sums_ptr, blocks, j, width, IS_SUM: tl.constexpr, SUMMED: tl.constexpr, COLUMNS: tl.constexpr
-):
+    sums_ptr, blocks, j, width, widest, IS_SUM: tl.constexpr, SUMMED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
     """The sum, or the largest, of what all blocks have of these columns, 0 or more each."""
     total = tl.zeros([SUMMED, COLUMNS], tl.float32)
     for start in range(0, blocks, SUMMED):
         block = start + tl.arange(0, SUMMED)[:, None]
         mask = (block < blocks) & (j < width)[None, :]
-        some = tl.load(sums_ptr + block * 3 * width + j[None, :], mask=mask, other=0.0)
+        some = tl.load(sums_ptr + block * 3 * widest + j[None, :], mask=mask, other=0.0)
         total = total + some if IS_SUM else tl.maximum(total, some)
     return tl.sum(total, 0) if IS_SUM else tl.max(total, 0)
 
@@ -161,16 +178,31 @@ class Halves(NamedTuple):
     scales: Tensor
 
 
-def fp8_borders(
-    B: Tensor, A: Tensor, scales: Tensor, codes: Tensor, codes_t: Tensor, factors: Tensor,
-    factors_t: Tensor, of_B: Halves, of_A: Halves,
-) -> None:  # fmt: skip
-    """Write the border of a weight [outputs, inputs] into its codes [outputs, padded_columns of
-    inputs] and into those of its transpose [inputs, padded_columns of outputs]; what z and p are to
-    be multiplied by into factors and factors_t [width]; and what p and z are made with into of_B
-    and of_A.
+class Bordering(NamedTuple):
+    """What the border of a weight [outputs, inputs] is made of, and where it is written.
 
-    Equivalent PyTorch, for B [outputs, width] scaled, A [width, inputs] and W's scales [outputs]::
+    B: [outputs, width], scaled, and A: [width, inputs], of one dtype. scales: the weight's,
+        [outputs].
+    codes: the weight's, [outputs, padded_columns of inputs], and codes_t: those of its transpose
+        [inputs, padded_columns of outputs]. factors, factors_t: [width], what z and p are to be
+        multiplied by. of_B, of_A: what p and z are made with.
+    """
+
+    B: Tensor
+    A: Tensor
+    scales: Tensor
+    codes: Tensor
+    codes_t: Tensor
+    factors: Tensor
+    factors_t: Tensor
+    of_B: Halves
+    of_A: Halves
+
+
+def fp8_borders(weights: Sequence[Bordering]) -> None:
+    """Write the borders of weights, up to a layer's four.
+
+    Equivalent PyTorch, for each::
 
         w, squares = B / scales[:, None], scales.square().mean()
         of_B.scales.copy_(w.abs().amax(0) / 448)
@@ -186,26 +218,28 @@ def fp8_borders(
 
     where `factor(largest, expected)` is the root of their ratio, but 1 / expected of a largest that
     is 0 and 1 of an expected that is, at most 16 / expected and at least largest / 448; and
-    `halves` are as `fp8_rows` has them. A and B: one dtype. Not checked: it is given what `fp8.py`
-    has made.
+    `halves` are as `fp8_rows` has them. Not checked: it is given what `fp8.py` has made.
     """
-    outputs, width = B.shape
-    inputs = A.shape[1]
-    borders, of_rows = (B, A.t()), (scales, None)
-    strides = zip(*(border.stride() for border in borders), strict=True)
-    row_strides, column_strides = map(tuple, strides)
-    blocks = cdiv(max(outputs, inputs), BLOCK_ROWS)
-    grid = blocks, cdiv(width, BLOCK_COLUMNS), 2
-    sums = torch.empty(2, blocks, 3, width, dtype=torch.float32, device=B.device)
-    counts = outputs, inputs
-    with on_device_of(B):
+    borders, of_rows, codes, factors, halves_of, scales_of = zip(*chain.from_iterable(
+        (
+            (one.B, one.scales, one.codes[:, one.A.shape[1] :], one.factors, *one.of_B),
+            (one.A.t(), None, one.codes_t[:, len(one.B) :], one.factors_t, *one.of_A),
+        )
+        for one in weights
+    ), strict=True)  # fmt: skip
+    row_strides, column_strides = zip(*(border.stride() for border in borders), strict=True)
+    counts, widths = zip(*(border.shape for border in borders), strict=True)
+    widest, sides = max(widths), len(borders)
+    blocks = cdiv(max(counts), BLOCK_ROWS)
+    grid = blocks, cdiv(widest, BLOCK_COLUMNS), sides
+    sums = borders[0].new_empty(sides, blocks, 3, widest, dtype=torch.float32)
+    with on_device_of(sums):
         _border_sums_kernel[grid](
-            borders, of_rows, sums, row_strides, column_strides, counts, width, BLOCK_ROWS,
-            BLOCK_COLUMNS, num_warps=8,
+            borders, of_rows, sums, row_strides, column_strides, counts, widths, widest, sides,
+            BLOCK_ROWS, BLOCK_COLUMNS, num_warps=8,
         )  # fmt: skip
         _fp8_borders_kernel[grid](
-            borders, of_rows, sums, (codes[:, inputs:], codes_t[:, outputs:]),
-            (factors, factors_t), *zip(of_B, of_A, strict=True), row_strides, column_strides,
-            (codes.stride(0), codes_t.stride(0)), counts, width, BLOCK_ROWS, BLOCK_COLUMNS, SUMMED,
-            rounds(_fp8_borders_kernel), num_warps=8,
+            borders, of_rows, sums, codes, factors, halves_of, scales_of, row_strides,
+            column_strides, tuple(one.stride(0) for one in codes), counts, widths, widest, sides,
+            BLOCK_ROWS, BLOCK_COLUMNS, SUMMED, rounds(_fp8_borders_kernel), num_warps=8,
         )  # fmt: skip

@@ -48,7 +48,7 @@ def test_products_in_bf16_are_what_the_codes_make_them(device):
     for buffer in (got, want):
         buffer.A.copy_(draw(width, inputs, seed=3) * inputs**-0.5)
         buffer.sB.copy_(draw(outputs, width, seed=4) * 0.1)
-        buffer.encode()
+        buffer.encode([buffer])
     x, dy = draw(count, inputs, seed=5), draw(count, outputs, seed=6)
     x_ext = torch.cat([x, x @ got.A.t()], 1)
 
@@ -88,7 +88,7 @@ def test_nothing_takes_the_digits_of_all_else(rows_times, A_times, B_times, devi
     buffer = Fp8Buffer(*codes_and_scales(weight), None, 16, torch.bfloat16)
     buffer.A.copy_(draw(16, 160, seed=2) * 160**-0.5 * A_times)
     buffer.sB.copy_(draw(96, 16, seed=3) * 0.01 * B_times)
-    buffer.encode()
+    buffer.encode([buffer])
     x, dy = draw(40, 160, seed=4), draw(40, 96, seed=5)
     together = weight.double() + buffer.sB.double() @ buffer.A.double()
     y, _ = buffer.product_and_z(x, None)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from reference import random
 
-from fused_lora.kernels.fp8_borders import Halves, fp8_borders
+from fused_lora.kernels.fp8_borders import Bordering, Halves, fp8_borders
 from fused_lora.kernels.fp8_products import add_coded_border
 from fused_lora.kernels.fp8_rows import E4M3, fp8_rows, padded_columns
 
@@ -57,30 +57,36 @@ def test_no_rows(device):
     assert codes.shape == (0, 128) and scales.shape == (0, 1)
 
 
+def bordering(size, inputs, outputs, width, device):
+    """Of a weight with an adapter of rank 5, where there is room for more."""
+    W = random(outputs, inputs, seed=3, device=device) * inputs**-0.5
+    A = (random(width, inputs, seed=4, device=device) * inputs**-0.5).bfloat16()
+    B = (random(outputs, width, seed=5, device=device) * size).bfloat16()
+    A[5:], B[:, 5:] = 0, 0
+    sizes = (outputs, inputs), (inputs, outputs)
+    codes = [torch.zeros(n, padded_columns(k, width), device=device).to(E4M3) for n, k in sizes]
+    of_both = [torch.zeros(2, width, n, device=device).to(E4M3) for n in (outputs, inputs)]
+    of_each = torch.empty(4, width, device=device)
+    return Bordering(B, A, W.abs().amax(1) / 448, *codes, *of_each[:2],
+                     *map(Halves, of_both, of_each[2:]))  # fmt: skip
+
+
 @pytest.mark.parametrize(("size", "inputs", "outputs", "width"), [
     (0.0, 300, 200, 8), (1e-5, 300, 200, 8), (1e-2, 256, 512, 64), (10.0, 256, 64, 32),
 ])  # fmt: skip
 def test_an_adapter_in_two_halves_is_as_exact_as_in_bf16(size, inputs, outputs, width, device):
-    """Forward and backward, as the codes alone have it, for an A and a B of any size."""
+    """Forward and backward, as the codes alone have it, for an A and a B of any size; beside a
+    wider and a longer weight, which changes nothing."""
     tokens = 40
     x = random(tokens, inputs, seed=1, dtype=torch.bfloat16, device=device)
     dy = random(tokens, outputs, seed=2, dtype=torch.bfloat16, device=device)
-    W = random(outputs, inputs, seed=3, device=device) * inputs**-0.5
-    scales = W.abs().amax(1) / 448
-    A = (random(width, inputs, seed=4, device=device) * inputs**-0.5).bfloat16()
-    B = (random(outputs, width, seed=5, device=device) * size).bfloat16()
-    B[:, 5:] = 0  # of a smaller rank than there is room for
-    A[5:] = 0
-    codes, codes_t = (
-        torch.zeros(n, padded_columns(k, width), device=device).to(E4M3)
-        for n, k in ((outputs, inputs), (inputs, outputs))
-    )
-    factors, factors_t = torch.empty(2, width, device=device)
-    of_B, of_A = (
-        Halves(torch.zeros(2, width, n, device=device).to(E4M3), torch.empty(width, device=device))
-        for n in (outputs, inputs)
-    )
-    fp8_borders(B, A, scales, codes, codes_t, factors, factors_t, of_B, of_A)
+    one, alone = (bordering(size, inputs, outputs, width, device) for _ in range(2))
+    fp8_borders([bordering(0.1, 40, 700, width + 40, device), one])
+    fp8_borders([alone])
+    assert torch.equal(one.codes.float(), alone.codes.float()) and torch.equal(*(
+        torch.stack([each.factors, each.factors_t, each.of_A.scales]) for each in (one, alone)
+    ))  # fmt: skip
+    B, A, scales, codes, codes_t, factors, factors_t, of_B, of_A = one
     for of_v, of, exact in ((of_A, "A", A), (of_B, "B", (B / scales[:, None]).t())):
         got = of_v.codes.double().sum(0) * of_v.scales.double()[:, None]
         assert (got - exact.double()).norm() <= exact.double().norm() / 512, of
