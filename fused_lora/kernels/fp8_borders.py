@@ -8,9 +8,9 @@ width], there are two borders, one for each direction of its product:
 
 Each column of w is divided by a factor f, by which v is multiplied. f makes both about as large,
 from what is known before any token is: the root of the largest w over the expected v, which is that
-of an x of independent elements, an eighth of the largest in the mean. But it makes v no larger than
-has its digits, and room to be larger than expected, as long as w has room for that: a row whose v
-does not fit has to be written again.
+of an x of independent elements, an eighth of the largest in the mean. But v is expected to be at
+most 16, where it has all its digits, unless w were more than 448 then: a row whose v passes 448 has
+to be written again.
 
 What makes v, A or (B / s)', is in halves, too (`Halves`), each column by its own largest.
 
