@@ -31,7 +31,8 @@ HELD_OUT_BATCHES, HELD_OUT_WIDTH = 4, 4  # so many, each of so many training bat
 ON_GPU = {
     "model": HERE / "configs" / "qwen3-0.6b.json", "batch_size": 8, "seq_len": 512,
     "base_steps": 200, "steps": 300, "seeds": 5,
-    "variants": ["fused_layer_graph_no_checkpointing", "fp8_lm_head_graph_no_checkpointing"],
+    "variants": ["fused_layer_graph_no_checkpointing", "fp8_layer_graph_no_checkpointing",
+                 "fp8_lm_head_graph_no_checkpointing"],
 }  # fmt: skip
 REHEARSED = {
     "model": HERE / "configs" / "tiny.json", "batch_size": 2, "seq_len": 16,

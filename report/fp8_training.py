@@ -128,6 +128,8 @@ def fp8_training_figure(training: Fp8Training) -> Figure:
                 of_first = not reference
                 reference = reference or means
                 label, wide = precision(variant), 5 if of_first else 1.6
+                if len(of_base) > 2 and not of_first:  # each in FP8, and of another name
+                    label = variant_of(variant).plain_title
                 above.plot(steps, means, color=colour, linewidth=wide, label=label)
                 apart = [[loss - mean for loss in losses]
                          for losses, mean in zip(by_step, reference, strict=True)]  # fmt: skip
