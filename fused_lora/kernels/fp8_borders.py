@@ -179,7 +179,7 @@ class Halves(NamedTuple):
 
 
 class Bordering(NamedTuple):
-    """What the border of a weight [outputs, inputs] is made of, and where it is written.
+    """The operands of the border of a weight [outputs, inputs], and where it is written.
 
     B: [outputs, width], scaled, and A: [width, inputs], of one dtype. scales: the weight's,
         [outputs].

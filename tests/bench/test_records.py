@@ -7,12 +7,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bench import results
+from bench import results, training_records
 from bench.records import Cell
 from variants import OLD_IDS, RETIRED, SUITES, VARIANTS, counterpart, title_of, variant_of
 
 ROOT = Path(__file__).resolve().parents[2]
-PUBLISHED = [ROOT / "results.json", *sorted((ROOT / "docs").rglob("*.json*"))]
+TRAININGS = sorted((ROOT / "docs").rglob("fp8_training*.json*"))
+OTHERS = set((ROOT / "docs").rglob("*.json*")) - set(TRAININGS)
+PUBLISHED = [ROOT / "results.json", *sorted(OTHERS)]
 
 
 NEWER = {"accumulate": 1, "documents": False}  # than the first files, of an experiment
@@ -32,6 +34,12 @@ def test_every_published_run_loads_and_nothing_of_it_is_lost(path):
         assert title_of(variant) != variant
 
 
+@pytest.mark.parametrize("path", TRAININGS, ids=lambda path: path.name)
+def test_every_published_training_loads_and_nothing_of_it_is_lost(path):
+    again = msgspec.json.encode(training_records.load_training(path))
+    assert json.loads(again) == json.loads(bytes_of(path))
+
+
 def with_todays_id(found):
     """Of a part of a file: what this version calls otherwise, and what is newer than the file."""
     if isinstance(found.get("variant"), str):
@@ -45,6 +53,7 @@ def with_todays_id(found):
 
 def test_the_published_runs_are_found():
     assert {"results.json", "suite.json.gz"} <= {path.name for path in PUBLISHED}
+    assert "fp8_training.json.gz" in {path.name for path in TRAININGS}
 
 
 def test_an_id_of_an_earlier_version_is_read_as_todays():
