@@ -106,7 +106,7 @@ from .kernels.qkv_norm_rope import HeadNorms, head_norms_backward, norm_rope_tog
 from .kernels.qkv_rope import rope_forward, split_heads
 from .kernels.residual import add_normed
 from .kernels.rows import as_rows, empty_rows
-from .kernels.swiglu_bordered import add_down, through_swiglu
+from .kernels.swiglu_bordered import add_down, adds_beside, through_swiglu
 from .step.recompute import once
 
 
@@ -215,17 +215,19 @@ class DecoderLayer(torch.autograd.Function):
             sums = output.view(x.shape)
         else:
             output, sums = x.new_zeros(hidden.shape), torch.empty_like(total)
-        added_to = sums if frozen.mlp_norm is None else None
+        mask_down = None if masks_down is None else masks_down[0]
+        beside = frozen.mlp_norm is None and adds_beside(frozen.down, mask_down)
+        added_to = None if beside or frozen.mlp_norm is not None else sums
         gate_up, post_normed, post_rstd = normed_product(
             total, frozen.post_norm, frozen.post_eps, centered, frozen.gate_up, masks_gate_up,
             added_to,
         )  # fmt: skip
-        mask_down = None if masks_down is None else masks_down[0]
 
         def add(sums: Tensor | None) -> Tensor:
             return add_down(
-                gate_up, frozen.down, sums, frozen.multiplier, mask_down, frozen.activation
-            )
+                gate_up, frozen.down, sums, frozen.multiplier, mask_down, frozen.activation,
+                total if beside else None,
+            )  # fmt: skip
 
         given = given_rstd = None
         if frozen.mlp_norm is None:

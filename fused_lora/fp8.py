@@ -86,30 +86,29 @@ class Fp8Buffer:
 
     def product_of_norm(
         self, x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool,
-        bias: Tensor | None, copy: Tensor | None,
+        bias: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
         """([n | z] M[:out]' + bias, codes, z, scales, rstd) of n, the norm of x, or without a
-        weight x; x once more into copy."""
+        weight x."""
         padded = self._codes.shape[1]
         if weight is None:
             (codes, scales), rstd = fp8_rows(x, padded), None
-            if copy is not None:
-                copy.copy_(x)
         else:
-            codes, scales, rstd = norm_codes(x, weight, eps, padded, copy, zero_centered)
+            codes, scales, rstd = norm_codes(x, weight, eps, padded, zero_centered)
         y, z = self._product_and_z(codes, scales, bias, x.dtype)
         return y, codes[:, : x.shape[1]], z, scales, rstd
 
     def add_swiglu(
-        self, total: Tensor | None, gate_up: Tensor, multiplier: float, activation: str
-    ) -> Tensor:
-        """total += multiplier [h | z] M[:out]' of h = silu(gate) up, or nothing without total;
-        returns z."""
+        self, residual: Tensor | None, total: Tensor | None, gate_up: Tensor, multiplier: float,
+        activation: str,
+    ) -> Tensor:  # fmt: skip
+        """total = residual + multiplier [h | z] M[:out]' of h = silu(gate) up, or nothing without
+        total; returns z."""
         codes, scales = swiglu_codes(gate_up, self._codes.shape[1], activation)
-        if total is None:
+        if residual is None or total is None:
             return add_coded_border(codes, scales, self._of_A, self._factors, gate_up.dtype)
         y, z = self._product_and_z(codes, scales, None, gate_up.dtype)
-        total.add_(y, alpha=multiplier)
+        torch.add(residual, y, alpha=multiplier, out=total)
         return z
 
     def _product_and_z(

@@ -152,7 +152,7 @@ def launch_fp8():
     vectors = empty(width, dtype=f32), empty(2 * COLUMNS, dtype=f32)
     x = empty(TOKENS, HIDDEN)
     fp8_rows(x, 2 * HIDDEN)
-    read, *_ = norm_codes(x, empty(HIDDEN), 1e-6, 2 * HIDDEN, x)
+    read, *_ = norm_codes(x, empty(HIDDEN), 1e-6, 2 * HIDDEN)
     of_x = [Product(empty(TOKENS, RANK), empty(HIDDEN, RANK)) for _ in range(3)]
     sums_over_tokens([(read[:, :HIDDEN], of_x)])
     fp8_rows(empty(TOKENS, 2 * COLUMNS), 2 * COLUMNS, vectors[1])

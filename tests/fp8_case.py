@@ -92,24 +92,22 @@ class OracleBuffer(Fp8Buffer):
     def product_and_z(self, x, bias):
         return self.from_rows(*quantised(x.double()), bias, x.dtype)
 
-    def product_of_norm(self, x, weight, eps, zero_centered, bias, copy):
+    def product_of_norm(self, x, weight, eps, zero_centered, bias):
         normed, rstd = x.double(), None
         if weight is not None:
             rstd = (normed.square().mean(1) + eps).rsqrt()
             normed = normed * rstd[:, None] * (weight.double() + zero_centered)
             rstd = rstd.float()
-        if copy is not None:
-            copy.copy_(x)
         codes, scales = quantised(normed)
         y, z = self.from_rows(codes, scales, bias, x.dtype)
         return y, codes.to(x.dtype), z, scales.to(x.dtype), rstd
 
-    def add_swiglu(self, total, gate_up, multiplier, activation):
+    def add_swiglu(self, residual, total, gate_up, multiplier, activation):
         gate, up = gate_up.double().chunk(2, 1)
         hidden = (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
         y, z = self.from_rows(*quantised(hidden), None, gate_up.dtype)
         if total is not None:
-            total.add_(y, alpha=multiplier)
+            torch.add(residual, y, alpha=multiplier, out=total)
         return z
 
     def base_product(self, x, bias):

@@ -5,8 +5,8 @@
 where w is the weight, or 1 + weight if that is zero-centred. A program has a row in registers, as
 the mean of its squares wants, and so its largest.
 
-Traffic in tensors of x's size in bf16: 1.5, or 2.5 with a copy of x, where y in bf16 is 2 and its
-codes 1.5. Arithmetic is fp32, and rounds once to e4m3. Deterministic.
+Traffic in tensors of x's size in bf16: 1.5, where y in bf16 is 2 and its codes 1.5. Arithmetic is
+fp32, and rounds once to e4m3. Deterministic.
 """
 
 import triton
@@ -25,12 +25,10 @@ from .rows import check_rows
 def _norm_codes_kernel(
     x_ptr,  # [rows, hidden]
     weight_ptr,  # [hidden]
-    copy_ptr,  # [rows, hidden], or None; written
     codes_ptr,  # [rows, padded], its first columns are written
     scales_ptr,  # [rows], written
     rstd_ptr,  # [rows], written
     x_row_stride,
-    copy_row_stride,
     padded,
     hidden,
     eps,
@@ -41,10 +39,7 @@ def _norm_codes_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < hidden
-    x = tl.load(x_ptr + row * x_row_stride + columns, mask=mask, other=0.0)
-    if copy_ptr is not None:
-        tl.store(copy_ptr + row * copy_row_stride + columns, x, mask=mask)
-    x = x.to(tl.float32)
+    x = tl.load(x_ptr + row * x_row_stride + columns, mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
     if ZERO_CENTERED:
         weight += 1.0
@@ -60,28 +55,24 @@ def _norm_codes_kernel(
 
 
 def norm_codes(
-    x: Tensor, weight: Tensor, eps: float, padded: int, copy: Tensor | None = None,
-    zero_centered: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor, weight: Tensor, eps: float, padded: int, zero_centered: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """(codes [rows, padded] in e4m3, of which the first columns are written, scales [rows, 1] and
     rstd [rows], both in fp32) of the norm of x [rows, hidden], new.
 
-    Equivalent PyTorch, for x, copy and weight [hidden] of one dtype, bf16, fp16 or fp32::
+    Equivalent PyTorch, for x and weight [hidden] of one dtype, bf16, fp16 or fp32::
 
-        copy.copy_(x)  # if it is given
         rstd = torch.rsqrt(x.float().pow(2).mean(-1) + eps)
         y = x.float() * rstd[:, None] * weight.float()  # zero_centered: 1 + weight.float()
         scales = y.abs().amax(1, keepdim=True) / 448
         codes[:, :hidden] = (y / scales).to(torch.float8_e4m3fn)
 
-    The scale of a row with NaN or infinity in it is NaN. Rows of x and copy may lie any stride
-    apart.
+    The scale of a row with NaN or infinity in it is NaN. Rows of x may lie any stride apart.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit, or no kernel can run on them.
     """
-    written = {} if copy is None else {"copy": copy}
-    check_rows("norm_codes", _norm_codes_kernel, x.shape, x=x, **written)
+    check_rows("norm_codes", _norm_codes_kernel, x.shape, x=x)
     check_hidden("norm_codes", x, weight)
     rows, hidden = x.shape
     codes, scales = new_codes(x, padded)
@@ -89,8 +80,7 @@ def norm_codes(
     if rows:
         block, warps = block_of(hidden)
         launch(
-            _norm_codes_kernel, (rows,), x, weight, copy, codes, scales, rstd, x.stride(0),
-            0 if copy is None else copy.stride(0), padded, hidden, eps, zero_centered, block,
-            rounds(_norm_codes_kernel), num_warps=warps,
+            _norm_codes_kernel, (rows,), x, weight, codes, scales, rstd, x.stride(0), padded,
+            hidden, eps, zero_centered, block, rounds(_norm_codes_kernel), num_warps=warps,
         )  # fmt: skip
     return codes, scales, rstd

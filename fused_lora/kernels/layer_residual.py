@@ -23,7 +23,9 @@ def normed_product(
     adapters add, of n as masks keep it; x once more into copy."""
     width, buffer, bias = x.shape[1], bordered.buffer, bordered.base_bias
     if masks is None and isinstance(buffer, Fp8Buffer):
-        y, *read, rstd = buffer.product_of_norm(x, weight, eps, zero_centered, bias, copy)
+        y, *read, rstd = buffer.product_of_norm(x, weight, eps, zero_centered, bias)
+        if copy is not None:
+            copy.copy_(x)
         return y, Extended(*read), rstd
     extended = empty_rows(x, len(x), bordered.x_columns)
     normed, rstd = extended[:, :width], None

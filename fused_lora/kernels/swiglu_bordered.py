@@ -17,6 +17,12 @@ from .swiglu_products_backward import Product, swiglu_backward_products
 from .swiglu_products_forward import swiglu_forward_product
 
 
+def adds_beside(down: Bordered, mask: Mask | None) -> bool:
+    """Return whether `add_down` takes a residual that is not in total already: where a product in
+    FP8 is added by itself."""
+    return mask is None and isinstance(down.buffer, Fp8Buffer)
+
+
 def add_down(
     gate_up: Tensor,
     down: Bordered,
@@ -24,6 +30,7 @@ def add_down(
     multiplier: float = 1.0,
     mask: Mask | None = None,
     activation: str = "silu",
+    residual: Tensor | None = None,
 ) -> Tensor:
     """Add the down projection of silu(gate) up, which grows in K, to total, where the residual is;
     or a multiple of it. Without total it makes z alone. With a mask z is that of what it keeps.
@@ -31,6 +38,7 @@ def add_down(
     Equivalent PyTorch, for gate_up [T, 2 in] and total [T, out], contiguous, and this activation;
     returns z::
 
+        total.copy_(residual)  # if it `adds_beside`
         gate, up = gate_up.chunk(2, dim=1)
         hidden = F.silu(gate) * up
         z = hidden @ A.t()
@@ -38,8 +46,9 @@ def add_down(
         total += multiplier * bias[:out]  # if there is one: it rounds once more
     """
     inputs, out = down.in_features, down.out
-    if mask is None and isinstance(down.buffer, Fp8Buffer):
-        z = down.buffer.add_swiglu(total, gate_up, multiplier, activation)
+    if isinstance(down.buffer, Fp8Buffer) and adds_beside(down, mask):
+        residual = total if residual is None else residual
+        z = down.buffer.add_swiglu(residual, total, gate_up, multiplier, activation)
     elif total is None:
         z = swiglu_forward_product(gate_up, down.A, None, None, mask, activation)
     else:
