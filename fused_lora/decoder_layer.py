@@ -217,7 +217,7 @@ class DecoderLayer(torch.autograd.Function):
             output, sums = x.new_zeros(hidden.shape), torch.empty_like(total)
         mask_down = None if masks_down is None else masks_down[0]
         beside = frozen.mlp_norm is None and adds_beside(frozen.down, mask_down)
-        added_to = None if beside or frozen.mlp_norm is not None else sums
+        added_to = sums if frozen.mlp_norm is None and not beside else None
         gate_up, post_normed, post_rstd = normed_product(
             total, frozen.post_norm, frozen.post_eps, centered, frozen.gate_up, masks_gate_up,
             added_to,

@@ -181,6 +181,7 @@ def store_codes(
 ):  # fmt: skip
     """Write both [ROWS, COLUMNS], and 1 into passed's rows [ROWS, 1] where one is more than e4m3
     holds or no number."""
+    tl.static_assert(COLUMNS <= LANES * LANE_COLUMNS)
     tl.store(gate_ptr, e4m3(gate, ROUND), mask=mask)
     tl.store(up_ptr, e4m3(up, ROUND), mask=mask)
     # NaN's order is none, and of a maximum it may get lost
