@@ -11,7 +11,7 @@ and with dropout, for the mask mi of each projection, zi = (x mi) Ai' by a kerne
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ class Buffer:
         """total += multiplier [x | z] M[:out]'"""
         total.addmm_(x_ext, self.matrix[: len(self.sB)].t(), alpha=multiplier)
 
-    def gradient_and_p(self, grad_ext: Tensor) -> tuple[Tensor, Tensor]:
+    def gradient_and_p(self, grad_ext: Tensor, x_scales: None = None) -> tuple[Tensor, Tensor]:
         """([dy | p] M[:, :in], p) of [dy | room for p]."""
         outputs, inputs = self.weight.shape
         dy, p = grad_ext[:, :outputs], grad_ext[:, outputs:]
@@ -133,12 +133,13 @@ def grow_k_forward(x_ext: Tensor, bordered: Bordered, masks: Masks | None = None
 
 
 def grow_k_backward(
-    grad_ext: Tensor, bordered: Bordered, masks: Masks | None = None
+    grad_ext: Tensor, bordered: Bordered, masks: Masks | None = None, x_scales: Any = None
 ) -> tuple[Tensor, Tensor]:
     """(dx [T, in], p [T, width]) from grad_ext [T, out + width], whose first columns are dy, and
-    whose others p may be written into. Equivalent: ``p = dy @ sB; dy @ W + p @ A``."""
+    whose others p may be written into. Equivalent: ``p = dy @ sB; dy @ W + p @ A``. Of an x that
+    was codes p is multiplied by their scales, for dA."""
     if masks is None:
-        return bordered.buffer.gradient_and_p(grad_ext)
+        return bordered.buffer.gradient_and_p(grad_ext, x_scales)
     dy, p = grad_ext[:, : bordered.out], grad_ext[:, bordered.out :]
     torch.mm(dy, bordered.sB, out=p)
     grad = grad_ext.new_empty(grad_ext.shape[0], bordered.in_features)

@@ -325,7 +325,7 @@ class DecoderLayer(torch.autograd.Function):
                 grad, gate_up, zm, of_down, of_gate_up,
                 (kind_down_A, kind_gate_B, kind_up_B), (need_down_A, need_gate_B, need_up_B),
                 biases_gate_up, None if masks_down is None else masks_down[0], masks_gate_up,
-                frozen.activation,
+                frozen.activation, m_scales,
             )  # fmt: skip
             _, grad_down_B = adapter_sums.add(
                 of_down, kinds_down, (False, need_down_B), None, grad[:, :width], z_down, None
@@ -334,7 +334,7 @@ class DecoderLayer(torch.autograd.Function):
             # gate and up of the norm of total
             grad_gate_A, _, grad_up_A, _ = adapter_sums.add(
                 of_gate_up, kinds_gate_up, (need_gate_A, False, need_up_A, False),
-                m, None, None, pm, masks_gate_up, m_scales,
+                m, None, None, pm, masks_gate_up,
             )  # fmt: skip
             grad_total = empty_rows(x, len(total), of_o.grad_columns)
             norm_backward(
@@ -375,7 +375,7 @@ class DecoderLayer(torch.autograd.Function):
             sum_biases(grad_qkv, of_qkv, biases_qkv)
             pn = grad_hidden = None
             if need_hidden or grads.input_norm is not None:
-                grad_normed, pn = grow_k_backward(grad_qkv, of_qkv, masks_qkv)
+                grad_normed, pn = grow_k_backward(grad_qkv, of_qkv, masks_qkv, n_scales)
                 # as the layer before would have it, in whose backward it is most likely to go
                 wide = empty_rows(x, len(x), of_down.grad_columns)
                 norm_backward(
@@ -386,9 +386,11 @@ class DecoderLayer(torch.autograd.Function):
                 grad_hidden = wide[:, :width].view(hidden.shape)
             elif any(need_qkv[::2]):
                 pn = grad_qkv[:, : of_qkv.out] @ of_qkv.sB
+                if n_scales is not None:
+                    pn *= n_scales
             grad_attention = adapter_sums.add(
                 of_qkv, kinds_qkv, need_qkv,
-                n, grad_qkv[:, : of_qkv.out], zn, pn, masks_qkv, n_scales,
+                n, grad_qkv[:, : of_qkv.out], zn, pn, masks_qkv,
             )  # fmt: skip
             adapter_sums.compute()
         return (

@@ -117,21 +117,24 @@ class Fp8Buffer:
         z = add_coded_border(codes, scales, self._of_A, self._factors, dtype)
         return product_of_codes(codes, scales, self._codes, self.scales, bias, dtype), z
 
-    def gradient_and_p(self, grad_ext: Tensor) -> tuple[Tensor, Tensor]:
-        """([dy | p] M[:, :in], p), of codes of dy, the first columns of what is given."""
+    def gradient_and_p(
+        self, grad_ext: Tensor, x_scales: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """([dy | p] M[:, :in], p x_scales), of codes of dy, the first columns of what is given."""
         dy = grad_ext[:, : len(self.sB)]
         codes, scales = fp8_rows(dy, self._codes_t.shape[1], self.scales)
-        return self.gradient_of_codes(codes, scales, dy.dtype)
+        return self.gradient_of_codes(codes, scales, dy.dtype, x_scales)
 
     def room_for_codes(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """New codes and scales for a dy of as many rows as like has, without its border."""
         return new_codes(like, self._codes_t.shape[1])
 
     def gradient_of_codes(
-        self, codes: Tensor, scales: Tensor, dtype: torch.dtype
+        self, codes: Tensor, scales: Tensor, dtype: torch.dtype, x_scales: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """([dy | p] M[:, :in], p) in dtype, of dy's codes, after which their border is written."""
-        p = add_coded_border(codes, scales, self._of_B, self._factors_t, dtype)
+        """([dy | p] M[:, :in], p x_scales) in dtype, of dy's codes, after which their border is
+        written. x_scales [T, 1]: of the codes that dA is a sum of, p' times them."""
+        p = add_coded_border(codes, scales, self._of_B, self._factors_t, dtype, x_scales)
         return product_of_codes(codes, scales, self._codes_t, self._ones, None, dtype), p
 
     # --- where dropout's masks make z of another x, and p's product by a kernel of its own ---
@@ -181,12 +184,18 @@ def _without_border(codes: Tensor, scales: Tensor, columns: int) -> tuple[Tensor
 
 def product_of_codes(
     codes: Tensor, scales: Tensor, weight: Tensor, of_rows: Tensor, bias: Tensor | None,
-    dtype: torch.dtype,
+    dtype: torch.dtype, sums_in_fp32: bool = False,
 ) -> Tensor:  # fmt: skip
-    """codes [T, k] times weight [out, k], in dtype, with the scales of the rows of both."""
+    """codes [T, k] times weight [out, k], in dtype, with the scales of the rows of both.
+
+    Hopper's tensor cores add up with 14 bits and cut off the rest, once for each 32 of k. What that
+    loses is seen where k is a vocabulary (`fp8_head.py`), not in a layer; with sums_in_fp32 it is
+    once for each 128, and these are added in fp32.
+    """
     if codes.is_cuda and dtype == torch.bfloat16:
         return torch._scaled_mm(
-            codes, weight.t(), scales, of_rows[None], bias, out_dtype=dtype, use_fast_accum=True
-        )
+            codes, weight.t(), scales, of_rows[None], bias, out_dtype=dtype,
+            use_fast_accum=not sums_in_fp32,
+        )  # fmt: skip
     product = (codes.float() @ weight.float().t()) * scales * of_rows
     return (product if bias is None else product + bias.float()).to(dtype)

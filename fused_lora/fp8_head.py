@@ -41,7 +41,9 @@ class Fp8Head:
         codes, scales, of_label = logit_codes(
             logits, labels, losses, maxima, self._scales, ignore_index
         )
-        grad = product_of_codes(codes, scales, self._codes_t, self._ones, None, logits.dtype)
+        grad = product_of_codes(
+            codes, scales, self._codes_t, self._ones, None, logits.dtype, sums_in_fp32=True
+        )
         # an ignored label, or one outside the vocabulary, takes any row, times 0 or NaN
         at_label = self._weight.index_select(0, labels.clamp(0, len(self._weight) - 1))
         return grad.addcmul_(at_label, of_label[:, None].to(grad.dtype))

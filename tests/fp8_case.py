@@ -122,19 +122,22 @@ class OracleBuffer(Fp8Buffer):
     def add_product(self, total, x_ext, multiplier):
         total.add_(self.product(x_ext, None), alpha=multiplier)
 
-    def gradient_and_p(self, grad_ext):
+    def gradient_and_p(self, grad_ext, x_scales=None):
         dy = grad_ext[:, : len(self.sB)].double()
-        return self.gradient_of_codes(*quantised(dy * self.scales), grad_ext.dtype)
+        return self.gradient_of_codes(*quantised(dy * self.scales), grad_ext.dtype, x_scales)
 
     def room_for_codes(self, like):
         return new_codes(like, len(self.sB))
 
-    def gradient_of_codes(self, codes, scales, dtype):
+    def gradient_of_codes(self, codes, scales, dtype, x_scales=None):
         rows, scales = codes.double() * scales.double(), scales.double()
         p = (rows @ in_halves((self.sB.double() / self.scales[:, None]).t()).t()).to(dtype)
         border = self.A.double().t() / self.factors_t
         adapted = product_of_border(p.double() * self.factors_t, border, scales)
-        return (rows @ self.codes + adapted).to(dtype), p
+        return (
+            (rows @ self.codes + adapted).to(dtype),
+            p if x_scales is None else (p * x_scales).to(dtype),
+        )
 
     def add_gradient(self, grad, dy):
         codes, scales = quantised(dy.double() * self.scales)

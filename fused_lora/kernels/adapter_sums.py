@@ -32,17 +32,14 @@ class AdapterSums:
         z: Tensor | None,
         p: Tensor | None,
         masks: Masks | None = None,
-        x_scales: Tensor | None = None,
     ) -> list[Tensor | None]:
         """New tensors for the gradients of A, B, A, B ..., None where not needed.
 
         Written by `compute`, as ``p.t() @ x`` and ``s * (grad.t() @ z)``, of each projection its
         part; x and p may be None if no A needs one, grad and z if no B does. masks: of x, for each
-        projection. x_scales: of x's rows, where these are codes.
+        projection. Of an x that is codes p is multiplied by the scales of its rows.
         """
         gradients: list[Tensor | None] = [None] * len(kinds)
-        if p is not None and x_scales is not None:
-            p = torch.mul(p, x_scales, out=torch.empty_like(p))
         of_x: list[Product] = []
         blocks = accumulate(bordered.blocks, initial=0)
         outputs = accumulate(bordered.out_features, initial=0)

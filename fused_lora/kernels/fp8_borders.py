@@ -14,16 +14,15 @@ to be written again.
 
 What makes v, A or (B / s)', is in halves, too (`Halves`), each column by its own largest.
 
-A kernel for what is summed over rows, in blocks of them, and one that adds these up, every program
-for itself, and writes: both for all weights of a layer at once, since each program is soon done and
-waits for most of its time. Arithmetic is fp32, and rounds once to e4m3. Deterministic.
+A kernel for what is summed over rows, in blocks of them, one that adds these up and makes the
+factors, and one that writes: each for all weights of a layer at once, since a program is soon done
+and waits for most of its time. Arithmetic is fp32, and rounds once to e4m3. Deterministic.
 """
 
 from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -34,116 +33,145 @@ from .fp8_rows import LARGEST, SMALLEST, halves, rounds
 
 EXPECTED = tl.constexpr(56.0)  # of x's codes: an eighth of LARGEST
 LARGE = tl.constexpr(16.0)  # of v's, in the mean
-BLOCK_ROWS, BLOCK_COLUMNS = 256, 32
-SUMMED = 64  # blocks whose sums are added up at once: gate's and up's of Qwen2.5-3B are 86
+BLOCK_ROWS, BLOCK_COLUMNS = 128, 32
+SUMMED = 128  # blocks whose sums are added up at once: gate's and up's of Qwen2.5-3B are 172
 
 
 @triton.jit
 def _border_sums_kernel(
-    borders,  # B [outputs, width] and A' [inputs, width], of one weight after another: SIDES
-    scales,  # [outputs], and None for ones
-    sums_ptr,  # [SIDES, blocks, 3, widest]: the largest |w|, sums of squares of w s and s; written
-    row_strides,
-    column_strides,
-    counts,
-    widths,
+    borders,  # B [outputs, width] and A [width, inputs], of one weight after another
+    scales,  # [outputs] of each weight
+    sums_ptr,  # [2 WEIGHTS, blocks, 3, widest]: the largest |w|, sums of squares of w s and s;
+    # written
+    counts,  # outputs and inputs, of one weight after another
+    widths,  # of each weight
     widest,
-    SIDES: tl.constexpr,
+    WEIGHTS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    block, blocks = tl.program_id(0), tl.num_programs(0)
+    block, blocks, first = tl.program_id(0), tl.num_programs(0), tl.program_id(1) * COLUMNS
+    weight, side = tl.program_id(2) // 2, tl.program_id(2) % 2
+    place = 2 * weight + side
+    count = _of(counts, place, 2 * WEIGHTS)
+    width = _of(widths, weight, WEIGHTS)
     row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    for side in tl.static_range(SIDES):
-        if (tl.program_id(2) == side) & (block * ROWS < counts[side]):
-            width = widths[side]
-            w, scale = _border(
-                borders[side], scales[side], row, j, row_strides[side], column_strides[side],
-                counts[side], width,
-            )  # fmt: skip
-            of_scales = tl.where(row < counts[side], scale * scale, 0.0)
-            here = sums_ptr + (side * blocks + block) * 3 * widest + j
-            tl.store(here, tl.max(tl.abs(w) / scale[:, None], 0), mask=j < width)
+    j = first + tl.arange(0, COLUMNS)
+    for of_A in tl.static_range(2):
+        if (side == of_A) & (block * ROWS < count) & (first < width):
+            border_ptr = _of(borders, place, 2 * WEIGHTS)
+            scales_ptr = _of(scales, weight, WEIGHTS)
+            w, over_scale = _border(border_ptr, scales_ptr, row, j, count, width, of_A)
+            of_scales = tl.where(row < count, 1.0 / (over_scale * over_scale), 0.0)
+            here = sums_ptr + (place * blocks + block) * 3 * widest + j
+            tl.store(here, tl.max(tl.abs(w) * over_scale[:, None], 0), mask=j < width)
             tl.store(here + widest, tl.sum(w * w, 0), mask=j < width)
             all_scales = tl.zeros([COLUMNS], tl.float32) + tl.sum(of_scales, 0)
             tl.store(here + 2 * widest, all_scales, mask=j < width)
 
 
 @triton.jit
-def _fp8_borders_kernel(
-    borders,
-    scales,
-    sums_ptr,
-    codes,  # [outputs, padded] and [inputs, padded_t], from the border's first column on; written
-    factors,  # [width] each, written
-    halves_of,  # [2, width, outputs] and [2, width, inputs], the same as `Halves`; written
-    scales_of,  # [width] each, written
-    row_strides,
-    column_strides,
-    codes_strides,
+def _border_factors_kernel(
+    sums_ptr,  # as they have been written
     counts,
     widths,
+    factors,  # [width], of one side after another; written
+    scales_of,  # [width] likewise, those of `Halves`; written
+    blocks,
     widest,
-    SIDES: tl.constexpr,
+    WEIGHTS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SUMMED: tl.constexpr,
+):
+    weight, side = tl.program_id(1) // 2, tl.program_id(1) % 2
+    j = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    width = _of(widths, weight, WEIGHTS)
+    other_side = 2 * weight + 1 - side
+    other_count = _of(counts, other_side, 2 * WEIGHTS)
+    here = sums_ptr + (2 * weight + side) * blocks * 3 * widest
+    other = sums_ptr + other_side * blocks * 3 * widest
+    mine = tl.cdiv(_of(counts, 2 * weight + side, 2 * WEIGHTS), ROWS)
+    others = tl.cdiv(other_count, ROWS)
+    largest = _over_blocks(here, mine, j, width, widest, False, SUMMED, COLUMNS)
+    squares = _over_blocks(other + widest, others, j, width, widest, True, SUMMED, COLUMNS)
+    of_scales = _over_blocks(other + 2 * widest, others, j, width, widest, True, SUMMED, COLUMNS)
+    spread = of_scales / other_count
+    expected = tl.sqrt(squares / tl.maximum(spread, SMALLEST)) * EXPECTED
+    factors_ptr = _of(factors, 2 * weight + side, 2 * WEIGHTS)
+    tl.store(factors_ptr + j, _factor(largest, expected), mask=j < width)
+    scales_ptr = _of(scales_of, 2 * weight + side, 2 * WEIGHTS)
+    tl.store(scales_ptr + j, tl.maximum(largest, SMALLEST) / LARGEST, mask=j < width)
+
+
+@triton.jit
+def _fp8_borders_kernel(
+    borders,
+    scales,
+    factors,
+    scales_of,
+    codes,  # [outputs, padded] and [inputs, padded_t], from the border's first column on; written
+    halves_of,  # [2, width, outputs] and [2, width, inputs], the same as `Halves`; written
+    codes_strides,
+    counts,
+    widths,
+    WEIGHTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     ROUND: tl.constexpr,
 ):
-    block, blocks = tl.program_id(0), tl.num_programs(0)
+    block, first = tl.program_id(0), tl.program_id(1) * COLUMNS
+    weight, side = tl.program_id(2) // 2, tl.program_id(2) % 2
+    place = 2 * weight + side
+    count = _of(counts, place, 2 * WEIGHTS)
+    width = _of(widths, weight, WEIGHTS)
     row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    for side in tl.static_range(SIDES):
-        if (tl.program_id(2) == side) & (block * ROWS < counts[side]):
-            width, count = widths[side], counts[side]
-            other_side: tl.constexpr = side + 1 - 2 * (side % 2)  # of the same weight
-            other_count = counts[other_side]
-            here = sums_ptr + side * blocks * 3 * widest
-            other = sums_ptr + other_side * blocks * 3 * widest
-            others = tl.cdiv(other_count, ROWS)
-            largest = _over_blocks(
-                here, tl.cdiv(count, ROWS), j, width, widest, False, SUMMED, COLUMNS
-            )
-            squares = _over_blocks(other + widest, others, j, width, widest, True, SUMMED, COLUMNS)
-            of_scales = _over_blocks(
-                other + 2 * widest, others, j, width, widest, True, SUMMED, COLUMNS
-            )
-            spread = of_scales / other_count
-            expected = tl.sqrt(squares / tl.maximum(spread, SMALLEST)) * EXPECTED
-            factor = _factor(largest, expected)
-            own = tl.maximum(largest, SMALLEST) / LARGEST
-            if block == 0:
-                tl.store(factors[side] + j, factor, mask=j < width)
-                tl.store(scales_of[side] + j, own, mask=j < width)
-            w, scale = _border(
-                borders[side], scales[side], row, j, row_strides[side], column_strides[side],
-                count, width,
-            )  # fmt: skip
-            w /= scale[:, None]
-            inside = (row < count)[:, None] & (j < width)[None, :]
-            hi, lo = halves(w / own[None, :], ROUND)
-            tile = halves_of[side] + j.to(tl.int64)[None, :] * count + row[:, None]
+    j = first + tl.arange(0, COLUMNS)
+    for of_A in tl.static_range(2):
+        if (side == of_A) & (block * ROWS < count) & (first < width):
+            border_ptr = _of(borders, place, 2 * WEIGHTS)
+            scales_ptr = _of(scales, weight, WEIGHTS)
+            w, over_scale = _border(border_ptr, scales_ptr, row, j, count, width, of_A)
+            w *= over_scale[:, None]
+            there = j < width
+            inside = (row < count)[:, None] & there[None, :]
+            own = tl.load(_of(scales_of, place, 2 * WEIGHTS) + j, mask=there, other=1.0)
+            factor = tl.load(_of(factors, place, 2 * WEIGHTS) + j, mask=there, other=1.0)
+            hi, lo = halves(w * (1.0 / own)[None, :], ROUND)
+            tile = _of(halves_of, place, 2 * WEIGHTS)
+            tile += j.to(tl.int64)[None, :] * count + row[:, None]
             tl.store(tile, hi, mask=inside)
             tl.store(tile + width * count, lo, mask=inside)
-            hi, lo = halves(w / factor[None, :], ROUND)
-            tile = codes[side] + row[:, None] * codes_strides[side] + j[None, :]
+            hi, lo = halves(w * (1.0 / factor)[None, :], ROUND)
+            tile = _of(codes, place, 2 * WEIGHTS)
+            tile += row[:, None] * _of(codes_strides, place, 2 * WEIGHTS) + j[None, :]
             tl.store(tile, hi, mask=inside)
             tl.store(tile + width, hi, mask=inside)
             tl.store(tile + 2 * width, lo, mask=inside)
 
 
 @triton.jit
-def _border(border_ptr, scales_ptr, row, j, row_stride, column_stride, count, width):
-    """(the border's tile, 0 outside, and these rows' scales)."""
+def _of(values, place, COUNT: tl.constexpr):
+    """values[place], chosen when it runs, so that all weights of a layer have the same code: with
+    one for each, most of the time went to fetch it."""
+    value = values[0]
+    for i in tl.static_range(1, COUNT):
+        if place == i:
+            value = values[i]
+    return value
+
+
+@triton.jit
+def _border(border_ptr, scales_ptr, row, j, count, width, OF_A: tl.constexpr):
+    """(the border's tile [rows, columns], 0 outside, and 1 over these rows' scales)."""
     inside = (row < count)[:, None] & (j < width)[None, :]
-    tile = border_ptr + row[:, None] * row_stride + j[None, :].to(tl.int64) * column_stride
-    w = tl.load(tile, mask=inside, other=0.0).to(tl.float32)
-    if scales_ptr is None:
-        scale = tl.full(row.shape, 1.0, tl.float32)
+    if OF_A:
+        tile = border_ptr + row[:, None] + j[None, :].to(tl.int64) * count
+        over_scale = tl.full(row.shape, 1.0, tl.float32)
     else:
-        scale = tl.load(scales_ptr + row, mask=row < count, other=1.0)
-    return w, scale
+        tile = border_ptr + row[:, None] * width + j[None, :]
+        over_scale = 1.0 / tl.load(scales_ptr + row, mask=row < count, other=1.0)
+    return tl.load(tile, mask=inside, other=0.0).to(tl.float32), over_scale
 
 
 @triton.jit
@@ -220,26 +248,30 @@ def fp8_borders(weights: Sequence[Bordering]) -> None:
     is 0 and 1 of an expected that is, at most 16 / expected and at least largest / 448; and
     `halves` are as `fp8_rows` has them. Not checked: it is given what `fp8.py` has made.
     """
-    borders, of_rows, codes, factors, halves_of, scales_of = zip(*chain.from_iterable(
+    borders, codes, factors, halves_of, scales_of = zip(*chain.from_iterable(
         (
-            (one.B, one.scales, one.codes[:, one.A.shape[1] :], one.factors, *one.of_B),
-            (one.A.t(), None, one.codes_t[:, len(one.B) :], one.factors_t, *one.of_A),
+            (one.B, one.codes[:, one.A.shape[1] :], one.factors, *one.of_B),
+            (one.A, one.codes_t[:, len(one.B) :], one.factors_t, *one.of_A),
         )
         for one in weights
     ), strict=True)  # fmt: skip
-    row_strides, column_strides = zip(*(border.stride() for border in borders), strict=True)
-    counts, widths = zip(*(border.shape for border in borders), strict=True)
-    widest, sides = max(widths), len(borders)
-    blocks = cdiv(max(counts), BLOCK_ROWS)
-    grid = blocks, cdiv(widest, BLOCK_COLUMNS), sides
-    sums = borders[0].new_empty(sides, blocks, 3, widest, dtype=torch.float32)
+    scales = tuple(one.scales for one in weights)
+    counts = tuple(chain.from_iterable((len(one.B), one.A.shape[1]) for one in weights))
+    widths = tuple(len(one.A) for one in weights)
+    blocks, widest = cdiv(max(counts), BLOCK_ROWS), max(widths)
+    grid = blocks, cdiv(widest, BLOCK_COLUMNS), 2 * len(weights)
+    sums = scales[0].new_empty(2 * len(weights), blocks, 3, widest)
+    strides = tuple(one.stride(0) for one in codes)
     with on_device_of(sums):
         _border_sums_kernel[grid](
-            borders, of_rows, sums, row_strides, column_strides, counts, widths, widest, sides,
-            BLOCK_ROWS, BLOCK_COLUMNS, num_warps=8,
+            borders, scales, sums, counts, widths, widest, len(weights), BLOCK_ROWS, BLOCK_COLUMNS,
+            num_warps=8,
+        )  # fmt: skip
+        _border_factors_kernel[grid[1:]](
+            sums, counts, widths, factors, scales_of, blocks, widest, len(weights), BLOCK_ROWS,
+            BLOCK_COLUMNS, SUMMED, num_warps=8,
         )  # fmt: skip
         _fp8_borders_kernel[grid](
-            borders, of_rows, sums, codes, factors, halves_of, scales_of, row_strides,
-            column_strides, tuple(one.stride(0) for one in codes), counts, widths, widest, sides,
-            BLOCK_ROWS, BLOCK_COLUMNS, SUMMED, rounds(_fp8_borders_kernel), num_warps=8,
+            borders, scales, factors, scales_of, codes, halves_of, strides, counts, widths,
+            len(weights), BLOCK_ROWS, BLOCK_COLUMNS, rounds(_fp8_borders_kernel), num_warps=8,
         )  # fmt: skip

@@ -31,7 +31,7 @@ MAX_BLOCK_ROWS, PROGRAMS = 128, 264
 MAX_BLOCK_WIDTH = 128
 LEAST_OF_A_SPLIT = 256  # columns: of fewer the sums are more bytes than the codes
 BORDER_ROWS = 16
-BORDER_COLUMNS = 512  # that become smaller at once
+BORDER_COLUMNS = 4096  # of a row that become smaller at once
 
 
 @triton.jit
@@ -77,6 +77,7 @@ def _coded_border_kernel(
     partials_ptr,  # [splits, rows, width]
     factor_scales_ptr,  # [width], what those are multiplied by
     factors_ptr,  # [width], what the border is multiplied by
+    of_rows_ptr,  # [rows], what z is multiplied by where it is written, or None
     z_ptr,  # [rows, width], written
     rows,
     columns,
@@ -91,6 +92,7 @@ def _coded_border_kernel(
 ):
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     j = tl.arange(0, WIDTH)[None, :]
+    first_ptr = codes_ptr
     codes_ptr += row * padded
     inside = (row < rows) & (j < width)
     total = tl.zeros([ROWS, WIDTH], tl.float32)
@@ -100,16 +102,25 @@ def _coded_border_kernel(
     scale = tl.load(scales_ptr + row, mask=row < rows, other=1.0)
     of_factor = tl.load(factor_scales_ptr + j, mask=j < width, other=0.0)
     z = (total * scale * of_factor).to(z_ptr.dtype.element_ty)
-    tl.store(z_ptr + row * width + j, z, mask=inside)
+    written = z
+    if of_rows_ptr is not None:
+        of_rows = tl.load(of_rows_ptr + row, mask=row < rows, other=0.0)
+        written = (z.to(tl.float32) * of_rows).to(z_ptr.dtype.element_ty)
+    tl.store(z_ptr + row * width + j, written, mask=inside)
     v = z.to(tl.float32) * tl.load(factors_ptr + j, mask=j < width, other=0.0)
     passed = tl.max(tl.abs(v), 1)[:, None] / (LARGEST * scale)
     larger = tl.exp2(tl.ceil(tl.log2(tl.maximum(passed, 1.0)))).to(tl.float32)
     if tl.max(tl.max(larger, 1), 0) > 1.0:
-        for start in range(0, columns, COLUMNS):
-            at = start + tl.arange(0, COLUMNS)[None, :]
-            mask = (row < rows) & (at < columns)
-            x = tl.load(codes_ptr + at, mask=mask, other=0.0).to(tl.float32)
-            tl.store(codes_ptr + at, e4m3(x / larger, ROUND), mask=mask)
+        # row by row, so that one of them does not keep the launch waiting for all of a program's
+        for i in range(ROWS):
+            of_row = tl.max(tl.max(tl.where(tl.arange(0, ROWS)[:, None] == i, larger, 1.0), 1), 0)
+            if of_row > 1.0:
+                first = tl.program_id(0).to(tl.int64) * ROWS + i
+                for start in range(0, columns, COLUMNS):
+                    at = start + tl.arange(0, COLUMNS)
+                    here = first_ptr + first * padded + at
+                    x = tl.load(here, mask=at < columns, other=0.0).to(tl.float32)
+                    tl.store(here, e4m3(x * (1.0 / of_row), ROUND), mask=at < columns)
     scale *= larger
     store_halves(codes_ptr + columns + j, v / scale, width, inside, ROUND)
     after = columns + 3 * width + tl.arange(0, PADDING)[None, :]
@@ -120,10 +131,11 @@ def _coded_border_kernel(
 
 
 def add_coded_border(
-    codes: Tensor, scales: Tensor, factor: Halves, factors: Tensor, dtype: torch.dtype
-) -> Tensor:
+    codes: Tensor, scales: Tensor, factor: Halves, factors: Tensor, dtype: torch.dtype,
+    of_rows: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Write the border of codes [rows, padded] in e4m3, of which the first columns are there, and
-    scales [rows, 1]; returns z [rows, width], new, in dtype.
+    scales [rows, 1]; returns z [rows, width], new, in dtype, or z times of_rows [rows, 1].
 
     Equivalent PyTorch, for a factor [width, columns] in halves, and factors [width]::
 
@@ -159,8 +171,8 @@ def add_coded_border(
     )  # fmt: skip
     launch(
         _coded_border_kernel, (cdiv(rows, BORDER_ROWS),),
-        codes, scales, partials, factor.scales, factors, z, rows, columns, width, splits, padded,
-        BORDER_ROWS, BORDER_COLUMNS, next_power_of_2(width),
+        codes, scales, partials, factor.scales, factors, of_rows, z, rows, columns, width, splits,
+        padded, BORDER_ROWS, BORDER_COLUMNS, next_power_of_2(width),
         next_power_of_2(max(padded - columns - 3 * width, 1)), rounds(_coded_border_kernel),
         num_warps=warps,
     )  # fmt: skip

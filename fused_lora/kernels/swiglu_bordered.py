@@ -74,6 +74,7 @@ def through_swiglu(
     mask: Mask | None = None,
     masks: Masks | None = None,
     activation: str = "silu",
+    x_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
     """The gradient of gate and up's input, and p, from grad [T, out + width of down], whose first
     columns are the gradient of down's output and whose others get its p; and new gradients of
@@ -82,6 +83,7 @@ def through_swiglu(
     z: x A' of gate and up, whose buffer has this layout. kinds: rank and dtype of those adapters.
     grad_biases: of gate and up, written where one is trained. mask, masks: of down's input, and of
     gate's and up's. In FP8 the gradient of gate_up exists as codes alone, but with masks or biases.
+    x_scales: of rows of x, where it is codes: p comes multiplied by them.
     """
     grad_hidden, p = grow_k_backward(grad, down, None if mask is None else [mask])
     gradients, (of_hidden, of_gate, of_up) = _of_adapters(
@@ -102,14 +104,14 @@ def through_swiglu(
         )
         repair_gradient_codes(grad_hidden, gate_up, coded, activation)
         del grad_hidden  # at 16,384 tokens a [T, intermediate] is 361 MB: let it go early
-        return *buffer.gradient_of_codes(codes, scales, gate_up.dtype), gradients
+        return *buffer.gradient_of_codes(codes, scales, gate_up.dtype, x_scales), gradients
     grad_gate_up = empty_rows(gate_up, len(gate_up), layout.grad_columns)
     swiglu_backward_products(
         grad_hidden, gate_up, of_hidden, of_gate, of_up, grad_gate_up[:, : layout.out], activation
     )
     del grad_hidden
     sum_biases(grad_gate_up, layout, grad_biases)
-    return *grow_k_backward(grad_gate_up, layout, masks), gradients
+    return *grow_k_backward(grad_gate_up, layout, masks, x_scales), gradients
 
 
 def _of_adapters(

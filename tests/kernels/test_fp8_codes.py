@@ -149,8 +149,14 @@ def test_border_of_codes(rows, columns, width, size, dtype, device):
     factor = Halves(torch.stack([hi, (lo.float() / 16).to(E4M3)]), of_factor)
     factors = random(width, seed=3, device=device).abs() + 0.1
     before = codes.clone(), scales.clone()
+    again = codes.clone(), scales.clone()
     z = add_coded_border(codes, scales, factor, factors, dtype)
     assert z.dtype == dtype
+    of_rows = random(rows, 1, seed=6, device=device)
+    times = add_coded_border(*again, factor, factors, dtype, of_rows)
+    assert torch.equal(times, (z.float() * of_rows).to(dtype))
+    assert torch.equal(again[0].view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(again[1], scales)
     exact = x @ (factor.codes.double().sum(0) * of_factor.double()[:, None]).t()
     # sums of codes have about 14 bits on Hopper's tensor cores, of the largest of what is summed
     most = 2**-8 if dtype == torch.bfloat16 else 1e-5 if device == "cpu" else 2**-11

@@ -379,7 +379,10 @@ FUSED = {
     "whole layers, normed heads": ("Qwen3", Fusion(**ALL, layer=True)),
     "whole layers, biases and norms trained": ("Qwen2", AGAIN, TRAINED),
     "whole layers, one product for q, k and v": ("Phi3", AGAIN, TRAINED),
-    "whole layers in FP8": ("Qwen2", Fusion(**ALL, layer=True, fp8=True, checkpoint="full"), {}),
+    "whole layers in FP8": (
+        "Qwen2",
+        Fusion(**ALL | {"cross_entropy": False}, layer=True, fp8=True, checkpoint="full"),
+    ),
 }
 
 
@@ -389,6 +392,8 @@ FUSED = {
 def test_fused_model_is_trained_as_by_the_eager_loop(device, fused, autocast):
     """Scheduler, clipping, accumulation, two lengths. The fused loss drops ignored tokens only
     while it may wait, so its products have other sizes in a graph: within bf16's own error there.
+    In FP8, where one code that falls to the other side is 6% of it, the loss is transformers', and
+    all sizes are the same.
     """
     family, fusion, *lora = fused
     dtype = torch.bfloat16 if autocast else torch.float32
@@ -408,7 +413,7 @@ def test_fused_model_is_trained_as_by_the_eager_loop(device, fused, autocast):
             scheduler.step()
         losses.append(torch.stack(found).double())
     assert captured(step) == 2
-    bound = 2e-3 if autocast else 1e-5
+    bound = 2e-3 if autocast and fusion.cross_entropy else 1e-5
     torch.testing.assert_close(*losses, rtol=bound, atol=0)
     assert len({loss.item() for loss in losses[0]}) == 20
 
