@@ -167,6 +167,7 @@ def launch_fp8():
     gate_up, hidden = empty(TOKENS, 2 * COLUMNS), empty(TOKENS, COLUMNS)
     codes, scales = swiglu_codes(gate_up, 2 * COLUMNS, "silu")
     add_coded_border(codes, scales, of_B, vectors[0], torch.bfloat16)
+    add_coded_border(fp8_rows(x, 2 * HIDDEN)[0], scales, of_A, vectors[0], torch.bfloat16)
     head = empty(1024, HIDDEN, dtype=torch.float8_e4m3fn)
     transposed(head)
     of_rows = [empty(TOKENS, dtype=f32) for _ in range(2)]

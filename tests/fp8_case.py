@@ -29,7 +29,7 @@ def pair(device, fusion=FP8, **options):
 
 def quantised(x):
     """Codes, and a scale for each row."""
-    scales = x.abs().amax(1, keepdim=True).clamp(min=1e-30) / 448
+    scales = x.abs().amax(1, keepdim=True).clamp(min=1e-30) / 224
     return nearest(x / scales), scales
 
 
@@ -78,8 +78,8 @@ class OracleBuffer(Fp8Buffer):
             A, sB = one.A.double(), one.sB.double()
             in_codes = (sB / one.scales[:, None]).abs().amax(0)
             spread = one.scales.square().mean().sqrt()
-            one.factors = factor(in_codes, 56 * A.norm(dim=1))
-            one.factors_t = factor(A.abs().amax(1), 56 * sB.norm(dim=0) / spread)
+            one.factors = factor(in_codes, 28 * A.norm(dim=1))
+            one.factors_t = factor(A.abs().amax(1), 28 * sB.norm(dim=0) / spread)
 
     def from_rows(self, codes, scales, bias, dtype):
         """What is given, but in fp64, is multiplied with A' and, with the border, with W'."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from fused_mlp.launching import launch
 
 from ..rms_norm import block_of, rstd_of
-from .fp8_rows import LARGEST, SMALLEST, e4m3, new_codes, rounds
+from .fp8_rows import ROW_LARGEST, SMALLEST, e4m3, new_codes, rounds
 from .residual import check_hidden
 from .rows import check_rows
 
@@ -48,9 +48,9 @@ def _norm_codes_kernel(
     y = tl.where(mask, y, 0.0)  # not 0 times an rstd of infinity
     largest = tl.maximum(tl.max(tl.abs(y), 0), SMALLEST)
     not_finite = tl.sum(y * 0.0, 0)  # or NaN, which may get lost of maxima and casts
-    codes = e4m3(y * (LARGEST / largest), ROUND)
+    codes = e4m3(y * (ROW_LARGEST / largest), ROUND)
     tl.store(codes_ptr + row * padded + columns, codes, mask=mask)
-    tl.store(scales_ptr + row, largest / LARGEST + not_finite)
+    tl.store(scales_ptr + row, largest / ROW_LARGEST + not_finite)
     tl.store(rstd_ptr + row, rstd)
 
 
@@ -64,7 +64,7 @@ def norm_codes(
 
         rstd = torch.rsqrt(x.float().pow(2).mean(-1) + eps)
         y = x.float() * rstd[:, None] * weight.float()  # zero_centered: 1 + weight.float()
-        scales = y.abs().amax(1, keepdim=True) / 448
+        scales = y.abs().amax(1, keepdim=True) / 224
         codes[:, :hidden] = (y / scales).to(torch.float8_e4m3fn)
 
     The scale of a row with NaN or infinity in it is NaN. Rows of x may lie any stride apart.

@@ -26,7 +26,7 @@ from torch import Tensor
 from fused_mlp.launching import cdiv, launch, next_power_of_2
 
 from .activation import activate
-from .fp8_rows import LARGEST, SMALLEST, e4m3, new_codes, rounds
+from .fp8_rows import LARGEST, ROW_LARGEST, SMALLEST, e4m3, new_codes, rounds
 from .rows import rows_and_intermediate
 from .tiling import dots_in_fp32
 
@@ -69,15 +69,17 @@ def _swiglu_codes_kernel(
             most = tl.maximum(most, tl.abs(more))
             nothing += more * 0.0
     largest = tl.maximum(tl.max(most, 0), SMALLEST)
-    tl.store(codes_ptr + lane, e4m3(hidden * (LARGEST / largest), ROUND), mask=lane < intermediate)
+    tl.store(
+        codes_ptr + lane, e4m3(hidden * (ROW_LARGEST / largest), ROUND), mask=lane < intermediate
+    )
     if not IS_WHOLE:
         for start in range(BLOCK, intermediate, BLOCK):
             at = start + lane
             more = _hidden(gate_up_ptr, at, intermediate, IS_GELU, IN_FP32)
             tl.store(
-                codes_ptr + at, e4m3(more * (LARGEST / largest), ROUND), mask=at < intermediate
+                codes_ptr + at, e4m3(more * (ROW_LARGEST / largest), ROUND), mask=at < intermediate
             )
-    tl.store(scales_ptr + row, largest / LARGEST + tl.sum(nothing, 0))
+    tl.store(scales_ptr + row, largest / ROW_LARGEST + tl.sum(nothing, 0))
 
 
 @triton.jit
@@ -167,11 +169,11 @@ def _repair_kernel(
                         intermediate, IS_GELU, IN_FP32,
                     )  # fmt: skip
                     here = codes_ptr + row * padded + at
-                    dgate = e4m3(dgate * (LARGEST / largest), ROUND)
+                    dgate = e4m3(dgate * (ROW_LARGEST / largest), ROUND)
                     tl.store(here, dgate, mask=at < intermediate)
-                    dup = e4m3(dup * (LARGEST / largest), ROUND)
+                    dup = e4m3(dup * (ROW_LARGEST / largest), ROUND)
                     tl.store(here + intermediate, dup, mask=at < intermediate)
-                tl.store(scales_ptr + row, largest / LARGEST + tl.sum(nothing, 0))
+                tl.store(scales_ptr + row, largest / ROW_LARGEST + tl.sum(nothing, 0))
 
 
 @triton.jit
@@ -232,7 +234,7 @@ def swiglu_codes(gate_up: Tensor, padded: int, activation: str) -> tuple[Tensor,
     Equivalent PyTorch::
 
         hidden = F.silu(gate.float()) * up.float()
-        scales = hidden.abs().amax(1, keepdim=True) / 448
+        scales = hidden.abs().amax(1, keepdim=True) / 224
         codes[:, :intermediate] = (hidden / scales).to(torch.float8_e4m3fn)
 
     The scale of a row with NaN or infinity in it is NaN.

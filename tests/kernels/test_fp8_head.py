@@ -17,7 +17,7 @@ def oracle(hidden, weight, labels, bias):
     """(loss, gradient of hidden), in fp64 of the same codes."""
     labelled = labels != IGNORED
     x, w = torch.mul(*quantised(hidden.double())), weight.double()
-    scales = weight.float().abs().amax(1).double() / 448
+    scales = weight.float().abs().amax(1).double() / 224
     codes = nearest(w / scales[:, None])
     logits = (x @ codes.t() * scales).to(hidden.dtype)
     logits = (logits.double() + (0 if bias is None else bias.double())).to(hidden.dtype).double()

@@ -29,7 +29,7 @@ def assert_codes_near(got, exact):
 @pytest.mark.parametrize(("columns", "of_columns"), [
     (17_000, True), (256, False), (64, True), (1000, True), (37, False), (1, False),
 ])  # fmt: skip
-def test_codes_are_the_nearest_and_the_largest_of_a_row_is_448(columns, of_columns, dtype, device):
+def test_codes_are_the_nearest_and_the_largest_of_a_row_is_224(columns, of_columns, dtype, device):
     x = random(7, columns + 5, seed=1, dtype=dtype, device=device)[:, :columns]
     x[3] = 0
     times = random(columns, seed=3, device=device).abs() if of_columns else None
@@ -37,9 +37,9 @@ def test_codes_are_the_nearest_and_the_largest_of_a_row_is_448(columns, of_colum
     assert codes.shape == (7, columns + 11)
     codes, x = codes[:, :columns], x.double() * (1 if times is None else times.double())
     largest = x.abs().amax(1, keepdim=True).clamp(min=1e-30)
-    torch.testing.assert_close(scales.double(), largest / 448, rtol=4 * EPS, atol=0)
+    torch.testing.assert_close(scales.double(), largest / 224, rtol=4 * EPS, atol=0)
     assert_codes_near(codes, x / scales.double())
-    assert (codes.float().abs().amax(1)[x.any(1)] == 448).all()
+    assert (codes.float().abs().amax(1)[x.any(1)] == 224).all()
     assert not codes.float()[3].any()
 
 
@@ -76,16 +76,17 @@ def bordering(size, inputs, outputs, width, device):
 ])  # fmt: skip
 def test_an_adapter_in_two_halves_is_as_exact_as_in_bf16(size, inputs, outputs, width, device):
     """Forward and backward, as the codes alone have it, for an A and a B of any size; beside a
-    wider and a longer weight, which changes nothing."""
+    wider and a longer weight, which changes no more than the order that sums are added up in."""
     tokens = 40
     x = random(tokens, inputs, seed=1, dtype=torch.bfloat16, device=device)
     dy = random(tokens, outputs, seed=2, dtype=torch.bfloat16, device=device)
     one, alone = (bordering(size, inputs, outputs, width, device) for _ in range(2))
     fp8_borders([bordering(0.1, 40, 700, width + 40, device), one])
     fp8_borders([alone])
-    assert torch.equal(one.codes.float(), alone.codes.float()) and torch.equal(*(
-        torch.stack([each.factors, each.factors_t, each.of_A.scales]) for each in (one, alone)
-    ))  # fmt: skip
+    for name in ("factors", "factors_t"):
+        torch.testing.assert_close(getattr(one, name), getattr(alone, name), rtol=8 * EPS, atol=0)
+    for each, other in ((one.codes, alone.codes), (one.codes_t, alone.codes_t)):
+        assert (each.float() != other.float()).float().mean() < 0.01
     B, A, scales, codes, codes_t, factors, factors_t, of_B, of_A = one
     for of_v, of, exact in ((of_A, "A", A), (of_B, "B", (B / scales[:, None]).t())):
         got = of_v.codes.double().sum(0) * of_v.scales.double()[:, None]
