@@ -35,8 +35,8 @@ def published_section(runs: Sequence[Run]) -> str:
 
 
 def speeds_by_variant(runs: Sequence[Run]) -> str:
-    """Write the tokens a second of every variant of such runs, a column a run."""
-    runs = [run for run in runs if setting_that_ran(run)]
+    """Write the tokens a second of every variant of such runs of the suite, a column a run."""
+    runs = [run for run in runs if setting_that_ran(run) and BASELINE in run.experiment.variants]
     rows = [{row.variant: row for row in summarize(run)} for run in runs]
     lines = [
         [title_of(id), *(_in_words(row.get(id)) or "not measured" for row in rows)]

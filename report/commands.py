@@ -35,7 +35,7 @@ LOSSES = "docs/runs/*/loss_curve*.json.gz"  # many steps, a run a seed
 # A data set a file: padded-NAME and documents-NAME, of `--padded` and of `--documents`
 LENGTHS = {kind: f"docs/runs/*/{kind}-*.json.gz" for kind in ("padded", "documents")}
 
-FP8_TRAININGS = "docs/runs/*/fp8_training.json.gz"
+FP8_TRAININGS = "docs/runs/*/fp8_training*.json.gz"
 
 PLAIN: dict[str, Any] = {"box": SIMPLE_HEAD, "pad_edge": False}  # fits 80 columns
 

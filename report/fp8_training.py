@@ -80,7 +80,7 @@ def _table(training: Fp8Training) -> str:
             lines.append([
                 BASES[base], precision(variant), variant_of(variant).plain_title,
                 str(len(one.runs)), f"{fmean(curve(run)[0] for run in one.runs):.4f}",
-                f"{fmean(one.losses):.4f}", f"{one.spread:.4f}",
+                f"{fmean(one.losses):.4f}", f"{one.spread:.4f}" if len(one.losses) > 1 else "",
                 f"{fmean(one.apart):+.4f}" if number and one.apart else "",
                 f"{low:+.4f} to {high:+.4f}" if low == low else "",
             ])  # fmt: skip
@@ -136,41 +136,48 @@ def fp8_training_figure(training: Fp8Training) -> Figure:
                 if of_first:
                     lows, highs = map(min, apart), map(max, apart)
                     below.fill_between(
-                        steps, [*lows], [*highs], color=colour, alpha=0.25, linewidth=0,
-                        label=f"{label}, all seeds",
-                    )  # fmt: skip
+                        steps, [*lows], [*highs], color=colour, alpha=0.25, linewidth=0
+                    )
                 else:
                     below.plot(steps, apart, color=colour, linewidth=0.8, alpha=0.7)
-                below.plot(
-                    steps, [fmean(one) for one in apart], color=colour, linewidth=wide,
-                    label=f"{label}, mean" + ("" if of_first else " (thin: each seed)"),
-                )  # fmt: skip
+                below.plot(steps, [fmean(one) for one in apart], color=colour, linewidth=wide)
         panels[0, 0].set_ylabel("held-out loss")
         panels[1, 0].set_ylabel(f"from {precision(training.runs[0].variant)}'s mean")
         panels[0, 0].legend()
-        panels[1, 0].legend(loc="upper left", fontsize=9.5)
         title = fp8_training_finding(training)
-        picture.text(0.025, 0.92, title, size=min(21, 1250 / len(title)), weight="bold")
-        words = fill(training_caption(training), 140)
+        longest = max(map(len, title.split("\n")))
+        picture.text(0.025, 0.92, title, size=min(21, 1250 / longest), weight="bold")
+        first = precision(training.runs[0].variant)
+        lines = f"Below, thick: means, thin: each seed, grey: all seeds of {first}."
+        words = fill(f"{training_caption(training)} {lines}", 140)
         picture.text(0.025, 0.03, words, size=10.5, color="#444444", linespacing=1.5)
     return picture
 
 
 def fp8_training_finding(training: Fp8Training) -> str:
-    """The title: how far from the first variant the last one ends, in the mean over pairs, and
-    whether that is within the first's own seeds. Empty where there are no pairs."""
+    """The title: how far from the first variant each of the others ends, in the mean over pairs,
+    and whether that is within the first's own seeds. Empty where there are no pairs."""
     if training.environment.gpu is None:
         return REHEARSAL_NOTICE
-    said, inside = [], []
+    said: dict[str, list[str]] = {}
+    inside: dict[str, list[bool]] = {}
     for base, of_base in ends(training).items():
-        first, last = next(iter(of_base.values())), [*of_base.values()][-1]
-        if first is last or not last.apart:
-            continue
-        apart = fmean(last.apart)
-        inside.append(abs(apart) <= first.spread)
-        where = "with outliers " * (base != "trained")
-        said.append(f"{where}{apart:+.4f} (σ {first.spread:.4f})")
-    if not said:
-        return ""
-    verdict = "inside" if all(inside) else "partly outside" if any(inside) else "outside"
-    return f"FP8 ends {verdict} bf16's seeds: held-out loss {', '.join(said)}"
+        first, *others = of_base
+        spread = of_base[first].spread
+        for variant in others:
+            if apart := of_base[variant].apart:
+                mean = fmean(apart)
+                inside.setdefault(variant, []).append(abs(mean) <= spread)
+                where = "with outliers " * (base != "trained")
+                said.setdefault(variant, []).append(f"{where}{mean:+.4f} (σ {spread:.4f})")
+    verdicts = {
+        variant: "inside" if all(of_bases) else "partly outside" if any(of_bases) else "outside"
+        for variant, of_bases in inside.items()
+    }
+    if len(verdicts) == 1:
+        ((variant, verdict),) = verdicts.items()
+        return f"FP8 ends {verdict} bf16's seeds: held-out loss {', '.join(said[variant])}"
+    return "\n".join(
+        f"{variant_of(variant).plain_title}: {verdict} bf16's seeds, {', '.join(said[variant])}"
+        for variant, verdict in verdicts.items()
+    )
