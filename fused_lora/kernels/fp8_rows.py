@@ -30,7 +30,8 @@ E4M3 = torch.float8_e4m3fn
 LARGEST = tl.constexpr(448.0)  # of e4m3
 # What a row's largest becomes: half of that, so that its border, of which nothing is known yet, has
 # room. With all of it 37% of rows passed 448 where sB was twice as large as W (of normal numbers),
-# and had to be written again. A power of two less is another code only below 2^-6, 1/14,336 of the row's largest.
+# and had to be written again. A power of two less is another code only below 2^-6, 1/14,336 of the
+# row's largest.
 ROW_LARGEST = tl.constexpr(224.0)
 SMALLEST = tl.constexpr(1e-30)  # that a row's largest counts as, so that rows of zeros have a scale
 # A program has so many elements of a row in registers, 32 a thread of 16 warps; what is beyond is
