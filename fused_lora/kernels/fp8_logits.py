@@ -10,6 +10,12 @@ with s the scales of lm_head's weight, over whose rows the gradient's product su
 is a bound: no other probability is more than the largest, nor than 1 - p_y. What is known of a row
 are its loss and its largest logit, x_max: log sum exp x = loss + x_y, 1 - p_y = 1 - exp(-loss).
 
+Most words of a vocabulary are next to impossible, all of them together are not: of Qwen's 151,936
+after little training 7.5% for those that the data never has. Their codes are below 2^-6, where e4m3
+are 2^-9 apart, and to the nearest thousands would become the same 0 or 2^-9: the part of the others
+was 10% off. So those are rounded up as often as they are near what is above, by a number as good as
+random, their own last bits (2% off then, for which all codes together are to blame).
+
 Traffic a logit in bf16: 2 bytes, and 1 written. Arithmetic is fp32. Deterministic.
 """
 
@@ -23,6 +29,9 @@ from fused_mlp.launching import cdiv, launch
 from .fp8_rows import E4M3, LARGEST, SMALLEST, e4m3, rounds
 
 BLOCK_COLUMNS = 8192
+LEAST_NORMAL = tl.constexpr(2.0**-6)  # of e4m3
+SPACING = tl.constexpr(2.0**-9)  # below it
+LAST_BITS = tl.constexpr(0xFFF)
 TILE = 128
 
 
@@ -64,7 +73,11 @@ def _logit_codes_kernel(
         code *= tl.load(of_columns_ptr + columns, mask=inside, other=0.0)
         # what rounding makes of a bound may be passed
         code = tl.minimum(tl.where((columns == label) | ignored, 0.0, code), LARGEST)
-        tl.store(codes_ptr + columns, e4m3(code.to(tl.float32), ROUND), mask=inside)
+        code = code.to(tl.float32)
+        last = (code.to(tl.uint32, bitcast=True) & LAST_BITS).to(tl.float32)
+        lift = last * (SPACING / (LAST_BITS + 1)) - SPACING / 2
+        code = tl.where(code < LEAST_NORMAL, code + lift, code)
+        tl.store(codes_ptr + columns, e4m3(code, ROUND), mask=inside)
     not_finite = tl.where(ignored, 0.0, log_sum * 0.0)  # of a minimum NaN may get lost
     tl.store(scales_ptr + row, largest / LARGEST + not_finite)
     tl.store(of_label_ptr + row, tl.where(ignored, 0.0, not_finite - others))
@@ -100,7 +113,7 @@ def logit_codes(
         of_label = p[at_label] - 1
         others = p.masked_fill(at_label, 0) * of_columns
         scales = torch.minimum(p.amax(1), 1 - p[at_label])[:, None] * of_columns.max() / 448
-        codes = (others / scales).to(torch.float8_e4m3fn)
+        codes = (others / scales).to(torch.float8_e4m3fn)  # below 2^-6 up or down, by chance
 
     losses and maxima [rows] are what `cross_entropy_` gives. Of an ignored label all are 0, of one
     outside the vocabulary, or where a logit is NaN, scale and gradient are NaN.

@@ -72,6 +72,29 @@ def test_a_sum_over_a_vocabulary_loses_nothing(device):
     assert relative_error(hidden.grad, torch.full_like(hidden.grad, exact / 3)) < 2**-8
 
 
+def test_words_too_unlikely_for_a_code_count_in_the_mean(device):
+    """One word of 1, and 30,000 of 0.1 to 0.4 of the least code, which to the nearest are all 0."""
+    vocabulary, tokens = 30_016, 4
+    generator = torch.Generator(device).manual_seed(1)
+    size = torch.rand(vocabulary, generator=generator, device=device) / 2 + 0.5
+    weight = size[:, None].expand(-1, 16).bfloat16().contiguous()
+    weight[0] = 1.0
+    least = 2.0**-9 / 448
+    likely = torch.rand(vocabulary, generator=generator, device=device) * 0.3 + 0.1
+    bias = (likely * least).log()
+    bias[0] = 0.0
+    labels = torch.zeros(tokens, dtype=torch.int64, device=device)
+    labels[1:] = torch.arange(1, tokens, device=device)
+    hidden = torch.zeros(tokens, 16, device=device).requires_grad_()
+    linear_cross_entropy(hidden, weight.float(), labels, bias=bias, fp8=True).backward()
+    p = bias.double().softmax(0)
+    exact = p @ weight.double() - weight[labels].double()
+    unlikely = p[1:] @ weight[1:].double()
+    off = (hidden.grad.double() * tokens - exact).abs().amax(1)
+    # the label of the first is the likely one: its others are codes with digits
+    assert off[0] < 0.03 * unlikely.max() and (off[1:] < 0.05 * unlikely.max()).all()
+
+
 def test_labels_outside_and_nan_stay_in_their_rows(device):
     hidden = random(4, 32, seed=1, device=device).requires_grad_()
     weight = random(64, 32, seed=2, device=device)
