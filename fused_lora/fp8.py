@@ -1,6 +1,6 @@
 """A frozen weight in FP8 with the border of its adapters, and its products (`bordered.py`).
 
-W [out, in] is e4m3 codes with a scale for each row, made once. Products of FP8 want what they sum
+W [out, in] is e4m3 codes with a scale s for each row, made once. Products of FP8 want what they sum
 over side by side in both operands, so that there are two copies of the codes, W8 [out, in] for the
 forward and its transpose for the gradient of x, together as many bytes as one in bf16. In the
 second W's scales lie in the sum: dy is multiplied by them before it becomes codes itself.
@@ -9,10 +9,13 @@ second W's scales lie in the sum: dy is multiplied by them before it becomes cod
     gradient    [dy s | p]  likewise                      dx = codes [W8' | border]' scales
 
 z and p, the adapters' own products, are made of the same codes. They and the border are in two
-halves (`kernels/fp8_rows.py`), as exact as in bf16. A product is 0.037 off for what x, dy and W
-lose as codes, in bf16 0.002. What norms and SwiGLU give, and the gradient of what SwiGLU is given,
-are codes from the kernel that computes them (`kernels/fp8_norm.py`, `kernels/fp8_swiglu.py`), of
-all else a pass of its own makes them.
+halves (`kernels/fp8_rows.py`), as exact as in bf16. Where x is codes p comes multiplied by their
+scales, for dA. A product is 0.037 off for what x, dy and W lose as codes, in bf16 0.002.
+
+What norms and SwiGLU give, and the gradient of what SwiGLU is given, are codes from the kernel that
+computes them (`kernels/fp8_norm.py`, `fp8_swiglu.py`, `swiglu_products_backward.py`), of all else a
+pass of its own makes them. With dropout, whose masks make z of another x, adapters have products in
+bf16.
 
 On the CPU, which has no such products, and for results in other dtypes than bf16, the codes are
 multiplied in fp32.

@@ -1,14 +1,15 @@
-"""lm_head's products in FP8, for the loss (`cross_entropy.py`): as those of a layer (`fp8.py`).
+"""lm_head's products in FP8, for the loss (`cross_entropy.py`), without adapters (`fp8.py`).
 
 For hidden h [T, hidden], the frozen weight W [vocabulary, hidden] as codes W8 and scales s:
 
     logits = codes(h) W8' s              times the scales of h's rows
-    dh     = codes(p s) W8 + c W[y]      p s but at the label y; there c = p_y - 1
+    dh     = codes(p s) W8 + c W[y]      p s of all words but the label y; c = p_y - 1
 
 What is at the label is the larger part of the gradient by far, and as exact as in bf16
-(`kernels/fp8_logits.py`). A logit is 0.037 off, relative to their spread. The codes, as many bytes
-as W in bf16, are made for each loss and let go after it: in Qwen2.5-3B of 0.62 GB of weight, which
-may be the embedding's, too, and change whenever it likes.
+(`kernels/fp8_logits.py`). The sum over the vocabulary is in fp32, every 128 words. A logit is 0.037
+off, relative to their spread. The codes, as many bytes as W in bf16, are made for each loss and let
+go after it: in Qwen2.5-3B of 0.62 GB of weight, which may be the embedding's, too, and change
+whenever it likes.
 """
 
 import torch

@@ -1,18 +1,18 @@
 """The border of a weight in FP8 (`fp8.py`), in two halves (`fp8_rows.py`), from its adapters.
 
-Of a weight W [outputs, inputs] of codes and scales s, with A [width, inputs] and B [outputs,
-width], there are two borders, one for each direction of its product:
+Of a weight W [outputs, inputs] of codes and scales s (of its rows), with A [width, inputs] and B
+[outputs, width], which LoRA's scaling is in already, there are two borders, one for each direction
+of its product:
 
     forward     w = B / s    beside W's codes                 for v = z = x A'
     gradient    w = A'       beside those of its transpose    for v = p = dy B, of codes of dy s
 
-Each column of w is divided by a factor f, by which v is multiplied. f makes both about as large,
-from what is known before any token is: the root of the largest w over the expected v, which is that
-of an x of independent elements, an eighth of the largest in the mean. But v is expected to be at
-most 16, where it has all its digits, unless w were more than 448 then: a row whose v passes 448 has
-to be written again.
+Each column of w is divided by a factor f, by which v is multiplied. f makes both about as large:
+the root of the largest w over the expected v, which is that of an x of independent elements, an
+eighth of the largest of its row in the mean. But v is expected to be at most 16, which leaves it
+room for 28 times that, unless w were more than 448 then. A row whose v passes 448 is written again.
 
-What makes v, A or (B / s)', is in halves, too (`Halves`), each column by its own largest.
+What makes v, A or (B / s)', is in halves, too (`Halves`), each row by its own largest.
 
 A kernel for what is summed over rows, in blocks of them, one that adds these up and makes the
 factors, and one that writes: each for all weights of a layer at once, since a program is soon done

@@ -10,11 +10,12 @@ with s the scales of lm_head's weight, over whose rows the gradient's product su
 is a bound: no other probability is more than the largest, nor than 1 - p_y. What is known of a row
 are its loss and its largest logit, x_max: log sum exp x = loss + x_y, 1 - p_y = 1 - exp(-loss).
 
-Most words of a vocabulary are next to impossible, all of them together are not: of Qwen's 151,936
-after little training 7.5% for those that the data never has. Their codes are below 2^-6, where e4m3
-are 2^-9 apart, and to the nearest thousands would become the same 0 or 2^-9: the part of the others
-was 10% off. So those are rounded up as often as they are near what is above, by a number as good as
-random, their own last bits (2% off then, for which all codes together are to blame).
+Most words have tiny probabilities, which add up to several percent of all. Their codes lie below
+2^-6, where e4m3 are 2^-9 apart: to the nearest, thousands would become the same 0 or 2^-9, and the
+sum over them is off. So those are rounded up with a probability of as much as they are above the
+number below, the last 12 bits of their own mantissa being the random number. Of the part of all
+words but the label 8% were off after little training, and 2% are
+(docs/runs/cpu/fp8_lm_head_gradient.txt).
 
 Traffic a logit in bf16: 2 bytes, and 1 written. Arithmetic is fp32. Deterministic.
 """

@@ -4,15 +4,18 @@ For codes of x, or of dy s, as the weight's own product sees them:
 
     z = x A',  or  p = dy B          and its columns after x's, in two halves (`fp8_rows.py`)
 
-A row's scale is there before z is known. Where z would pass 448, the row's scale becomes so many
-powers of two larger, and its codes as many smaller, which changes no digit of them.
+A row's scale is there before z is known. Where what is written for z would pass 448, the row's
+scale becomes so many powers of two larger, and its codes as many smaller, which changes no digit
+but of codes that come below 2^-6.
 
 A program owns some rows, and writes their z and its halves. Where what is summed over is long, as
-an intermediate size is, it owns a range of that, too, and a second kernel adds up the ranges and
-writes. Codes are read once, a byte an element. The factor, A or
-B / s, is in two halves, too, so that both operands go from memory to the tensor cores as they are:
-to make bf16 of codes took twice as long as to read them. Sums of BLOCK_K are the tensor cores' own,
-which on Hopper keep about 14 bits; these are added up in fp32. Deterministic.
+an intermediate size is, or a border is wider than 128, it owns a range of that, too, and a second
+kernel adds up the ranges and writes. z may be written times a number for each row: p, whose sum
+with codes of x is dA, times their scales. Codes are read once (for each 128 columns of a border), a
+byte an element. The factor, A or B / s, is in two halves, too, so that both operands go from memory
+to the tensor cores as they are: to make bf16 of codes took twice as long as to read them. Sums of
+BLOCK_K are the tensor cores' own, which on Hopper keep about 14 bits; these are added up in fp32.
+Deterministic.
 """
 
 import torch
@@ -25,9 +28,10 @@ from fused_mlp.launching import cdiv, launch, next_power_of_2
 from .fp8_borders import Halves
 from .fp8_rows import LARGEST, e4m3, rounds, store_halves
 
-# A tile of 128 rows reads the factor from L2 rarely enough; two programs for a multiprocessor. Of
-# seven, on an H100, for a layer of Qwen2.5-3B at 16,384 and 2,048 rows: 0.367 and 0.093 ms, and at
-# 64 for BLOCK_K 0.476 and 0.101, which is what fits into 99 kB where a border is wider than 64.
+# A tile of 128 rows reads the factor from L2 rarely enough; two programs for a multiprocessor. On
+# an H100, for a layer of Qwen2.5-3B at 16,384 and 2,048 rows, the best of seven takes 0.367 and
+# 0.093 ms (before short rows took one launch). With 64 for BLOCK_K it is 0.470 and 0.102: that is
+# for borders wider than 64, where 128 does not fit into 99 kB.
 MAX_BLOCK_ROWS, PROGRAMS = 128, 264
 MAX_BLOCK_WIDTH = 128
 LEAST_OF_A_SPLIT = 256  # columns: of fewer the sums are more bytes than the codes
@@ -39,9 +43,9 @@ BORDER_COLUMNS = 4096  # of a row that become smaller at once
 
 @triton.jit
 def _coded_product_kernel(
-    codes_ptr,  # [rows, columns] e4m3, or where SPLITS is 1 [rows, padded], as below
+    codes_ptr,  # [rows, padded] e4m3
     factor_ptr,  # [2, width, columns] e4m3
-    partials_ptr,  # [splits, rows, width] fp32, written, or None where SPLITS is 1
+    partials_ptr,  # [splits, rows, width] fp32, written, or None where IS_WHOLE
     scales_ptr,  # this and what follows as `_write_border` has them
     factor_scales_ptr,
     factors_ptr,

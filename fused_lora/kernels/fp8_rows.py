@@ -12,8 +12,8 @@ they are exact to eight bits, as in bf16. A row of x has one scale for all of it
 be of a size with x, and w with W: for each column v is multiplied by a factor f, and w divided by
 it (`fp8_borders.py`). v is written when the codes are there (`fp8_products.py`).
 
-Traffic in tensors of x's size in bf16: 1.5. Arithmetic is fp32, and rounds once to e4m3.
-Deterministic. Our own; e4m3: Micikevicius et al., arXiv 2209.05433.
+Traffic in tensors of x's size in bf16: 1.5, more for what is beyond 16,384 columns. Arithmetic is
+fp32, and rounds once to e4m3. Deterministic. Our own; e4m3: Micikevicius et al., arXiv 2209.05433.
 """
 
 import torch
@@ -30,8 +30,8 @@ E4M3 = torch.float8_e4m3fn
 LARGEST = tl.constexpr(448.0)  # of e4m3
 # What a row's largest becomes: half of that, so that its border, of which nothing is known yet, has
 # room. With all of it 37% of rows passed 448 where sB was twice as large as W (of normal numbers),
-# and had to be written again. A power of two less is another code only below 2^-6, 1/14,336 of the
-# row's largest.
+# and had to be written again. Half of a code has the same digits unless it comes below 2^-6,
+# 1/14,336 of the row's largest.
 ROW_LARGEST = tl.constexpr(224.0)
 SMALLEST = tl.constexpr(1e-30)  # that a row's largest counts as, so that rows of zeros have a scale
 # A program has so many elements of a row in registers, 32 a thread of 16 warps; what is beyond is

@@ -1,4 +1,4 @@
-"""A layer's MLP between its bordered products (`bordered_linear.py`), with the adapters' products
+"""A layer's MLP between its bordered products (`bordered.py`), with the adapters' products
 over [T, intermediate] tensors inside SwiGLU's, or GeGLU's, own passes, for `decoder_layer.py`."""
 
 from collections.abc import Sequence

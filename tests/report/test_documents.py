@@ -75,9 +75,14 @@ def test_a_quick_run_says_its_rows_and_how_to_add_them():
 
 def published(model, kind=""):
     """The tokens a second of our fastest variant in others' setting, and over their best number."""
+    row = fastest(model, kind)
+    return row.tokens_per_s, row.tokens_per_s / SETTINGS[model].claims[0].tokens_per_s
+
+
+def fastest(model, kind=""):
     run = results.load(ROOT / "docs" / "runs" / "h100" / f"published-{model}{kind}.json.gz")
-    speed = max(row.tokens_per_s for row in summarize(run) if variant_of(row.variant).is_ours)
-    return speed, speed / SETTINGS[model].claims[0].tokens_per_s
+    rows = [row for row in summarize(run) if row.tokens_per_s and variant_of(row.variant).is_ours]
+    return max(rows, key=lambda row: row.tokens_per_s)
 
 
 def whole_chats():
@@ -135,7 +140,9 @@ def test_the_readmes_numbers_are_those_of_the_data(runs):
         ),
         r"Qwen2.5-7B at (\d+,\d+) tokens/s,\s+([\d.]+) times": published("qwen2.5-7b"),
         r"Qwen3-8B at (\d+,\d+), ([\d.]+) times": published("qwen3-8b"),
-        r"Qwen3-8B at (\d+,\d+) tokens/s, ([\d.]+) times": published("qwen3-8b", "-fp8"),
+        r"takes ([\d.]+) of the floor in bf16: (\d+,\d+) tokens/s .*, ([\d.]+) times": (
+            fastest("qwen3-8b", "-fp8").ratio_to_floor, *published("qwen3-8b", "-fp8"),
+        ),
         r"we expect ([\d.]+)× for the\s+MLP and ([\d.]+)×": (
             float(a100[6].strip(" ×")), float(a100[8].strip(" ×")),
         ),
