@@ -46,6 +46,8 @@ def main(argv: list[str] | None = None) -> int:
     path = asked.out / "fp8_training.json"
     if asked.device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+    # what deterministic sums want of cuBLAS (`bases.py`), read when CUDA is initialised
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     try:
         with locked(asked.out):
             source, data = checked(asked)
