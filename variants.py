@@ -284,7 +284,7 @@ _RECORDS = [
     *_both("fp8_layer", "FP8 layers", Recipe(fused=WHOLE_LAYERS, fp8=True), ""),
     *_both("fp8_layer_graph", "FP8 layers, graph",
            Recipe(fused=WHOLE_LAYERS, graph=True, fp8=True), ""),
-    *_both("fp8_lm_head_graph", "FP8, lm_head too",
+    *_both("fp8_lm_head_graph", "FP8 + lm_head, graph",
            Recipe(fused=(*WHOLE_LAYERS, "fp8_lm_head"), graph=True, fp8=True), ""),
     *_one("fp8_layer_graph_offload", "everything fused, in FP8",
           replace(OFFLOAD, fused=(*WHOLE_LAYERS, "fp8_lm_head"), graph=True, fp8=True), ""),

@@ -55,6 +55,18 @@ def test_each_number_of_theirs_stands_beside_the_fastest_of_ours_unsloth_and_van
     assert [line[4] for line in others] == [f"{tokens / 1.2 / n:.2f}" for n in (10200, 8900)]
 
 
+def test_ours_in_fp8_stand_beside_theirs_in_fp8_where_there_are_any():
+    ours = "fp8_lm_head_graph_no_checkpointing"
+    for name, theirs in (("qwen3-8b", ["Surogate, FP8: 11,600"]),
+                         ("qwen2.5-7b", ["NeMo AutoModel (TE + Triton): 14,110"])):  # fmt: skip
+        run = published_run(name, variants=(ours,))
+        run.cells = [example.timed_cell(ours, SETTINGS[name].seq_len, 1, [500.0] * 3)]
+        assert [line[2] for line in lines(published_rows([run]))] == theirs
+        assert lines(speeds_by_variant([run, published_run()])) == lines(
+            speeds_by_variant([published_run()])
+        )
+
+
 def test_every_variant_has_its_speed_in_every_run_or_says_why_not():
     run = published_run(status={"fused_all": "oom"})
     del run.cells[-1]  # cut off before the last
