@@ -34,7 +34,7 @@ from .fp8_rows import LARGEST, SMALLEST, halves, rounds
 EXPECTED = tl.constexpr(28.0)  # of x's codes: an eighth of ROW_LARGEST
 LARGE = tl.constexpr(16.0)  # of v's, in the mean
 BLOCK_ROWS, BLOCK_COLUMNS = 128, 32
-SUMMED = 128  # blocks whose sums are added up at once: gate's and up's of Qwen2.5-3B are 172
+SUMMED = 256  # blocks whose sums are added up at once: gate's and up's of Qwen2.5-3B are 172
 
 
 @triton.jit
@@ -45,20 +45,20 @@ def _border_sums_kernel(
     # written
     counts,  # outputs and inputs, of one weight after another
     widths,  # of each weight
+    blocks,  # of rows, at most
     widest,
     WEIGHTS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    block, blocks, first = tl.program_id(0), tl.num_programs(0), tl.program_id(1) * COLUMNS
-    weight, side = tl.program_id(2) // 2, tl.program_id(2) % 2
-    place = 2 * weight + side
+    place, block, first = _tile(counts, widths, WEIGHTS, ROWS, COLUMNS)
+    weight, side = place // 2, place % 2
     count = _of(counts, place, 2 * WEIGHTS)
     width = _of(widths, weight, WEIGHTS)
     row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     j = first + tl.arange(0, COLUMNS)
     for of_A in tl.static_range(2):
-        if (side == of_A) & (block * ROWS < count) & (first < width):
+        if side == of_A:
             border_ptr = _of(borders, place, 2 * WEIGHTS)
             scales_ptr = _of(scales, weight, WEIGHTS)
             w, over_scale = _border(border_ptr, scales_ptr, row, j, count, width, of_A)
@@ -120,15 +120,14 @@ def _fp8_borders_kernel(
     COLUMNS: tl.constexpr,
     ROUND: tl.constexpr,
 ):
-    block, first = tl.program_id(0), tl.program_id(1) * COLUMNS
-    weight, side = tl.program_id(2) // 2, tl.program_id(2) % 2
-    place = 2 * weight + side
+    place, block, first = _tile(counts, widths, WEIGHTS, ROWS, COLUMNS)
+    weight, side = place // 2, place % 2
     count = _of(counts, place, 2 * WEIGHTS)
     width = _of(widths, weight, WEIGHTS)
     row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     j = first + tl.arange(0, COLUMNS)
     for of_A in tl.static_range(2):
-        if (side == of_A) & (block * ROWS < count) & (first < width):
+        if side == of_A:
             border_ptr = _of(borders, place, 2 * WEIGHTS)
             scales_ptr = _of(scales, weight, WEIGHTS)
             w, over_scale = _border(border_ptr, scales_ptr, row, j, count, width, of_A)
@@ -148,6 +147,19 @@ def _fp8_borders_kernel(
             tl.store(tile, hi, mask=inside)
             tl.store(tile + width, hi, mask=inside)
             tl.store(tile + 2 * width, lo, mask=inside)
+
+
+@triton.jit
+def _tile(counts, widths, WEIGHTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """This program's weight and side, as one number, its block of rows and its first column."""
+    tile = tl.program_id(0)
+    place, before, end = tile * 0, tile * 0, tile * 0
+    for i in tl.static_range(2 * WEIGHTS):
+        place = tl.where(tile >= end, i, place)
+        before = tl.where(tile >= end, end, before)
+        end += tl.cdiv(counts[i], ROWS) * tl.cdiv(widths[i // 2], COLUMNS)
+    across = tl.cdiv(_of(widths, place // 2, WEIGHTS), COLUMNS)
+    return place, (tile - before) // across, (tile - before) % across * COLUMNS
 
 
 @triton.jit
@@ -259,19 +271,20 @@ def fp8_borders(weights: Sequence[Bordering]) -> None:
     counts = tuple(chain.from_iterable((len(one.B), one.A.shape[1]) for one in weights))
     widths = tuple(len(one.A) for one in weights)
     blocks, widest = cdiv(max(counts), BLOCK_ROWS), max(widths)
-    grid = blocks, cdiv(widest, BLOCK_COLUMNS), 2 * len(weights)
+    across = [cdiv(width, BLOCK_COLUMNS) for width in widths]
+    tiles = sum(cdiv(count, BLOCK_ROWS) * across[i // 2] for i, count in enumerate(counts))
     sums = scales[0].new_empty(2 * len(weights), blocks, 3, widest)
     strides = tuple(one.stride(0) for one in codes)
     with on_device_of(sums):
-        _border_sums_kernel[grid](
-            borders, scales, sums, counts, widths, widest, len(weights), BLOCK_ROWS, BLOCK_COLUMNS,
-            num_warps=8,
+        _border_sums_kernel[(tiles,)](
+            borders, scales, sums, counts, widths, blocks, widest, len(weights), BLOCK_ROWS,
+            BLOCK_COLUMNS, num_warps=8,
         )  # fmt: skip
-        _border_factors_kernel[grid[1:]](
+        _border_factors_kernel[(max(across), 2 * len(weights))](
             sums, counts, widths, factors, scales_of, blocks, widest, len(weights), BLOCK_ROWS,
             BLOCK_COLUMNS, SUMMED, num_warps=8,
         )  # fmt: skip
-        _fp8_borders_kernel[grid](
+        _fp8_borders_kernel[(tiles,)](
             borders, scales, factors, scales_of, codes, halves_of, strides, counts, widths,
             len(weights), BLOCK_ROWS, BLOCK_COLUMNS, rounds(_fp8_borders_kernel), num_warps=8,
         )  # fmt: skip
