@@ -22,6 +22,8 @@ from .fp8 import Fp8Buffer
 from .kernels.dropped_products import dropped_gradient, dropped_products
 from .kernels.rows import empty_rows
 
+Codes = tuple[Tensor, Tensor]  # of rows in FP8, and their scales
+
 
 class Buffer:
     """The memory of one border, while something needs it, and its products.
@@ -133,11 +135,14 @@ def grow_k_forward(x_ext: Tensor, bordered: Bordered, masks: Masks | None = None
 
 
 def grow_k_backward(
-    grad_ext: Tensor, bordered: Bordered, masks: Masks | None = None, x_scales: Any = None
-) -> tuple[Tensor, Tensor]:
+    grad_ext: Tensor, bordered: Bordered, masks: Masks | None = None, x_scales: Any = None,
+    codes: Codes | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(dx [T, in], p [T, width]) from grad_ext [T, out + width], whose first columns are dy, and
     whose others p may be written into. Equivalent: ``p = dy @ sB; dy @ W + p @ A``. Of an x that
-    was codes p is multiplied by their scales, for dA."""
+    was codes p is multiplied by their scales, for dA. codes: dy's, in FP8, where they are there."""
+    if codes is not None and isinstance(bordered.buffer, Fp8Buffer):
+        return bordered.buffer.gradient_of_codes(*codes, grad_ext.dtype, x_scales)
     if masks is None:
         return bordered.buffer.gradient_and_p(grad_ext, x_scales)
     dy, p = grad_ext[:, : bordered.out], grad_ext[:, bordered.out :]

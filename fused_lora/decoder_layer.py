@@ -337,9 +337,10 @@ class DecoderLayer(torch.autograd.Function):
                 m, None, None, pm, masks_gate_up,
             )  # fmt: skip
             grad_total = empty_rows(x, len(total), of_o.grad_columns)
-            norm_backward(
+            as_it_is = attended_norm is None and frozen.multiplier == 1.0 and masks_o is None
+            codes = norm_backward(
                 grad_normed, grad_residual, total, post_norm, post_rstd, centered,
-                grad_total[:, :width], grads.post_norm,
+                grad_total[:, :width], grads.post_norm, of_o if as_it_is else None,
             )  # fmt: skip
             del grad_normed
             grad_residual = grad_total[:, :width]
@@ -350,12 +351,12 @@ class DecoderLayer(torch.autograd.Function):
 
             # total = x + o(attended)
             sum_biases(grad_total, of_o, biases_o)
-            grad_attended, pa = grow_k_backward(grad_total, of_o, masks_o)
+            grad_attended, pa = grow_k_backward(grad_total, of_o, masks_o, None, codes)
             grad_o = adapter_sums.add(
                 of_o, kinds_o, need_o,
                 wanted_rows(attended, rows), grad_total[:, :width], z_o, pa, masks_o,
             )  # fmt: skip
-            del grad_total
+            del grad_total, codes
             if rows is not None:
                 adapter_sums.compute()  # of as many tokens, and not of all as those that follow
                 grad_attended = spread_rows(grad_attended, rows, len(x))

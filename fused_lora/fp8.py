@@ -12,10 +12,10 @@ z and p, the adapters' own products, are made of the same codes. They and the bo
 halves (`kernels/fp8_rows.py`), as exact as in bf16. Where x is codes p comes multiplied by their
 scales, for dA. A product is 0.037 off for what x, dy and W lose as codes, in bf16 0.002.
 
-What norms and SwiGLU give, and the gradient of what SwiGLU is given, are codes from the kernel that
-computes them (`kernels/fp8_norm.py`, `fp8_swiglu.py`, `swiglu_products_backward.py`), of all else a
-pass of its own makes them. With dropout, whose masks make z of another x, adapters have products in
-bf16.
+What norms and SwiGLU give, and the gradients of what SwiGLU and the norm after o are given, are
+codes from the kernel that computes them (`kernels/fp8_norm.py`, `fp8_swiglu.py`,
+`swiglu_products_backward.py`), of all else a pass of its own makes them. With dropout, whose masks
+make z of another x, adapters have products in bf16.
 
 On the CPU, which has no such products, and for results in other dtypes than bf16, the codes are
 multiplied in fp32.
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from .kernels.fp8_borders import Bordering, Halves, fp8_borders
-from .kernels.fp8_norm import norm_codes
+from .kernels.fp8_norm import norm_backward_codes, norm_codes
 from .kernels.fp8_products import add_coded_border
 from .kernels.fp8_rows import E4M3, LARGEST, fp8_rows, new_codes, padded_columns
 from .kernels.fp8_swiglu import swiglu_codes
@@ -127,6 +127,16 @@ class Fp8Buffer:
         dy = grad_ext[:, : len(self.sB)]
         codes, scales = fp8_rows(dy, self._codes_t.shape[1], self.scales)
         return self.gradient_of_codes(codes, scales, dy.dtype, x_scales)
+
+    def gradient_through_norm(
+        self, grad_y: Tensor, grad_residual: Tensor, x: Tensor, weight: Tensor, rstd: Tensor,
+        zero_centered: bool, dy: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Write a norm's gradient of x into dy; returns dy's codes, without their border."""
+        return norm_backward_codes(
+            grad_y, grad_residual, x, weight, rstd, dy, self.scales, self._codes_t.shape[1],
+            zero_centered,
+        )  # fmt: skip
 
     def room_for_codes(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """New codes and scales for a dy of as many rows as like has, without its border."""

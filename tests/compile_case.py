@@ -25,7 +25,7 @@ from fused_lora.kernels import residual as residual_kernels
 from fused_lora.kernels.dropped_products import dropped_gradient, dropped_products
 from fused_lora.kernels.fp8_borders import Bordering, Halves, fp8_borders
 from fused_lora.kernels.fp8_logits import logit_codes, transposed
-from fused_lora.kernels.fp8_norm import norm_codes
+from fused_lora.kernels.fp8_norm import norm_backward_codes, norm_codes
 from fused_lora.kernels.fp8_products import add_coded_border
 from fused_lora.kernels.fp8_rows import fp8_rows
 from fused_lora.kernels.fp8_swiglu import (
@@ -153,6 +153,8 @@ def launch_fp8():
     x = empty(TOKENS, HIDDEN)
     fp8_rows(x, 2 * HIDDEN)
     read, *_ = norm_codes(x, empty(HIDDEN), 1e-6, 2 * HIDDEN)
+    of_hidden = empty(TOKENS, dtype=f32), x, empty(HIDDEN, dtype=f32)
+    norm_backward_codes(x, x, x, empty(HIDDEN), *of_hidden, 2 * HIDDEN)
     of_x = [Product(empty(TOKENS, RANK), empty(HIDDEN, RANK)) for _ in range(3)]
     sums_over_tokens([(read[:, :HIDDEN], of_x)])
     fp8_rows(empty(TOKENS, 2 * COLUMNS), 2 * COLUMNS, vectors[1])

@@ -13,6 +13,7 @@ from fused_lora.decoder_layer import DecoderLayer
 from fused_lora.fp8 import Fp8Buffer
 from fused_lora.frozen_layer import GROUPS
 from fused_lora.kernels.fp8_rows import E4M3, new_codes
+from fused_lora.kernels.residual import residual_norm_backward
 
 FP8 = Fusion(layer=True, fp8=True)
 CONFIG = {
@@ -125,6 +126,10 @@ class OracleBuffer(Fp8Buffer):
     def gradient_and_p(self, grad_ext, x_scales=None):
         dy = grad_ext[:, : len(self.sB)].double()
         return self.gradient_of_codes(*quantised(dy * self.scales), grad_ext.dtype, x_scales)
+
+    def gradient_through_norm(self, grad_y, residual, x, weight, rstd, zero_centered, dy):
+        residual_norm_backward(grad_y, residual, x, weight, rstd, dy, zero_centered)
+        return quantised(dy.double() * self.scales)
 
     def room_for_codes(self, like):
         return new_codes(like, len(self.sB))

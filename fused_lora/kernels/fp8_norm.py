@@ -1,12 +1,14 @@
-"""RMSNorm to codes of FP8 (`fp8_rows.py`), without rows in bf16 in between.
+"""RMSNorm and its backward to codes of FP8 (`fp8_rows.py`), without a pass of their own.
 
-    y = x r w,   r = 1 / sqrt(mean(x^2) + eps)      as codes with a scale for each row
+    norm_codes              y = x r w,   r = 1 / sqrt(mean(x^2) + eps)      as codes alone
+    norm_backward_codes     grad_x = r (g - n mean(g n)) + grad_residual,   n = x r,  g = grad_y w
+                            in bf16, and as codes what is after it: o's gradient times W's scales
 
 where w is the weight, or 1 + weight if that is zero-centred. A program has a row in registers, as
 the mean of its squares wants, and so its largest.
 
-Traffic in tensors of x's size in bf16: 1.5, where y in bf16 is 2 and its codes 1.5. Arithmetic is
-fp32, and rounds once to e4m3. Deterministic.
+Traffic in tensors of x's size in bf16: 1.5, where y in bf16 is 2 and its codes 1.5; and 4.5, where
+the gradient is 4 and its codes 1.5. Arithmetic is fp32, and rounds once to e4m3. Deterministic.
 """
 
 import triton
@@ -46,12 +48,60 @@ def _norm_codes_kernel(
     rstd = rstd_of(x, hidden, eps)
     y = x * rstd * weight
     y = tl.where(mask, y, 0.0)  # not 0 times an rstd of infinity
+    _store_codes(y, codes_ptr + row * padded, scales_ptr + row, columns, mask, ROUND)
+    tl.store(rstd_ptr + row, rstd)
+
+
+@triton.jit
+def _norm_backward_codes_kernel(
+    grad_y_ptr,  # [rows, hidden]
+    grad_residual_ptr,  # [rows, hidden]
+    x_ptr,  # [rows, hidden], what was normalised
+    weight_ptr,  # [hidden]
+    rstd_ptr,  # [rows] fp32
+    of_columns_ptr,  # [hidden], what codes are multiplied by
+    grad_x_ptr,  # [rows, hidden], written
+    codes_ptr,  # [rows, padded], its first columns are written
+    scales_ptr,  # [rows], written
+    grad_y_row_stride,
+    grad_residual_row_stride,
+    x_row_stride,
+    grad_x_row_stride,
+    padded,
+    hidden,
+    ZERO_CENTERED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROUND: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < hidden
+    x = tl.load(x_ptr + row * x_row_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    grad_y = tl.load(grad_y_ptr + row * grad_y_row_stride + columns, mask=mask, other=0.0)
+    residual_row = grad_residual_ptr + row * grad_residual_row_stride
+    residual = tl.load(residual_row + columns, mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    of_columns = tl.load(of_columns_ptr + columns, mask=mask, other=0.0)
+    if ZERO_CENTERED:
+        weight += 1.0
+    rstd = tl.load(rstd_ptr + row)
+    normalised = x * rstd
+    grad_normalised = grad_y.to(tl.float32) * weight
+    mean = tl.div_rn(tl.sum(grad_normalised * normalised, axis=0), 1.0 * hidden)
+    grad_x = rstd * (grad_normalised - normalised * mean) + residual
+    grad_x = grad_x.to(grad_x_ptr.dtype.element_ty)
+    tl.store(grad_x_ptr + row * grad_x_row_stride + columns, grad_x, mask=mask)
+    y = tl.where(mask, grad_x.to(tl.float32) * of_columns, 0.0)
+    _store_codes(y, codes_ptr + row * padded, scales_ptr + row, columns, mask, ROUND)
+
+
+@triton.jit
+def _store_codes(y, codes_ptr, scale_ptr, columns, mask, ROUND: tl.constexpr):
+    """Write a row's codes and their scale."""
     largest = tl.maximum(tl.max(tl.abs(y), 0), SMALLEST)
     not_finite = tl.sum(y * 0.0, 0)  # or NaN, which may get lost of maxima and casts
-    codes = e4m3(y * (ROW_LARGEST / largest), ROUND)
-    tl.store(codes_ptr + row * padded + columns, codes, mask=mask)
-    tl.store(scales_ptr + row, largest / ROW_LARGEST + not_finite)
-    tl.store(rstd_ptr + row, rstd)
+    tl.store(codes_ptr + columns, e4m3(y * (ROW_LARGEST / largest), ROUND), mask=mask)
+    tl.store(scale_ptr, largest / ROW_LARGEST + not_finite)
 
 
 def norm_codes(
@@ -84,3 +134,37 @@ def norm_codes(
             hidden, eps, zero_centered, block, rounds(_norm_codes_kernel), num_warps=warps,
         )  # fmt: skip
     return codes, scales, rstd
+
+
+def norm_backward_codes(
+    grad_y: Tensor, grad_residual: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, grad_x: Tensor,
+    of_columns: Tensor, padded: int, zero_centered: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Write the gradient of x, which was normalised and goes on as the residual, into grad_x;
+    returns (codes [rows, padded] in e4m3, of which the first columns are written, scales [rows, 1]
+    in fp32) of grad_x times of_columns, new.
+
+    Equivalent PyTorch, for [rows, hidden] tensors of one dtype and of_columns [hidden] in fp32::
+
+        residual_norm_backward(grad_y, grad_residual, x, weight, rstd, grad_x, zero_centered)
+        return fp8_rows(grad_x, padded, of_columns)
+
+    Raises:
+        ValueError: as `norm_codes`.
+    """
+    check_rows(
+        "norm_backward_codes", _norm_backward_codes_kernel, x.shape,
+        grad_y=grad_y, grad_residual=grad_residual, x=x, grad_x=grad_x,
+    )  # fmt: skip
+    check_hidden("norm_backward_codes", x, weight)
+    rows, hidden = x.shape
+    codes, scales = new_codes(x, padded)
+    if rows:
+        block, warps = block_of(hidden)
+        launch(
+            _norm_backward_codes_kernel, (rows,),
+            grad_y, grad_residual, x, weight, rstd, of_columns, grad_x, codes, scales,
+            grad_y.stride(0), grad_residual.stride(0), x.stride(0), grad_x.stride(0), padded,
+            hidden, zero_centered, block, rounds(_norm_backward_codes_kernel), num_warps=warps,
+        )  # fmt: skip
+    return codes, scales

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fused_mlp.dropout import Masks
 
-from ..bordered import Bordered, Extended, grow_k_forward
+from ..bordered import Bordered, Codes, Extended, grow_k_forward
 from ..fp8 import Fp8Buffer
 from .dropped_products import dropped_products
 from .residual import add_adapted, residual_norm_backward, residual_norm_forward
@@ -42,15 +42,22 @@ def normed_product(
 def norm_backward(
     grad_y: Tensor, grad_residual: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor | None,
     zero_centered: bool, grad_x: Tensor, grad_weight: Tensor | None,
-) -> None:  # fmt: skip
+    read_by: Bordered | None = None,
+) -> Codes | None:  # fmt: skip
     """Write the gradient of `normed_product`'s x, which goes on as the residual, into grad_x, and
-    that of a weight that is trained into grad_weight."""
+    that of a weight that is trained into grad_weight. Returns grad_x's codes where what reads it
+    next is in FP8, and the norm has them at hand."""
     if weight is None or rstd is None:
         torch.add(grad_y, grad_residual, out=grad_x)
+    elif grad_weight is None and read_by is not None and isinstance(read_by.buffer, Fp8Buffer):
+        return read_by.buffer.gradient_through_norm(
+            grad_y, grad_residual, x, weight, rstd, zero_centered, grad_x
+        )
     else:
         residual_norm_backward(
             grad_y, grad_residual, x, weight, rstd, grad_x, zero_centered, grad_weight
         )
+    return None
 
 
 def add_projected(

@@ -6,15 +6,16 @@ import torch.nn.functional as F
 from reference import random, relative_error
 
 from fused_lora.kernels.fp8_borders import Halves
-from fused_lora.kernels.fp8_norm import norm_codes
+from fused_lora.kernels.fp8_norm import norm_backward_codes, norm_codes
 from fused_lora.kernels.fp8_products import add_coded_border
-from fused_lora.kernels.fp8_rows import E4M3, padded_columns
+from fused_lora.kernels.fp8_rows import E4M3, fp8_rows, padded_columns
 from fused_lora.kernels.fp8_swiglu import (
     guess_gradient_scales,
     new_codes,
     repair_gradient_codes,
     swiglu_codes,
 )
+from fused_lora.kernels.residual import residual_norm_backward
 from fused_lora.kernels.swiglu_products_backward import Product, swiglu_backward_products
 
 DTYPES = [torch.bfloat16, torch.float32]
@@ -56,6 +57,31 @@ def test_norm_codes(hidden, zero_centered, size, dtype, device):
     assert_codes_of(codes, scales, exact)
     largest = exact.abs().amax(1, keepdim=True).clamp(min=1e-30) / 224
     torch.testing.assert_close(scales.double(), largest, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("hidden", "zero_centered"), [(40, False), (300, True)])
+def test_norm_backward_codes_are_those_of_the_gradient(hidden, zero_centered, dtype, device):
+    wide = [random(5, hidden + 8, seed=seed, dtype=dtype, device=device) for seed in range(3)]
+    grad_y, residual, x = (one[:, :hidden] for one in wide)
+    weight = random(hidden, seed=3, dtype=dtype, device=device)
+    of_columns = random(hidden, seed=4, device=device).abs()
+    grad_y[2], residual[2] = 0, 0
+    grad_y[3, 5] = float("nan")
+    rstd = (x.float().square().mean(1) + 1e-6).rsqrt()
+    grad_x, want = torch.zeros(2, 5, hidden + 16, dtype=dtype, device=device)
+    of_norm = grad_y, residual, x, weight, rstd
+    codes, scales = norm_backward_codes(
+        *of_norm, grad_x[:, :hidden], of_columns, hidden + 40, zero_centered
+    )
+    residual_norm_backward(*of_norm, want[:, :hidden], zero_centered)
+    torch.testing.assert_close(grad_x, want, rtol=2**-8, atol=1e-6, equal_nan=True)
+    assert torch.equal(grad_x[:, hidden:], want[:, hidden:])
+    wanted = fp8_rows(grad_x[:, :hidden], hidden + 40, of_columns)
+    there = [0, 1, 2, 4]
+    assert torch.equal(codes[there, :hidden].float(), wanted[0][there, :hidden].float())
+    torch.testing.assert_close(scales, wanted[1], rtol=1e-6, atol=0, equal_nan=True)
+    assert scales[3].isnan() and not codes[2, :hidden].float().any()
 
 
 @pytest.mark.parametrize(("make", "message"), [
