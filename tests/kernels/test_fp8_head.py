@@ -60,6 +60,7 @@ def test_it_is_what_its_codes_make_it(spread, with_bias, device):
         assert relative_error(oracle(hidden.detach(), weight * 1.02, labels, bias)[1], grad) > 0.01
 
 
+@pytest.mark.gpu  # a CPU multiplies the codes in fp32
 def test_a_sum_over_a_vocabulary_loses_nothing(device):
     """All words as likely, and all rows 1 but those of labels: sums of 4,736 tiles that are alike,
     of which the last are cut off where the tensor cores add them up alone (3% too short)."""
