@@ -11,7 +11,7 @@ and with dropout, for the mask mi of each projection, zi = (x mi) Ai' by a kerne
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,8 +61,10 @@ class Buffer:
         """total += multiplier [x | z] M[:out]'"""
         total.addmm_(x_ext, self.matrix[: len(self.sB)].t(), alpha=multiplier)
 
-    def gradient_and_p(self, grad_ext: Tensor, x_scales: None = None) -> tuple[Tensor, Tensor]:
-        """([dy | p] M[:, :in], p) of [dy | room for p]."""
+    def gradient_and_p(
+        self, grad_ext: Tensor, x_scales: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """([dy | p] M[:, :in], p) of [dy | room for p]. x, which is no codes, has no scales."""
         outputs, inputs = self.weight.shape
         dy, p = grad_ext[:, :outputs], grad_ext[:, outputs:]
         torch.mm(dy, self.sB, out=p)
@@ -135,8 +137,8 @@ def grow_k_forward(x_ext: Tensor, bordered: Bordered, masks: Masks | None = None
 
 
 def grow_k_backward(
-    grad_ext: Tensor, bordered: Bordered, masks: Masks | None = None, x_scales: Any = None,
-    codes: Codes | None = None,
+    grad_ext: Tensor, bordered: Bordered, masks: Masks | None = None,
+    x_scales: Tensor | None = None, codes: Codes | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(dx [T, in], p [T, width]) from grad_ext [T, out + width], whose first columns are dy, and
     whose others p may be written into. Equivalent: ``p = dy @ sB; dy @ W + p @ A``. Of an x that

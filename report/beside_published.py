@@ -60,7 +60,7 @@ def published_rows(runs: Iterable[Run]) -> str:
         step = f"{setting.accumulate} × {setting.batch_size} × {setting.seq_len:,}"
         day = run.started_utc[:10]
         claims = setting.claims
-        if ours is not None and "FP8" in title_of(ours.variant):
+        if ours is not None and _is_in_fp8(variant_of(ours.variant)):
             claims = tuple(one for one in claims if "FP8" in one.by) or claims
         for claim in claims:
             ratio = f"{_speed(ours) / claim.tokens_per_s:.2f}" if ours else ""
@@ -96,6 +96,10 @@ def _speed(row: SummaryRow) -> float:
 
 def _is_unsloth(variant: Variant) -> bool:
     return variant.recipe is not None and variant.recipe.library == "unsloth"
+
+
+def _is_in_fp8(variant: Variant) -> bool:
+    return variant.recipe is not None and variant.recipe.fp8
 
 
 def _in_words(row: SummaryRow | None, with_title: bool = False) -> str:

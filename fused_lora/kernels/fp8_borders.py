@@ -51,12 +51,8 @@ def _border_sums_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    place, block, first = _tile(counts, widths, WEIGHTS, ROWS, COLUMNS)
+    place, block, row, j, count, width = _tile(counts, widths, WEIGHTS, ROWS, COLUMNS)
     weight, side = place // 2, place % 2
-    count = _of(counts, place, 2 * WEIGHTS)
-    width = _of(widths, weight, WEIGHTS)
-    row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    j = first + tl.arange(0, COLUMNS)
     for of_A in tl.static_range(2):
         if side == of_A:
             border_ptr = _of(borders, place, 2 * WEIGHTS)
@@ -120,12 +116,8 @@ def _fp8_borders_kernel(
     COLUMNS: tl.constexpr,
     ROUND: tl.constexpr,
 ):
-    place, block, first = _tile(counts, widths, WEIGHTS, ROWS, COLUMNS)
+    place, _, row, j, count, width = _tile(counts, widths, WEIGHTS, ROWS, COLUMNS)
     weight, side = place // 2, place % 2
-    count = _of(counts, place, 2 * WEIGHTS)
-    width = _of(widths, weight, WEIGHTS)
-    row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    j = first + tl.arange(0, COLUMNS)
     for of_A in tl.static_range(2):
         if side == of_A:
             border_ptr = _of(borders, place, 2 * WEIGHTS)
@@ -151,15 +143,20 @@ def _fp8_borders_kernel(
 
 @triton.jit
 def _tile(counts, widths, WEIGHTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """This program's weight and side, as one number, its block of rows and its first column."""
+    """This program's weight and side, as one number, its block of rows, which rows and columns they
+    are, and how many there are of both."""
     tile = tl.program_id(0)
     place, before, end = tile * 0, tile * 0, tile * 0
     for i in tl.static_range(2 * WEIGHTS):
         place = tl.where(tile >= end, i, place)
         before = tl.where(tile >= end, end, before)
         end += tl.cdiv(counts[i], ROWS) * tl.cdiv(widths[i // 2], COLUMNS)
-    across = tl.cdiv(_of(widths, place // 2, WEIGHTS), COLUMNS)
-    return place, (tile - before) // across, (tile - before) % across * COLUMNS
+    count, width = _of(counts, place, 2 * WEIGHTS), _of(widths, place // 2, WEIGHTS)
+    across = tl.cdiv(width, COLUMNS)
+    block = (tile - before) // across
+    row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    j = (tile - before) % across * COLUMNS + tl.arange(0, COLUMNS)
+    return place, block, row, j, count, width
 
 
 @triton.jit
