@@ -66,7 +66,7 @@ def _train(
     """Train all weights of a checkpoint on these batches, and save them in bf16."""
     model = _load(drawn, torch.float32, device)
     optimizer = torch.optim.AdamW(model.parameters(), BASE_LEARNING_RATE, fused=True)
-    # In 200 steps another order of sums becomes another base: losses of 3.1 to 3.7 on three days.
+    # In 200 steps another order of sums becomes another base: losses of 3.1 to 3.7 in three.
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         for batch in batches:

@@ -63,7 +63,7 @@ def test_it_is_what_its_codes_make_it(spread, with_bias, device):
 @pytest.mark.gpu  # a CPU multiplies the codes in fp32
 def test_a_sum_over_a_vocabulary_loses_nothing(device):
     """All words as likely, and all rows 1 but those of labels: sums of 4,736 tiles that are alike,
-    of which the last are cut off where the tensor cores add them up alone (3% too short)."""
+    of which the last are cut off where the tensor cores add them up alone."""
     vocabulary, labels = 151_552, torch.arange(3, device=device) * 50_000
     weight = torch.ones(vocabulary, 16, dtype=torch.bfloat16, device=device)
     weight[labels] = -1.0
