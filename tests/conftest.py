@@ -2,6 +2,7 @@
 set before triton is imported. What needs a GPU is marked `gpu` and skipped without one."""
 
 import os
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -30,6 +31,14 @@ elif IS_A_WORKER:
 @pytest.fixture(scope="session")
 def device() -> str:
     return "cuda" if HAS_GPU else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def environment_of_its_own():
+    """What a command sets for the processes that it starts ends with the test: a rehearsal's
+    TRITON_INTERPRET would have torch.compile's kernels interpreted in all tests after it."""
+    with patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture(autouse=True)
