@@ -8,9 +8,8 @@ A row's scale is there before z is known. Where what is written for z would pass
 scale becomes so many powers of two larger, and its codes as many smaller, which changes no digit
 but of codes that come below 2^-6.
 
-A program owns some rows, and writes their z and its halves. Where what is summed over is long, as
-an intermediate size is, or a border is wider than 128, it owns a range of that, too, and a second
-kernel adds up the ranges and writes. z may be written times a number for each row: p, whose sum
+A program of the first kernel owns some rows and a range of what is summed over; the second adds up
+the ranges and writes z and its halves. z may be written times a number for each row: p, whose sum
 with codes of x is dA, times their scales. Codes are read once (for each 128 columns of a border), a
 byte an element. The factor, A or B / s, is in two halves, too, so that both operands go from memory
 to the tensor cores as they are: to make bf16 of codes took twice as long as to read them. Sums of
@@ -30,13 +29,12 @@ from .fp8_rows import LARGEST, e4m3, rounds, store_halves
 
 # A tile of 128 rows reads the factor from L2 rarely enough; two programs for a multiprocessor. On
 # an H100, for a layer of Qwen2.5-3B at 16,384 and 2,048 rows, the best of seven takes 0.367 and
-# 0.093 ms (before short rows took one launch). With 64 for BLOCK_K it is 0.470 and 0.102: that is
-# for borders wider than 64, where 128 does not fit into 99 kB.
+# 0.093 ms. With 64 for BLOCK_K it is 0.470 and 0.102: that is for borders wider than 64, where 128
+# does not fit into 99 kB. In one kernel, which sums up and writes, 2,048 rows leave most of the
+# card idle, and in a step all of these take 1.8 times as long there, 1.5 times at 16,384.
 MAX_BLOCK_ROWS, PROGRAMS = 128, 264
 MAX_BLOCK_WIDTH = 128
 LEAST_OF_A_SPLIT = 256  # columns: of fewer the sums are more bytes than the codes
-MAX_WHOLE = 4096  # columns that one program sums up
-LEAST_ROWS = 64  # that it has then: a tile of fewer Triton multiplies in fp16 on Hopper
 BORDER_ROWS = 16
 BORDER_COLUMNS = 4096  # of a row that become smaller at once
 
@@ -45,12 +43,7 @@ BORDER_COLUMNS = 4096  # of a row that become smaller at once
 def _coded_product_kernel(
     codes_ptr,  # [rows, padded] e4m3
     factor_ptr,  # [2, width, columns] e4m3
-    partials_ptr,  # [splits, rows, width] fp32, written, or None where IS_WHOLE
-    scales_ptr,  # this and what follows as `_write_border` has them
-    factor_scales_ptr,
-    factors_ptr,
-    of_rows_ptr,
-    z_ptr,
+    partials_ptr,  # [splits, rows, width] fp32, written
     rows,
     columns,
     columns_of_a_split,
@@ -59,13 +52,9 @@ def _coded_product_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
-    BORDER_COLUMNS: tl.constexpr,
-    PADDING: tl.constexpr,
-    IS_WHOLE: tl.constexpr,  # one program has all columns of its rows, and writes their border
-    ROUND: tl.constexpr,
+    IN_FP32: tl.constexpr,
 ):
-    first_row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
-    row = (first_row + tl.arange(0, BLOCK_ROWS))[:, None]
+    row = (tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS))[:, None]
     j = (tl.program_id(1) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH))[None, :]
     split = tl.program_id(2)
     total = tl.zeros([BLOCK_ROWS, BLOCK_WIDTH], tl.float32)
@@ -79,29 +68,22 @@ def _coded_product_kernel(
         mask = (k < end)[:, None] & (j < width)
         hi = tl.load(factor_tile, mask=mask, other=0.0)
         lo = tl.load(factor_tile + width * columns, mask=mask, other=0.0)
-        if ROUND:  # in Triton's interpreter
+        if IN_FP32:  # in Triton's interpreter
             x, hi, lo = x.to(tl.float32), hi.to(tl.float32), lo.to(tl.float32)
         total += tl.dot(x, lo, tl.dot(x, hi, input_precision="ieee"), input_precision="ieee")
-    if IS_WHOLE:
-        _write_border(
-            total, codes_ptr, scales_ptr, factor_scales_ptr, factors_ptr, of_rows_ptr, z_ptr,
-            first_row, rows, columns, width, padded, BLOCK_ROWS, BORDER_COLUMNS, BLOCK_WIDTH,
-            PADDING, ROUND,
-        )  # fmt: skip
-    else:
-        tile = partials_ptr + (split.to(tl.int64) * rows + row) * width + j
-        tl.store(tile, total, mask=(row < rows) & (j < width))
+    tile = partials_ptr + (split.to(tl.int64) * rows + row) * width + j
+    tl.store(tile, total, mask=(row < rows) & (j < width))
 
 
 @triton.jit
 def _coded_border_kernel(
     partials_ptr,  # [splits, rows, width]
-    codes_ptr,
-    scales_ptr,
-    factor_scales_ptr,
-    factors_ptr,
-    of_rows_ptr,
-    z_ptr,
+    codes_ptr,  # [rows, padded], of which the first columns are there
+    scales_ptr,  # [rows], written where they have to be larger
+    factor_scales_ptr,  # [width], what the sum of partials is multiplied by
+    factors_ptr,  # [width], what the border is multiplied by
+    of_rows_ptr,  # [rows], what z is multiplied by where it is written, or None
+    z_ptr,  # [rows, width], written
     rows,
     columns,
     width,
@@ -121,35 +103,6 @@ def _coded_border_kernel(
     # unrolled, so that loads do not wait for each other
     for split in tl.range(0, splits, loop_unroll_factor=4):
         total += tl.load(partials_ptr + (row + split * rows) * width + j, mask=inside, other=0.0)
-    _write_border(
-        total, codes_ptr, scales_ptr, factor_scales_ptr, factors_ptr, of_rows_ptr, z_ptr, first,
-        rows, columns, width, padded, ROWS, COLUMNS, WIDTH, PADDING, ROUND,
-    )  # fmt: skip
-
-
-@triton.jit
-def _write_border(
-    total,  # [ROWS, WIDTH], codes times the factor's
-    codes_ptr,  # [rows, padded], of which the first columns are there
-    scales_ptr,  # [rows], written where they have to be larger
-    factor_scales_ptr,  # [width], what total is multiplied by
-    factors_ptr,  # [width], what the border is multiplied by
-    of_rows_ptr,  # [rows], what z is multiplied by where it is written, or None
-    z_ptr,  # [rows, width], written
-    first,
-    rows,
-    columns,
-    width,
-    padded,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PADDING: tl.constexpr,
-    ROUND: tl.constexpr,
-):
-    row = (first + tl.arange(0, ROWS))[:, None]
-    j = tl.arange(0, WIDTH)[None, :]
-    inside = (row < rows) & (j < width)
     scale = tl.load(scales_ptr + row, mask=row < rows, other=1.0)
     of_factor = tl.load(factor_scales_ptr + j, mask=j < width, other=0.0)
     z = (total * scale * of_factor).to(z_ptr.dtype.element_ty)
@@ -206,33 +159,25 @@ def add_coded_border(
     z = torch.empty(rows, width, dtype=dtype, device=codes.device)
     if rows == 0:
         return z
+    block_rows = min(max(next_power_of_2(rows), 16), MAX_BLOCK_ROWS)
     block_width = min(max(next_power_of_2(width), 16), MAX_BLOCK_WIDTH)
     block_k, stages, warps = (64, 4, 8) if block_width > 64 else (128, 3, 4)
-    padding = next_power_of_2(max(padded - columns - 3 * width, 1))
-    is_whole = columns <= MAX_WHOLE and width <= block_width
-    block_rows = min(max(next_power_of_2(rows), 16), MAX_BLOCK_ROWS)
-    if is_whole:
-        block_rows = min(max(next_power_of_2(cdiv(rows, PROGRAMS)), LEAST_ROWS), block_rows)
-        columns_of_a_split = columns
-    else:
-        splits = max(PROGRAMS // (cdiv(rows, block_rows) * cdiv(width, block_width)), 1)
-        columns_of_a_split = max(cdiv(cdiv(columns, splits), block_k) * block_k, LEAST_OF_A_SPLIT)
+    tiles = cdiv(rows, block_rows), cdiv(width, block_width)
+    splits = max(PROGRAMS // (tiles[0] * tiles[1]), 1)
+    columns_of_a_split = max(cdiv(cdiv(columns, splits), block_k) * block_k, LEAST_OF_A_SPLIT)
     splits = cdiv(columns, columns_of_a_split)
-    partials = None
-    if not is_whole:
-        partials = torch.empty(splits, rows, width, dtype=torch.float32, device=codes.device)
+    partials = torch.empty(splits, rows, width, dtype=torch.float32, device=codes.device)
     launch(
-        _coded_product_kernel, (cdiv(rows, block_rows), cdiv(width, block_width), splits),
-        codes, factor.codes, partials, scales, factor.scales, factors, of_rows, z,
-        rows, columns, columns_of_a_split, width, padded,
-        block_rows, block_k, block_width, BORDER_COLUMNS, padding, is_whole,
-        rounds(_coded_product_kernel), num_warps=warps, num_stages=stages,
+        _coded_product_kernel, (*tiles, splits),
+        codes, factor.codes, partials, rows, columns, columns_of_a_split, width, padded,
+        block_rows, block_k, block_width, rounds(_coded_product_kernel),
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    if not is_whole:
-        launch(
-            _coded_border_kernel, (cdiv(rows, BORDER_ROWS),),
-            partials, codes, scales, factor.scales, factors, of_rows, z,
-            rows, columns, width, splits, padded, BORDER_ROWS, BORDER_COLUMNS,
-            next_power_of_2(width), padding, rounds(_coded_border_kernel), num_warps=warps,
-        )  # fmt: skip
+    launch(
+        _coded_border_kernel, (cdiv(rows, BORDER_ROWS),),
+        partials, codes, scales, factor.scales, factors, of_rows, z, rows, columns, width, splits,
+        padded, BORDER_ROWS, BORDER_COLUMNS, next_power_of_2(width),
+        next_power_of_2(max(padded - columns - 3 * width, 1)), rounds(_coded_border_kernel),
+        num_warps=warps,
+    )  # fmt: skip
     return z
