@@ -39,6 +39,9 @@ class Cuda:
         capture = torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode=mode)
         with capture, _no_garbage_collection(), _no_wait_for_the_device():
             result = body()
+        # Before it captures, PyTorch sets on that stream what random numbers are counted from. A
+        # replay sets it, too, on the stream that it is on, and has to come after that.
+        torch.cuda.current_stream(self.device).wait_stream(self.stream)
         return graph.replay, result
 
     def synchronize(self) -> None:

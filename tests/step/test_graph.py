@@ -460,6 +460,32 @@ def test_a_replay_allocates_nothing_but_its_loss_and_does_not_wait(device):
 
 
 @pytest.mark.gpu
+def test_the_first_replay_draws_what_the_eager_step_would_where_the_gpu_is_late(
+    device, monkeypatch
+):
+    """What PyTorch sets for random numbers before a capture arrives while the graph is running."""
+    begin, third_of_a_second = torch.cuda.CUDAGraph.capture_begin, 600_000_000
+
+    def begin_late(*asked, **options):
+        torch.cuda._sleep(third_of_a_second)
+        begin(*asked, **options)
+
+    def sleep_in_the_graph(*_):
+        if torch.cuda.is_current_stream_capturing():
+            torch.cuda._sleep(3 * third_of_a_second)
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", begin_late)
+    step, eager = steps(tiny(device, dropout=0.5))
+    step.model.register_forward_pre_hook(sleep_in_the_graph)
+    losses = []
+    for one in (step, eager):
+        torch.manual_seed(7)
+        losses.append([one(**batch(seed)) for seed in range(EAGER_CALLS + 2)])
+    assert captured(step) == 1
+    assert_same(*losses)
+
+
+@pytest.mark.gpu
 def test_pytorch_works_after_a_failed_capture(device):
     """Random numbers, the allocator, and another capture."""
     model = tiny(device, waits=True)
