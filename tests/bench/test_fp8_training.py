@@ -62,6 +62,12 @@ def test_a_seed_gives_the_same_losses_bit_for_bit_whatever_was_trained_before(co
     assert first[1][2] != other[1][2] and first[0] != other[0]
 
 
+def test_held_out_losses_are_those_of_plain_peft_with_the_adapters(command):
+    """Before the first step of either, of the base weights alone, which in FP8 have another."""
+    ((_, of_plain),), ((_, of_fp8),) = (trained(command, variant, [0]) for variant in VARIANTS)
+    assert of_plain[0] == of_fp8[0] and of_plain[2] != of_fp8[2]
+
+
 def test_so_it_does_in_a_graph_that_is_captured_once(command, monkeypatch):
     """Looks at the held-out part lie between its replays. On the CPU it is the list of operations
     of plain PEFT's step."""
