@@ -15,17 +15,21 @@ from bench.records import Run
 from report.benchmark_results import write_png
 from report.looks import REHEARSAL_NOTICE, STYLE, caption
 from report.losses import curves, held_against, percent_apart
-from variants import LOOKS, title_of, variant_of
+from variants import IN_FP32, LOOKS, title_of, variant_of
 
 OWN, OTHERS = LOOKS["peft"].colour, ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00")
 
 
 def draw_loss_curve(runs: Sequence[Run], path: str | Path) -> bool:
-    """Write the picture as a PNG, whole or not at all; False where there are no two curves."""
-    runs = [run for run in runs if curves(run)]
-    if not runs:
+    """Write the picture as a PNG, whole or not at all; False where there are no two curves. It has
+    one baseline: plain PEFT in fp32, if a run has that."""
+    held: dict[str, list[Run]] = {}
+    for run in runs:
+        if own := curves(run):
+            held.setdefault(next(iter(own)), []).append(run)
+    if not held:
         return False
-    write_png(loss_curve_figure(runs), path)
+    write_png(loss_curve_figure(held.get(IN_FP32) or next(iter(held.values()))), path)
     return True
 
 

@@ -62,6 +62,16 @@ def test_fp32_is_what_the_others_are_held_against_where_it_ran():
     assert len(below.lines) == 1 + 2 * 3
 
 
+def test_a_picture_has_one_baseline(tmp_path, monkeypatch):
+    """A line of a run that is held against vanilla would be beside those that are against fp32."""
+    in_fp32, drawn = run(vanilla_peft_fp32=[4.0, 2.0], fused_mlp=[4.04, 2.02]), []
+    figure = loss_curve.loss_curve_figure
+    monkeypatch.setattr(loss_curve, "loss_curve_figure", lambda r: drawn.append(r) or figure(r))
+    for given in ([TWO, in_fp32], [TWO, TWO]):
+        assert loss_curve.draw_loss_curve(given, tmp_path / "loss_curve.png")
+    assert drawn == [[in_fp32], [TWO, TWO]]
+
+
 def test_both_panels_show_what_was_measured():
     picture = loss_curve.loss_curve_figure([TWO])
     above, below = picture.axes
