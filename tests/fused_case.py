@@ -11,7 +11,7 @@ from reference import BUDGET, assert_within_budget, relative_error
 from fused_lora import Fusion, fuse
 
 BOOLEAN_PARTS = ("mlp", "attention", "rope", "rms_norm", "cross_entropy")
-SHORT = 7  # tokens
+SHORT = 5  # tokens
 ALL = dict.fromkeys(BOOLEAN_PARTS, True)
 FUSIONS = {
     **{part: Fusion(**{part: True}) for part in BOOLEAN_PARTS},
