@@ -30,8 +30,8 @@ from .fp8_rows import LARGEST, e4m3, rounds, store_halves
 # A tile of 128 rows reads the factor from L2 rarely enough; two programs for a multiprocessor. On
 # an H100, for a layer of Qwen2.5-3B at 16,384 and 2,048 rows, the best of seven takes 0.367 and
 # 0.093 ms. With 64 for BLOCK_K it is 0.470 and 0.102: that is for borders wider than 64, where 128
-# does not fit into 99 kB. In one kernel, which sums up and writes, 2,048 rows leave most of the
-# card idle, and in a step all of these take 1.8 times as long there, 1.5 times at 16,384.
+# does not fit into 99 kB. One kernel that sums up and writes leaves most of the card idle at 2,048
+# rows, where all of these take 1.7 times as long in a step.
 MAX_BLOCK_ROWS, PROGRAMS = 128, 264
 MAX_BLOCK_WIDTH = 128
 LEAST_OF_A_SPLIT = 256  # columns: of fewer the sums are more bytes than the codes

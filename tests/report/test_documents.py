@@ -152,7 +152,7 @@ def test_the_readmes_numbers_are_those_of_the_data(runs):
         r"takes ([\d.]+) of its own floor in bf16: (\d+,\d+) tokens/s .*, ([\d.]+)\s+times": (
             fastest("qwen3-8b", "-fp8").ratio_to_floor, *published("qwen3-8b", "-fp8"),
         ),
-        r"the loss is ([\d.]+) above bf16's, with lm_head\s+\[([\d.]+)\]": above_bf16(),
+        r"the loss is ([\d.]+) above bf16's,\s+with lm_head \[([\d.]+)\]": above_bf16(),
         r"we expect ([\d.]+)× for the\s+MLP and ([\d.]+)×": (
             float(a100[6].strip(" ×")), float(a100[8].strip(" ×")),
         ),

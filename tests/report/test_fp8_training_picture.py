@@ -36,14 +36,7 @@ def test_the_table_pairs_runs_of_one_seed():
     of_bf16, of_fp8 = rows[2:4]
     titles = "bf16", "fused layers, CUDA graph"
     assert of_bf16 == ["trained base weights", *titles, "3", "4.0000", "2.1000", "0.1000", "", ""]
-    assert of_fp8[1:7] == [
-        "FP8",
-        "FP8 + lm_head, graph",
-        "3",
-        "4.0000",
-        "2.1200",
-        "0.1100",
-    ]
+    assert of_fp8[1:7] == ["FP8", "FP8 + lm_head, graph", "3", "4.0000", "2.1200", "0.1100"]
     # t of two degrees of freedom is 4.3027; the deviation of 0.01, 0.02, 0.03 is 0.01
     assert of_fp8[7:] == ["+0.0200", "-0.0048 to +0.0448"]
     assert "figures/fp8_training.png" in markdown and "trained for 200 steps" in markdown
