@@ -89,12 +89,16 @@ def fastest(model, kind=""):
 
 
 def whole_chats():
-    """The tokens a second of everything fused on documents, and how many times as fast as Unsloth
-    it is by the GPU's time."""
-    run = results.load(ROOT / "docs" / "runs" / "h100" / "documents-dolly.json.gz")
-    rows = {row.variant: row for row in summarize(run)}
-    ours = rows["fused_layer_graph_offload"]
-    return ours.tokens_per_s, rows["full_unsloth"].gpu_ms / ours.gpu_ms
+    """The tokens a second of everything fused on documents of two data sets, and how many times as
+    fast as Unsloth it is by the GPU's time, the least first."""
+    speeds, times = [], []
+    for name in ("dolly", "sharegpt"):
+        run = results.load(ROOT / "docs" / "runs" / "h100" / f"documents-{name}.json.gz")
+        rows = {row.variant: row for row in summarize(run)}
+        ours = rows["fused_layer_graph_offload"]
+        speeds.append(ours.tokens_per_s)
+        times.append(rows["full_unsloth"].gpu_ms / ours.gpu_ms)
+    return *sorted(speeds), *sorted(times)
 
 
 def above_bf16():
@@ -143,7 +147,8 @@ def test_the_readmes_numbers_are_those_of_the_data(runs):
             suite_rows["fused_layer_graph_no_checkpointing", 512].peak_gib,
             suite_rows["fused_layer_graph_no_checkpointing", 512].median_step_ms,
         ),
-        r"on whole chats at (\d+,\d+), \[([\d.]+) times Unsloth's by the GPU's": whole_chats(),
+        r"on whole chats at (\d+,\d+) to (\d+,\d+), \[([\d.]+) to ([\d.]+) times Unsloth's by":
+            whole_chats(),
         r"are ([\d.]+)× as fast as plain PEFT at 512 tokens, in ([\d.]+) GiB": (
             suite_rows["fused_layer", 512].speedup, suite_rows["fused_layer", 512].peak_gib,
         ),
@@ -153,7 +158,7 @@ def test_the_readmes_numbers_are_those_of_the_data(runs):
             fastest("qwen3-8b", "-fp8").ratio_to_floor, *published("qwen3-8b", "-fp8"),
         ),
         r"the loss is ([\d.]+) above bf16's,\s+with lm_head \[([\d.]+)\]": above_bf16(),
-        r"we expect ([\d.]+)× for the\s+MLP and ([\d.]+)×": (
+        r"expect at most ([\d.]+)× for the MLP and ([\d.]+)×": (
             float(a100[6].strip(" ×")), float(a100[8].strip(" ×")),
         ),
         r"within (\d+)% at 256 and 512": (ceil(100 * worst),),
