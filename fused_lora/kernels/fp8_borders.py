@@ -33,7 +33,7 @@ from .fp8_rows import LARGEST, SMALLEST, halves, rounds
 
 EXPECTED = tl.constexpr(28.0)  # of x's codes: an eighth of ROW_LARGEST
 LARGE = tl.constexpr(16.0)  # of v's, in the mean
-BLOCK_ROWS, BLOCK_COLUMNS = 128, 32
+BLOCK_ROWS, BLOCK_COLUMNS, NUM_WARPS = 128, 32, 4
 SUMMED = 256  # blocks whose sums are added up at once: gate's and up's of Qwen2.5-3B are 172
 
 
@@ -275,13 +275,14 @@ def fp8_borders(weights: Sequence[Bordering]) -> None:
     with on_device_of(sums):
         _border_sums_kernel[(tiles,)](
             borders, scales, sums, counts, widths, blocks, widest, len(weights), BLOCK_ROWS,
-            BLOCK_COLUMNS, num_warps=8,
+            BLOCK_COLUMNS, num_warps=NUM_WARPS,
         )  # fmt: skip
         _border_factors_kernel[(max(across), 2 * len(weights))](
             sums, counts, widths, factors, scales_of, blocks, widest, len(weights), BLOCK_ROWS,
-            BLOCK_COLUMNS, SUMMED, num_warps=8,
+            BLOCK_COLUMNS, SUMMED, num_warps=NUM_WARPS,
         )  # fmt: skip
         _fp8_borders_kernel[(tiles,)](
             borders, scales, factors, scales_of, codes, halves_of, strides, counts, widths,
-            len(weights), BLOCK_ROWS, BLOCK_COLUMNS, rounds(_fp8_borders_kernel), num_warps=8,
+            len(weights), BLOCK_ROWS, BLOCK_COLUMNS, rounds(_fp8_borders_kernel),
+            num_warps=NUM_WARPS,
         )  # fmt: skip
