@@ -21,6 +21,7 @@ from variants import Lora, Recipe, Settings, recipe_of
 
 VARLEN = "varlen"
 ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+CUBLASLT_WORKSPACE = "CUBLASLT_WORKSPACE_SIZE"
 
 
 class Graph(NamedTuple):
@@ -95,6 +96,7 @@ def build(
         graph=recipe.graph,
         # Unsloth sets it when it is imported; another variant has it where whoever runs this did
         allocator=next(filter(None, map(os.environ.get, ALLOCATOR_SETTINGS)), None),
+        cublaslt_workspace=os.environ.get(CUBLASLT_WORKSPACE),
     )
     built = Built(model, autocast_dtype, settings)
     if recipe.fused:

@@ -33,6 +33,7 @@ class Settings(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
     """The settings that a variant was built with, in the words of results.json; None: not built.
 
     graph: whether its step is one CUDA graph. allocator: what PyTorch's was told, if anything.
+    cublaslt_workspace: how many KiB cuBLASLt was given by whoever runs it, if anyone said.
     """
 
     checkpointing: str | None = None
@@ -42,6 +43,7 @@ class Settings(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
     compile: bool | None = None
     graph: bool = False
     allocator: str | None = None
+    cublaslt_workspace: str | None = None
 
 
 class Evidence(NamedTuple):
@@ -107,7 +109,8 @@ class Recipe:
     graph: whether the whole training step is captured in a CUDA graph and replayed.
     attention: transformers' name of it; "varlen" for FlashAttention's by the documents' lengths.
     base_dtype: of the base weights; in fp32 there is no autocast.
-    fp8: whether whole layers multiply in FP8: another precision, which is held against its own.
+    fp8: whether whole layers multiply in FP8: another precision, which is held against its own. Its
+        process gives cuBLASLt no workspace, unless the environment says how much.
     """
 
     library: str = "peft"

@@ -21,9 +21,7 @@ On the CPU, which has no such products, and for results in other dtypes than bf1
 multiplied in fp32.
 """
 
-import os
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -37,8 +35,6 @@ from .kernels.fp8_swiglu import swiglu_codes
 SIZES = 16  # of a weight have to be multiples of it
 # e4m3 are floating-point numbers: a row that is so many times smaller than most loses no digit.
 LEAST_OF_MEAN = 128
-HOPPER = (9, 0)  # compute capability
-WORKSPACE_SIZE = "CUBLASLT_WORKSPACE_SIZE"  # PyTorch's, in KiB
 
 
 class Fp8Buffer:
@@ -52,7 +48,6 @@ class Fp8Buffer:
         self, codes: Tensor, scales: Tensor, bias: Tensor | None, width: int, dtype: torch.dtype
     ):
         outputs, inputs = codes.shape
-        multiply_without_workspace(codes.device)
         self.scales, self.bias = scales, bias
         self.holds: tuple | None = None
         self._codes = _zero_codes(codes.device, outputs, padded_columns(inputs, width))
@@ -189,25 +184,6 @@ def codes_and_scales(weight: Tensor) -> tuple[Tensor, Tensor]:
     least = largest.mean() / LEAST_OF_MEAN
     scales = torch.maximum(largest, torch.where(least > 0, least, 1.0)) / LARGEST.value
     return (weight / scales[:, None]).to(E4M3), scales
-
-
-@cache
-def multiply_without_workspace(device: torch.device) -> None:
-    """On Hopper, give cuBLASLt no workspace from now on, in this whole process, unless the
-    environment says how much it gets.
-
-    With one it chooses kernels whose blocks take the next tile from a counter there, and clears the
-    counter before each product: 3 to 7 us in which the GPU does nothing. Without, it chooses the
-    same kernels with the tiles dealt out beforehand. They give the same bits.
-    """
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != HOPPER:
-        return
-    if WORKSPACE_SIZE in os.environ:
-        return
-    if hasattr(torch.backends.cuda, "cublaslt_workspace_size"):
-        torch.backends.cuda.cublaslt_workspace_size(0)
-    else:  # before torch 2.15, which reads it for every product
-        os.environ[WORKSPACE_SIZE] = "0"
 
 
 def _zero_codes(device: torch.device, *shape: int) -> Tensor:

@@ -15,7 +15,7 @@ whenever it likes.
 import torch
 from torch import Tensor
 
-from .fp8 import multiply_without_workspace, product_of_codes
+from .fp8 import product_of_codes
 from .kernels.fp8_logits import logit_codes, transposed
 from .kernels.fp8_rows import fp8_rows
 
@@ -24,7 +24,6 @@ class Fp8Head:
     """Codes of a weight [vocabulary, hidden] in bf16 (or on the CPU in any dtype)."""
 
     def __init__(self, weight: Tensor):
-        multiply_without_workspace(weight.device)
         self._weight = weight
         self._codes, scales = fp8_rows(weight, padded=weight.shape[1])
         self._scales = scales[:, 0]

@@ -121,7 +121,7 @@ def _remarks(run: Run) -> str:
 
 def _settings_table(run: Run) -> str:
     names = ["checkpointing", "adapter_dtype", "autocast", "attention", "compile"]
-    for name in ("graph", "allocator"):  # told only where any variant has it
+    for name in ("graph", "allocator", "cublaslt_workspace"):  # told only where any variant has it
         if any(getattr(cell.settings, name) for cell in run.cells):
             names.append(name)
     lines = []

@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import functools
 import io
-import os
 
 import pytest
 import torch
@@ -20,13 +19,7 @@ from fused_lora import cross_entropy as loss_module
 from fused_lora.adopt import fp8_weight
 from fused_lora.adopt import layer as layer_module
 from fused_lora.adopt.fp8_weight import Fp8Weight
-from fused_lora.fp8 import (
-    WORKSPACE_SIZE,
-    Fp8Buffer,
-    codes_and_scales,
-    multiply_without_workspace,
-    product_of_codes,
-)
+from fused_lora.fp8 import Fp8Buffer, codes_and_scales
 
 
 @pytest.fixture(autouse=True)
@@ -38,49 +31,6 @@ def in_fp32_on_a_gpu_too(monkeypatch):
 
 def base_weights(model):
     return {n: p for n, p in model.named_parameters() if isinstance(p, Fp8Weight)}
-
-
-# --- how it multiplies ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("is_function", [False, True], ids=["torch 2.11", "torch 2.15"])
-@pytest.mark.parametrize(("capability", "given", "left"), [
-    ((9, 0), None, "0"), ((9, 0), "4096", "4096"), ((8, 9), None, None),
-])  # fmt: skip
-def test_hopper_has_no_workspace_unless_one_is_asked_for(
-    capability, given, left, is_function, monkeypatch
-):
-    monkeypatch.setenv(WORKSPACE_SIZE, given or "")
-    if given is None:
-        monkeypatch.delenv(WORKSPACE_SIZE)
-    monkeypatch.delattr(torch.backends.cuda, "cublaslt_workspace_size", raising=False)
-    sizes = []
-    if is_function:
-        set_size = sizes.append
-        monkeypatch.setattr(torch.backends.cuda, "cublaslt_workspace_size", set_size, raising=False)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    multiply_without_workspace.__wrapped__(torch.device("cuda"))
-    is_set = left == "0"
-    assert sizes == ([0] if is_set and is_function else [])
-    assert os.environ.get(WORKSPACE_SIZE) == (None if is_set and is_function else left)
-
-
-@pytest.mark.gpu
-def test_a_product_on_hopper_is_one_kernel(device):
-    """None that clears a counter before it."""
-    if torch.cuda.get_device_capability(device) != (9, 0):
-        pytest.skip("measured on Hopper alone")
-    weight = random(22016, 2304, seed=1, dtype=torch.bfloat16, device=device)
-    codes, scales = codes_and_scales(weight)
-    Fp8Buffer(codes, scales, None, 0, torch.bfloat16)
-    operands = codes[:4096], scales[:4096, None], codes, scales, None, torch.bfloat16
-    product_of_codes(*operands)
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        product_of_codes(*operands)
-        torch.cuda.synchronize()
-    names = [one.name for one in profile.events() if one.device_type.name == "CUDA"]
-    assert len(names) == 1 and "Memset" not in names[0], names
 
 
 # --- right but for what it quantises --------------------------------------------------------------

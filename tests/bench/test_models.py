@@ -2,12 +2,14 @@
 
 import importlib
 import json
+import os
 import pkgutil
 from collections import Counter
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ import fused_lora
 import fused_mlp
 import models
 from batches import Batch
-from bench import audit
+from bench import audit, cells
 from bench.parity import gradients_of
 from bench.profiler import profile_step
 from bench.weights import materialize, resolve
@@ -71,7 +73,7 @@ def test_a_compiled_model_does_not_count_what_was_compiled_before_it(
 @pytest.mark.parametrize("told", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_vanilla_is_peft_as_it_ships(told, checkpoint, device, monkeypatch):
     """With what the allocator was told in its settings."""
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", models.CUBLASLT_WORKSPACE):
         monkeypatch.delenv(name, raising=False)
     allocator = "expandable_segments:True" if told else None
     if told:
@@ -86,6 +88,26 @@ def test_vanilla_is_peft_as_it_ships(told, checkpoint, device, monkeypatch):
     assert all(p.dtype == torch.bfloat16 for p in frozen)
     assert built.model.training
     assert built.model.base_model.model.model.layers[0].gradient_checkpointing
+
+
+@pytest.mark.parametrize(("variant", "given", "has"), [
+    ("fp8_layer", None, "0"), ("fp8_layer", "64", "64"), ("vanilla_peft", None, None),
+])  # fmt: skip
+def test_fp8_is_measured_without_a_workspace_of_cublaslt_unless_one_is_given(
+    variant, given, has, monkeypatch
+):
+    monkeypatch.delenv(models.CUBLASLT_WORKSPACE, raising=False)
+    if given:
+        monkeypatch.setenv(models.CUBLASLT_WORKSPACE, given)
+    seen = []
+
+    def build(*_):
+        seen.append(os.environ.get(models.CUBLASLT_WORKSPACE))
+        raise RuntimeError("built enough")
+
+    monkeypatch.setattr(cells, "_build_and_check", build)
+    cells.measure_cells(lambda message: None, SimpleNamespace(device=None), variant, [(1, 16)])
+    assert seen == [has]
 
 
 def test_bf16_adapters_train_without_autocast_and_without_checkpointing_when_not_asked_for(
