@@ -3,10 +3,14 @@
 Packed batches (transformers' DataCollatorWithFlattening, TRL's packing and padding_free) say it by
 position_ids that begin anew. transformers makes a mask of them, [1, 1, T, T] for a row of T tokens;
 here the layers are given the documents' bounds in its place (`kernels/documents.py`), which fused
-attention takes. Padded batches become packed ones on their way to the loss, without the padding.
+attention takes. Padded batches become packed ones on their way to the loss, without the padding; in
+a graph, whose shapes are fixed, the padding of a row is a document of its own.
 """
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -25,6 +29,7 @@ from .site import class_forward, fused_parts_of, having
 
 DECODER = frozenset({"documents"})  # the parts that a decoder's forward is said to run
 decoders = having("embed_tokens", "layers", "norm")
+IGNORED, IN_NO_VOCABULARY = -100, -1  # labels
 MASKS = ("create_causal_mask", "create_sliding_window_causal_mask")
 
 
@@ -96,13 +101,36 @@ def _attends_fused(layer: Any, dtype: torch.dtype) -> bool:
     )
 
 
+class PaddingSeen:
+    """Notes of a step's eager calls on the padding in their batches, for the step's capture in a
+    graph (`step/graph.py`)."""
+
+    def __init__(self) -> None:
+        self.is_apart = True  # nothing that is labelled depends on it
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Within it the model runs, or is captured."""
+        token = _seen.set(self)
+        try:
+            yield
+        finally:
+            _seen.reset(token)
+
+
+_seen: ContextVar[PaddingSeen | None] = ContextVar("padding seen", default=None)
+
+
 def unpadded(decoder: Any, inputs: dict[str, Any], labels: Tensor) -> tuple[dict[str, Any], Tensor]:
     """Return a padded batch as one row [1, tokens] without its padding; the batch itself where it
-    has none, or where that would not be exact.
+    has none, or where that would not be exact. The host waits for the number of tokens.
 
     inputs: by name, as the decoder takes them. labels: [batch, positions], each at the token that
-    predicts it. Exact it is where no padding predicts one, and where no cache is filled. The host
-    waits for the number of tokens.
+    predicts it. Exact it is where no padding predicts one, and where no cache is filled.
+
+    In the graph of a `GraphedStep` the batch keeps its shape, with documents for a mask. That is
+    exact where a row's tokens lie side by side, too. Where they did in the eager calls, those of a
+    row of which they do not have labels that make the loss NaN: the host cannot look.
     """
     mask, position_ids = inputs.get("attention_mask"), inputs.get("position_ids")
     given = {name: inputs.get(name) for name in ("input_ids", "inputs_embeds")}
@@ -112,7 +140,6 @@ def unpadded(decoder: Any, inputs: dict[str, Any], labels: Tensor) -> tuple[dict
         or not isinstance(mask, Tensor)
         or mask.is_floating_point()
         or any(one.shape[:2] != mask.shape for one in (labels, *tokens.values()))
-        or is_capturing(mask)
         or (position_ids is not None and position_ids.ndim != 2)
         or inputs.get("past_key_values") is not None
         or _fills_cache(decoder, inputs.get("use_cache"))
@@ -120,9 +147,19 @@ def unpadded(decoder: Any, inputs: dict[str, Any], labels: Tensor) -> tuple[dict
     ):
         return inputs, labels
     is_token = mask.bool().to(labels.device)
+    is_predicting = ~is_token & (labels != IGNORED)
+    seen = _seen.get()
+    if is_capturing(mask):
+        if seen is None or not seen.is_apart:
+            return inputs, labels
+        documents = documents_of(_numbered_apart(is_token))
+        wrong = (is_predicting.any(1) | _is_parted(is_token))[:, None] & (labels != IGNORED)
+        return inputs | {"attention_mask": documents}, labels.masked_fill(wrong, IN_NO_VOCABULARY)
     places = is_token.flatten().nonzero().squeeze(1)
-    is_predicting = labels.masked_fill(is_token, -100) != -100
-    if len(places) in (0, is_token.numel()) or bool(is_predicting.any()):
+    is_exact = not is_predicting.any()
+    if seen is not None:
+        seen.is_apart &= is_exact and not bool(_is_parted(is_token).any())
+    if len(places) in (0, is_token.numel()) or not is_exact:
         return inputs, labels
 
     def picked(rows: Tensor) -> Tensor:
@@ -136,6 +173,18 @@ def unpadded(decoder: Any, inputs: dict[str, Any], labels: Tensor) -> tuple[dict
     found["position_ids"] = picked(position_ids.expand(is_token.shape))
     found["attention_mask"] = documents_of(since_first[None])
     return inputs | found, picked(labels)
+
+
+def _numbered_apart(is_token: Tensor) -> Tensor:
+    """Numbers that go up by one, but between a token and padding."""
+    positions = is_token.shape[1]
+    return torch.arange(positions, device=is_token.device) + 2 * positions * is_token
+
+
+def _is_parted(is_token: Tensor) -> Tensor:
+    """Of each row, whether padding lies between its tokens."""
+    begins = is_token[:, 1:] & ~is_token[:, :-1]
+    return begins.sum(1) + is_token[:, 0] > 1
 
 
 def _fills_cache(decoder: Any, use_cache: bool | None) -> bool:

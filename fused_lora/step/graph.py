@@ -92,7 +92,9 @@ class GraphedStep:
     attention's fast kernels (`masks.py`). For that, leave attention_mask and position_ids out of
     batches without padding: a graph cannot look at their values, attends with a mask, and warns.
     Packed documents are an exception where attention is fused: one graph attends to any of them, in
-    rows that `fill_row` makes as long as each other (`packing.py`).
+    rows that `fill_row` makes as long as each other (`packing.py`). So are padded rows where the
+    loss is fused, too. It is NaN there where padding predicts a label, or lies between a row's
+    tokens, unless it did in the eager calls: then the graph has the mask.
     ``attention_mask={"full_attention": None}``, which some models take (Qwen), is left out, too.
 
     Held until `reset`: the memory of the largest graph, activations and all, shared by all graphs;

@@ -7,7 +7,9 @@ times as long. Without attention_mask and position_ids among a step's inputs, sh
 whether a layer wants a mask. What it wanted eagerly it therefore wants in the graph, too.
 
 Where all attention is fused, position_ids do no harm: in the graph its kernels take the bounds of
-documents (`adopt/documents.py`), whichever there are.
+documents (`adopt/documents.py`), whichever there are. Nor does an attention_mask where the loss is
+fused, too: a row's padding is a document of its own there, unless the eager calls had labels that
+depend on it.
 """
 
 import warnings
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ..adopt.documents import PaddingSeen
 from ..adopt.hooks import Bystander
 from ..kernels.documents import is_documents
 
@@ -38,11 +41,12 @@ class LayersWithoutMask:
         self.deciding = [name for name in DECIDING if isinstance(inputs.get(name), Tensor)]
         self.says_none = isinstance(inputs.get(MASK), dict)
         self.had_none: dict[nn.Module, bool] = {}
+        self.padding = PaddingSeen()
 
     @contextmanager
     def noted(self) -> Iterator[None]:
         """Within it the model runs eagerly."""
-        with _hooked(self.layers, _Noting(self.had_none)):
+        with _hooked(self.layers, _Noting(self.had_none)), self.padding.noted():
             yield
 
     @contextmanager
@@ -56,7 +60,7 @@ class LayersWithoutMask:
                 stacklevel=2,
             )
         keeping = _Keeping(self.had_none, is_certain=not self.deciding)
-        with _hooked(self.layers, keeping):
+        with _hooked(self.layers, keeping), self.padding.noted():
             yield
         if keeping.found_masks:
             warnings.warn(
