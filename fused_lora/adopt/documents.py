@@ -128,9 +128,10 @@ def unpadded(decoder: Any, inputs: dict[str, Any], labels: Tensor) -> tuple[dict
     inputs: by name, as the decoder takes them. labels: [batch, positions], each at the token that
     predicts it. Exact it is where no padding predicts one, and where no cache is filled.
 
-    In the graph of a `GraphedStep` the batch keeps its shape, with documents for a mask. That is
-    exact where a row's tokens lie side by side, too. Where they did in the eager calls, those of a
-    row of which they do not have labels that make the loss NaN: the host cannot look.
+    In the graph of a `GraphedStep`, which has one shape, the batch stays as it is, with documents
+    for a mask, if all that the eager calls have seen allows it: a row's tokens have to lie side by
+    side, too. A later row of which they do not makes the loss NaN, by its labels: the host cannot
+    look at it.
     """
     mask, position_ids = inputs.get("attention_mask"), inputs.get("position_ids")
     given = {name: inputs.get(name) for name in ("input_ids", "inputs_embeds")}
