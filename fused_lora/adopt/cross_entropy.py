@@ -106,10 +106,11 @@ def causal_lm_forward(
     max_labelled_tokens: int | None = None,
     **options,
 ):
-    """In training with labels: the loss without logits. Else, and wherever something is asked for
-    that the fused loss does not know (label_smoothing, z_loss: none of KNOWN_OPTIONS), the class's
-    own forward, logits and all. What that makes of it is its loss_function's affair: transformers'
-    own reads neither.
+    """In training with labels: the loss without logits, and without a cache if only the model's
+    configuration wants one, with which no layer would run whole. Else, and wherever something is
+    asked for that the fused loss does not know (label_smoothing, z_loss: none of KNOWN_OPTIONS),
+    the class's own forward, logits and all. What that makes of it is its loss_function's affair:
+    transformers' own reads neither.
 
     max_labelled_tokens, which the class does not have, spares the products of ignored tokens where
     the host may not wait to count the others: in a CUDA graph (see `linear_cross_entropy`).
@@ -140,6 +141,8 @@ def causal_lm_forward(
         )
     num_items = options.pop("num_items_in_batch", None)
     options.pop("return_dict", None)  # an output object either way
+    if use_cache is None and past_key_values is None and "use_cache" in own:
+        inputs["use_cache"] = False
     # tokens before n predict n
     shifted = F.pad(labels, (0, 1), value=-100)[..., 1:].to(head.weight.device)
     if not _shows_states(model, options):

@@ -1,11 +1,13 @@
 """The fused loss in a model: what it leaves to the model's own, and heads that PEFT trains."""
 
 import copy
+from contextlib import nullcontext
 
+import layer_case
 import pytest
 import torch
 import torch.nn.functional as F
-from fused_case import assert_close, assert_right, pair, step, values_of
+from fused_case import SHORT, assert_close, assert_right, pair, step, values_of
 from peft import CPTConfig, LoraConfig, PeftModel, get_peft_model
 from peft_models import ATTENTION, adapt, assert_equal, base_model, ids, peft_model, set_weights
 from reference import random
@@ -46,6 +48,21 @@ def test_there_are_no_logits_in_training_and_all_of_them_elsewhere(losses, devic
         ours, theirs = (model.eval()(**inputs) for model in (fused, plain))
     assert torch.equal(ours.logits, theirs.logits) and torch.equal(ours.loss, theirs.loss)
     assert len(losses) == 1
+
+
+def test_it_fills_a_cache_only_if_it_is_asked_to(device):
+    """With one no layer runs whole."""
+    fused, plain, _ = layer_case.pair(device, Fusion(layer=True, cross_entropy=True))
+    for model in (fused, plain):
+        model.config.use_cache = True
+    got = step(fused, length=SHORT)
+    assert got.functions["DecoderLayer"] == 2
+    assert_close(got, step(plain, length=SHORT))
+    tokens = ids(device)[:, :SHORT]
+    for asked in ({}, {"use_cache": True}):
+        with pytest.warns(UserWarning, match="given past_key_values") if asked else nullcontext():
+            cache = fused(input_ids=tokens, labels=tokens, **asked).past_key_values
+        assert (cache is not None and cache.get_seq_length() == SHORT) is bool(asked)
 
 
 def test_the_loss_is_fused_for_pefts_causal_lm_class_too(losses, device):
