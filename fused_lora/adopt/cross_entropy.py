@@ -1,6 +1,7 @@
 """The switch `cross_entropy`: the forward that it sets on a causal language model."""
 
 import inspect
+import warnings
 from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any, get_args
@@ -92,6 +93,12 @@ KNOWN_OPTIONS = {
 }
 
 
+NO_CACHE = (
+    "a fused loss fills no cache in training, which model.config.use_cache asks for: set that to "
+    "False, or call the model with use_cache=True"
+)
+
+
 def causal_lm_forward(
     model: Any,
     parts: frozenset[str],
@@ -141,7 +148,8 @@ def causal_lm_forward(
         )
     num_items = options.pop("num_items_in_batch", None)
     options.pop("return_dict", None)  # an output object either way
-    if use_cache is None and past_key_values is None and "use_cache" in own:
+    if use_cache is None and "use_cache" in own and _fills_cache_unasked(model, inputs):
+        warnings.warn(NO_CACHE, stacklevel=2)
         inputs["use_cache"] = False
     # tokens before n predict n
     shifted = F.pad(labels, (0, 1), value=-100)[..., 1:].to(head.weight.device)
@@ -190,6 +198,18 @@ def _signature_of(cls: Any) -> tuple[frozenset[str], type]:
     returned = signature.return_annotation  # that class, or a tuple or that class
     names = frozenset(signature.parameters) - {"labels", "logits_to_keep", "output_router_logits"}
     return names, (get_args(returned) or (returned,))[-1]
+
+
+def _fills_cache_unasked(model: Any, inputs: dict[str, Any]) -> bool:
+    """Return True if only the configuration asks for a cache, which changes nothing of the loss: of
+    packed documents it does, which transformers keeps apart without one alone."""
+    may_be_packed = inputs.get("position_ids") is not None and inputs.get("attention_mask") is None
+    return (
+        getattr(model.config, "use_cache", False)
+        and not model.is_gradient_checkpointing
+        and inputs.get("past_key_values") is None
+        and not may_be_packed
+    )
 
 
 def _shows_states(model: Any, options: dict[str, Any]) -> bool:

@@ -102,10 +102,11 @@ def _attends_fused(layer: Any, dtype: torch.dtype) -> bool:
 
 
 class PaddingSeen:
-    """Notes of a step's eager calls on the padding in their batches, for the step's capture in a
-    graph (`step/graph.py`)."""
+    """Notes of a step's eager calls on the padding in their batches, for its captures in graphs
+    (`step/graph.py`)."""
 
     def __init__(self) -> None:
+        self.any = False
         self.is_apart = True  # nothing that is labelled depends on it
 
     @contextmanager
@@ -129,9 +130,9 @@ def unpadded(decoder: Any, inputs: dict[str, Any], labels: Tensor) -> tuple[dict
     predicts it. Exact it is where no padding predicts one, and where no cache is filled.
 
     In the graph of a `GraphedStep`, which has one shape, the batch stays as it is, with documents
-    for a mask, if all that the eager calls have seen allows it: a row's tokens have to lie side by
-    side, too. A later row of which they do not makes the loss NaN, by its labels: the host cannot
-    look at it.
+    for a mask, if the step's eager calls have seen padding, and none that forbids it: a row's
+    tokens have to lie side by side, too. A later row of which they do not makes the loss NaN, by
+    its labels: the host cannot look at it.
     """
     mask, position_ids = inputs.get("attention_mask"), inputs.get("position_ids")
     given = {name: inputs.get(name) for name in ("input_ids", "inputs_embeds")}
@@ -151,16 +152,17 @@ def unpadded(decoder: Any, inputs: dict[str, Any], labels: Tensor) -> tuple[dict
     is_predicting = ~is_token & (labels != IGNORED)
     seen = _seen.get()
     if is_capturing(mask):
-        if seen is None or not seen.is_apart:
+        if seen is None or not (seen.any and seen.is_apart):
             return inputs, labels
         documents = documents_of(_numbered_apart(is_token))
         wrong = (is_predicting.any(1) | _is_parted(is_token))[:, None] & (labels != IGNORED)
         return inputs | {"attention_mask": documents}, labels.masked_fill(wrong, IN_NO_VOCABULARY)
     places = is_token.flatten().nonzero().squeeze(1)
-    is_exact = not is_predicting.any()
+    is_exact, is_padded = not is_predicting.any(), len(places) < is_token.numel()
     if seen is not None:
+        seen.any |= is_padded
         seen.is_apart &= is_exact and not bool(_is_parted(is_token).any())
-    if len(places) in (0, is_token.numel()) or not is_exact:
+    if not len(places) or not is_padded or not is_exact:
         return inputs, labels
 
     def picked(rows: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
+from ..adopt.documents import PaddingSeen
 from .capture import Cuda
 from .checkpoint import Checkpoint, policy_of
 from .graph_checks import (
@@ -93,8 +94,8 @@ class GraphedStep:
     batches without padding: a graph cannot look at their values, attends with a mask, and warns.
     Packed documents are an exception where attention is fused: one graph attends to any of them, in
     rows that `fill_row` makes as long as each other (`packing.py`). So are padded rows where the
-    loss is fused, too. It is NaN there where padding predicts a label, or lies between a row's
-    tokens, unless it did in the eager calls: then the graph has the mask.
+    loss is fused, too, and an eager call had some. The loss is NaN there where padding predicts a
+    label, or lies between a row's tokens; where it did in an eager call, graphs have the mask.
     ``attention_mask={"full_attention": None}``, which some models take (Qwen), is left out, too.
 
     Held until `reset`: the memory of the largest graph, activations and all, shared by all graphs;
@@ -180,6 +181,7 @@ class GraphedStep:
         device = self._parameters[0].device
         self._cuda = self._backend(device)
         self._sums: list[Tensor] = []
+        self._padding = PaddingSeen()
         self._learning_rates = LearningRates(self.optimizer, device)
 
     # --- one call ---------------------------------------------------------------------------------
@@ -255,7 +257,7 @@ class GraphedStep:
             for name, value in inputs.items()
         }
         policies = {policy_of(module) for module in self.model.modules()}
-        without_mask = LayersWithoutMask(self.model, inputs)
+        without_mask = LayersWithoutMask(self.model, inputs, self._padding)
         return self._graphs.setdefault(key, _Graph(buffers, policies, without_mask))
 
     def _capture(self, graph: _Graph, update: bool, accumulated: bool) -> _Captured:

@@ -8,8 +8,8 @@ whether a layer wants a mask. What it wanted eagerly it therefore wants in the g
 
 Where all attention is fused, position_ids do no harm: in the graph its kernels take the bounds of
 documents (`adopt/documents.py`), whichever there are. Nor does an attention_mask where the loss is
-fused, too: a row's padding is a document of its own there, unless the eager calls had labels that
-depend on it.
+fused, too, and eager calls had padding on which no label depends: a row's padding is a document of
+its own there.
 """
 
 import warnings
@@ -33,15 +33,16 @@ DECIDING = (MASK, "position_ids")
 class LayersWithoutMask:
     """The layers of a model that were called without a mask eagerly, for one set of shapes.
 
-    model: whose layers are transformers'. inputs: what it is called with.
+    model: whose layers are transformers'. inputs: what it is called with. padding: what all sets of
+    shapes have seen of it.
     """
 
-    def __init__(self, model: nn.Module, inputs: dict[str, Any]):
+    def __init__(self, model: nn.Module, inputs: dict[str, Any], padding: PaddingSeen):
         self.layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
         self.deciding = [name for name in DECIDING if isinstance(inputs.get(name), Tensor)]
         self.says_none = isinstance(inputs.get(MASK), dict)
         self.had_none: dict[nn.Module, bool] = {}
-        self.padding = PaddingSeen()
+        self.padding = padding
 
     @contextmanager
     def noted(self) -> Iterator[None]:

@@ -1,7 +1,6 @@
 """The fused loss in a model: what it leaves to the model's own, and heads that PEFT trains."""
 
 import copy
-from contextlib import nullcontext
 
 import layer_case
 import pytest
@@ -51,18 +50,21 @@ def test_there_are_no_logits_in_training_and_all_of_them_elsewhere(losses, devic
 
 
 def test_it_fills_a_cache_only_if_it_is_asked_to(device):
-    """With one no layer runs whole."""
+    """With one no layer runs whole. Packed documents, which a cache lets see each other, keep what
+    the configuration asks for."""
     fused, plain, _ = layer_case.pair(device, Fusion(layer=True, cross_entropy=True))
     for model in (fused, plain):
         model.config.use_cache = True
-    got = step(fused, length=SHORT)
+    with pytest.warns(UserWarning, match="fills no cache in training, which model.config"):
+        got = step(fused, length=SHORT)
     assert got.functions["DecoderLayer"] == 2
     assert_close(got, step(plain, length=SHORT))
-    tokens = ids(device)[:, :SHORT]
-    for asked in ({}, {"use_cache": True}):
-        with pytest.warns(UserWarning, match="given past_key_values") if asked else nullcontext():
-            cache = fused(input_ids=tokens, labels=tokens, **asked).past_key_values
-        assert (cache is not None and cache.get_seq_length() == SHORT) is bool(asked)
+    packed = {"position_ids": torch.arange(SHORT, device=device)[None] % 3}
+    for options, is_filled in (({}, False), ({"use_cache": True}, True), (packed, True)):
+        tokens = ids(device)[:, :SHORT]
+        one, other = (model(input_ids=tokens, labels=tokens, **options) for model in (fused, plain))
+        torch.testing.assert_close(one.loss, other.loss)
+        assert (one.past_key_values is not None) is is_filled
 
 
 def test_the_loss_is_fused_for_pefts_causal_lm_class_too(losses, device):

@@ -177,6 +177,20 @@ def test_labels_that_depend_on_padding_keep_the_graphs_mask_or_make_its_loss_nan
     assert [loss.isnan().item() for loss in losses] == [False, False, True]
 
 
+@pytest.mark.parametrize("case", ["predicts", "between tokens"])
+def test_eager_calls_without_padding_say_nothing_of_it(case, monkeypatch, device):
+    step, eager = steps_with_kernels(WHOLE, device, OF_OTHER_STEPS)
+    calls = [padded(device, seed, case) for seed in range(EAGER_CALLS + 1)]
+    for call in calls[:EAGER_CALLS]:
+        call["attention_mask"] = torch.ones_like(call["attention_mask"])
+    wanted = [eager(**call) for call in calls]
+    seen = spy_on_masks(monkeypatch, WHOLE)
+    with pytest.warns(UserWarning, match="in the graph it has one, for attention_mask may differ"):
+        losses = [step(**call) for call in calls]
+    torch.testing.assert_close(losses, wanted, rtol=OF_OTHER_ROWS[device], atol=0)
+    assert seen[-1].shape == (2, 1, 9, 9)
+
+
 @pytest.mark.parametrize("window", [None, 5, 99])
 def test_a_graph_has_the_masks_of_the_eager_step(window, monkeypatch, device):
     config = ONE_LAYER | {"sliding_window": window}
