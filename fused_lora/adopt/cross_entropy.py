@@ -17,7 +17,7 @@ from transformers.loss import loss_utils
 from fused_mlp.launching import is_capturing
 
 from ..cross_entropy import labelled_rows, linear_cross_entropy
-from .documents import unpadded
+from .documents import fills_cache, unpadded
 from .fp8_weight import why_not_in_fp8
 from .originals import why_replaced
 from .projection import why_call, why_not_plain
@@ -148,7 +148,7 @@ def causal_lm_forward(
         )
     num_items = options.pop("num_items_in_batch", None)
     options.pop("return_dict", None)  # an output object either way
-    if use_cache is None and "use_cache" in own and _fills_cache_unasked(model, inputs):
+    if use_cache is None and "use_cache" in own and _needs_no_cache(model.model, inputs):
         warnings.warn(NO_CACHE, stacklevel=2)
         inputs["use_cache"] = False
     # tokens before n predict n
@@ -200,15 +200,12 @@ def _signature_of(cls: Any) -> tuple[frozenset[str], type]:
     return names, (get_args(returned) or (returned,))[-1]
 
 
-def _fills_cache_unasked(model: Any, inputs: dict[str, Any]) -> bool:
-    """Return True if only the configuration asks for a cache, which changes nothing of the loss: of
-    packed documents it does, which transformers keeps apart without one alone."""
+def _needs_no_cache(decoder: Any, inputs: dict[str, Any]) -> bool:
+    """Return True if a cache that the configuration asks for changes nothing of the loss. Of packed
+    documents it does: transformers keeps them apart only without one."""
     may_be_packed = inputs.get("position_ids") is not None and inputs.get("attention_mask") is None
     return (
-        getattr(model.config, "use_cache", False)
-        and not model.is_gradient_checkpointing
-        and inputs.get("past_key_values") is None
-        and not may_be_packed
+        inputs.get("past_key_values") is None and not may_be_packed and fills_cache(decoder, None)
     )
 
 

@@ -50,7 +50,7 @@ def decoder_forward(
     if (
         attention_mask is None
         and past_key_values is None
-        and not _fills_cache(decoder, options.get("use_cache"))  # with one they are no documents
+        and not fills_cache(decoder, options.get("use_cache"))  # with one they are no documents
         and isinstance(position_ids, Tensor)
         and position_ids.ndim == 2
         and not _has_axes(decoder)
@@ -106,7 +106,7 @@ class PaddingSeen:
     (`step/graph.py`)."""
 
     def __init__(self) -> None:
-        self.any = False
+        self.is_there = False
         self.is_apart = True  # nothing that is labelled depends on it
 
     @contextmanager
@@ -144,7 +144,7 @@ def unpadded(decoder: Any, inputs: dict[str, Any], labels: Tensor) -> tuple[dict
         or any(one.shape[:2] != mask.shape for one in (labels, *tokens.values()))
         or (position_ids is not None and position_ids.ndim != 2)
         or inputs.get("past_key_values") is not None
-        or _fills_cache(decoder, inputs.get("use_cache"))
+        or fills_cache(decoder, inputs.get("use_cache"))
         or not takes_documents(decoder, mask.shape[1])
     ):
         return inputs, labels
@@ -152,15 +152,15 @@ def unpadded(decoder: Any, inputs: dict[str, Any], labels: Tensor) -> tuple[dict
     is_predicting = ~is_token & (labels != IGNORED)
     seen = _seen.get()
     if is_capturing(mask):
-        if seen is None or not (seen.any and seen.is_apart):
+        if seen is None or not (seen.is_there and seen.is_apart):
             return inputs, labels
-        documents = documents_of(_numbered_apart(is_token))
-        wrong = (is_predicting.any(1) | _is_parted(is_token))[:, None] & (labels != IGNORED)
-        return inputs | {"attention_mask": documents}, labels.masked_fill(wrong, IN_NO_VOCABULARY)
+        wrong = is_predicting.any(1, keepdim=True) | _is_parted(is_token)
+        labels = labels.masked_fill(wrong & (labels != IGNORED), IN_NO_VOCABULARY)
+        return inputs | {"attention_mask": _padding_apart(is_token)}, labels
     places = is_token.flatten().nonzero().squeeze(1)
     is_exact, is_padded = not is_predicting.any(), len(places) < is_token.numel()
     if seen is not None:
-        seen.any |= is_padded
+        seen.is_there |= is_padded
         seen.is_apart &= is_exact and not bool(_is_parted(is_token).any())
     if not len(places) or not is_padded or not is_exact:
         return inputs, labels
@@ -178,18 +178,20 @@ def unpadded(decoder: Any, inputs: dict[str, Any], labels: Tensor) -> tuple[dict
     return inputs | found, picked(labels)
 
 
-def _numbered_apart(is_token: Tensor) -> Tensor:
-    """Numbers that go up by one, but between a token and padding."""
+def _padding_apart(is_token: Tensor) -> Tensor:
+    """Documents that begin where tokens and padding meet."""
     positions = is_token.shape[1]
-    return torch.arange(positions, device=is_token.device) + 2 * positions * is_token
+    return documents_of(torch.arange(positions, device=is_token.device) + 2 * positions * is_token)
 
 
 def _is_parted(is_token: Tensor) -> Tensor:
-    """Of each row, whether padding lies between its tokens."""
+    """Of each row, [batch, 1], whether padding lies between its tokens."""
     begins = is_token[:, 1:] & ~is_token[:, :-1]
-    return begins.sum(1) + is_token[:, 0] > 1
+    return begins.sum(1, keepdim=True) + is_token[:, :1] > 1
 
 
-def _fills_cache(decoder: Any, use_cache: bool | None) -> bool:
-    use_cache = decoder.config.use_cache if use_cache is None else use_cache
+def fills_cache(decoder: Any, use_cache: bool | None) -> bool:
+    """Return True if a forward that is called with this use_cache fills a cache."""
+    if use_cache is None:  # of a multimodal model its text's configuration says
+        use_cache = getattr(decoder.config, "use_cache", False)
     return bool(use_cache) and not (decoder.gradient_checkpointing and decoder.training)

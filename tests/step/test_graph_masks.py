@@ -97,7 +97,7 @@ def packed(device, seed):
     return {"input_ids": tokens, "labels": tokens, "position_ids": position_ids}
 
 
-def steps_with_kernels(fusion, device, lr=2**-6):
+def steps_with_kernels(fusion, device, lr):
     """A step and the eager loop beside it."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32  # a GPU has no kernels for fp32
     model = peft_model(device, "Llama", dtype, config=ONE_LAYER | {"head_dim": 32})
@@ -108,26 +108,11 @@ def steps_with_kernels(fusion, device, lr=2**-6):
 
 
 WHOLE = Fusion(layer=True, cross_entropy=True)
+FUSIONS = Fusion(**ALL), WHOLE
+SEEDS = {"cpu": range(EAGER_CALLS + 1), "cuda": range(EAGER_CALLS + 3)}  # the last are replays
 # The eager step has no padding in its products, which on a GPU bf16 rounds otherwise. Adam would
 # make a step of every gradient that is next to nothing.
 OF_OTHER_ROWS, OF_OTHER_STEPS = {"cpu": 1e-5, "cuda": 2**-8}, 2**-14
-
-
-@pytest.mark.parametrize("fusion", [Fusion(**ALL), WHOLE], ids=["parts", "whole"])
-def test_one_graph_takes_rows_of_any_documents(fusion, monkeypatch, device):
-    step, eager = steps_with_kernels(fusion, device)
-    calls = [
-        fill_row(packed(device, seed), 10)
-        for seed in range(EAGER_CALLS + (3 if device == "cuda" else 1))
-    ]
-    wanted = [eager(**call) for call in calls]
-    seen = spy_on_masks(monkeypatch, fusion)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        losses = [step(**call) for call in calls]
-    assert captured(step) == 1
-    assert {(tuple(mask.shape), mask.dtype) for mask in seen} == {((1, 1, 2, 10), torch.int32)}
-    torch.testing.assert_close(losses, wanted, rtol=1e-5, atol=0)
 
 
 def padded(device, seed, case="apart"):
@@ -145,19 +130,38 @@ def padded(device, seed, case="apart"):
     return {"input_ids": tokens, "labels": labels, "attention_mask": is_token}
 
 
-@pytest.mark.parametrize("fusion", [Fusion(**ALL), WHOLE], ids=["parts", "whole"])
-def test_one_graph_takes_rows_of_any_padding(fusion, monkeypatch, device):
-    step, eager = steps_with_kernels(fusion, device, OF_OTHER_STEPS)
-    calls = [padded(device, seed) for seed in range(EAGER_CALLS + (3 if device == "cuda" else 1))]
+def train_as_eager(step, eager, calls, rtol, fusion, monkeypatch):
+    """The masks that the step has attended with."""
     wanted = [eager(**call) for call in calls]
     seen = spy_on_masks(monkeypatch, fusion)
+    losses = [step(**call) for call in calls]
+    assert captured(step) == 1
+    torch.testing.assert_close(losses, wanted, rtol=rtol, atol=0)
+    return [None if mask is None else (tuple(mask.shape), mask.dtype) for mask in seen]
+
+
+@pytest.fixture
+def no_warnings():
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        losses = [step(**call) for call in calls]
-    assert captured(step) == 1
-    shapes = [(tuple(mask.shape), mask.dtype) for mask in seen]
-    assert shapes[-1] == ((2, 1, 2, 9), torch.int32) and (2, 1, 2, 9) not in shapes[:-1]
-    torch.testing.assert_close(losses, wanted, rtol=OF_OTHER_ROWS[device], atol=0)
+        yield
+
+
+@pytest.mark.parametrize("fusion", FUSIONS, ids=["parts", "whole"])
+def test_one_graph_takes_rows_of_any_documents(fusion, no_warnings, monkeypatch, device):
+    step, eager = steps_with_kernels(fusion, device, 2**-6)
+    calls = [fill_row(packed(device, seed), 10) for seed in SEEDS[device]]
+    masks = train_as_eager(step, eager, calls, 1e-5, fusion, monkeypatch)
+    assert set(masks) == {((1, 1, 2, 10), torch.int32)}
+
+
+@pytest.mark.parametrize("fusion", FUSIONS, ids=["parts", "whole"])
+def test_one_graph_takes_rows_of_any_padding(fusion, no_warnings, monkeypatch, device):
+    step, eager = steps_with_kernels(fusion, device, OF_OTHER_STEPS)
+    calls = [padded(device, seed) for seed in SEEDS[device]]
+    masks = train_as_eager(step, eager, calls, OF_OTHER_ROWS[device], fusion, monkeypatch)
+    in_graph = (2, 1, 2, 9), torch.int32
+    assert masks[-1] == in_graph and in_graph not in masks[:-1]
 
 
 @pytest.mark.parametrize("case", ["predicts", "between tokens"])
@@ -166,11 +170,8 @@ def test_labels_that_depend_on_padding_keep_the_graphs_mask_or_make_its_loss_nan
 ):
     step, eager = steps_with_kernels(WHOLE, device, OF_OTHER_STEPS)
     calls = [padded(device, seed, case) for seed in range(EAGER_CALLS + 1)]
-    wanted = [eager(**call) for call in calls]
-    seen = spy_on_masks(monkeypatch, WHOLE)
-    losses = [step(**call) for call in calls]
-    torch.testing.assert_close(losses, wanted, rtol=OF_OTHER_ROWS[device], atol=0)
-    assert captured(step) == 1 and seen[-1].shape == (2, 1, 9, 9)
+    masks = train_as_eager(step, eager, calls, OF_OTHER_ROWS[device], WHOLE, monkeypatch)
+    assert masks[-1][0] == (2, 1, 9, 9)
     step.reset()
     losses = [step(**call) for call in [padded(device, seed) for seed in range(EAGER_CALLS)]]
     losses.append(step(**calls[-1]))
@@ -183,12 +184,9 @@ def test_eager_calls_without_padding_say_nothing_of_it(case, monkeypatch, device
     calls = [padded(device, seed, case) for seed in range(EAGER_CALLS + 1)]
     for call in calls[:EAGER_CALLS]:
         call["attention_mask"] = torch.ones_like(call["attention_mask"])
-    wanted = [eager(**call) for call in calls]
-    seen = spy_on_masks(monkeypatch, WHOLE)
     with pytest.warns(UserWarning, match="in the graph it has one, for attention_mask may differ"):
-        losses = [step(**call) for call in calls]
-    torch.testing.assert_close(losses, wanted, rtol=OF_OTHER_ROWS[device], atol=0)
-    assert seen[-1].shape == (2, 1, 9, 9)
+        masks = train_as_eager(step, eager, calls, OF_OTHER_ROWS[device], WHOLE, monkeypatch)
+    assert masks[-1][0] == (2, 1, 9, 9)
 
 
 @pytest.mark.parametrize("window", [None, 5, 99])
