@@ -64,13 +64,15 @@ def loss_curve_figure(runs: Sequence[Run]) -> Figure:
         title = loss_curve_finding(runs)
         picture.text(0.025, 0.93, title, size=min(21, 1250 / len(title)), weight="bold")
         words = f"{caption(runs[0])} The same adapters and batches from the first step on."
+        if len(runs) > 1:
+            words += f" Above the first of {len(runs)} seeds, below a line for each."
         picture.text(0.025, 0.03, fill(words, 140), size=10.5, color="#444444", linespacing=1.5)
     return picture
 
 
 def loss_curve_finding(runs: Sequence[Run]) -> str:
-    """The title: how far the curves come apart at most, and on the average over the steps, of the
-    variant that is the furthest; a second vanilla is none."""
+    """The title: how far the curves come apart at most, and in the mean of all steps, of the curve
+    that is the furthest; a second vanilla is none."""
     if runs[0].rehearsal:
         return REHEARSAL_NOTICE
     apart = [(id, own) for run in runs for id, own in percent_apart(run).items()]
@@ -79,5 +81,5 @@ def loss_curve_finding(runs: Sequence[Run]) -> str:
     mean = max(abs(fmean(one)) for one in ours)
     return (
         f"Loss over {len(ours[0])} steps: at most {most:.2f}% from {held_against(runs[0])}'s, "
-        f"{mean:.3f}% on the average"
+        f"{mean:.3f}% in the mean"
     )

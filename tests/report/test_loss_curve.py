@@ -33,7 +33,7 @@ def test_curves_are_of_the_longest_length_with_the_baseline_first():
 def test_the_title_says_how_far_they_come_apart():
     # +1% and -0.1% of three steps
     assert loss_curve.loss_curve_finding([TWO]) == (
-        "Loss over 3 steps: at most 1.00% from vanilla PEFT's, 0.300% on the average"
+        "Loss over 3 steps: at most 1.00% from vanilla PEFT's, 0.300% in the mean"
     )
     assert loss_curve.loss_curve_finding([replace(TWO, rehearsal=True)]) == looks.REHEARSAL_NOTICE
 
@@ -57,7 +57,7 @@ def test_fp32_is_what_the_others_are_held_against_where_it_ran():
     ]
     assert losses.losses_section([example.empty()]) == losses.losses_section([])
     # without the second vanilla, which is no variant: the MLP's
-    assert loss_curve.loss_curve_finding(of_two_seeds).endswith("fp32's, 1.000% on the average")
+    assert loss_curve.loss_curve_finding(of_two_seeds).endswith("fp32's, 1.000% in the mean")
     _, below = loss_curve.loss_curve_figure(of_two_seeds).axes
     assert len(below.lines) == 1 + 2 * 3
 
