@@ -12,10 +12,12 @@ from fused_case import ALL
 from graph_case import EagerStep, Recorded, adamw, assert_same, captured, graphed, steps, train
 from layer_case import peft_model
 from peft_models import FAMILIES, LAYERS, ids
+from torch.nn.attention import sdpa_kernel
 
 from fused_lora import Fusion, fill_row, fuse
 from fused_lora.adopt import documents
 from fused_lora.decoder_layer import DecoderLayer
+from fused_lora.kernels.qkv_attention import WITHOUT_CUDNN
 from fused_lora.lora_attention import LoRA_Attention
 from fused_lora.step.graph import EAGER_CALLS, GraphedStep
 
@@ -147,6 +149,14 @@ def no_warnings():
         yield
 
 
+@pytest.fixture
+def as_in_a_graph():
+    """Attention by the kernels that a graph has, where cuDNN's are not called: padding on the left
+    attends to nothing, of which each kernel makes something else, and "predicts" has it predict."""
+    with sdpa_kernel(WITHOUT_CUDNN):
+        yield
+
+
 @pytest.mark.parametrize("fusion", FUSIONS, ids=["parts", "whole"])
 def test_one_graph_takes_rows_of_any_documents(fusion, no_warnings, monkeypatch, device):
     step, eager = steps_with_kernels(fusion, device, 2**-6)
@@ -166,7 +176,7 @@ def test_one_graph_takes_rows_of_any_padding(fusion, no_warnings, monkeypatch, d
 
 @pytest.mark.parametrize("case", ["predicts", "between tokens"])
 def test_labels_that_depend_on_padding_keep_the_graphs_mask_or_make_its_loss_nan(
-    case, monkeypatch, device
+    case, as_in_a_graph, monkeypatch, device
 ):
     step, eager = steps_with_kernels(WHOLE, device, OF_OTHER_STEPS)
     calls = [padded(device, seed, case) for seed in range(EAGER_CALLS + 1)]
@@ -179,7 +189,7 @@ def test_labels_that_depend_on_padding_keep_the_graphs_mask_or_make_its_loss_nan
 
 
 @pytest.mark.parametrize("case", ["predicts", "between tokens"])
-def test_eager_calls_without_padding_say_nothing_of_it(case, monkeypatch, device):
+def test_eager_calls_without_padding_say_nothing_of_it(case, as_in_a_graph, monkeypatch, device):
     step, eager = steps_with_kernels(WHOLE, device, OF_OTHER_STEPS)
     calls = [padded(device, seed, case) for seed in range(EAGER_CALLS + 1)]
     for call in calls[:EAGER_CALLS]:
