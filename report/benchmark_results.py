@@ -131,7 +131,7 @@ def _speedup(axes: Axes, view: View) -> None:
     for seq_len, (low, high) in bands.items():
         axes.bar(view.seq_lens.index(seq_len), high - low, 0.9, low, color="#cfcfcf")
     if bands:
-        _note(axes, "grey band: vanilla PEFT measured twice (A/A)")
+        _note(axes, "log scale; grey band: vanilla PEFT measured twice (A/A)")
     reach = [1.0, *(row.speedup for row in rows if row.speedup), *chain(*bands.values())]
     low, high = min(reach), max(reach)
     # The interval of two rounds may go far beyond, and leaves the panel.

@@ -34,7 +34,8 @@ BESIDE_UNSLOTH = PUBLISHED_RUNS / "beside_unsloth"  # all parts and Unsloth agai
 LOSSES = "docs/runs/*/loss_curve*.json.gz"  # many steps, a run a seed
 # A data set a file: padded-NAME and documents-NAME, of `--padded` and of `--documents`
 LENGTHS = {kind: f"docs/runs/*/{kind}-*.json.gz" for kind in ("padded", "documents")}
-
+FP8_STEPS = "docs/runs/*/fp8_lengths.json.gz"  # layers in FP8 beside those in bf16
+LONG_ROWS = "docs/runs/*/long_rows.json.gz"
 FP8_TRAININGS = "docs/runs/*/fp8_training*.json.gz"
 
 PLAIN: dict[str, Any] = {"box": SIMPLE_HEAD, "pad_edge": False}  # fits 80 columns
@@ -89,6 +90,8 @@ def generated_parts(run: Run, suite: Run) -> dict[str, str]:
         loaded(LOSSES),
         groups_of_lengths(),
         loaded_trainings(),
+        loaded(FP8_STEPS),
+        loaded(LONG_ROWS),
     )
 
 

@@ -12,6 +12,7 @@ from bench.records import Run
 from bench.results import write_atomically
 from bench.training_records import Fp8Training
 from report import tables
+from report.beside_floor import beside_floor_section
 from report.beside_published import published_section
 from report.comparison import compare
 from report.fp8_training import fp8_training_section
@@ -39,6 +40,8 @@ def generated(
     losses: Sequence[Run] = (),
     lengths: Sequence[ChatGroup] = (),
     fp8_trainings: Sequence[Fp8Training] = (),
+    fp8_steps: Sequence[Run] = (),
+    long_rows: Sequence[Run] = (),
 ) -> dict[str, str]:
     """Write every part, by name.
 
@@ -46,8 +49,8 @@ def generated(
     part and peer. beside_unsloth: all parts and Unsloth again, in more steps. quick: what others
     measured, each on a GPU. of_others: runs in the settings that others publish speeds for.
     recipes: runs with adapters on some projections alone, or with dropout. losses: of many steps.
-    lengths: of padded rows and of documents.
-    fp8_trainings: in bf16 and FP8, a file a GPU.
+    lengths: of padded rows and of documents. fp8_trainings: in bf16 and FP8, a file a GPU.
+    fp8_steps: of layers in FP8. long_rows: of thousands of tokens.
     """
     return {
         "answer": answer(run),
@@ -67,6 +70,8 @@ def generated(
         "losses": losses_section(losses),
         "padding": padding_section(lengths),
         "fp8 training": fp8_training_section(fp8_trainings),
+        "fp8 steps": beside_floor_section(fp8_steps),
+        "long rows": beside_floor_section(long_rows),
     }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from bench.records import Run, SummaryRow
 from report.looks import REHEARSAL_NOTICE, STATUS_WORDS, markdown_table
-from report.padding import ChatGroup, documents_rows
+from report.padding import ChatGroup, documents_row
 from report.statistics import NOISE, summarize
 from variants import AGAIN, BASELINE, SUITES, title_of
 
@@ -43,14 +43,14 @@ def answer(run: Run) -> str:
     where = f"{run.environment.device}, {seq_len} tokens, batch {run.experiment.batch_size}"
     return (
         f"**A LoRA training step of Qwen2.5-3B is {mlp} as fast as plain PEFT's with the MLP "
-        f"fused, {unsloth} with full Unsloth, and {everything} with everything in this repository, "
-        f"in {gib} GiB where PEFT takes {vanilla_gib} and Unsloth {unsloth_gib}.** ({where})"
+        f"fused, {unsloth} with full Unsloth, and {everything} with everything fused. Plain PEFT "
+        f"takes {vanilla_gib} GiB, Unsloth {unsloth_gib}, everything fused {gib}.** ({where})"
     )
 
 
 def headline_table(run: Run, lengths: Sequence[ChatGroup] = ()) -> str:
-    """One row a length; where the host is the limit, one more with the GPU's own time. Then one a
-    data set, whose chats are in one row."""
+    """One row a length; where the host is the limit, one more with the GPU's own time. Then one of
+    chats in one row."""
     lines, rows = [], rows_of(run)
     for seq_len in run.experiment.seq_lens:
         base, *others = (rows.get((variant, seq_len)) for variant in (BASELINE, *ANSWERS))
@@ -65,7 +65,7 @@ def headline_table(run: Run, lengths: Sequence[ChatGroup] = ()) -> str:
         if base.gpu_ms and base.gpu_ms < HOST_BOUND * base.median_step_ms:
             alone = [f"{base.gpu_ms / row.gpu_ms:.2f}×" if row and row.gpu_ms else ""
                      for row in others]  # fmt: skip
-            lines.append([f"{seq_len}, on the GPU", f"{base.gpu_ms:.0f} ms", *alone])
-    lines += documents_rows(lengths, ANSWERS)
+            lines.append([f"{seq_len}, GPU time alone", f"{base.gpu_ms:.0f} ms", *alone])
+    lines += documents_row(lengths, ANSWERS, run.environment.device)
     table = markdown_table(["tokens", title_of(BASELINE), *map(title_of, ANSWERS)], lines)
     return f"**{REHEARSAL_NOTICE}.**\n\n{table}" if run.rehearsal else table

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from bench.records import Run, SummaryRow
@@ -88,20 +88,48 @@ def padding_section(found: Sequence[ChatGroup]) -> str:
     return "\n\n".join(blocks) or "Not measured yet."
 
 
-def documents_rows(found: Sequence[ChatGroup], columns: Sequence[str]) -> Iterator[list[str]]:
-    """Yield a row of the README's table for each data set, of the GPU's own time: of the GPU on
-    which the last of `columns` has one, the newest if there are several."""
-    newest: dict[str, ChatGroup] = {}
-    for group in sorted(found, key=lambda one: max(run.started_utc for run in one.runs)):
-        if all(_ms(group.documents.get(variant)) for variant in (UNPADDED, columns[-1])):
-            newest[group.data] = group
+def documents_row(
+    found: Sequence[ChatGroup], columns: Sequence[str], device: str
+) -> list[list[str]]:
+    """Return the README's row of documents, if there is one, of the GPU's own time: of the data set
+    on which the last of `columns` gains least, on `device`, or on another where that has none."""
+    timed = [
+        (base_ms / ms, group)
+        for group in found
+        if (base_ms := own_ms(group.documents.get(UNPADDED)))
+        and (ms := own_ms(group.documents.get(columns[-1])))
+    ]
+    here = [one for one in timed if one[1].device == device]
+    if not timed:
+        return []
+    _, group = min(here or timed, key=lambda one: one[0])
+    base = group.documents[UNPADDED]
+    first = f"{own_ms(base):.0f} ms, {base.peak_gib or 0:.1f} GiB"
+    others = [_over(base, group.documents.get(variant)) for variant in columns]
+    where = "" if group.device == device else f", {group.gpu}"
+    return [[f"**chats** of {group.data_in_words}{where}", first, *others]]
+
+
+def own_ms(row: SummaryRow | None) -> float | None:
+    """Return what a step takes where nothing waits for the host: the GPU's own time in the step
+    that was profiled, or the median step where that is shorter, for one step of Unsloth's, whose
+    activations go to host memory, may take longer than most."""
+    if row is None or row.gpu_ms is None or row.median_step_ms is None:
+        return None
+    return min(row.gpu_ms, row.median_step_ms)
+
+
+def fullest(found: Sequence[ChatGroup]) -> list[ChatGroup]:
+    """Return one group of each data set: that with the most times, the newest of those."""
+
+    def times(group: ChatGroup) -> tuple[int, str]:
+        rows = (*group.padded.values(), *group.documents.values())
+        return sum(row.tokens_per_s is not None for row in rows), group.runs[-1].started_utc
+
+    best: dict[str, ChatGroup] = {}
     for group in found:
-        if newest.get(group.data) is group:
-            base = group.documents[UNPADDED]
-            first = f"{base.gpu_ms:.0f} ms, {base.peak_gib or 0:.1f} GiB"
-            others = [_over(base, group.documents.get(variant)) for variant in columns]
-            which = f"**chats** of {group.data_in_words}, {group.gpu}, on the GPU"
-            yield [which + (", one round" if base.rounds == 1 else ""), first, *others]
+        best[group.data] = max(best.get(group.data, group), group, key=times)
+    return [group for group in found if best[group.data] is group]
 
 
 def _group(key: tuple, padding: float | None, runs: dict[str, Run]) -> ChatGroup:
@@ -140,14 +168,10 @@ def _cells(row: SummaryRow | None) -> list[str]:
 
 def _over(base: SummaryRow, row: SummaryRow | None) -> str:
     if row is None:
-        return ""
-    if not (base_ms := _ms(base)) or not (own_ms := _ms(row)):
+        return "–"
+    if not (base_ms := own_ms(base)) or not (ms := own_ms(row)):
         return STATUS_WORDS.get(row.status, "")
-    return f"{base_ms / own_ms:.2f}×" + (f", {row.peak_gib:.1f} GiB" if row.peak_gib else "")
-
-
-def _ms(row: SummaryRow | None) -> float | None:
-    return row.gpu_ms if row else None
+    return f"{base_ms / ms:.2f}×" + (f", {row.peak_gib:.1f} GiB" if row.peak_gib else "")
 
 
 def _is_ours(variant: Variant) -> bool:

@@ -16,7 +16,7 @@ from matplotlib.patches import Patch
 from bench.records import SummaryRow
 from report.benchmark_results import write_png
 from report.looks import STATUS_WORDS, STYLE
-from report.padding import UNPADDED, ChatGroup
+from report.padding import UNPADDED, ChatGroup, fullest, own_ms
 from variants import BASELINE, title_of, variant_of
 
 PAIRS = (  # in padded rows, as documents; and what a reader has to know of the two
@@ -31,15 +31,18 @@ GREY = "#555555"
 
 
 def draw_documents(found: Sequence[ChatGroup], path: str | Path) -> bool:
-    """Write the picture as a PNG, whole or not at all; False where nothing has been measured."""
-    if not any(_ends(group) for group in found):
+    """Write the picture as a PNG, whole or not at all, each data set on one GPU; False where
+    nothing has been measured."""
+    shown = fullest(found)
+    if not any(_ends(group) for group in shown):
         return False
-    write_png(documents_figure(found), path)
+    write_png(documents_figure(shown, documents_finding(found)), path)
     return True
 
 
-def documents_figure(found: Sequence[ChatGroup]) -> Figure:
-    """Two bars a variant, padded above documents; on one scale, so that panels can be compared."""
+def documents_figure(found: Sequence[ChatGroup], finding: str) -> Figure:
+    """Two bars a variant, padded above documents; on one scale, so that panels can be compared.
+    finding: its title."""
     with style.context(["default", STYLE]):
         lines = ceil(len(found) / COLUMNS)
         columns = ceil(len(found) / lines)
@@ -56,7 +59,7 @@ def documents_figure(found: Sequence[ChatGroup]) -> Figure:
             axes.set_xlim(0, (1.16 + 0.06 * columns) * most)
             if place + columns >= len(found):
                 axes.tick_params(labelbottom=True)
-        _words(picture, found, height)
+        _words(picture, found, finding, height)
     return picture
 
 
@@ -65,9 +68,9 @@ def documents_finding(found: Sequence[ChatGroup]) -> str:
     the GPU's own time: how long it waits for a host depends on what else that does."""
     ours = [(group, row) for group in found if (row := group.fastest_of_ours())]
     over_unsloth = [
-        unsloth.gpu_ms / row.gpu_ms
+        theirs_ms / ours_ms
         for group, row in ours
-        if (unsloth := group.fastest_of_unsloth()) and unsloth.gpu_ms and row.gpu_ms
+        if (theirs_ms := own_ms(group.fastest_of_unsloth())) and (ours_ms := own_ms(row))
     ]
     over_padded = [
         row.tokens_per_s / padded.tokens_per_s
@@ -119,10 +122,11 @@ def _bar(axes: Axes, y: float, row: SummaryRow | None, **look) -> None:
                   textcoords="offset points", weight=weight)  # fmt: skip
 
 
-def _words(picture: Figure, found: Sequence[ChatGroup], height: float) -> None:
-    title = documents_finding(found)
-    size = min(17, 1190 / max(map(len, title.split("\n"))))
-    picture.text(0.02, 1 - 0.2 / height, title, size=size, weight="bold", va="top", linespacing=1.4)
+def _words(picture: Figure, found: Sequence[ChatGroup], finding: str, height: float) -> None:
+    size = min(17, 1190 / max(map(len, finding.split("\n"))))
+    picture.text(
+        0.02, 1 - 0.2 / height, finding, size=size, weight="bold", va="top", linespacing=1.4
+    )
     keys = [
         Patch(facecolor="white", edgecolor=GREY, hatch="////", label=PADDED),
         Patch(facecolor=GREY, edgecolor=GREY, label=DOCUMENTS),

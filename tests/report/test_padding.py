@@ -102,17 +102,38 @@ def test_the_table_by_hand():
     assert said.count("whole chats in one row ·") == 2 and said.count("padded ·") == 1
 
 
-def test_the_readme_has_a_row_of_the_gpu_where_everything_fused_has_a_time():
-    rows = list(padding.documents_rows(TWO, ANSWERS))
-    assert rows == [["**chats** of Dolly's lengths, H100, on the GPU, one round",
-                     "1164 ms, 9.0 GiB", "", "1.33×, 9.0 GiB", "3.00×, 9.0 GiB"]]  # fmt: skip
-    assert list(padding.documents_rows(TWO[1:], ANSWERS)) == []
-    newer = replace(H100, started_utc="2099-01-01")
-    newer.environment = replace(H100.environment, gpu=H200.environment.gpu)
-    both = padding.groups([], [("dolly", H100), ("dolly", newer)])
-    assert ["H200" in row[0] for row in padding.documents_rows(both, ANSWERS)] == [True]
-    table = headline_table(example.run(), both)
-    assert "| " + " | ".join(next(padding.documents_rows(both, ANSWERS))) + " |" in table
+def test_the_readme_has_the_row_of_its_gpu_where_everything_fused_gains_least():
+    rows = padding.documents_row(TWO, ANSWERS, "NVIDIA H200")
+    assert rows == [["**chats** of Dolly's lengths, H100",
+                     "1164 ms, 9.0 GiB", "–", "1.33×, 9.0 GiB", "3.00×, 9.0 GiB"]]  # fmt: skip
+    assert padding.documents_row(TWO[1:], ANSWERS, "NVIDIA H200") == []
+    more, less = (
+        made("documents", data=data, vanilla_peft_varlen=1e3, fused_layer_graph_offload=ms)
+        for data, ms in (("more", 200.0), ("less", 250.0))
+    )
+    found = padding.groups([], [("dolly", H100), ("more", more), ("less", less)])
+    (row,) = padding.documents_row(found, ANSWERS, "NVIDIA H200")
+    assert row == ["**chats** of less", "970 ms, 9.0 GiB", "–", "–", "4.00×, 9.0 GiB"]
+    assert "| " + " | ".join(row) + " |" in headline_table(example.run(), found)
+
+
+def test_a_step_that_was_profiled_and_took_longer_than_most_is_no_variants_time():
+    document = made("documents", vanilla_peft_varlen=1000.0, full_unsloth=800.0,
+                    fused_layer_graph_offload=400.0)  # fmt: skip
+    (cell,) = document.cells_of("full_unsloth")
+    cell.gpu_busy_ms = 970.0
+    found = padding.groups([], [("dolly", document)])
+    (row,) = padding.documents_row(found, ANSWERS, "NVIDIA H200")
+    assert row[3] == f"{970 / 800:.2f}×, 9.0 GiB"
+    assert f"{800 / 388:.2f} times as fast as Unsloth" in padding_picture.documents_finding(found)
+
+
+def test_a_data_set_has_one_panel_with_the_most_of_its_times():
+    assert padding.fullest(TWO) == [TWO[1]]  # the H100's has documents alone
+    newer = TWO[1]._replace(runs=(replace(TWO[1].runs[0], started_utc="2099-01-01"),))
+    assert padding.fullest([newer, *TWO]) == padding.fullest([*TWO, newer]) == [newer]
+    sharegpt = of_data("sharegpt")
+    assert padding.fullest([TWO[0], *sharegpt]) == [TWO[0], *sharegpt]
 
 
 # --- the picture ----------------------------------------------------------------------------------
@@ -132,7 +153,7 @@ def test_the_title_says_how_far_the_fastest_of_ours_is_ahead():
 
 
 def test_each_cell_with_a_time_is_a_bar_and_each_other_says_why():
-    picture = padding_picture.documents_figure(TWO)
+    picture = padding_picture.documents_figure(TWO, "a title")
     lengths = [sorted(bar.get_width() for bar in axes.patches) for axes in picture.axes]
     assert [[round(one) for one in panel] for panel in lengths] == [
         [13653, 18204, 40960],
@@ -155,7 +176,7 @@ def test_each_cell_with_a_time_is_a_bar_and_each_other_says_why():
     ids=["two", "one", "three", "four", "five"],
 )  # fmt: skip
 def test_however_many_groups_the_picture_can_be_read(found, tmp_path):
-    picture = padding_picture.documents_figure(found)
+    picture = padding_picture.documents_figure(found, padding_picture.documents_finding(found))
     case.assert_readable(picture)
     words = " ".join(text.get_text() for text in picture.findobj(Text))
     assert all(group.data_in_words in words for group in found)

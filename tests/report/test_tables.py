@@ -10,10 +10,11 @@ from test_plots import RUNS
 
 from bench.records import Cell, Floor, KernelRow, Kernels
 from report import looks, tables
+from report.beside_floor import beside_floor_section
 from report.comparison import ComparedCell
 from report.headline import headline_table, times
 from report.statistics import summarize
-from variants import Lora, Settings
+from variants import Lora, Settings, title_of
 
 
 def cells_of(markdown, *starts):
@@ -138,11 +139,35 @@ def test_the_headline_by_hand():
         "| tokens | vanilla PEFT | fused MLP | full Unsloth | everything fused |",
         "| --- | --- | --- | --- | --- |",
         "| **64** | 210 ms, 3.0 GiB | 2.00×, 3.0 GiB | 1.40×, 3.0 GiB |  |",
-        "| 64, on the GPU | 150 ms | 2.50× | 2.50× |  |",
+        "| 64, GPU time alone | 150 ms | 2.50× | 2.50× |  |",
     ]
     for cell in run.cells:
         cell.gpu_busy_ms = 200.0
     assert len(headline_table(run).split("\n")) == 3
+
+
+def test_steps_beside_the_floor_by_hand():
+    """In FP8 beside the same in bf16; with checkpointing over what is run again, too."""
+    graph, offload = "fused_layer_graph_no_checkpointing", "fused_layer_graph_offload"
+    run = example.empty(
+        variants=[graph, fp8 := "fp8_lm_head_graph_no_checkpointing", offload], seq_lens=[512]
+    )
+    for variant, ms in ((graph, 400.0), (fp8, 250.0)):
+        peak = 3 * 2**30
+        run.add(example.timed_cell(variant, 512, 1, [ms] * 4, peak_allocated_bytes=peak))
+    run.add(Cell(offload, 512, 1, "oom", error="made up for a test"))
+    run.floor = {512: Floor(320.0, [320.0], recomputation_ms=80.0)}
+    assert beside_floor_section([run]).split("\n")[:5] == [
+        "| tokens | variant | step, ms | tokens/s | × bf16's speed | × floor | peak, GiB |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        f"| 512 | {title_of(graph)} | 400.0 | 40,960 |  | 1.25 | 3.0 |",
+        f"| 512 | {title_of(fp8)} | 250.0 | 65,536 | 1.60 | 0.78 | 3.0 |",
+        "| 512 | everything fused | out of memory |  |  |  |  |",
+    ]
+    run.add(example.timed_cell(offload, 512, 1, [500.0] * 4))
+    line = next(one for one in beside_floor_section([run]).split("\n") if "| everything" in one)
+    assert line == "| 512 | everything fused | 500.0 | 32,768 |  | 1.56 | 1.25 |  |"
+    assert beside_floor_section([]) == "Not measured yet."
 
 
 def test_within_noise_stands_in_italics():
