@@ -18,25 +18,11 @@ from bench.folders import locked
 from bench.options import HERE
 from bench.records import Kernels, Run
 from bench.terminal import console
-from bench.training_records import Fp8Training, load_training
 from report import tables
 from report.comparison import compare
 from report.fits import fits_table
-from report.padding import ChatGroup, groups
 from report.statistics import NOISE, summarize
 from variants import title_of, variant_of
-
-PUBLISHED_RUNS = HERE / "docs" / "runs" / "h200"
-# Vanilla and fused MLP once more, in another run: how far to trust the published run.
-SECOND_RUN = PUBLISHED_RUNS / "second_run.json.gz"
-SUITE = PUBLISHED_RUNS / "suite.json.gz"  # every part and peer, a run of its own
-BESIDE_UNSLOTH = PUBLISHED_RUNS / "beside_unsloth"  # all parts and Unsloth again, in more steps
-LOSSES = "docs/runs/*/loss_curve*.json.gz"  # many steps, a run a seed
-# A data set a file: padded-NAME and documents-NAME, of `--padded` and of `--documents`
-LENGTHS = {kind: f"docs/runs/*/{kind}-*.json.gz" for kind in ("padded", "documents")}
-FP8_STEPS = "docs/runs/*/fp8_lengths.json.gz"  # layers in FP8 beside those in bf16
-LONG_ROWS = "docs/runs/*/long_rows.json.gz"
-FP8_TRAININGS = "docs/runs/*/fp8_training*.json.gz"
 
 PLAIN: dict[str, Any] = {"box": SIMPLE_HEAD, "pad_edge": False}  # fits 80 columns
 
@@ -52,68 +38,29 @@ def plot_only(folder: Path) -> int:
     if not path.is_file():
         raise ValueError(f"--plot-only: there is no {path}; run the benchmark first, or give --out")
     run = store.load(path)
-    from report import documents, fp8_training, loss_curve
+    from report import committed, documents, fp8_training, loss_curve
     from report.padding_picture import draw_documents
 
     drawn: list[Path] = []
     if folder.resolve() == HERE:
-        suite = store.load(SUITE)
-        drawn += documents.update(HERE, generated_parts(run, suite))
+        suite = store.load(committed.SUITE)
+        drawn += documents.update(HERE, committed.generated_parts(run, suite))
         figures = HERE / "docs" / "figures"
         drawn += draw_suite(suite, figures)
-        if loss_curve.draw_loss_curve(loaded(LOSSES), picture := figures / "loss_curve.png"):
+        losses = committed.loaded(committed.LOSSES)
+        if loss_curve.draw_loss_curve(losses, picture := figures / "loss_curve.png"):
             drawn.append(picture)
-        if draw_documents(groups_of_lengths(), picture := figures / "documents.png"):
+        lengths = committed.groups_of_lengths()
+        if draw_documents(lengths, picture := figures / "documents.png"):
             drawn.append(picture)
-        picture = figures / "fp8_training.png"
-        if fp8_training.draw_fp8_training(loaded_trainings(), picture):
+        trainings = committed.loaded_trainings()
+        if fp8_training.draw_fp8_training(trainings, picture := figures / "fp8_training.png"):
             drawn.append(picture)
         drawn += draw_pictures(run, folder, figures)
     else:
         drawn += draw_pictures(run, folder, folder)
     console.print("\n".join(map(str, drawn)), soft_wrap=True)
     return 0
-
-
-def generated_parts(run: Run, suite: Run) -> dict[str, str]:
-    """The generated parts of README.md and docs/*.md, from all runs that are committed."""
-    from report import documents
-
-    return documents.generated(
-        run,
-        store.load(SECOND_RUN),
-        suite,
-        loaded(f"{BESIDE_UNSLOTH.relative_to(HERE)}/*.json.gz"),
-        loaded("docs/runs/*/quick.json.gz"),
-        loaded("docs/runs/*/published-*.json.gz"),
-        loaded("docs/runs/*/recipe-*.json.gz"),
-        loaded(LOSSES),
-        groups_of_lengths(),
-        loaded_trainings(),
-        loaded(FP8_STEPS),
-        loaded(LONG_ROWS),
-    )
-
-
-def loaded(pattern: str) -> list[Run]:
-    """The committed runs whose files are named so."""
-    return [store.load(path) for path in sorted(HERE.glob(pattern))]
-
-
-def groups_of_lengths() -> list[ChatGroup]:
-    """The committed runs on padded rows and on documents, by data set and GPU."""
-
-    def named(pattern: str) -> list[tuple[str, Run]]:
-        paths = sorted(HERE.glob(pattern))
-        ends = [path.name.removesuffix(".json.gz").partition("-")[2] for path in paths]
-        return [(name, store.load(path)) for name, path in zip(ends, paths, strict=True)]
-
-    return groups(named(LENGTHS["padded"]), named(LENGTHS["documents"]))
-
-
-def loaded_trainings() -> list[Fp8Training]:
-    """The committed trainings in bf16 and FP8."""
-    return [load_training(path) for path in sorted(HERE.glob(FP8_TRAININGS))]
 
 
 def draw_pictures(run: Run, folder: Path, others: Path) -> list[Path]:
@@ -188,6 +135,8 @@ def fits_only(gib: float, folder: Path) -> int:
     if not gib > 0:
         raise ValueError(f"--fits {gib:g}: give more than 0 GiB")
     path = folder / "results.json"
+    from report.committed import SUITE
+
     if folder.resolve() == HERE and SUITE.is_file():
         path = SUITE  # has more to choose from
     if not path.is_file():

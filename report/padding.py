@@ -99,10 +99,9 @@ def documents_row(
         if (base_ms := own_ms(group.documents.get(UNPADDED)))
         and (ms := own_ms(group.documents.get(columns[-1])))
     ]
-    here = [one for one in timed if one[1].device == device]
     if not timed:
         return []
-    _, group = min(here or timed, key=lambda one: one[0])
+    _, group = min(timed, key=lambda one: (one[1].device != device, one[0]))
     base = group.documents[UNPADDED]
     first = f"{own_ms(base):.0f} ms, {base.peak_gib or 0:.1f} GiB"
     others = [_over(base, group.documents.get(variant)) for variant in columns]

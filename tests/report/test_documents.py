@@ -18,7 +18,7 @@ from bench.published import SETTINGS
 from bench.training_records import load_training
 from fused_mlp import FrozenMLP, LoRA_MLP
 from fused_mlp.swiglu import swiglu_backward, swiglu_forward
-from report import commands, documents, headline
+from report import commands, committed, documents, headline
 from report.fp8_training import ends
 from report.gpus import expected_section, measured_section
 from report.kinds import bars
@@ -39,7 +39,7 @@ def runs():
 
 
 def test_the_generated_parts_are_those_of_the_data(tmp_path, runs):
-    parts = commands.generated_parts(*runs)
+    parts = committed.generated_parts(*runs)
     shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("runs"))
     shutil.copy(ROOT / "README.md", tmp_path)
     assert documents.update(tmp_path, parts) == []
@@ -91,7 +91,7 @@ def whole_chats():
     PEFT in padded rows plain PEFT and everything fused train as documents, and how many times as
     many as Unsloth by the GPU's time."""
     shares, packed, over_padded, over_unsloth = [], [], [], []
-    for group in commands.groups_of_lengths():
+    for group in committed.groups_of_lengths():
         ours = group.documents["fused_layer_graph_offload"]
         over_unsloth.append(own_ms(group.documents["full_unsloth"]) / own_ms(ours))
         if group.padded:

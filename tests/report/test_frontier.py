@@ -9,7 +9,7 @@ from matplotlib.colors import to_hex
 from msgspec.structs import replace
 
 from bench import results
-from report import commands, fits, frontier, looks
+from report import committed, fits, frontier, looks
 from variants import SUITES, VARIANTS, WITHOUT, variant_of
 
 GIB = 2**30
@@ -40,7 +40,7 @@ RUNS = {
     "with checkpointing": example.run(example.ALL, seq_lens=(512,), status=NO_MEMORY),
     "experiment": example.run(("vanilla_peft", "fused_mlp", "full_unsloth", "vanilla_peft_again")),
     "unknown variants": hand_made(vanilla_peft=[(200, 20)], bordered_step=[(100, 12)]),
-    "as published": results.load(commands.SUITE),
+    "as published": results.load(committed.SUITE),
 }
 
 
