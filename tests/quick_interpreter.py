@@ -14,6 +14,8 @@ def make_quick():
     """Patch Triton's interpreter for the rest of the process, after bench.interpreter did, which
     leaves triton.language patched and makes shapes that are equal the same object."""
     TritonSemantic.binary_op_type_checking_impl = convert_operands
+    # whether an integer overflows is computed at each operation, and looked at in debug mode alone
+    TritonSemantic.binary_op_sanitize_overflow_impl = lambda *given: None
     _call_builtins_directly()
     _leave_room_for_frames()
 
