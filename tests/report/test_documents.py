@@ -160,7 +160,7 @@ def test_the_readmes_numbers_are_those_of_the_data(runs):
         r"is ([\d.]+)× as fast as plain PEFT at 512 tokens, in ([\d.]+) GiB": (
             suite_rows["fused_layer", 512].speedup, suite_rows["fused_layer", 512].peak_gib,
         ),
-        r"([\d.]+) times as fast as NeMo .*, ([\d.]+) times as Surogate": (
+        r"train ([\d.]+) times the tokens .*, ([\d.]+) times Surogate's": (
             over_published("qwen2.5-7b"), over_published("qwen3-8b"),
         ),
         r"loss ends ([\d.]+) above": above_bf16(),
