@@ -143,9 +143,10 @@ def _words(picture: Figure, found: Sequence[ChatGroup], finding: str, height: fl
         f"{', '.join(dict.fromkeys(run.experiment.model for run in runs))}, "
         f"{' or '.join(shapes)} tokens a step, LoRA rank {runs[0].experiment.lora.rank}, gradient "
         f"checkpointing. Medians of {_range(steps)} steps, then over {_rounds(found)}; a panel's "
-        "padded rows and its documents are two runs. Cells that failed their checks have no bar."
+        "padded rows and its documents are two runs, and the title is of those on other GPUs, too. "
+        "Cells that failed their checks have no bar."
     )
-    picture.text(0.02, 0.14 / height, fill(words, 140), size=10.5, color=GREY, linespacing=1.5)
+    picture.text(0.02, 0.14 / height, fill(words, 150), size=10.5, color=GREY, linespacing=1.5)
 
 
 def _ends(group: ChatGroup) -> list[float]:
