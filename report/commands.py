@@ -171,7 +171,8 @@ def to_contribute(run: Run, path: Path) -> str:
     """The rows that anyone may quote, and how the run gets into docs/gpus.md."""
     from report.gpus import measured_section
 
-    return f"\n{measured_section([run])}\n\n{_to_add(run, path, 'quick.json.gz', 'docs/gpus.md')}"
+    rows = measured_section({"": run})
+    return f"\n{rows}\n\n{_to_add(run, path, 'quick.json.gz', 'docs/gpus.md')}"
 
 
 def _to_add(run: Run, path: Path, file: str, page: str) -> str:

@@ -24,12 +24,13 @@ from report.suite_tables import (
 )
 
 H200 = HERE / "docs" / "runs" / "h200"
-# Vanilla and fused MLP once more, in another run: how far to trust the published run.
-SECOND_RUN = H200 / "second_run.json.gz"
+# The experiment once more, on other machines: how far to trust the published run.
+SECOND_RUN = H200 / "experiment_2026-11-24.json.gz"
+KERNELS = H200 / "experiment_2026-11-20.json.gz"  # has the kernels' own times
 SUITE = H200 / "suite.json.gz"  # every part and peer, a run of its own
 # Of any GPU
 BESIDE_UNSLOTH = "beside_unsloth/*"  # all parts and Unsloth again, in more steps
-QUICK = "quick"  # what others measured, each on a GPU
+BY_GPU = ("experiment", "quick")  # what is measured on each GPU, whole or with --quick
 PUBLISHED = "published-*"  # in the settings that others publish speeds for
 RECIPES = "recipe-*"  # adapters on some projections alone, or dropout
 LOSSES = "loss_curve*"  # many steps, a run a seed
@@ -60,6 +61,15 @@ def groups_of_lengths() -> list[ChatGroup]:
     return groups(named("padded"), named("documents"))
 
 
+def measured_by_gpu(run: Run) -> dict[str, Run]:
+    """Return the experiment and what others measured of it, by the path from docs/."""
+    found = {"../results.json": run}
+    for name in BY_GPU:
+        for path in sorted(HERE.glob(f"docs/runs/*/{name}.json.gz")):
+            found[path.relative_to(HERE / "docs").as_posix()] = store.load(path)
+    return found
+
+
 def generated_parts(run: Run, suite: Run) -> dict[str, str]:
     """Write every part, by name. run: the experiment."""
     second_run, lengths = store.load(SECOND_RUN), groups_of_lengths()
@@ -67,14 +77,14 @@ def generated_parts(run: Run, suite: Run) -> dict[str, str]:
         "answer": answer(run),
         "headline": headline_table(run, lengths),
         "results": tables.results_section(run),
-        "kernels": tables.kernels_section(second_run),
+        "kernels": tables.kernels_section(store.load(KERNELS)),
         "kinds": tables.kinds_section(run),
         "second run": tables.comparison_table(compare(run, second_run)),
         "peers": peers_section(suite),
         "unsloth": against_unsloth_section([suite, *loaded(BESIDE_UNSLOTH)]),
         "parts": parts_section(suite),
         "effects": effects_section(suite),
-        "gpus": measured_section([run, second_run, suite, *loaded(QUICK)]),
+        "gpus": measured_section(measured_by_gpu(run)),
         "expected": expected_section(run),
         "published": published_section(loaded(PUBLISHED)),
         "recipes": recipes_section(loaded(RECIPES)),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from statistics import median
 from typing import NamedTuple
 
 from bench.records import Run
-from report.headline import ANSWERS, rows_of, times
-from report.looks import markdown_table
+from report.headline import ANSWERS, speedup_lines
+from report.looks import from_to, markdown_table
+from report.statistics import summarize
 from variants import BASELINE, title_of
 
 
@@ -30,21 +31,21 @@ CARDS = (
 )
 
 
-def measured_section(runs: Sequence[Run]) -> str:
-    """Write a row for each run and length that has vanilla PEFT and one of the others."""
+def measured_section(runs: Mapping[str, Run]) -> str:
+    """Write every run's lines of the answer, each with its GPU and a link to the run. runs: by the
+    path that docs/gpus.md links to; "" for one that is not committed."""
     lines = []
-    for run in runs:
-        found = rows_of(run)
-        for seq_len in run.experiment.seq_lens:
-            base = found.get((BASELINE, seq_len))
-            rows = [found.get((variant, seq_len)) for variant in ANSWERS]
-            if base is None or base.median_step_ms is None or not any(rows):
-                continue
-            ms = f"{base.median_step_ms:.0f} ms, {base.peak_gib or 0:.1f} GiB"
-            device = run.environment.device
-            lines.append([device, str(seq_len), ms, *map(times, rows), run.started_utc[:10]])
-    header = ["GPU", "tokens", title_of(BASELINE), *map(title_of, ANSWERS), "measured"]
+    for path, run in runs.items():
+        lines += [[run.environment.device, *line, _made(run, path)] for line in speedup_lines(run)]
+    header = ["GPU", "tokens", title_of(BASELINE), *map(title_of, ANSWERS), "run"]
     return markdown_table(header, lines)
+
+
+def _made(run: Run, path: str) -> str:
+    """The day of a run, and how many steps it timed."""
+    day = run.started_utc[:10]
+    steps = from_to(row.steps for row in summarize(run) if row.steps)
+    return f"{f'[{day}]({path})' if path else day}, {steps} steps"
 
 
 def expected_section(run: Run) -> str:

@@ -48,13 +48,13 @@ def answer(run: Run) -> str:
     )
 
 
-def headline_table(run: Run, lengths: Sequence[ChatGroup] = ()) -> str:
-    """One row a length; where the host is the limit, one more with the GPU's own time. Then one of
-    chats in one row."""
+def speedup_lines(run: Run) -> list[list[str]]:
+    """A line a length: the tokens, vanilla PEFT, and every other variant of the answer; where the
+    host is the limit, one more with the GPU's own time."""
     lines, rows = [], rows_of(run)
     for seq_len in run.experiment.seq_lens:
         base, *others = (rows.get((variant, seq_len)) for variant in (BASELINE, *ANSWERS))
-        if base is None or base.median_step_ms is None:
+        if base is None or base.median_step_ms is None or not any(others):
             continue
         cells = [
             times(row) + (f", {row.peak_gib:.1f} GiB" if row and row.peak_gib else "")
@@ -66,6 +66,11 @@ def headline_table(run: Run, lengths: Sequence[ChatGroup] = ()) -> str:
             alone = [f"{base.gpu_ms / row.gpu_ms:.2f}×" if row and row.gpu_ms else ""
                      for row in others]  # fmt: skip
             lines.append([f"{seq_len}, GPU time alone", f"{base.gpu_ms:.0f} ms", *alone])
-    lines += documents_row(lengths, ANSWERS, run.environment.device)
+    return lines
+
+
+def headline_table(run: Run, lengths: Sequence[ChatGroup] = ()) -> str:
+    """The run's lines, then one of chats in one row."""
+    lines = speedup_lines(run) + documents_row(lengths, ANSWERS, run.environment.device)
     table = markdown_table(["tokens", title_of(BASELINE), *map(title_of, ANSWERS)], lines)
     return f"**{REHEARSAL_NOTICE}.**\n\n{table}" if run.rehearsal else table

@@ -64,9 +64,9 @@ def caption(run: Run) -> str:
         *([f"{experiment.accumulate} micro-batches a step"] if experiment.accumulate > 1 else []),
         _adapters(experiment.lora),
         f"gradient checkpointing {_checkpointing(experiment)}",
-        f"{_from_to(sum(len(cell.step_ms) for cell in cells) for cells in timed)} timed steps each"
+        f"{from_to(sum(len(cell.step_ms) for cell in cells) for cells in timed)} timed steps each"
         f"{interleaved(run)}",
-        f"rounds: {_from_to(map(len, timed))}",
+        f"rounds: {from_to(map(len, timed))}",
     ]
     return " · ".join(facts) + "."
 
@@ -102,6 +102,7 @@ def interleaved(run: Run) -> str:
     return f", interleaved {run.experiment.interleave} at a time{where}"
 
 
-def _from_to(counts: Iterable[int]) -> str:
+def from_to(counts: Iterable[int]) -> str:
+    """The counts in words: "75", "75 to 100" or "no"."""
     found = sorted(set(counts))
     return "no" if not found else str(found[0]) if len(found) == 1 else f"{found[0]} to {found[-1]}"

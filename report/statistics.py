@@ -116,11 +116,13 @@ def interval95_of_ratios(values: list[float]) -> Interval | None:
 
 def verdict_of(speedup: float, ci95: Interval | None, band: Interval | None) -> Verdict | None:
     """ "faster" or "slower" where a speedup stands outside the noise band and its interval does not
-    reach 1; else "not distinguishable". None where there is no band or no interval to judge by: one
-    number has no spread."""
+    reach 1; "not distinguishable" where either does. None where that leaves it open: without a
+    band, or without an interval, as one number has no spread."""
+    if ci95 is not None and ci95[0] <= 1 <= ci95[1]:
+        return NOISE
     if ci95 is None or band is None:
         return None
-    if band[0] <= speedup <= band[1] or ci95[0] <= 1 <= ci95[1]:
+    if band[0] <= speedup <= band[1]:
         return NOISE
     return "faster" if speedup > 1 else "slower"
 

@@ -163,7 +163,8 @@ def test_a_verdict_takes_the_noise_into_account(fused_ms, verdict):
 )
 def test_verdicts_at_the_edges_of_band_and_interval(speedup, ci95, verdict):
     assert verdict_of(speedup, ci95, (0.98, 1.02)) == verdict
-    assert verdict_of(speedup, ci95, None) is None
+    touches = ci95 is not None and ci95[0] <= 1 <= ci95[1]  # which needs no band to be told
+    assert verdict_of(speedup, ci95, None) == (NOISE if touches else None)
 
 
 @pytest.mark.parametrize("interval", [interval95, interval95_of_ratios])
