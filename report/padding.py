@@ -106,7 +106,7 @@ def documents_row(
     first = f"{own_ms(base):.0f} ms, {base.peak_gib or 0:.1f} GiB"
     others = [_over(base, group.documents.get(variant)) for variant in columns]
     where = "" if group.device == device else f", {group.gpu}"
-    return [[f"**chats** in one row{where}, GPU time alone", first, *others]]
+    return [[f"**chats** of {group.data_in_words}{where}, GPU time alone", first, *others]]
 
 
 def own_ms(row: SummaryRow | None) -> float | None:

@@ -104,7 +104,7 @@ def test_the_table_by_hand():
 
 def test_the_readme_has_the_row_of_its_gpu_where_everything_fused_gains_least():
     rows = padding.documents_row(TWO, ANSWERS, "NVIDIA H200")
-    assert rows == [["**chats** of Dolly's lengths, H100",
+    assert rows == [["**chats** of Dolly's lengths, H100, GPU time alone",
                      "1164 ms, 9.0 GiB", "–", "1.33×, 9.0 GiB", "3.00×, 9.0 GiB"]]  # fmt: skip
     assert padding.documents_row(TWO[1:], ANSWERS, "NVIDIA H200") == []
     more, less = (
@@ -113,7 +113,7 @@ def test_the_readme_has_the_row_of_its_gpu_where_everything_fused_gains_least():
     )
     found = padding.groups([], [("dolly", H100), ("more", more), ("less", less)])
     (row,) = padding.documents_row(found, ANSWERS, "NVIDIA H200")
-    assert row == ["**chats** of less", "970 ms, 9.0 GiB", "–", "–", "4.00×, 9.0 GiB"]
+    assert row == ["**chats** of less, GPU time alone", "970 ms, 9.0 GiB", "–", "–", "4.00×, 9.0 GiB"]
     assert "| " + " | ".join(row) + " |" in headline_table(example.run(), found)
 
 
