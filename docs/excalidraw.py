@@ -76,14 +76,21 @@ class Canvas:
 
     def box(self, id: str, x, y, width, height, style, text: str, group=None, font_size=16) -> str:
         fill, stroke, dash, thickness = STYLES[style]
-        groups = dict(groupIds=[f"{self.place} {group}"] if group else [])
-        more: dict[str, Any] = dict(backgroundColor=fill, strokeColor=stroke, strokeStyle=dash)
+        more: dict[str, Any] = dict(groupIds=[f"{self.place} {group}"] if group else [])
+        more |= dict(backgroundColor=fill, strokeColor=stroke, strokeStyle=dash)
         more |= dict(strokeWidth=thickness, roundness=None if style in CALL_KINDS else {"type": 3})
-        box = self.add(id, "rectangle", x, y, width, height, **more, **groups)
-        middle, inside = (x + width / 2, y + height / 2), dict(containerId=box["id"], **groups)
+        self.add(id, "rectangle", x, y, width, height, **more)
+        if text:
+            self.label(id, text, font_size)
+        return id
+
+    def label(self, id: str, text: str, font_size=16) -> None:
+        """Write in the middle of a box, and bind the text to it."""
+        box = self.elements[id]
+        middle = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+        inside = dict(containerId=box["id"], groupIds=box["groupIds"])
         label = self.text(*middle, text, font_size, f"{id} text", **inside)
         box["boundElements"].append({"id": label["id"], "type": "text"})
-        return id
 
     def arrow(self, start, end, *corners) -> None:
         """From box to box: straight where they face each other, else along the axes by corners."""

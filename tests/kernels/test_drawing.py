@@ -116,6 +116,34 @@ def test_nothing_overlaps():
         assert a == b or not overlap(one, other, 5), (a, b)
 
 
+def test_each_arrow_leads_to_where_its_result_is_read():
+    """All heads are whole, for which Excalidraw wants a last stretch of 30."""
+    for arrow in ARROWS:
+        (x, y), (to_x, to_y) = absolute_points(arrow)[-2:]
+        assert abs(x - to_x) + abs(y - to_y) >= 30, arrow["id"]
+    panels = draw_lora.draw_panels()[1]
+    arrows = [e for panel in panels for e in panel.elements.values() if e["type"] == "arrow"]
+    labels = {text["containerId"]: text["text"] for text in TEXTS}
+    for arrow in arrows:
+        result, read = (labels[arrow[end]["elementId"]] for end in ("startBinding", "endBinding"))
+        assert read in re.split(r", |\n", result), arrow["id"]
+
+
+def test_each_result_says_which_calls_read_it():
+    """Some of them counted by hand, far ones and those of a tensor that is read in halves."""
+    peft, forward, backward = (
+        {result.box: result.read_by for result in panel.results}
+        for panel in draw_lora.draw_panels()[1]
+    )
+    for panel, of, read_by in (
+        (peft, "result", [[9], [19], [29]]), (peft, "hidden", [[21, 22]]),
+        (forward, "A", [[3, 5, 7]]), (forward, "z", [[5, 7]]), (forward, "output", [[11], []]),
+        (backward, "hidden", [[5, 6]]), (backward, "dgate", [[8, 11, 14]]),
+        (backward, "dup", [[9, 12, 15]]), (backward, "dx", [[11], [12], []]),
+    ):  # fmt: skip
+        assert [ns for box, ns in panel.items() if box.startswith(f"{of} from")] == read_by
+
+
 # --- that says what the code does -----------------------------------------------------------------
 
 
@@ -255,8 +283,9 @@ def saved_names():
 
 
 def test_every_saved_tensor_is_named():
-    frames = [frame["id"] for frame in FRAMES]
-    for frame in frames[1:3]:  # of the forward that saves it and of the backward that reads it
+    frames = dict(zip(draw_lora.FIGURES, FRAMES, strict=True))
+    for panel in ("lora_forward", "lora_backward"):  # one saves it, the other reads it
+        frame = frames[panel]["id"]
         titles = {text["text"].split("\n")[0] for text in TEXTS if text["frameId"] == frame}
         names = saved_names()
         assert names[:4] == ["x", "gate", "up", "z"] and len(names) == 12
