@@ -21,6 +21,7 @@ LEFT, WORDS, RIGHT, SPAN, WIDTH = 20, 335, 380, 680, 1080
 CHIP, RESULT, LANE = 30, 68, 42  # heights, and the room for an arrow between boxes
 HEAD = 32  # the last stretch of an arrow, long enough for a whole head
 CAST_WIDTH = 66  # of a cast beside the product that it serves
+PROGRAM = STYLES["a program"]  # has its own title, so is not in the legend
 HALVES = {"zg": "z", "zu": "z"}  # names of parts of a tensor
 
 
@@ -282,10 +283,10 @@ class Panel(Canvas):
             y += 74
         self.end(y - 14)
 
-    def totals(self, phase: str, *columns: tuple[str, str]) -> None:
+    def totals(self, phase: str, peft: str, lora_mlp: str) -> None:
         """The last band: what the calls come to."""
         self.text(LEFT, self.down, f"\ncalls in a {phase}\nmemory traffic", 18)
-        for n, (whose, total) in enumerate(columns):
+        for n, (whose, total) in enumerate((("PEFT", peft), ("LoRA_MLP", lora_mlp))):
             self.text(RIGHT + n * SPAN // 2, self.down, f"{whose}\n{total}", 18)
         self.down += 90
 
@@ -293,6 +294,7 @@ class Panel(Canvas):
         """The elements in a frame of their own, with a legend of the styles among them."""
         self.connect()
         looks = {(e["backgroundColor"], e["strokeColor"], e["strokeStyle"]) for e in self.boxes()}
+        looks.discard(PROGRAM[:3])
         used = [style for style, look in STYLES.items() if look[:3] in looks]
         width = (WIDTH - 2 * LEFT + 8) // len(used) - 8
         for n, style in enumerate(used):

@@ -256,12 +256,9 @@ def draw_panels() -> tuple[list[dict], list[Panel]]:
     draw_triton_panel(triton, SIZES["TI"])
     passes = [[(n, of.calls[n]) for n in ns] for of, ns in ((peft, (10, 20)), (lora, (8,)))]
     triton.compare(PASSES, list(zip(("PEFT", "LoRA_MLP"), passes, strict=True)))
-    theirs = "PEFT", totals(peft.calls)
-    ours = "LoRA_MLP", totals(lora.calls)
-    peft.totals("forward", theirs, ours)
-    lora.totals("forward", ours, theirs)
-    ours = "LoRA_MLP", totals(by_hand.calls)
-    by_hand.totals("backward", ours, ("PEFT", PEFT_BACKWARD))
+    for panel in (peft, lora):
+        panel.totals("forward", totals(peft.calls), totals(lora.calls))
+    by_hand.totals("backward", PEFT_BACKWARD, totals(by_hand.calls))
     elements = list(head.elements.values())
     for panel in (peft, lora, triton, by_hand):
         elements += panel.framed()
