@@ -155,8 +155,8 @@ class Panel(Canvas):
         return y + RESULT
 
     def tensor(self, x, y, width, name: str, parts: list[str], number=0, group=None) -> None:
-        """A box of what a call writes, or of what the calls begin with, which have number 0; one
-        of the adapters that a call casts together."""
+        """A box of what call `number` writes, or of what the calls begin with, which has none; one
+        box of all the adapters that a call casts together."""
         names, style = name.split(", "), style_of(name, parts[0])
         text = describe_tensor(name, parts[0], " " if number else "\n")
         if len(parts) > 1:
