@@ -155,10 +155,10 @@ BACKWARD = (
     ),
     (
         "hidden, dgate, dup =\n    swiglu_backward(dh, gate, up)",
-        "Back through silu(gate) * up, in one Triton kernel as in panel 3, but with three loads and "
-        "three stores; PEFT has three passes, {nine_TI}. silu' is the derivative of silu, sigmoid + "
-        "silu (1 - sigmoid). hidden is computed again here, so it need not be kept: {TI} a layer "
-        "less.",
+        "Back through silu(gate) * up, in one Triton kernel as in panel 3, but with three loads "
+        "and three stores; PEFT has three passes, {nine_TI}. silu' is the derivative of silu, "
+        "sigmoid + silu (1 - sigmoid). hidden is computed again here, so it need not be kept: {TI} "
+        "a layer less.",
         """4 _swiglu_backward_kernel TI TI TI > TI TI TI | hidden = silu(gate) * up, \
 dup = dh * silu(gate), dgate = dh * up * silu'(gate) | gate, up, dh |
 = hidden, again TI; dgate TI; dup TI""",
