@@ -2,8 +2,12 @@
 
 A card is a line "calls | what they compute | what they read | what they write". A call is "number
 name reads > writes", a tensor its rows and columns, then 4 if it is fp32 (else bf16) and * if it is
-saved for the backward. "-" stands for a read that gets no box. A line "= gate TI; up TI" below
-cards gives what they write as boxes across the whole row.
+saved for the backward. "-" stands for a read that gets no box. Two calls are
+"first; second", what they compute "first / second"; a comma there begins a new line. A line "= gate
+TI; up TI" below cards gives what they write as boxes across the whole row.
+
+Each box of a result says which calls read it, and an arrow leads to those in the row below and to
+the next in its own row; both follow from the cards.
 """
 
 from collections import Counter
@@ -14,7 +18,11 @@ from excalidraw import CALL_KINDS, STYLES, Canvas, wrap
 # T tokens, hidden size H, intermediate size I, rank r; R is the rank of gate and up together
 DIMENSIONS = {"T": 16384, "H": 2048, "I": 11008, "r": 32, "R": 64}
 LEFT, WORDS, RIGHT, SPAN, WIDTH = 20, 335, 380, 680, 1080
-CHIP, BOX, LANE = 30, 52, 30  # heights, and the room for an arrow between boxes
+CHIP, RESULT, LANE = 30, 68, 42  # heights, and the room for an arrow between boxes
+HEAD = 32  # the last stretch of an arrow, long enough for a whole head
+CAST_WIDTH = 66  # of a cast beside the product that it serves
+PROGRAM = STYLES["a program"]  # has its own title, so is not in the legend
+HALVES = {"zg": "z", "zu": "z"}  # names of parts of a tensor
 
 
 class Call(NamedTuple):
@@ -34,6 +42,24 @@ class Call(NamedTuple):
         return sum(nbytes(tensor) for tensor in self.reads + self.writes)
 
 
+class Result(NamedTuple):
+    """A box of what a call writes; its text waits until all who read it are known."""
+
+    box: str
+    text: str
+    names: list[str]
+    row: int
+    number: int  # of the call
+    read_by: list[int]
+
+
+class Read(NamedTuple):
+    name: str
+    box: str
+    row: int
+    number: int  # of the call
+
+
 def nbytes(tensor: str) -> int:
     return DIMENSIONS[tensor[0]] * DIMENSIONS[tensor[1]] * (4 if "4" in tensor else 2)
 
@@ -49,10 +75,13 @@ SIZES = {rows + columns: size(nbytes(rows + columns)) for rows in "TI" for colum
 SIZES |= {
     "two_TI": size(2 * nbytes("TI")),
     "three_TH": size(3 * nbytes("TH")),
-    "three_TI": size(3 * nbytes("TI")),
+    "nine_TI": size(9 * nbytes("TI")),
+    "x_A": size(nbytes("TH") + nbytes("RH") + nbytes("TR")),
+    "hidden_Ad": size(nbytes("TI") + nbytes("rI") + nbytes("Tr")),
+    "tokens": f"{DIMENSIONS['T']:,}",
 }
-SIZES |= {"nine_TI": size(9 * nbytes("TI")), "tokens": f"{DIMENSIONS['T']:,}"}
-SIZES |= {"adapters": size(sum(map(nbytes, ("RH", "Ir", "Ir", "rI", "Hr"))))}
+ADAPTERS_NBYTES = sum(map(nbytes, ("RH", "Ir", "Ir", "rI", "Hr")))
+SIZES |= {"adapters": size(ADAPTERS_NBYTES), "adapter_casts": size(3 * ADAPTERS_NBYTES)}
 
 
 def totals(calls: dict[int, Call]) -> str:
@@ -89,7 +118,9 @@ class Panel(Canvas):
         self.kept: list[tuple[str, int]] = []  # what is saved for the backward, and its bytes
         self.styles: dict[str, str] = {}  # of the tensors drawn so far, by name
         self.meanings: dict[str, str] = {}  # of styles in the legend, where not as in STYLES
-        self.written: list[list[str]] = [[]]  # by row, the boxes of what its calls write
+        self.rows = 0  # of cards, so far
+        self.results: list[Result] = []
+        self.reads: list[Read] = []
         self.text(LEFT, 20, title, 28)
         intro = wrap(intro.format_map(SIZES), WIDTH - 2 * LEFT)
         self.text(LEFT, 66, intro)
@@ -107,34 +138,36 @@ class Panel(Canvas):
         return top
 
     def end(self, bottom: int) -> None:
-        self.down = max(self.down, bottom) + 36
+        self.down = max(self.down, bottom) + LANE
 
     def starts(self, why: str, *rows: str) -> None:
         """A band of the tensors that the calls begin with: "x TH*; Wg, gate_weight IH"."""
         y = self.words("", why)
         for row in rows:
-            y = self.tensors(y, row, 68, "\n") + 10
+            y = self.tensors(y, row) + 10
         self.end(y - 10)
-        self.written = [[]]  # nothing is drawn from there: a call names what it reads
 
-    def tensors(self, y: int, row: str, height=BOX, between=" ", gap=10) -> int:
+    def tensors(self, y: int, row: str, number=0, gap=10) -> int:
         parts = [part.strip().rpartition(" ") for part in row.split(";")]
         width = (SPAN + gap) // len(parts) - gap
         for n, (name, _, tensor) in enumerate(parts):
-            self.tensor(RIGHT + n * (width + gap), y, width, height, name, [tensor], between)
-        return y + height
+            self.tensor(RIGHT + n * (width + gap), y, width, name, [tensor], number)
+        return y + RESULT
 
-    def tensor(self, x, y, width, height, name: str, parts: list[str], between=" ", group=None):
-        """A box of what a call writes; one of the adapters that a call casts together."""
-        symbol, style = name.split(",")[0], style_of(name, parts[0])
-        text = describe_tensor(name, parts[0], between)
+    def tensor(self, x, y, width, name: str, parts: list[str], number=0, group=None) -> None:
+        """A box of what call `number` writes, or of what the calls begin with, which has none; one
+        box of all the adapters that a call casts together."""
+        names, style = name.split(", "), style_of(name, parts[0])
+        text = describe_tensor(name, parts[0], " " if number else "\n")
         if len(parts) > 1:
             text = f"{name}\nbf16, {size(sum(map(nbytes, parts)))} in all"
         elif "*" in parts[0]:
-            self.kept.append((symbol, nbytes(parts[0])))
-        self.styles[symbol] = style
-        id = f"{symbol} from {len(self.written)} at {x}"
-        self.written[-1].append(self.box(id, x, y, width, height, style, text, group, 14))
+            self.kept.append((names[0], nbytes(parts[0])))
+        self.styles[names[0]] = style
+        id = f"{names[0]} from {self.rows} at {x}"
+        self.box(id, x, y, width, RESULT, style, "" if number else text, group, 14)
+        if number:
+            self.results.append(Result(id, text, names, self.rows, number, []))
 
     def band(self, code: str, why: str, *rows: str) -> None:
         """Code and a sentence, and at their right rows of cards."""
@@ -146,54 +179,80 @@ class Panel(Canvas):
     def row(self, y: int, row: str) -> int:
         cards = row.split("\n")
         below = cards.pop()[1:] if cards[-1].startswith("=") else ""
-        self.written.append([])
+        self.rows += 1
         width = (SPAN + LANE) // len(cards) - LANE
-        for n, card in enumerate(cards):
-            self.card(RIGHT + n * (width + LANE), y, width, card)
-        y += CHIP + BOX
-        return self.tensors(y, below, gap=0) if below else y + BOX
+        bottom = max(
+            self.card(RIGHT + n * (width + LANE), y, width, card) for n, card in enumerate(cards)
+        )
+        return self.tensors(bottom, below, max(self.calls), gap=0) if below else bottom
 
-    def card(self, x, y, width, line: str) -> None:
-        """One box for "7 mm TH IH > TI; 8 ...", what it reads above it, what it writes below."""
-        texts, formula, reads, writes = (part.strip() for part in line.split("|"))
-        calls = {}
+    def card(self, x, y, width, line: str) -> int:
+        """A box for each call of "7 mm TH IH > TI; 8 ...", and below them what they write."""
+        texts, formulas, reads, writes = (part.strip() for part in line.split("|"))
+        calls, names = {}, iter(reads.split(", "))
         for text in texts.split(";"):
-            (number, name, *read), write = (part.split() for part in text.split(">"))
-            calls[int(number)] = Call(name, read, write)
+            (digits, name, *read), write = (part.split() for part in text.split(">"))
+            calls[int(digits)] = Call(name, read, write)
         self.calls |= calls
-        last, moved = calls[max(calls)], sum(call.moved_bytes for call in calls.values())
-        names = ", ".join(dict.fromkeys(call.name for call in calls.values()))
-        names = "" if names == formula else f"{names}, "
-        title = f"{', '.join(map(str, calls))}  {formula}\n{names}moves {size(moved)}"
-        group = f"call {min(calls)}"
-        call = self.box(group, x, y + CHIP, width, BOX, last.kind, title, group, 15)
-        all_reads = [tensor for each in calls.values() for tensor in each.reads]
-        shown = [s for s, _ in zip(reads.split(", "), all_reads, strict=True) if s != "-"]
-        for n, symbol in enumerate(shown):
-            place = x + n * width // len(shown), y, width // len(shown), CHIP
-            # zg and zu are halves of z
-            style = self.styles.get(symbol) or self.styles.get(symbol[:-1]) or style_of(symbol)
-            chip = self.box(f"{group} {symbol}", *place, style, symbol, group, 14)
-            self.arrow_from(symbol, chip, call)
+        group, widths = f"call {min(calls)}", [width]
+        if len(calls) == 2:
+            kinds = {call.kind for call in calls.values()}
+            left = width // 2 if len(kinds) == 1 else CAST_WIDTH
+            widths = [left, width - left]
+        left, bottom = x, y
+        for number, formula, wide in zip(calls, formulas.split(" / "), widths, strict=True):
+            shown = [name for _, name in zip(calls[number].reads, names, strict=False)]
+            bottom = self.call(number, formula, shown, left, y, wide, group)
+            left += wide
         if writes:
-            self.tensor(x, y + CHIP + BOX, width, BOX, writes, last.writes, group=group)
+            last = max(calls)
+            self.tensor(x, bottom, width, writes, calls[last].writes, last, group)
+            bottom += RESULT
+        return bottom
 
-    def arrow_from(self, symbol: str, chip: str, call: str) -> None:
-        """An arrow to the next call in the row, or down to what the row below it reads."""
-        to, at = self.elements[call], self.elements[chip]
-        for id in self.written[-1][-1:]:
-            if id.startswith(f"{symbol} from "):
-                lane, from_ = to["x"] - LANE / 2, self.elements[id]
-                self.arrow(
-                    id, call, (lane, from_["y"] + BOX / 2), (lane, to["y"] + to["height"] / 2)
-                )
-                return
-        for id in self.written[-2]:
-            from_ = self.elements[id]
-            left = max(from_["x"], at["x"])
-            right = min(from_["x"] + from_["width"], at["x"] + at["width"])
-            if id.startswith(f"{symbol} from ") and right - left > 20:
-                self.arrow(id, chip)
+    def call(self, number: int, formula: str, reads: list[str], x, y, width, group: str) -> int:
+        """The box of a call, under what it reads."""
+        call, id = self.calls[number], f"call {number}"
+        name = "" if call.name in (*formula.split(), "cast") else f"{call.name}, "
+        moved = ("moves " if width > SPAN / 4 else "") + size(call.moved_bytes)
+        lines = [*f"{number}  {formula}".split(", "), name + moved]
+        height = 12 + 20 * len(lines)
+        self.box(id, x, y + CHIP, width, height, call.kind, "\n".join(lines), group, 14)
+        shown = [name for name in reads if name != "-"]
+        for n, name in enumerate(shown):
+            tensor, part = HALVES.get(name, name), width // len(shown)
+            style, left = self.styles.get(tensor) or style_of(name), x + n * part
+            chip = self.box(f"{id} {name}", left, y, part, CHIP, style, name, group, 14)
+            self.reads.append(Read(tensor, chip, self.rows, number))
+        return y + CHIP + height
+
+    def connect(self) -> None:
+        """Write below each result which calls read it, with arrows to those that are near."""
+        for read in sorted(self.reads, key=lambda read: read.number):
+            written = [r for r in self.results if read.name in r.names and r.number < read.number]
+            if written:
+                result = max(written, key=lambda result: result.number)
+                result.read_by.append(read.number)
+                self.arrow_to(read, result)
+        for result in self.results:
+            readers = ", ".join(map(str, result.read_by))
+            readers = f"read by {readers}" if readers else "returned"
+            self.label(result.box, f"{result.text}\n{readers}", 14)
+
+    def arrow_to(self, read: Read, result: Result) -> None:
+        """Straight down to the row below, else around a corner; up the lane to the next card."""
+        to, from_ = self.elements[read.box], self.elements[result.box]
+        end, middle = from_["x"] + from_["width"], to["x"] + to["width"] / 2
+        if result.row + 1 == read.row:
+            if min(end, to["x"] + to["width"]) - max(from_["x"], to["x"]) > 20:
+                return self.arrow(result.box, read.box)
+            turn = to["y"] - HEAD
+            start = from_["x"] + from_["width"] / 2
+            self.arrow(result.box, read.box, (start, turn), (middle, turn))
+        elif result.row == read.row and to["x"] == end + LANE:
+            lane, down = to["x"] - HEAD, to["y"] + CHIP / 2
+            start = from_["y"] + RESULT / 2
+            self.arrow(result.box, read.box, (lane, start), (lane, down))
 
     def saved(self, why: str, rows: list[tuple[str, "Panel"]]) -> None:
         """A band of what is saved for the backward, to scale but for what would be too thin."""
@@ -224,16 +283,18 @@ class Panel(Canvas):
             y += 74
         self.end(y - 14)
 
-    def totals(self, phase: str, *columns: tuple[str, str]) -> None:
+    def totals(self, phase: str, peft: str, lora_mlp: str) -> None:
         """The last band: what the calls come to."""
         self.text(LEFT, self.down, f"\ncalls in a {phase}\nmemory traffic", 18)
-        for n, (whose, total) in enumerate(columns):
+        for n, (whose, total) in enumerate((("PEFT", peft), ("LoRA_MLP", lora_mlp))):
             self.text(RIGHT + n * SPAN // 2, self.down, f"{whose}\n{total}", 18)
         self.down += 90
 
     def framed(self) -> list[dict]:
         """The elements in a frame of their own, with a legend of the styles among them."""
+        self.connect()
         looks = {(e["backgroundColor"], e["strokeColor"], e["strokeStyle"]) for e in self.boxes()}
+        looks.discard(PROGRAM[:3])
         used = [style for style, look in STYLES.items() if look[:3] in looks]
         width = (WIDTH - 2 * LEFT + 8) // len(used) - 8
         for n, style in enumerate(used):

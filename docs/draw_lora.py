@@ -24,7 +24,7 @@ from draw_triton import INTRO, PASSES, draw_triton_panel
 from excalidraw import Canvas
 
 ROOT = Path(__file__).resolve().parent.parent
-FIGURES = ("lora_peft", "lora_forward", "lora_backward", "lora_triton")  # a panel each
+FIGURES = ("lora_peft", "lora_forward", "lora_triton", "lora_backward")  # a panel each
 
 # --- what is drawn: bands of code, why, and rows of cards (call_panel.py has the format) ----------
 
@@ -40,11 +40,12 @@ ADAPTERS = "Ag, gate_A rH4; Au, up_A rH4; Bg, gate_B Ir4; Bu, up_B Ir4"
 DOWN_ADAPTERS = "Ad, down_A rI4; Bd, down_B Hr4"
 
 HOW_TO_READ = """One MLP of Qwen2.5-3B with LoRA adapters, T = {tokens} tokens. A square box is
-one call to the GPU, numbered in the order in which it runs. Above it is what it reads, below it
-what it writes, and "moves" says how many bytes both are. An arrow shows where a result is read
-next; the same name is the same tensor. W' is W transposed, s the scaling of an adapter"""
-ADDMM = """. mm is a product; addmm scales one by s and adds it to what is there (+=), or to
-nothing (=)."""
+one call to the GPU, numbered in the order in which it runs: above it stands what it reads, below it
+what it writes, and in it how many bytes that moves. The last line of a result says which calls
+read it; an arrow leads to those that are near. W' is W transposed, s the scaling of an
+adapter"""
+ADDMM = """. mm multiplies two matrices. addmm also scales the product by a number; += adds it to
+the tensor there, = overwrites it."""
 PEFT_STARTS = """The weights W are frozen; the adapters A and B, of rank 32, are trained and kept
 in fp32."""
 PEFT = (
@@ -58,19 +59,19 @@ PEFT = (
         "x = x.float()",
         "The adapter is fp32, so PEFT casts its input to fp32. Autocast wants bf16 for a product "
         "and casts it back. The copy is kept for the backward.",
-        "{n[1]} cast T{i} > T{i}4; {n[3]} cast T{i}4 > T{i}* | to fp32 and back"
+        "{n[1]} cast T{i} > T{i}4; {n[3]} cast T{i}4 > T{i}* | to fp32 / to bf16"
         " | {x}, - | {x} copy",
     ),
     (
         "a = x @ A.T",
         "Down to 32 columns. A is cast to bf16 first, in every step anew.",
-        "{n[2]} cast r{i}4 > r{i}; {n[4]} mm T{i} r{i} > Tr* | a = {x} A{p}'"
+        "{n[2]} cast r{i}4 > r{i}; {n[4]} mm T{i} r{i} > Tr* | cast / {x} A{p}'"
         " | A{p}, {x} copy, - | a",
     ),
     (
         "adapter = a @ B.T",
         "Up again: the adapter's part is as large as the result, and is written to memory.",
-        "{n[5]} cast {o}r4 > {o}r; {n[6]} mm Tr {o}r > T{o} | adapter = a B{p}' | B{p}, a, -"
+        "{n[5]} cast {o}r4 > {o}r; {n[6]} mm Tr {o}r > T{o} | cast / a B{p}' | B{p}, a, -"
         " | adapter",
     ),
     (
@@ -89,7 +90,7 @@ SILU = (
     "Two more passes. silu(gate) is written, read again at once, and kept for the backward. hidden "
     "goes to down, the third column, at the top.",
     """10 silu TI > TI* | silu(gate) | gate | silu(gate)
-20 mul TI TI > TI | silu(gate) * up | up, silu(gate) | hidden""",
+20 mul TI TI > TI | silu(gate) * up | silu(gate), up | hidden""",
 )
 PEFT_SAVED = """Every operation keeps what its own backward reads, whatever the others keep: x
 twice, and silu(gate) and hidden beside gate and up, from which they could be computed. (a: the
@@ -98,20 +99,22 @@ PEFT_BACKWARD = "37: 15 GEMMs, 12 casts, 10 passes\n13.5 GB"  # not drawn, but t
 
 FORWARD = (
     (
-        "z = x @ torch.cat([Ag, Au]).T",
-        "Adapters that share an input are cast by one call. Ag on top of Au is one A, so that x "
-        "is read once for both. z = [zg, zu] is x Ag' beside x Au', {TR}, and is kept.",
+        "A, (Bg, Bu) = cast_adapters(\n    (Ag, Bg, Au, Bu), x.dtype)\n"
+        "Ad, (Bd,) = cast_adapters(\n    (Ad, Bd), x.dtype)\nz = x @ A.T",
+        "Calls 1 and 2 copy the fp32 adapters to bf16: _foreach_copy_ copies several tensors in "
+        "one call. Ag on top of Au is one A, so that x is read once for both. z = [zg, zu] is x "
+        "Ag' beside x Au', {TR}, and is kept.",
         """1 _foreach_copy_ Ir4 Ir4 rH4 rH4 > Ir Ir rH rH | _foreach_copy_ | Bg, Bu, Ag, Au | \
 A, Bg, Bu
 2 _foreach_copy_ Hr4 rI4 > Hr rI | _foreach_copy_ | Bd, Ad | Ad, Bd
 3 mm TH RH > TR* | z = x A' | x, A | z""",
     ),
     (
-        "gate = torch.addmm(\n    x @ Wg.T, z[:, :r], Bg.T, alpha=s)\n"
-        "up = torch.addmm(\n    x @ Wu.T, z[:, r:], Bu.T, alpha=s)",
-        "First the frozen product, then the adapter: addmm_ multiplies, scales and adds in one "
-        "call, where PEFT writes the adapter's part, scales it and adds it in three. gate and up "
-        "are kept for the backward.",
+        "gate = (x @ Wg.T).addmm_(\n    z[:, :r], Bg.T, alpha=s)\n"
+        "up = (x @ Wu.T).addmm_(\n    z[:, r:], Bu.T, alpha=s)",
+        "First the frozen product, then the adapter: addmm_ multiplies, scales and adds in place, "
+        "in one call, where PEFT writes the adapter's part, scales it and adds it in three. No "
+        "second [T, 11008] is made. gate and up are kept for the backward.",
         """4 mm TH IH > TI | gate = x Wg' | x, Wg | gate, so far
 6 mm TH IH > TI | up = x Wu' | x, Wu | up, so far""",
         """5 addmm_ TI Tr Ir > TI* | gate += s zg Bg' | gate, zg, Bg | gate
@@ -124,7 +127,7 @@ A, Bg, Bu
         "8 _swiglu_forward_kernel TI TI > TI | hidden = silu(gate) * up | gate, up | hidden",
     ),
     (
-        "output = torch.addmm(\n    hidden @ Wd.T,\n    hidden @ Ad.T, Bd.T, alpha=s)",
+        "zd = hidden @ Ad.T\noutput = (hidden @ Wd.T).addmm_(\n    zd, Bd.T, alpha=s)",
         "down in the same way: no call only to scale, none only to add. zd is not kept either.",
         """9 mm TI rI > Tr | zd = hidden Ad' | hidden, Ad | zd
 10 mm TI HI > TH | output = hidden Wd' | hidden, Wd | output, so far
@@ -142,43 +145,46 @@ top of Au, and z = [zg, zu] is x A'. Wanted are dx and the gradients of all A an
 get none."""
 BACKWARD = (
     (
-        "p = s * dy @ Bd\ndh = torch.addmm(p @ Ad, dy, Wd)",
-        "Back through down: through the B and the A of its adapter (p lies between them), then "
-        "through its frozen weight. addmm_ adds that product to the first as it computes it; PEFT "
-        "has a pass of {three_TI} for it.",
+        "p = s * dy @ Bd\ndh = (p @ Ad).addmm_(dy, Wd)",
+        "dh, the gradient of hidden, has two parts: through down's adapter (B, then A; p is the "
+        "gradient between) and through Wd. addmm_ adds the second to the first in place; PEFT "
+        "casts the first to fp32 and back and then adds, {nine_TI}.",
         """1 addmm_ TH Hr > Tr | p = s dy Bd | dy, Bd | p
 2 mm Tr rI > TI | dh = p Ad | p, Ad | dh, so far
 3 addmm_ TI TH HI > TI | dh += dy Wd | dh, dy, Wd | dh""",
     ),
     (
         "hidden, dgate, dup =\n    swiglu_backward(dh, gate, up)",
-        "Back through silu(gate) * up, in one Triton kernel where PEFT has three passes, "
-        "{nine_TI}. hidden is computed again here, so it need not be kept: {TI} a layer less.",
-        """4 _swiglu_backward_kernel TI TI TI > TI TI TI | hidden, dgate, dup = \
-swiglu_backward(dh, gate, up) | gate, up, dh |
+        "Back through silu(gate) * up, in one Triton kernel as in panel 3, but with three loads "
+        "and three stores; PEFT has three passes, {nine_TI}. silu' is the derivative of silu, "
+        "sigmoid + silu (1 - sigmoid). hidden is computed again here, so it need not be kept: {TI} "
+        "a layer less.",
+        """4 _swiglu_backward_kernel TI TI TI > TI TI TI | hidden = silu(gate) * up, \
+dup = dh * silu(gate), dgate = dh * up * silu'(gate) | gate, up, dh |
 = hidden, again TI; dgate TI; dup TI""",
     ),
     (
         "zd = hidden @ Ad.T\ndAd, dBd = p.T @ hidden, s * dy.T @ zd",
-        "The gradients of down's A and B. They are summed and stored in fp32, the adapters' own "
-        "dtype, so that none is cast. zd was not kept either: call 5 is the price. Then hidden's "
-        "memory is freed.",
+        "The gradients of down's A and B, stored in fp32, the adapters' own dtype: PEFT casts the "
+        "gradients of all six adapters afterwards, {adapter_casts}. zd was not saved, so call 5 "
+        "computes it again, {hidden_Ad} of traffic. Then hidden's {TI} are freed, as dh's were "
+        "after call 4.",
         """5 mm TI rI > Tr | zd = hidden Ad' | hidden, Ad | zd, again
 6 addmm Tr TI > rI4 | dAd = p' hidden | p, hidden | dAd, grad_down_A
 7 addmm TH Tr > Hr4 | dBd = s dy' zd | dy, zd | dBd, grad_down_B""",
     ),
     (
         "dz = torch.cat(\n    [s * dgate @ Bg, s * dup @ Bu], 1)",
-        "Back through the B of gate and of up, into the two halves of one dz: what comes next is "
-        "then one product for both and not one for each.",
+        "Back through the B of gate and of up, into the two halves of one dz, so that one product "
+        "serves both in what follows. PEFT multiplies by s first, in a pass of {two_TI} each.",
         """8 addmm_ TI Ir > Tr | dzg = s dgate Bg | dgate, Bg |
 9 addmm_ TI Ir > Tr | dzu = s dup Bu | dup, Bu |
 = dz, which is [dzg, dzu] TR""",
     ),
     (
-        "dx = dz @ torch.cat([Ag, Au])\n    + dgate @ Wg + dup @ Wu",
+        "dx = (dz @ A).addmm_(dgate, Wg)\ndx.addmm_(dup, Wu)",
         "The gradient of x: through both adapters at once, then through each frozen weight, added "
-        "inside the product. PEFT makes four such gradients and adds them in three passes, "
+        "in place. PEFT makes four such gradients and adds them in three passes, "
         "{three_TH} each.",
         """10 mm TR RH > TH | dx = dz A | dz, A | dx, so far
 11 addmm_ TH TI IH > TH | dx += dgate Wg | dx, dgate, Wg | dx, so far
@@ -187,8 +193,9 @@ swiglu_backward(dh, gate, up) | gate, up, dh |
     (
         "dAg, dAu = (dz.T @ x).split(r)\ndBg, dBu = s * dgate.T @ z[:, :r],\n"
         "    s * dup.T @ z[:, r:]",
-        "The gradients of the A and B of gate and up, in fp32. One product gives dAg and dAu. z "
-        "was kept, {TR}, so that x A' is not computed again.",
+        "The gradients of the A and B of gate and up, in fp32. One product with dz gives dAg and "
+        "dAu, so x is read once: {TH} less. z was kept, {TR}, so x A' is not computed again: {x_A} "
+        "less.",
         """13 addmm TR TH > RH4 | [dAg; dAu] = dz' x | dz, x | dAg, dAu
 14 addmm TI Tr > Ir4 | dBg = s dgate' zg | dgate, zg | dBg, grad_gate_B
 15 addmm TI Tr > Ir4 | dBu = s dup' zu | dup, zu | dBu, grad_up_B""",
@@ -242,22 +249,19 @@ def draw_panels() -> tuple[list[dict], list[Panel]]:
     head.text(0, -80, "How LoRA_MLP computes an MLP with LoRA adapters, beside PEFT", 36)
     peft = Panel(0, "1  PEFT, forward", HOW_TO_READ + ", a is x A'.")
     lora = Panel(1, "2  LoRA_MLP, forward", HOW_TO_READ + ADDMM)
-    by_hand = Panel(2, "3  LoRA_MLP, backward by hand", HOW_TO_READ + ADDMM)
-    triton = Panel(3, "4  What a Triton kernel does: swiglu_forward", INTRO)
+    triton = Panel(2, "3  What a Triton kernel does: swiglu_forward", INTRO)
+    by_hand = Panel(3, "4  LoRA_MLP, backward by hand", HOW_TO_READ + ADDMM)
     peft_forward(peft)
     lora_forward(lora, peft)
     lora_backward(by_hand)
     draw_triton_panel(triton, SIZES["TI"])
     passes = [[(n, of.calls[n]) for n in ns] for of, ns in ((peft, (10, 20)), (lora, (8,)))]
     triton.compare(PASSES, list(zip(("PEFT", "LoRA_MLP"), passes, strict=True)))
-    theirs = "PEFT", totals(peft.calls)
-    ours = "LoRA_MLP", totals(lora.calls)
-    peft.totals("forward", theirs, ours)
-    lora.totals("forward", ours, theirs)
-    ours = "LoRA_MLP", totals(by_hand.calls)
-    by_hand.totals("backward", ours, ("PEFT", PEFT_BACKWARD))
+    for panel in (peft, lora):
+        panel.totals("forward", totals(peft.calls), totals(lora.calls))
+    by_hand.totals("backward", PEFT_BACKWARD, totals(by_hand.calls))
     elements = list(head.elements.values())
-    for panel in (peft, lora, by_hand, triton):
+    for panel in (peft, lora, triton, by_hand):
         elements += panel.framed()
     return elements, [peft, lora, by_hand]
 

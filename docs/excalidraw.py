@@ -11,12 +11,16 @@ STYLES = {
     "activation, not saved": ("#ffffff", "#0b4f8a", "dashed", 1),
     "activation, recomputed": ("#e4f1fb", "#0b4f8a", "dashed", 1),
     "gradient": ("#f3d3e6", "#8a2c6a", "solid", 1),
+    "in memory, this program's tile": ("#d8f5a2", "#3f6212", "solid", 2),
+    "in memory, other programs' tiles": ("#ffffff", "#868e96", "solid", 1),
+    "in registers, this program's": ("#f1fad9", "#3f6212", "dashed", 1),
+    "a program": ("#fafafa", "#868e96", "dashed", 1),
     "matrix product, or GEMM": ("#c4e8dc", "#00664f", "solid", 1),
     "cast, fp32 and bf16": ("#e5dbff", "#5f3dc4", "solid", 1),
     "pass, elementwise": ("#f1f3f5", "#495057", "solid", 1),
     "Triton kernel": ("#ffc2a1", "#b33a00", "solid", 4),
 }
-CALL_KINDS = list(STYLES)[6:]  # of calls
+CALL_KINDS = list(STYLES)[-4:]  # of calls
 AXES = (("x", "width"), ("y", "height"))
 INK, NUNITO, CASCADIA, LINE_HEIGHT, GAP = "#1e1e1e", 6, 3, 1.35, 2
 LOOK = dict(angle=0, strokeColor=INK, backgroundColor="transparent", fillStyle="solid")
@@ -76,14 +80,24 @@ class Canvas:
 
     def box(self, id: str, x, y, width, height, style, text: str, group=None, font_size=16) -> str:
         fill, stroke, dash, thickness = STYLES[style]
-        groups = dict(groupIds=[f"{self.place} {group}"] if group else [])
-        more: dict[str, Any] = dict(backgroundColor=fill, strokeColor=stroke, strokeStyle=dash)
+        more: dict[str, Any] = dict(groupIds=[f"{self.place} {group}"] if group else [])
+        more |= dict(backgroundColor=fill, strokeColor=stroke, strokeStyle=dash)
         more |= dict(strokeWidth=thickness, roundness=None if style in CALL_KINDS else {"type": 3})
-        box = self.add(id, "rectangle", x, y, width, height, **more, **groups)
-        middle, inside = (x + width / 2, y + height / 2), dict(containerId=box["id"], **groups)
-        label = self.text(*middle, text, font_size, f"{id} text", **inside)
-        box["boundElements"].append({"id": label["id"], "type": "text"})
+        self.add(id, "rectangle", x, y, width, height, **more)
+        if text:
+            self.label(id, text, font_size)
         return id
+
+    def label(self, id: str, text: str, font_size=16, *, is_title=False) -> None:
+        """Write in the middle of a box, or at its top, and bind the text to it."""
+        box = self.elements[id]
+        middle = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+        if is_title:
+            middle = middle[0], box["y"] + 6 + font_size * LINE_HEIGHT / 2
+        inside = dict(containerId=box["id"], groupIds=box["groupIds"])
+        label = self.text(*middle, text, font_size, f"{id} text", **inside)
+        label["verticalAlign"] = "top" if is_title else "middle"
+        box["boundElements"].append({"id": label["id"], "type": "text"})
 
     def arrow(self, start, end, *corners) -> None:
         """From box to box: straight where they face each other, else along the axes by corners."""

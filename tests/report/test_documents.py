@@ -18,6 +18,7 @@ from bench.published import SETTINGS
 from bench.training_records import load_training
 from fused_mlp import FrozenMLP, LoRA_MLP
 from fused_mlp.swiglu import swiglu_backward, swiglu_forward
+from fused_mlp.utils import cast_adapters
 from report import commands, committed, documents, headline
 from report.fp8_training import ends
 from report.gpus import expected_section, measured_section
@@ -216,7 +217,8 @@ def test_the_code_that_explains_lora_mlp_computes_what_it_does(forward_in, devic
     }
     fused = dict(names)
     names |= {"r": r, "s": s, "torch": torch, "F": F, "swiglu_forward": swiglu_forward,
-              "swiglu_backward": swiglu_backward}  # fmt: skip
+              "swiglu_backward": swiglu_backward, "cast_adapters": cast_adapters,
+              "A": torch.cat([names["Ag"], names["Au"]])}  # fmt: skip
     if forward_in == "README.md":
         (pefts,) = python_blocks("README.md", "def projection")
         theirs = dict(names)
