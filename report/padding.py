@@ -91,8 +91,15 @@ def padding_section(found: Sequence[ChatGroup]) -> str:
         blocks += [f"**{said}: {group.padding_in_words}.**", table]
         if MARK in table:
             blocks.append(f"{MARK}: before a graph's attention left padding out.")
-        blocks += [f"{caption(run)} {commit_of(run)}" for run in group.runs]
+        blocks += _captions(group.runs)
     return "\n\n".join(blocks) or "Not measured yet."
+
+
+def _captions(runs: Iterable[Run]) -> list[str]:
+    """Write what each run was measured on; once, where both were on the same."""
+    captions = [f"{caption(run)} {commit_of(run)}" for run in runs]
+    same = {re.sub(", (padded|whole chats in one row) ·", " ·", words) for words in captions}
+    return [*same] if len(same) == 1 < len(captions) else captions
 
 
 def documents_row(
