@@ -150,18 +150,30 @@ def signed_number(value: float, digits: int) -> str:
 def ablation_table(run: Run) -> str:
     """In Markdown, two tables a block: each part's gains at each length, and all of them together,
     of the step and of the GPU's own time. Gains that are not distinguishable from noise are in
-    italics."""
+    italics; the step's table leaves out lengths at which hardly a part's is distinguishable."""
     tables = []
     for block in blocks_of(run):
-        tables.append(f"{BLOCKS[block]}:\n\n{_table(run, block, STEP)}")
+        every = run.experiment.seq_lens
+        lengths = [n for n in every if not _is_noise(run, n, block)] or every
+        left_out = [str(n) for n in every if n not in lengths]
+        without = f" ({' and '.join(left_out)} tokens, where gains are noise, are left out)"
+        title = f"{BLOCKS[block]}{without if left_out else ''}:"
+        tables.append(f"{title}\n\n{_table(run, block, STEP, lengths)}")
         if not isinstance(together(run, run.experiment.seq_lens[0], block, GPU), str):
             what = f"{BLOCKS[block]}, of the GPU's own time, whatever the host did:"
-            tables.append(f"{what}\n\n{_table(run, block, GPU)}")
+            tables.append(f"{what}\n\n{_table(run, block, GPU, every)}")
     return "\n\n".join(tables)
 
 
-def _table(run: Run, block: bool, time: str) -> str:
-    lengths = run.experiment.seq_lens
+def _is_noise(run: Run, seq_len: int, block: bool) -> bool:
+    """Return True where parts' gains were judged and one at most, as by chance, stands out."""
+    found = [gain for row in gains(run, seq_len, block) for gain in (row.first, row.last)]
+    verdicts = [gain.verdict for gain in found if isinstance(gain, Gain)]
+    judged = [verdict for verdict in verdicts if verdict is not None]
+    return len(judged) > 2 and sum(verdict != NOISE for verdict in judged) <= 1
+
+
+def _table(run: Run, block: bool, time: str, lengths: list[int]) -> str:
     header = ["takes off a step" if time == STEP else "takes off the GPU's time"]
     header += [f"{n}: {when}, ms" for n in lengths for when in ("added first", "added last")]
     lines = []

@@ -8,7 +8,7 @@ from dataclasses import replace
 from bench.records import Run, SummaryRow
 from report.looks import STATUS_WORDS, caption, markdown_table
 from report.statistics import summarize
-from report.tables import number_or_blank
+from report.tables import commit_of, number_or_blank
 from variants import VARIANTS, title_of, variant_of
 
 HEADER = ["tokens", "variant", "step, ms", "tokens/s", "× bf16's speed", "× floor",
@@ -19,7 +19,8 @@ _ID_OF = {variant.recipe: variant.id for variant in VARIANTS.values()}
 def beside_floor_section(runs: Iterable[Run]) -> str:
     """Write a table of each run with its caption. A variant with checkpointing is held against the
     floor and what has to be computed again, too; one in FP8 against the same in bf16."""
-    return "\n\n".join(f"{_table(run)}\n\n{caption(run)}" for run in runs) or "Not measured yet."
+    blocks = [f"{_table(run)}\n\n{caption(run)} {commit_of(run)}" for run in runs]
+    return "\n\n".join(blocks) or "Not measured yet."
 
 
 def _table(run: Run) -> str:

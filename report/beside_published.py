@@ -12,14 +12,27 @@ from report.statistics import summarize
 from variants import BASELINE, SUITES, Variant, title_of, variant_of
 
 HEADER = ["model", "a step: batches × rows × tokens", "they publish, tokens/s",
-          "ours, tokens/s", "ratio", "Unsloth here", "vanilla PEFT here", "GPU here"]  # fmt: skip
+          "ours, tokens/s", "ours / theirs", "the fastest Unsloth here, tokens/s",
+          "vanilla PEFT here, with checkpointing", "measured here on"]  # fmt: skip
 EXPLAINED = (
-    "Their numbers are as published, on {gpus}; the others were measured in a run on the GPU "
-    "that is named: the fastest of ours, full Unsloth and plain PEFT, all with LoRA rank 16 on all "
-    "seven projections and random weights. The ratio is ours over theirs: of two machines and two "
-    "days, so no speedup. FP8 is another precision than bf16, in which NeMo's, Unsloth's and "
-    "PEFT's numbers are."
+    "Theirs is as published, on {gpus}. All other numbers were measured here, with LoRA rank 16 on "
+    "all seven projections and random weights: the fastest of our variants, the fastest of "
+    'Unsloth\'s, and plain PEFT, which runs with checkpointing alone. "Ours / theirs" is of two '
+    "machines and two days, so no speedup. FP8 is another precision than bf16, in which NeMo's, "
+    "Unsloth's and PEFT's numbers are."
 )
+# What a run's file does not tell: it was cut off, and its last cells are of another GPU of the same
+# kind. By model and start, from which variant of the suite on.
+SECOND_MACHINE = {
+    ("llama3-8b", "2026-11-24T21:40:29+00:00"): "full_unsloth_no_checkpointing",
+    ("qwen2.5-7b", "2026-11-24T21:40:29+00:00"): "fused_all_no_checkpointing",
+    ("qwen3-0.6b", "2026-11-24T22:03:28+00:00"): "full_unsloth_no_checkpointing",
+}
+BEFORE_LM_HEADS_SUMS = "f4b9a2f5d7"  # the last commit measured before they were in fp32
+MARKS = {
+    "ᵃ": "measured on a second H100, on which a run that was cut off was finished",
+    "ᵇ": "before lm_head's sums over the vocabulary were corrected, and not measured since",
+}
 
 
 def published_section(runs: Sequence[Run]) -> str:
@@ -31,16 +44,19 @@ def published_section(runs: Sequence[Run]) -> str:
     pages = dict.fromkeys(setting.page for setting in settings)
     sources = [f"- [{page.name}]({page.url}), {page.date}" for page in pages]
     sources += [f"- {one.model}: {one.differs}." for one in dict.fromkeys(settings) if one.differs]
-    blocks = ["## Beside what others publish", published_rows(runs), EXPLAINED.format(gpus=gpus)]
-    return "\n\n".join([*blocks, "\n".join(sources), speeds_by_variant(runs)])
+    rows, by_variant = published_rows(runs), speeds_by_variant(runs)
+    blocks = ["## Beside what others publish", rows]
+    blocks += [f"{mark}: {words}." for mark, words in MARKS.items() if mark in rows + by_variant]
+    blocks += [EXPLAINED.format(gpus=gpus), "\n".join(sources), by_variant]
+    return "\n\n".join(blocks)
 
 
 def speeds_by_variant(runs: Sequence[Run]) -> str:
     """Write the tokens a second of every variant of such runs of the suite, a column a run."""
     runs = [run for run in runs if setting_that_ran(run) and BASELINE in run.experiment.variants]
-    rows = [{row.variant: row for row in summarize(run)} for run in runs]
+    rows = [(run, {row.variant: row for row in summarize(run)}) for run in runs]
     lines = [
-        [title_of(id), *(_in_words(row.get(id)) or "not measured" for row in rows)]
+        [title_of(id), *(_in_words(run, row.get(id)) or "not measured" for run, row in rows)]
         for id in SUITES["published"]
     ]
     return markdown_table(["tokens/s", *(run.experiment.model for run in runs)], lines)
@@ -65,8 +81,9 @@ def published_rows(runs: Iterable[Run]) -> str:
         for claim in claims:
             ratio = f"{_speed(ours) / claim.tokens_per_s:.2f}" if ours else ""
             theirs = f"{claim.by}: {claim.tokens_per_s:,}"
-            here = [_in_words(ours, with_title=True), ratio, _in_words(unsloth, with_title=True)]
-            here += [_in_words(rows.get(BASELINE)), f"{run.environment.device}, {day}"]
+            here = [_in_words(run, ours, with_title=True), ratio]
+            here += [_in_words(run, unsloth, with_title=True), _in_words(run, rows.get(BASELINE))]
+            here.append(f"{run.environment.device}, {day}")
             lines.append([setting.model, step, theirs, *here])
     return markdown_table(HEADER, lines) if lines else ""
 
@@ -102,10 +119,22 @@ def _is_in_fp8(variant: Variant) -> bool:
     return variant.recipe is not None and variant.recipe.fp8
 
 
-def _in_words(row: SummaryRow | None, with_title: bool = False) -> str:
+def _in_words(run: Run, row: SummaryRow | None, with_title: bool = False) -> str:
     if row is None:
         return ""
     if row.tokens_per_s is None:
         return STATUS_WORDS.get(row.status, "")
     title = f" ({variant_of(row.variant).title})" if with_title else ""
-    return f"{row.tokens_per_s:,.0f}{title}"
+    return f"{row.tokens_per_s:,.0f}{_marks(run, row.variant)}{title}"
+
+
+def _marks(run: Run, id: str) -> str:
+    second, before = MARKS
+    marks, suite = "", SUITES["published"]
+    since = SECOND_MACHINE.get((run.experiment.model, run.started_utc))
+    if since and id in suite and suite.index(id) >= suite.index(since):
+        marks += second
+    git, recipe = run.environment.git, variant_of(id).recipe
+    if git and git.commit.startswith(BEFORE_LM_HEADS_SUMS) and recipe:
+        marks += before if "fp8_lm_head" in recipe.fused else ""
+    return marks

@@ -13,9 +13,12 @@ from statistics import fmean
 
 from bench.records import Run
 from report.looks import markdown_table
-from variants import IN_FP32, title_of, variant_of
+from variants import IN_FP32, variant_of
 
-HEADER = ["variant", "held against", "seed", "% away, mean", "at most", "steps below"]
+LAST = 25  # steps, which tell whether a difference still grows
+
+HEADER = ["variant", "seed", "loss above that, %: mean", f"mean of the last {LAST} steps",
+          "furthest away", "steps with a lower loss"]  # fmt: skip
 
 
 def curves(run: Run) -> dict[str, list[float]]:
@@ -46,14 +49,31 @@ def percent_apart(run: Run) -> dict[str, list[float]]:
 
 
 def losses_section(runs: Sequence[Run]) -> str:
-    """Write a table of how far the losses come apart, in Markdown: a row a variant and seed."""
-    apart = [(run, variant, own) for run in runs for variant, own in percent_apart(run).items()]
+    """Write a table of how far the losses come apart for each setting and what is held against, in
+    Markdown: a row a variant and seed."""
+    tables: dict[str, list[tuple[str, int, list[float]]]] = {}
+    for run in runs:
+        for variant, own in percent_apart(run).items():
+            row = (variant, run.experiment.seed, own)
+            tables.setdefault(_setting(run), []).append(row)
+    blocks = [f"**{words}:**\n\n{_table(rows)}" for words, rows in tables.items()]
+    return "\n\n".join(blocks) or "Not measured yet."
+
+
+def _setting(run: Run) -> str:
+    experiment, device = run.experiment, run.environment.device
+    shape = f"{experiment.batch_size} rows of {experiment.seq_lens[-1]} tokens a step"
+    return f"Held against {held_against(run)}, {shape}, {device}"
+
+
+def _table(rows: list[tuple[str, int, list[float]]]) -> str:
     lines = [
-        [title_of(variant), held_against(run), str(run.experiment.seed), f"{fmean(own):+.3f}",
-         f"{max(own, key=abs):+.3f}", f"{sum(x < 0 for x in own)} of {len(own)}"]
-        for run, variant, own in sorted(apart, key=lambda one: (one[1], one[0].experiment.seed))
+        [variant_of(variant).plain_title, str(seed), f"{fmean(own):+.3f}",
+         f"{fmean(own[-LAST:]):+.3f}", f"{max(own, key=abs):+.3f}",
+         f"{sum(x < 0 for x in own)} of {len(own)}"]
+        for variant, seed, own in sorted(rows)
     ]  # fmt: skip
-    return markdown_table(HEADER, lines) if lines else "Not measured yet."
+    return markdown_table(HEADER, lines)
 
 
 def held_against(run: Run) -> str:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from bench.records import Run, SummaryRow
 from report.looks import STATUS_WORDS, caption, markdown_table
 from report.statistics import summarize
-from report.tables import number_or_blank
+from report.tables import commit_of, number_or_blank
 from variants import BASELINE, Variant, title_of, variant_of
 
 # As data/make/chats_of_lengths.py calls the data sets whose lengths it draws.
@@ -21,6 +21,10 @@ FILES = {"sft_train": "data/sft_train.jsonl"}
 UNPADDED = "vanilla_peft_varlen"  # plain PEFT, as people have it who do not pad
 HEADER = ["variant", "padded: step, ms", "GPU, ms", "tokens/s", "peak, GiB",
           "as documents: step, ms", "GPU, ms", "tokens/s", "peak, GiB"]  # fmt: skip
+
+# Graphs of commits up to this one, of 2026-11-25, attended to padding.
+ATTENDED_TO_PADDING = "3c48ee21aa"
+MARK = "¹"
 
 Named = tuple[str, Run]  # a run with its data set's name
 
@@ -83,9 +87,19 @@ def padding_section(found: Sequence[ChatGroup]) -> str:
     for group in found:
         shape = f"{group.rows} × {group.seq_len:,}"
         said = f"{group.data_in_words}, {shape} tokens a step, {group.device}"
-        blocks += [f"**{said}: {group.padding_in_words}.**", _table(group)]
-        blocks += [caption(run) for run in group.runs]
+        table = _table(group)
+        blocks += [f"**{said}: {group.padding_in_words}.**", table]
+        if MARK in table:
+            blocks.append(f"{MARK}: before a graph's attention left padding out.")
+        blocks += _captions(group.runs)
     return "\n\n".join(blocks) or "Not measured yet."
+
+
+def _captions(runs: Iterable[Run]) -> list[str]:
+    """Write what each run was measured on; once, where both were on the same."""
+    captions = [f"{caption(run)} {commit_of(run)}" for run in runs]
+    same = {re.sub(", (padded|whole chats in one row) ·", " ·", words) for words in captions}
+    return [*same] if len(same) == 1 < len(captions) else captions
 
 
 def documents_row(
@@ -151,17 +165,25 @@ def _table(group: ChatGroup) -> str:
     variants = dict.fromkeys((*group.padded, *group.documents))
     first = [variant for variant in (BASELINE, UNPADDED) if variant in variants]
     lines = [
-        [title_of(variant), *(cell for rows in (group.padded, group.documents)
-                              for cell in _cells(rows.get(variant)))]
+        [title_of(variant), *_cells(group.padded.get(variant), _mark(group, variant)),
+         *_cells(group.documents.get(variant))]
         for variant in dict.fromkeys((*first, *variants))
     ]  # fmt: skip
     return markdown_table(HEADER, lines)
 
 
-def _cells(row: SummaryRow | None) -> list[str]:
+def _mark(group: ChatGroup, id: str) -> str:
+    """Return the mark of a graph of padded rows that attended to padding."""
+    recipe = variant_of(id).recipe
+    commits = [run.environment.git for run in group.runs if run.experiment.padded]
+    attended = any(one and one.commit.startswith(ATTENDED_TO_PADDING) for one in commits)
+    return MARK if attended and recipe and recipe.graph else ""
+
+
+def _cells(row: SummaryRow | None, mark: str = "") -> list[str]:
     if row is None or row.tokens_per_s is None:
         return [STATUS_WORDS.get(row.status, "") if row else "", "", "", ""]
-    numbers = [number_or_blank(row.median_step_ms, 1), number_or_blank(row.gpu_ms, 1)]
+    numbers = [number_or_blank(row.median_step_ms, 1) + mark, number_or_blank(row.gpu_ms, 1)]
     return [*numbers, f"{row.tokens_per_s:,.0f}", number_or_blank(row.peak_gib, 1)]
 
 

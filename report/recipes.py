@@ -7,15 +7,29 @@ from collections.abc import Iterable
 from bench.records import Run
 from report.looks import STATUS_WORDS, caption, markdown_table
 from report.statistics import summarize
-from report.tables import number_or_blank
-from variants import title_of
+from report.tables import commit_of, number_or_blank
+from variants import TARGETS, title_of
 
 HEADER = ["variant", "step, ms", "speedup", "GPU, ms", "peak, GiB"]
 
 
 def recipes_section(runs: Iterable[Run]) -> str:
-    """Write a table of each run with its caption, which names the projections and the dropout."""
-    return "\n\n".join(f"{_rows(run)}\n\n{caption(run)}" for run in runs) or "Not measured yet."
+    """Write a table of each run under its recipe, with its caption."""
+    blocks = [
+        f"**{_recipe(run)}:**\n\n{_rows(run)}\n\n{caption(run)} {commit_of(run)}" for run in runs
+    ]
+    return "\n\n".join(blocks) or "Not measured yet."
+
+
+def _recipe(run: Run) -> str:
+    """The projections that are not all and the dropout that is not none, in words."""
+    lora = run.experiment.lora
+    found = []
+    if len(lora.targets) < len(TARGETS):
+        found.append(f"Adapters on {' and '.join(lora.targets)} alone")
+    if lora.dropout:
+        found.append(f"lora_dropout={lora.dropout:g}")
+    return ", ".join(found) or "All seven projections"
 
 
 def _rows(run: Run) -> str:

@@ -19,13 +19,10 @@ EXPERIMENT_VARIANTS = sorted(SUITES["experiment"], key=lambda id: id not in (BAS
 
 def results_section(run: Run) -> str:
     """Every row of the summary, what it was measured on, what went wrong, and settings."""
-    git = run.environment.git or Git("unknown", False)
-    commit = re.sub(r"[0-9a-f]{40}", lambda found: found[0][:10], git.commit)
-    commit += " with local changes" if git.dirty else ""
     blocks = [
         f"**{REHEARSAL_NOTICE}.**" if run.rehearsal else "",
         _summary_table(run),
-        f"{caption(run)} Commit {commit}.",
+        f"{caption(run)} {commit_of(run)}",
         _remarks(run),
         _settings_table(run),
     ]
@@ -159,6 +156,13 @@ def kernels_section(run: Run) -> str:
     ]  # fmt: skip
     copy = f"A device copy of as many bytes; the fastest: {kernels.copy_gb_per_s:,.0f} GB/s."
     return f"{markdown_table(header, lines)}\n\n{copy}"
+
+
+def commit_of(run: Run) -> str:
+    """Say which commit was measured, and whether there were changes beside it."""
+    git = run.environment.git or Git("unknown", False)
+    commit = re.sub(r"[0-9a-f]{40}", lambda found: found[0][:10], git.commit)
+    return f"Commit {commit}{' with local changes' if git.dirty else ''}."
 
 
 def number_or_blank(value: float | None, digits: int) -> str:

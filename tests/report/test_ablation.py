@@ -282,6 +282,22 @@ def test_the_table_by_hand():
     assert {len(line) for line in table} == {5} and len(table) == 10
 
 
+def test_lengths_where_all_is_noise_are_left_out_of_the_steps_table(monkeypatch):
+    run = rounds(**HAND_MADE)
+    run.experiment.seq_lens = [64, 128]
+    assert "left out" not in ablation.ablation_table(run)
+    gain = ablation.Gain(1.0, None, 1.0, None, ablation.NOISE)
+    told = gain._replace(verdict="faster")
+    for stands_out, is_left_out in ((1, True), (2, False)):
+        found = [gain] * (4 - stands_out) + [told] * stands_out
+        rows = [ablation.PartGains("mlp", *found[:2]), ablation.PartGains("rope", *found[2:])]
+        clear = [ablation.PartGains("mlp", told, told), ablation.PartGains("rope", told, told)]
+        of = {64: rows, 128: clear}
+        monkeypatch.setattr(ablation, "gains", lambda _, n, *args, of=of, **options: of[n])
+        said = ablation.ablation_table(run)
+        assert ("(64 tokens, where gains are noise, are left out)" in said) is is_left_out
+
+
 def test_the_gpus_own_time_by_hand():
     """Other than the step's, without verdicts, and only where it was measured."""
     run = rounds(**HAND_MADE)

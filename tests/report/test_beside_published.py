@@ -6,8 +6,8 @@ import example_results as example
 import pytest
 
 from bench.published import SETTINGS
-from bench.records import Cell
-from report import commands
+from bench.records import Cell, Git
+from report import beside_published, commands
 from report.beside_published import (
     published_rows,
     published_section,
@@ -51,7 +51,9 @@ def test_each_number_of_theirs_stands_beside_the_fastest_of_ours_unsloth_and_van
         f"{tokens / 1.5:,.0f} (full Unsloth without checkpointing)", f"{tokens / 2.0:,.0f}",
         "NVIDIA H200, " + published_run().started_utc[:10],
     ]  # fmt: skip
-    assert [line[2] for line in others] == ["Surogate, bf16: 10,200", "Unsloth, bf16: 8,900"]
+    assert [line[2] for line in others] == [
+        "Surogate, bf16: 10,200", "Unsloth, bf16, by Surogate: 8,900",
+    ]  # fmt: skip
     assert [line[4] for line in others] == [f"{tokens / 1.2 / n:.2f}" for n in (10200, 8900)]
 
 
@@ -65,6 +67,22 @@ def test_ours_in_fp8_stand_beside_theirs_in_fp8_where_there_are_any():
         assert lines(speeds_by_variant([run, published_run()])) == lines(
             speeds_by_variant([published_run()])
         )
+
+
+def test_what_is_of_a_second_machine_or_of_wrong_gradients_is_marked():
+    (model, started), since = next(iter(beside_published.SECOND_MACHINE.items()))
+    run = published_run(model)
+    assert "ᵃ" not in published_section([run])
+    run.started_utc = started
+    place = SUITES["published"].index(since)
+    marked = ["ᵃ" in line[1] for line in lines(speeds_by_variant([run]))]
+    assert marked == [False] * place + [True] * (len(marked) - place)
+    assert "ᵃ: measured on a second H100" in published_section([run])
+    fp8 = published_run(variants=("fp8_lm_head_graph_no_checkpointing",))
+    fp8.cells = [example.timed_cell(fp8.experiment.variants[0], 2048, 1, [500.0] * 3)]
+    fp8.environment.git = Git(beside_published.BEFORE_LM_HEADS_SUMS + "0" * 30, False)
+    said = published_section([fp8])
+    assert "ᵇ (FP8 + lm_head" in said and "ᵇ: before lm_head's sums" in said
 
 
 def test_every_variant_has_its_speed_in_every_run_or_says_why_not():

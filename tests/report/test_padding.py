@@ -6,7 +6,7 @@ import pytest
 from matplotlib.text import Text
 from msgspec.structs import replace
 
-from bench.records import Cell, Tokens
+from bench.records import Cell, Git, Tokens
 from report import padding, padding_picture
 from report.headline import ANSWERS, headline_table
 
@@ -99,7 +99,17 @@ def test_the_table_by_hand():
     ]
     tables = [block for block in said.split("\n\n") if block.startswith("|")]
     assert {line.count("|") for table in tables for line in table.splitlines()} == {10}
-    assert said.count("whole chats in one row ·") == 2 and said.count("padded ·") == 1
+    # both of the H200's in one
+    assert said.count("whole chats in one row ·") == 1 and said.count("padded ·") == 0
+    assert said.count("NVIDIA H200 · torch") == 1
+
+
+def test_a_graph_that_attended_to_padding_is_marked():
+    padded = made("padded", vanilla_peft=1000.0, fused_all=400.0, fused_layer_graph_offload=800.0)
+    padded.environment.git = Git(padding.ATTENDED_TO_PADDING + "0" * 30, dirty=True)
+    said = padding.padding_section(padding.groups([("dolly", padded)], []))
+    assert said.count("| 800.0¹ |") == 1 and said.count("¹") == 2
+    assert f"Commit {padding.ATTENDED_TO_PADDING} with local changes." in said
 
 
 def test_the_readme_has_the_row_of_its_gpu_where_everything_fused_gains_least():
@@ -113,7 +123,13 @@ def test_the_readme_has_the_row_of_its_gpu_where_everything_fused_gains_least():
     )
     found = padding.groups([], [("dolly", H100), ("more", more), ("less", less)])
     (row,) = padding.documents_row(found, ANSWERS, "NVIDIA H200")
-    assert row == ["**chats** of less, GPU time alone", "970 ms, 9.0 GiB", "–", "–", "4.00×, 9.0 GiB"]
+    assert row == [
+        "**chats** of less, GPU time alone",
+        "970 ms, 9.0 GiB",
+        "–",
+        "–",
+        "4.00×, 9.0 GiB",
+    ]
     assert "| " + " | ".join(row) + " |" in headline_table(example.run(), found)
 
 
