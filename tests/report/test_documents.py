@@ -133,7 +133,8 @@ def test_the_readmes_numbers_are_those_of_the_data(runs):
     suite_rows = headline.rows_of(suite)
     kinds = bars(run, 512)[0].kernel_ms
     vanilla, again = ms["vanilla_peft", 512], results.load(H200 / "experiment_2026-11-24.json.gz")
-    mlp = [rows["vanilla_peft", n].gpu_ms / rows["fused_mlp", n].gpu_ms for n in (64, 128, 256, 512)]
+    lengths = run.experiment.seq_lens
+    mlp = [rows["vanilla_peft", n].gpu_ms / rows["fused_mlp", n].gpu_ms for n in lengths]
     estimated = {
         card: [float(cell.strip(" ×")) for cell in line.split("|")[6:9]]
         for card in ("A100", "H100")
