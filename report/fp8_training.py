@@ -16,9 +16,10 @@ from matplotlib.figure import Figure
 from bench.training_records import Fp8Training, Trained
 from report.benchmark_results import write_png
 from report.looks import REHEARSAL_NOTICE, STYLE, markdown_table
-from report.loss_curve import OTHERS, OWN
 from report.statistics import interval95
-from variants import recipe_of, variant_of
+from variants import LOOKS, recipe_of, variant_of
+
+OWN, OTHERS = LOOKS["peft"].colour, (LOOKS["fused"].colour, LOOKS["layers"].colour)
 
 PACKAGES = ("torch", "triton", "transformers", "peft")
 NAN = float("nan")
