@@ -40,7 +40,7 @@ def loss_curve_figure(runs: Sequence[Run]) -> Figure:
         (first, wanted), *others = curves(runs[0]).items()
         picture = Figure(figsize=(12, 8), dpi=150)
         grid = picture.add_gridspec(2, len(others), height_ratios=(1.5, 1))
-        picture.subplots_adjust(0.075, 0.19, 0.975, 0.87, hspace=0.36, wspace=0.06)
+        picture.subplots_adjust(0.075, 0.19, 0.975, 0.87, hspace=0.36, wspace=0.1)
         above = picture.add_subplot(grid[0, :])
         steps = range(1, len(wanted) + 1)
         above.plot(steps, wanted, color=BASE, linewidth=6)
