@@ -203,12 +203,14 @@ def test_the_numbers_stand_beside_the_bars_and_only_what_is_told_from_noise_is_b
     every = [gain for one in ablation.gains(RUNS["all"], 512) for gain in one[1:] if gain]
     within_noise = [gain.ms for gain in every if gain.verdict == summary.NOISE]
     noise = f"{within_noise[0]:.0f} ms".replace("-", "−")
-    assert colours[noise] == "#999999"
+    assert colours[noise] == plot.NOISY
+    hollow = [bar for bar in axes.patches if to_hex(bar.get_facecolor()) == "#ffffff"]
+    assert len(hollow) == len(within_noise)
     weights = {text.get_text(): text.get_weight() for text in axes.texts}
     assert (weights[f"{mlp.first.ms:.0f} ms"], weights[noise]) == ("bold", "normal")
     (one_round,) = ablation.gains(RUNS["one block, one round"], 512)[:1]
     texts = picture_of("one block, one round").axes[-1].texts
-    assert "#999999" not in {to_hex(text.get_color()) for text in texts}
+    assert plot.NOISY not in {to_hex(text.get_color()) for text in texts}
     alone = [text for text in texts if text.get_text() == f"{one_round.first.ms:.0f} ms"]
     assert alone and {text.get_weight() for text in alone} == {"normal"}
 
@@ -239,16 +241,29 @@ def test_the_title_states_the_finding():
     together = 100 * (1 - 1 / median(summary.speedups(RUNS["all"], "fused_all", 512)))
     titles = {
         "all": f"All parts: {together:.0f}% off a step at 512 tokens "
-        "(alone: MLP 17%, attention 11%, cross entropy 8%)",
+        "with checkpointing (alone: MLP 17%, attention 11%, cross entropy 8%)",
         "two variants": "What each fused part takes off a step",
         "rehearsal": looks.REHEARSAL_NOTICE,
     }
     for name, title in titles.items():
-        assert picture_of(name).texts[0].get_text() == title
+        assert plot.ablation_finding(RUNS[name]) == title
     with_gaps = plot.ablation_finding(RUNS["with gaps"])
-    assert " at 512 tokens (alone: MLP 17%, cross entropy" in with_gaps
+    assert " with checkpointing (alone: MLP 17%, cross entropy" in with_gaps
     slower = rounds(vanilla_peft=[100], fused_all=[110])
-    assert plot.ablation_finding(slower) == "All parts: 10% added to a step at 64 tokens"
+    assert plot.ablation_finding(slower) == (
+        "All parts: 10% added to a step at 64 tokens with checkpointing"
+    )
+
+
+def test_the_title_of_all_lengths_counts_what_is_beyond_noise():
+    run = rounds(**HAND_MADE)
+    # first: MLP, RMSNorm, cross entropy, checkpointing, not attention and RoPE; last: MLP, not RoPE
+    said = "Single parts' gains beyond noise: 5 of 8 at 64 tokens"
+    assert plot.lengths_finding(run, [64, 128]) == said
+    assert plot.ablation_figure(run, [64, 128]).texts[0].get_text() == said
+    assert plot.ablation_figure(run, [64]).texts[0].get_text() == plot.ablation_finding(run)
+    assert plot.lengths_finding(RUNS["one block, one round"], [512]) == ""
+    assert picture_of("rehearsal").texts[0].get_text() == looks.REHEARSAL_NOTICE
 
 
 def test_there_is_no_picture_without_two_variants_to_compare(tmp_path):

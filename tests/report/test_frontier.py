@@ -192,7 +192,7 @@ def test_the_best_known_and_the_whole_frontier_are_named_and_the_others_counted(
         ({}, ""),
         ({"liger_peft": "oom"}, "out of memory: Liger."),
         ({"liger_peft": "oom", "liger_peft" + WITHOUT: "oom", "fused_mlp" + WITHOUT: "oom"},
-         "out of memory: fused MLP without checkpointing; Liger."),
+         "out of memory: Liger; fused MLP without checkpointing."),
         ({"fused_mlp": "parity_failed", "liger_peft": "oom"},
          "failed parity: fused MLP. out of memory: Liger."),
     ],
