@@ -124,8 +124,8 @@ def test_the_last_panel_is_the_gpus_time_at_the_longest_length():
     bar = next(bar for bar in bars(run, 512) if bar.variant == "fused_mlp")
     drawn = [each for each in axes.patches if each.get_y() == pytest.approx(1 - 0.78 / 2)]
     drawn = [(each.get_width(), to_hex(each.get_facecolor())) for each in drawn]
-    for kind, colour in kind_bars.COLOURS.items():
-        assert (pytest.approx(bar.kernel_ms.get(kind, 0)), colour) in drawn
+    for kind, ms in kind_bars.ms_of(bar).items():
+        assert (pytest.approx(ms), kind_bars.COLOURS[kind]) in drawn
     assert f"{bar.step_ms:.0f} ms" in words(axes) and "casts and copies" in words(axes)
     lines = [c for c in axes.collections if isinstance(c, LineCollection)]
     floors = {float(segment[0][0]) for c in lines for segment in c.get_segments()}
