@@ -13,10 +13,11 @@ from matplotlib import style
 from matplotlib.figure import Figure
 
 from bench.records import Run
-from report.benchmark_results import FEW, write_png
+from report.benchmark_results import write_png
 from report.kind_bars import COPIES_WORDS, draw_kinds
 from report.kinds import Bar, bars
 from report.looks import FLOOR_WORDS, REHEARSAL_NOTICE, STYLE, caption, shown_variants
+from report.view import FEW
 from variants import BASELINE, title_of
 
 AROUND = ("copy", "adapter", "norm")  # what the finding is about
