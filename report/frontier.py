@@ -3,8 +3,8 @@ there is."""
 
 from __future__ import annotations
 
-from itertools import pairwise, product
-from pathlib import Path as FilePath
+from itertools import pairwise
+from pathlib import Path
 from textwrap import fill
 from typing import Any
 
@@ -14,7 +14,6 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.path import Path
 from matplotlib.ticker import NullLocator
 from matplotlib.transforms import Bbox
 
@@ -22,6 +21,7 @@ from bench.records import Run
 from bench.results import first_few
 from report.benchmark_results import write_png
 from report.fits import CONTEXT_GIB, Point, pareto, points_of
+from report.labels import DISTANCES, places_of
 from report.looks import FLOOR_WORDS, REHEARSAL_NOTICE, STYLE, caption, why_no_time
 from variants import LOOKS, Look, title_of, variant_of
 
@@ -35,14 +35,9 @@ EDGES: dict[bool, dict[str, Any]] = {  # by whether it checkpoints: hollow witho
     False: {"markerfacecolor": "white", "markeredgewidth": 1.5},
 }
 WORDS = "#333333"  # of names: most families' colours are too pale on white
-DISTANCES = (9, 17, 27, 39, 53, 69, 87, 107, 129, 153)  # in points, where a label is tried
-LABEL_SIDES = (
-    *((1, 0), (1, 1), (0, 1), (1, -1), (0, -1), (-1, 1), (-1, 0), (-1, -1)),
-    *((0.5, 1), (1, 0.5), (-0.5, 1), (-1, 0.5), (0.5, -1), (1, -0.5), (-0.5, -1), (-1, -0.5)),
-)
 
 
-def draw_frontier(run: Run, path: str | FilePath) -> bool:
+def draw_frontier(run: Run, path: str | Path) -> bool:
     """Write the picture as a PNG, whole or not at all; False where fewer than two variants have
     both a time and a peak at one length."""
     if not _shown(run):
@@ -69,12 +64,10 @@ def frontier_figure(run: Run) -> Figure:
         best = pareto(points)
         named = named_points(points)
         picture.subplots_adjust(0.075, 0.195, 0.975, 0.795)
-        taken = _lines(axes, best, floor.floor_ms if floor else None)
+        lines = _lines(axes, best, floor.floor_ms if floor else None)
         in_order = sorted(reversed(points), key=lambda point: point in named)  # those on top
-        marks = [_mark(axes, point, point in named) for point in in_order]
-        for point in sorted(named, key=lambda point: point not in best):
-            weight = "bold" if point in best else "normal"
-            taken.append(_label(axes, point, taken, marks, size=11, weight=weight).padded(6))
+        solid = [_mark(axes, point, point in named) for point in in_order]
+        _label(axes, named, best, lines, solid)
         _words(picture, run, points, named)
     return picture
 
@@ -131,39 +124,40 @@ def _mark(axes: Axes, point: Point, is_named: bool) -> Bbox:
     look: dict[str, Any] = {"markersize": 12 if is_named else 6.5, "zorder": 3, **edges}
     axes.plot(point.peak_gib, point.step_ms, variant.look.marker, color=variant.look.colour, **look)
     place = axes.transData.transform((point.peak_gib, point.step_ms))
-    return Bbox([place, place]).padded(12 if is_named else 4)
+    return Bbox([place, place]).padded(12 if is_named else 7)
 
 
-def _label(axes: Axes, point: Point, taken: list[Bbox], marks: list[Bbox], **text: Any) -> Bbox:
-    """A point's name and time at the nearest free place around it; from further off with a line to
-    it, which crosses no other point."""
-    words = f"{fill(title_of(point.variant), 26)}\n{point.step_ms:.0f} ms"
-    text |= {"bbox": {"boxstyle": "square,pad=0.05", "color": "white"}, "color": WORDS}
-    note = axes.annotate(words, (point.peak_gib, point.step_ms), (0, 0), zorder=4,
-                         textcoords="offset points", linespacing=1.1, **text)  # fmt: skip
-    here = axes.transData.transform(note.xy)
-    to_pixels = axes.get_figure().dpi / 72  # type: ignore[union-attr]
-    others = [mark for mark in marks if not mark.contains(*here)]
-    inside = axes.bbox
-    for far, (across, up) in product(DISTANCES, LABEL_SIDES):
-        right, over = round(across * 0.9), round(up * 0.9)  # beside is centred, not beyond
+def _label(
+    axes: Axes, named: list[Point], best: list[Point], lines: list[Bbox], solid: list[Bbox]
+) -> None:
+    """The points' names and times, each near its point; from further off with a line to it."""
+    notes = [
+        axes.annotate(
+            f"{fill(title_of(point.variant), 26)}\n{point.step_ms:.0f} ms",
+            (point.peak_gib, point.step_ms), (0, 0), textcoords="offset points", zorder=4,
+            bbox={"boxstyle": "square,pad=0.05", "color": "white"}, color=WORDS, linespacing=1.1,
+            size=11, weight="bold" if point in best else "normal",
+        )
+        for point in named
+    ]  # fmt: skip
+    places = places_of(
+        axes.transData.transform([note.xy for note in notes]),
+        np.array([note.get_window_extent().size for note in notes]),
+        np.array(axes.bbox.extents), _boxes(lines), _boxes(solid),
+        axes.get_figure().dpi / 72,  # type: ignore[union-attr]
+    )  # fmt: skip
+    for note, (far, (across, up), *_) in zip(notes, places, strict=True):
+        right, over = round(0.9 * across), round(0.9 * up)
         note.set(ha=("center", "left", "right")[right], va=("center", "bottom", "top")[over])
         note.set_position((across * far, up * far))
-        box = note.get_window_extent()
-        fits_in = inside.x0 < box.x0 and box.x1 < inside.x1 and inside.y0 < box.y0
-        fits_in = fits_in and box.y1 < inside.y1
-        leader = Path([here, here + to_pixels * far * np.array((across, up))])
-        if (
-            fits_in
-            and not any(box.overlaps(other) for other in (*taken, *marks))
-            and not any(leader.intersects_bbox(other) for other in others)
-        ):
-            break
-    if far > DISTANCES[0] or (across and up):
-        axes.annotate("", note.xy, (across * far, up * far), textcoords="offset points",
-                      arrowprops={"arrowstyle": "-", "linewidth": 0.7, "color": WORDS,
-                                  "shrinkA": 0, "shrinkB": 3})  # fmt: skip
-    return box
+        if far > DISTANCES[0] or (across and up):
+            axes.annotate("", note.xy, (across * far, up * far), textcoords="offset points",
+                          arrowprops={"arrowstyle": "-", "linewidth": 0.7, "color": WORDS,
+                                      "shrinkA": 0, "shrinkB": 3})  # fmt: skip
+
+
+def _boxes(found: list[Bbox]) -> np.ndarray:
+    return np.array([box.extents for box in found])
 
 
 def _words(picture: Figure, run: Run, points: list[Point], named: list[Point]) -> None:
