@@ -82,7 +82,7 @@ def kernel_time_finding(run: Run, lengths: list[int]) -> str:
     short = next((bar for bar in bars(run, shortest) if bar.variant == BASELINE), None)
     if short and shortest < seq_len:
         waits = f"{short.idle_ms / short.step_ms:.0%}"
-        said += f"; at {shortest} vanilla's GPU waits for {waits} of the step"
+        said += f"; at {shortest} tokens the GPU waits for {waits} of vanilla's step"
     return (
         f"Casts, copies, LoRA scaling and norms: {_around_ms(first):.0f} ms ({share:.0%}) of "
         f"vanilla PEFT's step at {seq_len} tokens{said}"

@@ -98,7 +98,7 @@ def test_the_title_says_what_surrounds_the_products():
     for cell in [*longer.cells]:
         longer.add(replace(cell, seq_len=128))
     finding = kernel_time.kernel_time_finding(longer, [64, 128])
-    assert finding.endswith("12 in fused MLP; at 64 vanilla's GPU waits for 15% of the step")
+    assert finding.endswith("12 in fused MLP; at 64 tokens the GPU waits for 15% of vanilla's step")
     others = ("full_unsloth", "liger_peft", "compiled_peft", "fused_all")
     many = profiled(vanilla, fused, *((v, [90.0], {"copy": 40.0}, 80.0) for v in others))
     assert kernel_time.kernel_time_finding(many, [64]) == f"{said}, 12 in fused MLP"
