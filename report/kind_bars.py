@@ -28,7 +28,7 @@ COLOURS = {
 NAMES = KINDS | {"rest": "SwiGLU, RoPE, loss, other"}
 DARK = ("matmul", "attention")  # with white numbers
 IDLE = "GPU waits"
-LINE_POINTS = 13.5
+LINE_POINTS, DIGIT_POINTS = 13.5, 6.8  # of the words: a line's height, a digit's width
 COPIES_WORDS = "Copies that run beside other kernels are not counted."
 
 
@@ -87,15 +87,18 @@ def draw_kinds(axes: Axes, run: Run, seq_len: int, named: bool) -> float:
 
 def _stack(axes: Axes, bar: Bar, row: int, longest: float, floor_ms: float) -> None:
     """The kinds one after another, each with its number where there is room beside the floor."""
-    left = 0.0
+    left, (from_ms, to_ms) = 0.0, axes.get_xlim()
+    points_a_ms = axes.bbox.width * 72 / axes.get_figure().dpi / (to_ms - from_ms)  # type: ignore[union-attr]
     edge: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.8}
     for kind, width in ms_of(bar).items():
         axes.barh(row, width, 0.78, left, color=COLOURS[kind], **edge)
         begin, end = left, left + width
         if abs((begin + end) / 2 - floor_ms) < 0.03 * longest:
             begin, end = max((begin, floor_ms), (floor_ms, end), key=lambda side: side[1] - side[0])
-        if end - begin > 0.04 * longest:
-            axes.text((begin + end) / 2, row, f"{width:.0f}", ha="center", va="center", size=10.5,
+        words = f"{width:.0f}"
+        room = max(0.04 * longest, (DIGIT_POINTS * len(words) + 2) / points_a_ms)
+        if end - begin > room:
+            axes.text((begin + end) / 2, row, words, ha="center", va="center", size=10.5,
                       color="white" if kind in DARK else "black")  # fmt: skip
         left += width
     axes.barh(row, bar.idle_ms, 0.78, left, color="white", edgecolor="#8a8a8a", hatch="////",
