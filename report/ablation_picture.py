@@ -28,16 +28,16 @@ from report.ablation import (
     together,
 )
 from report.benchmark_results import write_png
-from report.looks import REHEARSAL_NOTICE, STYLE, caption, why_no_time
+from report.looks import FLOOR_WORDS, REHEARSAL_NOTICE, STYLE, caption, why_no_time
 from report.statistics import NOISE, speedups
 from variants import BASELINE, LOOKS, counterpart, title_of
 
 FIRST, LAST = LOOKS["fused"].colour, "#4d2200"
-COLUMNS = (52, 87, 137, 172)  # where the numbers beside a panel end, in points from its right side
+COLUMNS = (52, 92, 142, 177)  # where the numbers beside a panel end, in points from its right side
 ROW_INCHES = 0.31
 OF_GPU: dict[str, Any] = {"marker": "D", "color": "#f0e442", "markersize": 4.5,
                           "markeredgecolor": "black", "linestyle": ""}  # fmt: skip
-NOISY = "#999999"  # what is not distinguishable
+NOISY = "#6e6e6e"  # what is within noise: its bar is hollow
 ASIDE: dict[str, Any] = {"color": "#777777", "style": "italic", "size": 9.5}
 BETWEEN: dict[str, Any] = {"facecolor": "#f7cfb2", "edgecolor": FIRST, "hatch": "////"}
 
@@ -69,13 +69,13 @@ def ablation_figure(run: Run, lengths: list[int]) -> Figure:
                 axes.set_yticks(range(len(names)), names if axes is line[0] else [""] * len(names))
             # By the bars, shared by the line: an interval of two rounds may go far beyond them.
             ends = [bar.get_x() + bar.get_width() for axes in line for bar in axes.patches]
-            line[0].set_xlim(0, 1.25 * max([1.0, *ends, *_floor_ms(run, seq_len)]))
+            line[0].set_xlim(0, 1.04 * max([1.0, *ends, *_floor_ms(run, seq_len)]))
         for axes, block in zip(panels[0], blocks, strict=True):
             axes.annotate(BLOCKS[block], (0, 1), (0, 30), xycoords="axes fraction",
                           textcoords="offset points", size=16, weight="bold")  # fmt: skip
         for axes in panels[-1]:
             axes.set_xlabel("ms a step")
-        _words(picture, run, height)
+        _words(picture, run, lengths, height)
     return picture
 
 
@@ -93,7 +93,7 @@ def _panel(axes: Axes, run: Run, seq_len: int, block: bool, names: list[str]) ->
                                    ("fused_all", len(names) - 1, FIRST))
     )  # fmt: skip
     if ratios := speedups(run, counterpart("fused_all", block).id, seq_len):
-        _beside(axes, 3, len(names) - 1, f"{median(ratios):.2f}×", weight="bold")
+        _beside(axes, 1, len(names) - 1, f"{median(ratios):.2f}×", weight="bold")
     above, rows = 0, {name_of_part(row.part): row for row in gains(run, seq_len, block)}
     of_gpu = {name_of_part(row.part): row for row in gains(run, seq_len, block, GPU)}
     for y, name in enumerate(names[1:-1], start=1):
@@ -141,7 +141,9 @@ def _total(axes: Axes, run: Run, seq_len: int, variant: str, y: int,
 
 def _bar(axes: Axes, y: float, height: float, begin: float, gain: Gain, **look: Any) -> float:
     """A gain, to the left of where it begins, with its interval; gives where it ends."""
-    axes.barh(y, gain.ms, height, begin - gain.ms, linewidth=0.6, **look)
+    if gain.verdict == NOISE:
+        look = {"facecolor": "white", "edgecolor": look.get("color", FIRST)}
+    axes.barh(y, gain.ms, height, begin - gain.ms, linewidth=0.8, **look)
     if gain.ci95_ms:
         ends = [begin - bound for bound in gain.ci95_ms]
         colour = NOISY if gain.verdict == NOISE else "black"
@@ -174,15 +176,15 @@ def _beside(axes: Axes, column: int, y: float, words: str, **text: Any) -> None:
     axes.annotate(words, (1, y), (COLUMNS[column], 0), side, "offset points", **text)
 
 
-def _words(picture: Figure, run: Run, height: float) -> None:
-    title = ablation_finding(run)
+def _words(picture: Figure, run: Run, lengths: list[int], height: float) -> None:
+    title = (len(lengths) > 1 and lengths_finding(run, lengths)) or ablation_finding(run)
     picture.text(0.025, 1 - 0.5 / height, title, size=min(21, 1400 / len(title)), weight="bold")
     said = (
         "From vanilla PEFT down to all parts: a bar begins where the one above it ended, and "
         "is as long as what the part, alone,\ntakes off a step. The interaction is what all "
-        "together take off beyond that sum. Negative: adds time. Bold: more than noise; grey: not; "
-        "neither:\nof a single round, which cannot tell. Diamond: where the bar ends by the "
-        "GPU's own time, whatever the host did."
+        "together take off beyond that sum. Each is a median over rounds, which need not add up.\n"
+        "Negative: adds time. Bold: more than noise; grey and hollow: within noise; neither: one "
+        "round cannot tell. Diamond: by the GPU's own time."
     )
     picture.text(0.025, 1 - 1.3 / height, said, size=11.5, linespacing=1.45)
     keys: list[Any] = [
@@ -195,7 +197,10 @@ def _words(picture: Figure, run: Run, height: float) -> None:
     ]
     picture.legend(handles=keys, loc="upper left", bbox_to_anchor=(0.017, 1 - 1.35 / height),
                    ncols=6, fontsize=11, handlelength=1.2, columnspacing=1.1)  # fmt: skip
-    how = "Medians over steps, then over rounds; percent: of vanilla's step in the same round."
+    how = (
+        "Medians over steps, then over rounds; percent: of vanilla's step in the same round. "
+        f"{FLOOR_WORDS}"
+    )
     words = fill(f"{caption(run)} {how}", 165)
     picture.text(0.025, 0.25 / height, words, size=10.5, color="#444444", linespacing=1.5)
 
@@ -214,8 +219,24 @@ def ablation_finding(run: Run) -> str:
                 words = ", ".join(parts).replace("fused ", "")
                 what = f"{abs(percent):.0f}% {'off' if percent > 0 else 'added to'} a step"
                 words = f" (alone: {words})" if words else ""
-                return f"All parts: {what} at {seq_len} tokens{words}"
+                how = f"{seq_len} tokens {BLOCKS[block].lower().replace('gradient ', '')}"
+                return f"All parts: {what} at {how}{words}"
     return "What each fused part takes off a step"
+
+
+def lengths_finding(run: Run, lengths: list[int]) -> str:
+    """The title of many lengths: at which of them single parts stand out from noise. Empty where
+    nothing tells, and of a rehearsal."""
+    said = []
+    for seq_len in lengths:
+        rows = [row for block in blocks_of(run) for row in gains(run, seq_len, block)[:-1]]
+        found = [gain.verdict for row in rows for gain in row[1:] if isinstance(gain, Gain)]
+        if judged := [verdict for verdict in found if verdict]:
+            clear = sum(verdict != NOISE for verdict in judged)
+            said.append(f"{clear} of {len(judged)} at {seq_len}")
+    if not said or run.rehearsal:
+        return ""
+    return f"Single parts' gains beyond noise: {', '.join(said)} tokens"
 
 
 def _clear_percent(gain: Gain | str) -> float:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
 from itertools import chain
 from math import ceil
 from pathlib import Path
@@ -17,65 +16,25 @@ from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.legend_handler import HandlerTuple
-from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, FixedLocator, MaxNLocator, NullLocator
 
 from bench.records import Run, SummaryRow
 from bench.results import write_atomically
-from report.kind_bars import draw_kinds, longest_profiled
-from report.looks import REHEARSAL_NOTICE, STATUS_WORDS, STYLE, caption, shown_variants
-from report.statistics import NOISE, noise_band, summarize
-from variants import BASELINE, LOOKS, SUITES, Look, title_of, variant_of
+from report.kind_bars import COPIES_WORDS, draw_kinds, longest_profiled
+from report.lines import CLEAR, draw_lines, line_of
+from report.looks import FLOOR_WORDS, REHEARSAL_NOTICE, STATUS_WORDS, STYLE, caption
+from report.statistics import NOISE, noise_band
+from report.view import FEW, View
+from variants import BASELINE, LOOKS, title_of
 
-SPARE_LOOKS = [  # for variants whose family's look another one has
-    Look("", "#000000", "*", "OO"),
-    Look("", "#8a7a00", "X", "|||"),
-    Look("", "#7a4900", ">", "ooo"),
-]
-RESULTS_LEGEND = "Medians over steps, then over rounds; whiskers: 95% intervals over rounds."
-LABEL = 0.085  # the height that a value beside its point takes, of its panel
+RESULTS_LEGEND = (
+    "Medians over steps, then over rounds; whiskers: 95% intervals over rounds; italic: within "
+    f"noise. {COPIES_WORDS} {FLOOR_WORDS}"
+)
 RATIOS = (0.25, 0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32)  # ticks where speedups are far apart
-CLEAR = {"boxstyle": "square,pad=0.05", "color": "white", "alpha": 0.8}  # around words
-HEIGHT = 12  # of the picture, in inches
+WIDTH, HEIGHT = 14, 12  # of the picture, in inches
 RIGHT = 0.975  # where the panels end, of the picture's width
-FEW = 4  # up to this many variants every point is labelled; beyond it the table has the values
-
-
-class View:
-    """A run as the panels want it: looks, rows, and places on the x axis."""
-
-    def __init__(self, run: Run) -> None:
-        self.run, self.seq_lens = run, run.experiment.seq_lens
-        shown = shown_variants(run)
-        self.looks = looks_of(shown)
-        rows = [row for row in summarize(run) if row.variant in self.looks]
-        self.timed = [row for row in rows if row.status == "ok"]
-        self.untimed = [row for row in rows if row.status != "ok"]
-        self.bar_width = 0.84 / len(shown)
-
-    def look(self, row: SummaryRow) -> Look:
-        return self.looks[row.variant]
-
-    def slot(self, row: SummaryRow) -> float:
-        """Return the place of a variant's bar within its length's group: no two share a place."""
-        offset = list(self.looks).index(row.variant) - (len(self.looks) - 1) / 2
-        return self.seq_lens.index(row.seq_len) + offset * self.bar_width
-
-    def top(self, name: str) -> float:
-        return max((value for row in self.timed if (value := getattr(row, name))), default=1.0)
-
-
-def looks_of(variants: list[str]) -> dict[str, Look]:
-    """Each variant in its family's look; where another has it, the experiment's before others, in
-    one that nobody has."""
-    found: dict[str, Look] = {}
-    families = {variant_of(variant).look for variant in variants}
-    spare = [*SPARE_LOOKS, *(look for look in LOOKS.values() if look not in families)]
-    for variant in sorted(variants, key=lambda v: v not in SUITES["experiment"]):
-        look = variant_of(variant).look
-        found[variant] = look if look not in found.values() else spare.pop(0)
-    return {variant: found[variant] for variant in variants}
 
 
 def draw_benchmark_results(run: Run, path: str | Path) -> None:
@@ -96,10 +55,10 @@ def benchmark_figure(run: Run) -> Figure:
     length."""
     with style.context(["default", STYLE]):
         view = View(run)
-        picture = Figure(figsize=(14, HEIGHT), dpi=150)
+        picture = Figure(figsize=(WIDTH, HEIGHT), dpi=150)
         panels = picture.subplots(2, 2, gridspec_kw={"hspace": 0.28, "wspace": 0.14})
         rows_of_names = _name_variants(picture, view)
-        picture.subplots_adjust(0.06, 0.125, RIGHT, 0.892 - 0.026 * rows_of_names)
+        picture.subplots_adjust(0.06, 0.125, RIGHT, 0.87 - 0.026 * rows_of_names)
         for panel, axes in zip((_speedup, _throughput, _memory), panels.flat, strict=False):
             axes.set_xlim(-0.5, len(view.seq_lens) - 0.5)
             axes.set_xticks(range(len(view.seq_lens)), view.seq_lens)
@@ -109,7 +68,8 @@ def benchmark_figure(run: Run) -> Figure:
             _mark_untimed(axes, view)
         _kinds(panels[1, 1], view)
         title = benchmark_finding(view)
-        picture.text(0.025, 0.955, title, size=min(23, 1500 / len(title)), weight="bold")
+        size = min(22, 1500 / max(map(len, title.split("\n"))))
+        picture.text(0.025, 0.985, title, size=size, weight="bold", va="top", linespacing=1.3)
         words = fill(f"{caption(run)} {RESULTS_LEGEND}", 165)
         picture.text(0.025, 0.022, words, size=10.5, color="#444444", linespacing=1.5)
         if run.rehearsal:
@@ -142,36 +102,53 @@ def _speedup(axes: Axes, view: View) -> None:
     axes.set_ylim(low / span**below, high * span**above)
     ticks = FixedLocator(RATIOS) if span > 3 else MaxNLocator(7, steps=[1, 2, 5, 10])
     axes.yaxis.set_major_locator(ticks)
-    _lines(axes, view, rows, "speedup", lambda value: f"{value:.2f}×", beside=[1.0])
+    draw_lines(axes, view, rows, "speedup", lambda x: f"{x:.2f}×", beside=[1.0], apart=0.06)
 
 
 def _throughput(axes: Axes, view: View) -> None:
     axes.set_title("Tokens a second (higher is better)")
     axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     axes.set_ylim(0, 1.15 * view.top("tokens_per_s"))
-    _lines(axes, view, view.timed, "tokens_per_s", EngFormatter(places=1, sep=""))
+    draw_lines(axes, view, view.timed, "tokens_per_s", EngFormatter(places=1, sep=""))
 
 
 def _memory(axes: Axes, view: View) -> None:
     axes.set_title("Peak memory, GiB (lower is better)")
     top = view.top("peak_gib")
-    for row in view.timed:
-        if row.peak_gib:
-            _bar(axes, view, row, row.peak_gib)
-            _bar_label(axes, view, row, row.peak_gib, f"{row.peak_gib:.1f}")
+    rows = [row for row in view.timed if row.peak_gib]
+    for row in rows:
+        look, place = view.look(row), view.slot(row)
+        axes.bar(place, row.peak_gib or 0, 0.93 * view.bar_width, color=look.colour,
+                 hatch=look.hatch, edgecolor="white", linewidth=0)  # fmt: skip
+    _memory_numbers(axes, view, rows)
     gpu = view.run.environment.gpu
     if gpu is None:
         _note(axes, "no GPU, so no GPU memory")
-    else:
-        capacity_gib = gpu.memory_bytes / 2**30
-        note = f"the card holds {capacity_gib:.0f} GiB"
-        if capacity_gib < 1.6 * top:
-            top = capacity_gib
-            axes.axhline(capacity_gib, color="black")
-        else:  # the bars would vanish under it
-            note += ", far above this axis"
-        _note(axes, note)
+    elif gpu.memory_bytes / 2**30 < 1.6 * top:  # else the bars would vanish under it
+        top = gpu.memory_bytes / 2**30
+        axes.axhline(top, color="black")
+        _note(axes, f"line: the card holds {top:.0f} GiB")
     axes.set_ylim(0, 1.22 * top)
+
+
+def _memory_numbers(axes: Axes, view: View, rows: list[SummaryRow]) -> None:
+    """Numbers over the bars, one for neighbours that are equal; upright where they would meet."""
+    labels: list[tuple[str, list[SummaryRow]]] = []
+    for row in sorted(rows, key=view.slot):
+        words = f"{row.peak_gib:.1f}"
+        if labels and labels[-1][0] == words and labels[-1][1][0].seq_len == row.seq_len:
+            labels[-1][1].append(row)
+        else:
+            labels.append((words, [row]))
+    inches = axes.get_position().width * WIDTH
+    slot_points = 72 * inches * view.bar_width / len(view.seq_lens)
+    upright = any(7.3 * len(words) > slot_points * len(over) for words, over in labels)
+    size = 9 if len(view.looks) > FEW else 12
+    for words, over in labels:
+        place = (view.slot(over[0]) + view.slot(over[-1])) / 2
+        height = max(row.peak_gib or 0 for row in over)
+        axes.annotate(words, (place, height), (0, 3), textcoords="offset points", ha="center",
+                      va="bottom", size=size, rotation=90 * upright)  # fmt: skip
 
 
 def _kinds(axes: Axes, view: View) -> None:
@@ -195,103 +172,16 @@ def _kinds(axes: Axes, view: View) -> None:
 # --- what the panels share ------------------------------------------------------------------------
 
 
-def _lines(axes: Axes, view: View, rows: list, name: str, words: Callable, beside=()) -> None:
-    """One line a variant, broken where a length has no value, with intervals; and its values,
-    above or below their points, wherever no other point (or height `beside`) is in the way."""
-    many, to_panel = len(view.looks) > FEW, axes.transScale + axes.transLimits
-
-    def value_of(row: SummaryRow) -> float:
-        return getattr(row, name)
-
-    def ends_of(row: SummaryRow) -> tuple[float, ...]:
-        return getattr(row, f"{name}_ci95", None) or (value_of(row),)
-
-    def up(*values: float) -> list[float]:
-        """Return how far up the panel the values are, from 0 to 1."""
-        return [to_panel.transform((0, value))[1] for value in values]
-
-    for variant, look in view.looks.items():
-        own = {row.seq_len: row for row in rows if row.variant == variant}
-        values = [value_of(own[n]) if n in own else float("nan") for n in view.seq_lens]
-        if own:
-            axes.add_line(_line(look, title_of(variant), range(len(values)), values))
-        for seq_len, row in own.items():
-            if len(ends := ends_of(row)) == 2:
-                at = [view.seq_lens.index(seq_len)] * 2
-                axes.plot(at, ends, marker="_", color=look.colour, markersize=11, linewidth=1.8)
-    for place, seq_len in enumerate(view.seq_lens):
-        here = sorted((row for row in rows if row.seq_len == seq_len), key=value_of)
-        labels: list[list[float]] = []  # where there are some
-        heights = _apart(up(*map(value_of, here)), 0.052, 1.0)
-        for row, height in zip(here, heights, strict=True):
-            value, ends = value_of(row), ends_of(row)
-            text: dict[str, Any] = {"color": view.look(row).colour, "size": 11, "weight": "bold"}
-            spans = [up(*ends_of(each)) for each in here if each is not row]
-            points = up(*(value_of(each) for each in here if each is not row), *beside)
-            spans += [*labels, *([point] for point in points)]
-            over, under = up(max(value, *ends), min(value, *ends))
-            if many and seq_len == view.seq_lens[-1]:
-                text |= {"transform": axes.get_xaxis_transform(), "va": "center"}
-                axes.text(place + 0.1, height, words(value), **text)
-            elif many:
-                continue
-            elif _is_free(above := [over, over + LABEL], spans):
-                labels.append(above)
-                _annotate(axes, words(value), place, max(value, *ends), 9, va="bottom", **text)
-            elif _is_free(below := [under - LABEL, under], spans):
-                labels.append(below)
-                _annotate(axes, words(value), place, min(value, *ends), -9, va="top", **text)
-            elif len(ends) > 1:  # beside the point, where no line comes from
-                text |= {"va": "center", "ha": "left" if place else "right", "bbox": CLEAR}
-                axes.text(place + (0.07 if place else -0.07), value, words(value), **text)
-
-
-def _is_free(span: list[float], taken: list[list[float]]) -> bool:
-    """Return True if a span is in the panel and meets none of these."""
-    low, high = span
-    return low > 0 and high < 1 and not any(s[0] <= high and s[-1] >= low for s in taken)
-
-
-def _apart(values: list[float], gap: float, top: float) -> list[float]:
-    """Ascending heights, each at least a gap above the last, and all of them under the top."""
-    heights: list[float] = []
-    for value in values:
-        heights.append(max(value, heights[-1] + gap) if heights else value)
-    too_high = max(0.0, heights[-1] + gap / 2 - top) if heights else 0.0
-    return [height - too_high for height in heights]
-
-
-def _annotate(axes: Axes, words: str, x: float, y: float, points_up: int, **text) -> None:
-    offset = (0, points_up)
-    axes.annotate(words, (x, y), offset, textcoords="offset points", ha="center", **text)
-
-
 def _note(axes: Axes, words: str) -> None:
     clear = {"boxstyle": "square,pad=0.1", "color": "white"}
     axes.text(0.015, 0.975, words, transform=axes.transAxes, va="top", size=11, bbox=clear)
-
-
-def _line(look: Look, title: str, x=(), y=()) -> Line2D:
-    return Line2D(x, y, color=look.colour, marker=look.marker, label=title)
-
-
-def _bar(axes: Axes, view: View, row: SummaryRow, height: float) -> None:
-    look = view.look(row)
-    paint: dict[str, Any] = {"color": look.colour, "hatch": look.hatch}
-    paint |= {"edgecolor": "white", "linewidth": 0}
-    axes.bar(view.slot(row), height, 0.93 * view.bar_width, **paint)
-
-
-def _bar_label(axes: Axes, view: View, row: SummaryRow, height: float, words: str) -> None:
-    text = {"size": 9, "rotation": 90} if len(view.looks) > FEW else {"size": 9}
-    _annotate(axes, words, view.slot(row), height, 3, va="bottom", **text)
 
 
 def _mark_untimed(axes: Axes, view: View) -> None:
     """A cell without a time still shows: its variant's marker, hollow, and the reason in words."""
     for row in view.untimed:
         look, place, across = view.look(row), view.slot(row), axes.get_xaxis_transform()
-        mark = _line(look, title_of(row.variant), [place], [0.035])
+        mark = line_of(look, title_of(row.variant), [place], [0.035])
         mark.set(transform=across, markerfacecolor="white", markeredgewidth=2, zorder=6)
         axes.add_artist(mark)
         text: dict[str, Any] = {"color": look.colour, "size": 10, "weight": "bold", "zorder": 6}
@@ -306,8 +196,8 @@ def _name_variants(picture: Figure, view: View) -> int:
     names = list(map(title_of, view.looks))
     for look, name in zip(view.looks.values(), names, strict=True):
         bar = Patch(facecolor=look.colour, hatch=look.hatch, edgecolor="white", linewidth=0)
-        keys.append((bar, _line(look, name)))
-    place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (0.017, 0.945), "fontsize": 13}
+        keys.append((bar, line_of(look, name)))
+    place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (0.017, 0.924), "fontsize": 13}
     place |= {"handlelength": 3.5, "handler_map": {tuple: HandlerTuple(ndivide=None)}}
     columns = 5
     legend = picture.legend(keys, names, ncols=columns, **place)
@@ -337,7 +227,9 @@ def benchmark_finding(view: View) -> str:
     if len(rows) > FEW:  # the subject and the two fastest
         rows = [row for row in rows[:-2] if row.variant == "fused_mlp"] + rows[-2:]
     said = ", ".join(
-        f"{title_of(row.variant)} " + (NOISE if row.verdict == NOISE else f"{row.speedup:.2f}×")
+        f"{title_of(row.variant)} "
+        + ("within noise" if row.verdict == NOISE else f"{row.speedup:.2f}×")
         for row in rows
     )
-    return f"{said[0].upper()}{said[1:]} at {seq_len} tokens on {gpu}"
+    what = f"A LoRA step's speed over plain PEFT's, at {seq_len} tokens on {gpu}"
+    return f"{what}:\n{said}"

@@ -11,14 +11,18 @@ from textwrap import fill
 from typing import NamedTuple
 
 from matplotlib import style
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from bench.training_records import Fp8Training, Trained
 from report.benchmark_results import write_png
+from report.lines import apart_by
 from report.looks import REHEARSAL_NOTICE, STYLE, markdown_table
-from report.loss_curve import OTHERS, OWN
 from report.statistics import interval95
-from variants import recipe_of, variant_of
+from variants import LOOKS, recipe_of, variant_of
+
+# bf16's in grey, for it is what the others are held against
+OWN, OTHERS = LOOKS["peft"].colour, (LOOKS["fp8"].colour, LOOKS["fused"].colour)
 
 PACKAGES = ("torch", "triton", "transformers", "peft")
 NAN = float("nan")
@@ -116,20 +120,20 @@ def fp8_training_figure(training: Fp8Training) -> Figure:
     with style.context(["default", STYLE]):
         picture = Figure(figsize=(12, 7.5), dpi=150)
         panels = picture.subplots(2, len(found), sharex=True, sharey="row", squeeze=False)
-        picture.subplots_adjust(0.095, 0.2, 0.975, 0.83, hspace=0.14, wspace=0.07)
+        picture.subplots_adjust(0.095, 0.225, 0.975, 0.84, hspace=0.14, wspace=0.07)
+        named: list[tuple[Axes, int, list[tuple[float, str, str]]]] = []
         for (base, of_base), (above, below) in zip(found.items(), panels.T, strict=True):
             above.set_title(BASES[base])
             below.set_xlabel("training step")
             reference: list[float] = []
+            names = []  # where a line ends, its words and colour
             for (variant, one), colour in zip(of_base.items(), (OWN, *OTHERS), strict=False):
                 steps = list(one.runs[0].held_out)
                 by_step = list(zip(*map(curve, one.runs), strict=True))
                 means = [fmean(losses) for losses in by_step]
                 of_first = not reference
                 reference = reference or means
-                label, wide = precision(variant), 5 if of_first else 1.6
-                if len(of_base) > 2 and not of_first:  # each in FP8, and of another name
-                    label = variant_of(variant).plain_title
+                label, wide = in_short(variant), 5 if of_first else 1.6
                 above.plot(steps, means, color=colour, linewidth=wide, label=label)
                 apart = [[loss - mean for loss in losses]
                          for losses, mean in zip(by_step, reference, strict=True)]  # fmt: skip
@@ -140,44 +144,77 @@ def fp8_training_figure(training: Fp8Training) -> Figure:
                     )
                 else:
                     below.plot(steps, apart, color=colour, linewidth=0.8, alpha=0.7)
-                below.plot(steps, [fmean(one) for one in apart], color=colour, linewidth=wide)
+                middles = [fmean(one) for one in apart]
+                below.plot(steps, middles, color=colour, linewidth=wide)
+                names.append((middles[-1], label, colour))
+            named.append((below, steps[-1], names))
+        for below, last_step, names in named:  # where they end is known once all are drawn
+            _name_ends(below, last_step, names)
         panels[0, 0].set_ylabel("held-out loss")
-        panels[1, 0].set_ylabel(f"from {precision(training.runs[0].variant)}'s mean")
+        panels[1, 0].set_ylabel(f"loss less {precision(training.runs[0].variant)}'s mean")
         panels[0, 0].legend()
         title = fp8_training_finding(training)
         longest = max(map(len, title.split("\n")))
         picture.text(0.025, 0.92, title, size=min(21, 1250 / longest), weight="bold")
         first = precision(training.runs[0].variant)
         lines = f"Below, thick: means, thin: each seed, grey: all seeds of {first}."
-        words = fill(f"{training_caption(training)} {lines}", 140)
+        words = fill(f"{training_caption(training)} {lines} {_ends_in_words(found)}", 140)
         picture.text(0.025, 0.03, words, size=10.5, color="#444444", linespacing=1.5)
     return picture
 
 
+def _name_ends(axes: Axes, step: int, names: list[tuple[float, str, str]]) -> None:
+    """Write the lines' names right of where they end, one above another."""
+    axes.set_xlim(-0.04 * step, 1.42 * step)
+    axes.set_xticks([tick for tick in axes.get_xticks() if 0 <= tick <= step])
+    names = sorted(name for name in names if name[0] == name[0])
+    to_panel = axes.transScale + axes.transLimits
+    ends = [to_panel.transform((0, end))[1] for end, _, _ in names]
+    for (_, words, colour), height in zip(names, apart_by(0.1, ends, 1.0), strict=True):
+        axes.text(1.03 * step, height, words, color=colour, weight="bold", size=11, va="center",
+                  transform=axes.get_xaxis_transform())  # fmt: skip
+
+
+def in_short(variant: str) -> str:
+    """Return a variant's name beside bf16's, which is one."""
+    if not recipe_of(variant).fp8:
+        return "bf16"
+    return variant_of(variant).plain_title.removesuffix(", graph")
+
+
+def _ends_in_words(found: dict[str, dict[str, Ends]]) -> str:
+    """Say where the others end, of every base, and the spread of the first's seeds."""
+    said = []
+    for base, of_base in found.items():
+        first, *others = of_base
+        apart = [f"{in_short(id)} {fmean(own):+.4f}" for id in others if (own := of_base[id].apart)]
+        spread = f"σ of {in_short(first)} {of_base[first].spread:.4f}"
+        said.append(f"{BASES[base]}: {', '.join((*apart, spread))}")
+    return f"At the end, {'; '.join(said)}."
+
+
 def fp8_training_finding(training: Fp8Training) -> str:
-    """The title: how far from the first variant each of the others ends, in the mean over pairs,
-    and whether that is within the first's own seeds. Empty where there are no pairs."""
+    """The title: how far from the first variant each of the others ends, in the mean over pairs of
+    the first base, and whether all bases' are within the σ of the first's own seeds. Empty where
+    there are no pairs."""
     if training.environment.gpu is None:
         return REHEARSAL_NOTICE
-    said: dict[str, list[str]] = {}
+    apart: dict[str, list[float]] = {}
     inside: dict[str, list[bool]] = {}
-    for base, of_base in ends(training).items():
+    for of_base in ends(training).values():
         first, *others = of_base
-        spread = of_base[first].spread
         for variant in others:
-            if apart := of_base[variant].apart:
-                mean = fmean(apart)
-                inside.setdefault(variant, []).append(abs(mean) <= spread)
-                where = "with outliers " * (base != "trained")
-                said.setdefault(variant, []).append(f"{where}{mean:+.4f} (σ {spread:.4f})")
-    verdicts = {
-        variant: "inside" if all(of_bases) else "partly outside" if any(of_bases) else "outside"
-        for variant, of_bases in inside.items()
-    }
-    if len(verdicts) == 1:
-        ((variant, verdict),) = verdicts.items()
-        return f"FP8 ends {verdict} bf16's seeds: held-out loss {', '.join(said[variant])}"
-    return "\n".join(
-        f"{variant_of(variant).plain_title}: {verdict} bf16's seeds, {', '.join(said[variant])}"
-        for variant, verdict in verdicts.items()
-    )
+            if own := of_base[variant].apart:
+                apart.setdefault(variant, []).append(fmean(own))
+                within = abs(fmean(own)) <= of_base[first].spread
+                inside.setdefault(variant, []).append(within)
+    said: list[str] = []
+    for variant, (loss, *_) in apart.items():
+        of_bases = inside[variant]
+        where = "within" if all(of_bases) else "partly outside" if any(of_bases) else "outside"
+        what = f"{abs(loss):.3f} {'below' if loss < 0 else 'above'}"
+        if not said:
+            what = f"held-out loss ends {what} bf16's"
+        spread = "it" if said else "its seeds' spread"
+        said.append(f"{in_short(variant)}: {what}, {where} {spread}")
+    return ";\n".join(said)

@@ -3,11 +3,12 @@ there is."""
 
 from __future__ import annotations
 
-from itertools import pairwise, product
+from itertools import pairwise
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+import numpy as np
 from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -17,13 +18,15 @@ from matplotlib.ticker import NullLocator
 from matplotlib.transforms import Bbox
 
 from bench.records import Run
+from bench.results import first_few
 from report.benchmark_results import write_png
 from report.fits import CONTEXT_GIB, Point, pareto, points_of
-from report.looks import REHEARSAL_NOTICE, STYLE, caption
+from report.labels import DISTANCES, places_of
+from report.looks import FLOOR_WORDS, REHEARSAL_NOTICE, STYLE, caption, why_no_time
 from variants import LOOKS, Look, title_of, variant_of
 
 CARDS_GIB = (8, 12, 16, 24, 40, 48, 80)
-# With a name in the picture, as the ends of the frontier are; the others are small.
+# With a name in the picture, as all of the frontier; the others are small.
 NAMED = ("vanilla_peft", "fused_mlp", "full_unsloth", "liger_peft", "compiled_peft",
          "fused_layer_graph_offload")  # fmt: skip
 TICKS_GIB = (1, 2, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 100, 140)
@@ -31,8 +34,7 @@ EDGES: dict[bool, dict[str, Any]] = {  # by whether it checkpoints: hollow witho
     True: {"markeredgecolor": "white", "markeredgewidth": 0.8},
     False: {"markerfacecolor": "white", "markeredgewidth": 1.5},
 }
-DISTANCES = (9, 17, 27, 39, 53, 69, 87, 107)  # in points, where a label is tried
-LABEL_SIDES = ((1, 0), (1, 1), (0, 1), (1, -1), (0, -1), (-1, 1), (-1, 0), (-1, -1))
+WORDS = "#333333"  # of names: most families' colours are too pale on white
 
 
 def draw_frontier(run: Run, path: str | Path) -> bool:
@@ -61,13 +63,11 @@ def frontier_figure(run: Run) -> Figure:
         _ranges(axes, points, floor.floor_ms if floor else None)
         best = pareto(points)
         named = named_points(points)
-        picture.subplots_adjust(0.075, 0.175, 0.975, 0.775)
-        taken = _lines(axes, best, floor.floor_ms if floor else None)
-        taken += [_mark(axes, point, point in named) for point in reversed(points)]
-        for point in sorted(named, key=lambda point: point not in best):
-            words = f"{variant_of(point.variant).plain_title}\n{point.step_ms:.0f} ms"
-            weight = "bold" if point in best else "normal"
-            taken.append(_label(axes, point, words, taken, size=11, weight=weight))
+        picture.subplots_adjust(0.075, 0.195, 0.975, 0.795)
+        lines = _lines(axes, best, floor.floor_ms if floor else None)
+        in_order = sorted(reversed(points), key=lambda point: point in named)  # those on top
+        solid = [_mark(axes, point, point in named) for point in in_order]
+        _label(axes, named, best, lines, solid)
         _words(picture, run, points, named)
     return picture
 
@@ -75,21 +75,21 @@ def frontier_figure(run: Run) -> Figure:
 def named_points(points: list[Point]) -> list[Point]:
     """The points that have their name beside them."""
     best = pareto(points)
-    return [p for p in points if p.variant in NAMED or p in (best[0], best[-1])]
+    return [point for point in points if point.variant in NAMED or point in best]
 
 
 def _ranges(axes: Axes, points: list[Point], floor_ms: float | None) -> None:
     peaks, times = [p.peak_gib for p in points], [p.step_ms for p in points]
     axes.set_xscale("log")
-    low, high = min(peaks) / 1.25, max(peaks) * 1.2
+    low, high = min(peaks) / 1.4, max(peaks) * 1.2
     axes.set_xlim(low, high)
     least, most = min(floor_ms or times[0], *times), max(times)
-    axes.set_ylim(least - 0.12 * (most - least), most + 0.08 * (most - least))
+    axes.set_ylim(least - 0.2 * (most - least), most + 0.08 * (most - least))
     ticks = [gib for gib in TICKS_GIB if low <= gib <= high]
     axes.set_xticks(ticks, map(str, ticks))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.tick_params(length=0)
-    axes.set_xlabel("peak memory, GiB (less is better)")
+    axes.set_xlabel("peak memory that torch reserves, GiB (less is better)")
     axes.set_ylabel("ms a step (less is better)")
 
 
@@ -124,31 +124,44 @@ def _mark(axes: Axes, point: Point, is_named: bool) -> Bbox:
     look: dict[str, Any] = {"markersize": 12 if is_named else 6.5, "zorder": 3, **edges}
     axes.plot(point.peak_gib, point.step_ms, variant.look.marker, color=variant.look.colour, **look)
     place = axes.transData.transform((point.peak_gib, point.step_ms))
-    return Bbox([place, place]).padded(12 if is_named else 4)
+    return Bbox([place, place]).padded(12 if is_named else 7)
 
 
-def _label(axes: Axes, point: Point, words: str, taken: list[Bbox], **text: Any) -> Bbox:
-    """Words at the nearest free place around a point, from further off with a line to it."""
-    colour = variant_of(point.variant).look.colour
-    note = axes.annotate(words, (point.peak_gib, point.step_ms), (0, 0), color=colour,
-                         textcoords="offset points", linespacing=1.1, zorder=4, **text)  # fmt: skip
-    inside = axes.bbox
-    for far, (across, up) in product(DISTANCES, LABEL_SIDES):
-        note.set(ha=("center", "left", "right")[across], va=("center", "bottom", "top")[up])
+def _label(
+    axes: Axes, named: list[Point], best: list[Point], lines: list[Bbox], solid: list[Bbox]
+) -> None:
+    """The points' names and times, each near its point; from further off with a line to it."""
+    notes = [
+        axes.annotate(
+            f"{fill(title_of(point.variant), 26)}\n{point.step_ms:.0f} ms",
+            (point.peak_gib, point.step_ms), (0, 0), textcoords="offset points", zorder=4,
+            bbox={"boxstyle": "square,pad=0.05", "color": "white"}, color=WORDS, linespacing=1.1,
+            size=11, weight="bold" if point in best else "normal",
+        )
+        for point in named
+    ]  # fmt: skip
+    places = places_of(
+        axes.transData.transform([note.xy for note in notes]),
+        np.array([note.get_window_extent().size for note in notes]),
+        np.array(axes.bbox.extents), _boxes(lines), _boxes(solid),
+        axes.get_figure().dpi / 72,  # type: ignore[union-attr]
+    )  # fmt: skip
+    for note, (far, (across, up), *_) in zip(notes, places, strict=True):
+        right, over = round(0.9 * across), round(0.9 * up)
+        note.set(ha=("center", "left", "right")[right], va=("center", "bottom", "top")[over])
         note.set_position((across * far, up * far))
-        box = note.get_window_extent()
-        fits_in = inside.x0 < box.x0 and box.x1 < inside.x1 and inside.y0 < box.y0
-        if fits_in and box.y1 < inside.y1 and not any(box.overlaps(other) for other in taken):
-            break
-    if far > DISTANCES[0] or (across and up):
-        axes.annotate("", note.xy, (across * far, up * far), textcoords="offset points",
-                      arrowprops={"arrowstyle": "-", "linewidth": 0.7, "color": colour,
-                                  "shrinkA": 0, "shrinkB": 3})  # fmt: skip
-    return box
+        if far > DISTANCES[0] or (across and up):
+            axes.annotate("", note.xy, (across * far, up * far), textcoords="offset points",
+                          arrowprops={"arrowstyle": "-", "linewidth": 0.7, "color": WORDS,
+                                      "shrinkA": 0, "shrinkB": 3})  # fmt: skip
+
+
+def _boxes(found: list[Bbox]) -> np.ndarray:
+    return np.array([box.extents for box in found])
 
 
 def _words(picture: Figure, run: Run, points: list[Point], named: list[Point]) -> None:
-    title = frontier_finding(run).replace("; ", ";\n")
+    title = frontier_finding(run)
     size = min(17, 1190 / max(map(len, title.split("\n"))))
     picture.text(0.025, 0.97, title, size=size, weight="bold", va="top", linespacing=1.4)
     shown = [variant_of(point.variant) for point in points]
@@ -173,17 +186,44 @@ def _words(picture: Figure, run: Run, points: list[Point], named: list[Point]) -
     said = (
         "Medians over steps, then over rounds; memory: the most that torch reserved in any round. "
         f"A card's line stands left of its size by the {CONTEXT_GIB} GiB that CUDA's context takes."
+        f" {FLOOR_WORDS}{_not_drawn(run, points)}"
     )
     words = fill(f"{caption(run)} {said}", 140)
     picture.text(0.025, 0.02, words, size=10.5, color="#444444", linespacing=1.5)
 
 
+def _not_drawn(run: Run, points: list[Point]) -> str:
+    """Say which variants have no point, and why."""
+    drawn, seq_len = {point.variant for point in points}, points[0].seq_len
+    gone = {id: why_no_time(run, id, seq_len) for id in run.experiment.variants
+            if id not in drawn and id != variant_of(id).again.id}  # fmt: skip
+    plain = [(variant_of(id).plain_id, why) for id, why in gone.items()]
+    names: dict[str, dict[str, None]] = {}
+    for id, why in gone.items():
+        variant = variant_of(id)  # its plain title, where it has none with and without
+        both = plain.count((variant.plain_id, why)) > 1
+        names.setdefault(why, {})[variant.plain_title if both else variant.title] = None
+    said = "".join(f" {why}: {first_few([*titles])}." for why, titles in names.items())
+    return f" Without a point,{said}" if said else ""
+
+
 def frontier_finding(run: Run) -> str:
-    """The title: both ends of the frontier."""
+    """The title: the fastest on the smallest card that any fits, and the fastest of all."""
     if run.rehearsal:
         return REHEARSAL_NOTICE
     best = pareto(_shown(run))
-    said = [f"{title_of(p.variant)} ({p.step_ms:.0f} ms, {p.peak_gib:.1f} GiB)" for p in best]
-    if len(best) == 1:
-        return f"Fastest and smallest at {best[0].seq_len} tokens: {said[0]}"
-    return f"At {best[0].seq_len} tokens, fastest: {said[-1]}; smallest: {said[0]}"
+    fastest, where = best[-1], f"At {best[0].seq_len} tokens"
+    sizes = [gib for gib in CARDS_GIB if best[0].peak_gib <= gib - CONTEXT_GIB]
+    if not sizes:
+        return f"{where} {_in_numbers(fastest)} is the fastest"
+    fitting = [point for point in best if point.peak_gib <= sizes[0] - CONTEXT_GIB][-1]
+    if fitting is fastest:
+        return f"{where} {_in_numbers(fastest)} is the fastest, and fits {sizes[0]} GiB"
+    return (
+        f"{where} {_in_numbers(fitting)} is the fastest that fits {sizes[0]} GiB;\n"
+        f"the fastest of all: {_in_numbers(fastest)}"
+    )
+
+
+def _in_numbers(point: Point) -> str:
+    return f"{title_of(point.variant)} ({point.step_ms:.0f} ms, {point.peak_gib:.1f} GiB)"

@@ -17,18 +17,25 @@ from report.kinds import KINDS, Bar, bars
 from report.looks import shown_variants, why_no_time
 from variants import title_of
 
-# In this order along a bar. What PEFT adds around its products is in Okabe and Ito's colours, which
-# no eye confuses; what has to be done, and what is small, is grey.
-REST = dict.fromkeys(("activation", "rope", "loss", "optimizer", "other"), "#c8c8c8")
+REST = ("activation", "rope", "loss", "optimizer", "other")
+# In this order along a bar. What PEFT adds around its products is in those of Okabe and Ito's
+# colours that no variant of the experiment has; what has to be done, and what is small, is grey.
 COLOURS = {
     **{"matmul": "#6e6e6e", "attention": "#929292"},
-    **{"copy": "#e69f00", "adapter": "#56b4e9", "norm": "#0072b2"},
-    **REST,
+    **{"copy": "#f0e442", "adapter": "#56b4e9", "norm": "#009e73"},
+    "rest": "#c8c8c8",
 }
-NAMES = KINDS | dict.fromkeys(REST, "SwiGLU, RoPE, loss, other")
-DARK = ("matmul", "attention", "norm")  # with white numbers
+NAMES = KINDS | {"rest": "SwiGLU, RoPE, loss, other"}
+DARK = ("matmul", "attention")  # with white numbers
 IDLE = "GPU waits"
-LINE_POINTS = 13.5
+LINE_POINTS, DIGIT_POINTS = 13.5, 6.8  # of the words: a line's height, a digit's width
+COPIES_WORDS = "Copies that run beside other kernels are not counted."
+
+
+def ms_of(bar: Bar) -> dict[str, float]:
+    """A bar's kinds as they are drawn, the small ones as one."""
+    ms = {kind: bar.kernel_ms.get(kind, 0.0) for kind in COLOURS}
+    return ms | {"rest": sum(bar.kernel_ms.get(kind, 0.0) for kind in REST)}
 
 
 def longest_profiled(run: Run) -> int:
@@ -80,16 +87,18 @@ def draw_kinds(axes: Axes, run: Run, seq_len: int, named: bool) -> float:
 
 def _stack(axes: Axes, bar: Bar, row: int, longest: float, floor_ms: float) -> None:
     """The kinds one after another, each with its number where there is room beside the floor."""
-    left = 0.0
+    left, (from_ms, to_ms) = 0.0, axes.get_xlim()
+    points_a_ms = axes.bbox.width * 72 / axes.get_figure().dpi / (to_ms - from_ms)  # type: ignore[union-attr]
     edge: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.8}
-    for kind, colour in COLOURS.items():
-        width = bar.kernel_ms.get(kind, 0.0)
-        axes.barh(row, width, 0.78, left, color=colour, **edge)
+    for kind, width in ms_of(bar).items():
+        axes.barh(row, width, 0.78, left, color=COLOURS[kind], **edge)
         begin, end = left, left + width
         if abs((begin + end) / 2 - floor_ms) < 0.03 * longest:
             begin, end = max((begin, floor_ms), (floor_ms, end), key=lambda side: side[1] - side[0])
-        if end - begin > 0.04 * longest:
-            axes.text((begin + end) / 2, row, f"{width:.0f}", ha="center", va="center", size=10.5,
+        words = f"{width:.0f}"
+        room = max(0.04 * longest, (DIGIT_POINTS * len(words) + 2) / points_a_ms)
+        if end - begin > room:
+            axes.text((begin + end) / 2, row, words, ha="center", va="center", size=10.5,
                       color="white" if kind in DARK else "black")  # fmt: skip
         left += width
     axes.barh(row, bar.idle_ms, 0.78, left, color="white", edgecolor="#8a8a8a", hatch="////",
@@ -99,19 +108,19 @@ def _stack(axes: Axes, bar: Bar, row: int, longest: float, floor_ms: float) -> N
 def _name(axes: Axes, found: list[Bar], row: int) -> float:
     """Every kind that any bar has, in words above its place in the first: as flags, so low that no
     pole of another, further left, stands in the way. Gives their height in inches."""
-    widths = [found[0].kernel_ms.get(kind, 0.0) for kind in COLOURS]
-    ends = list(accumulate(widths))
-    anywhere = {kind for bar in found for kind, ms in bar.kernel_ms.items() if ms}
-    names: dict[str, list[float]] = {}  # where the kinds of this name begin and end
-    for kind, end, width in zip(COLOURS, ends, widths, strict=True):
-        if kind in anywhere:
-            names.setdefault(NAMES[kind], []).extend((end - width, end))
+    widths = ms_of(found[0])
+    ends = list(accumulate(widths.values()))
+    anywhere = {kind for bar in found for kind, ms in ms_of(bar).items() if ms}
+    names = {  # and the middle of what each stands for
+        NAMES[kind]: end - width / 2
+        for (kind, width), end in zip(widths.items(), ends, strict=True)
+        if kind in anywhere
+    }
     if any(bar.idle_ms for bar in found):
-        names[IDLE] = [ends[-1], ends[-1] + found[0].idle_ms]
+        names[IDLE] = ends[-1] + found[0].idle_ms / 2
     flags: list[tuple[float, int]] = []  # poles of those further left, and their levels
     to_points = 72 / axes.get_figure().dpi  # type: ignore[union-attr]
-    for words, places in names.items():
-        x = (places[0] + places[-1]) / 2
+    for words, x in names.items():
         pole = axes.transData.transform((x, row))[0] * to_points
         text: dict[str, Any] = {"xy": (x, row - 0.39), "textcoords": "offset points", "size": 10.5}
         flag = axes.annotate(words, xytext=(0, 0), ha="right", **text)

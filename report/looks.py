@@ -15,6 +15,7 @@ STATUS_WORDS = {
     "parity_failed": "failed parity",
 }
 REHEARSAL_NOTICE = "REHEARSAL without a GPU: not a performance result"
+FLOOR_WORDS = "Floor: frozen products, attention and lm_head alone."
 STYLE = {
     **{"axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True, "grid.color": "#e4e4e4"},
     **{"axes.titlesize": 14, "axes.titleweight": "bold", "axes.titlelocation": "left"},

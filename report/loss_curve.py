@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from statistics import fmean
 from textwrap import fill
 
 from matplotlib import style
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -17,7 +17,7 @@ from report.looks import REHEARSAL_NOTICE, STYLE, caption
 from report.losses import curves, held_against, percent_apart
 from variants import IN_FP32, LOOKS, title_of, variant_of
 
-OWN, OTHERS = LOOKS["peft"].colour, ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00")
+BASE = "#cccccc"  # paler than plain PEFT's grey
 
 
 def draw_loss_curve(runs: Sequence[Run], path: str | Path) -> bool:
@@ -34,36 +34,48 @@ def draw_loss_curve(runs: Sequence[Run], path: str | Path) -> bool:
 
 
 def loss_curve_figure(runs: Sequence[Run]) -> Figure:
-    """Above the losses of the first run, below how far each variant's are apart, in percent, a line
-    for each run."""
+    """Above the losses of the first run, below a panel for each variant: how far its losses are
+    apart, in percent, a line for each run."""
     with style.context(["default", STYLE]):
         (first, wanted), *others = curves(runs[0]).items()
-        picture = Figure(figsize=(12, 7.5), dpi=150)
-        above, below = picture.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": (2, 1)})
-        picture.subplots_adjust(0.075, 0.19, 0.975, 0.86, hspace=0.12)
+        picture = Figure(figsize=(12, 8), dpi=150)
+        grid = picture.add_gridspec(2, len(others), height_ratios=(1.5, 1))
+        picture.subplots_adjust(0.075, 0.19, 0.975, 0.87, hspace=0.36, wspace=0.1)
+        above = picture.add_subplot(grid[0, :])
         steps = range(1, len(wanted) + 1)
-        above.plot(steps, wanted, color=OWN, linewidth=5, alpha=0.6, label=title_of(first))
-        below.axhline(0, color=OWN, linewidth=5, alpha=0.6)
-        colours = dict(zip((variant for variant, _ in others), OTHERS, strict=False))
-        for variant, losses in others:
-            above.plot(
-                steps, losses, color=colours.get(variant, OWN), linewidth=1.3,
-                label=title_of(variant),
-            )  # fmt: skip
+        above.plot(steps, wanted, color=BASE, linewidth=6)
+        below: dict[str, Axes] = {}
+        for column, (variant, losses) in enumerate(others):
+            colour = variant_of(variant).look.colour
+            above.plot(steps, losses, color=colour, linewidth=1.3)
+            shared = next(iter(below.values()), None)
+            axes = picture.add_subplot(grid[1, column], sharey=shared)
+            axes.axhline(0, color=BASE, linewidth=6)
+            title = fill(title_of(variant), 96 // len(others))
+            axes.set_title(title, color=colour, size=12, linespacing=1.1)
+            axes.set_xlabel("training step")
+            axes.tick_params(labelleft=not below)
+            below[variant] = axes
         for run in runs:
             for variant, own in percent_apart(run).items():
-                below.plot(steps, own, color=colours.get(variant, OWN), linewidth=1.3)
-        above.legend()
+                colour = variant_of(variant).look.colour
+                below[variant].plot(steps, own, color=colour, linewidth=1.3)
         above.set_ylabel("loss")
-        below.set_ylabel("% apart")
-        below.set_xlabel("training step")
-        below.set_xlim(0, len(wanted) + 1)
-        below.xaxis.set_major_locator(MaxNLocator(integer=True))
-        for axes in (above, below):
+        below[others[0][0]].set_ylabel(f"% from {_in_short(first)}")
+        for axes in (above, *below.values()):
             axes.margins(y=0.12)
+            axes.set_xlim(0, len(wanted) + 1)
+            axes.xaxis.set_major_locator(
+                MaxNLocator(8 if axes is above else 3, integer=True, steps=[1, 2, 5])
+            )
+        words = f"pale: {title_of(first)}; on it all of those below"
+        above.text(0.99, 0.96, words, transform=above.transAxes, ha="right", va="top", size=11.5)
         title = loss_curve_finding(runs)
-        picture.text(0.025, 0.93, title, size=min(21, 1250 / len(title)), weight="bold")
-        words = f"{caption(runs[0])} The same adapters and batches from the first step on."
+        longest = max(map(len, title.split("\n")))
+        picture.text(0.025, 0.975, title, size=min(19, 1250 / longest), weight="bold", va="top",
+                     linespacing=1.3)  # fmt: skip
+        words = f"{caption(runs[0])} {runs[0].experiment.seq_lens[-1]} tokens in a sequence. The "
+        words += "same adapters and batches from the first step on."
         if len(runs) > 1:
             words += f" Above the first of {len(runs)} seeds, below a line for each."
         picture.text(0.025, 0.03, fill(words, 140), size=10.5, color="#444444", linespacing=1.5)
@@ -71,15 +83,29 @@ def loss_curve_figure(runs: Sequence[Run]) -> Figure:
 
 
 def loss_curve_finding(runs: Sequence[Run]) -> str:
-    """The title: how far the curves come apart at most, and in the mean of all steps, of the curve
-    that is the furthest; a second vanilla is none."""
+    """The title: how far the losses of what is fused come apart at most, beside plain PEFT's own
+    in bf16, where all are held against fp32."""
     if runs[0].rehearsal:
         return REHEARSAL_NOTICE
-    apart = [(id, own) for run in runs for id, own in percent_apart(run).items()]
-    ours = [own for id, own in apart if variant_of(id).again.id != id] or [own for _, own in apart]
-    most = max(abs(x) for one in ours for x in one)
-    mean = max(abs(fmean(one)) for one in ours)
-    return (
-        f"Loss over {len(ours[0])} steps: at most {most:.2f}% from {held_against(runs[0])}'s, "
-        f"{mean:.3f}% in the mean"
-    )
+    apart = [(variant_of(id), own) for run in runs for id, own in percent_apart(run).items()]
+    steps = len(apart[0][1])
+    ours = _most(own for variant, own in apart if variant.is_ours)
+    plain = _most(own for variant, own in apart
+                  if variant.look is LOOKS["peft"] and variant.again.id != variant.id)  # fmt: skip
+    if ours and plain:
+        near = "as near fp32 as" if float(ours) <= float(plain) else "further from fp32 than"
+        return (
+            f"Fused kernels train {near} plain PEFT does in bf16:\n"
+            f"losses at most {ours}% apart in {steps} steps, plain PEFT's {plain}%"
+        )
+    most = ours or _most(own for _, own in apart)
+    return f"Loss over {steps} steps: at most {most}% from {held_against(runs[0])}'s"
+
+
+def _most(curves: Iterable[list[float]]) -> str:
+    """The furthest of any step, in the title's digits; empty where there is none."""
+    return max((f"{max(map(abs, own)):.2f}" for own in curves), key=float, default="")
+
+
+def _in_short(variant: str) -> str:
+    return "fp32" if variant == IN_FP32 else variant_of(variant).plain_title

@@ -54,10 +54,16 @@ def test_a_seed_that_one_of_them_lacks_or_lost_is_in_no_pair():
 
 def test_the_title_says_whether_it_ends_where_seeds_do():
     said = reported.fp8_training_finding(training())
-    assert said == ("FP8 ends inside bf16's seeds: held-out loss +0.0200 (σ 0.1000), "
-                    "with outliers +0.0200 (σ 0.1000)")  # fmt: skip
+    above = "FP8 + lm_head: held-out loss ends 0.020 above bf16's"
+    assert said == f"{above}, within its seeds' spread"
     far = {**ENDS, FP8: (2.2, 2.3, 2.4)}
-    assert "partly outside" in reported.fp8_training_finding(training(far))
+    said = reported.fp8_training_finding(training(far))
+    assert said == f"{above}, partly outside its seeds' spread"
+    three = training()
+    low = [replace(run, variant="fp8_layer_graph_no_checkpointing", held_out={0: 4.0, 300: 1.0})
+           for run in three.runs if run.variant == BF16]  # fmt: skip
+    first, second = reported.fp8_training_finding(replace(three, runs=three.runs + low)).split("\n")
+    assert second == "FP8 layers: 1.100 below, outside it" and first.endswith(";")
     assert reported.fp8_training_finding(training(gpu=False)) == REHEARSAL_NOTICE
 
 
@@ -71,6 +77,10 @@ def test_the_picture_shows_every_seed_beside_the_first_ones_spread(tmp_path):
     assert np.isclose([band.min(), band.max()], [-0.1, 0.1]).all()
     words = " ".join(text.get_text() for text in picture.findobj(Text))
     assert outliers.get_title(loc="left") == "with outlier channels" and "NVIDIA H200" in words
+    assert "σ of bf16 0.1000; with outlier channels: FP8 + lm_head +0.0200" in " ".join(
+        words.split()
+    )
+    assert {text.get_text() for text in below.texts} == {"bf16", "FP8 + lm_head"}
     case.assert_readable(picture)
     alone = replace(training(), runs=[run for run in training().runs if run.variant == BF16])
     assert reported.draw_fp8_training([alone], tmp_path / "p.png") is False

@@ -3,10 +3,12 @@
 import example_results as example
 import pytest
 from matplotlib.text import Text
+from msgspec.structs import replace
 
 from bench.profiler import KINDS
 from bench.records import Floor
 from report import kernel_time, kind_bars
+from variants import SUITES, variant_of
 
 
 def profiled(*cells):
@@ -61,8 +63,17 @@ def test_the_twin_and_what_has_no_profile_have_no_bar():
 
 
 def test_every_kind_of_kernel_has_a_look():
-    assert kind_bars.COLOURS.keys() == set(KINDS)
-    assert len({kind_bars.COLOURS[kind] for kind in (*kernel_time.AROUND, "matmul", "rope")}) == 5
+    assert {*kind_bars.COLOURS, *kind_bars.REST} - {"rest"} == set(KINDS)
+    assert len({*kind_bars.COLOURS.values()}) == len(kind_bars.COLOURS)
+    of_variants = {variant_of(variant).look.colour for variant in SUITES["experiment"]}
+    assert not of_variants & {*kind_bars.COLOURS.values()}
+
+
+def test_the_small_kinds_are_one_segment():
+    kernel_ms = {"matmul": 60.0, "rope": 3.0, "loss": 4.0, "other": 5.0}
+    (bar,) = kernel_time.bars(profiled(("vanilla_peft", [100.0], kernel_ms, 72.0)), 64)
+    drawn = {kind: ms for kind, ms in kind_bars.ms_of(bar).items() if ms}
+    assert drawn == {"matmul": 60.0, "rest": 12.0}
 
 
 def test_the_picture_says_the_steps_the_kinds_and_the_floor():
@@ -79,13 +90,19 @@ def test_the_picture_says_the_steps_the_kinds_and_the_floor():
 def test_the_title_says_what_surrounds_the_products():
     vanilla = ("vanilla_peft", [200.0], {"matmul": 120.0, "copy": 30.0, "adapter": 20.0}, 170.0)
     fused = ("fused_mlp", [160.0], {"matmul": 118.0, "norm": 12.0}, 130.0)
-    said = "Casts, LoRA scaling and norms: 50 ms (25%) of vanilla PEFT's step at 64 tokens"
-    finding = kernel_time.kernel_time_finding(profiled(vanilla, fused), 64)
+    said = "Casts, copies, LoRA scaling and norms: 50 ms (25%) of vanilla PEFT's step at 64 tokens"
+    finding = kernel_time.kernel_time_finding(profiled(vanilla, fused), [64])
     assert finding == f"{said}, 12 in fused MLP"
+    longer = profiled(vanilla, fused)  # of whose shorter step the GPU waits 30 of 200 ms
+    longer.experiment.seq_lens = [64, 128]
+    for cell in [*longer.cells]:
+        longer.add(replace(cell, seq_len=128))
+    finding = kernel_time.kernel_time_finding(longer, [64, 128])
+    assert finding.endswith("12 in fused MLP; at 64 tokens the GPU waits for 15% of vanilla's step")
     others = ("full_unsloth", "liger_peft", "compiled_peft", "fused_all")
     many = profiled(vanilla, fused, *((v, [90.0], {"copy": 40.0}, 80.0) for v in others))
-    assert kernel_time.kernel_time_finding(many, 64) == f"{said}, 12 in fused MLP"
-    assert "vanilla" not in kernel_time.kernel_time_finding(profiled(fused), 64)
+    assert kernel_time.kernel_time_finding(many, [64]) == f"{said}, 12 in fused MLP"
+    assert "vanilla" not in kernel_time.kernel_time_finding(profiled(fused), [64])
 
 
 def test_without_a_profile_there_is_no_picture(tmp_path):

@@ -1,0 +1,46 @@
+"""The caption under every picture and table, on made-up runs."""
+
+import example_results as example
+import pytest
+
+from report import looks
+from variants import Lora
+
+
+def test_the_caption_says_what_was_measured():
+    """liger_kernel is not installed."""
+    assert looks.caption(example.run((*example.THREE, "vanilla_peft_again"))) == (
+        "NVIDIA H200 · torch 2.11.0+cu130 · triton 3.6.0 · transformers 5.17.0 · peft 0.21.0 · "
+        "unsloth 2026.10.9 · Qwen2.5-3B · bfloat16 · batch 32 · LoRA rank 32 · "
+        "gradient checkpointing on · 24 timed steps each · rounds: 3."
+    )
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"accumulate": 4}, "batch 32 · 4 micro-batches a step"),
+        ({"lora": Lora(targets=("q_proj", "v_proj"))}, "LoRA rank 32 on q_proj, v_proj ·"),
+        ({"lora": Lora(rank=8, dropout=0.05)}, "LoRA rank 8, dropout 0.05"),
+        ({"variants": ["vanilla_peft_no_checkpointing"]}, "gradient checkpointing off ·"),
+        ({"variants": ["vanilla_peft", "vanilla_peft_no_checkpointing"]}, "on and off ·"),
+        ({"padded": True}, "batch 32, padded"),
+        ({"documents": True}, "batch 32, whole chats in one row"),
+        ({"gpu": False}, "no GPU (Intel Xeon)"),
+    ],
+)
+def test_the_caption_tells_what_is_special(changed, said):
+    assert said in looks.caption(example.empty(**changed))
+    assert said not in looks.caption(example.empty())
+
+
+@pytest.mark.parametrize(
+    ("seq_lens", "said"), [((64, 512), "each, interleaved 2 at a time ·"), ((64,), "time at 64 ·")]
+)
+def test_the_caption_tells_where_variants_were_interleaved(seq_lens, said):
+    run = example.run(("vanilla_peft", "fused_mlp"), seq_lens=(64, 512))
+    run.experiment.interleave = 2
+    assert "interleaved" not in looks.caption(run)
+    for cell in run.cells:
+        cell.turn_steps = 2 if cell.seq_len in seq_lens else None
+    assert said in looks.caption(run)
