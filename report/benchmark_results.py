@@ -98,7 +98,7 @@ def _speedup(axes: Axes, view: View) -> None:
     ends = [end for row in rows for end in row.speedup_ci95 or ()]
     low, high = max(min([low, *ends]), low / 1.25), min(max([high, *ends]), high * 1.25)
     span = max(1.2, high / low)
-    below, above = 0.5 if view.untimed else 0.14, 0.3 if bands else 0.2  # room for the words
+    below, above = 0.9 if view.untimed else 0.14, 0.3 if bands else 0.2  # room for the words
     axes.set_ylim(low / span**below, high * span**above)
     ticks = FixedLocator(RATIOS) if span > 3 else MaxNLocator(7, steps=[1, 2, 5, 10])
     axes.yaxis.set_major_locator(ticks)

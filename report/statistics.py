@@ -132,7 +132,7 @@ def why_no_verdicts(run: Run) -> str | None:
     if run.experiment.rounds < 2:
         return "one round gives numbers without verdicts: --rounds 4 gives both"
     if AGAIN not in run.experiment.variants:
-        return f"no verdicts without {AGAIN} among the variants: it measures the noise"
+        return f"nothing is called faster or slower without {AGAIN}: it measures the noise"
     return None
 
 

@@ -126,7 +126,7 @@ def test_what_lacks_for_verdicts_is_told():
     assert told(2, *twin) == []
     assert told(1, *twin) == ["- One round gives numbers without verdicts: --rounds 4 gives both."]
     (line,) = told(2, "vanilla_peft", "fused_mlp")
-    assert line.startswith("- No verdicts without vanilla_peft_again among the variants")
+    assert line.startswith("- Nothing is called faster or slower without vanilla_peft_again")
 
 
 def test_the_headline_by_hand():
