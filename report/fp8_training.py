@@ -5,6 +5,7 @@ pairs, and their difference is held against what seeds alone do."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isnan
 from pathlib import Path
 from statistics import fmean, variance
 from textwrap import fill
@@ -167,7 +168,7 @@ def _name_ends(axes: Axes, step: int, names: list[tuple[float, str, str]]) -> No
     """Write the lines' names right of where they end, one above another."""
     axes.set_xlim(-0.04 * step, 1.42 * step)
     axes.set_xticks([tick for tick in axes.get_xticks() if 0 <= tick <= step])
-    names = sorted(name for name in names if name[0] == name[0])
+    names = sorted(name for name in names if not isnan(name[0]))
     to_panel = axes.transScale + axes.transLimits
     ends = [to_panel.transform((0, end))[1] for end, _, _ in names]
     for (_, words, colour), height in zip(names, apart_by(0.1, ends, 1.0), strict=True):

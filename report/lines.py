@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from textwrap import fill
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
@@ -31,70 +31,97 @@ def draw_lines(
     not bold, nor below its point, where it would look like a loss.
 
     apart: the variants, along the x axis, so that no interval hides another."""
-    many, to_panel = len(view.looks) > FEW, axes.transScale + axes.transLimits
     last = len(view.seq_lens) - 1
-    if not many:
+    if len(view.looks) <= FEW:
         axes.set_xlim(-0.5, last + 0.5 + NAMES_ROOM * (last + 1))
+    lines = _Lines(axes, view, name, words, apart)
+    for variant in view.looks:
+        lines.draw(variant, [row for row in rows if row.variant == variant])
+    for place, seq_len in enumerate(view.seq_lens):
+        here = sorted((row for row in rows if row.seq_len == seq_len), key=lines.value_of)
+        if place == last:
+            lines.name_ends(place, here)
+        elif len(view.looks) <= FEW:
+            lines.label_points(place, here, beside)
 
-    def value_of(row: SummaryRow) -> float:
-        return getattr(row, name)
 
-    def ends_of(row: SummaryRow) -> tuple[float, ...]:
-        return getattr(row, f"{name}_ci95", None) or (value_of(row),)
+class _Lines(NamedTuple):
+    """A panel's lines of one value of the rows, `name`, which `words` writes."""
 
-    def up(*values: float) -> list[float]:
+    axes: Axes
+    view: View
+    name: str
+    words: Callable[[float], str]
+    apart: float
+
+    def value_of(self, row: SummaryRow) -> float:
+        return getattr(row, self.name)
+
+    def ends_of(self, row: SummaryRow) -> tuple[float, ...]:
+        return getattr(row, f"{self.name}_ci95", None) or (self.value_of(row),)
+
+    def up(self, *values: float) -> list[float]:
         """Return how far up the panel the values are, from 0 to 1."""
+        to_panel = self.axes.transScale + self.axes.transLimits
         return [to_panel.transform((0, value))[1] for value in values]
 
-    def label(row: SummaryRow, at_end: bool) -> tuple[str, dict[str, Any]]:
-        title = fill(title_of(row.variant), 17) + "\n" if at_end and not many else ""
-        within_noise = name == "speedup" and row.verdict == NOISE
+    def look_of_text(self, row: SummaryRow) -> dict[str, Any]:
+        within_noise = self.name == "speedup" and row.verdict == NOISE
         look = {"style": "italic"} if within_noise else {"weight": "bold"}
-        return title + words(value_of(row)), {"color": view.look(row).colour, "size": 11, **look}
+        return {"color": self.view.look(row).colour, "size": 11, **look}
 
-    for variant, look in view.looks.items():
-        own = {row.seq_len: row for row in rows if row.variant == variant}
-        values = [value_of(own[n]) if n in own else float("nan") for n in view.seq_lens]
-        aside = apart * view.from_middle(variant)
+    def draw(self, variant: str, rows: list[SummaryRow]) -> None:
+        """One variant's line and intervals."""
+        look, own = self.view.looks[variant], {row.seq_len: row for row in rows}
+        values = [self.value_of(own[n]) if n in own else float("nan") for n in self.view.seq_lens]
+        places = [n + self.apart * self.view.from_middle(variant) for n in range(len(values))]
         if own:
-            places = [place + aside for place in range(len(values))]
-            axes.add_line(line_of(look, title_of(variant), places, values))
-        for seq_len, row in own.items():
-            if len(ends := ends_of(row)) == 2:
-                across = [view.seq_lens.index(seq_len) + aside] * 2
-                axes.plot(across, ends, marker="_", color=look.colour, markersize=11, linewidth=1.8)
-    for place, seq_len in enumerate(view.seq_lens):
-        here = sorted((row for row in rows if row.seq_len == seq_len), key=value_of)
-        if place == last:
-            labels = [label(row, at_end=True) for row in here]
-            tall = max((text.count("\n") + 1 for text, _ in labels), default=1)
-            heights = apart_by(LINE * tall, up(*map(value_of, here)), 1.0)
-            at = place + 0.12 + apart * (len(view.looks) - 1) / 2
-            for (text, look_of_text), height in zip(labels, heights, strict=True):
-                axes.text(at, height, text, transform=axes.get_xaxis_transform(),
-                          va="center", linespacing=1.05, **look_of_text)  # fmt: skip
-        elif not many:
-            taken: list[list[float]] = []  # by labels above and below points
-            sides = [0.07 if place else -0.07, -0.07 if place else 0.07]
-            for row in here:
-                value, ends = value_of(row), ends_of(row)
-                at = place + apart * view.from_middle(row.variant)
-                text, look_of_text = label(row, at_end=False)
-                spans = [up(*ends_of(each)) for each in here if each is not row]
-                points = up(*(value_of(each) for each in here if each is not row), *beside)
-                spans += [*taken, *([point] for point in points)]
-                over, under = up(max(value, *ends), min(value, *ends))
-                below, above = [under - LABEL, under], [over, over + LABEL]
-                if is_free(above, spans):
-                    taken.append(above)
-                    _annotate(axes, text, at, max(value, *ends), 9, va="bottom", **look_of_text)
-                elif is_free(below, spans) and "weight" in look_of_text:
-                    taken.append(below)
-                    _annotate(axes, text, at, min(value, *ends), -9, va="top", **look_of_text)
-                elif sides:  # beside the point, first where no line comes from
-                    side = sides.pop(0)
-                    axes.text(at + side, value, text, ha="left" if side > 0 else "right",
-                              va="center", bbox=CLEAR, **look_of_text)  # fmt: skip
+            self.axes.add_line(line_of(look, title_of(variant), places, values))
+        for row in rows:
+            if len(ends := self.ends_of(row)) == 2:
+                across = [places[self.view.seq_lens.index(row.seq_len)]] * 2
+                self.axes.plot(across, ends, marker="_", color=look.colour, markersize=11,
+                               linewidth=1.8)  # fmt: skip
+
+    def name_ends(self, place: int, rows: list[SummaryRow]) -> None:
+        """The values at the last length, right of all, with the names of few variants."""
+        few = len(self.view.looks) <= FEW
+        labels = [
+            f"{fill(title_of(row.variant), 17)}\n" * few + self.words(self.value_of(row))
+            for row in rows
+        ]
+        tall = max((text.count("\n") + 1 for text in labels), default=1)
+        heights = apart_by(LINE * tall, self.up(*map(self.value_of, rows)), 1.0)
+        at = place + 0.12 + self.apart * (len(self.view.looks) - 1) / 2
+        for row, text, height in zip(rows, labels, heights, strict=True):
+            self.axes.text(at, height, text, transform=self.axes.get_xaxis_transform(),
+                           va="center", linespacing=1.05, **self.look_of_text(row))  # fmt: skip
+
+    def label_points(self, place: int, rows: list[SummaryRow], beside: Sequence[float]) -> None:
+        """The values at one length, above or below their points or, where neither is free, beside
+        them, first where no line comes from."""
+        taken: list[list[float]] = []  # by labels above and below points
+        sides = [0.07 if place else -0.07, -0.07 if place else 0.07]
+        for row in rows:
+            value, ends = self.value_of(row), self.ends_of(row)
+            at = place + self.apart * self.view.from_middle(row.variant)
+            text, look_of_text = self.words(value), self.look_of_text(row)
+            others = [each for each in rows if each is not row]
+            points = self.up(*map(self.value_of, others), *beside)
+            spans = [self.up(*self.ends_of(each)) for each in others]
+            spans += [*taken, *([point] for point in points)]
+            over, under = self.up(max(value, *ends), min(value, *ends))
+            below, above = [under - LABEL, under], [over, over + LABEL]
+            if is_free(above, spans):
+                taken.append(above)
+                _annotate(self.axes, text, at, max(value, *ends), 9, va="bottom", **look_of_text)
+            elif is_free(below, spans) and "weight" in look_of_text:
+                taken.append(below)
+                _annotate(self.axes, text, at, min(value, *ends), -9, va="top", **look_of_text)
+            elif sides:
+                side = sides.pop(0)
+                self.axes.text(at + side, value, text, ha="left" if side > 0 else "right",
+                               va="center", bbox=CLEAR, **look_of_text)  # fmt: skip
 
 
 def line_of(look: Look, title: str, x=(), y=()) -> Line2D:
