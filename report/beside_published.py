@@ -28,11 +28,8 @@ SECOND_MACHINE = {
     ("qwen2.5-7b", "2026-11-24T21:40:29+00:00"): "fused_all_no_checkpointing",
     ("qwen3-0.6b", "2026-11-24T22:03:28+00:00"): "full_unsloth_no_checkpointing",
 }
-BEFORE_LM_HEADS_SUMS = "f4b9a2f5d7"  # the last commit measured before they were in fp32
-MARKS = {
-    "ᵃ": "measured on a second H100, on which a run that was cut off was finished",
-    "ᵇ": "before lm_head's sums over the vocabulary were corrected, and not measured since",
-}
+MARK = "ᵃ"
+MARKED = f"{MARK}: measured on a second H100, on which a run that was cut off was finished."
 
 
 def published_section(runs: Sequence[Run]) -> str:
@@ -46,7 +43,7 @@ def published_section(runs: Sequence[Run]) -> str:
     sources += [f"- {one.model}: {one.differs}." for one in dict.fromkeys(settings) if one.differs]
     rows, by_variant = published_rows(runs), speeds_by_variant(runs)
     blocks = ["## Beside what others publish", rows]
-    blocks += [f"{mark}: {words}." for mark, words in MARKS.items() if mark in rows + by_variant]
+    blocks += [MARKED] if MARK in rows + by_variant else []
     blocks += [EXPLAINED.format(gpus=gpus), "\n".join(sources), by_variant]
     return "\n\n".join(blocks)
 
@@ -125,16 +122,11 @@ def _in_words(run: Run, row: SummaryRow | None, with_title: bool = False) -> str
     if row.tokens_per_s is None:
         return STATUS_WORDS.get(row.status, "")
     title = f" ({variant_of(row.variant).title})" if with_title else ""
-    return f"{row.tokens_per_s:,.0f}{_marks(run, row.variant)}{title}"
+    return f"{row.tokens_per_s:,.0f}{_mark(run, row.variant)}{title}"
 
 
-def _marks(run: Run, id: str) -> str:
-    second, before = MARKS
-    marks, suite = "", SUITES["published"]
+def _mark(run: Run, id: str) -> str:
+    suite = SUITES["published"]
     since = SECOND_MACHINE.get((run.experiment.model, run.started_utc))
-    if since and id in suite and suite.index(id) >= suite.index(since):
-        marks += second
-    git, recipe = run.environment.git, variant_of(id).recipe
-    if git and git.commit.startswith(BEFORE_LM_HEADS_SUMS) and recipe:
-        marks += before if "fp8_lm_head" in recipe.fused else ""
-    return marks
+    later = since and id in suite and suite.index(id) >= suite.index(since)
+    return MARK if later else ""
