@@ -327,7 +327,7 @@ SUITES = {
     for suite in ("experiment", "parts", "peers", "fastest")
 }
 SUITES["all"] = [id for id, variant in VARIANTS.items() if variant.suites]
-# Others' published settings have long steps: plain PEFT once, and no A/A twin.
+# Others' published settings have long steps: vanilla PEFT once, and no A/A twin.
 SUITES["published"] = [
     BASELINE,
     *(

@@ -39,7 +39,7 @@ def prepare_run(send: Send, plan: Plan) -> None:
         path = plan.reference_file(fp8)
         if path.exists():
             continue
-        send({"doing": "parity reference (plain PEFT in fp32)"})
+        send({"doing": "parity reference (vanilla PEFT in fp32)"})
         vanilla = plan.build("vanilla_peft", min(plan.seq_lens))
         reference = make_reference(vanilla, plan.parity_batches(), fp8)
         path.parent.mkdir(parents=True, exist_ok=True)

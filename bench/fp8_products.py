@@ -1,4 +1,4 @@
-"""Plain PEFT with the products of its base weights in FP8, for parity of variants that have them.
+"""Vanilla PEFT with the products of its base weights in FP8, for parity of variants that have them.
 
 In plain PyTorch and with nothing of `fused_lora`: codes, scales and what is multiplied by what are
 as docs/api.md has FP8. It multiplies in fp32, slowly, and is never timed.

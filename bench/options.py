@@ -117,7 +117,7 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
     which = parser.add_mutually_exclusive_group()
     add("--suite", "variants to compare: the experiment's four, every fused part alone and left "
         "out, the strongest peers, the fastest of each, or all (default: experiment); published: "
-        "--model in the setting that others publish a speed for, beside plain PEFT and Unsloth",
+        "--model in the setting that others publish a speed for, beside vanilla PEFT and Unsloth",
         choices=SUITES, default="experiment", to=which)  # fmt: skip
     add("--variants", "variants to compare instead, by name; below is a list", to=which,
         nargs="+", metavar="NAME")  # fmt: skip

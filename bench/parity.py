@@ -1,13 +1,13 @@
 """Correct before timed: a variant's loss and every adapter gradient, held against fp32.
 
-The truth is plain PEFT in fp32 on two small fixed batches. The budget is vanilla PEFT's own error
-in bf16 on the same batches: a variant may be as wrong as bf16 makes plain PEFT, times LIMIT, for
+The truth is vanilla PEFT in fp32 on two small fixed batches. The budget is vanilla PEFT's own error
+in bf16 on the same batches: a variant may be as wrong as bf16 makes vanilla PEFT, times LIMIT, for
 the loss of both and for each adapter matrix's gradient on the second by itself. Two batches,
 because a result that is left over from the first is right only there. A variant that is further
 off is not timed.
 
 Dropout is off in it: its masks are each library's own. Variants in FP8 have a reference of their
-own: plain PEFT with its products in FP8 (`fp8_products.py`) in the place of vanilla in bf16.
+own: vanilla PEFT with its products in FP8 (`fp8_products.py`) in the place of vanilla in bf16.
 
 bf16's error points anywhere, so a gradient that is a tenth too long hides in it. Its component
 along the truth does not: that is measured by itself, as the gradient's scale.
@@ -34,7 +34,7 @@ LIMIT = 1.5
 LOSS_FLOOR = 2.0**-11
 # How far a gradient's scale, <gradient, truth> / <truth, truth>, may be from 1 beside vanilla's.
 SCALE_LIMIT = 0.03
-# FP8 is another precision: the budget is plain PEFT's own error with such products. It is nine to
+# FP8 is another precision: the budget is vanilla PEFT's own error with such products. It is nine to
 # ten times that of bf16 (0.60 of a gradient in the median where bf16's is 0.07, Qwen2.5-3B on an
 # H100; 0.22 and 0.02, 28 layers of Qwen3-0.6B: docs/runs/cpu/fp8_distance.txt), and so is what a
 # loss may be off by chance. There, two runs that differ in what else they round had the scale of
@@ -47,7 +47,7 @@ Gradients = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Reference:
-    """The truth on the parity batches, and how far bf16 puts plain PEFT from it.
+    """The truth on the parity batches, and how far bf16 puts vanilla PEFT from it.
 
     losses: in fp32, of both batches. gradients: of the second, fp32, by parameter name.
     loss_errors, gradient_errors: relative, of vanilla PEFT in bf16. gradient_scales: its scales.

@@ -2,7 +2,7 @@
 
     python lora_bench.py --suite published --model configs/qwen2.5-7b.json
 
-runs one of them: others' batch, length, accumulation and adapters, with our variants, plain PEFT
+runs one of them: others' batch, length, accumulation and adapters, with our variants, vanilla PEFT
 and Unsloth in the same run. Numbers are tokens a second, as they stand on the pages that are named.
 """
 

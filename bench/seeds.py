@@ -3,7 +3,7 @@
 A seed is the adapters' start, with B = 0 as PEFT has it, and the order of the batches, which are
 the same ones for all. Between seeds the loop puts adapters and optimizer back (`trainer.py`).
 
-Held-out losses are those of plain PEFT in bf16 with the adapters, as most are used: that of a
+Held-out losses are those of vanilla PEFT in bf16 with the adapters, as most are used: that of a
 variant in FP8 is larger for what its own forward loses.
 """
 

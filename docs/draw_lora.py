@@ -39,13 +39,14 @@ WEIGHTS = "Wg, gate_weight IH; Wu, up_weight IH; Wd, down_weight HI"
 ADAPTERS = "Ag, gate_A rH4; Au, up_A rH4; Bg, gate_B Ir4; Bu, up_B Ir4"
 DOWN_ADAPTERS = "Ad, down_A rI4; Bd, down_B Hr4"
 
-HOW_TO_READ = """One MLP of Qwen2.5-3B with LoRA adapters, T = {tokens} tokens. A square box is
-one call to the GPU, numbered in the order in which it runs: above it stands what it reads, below it
-what it writes, and in it how many bytes that moves. The last line of a result says which calls
-read it; an arrow leads to those that are near. W' is W transposed, s the scaling of an
+HOW_TO_READ = """One MLP of Qwen2.5-3B with LoRA adapters, T = {tokens} tokens. A box with square
+corners is one call to the GPU, numbered in the order in which it runs: above it stands what it
+reads, below it what it writes, and in it how many bytes that moves. The last line of a result says
+which calls read it; an arrow leads to those that are near. W' is W transposed, s the scaling of an
 adapter"""
-ADDMM = """. mm multiplies two matrices. addmm also scales the product by a number; += adds it to
-the tensor there, = overwrites it."""
+ADDMM = """. mm multiplies two matrices. addmm also scales their product by a number; where its box
+says +=, it adds the product to a tensor, in place."""
+EQUATIONS = " The code is written as equations: an s in it is an addmm's scale, no call of its own."
 PEFT_STARTS = """The weights W are frozen; the adapters A and B, of rank 32, are trained and kept
 in fp32."""
 PEFT = (
@@ -157,18 +158,18 @@ BACKWARD = (
         "hidden, dgate, dup =\n    swiglu_backward(dh, gate, up)",
         "Back through silu(gate) * up, in one Triton kernel as in panel 3, but with three loads "
         "and three stores; PEFT has three passes, {nine_TI}. silu' is the derivative of silu, "
-        "sigmoid + silu (1 - sigmoid). hidden is computed again here, so it need not be kept: {TI} "
-        "a layer less.",
+        "sig(gate) + silu(gate) * (1 - sig(gate)) with sig the sigmoid. hidden is computed again "
+        "here, so it need not be kept: {TI} a layer less.",
         """4 _swiglu_backward_kernel TI TI TI > TI TI TI | hidden = silu(gate) * up, \
 dup = dh * silu(gate), dgate = dh * up * silu'(gate) | gate, up, dh |
 = hidden, again TI; dgate TI; dup TI""",
     ),
     (
         "zd = hidden @ Ad.T\ndAd, dBd = p.T @ hidden, s * dy.T @ zd",
-        "The gradients of down's A and B, stored in fp32, the adapters' own dtype: PEFT casts the "
-        "gradients of all six adapters afterwards, {adapter_casts}. zd was not saved, so call 5 "
-        "computes it again, {hidden_Ad} of traffic. Then hidden's {TI} are freed, as dh's were "
-        "after call 4.",
+        "zd is for down what z is for gate and up. The gradients of down's A and B are stored in "
+        "fp32, the adapters' own dtype: PEFT casts the gradients of all six adapters afterwards, "
+        "{adapter_casts}. zd was not saved, so call 5 computes it again, {hidden_Ad} of traffic. "
+        "Then hidden's {TI} are freed, as dh's were after call 4.",
         """5 mm TI rI > Tr | zd = hidden Ad' | hidden, Ad | zd, again
 6 addmm Tr TI > rI4 | dAd = p' hidden | p, hidden | dAd, grad_down_A
 7 addmm TH Tr > Hr4 | dBd = s dy' zd | dy, zd | dBd, grad_down_B""",
@@ -250,7 +251,7 @@ def draw_panels() -> tuple[list[dict], list[Panel]]:
     peft = Panel(0, "1  PEFT, forward", HOW_TO_READ + ", a is x A'.")
     lora = Panel(1, "2  LoRA_MLP, forward", HOW_TO_READ + ADDMM)
     triton = Panel(2, "3  What a Triton kernel does: swiglu_forward", INTRO)
-    by_hand = Panel(3, "4  LoRA_MLP, backward by hand", HOW_TO_READ + ADDMM)
+    by_hand = Panel(3, "4  LoRA_MLP, backward by hand", HOW_TO_READ + ADDMM + EQUATIONS)
     peft_forward(peft)
     lora_forward(lora, peft)
     lora_backward(by_hand)

@@ -5,18 +5,18 @@ from call_panel import DIMENSIONS, RIGHT, SPAN, Panel
 TILE = 2048  # numbers; tests/kernels/test_drawing.py holds it against the kernel
 PROGRAMS = DIMENSIONS["T"] * DIMENSIONS["I"] // TILE
 INTRO = f"""A kernel is a function that runs on the GPU. Triton is a language to write one in,
-close to Python: the function says what happens to one tile, here a piece of {TILE:,} numbers, and
-the GPU runs it for every tile, many at once. Each such run is called a program; here there are
-{PROGRAMS:,}, and none waits for another. Memory is large and slow; registers are small, fast and
-inside the processor."""
+close to Python: the function says what happens to one tile, here {TILE:,} numbers in a row in
+memory, and the GPU runs it for every tile, many at once. Each such run is called a program;
+[T, 11008] is {PROGRAMS:,} tiles, so that many run, and none waits for another. Memory is large and
+slow; registers are small, fast and inside the processor."""
 LAUNCH = f"_swiglu_forward_kernel[({PROGRAMS},)](\n    gate, up, hidden, ...)"
 STEPS = (
     (
         "offsets = (tl.program_id(0) * 2048\n    + tl.arange(0, 2048))\n"
         "gate = tl.load(gate_ptr + offsets)\nup = tl.load(up_ptr + offsets)",
         "1. Load. Each program has a number, which says what it works on: program 1 has the places "
-        "2048 to 4095, tile 1 of gate and of up. (Not shown: a mask for the end of the tensor, and "
-        "the casts.)",
+        "2048 to 4095, tile 1 of gate and of up. gate_ptr is where gate begins in memory. (Not "
+        "shown: a mask for the end of the tensor, and the casts.)",
     ),
     (
         "hidden = gate * tl.sigmoid(gate) * up",
@@ -61,7 +61,7 @@ def draw_triton_panel(panel: Panel, bytes_of_each: str) -> None:
     }
     left, right, middle = RIGHT + INNER, RIGHT + SPAN - INNER - 190, RIGHT + SPAN / 2
     top = panel.down
-    panel.words(LAUNCH, "0. Launch. PyTorch does it once, for all tiles.")
+    panel.words(LAUNCH, "0. Launch, from Python, once; in brackets, the number of programs.")
     panel.end(panel.down - 20)
     panel.words(*STEPS[0])
     tiles = [draw_tiles(panel, "gate", RIGHT, top + 26, bytes_of_each)]

@@ -73,7 +73,7 @@ def main() -> None:
 
     plain = tokens_per_s()
     print(fuse(model))  # what runs fused from now on, and why the rest does not
-    print(f"plain PEFT: {plain:,.0f} tokens/s; fused: {tokens_per_s():,.0f} tokens/s")
+    print(f"vanilla PEFT: {plain:,.0f} tokens/s; fused: {tokens_per_s():,.0f} tokens/s")
     model.save_pretrained(asked.out)
 
 

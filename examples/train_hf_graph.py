@@ -97,7 +97,7 @@ def main() -> None:
     plain = tokens_per_s(Trainer)
     print(fuse(model))  # what runs fused from now on, and why the rest does not
     fused = tokens_per_s(GraphedTrainer if ON_GPU else Trainer)
-    print(f"plain PEFT: {plain:,.0f} tokens/s; fused: {fused:,.0f} tokens/s")
+    print(f"vanilla PEFT: {plain:,.0f} tokens/s; fused: {fused:,.0f} tokens/s")
     model.save_pretrained(asked.out)
 
 

@@ -85,7 +85,7 @@ def main() -> None:
         update = GraphedStep(model, optimizer, accumulation_steps=ACCUMULATED)  # type: ignore
         accumulate = update.accumulate  # type: ignore
     fused = tokens_per_s(accumulate, update)
-    print(f"plain PEFT: {plain:,.0f} tokens/s; fused: {fused:,.0f} tokens/s")
+    print(f"vanilla PEFT: {plain:,.0f} tokens/s; fused: {fused:,.0f} tokens/s")
     model.save_pretrained(asked.out)
 
 

@@ -35,6 +35,7 @@ RESULTS_LEGEND = (
 RATIOS = (0.25, 0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32)  # ticks where speedups are far apart
 WIDTH, HEIGHT = 14, 12  # of the picture, in inches
 RIGHT = 0.975  # where the panels end, of the picture's width
+TITLE_PAD = 20  # points between a panel and its title, with room for a note
 
 
 def draw_benchmark_results(run: Run, path: str | Path) -> None:
@@ -56,9 +57,9 @@ def benchmark_figure(run: Run) -> Figure:
     with style.context(["default", STYLE]):
         view = View(run)
         picture = Figure(figsize=(WIDTH, HEIGHT), dpi=150)
-        panels = picture.subplots(2, 2, gridspec_kw={"hspace": 0.28, "wspace": 0.14})
+        panels = picture.subplots(2, 2, gridspec_kw={"hspace": 0.34, "wspace": 0.14})
         rows_of_names = _name_variants(picture, view)
-        picture.subplots_adjust(0.06, 0.125, RIGHT, 0.87 - 0.026 * rows_of_names)
+        picture.subplots_adjust(0.06, 0.12, RIGHT, 0.86 - 0.026 * rows_of_names)
         for panel, axes in zip((_speedup, _throughput, _memory), panels.flat, strict=False):
             axes.set_xlim(-0.5, len(view.seq_lens) - 0.5)
             axes.set_xticks(range(len(view.seq_lens)), view.seq_lens)
@@ -81,7 +82,7 @@ def benchmark_figure(run: Run) -> Figure:
 
 
 def _speedup(axes: Axes, view: View) -> None:
-    axes.set_title("Speedup over vanilla PEFT (higher is better)")
+    axes.set_title("Speedup over vanilla PEFT (higher is better)", pad=TITLE_PAD)
     axes.set_yscale("log")  # twice as fast is as far from 1 as half as fast
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}×" if value > 0 else "")
     axes.yaxis.set_minor_locator(NullLocator())
@@ -98,22 +99,22 @@ def _speedup(axes: Axes, view: View) -> None:
     ends = [end for row in rows for end in row.speedup_ci95 or ()]
     low, high = max(min([low, *ends]), low / 1.25), min(max([high, *ends]), high * 1.25)
     span = max(1.2, high / low)
-    below, above = 0.9 if view.untimed else 0.14, 0.3 if bands else 0.2  # room for the words
-    axes.set_ylim(low / span**below, high * span**above)
+    below = 0.9 if view.untimed else 0.14  # room for the words
+    axes.set_ylim(low / span**below, high * span**0.2)
     ticks = FixedLocator(RATIOS) if span > 3 else MaxNLocator(7, steps=[1, 2, 5, 10])
     axes.yaxis.set_major_locator(ticks)
     draw_lines(axes, view, rows, "speedup", lambda x: f"{x:.2f}×", beside=[1.0], apart=0.06)
 
 
 def _throughput(axes: Axes, view: View) -> None:
-    axes.set_title("Tokens a second (higher is better)")
+    axes.set_title("Tokens a second (higher is better)", pad=TITLE_PAD)
     axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     axes.set_ylim(0, 1.15 * view.top("tokens_per_s"))
     draw_lines(axes, view, view.timed, "tokens_per_s", EngFormatter(places=1, sep=""))
 
 
 def _memory(axes: Axes, view: View) -> None:
-    axes.set_title("Peak memory, GiB (lower is better)")
+    axes.set_title("Peak memory, GiB (lower is better)", pad=TITLE_PAD)
     top = view.top("peak_gib")
     rows = [row for row in view.timed if row.peak_gib]
     for row in rows:
@@ -154,16 +155,16 @@ def _memory_numbers(axes: Axes, view: View, rows: list[SummaryRow]) -> None:
 def _kinds(axes: Axes, view: View) -> None:
     """Leaves room for the names of its bars, beside them, and of its colours, above."""
     seq_len, box = longest_profiled(view.run), axes.get_position()
-    few = len(view.looks) <= FEW
+    few = view.is_named
     left = 0.055 if few else 0.09
     axes.set_position((box.x0 + left, box.y0, box.width - left, box.height))
     inches = draw_kinds(axes, view.run, seq_len, named=True)
     height = box.height - inches / HEIGHT
     axes.set_position((box.x0 + left, box.y0, box.width - left, height))
     title = f"Where the time goes at {seq_len} tokens (lower is better)"
-    axes.set_title(title, x=-left / (box.width - left), pad=6 + 72 * inches)
+    axes.set_title(title, x=-left / (box.width - left), pad=TITLE_PAD + 72 * inches)
     axes.set_xlabel("ms a step")
-    names = [fill(title_of(variant), 16 if few else 27) for variant in view.looks]
+    names = [fill(title_of(variant), 16 if few else 30) for variant in view.looks]
     axes.set_yticks(range(len(names)), names, weight="bold", size=11 if few else 7.5)
     for label, look in zip(axes.get_yticklabels(), view.looks.values(), strict=True):
         label.set_color(look.colour)
@@ -173,8 +174,9 @@ def _kinds(axes: Axes, view: View) -> None:
 
 
 def _note(axes: Axes, words: str) -> None:
-    clear = {"boxstyle": "square,pad=0.1", "color": "white"}
-    axes.text(0.015, 0.975, words, transform=axes.transAxes, va="top", size=11, bbox=clear)
+    """Words under a panel's title, where nothing is drawn."""
+    axes.annotate(words, (0, 1), (0, 4), xycoords="axes fraction", textcoords="offset points",
+                  va="bottom", size=11, color="#444444")  # fmt: skip
 
 
 def _mark_untimed(axes: Axes, view: View) -> None:
@@ -231,5 +233,5 @@ def benchmark_finding(view: View) -> str:
         + ("within noise" if row.verdict == NOISE else f"{row.speedup:.2f}×")
         for row in rows
     )
-    what = f"A LoRA step's speed over plain PEFT's, at {seq_len} tokens on {gpu}"
+    what = f"A LoRA step's speed over vanilla PEFT's, at {seq_len} tokens on {gpu}"
     return f"{what}:\n{said}"

@@ -1,5 +1,5 @@
-"""The table of what others publish, beside what ours, plain PEFT and Unsloth do in the same setting
-(`bench/published.py`), in Markdown."""
+"""The table of what others publish, beside what ours, vanilla PEFT and Unsloth do in the same
+setting (`bench/published.py`), in Markdown."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HEADER = ["model", "a step: batches × rows × tokens", "they publish, tokens/s"
 EXPLAINED = (
     "Theirs is as published, on {gpus}. All other numbers were measured here, with LoRA rank 16 on "
     "all seven projections and random weights: the fastest of our variants, the fastest of "
-    'Unsloth\'s, and plain PEFT, which runs with checkpointing alone. "Ours / theirs" is of two '
+    'Unsloth\'s, and vanilla PEFT, which runs with checkpointing alone. "Ours / theirs" is of two '
     "machines and two days, so no speedup. FP8 is another precision than bf16, in which NeMo's, "
     "Unsloth's and PEFT's numbers are."
 )

@@ -11,6 +11,7 @@ from textwrap import fill
 from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 from bench.records import Run
 from report.kinds import KINDS, Bar, bars
@@ -54,10 +55,16 @@ def draw_kinds(axes: Axes, run: Run, seq_len: int, named: bool) -> float:
             for v, ms in steps.items()}  # fmt: skip
     floor_ms = run.floor[seq_len].floor_ms if seq_len in run.floor else 0.0
     longest = max([floor_ms, *ends.values()]) or 1.0
+    totals = {v: f"{ms:.{0 if longest > 50 else 1}f} ms" for v, ms in steps.items()}
+    floor_words = f"floor {floor_ms:.0f}"
+    beside = [(ends[v], words) for v, words in totals.items()] + [(floor_ms, floor_words)]
+    points = _points_wide(axes)  # of which words take 8 a letter, and 10 for the space before
+    reach = [ms / (1 - (10 + 8 * len(words)) / points) for ms, words in beside]
     axes.set_yticks(range(len(shown)), [fill(title_of(variant), 22) for variant in shown], size=11)
     below = 0.25 + 0.045 * len(shown)  # the last bar, room for the floor's name
     axes.set_ylim(len(shown) - 0.5 + below, -0.5)
-    axes.set_xlim(0, 1.16 * longest)
+    axes.set_xlim(0, max([1.05 * longest, *reach]))
+    axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10]))
     axes.grid(axis="y", visible=False)
     axes.grid(axis="x", visible=True)
     axes.tick_params(length=0)
@@ -71,24 +78,28 @@ def draw_kinds(axes: Axes, run: Run, seq_len: int, named: bool) -> float:
         else:
             axes.barh(row, steps[variant], 0.78, color="#e4e4e4")
             axes.text(0.01 * longest, row, "no profile", va="center", style="italic", size=10.5)
-        words = f"{steps[variant]:.{0 if longest > 50 else 1}f} ms"
-        axes.annotate(words, (ends[variant], row), (5, 0), textcoords="offset points", va="center",
-                      size=11.5, weight="bold")  # fmt: skip
+        axes.annotate(totals[variant], (ends[variant], row), (5, 0), textcoords="offset points",
+                      va="center", size=11.5, weight="bold")  # fmt: skip
     if floor_ms:
         for colour, width in (("white", 4), ("black", 2)):
             axes.vlines(floor_ms, -0.43, len(shown) - 0.5 + below, colour, linewidth=width)
-        words, place = f"floor {floor_ms:.0f}", (floor_ms, len(shown) - 0.55 + below / 2)
-        axes.annotate(words, place, (5, 0), textcoords="offset points", va="center", size=10.5)
+        place = (floor_ms, len(shown) - 0.55 + below / 2)
+        axes.annotate(floor_words, place, (5, 0), textcoords="offset points", va="center",
+                      size=10.5)  # fmt: skip
     if named and found:
         first = next(row for row, variant in enumerate(shown) if variant in found)
         return _name(axes, list(found.values()), first)
     return 0.0
 
 
+def _points_wide(axes: Axes) -> float:
+    return axes.bbox.width * 72 / axes.get_figure().dpi  # type: ignore[union-attr]
+
+
 def _stack(axes: Axes, bar: Bar, row: int, longest: float, floor_ms: float) -> None:
     """The kinds one after another, each with its number where there is room beside the floor."""
     left, (from_ms, to_ms) = 0.0, axes.get_xlim()
-    points_a_ms = axes.bbox.width * 72 / axes.get_figure().dpi / (to_ms - from_ms)  # type: ignore[union-attr]
+    points_a_ms = _points_wide(axes) / (to_ms - from_ms)
     edge: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.8}
     for kind, width in ms_of(bar).items():
         axes.barh(row, width, 0.78, left, color=COLOURS[kind], **edge)

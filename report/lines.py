@@ -16,6 +16,7 @@ from report.view import FEW, View
 from variants import Look, title_of
 
 LABEL = 0.085  # the height that a value beside its point takes, of its panel
+GAP = 0.03  # of which this much lies between the two
 LINE = 0.052  # and that of a line of words
 CLEAR = {"boxstyle": "square,pad=0.05", "color": "white", "alpha": 0.8}  # around words
 NAMES_ROOM = 0.26  # right of the last length, of the room that all of them take
@@ -85,9 +86,9 @@ class _Lines(NamedTuple):
 
     def name_ends(self, place: int, rows: list[SummaryRow]) -> None:
         """The values at the last length, right of all, with the names of few variants."""
-        few = len(self.view.looks) <= FEW
+        named = self.view.is_named
         labels = [
-            f"{fill(title_of(row.variant), 17)}\n" * few + self.words(self.value_of(row))
+            f"{fill(title_of(row.variant), 17)}\n" * named + self.words(self.value_of(row))
             for row in rows
         ]
         tall = max((text.count("\n") + 1 for text in labels), default=1)
@@ -99,8 +100,9 @@ class _Lines(NamedTuple):
 
     def label_points(self, place: int, rows: list[SummaryRow], beside: Sequence[float]) -> None:
         """The values at one length, above or below their points or, where neither is free, beside
-        them, first where no line comes from."""
-        taken: list[list[float]] = []  # by labels above and below points
+        them, first where no line comes from. A value for which there is no room is in the table."""
+        taken: list[list[float]] = []  # by labels above and below points, gaps and all
+        written: list[list[float]] = []  # and without the gaps
         sides = [0.07 if place else -0.07, -0.07 if place else 0.07]
         for row in rows:
             value, ends = self.value_of(row), self.ends_of(row)
@@ -112,13 +114,16 @@ class _Lines(NamedTuple):
             spans += [*taken, *([point] for point in points)]
             over, under = self.up(max(value, *ends), min(value, *ends))
             below, above = [under - LABEL, under], [over, over + LABEL]
+            (middle,) = self.up(value)
             if is_free(above, spans):
                 taken.append(above)
+                written.append([over + GAP, over + LABEL])
                 _annotate(self.axes, text, at, max(value, *ends), 9, va="bottom", **look_of_text)
             elif is_free(below, spans) and "weight" in look_of_text:
                 taken.append(below)
+                written.append([under - LABEL, under - GAP])
                 _annotate(self.axes, text, at, min(value, *ends), -9, va="top", **look_of_text)
-            elif sides:
+            elif sides and is_free([middle - GAP, middle + GAP], written):
                 side = sides.pop(0)
                 self.axes.text(at + side, value, text, ha="left" if side > 0 else "right",
                                va="center", bbox=CLEAR, **look_of_text)  # fmt: skip

@@ -17,12 +17,12 @@ from report.looks import REHEARSAL_NOTICE, STYLE, caption
 from report.losses import curves, held_against, percent_apart
 from variants import IN_FP32, LOOKS, title_of, variant_of
 
-BASE = "#cccccc"  # paler than plain PEFT's grey
+BASE = "#cccccc"  # paler than vanilla PEFT's grey
 
 
 def draw_loss_curve(runs: Sequence[Run], path: str | Path) -> bool:
     """Write the picture as a PNG, whole or not at all; False where there are no two curves. It has
-    one baseline: plain PEFT in fp32, if a run has that."""
+    one baseline: vanilla PEFT in fp32, if a run has that."""
     held: dict[str, list[Run]] = {}
     for run in runs:
         if own := curves(run):
@@ -83,7 +83,7 @@ def loss_curve_figure(runs: Sequence[Run]) -> Figure:
 
 
 def loss_curve_finding(runs: Sequence[Run]) -> str:
-    """The title: how far the losses of what is fused come apart at most, beside plain PEFT's own
+    """The title: how far the losses of what is fused come apart at most, beside vanilla PEFT's own
     in bf16, where all are held against fp32."""
     if runs[0].rehearsal:
         return REHEARSAL_NOTICE
@@ -95,8 +95,8 @@ def loss_curve_finding(runs: Sequence[Run]) -> str:
     if ours and plain:
         near = "as near fp32 as" if float(ours) <= float(plain) else "further from fp32 than"
         return (
-            f"Fused kernels train {near} plain PEFT does in bf16:\n"
-            f"losses at most {ours}% apart in {steps} steps, plain PEFT's {plain}%"
+            f"Fused kernels train {near} vanilla PEFT does in bf16:\n"
+            f"losses at most {ours}% apart in {steps} steps, vanilla PEFT's {plain}%"
         )
     most = ours or _most(own for _, own in apart)
     return f"Loss over {steps} steps: at most {most}% from {held_against(runs[0])}'s"

@@ -2,7 +2,7 @@
 own, in which every variant starts from the same adapters and trains on the same batches.
 
 Rounding differs from variant to variant, and training carries it on: losses may come apart by
-rounding, not drift apart. Where plain PEFT in fp32 is one of the variants, all others are held
+rounding, not drift apart. Where vanilla PEFT in fp32 is one of the variants, all others are held
 against it, else against vanilla.
 """
 

@@ -18,7 +18,7 @@ LENGTHS_OF = {
     "alpaca": "Alpaca", "dolly": "Dolly", "oasst1": "OpenAssistant 1", "sharegpt": "ShareGPT",
 }  # fmt: skip
 FILES = {"sft_train": "data/sft_train.jsonl"}
-UNPADDED = "vanilla_peft_varlen"  # plain PEFT, as people have it who do not pad
+UNPADDED = "vanilla_peft_varlen"  # vanilla PEFT, as people have it who do not pad
 HEADER = ["variant", "padded: step, ms", "GPU, ms", "tokens/s", "peak, GiB",
           "as documents: step, ms", "GPU, ms", "tokens/s", "peak, GiB"]  # fmt: skip
 

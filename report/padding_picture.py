@@ -65,18 +65,18 @@ def documents_figure(found: Sequence[ChatGroup], remark: str) -> Figure:
 
 def documents_finding(found: Sequence[ChatGroup]) -> str:
     """The title, which can be read off the bars of these groups: how many times as many tokens a
-    second as plain PEFT in padded rows it trains without padding, and everything fused."""
+    second as vanilla PEFT in padded rows it trains without padding, and everything fused."""
     packed, fused = (_over_padded(found, variant) for variant in (UNPADDED, FUSED))
     said = []
     if packed:
-        said.append(f"Packing alone makes plain PEFT {_from_to(packed)} times as fast")
+        said.append(f"Packing alone makes vanilla PEFT {_from_to(packed)} times as fast")
     if fused:
         said.append(f"{title_of(FUSED)} and packed{':' * bool(packed)} {_from_to(fused)} times")
     if not said:
         return "Tokens a second of padded rows and of whole chats in one row"
     words = ";\n".join(said)
     if not packed:
-        words += " as fast as plain PEFT in padded rows"
+        words += " as fast as vanilla PEFT in padded rows"
     return words[0].upper() + words[1:]
 
 

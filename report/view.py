@@ -5,7 +5,7 @@ from __future__ import annotations
 from bench.records import Run, SummaryRow
 from report.looks import shown_variants
 from report.statistics import summarize
-from variants import LOOKS, SUITES, Look, variant_of
+from variants import LOOKS, SUITES, Look, title_of, variant_of
 
 SPARE_LOOKS = [  # for variants whose family's look another one has
     Look("", "#000000", "*", "OO"),
@@ -13,6 +13,7 @@ SPARE_LOOKS = [  # for variants whose family's look another one has
     Look("", "#7a4900", ">", "ooo"),
 ]
 FEW = 4  # up to this many variants every point is labelled; beyond it the table has the values
+SHORT = 32  # names of up to so many letters stand beside what they name, in two lines
 
 
 class View:
@@ -26,6 +27,8 @@ class View:
         self.timed = [row for row in rows if row.status == "ok"]
         self.untimed = [row for row in rows if row.status != "ok"]
         self.bar_width = 0.84 / len(shown)
+        short = all(len(title_of(variant)) <= SHORT for variant in shown)
+        self.is_named = short and len(shown) <= FEW
 
     def look(self, row: SummaryRow) -> Look:
         return self.looks[row.variant]

@@ -1,4 +1,4 @@
-"""Plain PEFT that drops what a fused model drops: its nn.Dropout replaced by the fused masks."""
+"""Vanilla PEFT that drops what a fused model drops: its nn.Dropout replaced by the fused masks."""
 
 import torch
 from layer_case import LAYERS

@@ -24,7 +24,7 @@ CONFIG = {
 
 
 def pair(device, fusion=FP8, **options):
-    """A model with a layer in FP8, and plain PEFT's."""
+    """A model with a layer in FP8, and vanilla PEFT's."""
     plain = layer_case.peft_model(device, config=CONFIG, **options)
     fused = copy.deepcopy(plain)
     return fused, plain, fuse(fused, fusion)

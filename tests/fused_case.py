@@ -1,4 +1,4 @@
-"""Models with fused parts beside plain PEFT's, and what the fused ones are held against."""
+"""Models with fused parts beside vanilla PEFT's, and what the fused ones are held against."""
 
 import copy
 import io

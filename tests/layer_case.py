@@ -1,4 +1,4 @@
-"""Decoder layers and models on bordered weights beside plain PEFT's, and one layer's gradients."""
+"""Decoder layers and models on bordered weights beside vanilla PEFT's; one layer's gradients."""
 
 import copy
 
@@ -91,7 +91,7 @@ def runs(model, shape, dtype, grad_layout=None, exact=False, **options):
 
 
 def assert_layer_right(fused, plain, shape, dtype, **options):
-    """The layers of two models, in their dtype, with plain PEFT in float64 for the truth."""
+    """The layers of two models, in their dtype, with vanilla PEFT in float64 for the truth."""
     got, eager = (runs(model, shape, dtype, **options) for model in (fused, plain))
     truth = runs(copy.deepcopy(plain).double(), shape, dtype, exact=True, **options)
     assert got.keys() == eager.keys() == truth.keys() and len(truth) > 2

@@ -53,7 +53,7 @@ def test_an_example_trains_prints_both_speeds_and_saves(
         monkeypatch.setattr(sys, "argv", [str(one) for one in (example, *options)])
         runpy.run_path(str(example), run_name="__main__")
         printed = capsys.readouterr().out
-    assert "plain PEFT: " in printed and "tokens/s; fused: " in printed
+    assert "vanilla PEFT: " in printed and "tokens/s; fused: " in printed
     assert (tmp_path / "adapter_model.safetensors").is_file()
 
 
@@ -74,5 +74,5 @@ def test_the_notebook_runs_from_top_to_bottom_and_holds_no_output(tiny, tmp_path
     for cell in cells:
         exec("".join(cell["source"]), names)
     printed = capsys.readouterr().out
-    assert "layer: 2 of 2 layers fused" in printed and "times plain PEFT" in printed
+    assert "layer: 2 of 2 layers fused" in printed and "times vanilla PEFT" in printed
     assert (tmp_path / "adapter_model.safetensors").is_file()

@@ -1,5 +1,5 @@
 """Every family of the table in `families_case.py`: the modules that each part fuses in it, whose
-layers run whole, and that it trains and generates as plain PEFT has it."""
+layers run whole, and that it trains and generates as vanilla PEFT has it."""
 
 import copy
 import re

@@ -1,4 +1,4 @@
-"""`fuse` and what it reports: every part alone, and all together, against plain PEFT, and
+"""`fuse` and what it reports: every part alone, and all together, against vanilla PEFT, and
 `fuse(model)`, which does whatever is right for the model."""
 
 import copy

@@ -1,4 +1,4 @@
-"""Packed and padded batches in fused models, beside plain PEFT on one document at a time."""
+"""Packed and padded batches in fused models, beside vanilla PEFT on one document at a time."""
 
 import copy
 
@@ -54,8 +54,8 @@ def step(model, *batches):
 
 
 def assert_trained_as(got, plain, *batches):
-    """got is what plain PEFT computes of these batches; in bf16 within the budget, of the loss and
-    all gradients as one: what rounding does to a small one alone is luck."""
+    """got is what vanilla PEFT computes of these batches; in bf16 within the budget, of the loss
+    and all gradients as one: what rounding does to a small one alone is luck."""
     want = step(plain, *batches)
     if plain.dtype == torch.float32:
         assert_close(got, want)

@@ -1,5 +1,5 @@
-"""lora_dropout in fused models: plain PEFT's losses, gradients and weights with the same masks, and
-which masks are drawn when."""
+"""lora_dropout in fused models: vanilla PEFT's losses, gradients and weights with the same masks,
+and which masks are drawn when."""
 
 import copy
 from dataclasses import replace

@@ -1,5 +1,5 @@
 """Kinds of LoRA that PEFT has beside the plain one, adapters on some of the projections, and what
-else may be trained: which parts run fused, and that it trains as plain PEFT does."""
+else may be trained: which parts run fused, and that it trains as vanilla PEFT does."""
 
 import copy
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Whole layers fused in tiny models, against plain PEFT."""
+"""Whole layers fused in tiny models, against vanilla PEFT."""
 
 import copy
 

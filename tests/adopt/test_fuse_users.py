@@ -1,4 +1,4 @@
-"""What users do to a fused model: it computes what plain PEFT does after the same was done to it,
+"""What users do to a fused model: it computes what vanilla PEFT does after the same was done to it,
 and where it no longer runs fused it says so. Over the parts, and over whole layers."""
 
 import copy
@@ -262,7 +262,7 @@ def on_the_host(model):
         two_forwards(model)
 
 
-# Where layers run again they read the active adapter, in plain PEFT, too.
+# Where layers run again they read the active adapter, in vanilla PEFT, too.
 RUN_AGAIN = [a_reference_between, a_move_between, twice, two_batches]
 ORDERS = [*RUN_AGAIN, two_forwards, on_the_host]
 

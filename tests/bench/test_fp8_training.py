@@ -19,7 +19,7 @@ from report.looks import REHEARSAL_NOTICE
 from variants import Recipe
 
 pytestmark = WITHOUT_GPU
-# plain PEFT for bf16
+# vanilla PEFT for bf16
 VARIANTS = ["vanilla_peft_no_checkpointing", "fp8_layer_no_checkpointing"]
 
 
@@ -70,7 +70,7 @@ def test_held_out_losses_are_those_of_plain_peft_with_the_adapters(command):
 
 def test_so_it_does_in_a_graph_that_is_captured_once(command, monkeypatch):
     """Looks at the held-out part lie between its replays. On the CPU it is the list of operations
-    of plain PEFT's step."""
+    of vanilla PEFT's step."""
     steps = 8
     command = [*command, "--steps", str(steps)]
     (eager,) = trained(command, VARIANTS[0], [1])
@@ -143,7 +143,7 @@ def test_a_family_without_outliers_is_refused_at_once(tmp_path, command, capsys)
 
 
 def test_the_command_goes_on_where_it_stopped(tmp_path, command, monkeypatch, capsys):
-    """And what it writes can be drawn. Both variants are plain PEFT, which takes a moment."""
+    """And what it writes can be drawn. Both variants are vanilla PEFT, which takes a moment."""
     variants = [VARIANTS[0], "vanilla_peft_again_no_checkpointing"]
     arguments, path = [*command, "--variants", *variants], tmp_path / "out" / "fp8_training.json"
     original, trained = seeds.train_seeds, []

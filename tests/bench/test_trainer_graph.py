@@ -160,7 +160,7 @@ def test_a_graph_is_unavailable_without_a_gpu():
 def test_a_variant_is_measured_as_a_graph_from_its_recipe_to_its_cell(
     device, tmp_path, monkeypatch
 ):
-    """Plain PEFT, because Triton's interpreter runs nothing that a stand-in could replay; padded,
+    """Vanilla PEFT, because Triton's interpreter runs nothing that a stand-in could replay; padded,
     so that a mask comes along."""
     if device == "cpu":
         monkeypatch.setattr("fused_lora.step.graph.GraphedStep", RecordedStep)

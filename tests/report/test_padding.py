@@ -156,20 +156,20 @@ def test_a_data_set_has_one_panel_with_the_most_of_its_times():
 
 
 def test_the_title_can_be_read_off_the_bars():
-    # plain PEFT takes 1000 ms in both, where 0.3 and 0.4 of the padded rows count for nothing, and
-    # everything fused 300 ms
+    # vanilla PEFT takes 1000 ms in both, where 0.3 and 0.4 of the padded rows count for nothing;
+    # everything fused takes 300 ms
     said = padding_picture.documents_finding(of_data("alpaca", "dolly"))
     assert said == (
-        "Packing alone makes plain PEFT 1.4 to 1.7 times as fast;\n"
+        "Packing alone makes vanilla PEFT 1.4 to 1.7 times as fast;\n"
         "everything fused and packed: 4.8 to 5.6 times"
     )
     # of the H200 alone: the H100 has no padded rows
     said = padding_picture.documents_finding(TWO)
-    assert said == "Packing alone makes plain PEFT 2.0 times as fast"
+    assert said == "Packing alone makes vanilla PEFT 2.0 times as fast"
     runs = {"padded": {"vanilla_peft": 1000.0}, "documents": {EVERYTHING: 400.0}}
     fused = padding.groups(*([("dolly", made(kind, **ms))] for kind, ms in runs.items()))
     said = padding_picture.documents_finding(fused)
-    assert said == "Everything fused and packed 5.0 times as fast as plain PEFT in padded rows"
+    assert said == "Everything fused and packed 5.0 times as fast as vanilla PEFT in padded rows"
     alone = padding.groups([], [("dolly", made("documents", vanilla_peft_varlen=1.0))])
     assert padding_picture.documents_finding(alone).startswith("Tokens a second")
 
