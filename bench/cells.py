@@ -231,6 +231,7 @@ def _measure(
         cell,
         status="error" if problem else "ok",
         error=problem,
+        card=machine.card() if on_gpu else None,
         other_gpu_processes=others,
         host_launch_us=launch_us,
         **dataclasses.asdict(timings),

@@ -6,6 +6,7 @@ import platform
 import subprocess
 import time
 from dataclasses import dataclass
+from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
@@ -128,6 +129,15 @@ def conditions_of(samples: list[Sample]) -> Conditions:
         clock_reasons=reasons,
         throttled=throttled if samples else None,
     )
+
+
+def card() -> str | None:
+    """Return eight hex digits that tell this GPU from others of its kind: the start of the sha256
+    of its UUID, which a file that people publish need not hold."""
+    uuid = _ask(pynvml.nvmlDeviceGetUUID, gpu_handle())
+    if uuid is None:
+        return None
+    return sha256(uuid if isinstance(uuid, bytes) else uuid.encode()).hexdigest()[:8]
 
 
 def other_processes(own: int) -> int | None:

@@ -159,6 +159,7 @@ class Cell(Record):
     peak_*_bytes: in the timed steps; of a CUDA graph, from its capture on.
     sm_clock_mhz to power_w: medians of samples between the steps. clock_reasons: why clocks were
     below their maximum; throttled: whether one is more than the power cap.
+    card: of which GPU, as `machine.card` names it, for a run may go on on another of its kind.
     """
 
     variant: str
@@ -193,6 +194,7 @@ class Cell(Record):
     power_w: float | None = None
     clock_reasons: list[str] = []
     throttled: bool | None = None
+    card: str | None = None
     other_gpu_processes: int | None = None
     host_launch_us: float | None = None
 
@@ -341,6 +343,10 @@ class Run(Record):
         """The median of each round that was timed, by round."""
         cells = self.cells_of(variant, seq_len, "ok")
         return {cell.round: median(times) for cell in cells if (times := getattr(cell, part))}
+
+    def cards(self) -> int:
+        """Count the GPUs that timed cells name: 0 in a run from before they did."""
+        return len({cell.card for cell in self.cells_of(status="ok") if cell.card})
 
     def floor_of_round(self, seq_len: int) -> dict[int, float]:
         """The floor that was measured on the machine of each round; empty without one."""

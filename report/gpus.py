@@ -42,10 +42,11 @@ def measured_section(runs: Mapping[str, Run]) -> str:
 
 
 def _made(run: Run, path: str) -> str:
-    """The day of a run, and how many steps it timed."""
+    """The day of a run, how many steps it timed, and on how many cards, if on several."""
     day = run.started_utc[:10]
     steps = from_to(row.steps for row in summarize(run) if row.steps)
-    return f"{f'[{day}]({path})' if path else day}, {steps} steps"
+    cards = f", {run.cards()} cards" if run.cards() > 1 else ""
+    return f"{f'[{day}]({path})' if path else day}, {steps} steps{cards}"
 
 
 def expected_section(run: Run) -> str:

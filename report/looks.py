@@ -56,7 +56,8 @@ def caption(run: Run) -> str:
     # a run that was merged, or is not finished, has more rounds of some variants than of others
     timed = [cells for key in run.measured() if (cells := run.cells_of(*key, "ok"))]
     packages = environment.packages
-    facts = [environment.device]
+    cards = f" ({run.cards()} cards, one after the other)" if run.cards() > 1 else ""
+    facts = [environment.device + cards]
     facts += [f"{name} {packages[name]}" for name in COMPARED_PACKAGES if packages.get(name)]
     facts += [
         experiment.model,

@@ -29,6 +29,7 @@ class Driver:
             "nvmlDeviceGetTemperature": 52,
             "nvmlDeviceGetComputeRunningProcesses": ["ours"],
             "nvmlDeviceGetName": "NVIDIA H200",
+            "nvmlDeviceGetUUID": "GPU-0",
             "nvmlSystemGetDriverVersion": "580.95",
             "nvmlDeviceGetMemoryInfo": dataclasses.make_dataclass("M", ["total"])(150_121_545_728),
             "nvmlDeviceGetPowerManagementLimit": 700_000,
@@ -61,6 +62,19 @@ def driver(monkeypatch):
 
 NOT_SUPPORTED = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
 NO_DRIVER = pynvml.NVMLError(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+
+# --- which card -----------------------------------------------------------------------------------
+
+
+def test_a_card_is_told_from_another_and_not_named(driver):
+    first = machine.card()
+    assert "GPU" not in first and len(first) == 8
+    for uuid, same in ((b"GPU-0", True), ("GPU-1", False)):
+        driver.answers["nvmlDeviceGetUUID"] = uuid
+        assert (machine.card() == first) is same
+    driver.answers["nvmlDeviceGetUUID"] = NOT_SUPPORTED
+    assert machine.card() is None
+
 
 # --- a sample -------------------------------------------------------------------------------------
 

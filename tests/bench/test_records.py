@@ -43,7 +43,8 @@ def test_every_published_training_loads_and_nothing_of_it_is_lost(path):
 def with_todays_id(found):
     """Of a part of a file: what this version calls otherwise, and what is newer than the file."""
     if isinstance(found.get("variant"), str):
-        return {"variant": OLD_IDS.get(found["variant"], found["variant"])}
+        newer = {"card": found.get("card")} if "kernel_ms" in found else {}
+        return {"variant": OLD_IDS.get(found["variant"], found["variant"]), **newer}
     if "variants" in found:
         ids = [OLD_IDS.get(id, id) for id in found["variants"]]
         newer = {name: found.get(name, usual) for name, usual in NEWER.items()}

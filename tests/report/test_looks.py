@@ -4,6 +4,7 @@ import example_results as example
 import pytest
 
 from report import looks
+from report.gpus import measured_section
 from variants import Lora
 
 
@@ -32,6 +33,17 @@ def test_the_caption_says_what_was_measured():
 def test_the_caption_tells_what_is_special(changed, said):
     assert said in looks.caption(example.empty(**changed))
     assert said not in looks.caption(example.empty())
+
+
+def test_a_run_that_went_on_on_another_card_says_so():
+    run = example.run(seq_lens=(64,))
+    for cell in run.cells:
+        cell.card = "0123abcd"
+    assert "card" not in looks.caption(run) + measured_section({"": run})
+    for cell in run.cells_of(round=2):
+        cell.card = "4567cdef"
+    assert "NVIDIA H200 (2 cards, one after the other) ·" in looks.caption(run)
+    assert "24 steps, 2 cards |" in measured_section({"": run})
 
 
 @pytest.mark.parametrize(
