@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from bench.records import Run
-from report.headline import ANSWERS, speedup_lines
+from bench.records import Run, SummaryRow
+from report.headline import ANSWERS, rows_of, speedup_lines
 from report.looks import from_to, markdown_table
-from report.statistics import summarize
 from variants import BASELINE, title_of
 
 
@@ -36,15 +35,20 @@ def measured_section(runs: Mapping[str, Run]) -> str:
     path that docs/gpus.md links to; "" for one that is not committed."""
     lines = []
     for path, run in runs.items():
-        lines += [[run.environment.device, *line, _made(run, path)] for line in speedup_lines(run)]
+        rows = rows_of(run)
+        for seq_len in run.experiment.seq_lens:
+            made = _made(run, path, [row for row in rows.values() if row.seq_len == seq_len])
+            for line in speedup_lines(rows, seq_len):
+                lines.append([run.environment.device, *line, made])
     header = ["GPU", "tokens", title_of(BASELINE), *map(title_of, ANSWERS), "run"]
     return markdown_table(header, lines)
 
 
-def _made(run: Run, path: str) -> str:
-    """The day of a run, how many steps it timed, and on how many cards, if on several."""
+def _made(run: Run, path: str, rows: Sequence[SummaryRow]) -> str:
+    """The day of a run, of how many steps these rows are, and on how many cards it ran, if on
+    several."""
     day = run.started_utc[:10]
-    steps = from_to(row.steps for row in summarize(run) if row.steps)
+    steps = from_to(row.steps for row in rows if row.steps)
     cards = f", {run.cards()} cards" if run.cards() > 1 else ""
     return f"{f'[{day}]({path})' if path else day}, {steps} steps{cards}"
 

@@ -49,29 +49,28 @@ def answer(run: Run) -> str:
     )
 
 
-def speedup_lines(run: Run) -> list[list[str]]:
-    """A line a length: the tokens, vanilla PEFT, and every other variant of the answer; where the
-    host is the limit, one more with the GPU's own time."""
-    lines, rows = [], rows_of(run)
-    for seq_len in run.experiment.seq_lens:
-        base, *others = (rows.get((variant, seq_len)) for variant in (BASELINE, *ANSWERS))
-        if base is None or base.median_step_ms is None or not any(others):
-            continue
-        cells = [
-            times(row) + (f", {row.peak_gib:.1f} GiB" if row and row.peak_gib else "")
-            for row in others
-        ]
-        vanilla = f"{base.median_step_ms:.0f} ms, {base.peak_gib or 0:.1f} GiB"
-        lines.append([f"**{seq_len}**", vanilla, *cells])
-        if base.gpu_ms and base.gpu_ms < HOST_BOUND * base.median_step_ms:
-            alone = [f"{base.gpu_ms / row.gpu_ms:.2f}×" if row and row.gpu_ms else ""
-                     for row in others]  # fmt: skip
-            lines.append([f"{seq_len}, GPU time alone", f"{base.gpu_ms:.0f} ms", *alone])
+def speedup_lines(rows: dict[tuple[str, int], SummaryRow], seq_len: int) -> list[list[str]]:
+    """A length's line: the tokens, vanilla PEFT, and every other variant of the answer; where the
+    host is the limit, one more with the GPU's own time. None where vanilla PEFT has no time."""
+    base, *others = (rows.get((variant, seq_len)) for variant in (BASELINE, *ANSWERS))
+    if base is None or base.median_step_ms is None or not any(others):
+        return []
+    cells = [
+        times(row) + (f", {row.peak_gib:.1f} GiB" if row and row.peak_gib else "") for row in others
+    ]
+    vanilla = f"{base.median_step_ms:.0f} ms, {base.peak_gib or 0:.1f} GiB"
+    lines = [[f"**{seq_len}**", vanilla, *cells]]
+    if base.gpu_ms and base.gpu_ms < HOST_BOUND * base.median_step_ms:
+        alone = [f"{base.gpu_ms / row.gpu_ms:.2f}×" if row and row.gpu_ms else ""
+                 for row in others]  # fmt: skip
+        lines.append([f"{seq_len}, GPU time alone", f"{base.gpu_ms:.0f} ms", *alone])
     return lines
 
 
 def headline_table(run: Run, lengths: Sequence[ChatGroup] = ()) -> str:
     """The run's lines, then one of chats in one row."""
-    lines = speedup_lines(run) + documents_row(lengths, ANSWERS, run.environment.device)
+    rows = rows_of(run)
+    lines = [line for n in run.experiment.seq_lens for line in speedup_lines(rows, n)]
+    lines += documents_row(lengths, ANSWERS, run.environment.device)
     table = markdown_table(["tokens", title_of(BASELINE), *map(title_of, ANSWERS)], lines)
     return f"**{REHEARSAL_NOTICE}.**\n\n{table}" if run.rehearsal else table
