@@ -40,11 +40,12 @@ def kernel_time_figure(run: Run, lengths: list[int]) -> Figure:
     with style.context(["default", STYLE]):
         picture = Figure(figsize=(12, 9), dpi=150)
         panels = picture.subplots(len(lengths), 1, squeeze=False)[:, 0]
-        picture.subplots_adjust(left=0.16, right=0.985)
+        picture.subplots_adjust(left=0.16, right=0.97)
         names_inches = 0.0
         for axes, seq_len in zip(panels, sorted(lengths, reverse=True), strict=True):
             names_inches += draw_kinds(axes, run, seq_len, named=axes is panels[0])
-            axes.set_title(f"{seq_len} tokens", x=-0.165, size=13)
+            if len(lengths) > 1:
+                axes.set_title(f"{seq_len} tokens", x=-0.165, size=13)
         title = fill(kernel_time_finding(run, lengths), 76)
         title_inches = 0.3 * (1 + title.count("\n"))
         rows = ROW_INCHES * (len(shown_variants(run)) + 0.5)
@@ -58,7 +59,8 @@ def kernel_time_figure(run: Run, lengths: list[int]) -> Figure:
         picture.set_figheight(height)
         top = 1 - (0.25 + title_inches + names_inches) / height
         picture.subplots_adjust(bottom=1.25 / height, top=top, hspace=GAP_INCHES / rows)
-        panels[-1].set_xlabel("ms a step, medians over rounds")
+        where = f" at {lengths[0]} tokens" if len(lengths) == 1 else ""
+        panels[-1].set_xlabel(f"ms a step{where}, medians over rounds")
         picture.text(0.025, 1 - 0.2 / height, title, size=16, weight="bold", va="top")
         words = fill(f"{caption(run)} {COPIES_WORDS} {FLOOR_WORDS}", 150)
         picture.text(0.025, 0.15 / height, words, size=9.5, color="#444444", linespacing=1.5)

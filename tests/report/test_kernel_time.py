@@ -1,10 +1,14 @@
 """kernel_time.png: its numbers by hand, and that the picture says them."""
 
+from pathlib import Path
+
 import example_results as example
+import picture_case as case
 import pytest
 from matplotlib.text import Text
 from msgspec.structs import replace
 
+from bench import results
 from bench.profiler import KINDS
 from bench.records import Floor
 from report import kernel_time, kind_bars
@@ -83,7 +87,8 @@ def test_the_picture_says_the_steps_the_kinds_and_the_floor():
     )
     said = words(kernel_time.kernel_time_figure(document, [64]))
     for expected in ("200 ms", "160 ms", "120", "30", "floor 40", "RMSNorm", kind_bars.IDLE,
-                     "vanilla PEFT", "fused MLP", "64 tokens"):  # fmt: skip
+                     "vanilla PEFT", "fused MLP",
+                     "ms a step at 64 tokens, medians over rounds"):  # fmt: skip
         assert expected in said, expected
 
 
@@ -103,6 +108,13 @@ def test_the_title_says_what_surrounds_the_products():
     many = profiled(vanilla, fused, *((v, [90.0], {"copy": 40.0}, 80.0) for v in others))
     assert kernel_time.kernel_time_finding(many, [64]) == f"{said}, 12 in fused MLP"
     assert "vanilla" not in kernel_time.kernel_time_finding(profiled(fused), [64])
+
+
+# an axis that ends beside a tick, and bars so short that their names stand left of all
+@pytest.mark.parametrize("name", ["h100/experiment", "h100/published-qwen3-0.6b"])
+def test_every_text_can_be_read(name):
+    run = results.load(Path(__file__).parents[2] / "docs" / "runs" / f"{name}.json.gz")
+    case.assert_readable(kernel_time.kernel_time_figure(run, run.experiment.seq_lens))
 
 
 def test_without_a_profile_there_is_no_picture(tmp_path):
