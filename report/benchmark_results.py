@@ -54,7 +54,7 @@ def write_png(picture: Figure, path: str | Path) -> None:
 def benchmark_figure(run: Run) -> Figure:
     """The 2x2 picture: speedup, tokens a second, peak memory, what the GPU does at the longest
     length."""
-    with style.context(["default", STYLE]):
+    with style.context(["default", STYLE, {"axes.titlepad": TITLE_PAD}]):
         view = View(run)
         picture = Figure(figsize=(WIDTH, HEIGHT), dpi=150)
         panels = picture.subplots(2, 2, gridspec_kw={"hspace": 0.34, "wspace": 0.14})
@@ -82,7 +82,7 @@ def benchmark_figure(run: Run) -> Figure:
 
 
 def _speedup(axes: Axes, view: View) -> None:
-    axes.set_title("Speedup over vanilla PEFT (higher is better)", pad=TITLE_PAD)
+    axes.set_title("Speedup over vanilla PEFT (higher is better)")
     axes.set_yscale("log")  # twice as fast is as far from 1 as half as fast
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}×" if value > 0 else "")
     axes.yaxis.set_minor_locator(NullLocator())
@@ -107,14 +107,14 @@ def _speedup(axes: Axes, view: View) -> None:
 
 
 def _throughput(axes: Axes, view: View) -> None:
-    axes.set_title("Tokens a second (higher is better)", pad=TITLE_PAD)
+    axes.set_title("Tokens a second (higher is better)")
     axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     axes.set_ylim(0, 1.15 * view.top("tokens_per_s"))
     draw_lines(axes, view, view.timed, "tokens_per_s", EngFormatter(places=1, sep=""))
 
 
 def _memory(axes: Axes, view: View) -> None:
-    axes.set_title("Peak memory, GiB (lower is better)", pad=TITLE_PAD)
+    axes.set_title("Peak memory, GiB (lower is better)")
     top = view.top("peak_gib")
     rows = [row for row in view.timed if row.peak_gib]
     for row in rows:
@@ -155,8 +155,7 @@ def _memory_numbers(axes: Axes, view: View, rows: list[SummaryRow]) -> None:
 def _kinds(axes: Axes, view: View) -> None:
     """Leaves room for the names of its bars, beside them, and of its colours, above."""
     seq_len, box = longest_profiled(view.run), axes.get_position()
-    few = view.is_named
-    left = 0.055 if few else 0.09
+    left = 0.055 if view.is_named else 0.09
     axes.set_position((box.x0 + left, box.y0, box.width - left, box.height))
     inches = draw_kinds(axes, view.run, seq_len, named=True)
     height = box.height - inches / HEIGHT
@@ -164,8 +163,9 @@ def _kinds(axes: Axes, view: View) -> None:
     title = f"Where the time goes at {seq_len} tokens (lower is better)"
     axes.set_title(title, x=-left / (box.width - left), pad=TITLE_PAD + 72 * inches)
     axes.set_xlabel("ms a step")
-    names = [fill(title_of(variant), 16 if few else 30) for variant in view.looks]
-    axes.set_yticks(range(len(names)), names, weight="bold", size=11 if few else 7.5)
+    letters, size = (16, 11) if view.is_named else (30, 7.5)
+    names = [fill(title_of(variant), letters) for variant in view.looks]
+    axes.set_yticks(range(len(names)), names, weight="bold", size=size)
     for label, look in zip(axes.get_yticklabels(), view.looks.values(), strict=True):
         label.set_color(look.colour)
 

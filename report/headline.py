@@ -51,7 +51,7 @@ def answer(run: Run) -> str:
 
 def speedup_lines(rows: dict[tuple[str, int], SummaryRow], seq_len: int) -> list[list[str]]:
     """A length's line: the tokens, vanilla PEFT, and every other variant of the answer; where the
-    host is the limit, one more with the GPU's own time. None where vanilla PEFT has no time."""
+    host is the limit, one more with the GPU's own time. Empty where vanilla PEFT has no time."""
     base, *others = (rows.get((variant, seq_len)) for variant in (BASELINE, *ANSWERS))
     if base is None or base.median_step_ms is None or not any(others):
         return []

@@ -28,12 +28,12 @@ def draw_lines(
 ) -> None:  # fmt: skip
     """One line a variant, broken where a length has no value, with intervals; and its values,
     above or below their points, wherever no other point (or height `beside`) is in the way. At the
-    last length they stand right of all, with the names of few variants. What is within noise is
+    last length they stand right of all, with names if `view` has them. What is within noise is
     not bold, nor below its point, where it would look like a loss.
 
     apart: the variants, along the x axis, so that no interval hides another."""
     last = len(view.seq_lens) - 1
-    if len(view.looks) <= FEW:
+    if view.is_named:
         axes.set_xlim(-0.5, last + 0.5 + NAMES_ROOM * (last + 1))
     lines = _Lines(axes, view, name, words, apart)
     for variant in view.looks:
@@ -85,10 +85,10 @@ class _Lines(NamedTuple):
                                linewidth=1.8)  # fmt: skip
 
     def name_ends(self, place: int, rows: list[SummaryRow]) -> None:
-        """The values at the last length, right of all, with the names of few variants."""
-        named = self.view.is_named
+        """The values at the last length, right of all, with names."""
         labels = [
-            f"{fill(title_of(row.variant), 17)}\n" * named + self.words(self.value_of(row))
+            f"{fill(title_of(row.variant), 17)}\n" * self.view.is_named
+            + self.words(self.value_of(row))
             for row in rows
         ]
         tall = max((text.count("\n") + 1 for text in labels), default=1)

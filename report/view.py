@@ -13,7 +13,7 @@ SPARE_LOOKS = [  # for variants whose family's look another one has
     Look("", "#7a4900", ">", "ooo"),
 ]
 FEW = 4  # up to this many variants every point is labelled; beyond it the table has the values
-SHORT = 32  # names of up to so many letters stand beside what they name, in two lines
+SHORT = 32  # letters of a name that takes two lines
 
 
 class View:
@@ -27,6 +27,7 @@ class View:
         self.timed = [row for row in rows if row.status == "ok"]
         self.untimed = [row for row in rows if row.status != "ok"]
         self.bar_width = 0.84 / len(shown)
+        # few variants with short names have these beside what they name, not in the legend alone
         short = all(len(title_of(variant)) <= SHORT for variant in shown)
         self.is_named = short and len(shown) <= FEW
 
