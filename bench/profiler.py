@@ -36,7 +36,7 @@ KIND_BY_NAME = [
         ("matmul", r"nvjet|gemm|cutlass|cublas|splitk|\bmatmul"),
         (
             "adapter",
-            r"_add_adapted_kernel|_border|_coded_product|_drop|_keep_bits|_sum\w*_kernel",
+            r"_extend_rows|_border|_coded_product|_drop|_keep_bits|_sum\w*_kernel",
         ),
         ("norm", r"rms_?norm|layer_?norm|_add_normed|_norm_codes|_norm_backward|rsqrt|meanops"),
         (

@@ -2,7 +2,7 @@
 
 With M = [[W, s B], [A, 0]], z = x A' and p = dy s B:
 
-    y  = [x | z] M[:out]'      or, before its addition of z (s B)',  [y | z]  = x M[:, :in]'
+    y  = [x | z] M[:out]'
     dx = [dy | p] M[:, :in]
 
 and with dropout, for the mask mi of each projection, zi = (x mi) Ai' by a kernel, and
@@ -20,7 +20,6 @@ from fused_mlp.dropout import Masks
 
 from .fp8 import Fp8Buffer
 from .kernels.dropped_products import dropped_gradient, dropped_products
-from .kernels.rows import empty_rows
 
 Codes = tuple[Tensor, Tensor]  # of rows in FP8, and their scales
 
@@ -46,20 +45,12 @@ class Buffer:
         """[x | z] M[:out]' + bias"""
         return _product(x_ext, self.matrix[: len(self.sB)], bias)
 
-    def base_product_and_z(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(x W' + bias, x A'), one beside the other: as one product."""
-        outputs, inputs = self.weight.shape
-        y_ext = empty_rows(x, x.shape[0], self.matrix.shape[0])
-        _product(x, self.matrix[:, :inputs], bias, out=y_ext)
-        return y_ext[:, :outputs], y_ext[:, outputs:]
-
-    def base_product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x W' + bias"""
-        return _product(x, self.weight, bias)
-
-    def add_product(self, total: Tensor, x_ext: Tensor, multiplier: float) -> None:
-        """total += multiplier [x | z] M[:out]'"""
-        total.addmm_(x_ext, self.matrix[: len(self.sB)].t(), alpha=multiplier)
+    def add_product(
+        self, total: Tensor, x_ext: Tensor, multiplier: float, adds: bool = True
+    ) -> None:
+        """total += multiplier [x | z] M[:out]', or total = that, unless it adds"""
+        weight = self.matrix[: len(self.sB)].t()
+        total.addmm_(x_ext, weight, beta=int(adds), alpha=multiplier)
 
     def gradient_and_p(
         self, grad_ext: Tensor, x_scales: Tensor | None = None

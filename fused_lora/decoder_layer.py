@@ -10,9 +10,9 @@ of o, of gate and up, and of down, forward in the order of execution:
     q, k    turned where they lie (RoPE); with norms of their heads, as Qwen3 has, qkv stays as it
             is, and one pass writes [RoPE(norm(q)) | RoPE(norm(k)) | v] beside it
     a       = attention(q, k, v)
-    [y|za]  = a M'
-    t       = x + y + za (sB)'                     the residual, and za once more, in one pass; all
-                                                   that is added to a residual may be multiplied
+    za      = a A'                                 into [a | za], and x once more into t: one pass
+    t       = x + [a | za] M'                      rounded once; all that is added to a residual
+                                                   may be multiplied
     m       = norm(t),  zm = m A'                  as n and zn; t once more, as the output's start
     gu      = [m | zm] M'                          gate and up side by side
     h, zh   = silu(gate) up, h A'                  as [h | zh], in one pass
@@ -51,10 +51,11 @@ Norms may multiply by one more than their weight, and the gate's activation may 
 Where biases or norms' weights are trained, too, theirs are sums over tokens: of the rows of g, dgu,
 dt and dqkv that these products read, a pass each, and of what a norm's backward has in hand.
 
-So the adapters' only pass over [T, intermediate] tensors is that over dgu, for pm. All products but
-o's forward grow in K and have no more columns than without adapters: on an H200, at 16,384 tokens,
-pm and dm take 2.27 ms, and 2.35 as [dm | pm], which is 64 columns wider, with pm A added to it
-afterwards.
+So the adapters' only pass over [T, intermediate] tensors is that over dgu, for pm. All products
+grow in K and have no more columns than without adapters: on an H200, at 16,384 tokens, pm and dm
+take 2.27 ms, and 2.35 as [dm | pm], which is 64 columns wider, with pm A added to it afterwards.
+And base, adapter and residual are added in fp32 and rounded once: otherwise small adapters come out
+several times too large or too small (`kernels/residual.py`).
 
 Per token of Qwen2.5-3B (hidden 2,048, intermediate 11,008, q and k and v 2,560; r = 32, bf16) it
 saves 70.2 kB: [n|zn] 4.3, qkv 5.1, a 4.1, t 4.1, [m|zm] 4.2, gu 44.0, za, zh, log-sum-exp and both

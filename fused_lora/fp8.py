@@ -15,7 +15,7 @@ scales, for dA. A product is 0.037 off for what x, dy and W lose as codes, in bf
 What norms and SwiGLU give, and the gradients of what SwiGLU and the norm after o are given, are
 codes from the kernel that computes them (`kernels/fp8_norm.py`, `fp8_swiglu.py`,
 `swiglu_products_backward.py`), of all else a pass of its own makes them. With dropout, whose masks
-make z of another x, adapters have products in bf16.
+make z of another x, the forward takes z as it is given, and backward multiplies adapters in bf16.
 
 On the CPU, which has no such products, and for results in other dtypes than bf16, the codes are
 multiplied in fp32.
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from .kernels.fp8_borders import Bordering, Halves, fp8_borders
 from .kernels.fp8_norm import norm_backward_codes, norm_codes
-from .kernels.fp8_products import add_coded_border
+from .kernels.fp8_products import add_border, add_coded_border
 from .kernels.fp8_rows import E4M3, LARGEST, fp8_rows, new_codes, padded_columns
 from .kernels.fp8_swiglu import swiglu_codes
 
@@ -155,16 +155,19 @@ class Fp8Buffer:
     def product(self, x_ext: Tensor, bias: Tensor | None) -> Tensor:
         """[x | z] M[:out]' + bias"""
         x, z = x_ext.tensor_split([self.A.shape[1]], 1)
-        return self.base_product(x, bias).addmm_(z, self.sB.t())
+        codes, scales = fp8_rows(x, self._codes.shape[1])
+        add_border(codes, x.shape[1], scales, z, self._factors)
+        return product_of_codes(codes, scales, self._codes, self.scales, bias, x.dtype)
 
-    def base_product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x W' + bias"""
-        rows = _without_border(*fp8_rows(x, self._codes.shape[1]), x.shape[1])
-        return product_of_codes(*rows, self._codes, self.scales, bias, x.dtype)
-
-    def add_product(self, total: Tensor, x_ext: Tensor, multiplier: float) -> None:
-        """total += multiplier [x | z] M[:out]'"""
-        total.add_(self.product(x_ext, None), alpha=multiplier)
+    def add_product(
+        self, total: Tensor, x_ext: Tensor, multiplier: float, adds: bool = True
+    ) -> None:
+        """total += multiplier [x | z] M[:out]', or total = that, unless it adds"""
+        y = self.product(x_ext, None)
+        if adds:
+            total.add_(y, alpha=multiplier)
+        else:
+            torch.mul(y, multiplier, out=total)
 
     def add_gradient(self, grad: Tensor, dy: Tensor) -> None:
         """grad += dy W"""

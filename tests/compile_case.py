@@ -90,12 +90,13 @@ def launch_parts():
 def launch_layer():
     """Those that a whole layer has beside them."""
     x, wide, weight = empty(TOKENS, HIDDEN), empty(TOKENS, HIDDEN + RANK), empty(HIDDEN)
-    y, z = wide[:, :HIDDEN], wide[:, HIDDEN:]
+    y = wide[:, :HIDDEN]
     rstd = residual_kernels.residual_norm_forward(x, weight, 1e-6, y, copy=x)
     residual_kernels.residual_norm_backward(x, y, x, weight, rstd, y)
     residual_kernels.add_normed(x, y, weight, 1e-6, x)
-    residual_kernels.add_adapted(x, y, z, empty(HIDDEN, RANK), x, empty(TOKENS, RANK))
-    residual_kernels.add_adapted(None, y, z, empty(HIDDEN, RANK), x, empty(TOKENS, RANK), 0.3)
+    A, z_copy = empty(RANK, HIDDEN), empty(TOKENS, RANK)
+    residual_kernels.extend_rows(x, A, wide, z_copy, x, torch.empty_like(x))
+    residual_kernels.extend_rows(x, A, wide, z_copy)
     qkv = empty(TOKENS, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
     cos = empty(1, POSITIONS, HEAD_DIM)
     qkv_rope.rope_forward(qkv, cos, cos, HEADS, KV_HEADS)

@@ -87,10 +87,13 @@ class OracleBuffer(Fp8Buffer):
     def from_rows(self, codes, scales, bias, dtype):
         """What is given, but in fp64, is multiplied with A' and, with the border, with W'."""
         z = (codes * scales @ in_halves(self.A.double()).t()).to(dtype)
+        return self.with_border(codes, scales, z, bias, dtype), z
+
+    def with_border(self, codes, scales, z, bias, dtype):
         border = self.sB.double() / self.scales[:, None] / self.factors
         adapted = product_of_border(z.double() * self.factors, border, scales)
         y = (codes * scales @ self.codes.t() + adapted) * self.scales
-        return (y if bias is None else y + bias.double()).to(dtype), z
+        return (y if bias is None else y + bias.double()).to(dtype)
 
     def product_and_z(self, x, bias):
         return self.from_rows(*quantised(x.double()), bias, x.dtype)
@@ -113,17 +116,12 @@ class OracleBuffer(Fp8Buffer):
             torch.add(residual, y, alpha=multiplier, out=total)
         return z
 
-    def base_product(self, x, bias):
-        codes, scales = quantised(x.double())
-        y = (codes * scales @ self.codes.t()) * self.scales
-        return (y if bias is None else y + bias.double()).to(x.dtype)
-
     def product(self, x_ext, bias):
         x, z = x_ext.tensor_split([self.A.shape[1]], 1)
-        return self.base_product(x, bias) + z @ self.sB.t()
+        return self.with_border(*quantised(x.double()), z, bias, x.dtype)
 
-    def add_product(self, total, x_ext, multiplier):
-        total.add_(self.product(x_ext, None), alpha=multiplier)
+    def add_product(self, total, x_ext, multiplier, adds=True):
+        total.mul_(adds).add_(self.product(x_ext, None), alpha=multiplier)
 
     def gradient_and_p(self, grad_ext, x_scales=None):
         dy = grad_ext[:, : len(self.sB)].double()

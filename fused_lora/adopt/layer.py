@@ -17,7 +17,7 @@ from fused_mlp.utils import compute_dtype
 from ..decoder_layer import DecoderLayer
 from ..frozen_layer import GROUPS, FrozenLayer, Others
 from ..kernels.fp8_rows import E4M3
-from ..kernels.residual import _add_adapted_kernel
+from ..kernels.residual import _extend_rows_kernel
 from ..kernels.rows import Handover
 from ..step.recompute import saving_last
 from .attention import (
@@ -98,7 +98,7 @@ def give_borders(layers: Sequence[tuple[str, nn.Module]]) -> None:
 
 
 def _runs_on(device: torch.device) -> bool:
-    return device.type != "cpu" or not isinstance(_add_adapted_kernel, triton.JITFunction)
+    return device.type != "cpu" or not isinstance(_extend_rows_kernel, triton.JITFunction)
 
 
 # --- reading --------------------------------------------------------------------------------------

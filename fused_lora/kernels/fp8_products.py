@@ -173,11 +173,28 @@ def add_coded_border(
         block_rows, block_k, block_width, rounds(_coded_product_kernel),
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
+    _write_border(codes, columns, scales, partials, factor.scales, factors, z, of_rows, warps)
+    return z
+
+
+def add_border(codes: Tensor, columns: int, scales: Tensor, z: Tensor, factors: Tensor) -> None:
+    """`add_coded_border` for a z [rows, width] that is there: of another x than the codes, whose
+    columns are so many."""
+    if len(z):
+        partials = (z.float() / scales)[None]  # times scales it is z again
+        ones = torch.ones_like(factors)
+        _write_border(codes, columns, scales, partials, ones, factors, torch.empty_like(z))
+
+
+def _write_border(
+    codes: Tensor, columns: int, scales: Tensor, partials: Tensor, factor_scales: Tensor,
+    factors: Tensor, z: Tensor, of_rows: Tensor | None = None, warps: int = 4,
+) -> None:  # fmt: skip
+    (splits, rows, width), padded = partials.shape, codes.shape[1]
     launch(
         _coded_border_kernel, (cdiv(rows, BORDER_ROWS),),
-        partials, codes, scales, factor.scales, factors, of_rows, z, rows, columns, width, splits,
+        partials, codes, scales, factor_scales, factors, of_rows, z, rows, columns, width, splits,
         padded, BORDER_ROWS, BORDER_COLUMNS, next_power_of_2(width),
         next_power_of_2(max(padded - columns - 3 * width, 1)), rounds(_coded_border_kernel),
         num_warps=warps,
     )  # fmt: skip
-    return z

@@ -11,7 +11,7 @@ from fused_mlp.dropout import Masks
 from ..bordered import Bordered, Codes, Extended, grow_k_forward
 from ..fp8 import Fp8Buffer
 from .dropped_products import dropped_products
-from .residual import add_adapted, residual_norm_backward, residual_norm_forward
+from .residual import extend_rows, residual_norm_backward, residual_norm_forward
 from .rows import empty_rows
 
 
@@ -64,24 +64,32 @@ def add_projected(
     residual: Tensor | None, x: Tensor, bordered: Bordered, total: Tensor, multiplier: float,
     masks: Masks | None,
 ) -> Tensor:  # fmt: skip
-    """Write residual + multiplier (x W' + bias + s (x A') B') into total; returns x A', new."""
+    """Write residual + multiplier (x W' + bias + s (x A') B') into total; returns x A', new.
+
+    One product that adds to the residual and rounds once; a bias rounds once more. In FP8 the
+    product rounds before the residual is added, but the adapter is in it by then.
+    """
     buffer = bordered.buffer
-    if masks is not None:
-        y = buffer.base_product(x, bordered.base_bias)
-        z = x.new_empty(len(x), len(bordered.A))
-        dropped_products(x, bordered.A, bordered.blocks, masks, z)
-    elif isinstance(buffer, Fp8Buffer):
+    if masks is None and isinstance(buffer, Fp8Buffer):
         y, z = buffer.product_and_z(x, bordered.base_bias)
         if residual is None:
             torch.mul(y, multiplier, out=total)
         else:
             torch.add(residual, y, alpha=multiplier, out=total)
         return z
+    z = x.new_empty(len(x), len(bordered.A))
+    extended = empty_rows(x, len(x), bordered.x_columns)
+    if masks is None:
+        extend_rows(x, bordered.A, extended, z, residual, None if residual is None else total)
     else:
-        y, z = buffer.base_product_and_z(x, bordered.bias)
-    z_copy = torch.empty_like(z)  # its own, so that what is saved does not keep y
-    add_adapted(residual, y, z, bordered.sB, total, z_copy, multiplier)
-    return z_copy
+        dropped_products(x, bordered.A, bordered.blocks, masks, z)
+        extended.copy_(torch.cat((x, z), 1))
+        if residual is not None:
+            total.copy_(residual)
+    buffer.add_product(total, extended, multiplier, adds=residual is not None)
+    if bordered.base_bias is not None:
+        total.add_(bordered.base_bias, alpha=multiplier)
+    return z
 
 
 def gradient_of_added(

@@ -24,7 +24,6 @@ from torch.nn.utils import parametrize, prune
 
 from fused_lora import Fusion, decoder_layer, fuse, report, unfuse
 from fused_lora.adopt.layer import borders_of
-from fused_lora.kernels import layer_residual
 
 
 def pruned(linear):
@@ -86,12 +85,11 @@ def test_attention_and_o_run_once_where_their_output_is_offloaded(
     once in any case."""
     model, _, _ = pair(device, family=family, config={"head_dim": head_dim})
     want = step(model, length=SHORT)
-    counts = {"attention_forward": [], "add_adapted": [], "add_down": []}
+    counts = {"attention_forward": [], "add_projected": [], "add_down": []}
     for name, seen in counts.items():
-        module = layer_residual if name == "add_adapted" else decoder_layer
-        function = getattr(module, name)
+        function = getattr(decoder_layer, name)
         monkeypatch.setattr(
-            module, name,
+            decoder_layer, name,
             lambda *given, seen=seen, function=function: seen.append(1) or function(*given),
         )  # fmt: skip
     fuse(model, Fusion(checkpoint=policy))

@@ -29,7 +29,7 @@ NAMES = {  # as the profiler gave them on an H200
         "void cudnn::fusion::fmha_reduce_head<true>(void const*, void*, unsigned int, unsigned int",
         "_attention_forward_kernel",
     ],
-    "adapter": ["_add_adapted_kernel"],
+    "adapter": ["_extend_rows_kernel"],
     "norm": [
         "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::MeanOps<f",
         f"{ELEMENTWISE}rsqrt_kernel_cuda(at::TensorIteratorBase&)",

@@ -100,10 +100,10 @@ LAUNCHERS = {
         ((sums_over_tokens, "_sums_over_tokens_kernel", "_sum_partials_kernel"),),
         sums.CASES, "odd", (0, sums.CASES["odd"][1]), sums.make, sums.fused, sums.eager, writes=6,
     ),
-    "add_adapted": Launcher(
-        ((residual_kernels, "_add_adapted_kernel"),),
-        residual.SUMS, "odd", (0, 8, 4), residual.sum_case,
-        of_case(residual.fused_sum), of_case(residual.eager_sum), writes=2,
+    "extend_rows": Launcher(
+        ((residual_kernels, "_extend_rows_kernel"),),
+        residual.EXTENDED, "odd", (0, 8, 4, 3), residual.extended_case,
+        of_case(residual.fused_extension), of_case(residual.eager_extension), writes=3,
     ),
     "dropped_products": Launcher(
         (
@@ -291,9 +291,9 @@ ARGUMENTS = {
     residual_kernels.add_normed: {
         "residual": ones(4, 8), "x": ones(4, 8), "weight": ones(8), "eps": EPS, "total": ones(4, 8)
     },
-    residual_kernels.add_adapted: {
-        "residual": ones(4, 8), "y": ones(4, 8), "z": ones(4, 2), "B": ones(8, 2),
-        "total": ones(4, 8), "z_copy": ones(4, 2),
+    residual_kernels.extend_rows: {
+        "x": ones(4, 8), "A": ones(2, 8), "extended": ones(4, 10), "z": ones(4, 2),
+        "residual": ones(4, 6), "total": ones(4, 6),
     },
     dropped_products.dropped_products: {
         "x": ones(9, 10), "A": ones(8, 10), "ranks": (4, 3), "masks": (None, None), "z": ones(9, 8)
@@ -367,7 +367,7 @@ ERRORS = [
     ("residual_norm_forward", {"weight": short}, r"weight is \[7\], should be \[8\] and contigu"),
     ("residual_norm_forward", {"weight": half}, "weight is torch.float16"),
     ("add_normed", {"weight": short}, r"weight is \[7\], should be \[8\] and contiguous"),
-    ("add_adapted", {"B": narrow}, r"B is \[8, 1\], should be \[8, 2\]"),
+    ("extend_rows", {"A": narrow}, r"A is \[2, 7\], should be \[2, 8\]"),
     ("dropped_products", {"ranks": to((4, 5))}, r"ranks are \[4, 5\] and masks 2, should be as"),
     ("dropped_products", {"masks": to((None,))}, r"ranks are \[4, 3\] and masks 1, should be as"),
     ("dropped_gradient", {"A": narrow}, r"A is \[8, 9\], should be \[8, 10\]"),

@@ -1,29 +1,27 @@
 """RMSNorm into wider rows, its backward and the residual's sum: what test_launchers.py tries, and
 how their rows are made."""
 
-import pytest
 import torch
 from reference import assert_within_budget, random
 from rms_norm_case import EPS, eager_rms_norm
 
 from fused_lora.kernels import residual
 from fused_lora.kernels.residual import (
-    add_adapted,
     add_normed,
+    extend_rows,
     residual_norm_backward,
     residual_norm_forward,
 )
 from fused_lora.kernels.rows import empty_rows
 
 SIZES = {"odd": (7, 52), "one row": (1, 139), "one column": (3, 1), "a block": (5, 128)}
-# rows, columns, rank
-SUMS = {
-    "odd": (13, 139, 24),
-    "one row": (1, 52, 8),
-    "more than a tile": (70, 133, 12),
-    "rank 1": (5, 52, 1),
-    "a rank of two blocks": (17, 20, 72),
-    "two blocks and tiles": (35, 133, 72),
+# rows, columns, rank, columns of the residual
+EXTENDED = {
+    "odd": (13, 139, 24, 50),
+    "one row": (1, 52, 8, 52),
+    "more than a tile": (70, 133, 12, 133),
+    "rank 1": (5, 52, 1, 52),
+    "two blocks and tiles": (35, 133, 72, 140),
 }
 
 
@@ -56,22 +54,25 @@ def eager_norm(x, weight, grad_y, grad_residual, zero_centered=False):
     return y.detach(), grad_x + grad_residual, grad_weight
 
 
-def sum_case(size, dtype, device):
-    rows, columns, rank = SUMS[size]
-    residual, y = random_like((rows, columns), 2, dtype, device)
-    z = random(rows, rank, seed=5, dtype=dtype, device=device)
-    B = random(columns, rank, seed=6, scale=rank**-0.5, dtype=dtype, device=device)
-    return residual, y, z, B
+def extended_case(size, dtype, device):
+    rows, columns, rank, residual_columns = EXTENDED.get(size, size)
+    x = random(rows, columns, dtype=dtype, device=device)
+    A = random(rank, columns, seed=1, scale=columns**-0.5, dtype=dtype, device=device)
+    return x, A, random(rows, residual_columns, seed=2, dtype=dtype, device=device)
 
 
-def fused_sum(*case, layout=torch.clone):
-    total, z_copy = (layout(torch.full_like(t, 7.0)) for t in (case[0], case[2]))
-    add_adapted(*map(layout, case), total, z_copy)
-    return total, z_copy
+def fused_extension(x, A, residual, layout=torch.clone):
+    extended, z, total = (
+        layout(x.new_full((len(x), columns), 7.0))
+        for columns in (x.shape[1] + len(A), len(A), residual.shape[1])
+    )
+    extend_rows(*map(layout, (x, A)), extended, z, layout(residual), total)
+    return extended, z, total
 
 
-def eager_sum(residual, y, z, B):
-    return residual + (y + z @ B.t()), z
+def eager_extension(x, A, residual):
+    z = x @ A.t()
+    return torch.cat((x, z), 1), z, residual
 
 
 def normed_sum_case(size, dtype, device):
@@ -102,28 +103,6 @@ def test_several_rows_share_a_partial_sum_of_a_weights_gradient(device, monkeypa
     truth = eager_norm(*(t.double() for t in case))
     for got, eager, exact in zip(fused_norm(*case), eager_norm(*case), truth, strict=True):
         assert_within_budget("norm", got, eager, exact)
-
-
-def test_without_a_residual_a_sum_is_what_is_added(device):
-    case = sum_case("odd", torch.bfloat16, device)
-    (got, z), (want, _) = ([torch.empty_like(case[i]) for i in (0, 2)] for _ in range(2))
-    add_adapted(None, *case[1:], got, z)
-    add_adapted(torch.zeros_like(case[0]), *case[1:], want, z)
-    assert torch.equal(got, want)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_a_sum_may_have_a_multiple_of_what_is_added(dtype, device):
-    case = sum_case("more than a tile", dtype, device)
-    total, z_copy = torch.empty_like(case[0]), torch.empty_like(case[2])
-    add_adapted(*case, total, z_copy, multiplier=0.3)
-
-    def eager(residual, y, z, B):
-        return residual + 0.3 * (y + z @ B.t())
-
-    truth = eager(*(t.double() for t in case))
-    assert_within_budget("total", total, eager(*case), truth)
-    assert torch.equal(z_copy, case[2])
 
 
 def test_new_rows_are_a_multiple_of_128_bytes_apart(device):

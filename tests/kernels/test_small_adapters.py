@@ -1,0 +1,105 @@
+"""What a small adapter changes, over what it changes in float64: 1 is right.
+
+An adapter's delta of 3e-4 is far below bf16's step of 4e-3 to 8e-3 for the numbers it is added to,
+so each output either stays or jumps a whole step. Where base, adapter and residual are added in
+fp32 and rounded once, the right share of them jumps.
+"""
+
+import pytest
+import torch
+from reference import random, unpacked
+
+from fused_lora.bordered import Bordered, Buffer
+from fused_lora.fp8 import Fp8Buffer, codes_and_scales
+from fused_lora.kernels.layer_residual import add_projected, normed_product
+from fused_lora.kernels.swiglu_bordered import add_down
+from fused_lora.lora_linear import FrozenLinear, LoRA_W
+from fused_mlp.dropout import draw_masks
+
+ROWS, IN, OUT, RANK = 256, 64, 128, 8
+DELTA = 3e-4
+BF16 = torch.bfloat16
+
+
+class Case:
+    """x [rows, in], a frozen weight [out, in], its adapter, whose B can be 0, and a residual."""
+
+    def __init__(self, device, fp8, drops):
+        self.x = random(ROWS, IN, dtype=BF16, device=device)
+        self.gate_up = random(ROWS, 2 * IN, seed=1, dtype=BF16, device=device)
+        self.weight = random(OUT, IN, seed=2, scale=IN**-0.5, dtype=BF16, device=device)
+        self.A = random(RANK, IN, seed=3, scale=IN**-0.5, dtype=BF16, device=device)
+        self.B = random(OUT, RANK, seed=4, scale=DELTA * RANK**-0.5, dtype=BF16, device=device)
+        self.residual = random(ROWS, OUT, seed=5, dtype=BF16, device=device)
+        self.masks, self.kept = None, 1.0
+        if drops:
+            seed = torch.tensor([5], device=device)
+            self.masks = draw_masks("test", seed, (0.25,), [ROWS], [IN])
+            self.kept = unpacked(self.masks[0], ROWS).double()
+        self.fp8 = fp8
+
+    def bordered(self, B):
+        if self.fp8:
+            codes, scales = codes_and_scales(self.weight)
+            buffer = Fp8Buffer(codes, scales, None, RANK, BF16)
+        else:
+            matrix = self.weight.new_zeros(OUT + RANK, IN + RANK)
+            buffer = Buffer(matrix, None, OUT, IN)
+            buffer.weight.copy_(self.weight)
+        buffer.A.copy_(self.A)
+        buffer.sB.copy_(B)
+        buffer.encode([buffer])
+        return Bordered(buffer, IN, (OUT,), (RANK,), (1.0,))
+
+    def share(self, output, of):
+        """The change of an output that B makes, projected on what it is for the adapter's input."""
+        changed = (output(self.B).double() - output(torch.zeros_like(self.B)).double()).flatten()
+        exact = ((of.double() * self.kept) @ self.A.double().t() @ self.B.double().t()).flatten()
+        return (changed @ exact / (exact @ exact)).item()
+
+
+def of_o(case):
+    def output(B):
+        total = torch.empty_like(case.residual)
+        add_projected(case.residual, case.x, case.bordered(B), total, 1.0, case.masks)
+        return total
+
+    return case.share(output, case.x)
+
+
+def of_down(case):
+    gate, up = case.gate_up.double().chunk(2, 1)
+    mask = None if case.masks is None else case.masks[0]
+
+    def output(B):
+        total = case.residual.clone()
+        add_down(case.gate_up, case.bordered(B), total, mask=mask, residual=case.residual.clone())
+        return total
+
+    return case.share(output, torch.nn.functional.silu(gate) * up)
+
+
+def behind_a_norm(case):
+    """q, k and v, or gate and up."""
+    weight = torch.ones(IN, dtype=BF16, device=case.x.device)
+    n = case.x.double() / case.x.double().square().mean(1, keepdim=True).add(1e-6).sqrt()
+    return case.share(
+        lambda B: normed_product(case.x, weight, 1e-6, False, case.bordered(B), case.masks)[0], n
+    )
+
+
+@pytest.mark.parametrize("drops", [False, True], ids=("", "dropout"))
+@pytest.mark.parametrize("fp8", [False, True], ids=("bf16", "FP8"))
+@pytest.mark.parametrize("place", [of_o, of_down, behind_a_norm])
+def test_whole_layers_show_all_of_a_small_adapter(place, fp8, drops, device):
+    assert 0.85 < place(Case(device, fp8, drops)) < 1.15
+
+
+def test_a_part_alone_shows_less_of_it_and_never_more(device):
+    """As in PEFT: the product is rounded before the adapter is added to it."""
+    case = Case(device, False, False)
+
+    def output(B):
+        return LoRA_W.apply(case.x, case.A, B, FrozenLinear(case.weight, None, 1.0))
+
+    assert 0.0 <= case.share(output, case.x) < 0.5
