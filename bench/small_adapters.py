@@ -1,0 +1,369 @@
+"""How much of a small adapter does each variant see? Its change of outputs, losses and rewards,
+beside the change in fp32.
+
+    python -m bench.small_adapters      7 minutes on an H100; without a GPU a rehearsal
+
+Vanilla PEFT trains adapters from B = 0 for a few steps at small learning rates, on chats and on
+pairs with DPO's loss. Every variant then runs forward with B = 0 and with each of these adapters,
+in training mode, on other chats. Variants that are done are kept, and the same command goes on.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.nn.functional as F
+
+from batches import Batch, load_tokenizer, make_batches, read_chats, tokenize
+from bench import machine, processes
+from bench.folders import locked
+from bench.options import HERE, Parser, check_variant, why_unavailable
+from bench.records import Environment, Record
+from bench.results import UNREADABLE, write_atomically
+from bench.terminal import console
+from bench.weights import Source, materialize, resolve
+from variants import IN_FP32, Lora, recipe_of, title_of
+
+DECODER, HEAD = "base_model.model.model", "base_model.model.lm_head"
+TRAINER = "vanilla_peft_no_checkpointing"
+BETA, DPO_LR = 0.1, 5e-6
+ON_GPU: dict[str, Any] = {
+    "model": HERE / "configs" / "qwen2.5-3b.json", "batches": 24, "rows": 8, "seq_len": 256,
+    "pairs": 40, "rates": (1e-6, 1e-5, 1e-4), "steps": (1, 8, 64), "device": "cuda",
+    "variants": (TRAINER, "fused_mlp_no_checkpointing", "full_unsloth_no_checkpointing",
+                 "compiled_peft_no_checkpointing", "fused_all_no_checkpointing",
+                 "fused_layer_no_checkpointing", "fp8_layer_no_checkpointing"),
+}  # fmt: skip
+REHEARSED: dict[str, Any] = {
+    "model": HERE / "configs" / "tiny.json", "batches": 2, "rows": 2, "seq_len": 32, "pairs": 8,
+    "rates": (1e-4,), "steps": (1, 2), "device": "cpu",
+    "variants": (TRAINER, "fused_layer_no_checkpointing"),
+}  # fmt: skip
+PAIRS_A_STEP, DPO_STEPS = 4, 4
+
+
+class Adapter(Record):
+    """An adapter after so many steps; is_dpo: on pairs, not on chats."""
+
+    rate: float
+    steps: int
+    is_dpo: bool = False
+
+    @property
+    def file(self) -> str:
+        return f"{'dpo' if self.is_dpo else 'sft'}-{self.rate:g}-{self.steps}.pt"
+
+
+class Seen(Record):
+    """What one variant sees of an adapter, by batch or by pair, as changes from B = 0.
+
+    along: outputs' change times fp32's, summed over a batch; of fp32 itself the square of its own.
+    losses: the loss's change. chosen, rejected: beta times a log-probability's, of DPO's adapters.
+    """
+
+    variant: str
+    adapter: Adapter
+    along: list[float]
+    losses: list[float]
+    chosen: list[float]
+    rejected: list[float]
+
+
+class SmallAdapters(Record):
+    """The file. tokens: of a batch. failed: variants that could not run, and why."""
+
+    started_utc: str
+    environment: Environment
+    model: str
+    weights: str
+    lora: Lora
+    batches: int
+    tokens: int
+    pairs: int
+    adapters: list[Adapter]
+    seen: list[Seen]
+    failed: dict[str, str]
+
+
+def load_small_adapters(path: Path) -> SmallAdapters:
+    """Read a file, which may be compressed, or raise a ValueError of one line."""
+    import gzip
+
+    data = path.read_bytes()
+    try:
+        data = gzip.decompress(data) if path.suffix == ".gz" else data
+        return msgspec.json.decode(data, type=SmallAdapters)
+    except UNREADABLE as error:
+        raise ValueError(f"{path}: {error}: restore it, or delete it and run again") from None
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """All that a process needs to know."""
+
+    source: Source
+    data: Path
+    folder: Path  # of adapters and of fp32's changes
+    device: str
+    batches: int
+    rows: int
+    seq_len: int
+    pairs: int
+    adapters: list[Adapter]
+
+    def chats(self) -> tuple[list[Batch], list[Batch]]:
+        """Batches to train on, and others to look at."""
+        chats = tokenize(read_chats(self.data), load_tokenizer(self.source.tokenizer))
+        most = max(one.steps for one in self.adapters)
+        parts = (chats[1::2], most), (chats[::2], self.batches)
+        trained, seen = (make_batches(*part, self.seq_len, self.rows, n) for part, n in [
+            ((one,), count) for one, count in parts])  # fmt: skip
+        return [b.to(self.device) for b in trained], [b.to(self.device) for b in seen]
+
+    def pairs_of_rows(self) -> list[Batch]:
+        """Two rows for each pair: a chat, and its question with another chat's answer. Only answers
+        are labelled; rows are filled on the right, which causal attention never sees."""
+        chats = tokenize(read_chats(self.data), load_tokenizer(self.source.tokenizer))
+        length, found = 2 * self.seq_len, []
+        for i in range(self.pairs):
+            one, other = chats[i], chats[i + 7]
+            question = next(n for n, label in enumerate(one.labels) if label != -100)
+            answer = next(n for n, label in enumerate(other.labels) if label != -100)
+            rows = [
+                (one.input_ids, one.labels),
+                (
+                    one.input_ids[:question] + other.input_ids[answer:],
+                    one.labels[:question] + other.labels[answer:],
+                ),
+            ]
+            ids = [(ids + [0] * length)[:length] for ids, _ in rows]
+            labels = [(labels + [-100] * length)[:length] for _, labels in rows]
+            found.append(Batch(torch.tensor(ids), torch.tensor(labels)).to(self.device))
+        return found
+
+
+def log_probabilities(model: Any, batch: Batch) -> torch.Tensor:
+    """[rows]: the sum over each row's labelled tokens, from logits in the model's own precision."""
+    hidden = model.get_submodule(DECODER)(input_ids=batch.input_ids)[0]
+    logits = F.linear(hidden, model.get_submodule(HEAD).weight)[:, :-1].float()
+    labels = batch.labels[:, 1:]
+    found = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none", ignore_index=-100)
+    return -found.sum(1)
+
+
+def built_for(asked: Asked, variant: str) -> Any:
+    """The variant's model, with B = 0."""
+    if asked.device == "cpu":
+        from bench.interpreter import prepare_interpreter
+
+        prepare_interpreter()
+    if recipe_of(variant).library == "unsloth":
+        os.environ["UNSLOTH_COMPILE_LOCATION"] = f"unsloth_compiled_cache/{variant}"
+        import unsloth  # noqa: F401  (before transformers and peft, which it patches)
+    import models
+
+    if recipe_of(variant).fp8:
+        os.environ.setdefault(models.CUBLASLT_WORKSPACE, "0")
+    length = 2 * asked.seq_len
+    built = models.build(variant, asked.source.folder, Lora(), length, False, asked.device, seed=0)
+    put(built.model, None)
+    return built
+
+
+def trained_in(model: Any) -> dict[str, torch.nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+@torch.no_grad()
+def put(model: Any, adapter: dict[str, torch.Tensor] | None) -> None:
+    """Give the model these adapters, or B = 0."""
+    for name, parameter in trained_in(model).items():
+        if adapter is not None:
+            parameter.copy_(adapter[name])
+        elif ".lora_B." in name:
+            parameter.zero_()
+
+
+def train_adapters(send: Callable[[Any], None], asked: Asked) -> None:
+    """Write the adapters' files, and B = 0's A, from which all start."""
+    materialize(asked.source, 0, asked.device)
+    built = built_for(asked, TRAINER)
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    chats, pairs = asked.chats()[0], asked.pairs_of_rows()
+    start = {name: p.detach().clone() for name, p in trained_in(built.model).items()}
+    with built.autocast(), torch.no_grad():
+        references = [log_probabilities(built.model, pair) for pair in pairs]
+
+    def dpo_loss(step: int) -> torch.Tensor:
+        margins = []
+        for n in range(step * PAIRS_A_STEP, (step + 1) * PAIRS_A_STEP):
+            chosen, rejected = log_probabilities(built.model, pairs[n]) - references[n]
+            margins.append(BETA * (chosen - rejected))
+        return -F.logsigmoid(torch.stack(margins)).mean()
+
+    runs = {(one.rate, one.is_dpo) for one in asked.adapters}
+    for rate, is_dpo in sorted(runs):
+        same_run = [one for one in asked.adapters if (one.rate, one.is_dpo) == (rate, is_dpo)]
+        wanted = {one.steps: one for one in same_run}
+        put(built.model, start)
+        parameters = list(trained_in(built.model).values())
+        fused = asked.device == "cuda"
+        optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0, fused=fused)
+        for step in range(max(wanted)):
+            with built.autocast():
+                loss = dpo_loss(step) if is_dpo else built.model(**chats[step].inputs()).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if one := wanted.get(step + 1):
+                state = {n: p.detach().cpu() for n, p in trained_in(built.model).items()}
+                torch.save(state, asked.folder / one.file)
+                send({"doing": f"trained {one.file}, loss {loss.item():.5f}"})
+
+
+def look(send: Callable[[Any], None], asked: Asked, variant: str) -> None:
+    """Send a {"seen": Seen} for each adapter."""
+    built = built_for(asked, variant)
+    batches, pairs = asked.chats()[1], asked.pairs_of_rows()
+    kept: list[torch.Tensor] = []
+    built.model.get_submodule(DECODER).register_forward_hook(
+        lambda _, inputs, output: kept.append(output[0].detach().float())
+    )
+
+    def forward() -> Iterator[tuple[torch.Tensor, float]]:
+        for batch in batches:
+            kept.clear()
+            with built.autocast():
+                loss = built.model(**batch.inputs()).loss.item()
+            yield kept.pop(), loss
+
+    def rewards() -> torch.Tensor:
+        with built.autocast(), torch.no_grad():
+            return torch.stack([BETA * log_probabilities(built.model, pair) for pair in pairs])
+
+    at_start = [(hidden.cpu(), loss) for hidden, loss in forward()]
+    rewards_at_start = rewards()
+    for adapter in asked.adapters:
+        put(built.model, torch.load(asked.folder / adapter.file, map_location=asked.device))
+        exact = asked.folder / f"fp32-{adapter.file}"
+        along, losses = [], []
+        if variant == IN_FP32:
+            changes = []
+            for (hidden, loss), (before, loss_before) in zip(forward(), at_start, strict=True):
+                changes.append(hidden.cpu() - before)
+                losses.append(loss - loss_before)
+            along = [change.square().sum(dtype=torch.float64).item() for change in changes]
+            torch.save(changes, exact)
+        else:
+            wanted = torch.load(exact, mmap=True)
+            for (hidden, loss), (before, loss_before), want in zip(
+                forward(), at_start, wanted, strict=True
+            ):
+                change = hidden - before.to(hidden.device)
+                along.append((change.double() * want.to(hidden.device)).sum().item())
+                losses.append(loss - loss_before)
+        chosen, rejected = (
+            (rewards() - rewards_at_start).t().tolist() if adapter.is_dpo else ([], [])
+        )
+        send({"seen": Seen(variant, adapter, along, losses, chosen, rejected)})
+
+
+def begun(asked: Asked) -> SmallAdapters:
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return SmallAdapters(
+        now, machine.environment(), asked.source.name, asked.source.weights, Lora(), asked.batches,
+        asked.rows * asked.seq_len, asked.pairs, asked.adapters, [], {},
+    )  # fmt: skip
+
+
+def looked_at(asked: Asked, variant: str) -> tuple[str | None, list[Seen]]:
+    """Run `look` in a process of its own: why it could not, and what it has seen."""
+    if error := why_unavailable(variant, asked.device):
+        return error, []
+    seen: list[Seen] = []
+    ended = processes.run(look, asked, variant, on_message=lambda sent: seen.append(sent["seen"]))
+    return ended.error and f"{ended.error}: {ended.output_tail}", seen
+
+
+def measure(asked: Asked, variants: tuple[str, ...], path: Path) -> None:
+    """Look at what is not in the file yet, and write it after each variant."""
+    found, fresh = begun(asked), not path.exists()
+    if not fresh:
+        earlier = load_small_adapters(path)
+        same = (earlier.model, earlier.adapters, earlier.batches, earlier.environment.device)
+        if same != (found.model, found.adapters, found.batches, found.environment.device):
+            raise ValueError(f"{path} was measured otherwise or elsewhere: give another --out")
+        found = earlier
+
+    def say(message: dict[str, Any]) -> None:
+        console.print(message["doing"])
+
+    if any(not (asked.folder / one.file).exists() for one in asked.adapters):
+        ended = processes.run(train_adapters, asked, on_message=say)
+        if ended.error:
+            raise RuntimeError(f"training the adapters: {ended.error}\n{ended.output_tail}")
+    files = [asked.folder / f"fp32-{one.file}" for one in asked.adapters]
+    done = {one.variant for one in found.seen}
+    for variant in (IN_FP32, *variants):
+        if variant in done and (variant != IN_FP32 or all(file.exists() for file in files)):
+            continue
+        error, seen = looked_at(asked, variant)
+        if error and variant == IN_FP32:
+            raise RuntimeError(f"{title_of(variant)}: {error}")
+        found.seen[:] = [one for one in found.seen if one.variant != variant]
+        if error:
+            found.failed[variant] = error
+        else:
+            found.failed.pop(variant, None)
+            found.seen += seen
+        write_atomically(path, msgspec.json.encode(found) + b"\n")
+        console.print(f"{title_of(variant)}: {error.splitlines()[-1] if error else 'done'}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    defaults = ON_GPU if machine.has_gpu() else REHEARSED
+    parser = Parser(
+        prog="small_adapters", description=__doc__, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--model", help="architecture file, checkpoint folder or hub name")
+    parser.add_argument("--variants", nargs="+", metavar="NAME")
+    parser.add_argument("--data", type=Path, default=HERE / "data" / "sft_train.jsonl")
+    parser.add_argument("--cache", type=Path, default=HERE / ".cache")
+    parser.add_argument("--out", type=Path, default=HERE / "runs" / "small-adapters")
+    parser.set_defaults(**{name: defaults[name] for name in ("model", "variants")})
+    given = parser.parse_args(argv)
+    if defaults is REHEARSED:
+        os.environ |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        console.print("No GPU: a rehearsal in Triton's interpreter, not a result.")
+    try:
+        for variant in given.variants:
+            check_variant(variant, defaults["device"])
+        source = resolve(str(given.model), given.cache.resolve(), seed=0)
+        adapters = [Adapter(rate, n) for rate in defaults["rates"] for n in defaults["steps"]]
+        dpo_steps = min(DPO_STEPS, defaults["pairs"] // PAIRS_A_STEP)
+        adapters += [Adapter(DPO_LR, n, is_dpo=True) for n in range(1, dpo_steps + 1)]
+        sizes = {name: defaults[name] for name in ("device", "batches", "rows", "seq_len", "pairs")}
+        folder = given.cache.resolve() / "small_adapters" / source.folder.name
+        asked = Asked(source, given.data, folder, adapters=adapters, **sizes)
+        with locked(given.out):
+            measure(asked, tuple(given.variants), given.out / "small_adapters.json")
+    except KeyboardInterrupt:
+        print("\nStopped: the same command goes on.")
+        return 130
+    except RuntimeError as error:
+        print(f"small_adapters: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 1
+    except (ValueError, OSError) as error:
+        print(f"small_adapters: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
