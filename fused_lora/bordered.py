@@ -45,12 +45,9 @@ class Buffer:
         """[x | z] M[:out]' + bias"""
         return _product(x_ext, self.matrix[: len(self.sB)], bias)
 
-    def add_product(
-        self, total: Tensor, x_ext: Tensor, multiplier: float, adds: bool = True
-    ) -> None:
-        """total += multiplier [x | z] M[:out]', or total = that, unless it adds"""
-        weight = self.matrix[: len(self.sB)].t()
-        total.addmm_(x_ext, weight, beta=int(adds), alpha=multiplier)
+    def add_product(self, total: Tensor, x_ext: Tensor, multiplier: float) -> None:
+        """total += multiplier [x | z] M[:out]'"""
+        total.addmm_(x_ext, self.matrix[: len(self.sB)].t(), alpha=multiplier)
 
     def gradient_and_p(
         self, grad_ext: Tensor, x_scales: Tensor | None = None

@@ -10,9 +10,9 @@ of o, of gate and up, and of down, forward in the order of execution:
     q, k    turned where they lie (RoPE); with norms of their heads, as Qwen3 has, qkv stays as it
             is, and one pass writes [RoPE(norm(q)) | RoPE(norm(k)) | v] beside it
     a       = attention(q, k, v)
-    za      = a A'                                 into [a | za], and x once more into t: one pass
-    t       = x + [a | za] M'                      rounded once; all that is added to a residual
-                                                   may be multiplied
+    za      = a A'                                 into [a | za], in the pass that copies a there
+    t       = x + [a | za] M'                      into a copy of x, which the norm has written, and
+                                                   rounded once; what is added may be multiplied
     m       = norm(t),  zm = m A'                  as n and zn; t once more, as the output's start
     gu      = [m | zm] M'                          gate and up side by side
     h, zh   = silu(gate) up, h A'                  as [h | zh], in one pass
@@ -95,6 +95,7 @@ from .frozen_layer import (
 from .kernels.adapter_sums import AdapterSums
 from .kernels.layer_residual import (
     add_projected,
+    adds_beside,
     gradient_of_added,
     norm_backward,
     normed_product,
@@ -107,8 +108,8 @@ from .kernels.qkv_norm_rope import HeadNorms, head_norms_backward, norm_rope_tog
 from .kernels.qkv_rope import rope_forward, split_heads
 from .kernels.residual import add_normed
 from .kernels.rows import as_rows, empty_rows
-from .kernels.swiglu_bordered import add_down, adds_beside, through_swiglu
-from .step.recompute import once
+from .kernels.swiglu_bordered import add_down, through_swiglu
+from .step.recompute import has_kept, once
 
 
 class DecoderLayer(torch.autograd.Function):
@@ -174,8 +175,12 @@ class DecoderLayer(torch.autograd.Function):
         masks_qkv, masks_o, masks_gate_up, masks_down = masks_by_group(masks)
 
         centered = frozen.zero_centered
+        beside_o = adds_beside(frozen.o, masks_o)
+        # a copy of the residual for what is added to it, unless that is there from a first run
+        adds_to_copy = frozen.attended_norm is None and frozen.rows is None and not beside_o
+        copy = torch.empty_like(x) if adds_to_copy and not has_kept() else None
         qkv, normed, input_rstd = normed_product(
-            x, frozen.input_norm, frozen.input_eps, centered, frozen.qkv, masks_qkv
+            x, frozen.input_norm, frozen.input_eps, centered, frozen.qkv, masks_qkv, copy
         )
         raw = None  # what the norms of heads were given
         if frozen.head_norms is None:
@@ -189,15 +194,26 @@ class DecoderLayer(torch.autograd.Function):
 
         def attend() -> tuple:
             attention = Attention(hidden.shape[1], *of_heads)
-            attended, saved, attention = attention_forward(qkv, mask, attention)
+            extended = out = None  # of o's product, which reads [a | za]
+            if frozen.rows is None and not beside_o:
+                extended = empty_rows(x, len(x), frozen.o.x_columns)
+                out = extended[:, : frozen.o.in_features]
+            attended, saved, attention = attention_forward(qkv, mask, attention, out)
             residual, wanted = wanted_rows(x, frozen.rows), wanted_rows(attended, frozen.rows)
-            total = x.new_empty(residual.shape)
+            total = copy
+            if total is None:
+                total = residual if frozen.rows is not None else torch.empty_like(x)
             projected = projected_rstd = None
             if frozen.attended_norm is None:
-                z_o = add_projected(residual, wanted, frozen.o, total, frozen.multiplier, masks_o)
+                z_o = add_projected(
+                    wanted, extended, frozen.o, total, frozen.multiplier, masks_o,
+                    residual if beside_o else None,
+                )  # fmt: skip
             else:
-                projected = torch.empty_like(total)
-                z_o = add_projected(None, wanted, frozen.o, projected, frozen.multiplier, masks_o)
+                projected = torch.zeros_like(residual)
+                z_o = add_projected(
+                    wanted, extended, frozen.o, projected, frozen.multiplier, masks_o
+                )
                 projected_rstd = add_normed(
                     residual, projected, frozen.attended_norm, frozen.attended_eps, total, centered
                 )

@@ -159,15 +159,9 @@ class Fp8Buffer:
         add_border(codes, x.shape[1], scales, z, self._factors)
         return product_of_codes(codes, scales, self._codes, self.scales, bias, x.dtype)
 
-    def add_product(
-        self, total: Tensor, x_ext: Tensor, multiplier: float, adds: bool = True
-    ) -> None:
-        """total += multiplier [x | z] M[:out]', or total = that, unless it adds"""
-        y = self.product(x_ext, None)
-        if adds:
-            total.add_(y, alpha=multiplier)
-        else:
-            torch.mul(y, multiplier, out=total)
+    def add_product(self, total: Tensor, x_ext: Tensor, multiplier: float) -> None:
+        """total += multiplier [x | z] M[:out]'"""
+        total.add_(self.product(x_ext, None), alpha=multiplier)
 
     def add_gradient(self, grad: Tensor, dy: Tensor) -> None:
         """grad += dy W"""

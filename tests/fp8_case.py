@@ -120,8 +120,8 @@ class OracleBuffer(Fp8Buffer):
         x, z = x_ext.tensor_split([self.A.shape[1]], 1)
         return self.with_border(*quantised(x.double()), z, bias, x.dtype)
 
-    def add_product(self, total, x_ext, multiplier, adds=True):
-        total.mul_(adds).add_(self.product(x_ext, None), alpha=multiplier)
+    def add_product(self, total, x_ext, multiplier):
+        total.add_(self.product(x_ext, None), alpha=multiplier)
 
     def gradient_and_p(self, grad_ext, x_scales=None):
         dy = grad_ext[:, : len(self.sB)].double()

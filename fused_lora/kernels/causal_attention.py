@@ -182,8 +182,10 @@ def causal_attention_forward(
     kv_heads: int,
     scaling: float,
     documents: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(attended [batch * positions, heads * head_dim], logsumexp [batch, heads, positions]), new.
+    """(attended [batch * positions, heads * head_dim], logsumexp [batch, heads, positions]), new,
+    or attended is out.
 
     Equivalent PyTorch, the logsumexp being in fp32::
 
@@ -202,7 +204,8 @@ def causal_attention_forward(
     name, kernel = "causal_attention_forward", _attention_forward_kernel
     head_dim = head_dim_of(name, qkv, positions, heads, kv_heads, documents)
     batch = qkv.shape[0] // positions
-    attended = qkv.new_empty(qkv.shape[0], heads * head_dim)
+    attended = qkv.new_empty(qkv.shape[0], heads * head_dim) if out is None else out
+    check_rows(name, kernel, (qkv.shape[0], heads * head_dim), out=attended)
     logsumexp = qkv.new_empty(batch, heads, positions, dtype=torch.float32)
     keys, warps, stages = FORWARD if documents is None else FORWARD_OF_DOCUMENTS
     if batch:  # an empty grid cannot be launched

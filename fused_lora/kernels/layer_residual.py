@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fused_mlp.dropout import Masks
+from fused_mlp.dropout import Mask, Masks
 
 from ..bordered import Bordered, Codes, Extended, grow_k_forward
 from ..fp8 import Fp8Buffer
@@ -60,33 +60,39 @@ def norm_backward(
     return None
 
 
-def add_projected(
-    residual: Tensor | None, x: Tensor, bordered: Bordered, total: Tensor, multiplier: float,
-    masks: Masks | None,
-) -> Tensor:  # fmt: skip
-    """Write residual + multiplier (x W' + bias + s (x A') B') into total; returns x A', new.
+def adds_beside(bordered: Bordered, masks: Masks | Mask | None) -> bool:
+    """Return whether a projection's product in FP8 is added to the residual by a pass of its own,
+    from where that is: such products add to nothing."""
+    return masks is None and isinstance(bordered.buffer, Fp8Buffer)
 
-    One product that adds to the residual and rounds once; a bias rounds once more. In FP8 the
-    product rounds before the residual is added, but the adapter is in it by then.
+
+def add_projected(
+    x: Tensor, extended: Tensor | None, bordered: Bordered, total: Tensor, multiplier: float,
+    masks: Masks | None, residual: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Add multiplier (x W' + bias + s (x A') B') to total, where the residual is; or, where it
+    `adds_beside`, write its sum with the residual there. Returns x A', new.
+
+    extended: rows for [x | x A'], of which x may be the first columns; None: new ones, if need be.
+    One product that adds and rounds once; a bias rounds once more. In FP8 the product rounds before
+    the residual is added, but the adapter is in it by then.
     """
-    buffer = bordered.buffer
-    if masks is None and isinstance(buffer, Fp8Buffer):
-        y, z = buffer.product_and_z(x, bordered.base_bias)
-        if residual is None:
-            torch.mul(y, multiplier, out=total)
-        else:
-            torch.add(residual, y, alpha=multiplier, out=total)
+    if isinstance(bordered.buffer, Fp8Buffer) and adds_beside(bordered, masks):
+        y, z = bordered.buffer.product_and_z(x, bordered.base_bias)
+        torch.add(total if residual is None else residual, y, alpha=multiplier, out=total)
         return z
     z = x.new_empty(len(x), len(bordered.A))
-    extended = empty_rows(x, len(x), bordered.x_columns)
+    if extended is None:
+        extended = empty_rows(x, len(x), bordered.x_columns)
     if masks is None:
-        extend_rows(x, bordered.A, extended, z, residual, None if residual is None else total)
+        extend_rows(x, bordered.A, extended, z)
     else:
         dropped_products(x, bordered.A, bordered.blocks, masks, z)
-        extended.copy_(torch.cat((x, z), 1))
-        if residual is not None:
-            total.copy_(residual)
-    buffer.add_product(total, extended, multiplier, adds=residual is not None)
+        first, rest = extended.split_with_sizes([x.shape[1], z.shape[1]], 1)
+        if first.data_ptr() != x.data_ptr():
+            first.copy_(x)
+        rest.copy_(z)
+    bordered.buffer.add_product(total, extended, multiplier)
     if bordered.base_bias is not None:
         total.add_(bordered.base_bias, alpha=multiplier)
     return z

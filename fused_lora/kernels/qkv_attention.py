@@ -47,9 +47,10 @@ class Attention(NamedTuple):
 
 
 def attention_forward(
-    qkv: Tensor, mask: Tensor | None, attention: Attention
+    qkv: Tensor, mask: Tensor | None, attention: Attention, out: Tensor | None = None
 ) -> tuple[Tensor, list[Tensor | None], Attention]:
-    """(attended, saved, attention); saved and attention are for `attention_backward`.
+    """(attended, saved, attention); saved and attention are for `attention_backward`. attended is
+    out, where a kernel of ours attends.
 
     Equivalent PyTorch::
 
@@ -68,7 +69,7 @@ def attention_forward(
         is_short and causal_attention.fits_kernels(qkv, positions, heads, kv_heads)
     ):
         attended, logsumexp = causal_attention_forward(
-            qkv, positions, heads, kv_heads, scaling, documents
+            qkv, positions, heads, kv_heads, scaling, documents, out
         )
         return attended, [logsumexp], attention
     q, k, v = split_heads(qkv, positions, heads, kv_heads)

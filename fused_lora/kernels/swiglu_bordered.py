@@ -11,16 +11,10 @@ from fused_mlp.dropout import Mask, Masks
 from ..bordered import Bordered, grow_k_backward
 from ..fp8 import Fp8Buffer
 from .fp8_swiglu import guess_gradient_scales, repair_gradient_codes
-from .layer_residual import sum_biases
+from .layer_residual import adds_beside, sum_biases
 from .rows import empty_rows
 from .swiglu_products_backward import Product, swiglu_backward_products
 from .swiglu_products_forward import swiglu_forward_product
-
-
-def adds_beside(down: Bordered, mask: Mask | None) -> bool:
-    """Return whether `add_down` takes a residual that is not in total already: where a product in
-    FP8 is added by itself."""
-    return mask is None and isinstance(down.buffer, Fp8Buffer)
 
 
 def add_down(

@@ -59,6 +59,12 @@ def once(function: Callable[[], tuple], is_small: bool = False) -> tuple:
     return runs[-1].once(function, keep)
 
 
+def has_kept() -> bool:
+    """Return True where `once` does not call a function but hands back its first run's result."""
+    runs = _runs()
+    return bool(runs) and runs[-1].runs_again and runs[-1].keep is not None
+
+
 def recomputed(
     forward: Callable,
     *inputs: Any,

@@ -102,8 +102,8 @@ LAUNCHERS = {
     ),
     "extend_rows": Launcher(
         ((residual_kernels, "_extend_rows_kernel"),),
-        residual.EXTENDED, "odd", (0, 8, 4, 3), residual.extended_case,
-        of_case(residual.fused_extension), of_case(residual.eager_extension), writes=3,
+        residual.EXTENDED, "odd", (0, 8, 4), residual.extended_case,
+        of_case(residual.fused_extension), of_case(residual.eager_extension), writes=4,
     ),
     "dropped_products": Launcher(
         (
@@ -293,7 +293,6 @@ ARGUMENTS = {
     },
     residual_kernels.extend_rows: {
         "x": ones(4, 8), "A": ones(2, 8), "extended": ones(4, 10), "z": ones(4, 2),
-        "residual": ones(4, 6), "total": ones(4, 6),
     },
     dropped_products.dropped_products: {
         "x": ones(9, 10), "A": ones(8, 10), "ranks": (4, 3), "masks": (None, None), "z": ones(9, 8)

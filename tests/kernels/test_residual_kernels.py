@@ -15,13 +15,13 @@ from fused_lora.kernels.residual import (
 from fused_lora.kernels.rows import empty_rows
 
 SIZES = {"odd": (7, 52), "one row": (1, 139), "one column": (3, 1), "a block": (5, 128)}
-# rows, columns, rank, columns of the residual
+# rows, columns, rank
 EXTENDED = {
-    "odd": (13, 139, 24, 50),
-    "one row": (1, 52, 8, 52),
-    "more than a tile": (70, 133, 12, 133),
-    "rank 1": (5, 52, 1, 52),
-    "two blocks and tiles": (35, 133, 72, 140),
+    "odd": (13, 139, 24),
+    "one row": (1, 52, 8),
+    "more than a tile": (70, 300, 12),
+    "rank 1": (5, 52, 1),
+    "two blocks and tiles": (35, 270, 72),
 }
 
 
@@ -55,24 +55,27 @@ def eager_norm(x, weight, grad_y, grad_residual, zero_centered=False):
 
 
 def extended_case(size, dtype, device):
-    rows, columns, rank, residual_columns = EXTENDED.get(size, size)
-    x = random(rows, columns, dtype=dtype, device=device)
+    rows, columns, rank = EXTENDED[size]
     A = random(rank, columns, seed=1, scale=columns**-0.5, dtype=dtype, device=device)
-    return x, A, random(rows, residual_columns, seed=2, dtype=dtype, device=device)
+    return random(rows, columns, dtype=dtype, device=device), A
 
 
-def fused_extension(x, A, residual, layout=torch.clone):
-    extended, z, total = (
-        layout(x.new_full((len(x), columns), 7.0))
-        for columns in (x.shape[1] + len(A), len(A), residual.shape[1])
-    )
-    extend_rows(*map(layout, (x, A)), extended, z, layout(residual), total)
-    return extended, z, total
+def fused_extension(x, A, layout=torch.clone):
+    """Of an x elsewhere, and of one in place."""
+    found = []
+    for is_in_place in (False, True):
+        extended, z = (
+            layout(x.new_full((len(x), columns), 7.0)) for columns in (x.shape[1] + len(A), len(A))
+        )
+        first = extended[:, : x.shape[1]]
+        extend_rows(first.copy_(x) if is_in_place else layout(x), layout(A), extended, z)
+        found += [extended, z]
+    return found
 
 
-def eager_extension(x, A, residual):
+def eager_extension(x, A):
     z = x @ A.t()
-    return torch.cat((x, z), 1), z, residual
+    return 2 * [torch.cat((x, z), 1), z]
 
 
 def normed_sum_case(size, dtype, device):

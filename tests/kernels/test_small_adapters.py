@@ -60,8 +60,8 @@ class Case:
 
 def of_o(case):
     def output(B):
-        total = torch.empty_like(case.residual)
-        add_projected(case.residual, case.x, case.bordered(B), total, 1.0, case.masks)
+        total = case.residual.clone()
+        add_projected(case.x, None, case.bordered(B), total, 1.0, case.masks)
         return total
 
     return case.share(output, case.x)
@@ -73,7 +73,7 @@ def of_down(case):
 
     def output(B):
         total = case.residual.clone()
-        add_down(case.gate_up, case.bordered(B), total, mask=mask, residual=case.residual.clone())
+        add_down(case.gate_up, case.bordered(B), total, mask=mask)
         return total
 
     return case.share(output, torch.nn.functional.silu(gate) * up)
