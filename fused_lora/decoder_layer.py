@@ -109,7 +109,7 @@ from .kernels.qkv_rope import rope_forward, split_heads
 from .kernels.residual import add_normed
 from .kernels.rows import as_rows, empty_rows
 from .kernels.swiglu_bordered import add_down, through_swiglu
-from .step.recompute import has_kept, once
+from .step.recompute import has_kept, once, takes_away
 
 
 class DecoderLayer(torch.autograd.Function):
@@ -197,7 +197,8 @@ class DecoderLayer(torch.autograd.Function):
             extended = out = None  # of o's product, which reads [a | za]
             if frozen.rows is None and not beside_o:
                 extended = empty_rows(x, len(x), frozen.o.x_columns)
-                out = extended[:, : frozen.o.in_features]
+                if not takes_away():
+                    out = extended[:, : frozen.o.in_features]
             attended, saved, attention = attention_forward(qkv, mask, attention, out)
             residual, wanted = wanted_rows(x, frozen.rows), wanted_rows(attended, frozen.rows)
             total = copy

@@ -118,7 +118,15 @@ class Fp8Buffer:
         self, codes: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         z = add_coded_border(codes, scales, self._of_A, self._factors, dtype)
-        return product_of_codes(codes, scales, self._codes, self.scales, bias, dtype), z
+        return self._product(codes, scales, bias, dtype), z
+
+    def _product(
+        self, codes: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        """Of codes with their border; in fp32, where fast sums lose small adapters."""
+        return product_of_codes(
+            codes, scales, self._codes, self.scales, bias, dtype, sums_in_fp32=True
+        )
 
     def gradient_and_p(
         self, grad_ext: Tensor, x_scales: Tensor | None = None
@@ -157,7 +165,7 @@ class Fp8Buffer:
         x, z = x_ext.tensor_split([self.A.shape[1]], 1)
         codes, scales = fp8_rows(x, self._codes.shape[1])
         add_border(codes, x.shape[1], scales, z, self._factors)
-        return product_of_codes(codes, scales, self._codes, self.scales, bias, x.dtype)
+        return self._product(codes, scales, bias, x.dtype)
 
     def add_product(self, total: Tensor, x_ext: Tensor, multiplier: float) -> None:
         """total += multiplier [x | z] M[:out]'"""
@@ -198,9 +206,11 @@ def product_of_codes(
 ) -> Tensor:  # fmt: skip
     """codes [T, k] times weight [out, k], in dtype, with the scales of the rows of both.
 
-    Hopper's tensor cores add up with 14 bits and cut off the rest, once for each 32 of k. What that
-    loses is seen where k is a vocabulary (`fp8_head.py`), not in a layer; with sums_in_fp32 it is
-    once for each 128, and these are added in fp32.
+    Hopper's tensor cores add up with 14 bits and cut off the rest, once for each 32 of k. With
+    sums_in_fp32 they do so within 128 of k, and these are added in fp32. A gradient whose k is a
+    vocabulary needs that (`fp8_head.py`), and so does a forward with a small adapter: fast sums
+    show 0.004 of a delta of 1e-6, 0.04 of 1e-5 and 0.3 of 1e-4 of the output, these all of it
+    (H100, k = 2,048). It takes 8 to 25% longer, at 16,384 tokens 14 ms of a step of 260.
     """
     if codes.is_cuda and dtype == torch.bfloat16:
         return torch._scaled_mm(

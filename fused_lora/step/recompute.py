@@ -65,6 +65,13 @@ def has_kept() -> bool:
     return bool(runs) and runs[-1].runs_again and runs[-1].keep is not None
 
 
+def takes_away() -> bool:
+    """Return True where `once` moves what it keeps elsewhere, which is fast for rows without
+    gaps."""
+    runs = _runs()
+    return bool(runs) and runs[-1].keep not in (None, STAYS)
+
+
 def recomputed(
     forward: Callable,
     *inputs: Any,
