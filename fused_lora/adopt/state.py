@@ -17,7 +17,8 @@ class BufferedWeight(torch.Tensor):
     """A view of a weight. Whatever computes with it or writes to it has the weight itself; whatever
     asks for its memory, and pickle, has a contiguous copy, made when it is first asked for."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # results are plain tensors
+    # results are plain tensors
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def _copy(self) -> Tensor:
         if "_held" not in vars(self):
