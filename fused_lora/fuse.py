@@ -51,8 +51,7 @@ class Fusion:
     layer: all of a decoder layer as one autograd function on bordered weights (`decoder_layer.py`):
         what mlp, attention, rope and rms_norm fuse in it runs when it itself may not. It moves the
         model's base weights into buffers that have room for the adapters, and again whenever they
-        lie elsewhere. `unfuse` before the base model is saved from within PEFT; after
-        merge_and_unload it is saved as it is.
+        lie elsewhere.
     fp8: whole layers with their base weights, and what these multiply, in FP8 (`fp8.py`): less
         exact, another precision than the model's. Adapters stay as exact as they are. The original
         weights lie on the host until `unfuse`; what is merged or loaded changes them. Those of a

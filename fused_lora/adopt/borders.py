@@ -35,6 +35,7 @@ from ..kernels.rows import empty_rows
 from .fp8_checkpoint import may_lie_in_buffer, row_codes
 from .fp8_weight import Fp8Weight, become_fp8, become_plain
 from .projection import Projection
+from .state import hand_out_buffered
 
 # Of bf16 are 16 bytes, to which cuBLAS wants every row aligned. Without any adapter the border is
 # as wide, and zero.
@@ -266,10 +267,11 @@ def _places_of_codes(reads: Sequence[Projection]) -> tuple:
 
 
 def let_save(base: nn.Linear) -> None:
-    """Let this linear layer, whose weight is to lie in a buffer, be saved once it stands in a model
-    of its own (`_leave_peft`)."""
+    """Let this linear layer, whose weight is to lie in a buffer, be saved (`state.py`), also once
+    it stands in a model of its own (`_leave_peft`)."""
     if _leave_peft not in base._state_dict_pre_hooks.values():
         base.register_state_dict_pre_hook(_leave_peft)
+        base.register_state_dict_post_hook(hand_out_buffered)
 
 
 def _leave_peft(base: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -278,6 +280,9 @@ def _leave_peft(base: nn.Module, prefix: str, keep_vars: bool) -> None:
     that share memory or are not contiguous."""
     if not prefix.endswith("base_layer.") and "base_model." not in prefix:
         _give_own_memory(base)
+
+
+HOOKS = (_leave_peft, hand_out_buffered)
 
 
 def _give_own_memory(base: Any) -> list[str]:
@@ -301,8 +306,8 @@ def unborder(model: nn.Module) -> list[str]:
     again, as it is now; returns the names. The buffers are freed with that."""
     names = []
     for name, module in model.named_modules():
-        hooks = module._state_dict_pre_hooks
-        for key in [key for key, hook in hooks.items() if hook is _leave_peft]:
-            del hooks[key]
-            names += [f"{name}.{kind}" for kind in _give_own_memory(module)]
+        for hooks in (module._state_dict_pre_hooks, module._state_dict_hooks):
+            for key in [key for key, hook in hooks.items() if hook in HOOKS]:
+                del hooks[key]
+                names += [f"{name}.{kind}" for kind in _give_own_memory(module)]
     return names

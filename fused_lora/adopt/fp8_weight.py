@@ -59,6 +59,14 @@ class Fp8Weight(torch.Tensor):
         """The original as a plain parameter in the place of this one."""
         return nn.Parameter(self.original.to(self.device, copy=True), requires_grad=False)
 
+    # What its memory is to those that save it.
+
+    def data_ptr(self) -> int:
+        return self.original.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.original.untyped_storage()
+
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"Fp8Weight({list(self.shape)}, {self.dtype}, {self.device})"
 
@@ -73,6 +81,8 @@ class Fp8Weight(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ):
         kwargs = kwargs or {}
+        if func is aten.copy_.default and isinstance(args[1], Fp8Weight):  # as load_state_dict's
+            args = (args[0], args[1].original, *args[2:])
         first = args[0] if args else None
         if isinstance(first, Fp8Weight):
             if func in SAME:

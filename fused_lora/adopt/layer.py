@@ -42,6 +42,7 @@ from .site import (
     reason_in,
     say_once,
 )
+from .state import FLATTENED, is_flattened, is_in_fsdp
 
 
 class BorderedForward(FusedForward):
@@ -105,7 +106,12 @@ def _runs_on(device: torch.device) -> bool:
 
 
 def why_not_layer(layer: Any, fp8: bool = False) -> str | None:
-    return reason_in(_read(layer, fp8))
+    reason = reason_in(_read(layer, fp8))
+    return FLATTENED if reason is None and _is_flattened(layer) else reason
+
+
+def _is_flattened(layer: Any) -> bool:
+    return is_in_fsdp(layer) and any(map(is_flattened, base_layers(layer)))
 
 
 def why_not_fp8(layer: Any) -> str | None:
@@ -216,6 +222,8 @@ def layer_forward(
 
     labelled: a layer whose output is wanted of some tokens alone, and of which: `cross_entropy.py`.
     """
+    if _is_flattened(layer):
+        raise RuntimeError(f"a fused {type(layer).__name__} cannot run: {FLATTENED}")
     reads = _why_not_inputs(
         layer, hidden_states, attention_mask, past_key_values, position_embeddings, options
     ) or _read(layer)

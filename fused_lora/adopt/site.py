@@ -23,6 +23,7 @@ from fused_mlp.swiglu import _swiglu_forward_kernel
 
 from .families import FORMS
 from .originals import is_fsdp, why_patched, why_replaced
+from .owners import ModuleRef
 
 KNOWN_TO = {
     "MLP": "an MLP class that is known to compute down(activation(gate) * up)",
@@ -86,7 +87,7 @@ class Part(NamedTuple):
 
 class FusedForward:
     """The forward that stands in for a module's: a function of the module, of the parts that it
-    runs fused, and of the module's inputs.
+    runs fused, and of the module's inputs. It does not keep the module alive.
 
     Its method `forward` is set on the module. torch.compile shares the code of a method between
     layers; a callable object, or what functools.partial binds, it would compile for each layer
@@ -94,7 +95,7 @@ class FusedForward:
     """
 
     def __init__(self, function: Callable, module: nn.Module, parts: frozenset[str]):
-        self.function, self.module, self.parts = function, module, parts
+        self.function, self._module, self.parts = function, ModuleRef(module), parts
         self.had_adapters = _has_adapters(module)
         self.told: set[str] = set()  # what `say_once` has said; `fuse` lets a model's share one
         self.reported: set[str] = set()  # of this module, by the report of `fuse`
@@ -103,17 +104,22 @@ class FusedForward:
         )
 
     @property
+    def module(self) -> Any:
+        return self._module()
+
+    @property
     def forward(self) -> MethodType:
         return MethodType(_with_signature_of(type(self.module).forward), self)
 
-    def run(self, *inputs, **options):
+    def run(self, module: nn.Module, *inputs, **options):
+        """Run on the module, which a checkpoint keeps alive until its backward."""
         reason = _why_not_in_transform()
         if KERNELS_WANT_A_GPU and all(map(_is_on_cpu, (*inputs, *options.values()))):
             reason = ON_CPU
         if reason is not None:
-            say_once(self.module, reason)
-            return class_forward(self.module, *inputs, **options)
-        return self.function(self.module, self.parts, *inputs, **options)
+            say_once(module, reason)
+            return class_forward(module, *inputs, **options)
+        return self.function(module, self.parts, *inputs, **options)
 
 
 @cache
@@ -128,9 +134,9 @@ def _with_signature_of(own: Callable) -> Callable:
         if self.checkpoints and layer.gradient_checkpointing and layer.training:
             # as the class's own; nothing else is kept from the run that backward repeats
             options.update({name: off for name, off in NO_CACHE.items() if name in options})
-            run = partial(self.run, **options)
+            run = partial(self.run, layer, **options)
             return layer._gradient_checkpointing_func(run, *inputs)
-        return self.run(*inputs, **options)
+        return self.run(layer, *inputs, **options)
 
     forward.__signature__ = inspect.signature(own)  # type: ignore[attr-defined]
     return forward

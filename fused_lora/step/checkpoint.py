@@ -37,6 +37,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from fused_mlp.launching import is_capturing
 
 from ..adopt.hooks import Bystander
+from ..adopt.owners import ModuleRef
 from .offload import Offload
 from .recompute import Keep, recomputed
 
@@ -88,12 +89,12 @@ class Checkpoint:
             before = {name: vars(layer)[name] for name in ATTRIBUTES if name in vars(layer)}
             layer.gradient_checkpointing = self.policy != "none"  # type: ignore[assignment]
             layer._gradient_checkpointing_func = partial(  # type: ignore[assignment]
-                self.run, layer, index, is_last=index == len(layers) - 1,
+                self.run, ModuleRef(layer), index, is_last=index == len(layers) - 1,
                 last_runs_once=last_runs_once, before=before,
             )  # fmt: skip
 
     def run(
-        self, layer: nn.Module, index: int, forward: Callable, *inputs, is_last: bool,
+        self, layer_ref: ModuleRef, index: int, forward: Callable, *inputs, is_last: bool,
         last_runs_once: bool, before=None,
     ):  # fmt: skip
         """Run a layer's forward, which the layer calls this in place of; `before` is for `remove`
@@ -101,15 +102,15 @@ class Checkpoint:
         if self.policy == "none" or (is_last and last_runs_once):
             return forward(*inputs)
         if self.policy == "selective":
-            return self._selective(layer, index, forward, *inputs)
+            return self._selective(layer_ref(), index, forward, *inputs)
         if self.policy == "offload":
             if index == 0:
                 self.offload.start()
             if not is_last:  # its backward comes first, when its input would not be out yet
                 keep = Keep(self.offload.out, self.offload.back)
                 with self.offload.hooks():
-                    return _checkpointed(layer, forward, *inputs, keep=keep)
-        return _checkpointed(layer, forward, *inputs)
+                    return _checkpointed(layer_ref(), forward, *inputs, keep=keep)
+        return _checkpointed(layer_ref(), forward, *inputs)
 
     # --- selective --------------------------------------------------------------------------------
 
@@ -183,7 +184,7 @@ def hold(model: nn.Module) -> None:
     for module in model.modules():
         if hasattr(type(module), SWITCH):
             # a method of the module would be looked for in its class when the model is unpickled
-            setattr(module, SWITCH, partial(_switch, module))
+            setattr(module, SWITCH, partial(_switch, ModuleRef(module)))
     _agree(model)
 
 
@@ -204,16 +205,17 @@ def _agree(model: nn.Module) -> None:
             module.gradient_checkpointing = any(one.gradient_checkpointing for one in layers)  # type: ignore[assignment]
 
 
-def _switch(model: nn.Module, enable: bool = True, **options) -> None:
+def _switch(model_ref: ModuleRef, enable: bool = True, **options) -> None:
     """Stand in on a model for its class's own `_set_gradient_checkpointing`."""
+    model = model_ref()
     held = {layer: policy for layer in model.modules() if (policy := policy_of(layer))}
     functions = [vars(layer)["_gradient_checkpointing_func"] for layer in held]
     getattr(type(model), SWITCH)(model, enable=enable, **options)
     for (layer, policy), function in zip(held.items(), functions, strict=True):
         # what was asked for meanwhile, which `remove` gives back
         before = {name: vars(layer)[name] for name in ATTRIBUTES}
-        layer.gradient_checkpointing = enable and policy.policy != "none"  # type: ignore[assignment]
-        layer._gradient_checkpointing_func = partial(function, before=before)  # type: ignore[assignment]
+        layer.gradient_checkpointing = enable and policy.policy != "none"
+        layer._gradient_checkpointing_func = partial(function, before=before)
     _agree(model)
 
 

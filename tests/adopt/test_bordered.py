@@ -220,4 +220,4 @@ def test_adapters_are_saved_and_a_base_model_within_peft_after_unfuse(tmp_path, 
     assert layer_of(model).mlp.up_proj.base_layer.weight.stride(0) > 52  # it stays in its buffer
     unfuse(model)
     model.base_model.model.save_pretrained(tmp_path / "whole")
-    assert not any(one._state_dict_pre_hooks for one in model.modules())
+    assert not any(one._state_dict_pre_hooks or one._state_dict_hooks for one in model.modules())

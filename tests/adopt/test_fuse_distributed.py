@@ -7,6 +7,7 @@ import fp8_case
 import pytest
 import test_fuse_fp8_checkpoint as checkpoint_case
 import torch
+import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from fused_case import ALL, SHORT, assert_close, functions_of, step
@@ -15,8 +16,13 @@ from layer_case import pair as layer_pair
 from peft import PeftModel
 from peft_models import LAYERS, base_model, ids
 from reference import relative_error
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -142,6 +148,46 @@ def test_weights_in_bordered_buffers_are_not_sharded(group, device):
     fuse(model, LAYER)
     with pytest.raises(NotImplementedError, match="does not support non-contiguous parameters"):
         shard(model, device)
+
+
+def test_weights_in_buffers_that_the_older_fsdp_mixes_up_are_neither_used_nor_saved(group, device):
+    model, tokens = peft_model(device), ids(device)
+    fuse(model, LAYER)
+    wrapped = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device(device))
+    for use in (lambda: wrapped(input_ids=tokens), wrapped.state_dict):
+        with pytest.raises(RuntimeError, match=r"mixes up base weights .* leave layer out"):
+            use()
+
+
+WRAPPED = {
+    "DDP": (LAYER, lambda model, device: DistributedDataParallel(model)),
+    "FSDP1": (
+        FUSIONS["all"],
+        lambda model, device: FullyShardedDataParallel(
+            model, use_orig_params=True, device_id=torch.device(device)
+        ),
+    ),
+    "FSDP2": (FUSIONS["all"], shard),
+}
+
+
+@pytest.mark.parametrize("how", WRAPPED)
+def test_the_state_of_a_wrapped_model_is_saved_and_loaded(how, group, tmp_path, device):
+    model, (fusion, wrap) = peft_model(device), WRAPPED[how]
+    want = {name: p.detach().clone() for name, p in model.named_parameters()}
+    fuse(model, fusion)
+    model = wrap(model, device)
+    for full in (True, False):
+        options = StateDictOptions(full_state_dict=full)
+        state = get_model_state_dict(model, options=options)
+        dcp.save(state, checkpoint_id=tmp_path / str(full))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        dcp.load(state, checkpoint_id=tmp_path / str(full))
+        set_model_state_dict(model, state, options=options)
+        found = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        assert_close(found, want, 0.0)
 
 
 # --- accelerate -----------------------------------------------------------------------------------

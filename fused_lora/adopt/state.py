@@ -1,0 +1,83 @@
+"""A weight that lies in a buffer, as `state_dict` hands it out.
+
+accelerate, safetensors and transformers take weights that share a storage for tied ones, and drop
+all but one, or refuse rows that lie apart: they want a copy. DCP loads into the very tensors that
+`state_dict` returns, and PEFT asks for all of them to save an adapter alone: both want none. So we
+hand out the weight itself, with a copy for whoever asks how it lies in memory.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class BufferedWeight(torch.Tensor):
+    """A view of a weight. Whatever computes with it or writes to it has the weight itself; whatever
+    asks for its memory, and pickle, has a contiguous copy, made when it is first asked for."""
+
+    # results are plain tensors
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def _copy(self) -> Tensor:
+        if "_held" not in vars(self):
+            self._held = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        return self._held.copy_(self)  # anew, for it may have been written to
+
+    def detach(self) -> "BufferedWeight":  # nn.Parameter wants the same class
+        return super().detach().as_subclass(BufferedWeight)
+
+    @property
+    def _is_param(self) -> bool:
+        return False
+
+    @_is_param.setter
+    def _is_param(self, _: bool) -> None:
+        """Become a plain parameter: nn.Parameter sets this, in load_state_dict(assign=True) say."""
+        self.__class__ = nn.Parameter  # type: ignore[assignment]
+
+
+def _of_copy(name: str) -> Callable:
+    def method(self: Any, *arguments: Any, **options: Any) -> Any:
+        return getattr(self._copy(), name)(*arguments, **options)
+
+    return method
+
+
+for _name in (
+    "__deepcopy__", "__reduce_ex__", "contiguous", "data_ptr", "is_contiguous", "storage",
+    "storage_offset", "stride", "untyped_storage",
+):  # fmt: skip
+    setattr(BufferedWeight, _name, _of_copy(_name))
+
+
+# FSDP1 takes the memory of a weight for its numbers, border and all.
+FLATTENED = (
+    "FullyShardedDataParallel mixes up base weights that lie in buffers: load the model anew and "
+    "leave layer out of fuse, or wrap it in DistributedDataParallel"
+)
+
+
+def is_flattened(base: Any) -> bool:
+    """Return True if FSDP1 (FullyShardedDataParallel) holds the weight of a linear layer: in a
+    forward as a view of its own, else as a parameter that it has marked."""
+    return is_in_fsdp(base) and (
+        type(base.weight) is Tensor or hasattr(base.weight, "_fsdp_flattened")
+    )
+
+
+def is_in_fsdp(module: nn.Module) -> bool:
+    """Return True for a module within FSDP1 or FSDP2."""
+    return "_is_fsdp_managed_module" in vars(module)
+
+
+def hand_out_buffered(base: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Replace in `state` what lies in a buffer of this linear layer's by a BufferedWeight. With
+    keep_vars=True these are the parameters, and stay."""
+    if is_flattened(base):
+        raise RuntimeError(f"a fused model cannot be saved: {FLATTENED}")
+    for name in base._parameters:
+        value = state.get(prefix + name)
+        if type(value) is Tensor and value.untyped_storage().nbytes() != value.nbytes:
+            state[prefix + name] = value.as_subclass(BufferedWeight)
