@@ -28,6 +28,7 @@ equations above. z-loss and label smoothing are left to PyTorch, by name: `linea
 no such option, and a model whose loss is fused runs its class's own forward for them.
 """
 
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -40,6 +41,7 @@ from fused_mlp.utils import compute_dtype, scaled_matmul
 
 from .fp8 import SIZES
 from .fp8_head import Fp8Head
+from .label_check import checking
 
 # What a chunk's logits may take by default: both bounds are reached by bf16 and 262,144 words.
 CHUNK_TOKENS = 4096
@@ -101,7 +103,7 @@ def _cross_entropy_kernel(
     exp_sum = tl.sum(exp_sum * _exp(maximum - shift), axis=0)
     maximum = tl.max(maximum, axis=0)
 
-    # a label outside the vocabulary makes the row's loss and gradient NaN
+    # a label outside the vocabulary makes the row's loss and gradient NaN (label_check.py tells)
     exp_sum = tl.where(in_range, exp_sum, float("nan"))
     ignored = label == ignore_index
     loss = tl.where(ignored, 0.0, tl.log(exp_sum) + (maximum - label_logit))
@@ -277,6 +279,7 @@ def linear_cross_entropy(
     drop_ignored: bool = True,
     max_labelled: int | None = None,
     rows: Tensor | None = None,
+    check_labels: bool = True,
     fp8: bool = False,
 ) -> Tensor:
     """Cross entropy of a linear layer's output, without ever holding [tokens, vocabulary].
@@ -296,7 +299,9 @@ def linear_cross_entropy(
         weight: [vocabulary, hidden], bias: [vocabulary], in hidden's dtype, or in any under
             autocast. What is frozen costs nothing. A weight may be tied to an embedding.
         labels: [...], int64 or int32. `ignore_index` adds nothing, with a gradient of 0. Any other
-            label outside the vocabulary makes the loss NaN (in PyTorch it is a device assert).
+            label outside the vocabulary is a ValueError (`label_check.py`): at once where the host
+            waits to count labels, else in the next call, and the loss is NaN.
+        check_labels: False where the caller has checked them.
         num_items_in_batch: what the sum is divided by, counted over all micro-batches of a step.
         chunk_tokens: tokens whose logits exist at a time. By default CHUNK_TOKENS, or fewer to stay
             within CHUNK_BYTES.
@@ -316,7 +321,8 @@ def linear_cross_entropy(
     differentiable.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit, or no kernel can run on them.
+        ValueError: shapes, dtypes or devices do not fit, no kernel can run on them, or a label is
+            outside the vocabulary.
         RuntimeError: from backward, under create_graph=True.
         TypeError: label_smoothing, z_loss or what else is no option: write PyTorch's lines above.
     """
@@ -338,8 +344,11 @@ def linear_cross_entropy(
     elif num_items is not None:
         # filled in on the device: for a copy from the CPU the host would wait
         num_items = torch.full((), float(num_items), dtype=torch.float32, device=hidden.device)
-    if rows is None and (drop_ignored or max_labelled is not None):
-        rows = labelled_rows(labels, ignore_index, max_labelled)
+    waits = rows is None and drop_ignored and max_labelled is None
+    check = checking(labels, len(weight), ignore_index, waits) if check_labels else nullcontext()
+    with check:
+        if rows is None and (drop_ignored or max_labelled is not None):
+            rows = labelled_rows(labels, ignore_index, max_labelled)
     with_gradient = torch.is_grad_enabled()
     if (
         fp8

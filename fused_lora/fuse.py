@@ -5,12 +5,15 @@ instance, so state_dict, saving, loading and merging are untouched. The fused fo
 call whether it may stand in for the module's own, and steps aside while it may not (`site.py`).
 """
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import InitVar, dataclass, field, fields
 from types import MethodType
 from typing import Any, NoReturn
 
 import torch
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -19,6 +22,7 @@ from .adopt.documents import DECODER, decoder_forward, decoders
 from .adopt.fp8_checkpoint import drop_idle_hook
 from .adopt.fp8_weight import keep_from_ddp
 from .adopt.layer import BorderedForward, borders_of, give_borders, why_not_fp8, why_not_layer
+from .adopt.projection import BASE_IS_TRAINED
 from .adopt.site import (
     HOOKED,
     FusedForward,
@@ -36,6 +40,10 @@ from .step import checkpoint
 REPLICATE = "_replicate_for_data_parallel"
 # The parts that a module was set to run, which its forward no longer tells once it is replaced.
 PARTS_SET = "_fused_parts"
+# The parts that a model was to run before it had adapters, and what is said of it.
+ASKED_EARLY = "_fused_asked_early"
+NO_ADAPTERS = "the model has no adapters: call peft.get_peft_model first, then fuse"
+TOO_EARLY = "fuse was called before the model had adapters: call it again"
 
 
 @dataclass(frozen=True)
@@ -46,8 +54,8 @@ class Fusion:
     attention: q, k and v with their adapters as one autograd function, o as another.
     rope: the rotary embedding of q and k in one kernel; with attention, all of it is one function.
     rms_norm: every RMSNorm as one kernel; a layer's second with the residual's addition before it.
-    cross_entropy: the loss without logits, in training with labels (`output.logits` is None). Calls
-        with label_smoothing, z_loss or the like run transformers' own.
+    cross_entropy: the loss without logits, in training with labels (to compute with `output.logits`
+        is an error). Calls with label_smoothing, z_loss or the like run transformers' own.
     layer: all of a decoder layer as one autograd function on bordered weights (`decoder_layer.py`):
         what mlp, attention, rope and rms_norm fuse in it runs when it itself may not. It moves the
         model's base weights into buffers that have room for the adapters, and again whenever they
@@ -76,6 +84,15 @@ class Fusion:
     bordered: InitVar[bool] = False  # what there was once
 
     def __post_init__(self, bordered: bool) -> None:
+        for part in fields(self):
+            value = getattr(self, part.name)
+            if part.type is bool and not isinstance(value, bool):
+                raise ValueError(f"Fusion wants {part.name}=True or False, got {value!r}")
+        if not isinstance(self.checkpoint, str):
+            raise ValueError(
+                f"Fusion wants checkpoint as one of {', '.join(checkpoint.POLICIES)}, got "
+                f"{self.checkpoint!r}"
+            )
         if bordered:
             raise ValueError("Fusion: bordered=True is no longer there: ask for layer=True instead")
         if self.fp8 and not self.layer:
@@ -134,11 +151,18 @@ def fuse(model: nn.Module, fusion: Fusion | None = None, *, strict: bool = True)
         adapters disabled, merged or switched.
 
     Raises:
-        ValueError: `fusion` asks for nothing, or (where strict) for a part that fuses no module.
+        ValueError: `fusion` asks for nothing, or (where strict) for a part that fuses no module, as
+            it does before get_peft_model; or an argument is no model or no Fusion.
         RuntimeError: later, when nn.DataParallel copies the model; DistributedDataParallel may.
     """
+    _check_model("fuse", model)
     if fusion is None:
         fusion, strict = _best(model), False
+    if not isinstance(fusion, Fusion):
+        raise ValueError(
+            f"fuse wants its parts as a Fusion, got {type(fusion).__name__}: give "
+            "fused_lora.Fusion(mlp=True) or the like"
+        )
     wanted = [part for part in SWITCHES if getattr(fusion, part)]
     policy = None
     if fusion.checkpoint or fusion.checkpoint_gib is not None:
@@ -153,18 +177,20 @@ def fuse(model: nn.Module, fusion: Fusion | None = None, *, strict: bool = True)
             "GradientCheckpointingLayer"
         )
     refused: dict[str, str] = {}  # by part, or module
+    early: set[str] = set()
     for part in list(wanted):
         reasons = {
-            name: _why_not(part, site, module, fusion.fp8)
+            name: _explained(model, _why_not(part, site, module, fusion.fp8))
             for name, module, site in _candidates(model, part)
         }
         if not all(reasons.values()):
             continue
         reason = next(iter(reasons.values()), SWITCHES[part].none_found)
         if strict:
-            raise ValueError(
-                f"fuse: {part}=True fuses no module of this model: {reason}; leave {part} out"
-            )
+            to_do = "" if reason == NO_ADAPTERS else f"; leave {part} out"
+            raise ValueError(f"fuse: {part}=True fuses no module of this model: {reason}{to_do}")
+        if reason == NO_ADAPTERS:
+            early.add(part)
         wanted.remove(part)
         refused |= {f"{name} as {part}": why for name, why in reasons.items() if why}
         if not reasons:
@@ -205,8 +231,27 @@ def fuse(model: nn.Module, fusion: Fusion | None = None, *, strict: bool = True)
         checkpoint.hold(model)
     if wanted or policy is not None:
         setattr(model, REPLICATE, _refuse_data_parallel)
+    for module in model.modules():
+        vars(module).pop(ASKED_EARLY, None)
     found = report(model)
+    if early:
+        setattr(model, ASKED_EARLY, frozenset(early))
+        warnings.warn(f"fuse: {', '.join(sorted(early))} left out: {NO_ADAPTERS}", stacklevel=2)
     return FusionReport(found.fused, found.left | refused, found.counts)
+
+
+def _check_model(function: str, model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{function} wants a model, a torch.nn.Module, got {type(model).__name__}")
+
+
+def _explained(model: nn.Module, reason: str | None) -> str | None:
+    """A reason why a module does not run fused, or that its model has no adapters if this is why
+    its base weights are trained."""
+    if reason is None or BASE_IS_TRAINED not in reason:
+        return reason
+    has_adapters = any(isinstance(m, BaseTunerLayer | PeftModel) for m in model.modules())
+    return reason if has_adapters else NO_ADAPTERS
 
 
 def _best(model: nn.Module) -> Fusion:
@@ -229,9 +274,10 @@ def _has_room(layer: nn.Module) -> bool:
 def unfuse(model: nn.Module) -> list[str]:
     """Give every fused module of `model` its own forward back, and bordered weights memory of
     their own; returns the names of the modules."""
+    _check_model("unfuse", model)
     names = []
     for name, module in model.named_modules():
-        for attribute in (REPLICATE, PARTS_SET):
+        for attribute in (REPLICATE, PARTS_SET, ASKED_EARLY):
             if attribute in vars(module):
                 delattr(module, attribute)
         if fused_parts_of(module):
@@ -260,26 +306,33 @@ def report(model: nn.Module) -> FusionReport:
     """Report what of `model` would run fused if it were called now: disabled adapters count as
     left, and so does what is on the CPU, or whose forward somebody has replaced since.
     What is within a layer that runs fused as a whole is part of that and not listed by itself.
-    Between two forwards FSDP's weights are sharded, and what reads them counts as left, too."""
+    Between two forwards FSDP's weights are sharded, and what reads them counts as left, too.
+    What was asked for before the model had adapters counts as left until `fuse` is called again.
+    """
+    _check_model("report", model)
     fused: dict[str, list[str]] = {}
     left: dict[str, str] = {}
     counts: dict[str, str] = {}
-    active = {part for module in model.modules() for part in vars(module).get(PARTS_SET, ())}
+    active, early = (
+        {part for module in model.modules() for part in vars(module).get(attribute, ())}
+        for attribute in (PARTS_SET, ASKED_EARLY)
+    )
     whole = tuple(
         f"{name}."
         for name, module, site in _candidates(model, "layer")
         if "layer" in fused_parts_of(module) and _why_not_now(site, module) is None
     )
-    for part in (part for part in SWITCHES if part in active):
+    for part in (part for part in SWITCHES if part in active | early):
         fused[part] = []
         run = found = 0
         for name, module, site in _candidates(model, part):
             if name.startswith(whole):
                 continue
             found += len(site.units(module))
-            reason = _why_not_now(site, module)
+            reason = _explained(model, _why_not_now(site, module))
             if reason is None and part not in fused_parts_of(module):
                 reason = "not asked for: it became able to run fused after fuse() was called"
+                reason = TOO_EARLY if part in early else reason
             if reason is None:
                 fused[part].append(name)
                 reasons = site.left(module)

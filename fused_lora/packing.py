@@ -6,6 +6,7 @@ for group in pack(map(len, ids), 16_384):
     loss = model(**batch).loss  # or a GraphedStep, which captures one graph for them all
 """
 
+import operator
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from typing import Any
@@ -23,9 +24,10 @@ def pack(lengths: Iterable[int], tokens: int) -> list[list[int]]:
     Best fit decreasing: the longest first, each to the group that it fills most.
 
     Raises:
-        ValueError: a document is longer than that.
+        ValueError: a length is no whole number, is negative, or is more than that.
     """
-    lengths = list(lengths)
+    tokens = _whole("tokens", tokens, least=1)
+    lengths = [_whole(f"document {place}", one) for place, one in enumerate(lengths)]
     groups: list[list[int]] = []
     room: list[tuple[int, int]] = []  # of each group, in order, and which it is
     for place in sorted(range(len(lengths)), key=lambda one: -lengths[one]):
@@ -44,6 +46,19 @@ def pack(lengths: Iterable[int], tokens: int) -> list[list[int]]:
     return groups
 
 
+def _whole(what: str, length: Any, least: int = 0) -> int:
+    """Return a number of tokens as an int, which NumPy's and tensors of integers are, too."""
+    try:
+        whole = operator.index(length)
+    except TypeError:
+        whole = least - 1
+    if whole < least:
+        raise ValueError(
+            f"pack wants lengths in whole tokens of at least {least}, got {length!r} for {what}"
+        )
+    return whole
+
+
 def fill_row(batch: dict[str, Any], tokens: int) -> dict[str, Tensor]:
     """Fill up a packed batch [1, T], as DataCollatorWithFlattening makes it, to [1, tokens].
 
@@ -52,16 +67,26 @@ def fill_row(batch: dict[str, Any], tokens: int) -> dict[str, Tensor]:
     position_ids do, and a number that changes would be another CUDA graph.
 
     Raises:
-        ValueError: it has no position_ids, more than one row, or more tokens.
+        ValueError: it has no position_ids, more than one row, no tokens or more, or labels or
+            position_ids of another shape.
     """
-    missing = [name for name in PACKED if name not in batch]
+    missing = [name for name in PACKED if not isinstance(batch.get(name), Tensor)]
     if missing:
-        raise ValueError(f"fill_row: the batch has no {', '.join(missing)}: collate it flattened")
-    rows, given = batch["input_ids"].shape
-    if rows != 1 or given > tokens:
         raise ValueError(
-            f"fill_row: the batch is {rows} x {given:,} tokens, should be one row of {tokens:,} at "
-            "most: give it fewer documents (fused_lora.pack)"
+            f"fill_row: the batch has no tensor {', '.join(missing)}: collate it flattened"
+        )
+    shape = batch["input_ids"].shape
+    if len(shape) != 2 or any(batch[name].shape != shape for name in PACKED):
+        given = ", ".join(f"{name} {list(batch[name].shape)}" for name in PACKED)
+        raise ValueError(
+            f"fill_row wants input_ids, labels and position_ids [1, T], got {given}: collate it "
+            "flattened"
+        )
+    rows, given = shape
+    if rows != 1 or not 0 < given <= tokens:
+        raise ValueError(
+            f"fill_row: the batch is {rows} x {given:,} tokens, should be one row of 1 to "
+            f"{tokens:,}: give it other documents (fused_lora.pack)"
         )
     filled = {
         name: F.pad(batch[name], (0, tokens - given), value=filler)

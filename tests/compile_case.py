@@ -36,6 +36,7 @@ from fused_lora.kernels.fp8_swiglu import (
 from fused_lora.kernels.sums_over_tokens import sums_over_tokens
 from fused_lora.kernels.swiglu_products_backward import Product, swiglu_backward_products
 from fused_lora.kernels.swiglu_products_forward import swiglu_forward_product
+from fused_lora.label_check import find_wrong_label
 from fused_mlp.dropout import Mask, drop, keep_bits, kept_share
 from fused_mlp.geglu import geglu_backward, geglu_forward
 from fused_mlp.swiglu import swiglu_backward, swiglu_forward
@@ -84,7 +85,9 @@ def launch_parts():
     cos = empty(1, POSITIONS, HEAD_DIM)
     rope.rope(q, k, cos, cos)
     drop(x, mask_of(x))
-    cross_entropy_(empty(TOKENS, VOCABULARY), empty(TOKENS, dtype=torch.int64), -100, True)
+    labels, found = (empty(size, dtype=torch.int64) for size in (TOKENS, 2))
+    cross_entropy_(empty(TOKENS, VOCABULARY), labels, -100, True)
+    find_wrong_label(labels, found, VOCABULARY, -100)
 
 
 def launch_layer():

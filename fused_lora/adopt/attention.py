@@ -153,6 +153,9 @@ def self_attention_forward(
                 hidden_states, *angles, attention_mask, *tensors_of(every), frozen
             )
             return output, None
+        call = why_not_inputs(attention_mask, past_key_values, options)
+        if call is not None and torch.is_grad_enabled():  # a model that is asked may be so anyhow
+            say_left(attention, call)
     attention_mask = mask_for_attention(attention_mask)
     form = known_form(attention, "Attention")
     if isinstance(reads, list):

@@ -17,11 +17,21 @@ from transformers.loss import loss_utils
 from fused_mlp.launching import is_capturing
 
 from ..cross_entropy import labelled_rows, linear_cross_entropy
-from .documents import fills_cache, unpadded
+from ..label_check import checking, note
+from .documents import check_not_empty, fills_cache, unpadded
 from .fp8_weight import why_not_in_fp8
+from .no_logits import without_logits
 from .originals import why_replaced
 from .projection import why_call, why_not_plain
-from .site import class_forward, fused_parts_of, having, known_form, say_once, why_not_class
+from .site import (
+    class_forward,
+    fused_parts_of,
+    having,
+    known_form,
+    reason_in,
+    say_once,
+    why_not_class,
+)
 
 
 def causal_lms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -79,18 +89,38 @@ def why_not_fp8_head(model: Any) -> str | None:
     return why_not_in_fp8(head.weight)
 
 
-# What PEFT and the Trainer pass on in a training step, besides inputs.
-KNOWN_OPTIONS = {
-    "num_items_in_batch",
-    "output_attentions",
-    "output_hidden_states",
-    "return_dict",
-    # of packed documents, which position_ids say, too
-    "cu_seq_lens_q",
-    "cu_seq_lens_k",
-    "max_length_q",
-    "max_length_k",
-}
+# Options of a call that the fused loss does not compute: what transformers' loss reads, what its
+# attention reads, and losses that go by these names, which it (5.17 to 5.24) takes and ignores.
+OTHER_LOSSES = frozenset({"label_smoothing", "z_loss"})
+NOT_KNOWN = OTHER_LOSSES | {"is_causal", "position_bias"} | frozenset(
+    name
+    for function in (loss_utils.ForCausalLMLoss, loss_utils.fixed_cross_entropy)
+    for name in inspect.signature(function).parameters
+) - {"labels", "num_items_in_batch", "kwargs"}  # fmt: skip
+# Of these, values that ask for nothing.
+NOTHING_ASKED = {"ignore_index": -100, "is_causal": True}
+
+
+def why_not_options(
+    model: Any, logits_to_keep: int | Tensor, options: dict[str, Any]
+) -> str | None:
+    """Return the reason if a call asks for more than the fused loss. All other options, such as
+    seq_idx or token_type_ids, go to the decoder, which reads or ignores them as without fusion."""
+    if not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
+        return "it was given logits_to_keep: leave that out to run it fused"
+    if options.get("return_dict", model.config.return_dict) is False:
+        return "it was given return_dict=False, for a tuple with logits: leave that out"
+    has_router = known_form(model, "ForCausalLM").has_router
+    for name, value in options.items():
+        if name not in NOT_KNOWN and not (has_router and name == "output_router_logits"):
+            continue
+        if value is None or (value is False and name != "is_causal"):
+            continue
+        nothing = 0 if name in OTHER_LOSSES else NOTHING_ASKED.get(name)
+        if isinstance(value, int | float) and value == nothing:
+            continue
+        return f"it was given {name}, which the fused loss does not know: leave that out"
+    return None
 
 
 NO_CACHE = (
@@ -113,10 +143,10 @@ def causal_lm_forward(
     max_labelled_tokens: int | None = None,
     **options,
 ):
-    """In training with labels: the loss without logits, and without a cache if only the model's
-    configuration wants one, with which no layer would run whole. Else, and wherever something is
-    asked for that the fused loss does not know (label_smoothing, z_loss: none of KNOWN_OPTIONS),
-    the class's own forward, logits and all. What that makes of it is its loss_function's affair:
+    """In training with labels: the loss without logits (`no_logits.py`), and without a cache if
+    only the model's configuration wants one, with which no layer would run whole. Else, and with a
+    warning where a call asks for what the fused loss does not know (label_smoothing, z_loss), the
+    class's own forward, logits and all. What that makes of it is its loss_function's affair:
     transformers' own reads neither.
 
     max_labelled_tokens, which the class does not have, spares the products of ignored tokens where
@@ -133,33 +163,37 @@ def causal_lm_forward(
     own, output_class = _signature_of(model.__class__)
     inputs = {name: one for name, one in inputs.items() if name in own or one is not None}
     head = read_head(model)
-    known = options.keys() <= KNOWN_OPTIONS | own and options.get("return_dict") is not False
-    if (
-        labels is None
-        or not model.training
-        or not known
-        or not (isinstance(logits_to_keep, int) and logits_to_keep == 0)
-        or isinstance(head, str)
-    ):
-        if isinstance(head, str):
-            say_once(model, head)
+    reason = reason_in(head)
+    if labels is not None and model.training and reason is None:
+        reason = why_not_options(model, logits_to_keep, options)
+    if reason is not None:
+        say_once(model, reason)
+    if labels is None or not model.training or isinstance(head, str) or reason is not None:
         return class_forward(
             model, labels=labels, logits_to_keep=logits_to_keep, **inputs, **options
         )
     num_items = options.pop("num_items_in_batch", None)
-    options.pop("return_dict", None)  # an output object either way
+    for name in ("return_dict", "output_router_logits"):  # neither is asked for
+        options.pop(name, None)
+    check_not_empty(model, inputs)
     if use_cache is None and "use_cache" in own and _needs_no_cache(model.model, inputs):
         warnings.warn(NO_CACHE, stacklevel=2)
         inputs["use_cache"] = False
     # tokens before n predict n
-    shifted = F.pad(labels, (0, 1), value=-100)[..., 1:].to(head.weight.device)
+    shifted = F.pad(labels, (0, 1), value=-100)[..., 1:].to(head.weight.device).contiguous()
+    wanted = shifted  # which labels there are; unpadded may mark some as wrong
     if not _shows_states(model, options):
         inputs, shifted = unpadded(model.model, inputs, shifted)
     # how many tokens are labelled the host would have to wait for, which no capture allows
     drop_ignored = not is_capturing(shifted)
     rows = None
-    if (drop_ignored or max_labelled_tokens is not None) and not torch.compiler.is_compiling():
-        rows = labelled_rows(shifted, max_labelled=max_labelled_tokens)
+    if not torch.compiler.is_compiling():
+        note(labels, len(head.weight))
+        waits = drop_ignored and max_labelled_tokens is None
+        with checking(wanted, len(head.weight), waits=waits):
+            if drop_ignored or max_labelled_tokens is not None:
+                rows = labelled_rows(shifted, max_labelled=max_labelled_tokens)
+    if rows is not None:
         tokens = inputs["input_ids"] if input_ids is not None else inputs.get("inputs_embeds")
         # labels that do not fit are refused below, and may have rows that are nowhere
         if (
@@ -186,9 +220,12 @@ def causal_lm_forward(
         drop_ignored=drop_ignored,
         max_labelled=max_labelled_tokens,
         rows=rows,
+        check_labels=torch.compiler.is_compiling(),
         fp8=in_fp8,
     )
     of_decoder = {one.name: getattr(outputs, one.name, None) for one in fields(output_class)}
+    if not torch.compiler.is_compiling():  # which knows transformers' own classes of outputs
+        output_class = without_logits(output_class)
     return output_class(**of_decoder | {"loss": loss, "logits": None})
 
 

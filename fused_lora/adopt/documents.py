@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import masking_utils
 
 from fused_mlp.launching import is_capturing
@@ -47,6 +47,7 @@ def decoder_forward(
     They are packed if position_ids begin anew, as transformers has it. To know that, the host waits
     for the device, as it does there; in a graph it cannot, and any position_ids count as packed.
     """
+    check_not_empty(decoder, {"input_ids": input_ids, **options})
     if (
         attention_mask is None
         and past_key_values is None
@@ -64,6 +65,17 @@ def decoder_forward(
         decoder, input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
         past_key_values=past_key_values, **options,
     )  # fmt: skip
+
+
+def check_not_empty(module: nn.Module, inputs: dict[str, Any]) -> None:
+    """Raise ValueError for a batch of no rows or no tokens."""
+    for name in ("input_ids", "inputs_embeds"):
+        rows = inputs.get(name)
+        if isinstance(rows, Tensor) and 0 in rows.shape[:2]:
+            raise ValueError(
+                f"a fused {type(module).__name__} wants a batch with tokens, got {name} "
+                f"{list(rows.shape)}: skip empty batches"
+            )
 
 
 def _has_axes(decoder: Any) -> bool:

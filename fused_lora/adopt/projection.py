@@ -25,6 +25,7 @@ COMPRESSED = (
     "load the model with CompressedTensorsConfig(use_optimized_inference=True) and ask for "
     "layer=True, fp8=True"
 )
+BASE_IS_TRAINED = "its base weight is trained: freeze it, requires_grad_(False)"
 CAST = "cast the model to bfloat16, float16 or float32"
 
 
@@ -207,7 +208,7 @@ def _why_not_base(base: nn.Module, fp8: bool) -> str | None:
     if (reason := why_not_plain(weight)) is not None:
         return f"its base weight {reason}"
     if weight.requires_grad:
-        return "its base weight is trained: freeze it, requires_grad_(False)"
+        return BASE_IS_TRAINED
     return None
 
 

@@ -57,7 +57,8 @@ class Checkpoint:
         memory_gib: for "selective", what the layers that are kept whole may hold together.
 
     Raises:
-        ValueError: the policy is unknown, or memory_gib is missing, negative or not asked for.
+        ValueError: the policy is unknown, or memory_gib is missing, negative, no finite number, or
+            not asked for.
     """
 
     def __init__(self, policy: str, memory_gib: float | None = None):
@@ -65,10 +66,12 @@ class Checkpoint:
             raise ValueError(
                 f"checkpoint: {policy!r} is unknown; give one of {', '.join(POLICIES)}"
             )
-        if policy == "selective" and (memory_gib is None or memory_gib < 0):
+        if policy == "selective" and not (
+            isinstance(memory_gib, int | float) and 0 <= memory_gib < float("inf")
+        ):
             raise ValueError(
                 f"checkpoint: selective wants checkpoint_gib, what the layers that are kept may "
-                f"hold, in GiB; got {memory_gib}"
+                f"hold, a number of GiB; got {memory_gib!r}"
             )
         if policy != "selective" and memory_gib is not None:
             raise ValueError(f"checkpoint: checkpoint_gib is for selective, not for {policy}")

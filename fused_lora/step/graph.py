@@ -15,7 +15,7 @@ https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,10 +23,12 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from ..adopt.documents import PaddingSeen
+from ..label_check import LabelsSeen, raise_earlier
 from .capture import Cuda
 from .checkpoint import Checkpoint, policy_of
 from .graph_checks import (
     addresses_of,
+    check_arguments,
     check_capturable,
     check_optimizer,
     check_unchanged,
@@ -59,6 +61,7 @@ class _Graph:
     inputs: dict[str, Any]
     policies: set[Checkpoint | None]  # kept, for the host memory that they offload to
     without_mask: LayersWithoutMask
+    labels: LabelsSeen = field(default_factory=LabelsSeen)
     eager_calls: int = 0
     captured: _Captured | None = None
 
@@ -116,8 +119,10 @@ class GraphedStep:
         max_graphs: how many of these there may be.
 
     Raises:
-        ValueError: the model, the optimizer or an input cannot be captured, there are more than
-            max_graphs sets of shapes, or what a graph works on has changed since its capture.
+        ValueError: an argument is of another kind, the model, the optimizer or an input cannot be
+            captured, there are more than max_graphs sets of shapes, what a graph works on has
+            changed since its capture, or a label is outside the vocabulary: one on the CPU in this
+            call, before anything is done; one on the GPU in an earlier call (`label_check.py`).
         RuntimeError: the capture failed. Nothing of the step was done, all graphs are gone, and the
             model trains eagerly as before. Out of memory stays torch.OutOfMemoryError.
     """
@@ -136,11 +141,8 @@ class GraphedStep:
         after_update: Iterable[Callable[[], Any]] = (),
         max_graphs: int = 8,
     ):
-        if accumulation_steps < 1 or max_graphs < 1:
-            raise ValueError(
-                "GraphedStep wants accumulation_steps and max_graphs of at least 1, got "
-                f"{accumulation_steps} and {max_graphs}"
-            )
+        counts = {"accumulation_steps": accumulation_steps, "max_graphs": max_graphs}
+        check_arguments(model, optimizer, autocast, max_grad_norm, counts)
         self.model = model
         self.optimizer = optimizer
         self.autocast = autocast
@@ -187,17 +189,19 @@ class GraphedStep:
     # --- one call ---------------------------------------------------------------------------------
 
     def _run(self, inputs: dict[str, Any], update: bool) -> Tensor:
+        raise_earlier(self._cuda.device)
         # gradients that are there are added to, as by backward()
         accumulated = not update or any(p.grad is not None for p in self._trained)
         key = update, accumulated, self.model.training, form_of(inputs)
         graph = self._graphs.get(key) or self._new_graph(key, inputs, update)
+        graph.labels.check(inputs, graph.inputs)
         for name, value in inputs.items():
             if isinstance(value, Tensor):
                 graph.inputs[name].copy_(value, non_blocking=True)
         if update:
             self._learning_rates.copy()
         if graph.captured is None and graph.eager_calls < EAGER_CALLS:
-            with graph.without_mask.noted():
+            with graph.without_mask.noted(), graph.labels.noted():
                 loss = self._cuda.run(lambda: self._step(graph, update, accumulated))
             graph.eager_calls += 1
             return loss.clone()

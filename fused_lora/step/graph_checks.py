@@ -2,11 +2,44 @@
 for has not changed since."""
 
 from collections.abc import Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+
+def check_arguments(
+    model: Any, optimizer: Any, autocast: Any, max_grad_norm: Any, counts: dict[str, Any]
+) -> None:
+    """Raise ValueError for an argument that is not of the kind it should be."""
+    for name, given, wanted in (
+        ("model", model, nn.Module),
+        ("optimizer", optimizer, torch.optim.Optimizer),
+    ):
+        if not isinstance(given, wanted):
+            raise ValueError(
+                f"GraphedStep wants {name} as a torch.{wanted.__module__.split('.')[1]}."
+                f"{wanted.__name__}, got {type(given).__name__}"
+            )
+    # a context is callable, too, as a decorator
+    if not callable(autocast) or isinstance(autocast, AbstractContextManager):
+        raise ValueError(
+            "GraphedStep wants autocast as a function that makes a context, got "
+            f"{type(autocast).__name__}: give lambda: torch.autocast('cuda', torch.bfloat16)"
+        )
+    if max_grad_norm is not None and not (
+        isinstance(max_grad_norm, int | float) and max_grad_norm >= 0
+    ):
+        raise ValueError(
+            f"GraphedStep wants max_grad_norm as a number or None, got {max_grad_norm!r}"
+        )
+    if any(not isinstance(count, int) or count < 1 for count in counts.values()):
+        raise ValueError(
+            f"GraphedStep wants {' and '.join(counts)} of at least 1, got "
+            f"{' and '.join(map(repr, counts.values()))}"
+        )
 
 
 def check_capturable(

@@ -18,11 +18,12 @@ from fused_case import (
     functions_of,
     pair,
 )
-from peft_models import LAYERS, MLP_NAMES, MLP_ON, base_model, logits, peft_model
+from peft_models import LAYERS, MLP_NAMES, MLP_ON, adapt, base_model, logits, peft_model
 from reference import relative_error
 from torch import nn
 
 from fused_lora import Fusion, FusionReport, fuse, report, unfuse
+from fused_lora.fuse import NO_ADAPTERS
 
 # Of each: options of the model, and whether it runs under autocast.
 DTYPES = {
@@ -80,9 +81,36 @@ def test_fusing_is_reported_and_fusing_again_changes_nothing_and_unfuse_restores
     assert unfuse(model) == [] and report(model) == FusionReport({}, {})
 
 
-def test_a_fusion_of_nothing_is_a_value_error(device):
-    with pytest.raises(ValueError, match="asks for nothing; set at least one of mlp"):
-        fuse(peft_model(device), Fusion())
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda model: fuse(model, Fusion()), "asks for nothing; set at least one of mlp"),
+        (lambda model: fuse(None), r"^fuse wants a model, a torch\.nn\.Module, got NoneType$"),
+        (lambda model: report("model"), "^report wants a model, .* got str$"),
+        (lambda model: unfuse(None), "^unfuse wants a model, .* got NoneType$"),
+        (lambda model: fuse(model, {"mlp": True}), "as a Fusion, got dict: give fused_lora.F"),
+        (lambda model: Fusion(mlp="False"), "^Fusion wants mlp=True or False, got 'False'$"),
+        (lambda model: Fusion(checkpoint=True), "^Fusion wants checkpoint as one of .*True$"),
+        (
+            lambda model: fuse(model, Fusion(checkpoint="selective", checkpoint_gib=float("nan"))),
+            "selective wants checkpoint_gib, .* a number of GiB; got nan$",
+        ),
+    ],
+)  # fmt: skip
+def test_what_fuse_cannot_take_is_a_value_error(call, message, device):
+    with pytest.raises(ValueError, match=message):
+        call(peft_model(device))
+
+
+@pytest.mark.parametrize("shape", [(0, SHORT), (2, 0)])
+@pytest.mark.parametrize("part", ["cross_entropy", "attention", "layer"])
+def test_a_batch_of_no_tokens_is_a_value_error(part, shape, device):
+    fused, plain, _ = layer_case.pair(device, Fusion(**{part: True}))
+    tokens = torch.zeros(shape, dtype=torch.int64, device=device)
+    with pytest.raises((RuntimeError, IndexError)):
+        plain(input_ids=tokens, labels=tokens)
+    with pytest.raises(ValueError, match=r"a batch with tokens, got input_ids .*: skip empty"):
+        fused(input_ids=tokens, labels=tokens)
 
 
 def test_each_module_of_the_report_runs_once(device):
@@ -133,6 +161,23 @@ def test_base_models_without_adapters_fuse_their_norms_and_loss(device):
         warnings.simplefilter("error")
         fuse(fused, Fusion(rope=True, rms_norm=True, cross_entropy=True))
     assert_same(fused, plain)
+
+
+def test_a_model_that_was_fused_before_it_had_adapters_says_so_until_it_is_fused_again(device):
+    base, early = base_model(device), "fuse was called before the model had adapters: call it again"
+    with pytest.raises(ValueError, match=r"no module .*: the model has no adapters: .* then fuse$"):
+        fuse(base, MLP_ON)
+    with pytest.warns(UserWarning, match=r"attention, mlp left out: .* peft\.get_peft_model first"):
+        found = fuse(base, Fusion(**ALL), strict=False)
+    assert {*found.fused} >= {"rms_norm", "rope"} and "the model has no adapters" in str(found)
+    assert report(base).left == dict.fromkeys(report(base).left, NO_ADAPTERS)
+    model = adapt(base, device)
+    left = report(model).left
+    assert left.keys() >= {*MLP_NAMES, f"{LAYERS}.0.self_attn"} and {*left.values()} == {early}
+    assert f"left to PEFT: {MLP_NAMES[0]} and 5 others like it: {early}" in str(report(model))
+    assert not fuse(copy.deepcopy(model), Fusion(**ALL)).left
+    unfuse(model)
+    assert report(model) == FusionReport({}, {})
 
 
 # --- whatever is right, never an error, and a report in few lines ---------------------------------

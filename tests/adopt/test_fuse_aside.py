@@ -58,6 +58,19 @@ def test_what_the_report_of_fuse_said_is_not_said_again(device):
     assert "up_proj: it uses DoRA" in said
 
 
+def test_attention_that_no_longer_runs_as_one_function_says_so_in_training(device):
+    """Of a call that fills a cache q, k, v and o are still fused, each by itself."""
+    fused, plain, _ = pair(device, Fusion(attention=True, rope=True))
+
+    def run():
+        losses = [model(**batch(model), use_cache=True).loss for model in (fused, plain)]
+        torch.testing.assert_close(*losses)
+
+    assert said_by(lambda: step(fused), torch.no_grad()(run)) == []
+    (said,) = said_by(run, run)
+    assert "Qwen2Attention" in said and "it was given past_key_values" in said
+
+
 def test_accelerates_hooks_after_fuse_are_reported_and_taken_away(calls, device):
     fused, plain, done = pair(device, MLP_ON)
     mlps = [layer.mlp for layer in layers(fused)]

@@ -207,9 +207,17 @@ def test_documents_are_grouped_to_fill_rows():
     groups = pack(lengths, 10)
     assert sorted(place for group in groups for place in group) == list(range(7))
     assert sorted(sum(lengths[place] for place in group) for group in groups) == [5, 9, 10, 10]
-    with pytest.raises(ValueError, match="document 1 has 9 tokens, more than 8"):
-        pack([3, 9], 8)
-    assert pack([], 8) == []
+    assert pack([], 8) == [] and pack([0, torch.tensor(8)], 8) == [[1, 0]]
+    for wrong, tokens, told in (
+        ([3, 9], 8, "document 1 has 9 tokens, more than 8"),
+        ([3, -1], 8, "whole tokens of at least 0, got -1 for document 1"),
+        ([2.5, 3], 8, "whole tokens of at least 0, got 2.5 for document 0"),
+        ([3, float("nan")], 8, "got nan for document 1"),
+        ([3], 0, "whole tokens of at least 1, got 0 for tokens"),
+        ([3], 8.5, "got 8.5 for tokens"),
+    ):
+        with pytest.raises(ValueError, match=f"^pack.*{told}"):
+            pack(wrong, tokens)
 
 
 def test_a_row_is_filled_without_changing_what_is_trained(device):
@@ -219,10 +227,14 @@ def test_a_row_is_filled_without_changing_what_is_trained(device):
     assert {name: rows.shape for name, rows in filled.items()} == dict.fromkeys(PACKED, (1, 24))
     assert_trained_as(step(fused, filled), plain, *one_by_one())
     for wrong, told in (
-        (batch | {"input_ids": batch["input_ids"].view(2, -1)}, "2 x 9 tokens"),
-        ({"input_ids": batch["input_ids"]}, "no labels, position_ids"),
+        ({name: batch[name].view(2, -1) for name in PACKED}, "2 x 9 tokens, should be one row"),
+        ({name: batch[name][:, :0] for name in PACKED}, "1 x 0 tokens, should be one row of 1 to"),
+        ({"input_ids": batch["input_ids"]}, "no tensor labels, position_ids"),
+        (batch | {"labels": [1, 2]}, "no tensor labels: collate"),
+        (batch | {"labels": batch["labels"][:, 1:]}, r"labels \[1, 17\], position_ids \[1, 18\]"),
+        ({name: batch[name][0] for name in PACKED}, r"\[1, T\], got input_ids \[18\]"),
     ):
         with pytest.raises(ValueError, match=told):
             fill_row(wrong, 24)
-    with pytest.raises(ValueError, match="1 x 18 tokens, should be one row of 17 at most"):
+    with pytest.raises(ValueError, match="1 x 18 tokens, should be one row of 1 to 17"):
         fill_row(batch, 17)

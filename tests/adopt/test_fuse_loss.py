@@ -1,16 +1,22 @@
 """The fused loss in a model: what it leaves to the model's own, and heads that PEFT trains."""
 
 import copy
+import pickle
+from dataclasses import replace
 
 import layer_case
 import pytest
 import torch
 import torch.nn.functional as F
-from fused_case import SHORT, assert_close, assert_right, pair, step, values_of
+from accelerate.utils.operations import convert_to_fp32, pad_across_processes
+from fused_case import SHORT, assert_close, assert_right, batch, pair, step, values_of
 from peft import CPTConfig, LoraConfig, PeftModel, get_peft_model
 from peft_models import ATTENTION, adapt, assert_equal, base_model, ids, peft_model, set_weights
 from reference import random
 from torch import nn
+from torch.utils._pytree import tree_map
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.trainer_pt_utils import nested_detach
 
 from fused_lora import Fusion, fuse, report
 from fused_lora.adopt import cross_entropy as loss_site
@@ -39,7 +45,7 @@ def losses(monkeypatch):
 def test_there_are_no_logits_in_training_and_all_of_them_elsewhere(losses, device):
     fused, plain, _ = pair(device, LOSS)
     tokens = ids(device)
-    assert fused(input_ids=tokens, labels=tokens).logits is None and len(losses) == 1
+    assert "logits" not in fused(input_ids=tokens, labels=tokens) and len(losses) == 1
     with torch.no_grad():
         assert torch.equal(fused(input_ids=tokens).logits, plain(input_ids=tokens).logits)
         # the class's own forward has no such option as the last one
@@ -73,8 +79,9 @@ def test_the_loss_is_fused_for_pefts_causal_lm_class_too(losses, device):
     inputs = {"input_ids": ids(device), "labels": ids(device)}
     got, want = (model(**inputs, attention_mask=None) for model in (fused, plain))
     torch.testing.assert_close(got.loss, want.loss)
-    assert got.logits is None and len(losses) == 1
-    assert torch.equal(fused(**inputs, return_dict=False)[1], want.logits)
+    assert "logits" not in got and len(losses) == 1
+    with pytest.warns(UserWarning, match=r"given return_dict=False, for a tuple with logits"):
+        assert torch.equal(fused(**inputs, return_dict=False)[1], want.logits)
 
 
 @pytest.mark.parametrize("as_tensor", [True, False])
@@ -85,6 +92,73 @@ def test_num_items_in_batch_reaches_it(as_tensor, losses, device):
     assert len(losses) == 3
 
 
+@pytest.mark.parametrize("label", [96, -1, -101])
+def test_a_label_outside_the_vocabulary_is_named_before_the_model_runs(label, losses, device):
+    fused, plain, _ = layer_case.pair(device, Fusion(layer=True, cross_entropy=True))
+    tokens = ids(device)[:, :SHORT]
+    labels = tokens.clone()
+    labels[1, 3] = label
+    ran = []
+    fused.get_submodule(f"{MODEL}.model").register_forward_pre_hook(lambda *_: ran.append(1))
+    said = rf"^a label is {label}, outside the vocabulary of 96 words \(0 to 95, or -100 .*$"
+    with pytest.raises(ValueError, match=said):
+        fused(input_ids=tokens, labels=labels)
+    assert not losses and not ran
+    labels[1, 3], labels[:, 0] = -100, label  # a row's first is predicted by nothing
+    got, want = (model(input_ids=tokens, labels=labels).loss for model in (fused, plain))
+    torch.testing.assert_close(got, want)
+
+
+# --- the logits that it does not compute ----------------------------------------------------------
+
+COMPUTED = {
+    "indexed": lambda logits, labels: F.cross_entropy(logits[:, :-1].flatten(0, 1), labels),
+    "given to torch": lambda logits, labels: torch.argmax(logits, -1),
+    "added to": lambda logits, labels: labels + logits,
+    "divided": lambda logits, labels: logits / 2,
+    "a method": lambda logits, labels: logits.float(),
+    "its shape": lambda logits, labels: logits.shape[-1],
+    "unpacked": lambda logits, labels: [*logits],
+    "taken for true": lambda logits, labels: logits or labels,
+}
+
+
+@pytest.fixture(scope="module")
+def output():
+    fused, _, _ = pair("cuda" if torch.cuda.is_available() else "cpu", LOSS)
+    found = fused(**batch(fused), output_hidden_states=True)
+    # without a graph, which cannot be copied
+    return replace(found, loss=found.loss.detach(), hidden_states=(torch.ones(2),))
+
+
+@pytest.mark.parametrize("use", COMPUTED.values(), ids=COMPUTED)
+def test_computing_with_logits_names_the_switch(use, output):
+    for one in (output, convert_to_fp32(output)):  # as accelerate has it under bf16=True
+        with pytest.raises((TypeError, AttributeError), match="leave cross_entropy out") as error:
+            use(one.logits, one.loss)
+        with pytest.raises(KeyError, match="leave cross_entropy out"):
+            one["logits"]
+        assert "\n" not in str(error.value)
+
+
+def test_whoever_walks_over_the_output_finds_no_logits(output):
+    names = ["loss", "hidden_states"]
+    assert isinstance(output, CausalLMOutputWithPast) and repr(output.logits).startswith("<outputs")
+    walked = (
+        output, convert_to_fp32(output), tree_map(lambda one: one, output), replace(output),
+        copy.deepcopy(output), pickle.loads(pickle.dumps(output)), pad_across_processes(output),
+    )  # fmt: skip
+    for one in walked:
+        assert [*one] == names and "logits" not in one and one.get("logits") is None
+        assert len(one.to_tuple()) == 2 and one[1] is one.hidden_states
+        assert torch.equal(one.loss, output.loss)
+    assert nested_detach({"logits": output.logits})["logits"] is output.logits
+    assert copy.deepcopy(output.logits) is pickle.loads(pickle.dumps(output.logits))
+    changed = convert_to_fp32(output)
+    changed.logits = torch.ones(1)
+    assert changed["logits"] is changed.logits is changed[-1]
+
+
 # --- what is left to the model's own --------------------------------------------------------------
 
 
@@ -93,19 +167,41 @@ def smoothed(logits, labels, vocab_size, label_smoothing=0.0, **_):
     return F.cross_entropy(logits, labels[:, 1:].flatten(), label_smoothing=label_smoothing)
 
 
-@pytest.mark.parametrize("option", ["label_smoothing", "z_loss", "ignore_index", "logits_to_keep"])
-def test_options_that_the_fused_loss_does_not_know_are(option, losses, device):
-    """Of which transformers' own reads the last two."""
+# Of which transformers' own, with its own attention, reads the last four.
+ASKED = {
+    "label_smoothing": 0.1, "z_loss": 0.1, "position_bias": torch.zeros(()), "is_causal": False,
+    "ignore_index": 3, "logits_to_keep": 3, "shift_labels": ids("cpu", 4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("option", ASKED)
+def test_options_that_the_fused_loss_does_not_know_are_and_it_says_so_once(option, losses, device):
     fused, plain, _ = pair(device, LOSS)
-    tokens = ids(device)
+    tokens, value = ids(device), ASKED[option]
+    value = value.to(device) if isinstance(value, torch.Tensor) else value
     labels = tokens[:, -3:] if option == "logits_to_keep" else tokens
-    value = 0.1 if option in ("label_smoothing", "z_loss") else 3
-    got, want = (
-        model(input_ids=tokens, labels=labels, **{option: value}) for model in (fused, plain)
-    )
+    inputs = {"input_ids": tokens, "labels": labels, option: value}
+    with pytest.warns(
+        UserWarning, match=f"a fused Qwen2ForCausalLM ran .* given {option}[,:]"
+    ) as w:
+        _, got = (fused(**inputs) for _ in range(2))
+    want = plain(**inputs)
+    assert len([one for one in w if "a fused" in str(one.message)]) == 1
     assert torch.equal(got.loss, want.loss) and torch.equal(got.logits, want.logits)
     is_read = not torch.equal(want.loss, plain(input_ids=tokens, labels=tokens).loss)
-    assert is_read == (value == 3) and not losses
+    assert is_read == (option not in ("label_smoothing", "z_loss", "position_bias")) and not losses
+
+
+@pytest.mark.filterwarnings("error:a fused Qwen")
+def test_options_that_the_model_ignores_are_ignored(losses, device):
+    fused, plain, _ = pair(device, Fusion(cross_entropy=True, attention=True, rope=True))
+    options = {
+        "seq_idx": torch.zeros(2, 17, dtype=torch.int32, device=device),
+        "token_type_ids": torch.zeros(2, 17, dtype=torch.int64, device=device),
+        "of_ones_own": 3, "label_smoothing": 0.0, "ignore_index": -100, "shift_labels": None,
+    }  # fmt: skip
+    assert_right(fused, plain, **options)
+    assert len(losses) == 3
 
 
 def test_a_loss_function_of_ones_own_is_reported_and_run_with_its_options(losses, device):

@@ -102,7 +102,7 @@ def test_labels_outside_and_nan_stay_in_their_rows(device):
     labels = torch.tensor([3, 64, 5, 6], device=device)
     with torch.no_grad():
         hidden[2, 7] = float("nan")
-    loss = linear_cross_entropy(hidden, weight, labels, fp8=True)
+    loss = linear_cross_entropy(hidden, weight, labels, fp8=True, check_labels=False)
     assert loss.isnan()
     loss.backward()
     assert hidden.grad[1:3].isnan().all()

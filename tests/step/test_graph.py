@@ -285,6 +285,21 @@ def test_only_addresses_are_looked_at_while_the_gpu_waits(device, monkeypatch):
             lambda model: GraphedStep(model.cpu(), adamw(model)),
             "one cuda device, got cpu: move the model with",
         ),
+        (lambda model: GraphedStep(None, None), r"model as a torch\.nn\.Module, got NoneType"),
+        (lambda model: GraphedStep(adamw(model), model), "as a torch.nn.Module, got AdamW"),
+        (lambda model: graphed(model, None), r"as a torch\.optim\.Optimizer, got NoneType"),
+        (
+            lambda model: graphed(model, adamw(model), autocast=torch.autocast("cpu")),
+            r"autocast as a function .* got autocast: give lambda: torch\.autocast",
+        ),
+        (
+            lambda model: graphed(model, adamw(model), max_grad_norm=float("nan")),
+            "max_grad_norm as a number or None, got nan",
+        ),
+        (
+            lambda model: graphed(model, adamw(model), max_graphs=0.5),
+            "got 1 and 0.5",
+        ),
         (lambda model: graphed(model, adamw(model), max_graphs=0), "of at least 1, got"),
         (lambda model: graphed(model, adamw(model), accumulation_steps=0), "of at least 1, got"),
         (
