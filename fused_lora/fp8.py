@@ -41,7 +41,8 @@ class Fp8Buffer:
     """Codes of a weight and its border; attributes and products as `bordered.Buffer` has them.
 
     weight: [out, in] codes. scales: [out] in fp32. bias: [out + width] or None, in the dtype of the
-    products. width: the columns that the border has room for.
+    products. width: the columns that the border has room for. made_of: by a weight's first row, the
+    version of the original that its codes are of (`adopt/fp8_weight.py`).
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Fp8Buffer:
         outputs, inputs = codes.shape
         self.scales, self.bias = scales, bias
         self.holds: tuple | None = None
+        self.made_of: dict[int, int] = {}
         self._codes = _zero_codes(codes.device, outputs, padded_columns(inputs, width))
         self._codes_t = _zero_codes(codes.device, inputs, padded_columns(outputs, width))
         self.weight = self._codes[:, :inputs]
