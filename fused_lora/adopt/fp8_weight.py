@@ -73,10 +73,11 @@ class _Coded(Tensor):
         return self.weight.original.untyped_storage()
 
     def data_ptr(self) -> int:
-        """On a GPU where the codes are, so that a CUDA graph notices when they move."""
-        if self.device == self.weight.original.device:
-            return self.of(self.weight.original).data_ptr()
-        return self.weight.address
+        original = self.weight.original
+        return self.of(original).data_ptr() if self.device == original.device else 0
+
+    def __dlpack__(self, **_: Any):
+        raise BufferError("a weight in FP8 has no memory to share: take that of a .clone()")
 
     def tolist(self):
         return self.exact().tolist()
@@ -91,7 +92,7 @@ class _Coded(Tensor):
             return first
         if isinstance(first, Fp8Weight):
             if func in SAME:
-                return Fp8Weight(first.buffer, first.row, first.original)
+                return Fp8Weight.rows_of(first.buffer, first.row, first.original)
             if func is aten.split_with_sizes.default and not any(args[2:]):
                 return first._split(args[1])
         if isinstance(first, _Coded):
@@ -116,20 +117,28 @@ class Fp8Weight(_Coded):
     buffer: Fp8Buffer
     row: int
     original: Tensor
-    address: int
 
     @staticmethod
-    def __new__(cls, buffer: Fp8Buffer, row: int, original: Tensor):
+    def __new__(cls, data: Tensor, requires_grad: bool = True):
+        """A plain parameter: accelerate makes one of the class of that which it takes away."""
+        return nn.Parameter(data, requires_grad)
+
+    @classmethod
+    def rows_of(cls, buffer: Fp8Buffer, row: int, original: Tensor) -> "Fp8Weight":
         self = torch.Tensor._make_wrapper_subclass(
             cls, original.shape, dtype=original.dtype, device=buffer.scales.device
         )
         self.buffer, self.row, self.original = buffer, row, original
-        self.address = self.codes.data_ptr()
         return self
 
     @property
     def weight(self) -> "Fp8Weight":  # type: ignore[override]
         return self
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Which buffer it lies in, and where: what a CUDA graph reads."""
+        return self.buffer.serial, self.row
 
     @property
     def codes(self) -> Tensor:
@@ -175,7 +184,7 @@ class Fp8Weight(_Coded):
     def _split(self, sizes: list[int]) -> list["Fp8Weight"]:
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
         return [
-            Fp8Weight(self.buffer, self.row + start, self.original[start : start + size])
+            Fp8Weight.rows_of(self.buffer, self.row + start, self.original[start : start + size])
             for start, size in zip(starts, sizes, strict=True)
         ]
 
@@ -267,7 +276,7 @@ def why_not_in_fp8(weight: Tensor) -> str | None:
 
 def become_fp8(parameter: Tensor, buffer: Fp8Buffer, row: int, original: Tensor) -> None:
     """Make a parameter, which stays the same object, these rows of a buffer."""
-    weight: Any = Fp8Weight(buffer, row, original)
+    weight: Any = Fp8Weight.rows_of(buffer, row, original)
     weight._is_param = True  # as isinstance(_, nn.Parameter) asks
     _become(parameter, weight)
     buffer.made_of[row] = original._version
