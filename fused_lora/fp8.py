@@ -43,8 +43,8 @@ class Fp8Buffer:
     """Codes of a weight and its border; attributes and products as `bordered.Buffer` has them.
 
     weight: [out, in] codes. scales: [out] in fp32. bias: [out + width] or None, in the dtype of the
-    products. width: the columns that the border has room for. made_of: by a weight's first row, the
-    version of the original that its codes are of (`adopt/fp8_weight.py`). serial: no other's.
+    products. width: the columns that the border has room for. made_of: by a weight's first row, of
+    which change of its original the codes are (`adopt/fp8_weight.py`). serial: no other's.
     """
 
     def __init__(

@@ -92,7 +92,7 @@ class _Coded(Tensor):
             return first
         if isinstance(first, Fp8Weight):
             if func in SAME:
-                return Fp8Weight.rows_of(first.buffer, first.row, first.original)
+                return Fp8Weight.rows_of(first.buffer, first.row, first.original, first.changes)
             if func is aten.split_with_sizes.default and not any(args[2:]):
                 return first._split(args[1])
         if isinstance(first, _Coded):
@@ -111,12 +111,14 @@ class _Coded(Tensor):
 class Fp8Weight(_Coded):
     """Rows [row, row + out) of a buffer's weight, in the dtype of the products.
 
-    original: [out, in] on the host, in that dtype.
+    original: [out, in] on the host, in that dtype. changes: their number, which all weights of one
+    original have together.
     """
 
     buffer: Fp8Buffer
     row: int
     original: Tensor
+    changes: list[int]
 
     @staticmethod
     def __new__(cls, data: Tensor, requires_grad: bool = True):
@@ -124,11 +126,13 @@ class Fp8Weight(_Coded):
         return nn.Parameter(data, requires_grad)
 
     @classmethod
-    def rows_of(cls, buffer: Fp8Buffer, row: int, original: Tensor) -> "Fp8Weight":
+    def rows_of(
+        cls, buffer: Fp8Buffer, row: int, original: Tensor, changes: list[int]
+    ) -> "Fp8Weight":
         self = torch.Tensor._make_wrapper_subclass(
             cls, original.shape, dtype=original.dtype, device=buffer.scales.device
         )
-        self.buffer, self.row, self.original = buffer, row, original
+        self.buffer, self.row, self.original, self.changes = buffer, row, original, changes
         return self
 
     @property
@@ -151,7 +155,7 @@ class Fp8Weight(_Coded):
     def lies_in(self, buffer: Fp8Buffer, row: int, shape: torch.Size) -> bool:
         """Return whether these rows of a buffer are its codes, and of its original as it is now."""
         is_place = self.buffer is buffer and self.row == row and self.shape == shape
-        return is_place and buffer.made_of.get(row) == self.original._version
+        return is_place and buffer.made_of.get(row) == self.changes[0]
 
     def whole(self) -> Tensor:
         """The original on its device: on the CPU itself."""
@@ -184,18 +188,21 @@ class Fp8Weight(_Coded):
     def _split(self, sizes: list[int]) -> list["Fp8Weight"]:
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
         return [
-            Fp8Weight.rows_of(self.buffer, self.row + start, self.original[start : start + size])
+            Fp8Weight.rows_of(
+                self.buffer, self.row + start, self.original[start : start + size], self.changes
+            )
             for start, size in zip(starts, sizes, strict=True)
         ]
 
-    def put(self, whole: Tensor) -> None:
+    def rewrite(self, whole: Tensor) -> None:
         """Change the original to this, and the codes with it."""
         self.original.copy_(whole)
         codes, scales = codes_and_scales(whole)
         self.scales.copy_(scales)
         self.buffer.write(self.row, codes)
         self.buffer.holds = None  # the border's codes are over the old scales
-        self.buffer.made_of[self.row] = self.original._version
+        self.changes[0] += 1
+        self.buffer.made_of[self.row] = self.changes[0]
 
 
 class Fp8View(_Coded):
@@ -255,7 +262,7 @@ def _write(written: list[_Coded], func: Any, args: tuple, kwargs: dict) -> Any:
     result = func(*plain_args, **plain_kwargs)
     for one in written:
         weight = one.weight
-        weight.put(wholes[weight.original.data_ptr(), weight.original.shape])
+        weight.rewrite(wholes[weight.original.data_ptr(), weight.original.shape])
     itself = {id(plain[id(one)]): one for one in written}
     return tree_map_only(Tensor, lambda given: itself.get(id(given), given), result)
 
@@ -276,10 +283,11 @@ def why_not_in_fp8(weight: Tensor) -> str | None:
 
 def become_fp8(parameter: Tensor, buffer: Fp8Buffer, row: int, original: Tensor) -> None:
     """Make a parameter, which stays the same object, these rows of a buffer."""
-    weight: Any = Fp8Weight.rows_of(buffer, row, original)
+    changes = getattr(parameter, "changes", [0])
+    weight: Any = Fp8Weight.rows_of(buffer, row, original, changes)
     weight._is_param = True  # as isinstance(_, nn.Parameter) asks
     _become(parameter, weight)
-    buffer.made_of[row] = original._version
+    buffer.made_of[row] = changes[0]
 
 
 def become_plain(parameter: Fp8Weight) -> None:
