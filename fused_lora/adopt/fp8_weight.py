@@ -162,7 +162,7 @@ class Fp8Weight(_Coded):
         return self.original.to(self.device)
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         return Tensor.data.__get__(self)  # type: ignore[attr-defined]
 
     @data.setter
