@@ -29,10 +29,7 @@ FP8_DTYPES = (torch.bfloat16,)  # that `_scaled_mm` gives with a scale for each 
 OLDEST_WITH_FP8 = (8, 9)  # compute capability
 # What gives the same weight.
 SAME = {aten.detach.default, aten.alias.default}
-PRODUCTS = frozenset({
-    "addbmm", "addmm", "addmv", "baddbmm", "bmm", "dot", "einsum", "inner", "linear", "matmul",
-    "mm", "mv", "tensordot", "vdot",
-})  # fmt: skip
+PRODUCTS = {"addbmm", "addmm", "addmv", "baddbmm", "bmm", "dot", "linear", "mm", "mv", "vdot"}
 
 
 class _Coded(Tensor):
@@ -88,6 +85,9 @@ class _Coded(Tensor):
     ):
         kwargs = kwargs or {}
         first = args[0] if args else None
+        parts = func.decompose(*args, **kwargs)  # in inference_mode nobody has done so before
+        if parts is not NotImplemented:
+            return parts
         if func is aten.detach_.default:
             return first
         if isinstance(first, Fp8Weight):
@@ -129,9 +129,7 @@ class Fp8Weight(_Coded):
     def rows_of(
         cls, buffer: Fp8Buffer, row: int, original: Tensor, changes: list[int]
     ) -> "Fp8Weight":
-        self = torch.Tensor._make_wrapper_subclass(
-            cls, original.shape, dtype=original.dtype, device=buffer.scales.device
-        )
+        self = _wrapper(cls, original, buffer)
         self.buffer, self.row, self.original, self.changes = buffer, row, original, changes
         return self
 
@@ -210,12 +208,17 @@ class Fp8View(_Coded):
 
     @staticmethod
     def __new__(cls, weight: Fp8Weight, steps: tuple, shown: Tensor):
-        self = torch.Tensor._make_wrapper_subclass(
-            cls, shown.shape, strides=shown.stride(), storage_offset=shown.storage_offset(),
-            dtype=shown.dtype, device=weight.device,
-        )  # fmt: skip
+        self = _wrapper(cls, shown, weight.buffer)
         self.weight, self.steps = weight, steps
         return self
+
+
+@torch.inference_mode(False)  # a view of a tensor from outside of that mode has to be as that is
+def _wrapper(cls: Any, like: Tensor, buffer: Fp8Buffer) -> Any:
+    return Tensor._make_wrapper_subclass(
+        cls, like.shape, strides=like.stride(), storage_offset=like.storage_offset(),
+        dtype=like.dtype, device=buffer.scales.device,
+    )  # fmt: skip
 
 
 def _views(one: _Coded, func: Any, args: tuple, kwargs: dict) -> Any:
