@@ -122,7 +122,7 @@ class Fp8Weight(_Coded):
 
     @staticmethod
     def __new__(cls, data: Tensor, requires_grad: bool = True):
-        """A plain parameter: accelerate makes one of the class of that which it takes away."""
+        """Return a plain parameter: accelerate calls the class of the parameter it replaces."""
         return nn.Parameter(data, requires_grad)
 
     @classmethod
@@ -139,7 +139,7 @@ class Fp8Weight(_Coded):
 
     @property
     def place(self) -> tuple[int, int]:
-        """Which buffer it lies in, and where: what a CUDA graph reads."""
+        """The buffer it lies in and its row there, which is what a CUDA graph reads."""
         return self.buffer.serial, self.row
 
     @property
@@ -151,7 +151,7 @@ class Fp8Weight(_Coded):
         return self.buffer.scales[self.row : self.row + len(self.original)]
 
     def lies_in(self, buffer: Fp8Buffer, row: int, shape: torch.Size) -> bool:
-        """Return whether these rows of a buffer are its codes, and of its original as it is now."""
+        """Return whether these rows of a buffer are the codes of its original as it is now."""
         is_place = self.buffer is buffer and self.row == row and self.shape == shape
         return is_place and buffer.made_of.get(row) == self.changes[0]
 
@@ -222,7 +222,7 @@ def _wrapper(cls: Any, like: Tensor, buffer: Fp8Buffer) -> Any:
 
 
 def _views(one: _Coded, func: Any, args: tuple, kwargs: dict) -> Any:
-    """What a view function gives: a view, or a list of them."""
+    """The view, or the list of views, that a function makes of one."""
     weight = one.weight
     whole = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
     shown = func(one.of(whole), *args, **kwargs)
