@@ -21,6 +21,7 @@ On the CPU, which has no such products, and for results in other dtypes than bf1
 multiplied in fp32.
 """
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -35,13 +36,15 @@ from .kernels.fp8_swiglu import swiglu_codes
 SIZES = 16  # of a weight have to be multiples of it
 # e4m3 are floating-point numbers: a row that is so many times smaller than most loses no digit.
 LEAST_OF_MEAN = 128
+_serials = itertools.count()
 
 
 class Fp8Buffer:
     """Codes of a weight and its border; attributes and products as `bordered.Buffer` has them.
 
     weight: [out, in] codes. scales: [out] in fp32. bias: [out + width] or None, in the dtype of the
-    products. width: the columns that the border has room for.
+    products. width: the columns that the border has room for. made_of: by a weight's first row, of
+    which change of its original the codes are (`adopt/fp8_weight.py`). serial: no other's.
     """
 
     def __init__(
@@ -50,6 +53,8 @@ class Fp8Buffer:
         outputs, inputs = codes.shape
         self.scales, self.bias = scales, bias
         self.holds: tuple | None = None
+        self.made_of: dict[int, int] = {}
+        self.serial = next(_serials)
         self._codes = _zero_codes(codes.device, outputs, padded_columns(inputs, width))
         self._codes_t = _zero_codes(codes.device, inputs, padded_columns(outputs, width))
         self.weight = self._codes[:, :inputs]

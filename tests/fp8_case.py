@@ -10,6 +10,7 @@ from fused_case import SHORT
 from reference import random, relative_error
 
 from fused_lora import Fusion, fuse
+from fused_lora.adopt.fp8_weight import Fp8Weight
 from fused_lora.adopt.layer import read_layer
 from fused_lora.decoder_layer import DecoderLayer
 from fused_lora.fp8 import Fp8Buffer
@@ -187,3 +188,18 @@ def assert_layer_is(model, oracle, device):
     assert draw is not None
     exact["down"].buffer.scales *= 1.02
     assert not is_near(draw)
+
+
+def base_weights(model):
+    return {n: p for n, p in model.named_parameters() if isinstance(p, Fp8Weight)}
+
+
+def assert_is_what_its_codes_make_it(model, device):
+    assert len(base_weights(model)) == 7
+    originals = iter(weight.original.to(device) for weight in base_weights(model).values())
+
+    def oracle(group):
+        weight = torch.cat([next(originals) for _ in group.out_features])
+        return OracleBuffer(weight, group.buffer.bias, group)
+
+    assert_layer_is(model, oracle, device)

@@ -209,11 +209,12 @@ class Fp8Border:
         dtype: torch.dtype,
     ) -> tuple[Bordered, bool]:
         places, layout = self._made or (None, None)
-        held = [getattr(read.weight, "buffer", self) for read in reads if read.scales is None]
+        held = [getattr(read.weight, "buffer", None) for read in reads if read.scales is None]
         buffer: Any = (held or [self._of_codes])[0]
         fits = (
             layout is not None
-            and all(one is buffer for one in held)
+            and buffer is not None
+            and _all_lie_in(buffer, reads)
             and places == (_places_of_biases(reads), _places_of_codes(reads))
             and layout.has_room(parts)
         )
@@ -235,8 +236,8 @@ def _make_fp8(reads: Sequence[Projection], layout: _Layout, dtype: torch.dtype) 
         weight, original = read.weight, None
         if read.scales is not None:
             of_weight = row_codes(weight, read.scales)
-        elif isinstance(weight, Fp8Weight):  # for a smaller rank
-            of_weight, original = (weight.codes, weight.scales), weight.original
+        elif isinstance(weight, Fp8Weight):  # for a smaller rank, or elsewhere
+            of_weight, original = codes_and_scales(weight.whole()), weight.original
         else:
             of_weight = codes_and_scales(weight.detach())
             original = torch.empty(weight.shape, dtype=weight.dtype).copy_(weight)
@@ -255,6 +256,20 @@ def _make_fp8(reads: Sequence[Projection], layout: _Layout, dtype: torch.dtype) 
             read.weight.data = buffer.weight[row:end]  # the same codes
         row = end
     return buffer
+
+
+def _all_lie_in(buffer: Fp8Buffer, reads: Sequence[Projection]) -> bool:
+    """Return whether the weights are codes in this buffer, one after the other, as they are now. A
+    checkpoint's own codes do not know where they lie."""
+    row = 0
+    for read in reads:
+        weight = read.weight
+        if read.scales is None and not (
+            isinstance(weight, Fp8Weight) and weight.lies_in(buffer, row, weight.shape)
+        ):
+            return False
+        row += len(weight)
+    return True
 
 
 def _places_of_codes(reads: Sequence[Projection]) -> tuple:

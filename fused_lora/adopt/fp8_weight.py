@@ -1,9 +1,16 @@
 """Fp8Weight: a base layer's weight of which FP8 codes lie on the GPU, and a weight to all others.
 
-A layer that runs whole in FP8 multiplies the codes (`fp8.py`). Whatever else reads the weight, a
-layer that steps aside say, gets what the codes stand for, in memory of the moment. Whatever writes
-it (merging, loading) changes the original, which lies on the host, and the codes are made anew.
-Moved, cast, copied or pickled it is the original again, as a plain parameter.
+A layer that runs whole in FP8 multiplies the codes (`fp8.py`). Whatever else uses the weight finds
+a tensor on the GPU:
+
+    a product          multiplies what the codes stand for, as a layer that steps aside should
+    all else           reads the original, which lies on the host, in memory of the moment
+    a write in place   changes the original, through views too, and the codes are made anew
+    an assignment      of its .data, which is how modules are moved and cast, and how PEFT merges
+                       safely, makes it the plain parameter that is assigned
+
+Copied or pickled it is the original as a plain parameter. The next forward that runs whole makes
+codes of whatever is plain.
 """
 
 from collections.abc import Callable
@@ -12,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import swap_tensors
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..fp8 import SIZES, Fp8Buffer, codes_and_scales
 from ..kernels.fp8_rows import E4M3
@@ -20,28 +27,120 @@ from ..kernels.fp8_rows import E4M3
 aten = torch.ops.aten
 FP8_DTYPES = (torch.bfloat16,)  # that `_scaled_mm` gives with a scale for each row
 OLDEST_WITH_FP8 = (8, 9)  # compute capability
-# What gives the same weight, and what gives some of its rows.
+# What gives the same weight.
 SAME = {aten.detach.default, aten.alias.default}
-MOVES = {aten._to_copy.default, aten.clone.default}
+PRODUCTS = {"addbmm", "addmm", "addmv", "baddbmm", "bmm", "dot", "linear", "mm", "mv", "vdot"}
 
 
-class Fp8Weight(torch.Tensor):
+class _Coded(Tensor):
+    """A weight in FP8 or a view of it: the steps from the whole weight to this."""
+
+    weight: "Fp8Weight"
+    steps: tuple[Callable[[Tensor], Tensor], ...] = ()
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The view of a whole weight's tensor that this is."""
+        for step in self.steps:
+            whole = step(whole)
+        return whole
+
+    def exact(self) -> Tensor:
+        """The original's numbers, on its device."""
+        return self.of(self.weight.whole())
+
+    def dequantised(self) -> Tensor:
+        """The numbers that the codes stand for, in its dtype, new."""
+        weight = self.weight
+        whole = weight.codes.to(torch.float32) * weight.scales[:, None]
+        return self.of(whole.to(weight.dtype))
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({list(self.shape)}, {self.dtype}, {self.device})"
+
+    def __deepcopy__(self, memo: dict) -> Tensor:
+        return memo.setdefault(id(self), self.exact().clone())
+
+    def __reduce_ex__(self, protocol):
+        return self.exact().clone().__reduce_ex__(protocol)
+
+    # The wrapper has no memory. Whoever asks for it to tell weights apart, or on the CPU to read
+    # it, finds the original's.
+
+    def untyped_storage(self):
+        return self.weight.original.untyped_storage()
+
+    def data_ptr(self) -> int:
+        original = self.weight.original
+        return self.of(original).data_ptr() if self.device == original.device else 0
+
+    def __dlpack__(self, **_: Any):
+        raise BufferError("a weight in FP8 has no memory to share: take that of a .clone()")
+
+    def tolist(self):
+        return self.exact().tolist()
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ):
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        parts = func.decompose(*args, **kwargs)  # in inference_mode nobody has done so before
+        if parts is not NotImplemented:
+            return parts
+        if func is aten.detach_.default:
+            return first
+        if isinstance(first, Fp8Weight):
+            if func in SAME:
+                return Fp8Weight.rows_of(first.buffer, first.row, first.original, first.changes)
+            if func is aten.split_with_sizes.default and not any(args[2:]):
+                return first._split(args[1])
+        if isinstance(first, _Coded):
+            if func.is_view:
+                return _views(first, func, args[1:], kwargs)
+            if func is aten._to_copy.default and kwargs.get("device") is not None:
+                return func(first.of(first.weight.original), *args[1:], **kwargs)  # from the host
+        if written := _written(func, args, kwargs):
+            return _write(written, func, args, kwargs)
+        is_product = func._schema.name.removeprefix("aten::").rstrip("_") in PRODUCTS
+        read = _Coded.dequantised if is_product else _Coded.exact
+        args, kwargs = tree_map_only(_Coded, read, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+class Fp8Weight(_Coded):
     """Rows [row, row + out) of a buffer's weight, in the dtype of the products.
 
-    original: [out, in] on the host, in that dtype.
+    original: [out, in] on the host, in that dtype. changes: their number, which all weights of one
+    original have together.
     """
 
     buffer: Fp8Buffer
     row: int
     original: Tensor
+    changes: list[int]
 
     @staticmethod
-    def __new__(cls, buffer: Fp8Buffer, row: int, original: Tensor):
-        self = torch.Tensor._make_wrapper_subclass(
-            cls, original.shape, dtype=original.dtype, device=buffer.scales.device
-        )
-        self.buffer, self.row, self.original = buffer, row, original
+    def __new__(cls, data: Tensor, requires_grad: bool = True):
+        """Return a plain parameter: accelerate calls the class of the parameter it replaces."""
+        return nn.Parameter(data, requires_grad)
+
+    @classmethod
+    def rows_of(
+        cls, buffer: Fp8Buffer, row: int, original: Tensor, changes: list[int]
+    ) -> "Fp8Weight":
+        self = _wrapper(cls, original, buffer)
+        self.buffer, self.row, self.original, self.changes = buffer, row, original, changes
         return self
+
+    @property
+    def weight(self) -> "Fp8Weight":  # type: ignore[override]
+        return self
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The buffer it lies in and its row there, which is what a CUDA graph reads."""
+        return self.buffer.serial, self.row
 
     @property
     def codes(self) -> Tensor:
@@ -51,69 +150,124 @@ class Fp8Weight(torch.Tensor):
     def scales(self) -> Tensor:
         return self.buffer.scales[self.row : self.row + len(self.original)]
 
-    def dequantised(self) -> Tensor:
-        """The numbers that the codes stand for, [out, in] in its dtype, new."""
-        return (self.codes.to(torch.float32) * self.scales[:, None]).to(self.dtype)
+    def lies_in(self, buffer: Fp8Buffer, row: int, shape: torch.Size) -> bool:
+        """Return whether these rows of a buffer are the codes of its original as it is now."""
+        is_place = self.buffer is buffer and self.row == row and self.shape == shape
+        return is_place and buffer.made_of.get(row) == self.changes[0]
+
+    def whole(self) -> Tensor:
+        """The original on its device: on the CPU itself."""
+        return self.original.to(self.device)
+
+    @property
+    def data(self) -> Tensor:
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        # torch would change this object's shape and dtype, and leave codes and original as they are
+        if not isinstance(value, Tensor):
+            raise TypeError(f"a weight's data is to be a tensor, got {type(value).__name__}")
+        if isinstance(value, Fp8Weight) and value.lies_in(self.buffer, self.row, self.shape):
+            return  # as `weight.data += delta` ends
+        plain = value.exact().clone() if isinstance(value, _Coded) else value
+        _become(self, nn.Parameter(plain, self.requires_grad))
 
     def full(self) -> nn.Parameter:
         """The original as a plain parameter in the place of this one."""
-        return nn.Parameter(self.original.to(self.device, copy=True), requires_grad=False)
-
-    # What its memory is to those that save it.
-
-    def data_ptr(self) -> int:
-        return self.original.data_ptr()
-
-    def untyped_storage(self) -> torch.UntypedStorage:
-        return self.original.untyped_storage()
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"Fp8Weight({list(self.shape)}, {self.dtype}, {self.device})"
+        return nn.Parameter(self.original.to(self.device, copy=True), self.requires_grad)
 
     def __deepcopy__(self, memo: dict) -> nn.Parameter:
         return memo.setdefault(id(self), self.full())
 
     def __reduce_ex__(self, _):
-        return nn.Parameter, (self.original.to(self.device), False)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ):
-        kwargs = kwargs or {}
-        if func is aten.copy_.default and isinstance(args[1], Fp8Weight):  # as load_state_dict's
-            args = (args[0], args[1].original, *args[2:])
-        first = args[0] if args else None
-        if isinstance(first, Fp8Weight):
-            if func in SAME:
-                return Fp8Weight(first.buffer, first.row, first.original)
-            if func in MOVES:
-                return func(first.original.to(first.device), *args[1:], **kwargs)
-            if func is aten.split_with_sizes.default and not any(args[2:]):
-                return first._split(args[1])
-            if func._schema.arguments[0].is_write:
-                return first._change(func, _plain(args[1:]), _plain(kwargs))
-        return func(*_plain(args), **_plain(kwargs))
+        return nn.Parameter, (self.original.to(self.device), self.requires_grad)
 
     def _split(self, sizes: list[int]) -> list["Fp8Weight"]:
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
         return [
-            Fp8Weight(self.buffer, self.row + start, self.original[start : start + size])
+            Fp8Weight.rows_of(
+                self.buffer, self.row + start, self.original[start : start + size], self.changes
+            )
             for start, size in zip(starts, sizes, strict=True)
         ]
 
-    def _change(self, func: Callable, args: tuple, kwargs: dict) -> "Fp8Weight":
-        weight = self.original.to(self.device)
-        func(weight, *args, **kwargs)
-        self.original.copy_(weight)
-        codes, scales = codes_and_scales(weight)
+    def rewrite(self, whole: Tensor) -> None:
+        """Change the original to this, and the codes with it."""
+        self.original.copy_(whole)
+        codes, scales = codes_and_scales(whole)
         self.scales.copy_(scales)
         self.buffer.write(self.row, codes)
+        self.buffer.holds = None  # the border's codes are over the old scales
+        self.changes[0] += 1
+        self.buffer.made_of[self.row] = self.changes[0]
+
+
+class Fp8View(_Coded):
+    """A view of an Fp8Weight, which is made of it whenever it is read, and written through."""
+
+    @staticmethod
+    def __new__(cls, weight: Fp8Weight, steps: tuple, shown: Tensor):
+        self = _wrapper(cls, shown, weight.buffer)
+        self.weight, self.steps = weight, steps
         return self
 
 
-def _plain(tree: Any) -> Any:
-    return tree_map_only(Fp8Weight, Fp8Weight.dequantised, tree)
+@torch.inference_mode(False)  # a view of a tensor from outside of that mode has to be as that is
+def _wrapper(cls: Any, like: Tensor, buffer: Fp8Buffer) -> Any:
+    return Tensor._make_wrapper_subclass(
+        cls, like.shape, strides=like.stride(), storage_offset=like.storage_offset(),
+        dtype=like.dtype, device=buffer.scales.device,
+    )  # fmt: skip
+
+
+def _views(one: _Coded, func: Any, args: tuple, kwargs: dict) -> Any:
+    """The view, or the list of views, that a function makes of one."""
+    weight = one.weight
+    whole = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+    shown = func(one.of(whole), *args, **kwargs)
+
+    def view(shown: Tensor, pick: Callable = lambda given: given) -> Fp8View:
+        step = lambda whole: pick(func(whole, *args, **kwargs))  # noqa: E731
+        return Fp8View(weight, (*one.steps, step), shown)
+
+    if isinstance(shown, Tensor):
+        return view(shown)
+    return [view(each, lambda given, i=i: given[i]) for i, each in enumerate(shown)]
+
+
+def _written(func: Any, args: tuple, kwargs: dict) -> list[_Coded]:
+    """The weights in FP8 and their views that a function writes."""
+    given = zip(func._schema.arguments, args, strict=False)
+    by_place = [value for argument, value in given if argument.is_write]
+    by_name = [kwargs.get(one.name) for one in func._schema.arguments if one.is_write]
+    return [one for one in tree_leaves((by_place, by_name)) if isinstance(one, _Coded)]
+
+
+def _write(written: list[_Coded], func: Any, args: tuple, kwargs: dict) -> Any:
+    """Run a function that writes weights in FP8 on their originals, and make their codes anew."""
+    if torch.Tag.inplace_view in func.tags:
+        raise RuntimeError(
+            f"{func._schema.name.removeprefix('aten::')} of a weight in FP8 would leave its codes "
+            "as they are: assign to its .data, or unfuse the model first"
+        )
+    wholes: dict[tuple, Tensor] = {}  # two that are views of one weight see what the other writes
+    plain: dict[int, Tensor] = {}
+
+    def plain_of(one: _Coded) -> Tensor:
+        weight = one.weight
+        key = weight.original.data_ptr(), weight.original.shape
+        if key not in wholes:
+            wholes[key] = weight.whole()
+        return plain.setdefault(id(one), one.of(wholes[key]))
+
+    plain_args, plain_kwargs = tree_map_only(_Coded, plain_of, (args, kwargs))
+    result = func(*plain_args, **plain_kwargs)
+    for one in written:
+        weight = one.weight
+        weight.rewrite(wholes[weight.original.data_ptr(), weight.original.shape])
+    itself = {id(plain[id(one)]): one for one in written}
+    return tree_map_only(Tensor, lambda given: itself.get(id(given), given), result)
 
 
 def why_not_in_fp8(weight: Tensor) -> str | None:
@@ -132,20 +286,38 @@ def why_not_in_fp8(weight: Tensor) -> str | None:
 
 def become_fp8(parameter: Tensor, buffer: Fp8Buffer, row: int, original: Tensor) -> None:
     """Make a parameter, which stays the same object, these rows of a buffer."""
-    weight: Any = Fp8Weight(buffer, row, original)
+    changes = getattr(parameter, "changes", [0])
+    weight: Any = Fp8Weight.rows_of(buffer, row, original, changes)
     weight._is_param = True  # as isinstance(_, nn.Parameter) asks
-    swap_tensors(parameter, weight)
+    _become(parameter, weight)
+    buffer.made_of[row] = changes[0]
 
 
 def become_plain(parameter: Fp8Weight) -> None:
     """Make it its original again, on its device."""
-    swap_tensors(parameter, parameter.full())
+    _become(parameter, parameter.full())
+
+
+def _become(parameter: Tensor, other: Tensor) -> None:
+    """Make a parameter, which stays the same object, what another is."""
+    grad = parameter.grad
+    parameter.grad = None
+    try:
+        swap_tensors(parameter, other)
+    except RuntimeError as error:
+        raise RuntimeError(
+            "a weight in FP8 is assigned, moved or made while a loss that has not run its backward "
+            "holds it: call backward, or delete that loss, first"
+        ) from error
+    finally:
+        if grad is not None and (grad.dtype, grad.device) == (parameter.dtype, parameter.device):
+            parameter.grad = grad
 
 
 def keep_from_ddp(model: Any) -> None:
     """Let DistributedDataParallel not send this model's FP8 weights from the first rank, as it
-    sends all others: each rank has made or loaded the same, what would be sent of Fp8Weight is what
-    its codes stand for, and codes Gloo cannot send."""
+    sends all others: each rank has made or loaded the same, an Fp8Weight would be sent from the
+    host and made codes anew, and codes Gloo cannot send."""
     names = [
         name
         for name, one in model.named_parameters()

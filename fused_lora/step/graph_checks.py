@@ -95,13 +95,17 @@ def form_of(inputs: dict[str, Any], nested: bool = False) -> tuple[Hashable, ...
     return tuple(form)
 
 
-def addresses_of(parameters: Iterable[Tensor]) -> dict[str, Any]:
+def addresses_of(parameters: Sequence[Tensor]) -> dict[str, Any]:
     """The addresses that the forward reads: it must not be replayed if they have changed.
 
     The GPU is waiting meanwhile, and a model has hundreds of these tensors: `map` asks them in half
     the time that a loop takes.
     """
-    return {"a parameter": [*map(Tensor.data_ptr, parameters)]}
+    addresses: list[Hashable] = [*map(Tensor.data_ptr, parameters)]
+    if 0 in addresses:  # a weight in FP8 has a place in a buffer instead
+        of_none = zip(parameters, addresses, strict=True)
+        addresses = [address or getattr(one, "place", 0) for one, address in of_none]
+    return {"a parameter": addresses}
 
 
 def worked_on(

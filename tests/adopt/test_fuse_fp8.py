@@ -1,24 +1,30 @@
-"""Layers on FP8 weights: exact but for what they quantise; weights to whatever else reads them."""
+"""Layers on FP8 weights, and the loss: exact but for what they quantise; what is refused."""
 
 import copy
 import dataclasses
 import functools
-import io
 
 import pytest
 import torch
-from fp8_case import CONFIG, FP8, OracleBuffer, assert_layer_is, pair
-from fused_case import SHORT, assert_close, batch, step, values_of
-from layer_case import layer_of, peft_model
+from fp8_case import (
+    CONFIG,
+    FP8,
+    OracleBuffer,
+    assert_is_what_its_codes_make_it,
+    base_weights,
+    pair,
+)
+from fp8_emulated import emulate
+from fused_case import SHORT, batch, step, values_of
+from layer_case import peft_model
 from peft import LoraConfig
 from peft_models import assert_equal, logits
 from reference import random, relative_error
 
-from fused_lora import Fusion, fuse, report, unfuse
+from fused_lora import Fusion, fuse, unfuse
 from fused_lora import cross_entropy as loss_module
 from fused_lora.adopt import fp8_weight
 from fused_lora.adopt import layer as layer_module
-from fused_lora.adopt.fp8_weight import Fp8Weight
 from fused_lora.fp8 import Fp8Buffer, codes_and_scales
 
 
@@ -27,10 +33,6 @@ def in_fp32_on_a_gpu_too(monkeypatch):
     """What is held exactly is in fp32, whose products of codes are not `_scaled_mm`'s."""
     kinds = torch.bfloat16, torch.float32, torch.float64
     monkeypatch.setattr(fp8_weight, "FP8_DTYPES", kinds)
-
-
-def base_weights(model):
-    return {n: p for n, p in model.named_parameters() if isinstance(p, Fp8Weight)}
 
 
 # --- right but for what it quantises --------------------------------------------------------------
@@ -108,17 +110,6 @@ CASES = {
 }
 
 
-def assert_is_what_its_codes_make_it(model, device):
-    assert len(base_weights(model)) == 7
-    originals = iter(weight.original.to(device) for weight in base_weights(model).values())
-
-    def oracle(group):
-        weight = torch.cat([next(originals) for _ in group.out_features])
-        return OracleBuffer(weight, group.buffer.bias, group)
-
-    assert_layer_is(model, oracle, device)
-
-
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_layer_is_what_its_codes_make_it(case, device):
     case = dict(case)
@@ -142,6 +133,29 @@ def test_a_model_is_near_plain_peft_and_trains_its_adapters(dtype, device):
     assert_equal(again, got)
 
 
+def test_gradients_are_those_of_fp8_in_fp64_however_far_from_plain_peft(device):
+    """4% of a product are a third of a token whose terms nearly cancel, and more of every layer
+    after, as in batch 157: plain PEFT is no oracle there."""
+    if device != "cpu":
+        pytest.skip("sums of 14 bits make other codes")
+    config = CONFIG | {"num_hidden_layers": 2}
+    plain = peft_model(device, family="Llama", config=config, r=4, lora_alpha=6)
+    fused = copy.deepcopy(plain)
+    fuse(fused, FP8)
+    exact = copy.deepcopy(plain).double()
+    emulated = emulate(copy.deepcopy(exact))
+
+    def gradients(model, seed):
+        found = step(model, seed=seed, length=6)
+        del found["loss"]
+        return torch.cat([found[name].double().flatten() for name in sorted(found)])
+
+    for seed, distance in ((3, 0.14), (157, 1.28)):
+        want = gradients(emulated, seed)
+        assert relative_error(want, gradients(exact, seed)) == pytest.approx(distance, rel=0.1)
+        assert relative_error(gradients(fused, seed), want) < 1e-5
+
+
 @pytest.mark.parametrize("policy", ["full", "offload"])
 def test_gradients_of_layers_that_run_again_are_those_of_kept_ones(policy, device):
     kept, _, _ = pair(device)
@@ -163,116 +177,6 @@ def test_backward_finds_its_own_adapters_after_a_forward_with_others(device):
         assert relative_error(model(**batch(model)).loss, loss) > 1e-4
         model.base_model.set_adapter("default")
     assert_equal(dict(values_of(model, loss)), dict(want))
-
-
-# --- its memory -----------------------------------------------------------------------------------
-
-
-def test_codes_are_all_that_is_left_of_a_weight_on_the_device(device):
-    fused, plain, _ = pair(device, dtype=torch.bfloat16)
-    weights = base_weights(fused)
-    assert len(weights) == 7
-    for name, weight in weights.items():
-        assert isinstance(weight, torch.nn.Parameter) and not weight.requires_grad
-        assert weight.original.device.type == "cpu"
-        want = plain.get_parameter(name)
-        assert (weight.shape, weight.dtype, weight.device) == (want.shape, want.dtype, want.device)
-        assert torch.equal(weight.original, want.cpu())
-        assert relative_error(weight.dequantised(), want) < 0.04
-    buffers = {id(weight.buffer): weight.buffer for weight in weights.values()}
-    assert len(buffers) == 4
-    assert all(buffer.weight.element_size() == 1 for buffer in buffers.values())
-
-
-# --- weights to whatever else reads them ----------------------------------------------------------
-
-
-def saved(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-def loaded(model):
-    model.load_state_dict({n: p.clone() for n, p in model.state_dict().items()})
-    return model
-
-
-def widened(model):
-    """With an adapter of a larger rank, for which there is no room."""
-    model.add_adapter("large", LoraConfig(r=12, target_modules="all-linear"))
-    step(model, length=SHORT)
-    model.set_adapter("large")
-    step(model, length=SHORT)
-    model.set_adapter("default")
-    return model
-
-
-def merged_and_taken_out(model):
-    model.merge_adapter()
-    assert not any("layers" in name for name in report(model).fused["layer"])
-    model.unmerge_adapter()
-    return model
-
-
-def fused_again(model):
-    fuse(model, Fusion(layer=True, rms_norm=True))
-    return model
-
-
-def compiled(model):
-    """Uncompiled all the same: weights in FP8 cannot be traced."""
-    layer_of(model).compile(backend="aot_eager", dynamic=False)
-    return model
-
-
-LIVES = {
-    "deep copy": copy.deepcopy,
-    "pickled": saved,
-    "loaded": loaded,
-    "cast and back": lambda model: model.to(torch.float64).to(torch.float32),
-    "wider adapter": widened,
-    "merged, unmerged": merged_and_taken_out,
-    "fused once more": fused_again,
-    "compiled": compiled,
-}
-
-
-@pytest.mark.parametrize("live", LIVES.values(), ids=LIVES)
-def test_it_goes_on_in_fp8_with_the_same_weights_after(live, device):
-    fused, plain, _ = pair(device)
-    after = live(fused)
-    assert step(after, length=SHORT).functions["DecoderLayer"] == 1
-    assert_is_what_its_codes_make_it(after, device)
-    unfuse(after)
-    originals = {n: p for n, p in plain.named_parameters() if ".base_layer." in n}
-    now = dict(after.named_parameters())
-    assert not base_weights(after)
-    for name, weight in originals.items():
-        assert type(now[name]) is torch.nn.Parameter and now[name].is_contiguous()
-        assert relative_error(now[name], weight) < 1e-6, name
-
-
-def test_what_steps_aside_computes_with_what_the_codes_stand_for(device):
-    fused, plain, _ = pair(device)
-    with torch.no_grad():
-        for name, weight in base_weights(fused).items():
-            plain.get_parameter(name).copy_(weight.dequantised())
-    with fused.disable_adapter(), plain.disable_adapter():
-        assert relative_error(logits(fused), logits(plain)) < 1e-5
-    layer_of(fused).mlp.register_forward_hook(lambda *_: None)
-    with pytest.warns(UserWarning, match="it has hooks"):
-        got = step(fused, length=SHORT)
-    assert_close(got, step(plain, length=SHORT), 1e-4)
-
-
-def test_merged_is_what_plain_peft_merges(device):
-    fused, plain, _ = pair(device)
-    got, want = (model.merge_and_unload() for model in (fused, plain))
-    state = got.state_dict()
-    assert_close(state, want.state_dict(), 1e-6)
-    assert all(type(tensor) is torch.Tensor for tensor in state.values())
 
 
 def test_layers_that_run_whole_already_go_on_in_fp8(device):
