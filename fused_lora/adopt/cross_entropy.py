@@ -21,7 +21,15 @@ from .documents import fills_cache, unpadded
 from .fp8_weight import why_not_in_fp8
 from .originals import why_replaced
 from .projection import why_call, why_not_plain
-from .site import class_forward, fused_parts_of, having, known_form, say_once, why_not_class
+from .site import (
+    as_named,
+    class_forward,
+    fused_parts_of,
+    having,
+    known_form,
+    say_once,
+    why_not_class,
+)
 
 
 def causal_lms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -168,7 +176,7 @@ def causal_lm_forward(
             and _may_leave_out(model, head, options)
         ):
             options["labelled"] = model.model.layers[-1], rows
-    outputs = model.model(**inputs, **options)
+    outputs = model.model(**as_named(inputs), **options)
     form = known_form(model, "ForCausalLM")
     hidden = outputs.last_hidden_state
     if form.divided_by:  # the logits are, and so may this be
