@@ -27,12 +27,10 @@ class Kernel:
         self.by_triton: list[tuple] = []  # grid, arguments, options
         self.remembered: list[tuple] = []  # grid, arguments
 
-    def __getitem__(self, grid):
-        def run(*arguments, **options):
-            self.by_triton.append((grid, arguments, options))
-            return Compiled(self.remembered)
-
-        return run
+    def run(self, *arguments, grid, warmup, **options):
+        assert not warmup
+        self.by_triton.append((grid, arguments, options))
+        return Compiled(self.remembered)
 
 
 class Compiled:
