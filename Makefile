@@ -3,7 +3,7 @@
 # make test-fast  one case of every contract: two minutes at most
 # make check      lint, types, and who may import whom
 # make plot       draw the published pictures and tables again
-# make test-newest     the kernels' and adoption's tests with the newest torch, triton, transformers and peft
+# make test-newest     the kernels' and adoption's tests with the newest torch, triton, transformers, peft and TRL
 # make resolve-peers   can the peers' pins be installed beside requirements.txt, and is there anything newer? (installs nothing)
 #
 # Each makes the environment it needs in .venv first (test-newest in .venv-newest). PYTHON=python3.12 picks

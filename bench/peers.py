@@ -1,4 +1,4 @@
-"""The peers' pins, and whether newer releases can be installed beside the published environment.
+"""Look whether newer releases of the peers can be installed beside the published environment.
 
 ``python -m bench.peers`` (`make resolve-peers`) installs nothing. It fails if the pins cannot be
 installed beside requirements.txt, and has a line for each peer that has a newer release.

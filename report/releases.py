@@ -1,4 +1,4 @@
-"""Which releases of the peers are pinned, and which committed runs hold another, in Markdown."""
+"""The paragraph of the pinned peers and of the runs that hold another release, in Markdown."""
 
 from __future__ import annotations
 
