@@ -3,8 +3,8 @@
 # make test-fast  one case of every contract: two minutes at most
 # make check      lint, types, and who may import whom
 # make plot       draw the published pictures and tables again
-# make test-newest     the kernels' and adoption's tests with the newest torch, triton, transformers and peft
-# make resolve-peers   can Unsloth and Liger be installed beside requirements.txt? (installs nothing)
+# make test-newest     the kernels' and adoption's tests with the newest torch, triton, transformers, peft and TRL
+# make resolve-peers   can the peers' pins be installed beside requirements.txt, and is there anything newer? (installs nothing)
 #
 # Each makes the environment it needs in .venv first (test-newest in .venv-newest). PYTHON=python3.12 picks
 # another interpreter.
@@ -29,7 +29,7 @@ test-newest: $(NEWEST)/done
 	$(NEWEST)/bin/python $(PYTEST) tests/kernels tests/adopt tests/step
 
 resolve-peers: $(VENV)/base
-	$(RUN) -m pip install --dry-run --quiet -r requirements.txt -r requirements-peers.txt
+	$(RUN) -m bench.peers
 
 check: $(VENV)/dev
 	$(VENV)/bin/ruff check .

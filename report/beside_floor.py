@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from bench.records import Run, SummaryRow
-from report.looks import STATUS_WORDS, caption, markdown_table
+from report.looks import STATUS_WORDS, caption, markdown_table, title_in
 from report.statistics import summarize
 from report.tables import commit_of, number_or_blank
-from variants import VARIANTS, title_of, variant_of
+from variants import VARIANTS, variant_of
 
 HEADER = ["tokens", "variant", "step, ms", "tokens/s", "× bf16's speed", "× floor",
           "× floor and recomputation", "peak, GiB"]  # fmt: skip
@@ -32,7 +32,7 @@ def _table(run: Run) -> str:
 
 
 def _line(run: Run, row: SummaryRow, in_bf16: SummaryRow | None) -> list[str]:
-    first = [f"{row.seq_len:,}", title_of(row.variant)]
+    first = [f"{row.seq_len:,}", title_in(row.variant, run)]
     if row.median_step_ms is None:
         return [*first, STATUS_WORDS.get(row.status, ""), *[""] * (len(HEADER) - 3)]
     over_bf16 = over_both = ""

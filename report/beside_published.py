@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 
 from bench.published import SETTINGS, PublishedSetting
 from bench.records import Run, SummaryRow
-from report.looks import STATUS_WORDS, markdown_table
+from report.looks import STATUS_WORDS, markdown_table, title_in
 from report.statistics import summarize
-from variants import BASELINE, SUITES, Variant, title_of, variant_of
+from variants import BASELINE, SUITES, Variant, variant_of
 
 HEADER = ["model", "a step: batches × rows × tokens", "they publish, tokens/s",
           "ours, tokens/s", "ours / theirs", "the fastest Unsloth here, tokens/s",
@@ -53,7 +53,7 @@ def speeds_by_variant(runs: Sequence[Run]) -> str:
     runs = [run for run in runs if setting_that_ran(run) and BASELINE in run.experiment.variants]
     rows = [(run, {row.variant: row for row in summarize(run)}) for run in runs]
     lines = [
-        [title_of(id), *(_in_words(run, row.get(id)) or "not measured" for run, row in rows)]
+        [title_in(id, *runs), *(_in_words(run, row.get(id)) or "not measured" for run, row in rows)]
         for id in SUITES["published"]
     ]
     return markdown_table(["tokens/s", *(run.experiment.model for run in runs)], lines)
@@ -121,7 +121,7 @@ def _in_words(run: Run, row: SummaryRow | None, with_title: bool = False) -> str
         return ""
     if row.tokens_per_s is None:
         return STATUS_WORDS.get(row.status, "")
-    title = f" ({variant_of(row.variant).title})" if with_title else ""
+    title = f" ({title_in(row.variant, run)})" if with_title else ""
     return f"{row.tokens_per_s:,.0f}{_mark(run, row.variant)}{title}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bench import results as store
 from bench.options import HERE
+from bench.peers import pins
 from bench.records import Run
 from bench.training_records import Fp8Training, load_training
 from report import tables
@@ -16,6 +17,7 @@ from report.headline import answer, headline_table
 from report.losses import losses_section
 from report.padding import ChatGroup, groups, padding_section
 from report.recipes import recipes_section
+from report.releases import releases_section
 from report.suite_tables import (
     against_unsloth_section,
     effects_section,
@@ -70,6 +72,14 @@ def measured_by_gpu(run: Run) -> dict[str, Run]:
     return found
 
 
+def runs_by_link(run: Run) -> dict[str, Run]:
+    """Return the experiment and every committed run, by the path from docs/."""
+    paths = sorted(HERE.glob("docs/runs/**/*.json.gz"))
+    paths = [path for path in paths if not path.name.startswith(FP8_TRAININGS.rstrip("*"))]
+    found = {path.relative_to(HERE / "docs").as_posix(): store.load(path) for path in paths}
+    return {"../results.json": run, **found}
+
+
 def generated_parts(run: Run, suite: Run) -> dict[str, str]:
     """Write every part, by name. run: the experiment."""
     second_run, lengths = store.load(SECOND_RUN), groups_of_lengths()
@@ -87,6 +97,7 @@ def generated_parts(run: Run, suite: Run) -> dict[str, str]:
         "gpus": measured_section(measured_by_gpu(run)),
         "expected": expected_section(run),
         "published": published_section(loaded(PUBLISHED)),
+        "releases": releases_section(pins(), runs_by_link(run)),
         "recipes": recipes_section(loaded(RECIPES)),
         "losses": losses_section(loaded(LOSSES)),
         "padding": padding_section(lengths),

@@ -15,6 +15,7 @@ from typing import Any
 
 from bench.records import Interval, Run, Status
 from bench.results import first_few, flat_items, in_words
+from report.looks import title_in
 from report.statistics import noise_band, verdict_of
 from variants import Settings
 
@@ -26,9 +27,11 @@ BETWEEN_RUNS = 0.03
 
 @dataclass(frozen=True)
 class ComparedCell:
-    """One cell in both files. speedup: old time / new time; band: what is noise."""
+    """One cell in both files. name: of its variant, with both releases of a peer. speedup: old
+    time / new time; band: what is noise."""
 
     variant: str
+    name: str
     seq_len: int
     old: Status | None
     new: Status | None
@@ -74,6 +77,7 @@ def _row(old: Run, new: Run, variant: str, seq_len: int) -> ComparedCell:
     old_ms, new_ms = (median(values) if values else None for values in (before, after))
     row = ComparedCell(
         variant,
+        title_in(variant, old, new),
         seq_len,
         old.status_of(variant, seq_len),
         new.status_of(variant, seq_len),

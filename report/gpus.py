@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from bench.records import Run, SummaryRow
 from report.headline import ANSWERS, rows_of, speedup_lines
-from report.looks import from_to, markdown_table
+from report.looks import from_to, markdown_table, release_of, title_in
 from variants import BASELINE, title_of
 
 
@@ -46,11 +46,13 @@ def measured_section(runs: Mapping[str, Run]) -> str:
 
 def _made(run: Run, path: str, rows: Sequence[SummaryRow]) -> str:
     """The day of a run, of how many steps these rows are, and on how many cards it ran, if on
-    several."""
+    several, and the release of Unsloth in them."""
     day = run.started_utc[:10]
     steps = from_to(row.steps for row in rows if row.steps)
     cards = f", {run.cards()} cards" if run.cards() > 1 else ""
-    return f"{f'[{day}]({path})' if path else day}, {steps} steps{cards}"
+    release = release_of("unsloth", run) if "full_unsloth" in run.experiment.variants else ""
+    unsloth = f", Unsloth {release}" if release else ""
+    return f"{f'[{day}]({path})' if path else day}, {steps} steps{cards}{unsloth}"
 
 
 def expected_section(run: Run) -> str:
@@ -76,8 +78,7 @@ def expected_section(run: Run) -> str:
         "TFLOPS",
         "TB/s",
         "GB",
-        title_of(BASELINE),
-        *map(title_of, ANSWERS),
+        *(title_in(variant, run) for variant in shown),
     ]
     return markdown_table(header, lines)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bench.records import Run, SummaryRow
-from report.looks import REHEARSAL_NOTICE, STATUS_WORDS, markdown_table
+from report.looks import REHEARSAL_NOTICE, STATUS_WORDS, markdown_table, release_of, title_in
 from report.padding import ChatGroup, documents_row
 from report.statistics import NOISE, summarize
-from variants import AGAIN, BASELINE, SUITES, title_of
+from variants import AGAIN, BASELINE, SUITES
 
 ANSWERS = [id for id in SUITES["experiment"] if id not in (BASELINE, AGAIN)]
 # Where the GPU computes for less of a step than this, the host is what a step waits for.
@@ -41,6 +41,7 @@ def answer(run: Run) -> str:
     _, mlp, unsloth, everything = (f"{row.speedup:.2f}×" for row in rows.values())
     vanilla_gib, mlp_gib, unsloth_gib, gib = (f"{row.peak_gib or 0:.1f}" for row in rows.values())
     where = f"{run.environment.device}, {seq_len} tokens, batch {run.experiment.batch_size}"
+    where += f", Unsloth {release_of('unsloth', run)}"
     return (
         f"**With the MLP fused, a LoRA training step of Qwen2.5-3B is {mlp} as fast as with "
         f"vanilla PEFT; with full Unsloth {unsloth}, with everything fused {everything}. Vanilla "
@@ -71,6 +72,7 @@ def headline_table(run: Run, lengths: Sequence[ChatGroup] = ()) -> str:
     """The run's lines, then one of chats in one row."""
     rows = rows_of(run)
     lines = [line for n in run.experiment.seq_lens for line in speedup_lines(rows, n)]
-    lines += documents_row(lengths, ANSWERS, run.environment.device)
-    table = markdown_table(["tokens", title_of(BASELINE), *map(title_of, ANSWERS)], lines)
+    lines += documents_row(lengths, ANSWERS, run)
+    header = ["tokens", *(title_in(variant, run) for variant in (BASELINE, *ANSWERS))]
+    table = markdown_table(header, lines)
     return f"**{REHEARSAL_NOTICE}.**\n\n{table}" if run.rehearsal else table

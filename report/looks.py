@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from bench.records import COMPARED_PACKAGES, Experiment, Run
-from variants import AGAIN, BASELINE, SUITES, TARGETS, Lora, variant_of
+from variants import AGAIN, BASELINE, SUITES, TARGETS, Lora, title_of, variant_of
 
 STATUS_WORDS = {
     "oom": "out of memory",
@@ -15,6 +15,8 @@ STATUS_WORDS = {
     "parity_failed": "failed parity",
 }
 REHEARSAL_NOTICE = "REHEARSAL without a GPU: not a performance result"
+# By a recipe's library: what titles call a peer, and the package whose release a run records.
+PEERS = {"unsloth": ("Unsloth", "unsloth"), "liger": ("Liger", "liger_kernel")}
 FLOOR_WORDS = "Floor: frozen products, attention and lm_head alone."
 STYLE = {
     **{"axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True, "grid.color": "#e4e4e4"},
@@ -44,6 +46,24 @@ def shown_variants(run: Run) -> list[str]:
 def why_no_time(run: Run, variant: str, seq_len: int) -> str:
     """Say in words why a variant has no time; where it has, why the GPU's own is not there."""
     return STATUS_WORDS.get(run.status_of(variant, seq_len) or "", "not measured")
+
+
+def title_in(variant: str, *runs: Run, title: str = "") -> str:
+    """Return a variant's title, a peer's with the release that these runs recorded: "full Unsloth
+    2026.10.9"; where they differ, with one for each, in the runs' order. title: instead of its own.
+    """
+    title, recipe = title or title_of(variant), variant_of(variant).recipe
+    if recipe is None or recipe.library not in PEERS:
+        return title
+    peer, package = PEERS[recipe.library]
+    return title.replace(peer, f"{peer} {release_of(package, *runs)}".rstrip(), 1)
+
+
+def release_of(package: str, *runs: Run) -> str:
+    """Return a package's release in these runs, "" where none had it."""
+    releases = [run.environment.packages.get(package) or "none" for run in runs]
+    found = releases[:1] if len(set(releases)) == 1 else releases
+    return "" if found == ["none"] else " / ".join(found)
 
 
 def markdown_table(header: list[str], lines: list[list[str]]) -> str:

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from bench.records import Run, SummaryRow
-from report.looks import STATUS_WORDS, caption, markdown_table
+from report.looks import STATUS_WORDS, caption, markdown_table, release_of, title_in
 from report.statistics import summarize
 from report.tables import commit_of, number_or_blank
-from variants import BASELINE, Variant, title_of, variant_of
+from variants import BASELINE, Variant, variant_of
 
 # As data/make/chats_of_lengths.py calls the data sets whose lengths it draws.
 LENGTHS_OF = {
@@ -103,10 +103,12 @@ def _captions(runs: Iterable[Run]) -> list[str]:
 
 
 def documents_row(
-    found: Sequence[ChatGroup], columns: Sequence[str], device: str
+    found: Sequence[ChatGroup], columns: Sequence[str], beside: Run
 ) -> list[list[str]]:
     """Return the README's row of documents, if there is one, of the GPU's own time: of the data set
-    on which the last of `columns` gains least, on `device`, or on another where that has none."""
+    on which the last of `columns` gains least, on the GPU of `beside`, the run of the other rows,
+    or on another where that has none. It names a release of Unsloth that is another than theirs."""
+    device = beside.environment.device
     timed = [
         (base_ms / ms, group)
         for group in found
@@ -120,6 +122,8 @@ def documents_row(
     first = f"{own_ms(base):.0f} ms, {base.peak_gib or 0:.1f} GiB"
     others = [_over(base, group.documents.get(variant)) for variant in columns]
     where = "" if group.device == device else f", {group.gpu}"
+    if (release := release_of("unsloth", group.runs[-1])) != release_of("unsloth", beside):
+        where += f", Unsloth {release}"
     return [[f"**chats** of {group.data_in_words}{where}, GPU time alone", first, *others]]
 
 
@@ -165,7 +169,7 @@ def _table(group: ChatGroup) -> str:
     variants = dict.fromkeys((*group.padded, *group.documents))
     first = [variant for variant in (BASELINE, UNPADDED) if variant in variants]
     lines = [
-        [title_of(variant), *_cells(group.padded.get(variant), _mark(group, variant)),
+        [title_in(variant, *group.runs), *_cells(group.padded.get(variant), _mark(group, variant)),
          *_cells(group.documents.get(variant))]
         for variant in dict.fromkeys((*first, *variants))
     ]  # fmt: skip

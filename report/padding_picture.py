@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from bench.records import SummaryRow
 from report.benchmark_results import write_png
-from report.looks import STATUS_WORDS, STYLE
+from report.looks import STATUS_WORDS, STYLE, release_of
 from report.padding import UNPADDED, ChatGroup, fullest, own_ms
 from variants import BASELINE, title_of, variant_of
 
@@ -100,7 +100,8 @@ def over_unsloth(found: Sequence[ChatGroup]) -> str:
     ]
     if not ratios:
         return ""
-    how = f"{_from_to(ratios, 2)} times as fast as Unsloth"
+    releases = " and ".join(sorted({release_of("unsloth", group.runs[-1]) for group in found}))
+    how = f"{_from_to(ratios, 2)} times as fast as Unsloth {releases}".rstrip()
     where = ", counting those on other GPUs, too" * (len(found) > len(fullest(found)))
     return f"By the GPU's own time the fastest of ours is {how}{where}."
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from bench.records import Run
-from report.looks import STATUS_WORDS, caption, markdown_table
+from report.looks import STATUS_WORDS, caption, markdown_table, title_in
 from report.statistics import summarize
 from report.tables import commit_of, number_or_blank
-from variants import TARGETS, title_of
+from variants import TARGETS
 
 HEADER = ["variant", "step, ms", "speedup", "GPU, ms", "peak, GiB"]
 
@@ -37,5 +37,6 @@ def _rows(run: Run) -> str:
     for row in summarize(run):
         step = number_or_blank(row.median_step_ms, 1) or STATUS_WORDS.get(row.status, "")
         numbers = [(row.speedup, 2), (row.gpu_ms, 1), (row.peak_gib, 1)]
-        lines.append([title_of(row.variant), step, *(number_or_blank(*one) for one in numbers)])
+        name = title_in(row.variant, run)
+        lines.append([name, step, *(number_or_blank(*one) for one in numbers)])
     return markdown_table(HEADER, lines)

@@ -7,7 +7,7 @@ from statistics import median
 
 from bench.records import Run, SummaryRow
 from report import ablation
-from report.looks import STATUS_WORDS, caption, interleaved, markdown_table
+from report.looks import STATUS_WORDS, caption, interleaved, markdown_table, release_of, title_in
 from report.statistics import NOISE, summarize
 from variants import ALL_BUT, ALONE, BASELINE, counterpart, variant_of
 
@@ -68,7 +68,8 @@ def against_unsloth_section(runs: list[Run]) -> str:
         for run in runs:
             ratios = [_over_unsloth(run, n, checkpoints) for n in lengths]
             if any(ratios):
-                lines.append([f"{title}, {_steps(run)}", *map(_median_and_range, ratios)])
+                of_row = f"{title}, {_steps(run)}, Unsloth {release_of('unsloth', run)}"
+                lines.append([of_row, *map(_median_and_range, ratios)])
     if not lines:
         return NOT_MEASURED
     header = ["Unsloth's time / all parts", *(f"{n} tokens" for n in lengths)]
@@ -142,7 +143,8 @@ def _rows(suite: Run, checkpoints: bool) -> str:
         rows = [found.get((variant, n)) for n in lengths]
         last = rows[-1]
         peak = f"{last.peak_gib:.1f}" if last and last.peak_gib else ""
-        lines.append([variant_of(variant).plain_title, *map(_time, rows), peak])
+        name = title_in(variant, suite, title=variant_of(variant).plain_title)
+        lines.append([name, *map(_time, rows), peak])
     floors = [suite.floor.get(n) for n in lengths]
     least = {"floor: the frozen products, attention and lm_head alone":
              [floor and floor.floor_ms for floor in floors]}  # fmt: skip

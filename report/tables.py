@@ -8,7 +8,7 @@ from textwrap import shorten
 from bench.records import Cell, Git, Interval, Run
 from report.comparison import ComparedCell, Comparison
 from report.kinds import KINDS, bars
-from report.looks import REHEARSAL_NOTICE, STATUS_WORDS, caption, markdown_table
+from report.looks import REHEARSAL_NOTICE, STATUS_WORDS, caption, markdown_table, title_in
 from report.statistics import summarize, twins_too_far_apart, why_no_verdicts
 from variants import AGAIN, BASELINE, SUITES, Settings, title_of
 
@@ -46,7 +46,7 @@ def kinds_section(run: Run) -> str:
         lines.append(["**step**", *(f"**{bar.step_ms:.1f}**" for bar in shown)])
         least = [f"{shown[0].step_ms - bar.step_ms:.1f}" for bar in shown[1:]]
         lines.append([f"less than {title_of(shown[0].variant)}", "", *least])
-        header = [f"ms at {seq_len} tokens", *(title_of(bar.variant) for bar in shown)]
+        header = [f"ms at {seq_len} tokens", *(title_in(bar.variant, run) for bar in shown)]
         tables.append(markdown_table(header, lines))
     return "\n\n".join(tables) or "No cell has a profile."
 
@@ -65,7 +65,7 @@ def comparison_words(row: ComparedCell) -> list[str]:
     ]
     speedup = number_or_blank(row.speedup, 2) + _range(row.ci95, 2)
     band = f"{row.band[0]:.2f} to {row.band[1]:.2f}" if row.band else ""
-    return [str(row.seq_len), title_of(row.variant), *timed, speedup, band, row.verdict or ""]
+    return [str(row.seq_len), row.name, *timed, speedup, band, row.verdict or ""]
 
 
 def _summary_table(run: Run) -> str:
@@ -74,7 +74,7 @@ def _summary_table(run: Run) -> str:
     header.append("GPU, ms")
     lines = []
     for row in rows:
-        line = [str(row.seq_len), title_of(row.variant), STATUS_WORDS.get(row.status, "")]
+        line = [str(row.seq_len), title_in(row.variant, run), STATUS_WORDS.get(row.status, "")]
         if row.status == "ok":
             line[2] = f"{row.median_step_ms:.1f}{_range(row.step_ms_ci95, 1)}"
             line.append(f"{row.tokens_per_s:,.0f}")

@@ -39,6 +39,7 @@ from fused_lora.kernels.swiglu_products_forward import swiglu_forward_product
 from fused_lora.label_check import find_wrong_label
 from fused_mlp.dropout import Mask, drop, keep_bits, kept_share
 from fused_mlp.geglu import geglu_backward, geglu_forward
+from fused_mlp.launching import launch_by_triton
 from fused_mlp.swiglu import swiglu_backward, swiglu_forward
 
 BATCH, POSITIONS, HIDDEN, COLUMNS, VOCABULARY, RANK = 32, 64, 2048, 11_008, 151_936, 32
@@ -124,7 +125,7 @@ def launch_layer():
     table = [empty(1, dtype=d) for d in (torch.int64, torch.float32, torch.int32, torch.int32)]
     source, block = empty(1, dtype=torch.float32), many_copies.BLOCK_COPIED
     for run in (1, many_copies.MAX_RUN):
-        many_copies._copy_kernel[(1,)](*table, source, empty(1), BLOCK=block, RUN=run)
+        launch_by_triton(many_copies._copy_kernel, (1,), *table, source, empty(1), block, run)
     products = [Product(empty(TOKENS, RANK), empty(COLUMNS, RANK)) for _ in range(3)]
     gate_up, hidden = empty(TOKENS, 2 * COLUMNS), empty(TOKENS, COLUMNS)
     swiglu_backward_products(hidden, gate_up, *products, torch.empty_like(gate_up))
@@ -199,6 +200,7 @@ def shared_bytes(arch: int) -> dict[str, int]:
         compiled = run(self, *arguments, warmup=True, **options)
         name = f"{self.__module__.split('.')[-1]}.{self.__name__}"
         found[name] = max(compiled.metadata.shared, found.get(name, 0))
+        assert compiled.metadata.enable_fp_fusion, f"{name}: see launch_by_triton"
         assert not casts_back(compiled.asm["ttir"]), f"{name}: see fp8_rows.halves"
 
     triton.JITFunction.run = compile_only

@@ -38,5 +38,5 @@ class Kernel:
     def __init__(self):
         self.launches = []
 
-    def __getitem__(self, grid):
-        return lambda *arguments, **constants: self.launches.append((grid, arguments))
+    def run(self, *arguments, grid, warmup, **constants):
+        self.launches.append((grid, arguments))

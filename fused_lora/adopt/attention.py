@@ -22,6 +22,7 @@ from .originals import is_builtin, why_replaced
 from .projection import CAST, Projection, frozen_bias, seed_for, split_projection
 from .rms_norm import why_not_frozen
 from .site import (
+    IS_NAMED_CACHE,
     class_forward,
     fused_parts_of,
     having,
@@ -279,7 +280,9 @@ def attend(
                 say_left(attention, reason)
         q, k = turn(q, k, *position_embeddings)
     if past_key_values is not None:
-        k, v = past_key_values.update(k, v, attention.layer_idx)
+        # which of it a paged cache changes for the attention after it
+        given = {"kwargs": options} if IS_NAMED_CACHE else {}
+        k, v = past_key_values.update(k, v, attention.layer_idx, **given)
     config = attention.config
     for option, path in form.passes:
         options[option] = attrgetter(path)(attention)

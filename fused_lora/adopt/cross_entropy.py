@@ -24,6 +24,7 @@ from .no_logits import without_logits
 from .originals import why_replaced
 from .projection import why_call, why_not_plain
 from .site import (
+    as_named,
     class_forward,
     fused_parts_of,
     having,
@@ -202,7 +203,7 @@ def causal_lm_forward(
             and _may_leave_out(model, head, options)
         ):
             options["labelled"] = model.model.layers[-1], rows
-    outputs = model.model(**inputs, **options)
+    outputs = model.model(**as_named(inputs), **options)
     form = known_form(model, "ForCausalLM")
     hidden = outputs.last_hidden_state
     if form.divided_by:  # the logits are, and so may this be

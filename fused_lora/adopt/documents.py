@@ -25,7 +25,7 @@ from ..kernels.documents import documents_of
 from .attention import read_qkv, turns, why_not_sdpa
 from .linear import read_output
 from .originals import why_replaced
-from .site import class_forward, fused_parts_of, having
+from .site import class_forward, fused_parts_of, having, is_checkpointed
 
 DECODER = frozenset({"documents"})  # the parts that a decoder's forward is said to run
 decoders = having("embed_tokens", "layers", "norm")
@@ -206,4 +206,4 @@ def fills_cache(decoder: Any, use_cache: bool | None) -> bool:
     """Return True if a forward that is called with this use_cache fills a cache."""
     if use_cache is None:  # of a multimodal model its text's configuration says
         use_cache = getattr(decoder.config, "use_cache", False)
-    return bool(use_cache) and not (decoder.gradient_checkpointing and decoder.training)
+    return bool(use_cache) and not is_checkpointed(decoder)

@@ -1,7 +1,7 @@
 """The families of models whose classes are known, and what each computes, as a table.
 
 A class is listed once its forward was read, in the oldest and the newest transformers that we
-take (5.17, 5.23), to compute what its form says and nothing else. The forwards in this folder read
+take (5.17, 5.24), to compute what its form says and nothing else. The forwards in this folder read
 the forms; none asks for a family by name. What is in no form is Llama's way.
 """
 

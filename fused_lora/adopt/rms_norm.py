@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..rms_norm import add_rms_norm, rms_norm
 from .projection import why_call, why_not_plain
-from .site import class_forward, known_form, say_once, why_not_class
+from .site import as_named, class_forward, known_form, say_once, why_not_class
 
 
 def norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -83,6 +83,7 @@ def normed_layer_forward(layer: Any, parts: frozenset[str], hidden_states: Tenso
         output = getattr(layer, name)(output) if name else output
         return output if multiplier is None else output * multiplier
 
+    options = as_named(options)
     attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **options)
     attended = added(attended, form.after_attention)
     if attended.dtype != hidden_states.dtype:  # of fp32 weights under autocast: the sum is fp32

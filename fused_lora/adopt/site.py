@@ -17,7 +17,7 @@ import torch
 import triton
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
-from transformers import modeling_layers
+from transformers import masking_utils, modeling_layers
 
 from fused_mlp.swiglu import _swiglu_forward_kernel
 
@@ -42,7 +42,12 @@ METHODS = {"RMSNorm": "_norm"}
 # transformers 5.23; in 5.17 by its __call__.
 CHECKPOINTED_BY_FORWARD = "__call__" not in vars(modeling_layers.GradientCheckpointingLayer)
 LAYERS_FILE = modeling_layers.__file__
-NO_CACHE = {"use_cache": False, "past_key_values": None}  # a second run would fill it again
+
+# transformers 5.24 renames past_key_values to cache. Its attention gives the cache its own options,
+# and it checkpoints no layer where no gradient is wanted. Our functions keep the old name.
+CACHE = "past_key_values"
+IS_NAMED_CACHE = "cache" in inspect.signature(masking_utils.create_causal_mask).parameters
+NO_CACHE = {"use_cache": False, CACHE: None}  # a second run would fill it again
 
 # Not so in Triton's interpreter, which runs kernels on the CPU.
 KERNELS_WANT_A_GPU = isinstance(_swiglu_forward_kernel, triton.JITFunction)
@@ -131,7 +136,9 @@ def _with_signature_of(own: Callable) -> Callable:
         if isinstance(self, nn.Module):  # accelerate binds what it wraps in autocast to the model
             raise RuntimeError(BOUND_TO_THE_MODEL)
         layer: Any = self.module
-        if self.checkpoints and layer.gradient_checkpointing and layer.training:
+        if IS_NAMED_CACHE and "cache" in options:
+            options[CACHE] = options.pop("cache")
+        if self.checkpoints and is_checkpointed(layer):
             # as the class's own; nothing else is kept from the run that backward repeats
             options.update({name: off for name, off in NO_CACHE.items() if name in options})
             run = partial(self.run, layer, **options)
@@ -140,6 +147,19 @@ def _with_signature_of(own: Callable) -> Callable:
 
     forward.__signature__ = inspect.signature(own)  # type: ignore[attr-defined]
     return forward
+
+
+def is_checkpointed(module: Any) -> bool:
+    """Return True if transformers checkpoints this layer, or the layers of this decoder, now."""
+    wanted = torch.is_grad_enabled() or not IS_NAMED_CACHE
+    return module.gradient_checkpointing and module.training and wanted
+
+
+def as_named(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options of a forward by the names that transformers has for them."""
+    if IS_NAMED_CACHE and CACHE in options:
+        return {"cache" if name == CACHE else name: one for name, one in options.items()}
+    return options
 
 
 HOOKED = "_old_forward"  # where a module keeps the forward that a hook of accelerate calls
@@ -301,7 +321,7 @@ def class_forward(module: nn.Module, *inputs, **options):
     forward: Any = type(module).forward
     while getattr(getattr(forward, "__code__", None), "co_filename", "") == LAYERS_FILE:
         forward = forward.__wrapped__
-    return forward(module, *inputs, **options)
+    return forward(module, *inputs, **as_named(options))
 
 
 def having(*names: str) -> Callable[[nn.Module], Iterator[tuple[str, nn.Module]]]:

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fused_mlp.dropout import Mask, Masks, is_kept
-from fused_mlp.launching import cdiv, next_power_of_2, on_device_of
+from fused_mlp.launching import cdiv, launch_by_triton, next_power_of_2, on_device_of
 
 from .rows import check_alike, check_rows
 from .tiling import MAX_BLOCK_RANK, SHARED_BYTES, dots_in_fp32
@@ -163,7 +163,8 @@ def dropped_products(x: Tensor, A: Tensor, ranks: Sequence[int], masks: Masks, z
         elements = BLOCK_COLUMNS * (BLOCK_ROWS + len(factors) * block_rank)
         kernel = _dropped_products_kernel
         with on_device_of(x):
-            kernel[(cdiv(rows, BLOCK_ROWS),)](
+            launch_by_triton(
+                kernel, (cdiv(rows, BLOCK_ROWS),),
                 x, of_A, bits, scales, of_z, counts, rows, columns,
                 x.stride(0), A.stride(0), z.stride(0), len(factors),
                 BLOCK_ROWS, BLOCK_COLUMNS, block_rank, dots_in_fp32(kernel, x),
@@ -195,7 +196,8 @@ def dropped_gradient(
         of_p, of_A, bits, scales, counts, block_rank = _operands(factors)
         kernel = _dropped_gradient_kernel
         with on_device_of(total):
-            kernel[(cdiv(rows, BLOCK_ROWS), cdiv(columns, BLOCK_COLUMNS))](
+            launch_by_triton(
+                kernel, (cdiv(rows, BLOCK_ROWS), cdiv(columns, BLOCK_COLUMNS)),
                 total, of_p, of_A, bits, scales, counts, rows, columns,
                 total.stride(0), p.stride(0), A.stride(0), number > 0, len(factors),
                 BLOCK_ROWS, BLOCK_COLUMNS, block_rank, dots_in_fp32(kernel, total),

@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fused_mlp.launching import cdiv, on_device_of
+from fused_mlp.launching import cdiv, launch_by_triton, on_device_of
 
 from .fp8_rows import LARGEST, SMALLEST, halves, rounds
 
@@ -273,15 +273,18 @@ def fp8_borders(weights: Sequence[Bordering]) -> None:
     sums = scales[0].new_empty(2 * len(weights), blocks, 3, widest)
     strides = tuple(one.stride(0) for one in codes)
     with on_device_of(sums):
-        _border_sums_kernel[(tiles,)](
+        launch_by_triton(
+            _border_sums_kernel, (tiles,),
             borders, scales, sums, counts, widths, blocks, widest, len(weights), BLOCK_ROWS,
             BLOCK_COLUMNS, num_warps=NUM_WARPS,
         )  # fmt: skip
-        _border_factors_kernel[(max(across), 2 * len(weights))](
+        launch_by_triton(
+            _border_factors_kernel, (max(across), 2 * len(weights)),
             sums, counts, widths, factors, scales_of, blocks, widest, len(weights), BLOCK_ROWS,
             BLOCK_COLUMNS, SUMMED, num_warps=NUM_WARPS,
         )  # fmt: skip
-        _fp8_borders_kernel[(tiles,)](
+        launch_by_triton(
+            _fp8_borders_kernel, (tiles,),
             borders, scales, factors, scales_of, codes, halves_of, strides, counts, widths,
             len(weights), BLOCK_ROWS, BLOCK_COLUMNS, rounds(_fp8_borders_kernel),
             num_warps=NUM_WARPS,

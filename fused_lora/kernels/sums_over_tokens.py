@@ -33,7 +33,14 @@ import triton.language as tl
 from torch import Tensor
 
 from fused_mlp.dropout import is_kept
-from fused_mlp.launching import DTYPES, cdiv, check_runnable, next_power_of_2, on_device_of
+from fused_mlp.launching import (
+    DTYPES,
+    cdiv,
+    check_runnable,
+    launch_by_triton,
+    next_power_of_2,
+    on_device_of,
+)
 
 from .autotune import fastest
 from .dropped_products import check_mask
@@ -336,7 +343,8 @@ def _launch(slots: Sequence[_Slot], block_rank: int) -> None:
         partials = None
         if splits > 1:
             partials = first.new_empty(splits, all_columns, block_rank, dtype=torch.float32)
-        kernel[(tiles, splits)](
+        launch_by_triton(
+            kernel, (tiles, splits),
             xs, x_row_strides, columns, factors, factor_row_strides, ranks, bits,
             gradients, *strides, scalings,
             partials, all_columns, rows, rows_of_a_split, firsts,
@@ -344,7 +352,8 @@ def _launch(slots: Sequence[_Slot], block_rank: int) -> None:
             num_warps=tiling.warps, num_stages=stages(tiling, elements, first),
         )  # fmt: skip
         if splits > 1:
-            _sum_partials_kernel[(sum([cdiv(n, _SUM_COLUMNS) for n in columns_of_factors]),)](
+            launch_by_triton(
+                _sum_partials_kernel, (sum([cdiv(n, _SUM_COLUMNS) for n in columns_of_factors]),),
                 partials, gradients, *strides, columns_of_factors, ranks, scalings,
                 all_columns, splits, len(gradients), _SUM_COLUMNS, block_rank, num_warps=4,
             )  # fmt: skip

@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fused_mlp.dropout import Mask, is_kept
-from fused_mlp.launching import DTYPES, cdiv, next_power_of_2, on_device_of
+from fused_mlp.launching import DTYPES, cdiv, launch_by_triton, next_power_of_2, on_device_of
 from fused_mlp.utils import check_activation
 
 from .activation import activate
@@ -334,7 +334,8 @@ def _launch(
         splits = cdiv(rows, rows_of_a_split)
         elements = 3 * tiling.rows * (tiling.columns + block_rank)
         partials = gate_up.new_empty(3, splits, intermediate, block_rank, dtype=torch.float32)
-        kernel[(cdiv(intermediate, tiling.columns), splits)](
+        launch_by_triton(
+            kernel, (cdiv(intermediate, tiling.columns), splits),
             *tensors, mask and mask.bits, partials, *row_strides,
             rows, rows_of_a_split, intermediate, *ranks,
             tiling.rows, tiling.columns, block_rank, activation == "gelu_tanh",
@@ -342,7 +343,8 @@ def _launch(
             num_warps=tiling.warps, num_stages=stages(tiling, elements, gate_up),
             maxnreg=tiling.registers,
         )  # fmt: skip
-        _sum_products_kernel[(cdiv(intermediate, _SUM_COLUMNS), 3)](
+        launch_by_triton(
+            _sum_products_kernel, (cdiv(intermediate, _SUM_COLUMNS), 3),
             partials, gradients, *zip(*strides, strict=True), tuple(ranks), scalings,
             splits, intermediate, _SUM_COLUMNS, block_rank, num_warps=4,
         )  # fmt: skip

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fused_mlp.dropout import Mask, is_kept
-from fused_mlp.launching import cdiv, next_power_of_2, on_device_of
+from fused_mlp.launching import cdiv, launch_by_triton, next_power_of_2, on_device_of
 from fused_mlp.utils import check_activation
 
 from .activation import activate
@@ -207,7 +207,8 @@ def _launch(
         splits = cdiv(intermediate, columns_of_a_split)
         elements = tiling.columns * (2 * tiling.rows + block_rank)
         partials = gate_up.new_empty(splits, rows, block_rank, dtype=torch.float32)
-        kernel[(cdiv(rows, tiling.rows), splits)](
+        launch_by_triton(
+            kernel, (cdiv(rows, tiling.rows), splits),
             gate_up, A, hidden, mask and mask.bits, partials,
             gate_up.stride(0), A.stride(0), 0 if hidden is None else hidden.stride(0),
             rows, intermediate, columns_of_a_split, rank, mask.scale if mask else 1.0,
@@ -215,7 +216,8 @@ def _launch(
             dots_in_fp32(kernel, gate_up),
             num_warps=tiling.warps, num_stages=stages(tiling, elements, gate_up),
         )  # fmt: skip
-        _sum_z_kernel[(cdiv(rows, SUM_ROWS),)](
+        launch_by_triton(
+            _sum_z_kernel, (cdiv(rows, SUM_ROWS),),
             partials, z, copy, z.stride(0), 0 if copy is None else copy.stride(0),
             splits, rows, rank, SUM_ROWS, block_rank, num_warps=4,
         )  # fmt: skip

@@ -52,6 +52,7 @@ def assert_reported(done, family):
 
 
 @EVERY
+@pytest.mark.filterwarnings("error:.*past_key_values:FutureWarning")  # which we do not pass on
 def test_each_part_fuses_its_modules_and_trains_and_generates_as_plain_peft_does(name, device):
     fused, plain, done = pair(name, device)
     family = FAMILIES[name]

@@ -80,3 +80,10 @@ def test_a_cache_is_kept(device):
     caches = got.past_key_values.layers, want.past_key_values.layers
     for one, other in zip(*caches, strict=True):
         assert torch.allclose(one.keys, other.keys, atol=1e-5)
+    more = batch(plain)["input_ids"][:, :1]
+    logits = [
+        model.eval()(input_ids=more, past_key_values=one.past_key_values).logits
+        for model, one in ((fused, got), (plain, want))
+    ]
+    torch.testing.assert_close(*logits)
+    assert [one.past_key_values.get_seq_length() for one in (got, want)] == [6, 6]

@@ -210,6 +210,21 @@ def test_without_checkpointing_a_model_in_training_keeps_its_cache(switched_on, 
     assert decoder.gradient_checkpointing == layer_of(fused).gradient_checkpointing == switched_on
 
 
+@pytest.mark.filterwarnings("error:.*past_key_values:FutureWarning")
+@pytest.mark.parametrize("fusion", [FUSIONS["all, full"], Fusion(rms_norm=True, checkpoint="full")])
+def test_without_gradients_a_model_in_training_fills_the_cache_that_plain_peft_does(fusion, device):
+    """transformers 5.24 checkpoints nothing then, and keeps the cache; 5.23 fills none."""
+    fused, plain, _ = pair(device, fusion)
+    plain.gradient_checkpointing_enable()
+    with torch.no_grad():
+        outputs = [model.train()(input_ids=ids(device), use_cache=True) for model in (fused, plain)]
+    torch.testing.assert_close(*(one.logits for one in outputs))
+    caches = [one.past_key_values for one in outputs]
+    got, want = ([] if cache is None else cache.layers for cache in caches)
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one.keys, other.keys)
+
+
 # --- what is there meanwhile ----------------------------------------------------------------------
 
 

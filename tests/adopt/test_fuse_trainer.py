@@ -12,7 +12,7 @@ import layer_case
 import pytest
 import torch
 from fused_case import ALL
-from peft import LoraConfig
+from peft import LoraConfig, inject_adapter_in_model
 from peft_models import base_model, peft_model
 from reference import BUDGET, assert_within_budget, relative_error
 from transformers import (
@@ -239,9 +239,9 @@ def test_data_parallel_which_the_trainer_uses_on_several_gpus_is_refused_in_word
 
 def test_a_forward_that_accelerate_wrapped_itself_says_what_to_do(tmp_path, device):
     """It takes the function of a method, and binds it to the model. Of what get_peft_model returns
-    that is PEFT's forward; of a model with adapters of transformers' own, the fused loss."""
+    that is PEFT's forward; of a model that PEFT has not wrapped, the fused loss."""
     model = base_model(device, dtype=torch.bfloat16)
-    model.add_adapter(LoraConfig(target_modules=["q_proj"]))
+    inject_adapter_in_model(LoraConfig(target_modules=["q_proj"]), model)
     other = copy.deepcopy(model)
     fuse(other, Fusion(rms_norm=True))
     assert train("Trainer", other, rows(model), tmp_path, bf16=True).logged

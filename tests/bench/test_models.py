@@ -169,13 +169,13 @@ def profile_of(built, device, monkeypatch):
     if device == "cpu":
         from triton.runtime.interpreter import InterpretedFunction
 
-        launch = InterpretedFunction.__getitem__
+        run = InterpretedFunction.run
 
-        def counted(kernel, grid):
+        def counted(kernel, *inputs, **options):
             launched[kernel.fn.__name__] += 1
-            return launch(kernel, grid)
+            return run(kernel, *inputs, **options)
 
-        monkeypatch.setattr(InterpretedFunction, "__getitem__", counted)
+        monkeypatch.setattr(InterpretedFunction, "run", counted)
     rows, length = (2, 16) if device == "cuda" else (1, 8)  # the interpreter takes its time
     ids = torch.arange(rows * length, device=device).view(rows, length)
 

@@ -27,12 +27,10 @@ class Kernel:
         self.by_triton: list[tuple] = []  # grid, arguments, options
         self.remembered: list[tuple] = []  # grid, arguments
 
-    def __getitem__(self, grid):
-        def run(*arguments, **options):
-            self.by_triton.append((grid, arguments, options))
-            return Compiled(self.remembered)
-
-        return run
+    def run(self, *arguments, grid, warmup, **options):
+        assert not warmup
+        self.by_triton.append((grid, arguments, options))
+        return Compiled(self.remembered)
 
 
 class Compiled:
@@ -65,7 +63,8 @@ def test_the_second_launch_goes_to_what_the_first_compiled(kernel):
     launch(kernel, (3,), x, 7, None, 0.5, num_warps=4)
     launch(kernel, (5, 2), y, 7, None, 0.5, num_warps=4)
     launch(kernel, (1, 2, 3), z, 7, None, 0.5, num_warps=4)
-    assert kernel.by_triton == [((3,), (x, 7, None, 0.5), {"num_warps": 4})]
+    options = {"num_warps": 4, "enable_fp_fusion": True}
+    assert kernel.by_triton == [((3,), (x, 7, None, 0.5), options)]
     assert kernel.remembered == [
         ((5, 2, 1), (y.data_ptr(), 7, None, 0.5)),
         ((1, 2, 3), (z.data_ptr(), 7, None, 0.5)),

@@ -23,6 +23,7 @@ from report import commands, committed, documents, headline
 from report.fp8_training import ends
 from report.gpus import expected_section, measured_section
 from report.kinds import bars
+from report.looks import release_of
 from report.padding import own_ms
 from report.statistics import summarize
 from variants import variant_of
@@ -195,6 +196,20 @@ def test_the_readmes_numbers_are_those_of_the_data(runs):
     # what a run wants of a card, and one MLP's numbers, which test_counts and test_drawing hold
     others = {"48 GB", "80GB", "7 GB", "4.5 GB", "0.79 GB", "95%"}
     assert set(re.findall(r"\d[\d.,]* ?(?:ms|GiB|GB|×|%)", left)) == others
+
+
+def test_the_results_page_names_releases_and_times_of_its_runs(runs):
+    run, suite = runs
+    earlier = results.load(H200 / "experiment_2026-11-20.json.gz")
+    page = (ROOT / "docs" / "results.md").read_text()
+    for pattern, of_run in (
+        (r"In this run (\S+) takes (\d+) ms and ([\d.]+) GiB", run),
+        (r"(\S+) took \[(\d+) ms and ([\d.]+) GiB\]\(runs/h200/experiment_2026-11-20", earlier),
+    ):
+        row = headline.rows_of(of_run)["full_unsloth", 512]
+        values = release_of("unsloth", of_run), f"{row.median_step_ms:.0f}", f"{row.peak_gib:.1f}"
+        assert re.findall(pattern, page) == [values]
+    assert f"Every variant, with Unsloth {release_of('unsloth', suite)}, from the suite" in page
 
 
 def test_the_readme_is_short():

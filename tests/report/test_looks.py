@@ -5,6 +5,7 @@ import pytest
 
 from report import looks
 from report.gpus import measured_section
+from report.releases import releases_section
 from variants import Lora
 
 
@@ -35,6 +36,41 @@ def test_the_caption_tells_what_is_special(changed, said):
     assert said not in looks.caption(example.empty())
 
 
+@pytest.mark.parametrize(
+    ("variant", "releases", "said"),
+    [
+        ("full_unsloth", ["2026.10.7"], "full Unsloth 2026.10.7"),
+        (
+            "unsloth_plain_checkpointing",
+            ["2026.10.9"] * 2,
+            "Unsloth 2026.10.9, plain checkpointing",
+        ),
+        ("full_unsloth", ["2026.10.7", "2026.10.9"], "full Unsloth 2026.10.7 / 2026.10.9"),
+        ("full_unsloth", [None], "full Unsloth"),
+        ("liger_peft_no_checkpointing", ["0.8.5"], "Liger 0.8.5 without checkpointing"),
+        ("fused_mlp", ["2026.10.7"], "fused MLP"),
+    ],
+)
+def test_a_peers_row_names_the_release_that_its_runs_recorded(variant, releases, said):
+    runs = [example.empty() for _ in releases]
+    for run, release in zip(runs, releases, strict=True):
+        package = "liger_kernel" if "liger" in variant else "unsloth"
+        run.environment.packages[package] = release
+    assert looks.title_in(variant, *runs) == said
+
+
+def test_runs_of_another_release_than_the_pinned_are_listed():
+    old, new, without = example.run(seq_lens=(64,)), example.run(), example.run(("fused_mlp",))
+    old.environment.packages["unsloth"] = without.environment.packages["unsloth"] = "2026.10.7"
+    pinned = {"unsloth": "2026.10.9", "liger_kernel": "0.8.5"}
+    runs = {"../results.json": old, "runs/a/new.json.gz": new, "runs/a/mlp.json.gz": without}
+    said = "We pin the newest releases that install: Unsloth 2026.10.9 and Liger 0.8.5."
+    assert releases_section(pinned, runs) == (
+        f"{said} These runs are of Unsloth 2026.10.7: [results](../results.json)."
+    )
+    assert releases_section(pinned, {"a": new}) == f"{said} Every run holds them."
+
+
 def test_a_run_that_went_on_on_another_card_says_so():
     run = example.run(seq_lens=(64,))
     for cell in run.cells:
@@ -43,7 +79,7 @@ def test_a_run_that_went_on_on_another_card_says_so():
     for cell in run.cells_of(round=2):
         cell.card = "4567cdef"
     assert "NVIDIA H200 (2 cards, one after the other) ·" in looks.caption(run)
-    assert "24 steps, 2 cards |" in measured_section({"": run})
+    assert "24 steps, 2 cards, Unsloth 2026.10.9 |" in measured_section({"": run})
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_the_table_by_hand():
     assert lines[at + 4 : at + 9] == [
         "| vanilla PEFT | 1000.0 | 970.0 | 8,192 | 9.0 |  |  |  |  |",
         "| PEFT, FlashAttention |  |  |  |  | 1000.0 | 970.0 | 16,384 | 9.0 |",
-        "| full Unsloth | 600.0 | 582.0 | 13,653 | 9.0 | 800.0 | 776.0 | 20,480 | 9.0 |",
+        "| full Unsloth 2026.10.9 | 600.0 | 582.0 | 13,653 | 9.0 | 800.0 | 776.0 | 20,480 | 9.0 |",
         "| all parts | 400.0 | 388.0 | 20,480 | 9.0 | 500.0 | 485.0 | 32,768 | 9.0 |",
         "| everything fused |  |  |  |  | failed parity |  |  |  |",
     ]
@@ -113,16 +113,16 @@ def test_a_graph_that_attended_to_padding_is_marked():
 
 
 def test_the_readme_has_the_row_of_its_gpu_where_everything_fused_gains_least():
-    rows = padding.documents_row(TWO, ANSWERS, "NVIDIA H200")
+    rows = padding.documents_row(TWO, ANSWERS, example.run())
     assert rows == [["**chats** of Dolly's lengths, H100, GPU time alone",
                      "1164 ms, 9.0 GiB", "–", "1.33×, 9.0 GiB", "3.00×, 9.0 GiB"]]  # fmt: skip
-    assert padding.documents_row(TWO[1:], ANSWERS, "NVIDIA H200") == []
+    assert padding.documents_row(TWO[1:], ANSWERS, example.run()) == []
     more, less = (
         made("documents", data=data, vanilla_peft_varlen=1e3, fused_layer_graph_offload=ms)
         for data, ms in (("more", 200.0), ("less", 250.0))
     )
     found = padding.groups([], [("dolly", H100), ("more", more), ("less", less)])
-    (row,) = padding.documents_row(found, ANSWERS, "NVIDIA H200")
+    (row,) = padding.documents_row(found, ANSWERS, example.run())
     assert row == [
         "**chats** of less, GPU time alone",
         "970 ms, 9.0 GiB",
@@ -130,7 +130,12 @@ def test_the_readme_has_the_row_of_its_gpu_where_everything_fused_gains_least():
         "–",
         "4.00×, 9.0 GiB",
     ]
-    assert "| " + " | ".join(row) + " |" in headline_table(example.run(), found)
+    other = example.run()
+    assert "| " + " | ".join(row) + " |" in headline_table(other, found)
+    other.environment.packages["unsloth"] = "2026.11.1"  # the chats keep the release they ran with
+    assert "| **chats** of less, Unsloth 2026.10.9, GPU time alone |" in headline_table(
+        other, found
+    )
 
 
 def test_a_step_that_was_profiled_and_took_longer_than_most_is_no_variants_time():
@@ -139,9 +144,11 @@ def test_a_step_that_was_profiled_and_took_longer_than_most_is_no_variants_time(
     (cell,) = document.cells_of("full_unsloth")
     cell.gpu_busy_ms = 970.0
     found = padding.groups([], [("dolly", document)])
-    (row,) = padding.documents_row(found, ANSWERS, "NVIDIA H200")
+    (row,) = padding.documents_row(found, ANSWERS, example.run())
     assert row[3] == f"{970 / 800:.2f}×, 9.0 GiB"
-    assert f"{800 / 388:.2f} times as fast as Unsloth" in padding_picture.over_unsloth(found)
+    assert f"{800 / 388:.2f} times as fast as Unsloth 2026.10.9." in padding_picture.over_unsloth(
+        found
+    )
 
 
 def test_a_data_set_has_one_panel_with_the_most_of_its_times():
@@ -176,11 +183,13 @@ def test_the_title_can_be_read_off_the_bars():
 
 def test_the_caption_holds_the_fastest_of_ours_in_bf16_against_unsloth_by_the_gpus_time():
     # 800 / 500 and 900 / 400, the first on a GPU that has no panel
-    assert "Unsloth, counting those on other GPUs, too." in padding_picture.over_unsloth(TWO)
+    assert "Unsloth 2026.10.9, counting those on other GPUs, too." in padding_picture.over_unsloth(
+        TWO
+    )
     assert "is 1.60 to 2.25 times" in padding_picture.over_unsloth(TWO)
     fp8 = made("documents", full_unsloth=800.0, fused_all=500.0, fp8_layer=100.0)
     said = padding_picture.over_unsloth(padding.groups([], [("dolly", fp8)]))
-    assert said.endswith("ours is 1.60 times as fast as Unsloth.")
+    assert said.endswith("ours is 1.60 times as fast as Unsloth 2026.10.9.")
     assert padding_picture.over_unsloth([]) == ""
 
 

@@ -8,7 +8,7 @@ from example_results import rounds
 from msgspec.structs import replace
 
 from bench.records import Floor
-from report import suite_tables
+from report import looks, suite_tables
 from report.ablation import ablation_table
 from report.statistics import NOISE, summarize
 from variants import VARIANTS, Settings
@@ -34,19 +34,20 @@ def test_every_variant_stands_in_its_block_but_parts_alone_and_left_out(checkpoi
         variant.plain_title for variant in block
         if "_but_" in variant.plain_id or variant.plain_id.removeprefix("fused_") in PARTS
     }  # fmt: skip
-    assert sorted(lines_of(checkpoints)) == sorted({v.plain_title for v in block} - of_parts)
+    titles = {looks.title_in(v.id, SUITE, title=v.plain_title) for v in block} - of_parts
+    assert sorted(lines_of(checkpoints)) == sorted(titles)
 
 
 def test_a_line_is_the_summarys_own_and_the_fastest_is_first():
     lines = lines_of(True)
     rows = [row for row in summarize(SUITE) if row.variant == "full_unsloth"]
-    for row, cell in zip(rows, lines["full Unsloth"], strict=False):
+    for row, cell in zip(rows, lines["full Unsloth 2026.10.9"], strict=False):
         over = f"{row.speedup:.2f}×"
         over = f"*{over}*" if row.verdict == NOISE else over
         assert cell == f"{row.median_step_ms:.1f} ({over})"
     times = [float(cells[-2].split()[0]) for cells in lines.values()]
     assert times == sorted(times)
-    assert lines["full Unsloth"][-1] == f"{rows[-1].peak_gib:.1f}"
+    assert lines["full Unsloth 2026.10.9"][-1] == f"{rows[-1].peak_gib:.1f}"
 
 
 def test_a_single_round_is_marked_as_not_judged():
@@ -85,13 +86,15 @@ def test_all_fused_is_held_against_unsloths_faster_mode_of_the_same_round():
     for cell in steady.cells:
         cell.turn_steps = 2
     slow_host.experiment = replace(slow_host.experiment, rounds=4, steps=40)
+    slow_host.environment.packages["unsloth"] = "2026.10.7"
     assert suite_tables.against_unsloth_section([slow_host, steady]).split("\n") == [
         "| Unsloth's time / all parts | 64 tokens | 512 tokens |",
         "| --- | --- | --- |",
-        "| With gradient checkpointing, 10 steps a cell | 1.55× (1.10 to 2.00, 2 rounds) |  |",
-        "| With gradient checkpointing, 30 steps a cell, interleaved 2 at a time |  | "
-        "1.20× (1.00 to 1.40, 3 rounds) |",
-        "| Without checkpointing, 10 steps a cell | 0.90× (one round) |  |",
+        "| With gradient checkpointing, 10 steps a cell, Unsloth 2026.10.7 | "
+        "1.55× (1.10 to 2.00, 2 rounds) |  |",
+        "| With gradient checkpointing, 30 steps a cell, interleaved 2 at a time, "
+        "Unsloth 2026.10.9 |  | 1.20× (1.00 to 1.40, 3 rounds) |",
+        "| Without checkpointing, 10 steps a cell, Unsloth 2026.10.7 | 0.90× (one round) |  |",
     ]
     for cell in slow_host.cells:
         cell.settings = Settings("unsloth (plain)")

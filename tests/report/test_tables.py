@@ -85,7 +85,7 @@ def test_what_few_variants_have_is_told_where_any_has_it(setting, value, said, o
 def test_verdicts_stand_in_the_table_where_there_is_a_twin():
     assert "against the A/A noise" not in tables.results_section(hand_made())
     markdown = tables.results_section(RUNS["four"])
-    assert cells_of(markdown, "512", "full Unsloth")[-1] == "faster"
+    assert cells_of(markdown, "512", "full Unsloth 2026.10.9")[-1] == "faster"
     assert cells_of(markdown, "512", "vanilla PEFT, again")[-1] == ""
 
 
@@ -136,7 +136,7 @@ def test_the_headline_by_hand():
         cell.peak_allocated_bytes = 3 * 2**30
         cell.gpu_busy_ms = 150.0 if cell.variant == "vanilla_peft" else 60.0
     assert headline_table(run).split("\n") == [
-        "| tokens | vanilla PEFT | fused MLP | full Unsloth | everything fused |",
+        "| tokens | vanilla PEFT | fused MLP | full Unsloth 2026.10.9 | everything fused |",
         "| --- | --- | --- | --- | --- |",
         "| **64** | 210 ms, 3.0 GiB | 2.00×, 3.0 GiB | 1.40×, 3.0 GiB |  |",
         "| 64, GPU time alone | 150 ms | 2.50× | 2.50× |  |",
@@ -179,7 +179,17 @@ def test_within_noise_stands_in_italics():
 # --- two runs -------------------------------------------------------------------------------------
 
 COMPARED = ComparedCell(
-    "fused_mlp", 512, "ok", "ok", 903.44, 821.31, 1.1, [1.05, 1.152], (0.98, 1.02), "faster"
+    "fused_mlp",
+    "fused MLP",
+    512,
+    "ok",
+    "ok",
+    903.44,
+    821.31,
+    1.1,
+    [1.05, 1.152],
+    (0.98, 1.02),
+    "faster",
 )
 NO_RATIO = {"speedup": None, "ci95": None, "band": None}
 
