@@ -1,12 +1,17 @@
-"""The folders that a run writes to: they can be written, and its own is its own alone."""
+"""The folders that a run writes to: they can be written, its own is its own alone, and what a
+killed run left half-written is removed."""
 
 import fcntl
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 LOCK = ".lock"
+UNFINISHED = ".unfinished-"
+LOG = "lora-bench-"  # of what a process prints
 
 
 @contextmanager
@@ -44,6 +49,72 @@ def locked(folder: Path) -> Iterator[None]:
         if made:
             with suppress(OSError):  # it is not empty
                 folder.rmdir()
+
+
+@contextmanager
+def unfinished_beside(path: Path, is_folder: bool = False) -> Iterator[Path]:
+    """Give an empty file or folder beside `path`, and move it there, whole, when the context ends.
+
+    It is locked as long as it is written, which tells it from what a killed process left. If
+    another process has put the folder there meanwhile, that one stays.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        if is_folder:
+            unfinished = Path(tempfile.mkdtemp(dir=path.parent, prefix=UNFINISHED))
+        else:
+            handle, name = tempfile.mkstemp(dir=path.parent, prefix=UNFINISHED)
+            os.close(handle)
+            unfinished = Path(name)
+        if (lock := _lock_of(unfinished)) is not None:
+            break  # else a run that starts has removed it, just before it was locked
+    try:
+        yield unfinished
+        try:
+            os.replace(unfinished, path)
+        except OSError:
+            if not (is_folder and path.is_dir()):
+                raise
+    finally:
+        remove(unfinished)
+        os.close(lock)
+
+
+def remove_unfinished(cache: Path) -> None:
+    """Remove what killed runs left half-written in a cache, and the logs of their processes."""
+    for folder, pattern in (
+        (cache, f"*/{UNFINISHED}*"),
+        (Path(tempfile.gettempdir()), f"{LOG}*"),
+    ):
+        for left in folder.glob(pattern):
+            with suppress(OSError):  # somebody else's
+                if (lock := _lock_of(left)) is not None:
+                    remove(left)
+                    os.close(lock)
+
+
+def _lock_of(path: Path) -> int | None:
+    """Lock a file or folder; returns what to close, None if somebody has it or it is gone."""
+    try:
+        lock = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(lock).st_nlink:
+            return lock
+    except BlockingIOError:
+        pass
+    os.close(lock)
+    return None
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder with all in it, if it is there."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def check_writable(flag: str, folder: Path) -> None:

@@ -149,7 +149,7 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
         action="store_true",
         to=rows,
     )
-    add("--data", "chats: a file of JSON lines, or a data set of the hub as ORGANISATION/NAME or "
+    add("--data", "chats: a JSON or parquet file, or a data set of the hub as ORGANISATION/NAME or "
         "ORGANISATION/NAME:SPLIT (default: data/sft_train.jsonl)",
         default=str(HERE / "data" / "sft_train.jsonl"), metavar="DATA")  # fmt: skip
     add("--seed", "of weights, adapters and batches (default: 0)", type=int, default=0, metavar="N")

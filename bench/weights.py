@@ -166,7 +166,8 @@ def _download(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt"]))
+        parts = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
+        return Path(snapshot_download(name, allow_patterns=parts))
     except Exception as error:  # offline, unknown, gated: the hub's own first line says which
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
