@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
                 return code
             from bench.planning import planned
 
-            asked_as = sys.argv if argv is None else argv
+            asked_as = sys.argv if argv is None else ["lora_bench.py", *argv]
             plan, run, path = until_the_end.enter_context(planned(arguments, asked_as))
         except ValueError as error:  # what was asked for; one from the run below would be our own
             print(f"lora_bench.py: {error}", file=sys.stderr)

@@ -76,7 +76,7 @@ def unfinished_beside(path: Path, is_folder: bool = False) -> Iterator[Path]:
             if not (is_folder and path.is_dir()):
                 raise
     finally:
-        remove(unfinished)
+        _remove(unfinished)
         os.close(lock)
 
 
@@ -89,7 +89,7 @@ def remove_unfinished(cache: Path) -> None:
         for left in folder.glob(pattern):
             with suppress(OSError):  # somebody else's
                 if (lock := _lock_of(left)) is not None:
-                    remove(left)
+                    _remove(left)
                     os.close(lock)
 
 
@@ -109,7 +109,7 @@ def _lock_of(path: Path) -> int | None:
     return None
 
 
-def remove(path: Path) -> None:
+def _remove(path: Path) -> None:
     """Remove a file or a folder with all in it, if it is there."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)

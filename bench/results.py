@@ -122,11 +122,12 @@ def decode(data: bytes) -> Run:
 # --- going on with an earlier run -----------------------------------------------------------------
 
 
-def continue_from(path: str | Path, fresh: Run) -> Run:
+def continue_from(path: str | Path, fresh: Run, instead: str = "give another --out") -> Run:
     """The run in this file, widened to what is asked for now; `fresh` where there is no file yet.
 
     Only the same experiment on the same machine may go on. Variants, lengths and rounds may grow
-    (the steps of one round may not change); anything else that differs is a ValueError naming it.
+    (the steps of one round may not change); anything else that differs is a ValueError naming it,
+    and what to do `instead`.
     A package that one of the two runs lacked measured nothing there, so it is no difference.
     """
     path = Path(path)
@@ -135,7 +136,7 @@ def continue_from(path: str | Path, fresh: Run) -> Run:
     earlier = load(path)
     if differences := _differences(earlier, fresh):
         differing = f"{path} holds another run: {first_few(differences)}"
-        raise ValueError(f"{differing}. Give another --out, or delete that file.")
+        raise ValueError(f"{differing}; {instead}")
     _widen(earlier, fresh)
     return earlier
 
