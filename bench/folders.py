@@ -7,10 +7,12 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from errno import ENOSPC
 from pathlib import Path
 
 LOCK = ".lock"
-UNFINISHED = ".unfinished-"
+UNFINISHED = ".*.tmp"
+LEFT_ON_A_FULL_DISK = 2**16  # bytes, less than a write that fails
 LOG = "lora-bench-"  # of what a process prints
 
 
@@ -55,19 +57,25 @@ def locked(folder: Path) -> Iterator[None]:
 def unfinished_beside(path: Path, is_folder: bool = False) -> Iterator[Path]:
     """Give an empty file or folder beside `path`, and move it there, whole, when the context ends.
 
-    It is locked as long as it is written, which tells it from what a killed process left. If
-    another process has put the folder there meanwhile, that one stays.
+    It is locked as long as it is written, which tells it from what a killed process left. A folder
+    that another process has put there meanwhile stays.
+
+    Raises:
+        OSError: it cannot be written; one of a full disk names `path`, whoever wrote.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    number = 0
     while True:
-        if is_folder:
-            unfinished = Path(tempfile.mkdtemp(dir=path.parent, prefix=UNFINISHED))
-        else:
-            handle, name = tempfile.mkstemp(dir=path.parent, prefix=UNFINISHED)
-            os.close(handle)
-            unfinished = Path(name)
-        if (lock := _lock_of(unfinished)) is not None:
-            break  # else a run that starts has removed it, just before it was locked
+        number += 1
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}-{number}.tmp")
+        with suppress(FileExistsError):
+            unfinished.mkdir() if is_folder else unfinished.touch(exist_ok=False)
+            try:
+                lock = _lock_of(unfinished)
+            except OSError:  # a file system without locks, where nothing is removed
+                lock = os.open(unfinished, os.O_RDONLY)
+            if lock is not None:
+                break  # else a run that starts has removed it, just before it was locked
     try:
         yield unfinished
         try:
@@ -75,22 +83,29 @@ def unfinished_beside(path: Path, is_folder: bool = False) -> Iterator[Path]:
         except OSError:
             if not (is_folder and path.is_dir()):
                 raise
+    except Exception as error:
+        if _is_full(error, path.parent):
+            raise OSError(ENOSPC, os.strerror(ENOSPC), str(path)) from None
+        raise
     finally:
         _remove(unfinished)
         os.close(lock)
 
 
-def remove_unfinished(cache: Path) -> None:
-    """Remove what killed runs left half-written in a cache, and the logs of their processes."""
-    for folder, pattern in (
-        (cache, f"*/{UNFINISHED}*"),
-        (Path(tempfile.gettempdir()), f"{LOG}*"),
-    ):
-        for left in folder.glob(pattern):
-            with suppress(OSError):  # somebody else's
-                if (lock := _lock_of(left)) is not None:
-                    _remove(left)
-                    os.close(lock)
+def _is_full(error: Exception, folder: Path) -> bool:
+    """Return True if a disk is full: libraries that write raise errors of their own."""
+    says_so = getattr(error, "errno", None) == ENOSPC or os.strerror(ENOSPC) in str(error)
+    return says_so or shutil.disk_usage(folder).free < LEFT_ON_A_FULL_DISK
+
+
+def remove_unfinished(folder: Path, cache: Path) -> None:
+    """Remove what killed runs left half-written in a run's folder and a cache, and their logs."""
+    left = [*folder.glob(UNFINISHED), *cache.glob(f"*/{UNFINISHED}")]
+    for path in (*left, *Path(tempfile.gettempdir()).glob(f"{LOG}*")):
+        with suppress(OSError):  # somebody else's
+            if (lock := _lock_of(path)) is not None:
+                _remove(path)
+                os.close(lock)
 
 
 def _lock_of(path: Path) -> int | None:

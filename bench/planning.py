@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from batches import load_tokenizer, sha256_of, token_shares
 from bench import chats, machine, options
 from bench import results as store
-from bench.folders import check_writable, locked
+from bench.folders import check_writable, locked, remove_unfinished
 from bench.options import fill_in, variants_of
 from bench.records import Experiment, Optimizer, Run, Tokens
 from bench.run_folder import command_beside, run_folder
@@ -38,6 +38,7 @@ def planned(arguments: argparse.Namespace, argv: list[str]) -> Iterator[tuple["P
     check_model(source, asked)
     folder = run_folder(asked, source, data)
     with locked(folder):
+        remove_unfinished(folder, asked.cache)
         if not source.is_there():
             check_writable("--cache", asked.cache)
         plan = make_plan(asked, source, data)

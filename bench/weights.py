@@ -10,13 +10,12 @@ thing and need no download.
 
 import hashlib
 import json
-import os
 import shutil
-import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from bench.folders import unfinished_beside
 
 DATA_TOKENIZER = Path(__file__).resolve().parent.parent / "data" / "tokenizer.json"
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -280,18 +279,6 @@ def materialize(source: Source, seed: int, device: str) -> None:
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
     )
-    save_whole(source.folder, model.save_pretrained, tokenizer.save_pretrained)
-
-
-def save_whole(folder: Path, *saves: Callable[[Path], Any]) -> None:
-    """Save a checkpoint beside its place and move it there whole, so that a half-written one is
-    never loaded."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".unfinished-"))
-    try:
-        for save in saves:
-            save(unfinished)
-        os.replace(unfinished, folder)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
+    with unfinished_beside(source.folder, is_folder=True) as unfinished:
+        model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)

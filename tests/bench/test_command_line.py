@@ -252,6 +252,8 @@ for argv in (["--help"], ["--fused"], ["--plot-only", "--kernels"], ["--seq-lens
     except SystemExit as stop:
         assert stop.code == (0 if "--help" in argv else 2), argv
     slow = {"torch", "triton", "transformers", "peft", "matplotlib", "scipy"} & set(sys.modules)
+    if argv == ["--help"]:
+        slow |= {"pynvml", "tokenizers", "rich", "numpy"} & set(sys.modules)
     assert not slow, (argv, slow)
 from report import ablation_picture, benchmark_results, fp8_training, frontier, kernel_time
 from report import loss_curve, tables
@@ -263,6 +265,41 @@ def test_help_and_errors_wait_for_no_import_and_what_draws_does_without_torch():
     run = subprocess.run([sys.executable, "-c", WHAT_IS_IMPORTED], cwd=ROOT, capture_output=True,
                          text=True)  # fmt: skip
     assert run.returncode == 0, run.stderr
+
+
+WITHOUT_A_PACKAGE = """
+import sys
+from importlib import metadata
+
+module, package, *argv = sys.argv[1:]
+sys.modules[module] = None
+installed = metadata.version
+
+def version(name):
+    if name == package:
+        raise metadata.PackageNotFoundError
+    return installed(name)
+
+metadata.version = version
+import lora_bench
+sys.exit(lora_bench.main(argv))
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "package", "argv"),
+    [
+        ("msgspec", "msgspec", ["--help"]),
+        ("rich", "rich", ["--fits", "24"]),
+        ("pynvml", "nvidia-ml-py", []),
+        ("peft", "peft", []),  # processes alone import it
+    ],
+)
+def test_a_missing_package_is_named_in_one_line_as_pip_knows_it(module, package, argv):
+    run = subprocess.run([sys.executable, "-c", WITHOUT_A_PACKAGE, module, package, *argv],
+                         cwd=ROOT, capture_output=True, text=True)  # fmt: skip
+    line = f"lora_bench.py: {package} is not installed; pip install -r requirements.txt\n"
+    assert (run.returncode, run.stderr) == (2, line)
 
 
 def test_help_names_every_option_with_its_default_and_every_variant(capsys):
