@@ -7,7 +7,8 @@
 # make resolve-peers   can the peers' pins be installed beside requirements.txt, and is there anything newer? (installs nothing)
 #
 # Each makes the environment it needs in .venv first (test-newest in .venv-newest). PYTHON=python3.12 picks
-# another interpreter.
+# another interpreter. CPU=1 takes PyTorch's CPU build: without it an environment takes 5.4 GB, most of
+# it CUDA.
 
 PYTHON ?= python3
 VENV := .venv
@@ -43,8 +44,16 @@ plot: $(VENV)/bench
 clean:
 	rm -rf $(VENV) $(NEWEST)
 
+TORCH := $(shell grep '^torch==' requirements.txt)
+
 $(VENV)/base: requirements.txt
 	$(PYTHON) -m venv $(VENV)
+ifdef CPU
+	$(RUN) -m pip install --quiet $(TORCH) --index-url https://download.pytorch.org/whl/cpu
+else
+	@nvidia-smi >/dev/null 2>&1 || [ "$$(uname)" != Linux ] || echo "No NVIDIA GPU here: pip will take" \
+		"5 to 11 minutes and 5.4 GB, most of it CUDA. make $(MAKECMDGOALS) CPU=1 leaves that out."
+endif
 	$(RUN) -m pip install --quiet -r requirements.txt
 	touch $@
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # seconds to import, and a bad file is told at once
 
 T = TypeVar("T")
 IGNORED = -100  # the label that torch's cross_entropy skips
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,36 @@ command goes on where an earlier one stopped.
 """
 
 import argparse
+import signal
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.options import HERE, parse
+HERE = Path(__file__).resolve().parent
+PIP_NAMES = {"pynvml": "nvidia-ml-py", "PIL": "pillow", "dateutil": "python-dateutil"}
+
+
+def not_installed(*packages: str) -> str:
+    """Say in a line what is missing, as pip calls it."""
+    are = "are" if len(packages) > 1 else "is"
+    names = ", ".join(packages)
+    return f"lora_bench.py: {names} {are} not installed; pip install -r requirements.txt"
+
+
+def missing_from(error: ModuleNotFoundError) -> str:
+    module = (error.name or str(error)).partition(".")[0]
+    return not_installed(PIP_NAMES.get(module, module.replace("_", "-")))
+
+
+try:
+    from bench.options import parse
+except ModuleNotFoundError as error:
+    print(missing_from(error), file=sys.stderr)
+    sys.exit(2)
 
 if TYPE_CHECKING:
     from bench.plan import Plan
@@ -34,32 +57,84 @@ if TYPE_CHECKING:
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv, __doc__)
     with ExitStack() as until_the_end:
+        path = None
         try:
             if (code := report_only(arguments)) is not None:
                 return code
+            if missing := missing_packages():
+                print(not_installed(*missing), file=sys.stderr)
+                return 2
             from bench.planning import planned
 
-            asked_as = sys.argv if argv is None else argv
+            until_the_end.enter_context(stopped_by_signals())
+            asked_as = sys.argv if argv is None else ["lora_bench.py", *argv]
             plan, run, path = until_the_end.enter_context(planned(arguments, asked_as))
+        except ModuleNotFoundError as error:
+            print(missing_from(error), file=sys.stderr)
+            return 2
         except ValueError as error:  # what was asked for; one from the run below would be our own
             print(f"lora_bench.py: {error}", file=sys.stderr)
             return 2
         except OSError as error:
             print(f"lora_bench.py: {error.filename}: {error.strerror}", file=sys.stderr)
             return 2
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as stop:
             print("\nStopped.")
-            return 130
+            return exit_code_of(stop)
         try:
             if arguments.kernels:
                 return run_kernels(plan, run, path)
             return run_and_draw(plan, run, path)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as stop:
             print(f"\nStopped; {path} holds what was measured, the same command goes on.")
-            return 130
-        except (RuntimeError, OSError) as error:
+            return exit_code_of(stop)
+        except OSError as error:
+            said = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+            print(
+                f"lora_bench.py: {said}; mend that, and the same command goes on", file=sys.stderr
+            )
+            return 1
+        except RuntimeError as error:
             print(f"lora_bench.py: {error}", file=sys.stderr)
             return 1
+
+
+def missing_packages() -> list[str]:
+    """Return which packages of requirements.txt are not installed: those that measure, too, are
+    imported only after minutes, in processes of their own."""
+    missing = []
+    for line in (HERE / "requirements.txt").read_text().splitlines():
+        name, _, rest = line.partition("==")
+        if rest and ("Linux" not in rest or sys.platform == "linux"):
+            try:
+                version(name)
+            except PackageNotFoundError:
+                missing.append(name)
+    return missing
+
+
+@contextmanager
+def stopped_by_signals() -> Iterator[None]:
+    """Stop as by Ctrl-C, cleaning up, where the process is told to end or its terminal is gone."""
+
+    def stop(number: int, frame: object) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)  # it is cleaning up
+        raise KeyboardInterrupt(number)
+
+    before = {}
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores one
+            before[number] = signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def exit_code_of(stop: KeyboardInterrupt) -> int:
+    return 128 + int(stop.args[0] if stop.args else signal.SIGINT)
 
 
 def report_only(arguments: argparse.Namespace) -> int | None:

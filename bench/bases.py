@@ -23,8 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from batches import Batch
+from bench.folders import unfinished_beside
 from bench.training_records import TrainingSettings
-from bench.weights import Source, read_config, save_whole
+from bench.weights import Source, read_config
 
 BASE_LEARNING_RATE = 3e-4
 OUTLIER = 128.0
@@ -48,7 +49,8 @@ def make_bases(
     if not folders["outliers"].exists():
         model = _load(folders["trained"], torch.bfloat16, device)
         plant_outliers(model)
-        save_whole(folders["outliers"], model.save_pretrained)
+        with unfinished_beside(folders["outliers"], is_folder=True) as unfinished:
+            model.save_pretrained(unfinished)
     return folders
 
 
@@ -78,7 +80,8 @@ def _train(
             on_step()
     finally:
         torch.use_deterministic_algorithms(False)
-    save_whole(folder, model.bfloat16().save_pretrained)
+    with unfinished_beside(folder, is_folder=True) as unfinished:
+        model.bfloat16().save_pretrained(unfinished)
 
 
 def check_family(source: Source) -> None:

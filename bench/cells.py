@@ -8,6 +8,7 @@ import dataclasses
 import gc
 import os
 from collections.abc import Callable, Collection, Sequence
+from errno import ENOSPC
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from msgspec.structs import replace
 import models
 from batches import Batch
 from bench import audit, interpreter, machine
+from bench.folders import unfinished_beside
 from bench.plan import LEARNING_RATE, Plan
 from bench.profiler import Profile, profile_step
 from bench.records import Cell, Parity
@@ -30,7 +32,17 @@ Stage = tuple[int, int]  # a round and a length
 
 
 def prepare_run(send: Send, plan: Plan) -> None:
-    """Make what every cell needs, unless it is there: the base weights and the parity reference."""
+    """Make what every cell needs, unless it is there: the base weights and the parity reference.
+    Send {"doing": words} for each, and {"full": path} where a disk has no room for it."""
+    try:
+        _prepare(send, plan)
+    except OSError as error:
+        if error.errno != ENOSPC:
+            raise
+        send({"full": error.filename})
+
+
+def _prepare(send: Send, plan: Plan) -> None:
     from bench.parity import make_reference
 
     send({"doing": f"base weights of {plan.source.name}"})
@@ -42,10 +54,8 @@ def prepare_run(send: Send, plan: Plan) -> None:
         send({"doing": "parity reference (vanilla PEFT in fp32)"})
         vanilla = plan.build("vanilla_peft", min(plan.seq_lens))
         reference = make_reference(vanilla, plan.parity_batches(), fp8)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(f".{os.getpid()}.unfinished")  # runs may share a cache
-        reference.save(unfinished)
-        unfinished.replace(path)
+        with unfinished_beside(path) as unfinished:  # runs may share a cache
+            reference.save(unfinished)
         del vanilla
 
 

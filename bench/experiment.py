@@ -4,8 +4,11 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from errno import ENOSPC
 from math import inf
 from typing import Any
+
+from rich.markup import escape
 
 from bench import audit
 from bench import processes as isolated
@@ -24,6 +27,15 @@ def run_experiment(plan: Plan, run: Run, save: Callable[[], None]) -> None:
     """Measure every cell that is asked for and still to do; `save` the run as each ends."""
     watch = Stopwatch(run)
     todo = cells_to_do(plan, run)
+    if todo:
+        run.finished_utc = None
+    say_unavailable(plan, todo)
+
+    def save_as_far_as_it_is() -> None:
+        if run.finished_utc is None and not cells_to_do(plan, run):
+            run.finished_utc = now()
+        save()
+
     if plan.device == "cpu":
         # for the processes, which read them when they import triton and torch
         os.environ |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
@@ -33,7 +45,7 @@ def run_experiment(plan: Plan, run: Run, save: Callable[[], None]) -> None:
         lengths = () if plan.published else plan.seq_lens
         missing_floor = tuple(n for n in lengths if n not in run.floor)
         if (todo or missing_floor) and not plan.is_prepared():
-            must(isolated.run(prepare_run, plan, on_message=lambda message: say(message["doing"])))
+            prepare(plan, say)
             watch.book("weights")
         if missing_floor:
             say("floor")
@@ -44,14 +56,43 @@ def run_experiment(plan: Plan, run: Run, save: Callable[[], None]) -> None:
 
             must(isolated.run(measure_floor, plan, missing_floor, on_message=keep_floor))
             watch.book("floor")
-        runner = Runner(plan, run, save, advance, say, watch)
+        runner = Runner(plan, run, save_as_far_as_it_is, advance, say, watch)
         while todo:
             if others := others_on_gpu(plan.device, plan.allow_shared_gpu):
                 raise RuntimeError(others)
             todo = runner.go_on(todo)
             watch.book("other")
-    run.finished_utc = datetime.now(UTC).isoformat(timespec="seconds")
+    run.finished_utc = run.finished_utc or now()
     save()
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def prepare(plan: Plan, say: Callable[[str], None]) -> None:
+    """Make what every cell needs, in a process.
+
+    Raises:
+        RuntimeError: it failed; a full disk in one line.
+    """
+
+    def on_message(message: dict[str, Any]) -> None:
+        if "full" in message:
+            raise OSError(ENOSPC, os.strerror(ENOSPC), message["full"])
+        say(message["doing"])
+
+    must(isolated.run(prepare_run, plan, on_message=on_message))
+
+
+def say_unavailable(plan: Plan, todo: Cells) -> None:
+    """Say once what cannot run here, and why."""
+    titles: dict[str, list[str]] = {}
+    for variant in dict.fromkeys(variant for _, variant, _ in todo):
+        if reason := why_unavailable(variant, plan.device):
+            titles.setdefault(reason, []).append(title_of(variant))
+    for reason, those in titles.items():
+        console.print(escape(f"{', '.join(those)}: {reason}."), soft_wrap=True)
 
 
 def expected_time(plan: Plan) -> str:
@@ -73,7 +114,7 @@ def expected_time(plan: Plan) -> str:
 def measure_kernel_table(plan: Plan) -> Kernels:
     """Time the Triton kernels alone, at the model's own shapes."""
     found: list[Kernels] = []
-    must(isolated.run(prepare_run, plan, on_message=lambda message: None))
+    prepare(plan, lambda doing: None)
     must(isolated.run(measure_kernels, plan, on_message=lambda m: found.append(m["kernels"])))
     return found[0]
 
@@ -271,7 +312,8 @@ class Runner:
         show(cell)
 
     def keep_unavailable(self, variant: str, seq_len: int, round_number: int, reason: str) -> None:
-        self.keep(Cell(variant, seq_len, round_number, "unavailable", error=reason))
+        self.run.add(Cell(variant, seq_len, round_number, "unavailable", error=reason))
+        self.save()  # without a line for each: `say_unavailable`
         self.advance(self.plan.steps * seq_len)
 
     def keep_error(

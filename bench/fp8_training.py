@@ -98,7 +98,7 @@ def checked(asked: argparse.Namespace) -> tuple[Source, Path]:
     source = resolve(str(asked.model), asked.cache.resolve(), seed=0)
     data = chats.gather(asked.data, asked.cache)
     check_model(source, argparse.Namespace(rank=Lora().rank, seq_lens=asked.seq_len))
-    check_architecture(source)
+    check_architecture(source, Lora().targets)
     check_family(source)
     return source, data
 

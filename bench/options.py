@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
-from bench import machine, published
+from bench import published
 from variants import (
     AGAIN,
     RETIRED,
@@ -149,13 +149,14 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
         action="store_true",
         to=rows,
     )
-    add("--data", "chats: a file of JSON lines, or a data set of the hub as ORGANISATION/NAME or "
+    add("--data", "chats: a JSON or parquet file, or a data set of the hub as ORGANISATION/NAME or "
         "ORGANISATION/NAME:SPLIT (default: data/sft_train.jsonl)",
         default=str(HERE / "data" / "sft_train.jsonl"), metavar="DATA")  # fmt: skip
     add("--seed", "of weights, adapters and batches (default: 0)", type=int, default=0, metavar="N")
     add("--device", "where to run (default: the GPU if there is one)", choices=("cuda", "cpu"))
     add("--out", "folder for results.json and benchmark_results.png "
-        "(default: runs/GPU-NAME; without a GPU rehearsal; with --plot-only this repository)",
+        "(default: runs/GPU-NAME, without a GPU rehearsal, and what is not by default; with "
+        "--plot-only this repository)",
         type=Path, metavar="FOLDER")  # fmt: skip
     add("--cache", "folder for base weights and chats (default: .cache)", type=Path,
         default=HERE / ".cache", metavar="FOLDER")  # fmt: skip
@@ -205,20 +206,31 @@ def fill_in(arguments: argparse.Namespace) -> argparse.Namespace:
     Raises:
         ValueError: there is no GPU, no such setting, or something else than it was asked for.
     """
+    from bench import machine
+
     device = arguments.device or ("cuda" if machine.has_gpu() else "cpu")
     if device == "cuda" and not machine.has_gpu():
         raise ValueError("--device cuda: no NVIDIA GPU is visible; leave it out for a rehearsal")
-    defaults = EXPERIMENT if device == "cuda" else REHEARSAL
-    if arguments.quick:
-        defaults = defaults | (QUICK if device == "cuda" else QUICK_REHEARSAL)
     setting = None
     if arguments.suite == "published" and not arguments.variants:
         setting = published.setting_of(arguments.model, device)
+    filled = with_defaults(arguments, device, setting)
+    if setting:
+        check_setting(setting, vars(filled))
+    return filled
+
+
+def with_defaults(
+    arguments: argparse.Namespace, device: str, setting: published.PublishedSetting | None
+) -> argparse.Namespace:
+    """Return the arguments with the defaults of their command on a device."""
+    defaults = EXPERIMENT if device == "cuda" else REHEARSAL
+    if arguments.quick:
+        defaults = defaults | (QUICK if device == "cuda" else QUICK_REHEARSAL)
+    if setting:
         defaults = defaults | setting.is_that() | published.MEASURED_IN
     filled = {**vars(arguments), "device": device, "published": setting}
     filled |= {name: value for name, value in defaults.items() if filled[name] is None}
-    if setting:
-        check_setting(setting, filled)
     return argparse.Namespace(**filled)
 
 
@@ -316,6 +328,8 @@ def why_unavailable(variant: str, device: str) -> str | None:
 def others_on_gpu(device: str, allow_shared: bool) -> str | None:
     """Return a message if other processes compute on the GPU, else None. It is asked before a
     run and between cells, when no process of ours holds the GPU."""
+    from bench import machine
+
     others = machine.other_processes(own=0) if device == "cuda" and not allow_shared else None
     if not others:
         return None

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 from batches import load_tokenizer, sha256_of, token_shares
 from bench import chats, machine, options
 from bench import results as store
-from bench.folders import check_writable, locked
-from bench.options import HERE, fill_in, variants_of
+from bench.folders import check_writable, locked, remove_unfinished
+from bench.options import fill_in, variants_of
 from bench.records import Experiment, Optimizer, Run, Tokens
+from bench.run_folder import command_beside, run_folder
 from bench.weights import Source, check_architecture, projections, read_config, resolve
 from variants import TARGETS, Lora
 
@@ -33,26 +34,29 @@ def planned(arguments: argparse.Namespace, argv: list[str]) -> Iterator[tuple["P
     source = resolve(str(asked.model), asked.cache.resolve(), asked.seed)
     if not (asked.cache / "data").is_dir():
         check_writable("--cache", asked.cache)
-    data = chats.gather(asked.data, asked.cache)
+    data = chats.gather(asked.data, asked.cache, None if source.config else source.folder)
     check_model(source, asked)
-    folder = out_folder(asked)
+    folder = run_folder(asked, source, data)
     with locked(folder):
+        remove_unfinished(folder, asked.cache)
         if not source.is_there():
             check_writable("--cache", asked.cache)
         plan = make_plan(asked, source, data)
-        check_architecture(source)
-        check_lengths(plan)
         if not plan.is_prepared():
+            check_architecture(source, plan.lora.targets)
             check_writable("--cache", plan.cache)
+        check_lengths(plan)
         rehearsal = plan.device == "cpu"
         fresh = store.new_run(
             recorded(argv), machine.environment(), planned_experiment(plan), rehearsal
         )
-        run = store.continue_from(folder / "results.json", fresh)
+        path = folder / "results.json"
+        beside = f"this command measures beside it: {command_beside(argv[1:], folder)}"
+        run = store.continue_from(path, fresh, beside)
         # last, as what is wrong with the arguments is to be said whoever else is on the GPU
         if others := options.others_on_gpu(plan.device, plan.allow_shared_gpu):
             raise ValueError(others)
-        yield plan, run, folder / "results.json"
+        yield plan, run, path
 
 
 def make_plan(asked: argparse.Namespace, source: Source, data: Path) -> "Plan":
@@ -157,7 +161,7 @@ def planned_experiment(plan: "Plan") -> Experiment:
         shares = token_shares(plan.timed_batches(seq_len))
         tokens[seq_len] = Tokens(shares.padding, shares.labelled)
     return Experiment(
-        model=plan.source.name,
+        model=plan.source.label,
         weights=plan.source.weights,
         dtype="bfloat16",
         batch_size=plan.batch_size,
@@ -176,16 +180,3 @@ def planned_experiment(plan: "Plan") -> Experiment:
         data_sha256=sha256_of(plan.data),
         tokens=tokens,
     )
-
-
-def out_folder(asked: argparse.Namespace) -> Path:
-    """The folder that is asked for, or the one of this GPU; a quick run and one of a published
-    setting have their own beside it."""
-    if asked.out is not None:
-        return asked.out
-    end = "-quick" if asked.quick else ""
-    if asked.published:
-        end = f"-published-{asked.published.model}"
-    if asked.device == "cpu":
-        return HERE / f"rehearsal{end}"
-    return HERE / "runs" / (machine.gpu_name().lower().replace(" ", "-") + end)

@@ -25,6 +25,7 @@ from typing import Any
 
 import msgspec
 
+from bench.folders import unfinished_beside
 from bench.records import COMPARED_PACKAGES, Environment, Experiment, Floor, Run
 
 UNREADABLE = (
@@ -69,16 +70,10 @@ def save(path: str | Path, run: Run) -> None:
 def write_atomically(path: str | Path, data: bytes) -> None:
     """Write a file whole or not at all: beside it, flushed to disk, then renamed over it."""
     path = Path(path).resolve()  # where it is a link, the file it names is replaced, not the link
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:  # an interrupt too
-        temporary.unlink(missing_ok=True)
-        raise
+    with unfinished_beside(path) as unfinished, open(unfinished, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def load(path: str | Path) -> Run:
@@ -122,11 +117,12 @@ def decode(data: bytes) -> Run:
 # --- going on with an earlier run -----------------------------------------------------------------
 
 
-def continue_from(path: str | Path, fresh: Run) -> Run:
+def continue_from(path: str | Path, fresh: Run, instead: str = "give another --out") -> Run:
     """The run in this file, widened to what is asked for now; `fresh` where there is no file yet.
 
     Only the same experiment on the same machine may go on. Variants, lengths and rounds may grow
-    (the steps of one round may not change); anything else that differs is a ValueError naming it.
+    (the steps of one round may not change); anything else that differs is a ValueError naming it,
+    and what to do `instead`.
     A package that one of the two runs lacked measured nothing there, so it is no difference.
     """
     path = Path(path)
@@ -135,7 +131,7 @@ def continue_from(path: str | Path, fresh: Run) -> Run:
     earlier = load(path)
     if differences := _differences(earlier, fresh):
         differing = f"{path} holds another run: {first_few(differences)}"
-        raise ValueError(f"{differing}. Give another --out, or delete that file.")
+        raise ValueError(f"{differing}; {instead}")
     _widen(earlier, fresh)
     return earlier
 
@@ -243,12 +239,15 @@ def _identity(run: Run, other: Run) -> dict[str, Any]:
 def _widen(earlier: Run, fresh: Run) -> None:
     """Unite what the earlier run had with what is asked for now."""
     there, here = earlier.experiment, fresh.experiment
+    before = copy.deepcopy(there)
     there.variants += [name for name in here.variants if name not in there.variants]
     there.seq_lens = sorted({*there.seq_lens, *here.seq_lens})
     there.rounds = max(there.rounds, here.rounds)
     there.steps = max(there.steps, here.steps)
     there.tokens.update(here.tokens)
-    earlier.argv, earlier.finished_utc = fresh.argv, None
+    earlier.argv = fresh.argv
+    if there != before:
+        earlier.finished_utc = None
 
     old, new = earlier.environment, fresh.environment
     for name, version in new.packages.items():

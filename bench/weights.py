@@ -10,13 +10,12 @@ thing and need no download.
 
 import hashlib
 import json
-import os
 import shutil
-import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from bench.folders import unfinished_beside
 
 DATA_TOKENIZER = Path(__file__).resolve().parent.parent / "data" / "tokenizer.json"
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -33,6 +32,7 @@ class Source:
     name: what the user asked for, as it is shown. weights: "random, seed 0" or "checkpoint".
     folder: the checkpoint's folder (for random weights, made by `materialize`).
     config: the architecture's JSON file, None for a checkpoint. tokenizer: its tokenizer.json.
+    digest: of an architecture that is none of configs/, as two files may have one name.
     """
 
     name: str
@@ -40,6 +40,12 @@ class Source:
     folder: Path
     config: Path | None
     tokenizer: Path
+    digest: str = ""
+
+    @property
+    def label(self) -> str:
+        """The model's name in results."""
+        return f"{self.name}-{self.digest}" if self.digest else self.name
 
     def is_there(self) -> bool:
         """Return True if its folder holds the weights: random ones may not be drawn yet."""
@@ -86,9 +92,12 @@ def _random_source(path: Path, cache: Path, seed: int) -> Source:
     tokenizer = DATA_TOKENIZER.read_bytes() if DATA_TOKENIZER.is_file() else b""
     digest = hashlib.sha256(path.read_bytes() + tokenizer).hexdigest()[:12]
     folder = cache / "models" / f"{path.stem}-seed{seed}-{digest}"
+    ours = CONFIGS / path.name
+    is_ours = ours.is_file() and ours.read_bytes() == path.read_bytes()
     return Source(
-        path.stem, f"random, seed {seed}", folder.resolve(), path.resolve(), DATA_TOKENIZER
-    )
+        path.stem, f"random, seed {seed}", folder.resolve(), ours if is_ours else path.resolve(),
+        DATA_TOKENIZER, "" if is_ours else digest[:6],
+    )  # fmt: skip
 
 
 def read_config(source: Source) -> dict[str, Any]:
@@ -112,10 +121,50 @@ def read_config(source: Source) -> dict[str, Any]:
     return config
 
 
-def check_architecture(source: Source) -> None:
-    """Ask transformers, where weights are still to be drawn, whether it knows such a model."""
-    if not source.is_there():
-        _architecture(source)
+def check_architecture(source: Source, targets: tuple[str, ...]) -> None:
+    """Build the model without its weights, to see that every variant can train it.
+
+    Raises:
+        ValueError: transformers does not know it, it is no causal decoder whose attention and
+            `targets` we can train, or its sizes do not fit each other; in one line.
+    """
+    config = read_config(source)
+    if config.get("quantization_config"):
+        raise _untrainable(source, "its weights are quantised (quantization_config)")
+    pad, rows = config.get("pad_token_id"), config.get("vocab_size")
+    if isinstance(pad, int) and isinstance(rows, int) and pad >= rows:
+        raise _untrainable(source, f"its pad_token_id {pad} is beyond its vocab_size {rows}")
+    model = _without_weights(source)
+    if model.config.is_encoder_decoder:
+        raise _untrainable(source, "it has an encoder")
+    there = _linear_names(model)
+    if not set(there) & set(targets):
+        has = f"its layers have {' '.join(there)}" if there else "its layers have no nn.Linear"
+        raise _untrainable(source, f"none of {' '.join(targets)}: {has}")
+    if problem := _misfit(model.config):
+        raise _untrainable(source, problem)
+
+
+def _untrainable(source: Source, reason: str) -> ValueError:
+    return ValueError(
+        f"--model {source.name}: cannot be trained here ({reason}); give a causal decoder in bf16, "
+        "such as configs/qwen2.5-3b.json"
+    )
+
+
+def _misfit(config: Any) -> str | None:
+    """Say which sizes of a decoder are missing or do not fit each other."""
+    from bench.floor import Shape
+
+    try:
+        shape = Shape.of(config)
+    except AttributeError as error:
+        return f"its configuration says no {error.name}"
+    if shape.heads % shape.kv_heads:
+        return f"{shape.heads} attention heads do not share {shape.kv_heads} heads of k and v"
+    if shape.head_dim % 2:
+        return f"its heads have {shape.head_dim} channels, which RoPE cannot turn in pairs"
+    return None
 
 
 def _architecture(source: Source) -> Any:
@@ -125,24 +174,53 @@ def _architecture(source: Source) -> Any:
         ValueError: transformers does not know such a model.
     """
     from transformers import AutoConfig  # takes seconds
+    from transformers.utils import logging
 
+    said = logging.get_verbosity()
+    logging.set_verbosity_error()  # a vocabulary cut below eos_token_id trains
     try:
         return AutoConfig.for_model(**read_config(source))
     except Exception as error:  # of many kinds, and over many lines
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(
-            f"--model {source.name}: transformers does not take it ({reason})"
-        ) from None
+        raise _not_taken(source, error) from None
+    finally:
+        logging.set_verbosity(said)
+
+
+def _not_taken(source: Source, error: Exception) -> ValueError:
+    reason = " ".join(str(error).split())[:200]
+    return ValueError(f"--model {source.name}: transformers does not take it ({reason})")
+
+
+def _without_weights(source: Source) -> Any:
+    """Return the model on the meta device, with the attention that variants have.
+
+    Raises:
+        ValueError: transformers cannot build it, or not as a causal decoder.
+    """
+    import torch
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+
+    config = _architecture(source)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise _untrainable(source, f"{config.model_type} is no causal language model")
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    except Exception as error:  # of many kinds, and over many lines
+        if "scaled_dot_product_attention" in str(error):
+            reason = f"{config.model_type} has no scaled_dot_product_attention in transformers"
+            raise _untrainable(source, reason) from None
+        raise _not_taken(source, error) from None
 
 
 def projections(source: Source) -> list[str]:
     """Return the names that a layer's linear modules have, in the order in which it has them."""
-    config = _architecture(source)
-    import torch
-    from transformers import AutoModelForCausalLM
+    return _linear_names(_without_weights(source))
 
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+
+def _linear_names(model: Any) -> list[str]:
+    import torch
+
     head = model.get_output_embeddings()
     linear = (
         name.rpartition(".")[2]
@@ -166,7 +244,8 @@ def _download(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt"]))
+        parts = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
+        return Path(snapshot_download(name, allow_patterns=parts))
     except Exception as error:  # offline, unknown, gated: the hub's own first line says which
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
@@ -200,18 +279,6 @@ def materialize(source: Source, seed: int, device: str) -> None:
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
     )
-    save_whole(source.folder, model.save_pretrained, tokenizer.save_pretrained)
-
-
-def save_whole(folder: Path, *saves: Callable[[Path], Any]) -> None:
-    """Save a checkpoint beside its place and move it there whole, so that a half-written one is
-    never loaded."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".unfinished-"))
-    try:
-        for save in saves:
-            save(unfinished)
-        os.replace(unfinished, folder)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
+    with unfinished_beside(source.folder, is_folder=True) as unfinished:
+        model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)

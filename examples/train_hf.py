@@ -1,5 +1,6 @@
 """LoRA fine-tuning with transformers' Trainer, first as PEFT ships, then fused with one call.
 
+    pip install -e ".[examples]"
     python examples/train_hf.py --model Qwen/Qwen2.5-3B-Instruct --data data/sft_train.jsonl
 
 Prints tokens/s of both, and saves the adapter. Wants a GPU; on a CPU it runs, and fuses nothing.
@@ -9,19 +10,22 @@ import argparse
 import time
 from typing import Any
 
-import torch
-from datasets import load_dataset
-from peft import LoraConfig, get_peft_model
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    DataCollatorForLanguageModeling,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+try:
+    import torch
+    from datasets import load_dataset
+    from peft import LoraConfig, get_peft_model
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        DataCollatorForLanguageModeling,
+        Trainer,
+        TrainerCallback,
+        TrainingArguments,
+    )
 
-from fused_lora import fuse
+    from fused_lora import fuse
+except ModuleNotFoundError as missing:
+    raise SystemExit(f'{missing.name} is not installed: pip install -e ".[examples]"') from None
 
 
 def main() -> None:

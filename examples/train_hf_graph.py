@@ -1,5 +1,6 @@
 """LoRA fine-tuning with transformers' Trainer, of which forward and backward are a CUDA graph.
 
+    pip install -e ".[examples]"
     python examples/train_hf_graph.py --model Qwen/Qwen2.5-3B-Instruct --data data/sft_train.jsonl
 
 Prints tokens/s as PEFT ships and fused. Without a GPU both run eagerly, and nothing is fused.
@@ -9,13 +10,16 @@ import argparse
 import time
 from typing import Any
 
-import torch
-import transformers
-from datasets import load_dataset
-from peft import LoraConfig, get_peft_model
-from transformers import Trainer, TrainerCallback, TrainingArguments
+try:
+    import torch
+    import transformers
+    from datasets import load_dataset
+    from peft import LoraConfig, get_peft_model
+    from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from fused_lora import GraphedStep, fuse
+    from fused_lora import GraphedStep, fuse
+except ModuleNotFoundError as missing:
+    raise SystemExit(f'{missing.name} is not installed: pip install -e ".[examples]"') from None
 
 ON_GPU = torch.cuda.is_available()
 
@@ -23,13 +27,12 @@ ON_GPU = torch.cuda.is_available()
 class Loss(torch.nn.Module):
     """The loss that a trainer computes of a batch, and its share in an update."""
 
-    def __init__(self, trainer: Trainer, model: torch.nn.Module):
+    def __init__(self, trainer: Any, model: torch.nn.Module):
         super().__init__()
         self.model, self.compute = model, trainer.compute_loss
 
     def forward(self, num_items: torch.Tensor | None, batches: int, **inputs):
-        loss: Any = self.compute(self.model, inputs, num_items_in_batch=num_items)
-        return loss / batches
+        return self.compute(self.model, inputs, num_items_in_batch=num_items) / batches
 
 
 class GraphedTrainer(Trainer):
@@ -42,8 +45,7 @@ class GraphedTrainer(Trainer):
         if self.step is None:
             if self.args.fp16 or self.args.world_size > 1:
                 raise ValueError("GraphedTrainer wants bf16 or fp32 on one GPU: use Trainer")
-            optimizer = self.optimizer.optimizer  # type: ignore[union-attr]
-            self.step = GraphedStep(Loss(self, model), optimizer)
+            self.step = GraphedStep(Loss(self, model), self.optimizer.optimizer)  # type: ignore
         batches = 1 if num_items_in_batch is not None else self.current_gradient_accumulation_steps
         inputs = self._prepare_inputs(inputs)
         return self.step.accumulate(num_items=num_items_in_batch, batches=batches, **inputs)
@@ -66,9 +68,8 @@ def main() -> None:
         text = tokenizer.apply_chat_template(chat["messages"], tokenize=False)
         row = tokenizer(text, truncation=True, padding="max_length", max_length=asked.tokens)
         ids, labelled = row["input_ids"], row["attention_mask"]
-        # without attention_mask: no token sees the padding on its right, and graphs like no masks
         labels = [token if one else -100 for token, one in zip(ids, labelled, strict=True)]
-        return {"input_ids": ids, "labels": labels}
+        return {"input_ids": ids, "labels": labels}  # no mask: no token sees padding on its right
 
     data = chats.map(tokenize, remove_columns=chats.column_names)
     dtype = torch.bfloat16 if ON_GPU else torch.float32
@@ -83,10 +84,8 @@ def main() -> None:
     )  # fmt: skip
 
     class Clock(TrainerCallback):
-        """Begins after the first steps, in which libraries load and kernels are compiled."""
-
         def on_step_end(self, args, state, control, **_):
-            if state.global_step == asked.warm_up:
+            if state.global_step == asked.warm_up:  # libraries are loaded, kernels compiled
                 self.began = time.perf_counter()
 
     def tokens_per_s(kind: type[Trainer]) -> float:

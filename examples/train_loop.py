@@ -1,5 +1,6 @@
 """LoRA fine-tuning in a loop of one's own: packed chats, the step as a CUDA graph, accumulation.
 
+    pip install -e ".[examples]"
     python examples/train_loop.py --model Qwen/Qwen2.5-3B-Instruct --data data/sft_train.jsonl
 
 Prints tokens/s as PEFT ships and fused. Without a GPU both run eagerly, and nothing is fused.
@@ -10,12 +11,15 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-from datasets import load_dataset
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorWithFlattening
+try:
+    import torch
+    from datasets import load_dataset
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorWithFlattening
 
-from fused_lora import GraphedStep, fill_row, fuse, pack
+    from fused_lora import GraphedStep, fill_row, fuse, pack
+except ModuleNotFoundError as missing:
+    raise SystemExit(f'{missing.name} is not installed: pip install -e ".[examples]"') from None
 
 ACCUMULATED = 2  # batches of an update
 ON_GPU = torch.cuda.is_available()

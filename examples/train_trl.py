@@ -1,5 +1,6 @@
 """LoRA fine-tuning with TRL's SFTTrainer, first as PEFT ships, then fused with one call.
 
+    pip install -e ".[examples]"
     python examples/train_trl.py --model Qwen/Qwen2.5-3B-Instruct --data data/sft_train.jsonl
 
 Prints tokens/s of both, and saves the adapter. Wants a GPU, as TRL's own loss does.
@@ -9,13 +10,16 @@ import argparse
 import time
 from typing import Any
 
-import torch
-from datasets import load_dataset
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl import SFTConfig, SFTTrainer
+try:
+    import torch
+    from datasets import load_dataset
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import SFTConfig, SFTTrainer
 
-from fused_lora import fuse
+    from fused_lora import fuse
+except ModuleNotFoundError as missing:
+    raise SystemExit(f'{missing.name} is not installed: pip install -e ".[examples]"') from None
 
 
 def main() -> None:

@@ -1,9 +1,11 @@
 """The examples, each as its first lines say, on a tiny model."""
 
 import json
+import re
 import runpy
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -55,6 +57,20 @@ def test_an_example_trains_prints_both_speeds_and_saves(
         printed = capsys.readouterr().out
     assert "vanilla PEFT: " in printed and "tokens/s; fused: " in printed
     assert (tmp_path / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_without_a_package_says_which_line_installs_it(example, monkeypatch):
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    missing = ["fused_lora", "datasets", *(["trl"] if example.stem == "train_trl" else [])]
+    assert {re.match(r"\w+", one)[0] for one in extra["examples"]} >= {*missing[1:], "accelerate"}
+    assert 'pip install -e ".[examples]"\n' in example.read_text().split('"""')[1]
+    for package in missing:
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, package, None)
+            with pytest.raises(SystemExit) as stop:
+                runpy.run_path(str(example), run_name="__main__")
+        assert stop.value.code == f'{package} is not installed: pip install -e ".[examples]"'
 
 
 def test_examples_are_short():

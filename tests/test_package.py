@@ -44,3 +44,15 @@ def test_the_wheel_holds_the_two_packages_and_runs_outside_the_tree(tmp_path):
     version, *said = ran.stdout.splitlines()
     assert wheel.name.startswith(f"fused_lora-{version}-")
     assert said[0] == "nothing is fused" and "its weights are on the CPU" in said[1]
+
+
+def test_the_cpu_build_that_the_readme_and_make_install_is_the_one_that_is_required():
+    pins = (ROOT / "requirements.txt").read_text().splitlines()
+    torch = next(line for line in pins if line.startswith("torch=="))
+    wanted = f"pip install {torch} --index-url https://download.pytorch.org/whl/cpu"
+    assert wanted in (ROOT / "README.md").read_text()
+    dry = ["make", "--always-make", "--dry-run", "test", "CPU=1"]
+    said = subprocess.run(dry, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert wanted.replace("install", "install --quiet") in said and "CUDA" not in said
+    said = subprocess.run(dry[:-1], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "5.4 GB, most of it CUDA. make test CPU=1" in said and "--index-url" not in said

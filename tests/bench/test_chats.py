@@ -8,8 +8,9 @@ from pathlib import Path
 
 import datasets
 import pytest
+from transformers import PreTrainedTokenizerFast
 
-from batches import Message, read_chats, sha256_of
+from batches import Message, load_tokenizer, read_chats, sha256_of, tokenize
 from bench.chats import gather
 
 DATA = Path(__file__).resolve().parents[2] / "data"
@@ -36,21 +37,145 @@ def test_the_published_chats_are_gathered_byte_for_byte(tmp_path):
     assert path.stem == sha256_of(path)[:12] and path.is_relative_to(tmp_path)
 
 
+SYSTEM = Message("system", "Be brief.")
+USUAL = [
+    (json.loads(GOOD) | {"id": 7}, CHAT),
+    ([vars(message) for message in CHAT], CHAT),
+    ({"prompt": "2 + 2?", "completion": "4"}, CHAT),
+    ({"prompt": [vars(CHAT[0])], "completion": [vars(CHAT[1])]}, CHAT),
+    ({"instruction": "2 + 2?", "input": "", "output": "4", "system": "", "history": None}, CHAT),
+    (
+        {"instruction": "2", "input": "+ 2?", "output": "4"},
+        [Message("user", "2\n\n+ 2?"), CHAT[1]],
+    ),
+    (
+        {"instruction": "2 + 2?", "output": "4", "system": "Be brief.", "history": [["a", "b"]]},
+        [SYSTEM, Message("user", "a"), Message("assistant", "b"), *CHAT],
+    ),
+    (  # ShareGPT's
+        {"system": "Be brief.", "tools": "", "conversations": [
+            {"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]},
+        [SYSTEM, *CHAT],
+    ),
+    (
+        {"messages": [{"role": "developer", "content": ["Be brief."], "tool_calls": None},
+                      {"role": "user", "content": ["2 + ", "2?"]},
+                      {"role": "assistant", "content": ["4"], "tool_calls": []}]},
+        [SYSTEM, *CHAT],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "chat"), USUAL)
+@pytest.mark.parametrize("form", ["lines", "array", "indented", "train", "parquet"])
+def test_the_usual_forms_are_chats(tmp_path, form, row, chat):
+    if form == "parquet":
+        row = {"messages": row} if isinstance(row, list) else row
+        datasets.Dataset.from_list([row, row]).to_parquet(path := tmp_path / "chats.parquet")
+        assert read_chats(gather(str(path), tmp_path)) == [chat, chat]
+        return
+    text = {
+        "lines": f"\ufeff{json.dumps(row)}\n\n{json.dumps(row)}\r\n",
+        "array": json.dumps([row, row]),
+        "indented": json.dumps([row, row], indent=1),
+        "train": json.dumps({"version": 1, "train": [row, row]}, indent=1),
+    }
+    assert gathered(tmp_path, text[form]) == [chat, chat]
+
+
+def test_an_array_and_parquet_name_the_chat_that_is_wrong(tmp_path):
+    rows = [json.loads(GOOD)] * 30
+    rows[19] = {"messages": [vars(CHAT[0])]}
+    for text in (json.dumps(rows), json.dumps(rows, indent=1), json.dumps({"data": rows})):
+        with pytest.raises(ValueError, match=r"^--data .*chats\.jsonl, chat 20: no assistant mess"):
+            gathered(tmp_path, text)
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "chats.parquet")
+    with pytest.raises(ValueError, match=r"^--data .*chats\.parquet, chat 20: no assistant mess"):
+        gather(str(tmp_path / "chats.parquet"), tmp_path)
+    (tmp_path / "chats.parquet").write_text("no parquet")
+    with pytest.raises(ValueError, match=r"^--data .*chats\.parquet: not parquet \(.*\); give par"):
+        gather(str(tmp_path / "chats.parquet"), tmp_path)
+    torn = json.dumps(rows[:2], indent=1)[:-20]
+    with pytest.raises(ValueError, match=rf", line {torn.count(chr(10)) + 1}: not JSON \("):
+        gathered(tmp_path, torn)
+
+
+# --- chats that call tools ------------------------------------------------------------------------
+
+CHATML = """{%- if tools %}<|im_start|>system
+{{ tools | tojson }}<|im_end|>
+{% endif %}{%- for one in messages %}<|im_start|>{{ "user" if one.role == "tool" else one.role }}
+{{ one.content }}{% for call in one.tool_calls %}
+<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>
+{% endfor %}"""
+CALL = {"name": "add", "arguments": {"a": 2}}
+CALLED = [
+    CHAT[0],
+    Message("assistant", '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'),
+    Message("user", "4"),
+    CHAT[1],
+]
+PARTS = [{"type": "text", "text": "2 + "}, {"type": "text", "text": "2?"}]
+ASKED, SAID = {"role": "user", "content": PARTS}, vars(CHAT[1])
+ANSWERED = {"role": "tool", "content": "4"}
+
+
+def with_template(tmp_path, template):
+    folder = tmp_path / "model"
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(DATA / "tokenizer.json"))
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def tool_rows(calls, tools=None, **others):
+    said = {"role": "assistant", "content": None, **calls}
+    return {"messages": [ASKED, said, ANSWERED, SAID], "tools": tools, **others}
+
+
 @pytest.mark.parametrize(
-    ("row", "chat"),
+    "row",
     [
-        (json.loads(GOOD) | {"id": 7}, CHAT),
-        ({"prompt": "2 + 2?", "completion": "4"}, CHAT),
-        ({"prompt": [vars(CHAT[0])], "completion": [vars(CHAT[1])]}, CHAT),
-        ({"instruction": "2 + 2?", "input": "", "output": "4"}, CHAT),
-        (
-            {"instruction": "2", "input": "+ 2?", "output": "4"},
-            [Message("user", "2\n\n+ 2?"), CHAT[1]],
-        ),
+        tool_rows({"tool_calls": [{"id": "1", "type": "function", "function": CALL}]}),
+        tool_rows({"tool_calls": [CALL | {"arguments": '{"a": 2}'}]}, []),  # flat, as a string
+        tool_rows({"tool_calls": json.dumps([CALL])}, "[]"),
+        tool_rows({"tool_calls": [CALL | {"arguments": {"a": 2, "b": None}}]}),  # columns' None
+        tool_rows({"function_call": CALL}),
+        {"conversations": [
+            {"from": "human", "value": "2 + 2?"},
+            {"from": "function_call", "value": json.dumps(CALL)},
+            {"from": "observation", "value": "4"}, {"from": "gpt", "value": "4"}]},
+    ],
+)  # fmt: skip
+def test_tool_calls_are_written_by_the_chat_template(tmp_path, row):
+    path = tmp_path / "chats.json"
+    path.write_text(json.dumps(row, indent=1))
+    model = with_template(tmp_path, CHATML)
+    assert read_chats(gather(str(path), tmp_path, model)) == [CALLED]
+    path.write_text(json.dumps([{**row, "tools": json.dumps([{"name": "add"}])}]))
+    (chat,) = read_chats(gather(str(path), tmp_path, model))
+    assert chat[0].role == "system" and '"name": "add"' in chat[0].content and chat[1:] == CALLED
+    assert tokenize([chat], load_tokenizer(DATA / "tokenizer.json"))[0].input_ids
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("random weights", "it calls tools, and random weights have no chat template; give --mode"),
+        (None, "it calls tools, and model has no chat template; give --model"),
+        ("{{ raise_exception('no\ntools') }}", "the chat template does not take its tools (no too"),
+        ("{{ messages[0].content }}", "the chat template leaves its tool add out; give --model a"),
+        ("[{{ messages }}]", "the chat template does not write its tools as ChatML; give --model"),
     ],
 )
-def test_the_usual_forms_are_chats(tmp_path, row, chat):
-    assert gathered(tmp_path, f"{json.dumps(row)}\n\n{json.dumps(row)}\r\n") == [chat, chat]
+def test_tool_calls_that_no_template_writes_are_named_in_one_line(tmp_path, template, said):
+    path = tmp_path / "chats.jsonl"
+    path.write_text(f"{GOOD}\n{json.dumps(tool_rows({'tool_calls': [CALL]}))}\n")
+    model = None if template == "random weights" else with_template(tmp_path, template)
+    with pytest.raises(ValueError) as error:
+        gather(str(path), tmp_path, model)
+    assert str(error.value).startswith(f"--data {path}, line 2: {said}")
+    assert "\n" not in str(error.value)
 
 
 def test_texts_stay_as_they_are(tmp_path):
@@ -84,6 +209,14 @@ def test_a_data_set_of_the_hub_is_kept_as_a_file(tmp_path, monkeypatch):
         ('{"messages": [{"role": "user"}]}', ', line 3: message 1 lacks a "role" or a "content"'),
         ('{"prompt": "a", "completion": 4}', ', line 3: message 2 lacks a "role" or a "content"'),
         (line(("assistant", "4"), ("tool\n", "5")), ', line 3: message 2 has the role "tool\\n"'),
+        ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}',
+         ', line 3: message 1 has a part of type "image"; wanted text parts'),
+        ('{"conversations": [{"from": "gpt", "value": null}]}', ", line 3: message 1 lacks"),
+        ('{"instruction": "a", "output": "b", "history": [1]}', ', line 3: "history" is no list'),
+        ('{"messages": [{"role": "assistant", "tool_calls": [{}]}]}',
+         ", line 3: message 1 has a tool call without a name"),
+        ('{"messages": [{"role": "assistant", "content": ""}], "tools": "x"}',
+         ', line 3: "tools" is no list'),
         (line(("user", "2 + 2?")), ", line 3: no assistant message"),
         (
             r'{"messages": [{"role": "assistant", "content": "\ud800"}]}',

@@ -3,14 +3,17 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import example_results as example
 import pytest
 from rehearsal_case import ROOT, small
 
 import lora_bench
+from batches import sha256_of
 from bench import machine, options, planning, published
 from bench import results as store
+from bench.weights import resolve
 
 
 def bad(capsys, out, *arguments):
@@ -109,7 +112,9 @@ def test_a_published_setting_is_the_default_and_nothing_else_is_run_under_its_na
                         ("--checkpointing", "off"), ("--lora-dropout", "0.1")):  # fmt: skip
         line = bad(capsys, tmp_path, *asked, flag, value)
         assert f"{flag}: {setting.page.name} has " in line
-    assert planning.out_folder(filled).name == f"nvidia-h100-published-{name}"
+    source = resolve(filled.model, tmp_path, 0)
+    folder = planning.run_folder(filled, source, Path(f"{sha256_of(filled.data)[:12]}.jsonl"))
+    assert folder.name == f"nvidia-h100-published-{name}-5-steps-a-round"
 
 
 @pytest.fixture
@@ -132,9 +137,21 @@ TINY = json.loads((ROOT / "configs" / "tiny.json").read_text())
         (json.dumps(TINY | {"hidden_size": "wide"}), "its hidden_size is 'wide'"),
         (json.dumps(TINY | {"model_type": "abacus"}), "transformers does not take it ("),
         (json.dumps(TINY | {"vocab_size": 100}), "vocab_size is 100, its tokenizer has 4096"),
+        (json.dumps(TINY | {"pad_token_id": 32000}), "its pad_token_id 32000 is beyond its vocab"),
+        (json.dumps(TINY | {"num_attention_heads": 4, "num_key_value_heads": 3}),
+         "4 attention heads do not share 3 heads of k and v"),
+        (json.dumps(TINY | {"head_dim": 15}), "its heads have 15 channels"),
+        (json.dumps(TINY | {"model_type": "llama", "hidden_size": 66}), "does not take it (Class "),
+        (json.dumps(TINY | {"quantization_config": {"quant_method": "fp8"}}), "are quantised ("),
+        (json.dumps(TINY | {"model_type": "qwen2_5_vl"}), "qwen2_5_vl is no causal language model"),
+        (json.dumps(TINY | {"model_type": "gpt_oss"}), "gpt_oss has no scaled_dot_product_att"),
+        (json.dumps(TINY | {"model_type": "mamba"}), "mamba has no scaled_dot_product_attention"),
+        (json.dumps(TINY | {"model_type": "bert"}), "its layers have query key value dense"),
+        ('{"model_type": "gpt2", "vocab_size": 4096}', "its layers have no nn.Linear"),
+        ('{"model_type": "t5", "vocab_size": 4096}', "t5 is no causal language model"),
     ],
-)
-def test_a_file_that_is_no_model_says_why(capsys, tmp_path, late, config, words):
+)  # fmt: skip
+def test_a_file_that_is_no_model_we_train_says_why(capsys, tmp_path, late, config, words):
     model = tmp_path / "small.json"
     model.write_text(config)
     cache = str(tmp_path / "cache")
@@ -235,6 +252,8 @@ for argv in (["--help"], ["--fused"], ["--plot-only", "--kernels"], ["--seq-lens
     except SystemExit as stop:
         assert stop.code == (0 if "--help" in argv else 2), argv
     slow = {"torch", "triton", "transformers", "peft", "matplotlib", "scipy"} & set(sys.modules)
+    if argv == ["--help"]:
+        slow |= {"pynvml", "tokenizers", "rich", "numpy"} & set(sys.modules)
     assert not slow, (argv, slow)
 from report import ablation_picture, benchmark_results, fp8_training, frontier, kernel_time
 from report import loss_curve, tables
@@ -246,6 +265,41 @@ def test_help_and_errors_wait_for_no_import_and_what_draws_does_without_torch():
     run = subprocess.run([sys.executable, "-c", WHAT_IS_IMPORTED], cwd=ROOT, capture_output=True,
                          text=True)  # fmt: skip
     assert run.returncode == 0, run.stderr
+
+
+WITHOUT_A_PACKAGE = """
+import sys
+from importlib import metadata
+
+module, package, *argv = sys.argv[1:]
+sys.modules[module] = None
+installed = metadata.version
+
+def version(name):
+    if name == package:
+        raise metadata.PackageNotFoundError
+    return installed(name)
+
+metadata.version = version
+import lora_bench
+sys.exit(lora_bench.main(argv))
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "package", "argv"),
+    [
+        ("msgspec", "msgspec", ["--help"]),
+        ("rich", "rich", ["--fits", "24"]),
+        ("pynvml", "nvidia-ml-py", []),
+        ("peft", "peft", []),  # processes alone import it
+    ],
+)
+def test_a_missing_package_is_named_in_one_line_as_pip_knows_it(module, package, argv):
+    run = subprocess.run([sys.executable, "-c", WITHOUT_A_PACKAGE, module, package, *argv],
+                         cwd=ROOT, capture_output=True, text=True)  # fmt: skip
+    line = f"lora_bench.py: {package} is not installed; pip install -r requirements.txt\n"
+    assert (run.returncode, run.stderr) == (2, line)
 
 
 def test_help_names_every_option_with_its_default_and_every_variant(capsys):

@@ -1,17 +1,21 @@
 """What goes wrong around a measurement: the run goes on or ends, and what was saved stays."""
 
+import contextlib
 import dataclasses
 import os
 import random
 import signal
 import sys
+import tempfile
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import example_results as example
 import pytest
 from rehearsal_case import plan_of
 
-from bench import experiment, machine, options
+from bench import experiment, folders, machine, options
 from bench import processes as isolated
 from bench import results as store
 from bench.records import Cell, Floor
@@ -44,9 +48,8 @@ def run_cells(plan, tmp_path, monkeypatch):
         fresh = example.empty(rehearsal=True, gpu=False, variants=VARIANTS, seq_lens=[16, 32],
                               rounds=rounds, steps=2 * rounds)  # fmt: skip
         results = store.continue_from(path, fresh)
-        asked = dataclasses.replace(
-            plan, variants=tuple(VARIANTS), rounds=rounds, cell_timeout_s=TIMEOUT_S, **changed
-        )
+        changed = {"variants": tuple(VARIANTS), "cell_timeout_s": TIMEOUT_S} | changed
+        asked = dataclasses.replace(plan, rounds=rounds, **changed)
         save = partial(commands.save_with_summary, path, results)
         experiment.run_experiment(asked, results, save)
         return store.load(path)
@@ -128,12 +131,86 @@ def test_a_disk_that_fails_leaves_what_was_saved(run_cells, tmp_path, monkeypatc
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full_at_last)
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(OSError, match="No space left") as full:
             run_cells(honest)
+        assert full.value.filename == str(tmp_path / "results.json")
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
     before = store.load(tmp_path / "results.json").cells
     after = run_cells(honest).cells
     assert len(before) == 2 and after[:2] == before and len(after) == 4
+
+
+@pytest.mark.parametrize(
+    ("error", "free", "is_full"),
+    [
+        (RuntimeError("Error while serializing: I/O error: No space left on device"), 2**30, True),
+        (RuntimeError("PytorchStreamWriter failed writing file data/5"), 0, True),
+        (OSError(28, "No space left on device"), 2**30, True),
+        (RuntimeError("PytorchStreamWriter failed writing file data/5"), 2**30, False),
+        (OSError(13, "Permission denied"), 2**30, False),
+    ],
+)
+def test_a_full_disk_names_the_file_whoever_wrote_it(tmp_path, monkeypatch, error, free, is_full):
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=free))
+    for is_folder in (False, True):
+        path = tmp_path / "cache" / "weights"
+        kind = OSError if is_full else type(error)
+        with pytest.raises(kind) as caught, folders.unfinished_beside(path, is_folder):
+            raise error
+        assert (getattr(caught.value, "filename", None) == str(path)) == is_full
+        assert not list(path.parent.iterdir())
+
+
+def test_the_next_start_removes_what_a_killed_run_left_and_nothing_that_is_written(tmp_path):
+    cache, out = tmp_path / "cache", tmp_path / "out"
+    places = [(cache / "models" / "tiny", True), (cache / "parity" / "a.pt", False),
+              (cache / "data" / "a.jsonl", False), (out / "results.json", False)]  # fmt: skip
+    if (child := os.fork()) == 0:
+        with contextlib.ExitStack() as held:
+            for path, is_folder in places:
+                unfinished = held.enter_context(folders.unfinished_beside(path, is_folder))
+                (unfinished / "part" if is_folder else unfinished).write_text("half of it")
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    (log := Path(tempfile.gettempdir()) / f"{folders.LOG}killed.log").touch()
+    with folders.unfinished_beside(cache / "models" / "other", True) as written:
+        assert len(list(tmp_path.rglob("*.tmp"))) == 5
+        folders.remove_unfinished(out, cache)
+        assert list(tmp_path.rglob("*.tmp")) == [written] and not log.exists()
+    assert [path.name for path in (cache / "models").iterdir()] == ["other"]
+
+
+def test_a_run_is_finished_once_its_last_cell_is_in_and_stays_so(run_cells, tmp_path):
+    """Although it is killed right after."""
+    seen = []
+
+    def cut_off(variant, todo, on_message):
+        honest(variant, todo, on_message)
+        seen.append(store.load(tmp_path / "results.json").finished_utc)
+        if variant == VARIANTS[-1]:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_cells(cut_off)
+    assert seen[0] is None and seen[1] is not None
+    saved = store.load(tmp_path / "results.json")
+    saved.finished_utc = "2026-01-01T00:00:00+00:00"
+    store.save(tmp_path / "results.json", saved)
+    assert run_cells(honest).finished_utc == saved.finished_utc
+    assert run_cells(honest, rounds=2).finished_utc > saved.finished_utc
+
+
+def test_what_cannot_run_is_said_once(run_cells, capsys):
+    asked = ("vanilla_peft", "full_unsloth", "liger_peft", "fused_layer_graph", "fused_all_graph")
+    results = run_cells(honest, rounds=3, variants=asked)
+    statuses = [cell.status for cell in results.cells]
+    assert (statuses.count("unavailable"), statuses.count("ok")) == (4 * 6, 6)
+    said = capsys.readouterr().out
+    lines = [line for line in said.splitlines() if "NVIDIA GPU" in line]
+    assert len(lines) == 3 and "unavailable" not in said
+    assert lines[2].startswith(
+        "fused layers, CUDA graph, all parts, CUDA graph: a CUDA graph wants"
+    )
 
 
 def run_and_be_killed(run_cells, rounds, seed):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 
 import example_results as example
 import pytest
@@ -124,23 +125,25 @@ def test_a_stop_keeps_what_was_measured_and_the_same_command_goes_on(
     asked = command(tmp_path, "--variants", "vanilla_peft", "--rounds", "2", "--steps", "8",
                     "--seq-lens", str(least))  # fmt: skip
     # a shell starts what runs in its background with Ctrl-C ignored
-    before_the_test = signal.signal(signal.SIGINT, signal.default_int_handler)
-    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before_the_test))
+    for number, handler in ((signal.SIGINT, signal.default_int_handler),
+                            (signal.SIGTERM, signal.SIG_DFL)):  # fmt: skip
+        request.addfinalizer(partial(signal.signal, number, signal.signal(number, handler)))
     run_process = isolated.run
 
-    def interrupted(*arguments, on_message, **limits):
+    def interrupted(stopped_by, *arguments, on_message, **limits):
         def stop_at_a_step(message):
             if "step" in message:
-                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(stopped_by)
             on_message(message)
 
         return run_process(*arguments, on_message=stop_at_a_step, **limits)
 
     monkeypatch.setattr(isolated, "_Process", InThread)
-    with monkeypatch.context() as patch:
-        patch.setattr(isolated, "run", interrupted)
-        assert lora_bench.main(asked) == 130
-    assert "the same command goes on" in capsys.readouterr().out
+    for stopped_by, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
+        with monkeypatch.context() as patch:
+            patch.setattr(isolated, "run", partial(interrupted, stopped_by))
+            assert lora_bench.main(asked) == code
+        assert "the same command goes on" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
     before = saved(tmp_path)
     assert before.floor and not before.cells and before.finished_utc is None

@@ -105,7 +105,7 @@ def test_another_run_is_refused_in_one_line_that_names_what_differs(fresh, diffe
         results.continue_from(path, fresh)
     message = str(caught.value)
     assert message.startswith(f"{path} holds another run: ")
-    assert message.endswith("Give another --out, or delete that file.")
+    assert message.endswith(" here; give another --out")
     assert "\n" not in message
     assert path.read_bytes() == before
 

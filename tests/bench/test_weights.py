@@ -49,7 +49,7 @@ def test_an_interrupted_save_leaves_no_checkpoint(tmp_path, monkeypatch):
     def stop(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(weights.os, "replace", stop)
+    monkeypatch.setattr("os.replace", stop)
     with pytest.raises(KeyboardInterrupt):
         make(tmp_path)
     assert not any(tmp_path.rglob("*.safetensors"))

@@ -1,0 +1,88 @@
+"""The folder of a run, named after its settings: two runs share one only if one can go on with the
+other's cells.
+
+    runs/nvidia-h200                                  the experiment
+    runs/nvidia-h200-quick-batch-size-8               python lora_bench.py --quick --batch-size 8
+    runs/nvidia-h200-my_chats-1a2b3c4d-documents      --data my_chats.jsonl --documents
+
+Variants, lengths and rounds are not in the name: a run grows by them.
+"""
+
+import argparse
+import hashlib
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+from batches import sha256_of
+from bench import machine, options
+from bench.options import HERE
+from bench.weights import Source
+
+LONGEST = 120  # characters of a name; file systems take 255 bytes
+
+
+def run_folder(asked: argparse.Namespace, source: Source, data: Path) -> Path:
+    """Return the folder that is asked for, or the one of this GPU and these settings.
+
+    Beside the experiment's, a quick run and one of a published setting have their own.
+    """
+    if asked.out is not None:
+        return asked.out
+    kind = ["quick"] if asked.quick else []
+    if asked.published:
+        kind = ["published", asked.published.model]
+    here = HERE / "rehearsal"
+    if asked.device == "cuda":
+        here = HERE / "runs" / machine.gpu_name().lower().replace(" ", "-")
+    words = [re.sub(r"[^\w.+-]+", "-", word) for word in _settings(asked, source, data)]
+    name = "-".join([here.name, *kind, *words])
+    if len(name) > LONGEST:
+        name = f"{name[:LONGEST]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    return here.with_name(name)
+
+
+def _settings(asked: argparse.Namespace, source: Source, data: Path) -> Iterator[str]:
+    """Yield in words what is asked for other than by default, and keeps runs apart."""
+    nothing = options.parse(["--quick"] if asked.quick else [], None)
+    usual = options.with_defaults(nothing, asked.device, asked.published)
+    if not asked.published and source.config != usual.model:
+        yield _name_of(source)
+    if data.stem != sha256_of(usual.data)[: len(data.stem)]:
+        yield f"{Path(asked.data).stem}-{data.stem[:8]}"
+    for name in ("padded", "documents"):
+        if getattr(asked, name):
+            yield name
+    for name in ("batch_size", "accumulate", "rank", "lora_dropout", "checkpointing", "interleave",
+                 "seed"):  # fmt: skip
+        if (value := getattr(asked, name)) != getattr(usual, name):
+            yield f"{options.flag(name)[2:]}-{value}"
+    if set(asked.targets) != set(usual.targets):
+        yield "+".join(sorted(set(asked.targets)))
+    steps = asked.steps // asked.rounds
+    if steps != usual.steps // usual.rounds:
+        yield f"{steps}-steps-a-round"
+
+
+def _name_of(source: Source) -> str:
+    """Return a model's name; that of a folder or file of the user's own with a digest."""
+    if source.weights == "checkpoint" and Path(source.name).is_dir():
+        digest = hashlib.sha256(source.name.encode()).hexdigest()[:6]
+        return f"{source.folder.name}-{digest}"
+    return source.label.replace("/", "--")  # as no name on the hub has two
+
+
+def command_beside(argv: list[str], folder: Path) -> str:
+    """Return the same command with a folder beside `folder`, where nothing is yet."""
+    kept: list[str] = []
+    words = iter(argv)
+    for word in words:
+        if word == "--out":
+            next(words, None)
+        elif not word.startswith("--out="):
+            kept.append(word)
+    number = 2
+    while (beside := folder.with_name(f"{folder.name}-{number}")).exists():
+        number += 1
+    return shlex.join(["python", "lora_bench.py", *kept, "--out", str(beside)])

@@ -1,0 +1,52 @@
+"""Chats that call tools, as the model's own chat template writes them.
+
+The template writes the whole chat, with the tools, their calls and their answers. Its ChatML is
+read back into messages, which are then trained on like any others.
+"""
+
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from batches import ROLES
+
+TURN = re.compile(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>\s*", re.DOTALL)
+TO_DO = "give --model a checkpoint whose template does (Qwen's, say), or drop such chats"
+
+
+def written_by(model: Path | None) -> Callable[[list[dict], list[dict]], list[dict[str, str]]]:
+    """Return a function that writes chats by the template of a checkpoint's folder.
+
+    Without a folder, as random weights have none, it refuses them.
+    """
+
+    def write(messages: list[dict], tools: list[dict]) -> list[dict[str, str]]:
+        if model is None:
+            raise ValueError(f"it calls tools, and random weights have no chat template; {TO_DO}")
+        tokenizer = _tokenizer(model)
+        if not tokenizer.chat_template:
+            raise ValueError(f"it calls tools, and {model.name} has no chat template; {TO_DO}")
+        try:
+            text = tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False)
+        except Exception as error:  # what a template raises for a chat it does not take
+            reason = " ".join(str(error).split())[:150] or type(error).__name__
+            raise ValueError(f"the chat template does not take its tools ({reason})") from None
+        calls = [call for message in messages for call in message.get("tool_calls", ())]
+        for one in (*tools, *calls):
+            if (name := str(one["function"].get("name"))) not in text:
+                raise ValueError(f"the chat template leaves its tool {name} out; {TO_DO}")
+        turns = TURN.findall(text)
+        if TURN.sub("", text).strip() or not {role for role, _ in turns} <= set(ROLES):
+            raise ValueError(f"the chat template does not write its tools as ChatML; {TO_DO}")
+        return [{"role": role, "content": said} for role, said in turns]
+
+    return write
+
+
+@cache
+def _tokenizer(model: Path) -> Any:
+    from transformers import AutoTokenizer  # takes seconds
+
+    return AutoTokenizer.from_pretrained(model, local_files_only=True)

@@ -1,0 +1,119 @@
+"""A run's folder is named after its settings, so that any command works after any other. Planned by
+the real code, without training."""
+
+import re
+import shlex
+
+import example_results as example
+import pytest
+from rehearsal_case import ROOT
+from test_command_line import GIVEN, words_for
+
+from bench import machine, options, planning, run_folder, weights
+from bench import results as store
+from bench.weights import materialize, resolve
+
+README = (ROOT / "README.md").read_text()
+COMMANDS = ["", *re.findall(r"^python lora_bench\.py ([^#\n]+)", README, re.MULTILINE)]
+GPU = "nvidia-h100"
+TINY = (ROOT / "configs" / "tiny.json").read_text()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    source = resolve(str(ROOT / "configs" / "tiny.json"), tmp_path_factory.mktemp("hub"), 0)
+    materialize(source, 0, "cpu")
+    return source.folder
+
+
+@pytest.fixture
+def plan(request, tmp_path, monkeypatch, checkpoint):
+    """Plan a command in a checkout of its own; returns the run, its file, and whether it goes on
+    with what was there."""
+    on_gpu = getattr(request, "param", "cpu") == "cuda"
+    monkeypatch.setattr(machine, "has_gpu", lambda: on_gpu)
+    for module in (options, run_folder):
+        monkeypatch.setattr(module, "HERE", tmp_path)
+    monkeypatch.setattr(weights, "_download", lambda name: checkpoint)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    for name, count in (("data/sft_train.jsonl", 300), ("my_chats.jsonl", 200)):  # quickly read
+        with (ROOT / "data" / "sft_train.jsonl").open() as published:
+            (tmp_path / name).write_text("".join(published.readline() for _ in range(count)))
+    if on_gpu:
+        environment = example.environment()
+        monkeypatch.setattr(machine, "environment", lambda: environment)
+        monkeypatch.setattr(machine, "gpu_name", lambda: "NVIDIA H100")
+        monkeypatch.setattr(machine, "other_processes", lambda own: 0)
+
+    def planned(*words, save=True):
+        asked = options.parse([*words, "--cache", str(tmp_path / "cache")], "")
+        with planning.planned(asked, ["lora_bench.py", *words]) as (_, run, path):
+            there = path.exists()
+            if save:
+                store.save(path, run)
+        return run, path, there
+
+    planned.here = f"runs/{GPU}" if on_gpu else "rehearsal"
+    planned.usual = options.EXPERIMENT if on_gpu else options.REHEARSAL
+    return planned
+
+
+@pytest.mark.parametrize("plan", ["cpu", "cuda"], indirect=True)
+def test_each_command_of_the_readme_works_after_any_other(plan, tmp_path):
+    """All of them, and then all the other way round."""
+    folders = []
+    for command in COMMANDS:
+        _, path, _ = plan(*shlex.split(command))
+        folders.append(str(path.parent.relative_to(tmp_path)))
+    for command in COMMANDS[::-1]:
+        _, _, there = plan(*shlex.split(command))
+        assert there
+    names = [name.removeprefix(plan.here) for name in folders]
+    data = next(name for name in names if "my_chats" in name)
+    assert re.fullmatch(r"-my_chats-[0-9a-f]{8}-documents", data)
+    steps = "-10-steps-a-round"
+    assert names == ["", "-quick", "-quick-batch-size-8", "", "-Qwen--Qwen2.5-3B-Instruct", data,
+                     "-rank-16-q_proj+v_proj", steps]  # fmt: skip
+
+
+def test_no_setting_that_keeps_runs_apart_is_lost(plan, tmp_path):
+    usual_lens = ["--seq-lens", "512"]  # padded rows of 16 tokens train nothing
+    first, usual, _ = plan(*usual_lens)
+    (tmp_path / "x.jsonl").write_text((tmp_path / "my_chats.jsonl").read_text())
+    (tmp_path / "x.json").write_text(TINY + "\n")
+    asked_for = [
+        words_for(name)
+        for name in GIVEN
+        if name in options.READS[""] and name not in ("out", "cache")
+    ]
+    steps = ["--rounds", "1", "--steps", str(plan.usual["steps"] // plan.usual["rounds"])]
+    asked_for += [["--data", "data/sft_train.jsonl"], steps]
+    for words in asked_for:
+        if words[0] in ("--device", "--allow-shared-gpu"):
+            continue
+        run, path, _ = plan(*usual_lens, *words, save=False)
+        assert (path != usual) == bool(store._differences(first, run)), words
+    # another file of the same name is another model
+    _, path, _ = plan("--model", "x.json", save=False)
+    (tmp_path / "x.json").write_text(TINY)
+    _, other, _ = plan("--model", "x.json", save=False)
+    assert other != path
+    _, path, _ = plan("--model", "Qwen/" + "x" * 200, save=False)
+    assert len(path.parent.name) < 140
+
+
+def test_another_run_in_the_folder_that_is_asked_for_offers_the_command_that_goes_on(
+    plan, tmp_path
+):
+    plan("--out", "mine")
+    other = ["--seed", "1", "--data", "my_chats.jsonl"]
+    with pytest.raises(ValueError) as error:
+        plan(*other, "--out", "mine")
+    said, _, command = str(error.value).partition("; this command measures beside it: ")
+    assert said.startswith("mine/results.json holds another run: weights random, seed 0 there, ")
+    assert "\n" not in command and shlex.split(command)[:2] == ["python", "lora_bench.py"]
+    _, path, there = plan(*shlex.split(command)[2:])
+    assert path.parent.name == "mine-2" and not there
+    with pytest.raises(ValueError, match=r"--out mine-3$"):
+        plan(*other, "--seed", "2", "--out=mine")
