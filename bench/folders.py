@@ -13,7 +13,7 @@ from pathlib import Path
 LOCK = ".lock"
 UNFINISHED = ".*.tmp"
 LEFT_ON_A_FULL_DISK = 2**16  # bytes, less than a write that fails
-LOG = "lora-bench-"  # of what a process prints
+LOG = ".lora-bench-"  # of what a process prints
 
 
 @contextmanager
@@ -90,6 +90,18 @@ def unfinished_beside(path: Path, is_folder: bool = False) -> Iterator[Path]:
     finally:
         _remove(unfinished)
         os.close(lock)
+
+
+def locked_log() -> "tempfile._TemporaryFileWrapper[bytes]":
+    """Open a file for what a process prints, which is gone when it is closed, and locked till then:
+    one that nobody has locked is a killed run's."""
+    while True:
+        log = tempfile.NamedTemporaryFile(prefix=LOG, suffix=".log")  # noqa: SIM115
+        fcntl.flock(log, fcntl.LOCK_EX)
+        if os.fstat(log.fileno()).st_nlink:
+            return log
+        with suppress(FileNotFoundError):  # a run that starts has removed it
+            log.close()
 
 
 def _is_full(error: Exception, folder: Path) -> bool:

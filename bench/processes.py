@@ -5,12 +5,10 @@ Patches, caches and allocator state of one measurement cannot reach the next, an
 outcome, not the end of the run.
 """
 
-import fcntl
 import multiprocessing
 import os
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -19,7 +17,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from bench.folders import LOG
+from bench.folders import locked_log
 
 # How long a process may go on after it has closed its connection before it is killed.
 EXIT_GRACE_S = 30
@@ -104,8 +102,7 @@ class _Process:
     """A function in a fresh process, which has been started, and the connection to it."""
 
     def __init__(self, function: Callable[..., None], arguments: tuple, takes_turns: bool = False):
-        self.log = tempfile.NamedTemporaryFile(prefix=LOG, suffix=".log")  # noqa: SIM115
-        fcntl.flock(self.log, fcntl.LOCK_EX)  # what nobody has locked, a killed run left
+        self.log = locked_log()
         self.hangs_after_s: float | None = None
         context = multiprocessing.get_context("spawn")  # fork would copy CUDA's and torch's state
         self.connection, childs = context.Pipe()

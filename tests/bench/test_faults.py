@@ -173,10 +173,12 @@ def test_the_next_start_removes_what_a_killed_run_left_and_nothing_that_is_writt
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
     (log := Path(tempfile.gettempdir()) / f"{folders.LOG}killed.log").touch()
-    with folders.unfinished_beside(cache / "models" / "other", True) as written:
+    other = cache / "models" / "other"
+    with folders.locked_log() as ours, folders.unfinished_beside(other, True) as written:
         assert len(list(tmp_path.rglob("*.tmp"))) == 5
         folders.remove_unfinished(out, cache)
         assert list(tmp_path.rglob("*.tmp")) == [written] and not log.exists()
+        assert Path(ours.name).exists()
     assert [path.name for path in (cache / "models").iterdir()] == ["other"]
 
 
