@@ -60,7 +60,8 @@ def peft_model(device, family="Qwen2", dtype=torch.float32, autocast_adapter_dty
 
 
 def ids(device, seed=3):
-    return torch.randint(96, (2, 17), generator=torch.Generator().manual_seed(seed)).to(device)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(96, (2, 17), generator=generator, device="cpu").to(device)
 
 
 def logits(model):

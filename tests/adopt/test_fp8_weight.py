@@ -15,17 +15,11 @@ from peft_models import assert_equal, ids, logits, set_weights
 from reference import relative_error
 
 from fused_lora import Fusion, fuse, report, unfuse
-from fused_lora.adopt import fp8_weight
 from fused_lora.adopt.fp8_weight import Fp8Weight
 from fused_lora.fp8 import codes_and_scales
 from fused_lora.step.graph_checks import addresses_of
 
-
-@pytest.fixture(autouse=True)
-def in_fp32_on_a_gpu_too(monkeypatch):
-    """What is held exactly is in fp32, whose products of codes are not `_scaled_mm`'s."""
-    kinds = torch.bfloat16, torch.float32, torch.float64
-    monkeypatch.setattr(fp8_weight, "FP8_DTYPES", kinds)
+pytestmark = pytest.mark.usefixtures("fp8_in_fp32")
 
 
 # --- its memory -----------------------------------------------------------------------------------

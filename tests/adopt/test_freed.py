@@ -78,6 +78,7 @@ def graphed(device):
     return model
 
 
+pytestmark = pytest.mark.usefixtures("fp8_in_fp32")
 MODELS = {
     "plain": made(),
     **{name: made(Fusion(**{name: True})) for name in (*ALL, "layer")},

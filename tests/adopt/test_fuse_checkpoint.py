@@ -317,12 +317,14 @@ def test_a_step_leaves_nothing_behind_but_gradients(fusion, quick_collections, d
     with Storages() as first:
         loss_of(model).backward()
     model.zero_grad()
-    set_up = first.alive(model)  # stays: 16 bytes, in which the loss looks for wrong labels
+    # stays: 16 bytes, in which the loss looks for wrong labels; on a GPU each layer's table of
+    # the adapters that it copies
+    set_up = first.alive(model)
     with Storages() as storages:
         loss_of(model).backward()
     model.zero_grad()
     assert len(storages.seen) > 100
-    assert sum(set_up.values()) <= 32
+    assert sum(set_up.values()) <= (32 if device == "cpu" else 2048)
     assert storages.alive(model).keys() <= set_up.keys()
 
 

@@ -23,16 +23,10 @@ from reference import random, relative_error
 
 from fused_lora import Fusion, fuse, unfuse
 from fused_lora import cross_entropy as loss_module
-from fused_lora.adopt import fp8_weight
 from fused_lora.adopt import layer as layer_module
 from fused_lora.fp8 import Fp8Buffer, codes_and_scales
 
-
-@pytest.fixture(autouse=True)
-def in_fp32_on_a_gpu_too(monkeypatch):
-    """What is held exactly is in fp32, whose products of codes are not `_scaled_mm`'s."""
-    kinds = torch.bfloat16, torch.float32, torch.float64
-    monkeypatch.setattr(fp8_weight, "FP8_DTYPES", kinds)
+pytestmark = pytest.mark.usefixtures("fp8_in_fp32")
 
 
 # --- right but for what it quantises --------------------------------------------------------------

@@ -26,13 +26,9 @@ from torch import nn
 from transformers.integrations import compressed_tensors, finegrained_fp8
 
 from fused_lora import Fusion, fuse, report, unfuse
-from fused_lora.adopt import fp8_weight
 from fused_lora.kernels.fp8_rows import E4M3
 
-
-@pytest.fixture(autouse=True)
-def in_fp32_on_a_gpu_too(monkeypatch):
-    monkeypatch.setattr(fp8_weight, "FP8_DTYPES", (torch.bfloat16, torch.float32))
+pytestmark = pytest.mark.usefixtures("fp8_in_fp32")
 
 
 class Format(NamedTuple):

@@ -22,6 +22,7 @@ from transformers import Trainer, TrainingArguments
 from fused_lora import Fusion
 from fused_lora.adopt.state import BufferedWeight
 
+pytestmark = pytest.mark.usefixtures("fp8_in_fp32")
 ONE_LAYER = {"num_hidden_layers": 1}
 FUSIONS = {
     "layers": lambda device: pair(device, EVERYTHING, config=ONE_LAYER),
