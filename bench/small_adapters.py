@@ -34,7 +34,7 @@ DECODER, HEAD = "base_model.model.model", "base_model.model.lm_head"
 TRAINER = "vanilla_peft_no_checkpointing"
 BETA, DPO_LR = 0.1, 5e-6
 ON_GPU: dict[str, Any] = {
-    "model": HERE / "configs" / "qwen2.5-3b.json", "batches": 8, "rows": 8, "seq_len": 256,
+    "model": HERE / "configs" / "qwen2.5-3b.json", "batches": 16, "rows": 8, "seq_len": 256,
     "pairs": 24, "rates": (1e-6, 1e-5, 1e-4), "steps": (1, 8, 64), "device": "cuda",
     "variants": (TRAINER, "fused_mlp_no_checkpointing", "full_unsloth_no_checkpointing",
                  "compiled_peft_no_checkpointing", "fused_all_no_checkpointing",
