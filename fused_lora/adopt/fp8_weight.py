@@ -63,15 +63,14 @@ class _Coded(Tensor):
     def __reduce_ex__(self, protocol):
         return self.exact().clone().__reduce_ex__(protocol)
 
-    # The wrapper has no memory. Whoever asks for it to tell weights apart, or on the CPU to read
-    # it, finds the original's.
+    # The wrapper has no memory. Whoever asks for it, to tell weights apart say, finds the
+    # original's, which lies on the host.
 
     def untyped_storage(self):
         return self.weight.original.untyped_storage()
 
     def data_ptr(self) -> int:
-        original = self.weight.original
-        return self.of(original).data_ptr() if self.device == original.device else 0
+        return self.of(self.weight.original).data_ptr()
 
     def __dlpack__(self, **_: Any):
         raise BufferError("a weight in FP8 has no memory to share: take that of a .clone()")
