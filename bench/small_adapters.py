@@ -1,7 +1,7 @@
-"""How much of a small adapter does each variant see? Its change of outputs, losses and rewards,
-beside the change in fp32.
+"""The share of a small adapter that each variant sees: its change of outputs, losses and rewards,
+over the change in fp32.
 
-    python -m bench.small_adapters      7 minutes on an H100; without a GPU a rehearsal
+    python -m bench.small_adapters      15 minutes on an H100; without a GPU a rehearsal
 
 Vanilla PEFT trains adapters from B = 0 for a few steps at small learning rates, on chats and on
 pairs with DPO's loss. Every variant then runs forward with B = 0 and with each of these adapters,
@@ -11,6 +11,7 @@ in training mode, on other chats. Variants that are done are kept, and the same 
 import argparse
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,8 +25,13 @@ from batches import Batch, load_tokenizer, make_batches, read_chats, tokenize
 from bench import machine, processes
 from bench.folders import locked
 from bench.options import HERE, Parser, check_variant, why_unavailable
-from bench.records import Environment, Record
-from bench.results import UNREADABLE, write_atomically
+from bench.small_adapter_records import (
+    Adapter,
+    Seen,
+    SmallAdapters,
+    load_small_adapters,
+    save_small_adapters,
+)
 from bench.terminal import console
 from bench.weights import Source, materialize, resolve
 from variants import IN_FP32, Lora, recipe_of, title_of
@@ -36,9 +42,9 @@ BETA, DPO_LR = 0.1, 5e-6
 ON_GPU: dict[str, Any] = {
     "model": HERE / "configs" / "qwen2.5-3b.json", "batches": 16, "rows": 8, "seq_len": 256,
     "pairs": 24, "rates": (1e-6, 1e-5, 1e-4), "steps": (1, 8, 64), "device": "cuda",
-    "variants": (TRAINER, "fused_mlp_no_checkpointing", "full_unsloth_no_checkpointing",
-                 "compiled_peft_no_checkpointing", "fused_all_no_checkpointing",
-                 "fused_layer_no_checkpointing", "fp8_layer_no_checkpointing"),
+    "variants": (TRAINER, "fused_layer_no_checkpointing", "fp8_layer_no_checkpointing",
+                 "fused_mlp_no_checkpointing", "full_unsloth_no_checkpointing",
+                 "fused_all_no_checkpointing", "compiled_peft_no_checkpointing"),
 }  # fmt: skip
 REHEARSED: dict[str, Any] = {
     "model": HERE / "configs" / "tiny.json", "batches": 2, "rows": 2, "seq_len": 32, "pairs": 8,
@@ -46,61 +52,6 @@ REHEARSED: dict[str, Any] = {
     "variants": (TRAINER, "fused_layer_no_checkpointing"),
 }  # fmt: skip
 PAIRS_A_STEP, DPO_STEPS = 4, 4
-
-
-class Adapter(Record):
-    """An adapter after so many steps; is_dpo: on pairs, not on chats."""
-
-    rate: float
-    steps: int
-    is_dpo: bool = False
-
-    @property
-    def file(self) -> str:
-        return f"{'dpo' if self.is_dpo else 'sft'}-{self.rate:g}-{self.steps}.pt"
-
-
-class Seen(Record):
-    """What one variant sees of an adapter, by batch or by pair, as changes from B = 0.
-
-    along: outputs' change times fp32's, summed over a batch; of fp32 itself the square of its own.
-    losses: the loss's change. chosen, rejected: beta times a log-probability's, of DPO's adapters.
-    """
-
-    variant: str
-    adapter: Adapter
-    along: list[float]
-    losses: list[float]
-    chosen: list[float]
-    rejected: list[float]
-
-
-class SmallAdapters(Record):
-    """The file. tokens: of a batch. failed: variants that could not run, and why."""
-
-    started_utc: str
-    environment: Environment
-    model: str
-    weights: str
-    lora: Lora
-    batches: int
-    tokens: int
-    pairs: int
-    adapters: list[Adapter]
-    seen: list[Seen]
-    failed: dict[str, str]
-
-
-def load_small_adapters(path: Path) -> SmallAdapters:
-    """Read a file, which may be compressed, or raise a ValueError of one line."""
-    import gzip
-
-    data = path.read_bytes()
-    try:
-        data = gzip.decompress(data) if path.suffix == ".gz" else data
-        return msgspec.json.decode(data, type=SmallAdapters)
-    except UNREADABLE as error:
-        raise ValueError(f"{path}: {error}: restore it, or delete it and run again") from None
 
 
 class Asked(msgspec.Struct, frozen=True):
@@ -226,7 +177,7 @@ def train_adapters(send: Callable[[Any], None], asked: Asked) -> None:
                 send({"doing": f"trained {one.file}, loss {loss.item():.5f}"})
 
 
-def look(send: Callable[[Any], None], asked: Asked, variant: str) -> None:
+def run_variant(send: Callable[[Any], None], asked: Asked, variant: str) -> None:
     """Send a {"seen": Seen} for each adapter."""
     built = built_for(asked, variant)
     batches, pairs = asked.chats()[1], asked.pairs_of_rows()
@@ -273,7 +224,7 @@ def look(send: Callable[[Any], None], asked: Asked, variant: str) -> None:
         send({"seen": Seen(variant, adapter, along, losses, chosen, rejected)})
 
 
-def begun(asked: Asked) -> SmallAdapters:
+def new_file(asked: Asked) -> SmallAdapters:
     now = datetime.now(UTC).isoformat(timespec="seconds")
     return SmallAdapters(
         now, machine.environment(), asked.source.name, asked.source.weights, Lora(), asked.batches,
@@ -282,17 +233,19 @@ def begun(asked: Asked) -> SmallAdapters:
 
 
 def looked_at(asked: Asked, variant: str) -> tuple[str | None, list[Seen]]:
-    """Run `look` in a process of its own: why it could not, and what it has seen."""
+    """Run `run_variant` in a process of its own: why it could not, and what it has seen."""
     if error := why_unavailable(variant, asked.device):
         return error, []
     seen: list[Seen] = []
-    ended = processes.run(look, asked, variant, on_message=lambda sent: seen.append(sent["seen"]))
+    ended = processes.run(
+        run_variant, asked, variant, on_message=lambda sent: seen.append(sent["seen"])
+    )
     return ended.error and f"{ended.error}: {ended.output_tail}", seen
 
 
-def measure(asked: Asked, variants: tuple[str, ...], path: Path) -> None:
-    """Look at what is not in the file yet, and write it after each variant."""
-    found, fresh = begun(asked), not path.exists()
+def run_missing(asked: Asked, variants: tuple[str, ...], path: Path) -> None:
+    """Run the variants that are not in the file yet, and write it after each."""
+    found, fresh = new_file(asked), not path.exists()
     if not fresh:
         earlier = load_small_adapters(path)
         same = (earlier.model, earlier.adapters, earlier.batches, earlier.environment.device)
@@ -312,6 +265,7 @@ def measure(asked: Asked, variants: tuple[str, ...], path: Path) -> None:
     for variant in (IN_FP32, *variants):
         if variant in done and (variant != IN_FP32 or all(file.exists() for file in files)):
             continue
+        began = time.monotonic()
         error, seen = looked_at(asked, variant)
         if error and variant == IN_FP32:
             raise RuntimeError(f"{title_of(variant)}: {error}")
@@ -321,8 +275,9 @@ def measure(asked: Asked, variants: tuple[str, ...], path: Path) -> None:
         else:
             found.failed.pop(variant, None)
             found.seen += seen
-        write_atomically(path, msgspec.json.encode(found) + b"\n")
-        console.print(f"{title_of(variant)}: {error.splitlines()[-1] if error else 'done'}")
+        save_small_adapters(path, found)
+        outcome = error.splitlines()[-1] if error else f"{time.monotonic() - began:.0f} s"
+        console.print(f"{title_of(variant)}: {outcome}")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -352,7 +307,7 @@ def main(argv: list[str] | None = None) -> int:
         folder = given.cache.resolve() / "small_adapters" / source.folder.name
         asked = Asked(source, given.data, folder, adapters=adapters, **sizes)
         with locked(given.out):
-            measure(asked, tuple(given.variants), given.out / "small_adapters.json")
+            run_missing(asked, tuple(given.variants), given.out / "small_adapters.json")
     except KeyboardInterrupt:
         print("\nStopped: the same command goes on.")
         return 130

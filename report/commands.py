@@ -40,6 +40,7 @@ def plot_only(folder: Path) -> int:
     run = store.load(path)
     from report import committed, documents, fp8_training, loss_curve
     from report.padding_picture import draw_documents
+    from report.small_adapters import draw_small_adapters
 
     drawn: list[Path] = []
     if folder.resolve() == HERE:
@@ -55,6 +56,9 @@ def plot_only(folder: Path) -> int:
             drawn.append(picture)
         trainings = committed.loaded_trainings()
         if fp8_training.draw_fp8_training(trainings, picture := figures / "fp8_training.png"):
+            drawn.append(picture)
+        measured = committed.loaded_small_adapters()
+        if draw_small_adapters(measured, picture := figures / "small_adapters.png"):
             drawn.append(picture)
         drawn += draw_pictures(run, folder, figures)
     else:

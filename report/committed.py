@@ -6,6 +6,7 @@ from bench import results as store
 from bench.options import HERE
 from bench.peers import pins
 from bench.records import Run
+from bench.small_adapter_records import SmallAdapters, load_small_adapters
 from bench.training_records import Fp8Training, load_training
 from report import tables
 from report.beside_floor import beside_floor_section
@@ -18,6 +19,7 @@ from report.losses import losses_section
 from report.padding import ChatGroup, groups, padding_section
 from report.recipes import recipes_section
 from report.releases import releases_section
+from report.small_adapters import small_adapters_section
 from report.suite_tables import (
     against_unsloth_section,
     effects_section,
@@ -39,6 +41,7 @@ LOSSES = "loss_curve*"  # many steps, a run a seed
 FP8_STEPS = "fp8_lengths"  # layers in FP8 beside those in bf16
 LONG_ROWS = "long_rows"  # of thousands of tokens
 FP8_TRAININGS = "fp8_training*"
+SMALL_ADAPTERS = "small_adapters*"
 
 
 def loaded(name: str) -> list[Run]:
@@ -50,6 +53,12 @@ def loaded_trainings() -> list[Fp8Training]:
     """Return the committed trainings in bf16 and FP8."""
     paths = sorted(HERE.glob(f"docs/runs/*/{FP8_TRAININGS}.json.gz"))
     return [load_training(path) for path in paths]
+
+
+def loaded_small_adapters() -> list[SmallAdapters]:
+    """Return the committed measurements of small adapters."""
+    paths = sorted(HERE.glob(f"docs/runs/*/{SMALL_ADAPTERS}.json.gz"))
+    return [load_small_adapters(path) for path in paths]
 
 
 def groups_of_lengths() -> list[ChatGroup]:
@@ -75,7 +84,8 @@ def measured_by_gpu(run: Run) -> dict[str, Run]:
 def runs_by_link(run: Run) -> dict[str, Run]:
     """Return the experiment and every committed run, by the path from docs/."""
     paths = sorted(HERE.glob("docs/runs/**/*.json.gz"))
-    paths = [path for path in paths if not path.name.startswith(FP8_TRAININGS.rstrip("*"))]
+    others = tuple(name.rstrip("*") for name in (FP8_TRAININGS, SMALL_ADAPTERS))
+    paths = [path for path in paths if not path.name.startswith(others)]
     found = {path.relative_to(HERE / "docs").as_posix(): store.load(path) for path in paths}
     return {"../results.json": run, **found}
 
@@ -102,6 +112,7 @@ def generated_parts(run: Run, suite: Run) -> dict[str, str]:
         "losses": losses_section(loaded(LOSSES)),
         "padding": padding_section(lengths),
         "fp8 training": fp8_training_section(loaded_trainings()),
+        "small adapters": small_adapters_section(loaded_small_adapters()),
         "fp8 steps": beside_floor_section(loaded(FP8_STEPS)),
         "long rows": beside_floor_section(loaded(LONG_ROWS)),
     }

@@ -25,6 +25,7 @@ from report.gpus import expected_section, measured_section
 from report.kinds import bars
 from report.looks import release_of
 from report.padding import own_ms
+from report.small_adapters import shares
 from report.statistics import summarize
 from variants import variant_of
 
@@ -126,6 +127,15 @@ def above_bf16():
     return (fmean([*ends(training)["trained"].values()][-1].apart),)
 
 
+def after_small_updates():
+    """The least and the most, in %, that a variant shows of fp32's change after 8 updates."""
+    (found,) = committed.loaded_small_adapters()
+    (adapter,) = (one for one in found.adapters if (one.rate, one.steps) == (1e-6, 8))
+    variants = ("vanilla_peft", "fused_mlp", "full_unsloth")
+    means = [fmean(shares(found, f"{one}_no_checkpointing", adapter)) for one in variants]
+    return 100 * min(means), 100 * max(means)
+
+
 def test_the_readmes_numbers_are_those_of_the_data(runs):
     """Every number with a unit in its words, where it says it and what it should be."""
     run, suite = runs
@@ -183,6 +193,7 @@ def test_the_readmes_numbers_are_those_of_the_data(runs):
         r"loss ends ([\d.]+) above": above_bf16(),
         r"the fused MLP gives ([\d.]+)×, everything fused ([\d.]+)×": estimated["A100"][::2],
         r"such speedups were estimated (\d+) to (\d+)% too high": above_measured(estimated["H100"]),
+        r"rate of 1e-6, .* show (\d+) to (\d+)% of what fp32": after_small_updates(),
         r"On other H200s .* within (\d+)%, at 256 and 512": (ceil(100 * worst),),
     }  # fmt: skip
     left = PROSE

@@ -1,0 +1,67 @@
+"""small_adapters.json: its records, and how it is loaded and saved. No torch."""
+
+import gzip
+from pathlib import Path
+
+import msgspec
+
+from bench.records import Environment, Record
+from bench.results import UNREADABLE, write_atomically
+from variants import Lora
+
+
+class Adapter(Record):
+    """An adapter after so many steps; is_dpo: on pairs, not on chats."""
+
+    rate: float
+    steps: int
+    is_dpo: bool = False
+
+    @property
+    def file(self) -> str:
+        return f"{'dpo' if self.is_dpo else 'sft'}-{self.rate:g}-{self.steps}.pt"
+
+
+class Seen(Record):
+    """Changes from B = 0 that one variant sees of an adapter, by batch or by pair.
+
+    along: outputs' change times fp32's, summed over a batch; of fp32 itself the square of its own.
+    losses: the loss's change. chosen, rejected: beta times a log-probability's, of DPO's adapters.
+    """
+
+    variant: str
+    adapter: Adapter
+    along: list[float]
+    losses: list[float]
+    chosen: list[float]
+    rejected: list[float]
+
+
+class SmallAdapters(Record):
+    """The file. tokens: of a batch. failed: variants that could not run, and why."""
+
+    started_utc: str
+    environment: Environment
+    model: str
+    weights: str
+    lora: Lora
+    batches: int
+    tokens: int
+    pairs: int
+    adapters: list[Adapter]
+    seen: list[Seen]
+    failed: dict[str, str]
+
+
+def load_small_adapters(path: Path) -> SmallAdapters:
+    """Read a file, which may be compressed, or raise a ValueError of one line."""
+    data = path.read_bytes()
+    try:
+        data = gzip.decompress(data) if path.suffix == ".gz" else data
+        return msgspec.json.decode(data, type=SmallAdapters)
+    except UNREADABLE as error:
+        raise ValueError(f"{path}: {error}: restore it, or delete it and run again") from None
+
+
+def save_small_adapters(path: Path, found: SmallAdapters) -> None:
+    write_atomically(path, msgspec.json.encode(found) + b"\n")

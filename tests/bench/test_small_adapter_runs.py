@@ -1,0 +1,57 @@
+"""What variants see of small adapters: a rehearsal, in this process but for what it would start."""
+
+import pytest
+from rehearsal_case import WITHOUT_GPU
+
+from bench import processes, small_adapters
+from bench.small_adapter_records import load_small_adapters
+from variants import IN_FP32
+
+pytestmark = WITHOUT_GPU
+BF16 = small_adapters.TRAINER
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    started = []
+
+    def run(function, *arguments, on_message):
+        started.append((function.__name__, *arguments[1:]))
+        function(on_message, *arguments)
+        return processes.Ended(None, "")
+
+    monkeypatch.setattr(processes, "run", run)
+    sizes = {"batches": 1, "pairs": 4, "steps": (1,), "rates": (1e-3,)}
+    monkeypatch.setattr(small_adapters, "REHEARSED", small_adapters.REHEARSED | sizes)
+    folders = ["--cache", str(tmp_path / "cache"), "--out", str(tmp_path / "out")]
+    return folders, started, tmp_path / "out" / "small_adapters.json"
+
+
+def test_each_variant_is_held_against_fp32_and_what_is_there_is_not_measured_again(command):
+    folders, started, path = command
+    assert small_adapters.main([*folders, "--variants", BF16]) == 0
+    assert started == [("train_adapters",), ("run_variant", IN_FP32), ("run_variant", BF16)]
+    found = load_small_adapters(path)
+    exact, seen = (
+        {one.adapter.is_dpo: one for one in found.seen if one.variant == variant}
+        for variant in (IN_FP32, BF16)
+    )
+    assert len(found.seen) == 4 and exact.keys() == seen.keys() == {False, True}
+    # a step of 1e-3 is large enough for bf16 to show it
+    assert seen[False].along[0] == pytest.approx(exact[False].along[0], rel=0.1)
+    assert sum(exact[True].chosen) > sum(exact[True].rejected)
+    assert small_adapters.main([*folders, "--variants", BF16]) == 0
+    assert len(started) == 3
+
+
+def test_bad_arguments_are_one_line(command, capsys):
+    folders, started, path = command
+    assert small_adapters.main([*folders, "--model", "no-such.json"]) == 2
+    assert small_adapters.main([*folders, "--variants", "fused_everything"]) == 2
+    path.parent.mkdir()
+    path.write_text("{}")
+    assert small_adapters.main(folders) == 2
+    assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines()] == (
+        ["small_adapters"] * 3
+    )
+    assert not started
