@@ -31,7 +31,7 @@ KIND_BY_NAME = [
     (kind, re.compile(pattern, re.IGNORECASE))
     for kind, pattern in (
         ("optimizer", r"multi_tensor_apply(?!.*CopyFunctor)|adam"),
-        ("loss", r"cross_entropy|nll_loss|softmax|_fl_\w+_kernel|logit_codes"),
+        ("loss", r"cross_entropy|nll_loss|softmax|_fl_\w+_kernel|logit_codes|_wrong_label"),
         ("attention", r"flash|fmha|sdpa|attention|compute_dot_do_o|convert_dq"),
         ("matmul", r"nvjet|gemm|cutlass|cublas|splitk|\bmatmul"),
         (
