@@ -11,7 +11,7 @@ from variants import Lora
 
 
 class Adapter(Record):
-    """An adapter after so many steps; is_dpo: on pairs, not on chats."""
+    """An adapter after some steps; is_dpo: trained on pairs, not on chats."""
 
     rate: float
     steps: int
@@ -25,8 +25,8 @@ class Adapter(Record):
 class Seen(Record):
     """Changes from B = 0 that one variant sees of an adapter, by batch or by pair.
 
-    along: outputs' change times fp32's, summed over a batch; of fp32 itself the square of its own.
-    losses: the loss's change. chosen, rejected: beta times a log-probability's, of DPO's adapters.
+    along: the outputs' change dotted with fp32's, summed over a batch; for fp32, its own square.
+    losses: the loss's change. chosen, rejected: beta times a log-probability's, for DPO's adapters.
     """
 
     variant: str

@@ -233,7 +233,7 @@ def new_file(asked: Asked) -> SmallAdapters:
 
 
 def looked_at(asked: Asked, variant: str) -> tuple[str | None, list[Seen]]:
-    """Run `run_variant` in a process of its own: why it could not, and what it has seen."""
+    """Run `run_variant` in a fresh process; return its error, if any, and what it saw."""
     if error := why_unavailable(variant, asked.device):
         return error, []
     seen: list[Seen] = []

@@ -178,8 +178,8 @@ def add_coded_border(
 
 
 def add_border(codes: Tensor, columns: int, scales: Tensor, z: Tensor, factors: Tensor) -> None:
-    """`add_coded_border` for a z [rows, width] that is there: of another x than the codes, whose
-    columns are so many."""
+    """Write the border of codes, whose first `columns` are there, for a given z [rows, width]:
+    `add_coded_border` for a z of masked rows."""
     if len(z):
         partials = (z.float() / scales)[None]  # times scales it is z again
         ones = torch.ones_like(factors)

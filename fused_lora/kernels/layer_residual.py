@@ -61,8 +61,8 @@ def norm_backward(
 
 
 def adds_beside(bordered: Bordered, masks: Masks | Mask | None) -> bool:
-    """Return whether a projection's product in FP8 is added to the residual by a pass of its own,
-    from where that is: such products add to nothing."""
+    """Return True if the residual is added after the matmul, in a second pass: an FP8 matmul cannot
+    accumulate into it."""
     return masks is None and isinstance(bordered.buffer, Fp8Buffer)
 
 
@@ -70,12 +70,12 @@ def add_projected(
     x: Tensor, extended: Tensor | None, bordered: Bordered, total: Tensor, multiplier: float,
     masks: Masks | None, residual: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Add multiplier (x W' + bias + s (x A') B') to total, where the residual is; or, where it
-    `adds_beside`, write its sum with the residual there. Returns x A', new.
+    """Add multiplier (x W' + bias + s (x A') B') to total, which holds the residual. If it
+    `adds_beside`, write the sum with `residual` there instead. Return x A', new.
 
-    extended: rows for [x | x A'], of which x may be the first columns; None: new ones, if need be.
-    One product that adds and rounds once; a bias rounds once more. In FP8 the product rounds before
-    the residual is added, but the adapter is in it by then.
+    extended: rows for [x | x A']; x may be their first columns. None: allocate them if needed.
+    One matmul adds and rounds once; a bias rounds once more. In FP8 the matmul rounds before the
+    residual is added, but by then it includes the adapter.
     """
     if isinstance(bordered.buffer, Fp8Buffer) and adds_beside(bordered, masks):
         y, z = bordered.buffer.product_and_z(x, bordered.base_bias)

@@ -1,4 +1,4 @@
-"""What a small adapter changes, over what it changes in float64: 1 is right.
+"""The change that a small adapter makes, over its change in float64: 1 is right.
 
 An adapter's delta of 3e-4 is far below bf16's step of 4e-3 to 8e-3 for the numbers it is added to,
 so each output either stays or jumps a whole step. Where base, adapter and residual are added in
@@ -52,14 +52,17 @@ class Case:
         buffer.encode([buffer])
         return Bordered(buffer, IN, (OUT,), (RANK,), (1.0,))
 
-    def share(self, output, of):
-        """The change of an output that B makes, projected on what it is for the adapter's input."""
+    def share(self, output, adapted):
+        """The output's change when B goes from 0 to B, projected on the exact change for an adapter
+        that reads `adapted`."""
         changed = (output(self.B).double() - output(torch.zeros_like(self.B)).double()).flatten()
-        exact = ((of.double() * self.kept) @ self.A.double().t() @ self.B.double().t()).flatten()
+        exact = (
+            (adapted.double() * self.kept) @ self.A.double().t() @ self.B.double().t()
+        ).flatten()
         return (changed @ exact / (exact @ exact)).item()
 
 
-def of_o(case):
+def output_projection(case):
     def output(B):
         total = case.residual.clone()
         add_projected(case.x, None, case.bordered(B), total, 1.0, case.masks)
@@ -68,7 +71,7 @@ def of_o(case):
     return case.share(output, case.x)
 
 
-def of_down(case):
+def down_projection(case):
     gate, up = case.gate_up.double().chunk(2, 1)
     mask = None if case.masks is None else case.masks[0]
 
@@ -81,7 +84,7 @@ def of_down(case):
 
 
 def behind_a_norm(case):
-    """q, k and v, or gate and up."""
+    """Projections that read a norm: q, k and v, or gate and up."""
     weight = torch.ones(IN, dtype=BF16, device=case.x.device)
     n = case.x.double() / case.x.double().square().mean(1, keepdim=True).add(1e-6).sqrt()
     return case.share(
@@ -91,7 +94,7 @@ def behind_a_norm(case):
 
 @pytest.mark.parametrize("drops", [False, True], ids=("", "dropout"))
 @pytest.mark.parametrize("fp8", [False, True], ids=("bf16", "FP8"))
-@pytest.mark.parametrize("place", [of_o, of_down, behind_a_norm])
+@pytest.mark.parametrize("place", [output_projection, down_projection, behind_a_norm])
 def test_whole_layers_show_all_of_a_small_adapter(place, fp8, drops, device):
     assert 0.85 < place(Case(device, fp8, drops)) < 1.15
 
