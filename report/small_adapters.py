@@ -16,6 +16,7 @@ from report.benchmark_results import write_png
 from report.lines import apart_by, line_of
 from report.looks import REHEARSAL_NOTICE, STYLE, markdown_table
 from report.statistics import interval95
+from report.tables import commit_of
 from variants import IN_FP32, variant_of
 
 ALIKE = 0.15  # lines that lie closer than this everywhere have one name together
@@ -94,7 +95,7 @@ def small_adapters_caption(found: SmallAdapters) -> str:
         f"{found.pairs} pairs", "±: half of the 95% interval over batches, from 0.005 on",
         *([f"could not run: {', '.join(failed)}"] if failed else []),
     ]  # fmt: skip
-    return " · ".join(facts) + "."
+    return " · ".join(facts) + f". {commit_of(found)}"
 
 
 def draw_small_adapters(every: Sequence[SmallAdapters], path: str | Path) -> bool:

@@ -6,6 +6,7 @@ import re
 from textwrap import shorten
 
 from bench.records import Cell, Git, Interval, Run
+from bench.small_adapter_records import SmallAdapters
 from report.comparison import ComparedCell, Comparison
 from report.kinds import KINDS, bars
 from report.looks import REHEARSAL_NOTICE, STATUS_WORDS, caption, markdown_table, title_in
@@ -158,7 +159,7 @@ def kernels_section(run: Run) -> str:
     return f"{markdown_table(header, lines)}\n\n{copy}"
 
 
-def commit_of(run: Run) -> str:
+def commit_of(run: Run | SmallAdapters) -> str:
     """Say which commit was measured, and whether there were changes beside it."""
     git = run.environment.git or Git("unknown", False)
     commit = re.sub(r"[0-9a-f]{40}", lambda found: found[0][:10], git.commit)
