@@ -56,9 +56,9 @@ def loaded_trainings() -> list[Fp8Training]:
 
 
 def loaded_small_adapters() -> list[SmallAdapters]:
-    """Return the committed measurements of small adapters."""
+    """Return the committed measurements of small adapters, those of a GPU first."""
     paths = sorted(HERE.glob(f"docs/runs/*/{SMALL_ADAPTERS}.json.gz"))
-    return [load_small_adapters(path) for path in paths]
+    return sorted(map(load_small_adapters, paths), key=lambda one: one.environment.gpu is None)
 
 
 def groups_of_lengths() -> list[ChatGroup]:

@@ -56,7 +56,13 @@ def _tables(found: SmallAdapters) -> str:
             for one in trained
         ])  # fmt: skip
 
+    parts = [
+        small_adapters_caption(found), "Share of the change of outputs:", table(shares),
+        "Share of the change of the loss:", table(loss_shares),
+    ]  # fmt: skip
     preferred = [one for one in found.adapters if one.is_dpo]
+    if not preferred:
+        return "\n\n".join(parts)
     rewards = [
         [
             str(one.steps),
@@ -65,19 +71,16 @@ def _tables(found: SmallAdapters) -> str:
         ]
         for one in preferred
     ]  # fmt: skip
-    parts = [
-        "Share of the change of outputs:", table(shares),
-        "Share of the change of the loss:", table(loss_shares),
-        "DPO at a learning rate of 5e-6: mean reward of chosen / rejected answers, by updates:",
-        markdown_table(["updates", "fp32", *titles], rewards), small_adapters_caption(found),
-    ]  # fmt: skip
-    return "\n\n".join(parts)
+    said = "DPO at a learning rate of 5e-6: mean reward of chosen / rejected answers, by updates:"
+    table_of_rewards = markdown_table(["updates", "fp32", *titles], rewards)
+    return "\n\n".join([*parts, said, table_of_rewards])
 
 
 def _mean(values: list[float]) -> str:
     low, high = interval95(values) or (float("nan"), float("nan"))
     half = (high - low) / 2
-    return f"{fmean(values):.2f}" + (f" ± {half:.2f}" if not half < 0.005 else "")
+    mean = round(fmean(values), 2) + 0.0  # which is no -0.0
+    return f"{mean:.2f}" + (f" ± {half:.2f}" if not half < 0.005 else "")
 
 
 def _rate(adapter: Adapter) -> str:
@@ -92,7 +95,8 @@ def small_adapters_caption(found: SmallAdapters) -> str:
     facts = [
         environment.device, *packages, f"{found.model} ({found.weights})",
         f"LoRA rank {found.lora.rank}", f"{found.batches} batches of {found.tokens:,} tokens",
-        f"{found.pairs} pairs", "±: half of the 95% interval over batches, from 0.005 on",
+        *([f"{found.pairs} pairs"] if any(one.is_dpo for one in found.adapters) else []),
+        "±: half of the 95% interval over batches, from 0.005 on",
         *([f"could not run: {', '.join(failed)}"] if failed else []),
     ]  # fmt: skip
     return " · ".join(facts) + f". {commit_of(found)}"

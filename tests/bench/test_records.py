@@ -7,13 +7,20 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bench import results, training_records
+from bench import results, small_adapter_records, training_records
 from bench.records import Cell
 from variants import OLD_IDS, RETIRED, SUITES, VARIANTS, counterpart, title_of, variant_of
 
 ROOT = Path(__file__).resolve().parents[2]
-TRAININGS = sorted((ROOT / "docs").rglob("fp8_training*.json*"))
-OTHERS = set((ROOT / "docs").rglob("*.json*")) - set(TRAININGS)
+LOADED_BY = {
+    path: load
+    for name, load in (
+        ("fp8_training", training_records.load_training),
+        ("small_adapters", small_adapter_records.load_small_adapters),
+    )
+    for path in sorted((ROOT / "docs").rglob(f"{name}*.json*"))
+}
+OTHERS = set((ROOT / "docs").rglob("*.json*")) - LOADED_BY.keys()
 PUBLISHED = [ROOT / "results.json", *sorted(OTHERS)]
 
 
@@ -34,9 +41,9 @@ def test_every_published_run_loads_and_nothing_of_it_is_lost(path):
         assert title_of(variant) != variant
 
 
-@pytest.mark.parametrize("path", TRAININGS, ids=lambda path: path.name)
-def test_every_published_training_loads_and_nothing_of_it_is_lost(path):
-    again = msgspec.json.encode(training_records.load_training(path))
+@pytest.mark.parametrize("path", LOADED_BY, ids=lambda path: path.name)
+def test_every_other_published_file_loads_and_nothing_of_it_is_lost(path):
+    again = msgspec.json.encode(LOADED_BY[path](path))
     assert json.loads(again) == json.loads(bytes_of(path))
 
 
@@ -54,7 +61,7 @@ def with_todays_id(found):
 
 def test_the_published_runs_are_found():
     assert {"results.json", "suite.json.gz"} <= {path.name for path in PUBLISHED}
-    assert "fp8_training.json.gz" in {path.name for path in TRAININGS}
+    assert {"fp8_training.json.gz", "small_adapters.json.gz"} <= {path.name for path in LOADED_BY}
 
 
 def test_an_id_of_an_earlier_version_is_read_as_todays():
