@@ -52,6 +52,7 @@ REHEARSED: dict[str, Any] = {
     "variants": (TRAINER, "fused_layer_no_checkpointing"),
 }  # fmt: skip
 PAIRS_A_STEP, DPO_STEPS = 4, 4
+SILENCE_LIMIT_S = 600  # a variant that is heard of no more often hangs, and is given up
 
 
 class Asked(msgspec.Struct, frozen=True):
@@ -238,8 +239,9 @@ def looked_at(asked: Asked, variant: str) -> tuple[str | None, list[Seen]]:
         return error, []
     seen: list[Seen] = []
     ended = processes.run(
-        run_variant, asked, variant, on_message=lambda sent: seen.append(sent["seen"])
-    )
+        run_variant, asked, variant, on_message=lambda sent: seen.append(sent["seen"]),
+        silence_limit_s=SILENCE_LIMIT_S,
+    )  # fmt: skip
     return ended.error and f"{ended.error}: {ended.output_tail}", seen
 
 

@@ -15,7 +15,7 @@ BF16 = small_adapters.TRAINER
 def command(tmp_path, monkeypatch):
     started = []
 
-    def run(function, *arguments, on_message):
+    def run(function, *arguments, on_message, silence_limit_s=None):
         started.append((function.__name__, *arguments[1:]))
         function(on_message, *arguments)
         return processes.Ended(None, "")
