@@ -1,7 +1,7 @@
 """The share of a small adapter that each variant sees: its change of outputs, losses and rewards,
 over the change in fp32.
 
-    python -m bench.small_adapters      15 minutes on an H100; without a GPU a rehearsal
+    python -m bench.small_adapters      without a GPU a rehearsal
 
 Vanilla PEFT trains adapters from B = 0 for a few steps at small learning rates, on chats and on
 pairs with DPO's loss. Every variant then runs forward with B = 0 and with each of these adapters,

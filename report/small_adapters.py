@@ -21,7 +21,7 @@ from variants import IN_FP32, variant_of
 
 ALIKE = 0.15  # lines that lie closer than this everywhere have one name together
 PACKAGES = ("torch", "triton", "transformers", "peft", "unsloth")
-FINDING = "A bf16 forward hides most of what an adapter learns in small updates"
+FINDING = "Added in bf16, small updates mostly vanish from the forward"
 
 
 def shares(found: SmallAdapters, variant: str, adapter: Adapter) -> list[float]:

@@ -17,7 +17,7 @@ from fused_lora.lora_linear import FrozenLinear, LoRA_W
 from fused_mlp.dropout import draw_masks
 
 # 128 columns: what Hopper adds up of FP8 before it goes on in fp32, so that borders stand alone
-ROWS, IN, OUT, RANK = 256, 128, 128, 8
+ROWS, IN, OUT, RANK = 512, 128, 128, 8
 DELTA = 3e-4
 BF16 = torch.bfloat16
 
@@ -96,7 +96,7 @@ def behind_a_norm(case):
 @pytest.mark.parametrize("fp8", [False, True], ids=("bf16", "FP8"))
 @pytest.mark.parametrize("place", [output_projection, down_projection, behind_a_norm])
 def test_whole_layers_show_all_of_a_small_adapter(place, fp8, drops, device):
-    assert 0.85 < place(Case(device, fp8, drops)) < 1.15
+    assert 0.9 < place(Case(device, fp8, drops)) < 1.1
 
 
 def test_a_part_alone_shows_less_of_it_and_never_more(device):
