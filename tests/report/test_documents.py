@@ -128,12 +128,14 @@ def above_bf16():
 
 
 def after_small_updates():
-    """The least and the most, in %, that a variant shows of fp32's change after 8 updates."""
+    """Shares of fp32's change after 8 updates: the least and the most in %, compiled PEFT's, and whole
+    layers' in %."""
     found = committed.loaded_small_adapters()[0]
     (adapter,) = (one for one in found.adapters if (one.rate, one.steps) == (1e-6, 8))
-    variants = ("vanilla_peft", "fused_mlp", "full_unsloth")
+    variants = ("vanilla_peft", "fused_mlp", "full_unsloth", "compiled_peft", "fused_layer")
     means = [fmean(shares(found, f"{one}_no_checkpointing", adapter)) for one in variants]
-    return 100 * min(means), 100 * max(means)
+    *small, compiled, layers = means
+    return 100 * min(small), 100 * max(small), compiled, 100 * layers
 
 
 def test_the_readmes_numbers_are_those_of_the_data(runs):
@@ -193,7 +195,8 @@ def test_the_readmes_numbers_are_those_of_the_data(runs):
         r"loss ends ([\d.]+) above": above_bf16(),
         r"the fused MLP gives ([\d.]+)×, everything fused ([\d.]+)×": estimated["A100"][::2],
         r"such speedups were estimated (\d+) to (\d+)% too high": above_measured(estimated["H100"]),
-        r"rate of 1e-6, .* show (\d+) to (\d+)% of what fp32": after_small_updates(),
+        r"rate of 1e-6, .* show (\d+) to (\d+)% of what fp32 .* compiled PEFT ([\d.]+) times as much\."
+        r"\s+Whole layers round once and show (\d+)%": after_small_updates(),
         r"On other H200s .* within (\d+)%, at 256 and 512": (ceil(100 * worst),),
     }  # fmt: skip
     left = PROSE
