@@ -16,7 +16,8 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 
 HERE = Path(__file__).resolve().parent.parent
-PUBLISHED, PINS = HERE / "requirements.txt", HERE / "requirements-peers.txt"
+PUBLISHED, PINS = HERE / "requirements.txt", HERE / "requirements" / "peers.txt"
+WHERE_PINNED = PINS.relative_to(HERE)
 
 
 class DoesNotResolve(Exception):
@@ -78,7 +79,7 @@ def look(pinned: dict[str, str]) -> list[str]:
             continue
         newer = f"{name} {newest[name]} is newer than the pinned {pin}"
         if would.get(name) == newest[name]:
-            lines.append(f"{newer} and would resolve: pin it in {PINS.name} and measure it")
+            lines.append(f"{newer} and would resolve: pin it in {WHERE_PINNED} and measure it")
             continue
         try:
             resolved([name], *beside, f"{name}=={newest[name]}")
@@ -99,7 +100,7 @@ def main() -> int:
     try:
         print("\n".join(look(pinned)))
     except DoesNotResolve as conflict:
-        print(f"{PINS.name} does not resolve beside {PUBLISHED.name}: {conflict}", file=sys.stderr)
+        print(f"{WHERE_PINNED} does not resolve beside {PUBLISHED.name}: {conflict}", file=sys.stderr)
         return 1
     return 0
 

@@ -2,7 +2,7 @@
 
     python data/make/sft_train.py         # a minute or two; the same bytes every time
 
-The words are templates; the mathematics is sympy's (requirements-dev.txt). Each answer is checked
+The words are templates; the mathematics is sympy's (requirements/dev.txt). Each answer is checked
 before it is written (worked_solution.py).
 """
 

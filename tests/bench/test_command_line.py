@@ -92,7 +92,7 @@ def test_unsloth_asked_for_by_name_but_not_installed(capsys, tmp_path, monkeypat
     monkeypatch.setattr(options, "missing_package", lambda variant: "unsloth")
     monkeypatch.setattr(machine, "has_gpu", lambda: True)
     line = bad(capsys, tmp_path, "--variants", "full_unsloth")
-    assert "Unsloth is not installed; pip install -r requirements-peers.txt" in line
+    assert "Unsloth is not installed; pip install -r requirements/peers.txt" in line
 
 
 @pytest.mark.parametrize("name", published.SETTINGS)
