@@ -18,6 +18,7 @@ from msgspec.structs import replace
 import models
 from batches import Batch
 from bench import audit, interpreter, machine
+from bench.evidence import EVIDENCE, not_run
 from bench.folders import unfinished_beside
 from bench.plan import LEARNING_RATE, Plan
 from bench.profiler import Profile, profile_step
@@ -25,7 +26,7 @@ from bench.records import Cell, Parity
 from bench.weights import materialize
 from models import Built
 from trainer import KINDS_OF_MICRO_BATCHES, MAX_WARMUP_STEPS, Trainer
-from variants import EVIDENCE, recipe_of
+from variants import recipe_of
 
 Send = Callable[[dict[str, Any]], None]
 Stage = tuple[int, int]  # a round and a length
@@ -256,11 +257,11 @@ def _profiled(
     """Profile a step; returns what ran, and what did not although it was asked for. With
     accumulation it has both kinds of micro-batches, and the times are made those of a whole one."""
     recipe = recipe_of(cell.variant)
-    functions = [name for evidence in EVIDENCE.values() for name in evidence.functions]
+    functions = [name for proof in EVIDENCE.values() for name in proof.functions]
     compiles = recipe.compiled or recipe.library == "unsloth"  # which compiles parts of its own
     step = batches[: min(plan.accumulate, KINDS_OF_MICRO_BATCHES)]
     profile = profile_step(lambda: trainer.step(step), functions, not compiles)
-    problem = audit.not_run(
+    problem = not_run(
         recipe, cell.fused_modules, profile, plan.device == "cuda", len(step), plan.lora
     )
     return profile.of_more(plan.accumulate / len(step)), problem

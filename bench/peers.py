@@ -100,7 +100,9 @@ def main() -> int:
     try:
         print("\n".join(look(pinned)))
     except DoesNotResolve as conflict:
-        print(f"{WHERE_PINNED} does not resolve beside {PUBLISHED.name}: {conflict}", file=sys.stderr)
+        print(
+            f"{WHERE_PINNED} does not resolve beside {PUBLISHED.name}: {conflict}", file=sys.stderr
+        )
         return 1
     return 0
 

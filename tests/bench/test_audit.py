@@ -5,13 +5,13 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-import variants
 from batches import Batch
-from bench import audit
+from bench import audit, evidence
 from bench.audit import LOSS_STEPS, loss_gap
+from bench.evidence import Evidence
 from bench.profiler import Profile
 from trainer import CudaClock, Timings, Trainer
-from variants import Evidence, Lora, Recipe
+from variants import Lora, Recipe
 
 
 def timings(**measured):
@@ -109,13 +109,13 @@ RAN = Profile(
 
 
 @pytest.fixture(autouse=True)
-def evidence(monkeypatch):
+def made_up_evidence(monkeypatch):
     made_up = {
         "mlp": Evidence({"MLPBackward": 1}, ("_forward_kernel", "_backward_kernel")),
         "qkv": Evidence({"QKVBackward": 1, "BothBackward": 2}, ()),
-        "library": Evidence({}, ("_theirs",), of_lora_mlp=("_mlp_of_theirs",)),
+        "library": Evidence({}, ("_theirs",), lora_mlp_kernels=("_mlp_of_theirs",)),
     }
-    monkeypatch.setattr(variants, "EVIDENCE", made_up)
+    monkeypatch.setattr(evidence, "EVIDENCE", made_up)
 
 
 MLP, COMPILED = Recipe(fused=("mlp",)), Recipe(fused=("mlp",), compiled=True)
@@ -124,7 +124,7 @@ GRAPH, LIBRARY = Recipe(fused=("mlp",), graph=True), Recipe(library="library")
 
 def not_run(recipe=MLP, functions=RAN.functions_seen, kernels=RAN.kernels_seen, modules=MODULES):
     """What is told of a step in which these functions and kernels ran, on a GPU."""
-    return audit.not_run(recipe, modules, Profile(kernels, functions), on_gpu=True)
+    return evidence.not_run(recipe, modules, Profile(kernels, functions), on_gpu=True)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_a_part_runs_in_every_micro_batch():
     twice = {name: 2 * count for name, count in RAN.functions_seen.items()}
     for functions, ran in ((RAN.functions_seen, False), (twice, True)):
         profile = Profile(RAN.kernels_seen, functions)
-        told = audit.not_run(MLP, MODULES, profile, on_gpu=True, micro_batches=2)
+        told = evidence.not_run(MLP, MODULES, profile, on_gpu=True, micro_batches=2)
         assert (told is None) is ran
 
 
@@ -169,7 +169,7 @@ def test_the_first_layer_may_do_without_a_backward_where_nothing_before_it_is_tr
     targets, ran, enough
 ):
     profile = Profile(RAN.kernels_seen, {"MLPBackward": ran})
-    told = audit.not_run(MLP, MODULES, profile, on_gpu=True, lora=Lora(targets=targets))
+    told = evidence.not_run(MLP, MODULES, profile, on_gpu=True, lora=Lora(targets=targets))
     assert (told is None) is enough
 
 
@@ -181,7 +181,7 @@ def test_a_library_that_fuses_no_mlp_with_such_adapters_is_not_asked_for_its_ker
     lora, fuses_its_mlp
 ):
     profile = Profile({"_theirs": 1}, {})
-    told = audit.not_run(LIBRARY, [], profile, on_gpu=True, lora=lora)
+    told = evidence.not_run(LIBRARY, [], profile, on_gpu=True, lora=lora)
     assert (told is not None and told.startswith("_mlp_of_theirs did not run")) is fuses_its_mlp
 
 
@@ -213,7 +213,7 @@ def test_kernels_that_were_not_launched_are_told_on_a_gpu(recipe, functions, ker
 @pytest.mark.parametrize("recipe", [MLP, COMPILED])
 def test_without_a_gpu_there_are_no_kernels_to_see(recipe):
     no_kernels = Profile(functions_seen=RAN.functions_seen)
-    assert audit.not_run(recipe, MODULES, no_kernels, on_gpu=False) is None
+    assert evidence.not_run(recipe, MODULES, no_kernels, on_gpu=False) is None
 
 
 # --- losses ---------------------------------------------------------------------------------------

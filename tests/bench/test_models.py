@@ -18,14 +18,14 @@ import fused_lora
 import fused_mlp
 import models
 from batches import Batch
-from bench import audit, cells
+from bench import cells, evidence
+from bench.evidence import EVIDENCE
 from bench.parity import gradients_of
 from bench.profiler import profile_step
 from bench.weights import materialize, resolve
 from fused_lora.step.graph import EAGER_CALLS, GraphedStep
 from models import build
 from variants import (
-    EVIDENCE,
     SUITES,
     TARGETS,
     VARIANTS,
@@ -157,9 +157,9 @@ def test_what_proves_a_part_exists():
         for module in pkgutil.walk_packages(room.__path__, f"{room.__name__}.")
     ]
     ours = {name for module in found for name in vars(importlib.import_module(module.name))}
-    for evidence in (EVIDENCE[part] for part in parts):
-        assert {name.removesuffix("Backward") for name in evidence.functions} <= ours
-        for kernel in evidence.kernels:
+    for proof in (EVIDENCE[part] for part in parts):
+        assert {name.removesuffix("Backward") for name in proof.functions} <= ours
+        for kernel in proof.kernels:
             assert any(kernel in name for name in ours)
 
 
@@ -184,7 +184,7 @@ def profile_of(built, device, monkeypatch):
             loss = built.model(input_ids=ids, labels=ids).loss
         loss.backward()
 
-    functions = [name for evidence in EVIDENCE.values() for name in evidence.functions]
+    functions = [name for proof in EVIDENCE.values() for name in proof.functions]
     profile = profile_step(step, functions, mark_modules=True)
     return replace(profile, kernels_seen=dict(launched)) if device == "cpu" else profile
 
@@ -206,7 +206,7 @@ def test_a_step_shows_what_proves_its_parts_and_no_less_will_do(
     profile = profile_of(built, device, monkeypatch)
     assert profile.functions_seen[function] == 2  # of two layers
     eager, graph = (replace(recipe_of(variant), graph=is_graph) for is_graph in (False, True))
-    not_run = partial(audit.not_run, fused_modules=built.fused_modules, on_gpu=True)
+    not_run = partial(evidence.not_run, fused_modules=built.fused_modules, on_gpu=True)
     assert not_run(eager, profile=profile) is None
     less = replace(profile, functions_seen={**profile.functions_seen, function: 1})
     assert not_run(eager, profile=less).startswith(f"{function} ran 1 times")
@@ -228,7 +228,7 @@ def test_qwen3s_norms_of_heads_prove_themselves_within_the_attention(tmp_path, d
     built = make("fused_all", materialized(tmp_path / "qwen3.json", tmp_path), device)
     assert any("q_norm: rms_norm" in name for name in built.fused_modules)
     profile = profile_of(built, device, monkeypatch)
-    not_run = partial(audit.not_run, recipe_of("fused_all"), built.fused_modules, on_gpu=True)
+    not_run = partial(evidence.not_run, recipe_of("fused_all"), built.fused_modules, on_gpu=True)
     assert not_run(profile) is None
     for function in ("LoRA_AttentionBackward", "AddRMSNormBackward"):
         seen = {**profile.functions_seen, function: 1}
