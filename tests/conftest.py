@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from alone import turn
+from cases.alone import turn
 
 from bench import interpreter
 
@@ -18,7 +18,7 @@ if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ["OMP_NUM_THREADS"] = "1"  # for processes that tests start: see below
     interpreter.prepare_interpreter()
-    from quick_interpreter import make_quick
+    from cases.quick_interpreter import make_quick
 
     make_quick()
     # tensors here are tiny, and on shared cores threads that wait for each other take three times

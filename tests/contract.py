@@ -9,14 +9,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import attention_case
-import cross_entropy_case
-import lora_attention_case
-import lora_mlp_case
-import rms_norm_case
-import rope_case
 import torch
-from reference import ADAPTER_NAMES, assert_within_budget, lora_mlp
+from cases import (
+    attention_case,
+    cross_entropy_case,
+    lora_attention_case,
+    lora_mlp_case,
+    rms_norm_case,
+    rope_case,
+)
+from cases.reference import ADAPTER_NAMES, assert_within_budget, lora_mlp
 from torch import Tensor
 
 from fused_lora.cross_entropy import linear_cross_entropy

@@ -6,10 +6,10 @@ import io
 
 import pytest
 import torch
-from fused_case import batch
-from layer_case import LAYER, layer_of, pair, peft_model
+from cases.fused_case import batch
+from cases.layer_case import LAYER, layer_of, pair, peft_model
+from cases.peft_models import assert_equal, base_model, logits
 from peft import PeftModel
-from peft_models import assert_equal, base_model, logits
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fused_lora import fuse, unfuse

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from families_case import FAMILIES, UNKNOWN
-from fused_case import ALL, assert_close, assert_same, values_of
-from peft_models import ids
-from reference import BUDGET, random, relative_error
+from cases.families_case import FAMILIES, UNKNOWN
+from cases.fused_case import ALL, assert_close, assert_same, values_of
+from cases.peft_models import ids
+from cases.reference import BUDGET, random, relative_error
 
 from fused_lora import Fusion, fuse, unfuse
 

@@ -7,12 +7,12 @@ import io
 import pytest
 import torch
 import torch.nn.functional as F
-from fp8_case import assert_is_what_its_codes_make_it, base_weights, pair
-from fused_case import SHORT, assert_close, batch, step
-from layer_case import layer_of
+from cases.fp8_case import assert_is_what_its_codes_make_it, base_weights, pair
+from cases.fused_case import SHORT, assert_close, batch, step
+from cases.layer_case import layer_of
+from cases.peft_models import assert_equal, ids, logits, set_weights
+from cases.reference import relative_error
 from peft import LoraConfig
-from peft_models import assert_equal, ids, logits, set_weights
-from reference import relative_error
 
 from fused_lora import Fusion, fuse, report, unfuse
 from fused_lora.adopt.fp8_weight import Fp8Weight

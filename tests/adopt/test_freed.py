@@ -4,13 +4,11 @@ import copy
 import gc
 import weakref
 
-import fp8_case
-import graph_case
-import layer_case
 import pytest
 import test_fuse_fp8_checkpoint as codes_case
 import torch
-from fused_case import ALL, SHORT, batch, pickled, step
+from cases import fp8_case, graph_case, layer_case
+from cases.fused_case import ALL, SHORT, batch, pickled, step
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fused_lora import Fusion, fuse, unfuse

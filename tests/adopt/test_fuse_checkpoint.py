@@ -7,9 +7,9 @@ import weakref
 
 import pytest
 import torch
-from fused_case import ALL, SHORT, assert_close, assert_same, batch, pickled, step
-from layer_case import layer_of, pair, peft_model
-from peft_models import LAYERS, ids
+from cases.fused_case import ALL, SHORT, assert_close, assert_same, batch, pickled, step
+from cases.layer_case import layer_of, pair, peft_model
+from cases.peft_models import LAYERS, ids
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint as torchs_checkpoint

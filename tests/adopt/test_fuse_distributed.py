@@ -3,19 +3,19 @@ accelerate's loop."""
 
 import copy
 
-import fp8_case
 import pytest
 import test_fuse_fp8_checkpoint as checkpoint_case
 import torch
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from fused_case import ALL, SHORT, assert_close, functions_of, step
-from layer_case import LAYER, peft_model
-from layer_case import pair as layer_pair
+from cases import fp8_case
+from cases.fused_case import ALL, SHORT, assert_close, functions_of, step
+from cases.layer_case import LAYER, peft_model
+from cases.layer_case import pair as layer_pair
+from cases.peft_models import LAYERS, base_model, ids
+from cases.reference import relative_error
 from peft import PeftModel
-from peft_models import LAYERS, base_model, ids
-from reference import relative_error
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,

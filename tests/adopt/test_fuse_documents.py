@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-from families_case import FAMILIES, SECTIONS, TEXT
-from fused_case import ALL, assert_close, values_of
-from peft_models import adapt, base_model, layers
-from reference import assert_within_budget
+from cases.families_case import FAMILIES, SECTIONS, TEXT
+from cases.fused_case import ALL, assert_close, values_of
+from cases.peft_models import adapt, base_model, layers
+from cases.reference import assert_within_budget
 from transformers import DataCollatorWithFlattening
 
 from fused_lora import Fusion, fill_row, fuse, pack

@@ -6,13 +6,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from dropout_case import OF_JOINED_PARTS, OF_LAYER, OF_PARTS, Masked, draw_one_seed, follow
-from families_case import FAMILIES
-from fused_case import ALL, assert_close, assert_same, batch, step
-from graph_case import captured, steps
-from layer_case import LAYER, assert_layer_right, layer_of, operands_of_calls, pair, peft_model
-from peft_models import assert_equal
-from reference import relative_error, unpacked
+from cases.dropout_case import OF_JOINED_PARTS, OF_LAYER, OF_PARTS, Masked, draw_one_seed, follow
+from cases.families_case import FAMILIES
+from cases.fused_case import ALL, assert_close, assert_same, batch, step
+from cases.graph_case import captured, steps
+from cases.layer_case import (
+    LAYER,
+    assert_layer_right,
+    layer_of,
+    operands_of_calls,
+    pair,
+    peft_model,
+)
+from cases.peft_models import assert_equal
+from cases.reference import relative_error, unpacked
 
 from fused_lora import Fusion, fuse, report
 from fused_lora.adopt import projection

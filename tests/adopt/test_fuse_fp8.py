@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from fp8_case import (
+from cases.fp8_case import (
     CONFIG,
     FP8,
     OracleBuffer,
@@ -14,12 +14,12 @@ from fp8_case import (
     base_weights,
     pair,
 )
-from fp8_emulated import emulate
-from fused_case import SHORT, batch, step, values_of
-from layer_case import peft_model
+from cases.fp8_emulated import emulate
+from cases.fused_case import SHORT, batch, step, values_of
+from cases.layer_case import peft_model
+from cases.peft_models import assert_equal, logits
+from cases.reference import random, relative_error
 from peft import LoraConfig
-from peft_models import assert_equal, logits
-from reference import random, relative_error
 
 from fused_lora import Fusion, fuse, unfuse
 from fused_lora import cross_entropy as loss_module

@@ -15,12 +15,12 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from fp8_case import CONFIG, FP8, OracleBuffer, assert_layer_is
-from fused_case import SHORT, assert_close, step
-from layer_case import layer_of
+from cases.fp8_case import CONFIG, FP8, OracleBuffer, assert_layer_is
+from cases.fused_case import SHORT, assert_close, step
+from cases.layer_case import layer_of
+from cases.peft_models import adapt, assert_equal, base_model, logits
+from cases.reference import relative_error
 from peft import LoraConfig
-from peft_models import adapt, assert_equal, base_model, logits
-from reference import relative_error
 from safetensors.torch import load_file
 from torch import nn
 from transformers.integrations import compressed_tensors, finegrained_fp8

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from families_case import FAMILIES
-from fused_case import (
+from cases.families_case import FAMILIES
+from cases.fused_case import (
     ALL,
     assert_right,
     assert_same,
@@ -15,10 +15,10 @@ from fused_case import (
     batch,
     functions_of,
 )
-from layer_case import assert_layer_right, layer_of, pair, peft_model
+from cases.layer_case import assert_layer_right, layer_of, pair, peft_model
+from cases.peft_models import set_weights
+from cases.projection_case import readapt, replace_weight
 from peft import LoraConfig
-from peft_models import set_weights
-from projection_case import readapt, replace_weight
 
 from fused_lora import Fusion, fuse, report
 

@@ -4,22 +4,22 @@ import copy
 
 import pytest
 import torch
-from fused_case import (
+from cases.fused_case import (
     SHORT,
     assert_close,
     assert_right,
     assert_same,
     step,
 )
-from layer_case import (
+from cases.layer_case import (
     EVERYTHING,
     NAMES,
     layer_of,
     operands_of_calls,
     pair,
 )
-from peft_models import logits
-from reference import relative_error
+from cases.peft_models import logits
+from cases.reference import relative_error
 from torch.nn.utils import parametrize, prune
 
 from fused_lora import Fusion, decoder_layer, fuse, report, unfuse

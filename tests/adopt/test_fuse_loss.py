@@ -4,15 +4,23 @@ import copy
 import pickle
 from dataclasses import replace
 
-import layer_case
 import pytest
 import torch
 import torch.nn.functional as F
 from accelerate.utils.operations import convert_to_fp32, pad_across_processes
-from fused_case import SHORT, assert_close, assert_right, batch, pair, step, values_of
+from cases import layer_case
+from cases.fused_case import SHORT, assert_close, assert_right, batch, pair, step, values_of
+from cases.peft_models import (
+    ATTENTION,
+    adapt,
+    assert_equal,
+    base_model,
+    ids,
+    peft_model,
+    set_weights,
+)
+from cases.reference import random
 from peft import CPTConfig, LoraConfig, PeftModel, get_peft_model
-from peft_models import ATTENTION, adapt, assert_equal, base_model, ids, peft_model, set_weights
-from reference import random
 from torch import nn
 from torch.utils._pytree import tree_map
 from transformers.modeling_outputs import CausalLMOutputWithPast

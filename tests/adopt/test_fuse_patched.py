@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers.loss.loss_utils
-from layer_case import pair, peft_model
+from cases.layer_case import pair, peft_model
+from cases.peft_models import ids
 from peft.tuners.lora import Linear as LoraLinear
-from peft_models import ids
 from torch import nn
 from transformers import activations
 

@@ -4,12 +4,11 @@ import copy
 import subprocess
 import sys
 
-import layer_case
 import pytest
 import torch
-from fused_case import SHORT, assert_same, batch, functions_of, pair, pickled, step, steps
-from peft import LoraConfig, PeftModel
-from peft_models import (
+from cases import layer_case
+from cases.fused_case import SHORT, assert_same, batch, functions_of, pair, pickled, step, steps
+from cases.peft_models import (
     MLP,
     MLP_ON,
     assert_equal,
@@ -20,7 +19,8 @@ from peft_models import (
     peft_model,
     set_weights,
 )
-from reference import assert_within_budget, relative_error
+from cases.reference import assert_within_budget, relative_error
+from peft import LoraConfig, PeftModel
 
 from fused_lora import Fusion, fuse, report, unfuse
 

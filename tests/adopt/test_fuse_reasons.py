@@ -10,11 +10,11 @@ from typing import NamedTuple
 import peft
 import pytest
 import torch
-from fused_case import batch, functions_of
-from layer_case import LAYER, NAMES, layer_of, peft_model
-from peft_models import ATTENTION, MLP, MLP_NAMES, MLP_ON, base_model
-from projection_case import HOOKS, REASONS, hook, replace_forward
-from reference import relative_error
+from cases.fused_case import batch, functions_of
+from cases.layer_case import LAYER, NAMES, layer_of, peft_model
+from cases.peft_models import ATTENTION, MLP, MLP_NAMES, MLP_ON, base_model
+from cases.projection_case import HOOKS, REASONS, hook, replace_forward
+from cases.reference import relative_error
 from torch import nn
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2MLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm

@@ -8,13 +8,13 @@ import pickle
 from typing import NamedTuple
 from unittest.mock import patch
 
-import layer_case
 import pytest
 import torch
-from fused_case import ALL
+from cases import layer_case
+from cases.fused_case import ALL
+from cases.peft_models import base_model, peft_model
+from cases.reference import BUDGET, assert_within_budget, relative_error
 from peft import LoraConfig, inject_adapter_in_model
-from peft_models import base_model, peft_model
-from reference import BUDGET, assert_within_budget, relative_error
 from transformers import (
     DataCollatorWithFlattening,
     PreTrainedTokenizerFast,

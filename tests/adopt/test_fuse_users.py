@@ -8,12 +8,12 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from fused_case import SHORT, assert_close, assert_same, batch, functions_of, step
-from layer_case import EVERYTHING, LAYER, NAMES, layer_of, pair, peft_model
+from cases.fused_case import SHORT, assert_close, assert_same, batch, functions_of, step
+from cases.layer_case import EVERYTHING, LAYER, NAMES, layer_of, pair, peft_model
+from cases.peft_models import ATTENTION, MLP, adapt, base_model, logits, set_weights
+from cases.reference import random
 from peft import LoraConfig
 from peft.utils.hotswap import hotswap_adapter_from_state_dict, prepare_model_for_compiled_hotswap
-from peft_models import ATTENTION, MLP, adapt, base_model, logits, set_weights
-from reference import random
 from torch.nn.utils import parametrize
 
 from fused_lora import Fusion, fuse, report

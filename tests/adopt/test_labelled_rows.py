@@ -4,16 +4,16 @@ import copy
 
 import pytest
 import torch
-from fused_case import assert_close, assert_same, batch, step
-from layer_case import (
+from cases.fused_case import assert_close, assert_same, batch, step
+from cases.layer_case import (
     LAYER,
     layer_of,
     leaves,
     operands,
     pair,
 )
-from peft_models import ids
-from reference import random, relative_error
+from cases.peft_models import ids
+from cases.reference import random, relative_error
 from torch import nn
 
 from fused_lora import Fusion, decoder_layer, fuse, unfuse

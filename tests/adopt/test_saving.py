@@ -4,7 +4,6 @@ takes plain PEFT's."""
 import copy
 import pickle
 
-import fp8_case
 import huggingface_hub
 import pytest
 import safetensors.torch
@@ -12,10 +11,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from fused_case import ALL, SHORT, step
-from layer_case import EVERYTHING, NAMES, pair
+from cases import fp8_case
+from cases.fused_case import ALL, SHORT, step
+from cases.layer_case import EVERYTHING, NAMES, pair
+from cases.peft_models import assert_equal, ids
 from peft import get_peft_model_state_dict, set_peft_model_state_dict
-from peft_models import assert_equal, ids
 from torch.distributed.checkpoint import state_dict as dcp_state
 from transformers import Trainer, TrainingArguments
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from families_case import FAMILIES as OTHERS
-from layer_case import peft_model
+from cases.families_case import FAMILIES as OTHERS
+from cases.layer_case import peft_model
+from cases.peft_models import ATTENTION, FAMILIES, MLP, base_model
+from cases.projection_case import add_active, readapt, replace_weight, subclass_base
 from peft import IA3Config, get_peft_model
 from peft.utils.hotswap import prepare_model_for_compiled_hotswap
-from peft_models import ATTENTION, FAMILIES, MLP, base_model
-from projection_case import add_active, readapt, replace_weight, subclass_base
 from transformers.integrations.finegrained_fp8 import FP8Linear
 
 from fused_lora import Fusion, fuse, unfuse

@@ -3,11 +3,11 @@
 import time
 from itertools import count
 
-import example_results as example
 import msgspec
 import pytest
 import torch
-from rehearsal_case import WITHOUT_GPU, plan_of
+from cases import example_results as example
+from cases.rehearsal_case import WITHOUT_GPU, plan_of
 
 import models
 import trainer

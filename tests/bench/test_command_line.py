@@ -5,9 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import example_results as example
 import pytest
-from rehearsal_case import ROOT, small
+from cases import example_results as example
+from cases.rehearsal_case import ROOT, small
 
 import lora_bench
 from batches import sha256_of

@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import example_results as example
 import pytest
-from rehearsal_case import plan_of
+from cases import example_results as example
+from cases.rehearsal_case import plan_of
 
 from bench import experiment, folders, machine, options
 from bench import processes as isolated

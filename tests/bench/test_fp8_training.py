@@ -6,8 +6,8 @@ import json
 
 import pytest
 import torch
-from graph_case import RecordedStep
-from rehearsal_case import ROOT, WITHOUT_GPU
+from cases.graph_case import RecordedStep
+from cases.rehearsal_case import ROOT, WITHOUT_GPU
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import models

@@ -9,9 +9,9 @@ import time
 from dataclasses import replace
 from functools import partial
 
-import example_results as example
 import pytest
-from rehearsal_case import ROOT, WITHOUT_GPU, InThread, small
+from cases import example_results as example
+from cases.rehearsal_case import ROOT, WITHOUT_GPU, InThread, small
 
 import lora_bench
 from bench import experiment, options, published

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from peft_models import assert_equal
-from rehearsal_case import plan_of
+from cases.peft_models import assert_equal
+from cases.rehearsal_case import plan_of
 
 from batches import Batch
 from bench.cells import prepare_run

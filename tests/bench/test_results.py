@@ -3,10 +3,10 @@ import json
 import os
 import resource
 
-import example_results as example
 import msgspec
 import pytest
-from example_results import cells
+from cases import example_results as example
+from cases.example_results import cells
 
 from bench import results
 from bench.records import Cell

@@ -3,8 +3,8 @@
 import copy
 import re
 
-import example_results as example
 import pytest
+from cases import example_results as example
 from msgspec.structs import replace
 
 from bench import results

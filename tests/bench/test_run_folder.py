@@ -4,9 +4,9 @@ the real code, without training."""
 import re
 import shlex
 
-import example_results as example
 import pytest
-from rehearsal_case import ROOT
+from cases import example_results as example
+from cases.rehearsal_case import ROOT
 from test_command_line import GIVEN, words_for
 
 from bench import machine, options, planning, run_folder, weights

@@ -1,7 +1,7 @@
 """What variants see of small adapters: a rehearsal, in this process but for what it would start."""
 
 import pytest
-from rehearsal_case import WITHOUT_GPU
+from cases.rehearsal_case import WITHOUT_GPU
 
 from bench import processes, small_adapters
 from bench.small_adapter_records import load_small_adapters

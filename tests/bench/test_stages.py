@@ -1,7 +1,7 @@
 """Where the minutes of a run went."""
 
-import example_results as example
 import pytest
+from cases import example_results as example
 
 from bench import results, stages
 from bench.stages import Stopwatch, stage_of, stages_line

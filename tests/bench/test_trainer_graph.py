@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from graph_case import RecordedStep, captured, graphed
-from rehearsal_case import ROOT, plan_of
+from cases.graph_case import RecordedStep, captured, graphed
+from cases.rehearsal_case import ROOT, plan_of
 from test_trainer import FakeClock, Line, make_batches
 
 import models

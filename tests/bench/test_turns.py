@@ -4,10 +4,10 @@ time."""
 from functools import partial
 from types import SimpleNamespace
 
-import example_results as example
 import pytest
 import torch
-from rehearsal_case import WITHOUT_GPU, InThread, plan_of, small
+from cases import example_results as example
+from cases.rehearsal_case import WITHOUT_GPU, InThread, plan_of, small
 
 import lora_bench
 import trainer

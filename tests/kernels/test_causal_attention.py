@@ -1,10 +1,10 @@
 """Causal attention with RoPE in its backward, against eager PyTorch in float64."""
 
 import pytest
-import qkv_attention_case
 import torch
-from qkv_attention_case import SCALING
-from reference import assert_within_budget, random
+from cases import qkv_attention_case
+from cases.qkv_attention_case import SCALING
+from cases.reference import assert_within_budget, random
 
 from fused_lora.kernels.causal_attention import causal_attention_forward, fits_kernels
 from fused_lora.kernels.causal_attention_backward import causal_attention_backward

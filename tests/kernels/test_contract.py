@@ -6,6 +6,11 @@ from itertools import combinations
 import pytest
 import torch
 import triton
+from cases.counting import saved_tensors
+from cases.cuda_graph import capture
+from cases.pairwise import pairwise
+from cases.reference import CHECKPOINTS, checkpointed, is_poison, random, use_poisoned_memory
+from cases.rms_norm_case import Kernel
 from contract import (
     BF16,
     DTYPES,
@@ -23,11 +28,6 @@ from contract import (
     tensors_in,
     with_layout,
 )
-from counting import saved_tensors
-from cuda_graph import capture
-from pairwise import pairwise
-from reference import CHECKPOINTS, checkpointed, is_poison, random, use_poisoned_memory
-from rms_norm_case import Kernel
 from triton.runtime.interpreter import GridExecutor
 
 from fused_lora import cross_entropy, rms_norm, rope

@@ -3,8 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from contract import LAYOUTS
-from cross_entropy_case import (
+from cases.cross_entropy_case import (
     HIDDEN,
     IGNORED,
     NAMES,
@@ -19,8 +18,9 @@ from cross_entropy_case import (
     run,
     small_blocks,
 )
-from pairwise import pairwise
-from reference import assert_within_budget, random, relative_error
+from cases.pairwise import pairwise
+from cases.reference import assert_within_budget, random, relative_error
+from contract import LAYOUTS
 
 import fused_lora.cross_entropy as module
 from fused_lora.cross_entropy import cross_entropy_, linear_cross_entropy

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from counting import saved_tensors
-from cross_entropy_case import (
+from cases.counting import saved_tensors
+from cases.cross_entropy_case import (
     HIDDEN,
     IGNORED,
     NAMES,
@@ -14,7 +14,7 @@ from cross_entropy_case import (
     run,
     small_blocks,
 )
-from reference import random
+from cases.reference import random
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fused_lora.cross_entropy as module

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from contract import LAYOUTS
-from counting import saved_for_backward, saved_tensors
-from layer_case import (
+from cases.counting import saved_for_backward, saved_tensors
+from cases.layer_case import (
     FAMILIES,
     assert_layer_right,
     layer_of,
@@ -15,8 +14,9 @@ from layer_case import (
     run,
     tokens,
 )
-from reference import relative_error
-from refusal import assert_refused, narrow, trained
+from cases.reference import relative_error
+from cases.refusal import assert_refused, narrow, trained
+from contract import LAYOUTS
 
 import fused_lora.decoder_layer as module
 from fused_lora.adopt.layer import read_layer

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from reference import random, relative_error
+from cases.reference import random, relative_error
 
 from fused_lora.kernels.fp8_borders import Halves
 from fused_lora.kernels.fp8_norm import norm_backward_codes, norm_codes

@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from fp8_case import nearest, quantised
-from reference import random, relative_error
+from cases.fp8_case import nearest, quantised
+from cases.reference import random, relative_error
 
 from fused_lora.cross_entropy import linear_cross_entropy
 from fused_lora.kernels.fp8_logits import transposed

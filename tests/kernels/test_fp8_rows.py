@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from reference import random
+from cases.reference import random
 
 from fused_lora.kernels.fp8_borders import Bordering, Halves, fp8_borders
 from fused_lora.kernels.fp8_products import add_coded_border

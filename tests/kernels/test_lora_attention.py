@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from cases.lora_attention_case import NAMES, make
 from contract import BF16, FP32, OPERATIONS, Case, assert_right, run
-from lora_attention_case import NAMES, make
 
 ATTENTION = OPERATIONS["LoRA_Attention"]
 HEADS = {

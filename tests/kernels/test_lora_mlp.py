@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases.lora_mlp_case import mlp
+from cases.reference import ADAPTER_NAMES, BUDGET, assert_within_budget, random, relative_error
 from contract import BF16, OPERATIONS, Case, run, truth_of
-from lora_mlp_case import mlp
-from reference import ADAPTER_NAMES, BUDGET, assert_within_budget, random, relative_error
 
 import fused_mlp
 

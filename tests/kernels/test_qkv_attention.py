@@ -1,11 +1,11 @@
 """Attention with RoPE on [q | k | v] as two calls, against eager PyTorch's autograd."""
 
 import pytest
-import qkv_attention_case
 import torch
 import torch.nn.functional as F
-from qkv_attention_case import SCALING, fused, turned_heads
-from reference import assert_within_budget
+from cases import qkv_attention_case
+from cases.qkv_attention_case import SCALING, fused, turned_heads
+from cases.reference import assert_within_budget
 
 from fused_lora.kernels import qkv_attention as module
 from fused_lora.kernels.qkv_attention import CUDNN, FLASH, Attention, attention_forward

@@ -7,7 +7,7 @@ fp32 and rounded once, the right share of them jumps.
 
 import pytest
 import torch
-from reference import random, unpacked
+from cases.reference import random, unpacked
 
 from fused_lora.bordered import Bordered, Buffer
 from fused_lora.fp8 import Fp8Buffer, codes_and_scales

@@ -3,10 +3,10 @@ theirs alone."""
 
 import pytest
 import torch
-from cuda_graph import capture
-from reference import random
-from refusal import apart, assert_refused, narrow, on_meta, short
-from rms_norm_case import Kernel
+from cases.cuda_graph import capture
+from cases.reference import random
+from cases.refusal import apart, assert_refused, narrow, on_meta, short
+from cases.rms_norm_case import Kernel
 
 from fused_lora.kernels import sums_over_tokens as module
 from fused_lora.kernels.fp8_rows import E4M3

@@ -4,11 +4,11 @@ from functools import cache
 from itertools import accumulate, pairwise
 from statistics import median
 
-import example_results as example
-import picture_case as case
 import pytest
-from ablation_case import HAND_MADE, RUNS, WITHOUT, row
-from example_results import rounds
+from cases import example_results as example
+from cases import picture_case as case
+from cases.ablation_case import HAND_MADE, RUNS, WITHOUT, row
+from cases.example_results import rounds
 from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 

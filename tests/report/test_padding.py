@@ -1,8 +1,8 @@
 """Padded rows beside whole chats in one row: groups, tables and documents.png, on made-up runs."""
 
-import example_results as example
-import picture_case as case
 import pytest
+from cases import example_results as example
+from cases import picture_case as case
 from matplotlib.text import Text
 from msgspec.structs import replace
 

@@ -4,10 +4,10 @@ from functools import cache
 from itertools import chain, pairwise
 from pathlib import Path
 
-import example_results as example
-import picture_case as case
 import pytest
-from example_results import rounds
+from cases import example_results as example
+from cases import picture_case as case
+from cases.example_results import rounds
 from matplotlib.collections import LineCollection
 from matplotlib.colors import to_hex
 from matplotlib.text import Text

@@ -4,8 +4,8 @@ import json
 import os
 from pathlib import Path
 
-import example_results as example
 import pytest
+from cases import example_results as example
 
 import lora_bench
 from bench import results as store

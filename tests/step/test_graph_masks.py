@@ -8,10 +8,19 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from fused_case import ALL
-from graph_case import EagerStep, Recorded, adamw, assert_same, captured, graphed, steps, train
-from layer_case import peft_model
-from peft_models import FAMILIES, LAYERS, ids
+from cases.fused_case import ALL
+from cases.graph_case import (
+    EagerStep,
+    Recorded,
+    adamw,
+    assert_same,
+    captured,
+    graphed,
+    steps,
+    train,
+)
+from cases.layer_case import peft_model
+from cases.peft_models import FAMILIES, LAYERS, ids
 from torch.nn.attention import sdpa_kernel
 
 from fused_lora import Fusion, fill_row, fuse

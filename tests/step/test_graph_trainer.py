@@ -3,11 +3,11 @@ Trainer: the same losses, gradients' norms and weights."""
 
 import copy
 
-import layer_case
 import pytest
 import torch
-from graph_case import assert_same, captured, graphed
-from peft_models import ids
+from cases import layer_case
+from cases.graph_case import assert_same, captured, graphed
+from cases.peft_models import ids
 from transformers import Trainer, TrainingArguments
 
 from fused_lora import Fusion, fuse

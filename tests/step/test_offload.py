@@ -9,9 +9,9 @@ from functools import partial
 
 import pytest
 import torch
-from fused_case import ALL
-from graph_case import EagerStep, adamw, captured, graphed
-from layer_case import peft_model
+from cases.fused_case import ALL
+from cases.graph_case import EagerStep, adamw, captured, graphed
+from cases.layer_case import peft_model
 
 from fused_lora import Fusion, fuse
 from fused_lora.step import offload

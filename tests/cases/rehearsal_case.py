@@ -12,7 +12,7 @@ import torch
 from bench import options, planning
 from bench import processes as isolated
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_GPU = pytest.mark.skipif(
     torch.cuda.is_available(), reason="test_without_gpu.py runs this file with the GPU hidden"
 )

@@ -4,8 +4,8 @@ import warnings
 
 import torch
 import transformers
+from cases.reference import random
 from peft import LoraConfig, get_peft_model
-from reference import random
 
 from fused_lora import Fusion
 
