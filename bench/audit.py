@@ -7,7 +7,9 @@ model before it is timed. These find a right model whose timed steps cannot be b
 from math import inf, isfinite, isnan
 from statistics import median
 
+from bench.records import Cell, Run
 from trainer import Timings
+from variants import counterpart, variant_of
 
 # A step's host time may exceed its GPU time by what synchronising and reading the loss take.
 WALL_SHARE = 1.05
@@ -77,6 +79,42 @@ def loss_gap(losses: list[float | None], baseline: list[float | None]) -> float:
         for a, b in zip(losses, baseline, strict=True)
     ][:LOSS_STEPS]
     return max((inf if isnan(gap) else gap for gap in gaps), default=0.0)
+
+
+def check_losses(run: Run, cell: Cell) -> None:
+    """Hold a new cell's losses against its baseline's. A new baseline is held against the others.
+
+    Checkpointing changes no loss. So without a time of the baseline, vanilla PEFT with or without
+    checkpointing stands in. With dropout nothing is held: each library draws masks of its own.
+    """
+    if run.experiment.lora.dropout:
+        return
+    if cell.variant == variant_of(cell.variant).baseline.id:
+        held = [other for other in run.cells if other.loss_gap is None] + [cell]
+        baselines = [*run.cells, cell]
+    else:
+        held, baselines = [cell], run.cells
+    for other in held:
+        own = variant_of(other.variant).baseline
+        for vanilla in (own, counterpart(own.id, not own.checkpoints)):
+            wanted = (vanilla.id, other.seq_len, "ok")
+            found = [
+                baseline
+                for baseline in baselines
+                if (baseline.variant, baseline.seq_len, baseline.status) == wanted
+                and baseline is not other
+            ]
+            if found and other.status == "ok":
+                _judge_losses(other, found[0])
+                break
+
+
+def _judge_losses(cell: Cell, baseline: Cell) -> None:
+    """Fail a cell whose losses leave vanilla's on the same batches: it did other work."""
+    gap = cell.loss_gap = loss_gap(cell.losses, baseline.losses)
+    if not gap <= LOSS_SHARE:
+        cell.status = "parity_failed"
+        cell.error = f"its losses leave vanilla PEFT's by {gap:.2%} in the timed steps"
 
 
 def ran_out_of_memory(allocator_failures: int, error: str) -> str | None:

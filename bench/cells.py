@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Collection, Sequence
 from errno import ENOSPC
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from msgspec.structs import replace
@@ -29,7 +29,11 @@ from trainer import KINDS_OF_MICRO_BATCHES, MAX_WARMUP_STEPS, Trainer
 from variants import recipe_of
 
 Send = Callable[[dict[str, Any]], None]
-Stage = tuple[int, int]  # a round and a length
+
+
+class Stage(NamedTuple):
+    round: int
+    seq_len: int
 
 
 def prepare_run(send: Send, plan: Plan) -> None:

@@ -196,7 +196,7 @@ def _merged_floor(one: Run, other: Run) -> dict[int, Floor]:
             recomputation_ms=median(again_ms) if again_ms else first.recomputation_ms,
             recomputation_samples_ms=again_ms,
             labelled_tokens=next(filter(None, (floor.labelled_tokens for floor in floors)), None),
-            of_round={
+            ms_by_round={
                 number + before: floor_ms
                 for run, before in ((one, 0), (other, one.experiment.rounds))
                 for number, floor_ms in run.floor_of_round(seq_len).items()

@@ -11,7 +11,7 @@ from cases.rehearsal_case import WITHOUT_GPU, plan_of
 
 import models
 import trainer
-from bench import cells, experiment
+from bench import audit, cells
 from fused_lora import unfuse
 from fused_mlp import LoRA_MLP
 from variants import Lora
@@ -219,16 +219,16 @@ def test_losses_that_leave_vanillas(measure):
     other = msgspec.structs.replace(vanilla, losses=list(vanilla.losses))
     results = example.empty()
     results.add(vanilla)
-    experiment.check_losses(results, other)
+    audit.check_losses(results, other)
     assert (other.status, other.loss_gap) == ("ok", 0.0)
 
     other.losses[2] *= 1.004
     masked = msgspec.structs.replace(other, loss_gap=None)
     results.experiment.lora = Lora(dropout=0.1)  # of which each variant has masks of its own
-    experiment.check_losses(results, masked)
+    audit.check_losses(results, masked)
     assert (masked.status, masked.loss_gap) == ("ok", None)
     results.experiment.lora = Lora()
-    experiment.check_losses(results, other)
+    audit.check_losses(results, other)
     assert other.status == "parity_failed"
     assert "0.40%" in other.error
 
@@ -240,8 +240,8 @@ def test_losses_without_checkpointing_are_held_against_vanilla_with_it_where_the
         return example.timed_cell(variant, 64, 1, [1.0, 1.0], losses=[2.5, loss], loss_gap=None)
 
     results.add(timed("vanilla_peft", 2.5))
-    experiment.check_losses(results, alone := timed("fused_all_no_checkpointing", 2.6))
+    audit.check_losses(results, alone := timed("fused_all_no_checkpointing", 2.6))
     assert alone.status == "parity_failed" and alone.loss_gap == pytest.approx(0.04)
     results.add(timed("vanilla_peft_no_checkpointing", 2.6))  # which is nearer
-    experiment.check_losses(results, again := timed("fused_all_no_checkpointing", 2.6))
+    audit.check_losses(results, again := timed("fused_all_no_checkpointing", 2.6))
     assert (again.status, again.loss_gap) == ("ok", 0.0)

@@ -15,7 +15,7 @@ import pytest
 from cases import example_results as example
 from cases.rehearsal_case import plan_of
 
-from bench import experiment, folders, machine, options
+from bench import cells, experiment, folders, machine, options
 from bench import processes as isolated
 from bench import results as store
 from bench.records import Cell, Floor
@@ -36,10 +36,10 @@ def run_cells(plan, tmp_path, monkeypatch):
 
     def run(worker, rounds=1, **changed):
         def stand_in(function, plan, *rest, on_message, silence_limit_s=None):
-            if function is experiment.measure_cells:
+            if function is cells.measure_cells:
                 assert silence_limit_s == TIMEOUT_S
                 return worker(*rest, on_message) or isolated.Ended(None, "")
-            if function is experiment.measure_floor:
+            if function is cells.measure_floor:
                 on_message({"floor": {n: Floor(1.0, []) for n in rest[0]}})
             return isolated.Ended(None, "")
 

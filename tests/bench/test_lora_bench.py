@@ -14,7 +14,7 @@ from cases import example_results as example
 from cases.rehearsal_case import ROOT, WITHOUT_GPU, InThread, small
 
 import lora_bench
-from bench import experiment, options, published
+from bench import cells, options, published
 from bench import processes as isolated
 from bench import results as store
 from bench.records import Cell
@@ -179,7 +179,7 @@ def test_a_run_with_an_error_or_without_a_time_has_failed_and_errors_are_measure
     run_process = isolated.run
 
     def process(function, plan, *rest, on_message, **how):
-        if function is not experiment.measure_cells:
+        if function is not cells.measure_cells:
             return run_process(function, plan, *rest, on_message=on_message)
         variant, todo = rest
         for round_number, seq_len in todo:

@@ -170,7 +170,7 @@ def test_the_rounds_of_every_run_are_rounds_of_the_merged_one(tmp_path):
     assert (merged.experiment.rounds, merged.experiment.steps) == (4, 32)
     assert merged.floor[64].floor_ms == 50.0
     assert merged.floor[64].recomputation_ms == 11.0
-    assert merged.floor[64].of_round == {1: 40.0, 2: 40.0, 3: 55.0, 4: 55.0}
+    assert merged.floor[64].ms_by_round == {1: 40.0, 2: 40.0, 3: 55.0, 4: 55.0}
     assert merged.started_utc == "2020-01-01T00:00:00+00:00"
     assert merged.finished_utc is None
     # paired on the GPU that measured both, and over its own floor: as in the run of each

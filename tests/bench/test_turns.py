@@ -11,7 +11,7 @@ from cases.rehearsal_case import WITHOUT_GPU, InThread, plan_of, small
 
 import lora_bench
 import trainer
-from bench import cells, experiment, machine
+from bench import cells, experiment, machine, runner
 from bench import processes as isolated
 from bench import results as store
 from bench.profiler import Profile
@@ -90,18 +90,18 @@ def test_a_length_that_lacks_a_cell_is_run_again_with_all_its_variants():
 def test_variants_are_interleaved_where_they_may_fit(changed, beside, interleaved):
     asked, results = plan(**changed), example.run(VARIANTS)
     results.cells = []
-    assert experiment.side_by_side(asked, results) == beside
+    assert runner.side_by_side(asked, results) == beside
     if beside:
-        found = [n for n in example.SEQ_LENS if experiment.interleaves(asked, results, n)]
+        found = [n for n in example.SEQ_LENS if runner.interleaves(asked, results, n)]
         assert found == interleaved
         # they did not fit
         results.cells = [example.timed_cell("fused_mlp", 256, 1, [1.0])]
-        found = [n for n in example.SEQ_LENS if experiment.interleaves(asked, results, n)]
+        found = [n for n in example.SEQ_LENS if runner.interleaves(asked, results, n)]
         assert found == [n for n in interleaved if asked.quick or n < 256]
 
 
 @pytest.fixture
-def runner(tmp_path):
+def make_runner(tmp_path):
     """Makes a runner, and the run that it saves."""
 
     def make(names=VARIANTS, **changed):
@@ -110,14 +110,14 @@ def runner(tmp_path):
         save = partial(store.save, tmp_path / "results.json", results)
         asked = plan(variants=names, **changed)
         watch = Stopwatch(results)
-        return experiment.Runner(
+        return runner.Runner(
             asked, results, save, lambda _: None, lambda _: None, watch
         ), results
 
     return make
 
 
-def test_one_that_dies_or_is_unavailable_is_told_and_the_others_are_kept(runner, monkeypatch):
+def test_one_that_dies_or_is_unavailable_is_told_and_the_others_are_kept(make_runner, monkeypatch):
     def run_in_turns(function, each, on_message, silence_limit_s):
         assert {cell.status for cell in results.cells} == {"unavailable"}
         (_, variant, stages, interleaved), (_, dead, *_) = each
@@ -130,7 +130,7 @@ def test_one_that_dies_or_is_unavailable_is_told_and_the_others_are_kept(runner,
 
     monkeypatch.setattr(isolated, "run_in_turns", run_in_turns)
     names = [*VARIANTS, "full_unsloth"]
-    runs, results = runner(names)
+    runs, results = make_runner(names)
     results.add(example.timed_cell("fused_mlp", 16, 1, [1.0], turn_steps=2))  # of an earlier go
     left = [(2, "vanilla_peft", 16)]
     assert runs.go_on([(1, name, n) for name in names for n in (16, 32)] + left) == left
@@ -143,11 +143,11 @@ def test_one_that_dies_or_is_unavailable_is_told_and_the_others_are_kept(runner,
 @pytest.mark.parametrize("beside_weights", [True, False])
 @pytest.mark.parametrize("quick", [False, True])  # which at 32 tokens interleaves nothing
 def test_a_length_at_which_they_do_not_fit_together_is_run_one_after_the_other(
-    quick, beside_weights, runner, monkeypatch
+    quick, beside_weights, make_runner, monkeypatch
 ):
     """A cell at a time beside the others' weights, or, where that is too much, in a process of its
     own."""
-    monkeypatch.setattr(experiment, "SHORT", 16)
+    monkeypatch.setattr(runner, "SHORT", 16)
     tried = []
 
     def run_in_turns(function, each, on_message, silence_limit_s):
@@ -174,7 +174,7 @@ def test_a_length_at_which_they_do_not_fit_together_is_run_one_after_the_other(
 
     monkeypatch.setattr(isolated, "run_in_turns", run_in_turns)
     monkeypatch.setattr(isolated, "run", run)
-    runs, results = runner(quick=quick)
+    runs, results = make_runner(quick=quick)
     todo = experiment.cells_to_do(runs.plan, results)
     while todo:
         todo = runs.go_on(todo)
