@@ -47,7 +47,7 @@ class Settings(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a variant differs from vanilla PEFT.
+    """The differences of a variant from vanilla PEFT.
 
     library: "peft"; "liger" for PEFT on a transformers that Liger has patched; "unsloth" for
         FastLanguageModel.

@@ -11,7 +11,7 @@ FIRST_TARGETS = {"q_proj", "k_proj", "v_proj"}  # the first projections of a lay
 
 
 class Evidence(NamedTuple):
-    """What runs in a step for every module of a fused part.
+    """Functions and kernels that run in a step for every module of a fused part.
 
     functions: backward functions, with the number of modules each stands for. Forwards do not
         count: they may run twice.

@@ -1,4 +1,4 @@
-"""What runs the cells of a plan in processes of their own and keeps every finished one."""
+"""The runner of a plan's cells: a process for each variant, and every finished cell is kept."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

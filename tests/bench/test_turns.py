@@ -110,9 +110,7 @@ def make_runner(tmp_path):
         save = partial(store.save, tmp_path / "results.json", results)
         asked = plan(variants=names, **changed)
         watch = Stopwatch(results)
-        return runner.Runner(
-            asked, results, save, lambda _: None, lambda _: None, watch
-        ), results
+        return runner.Runner(asked, results, save, lambda _: None, lambda _: None, watch), results
 
     return make
 
