@@ -1,4 +1,4 @@
-"""The command line: what is refused, in one line and at once, and what needs no measuring."""
+"""The command line: errors come in one line and at once."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ from bench.weights import resolve
 
 
 def bad(capsys, out, *arguments):
-    """Run a command that should be refused; returns its one line."""
+    """Run a command that should be refused, and return its one line."""
     before = sorted(out.rglob("*")) if out.is_dir() else None
     try:
         code = lora_bench.main(["--out", str(out), *arguments])
@@ -83,12 +83,9 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, tmp_path, arguments, word
     assert words in bad(capsys, tmp_path, *arguments)
 
 
-def test_a_gpu_that_is_not_there(capsys, tmp_path, monkeypatch):
+def test_a_gpu_and_an_unsloth_that_are_not_there(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "has_gpu", lambda: False)
     assert "no NVIDIA GPU is visible" in bad(capsys, tmp_path, "--device", "cuda")
-
-
-def test_unsloth_asked_for_by_name_but_not_installed(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(options, "missing_package", lambda variant: "unsloth")
     monkeypatch.setattr(machine, "has_gpu", lambda: True)
     line = bad(capsys, tmp_path, "--variants", "full_unsloth")
@@ -119,7 +116,7 @@ def test_a_published_setting_is_the_default_and_nothing_else_is_run_under_its_na
 
 @pytest.fixture
 def late(tmp_path):
-    """Options with data that has its one label five tokens from the start."""
+    """Options with data whose one label is five tokens from the start."""
     file = tmp_path / "data.jsonl"
     file.write_text('{"messages": [{"role": "assistant", "content": ""}]}')
     return "--data", str(file), "--padded", "--seq-lens", "3", "32"

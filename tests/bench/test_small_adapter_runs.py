@@ -1,4 +1,4 @@
-"""What variants see of small adapters: a rehearsal, in this process but for what it would start."""
+"""A rehearsal of bench.small_adapters without starting processes."""
 
 import pytest
 from cases.rehearsal_case import WITHOUT_GPU

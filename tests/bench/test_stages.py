@@ -1,4 +1,4 @@
-"""Where the minutes of a run went."""
+"""The stages of a run and their wall time."""
 
 import pytest
 from cases import example_results as example

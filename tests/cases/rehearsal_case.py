@@ -9,7 +9,7 @@ from queue import SimpleQueue
 import pytest
 import torch
 
-from bench import options, planning
+from bench import cells, options, planning
 from bench import processes as isolated
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,3 +82,10 @@ class InThread:
         self.terminate()
         self.thread.join()
         return isolated.Ended(self.error, "")
+
+
+def cells_of(plan, variant, *stages):
+    """Return the cells that a process measures for these rounds and lengths."""
+    sent = []
+    cells.measure_cells(sent.append, plan, variant, list(stages))
+    return [message["cell"] for message in sent if "cell" in message]
