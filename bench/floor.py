@@ -103,16 +103,11 @@ class FrozenOperations:
     def chain(self, batch_size: int, seq_len: int, labelled_tokens: int) -> Callable[[], None]:
         """Return a function that runs the operations of one step, forward and then backward."""
         given = self._operands(batch_size, seq_len)
-        forward_inputs = (given.hidden, given.attended, given.hidden, given.intermediate)
-        # inputs forward; as gradients of outputs the same tensors serve backward
+        # as gradients of outputs the same tensors serve backward
         backward_inputs = (given.grad_qkv, given.hidden, given.grad_gate_up, given.hidden)
 
         def step() -> None:
-            outputs = []
-            for weights in self.layers:
-                for x, weight in zip(forward_inputs, weights, strict=True):
-                    x @ weight.t()
-                outputs.append(_attention(*given.heads))
+            outputs = [_forward(weights, given) for weights in self.layers]
             for start in range(0, labelled_tokens, self.LM_HEAD_CHUNK):
                 rows = given.hidden[start : min(start + self.LM_HEAD_CHUNK, labelled_tokens)]
                 (rows @ self.lm_head.t()) @ self.lm_head
@@ -127,13 +122,10 @@ class FrozenOperations:
         """Return a function that runs what checkpointed layers must recompute: their forward
         without the down projection, of whose output nothing is saved."""
         given = self._operands(batch_size, seq_len)
-        inputs = (given.hidden, given.attended, given.hidden)
 
         def run() -> None:
             for weights in self.layers:
-                for x, weight in zip(inputs, weights[:-1], strict=True):
-                    x @ weight.t()
-                _attention(*given.heads)
+                _forward(weights[:-1], given)
 
         return run
 
@@ -151,8 +143,12 @@ class Operands:
     grad_heads: Tensor
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+def _forward(weights: list[Tensor], given: Operands) -> Tensor:
+    """Multiply inputs with a layer's weights in order, attend, and return attention's output."""
+    inputs = (given.hidden, given.attended, given.hidden, given.intermediate)
+    for x, weight in zip(inputs, weights, strict=False):
+        x @ weight.t()
+    return F.scaled_dot_product_attention(*given.heads, is_causal=True, enable_gqa=True)
 
 
 def measure(
@@ -165,11 +161,11 @@ def measure(
 ) -> Floor:
     """Time the floor and the recomputation at one length: medians of STEPS replays after
     WARMUP_STEPS. A micro-batch's times are multiplied by `accumulate`."""
-    on_gpu = operations.device == "cuda"
-    step = operations.chain(batch_size, seq_len, labelled_tokens)
-    again = operations.recomputation(batch_size, seq_len)
+    chains = (operations.chain(batch_size, seq_len, labelled_tokens),
+              operations.recomputation(batch_size, seq_len))  # fmt: skip
     samples_ms, again_ms = (
-        [accumulate * ms for ms in _samples(chain, on_gpu, clock)] for chain in (step, again)
+        [accumulate * ms for ms in _samples(chain, operations.device == "cuda", clock)]
+        for chain in chains
     )
     return Floor(
         floor_ms=statistics.median(samples_ms),

@@ -40,7 +40,6 @@ def has_gpu() -> bool:
 
 
 def gpu_name() -> str:
-    """Return NVML's name for the first GPU that CUDA would use."""
     return _text(pynvml.nvmlDeviceGetName(gpu_handle()))
 
 

@@ -15,6 +15,7 @@ along the truth does not hide. We measure that one separately, as the gradient's
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from math import inf, isfinite
 from pathlib import Path
 
 import torch
@@ -75,10 +76,8 @@ def gradients_of(built: Built, batch: Batch) -> tuple[float, Gradients]:
     gradients = {}
     for name, parameter in built.model.named_parameters():
         if parameter.requires_grad:
-            gradient = parameter.grad
-            gradients[name] = (
-                torch.zeros_like(parameter) if gradient is None else gradient.detach().clone()
-            )
+            found = parameter.grad
+            gradients[name] = torch.zeros_like(parameter) if found is None else found.clone()
             parameter.grad = None
     return loss.item(), gradients
 
@@ -115,11 +114,11 @@ def judge(losses: list[float], gradients: Gradients, reference: Reference) -> Pa
     errors = _errors(gradients, reference.gradients)
     scales = _scales(gradients, reference.gradients)
     ratios = {
-        name: errors.get(name, float("inf")) / max(vanilla_error, 1e-12)
+        name: errors.get(name, inf) / max(vanilla_error, 1e-12)
         for name, vanilla_error in reference.gradient_errors.items()
     }
     distances = {
-        name: abs(scales.get(name, float("inf")) - vanilla_scale)
+        name: abs(scales.get(name, inf) - vanilla_scale)
         for name, vanilla_scale in reference.gradient_scales.items()
     }
     worst = max(ratios, key=ratios.__getitem__)
@@ -150,7 +149,7 @@ def judge(losses: list[float], gradients: Gradients, reference: Reference) -> Pa
         vanilla_median_gradient_error=_median(reference.gradient_errors),
         worst_ratio=ratios[worst],
         worst_gradient=worst,
-        worst_scale=scales.get(furthest, float("inf")),
+        worst_scale=scales.get(furthest, inf),
         worst_scale_gradient=furthest,
         limit=LIMIT,
         scale_limit=reference.scale_limit,
@@ -183,30 +182,27 @@ def _relative(losses: list[float], truth: list[float]) -> list[float]:
 
 
 def _errors(gradients: Gradients, truth: Gradients) -> dict[str, float]:
-    """Return ||gradient - truth|| / ||truth|| of every gradient, infinite if it is not finite."""
-    return _finite(
+    """Return ||gradient - truth|| / ||truth|| of every gradient."""
+    return _measured(
         gradients, truth, lambda got, true: torch.dist(got, true) / torch.linalg.vector_norm(true)
     )
 
 
 def _scales(gradients: Gradients, truth: Gradients) -> dict[str, float]:
-    """Return <gradient, truth> / <truth, truth> of every gradient, infinite if not finite."""
-    return _finite(gradients, truth, lambda got, true: (got * true).sum() / (true * true).sum())
+    """Return <gradient, truth> / <truth, truth> of every gradient."""
+    return _measured(gradients, truth, lambda got, true: (got * true).sum() / (true * true).sum())
 
 
-def _finite(gradients: Gradients, truth: Gradients, measure) -> dict[str, float]:
-    """Return `measure` of every gradient with a truth. Waits for the GPU once."""
-    both = gradients.keys() & truth.keys()
-    names = [name for name in gradients if name in both]
+def _measured(gradients: Gradients, truth: Gradients, measure) -> dict[str, float]:
+    """Return `measure` of every gradient with a truth, infinite if it is not finite. Waits for the
+    GPU once."""
+    names = [name for name in gradients if name in truth]
     values = [
         measure(gradients[name].float(), truth[name].to(gradients[name].device, torch.float32))
         for name in names
     ]
     found = torch.stack(values).tolist() if values else []
-    return {
-        name: value if abs(value) < float("inf") else float("inf")
-        for name, value in zip(names, found, strict=True)
-    }
+    return {name: v if isfinite(v) else inf for name, v in zip(names, found, strict=True)}
 
 
 def _words(losses: list[float]) -> str:

@@ -100,8 +100,10 @@ def load(path: str | Path) -> Run:
     if schema is None:
         raise ValueError(f"{path} has no schema_version, so it is not ours: give another path")
     if schema != 2:
-        problem = f"{path} has schema {schema}, this version writes 2"
-        raise ValueError(f"{problem}: give another --out, or delete that file")
+        raise ValueError(
+            f"{path} has schema {schema}, this version writes 2: give another --out, or delete "
+            "that file"
+        )
     try:
         return decode(data)
     except ValueError as error:

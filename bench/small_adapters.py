@@ -233,21 +233,26 @@ def looked_at(asked: Asked, variant: str) -> tuple[str | None, list[Seen]]:
     return ended.error and f"{ended.error}: {ended.output_tail}", seen
 
 
+def go_on_with(path: Path, fresh: SmallAdapters) -> SmallAdapters:
+    """Return the file's runs, if they are of the same settings and GPU, or `fresh` without one."""
+    if not path.exists():
+        return fresh
+    earlier = load_small_adapters(path)
+    settings, wanted = (
+        (one.model, one.adapters, one.batches, one.environment.device) for one in (earlier, fresh)
+    )
+    if settings != wanted:
+        raise ValueError(f"{path} was measured otherwise or elsewhere: give another --out")
+    return earlier
+
+
 def run_missing(asked: Asked, variants: tuple[str, ...], path: Path) -> None:
     """Run the variants that the file lacks, and write it after each."""
-    found, fresh = new_file(asked), not path.exists()
-    if not fresh:
-        earlier = load_small_adapters(path)
-        same = (earlier.model, earlier.adapters, earlier.batches, earlier.environment.device)
-        if same != (found.model, found.adapters, found.batches, found.environment.device):
-            raise ValueError(f"{path} was measured otherwise or elsewhere: give another --out")
-        found = earlier
-
-    def say(message: dict[str, Any]) -> None:
-        console.print(message["doing"])
-
+    found = go_on_with(path, new_file(asked))
     if any(not (asked.folder / one.file).exists() for one in asked.adapters):
-        ended = processes.run(train_adapters, asked, on_message=say)
+        ended = processes.run(
+            train_adapters, asked, on_message=lambda sent: console.print(sent["doing"])
+        )
         if ended.error:
             raise RuntimeError(f"training the adapters: {ended.error}\n{ended.output_tail}")
     files = [asked.folder / f"fp32-{one.file}" for one in asked.adapters]
