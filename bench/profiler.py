@@ -34,10 +34,7 @@ KIND_BY_NAME = [
         ("loss", r"cross_entropy|nll_loss|softmax|_fl_\w+_kernel|logit_codes|_wrong_label"),
         ("attention", r"flash|fmha|sdpa|attention|compute_dot_do_o|convert_dq"),
         ("matmul", r"nvjet|gemm|cutlass|cublas|splitk|\bmatmul"),
-        (
-            "adapter",
-            r"_extend_rows|_border|_coded_product|_drop|_keep_bits|_sum\w*_kernel",
-        ),
+        ("adapter", r"_extend_rows|_border|_coded_product|_drop|_keep_bits|_sum\w*_kernel"),
         ("norm", r"rms_?norm|layer_?norm|_add_normed|_norm_codes|_norm_backward|rsqrt|meanops"),
         (
             "activation",

@@ -93,10 +93,7 @@ def test_kernels_are_read_with_the_call_that_launched_them_and_without_the_echo_
     kineto_results = SimpleNamespace(events=lambda: listed)
     profiler = SimpleNamespace(profiler=SimpleNamespace(kineto_results=kineto_results))
     assert profiled.read_events(profiler) == (
-        [
-            Op("module: TinyRMSNorm", 1, 100, 150, 1, 7, 0),
-            Op("aten::mul", 1, 110, 140, 2, 7, 0),
-        ],
+        [Op("module: TinyRMSNorm", 1, 100, 150, 1, 7, 0), Op("aten::mul", 1, 110, 140, 2, 7, 0)],
         [Kernel("elementwise", 520, 560, 2)],
     )
 
