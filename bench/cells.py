@@ -30,7 +30,9 @@ from variants import recipe_of
 Send = Callable[[dict[str, Any]], None]
 
 
-class Stage(NamedTuple):
+class Block(NamedTuple):
+    """The cells of all variants in one round at one length."""
+
     round: int
     seq_len: int
 
@@ -67,14 +69,14 @@ def _prepare(send: Send, plan: Plan) -> None:
 
 def measure_floor(send: Send, plan: Plan, seq_lens: tuple[int, ...]) -> None:
     """Send the floor of each length as {"floor": {seq_len: ...}}."""
-    from bench.floor import FrozenOperations, Shape, measure
+    from bench.floor import FrozenOperations, Shape, time_floor
 
     config = _config(plan)
     operations = FrozenOperations(Shape.of(config), plan.device)
     for seq_len in seq_lens:
         batches = plan.timed_batches(seq_len)
         labelled = round(sum(batch.labelled for batch in batches) / len(batches))
-        result = measure(
+        result = time_floor(
             operations, plan.batch_size, seq_len, labelled, plan.clock(), plan.accumulate
         )
         send({"floor": {seq_len: result}})
@@ -110,7 +112,7 @@ def measure_cells(
     send: Send,
     plan: Plan,
     variant: str,
-    todo: Sequence[Stage],
+    todo: Sequence[Block],
     interleaved: Collection[int] = (),
     wait_for_turn: Callable[[int], int] | None = None,
 ) -> None:
@@ -120,7 +122,7 @@ def measure_cells(
     checked and once it is warm. Stops after a cell that failed or ran out of memory: what follows
     needs a fresh process.
 
-    With others beside it, each item of `todo` is a stage of its own. At an `interleaved` length it
+    With others beside it, each item of `todo` is a phase of its own. At an `interleaved` length it
     waits for its turn before the warm-up, before every `plan.interleave` timed steps, and before
     what follows them. At any other length its turn is the whole cell. Without memory, which the
     others may hold, it sends {"does_not_fit": length} and stops.
@@ -130,7 +132,7 @@ def measure_cells(
     """
     make_ready(variant, plan.device)
     built, parity, built_for, trainer = None, None, None, None
-    for stage, (round_number, seq_len) in enumerate(todo):
+    for phase, (round_number, seq_len) in enumerate(todo):
         cell = Cell(variant, seq_len, round_number, "error")
         if seq_len in interleaved:
             cell.turn_steps = plan.interleave
@@ -148,7 +150,7 @@ def measure_cells(
                 cell = replace(cell, status="parity_failed", error=parity.problem)
             else:
                 trainer = trainer or _trainer_of(plan, built)
-                my_turn = partial(wait_for_turn, stage) if wait_for_turn else lambda: 1
+                my_turn = partial(wait_for_turn, phase) if wait_for_turn else lambda: 1
                 cell = _measure(plan, cell, trainer, send, my_turn)
         except Exception as error:
             if wait_for_turn and _says_no_memory(error):
@@ -158,7 +160,7 @@ def measure_cells(
         send({"cell": cell})
         if cell.status in ("oom", "error"):
             return
-        if seq_len not in [length for _, length in todo[stage + 1 : stage + 2]]:
+        if seq_len not in [length for _, length in todo[phase + 1 : phase + 2]]:
             trainer = None  # and with it the memory of its graphs
         gc.collect()
         if plan.device == "cuda":

@@ -151,7 +151,7 @@ def _forward(weights: list[Tensor], given: Operands) -> Tensor:
     return F.scaled_dot_product_attention(*given.heads, is_causal=True, enable_gqa=True)
 
 
-def measure(
+def time_floor(
     operations: FrozenOperations,
     batch_size: int,
     seq_len: int,

@@ -58,9 +58,9 @@ def run_in_turns(
     """Run ``function(send, *arguments, wait_for_turn=...)`` for each arguments of `each`, all in
     fresh processes side by side. `on_message` gets the index in `each` and what was sent.
 
-    Each runs freely until it first calls ``wait_for_turn(stage)``. Once all have, or ended, they
+    Each runs freely until it first calls ``wait_for_turn(phase)``. Once all have, or ended, they
     take turns in order, round and round. A turn lasts until the next call or the end. Nobody begins
-    a stage while others wait in an earlier one. The call returns how many processes still run.
+    a phase while others wait in an earlier one. The call returns how many processes still run.
     """
     processes: list[_Process] = []
 
@@ -71,14 +71,14 @@ def run_in_turns(
         for arguments in each:
             processes.append(_Process(function, arguments, takes_turns=True))
         waiting = {
-            index: stage for index in range(len(each)) if (stage := listen(index)) is not None
+            index: phase for index in range(len(each)) if (phase := listen(index)) is not None
         }
         while waiting:
-            index = min(waiting, key=lambda one: waiting[one])  # the first in the lowest stage
+            index = min(waiting, key=lambda one: waiting[one])  # the first in the lowest phase
             del waiting[index]
             processes[index].go_on(1 + len(waiting))
-            if (stage := listen(index)) is not None:
-                waiting[index] = stage  # behind the others
+            if (phase := listen(index)) is not None:
+                waiting[index] = phase  # behind the others
     finally:
         for process in processes:  # they clean up at the same time
             process.terminate()
@@ -90,7 +90,7 @@ def run_in_turns(
 class _WaitsForTurn:
     """The message of a process that waits for its turn."""
 
-    stage: int
+    phase: int
 
 
 class _Process:
@@ -114,12 +114,12 @@ class _Process:
     def listen(
         self, on_message: Callable[[Any], None], silence_limit_s: float | None
     ) -> int | None:
-        """Pass on what it sends. Return the stage once it waits for its turn, None once it ends."""
+        """Pass on what it sends. Return the phase once it waits for its turn, None once it ends."""
         try:
             while self.connection.poll(silence_limit_s):
                 message = self.connection.recv()
                 if isinstance(message, _WaitsForTurn):
-                    return message.stage
+                    return message.phase
                 on_message(message)
         except (EOFError, ConnectionResetError):
             self.process.join(EXIT_GRACE_S)
@@ -178,8 +178,8 @@ def _child(
     for stream in (1, 2):
         os.dup2(output, stream)
 
-    def wait_for_turn(stage: int) -> int:
-        connection.send(_WaitsForTurn(stage))
+    def wait_for_turn(phase: int) -> int:
+        connection.send(_WaitsForTurn(phase))
         return connection.recv()
 
     turns = {"wait_for_turn": wait_for_turn} if takes_turns else {}

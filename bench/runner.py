@@ -7,7 +7,7 @@ from typing import Any
 
 from bench import audit
 from bench import processes as isolated
-from bench.cells import Stage, measure_cells
+from bench.cells import Block, measure_cells
 from bench.options import SHORT, why_unavailable
 from bench.plan import Plan
 from bench.records import Cell, Run
@@ -63,14 +63,14 @@ class Runner:
 
     def go_on(self, todo: Cells) -> Cells:
         """Run what comes next and return what is left."""
-        stages = sorted(
-            {Stage(r, n) for r, _, n in todo if n <= self.longest_together},
-            key=lambda stage: (stage.seq_len, stage.round),
+        blocks = sorted(
+            {Block(r, n) for r, _, n in todo if n <= self.longest_together},
+            key=lambda block: (block.seq_len, block.round),
         )
         if not self.plan.quick:  # only a quick run's processes have all rounds
-            stages = [stage for stage in stages if stage.round == todo[0][0]]
-        if stages and side_by_side(self.plan, self.run):
-            return self.together(todo, stages)
+            blocks = [block for block in blocks if block.round == todo[0][0]]
+        if blocks and side_by_side(self.plan, self.run):
+            return self.together(todo, blocks)
         return self.alone(todo)
 
     def alone(self, todo: Cells) -> Cells:
@@ -79,42 +79,42 @@ class Runner:
         A process that ends early leaves the lengths after its last cell to the next one.
         """
         first_round, variant, _ = todo[0]
-        stages = [Stage(r, n) for r, v, n in todo if (r, v) == (first_round, variant)]
+        blocks = [Block(r, n) for r, v, n in todo if (r, v) == (first_round, variant)]
         self.say(f"round {first_round}: {title_of(variant)}")
-        done: list[Stage] = []
-        if self.is_unavailable(variant, stages):
-            done += stages
+        done: list[Block] = []
+        if self.is_unavailable(variant, blocks):
+            done += blocks
         else:
             ended = isolated.run(
-                measure_cells, self.plan, variant, stages,
-                on_message=lambda message: self.hear(message, stages, done),
+                measure_cells, self.plan, variant, blocks,
+                on_message=lambda message: self.hear(message, blocks, done),
                 silence_limit_s=self.plan.cell_timeout_s,
             )  # fmt: skip
-            if ended.error and len(done) < len(stages):
-                self.keep_error(variant, stages[len(done)], ended)
-                done.append(stages[len(done)])
+            if ended.error and len(done) < len(blocks):
+                self.keep_error(variant, blocks[len(done)], ended)
+                done.append(blocks[len(done)])
         return [(r, v, n) for r, v, n in todo if v != variant or (r, n) not in done]
 
-    def together(self, todo: Cells, stages: list[Stage]) -> Cells:
+    def together(self, todo: Cells, blocks: list[Block]) -> Cells:
         """Run all variants of `todo` at these rounds and lengths side by side, a process each and
-        one stage after the other. Return what is left."""
-        for stage in stages:
-            self.drop(stage)  # cells of an earlier go are not held against those of this one
-        variants = dict.fromkeys(v for r, v, n in todo if (r, n) in stages)
-        running = [variant for variant in variants if not self.is_unavailable(variant, stages)]
-        rounds = ", ".join(str(r) for r in dict.fromkeys(stage.round for stage in stages))
+        one block after the other. Return what is left."""
+        for block in blocks:
+            self.drop(block)  # cells of an earlier go are not held against those of this one
+        variants = dict.fromkeys(v for r, v, n in todo if (r, n) in blocks)
+        running = [variant for variant in variants if not self.is_unavailable(variant, blocks)]
+        rounds = ", ".join(str(r) for r in dict.fromkeys(block.round for block in blocks))
         self.say(f"round {rounds}: {len(running)} variants side by side")
-        done: dict[str, list[Stage]] = {variant: [] for variant in running}
+        done: dict[str, list[Block]] = {variant: [] for variant in running}
         interleaved = tuple(
             n
-            for n in dict.fromkeys(stage.seq_len for stage in stages)
+            for n in dict.fromkeys(block.seq_len for block in blocks)
             if n <= self.longest_interleaved and interleaves(self.plan, self.run, n)
         )
         try:
             all_ended = isolated.run_in_turns(
                 measure_cells,
-                [(self.plan, variant, stages, interleaved) for variant in running],
-                on_message=lambda index, message: self.hear(message, stages, done[running[index]]),
+                [(self.plan, variant, blocks, interleaved) for variant in running],
+                on_message=lambda index, message: self.hear(message, blocks, done[running[index]]),
                 silence_limit_s=self.plan.cell_timeout_s,
             )
         except DoesNotFit as reason:
@@ -124,17 +124,17 @@ class Runner:
             else:
                 self.longest_together = too_long - 1
             self.say(f"{too_long} tokens do not fit on the GPU side by side")
-            for stage in stages:
-                if stage.seq_len >= too_long:
-                    self.drop(stage)
-            stages = [stage for stage in stages if stage.seq_len < too_long]
+            for block in blocks:
+                if block.seq_len >= too_long:
+                    self.drop(block)
+            blocks = [block for block in blocks if block.seq_len < too_long]
         else:
             for variant, ended in zip(running, all_ended, strict=True):
-                self.keep_the_rest(variant, stages[len(done[variant]) :], ended)
-        return [(r, v, n) for r, v, n in todo if (r, n) not in stages]
+                self.keep_the_rest(variant, blocks[len(done[variant]) :], ended)
+        return [(r, v, n) for r, v, n in todo if (r, n) not in blocks]
 
-    def hear(self, message: dict[str, Any], stages: list[Stage], done: list[Stage]) -> None:
-        """Take in what a process sends that works through `stages`, and note those it has done.
+    def hear(self, message: dict[str, Any], blocks: list[Block], done: list[Block]) -> None:
+        """Take in what a process sends that works through `blocks`, and note those it has done.
 
         Raises:
             DoesNotFit: it found no memory beside the others.
@@ -144,13 +144,13 @@ class Runner:
             raise DoesNotFit(seq_len)
         if "cell" in message:
             self.keep(message["cell"])
-            done.append(stages[len(done)])
+            done.append(blocks[len(done)])
         elif "step" in message:
-            self.advance(stages[len(done)].seq_len)
+            self.advance(blocks[len(done)].seq_len)
 
-    def drop(self, stage: Stage) -> None:
+    def drop(self, block: Block) -> None:
         """Forget the cells of a round at a length, which are measured again."""
-        for cell in self.run.cells_of(seq_len=stage.seq_len, round=stage.round):
+        for cell in self.run.cells_of(seq_len=block.seq_len, round=block.round):
             self.run.cells.remove(cell)
 
     def keep(self, cell: Cell) -> None:
@@ -165,26 +165,26 @@ class Runner:
         self.save()
         show(cell)
 
-    def keep_the_rest(self, variant: str, stages: list[Stage], ended: isolated.Ended) -> None:
-        """Keep why a process left these stages out: its death, or its last cell's error."""
+    def keep_the_rest(self, variant: str, blocks: list[Block], ended: isolated.Ended) -> None:
+        """Keep why a process left these blocks out: its death, or its last cell's error."""
         ran = self.run.cells_of(variant)
-        for stage in stages:
+        for block in blocks:
             if ended.error or not ran:
-                self.keep_error(variant, stage, ended)
+                self.keep_error(variant, block, ended)
             else:
                 last = ran[-1]
-                self.keep(Cell(variant, stage.seq_len, stage.round, last.status, error=last.error))
+                self.keep(Cell(variant, block.seq_len, block.round, last.status, error=last.error))
 
-    def keep_error(self, variant: str, stage: Stage, ended: isolated.Ended) -> None:
+    def keep_error(self, variant: str, block: Block, ended: isolated.Ended) -> None:
         error = f"{ended.error}\n{ended.output_tail}"
-        self.keep(Cell(variant, stage.seq_len, stage.round, "error", error=error))
+        self.keep(Cell(variant, block.seq_len, block.round, "error", error=error))
 
-    def is_unavailable(self, variant: str, stages: list[Stage]) -> bool:
+    def is_unavailable(self, variant: str, blocks: list[Block]) -> bool:
         """Return True if a variant cannot run here, and keep why. `say_unavailable` has said so."""
         reason = why_unavailable(variant, self.plan.device)
         if reason is None:
             return False
-        for round_number, seq_len in stages:
+        for round_number, seq_len in blocks:
             self.run.add(Cell(variant, seq_len, round_number, "unavailable", error=reason))
             self.save()
             self.advance(self.plan.steps * seq_len)

@@ -102,7 +102,7 @@ def log_probabilities(model: Any, batch: Batch) -> torch.Tensor:
     return -found.sum(1)
 
 
-def built_for(asked: Asked, variant: str) -> Any:
+def build_at_start(asked: Asked, variant: str) -> Any:
     """Build the variant's model with B = 0."""
     from bench.cells import make_ready
 
@@ -132,7 +132,7 @@ def put(model: Any, adapter: dict[str, torch.Tensor] | None) -> None:
 def train_adapters(send: Callable[[Any], None], asked: Asked) -> None:
     """Train the adapters, all from the same A and B = 0, and write their files."""
     materialize(asked.source, 0, asked.device)
-    built = built_for(asked, TRAINER)
+    built = build_at_start(asked, TRAINER)
     asked.folder.mkdir(parents=True, exist_ok=True)
     chats, pairs = asked.chats()[0], asked.pairs_of_rows()
     start = {name: p.detach().clone() for name, p in trained_in(built.model).items()}
@@ -168,7 +168,7 @@ def train_adapters(send: Callable[[Any], None], asked: Asked) -> None:
 
 def run_variant(send: Callable[[Any], None], asked: Asked, variant: str) -> None:
     """Send a {"seen": Seen} for each adapter."""
-    built = built_for(asked, variant)
+    built = build_at_start(asked, variant)
     batches, pairs = asked.chats()[1], asked.pairs_of_rows()
     kept: list[torch.Tensor] = []
     built.model.get_submodule(DECODER).register_forward_hook(

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import torch
 from cases import example_results as example
-from cases.rehearsal_case import WITHOUT_GPU, cells_of, plan_of
+from cases.rehearsal_case import WITHOUT_GPU, measured_cells, plan_of
 
 import models
 import trainer
@@ -41,7 +41,7 @@ def measure(plan, monkeypatch):
             return built
 
         monkeypatch.setattr(models, "build", cheating)
-        (cell,) = cells_of(plan, variant, (1, SEQ_LEN))
+        (cell,) = measured_cells(plan, variant, (1, SEQ_LEN))
         return cell
 
     return measured
@@ -218,7 +218,7 @@ def test_losses_that_leave_vanillas(measure):
 
     other.losses[2] *= 1.004
     masked = msgspec.structs.replace(other, loss_gap=None)
-    results.experiment.lora = Lora(dropout=0.1)  # of which each variant has masks of its own
+    results.experiment.lora = Lora(dropout=0.1)  # each variant draws its own masks
     audit.check_losses(results, masked)
     assert (masked.status, masked.loss_gap) == ("ok", None)
     results.experiment.lora = Lora()

@@ -1,4 +1,4 @@
-"""The committed data is what data/make/ writes, so that anyone can make it again or change it."""
+"""The committed data is what data/make/ writes: anyone can make it again or change it."""
 
 import json
 import sys

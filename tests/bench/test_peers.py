@@ -1,4 +1,4 @@
-"""What `make resolve-peers` says of newer releases, by a pip of the tests' own."""
+"""The words of `make resolve-peers` on newer releases, by a pip of our own."""
 
 import json
 import re

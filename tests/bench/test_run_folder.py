@@ -1,4 +1,4 @@
-"""A run's folder is named after its settings: any command works after any other. Without training."""
+"""A run's folder is named after its settings: any command works after any other."""
 
 import re
 import shlex

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cases.graph_case import RecordedStep, captured, graphed
-from cases.rehearsal_case import ROOT, cells_of, plan_of
+from cases.rehearsal_case import ROOT, measured_cells, plan_of
 from test_trainer import FakeClock, Line, make_batches
 
 import models
@@ -172,7 +172,7 @@ def test_a_variant_is_measured_as_a_graph_from_its_recipe_to_its_cell(
     cells.prepare_run(lambda message: None, plan)
     losses = []
     for variant, is_graph in (("vanilla_graph", True), ("vanilla_peft_no_checkpointing", False)):
-        found = cells_of(plan, variant, *((1, n) for n in plan.seq_lens))
+        found = measured_cells(plan, variant, *((1, n) for n in plan.seq_lens))
         assert [cell.status for cell in found] == ["ok", "ok"], found[0].error
         for cell in found:
             parts = (cell.forward_ms, cell.backward_ms, cell.optimizer_ms)

@@ -116,10 +116,10 @@ def make_runner(tmp_path):
 def test_one_that_dies_or_is_unavailable_is_told_and_the_others_are_kept(make_runner, monkeypatch):
     def run_in_turns(function, each, on_message, silence_limit_s):
         assert {cell.status for cell in results.cells} == {"unavailable"}
-        (_, variant, stages, interleaved), (_, dead, *_) = each
+        (_, variant, blocks, interleaved), (_, dead, *_) = each
         assert (variant, dead, silence_limit_s) == ("vanilla_peft", "fused_mlp", 60.0)
-        assert (stages, interleaved) == ([(1, 16), (1, 32)], (16, 32))
-        for round_number, seq_len in stages:
+        assert (blocks, interleaved) == ([(1, 16), (1, 32)], (16, 32))
+        for round_number, seq_len in blocks:
             cell = example.timed_cell(variant, seq_len, round_number, [2.0, 2.1])
             on_message(0, {"cell": cell})
         return [isolated.Ended(None, ""), isolated.Ended("killed by SIGKILL", "the last words")]
@@ -146,9 +146,9 @@ def test_a_length_at_which_they_do_not_fit_together_is_run_one_after_the_other(
     tried = []
 
     def run_in_turns(function, each, on_message, silence_limit_s):
-        (_, _, stages, interleaved), *_ = each
-        tried.append((stages, interleaved))
-        for round_number, seq_len in stages:
+        (_, _, blocks, interleaved), *_ = each
+        tried.append((blocks, interleaved))
+        for round_number, seq_len in blocks:
             turn_steps = 2 if seq_len in interleaved else None
             for index, (_, variant, *_) in enumerate(each):
                 if seq_len == 32 and index == 1 and (turn_steps or not beside_weights):

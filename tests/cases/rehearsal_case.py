@@ -58,8 +58,8 @@ class InThread:
             sys.exit()
         self.sent.put(message)
 
-    def wait_for_turn(self, stage):
-        self.send(isolated._WaitsForTurn(stage))
+    def wait_for_turn(self, phase):
+        self.send(isolated._WaitsForTurn(phase))
         return self.turns.get()
 
     def listen(self, on_message, silence_limit_s):
@@ -67,7 +67,7 @@ class InThread:
             self.thread.start()
         while (message := self.sent.get()) is not OVER:
             if isinstance(message, isolated._WaitsForTurn):
-                return message.stage
+                return message.phase
             on_message(message)
 
     def go_on(self, running):
@@ -84,8 +84,8 @@ class InThread:
         return isolated.Ended(self.error, "")
 
 
-def cells_of(plan, variant, *stages):
+def measured_cells(plan, variant, *blocks):
     """Return the cells that a process measures for these rounds and lengths."""
     sent = []
-    cells.measure_cells(sent.append, plan, variant, list(stages))
+    cells.measure_cells(sent.append, plan, variant, list(blocks))
     return [message["cell"] for message in sent if "cell" in message]
