@@ -92,27 +92,38 @@ def calls(monkeypatch):
     return seen
 
 
-def _is_tried(item, shown):
-    """Whether a case runs by default. Of a `thinned` test those do that show a value of one of its
-    parameters for the first time."""
-    if "exhaustive" in item.keywords:
-        return False
-    if "thinned" not in item.keywords:
-        return True
-    of_test = item.nodeid.partition("[")[0]
+def _values_of(item):
+    """The values of a case's parameters, by test and parameter; those of a dict by their names."""
+    test = item.nodeid.partition("[")[0]
     # not callspec.indices, which number the combinations where pytest 9 has no fixture to share
-    values = {(of_test, name, id(value)) for name, value in item.callspec.params.items()}
-    new = values - shown
-    shown |= values
-    return bool(new)
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    return {
+        (test, name, key, id(value))
+        for name, given in params.items()
+        for key, value in (given if isinstance(given, dict) else {"": given}).items()
+    }
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(config, items):
+    """A case whose values other cases of its test have shown is `extra`, or where the test is
+    `thinned` not run unless -m asks for exhaustive."""
+    shown: set[tuple] = set()
+    left_out = set()
+    for item in items:
+        is_left_out = "exhaustive" in item.keywords
+        values = _values_of(item)
+        if values and not is_left_out and "extra" not in item.keywords:
+            if values <= shown and "thinned" in item.keywords:
+                is_left_out = True
+            elif values <= shown:
+                item.add_marker("extra")
+            shown |= values
+        if is_left_out:
+            left_out.add(item)
     if "exhaustive" not in config.option.markexpr:  # whatever else -m asks for
-        shown: set[tuple] = set()
-        kept = [item for item in items if _is_tried(item, shown)]
-        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-        items[:] = kept
+        config.hook.pytest_deselected(items=[*left_out])
+        items[:] = [item for item in items if item not in left_out]
     items.sort(key=lambda item: "alone" in item.keywords)  # last, when nobody has to wait for them
     if HAS_GPU:
         return
