@@ -92,6 +92,10 @@ def calls(monkeypatch):
     return seen
 
 
+def pytest_addoption(parser):
+    parser.addoption("--quick", action="store_true", help="as `make test`: fewer cases")
+
+
 def _values_of(item):
     """The values of a case's parameters, by test and parameter; those of a dict by their names."""
     test = item.nodeid.partition("[")[0]
@@ -101,29 +105,31 @@ def _values_of(item):
         (test, name, key, id(value))
         for name, given in params.items()
         for key, value in (given if isinstance(given, dict) else {"": given}).items()
-    }
+    } or {(test,)}
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
+def _is_tried(item, shown, is_quick):
+    """Whether a case is run. Of a `thinned` test, and of each in a quick run, those are that show a
+    value of one of its parameters for the first time; in a quick run of one that is `slow` those
+    that the mark names by a part of their ids."""
+    if "exhaustive" in item.keywords or ("gpu" in item.keywords and not HAS_GPU):
+        return "exhaustive" not in item.keywords
+    mark = item.get_closest_marker("slow") if is_quick else None
+    if mark is not None:
+        return any(f"-{part}-" in f"-{item.callspec.id}-" for part in mark.args)
+    values = _values_of(item)
+    is_new = not values <= shown
+    shown |= values
+    return is_new or not (is_quick or "thinned" in item.keywords)
+
+
 def pytest_collection_modifyitems(config, items):
-    """A case whose values other cases of its test have shown is `extra`, or where the test is
-    `thinned` not run unless -m asks for exhaustive."""
-    shown: set[tuple] = set()
-    left_out = set()
-    for item in items:
-        is_left_out = "exhaustive" in item.keywords
-        values = _values_of(item)
-        if values and not is_left_out and "extra" not in item.keywords:
-            if values <= shown and "thinned" in item.keywords:
-                is_left_out = True
-            elif values <= shown:
-                item.add_marker("extra")
-            shown |= values
-        if is_left_out:
-            left_out.add(item)
     if "exhaustive" not in config.option.markexpr:  # whatever else -m asks for
-        config.hook.pytest_deselected(items=[*left_out])
-        items[:] = [item for item in items if item not in left_out]
+        shown: set[tuple] = set()
+        tried = [_is_tried(item, shown, config.option.quick) for item in items]
+        left = [item for item, is_tried in zip(items, tried, strict=True) if not is_tried]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item, is_tried in zip(items, tried, strict=True) if is_tried]
     items.sort(key=lambda item: "alone" in item.keywords)  # last, when nobody has to wait for them
     if HAS_GPU:
         return

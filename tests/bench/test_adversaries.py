@@ -99,6 +99,7 @@ def saved_input_written_in_place(built, patch):
     patch.setattr(LoRA_MLP, "forward", staticmethod(overwrite))
 
 
+@pytest.mark.slow("stale_output_buffer-vanilla_peft-losses")
 @pytest.mark.parametrize(
     ("cheat", "variant", "words"),
     [
@@ -190,6 +191,7 @@ def optimizer_that_changes_nothing(built, patch):
     patch.setattr(cells, "LEARNING_RATE", 0.0)
 
 
+@pytest.mark.slow("batches_that_lose_their_labels-vanilla_peft-batches were changed")
 @pytest.mark.parametrize(
     ("cheat", "variant", "words"),
     [
