@@ -324,8 +324,8 @@ OPERATIONS = {
         Operation(
             "LoRA_Attention", LoRA_Attention.apply, lora_attention_case.eager, make_lora_attention,
             ("x", *lora_attention_case.NAMES),
-            saved=("x", "cos", "k_B", "o_A", "frozen.qkv.v_weight"), usual=(2, 9),
-            shapes=((1, 40),), empty=((0, 9),),
+            saved=("x", "cos", "k_B", "o_A", "frozen.qkv.v_weight"), usual=(2, 5),
+            shapes=((1, 19),), empty=((0, 9),),
             options={
                 "r": (8, (1, 12, 32, 3), (8, 0, 8, 0)), "bias": (False, True),
                 "dropout": (
@@ -348,14 +348,14 @@ OPERATIONS = {
             "LoRA_Attention, dropout", LoRA_Attention.apply, lora_attention_case.eager,
             partial(make_lora_attention, heads=2, dropout=(0.05, 0.5, 0.3, 0.3)),
             ("x", *lora_attention_case.NAMES),
-            saved=("x", "cos", "k_B", "o_A", "frozen.qkv.v_weight"), usual=(2, 9),
-            shapes=((1, 40),), empty=((0, 9),),
+            saved=("x", "cos", "k_B", "o_A", "frozen.qkv.v_weight"), usual=(2, 5),
+            shapes=((1, 19),), empty=((0, 9),),
         ),
         Operation(
             "LoRA_Attention, normed heads", LoRA_Attention.apply, lora_attention_case.eager,
             partial(make_lora_attention, heads=2, norms=True), ("x", *lora_attention_case.NAMES),
             saved=("cos", "q_B", "frozen.qkv.q_weight", "frozen.head_norms.k_weight"),
-            usual=(2, 9), shapes=((1, 40),), empty=((0, 9),),
+            usual=(2, 5), shapes=((1, 19),), empty=((0, 9),),
         ),
         Operation(
             "rms_norm", rms_norm, rms_norm_case.eager_rms_norm, make_norm(rms_norm),

@@ -31,6 +31,7 @@ def tiny(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow("train_trl")
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_trains_prints_both_speeds_and_saves(
     example, tiny, tmp_path, monkeypatch, capsys

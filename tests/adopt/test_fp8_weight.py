@@ -125,6 +125,7 @@ LIVES = {
 }
 
 
+@pytest.mark.slow("deep copy", "merged, unmerged")
 @pytest.mark.parametrize("live", LIVES.values(), ids=LIVES)
 def test_it_goes_on_in_fp8_with_the_same_weights_after(live, device):
     fused, plain, _ = pair(device)
@@ -187,6 +188,7 @@ WRITES = {
 }
 
 
+@pytest.mark.slow("data", "a slice of the transpose", "a new parameter")
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_codes_and_originals_follow_what_writes_a_weight(write, device):
     models = pair(device)[:2]
@@ -252,6 +254,7 @@ def test_cast_it_is_what_plain_peft_is(after, device):
     assert relative_error(logits(fused), logits(plain.to(torch.float64))) < 1e-12
 
 
+@pytest.mark.slow
 def test_a_graph_of_a_step_would_notice_weights_in_other_buffers(device):
     fused, _, _ = pair(device)
     addresses = []

@@ -96,6 +96,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow("all parts, dropout", "FP8", "layers, offload", "graphed")
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_a_deleted_model_is_freed_at_once(make, device):
     gc.collect()
@@ -113,6 +114,7 @@ def test_a_deleted_model_is_freed_at_once(make, device):
         gc.enable()
 
 
+@pytest.mark.slow("none")
 @pytest.mark.parametrize("policy", ["none", "full"])
 def test_a_loss_outlives_its_model(policy, device):
     gradients = []

@@ -61,6 +61,12 @@ class ReadsOn(TorchDispatchMode):
             assert not gap.isnan().any(), f"{list(rows.shape)}, rows {stride} apart"
 
 
+@pytest.mark.slow(
+    "mlp, narrow",
+    "attention and rope, bf16 adapters, odd",
+    "cross_entropy, bf16 adapters, odd",
+    "layer, checkpointed, loss of some, narrow",
+)
 @pytest.mark.parametrize(
     ("fusion", "model"),
     [

@@ -47,6 +47,7 @@ TRIED = {
 }
 
 
+@pytest.mark.slow("checkpoint selective-bf16", "cross_entropy-bf16", "all-bf16")
 @pytest.mark.parametrize(("name", "dtypes"), [
     pytest.param(name, dtypes, marks=() if dtypes in TRIED[name] else pytest.mark.exhaustive)
     for name in FUSIONS

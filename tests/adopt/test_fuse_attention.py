@@ -48,6 +48,13 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow(
+    "attention alone",
+    "not causal",
+    "norms of heads",
+    "base biases that are trained",
+    "dropout, of which nothing is seen",
+)
 @pytest.mark.parametrize("name", CASES)
 def test_one_function_or_apart_and_right(name, device, monkeypatch):
     options, fusion, change, functions = CASES[name]

@@ -44,6 +44,7 @@ def with_hidden_states(model, inputs):
 
 
 # Of whole layers the loss alone asks the last one for labelled tokens alone.
+@pytest.mark.slow("loss_of-selective", "with_hidden_states-full")
 @pytest.mark.parametrize(("loss_of", "name"), [
     *((loss_of, name) for name in ("offload", "selective", "all, full", "layer, offload")),
     *((with_hidden_states, name) for name in ("full", "selective", "layer, offload")),
@@ -177,6 +178,7 @@ def test_a_policy_stays_when_checkpointing_is_switched_on_and_off(parts, device)
     assert [own_of(layer) for layer in layers] == [(False, torchs_checkpoint)] * 2
 
 
+@pytest.mark.slow("selective-pickled", "attention-pickled")
 @pytest.mark.thinned
 @pytest.mark.parametrize("duplicate", [pickled, copy.deepcopy])
 @pytest.mark.parametrize("name", ["selective", "layer, offload", "none", "attention"])
@@ -275,6 +277,7 @@ BUDGETED = {
 }
 
 
+@pytest.mark.slow("nothing fused")
 @pytest.mark.parametrize("name", BUDGETED)
 def test_a_budget_is_used_and_holds_from_the_first_step_on(name, quick_collections, device):
     parts, lora = BUDGETED[name]
@@ -301,6 +304,7 @@ def test_a_budget_is_used_and_holds_from_the_first_step_on(name, quick_collectio
         assert min(budget, most - least) - (min(later) - least) < 1.6 * of_a_layer, layers
 
 
+@pytest.mark.slow("parts, selective")
 @pytest.mark.parametrize(
     "fusion",
     [
@@ -342,6 +346,7 @@ CAPTURED = {  # options of the model and what is fused: whether all its dropout 
 }
 
 
+@pytest.mark.slow("no dropout", "dropout", "in layers")
 @pytest.mark.parametrize(("options", "parts", "is_fused"), CAPTURED.values(), ids=CAPTURED)
 def test_dropout_in_a_capture_is_refused_where_it_would_be_another_when_a_layer_runs_again(
     options, parts, is_fused, device, monkeypatch

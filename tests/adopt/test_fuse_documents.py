@@ -88,6 +88,7 @@ def no_masks(monkeypatch):
     monkeypatch.setattr(attention, "mask_of_documents", refuse)
 
 
+@pytest.mark.slow("Qwen3")
 @pytest.mark.parametrize(
     ("family", "fusion", "collate"),
     [
@@ -137,6 +138,7 @@ def test_padded_batches_train_as_they_do_and_without_their_padding(side, fusion,
     assert seen == [(1, sum(LENGTHS))]
 
 
+@pytest.mark.slow("Llava")
 @pytest.mark.parametrize("name", ["Qwen2-VL", "Gemma 3, multimodal", "Llava"])
 def test_padded_batches_of_multimodal_models_keep_their_padding(name, device):
     plain = FAMILIES[name].peft_model(device).train()

@@ -200,6 +200,7 @@ def test_options_that_the_fused_loss_does_not_know_are_and_it_says_so_once(optio
     assert is_read == (option not in ("label_smoothing", "z_loss", "position_bias")) and not losses
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error:a fused Qwen")
 def test_options_that_the_model_ignores_are_ignored(losses, device):
     fused, plain, _ = pair(device, Fusion(cross_entropy=True, attention=True, rope=True))
@@ -255,6 +256,7 @@ def with_trained_head(kind, device):
     return fused, plain
 
 
+@pytest.mark.slow("untied")
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
 @pytest.mark.parametrize("kind", HEADS)
 def test_the_copy_of_the_head_is_trained_and_saved_and_disabled(kind, losses, tmp_path, device):

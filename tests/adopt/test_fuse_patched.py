@@ -45,6 +45,7 @@ def loss(model):
     return model(input_ids=tokens, labels=tokens).loss
 
 
+@pytest.mark.slow("mlp", "cross_entropy", "layer-Qwen2RMSNorm-forward")
 @pytest.mark.parametrize("part, place, name", PATCHES)
 def test_a_patch_runs_whether_it_came_before_fuse_or_after(part, place, name, monkeypatch, device):
     calls = []

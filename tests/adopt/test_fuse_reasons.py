@@ -127,6 +127,7 @@ for (kind, part), name in zip(PLACES, OF_ATTENTION + OF_ATTENTION[::-1], strict=
     CASES.append((f"{kind}'s{o}", f"self_attn.{part}", *REASONS[name]))
 
 
+@pytest.mark.slow("mlp", "layer", "attention's o", "attention and rope's-self_attn.q_proj")
 @pytest.mark.thinned
 @pytest.mark.parametrize("case", CASES, ids=[f"{kind}-{at}-{said}" for kind, at, _, said in CASES])
 @pytest.mark.parametrize("fused_first", [True, False])

@@ -149,6 +149,7 @@ def untraced(device, monkeypatch):
 
 
 # A layer that steps aside would warn.
+@pytest.mark.slow("Trainer-flattened")
 @pytest.mark.filterwarnings("error:a fused ")
 @pytest.mark.parametrize(("kind", "setting"), TRIED)
 def test_a_trainer_trains_a_fused_model_as_plain_peft(
@@ -175,6 +176,7 @@ def test_a_trainer_trains_a_fused_model_as_plain_peft(
         assert not torch.equal(want.weights[name], parameter), name
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error:a fused ")
 @pytest.mark.parametrize(
     "kind", ["Trainer", pytest.param("SFTTrainer", marks=pytest.mark.exhaustive)]

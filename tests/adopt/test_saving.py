@@ -125,6 +125,9 @@ def zero(model, only=""):
                 parameter.zero_()
 
 
+@pytest.mark.slow(
+    "layers-accelerator.save_state", "layers-get_model_state_dict", "layers-DCP in place"
+)
 @pytest.mark.filterwarnings("error:a fused ")
 @pytest.mark.parametrize(
     ("kind", "way"),
@@ -206,6 +209,7 @@ def test_adapters_are_saved_without_a_copy_of_base_weights(way, tmp_path, device
         assert_equal(values(model), want)
 
 
+@pytest.mark.slow
 def test_a_trainer_saves_and_resumes_a_model_of_no_library(tmp_path, device):
     for model in FUSIONS["layers"](device)[:2]:
         want, wrapped = values(model), Wrapped(model)

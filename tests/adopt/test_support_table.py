@@ -102,6 +102,17 @@ def test_the_lines_of_what_all_runs_fused_name_nothing_else():
     assert CASES.keys() >= set(all_fused_in_api())
 
 
+@pytest.mark.slow(
+    "DoRA of `k_proj` alone",
+    "`lora_bias`",
+    "merged",
+    "norms that are trained",
+    "quantised base weights",
+    "several adapters active",
+    "Gemma 2",
+    "Qwen2-MoE",
+    "Phi-3",
+)
 @pytest.mark.parametrize("name", CASES)
 def test_the_table_of_what_works_with_what(name, device):
     model = CASES[name](device)

@@ -195,6 +195,7 @@ OTHER_WORK = [
 ]
 
 
+@pytest.mark.slow("stale_output_buffer-vanilla_peft-losses", "batches_that_lose_their_labels")
 @pytest.mark.parametrize(("cheat", "variant", "words"), [*WRONG, *OTHER_WORK])
 def test_a_cheat_is_named_and_a_wrong_result_is_not_timed(measure, cheat, variant, words):
     cell = measure(cheat, variant)

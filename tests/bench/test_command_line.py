@@ -179,6 +179,7 @@ def test_results_of_another_kind_are_left_alone(capsys, tmp_path):
 # --- a GPU that others compute on -----------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_is_wrong_with_an_argument_comes_before_who_else_is_on_the_gpu(
     capsys, tmp_path, monkeypatch, late
 ):

@@ -87,6 +87,7 @@ def test_a_finished_run_measures_nothing_again(rehearsal, command, monkeypatch, 
     assert {row.verdict for row in after.summary} == {None}
 
 
+@pytest.mark.slow
 def test_a_published_setting_is_run_and_its_weights_are_deleted(
     command, tmp_path, monkeypatch, capsys
 ):
@@ -117,6 +118,7 @@ def test_a_published_setting_is_run_and_its_weights_are_deleted(
 # --- stops ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_stop_keeps_what_was_measured_and_the_same_command_goes_on(
     command, tmp_path, monkeypatch, capsys, request
 ):
@@ -172,6 +174,7 @@ def test_a_stop_keeps_what_was_measured_and_the_same_command_goes_on(
     assert results.finished_utc is not None
 
 
+@pytest.mark.slow
 def test_a_run_with_an_error_or_without_a_time_has_failed_and_errors_are_measured_again(
     command, tmp_path, monkeypatch, capsys
 ):

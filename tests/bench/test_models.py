@@ -179,6 +179,7 @@ def profile_of(built, device, monkeypatch):
     return replace(profile, kernels_seen=dict(launched)) if device == "cpu" else profile
 
 
+@pytest.mark.slow("fused_all-LoRA_MLPBackward")
 @pytest.mark.parametrize(
     ("variant", "function"),
     [

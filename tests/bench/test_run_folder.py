@@ -59,6 +59,7 @@ def plan(request, tmp_path, monkeypatch, checkpoint):
     return planned
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["cpu", "cuda"], indirect=True)
 def test_each_command_of_the_readme_works_after_any_other(plan, tmp_path):
     """All of them, and then all the other way round."""
@@ -77,6 +78,7 @@ def test_each_command_of_the_readme_works_after_any_other(plan, tmp_path):
                      "-rank-16-q_proj+v_proj", steps]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_no_setting_that_keeps_runs_apart_is_lost(plan, tmp_path):
     usual_lens = ["--seq-lens", "512"]  # padded rows of 16 tokens train nothing
     first, usual, _ = plan(*usual_lens)

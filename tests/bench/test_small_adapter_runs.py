@@ -27,6 +27,7 @@ def command(tmp_path, monkeypatch):
     return folders, started, tmp_path / "out" / "small_adapters.json"
 
 
+@pytest.mark.slow
 def test_each_variant_is_held_against_fp32_and_what_is_there_is_not_measured_again(command):
     folders, started, path = command
     assert small_adapters.main([*folders, "--variants", BF16]) == 0

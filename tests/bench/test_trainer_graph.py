@@ -154,6 +154,7 @@ def test_a_graph_is_unavailable_without_a_gpu():
         assert options.why_unavailable(variant, "cuda") is None
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 def test_a_variant_is_measured_as_a_graph_from_its_recipe_to_its_cell(
     device, tmp_path, monkeypatch

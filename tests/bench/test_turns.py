@@ -236,6 +236,7 @@ def test_what_a_variant_does_in_each_of_its_turns_on_a_gpu(turn_steps, wanted, m
     assert counted == [3]  # others are counted beside those of ours that still run
 
 
+@pytest.mark.slow
 def test_later_rounds_of_a_length_find_their_step_warm_and_are_profiled_no_more(
     tmp_path, monkeypatch
 ):

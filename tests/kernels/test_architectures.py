@@ -34,6 +34,7 @@ def shared_bytes(request):
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_kernels_compile_and_fit_into_shared_memory(shared_bytes):
     kernels = {
         f"{path.stem}.{name}"

@@ -54,6 +54,7 @@ def assert_right(case, given):
         assert_within_budget(*row)
 
 
+@pytest.mark.slow("tiles begin and end anywhere-dtype5", "of one token", "heads of no kernel")
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [(case, torch.bfloat16) for case in CASES]

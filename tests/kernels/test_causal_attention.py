@@ -72,6 +72,7 @@ def test_halves_of_a_head_need_not_share_their_angles(device):
     check("GQA", (qkv, cos, sin, grad))
 
 
+@pytest.mark.slow("MHA, a whole tile-32")
 @pytest.mark.parametrize(
     ("size", "last"),
     [("MHA, a whole tile", 32), ("not whole tiles, angles of each sequence", 65)],

@@ -159,6 +159,11 @@ def test_codes_of_the_gradient_whatever_was_guessed(rows, intermediate, activati
         )
 
 
+@pytest.mark.slow(
+    "0.0-5-300-8-torch.bfloat16",
+    "0.001-150-1100-24-torch.float32",
+    "10000.0-20-40-136-torch.bfloat16",
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "columns", "width"), [
     (5, 300, 8), (150, 1100, 24), (20, 40, 136), (130, 70, 1), (40, 5000, 24),

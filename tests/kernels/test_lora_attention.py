@@ -51,6 +51,7 @@ def test_q_and_k_need_not_be_turned(heads, norms, device):
     assert_right(ATTENTION, case)
 
 
+@pytest.mark.slow("MHA")
 @pytest.mark.parametrize("heads", HEADS)
 def test_all_heads_may_be_normed_together(heads, device):
     assert_right(ATTENTION, case_of(device, norms="together", **HEADS[heads]))

@@ -118,6 +118,7 @@ def test_bytes_saved_per_token(name, adapter_dtype, autocast, device):
     assert found[1] - found[0] == 2 * 9 * 2 * SAVED[name]
 
 
+@pytest.mark.slow("LoRA_W-False")
 @pytest.mark.parametrize(("name", "autocast"), [(W, False), (QKV, True)])
 def test_compiled_in_one_graph_is_bitwise_equal(name, autocast, device):
     operation = OPERATIONS[name]

@@ -17,6 +17,7 @@ import fused_mlp
 MLP = OPERATIONS["LoRA_MLP"]
 
 
+@pytest.mark.slow
 def test_a_copy_of_the_folder_works_elsewhere_with_torch_and_triton_alone(tmp_path, device):
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(Path(fused_mlp.__file__).parent, tmp_path / "borrowed", ignore=ignored)

@@ -84,6 +84,7 @@ def test_the_backends_calls_have_their_arguments_in_order(backend, monkeypatch):
     assert gradient.shape == case[0].shape
 
 
+@pytest.mark.slow("tiles-False-ran0", "more than a tile-False-ran3")
 @pytest.mark.parametrize(
     ("size", "masked", "ran"),
     [

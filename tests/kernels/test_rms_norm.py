@@ -48,6 +48,7 @@ def in_parts(function):
     return of_parts
 
 
+@pytest.mark.slow("rms_norm")
 @BOTH
 def test_a_row_may_be_a_single_element(operation, device):
     """With a small eps only the sign would be left of it, and a gradient of nothing."""

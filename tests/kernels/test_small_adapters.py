@@ -92,6 +92,13 @@ def behind_a_norm(case):
     )
 
 
+@pytest.mark.slow(
+    "output_projection-FP8-dropout",
+    "output_projection-bf16-",
+    "down_projection-bf16-",
+    "down_projection-FP8-dropout",
+    "behind_a_norm-bf16-",
+)
 @pytest.mark.parametrize("drops", [False, True], ids=("", "dropout"))
 @pytest.mark.parametrize("fp8", [False, True], ids=("bf16", "FP8"))
 @pytest.mark.parametrize("place", [output_projection, down_projection, behind_a_norm])

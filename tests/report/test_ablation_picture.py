@@ -110,6 +110,7 @@ def test_gaps_are_labelled():
     assert bars(at[256, 0], 0.16)[0] == pytest.approx((fused, fused + gain.ms))
 
 
+@pytest.mark.slow("with gaps")
 @pytest.mark.parametrize("name", RUNS)
 def test_every_text_can_be_read(name):
     case.assert_readable(picture_of(name))

@@ -207,6 +207,7 @@ def test_each_cell_with_a_time_is_a_bar_and_each_other_says_why():
     assert hatched == {True, False}
 
 
+@pytest.mark.slow("three")
 @pytest.mark.parametrize(
     "found",
     [

@@ -267,6 +267,7 @@ def test_a_variant_looks_the_same_in_every_panel():
     assert names["fused MLP"].get_color() == look.colour
 
 
+@pytest.mark.slow("four", "h100/experiment", "rehearsal")
 @pytest.mark.parametrize("name", RUNS)
 def test_no_text_is_cut_off_and_no_label_covers_another(name):
     picture = picture_of(name)

@@ -63,6 +63,7 @@ def train(kind, model, folder, resume=None, accepts_num_items=True, **options):
     return trainer, logged, [p.detach() for p in model.parameters() if p.requires_grad]
 
 
+@pytest.mark.slow("a smaller last batch")
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_the_graphed_trainer_is_the_trainer(setting, tmp_path, device):
     options = SETTINGS[setting]
