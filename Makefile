@@ -58,19 +58,19 @@ endif
 	touch $@
 
 # the peers want a GPU to be installed for; without one Unsloth is recorded as unavailable
-$(VENV)/bench: $(VENV)/base requirements/peers.txt
+$(VENV)/bench: $(VENV)/base dev/requirements/peers.txt
 	@if nvidia-smi >/dev/null 2>&1; then \
-		$(RUN) -m pip install --quiet -r requirements.txt -r requirements/peers.txt \
+		$(RUN) -m pip install --quiet -r requirements.txt -r dev/requirements/peers.txt \
 		|| echo "The peers could not be installed: full Unsloth will be recorded as unavailable."; fi
 	touch $@
 
-$(VENV)/dev: $(VENV)/base requirements/dev.txt
-	$(RUN) -m pip install --quiet -r requirements.txt -r requirements/dev.txt
+$(VENV)/dev: $(VENV)/base dev/requirements/dev.txt
+	$(RUN) -m pip install --quiet -r requirements.txt -r dev/requirements/dev.txt
 	touch $@
 
-$(NEWEST)/done: requirements/newest.txt
+$(NEWEST)/done: dev/requirements/newest.txt
 	$(PYTHON) -m venv $(NEWEST)
-	$(NEWEST)/bin/python -m pip install --quiet -r requirements/newest.txt
+	$(NEWEST)/bin/python -m pip install --quiet -r dev/requirements/newest.txt
 	touch $@
 
 .PHONY: bench test test-all test-newest check resolve-peers plot clean

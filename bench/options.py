@@ -306,7 +306,7 @@ def why_unavailable(variant: str, device: str) -> str | None:
     if recipe.library in ("unsloth", "liger") and device == "cpu":
         return f"{name} needs an NVIDIA GPU; leave it out, or run where there is one"
     if missing_package(variant):
-        return f"{name} is not installed; pip install -r requirements/peers.txt"
+        return f"{name} is not installed; pip install -r dev/requirements/peers.txt"
     if recipe.compiled and device == "cpu":
         return "compiled layers want an NVIDIA GPU; leave them out, or run where there is one"
     if recipe.graph and device == "cpu":

@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 
 HERE = Path(__file__).resolve().parent.parent
-PUBLISHED, PINS = HERE / "requirements.txt", HERE / "requirements" / "peers.txt"
+PUBLISHED, PINS = HERE / "requirements.txt", HERE / "dev" / "requirements" / "peers.txt"
 WHERE_PINNED = PINS.relative_to(HERE)
 
 

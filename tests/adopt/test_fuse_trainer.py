@@ -90,7 +90,7 @@ def trainer_of(kind, model, data, folder, **options):
             model, TrainingArguments(**settings), collator, train_dataset=data,
             eval_dataset=data[:4],
         )  # fmt: skip
-    trl = pytest.importorskip("trl", reason="wants trl, of requirements/dev.txt")
+    trl = pytest.importorskip("trl", reason="wants trl, of dev/requirements/dev.txt")
     from datasets import Dataset
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel

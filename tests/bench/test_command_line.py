@@ -89,7 +89,7 @@ def test_a_gpu_and_an_unsloth_that_are_not_there(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(options, "missing_package", lambda variant: "unsloth")
     monkeypatch.setattr(machine, "has_gpu", lambda: True)
     line = bad(capsys, tmp_path, "--variants", "full_unsloth")
-    assert "Unsloth is not installed; pip install -r requirements/peers.txt" in line
+    assert "Unsloth is not installed; pip install -r dev/requirements/peers.txt" in line
 
 
 @pytest.mark.parametrize("name", published.SETTINGS)
