@@ -1,6 +1,6 @@
 # make bench      run the experiment (without an NVIDIA GPU: a rehearsal of it)
-# make test       run the tests
-# make test-fast  one case of every contract: two minutes at most
+# make test       run the tests that a change waits for: at most five minutes on two slow cores
+# make test-all   run all of them
 # make check      lint, types, and who may import whom
 # make plot       draw the published pictures and tables again
 # make test-newest     the kernels' and adoption's tests with the newest torch, triton, transformers, peft and TRL
@@ -21,13 +21,13 @@ bench: $(VENV)/bench
 	$(RUN) lora_bench.py
 
 test: $(VENV)/dev
+	$(RUN) $(PYTEST) --quick
+
+test-all: $(VENV)/dev
 	$(RUN) $(PYTEST)
 
-test-fast: $(VENV)/dev
-	$(RUN) $(PYTEST) -m fast
-
 test-newest: $(NEWEST)/done
-	$(NEWEST)/bin/python $(PYTEST) tests/kernels tests/adopt tests/step
+	$(NEWEST)/bin/python $(PYTEST) --quick tests/kernels tests/adopt tests/step
 
 resolve-peers: $(VENV)/base
 	$(RUN) -m bench.peers
@@ -58,19 +58,19 @@ endif
 	touch $@
 
 # the peers want a GPU to be installed for; without one Unsloth is recorded as unavailable
-$(VENV)/bench: $(VENV)/base requirements-peers.txt
+$(VENV)/bench: $(VENV)/base dev/requirements/peers.txt
 	@if nvidia-smi >/dev/null 2>&1; then \
-		$(RUN) -m pip install --quiet -r requirements.txt -r requirements-peers.txt \
+		$(RUN) -m pip install --quiet -r requirements.txt -r dev/requirements/peers.txt \
 		|| echo "The peers could not be installed: full Unsloth will be recorded as unavailable."; fi
 	touch $@
 
-$(VENV)/dev: $(VENV)/base requirements-dev.txt
-	$(RUN) -m pip install --quiet -r requirements.txt -r requirements-dev.txt
+$(VENV)/dev: $(VENV)/base dev/requirements/dev.txt
+	$(RUN) -m pip install --quiet -r requirements.txt -r dev/requirements/dev.txt
 	touch $@
 
-$(NEWEST)/done: requirements-newest.txt
+$(NEWEST)/done: dev/requirements/newest.txt
 	$(PYTHON) -m venv $(NEWEST)
-	$(NEWEST)/bin/python -m pip install --quiet -r requirements-newest.txt
+	$(NEWEST)/bin/python -m pip install --quiet -r dev/requirements/newest.txt
 	touch $@
 
-.PHONY: bench test test-fast test-newest check resolve-peers plot clean
+.PHONY: bench test test-all test-newest check resolve-peers plot clean

@@ -4,9 +4,9 @@
     tokenized = tokenize(chats, load_tokenizer("data/tokenizer.json"))
     batches = make_batches(tokenized, seq_len=512, batch_size=32, count=20)
 
-A chat is written in ChatML, `<|im_start|>{role}\\n{content}<|im_end|>\\n` for each message, and
-the loss is on what the assistant says: its content and the <|im_end|> after it. A tokenizer without
-ChatML's tokens spells these markers out as plain text, which makes the examples a little longer.
+Chats become ChatML, `<|im_start|>{role}\\n{content}<|im_end|>\\n` for each message. The loss is on
+the assistant's contents and the <|im_end|> after each. A tokenizer without ChatML's tokens spells
+these markers out as plain text, which makes examples a little longer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tokenizers import Tokenizer
 
-if TYPE_CHECKING:  # seconds to import, and a bad file is told at once
+if TYPE_CHECKING:  # torch takes seconds to import, and a bad file should fail at once
     import torch
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ class Message:
 
 @dataclass(frozen=True)
 class TokenizedExample:
-    """One chat. `labels` has the length of `input_ids`: the token itself, or -100 for no loss."""
+    """One chat. A label is the token itself, or -100 for no loss."""
 
     input_ids: list[int]
     labels: list[int]
@@ -46,12 +46,12 @@ class TokenizedExample:
 
 @dataclass(frozen=True)
 class Batch:
-    """The token rows of one step. Labels are not shifted; transformers does that inside.
+    """The token rows of one step. transformers shifts the labels itself.
 
-    input_ids, labels: int64 [batch_size, seq_len]. attention_mask: the same shape and dtype, 1 on
-    tokens and 0 on padding; None for packed rows, which have no padding. Of whole documents in one
-    row [1, tokens] position_ids begin anew with each, `lengths` has their tokens, int32, and
-    `filler` how many of them, in a document of their own at the end, are padding.
+    input_ids, labels: int64 [batch_size, seq_len]. attention_mask: the same, 1 on tokens and 0 on
+    padding; None for packed rows, which have no padding. For whole documents in one row
+    [1, tokens]: position_ids begin anew with each document, `lengths` (int32) has their tokens, and
+    the last `filler` tokens are padding, as a document of their own.
     """
 
     input_ids: torch.Tensor
@@ -68,7 +68,7 @@ class Batch:
     def inputs(
         self, lengths_as: Callable[[torch.Tensor], dict[str, Any]] | None = None
     ) -> dict[str, Any]:
-        """Return what a model takes, by name. lengths_as: what it is told of documents' lengths."""
+        """Return a model's inputs by name. lengths_as: turns documents' lengths into inputs."""
         given: dict[str, Any] = {
             "input_ids": self.input_ids,
             "labels": self.labels,
@@ -82,12 +82,12 @@ class Batch:
 
     @property
     def labelled(self) -> int:
-        """The number of tokens in the loss; the first of a row has nothing before it."""
+        """The number of tokens in the loss. Nothing predicts the first of a row."""
         return int((self.labels[:, 1:] != -100).sum())
 
     @property
     def padding(self) -> int:
-        """The number of tokens that fill rows up."""
+        """The number of padding tokens."""
         mask = self.attention_mask
         return self.filler if mask is None else int((mask == 0).sum())
 
@@ -101,23 +101,22 @@ class Batch:
 
 @dataclass(frozen=True)
 class TokenShares:
-    """Shares of all positions: padding, and those whose prediction enters the loss."""
+    """The shares of positions that are padding, and that are in the loss."""
 
     padding: float
     labelled: float
 
 
 def read_chats(path: str | Path) -> list[list[Message]]:
-    """Read {"messages": [...]} from each line, as `bench.chats.gather` leaves any data."""
+    """Read {"messages": [...]} from each line of a file that `bench.chats.gather` wrote."""
     with Path(path).open(encoding="utf-8") as lines:
         return [[Message(**fields) for fields in json.loads(line)["messages"]] for line in lines]
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Read a tokenizer.json, with its own truncation and padding switched off.
+    """Read a tokenizer.json and switch off its own truncation and padding.
 
-    Raises ValueError for a missing file, one that `tokenizers` cannot read, and one without a
-    vocabulary.
+    Raises ValueError for a file that is missing, unreadable or without a vocabulary.
     """
     path = Path(path)
     if not path.is_file():
@@ -143,10 +142,10 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def tokenize(chats: list[list[Message]], tokenizer: Tokenizer) -> list[TokenizedExample]:
-    """Encode each chat, with labels on the assistants' contents and their <|im_end|> alone.
+    """Encode each chat, with labels only on the assistants' contents and their <|im_end|>.
 
-    The header, the content with its end, and the newline after it are encoded apart, as they are
-    when a model is prompted, so that no token straddles the border of what is labelled.
+    The header, the content with its end, and the newline are encoded apart, as in a prompt: no
+    token straddles the border between labelled and unlabelled.
     """
 
     def encode(text: str) -> list[int]:
@@ -178,21 +177,21 @@ def make_batches(
     pad_id: int = 0,
     documents: bool = False,
 ) -> list[Batch]:
-    """The first `count` batches of an endless stream, which depends on the other arguments alone.
+    """Return the first `count` batches of an endless stream set by the other arguments.
 
-    Packed (the default): the examples, shuffled, one after the other, cut into rows of exactly
-    seq_len tokens; an example may go on in the next row, and tokens attend across examples.
-    Padded: one example a row, cut at seq_len, or filled on the right with pad_id, label -100 and
-    attention_mask 0. Both shuffle the examples anew each time they have gone round.
-    Documents: whole examples in one row of batch_size * seq_len tokens, as few rows as hold them
-    all (an example is cut where it is longer), in an order that is shuffled likewise; the row is
-    filled with a document of padding at its end.
+    Packed (the default): shuffled examples one after the other, cut into rows of seq_len tokens. An
+    example may continue in the next row, and tokens attend across examples.
+    Padded: one example a row, cut at seq_len or padded on the right with pad_id, label -100 and
+    attention_mask 0.
+    Documents: whole examples in rows of batch_size * seq_len tokens, one row a batch, in as few
+    rows as hold them all. Longer examples are cut. A document of padding fills the row up.
+    Every pass over the data shuffles anew.
 
-    A row may be without a label (a long question, a short row). A batch may not, as its loss, a
-    mean over labels, would be 0/0: such a batch is passed over.
+    A row may have no label (a long question, a short row). A batch without one would have a loss of
+    0/0, so we skip it.
 
-    Raises ValueError for lengths and counts that make no batch, and where the data twice around
-    has no batch with a label.
+    Raises ValueError for lengths and counts that make no batch, and if two passes over the data
+    have no batch with a label.
     """
     limits = {"seq_len": (seq_len, 2), "batch_size": (batch_size, 1), "count": (count, 1)}
     for name, (given, least) in limits.items():
@@ -210,7 +209,7 @@ def make_batches(
     else:
         rows = sum(len(example.input_ids) for example in tokenized) // seq_len
         batches = _packed(_endless(tokenized, order), seq_len, batch_size)
-    twice_around = 2 * (rows // batch_size + 1)  # a label may come first, and last after a shuffle
+    twice_around = 2 * (rows // batch_size + 1)  # a label may come first, then last when reshuffled
     return list(islice(_labelled(batches, twice_around), count))
 
 
@@ -273,7 +272,7 @@ def _documents(
         if filler := tokens - sum(len(one.input_ids) for one in examples):
             examples.append(TokenizedExample([pad_id] * filler, [IGNORED] * filler))
         ids = [token for one in examples for token in one.input_ids]
-        # what comes first in a document nothing before it predicts
+        # nothing predicts a document's first token
         labels = [label for one in examples for label in (IGNORED, *one.labels[1:])]
         lengths = torch.tensor([len(one.input_ids) for one in examples], dtype=torch.int32)
         places = torch.cat([torch.arange(length) for length in lengths])
@@ -284,7 +283,7 @@ def _documents(
 
 
 def _labelled(batches: Iterator[Batch], patience: int) -> Iterator[Batch]:
-    """The batches that have a label; raises after `patience` in a row that have none."""
+    """Yield the batches with a label. Raise after `patience` in a row without one."""
     passed_over = 0
     for batch in batches:
         if (batch.labels[:, 1:] != IGNORED).any():
@@ -299,10 +298,7 @@ def _labelled(batches: Iterator[Batch], patience: int) -> Iterator[Batch]:
 
 
 def token_shares(batches: list[Batch]) -> TokenShares:
-    """Return the shares of the batches' positions that are padding and that are labelled.
-
-    labelled counts labels[:, 1:] != -100, what is left of the labels after the shift.
-    """
+    """Return the shares of padding and of labels, counted after the shift, in batches."""
     positions = sum(batch.input_ids.numel() for batch in batches)
     if not positions:
         raise ValueError("no batches; wanted at least one to take shares of; make some first")
@@ -312,5 +308,5 @@ def token_shares(batches: list[Batch]) -> TokenShares:
 
 
 def sha256_of(path: str | Path) -> str:
-    """The file's SHA-256 in hexadecimal, by which results.json names its data."""
+    """Return a file's SHA-256 in hexadecimal, which names the data in results.json."""
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()

@@ -29,7 +29,7 @@ PIP_NAMES = {"pynvml": "nvidia-ml-py", "PIL": "pillow", "dateutil": "python-date
 
 
 def not_installed(*packages: str) -> str:
-    """Say in a line what is missing, as pip calls it."""
+    """Say in one line which packages are missing, by pip's names."""
     are = "are" if len(packages) > 1 else "is"
     names = ", ".join(packages)
     return f"lora_bench.py: {names} {are} not installed; pip install -r requirements.txt"
@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from bench.plan import Plan
     from bench.records import Run
 
-# What takes seconds to import (torch, matplotlib) is imported where it is used: help and an error
-# come at once, and so does every process that measures, which imports this file anew.
+# torch and matplotlib take seconds, so we import them where we use them. Help and errors come at
+# once, and so do the processes that measure: each imports this file anew.
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
         except ModuleNotFoundError as error:
             print(missing_from(error), file=sys.stderr)
             return 2
-        except ValueError as error:  # what was asked for; one from the run below would be our own
+        except ValueError as error:  # the user's; one from the run below would be our own
             print(f"lora_bench.py: {error}", file=sys.stderr)
             return 2
         except OSError as error:
@@ -100,8 +100,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def missing_packages() -> list[str]:
-    """Return which packages of requirements.txt are not installed: those that measure, too, are
-    imported only after minutes, in processes of their own."""
+    """Return the packages of requirements.txt that are not installed. Some are imported only after
+    minutes, in processes of their own."""
     missing = []
     for line in (HERE / "requirements.txt").read_text().splitlines():
         name, _, rest = line.partition("==")
@@ -115,16 +115,16 @@ def missing_packages() -> list[str]:
 
 @contextmanager
 def stopped_by_signals() -> Iterator[None]:
-    """Stop as by Ctrl-C, cleaning up, where the process is told to end or its terminal is gone."""
+    """Stop and clean up as by Ctrl-C if the process is told to end or its terminal closes."""
 
     def stop(number: int, frame: object) -> None:
         for each in before:
-            signal.signal(each, signal.SIG_IGN)  # it is cleaning up
+            signal.signal(each, signal.SIG_IGN)  # while it cleans up
         raise KeyboardInterrupt(number)
 
     before = {}
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores one
+        if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores SIGHUP
             before[number] = signal.signal(number, stop)
     try:
         yield
@@ -138,7 +138,7 @@ def exit_code_of(stop: KeyboardInterrupt) -> int:
 
 
 def report_only(arguments: argparse.Namespace) -> int | None:
-    """Do what measures nothing, if that is asked for; its exit code."""
+    """Run a command that measures nothing and return its exit code. None: it was another."""
     out = arguments.out
     if arguments.plot_only:
         from report.commands import plot_only

@@ -1,8 +1,8 @@
 """A variant's recipe -> a model ready to train.
 
-Every variant starts from the same checkpoint and the same adapters; what differs between them is
-what the recipe says. Unsloth patches transformers and peft when it is imported, and wants to be
-imported before them, so nothing here is imported until a variant is built, in a process of its own.
+All variants start from the same checkpoint and the same adapters. Only their recipes differ.
+Unsloth patches transformers and peft and must be imported before them. So we import all of these
+only when a variant is built, in a process of its own.
 """
 
 import os
@@ -27,10 +27,9 @@ CUBLASLT_WORKSPACE = "CUBLASLT_WORKSPACE_SIZE"
 class Graph(NamedTuple):
     """The means to capture a model's training step in CUDA graphs.
 
-    step_for: makes the step, given its optimizer and how many micro-batches it accumulates
-    (`fused_lora.step.graph.GraphedStep`).
-    eager_calls: how many of its calls are eager, before the one that captures it.
-    takes_max_labelled: whether the model computes the loss on `max_labelled_tokens` tokens alone.
+    step_for: makes the `GraphedStep` of an optimizer and a number of micro-batches. eager_calls:
+    its eager calls before the one that captures it. takes_max_labelled: the model computes the loss
+    on `max_labelled_tokens` tokens only.
     """
 
     step_for: Callable[..., Any]
@@ -40,12 +39,11 @@ class Graph(NamedTuple):
 
 @dataclass
 class Built:
-    """A model ready to train, and what it is made of.
+    """A model ready to train.
 
-    autocast_dtype: what its forward runs in; None for no autocast.
-    settings: what it came to. fused_modules: names of the modules that run fused, with the
-    function that they run. graph: for a recipe whose step is a CUDA graph. lengths_as: for one
-    that wants to be told the lengths of documents, too, how.
+    autocast_dtype: that of its forward; None for no autocast. settings: those it was built with.
+    fused_modules: "module name: fused function". graph: how to capture its step, if the recipe asks
+    for it. lengths_as: turns documents' lengths into inputs, if the model takes them.
     """
 
     model: torch.nn.Module
@@ -72,11 +70,10 @@ def build(
 ) -> Built:
     """Build `variant` from the base weights in `checkpoint`, in training mode on `device`.
 
-    Unless the recipe says otherwise, base weights are bf16, adapters fp32 (the default of PEFT and
-    of Unsloth) under bf16 autocast, and attention is PyTorch's scaled_dot_product_attention. Base
-    weights are frozen. With `checkpointing` each layer's input is kept and the layer
-    computed again in backward, as the recipe says: non-reentrant for PEFT, for Unsloth whatever it
-    does at this `seq_len` when asked for it. `checkpointing=False` turns it off for all.
+    By default base weights are bf16 and frozen, adapters are fp32 (as in PEFT and Unsloth) under
+    bf16 autocast, and attention is PyTorch's scaled_dot_product_attention. With `checkpointing` the
+    backward recomputes each layer from its input in the recipe's mode: non-reentrant for PEFT,
+    Unsloth's choice at this `seq_len` for Unsloth. `checkpointing=False` turns it off for all.
     """
     recipe = recipe_of(variant)
     if not checkpointing:
@@ -94,7 +91,7 @@ def build(
         attention=model.config._attn_implementation,
         compile=recipe.compiled,
         graph=recipe.graph,
-        # Unsloth sets it when it is imported; another variant has it where whoever runs this did
+        # Unsloth sets it on import; other variants have it if the user set it
         allocator=next(filter(None, map(os.environ.get, ALLOCATOR_SETTINGS)), None),
         cublaslt_workspace=os.environ.get(CUBLASLT_WORKSPACE),
     )
@@ -116,8 +113,8 @@ def build(
     elif recipe.attention == VARLEN:
         built.lengths_as = _lengths_for_flash_attention
     if recipe.compiled:
-        # Of a function torch keeps 8 compilations, those for a process's other lengths among them,
-        # and beyond them it runs uncompiled, without a word.
+        # torch.compile caches 8 versions per function, other lengths included, then silently runs
+        # eagerly.
         torch.compiler.reset()
         for layer in model.get_submodule("base_model.model.model.layers"):
             layer.compile(dynamic=False)
@@ -137,7 +134,7 @@ def _checkpointing_in_words(recipe: Recipe, seq_len: int) -> str:
     if recipe.checkpointing == "none":
         return "none"
     if recipe.library == "unsloth":
-        # it turns its own mode, which offloads to the host, into plain checkpointing below 512
+        # below 512 tokens it replaces its own mode, which offloads, by plain checkpointing
         offloads = recipe.checkpointing == "unsloth" and seq_len >= 512
         return "unsloth (offloaded)" if offloads else "unsloth (plain)"
     if "checkpoint" not in recipe.fused:
@@ -147,10 +144,10 @@ def _checkpointing_in_words(recipe: Recipe, seq_len: int) -> str:
 
 
 def set_adapters(model: torch.nn.Module, seed: int) -> None:
-    """Give every adapter weights that depend on its name and `seed` alone.
+    """Give every adapter weights that depend only on its name and `seed`.
 
-    A is uniform with PEFT's own bound, 1 / sqrt(in). B is normal with deviation 0.02 and not zero,
-    as PEFT starts it: B = 0 makes every dA zero and would hide a wrong one.
+    A is uniform with PEFT's own bound, 1 / sqrt(in). B is normal with deviation 0.02. PEFT's B = 0
+    would make every dA zero and hide a wrong one.
     """
     with torch.no_grad():
         for name, parameter in _adapters(model):
@@ -188,15 +185,15 @@ def _peft_model(recipe, checkpoint, lora, seq_len, device, seed):
     model.config.use_cache = False
     if recipe.checkpointing != "none" and "checkpoint" not in recipe.fused:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    config = LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
-        bias=lora.bias,
-        target_modules=list(lora.targets),
-        task_type="CAUSAL_LM",
-    )
+    config = LoraConfig(**_lora_options(lora), task_type="CAUSAL_LM")
     return get_peft_model(model, config, autocast_adapter_dtype=recipe.adapter_dtype == "float32")
+
+
+def _lora_options(lora: Lora) -> dict[str, Any]:
+    return {
+        "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "bias": lora.bias,
+        "target_modules": list(lora.targets),
+    }  # fmt: skip
 
 
 def _unsloth_model(recipe, checkpoint, lora, seq_len, device, seed):
@@ -213,23 +210,15 @@ def _unsloth_model(recipe, checkpoint, lora, seq_len, device, seed):
         use_gradient_checkpointing=mode,
     )
     return FastLanguageModel.get_peft_model(
-        model,
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
-        bias=lora.bias,
-        target_modules=list(lora.targets),
-        max_seq_length=seq_len,
-        use_gradient_checkpointing=mode,
+        model, **_lora_options(lora), max_seq_length=seq_len, use_gradient_checkpointing=mode,
         random_state=seed,
-    )
+    )  # fmt: skip
 
 
 def _unsloth_fused(model: torch.nn.Module) -> list[str]:
-    """List those of Unsloth's functions that the layers will call, read from what it set on them.
+    """List the functions that Unsloth has set on the layers.
 
-    Its names for PEFT's own path, which it keeps where a projection has a bias, begin with
-    "original".
+    Where a projection has a bias it keeps PEFT's own path, under names that begin with "original".
     """
     found = []
     for name, module in model.named_modules():
@@ -237,19 +226,19 @@ def _unsloth_fused(model: torch.nn.Module) -> list[str]:
         for function in functions:
             function = getattr(function, "__func__", function)
             called = getattr(function, "__name__", "original")
-            of_unsloth = getattr(function, "__module__", "").startswith("unsloth")
-            if of_unsloth and not called.startswith("original"):
+            is_unsloths = getattr(function, "__module__", "").startswith("unsloth")
+            if is_unsloths and not called.startswith("original"):
                 found.append(f"{name}: {called}")
     return found
 
 
-# Documents as PEFT's users have them who installed FlashAttention. transformers' own
-# "flash_attention_2" wants a package that is built for one torch and one CUDA; PyTorch has the same
-# kernels, and these give them what transformers gives that package.
+# PEFT's users train on documents with FlashAttention. transformers' "flash_attention_2" needs a
+# package built for one torch and one CUDA. PyTorch has the same kernels. The functions below give
+# them what transformers gives that package.
 
 
 def _lengths_for_flash_attention(lengths: torch.Tensor) -> dict[str, Any]:
-    """Return what DataCollatorWithFlattening(return_flash_attn_kwargs=True) adds to a batch."""
+    """Return the inputs that DataCollatorWithFlattening(return_flash_attn_kwargs=True) adds."""
     ends = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     longest = int(lengths.max())
     return {
@@ -261,11 +250,11 @@ def _lengths_for_flash_attention(lengths: torch.Tensor) -> dict[str, Any]:
 def _attend_by_lengths(
     module, query, key, value, attention_mask, scaling, cu_seq_lens_q=None, max_length_q=0, **_
 ):
-    """Attention of transformers' signature. On the CPU, without those kernels, document by
-    document."""
+    """Attend within documents, with transformers' signature. The CPU lacks those kernels and goes
+    through the documents one by one."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    if cu_seq_lens_q is None:  # rows that are full
+    if cu_seq_lens_q is None:  # full rows
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, is_causal=True
         )

@@ -1,13 +1,13 @@
 """The timed loop: a model and its batches in, the time of every step out.
 
-A step is forward, backward, optimizer and zero_grad, with a mark of the clock around each and one
-synchronisation at its end. On a GPU a mark is a CUDA event, so a step's time runs from the moment
-the GPU reaches its start to the moment it has done all of it, waiting for the host included.
+A step is forward, backward, optimizer and zero_grad, with a clock mark around each and one
+synchronisation at its end. On a GPU marks are CUDA events. A step's time then runs from the GPU
+reaching its start to the GPU finishing it, and includes waiting for the host.
 
-With accumulation a step is forward and backward of several micro-batches, each with its loss
-divided by their number, and then one update: its gradients and its loss are means over them.
+With accumulation a step runs forward and backward of several micro-batches, each with its loss
+divided by their number, and then one update. Its loss is the mean of theirs.
 
-A step that is captured in CUDA graphs has a mark before and one after it, and no times of parts.
+A step captured in CUDA graphs has only two marks, so its parts have no times.
 """
 
 import gc
@@ -23,15 +23,15 @@ import torch
 from batches import Batch
 from models import Graph
 
-# Warm-up: at least this many steps, then on until the last three agree to this share of a step, or
-# the host is so unsteady that they never will. A graph's eager steps come before them.
+# Warm-up: at least the minimum, then until the last three steps agree to this share or the maximum
+# is reached. A graph's eager steps come before.
 MIN_WARMUP_STEPS = 4
 MAX_WARMUP_STEPS = 10
 STEADY_SPREAD = 0.05
-# A trainer that has been warm needs no more before its next run.
+# Enough for a trainer that has run before.
 AGAIN_WARMUP_STEPS = 2
-# The kinds of micro-batches in a step: one that adds to the gradients, and the last, which updates.
-# So a step of both is warm for one of any number, and shows what runs in it.
+# A step has two kinds of micro-batches: all but the last add to the gradients, the last updates.
+# Two of them warm up, and show, a step of any number.
 KINDS_OF_MICRO_BATCHES = 2
 
 
@@ -44,7 +44,7 @@ class Clock(Protocol):
 
 
 class CudaClock:
-    """Marks are CUDA events on the current stream; times are known after `synchronize`."""
+    """Marks CUDA events on the current stream. Times are known after `synchronize`."""
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -59,7 +59,7 @@ class CudaClock:
 
 
 class WallClock:
-    """For the CPU, where work is done when the call returns."""
+    """Reads the host's clock: on the CPU work is done when its call returns."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -73,16 +73,16 @@ class WallClock:
 
 @dataclass
 class Timings:
-    """Raw times of every timed step, in ms, with the loss that each step saw.
+    """Raw times in ms and the loss of every timed step.
 
-    first_step_s: wall time of the warm-up until a step had run as the timed ones do: of the first;
-    of a graph, the eager steps, the capture and the first replay. Of a trainer's first run.
-    forward_ms, backward_ms: sums over micro-batches. These and optimizer_ms: empty for a graph.
-    wall_ms: the host's clock, from before a step's first mark until its loss has been read.
-    optimizer_steps: the fewest updates that any adapter matrix got from the timed steps.
-    unmoved_adapters: matrices that the timed steps left as they were.
+    first_step_s: time until a step had run like the timed ones: the first step, or for a graph the
+    eager steps, the capture and the first replay. Only in a trainer's first run.
+    forward_ms, backward_ms: sums over micro-batches. These and optimizer_ms are empty for a graph.
+    wall_ms: by the host's clock, from before a step's first mark until its loss is read.
+    optimizer_steps: the fewest updates that any adapter matrix got in the timed steps.
+    unmoved_adapters: matrices that the timed steps did not change.
     changed_batches: batches that the steps wrote to.
-    peak_allocated_bytes, peak_reserved_bytes: in the timed steps; of a graph, from its capture on.
+    peak_allocated_bytes, peak_reserved_bytes: in the timed steps, and for a graph in its capture.
     """
 
     first_step_s: float | None
@@ -103,12 +103,12 @@ class Trainer:
     """Trains `model` with AdamW, `accumulate` batches a step.
 
     Args:
-        autocast: makes the context that the forward runs in.
-        clock: what marks the parts of a step.
-        max_warmup_steps: warm up no longer than this, steady or not, beside a graph's eager steps.
+        autocast: makes the context of the forward.
+        clock: marks the parts of a step.
+        max_warmup_steps: the most warm-up steps, without a graph's eager ones.
         graph: captures the step in CUDA graphs; None for an eager step.
         accumulate: micro-batches of a step.
-        lengths_as: what the model is told of documents' lengths.
+        lengths_as: turns documents' lengths into inputs of the model.
     """
 
     def __init__(
@@ -137,15 +137,15 @@ class Trainer:
         self.graphed_step: Any = (
             graph.step_for(self.optimizer, accumulation_steps=accumulate) if graph else None
         )
-        self.graph_constants: dict[str, Any] = {}  # what every batch of a run is given besides
+        self.graph_constants: dict[str, Any] = {}  # inputs beside each batch of a run
         self.is_warm = False
 
     def _inputs(self, batch: Batch) -> dict[str, Any]:
         return batch.inputs(self.lengths_as)
 
     def step(self, batches: Sequence[Batch]) -> tuple[list[Any], torch.Tensor]:
-        """One training step on these micro-batches; returns the marks around its parts (forward and
-        backward of each, and the optimizer's; of a graph two), and its loss."""
+        """Run a step on these micro-batches. Return the marks around its parts, which are forward
+        and backward of each and the optimizer (a graph has two marks), and its loss."""
         marks = [self.clock.mark()]
         losses = []
         if self.graph:
@@ -174,26 +174,26 @@ class Trainer:
         on_step: Callable[[int], None] = lambda done: None,
         before_step: Callable[[int], None] = lambda done: None,
     ) -> Timings:
-        """Warm up, go back to the first weights, then time `steps` steps over `batches`, in order.
+        """Warm up, go back to the first weights, then time `steps` steps over `batches` in order.
 
-        The adapters and the optimizer's state are put back after the warm-up, so that the losses
-        of the timed steps can be compared between variants whatever their warm-up took. A second
-        run warms up for AGAIN_WARMUP_STEPS alone, and a graph is not captured again.
+        After the warm-up adapters and optimizer state are put back. The losses of timed steps then
+        compare between variants however long each warm-up took. A second run only warms up for
+        AGAIN_WARMUP_STEPS and does not capture a graph again.
 
         Args:
-            on_step: called after each timed step, with the number of those that are done.
-            before_step: called before each timed step, likewise; no time counts what it takes.
+            on_step: called after each timed step with the number of steps done.
+            before_step: called before each timed step likewise. No time includes it.
         """
         start = [parameter.detach().cpu().clone() for parameter in self.trained]
         given = [[tensor.clone() for tensor in batch.tensors()] for batch in batches]
         if self.graph and self.graph.takes_max_labelled:
-            # an eager step drops what is not labelled, but a graph cannot ask how much that is
+            # an eager step drops unlabelled tokens, but a graph cannot count them
             most = max(batch.labelled for batch in batches)
             self.graph_constants = {"max_labelled_tokens": most}
         timings = Timings(first_step_s=self._warm_up(batches))
         self._rewind(start)
-        # a full collection over a model's objects holds the host for a quarter of a second, every
-        # twenty steps or so: what is there by now is not looked through again
+        # A full garbage collection over a model's objects takes the host a quarter of a second,
+        # every twenty steps or so. Frozen objects are not looked through.
         gc.collect()
         gc.freeze()
         try:
@@ -211,7 +211,7 @@ class Trainer:
         on_step: Callable[[int], None],
         before_step: Callable[[int], None],
     ) -> None:
-        if self.on_gpu and not self.graph:  # see _warm_up
+        if self.on_gpu and not self.graph:  # for a graph, see _warm_up
             torch.cuda.reset_peak_memory_stats()
         around = _around(batches)
         for done in range(steps):
@@ -239,7 +239,7 @@ class Trainer:
         start: list[torch.Tensor],
         batches: Iterable[tuple[Batch, list[torch.Tensor]]],
     ) -> None:
-        """Note what the timed steps did to the adapters, to the optimizer and to their batches."""
+        """Note what the timed steps did to adapters, optimizer and batches."""
         updates = (self.optimizer.state[parameter].get("step", 0) for parameter in self.trained)
         timings.optimizer_steps = int(min(updates))
         timings.unmoved_adapters = sum(
@@ -251,7 +251,7 @@ class Trainer:
         )
 
     def _warm_up(self, batches: list[Batch]) -> float | None:
-        """Run steps until their times are steady; returns `first_step_s`."""
+        """Run steps until their times are steady, and return `first_step_s`."""
         times_ms: list[float] = []
         micro_batches = min(self.accumulate, KINDS_OF_MICRO_BATCHES)
         around = _around(batches)
@@ -266,8 +266,8 @@ class Trainer:
         eager = self.graph.eager_calls if self.graph else 0
         for _ in range(eager + self.max_warmup_steps):
             if self.graph and self.on_gpu and len(times_ms) == eager:
-                # A replay allocates nothing: all that it works in was allocated by the capture. So
-                # the peak is counted from here on, without what the eager steps left in the cache.
+                # A replay allocates nothing: the capture has allocated its memory. So the peak
+                # counts from here, without what the eager steps left in the cache.
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
             marks, _ = self.step(list(islice(around, micro_batches)))
@@ -288,7 +288,7 @@ class Trainer:
 
 
 def is_steady(times_ms: list[float]) -> bool:
-    """Return True if the times lie within STEADY_SPREAD of the smallest."""
+    """Return True if the times lie within STEADY_SPREAD of the shortest."""
     return max(times_ms) <= (1 + STEADY_SPREAD) * min(times_ms)
 
 

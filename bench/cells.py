@@ -1,7 +1,6 @@
-"""The functions that run in processes of their own: they prepare a run, and measure the floor, the
-kernels, or the cells of one variant and round.
+"""Functions that run in processes of their own: prepare a run, measure floor, kernels and cells.
 
-Every function takes `send` first, with which it hands what it found to the parent.
+Every public function takes `send` first and hands what it finds to the parent by it.
 """
 
 import dataclasses
@@ -10,7 +9,7 @@ import os
 from collections.abc import Callable, Collection, Sequence
 from errno import ENOSPC
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from msgspec.structs import replace
@@ -18,6 +17,7 @@ from msgspec.structs import replace
 import models
 from batches import Batch
 from bench import audit, interpreter, machine
+from bench.evidence import EVIDENCE, not_run
 from bench.folders import unfinished_beside
 from bench.plan import LEARNING_RATE, Plan
 from bench.profiler import Profile, profile_step
@@ -25,15 +25,23 @@ from bench.records import Cell, Parity
 from bench.weights import materialize
 from models import Built
 from trainer import KINDS_OF_MICRO_BATCHES, MAX_WARMUP_STEPS, Trainer
-from variants import EVIDENCE, recipe_of
+from variants import recipe_of
 
 Send = Callable[[dict[str, Any]], None]
-Stage = tuple[int, int]  # a round and a length
+
+
+class Block(NamedTuple):
+    """The cells of all variants in one round at one length."""
+
+    round: int
+    seq_len: int
 
 
 def prepare_run(send: Send, plan: Plan) -> None:
-    """Make what every cell needs, unless it is there: the base weights and the parity reference.
-    Send {"doing": words} for each, and {"full": path} where a disk has no room for it."""
+    """Make the base weights and the parity references that are missing.
+
+    Sends {"doing": words} for each, and {"full": path} if a disk is full.
+    """
     try:
         _prepare(send, plan)
     except OSError as error:
@@ -61,16 +69,14 @@ def _prepare(send: Send, plan: Plan) -> None:
 
 def measure_floor(send: Send, plan: Plan, seq_lens: tuple[int, ...]) -> None:
     """Send the floor of each length as {"floor": {seq_len: ...}}."""
-    from transformers import AutoConfig
+    from bench.floor import FrozenOperations, Shape, time_floor
 
-    from bench.floor import FrozenOperations, Shape, measure
-
-    config = AutoConfig.from_pretrained(plan.source.folder, local_files_only=True)
+    config = _config(plan)
     operations = FrozenOperations(Shape.of(config), plan.device)
     for seq_len in seq_lens:
         batches = plan.timed_batches(seq_len)
         labelled = round(sum(batch.labelled for batch in batches) / len(batches))
-        result = measure(
+        result = time_floor(
             operations, plan.batch_size, seq_len, labelled, plan.clock(), plan.accumulate
         )
         send({"floor": {seq_len: result}})
@@ -78,51 +84,61 @@ def measure_floor(send: Send, plan: Plan, seq_lens: tuple[int, ...]) -> None:
 
 def measure_kernels(send: Send, plan: Plan) -> None:
     """Send the kernel table at the model's own shapes as {"kernels": ...}."""
-    from transformers import AutoConfig
-
     from bench.kernels import time_kernels
 
-    config = AutoConfig.from_pretrained(plan.source.folder, local_files_only=True)
     tokens = [plan.batch_size * seq_len for seq_len in plan.seq_lens]
-    send({"kernels": time_kernels(config.intermediate_size, tokens)})
+    send({"kernels": time_kernels(_config(plan).intermediate_size, tokens)})
+
+
+def _config(plan: Plan) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(plan.source.folder, local_files_only=True)
+
+
+def make_ready(variant: str, device: str) -> None:
+    """Set up this process for a variant, before anything imports transformers or peft."""
+    if device == "cpu":
+        interpreter.prepare_interpreter()
+    if recipe_of(variant).library == "unsloth":
+        # it writes generated code there and imports it
+        os.environ["UNSLOTH_COMPILE_LOCATION"] = f"unsloth_compiled_cache/{variant}"
+        import unsloth  # noqa: F401  (it patches transformers and peft)
+    if recipe_of(variant).fp8:  # spares a memory set before each matmul: docs/api.md
+        os.environ.setdefault(models.CUBLASLT_WORKSPACE, "0")
 
 
 def measure_cells(
     send: Send,
     plan: Plan,
     variant: str,
-    todo: Sequence[Stage],
+    todo: Sequence[Block],
     interleaved: Collection[int] = (),
     wait_for_turn: Callable[[int], int] | None = None,
 ) -> None:
-    """Send a {"cell": ...} for each round and length of `todo`, {"step": n} for each timed step,
-    and {"did": stage} when a model is built and checked, and when it is warm.
+    """Send a {"cell": ...} for each round and length of `todo`.
 
-    Where others run beside it, each item of `todo` is a stage of its own. At a length that is
-    `interleaved` it waits for its turn before it warms up, before every `plan.interleave` timed
-    steps, and before what comes after them; at another its turn is the whole cell. Where it finds
-    no memory beside them, which may be theirs, it sends {"does_not_fit": length} and stops. Stops
-    after a cell that ran out of memory or failed: what follows wants a fresh process.
+    Also sends {"step": n} after each timed step, and {"did": stage} once a model is built and
+    checked and once it is warm. Stops after a cell that failed or ran out of memory: what follows
+    needs a fresh process.
 
-    Rounds of one length that follow each other have one trainer: those after the first find the
-    step captured and warm, and are not profiled again.
+    With others beside it, each item of `todo` is a phase of its own. At an `interleaved` length it
+    waits for its turn before the warm-up, before every `plan.interleave` timed steps, and before
+    what follows them. At any other length its turn is the whole cell. Without memory, which the
+    others may hold, it sends {"does_not_fit": length} and stops.
+
+    Consecutive rounds of one length share a trainer. Later ones find the step captured and warm and
+    are not profiled again.
     """
-    if plan.device == "cpu":
-        interpreter.prepare_interpreter()
-    if recipe_of(variant).library == "unsloth":
-        # it writes generated code there, and imports it
-        os.environ["UNSLOTH_COMPILE_LOCATION"] = f"unsloth_compiled_cache/{variant}"
-        import unsloth  # noqa: F401  (before transformers and peft, which it patches)
-    if recipe_of(variant).fp8:  # for kernels without a memory set before each: docs/api.md
-        os.environ.setdefault(models.CUBLASLT_WORKSPACE, "0")
+    make_ready(variant, plan.device)
     built, parity, built_for, trainer = None, None, None, None
-    for stage, (round_number, seq_len) in enumerate(todo):
+    for phase, (round_number, seq_len) in enumerate(todo):
         cell = Cell(variant, seq_len, round_number, "error")
         if seq_len in interleaved:
             cell.turn_steps = plan.interleave
         try:
             if built is None or (built_for != seq_len and _is_made_for_one_length(variant)):
-                built = None  # frees one before the next is built
+                built = None  # free the old model before building the next
                 built, parity = _build_and_check(plan, variant, seq_len)
                 built_for = seq_len
                 send({"did": "start"})
@@ -134,7 +150,7 @@ def measure_cells(
                 cell = replace(cell, status="parity_failed", error=parity.problem)
             else:
                 trainer = trainer or _trainer_of(plan, built)
-                my_turn = partial(wait_for_turn, stage) if wait_for_turn else lambda: 1
+                my_turn = partial(wait_for_turn, phase) if wait_for_turn else lambda: 1
                 cell = _measure(plan, cell, trainer, send, my_turn)
         except Exception as error:
             if wait_for_turn and _says_no_memory(error):
@@ -144,7 +160,7 @@ def measure_cells(
         send({"cell": cell})
         if cell.status in ("oom", "error"):
             return
-        if seq_len not in [length for _, length in todo[stage + 1 : stage + 2]]:
+        if seq_len not in [length for _, length in todo[phase + 1 : phase + 2]]:
             trainer = None  # and with it the memory of its graphs
         gc.collect()
         if plan.device == "cuda":
@@ -152,14 +168,14 @@ def measure_cells(
 
 
 def _says_no_memory(error: Exception) -> bool:
-    """Return True if the GPU had no memory left, for torch or for a library that asks by itself."""
+    """Return True if torch, or a library that allocates by itself, found no GPU memory."""
     words = str(error).lower()
     no_memory = "out of memory" in words or "alloc_failed" in words
     return isinstance(error, torch.OutOfMemoryError) or no_memory
 
 
 def _failed(cell: Cell, error: Exception) -> Cell:
-    """The cell with the reason why it has no time."""
+    """Return the cell with the reason why it has no time."""
     if not isinstance(error, torch.OutOfMemoryError):
         return replace(cell, error=f"{type(error).__name__}: {_first_line(error)}")
     said = _first_line(error)
@@ -168,14 +184,14 @@ def _failed(cell: Cell, error: Exception) -> Cell:
 
 
 def _is_made_for_one_length(variant: str) -> bool:
-    """Unsloth's model, which is told the length and checkpoints by it, and a compiled one, of which
-    torch keeps only so many shapes."""
+    """Return True for Unsloth, which picks its checkpointing by the length, and for compiled
+    models: torch keeps only a few shapes of each."""
     recipe = recipe_of(variant)
     return recipe.library == "unsloth" or recipe.compiled
 
 
 def _build_and_check(plan: Plan, variant: str, seq_len: int) -> tuple[Built, Parity]:
-    """The variant, and how far it is from the reference."""
+    """Build the variant and hold it against the reference."""
     from bench.parity import Reference, check_parity
 
     built = plan.build(variant, seq_len)
@@ -186,30 +202,24 @@ def _build_and_check(plan: Plan, variant: str, seq_len: int) -> tuple[Built, Par
 def _trainer_of(plan: Plan, built: Built) -> Trainer:
     warmup = MAX_WARMUP_STEPS if plan.device == "cuda" else 1  # a rehearsal's times mean nothing
     return Trainer(
-        built.model,
-        built.autocast,
-        plan.clock(),
-        LEARNING_RATE,
-        warmup,
-        built.graph,
-        plan.accumulate,
-        built.lengths_as,
-    )
+        built.model, built.autocast, plan.clock(), LEARNING_RATE, warmup, built.graph,
+        plan.accumulate, built.lengths_as,
+    )  # fmt: skip
 
 
 def _measure(
     plan: Plan, cell: Cell, trainer: Trainer, send: Send, wait_for_turn: Callable[[], int]
 ) -> Cell:
-    """The cell of a variant with its times and what ran.
+    """Time a variant and return its cell with what ran.
 
-    It waits for its turn first, and between its steps where `cell.turn_steps` are a turn.
+    Waits for its turn first, and again after every `cell.turn_steps` steps if these are a turn.
     """
     batches = [batch.to(plan.device) for batch in plan.timed_batches(cell.seq_len)]
     was_profiled = trainer.is_warm
     samples = []
 
     def on_step(done: int) -> None:
-        samples.append(machine.sample())  # the step has ended, and the next has not begun
+        samples.append(machine.sample())  # between two steps
         send({"step": done})
 
     def before_step(done: int) -> None:
@@ -222,7 +232,7 @@ def _measure(
     ours = wait_for_turn()
     timings = trainer.run(batches, plan.steps, on_step, before_step)
     if cell.turn_steps:
-        ours = wait_for_turn()  # the others' last steps come before what follows
+        ours = wait_for_turn()  # first the others take their last steps
 
     profile = problem = None
     if not was_profiled:
@@ -246,28 +256,30 @@ def _measure(
         host_launch_us=launch_us,
         **dataclasses.asdict(timings),
         **(dataclasses.asdict(profile) if profile else {}),
-        **(machine.conditions_of(samples)._asdict() if on_gpu else {}),
+        **(dataclasses.asdict(machine.conditions_of(samples)) if on_gpu else {}),
     )
 
 
 def _profiled(
     plan: Plan, cell: Cell, trainer: Trainer, batches: list[Batch]
 ) -> tuple[Profile, str | None]:
-    """Profile a step; returns what ran, and what did not although it was asked for. With
-    accumulation it has both kinds of micro-batches, and the times are made those of a whole one."""
+    """Profile a step. Return what ran, and in words what should have run and did not.
+
+    With accumulation we profile both kinds of micro-batches and scale the times to a whole step.
+    """
     recipe = recipe_of(cell.variant)
-    functions = [name for evidence in EVIDENCE.values() for name in evidence.functions]
+    functions = [name for proof in EVIDENCE.values() for name in proof.functions]
     compiles = recipe.compiled or recipe.library == "unsloth"  # which compiles parts of its own
     step = batches[: min(plan.accumulate, KINDS_OF_MICRO_BATCHES)]
     profile = profile_step(lambda: trainer.step(step), functions, not compiles)
-    problem = audit.not_run(
+    problem = not_run(
         recipe, cell.fused_modules, profile, plan.device == "cuda", len(step), plan.lora
     )
-    return profile.of_more(plan.accumulate / len(step)), problem
+    return profile.scaled(plan.accumulate / len(step)), problem
 
 
 def _allocator_failures() -> int:
-    """Count the times CUDA's allocator has found no memory; 0 where it has not run."""
+    """Count how often CUDA's allocator has found no memory."""
     return torch.cuda.memory_stats().get("num_ooms", 0) if torch.cuda.is_available() else 0
 
 

@@ -1,10 +1,10 @@
-"""Chats on disk: what `--data` names, as one file that every process reads.
+"""Chats on disk: `--data` as one file that every process reads.
 
     FILE                    JSON lines, JSON arrays, {"train": [...]} or parquet
     ORGANISATION/NAME       a data set of the Hugging Face hub, its split "train"
     ORGANISATION/NAME:SPLIT another split, or a part of one: HuggingFaceH4/no_robots:train[:2000]
 
-`rows.py` says which rows are chats.
+`rows.py` turns rows into chats.
 """
 
 import hashlib
@@ -25,14 +25,12 @@ IN_A_CHAT = {*CHAT, "prompt", "instruction"}
 
 
 def gather(data: str, cache: Path, model: Path | None = None) -> Path:
-    """Return the file with the chats of `data`: {"messages": [...]} a line, in `cache`.
+    """Write the chats of `data` to a file in `cache`, {"messages": [...]} a line, and return it.
 
-    The file is named by its SHA-256, so that a run goes on with the chats that it began with.
-    Tool calls are written by the chat template of the tokenizer in the folder `model`.
+    Its name is its SHA-256: a run continues with the chats it began with. The chat template of the
+    tokenizer in the folder `model` writes tool calls.
 
-    Raises:
-        ValueError: there is no such file or data set, one of its rows is no chat, or `cache`
-            cannot be written.
+    Raises ValueError if there is no such data, a row is no chat, or `cache` cannot be written.
     """
     path = Path(data)
     is_file = path.exists() or path.suffix in (".jsonl", ".json", ".parquet")
@@ -52,7 +50,7 @@ def gather(data: str, cache: Path, model: Path | None = None) -> Path:
     gathered = (cache / "data" / f"{hashlib.sha256(text).hexdigest()[:12]}.jsonl").resolve()
     if not gathered.exists():
         try:
-            with unfinished_beside(gathered) as unfinished:  # another run may read it
+            with unfinished_beside(gathered) as unfinished:  # another run may be reading
                 unfinished.write_bytes(text)
         except OSError as error:
             raise ValueError(f"--cache {cache}: cannot be written ({error.strerror})") from None
@@ -64,7 +62,7 @@ def _numbered(rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _read(path: Path) -> Iterator[tuple[str, Any]]:
-    """Return the rows of a file, each with its place: "line 3" of JSON lines, else "chat 3"."""
+    """Return the rows of a file with their places: "line 3" in JSON lines, else "chat 3"."""
     if not (path.is_file() and os.access(path, os.R_OK)):
         raise ValueError(
             f"--data {path}: no file to read; give chats as JSON lines, or a data set of the hub"
@@ -87,13 +85,13 @@ def _json_rows(text: str, path: Path) -> Iterator[tuple[str, Any]]:
         value, end = json.JSONDecoder().raw_decode(text, len(text) - len(text.lstrip()))
     except json.JSONDecodeError as error:
         first_line = text.lstrip().partition("\n")[0].strip()
-        if first_line == "{" or first_line.startswith("["):  # no JSON lines
+        if first_line == "{" or first_line.startswith("["):  # not JSON lines
             said = f"line {error.lineno}: not JSON ({error.msg})"
             raise ValueError(f"--data {path}, {said}; wanted {WANTED}") from None
         return _lines(text, path)
     except (ValueError, RecursionError):  # _lines says where
         return _lines(text, path)
-    if text[end:].strip():
+    if text[end:].strip():  # more than one value
         return _lines(text, path)
     if isinstance(value, dict):
         lists = [rows for rows in value.values() if isinstance(rows, list)]
@@ -119,7 +117,7 @@ def _lines(text: str, path: Path) -> Iterator[tuple[str, Any]]:
 def _parquet(path: Path) -> Iterable[dict[str, Any]]:
     datasets = _quiet_datasets()
     try:
-        # streamed, as its own cache goes by a file's time alone
+        # streamed: the library's own cache goes by a file's time alone
         return list(datasets.Dataset.from_parquet(str(path), streaming=True))
     except Exception as error:  # pyarrow raises many kinds
         raise ValueError(
@@ -132,7 +130,7 @@ def _download(name: str, split: str | None, cache: Path) -> Iterable[dict[str, A
     datasets = _quiet_datasets()
     try:
         return datasets.load_dataset(name, split=split or SPLIT, cache_dir=str(cache))
-    except Exception as error:  # offline, unknown, gated, another split: its own words say which
+    except Exception as error:  # offline, unknown, gated, no such split: its words say which
         raise ValueError(
             f"--data {name}: not a file, and not to be had from the hub ({_one_line(error)}); "
             "give chats as JSON lines, or ORGANISATION/NAME:SPLIT"
@@ -140,7 +138,7 @@ def _download(name: str, split: str | None, cache: Path) -> Iterable[dict[str, A
 
 
 def _quiet_datasets() -> Any:
-    """The library, imported (a second) where data is read, without its bars and warnings."""
+    """Import the library, which takes a second, without its progress bars and warnings."""
     import datasets
     import huggingface_hub
 

@@ -1,11 +1,11 @@
-"""The floor: the time of the operations that no LoRA step at this precision can do without.
+"""The floor: the time of the operations that every LoRA step at this precision needs.
 
-For every layer, with weights of its own: the frozen products q+k+v, o, gate+up and down, forward
-and for the gradient of their input, and attention both ways; then the lm_head both ways over the
-labelled tokens, which are all that the loss needs. No adapters, norms, activations or optimizer.
-The operations run in a step's order as one CUDA graph that is replayed like steps, because short
-bursts flatter a card that is held back by its power limit. With checkpointing a step cannot do
-without part of each layer's forward a second time: the recomputation, measured likewise.
+Each layer has its own weights and runs the frozen matmuls q+k+v, o, gate+up and down, forward and
+for the gradient of their input, and attention both ways. Then comes the lm_head both ways over the
+labelled tokens, which are all the loss needs. There are no adapters, norms, activations or
+optimizer. The operations run in a step's order as one CUDA graph, replayed like steps: short bursts
+would flatter a card at its power limit. A checkpointed step also needs part of each layer's forward
+a second time. We measure this recomputation the same way.
 """
 
 import statistics
@@ -25,7 +25,7 @@ STEPS = 20
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a model that the floor depends on."""
+    """The model sizes behind the floor."""
 
     layers: int
     hidden: int
@@ -55,13 +55,13 @@ class Shape:
 
 
 class FrozenOperations:
-    """The frozen operations of one step, each layer with its own weights.
+    """The frozen operations of one step, with weights for each layer.
 
-    Operands are random tensors of the right shapes rather than the results of the operation before:
-    a product takes as long either way, and no copy between layouts gets into the floor.
+    Operands are random tensors of the right shapes. A matmul takes as long as with real ones, and
+    no copy between layouts gets into the floor.
     """
 
-    # The lm_head's logits are [labelled tokens, vocabulary]: in chunks, so that they fit any card.
+    # The logits [labelled tokens, vocabulary] come in chunks, which fit any card.
     LM_HEAD_CHUNK = 4096
 
     def __init__(self, shape: Shape, device: str):
@@ -101,18 +101,13 @@ class FrozenOperations:
         )
 
     def chain(self, batch_size: int, seq_len: int, labelled_tokens: int) -> Callable[[], None]:
-        """A function that runs the operations of one step, forward and then backward."""
+        """Return a function that runs the operations of one step, forward and then backward."""
         given = self._operands(batch_size, seq_len)
-        forward_inputs = (given.hidden, given.attended, given.hidden, given.intermediate)
-        # [in] of every product forward; the same tensors serve as the [out] gradients backward
+        # as gradients of outputs the same tensors serve backward
         backward_inputs = (given.grad_qkv, given.hidden, given.grad_gate_up, given.hidden)
 
         def step() -> None:
-            outputs = []
-            for weights in self.layers:
-                for x, weight in zip(forward_inputs, weights, strict=True):
-                    x @ weight.t()
-                outputs.append(_attention(*given.heads))
+            outputs = [_forward(weights, given) for weights in self.layers]
             for start in range(0, labelled_tokens, self.LM_HEAD_CHUNK):
                 rows = given.hidden[start : min(start + self.LM_HEAD_CHUNK, labelled_tokens)]
                 (rows @ self.lm_head.t()) @ self.lm_head
@@ -124,23 +119,20 @@ class FrozenOperations:
         return step
 
     def recomputation(self, batch_size: int, seq_len: int) -> Callable[[], None]:
-        """A function that runs what checkpointed layers do a second time, and cannot do without:
-        all of their forward but the down projection, whose output nothing is saved of."""
+        """Return a function that runs what checkpointed layers must recompute: their forward
+        without the down projection, of whose output nothing is saved."""
         given = self._operands(batch_size, seq_len)
-        inputs = (given.hidden, given.attended, given.hidden)
 
         def run() -> None:
             for weights in self.layers:
-                for x, weight in zip(inputs, weights[:-1], strict=True):
-                    x @ weight.t()
-                _attention(*given.heads)
+                _forward(weights[:-1], given)
 
         return run
 
 
 @dataclass(frozen=True)
 class Operands:
-    """Random tensors in the place of a step's own; `heads` are q, k and v."""
+    """Random tensors in place of a step's own. `heads` are q, k and v."""
 
     hidden: Tensor
     attended: Tensor
@@ -151,11 +143,15 @@ class Operands:
     grad_heads: Tensor
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+def _forward(weights: list[Tensor], given: Operands) -> Tensor:
+    """Multiply inputs with a layer's weights in order, attend, and return attention's output."""
+    inputs = (given.hidden, given.attended, given.hidden, given.intermediate)
+    for x, weight in zip(inputs, weights, strict=False):
+        x @ weight.t()
+    return F.scaled_dot_product_attention(*given.heads, is_causal=True, enable_gqa=True)
 
 
-def measure(
+def time_floor(
     operations: FrozenOperations,
     batch_size: int,
     seq_len: int,
@@ -163,13 +159,13 @@ def measure(
     clock: Clock,
     accumulate: int = 1,
 ) -> Floor:
-    """Time the floor at one length, and beside it the recomputation: the medians of STEPS replays
-    after WARMUP_STEPS, in ms. A step that accumulates has so many times a micro-batch's."""
-    on_gpu = operations.device == "cuda"
-    step = operations.chain(batch_size, seq_len, labelled_tokens)
-    again = operations.recomputation(batch_size, seq_len)
+    """Time the floor and the recomputation at one length: medians of STEPS replays after
+    WARMUP_STEPS. A micro-batch's times are multiplied by `accumulate`."""
+    chains = (operations.chain(batch_size, seq_len, labelled_tokens),
+              operations.recomputation(batch_size, seq_len))  # fmt: skip
     samples_ms, again_ms = (
-        [accumulate * ms for ms in _samples(chain, on_gpu, clock)] for chain in (step, again)
+        [accumulate * ms for ms in _samples(chain, operations.device == "cuda", clock)]
+        for chain in chains
     )
     return Floor(
         floor_ms=statistics.median(samples_ms),
@@ -194,7 +190,7 @@ def _samples(operations: Callable[[], None], on_gpu: bool, clock: Clock) -> list
 
 
 def _captured(step: Callable[[], None]) -> Callable[[], None]:
-    """`step` as one CUDA graph, after a run on a side stream that lets cuBLAS set itself up."""
+    """Capture `step` in a CUDA graph, after a run on a side stream that initialises cuBLAS."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -1,5 +1,4 @@
-"""The folders that a run writes to: they can be written, its own is its own alone, and what a
-killed run left half-written is removed."""
+"""The folders a run writes to: locks, files that appear whole, and cleaning up after kills."""
 
 import fcntl
 import os
@@ -12,19 +11,19 @@ from pathlib import Path
 
 LOCK = ".lock"
 UNFINISHED = ".*.tmp"
-LEFT_ON_A_FULL_DISK = 2**16  # bytes, less than a write that fails
-LOG = ".lora-bench-"  # of what a process prints
+LEFT_ON_A_FULL_DISK = 2**16  # bytes: less than the smallest write that fails
+LOG = ".lora-bench-"  # begins the names of processes' output files
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Make the folder, and keep other runs out of it until the context ends or the process dies.
+    """Make the folder and keep other runs out until the context ends or the process dies.
 
-    The lock is the open file's, and no child inherits that, so whatever kills the process frees the
-    folder. The file is gone after the context, and so is a folder that was made for it in vain.
+    The lock belongs to the open file, which no child inherits: whatever kills the process frees the
+    folder. The context removes the lock file, and the folder if it made it and nothing is in it.
 
     Raises:
-        ValueError: another run has it, or nothing can be written there.
+        ValueError: another run has the folder, or it cannot be written.
     """
     made = not folder.exists()
     path = folder / LOCK
@@ -35,7 +34,7 @@ def locked(folder: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(file.fileno()).st_nlink:
                 break
-            file.close()  # whoever had it has removed it since: that lock keeps nobody out
+            file.close()  # its last owner removed the file meanwhile: this lock locks nothing
     except BlockingIOError:
         file.close()
         raise ValueError(
@@ -55,13 +54,13 @@ def locked(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def unfinished_beside(path: Path, is_folder: bool = False) -> Iterator[Path]:
-    """Give an empty file or folder beside `path`, and move it there, whole, when the context ends.
+    """Give an empty file or folder next to `path` and move it there when the context ends.
 
-    It is locked as long as it is written, which tells it from what a killed process left. A folder
-    that another process has put there meanwhile stays.
+    It is locked meanwhile, unlike what a killed process leaves. If another process has put a folder
+    at `path`, that one stays.
 
     Raises:
-        OSError: it cannot be written; one of a full disk names `path`, whoever wrote.
+        OSError: it cannot be written. If the disk is full the error names `path`, whoever wrote.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     number = 0
@@ -72,10 +71,10 @@ def unfinished_beside(path: Path, is_folder: bool = False) -> Iterator[Path]:
             unfinished.mkdir() if is_folder else unfinished.touch(exist_ok=False)
             try:
                 lock = _lock_of(unfinished)
-            except OSError:  # a file system without locks, where nothing is removed
+            except OSError:  # the file system has no locks; nothing is removed there
                 lock = os.open(unfinished, os.O_RDONLY)
             if lock is not None:
-                break  # else a run that starts has removed it, just before it was locked
+                break  # else a starting run removed it before we locked it
     try:
         yield unfinished
         try:
@@ -93,25 +92,25 @@ def unfinished_beside(path: Path, is_folder: bool = False) -> Iterator[Path]:
 
 
 def locked_log() -> "tempfile._TemporaryFileWrapper[bytes]":
-    """Open a file for what a process prints, which is gone when it is closed, and locked till then:
-    one that nobody has locked is a killed run's."""
+    """Open a file for a process's output. It is locked until it closes, and then it is gone.
+    Without a lock such a file is a killed run's."""
     while True:
         log = tempfile.NamedTemporaryFile(prefix=LOG, suffix=".log")  # noqa: SIM115
         fcntl.flock(log, fcntl.LOCK_EX)
         if os.fstat(log.fileno()).st_nlink:
             return log
-        with suppress(FileNotFoundError):  # a run that starts has removed it
+        with suppress(FileNotFoundError):  # a starting run has removed it
             log.close()
 
 
 def _is_full(error: Exception, folder: Path) -> bool:
-    """Return True if a disk is full: libraries that write raise errors of their own."""
+    """Return True if a disk is full. Libraries that write raise errors of their own kinds."""
     says_so = getattr(error, "errno", None) == ENOSPC or os.strerror(ENOSPC) in str(error)
     return says_so or shutil.disk_usage(folder).free < LEFT_ON_A_FULL_DISK
 
 
 def remove_unfinished(folder: Path, cache: Path) -> None:
-    """Remove what killed runs left half-written in a run's folder and a cache, and their logs."""
+    """Remove half-written files of killed runs from a run's folder and a cache, and their logs."""
     left = [*folder.glob(UNFINISHED), *cache.glob(f"*/{UNFINISHED}")]
     for path in (*left, *Path(tempfile.gettempdir()).glob(f"{LOG}*")):
         with suppress(OSError):  # somebody else's
@@ -121,7 +120,7 @@ def remove_unfinished(folder: Path, cache: Path) -> None:
 
 
 def _lock_of(path: Path) -> int | None:
-    """Lock a file or folder; returns what to close, None if somebody has it or it is gone."""
+    """Lock a file or folder and return what to close. None: somebody else has it, or it is gone."""
     try:
         lock = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -137,7 +136,7 @@ def _lock_of(path: Path) -> int | None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or a folder with all in it, if it is there."""
+    """Remove a file or a whole folder, if it is there."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -145,7 +144,7 @@ def _remove(path: Path) -> None:
 
 
 def check_writable(flag: str, folder: Path) -> None:
-    """Raises ValueError in the words of the option that names the folder."""
+    """Raise ValueError, naming the option, if its folder cannot be written."""
     probe = folder / f".writable.{os.getpid()}.tmp"
     made = not folder.exists()
     try:

@@ -1,7 +1,7 @@
-"""Vanilla PEFT with the products of its base weights in FP8, for parity of variants that have them.
+"""Vanilla PEFT with FP8 matmuls in its base layers: the parity reference of FP8 variants.
 
-In plain PyTorch and with nothing of `fused_lora`: codes, scales and what is multiplied by what are
-as docs/api.md has FP8. It multiplies in fp32, slowly, and is never timed.
+Plain PyTorch after docs/api.md, without anything of `fused_lora`. It multiplies in fp32, slowly,
+and is never timed.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ E4M3, LARGEST = torch.float8_e4m3fn, 448.0
 
 @contextmanager
 def fp8_products(model: nn.Module) -> Iterator[None]:
-    """Within it every base layer under an adapter multiplies codes, forward and backward."""
+    """Let every base layer under an adapter multiply FP8 codes, forward and backward."""
     bases: list[Any] = [one.base_layer for one in model.modules() if hasattr(one, "base_layer")]
     for base in bases:
         base.forward = partial(_run, base)
@@ -45,12 +45,12 @@ class _Product(torch.autograd.Function):
     def backward(ctx, grad):
         codes, scales = ctx.saved_tensors
         with torch.autocast(grad.device.type, enabled=False):
-            # the scales of W's rows lie in this sum
+            # this sum runs over W's rows, so their scales go into the gradient first
             return (_rounded(grad * scales.t()) @ codes).to(grad.dtype), None, None
 
 
 def _codes(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest codes in e4m3 to x over the scale of its row, in fp32, and the scales."""
+    """Return the e4m3 codes nearest to x / scale, in fp32, and the scale of each row."""
     x = x.float()
     scales = x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / LARGEST
     return (x / scales).to(E4M3).float(), scales

@@ -1,12 +1,15 @@
-"""Triton's interpreter, which runs the kernels without a GPU, made to round as hardware does and to
-take a third of the time (attention, forward and backward, with triton 3.6.0 and 3.9.0)."""
+"""Patches that let Triton's interpreter round like hardware and run three times faster.
+
+The interpreter runs our kernels without a GPU. We measured the speedup on attention, forward and
+backward, with triton 3.6.0 and 3.9.0.
+"""
 
 from types import SimpleNamespace
 from typing import Any
 
 
 def prepare_interpreter() -> None:
-    """Patch Triton's interpreter for the rest of the process. A second call changes nothing."""
+    """Patch Triton's interpreter until the process ends. A second call changes nothing."""
     from triton.runtime import interpreter
 
     if getattr(interpreter, "is_prepared", False):
@@ -19,9 +22,11 @@ def prepare_interpreter() -> None:
 
 
 def _convert_bf16_as_hardware_does(interpreter: Any) -> None:
-    """Let fp32 round to bf16 to nearest even. The interpreter truncates, an error twice as large
-    as the hardware's, and error budgets are the hardware's (seen in triton 3.7.1). The other way is
-    exact and a shift, where the interpreter takes numbers apart as between any two formats."""
+    """Round fp32 to bf16 to nearest even, and convert bf16 to fp32 by a shift.
+
+    The interpreter (triton 3.7.1) truncates. Its error is twice that of hardware, which our error
+    budgets assume. For bf16 to fp32 it takes numbers apart as between any two formats.
+    """
     import numpy as np
     import torch
     import triton.language as tl
@@ -39,9 +44,11 @@ def _convert_bf16_as_hardware_does(interpreter: Any) -> None:
 
 
 def _patch_the_language_once(interpreter: Any) -> None:
-    """Leave triton.language as kernels here need it. The interpreter puts functions of its own into
-    it at every launch and every call of a device function, and takes them out after the launch. In
-    a process that compiles nothing nobody wants the others back."""
+    """Patch triton.language once and for all.
+
+    The interpreter replaces its functions at every launch and every call of a device function, and
+    restores them after the launch. A process that compiles nothing never needs the originals.
+    """
     import triton.language as tl
 
     interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
@@ -50,7 +57,7 @@ def _patch_the_language_once(interpreter: Any) -> None:
 
 
 def _know_dtypes_by_name(interpreter: Any) -> None:
-    """Remember NumPy's dtype for one of Triton's, which takes a table of 19, made at every use."""
+    """Cache NumPy's dtype of each of Triton's. Every use builds a table of 19."""
     original = interpreter._get_np_dtype
     known: dict[str, Any] = {}
 
@@ -63,28 +70,30 @@ def _know_dtypes_by_name(interpreter: Any) -> None:
 
 
 def _make_shapes_once() -> None:
-    """Let tensors of one shape have the same shape object. It is a tuple of Triton's own, whose
-    elements are wrapped, typed and checked, several times in every addition."""
+    """Share one shape object between all tensors of a shape.
+
+    It is Triton's own tuple, which wraps, types and checks its elements. Each addition makes some.
+    """
     import triton.language as tl
 
     original_block_type, original_tensor = tl.block_type.__init__, tl.tensor.__init__
-    of_types: dict[tuple, dict] = {}
-    of_tensors: dict[tuple, dict] = {}
+    type_shapes: dict[tuple, dict] = {}
+    tensor_shapes: dict[tuple, dict] = {}
 
     def block_type(self, element_ty, shape):
         sizes = tuple(getattr(size, "value", size) for size in shape)
-        if sizes not in of_types:
+        if sizes not in type_shapes:
             original_block_type(self, element_ty, shape)
-            of_types[sizes] = {"shape": self.shape, "numel": self.numel}
+            type_shapes[sizes] = {"shape": self.shape, "numel": self.numel}
         self.__dict__.update(
-            of_types[sizes], element_ty=element_ty, name=f"<{sizes}, {element_ty}>"
+            type_shapes[sizes], element_ty=element_ty, name=f"<{sizes}, {element_ty}>"
         )
 
     def tensor(self, handle, type):
         sizes = tuple(type.shape) if type.is_block() else ()
-        if sizes not in of_tensors:
+        if sizes not in tensor_shapes:
             original_tensor(self, handle, type)
-            of_tensors[sizes] = {"shape": self.shape, "numel": self.numel}
-        self.__dict__.update(of_tensors[sizes], handle=handle, type=type, dtype=type.scalar)
+            tensor_shapes[sizes] = {"shape": self.shape, "numel": self.numel}
+        self.__dict__.update(tensor_shapes[sizes], handle=handle, type=type, dtype=type.scalar)
 
     tl.block_type.__init__, tl.tensor.__init__ = block_type, tensor

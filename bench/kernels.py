@@ -1,7 +1,7 @@
-"""The kernel table: every Triton kernel at the model's own shapes, against a copy of as many bytes.
+"""The kernel table: Triton kernels at the model's own shapes, against a copy of the same bytes.
 
-A kernel that reads and writes each tensor once can at best run as fast as a device-to-device copy
-that moves the same bytes; the share of that copy's rate says how near it comes.
+A kernel that reads and writes each tensor once is at best as fast as a device-to-device copy that
+moves as many bytes. Its share of that copy's rate says how close it comes.
 """
 
 import torch
@@ -24,13 +24,9 @@ def _swiglu_rows(tokens: int, intermediate: int) -> list[KernelRow]:
     tensor_bytes = gate.numel() * gate.element_size()
     return [
         _row("swiglu_forward", gate, 3 * tensor_bytes, lambda: swiglu_forward(gate, up)),
-        _row(
-            "swiglu_backward",
-            gate,
-            6 * tensor_bytes,
-            lambda: swiglu_backward(grad_hidden, gate, up),
-        ),
-    ]
+        _row("swiglu_backward", gate, 6 * tensor_bytes,
+             lambda: swiglu_backward(grad_hidden, gate, up)),
+    ]  # fmt: skip
 
 
 def _row(kernel: str, like: torch.Tensor, moved_bytes: int, function) -> KernelRow:

@@ -1,16 +1,15 @@
-"""The machine that a number comes from, and the state that it is in, read through NVML, which
-neither starts a CUDA context nor waits for the GPU."""
+"""The machine and its state, read through NVML: no CUDA context, no waiting for the GPU."""
 
 import os
 import platform
 import subprocess
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
 
 import pynvml
 
@@ -21,8 +20,8 @@ RECORDED_PACKAGES = (
     "liger_kernel",
 )  # fmt: skip
 
-# Why clocks are below their maximum, in words. Only what means a slower card than its power limit
-# allows makes a round "throttled": the power cap itself is how these cards run under load.
+# Why clocks are below their maximum, in words. Under load these cards run at their power cap. Only
+# what slows a card further makes a round "throttled".
 CLOCK_REASONS = {
     "nvmlClocksThrottleReasonSwPowerCap": "power cap",
     "nvmlClocksThrottleReasonApplicationsClocksSetting": "application clocks",
@@ -41,13 +40,11 @@ def has_gpu() -> bool:
 
 
 def gpu_name() -> str:
-    """Return NVML's name for the first GPU that CUDA would use."""
-    name = pynvml.nvmlDeviceGetName(gpu_handle())
-    return name if isinstance(name, str) else name.decode()
+    return _text(pynvml.nvmlDeviceGetName(gpu_handle()))
 
 
 def gpu_handle():
-    """NVML's handle of the first GPU that CUDA would use, None where there is none."""
+    """Return NVML's handle of the first GPU that CUDA would use, or None."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.split(",")[0].strip() in ("", "-1"):
         return None
@@ -62,7 +59,7 @@ def gpu_handle():
 
 
 def environment() -> Environment:
-    """The machine, the packages and this repository's commit."""
+    """Return the machine, the packages and this repository's commit."""
     return Environment(
         gpu=_gpu(),
         cpu=f"{_cpu_name()}, {_cores()} cores",
@@ -76,17 +73,17 @@ def environment() -> Environment:
 
 @dataclass(frozen=True)
 class Sample:
-    """The GPU's state at one moment; a value is None, or empty, where it cannot be read."""
+    """The GPU's state at one moment. Values that cannot be read are None or empty."""
 
-    sm_clock_mhz: int | None
-    memory_clock_mhz: int | None
-    temperature_c: int | None
+    sm_clock_mhz: float | None
+    memory_clock_mhz: float | None
+    temperature_c: float | None
     power_w: float | None
     clock_reasons: list[str]
 
 
 def sample() -> Sample:
-    """Ask for the state now. Takes about a millisecond and leaves the GPU alone."""
+    """Read the state. Takes about a millisecond and leaves the GPU alone."""
     handle = gpu_handle()
     power_mw = _ask(pynvml.nvmlDeviceGetPowerUsage, handle)
     reasons = _ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
@@ -101,59 +98,55 @@ def sample() -> Sample:
     )
 
 
-class Conditions(NamedTuple):
-    """Summary of the samples taken between a cell's steps: medians, and every clock reason."""
+@dataclass(frozen=True)
+class Conditions(Sample):
+    """The samples taken between a cell's steps: their medians and all clock reasons."""
 
-    sm_clock_mhz: float | None
-    memory_clock_mhz: float | None
-    temperature_c: float | None
-    power_w: float | None
-    clock_reasons: list[str]
     throttled: bool | None
 
 
 def conditions_of(samples: list[Sample]) -> Conditions:
-    """Sum up the samples that were taken between a cell's steps."""
+    """Return medians and clock reasons of samples."""
 
-    def middle(name: str) -> float | None:
-        values = [getattr(s, name) for s in samples if getattr(s, name) is not None]
-        return median(values) if values else None
+    def middle(values: Iterable[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return median(known) if known else None
 
     reasons = sorted({reason for one in samples for reason in one.clock_reasons})
     throttled = any(word in reason for reason in reasons for word in THROTTLED)
     return Conditions(
-        sm_clock_mhz=middle("sm_clock_mhz"),
-        memory_clock_mhz=middle("memory_clock_mhz"),
-        temperature_c=middle("temperature_c"),
-        power_w=middle("power_w"),
-        clock_reasons=reasons,
-        throttled=throttled if samples else None,
+        middle(one.sm_clock_mhz for one in samples),
+        middle(one.memory_clock_mhz for one in samples),
+        middle(one.temperature_c for one in samples),
+        middle(one.power_w for one in samples),
+        reasons,
+        throttled if samples else None,
     )
 
 
 def card() -> str | None:
-    """Return eight hex digits that tell this GPU from others of its kind: the start of the sha256
-    of its UUID, which a file that people publish need not hold."""
+    """Return eight hex digits that tell this GPU from others: the start of its UUID's sha256.
+    People publish these files, so the UUID itself stays out."""
     uuid = _ask(pynvml.nvmlDeviceGetUUID, gpu_handle())
     if uuid is None:
         return None
-    return sha256(uuid if isinstance(uuid, bytes) else uuid.encode()).hexdigest()[:8]
+    return sha256(_text(uuid).encode()).hexdigest()[:8]
 
 
 def other_processes(own: int) -> int | None:
-    """Count the processes that compute on the GPU besides `own` of ours; None where the number
-    cannot be read.
+    """Count the processes that compute on the GPU besides `own` of ours. None: it cannot be read.
 
-    They are counted and not looked up by their ids, which in a container are not the host's.
+    We only count: in a container process ids are not the host's.
     """
     processes = _ask(pynvml.nvmlDeviceGetComputeRunningProcesses, gpu_handle())
     return None if processes is None else max(0, len(processes) - own)
 
 
 def host_launch_us() -> float | None:
-    """Measure the time that the host takes to launch one small kernel, in us. The work is the same
-    in every run, so it tells how fast the host was. Median of 20 batches of 50 launches; None
-    without a GPU."""
+    """Measure how fast the host is: its time to launch one small kernel, in us.
+
+    Median of 20 batches of 50 launches. None without a GPU.
+    """
     import torch
 
     if not torch.cuda.is_available():
@@ -171,7 +164,7 @@ def host_launch_us() -> float | None:
 
 
 def _ask(function, handle, *arguments):
-    """NVML's answer, None where there is no GPU or the driver does not say."""
+    """Return NVML's answer, None without a GPU or if the driver does not say."""
     if handle is None:
         return None
     try:
@@ -184,24 +177,26 @@ def _gpu() -> Gpu | None:
     handle = gpu_handle()
     if handle is None:
         return None
-    driver = pynvml.nvmlSystemGetDriverVersion()
     limit_mw = _ask(pynvml.nvmlDeviceGetPowerManagementLimit, handle)
     return Gpu(
         name=gpu_name(),
         memory_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
-        driver=driver if isinstance(driver, str) else driver.decode(),
+        driver=_text(pynvml.nvmlSystemGetDriverVersion()),
         power_limit_w=None if limit_mw is None else limit_mw / 1e3,
         max_sm_clock_mhz=_ask(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_SM),
         max_memory_clock_mhz=_ask(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_MEM),
         ecc=_on((_ask(pynvml.nvmlDeviceGetEccMode, handle) or [None])[0]),
         uncorrected_ecc_errors=_ask(
-            pynvml.nvmlDeviceGetTotalEccErrors,
-            handle,
-            pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
-            pynvml.NVML_VOLATILE_ECC,
+            pynvml.nvmlDeviceGetTotalEccErrors, handle,
+            pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC,
         ),
         persistence=_on(_ask(pynvml.nvmlDeviceGetPersistenceMode, handle)),
-    )
+    )  # fmt: skip
+
+
+def _text(answer: str | bytes) -> str:
+    """Return a string of NVML's, which old drivers give as bytes."""
+    return answer if isinstance(answer, str) else answer.decode()
 
 
 def _on(value: int | None) -> bool | None:
@@ -219,7 +214,7 @@ def _cpu_name() -> str:
 
 
 def _cores() -> int:
-    """Count the cores this process may run on; short steps wait for them."""
+    """Count the cores this process may run on: short steps wait for them."""
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -240,13 +235,8 @@ def _cuda_version() -> str | None:
 
 def _git() -> Git | None:
     def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", *arguments],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
+        options: dict = {"cwd": Path(__file__).parent, "capture_output": True, "text": True}
+        return subprocess.run(["git", *arguments], check=True, **options).stdout.strip()
 
     try:
         return Git(

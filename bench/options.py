@@ -1,5 +1,4 @@
-"""The command line: its options, their defaults and the checks of their values. Imports nothing
-slow, so that a wrong argument is told at once: torch comes once the arguments are right."""
+"""The command line: options, defaults and checks. Imports nothing slow: errors come at once."""
 
 import argparse
 import textwrap
@@ -22,7 +21,7 @@ from variants import (
 
 HERE = Path(__file__).resolve().parent.parent  # the checkout
 
-# What the command does when nothing is asked for: with a GPU, and without one.
+# The defaults with a GPU, and without one.
 EXPERIMENT = {
     "model": HERE / "configs" / "qwen2.5-3b.json",
     "seq_lens": [64, 128, 256, 512],
@@ -33,26 +32,22 @@ EXPERIMENT = {
     "rounds": 4,
     "interleave": 2,
 }
-REHEARSAL = {
+REHEARSAL = EXPERIMENT | {
     "model": HERE / "configs" / "tiny.json",
     "seq_lens": [16, 32],
     "batch_size": 4,
-    "accumulate": 1,
-    "rank": 32,
     "steps": 4,
     "rounds": 1,
     "interleave": 0,
 }
-# What --quick changes of them: both ends of the experiment, without the A/A twin.
+# What --quick changes: both ends of the experiment, without the A/A twin.
 QUICK = {"seq_lens": [64, 512], "steps": 24, "rounds": 3}
 QUICK_REHEARSAL = {"seq_lens": [16, 32], "steps": 6, "rounds": 3}
-QUICK_MINUTES = 6  # expected on an H100, beside those that weights take the first time
-SHORT = 128  # up to this many tokens the host counts, and --quick interleaves
+QUICK_MINUTES = 6  # expected on an H100 once the weights are there
+SHORT = 128  # up to this many tokens the host slows steps, and --quick interleaves
 
-
-# Every command, by the option that asks for it, and what else it reads: anything else that is given
-# with it is refused, not ignored. The kernels' table goes into a run's results, so it reads what
-# tells one run from another.
+# The options that each command reads, by the option that asks for it. All others are refused. The
+# kernels' table becomes part of a run's results, so it reads what tells runs apart.
 WORK = ("batch_size", "accumulate", "rank", "targets", "lora_dropout", "model", "padded",
         "documents", "data")  # fmt: skip
 RUN_IS = (*WORK, "seq_lens", "steps", "rounds", "interleave", "checkpointing", "seed", "device",
@@ -66,17 +61,17 @@ READS = {
     "fits": ("out",),
     "compare": (),
 }
-LIMITS = {  # the least and the most that an option may be given
-    "seq_lens": (3, None),  # a token, one that attends to it, and the one that this one predicts
+LIMITS = {  # (smallest, largest)
+    "seq_lens": (3, None),  # a token, one that attends to it, and the one that follows
     "batch_size": (1, None),
     "accumulate": (1, None),
     "rank": (1, None),
     "steps": (1, None),
     "rounds": (1, 1000),
     "interleave": (0, None),
-    "seed": (0, 2**32 - 1),  # what NumPy takes
+    "seed": (0, 2**32 - 1),  # NumPy's limit
 }
-MAX_TOKENS = 2**27  # of a round at one length: they are made before it begins, and held
+MAX_TOKENS = 2**27  # a round's at one length, which are made and held before it begins
 MAX_TIMEOUT_S = 1_000_000
 
 
@@ -86,17 +81,16 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace:
-    """Parse the command line, with the defaults that are the same with and without a GPU.
+    """Parse the command line, with the defaults that need no look at the GPU.
 
-    Ends the process with one line and exit code 2 where an option is unknown, is no number, or
-    would be ignored beside another one.
+    Exits with one line and code 2 if an option is unknown, malformed or would be ignored.
     """
     parser = Parser(
         prog="lora_bench.py",
         description=description,
         epilog=list_of_variants(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        argument_default=argparse.SUPPRESS,  # so that what is parsed is what was given
+        argument_default=argparse.SUPPRESS,  # parse only what was given
         allow_abbrev=False,
     )
     defaults: dict[str, Any] = {}
@@ -107,11 +101,9 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
         name = flag[2:].replace("-", "_")
         defaults[name] = default
         if name in EXPERIMENT:
-            show = {k: " ".join(map(str, v)) if isinstance(v, list) else v
-                    for k, v in (("gpu", EXPERIMENT[name]), ("cpu", REHEARSAL[name]))}  # fmt: skip
-            show = {k: Path(v).name if isinstance(v, Path) else v for k, v in show.items()}
-            other = f"; without a GPU {show['cpu']}" if show["cpu"] != show["gpu"] else ""
-            help += f" (default: {show['gpu']}{other})"
+            on_gpu, on_cpu = _shown(EXPERIMENT[name]), _shown(REHEARSAL[name])
+            other = f"; without a GPU {on_cpu}" if on_cpu != on_gpu else ""
+            help += f" (default: {on_gpu}{other})"
         to.add_argument(*filter(None, (flag, alias)), help=help, **options)
 
     which = parser.add_mutually_exclusive_group()
@@ -141,14 +133,9 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
     rows = parser.add_mutually_exclusive_group()
     add("--padded", "pad one example a row instead of packing rows full", False,
         action="store_true", to=rows)  # fmt: skip
-    add(
-        "--documents",
-        "put whole chats into one row of batch size x tokens, each attending to "
-        "itself alone, instead of packing rows full",
-        False,
-        action="store_true",
-        to=rows,
-    )
+    add("--documents", "put whole chats into one row of batch size x tokens, each attending to "
+        "itself alone, instead of packing rows full", False,
+        action="store_true", to=rows)  # fmt: skip
     add("--data", "chats: a JSON or parquet file, or a data set of the hub as ORGANISATION/NAME or "
         "ORGANISATION/NAME:SPLIT (default: data/sft_train.jsonl)",
         default=str(HERE / "data" / "sft_train.jsonl"), metavar="DATA")  # fmt: skip
@@ -192,6 +179,13 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+def _shown(value: Any) -> str:
+    """Return an option's value as it is given, a path by its name."""
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    return value.name if isinstance(value, Path) else str(value)
+
+
 def list_of_variants() -> str:
     names = " ".join(id for id, variant in VARIANTS.items() if variant.checkpoints)
     lines = textwrap.wrap(names, 94, break_on_hyphens=False)
@@ -200,11 +194,10 @@ def list_of_variants() -> str:
 
 
 def fill_in(arguments: argparse.Namespace) -> argparse.Namespace:
-    """The arguments with defaults filled in: the experiment's with a GPU, else the rehearsal's; of
-    --suite published somebody else's setting, as `published`.
+    """Fill in the defaults of this machine, and somebody else's setting for --suite published.
 
     Raises:
-        ValueError: there is no GPU, no such setting, or something else than it was asked for.
+        ValueError: there is no GPU or no such setting, or an option departs from the setting.
     """
     from bench import machine
 
@@ -223,7 +216,7 @@ def fill_in(arguments: argparse.Namespace) -> argparse.Namespace:
 def with_defaults(
     arguments: argparse.Namespace, device: str, setting: published.PublishedSetting | None
 ) -> argparse.Namespace:
-    """Return the arguments with the defaults of their command on a device."""
+    """Fill in the defaults of a command on a device."""
     defaults = EXPERIMENT if device == "cuda" else REHEARSAL
     if arguments.quick:
         defaults = defaults | (QUICK if device == "cuda" else QUICK_REHEARSAL)
@@ -235,22 +228,17 @@ def with_defaults(
 
 
 def check_setting(setting: published.PublishedSetting, filled: dict[str, Any]) -> None:
-    """Raise ValueError if an option is not as somebody else's setting has it."""
+    """Raise ValueError if an option departs from somebody else's setting."""
     for name, value in setting.is_that().items():
         if filled[name] != value:
-            words = " ".join(map(str, value)) if isinstance(value, list) else value
             raise ValueError(
-                f"{flag(name)}: {setting.page.name} has {words} for {setting.model}; leave it out, "
-                "or leave out --suite published"
+                f"{flag(name)}: {setting.page.name} has {_shown(value)} for {setting.model}; "
+                "leave it out, or leave out --suite published"
             )
 
 
 def check_options(asked: argparse.Namespace) -> None:
-    """Check the arguments of a run by themselves, `fill_in` having filled them in.
-
-    Raises:
-        ValueError: one line that says what is wrong and what to do.
-    """
+    """Raise ValueError, in one line, if a filled-in option cannot be right."""
     for name, (least, most) in LIMITS.items():
         given = getattr(asked, name)
         for value in given if isinstance(given, list) else [given]:
@@ -293,7 +281,7 @@ def within(flag: str, value: int, least: int, most: int | None = None) -> None:
 
 
 def check_variant(name: str, device: str) -> None:
-    """Raise ValueError if a variant that was asked for by name cannot run."""
+    """Raise ValueError if a variant given by name cannot run."""
     if name in RETIRED:
         raise ValueError(f"--variants {name}: no longer measured; give {RETIRED[name].instead}")
     if name not in VARIANTS:
@@ -305,19 +293,20 @@ def check_variant(name: str, device: str) -> None:
 
 
 def variants_of(asked: argparse.Namespace) -> tuple[str, ...]:
-    """The ids that are asked for, each once. The A/A twin shows the noise of rounds that have a
-    process each, which a quick run has not."""
+    """Return the ids asked for, each once. A quick run has no A/A twin, which would show the noise
+    between processes: all its rounds share one."""
     ids = dict.fromkeys(map(current_id, asked.variants or SUITES[asked.suite]))
     return tuple(id for id in ids if not (asked.quick and id == AGAIN))
 
 
 def why_unavailable(variant: str, device: str) -> str | None:
+    """Return the reason a variant cannot run on a device, or None."""
     recipe = recipe_of(variant)
     name = recipe.library.capitalize()
     if recipe.library in ("unsloth", "liger") and device == "cpu":
         return f"{name} needs an NVIDIA GPU; leave it out, or run where there is one"
     if missing_package(variant):
-        return f"{name} is not installed; pip install -r requirements-peers.txt"
+        return f"{name} is not installed; pip install -r dev/requirements/peers.txt"
     if recipe.compiled and device == "cpu":
         return "compiled layers want an NVIDIA GPU; leave them out, or run where there is one"
     if recipe.graph and device == "cpu":
@@ -326,8 +315,7 @@ def why_unavailable(variant: str, device: str) -> str | None:
 
 
 def others_on_gpu(device: str, allow_shared: bool) -> str | None:
-    """Return a message if other processes compute on the GPU, else None. It is asked before a
-    run and between cells, when no process of ours holds the GPU."""
+    """Return a message if other processes compute on the GPU. Ask when none of ours holds it."""
     from bench import machine
 
     others = machine.other_processes(own=0) if device == "cuda" and not allow_shared else None

@@ -1,7 +1,7 @@
-"""Look whether newer releases of the peers can be installed beside the published environment.
+"""Can newer releases of the peers be installed beside the published environment?
 
-``python -m bench.peers`` (`make resolve-peers`) installs nothing. It fails if the pins cannot be
-installed beside requirements.txt, and has a line for each peer that has a newer release.
+``python -m bench.peers`` (`make resolve-peers`) installs nothing. It prints a line for each peer
+with a newer release and fails if the pins do not fit requirements.txt.
 """
 
 from __future__ import annotations
@@ -16,25 +16,24 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 
 HERE = Path(__file__).resolve().parent.parent
-PUBLISHED, PINS = HERE / "requirements.txt", HERE / "requirements-peers.txt"
+PUBLISHED, PINS = HERE / "requirements.txt", HERE / "dev" / "requirements" / "peers.txt"
+WHERE_PINNED = PINS.relative_to(HERE)
 
 
 class DoesNotResolve(Exception):
-    """Pip found no versions that fit together. Says which requirements do not, in one line."""
+    """Pip found no versions that fit together. Its message names the conflict in one line."""
 
 
 def pins(path: Path = PINS) -> dict[str, str]:
-    """Return the version of each pinned package, by its name as imports have it."""
+    """Return the version of each pinned package by its import name."""
     found = re.findall(r"^([\w.-]+)==(\S+)$", path.read_text(), re.MULTILINE)
     return {name.replace("-", "_"): pin for name, pin in found}
 
 
 def resolved(names: Iterable[str], *requirements: str) -> dict[str, str]:
-    """Return the newest versions of these packages with which pip could install the requirements.
-    None are installed.
+    """Return the newest versions of `names` with which pip could install the requirements.
 
-    Raises:
-        DoesNotResolve: no versions fit together.
+    Installs nothing. Raises DoesNotResolve if no versions fit together.
     """
     pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--progress-bar", "off"]
     with NamedTemporaryFile() as report:
@@ -44,11 +43,11 @@ def resolved(names: Iterable[str], *requirements: str) -> dict[str, str]:
             raise DoesNotResolve(_conflict(done.stdout + done.stderr))
         found = [one["metadata"] for one in json.load(report)["install"]]
     versions = {one["name"].replace("-", "_"): one["version"] for one in found}
-    return {name: versions.get(name) or version(name) for name in names}  # those that are there
+    return {name: versions.get(name) or version(name) for name in names}  # or installed already
 
 
 def _conflict(said: str) -> str:
-    """Pip's reasons in one line: the requirements that conflict, else its first error."""
+    """Return pip's reason in one line: the conflicting requirements, else its first error."""
     lines = [line.strip() for line in said.splitlines()]
     if "The conflict is caused by:" in lines:
         after = lines[lines.index("The conflict is caused by:") + 1 :]
@@ -59,10 +58,9 @@ def _conflict(said: str) -> str:
 
 
 def look(pinned: dict[str, str]) -> list[str]:
-    """Return a line for each newer release of a peer, or one that says that there is none.
+    """Return a line for each newer release of a peer, or one that says there is none.
 
-    Raises:
-        DoesNotResolve: the pins themselves cannot be installed beside requirements.txt.
+    Raises DoesNotResolve if the pins themselves do not fit requirements.txt.
     """
     beside = ("-r", str(PUBLISHED))
     newest = resolved(pinned, "--no-deps", *pinned)
@@ -78,7 +76,7 @@ def look(pinned: dict[str, str]) -> list[str]:
             continue
         newer = f"{name} {newest[name]} is newer than the pinned {pin}"
         if would.get(name) == newest[name]:
-            lines.append(f"{newer} and would resolve: pin it in {PINS.name} and measure it")
+            lines.append(f"{newer} and would resolve: pin it in {WHERE_PINNED} and measure it")
             continue
         try:
             resolved([name], *beside, f"{name}=={newest[name]}")
@@ -87,11 +85,8 @@ def look(pinned: dict[str, str]) -> list[str]:
             why = f"does not resolve: {conflict}"
         instead = f"; {would[name]} would" if would.get(name, pin) != pin else ""
         lines.append(f"{newer} but {why}{instead}")
-    return lines or [f"No peer has a newer release than its pin: {_in_words(pinned)}"]
-
-
-def _in_words(pinned: dict[str, str]) -> str:
-    return ", ".join(f"{name} {pin}" for name, pin in pinned.items())
+    words = ", ".join(f"{name} {pin}" for name, pin in pinned.items())
+    return lines or [f"No peer has a newer release than its pin: {words}"]
 
 
 def main() -> int:
@@ -99,7 +94,9 @@ def main() -> int:
     try:
         print("\n".join(look(pinned)))
     except DoesNotResolve as conflict:
-        print(f"{PINS.name} does not resolve beside {PUBLISHED.name}: {conflict}", file=sys.stderr)
+        print(
+            f"{WHERE_PINNED} does not resolve beside {PUBLISHED.name}: {conflict}", file=sys.stderr
+        )
         return 1
     return 0
 

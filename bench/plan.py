@@ -1,4 +1,4 @@
-"""The plan of a run: what every process of it is told, and makes its batches and its model by."""
+"""The plan of a run. Every process gets it and makes its batches and its model from it."""
 
 import functools
 import hashlib
@@ -20,20 +20,18 @@ from variants import Lora, recipe_of
 LEARNING_RATE = 1e-4
 PARITY_BATCH_SIZE = 4
 PARITY_SEQ_LEN = 64
-# Documents are that long or longer: a row of 4 x 64 tokens would hold one or two, which have few
-# neighbours that they could wrongly see.
-PARITY_SEQ_LEN_OF_DOCUMENTS = 512
+# A row of 4 x 64 tokens would hold one or two documents, with few neighbours to see by mistake.
+PARITY_SEQ_LEN_WITH_DOCUMENTS = 512
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A run as it was asked for, made from checked arguments.
+    """A run, made from checked arguments.
 
-    batch_size: rows of a micro-batch, of which a step has `accumulate`. steps: those of one round.
-    interleave: how many of them a variant takes at a time, interleaved with the others, where all
-    fit on the GPU together; 0: never. quick: each variant has one process for the whole run.
-    published: the setting of somebody else's that is run. cell_timeout_s: how long nothing may be
-    heard of a cell.
+    batch_size: rows of a micro-batch. accumulate: micro-batches of a step. steps: in one round.
+    interleave: how many of them a variant takes at a time if all fit on the GPU together; 0: never
+    interleaved. quick: each variant has one process for the whole run. cell_timeout_s: a cell
+    silent for longer is given up. published: somebody else's setting, if the run is in one.
     """
 
     source: Source
@@ -58,7 +56,7 @@ class Plan:
     published: PublishedSetting | None = None
 
     def batches(self, seq_len: int, batch_size: int, count: int) -> list[Batch]:
-        """The run's batches at one length, on the CPU: the same for every variant and round."""
+        """Return the run's batches at one length, on the CPU: the same in every round."""
         tokenized = _tokenized(self.data, self.source.tokenizer)
         return make_batches(
             tokenized, seq_len, batch_size, count, padded=self.padded, seed=self.seed,
@@ -66,13 +64,15 @@ class Plan:
         )  # fmt: skip
 
     def timed_batches(self, seq_len: int) -> list[Batch]:
-        """The micro-batches of a round's timed steps at one length, on the CPU."""
+        """Return the micro-batches of a round's timed steps at one length, on the CPU."""
         return self.batches(seq_len, self.batch_size, self.steps * self.accumulate)
 
     def trains_at(self, seq_len: int) -> bool:
-        """Return True if batches of this length give every adapter a gradient. The adapters of q
-        and k get none where only the second token of each row is predicted: the first attends to
-        itself alone."""
+        """Return True if batches of this length give every adapter a gradient.
+
+        If only the second token of each row is predicted, the adapters of q and k get none: the
+        first token attends to itself alone.
+        """
         try:
             self.batches(seq_len, self.batch_size, 1)
             _, second = self.batches(seq_len, PARITY_BATCH_SIZE, 2)
@@ -81,16 +81,16 @@ class Plan:
         return bool((second.labels[:, 2:] != IGNORED).any())
 
     def shortest_from(self, seq_len: int) -> int | None:
-        """The shortest length from this one up at which batches train, None where none does."""
+        """Return the shortest length from `seq_len` up that trains, or None."""
         examples = _tokenized(self.data, self.source.tokenizer)
-        if self.padded:  # every row is the beginning of an example, so none is worth a try before
+        if self.padded:  # rows begin with an example, so lengths before a label train nothing
             seq_len = max(seq_len, 1 + min(_first_label(example.labels) for example in examples))
         lengths = range(seq_len, 2 * max(len(example.labels) for example in examples))
         return next((n for n in lengths if self.trains_at(n)), None)
 
     @property
     def parity_seq_len(self) -> int:
-        wanted = PARITY_SEQ_LEN_OF_DOCUMENTS if self.documents else PARITY_SEQ_LEN
+        wanted = PARITY_SEQ_LEN_WITH_DOCUMENTS if self.documents else PARITY_SEQ_LEN
         short = min(wanted, *self.seq_lens)
         return short if self.trains_at(short) else min(self.seq_lens)
 
@@ -99,29 +99,23 @@ class Plan:
         return first.to(self.device), second.to(self.device)
 
     def build(self, variant: str, seq_len: int) -> Built:
+        folder, lora = self.source.folder, self.lora
         return models.build(
-            variant,
-            self.source.folder,
-            self.lora,
-            seq_len,
-            self.checkpointing,
-            self.device,
-            self.seed,
+            variant, folder, lora, seq_len, self.checkpointing, self.device, self.seed
         )
 
     def clock(self) -> Clock:
         return CudaClock() if self.device == "cuda" else WallClock()
 
     def precisions(self) -> set[bool]:
-        """Return whether variants are in FP8: for each there is a parity reference of its own."""
+        """Return which of FP8 (True) and bf16 (False) variants use. Each has its own reference."""
         return {recipe_of(variant).fp8 for variant in self.variants}
 
     def reference_file(self, fp8: bool = False) -> Path:
-        """Return the parity reference's path; its name changes with all that the reference depends
-        on."""
+        """Return the parity reference's path. Its name hashes all that the reference depends on."""
         rests_on = (
             str(self.source.folder),
-            replace(self.lora, dropout=0.0),  # which is off there
+            replace(self.lora, dropout=0.0),  # parity runs without dropout
             self.padded,
             *(("documents",) if self.documents else ()),
             *(("fp8",) if fp8 else ()),
@@ -146,5 +140,5 @@ def _tokenized(data: Path, tokenizer: Path):
 
 
 def _first_label(labels: list[int]) -> int:
-    """The place of the first label that a row's third token or a later one has."""
+    """Return the place of the first label from a row's third token on."""
     return next((n for n, label in enumerate(labels) if n >= 2 and label != IGNORED), sys.maxsize)

@@ -1,5 +1,4 @@
-"""The plan of a run, made from the command line. Everything that can be checked is checked before
-anything runs, and the run has its folder to itself."""
+"""From the command line to the plan of a run. All checks come first, in a locked folder."""
 
 import argparse
 from collections.abc import Iterator
@@ -23,11 +22,10 @@ if TYPE_CHECKING:
 
 @contextmanager
 def planned(arguments: argparse.Namespace, argv: list[str]) -> Iterator[tuple["Plan", Run, Path]]:
-    """The plan, the run that it goes on with, and its file, in a folder that is locked as
-    long as the context lasts.
+    """Give the plan, the run it continues and that run's file. The folder is locked meanwhile.
 
     Raises:
-        ValueError: one line that says what is wrong and what to do; nothing was written.
+        ValueError: what is wrong and what to do, in one line. Nothing was written.
     """
     asked = fill_in(arguments)
     options.check_options(asked)
@@ -53,26 +51,21 @@ def planned(arguments: argparse.Namespace, argv: list[str]) -> Iterator[tuple["P
         path = folder / "results.json"
         beside = f"this command measures beside it: {command_beside(argv[1:], folder)}"
         run = store.continue_from(path, fresh, beside)
-        # last, as what is wrong with the arguments is to be said whoever else is on the GPU
+        # the last check: wrong arguments are reported whoever else is on the GPU
         if others := options.others_on_gpu(plan.device, plan.allow_shared_gpu):
             raise ValueError(others)
         yield plan, run, path
 
 
 def make_plan(asked: argparse.Namespace, source: Source, data: Path) -> "Plan":
-    # imports torch, which takes seconds: what comes without came first
-    from bench.plan import Plan
+    from bench.plan import Plan  # imports torch, which takes seconds
 
     return Plan(
         source=source,
         data=data,
         cache=asked.cache.resolve(),
-        lora=Lora(
-            rank=asked.rank,
-            alpha=2 * asked.rank,
-            dropout=asked.lora_dropout,
-            targets=targets_of(source, asked.targets),
-        ),
+        lora=Lora(asked.rank, 2 * asked.rank, asked.lora_dropout,
+                  targets=targets_of(source, asked.targets)),
         variants=variants_of(asked),
         seq_lens=tuple(sorted(set(asked.seq_lens))),
         batch_size=asked.batch_size,
@@ -89,15 +82,11 @@ def make_plan(asked: argparse.Namespace, source: Source, data: Path) -> "Plan":
         allow_shared_gpu=asked.allow_shared_gpu,
         accumulate=asked.accumulate,
         published=asked.published,
-    )
+    )  # fmt: skip
 
 
 def targets_of(source: Source, asked: list[str]) -> tuple[str, ...]:
-    """Return the projections that get an adapter, each once, in the model's own order.
-
-    Raises:
-        ValueError: the model has none of such a name.
-    """
+    """Return the projections to adapt, in the model's order, or raise ValueError."""
     if set(asked) == set(TARGETS):
         return TARGETS
     there = projections(source)
@@ -109,8 +98,10 @@ def targets_of(source: Source, asked: list[str]) -> tuple[str, ...]:
 
 
 def check_model(source: Source, asked: argparse.Namespace) -> None:
-    """Check the model's configuration against the tokenizer, --rank and --seq-lens. A token beyond
-    the embedding's last row would stop the GPU, not raise."""
+    """Check the model's configuration against the tokenizer, --rank and --seq-lens.
+
+    A token beyond the embedding's last row would crash the GPU instead of raising.
+    """
     config = read_config(source)
     tokens = load_tokenizer(source.tokenizer).get_vocab_size()
     if (rows := config.get("vocab_size", tokens)) < tokens:
@@ -128,7 +119,7 @@ def check_model(source: Source, asked: argparse.Namespace) -> None:
 
 
 def check_lengths(plan: "Plan") -> None:
-    """Raise ValueError if a length trains nothing, as nothing of an answer is predicted there."""
+    """Raise ValueError for a length too short to reach an answer, where nothing is trained."""
     for seq_len in plan.seq_lens:
         if not plan.trains_at(seq_len):
             works = plan.shortest_from(seq_len + 1)
@@ -140,8 +131,7 @@ def check_lengths(plan: "Plan") -> None:
 
 
 def recorded(argv: list[str]) -> list[str]:
-    """The command line as results.json keeps it: without the folders it wrote to, which are its
-    user's own and say nothing of the numbers."""
+    """Return the command line for results.json, without its folders: they are the user's own."""
     kept: list[str] = []
     words = iter(argv)
     for word in words:
@@ -153,7 +143,7 @@ def recorded(argv: list[str]) -> list[str]:
 
 
 def planned_experiment(plan: "Plan") -> Experiment:
-    """The plan as results.json keeps it."""
+    """Return the plan as results.json keeps it."""
     from bench.plan import LEARNING_RATE
 
     tokens = {}

@@ -1,8 +1,7 @@
-"""A function run in a process of its own, with what it sends and prints and how it ended; or
-several of them side by side, of which one runs at a time.
+"""Functions in processes of their own: alone, or side by side with one running at a time.
 
-Patches, caches and allocator state of one measurement cannot reach the next, and a crash is an
-outcome, not the end of the run.
+Patches, caches and allocator state of one measurement cannot reach the next. A crash is an outcome,
+not the end of the run.
 """
 
 import multiprocessing
@@ -19,15 +18,13 @@ from typing import Any
 
 from bench.folders import locked_log
 
-# How long a process may go on after it has closed its connection before it is killed.
-EXIT_GRACE_S = 30
-# How long one that is told to stop may take for it.
-TERMINATE_GRACE_S = 5
+EXIT_GRACE_S = 30  # from closing the connection to being killed
+TERMINATE_GRACE_S = 5  # from being told to stop to being killed
 
 
 @dataclass(frozen=True)
 class Ended:
-    """Outcome of a process: `error` is None or one line, beside the last of its output."""
+    """The end of a process: `error` is None or one line, next to its last lines of output."""
 
     error: str | None
     output_tail: str
@@ -39,11 +36,10 @@ def run(
     on_message: Callable[[Any], None],
     silence_limit_s: float | None = None,
 ) -> Ended:
-    """Run ``function(send, *arguments)`` in a fresh process; `on_message` gets what it sends.
+    """Run ``function(send, *arguments)`` in a fresh process. `on_message` gets what it sends.
 
-    A process that sends nothing for `silence_limit_s` hangs, and is ended. Everything the process
-    prints goes to a file, of which the last lines are kept. The process ends with its parent,
-    whatever kills the parent.
+    A process that sends nothing for `silence_limit_s` hangs and is ended. It prints to a file, of
+    which we keep the last lines. It dies with its parent, whatever kills the parent.
     """
     process = _Process(function, arguments)
     try:
@@ -59,13 +55,12 @@ def run_in_turns(
     on_message: Callable[[int, Any], None],
     silence_limit_s: float | None = None,
 ) -> list[Ended]:
-    """Run ``function(send, *arguments, wait_for_turn=...)`` for each arguments of `each`, every one
-    in a fresh process, side by side; `on_message` gets the index in `each` and what was sent.
+    """Run ``function(send, *arguments, wait_for_turn=...)`` for each arguments of `each`, all in
+    fresh processes side by side. `on_message` gets the index in `each` and what was sent.
 
-    Each runs freely until it first calls ``wait_for_turn(stage)``. When all have come so far, or
-    ended, they go on one at a time, each until it calls it again or ends: in order, round and
-    round, but nobody begins a stage while others wait in an earlier one. It returns how many still
-    run.
+    Each runs freely until it first calls ``wait_for_turn(phase)``. Once all have, or ended, they
+    take turns in order, round and round. A turn lasts until the next call or the end. Nobody begins
+    a phase while others wait in an earlier one. The call returns how many processes still run.
     """
     processes: list[_Process] = []
 
@@ -76,16 +71,16 @@ def run_in_turns(
         for arguments in each:
             processes.append(_Process(function, arguments, takes_turns=True))
         waiting = {
-            index: stage for index in range(len(each)) if (stage := listen(index)) is not None
+            index: phase for index in range(len(each)) if (phase := listen(index)) is not None
         }
         while waiting:
-            index = min(waiting, key=lambda one: waiting[one])  # the first of the lowest stage
+            index = min(waiting, key=lambda one: waiting[one])  # the first in the lowest phase
             del waiting[index]
             processes[index].go_on(1 + len(waiting))
-            if (stage := listen(index)) is not None:
-                waiting[index] = stage  # behind the others
+            if (phase := listen(index)) is not None:
+                waiting[index] = phase  # behind the others
     finally:
-        for process in processes:  # so that they clean up at the same time
+        for process in processes:  # they clean up at the same time
             process.terminate()
         ended = [process.end() for process in processes]
     return ended
@@ -93,13 +88,13 @@ def run_in_turns(
 
 @dataclass(frozen=True)
 class _WaitsForTurn:
-    """The message that a process sends when it waits for its turn."""
+    """The message of a process that waits for its turn."""
 
-    stage: int
+    phase: int
 
 
 class _Process:
-    """A function in a fresh process, which has been started, and the connection to it."""
+    """A function in a fresh process that has started, and the connection to it."""
 
     def __init__(self, function: Callable[..., None], arguments: tuple, takes_turns: bool = False):
         self.log = locked_log()
@@ -108,23 +103,23 @@ class _Process:
         self.connection, childs = context.Pipe()
         given = (childs, self.log.name, function, arguments, takes_turns)
         self.process = context.Process(target=_child, args=given)
-        # what is ignored here stays ignored there: Ctrl-C is for this process, which ends the other
+        # the child inherits what is ignored: Ctrl-C reaches this process, which ends the child
         previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             self.process.start()
         finally:
             signal.signal(signal.SIGINT, previous)
-        childs.close()  # so that the child's end is the only one, and its death reads as EOF
+        childs.close()  # the child holds the only end now, so its death reads as EOF
 
     def listen(
         self, on_message: Callable[[Any], None], silence_limit_s: float | None
     ) -> int | None:
-        """Hand on what it sends; returns when it waits for its turn, with the stage, or is over."""
+        """Pass on what it sends. Return the phase once it waits for its turn, None once it ends."""
         try:
             while self.connection.poll(silence_limit_s):
                 message = self.connection.recv()
                 if isinstance(message, _WaitsForTurn):
-                    return message.stage
+                    return message.phase
                 on_message(message)
         except (EOFError, ConnectionResetError):
             self.process.join(EXIT_GRACE_S)
@@ -134,12 +129,12 @@ class _Process:
         return None
 
     def go_on(self, running: int) -> None:
-        """Let it have its turn, as one of so many that still run."""
-        with suppress(BrokenPipeError):  # it is dead, which `listen` will find
+        """Give it its turn, as one of `running` processes."""
+        with suppress(BrokenPipeError):  # it is dead: `listen` will notice
             self.connection.send(running)
 
     def end(self) -> Ended:
-        """End it, if it still runs, and tell how it ended."""
+        """End it if it still runs, and return how it ended."""
         self._stop()
         self.connection.close()
         with self.log:
@@ -150,7 +145,7 @@ class _Process:
         return Ended(error or _death(self.process.exitcode), tail)
 
     def terminate(self) -> None:
-        """Tell it to end, if it still runs: it cleans up after itself, if it still listens."""
+        """Ask it to clean up and end, if it still runs."""
         if self.process.is_alive():
             self.process.terminate()
 
@@ -183,8 +178,8 @@ def _child(
     for stream in (1, 2):
         os.dup2(output, stream)
 
-    def wait_for_turn(stage: int) -> int:
-        connection.send(_WaitsForTurn(stage))
+    def wait_for_turn(phase: int) -> int:
+        connection.send(_WaitsForTurn(phase))
         return connection.recv()
 
     turns = {"wait_for_turn": wait_for_turn} if takes_turns else {}

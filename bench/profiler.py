@@ -1,11 +1,11 @@
 """The kernels of one training step: which ran, for what kind of work, and for how long.
 
-A kernel's kind is told by its name where the name tells it (a product, attention, a compiled or
-hand-written norm). PyTorch's elementwise kernels have the same name wherever they run, so theirs is
-told by the module that called them: in the profiled step every module call is marked as a range,
-and a kernel of the backward belongs to the range in which its forward ran.
+Most kernels show their kind in their name: matmuls, attention, compiled or hand-written norms.
+PyTorch's elementwise kernels have the same name everywhere. Their kind comes from the module that
+called them: we mark every module call of the profiled step as a range, and a kernel of the backward
+belongs to the range of its forward.
 
-A replayed CUDA graph runs kernels and calls no module, so what has no telling name there is other.
+A replayed CUDA graph calls no module. Kernels without a telling name count as "other" there.
 """
 
 import os
@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-# What a kernel can be for, in the order in which pictures stack them.
+# The kinds of work, in the order in which pictures stack them.
 KINDS = (
     "matmul", "attention", "norm", "activation", "rope", "adapter", "loss", "optimizer", "copy",
     "other",
 )  # fmt: skip
 
-# The first that matches decides. Compiled kernels carry the names of all they fuse, so the more
-# telling part of a name comes first.
+# The first match decides. Compiled kernels carry the names of all they fuse, so more telling
+# patterns come first.
 KIND_BY_NAME = [
     (kind, re.compile(pattern, re.IGNORECASE))
     for kind, pattern in (
@@ -34,10 +34,7 @@ KIND_BY_NAME = [
         ("loss", r"cross_entropy|nll_loss|softmax|_fl_\w+_kernel|logit_codes|_wrong_label"),
         ("attention", r"flash|fmha|sdpa|attention|compute_dot_do_o|convert_dq"),
         ("matmul", r"nvjet|gemm|cutlass|cublas|splitk|\bmatmul"),
-        (
-            "adapter",
-            r"_extend_rows|_border|_coded_product|_drop|_keep_bits|_sum\w*_kernel",
-        ),
+        ("adapter", r"_extend_rows|_border|_coded_product|_drop|_keep_bits|_sum\w*_kernel"),
         ("norm", r"rms_?norm|layer_?norm|_add_normed|_norm_codes|_norm_backward|rsqrt|meanops"),
         (
             "activation",
@@ -51,12 +48,12 @@ KIND_BY_NAME = [
     )
 ]
 
-# A module's kind, for the kernels whose name tells nothing; the first that matches its class.
+# The kind of a module, for kernels without a telling name. The first match of its class decides.
 KIND_BY_MODULE = [
     ("norm", re.compile(r"Norm$")),
-    ("adapter", re.compile(r"^Linear$")),  # PEFT's and torch's: what is no product in there
+    ("adapter", re.compile(r"^Linear$")),  # PEFT's and torch's, without their matmuls
     ("activation", re.compile(r"MLP$|SiLU|Activation$")),
-    ("rope", re.compile(r"Rotary|Attention$")),  # attention's own lines: its products are elsewhere
+    ("rope", re.compile(r"Rotary|Attention$")),  # attention's own lines, without its matmuls
     ("other", re.compile(r"DecoderLayer$|Embedding$|Model$")),
     ("loss", re.compile(r"ForCausalLM$")),
 ]
@@ -65,19 +62,19 @@ AUTOGRAD_BACKWARD = "autograd::engine::evaluate_function: "
 
 
 class Op(NamedTuple):
-    """A call on the host: an operator, a range, or autograd running the backward of one."""
+    """A call on the host: an operator, a range, or autograd running an operator's backward."""
 
     name: str
     thread: int
     start: int
     end: int
     id: int
-    sequence: int  # what ties a backward to its forward; -1 for none
-    forward_thread: int  # of a backward: where its forward ran
+    sequence: int  # ties a backward to its forward; -1 for none
+    forward_thread: int  # for a backward, the thread of its forward
 
 
 class Kernel(NamedTuple):
-    """A kernel, copy or fill on the GPU, in ns; `op` is the id of the call that launched it."""
+    """A kernel, copy or fill on the GPU, in ns. `op` is the id of the call that launched it."""
 
     name: str
     start: int
@@ -87,9 +84,9 @@ class Kernel(NamedTuple):
 
 @dataclass(frozen=True)
 class Profile:
-    """One step: how often each kernel and autograd function ran, and the kernels' time by kind.
+    """Counts of the kernels and autograd functions of a step, and the kernels' time by kind.
 
-    gpu_busy_ms: during which at least one kernel ran. On the CPU there are no kernels.
+    gpu_busy_ms: how long at least one kernel ran. On the CPU there are no kernels.
     """
 
     kernels_seen: dict[str, int] = field(default_factory=dict)
@@ -97,8 +94,8 @@ class Profile:
     kernel_ms: dict[str, float] = field(default_factory=dict)
     gpu_busy_ms: float | None = None
 
-    def of_more(self, times: float) -> "Profile":
-        """The same with the time of so many such steps; what was seen stays as it is."""
+    def scaled(self, times: float) -> "Profile":
+        """Return the profile with its times multiplied. Its counts stay."""
         busy_ms = self.gpu_busy_ms
         return replace(
             self,
@@ -110,12 +107,12 @@ class Profile:
 def profile_step(step: Callable[[], Any], functions: Iterable[str], mark_modules: bool) -> Profile:
     """Run `step` once under the profiler.
 
-    functions: names of autograd functions to count. mark_modules: whether module calls are marked;
-    not for compiled models, which the marks would make compile again.
+    functions: names of autograd functions to count. mark_modules: whether to mark module calls.
+    Compiled models would compile again.
     """
     on_gpu = torch.cuda.is_available()
-    # Else CUPTI stays in every call to the GPU for the rest of the process: on an H100's host each
-    # launch then took 12 to 17 us and not 7, and a step that waits for the host 1.4 times as long.
+    # Without this CUPTI stays in every call to the GPU until the process ends. On an H100's host a
+    # launch then took 12 to 17 us instead of 7, and steps that wait for the host ran 1.4x slower.
     os.environ["TEARDOWN_CUPTI"] = "1"
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
     with _marked_modules() if mark_modules else nullcontext(), profile(activities=activities) as p:
@@ -134,7 +131,7 @@ def profile_step(step: Callable[[], Any], functions: Iterable[str], mark_modules
 
 
 def kernel_ms_by_kind(ops: list[Op], kernels: list[Kernel]) -> dict[str, float]:
-    """The kernels' time in ms for each of KINDS that has any."""
+    """Add up the kernels' time in ms by kind. Kinds without any are left out."""
     module_kind = _kind_by_op(ops)
     total: dict[str, float] = defaultdict(float)
     for kernel in kernels:
@@ -144,7 +141,7 @@ def kernel_ms_by_kind(ops: list[Op], kernels: list[Kernel]) -> dict[str, float]:
 
 
 def busy_ns(kernels: list[Kernel]) -> int:
-    """Return the time during which at least one kernel ran."""
+    """Return how long at least one kernel ran."""
     busy, until = 0, 0
     for kernel in sorted(kernels, key=lambda kernel: kernel.start):
         busy += max(0, kernel.end - max(kernel.start, until))
@@ -157,17 +154,17 @@ def kind_of_name(name: str) -> str | None:
 
 
 def _kind_by_op(ops: list[Op]) -> dict[int, str]:
-    """The kind of the innermost marked module around each call, by the call's id.
+    """Return the kind of the innermost marked module around each call, by the call's id.
 
-    Calls of a backward take the kind that their forward had; a forward that is run again inside of
-    a backward (checkpointing) has ranges of its own.
+    Calls of a backward have the kind of their forward. A forward that checkpointing runs again
+    inside a backward has ranges of its own.
     """
     kinds: dict[int, str] = {}
     forwards: dict[tuple[int, int], str | None] = {}
     by_thread: dict[int, list[Op]] = defaultdict(list)
     for op in ops:
         by_thread[op.thread].append(op)
-    # the threads that run no backward first, for theirs are the forwards that the others go back to
+    # threads without a backward come first: the others look up the forwards of these
     ordered = sorted(
         by_thread.values(), key=lambda t: any(o.name.startswith(AUTOGRAD_BACKWARD) for o in t)
     )
@@ -183,7 +180,7 @@ def _kind_by_op(ops: list[Op]) -> dict[int, str]:
             elif op.name.startswith(AUTOGRAD_BACKWARD):
                 kind = forwards.get((op.forward_thread, op.sequence))
             elif op.sequence >= 0:
-                # the last call with this number is the one that autograd recorded
+                # autograd recorded the last call with this number
                 forwards[op.thread, op.sequence] = kind
             open_.append((op.end, kind))
             if kind:
@@ -197,8 +194,8 @@ def _kind_of_module(name: str) -> str | None:
 
 @contextmanager
 def _marked_modules() -> Iterator[None]:
-    """Every module call is a profiler range, by hooks that belong to no module: a fused module,
-    which steps aside for hooks of its own, stays fused."""
+    """Mark every module call as a profiler range, by global hooks: a fused module would step aside
+    for hooks of its own."""
     from torch.nn.modules.module import (
         register_module_forward_hook,
         register_module_forward_pre_hook,
@@ -213,7 +210,7 @@ def _marked_modules() -> Iterator[None]:
         open_ranges.pop().__exit__(None, None, None)
 
     before = register_module_forward_pre_hook(enter)
-    # checkpointing leaves a forward that it runs again by an exception, as soon as it has enough
+    # checkpointing leaves a recomputed forward by an exception as soon as it has enough
     after = register_module_forward_hook(leave, always_call=True)
     try:
         yield
@@ -223,12 +220,14 @@ def _marked_modules() -> Iterator[None]:
 
 
 def read_events(profiler: profile) -> tuple[list[Op], list[Kernel]]:
-    """The profiler's events as plain values: every kernel, and the calls that tell what it is for
-    (where there are no kernels, every call). The profiler's own tree of them takes seconds."""
+    """Return every kernel and the calls that tell its kind, or all calls if there are no kernels.
+
+    The profiler's own tree of events takes seconds to build.
+    """
     kernels, calls = [], []
     for event in profiler.profiler.kineto_results.events():  # type: ignore[union-attr]
         if event.device_type() == torch.autograd.DeviceType.CPU:
-            # with a linked id: the CUDA call below an operator, whose own is of another numbering
+            # a linked id marks the CUDA call below an operator, whose ids are numbered differently
             if not event.linked_correlation_id():
                 calls.append(event)
         elif not event.is_user_annotation():  # the GPU's echo of a range

@@ -1,9 +1,9 @@
-"""The settings that others publish LoRA training speeds for on one GPU, and their numbers.
+"""Settings for which others publish the LoRA training speed of one GPU, with their numbers.
 
     python lora_bench.py --suite published --model configs/qwen2.5-7b.json
 
-runs one of them: others' batch, length, accumulation and adapters, with our variants, vanilla PEFT
-and Unsloth in the same run. Numbers are tokens a second, as they stand on the pages that are named.
+runs one of them: their batch, length, accumulation and adapters, with our variants, vanilla PEFT
+and Unsloth in the same run. Numbers are tokens/s, as on the pages named here.
 """
 
 from dataclasses import dataclass
@@ -13,17 +13,17 @@ from typing import Any
 from variants import SUITES, TARGETS
 
 MODELS = "configs"
-# How it is measured, unless something else is asked for.
+# How we measure it by default.
 MEASURED_IN = {"steps": 3, "rounds": 1, "interleave": 0}
-# Expected, not measured: weights and reference; a process that starts, loads and profiles; five
-# steps of two micro-batches until a model is warm, and a profiled one.
+# Expected, not measured: weights and reference; starting, loading and profiling in each process;
+# five steps of two micro-batches until a model is warm, and a profiled one.
 MINUTES_TO_PREPARE, MINUTES_A_PROCESS = 0.8, 0.4
 WARM_UP_MICRO_BATCHES = 12
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One number of somebody else's. by: the program, what it ran in, and who else measured it."""
+    """A published speed. by: the program, its precision, and who measured it if not its authors."""
 
     by: str
     tokens_per_s: int
@@ -31,7 +31,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Page:
-    """The page that numbers stand on, with the date that it, or its last change, has."""
+    """A page with such numbers and the date of its last change."""
 
     name: str
     url: str
@@ -40,11 +40,10 @@ class Page:
 
 @dataclass(frozen=True)
 class PublishedSetting:
-    """A model and how it was trained: adapters of `rank`, alpha twice that, on all projections.
+    """A model and its training: adapters on all projections, alpha twice the rank.
 
-    model: the name of its file in configs/. batch_size: rows of a micro-batch, of which a step has
-    `accumulate`. claims: their program's best first. differs: what of their setting ours leaves
-    out.
+    model: the name of its file in configs/. batch_size: rows of a micro-batch. accumulate:
+    micro-batches of a step. claims: their own best first. differs: how our setting differs.
     """
 
     model: str
@@ -59,7 +58,7 @@ class PublishedSetting:
 
     @property
     def minutes(self) -> float:
-        """Expected of a run of the suite on their GPU, with steps as fast as theirs."""
+        """The expected minutes of the suite on their GPU, with steps as fast as theirs."""
         micro_batches = MEASURED_IN["steps"] * self.accumulate + WARM_UP_MICRO_BATCHES
         tokens = micro_batches * self.batch_size * self.seq_len
         steps_s = tokens / self.claims[0].tokens_per_s
@@ -67,7 +66,7 @@ class PublishedSetting:
         return MINUTES_TO_PREPARE + len(SUITES["published"]) * a_variant
 
     def is_that(self) -> dict[str, Any]:
-        """Return the options that make a run one of this setting, by name."""
+        """Return the options of a run in this setting, by name."""
         return {
             "batch_size": self.batch_size,
             "seq_lens": [self.seq_len],
@@ -121,7 +120,7 @@ def setting_of(model: str | Path | None, device: str) -> PublishedSetting:
     """Return the setting that `--suite published` runs for a model.
 
     Raises:
-        ValueError: nobody has published one, or there is no GPU to run it on.
+        ValueError: nobody has published one, or there is no GPU.
     """
     name = Path(model).stem if model is not None else None
     if name not in SETTINGS or Path(str(model)).suffix != ".json":

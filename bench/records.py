@@ -1,7 +1,7 @@
-"""The records in results.json and those that rooms pass to each other: one type each.
+"""The records of results.json, one type each.
 
-Names, defaults and what a value may be come from the types; a file that departs from them is
-refused with the place. Times are in ms and sizes in bytes where a name does not say otherwise.
+The types give names, defaults and allowed values. A file that departs from them is refused with
+the place. Times are in ms and sizes in bytes unless a name says otherwise.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Annotated, Literal, get_args
 
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import Meta, Struct, field
 
 from variants import Lora, Settings, current_id
 
@@ -26,10 +26,7 @@ Interval = tuple[float, float]
 
 
 class Record(Struct, forbid_unknown_fields=True):
-    """Part of a results file. What it does not name, a file may not hold: it would be lost."""
-
-
-# --- what a run was asked for, and where it ran ---------------------------------------------------
+    """Part of a results file. Unknown fields are refused, because saving would lose them."""
 
 
 class Optimizer(Record):
@@ -46,11 +43,12 @@ class Tokens(Record):
 
 
 class Experiment(Record):
-    """The settings of a run. steps: timed ones of each variant and length, over all rounds.
+    """The settings of a run.
 
-    batch_size: rows of a micro-batch; with documents they are one. accumulate: micro-batches of a
-    step. checkpointing: "off" turns it off in every variant. interleave: timed steps that a variant
-    takes at a time where variants are interleaved (their cells say where); 0: never.
+    batch_size: rows of a micro-batch; documents are joined into one row. accumulate: micro-batches
+    of a step. steps: timed steps of a variant at each length, over all rounds. checkpointing: "off"
+    turns it off in every variant. interleave: how many timed steps an interleaved variant takes at
+    a time (cells say where they were interleaved); 0: never.
     """
 
     model: str
@@ -71,11 +69,9 @@ class Experiment(Record):
     interleave: Annotated[int, Meta(ge=0)] = 0
     accumulate: Count = 1
     documents: bool = False
-    # of an earlier version, which interleaved a whole run
-    turn_steps: Count | UnsetType | None = UNSET
 
     def tokens_a_step(self, seq_len: int) -> float:
-        """Return the tokens of a step at this length, over all its micro-batches, no padding."""
+        """Return the tokens of a step without padding, over all its micro-batches."""
         return self.accumulate * self.batch_size * seq_len * (1 - self.tokens[seq_len].padding)
 
     def __post_init__(self) -> None:
@@ -95,7 +91,7 @@ class Gpu(Record):
 
 
 class Git(Record):
-    """Of this repository; "A then B" where cells of two commits share a file."""
+    """This repository's commit; "A then B" if cells of two commits share a file."""
 
     commit: str
     dirty: bool
@@ -112,18 +108,15 @@ class Environment(Record):
 
     @property
     def device(self) -> str:
-        """The GPU's name, or that there is none."""
+        """The name of the GPU or, without one, of the CPU."""
         return self.gpu.name if self.gpu else f"no GPU ({self.cpu})"
 
 
-# --- what was measured ----------------------------------------------------------------------------
-
-
 class Parity(Record):
-    """The gate's outcome, with what was the furthest off. A number that is not finite is None.
+    """The gate's outcome and the largest errors. Numbers that are not finite are None.
 
-    problem: what the gate failed on, in words. losses, loss_errors: of both batches. worst_ratio:
-    the largest gradient error over vanilla's own. worst_scale: the one furthest from vanilla's.
+    problem: why it failed, in words. losses, loss_errors: of both batches. worst_ratio: the largest
+    gradient error over vanilla's own. worst_scale: the gradient scale furthest from vanilla's.
     """
 
     passed: bool
@@ -145,21 +138,19 @@ class Parity(Record):
 class Cell(Record):
     """One variant at one length in one round. What was not measured is None or empty.
 
-    error: why there is no time. turn_steps: the timed steps that it took at a time, interleaved
-    with all others of its round; None: all, one variant after the other.
-    fused_modules: module name and the function that it runs fused. kernels_seen, functions_seen:
-    GPU kernels and backward functions of one profiled step, with how often each ran. kernel_ms:
-    kernel time of that step by kind of work; gpu_busy_ms: during which at least one kernel ran.
-    With accumulation the profiled step has two micro-batches, and both times are a whole one's.
-    What a process has measured at this length in an earlier round is not profiled again.
-    loss_gap: largest relative distance of a loss to vanilla's; None with dropout, not held to it.
-    step_ms: every timed step, between CUDA events. forward_ms, backward_ms, optimizer_ms: its
-    parts, over all micro-batches; empty where the step is one CUDA graph. wall_ms: by the host's
-    clock. first_step_s: until a step had run as the timed ones do, compilation or capture included.
-    peak_*_bytes: in the timed steps; of a CUDA graph, from its capture on.
-    sm_clock_mhz to power_w: medians of samples between the steps. clock_reasons: why clocks were
-    below their maximum; throttled: whether one is more than the power cap.
-    card: of which GPU, as `machine.card` names it, for a run may go on on another of its kind.
+    error: why there is no time. turn_steps: how many timed steps it took at a time, interleaved
+    with the round's other variants; None: all at once. fused_modules: "module name: fused
+    function". kernels_seen, functions_seen: how often each GPU kernel and backward function ran in
+    one profiled step. kernel_ms: that step's kernel time by kind of work. gpu_busy_ms: how long at
+    least one kernel ran in it. A process profiles a length once, so later rounds may have none of
+    these. With accumulation we profile two micro-batches and scale both times to a whole step.
+    loss_gap: the largest relative distance of a loss from vanilla's; None with dropout. step_ms:
+    every timed step, between CUDA events. forward_ms, backward_ms, optimizer_ms: its parts, over
+    all micro-batches; empty for a graph. wall_ms: the step by the host's clock. first_step_s: until
+    a step had run like the timed ones, with compilation or capture. peak_*_bytes: over the timed
+    steps, and for a graph over its capture, too. sm_clock_mhz to power_w: medians of samples
+    between the steps. clock_reasons: why clocks were below their maximum. throttled: for more than
+    the power cap. card: which GPU it was (`machine.card`): a run may go on on another.
     """
 
     variant: str
@@ -209,9 +200,9 @@ class Cell(Record):
 
 
 class Floor(Record, omit_defaults=True):
-    """The frozen operations of a step at one length, and what checkpointing runs again.
+    """The frozen operations of a step at one length, and what checkpointing recomputes.
 
-    of_round: of a merged run, what was measured on the machine of each round.
+    ms_by_round: in a merged run, the floor of each round's machine.
     """
 
     floor_ms: Positive
@@ -219,15 +210,15 @@ class Floor(Record, omit_defaults=True):
     recomputation_ms: Positive | None = None
     recomputation_samples_ms: list[Milliseconds] = []
     labelled_tokens: int | None = None
-    of_round: dict[int, Positive] = {}
+    ms_by_round: dict[int, Positive] = field(name="of_round", default_factory=dict)
 
 
 class Stages(Record):
     """The wall time of a run's stages in s, over all of its commands.
 
-    weights: with the parity reference. start: of processes, with loading and checking a model.
-    warm_up: with capture and compilation, and the rounds' batches. steps: the timed ones. profile:
-    and the checks after a cell's steps. other: between processes, which end.
+    weights: also the parity reference. start: starting processes, loading and checking a model.
+    warm_up: also making batches, capture and compilation. steps: timed steps. profile: also the
+    checks after a cell's steps. other: between processes, while they end.
     """
 
     weights: float = 0.0
@@ -240,7 +231,7 @@ class Stages(Record):
 
 
 class KernelRow(Record):
-    """One Triton kernel at one shape, beside a device copy of as many bytes."""
+    """One Triton kernel at one shape, next to a device copy that moves the same bytes."""
 
     kernel: str
     shape: list[Count]
@@ -258,7 +249,7 @@ class Kernels(Record):
 
 
 class SummaryRow(Record):
-    """One variant at one length: medians over steps, then over rounds."""
+    """Medians of one variant at one length, over steps and then over rounds."""
 
     variant: str
     seq_len: Count
@@ -283,11 +274,11 @@ class SummaryRow(Record):
 
 
 class Run(Record):
-    """One results file: the raw cells of one machine, and what they were measured for.
+    """One results file: the raw cells of one machine and the experiment behind them.
 
-    rehearsal: made without a GPU, never a performance result. finished_utc: None until every
-    planned cell is in. floor: by length. summary: worked out from the cells at every save.
-    stages_s: where the time went; of a run of an earlier version, or a merged one, None.
+    rehearsal: made without a GPU, never a performance result. finished_utc: None until all planned
+    cells are in. floor: by length. summary: computed from the cells at every save. stages_s: None
+    in runs of earlier versions and in merged runs.
     """
 
     schema_version: Literal[2]
@@ -303,13 +294,6 @@ class Run(Record):
     summary: list[SummaryRow] = []
     stages_s: Stages | None = None
 
-    def __post_init__(self) -> None:
-        if self.experiment.turn_steps:
-            self.experiment.interleave = self.experiment.turn_steps
-            for cell in self.cells:
-                cell.turn_steps = self.experiment.turn_steps
-        self.experiment.turn_steps = UNSET
-
     def cells_of(
         self,
         variant: str | None = None,
@@ -317,7 +301,7 @@ class Run(Record):
         status: Status | None = None,
         round: int | None = None,
     ) -> list[Cell]:
-        """The cells of this variant, length, status and round; None: of any."""
+        """Return the cells with these values. None matches any."""
         return [
             cell
             for cell in self.cells
@@ -328,41 +312,39 @@ class Run(Record):
         ]
 
     def measured(self) -> list[tuple[str, int]]:
-        """Every (variant, length) that has a cell, in the experiment's order, a length at a
-        time."""
+        """Return every (variant, length) with a cell, by length, in the experiment's order."""
         found = {(cell.variant, cell.seq_len) for cell in self.cells}
         lengths, variants = self.experiment.seq_lens, self.experiment.variants
         return [(v, n) for n in lengths for v in variants if (v, n) in found]
 
     def status_of(self, variant: str, seq_len: int) -> Status | None:
-        """The most telling status of its cells; None without a cell."""
+        """Return the most telling status of its cells, or None without a cell."""
         statuses = {cell.status for cell in self.cells_of(variant, seq_len)}
         return min(statuses, key=STATUSES.index, default=None)
 
     def round_ms(self, variant: str, seq_len: int, part: str = "step_ms") -> dict[int, float]:
-        """The median of each round that was timed, by round."""
+        """Return the median of each timed round."""
         cells = self.cells_of(variant, seq_len, "ok")
         return {cell.round: median(times) for cell in cells if (times := getattr(cell, part))}
 
     def cards(self) -> int:
-        """Count the GPUs that timed cells name: 0 in a run from before they did."""
+        """Count the GPUs that timed cells name. Runs of early versions name none."""
         return len({cell.card for cell in self.cells_of(status="ok") if cell.card})
 
     def floor_of_round(self, seq_len: int) -> dict[int, float]:
-        """The floor that was measured on the machine of each round; empty without one."""
+        """Return the floor of each round's machine; empty if there is none."""
         floor = self.floor.get(seq_len)
         if floor is None:
             return {}
         rounds = range(1, self.experiment.rounds + 1)
-        return {number: floor.of_round.get(number, floor.floor_ms) for number in rounds}
+        return {number: floor.ms_by_round.get(number, floor.floor_ms) for number in rounds}
 
     def add(self, cell: Cell) -> None:
-        """Put a cell in, in the place of an earlier one of the same variant, length and round."""
+        """Add a cell in place of an earlier one of the same variant, length and round."""
         self.cells = [*(other for other in self.cells if other.key != cell.key), cell]
 
     def is_done(self, variant: str, seq_len: int, round: int) -> bool:
-        """Return True if this cell has its answer. Out of memory, a failed parity check and a
-        missing package are answers: the same run would give them again. An error is not: it is
-        tried again at the next start, so that a crash can be repaired."""
+        """Return True if this cell has its answer. The next start tries an error again: a crash can
+        be repaired. Out of memory, failed parity and a missing package would only repeat."""
         key = (variant, seq_len, round)
         return any(cell.key == key and cell.status != "error" for cell in self.cells)

@@ -1,8 +1,8 @@
-"""results.json: how a run is saved, loaded, gone on with and merged.
+"""results.json: how we save, load, continue and merge runs.
 
-`cells` holds the raw measurements, one cell for each (variant, seq_len, round); `summary` is worked
-out from them at every save and never edited. A save lands whole or leaves the file as it was, so a
-process that is killed loses at most the cell it was in, and the same command goes on from there:
+`cells` holds the raw measurements, one cell for each (variant, seq_len, round). `summary` is
+computed from them at every save and never edited. A save writes the whole file or leaves the old
+one. A killed process loses at most its current cell, and the same command goes on from there:
 
     run = continue_from(path, new_run(argv, environment, experiment, rehearsal=False))
     for variant, seq_len, round in plan:
@@ -29,15 +29,26 @@ from bench.folders import unfinished_beside
 from bench.records import COMPARED_PACKAGES, Environment, Experiment, Floor, Run
 
 UNREADABLE = (
-    *(msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError, EOFError, zlib.error),
+    msgspec.DecodeError,
+    UnicodeDecodeError,
+    RecursionError,
+    OSError,
+    EOFError,
+    zlib.error,
 )
-GROWING_PARTS = ("variants", "seq_lens", "rounds", "steps", "tokens")  # a later run may want more
+GROWING_PARTS = (
+    "variants",
+    "seq_lens",
+    "rounds",
+    "steps",
+    "tokens",
+)  # a later run may ask for more
 
 
 def new_run(
     argv: list[str], environment: Environment, experiment: Experiment, rehearsal: bool
 ) -> Run:
-    """A run without cells. A rehearsal is made without a GPU: never a performance result."""
+    """Make a run without cells. A rehearsal runs without a GPU and is no performance result."""
     steps, rounds = experiment.steps, experiment.rounds
     if steps % rounds:
         raise ValueError(f"{steps} steps do not spread over {rounds} rounds: give a multiple")
@@ -49,19 +60,17 @@ def new_run(
 
 
 def save(path: str | Path, run: Run) -> None:
-    """Write the file whole; on any error the earlier file stays. NaN and infinity, which JSON does
-    not have, are written as null.
+    """Write the whole file. On any error the old one stays. NaN and infinity become null.
 
-    Raises:
-        ValueError: the run could not be loaded again; one line with the place.
+    Raises ValueError, with the place, if the run could not be loaded again.
     """
     data = msgspec.json.encode(run)
     try:
         decode(data)
     except ValueError as error:
         raise ValueError(f"{path} is not written: {error}") from None
-    # A list of plain values goes on one line, so that a cell is a screenful and a diff shows what
-    # changed. Inside a JSON string a line break is escaped, so every real one here is layout.
+    # A list of plain values goes on one line: a cell is then a screenful and a diff shows what
+    # changed. JSON escapes line breaks in strings, so every real one is layout.
     text = msgspec.json.format(data, indent=1)
     text = re.sub(rb"\[\n[^\[\]{}]*\]", lambda found: re.sub(rb"\n *", b"", found[0]), text)
     write_atomically(path, text + b"\n")
@@ -69,7 +78,7 @@ def save(path: str | Path, run: Run) -> None:
 
 def write_atomically(path: str | Path, data: bytes) -> None:
     """Write a file whole or not at all: beside it, flushed to disk, then renamed over it."""
-    path = Path(path).resolve()  # where it is a link, the file it names is replaced, not the link
+    path = Path(path).resolve()  # replace a link's target, not the link
     with unfinished_beside(path) as unfinished, open(unfinished, "wb") as file:
         file.write(data)
         file.flush()
@@ -77,12 +86,11 @@ def write_atomically(path: str | Path, data: bytes) -> None:
 
 
 def load(path: str | Path) -> Run:
-    """The run in a file, which may be compressed (.json.gz), or a ValueError that says in one line
-    why it is none."""
-    data = Path(path).read_bytes()
+    """Load a run from a file, which may be compressed (.json.gz), or raise ValueError."""
+    path = Path(path)
+    data = path.read_bytes()
     try:
-        if Path(path).suffix == ".gz":
-            data = gzip.decompress(data)
+        data = gzip.decompress(data) if path.suffix == ".gz" else data
         schema = msgspec.json.decode(data, type=_Header).schema_version
     except msgspec.ValidationError:
         schema = None
@@ -92,8 +100,10 @@ def load(path: str | Path) -> Run:
     if schema is None:
         raise ValueError(f"{path} has no schema_version, so it is not ours: give another path")
     if schema != 2:
-        problem = f"{path} has schema {schema}, this version writes 2"
-        raise ValueError(f"{problem}: give another --out, or delete that file")
+        raise ValueError(
+            f"{path} has schema {schema}, this version writes 2: give another --out, or delete "
+            "that file"
+        )
     try:
         return decode(data)
     except ValueError as error:
@@ -105,7 +115,7 @@ class _Header(msgspec.Struct):
 
 
 def decode(data: bytes) -> Run:
-    """The run in the bytes of a file, or a ValueError with the place and what is wrong there."""
+    """Decode a file's bytes, or raise ValueError with the place and what is wrong there."""
     try:
         return msgspec.json.decode(data, type=Run)
     except (msgspec.ValidationError, RecursionError) as error:
@@ -114,16 +124,15 @@ def decode(data: bytes) -> Run:
         raise ValueError(f"{where}: {what[0].lower()}{what[1:]}") from None
 
 
-# --- going on with an earlier run -----------------------------------------------------------------
+# --- continuing and merging -----------------------------------------------------------------------
 
 
 def continue_from(path: str | Path, fresh: Run, instead: str = "give another --out") -> Run:
-    """The run in this file, widened to what is asked for now; `fresh` where there is no file yet.
+    """Return the run in this file, widened to what `fresh` asks for, or `fresh` without a file.
 
-    Only the same experiment on the same machine may go on. Variants, lengths and rounds may grow
-    (the steps of one round may not change); anything else that differs is a ValueError naming it,
-    and what to do `instead`.
-    A package that one of the two runs lacked measured nothing there, so it is no difference.
+    Only the same experiment on the same machine may continue. Variants, lengths and rounds may
+    grow, but not the steps of a round. A package that one of the runs lacks measured nothing there
+    and is no difference. Any other difference is a ValueError that says what to do `instead`.
     """
     path = Path(path)
     if not path.exists():
@@ -137,23 +146,21 @@ def continue_from(path: str | Path, fresh: Run, instead: str = "give another --o
 
 
 def merge(runs: list[Run]) -> Run:
-    """One run of several of the same experiment: the rounds of each are rounds of it.
+    """Merge runs of one experiment. The rounds of each become rounds of the merged run.
 
-    So a node measures in parallel, every GPU its own rounds, or every GPU some of the variants with
-    the baselines that they are held against. A speedup stays within a round, and so on one GPU, and
-    so does what a step is over the floor: each run's own is kept for its rounds. What is drawn and
-    printed as the floor is the median of all samples.
+    So the GPUs of a node can measure in parallel, each its own rounds or some variants with their
+    baselines. A speedup stays within a round and therefore on one GPU. So does a step's ratio to
+    the floor: each run's floor is kept for its rounds. The merged floor is the median of all
+    samples.
 
     Raises:
-        ValueError: the runs are not of one experiment on one kind of GPU, or two of them hold the
-            same measurement, which would count twice.
+        ValueError: the runs differ in experiment or kind of GPU, or two of them hold the same
+            measurement, which would count twice.
     """
     merged, *others = (copy.deepcopy(run) for run in runs)
     for number, run in enumerate(others, start=2):
-        differences = [
-            one for one in _differences(merged, run) if not one.startswith("interleave ")
-        ]
-        if differences:
+        found = _differences(merged, run)
+        if differences := [one for one in found if not one.startswith("interleave ")]:
             raise ValueError(f"these are not of one experiment: {first_few(differences)}")
         if (shared := _measured(merged) & _measured(run)) or run in runs[: number - 1]:
             raise ValueError(
@@ -172,18 +179,18 @@ def merge(runs: list[Run]) -> Run:
         merged.started_utc = min(merged.started_utc, run.started_utc)
         merged.finished_utc = max(filter(None, finished)) if all(finished) else None
         merged.kernels = merged.kernels or run.kernels
-        merged.stages_s = None  # they ran beside each other
+        merged.stages_s = None  # the runs overlapped in time
     return merged
 
 
 def _measured(run: Run) -> set[tuple]:
-    """The cells with a time, by their raw times: no two measurements agree in every digit."""
+    """Return the raw times of timed cells. No two measurements agree in every digit."""
     cells = [cell for cell in run.cells if cell.step_ms]
     return {(cell.variant, cell.seq_len, *cell.step_ms, *cell.wall_ms) for cell in cells}
 
 
 def _merged_floor(one: Run, other: Run) -> dict[int, Floor]:
-    """The floor at each length of two runs, the rounds of `other` coming after those of `one`."""
+    """Merge the floors of two runs. The rounds of `other` come after those of `one`."""
     merged = {}
     for seq_len in {**one.floor, **other.floor}:
         floors = [run.floor[seq_len] for run in (one, other) if seq_len in run.floor]
@@ -196,7 +203,7 @@ def _merged_floor(one: Run, other: Run) -> dict[int, Floor]:
             recomputation_ms=median(again_ms) if again_ms else first.recomputation_ms,
             recomputation_samples_ms=again_ms,
             labelled_tokens=next(filter(None, (floor.labelled_tokens for floor in floors)), None),
-            of_round={
+            ms_by_round={
                 number + before: floor_ms
                 for run, before in ((one, 0), (other, one.experiment.rounds))
                 for number, floor_ms in run.floor_of_round(seq_len).items()
@@ -215,13 +222,10 @@ def _differences(earlier: Run, fresh: Run) -> list[str]:
 
 
 def _identity(run: Run, other: Run) -> dict[str, Any]:
-    """Return the values that two runs must share to be kept in one file, as flat name -> value."""
+    """Return the values two runs must share to be in one file, by flat name."""
     experiment, environment = run.experiment, run.environment
-    flat = {
-        name: value
-        for name, value in flat_items(experiment)
-        if name.split(".")[0] not in GROWING_PARTS
-    }
+    flat = dict(flat_items(experiment))
+    flat = {name: flat[name] for name in flat if name.split(".")[0] not in GROWING_PARTS}
     flat["steps a round"] = experiment.steps // experiment.rounds
     flat["rehearsal"] = run.rehearsal
     flat["gpu"] = environment.gpu and environment.gpu.name
@@ -237,7 +241,7 @@ def _identity(run: Run, other: Run) -> dict[str, Any]:
 
 
 def _widen(earlier: Run, fresh: Run) -> None:
-    """Unite what the earlier run had with what is asked for now."""
+    """Widen the earlier run by what is asked for now."""
     there, here = earlier.experiment, fresh.experiment
     before = copy.deepcopy(there)
     there.variants += [name for name in here.variants if name not in there.variants]
@@ -253,9 +257,9 @@ def _widen(earlier: Run, fresh: Run) -> None:
     for name, version in new.packages.items():
         if version and not old.packages.get(name):
             old.packages[name] = version
-            # what was unavailable for want of a package is tried again
+            # cells that lacked the package are tried again
             earlier.cells = [cell for cell in earlier.cells if cell.status != "unavailable"]
-    if old.git and new.git:  # cells of two commits may share a file, but not in silence
+    if old.git and new.git:  # a file names all commits of its cells
         if new.git.commit not in old.git.commit:
             old.git.commit += f" then {new.git.commit}"
         old.git.dirty = old.git.dirty or new.git.dirty
@@ -265,7 +269,7 @@ def _widen(earlier: Run, fresh: Run) -> None:
 
 
 def flat_items(part: Any, prefix: str = "") -> list[tuple[str, Any]]:
-    """The values in a record, and in the records in it, by name: ("lora.rank", 32)."""
+    """Return all values of a record and of the records in it, by name: ("lora.rank", 32)."""
     values = part if isinstance(part, dict) else msgspec.to_builtins(part)
     found = []
     for name, value in values.items():
@@ -275,7 +279,7 @@ def flat_items(part: Any, prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def in_words(value: Any) -> str:
-    """A value of results.json as people write it."""
+    """Return a value of results.json as people write it."""
     if value is None or isinstance(value, bool):
         return {None: "none", True: "yes", False: "no"}[value]
     if isinstance(value, list | tuple):
@@ -284,6 +288,6 @@ def in_words(value: Any) -> str:
 
 
 def first_few(items: list[str], separator: str = "; ") -> str:
-    """The first three of a list, and how many more there are."""
+    """Return the first three items, and how many more there are."""
     more = [f"and {len(items) - 3} more"] if len(items) > 3 else []
     return separator.join(items[:3] + more)

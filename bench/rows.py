@@ -1,10 +1,9 @@
 """A row of a data set -> a chat: the role and the text of each message.
 
-A row is a chat with "messages" (each a "role" and a "content") or ShareGPT's "conversations" (each
-a "from" and a "value"), a "prompt" with its "completion", or Alpaca's "instruction" (and "input")
-with its "output", after a "system" and a "history" of pairs where there are such. A content may be
-a list of text parts. A row whose assistant calls tools, or that lists "tools", is written by a chat
-template (`tool_calls.py`).
+Rows have "messages" (each with "role" and "content"), ShareGPT's "conversations" (each with "from"
+and "value"), a "prompt" with its "completion", or Alpaca's "instruction" (and "input") with its
+"output", optionally after a "system" and a "history" of pairs. A content may be a list of text
+parts. A chat template writes rows with tools or tool calls (`tool_calls.py`).
 """
 
 import json
@@ -35,10 +34,9 @@ WithTools = Callable[[Messages, list[dict[str, Any]]], list[dict[str, str]]]
 
 
 def chat_of(row: object, with_tools: WithTools) -> list[dict[str, str]]:
-    """Return the role and content of each message; `with_tools` writes chats that call tools.
+    """Return the role and content of each message. `with_tools` writes chats that call tools.
 
-    Raises:
-        ValueError: the row is no chat; what is wrong, what is wanted, what to do.
+    Raises ValueError if the row is no chat: what is wrong, what is wanted, what to do.
     """
     columns = {"messages": row} if isinstance(row, list) else row if isinstance(row, dict) else {}
     entries = _first_of(columns, *CHAT)
@@ -68,7 +66,7 @@ def _first_of(columns: dict[str, Any], *names: str) -> Any:
 def _question_and_answer(columns: dict[str, Any]) -> list[Any] | None:
     for question, context, answers in QUESTIONS:
         asked, said = columns.get(question), _first_of(columns, *answers)
-        if isinstance(asked, list) and isinstance(said, list):  # messages, as TRL writes them
+        if isinstance(asked, list) and isinstance(said, list):  # TRL's messages
             return asked + said
         if asked is not None and said is not None:
             if context and columns.get(context):
@@ -78,7 +76,7 @@ def _question_and_answer(columns: dict[str, Any]) -> list[Any] | None:
 
 
 def _history(pairs: Any) -> list[dict[str, Any]]:
-    """Return the messages of Alpaca's earlier turns, each a question and its answer."""
+    """Return the messages of Alpaca's earlier turns: pairs of question and answer."""
     try:
         return [message for asked, said in pairs or () for message in _turn(asked, said)]
     except (TypeError, ValueError):
@@ -115,7 +113,7 @@ def _message(entry: object, place: int) -> dict[str, Any]:
 
 
 def _text(content: Any, place: int) -> str | None:
-    """Return a message's text; None where it has none. Text parts are put together."""
+    """Return a message's text, its parts joined, or None without one."""
     if isinstance(content, list):
         for part in content:
             kind = part.get("type", "text") if isinstance(part, dict) else "text"
@@ -139,7 +137,7 @@ def _text(content: Any, place: int) -> str | None:
 
 
 def _calls(fields: dict[str, Any], role: Any, content: str | None, place: int) -> list[Any]:
-    """Return the tools that a message calls, as chat templates take them."""
+    """Return the tool calls of a message, as chat templates take them."""
     found = _parsed(fields.get("tool_calls"))
     if not found and fields.get("function_call"):  # OpenAI's earlier name for one
         found = [_parsed(fields["function_call"])]
@@ -154,7 +152,7 @@ def _calls(fields: dict[str, Any], role: Any, content: str | None, place: int) -
                 '{"function": {"name": "...", "arguments": {...}}}; mend or drop it'
             )
         arguments = _parsed(call.get("arguments"))
-        if isinstance(arguments, dict):  # datasets fills with None what other calls have
+        if isinstance(arguments, dict):  # datasets adds the arguments of other calls as None
             arguments = {key: value for key, value in arguments.items() if value is not None}
         function = {"name": call["name"], "arguments": {} if arguments is None else arguments}
         calls.append({"type": "function", "function": function})
@@ -172,7 +170,7 @@ def _tools(tools: Any) -> list[dict[str, Any]]:
 
 
 def _parsed(value: Any) -> Any:
-    """Return what a string of JSON holds, as many data sets write calls; else the value itself."""
+    """Return the value in a string of JSON, which many data sets write, or the value itself."""
     if not isinstance(value, str):
         return value
     try:

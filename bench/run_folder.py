@@ -1,11 +1,10 @@
-"""The folder of a run, named after its settings: two runs share one only if one can go on with the
-other's cells.
+"""The folder of a run, named after its settings. Runs share one only if one can continue another.
 
     runs/nvidia-h200                                  the experiment
     runs/nvidia-h200-quick-batch-size-8               python lora_bench.py --quick --batch-size 8
     runs/nvidia-h200-my_chats-1a2b3c4d-documents      --data my_chats.jsonl --documents
 
-Variants, lengths and rounds are not in the name: a run grows by them.
+Variants, lengths and rounds are not in the name: a run can grow by them.
 """
 
 import argparse
@@ -20,13 +19,13 @@ from bench import machine, options
 from bench.options import HERE
 from bench.weights import Source
 
-LONGEST = 120  # characters of a name; file systems take 255 bytes
+LONGEST = 120  # characters; file systems take 255 bytes
 
 
 def run_folder(asked: argparse.Namespace, source: Source, data: Path) -> Path:
-    """Return the folder that is asked for, or the one of this GPU and these settings.
+    """Return the folder asked for, or the one of this GPU and these settings.
 
-    Beside the experiment's, a quick run and one of a published setting have their own.
+    Quick runs and runs in a published setting have their own next to the experiment's.
     """
     if asked.out is not None:
         return asked.out
@@ -44,7 +43,7 @@ def run_folder(asked: argparse.Namespace, source: Source, data: Path) -> Path:
 
 
 def _settings(asked: argparse.Namespace, source: Source, data: Path) -> Iterator[str]:
-    """Yield in words what is asked for other than by default, and keeps runs apart."""
+    """Yield, in words, the settings that differ from the defaults and keep runs apart."""
     nothing = options.parse(["--quick"] if asked.quick else [], None)
     usual = options.with_defaults(nothing, asked.device, asked.published)
     if not asked.published and source.config != usual.model:
@@ -66,15 +65,15 @@ def _settings(asked: argparse.Namespace, source: Source, data: Path) -> Iterator
 
 
 def _name_of(source: Source) -> str:
-    """Return a model's name; that of a folder or file of the user's own with a digest."""
+    """Return a model's name, with a digest for the user's own folders and files."""
     if source.weights == "checkpoint" and Path(source.name).is_dir():
         digest = hashlib.sha256(source.name.encode()).hexdigest()[:6]
         return f"{source.folder.name}-{digest}"
-    return source.label.replace("/", "--")  # as no name on the hub has two
+    return source.label.replace("/", "--")  # no name on the hub has two hyphens
 
 
 def command_beside(argv: list[str], folder: Path) -> str:
-    """Return the same command with a folder beside `folder`, where nothing is yet."""
+    """Return the same command with a new folder next to `folder`."""
     kept: list[str] = []
     words = iter(argv)
     for word in words:

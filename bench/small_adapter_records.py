@@ -1,4 +1,4 @@
-"""small_adapters.json: its records, and how it is loaded and saved. No torch."""
+"""The records of small_adapters.json, and loading and saving it. Imports no torch."""
 
 import gzip
 from pathlib import Path
@@ -11,7 +11,7 @@ from variants import Lora
 
 
 class Adapter(Record):
-    """An adapter after some steps; is_dpo: trained on pairs, not on chats."""
+    """An adapter after some steps. is_dpo: trained on pairs instead of chats."""
 
     rate: float
     steps: int
@@ -23,10 +23,11 @@ class Adapter(Record):
 
 
 class Seen(Record):
-    """Changes from B = 0 that one variant sees of an adapter, by batch or by pair.
+    """Changes from B = 0 that one variant shows of an adapter, by batch or by pair.
 
-    along: the outputs' change dotted with fp32's, summed over a batch; for fp32, its own square.
-    losses: the loss's change. chosen, rejected: beta times a log-probability's, for DPO's adapters.
+    along: the outputs' change dotted with fp32's, summed over a batch (for fp32, its square).
+    losses: the change of the loss. chosen, rejected: beta times that of a log-probability, for
+    DPO's adapters.
     """
 
     variant: str
@@ -38,7 +39,7 @@ class Seen(Record):
 
 
 class SmallAdapters(Record):
-    """The file. tokens: of a batch. failed: variants that could not run, and why."""
+    """The whole file. tokens: in a batch. failed: why variants could not run."""
 
     started_utc: str
     environment: Environment
@@ -54,7 +55,7 @@ class SmallAdapters(Record):
 
 
 def load_small_adapters(path: Path) -> SmallAdapters:
-    """Read a file, which may be compressed, or raise a ValueError of one line."""
+    """Load a file, which may be compressed, or raise ValueError."""
     data = path.read_bytes()
     try:
         data = gzip.decompress(data) if path.suffix == ".gz" else data

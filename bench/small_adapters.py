@@ -1,11 +1,11 @@
-"""The share of a small adapter that each variant sees: its change of outputs, losses and rewards,
+"""The share of a small adapter that each variant shows: its change of outputs, losses and rewards,
 over the change in fp32.
 
     python -m bench.small_adapters      without a GPU a rehearsal
 
-Vanilla PEFT trains adapters from B = 0 for a few steps at small learning rates, on chats and on
-pairs with DPO's loss. Every variant then runs forward with B = 0 and with each of these adapters,
-in training mode, on other chats. Variants that are done are kept, and the same command goes on.
+Vanilla PEFT trains adapters from B = 0 for a few steps at small learning rates, on chats and with
+DPO's loss on pairs. Every variant then runs forward in training mode on other chats, with B = 0 and
+with each of these adapters. The same command goes on with the variants that are missing.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from bench.small_adapter_records import (
 )
 from bench.terminal import console
 from bench.weights import Source, materialize, resolve
-from variants import IN_FP32, Lora, recipe_of, title_of
+from variants import IN_FP32, Lora, title_of
 
 DECODER, HEAD = "base_model.model.model", "base_model.model.lm_head"
 TRAINER = "vanilla_peft_no_checkpointing"
@@ -52,15 +52,15 @@ REHEARSED: dict[str, Any] = {
     "variants": (TRAINER, "fused_layer_no_checkpointing"),
 }  # fmt: skip
 PAIRS_A_STEP, DPO_STEPS = 4, 4
-SILENCE_LIMIT_S = 600  # a variant that is heard of no more often hangs, and is given up
+SILENCE_LIMIT_S = 600  # a variant silent for longer hangs and is given up
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """All that a process needs to know."""
+    """Everything a process needs to know."""
 
     source: Source
     data: Path
-    folder: Path  # of adapters and of fp32's changes
+    folder: Path  # for adapters and fp32's changes
     device: str
     batches: int
     rows: int
@@ -69,38 +69,32 @@ class Asked(msgspec.Struct, frozen=True):
     adapters: list[Adapter]
 
     def chats(self) -> tuple[list[Batch], list[Batch]]:
-        """Batches to train on, and others to look at."""
+        """Return batches to train on, and others to look at."""
         chats = tokenize(read_chats(self.data), load_tokenizer(self.source.tokenizer))
         most = max(one.steps for one in self.adapters)
-        parts = (chats[1::2], most), (chats[::2], self.batches)
-        trained, seen = (make_batches(*part, self.seq_len, self.rows, n) for part, n in [
-            ((one,), count) for one, count in parts])  # fmt: skip
+        trained = make_batches(chats[1::2], self.seq_len, self.rows, most)
+        seen = make_batches(chats[::2], self.seq_len, self.rows, self.batches)
         return [b.to(self.device) for b in trained], [b.to(self.device) for b in seen]
 
     def pairs_of_rows(self) -> list[Batch]:
-        """Two rows for each pair: a chat, and its question with another chat's answer. Only answers
-        are labelled; rows are filled on the right, which causal attention never sees."""
+        """Return a batch of two rows for each pair: a chat, and its question with another chat's
+        answer. Only answers are labelled. Rows are padded on the right, unseen by attention."""
         chats = tokenize(read_chats(self.data), load_tokenizer(self.source.tokenizer))
         length, found = 2 * self.seq_len, []
         for i in range(self.pairs):
             one, other = chats[i], chats[i + 7]
             question = next(n for n, label in enumerate(one.labels) if label != -100)
             answer = next(n for n, label in enumerate(other.labels) if label != -100)
-            rows = [
-                (one.input_ids, one.labels),
-                (
-                    one.input_ids[:question] + other.input_ids[answer:],
-                    one.labels[:question] + other.labels[answer:],
-                ),
-            ]
-            ids = [(ids + [0] * length)[:length] for ids, _ in rows]
-            labels = [(labels + [-100] * length)[:length] for _, labels in rows]
+            ids = [one.input_ids, one.input_ids[:question] + other.input_ids[answer:]]
+            labels = [one.labels, one.labels[:question] + other.labels[answer:]]
+            ids = [(row + [0] * length)[:length] for row in ids]
+            labels = [(row + [-100] * length)[:length] for row in labels]
             found.append(Batch(torch.tensor(ids), torch.tensor(labels)).to(self.device))
         return found
 
 
 def log_probabilities(model: Any, batch: Batch) -> torch.Tensor:
-    """[rows]: the sum over each row's labelled tokens, from logits in the model's own precision."""
+    """Return [rows]: the sums over labelled tokens, from logits in the model's own precision."""
     hidden = model.get_submodule(DECODER)(input_ids=batch.input_ids)[0]
     logits = F.linear(hidden, model.get_submodule(HEAD).weight)[:, :-1].float()
     labels = batch.labels[:, 1:]
@@ -108,19 +102,13 @@ def log_probabilities(model: Any, batch: Batch) -> torch.Tensor:
     return -found.sum(1)
 
 
-def built_for(asked: Asked, variant: str) -> Any:
-    """The variant's model, with B = 0."""
-    if asked.device == "cpu":
-        from bench.interpreter import prepare_interpreter
+def build_at_start(asked: Asked, variant: str) -> Any:
+    """Build the variant's model with B = 0."""
+    from bench.cells import make_ready
 
-        prepare_interpreter()
-    if recipe_of(variant).library == "unsloth":
-        os.environ["UNSLOTH_COMPILE_LOCATION"] = f"unsloth_compiled_cache/{variant}"
-        import unsloth  # noqa: F401  (before transformers and peft, which it patches)
+    make_ready(variant, asked.device)
     import models
 
-    if recipe_of(variant).fp8:
-        os.environ.setdefault(models.CUBLASLT_WORKSPACE, "0")
     length = 2 * asked.seq_len
     built = models.build(variant, asked.source.folder, Lora(), length, False, asked.device, seed=0)
     put(built.model, None)
@@ -133,7 +121,7 @@ def trained_in(model: Any) -> dict[str, torch.nn.Parameter]:
 
 @torch.no_grad()
 def put(model: Any, adapter: dict[str, torch.Tensor] | None) -> None:
-    """Give the model these adapters, or B = 0."""
+    """Give the model these adapters, or B = 0 without any."""
     for name, parameter in trained_in(model).items():
         if adapter is not None:
             parameter.copy_(adapter[name])
@@ -142,9 +130,9 @@ def put(model: Any, adapter: dict[str, torch.Tensor] | None) -> None:
 
 
 def train_adapters(send: Callable[[Any], None], asked: Asked) -> None:
-    """Write the adapters' files, and B = 0's A, from which all start."""
+    """Train the adapters, all from the same A and B = 0, and write their files."""
     materialize(asked.source, 0, asked.device)
-    built = built_for(asked, TRAINER)
+    built = build_at_start(asked, TRAINER)
     asked.folder.mkdir(parents=True, exist_ok=True)
     chats, pairs = asked.chats()[0], asked.pairs_of_rows()
     start = {name: p.detach().clone() for name, p in trained_in(built.model).items()}
@@ -180,7 +168,7 @@ def train_adapters(send: Callable[[Any], None], asked: Asked) -> None:
 
 def run_variant(send: Callable[[Any], None], asked: Asked, variant: str) -> None:
     """Send a {"seen": Seen} for each adapter."""
-    built = built_for(asked, variant)
+    built = build_at_start(asked, variant)
     batches, pairs = asked.chats()[1], asked.pairs_of_rows()
     kept: list[torch.Tensor] = []
     built.model.get_submodule(DECODER).register_forward_hook(
@@ -205,7 +193,7 @@ def run_variant(send: Callable[[Any], None], asked: Asked, variant: str) -> None
         exact = asked.folder / f"fp32-{adapter.file}"
         along, losses = [], []
         if variant == IN_FP32:
-            changes = []
+            changes: list[torch.Tensor] = []
             for (hidden, loss), (before, loss_before) in zip(forward(), at_start, strict=True):
                 changes.append(hidden.cpu() - before)
                 losses.append(loss - loss_before)
@@ -234,7 +222,7 @@ def new_file(asked: Asked) -> SmallAdapters:
 
 
 def looked_at(asked: Asked, variant: str) -> tuple[str | None, list[Seen]]:
-    """Run `run_variant` in a fresh process; return its error, if any, and what it saw."""
+    """Run `run_variant` in a fresh process. Return its error, if any, and what it saw."""
     if error := why_unavailable(variant, asked.device):
         return error, []
     seen: list[Seen] = []
@@ -245,21 +233,26 @@ def looked_at(asked: Asked, variant: str) -> tuple[str | None, list[Seen]]:
     return ended.error and f"{ended.error}: {ended.output_tail}", seen
 
 
+def go_on_with(path: Path, fresh: SmallAdapters) -> SmallAdapters:
+    """Return the file's runs, if they are of the same settings and GPU, or `fresh` without one."""
+    if not path.exists():
+        return fresh
+    earlier = load_small_adapters(path)
+    settings, wanted = (
+        (one.model, one.adapters, one.batches, one.environment.device) for one in (earlier, fresh)
+    )
+    if settings != wanted:
+        raise ValueError(f"{path} was measured otherwise or elsewhere: give another --out")
+    return earlier
+
+
 def run_missing(asked: Asked, variants: tuple[str, ...], path: Path) -> None:
-    """Run the variants that are not in the file yet, and write it after each."""
-    found, fresh = new_file(asked), not path.exists()
-    if not fresh:
-        earlier = load_small_adapters(path)
-        same = (earlier.model, earlier.adapters, earlier.batches, earlier.environment.device)
-        if same != (found.model, found.adapters, found.batches, found.environment.device):
-            raise ValueError(f"{path} was measured otherwise or elsewhere: give another --out")
-        found = earlier
-
-    def say(message: dict[str, Any]) -> None:
-        console.print(message["doing"])
-
+    """Run the variants that the file lacks, and write it after each."""
+    found = go_on_with(path, new_file(asked))
     if any(not (asked.folder / one.file).exists() for one in asked.adapters):
-        ended = processes.run(train_adapters, asked, on_message=say)
+        ended = processes.run(
+            train_adapters, asked, on_message=lambda sent: console.print(sent["doing"])
+        )
         if ended.error:
             raise RuntimeError(f"training the adapters: {ended.error}\n{ended.output_tail}")
     files = [asked.folder / f"fp32-{one.file}" for one in asked.adapters]

@@ -1,4 +1,4 @@
-"""The stages of a run and their wall time: where the minutes went."""
+"""The wall time of a run's stages: where its minutes go."""
 
 import time
 from typing import Any
@@ -19,10 +19,10 @@ WORDS = {
 
 
 class Stopwatch:
-    """Books wall time to the stages of a run: each time what has passed since the last.
+    """Books wall time to the stages of a run, each when it ends.
 
-    So a stage is told when it ends. Of processes side by side one computes at a time, but all start
-    together: the first that is ready books the start of all.
+    Processes side by side compute one at a time but start together. The first one ready books the
+    start of all.
     """
 
     def __init__(self, run: Run):
@@ -38,14 +38,14 @@ class Stopwatch:
 
 
 def stage_of(message: dict[str, Any]) -> str:
-    """Return the stage that has ended when a process of cells sends this."""
+    """Return the stage that ends with this message from a process that measures cells."""
     if "did" in message:
         return message["did"]
     return "steps" if "step" in message else "profile" if "cell" in message else "other"
 
 
 def stages_line(run: Run) -> str:
-    """Say how many minutes a run took, and where they went, the most first."""
+    """Say how many minutes a run took and where they went, the longest stage first."""
     if run.stages_s is None:
         return ""
     minutes = {WORDS[name]: seconds / 60 for name, seconds in asdict(run.stages_s).items()}

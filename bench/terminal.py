@@ -1,6 +1,8 @@
-"""The progress bar and the lines that a run prints while it measures."""
+"""The progress bar and the lines a run prints while it measures."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from statistics import median
 
 from rich.console import Console
@@ -13,34 +15,18 @@ from variants import title_of
 console = Console(highlight=False)
 
 
-class progress_bar:
-    """A bar over `total` timed tokens; gives (advance by tokens, say what is going on)."""
-
-    def __init__(self, total: int):
-        self.progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left:"),
-            TimeRemainingColumn(),
-            console=console,
-            speed_estimate_period=600,
-        )
-        self.task = self.progress.add_task("starting", total=total)
-
-    def __enter__(self) -> tuple[Callable[[int], None], Callable[[str], None]]:
-        self.progress.start()
-        return (
-            lambda tokens: self.progress.advance(self.task, tokens),
-            lambda text: self.progress.update(self.task, description=text),
-        )
-
-    def __exit__(self, *_) -> None:
-        self.progress.stop()
+@contextmanager
+def progress_bar(total: int) -> Iterator[tuple[Callable[[int], None], Callable[[str], None]]]:
+    """Show a bar over `total` timed tokens. Gives (advance by tokens, say what is going on)."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(),
+               TextColumn("left:"), TimeRemainingColumn())  # fmt: skip
+    with Progress(*columns, console=console, speed_estimate_period=600) as progress:
+        task = progress.add_task("starting", total=total)
+        yield partial(progress.advance, task), lambda text: progress.update(task, description=text)
 
 
 def show(cell: Cell) -> None:
-    """Print a cell in a line."""
+    """Print a cell in one line."""
     said = f"round {cell.round}  {title_of(cell.variant):14} {cell.seq_len:5} tokens  "
     if cell.status != "ok":
         said += f"{cell.status}: {cell.error}"

@@ -1,7 +1,7 @@
-"""Chats that call tools, as the model's own chat template writes them.
+"""Chats that call tools, written by the model's own chat template.
 
-The template writes the whole chat, with the tools, their calls and their answers. Its ChatML is
-read back into messages, which are then trained on like any others.
+The template writes the whole chat with tools, calls and answers. We read its ChatML back into
+messages and train on them like on any others.
 """
 
 import re
@@ -19,7 +19,7 @@ TO_DO = "give --model a checkpoint whose template does (Qwen's, say), or drop su
 def written_by(model: Path | None) -> Callable[[list[dict], list[dict]], list[dict[str, str]]]:
     """Return a function that writes chats by the template of a checkpoint's folder.
 
-    Without a folder, as random weights have none, it refuses them.
+    Random weights have no folder: without one the function refuses such chats.
     """
 
     def write(messages: list[dict], tools: list[dict]) -> list[dict[str, str]]:
@@ -30,7 +30,7 @@ def written_by(model: Path | None) -> Callable[[list[dict], list[dict]], list[di
             raise ValueError(f"it calls tools, and {model.name} has no chat template; {TO_DO}")
         try:
             text = tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False)
-        except Exception as error:  # what a template raises for a chat it does not take
+        except Exception as error:  # templates raise what they like
             reason = " ".join(str(error).split())[:150] or type(error).__name__
             raise ValueError(f"the chat template does not take its tools ({reason})") from None
         calls = [call for message in messages for call in message.get("tool_calls", ())]

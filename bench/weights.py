@@ -1,11 +1,10 @@
-"""Base models on disk: what `--model` names, as a folder that every variant loads the same way.
+"""Base models on disk: `--model` as a folder that every variant loads the same way.
 
-    configs/NAME.json      an architecture; its weights are drawn once from a seed, into a cache
+    configs/NAME.json      an architecture; we draw its weights once, from a seed, into a cache
     a folder               a checkpoint saved with save_pretrained, with its tokenizer
     ORGANISATION/NAME      a model on the Hugging Face hub, downloaded to the hub's own cache
 
-The time of a step does not depend on the values of the weights, so random ones measure the same
-thing and need no download.
+A step takes as long with random weights as with real ones, and random ones need no download.
 """
 
 import hashlib
@@ -29,10 +28,10 @@ SIZES = (
 class Source:
     """The origin of a model's base weights.
 
-    name: what the user asked for, as it is shown. weights: "random, seed 0" or "checkpoint".
-    folder: the checkpoint's folder (for random weights, made by `materialize`).
-    config: the architecture's JSON file, None for a checkpoint. tokenizer: its tokenizer.json.
-    digest: of an architecture that is none of configs/, as two files may have one name.
+    name: its name for people. weights: "random, seed 0" or "checkpoint". folder: the checkpoint's
+    folder; `materialize` makes that of random weights. config: the architecture's JSON file, None
+    for a checkpoint. tokenizer: its tokenizer.json. digest: tells the user's own architecture files
+    of one name apart.
     """
 
     name: str
@@ -48,19 +47,18 @@ class Source:
         return f"{self.name}-{self.digest}" if self.digest else self.name
 
     def is_there(self) -> bool:
-        """Return True if its folder holds the weights: random ones may not be drawn yet."""
+        """Return True if its weights exist: random ones may not be drawn yet."""
         return self.config is None or (self.folder / "config.json").is_file()
 
     def size_bytes(self) -> int:
-        """Return the size of the weights' files; 0 where they are not drawn yet."""
+        """Return the size of the weights' files, 0 if they are not drawn yet."""
         return sum(file.stat().st_size for file in self.folder.glob("*.safetensors"))
 
 
 def resolve(model: str, cache: Path, seed: int) -> Source:
-    """Say where `model` comes from, touching nothing but the hub's cache.
+    """Return where `model` comes from. Writes nothing but the hub's cache.
 
-    Raises:
-        ValueError: there is no such file, folder or hub model, or the folder lacks a part.
+    Raises ValueError for a missing file, folder or hub model, or a folder that lacks a part.
     """
     path = Path(model)
     if path.suffix == ".json":
@@ -101,11 +99,7 @@ def _random_source(path: Path, cache: Path, seed: int) -> Source:
 
 
 def read_config(source: Source) -> dict[str, Any]:
-    """The model's config.json, with the sizes in it as they should be.
-
-    Raises:
-        ValueError: it is none, in one line.
-    """
+    """Return the model's config.json, or raise ValueError if it is none or a size is wrong."""
     path = source.config or source.folder / "config.json"
     try:
         config = json.loads(path.read_text())
@@ -122,11 +116,10 @@ def read_config(source: Source) -> dict[str, Any]:
 
 
 def check_architecture(source: Source, targets: tuple[str, ...]) -> None:
-    """Build the model without its weights, to see that every variant can train it.
+    """Build the model without its weights, and raise ValueError if variants could not train it.
 
-    Raises:
-        ValueError: transformers does not know it, it is no causal decoder whose attention and
-            `targets` we can train, or its sizes do not fit each other; in one line.
+    transformers must know it as a causal decoder, with attention and `targets` that we can train
+    and sizes that fit each other.
     """
     config = read_config(source)
     if config.get("quantization_config"):
@@ -153,7 +146,7 @@ def _untrainable(source: Source, reason: str) -> ValueError:
 
 
 def _misfit(config: Any) -> str | None:
-    """Say which sizes of a decoder are missing or do not fit each other."""
+    """Return in words which sizes of a decoder are missing or do not fit each other."""
     from bench.floor import Shape
 
     try:
@@ -168,11 +161,7 @@ def _misfit(config: Any) -> str | None:
 
 
 def _architecture(source: Source) -> Any:
-    """Return transformers' configuration of a model.
-
-    Raises:
-        ValueError: transformers does not know such a model.
-    """
+    """Return transformers' configuration of a model, or raise ValueError for an unknown one."""
     from transformers import AutoConfig  # takes seconds
     from transformers.utils import logging
 
@@ -180,7 +169,7 @@ def _architecture(source: Source) -> Any:
     logging.set_verbosity_error()  # a vocabulary cut below eos_token_id trains
     try:
         return AutoConfig.for_model(**read_config(source))
-    except Exception as error:  # of many kinds, and over many lines
+    except Exception as error:  # of many kinds
         raise _not_taken(source, error) from None
     finally:
         logging.set_verbosity(said)
@@ -192,11 +181,7 @@ def _not_taken(source: Source, error: Exception) -> ValueError:
 
 
 def _without_weights(source: Source) -> Any:
-    """Return the model on the meta device, with the attention that variants have.
-
-    Raises:
-        ValueError: transformers cannot build it, or not as a causal decoder.
-    """
+    """Return the model on the meta device with our attention, or raise ValueError."""
     import torch
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
@@ -206,7 +191,7 @@ def _without_weights(source: Source) -> Any:
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    except Exception as error:  # of many kinds, and over many lines
+    except Exception as error:  # of many kinds
         if "scaled_dot_product_attention" in str(error):
             reason = f"{config.model_type} has no scaled_dot_product_attention in transformers"
             raise _untrainable(source, reason) from None
@@ -214,7 +199,7 @@ def _without_weights(source: Source) -> Any:
 
 
 def projections(source: Source) -> list[str]:
-    """Return the names that a layer's linear modules have, in the order in which it has them."""
+    """Return the names of a layer's linear modules, in the model's order."""
     return _linear_names(_without_weights(source))
 
 
@@ -231,8 +216,7 @@ def _linear_names(model: Any) -> list[str]:
 
 
 def discard(source: Source) -> str:
-    """Delete random weights, which the same command draws again; says so in words. A checkpoint,
-    which somebody else made, stays."""
+    """Delete random weights, which the same command draws again, and say so. Checkpoints stay."""
     if source.config is None or not source.is_there():
         return ""
     gigabytes = source.size_bytes() / 1e9
@@ -246,7 +230,7 @@ def _download(name: str) -> Path:
     try:
         parts = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
         return Path(snapshot_download(name, allow_patterns=parts))
-    except Exception as error:  # offline, unknown, gated: the hub's own first line says which
+    except Exception as error:  # offline, unknown, gated: the hub's first line says which
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
             f"--model {name}: could not be downloaded ({reason}); give a local folder, or an "
@@ -255,10 +239,10 @@ def _download(name: str) -> Path:
 
 
 def materialize(source: Source, seed: int, device: str) -> None:
-    """Draw the random weights of `source` and save them as a checkpoint, unless they are there.
+    """Draw the random weights of `source` and save them as a checkpoint, unless they exist.
 
-    Matrices come from transformers' own initialisation. Biases and norm weights, which it sets to
-    zeros and ones, get a little noise, so that a kernel that forgets one of them is found out.
+    transformers initialises the matrices. It sets biases to zero and norm weights to one, so we add
+    a little noise: otherwise a kernel could forget them unnoticed.
     """
     if source.config is None or source.is_there():
         return

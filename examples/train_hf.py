@@ -1,9 +1,9 @@
-"""LoRA fine-tuning with transformers' Trainer, first as PEFT ships, then fused with one call.
+"""LoRA fine-tuning with transformers' Trainer: first plain PEFT, then fused with one call.
 
     pip install -e ".[examples]"
     python examples/train_hf.py --model Qwen/Qwen2.5-3B-Instruct --data data/sft_train.jsonl
 
-Prints tokens/s of both, and saves the adapter. Wants a GPU; on a CPU it runs, and fuses nothing.
+Prints tokens/s of both and saves the adapter. Without a GPU it runs but fuses nothing.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def main() -> None:
     collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)
 
     class Clock(TrainerCallback):
-        """Begins after the first steps, in which libraries load and kernels are compiled."""
+        """Starts after the first steps, in which libraries load and kernels compile."""
 
         def on_step_end(self, args, state, control, **_):
             if state.global_step == asked.warm_up:
@@ -76,7 +76,7 @@ def main() -> None:
         return asked.steps * asked.batch_size * asked.tokens / (time.perf_counter() - clock.began)
 
     plain = tokens_per_s()
-    print(fuse(model))  # what runs fused from now on, and why the rest does not
+    print(fuse(model))  # prints what runs fused now, and why the rest does not
     print(f"vanilla PEFT: {plain:,.0f} tokens/s; fused: {tokens_per_s():,.0f} tokens/s")
     model.save_pretrained(asked.out)
 

@@ -1,9 +1,9 @@
-"""LoRA fine-tuning with transformers' Trainer, of which forward and backward are a CUDA graph.
+"""LoRA fine-tuning with transformers' Trainer, with forward and backward as one CUDA graph.
 
     pip install -e ".[examples]"
     python examples/train_hf_graph.py --model Qwen/Qwen2.5-3B-Instruct --data data/sft_train.jsonl
 
-Prints tokens/s as PEFT ships and fused. Without a GPU both run eagerly, and nothing is fused.
+Prints tokens/s of plain PEFT and fused. Without a GPU both run eagerly and nothing is fused.
 """
 
 import argparse
@@ -25,7 +25,7 @@ ON_GPU = torch.cuda.is_available()
 
 
 class Loss(torch.nn.Module):
-    """The loss that a trainer computes of a batch, and its share in an update."""
+    """A trainer's loss of a batch, as its share in an update."""
 
     def __init__(self, trainer: Any, model: torch.nn.Module):
         super().__init__()
@@ -36,7 +36,7 @@ class Loss(torch.nn.Module):
 
 
 class GraphedTrainer(Trainer):
-    """A Trainer of one GPU; clipping, optimizer and schedule run as in any other, by themselves."""
+    """A Trainer for one GPU. Clipping, optimizer and schedule run outside the graph, as usual."""
 
     step: GraphedStep | None = None
 
@@ -69,7 +69,7 @@ def main() -> None:
         row = tokenizer(text, truncation=True, padding="max_length", max_length=asked.tokens)
         ids, labelled = row["input_ids"], row["attention_mask"]
         labels = [token if one else -100 for token, one in zip(ids, labelled, strict=True)]
-        return {"input_ids": ids, "labels": labels}  # no mask: no token sees padding on its right
+        return {"input_ids": ids, "labels": labels}  # no mask: tokens never see padding after them
 
     data = chats.map(tokenize, remove_columns=chats.column_names)
     dtype = torch.bfloat16 if ON_GPU else torch.float32
@@ -80,12 +80,12 @@ def main() -> None:
     settings = TrainingArguments(
         f"{asked.out}/checkpoints", max_steps=asked.warm_up + asked.steps, save_strategy="no",
         per_device_train_batch_size=asked.batch_size, learning_rate=1e-4, bf16=ON_GPU, report_to=[],
-        logging_nan_inf_filter=False,  # which would wait for every loss
+        logging_nan_inf_filter=False,  # it would wait for every loss
     )  # fmt: skip
 
     class Clock(TrainerCallback):
         def on_step_end(self, args, state, control, **_):
-            if state.global_step == asked.warm_up:  # libraries are loaded, kernels compiled
+            if state.global_step == asked.warm_up:  # libraries have loaded, kernels compiled
                 self.began = time.perf_counter()
 
     def tokens_per_s(kind: type[Trainer]) -> float:
@@ -94,7 +94,7 @@ def main() -> None:
         return asked.steps * asked.batch_size * asked.tokens / (time.perf_counter() - clock.began)
 
     plain = tokens_per_s(Trainer)
-    print(fuse(model))  # what runs fused from now on, and why the rest does not
+    print(fuse(model))  # prints what runs fused now, and why the rest does not
     fused = tokens_per_s(GraphedTrainer if ON_GPU else Trainer)
     print(f"vanilla PEFT: {plain:,.0f} tokens/s; fused: {fused:,.0f} tokens/s")
     model.save_pretrained(asked.out)

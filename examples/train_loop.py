@@ -1,9 +1,9 @@
-"""LoRA fine-tuning in a loop of one's own: packed chats, the step as a CUDA graph, accumulation.
+"""LoRA fine-tuning in your own loop: packed chats, accumulation, the step as a CUDA graph.
 
     pip install -e ".[examples]"
     python examples/train_loop.py --model Qwen/Qwen2.5-3B-Instruct --data data/sft_train.jsonl
 
-Prints tokens/s as PEFT ships and fused. Without a GPU both run eagerly, and nothing is fused.
+Prints tokens/s of plain PEFT and fused. Without a GPU both run eagerly and nothing is fused.
 """
 
 import argparse
@@ -21,12 +21,12 @@ try:
 except ModuleNotFoundError as missing:
     raise SystemExit(f'{missing.name} is not installed: pip install -e ".[examples]"') from None
 
-ACCUMULATED = 2  # batches of an update
+ACCUMULATED = 2  # batches an update
 ON_GPU = torch.cuda.is_available()
 
 
 def batches(asked: argparse.Namespace, device: str) -> Iterator[dict[str, torch.Tensor]]:
-    """Whole chats, packed into rows of one size, round and round: one graph takes any of them."""
+    """Pack whole chats into rows of one size, again and again: one graph takes all rows."""
     tokenizer: Any = AutoTokenizer.from_pretrained(asked.model)
     chats = load_dataset("json", data_files=asked.data, split="train")
     texts = [tokenizer.apply_chat_template(one, tokenize=False) for one in chats["messages"]]
@@ -61,7 +61,7 @@ def main() -> None:
     )
 
     data = batches(asked, device)
-    next(data)  # so that all is tokenized
+    next(data)  # tokenizes everything
 
     def accumulate(**batch) -> None:
         (model(**batch).loss / ACCUMULATED).backward()
@@ -73,7 +73,7 @@ def main() -> None:
 
     def tokens_per_s(accumulate: Callable, update: Callable) -> float:
         for step in range(asked.warm_up + asked.steps):
-            if step == asked.warm_up:  # libraries are loaded, kernels compiled, graphs captured
+            if step == asked.warm_up:  # libraries have loaded, kernels compiled, graphs captured
                 began = time.perf_counter()
             accumulate(**next(data))
             update(**next(data))
@@ -84,7 +84,7 @@ def main() -> None:
         return asked.steps * ACCUMULATED * batch / (time.perf_counter() - began)
 
     plain = tokens_per_s(accumulate, update)
-    print(fuse(model))  # what runs fused from now on, and why the rest does not
+    print(fuse(model))  # prints what runs fused now, and why the rest does not
     if ON_GPU:
         update = GraphedStep(model, optimizer, accumulation_steps=ACCUMULATED)  # type: ignore
         accumulate = update.accumulate  # type: ignore

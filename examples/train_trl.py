@@ -1,9 +1,9 @@
-"""LoRA fine-tuning with TRL's SFTTrainer, first as PEFT ships, then fused with one call.
+"""LoRA fine-tuning with TRL's SFTTrainer: first plain PEFT, then fused with one call.
 
     pip install -e ".[examples]"
     python examples/train_trl.py --model Qwen/Qwen2.5-3B-Instruct --data data/sft_train.jsonl
 
-Prints tokens/s of both, and saves the adapter. Wants a GPU, as TRL's own loss does.
+Prints tokens/s of both and saves the adapter. Needs a GPU, like TRL's own loss.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def main() -> None:
         max_steps=asked.warm_up + asked.steps,
         per_device_train_batch_size=asked.batch_size,
         max_length=asked.tokens,
-        pad_to_multiple_of=asked.tokens,  # every batch of one length, as many tokens as are counted
+        pad_to_multiple_of=asked.tokens,  # all batches have one length, which we count below
         learning_rate=1e-4,
         bf16=torch.cuda.is_available(),
         gradient_checkpointing=True,
@@ -53,7 +53,7 @@ def main() -> None:
     )
 
     class Clock(TrainerCallback):
-        """Begins after the first steps, in which libraries load and kernels are compiled."""
+        """Starts after the first steps, in which libraries load and kernels compile."""
 
         def on_step_end(self, args, state, control, **_):
             if state.global_step == asked.warm_up:
@@ -66,7 +66,7 @@ def main() -> None:
         return asked.steps * asked.batch_size * asked.tokens / (time.perf_counter() - clock.began)
 
     plain = tokens_per_s()
-    print(fuse(model))  # what runs fused from now on; the loss is TRL's own
+    print(fuse(model))  # prints what runs fused now; the loss stays TRL's own
     print(f"vanilla PEFT: {plain:,.0f} tokens/s; fused: {tokens_per_s():,.0f} tokens/s")
     model.save_pretrained(asked.out)
 

@@ -1,14 +1,14 @@
-"""The MLP of a LoRA-adapted transformer as one autograd function. Needs torch and triton alone.
+"""The MLP of a LoRA-adapted transformer as one autograd function. Needs only torch and triton.
 
 Copy this folder into your own project and call `LoRA_MLP.apply` (see `fast_lora.py`), or let
 `fused_lora.fuse` put it into a PEFT model for you. Read in this order:
 
-    utils.py       matmul_lora: a frozen product with its low-rank adapter added
-    dropout.py     dropout before an adapter, its masks one bit an element
-    launching.py   launch: a Triton kernel, in less of the host's time
+    utils.py       matmul_lora: a frozen matmul with its low-rank adapter added
+    dropout.py     dropout before an adapter, with masks of one bit per element
+    launching.py   launch: starts a Triton kernel in less host time
     swiglu.py      silu(gate) * up and its gradient, two Triton kernels
     geglu.py       gelu(gate) * up, likewise
-    fast_lora.py   LoRA_MLP: the three adapted products around SwiGLU, with the backward by hand
+    fast_lora.py   LoRA_MLP: the three adapted matmuls around SwiGLU, with a backward by hand
 """
 
 from .dropout import draw_seed

@@ -1,20 +1,20 @@
-"""Dropout before an adapter's A: its masks, one bit an element, and what they let through.
+"""Dropout before an adapter's A, with masks of one bit per element.
 
-PEFT computes, in training, for each projection by itself
+In training PEFT computes for each projection
 
     z = dropout(x) A',      dropout(x) = x m,      m = 0 or 1 / (1 - p)
 
-and so dA = p' (x m) and dx = m (p A) for p = s dy B. A mask is kept as bits, a sixteenth of a bf16
-tensor's bytes, so that backward has it without drawing it again, and a kernel that reads x anyhow
-loads one word for each 32 of a column's elements.
+and therefore dA = p' (x m) and dx = m (p A) for p = s dy B. We keep a mask as bits, a sixteenth of
+a bf16 tensor's bytes. Backward need not draw it again, and a kernel that reads x anyway loads one
+word for 32 elements of a column.
 
-A word of 32 bits, each 1 with a probability of keep / 65,536, is made of 16 random words, one for
-each bit of `keep` from the least significant on, by `word | random` where that bit is 1 and `word &
-random` where it is 0: whatever probability P a bit had, it then has (1 + P) / 2, or P / 2. The word
-is the mask: nothing is compared and nothing packed. The random words are Philox's, for a counter of
-(place in the mask, which four of the 16, which projection) and a seed that lies on the device, so
-that a CUDA graph that draws the seed draws other masks at each replay. By arithmetic, the masks of
-Qwen2.5-3B's seven projections at 16,384 tokens (48 MB) are 48 million calls of Philox.
+Each bit of a mask is 1 with a probability of keep / 65,536. A word of 32 bits is made of 16 random
+words, one for each bit of `keep` from the least significant on: `word | random` if that bit is 1,
+`word & random` if it is 0. A bit's probability P becomes (1 + P) / 2 or P / 2. The final word is
+the mask, without comparing or packing. The random words come from Philox, with the counter (place
+in the mask, which four of the 16, which projection) and a seed on the device: a CUDA graph that
+draws the seed draws new masks at each replay. The masks of Qwen2.5-3B's seven projections at 16,384
+tokens (48 MB) take 48 million calls of Philox.
 
 Philox: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011. Dropout: Srivastava
 et al., JMLR 15, 2014.
@@ -32,32 +32,31 @@ from .launching import cdiv, check_runnable, launch
 
 ROWS_OF_A_WORD: tl.constexpr = tl.constexpr(32)
 KEEP_BITS: tl.constexpr = tl.constexpr(16)
-WHOLE = 1 << KEEP_BITS.value  # of which `keep` is a part
-# The fewest that pass all statistical tests of TestU01's BigCrush (Salmon et al.)
+WHOLE = 1 << KEEP_BITS.value  # `keep` out of WHOLE is the probability to be kept
+# The fewest rounds that pass all statistical tests of TestU01's BigCrush (Salmon et al.)
 PHILOX_ROUNDS: tl.constexpr = tl.constexpr(7)
 
 BLOCK_WORDS = 512
-# Of x in the elementwise kernel: 4,096 elements over 8 warps.
+# A tile of x in the elementwise kernel: 4,096 elements over 8 warps.
 BLOCK_ROWS, BLOCK_COLUMNS = 32, 128
 
 
 class Mask(NamedTuple):
-    """The elements of x [rows, columns] that dropout keeps: it is ``x * unpacked(bits) * scale``.
+    """The elements of x [rows, columns] that dropout keeps: ``x * unpacked(bits) * scale``.
 
-    bits: [ceil(rows / 32), columns] int32. Of x[r, c] it is bit r % 32 of bits[r // 32, c], so that
-    elements side by side have words side by side. scale: 1 / the probability to be kept.
+    bits: [ceil(rows / 32), columns] int32. Bit r % 32 of bits[r // 32, c] is that of x[r, c], so
+    neighbours in a row have neighbouring words. scale: 1 / the probability to be kept.
     """
 
     bits: Tensor
     scale: float
 
 
-Masks = Sequence[Mask | None]  # of projections one after another, None for one without dropout
+Masks = Sequence[Mask | None]  # one per projection, None for one without dropout
 
 
 def parts_of(masks: Masks | None) -> tuple[list[Tensor | None], list[float] | None]:
-    """The masks' tensors, for save_for_backward, and their scales, from which `masks_of` has them
-    again."""
+    """Split masks into tensors, for save_for_backward, and scales. `masks_of` joins them again."""
     if masks is None:
         return [], None
     return [m and m.bits for m in masks], [m.scale if m else 1.0 for m in masks]
@@ -76,7 +75,7 @@ def _keep_bits_kernel(
     seed_ptr,  # [1] int64
     bits_ptr,  # [words] int32, written
     words,
-    which,  # of the seed's streams; Inductor has an argument named stream of its own
+    which,  # the seed's stream; Inductor has an argument of that name
     KEEP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -95,9 +94,11 @@ def _keep_bits_kernel(
 
 @triton.jit
 def is_kept(bits_ptr, first, row, column, columns):
-    """Return which of a tile of x are kept, outside of x anything. Its rows from `first` on share a
-    row of words: up to 32 of them, a power of two, of which `first` is a multiple. row is [rows,
-    1], column [1, columns of the tile]."""
+    """Return which elements of a tile of x are kept; outside of x, anything.
+
+    Its rows from `first` on share a row of words: up to 32 rows, a power of two that divides
+    `first`. row is [rows, 1], column [1, columns of the tile].
+    """
     tl.static_assert(row.shape[0] <= ROWS_OF_A_WORD)
     word_row = (tl.zeros([1, 1], tl.int64) + first) // ROWS_OF_A_WORD
     words = tl.load(bits_ptr + word_row * columns + column, mask=column < columns, other=0)
@@ -132,13 +133,15 @@ def _drop_kernel(
 
 
 def draw_seed(device: torch.device) -> Tensor:
-    """A seed for `draw_masks`, int64 of one element, from the device's own generator: what
-    torch.manual_seed decides, and drawn anew by every replay of a CUDA graph."""
+    """Draw a seed for `draw_masks`, one int64, from the device's own generator.
+
+    torch.manual_seed sets that generator, and every replay of a CUDA graph draws a new seed.
+    """
     return torch.randint(2**63 - 1, (1,), device=device)
 
 
 def kept_share(dropout: float) -> int:
-    """The probability to be kept, of 65,536: the nearest to 1 - dropout that is not 0."""
+    """Return the probability to be kept, in parts of 65,536: nearest to 1 - dropout, and not 0."""
     return max(round((1.0 - dropout) * WHOLE), 1)
 
 
@@ -149,16 +152,16 @@ def draw_masks(
     rows: Sequence[int],
     columns: Sequence[int],
 ) -> Masks | None:
-    """The masks of projections whose inputs have these rows and columns: None for one without
-    dropout, and None for all if none has any.
+    """Draw the masks of projections whose inputs have these rows and columns.
 
-    Every element is kept with a probability of 1 - dropout to the nearest of 65,536 parts, whatever
-    becomes of the others. Every projection has its own stream of the seed's numbers; but one whose
-    dropout is None has the mask of the projection before it, whose A is its own, too.
+    A projection without dropout has None. If none has dropout, the result is None. Each element is
+    kept independently with a probability of 1 - dropout, to the nearest of 65,536 parts. Each
+    projection has its own stream of the seed's numbers. One whose dropout is None shares the mask
+    of the projection before it, as both have one A.
 
     Raises:
         ValueError, in the name of the public function `name`: a dropout is not in [0, 1), or there
-        is dropout and no seed of one int64.
+        is dropout without a seed of one int64.
     """
     if not any(dropouts):
         return None
@@ -185,8 +188,11 @@ def draw_masks(
 
 
 def keep_bits(seed: Tensor, stream: int, keep: int, rows: int, columns: int) -> Tensor:
-    """Bits [ceil(rows / 32), columns] int32, each 1 with a probability of keep / 65,536, for 0 <
-    keep < 65,536: `Mask` says which is whose. The same for the same seed, stream and shape."""
+    """Return bits [ceil(rows / 32), columns] int32, laid out as in `Mask`.
+
+    Each is 1 with a probability of keep / 65,536, for 0 < keep < 65,536. The same seed, stream and
+    shape give the same bits.
+    """
     bits = seed.new_empty(cdiv(rows, ROWS_OF_A_WORD.value), columns, dtype=torch.int32)
     words = bits.numel()
     if words:  # an empty grid cannot be launched
@@ -196,12 +202,12 @@ def keep_bits(seed: Tensor, stream: int, keep: int, rows: int, columns: int) -> 
 
 
 def drop(x: Tensor, mask: Mask) -> Tensor:
-    """x m [rows, columns], new, in x's dtype. Equivalent: ``x * unpacked(mask) * mask.scale``."""
+    """Return x m [rows, columns], new, in x's dtype: ``x * unpacked(mask) * mask.scale``."""
     return _launch(x, mask, torch.empty_like(x, memory_format=torch.contiguous_format), False)
 
 
 def add_dropped(total: Tensor, x: Tensor, mask: Mask) -> Tensor:
-    """total, to which x m is added in place; in fp32, rounded once."""
+    """Add x m to total in place, in fp32 with one rounding, and return total."""
     return _launch(x, mask, total, True)
 
 

@@ -1,4 +1,4 @@
-"""LoRA_MLP: a gated MLP with LoRA adapters as one autograd function, its backward by hand.
+"""LoRA_MLP: a gated MLP with LoRA adapters as one autograd function, with a backward by hand.
 
 Forward, for x [T, hidden] and the frozen W, adapters A, B and scale s of each projection:
 
@@ -18,15 +18,14 @@ Backward, for dy = grad_output, in the order of execution:
     dx  = dz [Ag; Au] + dgate Wg + dup Wu
     [dAg; dAu] = dz' x              dBg = sg dgate' zg,   dBu = su dup' zu
 
-Autograd keeps more of the same MLP in PEFT: gate, up, silu(gate), h, a copy of x for gate and one
-for up, and the three x A'. This keeps x, gate, up and z, and computes h and h Ad' again.
+For the same MLP in PEFT autograd keeps gate, up, silu(gate), h, a copy of x for gate and one for
+up, and the three x A'. LoRA_MLP keeps x, gate, up and z, and recomputes h and h Ad'.
 
-With dropout x is masked for each of Ag and Au, and h for Ad: `dropout.py`, and `utils.py` for what
-becomes of dx and dA.
+With dropout x is masked for Ag and for Au, and h for Ad (`dropout.py`). `utils.py` has dx and dA.
 
-LoRA: Hu et al., arXiv 2106.09685. A LoRA MLP as one autograd function was first published by
-Unsloth (unsloth/kernels/fast_lora.py); this one is written from the equations above and, unlike
-it, overwrites nothing.
+LoRA: Hu et al., arXiv 2106.09685. Unsloth first published a LoRA MLP as one autograd function
+(unsloth/kernels/fast_lora.py). This one is written from the equations above. Unlike Unsloth's it
+overwrites nothing.
 """
 
 from typing import NamedTuple
@@ -52,15 +51,14 @@ from .utils import (
 
 
 class FrozenMLP(NamedTuple):
-    """The operands of LoRA_MLP that it does not train: base weights [out, in] and the adapters'
-    scales.
+    """The frozen operands of LoRA_MLP: base weights [out, in] and the adapters' scales.
 
-    dropout: the probability with which an element of an adapter's input is dropped in training,
-    and the seed of all three masks: `draw_seed(x.device)`, anew for each call. up's is None where
-    it has gate's mask: both are parts of one projection, with one A.
-    output_needed: False where a checkpointed layer runs again, for what LoRA_MLP saves and not for
-    its output: that is zeros then, and neither silu nor the down projection is computed.
-    activation: "silu", or "gelu_tanh" for GELU by its approximation with tanh.
+    gate_dropout, up_dropout, down_dropout: the probability of dropping an element of an adapter's
+    input. up's is None if it shares gate's mask: both are then parts of one projection with one A.
+    seed: that of all three masks, `draw_seed(x.device)`, drawn anew for each call.
+    output_needed: False when checkpointing recomputes the layer for what LoRA_MLP saves, without
+    its output. The output is then zeros, and neither silu nor the down projection runs.
+    activation: "silu", or "gelu_tanh" for GELU approximated by tanh.
     """
 
     gate_weight: Tensor  # [intermediate, hidden]
@@ -78,13 +76,13 @@ class FrozenMLP(NamedTuple):
 
 
 class LoRA_MLP(torch.autograd.Function):
-    """``LoRA_MLP.apply(x, gate_A, gate_B, up_A, up_B, down_A, down_B, frozen)``; of layers with
-    biases ``LoRA_MLP.apply(x, ..., down_B, gate_bias, up_bias, down_bias, frozen)``.
+    """``LoRA_MLP.apply(x, gate_A, gate_B, up_A, up_B, down_A, down_B, frozen)``; with biases
+    ``LoRA_MLP.apply(x, ..., down_B, gate_bias, up_bias, down_bias, frozen)``.
 
     Equivalent PyTorch, without biases::
 
         def adapted(x, weight, A, B, scaling, dropout):
-            z = F.linear(F.dropout(x, dropout), A)  # without dropout, of x as it is
+            z = F.linear(F.dropout(x, dropout), A)
             return F.linear(x, weight) + F.linear(z, B) * scaling
 
         f = frozen
@@ -94,30 +92,29 @@ class LoRA_MLP(torch.autograd.Function):
         output = adapted(hidden, f.down_weight, down_A, down_B, f.down_scaling, f.down_dropout)
 
     Args:
-        x: [..., hidden], bf16, fp16 or fp32; any number of leading dimensions, any strides, any
+        x: [..., hidden], bf16, fp16 or fp32. Any number of leading dimensions, any strides, any
             number of tokens including none.
         gate_A, up_A: [r, hidden]; down_A: [r, intermediate]. gate_B, up_B: [intermediate, r];
             down_B: [hidden, r]. Any r, which may differ between projections. Any dtype: they are
-            cast to that of the computation (fp32 masters of a bf16 model, say).
-        gate_bias, up_bias: [intermediate], down_bias: [hidden], or None, each, trained or not, of
-            any dtype. They are added to the frozen products.
+            cast to the dtype of the computation (fp32 masters of a bf16 model, say).
+        gate_bias, up_bias: [intermediate]; down_bias: [hidden]. Each may be None, trained or
+            frozen, and of any dtype. They are added to the frozen matmuls.
         frozen: base weights in x's dtype (or any, under autocast) and the three scales.
 
     Returns:
-        [..., hidden] in the dtype of the computation, which is autocast's where autocast is on and
-        else x's. Products accumulate in fp32. Gradients come in the dtype of what they belong to,
-        and only for what `requires_grad` asks for.
+        [..., hidden] in the dtype of the computation: autocast's if it is on, else x's. Matmuls
+        accumulate in fp32. Each gradient has the dtype of its tensor, and exists only if that
+        tensor requires it.
 
-    Saved for backward: x (where gate_A or up_A is trained), gate, up, z, the adapters and the
-    weights in the dtype of the computation, and with dropout one bit for each element of the input
-    of each adapter that has it: in bf16, at Qwen2.5-3B's sizes, 4% more. No input, no incoming
-    gradient and no saved tensor is written, so x may have other consumers and a second backward
-    through a retained graph is right. Deterministic. Not twice differentiable. Without dropout the
-    gradients of gate_A and up_A lie in one storage.
+    Saves for backward: x (if gate_A or up_A is trained), gate, up, z, the adapters and the weights
+    in the dtype of the computation. Dropout adds one bit per element of each masked input: 4% more
+    in bf16 at Qwen2.5-3B's sizes. Writes to no input, incoming gradient or saved tensor, so x may
+    have other consumers and a second backward through a retained graph is right. Deterministic. Not
+    twice differentiable. Without dropout the gradients of gate_A and up_A share one storage.
 
     Raises:
         ValueError: shapes or dtypes do not fit, a base weight requires a gradient, or there is
-            dropout and no seed.
+            dropout without a seed.
         RuntimeError: from backward, under create_graph=True.
     """
 
@@ -137,7 +134,7 @@ class LoRA_MLP(torch.autograd.Function):
         ctx.is_geglu = frozen.activation == "gelu_tanh"
         gate_scaling, up_scaling, down_scaling = ctx.scalings
 
-        # all in autocast's own dtype where it is on, so that it finds nothing to cast below
+        # cast to autocast's dtype if it is on: it then finds nothing to cast below
         x = x.to(dtype)
         rows = x.reshape(-1, x.shape[-1])
         A, (gate_B, up_B) = cast_adapters((gate_A, gate_B, up_A, up_B), dtype)
@@ -154,7 +151,7 @@ class LoRA_MLP(torch.autograd.Function):
         up = matmul_lora(rows, up_weight, z_up, up_B, up_scaling, up_bias)
         if frozen.output_needed:
             hidden = (geglu_forward if ctx.is_geglu else swiglu_forward)(gate, up)
-            # not a view itself, or autograd would forbid to change it in place
+            # not itself a view: autograd forbids changing those in place
             output = rows.new_empty(x.shape)
             z_down = matmul_A(hidden, down_A, [down_A.shape[0]], masks and masks[2:])
             matmul_lora(hidden, down_weight, z_down, down_B, down_scaling, down_bias, output)
@@ -162,8 +159,8 @@ class LoRA_MLP(torch.autograd.Function):
             output = rows.new_zeros(1).expand(x.shape)
         bits, ctx.scales = parts_of(masks)
 
-        # for dA alone; x itself and not its rows: a view made in here hides from autograd whose
-        # memory it is
+        # only dA needs x. We save x, not its rows: autograd would not know whose memory a view made
+        # in here is
         _, need_gate_A, _, need_up_A, *_ = ctx.needs_input_grad
         ctx.save_for_backward(
             x if need_gate_A or need_up_A else None,
@@ -184,8 +181,8 @@ class LoRA_MLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output):
-        # autograd leaves gradients on in a backward only where it should build a graph of it;
-        # its own once_differentiable would call ours a constant and say nothing
+        # Gradients are on in a backward only if autograd should build a graph of it. PyTorch's
+        # once_differentiable would silently treat this backward as a constant.
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "LoRA_MLP is not twice differentiable: call backward without create_graph=True, "
@@ -209,8 +206,8 @@ class LoRA_MLP(torch.autograd.Function):
             assert grad_hidden is not None
             activation_backward = geglu_backward if ctx.is_geglu else swiglu_backward
             hidden, grad_gate, grad_up = activation_backward(grad_hidden, gate, up)
-            del grad_hidden  # at 16,384 tokens each [T, intermediate] is 361 MB: let it go early
-            if masks is not None and masks[2] is not None:  # as both gradients of down want it
+            del grad_hidden  # free it early: 361 MB for 16,384 tokens
+            if masks is not None and masks[2] is not None:  # both gradients of down need it masked
                 hidden, down = drop(hidden, masks[2]), down._replace(masks=None)
             z_down = hidden @ down_A.t() if need_down_B else None
             grads_down = adapter_gradients(
@@ -254,7 +251,7 @@ def _check(
     biases: list[Tensor | None],
     frozen: FrozenMLP,
 ) -> None:
-    """Raise ValueError where shapes or dtypes do not fit together, naming the tensor."""
+    """Raise ValueError, naming the tensor, if shapes or dtypes do not fit together."""
     check_activation("LoRA_MLP", frozen.activation)
     intermediate, hidden = frozen.gate_weight.shape
     if x.ndim == 0 or x.shape[-1] != hidden:

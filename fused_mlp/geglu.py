@@ -3,15 +3,15 @@
     hidden = gelu(gate) * up,      gelu(g) = g (1 + tanh(u(g))) / 2,
                                    u(g) = sqrt(2 / pi) (g + 0.044715 g^3)
 
-which is GELU's approximation by tanh. Since (1 + tanh(u)) / 2 = sigmoid(2 u), it is SiLU with
-another argument of the sigmoid: with s = sigmoid(2 u(gate)) and f = gate s, the gradients are
+This is GELU approximated by tanh. Since (1 + tanh(u)) / 2 = sigmoid(2 u), it is SiLU with another
+argument of the sigmoid. With s = sigmoid(2 u(gate)) and f = gate s the gradients are
 
     grad_up   = grad_hidden f
     grad_gate = grad_hidden up gelu'(gate),      gelu'(g) = s + f (1 - s) 2 u'(g)
 
-In this form a gate far from zero loses no digits, as 1 + tanh does, and 1 - s, were it computed so.
-Traffic and rounding are as SwiGLU's: 3 tensors forward, 6 backward; arithmetic is fp32 and rounds
-once, at the store.
+Far from zero 1 + tanh loses digits, and so does 1 - s if computed as a difference. This form does
+not. Traffic and rounding are SwiGLU's: 3 tensors forward, 6 backward, and fp32 arithmetic that
+rounds once, at the store.
 
 GELU: Hendrycks & Gimpel, arXiv 1606.08415. GeGLU: Shazeer, arXiv 2002.05202.
 """
@@ -31,8 +31,8 @@ _SLOPE = tl.constexpr(0.21406444881780076)
 
 @triton.jit
 def sigmoids(x):
-    """sigmoid(x) and sigmoid(-x), of which the smaller would lose its digits as 1 - the larger."""
-    # the division rounds to nearest: in fp32 that of tl.sigmoid is all of the error
+    """Return sigmoid(x) and sigmoid(-x). As 1 - the larger, the smaller would lose its digits."""
+    # The division rounds to nearest. In fp32 that of tl.sigmoid would be all of the error.
     e = tl.exp(-tl.abs(x))
     larger = tl.div_rn(1.0, 1.0 + e)
     smaller = e * larger
@@ -41,13 +41,13 @@ def sigmoids(x):
 
 @triton.jit
 def gelu_argument(gate):
-    """2 u(gate), of which gelu(gate) is gate times the sigmoid."""
+    """Return 2 u(gate): gelu(gate) is gate times its sigmoid."""
     return gate * (_LINEAR + _CUBIC * (gate * gate))
 
 
 @triton.jit
 def gelu_slope(gate, sigmoid, rest):
-    """gelu'(gate), for the sigmoid of `gelu_argument` and what it lacks of one."""
+    """Return gelu'(gate), for sigmoid(2 u) and rest = 1 - sigmoid(2 u)."""
     return sigmoid + gate * sigmoid * rest * (_LINEAR + _SLOPE * (gate * gate))
 
 
@@ -59,7 +59,7 @@ def _geglu_forward_kernel(
     num_elements,
     BLOCK: tl.constexpr,
 ):
-    # int64: as in SwiGLU
+    # int64, as in SwiGLU
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < num_elements
     gate = tl.load(gate_ptr + offsets, mask=mask).to(tl.float32)
@@ -94,11 +94,11 @@ def _geglu_backward_kernel(
 
 
 def geglu_forward(gate: Tensor, up: Tensor) -> Tensor:
-    """gelu(gate) * up, GELU by its approximation with tanh.
+    """Return gelu(gate) * up, with GELU approximated by tanh.
 
     Equivalent PyTorch: ``F.gelu(gate, approximate="tanh") * up``.
 
-    Arguments, result and errors are as `swiglu_forward`'s.
+    Arguments, result and errors are those of `swiglu_forward`.
     """
     _check("geglu_forward", gate=gate, up=up)
     gate, up = gate.contiguous(), up.contiguous()
@@ -108,14 +108,14 @@ def geglu_forward(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def geglu_backward(grad_hidden: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `geglu_forward`, with its output computed once more in the same pass.
+    """Return the gradients of `geglu_forward`, and its output recomputed in the same pass.
 
     Equivalent PyTorch::
 
         hidden = F.gelu(gate, approximate="tanh") * up
         grad_gate, grad_up = torch.autograd.grad(hidden, (gate, up), grad_hidden)
 
-    Arguments, results and errors are as `swiglu_backward`'s.
+    Arguments, results and errors are those of `swiglu_backward`.
     """
     _check("geglu_backward", grad_hidden=grad_hidden, gate=gate, up=up)
     grad_hidden, gate, up = grad_hidden.contiguous(), gate.contiguous(), up.contiguous()

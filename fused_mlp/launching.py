@@ -1,8 +1,8 @@
-"""Launching a Triton kernel: can it run on this, on which device, and without Triton's own lookup.
+"""Launching Triton kernels: checks, the right device, and launches without Triton's own lookup.
 
-Triton looks at every argument of every call for what it compiled: types, which integers are 1 or
-multiples of 16, which pointers are. That is a quarter to a third of the host's time for a launch,
-and a training step makes the same few hundred again and again. `launch` remembers them.
+To find what it compiled, Triton inspects every argument of every call: types, integers that are 1
+or multiples of 16, aligned pointers. That is a quarter to a third of the host's time for a launch.
+A training step makes the same few hundred launches again and again. `launch` remembers them.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -14,19 +14,19 @@ from torch import Tensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-# What was compiled for a launch. Integers are part of a key as they are, so that of batches of any
-# length there may be many: then all are forgotten, and Triton, which forgets none, is asked again.
+# Compiled kernels by launch. Keys hold exact integers, so variable lengths create many. When there
+# are too many we forget all of them and ask Triton again, which forgets none.
 _compiled: dict[tuple, Any] = {}
 MAX_COMPILED = 4096
 
-ALIGNMENT = 16  # bytes, which Triton compiles for where an address is a multiple
+ALIGNMENT = 16  # bytes: Triton compiles for addresses that are multiples of it
 
 
 def launch(kernel, grid: tuple[int, ...], *arguments, **options) -> None:
-    """``kernel[grid](*arguments, **options)`` on the device of the first argument, a tensor.
+    """Run ``kernel[grid](*arguments, **options)`` on the device of the first argument, a tensor.
 
-    `arguments` are all that the kernel takes, in its order; `options` are Triton's own, num_warps
-    and num_stages.
+    `arguments` are all of the kernel's, in its order. `options` are Triton's num_warps and
+    num_stages.
     """
     first = arguments[0]
     with on_device_of(first):
@@ -47,24 +47,24 @@ def launch(kernel, grid: tuple[int, ...], *arguments, **options) -> None:
 
 
 def launch_by_triton(kernel, grid: tuple[int, ...], *arguments, **options):
-    """Launch ``kernel[grid](*arguments, **options)`` through Triton's own lookup, and return what
-    it compiled. For tuples of tensors, which `launch` cannot remember. The caller makes their
-    device the current one.
+    """Launch ``kernel[grid](*arguments, **options)`` through Triton's own lookup. Return the
+    compiled kernel. `launch` cannot remember tuples of tensors: they come here. The caller makes
+    their device the current one.
 
-    Triton rounds a * b + c once (floating-point fusion) by default up to 3.9, and twice from 3.10
-    on. All our kernels were tested and measured with the one rounding, so we ask for it.
+    By default Triton rounds a * b + c once (floating-point fusion) up to 3.9, and twice from 3.10
+    on. We tested and measured all kernels with one rounding, so we ask for it.
     """
-    # what kernel[grid](...) calls, with one call less
+    # kernel[grid](...) calls this, too
     return kernel.run(*arguments, grid=grid, warmup=False, **options, enable_fp_fusion=True)
 
 
 def _known_as(
     kernel, device: int, arguments: tuple, options: dict[str, int]
 ) -> tuple[tuple, list[Any]] | None:
-    """(key, arguments with addresses for tensors) of what may be remembered: all tensors are on
-    the device and aligned, and there is no tuple of them. Else None.
+    """Return (key, arguments with addresses for tensors), or None if it cannot be remembered.
 
-    A compiled kernel asks CUDA about each tensor, but takes an address as it is.
+    It can if all tensors are aligned, on the device and in no tuple. A compiled kernel would ask
+    CUDA about each tensor, but takes an address as it is.
     """
     key: list[Any] = [kernel, device, *options.items()]
     given = list(arguments)
@@ -79,13 +79,13 @@ def _known_as(
         elif isinstance(argument, tuple):
             return None
         else:
-            key.append((type(argument), argument))  # for 2 == 2.0, and 1 == True
+            key.append((type(argument), argument))  # 2 == 2.0 and 1 == True
     return tuple(key), given
 
 
 def check_runnable(name: str, kernel, tensor: Tensor) -> None:
     """Raise ValueError, in the name of the public function `name`, unless `kernel` can run on
-    `tensor`: bf16, fp16 or fp32, on a GPU, or on the CPU under Triton's interpreter."""
+    `tensor`: bf16, fp16 or fp32, on a GPU or in Triton's interpreter on the CPU."""
     if tensor.dtype not in DTYPES:
         raise ValueError(
             f"{name} computes in bfloat16, float16 or float32, got {tensor.dtype}: cast first"
@@ -98,19 +98,21 @@ def check_runnable(name: str, kernel, tensor: Tensor) -> None:
 
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager:
-    """Triton launches on the current device, which need not be the tensor's own. `launch` sees to
-    it; a launcher enters this itself where it has to choose a tiling on that device first."""
+    """Make the tensor's device the current one, on which Triton launches.
+
+    `launch` enters this itself. A launcher enters it earlier to choose a tiling on that device.
+    """
     if tensor.is_cuda and tensor.get_device() != torch.cuda.current_device():
         return torch.cuda.device(tensor.device)
     return nullcontext()
 
 
 def is_capturing(tensor: Tensor) -> bool:
-    """Return True if work on this tensor goes into a CUDA graph now."""
+    """Return True if a CUDA graph is capturing the work on this tensor."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-# As Triton has the first two, where a call takes the host as long as a third of a launch.
+# Triton has the first two, but there a call takes the host a third of a launch.
 
 
 def cdiv(a: int, b: int) -> int:

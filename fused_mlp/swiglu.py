@@ -2,15 +2,15 @@
 
     hidden = silu(gate) * up,      silu(g) = g sigmoid(g)
 
-with s = sigmoid(gate) and f = gate s, the gradients for an incoming grad_hidden are
+With s = sigmoid(gate) and f = gate s the gradients for an incoming grad_hidden are
 
     grad_up   = grad_hidden f
     grad_gate = grad_hidden up silu'(gate),      silu'(g) = s + f (1 - s)
 
-Both kernels read each input once and write each output once, so their floor is that traffic over
-the card's memory bandwidth: 3 tensors forward, 6 backward (the backward also gives back `hidden`,
-which LoRA_MLP does not save). Arithmetic is fp32 and rounds once, at the store. Eager PyTorch
-rounds silu(gate) to bf16 before it multiplies, so these are the more accurate of the two.
+Both kernels read each input once and write each output once. Their floor is that traffic over the
+card's memory bandwidth: 3 tensors forward, 6 backward (the backward also returns `hidden`, which
+LoRA_MLP does not save). Arithmetic is fp32 and rounds once, at the store. That is more accurate
+than eager PyTorch, which rounds silu(gate) to bf16 before it multiplies.
 
 SwiGLU: Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202.
 """
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .launching import cdiv, check_runnable, launch
 
-# 2,048 elements over 8 warps: 8 bf16 values, one 16-byte load, per thread and tensor.
+# 2,048 elements over 8 warps: one 16-byte load of 8 bf16 values per thread and tensor.
 BLOCK_ELEMENTS = 2048
 _NUM_WARPS = 8
 
@@ -35,7 +35,7 @@ def _swiglu_forward_kernel(
     num_elements,
     BLOCK: tl.constexpr,
 ):
-    # int64: from 195,084 tokens of 11,008 features on, an int32 offset overflows
+    # int64: an int32 offset overflows from 195,084 tokens of 11,008 features on
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < num_elements
     gate = tl.load(gate_ptr + offsets, mask=mask).to(tl.float32)
@@ -70,16 +70,16 @@ def _swiglu_backward_kernel(
 
 
 def swiglu_forward(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up.
+    """Return silu(gate) * up.
 
     Equivalent PyTorch: ``F.silu(gate) * up``.
 
     Args:
         gate, up: of one shape (any) and one dtype (bf16, fp16 or fp32), on a GPU, or on the CPU
-            under Triton's interpreter. Any strides; what is not contiguous is copied first.
+            in Triton's interpreter. Any strides: a non-contiguous tensor is copied first.
 
     Returns:
-        A new contiguous tensor of that shape and dtype, computed in fp32. Inputs are not written.
+        A new contiguous tensor of that shape and dtype, computed in fp32. Writes to no input.
 
     Raises:
         ValueError: shapes, dtypes or devices differ, or no kernel can run on them.
@@ -92,7 +92,7 @@ def swiglu_forward(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def swiglu_backward(grad_hidden: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `swiglu_forward`, with its output computed once more in the same pass.
+    """Return the gradients of `swiglu_forward`, and its output recomputed in the same pass.
 
     Equivalent PyTorch::
 
@@ -103,7 +103,7 @@ def swiglu_backward(grad_hidden: Tensor, gate: Tensor, up: Tensor) -> tuple[Tens
         grad_hidden, gate, up: as for `swiglu_forward`.
 
     Returns:
-        (hidden, grad_gate, grad_up), three new contiguous tensors. Inputs are not written.
+        (hidden, grad_gate, grad_up), three new contiguous tensors. Writes to no input.
 
     Raises:
         ValueError: shapes, dtypes or devices differ, or no kernel can run on them.

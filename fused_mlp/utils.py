@@ -1,7 +1,7 @@
-"""Linear layers with adapters that share an input: their products, and their gradients by hand.
+"""Linear layers with adapters that share an input: their matmuls, and their gradients by hand.
 
-For x [T, in], the frozen W [out, in] and bias b, adapters A [r, in], B [out, r] and scale s of each
-layer i of a group, in the order of execution:
+For x [T, in] and layers i with frozen W [out, in], bias b, adapters A [r, in] and B [out, r] and
+scale s, in the order of execution:
 
     A   = [A1; A2; ...]                      [r of all, in], stacked
     z   = [z1, z2, ...] = x A'               [T, r of all]
@@ -14,11 +14,11 @@ Backward, for the incoming dyi:
     dA  = [dA1; dA2; ...] = dz' x
     dBi = si dyi' zi
 
-So x is read once for all A, dA is one product and all adapters reach dx in one. A layer without an
-adapter has one of rank 0, which costs nothing. Weights lie as `torch.nn.Linear` keeps them. All
-products are cuBLAS calls that accumulate in fp32.
+So x is read once for all A, dA is one matmul, and one matmul adds all adapters to dx. A layer
+without an adapter has one of rank 0, which costs nothing. Weights have the layout of
+`torch.nn.Linear`. All matmuls are cuBLAS calls that accumulate in fp32.
 
-With dropout (`dropout.py`) each adapter has a mask m of its own, and so products of its own:
+With dropout (`dropout.py`) each adapter has its own mask m, and therefore its own matmuls:
 
     zi  = (x mi) Ai'
     dx  = m1 (dz1 A1) + m2 (dz2 A2) + ... + dy1 W1 + dy2 W2 + ...
@@ -42,7 +42,7 @@ class Group(NamedTuple):
     A: Tensor  # [r of all, in]
     B: Sequence[Tensor]  # [out, r] of each
     scalings: Sequence[float]
-    masks: Masks | None = None  # of each, None for one without; None: no dropout
+    masks: Masks | None = None  # one per layer, None for a layer without; None: no dropout
 
     @property
     def ranks(self) -> list[int]:
@@ -50,32 +50,34 @@ class Group(NamedTuple):
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype a linear layer computes in: autocast's where autocast is on, else that of x."""
+    """Return the dtype a linear layer computes in: autocast's if it is on, else that of x."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager:
-    """Autocast is off for x's device; entered only where it is on, since a layer does so four times
-    and each takes the host as long as a launch."""
+    """Switch autocast off for x's device, if it is on.
+
+    Entering the context takes the host as long as a launch, and a layer does so four times.
+    """
     device = x.device.type
     on = torch.is_autocast_enabled(device)
     return torch.autocast(device, enabled=False) if on else nullcontext()
 
 
-# Of the gate, by name.
+# The gate's activations, by name.
 ACTIVATIONS = {"silu": "SiLU", "gelu_tanh": "GELU by tanh (gelu_pytorch_tanh)"}
 
 
 def check_activation(name: str, activation: str) -> None:
-    """Raise ValueError, in the name of the public function `name`, unless it is one of these."""
+    """Raise ValueError, in the name of the public function `name`, for an unknown activation."""
     if activation not in ACTIVATIONS:
         known = " or ".join(map(repr, ACTIVATIONS))
         raise ValueError(f"{name}: activation is {activation!r}, should be {known}")
 
 
 def cast_adapters(adapters: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-    """The A of a group stacked, and each B, in `dtype`: what has to be copied, by one call.
+    """Return the stacked A of a group, and each B, in `dtype`. One call makes all copies.
 
     Equivalent PyTorch, for A1, B1, A2, B2, ...:
     ``torch.cat(adapters[::2]).to(dtype), [B.to(dtype) for B in adapters[1::2]]``
@@ -103,8 +105,10 @@ def cast_adapters(adapters: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tenso
 
 
 def matmul_A(x: Tensor, A: Tensor, ranks: Sequence[int], masks: Masks | None) -> Tensor:
-    """z = x A' [T, r of all], for x [T, in] and A [r of all, in], x being masked for those of these
-    ranks that have a mask."""
+    """Return z = x A' [T, r of all], for x [T, in] and A [r of all, in].
+
+    `ranks` are those of the layers. Layers with a mask see a masked x.
+    """
     if masks is None:
         return x @ A.t()
     z = x.new_empty(x.shape[0], A.shape[0])
@@ -124,30 +128,30 @@ def matmul_lora(
     bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """x W' + bias + scaling z B' for z = x A': a frozen product with its adapter added.
+    """Return x W' + bias + scaling z B' for z = x A': a frozen matmul with its adapter added.
 
     Equivalent PyTorch: ``F.linear(x, weight, bias) + F.linear(z, B) * scaling``.
-    The adapter is added by the second product's own epilogue (`addmm_` with alpha = scaling), where
-    PEFT writes it, scales it and adds it in three passes over [T, out].
+    The second matmul's epilogue adds the adapter (`addmm_` with alpha = scaling). PEFT writes,
+    scales and adds it in three passes over [T, out].
 
-    x [T, in], weight [out, in], z [T, r], B [out, r], bias [out], all of one dtype; returns
-    [T, out], written into `out` where one is given: contiguous [..., out] of T rows in all.
+    x [T, in], weight [out, in], z [T, r], B [out, r], bias [out], all of one dtype. Returns
+    [T, out], written to `out` if that is given: contiguous [..., out] with T rows in all.
     """
     rows = None if out is None else out.view(-1, weight.shape[0])
     if bias is None:
         rows = torch.mm(x, weight.t(), out=rows)
     else:
         rows = torch.addmm(bias, x, weight.t(), out=rows)
-    # of rank 0 it would still pass over rows once
+    # at rank 0 addmm_ would still pass over all rows
     return rows.addmm_(z, B.t(), alpha=scaling) if B.shape[1] else rows
 
 
 def input_gradient(
     group: Group, grads: Sequence[Tensor | None], need_x: bool, need_A: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(dx, dz) for the dy [T, out] of each layer of a group; one may be None, which is zero.
+    """Return (dx, dz) for the dy [T, out] of each layer of a group. A dy of None is zero.
 
-    dx [T, in] is None unless need_x. dz [T, r of all] is what `adapter_gradients` wants: None if
+    dx [T, in] is None unless need_x. dz [T, r of all] goes to `adapter_gradients`. It is None if
     neither dx nor any dA needs it.
     """
     wanted = [grad if need_x or need else None for grad, need in zip(grads, need_A, strict=True)]
@@ -176,7 +180,7 @@ def input_gradient(
 
 
 def _add_by_adapter(grad_x: Tensor, grad_z: Tensor, group: Group) -> None:
-    """Add dzi Ai of each adapter, masked as its x was, to grad_x in place."""
+    """Add dzi Ai of each adapter to grad_x in place, with the mask of its x."""
     assert group.masks is not None
     ranks = group.ranks
     for columns, A, mask in zip(
@@ -197,11 +201,11 @@ def adapter_gradients(
     needs: Sequence[bool],
     dtypes: Sequence[torch.dtype],
 ) -> list[Tensor | None]:
-    """[dA1, dB1, dA2, dB2, ...] of a group, each in its own of `dtypes`, None unless it is needed.
+    """Return [dA1, dB1, dA2, dB2, ...] of a group in `dtypes`, with None for those not needed.
 
-    x [T, in] (None if no dA is needed), z = x A' (None if no dB is), grads and dz as in
-    `input_gradient`. The dA lie in one storage: one product, even where one is not needed; but
-    with dropout each has its own. A layer whose dy is None has none.
+    x [T, in] is None if no dA is needed, z = x A' if no dB is. grads and grad_z are as in
+    `input_gradient`. One matmul computes all dA into one storage, needed or not. With dropout each
+    has its own. A layer whose dy is None has no gradients.
     """
     gradients: list[Tensor | None] = [None] * len(needs)
     ranks = group.ranks
@@ -216,7 +220,7 @@ def adapter_gradients(
                 gradients[2 * i] = scaled_matmul(columns.t(), kept, 1.0, dtypes[2 * i])
     elif any(need_A):
         assert x is not None and grad_z is not None
-        # in the widest dtype among them, so that it loses nothing
+        # the widest of their dtypes loses nothing
         widest = max(dtypes[::2], key=lambda dtype: dtype.itemsize)
         stacked = scaled_matmul(grad_z.t(), x, 1.0, widest).split_with_sizes(ranks)
         for i, (needed, grad_A) in enumerate(zip(need_A, stacked, strict=True)):
@@ -232,11 +236,12 @@ def adapter_gradients(
 def bias_gradients(
     grads: Sequence[Tensor | None], needs: Sequence[bool], dtypes: Sequence[torch.dtype]
 ) -> list[Tensor | None]:
-    """The gradient of each layer's bias, which is the sum of its dy [T, out] over tokens, each in
-    its own of `dtypes`, None unless it is needed. None where no biases are trained: `needs` is
-    empty."""
+    """Return the gradient of each layer's bias in `dtypes`: its dy [T, out] summed over tokens.
+
+    None for those not needed. Empty `needs` (no bias is trained) give an empty list.
+    """
     return [
-        # bf16 sums in fp32, and is rounded to the dtype that is asked for
+        # bf16 is summed in fp32 and rounded to the dtype asked for
         grad.sum(0, dtype=torch.promote_types(grad.dtype, dtype)).to(dtype)
         if need and grad is not None
         else None
@@ -245,11 +250,10 @@ def bias_gradients(
 
 
 def scaled_matmul(a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype | None = None) -> Tensor:
-    """scaling * (a @ b) in `dtype`, by default that of a and b.
+    """Return scaling * (a @ b) in `dtype`, by default that of a and b.
 
-    Where cuBLAS can, it stores its fp32 sums as they are if fp32 is asked for; else they are
-    rounded to the dtype of a and b, and then cast. beta = 0 makes addmm ignore what the new tensor
-    holds.
+    For fp32 cuBLAS stores its fp32 sums directly, if it can. Otherwise they are rounded to the
+    dtype of a and b and then cast. beta = 0 makes addmm ignore what the new tensor holds.
     """
     rows, columns, dtype = a.shape[0], b.shape[1], dtype or a.dtype
     if dtype is torch.float32 and _stores_fp32(a):
@@ -259,7 +263,7 @@ def scaled_matmul(a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype | Non
 
 
 def _stores_fp32(a: Tensor) -> bool:
-    """Return True if a product of half-precision tensors can be stored in fp32. PyTorch has that
-    for CUDA; compiled code fuses the cast by itself."""
+    """Return True if a matmul of half-precision tensors can be stored in fp32: eagerly on CUDA.
+    Compiled code fuses the cast."""
     half = a.dtype in (torch.bfloat16, torch.float16)
     return a.is_cuda and half and not torch.compiler.is_compiling()

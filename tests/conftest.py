@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from alone import turn
+from cases.alone import turn
 
 from bench import interpreter
 
@@ -18,7 +18,7 @@ if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ["OMP_NUM_THREADS"] = "1"  # for processes that tests start: see below
     interpreter.prepare_interpreter()
-    from quick_interpreter import make_quick
+    from cases.quick_interpreter import make_quick
 
     make_quick()
     # tensors here are tiny, and on shared cores threads that wait for each other take three times
@@ -92,27 +92,44 @@ def calls(monkeypatch):
     return seen
 
 
-def _is_tried(item, shown):
-    """Whether a case runs by default. Of a `thinned` test those do that show a value of one of its
-    parameters for the first time."""
-    if "exhaustive" in item.keywords:
-        return False
-    if "thinned" not in item.keywords:
-        return True
-    of_test = item.nodeid.partition("[")[0]
+def pytest_addoption(parser):
+    parser.addoption("--quick", action="store_true", help="as `make test`: fewer cases")
+
+
+def _values_of(item):
+    """The values of a case's parameters, by test and parameter; those of a dict by their names."""
+    test = item.nodeid.partition("[")[0]
     # not callspec.indices, which number the combinations where pytest 9 has no fixture to share
-    values = {(of_test, name, id(value)) for name, value in item.callspec.params.items()}
-    new = values - shown
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    return {
+        (test, name, key, id(value))
+        for name, given in params.items()
+        for key, value in (given if isinstance(given, dict) else {"": given}).items()
+    } or {(test,)}
+
+
+def _is_tried(item, shown, is_quick):
+    """Whether a case is run. Of a `thinned` test, and of each in a quick run, those are that show a
+    value of one of its parameters for the first time; in a quick run of one that is `slow` those
+    that the mark names by a part of their ids."""
+    if "exhaustive" in item.keywords or ("gpu" in item.keywords and not HAS_GPU):
+        return "exhaustive" not in item.keywords
+    mark = item.get_closest_marker("slow") if is_quick else None
+    if mark is not None:
+        return any(f"-{part}-" in f"-{item.callspec.id}-" for part in mark.args)
+    values = _values_of(item)
+    is_new = not values <= shown
     shown |= values
-    return bool(new)
+    return is_new or not (is_quick or "thinned" in item.keywords)
 
 
 def pytest_collection_modifyitems(config, items):
     if "exhaustive" not in config.option.markexpr:  # whatever else -m asks for
         shown: set[tuple] = set()
-        kept = [item for item in items if _is_tried(item, shown)]
-        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-        items[:] = kept
+        tried = [_is_tried(item, shown, config.option.quick) for item in items]
+        left = [item for item, is_tried in zip(items, tried, strict=True) if not is_tried]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item, is_tried in zip(items, tried, strict=True) if is_tried]
     items.sort(key=lambda item: "alone" in item.keywords)  # last, when nobody has to wait for them
     if HAS_GPU:
         return

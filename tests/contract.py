@@ -9,14 +9,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import attention_case
-import cross_entropy_case
-import lora_attention_case
-import lora_mlp_case
-import rms_norm_case
-import rope_case
 import torch
-from reference import ADAPTER_NAMES, assert_within_budget, lora_mlp
+from cases import (
+    attention_case,
+    cross_entropy_case,
+    lora_attention_case,
+    lora_mlp_case,
+    rms_norm_case,
+    rope_case,
+)
+from cases.reference import ADAPTER_NAMES, assert_within_budget, lora_mlp
 from torch import Tensor
 
 from fused_lora.cross_entropy import linear_cross_entropy
@@ -322,8 +324,8 @@ OPERATIONS = {
         Operation(
             "LoRA_Attention", LoRA_Attention.apply, lora_attention_case.eager, make_lora_attention,
             ("x", *lora_attention_case.NAMES),
-            saved=("x", "cos", "k_B", "o_A", "frozen.qkv.v_weight"), usual=(2, 9),
-            shapes=((1, 40),), empty=((0, 9),),
+            saved=("x", "cos", "k_B", "o_A", "frozen.qkv.v_weight"), usual=(2, 5),
+            shapes=((1, 19),), empty=((0, 9),),
             options={
                 "r": (8, (1, 12, 32, 3), (8, 0, 8, 0)), "bias": (False, True),
                 "dropout": (
@@ -346,14 +348,14 @@ OPERATIONS = {
             "LoRA_Attention, dropout", LoRA_Attention.apply, lora_attention_case.eager,
             partial(make_lora_attention, heads=2, dropout=(0.05, 0.5, 0.3, 0.3)),
             ("x", *lora_attention_case.NAMES),
-            saved=("x", "cos", "k_B", "o_A", "frozen.qkv.v_weight"), usual=(2, 9),
-            shapes=((1, 40),), empty=((0, 9),),
+            saved=("x", "cos", "k_B", "o_A", "frozen.qkv.v_weight"), usual=(2, 5),
+            shapes=((1, 19),), empty=((0, 9),),
         ),
         Operation(
             "LoRA_Attention, normed heads", LoRA_Attention.apply, lora_attention_case.eager,
             partial(make_lora_attention, heads=2, norms=True), ("x", *lora_attention_case.NAMES),
             saved=("cos", "q_B", "frozen.qkv.q_weight", "frozen.head_norms.k_weight"),
-            usual=(2, 9), shapes=((1, 40),), empty=((0, 9),),
+            usual=(2, 5), shapes=((1, 19),), empty=((0, 9),),
         ),
         Operation(
             "rms_norm", rms_norm, rms_norm_case.eager_rms_norm, make_norm(rms_norm),

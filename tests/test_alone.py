@@ -3,7 +3,7 @@
 import threading
 from contextlib import ExitStack
 
-from alone import turn
+from cases.alone import turn
 
 
 def has_its_turn(file, alone, limit_s):

@@ -31,6 +31,7 @@ def tiny(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow("train_trl")
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_trains_prints_both_speeds_and_saves(
     example, tiny, tmp_path, monkeypatch, capsys
@@ -38,7 +39,7 @@ def test_an_example_trains_prints_both_speeds_and_saves(
     """In this process, for the time it takes to load libraries; one of them, and all where there is
     a GPU, as it is started on a host without."""
     if example.stem == "train_trl":
-        pytest.importorskip("trl", reason="wants trl, of requirements-dev.txt")
+        pytest.importorskip("trl", reason="wants trl, of dev/requirements/dev.txt")
     sizes = ["--warm-up", "1", "--steps", "1", "--batch-size", "1", "--tokens", "8"]
     options = ["--model", tiny, "--data", tiny / "chats.jsonl", *sizes, "--out", tmp_path]
     if example.stem == "train_loop" or torch.cuda.is_available():

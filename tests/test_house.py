@@ -7,6 +7,8 @@ from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
+from dev import planted_faults
+
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("fused_mlp", "fused_lora", "bench", "report", "examples", "docs")
 AT_THE_ROOT = {"lora_bench.py", "models.py", "trainer.py", "variants.py", "batches.py"}
@@ -64,3 +66,8 @@ def test_links_between_files_lead_somewhere():
     for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")):
         for link in re.findall(r"\]\(([^)#\s]+)", path.read_text()):
             assert link.startswith("http") or (path.parent / link).exists(), f"{path.name}: {link}"
+
+
+def test_every_fault_can_be_planted():
+    """Each stands in the code once, and its tests are there."""
+    assert not planted_faults.misplaced(planted_faults.FAULTS)

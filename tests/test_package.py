@@ -6,6 +6,8 @@ import sys
 import zipfile
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 
 USE_IT = """
@@ -20,6 +22,7 @@ print(fused_lora.__version__, fuse(model, Fusion(mlp=True)), sep="\\n")
 """
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_the_two_packages_and_runs_outside_the_tree(tmp_path):
     tree = tmp_path / "tree"  # a build writes into it
     for name in ("fused_mlp", "fused_lora"):

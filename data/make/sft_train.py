@@ -2,8 +2,8 @@
 
     python data/make/sft_train.py         # a minute or two; the same bytes every time
 
-The words are templates; the mathematics is sympy's (requirements-dev.txt). Each answer is checked
-before it is written (worked_solution.py).
+The words are templates; the mathematics is sympy's (dev/requirements/dev.txt). Answers are checked
+before they are written (worked_solution.py).
 """
 
 import json

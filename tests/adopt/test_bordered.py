@@ -6,10 +6,11 @@ import io
 
 import pytest
 import torch
-from fused_case import batch
-from layer_case import LAYER, layer_of, pair, peft_model
+from cases.fp8_case import CONFIG, FP8
+from cases.fused_case import batch
+from cases.layer_case import LAYER, layer_of, pair, peft_model
+from cases.peft_models import assert_equal, base_model, logits
 from peft import PeftModel
-from peft_models import assert_equal, base_model, logits
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fused_lora import fuse, unfuse
@@ -133,6 +134,18 @@ def test_weights_moved_in_inference_mode_can_be_trained_with(device):
         logits(twin)
     twin(**batch(twin)).loss.backward()
     assert not any(p.is_inference() for p in twin.parameters())
+
+
+@pytest.mark.parametrize("fusion", [LAYER, FP8], ids=("bf16", "FP8"))
+def test_a_bias_that_was_moved_is_read_where_it_lies(fusion, fp8_in_fp32, device):
+    """Its weight lies where it lay."""
+    model, plain, _ = pair(device, fusion, config=CONFIG)
+    logits(model)
+    for one in (model, plain):
+        bias = layer_of(one).self_attn.v_proj.base_layer.bias
+        bias.data = 3 * bias.data
+    fuse(plain, fusion)
+    assert torch.equal(logits(model), logits(plain))
 
 
 # --- what is in a border --------------------------------------------------------------------------

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from families_case import FAMILIES, UNKNOWN
-from fused_case import ALL, assert_close, assert_same, values_of
-from peft_models import ids
-from reference import BUDGET, random, relative_error
+from cases.families_case import FAMILIES, UNKNOWN
+from cases.fused_case import ALL, assert_close, assert_same, values_of
+from cases.peft_models import ids
+from cases.reference import BUDGET, random, relative_error
 
 from fused_lora import Fusion, fuse, unfuse
 
@@ -51,6 +51,7 @@ def assert_reported(done, family):
     assert all(reason in done.left[where] for where, reason in family.left.items())
 
 
+@pytest.mark.slow("SmolLM3", "Gemma 3", "Qwen2-MoE", "Phi-4-mini")
 @EVERY
 @pytest.mark.filterwarnings("error:.*past_key_values:FutureWarning")  # which we do not pass on
 def test_each_part_fuses_its_modules_and_trains_and_generates_as_plain_peft_does(name, device):
@@ -72,6 +73,17 @@ def test_each_part_fuses_its_modules_and_trains_and_generates_as_plain_peft_does
     assert torch.equal(*written)
 
 
+@pytest.mark.slow(
+    "SmolLM3",
+    "Gemma 3",
+    "Phi-3",
+    "Gemma 2",
+    "Gemma 4",
+    "Qwen3.5",
+    "Mixtral",
+    "Phi-4-mini",
+    "Qwen2-VL",
+)
 @EVERY
 def test_layers_run_whole_and_right_or_say_what_they_are(name, device):
     """`test_decoder_layer.py` has layers in bf16, one at a time."""
@@ -89,6 +101,7 @@ def test_layers_run_whole_and_right_or_say_what_they_are(name, device):
 
 # What is more than a row of the table: q and k that are not turned, multiples of what is added,
 # norms of it, and these on both sides and about one, with GELU; one projection for q, k and v.
+@pytest.mark.slow("offload-SmolLM3")
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", ["SmolLM3", "Granite", "OLMo 2", "Gemma 3", "Phi-3"])
 @pytest.mark.parametrize("policy", ["offload", "full"])
@@ -106,6 +119,7 @@ LIKE_OTHERS = ("Mistral", "Ministral", "Ministral 3", "CWM", "OLMo 3", "Qwen3-Mo
                "Gemma 3, multimodal", "Llava")  # fmt: skip
 
 
+@pytest.mark.slow("SmolLM3", "Gemma 3")
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=pytest.mark.exhaustive if name in LIKE_OTHERS else ())
     for name in FAMILIES

@@ -7,12 +7,12 @@ import io
 import pytest
 import torch
 import torch.nn.functional as F
-from fp8_case import assert_is_what_its_codes_make_it, base_weights, pair
-from fused_case import SHORT, assert_close, batch, step
-from layer_case import layer_of
+from cases.fp8_case import assert_is_what_its_codes_make_it, base_weights, pair
+from cases.fused_case import SHORT, assert_close, batch, step
+from cases.layer_case import layer_of
+from cases.peft_models import assert_equal, ids, logits, set_weights
+from cases.reference import relative_error
 from peft import LoraConfig
-from peft_models import assert_equal, ids, logits, set_weights
-from reference import relative_error
 
 from fused_lora import Fusion, fuse, report, unfuse
 from fused_lora.adopt.fp8_weight import Fp8Weight
@@ -125,6 +125,7 @@ LIVES = {
 }
 
 
+@pytest.mark.slow("deep copy", "merged, unmerged")
 @pytest.mark.parametrize("live", LIVES.values(), ids=LIVES)
 def test_it_goes_on_in_fp8_with_the_same_weights_after(live, device):
     fused, plain, _ = pair(device)
@@ -187,6 +188,7 @@ WRITES = {
 }
 
 
+@pytest.mark.slow("data", "a slice of the transpose", "a new parameter")
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_codes_and_originals_follow_what_writes_a_weight(write, device):
     models = pair(device)[:2]
@@ -252,6 +254,7 @@ def test_cast_it_is_what_plain_peft_is(after, device):
     assert relative_error(logits(fused), logits(plain.to(torch.float64))) < 1e-12
 
 
+@pytest.mark.slow
 def test_a_graph_of_a_step_would_notice_weights_in_other_buffers(device):
     fused, _, _ = pair(device)
     addresses = []

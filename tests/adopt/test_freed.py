@@ -4,13 +4,11 @@ import copy
 import gc
 import weakref
 
-import fp8_case
-import graph_case
-import layer_case
 import pytest
 import test_fuse_fp8_checkpoint as codes_case
 import torch
-from fused_case import ALL, SHORT, batch, pickled, step
+from cases import fp8_case, graph_case, layer_case
+from cases.fused_case import ALL, SHORT, batch, pickled, step
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fused_lora import Fusion, fuse, unfuse
@@ -98,6 +96,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow("all parts, dropout", "FP8", "layers, offload", "graphed")
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_a_deleted_model_is_freed_at_once(make, device):
     gc.collect()
@@ -115,6 +114,7 @@ def test_a_deleted_model_is_freed_at_once(make, device):
         gc.enable()
 
 
+@pytest.mark.slow("none")
 @pytest.mark.parametrize("policy", ["none", "full"])
 def test_a_loss_outlives_its_model(policy, device):
     gradients = []

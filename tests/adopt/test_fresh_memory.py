@@ -8,9 +8,9 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from fused_case import SHORT, assert_close, step
-from layer_case import peft_model
-from reference import use_poisoned_memory
+from cases.fused_case import SHORT, assert_close, step
+from cases.layer_case import peft_model
+from cases.reference import use_poisoned_memory
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fused_lora import Fusion, fuse
@@ -61,6 +61,12 @@ class ReadsOn(TorchDispatchMode):
             assert not gap.isnan().any(), f"{list(rows.shape)}, rows {stride} apart"
 
 
+@pytest.mark.slow(
+    "mlp, narrow",
+    "attention and rope, bf16 adapters, odd",
+    "cross_entropy, bf16 adapters, odd",
+    "layer, checkpointed, loss of some, narrow",
+)
 @pytest.mark.parametrize(
     ("fusion", "model"),
     [

@@ -4,10 +4,10 @@
 import copy
 import warnings
 
-import layer_case
 import pytest
 import torch
-from fused_case import (
+from cases import layer_case
+from cases.fused_case import (
     ALL,
     BOOLEAN_PARTS,
     FUSIONS,
@@ -18,8 +18,8 @@ from fused_case import (
     functions_of,
     pair,
 )
-from peft_models import LAYERS, MLP_NAMES, MLP_ON, adapt, base_model, logits, peft_model
-from reference import relative_error
+from cases.peft_models import LAYERS, MLP_NAMES, MLP_ON, adapt, base_model, logits, peft_model
+from cases.reference import relative_error
 from torch import nn
 
 from fused_lora import Fusion, FusionReport, fuse, report, unfuse
@@ -47,6 +47,7 @@ TRIED = {
 }
 
 
+@pytest.mark.slow("checkpoint selective-bf16", "cross_entropy-bf16", "all-bf16")
 @pytest.mark.parametrize(("name", "dtypes"), [
     pytest.param(name, dtypes, marks=() if dtypes in TRIED[name] else pytest.mark.exhaustive)
     for name in FUSIONS

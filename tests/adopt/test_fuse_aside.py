@@ -5,11 +5,11 @@ import warnings
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
-from fused_case import ALL, SHORT, assert_close, batch, step
-from layer_case import EVERYTHING, LAYER, NAMES, operands_of_calls, pair, peft_model
-from peft_models import MLP_NAMES, MLP_ON, assert_equal, ids, layers, logits
-from projection_case import readapt
-from reference import relative_error
+from cases.fused_case import ALL, SHORT, assert_close, batch, step
+from cases.layer_case import EVERYTHING, LAYER, NAMES, operands_of_calls, pair, peft_model
+from cases.peft_models import MLP_NAMES, MLP_ON, assert_equal, ids, layers, logits
+from cases.projection_case import readapt
+from cases.reference import relative_error
 
 import fused_lora.adopt.site
 from fused_lora import Fusion, fuse, report, unfuse

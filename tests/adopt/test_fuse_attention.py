@@ -5,10 +5,10 @@ from collections import Counter
 
 import pytest
 import torch
-from fused_case import assert_same, batch, functions_of
-from layer_case import pair
-from peft_models import ATTENTION, layers
-from projection_case import hook
+from cases.fused_case import assert_same, batch, functions_of
+from cases.layer_case import pair
+from cases.peft_models import ATTENTION, layers
+from cases.projection_case import hook
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -48,6 +48,13 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow(
+    "attention alone",
+    "not causal",
+    "norms of heads",
+    "base biases that are trained",
+    "dropout, of which nothing is seen",
+)
 @pytest.mark.parametrize("name", CASES)
 def test_one_function_or_apart_and_right(name, device, monkeypatch):
     options, fusion, change, functions = CASES[name]

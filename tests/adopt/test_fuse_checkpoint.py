@@ -7,9 +7,9 @@ import weakref
 
 import pytest
 import torch
-from fused_case import ALL, SHORT, assert_close, assert_same, batch, pickled, step
-from layer_case import layer_of, pair, peft_model
-from peft_models import LAYERS, ids
+from cases.fused_case import ALL, SHORT, assert_close, assert_same, batch, pickled, step
+from cases.layer_case import layer_of, pair, peft_model
+from cases.peft_models import LAYERS, ids
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint as torchs_checkpoint
@@ -44,6 +44,7 @@ def with_hidden_states(model, inputs):
 
 
 # Of whole layers the loss alone asks the last one for labelled tokens alone.
+@pytest.mark.slow("loss_of-selective", "with_hidden_states-full")
 @pytest.mark.parametrize(("loss_of", "name"), [
     *((loss_of, name) for name in ("offload", "selective", "all, full", "layer, offload")),
     *((with_hidden_states, name) for name in ("full", "selective", "layer, offload")),
@@ -177,6 +178,7 @@ def test_a_policy_stays_when_checkpointing_is_switched_on_and_off(parts, device)
     assert [own_of(layer) for layer in layers] == [(False, torchs_checkpoint)] * 2
 
 
+@pytest.mark.slow("selective-pickled", "attention-pickled")
 @pytest.mark.thinned
 @pytest.mark.parametrize("duplicate", [pickled, copy.deepcopy])
 @pytest.mark.parametrize("name", ["selective", "layer, offload", "none", "attention"])
@@ -275,6 +277,7 @@ BUDGETED = {
 }
 
 
+@pytest.mark.slow("nothing fused")
 @pytest.mark.parametrize("name", BUDGETED)
 def test_a_budget_is_used_and_holds_from_the_first_step_on(name, quick_collections, device):
     parts, lora = BUDGETED[name]
@@ -301,6 +304,7 @@ def test_a_budget_is_used_and_holds_from_the_first_step_on(name, quick_collectio
         assert min(budget, most - least) - (min(later) - least) < 1.6 * of_a_layer, layers
 
 
+@pytest.mark.slow("parts, selective")
 @pytest.mark.parametrize(
     "fusion",
     [
@@ -342,6 +346,7 @@ CAPTURED = {  # options of the model and what is fused: whether all its dropout 
 }
 
 
+@pytest.mark.slow("no dropout", "dropout", "in layers")
 @pytest.mark.parametrize(("options", "parts", "is_fused"), CAPTURED.values(), ids=CAPTURED)
 def test_dropout_in_a_capture_is_refused_where_it_would_be_another_when_a_layer_runs_again(
     options, parts, is_fused, device, monkeypatch

@@ -3,19 +3,19 @@ accelerate's loop."""
 
 import copy
 
-import fp8_case
 import pytest
 import test_fuse_fp8_checkpoint as checkpoint_case
 import torch
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from fused_case import ALL, SHORT, assert_close, functions_of, step
-from layer_case import LAYER, peft_model
-from layer_case import pair as layer_pair
+from cases import fp8_case
+from cases.fused_case import ALL, SHORT, assert_close, functions_of, step
+from cases.layer_case import LAYER, peft_model
+from cases.layer_case import pair as layer_pair
+from cases.peft_models import LAYERS, base_model, ids
+from cases.reference import relative_error
 from peft import PeftModel
-from peft_models import LAYERS, base_model, ids
-from reference import relative_error
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -78,11 +78,13 @@ def assert_runs_and_is_right(wrap, fusion, device):
     assert_close(got, want)
 
 
+@pytest.mark.slow("layer")
 @pytest.mark.parametrize("fusion", [*FUSIONS.values(), LAYER], ids=[*FUSIONS, "layer"])
 def test_distributed_data_parallel_is_right(fusion, group, device):
     assert_runs_and_is_right(DistributedDataParallel, fusion, device)
 
 
+@pytest.mark.slow
 def test_layers_in_fp8_compute_what_they_did_and_keep_their_originals(group, device, monkeypatch):
     monkeypatch.setattr(fp8_weight, "FP8_DTYPES", (torch.bfloat16, torch.float32))
     model, plain, _ = fp8_case.pair(device)
@@ -93,6 +95,7 @@ def test_layers_in_fp8_compute_what_they_did_and_keep_their_originals(group, dev
     assert_close(dict(model.named_parameters()), dict(plain.named_parameters()), 0.0)
 
 
+@pytest.mark.slow
 def test_codes_of_a_checkpoint_are_each_ranks_own(group, device, monkeypatch):
     monkeypatch.setattr(fp8_weight, "FP8_DTYPES", (torch.bfloat16, torch.float32))
     model, _ = checkpoint_case.models(device, checkpoint_case.BLOCKS)
@@ -102,6 +105,7 @@ def test_codes_of_a_checkpoint_are_each_ranks_own(group, device, monkeypatch):
     assert_close(got, want, 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fusion",
     [pytest.param(FUSIONS["all"], marks=pytest.mark.exhaustive), LAYER],
@@ -122,6 +126,7 @@ def test_a_rank_drops_what_its_own_seed_says(fusion, group, device):
     assert_close(seeded(wrapped, 1), other)
 
 
+@pytest.mark.slow("all")
 @pytest.mark.parametrize("fusion", FUSIONS.values(), ids=FUSIONS)
 def test_fully_sharded_is_right(fusion, group, device):
     assert_runs_and_is_right(lambda model: shard(model, device), fusion, device)
@@ -171,6 +176,7 @@ WRAPPED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", WRAPPED)
 def test_the_state_of_a_wrapped_model_is_saved_and_loaded(how, group, tmp_path, device):
     model, (fusion, wrap) = peft_model(device), WRAPPED[how]
@@ -215,6 +221,7 @@ def accelerated(model, folder, device):
     return functions
 
 
+@pytest.mark.slow
 def test_accelerate_prepares_accumulates_and_saves_a_fused_model(device, tmp_path):
     fused, plain, _ = layer_pair(device, Fusion(layer=True, rms_norm=True, cross_entropy=True))
     start = copy.deepcopy(plain)

@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-from families_case import FAMILIES, SECTIONS, TEXT
-from fused_case import ALL, assert_close, values_of
-from peft_models import adapt, base_model, layers
-from reference import assert_within_budget
+from cases.families_case import FAMILIES, SECTIONS, TEXT
+from cases.fused_case import ALL, assert_close, values_of
+from cases.peft_models import adapt, base_model, layers
+from cases.reference import assert_within_budget
 from transformers import DataCollatorWithFlattening
 
 from fused_lora import Fusion, fill_row, fuse, pack
@@ -88,6 +88,7 @@ def no_masks(monkeypatch):
     monkeypatch.setattr(attention, "mask_of_documents", refuse)
 
 
+@pytest.mark.slow("Qwen3")
 @pytest.mark.parametrize(
     ("family", "fusion", "collate"),
     [
@@ -137,6 +138,7 @@ def test_padded_batches_train_as_they_do_and_without_their_padding(side, fusion,
     assert seen == [(1, sum(LENGTHS))]
 
 
+@pytest.mark.slow("Llava")
 @pytest.mark.parametrize("name", ["Qwen2-VL", "Gemma 3, multimodal", "Llava"])
 def test_padded_batches_of_multimodal_models_keep_their_padding(name, device):
     plain = FAMILIES[name].peft_model(device).train()

@@ -6,13 +6,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from dropout_case import OF_JOINED_PARTS, OF_LAYER, OF_PARTS, Masked, draw_one_seed, follow
-from families_case import FAMILIES
-from fused_case import ALL, assert_close, assert_same, batch, step
-from graph_case import captured, steps
-from layer_case import LAYER, assert_layer_right, layer_of, operands_of_calls, pair, peft_model
-from peft_models import assert_equal
-from reference import relative_error, unpacked
+from cases.dropout_case import OF_JOINED_PARTS, OF_LAYER, OF_PARTS, Masked, draw_one_seed, follow
+from cases.families_case import FAMILIES
+from cases.fused_case import ALL, assert_close, assert_same, batch, step
+from cases.graph_case import captured, steps
+from cases.layer_case import (
+    LAYER,
+    assert_layer_right,
+    layer_of,
+    operands_of_calls,
+    pair,
+    peft_model,
+)
+from cases.peft_models import assert_equal
+from cases.reference import relative_error, unpacked
 
 from fused_lora import Fusion, fuse, report
 from fused_lora.adopt import projection
@@ -48,6 +55,7 @@ DRAWS = {"parts": 4, "apart": 6, "layer": 2}  # of two layers
 PARTS_AGAIN = ("parts, offload", "parts, selective")
 
 
+@pytest.mark.slow("parts, full", "layer")
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=pytest.mark.exhaustive if name in PARTS_AGAIN else ())
     for name in FUSIONS
@@ -67,6 +75,7 @@ def test_each_function_draws_a_seed_once_and_drops_as_peft_with_the_same_masks(
     assert {one.type for one in drawn} == {device}
 
 
+@pytest.mark.slow("Phi-3, full")
 @pytest.mark.parametrize(
     ("name", "fusion"),
     [("Phi-3", replace(PARTS, checkpoint="full")), ("Phi-4-mini", PARTS)],
@@ -104,6 +113,7 @@ OPTIONS = {  # of one layer of a model, with more tokens than a word has bits
 THINNED = ("fp32", "normed heads", "fp16, each its own rank")  # others have that, and that dtype
 
 
+@pytest.mark.slow("bf16, q and down alone in fp32")
 @pytest.mark.parametrize("options", [
     pytest.param(options, id=name, marks=pytest.mark.exhaustive if name in THINNED else ())
     for name, options in OPTIONS.items()
@@ -117,6 +127,7 @@ def test_a_layer_is_within_the_error_budget(options, device, monkeypatch):
     assert_layer_right(fused, follow(plain, OF_LAYER), (2, 21), dtype)
 
 
+@pytest.mark.slow
 def test_a_layer_that_computes_labelled_tokens_alone_drops_of_those(device, monkeypatch):
     draw_one_seed(monkeypatch)
     calls = operands_of_calls(monkeypatch)
@@ -139,6 +150,7 @@ def seeded(model, seed=0):
     return step(model, length=7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["parts", "layer"])
 def test_the_seed_decides_of_copies_too_and_every_step_is_another(name, device):
     """As for ranks that are seeded differently."""
@@ -150,6 +162,7 @@ def test_the_seed_decides_of_copies_too_and_every_step_is_another(name, device):
     assert not torch.equal(another["loss"], following["loss"])
 
 
+@pytest.mark.slow("attention-full")
 @pytest.mark.parametrize("policy", ["full", "offload"])
 @pytest.mark.parametrize(
     "fusion", [Fusion(attention=True), Fusion(mlp=True)], ids=["attention", "mlp"]
@@ -160,6 +173,7 @@ def test_what_runs_again_drops_the_same_beside_dropout_of_pefts_own(fusion, poli
     assert_close(seeded(model_with(replace(fusion, checkpoint=policy), device)), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["parts", "layer"])
 def test_transformers_checkpoints_drop_the_same(name, device):
     model = model_with(FUSIONS[name][0], device)
@@ -168,6 +182,7 @@ def test_transformers_checkpoints_drop_the_same(name, device):
     assert_close(seeded(model), want)
 
 
+@pytest.mark.slow("parts")
 @pytest.mark.parametrize("name", ["parts", "layer"])
 def test_evaluation_is_exact(name, device):
     model, without = (model_with(FUSIONS[name][0], device, p, config=ONE_LAYER) for p in (0.3, 0.0))

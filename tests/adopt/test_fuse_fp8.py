@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from fp8_case import (
+from cases.fp8_case import (
     CONFIG,
     FP8,
     OracleBuffer,
@@ -14,12 +14,12 @@ from fp8_case import (
     base_weights,
     pair,
 )
-from fp8_emulated import emulate
-from fused_case import SHORT, batch, step, values_of
-from layer_case import peft_model
+from cases.fp8_emulated import emulate
+from cases.fused_case import SHORT, batch, step, values_of
+from cases.layer_case import peft_model
+from cases.peft_models import assert_equal, logits
+from cases.reference import random, relative_error
 from peft import LoraConfig
-from peft_models import assert_equal, logits
-from reference import random, relative_error
 
 from fused_lora import Fusion, fuse, unfuse
 from fused_lora import cross_entropy as loss_module
@@ -104,6 +104,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow("dropout")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_layer_is_what_its_codes_make_it(case, device):
     case = dict(case)
@@ -116,6 +117,7 @@ def test_a_layer_is_what_its_codes_make_it(case, device):
     assert_is_what_its_codes_make_it(fused, device)
 
 
+@pytest.mark.slow("torch.float32")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_model_is_near_plain_peft_and_trains_its_adapters(dtype, device):
     fused, plain, _ = pair(device, dtype=dtype, autocast_adapter_dtype=False)
@@ -127,6 +129,7 @@ def test_a_model_is_near_plain_peft_and_trains_its_adapters(dtype, device):
     assert_equal(again, got)
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_fp8_in_fp64_however_far_from_plain_peft(device):
     """4% of a product are a third of a token whose terms nearly cancel, and more of every layer
     after, as in batch 157: plain PEFT is no oracle there."""
@@ -150,6 +153,7 @@ def test_gradients_are_those_of_fp8_in_fp64_however_far_from_plain_peft(device):
         assert relative_error(gradients(fused, seed), want) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["full", "offload"])
 def test_gradients_of_layers_that_run_again_are_those_of_kept_ones(policy, device):
     kept, _, _ = pair(device)
@@ -160,6 +164,7 @@ def test_gradients_of_layers_that_run_again_are_those_of_kept_ones(policy, devic
     assert_equal(dict(got), dict(want))
 
 
+@pytest.mark.slow
 def test_backward_finds_its_own_adapters_after_a_forward_with_others(device):
     model, _, _ = pair(device)
     others = LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False)

@@ -15,12 +15,12 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from fp8_case import CONFIG, FP8, OracleBuffer, assert_layer_is
-from fused_case import SHORT, assert_close, step
-from layer_case import layer_of
+from cases.fp8_case import CONFIG, FP8, OracleBuffer, assert_layer_is
+from cases.fused_case import SHORT, assert_close, step
+from cases.layer_case import layer_of
+from cases.peft_models import adapt, assert_equal, base_model, logits
+from cases.reference import relative_error
 from peft import LoraConfig
-from peft_models import adapt, assert_equal, base_model, logits
-from reference import relative_error
 from safetensors.torch import load_file
 from torch import nn
 from transformers.integrations import compressed_tensors, finegrained_fp8
@@ -144,6 +144,7 @@ def assert_is_what_its_codes_make_it(model, of, device):
     assert_layer_is(model, oracle, device)
 
 
+@pytest.mark.slow("blocks")
 @EACH
 def test_a_layer_is_what_the_checkpoints_codes_make_it(of, device):
     fused, plain = models(device, of)
@@ -175,6 +176,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.slow("rows-joined projections", "blocks-gate, which lies beside a bf16 up")
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
 @TWO
 def test_other_models_are_near_what_the_codes_stand_for(other, of, device):
@@ -301,6 +303,7 @@ LIVES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow("rows-deep copy")
 @pytest.mark.thinned
 @pytest.mark.parametrize("live", LIVES.values(), ids=LIVES)
 @TWO

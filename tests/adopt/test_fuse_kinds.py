@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from families_case import FAMILIES
-from fused_case import (
+from cases.families_case import FAMILIES
+from cases.fused_case import (
     ALL,
     assert_right,
     assert_same,
@@ -15,10 +15,10 @@ from fused_case import (
     batch,
     functions_of,
 )
-from layer_case import assert_layer_right, layer_of, pair, peft_model
+from cases.layer_case import assert_layer_right, layer_of, pair, peft_model
+from cases.peft_models import set_weights
+from cases.projection_case import readapt, replace_weight
 from peft import LoraConfig
-from peft_models import set_weights
-from projection_case import readapt, replace_weight
 
 from fused_lora import Fusion, fuse, report
 
@@ -120,6 +120,9 @@ KINDS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow(
+    "DoRA on k", "lora_bias and bias all, multiplied", "joined projections", "a quantised v"
+)
 @pytest.mark.parametrize("name", KINDS)
 def test_no_more_is_lost_than_has_to_be_and_it_trains_as_plain_peft_does(name, device):
     make, wanted = KINDS[name]
@@ -150,6 +153,7 @@ APART = Fusion(mlp=True, attention=True)  # q, k and v as one function, and o as
 AGAIN = Fusion(**ALL, layer=True, checkpoint="full")
 
 
+@pytest.mark.slow("{'lora_bias': True}-apart")
 @pytest.mark.parametrize("fusion", [APART, AGAIN], ids=("apart", "again"))
 @pytest.mark.parametrize("options", [
     {"lora_bias": True}, {"bias": "all"}, {"modules_to_save": NORMS},
@@ -162,6 +166,7 @@ def test_biases_and_norms_are_trained_in_any_fusion(options, fusion, device):
     assert_trains_alike(fused, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"lora_bias": True}, {"bias": "all"}], ids=str)
 def test_trained_biases_are_within_the_error_budget_in_bf16(options, device):
     options |= {"dtype": torch.bfloat16, "autocast_adapter_dtype": False}
@@ -191,6 +196,7 @@ def fused_and_plain(device, fusion, **options):
     return fused, plain
 
 
+@pytest.mark.slow("q and v-parts")
 @pytest.mark.thinned
 @pytest.mark.parametrize("fusion", OF_SUBSETS.values(), ids=OF_SUBSETS)
 @pytest.mark.parametrize("subset", SUBSETS.values(), ids=SUBSETS)
@@ -198,6 +204,7 @@ def test_any_subset_of_adapters_runs_fused_as_a_whole_and_right(subset, fusion, 
     assert_same(*fused_and_plain(device, fusion, **subset))
 
 
+@pytest.mark.slow("layers")
 @pytest.mark.parametrize(
     ("dtype", "part"),
     [(torch.bfloat16, "parts"), (torch.bfloat16, "layers"), (torch.float32, "parts")],

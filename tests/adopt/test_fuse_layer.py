@@ -4,22 +4,22 @@ import copy
 
 import pytest
 import torch
-from fused_case import (
+from cases.fused_case import (
     SHORT,
     assert_close,
     assert_right,
     assert_same,
     step,
 )
-from layer_case import (
+from cases.layer_case import (
     EVERYTHING,
     NAMES,
     layer_of,
     operands_of_calls,
     pair,
 )
-from peft_models import logits
-from reference import relative_error
+from cases.peft_models import logits
+from cases.reference import relative_error
 from torch.nn.utils import parametrize, prune
 
 from fused_lora import Fusion, decoder_layer, fuse, report, unfuse
@@ -42,6 +42,7 @@ def calls(monkeypatch):
 # --- right where it fuses (in every family: test_families.py) -------------------------------------
 
 
+@pytest.mark.slow
 def test_layers_join_every_other_part_in_bf16_where_they_run_again(calls, device):
     fusion = Fusion(**(vars(EVERYTHING) | {"checkpoint": "full"}))
     fused, plain, done = pair(device, fusion, dtype=torch.bfloat16)
@@ -54,6 +55,7 @@ def test_layers_join_every_other_part_in_bf16_where_they_run_again(calls, device
     assert rows == [None, 2 * 9 - 2 - 3, None] * 3
 
 
+@pytest.mark.slow("ours")
 @pytest.mark.parametrize("how", ["ours", "reentrant", "not reentrant"])
 def test_checkpointed_gradients_are_those_of_kept_ones(how, calls, device):
     model, _, _ = pair(device)
@@ -71,6 +73,7 @@ def test_checkpointed_gradients_are_those_of_kept_ones(how, calls, device):
     assert_close(got, want, 1e-12)
 
 
+@pytest.mark.slow("full-4-PyTorch's attention")
 @pytest.mark.thinned
 @pytest.mark.parametrize(
     ("family", "head_dim"),

@@ -4,15 +4,23 @@ import copy
 import pickle
 from dataclasses import replace
 
-import layer_case
 import pytest
 import torch
 import torch.nn.functional as F
 from accelerate.utils.operations import convert_to_fp32, pad_across_processes
-from fused_case import SHORT, assert_close, assert_right, batch, pair, step, values_of
+from cases import layer_case
+from cases.fused_case import SHORT, assert_close, assert_right, batch, pair, step, values_of
+from cases.peft_models import (
+    ATTENTION,
+    adapt,
+    assert_equal,
+    base_model,
+    ids,
+    peft_model,
+    set_weights,
+)
+from cases.reference import random
 from peft import CPTConfig, LoraConfig, PeftModel, get_peft_model
-from peft_models import ATTENTION, adapt, assert_equal, base_model, ids, peft_model, set_weights
-from reference import random
 from torch import nn
 from torch.utils._pytree import tree_map
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -192,6 +200,7 @@ def test_options_that_the_fused_loss_does_not_know_are_and_it_says_so_once(optio
     assert is_read == (option not in ("label_smoothing", "z_loss", "position_bias")) and not losses
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error:a fused Qwen")
 def test_options_that_the_model_ignores_are_ignored(losses, device):
     fused, plain, _ = pair(device, Fusion(cross_entropy=True, attention=True, rope=True))
@@ -247,6 +256,7 @@ def with_trained_head(kind, device):
     return fused, plain
 
 
+@pytest.mark.slow("untied")
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
 @pytest.mark.parametrize("kind", HEADS)
 def test_the_copy_of_the_head_is_trained_and_saved_and_disabled(kind, losses, tmp_path, device):

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers.loss.loss_utils
-from layer_case import pair, peft_model
+from cases.layer_case import pair, peft_model
+from cases.peft_models import ids
 from peft.tuners.lora import Linear as LoraLinear
-from peft_models import ids
 from torch import nn
 from transformers import activations
 
@@ -45,6 +45,7 @@ def loss(model):
     return model(input_ids=tokens, labels=tokens).loss
 
 
+@pytest.mark.slow("mlp", "cross_entropy", "layer-Qwen2RMSNorm-forward")
 @pytest.mark.parametrize("part, place, name", PATCHES)
 def test_a_patch_runs_whether_it_came_before_fuse_or_after(part, place, name, monkeypatch, device):
     calls = []

@@ -4,12 +4,11 @@ import copy
 import subprocess
 import sys
 
-import layer_case
 import pytest
 import torch
-from fused_case import SHORT, assert_same, batch, functions_of, pair, pickled, step, steps
-from peft import LoraConfig, PeftModel
-from peft_models import (
+from cases import layer_case
+from cases.fused_case import SHORT, assert_same, batch, functions_of, pair, pickled, step, steps
+from cases.peft_models import (
     MLP,
     MLP_ON,
     assert_equal,
@@ -20,7 +19,8 @@ from peft_models import (
     peft_model,
     set_weights,
 )
-from reference import assert_within_budget, relative_error
+from cases.reference import assert_within_budget, relative_error
+from peft import LoraConfig, PeftModel
 
 from fused_lora import Fusion, fuse, report, unfuse
 
@@ -43,6 +43,7 @@ def assert_left_to_peft(fused, plain, reason, most=0.0):
     assert relative_error(got.logits, want.logits) <= most and not functions_of(got.loss)
 
 
+@pytest.mark.slow("layer")
 @pytest.mark.parametrize(("fusion", "functions"), FUSIONS.values(), ids=FUSIONS)
 def test_adapters_that_are_switched_disabled_and_merged_are_as_in_peft(fusion, functions, device):
     fused, plain, done = layer_case.pair(device, fusion)
@@ -108,6 +109,7 @@ def test_state_dict_is_unchanged_and_a_saved_adapter_loads_anywhere(tmp_path, de
     assert_equal(step(loaded), step(fused))
 
 
+@pytest.mark.slow("deepcopy-mlp", "pickled-mlp")
 @pytest.mark.parametrize("fusion", [MLP_ON, Fusion(layer=True)], ids=["mlp", "layer"])
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled])
 def test_a_copy_is_fused_and_independent_of_the_original(duplicate, fusion, device):
@@ -124,6 +126,7 @@ def test_a_copy_is_fused_and_independent_of_the_original(duplicate, fusion, devi
     assert_equal(got, want)
 
 
+@pytest.mark.slow
 def test_importing_changes_nothing_in_transformers_peft_or_torch():
     program = """
 import inspect
@@ -193,6 +196,7 @@ def test_compiled_layers_still_run_fused(device):
         assert any(kernel in name for name in names), (kernel, names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fusion", [Fusion(attention=True), Fusion(layer=True)], ids=["part", "layer"]
 )

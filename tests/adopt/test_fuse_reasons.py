@@ -10,11 +10,11 @@ from typing import NamedTuple
 import peft
 import pytest
 import torch
-from fused_case import batch, functions_of
-from layer_case import LAYER, NAMES, layer_of, peft_model
-from peft_models import ATTENTION, MLP, MLP_NAMES, MLP_ON, base_model
-from projection_case import HOOKS, REASONS, hook, replace_forward
-from reference import relative_error
+from cases.fused_case import batch, functions_of
+from cases.layer_case import LAYER, NAMES, layer_of, peft_model
+from cases.peft_models import ATTENTION, MLP, MLP_NAMES, MLP_ON, base_model
+from cases.projection_case import HOOKS, REASONS, hook, replace_forward
+from cases.reference import relative_error
 from torch import nn
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2MLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
@@ -127,6 +127,7 @@ for (kind, part), name in zip(PLACES, OF_ATTENTION + OF_ATTENTION[::-1], strict=
     CASES.append((f"{kind}'s{o}", f"self_attn.{part}", *REASONS[name]))
 
 
+@pytest.mark.slow("mlp", "layer", "attention's o", "attention and rope's-self_attn.q_proj")
 @pytest.mark.thinned
 @pytest.mark.parametrize("case", CASES, ids=[f"{kind}-{at}-{said}" for kind, at, _, said in CASES])
 @pytest.mark.parametrize("fused_first", [True, False])

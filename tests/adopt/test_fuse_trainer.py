@@ -8,13 +8,13 @@ import pickle
 from typing import NamedTuple
 from unittest.mock import patch
 
-import layer_case
 import pytest
 import torch
-from fused_case import ALL
+from cases import layer_case
+from cases.fused_case import ALL
+from cases.peft_models import base_model, peft_model
+from cases.reference import BUDGET, assert_within_budget, relative_error
 from peft import LoraConfig, inject_adapter_in_model
-from peft_models import base_model, peft_model
-from reference import BUDGET, assert_within_budget, relative_error
 from transformers import (
     DataCollatorWithFlattening,
     PreTrainedTokenizerFast,
@@ -90,7 +90,7 @@ def trainer_of(kind, model, data, folder, **options):
             model, TrainingArguments(**settings), collator, train_dataset=data,
             eval_dataset=data[:4],
         )  # fmt: skip
-    trl = pytest.importorskip("trl", reason="wants trl, of requirements-dev.txt")
+    trl = pytest.importorskip("trl", reason="wants trl, of dev/requirements/dev.txt")
     from datasets import Dataset
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -149,6 +149,7 @@ def untraced(device, monkeypatch):
 
 
 # A layer that steps aside would warn.
+@pytest.mark.slow("Trainer-flattened")
 @pytest.mark.filterwarnings("error:a fused ")
 @pytest.mark.parametrize(("kind", "setting"), TRIED)
 def test_a_trainer_trains_a_fused_model_as_plain_peft(
@@ -175,6 +176,7 @@ def test_a_trainer_trains_a_fused_model_as_plain_peft(
         assert not torch.equal(want.weights[name], parameter), name
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error:a fused ")
 @pytest.mark.parametrize(
     "kind", ["Trainer", pytest.param("SFTTrainer", marks=pytest.mark.exhaustive)]

@@ -8,12 +8,12 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from fused_case import SHORT, assert_close, assert_same, batch, functions_of, step
-from layer_case import EVERYTHING, LAYER, NAMES, layer_of, pair, peft_model
+from cases.fused_case import SHORT, assert_close, assert_same, batch, functions_of, step
+from cases.layer_case import EVERYTHING, LAYER, NAMES, layer_of, pair, peft_model
+from cases.peft_models import ATTENTION, MLP, adapt, base_model, logits, set_weights
+from cases.reference import random
 from peft import LoraConfig
 from peft.utils.hotswap import hotswap_adapter_from_state_dict, prepare_model_for_compiled_hotswap
-from peft_models import ATTENTION, MLP, adapt, base_model, logits, set_weights
-from reference import random
 from torch.nn.utils import parametrize
 
 from fused_lora import Fusion, fuse, report
@@ -164,6 +164,12 @@ OVER_PARTS = (  # which keep nothing: adapters in place, elsewhere, and others
 )  # fmt: skip
 
 
+@pytest.mark.slow(
+    "layer-optimizer",
+    "layer-hot-swap",
+    "layer-merged and unmerged",
+    "parts-another adapter and back",
+)
 @pytest.mark.parametrize(
     ("kind", "what", "options"),
     [
@@ -184,6 +190,7 @@ def test_a_fused_model_computes_what_plain_peft_does(what, kind, options, device
     assert not report(fused).left
 
 
+@pytest.mark.slow("prepare_model_for_compiled_hotswap")
 @pytest.mark.parametrize(
     ("change", "fusion", "reason", "are_said"),
     [
@@ -267,6 +274,7 @@ RUN_AGAIN = [a_reference_between, a_move_between, twice, two_batches]
 ORDERS = [*RUN_AGAIN, two_forwards, on_the_host]
 
 
+@pytest.mark.slow("layer-full-two_batches", "parts-none-on_the_host")
 @pytest.mark.parametrize(
     ("kind", "policy", "order"),
     [

@@ -4,16 +4,16 @@ import copy
 
 import pytest
 import torch
-from fused_case import assert_close, assert_same, batch, step
-from layer_case import (
+from cases.fused_case import assert_close, assert_same, batch, step
+from cases.layer_case import (
     LAYER,
     layer_of,
     leaves,
     operands,
     pair,
 )
-from peft_models import ids
-from reference import random, relative_error
+from cases.peft_models import ids
+from cases.reference import random, relative_error
 from torch import nn
 
 from fused_lora import Fusion, decoder_layer, fuse, unfuse
@@ -54,6 +54,7 @@ def with_rows(inputs, rows):
     return [*inputs[:-1], inputs[-1]._replace(rows=rows)]
 
 
+@pytest.mark.slow("[0, 3, 4, 11, 17]")
 @pytest.mark.parametrize("rows", [[0, 3, 4, 11, 17], [17], [5, 2, 9]], ids=str)
 def test_rows_are_what_they_are_with_all(rows, device):
     """And with no gradient elsewhere. Twice, for a backward may write nothing that it reads."""
@@ -128,6 +129,7 @@ def test_a_loss_that_is_given_rows_asks_for_no_others(most, device):
 # --- in a model -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow("full")
 @pytest.mark.parametrize(
     ("how", "runs"),
     [("reentrant", 2), ("not reentrant", 2), ("full", 1), ("full, before the loss", 2)],
@@ -150,6 +152,7 @@ def test_a_last_layer_that_runs_again_leaves_out_the_same(how, runs, wanted, dev
     assert wanted == [None, *[LABELLED] * runs, None]
 
 
+@pytest.mark.slow("12")
 @pytest.mark.parametrize("most", [LABELLED - 1, LABELLED, TOKENS - 1])
 def test_at_most_so_many_rows(most, wanted, device):
     """Too many labels make the loss nan."""
@@ -215,6 +218,7 @@ SEEN_BY_OTHERS = {
 }
 
 
+@pytest.mark.slow("a hook on the layer", "hidden states", "no fused loss")
 @pytest.mark.parametrize("name", SEEN_BY_OTHERS)
 def test_all_is_computed_where_somebody_else_may_see_it(name, wanted, device):
     fused, plain, _ = pair(device, WITH_LOSS)
@@ -240,6 +244,7 @@ def drop_out(model, index):
     layer_of(model, index).mlp.up_proj.lora_dropout["default"] = nn.AlphaDropout(1e-9)
 
 
+@pytest.mark.slow("first-parts0")
 @pytest.mark.parametrize("parts", [{}, {"attention": True, "rope": True, "rms_norm": True}])
 @pytest.mark.parametrize(("index", "ran"), [(0, [LABELLED]), (1, [None])], ids=("first", "last"))
 def test_beside_a_layer_that_does_not_run_fused(index, ran, parts, wanted, device):

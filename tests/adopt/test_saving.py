@@ -4,7 +4,6 @@ takes plain PEFT's."""
 import copy
 import pickle
 
-import fp8_case
 import huggingface_hub
 import pytest
 import safetensors.torch
@@ -12,10 +11,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from fused_case import ALL, SHORT, step
-from layer_case import EVERYTHING, NAMES, pair
+from cases import fp8_case
+from cases.fused_case import ALL, SHORT, step
+from cases.layer_case import EVERYTHING, NAMES, pair
+from cases.peft_models import assert_equal, ids
 from peft import get_peft_model_state_dict, set_peft_model_state_dict
-from peft_models import assert_equal, ids
 from torch.distributed.checkpoint import state_dict as dcp_state
 from transformers import Trainer, TrainingArguments
 
@@ -125,6 +125,9 @@ def zero(model, only=""):
                 parameter.zero_()
 
 
+@pytest.mark.slow(
+    "layers-accelerator.save_state", "layers-get_model_state_dict", "layers-DCP in place"
+)
 @pytest.mark.filterwarnings("error:a fused ")
 @pytest.mark.parametrize(
     ("kind", "way"),
@@ -206,6 +209,7 @@ def test_adapters_are_saved_without_a_copy_of_base_weights(way, tmp_path, device
         assert_equal(values(model), want)
 
 
+@pytest.mark.slow
 def test_a_trainer_saves_and_resumes_a_model_of_no_library(tmp_path, device):
     for model in FUSIONS["layers"](device)[:2]:
         want, wrapped = values(model), Wrapped(model)

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from families_case import FAMILIES as OTHERS
-from layer_case import peft_model
+from cases.families_case import FAMILIES as OTHERS
+from cases.layer_case import peft_model
+from cases.peft_models import ATTENTION, FAMILIES, MLP, base_model
+from cases.projection_case import add_active, readapt, replace_weight, subclass_base
 from peft import IA3Config, get_peft_model
 from peft.utils.hotswap import prepare_model_for_compiled_hotswap
-from peft_models import ATTENTION, FAMILIES, MLP, base_model
-from projection_case import add_active, readapt, replace_weight, subclass_base
 from transformers.integrations.finegrained_fp8 import FP8Linear
 
 from fused_lora import Fusion, fuse, unfuse
@@ -102,6 +102,17 @@ def test_the_lines_of_what_all_runs_fused_name_nothing_else():
     assert CASES.keys() >= set(all_fused_in_api())
 
 
+@pytest.mark.slow(
+    "DoRA of `k_proj` alone",
+    "`lora_bias`",
+    "merged",
+    "norms that are trained",
+    "quantised base weights",
+    "several adapters active",
+    "Gemma 2",
+    "Qwen2-MoE",
+    "Phi-3",
+)
 @pytest.mark.parametrize("name", CASES)
 def test_the_table_of_what_works_with_what(name, device):
     model = CASES[name](device)

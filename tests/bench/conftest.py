@@ -1,4 +1,4 @@
-"""What makes the benchmark's own tests quick without a GPU, where they share one core or two."""
+"""Fixtures that keep these tests quick without a GPU, on one core or two."""
 
 import gc
 from functools import partial

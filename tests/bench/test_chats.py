@@ -1,4 +1,4 @@
-"""What `--data` may name, and the one line that says what is wrong with it."""
+"""The data that `--data` may name, and the one line that says what is wrong with it."""
 
 import json
 import os
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import datasets
 import pytest
+from cases.one_line import refused
 from transformers import PreTrainedTokenizerFast
 
 from batches import Message, load_tokenizer, read_chats, sha256_of, tokenize
@@ -31,7 +32,7 @@ def gathered(tmp_path, text: str | bytes) -> list[list[Message]]:
 
 
 def test_the_published_chats_are_gathered_byte_for_byte(tmp_path):
-    """So that data_sha256 and every batch are those of the file in the repository."""
+    """data_sha256 and all batches are then those of the file in the repository."""
     path = gather(str(DATA / "sft_train.jsonl"), tmp_path)
     assert path.read_bytes() == (DATA / "sft_train.jsonl").read_bytes()
     assert path.stem == sha256_of(path)[:12] and path.is_relative_to(tmp_path)
@@ -44,14 +45,10 @@ USUAL = [
     ({"prompt": "2 + 2?", "completion": "4"}, CHAT),
     ({"prompt": [vars(CHAT[0])], "completion": [vars(CHAT[1])]}, CHAT),
     ({"instruction": "2 + 2?", "input": "", "output": "4", "system": "", "history": None}, CHAT),
-    (
-        {"instruction": "2", "input": "+ 2?", "output": "4"},
-        [Message("user", "2\n\n+ 2?"), CHAT[1]],
-    ),
-    (
-        {"instruction": "2 + 2?", "output": "4", "system": "Be brief.", "history": [["a", "b"]]},
-        [SYSTEM, Message("user", "a"), Message("assistant", "b"), *CHAT],
-    ),
+    ({"instruction": "2", "input": "+ 2?", "output": "4"},
+     [Message("user", "2\n\n+ 2?"), CHAT[1]]),
+    ({"instruction": "2 + 2?", "output": "4", "system": "Be brief.", "history": [["a", "b"]]},
+     [SYSTEM, Message("user", "a"), Message("assistant", "b"), *CHAT]),
     (  # ShareGPT's
         {"system": "Be brief.", "tools": "", "conversations": [
             {"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]},
@@ -86,18 +83,18 @@ def test_the_usual_forms_are_chats(tmp_path, form, row, chat):
 def test_an_array_and_parquet_name_the_chat_that_is_wrong(tmp_path):
     rows = [json.loads(GOOD)] * 30
     rows[19] = {"messages": [vars(CHAT[0])]}
+    no_answer = "chats.jsonl, chat 20: no assistant mess"
     for text in (json.dumps(rows), json.dumps(rows, indent=1), json.dumps({"data": rows})):
-        with pytest.raises(ValueError, match=r"^--data .*chats\.jsonl, chat 20: no assistant mess"):
-            gathered(tmp_path, text)
-    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "chats.parquet")
-    with pytest.raises(ValueError, match=r"^--data .*chats\.parquet, chat 20: no assistant mess"):
-        gather(str(tmp_path / "chats.parquet"), tmp_path)
-    (tmp_path / "chats.parquet").write_text("no parquet")
-    with pytest.raises(ValueError, match=r"^--data .*chats\.parquet: not parquet \(.*\); give par"):
-        gather(str(tmp_path / "chats.parquet"), tmp_path)
+        assert no_answer in refused(gathered, tmp_path, text)
+    parquet = tmp_path / "chats.parquet"
+    datasets.Dataset.from_list(rows).to_parquet(parquet)
+    said = refused(gather, str(parquet), tmp_path)
+    assert said.startswith(f"--data {parquet}, chat 20: no assistant message")
+    parquet.write_text("no parquet")
+    said = refused(gather, str(parquet), tmp_path)
+    assert said.startswith(f"--data {parquet}: not parquet (") and "; give parquet" in said
     torn = json.dumps(rows[:2], indent=1)[:-20]
-    with pytest.raises(ValueError, match=rf", line {torn.count(chr(10)) + 1}: not JSON \("):
-        gathered(tmp_path, torn)
+    assert f", line {torn.count(chr(10)) + 1}: not JSON (" in refused(gathered, tmp_path, torn)
 
 
 # --- chats that call tools ------------------------------------------------------------------------
@@ -172,10 +169,8 @@ def test_tool_calls_that_no_template_writes_are_named_in_one_line(tmp_path, temp
     path = tmp_path / "chats.jsonl"
     path.write_text(f"{GOOD}\n{json.dumps(tool_rows({'tool_calls': [CALL]}))}\n")
     model = None if template == "random weights" else with_template(tmp_path, template)
-    with pytest.raises(ValueError) as error:
-        gather(str(path), tmp_path, model)
-    assert str(error.value).startswith(f"--data {path}, line 2: {said}")
-    assert "\n" not in str(error.value)
+    found = refused(gather, str(path), tmp_path, model)
+    assert found.startswith(f"--data {path}, line 2: {said}")
 
 
 def test_texts_stay_as_they_are(tmp_path):
@@ -218,30 +213,24 @@ def test_a_data_set_of_the_hub_is_kept_as_a_file(tmp_path, monkeypatch):
         ('{"messages": [{"role": "assistant", "content": ""}], "tools": "x"}',
          ', line 3: "tools" is no list'),
         (line(("user", "2 + 2?")), ", line 3: no assistant message"),
-        (
-            r'{"messages": [{"role": "assistant", "content": "\ud800"}]}',
-            ", line 3: message 1 has half a surrogate pair",
-        ),
+        (r'{"messages": [{"role": "assistant", "content": "\ud800"}]}',
+         ", line 3: message 1 has half a surrogate pair"),
     ],
 )  # fmt: skip
 def test_what_is_no_chat_is_named_in_one_line(tmp_path, bad, given):
     bad = bad if isinstance(bad, bytes) else bad.encode()
-    with pytest.raises(ValueError) as error:
-        gathered(tmp_path, b"%b\n\n%b\n%b\n" % (GOOD.encode(), bad, GOOD.encode()))
-    said = str(error.value)
-    assert said.startswith(f"--data {tmp_path / 'chats.jsonl'}{given}") and "\n" not in said
-    assert "; wanted " in said
+    said = refused(gathered, tmp_path, b"%b\n\n%b\n%b\n" % (GOOD.encode(), bad, GOOD.encode()))
+    assert said.startswith(f"--data {tmp_path / 'chats.jsonl'}{given}") and "; wanted " in said
 
 
-def test_a_number_too_long_for_python_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"^--data .*chats\.jsonl, line 1: Exceeds the limit"):
-        gathered(tmp_path, "9" * 5000)
-
-
-@pytest.mark.parametrize("text", ["", "\n \n"])
-def test_an_empty_file_is_an_error(tmp_path, text):
-    with pytest.raises(ValueError, match=r"^--data .*chats\.jsonl: empty; wanted chats, "):
-        gathered(tmp_path, text)
+@pytest.mark.parametrize(
+    ("text", "given"),
+    [("9" * 5000, ", line 1: Exceeds the limit"), ("", ": empty; wanted chats, "),
+     ("\n \n", ": empty; wanted chats, ")],
+)  # fmt: skip
+def test_a_number_too_long_for_python_and_an_empty_file_are_errors(tmp_path, text, given):
+    said = refused(gathered, tmp_path, text)
+    assert said.startswith(f"--data {tmp_path / 'chats.jsonl'}{given}")
 
 
 @pytest.mark.parametrize(
@@ -254,19 +243,17 @@ def test_an_empty_file_is_an_error(tmp_path, text):
 )
 def test_data_that_is_not_there_is_an_error(tmp_path, monkeypatch, data, said):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError) as error:
-        gather(data, tmp_path)
-    assert str(error.value).startswith(f"--data {data}: {said}") and "\n" not in str(error.value)
+    assert refused(gather, data, tmp_path).startswith(f"--data {data}: {said}")
 
 
 def test_a_cache_that_cannot_be_written_is_an_error(tmp_path):
-    (tmp_path / "cache").write_text("a file")
-    with pytest.raises(ValueError, match=r"^--cache .*cache: cannot be written \(.*\)$"):
-        gather(str(DATA / "sft_train.jsonl"), tmp_path / "cache")
+    (cache := tmp_path / "cache").write_text("a file")
+    said = refused(gather, str(DATA / "sft_train.jsonl"), cache)
+    assert said.startswith(f"--cache {cache}: cannot be written (")
 
 
 def test_reading_says_nothing_and_leaves_nothing_in_the_users_home(tmp_path):
-    """In a process of its own, where what the libraries log is seen, and what they import."""
+    """In a process of its own, which shows all that the libraries log and import."""
     (tmp_path / "bad.jsonl").write_text(f"{GOOD}\nnot json\n")
     (tmp_path / "good.jsonl").write_text(f"{GOOD}\n")
     code = """
@@ -282,14 +269,11 @@ for data in sys.argv[1:]:
         print("refused")
 assert "transformers" not in sys.modules
 """
-    where = {
-        "PYTHONPATH": str(DATA.parent),
-        "HF_HOME": str(tmp_path / "home"),
-        "HF_HUB_OFFLINE": "1",
-    }
+    home = tmp_path / "home"
+    where = {"PYTHONPATH": str(DATA.parent), "HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
     ended = subprocess.run(
         [sys.executable, "-c", code, "bad.jsonl", "good.jsonl", "some-one/nothing"],
         cwd=tmp_path, env=os.environ | where, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert (ended.stdout, ended.stderr) == ("refused\ndata\nrefused\n", "")
-    assert not (tmp_path / "home").exists()
+    assert not home.exists()

@@ -1,13 +1,13 @@
-"""The command line: what is refused, in one line and at once, and what needs no measuring."""
+"""The command line: errors come in one line and at once."""
 
 import json
 import subprocess
 import sys
 from pathlib import Path
 
-import example_results as example
 import pytest
-from rehearsal_case import ROOT, small
+from cases import example_results as example
+from cases.rehearsal_case import ROOT, small
 
 import lora_bench
 from batches import sha256_of
@@ -17,7 +17,7 @@ from bench.weights import resolve
 
 
 def bad(capsys, out, *arguments):
-    """Run a command that should be refused; returns its one line."""
+    """Run a command that should be refused, and return its one line."""
     before = sorted(out.rglob("*")) if out.is_dir() else None
     try:
         code = lora_bench.main(["--out", str(out), *arguments])
@@ -83,16 +83,13 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, tmp_path, arguments, word
     assert words in bad(capsys, tmp_path, *arguments)
 
 
-def test_a_gpu_that_is_not_there(capsys, tmp_path, monkeypatch):
+def test_a_gpu_and_an_unsloth_that_are_not_there(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "has_gpu", lambda: False)
     assert "no NVIDIA GPU is visible" in bad(capsys, tmp_path, "--device", "cuda")
-
-
-def test_unsloth_asked_for_by_name_but_not_installed(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(options, "missing_package", lambda variant: "unsloth")
     monkeypatch.setattr(machine, "has_gpu", lambda: True)
     line = bad(capsys, tmp_path, "--variants", "full_unsloth")
-    assert "Unsloth is not installed; pip install -r requirements-peers.txt" in line
+    assert "Unsloth is not installed; pip install -r dev/requirements/peers.txt" in line
 
 
 @pytest.mark.parametrize("name", published.SETTINGS)
@@ -119,7 +116,7 @@ def test_a_published_setting_is_the_default_and_nothing_else_is_run_under_its_na
 
 @pytest.fixture
 def late(tmp_path):
-    """Options with data that has its one label five tokens from the start."""
+    """Options with data whose one label is five tokens from the start."""
     file = tmp_path / "data.jsonl"
     file.write_text('{"messages": [{"role": "assistant", "content": ""}]}')
     return "--data", str(file), "--padded", "--seq-lens", "3", "32"
@@ -182,6 +179,7 @@ def test_results_of_another_kind_are_left_alone(capsys, tmp_path):
 # --- a GPU that others compute on -----------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_is_wrong_with_an_argument_comes_before_who_else_is_on_the_gpu(
     capsys, tmp_path, monkeypatch, late
 ):

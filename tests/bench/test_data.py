@@ -1,4 +1,4 @@
-"""The committed data is what data/make/ writes, so that anyone can make it again or change it."""
+"""The committed data is what data/make/ writes: anyone can make it again or change it."""
 
 import json
 import sys
@@ -12,6 +12,7 @@ DATA = Path(__file__).resolve().parents[2] / "data"
 sys.path.insert(0, str(DATA / "make"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not sympy.__version__.startswith("1.14."), reason="another sympy may print formulas otherwise"
 )
@@ -47,6 +48,7 @@ def test_the_tokenizer_is_made_again_and_reads_any_text():
         assert made.encode(token, add_special_tokens=False).ids == [place]
 
 
+@pytest.mark.slow
 def test_chats_have_the_lengths_that_were_drawn(capsys, tmp_path, monkeypatch):
     import chats_of_lengths as made
 

@@ -1,4 +1,4 @@
-"""What goes wrong around a measurement: the run goes on or ends, and what was saved stays."""
+"""Faults around a measurement: the run goes on or ends, and saved cells stay."""
 
 import contextlib
 import dataclasses
@@ -11,11 +11,11 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import example_results as example
 import pytest
-from rehearsal_case import plan_of
+from cases import example_results as example
+from cases.rehearsal_case import plan_of
 
-from bench import experiment, folders, machine, options
+from bench import cells, experiment, folders, machine, options
 from bench import processes as isolated
 from bench import results as store
 from bench.records import Cell, Floor
@@ -32,14 +32,14 @@ def plan(tmp_path_factory):
 
 @pytest.fixture
 def run_cells(plan, tmp_path, monkeypatch):
-    """run_experiment, in which `worker` stands for the processes that measure cells."""
+    """Return run_experiment with `worker` in place of the processes that measure cells."""
 
     def run(worker, rounds=1, **changed):
         def stand_in(function, plan, *rest, on_message, silence_limit_s=None):
-            if function is experiment.measure_cells:
+            if function is cells.measure_cells:
                 assert silence_limit_s == TIMEOUT_S
                 return worker(*rest, on_message) or isolated.Ended(None, "")
-            if function is experiment.measure_floor:
+            if function is cells.measure_floor:
                 on_message({"floor": {n: Floor(1.0, []) for n in rest[0]}})
             return isolated.Ended(None, "")
 
@@ -80,12 +80,9 @@ def test_out_of_memory_at_one_length_goes_on_with_the_next_in_a_fresh_process(ru
     results = run_cells(worker)
     both = [(1, 16), (1, 32)]
     assert started == [("vanilla_peft", both), ("fused_mlp", both), ("fused_mlp", [(1, 32)])]
-    assert [(cell.variant, cell.seq_len, cell.status) for cell in results.cells] == [
-        ("vanilla_peft", 16, "ok"),
-        ("vanilla_peft", 32, "ok"),
-        ("fused_mlp", 16, "oom"),
-        ("fused_mlp", 32, "ok"),
-    ]
+    found = [(cell.variant, cell.seq_len, cell.status) for cell in results.cells]
+    assert found == [("vanilla_peft", 16, "ok"), ("vanilla_peft", 32, "ok"),
+                     ("fused_mlp", 16, "oom"), ("fused_mlp", 32, "ok")]  # fmt: skip
 
 
 # --- a GPU that is not ours alone -----------------------------------------------------------------
@@ -183,7 +180,7 @@ def test_the_next_start_removes_what_a_killed_run_left_and_nothing_that_is_writt
 
 
 def test_a_run_is_finished_once_its_last_cell_is_in_and_stays_so(run_cells, tmp_path):
-    """Although it is killed right after."""
+    """Even if it is killed right after."""
     seen = []
 
     def cut_off(variant, todo, on_message):
@@ -210,13 +207,12 @@ def test_what_cannot_run_is_said_once(run_cells, capsys):
     said = capsys.readouterr().out
     lines = [line for line in said.splitlines() if "NVIDIA GPU" in line]
     assert len(lines) == 3 and "unavailable" not in said
-    assert lines[2].startswith(
-        "fused layers, CUDA graph, all parts, CUDA graph: a CUDA graph wants"
-    )
+    graphs = "fused layers, CUDA graph, all parts, CUDA graph"
+    assert lines[2].startswith(f"{graphs}: a CUDA graph wants")
 
 
 def run_and_be_killed(run_cells, rounds, seed):
-    """A run in a process that is killed before or after a save, or before a cell is handed on."""
+    """Run in a process that is killed around a save, or before a cell is handed on."""
     random.seed(seed)
     left = random.randint(1, 20)  # five such moments a cell
 
@@ -244,7 +240,7 @@ def run_and_be_killed(run_cells, rounds, seed):
 
 
 def test_kill_9_at_many_moments_loses_nothing_that_was_saved(run_cells, tmp_path):
-    """A run of 24 cells is killed again and again, and each time the same command goes on."""
+    """A run of 24 cells is killed again and again. Each time the same command goes on."""
     rounds, path = 6, tmp_path / "results.json"
     kept, kills, ended = [], 0, signal.SIGKILL
     while ended:

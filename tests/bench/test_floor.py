@@ -7,7 +7,7 @@ from test_trainer import FakeClock
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config
 
-from bench.floor import STEPS, WARMUP_STEPS, FrozenOperations, Shape, measure
+from bench.floor import STEPS, WARMUP_STEPS, FrozenOperations, Shape, time_floor
 
 CONFIG = Qwen2Config(
     hidden_size=32,
@@ -51,7 +51,7 @@ def test_every_frozen_product_is_done_once_forward_and_once_backward():
 
 
 def test_the_median_leaves_the_warm_up_out():
-    result = measure(FrozenOperations(Shape.of(CONFIG), "cpu"), 1, 4, 3, FakeClock(count(1)))
+    result = time_floor(FrozenOperations(Shape.of(CONFIG), "cpu"), 1, 4, 3, FakeClock(count(1)))
     samples = [float(n) for n in range(WARMUP_STEPS + 1, WARMUP_STEPS + STEPS + 1)]
     assert result.samples_ms == samples
     assert result.floor_ms == (samples[STEPS // 2 - 1] + samples[STEPS // 2]) / 2
@@ -63,7 +63,7 @@ def test_the_median_leaves_the_warm_up_out():
 
 def test_a_step_of_four_micro_batches_has_four_times_the_floor_of_one():
     one, four = (
-        measure(FrozenOperations(Shape.of(CONFIG), "cpu"), 1, 4, 3, FakeClock(count(1)), times)
+        time_floor(FrozenOperations(Shape.of(CONFIG), "cpu"), 1, 4, 3, FakeClock(count(1)), times)
         for times in (1, 4)
     )
     assert four.floor_ms == 4 * one.floor_ms and four.samples_ms[0] == 4 * one.samples_ms[0]

@@ -6,8 +6,8 @@ import json
 
 import pytest
 import torch
-from graph_case import RecordedStep
-from rehearsal_case import ROOT, WITHOUT_GPU
+from cases.graph_case import RecordedStep
+from cases.rehearsal_case import ROOT, WITHOUT_GPU
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import models
@@ -55,6 +55,7 @@ def trained(command, variant, numbers):
     return [(run.losses, run.held_out) for run in runs]
 
 
+@pytest.mark.slow
 def test_a_seed_gives_the_same_losses_bit_for_bit_whatever_was_trained_before(command):
     first, other, again = trained(command, VARIANTS[1], [0, 1, 0])
     assert first == again
@@ -62,6 +63,7 @@ def test_a_seed_gives_the_same_losses_bit_for_bit_whatever_was_trained_before(co
     assert first[1][2] != other[1][2] and first[0] != other[0]
 
 
+@pytest.mark.slow
 def test_held_out_losses_are_those_of_plain_peft_with_the_adapters(command):
     """Before the first step of either, of the base weights alone, which in FP8 have another."""
     ((_, of_plain),), ((_, of_fp8),) = (trained(command, variant, [0]) for variant in VARIANTS)

@@ -1,6 +1,7 @@
-"""The command as a user meets it, without a GPU: the rehearsal end to end, and going on after a
-stop. One command runs in processes, as a user starts it; where they are not what a test is about,
-it does without."""
+"""The command without a GPU, as its user meets it: the rehearsal, and going on after a stop.
+
+One test starts real processes. The others do without.
+"""
 
 import signal
 import subprocess
@@ -9,12 +10,12 @@ import time
 from dataclasses import replace
 from functools import partial
 
-import example_results as example
 import pytest
-from rehearsal_case import ROOT, WITHOUT_GPU, InThread, small
+from cases import example_results as example
+from cases.rehearsal_case import ROOT, WITHOUT_GPU, InThread, small
 
 import lora_bench
-from bench import experiment, options, published
+from bench import cells, options, published
 from bench import processes as isolated
 from bench import results as store
 from bench.records import Cell
@@ -25,14 +26,14 @@ pytestmark = [WITHOUT_GPU, pytest.mark.usefixtures("no_pictures")]
 
 @pytest.fixture(scope="module")
 def command(tmp_path_factory):
-    """The small command that writes to a folder of its own; the cache is shared."""
+    """Return the small command for an output folder. The cache is shared."""
     shared = tmp_path_factory.mktemp("shared")
     return lambda out, *arguments: small(shared, "--out", str(out), *arguments)
 
 
 @pytest.fixture(scope="module")
 def rehearsal(command, tmp_path_factory):
-    """A finished rehearsal, as the command leaves it."""
+    """Return the folder of a finished rehearsal."""
     out = tmp_path_factory.mktemp("rehearsal")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(isolated, "_Process", InThread)
@@ -86,6 +87,7 @@ def test_a_finished_run_measures_nothing_again(rehearsal, command, monkeypatch, 
     assert {row.verdict for row in after.summary} == {None}
 
 
+@pytest.mark.slow
 def test_a_published_setting_is_run_and_its_weights_are_deleted(
     command, tmp_path, monkeypatch, capsys
 ):
@@ -116,11 +118,12 @@ def test_a_published_setting_is_run_and_its_weights_are_deleted(
 # --- stops ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_stop_keeps_what_was_measured_and_the_same_command_goes_on(
     command, tmp_path, monkeypatch, capsys, request
 ):
-    """Interrupted in its first round, killed in its second, and then left to finish; at the
-    shortest length that is not refused."""
+    """Interrupted in its first round, killed in its second, then left to finish, at the shortest
+    length allowed."""
     least, _ = options.LIMITS["seq_lens"]
     asked = command(tmp_path, "--variants", "vanilla_peft", "--rounds", "2", "--steps", "8",
                     "--seq-lens", str(least))  # fmt: skip
@@ -148,13 +151,11 @@ def test_a_stop_keeps_what_was_measured_and_the_same_command_goes_on(
     before = saved(tmp_path)
     assert before.floor and not before.cells and before.finished_utc is None
 
-    # as a user starts it: a round's process takes longer to start than a signal to arrive
+    # real processes: one takes longer to start than a signal to arrive
     killed = subprocess.Popen(
         [sys.executable, str(ROOT / "lora_bench.py"), *asked],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
     deadline = time.monotonic() + 300
     while not saved(tmp_path).cells:
         assert killed.poll() is None and time.monotonic() < deadline, killed.stdout.read()
@@ -173,13 +174,14 @@ def test_a_stop_keeps_what_was_measured_and_the_same_command_goes_on(
     assert results.finished_utc is not None
 
 
+@pytest.mark.slow
 def test_a_run_with_an_error_or_without_a_time_has_failed_and_errors_are_measured_again(
     command, tmp_path, monkeypatch, capsys
 ):
     run_process = isolated.run
 
     def process(function, plan, *rest, on_message, **how):
-        if function is not experiment.measure_cells:
+        if function is not cells.measure_cells:
             return run_process(function, plan, *rest, on_message=on_message)
         variant, todo = rest
         for round_number, seq_len in todo:

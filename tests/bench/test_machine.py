@@ -1,4 +1,4 @@
-"""What is read from NVML, with an NVML that says what it is told to."""
+"""Readings of NVML, with an NVML that says what it is told to."""
 
 import dataclasses
 from importlib import metadata
@@ -14,10 +14,12 @@ from bench.records import Environment, Gpu
 POWER_CAP = pynvml.nvmlClocksThrottleReasonSwPowerCap
 IDLE = pynvml.nvmlClocksThrottleReasonGpuIdle
 THERMAL = pynvml.nvmlClocksThrottleReasonSwThermalSlowdown
+NOT_SUPPORTED = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+NO_DRIVER = pynvml.NVMLError(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
 
 
 class Driver:
-    """An NVML with one GPU; `answers` by function name, an exception is raised."""
+    """An NVML with one GPU. `answers` by function name; an exception is raised."""
 
     def __init__(self, monkeypatch):
         self.answers = {
@@ -60,12 +62,6 @@ def driver(monkeypatch):
     return Driver(monkeypatch)
 
 
-NOT_SUPPORTED = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-NO_DRIVER = pynvml.NVMLError(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
-
-# --- which card -----------------------------------------------------------------------------------
-
-
 def test_a_card_is_told_from_another_and_not_named(driver):
     first = machine.card()
     assert "GPU" not in first and len(first) == 8
@@ -76,11 +72,14 @@ def test_a_card_is_told_from_another_and_not_named(driver):
     assert machine.card() is None
 
 
-# --- a sample -------------------------------------------------------------------------------------
+# --- samples --------------------------------------------------------------------------------------
 
 
-def test_a_sample_in_units_and_words(driver):
+def test_a_sample_has_units_and_words_and_none_for_what_the_driver_does_not_say(driver):
     assert sample() == Sample(1755, 3100, 52, 690.5, ["power cap"])
+    for name in ("PowerUsage", "Temperature", "CurrentClocksThrottleReasons"):
+        driver.answers[f"nvmlDeviceGet{name}"] = NOT_SUPPORTED
+    assert sample() == Sample(1755, 3100, None, None, [])
 
 
 def test_every_reason_has_its_bit_and_its_words(driver):
@@ -92,26 +91,34 @@ def test_every_reason_has_its_bit_and_its_words(driver):
         assert sample().clock_reasons == words
 
 
-def test_what_the_driver_does_not_say_is_none(driver):
-    for name in ("PowerUsage", "Temperature", "CurrentClocksThrottleReasons"):
-        driver.answers[f"nvmlDeviceGet{name}"] = NOT_SUPPORTED
-    assert sample() == Sample(1755, 3100, None, None, [])
-
-
 def test_without_a_gpu_nothing_is_known_and_nothing_fails(driver):
     driver.answers["nvmlInit"] = NO_DRIVER
     assert sample() == Sample(None, None, None, None, [])
     assert not machine.has_gpu()
-    assert other_processes(own=0) is None
-    assert machine.environment().gpu is None
+    assert other_processes(own=0) is machine.environment().gpu is None
 
 
-def test_the_cores_are_those_that_this_process_may_run_on(monkeypatch):
-    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: {1, 5, 6}, raising=False)
-    assert machine.environment().cpu.endswith(", 3 cores")
-    monkeypatch.delattr(machine.os, "sched_getaffinity")
-    monkeypatch.setattr(machine.os, "cpu_count", lambda: 7)
-    assert machine.environment().cpu.endswith(", 7 cores")
+def state(clock=1700, power=650.0, reasons=()):
+    return Sample(clock, 3201, 50, power, list(reasons))
+
+
+def test_a_cell_records_medians_and_every_reason_once():
+    uneven = [state(1980, 300.0), state(1700, 690.0, ["power cap"]),
+              state(1720, None, ["power cap", "application clocks"])]  # fmt: skip
+    power = 495.0  # of the two that were read
+    reasons = ["application clocks", "power cap"]
+    assert conditions_of(uneven) == Conditions(1720, 3201, 50, power, reasons, throttled=False)
+    assert conditions_of([]) == Conditions(None, None, None, None, [], throttled=None)
+
+
+@pytest.mark.parametrize("words", CLOCK_REASONS.values())
+def test_a_slowdown_or_brake_in_one_sample_is_throttling_and_the_power_cap_is_not(words):
+    found = conditions_of([state(), state(reasons=[words]), state()])
+    throttles = words not in ("power cap", "application clocks", "sync boost")
+    assert (found.clock_reasons, found.throttled) == ([words], throttles)
+
+
+# --- which GPU, and who is on it ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -132,43 +139,6 @@ def test_the_gpu_that_is_asked_is_the_first_that_cuda_sees(visible, asked, drive
     assert driver.asked[-1:] == asked
 
 
-# --- summed up ------------------------------------------------------------------------------------
-
-
-def state(clock=1700, power=650.0, reasons=()):
-    return Sample(clock, 3201, 50, power, list(reasons))
-
-
-def test_a_cell_records_medians_and_every_reason_once():
-    found = conditions_of(
-        [
-            state(1980, 300.0),
-            state(1700, 690.0, ["power cap"]),
-            state(1720, None, ["power cap", "application clocks"]),
-        ]
-    )
-    assert found == Conditions(
-        sm_clock_mhz=1720,
-        memory_clock_mhz=3201,
-        temperature_c=50,
-        power_w=495.0,  # of the two that were read
-        clock_reasons=["application clocks", "power cap"],
-        throttled=False,
-    )
-    assert conditions_of([]) == Conditions(None, None, None, None, [], None)
-
-
-@pytest.mark.parametrize("words", CLOCK_REASONS.values())
-def test_a_slowdown_or_brake_in_one_sample_is_throttling_and_the_power_cap_is_not(words):
-    found = conditions_of([state(), state(reasons=[words]), state()])
-    assert found.clock_reasons == [words]
-    throttles = words not in ("power cap", "application clocks", "sync boost")
-    assert found.throttled is throttles
-
-
-# --- who else is there ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("there", "own", "others"),
     [
@@ -186,25 +156,24 @@ def test_processes_besides_ours_are_counted(there, own, others, driver):
 
 # --- the environment ------------------------------------------------------------------------------
 
+H200 = Gpu(
+    name="NVIDIA H200", memory_bytes=150_121_545_728, driver="580.95", power_limit_w=700.0,
+    max_sm_clock_mhz=1980, max_memory_clock_mhz=3201, ecc=True, uncorrected_ecc_errors=0,
+    persistence=True,
+)  # fmt: skip
+
 
 def test_the_gpu_in_the_environment(driver):
     """Its ECC errors are the uncorrected ones since the last boot."""
-    assert machine.environment().gpu == Gpu(
-        name="NVIDIA H200",
-        memory_bytes=150_121_545_728,
-        driver="580.95",
-        power_limit_w=700.0,
-        max_sm_clock_mhz=1980,
-        max_memory_clock_mhz=3201,
-        ecc=True,
-        uncorrected_ecc_errors=0,
-        persistence=True,
-    )
+    found = machine.environment()
+    assert found.gpu == H200
     asked = next(call for call in driver.asked if call[0] == "nvmlDeviceGetTotalEccErrors")
     assert asked[2:] == (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
+    assert msgspec.json.decode(msgspec.json.encode(found), type=Environment) == found
+    assert found.packages["torch"] == metadata.version("torch")
 
 
-def test_the_gpu_of_an_old_driver_that_answers_in_bytes_with_ecc_off(driver):
+def test_an_old_driver_answers_in_bytes_and_ecc_that_is_off_is_not_unknown(driver):
     driver.answers |= {
         "nvmlDeviceGetName": b"Tesla T4",
         "nvmlSystemGetDriverVersion": b"450.80",
@@ -213,25 +182,22 @@ def test_the_gpu_of_an_old_driver_that_answers_in_bytes_with_ecc_off(driver):
     }
     gpu = machine.environment().gpu
     assert (gpu.name, gpu.driver) == ("Tesla T4", "450.80")
-    assert (gpu.ecc, gpu.persistence) == (False, False)  # which is not unknown
+    assert (gpu.ecc, gpu.persistence) == (False, False)
 
 
 def test_what_a_card_does_not_support_is_none(driver):
     for name in ("EccMode", "TotalEccErrors", "PersistenceMode", "PowerManagementLimit"):
         driver.answers[f"nvmlDeviceGet{name}"] = NOT_SUPPORTED
-    gpu = machine.environment().gpu
     unknown = ("ecc", "uncorrected_ecc_errors", "persistence", "power_limit_w")
-    assert [getattr(gpu, name) for name in unknown] == [None] * 4
-    assert gpu.name == "NVIDIA H200"
+    assert machine.environment().gpu == msgspec.structs.replace(H200, **dict.fromkeys(unknown))
 
 
-def test_the_environment_can_be_saved_and_loaded(driver):
-    found = machine.environment()
-    assert msgspec.json.decode(msgspec.json.encode(found), type=Environment) == found
-    assert found.packages["torch"] == metadata.version("torch")
-
-
-# --- the host -------------------------------------------------------------------------------------
+def test_the_cores_are_those_that_this_process_may_run_on(monkeypatch):
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: {1, 5, 6}, raising=False)
+    assert machine.environment().cpu.endswith(", 3 cores")
+    monkeypatch.delattr(machine.os, "sched_getaffinity")
+    monkeypatch.setattr(machine.os, "cpu_count", lambda: 7)
+    assert machine.environment().cpu.endswith(", 7 cores")
 
 
 @pytest.mark.gpu

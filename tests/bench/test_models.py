@@ -1,4 +1,4 @@
-"""Every variant starts from the same weights, adapters and settings."""
+"""Variants as they are built: the same weights, adapters and settings for all."""
 
 import importlib
 import json
@@ -18,22 +18,14 @@ import fused_lora
 import fused_mlp
 import models
 from batches import Batch
-from bench import audit, cells
+from bench import cells, evidence
+from bench.evidence import EVIDENCE
 from bench.parity import gradients_of
 from bench.profiler import profile_step
 from bench.weights import materialize, resolve
 from fused_lora.step.graph import EAGER_CALLS, GraphedStep
 from models import build
-from variants import (
-    EVIDENCE,
-    SUITES,
-    TARGETS,
-    VARIANTS,
-    Lora,
-    Settings,
-    counterpart,
-    recipe_of,
-)
+from variants import SUITES, TARGETS, VARIANTS, Lora, Settings, counterpart, recipe_of
 
 FUSED = [v for v in VARIANTS.values() if v.recipe.fused and not v.recipe.compiled]
 TINY = Path(__file__).resolve().parents[2] / "configs" / "tiny.json"
@@ -60,9 +52,7 @@ def vanilla(checkpoint, device):
     return make("vanilla_peft", checkpoint, device)
 
 
-def test_a_compiled_model_does_not_count_what_was_compiled_before_it(
-    checkpoint, device, monkeypatch
-):
+def test_a_compiled_model_starts_with_an_empty_cache(checkpoint, device, monkeypatch):
     resets = []
     monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(True))
     for variant, count in (("vanilla_peft", 0), ("compiled_peft", 1)):
@@ -72,7 +62,7 @@ def test_a_compiled_model_does_not_count_what_was_compiled_before_it(
 
 @pytest.mark.parametrize("told", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_vanilla_is_peft_as_it_ships(told, checkpoint, device, monkeypatch):
-    """With what the allocator was told in its settings."""
+    """Its settings name those of the allocator."""
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", models.CUBLASLT_WORKSPACE):
         monkeypatch.delenv(name, raising=False)
     allocator = "expandable_segments:True" if told else None
@@ -128,7 +118,7 @@ def test_in_fp32_nothing_is_rounded(checkpoint, device):
 def test_adapters_depend_on_their_name_and_the_seed_alone_and_none_starts_at_zero(
     checkpoint, device
 ):
-    """With B = 0 as PEFT starts it, every dA is zero and a wrong one goes unseen."""
+    """PEFT starts with B = 0: every dA is then zero, and a wrong one goes unseen."""
     one, again, other = (
         dict(models._adapters(make("vanilla_peft", checkpoint, device, seed=seed).model))
         for seed in (0, 0, 1)
@@ -146,7 +136,7 @@ def test_adapters_depend_on_their_name_and_the_seed_alone_and_none_starts_at_zer
 
 
 def test_what_proves_a_part_exists():
-    """Every function and every kernel that a part must have run is one of ours."""
+    """All functions and kernels of our parts' evidence are in our code."""
     recipes = [variant.recipe for variant in VARIANTS.values()]
     parts = {part for recipe in recipes for part in recipe.fused} | {"fp8"}
     libraries = {recipe.library for recipe in recipes} - {"peft"}
@@ -157,14 +147,14 @@ def test_what_proves_a_part_exists():
         for module in pkgutil.walk_packages(room.__path__, f"{room.__name__}.")
     ]
     ours = {name for module in found for name in vars(importlib.import_module(module.name))}
-    for evidence in (EVIDENCE[part] for part in parts):
-        assert {name.removesuffix("Backward") for name in evidence.functions} <= ours
-        for kernel in evidence.kernels:
+    for proof in (EVIDENCE[part] for part in parts):
+        assert {name.removesuffix("Backward") for name in proof.functions} <= ours
+        for kernel in proof.kernels:
             assert any(kernel in name for name in ours)
 
 
 def profile_of(built, device, monkeypatch):
-    """A step of a built model: on the CPU its kernels are counted as they are launched."""
+    """Profile a step. On the CPU its kernels are counted as they are launched."""
     launched = Counter()
     if device == "cpu":
         from triton.runtime.interpreter import InterpretedFunction
@@ -184,11 +174,12 @@ def profile_of(built, device, monkeypatch):
             loss = built.model(input_ids=ids, labels=ids).loss
         loss.backward()
 
-    functions = [name for evidence in EVIDENCE.values() for name in evidence.functions]
+    functions = [name for proof in EVIDENCE.values() for name in proof.functions]
     profile = profile_step(step, functions, mark_modules=True)
     return replace(profile, kernels_seen=dict(launched)) if device == "cpu" else profile
 
 
+@pytest.mark.slow("fused_all-LoRA_MLPBackward")
 @pytest.mark.parametrize(
     ("variant", "function"),
     [
@@ -206,18 +197,16 @@ def test_a_step_shows_what_proves_its_parts_and_no_less_will_do(
     profile = profile_of(built, device, monkeypatch)
     assert profile.functions_seen[function] == 2  # of two layers
     eager, graph = (replace(recipe_of(variant), graph=is_graph) for is_graph in (False, True))
-    not_run = partial(audit.not_run, fused_modules=built.fused_modules, on_gpu=True)
+    not_run = partial(evidence.not_run, fused_modules=built.fused_modules, on_gpu=True)
     assert not_run(eager, profile=profile) is None
     less = replace(profile, functions_seen={**profile.functions_seen, function: 1})
     assert not_run(eager, profile=less).startswith(f"{function} ran 1 times")
-    # of a replay there are kernels alone
+    # a replay has only kernels
     replayed = replace(profile, functions_seen={})
     assert not_run(graph, profile=replayed) is None
-    kernels = {
-        name: 1 if "_swiglu_backward" in name else count
-        for name, count in profile.kernels_seen.items()
-    }
-    less = replace(replayed, kernels_seen=kernels)
+    kernels = profile.kernels_seen
+    few = {name: 1 if "_swiglu_backward" in name else kernels[name] for name in kernels}
+    less = replace(replayed, kernels_seen=few)
     assert " ran 1 times in a step, for 2 modules" in not_run(graph, profile=less)
 
 
@@ -228,7 +217,7 @@ def test_qwen3s_norms_of_heads_prove_themselves_within_the_attention(tmp_path, d
     built = make("fused_all", materialized(tmp_path / "qwen3.json", tmp_path), device)
     assert any("q_norm: rms_norm" in name for name in built.fused_modules)
     profile = profile_of(built, device, monkeypatch)
-    not_run = partial(audit.not_run, recipe_of("fused_all"), built.fused_modules, on_gpu=True)
+    not_run = partial(evidence.not_run, recipe_of("fused_all"), built.fused_modules, on_gpu=True)
     assert not_run(profile) is None
     for function in ("LoRA_AttentionBackward", "AddRMSNormBackward"):
         seen = {**profile.functions_seen, function: 1}
@@ -237,20 +226,18 @@ def test_qwen3s_norms_of_heads_prove_themselves_within_the_attention(tmp_path, d
 
 def test_a_graph_has_its_step(checkpoint, device):
     built = make("fused_layer_graph", checkpoint, device)
+    step_for = built.graph.step_for
     assert built.settings.graph is True and built.graph.eager_calls == EAGER_CALLS
-    assert built.graph.step_for.func is GraphedStep
-    assert built.graph.step_for.args == (built.model,)
+    assert (step_for.func, step_for.args) == (GraphedStep, (built.model,))
     eager = make("fused_layer", checkpoint, device)
     assert eager.graph is None and eager.settings.graph is False
 
 
 @pytest.mark.parametrize(
     "variant",
-    [
-        *(variant.id for variant in FUSED if variant.checkpoints),
-        *("fused_all_no_checkpointing", "fused_layer_no_checkpointing"),
-    ],
-)
+    [*(v.id for v in FUSED if v.checkpoints),
+     "fused_all_no_checkpointing", "fused_layer_no_checkpointing"],
+)  # fmt: skip
 def test_fused_variants_differ_from_vanilla_in_what_they_fuse_alone(
     variant, vanilla, checkpoint, device
 ):

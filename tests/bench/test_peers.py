@@ -1,4 +1,4 @@
-"""What `make resolve-peers` says of newer releases, by a pip of the tests' own."""
+"""The words of `make resolve-peers` on newer releases, by a pip of our own."""
 
 import json
 import re
@@ -72,7 +72,7 @@ def test_pins_that_do_not_resolve_fail(monkeypatch, capsys):
     monkeypatch.setattr(peers, "pins", lambda: PINNED)
     assert peers.main() == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("requirements-peers.txt does not resolve beside requirements.txt: unsl")
+    assert line.startswith("dev/requirements/peers.txt does not resolve beside requirements.txt: ")
 
 
 def test_the_pins_are_those_of_the_file():

@@ -1,6 +1,7 @@
-"""A real step under the profiler; on the CPU kernels are made up for its calls."""
+"""A real step under the profiler. On the CPU its kernels are made up."""
 
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -57,18 +58,21 @@ def step_of(checkpointing):
     return lambda: (model(torch.ones(3, 4)) * 3.0).sum().backward()  # a product, one in backward
 
 
-def events(step, mark_modules=True):
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        if mark_modules:
-            with profiled._marked_modules():
-                step()
-        else:
-            step()
-    return profiled.read_events(profiler)
+def calls_of(step, mark_modules=True):
+    """Return the calls of a profiled step."""
+    marks = profiled._marked_modules() if mark_modules else nullcontext()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler, marks:
+        step()
+    ops, _ = profiled.read_events(profiler)
+    return ops
+
+
+def ranges_of(ops):
+    return [call for call in ops if call.name.startswith("module: ")]
 
 
 def event(name, device, start, duration, id=0, linked=0, annotation=False):
-    """One of the profiler's own events, which gives each of its parts by a call."""
+    """Make one of the profiler's own events, which gives each of its parts by a call."""
     parts = {
         **{"name": name, "device_type": device, "start_ns": start, "duration_ns": duration},
         **{"correlation_id": id, "linked_correlation_id": linked, "start_thread_id": 1},
@@ -89,10 +93,7 @@ def test_kernels_are_read_with_the_call_that_launched_them_and_without_the_echo_
     kineto_results = SimpleNamespace(events=lambda: listed)
     profiler = SimpleNamespace(profiler=SimpleNamespace(kineto_results=kineto_results))
     assert profiled.read_events(profiler) == (
-        [
-            Op("module: TinyRMSNorm", 1, 100, 150, 1, 7, 0),
-            Op("aten::mul", 1, 110, 140, 2, 7, 0),
-        ],
+        [Op("module: TinyRMSNorm", 1, 100, 150, 1, 7, 0), Op("aten::mul", 1, 110, 140, 2, 7, 0)],
         [Kernel("elementwise", 520, 560, 2)],
     )
 
@@ -114,16 +115,15 @@ def test_functions_are_counted_in_a_forward_that_runs_again_too(checkpointing, f
 )
 def test_products_of_forward_and_backward_belong_to_their_modules(checkpointing, milliseconds):
     """As if each product of a real step had launched one nameless kernel of 1 ms."""
-    ops, _ = events(step_of(checkpointing))
+    ops = calls_of(step_of(checkpointing))
     products = [call for call in ops if call.name == "aten::mul"]
     kernels = [Kernel("nameless", 0, 1_000_000, call.id) for call in products]
     assert kernel_ms_by_kind(ops, kernels) == milliseconds
 
 
 def test_ranges_end_with_their_modules_even_where_checkpointing_leaves_them_early():
-    ops, _ = events(step_of(checkpointing=True))
-    ranges = [call for call in ops if call.name.startswith("module: ")]
-    ranges.sort(key=lambda call: call.start)
+    ops = calls_of(step_of(checkpointing=True))
+    ranges = sorted(ranges_of(ops), key=lambda call: call.start)
     again = ["Sequential", "TinyRMSNorm", "TinyMLP"]
     ran = [call.name.removeprefix("module: ") for call in ranges]
     assert ran == ["Tiny", "Linear", *again, *again]
@@ -132,31 +132,20 @@ def test_ranges_end_with_their_modules_even_where_checkpointing_leaves_them_earl
         assert any(e.start <= found.start and found.end <= e.end for e in evaluated)
 
 
-def names_of_ranges(step, mark_modules):
-    ops, _ = events(step, mark_modules)
-    return [call.name for call in ops if call.name.startswith("module: ")]
-
-
-def test_modules_are_marked_only_when_asked_for_and_only_while_profiled():
-    assert len(names_of_ranges(step_of(False), mark_modules=True)) == 5
-    profile_step(step_of(False), (), mark_modules=True)
-    assert names_of_ranges(step_of(False), mark_modules=False) == []
-
+def test_modules_are_marked_only_when_asked_for_and_while_profiled_even_if_the_step_fails():
+    model, right, wrong = Tiny(), torch.ones(3, 4), torch.ones(3, 5)
     hooks, seen = torch.nn.modules.module._global_forward_hooks, []
     for mark_modules in (True, False):
         profile_step(lambda: seen.append(len(hooks)), (), mark_modules)
     assert seen == [1, 0]
-
-
-def test_marks_are_removed_when_the_step_fails():
-    model = Tiny()
+    assert len(ranges_of(calls_of(lambda: model(right)))) == 5
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        profile_step(lambda: model(torch.ones(3, 5)), (), mark_modules=True)  # 4 are wanted
-    assert names_of_ranges(lambda: model(torch.ones(3, 4)), mark_modules=False) == []
+        profile_step(lambda: model(wrong), (), mark_modules=True)
+    assert ranges_of(calls_of(lambda: model(right), mark_modules=False)) == []
 
 
-def test_a_module_keeps_no_hooks_of_its_own_while_it_is_marked():
-    """A fused module steps aside for hooks of its own."""
+def test_a_module_has_no_hooks_of_its_own_while_it_is_marked():
+    """A fused module would step aside for them."""
     seen = []
 
     class Looks(Tiny):
@@ -188,7 +177,7 @@ def test_kernels_of_a_real_step_are_counted_timed_and_told_apart():
 @pytest.mark.gpu
 @pytest.mark.alone
 def test_launches_are_as_quick_after_a_profile_as_before():
-    """The quickest of many: a host that others use can be slower at any moment."""
+    """The quickest of many: a shared host can be slower at any moment."""
     tensor = torch.zeros(8, device="cuda")
 
     def quickest_launches_us() -> float:

@@ -1,4 +1,4 @@
-"""The types of what results.json holds, and the records of the variants in it."""
+"""The records of results.json and of its variants."""
 
 import gzip
 import json
@@ -24,7 +24,7 @@ OTHERS = set((ROOT / "docs").rglob("*.json*")) - LOADED_BY.keys()
 PUBLISHED = [ROOT / "results.json", *sorted(OTHERS)]
 
 
-NEWER = {"accumulate": 1, "documents": False}  # than the first files, of an experiment
+NEWER = {"accumulate": 1, "documents": False}  # fields that the first files lack
 
 
 def bytes_of(path):
@@ -48,7 +48,7 @@ def test_every_other_published_file_loads_and_nothing_of_it_is_lost(path):
 
 
 def with_todays_id(found):
-    """Of a part of a file: what this version calls otherwise, and what is newer than the file."""
+    """Return the ids of a part of a file as of today, and the fields that the file lacks."""
     if isinstance(found.get("variant"), str):
         newer = {"card": found.get("card")} if "kernel_ms" in found else {}
         return {"variant": OLD_IDS.get(found["variant"], found["variant"]), **newer}
@@ -92,9 +92,7 @@ def test_every_variant_says_what_it_is():
 
 
 def test_the_noise_is_measured_last_in_every_block():
-    for suite in (
-        ids for name, ids in SUITES.items() if name != "published"
-    ):  # one round, no noise
+    for suite in (SUITES[name] for name in SUITES.keys() - {"published"}):  # one round, no noise
         for checkpoints in {VARIANTS[id].checkpoints for id in suite}:
             block = [id for id in suite if VARIANTS[id].checkpoints is checkpoints]
             assert VARIANTS[block[0]].baseline.id == block[0]

@@ -3,10 +3,11 @@ import json
 import os
 import resource
 
-import example_results as example
 import msgspec
 import pytest
-from example_results import cells
+from cases import example_results as example
+from cases.example_results import cells
+from cases.one_line import refused
 
 from bench import results
 from bench.records import Cell
@@ -44,10 +45,8 @@ def test_what_was_not_measured_is_null_or_empty():
 
 
 def test_runs_and_cells_that_cannot_be():
-    with pytest.raises(ValueError, match="25 steps do not spread over 3 rounds"):
-        example.empty(steps=25)
-    with pytest.raises(ValueError, match="its status is ok, and it has no step_ms"):
-        Cell("fused_mlp", 64, 1, "ok")
+    assert "25 steps do not spread over 3 rounds" in refused(example.empty, steps=25)
+    assert refused(Cell, "fused_mlp", 64, 1, "ok") == "its status is ok, and it has no step_ms"
     with pytest.raises(TypeError, match="speed"):
         Cell("fused_mlp", 64, 1, "oom", speed=3)
 
@@ -86,12 +85,9 @@ def test_a_file_that_departs_from_the_types_is_refused_with_the_place(path, valu
         part[last] = value
     file = tmp_path / "results.json"
     file.write_text(json.dumps(document))
-    with pytest.raises(ValueError) as caught:
-        results.load(file)
-    message = str(caught.value)
+    message = refused(results.load, file)
     assert message.startswith(f"{file}: {told}")
     assert message.endswith(": restore it, or delete it and measure again")
-    assert "\n" not in message
 
 
 # --- the file -------------------------------------------------------------------------------------
@@ -118,8 +114,7 @@ def test_a_compressed_file_is_loaded_and_a_torn_one_refused(tmp_path):
     whole = path.read_bytes()
     for torn in (whole[:-20], b"no gzip", whole[:40] + b"\0" * 40 + whole[80:]):
         path.write_bytes(torn)
-        with pytest.raises(ValueError, match="is not whole JSON"):
-            results.load(path)
+        assert "is not whole JSON" in refused(results.load, path)
 
 
 def test_a_loss_that_diverged_is_null_in_strict_json_and_can_be_loaded(tmp_path):

@@ -1,12 +1,12 @@
-"""A run's folder is named after its settings, so that any command works after any other. Planned by
-the real code, without training."""
+"""A run's folder is named after its settings: any command works after any other."""
 
 import re
 import shlex
 
-import example_results as example
 import pytest
-from rehearsal_case import ROOT
+from cases import example_results as example
+from cases.one_line import refused
+from cases.rehearsal_case import ROOT
 from test_command_line import GIVEN, words_for
 
 from bench import machine, options, planning, run_folder, weights
@@ -28,8 +28,8 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def plan(request, tmp_path, monkeypatch, checkpoint):
-    """Plan a command in a checkout of its own; returns the run, its file, and whether it goes on
-    with what was there."""
+    """Return a function that plans a command in a checkout of its own. It returns the run, its
+    file, and whether that existed."""
     on_gpu = getattr(request, "param", "cpu") == "cuda"
     monkeypatch.setattr(machine, "has_gpu", lambda: on_gpu)
     for module in (options, run_folder):
@@ -59,6 +59,7 @@ def plan(request, tmp_path, monkeypatch, checkpoint):
     return planned
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["cpu", "cuda"], indirect=True)
 def test_each_command_of_the_readme_works_after_any_other(plan, tmp_path):
     """All of them, and then all the other way round."""
@@ -77,6 +78,7 @@ def test_each_command_of_the_readme_works_after_any_other(plan, tmp_path):
                      "-rank-16-q_proj+v_proj", steps]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_no_setting_that_keeps_runs_apart_is_lost(plan, tmp_path):
     usual_lens = ["--seq-lens", "512"]  # padded rows of 16 tokens train nothing
     first, usual, _ = plan(*usual_lens)
@@ -108,12 +110,10 @@ def test_another_run_in_the_folder_that_is_asked_for_offers_the_command_that_goe
 ):
     plan("--out", "mine")
     other = ["--seed", "1", "--data", "my_chats.jsonl"]
-    with pytest.raises(ValueError) as error:
-        plan(*other, "--out", "mine")
-    said, _, command = str(error.value).partition("; this command measures beside it: ")
+    error = refused(plan, *other, "--out", "mine")
+    said, _, command = error.partition("; this command measures beside it: ")
     assert said.startswith("mine/results.json holds another run: weights random, seed 0 there, ")
-    assert "\n" not in command and shlex.split(command)[:2] == ["python", "lora_bench.py"]
+    assert shlex.split(command)[:2] == ["python", "lora_bench.py"]
     _, path, there = plan(*shlex.split(command)[2:])
     assert path.parent.name == "mine-2" and not there
-    with pytest.raises(ValueError, match=r"--out mine-3$"):
-        plan(*other, "--seed", "2", "--out=mine")
+    assert refused(plan, *other, "--seed", "2", "--out=mine").endswith("--out mine-3")

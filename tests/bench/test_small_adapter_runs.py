@@ -1,7 +1,7 @@
-"""What variants see of small adapters: a rehearsal, in this process but for what it would start."""
+"""A rehearsal of bench.small_adapters without starting processes."""
 
 import pytest
-from rehearsal_case import WITHOUT_GPU
+from cases.rehearsal_case import WITHOUT_GPU
 
 from bench import processes, small_adapters
 from bench.small_adapter_records import load_small_adapters
@@ -27,6 +27,7 @@ def command(tmp_path, monkeypatch):
     return folders, started, tmp_path / "out" / "small_adapters.json"
 
 
+@pytest.mark.slow
 def test_each_variant_is_held_against_fp32_and_what_is_there_is_not_measured_again(command):
     folders, started, path = command
     assert small_adapters.main([*folders, "--variants", BF16]) == 0

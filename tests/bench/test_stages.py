@@ -1,7 +1,7 @@
-"""Where the minutes of a run went."""
+"""The stages of a run and their wall time."""
 
-import example_results as example
 import pytest
+from cases import example_results as example
 
 from bench import results, stages
 from bench.stages import Stopwatch, stage_of, stages_line

@@ -1,4 +1,4 @@
-"""The timed loop of a step that is one CUDA graph. On the CPU graph_case.py stands in for CUDA."""
+"""The timed loop of a step that is one CUDA graph. On the CPU graph_case.py replaces CUDA."""
 
 import gc
 from contextlib import nullcontext
@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from graph_case import RecordedStep, captured, graphed
-from rehearsal_case import ROOT, plan_of
+from cases.graph_case import RecordedStep, captured, graphed
+from cases.rehearsal_case import ROOT, measured_cells, plan_of
 from test_trainer import FakeClock, Line, make_batches
 
 import models
@@ -26,7 +26,7 @@ TINY = str(ROOT / "configs" / "tiny.json")
 
 @pytest.fixture(autouse=True)
 def fused_on_the_cpu(monkeypatch):
-    """Of PyTorch's AdamWs only the fused one is capturable there."""
+    """Only PyTorch's fused AdamW is capturable there."""
     adamw = torch.optim.AdamW
     monkeypatch.setattr(torch.optim, "AdamW", lambda *p, **o: adamw(*p, **{**o, "fused": True}))
 
@@ -101,10 +101,8 @@ def test_the_first_step_lasts_until_the_first_replay_has_ended(monkeypatch):
 
 
 def test_a_batch_keeps_its_mask():
-    ones = torch.ones(1, 1, dtype=torch.int64)
-    batches = [Batch(b.input_ids, b.labels, ones) for b in make_batches(1)]
-    trainer = make_trainer()
-    trainer.run(batches, steps=1)
+    trainer, ones = make_trainer(), torch.ones(1, 1, dtype=torch.int64)
+    trainer.run([Batch(b.input_ids, b.labels, ones) for b in make_batches(1)], steps=1)
     assert all(torch.equal(mask, ones) for mask in trainer.model.masks)
 
 
@@ -124,7 +122,7 @@ def test_a_loss_on_labelled_tokens_alone_is_told_the_most_that_any_batch_has(tak
 
 @pytest.mark.parametrize("is_graph", [True, False])
 def test_the_peak_is_that_of_the_timed_steps_or_counted_from_the_capture_on(is_graph, monkeypatch):
-    """Replays allocate nothing, so counted from the timed steps on it would be next to nothing."""
+    """Replays allocate nothing: counted over the timed steps it would be next to nothing."""
     done = []
     for name in ("empty_cache", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, partial(done.append, name))
@@ -156,12 +154,12 @@ def test_a_graph_is_unavailable_without_a_gpu():
         assert options.why_unavailable(variant, "cuda") is None
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 def test_a_variant_is_measured_as_a_graph_from_its_recipe_to_its_cell(
     device, tmp_path, monkeypatch
 ):
-    """Vanilla PEFT, because Triton's interpreter runs nothing that a stand-in could replay; padded,
-    so that a mask comes along."""
+    """Vanilla PEFT, as a stand-in cannot replay Triton's interpreter. Padded rows have a mask."""
     if device == "cpu":
         monkeypatch.setattr("fused_lora.step.graph.GraphedStep", RecordedStep)
     recipe = Recipe(checkpointing="none", graph=True)
@@ -175,9 +173,7 @@ def test_a_variant_is_measured_as_a_graph_from_its_recipe_to_its_cell(
     cells.prepare_run(lambda message: None, plan)
     losses = []
     for variant, is_graph in (("vanilla_graph", True), ("vanilla_peft_no_checkpointing", False)):
-        sent = []
-        cells.measure_cells(sent.append, plan, variant, [(1, n) for n in plan.seq_lens])
-        found = [message["cell"] for message in sent if "cell" in message]
+        found = measured_cells(plan, variant, *((1, n) for n in plan.seq_lens))
         assert [cell.status for cell in found] == ["ok", "ok"], found[0].error
         for cell in found:
             parts = (cell.forward_ms, cell.backward_ms, cell.optimizer_ms)
@@ -212,7 +208,7 @@ def test_the_peak_of_a_graph_is_about_that_of_its_eager_step(device):
         graph = Graph(partial(graphed, model), EAGER_CALLS) if is_graph else None
         clock = trainer_module.CudaClock()
         trainer = Trainer(model, nullcontext, clock, 1e-4, graph=graph)
-        batch = Batch(torch.zeros(1, 2, device=device), torch.zeros(1, 2, device=device), None)
+        batch = Batch(*(torch.zeros(1, 2, device=device) for _ in range(2)))
         before = torch.cuda.memory_allocated()
         peaks.append(trainer.run([batch], steps=2).peak_allocated_bytes - before)
         del model, graph, trainer
@@ -224,15 +220,13 @@ def test_the_peak_of_a_graph_is_about_that_of_its_eager_step(device):
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("variant", ["fused_layer_graph", "fused_all_graph"])
 def test_a_fused_graph_trains_as_the_same_step_eagerly(variant, accumulate, device, tmp_path):
-    """Of the tiny model, whose borders the first timed step must find as they were; and once more,
-    without a capture, as a later round of a quick run."""
+    """The first timed step must find the borders of before the warm-up. A later round of a quick
+    run trains again, without a capture."""
     from bench.weights import materialize, resolve
 
     source = resolve(TINY, tmp_path, 0)
     materialize(source, 0, device)
-    batch = Batch(
-        torch.arange(64, device=device).view(2, 32), torch.arange(64, device=device).view(2, 32)
-    )
+    batch = Batch(*(torch.arange(64, device=device).view(2, 32) for _ in range(2)))
     batch.labels[:, :20] = -100  # the graph computes the loss on fewer rows than there are tokens
     losses = []
     for name in (variant, variant.removesuffix("_graph")):

@@ -1,17 +1,16 @@
-"""Variants side by side: their timed steps interleaved where all fit on the GPU, or a cell at a
-time."""
+"""Variants side by side: interleaved where all fit on the GPU, else a cell at a time."""
 
 from functools import partial
 from types import SimpleNamespace
 
-import example_results as example
 import pytest
 import torch
-from rehearsal_case import WITHOUT_GPU, InThread, plan_of, small
+from cases import example_results as example
+from cases.rehearsal_case import WITHOUT_GPU, InThread, plan_of, small
 
 import lora_bench
 import trainer
-from bench import cells, experiment, machine
+from bench import cells, experiment, machine, runner
 from bench import processes as isolated
 from bench import results as store
 from bench.profiler import Profile
@@ -90,47 +89,44 @@ def test_a_length_that_lacks_a_cell_is_run_again_with_all_its_variants():
 def test_variants_are_interleaved_where_they_may_fit(changed, beside, interleaved):
     asked, results = plan(**changed), example.run(VARIANTS)
     results.cells = []
-    assert experiment.side_by_side(asked, results) == beside
+    assert runner.side_by_side(asked, results) == beside
     if beside:
-        found = [n for n in example.SEQ_LENS if experiment.interleaves(asked, results, n)]
+        found = [n for n in example.SEQ_LENS if runner.interleaves(asked, results, n)]
         assert found == interleaved
         # they did not fit
         results.cells = [example.timed_cell("fused_mlp", 256, 1, [1.0])]
-        found = [n for n in example.SEQ_LENS if experiment.interleaves(asked, results, n)]
+        found = [n for n in example.SEQ_LENS if runner.interleaves(asked, results, n)]
         assert found == [n for n in interleaved if asked.quick or n < 256]
 
 
 @pytest.fixture
-def runner(tmp_path):
-    """Makes a runner, and the run that it saves."""
+def make_runner(tmp_path):
+    """Return a function that makes a runner and the run that it saves."""
 
     def make(names=VARIANTS, **changed):
         results = example.empty(rehearsal=True, gpu=False, variants=names, seq_lens=[16, 32],
                                 rounds=1, steps=2, tokens={})  # fmt: skip
         save = partial(store.save, tmp_path / "results.json", results)
-        asked = plan(variants=names, **changed)
-        watch = Stopwatch(results)
-        return experiment.Runner(
-            asked, results, save, lambda _: None, lambda _: None, watch
-        ), results
+        how = save, lambda _: None, lambda _: None, Stopwatch(results)
+        return runner.Runner(plan(variants=names, **changed), results, *how), results
 
     return make
 
 
-def test_one_that_dies_or_is_unavailable_is_told_and_the_others_are_kept(runner, monkeypatch):
+def test_one_that_dies_or_is_unavailable_is_told_and_the_others_are_kept(make_runner, monkeypatch):
     def run_in_turns(function, each, on_message, silence_limit_s):
         assert {cell.status for cell in results.cells} == {"unavailable"}
-        (_, variant, stages, interleaved), (_, dead, *_) = each
+        (_, variant, blocks, interleaved), (_, dead, *_) = each
         assert (variant, dead, silence_limit_s) == ("vanilla_peft", "fused_mlp", 60.0)
-        assert (stages, interleaved) == ([(1, 16), (1, 32)], (16, 32))
-        for round_number, seq_len in stages:
+        assert (blocks, interleaved) == ([(1, 16), (1, 32)], (16, 32))
+        for round_number, seq_len in blocks:
             cell = example.timed_cell(variant, seq_len, round_number, [2.0, 2.1])
             on_message(0, {"cell": cell})
         return [isolated.Ended(None, ""), isolated.Ended("killed by SIGKILL", "the last words")]
 
     monkeypatch.setattr(isolated, "run_in_turns", run_in_turns)
     names = [*VARIANTS, "full_unsloth"]
-    runs, results = runner(names)
+    runs, results = make_runner(names)
     results.add(example.timed_cell("fused_mlp", 16, 1, [1.0], turn_steps=2))  # of an earlier go
     left = [(2, "vanilla_peft", 16)]
     assert runs.go_on([(1, name, n) for name in names for n in (16, 32)] + left) == left
@@ -143,17 +139,16 @@ def test_one_that_dies_or_is_unavailable_is_told_and_the_others_are_kept(runner,
 @pytest.mark.parametrize("beside_weights", [True, False])
 @pytest.mark.parametrize("quick", [False, True])  # which at 32 tokens interleaves nothing
 def test_a_length_at_which_they_do_not_fit_together_is_run_one_after_the_other(
-    quick, beside_weights, runner, monkeypatch
+    quick, beside_weights, make_runner, monkeypatch
 ):
-    """A cell at a time beside the others' weights, or, where that is too much, in a process of its
-    own."""
-    monkeypatch.setattr(experiment, "SHORT", 16)
+    """A cell at a time beside the others' weights or, if these are too much, alone."""
+    monkeypatch.setattr(runner, "SHORT", 16)
     tried = []
 
     def run_in_turns(function, each, on_message, silence_limit_s):
-        (_, _, stages, interleaved), *_ = each
-        tried.append((stages, interleaved))
-        for round_number, seq_len in stages:
+        (_, _, blocks, interleaved), *_ = each
+        tried.append((blocks, interleaved))
+        for round_number, seq_len in blocks:
             turn_steps = 2 if seq_len in interleaved else None
             for index, (_, variant, *_) in enumerate(each):
                 if seq_len == 32 and index == 1 and (turn_steps or not beside_weights):
@@ -174,16 +169,15 @@ def test_a_length_at_which_they_do_not_fit_together_is_run_one_after_the_other(
 
     monkeypatch.setattr(isolated, "run_in_turns", run_in_turns)
     monkeypatch.setattr(isolated, "run", run)
-    runs, results = runner(quick=quick)
+    runs, results = make_runner(quick=quick)
     todo = experiment.cells_to_do(runs.plan, results)
     while todo:
         todo = runs.go_on(todo)
     first = ([(1, 16), (1, 32)], (16,) if quick else (16, 32))
     assert tried == [first, *([] if quick else [([(1, 32)], ())])]
     assert alone == ([] if beside_weights else [(variant, [(1, 32)]) for variant in VARIANTS])
-    assert [(cell.seq_len, cell.turn_steps) for cell in results.cells] == [
-        (16, 2), (16, 2), (32, None), (32, None)
-    ]  # fmt: skip
+    kept = [(cell.seq_len, cell.turn_steps) for cell in results.cells]
+    assert kept == [(16, 2), (16, 2), (32, None), (32, None)]
 
 
 @pytest.mark.parametrize("said", ["CUDA out of memory", "CUBLAS_STATUS_ALLOC_FAILED"])
@@ -229,28 +223,24 @@ def test_what_a_variant_does_in_each_of_its_turns_on_a_gpu(turn_steps, wanted, m
 
     def count(own):
         counted.append(own)
-        raise KeyboardInterrupt  # the rest is another test's
+        raise KeyboardInterrupt  # other tests see the rest
 
     monkeypatch.setattr(cells, "profile_step", lambda *_: events.append("profile") or Profile())
     monkeypatch.setattr(machine, "other_processes", count)
     batch = SimpleNamespace(to=lambda _: batch)
-    plan = SimpleNamespace(
-        steps=4, device="cuda", timed_batches=lambda _: [batch], accumulate=1, lora=Lora()
-    )
+    asked = plan(device="cuda", steps=4, timed_batches=lambda _: [batch], accumulate=1, lora=Lora())
     cell = Cell("vanilla_peft", 16, 1, "error", parity=Parity(passed=True), turn_steps=turn_steps)
     with pytest.raises(KeyboardInterrupt):
-        cells._measure(plan, cell, FakeTrainer(), lambda _: None, wait_for_turn)
+        cells._measure(asked, cell, FakeTrainer(), lambda _: None, wait_for_turn)
     assert events == wanted
     assert counted == [3]  # others are counted beside those of ours that still run
 
 
-# --- rounds in one process ------------------------------------------------------------------------
-
-
+@pytest.mark.slow
 def test_later_rounds_of_a_length_find_their_step_warm_and_are_profiled_no_more(
     tmp_path, monkeypatch
 ):
-    """Of a quick run: three rounds at one length, then one at another."""
+    """A quick run: three rounds at one length, then one at another."""
     asked = plan_of(tmp_path, "--seq-lens", "16", "24", "--steps", "2", "--accumulate", "2")
     cells.prepare_run(lambda message: None, asked)
     made, real = [], trainer.Trainer
@@ -260,8 +250,8 @@ def test_later_rounds_of_a_length_find_their_step_warm_and_are_profiled_no_more(
     found = [message["cell"] for message in sent if "cell" in message]
     assert [cell.status for cell in found] == ["ok"] * 4, [cell.error for cell in found]
     assert len(made) == 2  # one a length
-    assert [cell.first_step_s is not None for cell in found] == [True, False, False, True]
-    assert [bool(cell.functions_seen) for cell in found] == [True, False, False, True]
+    for warm in ([c.first_step_s is None for c in found], [not c.functions_seen for c in found]):
+        assert warm == [False, True, True, False]
     assert found[0].losses == found[1].losses == found[2].losses
     stages = [message["did"] for message in sent if "did" in message]
     assert stages == ["start", *["warm_up"] * 4]

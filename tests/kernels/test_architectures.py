@@ -28,12 +28,13 @@ def shared_bytes(request):
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = str(HERE.parent)
     env["TRITON_DEFAULT_FP_FUSION"] = "0"  # as Triton 3.10 has it; compile_case looks that we ask
-    program = [sys.executable, str(HERE / "compile_case.py"), *map(str, request.param)]
+    program = [sys.executable, str(HERE / "cases" / "compile_case.py"), *map(str, request.param)]
     done = subprocess.run(program, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_kernels_compile_and_fit_into_shared_memory(shared_bytes):
     kernels = {
         f"{path.stem}.{name}"

@@ -1,9 +1,9 @@
 """Attention to documents one after the other in a row, against eager PyTorch in float64."""
 
 import pytest
-import qkv_attention_case
 import torch
-from reference import assert_within_budget
+from cases import qkv_attention_case
+from cases.reference import assert_within_budget
 
 from fused_lora.kernels.documents import documents_of, mask_of_documents
 
@@ -54,6 +54,7 @@ def assert_right(case, given):
         assert_within_budget(*row)
 
 
+@pytest.mark.slow("tiles begin and end anywhere-dtype5", "of one token", "heads of no kernel")
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [(case, torch.bfloat16) for case in CASES]

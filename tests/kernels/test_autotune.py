@@ -11,7 +11,7 @@ import test_swiglu_products_backward as backward_case
 import test_swiglu_products_forward as forward_case
 import torch
 import triton
-from reference import assert_within_budget
+from cases.reference import assert_within_budget
 
 from fused_lora.kernels import (
     autotune,

@@ -1,10 +1,10 @@
 """Causal attention with RoPE in its backward, against eager PyTorch in float64."""
 
 import pytest
-import qkv_attention_case
 import torch
-from qkv_attention_case import SCALING
-from reference import assert_within_budget, random
+from cases import qkv_attention_case
+from cases.qkv_attention_case import SCALING
+from cases.reference import assert_within_budget, random
 
 from fused_lora.kernels.causal_attention import causal_attention_forward, fits_kernels
 from fused_lora.kernels.causal_attention_backward import causal_attention_backward
@@ -72,6 +72,7 @@ def test_halves_of_a_head_need_not_share_their_angles(device):
     check("GQA", (qkv, cos, sin, grad))
 
 
+@pytest.mark.slow("MHA, a whole tile-32")
 @pytest.mark.parametrize(
     ("size", "last"),
     [("MHA, a whole tile", 32), ("not whole tiles, angles of each sequence", 65)],

@@ -32,6 +32,7 @@ FUSED = {
 }
 
 
+@pytest.mark.slow("LoRA_MLP")
 def test_calls_and_saved_activations(traced):
     fused, *traces, kept = traced
     forward, backward = (Counter(Call(*call).kind for call in trace.calls) for trace in traces)

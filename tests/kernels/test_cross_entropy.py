@@ -3,8 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from contract import LAYOUTS
-from cross_entropy_case import (
+from cases.cross_entropy_case import (
     HIDDEN,
     IGNORED,
     NAMES,
@@ -19,8 +18,9 @@ from cross_entropy_case import (
     run,
     small_blocks,
 )
-from pairwise import pairwise
-from reference import assert_within_budget, random, relative_error
+from cases.pairwise import pairwise
+from cases.reference import assert_within_budget, random, relative_error
+from contract import LAYOUTS
 
 import fused_lora.cross_entropy as module
 from fused_lora.cross_entropy import cross_entropy_, linear_cross_entropy
@@ -222,6 +222,7 @@ def test_another_ignore_index(ignore_index, ignoring, case):
     assert_right(hidden, weight, bias, labels, ignore_index=ignore_index, own=ignoring)
 
 
+@pytest.mark.slow("{'drop_ignored': True}")
 @IGNORING
 def test_int32_and_strided_labels_give_what_contiguous_int64_ones_do(ignoring, case):
     *tensors, labels = case
@@ -245,6 +246,7 @@ def test_num_items_in_batch_divides_the_sum(case, device):
         assert_matches(got, case, num_items_in_batch=37)
 
 
+@pytest.mark.slow("transposed-{'drop_ignored': True}")
 @pytest.mark.thinned
 @IGNORING
 @pytest.mark.parametrize("layout", ["transposed", "one for all", "within wider rows"])

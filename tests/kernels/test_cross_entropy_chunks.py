@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from counting import saved_tensors
-from cross_entropy_case import (
+from cases.counting import saved_tensors
+from cases.cross_entropy_case import (
     HIDDEN,
     IGNORED,
     NAMES,
@@ -14,7 +14,7 @@ from cross_entropy_case import (
     run,
     small_blocks,
 )
-from reference import random
+from cases.reference import random
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fused_lora.cross_entropy as module
@@ -89,6 +89,7 @@ def test_saved_are_the_gradients_of_labelled_tokens_and_of_what_is_trained(case)
         del loss  # it held them
 
 
+@pytest.mark.slow("True")
 @pytest.mark.parametrize("drop_ignored", [True, False])
 def test_no_more_logits_than_a_chunks_are_ever_held(drop_ignored, device):
     hidden, weight, bias, labels = inputs(60, 2, dtype=torch.bfloat16, device=device)

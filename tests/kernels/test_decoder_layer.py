@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from contract import LAYOUTS
-from counting import saved_for_backward, saved_tensors
-from layer_case import (
+from cases.counting import saved_for_backward, saved_tensors
+from cases.layer_case import (
     FAMILIES,
     assert_layer_right,
     layer_of,
@@ -15,8 +14,9 @@ from layer_case import (
     run,
     tokens,
 )
-from reference import relative_error
-from refusal import assert_refused, narrow, trained
+from cases.reference import relative_error
+from cases.refusal import assert_refused, narrow, trained
+from contract import LAYOUTS
 
 import fused_lora.decoder_layer as module
 from fused_lora.adopt.layer import read_layer
@@ -55,6 +55,7 @@ def check(device, monkeypatch):
 # --- values ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow("bf16-Qwen2", "fp16-Qwen3")
 @pytest.mark.parametrize(
     ("dtype", "family"),
     [*zip(DTYPES, FAMILIES, strict=True), ("fp32", "Qwen3"), ("fp16", "Qwen3")],
@@ -115,11 +116,18 @@ OPTIONS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow(
+    "each its own rank and scale, biases everywhere",
+    "biases and norms that are trained, multiplied",
+    "norms of inputs and outputs, about one, GELU, our own attention",
+    "joined projections",
+)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_any_rank_scale_and_shape_of_a_layer(name, check):
     check(**BF16, **OPTIONS[name])
 
 
+@pytest.mark.slow("shape0")
 @pytest.mark.parametrize("shape", [(1, 1), (3, 1), (1, 7)])
 def test_any_number_of_tokens(shape, check):
     check(shape=shape)
@@ -140,6 +148,7 @@ def test_a_mask_is_taken(check, device):
     check(shape=(2, 9), mask=mask, **BF16)
 
 
+@pytest.mark.slow("every second row-one for all")
 @pytest.mark.parametrize(
     ("layout", "grad_layout"),
     [
@@ -249,6 +258,7 @@ BETWEEN = {
 }
 
 
+@pytest.mark.slow("nothing", "a hook that replaces")
 @pytest.mark.parametrize("between", BETWEEN)
 def test_rows_are_taken_over_only_where_they_are_the_gradient(between, taken, device):
     """Two layers, one after the other, and what autograd makes of it with a copy between them."""
@@ -306,6 +316,7 @@ def test_without_its_output_a_layer_has_the_same_gradients(device, monkeypatch):
     assert all(relative_error(*pair) < 1e-5 for pair in zip(*results, strict=True))
 
 
+@pytest.mark.slow("Qwen2-0-0.0")
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize(
     ("family", "more"), [("Qwen2", 0), ("Qwen3", 104), ("Olmo2", 104 + 2 * 52)]

@@ -256,6 +256,7 @@ def as_traced(call):
     return call.name, [normal(t) for t in call.reads], [normal(t) for t in call.writes]
 
 
+@pytest.mark.slow("LoRA_MLP")
 def test_every_call_is_drawn_with_what_it_reads_and_writes(traced):
     fused, forward, backward, _ = traced
     peft, lora_forward, lora_backward = draw_lora.draw_panels()[1]

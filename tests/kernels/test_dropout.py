@@ -6,8 +6,8 @@ from functools import cache
 import pytest
 import test_sums_over_tokens as sums
 import torch
+from cases.reference import mask_of, random, unpacked
 from contract import DTYPES
-from reference import mask_of, random, unpacked
 
 from fused_lora.kernels import sums_over_tokens as sums_module
 from fused_lora.kernels.dropped_products import dropped_gradient, dropped_products
@@ -34,6 +34,7 @@ def kept(device, dropout=0.05, **options):
     return (unpacked(mask, ROWS) != 0).double()
 
 
+@pytest.mark.slow("0.05")
 @pytest.mark.parametrize("dropout", [0.05, 0.1, 0.5, 0.37, 0.999, 1e-3])
 def test_as_many_are_dropped_as_should_be_and_the_mean_is_kept(dropout, device):
     """Within five deviations of a binomial distribution."""
@@ -67,6 +68,7 @@ NEIGHBOURS = {"row": (1, 0), "column": (0, 1), "both": (1, 1), "word": (32, 0),
               "word's next": (32, 1), "third row": (3, 0)}  # fmt: skip
 
 
+@pytest.mark.slow("0.5")
 @pytest.mark.parametrize("dropout", [0.05, 0.5])
 def test_masks_are_independent_of_each_other_and_neighbours_too(dropout, device):
     found = kept(device, dropout)
@@ -180,6 +182,7 @@ def eager(size, case):
     return z, total
 
 
+@pytest.mark.slow("16-torch.bfloat16")
 @pytest.mark.thinned
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [16, 32])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from reference import random, relative_error
+from cases.reference import random, relative_error
 
 from fused_lora.kernels.fp8_borders import Halves
 from fused_lora.kernels.fp8_norm import norm_backward_codes, norm_codes
@@ -159,6 +159,11 @@ def test_codes_of_the_gradient_whatever_was_guessed(rows, intermediate, activati
         )
 
 
+@pytest.mark.slow(
+    "0.0-5-300-8-torch.bfloat16",
+    "0.001-150-1100-24-torch.float32",
+    "10000.0-20-40-136-torch.bfloat16",
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "columns", "width"), [
     (5, 300, 8), (150, 1100, 24), (20, 40, 136), (130, 70, 1), (40, 5000, 24),

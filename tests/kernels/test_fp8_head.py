@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from fp8_case import nearest, quantised
-from reference import random, relative_error
+from cases.fp8_case import nearest, quantised
+from cases.reference import random, relative_error
 
 from fused_lora.cross_entropy import linear_cross_entropy
 from fused_lora.kernels.fp8_logits import transposed
@@ -31,6 +31,7 @@ def oracle(hidden, weight, labels, bias):
     return loss, grad * labelled[:, None] / labelled.sum()
 
 
+@pytest.mark.slow("spread 1.0-True", "spread 30.0-False")
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("spread", [0.01, 1.0, 30.0], ids="spread {}".format)
 def test_it_is_what_its_codes_make_it(spread, with_bias, device):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from reference import random
+from cases.reference import random
 
 from fused_lora.kernels.fp8_borders import Bordering, Halves, fp8_borders
 from fused_lora.kernels.fp8_products import add_coded_border
@@ -71,6 +71,7 @@ def bordering(size, inputs, outputs, width, device):
                      *map(Halves, of_both, of_each[2:]))  # fmt: skip
 
 
+@pytest.mark.slow("0.0-300-200-8")
 @pytest.mark.parametrize(("size", "inputs", "outputs", "width"), [
     (0.0, 300, 200, 8), (1e-5, 300, 200, 8), (1e-2, 256, 512, 64), (10.0, 256, 64, 32),
 ])  # fmt: skip

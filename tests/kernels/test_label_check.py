@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cross_entropy_case import TOKENS, VOCABULARY, inputs
+from cases.cross_entropy_case import TOKENS, VOCABULARY, inputs
 
 from fused_lora import label_check
 from fused_lora.cross_entropy import linear_cross_entropy

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-import rope_case
 import test_causal_attention as attention
 import test_dropout as dropout
 import test_qkv_rope as rope
@@ -17,10 +16,11 @@ import test_swiglu as swiglu
 import test_swiglu_products_backward as products_backward
 import test_swiglu_products_forward as products_forward
 import torch
+from cases import rope_case
+from cases.reference import assert_within_budget, use_poisoned_memory
+from cases.refusal import apart, assert_refused, narrow, on_meta, short
+from cases.rms_norm_case import EPS, Kernel
 from contract import BF16, DTYPES, FP16, FP32
-from reference import assert_within_budget, use_poisoned_memory
-from refusal import apart, assert_refused, narrow, on_meta, short
-from rms_norm_case import EPS, Kernel
 
 import fused_mlp.dropout
 import fused_mlp.swiglu

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from cases.lora_attention_case import NAMES, make
 from contract import BF16, FP32, OPERATIONS, Case, assert_right, run
-from lora_attention_case import NAMES, make
 
 ATTENTION = OPERATIONS["LoRA_Attention"]
 HEADS = {
@@ -51,6 +51,7 @@ def test_q_and_k_need_not_be_turned(heads, norms, device):
     assert_right(ATTENTION, case)
 
 
+@pytest.mark.slow("MHA")
 @pytest.mark.parametrize("heads", HEADS)
 def test_all_heads_may_be_normed_together(heads, device):
     assert_right(ATTENTION, case_of(device, norms="together", **HEADS[heads]))

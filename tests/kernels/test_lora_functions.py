@@ -5,11 +5,12 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-import attention_case
-import lora_attention_case
-import lora_mlp_case
 import pytest
 import torch
+from cases import attention_case, lora_attention_case, lora_mlp_case
+from cases.counting import Calls, saved_for_backward
+from cases.reference import random, use_poisoned_memory
+from cases.refusal import assert_refused, narrow, short, trained
 from contract import (
     BF16,
     FP16,
@@ -21,9 +22,6 @@ from contract import (
     leaves_of,
     run,
 )
-from counting import Calls, saved_for_backward
-from reference import random, use_poisoned_memory
-from refusal import assert_refused, narrow, short, trained
 
 W, QKV, ATTENTION, MLP = NAMES = ("LoRA_W", "LoRA_QKV", "LoRA_Attention", "LoRA_MLP")
 
@@ -120,6 +118,7 @@ def test_bytes_saved_per_token(name, adapter_dtype, autocast, device):
     assert found[1] - found[0] == 2 * 9 * 2 * SAVED[name]
 
 
+@pytest.mark.slow("LoRA_W-False")
 @pytest.mark.parametrize(("name", "autocast"), [(W, False), (QKV, True)])
 def test_compiled_in_one_graph_is_bitwise_equal(name, autocast, device):
     operation = OPERATIONS[name]

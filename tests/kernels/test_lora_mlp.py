@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases.lora_mlp_case import mlp
+from cases.reference import ADAPTER_NAMES, BUDGET, assert_within_budget, random, relative_error
 from contract import BF16, OPERATIONS, Case, run, truth_of
-from lora_mlp_case import mlp
-from reference import ADAPTER_NAMES, BUDGET, assert_within_budget, random, relative_error
 
 import fused_mlp
 
 MLP = OPERATIONS["LoRA_MLP"]
 
 
+@pytest.mark.slow
 def test_a_copy_of_the_folder_works_elsewhere_with_torch_and_triton_alone(tmp_path, device):
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(Path(fused_mlp.__file__).parent, tmp_path / "borrowed", ignore=ignored)

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from reference import random
-from refusal import assert_refused
+from cases.reference import random
+from cases.refusal import assert_refused
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fused_lora.kernels import many_copies as module

@@ -5,7 +5,7 @@ them.)"""
 import pytest
 import torch
 import torch.nn.functional as F
-from reference import adapted_linear, assert_within_budget, random
+from cases.reference import adapted_linear, assert_within_budget, random
 
 from fused_mlp import matmul_lora
 from fused_mlp.utils import cast_adapters, scaled_matmul

@@ -1,11 +1,11 @@
 """Attention with RoPE on [q | k | v] as two calls, against eager PyTorch's autograd."""
 
 import pytest
-import qkv_attention_case
 import torch
 import torch.nn.functional as F
-from qkv_attention_case import SCALING, fused, turned_heads
-from reference import assert_within_budget
+from cases import qkv_attention_case
+from cases.qkv_attention_case import SCALING, fused, turned_heads
+from cases.reference import assert_within_budget
 
 from fused_lora.kernels import qkv_attention as module
 from fused_lora.kernels.qkv_attention import CUDNN, FLASH, Attention, attention_forward
@@ -84,6 +84,7 @@ def test_the_backends_calls_have_their_arguments_in_order(backend, monkeypatch):
     assert gradient.shape == case[0].shape
 
 
+@pytest.mark.slow("tiles-False-ran0", "more than a tile-False-ran3")
 @pytest.mark.parametrize(
     ("size", "masked", "ran"),
     [

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from lora_attention_case import eager_head_norm
-from reference import random, relative_error
-from rope_case import SIZES, assert_equal, eager, make
+from cases.lora_attention_case import eager_head_norm
+from cases.reference import random, relative_error
+from cases.rope_case import SIZES, assert_equal, eager, make
 
 from fused_lora.kernels.qkv_norm_rope import HeadNorms, head_norms_backward, norm_rope_together
 from fused_lora.kernels.qkv_rope import rope_backward, rope_forward, rope_together, split_heads

@@ -2,8 +2,8 @@
 how their rows are made."""
 
 import torch
-from reference import assert_within_budget, random
-from rms_norm_case import EPS, eager_rms_norm
+from cases.reference import assert_within_budget, random
+from cases.rms_norm_case import EPS, eager_rms_norm
 
 from fused_lora.kernels import residual
 from fused_lora.kernels.residual import (

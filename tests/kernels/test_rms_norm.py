@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+from cases.counting import saved_tensors
+from cases.reference import assert_within_budget, random
+from cases.rms_norm_case import EPS, Kernel
 from contract import (
     DTYPES,
     FP32,
@@ -15,9 +18,6 @@ from contract import (
     truth_of,
     with_layout,
 )
-from counting import saved_tensors
-from reference import assert_within_budget, random
-from rms_norm_case import EPS, Kernel
 
 import fused_lora.rms_norm as module
 from fused_lora.rms_norm import add_rms_norm, rms_norm
@@ -48,6 +48,7 @@ def in_parts(function):
     return of_parts
 
 
+@pytest.mark.slow("rms_norm")
 @BOTH
 def test_a_row_may_be_a_single_element(operation, device):
     """With a small eps only the sign would be left of it, and a gradient of nothing."""

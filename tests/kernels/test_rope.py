@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+from cases.counting import saved_tensors
+from cases.reference import assert_within_budget, random
+from cases.rope_case import angles
 from contract import (
     FP32,
     OPERATIONS,
@@ -12,9 +15,6 @@ from contract import (
     truth_of,
     with_layout,
 )
-from counting import saved_tensors
-from reference import assert_within_budget, random
-from rope_case import angles
 
 from fused_lora.rope import rope
 

@@ -7,7 +7,7 @@ fp32 and rounded once, the right share of them jumps.
 
 import pytest
 import torch
-from reference import random, unpacked
+from cases.reference import random, unpacked
 
 from fused_lora.bordered import Bordered, Buffer
 from fused_lora.fp8 import Fp8Buffer, codes_and_scales
@@ -92,6 +92,13 @@ def behind_a_norm(case):
     )
 
 
+@pytest.mark.slow(
+    "output_projection-FP8-dropout",
+    "output_projection-bf16-",
+    "down_projection-bf16-",
+    "down_projection-FP8-dropout",
+    "behind_a_norm-bf16-",
+)
 @pytest.mark.parametrize("drops", [False, True], ids=("", "dropout"))
 @pytest.mark.parametrize("fp8", [False, True], ids=("bf16", "FP8"))
 @pytest.mark.parametrize("place", [output_projection, down_projection, behind_a_norm])

@@ -3,10 +3,10 @@ theirs alone."""
 
 import pytest
 import torch
-from cuda_graph import capture
-from reference import random
-from refusal import apart, assert_refused, narrow, on_meta, short
-from rms_norm_case import Kernel
+from cases.cuda_graph import capture
+from cases.reference import random
+from cases.refusal import apart, assert_refused, narrow, on_meta, short
+from cases.rms_norm_case import Kernel
 
 from fused_lora.kernels import sums_over_tokens as module
 from fused_lora.kernels.fp8_rows import E4M3
@@ -106,6 +106,7 @@ def assert_exact(got, size, case):
         torch.testing.assert_close(one.double(), truth, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.slow("two ranges-a layer-torch.bfloat16", "one range-odd")
 @pytest.mark.thinned
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("size", ["a layer", "more than a block", "nothing of some"])

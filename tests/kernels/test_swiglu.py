@@ -6,8 +6,8 @@ from typing import NamedTuple
 import pytest
 import torch
 import triton
+from cases.reference import assert_within_budget, geglu, random, swiglu
 from contract import LAYOUTS
-from reference import assert_within_budget, geglu, random, swiglu
 
 import fused_mlp.geglu
 import fused_mlp.swiglu

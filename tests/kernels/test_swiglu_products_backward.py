@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from reference import GATED, dropped, mask_of, random
+from cases.reference import GATED, dropped, mask_of, random
 
 from fused_lora.kernels import swiglu_products_backward as module
 from fused_lora.kernels.swiglu_products_backward import Product, swiglu_backward_products

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from reference import GATED, dropped, mask_of, random, relative_error
+from cases.reference import GATED, dropped, mask_of, random, relative_error
 
 from fused_lora.kernels import swiglu_products_forward as module
 from fused_lora.kernels.swiglu_products_forward import forward_tiling, swiglu_forward_product

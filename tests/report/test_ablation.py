@@ -2,10 +2,10 @@
 
 from statistics import median
 
-import example_results as example
 import pytest
-from ablation_case import HAND_MADE, RUNS, WITHOUT, row
-from example_results import rounds
+from cases import example_results as example
+from cases.ablation_case import HAND_MADE, RUNS, WITHOUT, row
+from cases.example_results import rounds
 
 from bench.records import Cell
 from report import ablation

@@ -4,11 +4,11 @@ from functools import cache
 from itertools import accumulate, pairwise
 from statistics import median
 
-import example_results as example
-import picture_case as case
 import pytest
-from ablation_case import HAND_MADE, RUNS, WITHOUT, row
-from example_results import rounds
+from cases import example_results as example
+from cases import picture_case as case
+from cases.ablation_case import HAND_MADE, RUNS, WITHOUT, row
+from cases.example_results import rounds
 from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 
@@ -110,6 +110,7 @@ def test_gaps_are_labelled():
     assert bars(at[256, 0], 0.16)[0] == pytest.approx((fused, fused + gain.ms))
 
 
+@pytest.mark.slow("with gaps")
 @pytest.mark.parametrize("name", RUNS)
 def test_every_text_can_be_read(name):
     case.assert_readable(picture_of(name))

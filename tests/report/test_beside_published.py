@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-import example_results as example
 import pytest
+from cases import example_results as example
 
 from bench.published import SETTINGS
 from bench.records import Cell

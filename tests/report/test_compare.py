@@ -4,9 +4,9 @@ import copy
 import math
 from statistics import mean
 
-import example_results as example
 import pytest
-from example_results import rounds
+from cases import example_results as example
+from cases.example_results import rounds
 from msgspec.structs import replace
 
 import lora_bench

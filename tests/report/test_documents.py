@@ -7,11 +7,11 @@ from math import ceil
 from pathlib import Path
 from statistics import fmean
 
-import example_results as example
 import pytest
 import torch
 import torch.nn.functional as F
-from reference import random
+from cases import example_results as example
+from cases.reference import random
 
 from bench import results
 from bench.published import SETTINGS

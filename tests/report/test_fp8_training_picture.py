@@ -1,9 +1,9 @@
 """fp8_training.png and its table on made-up losses, the numbers worked out by hand."""
 
-import example_results as example
 import numpy as np
-import picture_case as case
 import pytest
+from cases import example_results as example
+from cases import picture_case as case
 from matplotlib.text import Text
 from msgspec.structs import replace
 

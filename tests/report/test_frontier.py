@@ -2,9 +2,9 @@
 
 from functools import cache
 
-import example_results as example
-import picture_case as case
 import pytest
+from cases import example_results as example
+from cases import picture_case as case
 from matplotlib.colors import to_hex
 from msgspec.structs import replace
 

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-import example_results as example
-import picture_case as case
 import pytest
+from cases import example_results as example
+from cases import picture_case as case
 from matplotlib.text import Text
 from msgspec.structs import replace
 

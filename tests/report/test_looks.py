@@ -1,7 +1,7 @@
 """The caption under every picture and table, on made-up runs."""
 
-import example_results as example
 import pytest
+from cases import example_results as example
 
 from report import looks
 from report.gpus import measured_section

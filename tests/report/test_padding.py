@@ -1,8 +1,8 @@
 """Padded rows beside whole chats in one row: groups, tables and documents.png, on made-up runs."""
 
-import example_results as example
-import picture_case as case
 import pytest
+from cases import example_results as example
+from cases import picture_case as case
 from matplotlib.text import Text
 from msgspec.structs import replace
 
@@ -207,6 +207,7 @@ def test_each_cell_with_a_time_is_a_bar_and_each_other_says_why():
     assert hatched == {True, False}
 
 
+@pytest.mark.slow("three")
 @pytest.mark.parametrize(
     "found",
     [

@@ -4,10 +4,10 @@ from functools import cache
 from itertools import chain, pairwise
 from pathlib import Path
 
-import example_results as example
-import picture_case as case
 import pytest
-from example_results import rounds
+from cases import example_results as example
+from cases import picture_case as case
+from cases.example_results import rounds
 from matplotlib.collections import LineCollection
 from matplotlib.colors import to_hex
 from matplotlib.text import Text
@@ -267,6 +267,7 @@ def test_a_variant_looks_the_same_in_every_panel():
     assert names["fused MLP"].get_color() == look.colour
 
 
+@pytest.mark.slow("four", "h100/experiment", "rehearsal")
 @pytest.mark.parametrize("name", RUNS)
 def test_no_text_is_cut_off_and_no_label_covers_another(name):
     picture = picture_of(name)

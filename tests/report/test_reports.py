@@ -4,8 +4,8 @@ import json
 import os
 from pathlib import Path
 
-import example_results as example
 import pytest
+from cases import example_results as example
 
 import lora_bench
 from bench import results as store
@@ -24,6 +24,7 @@ DRAWN = [draw_ablation, draw_benchmark_results, draw_frontier, draw_kernel_time,
 TWO = example.run(("vanilla_peft", "fused_mlp"), (512,))
 
 
+@pytest.mark.slow("draw_benchmark_results")
 @pytest.mark.parametrize("draw", DRAWN)
 def test_a_picture_is_the_same_bytes_each_time_and_written_whole_or_not_at_all(
     draw, tmp_path, monkeypatch
@@ -51,6 +52,7 @@ def test_fits_lists_what_trains_in_so_much_memory(tmp_path, capsys):
     assert len(lines) == 1 and "full Unsloth" in lines[0]
 
 
+@pytest.mark.slow
 def test_a_suite_draws_what_every_part_buys(tmp_path):
     store.save(tmp_path / "results.json", example.run(("vanilla_peft", "fused_all"), (64, 128)))
     assert lora_bench.main(["--plot-only", "--out", str(tmp_path)]) == 0

@@ -2,9 +2,9 @@
 
 from functools import cache
 
-import example_results as example
 import pytest
-from example_results import rounds
+from cases import example_results as example
+from cases.example_results import rounds
 from msgspec.structs import replace
 
 from bench.records import Floor

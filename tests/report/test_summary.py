@@ -2,10 +2,10 @@
 
 import warnings
 
-import example_results as example
 import numpy as np
 import pytest
-from example_results import cells, rounds
+from cases import example_results as example
+from cases.example_results import cells, rounds
 
 from bench import results
 from bench.records import Floor, SummaryRow, Tokens

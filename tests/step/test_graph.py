@@ -8,9 +8,9 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from fp8_case import CONFIG
-from fused_case import ALL
-from graph_case import (
+from cases.fp8_case import CONFIG
+from cases.fused_case import ALL
+from cases.graph_case import (
     EagerStep,
     adamw,
     assert_same,
@@ -24,8 +24,8 @@ from graph_case import (
     tiny,
     train,
 )
-from layer_case import peft_model
-from peft_models import LAYERS, ids
+from cases.layer_case import peft_model
+from cases.peft_models import LAYERS, ids
 
 from fused_lora import Fusion, fuse, unfuse
 from fused_lora.step import graph as graph_module

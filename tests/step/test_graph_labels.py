@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from graph_case import adamw, captured, graphed
-from layer_case import peft_model
-from peft_models import ids
+from cases.graph_case import adamw, captured, graphed
+from cases.layer_case import peft_model
+from cases.peft_models import ids
 
 from fused_lora import Fusion, fuse
 from fused_lora.step.graph import EAGER_CALLS

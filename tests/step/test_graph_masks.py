@@ -8,10 +8,19 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from fused_case import ALL
-from graph_case import EagerStep, Recorded, adamw, assert_same, captured, graphed, steps, train
-from layer_case import peft_model
-from peft_models import FAMILIES, LAYERS, ids
+from cases.fused_case import ALL
+from cases.graph_case import (
+    EagerStep,
+    Recorded,
+    adamw,
+    assert_same,
+    captured,
+    graphed,
+    steps,
+    train,
+)
+from cases.layer_case import peft_model
+from cases.peft_models import FAMILIES, LAYERS, ids
 from torch.nn.attention import sdpa_kernel
 
 from fused_lora import Fusion, fill_row, fuse
@@ -157,6 +166,7 @@ def as_in_a_graph():
         yield
 
 
+@pytest.mark.slow("parts")
 @pytest.mark.parametrize("fusion", FUSIONS, ids=["parts", "whole"])
 def test_one_graph_takes_rows_of_any_documents(fusion, no_warnings, monkeypatch, device):
     step, eager = steps_with_kernels(fusion, device, 2**-6)
@@ -165,6 +175,7 @@ def test_one_graph_takes_rows_of_any_documents(fusion, no_warnings, monkeypatch,
     assert set(masks) == {((1, 1, 2, 10), torch.int32)}
 
 
+@pytest.mark.slow("whole")
 @pytest.mark.parametrize("fusion", FUSIONS, ids=["parts", "whole"])
 def test_one_graph_takes_rows_of_any_padding(fusion, no_warnings, monkeypatch, device):
     step, eager = steps_with_kernels(fusion, device, OF_OTHER_STEPS)
@@ -174,6 +185,7 @@ def test_one_graph_takes_rows_of_any_padding(fusion, no_warnings, monkeypatch, d
     assert masks[-1] == in_graph and in_graph not in masks[:-1]
 
 
+@pytest.mark.slow("predicts")
 @pytest.mark.parametrize("case", ["predicts", "between tokens"])
 def test_labels_that_depend_on_padding_keep_the_graphs_mask_or_make_its_loss_nan(
     case, as_in_a_graph, monkeypatch, device
@@ -188,6 +200,7 @@ def test_labels_that_depend_on_padding_keep_the_graphs_mask_or_make_its_loss_nan
     assert [loss.isnan().item() for loss in losses] == [False, False, True]
 
 
+@pytest.mark.slow("predicts")
 @pytest.mark.parametrize("case", ["predicts", "between tokens"])
 def test_eager_calls_without_padding_say_nothing_of_it(case, as_in_a_graph, monkeypatch, device):
     step, eager = steps_with_kernels(WHOLE, device, OF_OTHER_STEPS)

@@ -3,11 +3,11 @@ Trainer: the same losses, gradients' norms and weights."""
 
 import copy
 
-import layer_case
 import pytest
 import torch
-from graph_case import assert_same, captured, graphed
-from peft_models import ids
+from cases import layer_case
+from cases.graph_case import assert_same, captured, graphed
+from cases.peft_models import ids
 from transformers import Trainer, TrainingArguments
 
 from fused_lora import Fusion, fuse
@@ -63,6 +63,7 @@ def train(kind, model, folder, resume=None, accepts_num_items=True, **options):
     return trainer, logged, [p.detach() for p in model.parameters() if p.requires_grad]
 
 
+@pytest.mark.slow("a smaller last batch")
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_the_graphed_trainer_is_the_trainer(setting, tmp_path, device):
     options = SETTINGS[setting]

@@ -9,9 +9,9 @@ from functools import partial
 
 import pytest
 import torch
-from fused_case import ALL
-from graph_case import EagerStep, adamw, captured, graphed
-from layer_case import peft_model
+from cases.fused_case import ALL
+from cases.graph_case import EagerStep, adamw, captured, graphed
+from cases.layer_case import peft_model
 
 from fused_lora import Fusion, fuse
 from fused_lora.step import offload
@@ -266,6 +266,7 @@ class AtOnce(Stream):
 
 
 # with a GPU kernels do not run on the CPU's tensors
+@pytest.mark.slow("layer")
 @pytest.mark.skipif("torch.cuda.is_available()", reason="it plays a GPU in Triton's interpreter")
 @pytest.mark.parametrize("fusion", [ALL, {"layer": True}], ids=["parts", "layer"])
 def test_a_models_gradients_are_right_however_late_the_copies_are(fusion, monkeypatch, cuda):

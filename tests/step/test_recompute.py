@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
-from counting import saved_tensors
+from cases.counting import saved_tensors
 from torch.utils.checkpoint import checkpoint
 
 from fused_lora.step.recompute import Keep, _runs, once, recomputed, saving_last

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
-from fp8_case import OracleBuffer, nearest, quantised
+from cases.fp8_case import OracleBuffer, nearest, quantised
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 GUESSED = 32  # times that of its own largest: the scale of codes from SwiGLU (`fp8_swiglu.py`)

@@ -6,7 +6,7 @@ A case is (hidden, weight, bias, labels).
 import pytest
 import torch
 import torch.nn.functional as F
-from reference import BUDGET, assert_within_budget, random, relative_error
+from cases.reference import BUDGET, assert_within_budget, random, relative_error
 
 import fused_lora.cross_entropy as module
 from fused_lora.cross_entropy import linear_cross_entropy

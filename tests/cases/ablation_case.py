@@ -1,6 +1,6 @@
 """Made-up runs of every fused part, for the tests of what each takes off a step."""
 
-import example_results as example
+from cases import example_results as example
 
 from variants import SUITES, VARIANTS
 

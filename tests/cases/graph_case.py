@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from unittest.mock import patch
 
 import torch
-from peft_models import ids
+from cases.peft_models import ids
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

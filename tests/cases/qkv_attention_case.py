@@ -1,9 +1,9 @@
 """Attention with RoPE on [q | k | v] in eager PyTorch, and what the fused one is tried on."""
 
 import torch
-from reference import random
-from rope_case import angles
-from rope_case import eager as eager_rope
+from cases.reference import random
+from cases.rope_case import angles
+from cases.rope_case import eager as eager_rope
 
 from fused_lora.kernels.qkv_attention import Attention, attention_backward, attention_forward
 from fused_lora.kernels.qkv_rope import rope_forward, split_heads

@@ -4,7 +4,7 @@ A case is (x, adapters, frozen, grad_outputs): of one layer for LoRA_W, of three
 """
 
 import torch
-from reference import adapted_linear, masks_drawn, random
+from cases.reference import adapted_linear, masks_drawn, random
 
 from fused_lora.lora_linear import FrozenLinear, FrozenQKV
 

@@ -1,7 +1,7 @@
 """RoPE in eager PyTorch, and what the fused one is tried on."""
 
 import torch
-from reference import random
+from cases.reference import random
 
 # batch, heads, kv_heads, positions, head_dim; sequences of cos and sin
 SIZES = {

@@ -1,7 +1,7 @@
 """RMSNorm, alone and after an addition, in eager PyTorch, and what the fused one is tried on."""
 
 import torch
-from reference import random
+from cases.reference import random
 
 from fused_lora.rms_norm import rms_norm
 

@@ -1,9 +1,9 @@
 """Vanilla PEFT that drops what a fused model drops: its nn.Dropout replaced by the fused masks."""
 
 import torch
-from layer_case import LAYERS
-from peft_models import ATTENTION, MLP
-from reference import masked
+from cases.layer_case import LAYERS
+from cases.peft_models import ATTENTION, MLP
+from cases.reference import masked
 from torch import nn
 
 from fused_lora.adopt import projection

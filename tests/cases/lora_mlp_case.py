@@ -1,6 +1,6 @@
 """An MLP with adapters to try LoRA_MLP on."""
 
-from reference import random
+from cases.reference import random
 
 from fused_mlp import FrozenMLP
 

@@ -5,9 +5,9 @@ A case is ([x, cos, sin, mask, eight adapters, frozen], the gradient of the outp
 
 import torch
 import torch.nn.functional as F
-from attention_case import adapted, with_trained
-from reference import masks_drawn, random
-from rms_norm_case import eager_rms_norm
+from cases.attention_case import adapted, with_trained
+from cases.reference import masks_drawn, random
+from cases.rms_norm_case import eager_rms_norm
 
 from fused_lora.kernels.qkv_norm_rope import HeadNorms
 from fused_lora.lora_attention import FrozenAttention

@@ -5,8 +5,8 @@ import io
 import re
 
 import torch
-from peft_models import ids, peft_model
-from reference import BUDGET, assert_within_budget, relative_error
+from cases.peft_models import ids, peft_model
+from cases.reference import BUDGET, assert_within_budget, relative_error
 
 from fused_lora import Fusion, fuse
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 import torch
 import transformers
+from cases.peft_models import set_weights
 from peft import LoraConfig, get_peft_model
-from peft_models import set_weights
 
 # In every layer, but for what a family says it has instead.
 USUAL = {

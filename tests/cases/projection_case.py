@@ -1,7 +1,7 @@
 """Every reason for one projection to stay with PEFT: what to do to it, and what the report says."""
 
+from cases.peft_models import set_weights
 from peft import LoraConfig
-from peft_models import set_weights
 from torch import nn
 
 

@@ -9,10 +9,10 @@ from queue import SimpleQueue
 import pytest
 import torch
 
-from bench import options, planning
+from bench import cells, options, planning
 from bench import processes as isolated
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_GPU = pytest.mark.skipif(
     torch.cuda.is_available(), reason="test_without_gpu.py runs this file with the GPU hidden"
 )
@@ -58,8 +58,8 @@ class InThread:
             sys.exit()
         self.sent.put(message)
 
-    def wait_for_turn(self, stage):
-        self.send(isolated._WaitsForTurn(stage))
+    def wait_for_turn(self, phase):
+        self.send(isolated._WaitsForTurn(phase))
         return self.turns.get()
 
     def listen(self, on_message, silence_limit_s):
@@ -67,7 +67,7 @@ class InThread:
             self.thread.start()
         while (message := self.sent.get()) is not OVER:
             if isinstance(message, isolated._WaitsForTurn):
-                return message.stage
+                return message.phase
             on_message(message)
 
     def go_on(self, running):
@@ -82,3 +82,10 @@ class InThread:
         self.terminate()
         self.thread.join()
         return isolated.Ended(self.error, "")
+
+
+def measured_cells(plan, variant, *blocks):
+    """Return the cells that a process measures for these rounds and lengths."""
+    sent = []
+    cells.measure_cells(sent.append, plan, variant, list(blocks))
+    return [message["cell"] for message in sent if "cell" in message]

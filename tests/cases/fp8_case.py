@@ -3,11 +3,11 @@
 import copy
 import functools
 
-import layer_case
 import torch
 import torch.nn.functional as F
-from fused_case import SHORT
-from reference import random, relative_error
+from cases import layer_case
+from cases.fused_case import SHORT
+from cases.reference import random, relative_error
 
 from fused_lora import Fusion, fuse
 from fused_lora.adopt.fp8_weight import Fp8Weight

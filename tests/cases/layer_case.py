@@ -3,8 +3,8 @@
 import copy
 
 import torch
-from peft_models import LAYERS, adapt, base_model
-from reference import assert_within_budget, random
+from cases.peft_models import LAYERS, adapt, base_model
+from cases.reference import assert_within_budget, random
 
 from fused_lora import Fusion, fuse
 from fused_lora.adopt.layer import read_layer

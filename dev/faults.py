@@ -1,0 +1,138 @@
+"""Faults for `planted_faults.py`: what stands in a file, what takes its place, and the tests that
+should notice: a room, and the files in it that are most likely to, which run first."""
+
+from typing import NamedTuple
+
+
+class Fault(NamedTuple):
+    file: str
+    text: str  # stands in the file once
+    instead: str
+    room: str  # of tests/
+    first: str  # test_NAME.py in it, parted by spaces
+
+
+# fmt: off
+FAULTS = (
+    # --- fused_mlp ---
+    Fault("fused_mlp/swiglu.py", "silu * (1.0 - sigmoid)", "gate * (1.0 - sigmoid)", "kernels",
+          "swiglu"),
+    Fault("fused_mlp/geglu.py", "_SLOPE * (gate", "_CUBIC * (gate", "kernels", "swiglu"),
+    Fault("fused_mlp/utils.py", "columns.addmm_(grad, B, beta=0, alpha=scaling)",
+          "columns.addmm_(grad, B, beta=0)", "kernels", "contract"),
+    Fault("fused_mlp/dropout.py", "WHOLE / keep)", "1.0)", "kernels", "dropout"),
+    Fault("fused_mlp/launching.py", "type(argument), argument)", "argument, argument)", "kernels",
+          "launching"),
+    # --- techniques ---
+    Fault("fused_lora/rope.py", "-sin_2, -sin_1", "-sin_1, -sin_2", "kernels", "rope"),
+    Fault("fused_lora/cross_entropy.py", "exp_sum * _exp(maximum - shift) + tl.sum(",
+          "exp_sum + tl.sum(", "kernels", "cross_entropy cross_entropy_chunks"),
+    Fault("fused_lora/cross_entropy.py", "alpha=len(x)", "alpha=chunk", "kernels",
+          "cross_entropy cross_entropy_chunks"),
+    Fault("fused_lora/packing.py", "(length, 0)", "(length + 1, 0)", "adopt", "fuse_documents"),
+    Fault("fused_lora/label_check.py", "most >= vocabulary", "most > vocabulary", "step",
+          "graph_labels"),
+    # --- kernels ---
+    Fault("fused_lora/kernels/causal_attention.py", "first_key = tl.load(documents + first)",
+          "first_key = block * 0", "kernels", "attention_to_documents"),
+    Fault("fused_lora/kernels/causal_attention_backward.py", "grad_2 * cos_2 - grad_1 * sin_1",
+          "grad_2 * cos_2 - grad_1 * sin_2", "kernels", "causal_attention"),
+    Fault("fused_lora/kernels/residual.py", "+ x * rstd * weight",
+          "+ (x * rstd * weight).to(residual.dtype).to(tl.float32)", "kernels",
+          "residual_kernels launchers"),
+    Fault("fused_lora/kernels/swiglu_products_backward.py", "self.scaling * self.mask.scale",
+          "self.scaling", "kernels", "launchers"),
+    Fault("fused_lora/kernels/dropped_products.py", "product * scales[i]", "product", "kernels",
+          "dropout"),
+    Fault("fused_lora/kernels/qkv_norm_rope.py", "1.0 * HEADS * HEAD_DIM)", "1.0 * HEAD_DIM)",
+          "kernels", "qkv_rope launchers"),
+    Fault("fused_lora/kernels/documents.py", "!= position_ids[:, :-1] + 1",
+          "< position_ids[:, :-1]", "kernels", "attention_to_documents"),
+    Fault("fused_lora/kernels/fp8_rows.py", "0x7FFFF + ((bits >> 20) & 1)", "0x80000", "kernels",
+          "fp8_rows"),
+    Fault("fused_lora/kernels/fp8_norm.py", "mean) + residual", "mean)", "kernels", "fp8_codes"),
+    Fault("fused_lora/kernels/fp8_products.py", "tl.ceil(tl.log2(", "tl.floor(tl.log2(", "kernels",
+          "fp8_codes"),
+    Fault("fused_lora/kernels/fp8_swiglu.py", "grad_hidden * activated * of_up",
+          "grad_hidden * activated * of_gate", "kernels", "fp8_codes"),
+    Fault("fused_lora/kernels/fp8_logits.py", "- SPACING / 2", "- SPACING", "kernels", "fp8_head"),
+    # --- whole layers ---
+    Fault("fused_lora/kernels/layer_residual.py", "bordered.base_bias, alpha=multiplier",
+          "bordered.base_bias", "kernels", "decoder_layer"),
+    Fault("fused_lora/kernels/adapter_sums.py", "bordered.scalings[i]", "bordered.scalings[0]",
+          "kernels", "decoder_layer"),
+    Fault("fused_lora/fp8.py", "torch.where(least > 0, least, 1.0)", "1e-30 + 0 * least", "adopt",
+          "fuse_fp8"),
+    # --- step ---
+    Fault("fused_lora/step/recompute.py", "_set_random(now)", "pass", "step", "recompute"),
+    Fault("fused_lora/step/recompute.py", "function(end < len(", "function(end <= len(", "step",
+          "recompute"),
+    Fault("fused_lora/step/checkpoint.py", "kept_bytes += self", "kept_bytes = self", "step", ""),
+    Fault("fused_lora/step/graph.py", "else loss / self.accumulation_steps", "else loss", "step",
+          "graph"),
+    # --- adopt ---
+    Fault("fused_lora/adopt/documents.py", "window < longest", "window < longest - 1", "adopt",
+          "fuse_documents"),
+    Fault("fused_lora/adopt/borders.py", "w.device, None if bias is None else bias.data_ptr()",
+          "w.device, None", "adopt", "bordered"),
+    Fault("fused_lora/adopt/borders.py", "block for part, block", "block + 8 for part, block",
+          "adopt", "bordered"),
+    Fault("fused_lora/adopt/projection.py", "not dropout.training or dropout.p == 0.0",
+          "dropout.p == 0.0", "adopt", "fuse_dropout"),
+    Fault("fused_lora/adopt/layer_borders.py", "if rank < block:", "if rank > block:", "adopt",
+          "bordered"),
+    # --- bench ---
+    Fault("bench/audit.py", "WALL_SHARE * step_ms + WALL_MS", "WALL_SHARE * step_ms", "bench",
+          "audit"),
+    Fault("bench/floor.py", "accumulate * ms for ms", "ms for ms", "bench", "floor"),
+    # --- report ---
+    Fault("report/statistics.py", "ratios + [1 / ratio for ratio in ratios]", "ratios", "report",
+          "summary"),
+    Fault("report/comparison.py", "busy / gpu + (1 - busy) / host", "busy / gpu + (1 - busy)",
+          "report", "compare"),
+    # --- the root ---
+    Fault("batches.py", "(IGNORED, *one.labels[1:])", "one.labels", "bench", "batches"),
+    Fault("trainer.py", "else loss / self.accumulate)", "else loss)", "bench", "trainer"),
+    # --- twenty that were not looked at while the cases of `make test` were chosen ---
+    Fault("fused_mlp/fast_lora.py", "x if need_gate_A or need_up_A else None",
+          "x if need_gate_A else None", "kernels", "lora_functions"),
+    Fault("fused_mlp/dropout.py", "max(round((1.0 - dropout) * WHOLE), 1)",
+          "round((1.0 - dropout) * WHOLE)", "kernels", "dropout"),
+    Fault("fused_lora/rms_norm.py", "tl.minimum(rows - first, rows_per_program)",
+          "rows_per_program", "kernels", "rms_norm"),
+    Fault("fused_lora/lora_linear.py", "ctx.needs_input_grad[1 : 2 * len(layers) : 2]",
+          "ctx.needs_input_grad[2 : 2 * len(layers) + 1 : 2]", "kernels", "lora_functions"),
+    Fault("fused_lora/cross_entropy.py", "labelled.sum() > targets.max_labelled",
+          "labelled.sum() >= targets.max_labelled", "kernels", "cross_entropy"),
+    Fault("fused_lora/kernels/causal_attention.py", "q, tl.maximum(query, first), sequence",
+          "q, query, sequence", "kernels", "attention_to_documents"),
+    Fault("fused_lora/kernels/qkv_rope.py", "row + HEADS * 2 * HALF", "row + KV_HEADS * 2 * HALF",
+          "kernels", "qkv_rope"),
+    Fault("fused_lora/kernels/sums_over_tokens.py",
+          "place += (FIRSTS[i + 1] - FIRSTS[i]) * columns[i]", "place += columns[i]", "kernels",
+          "sums_over_tokens"),
+    Fault("fused_lora/kernels/swiglu_products_forward.py",
+          "end = tl.minimum(start + columns_of_a_split, intermediate)", "end = intermediate",
+          "kernels", "swiglu_products_forward"),
+    Fault("fused_lora/kernels/fp8_borders.py", "halves(w * (1.0 / factor)[None, :], ROUND)",
+          "halves(w * (1.0 / own)[None, :], ROUND)", "kernels", "fp8_rows"),
+    Fault("fused_lora/kernels/swiglu_bordered.py", "layout.scalings[i - 1]", "layout.scalings[0]",
+          "kernels", "decoder_layer"),
+    Fault("fused_lora/step/learning_rates.py", "float(lr) != self.values[index]",
+          "self.values[index] is None", "step", "graph"),
+    Fault("fused_lora/step/masks.py", "options[MASK] is None and self.had_none.get(layer, True)",
+          "options[MASK] is None", "step", "graph_masks"),
+    Fault("fused_lora/adopt/hooks.py", "not collected or key not in collected", "not collected",
+          "adopt", "fuse_aside"),
+    Fault("fused_lora/adopt/cross_entropy.py", 'value is False and name != "is_causal"',
+          "value is False", "adopt", "fuse_loss"),
+    Fault("fused_lora/adopt/documents.py", "is_token[:, :1] > 1", "is_token[:, :1] > 2", "step",
+          "graph_masks"),
+    Fault("bench/parity.py", "LIMIT * max(error, reference.loss_floor)",
+          "LIMIT * (error + reference.loss_floor)", "bench", "parity"),
+    Fault("bench/profiler.py", "max(0, kernel.end - max(kernel.start, until))",
+          "kernel.end - kernel.start", "bench", "profiled"),
+    Fault("report/statistics.py", "max(peaks) / 2**30", "min(peaks) / 2**30", "report", "summary"),
+    Fault("models.py", "seq_len >= 512", "seq_len > 512", "bench", "models"),
+)
+# fmt: on

@@ -1,0 +1,116 @@
+"""Plant faults in a copy of the code, one at a time, and see whether the tests catch them.
+
+    python dev/planted_faults.py                     what `make test` catches
+    python dev/planted_faults.py --all-tests         what `make test-all` catches
+    python dev/planted_faults.py --only rope         faults whose file or text matches
+
+`faults.py` has them. Each runs the tests of its room up to the first that fails: those of a fault
+that is caught take 20 seconds, those of one that is missed as long as the room.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from faults import FAULTS, Fault
+
+ROOT = Path(__file__).resolve().parents[1]
+FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
+
+
+def with_fault(text: str, fault: Fault) -> str:
+    """Return a file's text with the fault in it.
+
+    Raises ValueError where the text it replaces does not stand there exactly once.
+    """
+    if (found := text.count(fault.text)) != 1:
+        raise ValueError(f"{fault.file} has {fault.text!r} {found} times, should have it once")
+    return text.replace(fault.text, fault.instead)
+
+
+def misplaced(faults: tuple[Fault, ...]) -> list[str]:
+    """Return what is wrong with faults that cannot be planted or tried, a line each."""
+    problems = []
+    for fault in faults:
+        try:
+            with_fault((ROOT / fault.file).read_text(), fault)
+        except (OSError, ValueError) as error:
+            problems.append(str(error))
+        for test in tests_of(fault):
+            if not (ROOT / test).exists():
+                problems.append(f"{fault.file}: there is no {test}")
+    return problems
+
+
+def tests_of(fault: Fault) -> list[str]:
+    """Return the files that run first, and then the room."""
+    room = f"tests/{fault.room}"
+    return [*(f"{room}/test_{name}.py" for name in fault.first.split()), room]
+
+
+def copy_of_the_tree(folder: Path) -> Path:
+    """Copy what git knows or would add."""
+    listed = subprocess.check_output(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, text=True
+    )
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def caught_by(fault: Fault, tree: Path, options: list[str]) -> str | None:
+    """Return the test that fails with this fault in `tree`; None: they all pass."""
+    path, (*first, room) = tree / fault.file, tests_of(fault)
+    text = path.read_text()
+    path.write_text(with_fault(text, fault))
+    try:
+        return failing_test(tree, [*options, *first]) or failing_test(tree, [*options, room])
+    finally:
+        path.write_text(text)
+
+
+def failing_test(tree: Path, arguments: list[str]) -> str | None:
+    environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", "-x", *arguments]
+    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+    if done.returncode == 0:
+        return None
+    if (failed := FAILED.search(done.stdout)) is None:
+        raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    return failed[1]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="a regular expression for file or text")
+    parser.add_argument("--all-tests", action="store_true", help="as `make test-all`")
+    parser.add_argument("--processes", default="0", help="pytest's -n")
+    asked = parser.parse_args()
+    faults = tuple(one for one in FAULTS if re.search(asked.only, f"{one.file} {one.text}"))
+    if problems := misplaced(faults):
+        print(*problems, sep="\n", file=sys.stderr)
+        return 2
+    options = ["-n", asked.processes, "-p", "no:cacheprovider"]
+    options += [] if asked.all_tests else ["--quick"]
+    missed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        tree = copy_of_the_tree(Path(folder))
+        for fault in faults:
+            test = caught_by(fault, tree, options)
+            missed += test is None
+            told = f"missed: {fault.instead!r}" if test is None else f"caught by {test}"
+            print(f"{fault.file}: {told}", flush=True)
+    print(f"{len(faults) - missed} of {len(faults)} faults are caught")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
