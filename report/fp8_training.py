@@ -1,4 +1,4 @@
-"""fp8_training.png and its table, from trainings alone (`bench/fp8_training.py`): do adapters learn
+"""fp8_training.png and its table, from trainings alone: do adapters learn
 as much in FP8 as in bf16? The same seed means the same start and batches, so runs are compared in
 pairs, and their difference is held against what seeds alone do."""
 

@@ -8,7 +8,7 @@ from matplotlib.text import Text
 from msgspec.structs import replace
 
 from bench.records import Optimizer
-from bench.training_records import Fp8Training, Trained, TrainingSettings
+from bench.training_records import Fp8Training, Trained, TrainingSettings, load_training
 from report import fp8_training as reported
 from report.looks import REHEARSAL_NOTICE
 from variants import Lora
@@ -86,3 +86,10 @@ def test_the_picture_shows_every_seed_beside_the_first_ones_spread(tmp_path):
     assert reported.draw_fp8_training([alone], tmp_path / "p.png") is False
     assert reported.draw_fp8_training([], tmp_path / "p.png") is False
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_of_something_else_is_refused(tmp_path):
+    path = tmp_path / "fp8_training.json"
+    path.write_text('{"runs": []}')
+    with pytest.raises(ValueError, match="restore it"):
+        load_training(path)
