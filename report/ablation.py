@@ -1,11 +1,11 @@
 """The time that each fused part takes off a step, in numbers and as a table, from a run alone.
 
 A part is measured twice. Added first: alone, on vanilla PEFT (vanilla_peft less fused_PART). Added
-last: on top of all the others (fused_all_but_PART less fused_all). What all of them together take
-off and the parts added first do not add up to is the interaction.
+last: on top of all the others (fused_all_but_PART less fused_all). The interaction is the time that
+all of them together take off beyond the sum of the parts added first.
 
-Both of the step and of the GPU's own time in it, the sum of its kernels: where a step waits for the
-host, the first says what a user gains there, the second what the part saves, whatever the host.
+Each is of the step and of the GPU's own time in it, the sum of its kernels. Where a step waits for
+the host, the first says what a user gains there, the second what the part saves on any host.
 """
 
 from __future__ import annotations
@@ -15,8 +15,15 @@ from statistics import median
 from typing import NamedTuple
 
 from bench.records import Interval, Run, Verdict
-from report.looks import markdown_table, why_no_time
-from report.statistics import NOISE, interval95, interval95_of_ratios, noise_band, verdict_of
+from report.statistics import (
+    NOISE,
+    interval95,
+    interval95_of_ratios,
+    noise_band,
+    verdict_of,
+)
+from report.table import markdown_table
+from report.wording import why_no_time
 from variants import ALL_BUT, ALONE, BASELINE, FUSED_PARTS, counterpart, variant_of
 
 STEP, GPU = "step_ms", "gpu_busy_ms"
@@ -46,14 +53,18 @@ class PartGains(NamedTuple):
     first: Gain | str
     last: Gain | str | None
 
+    def known(self) -> list[Gain]:
+        return [gain for gain in (self.first, self.last) if isinstance(gain, Gain)]
+
 
 def parts_of_block(checkpoints: bool) -> tuple[str, ...]:
-    """The parts of a block: without checkpointing there is none to fuse."""
+    """Return the parts of a block: without checkpointing there is none to fuse."""
     return tuple(part for part in FUSED_PARTS if checkpoints or part != "checkpoint")
 
 
 def gains(run: Run, seq_len: int, checkpoints: bool = True, time: str = STEP) -> list[PartGains]:
-    """One row a part, then the interaction; of the variants with or without checkpointing."""
+    """Return a row for each part, then the interaction; by the variants with or without
+    checkpointing."""
     vanilla, fused_all = _ends(checkpoints)
     parts = parts_of_block(checkpoints)
     alone, all_but = (
@@ -74,21 +85,27 @@ def gains(run: Run, seq_len: int, checkpoints: bool = True, time: str = STEP) ->
     # vanilla - fused_all - the sum of (vanilla - alone)
     terms = {variant: 1 for variant in alone.values()}
     missing = any(isinstance(row.first, str) for row in rows)
-    together = {fused_all: -1, vanilla: 1 - len(alone), **terms}
-    what = "parts missing" if missing else gain(together)
-    return [*rows, PartGains(INTERACTION, what, None)]
+    all_terms = {fused_all: -1, vanilla: 1 - len(alone), **terms}
+    interaction = "parts missing" if missing else gain(all_terms)
+    return [*rows, PartGains(INTERACTION, interaction, None)]
+
+
+def together(run: Run, seq_len: int, checkpoints: bool, time: str = STEP) -> Gain | str:
+    """Return the gain of all parts of a block."""
+    vanilla, fused_all = _ends(checkpoints)
+    return _gain(run, seq_len, checkpoints, {fused_all: -1, vanilla: 1}, time)
 
 
 def _ends(checkpoints: bool) -> tuple[str, str]:
-    """Vanilla PEFT and all fused, of a block."""
+    """Return vanilla PEFT and all fused, of a block."""
     return counterpart(BASELINE, checkpoints).id, counterpart("fused_all", checkpoints).id
 
 
 def _gain(
-    run: Run, seq_len: int, checkpoints: bool, signs: dict[str, int], time: str = STEP
+    run: Run, seq_len: int, checkpoints: bool, signs: dict[str, int], time: str
 ) -> Gain | str:
-    """The sum of the variants' times with these signs, in every round that has them all. Of the
-    GPU's own time there are no verdicts: the A/A twins say how much a step's is noise."""
+    """Sum the variants' times with these signs, in every round that has them all. The GPU's own
+    time has no verdict: the A/A twins say how much of a step's is noise."""
     times = {variant: _by_round(run, variant, seq_len, time) for variant in signs}
     ends = _ends(checkpoints)
     vanilla = _by_round(run, ends[0], seq_len, time)
@@ -122,16 +139,11 @@ def _by_round(run: Run, variant: str, seq_len: int, time: str) -> dict[int, floa
 
 
 def blocks_of(run: Run) -> list[bool]:
-    """The blocks that have two variants to hold against each other."""
+    """Return the blocks that have two variants to compare."""
     shown = {BASELINE, "fused_all", *ALONE.values(), *ALL_BUT.values()}
     timed = {cell.variant for cell in run.cells_of(status="ok")}
     found = [v for v in map(variant_of, timed) if v.plain_id in shown]
     return [block for block in BLOCKS if sum(v.checkpoints is block for v in found) >= 2]
-
-
-def together(run: Run, seq_len: int, checkpoints: bool, time: str = STEP) -> Gain | str:
-    vanilla, fused_all = _ends(checkpoints)
-    return _gain(run, seq_len, checkpoints, {fused_all: -1, vanilla: 1}, time)
 
 
 def name_of_part(part: str) -> str:
@@ -139,7 +151,7 @@ def name_of_part(part: str) -> str:
 
 
 def signed_number(value: float, digits: int) -> str:
-    """With a true minus, and none before a zero."""
+    """Return a number with a true minus, and none before a zero."""
     words = f"{value:.{digits}f}"
     return words.lstrip("-") if float(words) == 0 else words.replace("-", "−")
 
@@ -148,9 +160,9 @@ def signed_number(value: float, digits: int) -> str:
 
 
 def ablation_table(run: Run) -> str:
-    """In Markdown, two tables a block: each part's gains at each length, and all of them together,
-    of the step and of the GPU's own time. Gains that are not distinguishable from noise are in
-    italics; the step's table leaves out lengths at which hardly a part's is distinguishable."""
+    """Write two tables a block: each part's gains at each length, and all of them together, of the
+    step and of the GPU's own time. A gain within noise is in italics; the step's table leaves out
+    lengths at which hardly a part's is beyond it."""
     tables = []
     for block in blocks_of(run):
         every = run.experiment.seq_lens
@@ -159,17 +171,16 @@ def ablation_table(run: Run) -> str:
         without = f" ({' and '.join(left_out)} tokens, where gains are noise, are left out)"
         title = f"{BLOCKS[block]}{without if left_out else ''}:"
         tables.append(f"{title}\n\n{_table(run, block, STEP, lengths)}")
-        if not isinstance(together(run, run.experiment.seq_lens[0], block, GPU), str):
-            what = f"{BLOCKS[block]}, of the GPU's own time, whatever the host did:"
-            tables.append(f"{what}\n\n{_table(run, block, GPU, every)}")
+        if not isinstance(together(run, every[0], block, GPU), str):
+            title = f"{BLOCKS[block]}, of the GPU's own time, whatever the host did:"
+            tables.append(f"{title}\n\n{_table(run, block, GPU, every)}")
     return "\n\n".join(tables)
 
 
 def _is_noise(run: Run, seq_len: int, block: bool) -> bool:
     """Return True where parts' gains were judged and one at most, as by chance, stands out."""
-    found = [gain for row in gains(run, seq_len, block) for gain in (row.first, row.last)]
-    verdicts = [gain.verdict for gain in found if isinstance(gain, Gain)]
-    judged = [verdict for verdict in verdicts if verdict is not None]
+    found = [gain.verdict for row in gains(run, seq_len, block) for gain in row.known()]
+    judged = [verdict for verdict in found if verdict is not None]
     return len(judged) > 2 and sum(verdict != NOISE for verdict in judged) <= 1
 
 

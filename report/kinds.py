@@ -6,7 +6,7 @@ from statistics import median
 from typing import NamedTuple
 
 from bench.records import Run
-from report.looks import shown_variants
+from report.wording import shown_variants
 
 KINDS = {  # of kernels, in words
     "matmul": "matrix products",

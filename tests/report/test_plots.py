@@ -14,17 +14,16 @@ from matplotlib.text import Text
 
 from bench import results
 from report import benchmark_results as plots
-from report import kind_bars, looks, tables
+from report import kernel_time, tables, wording
 from report import statistics as summary
 from report.headline import headline_table
 from report.kinds import bars
-from report.lines import apart_by
-from report.view import View, looks_of
+from report.lines import View, apart_by, looks_of
 from variants import LOOKS, SUITES, VARIANTS, title_of, variant_of
 
 FOUR = ("vanilla_peft", "vanilla_peft_again", "fused_mlp", "full_unsloth")
 EIGHT = (*FOUR, "liger_peft", "compiled_peft", "fused_all", "fused_layer")
-LONG_NAMES = tuple(sorted(VARIANTS, key=lambda id: len(title_of(id)))[-looks.MANY :])
+LONG_NAMES = tuple(sorted(VARIANTS, key=lambda id: len(title_of(id)))[-wording.MANY :])
 COMMITTED = Path(__file__).parents[2] / "docs" / "runs"
 UNAVAILABLE = {("full_unsloth", n): "unavailable" for n in example.SEQ_LENS}
 RUNS = {
@@ -138,8 +137,8 @@ def test_the_last_panel_is_the_gpus_time_at_the_longest_length():
     bar = next(bar for bar in bars(run, 512) if bar.variant == "fused_mlp")
     drawn = [each for each in axes.patches if each.get_y() == pytest.approx(1 - 0.78 / 2)]
     drawn = [(each.get_width(), to_hex(each.get_facecolor())) for each in drawn]
-    for kind, ms in kind_bars.ms_of(bar).items():
-        assert (pytest.approx(ms), kind_bars.COLOURS[kind]) in drawn
+    for kind, ms in kernel_time.drawn_ms(bar).items():
+        assert (pytest.approx(ms), kernel_time.COLOURS[kind]) in drawn
     assert f"{bar.step_ms:.0f} ms" in words(axes) and "casts and copies" in words(axes)
     lines = [c for c in axes.collections if isinstance(c, LineCollection)]
     floors = {float(segment[0][0]) for c in lines for segment in c.get_segments()}
@@ -162,7 +161,7 @@ def test_of_many_variants_the_strongest_are_shown():
     others = ["fused_all", "liger_peft", "fused_layer", "fused_layer_graph", "compiled_peft"]
     assert shown("fastest") == [*asked, *others]
     assert shown("all")[-1] == "fused_layer"
-    assert len(shown("all")) == looks.MANY
+    assert len(shown("all")) == wording.MANY
 
 
 # --- what has no time -----------------------------------------------------------------------------
@@ -177,7 +176,7 @@ def test_every_status_is_marked_in_every_panel():
         found = {(float(mark.get_xdata()[0]), mark.get_marker()) for mark in marks}
         for (variant, seq_len), each in status.items():
             place = example.SEQ_LENS.index(seq_len) + 0.28 * (variant == "full_unsloth")
-            (text,) = (t for t in axes.texts if t.get_text() == looks.STATUS_WORDS[each])
+            (text,) = (t for t in axes.texts if t.get_text() == wording.STATUS_WORDS[each])
             assert text.get_position()[0] == pytest.approx(place)
             found.remove((text.get_position()[0], variant_of(variant).look.marker))
         assert not found
@@ -222,7 +221,7 @@ def test_the_title_does_not_boast_of_noise():
 
 
 def test_a_rehearsal_is_stamped_everywhere_and_nothing_else_is():
-    picture, said = picture_of("rehearsal"), looks.REHEARSAL_NOTICE
+    picture, said = picture_of("rehearsal"), wording.REHEARSAL_NOTICE
     assert title(picture) == said == "REHEARSAL without a GPU: not a performance result"
     (stamp,) = (text for text in picture.texts if text.get_rotation() == 30)
     assert stamp.get_text() == said.replace(": ", "\n")

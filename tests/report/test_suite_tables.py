@@ -8,7 +8,7 @@ from example_results import rounds
 from msgspec.structs import replace
 
 from bench.records import Floor
-from report import looks, suite_tables
+from report import suite_tables, wording
 from report.ablation import ablation_table
 from report.statistics import NOISE, summarize
 from variants import VARIANTS, Settings
@@ -34,7 +34,7 @@ def test_every_variant_stands_in_its_block_but_parts_alone_and_left_out(checkpoi
         variant.plain_title for variant in block
         if "_but_" in variant.plain_id or variant.plain_id.removeprefix("fused_") in PARTS
     }  # fmt: skip
-    titles = {looks.title_in(v.id, SUITE, title=v.plain_title) for v in block} - of_parts
+    titles = {wording.title_in(v.id, SUITE, title=v.plain_title) for v in block} - of_parts
     assert sorted(lines_of(checkpoints)) == sorted(titles)
 
 

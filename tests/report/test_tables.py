@@ -9,10 +9,9 @@ from msgspec.structs import replace
 from test_plots import RUNS
 
 from bench.records import Cell, Floor, KernelRow, Kernels
-from report import looks, tables
-from report.beside_floor import beside_floor_section
-from report.comparison import ComparedCell
-from report.headline import headline_table, times
+from report import tables, wording
+from report.comparison import ComparedCell, Comparison, comparison_table
+from report.headline import headline_table, speedup_in_words
 from report.statistics import summarize
 from variants import Lora, Settings, title_of
 
@@ -44,7 +43,7 @@ def test_the_main_table_by_hand():
     assert cells_of(markdown, "512", "fused MLP")[2] == "out of memory"
     why = "- fused MLP at 512 tokens: out of memory: `CUDA out of memory. Tried to allocate 9 GiB"
     assert why in markdown
-    assert "Commit abc1234." in markdown and looks.caption(hand_made()) in markdown
+    assert "Commit abc1234." in markdown and wording.caption(hand_made()) in markdown
     parts = [block.split("\n") for block in markdown.split("\n\n") if block.startswith("|")]
     assert {len({line.count("|") for line in table}) for table in parts} == {1}  # all rectangular
 
@@ -157,7 +156,7 @@ def test_steps_beside_the_floor_by_hand():
         run.add(example.timed_cell(variant, 512, 1, [ms] * 4, peak_allocated_bytes=peak))
     run.add(Cell(offload, 512, 1, "oom", error="made up for a test"))
     run.floor = {512: Floor(320.0, [320.0], recomputation_ms=80.0)}
-    assert beside_floor_section([run]).split("\n")[:5] == [
+    assert tables.beside_floor_section([run]).split("\n")[:5] == [
         "| tokens | variant | step, ms | tokens/s | × bf16's speed | × floor | peak, GiB |",
         "| --- | --- | --- | --- | --- | --- | --- |",
         f"| 512 | {title_of(graph)} | 400.0 | 40,960 |  | 1.25 | 3.0 |",
@@ -165,15 +164,17 @@ def test_steps_beside_the_floor_by_hand():
         "| 512 | everything fused | out of memory |  |  |  |  |",
     ]
     run.add(example.timed_cell(offload, 512, 1, [500.0] * 4))
-    line = next(one for one in beside_floor_section([run]).split("\n") if "| everything" in one)
+    line = next(
+        one for one in tables.beside_floor_section([run]).split("\n") if "| everything" in one
+    )
     assert line == "| 512 | everything fused | 500.0 | 32,768 |  | 1.56 | 1.25 |  |"
-    assert beside_floor_section([]) == "Not measured yet."
+    assert tables.beside_floor_section([]) == "Not measured yet."
 
 
 def test_within_noise_stands_in_italics():
     row = replace(summarize(RUNS["four"])[0], speedup=1.02, verdict="not distinguishable")
-    assert times(row) == "*1.02×*"
-    assert times(replace(row, verdict="faster")) == "1.02×"
+    assert speedup_in_words(row) == "*1.02×*"
+    assert speedup_in_words(replace(row, verdict="faster")) == "1.02×"
 
 
 # --- two runs -------------------------------------------------------------------------------------
@@ -213,4 +214,4 @@ NO_RATIO = {"speedup": None, "ci95": None, "band": None}
 )
 def test_a_row_of_a_comparison_by_hand(changed, words):
     row = dataclasses.replace(COMPARED, **changed)
-    assert tables.comparison_words(row) == ["512", "fused MLP", *words]
+    assert cells_of(comparison_table(Comparison([row], [])), "512", "fused MLP")[2:] == words
