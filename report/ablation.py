@@ -15,13 +15,7 @@ from statistics import median
 from typing import NamedTuple
 
 from bench.records import Interval, Run, Verdict
-from report.statistics import (
-    NOISE,
-    interval95,
-    interval95_of_ratios,
-    noise_band,
-    verdict_of,
-)
+from report.statistics import NOISE, interval95, interval95_of_ratios, noise_band, verdict_of
 from report.table import markdown_table
 from report.wording import why_no_time
 from variants import ALL_BUT, ALONE, BASELINE, FUSED_PARTS, counterpart, variant_of

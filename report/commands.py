@@ -42,41 +42,30 @@ def save_with_summary(path: Path, run: Run) -> None:
 
 
 def plot_only(folder: Path) -> int:
-    run = _loaded(folder, "--plot-only")
+    run, others, drawn = _loaded_from(folder, "--plot-only"), folder, []
     if folder.resolve() == HERE:
         from report import committed
 
+        others = HERE / "docs" / "figures"
         drawn = committed.update_pages(HERE, committed.generated_parts(run))
-        drawn += _draw_published(HERE / "docs" / "figures")
-        drawn += draw_pictures(run, folder, HERE / "docs" / "figures")
-    else:
-        drawn = draw_pictures(run, folder, folder)
+        drawn += _draw_published(others)
+    drawn += draw_pictures(run, folder, others)
     console.print("\n".join(map(str, drawn)), soft_wrap=True)
     return 0
 
 
-def _loaded(folder: Path, option: str) -> Run:
-    path = folder / "results.json"
-    if not path.is_file():
-        raise ValueError(f"{option}: there is no {path}; run the benchmark first, or give --out")
-    return store.load(path)
-
-
 def _draw_published(figures: Path) -> list[Path]:
     """Draw the pictures of published runs beside the experiment; return their paths."""
-    from report import committed, loss_curve, padding_picture, small_adapters
-    from report.fp8_training import fp8_training_figure
+    from report import committed, fp8_training, loss_curve, padding_picture, small_adapters
 
     losses = list(committed.loaded("*/loss_curve*").values())
-    pictures = {
+    adapters = committed.loaded_small_adapters()[0]
+    return _draw_suite(store.load(committed.suite_path()), figures) + _write(figures, {
         "loss_curve": loss_curve.loss_curve_figure(losses),
         "documents": padding_picture.documents_figure(committed.chat_groups()),
-        "fp8_training": fp8_training_figure(committed.loaded_training()),
-        "small_adapters": small_adapters.small_adapters_figure(
-            *committed.loaded_small_adapters()[:1]
-        ),
-    }
-    return draw_suite(store.load(committed.suite_path()), figures) + _write(pictures, figures)
+        "fp8_training": fp8_training.fp8_training_figure(committed.loaded_training()),
+        "small_adapters": small_adapters.small_adapters_figure(adapters),
+    })  # fmt: skip
 
 
 def draw_pictures(run: Run, folder: Path, others: Path) -> list[Path]:
@@ -86,53 +75,59 @@ def draw_pictures(run: Run, folder: Path, others: Path) -> list[Path]:
     from report.kernel_time import kernel_time_figure, longest_profiled
 
     longest = longest_profiled(run)
-    drawn = _write({"benchmark_results": benchmark_figure(run)}, folder)
-    kernel_times = {
+    drawn = _write(folder, {"benchmark_results": benchmark_figure(run)})
+    drawn += _write(others, {
         "kernel_time": kernel_time_figure(run),
         f"kernel_time_{longest}": kernel_time_figure(run, [longest]),
-    }
-    return drawn + _write(kernel_times, others) + draw_suite(run, others)
+    })  # fmt: skip
+    return drawn + _draw_suite(run, others)
 
 
-def draw_suite(run: Run, folder: Path) -> list[Path]:
+def _draw_suite(run: Run, folder: Path) -> list[Path]:
     """Draw the pictures that a suite has and the experiment alone has not; return their paths."""
     if "fused_all" not in {variant_of(id).plain_id for id in run.experiment.variants}:
         return []
     from report.ablation_picture import ablation_figure
     from report.frontier import frontier_figure
 
-    pictures = {
+    return _write(folder, {
         "ablation": ablation_figure(run),
         "ablation_all_lengths": ablation_figure(run, all_lengths=True),
         "frontier": frontier_figure(run),
-    }
-    return _write(pictures, folder)
+    })  # fmt: skip
 
 
-def _write(pictures: dict[str, "Figure | None"], folder: Path) -> list[Path]:
+def _write(folder: Path, pictures: dict[str, "Figure | None"]) -> list[Path]:
     from report.picture import write_png
 
     paths = {folder / f"{name}.png": picture for name, picture in pictures.items()}
     return [path for path, picture in paths.items() if write_png(picture, path)]
 
 
+def _loaded_from(folder: Path, option: str) -> Run:
+    path = folder / "results.json"
+    if not path.is_file():
+        raise ValueError(f"{option}: there is no {path}; run the benchmark first, or give --out")
+    return store.load(path)
+
+
+def _loaded(option: str, paths: Iterable[Path]) -> list[Run]:
+    try:
+        return [store.load(path) for path in paths]
+    except OSError as error:
+        reason = f"{error.filename} cannot be read ({error.strerror})"
+        raise ValueError(f"{option}: {reason}") from None
+
+
 def compare_only(old_path: Path, new_path: Path) -> int:
     """Print how the runs in two files differ; 1 where the new one is slower beyond noise."""
-    compared = compare(*_loaded_for("--compare", [old_path, new_path]))
+    compared = compare(*_loaded("--compare", [old_path, new_path]))
     console.print(comparison_table(compared), soft_wrap=True, markup=False)
     for difference in compared.differences:
         console.print(f"  {escape(difference)}", soft_wrap=True)
     if compared.is_slower:
         console.print("Slower beyond noise.")
     return 1 if compared.is_slower else 0
-
-
-def _loaded_for(option: str, paths: Iterable[Path]) -> list[Run]:
-    try:
-        return [store.load(path) for path in paths]
-    except OSError as error:
-        reason = f"{error.filename} cannot be read ({error.strerror})"
-        raise ValueError(f"{option}: {reason}") from None
 
 
 def merge_only(paths: list[Path], folder: Path | None) -> int:
@@ -142,7 +137,7 @@ def merge_only(paths: list[Path], folder: Path | None) -> int:
     path = folder / "results.json"
     if path.exists():
         raise ValueError(f"--merge: {path} is there; give another --out")
-    merged = store.merge(_loaded_for("--merge", paths))
+    merged = store.merge(_loaded("--merge", paths))
     with locked(folder):
         save_with_summary(path, merged)
         console.print(summary_table(merged))
@@ -161,7 +156,7 @@ def fits_only(gib: float, folder: Path) -> int:
 
         run = store.load(suite_path())
     else:
-        run = _loaded(folder, "--fits")
+        run = _loaded_from(folder, "--fits")
     console.print(fits_table(run, gib), soft_wrap=True, markup=False)
     return 0
 

@@ -16,7 +16,7 @@ from typing import Any
 from bench.records import Interval, Run, Status
 from bench.results import first_few, flat_items, in_words
 from report.statistics import median_or_none, noise_band, verdict_of
-from report.table import Column, number, spread, table
+from report.table import markdown_table, number, spread
 from report.wording import STATUS_WORDS, title_in
 from variants import Settings
 
@@ -58,22 +58,15 @@ class Comparison:
         return any(row.verdict in ("slower", "no time any more") for row in self.rows)
 
 
-COLUMNS = (
-    Column[ComparedCell]("tokens", lambda row: str(row.seq_len)),
-    Column[ComparedCell]("variant", lambda row: row.name),
-    Column[ComparedCell]("first, ms", lambda row: _ms_or_status(row.old_ms, row.old)),
-    Column[ComparedCell]("second, ms", lambda row: _ms_or_status(row.new_ms, row.new)),
-    Column[ComparedCell](
-        "first / second", lambda row: number(row.speedup, 2) + spread(row.ci95, 2)
-    ),
-    Column[ComparedCell]("noise", lambda row: spread(row.band, 2).strip(" ()")),
-    Column[ComparedCell]("verdict", lambda row: row.verdict or ""),
-)
-
-
 def comparison_table(compared: Comparison) -> str:
     """Write every cell in both files."""
-    return table(COLUMNS, compared.rows)
+    header = ["tokens", "variant", "first, ms", "second, ms", "first / second", "noise", "verdict"]
+    return markdown_table(header, [
+        [str(row.seq_len), row.name, _ms_or_status(row.old_ms, row.old),
+         _ms_or_status(row.new_ms, row.new), number(row.speedup, 2) + spread(row.ci95, 2),
+         spread(row.band, 2).strip(" ()"), row.verdict or ""]
+        for row in compared.rows
+    ])  # fmt: skip
 
 
 def _ms_or_status(ms: float | None, status: Status | None) -> str:

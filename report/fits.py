@@ -29,15 +29,6 @@ class Point(NamedTuple):
     speedup: float | None
 
 
-class Fit(NamedTuple):
-    """A length, the points that fit there by their speedup (the largest first, those without one
-    last), and the point that takes the least."""
-
-    seq_len: int
-    points: list[Point]
-    least: Point | None
-
-
 def points_of(run: Run, seq_len: int) -> list[Point]:
     """Return the variants with a time and a peak at this length, fastest first, without the A/A
     twins."""
@@ -80,31 +71,34 @@ def pareto(points: list[Point]) -> list[Point]:
     return best
 
 
-def fitting_points(run: Run, gib: float) -> list[Fit]:
-    """List, for each length, the variants that fit a card of this size beside the CUDA context."""
-    found = []
-    for seq_len in run.experiment.seq_lens:
-        points = points_of(run, seq_len)
-        inside = [point for point in points if point.peak_gib <= gib - CONTEXT_GIB]
-        inside.sort(key=lambda point: -(point.speedup or 0))
-        least = min(points, key=lambda point: point.peak_gib, default=None)
-        found.append(Fit(seq_len, inside, least))
-    return found
+def fitting_points(points: list[Point], gib: float) -> list[Point]:
+    """Return those that fit a card of this size beside the CUDA context, the largest speedup first,
+    those without one last."""
+    inside = [point for point in points if point.peak_gib <= gib - CONTEXT_GIB]
+    return sorted(inside, key=lambda point: -(point.speedup or 0))
 
 
 def fits_table(run: Run, gib: float) -> str:
     """Write the fastest few of each length, how many more fit, and by what they are ranked."""
     lines = []
-    for seq_len, points, least in fitting_points(run, gib):
-        for point in points[:LISTED]:
-            numbers = [number(point.speedup, 2), f"{point.step_ms:.1f}", f"{point.peak_gib:.1f}"]
+    for seq_len in run.experiment.seq_lens:
+        points = points_of(run, seq_len)
+        fitting = fitting_points(points, gib)
+        for point in fitting[:LISTED]:
+            numbers = [
+                number(point.speedup, 2),
+                number(point.step_ms, 1),
+                number(point.peak_gib, 1),
+            ]
             lines.append([str(seq_len), title_of(point.variant), *numbers])
-        if more := len(points[LISTED:]):
+        if more := len(fitting[LISTED:]):
             lines.append([str(seq_len), f"and {more} slower", "", "", ""])
-        if not points:
-            why = f"nothing: {title_of(least.variant)} takes the least" if least else ""
-            peak = f"{least.peak_gib:.1f}" if least else ""
-            lines.append([str(seq_len), why or "nothing measured", "", "", peak])
+        if points and not fitting:
+            least = min(points, key=lambda point: point.peak_gib)
+            why = f"nothing: {title_of(least.variant)} takes the least"
+            lines.append([str(seq_len), why, "", "", number(least.peak_gib, 1)])
+        elif not points:
+            lines.append([str(seq_len), "nothing measured", "", "", ""])
     references = {_reference(run, seq_len) for seq_len in run.experiment.seq_lens}
     said = (
         f"Ranked by the speedup over {' or '.join(sorted(map(title_of, references)))}, measured in "

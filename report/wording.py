@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from bench.records import COMPARED_PACKAGES, Environment, Experiment, Git, Run, SummaryRow
+from bench.records import COMPARED_PACKAGES, Environment, Git, Run, SummaryRow
 from report.table import number
-from variants import AGAIN, BASELINE, SUITES, TARGETS, Lora, Variant, title_of, variant_of
+from variants import AGAIN, BASELINE, SUITES, TARGETS, Variant, title_of, variant_of
 
 STATUS_WORDS = {
     "oom": "out of memory",
@@ -93,44 +93,26 @@ def caption_with_commit(run: Run) -> str:
 
 def caption(run: Run) -> str:
     """Say what a run was measured on, and how."""
-    experiment, environment = run.experiment, run.environment
+    asked, lora = run.experiment, run.experiment.lora
     # a run that was merged, or is not finished, has more rounds of some variants than of others
     timed = [cells for key in run.measured() if (cells := run.cells_of(*key, "ok"))]
     steps = from_to(sum(len(cell.step_ms) for cell in cells) for cells in timed)
     cards = f" ({run.cards()} cards, one after the other)" if run.cards() > 1 else ""
-    facts = [
-        environment.device + cards,
-        *packages_in(environment, COMPARED_PACKAGES),
-        experiment.model,
-        experiment.dtype,
-        f"batch {experiment.batch_size}{_rows(experiment)}",
-        *([f"{experiment.accumulate} micro-batches a step"] if experiment.accumulate > 1 else []),
-        _adapters(experiment.lora),
-        f"gradient checkpointing {_checkpointing(experiment)}",
-        f"{steps} timed steps each{interleaved(run)}",
-        f"rounds: {from_to(map(len, timed))}",
-    ]
-    return " · ".join(facts) + "."
-
-
-def _rows(experiment: Experiment) -> str:
-    if experiment.documents:
-        return ", whole chats in one row"
-    return ", padded" if experiment.padded else ""
-
-
-def _adapters(lora: Lora) -> str:
+    rows = ", whole chats in one row" if asked.documents else ", padded" if asked.padded else ""
     where = f" on {', '.join(lora.targets)}" if len(lora.targets) < len(TARGETS) else ""
     dropout = f", dropout {lora.dropout:g}" if lora.dropout else ""
-    return f"LoRA rank {lora.rank}{where}{dropout}"
-
-
-def _checkpointing(experiment: Experiment) -> str:
-    """A suite has variants with it, variants without it, or both, whatever its option says."""
-    found = {variant_of(variant).checkpoints for variant in experiment.variants}
-    if found == {True}:
-        return experiment.checkpointing
-    return "off" if found == {False} else f"{experiment.checkpointing} and off"
+    # a suite has variants with checkpointing, without it, or both, whatever its option says
+    found = {variant_of(variant).checkpoints for variant in asked.variants}
+    checkpointing = [asked.checkpointing] * (True in found) + ["off"] * (False in found)
+    facts = [
+        run.environment.device + cards, *packages_in(run.environment, COMPARED_PACKAGES),
+        asked.model, asked.dtype, f"batch {asked.batch_size}{rows}",
+        *([f"{asked.accumulate} micro-batches a step"] if asked.accumulate > 1 else []),
+        f"LoRA rank {lora.rank}{where}{dropout}",
+        f"gradient checkpointing {' and '.join(checkpointing)}",
+        f"{steps} timed steps each{interleaved(run)}", f"rounds: {from_to(map(len, timed))}",
+    ]  # fmt: skip
+    return " · ".join(facts) + "."
 
 
 def interleaved(run: Run) -> str:
