@@ -13,12 +13,21 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from bench.records import Run
-from report import ablation
-from report.ablation import BLOCKS, INTERACTION, Gain, name_of_part, signed_number
+from report.ablation import (
+    BLOCKS,
+    GPU,
+    INTERACTION,
+    Block,
+    Gain,
+    blocks_of,
+    name_of_part,
+    parts_of_block,
+    signed_number,
+)  # fmt: skip
 from report.picture import annotate, framed, lay_bars, write_caption, write_title
 from report.statistics import NOISE, speedups
 from report.wording import FLOOR_WORDS, REHEARSAL_NOTICE, caption, why_no_time
-from variants import BASELINE, LOOKS, counterpart, title_of
+from variants import BASELINE, LOOKS, title_of
 
 FIRST, LAST = LOOKS["fused"].colour, "#4d2200"
 COLUMNS = (52, 92, 142, 177)  # where the numbers beside a panel end, in points from its right side
@@ -42,13 +51,13 @@ MEDIANS = "Medians over steps, then over rounds; percent: of vanilla's step in t
 def ablation_figure(run: Run, all_lengths: bool = False) -> Figure | None:
     """Draw the longest length with a time, or all, a row of panels each; a column a block. Bars are
     in ms from 0, on one scale a row. None where fewer than two variants have a time."""
-    blocks = ablation.blocks_of(run)
+    blocks = blocks_of(run)
     if not blocks:
         return None
     lengths = run.experiment.seq_lens
     if not all_lengths:
         lengths = [max(cell.seq_len for cell in run.cells_of(status="ok"))]
-    names = [name_of_part(part) for part in (*ablation.parts_of_block(blocks[0]), INTERACTION)]
+    names = [name_of_part(part) for part in (*parts_of_block(blocks[0]), INTERACTION)]
     names = [title_of(BASELINE), *names, title_of("fused_all")]
     height = 3.1 + len(lengths) * (0.5 + ROW_INCHES * len(names))
     with framed(14, height) as picture:
@@ -56,7 +65,7 @@ def ablation_figure(run: Run, all_lengths: bool = False) -> Figure | None:
         picture.subplots_adjust(0.145, 1.3 / height, 0.81, 1 - 2.5 / height, 0.82, 0.24)
         for line, seq_len in zip(panels, lengths, strict=True):
             for axes, block in zip(line, blocks, strict=True):
-                _panel(axes, run, seq_len, block, names)
+                _panel(axes, Block(run, seq_len, block), names)
                 axes.set_yticks(range(len(names)), names if axes is line[0] else [""] * len(names))
             # By the bars, shared by the line: an interval of two rounds may go far beyond them.
             ends = [bar.get_x() + bar.get_width() for axes in line for bar in axes.patches]
@@ -86,22 +95,20 @@ def _legend(picture: Figure, y: float) -> None:
                    handlelength=1.2, columnspacing=1.1)  # fmt: skip
 
 
-def _panel(axes: Axes, run: Run, seq_len: int, block: bool, names: list[str]) -> None:
+def _panel(axes: Axes, block: Block, names: list[str]) -> None:
+    run, seq_len, fused_all = block.run, block.seq_len, block.id("fused_all")
     axes.set_title(f"{seq_len} tokens", size=13)
     axes.set_ylim(len(names) - 0.5, -0.6)
     lay_bars(axes)
     _beside(axes, 1, -0.95, "added first", color=FIRST, size=10)
     _beside(axes, 3, -0.95, "added last", color=LAST, size=10)
-    place, all_ms = (
-        _total(axes, run, seq_len, counterpart(variant, block).id, y, colour)
-        for variant, y, colour in ((BASELINE, 0, LOOKS["peft"].colour),
-                                   ("fused_all", len(names) - 1, FIRST))
-    )  # fmt: skip
-    if ratios := speedups(run, counterpart("fused_all", block).id, seq_len):
+    place = _total(axes, block, block.id(BASELINE), 0, LOOKS["peft"].colour)
+    all_ms = _total(axes, block, fused_all, len(names) - 1, FIRST)
+    if ratios := speedups(run, fused_all, seq_len):
         _beside(axes, 1, len(names) - 1, f"{median(ratios):.2f}×", weight="bold")
     rows, on_gpu = (
-        {name_of_part(row.part): row for row in ablation.gains(run, seq_len, block, time)}
-        for time in (ablation.STEP, ablation.GPU)
+        {name_of_part(row.part): row for row in one.gains()}
+        for one in (block, block._replace(time=GPU))
     )
     above = 0
     for y, name in enumerate(names[1:-1], start=1):
@@ -132,11 +139,11 @@ def _floor_ms(run: Run, seq_len: int) -> list[float]:
     return [run.floor[seq_len].floor_ms] if seq_len in run.floor else []
 
 
-def _total(axes: Axes, run: Run, seq_len: int, variant: str, y: int, colour: str) -> float | None:
+def _total(axes: Axes, block: Block, variant: str, y: int, colour: str) -> float | None:
     """Draw the bar of a whole step, or say why there is none."""
-    own = run.round_ms(variant, seq_len)
+    own = block.run.round_ms(variant, block.seq_len)
     if not own:
-        _beside(axes, 1, y, why_no_time(run, variant, seq_len), **ASIDE)
+        _beside(axes, 1, y, why_no_time(block.run, variant, block.seq_len), **ASIDE)
         return None
     step_ms = median(own.values())
     axes.barh(y, step_ms, 0.66, color=colour)
@@ -184,10 +191,10 @@ def ablation_finding(run: Run) -> str:
     """Say how much all parts take off at the longest length that tells, and the largest few."""
     if run.rehearsal:
         return REHEARSAL_NOTICE
-    for block in ablation.blocks_of(run):
+    for block in blocks_of(run):
         for seq_len in reversed(run.experiment.seq_lens):
-            if percent := _clear_percent(ablation.together(run, seq_len, block)):
-                rows = ablation.gains(run, seq_len, block)[:-1]
+            if percent := _clear_percent(Block(run, seq_len, block).together()):
+                rows = Block(run, seq_len, block).gains()[:-1]
                 alone = sorted((-_clear_percent(row.first), name_of_part(row.part)) for row in rows)
                 parts = [f"{name} {-minus:.0f}%" for minus, name in alone[:3] if minus < 0]
                 words = f" (alone: {', '.join(parts)})".replace("fused ", "") if parts else ""
@@ -202,8 +209,8 @@ def lengths_finding(run: Run, lengths: list[int]) -> str:
     rehearsal."""
     said = []
     for seq_len in lengths:
-        rows = [row for block in ablation.blocks_of(run)
-                for row in ablation.gains(run, seq_len, block)[:-1]]  # fmt: skip
+        rows = [row for block in blocks_of(run)
+                for row in Block(run, seq_len, block).gains()[:-1]]  # fmt: skip
         found = chain.from_iterable(row.known() for row in rows)
         if judged := [gain.verdict for gain in found if gain.verdict]:
             clear = sum(verdict != NOISE for verdict in judged)

@@ -4,7 +4,7 @@ from statistics import median
 
 import example_results as example
 import pytest
-from ablation_case import HAND_MADE, RUNS, WITHOUT, row
+from ablation_case import HAND_MADE, RUNS, WITHOUT, gains, row
 from example_results import rounds
 
 from bench.records import Cell
@@ -27,7 +27,7 @@ from variants import FUSED_PARTS
     ],
 )
 def test_gains_by_hand(part, which, ms):
-    gain = getattr(row(ablation.gains(rounds(**HAND_MADE), 64), part), which)
+    gain = getattr(row(gains(rounds(**HAND_MADE), 64), part), which)
     of_vanilla = [100 * a / b for a, b in zip(ms, HAND_MADE["vanilla_peft"], strict=True)]
     assert (gain.ms, gain.percent) == pytest.approx((median(ms), median(of_vanilla)))
     assert gain.ci95_ms == pytest.approx(summary.interval95(ms), rel=1e-5)
@@ -36,7 +36,7 @@ def test_gains_by_hand(part, which, ms):
 
 def test_gains_are_judged_as_speedups_are():
     run = rounds(**HAND_MADE)
-    rows = ablation.gains(run, 64)
+    rows = gains(run, 64)
     judged = {r.variant: r.verdict for r in summary.summarize(run)}
     for part in FUSED_PARTS:
         assert row(rows, part).first.verdict == judged[f"fused_{part}"]
@@ -44,21 +44,21 @@ def test_gains_are_judged_as_speedups_are():
     assert row(rows, "checkpoint").first.verdict == "slower"
     assert row(rows, "rope").last.verdict == summary.NOISE  # 0, 1 and 0 ms
     run = rounds(**HAND_MADE | {"vanilla_peft_again": ()})
-    assert row(ablation.gains(run, 64), "mlp").first.verdict is None
+    assert row(gains(run, 64), "mlp").first.verdict is None
 
 
 def test_one_round_has_no_interval():
     run = rounds(vanilla_peft=[200], vanilla_peft_again=[201], fused_mlp=[150])
-    assert row(ablation.gains(run, 64), "mlp").first == Gain(50, None, 25, None, None)
+    assert row(gains(run, 64), "mlp").first == Gain(50, None, 25, None, None)
 
 
 def test_rounds_are_paired_and_one_that_lacks_a_side_is_left_out():
     run = rounds(vanilla_peft=[200, 400, 600], fused_mlp=["oom", 390, 580])
-    gain = row(ablation.gains(run, 64), "mlp").first
+    gain = row(gains(run, 64), "mlp").first
     assert gain.ms == 15  # of 10 and 20; unpaired: -85
     assert gain.ci95_ms == pytest.approx([15 - 12.7062 * 5, 15 + 12.7062 * 5], rel=1e-5)
     run = rounds(vanilla_peft=["error", 200], fused_mlp=[150, "error"])
-    assert row(ablation.gains(run, 64), "mlp").first == "no common round"
+    assert row(gains(run, 64), "mlp").first == "no common round"
 
 
 def test_each_block_has_its_own_baseline_noise_and_parts():
@@ -66,7 +66,7 @@ def test_each_block_has_its_own_baseline_noise_and_parts():
     pair |= {"vanilla_peft" + WITHOUT: [200, 200], "fused_mlp" + WITHOUT: [190, 190]}
     run = rounds(**pair, vanilla_peft_again=[301, 300],
                  vanilla_peft_again_no_checkpointing=[220, 200])  # fmt: skip
-    with_it, without = (ablation.gains(run, 64, block) for block in (True, False))
+    with_it, without = (gains(run, 64, block) for block in (True, False))
     mlp = row(with_it, "mlp").first
     assert (mlp.ms, mlp.percent, mlp.verdict) == (10, pytest.approx(100 / 30), "faster")
     mlp = row(without, "mlp").first
@@ -75,18 +75,18 @@ def test_each_block_has_its_own_baseline_noise_and_parts():
 
 
 def test_what_has_no_gain_says_why():
-    rows = ablation.gains(RUNS["with gaps"], 512)
+    rows = gains(RUNS["with gaps"], 512)
     assert row(rows, "attention").first == "out of memory"
     assert row(rows, "rope").last == "error"
     assert row(rows, "interaction").first == "parts missing"
     assert row(rows, "attention").last.percent > 0
-    rows = ablation.gains(RUNS["with gaps"], 128)
+    rows = gains(RUNS["with gaps"], 128)
     assert {row.last for row in rows[:-1]} == {"no all parts"}
     assert row(rows, "interaction").first == "no all parts"
-    rows = ablation.gains(RUNS["with gaps"], 256)
+    rows = gains(RUNS["with gaps"], 256)
     assert {row.first for row in rows[:-1]} == {"no vanilla PEFT"}
     assert row(rows, "mlp").last.ms > 0 and row(rows, "mlp").last.percent is None
-    rows = ablation.gains(RUNS["two variants"], 512)
+    rows = gains(RUNS["two variants"], 512)
     assert {row.first for row in rows[1:-1]} == {row.last for row in rows[:-1]} == {"not measured"}
 
 
@@ -120,7 +120,7 @@ def test_lengths_where_all_is_noise_are_left_out_of_the_steps_table(monkeypatch)
         rows = [ablation.PartGains("mlp", *found[:2]), ablation.PartGains("rope", *found[2:])]
         clear = [ablation.PartGains("mlp", told, told), ablation.PartGains("rope", told, told)]
         of = {64: rows, 128: clear}
-        monkeypatch.setattr(ablation, "gains", lambda _, n, *args, of=of, **options: of[n])
+        monkeypatch.setattr(ablation.Block, "gains", lambda self, of=of: of[self.seq_len])
         said = ablation.ablation_table(run)
         assert ("(64 tokens, where gains are noise, are left out)" in said) is is_left_out
 
@@ -131,11 +131,11 @@ def test_the_gpus_own_time_by_hand():
     busy_ms = {"vanilla_peft": 100, "fused_mlp": 88, "fused_all_but_mlp": 61, "fused_all": 50}
     for cell in run.cells:
         cell.gpu_busy_ms = busy_ms.get(cell.variant)
-    mlp, attention, *_ = ablation.gains(run, 64, time=ablation.GPU)
+    mlp, attention, *_ = gains(run, 64, time=ablation.GPU)
     assert (mlp.first.ms, mlp.first.percent, mlp.last.ms) == pytest.approx((12, 12, 11))
     assert mlp.first.verdict is mlp.last.verdict is None
     assert isinstance(attention.first, str)
-    assert ablation.together(run, 64, True, ablation.GPU).ms == 50
+    assert ablation.Block(run, 64, True, ablation.GPU).together().ms == 50
     assert "| fused MLP | 12.0 (12.0%) | 11.0 |" in ablation.ablation_table(run)
     for cell in run.cells:
         cell.gpu_busy_ms = None

@@ -7,7 +7,7 @@ from statistics import median
 import example_results as example
 import picture_case as case
 import pytest
-from ablation_case import HAND_MADE, RUNS, WITHOUT, row
+from ablation_case import HAND_MADE, RUNS, WITHOUT, gains, row
 from example_results import rounds
 from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
@@ -34,7 +34,7 @@ def bars(axes, height):
 @pytest.mark.parametrize(("panel", "seq_len", "block"), [(0, 64, True), (7, 512, False)])
 def test_a_panel_is_a_waterfall_from_vanilla_to_all_fused(panel, seq_len, block):
     run, axes = RUNS["all"], picture_of("all").axes[panel]
-    rows = ablation.gains(run, seq_len, block)
+    rows = gains(run, seq_len, block)
     vanilla, fused = (
         median(run.round_ms(counterpart(name, block).id, seq_len).values())
         for name in ("vanilla_peft", "fused_all")
@@ -51,7 +51,7 @@ def test_a_panel_is_a_waterfall_from_vanilla_to_all_fused(panel, seq_len, block)
     whiskers = [sorted(line.get_xdata()) for line in axes.lines if line.get_marker() == "|"]
     assert sorted(vanilla - bound for bound in rows[0].first.ci95_ms) in whiskers
     assert len(whiskers) == 2 * len(rows) - 1
-    of_gpu = ablation.gains(run, seq_len, block, ablation.GPU)
+    of_gpu = gains(run, seq_len, block, ablation.GPU)
     wanted = [vanilla - of_gpu[0].first.ms, vanilla - of_gpu[0].last.ms]
     wanted += [begins[1] - of_gpu[1].first.ms, begins[1] - of_gpu[1].last.ms]
     diamonds = [line.get_xdata()[0] for line in axes.lines if line.get_marker() == "D"]
@@ -72,13 +72,13 @@ def words(axes):
 
 def test_the_numbers_stand_beside_the_bars_and_only_what_is_told_from_noise_is_bold():
     axes = picture_of("all").axes[6]  # 512 tokens, with checkpointing
-    mlp = row(ablation.gains(RUNS["all"], 512), "mlp")
+    mlp = row(gains(RUNS["all"], 512), "mlp")
     for gain in (mlp.first, mlp.last):
         assert f"{gain.ms:.0f} ms" in words(axes) and f"{gain.percent:.0f}%" in words(axes)
     assert "1.86×" in words(axes)
     colours = {text.get_text(): to_hex(text.get_color()) for text in axes.texts}
     assert colours[f"{mlp.first.ms:.0f} ms"] == plot.FIRST == LOOKS["fused"].colour
-    every = [gain for one in ablation.gains(RUNS["all"], 512) for gain in one[1:] if gain]
+    every = [gain for one in gains(RUNS["all"], 512) for gain in one[1:] if gain]
     within_noise = [gain.ms for gain in every if gain.verdict == summary.NOISE]
     noise = f"{within_noise[0]:.0f} ms".replace("-", "−")
     assert colours[noise] == plot.NOISY
@@ -86,7 +86,7 @@ def test_the_numbers_stand_beside_the_bars_and_only_what_is_told_from_noise_is_b
     assert len(hollow) == len(within_noise)
     weights = {text.get_text(): text.get_weight() for text in axes.texts}
     assert (weights[f"{mlp.first.ms:.0f} ms"], weights[noise]) == ("bold", "normal")
-    (one_round,) = ablation.gains(RUNS["one block, one round"], 512)[:1]
+    (one_round,) = gains(RUNS["one block, one round"], 512)[:1]
     texts = picture_of("one block, one round").axes[-1].texts
     assert plot.NOISY not in {to_hex(text.get_color()) for text in texts}
     alone = [text for text in texts if text.get_text() == f"{one_round.first.ms:.0f} ms"]
@@ -106,7 +106,7 @@ def test_gaps_are_labelled():
     assert words(at[128, 0]).count("failed parity") == 1
     assert "does not apply" in words(at[256, 1]) and "does not apply" not in words(at[256, 0])
     fused = median(RUNS["with gaps"].round_ms("fused_all", 256).values())
-    gain = row(ablation.gains(RUNS["with gaps"], 256), "mlp").last
+    gain = row(gains(RUNS["with gaps"], 256), "mlp").last
     assert bars(at[256, 0], 0.16)[0] == pytest.approx((fused, fused + gain.ms))
 
 
