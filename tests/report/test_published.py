@@ -4,6 +4,7 @@ from pathlib import Path
 
 import example_results as example
 import pytest
+from table_case import rows_in
 
 from bench.published import SETTINGS
 from bench.records import Cell
@@ -38,18 +39,13 @@ def section(*runs, footnotes=()):
 
 def speeds(*runs):
     """The section's last table, of every variant's speed."""
-    return lines(section(*runs).split("\n\n")[-1])
-
-
-def lines(markdown):
-    found = [line for line in markdown.splitlines() if line.startswith("| ")]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in found[2:]]
+    return [[*row.values()] for row in rows_in(section(*runs)) if "tokens/s" in row]
 
 
 def test_each_number_of_theirs_stands_beside_the_fastest_of_ours_unsloth_and_vanilla():
-    first, *others = lines(claims_table([published_run()]))
+    first, *others = rows_in(claims_table([published_run()]))
     tokens = 4 * 2 * 2048
-    assert first == [
+    assert [*first.values()] == [
         "qwen3-8b", "4 × 2 × 2,048", "Surogate, FP8: 11,600",
         f"{tokens / 1.2:,.0f} (fused layers, CUDA graph without checkpointing)",
         f"{tokens / 1.2 / 11600:.2f}",
@@ -57,10 +53,11 @@ def test_each_number_of_theirs_stands_beside_the_fastest_of_ours_unsloth_and_van
         f"{tokens / 2.0:,.0f}",
         "NVIDIA H200, " + published_run().started_utc[:10],
     ]  # fmt: skip
-    assert [line[2] for line in others] == [
+    assert [row["they publish, tokens/s"] for row in others] == [
         "Surogate, bf16: 10,200", "Unsloth, bf16, by Surogate: 8,900",
     ]  # fmt: skip
-    assert [line[4] for line in others] == [f"{tokens / 1.2 / n:.2f}" for n in (10200, 8900)]
+    ratios = [row["ours / theirs"] for row in others]
+    assert ratios == [f"{tokens / 1.2 / n:.2f}" for n in (10200, 8900)]
 
 
 def test_ours_in_fp8_stand_beside_theirs_in_fp8_where_there_are_any():
@@ -69,7 +66,8 @@ def test_ours_in_fp8_stand_beside_theirs_in_fp8_where_there_are_any():
                          ("qwen2.5-7b", ["NeMo AutoModel (TE + Triton): 14,110"])):  # fmt: skip
         run = published_run(name, variants=(ours,))
         run.cells = [example.timed_cell(ours, SETTINGS[name].seq_len, 1, [500.0] * 3)]
-        assert [line[2] for line in lines(claims_table([run]))] == theirs
+        rows = rows_in(claims_table([run]))
+        assert [row["they publish, tokens/s"] for row in rows] == theirs
         assert speeds(run, published_run()) == speeds(published_run())
 
 
@@ -77,7 +75,8 @@ def test_a_footnote_marks_its_variants_and_says_its_words():
     later = SUITES["published"][5:]
     note = Footnote("0", later, "ᵃ", "measured on a second H100.")
     said = section(published_run(), published_run("llama3-8b"), footnotes=[note])
-    marked = [["ᵃ" in cell for cell in line[1:]] for line in lines(said.split("\n\n")[-1])]
+    table = [[*row.values()] for row in rows_in(said) if "tokens/s" in row]
+    marked = [["ᵃ" in cell for cell in row[1:]] for row in table]
     assert marked == [[id in later, False] for id in SUITES["published"]]
     assert "\n\nᵃ: measured on a second H100.\n\n" in said and "ᵃ" not in section(published_run())
 
@@ -98,9 +97,10 @@ def test_every_variant_has_its_speed_in_every_run_or_says_why_not():
 def test_what_ran_out_of_memory_says_so_and_the_next_fastest_stands_for_it():
     status = {id: "oom" for id in SUITES["published"] if id.endswith("_no_checkpointing")}
     status |= {"vanilla_peft": "oom", "full_unsloth": "unavailable"}
-    first, *_ = lines(claims_table([published_run(status=status)]))
-    assert first[3].endswith("(fused layers, CUDA graph)")
-    assert (first[5], first[6]) == ("unavailable", "out of memory")
+    first, *_ = rows_in(claims_table([published_run(status=status)]))
+    assert first["ours, tokens/s"].endswith("(fused layers, CUDA graph)")
+    assert first["the fastest Unsloth here, tokens/s"] == "unavailable"
+    assert first["vanilla PEFT here, with checkpointing"] == "out of memory"
 
 
 @pytest.mark.parametrize(
@@ -124,9 +124,7 @@ def test_the_section_has_its_heading_sources_and_dates_and_is_not_there_without_
         page = SETTINGS[name].page
         assert f"- [{page.name}]({page.url}), {page.date}" in said
     assert "- llama3-8b: their recipe names Llama 3.1 8B" in said
-    first, by_variant = said.split("\n\n| tokens/s ")
-    assert len(lines(first)) == 3 + 1
-    assert len(lines("| tokens/s " + by_variant)) == len(SUITES["published"])
+    assert len(rows_in(said)) == 3 + 1 + len(SUITES["published"])
 
 
 def test_a_published_run_prints_its_rows_and_how_to_add_them():
@@ -148,7 +146,8 @@ def test_a_recipe_has_a_row_for_each_variant_and_names_its_projections():
         lora=targets,
     )  # fmt: skip
     said = recipes_section([run])
-    vanilla, mlp, unsloth = lines(said)
-    assert (vanilla[0], vanilla[2]) == ("vanilla PEFT", "1.00") and float(mlp[2]) > 0
-    assert unsloth[1:] == ["out of memory", "", "", ""]
+    vanilla, mlp, unsloth = rows_in(said)
+    assert (vanilla["variant"], vanilla["speedup"]) == ("vanilla PEFT", "1.00")
+    assert float(mlp["speedup"]) > 0
+    assert [*unsloth.values()][1:] == ["out of memory", "", "", ""]
     assert "on q_proj, v_proj" in said and "dropout 0.05" in said
