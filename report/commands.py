@@ -204,7 +204,7 @@ def held_against_others(run: Run, path: Path) -> str:
     from report.published import claims_table
 
     file = f"published-{run.experiment.model}.json.gz"
-    return f"\n{claims_table([run])}\n\n{_to_add(run, path, file, 'docs/results.md')}"
+    return f"\n{claims_table(run)}\n\n{_to_add(run, path, file, 'docs/results.md')}"
 
 
 def _to_add(run: Run, path: Path, file: str, page: str) -> str:

@@ -15,7 +15,7 @@ from bench.training_records import Fp8Training, Trained
 from report.lines import apart_by
 from report.picture import framed, write_caption, write_title
 from report.statistics import interval95
-from report.table import Column, number, table
+from report.table import Column, table
 from report.wording import is_in_fp8, packages_in
 from variants import LOOKS, variant_of
 
@@ -37,12 +37,12 @@ class Ends(NamedTuple):
     apart: list[float]
 
     @property
-    def spread(self) -> float | None:
-        return variance(self.losses) ** 0.5 if len(self.losses) > 1 else None
+    def spread(self) -> float:
+        return variance(self.losses) ** 0.5 if len(self.losses) > 1 else float("nan")
 
     @property
-    def above_first(self) -> float | None:
-        return fmean(self.apart) if self.apart else None
+    def above_first(self) -> float:
+        return fmean(self.apart) if self.apart else float("nan")
 
     @property
     def name(self) -> str:
@@ -79,9 +79,9 @@ COLUMNS = (
     Column[Ends]("seeds", lambda one: str(len(one.runs))),
     Column[Ends]("held-out loss before", lambda one: f"{fmean(curve(r)[0] for r in one.runs):.4f}"),
     Column[Ends]("after", lambda one: f"{fmean(one.losses):.4f}"),
-    Column[Ends]("its σ", lambda one: number(one.spread, 4)),
+    Column[Ends]("its σ", lambda one: f"{one.spread:.4f}"),
     Column[Ends]("against the first, same seed",
-                 lambda one: "" if one.above_first is None else f"{one.above_first:+.4f}"),
+                 lambda one: f"{one.above_first:+.4f}" if one.apart else ""),
     Column[Ends]("95% interval", lambda one: " to ".join(
         f"{end:+.4f}" for end in interval95(one.apart) or () if not isnan(end))),
 )  # fmt: skip
@@ -167,29 +167,22 @@ def _ends_in_words(found: dict[str, list[Ends]]) -> str:
     said = []
     for base, (first, *others) in found.items():
         apart = [f"{one.name} {one.above_first:+.4f}" for one in others if one.apart]
-        spread = f"σ of {first.name} {number(first.spread, 4) or 'nan'}"
-        said.append(f"{BASES[base]}: {', '.join((*apart, spread))}")
+        said.append(f"{BASES[base]}: {', '.join(apart)}, σ of {first.name} {first.spread:.4f}")
     return f"At the end, {'; '.join(said)}."
 
 
 def fp8_training_finding(training: Fp8Training) -> str:
     """Say how far from the first variant each of the others ends, in the mean over pairs of the
     first base, and whether that is within the σ of the first's own seeds on every base."""
-    losses: dict[str, list[float]] = {}
-    inside: dict[str, list[bool]] = {}
-    for first, *others in ends(training).values():
-        for one in others:
-            if (above := one.above_first) is not None:
-                losses.setdefault(one.name, []).append(above)
-                within = first.spread is not None and abs(above) <= first.spread
-                inside.setdefault(one.name, []).append(within)
+    found = list(ends(training).values())
     said: list[str] = []
-    for name, (loss, *_) in losses.items():
-        bases = inside[name]
-        where = "within" if all(bases) else "partly outside" if any(bases) else "outside"
-        ended = f"{abs(loss):.3f} {'below' if loss < 0 else 'above'}"
+    for one in found[0][1:]:
+        inside = [abs(each.above_first) <= base[0].spread for base in found
+                  for each in base if each.variant == one.variant]  # fmt: skip
+        where = "within" if all(inside) else "partly outside" if any(inside) else "outside"
+        ended = f"{abs(one.above_first):.3f} {'below' if one.above_first < 0 else 'above'}"
         if said:
-            said.append(f"{name}: {ended}, {where} it")
+            said.append(f"{one.name}: {ended}, {where} it")
         else:
-            said.append(f"{name}: held-out loss ends {ended} bf16's, {where} its seeds' spread")
+            said.append(f"{one.name}: held-out loss ends {ended} bf16's, {where} its seeds' spread")
     return ";\n".join(said)

@@ -3,16 +3,19 @@ setting (`bench/published.py`), in Markdown."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from bench.published import SETTINGS, Claim, PublishedSetting
+from bench.published import SETTINGS, PublishedSetting
 from bench.records import Run, SummaryRow
 from report.statistics import summarize
-from report.table import Column, markdown_table, table, thousands
+from report.table import markdown_table, thousands
 from report.wording import STATUS_WORDS, Footnote, is_in_fp8, is_unsloth, title_in
-from variants import BASELINE, SUITES, variant_of
+from variants import BASELINE, SUITES, Variant, variant_of
 
+HEADER = ["model", "a step: batches × rows × tokens", "they publish, tokens/s",
+          "ours, tokens/s", "ours / theirs", "the fastest Unsloth here, tokens/s",
+          "vanilla PEFT here, with checkpointing", "measured here on"]  # fmt: skip
 EXPLAINED = (
     "Theirs is as published, on {gpus}. All other numbers were measured here, with LoRA rank 16 on "
     "all seven projections and random weights: the fastest of our variants, the fastest of "
@@ -30,61 +33,43 @@ class Measured(NamedTuple):
     rows: dict[str, SummaryRow]
     footnote: Footnote | None
 
-    def fastest(self, rows: Iterable[SummaryRow]) -> SummaryRow | None:
+    def fastest(self, wanted: Callable[[Variant], bool]) -> SummaryRow | None:
+        rows = [row for row in self.rows.values() if wanted(variant_of(row.variant))]
         return max(rows, key=lambda row: row.tokens_per_s or 0.0, default=None)
 
-    @property
-    def ours(self) -> SummaryRow | None:
-        rows = [row for row in self.rows.values() if row.tokens_per_s]
-        return self.fastest(row for row in rows if variant_of(row.variant).is_ours)
-
-    @property
-    def unsloth(self) -> SummaryRow | None:
-        rows = self.rows.values()
-        return self.fastest(row for row in rows if is_unsloth(variant_of(row.variant)))
-
-    @property
-    def claims(self) -> list[Claim]:
-        """Their numbers; where ours is in FP8, theirs in FP8 if there are any."""
-        claims = list(self.setting.claims)
-        if self.ours and is_in_fp8(variant_of(self.ours.variant)):
-            claims = [one for one in claims if "FP8" in one.by] or claims
-        return claims
-
-    def speed(self, row: SummaryRow | None, titled: bool = False) -> str:
+    def speed(self, row: SummaryRow | None, is_titled: bool = False) -> str:
         if row is None or row.tokens_per_s is None:
             return STATUS_WORDS.get(row.status, "") if row else ""
         mark = self.footnote.mark_of(row.variant) if self.footnote else ""
-        title = f" ({title_in(row.variant, self.run)})" if titled else ""
+        title = f" ({title_in(row.variant, self.run)})" if is_titled else ""
         return f"{thousands(row.tokens_per_s)}{mark}{title}"
 
-    def over(self, claim: Claim) -> str:
-        speed = self.ours and self.ours.tokens_per_s
-        return f"{speed / claim.tokens_per_s:.2f}" if speed else ""
+    def lines(self) -> list[list[str]]:
+        """Return a line for each of their numbers; where ours is in FP8, for theirs in FP8 if there
+        are any."""
+        one, ours = self.setting, self.fastest(lambda variant: variant.is_ours)
+        speed = ours.tokens_per_s if ours else None
+        first = [one.model, f"{one.accumulate} × {one.batch_size} × {one.seq_len:,}"]
+        here = [
+            self.speed(self.fastest(is_unsloth), is_titled=True),
+            self.speed(self.rows.get(BASELINE)),
+            f"{self.run.environment.device}, {self.run.started_utc[:10]}",
+        ]
+        claims = [claim for claim in one.claims if "FP8" in claim.by]
+        if not claims or not (ours and is_in_fp8(variant_of(ours.variant))):
+            claims = [*one.claims]
+        return [
+            [*first, f"{claim.by}: {claim.tokens_per_s:,}", self.speed(ours, is_titled=True),
+             f"{speed / claim.tokens_per_s:.2f}" if speed else "", *here]
+            for claim in claims
+        ]  # fmt: skip
 
 
-Row = tuple[Measured, Claim]
-COLUMNS = (
-    Column[Row]("model", lambda row: row[0].setting.model),
-    Column[Row]("a step: batches × rows × tokens", lambda row: (
-        "{0.accumulate} × {0.batch_size} × {0.seq_len:,}".format(row[0].setting))),
-    Column[Row]("they publish, tokens/s", lambda row: f"{row[1].by}: {row[1].tokens_per_s:,}"),
-    Column[Row]("ours, tokens/s", lambda row: row[0].speed(row[0].ours, titled=True)),
-    Column[Row]("ours / theirs", lambda row: row[0].over(row[1])),
-    Column[Row]("the fastest Unsloth here, tokens/s",
-                lambda row: row[0].speed(row[0].unsloth, titled=True)),
-    Column[Row]("vanilla PEFT here, with checkpointing",
-                lambda row: row[0].speed(row[0].rows.get(BASELINE))),
-    Column[Row]("measured here on", lambda row: (
-        f"{row[0].run.environment.device}, {row[0].run.started_utc[:10]}")),
-)  # fmt: skip
-
-
-def published_section(runs: Mapping[str, Run], footnotes: Iterable[Footnote]) -> str:
+def published_section(runs: Mapping[str, Run], footnotes: Iterable[Footnote] = ()) -> str:
     """Write the heading, the tables and their sources; nothing where no run is of such a setting.
-    runs, footnotes: by file."""
-    found = {note.file: note for note in footnotes}
-    measured = _measured(runs, found)
+    runs: by file."""
+    by_file = {footnote.file: footnote for footnote in footnotes}
+    measured = _measured(runs, by_file)
     if not measured:
         return ""
     settings = dict.fromkeys(one.setting for one in measured)
@@ -92,22 +77,21 @@ def published_section(runs: Mapping[str, Run], footnotes: Iterable[Footnote]) ->
     pages = dict.fromkeys(setting.page for setting in settings)
     sources = [f"- [{page.name}]({page.url}), {page.date}" for page in pages]
     sources += [f"- {one.model}: {one.differs}." for one in settings if one.differs]
-    notes = dict.fromkeys(
-        f"{one.footnote.mark}: {one.footnote.words}" for one in measured if one.footnote
-    )
-    tables = _claims_table(measured), _speeds_table(measured)
-    explained = [*notes, EXPLAINED.format(gpus=gpus), "\n".join(sources)]
-    return "\n\n".join(["## Beside what others publish", tables[0], *explained, tables[1]])
+    marked = [one.footnote for one in measured if one.footnote]
+    return "\n\n".join([
+        "## Beside what others publish", _claims_table(measured),
+        *dict.fromkeys(f"{footnote.mark}: {footnote.words}" for footnote in marked),
+        EXPLAINED.format(gpus=gpus), "\n".join(sources), _speeds_table(measured),
+    ])  # fmt: skip
 
 
-def claims_table(runs: Iterable[Run]) -> str:
-    """Write a row for each number that others publish in the setting of each run."""
-    return _claims_table(_measured({str(n): run for n, run in enumerate(runs)}, {}))
+def claims_table(run: Run) -> str:
+    """Write a line for each number that others publish in the setting of a run."""
+    return _claims_table(_measured({"": run}, {}))
 
 
 def _claims_table(measured: list[Measured]) -> str:
-    rows = [(one, claim) for one in measured for claim in one.claims]
-    return table(COLUMNS, rows) if rows else ""
+    return markdown_table(HEADER, [line for one in measured for line in one.lines()])
 
 
 def _speeds_table(measured: list[Measured]) -> str:

@@ -43,7 +43,7 @@ def speeds(*runs):
 
 
 def test_each_number_of_theirs_stands_beside_the_fastest_of_ours_unsloth_and_vanilla():
-    first, *others = rows_in(claims_table([published_run()]))
+    first, *others = rows_in(claims_table(published_run()))
     tokens = 4 * 2 * 2048
     assert [*first.values()] == [
         "qwen3-8b", "4 × 2 × 2,048", "Surogate, FP8: 11,600",
@@ -66,7 +66,7 @@ def test_ours_in_fp8_stand_beside_theirs_in_fp8_where_there_are_any():
                          ("qwen2.5-7b", ["NeMo AutoModel (TE + Triton): 14,110"])):  # fmt: skip
         run = published_run(name, variants=(ours,))
         run.cells = [example.timed_cell(ours, SETTINGS[name].seq_len, 1, [500.0] * 3)]
-        rows = rows_in(claims_table([run]))
+        rows = rows_in(claims_table(run))
         assert [row["they publish, tokens/s"] for row in rows] == theirs
         assert speeds(run, published_run()) == speeds(published_run())
 
@@ -97,7 +97,7 @@ def test_every_variant_has_its_speed_in_every_run_or_says_why_not():
 def test_what_ran_out_of_memory_says_so_and_the_next_fastest_stands_for_it():
     status = {id: "oom" for id in SUITES["published"] if id.endswith("_no_checkpointing")}
     status |= {"vanilla_peft": "oom", "full_unsloth": "unavailable"}
-    first, *_ = rows_in(claims_table([published_run(status=status)]))
+    first, *_ = rows_in(claims_table(published_run(status=status)))
     assert first["ours, tokens/s"].endswith("(fused layers, CUDA graph)")
     assert first["the fastest Unsloth here, tokens/s"] == "unavailable"
     assert first["vanilla PEFT here, with checkpointing"] == "out of memory"
@@ -129,7 +129,7 @@ def test_the_section_has_its_heading_sources_and_dates_and_is_not_there_without_
 
 def test_a_published_run_prints_its_rows_and_how_to_add_them():
     said = commands.held_against_others(published_run(), Path("runs/mine/results.json"))
-    assert claims_table([published_run()]) in said
+    assert claims_table(published_run()) in said
     assert "> docs/runs/nvidia-h200/published-qwen3-8b.json.gz && python" in said
 
 
