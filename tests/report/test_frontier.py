@@ -7,6 +7,7 @@ import picture_case as case
 import pytest
 from matplotlib.colors import to_hex
 from msgspec.structs import replace
+from table_case import rows_in
 
 from bench import results
 from report import committed, fits, frontier, wording
@@ -95,35 +96,26 @@ def test_memory_that_was_not_reserved_is_what_was_allocated():
 
 
 def fitting(run, gib):
-    """The table's lines between its header and what stands below it."""
-    header, rule, *lines, blank, _ = fits.fits_table(run, gib).split("\n")
-    assert header == "| tokens | fits | speedup | step, ms | reserved, GiB |"
-    assert (rule, blank) == ("| --- | --- | --- | --- | --- |", "")
-    return lines
+    """What fits, its speedup, its time and its memory."""
+    names = ("fits", "speedup", "step, ms", "reserved, GiB")
+    return [tuple(row[name] for name in names) for row in rows_in(fits.fits_table(run, gib))]
 
 
 def test_the_table_by_hand_leaves_room_for_the_context():
     run = hand_made(**THREE)
-    mlp_and_vanilla = [
-        "| 64 | fused MLP | 2.00 | 105.0 | 23.4 |",
-        "| 64 | vanilla PEFT | 1.00 | 210.0 | 21.5 |",
-    ]
-    assert fitting(run, 24) == mlp_and_vanilla  # 23.4 for torch
-    assert fitting(run, 24.2) == ["| 64 | all parts | 2.50 | 84.0 | 23.5 |", *mlp_and_vanilla]
-    assert fitting(run, 16) == ["| 64 | nothing: vanilla PEFT takes the least |  |  | 21.5 |"]
-    assert fitting(example.empty(seq_lens=[64]), 8) == ["| 64 | nothing measured |  |  |  |"]
+    two = [("fused MLP", "2.00", "105.0", "23.4"), ("vanilla PEFT", "1.00", "210.0", "21.5")]
+    assert fitting(run, 24) == two  # 23.4 for torch
+    assert fitting(run, 24.2) == [("all parts", "2.50", "84.0", "23.5"), *two]
+    assert fitting(run, 16) == [("nothing: vanilla PEFT takes the least", "", "", "21.5")]
+    assert fitting(example.empty(seq_lens=[64]), 8) == [("nothing measured", "", "", "")]
 
 
 def test_of_many_that_fit_the_fastest_are_listed_and_the_rest_counted():
     sizes = {f"fused_all_but_{n}": ((100 + n, 9),) for n in range(11)}
-    *lines, last = fitting(hand_made(**sizes), 24)
-    assert [line.split(" | ")[3] for line in lines] == [f"{100 + n}.0" for n in range(8)]
-    assert last == "| 64 | and 3 slower |  |  |  |"
-    eight = dict(list(sizes.items())[:8])
-    assert len(fitting(hand_made(**eight), 24)) == 8
-
-
-# --- the frontier ---------------------------------------------------------------------------------
+    *rows, last = fitting(hand_made(**sizes), 24)
+    assert [step_ms for _, _, step_ms, _ in rows] == [f"{100 + n}.0" for n in range(8)]
+    assert last[0] == "and 3 slower"
+    assert len(fitting(hand_made(**dict(list(sizes.items())[:8])), 24)) == 8
 
 
 def test_the_frontier_by_hand():

@@ -64,6 +64,8 @@ def test_the_twin_and_what_has_no_profile_have_no_bar():
         ("fused_mlp", [90.0], {}, None),
     )
     assert [bar.variant for bar in kernel_time.bars(document, 64)] == ["vanilla_peft"]
+    without = profiled(("vanilla_peft", [200.0], {}, None))
+    assert kernel_time.kernel_time_figure(without) is None
 
 
 def test_every_kind_of_kernel_has_a_look():
@@ -115,11 +117,6 @@ def test_the_title_says_what_surrounds_the_products():
 def test_every_text_can_be_read(name):
     run = results.load(Path(__file__).parents[2] / "docs" / "runs" / f"{name}.json.gz")
     case.assert_readable(kernel_time.kernel_time_figure(run, run.experiment.seq_lens))
-
-
-def test_without_a_profile_there_is_no_picture():
-    without = profiled(("vanilla_peft", [200.0], {}, None))
-    assert kernel_time.kernel_time_figure(without) is None
 
 
 @pytest.mark.parametrize("kind", ["matmul", "copy"])

@@ -40,11 +40,7 @@ def test_the_caption_tells_what_is_special(changed, said):
     ("variant", "releases", "said"),
     [
         ("full_unsloth", ["2026.10.7"], "full Unsloth 2026.10.7"),
-        (
-            "unsloth_plain_checkpointing",
-            ["2026.10.9"] * 2,
-            "Unsloth 2026.10.9, plain checkpointing",
-        ),
+        ("unsloth_plain_checkpointing", ["2026.10.9"], "Unsloth 2026.10.9, plain checkpointing"),
         ("full_unsloth", ["2026.10.7", "2026.10.9"], "full Unsloth 2026.10.7 / 2026.10.9"),
         ("full_unsloth", [None], "full Unsloth"),
         ("liger_peft_no_checkpointing", ["0.8.5"], "Liger 0.8.5 without checkpointing"),
