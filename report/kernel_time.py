@@ -10,19 +10,30 @@ from __future__ import annotations
 from itertools import accumulate
 from statistics import median
 from textwrap import fill
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from bench.records import Run
-from report.kinds import KINDS, Bar, bars
 from report.lines import FEW
 from report.picture import annotate, framed, lay_bars, write_caption, write_title
 from report.wording import FLOOR_WORDS, REHEARSAL_NOTICE, caption, shown_variants, why_no_time
 from variants import BASELINE, title_of
 
+KINDS = {  # of kernels, in words
+    "matmul": "matrix products",
+    "attention": "attention",
+    "adapter": "LoRA scale and add",
+    "copy": "casts and copies",
+    "activation": "SwiGLU",
+    "norm": "RMSNorm",
+    "rope": "rotary embedding",
+    "loss": "cross entropy",
+    "optimizer": "AdamW",
+    "other": "other",
+}
 REST = ("activation", "rope", "loss", "optimizer", "other")
 # In this order along a bar. PEFT's additions around its matmuls have those of Okabe and Ito's
 # colours that no variant of the experiment has; necessary work and small kinds are grey.
@@ -38,6 +49,34 @@ IDLE = "GPU waits"
 LINE_POINTS, DIGIT_POINTS = 13.5, 6.8  # of the words: a line's height, a digit's width
 COPIES_WORDS = "Copies that run beside other kernels are not counted."
 ROW_INCHES, GAP_INCHES = 0.47, 0.6
+
+
+class Bar(NamedTuple):
+    """One variant at one length, medians over rounds, in ms. Copies that run while other kernels
+    do, as those of an offloading checkpoint, are left out of kernel_ms."""
+
+    variant: str
+    kernel_ms: dict[str, float]
+    idle_ms: float
+    step_ms: float
+
+
+def bars(run: Run, seq_len: int) -> list[Bar]:
+    """The variants with a time and a profile at this length, in the order of the experiment."""
+    found = []
+    for variant in shown_variants(run):
+        cells = run.cells_of(variant, seq_len, "ok")
+        profiled = [(cell, cell.gpu_busy_ms) for cell in cells if cell.gpu_busy_ms]
+        if not profiled:
+            continue
+        kinds = {kind for cell, _ in profiled for kind in cell.kernel_ms}
+        kernel_ms = {k: median(cell.kernel_ms.get(k, 0.0) for cell, _ in profiled) for k in kinds}
+        hidden = median(sum(cell.kernel_ms.values()) - busy_ms for cell, busy_ms in profiled)
+        kernel_ms["copy"] = max(0.0, kernel_ms.get("copy", 0.0) - max(0.0, hidden))
+        step_ms = median(run.round_ms(variant, seq_len).values())
+        idle_ms = median(max(0.0, median(cell.step_ms) - busy_ms) for cell, busy_ms in profiled)
+        found.append(Bar(variant, kernel_ms, idle_ms, step_ms))
+    return found
 
 
 def kernel_time_figure(run: Run, lengths: list[int] | None = None) -> Figure | None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from textwrap import shorten
 
 from bench.records import Cell, KernelRow, Run, SummaryRow
-from report.kinds import KINDS, bars
+from report.kernel_time import KINDS, bars
 from report.statistics import (
     rows_by_variant_and_length,
     summarize,

@@ -29,10 +29,10 @@ from variants import FUSED_PARTS
 )
 def test_gains_by_hand(part, which, ms):
     gain = getattr(row(gains(rounds(**HAND_MADE), 64), part), which)
-    of_vanilla = [100 * a / b for a, b in zip(ms, HAND_MADE["vanilla_peft"], strict=True)]
-    assert (gain.ms, gain.percent) == pytest.approx((median(ms), median(of_vanilla)))
+    share = [100 * a / b for a, b in zip(ms, HAND_MADE["vanilla_peft"], strict=True)]
+    assert (gain.ms, gain.percent) == pytest.approx((median(ms), median(share)))
     assert gain.ci95_ms == pytest.approx(summary.interval95(ms), rel=1e-5)
-    assert gain.ci95_percent == pytest.approx(summary.interval95(of_vanilla), rel=1e-5)
+    assert gain.ci95_percent == pytest.approx(summary.interval95(share), rel=1e-5)
 
 
 def test_gains_are_judged_as_speedups_are():

@@ -51,9 +51,9 @@ def test_a_panel_is_a_waterfall_from_vanilla_to_all_fused(panel, seq_len, block)
     whiskers = [sorted(line.get_xdata()) for line in axes.lines if line.get_marker() == "|"]
     assert sorted(vanilla - bound for bound in rows[0].first.ci95_ms) in whiskers
     assert len(whiskers) == 2 * len(rows) - 1
-    of_gpu = gains(run, seq_len, block, ablation.GPU)
-    wanted = [vanilla - of_gpu[0].first.ms, vanilla - of_gpu[0].last.ms]
-    wanted += [begins[1] - of_gpu[1].first.ms, begins[1] - of_gpu[1].last.ms]
+    on_gpu = gains(run, seq_len, block, ablation.GPU)
+    wanted = [vanilla - on_gpu[0].first.ms, vanilla - on_gpu[0].last.ms]
+    wanted += [begins[1] - on_gpu[1].first.ms, begins[1] - on_gpu[1].last.ms]
     diamonds = [line.get_xdata()[0] for line in axes.lines if line.get_marker() == "D"]
     assert diamonds[:4] == pytest.approx(wanted) and len(diamonds) == len(whiskers)
     floor = example.FLOOR_MS[seq_len]

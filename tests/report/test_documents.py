@@ -20,7 +20,7 @@ from fused_mlp.swiglu import swiglu_backward, swiglu_forward
 from fused_mlp.utils import cast_adapters
 from report import commands, committed, headline
 from report.fp8_training import ends
-from report.kinds import bars
+from report.kernel_time import bars
 from report.padding import own_ms
 from report.small_adapters import shares
 from report.statistics import rows_by_variant_and_length, summarize
@@ -213,12 +213,12 @@ def test_the_results_page_names_releases_and_times_of_its_runs(runs):
     run, suite = runs
     earlier = results.load(H200 / "experiment_2026-11-20.json.gz")
     page = (ROOT / "docs" / "results.md").read_text()
-    for pattern, of_run in (
+    for pattern, measured in (
         (r"In this run (\S+) takes (\d+) ms and ([\d.]+) GiB", run),
         (r"(\S+) took \[(\d+) ms and ([\d.]+) GiB\]\(runs/h200/experiment_2026-11-20", earlier),
     ):
-        row = rows_by_variant_and_length(of_run)["full_unsloth", 512]
-        values = release_of("unsloth", of_run), f"{row.median_step_ms:.0f}", f"{row.peak_gib:.1f}"
+        row = rows_by_variant_and_length(measured)["full_unsloth", 512]
+        values = release_of("unsloth", measured), f"{row.median_step_ms:.0f}", f"{row.peak_gib:.1f}"
         assert re.findall(pattern, page) == [values]
     assert f"Every variant, with Unsloth {release_of('unsloth', suite)}, from the suite" in page
 

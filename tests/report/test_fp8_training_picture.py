@@ -6,6 +6,7 @@ import picture_case as case
 import pytest
 from matplotlib.text import Text
 from msgspec.structs import replace
+from table_case import rows_in
 
 from bench.records import Optimizer
 from bench.training_records import Fp8Training, Trained, TrainingSettings, load_training
@@ -31,13 +32,12 @@ def training(with_outliers=ENDS):
 
 def test_the_table_pairs_runs_of_one_seed():
     markdown = reported.fp8_training_section(training())
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in markdown.split("\n")]
-    of_bf16, of_fp8 = rows[2:4]
+    bf16, fp8, *_ = ([*row.values()] for row in rows_in(markdown))
     titles = "bf16", "fused layers, CUDA graph"
-    assert of_bf16 == ["trained base weights", *titles, "3", "4.0000", "2.1000", "0.1000", "", ""]
-    assert of_fp8[1:7] == ["FP8", "FP8 + lm_head, graph", "3", "4.0000", "2.1200", "0.1100"]
+    assert bf16 == ["trained base weights", *titles, "3", "4.0000", "2.1000", "0.1000", "", ""]
+    assert fp8[1:7] == ["FP8", "FP8 + lm_head, graph", "3", "4.0000", "2.1200", "0.1100"]
     # t of two degrees of freedom is 4.3027; the deviation of 0.01, 0.02, 0.03 is 0.01
-    assert of_fp8[7:] == ["+0.0200", "-0.0048 to +0.0448"]
+    assert fp8[7:] == ["+0.0200", "-0.0048 to +0.0448"]
     assert "figures/fp8_training.png" in markdown and "trained for 200 steps" in markdown
 
 

@@ -79,18 +79,18 @@ def test_what_fits_is_ranked_by_pairs_and_not_by_milliseconds_of_two_visits():
 
 def test_memory_that_was_not_reserved_is_what_was_allocated():
     run = hand_made(**THREE)
-    _, _, *of_mlp = run.cells[:4]
+    _, _, *mlp_cells = run.cells[:4]
 
     def peaks():
         return {point.variant: point.peak_gib for point in fits.points_of(run, 64)}
 
     for cell in run.cells:
         cell.peak_allocated_bytes = 5 * GIB
-    of_mlp[1].peak_reserved_bytes = None
+    mlp_cells[1].peak_reserved_bytes = None
     assert (peaks()["vanilla_peft"], peaks()["fused_mlp"]) == (21.5, 23.0)
-    of_mlp[0].peak_reserved_bytes = None
+    mlp_cells[0].peak_reserved_bytes = None
     assert peaks()["fused_mlp"] == 5.0
-    for cell in of_mlp:
+    for cell in mlp_cells:
         cell.peak_allocated_bytes = None
     assert "fused_mlp" not in peaks()
 

@@ -71,8 +71,8 @@ def test_the_twin_and_what_has_no_profile_have_no_bar():
 def test_every_kind_of_kernel_has_a_look():
     assert {*kernel_time.COLOURS, *kernel_time.REST} - {"rest"} == set(KINDS)
     assert len({*kernel_time.COLOURS.values()}) == len(kernel_time.COLOURS)
-    of_variants = {variant_of(variant).look.colour for variant in SUITES["experiment"]}
-    assert not of_variants & {*kernel_time.COLOURS.values()}
+    taken = {variant_of(variant).look.colour for variant in SUITES["experiment"]}
+    assert not taken & {*kernel_time.COLOURS.values()}
 
 
 def test_the_small_kinds_are_one_segment():

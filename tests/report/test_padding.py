@@ -5,6 +5,7 @@ import picture_case as case
 import pytest
 from matplotlib.text import Text
 from msgspec.structs import replace
+from table_case import row_of, rows_in
 
 from bench.records import Cell, Tokens
 from report import padding, padding_picture
@@ -50,23 +51,19 @@ TWO = groups([("dolly", PADDED)], [("dolly", H200), ("dolly", H100)])
 LONG = "an_unusually_long_name_of_a_data_set"
 
 
-def of_data(*names):
+def data_groups(*names):
     """Groups of data sets with more and more padding, each padded and as documents."""
-    of_kind = ([], [])
+    by_kind = ([], [])
     for place, name in enumerate(names):
-        for runs, kind in zip(of_kind, ("padded", "documents"), strict=True):
+        for runs, kind in zip(by_kind, ("padded", "documents"), strict=True):
             ms = {"full_unsloth": 600.0, ALL: 400.0, EVERYTHING: 300.0}
             first = "vanilla_peft" if kind == "padded" else VARLEN
             runs.append((name, made(kind, share=0.3 + 0.1 * place, data=name, **ms | {first: 1e3})))
-    return groups(*of_kind)
+    return groups(*by_kind)
 
 
 def test_the_padding_of_a_data_set_is_that_of_its_padded_rows_on_any_gpu():
-    assert [(group.device, group.padding) for group in TWO] == [
-        ("NVIDIA H100 80GB HBM3", 0.5),
-        ("NVIDIA H200", 0.5),
-    ]
-    assert [group.gpu for group in TWO] == ["H100", "H200"]
+    assert [(group.gpu, group.padding) for group in TWO] == [("H100", 0.5), ("H200", 0.5)]
     assert not TWO[0].padded and TWO[1].padded["fused_all"].tokens_per_s == FULL / 2 / 0.4
 
 
@@ -86,7 +83,7 @@ def test_a_rehearsal_is_no_result():
 
 
 def test_groups_stand_from_the_least_padding_to_the_most_whatever_their_names():
-    found = of_data("sharegpt", "sft_train", LONG)
+    found = data_groups("sharegpt", "sft_train", LONG)
     words = ["ShareGPT's lengths", "data/sft_train.jsonl", LONG]
     assert [group.data_in_words for group in found] == words
     assert [group.data for group in groups(
@@ -97,18 +94,16 @@ def test_groups_stand_from_the_least_padding_to_the_most_whatever_their_names():
 
 def test_the_table_by_hand():
     said = padding.padding_section(TWO)
-    lines = said.splitlines()
     title = "Dolly's lengths, 32 × 512 tokens a step, NVIDIA H200: 50% of padded rows is padding."
-    at = lines.index(f"**{title}**")
-    assert lines[at + 4 : at + 9] == [
-        "| vanilla PEFT | 1000.0 | 970.0 | 8,192 | 9.0 |  |  |  |  |",
-        "| PEFT, FlashAttention |  |  |  |  | 1000.0 | 970.0 | 16,384 | 9.0 |",
-        "| full Unsloth 2026.10.9 | 600.0 | 582.0 | 13,653 | 9.0 | 800.0 | 776.0 | 20,480 | 9.0 |",
-        "| all parts | 400.0 | 388.0 | 20,480 | 9.0 | 500.0 | 485.0 | 32,768 | 9.0 |",
-        "| everything fused |  |  |  |  | failed parity |  |  |  |",
-    ]
-    tables = [block for block in said.split("\n\n") if block.startswith("|")]
-    assert {line.count("|") for table in tables for line in table.splitlines()} == {10}
+    table = said.split(f"**{title}**")[1]
+    times = {row["variant"]: (row["padded: step, ms"], row["as documents: step, ms"])
+             for row in rows_in(table)}  # fmt: skip
+    assert times == {
+        "vanilla PEFT": ("1000.0", ""), "PEFT, FlashAttention": ("", "1000.0"),
+        "full Unsloth 2026.10.9": ("600.0", "800.0"), "all parts": ("400.0", "500.0"),
+        "everything fused": ("", "failed parity"),
+    }  # fmt: skip
+    assert "| all parts | 400.0 | 388.0 | 20,480 | 9.0 | 500.0 | 485.0 | 32,768 | 9.0 |" in table
     # both of the H200's in one
     assert said.count("whole chats in one row ·") == 1 and said.count("padded ·") == 0
     assert said.count("NVIDIA H200 · torch") == 1
@@ -133,19 +128,13 @@ def test_the_readme_has_the_row_of_its_gpu_where_everything_fused_gains_least():
     )
     found = groups([], [("dolly", H100), ("more", more), ("less", less)])
     (row,) = padding.documents_row(found, ANSWERS, example.run())
-    assert row == [
-        "**chats** of less, GPU time alone",
-        "970 ms, 9.0 GiB",
-        "–",
-        "–",
-        "4.00×, 9.0 GiB",
-    ]
+    first = "**chats** of less, GPU time alone"
+    assert row == [first, "970 ms, 9.0 GiB", "–", "–", "4.00×, 9.0 GiB"]
     other = example.run()
-    assert "| " + " | ".join(row) + " |" in headline_table(other, found)
+    assert [*row_of(headline_table(other, found), first).values()] == row
     other.environment.packages["unsloth"] = "2026.11.1"  # the chats keep the release they ran with
-    assert "| **chats** of less, Unsloth 2026.10.9, GPU time alone |" in headline_table(
-        other, found
-    )
+    first = "**chats** of less, Unsloth 2026.10.9, GPU time alone"
+    assert row_of(headline_table(other, found), first)
 
 
 def test_a_step_that_was_profiled_and_took_longer_than_most_is_no_variants_time():
@@ -156,16 +145,15 @@ def test_a_step_that_was_profiled_and_took_longer_than_most_is_no_variants_time(
     found = groups([], [("dolly", document)])
     (row,) = padding.documents_row(found, ANSWERS, example.run())
     assert row[3] == f"{970 / 800:.2f}×, 9.0 GiB"
-    assert f"{800 / 388:.2f} times as fast as Unsloth 2026.10.9." in padding_picture.over_unsloth(
-        found
-    )
+    said = padding_picture.over_unsloth(found)
+    assert f"{800 / 388:.2f} times as fast as Unsloth 2026.10.9." in said
 
 
 def test_a_data_set_has_one_panel_with_the_most_of_its_times():
     assert padding.fullest(TWO) == [TWO[1]]  # the H100's has documents alone
     newer = TWO[1]._replace(runs=(replace(TWO[1].runs[0], started_utc="2099-01-01"),))
     assert padding.fullest([newer, *TWO]) == padding.fullest([*TWO, newer]) == [newer]
-    sharegpt = of_data("sharegpt")
+    sharegpt = data_groups("sharegpt")
     assert padding.fullest([TWO[0], *sharegpt]) == [TWO[0], *sharegpt]
 
 
@@ -175,7 +163,7 @@ def test_a_data_set_has_one_panel_with_the_most_of_its_times():
 def test_the_title_can_be_read_off_the_bars():
     # vanilla PEFT takes 1000 ms in both, where 0.3 and 0.4 of the padded rows count for nothing;
     # everything fused takes 300 ms
-    said = padding_picture.documents_finding(of_data("alpaca", "dolly"))
+    said = padding_picture.documents_finding(data_groups("alpaca", "dolly"))
     assert said == (
         "Packing alone makes vanilla PEFT 1.4 to 1.7 times as fast;\n"
         "everything fused and packed: 4.8 to 5.6 times"
@@ -193,10 +181,8 @@ def test_the_title_can_be_read_off_the_bars():
 
 def test_the_caption_holds_the_fastest_of_ours_in_bf16_against_unsloth_by_the_gpus_time():
     # 800 / 500 and 900 / 400, the first on a GPU that has no panel
-    assert "Unsloth 2026.10.9, counting those on other GPUs, too." in padding_picture.over_unsloth(
-        TWO
-    )
-    assert "is 1.60 to 2.25 times" in padding_picture.over_unsloth(TWO)
+    said = padding_picture.over_unsloth(TWO)
+    assert "is 1.60 to 2.25 times as fast as Unsloth 2026.10.9, counting those on other" in said
     fp8 = made("documents", full_unsloth=800.0, fused_all=500.0, fp8_layer=100.0)
     said = padding_picture.over_unsloth(groups([], [("dolly", fp8)]))
     assert said.endswith("ours is 1.60 times as fast as Unsloth 2026.10.9.")
@@ -220,9 +206,9 @@ def test_each_cell_with_a_time_is_a_bar_and_each_other_says_why():
 @pytest.mark.parametrize(
     "found",
     [
-        TWO, TWO[:1], of_data("sft_train", "sharegpt", "dolly"),
-        of_data("sft_train", "sharegpt", "oasst1", "dolly"),
-        of_data("sft_train", "sharegpt", "oasst1", "dolly", "alpaca"),
+        TWO, TWO[:1], data_groups("sft_train", "sharegpt", "dolly"),
+        data_groups("sft_train", "sharegpt", "oasst1", "dolly"),
+        data_groups("sft_train", "sharegpt", "oasst1", "dolly", "alpaca"),
     ],
     ids=["two", "one", "three", "four", "five"],
 )  # fmt: skip

@@ -17,7 +17,7 @@ from report import benchmark_results as plots
 from report import kernel_time, tables, wording
 from report import statistics as summary
 from report.headline import headline_table
-from report.kinds import bars
+from report.kernel_time import bars
 from report.lines import View, apart_by, looks_of
 from variants import LOOKS, SUITES, VARIANTS, title_of, variant_of
 
@@ -39,7 +39,7 @@ RUNS = {
     "long names": example.run(LONG_NAMES, (64, 512), rounds=2),
     "a graph": example.run(("vanilla_peft", "fused_mlp", "fused_layer_graph")),
     "close together": rounds(
-        vanilla_peft=[300], fused_mlp=[126], full_unsloth=[109], of_a_newer_version=[100]
+        vanilla_peft=[300], fused_mlp=[126], full_unsloth=[109], a_newer_version=[100]
     ),
     "one length": example.run(("vanilla_peft", "fused_mlp"), (512,)),
     "nothing yet": example.empty(),
@@ -202,7 +202,7 @@ def test_the_title_states_the_finding():
     fastest = ["fused MLP ", "all parts ", "fused layers "]  # and the subject, of eight
     said = title(picture_of("eight, two without a time"))
     assert [part in said for part in fastest] == [True] * 3
-    assert "of_a_newer_version 3.00×" in title(picture_of("close together"))
+    assert "a_newer_version 3.00×" in title(picture_of("close together"))
     assert title(picture_of("nothing came out")) == "No speedup measured on NVIDIA H200"
 
 
@@ -215,9 +215,9 @@ def test_the_title_does_not_boast_of_noise():
     said = plots.benchmark_finding(View(run))
     assert ":\nfused MLP within noise, full Unsloth 1." in said
     axes = panels(plots.benchmark_figure(run))["speedup"]
-    of_mlp = [text for text in axes.texts if text.get_color() == LOOKS["fused"].colour]
-    assert {text.get_style() for text in of_mlp} == {"italic"}
-    assert {text.get_weight() for text in of_mlp} == {"normal"}
+    mlp_texts = [text for text in axes.texts if text.get_color() == LOOKS["fused"].colour]
+    assert {text.get_style() for text in mlp_texts} == {"italic"}
+    assert {text.get_weight() for text in mlp_texts} == {"normal"}
 
 
 def test_a_rehearsal_is_stamped_everywhere_and_nothing_else_is():
