@@ -9,17 +9,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench.records import Run, SummaryRow
+from report import wording
 from report.statistics import summarize
 from report.table import markdown_table, number, thousands
-from report.wording import (
-    STATUS_WORDS,
-    Footnote,
-    caption_with_commit,
-    is_in_fp8,
-    is_unsloth,
-    release_of,
-    title_in,
-)
+from report.wording import STATUS_WORDS, Footnote, caption_with_commit, release_of, title_in
 from variants import BASELINE, Variant, variant_of
 
 # As data/make/chats_of_lengths.py calls the data sets whose lengths it draws.
@@ -71,8 +64,8 @@ class ChatGroup(NamedTuple):
     def unsloth_over_ours(self) -> float | None:
         """Return how many times longer Unsloth's fastest takes than ours, in the same precision, by
         the GPU's own time."""
-        ours = own_ms(self.fastest(lambda one: one.is_ours and not is_in_fp8(one)))
-        theirs = own_ms(self.fastest(is_unsloth))
+        ours = own_ms(self.fastest(lambda one: one.is_ours and not wording.is_in_fp8(one)))
+        theirs = own_ms(self.fastest(wording.is_unsloth))
         return theirs / ours if ours and theirs else None
 
 

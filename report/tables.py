@@ -8,22 +8,11 @@ from dataclasses import replace
 from textwrap import shorten
 
 from bench.records import Cell, KernelRow, Run, SummaryRow
+from report import statistics, wording
 from report.kernel_time import KINDS, bars
-from report.statistics import (
-    rows_by_variant_and_length,
-    summarize,
-    twins_too_far_apart,
-    why_no_verdicts,
-)
+from report.statistics import rows_by_variant_and_length, summarize
 from report.table import Column, markdown_table, number, spread, table, thousands
-from report.wording import (
-    REHEARSAL_NOTICE,
-    STATUS_WORDS,
-    caption_with_commit,
-    is_in_fp8,
-    step_or_status,
-    title_in,
-)
+from report.wording import STATUS_WORDS, caption_with_commit, step_or_status, title_in
 from variants import TARGETS, VARIANTS, Settings, title_of, variant_of
 
 NOT_MEASURED = "Not measured yet."
@@ -57,9 +46,7 @@ def results_section(run: Run) -> str:
     columns: list[Column[SummaryRow]] = [
         Column("tokens", lambda row: str(row.seq_len)),
         title_column(run),
-        Column[SummaryRow](
-            "step, ms", lambda row: step_or_status(row) + spread(row.step_ms_ci95, 1)
-        ),
+        Column("step, ms", lambda row: step_or_status(row) + spread(row.step_ms_ci95, 1)),
         TOKENS_PER_S,
         Column("speedup", lambda row: number(row.speedup, 2) + spread(row.speedup_ci95, 2)),
         *(OVER_FLOOR, PEAK, GPU_MS),
@@ -67,7 +54,7 @@ def results_section(run: Run) -> str:
     if any(row.verdict for row in rows):
         columns.append(Column("against the A/A noise", lambda row: row.verdict or ""))
     blocks = [
-        f"**{REHEARSAL_NOTICE}.**" if run.rehearsal else "",
+        f"**{wording.REHEARSAL_NOTICE}.**" if run.rehearsal else "",
         table(columns, rows),
         caption_with_commit(run),
         _remarks(run),
@@ -98,9 +85,9 @@ def _remarks(run: Run) -> str:
         lines.append(
             "Losses were not held against vanilla PEFT's: dropout masks are others in each."
         )
-    if lacking := why_no_verdicts(run):
+    if lacking := statistics.why_no_verdicts(run):
         lines.append(f"{lacking[0].upper()}{lacking[1:]}.")
-    lines += [f"{said}." for said in twins_too_far_apart(run)]
+    lines += [f"{said}." for said in statistics.twins_too_far_apart(run)]
     return "\n".join(f"- {line}" for line in lines)
 
 
@@ -230,7 +217,7 @@ def _ratio(over: float | None, under: float | None) -> str:
 def _in_bf16(id: str) -> str:
     """Return the variant with the same layers in bf16; "" for one that is not in FP8."""
     recipe = variant_of(id).recipe
-    if recipe is None or not is_in_fp8(variant_of(id)):
+    if recipe is None or not wording.is_in_fp8(variant_of(id)):
         return ""
     fused = tuple(part for part in recipe.fused if part != "fp8_lm_head")
     return _BY_RECIPE.get(replace(recipe, fp8=False, fused=fused), "")
