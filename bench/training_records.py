@@ -1,4 +1,4 @@
-"""fp8_training.json: its records, and how it is loaded and saved."""
+"""Records of fp8_training.json. The program that wrote it is removed; the file names its commit."""
 
 import gzip
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from bench.records import Count, Environment, Optimizer, Record
-from bench.results import UNREADABLE, write_atomically
+from bench.results import UNREADABLE
 from variants import Lora
 
 
@@ -51,8 +51,4 @@ def load_training(path: Path) -> Fp8Training:
         data = gzip.decompress(data) if path.suffix == ".gz" else data
         return msgspec.json.decode(data, type=Fp8Training)
     except UNREADABLE as error:
-        raise ValueError(f"{path}: {error}: restore it, or delete it and train again") from None
-
-
-def save_training(path: Path, training: Fp8Training) -> None:
-    write_atomically(path, msgspec.json.encode(training) + b"\n")
+        raise ValueError(f"{path}: {error}: restore it") from None

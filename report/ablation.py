@@ -1,11 +1,11 @@
 """The time that each fused part takes off a step, in numbers and as a table, from a run alone.
 
 A part is measured twice. Added first: alone, on vanilla PEFT (vanilla_peft less fused_PART). Added
-last: on top of all the others (fused_all_but_PART less fused_all). What all of them together take
-off and the parts added first do not add up to is the interaction.
+last: on top of all the others (fused_all_but_PART less fused_all). The interaction is the time that
+all of them together take off beyond the sum of the parts added first.
 
-Both of the step and of the GPU's own time in it, the sum of its kernels: where a step waits for the
-host, the first says what a user gains there, the second what the part saves, whatever the host.
+Each is of the step and of the GPU's own time in it, the sum of its kernels. Where a step waits for
+the host, the first says what a user gains there, the second what the part saves on any host.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from statistics import median
 from typing import NamedTuple
 
 from bench.records import Interval, Run, Verdict
-from report.looks import markdown_table, why_no_time
 from report.statistics import NOISE, interval95, interval95_of_ratios, noise_band, verdict_of
+from report.table import markdown_table
+from report.wording import why_no_time
 from variants import ALL_BUT, ALONE, BASELINE, FUSED_PARTS, counterpart, variant_of
 
 STEP, GPU = "step_ms", "gpu_busy_ms"
@@ -46,92 +47,89 @@ class PartGains(NamedTuple):
     first: Gain | str
     last: Gain | str | None
 
+    def known(self) -> list[Gain]:
+        return [gain for gain in (self.first, self.last) if isinstance(gain, Gain)]
+
+
+class Block(NamedTuple):
+    """The variants with or without checkpointing at one length, by a step's time or the GPU's."""
+
+    run: Run
+    seq_len: int
+    checkpoints: bool = True
+    time: str = STEP
+
+    def id(self, variant: str) -> str:
+        return counterpart(variant, self.checkpoints).id
+
+    def gains(self) -> list[PartGains]:
+        """Return a row for each part, then the interaction."""
+        vanilla, fused_all = self.id(BASELINE), self.id("fused_all")
+        alone = {part: self.id(ALONE[part]) for part in parts_of_block(self.checkpoints)}
+        rows = [
+            PartGains(part, self._gain({id: -1, vanilla: 1}),
+                      self._gain({self.id(ALL_BUT[part]): 1, fused_all: -1}))
+            for part, id in alone.items()
+        ]  # fmt: skip
+        # vanilla - fused_all - the sum of (vanilla - alone)
+        signs = {fused_all: -1, vanilla: 1 - len(alone), **dict.fromkeys(alone.values(), 1)}
+        missing = any(isinstance(row.first, str) for row in rows)
+        rest = "parts missing" if missing else self._gain(signs)
+        return [*rows, PartGains(INTERACTION, rest, None)]
+
+    def together(self) -> Gain | str:
+        """Return the gain of all parts."""
+        return self._gain({self.id("fused_all"): -1, self.id(BASELINE): 1})
+
+    def _gain(self, signs: dict[str, int]) -> Gain | str:
+        """Sum the variants' times with these signs, in every round that has them all. The GPU's own
+        time has no verdict: the A/A twins say how much of a step's is noise."""
+        vanilla = self.id(BASELINE)
+        times = {id: self._by_round(id) for id in (*signs, vanilla)}
+        for id in signs:
+            if not times[id]:
+                is_end = id in (vanilla, self.id("fused_all"))
+                why = why_no_time(self.run, id, self.seq_len)
+                return f"no {variant_of(id).plain_title}" if is_end else why
+        common = sorted(set.intersection(*(set(times[id]) for id in signs)))
+        if not common:
+            return "no common round"
+        faster, slower = (
+            [
+                sum(max(0, side * n) * times[id][round] for id, n in signs.items())
+                for round in common
+            ]
+            for side in (1, -1)
+        )
+        ms = [a - b for a, b in zip(faster, slower, strict=True)]
+        whole = times[vanilla]
+        percent = [100 * x / whole[n] for x, n in zip(ms, common, strict=True) if n in whole]
+        ratios = [a / b for a, b in zip(faster, slower, strict=True)]
+        verdict = None
+        if self.time == STEP:
+            ci95, band = interval95_of_ratios(ratios), noise_band(self.run, self.seq_len, vanilla)
+            verdict = verdict_of(median(ratios), ci95, band)
+        middle = median(percent) if percent else None
+        return Gain(median(ms), interval95(ms), middle, interval95(percent), verdict)
+
+    def _by_round(self, id: str) -> dict[int, float]:
+        if self.time == STEP:
+            return self.run.round_ms(id, self.seq_len)
+        cells = self.run.cells_of(id, self.seq_len, "ok")
+        return {cell.round: cell.gpu_busy_ms for cell in cells if cell.gpu_busy_ms is not None}
+
 
 def parts_of_block(checkpoints: bool) -> tuple[str, ...]:
-    """The parts of a block: without checkpointing there is none to fuse."""
+    """Return the parts of a block: without checkpointing there is none to fuse."""
     return tuple(part for part in FUSED_PARTS if checkpoints or part != "checkpoint")
 
 
-def gains(run: Run, seq_len: int, checkpoints: bool = True, time: str = STEP) -> list[PartGains]:
-    """One row a part, then the interaction; of the variants with or without checkpointing."""
-    vanilla, fused_all = _ends(checkpoints)
-    parts = parts_of_block(checkpoints)
-    alone, all_but = (
-        {part: counterpart(ids[part], checkpoints).id for part in parts} for ids in (ALONE, ALL_BUT)
-    )
-
-    def gain(signs: dict[str, int]) -> Gain | str:
-        return _gain(run, seq_len, checkpoints, signs, time)
-
-    rows = [
-        PartGains(
-            part,
-            first=gain({alone[part]: -1, vanilla: 1}),
-            last=gain({all_but[part]: 1, fused_all: -1}),
-        )
-        for part in parts
-    ]
-    # vanilla - fused_all - the sum of (vanilla - alone)
-    terms = {variant: 1 for variant in alone.values()}
-    missing = any(isinstance(row.first, str) for row in rows)
-    together = {fused_all: -1, vanilla: 1 - len(alone), **terms}
-    what = "parts missing" if missing else gain(together)
-    return [*rows, PartGains(INTERACTION, what, None)]
-
-
-def _ends(checkpoints: bool) -> tuple[str, str]:
-    """Vanilla PEFT and all fused, of a block."""
-    return counterpart(BASELINE, checkpoints).id, counterpart("fused_all", checkpoints).id
-
-
-def _gain(
-    run: Run, seq_len: int, checkpoints: bool, signs: dict[str, int], time: str = STEP
-) -> Gain | str:
-    """The sum of the variants' times with these signs, in every round that has them all. Of the
-    GPU's own time there are no verdicts: the A/A twins say how much a step's is noise."""
-    times = {variant: _by_round(run, variant, seq_len, time) for variant in signs}
-    ends = _ends(checkpoints)
-    vanilla = _by_round(run, ends[0], seq_len, time)
-    for variant, own in times.items():
-        if not own:
-            title = variant_of(variant).plain_title
-            return f"no {title}" if variant in ends else why_no_time(run, variant, seq_len)
-    common = sorted(set.intersection(*(set(own) for own in times.values())))
-    if not common:
-        return "no common round"
-    faster, slower = (
-        [sum(max(0, side * n) * times[v][round] for v, n in signs.items()) for round in common]
-        for side in (1, -1)
-    )
-    ms = [a - b for a, b in zip(faster, slower, strict=True)]
-    percent = [100 * x / vanilla[n] for x, n in zip(ms, common, strict=True) if n in vanilla]
-    ratios = [a / b for a, b in zip(faster, slower, strict=True)]
-    verdict = None
-    if time == STEP:
-        ci95, band = interval95_of_ratios(ratios), noise_band(run, seq_len, ends[0])
-        verdict = verdict_of(median(ratios), ci95, band)
-    middle = median(percent) if percent else None
-    return Gain(median(ms), interval95(ms), middle, interval95(percent), verdict)
-
-
-def _by_round(run: Run, variant: str, seq_len: int, time: str) -> dict[int, float]:
-    if time == STEP:
-        return run.round_ms(variant, seq_len)
-    cells = run.cells_of(variant, seq_len, "ok")
-    return {cell.round: cell.gpu_busy_ms for cell in cells if cell.gpu_busy_ms is not None}
-
-
 def blocks_of(run: Run) -> list[bool]:
-    """The blocks that have two variants to hold against each other."""
+    """Return the blocks that have two variants to compare."""
     shown = {BASELINE, "fused_all", *ALONE.values(), *ALL_BUT.values()}
     timed = {cell.variant for cell in run.cells_of(status="ok")}
     found = [v for v in map(variant_of, timed) if v.plain_id in shown]
     return [block for block in BLOCKS if sum(v.checkpoints is block for v in found) >= 2]
-
-
-def together(run: Run, seq_len: int, checkpoints: bool, time: str = STEP) -> Gain | str:
-    vanilla, fused_all = _ends(checkpoints)
-    return _gain(run, seq_len, checkpoints, {fused_all: -1, vanilla: 1}, time)
 
 
 def name_of_part(part: str) -> str:
@@ -139,7 +137,7 @@ def name_of_part(part: str) -> str:
 
 
 def signed_number(value: float, digits: int) -> str:
-    """With a true minus, and none before a zero."""
+    """Return a number with a true minus, and none before a zero."""
     words = f"{value:.{digits}f}"
     return words.lstrip("-") if float(words) == 0 else words.replace("-", "−")
 
@@ -148,39 +146,40 @@ def signed_number(value: float, digits: int) -> str:
 
 
 def ablation_table(run: Run) -> str:
-    """In Markdown, two tables a block: each part's gains at each length, and all of them together,
-    of the step and of the GPU's own time. Gains that are not distinguishable from noise are in
-    italics; the step's table leaves out lengths at which hardly a part's is distinguishable."""
+    """Write two tables a block: each part's gains at each length, and all of them together, of the
+    step and of the GPU's own time. A gain within noise is in italics; the step's table leaves out
+    lengths at which hardly a part's is beyond it."""
     tables = []
-    for block in blocks_of(run):
-        every = run.experiment.seq_lens
-        lengths = [n for n in every if not _is_noise(run, n, block)] or every
-        left_out = [str(n) for n in every if n not in lengths]
+    for checkpoints in blocks_of(run):
+        every = [Block(run, n, checkpoints) for n in run.experiment.seq_lens]
+        shown = [block for block in every if not _is_noise(block)] or every
+        left_out = [str(block.seq_len) for block in every if block not in shown]
         without = f" ({' and '.join(left_out)} tokens, where gains are noise, are left out)"
-        title = f"{BLOCKS[block]}{without if left_out else ''}:"
-        tables.append(f"{title}\n\n{_table(run, block, STEP, lengths)}")
-        if not isinstance(together(run, run.experiment.seq_lens[0], block, GPU), str):
-            what = f"{BLOCKS[block]}, of the GPU's own time, whatever the host did:"
-            tables.append(f"{what}\n\n{_table(run, block, GPU, every)}")
+        title = f"{BLOCKS[checkpoints]}{without if left_out else ''}:"
+        tables.append(f"{title}\n\n{_table('takes off a step', shown)}")
+        on_gpu = [block._replace(time=GPU) for block in every]
+        if isinstance(on_gpu[0].together(), Gain):
+            title = f"{BLOCKS[checkpoints]}, of the GPU's own time, whatever the host did:"
+            tables.append(f"{title}\n\n" + _table("takes off the GPU's time", on_gpu))
     return "\n\n".join(tables)
 
 
-def _is_noise(run: Run, seq_len: int, block: bool) -> bool:
+def _is_noise(block: Block) -> bool:
     """Return True where parts' gains were judged and one at most, as by chance, stands out."""
-    found = [gain for row in gains(run, seq_len, block) for gain in (row.first, row.last)]
-    verdicts = [gain.verdict for gain in found if isinstance(gain, Gain)]
-    judged = [verdict for verdict in verdicts if verdict is not None]
+    found = [gain.verdict for row in block.gains() for gain in row.known()]
+    judged = [verdict for verdict in found if verdict is not None]
     return len(judged) > 2 and sum(verdict != NOISE for verdict in judged) <= 1
 
 
-def _table(run: Run, block: bool, time: str, lengths: list[int]) -> str:
-    header = ["takes off a step" if time == STEP else "takes off the GPU's time"]
-    header += [f"{n}: {when}, ms" for n in lengths for when in ("added first", "added last")]
+def _table(first: str, blocks: list[Block]) -> str:
+    header = [first]
+    for block in blocks:
+        header += [f"{block.seq_len}: {when}, ms" for when in ("added first", "added last")]
     lines = []
-    for rows in zip(*(gains(run, n, block, time) for n in lengths), strict=True):
+    for rows in zip(*(block.gains() for block in blocks), strict=True):
         pairs = ((_cell(row.first), _cell(row.last, False)) for row in rows)
         lines.append([name_of_part(rows[0].part), *chain(*pairs)])
-    alls = ((_cell(together(run, n, block, time)), "") for n in lengths)
+    alls = ((_cell(block.together()), "") for block in blocks)
     lines.append([variant_of("fused_all").title, *chain(*alls)])
     return markdown_table(header, lines)
 

@@ -1,18 +1,12 @@
-"""benchmark_results.png, from a run alone: no GPU, no torch.
-
-`benchmark_figure` builds the picture and `draw_benchmark_results` writes it.
-"""
+"""benchmark_results.png, from a run alone: no GPU, no torch."""
 
 from __future__ import annotations
 
-import io
-from itertools import chain
+from itertools import chain, groupby
 from math import ceil
-from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.legend_handler import HandlerTuple
@@ -20,12 +14,11 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, FixedLocator, MaxNLocator, NullLocator
 
 from bench.records import Run, SummaryRow
-from bench.results import write_atomically
-from report.kind_bars import COPIES_WORDS, draw_kinds, longest_profiled
-from report.lines import CLEAR, draw_lines, line_of
-from report.looks import FLOOR_WORDS, REHEARSAL_NOTICE, STATUS_WORDS, STYLE, caption
+from report.kernel_time import COPIES_WORDS, draw_kinds, longest_profiled
+from report.lines import CLEAR, FEW, View, draw_lines, line_of
+from report.picture import GREY, annotate, framed, write_caption, write_title
 from report.statistics import NOISE, noise_band
-from report.view import FEW, View
+from report.wording import FLOOR_WORDS, REHEARSAL_NOTICE, STATUS_WORDS, caption
 from variants import BASELINE, LOOKS, title_of
 
 RESULTS_LEGEND = (
@@ -38,28 +31,14 @@ RIGHT = 0.975  # where the panels end, of the picture's width
 TITLE_PAD = 20  # points between a panel and its title, with room for a note
 
 
-def draw_benchmark_results(run: Run, path: str | Path) -> None:
-    """Write the picture as a PNG."""
-    write_png(benchmark_figure(run), path)
-
-
-def write_png(picture: Figure, path: str | Path) -> None:
-    """Write a picture whole or not at all, and the same bytes for the same picture."""
-    png = io.BytesIO()
-    with style.context(["default", STYLE]):
-        picture.savefig(png, format="png", metadata={"Software": None})
-    write_atomically(path, png.getvalue())
-
-
 def benchmark_figure(run: Run) -> Figure:
-    """The 2x2 picture: speedup, tokens a second, peak memory, what the GPU does at the longest
+    """Draw four panels: speedup, tokens a second, peak memory, and the GPU's time at the longest
     length."""
-    with style.context(["default", STYLE, {"axes.titlepad": TITLE_PAD}]):
+    with framed(WIDTH, HEIGHT, axes_titlepad=TITLE_PAD) as picture:
         view = View(run)
-        picture = Figure(figsize=(WIDTH, HEIGHT), dpi=150)
         panels = picture.subplots(2, 2, gridspec_kw={"hspace": 0.34, "wspace": 0.14})
-        rows_of_names = _name_variants(picture, view)
-        picture.subplots_adjust(0.06, 0.12, RIGHT, 0.86 - 0.026 * rows_of_names)
+        legend_rows = _name_variants(picture, view)
+        picture.subplots_adjust(0.06, 0.12, RIGHT, 0.86 - 0.026 * legend_rows)
         for panel, axes in zip((_speedup, _throughput, _memory), panels.flat, strict=False):
             axes.set_xlim(-0.5, len(view.seq_lens) - 0.5)
             axes.set_xticks(range(len(view.seq_lens)), view.seq_lens)
@@ -68,13 +47,12 @@ def benchmark_figure(run: Run) -> Figure:
             panel(axes, view)
             _mark_untimed(axes, view)
         _kinds(panels[1, 1], view)
-        title = benchmark_finding(view)
-        size = min(22, 1500 / max(map(len, title.split("\n"))))
-        picture.text(0.025, 0.985, title, size=size, weight="bold", va="top", linespacing=1.3)
-        words = fill(f"{caption(run)} {RESULTS_LEGEND}", 165)
-        picture.text(0.025, 0.022, words, size=10.5, color="#444444", linespacing=1.5)
+        write_title(picture, benchmark_finding(view), 0.985, 22, 1500, va="top", linespacing=1.3)
+        write_caption(picture, f"{caption(run)} {RESULTS_LEGEND}", 0.022, 165)
         if run.rehearsal:
-            _stamp(picture)
+            picture.text(0.5, 0.48, REHEARSAL_NOTICE.replace(": ", "\n"), size=58, color="#d1242f",
+                         alpha=0.22, weight="bold", ha="center", va="center", rotation=30,
+                         zorder=9)  # fmt: skip
     return picture
 
 
@@ -92,7 +70,7 @@ def _speedup(axes: Axes, view: View) -> None:
     for seq_len, (low, high) in bands.items():
         axes.bar(view.seq_lens.index(seq_len), high - low, 0.9, low, color="#cfcfcf")
     if bands:
-        _note(axes, "log scale; grey band: vanilla PEFT measured twice (A/A)")
+        _remark(axes, "log scale; grey band: vanilla PEFT measured twice (A/A)")
     reach = [1.0, *(row.speedup for row in rows if row.speedup), *chain(*bands.values())]
     low, high = min(reach), max(reach)
     # The interval of two rounds may go far beyond, and leaves the panel.
@@ -109,51 +87,47 @@ def _speedup(axes: Axes, view: View) -> None:
 def _throughput(axes: Axes, view: View) -> None:
     axes.set_title("Tokens a second (higher is better)")
     axes.yaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.set_ylim(0, 1.15 * view.top("tokens_per_s"))
+    speeds = [row.tokens_per_s for row in view.timed if row.tokens_per_s]
+    axes.set_ylim(0, 1.15 * max(speeds, default=1.0))
     draw_lines(axes, view, view.timed, "tokens_per_s", EngFormatter(places=1, sep=""))
 
 
 def _memory(axes: Axes, view: View) -> None:
     axes.set_title("Peak memory, GiB (lower is better)")
-    top = view.top("peak_gib")
-    rows = [row for row in view.timed if row.peak_gib]
-    for row in rows:
-        look, place = view.look(row), view.slot(row)
-        axes.bar(place, row.peak_gib or 0, 0.93 * view.bar_width, color=look.colour,
-                 hatch=look.hatch, edgecolor="white", linewidth=0)  # fmt: skip
-    _memory_numbers(axes, view, rows)
+    peaks = {view.slot(row): (row, row.peak_gib) for row in view.timed if row.peak_gib}
+    top = max((gib for _, gib in peaks.values()), default=1.0)
+    for place, (row, gib) in peaks.items():
+        look = view.look(row)
+        axes.bar(place, gib, 0.93 * view.bar_width, color=look.colour, hatch=look.hatch,
+                 edgecolor="white", linewidth=0)  # fmt: skip
+    _memory_numbers(axes, view, peaks)
     gpu = view.run.environment.gpu
     if gpu is None:
-        _note(axes, "no GPU, so no GPU memory")
+        _remark(axes, "no GPU, so no GPU memory")
     elif gpu.memory_bytes / 2**30 < 1.6 * top:  # else the bars would vanish under it
         top = gpu.memory_bytes / 2**30
         axes.axhline(top, color="black")
-        _note(axes, f"line: the card holds {top:.0f} GiB")
+        _remark(axes, f"line: the card holds {top:.0f} GiB")
     axes.set_ylim(0, 1.22 * top)
 
 
-def _memory_numbers(axes: Axes, view: View, rows: list[SummaryRow]) -> None:
-    """Numbers over the bars, one for neighbours that are equal; upright where they would meet."""
-    labels: list[tuple[str, list[SummaryRow]]] = []
-    for row in sorted(rows, key=view.slot):
-        words = f"{row.peak_gib:.1f}"
-        if labels and labels[-1][0] == words and labels[-1][1][0].seq_len == row.seq_len:
-            labels[-1][1].append(row)
-        else:
-            labels.append((words, [row]))
+def _memory_numbers(axes: Axes, view: View, peaks: dict[float, tuple[SummaryRow, float]]) -> None:
+    """Write numbers over the bars, one for neighbours that are equal; upright where they would
+    meet."""
+    alike = groupby(sorted(peaks), lambda slot: (peaks[slot][0].seq_len, f"{peaks[slot][1]:.1f}"))
+    labels = [(words, list(slots)) for (_, words), slots in alike]
     inches = axes.get_position().width * WIDTH
     slot_points = 72 * inches * view.bar_width / len(view.seq_lens)
     upright = any(7.3 * len(words) > slot_points * len(over) for words, over in labels)
     size = 9 if len(view.looks) > FEW else 12
     for words, over in labels:
-        place = (view.slot(over[0]) + view.slot(over[-1])) / 2
-        height = max(row.peak_gib or 0 for row in over)
-        axes.annotate(words, (place, height), (0, 3), textcoords="offset points", ha="center",
-                      va="bottom", size=size, rotation=90 * upright)  # fmt: skip
+        height = max(peaks[slot][1] for slot in over)
+        annotate(axes, words, ((over[0] + over[-1]) / 2, height), (0, 3), ha="center", va="bottom",
+             size=size, rotation=90 * upright)  # fmt: skip
 
 
 def _kinds(axes: Axes, view: View) -> None:
-    """Leaves room for the names of its bars, beside them, and of its colours, above."""
+    """Draw the GPU's time, with room for the names of bars beside them and of colours above."""
     seq_len, box = longest_profiled(view.run), axes.get_position()
     left = 0.055 if view.is_named else 0.09
     axes.set_position((box.x0 + left, box.y0, box.width - left, box.height))
@@ -170,54 +144,47 @@ def _kinds(axes: Axes, view: View) -> None:
         label.set_color(look.colour)
 
 
-# --- what the panels share ------------------------------------------------------------------------
+# --- words ----------------------------------------------------------------------------------------
 
 
-def _note(axes: Axes, words: str) -> None:
-    """Words under a panel's title, where nothing is drawn."""
-    axes.annotate(words, (0, 1), (0, 4), xycoords="axes fraction", textcoords="offset points",
-                  va="bottom", size=11, color="#444444")  # fmt: skip
+def _remark(axes: Axes, words: str) -> None:
+    """Write words under a panel's title, where nothing is drawn."""
+    annotate(axes, words, (0, 1), (0, 4), "axes fraction", va="bottom", size=11, color=GREY)
 
 
 def _mark_untimed(axes: Axes, view: View) -> None:
-    """A cell without a time still shows: its variant's marker, hollow, and the reason in words."""
+    """Show a cell without a time: its variant's marker, hollow, and the reason in words."""
     for row in view.untimed:
         look, place, across = view.look(row), view.slot(row), axes.get_xaxis_transform()
         mark = line_of(look, title_of(row.variant), [place], [0.035])
         mark.set(transform=across, markerfacecolor="white", markeredgewidth=2, zorder=6)
         axes.add_artist(mark)
-        text: dict[str, Any] = {"color": look.colour, "size": 10, "weight": "bold", "zorder": 6}
-        text |= {"rotation": 90, "ha": "center", "va": "bottom", "transform": across, "bbox": CLEAR}
-        axes.text(place, 0.08, STATUS_WORDS[row.status], **text)
+        axes.text(place, 0.08, STATUS_WORDS[row.status], color=look.colour, size=10, weight="bold",
+                  zorder=6, rotation=90, ha="center", va="bottom", transform=across,
+                  bbox=CLEAR)  # fmt: skip
 
 
 def _name_variants(picture: Figure, view: View) -> int:
-    """The legend of all four panels: each variant's bar beside its line. In as many columns as end
-    where the panels do, by this machine's fonts; returns the number of rows."""
+    """Draw the legend of all four panels, each variant's bar beside its line, in as many columns as
+    end where the panels do, by this machine's fonts; return the number of rows."""
     keys: list[Any] = []
     names = list(map(title_of, view.looks))
     for look, name in zip(view.looks.values(), names, strict=True):
         bar = Patch(facecolor=look.colour, hatch=look.hatch, edgecolor="white", linewidth=0)
         keys.append((bar, line_of(look, name)))
-    place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (0.017, 0.924), "fontsize": 13}
-    place |= {"handlelength": 3.5, "handler_map": {tuple: HandlerTuple(ndivide=None)}}
-    columns = 5
-    legend = picture.legend(keys, names, ncols=columns, **place)
-    while columns > 1 and legend.get_window_extent().x1 > RIGHT * picture.bbox.x1:
+    for columns in range(5, 0, -1):
+        legend = picture.legend(
+            keys, names, ncols=columns, loc="upper left", bbox_to_anchor=(0.017, 0.924),
+            fontsize=13, handlelength=3.5, handler_map={tuple: HandlerTuple(ndivide=None)},
+        )  # fmt: skip
+        if columns == 1 or legend.get_window_extent().x1 <= RIGHT * picture.bbox.x1:
+            break
         legend.remove()
-        columns -= 1
-        legend = picture.legend(keys, names, ncols=columns, **place)
     return ceil(len(names) / columns)
 
 
-def _stamp(picture: Figure) -> None:
-    text: dict[str, Any] = {"size": 58, "color": "#d1242f", "alpha": 0.22, "weight": "bold"}
-    text |= {"ha": "center", "va": "center", "rotation": 30, "zorder": 9}
-    picture.text(0.5, 0.48, REHEARSAL_NOTICE.replace(": ", "\n"), **text)
-
-
 def benchmark_finding(view: View) -> str:
-    """The picture's title: the speedups at the longest length that has any."""
+    """Say the speedups at the longest length that has any."""
     if view.run.rehearsal:
         return REHEARSAL_NOTICE
     gpu = view.run.environment.gpu.name if view.run.environment.gpu else "the CPU"
@@ -233,5 +200,4 @@ def benchmark_finding(view: View) -> str:
         + ("within noise" if row.verdict == NOISE else f"{row.speedup:.2f}×")
         for row in rows
     )
-    what = f"A LoRA step's speed over vanilla PEFT's, at {seq_len} tokens on {gpu}"
-    return f"{what}:\n{said}"
+    return f"A LoRA step's speed over vanilla PEFT's, at {seq_len} tokens on {gpu}:\n{said}"

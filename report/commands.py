@@ -1,13 +1,12 @@
 """The commands that work on existing results: pictures, tables, comparisons; nothing is measured.
 
-Each `*_only` is one of the command's options, and returns its exit code. What draws is imported
-where it draws: matplotlib takes longer than saying that there is nothing to draw.
+Each `*_only` is one of the command's options, and returns its exit code. Drawing is imported where
+it draws: matplotlib takes longer than saying that there is nothing to draw.
 """
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
@@ -16,15 +15,24 @@ from rich.table import Table
 from bench import results as store
 from bench.folders import locked
 from bench.options import HERE
-from bench.records import Kernels, Run
+from bench.records import KernelRow, Kernels, Run, SummaryRow
 from bench.terminal import console
-from report import tables
-from report.comparison import compare
+from report.comparison import compare, comparison_table
 from report.fits import fits_table
 from report.statistics import NOISE, summarize
+from report.table import Column, Row, number
 from variants import title_of, variant_of
 
-PLAIN: dict[str, Any] = {"box": SIMPLE_HEAD, "pad_edge": False}  # fits 80 columns
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+KERNEL_COLUMNS = (
+    Column[KernelRow]("kernel", lambda row: row.kernel),
+    Column[KernelRow]("shape", lambda row: " x ".join(map(str, row.shape))),
+    Column[KernelRow]("us", lambda row: number(row.median_us, 1)),
+    Column[KernelRow]("GB/s", lambda row: number(row.gb_per_s, 0)),
+    Column[KernelRow]("of copy", lambda row: f"{row.share_of_copy:.0%}"),
+)
 
 
 def save_with_summary(path: Path, run: Run) -> None:
@@ -34,79 +42,87 @@ def save_with_summary(path: Path, run: Run) -> None:
 
 
 def plot_only(folder: Path) -> int:
-    path = folder / "results.json"
-    if not path.is_file():
-        raise ValueError(f"--plot-only: there is no {path}; run the benchmark first, or give --out")
-    run = store.load(path)
-    from report import committed, documents, fp8_training, loss_curve
-    from report.padding_picture import draw_documents
-    from report.small_adapters import draw_small_adapters
-
-    drawn: list[Path] = []
+    run, others, drawn = _loaded_from(folder, "--plot-only"), folder, []
     if folder.resolve() == HERE:
-        suite = store.load(committed.SUITE)
-        drawn += documents.update(HERE, committed.generated_parts(run, suite))
-        figures = HERE / "docs" / "figures"
-        drawn += draw_suite(suite, figures)
-        losses = committed.loaded(committed.LOSSES)
-        if loss_curve.draw_loss_curve(losses, picture := figures / "loss_curve.png"):
-            drawn.append(picture)
-        lengths = committed.groups_of_lengths()
-        if draw_documents(lengths, picture := figures / "documents.png"):
-            drawn.append(picture)
-        trainings = committed.loaded_trainings()
-        if fp8_training.draw_fp8_training(trainings, picture := figures / "fp8_training.png"):
-            drawn.append(picture)
-        measured = committed.loaded_small_adapters()
-        if draw_small_adapters(measured, picture := figures / "small_adapters.png"):
-            drawn.append(picture)
-        drawn += draw_pictures(run, folder, figures)
-    else:
-        drawn += draw_pictures(run, folder, folder)
+        from report import committed
+
+        others = HERE / "docs" / "figures"
+        drawn = committed.update_pages(HERE, committed.generated_parts(run))
+        drawn += _draw_published(others)
+    drawn += draw_pictures(run, folder, others)
     console.print("\n".join(map(str, drawn)), soft_wrap=True)
     return 0
 
 
+def _draw_published(figures: Path) -> list[Path]:
+    """Draw the pictures of published runs beside the experiment; return their paths."""
+    from report import committed, fp8_training, loss_curve, padding_picture, small_adapters
+
+    losses = list(committed.loaded("*/loss_curve*").values())
+    adapters = committed.loaded_small_adapters()[0]
+    return _draw_suite(store.load(committed.suite_path()), figures) + _write(figures, {
+        "loss_curve": loss_curve.loss_curve_figure(losses),
+        "documents": padding_picture.documents_figure(committed.chat_groups()),
+        "fp8_training": fp8_training.fp8_training_figure(committed.loaded_training()),
+        "small_adapters": small_adapters.small_adapters_figure(adapters),
+    })  # fmt: skip
+
+
 def draw_pictures(run: Run, folder: Path, others: Path) -> list[Path]:
     """Draw every picture that the run has data for, all but the first into the folder `others`;
-    returns their paths."""
-    from report.benchmark_results import draw_benchmark_results
-    from report.kernel_time import draw_kernel_time
-    from report.kind_bars import longest_profiled
+    return their paths."""
+    from report.benchmark_results import benchmark_figure
+    from report.kernel_time import kernel_time_figure, longest_profiled
 
     longest = longest_profiled(run)
-    pictures: dict[Path, Callable] = {
-        folder / "benchmark_results.png": draw_benchmark_results,
-        others / "kernel_time.png": draw_kernel_time,
-        others / f"kernel_time_{longest}.png": partial(draw_kernel_time, lengths=[longest]),
-    }
-    drawn = [path for path, draw_it in pictures.items() if draw_it(run, path) is not False]
-    return drawn + draw_suite(run, others)
+    drawn = _write(folder, {"benchmark_results": benchmark_figure(run)})
+    drawn += _write(others, {
+        "kernel_time": kernel_time_figure(run),
+        f"kernel_time_{longest}": kernel_time_figure(run, [longest]),
+    })  # fmt: skip
+    return drawn + _draw_suite(run, others)
 
 
-def draw_suite(run: Run, folder: Path) -> list[Path]:
-    """Draw the pictures that a suite has and the experiment alone has not; returns their paths."""
+def _draw_suite(run: Run, folder: Path) -> list[Path]:
+    """Draw the pictures that a suite has and the experiment alone has not; return their paths."""
     if "fused_all" not in {variant_of(id).plain_id for id in run.experiment.variants}:
         return []
-    from report import frontier
-    from report.ablation_picture import draw_ablation
+    from report.ablation_picture import ablation_figure
+    from report.frontier import frontier_figure
 
-    pictures: dict[Path, Callable] = {
-        folder / "ablation.png": draw_ablation,
-        folder / "ablation_all_lengths.png": partial(draw_ablation, all_lengths=True),
-        folder / "frontier.png": frontier.draw_frontier,
-    }
-    return [path for path, draw_it in pictures.items() if draw_it(run, path) is not False]
+    return _write(folder, {
+        "ablation": ablation_figure(run),
+        "ablation_all_lengths": ablation_figure(run, all_lengths=True),
+        "frontier": frontier_figure(run),
+    })  # fmt: skip
+
+
+def _write(folder: Path, pictures: dict[str, "Figure | None"]) -> list[Path]:
+    from report.picture import write_png
+
+    paths = {folder / f"{name}.png": picture for name, picture in pictures.items()}
+    return [path for path, picture in paths.items() if write_png(picture, path)]
+
+
+def _loaded_from(folder: Path, option: str) -> Run:
+    path = folder / "results.json"
+    if not path.is_file():
+        raise ValueError(f"{option}: there is no {path}; run the benchmark first, or give --out")
+    return store.load(path)
+
+
+def _loaded(option: str, paths: Iterable[Path]) -> list[Run]:
+    try:
+        return [store.load(path) for path in paths]
+    except OSError as error:
+        reason = f"{error.filename} cannot be read ({error.strerror})"
+        raise ValueError(f"{option}: {reason}") from None
 
 
 def compare_only(old_path: Path, new_path: Path) -> int:
     """Print how the runs in two files differ; 1 where the new one is slower beyond noise."""
-    try:
-        compared = compare(store.load(old_path), store.load(new_path))
-    except OSError as error:
-        reason = f"{error.filename} cannot be read ({error.strerror})"
-        raise ValueError(f"--compare: {reason}") from None
-    console.print(tables.comparison_table(compared), soft_wrap=True, markup=False)
+    compared = compare(*_loaded("--compare", [old_path, new_path]))
+    console.print(comparison_table(compared), soft_wrap=True, markup=False)
     for difference in compared.differences:
         console.print(f"  {escape(difference)}", soft_wrap=True)
     if compared.is_slower:
@@ -121,11 +137,7 @@ def merge_only(paths: list[Path], folder: Path | None) -> int:
     path = folder / "results.json"
     if path.exists():
         raise ValueError(f"--merge: {path} is there; give another --out")
-    try:
-        merged = store.merge([store.load(file) for file in paths])
-    except OSError as error:
-        reason = f"{error.filename} cannot be read ({error.strerror})"
-        raise ValueError(f"--merge: {reason}") from None
+    merged = store.merge(_loaded("--merge", paths))
     with locked(folder):
         save_with_summary(path, merged)
         console.print(summary_table(merged))
@@ -135,48 +147,64 @@ def merge_only(paths: list[Path], folder: Path | None) -> int:
 
 
 def fits_only(gib: float, folder: Path) -> int:
-    """Print what trains fastest in `gib` GiB of GPU memory, from the results in a folder."""
+    """Print what trains fastest in `gib` GiB of GPU memory, from the results in a folder. The
+    published results are the suite's, which has more to choose from."""
     if not gib > 0:
         raise ValueError(f"--fits {gib:g}: give more than 0 GiB")
-    path = folder / "results.json"
-    from report.committed import SUITE
+    if folder.resolve() == HERE:
+        from report.committed import suite_path
 
-    if folder.resolve() == HERE and SUITE.is_file():
-        path = SUITE  # has more to choose from
-    if not path.is_file():
-        raise ValueError(f"--fits: there is no {path}; run the benchmark first, or give --out")
-    console.print(fits_table(store.load(path), gib), soft_wrap=True, markup=False)
+        run = store.load(suite_path())
+    else:
+        run = _loaded_from(folder, "--fits")
+    console.print(fits_table(run, gib), soft_wrap=True, markup=False)
     return 0
 
 
 def summary_table(run: Run) -> Table:
+    def speedup(row: SummaryRow) -> str:
+        noise = " (noise)" if row.verdict == NOISE else ""
+        return "" if run.rehearsal else number(row.speedup, 2) + noise
+
+    columns = (
+        Column[SummaryRow]("tokens", lambda row: str(row.seq_len)),
+        Column[SummaryRow]("variant", lambda row: title_of(row.variant)),
+        Column[SummaryRow]("ms a step", lambda row: number(row.median_step_ms, 1) or row.status),
+        Column[SummaryRow]("speedup", speedup),
+        Column[SummaryRow]("x floor", lambda row: number(row.ratio_to_floor, 2)),
+        Column[SummaryRow]("GiB", lambda row: number(row.peak_gib, 1)),
+        Column[SummaryRow]("GPU ms", lambda row: number(row.gpu_ms, 1)),
+    )
     title = "Rehearsal: not a performance result" if run.rehearsal else None
-    columns = ("tokens", "variant", "ms a step", "speedup", "x floor", "GiB", "GPU ms")
-    table = Table(*columns, title=title, **PLAIN)
-    for row in summarize(run):
-        cells = [str(row.seq_len), title_of(row.variant)]
-        if row.median_step_ms is None:
-            table.add_row(*cells, row.status)
-            continue
-        speedup = tables.number_or_blank(row.speedup, 2)
-        speedup += " (noise)" if row.verdict == NOISE else ""
-        cells += [
-            tables.number_or_blank(row.median_step_ms, 1),
-            "" if run.rehearsal else speedup,
-            tables.number_or_blank(row.ratio_to_floor, 2),
-            tables.number_or_blank(row.peak_gib, 1),
-            tables.number_or_blank(row.gpu_ms, 1),
-        ]
-        table.add_row(*cells)
+    plain: dict[str, Any] = {"box": SIMPLE_HEAD, "pad_edge": False}  # fits 80 columns
+    return _terminal_table(columns, summarize(run), title=title, **plain)
+
+
+def kernels_table(kernels: Kernels) -> Table:
+    return _terminal_table(KERNEL_COLUMNS, kernels.rows)
+
+
+def _terminal_table(columns: Sequence[Column[Row]], rows: Iterable[Row], **look: Any) -> Table:
+    table = Table(*(column.heading for column in columns), **look)
+    for row in rows:
+        table.add_row(*(column.words(row) for column in columns))
     return table
 
 
 def to_contribute(run: Run, path: Path) -> str:
-    """The rows that anyone may quote, and how the run gets into docs/gpus.md."""
-    from report.gpus import measured_section
+    """Write the rows that anyone may quote, and how the run gets into docs/gpus.md."""
+    from report.headline import measured_section
 
     rows = measured_section({"": run})
     return f"\n{rows}\n\n{_to_add(run, path, 'quick.json.gz', 'docs/gpus.md')}"
+
+
+def held_against_others(run: Run, path: Path) -> str:
+    """Write the rows beside what others publish, and how the run gets into docs/results.md."""
+    from report.published import claims_table
+
+    file = f"published-{run.experiment.model}.json.gz"
+    return f"\n{claims_table(run)}\n\n{_to_add(run, path, file, 'docs/results.md')}"
 
 
 def _to_add(run: Run, path: Path, file: str, page: str) -> str:
@@ -185,24 +213,3 @@ def _to_add(run: Run, path: Path, file: str, page: str) -> str:
         f"To add it to {page}: mkdir -p {folder} && gzip -c "
         f"{path} > {folder / file} && python lora_bench.py --plot-only"
     )
-
-
-def held_against_others(run: Run, path: Path) -> str:
-    """The rows beside what others publish, and how the run gets into docs/results.md."""
-    from report.beside_published import published_rows
-
-    file = f"published-{run.experiment.model}.json.gz"
-    return f"\n{published_rows([run])}\n\n{_to_add(run, path, file, 'docs/results.md')}"
-
-
-def kernels_table(kernels: Kernels) -> Table:
-    table = Table("kernel", "shape", "us", "GB/s", "of copy")
-    for row in kernels.rows:
-        table.add_row(
-            row.kernel,
-            " x ".join(map(str, row.shape)),
-            f"{row.median_us:.1f}",
-            f"{row.gb_per_s:.0f}",
-            f"{row.share_of_copy:.0%}",
-        )
-    return table

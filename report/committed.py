@@ -1,118 +1,156 @@
-"""The runs that are committed, and the generated parts of README.md and docs/*.md, made of them."""
+"""The published files in docs/runs/, and the generated parts of README.md and docs/*.md."""
 
 from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
 
 from bench import results as store
 from bench.options import HERE
 from bench.peers import pins
 from bench.records import Run
+from bench.results import write_atomically
 from bench.small_adapter_records import SmallAdapters, load_small_adapters
 from bench.training_records import Fp8Training, load_training
-from report import tables
-from report.beside_floor import beside_floor_section
-from report.beside_published import published_section
-from report.comparison import compare
+from report import suite_tables, tables
+from report.comparison import compare, comparison_table
 from report.fp8_training import fp8_training_section
-from report.gpus import expected_section, measured_section
-from report.headline import answer, headline_table
-from report.losses import losses_section
+from report.headline import Card, answer, expected_section, headline_table, measured_section
+from report.loss_curve import losses_section
 from report.padding import ChatGroup, groups, padding_section
-from report.recipes import recipes_section
-from report.releases import releases_section
+from report.published import published_section
 from report.small_adapters import small_adapters_section
-from report.suite_tables import (
-    against_unsloth_section,
-    effects_section,
-    parts_section,
-    peers_section,
-)
+from report.wording import PEERS, Footnote
+from variants import variant_of
 
-H200 = HERE / "docs" / "runs" / "h200"
-# The experiment once more, on other machines: how far to trust the published run.
-SECOND_RUN = H200 / "experiment_2026-11-24.json.gz"
-KERNELS = H200 / "experiment_2026-11-20.json.gz"  # has the kernels' own times
-SUITE = H200 / "suite.json.gz"  # every part and peer, a run of its own
-# Of any GPU
-BESIDE_UNSLOTH = "beside_unsloth/*"  # all parts and Unsloth again, in more steps
-BY_GPU = ("experiment", "quick")  # what is measured on each GPU, whole or with --quick
-PUBLISHED = "published-*"  # in the settings that others publish speeds for
-RECIPES = "recipe-*"  # adapters on some projections alone, or dropout
-LOSSES = "loss_curve*"  # many steps, a run a seed
-FP8_STEPS = "fp8_lengths"  # layers in FP8 beside those in bf16
-LONG_ROWS = "long_rows"  # of thousands of tokens
-FP8_TRAININGS = "fp8_training*"
+DOCS = HERE / "docs"
 SMALL_ADAPTERS = "small_adapters*"
 
 
-def loaded(name: str) -> list[Run]:
-    """Return the committed runs of this name, of every GPU."""
-    return [store.load(path) for path in sorted(HERE.glob(f"docs/runs/*/{name}.json.gz"))]
+class Index(msgspec.Struct, frozen=True):
+    """docs/runs/index.toml: the files that a page draws on by name, facts that files do not tell,
+    and data sheets. cards: first that of the published run."""
+
+    suite: str
+    second_run: str
+    kernels: str
+    fp8_training: str
+    footnotes: list[Footnote]
+    cards: list[Card]
 
 
-def loaded_trainings() -> list[Fp8Training]:
-    """Return the committed trainings in bf16 and FP8."""
-    paths = sorted(HERE.glob(f"docs/runs/*/{FP8_TRAININGS}.json.gz"))
-    return [load_training(path) for path in paths]
+def index() -> Index:
+    return msgspec.toml.decode((DOCS / "runs" / "index.toml").read_bytes(), type=Index)
+
+
+def suite_path() -> Path:
+    """Return the file of the suite: every part and peer, a run of its own."""
+    return DOCS / "runs" / index().suite
+
+
+def loaded(name: str) -> dict[str, Run]:
+    """Return the published runs of this name, on every GPU, by the path from docs/runs/."""
+    runs = DOCS / "runs"
+    paths = sorted(runs.glob(f"{name}.json.gz"))
+    other = ("fp8_training", SMALL_ADAPTERS.rstrip("*"))
+    return {path.relative_to(runs).as_posix(): store.load(path) for path in paths
+            if not path.name.startswith(other)}  # fmt: skip
+
+
+def loaded_training() -> Fp8Training:
+    return load_training(DOCS / "runs" / index().fp8_training)
 
 
 def loaded_small_adapters() -> list[SmallAdapters]:
-    """Return the committed measurements of small adapters, those of a GPU first."""
-    paths = sorted(HERE.glob(f"docs/runs/*/{SMALL_ADAPTERS}.json.gz"))
+    """Return the published measurements of small adapters, those of a GPU first."""
+    paths = sorted(DOCS.glob(f"runs/*/{SMALL_ADAPTERS}.json.gz"))
     return sorted(map(load_small_adapters, paths), key=lambda one: one.environment.gpu is None)
 
 
-def groups_of_lengths() -> list[ChatGroup]:
-    """Return the committed runs `padded-NAME` and `documents-NAME`, by data set and GPU."""
-
-    def named(kind: str) -> list[tuple[str, Run]]:
-        paths = sorted(HERE.glob(f"docs/runs/*/{kind}-*.json.gz"))
-        ends = [path.name.removesuffix(".json.gz").partition("-")[2] for path in paths]
-        return [(name, store.load(path)) for name, path in zip(ends, paths, strict=True)]
-
-    return groups(named("padded"), named("documents"))
+def chat_groups() -> list[ChatGroup]:
+    """Return the published runs `padded-NAME` and `documents-NAME`, by data set and GPU."""
+    return groups(loaded("*/padded-*"), loaded("*/documents-*"), index().footnotes)
 
 
-def measured_by_gpu(run: Run) -> dict[str, Run]:
-    """Return the experiment and what others measured of it, by the path from docs/."""
-    found = {"../results.json": run}
-    for name in BY_GPU:
-        for path in sorted(HERE.glob(f"docs/runs/*/{name}.json.gz")):
-            found[path.relative_to(HERE / "docs").as_posix()] = store.load(path)
-    return found
-
-
-def runs_by_link(run: Run) -> dict[str, Run]:
-    """Return the experiment and every committed run, by the path from docs/."""
-    paths = sorted(HERE.glob("docs/runs/**/*.json.gz"))
-    others = tuple(name.rstrip("*") for name in (FP8_TRAININGS, SMALL_ADAPTERS))
-    paths = [path for path in paths if not path.name.startswith(others)]
-    found = {path.relative_to(HERE / "docs").as_posix(): store.load(path) for path in paths}
+def _by_link(run: Run, *names: str) -> dict[str, Run]:
+    """Return the experiment and the published runs of these names, by the path from docs/."""
+    found = {f"runs/{path}": one for name in names for path, one in loaded(name).items()}
     return {"../results.json": run, **found}
 
 
-def generated_parts(run: Run, suite: Run) -> dict[str, str]:
+def generated_parts(run: Run) -> dict[str, str]:
     """Write every part, by name. run: the experiment."""
-    second_run, lengths = store.load(SECOND_RUN), groups_of_lengths()
+    known, chats = index(), chat_groups()
+    suite, second_run, kernels = (
+        store.load(DOCS / "runs" / path) for path in (known.suite, known.second_run, known.kernels)
+    )
+    beside_unsloth = [suite, *loaded("*/beside_unsloth/*").values()]
     return {
         "answer": answer(run),
-        "headline": headline_table(run, lengths),
+        "headline": headline_table(run, chats),
         "results": tables.results_section(run),
-        "kernels": tables.kernels_section(store.load(KERNELS)),
+        "kernels": tables.kernels_section(kernels),
         "kinds": tables.kinds_section(run),
-        "second run": tables.comparison_table(compare(run, second_run)),
-        "peers": peers_section(suite),
-        "unsloth": against_unsloth_section([suite, *loaded(BESIDE_UNSLOTH)]),
-        "parts": parts_section(suite),
-        "effects": effects_section(suite),
-        "gpus": measured_section(measured_by_gpu(run)),
-        "expected": expected_section(run),
-        "published": published_section(loaded(PUBLISHED)),
-        "releases": releases_section(pins(), runs_by_link(run)),
-        "recipes": recipes_section(loaded(RECIPES)),
-        "losses": losses_section(loaded(LOSSES)),
-        "padding": padding_section(lengths),
-        "fp8 training": fp8_training_section(loaded_trainings()),
+        "second run": comparison_table(compare(run, second_run)),
+        "peers": suite_tables.peers_section(suite),
+        "unsloth": suite_tables.against_unsloth_section(beside_unsloth),
+        "parts": suite_tables.parts_section(suite),
+        "effects": suite_tables.effects_section(suite),
+        "gpus": measured_section(_by_link(run, "*/experiment", "*/quick")),
+        "expected": expected_section(run, *known.cards),
+        "published": published_section(loaded("*/published-*"), known.footnotes),
+        "releases": releases_section(pins(), _by_link(run, "**/*")),
+        "recipes": tables.recipes_section(loaded("*/recipe-*").values()),
+        "losses": losses_section(loaded("*/loss_curve*").values()),
+        "padding": padding_section(chats),
+        "fp8 training": fp8_training_section(loaded_training()),
         "small adapters": small_adapters_section(loaded_small_adapters()),
-        "fp8 steps": beside_floor_section(loaded(FP8_STEPS)),
-        "long rows": beside_floor_section(loaded(LONG_ROWS)),
+        "fp8 steps": tables.beside_floor_section(loaded("*/fp8_lengths").values()),
+        "long rows": tables.beside_floor_section(loaded("*/long_rows").values()),
     }
+
+
+def releases_section(pinned: dict[str, str], runs: dict[str, Run]) -> str:
+    """Write the pins, and the runs with a peer of another release, until somebody measures them
+    again. runs: by the path that the page links to."""
+    now = " and ".join(f"{peer} {pinned[package]}" for peer, package in PEERS.values())
+    others: dict[str, list[str]] = {}
+    for path, run in runs.items():
+        recipes = [variant_of(id).recipe for id in run.experiment.variants]
+        for library in {recipe.library for recipe in recipes if recipe} & PEERS.keys():
+            peer, package = PEERS[library]
+            release = run.environment.packages.get(package)
+            if release and release != pinned[package]:
+                name = path.rsplit("runs/")[-1].removeprefix("../").partition(".json")[0]
+                others.setdefault(f"{peer} {release}", []).append(f"[{name}]({path})")
+    said = f"We pin the newest releases that install: {now}."
+    for release, links in others.items():
+        said += f" These runs are of {release}: {', '.join(links)}."
+    return said if others else f"{said} Every run holds them."
+
+
+def update_pages(root: Path, parts: dict[str, str]) -> list[Path]:
+    """Put each part between <!-- name:begin --> and <!-- name:end -->, in whichever page has those;
+    return the pages that changed.
+
+    Raises:
+        ValueError: a part has no place, or several, or a place has no part.
+    """
+    paths = [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+    texts = {path: path.read_bytes().decode() for path in paths}
+    after = dict(texts)
+    for name, part in parts.items():
+        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+        places = [path for path in paths if begin in after[path]]
+        text = after[places[0]] if len(places) == 1 else ""
+        if not (text.count(begin) == text.count(end) == 1 and text.find(begin) < text.find(end)):
+            raise ValueError(
+                f"README.md and docs/*.md want {begin} and then {end}, once among them: add them"
+            )
+        head, tail = text.split(begin)[0], text.split(end)[1]
+        after[places[0]] = f"{head}{begin}\n\n{part}\n\n{end}{tail}"
+    changed = [path for path in paths if after[path] != texts[path]]
+    for path in changed:
+        write_atomically(path, after[path].encode())
+    return changed

@@ -1,9 +1,9 @@
 """Two results files side by side: is a cell slower or faster than it was, beyond noise?
 
-Within one run, variants are paired round by round. Two runs may be of two machines, and even
-one machine differs from day to day. Two pieces of work that no change of ours touches are in both
-files and tell by how much: the floor, for the GPU, and small launches, for the host. A cell's own
-share of idle GPU time says how far each of them bears on it.
+Within one run, variants are paired round by round. Two runs may be of two machines, and even one
+machine differs from day to day. Both files hold two pieces of work that none of our changes touch:
+the floor tells how much faster the GPU was, small launches tell it of the host. The share of idle
+GPU time says how much of either a cell feels.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import Any
 
 from bench.records import Interval, Run, Status
 from bench.results import first_few, flat_items, in_words
-from report.looks import title_in
-from report.statistics import noise_band, verdict_of
+from report.statistics import median_or_none, noise_band, verdict_of
+from report.table import markdown_table, number, spread
+from report.wording import STATUS_WORDS, title_in
 from variants import Settings
 
-# What two runs may differ by without anything having changed, beside what the floor and the host
+# Two runs may differ by this much although nothing changed, beside what the floor and the host
 # tell: on two H200s of one day vanilla's 512-token steps came out 2.4% apart, where the rounds on
 # one card agree within 0.2%.
 BETWEEN_RUNS = 0.03
@@ -28,7 +29,7 @@ BETWEEN_RUNS = 0.03
 @dataclass(frozen=True)
 class ComparedCell:
     """One cell in both files. name: of its variant, with both releases of a peer. speedup: old
-    time / new time; band: what is noise."""
+    time / new time. band: the speedups that are noise."""
 
     variant: str
     name: str
@@ -57,6 +58,21 @@ class Comparison:
         return any(row.verdict in ("slower", "no time any more") for row in self.rows)
 
 
+def comparison_table(compared: Comparison) -> str:
+    """Write every cell in both files."""
+    header = ["tokens", "variant", "first, ms", "second, ms", "first / second", "noise", "verdict"]
+    return markdown_table(header, [
+        [str(row.seq_len), row.name, _ms_or_status(row.old_ms, row.old),
+         _ms_or_status(row.new_ms, row.new), number(row.speedup, 2) + spread(row.ci95, 2),
+         spread(row.band, 2).strip(" ()"), row.verdict or ""]
+        for row in compared.rows
+    ])  # fmt: skip
+
+
+def _ms_or_status(ms: float | None, status: Status | None) -> str:
+    return number(ms, 1) or STATUS_WORDS.get(status or "", "")
+
+
 def compare(old: Run, new: Run) -> Comparison:
     """Hold `new` against `old`.
 
@@ -74,29 +90,22 @@ def compare(old: Run, new: Run) -> Comparison:
 
 def _row(old: Run, new: Run, variant: str, seq_len: int) -> ComparedCell:
     before, after = (list(run.round_ms(variant, seq_len).values()) for run in (old, new))
-    old_ms, new_ms = (median(values) if values else None for values in (before, after))
-    row = ComparedCell(
-        variant,
-        title_in(variant, old, new),
-        seq_len,
-        old.status_of(variant, seq_len),
-        new.status_of(variant, seq_len),
-        old_ms,
-        new_ms,
-    )
+    old_ms, new_ms = median_or_none(before), median_or_none(after)
+    old_status, new_status = (run.status_of(variant, seq_len) for run in (old, new))
+    name = title_in(variant, old, new)
+    row = ComparedCell(variant, name, seq_len, old_status, new_status, old_ms, new_ms)
     if old_ms is None or new_ms is None:
         lost, found = old_ms is not None, new_ms is not None
         verdict = "no time any more" if lost else "has a time now" if found else None
         return replace(row, verdict=verdict)
-    speedup = old_ms / new_ms
-    ci95 = _interval95_of_ratio(before, after)
+    speedup, ci95 = old_ms / new_ms, _interval95_of_ratio(before, after)
     band = _band(old, new, variant, seq_len)
     verdict = verdict_of(speedup, ci95, band)
     return replace(row, speedup=speedup, ci95=ci95, band=band, verdict=verdict)
 
 
 def _band(old: Run, new: Run, variant: str, seq_len: int) -> Interval:
-    """Speedups that the noise of both runs and the difference of their machines explain."""
+    """Return the speedups that the noise of both runs and their machines explain."""
     machine = _machine_speedup(old, new, variant, seq_len)
     twins = [noise_band(run, seq_len, variant) or (1.0, 1.0) for run in (old, new)]
     low = min(1.0, machine, *(band[0] for band in twins)) / (1 + BETWEEN_RUNS)
@@ -106,36 +115,22 @@ def _band(old: Run, new: Run, variant: str, seq_len: int) -> Interval:
 
 def _machine_speedup(old: Run, new: Run, variant: str, seq_len: int) -> float:
     """Return the speedup of this cell that the new run's machine alone would give."""
-    gpu = _over(_floor_ms(old, seq_len), _floor_ms(new, seq_len))
-    host = _over(
-        _median(old, variant, seq_len, "host_launch_us"),
-        _median(new, variant, seq_len, "host_launch_us"),
-    )
-    step_ms = _median(old, variant, seq_len, "step_ms")
-    busy_ms = _median(old, variant, seq_len, "gpu_busy_ms")
+    floors = [run.floor[seq_len].floor_ms if seq_len in run.floor else None for run in (old, new)]
+    cells = [run.cells_of(variant, seq_len, "ok") for run in (old, new)]
+    launches = [median_or_none(cell.host_launch_us for cell in found) for found in cells]
+    step_ms = median_or_none(median(cell.step_ms) for cell in cells[0])
+    busy_ms = median_or_none(cell.gpu_busy_ms for cell in cells[0])
     busy = min(1.0, busy_ms / step_ms) if busy_ms and step_ms else 1.0
-    return 1 / (busy / gpu + (1 - busy) / host)
+    return 1 / (busy / _over(*floors) + (1 - busy) / _over(*launches))
 
 
 def _over(old: float | None, new: float | None) -> float:
     return old / new if old and new else 1.0
 
 
-def _floor_ms(run: Run, seq_len: int) -> float | None:
-    return run.floor[seq_len].floor_ms if seq_len in run.floor else None
-
-
-def _median(run: Run, variant: str, seq_len: int, name: str) -> float | None:
-    values = []
-    for cell in run.cells_of(variant, seq_len, "ok"):
-        if value := getattr(cell, name):
-            values.append(median(value) if isinstance(value, list) else value)
-    return median(values) if values else None
-
-
 def _interval95_of_ratio(old_ms: list[float], new_ms: list[float]) -> Interval | None:
-    """The 95% interval of old / new by Student's t on logarithms, the rounds of the two unpaired.
-    With the degrees of freedom of the run that has fewer rounds, the least that there can be."""
+    """Return the 95% interval of old / new by Student's t on logarithms, the rounds of the two
+    unpaired. It has the degrees of freedom of the run with fewer rounds, the least there can be."""
     from scipy import stats
 
     fewer = min(len(old_ms), len(new_ms))
@@ -148,13 +143,8 @@ def _interval95_of_ratio(old_ms: list[float], new_ms: list[float]) -> Interval |
     return exp(middle - half), exp(middle + half)
 
 
-def _settings(run: Run, variant: str, seq_len: int) -> Settings:
-    cells = run.cells_of(variant, seq_len)
-    return next((cell.settings for cell in cells if cell.settings != Settings()), Settings())
-
-
 def _differences(old: Run, new: Run, keys: list[tuple[str, int]]) -> list[str]:
-    """Everything else that is not the same in both, environment first."""
+    """List everything else that differs, the environment first."""
     found = _unequal(old.environment, new.environment) + _unequal(old.experiment, new.experiment)
     for variant, seq_len in keys:
         settings = [_settings(run, variant, seq_len) for run in (old, new)]
@@ -162,6 +152,11 @@ def _differences(old: Run, new: Run, keys: list[tuple[str, int]]) -> list[str]:
             where = f"{variant} at {seq_len}, "
             found += [where + difference for difference in _unequal(*settings)]
     return found
+
+
+def _settings(run: Run, variant: str, seq_len: int) -> Settings:
+    cells = run.cells_of(variant, seq_len)
+    return next((cell.settings for cell in cells if cell.settings != Settings()), Settings())
 
 
 def _unequal(old: Any, new: Any) -> list[str]:
@@ -174,7 +169,7 @@ def _unequal(old: Any, new: Any) -> list[str]:
 
 
 def _change(there: Any, here: Any) -> str:
-    """Of a long list, what is in one alone."""
+    """Say what became of a value; of a long list, its items that only one has."""
     if not isinstance(there, list) or not isinstance(here, list):
         return f"{in_words(there)} -> {in_words(here)}"
     gone, new = ([str(x) for x in a if x not in b] for a, b in ((there, here), (here, there)))

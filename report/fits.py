@@ -1,7 +1,7 @@
 """The fastest variants that fit a GPU's memory, from a run alone.
 
-Memory is what torch had reserved at most. That was with all of a large card to itself, so a smaller
-one may do with a little less; what was allocated at most is the least that it needs.
+Memory is the most that torch had reserved. It had a large card to itself, and a smaller one may do
+with a little less; the most that was allocated is the least that it needs.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from statistics import median
 from typing import NamedTuple
 
 from bench.records import Run
-from report.looks import markdown_table
 from report.statistics import speedups
+from report.table import markdown_table, number
 from variants import BASELINE, counterpart, title_of, variant_of
 
-CONTEXT_GIB = 0.6  # what CUDA's context takes of a card beside torch's memory
-LISTED = 8  # of what fits at a length, the fastest
+CONTEXT_GIB = 0.6  # of a card, which CUDA's context takes beside torch's memory
+LISTED = 8  # of the variants that fit at a length, the fastest
 
 
 class Point(NamedTuple):
@@ -29,17 +29,9 @@ class Point(NamedTuple):
     speedup: float | None
 
 
-class Fit(NamedTuple):
-    """A length, what fits there (by its speedup, the largest first, those without one last), and
-    the least that any variant takes."""
-
-    seq_len: int
-    points: list[Point]
-    least: Point | None
-
-
 def points_of(run: Run, seq_len: int) -> list[Point]:
-    """The variants with a time and a peak at this length, fastest first; without the A/A twins."""
+    """Return the variants with a time and a peak at this length, fastest first, without the A/A
+    twins."""
     found = []
     for variant in run.experiment.variants:
         cells = run.cells_of(variant, seq_len, "ok")
@@ -52,9 +44,9 @@ def points_of(run: Run, seq_len: int) -> list[Point]:
 
 
 def speedup_over(reference: str, run: Run, variant: str, seq_len: int) -> float | None:
-    """Return how many times as fast as `reference` a variant is: its speedup over its own block's
-    baseline, times that baseline's over the reference. Only pairs of the same round count, as a
-    merged run has rounds of several. None where rounds lack the pairs."""
+    """Return a variant's speedup over `reference`: its speedup over its own block's baseline, times
+    that baseline's over the reference. Only pairs of the same round count, as a merged run has
+    rounds of several. None where rounds lack the pairs."""
     ratios = speedups(run, variant, seq_len)
     baseline = variant_of(variant).baseline.id
     own, other = (run.round_ms(id, seq_len) for id in (baseline, reference))
@@ -70,7 +62,8 @@ def _reference(run: Run, seq_len: int) -> str:
 
 
 def pareto(points: list[Point]) -> list[Point]:
-    """Those that no other beats in time without taking more memory; from the least memory up."""
+    """Return the points that no other beats in time without taking more memory, the least memory
+    first."""
     best: list[Point] = []
     for point in sorted(points, key=lambda each: (each.peak_gib, each.step_ms)):
         if not best or point.step_ms < best[-1].step_ms:
@@ -78,40 +71,39 @@ def pareto(points: list[Point]) -> list[Point]:
     return best
 
 
-def fitting_points(run: Run, gib: float) -> list[Fit]:
-    """List, for each length, the variants that fit a card of this size beside the CUDA context."""
-    found = []
-    for seq_len in run.experiment.seq_lens:
-        points = points_of(run, seq_len)
-        inside = [point for point in points if point.peak_gib <= gib - CONTEXT_GIB]
-        inside.sort(key=lambda point: -(point.speedup or 0))
-        least = min(points, key=lambda point: point.peak_gib, default=None)
-        found.append(Fit(seq_len, inside, least))
-    return found
+def fitting_points(points: list[Point], gib: float) -> list[Point]:
+    """Return those that fit a card of this size beside the CUDA context, the largest speedup first,
+    those without one last."""
+    inside = [point for point in points if point.peak_gib <= gib - CONTEXT_GIB]
+    return sorted(inside, key=lambda point: -(point.speedup or 0))
 
 
 def fits_table(run: Run, gib: float) -> str:
-    """`fitting_points` in Markdown: the fastest few of each length, how many more fit, and by what
-    they are ranked."""
+    """Write the fastest few of each length, how many more fit, and by what they are ranked."""
     lines = []
-    for seq_len, points, least in fitting_points(run, gib):
-        for point in points[:LISTED]:
-            over = "" if point.speedup is None else f"{point.speedup:.2f}"
-            numbers = [over, f"{point.step_ms:.1f}", f"{point.peak_gib:.1f}"]
+    for seq_len in run.experiment.seq_lens:
+        points = points_of(run, seq_len)
+        fitting = fitting_points(points, gib)
+        for point in fitting[:LISTED]:
+            numbers = [
+                number(point.speedup, 2),
+                number(point.step_ms, 1),
+                number(point.peak_gib, 1),
+            ]
             lines.append([str(seq_len), title_of(point.variant), *numbers])
-        if more := len(points[LISTED:]):
+        if more := len(fitting[LISTED:]):
             lines.append([str(seq_len), f"and {more} slower", "", "", ""])
-        if not points:
-            why = "nothing measured"
-            if least:
-                why = f"nothing: {title_of(least.variant)} takes the least"
-            peak = f"{least.peak_gib:.1f}" if least else ""
-            lines.append([str(seq_len), why, "", "", peak])
-    header = ["tokens", "fits", "speedup", "step, ms", "reserved, GiB"]
+        if points and not fitting:
+            least = min(points, key=lambda point: point.peak_gib)
+            why = f"nothing: {title_of(least.variant)} takes the least"
+            lines.append([str(seq_len), why, "", "", number(least.peak_gib, 1)])
+        elif not points:
+            lines.append([str(seq_len), "nothing measured", "", "", ""])
     references = {_reference(run, seq_len) for seq_len in run.experiment.seq_lens}
     said = (
         f"Ranked by the speedup over {' or '.join(sorted(map(title_of, references)))}, measured in "
         "the same rounds; what has none comes last. Milliseconds are medians of a variant's own "
         "rounds: those of two variants may be of different runs, and do not rank them."
     )
+    header = ["tokens", "fits", "speedup", "step, ms", "reserved, GiB"]
     return f"{markdown_table(header, lines)}\n\n{said}"

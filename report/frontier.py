@@ -1,15 +1,13 @@
-"""frontier.png, from a run alone: step time over peak memory, and the fastest for the memory that
-there is."""
+"""frontier.png, from a run alone: step time over peak memory, and the fastest for each amount of
+memory."""
 
 from __future__ import annotations
 
 from itertools import pairwise
-from pathlib import Path
 from textwrap import fill
 from typing import Any
 
 import numpy as np
-from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -19,10 +17,10 @@ from matplotlib.transforms import Bbox
 
 from bench.records import Run
 from bench.results import first_few
-from report.benchmark_results import write_png
 from report.fits import CONTEXT_GIB, Point, pareto, points_of
 from report.labels import DISTANCES, places_of
-from report.looks import FLOOR_WORDS, REHEARSAL_NOTICE, STYLE, caption, why_no_time
+from report.picture import annotate, framed, write_caption, write_title
+from report.wording import FLOOR_WORDS, REHEARSAL_NOTICE, caption, why_no_time
 from variants import LOOKS, Look, title_of, variant_of
 
 CARDS_GIB = (8, 12, 16, 24, 40, 48, 80)
@@ -37,45 +35,45 @@ EDGES: dict[bool, dict[str, Any]] = {  # by whether it checkpoints: hollow witho
     False: {"markerfacecolor": "white", "markeredgewidth": 1.5},
 }
 WORDS = "#333333"  # of names: most families' colours are too pale on white
+MEMORY = (
+    "Medians over steps, then over rounds; memory: the most that torch reserved in any round. A "
+    f"card's line stands left of its size by the {CONTEXT_GIB} GiB that CUDA's context takes."
+)
 
 
-def draw_frontier(run: Run, path: str | Path) -> bool:
-    """Write the picture as a PNG, whole or not at all; False where fewer than two variants have
-    both a time and a peak at one length."""
-    if not _shown(run):
-        return False
-    write_png(frontier_figure(run), path)
-    return True
+def frontier_figure(run: Run) -> Figure | None:
+    """Draw step time over peak memory, and as steps the fastest for each amount of memory. None
+    where fewer than two variants have both a time and a peak at one length."""
+    points = _shown(run)
+    if not points:
+        return None
+    with framed(12, 8.4) as picture:
+        FigureCanvasAgg(picture)  # which knows how large a text will be
+        axes = picture.subplots()
+        floor = run.floor.get(points[0].seq_len)
+        floor_ms = floor.floor_ms if floor else None
+        _ranges(axes, points, floor_ms)
+        best, named = pareto(points), named_points(points)
+        picture.subplots_adjust(0.075, 0.195, 0.975, 0.795)
+        lines = _lines(axes, best, floor_ms)
+        in_order = sorted(reversed(points), key=lambda point: point in named)  # those on top
+        solid = [_mark(axes, point, point in named) for point in in_order]
+        _label(axes, named, best, lines, solid)
+        write_title(picture, frontier_finding(run), 0.97, 17, 1190, va="top", linespacing=1.4)
+        _legend(picture, points, named)
+        said = f"{caption(run)} {MEMORY} {FLOOR_WORDS}{_not_drawn(run, points)}"
+        write_caption(picture, said, 0.02, 140)
+    return picture
 
 
 def _shown(run: Run) -> list[Point]:
-    """The points at the longest length that has two."""
+    """Return the points at the longest length that has two."""
     lengths = reversed(run.experiment.seq_lens)
     return next((found for n in lengths if len(found := points_of(run, n)) >= 2), [])
 
 
-def frontier_figure(run: Run) -> Figure:
-    """Step time over peak memory, the frontier as steps: the fastest for the memory there is."""
-    with style.context(["default", STYLE]):
-        points = _shown(run)
-        picture = Figure(figsize=(12, 8.4), dpi=150)
-        FigureCanvasAgg(picture)  # which knows how large a text will be
-        axes = picture.subplots()
-        floor = run.floor.get(points[0].seq_len)
-        _ranges(axes, points, floor.floor_ms if floor else None)
-        best = pareto(points)
-        named = named_points(points)
-        picture.subplots_adjust(0.075, 0.195, 0.975, 0.795)
-        lines = _lines(axes, best, floor.floor_ms if floor else None)
-        in_order = sorted(reversed(points), key=lambda point: point in named)  # those on top
-        solid = [_mark(axes, point, point in named) for point in in_order]
-        _label(axes, named, best, lines, solid)
-        _words(picture, run, points, named)
-    return picture
-
-
 def named_points(points: list[Point]) -> list[Point]:
-    """The points that have their name beside them."""
+    """Return the points that have their name beside them."""
     *_, fastest = pareto(points)
     return [point for point in points if point.variant in NAMED or point is fastest]
 
@@ -96,7 +94,7 @@ def _ranges(axes: Axes, points: list[Point], floor_ms: float | None) -> None:
 
 
 def _lines(axes: Axes, best: list[Point], floor_ms: float | None) -> list[Bbox]:
-    """The frontier, the cards and the floor; gives the room that lines and words take."""
+    """Draw the frontier, the cards and the floor; return the room that lines and words take."""
     low, high = axes.get_xlim()
     ends = [*best, best[-1]._replace(peak_gib=high)]
     corners = [(p.peak_gib, p.step_ms) for p in ends]
@@ -106,16 +104,15 @@ def _lines(axes: Axes, best: list[Point], floor_ms: float | None) -> list[Bbox]:
     for gib in CARDS_GIB:
         if low < gib - CONTEXT_GIB < high:
             axes.axvline(gib - CONTEXT_GIB, color="#bcd4ee", linewidth=1.4, zorder=0.5)
-            axes.annotate(f"{gib} GiB\ncard", (gib - CONTEXT_GIB, 1), (0, 3),
-                          axes.get_xaxis_transform(), "offset points", ha="center", va="bottom",
-                          size=9.5, color="#3b6ea5")  # fmt: skip
+            annotate(axes, f"{gib} GiB\ncard", (gib - CONTEXT_GIB, 1), (0, 3),
+                 axes.get_xaxis_transform(), ha="center", va="bottom", size=9.5,
+                 color="#3b6ea5")  # fmt: skip
     taken = []
     if floor_ms:
         axes.axhline(floor_ms, color="black", linewidth=2.5)
         drawn.append(((low, floor_ms), (high, floor_ms)))
-        words = axes.annotate(f"floor: {floor_ms:.0f} ms", (1, floor_ms), (-4, -5),
-                              axes.get_yaxis_transform(), "offset points", ha="right", va="top",
-                              size=10.5)  # fmt: skip
+        words = annotate(axes, f"floor: {floor_ms:.0f} ms", (1, floor_ms), (-4, -5),
+                     axes.get_yaxis_transform(), ha="right", va="top", size=10.5)  # fmt: skip
         taken.append(words.get_window_extent())
     return taken + [Bbox(axes.transData.transform(line)).padded(3) for line in drawn]
 
@@ -132,40 +129,36 @@ def _mark(axes: Axes, point: Point, is_named: bool) -> Bbox:
 def _label(
     axes: Axes, named: list[Point], best: list[Point], lines: list[Bbox], solid: list[Bbox]
 ) -> None:
-    """The points' names and times, each near its point; from further off with a line to it."""
-    notes = [
-        axes.annotate(
-            f"{fill(title_of(point.variant), 26)}\n{point.step_ms:.0f} ms",
-            (point.peak_gib, point.step_ms), (0, 0), textcoords="offset points", zorder=4,
-            bbox={"boxstyle": "square,pad=0.05", "color": "white"}, color=WORDS, linespacing=1.1,
-            size=11, weight="bold" if point in best else "normal",
+    """Write the points' names and times near them; from further off with a line to the point."""
+    labels = [
+        annotate(
+            axes, f"{fill(title_of(point.variant), 26)}\n{point.step_ms:.0f} ms",
+            (point.peak_gib, point.step_ms), (0, 0), zorder=4, color=WORDS, linespacing=1.1,
+            bbox={"boxstyle": "square,pad=0.05", "color": "white"}, size=11,
+            weight="bold" if point in best else "normal",
         )
         for point in named
     ]  # fmt: skip
     places = places_of(
-        axes.transData.transform([note.xy for note in notes]),
-        np.array([note.get_window_extent().size for note in notes]),
+        axes.transData.transform([label.xy for label in labels]),
+        np.array([label.get_window_extent().size for label in labels]),
         np.array(axes.bbox.extents), _boxes(lines), _boxes(solid),
         axes.get_figure().dpi / 72,  # type: ignore[union-attr]
     )  # fmt: skip
-    for note, (far, (across, up), *_) in zip(notes, places, strict=True):
+    for label, (far, (across, up), *_) in zip(labels, places, strict=True):
         right, over = round(0.9 * across), round(0.9 * up)
-        note.set(ha=("center", "left", "right")[right], va=("center", "bottom", "top")[over])
-        note.set_position((across * far, up * far))
+        label.set(ha=("center", "left", "right")[right], va=("center", "bottom", "top")[over])
+        label.set_position((across * far, up * far))
         if far > DISTANCES[0] or (across and up):
-            axes.annotate("", note.xy, (across * far, up * far), textcoords="offset points",
-                          arrowprops={"arrowstyle": "-", "linewidth": 0.7, "color": WORDS,
-                                      "shrinkA": 0, "shrinkB": 3})  # fmt: skip
+            line = {"arrowstyle": "-", "linewidth": 0.7, "color": WORDS, "shrinkA": 0, "shrinkB": 3}
+            annotate(axes, "", label.xy, (across * far, up * far), arrowprops=line)
 
 
 def _boxes(found: list[Bbox]) -> np.ndarray:
     return np.array([box.extents for box in found])
 
 
-def _words(picture: Figure, run: Run, points: list[Point], named: list[Point]) -> None:
-    title = frontier_finding(run)
-    size = min(17, 1190 / max(map(len, title.split("\n"))))
-    picture.text(0.025, 0.97, title, size=size, weight="bold", va="top", linespacing=1.4)
+def _legend(picture: Figure, points: list[Point], named: list[Point]) -> None:
     shown = [variant_of(point.variant) for point in points]
     families = {variant.look for variant in shown}
     said_beside = " ".join(title_of(point.variant) for point in named)
@@ -180,18 +173,11 @@ def _words(picture: Figure, run: Run, points: list[Point], named: list[Point]) -
         for look, checkpoints in looks
     ]  # fmt: skip
     keys.append(Line2D([], [], color="black", linewidth=1.6, label="the fastest in this memory"))
-    place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (0.02, 0.905)}
     if small := len(points) - len(named):
         dot: dict[str, Any] = {"linestyle": "", "color": "#595959", "marker": "s", "markersize": 5}
         keys.append(Line2D([], [], **dot, label=f"small: {small} other variants"))
-    picture.legend(handles=keys, ncols=len(keys), handletextpad=0.4, columnspacing=1.4, **place)
-    said = (
-        "Medians over steps, then over rounds; memory: the most that torch reserved in any round. "
-        f"A card's line stands left of its size by the {CONTEXT_GIB} GiB that CUDA's context takes."
-        f" {FLOOR_WORDS}{_not_drawn(run, points)}"
-    )
-    words = fill(f"{caption(run)} {said}", 140)
-    picture.text(0.025, 0.02, words, size=10.5, color="#444444", linespacing=1.5)
+    picture.legend(handles=keys, ncols=len(keys), handletextpad=0.4, columnspacing=1.4,
+                   loc="upper left", bbox_to_anchor=(0.02, 0.905))  # fmt: skip
 
 
 def _not_drawn(run: Run, points: list[Point]) -> str:
@@ -210,7 +196,7 @@ def _not_drawn(run: Run, points: list[Point]) -> str:
 
 
 def frontier_finding(run: Run) -> str:
-    """The title: the fastest on the smallest card that any fits, and the fastest of all."""
+    """Say which is the fastest on the smallest card that any fits, and which of all."""
     if run.rehearsal:
         return REHEARSAL_NOTICE
     best = pareto(_shown(run))

@@ -1,44 +1,91 @@
-"""kernel_time.png, from a run alone: what the GPU did during a step, by kind of work.
+"""kernel_time.png, from a run alone: the GPU's time in a step by kind of work.
 
-No torch. One panel a length, one bar a variant: the kernels of a profiled step, then the time in
-which the GPU waited for the host, which is the timed step less the time that kernels ran.
+A panel of stacked bars for each length, one a variant: the kernels of a profiled step, then the
+time in which the GPU waited for the host, which is the timed step less the time that kernels ran.
+benchmark_results.png has the panel of the longest length.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+from itertools import accumulate
+from statistics import median
 from textwrap import fill
+from typing import Any, NamedTuple
 
-from matplotlib import style
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from bench.records import Run
-from report.benchmark_results import write_png
-from report.kind_bars import COPIES_WORDS, draw_kinds
-from report.kinds import Bar, bars
-from report.looks import FLOOR_WORDS, REHEARSAL_NOTICE, STYLE, caption, shown_variants
-from report.view import FEW
+from report.lines import FEW
+from report.picture import annotate, framed, lay_bars, write_caption, write_title
+from report.wording import FLOOR_WORDS, REHEARSAL_NOTICE, caption, shown_variants, why_no_time
 from variants import BASELINE, title_of
 
-AROUND = ("copy", "adapter", "norm")  # what the finding is about
+KINDS = {  # of kernels, in words
+    "matmul": "matrix products",
+    "attention": "attention",
+    "adapter": "LoRA scale and add",
+    "copy": "casts and copies",
+    "activation": "SwiGLU",
+    "norm": "RMSNorm",
+    "rope": "rotary embedding",
+    "loss": "cross entropy",
+    "optimizer": "AdamW",
+    "other": "other",
+}
+REST = ("activation", "rope", "loss", "optimizer", "other")
+# In this order along a bar. PEFT's additions around its matmuls have those of Okabe and Ito's
+# colours that no variant of the experiment has; necessary work and small kinds are grey.
+COLOURS = {
+    **{"matmul": "#6e6e6e", "attention": "#929292"},
+    **{"copy": "#f0e442", "adapter": "#56b4e9", "norm": "#009e73"},
+    "rest": "#c8c8c8",
+}
+NAMES = KINDS | {"rest": "SwiGLU, RoPE, loss, other"}
+DARK = ("matmul", "attention")  # with white numbers
+AROUND = ("copy", "adapter", "norm")  # the kinds that the finding is about
+IDLE = "GPU waits"
+LINE_POINTS, DIGIT_POINTS = 13.5, 6.8  # of the words: a line's height, a digit's width
+COPIES_WORDS = "Copies that run beside other kernels are not counted."
 ROW_INCHES, GAP_INCHES = 0.47, 0.6
 
 
-def draw_kernel_time(run: Run, path: str | Path, lengths: list[int] | None = None) -> bool:
-    """Write the picture of these lengths (of all) as a PNG, whole or not at all; False where no
-    cell has a profile."""
+class Bar(NamedTuple):
+    """One variant at one length, medians over rounds, in ms. Copies that run while other kernels
+    do, as those of an offloading checkpoint, are left out of kernel_ms."""
+
+    variant: str
+    kernel_ms: dict[str, float]
+    idle_ms: float
+    step_ms: float
+
+
+def bars(run: Run, seq_len: int) -> list[Bar]:
+    """The variants with a time and a profile at this length, in the order of the experiment."""
+    found = []
+    for variant in shown_variants(run):
+        cells = run.cells_of(variant, seq_len, "ok")
+        profiled = [(cell, cell.gpu_busy_ms) for cell in cells if cell.gpu_busy_ms]
+        if not profiled:
+            continue
+        kinds = {kind for cell, _ in profiled for kind in cell.kernel_ms}
+        kernel_ms = {k: median(cell.kernel_ms.get(k, 0.0) for cell, _ in profiled) for k in kinds}
+        hidden = median(sum(cell.kernel_ms.values()) - busy_ms for cell, busy_ms in profiled)
+        kernel_ms["copy"] = max(0.0, kernel_ms.get("copy", 0.0) - max(0.0, hidden))
+        step_ms = median(run.round_ms(variant, seq_len).values())
+        idle_ms = median(max(0.0, median(cell.step_ms) - busy_ms) for cell, busy_ms in profiled)
+        found.append(Bar(variant, kernel_ms, idle_ms, step_ms))
+    return found
+
+
+def kernel_time_figure(run: Run, lengths: list[int] | None = None) -> Figure | None:
+    """Draw these lengths, or all, the longest first; each has its own x axis in ms from 0. None
+    where no cell has a profile."""
     lengths = [n for n in lengths or run.experiment.seq_lens if bars(run, n)]
     if not lengths:
-        return False
-    write_png(kernel_time_figure(run, lengths), path)
-    return True
-
-
-def kernel_time_figure(run: Run, lengths: list[int]) -> Figure:
-    """The picture, the longest length first; its x axes are in ms and begin at 0, each length has
-    its own."""
-    with style.context(["default", STYLE]):
-        picture = Figure(figsize=(12, 9), dpi=150)
+        return None
+    with framed(12, 9) as picture:
         panels = picture.subplots(len(lengths), 1, squeeze=False)[:, 0]
         picture.subplots_adjust(left=0.16, right=0.97)
         names_inches = 0.0
@@ -49,28 +96,23 @@ def kernel_time_figure(run: Run, lengths: list[int]) -> Figure:
         title = fill(kernel_time_finding(run, lengths), 76)
         title_inches = 0.3 * (1 + title.count("\n"))
         rows = ROW_INCHES * (len(shown_variants(run)) + 0.5)
-        height = (
-            1.5
-            + title_inches
-            + names_inches
-            + len(lengths) * rows
-            + (len(lengths) - 1) * GAP_INCHES
-        )
+        height = 1.5 + title_inches + names_inches + len(lengths) * rows
+        height += (len(lengths) - 1) * GAP_INCHES
         picture.set_figheight(height)
         top = 1 - (0.25 + title_inches + names_inches) / height
         picture.subplots_adjust(bottom=1.25 / height, top=top, hspace=GAP_INCHES / rows)
         where = f" at {lengths[0]} tokens" if len(lengths) == 1 else ""
         panels[-1].set_xlabel(f"ms a step{where}, medians over rounds")
-        picture.text(0.025, 1 - 0.2 / height, title, size=16, weight="bold", va="top")
-        words = fill(f"{caption(run)} {COPIES_WORDS} {FLOOR_WORDS}", 150)
-        picture.text(0.025, 0.15 / height, words, size=9.5, color="#444444", linespacing=1.5)
+        write_title(picture, title, 1 - 0.2 / height, 16, 1216, va="top")
+        words = f"{caption(run)} {COPIES_WORDS} {FLOOR_WORDS}"
+        write_caption(picture, words, 0.15 / height, 150, size=9.5)
     return picture
 
 
 def kernel_time_finding(run: Run, lengths: list[int]) -> str:
-    """The title: what the kinds around the products take of vanilla PEFT's step at the longest
-    length, and what is left of them in others, in all if they are few, or else in the one that has
-    the least; and for how much of the shortest step the GPU waits."""
+    """Say what the kinds around the matmuls take of vanilla PEFT's step at the longest length, and
+    what is left of them in others: in all if they are few, or else in the one that has the least.
+    And for how much of the shortest step the GPU waits."""
     if run.rehearsal:
         return REHEARSAL_NOTICE
     seq_len, shortest = max(lengths), min(lengths)
@@ -93,3 +135,115 @@ def kernel_time_finding(run: Run, lengths: list[int]) -> str:
 
 def _around_ms(bar: Bar) -> float:
     return sum(bar.kernel_ms.get(kind, 0.0) for kind in AROUND)
+
+
+# --- a panel --------------------------------------------------------------------------------------
+
+
+def drawn_ms(bar: Bar) -> dict[str, float]:
+    """Return a bar's kinds as they are drawn, the small ones as one."""
+    ms = {kind: bar.kernel_ms.get(kind, 0.0) for kind in COLOURS}
+    return ms | {"rest": sum(bar.kernel_ms.get(kind, 0.0) for kind in REST)}
+
+
+def longest_profiled(run: Run) -> int:
+    """Return the longest length at which any variant has a profile, or else the longest."""
+    lengths = run.experiment.seq_lens
+    return next((n for n in reversed(lengths) if bars(run, n)), lengths[-1])
+
+
+def draw_kinds(axes: Axes, run: Run, seq_len: int, named: bool) -> float:
+    """Draw a bar for every variant, grey where it has a time and no profile, and words where it has
+    no time. Above the first bar, if `named`, is what each colour stands for; return the height that
+    this takes above the panel, in inches. The panel must have its final width before."""
+    shown, found = shown_variants(run), {bar.variant: bar for bar in bars(run, seq_len)}
+    steps = {v: median(own.values()) for v in shown if (own := run.round_ms(v, seq_len))}
+    ends = {v: max(ms, sum(found[v].kernel_ms.values()) if v in found else 0)
+            for v, ms in steps.items()}  # fmt: skip
+    floor_ms = run.floor[seq_len].floor_ms if seq_len in run.floor else 0.0
+    longest = max([floor_ms, *ends.values()]) or 1.0
+    totals = {v: f"{ms:.{0 if longest > 50 else 1}f} ms" for v, ms in steps.items()}
+    floor_words = f"floor {floor_ms:.0f}"
+    beside = [(ends[v], words) for v, words in totals.items()] + [(floor_ms, floor_words)]
+    points = _points_wide(axes)  # words take 8 a letter, and 10 for the space before
+    reach = [ms / (1 - (10 + 8 * len(words)) / points) for ms, words in beside]
+    axes.set_yticks(range(len(shown)), [fill(title_of(variant), 22) for variant in shown], size=11)
+    below = 0.25 + 0.045 * len(shown)  # the last bar, room for the floor's name
+    axes.set_ylim(len(shown) - 0.5 + below, -0.5)
+    axes.set_xlim(0, max([1.05 * longest, *reach]))
+    axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10]))
+    lay_bars(axes)
+    aside: dict[str, Any] = {"va": "center", "style": "italic"}
+    for row, variant in enumerate(shown):
+        if variant not in steps:
+            words = why_no_time(run, variant, seq_len)
+            axes.text(0.01 * longest, row, words, color="#555555", **aside)
+            continue
+        if variant in found:
+            _stack(axes, found[variant], row, longest, floor_ms)
+        else:
+            axes.barh(row, steps[variant], 0.78, color="#e4e4e4")
+            axes.text(0.01 * longest, row, "no profile", size=10.5, **aside)
+        annotate(axes, totals[variant], (ends[variant], row), (5, 0), va="center", size=11.5,
+             weight="bold")  # fmt: skip
+    if floor_ms:
+        for colour, width in (("white", 4), ("black", 2)):
+            axes.vlines(floor_ms, -0.43, len(shown) - 0.5 + below, colour, linewidth=width)
+        place = (floor_ms, len(shown) - 0.55 + below / 2)
+        annotate(axes, floor_words, place, (5, 0), va="center", size=10.5)
+    if named and found:
+        first = next(row for row, variant in enumerate(shown) if variant in found)
+        return _name(axes, list(found.values()), first)
+    return 0.0
+
+
+def _points_wide(axes: Axes) -> float:
+    return axes.bbox.width * 72 / axes.get_figure().dpi  # type: ignore[union-attr]
+
+
+def _stack(axes: Axes, bar: Bar, row: int, longest: float, floor_ms: float) -> None:
+    """Draw the kinds one after another, each with its number where there is room beside the
+    floor."""
+    left, (from_ms, to_ms) = 0.0, axes.get_xlim()
+    points_a_ms = _points_wide(axes) / (to_ms - from_ms)
+    for kind, width in drawn_ms(bar).items():
+        axes.barh(row, width, 0.78, left, color=COLOURS[kind], edgecolor="white", linewidth=0.8)
+        begin, end = left, left + width
+        if abs((begin + end) / 2 - floor_ms) < 0.03 * longest:
+            begin, end = max((begin, floor_ms), (floor_ms, end), key=lambda side: side[1] - side[0])
+        words = f"{width:.0f}"
+        room = max(0.04 * longest, (DIGIT_POINTS * len(words) + 2) / points_a_ms)
+        if end - begin > room:
+            axes.text((begin + end) / 2, row, words, ha="center", va="center", size=10.5,
+                      color="white" if kind in DARK else "black")  # fmt: skip
+        left += width
+    axes.barh(row, bar.idle_ms, 0.78, left, color="white", edgecolor="#8a8a8a", hatch="////",
+              linewidth=0.8)  # fmt: skip
+
+
+def _name(axes: Axes, found: list[Bar], row: int) -> float:
+    """Name every kind that any bar has above its place in the first: as flags, so low that no pole
+    of another, further left, stands in the way. Return their height in inches."""
+    widths = drawn_ms(found[0])
+    ends = list(accumulate(widths.values()))
+    anywhere = {kind for bar in found for kind, ms in drawn_ms(bar).items() if ms}
+    middles = {
+        NAMES[kind]: end - width / 2
+        for (kind, width), end in zip(widths.items(), ends, strict=True)
+        if kind in anywhere
+    }
+    if any(bar.idle_ms for bar in found):
+        middles[IDLE] = ends[-1] + found[0].idle_ms / 2
+    flags: list[tuple[float, int]] = []  # poles of those further left, and their levels
+    to_points = 72 / axes.get_figure().dpi  # type: ignore[union-attr]
+    line = {"arrowstyle": "-", "linewidth": 0.8, "color": "#555555", "shrinkA": 0, "shrinkB": 0}
+    for words, x in middles.items():
+        pole, place = axes.transData.transform((x, row))[0] * to_points, (x, row - 0.39)
+        flag = annotate(axes, words, place, (0, 0), ha="right", size=10.5)
+        begin = pole - flag.get_window_extent().width * to_points - 6
+        level = 1 + max((each for at, each in flags if at > begin), default=-1)
+        flags.append((pole, level))
+        up = 6 + LINE_POINTS * level
+        flag.set_position((-2, up))
+        annotate(axes, "", place, (0, up + LINE_POINTS - 4), arrowprops=line, size=10.5)
+    return (6 + LINE_POINTS * (1 + max(level for _, level in flags))) / 72

@@ -1,44 +1,114 @@
-"""loss_curve.png, from runs alone: the losses, and how far they come apart (`report/losses.py`)."""
+"""loss_curve.png and its table: do variants train alike over many steps? From runs of one round,
+each with a seed of its own, in which every variant has the same first adapters and batches.
+
+Rounding differs from variant to variant, and training carries it on: losses may come apart by
+rounding, not drift apart. Where vanilla PEFT in fp32 is one of the variants, all others are held
+against it, else against vanilla.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
+from statistics import fmean
 from textwrap import fill
+from typing import NamedTuple
 
-from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from bench.records import Run
-from report.benchmark_results import write_png
-from report.looks import REHEARSAL_NOTICE, STYLE, caption
-from report.losses import curves, held_against, percent_apart
+from report.picture import framed, write_caption, write_title
+from report.table import Column, table
+from report.wording import REHEARSAL_NOTICE, caption
 from variants import IN_FP32, LOOKS, title_of, variant_of
 
+LAST = 25  # steps, which tell whether a difference still grows
 BASE = "#cccccc"  # paler than vanilla PEFT's grey
 
 
-def draw_loss_curve(runs: Sequence[Run], path: str | Path) -> bool:
-    """Write the picture as a PNG, whole or not at all; False where there are no two curves. It has
-    one baseline: vanilla PEFT in fp32, if a run has that."""
+class Apart(NamedTuple):
+    """A variant's distance from the losses that it is held against, in percent, by step."""
+
+    variant: str
+    seed: int
+    percent: list[float]
+
+
+COLUMNS = (
+    Column[Apart]("variant", lambda row: variant_of(row.variant).plain_title),
+    Column[Apart]("seed", lambda row: str(row.seed)),
+    Column[Apart]("loss above that, %: mean", lambda row: f"{fmean(row.percent):+.3f}"),
+    Column[Apart](f"mean of the last {LAST} steps",
+                  lambda row: f"{fmean(row.percent[-LAST:]):+.3f}"),
+    Column[Apart]("furthest away", lambda row: f"{max(row.percent, key=abs):+.3f}"),
+    Column[Apart]("steps with a lower loss",
+                  lambda row: f"{sum(x < 0 for x in row.percent)} of {len(row.percent)}"),
+)  # fmt: skip
+
+
+def curves(run: Run) -> dict[str, list[float]]:
+    """Return the losses of the first round at the longest length, by variant; the first is what the
+    others are held against. Empty unless another variant has as many steps as that one."""
+    found = {
+        cell.variant: [loss for loss in cell.losses if loss is not None]
+        for cell in run.cells_of(seq_len=run.experiment.seq_lens[-1], status="ok", round=1)
+    }
+    baselines = sorted(id for id in found if variant_of(id).baseline.id == id)
+    first = IN_FP32 if IN_FP32 in found else next(iter(baselines), None)
+    if first is None:
+        return {}
+    steps = len(found[first])
+    kept = {v: losses for v, losses in found.items() if len(losses) == steps > 1}
+    return {first: kept.pop(first), **kept} if len(kept) > 1 else {}
+
+
+def percent_apart(run: Run) -> list[Apart]:
+    """Return the distance of each variant but the first."""
+    if not (found := curves(run)):
+        return []
+    (_, wanted), *others = found.items()
+    return [
+        Apart(variant, run.experiment.seed,
+              [100 * (a - b) / b for a, b in zip(losses, wanted, strict=True)])
+        for variant, losses in others
+    ]  # fmt: skip
+
+
+def losses_section(runs: Iterable[Run]) -> str:
+    """Write a table for each setting and what is held against there: a row a variant and seed."""
+    tables: dict[str, list[Apart]] = {}
+    for run in runs:
+        if rows := percent_apart(run):
+            asked, device = run.experiment, run.environment.device
+            shape = f"{asked.batch_size} rows of {asked.seq_lens[-1]} tokens a step"
+            setting = f"Held against {_held_against(run)}, {shape}, {device}"
+            tables.setdefault(setting, []).extend(rows)
+    blocks = [f"**{words}:**\n\n{table(COLUMNS, sorted(rows))}" for words, rows in tables.items()]
+    return "\n\n".join(blocks) or "Not measured yet."
+
+
+def _held_against(run: Run) -> str:
+    """Return the title of the variant that others are held against, short of its checkpointing."""
+    return variant_of(next(iter(curves(run)))).plain_title
+
+
+# --- the picture ----------------------------------------------------------------------------------
+
+
+def loss_curve_figure(runs: Sequence[Run]) -> Figure | None:
+    """Draw above the losses of the first run, below a panel for each variant: how far its losses
+    are apart, a line for each run. It has one baseline: vanilla PEFT in fp32, if a run has that.
+    None where there are no two curves."""
     held: dict[str, list[Run]] = {}
     for run in runs:
         if own := curves(run):
             held.setdefault(next(iter(own)), []).append(run)
     if not held:
-        return False
-    write_png(loss_curve_figure(held.get(IN_FP32) or next(iter(held.values()))), path)
-    return True
-
-
-def loss_curve_figure(runs: Sequence[Run]) -> Figure:
-    """Above the losses of the first run, below a panel for each variant: how far its losses are
-    apart, in percent, a line for each run."""
-    with style.context(["default", STYLE]):
-        (first, wanted), *others = curves(runs[0]).items()
-        picture = Figure(figsize=(12, 8), dpi=150)
+        return None
+    runs = held.get(IN_FP32) or next(iter(held.values()))
+    (first, wanted), *others = curves(runs[0]).items()
+    with framed(12, 8) as picture:
         grid = picture.add_gridspec(2, len(others), height_ratios=(1.5, 1))
         picture.subplots_adjust(0.075, 0.19, 0.975, 0.87, hspace=0.36, wspace=0.1)
         above = picture.add_subplot(grid[0, :])
@@ -56,38 +126,34 @@ def loss_curve_figure(runs: Sequence[Run]) -> Figure:
             axes.set_xlabel("training step")
             axes.tick_params(labelleft=not below)
             below[variant] = axes
-        for run in runs:
-            for variant, own in percent_apart(run).items():
-                colour = variant_of(variant).look.colour
-                below[variant].plot(steps, own, color=colour, linewidth=1.3)
+        for apart in (apart for run in runs for apart in percent_apart(run)):
+            colour = variant_of(apart.variant).look.colour
+            below[apart.variant].plot(steps, apart.percent, color=colour, linewidth=1.3)
         above.set_ylabel("loss")
-        below[others[0][0]].set_ylabel(f"% from {_in_short(first)}")
-        for axes in (above, *below.values()):
+        short = "fp32" if first == IN_FP32 else variant_of(first).plain_title
+        below[others[0][0]].set_ylabel(f"% from {short}")
+        for axes, ticks in ((above, 8), *((axes, 3) for axes in below.values())):
             axes.margins(y=0.12)
             axes.set_xlim(0, len(wanted) + 1)
-            axes.xaxis.set_major_locator(
-                MaxNLocator(8 if axes is above else 3, integer=True, steps=[1, 2, 5])
-            )
+            axes.xaxis.set_major_locator(MaxNLocator(ticks, integer=True, steps=[1, 2, 5]))
         words = f"pale: {title_of(first)}; on it all of those below"
         above.text(0.99, 0.96, words, transform=above.transAxes, ha="right", va="top", size=11.5)
-        title = loss_curve_finding(runs)
-        longest = max(map(len, title.split("\n")))
-        picture.text(0.025, 0.975, title, size=min(19, 1250 / longest), weight="bold", va="top",
-                     linespacing=1.3)  # fmt: skip
+        finding = loss_curve_finding(runs)
+        write_title(picture, finding, 0.975, 19, 1250, va="top", linespacing=1.3)
         words = f"{caption(runs[0])} {runs[0].experiment.seq_lens[-1]} tokens in a sequence. The "
         words += "same adapters and batches from the first step on."
         if len(runs) > 1:
             words += f" Above the first of {len(runs)} seeds, below a line for each."
-        picture.text(0.025, 0.03, fill(words, 140), size=10.5, color="#444444", linespacing=1.5)
+        write_caption(picture, words, 0.03, 140)
     return picture
 
 
 def loss_curve_finding(runs: Sequence[Run]) -> str:
-    """The title: how far the losses of what is fused come apart at most, beside vanilla PEFT's own
-    in bf16, where all are held against fp32."""
+    """Say how far the losses of our variants come apart at most, beside vanilla PEFT's own in bf16
+    where all are held against fp32."""
     if runs[0].rehearsal:
         return REHEARSAL_NOTICE
-    apart = [(variant_of(id), own) for run in runs for id, own in percent_apart(run).items()]
+    apart = [(variant_of(one.variant), one.percent) for run in runs for one in percent_apart(run)]
     steps = len(apart[0][1])
     ours = _most(own for variant, own in apart if variant.is_ours)
     plain = _most(own for variant, own in apart
@@ -99,13 +165,9 @@ def loss_curve_finding(runs: Sequence[Run]) -> str:
             f"losses at most {ours}% apart in {steps} steps, vanilla PEFT's {plain}%"
         )
     most = ours or _most(own for _, own in apart)
-    return f"Loss over {steps} steps: at most {most}% from {held_against(runs[0])}'s"
+    return f"Loss over {steps} steps: at most {most}% from {_held_against(runs[0])}'s"
 
 
 def _most(curves: Iterable[list[float]]) -> str:
-    """The furthest of any step, in the title's digits; empty where there is none."""
+    """Return the furthest of any step, in the title's digits; empty where there is none."""
     return max((f"{max(map(abs, own)):.2f}" for own in curves), key=float, default="")
-
-
-def _in_short(variant: str) -> str:
-    return "fp32" if variant == IN_FP32 else variant_of(variant).plain_title

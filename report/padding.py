@@ -4,34 +4,30 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from bench.records import Run, SummaryRow
-from report.looks import STATUS_WORDS, caption, markdown_table, release_of, title_in
+from report import wording
 from report.statistics import summarize
-from report.tables import commit_of, number_or_blank
+from report.table import markdown_table, number, thousands
+from report.wording import STATUS_WORDS, Footnote, caption_with_commit, release_of, title_in
 from variants import BASELINE, Variant, variant_of
 
 # As data/make/chats_of_lengths.py calls the data sets whose lengths it draws.
-LENGTHS_OF = {
-    "alpaca": "Alpaca", "dolly": "Dolly", "oasst1": "OpenAssistant 1", "sharegpt": "ShareGPT",
+DATA_IN_WORDS = {
+    "sft_train": "data/sft_train.jsonl", "alpaca": "Alpaca's lengths", "dolly": "Dolly's lengths",
+    "oasst1": "OpenAssistant 1's lengths", "sharegpt": "ShareGPT's lengths",
 }  # fmt: skip
-FILES = {"sft_train": "data/sft_train.jsonl"}
-UNPADDED = "vanilla_peft_varlen"  # vanilla PEFT, as people have it who do not pad
 HEADER = ["variant", "padded: step, ms", "GPU, ms", "tokens/s", "peak, GiB",
           "as documents: step, ms", "GPU, ms", "tokens/s", "peak, GiB"]  # fmt: skip
-
-# Graphs of commits up to this one, of 2026-11-25, attended to padding.
-ATTENDED_TO_PADDING = "3c48ee21aa"
-MARK = "¹"
-
-Named = tuple[str, Run]  # a run with its data set's name
+UNPADDED = "vanilla_peft_varlen"  # vanilla PEFT for people who do not pad
 
 
 class ChatGroup(NamedTuple):
     """One data set, on one GPU, in batches of one shape. padding: of its padded rows, on whatever
-    GPU those ran; None where they ran on none."""
+    GPU those ran; None where they ran on none. footnote: of its padded run."""
 
     data: str
     device: str
@@ -41,12 +37,11 @@ class ChatGroup(NamedTuple):
     padded: dict[str, SummaryRow]
     documents: dict[str, SummaryRow]
     runs: tuple[Run, ...]
+    footnote: Footnote | None = None
 
     @property
     def data_in_words(self) -> str:
-        if self.data in FILES:
-            return FILES[self.data]
-        return f"{LENGTHS_OF[self.data]}'s lengths" if self.data in LENGTHS_OF else self.data
+        return DATA_IN_WORDS.get(self.data, self.data)
 
     @property
     def gpu(self) -> str:
@@ -59,47 +54,107 @@ class ChatGroup(NamedTuple):
             return "padding not measured"
         return f"{self.padding:.0%} of padded rows is padding"
 
-    def fastest_of_ours(self) -> SummaryRow | None:
-        """The variant of this repository with the most tokens a second as documents, in the
-        precision of the others."""
-        return _fastest(self.documents.values(), _is_ours)
+    def fastest(self, wanted: Callable[[Variant], bool]) -> SummaryRow | None:
+        """Return the row of documents with the most tokens a second among these variants."""
+        rows = [
+            r for r in self.documents.values() if r.tokens_per_s and wanted(variant_of(r.variant))
+        ]
+        return max(rows, key=lambda row: row.tokens_per_s or 0.0, default=None)
 
-    def fastest_of_unsloth(self) -> SummaryRow | None:
-        return _fastest(self.documents.values(), _is_unsloths)
+    def unsloth_over_ours(self) -> float | None:
+        """Return how many times longer Unsloth's fastest takes than ours, in the same precision, by
+        the GPU's own time."""
+        ours = own_ms(self.fastest(lambda one: one.is_ours and not wording.is_in_fp8(one)))
+        theirs = own_ms(self.fastest(wording.is_unsloth))
+        return theirs / ours if ours and theirs else None
 
 
-def groups(padded: Sequence[Named], documents: Sequence[Named]) -> list[ChatGroup]:
-    """Return every data set on every GPU, from the least padding to the most; a file of the same
-    name with other chats, or batches of another shape, is a group of its own."""
-    shares = {_work(*one): _shape(one[1]).padding for one in padded}
-    found: dict[tuple, dict[str, Run]] = {}
-    for kind, named in (("padded", padded), ("documents", documents)):
-        for name, run in named:
-            if not run.rehearsal:
-                found.setdefault((*_work(name, run), run.environment.device), {})[kind] = run
-    made = [_group(key, shares.get(key[:-1]), runs) for key, runs in found.items()]
-    return sorted(made, key=lambda one: (one.padding is None, one.padding, one.data, one.device))
+def groups(
+    padded: Mapping[str, Run], documents: Mapping[str, Run], footnotes: Iterable[Footnote] = ()
+) -> list[ChatGroup]:
+    """Return every data set on every GPU, from the least padding to the most. A file of the same
+    name with other chats, or batches of another shape, is a group of its own. All are by file."""
+    shares = {_work(file, run): run.experiment.tokens[run.experiment.seq_lens[-1]].padding
+              for file, run in padded.items()}  # fmt: skip
+    notes = {note.file: note for note in footnotes}
+    found: dict[tuple, ChatGroup] = {}
+    for is_padded, runs in ((True, padded), (False, documents)):
+        for file, run in runs.items():
+            if run.rehearsal:
+                continue
+            work, device = _work(file, run), run.environment.device
+            empty = ChatGroup(work[0], device, *work[2:], shares.get(work), {}, {}, ())
+            group = found.get((*work, device), empty)
+            rows = {row.variant: row for row in summarize(run)}
+            group = group._replace(runs=(*group.runs, run))
+            found[*work, device] = (
+                group._replace(padded=rows, footnote=notes.get(file)) if is_padded
+                else group._replace(documents=rows)
+            )  # fmt: skip
+    return sorted(
+        found.values(), key=lambda one: (one.padding is None, one.padding, one.data, one.device)
+    )
+
+
+def _work(file: str, run: Run) -> tuple[str, str, int, int]:
+    """Return the data set's name, its chats, and the shape of a batch."""
+    asked, name = run.experiment, Path(file).name.removesuffix(".json.gz").partition("-")[2]
+    return name, asked.data_sha256, asked.batch_size * asked.accumulate, asked.seq_lens[-1]
+
+
+def fullest(found: Sequence[ChatGroup]) -> list[ChatGroup]:
+    """Return one group of each data set: that with the most times, the newest of those."""
+
+    def times(group: ChatGroup) -> tuple[int, str]:
+        rows = (*group.padded.values(), *group.documents.values())
+        return sum(row.tokens_per_s is not None for row in rows), group.runs[-1].started_utc
+
+    best: dict[str, ChatGroup] = {}
+    for group in found:
+        best[group.data] = max(best.get(group.data, group), group, key=times)
+    return [group for group in found if best[group.data] is group]
 
 
 def padding_section(found: Sequence[ChatGroup]) -> str:
-    """Write a table of each group, with what it was measured on below it."""
+    """Write a table of each group, and below it what was measured."""
     blocks: list[str] = []
     for group in found:
         shape = f"{group.rows} × {group.seq_len:,}"
         said = f"{group.data_in_words}, {shape} tokens a step, {group.device}"
-        table = _table(group)
-        blocks += [f"**{said}: {group.padding_in_words}.**", table]
-        if MARK in table:
-            blocks.append(f"{MARK}: before a graph's attention left padding out.")
+        blocks += [f"**{said}: {group.padding_in_words}.**", _table(group)]
+        if group.footnote:
+            blocks.append(f"{group.footnote.mark}: {group.footnote.words}")
         blocks += _captions(group.runs)
     return "\n\n".join(blocks) or "Not measured yet."
 
 
 def _captions(runs: Iterable[Run]) -> list[str]:
     """Write what each run was measured on; once, where both were on the same."""
-    captions = [f"{caption(run)} {commit_of(run)}" for run in runs]
+    captions = [caption_with_commit(run) for run in runs]
     same = {re.sub(", (padded|whole chats in one row) ·", " ·", words) for words in captions}
     return [*same] if len(same) == 1 < len(captions) else captions
+
+
+def _table(group: ChatGroup) -> str:
+    variants = dict.fromkeys((*group.padded, *group.documents))
+    first = [variant for variant in (BASELINE, UNPADDED) if variant in variants]
+    lines = [
+        [title_in(id, *group.runs), *_cells(group.padded.get(id), group.footnote),
+         *_cells(group.documents.get(id), None)]
+        for id in dict.fromkeys((*first, *variants))
+    ]  # fmt: skip
+    return markdown_table(HEADER, lines)
+
+
+def _cells(row: SummaryRow | None, footnote: Footnote | None) -> list[str]:
+    if row is None or row.tokens_per_s is None:
+        return [STATUS_WORDS.get(row.status, "") if row else "", "", "", ""]
+    mark = footnote.mark_of(row.variant) if footnote else ""
+    return [number(row.median_step_ms, 1) + mark, number(row.gpu_ms, 1),
+            thousands(row.tokens_per_s), number(row.peak_gib, 1)]  # fmt: skip
+
+
+# --- the README's row -----------------------------------------------------------------------------
 
 
 def documents_row(
@@ -128,67 +183,12 @@ def documents_row(
 
 
 def own_ms(row: SummaryRow | None) -> float | None:
-    """Return what a step takes where nothing waits for the host: the GPU's own time in the step
-    that was profiled, or the median step where that is shorter, for one step of Unsloth's, whose
+    """Return the time of a step where nothing waits for the host: the GPU's own time in the step
+    that was profiled, or the median step where that is shorter. One step of Unsloth's, whose
     activations go to host memory, may take longer than most."""
     if row is None or row.gpu_ms is None or row.median_step_ms is None:
         return None
     return min(row.gpu_ms, row.median_step_ms)
-
-
-def fullest(found: Sequence[ChatGroup]) -> list[ChatGroup]:
-    """Return one group of each data set: that with the most times, the newest of those."""
-
-    def times(group: ChatGroup) -> tuple[int, str]:
-        rows = (*group.padded.values(), *group.documents.values())
-        return sum(row.tokens_per_s is not None for row in rows), group.runs[-1].started_utc
-
-    best: dict[str, ChatGroup] = {}
-    for group in found:
-        best[group.data] = max(best.get(group.data, group), group, key=times)
-    return [group for group in found if best[group.data] is group]
-
-
-def _group(key: tuple, padding: float | None, runs: dict[str, Run]) -> ChatGroup:
-    data, _, rows, seq_len, device = key
-    by_kind = {kind: {row.variant: row for row in summarize(run)} for kind, run in runs.items()}
-    padded, documents = (by_kind.get(kind, {}) for kind in ("padded", "documents"))
-    return ChatGroup(data, device, rows, seq_len, padding, padded, documents, tuple(runs.values()))
-
-
-def _work(name: str, run: Run) -> tuple[str, str, int, int]:
-    asked = run.experiment
-    return name, asked.data_sha256, asked.batch_size * asked.accumulate, asked.seq_lens[-1]
-
-
-def _shape(run: Run):
-    return run.experiment.tokens[run.experiment.seq_lens[-1]]
-
-
-def _table(group: ChatGroup) -> str:
-    variants = dict.fromkeys((*group.padded, *group.documents))
-    first = [variant for variant in (BASELINE, UNPADDED) if variant in variants]
-    lines = [
-        [title_in(variant, *group.runs), *_cells(group.padded.get(variant), _mark(group, variant)),
-         *_cells(group.documents.get(variant))]
-        for variant in dict.fromkeys((*first, *variants))
-    ]  # fmt: skip
-    return markdown_table(HEADER, lines)
-
-
-def _mark(group: ChatGroup, id: str) -> str:
-    """Return the mark of a graph of padded rows that attended to padding."""
-    recipe = variant_of(id).recipe
-    commits = [run.environment.git for run in group.runs if run.experiment.padded]
-    attended = any(one and one.commit.startswith(ATTENDED_TO_PADDING) for one in commits)
-    return MARK if attended and recipe and recipe.graph else ""
-
-
-def _cells(row: SummaryRow | None, mark: str = "") -> list[str]:
-    if row is None or row.tokens_per_s is None:
-        return [STATUS_WORDS.get(row.status, "") if row else "", "", "", ""]
-    numbers = [number_or_blank(row.median_step_ms, 1) + mark, number_or_blank(row.gpu_ms, 1)]
-    return [*numbers, f"{row.tokens_per_s:,.0f}", number_or_blank(row.peak_gib, 1)]
 
 
 def _over(base: SummaryRow, row: SummaryRow | None) -> str:
@@ -197,16 +197,3 @@ def _over(base: SummaryRow, row: SummaryRow | None) -> str:
     if not (base_ms := own_ms(base)) or not (ms := own_ms(row)):
         return STATUS_WORDS.get(row.status, "")
     return f"{base_ms / ms:.2f}×" + (f", {row.peak_gib:.1f} GiB" if row.peak_gib else "")
-
-
-def _is_ours(variant: Variant) -> bool:
-    return variant.recipe is not None and variant.is_ours and not variant.recipe.fp8
-
-
-def _is_unsloths(variant: Variant) -> bool:
-    return variant.recipe is not None and variant.recipe.library == "unsloth"
-
-
-def _fastest(rows: Iterable[SummaryRow], wanted) -> SummaryRow | None:
-    timed = [row for row in rows if row.tokens_per_s and wanted(variant_of(row.variant))]
-    return max(timed, key=lambda row: row.tokens_per_s or 0.0, default=None)

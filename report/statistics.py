@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from math import ceil, exp, log
 from statistics import median
 from typing import Any
@@ -15,14 +16,24 @@ TWINS_WITHIN = 0.05  # what vanilla PEFT measured twice should agree to
 TIMES = ("step_ms", "forward_ms", "backward_ms", "optimizer_ms")
 
 
-def summarize(run: Run) -> list[SummaryRow]:
-    """One row for each length and variant that has a cell: median over steps, then over rounds.
+def median_or_none(values: Iterable[float | None]) -> float | None:
+    """Return the median of what was measured; None where nothing was."""
+    found = [value for value in values if value]
+    return median(found) if found else None
 
-    A speedup is the median over rounds of baseline time / variant time within one round, so that a
-    drift of the clocks from round to round cancels. Its verdict needs the A/A twin: inside the
+
+def summarize(run: Run) -> list[SummaryRow]:
+    """Return one row for each length and variant that has a cell: median over steps, then rounds.
+
+    A speedup is the median over rounds of baseline time / variant time within one round, which
+    cancels a drift of the clocks from round to round. Its verdict needs the A/A twin: inside the
     noise band, or with an interval that reaches 1, it is not distinguishable.
     """
     return [_summary_row(run, variant, seq_len) for variant, seq_len in run.measured()]
+
+
+def rows_by_variant_and_length(run: Run) -> dict[tuple[str, int], SummaryRow]:
+    return {(row.variant, row.seq_len): row for row in summarize(run)}
 
 
 def _summary_row(run: Run, variant: str, seq_len: int) -> SummaryRow:
@@ -31,13 +42,11 @@ def _summary_row(run: Run, variant: str, seq_len: int) -> SummaryRow:
     medians = {part: median(values) if values else None for part, values in rounds_ms.items()}
     step_ms = medians.pop("step_ms")
     ratios = speedups(run, variant, seq_len)
-    speedup = median(ratios) if ratios else None
+    speedup = median_or_none(ratios)
     ci95 = None if variant_of(variant).baseline.id == variant else interval95_of_ratios(ratios)
     verdict = None
     if speedup is not None and not variant_of(variant).is_baseline:
         verdict = verdict_of(speedup, ci95, noise_band(run, seq_len, variant))
-    over_floor = ratios_to_floor(run, variant, seq_len)
-    busy = [cell.gpu_busy_ms for cell in timed if cell.gpu_busy_ms]
     peaks = [cell.peak_allocated_bytes for cell in timed if cell.peak_allocated_bytes]
     tokens = run.experiment.tokens_a_step(seq_len)
     measured = {
@@ -46,9 +55,9 @@ def _summary_row(run: Run, variant: str, seq_len: int) -> SummaryRow:
         "tokens_per_s": tokens / step_ms * 1000 if step_ms else None,
         "speedup": speedup,
         "speedup_ci95": ci95,
-        "ratio_to_floor": median(over_floor) if over_floor else None,
+        "ratio_to_floor": median_or_none(_ratios_to_floor(run, variant, seq_len)),
         **medians,
-        "gpu_ms": median(busy) if busy else None,
+        "gpu_ms": median_or_none(cell.gpu_busy_ms for cell in timed),
         "peak_gib": max(peaks) / 2**30 if peaks else None,
     }
     return SummaryRow(
@@ -70,14 +79,14 @@ def _six_digits(value: Any) -> Any:
 
 
 def speedups(run: Run, variant: str, seq_len: int) -> list[float]:
-    """Baseline time / variant time, in each round that has both."""
+    """Return baseline time / variant time, in each round that has both."""
     baseline = run.round_ms(variant_of(variant).baseline.id, seq_len)
     own = run.round_ms(variant, seq_len)
     return [baseline[round] / own[round] for round in sorted(baseline.keys() & own.keys())]
 
 
-def ratios_to_floor(run: Run, variant: str, seq_len: int) -> list[float]:
-    """Variant time / the floor's, in each round that has the variant."""
+def _ratios_to_floor(run: Run, variant: str, seq_len: int) -> list[float]:
+    """Return variant time / the floor's, in each round that has the variant."""
     floor = run.floor_of_round(seq_len)
     own = run.round_ms(variant, seq_len)
     return [ms / floor[number] for number, ms in sorted(own.items())] if floor else []
@@ -92,7 +101,7 @@ def noise_band(run: Run, seq_len: int, variant: str = "vanilla_peft") -> Interva
 
 
 def interval95(values: list[float]) -> Interval | None:
-    """The 95% interval of the mean over rounds, by Student's t; None with fewer than two.
+    """Return the 95% interval of the mean, by Student's t; None with fewer than two values.
 
     Rounds are few, and a bootstrap of two or four of them cannot reach beyond them: of two it holds
     the truth half the time. As in Georges et al., "Statistically Rigorous Java Performance
@@ -108,15 +117,15 @@ def interval95(values: list[float]) -> Interval | None:
 
 
 def interval95_of_ratios(values: list[float]) -> Interval | None:
-    """The 95% interval of times, or of their ratios: on logarithms, so that it stays above zero and
+    """Return the 95% interval of times, or of their ratios. By logarithms it stays above zero, and
     is as wide whichever of two times is divided by the other."""
     bounds = interval95([log(value) for value in values])
     return bounds and (exp(bounds[0]), exp(bounds[1]))
 
 
 def verdict_of(speedup: float, ci95: Interval | None, band: Interval | None) -> Verdict | None:
-    """ "faster" or "slower" where a speedup stands outside the noise band and its interval does not
-    reach 1; "not distinguishable" where either does. None where that leaves it open: without a
+    """Return "faster" or "slower" where a speedup stands outside the noise band and its interval
+    does not reach 1, "not distinguishable" where either does. None where that stays open: without a
     band, or without an interval, as one number has no spread."""
     if ci95 is not None and ci95[0] <= 1 <= ci95[1]:
         return NOISE

@@ -1,92 +1,66 @@
-"""The experiment's tables, in Markdown, from a run alone: no GPU, no torch."""
+"""Tables of a run in Markdown: its results, its kernels, and its steps in other recipes and beside
+the floor."""
 
 from __future__ import annotations
 
-import re
+from collections.abc import Iterable
+from dataclasses import replace
 from textwrap import shorten
 
-from bench.records import Cell, Git, Interval, Run
-from bench.small_adapter_records import SmallAdapters
-from report.comparison import ComparedCell, Comparison
-from report.kinds import KINDS, bars
-from report.looks import REHEARSAL_NOTICE, STATUS_WORDS, caption, markdown_table, title_in
-from report.statistics import summarize, twins_too_far_apart, why_no_verdicts
-from variants import AGAIN, BASELINE, SUITES, Settings, title_of
+from bench.records import Cell, KernelRow, Run, SummaryRow
+from report import statistics, wording
+from report.kernel_time import KINDS, bars
+from report.statistics import rows_by_variant_and_length, summarize
+from report.table import Column, markdown_table, number, spread, table, thousands
+from report.wording import STATUS_WORDS, caption_with_commit, step_or_status, title_in
+from variants import TARGETS, VARIANTS, Settings, title_of, variant_of
 
-# As tables show it: the A/A twin beside its baseline.
-ASKED_FIRST = (BASELINE, "fused_mlp", "full_unsloth")
-EXPERIMENT_VARIANTS = sorted(SUITES["experiment"], key=lambda id: id not in (BASELINE, AGAIN))
+NOT_MEASURED = "Not measured yet."
+TOKENS_PER_S = Column[SummaryRow]("tokens/s", lambda row: thousands(row.tokens_per_s))
+OVER_FLOOR = Column[SummaryRow]("× floor", lambda row: number(row.ratio_to_floor, 2))
+PEAK = Column[SummaryRow]("peak, GiB", lambda row: number(row.peak_gib, 1))
+GPU_MS = Column[SummaryRow]("GPU, ms", lambda row: number(row.gpu_ms, 1))
+STEP = Column[SummaryRow]("step, ms", step_or_status)
+KERNEL_COLUMNS = (
+    Column[KernelRow]("kernel", lambda row: row.kernel),
+    Column[KernelRow]("shape", lambda row: " × ".join(map(str, row.shape))),
+    Column[KernelRow]("dtype", lambda row: row.dtype),
+    Column[KernelRow]("median, µs", lambda row: number(row.median_us, 1)),
+    Column[KernelRow]("GB/s", lambda row: thousands(row.gb_per_s)),
+    Column[KernelRow]("of a copy's GB/s", lambda row: f"{row.share_of_copy:.0%}"),
+)
+# Variants of the same layers in bf16 and in FP8 differ in nothing else.
+_BY_RECIPE = {variant.recipe: variant.id for variant in VARIANTS.values()}
+
+
+def title_column(*runs: Run) -> Column[SummaryRow]:
+    return Column("variant", lambda row: title_in(row.variant, *runs))
+
+
+# --- a run's results ------------------------------------------------------------------------------
 
 
 def results_section(run: Run) -> str:
-    """Every row of the summary, what it was measured on, what went wrong, and settings."""
+    """Write every row of the summary, what was measured, what went wrong, and settings."""
+    rows = summarize(run)
+    columns: list[Column[SummaryRow]] = [
+        Column("tokens", lambda row: str(row.seq_len)),
+        title_column(run),
+        Column("step, ms", lambda row: step_or_status(row) + spread(row.step_ms_ci95, 1)),
+        TOKENS_PER_S,
+        Column("speedup", lambda row: number(row.speedup, 2) + spread(row.speedup_ci95, 2)),
+        *(OVER_FLOOR, PEAK, GPU_MS),
+    ]
+    if any(row.verdict for row in rows):
+        columns.append(Column("against the A/A noise", lambda row: row.verdict or ""))
     blocks = [
-        f"**{REHEARSAL_NOTICE}.**" if run.rehearsal else "",
-        _summary_table(run),
-        f"{caption(run)} {commit_of(run)}",
+        f"**{wording.REHEARSAL_NOTICE}.**" if run.rehearsal else "",
+        table(columns, rows),
+        caption_with_commit(run),
         _remarks(run),
         _settings_table(run),
     ]
     return "\n\n".join(block for block in blocks if block)
-
-
-def kinds_section(run: Run) -> str:
-    """Write the table of what the GPU does in a step of the shortest and of the longest length:
-    the kernels' time by kind of work, then its wait for the host."""
-    lengths = run.experiment.seq_lens
-    tables = []
-    for seq_len in dict.fromkeys((lengths[-1], lengths[0])):
-        shown = [bar for bar in bars(run, seq_len) if bar.variant != AGAIN]
-        if not shown:
-            continue
-        lines = [
-            [words, *(f"{bar.kernel_ms.get(kind, 0.0):.1f}" for bar in shown)]
-            for kind, words in KINDS.items()
-        ]
-        lines.append(["waits for the host", *(f"{bar.idle_ms:.1f}" for bar in shown)])
-        lines.append(["**step**", *(f"**{bar.step_ms:.1f}**" for bar in shown)])
-        least = [f"{shown[0].step_ms - bar.step_ms:.1f}" for bar in shown[1:]]
-        lines.append([f"less than {title_of(shown[0].variant)}", "", *least])
-        header = [f"ms at {seq_len} tokens", *(title_in(bar.variant, run) for bar in shown)]
-        tables.append(markdown_table(header, lines))
-    return "\n\n".join(tables) or "No cell has a profile."
-
-
-def comparison_table(compared: Comparison) -> str:
-    """`--compare` in Markdown: every cell in both files."""
-    header = ["tokens", "variant", "first, ms", "second, ms", "first / second", "noise", "verdict"]
-    return markdown_table(header, [comparison_words(row) for row in compared.rows])
-
-
-def comparison_words(row: ComparedCell) -> list[str]:
-    """One row of a comparison, a string a column."""
-    timed = [
-        STATUS_WORDS.get(status or "", "") if ms is None else f"{ms:.1f}"
-        for status, ms in ((row.old, row.old_ms), (row.new, row.new_ms))
-    ]
-    speedup = number_or_blank(row.speedup, 2) + _range(row.ci95, 2)
-    band = f"{row.band[0]:.2f} to {row.band[1]:.2f}" if row.band else ""
-    return [str(row.seq_len), row.name, *timed, speedup, band, row.verdict or ""]
-
-
-def _summary_table(run: Run) -> str:
-    rows = summarize(run)
-    header = ["tokens", "variant", "step, ms", "tokens/s", "speedup", "× floor", "peak, GiB"]
-    header.append("GPU, ms")
-    lines = []
-    for row in rows:
-        line = [str(row.seq_len), title_in(row.variant, run), STATUS_WORDS.get(row.status, "")]
-        if row.status == "ok":
-            line[2] = f"{row.median_step_ms:.1f}{_range(row.step_ms_ci95, 1)}"
-            line.append(f"{row.tokens_per_s:,.0f}")
-            line.append(number_or_blank(row.speedup, 2) + _range(row.speedup_ci95, 2))
-            line += [number_or_blank(row.ratio_to_floor, 2), number_or_blank(row.peak_gib, 1)]
-            line.append(number_or_blank(row.gpu_ms, 1))
-        lines.append(line + [""] * (len(header) - len(line)))
-    if any(row.verdict for row in rows):
-        header.append("against the A/A noise")
-        lines = [[*line, row.verdict or ""] for line, row in zip(lines, rows, strict=True)]
-    return markdown_table(header, lines)
 
 
 def _remarks(run: Run) -> str:
@@ -98,23 +72,23 @@ def _remarks(run: Run) -> str:
             if cell.error:
                 why += f": `{shorten(cell.error.replace('`', ''), 160)}`"
             reasons.setdefault((title_of(cell.variant), why), {})[str(cell.seq_len)] = None
-    lines = [f"- {title} at {', '.join(at)} tokens: {why}" for (title, why), at in reasons.items()]
+    lines = [f"{title} at {', '.join(at)} tokens: {why}" for (title, why), at in reasons.items()]
     timed = run.cells_of(status="ok")
     for cell in timed:
         if cell.throttled:
             where = f"{title_of(cell.variant)} at {cell.seq_len} tokens in round {cell.round}"
             held = [reason for reason in cell.clock_reasons if reason != "power cap"]
-            lines.append(f"- Throttled: {where} ({', '.join(held)}).")
+            lines.append(f"Throttled: {where} ({', '.join(held)}).")
     if count := sum(bool(cell.other_gpu_processes) for cell in timed):
-        lines.append(f"- The GPU was shared in {count} of {len(timed)} timed cells.")
+        lines.append(f"The GPU was shared in {count} of {len(timed)} timed cells.")
     if run.experiment.lora.dropout:
         lines.append(
-            "- Losses were not held against vanilla PEFT's: dropout masks are others in each."
+            "Losses were not held against vanilla PEFT's: dropout masks are others in each."
         )
-    if lacking := why_no_verdicts(run):
-        lines.append(f"- {lacking[0].upper()}{lacking[1:]}.")
-    lines += [f"- {said}." for said in twins_too_far_apart(run)]
-    return "\n".join(lines)
+    if lacking := statistics.why_no_verdicts(run):
+        lines.append(f"{lacking[0].upper()}{lacking[1:]}.")
+    lines += [f"{said}." for said in statistics.twins_too_far_apart(run)]
+    return "\n".join(f"- {line}" for line in lines)
 
 
 def _settings_table(run: Run) -> str:
@@ -134,7 +108,7 @@ def _settings_table(run: Run) -> str:
 
 
 def _by_length(cells: list[Cell], values: list) -> str:
-    """The cells' one value in words; where it was not the same at every length, with lengths."""
+    """Return the cells' one value in words; where lengths differ, each value with its lengths."""
     lengths: dict[str, dict[str, None]] = {}
     for cell, value in zip(cells, values, strict=True):
         words = {"None": "none", "True": "on", "False": "off"}.get(str(value), str(value))
@@ -144,31 +118,106 @@ def _by_length(cells: list[Cell], values: list) -> str:
     return "; ".join(f"{words} at {', '.join(at)}" for words, at in lengths.items())
 
 
+# --- its kernels ----------------------------------------------------------------------------------
+
+
+def kinds_section(run: Run) -> str:
+    """Write what the GPU does in a step of the longest and of the shortest length: the kernels'
+    time by kind of work, then its wait for the host."""
+    lengths = run.experiment.seq_lens
+    tables = []
+    for seq_len in dict.fromkeys((lengths[-1], lengths[0])):
+        shown = bars(run, seq_len)
+        if not shown:
+            continue
+        lines = [
+            [words, *(f"{bar.kernel_ms.get(kind, 0.0):.1f}" for bar in shown)]
+            for kind, words in KINDS.items()
+        ]
+        lines.append(["waits for the host", *(f"{bar.idle_ms:.1f}" for bar in shown)])
+        lines.append(["**step**", *(f"**{bar.step_ms:.1f}**" for bar in shown)])
+        least = [f"{shown[0].step_ms - bar.step_ms:.1f}" for bar in shown[1:]]
+        lines.append([f"less than {title_of(shown[0].variant)}", "", *least])
+        header = [f"ms at {seq_len} tokens", *(title_in(bar.variant, run) for bar in shown)]
+        tables.append(markdown_table(header, lines))
+    return "\n\n".join(tables) or "No cell has a profile."
+
+
 def kernels_section(run: Run) -> str:
     """Write how long each Triton kernel takes alone, beside a device copy of as many bytes."""
     kernels = run.kernels
     if kernels is None:
         return "Not measured yet: `python lora_bench.py --kernels`."
-    header = ["kernel", "shape", "dtype", "median, µs", "GB/s", "of a copy's GB/s"]
-    lines = [
-        [row.kernel, " × ".join(map(str, row.shape)), row.dtype, f"{row.median_us:.1f}",
-         f"{row.gb_per_s:,.0f}", f"{row.share_of_copy:.0%}"]
-        for row in kernels.rows
-    ]  # fmt: skip
     copy = f"A device copy of as many bytes; the fastest: {kernels.copy_gb_per_s:,.0f} GB/s."
-    return f"{markdown_table(header, lines)}\n\n{copy}"
+    return f"{table(KERNEL_COLUMNS, kernels.rows)}\n\n{copy}"
 
 
-def commit_of(run: Run | SmallAdapters) -> str:
-    """Say which commit was measured, and whether there were changes beside it."""
-    git = run.environment.git or Git("unknown", False)
-    commit = re.sub(r"[0-9a-f]{40}", lambda found: found[0][:10], git.commit)
-    return f"Commit {commit}{' with local changes' if git.dirty else ''}."
+# --- other runs -----------------------------------------------------------------------------------
 
 
-def number_or_blank(value: float | None, digits: int) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
+def recipes_section(runs: Iterable[Run]) -> str:
+    """Write a table for each run with adapters on some projections alone, or with dropout."""
+    speedup = Column[SummaryRow]("speedup", lambda row: number(row.speedup, 2))
+    blocks = [
+        f"**{_recipe(run)}:**\n\n"
+        f"{table([title_column(run), STEP, speedup, GPU_MS, PEAK], summarize(run))}\n\n"
+        f"{caption_with_commit(run)}"
+        for run in runs
+    ]
+    return "\n\n".join(blocks) or NOT_MEASURED
 
 
-def _range(bounds: Interval | None, digits: int) -> str:
-    return f" ({bounds[0]:.{digits}f} to {bounds[1]:.{digits}f})" if bounds else ""
+def _recipe(run: Run) -> str:
+    """Say which projections have adapters, if not all, and which dropout."""
+    lora = run.experiment.lora
+    found = []
+    if len(lora.targets) < len(TARGETS):
+        found.append(f"Adapters on {' and '.join(lora.targets)} alone")
+    if lora.dropout:
+        found.append(f"lora_dropout={lora.dropout:g}")
+    return ", ".join(found) or "All seven projections"
+
+
+def beside_floor_section(runs: Iterable[Run]) -> str:
+    """Write a table for each run. A variant with checkpointing is held against the floor and what
+    has to be recomputed, too; one in FP8 against the same in bf16."""
+    blocks = [f"{_floor_table(run)}\n\n{caption_with_commit(run)}" for run in runs]
+    return "\n\n".join(blocks) or NOT_MEASURED
+
+
+def _floor_table(run: Run) -> str:
+    rows = rows_by_variant_and_length(run)
+
+    def over_bf16(row: SummaryRow) -> str:
+        in_bf16 = rows.get((_in_bf16(row.variant), row.seq_len))
+        return _ratio(in_bf16.median_step_ms, row.median_step_ms) if in_bf16 else ""
+
+    def over_recomputation(row: SummaryRow) -> str:
+        floor = run.floor.get(row.seq_len)
+        if not floor or not floor.recomputation_ms or not variant_of(row.variant).checkpoints:
+            return ""
+        return _ratio(row.median_step_ms, floor.floor_ms + floor.recomputation_ms)
+
+    columns = [
+        Column[SummaryRow]("tokens", lambda row: f"{row.seq_len:,}"),
+        *(title_column(run), STEP, TOKENS_PER_S),
+        Column("× bf16's speed", over_bf16),
+        OVER_FLOOR,
+        Column("× floor and recomputation", over_recomputation),
+        PEAK,
+    ]
+    said = [one for one in columns if any(one.words(row) for row in rows.values())]
+    return table(said, rows.values())
+
+
+def _ratio(over: float | None, under: float | None) -> str:
+    return f"{over / under:.2f}" if over and under else ""
+
+
+def _in_bf16(id: str) -> str:
+    """Return the variant with the same layers in bf16; "" for one that is not in FP8."""
+    recipe = variant_of(id).recipe
+    if recipe is None or not wording.is_in_fp8(variant_of(id)):
+        return ""
+    fused = tuple(part for part in recipe.fused if part != "fp8_lm_head")
+    return _BY_RECIPE.get(replace(recipe, fp8=False, fused=fused), "")

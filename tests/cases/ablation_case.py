@@ -2,6 +2,7 @@
 
 from cases import example_results as example
 
+from report.ablation import Block
 from variants import SUITES, VARIANTS
 
 WITHOUT = "_no_checkpointing"
@@ -43,3 +44,7 @@ HAND_MADE = {
 
 def row(rows, part):
     return next(row for row in rows if row.part == part)
+
+
+def gains(*block, **time):
+    return Block(*block, **time).gains()

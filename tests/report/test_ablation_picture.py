@@ -7,12 +7,12 @@ from statistics import median
 import pytest
 from cases import example_results as example
 from cases import picture_case as case
-from cases.ablation_case import HAND_MADE, RUNS, WITHOUT, row
+from cases.ablation_case import HAND_MADE, RUNS, WITHOUT, gains, row
 from cases.example_results import rounds
 from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 
-from report import ablation, looks
+from report import ablation, wording
 from report import ablation_picture as plot
 from report import statistics as summary
 from variants import LOOKS, counterpart
@@ -20,7 +20,7 @@ from variants import LOOKS, counterpart
 
 @cache
 def picture_of(name):
-    return plot.ablation_figure(RUNS[name], RUNS[name].experiment.seq_lens)
+    return plot.ablation_figure(RUNS[name], all_lengths=True)
 
 
 def bars(axes, height):
@@ -34,7 +34,7 @@ def bars(axes, height):
 @pytest.mark.parametrize(("panel", "seq_len", "block"), [(0, 64, True), (7, 512, False)])
 def test_a_panel_is_a_waterfall_from_vanilla_to_all_fused(panel, seq_len, block):
     run, axes = RUNS["all"], picture_of("all").axes[panel]
-    rows = ablation.gains(run, seq_len, block)
+    rows = gains(run, seq_len, block)
     vanilla, fused = (
         median(run.round_ms(counterpart(name, block).id, seq_len).values())
         for name in ("vanilla_peft", "fused_all")
@@ -51,9 +51,9 @@ def test_a_panel_is_a_waterfall_from_vanilla_to_all_fused(panel, seq_len, block)
     whiskers = [sorted(line.get_xdata()) for line in axes.lines if line.get_marker() == "|"]
     assert sorted(vanilla - bound for bound in rows[0].first.ci95_ms) in whiskers
     assert len(whiskers) == 2 * len(rows) - 1
-    of_gpu = ablation.gains(run, seq_len, block, ablation.GPU)
-    wanted = [vanilla - of_gpu[0].first.ms, vanilla - of_gpu[0].last.ms]
-    wanted += [begins[1] - of_gpu[1].first.ms, begins[1] - of_gpu[1].last.ms]
+    on_gpu = gains(run, seq_len, block, ablation.GPU)
+    wanted = [vanilla - on_gpu[0].first.ms, vanilla - on_gpu[0].last.ms]
+    wanted += [begins[1] - on_gpu[1].first.ms, begins[1] - on_gpu[1].last.ms]
     diamonds = [line.get_xdata()[0] for line in axes.lines if line.get_marker() == "D"]
     assert diamonds[:4] == pytest.approx(wanted) and len(diamonds) == len(whiskers)
     floor = example.FLOOR_MS[seq_len]
@@ -72,13 +72,13 @@ def words(axes):
 
 def test_the_numbers_stand_beside_the_bars_and_only_what_is_told_from_noise_is_bold():
     axes = picture_of("all").axes[6]  # 512 tokens, with checkpointing
-    mlp = row(ablation.gains(RUNS["all"], 512), "mlp")
+    mlp = row(gains(RUNS["all"], 512), "mlp")
     for gain in (mlp.first, mlp.last):
         assert f"{gain.ms:.0f} ms" in words(axes) and f"{gain.percent:.0f}%" in words(axes)
     assert "1.86×" in words(axes)
     colours = {text.get_text(): to_hex(text.get_color()) for text in axes.texts}
     assert colours[f"{mlp.first.ms:.0f} ms"] == plot.FIRST == LOOKS["fused"].colour
-    every = [gain for one in ablation.gains(RUNS["all"], 512) for gain in one[1:] if gain]
+    every = [gain for one in gains(RUNS["all"], 512) for gain in one[1:] if gain]
     within_noise = [gain.ms for gain in every if gain.verdict == summary.NOISE]
     noise = f"{within_noise[0]:.0f} ms".replace("-", "−")
     assert colours[noise] == plot.NOISY
@@ -86,7 +86,7 @@ def test_the_numbers_stand_beside_the_bars_and_only_what_is_told_from_noise_is_b
     assert len(hollow) == len(within_noise)
     weights = {text.get_text(): text.get_weight() for text in axes.texts}
     assert (weights[f"{mlp.first.ms:.0f} ms"], weights[noise]) == ("bold", "normal")
-    (one_round,) = ablation.gains(RUNS["one block, one round"], 512)[:1]
+    (one_round,) = gains(RUNS["one block, one round"], 512)[:1]
     texts = picture_of("one block, one round").axes[-1].texts
     assert plot.NOISY not in {to_hex(text.get_color()) for text in texts}
     alone = [text for text in texts if text.get_text() == f"{one_round.first.ms:.0f} ms"]
@@ -106,7 +106,7 @@ def test_gaps_are_labelled():
     assert words(at[128, 0]).count("failed parity") == 1
     assert "does not apply" in words(at[256, 1]) and "does not apply" not in words(at[256, 0])
     fused = median(RUNS["with gaps"].round_ms("fused_all", 256).values())
-    gain = row(ablation.gains(RUNS["with gaps"], 256), "mlp").last
+    gain = row(gains(RUNS["with gaps"], 256), "mlp").last
     assert bars(at[256, 0], 0.16)[0] == pytest.approx((fused, fused + gain.ms))
 
 
@@ -122,7 +122,7 @@ def test_the_title_states_the_finding():
         "all": f"All parts: {together:.0f}% off a step at 512 tokens "
         "with checkpointing (alone: MLP 17%, attention 11%, cross entropy 8%)",
         "two variants": "What each fused part takes off a step",
-        "rehearsal": looks.REHEARSAL_NOTICE,
+        "rehearsal": wording.REHEARSAL_NOTICE,
     }
     for name, title in titles.items():
         assert plot.ablation_finding(RUNS[name]) == title
@@ -139,13 +139,14 @@ def test_the_title_of_all_lengths_counts_what_is_beyond_noise():
     # first: MLP, RMSNorm, cross entropy, checkpointing, not attention and RoPE; last: MLP, not RoPE
     said = "Single parts' gains beyond noise: 5 of 8 at 64 tokens"
     assert plot.lengths_finding(run, [64, 128]) == said
-    assert plot.ablation_figure(run, [64, 128]).texts[0].get_text() == said
-    assert plot.ablation_figure(run, [64]).texts[0].get_text() == plot.ablation_finding(run)
+    assert plot.ablation_figure(run).texts[0].get_text() == plot.ablation_finding(run)
+    run.experiment.seq_lens = [64, 128]
+    assert plot.ablation_figure(run, all_lengths=True).texts[0].get_text() == said
     assert plot.lengths_finding(RUNS["one block, one round"], [512]) == ""
-    assert picture_of("rehearsal").texts[0].get_text() == looks.REHEARSAL_NOTICE
+    assert picture_of("rehearsal").texts[0].get_text() == wording.REHEARSAL_NOTICE
 
 
-def test_there_is_no_picture_without_two_variants_to_compare(tmp_path):
+def test_there_is_no_picture_without_two_variants_to_compare():
     without_time = {("fused_mlp", 64): "oom"}
     for run in (
         example.empty(),
@@ -153,5 +154,4 @@ def test_there_is_no_picture_without_two_variants_to_compare(tmp_path):
         example.run(("vanilla_peft", "fused_mlp"), (64,), status=without_time),
         example.run(("vanilla_peft", "fused_mlp" + WITHOUT), (64,)),  # one of each block
     ):
-        assert plot.draw_ablation(run, tmp_path / "ablation.png") is False
-    assert list(tmp_path.iterdir()) == []
+        assert plot.ablation_figure(run) is None

@@ -15,18 +15,16 @@ from cases.reference import random
 
 from bench import results
 from bench.published import SETTINGS
-from bench.training_records import load_training
 from fused_mlp import FrozenMLP, LoRA_MLP
 from fused_mlp.swiglu import swiglu_backward, swiglu_forward
 from fused_mlp.utils import cast_adapters
-from report import commands, committed, documents, headline
+from report import commands, committed, headline
 from report.fp8_training import ends
-from report.gpus import expected_section, measured_section
-from report.kinds import bars
-from report.looks import release_of
+from report.kernel_time import bars
 from report.padding import own_ms
 from report.small_adapters import shares
-from report.statistics import summarize
+from report.statistics import rows_by_variant_and_length, summarize
+from report.wording import release_of
 from variants import variant_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,10 +40,10 @@ def runs():
 
 
 def test_the_generated_parts_are_those_of_the_data(tmp_path, runs):
-    parts = committed.generated_parts(*runs)
+    parts = committed.generated_parts(runs[0])
     shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("runs"))
     shutil.copy(ROOT / "README.md", tmp_path)
-    assert documents.update(tmp_path, parts) == []
+    assert committed.update_pages(tmp_path, parts) == []
 
 
 BEGIN, END = "<!-- table:begin -->", "<!-- table:end -->"
@@ -56,9 +54,9 @@ def test_a_part_goes_between_its_markers_and_nothing_else_changes(tmp_path):
     (tmp_path / "README.md").write_text("as it is")
     page = tmp_path / "docs" / "page.md"
     page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    assert documents.update(tmp_path, {"table": "new"}) == [page]
+    assert committed.update_pages(tmp_path, {"table": "new"}) == [page]
     assert page.read_text() == f"before\n{BEGIN}\n\nnew\n\n{END}\nafter\n"
-    assert documents.update(tmp_path, {"table": "new"}) == []
+    assert committed.update_pages(tmp_path, {"table": "new"}) == []
 
 
 @pytest.mark.parametrize(
@@ -68,7 +66,7 @@ def test_a_part_goes_between_its_markers_and_nothing_else_changes(tmp_path):
 def test_a_part_without_one_place_of_its_own_is_refused_and_nothing_written(tmp_path, text):
     (tmp_path / "README.md").write_text(text)
     with pytest.raises(ValueError, match="want <!-- table:begin --> and then <!-- table:end -->"):
-        documents.update(tmp_path, {"table": "new"})
+        committed.update_pages(tmp_path, {"table": "new"})
     assert (tmp_path / "README.md").read_text() == text
 
 
@@ -76,7 +74,7 @@ def test_a_quick_run_says_its_rows_and_how_to_add_them():
     run = example.run(("vanilla_peft", "fused_mlp"), (64,), rounds=3)
     said = commands.to_contribute(run, Path("runs/mine/results.json"))
     (row,) = (line for line in said.splitlines() if line.startswith("| NVIDIA H200 | **64** | "))
-    assert row in measured_section({"": run})
+    assert row in headline.measured_section({"": run})
     assert "gzip -c runs/mine/results.json > docs/runs/nvidia-h200/quick.json.gz" in said
 
 
@@ -94,7 +92,7 @@ def whole_chats():
     PEFT in padded rows it and everything fused train as documents, and how many times as many as
     Unsloth by the GPU's time."""
     shares, packed, over_padded, over_unsloth = [], [], [], []
-    for group in committed.groups_of_lengths():
+    for group in committed.chat_groups():
         ours = group.documents["fused_layer_graph_offload"]
         over_unsloth.append(own_ms(group.documents["full_unsloth"]) / own_ms(ours))
         if group.padded:
@@ -108,14 +106,16 @@ def whole_chats():
 
 def over_the_floor():
     """Steps of 512 tokens without checkpointing in bf16 and in FP8."""
-    rows = headline.rows_of(results.load(H200 / "fp8_lengths.json.gz"))
+    rows = rows_by_variant_and_length(results.load(H200 / "fp8_lengths.json.gz"))
     kinds = "fused_layer_graph_no_checkpointing", "fp8_lm_head_graph_no_checkpointing"
     return [rows[kind, 512].ratio_to_floor for kind in kinds]
 
 
 def above_measured(estimated):
     """By how many percent an H100's estimates lie above what was measured there."""
-    rows = headline.rows_of(results.load(ROOT / "docs" / "runs" / "h100" / "experiment.json.gz"))
+    rows = rows_by_variant_and_length(
+        results.load(ROOT / "docs" / "runs" / "h100" / "experiment.json.gz")
+    )
     measured = [rows[variant, 512].speedup for variant in headline.ANSWERS]
     off = [100 * (ours / real - 1) for ours, real in zip(estimated, measured, strict=True)]
     return min(off), max(off)
@@ -123,8 +123,7 @@ def above_measured(estimated):
 
 def above_bf16():
     """How far losses of training in FP8, lm_head too, end above those in bf16."""
-    training = load_training(ROOT / "docs" / "runs" / "h100" / "fp8_training.json.gz")
-    return (fmean([*ends(training)["trained"].values()][-1].apart),)
+    return (ends(committed.loaded_training())["trained"][-1].above_first,)
 
 
 def after_small_updates():
@@ -141,9 +140,9 @@ def after_small_updates():
 def test_the_readmes_numbers_are_those_of_the_data(runs):
     """Every number with a unit in its words, where it says it and what it should be."""
     run, suite = runs
-    rows = headline.rows_of(run)
+    rows = rows_by_variant_and_length(run)
     ms = {key: row.median_step_ms for key, row in rows.items()}
-    suite_rows = headline.rows_of(suite)
+    suite_rows = rows_by_variant_and_length(suite)
     kinds = bars(run, 512)[0].kernel_ms
     vanilla, again = ms["vanilla_peft", 512], results.load(H200 / "experiment_2026-11-24.json.gz")
     lengths = run.experiment.seq_lens
@@ -151,7 +150,7 @@ def test_the_readmes_numbers_are_those_of_the_data(runs):
     estimated = {
         card: [float(cell.strip(" ×")) for cell in line.split("|")[6:9]]
         for card in ("A100", "H100")
-        for line in expected_section(run).splitlines()
+        for line in headline.expected_section(run, *committed.index().cards).splitlines()
         if card in line
     }
     worst = max(
@@ -217,12 +216,12 @@ def test_the_results_page_names_releases_and_times_of_its_runs(runs):
     run, suite = runs
     earlier = results.load(H200 / "experiment_2026-11-20.json.gz")
     page = (ROOT / "docs" / "results.md").read_text()
-    for pattern, of_run in (
+    for pattern, measured in (
         (r"In this run (\S+) takes (\d+) ms and ([\d.]+) GiB", run),
         (r"(\S+) took \[(\d+) ms and ([\d.]+) GiB\]\(runs/h200/experiment_2026-11-20", earlier),
     ):
-        row = headline.rows_of(of_run)["full_unsloth", 512]
-        values = release_of("unsloth", of_run), f"{row.median_step_ms:.0f}", f"{row.peak_gib:.1f}"
+        row = rows_by_variant_and_length(measured)["full_unsloth", 512]
+        values = release_of("unsloth", measured), f"{row.median_step_ms:.0f}", f"{row.peak_gib:.1f}"
         assert re.findall(pattern, page) == [values]
     assert f"Every variant, with Unsloth {release_of('unsloth', suite)}, from the suite" in page
 

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 from cases import example_results as example
 from cases import picture_case as case
+from cases.table_case import rows_in
 from matplotlib.text import Text
 from msgspec.structs import replace
 
 from bench.records import Optimizer
-from bench.training_records import Fp8Training, Trained, TrainingSettings
+from bench.training_records import Fp8Training, Trained, TrainingSettings, load_training
 from report import fp8_training as reported
-from report.looks import REHEARSAL_NOTICE
 from variants import Lora
 
 BF16, FP8 = "fused_layer_graph_no_checkpointing", "fp8_lm_head_graph_no_checkpointing"
@@ -18,7 +18,7 @@ BF16, FP8 = "fused_layer_graph_no_checkpointing", "fp8_lm_head_graph_no_checkpoi
 ENDS = {BF16: (2.0, 2.1, 2.2), FP8: (2.01, 2.12, 2.23)}
 
 
-def training(with_outliers=ENDS, gpu=True):
+def training(with_outliers=ENDS):
     settings = TrainingSettings("qwen3-0.6b", "random, seed 0", 200, 300, 8, 512, Lora(),
                                 Optimizer("AdamW", 1e-4, True), "0" * 64)  # fmt: skip
     runs = [
@@ -27,28 +27,26 @@ def training(with_outliers=ENDS, gpu=True):
         for variant, losses in ends.items()
         for seed, last in enumerate(losses)
     ]
-    return Fp8Training("2026-11-25T10:00:00+00:00", example.environment(gpu), settings, {}, runs)
+    return Fp8Training("2026-11-25T10:00:00+00:00", example.environment(), settings, {}, runs)
 
 
 def test_the_table_pairs_runs_of_one_seed():
-    markdown = reported.fp8_training_section([training()])
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in markdown.split("\n")]
-    of_bf16, of_fp8 = rows[2:4]
+    markdown = reported.fp8_training_section(training())
+    bf16, fp8, *_ = ([*row.values()] for row in rows_in(markdown))
     titles = "bf16", "fused layers, CUDA graph"
-    assert of_bf16 == ["trained base weights", *titles, "3", "4.0000", "2.1000", "0.1000", "", ""]
-    assert of_fp8[1:7] == ["FP8", "FP8 + lm_head, graph", "3", "4.0000", "2.1200", "0.1100"]
+    assert bf16 == ["trained base weights", *titles, "3", "4.0000", "2.1000", "0.1000", "", ""]
+    assert fp8[1:7] == ["FP8", "FP8 + lm_head, graph", "3", "4.0000", "2.1200", "0.1100"]
     # t of two degrees of freedom is 4.3027; the deviation of 0.01, 0.02, 0.03 is 0.01
-    assert of_fp8[7:] == ["+0.0200", "-0.0048 to +0.0448"]
+    assert fp8[7:] == ["+0.0200", "-0.0048 to +0.0448"]
     assert "figures/fp8_training.png" in markdown and "trained for 200 steps" in markdown
-    assert reported.fp8_training_section([]) == "Not measured yet."
 
 
 def test_a_seed_that_one_of_them_lacks_or_lost_is_in_no_pair():
     one = training()
     one.runs = [run for run in one.runs if (run.variant, run.seed) != (FP8, 1)]
-    assert reported.ends(one)["trained"][FP8].apart == pytest.approx([0.01, 0.03])
+    assert reported.ends(one)["trained"][1].apart == pytest.approx([0.01, 0.03])
     one.runs[-1].held_out[300] = None  # a loss that is no number
-    assert "nan" in reported.fp8_training_section([one])
+    assert "nan" in reported.fp8_training_section(one)
     assert "partly outside" in reported.fp8_training_finding(one)
 
 
@@ -64,10 +62,9 @@ def test_the_title_says_whether_it_ends_where_seeds_do():
            for run in three.runs if run.variant == BF16]  # fmt: skip
     first, second = reported.fp8_training_finding(replace(three, runs=three.runs + low)).split("\n")
     assert second == "FP8 layers: 1.100 below, outside it" and first.endswith(";")
-    assert reported.fp8_training_finding(training(gpu=False)) == REHEARSAL_NOTICE
 
 
-def test_the_picture_shows_every_seed_beside_the_first_ones_spread(tmp_path):
+def test_the_picture_shows_every_seed_beside_the_first_ones_spread():
     picture = reported.fp8_training_figure(training())
     above, outliers, below, _ = picture.axes
     assert np.allclose([line.get_ydata()[-1] for line in above.lines], [2.1, 2.12])
@@ -82,7 +79,10 @@ def test_the_picture_shows_every_seed_beside_the_first_ones_spread(tmp_path):
     )
     assert {text.get_text() for text in below.texts} == {"bf16", "FP8 + lm_head"}
     case.assert_readable(picture)
-    alone = replace(training(), runs=[run for run in training().runs if run.variant == BF16])
-    assert reported.draw_fp8_training([alone], tmp_path / "p.png") is False
-    assert reported.draw_fp8_training([], tmp_path / "p.png") is False
-    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_of_something_else_is_refused(tmp_path):
+    path = tmp_path / "fp8_training.json"
+    path.write_text('{"runs": []}')
+    with pytest.raises(ValueError, match="restore it"):
+        load_training(path)

@@ -5,11 +5,12 @@ from functools import cache
 import pytest
 from cases import example_results as example
 from cases import picture_case as case
+from cases.table_case import rows_in
 from matplotlib.colors import to_hex
 from msgspec.structs import replace
 
 from bench import results
-from report import committed, fits, frontier, looks
+from report import committed, fits, frontier, wording
 from variants import SUITES, VARIANTS, WITHOUT, variant_of
 
 GIB = 2**30
@@ -40,7 +41,7 @@ RUNS = {
     "with checkpointing": example.run(example.ALL, seq_lens=(512,), status=NO_MEMORY),
     "experiment": example.run(("vanilla_peft", "fused_mlp", "full_unsloth", "vanilla_peft_again")),
     "unknown variants": hand_made(vanilla_peft=[(200, 20)], bordered_step=[(100, 12)]),
-    "as published": results.load(committed.SUITE),
+    "as published": results.load(committed.suite_path()),
 }
 
 
@@ -70,60 +71,51 @@ def test_what_fits_is_ranked_by_pairs_and_not_by_milliseconds_of_two_visits():
         fused_all=(None, (160, 9)),
         liger_peft=(None, None, (90, 9)),  # of a visit without a baseline
     )
-    (fit,) = fits.fitting_points(merged, 24)
+    points = fits.fitting_points(fits.points_of(merged, 64), 24)
     ranked = [("fused_all", 2.5), ("fused_mlp", 2), ("vanilla_peft", 1), ("liger_peft", None)]
-    assert [(point.variant, point.speedup) for point in fit.points] == ranked
+    assert [(point.variant, point.speedup) for point in points] == ranked
     assert "Ranked by the speedup over vanilla PEFT, " in fits.fits_table(merged, 24)
 
 
 def test_memory_that_was_not_reserved_is_what_was_allocated():
     run = hand_made(**THREE)
-    _, _, *of_mlp = run.cells[:4]
+    _, _, *mlp_cells = run.cells[:4]
 
     def peaks():
         return {point.variant: point.peak_gib for point in fits.points_of(run, 64)}
 
     for cell in run.cells:
         cell.peak_allocated_bytes = 5 * GIB
-    of_mlp[1].peak_reserved_bytes = None
+    mlp_cells[1].peak_reserved_bytes = None
     assert (peaks()["vanilla_peft"], peaks()["fused_mlp"]) == (21.5, 23.0)
-    of_mlp[0].peak_reserved_bytes = None
+    mlp_cells[0].peak_reserved_bytes = None
     assert peaks()["fused_mlp"] == 5.0
-    for cell in of_mlp:
+    for cell in mlp_cells:
         cell.peak_allocated_bytes = None
     assert "fused_mlp" not in peaks()
 
 
 def fitting(run, gib):
-    """The table's lines between its header and what stands below it."""
-    header, rule, *lines, blank, _ = fits.fits_table(run, gib).split("\n")
-    assert header == "| tokens | fits | speedup | step, ms | reserved, GiB |"
-    assert (rule, blank) == ("| --- | --- | --- | --- | --- |", "")
-    return lines
+    """What fits, its speedup, its time and its memory."""
+    names = ("fits", "speedup", "step, ms", "reserved, GiB")
+    return [tuple(row[name] for name in names) for row in rows_in(fits.fits_table(run, gib))]
 
 
 def test_the_table_by_hand_leaves_room_for_the_context():
     run = hand_made(**THREE)
-    mlp_and_vanilla = [
-        "| 64 | fused MLP | 2.00 | 105.0 | 23.4 |",
-        "| 64 | vanilla PEFT | 1.00 | 210.0 | 21.5 |",
-    ]
-    assert fitting(run, 24) == mlp_and_vanilla  # 23.4 for torch
-    assert fitting(run, 24.2) == ["| 64 | all parts | 2.50 | 84.0 | 23.5 |", *mlp_and_vanilla]
-    assert fitting(run, 16) == ["| 64 | nothing: vanilla PEFT takes the least |  |  | 21.5 |"]
-    assert fitting(example.empty(seq_lens=[64]), 8) == ["| 64 | nothing measured |  |  |  |"]
+    two = [("fused MLP", "2.00", "105.0", "23.4"), ("vanilla PEFT", "1.00", "210.0", "21.5")]
+    assert fitting(run, 24) == two  # 23.4 for torch
+    assert fitting(run, 24.2) == [("all parts", "2.50", "84.0", "23.5"), *two]
+    assert fitting(run, 16) == [("nothing: vanilla PEFT takes the least", "", "", "21.5")]
+    assert fitting(example.empty(seq_lens=[64]), 8) == [("nothing measured", "", "", "")]
 
 
 def test_of_many_that_fit_the_fastest_are_listed_and_the_rest_counted():
     sizes = {f"fused_all_but_{n}": ((100 + n, 9),) for n in range(11)}
-    *lines, last = fitting(hand_made(**sizes), 24)
-    assert [line.split(" | ")[3] for line in lines] == [f"{100 + n}.0" for n in range(8)]
-    assert last == "| 64 | and 3 slower |  |  |  |"
-    eight = dict(list(sizes.items())[:8])
-    assert len(fitting(hand_made(**eight), 24)) == 8
-
-
-# --- the frontier ---------------------------------------------------------------------------------
+    *rows, last = fitting(hand_made(**sizes), 24)
+    assert [step_ms for _, _, step_ms, _ in rows] == [f"{100 + n}.0" for n in range(8)]
+    assert last[0] == "and 3 slower"
+    assert len(fitting(hand_made(**dict(list(sizes.items())[:8])), 24)) == 8
 
 
 def test_the_frontier_by_hand():
@@ -228,7 +220,9 @@ def test_the_title_states_the_fastest_on_a_small_card_and_of_all():
     assert one == "At 512 tokens full Unsloth (673 ms, 10.0 GiB) is the fastest, and fits 12 GiB"
     large = frontier.frontier_finding(hand_made(vanilla_peft=[(20, 90)], fused_mlp=[(10, 95)]))
     assert large == "At 64 tokens fused MLP (10 ms, 95.0 GiB) is the fastest"
-    assert frontier.frontier_finding(replace(RUNS["all"], rehearsal=True)) == looks.REHEARSAL_NOTICE
+    assert (
+        frontier.frontier_finding(replace(RUNS["all"], rehearsal=True)) == wording.REHEARSAL_NOTICE
+    )
 
 
 def test_the_longest_length_with_two_points_is_drawn():
@@ -238,9 +232,8 @@ def test_the_longest_length_with_two_points_is_drawn():
     assert frontier.frontier_finding(run).startswith("At 64 tokens ")
 
 
-def test_there_is_no_picture_of_less_than_two_points(tmp_path):
+def test_there_is_no_picture_of_less_than_two_points():
     without_memory = hand_made(vanilla_peft=((200, 0),), fused_mlp=((100, 0),))
     one_and_its_twin = example.run(("vanilla_peft", "vanilla_peft_again"), (64,))
     for run in (example.empty(), one_and_its_twin, without_memory):
-        assert frontier.draw_frontier(run, tmp_path / "frontier.png") is False
-    assert list(tmp_path.iterdir()) == []
+        assert frontier.frontier_figure(run) is None

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from bench import results
 from bench.profiler import KINDS
 from bench.records import Floor
-from report import kernel_time, kind_bars
+from report import kernel_time
 from variants import SUITES, variant_of
 
 
@@ -64,19 +64,21 @@ def test_the_twin_and_what_has_no_profile_have_no_bar():
         ("fused_mlp", [90.0], {}, None),
     )
     assert [bar.variant for bar in kernel_time.bars(document, 64)] == ["vanilla_peft"]
+    without = profiled(("vanilla_peft", [200.0], {}, None))
+    assert kernel_time.kernel_time_figure(without) is None
 
 
 def test_every_kind_of_kernel_has_a_look():
-    assert {*kind_bars.COLOURS, *kind_bars.REST} - {"rest"} == set(KINDS)
-    assert len({*kind_bars.COLOURS.values()}) == len(kind_bars.COLOURS)
-    of_variants = {variant_of(variant).look.colour for variant in SUITES["experiment"]}
-    assert not of_variants & {*kind_bars.COLOURS.values()}
+    assert {*kernel_time.COLOURS, *kernel_time.REST} - {"rest"} == set(KINDS)
+    assert len({*kernel_time.COLOURS.values()}) == len(kernel_time.COLOURS)
+    taken = {variant_of(variant).look.colour for variant in SUITES["experiment"]}
+    assert not taken & {*kernel_time.COLOURS.values()}
 
 
 def test_the_small_kinds_are_one_segment():
     kernel_ms = {"matmul": 60.0, "rope": 3.0, "loss": 4.0, "other": 5.0}
     (bar,) = kernel_time.bars(profiled(("vanilla_peft", [100.0], kernel_ms, 72.0)), 64)
-    drawn = {kind: ms for kind, ms in kind_bars.ms_of(bar).items() if ms}
+    drawn = {kind: ms for kind, ms in kernel_time.drawn_ms(bar).items() if ms}
     assert drawn == {"matmul": 60.0, "rest": 12.0}
 
 
@@ -86,7 +88,7 @@ def test_the_picture_says_the_steps_the_kinds_and_the_floor():
         ("fused_mlp", [160.0], {"matmul": 118.0, "norm": 12.0}, 130.0),
     )
     said = words(kernel_time.kernel_time_figure(document, [64]))
-    for expected in ("200 ms", "160 ms", "120", "30", "floor 40", "RMSNorm", kind_bars.IDLE,
+    for expected in ("200 ms", "160 ms", "120", "30", "floor 40", "RMSNorm", kernel_time.IDLE,
                      "vanilla PEFT", "fused MLP",
                      "ms a step at 64 tokens, medians over rounds"):  # fmt: skip
         assert expected in said, expected
@@ -115,12 +117,6 @@ def test_the_title_says_what_surrounds_the_products():
 def test_every_text_can_be_read(name):
     run = results.load(Path(__file__).parents[2] / "docs" / "runs" / f"{name}.json.gz")
     case.assert_readable(kernel_time.kernel_time_figure(run, run.experiment.seq_lens))
-
-
-def test_without_a_profile_there_is_no_picture(tmp_path):
-    without = profiled(("vanilla_peft", [200.0], {}, None))
-    assert kernel_time.draw_kernel_time(without, tmp_path / "none.png") is False
-    assert not (tmp_path / "none.png").exists()
 
 
 @pytest.mark.parametrize("kind", ["matmul", "copy"])

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 from cases import example_results as example
 from cases import picture_case as case
+from cases.table_case import rows_in
 from matplotlib.text import Text
 from msgspec.structs import replace
 
-from report import looks, loss_curve, losses
+from report import loss_curve, wording
 
 VANILLA, LAYER = "vanilla_peft_no_checkpointing", "fused_layer_graph_no_checkpointing"
 
@@ -27,7 +28,7 @@ TWO = run(**{LAYER: [4.0, 2.02, 0.999], VANILLA: [4.0, 2.0, 1.0]})
 
 def test_curves_are_of_the_longest_length_with_the_baseline_first():
     own = [(VANILLA, [4.0, 2.0, 1.0]), (LAYER, [4.0, 2.02, 0.999])]
-    assert list(losses.curves(TWO).items()) == own
+    assert list(loss_curve.curves(TWO).items()) == own
 
 
 def test_the_title_says_how_far_they_come_apart():
@@ -35,7 +36,7 @@ def test_the_title_says_how_far_they_come_apart():
     assert loss_curve.loss_curve_finding([TWO]) == (
         "Loss over 3 steps: at most 1.00% from vanilla PEFT's"
     )
-    assert loss_curve.loss_curve_finding([replace(TWO, rehearsal=True)]) == looks.REHEARSAL_NOTICE
+    assert loss_curve.loss_curve_finding([replace(TWO, rehearsal=True)]) == wording.REHEARSAL_NOTICE
 
 
 @pytest.mark.parametrize(
@@ -54,45 +55,38 @@ def test_the_title_holds_what_is_fused_beside_plain_pefts_own_rounding(mlp, said
 
 
 def test_fp32_is_what_the_others_are_held_against_where_it_ran():
-    of_two_seeds = [
+    two_seeds = [
         run(
             seed, vanilla_peft=[4.0, 2.0 - seed / 50], vanilla_peft_again=[4.0, 4.0],
             vanilla_peft_fp32=[4.0, 2.0], fused_mlp=[4.04, 2.02],
         )
         for seed in (0, 1)
     ]  # fmt: skip
-    rows = [
-        line
-        for line in losses.losses_section(of_two_seeds).splitlines()
-        if "| vanilla PEFT |" in line
-    ]
-    assert rows == [
-        "| vanilla PEFT | 0 | +0.000 | +0.000 | +0.000 | 0 of 2 |",
-        "| vanilla PEFT | 1 | -0.500 | -0.500 | -1.000 | 1 of 2 |",
-    ]
+    said = loss_curve.losses_section(two_seeds)
+    rows = [[*row.values()][1:] for row in rows_in(said) if row["variant"] == "vanilla PEFT"]
+    assert rows == [["0", "+0.000", "+0.000", "+0.000", "0 of 2"],
+                    ["1", "-0.500", "-0.500", "-1.000", "1 of 2"]]  # fmt: skip
     title = "**Held against vanilla PEFT in fp32, 32 rows of 256 tokens a step, NVIDIA H200:**"
-    assert losses.losses_section(of_two_seeds).count("**") == 2
-    assert title in losses.losses_section(of_two_seeds)
-    assert losses.losses_section([TWO, *of_two_seeds]).count("| variant |") == 2
-    assert losses.losses_section([example.empty()]) == losses.losses_section([])
-    _, *below = loss_curve.loss_curve_figure(of_two_seeds).axes
+    assert said.count("**") == 2 and title in said
+    assert loss_curve.losses_section([TWO, *two_seeds]).count("| variant |") == 2
+    assert loss_curve.losses_section([example.empty()]) == loss_curve.losses_section([])
+    _, *below = loss_curve.loss_curve_figure(two_seeds).axes
     assert [len(panel.lines) for panel in below] == [1 + 2] * 3
 
 
-def test_a_picture_has_one_baseline(tmp_path, monkeypatch):
-    """A line of a run that is held against vanilla would be beside those that are against fp32."""
-    in_fp32, drawn = run(vanilla_peft_fp32=[4.0, 2.0], fused_mlp=[4.04, 2.02]), []
-    figure = loss_curve.loss_curve_figure
-    monkeypatch.setattr(loss_curve, "loss_curve_figure", lambda r: drawn.append(r) or figure(r))
-    for given in ([TWO, in_fp32], [TWO, TWO]):
-        assert loss_curve.draw_loss_curve(given, tmp_path / "loss_curve.png")
-    assert drawn == [[in_fp32], [TWO, TWO]]
+def test_a_picture_has_one_baseline():
+    """A line held against vanilla would lie beside those held against fp32."""
+    in_fp32 = run(vanilla_peft_fp32=[4.0, 2.0], fused_mlp=[4.04, 2.02])
+    for given, own in (([TWO, in_fp32], ["fused MLP"]), ([TWO, TWO], ["fused layers, CUDA graph"])):
+        _, *below = loss_curve.loss_curve_figure(given).axes
+        titles = [axes.get_title(loc="left").replace("\n", " ") for axes in below]
+        assert [title.removesuffix(" without checkpointing") for title in titles] == own
 
 
 def test_both_panels_show_what_was_measured():
     picture = loss_curve.loss_curve_figure([TWO])
     above, below = picture.axes
-    assert [list(line.get_ydata()) for line in above.lines] == list(losses.curves(TWO).values())
+    assert [list(line.get_ydata()) for line in above.lines] == list(loss_curve.curves(TWO).values())
     assert np.allclose(below.lines[-1].get_ydata(), [0, 1, -0.1])
     words = " ".join(text.get_text() for text in picture.findobj(Text))
     assert (
@@ -112,6 +106,5 @@ def test_both_panels_show_what_was_measured():
         run(**{VANILLA: [4.0], LAYER: [4.0]}),  # a point is no curve
     ],
 )
-def test_there_is_no_picture_without_two_curves(document, tmp_path):
-    assert loss_curve.draw_loss_curve([document], tmp_path / "loss_curve.png") is False
-    assert list(tmp_path.iterdir()) == []
+def test_there_is_no_picture_without_two_curves(document):
+    assert loss_curve.loss_curve_figure([document]) is None

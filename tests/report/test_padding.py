@@ -3,12 +3,14 @@
 import pytest
 from cases import example_results as example
 from cases import picture_case as case
+from cases.table_case import row_of, rows_in
 from matplotlib.text import Text
 from msgspec.structs import replace
 
-from bench.records import Cell, Git, Tokens
+from bench.records import Cell, Tokens
 from report import padding, padding_picture
 from report.headline import ANSWERS, headline_table
+from report.wording import Footnote
 
 VARLEN, ALL, EVERYTHING = "vanilla_peft_varlen", "fused_all", "fused_layer_graph_offload"
 FULL = 32 * 512
@@ -31,38 +33,43 @@ def made(kind, gpu="NVIDIA H200", share=0.5, status=(), data="0" * 64, rehearsal
     return document
 
 
+def groups(padded, documents, footnotes=()):
+    """Groups of (data set, run)."""
+    files = (
+        {f"{n}/{kind}-{name}.json.gz": run for n, (name, run) in enumerate(runs)}
+        for kind, runs in (("padded", padded), ("documents", documents))
+    )
+    return padding.groups(*files, footnotes)
+
+
 PADDED = made("padded", vanilla_peft=1000.0, full_unsloth=600.0, fused_all=400.0)
 H200 = made("documents", vanilla_peft_varlen=1000.0, full_unsloth=800.0, fused_all=500.0,
             status={EVERYTHING: "parity_failed"})  # fmt: skip
 H100 = made("documents", "NVIDIA H100 80GB HBM3", vanilla_peft_varlen=1200.0, full_unsloth=900.0,
             fused_layer_graph_offload=400.0)  # fmt: skip
-TWO = padding.groups([("dolly", PADDED)], [("dolly", H200), ("dolly", H100)])
+TWO = groups([("dolly", PADDED)], [("dolly", H200), ("dolly", H100)])
 LONG = "an_unusually_long_name_of_a_data_set"
 
 
-def of_data(*names):
+def data_groups(*names):
     """Groups of data sets with more and more padding, each padded and as documents."""
-    of_kind = ([], [])
+    by_kind = ([], [])
     for place, name in enumerate(names):
-        for runs, kind in zip(of_kind, ("padded", "documents"), strict=True):
+        for runs, kind in zip(by_kind, ("padded", "documents"), strict=True):
             ms = {"full_unsloth": 600.0, ALL: 400.0, EVERYTHING: 300.0}
             first = "vanilla_peft" if kind == "padded" else VARLEN
             runs.append((name, made(kind, share=0.3 + 0.1 * place, data=name, **ms | {first: 1e3})))
-    return padding.groups(*of_kind)
+    return groups(*by_kind)
 
 
 def test_the_padding_of_a_data_set_is_that_of_its_padded_rows_on_any_gpu():
-    assert [(group.device, group.padding) for group in TWO] == [
-        ("NVIDIA H100 80GB HBM3", 0.5),
-        ("NVIDIA H200", 0.5),
-    ]
-    assert [group.gpu for group in TWO] == ["H100", "H200"]
+    assert [(group.gpu, group.padding) for group in TWO] == [("H100", 0.5), ("H200", 0.5)]
     assert not TWO[0].padded and TWO[1].padded["fused_all"].tokens_per_s == FULL / 2 / 0.4
 
 
 def test_other_chats_under_the_same_name_are_a_group_of_their_own():
     others = made("documents", data="1" * 64, fused_all=500.0)
-    found = padding.groups([("dolly", PADDED)], [("dolly", others)])
+    found = groups([("dolly", PADDED)], [("dolly", others)])
     assert [(group.padding, [*group.padded], [*group.documents]) for group in found] == [
         (0.5, ["vanilla_peft", "full_unsloth", "fused_all"], []),
         (None, [], ["fused_all"]),
@@ -71,15 +78,15 @@ def test_other_chats_under_the_same_name_are_a_group_of_their_own():
 
 
 def test_a_rehearsal_is_no_result():
-    assert padding.groups([], [("dolly", made("documents", rehearsal=True, fused_all=5.0))]) == []
+    assert groups([], [("dolly", made("documents", rehearsal=True, fused_all=5.0))]) == []
     assert padding.padding_section([]) == "Not measured yet."
 
 
 def test_groups_stand_from_the_least_padding_to_the_most_whatever_their_names():
-    found = of_data("sharegpt", "sft_train", LONG)
+    found = data_groups("sharegpt", "sft_train", LONG)
     words = ["ShareGPT's lengths", "data/sft_train.jsonl", LONG]
     assert [group.data_in_words for group in found] == words
-    assert [group.data for group in padding.groups(
+    assert [group.data for group in groups(
         [("a", made("padded", share=0.6, data="a", fused_all=1.0)),
          ("b", made("padded", share=0.4, data="b", fused_all=1.0))], [],
     )] == ["b", "a"]  # fmt: skip
@@ -87,29 +94,27 @@ def test_groups_stand_from_the_least_padding_to_the_most_whatever_their_names():
 
 def test_the_table_by_hand():
     said = padding.padding_section(TWO)
-    lines = said.splitlines()
     title = "Dolly's lengths, 32 × 512 tokens a step, NVIDIA H200: 50% of padded rows is padding."
-    at = lines.index(f"**{title}**")
-    assert lines[at + 4 : at + 9] == [
-        "| vanilla PEFT | 1000.0 | 970.0 | 8,192 | 9.0 |  |  |  |  |",
-        "| PEFT, FlashAttention |  |  |  |  | 1000.0 | 970.0 | 16,384 | 9.0 |",
-        "| full Unsloth 2026.10.9 | 600.0 | 582.0 | 13,653 | 9.0 | 800.0 | 776.0 | 20,480 | 9.0 |",
-        "| all parts | 400.0 | 388.0 | 20,480 | 9.0 | 500.0 | 485.0 | 32,768 | 9.0 |",
-        "| everything fused |  |  |  |  | failed parity |  |  |  |",
-    ]
-    tables = [block for block in said.split("\n\n") if block.startswith("|")]
-    assert {line.count("|") for table in tables for line in table.splitlines()} == {10}
+    table = said.split(f"**{title}**")[1]
+    times = {row["variant"]: (row["padded: step, ms"], row["as documents: step, ms"])
+             for row in rows_in(table)}  # fmt: skip
+    assert times == {
+        "vanilla PEFT": ("1000.0", ""), "PEFT, FlashAttention": ("", "1000.0"),
+        "full Unsloth 2026.10.9": ("600.0", "800.0"), "all parts": ("400.0", "500.0"),
+        "everything fused": ("", "failed parity"),
+    }  # fmt: skip
+    assert "| all parts | 400.0 | 388.0 | 20,480 | 9.0 | 500.0 | 485.0 | 32,768 | 9.0 |" in table
     # both of the H200's in one
     assert said.count("whole chats in one row ·") == 1 and said.count("padded ·") == 0
     assert said.count("NVIDIA H200 · torch") == 1
 
 
-def test_a_graph_that_attended_to_padding_is_marked():
+def test_a_footnote_marks_the_padded_time_of_its_variants():
     padded = made("padded", vanilla_peft=1000.0, fused_all=400.0, fused_layer_graph_offload=800.0)
-    padded.environment.git = Git(padding.ATTENDED_TO_PADDING + "0" * 30, dirty=True)
-    said = padding.padding_section(padding.groups([("dolly", padded)], []))
+    note = Footnote("0/padded-dolly.json.gz", [EVERYTHING], "¹", "before padding was left out.")
+    said = padding.padding_section(groups([("dolly", padded)], [], [note]))
     assert said.count("| 800.0¹ |") == 1 and said.count("¹") == 2
-    assert f"Commit {padding.ATTENDED_TO_PADDING} with local changes." in said
+    assert "\n\n¹: before padding was left out.\n\n" in said
 
 
 def test_the_readme_has_the_row_of_its_gpu_where_everything_fused_gains_least():
@@ -121,21 +126,15 @@ def test_the_readme_has_the_row_of_its_gpu_where_everything_fused_gains_least():
         made("documents", data=data, vanilla_peft_varlen=1e3, fused_layer_graph_offload=ms)
         for data, ms in (("more", 200.0), ("less", 250.0))
     )
-    found = padding.groups([], [("dolly", H100), ("more", more), ("less", less)])
+    found = groups([], [("dolly", H100), ("more", more), ("less", less)])
     (row,) = padding.documents_row(found, ANSWERS, example.run())
-    assert row == [
-        "**chats** of less, GPU time alone",
-        "970 ms, 9.0 GiB",
-        "–",
-        "–",
-        "4.00×, 9.0 GiB",
-    ]
+    first = "**chats** of less, GPU time alone"
+    assert row == [first, "970 ms, 9.0 GiB", "–", "–", "4.00×, 9.0 GiB"]
     other = example.run()
-    assert "| " + " | ".join(row) + " |" in headline_table(other, found)
+    assert [*row_of(headline_table(other, found), first).values()] == row
     other.environment.packages["unsloth"] = "2026.11.1"  # the chats keep the release they ran with
-    assert "| **chats** of less, Unsloth 2026.10.9, GPU time alone |" in headline_table(
-        other, found
-    )
+    first = "**chats** of less, Unsloth 2026.10.9, GPU time alone"
+    assert row_of(headline_table(other, found), first)
 
 
 def test_a_step_that_was_profiled_and_took_longer_than_most_is_no_variants_time():
@@ -143,19 +142,18 @@ def test_a_step_that_was_profiled_and_took_longer_than_most_is_no_variants_time(
                     fused_layer_graph_offload=400.0)  # fmt: skip
     (cell,) = document.cells_of("full_unsloth")
     cell.gpu_busy_ms = 970.0
-    found = padding.groups([], [("dolly", document)])
+    found = groups([], [("dolly", document)])
     (row,) = padding.documents_row(found, ANSWERS, example.run())
     assert row[3] == f"{970 / 800:.2f}×, 9.0 GiB"
-    assert f"{800 / 388:.2f} times as fast as Unsloth 2026.10.9." in padding_picture.over_unsloth(
-        found
-    )
+    said = padding_picture.over_unsloth(found)
+    assert f"{800 / 388:.2f} times as fast as Unsloth 2026.10.9." in said
 
 
 def test_a_data_set_has_one_panel_with_the_most_of_its_times():
     assert padding.fullest(TWO) == [TWO[1]]  # the H100's has documents alone
     newer = TWO[1]._replace(runs=(replace(TWO[1].runs[0], started_utc="2099-01-01"),))
     assert padding.fullest([newer, *TWO]) == padding.fullest([*TWO, newer]) == [newer]
-    sharegpt = of_data("sharegpt")
+    sharegpt = data_groups("sharegpt")
     assert padding.fullest([TWO[0], *sharegpt]) == [TWO[0], *sharegpt]
 
 
@@ -165,7 +163,7 @@ def test_a_data_set_has_one_panel_with_the_most_of_its_times():
 def test_the_title_can_be_read_off_the_bars():
     # vanilla PEFT takes 1000 ms in both, where 0.3 and 0.4 of the padded rows count for nothing;
     # everything fused takes 300 ms
-    said = padding_picture.documents_finding(of_data("alpaca", "dolly"))
+    said = padding_picture.documents_finding(data_groups("alpaca", "dolly"))
     assert said == (
         "Packing alone makes vanilla PEFT 1.4 to 1.7 times as fast;\n"
         "everything fused and packed: 4.8 to 5.6 times"
@@ -174,36 +172,34 @@ def test_the_title_can_be_read_off_the_bars():
     said = padding_picture.documents_finding(TWO)
     assert said == "Packing alone makes vanilla PEFT 2.0 times as fast"
     runs = {"padded": {"vanilla_peft": 1000.0}, "documents": {EVERYTHING: 400.0}}
-    fused = padding.groups(*([("dolly", made(kind, **ms))] for kind, ms in runs.items()))
+    fused = groups(*([("dolly", made(kind, **ms))] for kind, ms in runs.items()))
     said = padding_picture.documents_finding(fused)
     assert said == "Everything fused and packed 5.0 times as fast as vanilla PEFT in padded rows"
-    alone = padding.groups([], [("dolly", made("documents", vanilla_peft_varlen=1.0))])
+    alone = groups([], [("dolly", made("documents", vanilla_peft_varlen=1.0))])
     assert padding_picture.documents_finding(alone).startswith("Tokens a second")
 
 
 def test_the_caption_holds_the_fastest_of_ours_in_bf16_against_unsloth_by_the_gpus_time():
     # 800 / 500 and 900 / 400, the first on a GPU that has no panel
-    assert "Unsloth 2026.10.9, counting those on other GPUs, too." in padding_picture.over_unsloth(
-        TWO
-    )
-    assert "is 1.60 to 2.25 times" in padding_picture.over_unsloth(TWO)
+    said = padding_picture.over_unsloth(TWO)
+    assert "is 1.60 to 2.25 times as fast as Unsloth 2026.10.9, counting those on other" in said
     fp8 = made("documents", full_unsloth=800.0, fused_all=500.0, fp8_layer=100.0)
-    said = padding_picture.over_unsloth(padding.groups([], [("dolly", fp8)]))
+    said = padding_picture.over_unsloth(groups([], [("dolly", fp8)]))
     assert said.endswith("ours is 1.60 times as fast as Unsloth 2026.10.9.")
     assert padding_picture.over_unsloth([]) == ""
 
 
 def test_each_cell_with_a_time_is_a_bar_and_each_other_says_why():
-    picture = padding_picture.documents_figure(TWO, "a remark")
-    lengths = [sorted(bar.get_width() for bar in axes.patches) for axes in picture.axes]
+    axes, other = (padding_picture.documents_figure([one]).axes[0] for one in TWO)
+    lengths = [sorted(bar.get_width() for bar in one.patches) for one in (axes, other)]
     assert [[round(one) for one in panel] for panel in lengths] == [
         [13653, 18204, 40960],
         [8192, 13653, 16384, 20480, 20480, 32768],
     ]
-    first, second = ([t.get_text() for t in axes.texts] for axes in picture.axes)
+    first, second = ([text.get_text() for text in one.texts] for one in (axes, other))
     assert first.count("not measured") == 5
     assert second.count("not measured") == 1 and second.count("failed parity") == 1
-    hatched = {bool(bar.get_hatch()) for axes in picture.axes for bar in axes.patches}
+    hatched = {bool(bar.get_hatch()) for bar in other.patches}
     assert hatched == {True, False}
 
 
@@ -211,22 +207,19 @@ def test_each_cell_with_a_time_is_a_bar_and_each_other_says_why():
 @pytest.mark.parametrize(
     "found",
     [
-        TWO, TWO[:1], of_data("sft_train", "sharegpt", "dolly"),
-        of_data("sft_train", "sharegpt", "oasst1", "dolly"),
-        of_data("sft_train", "sharegpt", "oasst1", "dolly", "alpaca"),
+        TWO, TWO[:1], data_groups("sft_train", "sharegpt", "dolly"),
+        data_groups("sft_train", "sharegpt", "oasst1", "dolly"),
+        data_groups("sft_train", "sharegpt", "oasst1", "dolly", "alpaca"),
     ],
     ids=["two", "one", "three", "four", "five"],
 )  # fmt: skip
-def test_however_many_groups_the_picture_can_be_read(found, tmp_path):
-    picture = padding_picture.documents_figure(found, padding_picture.over_unsloth(found))
+def test_however_many_groups_the_picture_can_be_read(found):
+    picture = padding_picture.documents_figure(found)
     case.assert_readable(picture)
     words = " ".join(text.get_text() for text in picture.findobj(Text))
     assert all(group.data_in_words in words for group in found)
-    assert padding_picture.draw_documents(found, tmp_path / "documents.png") is True
 
 
-def test_there_is_no_picture_without_a_time(tmp_path):
-    failed = padding.groups([], [("dolly", made("documents", status={ALL: "oom"}))])
-    assert padding_picture.draw_documents(failed, tmp_path / "documents.png") is False
-    assert padding_picture.draw_documents([], tmp_path / "documents.png") is False
-    assert list(tmp_path.iterdir()) == []
+def test_there_is_no_picture_without_a_time():
+    failed = groups([], [("dolly", made("documents", status={ALL: "oom"}))])
+    assert padding_picture.documents_figure(failed) is padding_picture.documents_figure([]) is None

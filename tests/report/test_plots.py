@@ -14,17 +14,16 @@ from matplotlib.text import Text
 
 from bench import results
 from report import benchmark_results as plots
-from report import kind_bars, looks, tables
+from report import kernel_time, tables, wording
 from report import statistics as summary
 from report.headline import headline_table
-from report.kinds import bars
-from report.lines import apart_by
-from report.view import View, looks_of
+from report.kernel_time import bars
+from report.lines import View, apart_by, looks_of
 from variants import LOOKS, SUITES, VARIANTS, title_of, variant_of
 
 FOUR = ("vanilla_peft", "vanilla_peft_again", "fused_mlp", "full_unsloth")
 EIGHT = (*FOUR, "liger_peft", "compiled_peft", "fused_all", "fused_layer")
-LONG_NAMES = tuple(sorted(VARIANTS, key=lambda id: len(title_of(id)))[-looks.MANY :])
+LONG_NAMES = tuple(sorted(VARIANTS, key=lambda id: len(title_of(id)))[-wording.MANY :])
 COMMITTED = Path(__file__).parents[2] / "docs" / "runs"
 UNAVAILABLE = {("full_unsloth", n): "unavailable" for n in example.SEQ_LENS}
 RUNS = {
@@ -40,7 +39,7 @@ RUNS = {
     "long names": example.run(LONG_NAMES, (64, 512), rounds=2),
     "a graph": example.run(("vanilla_peft", "fused_mlp", "fused_layer_graph")),
     "close together": rounds(
-        vanilla_peft=[300], fused_mlp=[126], full_unsloth=[109], of_a_newer_version=[100]
+        vanilla_peft=[300], fused_mlp=[126], full_unsloth=[109], a_newer_version=[100]
     ),
     "one length": example.run(("vanilla_peft", "fused_mlp"), (512,)),
     "nothing yet": example.empty(),
@@ -138,8 +137,8 @@ def test_the_last_panel_is_the_gpus_time_at_the_longest_length():
     bar = next(bar for bar in bars(run, 512) if bar.variant == "fused_mlp")
     drawn = [each for each in axes.patches if each.get_y() == pytest.approx(1 - 0.78 / 2)]
     drawn = [(each.get_width(), to_hex(each.get_facecolor())) for each in drawn]
-    for kind, ms in kind_bars.ms_of(bar).items():
-        assert (pytest.approx(ms), kind_bars.COLOURS[kind]) in drawn
+    for kind, ms in kernel_time.drawn_ms(bar).items():
+        assert (pytest.approx(ms), kernel_time.COLOURS[kind]) in drawn
     assert f"{bar.step_ms:.0f} ms" in words(axes) and "casts and copies" in words(axes)
     lines = [c for c in axes.collections if isinstance(c, LineCollection)]
     floors = {float(segment[0][0]) for c in lines for segment in c.get_segments()}
@@ -162,7 +161,7 @@ def test_of_many_variants_the_strongest_are_shown():
     others = ["fused_all", "liger_peft", "fused_layer", "fused_layer_graph", "compiled_peft"]
     assert shown("fastest") == [*asked, *others]
     assert shown("all")[-1] == "fused_layer"
-    assert len(shown("all")) == looks.MANY
+    assert len(shown("all")) == wording.MANY
 
 
 # --- what has no time -----------------------------------------------------------------------------
@@ -177,7 +176,7 @@ def test_every_status_is_marked_in_every_panel():
         found = {(float(mark.get_xdata()[0]), mark.get_marker()) for mark in marks}
         for (variant, seq_len), each in status.items():
             place = example.SEQ_LENS.index(seq_len) + 0.28 * (variant == "full_unsloth")
-            (text,) = (t for t in axes.texts if t.get_text() == looks.STATUS_WORDS[each])
+            (text,) = (t for t in axes.texts if t.get_text() == wording.STATUS_WORDS[each])
             assert text.get_position()[0] == pytest.approx(place)
             found.remove((text.get_position()[0], variant_of(variant).look.marker))
         assert not found
@@ -203,7 +202,7 @@ def test_the_title_states_the_finding():
     fastest = ["fused MLP ", "all parts ", "fused layers "]  # and the subject, of eight
     said = title(picture_of("eight, two without a time"))
     assert [part in said for part in fastest] == [True] * 3
-    assert "of_a_newer_version 3.00×" in title(picture_of("close together"))
+    assert "a_newer_version 3.00×" in title(picture_of("close together"))
     assert title(picture_of("nothing came out")) == "No speedup measured on NVIDIA H200"
 
 
@@ -216,13 +215,13 @@ def test_the_title_does_not_boast_of_noise():
     said = plots.benchmark_finding(View(run))
     assert ":\nfused MLP within noise, full Unsloth 1." in said
     axes = panels(plots.benchmark_figure(run))["speedup"]
-    of_mlp = [text for text in axes.texts if text.get_color() == LOOKS["fused"].colour]
-    assert {text.get_style() for text in of_mlp} == {"italic"}
-    assert {text.get_weight() for text in of_mlp} == {"normal"}
+    mlp_texts = [text for text in axes.texts if text.get_color() == LOOKS["fused"].colour]
+    assert {text.get_style() for text in mlp_texts} == {"italic"}
+    assert {text.get_weight() for text in mlp_texts} == {"normal"}
 
 
 def test_a_rehearsal_is_stamped_everywhere_and_nothing_else_is():
-    picture, said = picture_of("rehearsal"), looks.REHEARSAL_NOTICE
+    picture, said = picture_of("rehearsal"), wording.REHEARSAL_NOTICE
     assert title(picture) == said == "REHEARSAL without a GPU: not a performance result"
     (stamp,) = (text for text in picture.texts if text.get_rotation() == 30)
     assert stamp.get_text() == said.replace(": ", "\n")

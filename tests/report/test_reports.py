@@ -9,18 +9,19 @@ from cases import example_results as example
 
 import lora_bench
 from bench import results as store
-from report.ablation_picture import draw_ablation
-from report.benchmark_results import draw_benchmark_results
-from report.frontier import draw_frontier
-from report.kernel_time import draw_kernel_time
-from report.loss_curve import draw_loss_curve
+from report.ablation_picture import ablation_figure
+from report.benchmark_results import benchmark_figure
+from report.frontier import frontier_figure
+from report.kernel_time import kernel_time_figure
+from report.loss_curve import loss_curve_figure
+from report.picture import write_png
 
 
-def draw_losses(run, path):
-    return draw_loss_curve([run], path)
+def losses_figure(run):
+    return loss_curve_figure([run])
 
 
-DRAWN = [draw_ablation, draw_benchmark_results, draw_frontier, draw_kernel_time, draw_losses]
+DRAWN = [ablation_figure, benchmark_figure, frontier_figure, kernel_time_figure, losses_figure]
 TWO = example.run(("vanilla_peft", "fused_mlp"), (512,))
 
 
@@ -35,12 +36,13 @@ def test_a_picture_is_the_same_bytes_each_time_and_written_whole_or_not_at_all(
         second.append(Path(written).read_bytes())
         raise OSError(28, "No space left on device")
 
-    assert draw(TWO, path) is not False
+    assert write_png(None, path) is False and not path.exists()
+    assert write_png(draw(TWO), path)
     first = path.read_bytes()
     assert first.startswith(b"\x89PNG") and not [tag for tag in (b"tEXt", b"tIME") if tag in first]
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="No space"):
-        draw(TWO, path)
+        write_png(draw(TWO), path)
     assert second == [first] == [path.read_bytes()]
     assert list(tmp_path.iterdir()) == [path]
 

@@ -91,14 +91,11 @@ def test_a_single_round_gives_numbers_and_no_verdict():
     assert [row.step_ms_ci95, row.speedup_ci95, row.verdict] == [None] * 3
 
 
-def test_padding_is_no_token():
-    document = rounds(fused_mlp=[100])
+def test_padding_is_no_token_and_without_floor_peak_or_baseline_the_row_says_null():
+    document = rounds(fused_mlp=[100, 100])
     document.experiment.tokens[64] = Tokens(padding=0.25, labelled=0.5)
-    assert row_of(document).tokens_per_s == 0.75 * 20480.0
-
-
-def test_without_floor_peak_or_baseline_the_row_says_null():
-    row = row_of(rounds(fused_mlp=[100, 100]))
+    row = row_of(document)
+    assert row.tokens_per_s == 0.75 * 20480.0
     empty = ("ratio_to_floor", "peak_gib", "speedup", "speedup_ci95", "verdict")
     assert [getattr(row, name) for name in empty] == [None] * 5
 
@@ -121,10 +118,10 @@ def test_the_most_telling_status_stands(outcomes, status):
 
 def test_rows_come_by_length_and_then_as_the_variants_were_asked_for():
     document = example.empty(variants=["vanilla_peft", "fused_mlp"], seq_lens=[64, 512])
-    for variant, seq_len in (("fused_mlp", 512), ("fused_mlp", 64), ("vanilla_peft", 512)):
+    keys = [("vanilla_peft", 64), ("vanilla_peft", 512), ("fused_mlp", 512)]
+    for variant, seq_len in reversed(keys):
         document.add(example.timed_cell(variant, seq_len, 1, [100.0]))
-    found = [(row.seq_len, row.variant) for row in summarize(document)]
-    assert found == [(64, "fused_mlp"), (512, "vanilla_peft"), (512, "fused_mlp")]
+    assert [(row.variant, row.seq_len) for row in summarize(document)] == keys
 
 
 def test_the_noise_band_goes_both_ways():

@@ -1,25 +1,18 @@
 """The tables of one run and of two."""
 
-import dataclasses
-
 import pytest
 from cases import example_results as example
 from cases.example_results import rounds
+from cases.table_case import row_of, rows_in
 from msgspec.structs import replace
 from test_plots import RUNS
 
 from bench.records import Cell, Floor, KernelRow, Kernels
-from report import looks, tables
-from report.beside_floor import beside_floor_section
-from report.comparison import ComparedCell
-from report.headline import headline_table, times
+from report import tables, wording
+from report.comparison import ComparedCell, Comparison, comparison_table
+from report.headline import headline_table, speedup_in_words
 from report.statistics import summarize
 from variants import Lora, Settings, title_of
-
-
-def cells_of(markdown, *starts):
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in markdown.split("\n")]
-    return next(line for line in lines if line[: len(starts)] == list(starts))
 
 
 def hand_made():
@@ -38,55 +31,47 @@ def hand_made():
 
 def test_the_main_table_by_hand():
     markdown = tables.results_section(hand_made())
-    numbers = ["100.0 (90.0 to 118.3)", "20,480", "2.00 (1.90 to 2.18)", "2.50", "1.5", "97.0"]
-    assert cells_of(markdown, "64", "fused MLP") == ["64", "fused MLP", *numbers]
-    assert cells_of(markdown, "64", "vanilla PEFT")[4] == "1.00"
-    assert cells_of(markdown, "512", "fused MLP")[2] == "out of memory"
+    assert row_of(markdown, "64", "fused MLP") == {
+        "tokens": "64", "variant": "fused MLP", "step, ms": "100.0 (90.0 to 118.3)",
+        "tokens/s": "20,480", "speedup": "2.00 (1.90 to 2.18)", "× floor": "2.50",
+        "peak, GiB": "1.5", "GPU, ms": "97.0",
+    }  # fmt: skip
+    assert row_of(markdown, "64", "vanilla PEFT")["speedup"] == "1.00"
+    failed = row_of(markdown, "512", "fused MLP")
+    assert failed["step, ms"] == "out of memory" and failed["speedup"] == ""
     why = "- fused MLP at 512 tokens: out of memory: `CUDA out of memory. Tried to allocate 9 GiB"
     assert why in markdown
-    assert "Commit abc1234." in markdown and looks.caption(hand_made()) in markdown
-    parts = [block.split("\n") for block in markdown.split("\n\n") if block.startswith("|")]
-    assert {len({line.count("|") for line in table}) for table in parts} == {1}  # all rectangular
-
-
-def test_with_dropout_it_says_that_losses_were_not_held_against_vanillas():
-    said, document = "Losses were not held against vanilla PEFT's", hand_made()
-    assert said not in tables.results_section(document)
-    document.experiment.lora = Lora(dropout=0.1)
-    assert said in tables.results_section(document)
+    assert "Commit abc1234." in markdown and wording.caption(hand_made()) in markdown
 
 
 def test_settings_that_change_with_the_length_are_told_by_length():
-    markdown = tables.results_section(hand_made())
-    by_length = ["fused MLP", "non-reentrant at 64; off at 512"]
-    others = ["none", "bfloat16", "none", "none", "0"]
-    assert cells_of(markdown, *by_length) == [*by_length, *others]
-    assert cells_of(markdown, "vanilla PEFT", "non-reentrant")
-    assert cells_of(markdown, "variant", "checkpointing")[-2:] == ["compile", "fused modules"]
+    row = row_of(tables.results_section(hand_made()), "non-reentrant at 64; off at 512")
+    assert (row["variant"], row["autocast"], row["fused modules"]) == ("fused MLP", "bfloat16", "0")
+    assert "graph" not in row  # told only where any variant has it
+    assert row_of(tables.results_section(hand_made()), "vanilla PEFT", "non-reentrant")
 
 
 @pytest.mark.parametrize(
-    ("setting", "value", "said", "of_others"),
+    ("setting", "value", "said", "others"),
     [
         ("graph", True, "on", "off"),
         ("allocator", "expandable_segments:True", "expandable_segments:True", "none"),
     ],
 )
-def test_what_few_variants_have_is_told_where_any_has_it(setting, value, said, of_others):
+def test_a_setting_that_few_variants_have_is_told_where_any_has_it(setting, value, said, others):
     run = example.run(seq_lens=(64,))
     for cell in run.cells_of("fused_mlp"):
         cell.settings = replace(cell.settings, **{setting: value})
-    markdown = tables.results_section(run)
-    assert cells_of(markdown, "variant", "checkpointing")[-2:] == [setting, "fused modules"]
-    assert cells_of(markdown, "fused MLP", "on")[-2:] == [said, "36"]
-    assert cells_of(markdown, "vanilla PEFT", "on")[-2:] == [of_others, "0"]
+    rows = [row for row in rows_in(tables.results_section(run)) if "fused modules" in row]
+    told = [(row[setting], row["fused modules"]) for row in rows]
+    assert told == [(others, "0"), (said, "36"), (others, "0")]
 
 
 def test_verdicts_stand_in_the_table_where_there_is_a_twin():
     assert "against the A/A noise" not in tables.results_section(hand_made())
-    markdown = tables.results_section(RUNS["four"])
-    assert cells_of(markdown, "512", "full Unsloth 2026.10.9")[-1] == "faster"
-    assert cells_of(markdown, "512", "vanilla PEFT, again")[-1] == ""
+    markdown, verdict = tables.results_section(RUNS["four"]), "against the A/A noise"
+    assert row_of(markdown, "512", "full Unsloth 2026.10.9")[verdict] == "faster"
+    assert row_of(markdown, "512", "vanilla PEFT, again")[verdict] == ""
 
 
 def test_kernels_are_told_where_there_are_any():
@@ -96,8 +81,8 @@ def test_kernels_are_told_where_there_are_any():
                     gb_per_s=3847.1, copy_gb_per_s=4302.6, share_of_copy=0.894)  # fmt: skip
     document.kernels = Kernels(4302.6, [row])
     markdown = tables.kernels_section(document)
-    numbers = ["16384 × 11008", "bfloat16", "281.2", "3,847", "89%"]
-    assert cells_of(markdown, "swiglu_forward")[1:] == numbers
+    numbers = ["swiglu_forward", "16384 × 11008", "bfloat16", "281.2", "3,847", "89%"]
+    assert [list(one.values()) for one in rows_in(markdown)] == [numbers]
     assert "A device copy of as many bytes; the fastest: 4,303 GB/s." in markdown
 
 
@@ -112,13 +97,15 @@ def test_a_round_that_was_disturbed_is_told():
     throttled.throttled = without_a_time.throttled = True
     throttled.clock_reasons = ["hardware thermal slowdown", "power cap"]
     shared.other_gpu_processes = 2
+    document.experiment.lora = Lora(dropout=0.1)
     assert [line for line in remarks(document) if line not in before] == [
         "- Throttled: fused MLP at 64 tokens in round 2 (hardware thermal slowdown).",
         "- The GPU was shared in 1 of 6 timed cells.",
+        "- Losses were not held against vanilla PEFT's: dropout masks are others in each.",
     ]
 
 
-def test_what_lacks_for_verdicts_is_told():
+def test_a_run_that_lacks_something_for_verdicts_says_so():
     def told(rounds, *variants):
         return remarks(example.run(variants, seq_lens=(64,), rounds=rounds, steps=8 * rounds))
 
@@ -135,82 +122,77 @@ def test_the_headline_by_hand():
     for cell in run.cells:
         cell.peak_allocated_bytes = 3 * 2**30
         cell.gpu_busy_ms = 150.0 if cell.variant == "vanilla_peft" else 60.0
-    assert headline_table(run).split("\n") == [
-        "| tokens | vanilla PEFT | fused MLP | full Unsloth 2026.10.9 | everything fused |",
-        "| --- | --- | --- | --- | --- |",
-        "| **64** | 210 ms, 3.0 GiB | 2.00×, 3.0 GiB | 1.40×, 3.0 GiB |  |",
-        "| 64, GPU time alone | 150 ms | 2.50× | 2.50× |  |",
-    ]
+    both, alone = rows_in(headline_table(run))
+    assert list(both) == [
+        "tokens", "vanilla PEFT", "fused MLP", "full Unsloth 2026.10.9", "everything fused"
+    ]  # fmt: skip
+    assert [*both.values()] == [
+        "**64**", "210 ms, 3.0 GiB", "2.00×, 3.0 GiB", "1.40×, 3.0 GiB", ""
+    ]  # fmt: skip
+    assert [*alone.values()] == ["64, GPU time alone", "150 ms", "2.50×", "2.50×", ""]
     for cell in run.cells:
         cell.gpu_busy_ms = 200.0
-    assert len(headline_table(run).split("\n")) == 3
+    assert len(rows_in(headline_table(run))) == 1
 
 
 def test_steps_beside_the_floor_by_hand():
-    """In FP8 beside the same in bf16; with checkpointing over what is run again, too."""
+    """In FP8 beside the same in bf16; with checkpointing over the recomputation, too."""
     graph, offload = "fused_layer_graph_no_checkpointing", "fused_layer_graph_offload"
-    run = example.empty(
-        variants=[graph, fp8 := "fp8_lm_head_graph_no_checkpointing", offload], seq_lens=[512]
-    )
+    fp8, peak = "fp8_lm_head_graph_no_checkpointing", 3 * 2**30
+    run = example.empty(variants=[graph, fp8, offload], seq_lens=[512])
     for variant, ms in ((graph, 400.0), (fp8, 250.0)):
-        peak = 3 * 2**30
         run.add(example.timed_cell(variant, 512, 1, [ms] * 4, peak_allocated_bytes=peak))
     run.add(Cell(offload, 512, 1, "oom", error="made up for a test"))
     run.floor = {512: Floor(320.0, [320.0], recomputation_ms=80.0)}
-    assert beside_floor_section([run]).split("\n")[:5] == [
-        "| tokens | variant | step, ms | tokens/s | × bf16's speed | × floor | peak, GiB |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-        f"| 512 | {title_of(graph)} | 400.0 | 40,960 |  | 1.25 | 3.0 |",
-        f"| 512 | {title_of(fp8)} | 250.0 | 65,536 | 1.60 | 0.78 | 3.0 |",
-        "| 512 | everything fused | out of memory |  |  |  |  |",
-    ]
+    in_bf16, in_fp8, failed = rows_in(tables.beside_floor_section([run]))
+    assert [*in_bf16.values()] == ["512", title_of(graph), "400.0", "40,960", "", "1.25", "3.0"]
+    assert (in_fp8["× bf16's speed"], in_fp8["× floor"]) == ("1.60", "0.78")
+    assert failed["step, ms"] == "out of memory" and "× floor and recomputation" not in failed
     run.add(example.timed_cell(offload, 512, 1, [500.0] * 4))
-    line = next(one for one in beside_floor_section([run]).split("\n") if "| everything" in one)
-    assert line == "| 512 | everything fused | 500.0 | 32,768 |  | 1.56 | 1.25 |  |"
-    assert beside_floor_section([]) == "Not measured yet."
+    row = row_of(tables.beside_floor_section([run]), "everything fused")
+    assert (row["× floor"], row["× floor and recomputation"]) == ("1.56", "1.25")
+    assert tables.beside_floor_section([]) == "Not measured yet."
 
 
-def test_within_noise_stands_in_italics():
+def test_a_speedup_within_noise_stands_in_italics():
     row = replace(summarize(RUNS["four"])[0], speedup=1.02, verdict="not distinguishable")
-    assert times(row) == "*1.02×*"
-    assert times(replace(row, verdict="faster")) == "1.02×"
+    assert speedup_in_words(row) == "*1.02×*"
+    assert speedup_in_words(replace(row, verdict="faster")) == "1.02×"
 
 
 # --- two runs -------------------------------------------------------------------------------------
 
-COMPARED = ComparedCell(
-    "fused_mlp",
-    "fused MLP",
-    512,
-    "ok",
-    "ok",
-    903.44,
-    821.31,
-    1.1,
-    [1.05, 1.152],
-    (0.98, 1.02),
-    "faster",
-)
-NO_RATIO = {"speedup": None, "ci95": None, "band": None}
-
 
 @pytest.mark.parametrize(
-    ("changed", "words"),
+    ("measured", "words"),
     [
         ({}, ["903.4", "821.3", "1.10 (1.05 to 1.15)", "0.98 to 1.02", "faster"]),
-        # of single rounds
         ({"ci95": None, "verdict": None}, ["903.4", "821.3", "1.10", "0.98 to 1.02", ""]),
         (
-            {"new": "oom", "new_ms": None, "verdict": "no time any more", **NO_RATIO},
+            {"new": "oom", "new_ms": None, "verdict": "no time any more", "speedup": None},
             ["903.4", "out of memory", "", "", "no time any more"],
         ),
         (
-            {"old": "parity_failed", "old_ms": None, "new": "oom", "new_ms": None, "verdict": None}
-            | NO_RATIO,
+            {"old": "parity_failed", "old_ms": None, "new": "oom", "new_ms": None, "verdict": None,
+             "speedup": None},
             ["failed parity", "out of memory", "", "", ""],
         ),
     ],
-)
-def test_a_row_of_a_comparison_by_hand(changed, words):
-    row = dataclasses.replace(COMPARED, **changed)
-    assert tables.comparison_words(row) == ["512", "fused MLP", *words]
+)  # fmt: skip
+def test_a_row_of_a_comparison_by_hand(measured, words):
+    cell = {
+        "old": "ok",
+        "new": "ok",
+        "old_ms": 903.44,
+        "new_ms": 821.31,
+        "speedup": 1.1,
+        "ci95": (1.05, 1.152),
+        "band": (0.98, 1.02),
+        "verdict": "faster",
+        **measured,
+    }
+    if cell["speedup"] is None:
+        cell |= {"ci95": None, "band": None}
+    row = ComparedCell("fused_mlp", "fused MLP", 512, **cell)
+    (told,) = rows_in(comparison_table(Comparison([row], [])))
+    assert [*told.values()] == ["512", "fused MLP", *words]

@@ -3,15 +3,15 @@
 import pytest
 from cases import example_results as example
 
-from report import looks
-from report.gpus import measured_section
-from report.releases import releases_section
+from report import wording
+from report.committed import releases_section
+from report.headline import measured_section
 from variants import Lora
 
 
 def test_the_caption_says_what_was_measured():
     """liger_kernel is not installed."""
-    assert looks.caption(example.run((*example.THREE, "vanilla_peft_again"))) == (
+    assert wording.caption(example.run((*example.THREE, "vanilla_peft_again"))) == (
         "NVIDIA H200 · torch 2.11.0+cu130 · triton 3.6.0 · transformers 5.17.0 · peft 0.21.0 · "
         "unsloth 2026.10.9 · Qwen2.5-3B · bfloat16 · batch 32 · LoRA rank 32 · "
         "gradient checkpointing on · 24 timed steps each · rounds: 3."
@@ -32,19 +32,15 @@ def test_the_caption_says_what_was_measured():
     ],
 )
 def test_the_caption_tells_what_is_special(changed, said):
-    assert said in looks.caption(example.empty(**changed))
-    assert said not in looks.caption(example.empty())
+    assert said in wording.caption(example.empty(**changed))
+    assert said not in wording.caption(example.empty())
 
 
 @pytest.mark.parametrize(
     ("variant", "releases", "said"),
     [
         ("full_unsloth", ["2026.10.7"], "full Unsloth 2026.10.7"),
-        (
-            "unsloth_plain_checkpointing",
-            ["2026.10.9"] * 2,
-            "Unsloth 2026.10.9, plain checkpointing",
-        ),
+        ("unsloth_plain_checkpointing", ["2026.10.9"], "Unsloth 2026.10.9, plain checkpointing"),
         ("full_unsloth", ["2026.10.7", "2026.10.9"], "full Unsloth 2026.10.7 / 2026.10.9"),
         ("full_unsloth", [None], "full Unsloth"),
         ("liger_peft_no_checkpointing", ["0.8.5"], "Liger 0.8.5 without checkpointing"),
@@ -56,7 +52,7 @@ def test_a_peers_row_names_the_release_that_its_runs_recorded(variant, releases,
     for run, release in zip(runs, releases, strict=True):
         package = "liger_kernel" if "liger" in variant else "unsloth"
         run.environment.packages[package] = release
-    assert looks.title_in(variant, *runs) == said
+    assert wording.title_in(variant, *runs) == said
 
 
 def test_runs_of_another_release_than_the_pinned_are_listed():
@@ -75,10 +71,10 @@ def test_a_run_that_went_on_on_another_card_says_so():
     run = example.run(seq_lens=(64,))
     for cell in run.cells:
         cell.card = "0123abcd"
-    assert "card" not in looks.caption(run) + measured_section({"": run})
+    assert "card" not in wording.caption(run) + measured_section({"": run})
     for cell in run.cells_of(round=2):
         cell.card = "4567cdef"
-    assert "NVIDIA H200 (2 cards, one after the other) ·" in looks.caption(run)
+    assert "NVIDIA H200 (2 cards, one after the other) ·" in wording.caption(run)
     assert "24 steps, 2 cards, Unsloth 2026.10.9 |" in measured_section({"": run})
 
 
@@ -88,7 +84,7 @@ def test_a_run_that_went_on_on_another_card_says_so():
 def test_the_caption_tells_where_variants_were_interleaved(seq_lens, said):
     run = example.run(("vanilla_peft", "fused_mlp"), seq_lens=(64, 512))
     run.experiment.interleave = 2
-    assert "interleaved" not in looks.caption(run)
+    assert "interleaved" not in wording.caption(run)
     for cell in run.cells:
         cell.turn_steps = 2 if cell.seq_len in seq_lens else None
-    assert said in looks.caption(run)
+    assert said in wording.caption(run)

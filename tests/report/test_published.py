@@ -4,17 +4,14 @@ from pathlib import Path
 
 import pytest
 from cases import example_results as example
+from cases.table_case import rows_in
 
 from bench.published import SETTINGS
 from bench.records import Cell
-from report import beside_published, commands
-from report.beside_published import (
-    published_rows,
-    published_section,
-    setting_that_ran,
-    speeds_by_variant,
-)
-from report.recipes import recipes_section
+from report import commands, published
+from report.published import claims_table, setting_that_ran
+from report.tables import recipes_section
+from report.wording import Footnote
 from variants import SUITES, Lora, title_of
 
 
@@ -36,15 +33,19 @@ def published_run(name="qwen3-8b", status=None, **changed):
     return run
 
 
-def lines(markdown):
-    found = [line for line in markdown.splitlines() if line.startswith("| ")]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in found[2:]]
+def section(*runs, footnotes=()):
+    return published.published_section({str(n): run for n, run in enumerate(runs)}, footnotes)
+
+
+def speeds(*runs):
+    """The section's last table, of every variant's speed."""
+    return [[*row.values()] for row in rows_in(section(*runs)) if "tokens/s" in row]
 
 
 def test_each_number_of_theirs_stands_beside_the_fastest_of_ours_unsloth_and_vanilla():
-    first, *others = lines(published_rows([published_run()]))
+    first, *others = rows_in(claims_table(published_run()))
     tokens = 4 * 2 * 2048
-    assert first == [
+    assert [*first.values()] == [
         "qwen3-8b", "4 × 2 × 2,048", "Surogate, FP8: 11,600",
         f"{tokens / 1.2:,.0f} (fused layers, CUDA graph without checkpointing)",
         f"{tokens / 1.2 / 11600:.2f}",
@@ -52,10 +53,11 @@ def test_each_number_of_theirs_stands_beside_the_fastest_of_ours_unsloth_and_van
         f"{tokens / 2.0:,.0f}",
         "NVIDIA H200, " + published_run().started_utc[:10],
     ]  # fmt: skip
-    assert [line[2] for line in others] == [
+    assert [row["they publish, tokens/s"] for row in others] == [
         "Surogate, bf16: 10,200", "Unsloth, bf16, by Surogate: 8,900",
     ]  # fmt: skip
-    assert [line[4] for line in others] == [f"{tokens / 1.2 / n:.2f}" for n in (10200, 8900)]
+    ratios = [row["ours / theirs"] for row in others]
+    assert ratios == [f"{tokens / 1.2 / n:.2f}" for n in (10200, 8900)]
 
 
 def test_ours_in_fp8_stand_beside_theirs_in_fp8_where_there_are_any():
@@ -64,21 +66,19 @@ def test_ours_in_fp8_stand_beside_theirs_in_fp8_where_there_are_any():
                          ("qwen2.5-7b", ["NeMo AutoModel (TE + Triton): 14,110"])):  # fmt: skip
         run = published_run(name, variants=(ours,))
         run.cells = [example.timed_cell(ours, SETTINGS[name].seq_len, 1, [500.0] * 3)]
-        assert [line[2] for line in lines(published_rows([run]))] == theirs
-        assert lines(speeds_by_variant([run, published_run()])) == lines(
-            speeds_by_variant([published_run()])
-        )
+        rows = rows_in(claims_table(run))
+        assert [row["they publish, tokens/s"] for row in rows] == theirs
+        assert speeds(run, published_run()) == speeds(published_run())
 
 
-def test_what_is_of_a_second_machine_is_marked():
-    (model, started), since = next(iter(beside_published.SECOND_MACHINE.items()))
-    run = published_run(model)
-    assert "ᵃ" not in published_section([run])
-    run.started_utc = started
-    place = SUITES["published"].index(since)
-    marked = ["ᵃ" in line[1] for line in lines(speeds_by_variant([run]))]
-    assert marked == [False] * place + [True] * (len(marked) - place)
-    assert "ᵃ: measured on a second H100" in published_section([run])
+def test_a_footnote_marks_its_variants_and_says_its_words():
+    later = SUITES["published"][5:]
+    note = Footnote("0", later, "ᵃ", "measured on a second H100.")
+    said = section(published_run(), published_run("llama3-8b"), footnotes=[note])
+    table = [[*row.values()] for row in rows_in(said) if "tokens/s" in row]
+    marked = [["ᵃ" in cell for cell in row[1:]] for row in table]
+    assert marked == [[id in later, False] for id in SUITES["published"]]
+    assert "\n\nᵃ: measured on a second H100.\n\n" in said and "ᵃ" not in section(published_run())
 
 
 def test_every_variant_has_its_speed_in_every_run_or_says_why_not():
@@ -86,7 +86,7 @@ def test_every_variant_has_its_speed_in_every_run_or_says_why_not():
     del run.cells[-1]  # cut off before the last
     other = published_run("llama3-8b")
     other.environment.packages["unsloth"] = "2026.10.7"
-    table = lines(speeds_by_variant([run, other]))
+    table = speeds(run, other)
     titles = [title_of(id).replace("Unsloth", "Unsloth 2026.10.9 / 2026.10.7")
               for id in SUITES["published"]]  # fmt: skip
     assert [line[0] for line in table] == titles
@@ -97,9 +97,10 @@ def test_every_variant_has_its_speed_in_every_run_or_says_why_not():
 def test_what_ran_out_of_memory_says_so_and_the_next_fastest_stands_for_it():
     status = {id: "oom" for id in SUITES["published"] if id.endswith("_no_checkpointing")}
     status |= {"vanilla_peft": "oom", "full_unsloth": "unavailable"}
-    first, *_ = lines(published_rows([published_run(status=status)]))
-    assert first[3].endswith("(fused layers, CUDA graph)")
-    assert (first[5], first[6]) == ("unavailable", "out of memory")
+    first, *_ = rows_in(claims_table(published_run(status=status)))
+    assert first["ours, tokens/s"].endswith("(fused layers, CUDA graph)")
+    assert first["the fastest Unsloth here, tokens/s"] == "unavailable"
+    assert first["vanilla PEFT here, with checkpointing"] == "out of memory"
 
 
 @pytest.mark.parametrize(
@@ -112,25 +113,23 @@ def test_what_ran_out_of_memory_says_so_and_the_next_fastest_stands_for_it():
 def test_a_run_of_another_setting_is_not_held_against_theirs(changed):
     assert setting_that_ran(published_run()) is SETTINGS["qwen3-8b"]
     assert setting_that_ran(published_run(**changed)) is None
-    assert published_section([published_run(**changed)]) == ""
+    assert section(published_run(**changed)) == ""
 
 
 def test_the_section_has_its_heading_sources_and_dates_and_is_not_there_without_a_run():
-    assert published_section([]) == ""
-    section = published_section([published_run(), published_run("llama3-8b")])
-    assert section.startswith("## Beside what others publish\n")
+    assert section() == ""
+    said = section(published_run(), published_run("llama3-8b"))
+    assert said.startswith("## Beside what others publish\n")
     for name in ("qwen3-8b", "llama3-8b"):
         page = SETTINGS[name].page
-        assert f"- [{page.name}]({page.url}), {page.date}" in section
-    assert "- llama3-8b: their recipe names Llama 3.1 8B" in section
-    first, by_variant = section.split("\n\n| tokens/s ")
-    assert len(lines(first)) == 3 + 1
-    assert len(lines("| tokens/s " + by_variant)) == len(SUITES["published"])
+        assert f"- [{page.name}]({page.url}), {page.date}" in said
+    assert "- llama3-8b: their recipe names Llama 3.1 8B" in said
+    assert len(rows_in(said)) == 3 + 1 + len(SUITES["published"])
 
 
 def test_a_published_run_prints_its_rows_and_how_to_add_them():
     said = commands.held_against_others(published_run(), Path("runs/mine/results.json"))
-    assert published_rows([published_run()]) in said
+    assert claims_table(published_run()) in said
     assert "> docs/runs/nvidia-h200/published-qwen3-8b.json.gz && python" in said
 
 
@@ -146,8 +145,9 @@ def test_a_recipe_has_a_row_for_each_variant_and_names_its_projections():
         ("vanilla_peft", "fused_mlp", "full_unsloth"), (64,), {("full_unsloth", 64): "oom"}, 1,
         lora=targets,
     )  # fmt: skip
-    section = recipes_section([run])
-    vanilla, mlp, unsloth = lines(section)
-    assert (vanilla[0], vanilla[2]) == ("vanilla PEFT", "1.00") and float(mlp[2]) > 0
-    assert unsloth[1:] == ["out of memory", "", "", ""]
-    assert "on q_proj, v_proj" in section and "dropout 0.05" in section
+    said = recipes_section([run])
+    vanilla, mlp, unsloth = rows_in(said)
+    assert (vanilla["variant"], vanilla["speedup"]) == ("vanilla PEFT", "1.00")
+    assert float(mlp["speedup"]) > 0
+    assert [*unsloth.values()][1:] == ["out of memory", "", "", ""]
+    assert "on q_proj, v_proj" in said and "dropout 0.05" in said

@@ -1,0 +1,76 @@
+"""The frame of every picture: its style, its title, its caption and its file."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+from matplotlib import style
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from bench.results import write_atomically
+
+STYLE = {
+    **{"axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True, "grid.color": "#e4e4e4"},
+    **{"axes.titlesize": 14, "axes.titleweight": "bold", "axes.titlelocation": "left"},
+    **{"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False},
+    **{"font.size": 12, "legend.fontsize": 10.5, "lines.linewidth": 2, "lines.markersize": 9},
+}
+GREY = "#444444"
+
+
+@contextmanager
+def framed(width: float, height: float, dpi: int = 150, **changed: Any) -> Iterator[Figure]:
+    """Give an empty picture of this size in inches; what is drawn inside has our style. changed:
+    settings of matplotlib for this picture, with _ for the dot."""
+    own = {name.replace("_", "."): value for name, value in changed.items()}
+    with style.context(["default", STYLE, own]):
+        yield Figure(figsize=(width, height), dpi=dpi)
+
+
+def write_title(
+    picture: Figure, words: str, y: float, largest: float, room: float, x: float = 0.025, **text
+) -> None:
+    """Write the finding above the panels. room: the most that size x letters of a line may be."""
+    size = min(largest, room / max(map(len, words.split("\n"))))
+    picture.text(x, y, words, size=size, weight="bold", **text)
+
+
+def write_caption(
+    picture: Figure, words: str, y: float, letters: int, x: float = 0.025, size: float = 10.5,
+    color: str = GREY,
+) -> None:  # fmt: skip
+    """Write what was measured below the panels, in lines of so many letters."""
+    picture.text(x, y, fill(words, letters), size=size, color=color, linespacing=1.5)
+
+
+def annotate(
+    axes: Axes, words: str, place: tuple[float, float], points: tuple[float, float],
+    across: Any = "data", **text: Any,
+) -> Any:  # fmt: skip
+    """Write words so many points right of and above a place, which is in the units `across`."""
+    return axes.annotate(words, place, points, across, "offset points", **text)
+
+
+def lay_bars(axes: Axes) -> None:
+    """Rule the panel for bars that lie: across, with no ticks."""
+    axes.grid(axis="y", visible=False)
+    axes.grid(axis="x", visible=True)
+    axes.tick_params(length=0)
+
+
+def write_png(picture: Figure | None, path: Path) -> bool:
+    """Write a picture whole or not at all, and the same bytes for the same picture. Return False
+    where there is none."""
+    if picture is None:
+        return False
+    png = io.BytesIO()
+    with style.context(["default", STYLE]):
+        picture.savefig(png, format="png", metadata={"Software": None})
+    write_atomically(path, png.getvalue())
+    return True

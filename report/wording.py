@@ -1,0 +1,144 @@
+"""Words that pictures and tables share: a status, a peer's release, the caption of a run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from bench.records import COMPARED_PACKAGES, Environment, Git, Run, SummaryRow
+from report.table import number
+from variants import AGAIN, BASELINE, SUITES, TARGETS, Variant, title_of, variant_of
+
+STATUS_WORDS = {
+    "oom": "out of memory",
+    "error": "error",
+    "unavailable": "unavailable",
+    "parity_failed": "failed parity",
+}
+REHEARSAL_NOTICE = "REHEARSAL without a GPU: not a performance result"
+FLOOR_WORDS = "Floor: frozen products, attention and lm_head alone."
+# By a recipe's library: what titles call a peer, and the package whose release a run records.
+PEERS = {"unsloth": ("Unsloth", "unsloth"), "liger": ("Liger", "liger_kernel")}
+# What stands beside the experiment's where a suite has more variants than a picture can hold.
+STRONGEST = (
+    *("fused_all", "compiled_peft_bf16_adapters", "liger_peft"),
+    *("fused_layer", "fused_layer_graph", "compiled_peft"),
+)
+MANY = 8
+
+
+def shown_variants(run: Run) -> list[str]:
+    """Return the variants that a picture of all lengths has room for, the baseline first. The A/A
+    twin shows as a band and not as a variant."""
+    asked = run.experiment.variants
+    if len(asked) > MANY:
+        known = [v for v in (*SUITES["experiment"], *STRONGEST) if v in asked]
+        asked = known[: MANY + 1] or asked[:MANY]
+    return sorted((v for v in asked if v != AGAIN), key=lambda v: v != BASELINE)
+
+
+def why_no_time(run: Run, variant: str, seq_len: int) -> str:
+    """Say why a variant has no time; where it has one, why the GPU's own is missing."""
+    return STATUS_WORDS.get(run.status_of(variant, seq_len) or "", "not measured")
+
+
+def step_or_status(row: SummaryRow | None) -> str:
+    """Return the ms of a step, or the reason why there is no time."""
+    return (number(row.median_step_ms, 1) or STATUS_WORDS.get(row.status, "")) if row else ""
+
+
+def is_unsloth(variant: Variant) -> bool:
+    return variant.recipe is not None and variant.recipe.library == "unsloth"
+
+
+def is_in_fp8(variant: Variant) -> bool:
+    return variant.recipe is not None and variant.recipe.fp8
+
+
+def title_in(variant: str, *runs: Run, title: str = "") -> str:
+    """Return a variant's title, a peer's with the release that these runs recorded: "full Unsloth
+    2026.10.9". Where they differ it has one for each, in the runs' order. title: instead of its
+    own."""
+    title, recipe = title or title_of(variant), variant_of(variant).recipe
+    if recipe is None or recipe.library not in PEERS:
+        return title
+    peer, package = PEERS[recipe.library]
+    return title.replace(peer, f"{peer} {release_of(package, *runs)}".rstrip(), 1)
+
+
+def release_of(package: str, *runs: Run) -> str:
+    """Return a package's release in these runs, "" where none had it."""
+    releases = [run.environment.packages.get(package) or "none" for run in runs]
+    found = releases[:1] if len(set(releases)) == 1 else releases
+    return "" if found == ["none"] else " / ".join(found)
+
+
+def packages_in(environment: Environment, names: Sequence[str]) -> list[str]:
+    """Return the packages that are installed, each with its release."""
+    return [f"{name} {found}" for name in names if (found := environment.packages.get(name))]
+
+
+def commit_in(environment: Environment) -> str:
+    """Say which commit was measured, and whether there were changes beside it."""
+    git = environment.git or Git("unknown", False)
+    commit = re.sub(r"[0-9a-f]{40}", lambda found: found[0][:10], git.commit)
+    return f"Commit {commit}{' with local changes' if git.dirty else ''}."
+
+
+def caption_with_commit(run: Run) -> str:
+    return f"{caption(run)} {commit_in(run.environment)}"
+
+
+def caption(run: Run) -> str:
+    """Say what a run was measured on, and how."""
+    asked, lora = run.experiment, run.experiment.lora
+    # a run that was merged, or is not finished, has more rounds of some variants than of others
+    timed = [cells for key in run.measured() if (cells := run.cells_of(*key, "ok"))]
+    steps = from_to(sum(len(cell.step_ms) for cell in cells) for cells in timed)
+    cards = f" ({run.cards()} cards, one after the other)" if run.cards() > 1 else ""
+    rows = ", whole chats in one row" if asked.documents else ", padded" if asked.padded else ""
+    where = f" on {', '.join(lora.targets)}" if len(lora.targets) < len(TARGETS) else ""
+    dropout = f", dropout {lora.dropout:g}" if lora.dropout else ""
+    # a suite has variants with checkpointing, without it, or both, whatever its option says
+    found = {variant_of(variant).checkpoints for variant in asked.variants}
+    checkpointing = [asked.checkpointing] * (True in found) + ["off"] * (False in found)
+    facts = [
+        run.environment.device + cards, *packages_in(run.environment, COMPARED_PACKAGES),
+        asked.model, asked.dtype, f"batch {asked.batch_size}{rows}",
+        *([f"{asked.accumulate} micro-batches a step"] if asked.accumulate > 1 else []),
+        f"LoRA rank {lora.rank}{where}{dropout}",
+        f"gradient checkpointing {' and '.join(checkpointing)}",
+        f"{steps} timed steps each{interleaved(run)}", f"rounds: {from_to(map(len, timed))}",
+    ]  # fmt: skip
+    return " · ".join(facts) + "."
+
+
+def interleaved(run: Run) -> str:
+    """Say how many steps a variant took at a time, and at which lengths if not at every one. Empty
+    where it took all of them."""
+    at = sorted({cell.seq_len for cell in run.cells_of(status="ok") if cell.turn_steps})
+    if not at:
+        return ""
+    where = f" at {', '.join(map(str, at))}" if at != run.experiment.seq_lens else ""
+    return f", interleaved {run.experiment.interleave} at a time{where}"
+
+
+def from_to(values: Iterable[float], digits: int = 0) -> str:
+    """Return the least and the most in words: "75", "75 to 100" or "no"."""
+    found = sorted(values)
+    ends = [f"{end:.{digits}f}" for end in found[:1] + found[-1:]] or ["no"]
+    return " to ".join(dict.fromkeys(ends))
+
+
+class Footnote(msgspec.Struct, frozen=True):
+    """A fact about some variants of a published file that the file does not tell."""
+
+    file: str
+    variants: list[str]
+    mark: str
+    words: str
+
+    def mark_of(self, variant: str) -> str:
+        return self.mark if variant in self.variants else ""
