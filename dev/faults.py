@@ -88,7 +88,7 @@ FAULTS = (
     # --- report ---
     Fault("report/statistics.py", "ratios + [1 / ratio for ratio in ratios]", "ratios", "report",
           "summary"),
-    Fault("report/comparison.py", "busy / gpu + (1 - busy) / host", "busy / gpu + (1 - busy)",
+    Fault("", "busy / gpu + (1 - busy) / host", "busy / gpu + (1 - busy)",
           "report", "compare"),
     # --- the root ---
     Fault("batches.py", "(IGNORED, *one.labels[1:])", "one.labels", "bench", "batches"),

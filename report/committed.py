@@ -106,7 +106,7 @@ def generated_parts(run: Run) -> dict[str, str]:
         "padding": padding_section(chats),
         "fp8 training": fp8_training_section(loaded_training()),
         "small adapters": small_adapters_section(loaded_small_adapters()),
-        "fp8 steps": tables.beside_floor_section(loaded("*/fp8_lengths").values()),
+        "fp8 steps": tables.beside_floor_section(loaded("*/fp8_lengths*").values()),
         "long rows": tables.beside_floor_section(loaded("*/long_rows").values()),
     }
 

@@ -20,7 +20,8 @@ from variants import IN_FP32, variant_of
 
 ALIKE = 0.15  # lines that lie closer than this everywhere share one name
 PACKAGES = ("torch", "triton", "transformers", "peft", "unsloth")
-FINDING = "Added in bf16, small updates mostly vanish from the forward"
+FINDING = "Small updates vanish from bf16 forwards; whole layers show them"
+TOP = 1.35  # a share above it stands there with its number
 
 
 def shares(found: SmallAdapters, variant: str, adapter: Adapter) -> list[float]:
@@ -110,8 +111,8 @@ def small_adapters_figure(found: SmallAdapters) -> Figure | None:
         picture.set_layout_engine("constrained")
         axes = picture.add_subplot()
         axes.set_title(FINDING if found.environment.gpu else REHEARSAL_NOTICE, loc="left")
-        axes.axhline(1.0, color="black", linewidth=1)
-        axes.text(0, 1.0, "fp32", ha="left", va="bottom", size=12)
+        axes.hlines(1.0, -0.7, len(trained) - 1, color="black", linewidth=1)
+        axes.text(-0.7, 1.0, "fp32", ha="left", va="bottom", size=12)
         _lines(axes, found, trained, list(rates.values()))
         axes.set_xticks(range(len(trained)), [f"{one.steps}" for one in trained])
         text: dict[str, Any] = {
@@ -123,8 +124,8 @@ def small_adapters_figure(found: SmallAdapters) -> Figure | None:
             axes.text(fmean(places), -0.1, f"learning rate {rate}", **text)
         axes.set_xlabel("updates", labelpad=24)
         axes.set_ylabel("share of the change that is seen")
-        axes.set_ylim(-0.15, 1.25)
-        axes.set_xlim(-0.3, len(trained) + 1.4)
+        axes.set_ylim(-0.15, TOP + 0.1)
+        axes.set_xlim(-0.7, len(trained) + 1.4)
     return picture
 
 
@@ -139,9 +140,11 @@ def _lines(
         each = [shares(found, variant, one) for one in trained]
         means = [fmean(values) for values in each]
         for places in rates:
-            axes.add_line(line_of(look, "", places, [means[i] for i in places]))
-        for place, values in enumerate(each):
-            if ends := interval95(values):
+            axes.add_line(line_of(look, "", places, [min(means[i], TOP) for i in places]))
+        for place, (values, mean) in enumerate(zip(each, means, strict=True)):
+            if mean > TOP:
+                axes.text(place, TOP + 0.04, f"{mean:.2g}×", color=look.colour, ha="center")
+            elif ends := interval95(values):
                 axes.plot([place, place], ends, color=look.colour, marker="_", linewidth=1.5)
         alike = [names for names, line in groups
                  if all(abs(a - b) < ALIKE for a, b in zip(line, means, strict=True))]  # fmt: skip
@@ -151,7 +154,7 @@ def _lines(
             groups.append(([variant], means))
     # by the first adapter's value, which tells them apart: by the last all see everything
     groups.sort(key=lambda group: group[1][0])
-    heights = apart_by(0.14, [sum(line) / len(line) for _, line in groups], 1.2)
+    heights = apart_by(0.14, [fmean(min(share, TOP) for share in line) for _, line in groups], 1.2)
     for (names, _), height in zip(groups, heights, strict=True):
         words = ",\n".join(variant_of(name).plain_title for name in names)
         colour = variant_of(names[0]).look.colour

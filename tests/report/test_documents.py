@@ -127,8 +127,8 @@ def above_bf16():
 
 
 def after_small_updates():
-    """Shares of fp32's change after 8 updates: the least and the most in %, compiled PEFT's, and whole
-    layers' in %."""
+    """Shares of fp32's change after 8 updates: the least and the most in %, compiled
+    PEFT's, and whole layers' in %."""
     found = committed.loaded_small_adapters()[0]
     (adapter,) = (one for one in found.adapters if (one.rate, one.steps) == (1e-6, 8))
     variants = ("vanilla_peft", "fused_mlp", "full_unsloth", "compiled_peft", "fused_layer")
@@ -194,8 +194,8 @@ def test_the_readmes_numbers_are_those_of_the_data(runs):
         r"loss ends ([\d.]+) above": above_bf16(),
         r"the fused MLP gives ([\d.]+)×, everything fused ([\d.]+)×": estimated["A100"][::2],
         r"such speedups were estimated (\d+) to (\d+)% too high": above_measured(estimated["H100"]),
-        r"rate of 1e-6, .* show (\d+) to (\d+)% of what fp32 .* compiled PEFT ([\d.]+) times as much\."
-        r"\s+Whole layers round once and show (\d+)%": after_small_updates(),
+        r"rate of 1e-6, .* show (\d+) to (\d+)% of what fp32 .* "
+        r"compiled PEFT ([\d.]+) times as much\.\s+Whole .* (\d+)%": after_small_updates(),
         r"On other H200s .* within (\d+)%, at 256 and 512": (ceil(100 * worst),),
     }  # fmt: skip
     left = PROSE
