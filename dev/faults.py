@@ -88,7 +88,7 @@ FAULTS = (
     # --- report ---
     Fault("report/statistics.py", "ratios + [1 / ratio for ratio in ratios]", "ratios", "report",
           "summary"),
-    Fault("", "busy / gpu + (1 - busy) / host", "busy / gpu + (1 - busy)",
+    Fault("report/comparison.py", "+ (1 - busy) / _over(*launches)", "+ (1 - busy)",
           "report", "compare"),
     # --- the root ---
     Fault("batches.py", "(IGNORED, *one.labels[1:])", "one.labels", "bench", "batches"),
