@@ -51,7 +51,7 @@ class PartGains(NamedTuple):
         return [gain for gain in (self.first, self.last) if isinstance(gain, Gain)]
 
 
-class Panel(NamedTuple):
+class AblationBlock(NamedTuple):
     """The variants with or without checkpointing at one length, by a step's time or the GPU's."""
 
     run: Run
@@ -151,7 +151,7 @@ def ablation_table(run: Run) -> str:
     lengths at which hardly a part's is beyond it."""
     tables = []
     for checkpoints in blocks_of(run):
-        every = [Panel(run, n, checkpoints) for n in run.experiment.seq_lens]
+        every = [AblationBlock(run, n, checkpoints) for n in run.experiment.seq_lens]
         shown = [block for block in every if not _is_noise(block)] or every
         left_out = [str(block.seq_len) for block in every if block not in shown]
         without = f" ({' and '.join(left_out)} tokens, where gains are noise, are left out)"
@@ -164,14 +164,14 @@ def ablation_table(run: Run) -> str:
     return "\n\n".join(tables)
 
 
-def _is_noise(block: Panel) -> bool:
+def _is_noise(block: AblationBlock) -> bool:
     """Return True where parts' gains were judged and one at most, as by chance, stands out."""
     found = [gain.verdict for row in block.gains() for gain in row.known()]
     judged = [verdict for verdict in found if verdict is not None]
     return len(judged) > 2 and sum(verdict != NOISE for verdict in judged) <= 1
 
 
-def _table(first: str, blocks: list[Panel]) -> str:
+def _table(first: str, blocks: list[AblationBlock]) -> str:
     header = [first]
     for block in blocks:
         header += [f"{block.seq_len}: {when}, ms" for when in ("added first", "added last")]

@@ -17,8 +17,8 @@ from report.ablation import (
     BLOCKS,
     GPU,
     INTERACTION,
+    AblationBlock,
     Gain,
-    Panel,
     blocks_of,
     name_of_part,
     parts_of_block,
@@ -65,7 +65,7 @@ def ablation_figure(run: Run, all_lengths: bool = False) -> Figure | None:
         picture.subplots_adjust(0.145, 1.3 / height, 0.81, 1 - 2.5 / height, 0.82, 0.24)
         for line, seq_len in zip(panels, lengths, strict=True):
             for axes, block in zip(line, blocks, strict=True):
-                _panel(axes, Panel(run, seq_len, block), names)
+                _panel(axes, AblationBlock(run, seq_len, block), names)
                 axes.set_yticks(range(len(names)), names if axes is line[0] else [""] * len(names))
             # By the bars, shared by the line: an interval of two rounds may go far beyond them.
             ends = [bar.get_x() + bar.get_width() for axes in line for bar in axes.patches]
@@ -95,7 +95,7 @@ def _legend(picture: Figure, y: float) -> None:
                    handlelength=1.2, columnspacing=1.1)  # fmt: skip
 
 
-def _panel(axes: Axes, block: Panel, names: list[str]) -> None:
+def _panel(axes: Axes, block: AblationBlock, names: list[str]) -> None:
     run, seq_len, fused_all = block.run, block.seq_len, block.id("fused_all")
     axes.set_title(f"{seq_len} tokens", size=13)
     axes.set_ylim(len(names) - 0.5, -0.6)
@@ -139,7 +139,7 @@ def _floor_ms(run: Run, seq_len: int) -> list[float]:
     return [run.floor[seq_len].floor_ms] if seq_len in run.floor else []
 
 
-def _total(axes: Axes, block: Panel, variant: str, y: int, colour: str) -> float | None:
+def _total(axes: Axes, block: AblationBlock, variant: str, y: int, colour: str) -> float | None:
     """Draw the bar of a whole step, or say why there is none."""
     own = block.run.round_ms(variant, block.seq_len)
     if not own:
@@ -193,8 +193,8 @@ def ablation_finding(run: Run) -> str:
         return REHEARSAL_NOTICE
     for block in blocks_of(run):
         for seq_len in reversed(run.experiment.seq_lens):
-            if percent := _clear_percent(Panel(run, seq_len, block).together()):
-                rows = Panel(run, seq_len, block).gains()[:-1]
+            if percent := _clear_percent(AblationBlock(run, seq_len, block).together()):
+                rows = AblationBlock(run, seq_len, block).gains()[:-1]
                 alone = sorted((-_clear_percent(row.first), name_of_part(row.part)) for row in rows)
                 parts = [f"{name} {-minus:.0f}%" for minus, name in alone[:3] if minus < 0]
                 words = f" (alone: {', '.join(parts)})".replace("fused ", "") if parts else ""
@@ -210,7 +210,7 @@ def lengths_finding(run: Run, lengths: list[int]) -> str:
     said = []
     for seq_len in lengths:
         rows = [row for block in blocks_of(run)
-                for row in Panel(run, seq_len, block).gains()[:-1]]  # fmt: skip
+                for row in AblationBlock(run, seq_len, block).gains()[:-1]]  # fmt: skip
         found = chain.from_iterable(row.known() for row in rows)
         if judged := [gain.verdict for gain in found if gain.verdict]:
             clear = sum(verdict != NOISE for verdict in judged)

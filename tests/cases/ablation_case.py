@@ -2,7 +2,7 @@
 
 from cases import example_results as example
 
-from report.ablation import Panel
+from report.ablation import AblationBlock
 from variants import SUITES, VARIANTS
 
 WITHOUT = "_no_checkpointing"
@@ -47,4 +47,4 @@ def row(rows, part):
 
 
 def gains(*block, **time):
-    return Panel(*block, **time).gains()
+    return AblationBlock(*block, **time).gains()

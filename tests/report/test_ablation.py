@@ -118,7 +118,7 @@ def test_lengths_where_all_is_noise_are_left_out_of_the_steps_table(monkeypatch)
         rows = [ablation.PartGains("mlp", *found[:2]), ablation.PartGains("rope", *found[2:])]
         clear = [ablation.PartGains("mlp", told, told), ablation.PartGains("rope", told, told)]
         of = {64: rows, 128: clear}
-        monkeypatch.setattr(ablation.Panel, "gains", lambda self, of=of: of[self.seq_len])
+        monkeypatch.setattr(ablation.AblationBlock, "gains", lambda self, of=of: of[self.seq_len])
         said = ablation_table(run)
         assert ("(64 tokens, where gains are noise, are left out)" in said) is is_left_out
 
@@ -133,7 +133,7 @@ def test_the_gpus_own_time_by_hand():
     assert (mlp.first.ms, mlp.first.percent, mlp.last.ms) == pytest.approx((12, 12, 11))
     assert mlp.first.verdict is mlp.last.verdict is None
     assert isinstance(attention.first, str)
-    assert ablation.Panel(run, 64, True, ablation.GPU).together().ms == 50
+    assert ablation.AblationBlock(run, 64, True, ablation.GPU).together().ms == 50
     assert "| fused MLP | 12.0 (12.0%) | 11.0 |" in ablation_table(run)
     for cell in run.cells:
         cell.gpu_busy_ms = None
