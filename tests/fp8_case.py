@@ -10,13 +10,13 @@ from fused_case import SHORT
 from reference import random, relative_error
 
 from fused_lora import Fusion, fuse
-from fused_lora.adopt.fp8_weight import Fp8Weight
+from fused_lora.adopt.fp8.weight import Fp8Weight
 from fused_lora.adopt.layer import read_layer
-from fused_lora.decoder_layer import DecoderLayer
-from fused_lora.fp8 import Fp8Buffer
-from fused_lora.frozen_layer import GROUPS
 from fused_lora.kernels.fp8_rows import E4M3, new_codes
 from fused_lora.kernels.residual import residual_norm_backward
+from fused_lora.layer.decoder_layer import DecoderLayer
+from fused_lora.layer.fp8.buffer import Fp8Buffer
+from fused_lora.layer.operands import GROUPS
 
 FP8 = Fusion(layer=True, fp8=True)
 CONFIG = {

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from fused_mlp.utils import compute_dtype
 
-from ..decoder_layer import DecoderLayer
-from ..frozen_layer import GROUPS, FrozenLayer, Others
 from ..kernels.fp8_rows import E4M3
 from ..kernels.residual import _extend_rows_kernel
 from ..kernels.rows import Handover
+from ..layer.decoder_layer import DecoderLayer
+from ..layer.operands import GROUPS, FrozenLayer, Others
 from ..step.recompute import saving_last
 from .attention import (
     head_norms_of,
@@ -26,10 +26,9 @@ from .attention import (
     turns,
     why_not_inputs,
 )
-from .borders import let_save
-from .fp8_checkpoint import is_of_codes, let_train
-from .fp8_weight import why_not_in_fp8
-from .layer_borders import LayerBorders
+from .borders import LayerBorders, let_save
+from .fp8.checkpoint import is_of_codes, let_train
+from .fp8.weight import why_not_in_fp8
 from .layer_reading import base_layers, names_of_norms, norms_of, parts_and_ranks, read_groups
 from .mlp import activation_of
 from .projection import Projection, bias_of, seed_for, trains_bias

@@ -1,4 +1,4 @@
-"""Rows in FP8, for products with a weight in FP8 (`fp8.py`): e4m3 codes and one scale a row.
+"""Rows in FP8, for products with a weight in FP8 (`layer/fp8/`): e4m3 codes and one scale a row.
 
     fp8_rows    codes and scales of x [rows, columns], with room for its border
 
@@ -27,6 +27,9 @@ from ..rms_norm import block_of
 from .rows import ROW_BYTES, check_rows
 
 E4M3 = torch.float8_e4m3fn
+SIZES = 16  # of a weight have to be multiples of it
+# e4m3 are floating-point numbers: a row that is so many times smaller than most loses no digit.
+LEAST_OF_MEAN = 128
 LARGEST = tl.constexpr(448.0)  # of e4m3
 # What a row's largest becomes: half of that, so that its border, of which nothing is known yet, has
 # room. With all of it 32% of rows passed 448 where sB was twice as large as W (of normal numbers),
@@ -182,3 +185,16 @@ def new_codes(like: Tensor, padded: int) -> tuple[Tensor, Tensor]:
 def rounds(kernel) -> bool:
     """Return whether a kernel has to round by arithmetic: in Triton's interpreter."""
     return not isinstance(kernel, triton.JITFunction)
+
+
+def codes_and_scales(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(codes [out, in] in e4m3, scales [out] in fp32) of a weight, a scale for each row.
+
+    The scale of a row that is next to nothing beside the others, or 0, is not its own: an adapter's
+    B over it would be so large that none of the other rows had digits left.
+    """
+    weight = weight.float()
+    largest = weight.abs().amax(1)
+    least = largest.mean() / LEAST_OF_MEAN
+    scales = torch.maximum(largest, torch.where(least > 0, least, 1.0)) / LARGEST.value
+    return (weight / scales[:, None]).to(E4M3), scales

@@ -16,7 +16,7 @@ from fused_lora import fuse, unfuse
 from fused_lora.adopt import borders as module
 from fused_lora.adopt.layer import borders_of, read_layer
 from fused_lora.adopt.layer_reading import grouped_projections
-from fused_lora.frozen_layer import GROUPS
+from fused_lora.layer.operands import GROUPS
 
 BF16 = {"dtype": torch.bfloat16}
 

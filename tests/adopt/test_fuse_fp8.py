@@ -24,7 +24,8 @@ from reference import random, relative_error
 from fused_lora import Fusion, fuse, unfuse
 from fused_lora import cross_entropy as loss_module
 from fused_lora.adopt import layer as layer_module
-from fused_lora.fp8 import Fp8Buffer, codes_and_scales
+from fused_lora.kernels.fp8_rows import codes_and_scales
+from fused_lora.layer.fp8.buffer import Fp8Buffer
 
 pytestmark = pytest.mark.usefixtures("fp8_in_fp32")
 

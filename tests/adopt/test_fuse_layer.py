@@ -22,8 +22,9 @@ from peft_models import logits
 from reference import relative_error
 from torch.nn.utils import parametrize, prune
 
-from fused_lora import Fusion, decoder_layer, fuse, report, unfuse
+from fused_lora import Fusion, fuse, report, unfuse
 from fused_lora.adopt.layer import borders_of
+from fused_lora.layer import decoder_layer
 
 
 def pruned(linear):

@@ -16,10 +16,10 @@ from peft_models import ids
 from reference import random, relative_error
 from torch import nn
 
-from fused_lora import Fusion, decoder_layer, fuse, unfuse
+from fused_lora import Fusion, fuse, unfuse
 from fused_lora.cross_entropy import labelled_rows, linear_cross_entropy
-from fused_lora.decoder_layer import DecoderLayer
-from fused_lora.kernels import layer_residual, swiglu_bordered
+from fused_lora.layer import decoder_layer, mlp, residual
+from fused_lora.layer.decoder_layer import DecoderLayer
 
 WITH_LOSS = Fusion(layer=True, cross_entropy=True)
 FULL = Fusion(checkpoint="full")
@@ -77,8 +77,8 @@ def test_what_is_left_out_is_neither_multiplied_nor_saved(device, monkeypatch):
     model, inputs, grad = operands(device)
     made = []
     for module, name in (
-        (layer_residual, "grow_k_forward"), (decoder_layer, "add_projected"),
-        (decoder_layer, "grow_k_backward"), (swiglu_bordered, "grow_k_backward"),
+        (residual, "grow_k_forward"), (decoder_layer, "add_projected"),
+        (decoder_layer, "grow_k_backward"), (mlp, "grow_k_backward"),
     ):  # fmt: skip
         function = getattr(module, name)
         monkeypatch.setattr(

@@ -18,12 +18,12 @@ from layer_case import (
 from reference import relative_error
 from refusal import assert_refused, narrow, trained
 
-import fused_lora.decoder_layer as module
+import fused_lora.layer.decoder_layer as module
 from fused_lora.adopt.layer import read_layer
-from fused_lora.decoder_layer import DecoderLayer
-from fused_lora.frozen_layer import GROUPS, PROJECTIONS, Others
-from fused_lora.kernels import layer_residual, swiglu_bordered
 from fused_lora.kernels.rows import Handover
+from fused_lora.layer import mlp, residual
+from fused_lora.layer.decoder_layer import DecoderLayer
+from fused_lora.layer.operands import GROUPS, PROJECTIONS, Others
 
 BF16 = {"dtype": torch.bfloat16, "autocast_adapter_dtype": False}
 DTYPES = {
@@ -214,7 +214,7 @@ def test_no_product_is_made_for_the_gradient_of_an_input_that_wants_none(device,
     _, inputs, grad = operands(device, FEW)
     made = []
     backward = module.grow_k_backward
-    for one in (module, swiglu_bordered):
+    for one in (module, mlp):
         monkeypatch.setattr(
             one, "grow_k_backward", lambda *of: made.append(of[1].out) or backward(*of)
         )
@@ -285,13 +285,13 @@ def test_create_graph_is_an_error(device):
 def test_without_its_output_a_layer_has_the_same_gradients(device, monkeypatch):
     """As checkpointing runs it again. What it saves are as many tensors of the same shapes, and the
     norm copies the residual only for an output."""
-    copies, function = [], layer_residual.residual_norm_forward
+    copies, function = [], residual.residual_norm_forward
 
     def spy(x, weight, eps, y, copy, zero_centered):
         copies.append(copy is not None)
         return function(x, weight, eps, y, copy, zero_centered)
 
-    monkeypatch.setattr(layer_residual, "residual_norm_forward", spy)
+    monkeypatch.setattr(residual, "residual_norm_forward", spy)
     _, inputs, grad = operands(device, FEW)
     frozen = inputs.pop()
     results, shapes = [], []

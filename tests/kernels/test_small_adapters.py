@@ -9,10 +9,11 @@ import pytest
 import torch
 from reference import random, unpacked
 
-from fused_lora.bordered import Bordered, Buffer
-from fused_lora.fp8 import Fp8Buffer, codes_and_scales
-from fused_lora.kernels.layer_residual import add_projected, normed_product
-from fused_lora.kernels.swiglu_bordered import add_down
+from fused_lora.kernels.fp8_rows import codes_and_scales
+from fused_lora.layer.buffer import Bordered, Buffer
+from fused_lora.layer.fp8.buffer import Fp8Buffer
+from fused_lora.layer.mlp import add_down
+from fused_lora.layer.residual import add_projected, normed_product
 from fused_lora.lora_linear import FrozenLinear, LoRA_W
 from fused_mlp.dropout import draw_masks
 

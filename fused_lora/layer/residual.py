@@ -1,4 +1,4 @@
-"""A layer's residual, for `decoder_layer.py`: its norms before attention and MLP, what these add to
+"""A layer's residual: its norms before attention and MLP, what these add to
 it, as it is, as a multiple or normed, the gradients of biases, and the rows that are wanted."""
 
 from collections.abc import Sequence
@@ -8,11 +8,11 @@ from torch import Tensor
 
 from fused_mlp.dropout import Mask, Masks
 
-from ..bordered import Bordered, Codes, Extended, grow_k_forward
-from ..fp8 import Fp8Buffer
-from .dropped_products import dropped_products
-from .residual import extend_rows, residual_norm_backward, residual_norm_forward
-from .rows import empty_rows
+from ..kernels.dropped_products import dropped_products
+from ..kernels.residual import extend_rows, residual_norm_backward, residual_norm_forward
+from ..kernels.rows import empty_rows
+from .buffer import Bordered, Codes, Extended, grow_k_forward
+from .fp8.buffer import Fp8Buffer
 
 
 def normed_product(

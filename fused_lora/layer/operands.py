@@ -9,9 +9,9 @@ from torch import Tensor
 from fused_mlp.dropout import Masks, draw_masks
 from fused_mlp.utils import compute_dtype
 
-from .adopt.layer_borders import LayerBorders
-from .bordered import Bordered, check_adapters, with_own_biases
-from .kernels.qkv_norm_rope import HeadNorms
+from ..kernels.qkv_norm_rope import HeadNorms
+from .buffer import Bordered, check_adapters, with_own_biases
+from .filling import Filling
 
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 ADAPTERS = 2 * len(PROJECTIONS)  # tensors: A and B of each
@@ -33,7 +33,7 @@ class FrozenLayer(NamedTuple):
     heads: int
     kv_heads: int
     attention_scaling: float
-    borders: LayerBorders
+    borders: Filling
     head_norms: HeadNorms | None = None  # of q and k; None: these are turned as they come
     multiplier: float = 1.0  # of what attention and the MLP add to the residual
     # [hidden], of what attention and the MLP add to the residual; None: they add it as it is

@@ -1,5 +1,5 @@
-"""A layer's MLP between its bordered products (`bordered.py`), with the adapters' products
-over [T, intermediate] tensors inside SwiGLU's, or GeGLU's, own passes, for `decoder_layer.py`."""
+"""A layer's MLP between its bordered products (`buffer.py`), with the adapters' products
+over [T, intermediate] tensors inside SwiGLU's, or GeGLU's, own passes."""
 
 from collections.abc import Sequence
 
@@ -8,13 +8,13 @@ from torch import Tensor
 
 from fused_mlp.dropout import Mask, Masks
 
-from ..bordered import Bordered, grow_k_backward
-from ..fp8 import Fp8Buffer
-from .fp8_swiglu import guess_gradient_scales, repair_gradient_codes
-from .layer_residual import adds_beside, sum_biases
-from .rows import empty_rows
-from .swiglu_products_backward import Product, swiglu_backward_products
-from .swiglu_products_forward import swiglu_forward_product
+from ..kernels.fp8_swiglu import guess_gradient_scales, repair_gradient_codes
+from ..kernels.rows import empty_rows
+from ..kernels.swiglu_products_backward import Product, swiglu_backward_products
+from ..kernels.swiglu_products_forward import swiglu_forward_product
+from .buffer import Bordered, grow_k_backward
+from .fp8.buffer import Fp8Buffer
+from .residual import adds_beside, sum_biases
 
 
 def add_down(

@@ -1,4 +1,4 @@
-"""A frozen weight in FP8 with the border of its adapters, and its products (`bordered.py`).
+"""A frozen weight in FP8 with the border of its adapters, and its products (`buffer.py`).
 
 W [out, in] is e4m3 codes with a scale s for each row, made once. Products of FP8 want what they sum
 over side by side in both operands, so that there are two copies of the codes, W8 [out, in] for the
@@ -27,15 +27,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .kernels.fp8_borders import Bordering, Halves, fp8_borders
-from .kernels.fp8_norm import norm_backward_codes, norm_codes
-from .kernels.fp8_products import add_border, add_coded_border
-from .kernels.fp8_rows import E4M3, LARGEST, fp8_rows, new_codes, padded_columns
-from .kernels.fp8_swiglu import swiglu_codes
+from ...kernels.fp8_borders import Bordering, Halves, fp8_borders
+from ...kernels.fp8_norm import norm_backward_codes, norm_codes
+from ...kernels.fp8_products import add_border, add_coded_border, product_of_codes
+from ...kernels.fp8_rows import E4M3, fp8_rows, new_codes, padded_columns
+from ...kernels.fp8_swiglu import swiglu_codes
 
-SIZES = 16  # of a weight have to be multiples of it
-# e4m3 are floating-point numbers: a row that is so many times smaller than most loses no digit.
-LEAST_OF_MEAN = 128
 _serials = itertools.count()
 
 
@@ -44,7 +41,7 @@ class Fp8Buffer:
 
     weight: [out, in] codes. scales: [out] in fp32. bias: [out + width] or None, in the dtype of the
     products. width: the columns that the border has room for. made_of: by a weight's first row, of
-    which change of its original the codes are (`adopt/fp8_weight.py`). serial: no other's.
+    which change of its original the codes are (`adopt/fp8/weight.py`). serial: no other's.
     """
 
     def __init__(
@@ -183,19 +180,6 @@ class Fp8Buffer:
         grad.add_(product_of_codes(*rows, self._codes_t, self._ones, None, dy.dtype))
 
 
-def codes_and_scales(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes [out, in] in e4m3, scales [out] in fp32) of a weight, a scale for each row.
-
-    The scale of a row that is next to nothing beside the others, or 0, is not its own: an adapter's
-    B over it would be so large that none of the other rows had digits left.
-    """
-    weight = weight.float()
-    largest = weight.abs().amax(1)
-    least = largest.mean() / LEAST_OF_MEAN
-    scales = torch.maximum(largest, torch.where(least > 0, least, 1.0)) / LARGEST.value
-    return (weight / scales[:, None]).to(E4M3), scales
-
-
 def _zero_codes(device: torch.device, *shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.uint8, device=device).view(E4M3)
 
@@ -203,25 +187,3 @@ def _zero_codes(device: torch.device, *shape: int) -> Tensor:
 def _without_border(codes: Tensor, scales: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     codes.view(torch.uint8)[:, columns:].zero_()
     return codes, scales
-
-
-def product_of_codes(
-    codes: Tensor, scales: Tensor, weight: Tensor, of_rows: Tensor, bias: Tensor | None,
-    dtype: torch.dtype, sums_in_fp32: bool = False,
-) -> Tensor:  # fmt: skip
-    """codes [T, k] times weight [out, k], in dtype, with the scales of the rows of both.
-
-    Hopper's tensor cores add up with 14 bits and cut off the rest, once for each 32 of k. With
-    sums_in_fp32 they do so within 128 of k, and these are added in fp32. A gradient whose k is a
-    vocabulary needs that (`fp8_head.py`), and so does a forward with a small adapter: fast sums
-    show 0.003 to 0.004 of a delta of 1e-6, 0.03 of 1e-5 and 0.2 to 0.3 of 1e-4 of the output, these
-    all of it (H100, multiples of 128). Where k without the border is no multiple of 128, the border
-    shares a block with x, and some may still be lost: not measured. Products take 7 to 25% longer.
-    """
-    if codes.is_cuda and dtype == torch.bfloat16:
-        return torch._scaled_mm(
-            codes, weight.t(), scales, of_rows[None], bias, out_dtype=dtype,
-            use_fast_accum=not sums_in_fp32,
-        )  # fmt: skip
-    product = (codes.float() @ weight.float().t()) * scales * of_rows
-    return (product if bias is None else product + bias.float()).to(dtype)

@@ -1,4 +1,4 @@
-"""The gradients of a layer's adapters that are sums over tokens, for `decoder_layer.py`."""
+"""The gradients of a layer's adapters that are sums over tokens."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -8,9 +8,9 @@ from torch import Tensor
 
 from fused_mlp.dropout import Masks
 
-from ..bordered import Bordered
-from .sums_over_tokens import sums_over_tokens
-from .swiglu_products_backward import Product
+from ..kernels.sums_over_tokens import sums_over_tokens
+from ..kernels.swiglu_products_backward import Product
+from .buffer import Bordered
 
 
 class AdapterSums:

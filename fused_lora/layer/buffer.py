@@ -1,4 +1,4 @@
-"""Products with a bordered weight (`bordered.py`), for `decoder_layer.py`.
+"""Products with a bordered weight (`buffer.py`).
 
 With M = [[W, s B], [A, 0]], z = x A' and p = dy s B:
 
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from fused_mlp.dropout import Masks
 
-from .fp8 import Fp8Buffer
-from .kernels.dropped_products import dropped_gradient, dropped_products
+from ..kernels.dropped_products import dropped_gradient, dropped_products
+from .fp8.buffer import Fp8Buffer
 
 Codes = tuple[Tensor, Tensor]  # of rows in FP8, and their scales
 

@@ -1,4 +1,4 @@
-"""The borders of one decoder layer, and what copies its adapters into them."""
+"""Copies a decoder layer's adapters into the borders of its buffers (`buffer.py`)."""
 
 from collections.abc import Hashable, Sequence
 
@@ -7,47 +7,20 @@ from torch import Tensor
 
 from fused_mlp.launching import is_capturing
 
-from ..bordered import Bordered
 from ..kernels.many_copies import ManyCopies, Matrices
 from ..kernels.rows import Handover
-from .borders import Border, Fp8Border
-from .projection import Projection
+from .buffer import Bordered
 
 
-class LayerBorders:
-    """The borders of one decoder layer, and what copies its adapters into them.
+class Filling:
+    """Copies one layer's adapters into its borders, and knows which are there.
 
-    handover: one for all layers of a model. replica_of: the name of an earlier layer that has the
-    same base weights (PEFT's layer_replication), in whose buffers they lie.
+    handover: one for all layers of a model.
     """
 
-    def __init__(self, groups: int, fp8: bool = False):
-        self.fp8 = fp8
-        self.borders = tuple(Fp8Border() if fp8 else Border() for _ in range(groups))
+    def __init__(self) -> None:
         self.handover = Handover()
-        self.replica_of: str | None = None
         self._copies = ManyCopies()
-
-    def bordered(
-        self,
-        groups: Sequence[Sequence[Projection]],
-        parts: Sequence[Sequence[Projection]],
-        ranks: Sequence[Sequence[int]],
-        dtype: torch.dtype,
-    ) -> list[Bordered]:
-        """The buffers of these projections, and their parts, made where weights lie elsewhere.
-
-        One after the other, so that at most one group's weights exist twice. dtype: the model's,
-        which weights in FP8 do not tell.
-        """
-        found = [
-            border.bordered(reads, split, of, dtype)
-            for border, reads, split, of in zip(self.borders, groups, parts, ranks, strict=True)
-        ]
-        device = found[0][0].A.device
-        if device.type == "cuda" and any(was_made for _, was_made in found):
-            torch.cuda.empty_cache()  # the freed pieces are each too small for what comes
-        return [bordered for bordered, _ in found]
 
     def fill(self, groups: Sequence[Bordered], adapters: Sequence[Tensor]) -> None:
         """Copy the adapters, A and B of each projection, into the borders of their groups.

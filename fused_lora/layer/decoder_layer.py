@@ -1,6 +1,6 @@
 """DecoderLayer: a whole Llama-like layer with its adapters as one autograd function, by hand.
 
-For a layer's input x [T, hidden], with M the bordered buffers (`bordered.py`) of q, k and v,
+For a layer's input x [T, hidden], with M the bordered buffers (`buffer.py`) of q, k and v,
 of o, of gate and up, and of down, forward in the order of execution:
 
     sB, A   into M                                 of all seven adapters, in one launch
@@ -62,13 +62,13 @@ saves 70.2 kB: [n|zn] 4.3, qkv 5.1, a 4.1, t 4.1, [m|zm] 4.2, gu 44.0, za, zh, l
 rstd 0.2, and x 4.1, which is the output of the layer before. Norms of heads add q, k and v once
 more, as attention has them: at Qwen3-8B (hidden 4,096, intermediate 12,288, q and k and v 6,144)
 12.3 of 115.3 kB, 2.0 of which are a second v, for attention reads all three from one buffer. Their
-rstd are computed again. In FP8 n and m are codes alone (`bordered.Extended`), 2.6 and 2.4 kB with
+rstd are computed again. In FP8 n and m are codes alone (`buffer.Extended`), 2.6 and 2.4 kB with
 their z. Where checkpointing runs the layer
 again, zh is kept (`recompute.once`): 64 bytes a token, and SwiGLU does not run again. Where it has
 somewhere to keep them, neither are a, za and t computed a second time: 8.2 kB a token for
 attention, the product with o and its addition.
 
-With dropout (`bordered.py`, `fused_mlp/dropout.py`) zn, za, zm and zh are of masked inputs, and so
+With dropout (`buffer.py`, `fused_mlp/dropout.py`) zn, za, zm and zh are of masked inputs, and so
 are dA; dn, da, dm and dh begin as what the adapters give, to which the frozen product is added. One
 mask for each projection is drawn at the start and saved: 2.9 kB a token. Where the layer runs again
 they are drawn again from the same seed, which is all that is kept of them.
@@ -80,8 +80,16 @@ from torch import Tensor
 from fused_mlp.dropout import masks_of, parts_of
 from fused_mlp.utils import without_autocast
 
-from .bordered import grow_k_backward, kinds_of
-from .frozen_layer import (
+from ..kernels.qkv_attention import Attention, attention_backward, attention_forward
+from ..kernels.qkv_norm_rope import HeadNorms, head_norms_backward, norm_rope_together
+from ..kernels.qkv_rope import rope_forward, split_heads
+from ..kernels.residual import add_normed
+from ..kernels.rows import as_rows, empty_rows
+from ..step.recompute import has_kept, once, takes_away
+from .adapter_sums import AdapterSums
+from .buffer import grow_k_backward, kinds_of
+from .mlp import add_down, through_swiglu
+from .operands import (
     ADAPTERS,
     GROUPS,
     Others,
@@ -92,8 +100,7 @@ from .frozen_layer import (
     new_gradients,
     with_others,
 )
-from .kernels.adapter_sums import AdapterSums
-from .kernels.layer_residual import (
+from .residual import (
     add_projected,
     adds_beside,
     gradient_of_added,
@@ -103,13 +110,6 @@ from .kernels.layer_residual import (
     sum_biases,
     wanted_rows,
 )
-from .kernels.qkv_attention import Attention, attention_backward, attention_forward
-from .kernels.qkv_norm_rope import HeadNorms, head_norms_backward, norm_rope_together
-from .kernels.qkv_rope import rope_forward, split_heads
-from .kernels.residual import add_normed
-from .kernels.rows import as_rows, empty_rows
-from .kernels.swiglu_bordered import add_down, through_swiglu
-from .step.recompute import has_kept, once, takes_away
 
 
 class DecoderLayer(torch.autograd.Function):
