@@ -15,8 +15,8 @@ Nothing here keeps a buffer alive but the weights in it, and a graph that needs 
 weight that lies elsewhere (moved, cast, assigned, unpickled, copied with its model) is moved into a
 new buffer by the next forward, and the memory of the old one is free once all have left it.
 
-The products are in `layer/buffer.py`, those in FP8 in `layer/fp8/`. LoRA: Hu et al., arXiv 2106.09685. The
-bordered form is our own.
+The products are in `layer/buffer.py`, those in FP8 in `layer/fp8/`. LoRA: Hu et al., arXiv
+2106.09685. The bordered form is our own.
 """
 
 import weakref
@@ -41,6 +41,7 @@ from .state import hand_out_buffered
 # Of bf16 are 16 bytes, to which cuBLAS wants every row aligned. Without any adapter the border is
 # as wide, and zero.
 WIDTH_MULTIPLE = 8
+GROUPS = 4  # q, k and v; o; gate and up; down
 
 
 # --- one buffer -----------------------------------------------------------------------------------
@@ -286,10 +287,10 @@ class LayerBorders(Filling):
     layer_replication), in whose buffers they lie.
     """
 
-    def __init__(self, groups: int, fp8: bool = False):
+    def __init__(self, fp8: bool = False):
         super().__init__()
         self.fp8 = fp8
-        self.borders = tuple(Fp8Border() if fp8 else Border() for _ in range(groups))
+        self.borders = tuple(Fp8Border() if fp8 else Border() for _ in range(GROUPS))
         self.replica_of: str | None = None
 
     def bordered(

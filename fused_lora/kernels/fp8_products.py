@@ -1,4 +1,4 @@
-"""The border of rows that are codes already (`layer/fp8/`), and the adapters' product that it is of.
+"""Products of codes in FP8 (`layer/fp8/`), and the border of rows that are codes already.
 
 For codes of x, or of dy s, as the weight's own product sees them:
 

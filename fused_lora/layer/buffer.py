@@ -1,80 +1,227 @@
-"""Products with a bordered weight (`buffer.py`).
+"""Bordered weights: what a layer asks of a frozen weight and its adapters.
 
-With M = [[W, s B], [A, 0]], z = x A' and p = dy s B:
+W [out, in], and A [width, in] and s B [out, width] of all its projections, make one matrix
 
-    y  = [x | z] M[:out]'
-    dx = [dy | p] M[:, :in]
+    M = [[W, s B],      and with z = x A', p = dy s B      y  = [x | z] M[:out]'
+         [A,  0 ]]                                         dx = [dy | p] M[:, :in]
 
-and with dropout, for the mask mi of each projection, zi = (x mi) Ai' by a kernel, and
+A decoder layer has four: q, k and v; o; gate and up; down. It asks them for
 
-    dx = m1 (p1 A1) + m2 (p2 A2) + ... + dy W       what comes first by another
+    project_norm       y of a norm of x                    q, k, v; gate, up
+    add_projected      a residual plus y                   o
+    add_swiglu         a residual plus y of SwiGLU         down
+    norm_backward      the dy that comes out of a norm     o
+    swiglu_backward    the dy that comes out of SwiGLU     gate, up
+    gradient           dx and p of dy                      all
+
+and nobody outside a buffer's own file knows which kind it is. `Buffer` multiplies in the weight's
+dtype. `fp8/buffer.py` overrides these methods to multiply codes. A kind whose weights are only
+stored otherwise, in 4 bits say, overrides `encode` alone and writes W into `matrix` there:
+`Filling` calls it before a forward, and before a backward if the border has changed since.
+
+With dropout every projection's z and p A are products of masked tensors, by kernels of their own.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fused_mlp.dropout import Masks
+from fused_mlp.dropout import Mask, Masks
 
 from ..kernels.dropped_products import dropped_gradient, dropped_products
-from .fp8.buffer import Fp8Buffer
+from ..kernels.residual import extend_rows
+from ..kernels.rows import empty_rows
+from ..kernels.swiglu_products_backward import SwiGLUProducts, swiglu_backward_products
+from ..kernels.swiglu_products_forward import swiglu_forward_product
+from .residual import Norm, norm_backward, norm_forward
 
-Codes = tuple[Tensor, Tensor]  # of rows in FP8, and their scales
+
+class Dropout(NamedTuple):
+    """The masks of one buffer's projections, and how many columns of the border each has."""
+
+    masks: Masks
+    blocks: tuple[int, ...]
+
+
+class Read(NamedTuple):
+    """What a product has read, [x | z], as backward needs it."""
+
+    x: Tensor  # [T, in]
+    z: Tensor  # [T, width], x A'
+    scales: Tensor | None = None  # [T, 1], of the rows of an x in codes
+
+
+class Incoming(NamedTuple):
+    """The gradient dy of what a product gave."""
+
+    rows: Tensor | None  # [T, out + width]: dy, and room for p; None: only `coded` exists
+    coded: Any = None  # dy in the form that the buffer multiplies, where the pass before made it
 
 
 class Buffer:
-    """The memory of one border, while something needs it, and its products.
+    """The memory of a bordered weight, while something needs it, and its products.
 
-    matrix: [out + width, in + width]. bias: [out + width], zero after out, or None. holds: what
-    says whose adapters are in the border now, None for nobody knows whose.
+    matrix: [out + width, in + width]. bias: [out + width], zero after out, or None. key: of the
+    adapters that are in the border now; None: unknown.
     """
 
     def __init__(self, matrix: Tensor, bias: Tensor | None, outputs: int, inputs: int):
         self.matrix, self.bias = matrix, bias
-        self.holds: tuple | None = None
+        self.key: tuple | None = None
         self.weight = matrix[:outputs, :inputs]
         self.A, self.sB = matrix[outputs:, :inputs], matrix[:outputs, inputs:]
 
     @staticmethod
     def encode(buffers: Sequence) -> None:
-        """Called when A and sB of all have been filled."""
+        """Make these buffers, A and sB of which have just been filled, ready for products."""
 
-    def product(self, x_ext: Tensor, bias: Tensor | None) -> Tensor:
-        """[x | z] M[:out]' + bias"""
-        return _product(x_ext, self.matrix[: len(self.sB)], bias)
+    # --- forward ---
 
-    def add_product(self, total: Tensor, x_ext: Tensor, multiplier: float) -> None:
-        """total += multiplier [x | z] M[:out]'"""
-        total.addmm_(x_ext, self.matrix[: len(self.sB)].t(), alpha=multiplier)
+    def project_norm(
+        self, x: Tensor, norm: Norm | None, bias: Tensor | None, dropout: Dropout | None,
+        copy: Tensor | None,
+    ) -> tuple[Tensor, Read, Tensor | None]:  # fmt: skip
+        """Return (n W' + bias + adapters, [n | z], rstd) of n, the norm of x, or x without one.
 
-    def gradient_and_p(
-        self, grad_ext: Tensor, x_scales: Tensor | None = None
+        Writes x into copy, too, if it is given.
+        """
+        inputs = x.shape[1]
+        extended = empty_rows(x, len(x), inputs + len(self.A))
+        normed, z = extended[:, :inputs], extended[:, inputs:]
+        rstd = norm_forward(x, norm, normed, copy)
+        if dropout is None:
+            torch.mm(normed, self.A.t(), out=z)
+        else:
+            dropped_products(normed, self.A, dropout.blocks, dropout.masks, z)
+        return self.product(extended, bias), Read(normed, z), rstd
+
+    def adds_beside(self, dropout: Dropout | None) -> bool:
+        """Return True if a sum is a pass after the matmul. Otherwise the matmul accumulates into
+        the residual, which then has to lie in `total` already."""
+        return False
+
+    def add_projected(
+        self, x: Tensor, extended: Tensor | None, residual: Tensor, total: Tensor,
+        bias: Tensor | None, multiplier: float, dropout: Dropout | None,
+    ) -> Tensor:  # fmt: skip
+        """Write residual + multiplier (x W' + bias + adapters) into total; return z, new.
+
+        extended: rows for [x | z]; x may be their first columns. None: allocate them if needed.
+        One matmul adds and rounds once. A bias rounds once more.
+        """
+        z = x.new_empty(len(x), len(self.A))
+        if extended is None:
+            extended = empty_rows(x, len(x), x.shape[1] + len(self.A))
+        if dropout is None:
+            extend_rows(x, self.A, extended, z)
+        else:
+            dropped_products(x, self.A, dropout.blocks, dropout.masks, z)
+            first, rest = extended.split_with_sizes([x.shape[1], z.shape[1]], 1)
+            if first.data_ptr() != x.data_ptr():
+                first.copy_(x)
+            rest.copy_(z)
+        self.add_product(total, extended, multiplier)
+        if bias is not None:
+            total.add_(bias, alpha=multiplier)
+        return z
+
+    def add_swiglu(
+        self, gate_up: Tensor, residual: Tensor | None, total: Tensor | None,
+        bias: Tensor | None, multiplier: float, activation: str, dropout: Dropout | None,
+    ) -> Tensor:  # fmt: skip
+        """Write residual + multiplier (h W' + bias + adapters) into total, for h = silu(gate) up,
+        or with GELU; return z, new. Without total compute z alone."""
+        inputs, mask = self.A.shape[1], mask_of_one(dropout)
+        if total is None:
+            return swiglu_forward_product(gate_up, self.A, None, None, mask, activation)
+        extended = empty_rows(gate_up, len(gate_up), inputs + len(self.A))
+        z = swiglu_forward_product(
+            gate_up, self.A, extended[:, :inputs], extended[:, inputs:], mask, activation
+        )
+        self.add_product(total, extended, multiplier)
+        if bias is not None:
+            total.add_(bias, alpha=multiplier)
+        return z
+
+    # --- backward ---
+
+    def norm_backward(
+        self, grad_y: Tensor, grad_residual: Tensor, x: Tensor, norm: Norm | None,
+        rstd: Tensor | None, rows: Tensor, grad_weight: Tensor | None, is_read: bool,
+    ) -> Incoming:  # fmt: skip
+        """Write the gradient of x, which was normed and goes on as the residual, into the first
+        columns of rows, and a trained weight's into grad_weight.
+
+        is_read: `gradient` reads it next, as it is and without dropout.
+        """
+        norm_backward(grad_y, grad_residual, x, norm, rstd, rows[:, : x.shape[1]], grad_weight)
+        return Incoming(rows)
+
+    def swiglu_backward(
+        self, grad_hidden: Tensor, gate_up: Tensor, products: SwiGLUProducts, activation: str,
+        is_read: bool,
+    ) -> Incoming:  # fmt: skip
+        """Return the gradient of gate_up, and write the products' gradients.
+
+        is_read: `gradient` alone reads it, without dropout.
+        """
+        outputs, width = self.sB.shape
+        rows = empty_rows(gate_up, len(gate_up), outputs + width)
+        swiglu_backward_products(
+            grad_hidden, gate_up, products.hidden, products.gate, products.up, rows[:, :outputs],
+            activation,
+        )  # fmt: skip
+        return Incoming(rows)
+
+    def gradient(
+        self, incoming: Incoming, scales: Tensor | None, dropout: Dropout | None
     ) -> tuple[Tensor, Tensor]:
-        """([dy | p] M[:, :in], p) of [dy | room for p]. x, which is no codes, has no scales."""
-        outputs, inputs = self.weight.shape
-        dy, p = grad_ext[:, :outputs], grad_ext[:, outputs:]
+        """Return (dx [T, in], p [T, width]). p may lie beside dy in incoming's rows.
+
+        scales: those of `Read`, by which p is multiplied for dA.
+        """
+        assert incoming.rows is not None
+        dy, p = incoming.rows.tensor_split([len(self.sB)], 1)
         torch.mm(dy, self.sB, out=p)
-        return grad_ext @ self.matrix[:, :inputs], p
+        if dropout is None:
+            return incoming.rows @ self.matrix[:, : self.A.shape[1]], p
+        grad = dy.new_empty(len(dy), self.A.shape[1])
+        dropped_gradient(p, self.A, dropout.blocks, dropout.masks, grad)
+        self.add_gradient(grad, dy)
+        return grad, p
+
+    def adapter_gradient(self, dy: Tensor, scales: Tensor | None) -> Tensor:
+        """Return `gradient`'s p alone, new."""
+        p = dy @ self.sB
+        return p if scales is None else p.mul_(scales)
+
+    # --- the weight's own products, where the adapters' are made beside it ---
+
+    def product(self, extended: Tensor, bias: Tensor | None) -> Tensor:
+        """Return [x | z] M[:out]' + bias."""
+        weight = self.matrix[: len(self.sB)].t()
+        return extended @ weight if bias is None else torch.addmm(bias, extended, weight)
+
+    def add_product(self, total: Tensor, extended: Tensor, multiplier: float) -> None:
+        """Add multiplier [x | z] M[:out]' to total."""
+        total.addmm_(extended, self.matrix[: len(self.sB)].t(), alpha=multiplier)
 
     def add_gradient(self, grad: Tensor, dy: Tensor) -> None:
-        """grad += dy W"""
+        """Add dy W to grad."""
         grad.addmm_(dy, self.weight)
 
 
-class Extended(NamedTuple):
-    """[x | z] as a product has read it: x [T, in], z = x A', and the scales of rows of codes."""
-
-    x: Tensor
-    z: Tensor
-    scales: Tensor | None = None
+def mask_of_one(dropout: Dropout | None) -> Mask | None:
+    """Return the mask of a buffer with one projection."""
+    return None if dropout is None else dropout.masks[0]
 
 
 class Bordered(NamedTuple):
-    """One buffer and how it is laid out: what the products below need and do not train."""
+    """One buffer and how it is laid out: what its products need and do not train."""
 
-    buffer: Buffer | Fp8Buffer
+    buffer: Buffer
     in_features: int
     out_features: tuple[int, ...]  # of each projection; out is their sum
     blocks: tuple[int, ...]  # columns of the border for each; width is their sum, rounded up
@@ -95,7 +242,7 @@ class Bordered(NamedTuple):
 
     @property
     def base_bias(self) -> Tensor | None:
-        """Without what is beside it for z."""
+        """The bias without what is beside it for z."""
         return None if self.bias is None else self.bias[: self.out]
 
     @property
@@ -112,75 +259,6 @@ class Bordered(NamedTuple):
         """The columns of [dy | p]."""
         return self.out + len(self.A)
 
-
-def grow_k_forward(x_ext: Tensor, bordered: Bordered, masks: Masks | None = None) -> Tensor:
-    """y [T, out] from x_ext [T, in + width], whose first columns are x; x A' is written into the
-    others. Equivalent: ``x_ext[:, in:] = x @ A.t(); x_ext @ M[:out].t() + bias``."""
-    x, z = x_ext[:, : bordered.in_features], x_ext[:, bordered.in_features :]
-    if masks is None:
-        torch.mm(x, bordered.A.t(), out=z)
-    else:
-        dropped_products(x, bordered.A, bordered.blocks, masks, z)
-    return bordered.buffer.product(x_ext, bordered.base_bias)
-
-
-def grow_k_backward(
-    grad_ext: Tensor, bordered: Bordered, masks: Masks | None = None,
-    x_scales: Tensor | None = None, codes: Codes | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(dx [T, in], p [T, width]) from grad_ext [T, out + width], whose first columns are dy, and
-    whose others p may be written into. Equivalent: ``p = dy @ sB; dy @ W + p @ A``. Of an x that
-    was codes p is multiplied by their scales, for dA. codes: dy's, in FP8, where they are there."""
-    if codes is not None and isinstance(bordered.buffer, Fp8Buffer):
-        return bordered.buffer.gradient_of_codes(*codes, grad_ext.dtype, x_scales)
-    if masks is None:
-        return bordered.buffer.gradient_and_p(grad_ext, x_scales)
-    dy, p = grad_ext[:, : bordered.out], grad_ext[:, bordered.out :]
-    torch.mm(dy, bordered.sB, out=p)
-    grad = grad_ext.new_empty(grad_ext.shape[0], bordered.in_features)
-    dropped_gradient(p, bordered.A, bordered.blocks, masks, grad)
-    bordered.buffer.add_gradient(grad, dy)
-    return grad, p
-
-
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-    if bias is None:
-        return torch.mm(x, weight.t(), out=out)
-    return torch.addmm(bias, x, weight.t(), out=out)
-
-
-def kinds_of(adapters: Sequence[Tensor]) -> list[tuple[int, torch.dtype]]:
-    """Rank and dtype of A, B, A, B ...: what their gradients are to be."""
-    return [(adapters[i - i % 2].shape[0], t.dtype) for i, t in enumerate(adapters)]
-
-
-def check_adapters(name: str, adapters: Sequence[Tensor], bordered: Bordered) -> None:
-    """Raise ValueError unless there is an A and a B of each projection that fit the border."""
-    inputs, wanted = bordered.in_features, len(bordered.out_features)
-    if len(adapters) != 2 * wanted:
-        raise ValueError(
-            f"{name}: {len(adapters)} adapter tensors given, should be {2 * wanted}: A and "
-            f"B of each of {wanted} projections"
-        )
-    for i, (A, B) in enumerate(zip(adapters[::2], adapters[1::2], strict=True)):
-        out, block, r = bordered.out_features[i], bordered.blocks[i], A.shape[0]
-        if A.shape != (r, inputs) or B.shape != (out, r) or r > block:
-            raise ValueError(
-                f"{name}: A {i} is {list(A.shape)} and B {i} {list(B.shape)}, should be "
-                f"[r, {inputs}] and [{out}, r] of one r up to {block}"
-            )
-
-
-def with_own_biases(name: str, bordered: Bordered, biases: Sequence[Tensor | None]) -> Bordered:
-    """The buffer with a bias of each projection, or None, in the place of its own, if there are
-    any."""
-    if all(bias is None for bias in biases):
-        return bordered
-    own, row = bordered.A.new_zeros(bordered.grad_columns), 0
-    for i, (bias, out) in enumerate(zip(biases, bordered.out_features, strict=True)):
-        if bias is not None:
-            if bias.shape != (out,):
-                raise ValueError(f"{name}: bias {i} is {list(bias.shape)}, should be {[out]}")
-            own[row : row + out].copy_(bias)
-        row += out
-    return bordered._replace(own_bias=own)
+    def by_projection(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Return the columns of each projection in its outputs, or in their gradient."""
+        return rows[:, : self.out].split_with_sizes(self.out_features, 1)

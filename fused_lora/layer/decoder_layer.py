@@ -62,11 +62,11 @@ saves 70.2 kB: [n|zn] 4.3, qkv 5.1, a 4.1, t 4.1, [m|zm] 4.2, gu 44.0, za, zh, l
 rstd 0.2, and x 4.1, which is the output of the layer before. Norms of heads add q, k and v once
 more, as attention has them: at Qwen3-8B (hidden 4,096, intermediate 12,288, q and k and v 6,144)
 12.3 of 115.3 kB, 2.0 of which are a second v, for attention reads all three from one buffer. Their
-rstd are computed again. In FP8 n and m are codes alone (`buffer.Extended`), 2.6 and 2.4 kB with
+rstd are computed again. In FP8 n and m are codes alone (`buffer.Read`), 2.6 and 2.4 kB with
 their z. Where checkpointing runs the layer
 again, zh is kept (`recompute.once`): 64 bytes a token, and SwiGLU does not run again. Where it has
 somewhere to keep them, neither are a, za and t computed a second time: 8.2 kB a token for
-attention, the product with o and its addition.
+attention, the matmul with o and the sum.
 
 With dropout (`buffer.py`, `fused_mlp/dropout.py`) zn, za, zm and zh are of masked inputs, and so
 are dA; dn, da, dm and dh begin as what the adapters give, to which the frozen product is added. One
@@ -75,41 +75,28 @@ they are drawn again from the same seed, which is all that is kept of them.
 """
 
 import torch
-from torch import Tensor
 
-from fused_mlp.dropout import masks_of, parts_of
 from fused_mlp.utils import without_autocast
 
-from ..kernels.qkv_attention import Attention, attention_backward, attention_forward
-from ..kernels.qkv_norm_rope import HeadNorms, head_norms_backward, norm_rope_together
-from ..kernels.qkv_rope import rope_forward, split_heads
-from ..kernels.residual import add_normed
+from ..kernels.qkv_attention import attention_backward
+from ..kernels.qkv_norm_rope import head_norms_backward
+from ..kernels.qkv_rope import split_heads
 from ..kernels.rows import as_rows, empty_rows
-from ..step.recompute import has_kept, once, takes_away
-from .adapter_sums import AdapterSums
-from .buffer import grow_k_backward, kinds_of
-from .mlp import add_down, through_swiglu
+from ..step.recompute import has_kept
+from .adapter_sums import AdapterSums, swiglu_gradients
+from .buffer import Incoming
+from .filling import Adapter
+from .forward import add_mlp, attend, new_output, turn
 from .operands import (
-    ADAPTERS,
-    GROUPS,
-    Others,
-    by_group,
-    check_layer_operands,
-    draw_layer_masks,
-    masks_by_group,
+    Adapters,
+    Trained,
+    check_operands,
+    draw_dropouts,
+    kinds_of,
     new_gradients,
-    with_others,
 )
-from .residual import (
-    add_projected,
-    adds_beside,
-    gradient_of_added,
-    norm_backward,
-    normed_product,
-    spread_rows,
-    sum_biases,
-    wanted_rows,
-)
+from .residual import addend_gradient, needed_rows, norm_backward, spread_rows, sum_biases
+from .saved import Saved, once_as_record, restore, save
 
 
 class DecoderLayer(torch.autograd.Function):
@@ -165,125 +152,43 @@ class DecoderLayer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, cos, sin, mask, *operands):
-        *trained, frozen = operands
-        adapters, others = trained[:ADAPTERS], trained[ADAPTERS:]
-        check_layer_operands(hidden, cos, sin, adapters, frozen)
-        frozen = with_others(frozen, others)
-        x = as_rows(hidden)
-        frozen.borders.fill([getattr(frozen, name) for name in GROUPS], adapters)
-        masks = draw_layer_masks(frozen, x)
-        masks_qkv, masks_o, masks_gate_up, masks_down = masks_by_group(masks)
+        *row, frozen = operands
+        trained = Trained.from_row(row)
+        check_operands(hidden, cos, sin, trained.adapters, frozen)
+        frozen = frozen.with_others(trained.others)
+        x, positions = as_rows(hidden), hidden.shape[1]
+        qkv_weights, o, gate_up_weights, down = frozen.groups
+        frozen.borders.fill(frozen.groups, trained.adapters)
+        dropouts = draw_dropouts(frozen, len(x))
 
-        centered = frozen.zero_centered
-        beside_o = adds_beside(frozen.o, masks_o)
-        # a copy of the residual for what is added to it, unless that is there from a first run
-        adds_to_copy = frozen.attended_norm is None and frozen.rows is None and not beside_o
+        # the norm writes the copy of the residual that o adds to, unless a first run has kept a sum
+        adds_to_copy = frozen.attended_norm is None and frozen.rows is None
+        adds_to_copy &= not o.buffer.adds_beside(dropouts.o)
         copy = torch.empty_like(x) if adds_to_copy and not has_kept() else None
-        qkv, normed, input_rstd = normed_product(
-            x, frozen.input_norm, frozen.input_eps, centered, frozen.qkv, masks_qkv, copy
+        qkv, n, input_rstd = qkv_weights.buffer.project_norm(
+            x, frozen.input_norm, qkv_weights.base_bias, dropouts.qkv, copy
         )
-        raw = None  # what the norms of heads were given
-        if frozen.head_norms is None:
-            if cos is not None:
-                rope_forward(qkv, cos, sin, frozen.heads, frozen.kv_heads)
-        else:
-            raw, qkv = qkv, torch.empty_like(qkv)
-            q, k, v = split_heads(raw, hidden.shape[1], frozen.heads, frozen.kv_heads)
-            norm_rope_together(q, k, v, frozen.head_norms, cos, sin, qkv)
-        of_heads = frozen.heads, frozen.kv_heads, frozen.attention_scaling
+        raw, qkv = turn(qkv, cos, sin, positions, frozen)
+        attended = once_as_record(lambda: attend(x, qkv, mask, copy, positions, frozen, dropouts.o))
 
-        def attend() -> tuple:
-            attention = Attention(hidden.shape[1], *of_heads)
-            extended = out = None  # of o's product, which reads [a | za]
-            if frozen.rows is None and not beside_o:
-                extended = empty_rows(x, len(x), frozen.o.x_columns)
-                if not takes_away():
-                    out = extended[:, : frozen.o.in_features]
-            attended, saved, attention = attention_forward(qkv, mask, attention, out)
-            residual, wanted = wanted_rows(x, frozen.rows), wanted_rows(attended, frozen.rows)
-            total = copy
-            if total is None:
-                total = residual if frozen.rows is not None else torch.empty_like(x)
-            projected = projected_rstd = None
-            if frozen.attended_norm is None:
-                z_o = add_projected(
-                    wanted, extended, frozen.o, total, frozen.multiplier, masks_o,
-                    residual if beside_o else None,
-                )  # fmt: skip
-            else:
-                projected = torch.zeros_like(residual)
-                z_o = add_projected(
-                    wanted, extended, frozen.o, projected, frozen.multiplier, masks_o
-                )
-                projected_rstd = add_normed(
-                    residual, projected, frozen.attended_norm, frozen.attended_eps, total, centered
-                )
-            return attended, total, z_o, projected, projected_rstd, attention, *saved
-
-        # from total on, there are the rows that are wanted
-        (
-            attended, total, z_o, projected, projected_rstd, ctx.attention, *attention_saved,
-        ) = once(attend)  # fmt: skip
-
-        # not a view itself, or autograd would forbid to change it in place
-        if not frozen.output_needed:
-            output, sums = x.new_zeros(1).expand(hidden.shape), None
-        elif frozen.rows is None:
-            output = x.new_empty(hidden.shape)
-            sums = output.view(x.shape)
-        else:
-            output, sums = x.new_zeros(hidden.shape), torch.empty_like(total)
-        mask_down = None if masks_down is None else masks_down[0]
-        beside = frozen.mlp_norm is None and adds_beside(frozen.down, mask_down)
-        added_to = sums if frozen.mlp_norm is None and not beside else None
-        gate_up, post_normed, post_rstd = normed_product(
-            total, frozen.post_norm, frozen.post_eps, centered, frozen.gate_up, masks_gate_up,
-            added_to,
+        # from total on, there are the needed rows alone
+        total = attended.total
+        output, sums = new_output(hidden, total, frozen)
+        adds_to_sums = frozen.mlp_norm is None and not down.buffer.adds_beside(dropouts.down)
+        gate_up, m, post_rstd = gate_up_weights.buffer.project_norm(
+            total, frozen.post_norm, gate_up_weights.base_bias, dropouts.gate_up,
+            sums if adds_to_sums else None,
         )  # fmt: skip
-
-        def add(sums: Tensor | None) -> Tensor:
-            return add_down(
-                gate_up, frozen.down, sums, frozen.multiplier, mask_down, frozen.activation,
-                total if beside else None,
-            )  # fmt: skip
-
-        given = given_rstd = None
-        if frozen.mlp_norm is None:
-            z_added = None
-
-            def add_first() -> tuple[Tensor]:
-                nonlocal z_added
-                z_added = add(sums)
-                return (z_added,)
-
-            (z_down,) = once(add_first, is_small=True)
-            if z_added is None and sums is not None:  # it runs again, and its output is wanted
-                add(sums)
-        else:
-            given = torch.zeros_like(total)
-            z_down = add(given)
-            target = torch.empty_like(total) if sums is None else sums
-            given_rstd = add_normed(total, given, frozen.mlp_norm, frozen.mlp_eps, target, centered)
+        z_down, mlp_normed = add_mlp(gate_up, total, sums, frozen, dropouts.down)
         if frozen.rows is not None and sums is not None:
             output.view(x.shape).index_copy_(0, frozen.rows, sums)
 
-        ctx.kinds = kinds_of(adapters)
-        ctx.kinds_of_others = [None if one is None else (one.shape, one.dtype) for one in others]
-        # without the tensors that save_for_backward keeps and watches
-        ctx.frozen = frozen._replace(
-            input_norm=None, post_norm=None, attended_norm=None, mlp_norm=None, rows=None,
-            head_norms=None, seed=None,
-        )  # fmt: skip
-        head_weights = (frozen.head_norms or (None, None))[:2]
-        ctx.of_head_norms = (frozen.head_norms or ())[2:]
-        bits, ctx.scales = parts_of(masks)
-        ctx.save_for_backward(
-            hidden, cos, sin, mask, frozen.rows,
-            *normed, input_rstd, raw, qkv, attended, z_o,
-            projected, projected_rstd, total, *post_normed, post_rstd, gate_up, z_down,
-            given, given_rstd, frozen.input_norm, frozen.post_norm, frozen.attended_norm,
-            frozen.mlp_norm, *head_weights, *adapters, *bits, *attention_saved,
-        )  # fmt: skip
+        save(ctx, Saved(
+            hidden=hidden, cos=cos, sin=sin, mask=mask, n=n, input_rstd=input_rstd, raw=raw,
+            qkv=qkv, attended=attended, m=m, post_rstd=post_rstd, gate_up=gate_up, z_down=z_down,
+            mlp_normed=mlp_normed, frozen=frozen.for_backward(), adapters=trained.adapters,
+            dropouts=dropouts, kinds=kinds_of(trained.others),
+        ))  # fmt: skip
         return output
 
     @staticmethod
@@ -294,126 +199,121 @@ class DecoderLayer(torch.autograd.Function):
                 "DecoderLayer is not twice differentiable: call backward without "
                 "create_graph=True, or use the unfused layer"
             )
-        (
-            hidden, cos, sin, mask, rows,
-            n, zn, n_scales, input_rstd, raw, qkv, attended, z_o,
-            projected, projected_rstd, total, m, zm, m_scales, post_rstd, gate_up, z_down,
-            given, given_rstd, input_norm, post_norm, attended_norm,
-            mlp_norm, q_norm, k_norm, *rest,
-        ) = ctx.saved_tensors  # fmt: skip
-        count = len(ctx.scales or ())
-        adapters, rest = rest[: len(ctx.kinds)], rest[len(ctx.kinds) :]
-        masks_qkv, masks_o, masks_gate_up, masks_down = masks_by_group(
-            masks_of(rest[:count], ctx.scales)
-        )
-        attention_saved = rest[count:]
-        frozen = ctx.frozen
-        of_qkv, of_o, of_gate_up, of_down = groups = [getattr(frozen, name) for name in GROUPS]
-        frozen.borders.refill(groups, adapters)
-        need_hidden = ctx.needs_input_grad[0]
-        needs = ctx.needs_input_grad[4:-1]
-        need_qkv, need_o, need_gate_up, need_down = by_group(needs[:ADAPTERS])
-        kinds_qkv, kinds_o, kinds_gate_up, kinds_down = by_group(ctx.kinds)
-        need_gate_A, need_gate_B, need_up_A, need_up_B = need_gate_up
-        need_down_A, need_down_B = need_down
-        _, kind_gate_B, _, kind_up_B = kinds_gate_up
-        kind_down_A, _ = kinds_down
-        width = hidden.shape[2]
-        x = as_rows(hidden)
-        centered = frozen.zero_centered
-        adapter_sums = AdapterSums()
-        grads = Others()
-        if ctx.kinds_of_others:
-            grads = new_gradients(x, ctx.kinds_of_others, needs[ADAPTERS:])
-        biases_qkv, biases_o, biases_gate_up, biases_down = grads.biases
+        saved: Saved = restore(ctx)
+        need_hidden, _, _, _, *row, _ = ctx.needs_input_grad
+        needed = Trained.from_row(row)
+        need = needed.adapters
+        frozen, adapters, dropouts, attended = (
+            saved.frozen, saved.adapters, saved.dropouts, saved.attended
+        )  # fmt: skip
+        qkv, o, gate_up, down = frozen.groups
+        frozen.borders.refill(frozen.groups, adapters)
+        x, rows, total = as_rows(saved.hidden), frozen.rows, attended.total
+        width = x.shape[1]
+        sums = AdapterSums()
+        grads = new_gradients(x, saved.kinds, needed.others)
 
-        with without_autocast(hidden):
+        with without_autocast(x):
             # output = total + down(activation(gate) up)
-            grad = frozen.borders.handover.take(grad_output, of_down.grad_columns)
+            grad = frozen.borders.handover.take(grad_output, down.grad_columns)
             if grad is None or rows is not None:
-                grad = empty_rows(x, len(total), of_down.grad_columns)
-                grad[:, :width].copy_(wanted_rows(as_rows(grad_output), rows))
+                grad = empty_rows(x, len(total), down.grad_columns)
+                grad[:, :width].copy_(needed_rows(as_rows(grad_output), rows))
             grad_residual = grad[:, :width]
-            grad = gradient_of_added(
-                grad, width, frozen.multiplier, given, mlp_norm, given_rstd, centered,
-                grads.mlp_norm,
-            )  # fmt: skip
-            sum_biases(grad, of_down, biases_down)
-            grad_normed, pm, (grad_down_A, grad_gate_B, grad_up_B) = through_swiglu(
-                grad, gate_up, zm, of_down, of_gate_up,
-                (kind_down_A, kind_gate_B, kind_up_B), (need_down_A, need_gate_B, need_up_B),
-                biases_gate_up, None if masks_down is None else masks_down[0], masks_gate_up,
-                frozen.activation, m_scales,
-            )  # fmt: skip
-            _, grad_down_B = adapter_sums.add(
-                of_down, kinds_down, (False, need_down_B), None, grad[:, :width], z_down, None
+            if not frozen.adds_mlp_as_it_is:
+                grad = addend_gradient(
+                    grad_residual, frozen.multiplier, saved.mlp_normed, frozen.mlp_norm,
+                    grads.mlp_norm, down.grad_columns,
+                )  # fmt: skip
+            sum_biases(down.by_projection(grad), (grads.down_bias,))
+            grad_hidden, p_down = down.buffer.gradient(Incoming(grad), None, dropouts.down)
+            in_swiglu = swiglu_gradients(
+                saved.gate_up, gate_up, p_down, saved.m.z, adapters, need, dropouts.down
             )
+            trains_biases = any(one is not None for one in grads.gate_up_biases)
+            grad_gate_up = gate_up.buffer.swiglu_backward(
+                grad_hidden, saved.gate_up, in_swiglu.products, frozen.activation,
+                is_read=dropouts.gate_up is None and not trains_biases,
+            )  # fmt: skip
+            del grad_hidden  # at 16,384 tokens a [T, intermediate] is 361 MB: let it go early
+            if trains_biases:
+                assert grad_gate_up.rows is not None
+                sum_biases(gate_up.by_projection(grad_gate_up.rows), grads.gate_up_biases)
+            grad_normed, pm = gate_up.buffer.gradient(
+                grad_gate_up, saved.m.scales, dropouts.gate_up
+            )
+            del grad_gate_up
+            (down_B,) = sums.add_B(down, (adapters.down,), (need.down,), grad, saved.z_down)
 
             # gate and up of the norm of total
-            grad_gate_A, _, grad_up_A, _ = adapter_sums.add(
-                of_gate_up, kinds_gate_up, (need_gate_A, False, need_up_A, False),
-                m, None, None, pm, masks_gate_up,
+            gate_A, up_A = sums.add_A(
+                gate_up, (adapters.gate, adapters.up), (need.gate, need.up), saved.m.x, pm,
+                dropouts.gate_up,
             )  # fmt: skip
-            grad_total = empty_rows(x, len(total), of_o.grad_columns)
-            as_it_is = attended_norm is None and frozen.multiplier == 1.0 and masks_o is None
-            codes = norm_backward(
-                grad_normed, grad_residual, total, post_norm, post_rstd, centered,
-                grad_total[:, :width], grads.post_norm, of_o if as_it_is else None,
+            grad = empty_rows(x, len(total), o.grad_columns)
+            as_it_is = frozen.adds_attended_as_it_is
+            incoming = o.buffer.norm_backward(
+                grad_normed, grad_residual, total, frozen.post_norm, saved.post_rstd, grad,
+                grads.post_norm, is_read=as_it_is and dropouts.o is None,
             )  # fmt: skip
             del grad_normed
-            grad_residual = grad_total[:, :width]
-            grad_total = gradient_of_added(
-                grad_total, width, frozen.multiplier, projected, attended_norm, projected_rstd,
-                centered, grads.attended_norm,
-            )  # fmt: skip
+            grad_residual = grad[:, :width]
+            if not as_it_is:
+                grad = addend_gradient(
+                    grad_residual, frozen.multiplier, attended.normed, frozen.attended_norm,
+                    grads.attended_norm, o.grad_columns,
+                )  # fmt: skip
+                incoming = Incoming(grad)
 
             # total = x + o(attended)
-            sum_biases(grad_total, of_o, biases_o)
-            grad_attended, pa = grow_k_backward(grad_total, of_o, masks_o, None, codes)
-            grad_o = adapter_sums.add(
-                of_o, kinds_o, need_o,
-                wanted_rows(attended, rows), grad_total[:, :width], z_o, pa, masks_o,
-            )  # fmt: skip
-            del grad_total, codes
+            sum_biases(o.by_projection(grad), (grads.o_bias,))
+            grad_attended, pa = o.buffer.gradient(incoming, None, dropouts.o)
+            (o_B,) = sums.add_B(o, (adapters.o,), (need.o,), grad, attended.z)
+            (o_A,) = sums.add_A(
+                o, (adapters.o,), (need.o,), needed_rows(attended.x, rows), pa, dropouts.o
+            )
+            del grad, incoming
             if rows is not None:
-                adapter_sums.compute()  # of as many tokens, and not of all as those that follow
+                sums.compute()  # of as many tokens, and not of all as those that follow
                 grad_attended = spread_rows(grad_attended, rows, len(x))
                 grad_residual = spread_rows(grad_residual, rows, len(x))
-            grad_qkv = empty_rows(x, len(x), of_qkv.grad_columns)
+            grad_qkv = empty_rows(x, len(x), qkv.grad_columns)
             attention_backward(
-                grad_attended, qkv, cos, sin, mask, attended, attention_saved, ctx.attention,
-                grad_qkv[:, : of_qkv.out],
+                grad_attended, saved.qkv, saved.cos, saved.sin, saved.mask, attended.x,
+                attended.saved, attended.attention, grad_qkv[:, : qkv.out],
             )  # fmt: skip
-            if raw is not None:
-                q, k, _ = split_heads(raw, hidden.shape[1], frozen.heads, frozen.kv_heads)
-                head_norms = HeadNorms(q_norm, k_norm, *ctx.of_head_norms)
-                head_norms_backward(q, k, head_norms, grad_qkv[:, : of_qkv.out])
+            if saved.raw is not None:
+                assert frozen.head_norms is not None
+                q, k, _ = split_heads(
+                    saved.raw, saved.hidden.shape[1], frozen.heads, frozen.kv_heads
+                )
+                head_norms_backward(q, k, frozen.head_norms, grad_qkv[:, : qkv.out])
             del grad_attended
 
             # q, k and v of the norm of x
-            sum_biases(grad_qkv, of_qkv, biases_qkv)
-            pn = grad_hidden = None
+            sum_biases(qkv.by_projection(grad_qkv), grads.qkv_biases)
+            pn = grad_x = None
             if need_hidden or grads.input_norm is not None:
-                grad_normed, pn = grow_k_backward(grad_qkv, of_qkv, masks_qkv, n_scales)
-                # as the layer before would have it, in whose backward it is most likely to go
-                wide = empty_rows(x, len(x), of_down.grad_columns)
+                grad_normed, pn = qkv.buffer.gradient(
+                    Incoming(grad_qkv), saved.n.scales, dropouts.qkv
+                )
+                # as wide as the layer before takes it over, in whose backward it most likely goes
+                wide = empty_rows(x, len(x), down.grad_columns)
                 norm_backward(
-                    grad_normed, grad_residual, x, input_norm, input_rstd, centered,
+                    grad_normed, grad_residual, x, frozen.input_norm, saved.input_rstd,
                     wide[:, :width], grads.input_norm,
                 )  # fmt: skip
                 frozen.borders.handover.offer(wide)
-                grad_hidden = wide[:, :width].view(hidden.shape)
-            elif any(need_qkv[::2]):
-                pn = grad_qkv[:, : of_qkv.out] @ of_qkv.sB
-                if n_scales is not None:
-                    pn *= n_scales
-            grad_attention = adapter_sums.add(
-                of_qkv, kinds_qkv, need_qkv,
-                n, grad_qkv[:, : of_qkv.out], zn, pn, masks_qkv,
-            )  # fmt: skip
-            adapter_sums.compute()
-        return (
-            grad_hidden, None, None, None, *grad_attention, *grad_o,
-            grad_gate_A, grad_gate_B, grad_up_A, grad_up_B, grad_down_A, grad_down_B,
-            *grads[: len(ctx.kinds_of_others)], None,
+                grad_x = wide[:, :width].view(saved.hidden.shape)
+            elif any(one.A for one in need.qkv):
+                pn = qkv.buffer.adapter_gradient(grad_qkv[:, : qkv.out], saved.n.scales)
+            q_B, k_B, v_B = sums.add_B(qkv, adapters.qkv, need.qkv, grad_qkv, saved.n.z)
+            q_A, k_A, v_A = sums.add_A(qkv, adapters.qkv, need.qkv, saved.n.x, pn, dropouts.qkv)
+            sums.compute()
+        of_adapters = Adapters(
+            q=Adapter(q_A, q_B), k=Adapter(k_A, k_B), v=Adapter(v_A, v_B), o=Adapter(o_A, o_B),
+            gate=Adapter(gate_A, in_swiglu.gate_B), up=Adapter(up_A, in_swiglu.up_B),
+            down=Adapter(in_swiglu.down_A, down_B),
         )  # fmt: skip
+        gradients = Trained(of_adapters, None if needed.others is None else grads)
+        return grad_x, None, None, None, *gradients.row(), None

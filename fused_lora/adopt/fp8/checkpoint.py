@@ -1,7 +1,7 @@
 """Base layers that are FP8 in the checkpoint: their codes and scales, as transformers keeps them.
 
-A layer that runs whole in FP8 (`layer/fp8/`) multiplies the codes of its rows. Codes that have a scale
-for each row are taken as they are, and lie in the buffer; so are those with one for all, and
+A layer that runs whole in FP8 (`layer/fp8/`) multiplies codes with a scale for each row. Those of a
+checkpoint that has such scales lie in the buffer as they are; those with one scale for all are
 copied. Those with a scale for each block are made codes anew, one weight at a time: what a product
 sums over lies in many blocks. The parameters, and what is saved of them, stay the checkpoint's.
 

@@ -1,7 +1,7 @@
 """Fp8Weight: a base layer's weight of which FP8 codes lie on the GPU, and a weight to all others.
 
-A layer that runs whole in FP8 multiplies the codes (`layer/fp8/`). Whatever else uses the weight finds
-a tensor on the GPU:
+A layer that runs whole in FP8 multiplies the codes (`layer/fp8/`). Whatever else uses the weight
+finds a tensor on the GPU:
 
     a product          multiplies what the codes stand for, as a layer that steps aside should
     all else           reads the original, which lies on the host, in memory of the moment
@@ -197,7 +197,7 @@ class Fp8Weight(_Coded):
         codes, scales = codes_and_scales(whole)
         self.scales.copy_(scales)
         self.buffer.write(self.row, codes)
-        self.buffer.holds = None  # the border's codes are over the old scales
+        self.buffer.key = None  # the border's codes are over the old scales
         self.changes[0] += 1
         self.buffer.made_of[self.row] = self.changes[0]
 
