@@ -23,8 +23,7 @@ from torch import Tensor
 
 from fused_mlp.launching import cdiv, launch
 
-from ..rms_norm import block_of
-from .rows import ROW_BYTES, check_rows
+from .rows import ROW_BYTES, block_of, check_rows
 
 E4M3 = torch.float8_e4m3fn
 SIZES = 16  # of a weight have to be multiples of it
@@ -59,6 +58,21 @@ def e4m3(x, ROUND: tl.constexpr):
     if ROUND:
         x = nearest_e4m3(x)
     return x.to(tl.float8e4nv)
+
+
+@triton.jit
+def row_codes(x, largest, ROUND: tl.constexpr):
+    """The codes of some of a row's elements, the largest of which counts as this."""
+    return e4m3(x * (ROW_LARGEST / largest), ROUND)
+
+
+@triton.jit
+def store_row(y, codes_ptr, scale_ptr, columns, mask, ROUND: tl.constexpr):
+    """Write the codes and the scale of a row that is 0 behind its end."""
+    largest = tl.maximum(tl.max(tl.abs(y), 0), SMALLEST)
+    not_finite = tl.sum(y * 0.0, 0)  # or NaN, which may get lost of maxima and casts
+    tl.store(codes_ptr + columns, row_codes(y, largest, ROUND), mask=mask)
+    tl.store(scale_ptr, largest / ROW_LARGEST + not_finite)
 
 
 @triton.jit
@@ -101,13 +115,13 @@ def _fp8_rows_kernel(
             most = tl.maximum(most, tl.abs(more))
             nothing += more * 0.0
     largest = tl.maximum(tl.max(most, 1), SMALLEST)[:, None]
-    codes = e4m3(x * (ROW_LARGEST / largest), ROUND)
+    codes = row_codes(x, largest, ROUND)
     tl.store(codes_ptr + lane, codes, mask=there & (lane < columns))
     if not IS_WHOLE:
         for start in range(BLOCK, columns, BLOCK):
             at = start + lane
             more = _columns_of(x_ptr, of_columns_ptr, at, columns, there)
-            codes = e4m3(more * (ROW_LARGEST / largest), ROUND)
+            codes = row_codes(more, largest, ROUND)
             tl.store(codes_ptr + at, codes, mask=there & (at < columns))
     tl.store(scales_ptr + row, largest / ROW_LARGEST + tl.sum(nothing, 1)[:, None], mask=there)
 
