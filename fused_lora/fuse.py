@@ -351,7 +351,7 @@ def report(model: nn.Module) -> FusionReport:
 
 def _is_fp8(layer: nn.Module) -> bool:
     borders = borders_of(layer)
-    return borders is not None and borders.fp8
+    return borders is not None and borders.kind.precision == " in FP8"
 
 
 def _runs(module: nn.Module, unit: str, left: dict[str, str]) -> bool:
