@@ -19,8 +19,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .adopt.borders import unborder
 from .adopt.documents import DECODER, decoder_forward, decoders
-from .adopt.fp8_checkpoint import drop_idle_hook
-from .adopt.fp8_weight import keep_from_ddp
+from .adopt.fp8.checkpoint import drop_idle_hook
+from .adopt.fp8.weight import keep_from_ddp
 from .adopt.layer import BorderedForward, borders_of, give_borders, why_not_fp8, why_not_layer
 from .adopt.projection import BASE_IS_TRAINED
 from .adopt.site import (
@@ -56,14 +56,14 @@ class Fusion:
     rms_norm: every RMSNorm as one kernel; a layer's second with the residual's addition before it.
     cross_entropy: the loss without logits, in training with labels (to compute with `output.logits`
         is an error). Calls with label_smoothing, z_loss or the like run transformers' own.
-    layer: all of a decoder layer as one autograd function on bordered weights (`decoder_layer.py`):
+    layer: all of a decoder layer as one autograd function on bordered weights (`layer/`):
         what mlp, attention, rope and rms_norm fuse in it runs when it itself may not. It moves the
         model's base weights into buffers that have room for the adapters, and again whenever they
         lie elsewhere.
-    fp8: whole layers with their base weights, and what these multiply, in FP8 (`fp8.py`): less
+    fp8: whole layers with their base weights, and what these multiply, in FP8 (`layer/fp8/`): less
         exact, another precision than the model's. Adapters stay as exact as they are. The original
         weights lie on the host until `unfuse`; what is merged or loaded changes them. Those of a
-        checkpoint in FP8 stay where they are (`fp8_checkpoint.py`).
+        checkpoint in FP8 stay where they are (`adopt/fp8/checkpoint.py`).
     fp8_lm_head: the fused loss with the products of its lm_head in FP8 (`fp8_head.py`).
     checkpoint: "full", "offload", "selective" or no ("none") gradient checkpointing of the layers
         (see `checkpoint.py`) in the place of the model's own; "" leaves that as it is. Where the
@@ -351,7 +351,7 @@ def report(model: nn.Module) -> FusionReport:
 
 def _is_fp8(layer: nn.Module) -> bool:
     borders = borders_of(layer)
-    return borders is not None and borders.fp8
+    return borders is not None and borders.kind.precision == " in FP8"
 
 
 def _runs(module: nn.Module, unit: str, left: dict[str, str]) -> bool:

@@ -19,7 +19,7 @@ from fused_mlp.launching import is_capturing
 from ..cross_entropy import labelled_rows, linear_cross_entropy
 from ..label_check import checking, note
 from .documents import check_not_empty, fills_cache, unpadded
-from .fp8_weight import why_not_in_fp8
+from .fp8.weight import why_not_in_fp8
 from .no_logits import without_logits
 from .originals import why_replaced
 from .projection import why_call, why_not_plain

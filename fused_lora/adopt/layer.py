@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from fused_mlp.utils import compute_dtype
 
-from ..decoder_layer import DecoderLayer
-from ..frozen_layer import GROUPS, FrozenLayer, Others
-from ..kernels.fp8_rows import E4M3
 from ..kernels.residual import _extend_rows_kernel
 from ..kernels.rows import Handover
+from ..layer.decoder_layer import DecoderLayer
+from ..layer.operands import FrozenLayer, Others
+from ..layer.residual import Norm
 from ..step.recompute import saving_last
 from .attention import (
     head_norms_of,
@@ -26,10 +26,8 @@ from .attention import (
     turns,
     why_not_inputs,
 )
-from .borders import let_save
-from .fp8_checkpoint import is_of_codes, let_train
-from .fp8_weight import why_not_in_fp8
-from .layer_borders import LayerBorders
+from .borders import Border, LayerBorders
+from .fp8.border import Fp8Border
 from .layer_reading import base_layers, names_of_norms, norms_of, parts_and_ranks, read_groups
 from .mlp import activation_of
 from .projection import Projection, bias_of, seed_for, trains_bias
@@ -57,16 +55,16 @@ class BorderedForward(FusedForward):
         fp8: bool = False,
     ):
         super().__init__(function, module, parts)
-        if borders is None or (fp8 and not borders.fp8):
-            borders = LayerBorders(len(GROUPS), fp8)
+        kind = Fp8Border if fp8 else Border
+        if borders is None or (fp8 and borders.kind is not kind):
+            borders = LayerBorders(kind)
         self.borders = borders
 
     @property
     def forward(self) -> MethodType:
         method = super().forward
-        if not self.borders.fp8:
+        if self.borders.kind.is_traced:
             return method
-        # torch.compile cannot trace weights in FP8
         return MethodType(torch.compiler.disable(method.__func__), self)
 
 
@@ -93,9 +91,7 @@ def give_borders(layers: Sequence[tuple[str, nn.Module]]) -> None:
         if not isinstance(reads, str) and _runs_on(reads[0][0].weight.device):
             owner.borders.bordered(reads, *parts_and_ranks(layer, reads), _dtype_of(layer))
         for base in base_layers(layer):
-            let_save(base)
-            if is_of_codes(base):
-                let_train(base)
+            owner.borders.kind.take_in(base)
 
 
 def _runs_on(device: torch.device) -> bool:
@@ -116,10 +112,7 @@ def _is_flattened(layer: Any) -> bool:
 
 def why_not_fp8(layer: Any) -> str | None:
     """Return the reason if a layer's products may not be in FP8."""
-    weights = [base.weight for base in base_layers(layer)]
-    if any(weight.dtype == E4M3 for weight in weights):  # which says nothing of the model's dtype
-        weights.append(layer.post_attention_layernorm.weight)
-    return next(filter(None, map(why_not_in_fp8, weights)), None)
+    return Fp8Border.why_not(layer)
 
 
 def read_layer(layer: Any) -> tuple | str:
@@ -138,27 +131,29 @@ def _operands(layer: Any, reads: list[list[Projection]]) -> tuple:
     form = known_form(layer, "Layer")
     multiplier = getattr(layer, form.multiplier) if form.multiplier else 1.0
     norms = norms_of(layer)
-    (form_of_norm,) = {known_form(norm, "RMSNorm") for norm in norms.values()}
+    (norm_form,) = {known_form(norm, "RMSNorm") for norm in norms.values()}
     input_norm, attended_norm, post_norm, mlp_norm = (
-        (norms[name].weight, getattr(norms[name], form_of_norm.eps)) if name else (None, 0.0)
+        Norm(norms[name].weight, getattr(norms[name], norm_form.eps), norm_form.zero_centered)
+        if name
+        else None
         for name in names_of_norms(form)
     )
     heads, kv_heads, _ = (out // attention.head_dim for out in qkv.out_features)
     every = [part for group in parts for part in group]
     adapters = (tensor for read in every for tensor in (read.A, read.B))
-    others = _others(every, input_norm[0], post_norm[0], attended_norm[0], mlp_norm[0])
+    others = _others(every, input_norm, post_norm, attended_norm, mlp_norm)
     return *adapters, *others, FrozenLayer(
-        input_norm[0], post_norm[0], qkv, o, gate_up, down, input_norm[1], post_norm[1],
-        heads, kv_heads, attention.scaling, borders, head_norms_of(attention), multiplier,
-        attended_norm[0], mlp_norm[0], attended_norm[1], mlp_norm[1],
-        form_of_norm.zero_centered, activation_of(layer.mlp),
+        input_norm=input_norm, post_norm=post_norm, qkv=qkv, o=o, gate_up=gate_up, down=down,
+        heads=heads, kv_heads=kv_heads, attention_scaling=attention.scaling, borders=borders,
+        head_norms=head_norms_of(attention), multiplier=multiplier, attended_norm=attended_norm,
+        mlp_norm=mlp_norm, activation=activation_of(layer.mlp),
         dropouts=tuple(read.dropout for read in every),
     )  # fmt: skip
 
 
-def _others(reads: Sequence[Projection], *norms: Tensor | None) -> Others | tuple[()]:
+def _others(reads: Sequence[Projection], *norms: Norm | None) -> Others | tuple[()]:
     """Return what is trained beside the adapters, if anything is."""
-    trained = [None if norm is None or not norm.requires_grad else norm for norm in norms]
+    trained = [norm.weight if norm and norm.weight.requires_grad else None for norm in norms]
     has_biases = any(map(trains_bias, reads))
     if not has_biases and all(norm is None for norm in trained):
         return ()
@@ -180,10 +175,10 @@ def _read(layer: Any, fp8: bool = False) -> list[list[Projection]] | str:
             f"its base weights are those of {borders.replica_of}, too (layer_replication): only "
             "the first such layer runs whole"
         )
-    is_fp8 = borders is not None and borders.fp8
-    if is_fp8 and (reason := why_not_fp8(layer)) is not None:
+    kind = Border if borders is None else borders.kind
+    if (reason := kind.why_not(layer)) is not None:
         return reason
-    return read_groups(layer, fp8 or is_fp8)
+    return read_groups(layer, fp8 or kind.reads_codes)
 
 
 def _why_not_inputs(

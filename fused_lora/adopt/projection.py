@@ -14,8 +14,8 @@ from fused_mlp.launching import DTYPES, is_capturing
 
 from ..kernels.fp8_rows import E4M3
 from ..step.recompute import once
-from .fp8_checkpoint import OF_CODES, BlockScales, is_of_codes, scales_of, why_not_codes
-from .fp8_weight import Fp8Weight
+from .fp8.checkpoint import OF_CODES, BlockScales, is_of_codes, scales_of, why_not_codes
+from .fp8.weight import Fp8Weight
 from .hooks import has_hooks
 from .originals import why_patched
 from .site import fused_parts_of, has_own_forward, why_not_own_forward

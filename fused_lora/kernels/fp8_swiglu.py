@@ -26,7 +26,7 @@ from torch import Tensor
 from fused_mlp.launching import cdiv, launch, next_power_of_2
 
 from .activation import activate
-from .fp8_rows import LARGEST, ROW_LARGEST, SMALLEST, e4m3, new_codes, rounds
+from .fp8_rows import LARGEST, ROW_LARGEST, SMALLEST, e4m3, new_codes, rounds, row_codes
 from .rows import rows_and_intermediate
 from .tiling import dots_in_fp32
 
@@ -69,16 +69,12 @@ def _swiglu_codes_kernel(
             most = tl.maximum(most, tl.abs(more))
             nothing += more * 0.0
     largest = tl.maximum(tl.max(most, 0), SMALLEST)
-    tl.store(
-        codes_ptr + lane, e4m3(hidden * (ROW_LARGEST / largest), ROUND), mask=lane < intermediate
-    )
+    tl.store(codes_ptr + lane, row_codes(hidden, largest, ROUND), mask=lane < intermediate)
     if not IS_WHOLE:
         for start in range(BLOCK, intermediate, BLOCK):
             at = start + lane
             more = _hidden(gate_up_ptr, at, intermediate, IS_GELU, IN_FP32)
-            tl.store(
-                codes_ptr + at, e4m3(more * (ROW_LARGEST / largest), ROUND), mask=at < intermediate
-            )
+            tl.store(codes_ptr + at, row_codes(more, largest, ROUND), mask=at < intermediate)
     tl.store(scales_ptr + row, largest / ROW_LARGEST + tl.sum(nothing, 0))
 
 
@@ -169,21 +165,35 @@ def _repair_kernel(
                         intermediate, IS_GELU, IN_FP32,
                     )  # fmt: skip
                     here = codes_ptr + row * padded + at
-                    dgate = e4m3(dgate * (ROW_LARGEST / largest), ROUND)
-                    tl.store(here, dgate, mask=at < intermediate)
-                    dup = e4m3(dup * (ROW_LARGEST / largest), ROUND)
-                    tl.store(here + intermediate, dup, mask=at < intermediate)
+                    inside = at < intermediate
+                    tl.store(here, row_codes(dgate, largest, ROUND), mask=inside)
+                    tl.store(here + intermediate, row_codes(dup, largest, ROUND), mask=inside)
                 tl.store(scales_ptr + row, largest / ROW_LARGEST + tl.sum(nothing, 0))
 
 
 @triton.jit
+def load_column_scales(coded, column, intermediate):
+    """What dgate and dup of these columns are multiplied by."""
+    gate = tl.load(coded.of_columns + column, mask=column < intermediate, other=0.0)
+    up = tl.load(coded.of_columns + intermediate + column, mask=column < intermediate, other=0.0)
+    return gate, up
+
+
+@triton.jit
+def load_code_scales(coded, row, end):
+    return tl.load(coded.scales + row, mask=row < end, other=1.0)
+
+
+@triton.jit
 def store_codes(
-    gate_ptr, up_ptr, passed_ptr, gate, up, mask, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    ROUND: tl.constexpr,
+    coded, codes_row_stride, row, column, intermediate, gate, up, mask, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
-    """Write both [ROWS, COLUMNS], and 1 into passed's rows [ROWS, 1] where one is more than e4m3
-    holds or no number."""
+    """Write both [ROWS, COLUMNS] as codes, and note rows where one is more than e4m3 holds or no
+    number."""
     tl.static_assert(COLUMNS <= LANES * LANE_COLUMNS)
+    gate_ptr = coded.codes + row * codes_row_stride + column
+    up_ptr, passed_ptr = gate_ptr + intermediate, coded.passed + row * LANES
     tl.store(gate_ptr, e4m3(gate, ROUND), mask=mask)
     tl.store(up_ptr, e4m3(up, ROUND), mask=mask)
     # NaN's order is none, and of a maximum it may get lost
