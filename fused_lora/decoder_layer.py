@@ -64,7 +64,7 @@ more, as attention has them: at Qwen3-8B (hidden 4,096, intermediate 12,288, q a
 12.3 of 115.3 kB, 2.0 of which are a second v, for attention reads all three from one buffer. Their
 rstd are computed again. In FP8 n and m are codes alone (`bordered.Extended`), 2.6 and 2.4 kB with
 their z. Where checkpointing runs the layer
-again, zh is kept (`recompute.once`): 64 bytes a token, and SwiGLU does not run again. Where it has
+again, zh is kept (`rerun.once`): 64 bytes a token, and SwiGLU does not run again. Where it has
 somewhere to keep them, neither are a, za and t computed a second time: 8.2 kB a token for
 attention, the product with o and its addition.
 
@@ -109,7 +109,7 @@ from .kernels.qkv_rope import rope_forward, split_heads
 from .kernels.residual import add_normed
 from .kernels.rows import as_rows, empty_rows
 from .kernels.swiglu_bordered import add_down, through_swiglu
-from .step.recompute import has_kept, once, takes_away
+from .rerun import has_kept, once, takes_away
 
 
 class DecoderLayer(torch.autograd.Function):

@@ -19,7 +19,7 @@ from ..frozen_layer import GROUPS, FrozenLayer, Others
 from ..kernels.fp8_rows import E4M3
 from ..kernels.residual import _extend_rows_kernel
 from ..kernels.rows import Handover
-from ..step.recompute import saving_last
+from ..rerun import saving_last
 from .attention import (
     head_norms_of,
     mask_for_attention,

@@ -10,7 +10,7 @@ from transformers.activations import GELUTanh
 from fused_mlp import FrozenMLP, LoRA_MLP
 from fused_mlp.utils import ACTIVATIONS
 
-from ..step.recompute import saving_last
+from ..rerun import saving_last
 from .linear import read_projections, run_alone
 from .originals import is_builtin
 from .projection import Projection, bias_of, seed_for, split_projection, why_call

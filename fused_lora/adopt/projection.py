@@ -13,7 +13,7 @@ from fused_mlp.dropout import draw_seed
 from fused_mlp.launching import DTYPES, is_capturing
 
 from ..kernels.fp8_rows import E4M3
-from ..step.recompute import once
+from ..rerun import once
 from .fp8_checkpoint import OF_CODES, BlockScales, is_of_codes, scales_of, why_not_codes
 from .fp8_weight import Fp8Weight
 from .hooks import has_hooks
