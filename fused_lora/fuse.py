@@ -12,17 +12,16 @@ from types import MethodType
 from typing import Any, NoReturn
 
 import torch
-from peft import PeftModel
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .adopt.borders import unborder
 from .adopt.documents import DECODER, decoder_forward, decoders
+from .adopt.foreign import checkpointing
+from .adopt.foreign.checkpointing import layers_of
 from .adopt.fp8_checkpoint import drop_idle_hook
 from .adopt.fp8_weight import keep_from_ddp
 from .adopt.layer import BorderedForward, borders_of, give_borders, why_not_fp8, why_not_layer
-from .adopt.projection import BASE_IS_TRAINED
+from .adopt.projection import BASE_IS_TRAINED, has_adapters
 from .adopt.site import (
     HOOKED,
     FusedForward,
@@ -34,7 +33,7 @@ from .adopt.site import (
     why_not_own_forward,
 )
 from .adopt.switches import SWITCHES
-from .step import checkpoint
+from .step.checkpoint import POLICIES, Checkpoint
 
 # What nn.DataParallel calls on every module of a model.
 REPLICATE = "_replicate_for_data_parallel"
@@ -90,8 +89,7 @@ class Fusion:
                 raise ValueError(f"Fusion wants {part.name}=True or False, got {value!r}")
         if not isinstance(self.checkpoint, str):
             raise ValueError(
-                f"Fusion wants checkpoint as one of {', '.join(checkpoint.POLICIES)}, got "
-                f"{self.checkpoint!r}"
+                f"Fusion wants checkpoint as one of {', '.join(POLICIES)}, got {self.checkpoint!r}"
             )
         if bordered:
             raise ValueError("Fusion: bordered=True is no longer there: ask for layer=True instead")
@@ -166,11 +164,11 @@ def fuse(model: nn.Module, fusion: Fusion | None = None, *, strict: bool = True)
     wanted = [part for part in SWITCHES if getattr(fusion, part)]
     policy = None
     if fusion.checkpoint or fusion.checkpoint_gib is not None:
-        policy = checkpoint.Checkpoint(fusion.checkpoint, fusion.checkpoint_gib)
+        policy = Checkpoint(fusion.checkpoint, fusion.checkpoint_gib)
     if not wanted and policy is None:
         parts = ", ".join(part.name for part in fields(fusion))
         raise ValueError(f"fuse: {fusion} asks for nothing; set at least one of {parts}")
-    layers = [layer for _, layer in _layers(model)]
+    layers = [layer for _, layer in layers_of(model)]
     if policy is not None and not layers:
         raise ValueError(
             "fuse: checkpoint concerns no module of this model: it has no layers of transformers' "
@@ -227,8 +225,8 @@ def fuse(model: nn.Module, fusion: Fusion | None = None, *, strict: bool = True)
     share_told(model)
     keep_from_ddp(model)
     if policy is not None:
-        policy.install(layers, last_runs_once="cross_entropy" in running)
-        checkpoint.hold(model)
+        checkpointing.install(policy, layers, last_runs_once="cross_entropy" in running)
+        checkpointing.hold(model)
     if wanted or policy is not None:
         setattr(model, REPLICATE, _refuse_data_parallel)
     for module in model.modules():
@@ -250,14 +248,13 @@ def _explained(model: nn.Module, reason: str | None) -> str | None:
     its base weights are trained."""
     if reason is None or BASE_IS_TRAINED not in reason:
         return reason
-    has_adapters = any(isinstance(m, BaseTunerLayer | PeftModel) for m in model.modules())
-    return reason if has_adapters else NO_ADAPTERS
+    return reason if has_adapters(model) else NO_ADAPTERS
 
 
 def _best(model: nn.Module) -> Fusion:
     """All parts, and whole layers where the GPU has room for one layer's weights twice, which is
     what it takes to move them into buffers."""
-    room = all(_has_room(layer) for _, layer in list(_layers(model))[:1])
+    room = all(_has_room(layer) for _, layer in list(layers_of(model))[:1])
     return Fusion(
         mlp=True, attention=True, rope=True, rms_norm=True, cross_entropy=True, layer=room
     )
@@ -286,10 +283,9 @@ def unfuse(model: nn.Module) -> list[str]:
         elif fused_parts_of(module, HOOKED):
             setattr(module, HOOKED, MethodType(type(module).forward, module))
             names.append(name)
-        if checkpoint.policy_of(module):
-            checkpoint.remove(module)
+        if checkpointing.remove(module):
             names.append(name)
-    checkpoint.let_go(model)
+    checkpointing.let_go(model)
     unborder(model)
     return list(dict.fromkeys(names))
 
@@ -343,7 +339,7 @@ def report(model: nn.Module) -> FusionReport:
         counts[part] = f"{run} of {found} {SWITCHES[part].units}"
         if part == "layer" and fused[part] and _is_fp8(model.get_submodule(fused[part][0])):
             counts[part] += " in FP8"
-    layers = {name: checkpoint.policy_of(layer) for name, layer in _layers(model)}
+    layers = {name: checkpointing.policy_of(layer) for name, layer in layers_of(model)}
     if any(layers.values()):
         fused["checkpoint"] = [name for name, policy in layers.items() if policy]
     return FusionReport(fused, left, counts)
@@ -376,7 +372,3 @@ def _candidates(
         if site.is_listed or not listed_only:
             for name, module in site.candidates(model):
                 yield name, module, site
-
-
-def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    return ((n, m) for n, m in model.named_modules() if isinstance(m, GradientCheckpointingLayer))

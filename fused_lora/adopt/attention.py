@@ -17,8 +17,8 @@ from ..kernels.qkv_norm_rope import HeadNorms
 from ..lora_attention import FrozenAttention, LoRA_Attention
 from ..lora_linear import FrozenQKV, LoRA_QKV
 from ..rope import rope
+from .foreign.originals import is_builtin, why_replaced
 from .linear import frozen_linear, read_output, read_projections, run_alone, tensors_of
-from .originals import is_builtin, why_replaced
 from .projection import CAST, Projection, frozen_bias, seed_for, split_projection
 from .rms_norm import why_not_frozen
 from .site import (

@@ -32,10 +32,10 @@ from ..bordered import Bordered, Buffer
 from ..fp8 import Fp8Buffer, codes_and_scales
 from ..kernels.fp8_rows import E4M3
 from ..kernels.rows import empty_rows
+from .foreign.saved_weights import hand_out_buffered
 from .fp8_checkpoint import may_lie_in_buffer, row_codes
 from .fp8_weight import Fp8Weight, become_fp8, become_plain
 from .projection import Projection
-from .state import hand_out_buffered
 
 # Of bf16 are 16 bytes, to which cuBLAS wants every row aligned. Without any adapter the border is
 # as wide, and zero.
@@ -282,8 +282,8 @@ def _places_of_codes(reads: Sequence[Projection]) -> tuple:
 
 
 def let_save(base: nn.Linear) -> None:
-    """Let this linear layer, whose weight is to lie in a buffer, be saved (`state.py`), also once
-    it stands in a model of its own (`_leave_peft`)."""
+    """Let this linear layer, whose weight is to lie in a buffer, be saved, also once it stands in a
+    model of its own (`_leave_peft`)."""
     if _leave_peft not in base._state_dict_pre_hooks.values():
         base.register_state_dict_pre_hook(_leave_peft)
         base.register_state_dict_post_hook(hand_out_buffered)

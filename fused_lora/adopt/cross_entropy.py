@@ -19,9 +19,9 @@ from fused_mlp.launching import is_capturing
 from ..cross_entropy import labelled_rows, linear_cross_entropy
 from ..label_check import checking, note
 from .documents import check_not_empty, fills_cache, unpadded
+from .foreign.no_logits import without_logits
+from .foreign.originals import why_replaced
 from .fp8_weight import why_not_in_fp8
-from .no_logits import without_logits
-from .originals import why_replaced
 from .projection import why_call, why_not_plain
 from .site import (
     as_named,

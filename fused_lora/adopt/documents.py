@@ -8,9 +8,6 @@ a graph, whose shapes are fixed, the padding of a row is a document of its own.
 """
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -22,9 +19,10 @@ from fused_mlp.utils import compute_dtype
 
 from ..kernels.causal_attention import fits_heads
 from ..kernels.documents import documents_of
+from ..step import padding_seen
 from .attention import read_qkv, turns, why_not_sdpa
+from .foreign.originals import why_replaced
 from .linear import read_output
-from .originals import why_replaced
 from .site import class_forward, fused_parts_of, having, is_checkpointed
 
 DECODER = frozenset({"documents"})  # the parts that a decoder's forward is said to run
@@ -113,27 +111,6 @@ def _attends_fused(layer: Any, dtype: torch.dtype) -> bool:
     )
 
 
-class PaddingSeen:
-    """Notes of a step's eager calls on the padding in their batches, for its captures in graphs
-    (`step/graph.py`)."""
-
-    def __init__(self) -> None:
-        self.is_there = False
-        self.is_apart = True  # nothing that is labelled depends on it
-
-    @contextmanager
-    def noted(self) -> Iterator[None]:
-        """Within it the model runs, or is captured."""
-        token = _seen.set(self)
-        try:
-            yield
-        finally:
-            _seen.reset(token)
-
-
-_seen: ContextVar[PaddingSeen | None] = ContextVar("padding seen", default=None)
-
-
 def unpadded(decoder: Any, inputs: dict[str, Any], labels: Tensor) -> tuple[dict[str, Any], Tensor]:
     """Return a padded batch as one row [1, tokens] without its padding; the batch itself where it
     has none, or where that would not be exact. The host waits for the number of tokens.
@@ -162,7 +139,7 @@ def unpadded(decoder: Any, inputs: dict[str, Any], labels: Tensor) -> tuple[dict
         return inputs, labels
     is_token = mask.bool().to(labels.device)
     is_predicting = ~is_token & (labels != IGNORED)
-    seen = _seen.get()
+    seen = padding_seen.current()
     if is_capturing(mask):
         if seen is None or not (seen.is_there and seen.is_apart):
             return inputs, labels

@@ -27,6 +27,7 @@ from .attention import (
     why_not_inputs,
 )
 from .borders import let_save
+from .foreign.saved_weights import FLATTENED, is_flattened, is_in_fsdp
 from .fp8_checkpoint import is_of_codes, let_train
 from .fp8_weight import why_not_in_fp8
 from .layer_borders import LayerBorders
@@ -42,7 +43,6 @@ from .site import (
     reason_in,
     say_once,
 )
-from .state import FLATTENED, is_flattened, is_in_fsdp
 
 
 class BorderedForward(FusedForward):

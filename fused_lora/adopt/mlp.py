@@ -11,8 +11,8 @@ from fused_mlp import FrozenMLP, LoRA_MLP
 from fused_mlp.utils import ACTIVATIONS
 
 from ..rerun import saving_last
+from .foreign.originals import is_builtin
 from .linear import read_projections, run_alone
-from .originals import is_builtin
 from .projection import Projection, bias_of, seed_for, split_projection, why_call
 from .site import class_forward, having, known_form, say_left, why_not_class
 

@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from peft import PeftModel
 from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 
@@ -14,10 +16,10 @@ from fused_mlp.launching import DTYPES, is_capturing
 
 from ..kernels.fp8_rows import E4M3
 from ..rerun import once
+from .foreign.hooks import has_hooks
+from .foreign.originals import why_patched
 from .fp8_checkpoint import OF_CODES, BlockScales, is_of_codes, scales_of, why_not_codes
 from .fp8_weight import Fp8Weight
-from .hooks import has_hooks
-from .originals import why_patched
 from .site import fused_parts_of, has_own_forward, why_not_own_forward
 
 UNQUANTISED = "if quantised, load the model in bf16 without quantization_config"
@@ -43,6 +45,11 @@ class Projection(NamedTuple):
     dropout: float | None = 0.0
     lora_bias: Tensor | None = None  # PEFT's name for an adapter's
     scales: BlockScales | None = None  # of a weight that is the codes of a checkpoint in FP8
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Return True for a model that PEFT has put adapters into, of whatever kind."""
+    return any(isinstance(module, BaseTunerLayer | PeftModel) for module in model.modules())
 
 
 def read_projection(

@@ -21,9 +21,9 @@ from transformers import masking_utils, modeling_layers
 
 from fused_mlp.swiglu import _swiglu_forward_kernel
 
+from ..step.module_ref import ModuleRef
 from .families import FORMS
-from .originals import is_fsdp, why_patched, why_replaced
-from .owners import ModuleRef
+from .foreign.originals import is_fsdp, why_patched, why_replaced
 
 KNOWN_TO = {
     "MLP": "an MLP class that is known to compute down(activation(gate) * up)",
