@@ -21,9 +21,12 @@ from ..kernels.causal_attention import fits_heads
 from ..kernels.documents import documents_of
 from ..step import padding_seen
 from .attention import read_qkv, turns, why_not_sdpa
+from .foreign.forwards import fused_parts_of
 from .foreign.originals import why_replaced
+from .foreign.versions import class_forward, is_checkpointed
 from .linear import read_output
-from .site import class_forward, fused_parts_of, having, is_checkpointed
+from .refusal import attempt, reason_of
+from .site import having
 
 DECODER = frozenset({"documents"})  # the parts that a decoder's forward is said to run
 decoders = having("embed_tokens", "layers", "norm")
@@ -101,14 +104,11 @@ def _attends_fused(layer: Any, dtype: torch.dtype) -> bool:
         return False
     wanted = {"attention", "rope"} if turns(attention) else {"attention"}
     is_fused = "layer" in fused_parts_of(layer) or wanted <= fused_parts_of(attention)
-    return (
-        is_fused
-        and why_not_sdpa(attention) is None
-        and fits_heads(dtype, attention.head_dim)
-        # else it attends as transformers does, with a mask of positions x positions
-        and isinstance(read_qkv(attention), list)
-        and not isinstance(read_output(attention.o_proj), str)
-    )
+    if not is_fused or why_not_sdpa(attention) or not fits_heads(dtype, attention.head_dim):
+        return False
+    # else it attends as transformers does, with a mask of positions x positions
+    reads, reason = attempt(read_qkv, attention)
+    return not reason and reads.are_all and reason_of(read_output, attention.o_proj) is None
 
 
 def unpadded(decoder: Any, inputs: dict[str, Any], labels: Tensor) -> tuple[dict[str, Any], Tensor]:
