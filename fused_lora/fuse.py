@@ -35,14 +35,14 @@ class Fusion:
     rms_norm: every RMSNorm as one kernel; a layer's second with the residual's addition before it.
     cross_entropy: the loss without logits, in training with labels (to compute with `output.logits`
         is an error). Calls with label_smoothing, z_loss or the like run transformers' own.
-    layer: all of a decoder layer as one autograd function on bordered weights (`decoder_layer.py`):
+    layer: all of a decoder layer as one autograd function on bordered weights (`layer/`):
         what mlp, attention, rope and rms_norm fuse in it runs when it itself may not. It moves the
         model's base weights into buffers that have room for the adapters, and again whenever they
         lie elsewhere.
-    fp8: whole layers with their base weights, and what these multiply, in FP8 (`fp8.py`): less
+    fp8: whole layers with their base weights, and what these multiply, in FP8 (`layer/fp8/`): less
         exact, another precision than the model's. Adapters stay as exact as they are. The original
         weights lie on the host until `unfuse`; what is merged or loaded changes them. Those of a
-        checkpoint in FP8 stay where they are (`fp8_checkpoint.py`).
+        checkpoint in FP8 stay where they are (`adopt/fp8/checkpoint.py`).
     fp8_lm_head: the fused loss with the products of its lm_head in FP8 (`fp8_head.py`).
     checkpoint: "full", "offload", "selective" or no ("none") gradient checkpointing of the layers
         (see `checkpoint.py`) in the place of the model's own; "" leaves that as it is. Where the

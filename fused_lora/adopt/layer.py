@@ -14,27 +14,27 @@ from torch import Tensor, nn
 
 from fused_mlp.utils import compute_dtype
 
-from ..decoder_layer import DecoderLayer
-from ..frozen_layer import GROUPS, FrozenLayer, Others
 from ..kernels.fp8_rows import E4M3
 from ..kernels.residual import _extend_rows_kernel
 from ..kernels.rows import Handover
 from ..rerun import saving_last
 from .aside import say_once
+from ..layer.decoder_layer import DecoderLayer
+from ..layer.operands import FrozenLayer, Others
+from ..layer.residual import Norm
 from .attention import (
     head_norms_of,
     mask_for_attention,
     turns,
     why_not_inputs,
 )
-from .borders import let_save
 from .foreign.forwards import fused_parts_of
 from .foreign.parallel import FLATTENED, is_flattened, is_in_fsdp
 from .foreign.versions import class_forward
-from .fp8_checkpoint import is_of_codes, let_train
-from .fp8_weight import why_not_in_fp8
 from .known import known_form
-from .layer_borders import LayerBorders
+from .borders import LayerBorders, let_save
+from .fp8.checkpoint import is_of_codes, let_train
+from .fp8.weight import why_not_in_fp8
 from .layer_reading import base_layers, names_of_norms, norms_of, parts_and_ranks, read_groups
 from .mlp import activation_of
 from .projection import Projection, bias_of, seed_for, trains_bias
@@ -56,7 +56,7 @@ class BorderedForward(FusedForward):
     ):
         super().__init__(function, module, parts)
         if borders is None or (fp8 and not borders.fp8):
-            borders = LayerBorders(len(GROUPS), fp8)
+            borders = LayerBorders(fp8)
         self.borders = borders
 
     @property
@@ -135,27 +135,29 @@ def _operands(layer: Any, reads: list[list[Projection]]) -> tuple:
     form = known_form(layer, "Layer")
     multiplier = getattr(layer, form.multiplier) if form.multiplier else 1.0
     norms = norms_of(layer)
-    (form_of_norm,) = {known_form(norm, "RMSNorm") for norm in norms.values()}
+    (norm_form,) = {known_form(norm, "RMSNorm") for norm in norms.values()}
     input_norm, attended_norm, post_norm, mlp_norm = (
-        (norms[name].weight, getattr(norms[name], form_of_norm.eps)) if name else (None, 0.0)
+        Norm(norms[name].weight, getattr(norms[name], norm_form.eps), norm_form.zero_centered)
+        if name
+        else None
         for name in names_of_norms(form)
     )
     heads, kv_heads, _ = (out // attention.head_dim for out in qkv.out_features)
     every = [part for group in parts for part in group]
     adapters = (tensor for read in every for tensor in (read.A, read.B))
-    others = _others(every, input_norm[0], post_norm[0], attended_norm[0], mlp_norm[0])
+    others = _others(every, input_norm, post_norm, attended_norm, mlp_norm)
     return *adapters, *others, FrozenLayer(
-        input_norm[0], post_norm[0], qkv, o, gate_up, down, input_norm[1], post_norm[1],
-        heads, kv_heads, attention.scaling, borders, head_norms_of(attention), multiplier,
-        attended_norm[0], mlp_norm[0], attended_norm[1], mlp_norm[1],
-        form_of_norm.zero_centered, activation_of(layer.mlp),
+        input_norm=input_norm, post_norm=post_norm, qkv=qkv, o=o, gate_up=gate_up, down=down,
+        heads=heads, kv_heads=kv_heads, attention_scaling=attention.scaling, borders=borders,
+        head_norms=head_norms_of(attention), multiplier=multiplier, attended_norm=attended_norm,
+        mlp_norm=mlp_norm, activation=activation_of(layer.mlp),
         dropouts=tuple(read.dropout for read in every),
     )  # fmt: skip
 
 
-def _others(reads: Sequence[Projection], *norms: Tensor | None) -> Others | tuple[()]:
+def _others(reads: Sequence[Projection], *norms: Norm | None) -> Others | tuple[()]:
     """Return what is trained beside the adapters, if anything is."""
-    trained = [None if norm is None or not norm.requires_grad else norm for norm in norms]
+    trained = [norm.weight if norm and norm.weight.requires_grad else None for norm in norms]
     has_biases = any(map(trains_bias, reads))
     if not has_biases and all(norm is None for norm in trained):
         return ()

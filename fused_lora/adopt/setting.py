@@ -8,8 +8,8 @@ from torch import nn
 from .aside import keep_reported, share_told
 from .documents import DECODER, decoder_forward, decoders
 from .foreign.forwards import fused_parts_of, why_not_own_forward
-from .fp8_checkpoint import drop_idle_hook
-from .fp8_weight import keep_from_ddp
+from .fp8.checkpoint import drop_idle_hook
+from .fp8.weight import keep_from_ddp
 from .layer import BorderedForward, borders_of, give_borders, why_not_layer
 from .report import PARTS_SET
 from .site import FusedForward, Site
