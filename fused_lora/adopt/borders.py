@@ -30,10 +30,10 @@ from fused_mlp.launching import is_capturing
 
 from ..kernels.fp8_rows import E4M3, codes_and_scales
 from ..kernels.rows import empty_rows
-from .foreign.saved_weights import hand_out_buffered
 from ..layer.buffer import Bordered, Buffer
 from ..layer.filling import Filling
 from ..layer.fp8.buffer import Fp8Buffer
+from .foreign.saved_weights import hand_out_buffered
 from .fp8.checkpoint import may_lie_in_buffer, row_codes
 from .fp8.weight import Fp8Weight, become_fp8, become_plain
 from .projection import Projection

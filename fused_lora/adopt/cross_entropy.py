@@ -24,8 +24,8 @@ from .foreign.forwards import fused_parts_of
 from .foreign.no_logits import without_logits
 from .foreign.originals import why_replaced
 from .foreign.versions import as_named, class_forward
-from .known import known_form, why_not_class
 from .fp8.weight import why_not_in_fp8
+from .known import known_form, why_not_class
 from .projection import why_call, why_not_plain
 from .refusal import Refusal, attempt, reason_of, refuse
 from .site import having

@@ -17,24 +17,24 @@ from fused_mlp.utils import compute_dtype
 from ..kernels.fp8_rows import E4M3
 from ..kernels.residual import _extend_rows_kernel
 from ..kernels.rows import Handover
-from ..rerun import saving_last
-from .aside import say_once
 from ..layer.decoder_layer import DecoderLayer
 from ..layer.operands import FrozenLayer, Others
 from ..layer.residual import Norm
+from ..rerun import saving_last
+from .aside import say_once
 from .attention import (
     head_norms_of,
     mask_for_attention,
     turns,
     why_not_inputs,
 )
+from .borders import LayerBorders, let_save
 from .foreign.forwards import fused_parts_of
 from .foreign.parallel import FLATTENED, is_flattened, is_in_fsdp
 from .foreign.versions import class_forward
-from .known import known_form
-from .borders import LayerBorders, let_save
 from .fp8.checkpoint import is_of_codes, let_train
 from .fp8.weight import why_not_in_fp8
+from .known import known_form
 from .layer_reading import base_layers, names_of_norms, norms_of, parts_and_ranks, read_groups
 from .mlp import activation_of
 from .projection import Projection, bias_of, seed_for, trains_bias

@@ -19,9 +19,9 @@ from ..rerun import once
 from .foreign.forwards import fused_parts_of, has_own_forward, why_not_own_forward
 from .foreign.hooks import has_hooks
 from .foreign.originals import why_patched
-from .refusal import Refusal, refuse
 from .fp8.checkpoint import OF_CODES, BlockScales, is_of_codes, scales_of, why_not_codes
 from .fp8.weight import Fp8Weight
+from .refusal import Refusal, refuse
 
 UNQUANTISED = "if quantised, load the model in bf16 without quantization_config"
 COMPRESSED = (
