@@ -126,11 +126,11 @@ def self_attention_forward(
 ):
     """The class's own forward, with its q, k and v and its rotary embedding fused or not; or all of
     it as one function, where it is asked for both and may."""
-    mask = mask_for_attention(attention_mask)
     if (reason := why_not_class(attention, "Attention")) is not None:
         return step_aside(
             attention, reason, hidden_states, position_embeddings=position_embeddings,
-            attention_mask=mask, past_key_values=past_key_values, **options,
+            attention_mask=mask_for_attention(attention_mask), past_key_values=past_key_values,
+            **options,
         )  # fmt: skip
     reads = _read_fused(attention) if "attention" in parts else NONE
     if reads.are_all and ("rope" in parts or not turns(attention)):
@@ -148,7 +148,7 @@ def self_attention_forward(
     by_head = (*hidden_states.shape[:-1], -1, attention.head_dim)
     return attend(
         attention, parts, q.view(by_head), k.view(by_head), v.view(by_head), position_embeddings,
-        mask, past_key_values, **options,
+        mask_for_attention(attention_mask), past_key_values, **options,
     )  # fmt: skip
 
 
