@@ -31,8 +31,8 @@ from fused_mlp.launching import is_capturing
 from ..kernels.rows import empty_rows
 from ..layer.buffer import Bordered, Buffer
 from ..layer.filling import Filling
+from .foreign.saved_weights import hand_out_buffered
 from .projection import Projection
-from .state import hand_out_buffered
 
 # Of bf16 are 16 bytes, to which cuBLAS wants every row aligned. Without any adapter the border is
 # as wide, and zero.
@@ -239,8 +239,8 @@ class LayerBorders(Filling):
 
 
 def let_save(base: nn.Linear) -> None:
-    """Let this linear layer, whose weight is to lie in a buffer, be saved (`state.py`), also once
-    it stands in a model of its own (`_leave_peft`)."""
+    """Let this linear layer, whose weight is to lie in a buffer, be saved, also once it stands in a
+    model of its own (`_leave_peft`)."""
     if _leave_peft not in base._state_dict_pre_hooks.values():
         base.register_state_dict_pre_hook(_leave_peft)
         base.register_state_dict_post_hook(hand_out_buffered)

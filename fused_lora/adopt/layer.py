@@ -19,7 +19,8 @@ from ..kernels.rows import Handover
 from ..layer.decoder_layer import DecoderLayer
 from ..layer.operands import FrozenLayer, Others
 from ..layer.residual import Norm
-from ..step.recompute import saving_last
+from ..rerun import saving_last
+from .aside import say_once
 from .attention import (
     head_norms_of,
     mask_for_attention,
@@ -27,20 +28,17 @@ from .attention import (
     why_not_inputs,
 )
 from .borders import Border, LayerBorders
+from .foreign.forwards import fused_parts_of
+from .foreign.parallel import FLATTENED, is_flattened, is_in_fsdp
+from .foreign.versions import class_forward
 from .fp8.border import Fp8Border
+from .known import known_form
 from .layer_reading import base_layers, names_of_norms, norms_of, parts_and_ranks, read_groups
 from .mlp import activation_of
 from .projection import Projection, bias_of, seed_for, trains_bias
+from .refusal import Refusal, attempt, reason_of, refuse
 from .rms_norm import normed_layer_forward
-from .site import (
-    FusedForward,
-    class_forward,
-    fused_parts_of,
-    known_form,
-    reason_in,
-    say_once,
-)
-from .state import FLATTENED, is_flattened, is_in_fsdp
+from .site import FusedForward
 
 
 class BorderedForward(FusedForward):
@@ -86,9 +84,9 @@ def give_borders(layers: Sequence[tuple[str, nn.Module]]) -> None:
         replica_of = next(filter(None, (first_with.get(id(one)) for one in weights)), None)
         first_with.update((id(one), name) for one in weights if replica_of is None)
         owner.borders.handover, owner.borders.replica_of = handover, replica_of
-        reads = _read(layer)
+        reads, reason = attempt(_read, layer)
         # on the CPU it will not run before it was moved
-        if not isinstance(reads, str) and _runs_on(reads[0][0].weight.device):
+        if not reason and _runs_on(reads[0][0].weight.device):
             owner.borders.bordered(reads, *parts_and_ranks(layer, reads), _dtype_of(layer))
         for base in base_layers(layer):
             owner.borders.kind.take_in(base)
@@ -102,7 +100,7 @@ def _runs_on(device: torch.device) -> bool:
 
 
 def why_not_layer(layer: Any, fp8: bool = False) -> str | None:
-    reason = reason_in(_read(layer, fp8))
+    reason = reason_of(_read, layer, fp8)
     return FLATTENED if reason is None and _is_flattened(layer) else reason
 
 
@@ -115,11 +113,10 @@ def why_not_fp8(layer: Any) -> str | None:
     return Fp8Border.why_not(layer)
 
 
-def read_layer(layer: Any) -> tuple | str:
-    """Return the operands of DecoderLayer after its mask, read from this fused layer as it is now,
-    or the reason why it may not run as one. Moves weights that lie elsewhere into new buffers."""
-    reads = _read(layer)
-    return reads if isinstance(reads, str) else _operands(layer, reads)
+def read_layer(layer: Any) -> tuple:
+    """Return the operands of DecoderLayer after its mask, read from this fused layer as it is now.
+    Moves weights that lie elsewhere into new buffers."""
+    return _operands(layer, _read(layer))
 
 
 def _operands(layer: Any, reads: list[list[Projection]]) -> tuple:
@@ -164,21 +161,27 @@ def _dtype_of(layer: Any) -> torch.dtype:
     return layer.post_attention_layernorm.weight.dtype  # every layer has one
 
 
-def _read(layer: Any, fp8: bool = False) -> list[list[Projection]] | str:
-    """The projections of a layer by their buffers, or why it may not run as one now.
+def _read(layer: Any, fp8: bool = False) -> list[list[Projection]]:
+    """Return the projections of a layer by their buffers. Raises a Refusal if it may not run as
+    one now.
 
     fp8: whether it is to be in FP8, where it is not yet.
     """
     borders = borders_of(layer)
     if borders is not None and borders.replica_of is not None:
-        return (
+        raise Refusal(
             f"its base weights are those of {borders.replica_of}, too (layer_replication): only "
             "the first such layer runs whole"
         )
     kind = Border if borders is None else borders.kind
-    if (reason := kind.why_not(layer)) is not None:
-        return reason
+    refuse(kind.why_not(layer))
     return read_groups(layer, fp8 or kind.reads_codes)
+
+
+def _read_call(layer: Any, *call: Any) -> list[list[Projection]]:
+    """`_read`, for a call with these arguments."""
+    refuse(_why_not_inputs(layer, *call))
+    return _read(layer)
 
 
 def _why_not_inputs(
@@ -219,13 +222,12 @@ def layer_forward(
     """
     if _is_flattened(layer):
         raise RuntimeError(f"a fused {type(layer).__name__} cannot run: {FLATTENED}")
-    reads = _why_not_inputs(
-        layer, hidden_states, attention_mask, past_key_values, position_embeddings, options
-    ) or _read(layer)
-    if isinstance(reads, str):
+    call = hidden_states, attention_mask, past_key_values, position_embeddings, options
+    reads, reason = attempt(_read_call, layer, *call)
+    if reason:
         # a model that is only asked may be so in any way, with a cache say
         if torch.is_grad_enabled():
-            say_once(layer, reads)
+            say_once(layer, reason)
         if not fused_parts_of(layer.self_attn):  # a class's own takes no documents
             attention_mask = mask_for_attention(attention_mask)
         own = normed_layer_forward if "rms_norm" in parts else _class_forward

@@ -63,7 +63,7 @@ more, as attention has them: at Qwen3-8B (hidden 4,096, intermediate 12,288, q a
 12.3 of 115.3 kB, 2.0 of which are a second v, for attention reads all three from one buffer. Their
 rstd are computed again. In FP8 n and m are codes alone (`buffer.Read`), 2.6 and 2.4 kB with
 their z. Where checkpointing runs the layer
-again, zh is kept (`recompute.once`): 64 bytes a token, and SwiGLU does not run again. Where it has
+again, zh is kept (`rerun.once`): 64 bytes a token, and SwiGLU does not run again. Where it has
 somewhere to keep them, neither are a, za and t computed a second time: 8.2 kB a token for
 attention, the matmul with o and the sum.
 
@@ -81,7 +81,7 @@ from ..kernels.qkv_attention import attention_backward
 from ..kernels.qkv_norm_rope import head_norms_backward
 from ..kernels.qkv_rope import split_heads
 from ..kernels.rows import as_rows, empty_rows
-from ..step.recompute import has_kept
+from ..rerun import has_kept
 from .adapter_sums import AdapterSums, swiglu_gradients
 from .buffer import Incoming
 from .filling import Adapter

@@ -8,7 +8,7 @@ from ..kernels.qkv_norm_rope import norm_rope_together
 from ..kernels.qkv_rope import rope_forward, split_heads
 from ..kernels.residual import add_normed
 from ..kernels.rows import empty_rows
-from ..step.recompute import once, takes_away
+from ..rerun import once, takes_away
 from .buffer import Dropout
 from .operands import FrozenLayer
 from .residual import Norm, Normed, needed_rows

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 
 from ..kernels.qkv_attention import Attention, AttentionSaved
-from ..step.recompute import once
+from ..rerun import once
 from .buffer import Read
 from .operands import Adapters, Dropouts, FrozenLayer, Others
 from .residual import Normed

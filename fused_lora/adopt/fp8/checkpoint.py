@@ -16,7 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels.fp8_rows import E4M3, codes_and_scales
-from ..site import FusedForward, class_forward, why_not_own_forward
+from ..foreign.forwards import why_not_own_forward
+from ..foreign.versions import class_forward
+from ..site import FusedForward
 
 # What a base layer runs in the place of its class's forward, while its layer is fused.
 OF_CODES = frozenset({"fp8 checkpoint"})
