@@ -26,7 +26,7 @@ FAULTS = (
     # --- techniques ---
     Fault("fused_lora/rope.py", "-sin_2, -sin_1", "-sin_1, -sin_2", "kernels", "rope"),
     Fault("fused_lora/cross_entropy.py", "exp_sum * _exp(maximum - shift) + tl.sum(",
-          "exp_sum + tl.sum(", "kernels", "cross_entropy cross_entropy_chunks"),
+          "exp_sum + tl.sum(", "kernels", "cross_entropy_kernel"),
     Fault("fused_lora/cross_entropy.py", "alpha=len(x)", "alpha=chunk", "kernels",
           "cross_entropy cross_entropy_chunks"),
     Fault("fused_lora/packing.py", "(length, 0)", "(length + 1, 0)", "adopt", "fuse_documents"),

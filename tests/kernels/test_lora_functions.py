@@ -9,19 +9,10 @@ import pytest
 import torch
 from cases import attention_case, lora_attention_case, lora_mlp_case
 from cases.counting import Calls, saved_for_backward
+from cases.operands import BF16, FP16, FP32
 from cases.reference import random, use_poisoned_memory
 from cases.refusal import assert_refused, narrow, short, trained
-from contract import (
-    BF16,
-    FP16,
-    FP32,
-    OPERATIONS,
-    as_tuple,
-    assert_equal,
-    assert_right,
-    leaves_of,
-    run,
-)
+from contract import OPERATIONS, as_tuple, assert_equal, assert_right, leaves_of, run
 
 W, QKV, ATTENTION, MLP = NAMES = ("LoRA_W", "LoRA_QKV", "LoRA_Attention", "LoRA_MLP")
 
