@@ -39,8 +39,8 @@ from torch import Tensor
 from fused_mlp.launching import cdiv, check_runnable, launch
 from fused_mlp.utils import compute_dtype, scaled_matmul
 
-from .fp8 import SIZES
 from .fp8_head import Fp8Head
+from .kernels.fp8_rows import SIZES
 from .label_check import checking
 
 # What a chunk's logits may take by default: both bounds are reached by bf16 and 262,144 words.

@@ -1,4 +1,4 @@
-"""lm_head's products in FP8, for the loss (`cross_entropy.py`), without adapters (`fp8.py`).
+"""lm_head's products in FP8, for the loss (`cross_entropy.py`), without adapters (`layer/fp8/`).
 
 For hidden h [T, hidden], the frozen weight W [vocabulary, hidden] as codes W8 and scales s:
 
@@ -15,8 +15,8 @@ whenever it likes.
 import torch
 from torch import Tensor
 
-from .fp8 import product_of_codes
 from .kernels.fp8_logits import logit_codes, transposed
+from .kernels.fp8_products import product_of_codes
 from .kernels.fp8_rows import fp8_rows
 
 

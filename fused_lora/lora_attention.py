@@ -43,7 +43,12 @@ from fused_mlp.utils import (
     without_autocast,
 )
 
-from .kernels.qkv_attention import Attention, attention_backward, attention_forward
+from .kernels.qkv_attention import (
+    Attention,
+    AttentionSaved,
+    attention_backward,
+    attention_forward,
+)
 from .kernels.qkv_norm_rope import HeadNorms, head_norms_backward, norm_rope_together
 from .kernels.qkv_rope import rope_together
 from .lora_linear import (
@@ -172,7 +177,8 @@ class LoRA_Attention(torch.autograd.Function):
         ) = ctx.saved_tensors  # fmt: skip
         B, (o_A, o_B), weights, others = others[:3], others[3:5], others[5:9], others[9:]
         count = len(ctx.scales or ())
-        masks, attention_saved = masks_of(others[:count], ctx.scales), others[count:]
+        masks = masks_of(others[:count], ctx.scales)
+        attention_saved = AttentionSaved(*others[count:])
         of_qkv = Group(weights[:3], A, B, ctx.scalings[:3], masks and masks[:3])
         of_o = Group(weights[3:], o_A, [o_B], ctx.scalings[3:], masks and masks[3:])
         need_x, _, _, _, *needs, _ = ctx.needs_input_grad

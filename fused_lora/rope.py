@@ -30,58 +30,7 @@ from torch import Tensor
 
 from fused_mlp.launching import DTYPES, check_runnable, launch, next_power_of_2
 
-
-@triton.jit
-def _rotate_heads(
-    x_ptr,  # the first head of one token
-    rotated_ptr,  # likewise, contiguous, written
-    head_stride,
-    cos_1,  # [BLOCK_HALF], fp32
-    cos_2,
-    sin_1,
-    sin_2,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-):
-    # int64: heads may lie further apart than positions, as in a contiguous [batch, heads, seq, ...]
-    heads = tl.arange(0, BLOCK_HEADS).to(tl.int64)[:, None]
-    features = tl.arange(0, BLOCK_HALF)[None, :]
-    mask = (heads < HEADS) & (features < HALF)
-    x_ptr += heads * head_stride + features
-    x_1 = tl.load(x_ptr, mask=mask).to(tl.float32)
-    x_2 = tl.load(x_ptr + HALF, mask=mask).to(tl.float32)
-    rotated_1 = x_1 * cos_1[None, :] - x_2 * sin_1[None, :]
-    rotated_2 = x_2 * cos_2[None, :] + x_1 * sin_2[None, :]
-    rotated_ptr += heads * (2 * HALF) + features
-    dtype = rotated_ptr.dtype.element_ty
-    tl.store(rotated_ptr, rotated_1.to(dtype), mask=mask)
-    tl.store(rotated_ptr + HALF, rotated_2.to(dtype), mask=mask)
-
-
-@triton.jit
-def _load_angles(
-    cos_ptr, sin_ptr, batch_stride, batch, position,
-    BACKWARD: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
-):  # fmt: skip
-    """cos_1, cos_2, sin_1 and sin_2 [BLOCK_HALF] of one position; BACKWARD turns the other way.
-    Without cos_ptr those of an angle of 0."""
-    features = tl.arange(0, BLOCK_HALF)
-    mask = features < HALF
-    angle = batch * batch_stride + position * (2 * HALF) + features
-    if cos_ptr is None:
-        cos_1 = tl.full([BLOCK_HALF], 1.0, tl.float32)
-        sin_1 = tl.zeros([BLOCK_HALF], tl.float32)
-        cos_2, sin_2 = cos_1, sin_1
-    else:
-        cos_1 = tl.load(cos_ptr + angle, mask=mask).to(tl.float32)
-        cos_2 = tl.load(cos_ptr + angle + HALF, mask=mask).to(tl.float32)
-        sin_1 = tl.load(sin_ptr + angle, mask=mask).to(tl.float32)
-        sin_2 = tl.load(sin_ptr + angle + HALF, mask=mask).to(tl.float32)
-    if BACKWARD:
-        sin_1, sin_2 = -sin_2, -sin_1
-    return cos_1, cos_2, sin_1, sin_2
+from .kernels.rotation import load_angles, rotate_heads
 
 
 @triton.jit
@@ -111,16 +60,16 @@ def _rope_kernel(
     token = tl.program_id(0).to(tl.int64)
     batch = token // positions
     position = token % positions
-    cos_1, cos_2, sin_1, sin_2 = _load_angles(
+    cos_1, cos_2, sin_1, sin_2 = load_angles(
         cos_ptr, sin_ptr, cos_batch_stride, batch, position, BACKWARD, HALF, BLOCK_HALF
     )
-    _rotate_heads(
+    rotate_heads(
         q_ptr + batch * q_batch_stride + position * q_position_stride,
         q_rotated_ptr + token * (Q_HEADS * 2 * HALF),
         q_head_stride,
         cos_1, cos_2, sin_1, sin_2, Q_HEADS, HALF, BLOCK_Q_HEADS, BLOCK_HALF,
     )  # fmt: skip
-    _rotate_heads(
+    rotate_heads(
         k_ptr + batch * k_batch_stride + position * k_position_stride,
         k_rotated_ptr + token * (K_HEADS * 2 * HALF),
         k_head_stride,

@@ -70,7 +70,7 @@ def shipped_tilings(turn_on_the_gpu, monkeypatch):
 def fp8_in_fp32(monkeypatch):
     """Layers in FP8 of models in fp32 on a GPU, too: exact, for their products are not those of
     `_scaled_mm`."""
-    from fused_lora.adopt import fp8_weight
+    from fused_lora.adopt.fp8 import weight as fp8_weight
 
     kinds = torch.bfloat16, torch.float32, torch.float64
     monkeypatch.setattr(fp8_weight, "FP8_DTYPES", kinds)

@@ -17,27 +17,23 @@ from ..kernels.qkv_norm_rope import HeadNorms
 from ..lora_attention import FrozenAttention, LoRA_Attention
 from ..lora_linear import FrozenQKV, LoRA_QKV
 from ..rope import rope
-from .linear import frozen_linear, read_output, read_projections, run_alone, tensors_of
-from .originals import is_builtin, why_replaced
+from .aside import say_left, say_once, step_aside
+from .foreign.forwards import fused_parts_of
+from .foreign.originals import is_builtin, why_replaced
+from .foreign.versions import IS_NAMED_CACHE
+from .known import known_form, why_not_class
+from .linear import Reads, frozen_linear, read_output, read_projections, run_alone, tensors_of
 from .projection import CAST, Projection, frozen_bias, seed_for, split_projection
+from .refusal import attempt, refuse
 from .rms_norm import why_not_frozen
-from .site import (
-    IS_NAMED_CACHE,
-    class_forward,
-    fused_parts_of,
-    having,
-    known_form,
-    say_left,
-    why_not_class,
-)
+from .site import having
 
 
-def read_qkv(attention: Any) -> list[Projection] | dict[str, str] | str:
-    """Return q, k and v as they are now, or why some of them, by name, or all may not run fused."""
-    if (reason := why_not_class(attention, "Attention")) is not None:
-        return reason
+def read_qkv(attention: Any) -> Reads:
+    """Return q, k and v as they are now."""
+    refuse(why_not_class(attention, "Attention"))
     reads = read_projections(attention, known_form(attention, "Attention").projections)
-    return split_qkv(attention, reads) if isinstance(reads, list) else reads
+    return Reads(split_qkv(attention, reads.fit), {}) if reads.are_all else reads
 
 
 def split_qkv(attention: Any, reads: list[Projection]) -> list[Projection]:
@@ -101,11 +97,10 @@ def turns(attention: nn.Module) -> bool:
     return form is None or not form.turns or bool(getattr(attention, form.turns))
 
 
-def why_not_turning(attention: Any) -> str | None:
-    """Return the reason if no kernel may turn the q and k of an attention."""
-    if (reason := why_not_class(attention, "Attention")) is not None:
-        return reason
-    return _why_not_dtype(getattr(getattr(attention.o_proj, "weight", None), "dtype", None))
+def read_turning(attention: Any) -> None:
+    """Raise a Refusal if no kernel may turn the q and k of an attention."""
+    refuse(why_not_class(attention, "Attention"))
+    refuse(_why_not_dtype(getattr(getattr(attention.o_proj, "weight", None), "dtype", None)))
 
 
 def _why_not_dtype(dtype: torch.dtype | None) -> str | None:
@@ -132,54 +127,71 @@ def self_attention_forward(
     """The class's own forward, with its q, k and v and its rotary embedding fused or not; or all of
     it as one function, where it is asked for both and may."""
     if (reason := why_not_class(attention, "Attention")) is not None:
-        say_left(attention, reason)
-        attention_mask = mask_for_attention(attention_mask)
-        return class_forward(
-            attention, hidden_states, position_embeddings=position_embeddings,
-            attention_mask=attention_mask, past_key_values=past_key_values, **options,
+        return step_aside(
+            attention, reason, hidden_states, position_embeddings=position_embeddings,
+            attention_mask=mask_for_attention(attention_mask), past_key_values=past_key_values,
+            **options,
         )  # fmt: skip
-    reads: list[Projection] | dict[str, str] | str = "not asked for"
-    if "attention" in parts and not isinstance(reads := read_qkv(attention), list):
-        say_left(attention, reads)
-    if isinstance(reads, list) and ("rope" in parts or not turns(attention)):
+    reads = _read_fused(attention) if "attention" in parts else NONE
+    if reads.are_all and ("rope" in parts or not turns(attention)):
         angles = position_embeddings if turns(attention) else (None, None)
-        o = _read_rest(attention, angles, attention_mask, past_key_values, options)
-        if not isinstance(o, str):
-            every = [*reads, o]
-            frozen = FrozenAttention(
-                _frozen_qkv(reads), frozen_linear(o), attention.head_dim, attention.scaling,
-                head_norms_of(attention), seed_for(hidden_states, *(one.dropout for one in every)),
-            )  # fmt: skip
-            output = LoRA_Attention.apply(
-                hidden_states, *angles, attention_mask, *tensors_of(every), frozen
-            )
-            return output, None
-        call = why_not_inputs(attention_mask, past_key_values, options)
-        if call is not None and torch.is_grad_enabled():  # a model that is asked may be so anyhow
-            say_left(attention, call)
-    attention_mask = mask_for_attention(attention_mask)
-    form = known_form(attention, "Attention")
-    if isinstance(reads, list):
-        seed = seed_for(hidden_states, *(one.dropout for one in reads))
-        frozen_qkv = _frozen_qkv(reads)._replace(seed=seed)
-        q, k, v = LoRA_QKV.apply(hidden_states, *tensors_of(reads), frozen_qkv)
-    else:
-        projections = [getattr(attention, name) for name in form.projections]
-        run = run_alone if isinstance(reads, dict) else nn.Module.__call__
-        outputs = [run(one, hidden_states) for one in projections]
-        if len(outputs) == 1:
-            (together,) = outputs
-            of_q = attention.o_proj.in_features
-            of_k = (together.shape[-1] - of_q) // 2
-            outputs = together.split([of_q, of_k, of_k], -1)
-        q, k, v = outputs
-    if form.norms == "features":
+        call = attention_mask, past_key_values, options
+        o = _read_rest(attention, angles, *call)
+        if o is not None:
+            return _run_as_one(attention, [*reads.fit, o], hidden_states, angles, attention_mask)
+        reason = why_not_inputs(*call)
+        if reason is not None and torch.is_grad_enabled():  # a model that is asked may be so anyhow
+            say_once(attention, reason)
+    q, k, v = _run_qkv(attention, reads, hidden_states)
+    if known_form(attention, "Attention").norms == "features":
         q, k = attention.q_norm(q), attention.k_norm(k)
     by_head = (*hidden_states.shape[:-1], -1, attention.head_dim)
     return attend(
-        attention, parts, q.view(by_head), k.view(by_head), v.view(by_head),
-        position_embeddings, attention_mask, past_key_values, **options,
+        attention, parts, q.view(by_head), k.view(by_head), v.view(by_head), position_embeddings,
+        mask_for_attention(attention_mask), past_key_values, **options,
     )  # fmt: skip
+
+
+NONE = Reads([], {})
+
+
+def _read_fused(attention: Any) -> Reads:
+    """Return q, k and v as they are now, NONE if they do not run fused, and say why."""
+    reads, reason = attempt(read_qkv, attention)
+    if reason:
+        say_once(attention, reason)
+        return NONE
+    say_left(attention, reads.left)
+    return reads
+
+
+def _run_as_one(
+    attention: Any, reads: Sequence[Projection], hidden_states: Tensor, angles: tuple, mask: Any
+) -> tuple[Tensor, None]:
+    """Run q, k, v and o, and what lies between them, as LoRA_Attention."""
+    *qkv, o = reads
+    frozen = FrozenAttention(
+        _frozen_qkv(qkv), frozen_linear(o), attention.head_dim, attention.scaling,
+        head_norms_of(attention), seed_for(hidden_states, *(one.dropout for one in reads)),
+    )  # fmt: skip
+    return LoRA_Attention.apply(hidden_states, *angles, mask, *tensors_of(reads), frozen), None
+
+
+def _run_qkv(attention: Any, reads: Reads, hidden_states: Tensor) -> Sequence[Tensor]:
+    """Run q, k and v: as one function, each by itself, or as PEFT has them."""
+    if reads.are_all:
+        seed = seed_for(hidden_states, *(one.dropout for one in reads.fit))
+        frozen = _frozen_qkv(reads.fit)._replace(seed=seed)
+        return LoRA_QKV.apply(hidden_states, *tensors_of(reads.fit), frozen)
+    run = run_alone if reads.fit else nn.Module.__call__
+    names = known_form(attention, "Attention").projections
+    outputs = [run(getattr(attention, name), hidden_states) for name in names]
+    if len(outputs) > 1:
+        return outputs
+    (together,) = outputs
+    q = attention.o_proj.in_features
+    k = (together.shape[-1] - q) // 2
+    return together.split([q, k, k], -1)
 
 
 def mask_for_attention(mask: Any) -> Any:
@@ -190,33 +202,24 @@ def mask_for_attention(mask: Any) -> Any:
 
 def _read_rest(
     attention: Any, angles: tuple, mask, past_key_values, options: dict
-) -> Projection | str:
-    """Return o of an attention whose q, k and v are fused, as it is now, or the reason why the
-    attention may not run as one function."""
-    if torch.compiler.is_compiling():
-        return "torch.compile has its own"
-    reason = (
+) -> Projection | None:
+    """Return o of an attention whose q, k and v are fused, as it is now, or None if the attention
+    may not run as one function."""
+    if torch.compiler.is_compiling():  # which has its own
+        return None
+    form, o = known_form(attention, "Attention"), attention.o_proj
+    turns_part = angles[0] is not None and angles[0].shape[-1] != attention.head_dim
+    if (
         why_not_sdpa(attention)
         or why_not_head_norms(attention)
         or why_not_inputs(mask, past_key_values, options)
-    )
-    if reason is not None:
-        return reason
-    if (reason := _why_not_one(attention, angles)) is not None:
-        return reason
-    o = attention.o_proj
-    runs_here = "attention" in fused_parts_of(o) or type(o) is nn.Linear
-    return read_output(o) if runs_here else "its o runs by itself"
-
-
-def _why_not_one(attention: Any, angles: tuple) -> str | None:
-    """Return the reason if the form of an attention is more than LoRA_Attention knows."""
-    form = known_form(attention, "Attention")
-    if "softcap" in dict(form.passes):
-        return "its scores are soft-capped"
-    if angles[0] is not None and angles[0].shape[-1] != attention.head_dim:
-        return "it turns a part of each head"
-    return None
+        or "softcap" in dict(form.passes)
+        or turns_part
+        or not ("attention" in fused_parts_of(o) or type(o) is nn.Linear)
+    ):
+        return None
+    read, _ = attempt(read_output, o)
+    return read
 
 
 def why_not_sdpa(attention: Any) -> str | None:
@@ -277,7 +280,7 @@ def attend(
             if (reason := _why_not_dtype(q.dtype)) is None:
                 turn = _turned
             else:
-                say_left(attention, reason)
+                say_once(attention, reason)
         q, k = turn(q, k, *position_embeddings)
     if past_key_values is not None:
         # which of it a paged cache changes for the attention after it

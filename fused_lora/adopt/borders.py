@@ -15,8 +15,8 @@ Nothing here keeps a buffer alive but the weights in it, and a graph that needs 
 weight that lies elsewhere (moved, cast, assigned, unpickled, copied with its model) is moved into a
 new buffer by the next forward, and the memory of the old one is free once all have left it.
 
-The products are in `bordered.py`, those in FP8 in `fp8.py`. LoRA: Hu et al., arXiv 2106.09685. The
-bordered form is our own.
+The products are in `layer/buffer.py`, those in FP8 in `layer/fp8/`. LoRA: Hu et al., arXiv
+2106.09685. The bordered form is our own.
 """
 
 import weakref
@@ -28,18 +28,20 @@ from torch import Tensor, nn
 
 from fused_mlp.launching import is_capturing
 
-from ..bordered import Bordered, Buffer
-from ..fp8 import Fp8Buffer, codes_and_scales
-from ..kernels.fp8_rows import E4M3
+from ..kernels.fp8_rows import E4M3, codes_and_scales
 from ..kernels.rows import empty_rows
-from .fp8_checkpoint import may_lie_in_buffer, row_codes
-from .fp8_weight import Fp8Weight, become_fp8, become_plain
+from ..layer.buffer import Bordered, Buffer
+from ..layer.filling import Filling
+from ..layer.fp8.buffer import Fp8Buffer
+from .foreign.saved_weights import hand_out_buffered
+from .fp8.checkpoint import may_lie_in_buffer, row_codes
+from .fp8.weight import Fp8Weight, become_fp8, become_plain
 from .projection import Projection
-from .state import hand_out_buffered
 
 # Of bf16 are 16 bytes, to which cuBLAS wants every row aligned. Without any adapter the border is
 # as wide, and zero.
 WIDTH_MULTIPLE = 8
+GROUPS = 4  # q, k and v; o; gate and up; down
 
 
 # --- one buffer -----------------------------------------------------------------------------------
@@ -191,8 +193,8 @@ def _buffer_of(made: _Made, reads: Sequence[Projection]) -> Buffer:
 
 
 class Fp8Border:
-    """As Border, in FP8, whose buffer the weights hold (`fp8_weight.py`). One that has a
-    checkpoint's own codes (`fp8_checkpoint.py`) lasts until they lie elsewhere or are others."""
+    """As Border, in FP8, whose buffer the weights hold (`fp8/weight.py`). One that has a
+    checkpoint's own codes (`fp8/checkpoint.py`) lasts until they lie elsewhere or are others."""
 
     def __init__(self) -> None:
         self._made: tuple[tuple, _Layout] | None = None  # where biases were put, and codes
@@ -278,12 +280,47 @@ def _places_of_codes(reads: Sequence[Projection]) -> tuple:
     return tuple((t.data_ptr(), t.device, 0 if t.is_inference() else t._version) for t in tensors)
 
 
+class LayerBorders(Filling):
+    """The borders of one decoder layer.
+
+    replica_of: the name of an earlier layer that has the same base weights (PEFT's
+    layer_replication), in whose buffers they lie.
+    """
+
+    def __init__(self, fp8: bool = False):
+        super().__init__()
+        self.fp8 = fp8
+        self.borders = tuple(Fp8Border() if fp8 else Border() for _ in range(GROUPS))
+        self.replica_of: str | None = None
+
+    def bordered(
+        self,
+        groups: Sequence[Sequence[Projection]],
+        parts: Sequence[Sequence[Projection]],
+        ranks: Sequence[Sequence[int]],
+        dtype: torch.dtype,
+    ) -> list[Bordered]:
+        """The buffers of these projections, and their parts, made where weights lie elsewhere.
+
+        One after the other, so that at most one group's weights exist twice. dtype: the model's,
+        which weights in FP8 do not tell.
+        """
+        found = [
+            border.bordered(reads, split, of, dtype)
+            for border, reads, split, of in zip(self.borders, groups, parts, ranks, strict=True)
+        ]
+        device = found[0][0].A.device
+        if device.type == "cuda" and any(was_made for _, was_made in found):
+            torch.cuda.empty_cache()  # the freed pieces are each too small for what comes
+        return [bordered for bordered, _ in found]
+
+
 # --- weights in a buffer and out of it ------------------------------------------------------------
 
 
 def let_save(base: nn.Linear) -> None:
-    """Let this linear layer, whose weight is to lie in a buffer, be saved (`state.py`), also once
-    it stands in a model of its own (`_leave_peft`)."""
+    """Let this linear layer, whose weight is to lie in a buffer, be saved, also once it stands in a
+    model of its own (`_leave_peft`)."""
     if _leave_peft not in base._state_dict_pre_hooks.values():
         base.register_state_dict_pre_hook(_leave_peft)
         base.register_state_dict_post_hook(hand_out_buffered)

@@ -18,21 +18,17 @@ from fused_mlp.launching import is_capturing
 
 from ..cross_entropy import labelled_rows, linear_cross_entropy
 from ..label_check import checking, note
+from .aside import say_once
 from .documents import check_not_empty, fills_cache, unpadded
-from .fp8_weight import why_not_in_fp8
-from .no_logits import without_logits
-from .originals import why_replaced
+from .foreign.forwards import fused_parts_of
+from .foreign.no_logits import without_logits
+from .foreign.originals import why_replaced
+from .foreign.versions import as_named, class_forward
+from .fp8.weight import why_not_in_fp8
+from .known import known_form, why_not_class
 from .projection import why_call, why_not_plain
-from .site import (
-    as_named,
-    class_forward,
-    fused_parts_of,
-    having,
-    known_form,
-    reason_in,
-    say_once,
-    why_not_class,
-)
+from .refusal import Refusal, attempt, reason_of, refuse
+from .site import having
 
 
 def causal_lms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -41,19 +37,18 @@ def causal_lms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield from having("lm_head", "model")(model)
 
 
-def read_head(model: Any) -> nn.Linear | str:
-    """The linear layer that a model's logits come from, as it is now, or why the fused loss may not
-    compute what comes of it."""
-    if (reason := why_not_class(model, "ForCausalLM")) is not None:
-        return reason
+def read_head(model: Any) -> nn.Linear:
+    """Return the linear layer that a model's logits come from, as it is now. Raises a Refusal if
+    the fused loss may not compute what comes of it."""
+    refuse(why_not_class(model, "ForCausalLM"))
     config, form = model.config, known_form(model, "ForCausalLM")
     if form.capped_by and (cap := getattr(config, form.capped_by)) is not None:
-        return (
+        raise Refusal(
             f"its logits are soft-capped ({form.capped_by} is {cap}), which the fused loss does "
             "not do: leave cross_entropy out"
         )
     if form.has_router and config.output_router_logits:
-        return (
+        raise Refusal(
             "its routers' loss is added (output_router_logits), which the fused loss does not do: "
             "leave cross_entropy out, or set model.config.output_router_logits = False"
         )
@@ -66,28 +61,34 @@ def read_head(model: Any) -> nn.Linear | str:
         modules.append(head)
     if type(head) is not nn.Linear:
         if isinstance(head, LoraLayer):
-            return "its lm_head has an adapter: name it in modules_to_save, not in target_modules"
-        return f"its lm_head is {type(head).__module__}.{type(head).__qualname__}, not nn.Linear"
+            raise Refusal(
+                "its lm_head has an adapter: name it in modules_to_save, not in target_modules"
+            )
+        kind = type(head)
+        raise Refusal(f"its lm_head is {kind.__module__}.{kind.__qualname__}, not nn.Linear")
     for module in modules:
         if (reason := why_call(module)) is not None:
-            return f"lm_head: {reason}"
+            raise Refusal(f"lm_head: {reason}")
     if (reason := why_not_plain(head.weight)) is not None:
-        return f"lm_head: its weight {reason}"
+        raise Refusal(f"lm_head: its weight {reason}")
     if model.loss_function is not loss_utils.ForCausalLMLoss:
-        return "its loss_function is not transformers' own: do not set model.loss_function"
-    reason = why_replaced(loss_utils.__name__, "ForCausalLMLoss", "fixed_cross_entropy")
-    reason = reason or why_replaced(F.__name__, "cross_entropy")
-    return head if reason is None else reason
+        raise Refusal("its loss_function is not transformers' own: do not set model.loss_function")
+    refuse(
+        why_replaced(loss_utils.__name__, "ForCausalLMLoss", "fixed_cross_entropy")
+        or why_replaced(F.__name__, "cross_entropy")
+    )
+    return head
 
 
-def why_not_fp8_head(model: Any) -> str | None:
-    """Return the reason if the loss may not multiply its lm_head in FP8."""
+def read_fp8_head(model: Any) -> nn.Linear:
+    """Return the same. Raises a Refusal if the loss may not multiply it in FP8."""
     head = read_head(model)
-    if isinstance(head, str):
-        return head
     if any(parameter.requires_grad for parameter in head.parameters()):
-        return "its lm_head is trained, which is done in its own precision: leave fp8_lm_head out"
-    return why_not_in_fp8(head.weight)
+        raise Refusal(
+            "its lm_head is trained, which is done in its own precision: leave fp8_lm_head out"
+        )
+    refuse(why_not_in_fp8(head.weight))
+    return head
 
 
 # Options of a call that the fused loss does not compute: what transformers' loss reads, what its
@@ -163,13 +164,12 @@ def causal_lm_forward(
     }
     own, output_class = _signature_of(model.__class__)
     inputs = {name: one for name, one in inputs.items() if name in own or one is not None}
-    head = read_head(model)
-    reason = reason_in(head)
-    if labels is not None and model.training and reason is None:
-        reason = why_not_options(model, logits_to_keep, options)
-    if reason is not None:
+    head, reason = attempt(read_head, model)
+    if labels is not None and model.training and not reason:
+        reason = why_not_options(model, logits_to_keep, options) or ""
+    if reason:
         say_once(model, reason)
-    if labels is None or not model.training or isinstance(head, str) or reason is not None:
+    if labels is None or not model.training or reason:
         return class_forward(
             model, labels=labels, logits_to_keep=logits_to_keep, **inputs, **options
         )
@@ -209,8 +209,8 @@ def causal_lm_forward(
     if form.divided_by:  # the logits are, and so may this be
         hidden = hidden / getattr(model.config, form.divided_by)
     in_fp8 = "fp8_lm_head" in parts
-    if in_fp8 and (reason := why_not_fp8_head(model)) is not None:
-        say_once(model, reason)
+    if in_fp8 and (why_not_fp8 := reason_of(read_fp8_head, model)) is not None:
+        say_once(model, why_not_fp8)
         in_fp8 = False
     loss = linear_cross_entropy(
         hidden,

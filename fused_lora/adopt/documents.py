@@ -8,9 +8,6 @@ a graph, whose shapes are fixed, the padding of a row is a document of its own.
 """
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -22,10 +19,14 @@ from fused_mlp.utils import compute_dtype
 
 from ..kernels.causal_attention import fits_heads
 from ..kernels.documents import documents_of
+from ..step import padding_seen
 from .attention import read_qkv, turns, why_not_sdpa
+from .foreign.forwards import fused_parts_of
+from .foreign.originals import why_replaced
+from .foreign.versions import class_forward, is_checkpointed
 from .linear import read_output
-from .originals import why_replaced
-from .site import class_forward, fused_parts_of, having, is_checkpointed
+from .refusal import attempt, reason_of
+from .site import having
 
 DECODER = frozenset({"documents"})  # the parts that a decoder's forward is said to run
 decoders = having("embed_tokens", "layers", "norm")
@@ -103,35 +104,11 @@ def _attends_fused(layer: Any, dtype: torch.dtype) -> bool:
         return False
     wanted = {"attention", "rope"} if turns(attention) else {"attention"}
     is_fused = "layer" in fused_parts_of(layer) or wanted <= fused_parts_of(attention)
-    return (
-        is_fused
-        and why_not_sdpa(attention) is None
-        and fits_heads(dtype, attention.head_dim)
-        # else it attends as transformers does, with a mask of positions x positions
-        and isinstance(read_qkv(attention), list)
-        and not isinstance(read_output(attention.o_proj), str)
-    )
-
-
-class PaddingSeen:
-    """Notes of a step's eager calls on the padding in their batches, for its captures in graphs
-    (`step/graph.py`)."""
-
-    def __init__(self) -> None:
-        self.is_there = False
-        self.is_apart = True  # nothing that is labelled depends on it
-
-    @contextmanager
-    def noted(self) -> Iterator[None]:
-        """Within it the model runs, or is captured."""
-        token = _seen.set(self)
-        try:
-            yield
-        finally:
-            _seen.reset(token)
-
-
-_seen: ContextVar[PaddingSeen | None] = ContextVar("padding seen", default=None)
+    if not is_fused or why_not_sdpa(attention) or not fits_heads(dtype, attention.head_dim):
+        return False
+    # else it attends as transformers does, with a mask of positions x positions
+    reads, reason = attempt(read_qkv, attention)
+    return not reason and reads.are_all and reason_of(read_output, attention.o_proj) is None
 
 
 def unpadded(decoder: Any, inputs: dict[str, Any], labels: Tensor) -> tuple[dict[str, Any], Tensor]:
@@ -162,7 +139,7 @@ def unpadded(decoder: Any, inputs: dict[str, Any], labels: Tensor) -> tuple[dict
         return inputs, labels
     is_token = mask.bool().to(labels.device)
     is_predicting = ~is_token & (labels != IGNORED)
-    seen = _seen.get()
+    seen = padding_seen.current()
     if is_capturing(mask):
         if seen is None or not (seen.is_there and seen.is_apart):
             return inputs, labels

@@ -14,35 +14,33 @@ from torch import Tensor, nn
 
 from fused_mlp.utils import compute_dtype
 
-from ..decoder_layer import DecoderLayer
-from ..frozen_layer import GROUPS, FrozenLayer, Others
 from ..kernels.fp8_rows import E4M3
 from ..kernels.residual import _extend_rows_kernel
 from ..kernels.rows import Handover
-from ..step.recompute import saving_last
+from ..layer.decoder_layer import DecoderLayer
+from ..layer.operands import FrozenLayer, Others
+from ..layer.residual import Norm
+from ..rerun import saving_last
+from .aside import say_once
 from .attention import (
     head_norms_of,
     mask_for_attention,
     turns,
     why_not_inputs,
 )
-from .borders import let_save
-from .fp8_checkpoint import is_of_codes, let_train
-from .fp8_weight import why_not_in_fp8
-from .layer_borders import LayerBorders
+from .borders import LayerBorders, let_save
+from .foreign.forwards import fused_parts_of
+from .foreign.parallel import FLATTENED, is_flattened, is_in_fsdp
+from .foreign.versions import class_forward
+from .fp8.checkpoint import is_of_codes, let_train
+from .fp8.weight import why_not_in_fp8
+from .known import known_form
 from .layer_reading import base_layers, names_of_norms, norms_of, parts_and_ranks, read_groups
 from .mlp import activation_of
 from .projection import Projection, bias_of, seed_for, trains_bias
+from .refusal import Refusal, attempt, reason_of, refuse
 from .rms_norm import normed_layer_forward
-from .site import (
-    FusedForward,
-    class_forward,
-    fused_parts_of,
-    known_form,
-    reason_in,
-    say_once,
-)
-from .state import FLATTENED, is_flattened, is_in_fsdp
+from .site import FusedForward
 
 
 class BorderedForward(FusedForward):
@@ -58,7 +56,7 @@ class BorderedForward(FusedForward):
     ):
         super().__init__(function, module, parts)
         if borders is None or (fp8 and not borders.fp8):
-            borders = LayerBorders(len(GROUPS), fp8)
+            borders = LayerBorders(fp8)
         self.borders = borders
 
     @property
@@ -88,9 +86,9 @@ def give_borders(layers: Sequence[tuple[str, nn.Module]]) -> None:
         replica_of = next(filter(None, (first_with.get(id(one)) for one in weights)), None)
         first_with.update((id(one), name) for one in weights if replica_of is None)
         owner.borders.handover, owner.borders.replica_of = handover, replica_of
-        reads = _read(layer)
+        reads, reason = attempt(_read, layer)
         # on the CPU it will not run before it was moved
-        if not isinstance(reads, str) and _runs_on(reads[0][0].weight.device):
+        if not reason and _runs_on(reads[0][0].weight.device):
             owner.borders.bordered(reads, *parts_and_ranks(layer, reads), _dtype_of(layer))
         for base in base_layers(layer):
             let_save(base)
@@ -106,7 +104,7 @@ def _runs_on(device: torch.device) -> bool:
 
 
 def why_not_layer(layer: Any, fp8: bool = False) -> str | None:
-    reason = reason_in(_read(layer, fp8))
+    reason = reason_of(_read, layer, fp8)
     return FLATTENED if reason is None and _is_flattened(layer) else reason
 
 
@@ -122,11 +120,10 @@ def why_not_fp8(layer: Any) -> str | None:
     return next(filter(None, map(why_not_in_fp8, weights)), None)
 
 
-def read_layer(layer: Any) -> tuple | str:
-    """Return the operands of DecoderLayer after its mask, read from this fused layer as it is now,
-    or the reason why it may not run as one. Moves weights that lie elsewhere into new buffers."""
-    reads = _read(layer)
-    return reads if isinstance(reads, str) else _operands(layer, reads)
+def read_layer(layer: Any) -> tuple:
+    """Return the operands of DecoderLayer after its mask, read from this fused layer as it is now.
+    Moves weights that lie elsewhere into new buffers."""
+    return _operands(layer, _read(layer))
 
 
 def _operands(layer: Any, reads: list[list[Projection]]) -> tuple:
@@ -138,27 +135,29 @@ def _operands(layer: Any, reads: list[list[Projection]]) -> tuple:
     form = known_form(layer, "Layer")
     multiplier = getattr(layer, form.multiplier) if form.multiplier else 1.0
     norms = norms_of(layer)
-    (form_of_norm,) = {known_form(norm, "RMSNorm") for norm in norms.values()}
+    (norm_form,) = {known_form(norm, "RMSNorm") for norm in norms.values()}
     input_norm, attended_norm, post_norm, mlp_norm = (
-        (norms[name].weight, getattr(norms[name], form_of_norm.eps)) if name else (None, 0.0)
+        Norm(norms[name].weight, getattr(norms[name], norm_form.eps), norm_form.zero_centered)
+        if name
+        else None
         for name in names_of_norms(form)
     )
     heads, kv_heads, _ = (out // attention.head_dim for out in qkv.out_features)
     every = [part for group in parts for part in group]
     adapters = (tensor for read in every for tensor in (read.A, read.B))
-    others = _others(every, input_norm[0], post_norm[0], attended_norm[0], mlp_norm[0])
+    others = _others(every, input_norm, post_norm, attended_norm, mlp_norm)
     return *adapters, *others, FrozenLayer(
-        input_norm[0], post_norm[0], qkv, o, gate_up, down, input_norm[1], post_norm[1],
-        heads, kv_heads, attention.scaling, borders, head_norms_of(attention), multiplier,
-        attended_norm[0], mlp_norm[0], attended_norm[1], mlp_norm[1],
-        form_of_norm.zero_centered, activation_of(layer.mlp),
+        input_norm=input_norm, post_norm=post_norm, qkv=qkv, o=o, gate_up=gate_up, down=down,
+        heads=heads, kv_heads=kv_heads, attention_scaling=attention.scaling, borders=borders,
+        head_norms=head_norms_of(attention), multiplier=multiplier, attended_norm=attended_norm,
+        mlp_norm=mlp_norm, activation=activation_of(layer.mlp),
         dropouts=tuple(read.dropout for read in every),
     )  # fmt: skip
 
 
-def _others(reads: Sequence[Projection], *norms: Tensor | None) -> Others | tuple[()]:
+def _others(reads: Sequence[Projection], *norms: Norm | None) -> Others | tuple[()]:
     """Return what is trained beside the adapters, if anything is."""
-    trained = [None if norm is None or not norm.requires_grad else norm for norm in norms]
+    trained = [norm.weight if norm and norm.weight.requires_grad else None for norm in norms]
     has_biases = any(map(trains_bias, reads))
     if not has_biases and all(norm is None for norm in trained):
         return ()
@@ -169,21 +168,27 @@ def _dtype_of(layer: Any) -> torch.dtype:
     return layer.post_attention_layernorm.weight.dtype  # every layer has one
 
 
-def _read(layer: Any, fp8: bool = False) -> list[list[Projection]] | str:
-    """The projections of a layer by their buffers, or why it may not run as one now.
+def _read(layer: Any, fp8: bool = False) -> list[list[Projection]]:
+    """Return the projections of a layer by their buffers. Raises a Refusal if it may not run as
+    one now.
 
     fp8: whether it is to be in FP8, where it is not yet.
     """
     borders = borders_of(layer)
     if borders is not None and borders.replica_of is not None:
-        return (
+        raise Refusal(
             f"its base weights are those of {borders.replica_of}, too (layer_replication): only "
             "the first such layer runs whole"
         )
     is_fp8 = borders is not None and borders.fp8
-    if is_fp8 and (reason := why_not_fp8(layer)) is not None:
-        return reason
+    refuse(why_not_fp8(layer) if is_fp8 else None)
     return read_groups(layer, fp8 or is_fp8)
+
+
+def _read_call(layer: Any, *call: Any) -> list[list[Projection]]:
+    """`_read`, for a call with these arguments."""
+    refuse(_why_not_inputs(layer, *call))
+    return _read(layer)
 
 
 def _why_not_inputs(
@@ -224,13 +229,12 @@ def layer_forward(
     """
     if _is_flattened(layer):
         raise RuntimeError(f"a fused {type(layer).__name__} cannot run: {FLATTENED}")
-    reads = _why_not_inputs(
-        layer, hidden_states, attention_mask, past_key_values, position_embeddings, options
-    ) or _read(layer)
-    if isinstance(reads, str):
+    call = hidden_states, attention_mask, past_key_values, position_embeddings, options
+    reads, reason = attempt(_read_call, layer, *call)
+    if reason:
         # a model that is only asked may be so in any way, with a cache say
         if torch.is_grad_enabled():
-            say_once(layer, reads)
+            say_once(layer, reason)
         if not fused_parts_of(layer.self_attn):  # a class's own takes no documents
             attention_mask = mask_for_attention(attention_mask)
         own = normed_layer_forward if "rms_norm" in parts else _class_forward

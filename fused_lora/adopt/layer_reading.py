@@ -9,21 +9,24 @@ from torch import nn
 from fused_mlp.launching import DTYPES
 
 from ..kernels.fp8_rows import E4M3
+from .aside import why_unloaded
 from .attention import head_norms_of, split_qkv, why_not_head_norms, why_not_sdpa
 from .families import LayerForm
+from .foreign.forwards import fused_parts_of
+from .known import known_form, why_not_class
 from .mlp import split_gate_up, why_not_activation
 from .projection import Projection, read_projection, why_call
+from .refusal import Refusal, attempt, refuse
 from .rms_norm import active_norm, why_not_within
-from .site import fused_parts_of, known_form, why_not_class, why_unloaded
 
 
-def read_groups(layer: Any, fp8: bool = False) -> list[list[Projection]] | str:
-    """The projections of a layer by their buffers, or why it may not run as one now.
+def read_groups(layer: Any, fp8: bool = False) -> list[list[Projection]]:
+    """Return the projections of a layer by their buffers. Raises a Refusal if it may not run as
+    one now.
 
     fp8: whether their weights may be FP8 codes.
     """
-    if (reason := _why_not_parts(layer)) is not None:
-        return reason
+    refuse(_why_not_parts(layer))
     norms = [norm.weight for norm in norms_of(layer).values()]
     dtype, device = norms[0].dtype, norms[0].device
     groups = []
@@ -32,16 +35,18 @@ def read_groups(layer: Any, fp8: bool = False) -> list[list[Projection]] | str:
         own_forward = names != ("o_proj",) or not fused_parts_of(layer.self_attn.o_proj)
         group = []
         for name in names:
-            read = read_projection(owner._modules[name], own_forward, fp8)
-            if isinstance(read, str):
-                return f"{name}: {read}"
+            read, reason = attempt(read_projection, owner._modules[name], own_forward, fp8)
+            if reason:
+                raise Refusal(f"{name}: {reason}")
             for adapter in (read.A, read.B):
                 if adapter.dtype not in DTYPES:
-                    return f"an adapter is {adapter.dtype}, should be bfloat16, float16 or float32"
+                    raise Refusal(
+                        f"an adapter is {adapter.dtype}, should be bfloat16, float16 or float32"
+                    )
             of_weight = dtype if read.scales is None else E4M3
             for tensor, wanted in ((read.weight, of_weight), (read.bias, dtype)):
                 if tensor is not None and (tensor.dtype, tensor.device) != (wanted, device):
-                    return (
+                    raise Refusal(
                         f"{name}: its base layer is {tensor.dtype} on {tensor.device}, its layer's "
                         f"norms are {dtype} on {device}: give all one dtype and one device"
                     )
@@ -49,11 +54,12 @@ def read_groups(layer: Any, fp8: bool = False) -> list[list[Projection]] | str:
         groups.append(group)
     for weight in (*norms, *(head_norms_of(layer.self_attn) or ())[:2]):
         if (weight.dtype, weight.device) != (dtype, device):
-            return (
+            raise Refusal(
                 f"a norm of its layer or of heads is {weight.dtype} on {weight.device}, another "
                 f"{dtype} on {device}: give all one dtype and one device"
             )
-    return why_unloaded(layer, (read for group in groups for read in group)) or groups
+    refuse(why_unloaded(layer, (read for group in groups for read in group)))
+    return groups
 
 
 def base_layers(layer: Any) -> Iterator[Any]:

@@ -2,11 +2,13 @@
 or an MLP, where another one may not run fused."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from ..lora_linear import FrozenLinear, LoRA_W
+from .aside import step_aside, why_unloaded
+from .foreign.forwards import why_not_own_forward
 from .projection import (
     Projection,
     bias_of,
@@ -16,21 +18,43 @@ from .projection import (
     trains_bias,
     why_not_dropout_here,
 )
-from .site import class_forward, say_once, why_not_own_forward, why_unloaded
+from .refusal import Refusal, attempt, refuse
 
 
-def read_projections(module: Any, names: Sequence[str]) -> list[Projection] | dict[str, str] | str:
+class Reads(NamedTuple):
+    """Projections of one module as they are now.
+
+    fit: those that may run fused, in order: together if all are, else each by itself.
+    left: the others by name, and why.
+    """
+
+    fit: list[Projection]
+    left: dict[str, str]
+
+    @property
+    def are_all(self) -> bool:
+        return len(self.fit) > 0 and not self.left  # bool of a list torch.compile cannot trace
+
+
+def read_projections(module: Any, names: Sequence[str]) -> Reads:
     """Return these projections of a module as they are now.
 
-    If some may not run fused, the reasons by name: the others, of which one at least has an
-    adapter, do so by themselves. If none does, the first reason.
+    If some may not run fused, one of the others at least has an adapter. Raises a Refusal if none
+    has, or may.
     """
-    reads = {name: read_projection(getattr(module, name)) for name in names}
-    fit = [one for one in reads.values() if not isinstance(one, str)]
-    left = {name: one for name, one in reads.items() if isinstance(one, str)}
-    if left and not any(len(one.A) for one in fit):
-        return ": ".join(next(iter(left.items())))
-    return why_not_dropout_here(fit) or left or why_unloaded(module, fit) or fit
+    reads = Reads([], {})
+    for name in names:
+        read, reason = attempt(read_projection, getattr(module, name))
+        if reason:
+            reads.left[name] = reason
+        else:
+            reads.fit.append(read)
+    if reads.left and not any(len(one.A) for one in reads.fit):
+        raise Refusal(": ".join(next(iter(reads.left.items()))))
+    refuse(why_not_dropout_here(reads.fit))
+    if not reads.left:
+        refuse(why_unloaded(module, reads.fit))
+    return reads
 
 
 def tensors_of(reads: Sequence[Projection]) -> list[Tensor | None]:
@@ -47,10 +71,8 @@ def frozen_linear(read: Projection) -> FrozenLinear:
 
 def run_alone(projection: nn.Module, x: Tensor) -> Tensor:
     """Run a projection as LoRA_W, or as PEFT has it where it may not be fused or has no adapter."""
-    read = read_projection(projection)
-    if isinstance(read, str) or not len(read.A):
-        return projection(x)
-    return _lora_w(read, x)
+    read, reason = attempt(read_projection, projection)
+    return projection(x) if reason or not len(read.A) else _lora_w(read, x)
 
 
 def _lora_w(read: Projection, x: Tensor) -> Tensor:
@@ -61,18 +83,17 @@ def _lora_w(read: Projection, x: Tensor) -> Tensor:
 # --- attention's o --------------------------------------------------------------------------------
 
 
-def read_output(projection: nn.Module) -> Projection | str:
-    if (reason := why_not_own_forward(projection)) is not None:
-        return reason
+def read_output(projection: nn.Module) -> Projection:
+    refuse(why_not_own_forward(projection))
     read = read_projection(projection, own_forward=False)
-    return read if isinstance(read, str) else why_not_dropout_here([read]) or read
+    refuse(why_not_dropout_here([read]))
+    return read
 
 
 def output_forward(projection: nn.Module, parts: frozenset[str], x: Tensor, *rest, **options):
-    read = read_output(projection)
+    read, reason = attempt(read_output, projection)
     if rest or options:
-        read = "it was given more than its input"
-    if isinstance(read, str):
-        say_once(projection, read)
-        return class_forward(projection, x, *rest, **options)
+        reason = "it was given more than its input"
+    if reason:
+        return step_aside(projection, reason, x, *rest, **options)
     return _lora_w(read, x)

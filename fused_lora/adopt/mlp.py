@@ -10,11 +10,14 @@ from transformers.activations import GELUTanh
 from fused_mlp import FrozenMLP, LoRA_MLP
 from fused_mlp.utils import ACTIVATIONS
 
-from ..step.recompute import saving_last
-from .linear import read_projections, run_alone
-from .originals import is_builtin
+from ..rerun import saving_last
+from .aside import say_left, step_aside
+from .foreign.originals import is_builtin
+from .known import known_form, why_not_class
+from .linear import Reads, read_projections, run_alone
 from .projection import Projection, bias_of, seed_for, split_projection, why_call
-from .site import class_forward, having, known_form, say_left, why_not_class
+from .refusal import attempt, refuse
+from .site import having
 
 
 def mlps(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -24,26 +27,10 @@ def mlps(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def read_mlp(mlp: nn.Module) -> tuple | dict[str, str] | str:
-    """Return the operands of LoRA_MLP after x, read from this MLP as it is now, or why some of its
-    projections, by name, or all may not run fused."""
-    reason = why_not_class(mlp, "MLP") or why_not_activation(mlp)
-    if reason is not None:
-        return reason
-    reads = read_projections(mlp, (*known_form(mlp, "MLP").projections, "down_proj"))
-    if not isinstance(reads, list):
-        return reads
-    *both, down = reads
-    gate, up = split_gate_up(both)
-    frozen = FrozenMLP(
-        gate.weight, up.weight, down.weight, gate.scaling, up.scaling, down.scaling,
-        activation=activation_of(mlp),
-        gate_dropout=gate.dropout, up_dropout=up.dropout, down_dropout=down.dropout,
-    )  # fmt: skip
-    biases = [bias_of(one) for one in (gate, up, down)]
-    if all(bias is None for bias in biases):
-        biases = []
-    return gate.A, gate.B, up.A, up.B, down.A, down.B, *biases, frozen
+def read_mlp(mlp: nn.Module) -> Reads:
+    """Return gate, up and down, or an MLP's one projection for both and down, as they are now."""
+    refuse(why_not_class(mlp, "MLP") or why_not_activation(mlp))
+    return read_projections(mlp, (*known_form(mlp, "MLP").projections, "down_proj"))
 
 
 def split_gate_up(reads: list[Projection]) -> list[Projection]:
@@ -76,15 +63,28 @@ def why_not_activation(mlp: Any) -> str | None:
 
 
 def mlp_forward(mlp: nn.Module, parts: frozenset[str], x: Tensor) -> Tensor:
-    operands = read_mlp(mlp)
-    if not isinstance(operands, tuple):
-        say_left(mlp, operands)
-        return class_forward(mlp, x) if isinstance(operands, str) else _run_apart(mlp, x)
-    *adapters, frozen = operands
-    seed = seed_for(x, frozen.gate_dropout, frozen.up_dropout, frozen.down_dropout)
+    reads, reason = attempt(read_mlp, mlp)
+    if reason:
+        return step_aside(mlp, reason, x)
+    if reads.left:
+        say_left(mlp, reads.left)
+        return _run_apart(mlp, x)
+    *both, down = reads.fit
+    gate, up = split_gate_up(both)
+    every = gate, up, down
+    frozen = FrozenMLP(
+        gate.weight, up.weight, down.weight, gate.scaling, up.scaling, down.scaling,
+        activation=activation_of(mlp), seed=seed_for(x, *(one.dropout for one in every)),
+        gate_dropout=gate.dropout, up_dropout=up.dropout, down_dropout=down.dropout,
+    )  # fmt: skip
+    adapters = [tensor for one in every for tensor in (one.A, one.B)]
+    biases = [bias_of(one) for one in every]
+    if all(bias is None for bias in biases):
+        biases = []
 
     def run(output_needed: bool) -> Tensor:
-        return LoRA_MLP.apply(x, *adapters, frozen._replace(output_needed=output_needed, seed=seed))
+        now = frozen._replace(output_needed=output_needed)
+        return LoRA_MLP.apply(x, *adapters, *biases, now)
 
     return saving_last(run)
 

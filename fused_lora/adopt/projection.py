@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from peft import PeftModel
 from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 
@@ -13,12 +15,13 @@ from fused_mlp.dropout import draw_seed
 from fused_mlp.launching import DTYPES, is_capturing
 
 from ..kernels.fp8_rows import E4M3
-from ..step.recompute import once
-from .fp8_checkpoint import OF_CODES, BlockScales, is_of_codes, scales_of, why_not_codes
-from .fp8_weight import Fp8Weight
-from .hooks import has_hooks
-from .originals import why_patched
-from .site import fused_parts_of, has_own_forward, why_not_own_forward
+from ..rerun import once
+from .foreign.forwards import fused_parts_of, has_own_forward, why_not_own_forward
+from .foreign.hooks import has_hooks
+from .foreign.originals import why_patched
+from .fp8.checkpoint import OF_CODES, BlockScales, is_of_codes, scales_of, why_not_codes
+from .fp8.weight import Fp8Weight
+from .refusal import Refusal, refuse
 
 UNQUANTISED = "if quantised, load the model in bf16 without quantization_config"
 COMPRESSED = (
@@ -45,56 +48,56 @@ class Projection(NamedTuple):
     scales: BlockScales | None = None  # of a weight that is the codes of a checkpoint in FP8
 
 
+def has_adapters(model: nn.Module) -> bool:
+    """Return True for a model that PEFT has put adapters into, of whatever kind."""
+    return any(isinstance(module, BaseTunerLayer | PeftModel) for module in model.modules())
+
+
 def read_projection(
     projection: nn.Module, own_forward: bool = True, fp8: bool = False
-) -> Projection | str:
-    """The parts of a projection that computes what Projection says and nothing else, or why it does
-    not, in words.
+) -> Projection:
+    """Return the parts of a projection that computes what Projection says and nothing else. Raises
+    a Refusal for every other.
 
-    Called at every forward, up to seven times a layer. `own_forward`: whether the projection
-    itself must still have its class's forward. `fp8`: whether its weight may be FP8 codes.
+    Called at every forward, up to seven times a layer. own_forward: whether the projection itself
+    must still have its class's forward. fp8: whether its weight may be FP8 codes.
     """
     if type(projection) is nn.Linear or (fp8 and is_of_codes(projection)):
-        reason = _why_not_base(projection, fp8) or why_call(projection, own_forward)
-        return reason or _without_adapter(projection)
+        refuse(_why_not_base(projection, fp8) or why_call(projection, own_forward))
+        return _without_adapter(projection)
     if type(projection) is not LoraLinear:
-        return _why_not_lora(projection)
+        raise Refusal(_why_not_lora(projection))
     if projection.disable_adapters:
-        return "adapters are disabled: enable_adapter_layers() brings them back"
+        raise Refusal("adapters are disabled: enable_adapter_layers() brings them back")
     if projection.merged:
-        return "adapters are merged into the weight: unmerge_adapter() takes them out"
+        raise Refusal("adapters are merged into the weight: unmerge_adapter() takes them out")
     active = projection.active_adapters
     if len(active) != 1:
         named = ", ".join(active) or "none"
-        return f"{len(active)} adapters are active: {named}: choose one with set_adapter"
+        raise Refusal(f"{len(active)} adapters are active: {named}: choose one with set_adapter")
     adapter = active[0]
     # nn.Module finds a submodule by failing to find an attribute first, in three times as long
     parts = projection._modules
     lora_A: Any = parts["lora_A"]
     base: Any = parts["base_layer"]
     if adapter not in lora_A._modules:  # PEFT passes it over
-        reason = _why_not_base(base, fp8) or why_call(base) or why_call(projection, own_forward)
-        return _without_adapter(base) if reason is None else reason
+        refuse(_why_not_base(base, fp8) or why_call(base) or why_call(projection, own_forward))
+        return _without_adapter(base)
     A: Any = lora_A._modules[adapter]
     B: Any = parts["lora_B"]._modules[adapter]  # type: ignore[union-attr]
     dropout: Any = parts["lora_dropout"]._modules[adapter]  # type: ignore[union-attr]
     dropped = _dropout_of(dropout)
-    if isinstance(dropped, str):
-        return dropped
     if projection.use_dora.get(adapter, False):
-        return "it uses DoRA: leave use_dora out"
+        raise Refusal("it uses DoRA: leave use_dora out")
     if adapter in projection.lora_variant:
         variant = type(projection.lora_variant[adapter]).__name__
-        return f"it uses a variant of LoRA ({variant}): only plain LoRA runs fused"
-    if (reason := _why_not_base(base, fp8)) is not None:
-        return reason
+        raise Refusal(f"it uses a variant of LoRA ({variant}): only plain LoRA runs fused")
+    refuse(_why_not_base(base, fp8))
     for module in (projection, base, dropout, A, B):
-        reason = why_call(module, own_forward or module is not projection)
-        if reason is not None:
-            return reason
+        refuse(why_call(module, own_forward or module is not projection))
     scaling = projection.scaling[adapter]
     if isinstance(scaling, Tensor):
-        return (  # for which the host would wait
+        raise Refusal(  # for which the host would wait
             "its scaling is a tensor: hotswap_adapter works without "
             "prepare_model_for_compiled_hotswap"
         )
@@ -105,20 +108,22 @@ def read_projection(
     return Projection(weight, bias, A, B, scaling, dropped, lora_bias, scales_of(base))
 
 
-def _dropout_of(dropout: Any) -> float | str:
-    """Return the probability with which this module drops an element now, or the reason why no mask
-    does what it does."""
+def _dropout_of(dropout: Any) -> float:
+    """Return the probability with which this module drops an element now. Raises a Refusal if no
+    mask does what it does."""
     if isinstance(dropout, nn.Identity):
         return 0.0
     if type(dropout) is not nn.Dropout:
-        kind = type(dropout).__name__
-        return f"its lora_dropout is {kind}, not torch.nn.Dropout as LoraConfig(lora_dropout=) has"
+        raise Refusal(
+            f"its lora_dropout is {type(dropout).__name__}, not torch.nn.Dropout as "
+            "LoraConfig(lora_dropout=) has"
+        )
     if not dropout.training or dropout.p == 0.0:
         return 0.0
     if dropout.p == 1.0:
-        return "lora_dropout is 1.0, which leaves nothing of an adapter: choose less"
+        raise Refusal("lora_dropout is 1.0, which leaves nothing of an adapter: choose less")
     if dropout.inplace:
-        return (
+        raise Refusal(
             "its lora_dropout is inplace, and so changes what others get: set its inplace to False"
         )
     return dropout.p

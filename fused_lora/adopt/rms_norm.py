@@ -4,12 +4,16 @@ residual is added within its second norm."""
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 
 from ..rms_norm import add_rms_norm, rms_norm
+from .aside import step_aside
+from .foreign.versions import as_named
+from .known import known_form, why_not_class
 from .projection import why_call, why_not_plain
-from .site import as_named, class_forward, known_form, say_once, why_not_class
+from .refusal import Refusal, attempt, refuse
 
 
 def norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -25,6 +29,15 @@ def why_not_norm(norm: Any) -> str | None:
         return "it has no weight"
     reason = why_not_plain(norm.weight)
     return None if reason is None else f"its weight {reason}"
+
+
+def read_norm(norm: Any, dtype: torch.dtype | None = None) -> None:
+    """Raise a Refusal if this norm may not run fused; in a call, on an input of this dtype."""
+    refuse(why_not_norm(norm))
+    if dtype not in (None, norm.weight.dtype):  # the class promotes to the wider dtype
+        raise Refusal(
+            f"its input is {dtype} and its weight {norm.weight.dtype}: cast one to the other"
+        )
 
 
 def active_norm(norm: Any) -> Any:
@@ -51,32 +64,30 @@ def why_not_frozen(norm: Any) -> str | None:
 
 
 def norm_forward(norm: Any, parts: frozenset[str], x: Tensor) -> Tensor:
-    reason = why_not_norm(norm)
-    if reason is None and x.dtype != norm.weight.dtype:  # the class promotes to the wider dtype
-        reason = f"its input is {x.dtype} and its weight {norm.weight.dtype}: cast one to the other"
-    if reason is not None:
-        say_once(norm, reason)
-        return class_forward(norm, x)
+    _, reason = attempt(read_norm, norm, x.dtype)
+    if reason:
+        return step_aside(norm, reason, x)
     form = known_form(norm, "RMSNorm")
     return rms_norm(x, norm.weight, getattr(norm, form.eps), form.zero_centered)
 
 
-def why_not_normed_layer(layer: Any) -> str | None:
-    if (reason := why_not_class(layer, "NormedLayer")) is not None:
-        return reason
-    return why_not_within(active_norm(getattr(layer, known_form(layer, "NormedLayer").before_mlp)))
+def read_normed_layer(layer: Any, dtype: torch.dtype | None = None) -> Any:
+    """Return the second norm of a layer, which may have the residual's addition before it; in a
+    call, whose input has this dtype."""
+    refuse(why_not_class(layer, "NormedLayer"))
+    norm = active_norm(getattr(layer, known_form(layer, "NormedLayer").before_mlp))
+    refuse(why_not_within(norm))
+    if dtype not in (None, norm.weight.dtype):
+        raise Refusal(f"its input is {dtype} and its norm's weight {norm.weight.dtype}")
+    return norm
 
 
 def normed_layer_forward(layer: Any, parts: frozenset[str], hidden_states: Tensor, **options):
     """The class's own forward; the residual's addition goes into the norm after it."""
-    reason, form = why_not_normed_layer(layer), known_form(layer, "NormedLayer")
-    if reason is None:
-        norm = active_norm(getattr(layer, form.before_mlp))
-        if hidden_states.dtype != norm.weight.dtype:
-            reason = f"its input is {hidden_states.dtype} and its norm's weight {norm.weight.dtype}"
-    if reason is not None:
-        say_once(layer, reason)
-        return class_forward(layer, hidden_states, **options)
+    norm, reason = attempt(read_normed_layer, layer, hidden_states.dtype)
+    if reason:
+        return step_aside(layer, reason, hidden_states, **options)
+    form = known_form(layer, "NormedLayer")
     multiplier = getattr(layer, form.multiplier) if form.multiplier else None
 
     def added(output: Tensor, name: str) -> Tensor:

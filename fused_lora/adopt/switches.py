@@ -1,17 +1,25 @@
-"""Every part of a model that can run fused: its sites, by the switch of `Fusion` that it is."""
+"""Every part of a model that can run fused: its sites, by the switch of `Fusion` that it is.
+
+The report lists them in this order, which has no other meaning.
+"""
 
 from . import attention, cross_entropy, layer, linear, mlp, rms_norm
-from .site import Part, Site, having, left_in, reason_in
+from .refusal import refuse
+from .site import Part, Site, having
+
+NO_ATTENTION = "it has no attention with q_proj, k_proj and v_proj"
+NO_HEAD = "it has no lm_head, or PEFT makes a loss of its own of the logits (CPT)"
+layers = having("self_attn", "post_attention_layernorm", "mlp")
 
 SWITCHES = {
     "mlp": Part(
         (
             Site(
                 mlp.mlps,
-                lambda module: reason_in(mlp.read_mlp(module)),
+                mlp.read_mlp,
                 mlp.mlp_forward,
                 units=mlp.projections_of,
-                left=lambda module: left_in(mlp.read_mlp(module)),
+                left=lambda reads: reads.left,
             ),
         ),
         "it has no MLP with gate_proj, up_proj and down_proj (a mixture's experts stay PEFT's)",
@@ -21,38 +29,35 @@ SWITCHES = {
         (
             Site(
                 attention.qkv_attentions,
-                lambda module: reason_in(attention.read_qkv(module)),
+                attention.read_qkv,
                 attention.self_attention_forward,
                 units=attention.projections_of_qkv,
-                left=lambda module: left_in(attention.read_qkv(module)),
+                left=lambda reads: reads.left,
             ),
-            Site(
-                attention.output_projections,
-                lambda module: reason_in(linear.read_output(module)),
-                linear.output_forward,
-            ),
+            Site(attention.output_projections, linear.read_output, linear.output_forward),
         ),
-        "it has no attention with q_proj, k_proj and v_proj",
+        NO_ATTENTION,
         "projections",
     ),
     "rope": Part(
         (
             Site(
                 attention.turning_attentions,
-                attention.why_not_turning,
+                attention.read_turning,
                 attention.self_attention_forward,
             ),
         ),
-        "it has no attention with q_proj, k_proj and v_proj",
+        NO_ATTENTION,
         "attentions",
     ),
     "rms_norm": Part(
         (
-            Site(rms_norm.norms, rms_norm.why_not_norm, rms_norm.norm_forward),
+            Site(rms_norm.norms, rms_norm.read_norm, rms_norm.norm_forward),
             Site(
-                having("self_attn", "post_attention_layernorm", "mlp"),
-                rms_norm.why_not_normed_layer,
+                layers,
+                rms_norm.read_normed_layer,
                 rms_norm.normed_layer_forward,
+                gives_way_to="layer",
                 is_listed=False,
             ),
         ),
@@ -63,33 +68,26 @@ SWITCHES = {
         (
             Site(
                 cross_entropy.causal_lms,
-                lambda module: reason_in(cross_entropy.read_head(module)),
+                cross_entropy.read_head,
                 cross_entropy.causal_lm_forward,
             ),
         ),
-        "it has no lm_head, or PEFT makes a loss of its own of the logits (CPT)",
+        NO_HEAD,
         "losses",
     ),
     "fp8_lm_head": Part(
         (
             Site(
                 cross_entropy.causal_lms,
-                cross_entropy.why_not_fp8_head,
+                cross_entropy.read_fp8_head,
                 cross_entropy.causal_lm_forward,
             ),
         ),
-        "it has no lm_head, or PEFT makes a loss of its own of the logits (CPT)",
+        NO_HEAD,
         "losses",
     ),
-    # last, for where a layer runs this part and rms_norm, this one's forward is the one that is set
     "layer": Part(
-        (
-            Site(
-                having("self_attn", "post_attention_layernorm", "mlp"),
-                layer.why_not_layer,
-                layer.layer_forward,
-            ),
-        ),
+        (Site(layers, lambda one: refuse(layer.why_not_layer(one)), layer.layer_forward),),
         "it has no decoder layer with self_attn, post_attention_layernorm and mlp",
         "layers",
     ),

@@ -1,4 +1,4 @@
-"""Adapters' products with masks on one side, for bordered products with dropout (`bordered.py`).
+"""Adapters' products with masks on one side: dropout of bordered weights (`layer/buffer.py`).
 
     dropped_products     zi = (x mi) Ai'                    for all projections that share x
     dropped_gradient     m1 (p1 A1) + m2 (p2 A2) + ...      what they add to dx

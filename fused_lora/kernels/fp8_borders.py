@@ -1,4 +1,4 @@
-"""The border of a weight in FP8 (`fp8.py`), in two halves (`fp8_rows.py`), from its adapters.
+"""The border of a weight in FP8 (`layer/fp8/`), in two halves (`fp8_rows.py`), from its adapters.
 
 Of a weight W [outputs, inputs] of codes and scales s (of its rows), with A [width, inputs] and B
 [outputs, width], which LoRA's scaling is in already, there are two borders, one for each direction
@@ -255,7 +255,7 @@ def fp8_borders(weights: Sequence[Bordering]) -> None:
 
     where `factor(largest, expected)` is the root of their ratio, but 1 / expected of a largest that
     is 0 and 1 of an expected that is, at most 16 / expected and at least largest / 448; and
-    `halves` are as `fp8_rows` has them. Not checked: it is given what `fp8.py` has made.
+    `halves` are as `fp8_rows` has them. Not checked: it is given what `layer/fp8/` has made.
     """
     borders, codes, factors, halves_of, scales_of = zip(*chain.from_iterable(
         (

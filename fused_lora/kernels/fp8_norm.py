@@ -17,10 +17,10 @@ from torch import Tensor
 
 from fused_mlp.launching import launch
 
-from ..rms_norm import block_of, rstd_of
-from .fp8_rows import ROW_LARGEST, SMALLEST, e4m3, new_codes, rounds
+from .fp8_rows import new_codes, rounds, store_row
 from .residual import check_hidden
-from .rows import check_rows
+from .row_norm import load_weight, norm_row, norm_row_backward
+from .rows import block_of, check_rows
 
 
 @triton.jit
@@ -42,13 +42,10 @@ def _norm_codes_kernel(
     columns = tl.arange(0, BLOCK)
     mask = columns < hidden
     x = tl.load(x_ptr + row * x_row_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-    if ZERO_CENTERED:
-        weight += 1.0
-    rstd = rstd_of(x, hidden, eps)
-    y = x * rstd * weight
+    weight = load_weight(weight_ptr, columns, mask, ZERO_CENTERED)
+    y, rstd = norm_row(x, weight, hidden, eps)
     y = tl.where(mask, y, 0.0)  # not 0 times an rstd of infinity
-    _store_codes(y, codes_ptr + row * padded, scales_ptr + row, columns, mask, ROUND)
+    store_row(y, codes_ptr + row * padded, scales_ptr + row, columns, mask, ROUND)
     tl.store(rstd_ptr + row, rstd)
 
 
@@ -80,28 +77,14 @@ def _norm_backward_codes_kernel(
     grad_y = tl.load(grad_y_ptr + row * grad_y_row_stride + columns, mask=mask, other=0.0)
     residual_row = grad_residual_ptr + row * grad_residual_row_stride
     residual = tl.load(residual_row + columns, mask=mask, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    weight = load_weight(weight_ptr, columns, mask, ZERO_CENTERED)
     of_columns = tl.load(of_columns_ptr + columns, mask=mask, other=0.0)
-    if ZERO_CENTERED:
-        weight += 1.0
     rstd = tl.load(rstd_ptr + row)
-    normalised = x * rstd
-    grad_normalised = grad_y.to(tl.float32) * weight
-    mean = tl.div_rn(tl.sum(grad_normalised * normalised, axis=0), 1.0 * hidden)
-    grad_x = rstd * (grad_normalised - normalised * mean) + residual
-    grad_x = grad_x.to(grad_x_ptr.dtype.element_ty)
+    grad_x, _ = norm_row_backward(grad_y.to(tl.float32), x, weight, rstd, hidden)
+    grad_x = (grad_x + residual).to(grad_x_ptr.dtype.element_ty)
     tl.store(grad_x_ptr + row * grad_x_row_stride + columns, grad_x, mask=mask)
     y = tl.where(mask, grad_x.to(tl.float32) * of_columns, 0.0)
-    _store_codes(y, codes_ptr + row * padded, scales_ptr + row, columns, mask, ROUND)
-
-
-@triton.jit
-def _store_codes(y, codes_ptr, scale_ptr, columns, mask, ROUND: tl.constexpr):
-    """Write a row's codes and their scale."""
-    largest = tl.maximum(tl.max(tl.abs(y), 0), SMALLEST)
-    not_finite = tl.sum(y * 0.0, 0)  # or NaN, which may get lost of maxima and casts
-    tl.store(codes_ptr + columns, e4m3(y * (ROW_LARGEST / largest), ROUND), mask=mask)
-    tl.store(scale_ptr, largest / ROW_LARGEST + not_finite)
+    store_row(y, codes_ptr + row * padded, scales_ptr + row, columns, mask, ROUND)
 
 
 def norm_codes(

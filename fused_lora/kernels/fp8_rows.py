@@ -1,4 +1,4 @@
-"""Rows in FP8, for products with a weight in FP8 (`fp8.py`): e4m3 codes and one scale a row.
+"""Rows in FP8, for products with a weight in FP8 (`layer/fp8/`): e4m3 codes and one scale a row.
 
     fp8_rows    codes and scales of x [rows, columns], with room for its border
 
@@ -23,10 +23,12 @@ from torch import Tensor
 
 from fused_mlp.launching import cdiv, launch
 
-from ..rms_norm import block_of
-from .rows import ROW_BYTES, check_rows
+from .rows import ROW_BYTES, block_of, check_rows
 
 E4M3 = torch.float8_e4m3fn
+SIZES = 16  # of a weight have to be multiples of it
+# e4m3 are floating-point numbers: a row that is so many times smaller than most loses no digit.
+LEAST_OF_MEAN = 128
 LARGEST = tl.constexpr(448.0)  # of e4m3
 # What a row's largest becomes: half of that, so that its border, of which nothing is known yet, has
 # room. With all of it 32% of rows passed 448 where sB was twice as large as W (of normal numbers),
@@ -56,6 +58,21 @@ def e4m3(x, ROUND: tl.constexpr):
     if ROUND:
         x = nearest_e4m3(x)
     return x.to(tl.float8e4nv)
+
+
+@triton.jit
+def row_codes(x, largest, ROUND: tl.constexpr):
+    """The codes of some of a row's elements, the largest of which counts as this."""
+    return e4m3(x * (ROW_LARGEST / largest), ROUND)
+
+
+@triton.jit
+def store_row(y, codes_ptr, scale_ptr, columns, mask, ROUND: tl.constexpr):
+    """Write the codes and the scale of a row that is 0 behind its end."""
+    largest = tl.maximum(tl.max(tl.abs(y), 0), SMALLEST)
+    not_finite = tl.sum(y * 0.0, 0)  # or NaN, which may get lost of maxima and casts
+    tl.store(codes_ptr + columns, row_codes(y, largest, ROUND), mask=mask)
+    tl.store(scale_ptr, largest / ROW_LARGEST + not_finite)
 
 
 @triton.jit
@@ -98,13 +115,13 @@ def _fp8_rows_kernel(
             most = tl.maximum(most, tl.abs(more))
             nothing += more * 0.0
     largest = tl.maximum(tl.max(most, 1), SMALLEST)[:, None]
-    codes = e4m3(x * (ROW_LARGEST / largest), ROUND)
+    codes = row_codes(x, largest, ROUND)
     tl.store(codes_ptr + lane, codes, mask=there & (lane < columns))
     if not IS_WHOLE:
         for start in range(BLOCK, columns, BLOCK):
             at = start + lane
             more = _columns_of(x_ptr, of_columns_ptr, at, columns, there)
-            codes = e4m3(more * (ROW_LARGEST / largest), ROUND)
+            codes = row_codes(more, largest, ROUND)
             tl.store(codes_ptr + at, codes, mask=there & (at < columns))
     tl.store(scales_ptr + row, largest / ROW_LARGEST + tl.sum(nothing, 1)[:, None], mask=there)
 
@@ -182,3 +199,16 @@ def new_codes(like: Tensor, padded: int) -> tuple[Tensor, Tensor]:
 def rounds(kernel) -> bool:
     """Return whether a kernel has to round by arithmetic: in Triton's interpreter."""
     return not isinstance(kernel, triton.JITFunction)
+
+
+def codes_and_scales(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(codes [out, in] in e4m3, scales [out] in fp32) of a weight, a scale for each row.
+
+    The scale of a row that is next to nothing beside the others, or 0, is not its own: an adapter's
+    B over it would be so large that none of the other rows had digits left.
+    """
+    weight = weight.float()
+    largest = weight.abs().amax(1)
+    least = largest.mean() / LEAST_OF_MEAN
+    scales = torch.maximum(largest, torch.where(least > 0, least, 1.0)) / LARGEST.value
+    return (weight / scales[:, None]).to(E4M3), scales

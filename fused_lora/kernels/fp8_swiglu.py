@@ -26,7 +26,7 @@ from torch import Tensor
 from fused_mlp.launching import cdiv, launch, next_power_of_2
 
 from .activation import activate
-from .fp8_rows import LARGEST, ROW_LARGEST, SMALLEST, e4m3, new_codes, rounds
+from .fp8_rows import LARGEST, ROW_LARGEST, SMALLEST, e4m3, new_codes, rounds, row_codes
 from .rows import rows_and_intermediate
 from .tiling import dots_in_fp32
 
@@ -69,16 +69,12 @@ def _swiglu_codes_kernel(
             most = tl.maximum(most, tl.abs(more))
             nothing += more * 0.0
     largest = tl.maximum(tl.max(most, 0), SMALLEST)
-    tl.store(
-        codes_ptr + lane, e4m3(hidden * (ROW_LARGEST / largest), ROUND), mask=lane < intermediate
-    )
+    tl.store(codes_ptr + lane, row_codes(hidden, largest, ROUND), mask=lane < intermediate)
     if not IS_WHOLE:
         for start in range(BLOCK, intermediate, BLOCK):
             at = start + lane
             more = _hidden(gate_up_ptr, at, intermediate, IS_GELU, IN_FP32)
-            tl.store(
-                codes_ptr + at, e4m3(more * (ROW_LARGEST / largest), ROUND), mask=at < intermediate
-            )
+            tl.store(codes_ptr + at, row_codes(more, largest, ROUND), mask=at < intermediate)
     tl.store(scales_ptr + row, largest / ROW_LARGEST + tl.sum(nothing, 0))
 
 
@@ -169,10 +165,9 @@ def _repair_kernel(
                         intermediate, IS_GELU, IN_FP32,
                     )  # fmt: skip
                     here = codes_ptr + row * padded + at
-                    dgate = e4m3(dgate * (ROW_LARGEST / largest), ROUND)
-                    tl.store(here, dgate, mask=at < intermediate)
-                    dup = e4m3(dup * (ROW_LARGEST / largest), ROUND)
-                    tl.store(here + intermediate, dup, mask=at < intermediate)
+                    inside = at < intermediate
+                    tl.store(here, row_codes(dgate, largest, ROUND), mask=inside)
+                    tl.store(here + intermediate, row_codes(dup, largest, ROUND), mask=inside)
                 tl.store(scales_ptr + row, largest / ROW_LARGEST + tl.sum(nothing, 0))
 
 

@@ -46,9 +46,17 @@ class Attention(NamedTuple):
     backend: int | None = None  # FLASH or CUDNN, once forward has run on one of them
 
 
+class AttentionSaved(NamedTuple):
+    """What a backend's backward takes of its forward; None for what it does not."""
+
+    logsumexp: Tensor | None = None
+    seed: Tensor | None = None
+    offset: Tensor | None = None
+
+
 def attention_forward(
     qkv: Tensor, mask: Tensor | None, attention: Attention, out: Tensor | None = None
-) -> tuple[Tensor, list[Tensor | None], Attention]:
+) -> tuple[Tensor, AttentionSaved, Attention]:
     """(attended, saved, attention); saved and attention are for `attention_backward`. attended is
     out, where a kernel of ours attends.
 
@@ -71,11 +79,11 @@ def attention_forward(
         attended, logsumexp = causal_attention_forward(
             qkv, positions, heads, kv_heads, scaling, documents, out
         )
-        return attended, [logsumexp], attention
+        return attended, AttentionSaved(logsumexp), attention
     q, k, v = split_heads(qkv, positions, heads, kv_heads)
     backend = _backend(q, k, v, mask, scaling)
     is_causal = positions > 1
-    saved: list[Tensor | None] = []
+    saved = AttentionSaved()
     if backend == FLASH:
         attended, logsumexp, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_flash_attention(
             q, k, v, 0.0, is_causal, False, scale=scaling
@@ -87,7 +95,7 @@ def attention_forward(
     else:
         attended = _attend(q, k, v, mask, scaling)
     if backend is not None:
-        saved = [logsumexp, seed, offset]
+        saved = AttentionSaved(logsumexp, seed, offset)
     # a view on a GPU, where the heads of a token lie side by side as they do in qkv
     by_token = as_rows(attended.transpose(1, 2).flatten(2))
     return by_token, saved, attention._replace(backend=backend)
@@ -100,7 +108,7 @@ def attention_backward(
     sin: Tensor | None,
     mask: Tensor | None,
     attended: Tensor,
-    saved: list[Tensor | None],
+    saved: AttentionSaved,
     attention: Attention,
     grad_qkv: Tensor,
 ) -> None:
@@ -109,9 +117,11 @@ def attention_backward(
     had and gave it."""
     positions, heads, kv_heads, scaling, backend = attention
     documents, mask = _documents_or_mask(qkv, mask, attention)
-    if saved and causal_attention.fits_kernels(qkv, positions, heads, kv_heads, documents):
-        assert saved[0] is not None
-        logsumexp = saved[0].reshape(-1, heads, positions)  # cuDNN's has one dimension more
+    if saved.logsumexp is not None and causal_attention.fits_kernels(
+        qkv, positions, heads, kv_heads, documents
+    ):
+        # cuDNN's has one dimension more
+        logsumexp = saved.logsumexp.reshape(-1, heads, positions)
         causal_attention_backward(
             grad, qkv, cos, sin, attended, logsumexp, kv_heads, scaling, grad_qkv, documents
         )
@@ -145,7 +155,7 @@ def _documents_or_mask(
 
 
 def _backend_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Tensor, saved: list[Tensor | None],
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Tensor, saved: AttentionSaved,
     scaling: float, backend: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     logsumexp, seed, offset = saved

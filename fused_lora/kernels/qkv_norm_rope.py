@@ -28,8 +28,9 @@ from torch import Tensor
 
 from fused_mlp.launching import DTYPES, launch, next_power_of_2, previous_power_of_2
 
-from ..rope import _load_angles
 from .qkv_rope import _features_together, angles_of, batch_of, check_heads
+from .rotation import load_angles
+from .row_norm import rstd_of_mean
 from .rows import check_rows
 
 
@@ -52,12 +53,6 @@ def _mean_of_heads(x, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, TOGETHER: tl.
     else:
         mean = tl.div_rn(sums, 1.0 * HEAD_DIM)
     return mean
-
-
-@triton.jit
-def _rstd_of(mean, eps):
-    """1 / sqrt(mean + eps), rounded to nearest: see rms_norm.py."""
-    return tl.div_rn(1.0, tl.sqrt_rn((mean + eps).to(tl.float32)))
 
 
 @triton.jit
@@ -94,7 +89,7 @@ def _norm_rotate_heads(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):
-    heads = tl.arange(0, BLOCK_HEADS).to(tl.int64)[:, None]  # int64: see _rotate_heads
+    heads = tl.arange(0, BLOCK_HEADS).to(tl.int64)[:, None]  # int64: see rotate_heads
     features = tl.arange(0, BLOCK_HALF)[None, :]
     mask = (heads < HEADS) & (features < HALF)
     x_ptr += heads * head_stride + features
@@ -107,7 +102,7 @@ def _norm_rotate_heads(
     weight_2 = _load_weights(
         weight_ptr + HALF, heads, features, mask, HALF, 2 * HALF, TOGETHER, ZERO_CENTERED
     )
-    rstd = _rstd_of(_mean_of_heads(x_1 * x_1 + x_2 * x_2, HEADS, 2 * HALF, TOGETHER), eps)
+    rstd = rstd_of_mean(_mean_of_heads(x_1 * x_1 + x_2 * x_2, HEADS, 2 * HALF, TOGETHER), eps)
     x_1 = x_1 * rstd * weight_1
     x_2 = x_2 * rstd * weight_2
     turned_1 = x_1 * cos_1[None, :] - x_2 * sin_1[None, :]
@@ -155,7 +150,7 @@ def _qkv_norm_rope_kernel(
     token = tl.program_id(0).to(tl.int64)
     batch = token // positions
     position = token % positions
-    cos_1, cos_2, sin_1, sin_2 = _load_angles(
+    cos_1, cos_2, sin_1, sin_2 = load_angles(
         cos_ptr, sin_ptr, cos_batch_stride, batch, position, False, HALF, BLOCK_HALF
     )
     row = qkv_ptr + token * qkv_row_stride
@@ -203,7 +198,7 @@ def _norm_heads_backward(
     grad *= _load_weights(
         weight_ptr, heads, features, mask, HEAD_DIM, HEAD_DIM, TOGETHER, ZERO_CENTERED
     )
-    rstd = _rstd_of(_mean_of_heads(x * x, HEADS, HEAD_DIM, TOGETHER), eps)
+    rstd = rstd_of_mean(_mean_of_heads(x * x, HEADS, HEAD_DIM, TOGETHER), eps)
     normed = x * rstd
     grad = rstd * (grad - normed * _mean_of_heads(grad * normed, HEADS, HEAD_DIM, TOGETHER))
     tl.store(grad_ptr, grad.to(grad_ptr.dtype.element_ty), mask=mask)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fused_mlp.launching import DTYPES, launch, next_power_of_2, previous_power_of_2
 
-from ..rope import _load_angles, _rotate_heads
+from .rotation import load_angles, rotate_heads
 from .rows import check_alike, check_rows
 
 
@@ -54,17 +54,17 @@ def _qkv_rope_kernel(
     token = tl.program_id(0).to(tl.int64)
     batch = token // positions
     position = token % positions
-    cos_1, cos_2, sin_1, sin_2 = _load_angles(
+    cos_1, cos_2, sin_1, sin_2 = load_angles(
         cos_ptr, sin_ptr, cos_batch_stride, batch, position, BACKWARD, HALF, BLOCK_HALF
     )
     row = qkv_ptr + token * qkv_row_stride
-    _rotate_heads(
+    rotate_heads(
         q_ptr + batch * q_batch_stride + position * q_position_stride,
         row,
         q_head_stride, cos_1, cos_2, sin_1, sin_2, HEADS, HALF, BLOCK_HEADS, BLOCK_HALF,
     )  # fmt: skip
     if k_ptr is not None:
-        _rotate_heads(
+        rotate_heads(
             k_ptr + batch * k_batch_stride + position * k_position_stride,
             row + HEADS * 2 * HALF,
             k_head_stride, cos_1, cos_2, sin_1, sin_2, KV_HEADS, HALF, BLOCK_KV_HEADS, BLOCK_HALF,

@@ -9,7 +9,7 @@ backward, what a projection that is added to the residual reads, and the residua
 
 where w is the weight, or 1 + weight if that is zero-centred.
 
-(The first two are the kernels of `rms_norm.py`, which derives the second.) A bordered product wants
+(The first two are the kernels of `row_norm.py`.) A bordered product wants
 its input as [x | x A'], so the norm writes x where the product reads it, with a row stride of its
 own, and no copy is made. So do our own attention kernels. What a library's attention gives
 `extend_rows` copies, in the pass that makes z. A product that is added to the residual adds to a
@@ -33,15 +33,15 @@ from torch import Tensor
 
 from fused_mlp.launching import cdiv, launch, next_power_of_2
 
-from ..rms_norm import (
+from .row_norm import (
     MAX_HIDDEN,
     MAX_PARTIAL_SUMS,
     _rms_norm_backward_kernel,
     _rms_norm_forward_kernel,
-    block_of,
-    rstd_of,
+    load_weight,
+    norm_row,
 )
-from .rows import check_alike, check_rows
+from .rows import block_of, check_alike, check_rows
 from .tiling import MAX_BLOCK_RANK, Tiling, dots_in_fp32, stages
 
 # The fastest tried on an H100, at 2,048 to 16,384 rows of 2,048 and of 4,096, or within 2% of it.
@@ -107,12 +107,10 @@ def _add_normed_kernel(
     columns = tl.arange(0, BLOCK)
     mask = columns < hidden
     x = tl.load(x_ptr + row * x_row_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-    if ZERO_CENTERED:
-        weight += 1.0
+    weight = load_weight(weight_ptr, columns, mask, ZERO_CENTERED)
     residual = tl.load(residual_ptr + row * residual_row_stride + columns, mask=mask)
-    rstd = rstd_of(x, hidden, eps)
-    total = residual.to(tl.float32) + x * rstd * weight
+    y, rstd = norm_row(x, weight, hidden, eps)
+    total = residual.to(tl.float32) + y
     tl.store(total_ptr + row * total_row_stride + columns, total.to(total_ptr.dtype.element_ty),
              mask=mask)  # fmt: skip
     tl.store(rstd_ptr + row, rstd)

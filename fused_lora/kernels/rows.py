@@ -7,11 +7,18 @@ wider buffers, and the kernels between the products take row strides for all tha
 import torch
 from torch import Tensor
 
-from fused_mlp.launching import check_runnable
+from fused_mlp.launching import check_runnable, next_power_of_2
 
 # A line of the L2 cache. A product's tile is as wide, and where a row begins elsewhere each of the
 # tile's rows lies in two. Triton, too, loads 16 bytes at once where it knows a stride's divisor.
 ROW_BYTES = 128
+
+
+def block_of(hidden: int) -> tuple[int, int]:
+    """(BLOCK, num_warps) of a kernel that takes a row of so many elements."""
+    block = next_power_of_2(hidden)
+    # 8 bf16 values, one 16-byte load, per thread and tensor
+    return block, min(max(block // 256, 1), 16)
 
 
 def empty_rows(like: Tensor, rows: int, columns: int) -> Tensor:

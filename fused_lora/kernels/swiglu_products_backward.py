@@ -247,6 +247,14 @@ class Product(NamedTuple):
         return self.scaling if self.mask is None else self.scaling * self.mask.scale
 
 
+class SwiGLUProducts(NamedTuple):
+    """The products of `swiglu_backward_products`, None for one that is not needed."""
+
+    hidden: Product | None
+    gate: Product | None
+    up: Product | None
+
+
 def swiglu_backward_products(
     grad_hidden: Tensor,
     gate_up: Tensor,

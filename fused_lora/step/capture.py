@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 T = TypeVar("T")
 
@@ -23,7 +22,7 @@ class Cuda:
         self.stream = torch.cuda.Stream(device)
         self.pool = torch.cuda.graph_pool_handle()
 
-    def run(self, body: Callable[[], Tensor]) -> Tensor:
+    def run(self, body: Callable[[], T]) -> T:
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
@@ -73,3 +72,14 @@ def _no_wait_for_the_device() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode(before)
+
+
+@contextmanager
+def noting(causes: list[Exception]) -> Iterator[None]:
+    """Note an exception that ends a capture, for the capture's end may raise another that hides
+    it."""
+    try:
+        yield
+    except Exception as error:
+        causes.append(error)
+        raise

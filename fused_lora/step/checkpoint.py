@@ -22,31 +22,25 @@ A layer that runs again (`recompute.py`) does so for what its functions save, no
 It is stopped at the last tensor that is missing. In most layers LoRA_MLP is the last to save any:
 `saving_last` tells it so, and its down projection, 29% of the layer's products, does not run again.
 
-A policy is set on the layers of one model (`Checkpoint.install`), through the attributes that
-transformers' own checkpointing uses, and taken away again. Who switches the model's checkpointing
-on meanwhile, as the Trainer does, switches the policy on (`hold`).
+A layer calls a `LayerPolicy` in the place of its forward. `adopt/foreign/checkpointing.py` sets it.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fused_mlp.launching import is_capturing
 
-from ..adopt.hooks import Bystander
-from ..adopt.owners import ModuleRef
+from ..rerun import Keep
+from .hooks import Bystander, removed_after
+from .module_ref import ModuleRef
 from .offload import Offload
-from .recompute import Keep, recomputed
+from .recompute import recomputed
 
 POLICIES = ("none", "full", "offload", "selective")
-
-# What transformers' layers read: whether to checkpoint, and the function that does it.
-ATTRIBUTES = ("gradient_checkpointing", "_gradient_checkpointing_func")
-# The method of a model that sets them, on all of its layers.
-SWITCH = "_set_gradient_checkpointing"
 
 
 class Checkpoint:
@@ -81,39 +75,20 @@ class Checkpoint:
         self.kept_bytes = 0  # what the layers that this forward has kept so far hold
         self.offload = Offload()
 
-    def install(self, layers: list[nn.Module], last_runs_once: bool = False) -> None:
-        """Run these layers, in the order of a forward, under this policy.
-
-        last_runs_once: all of the last one is kept. For a model whose loss takes little memory.
-        """
-        for index, layer in enumerate(layers):
-            if policy_of(layer):
-                remove(layer)
-            before = {name: vars(layer)[name] for name in ATTRIBUTES if name in vars(layer)}
-            layer.gradient_checkpointing = self.policy != "none"  # type: ignore[assignment]
-            layer._gradient_checkpointing_func = partial(  # type: ignore[assignment]
-                self.run, ModuleRef(layer), index, is_last=index == len(layers) - 1,
-                last_runs_once=last_runs_once, before=before,
-            )  # fmt: skip
-
-    def run(
-        self, layer_ref: ModuleRef, index: int, forward: Callable, *inputs, is_last: bool,
-        last_runs_once: bool, before=None,
-    ):  # fmt: skip
-        """Run a layer's forward, which the layer calls this in place of; `before` is for `remove`
-        alone."""
-        if self.policy == "none" or (is_last and last_runs_once):
+    def run(self, on: "LayerPolicy", forward: Callable, *inputs):
+        """Run a layer's forward under this policy."""
+        if self.policy == "none" or on.keeps_all:
             return forward(*inputs)
         if self.policy == "selective":
-            return self._selective(layer_ref(), index, forward, *inputs)
+            return self._selective(on.layer(), on.index, forward, *inputs)
         if self.policy == "offload":
-            if index == 0:
+            if on.index == 0:
                 self.offload.start()
-            if not is_last:  # its backward comes first, when its input would not be out yet
+            if not on.is_last:  # its backward comes first, when its input would not be out yet
                 keep = Keep(self.offload.out, self.offload.back)
                 with self.offload.hooks():
-                    return _checkpointed(layer_ref(), forward, *inputs, keep=keep)
-        return _checkpointed(layer_ref(), forward, *inputs)
+                    return _checkpointed(on.layer(), forward, *inputs, keep=keep)
+        return _checkpointed(on.layer(), forward, *inputs)
 
     # --- selective --------------------------------------------------------------------------------
 
@@ -136,7 +111,30 @@ class Checkpoint:
         self.layer_bytes[place] = sum(found.values())
 
 
-class _Refusal(Bystander):
+@dataclass(eq=False)
+class LayerPolicy:
+    """A policy on one layer of a model, which calls this in the place of its forward.
+
+    index: the layer's, in the order of a forward. keeps_all: nothing of it is checkpointed.
+    """
+
+    policy: Checkpoint
+    layer: ModuleRef
+    index: int
+    is_last: bool
+    keeps_all: bool
+
+    def __call__(self, forward: Callable, *inputs):
+        return self.policy.run(self, forward, *inputs)
+
+
+def policies_in(model: nn.Module) -> set[Checkpoint]:
+    """Return the policies that the layers of a model run under."""
+    values = (value for module in model.modules() for value in vars(module).values())
+    return {one.policy for one in values if isinstance(one, LayerPolicy)}
+
+
+class _NoDropout(Bystander):
     """A hook that refuses dropout within a layer that is captured and runs again: the state of the
     random numbers cannot be read there. Not dropout of which a fused function makes masks from a
     seed that is kept (`once`), and so calls no module."""
@@ -149,84 +147,21 @@ class _Refusal(Bystander):
         )
 
 
-@contextmanager
-def _refusing_dropout(layer: nn.Module) -> Iterator[None]:
-    refusal, handles = _Refusal(), []
-    try:
-        for module in layer.modules():
-            if module.training and getattr(module, "attention_dropout", False):
-                refusal(module)
-            if isinstance(module, nn.Dropout) and module.training and module.p:
-                if layer._compiled_call_impl is not None:  # it would not see a new hook
-                    refusal(module)
-                handles.append(module.register_forward_pre_hook(refusal))
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+def _refusing_dropout(layer: nn.Module) -> Iterator[Any]:
+    """Hook the dropouts in a layer, one after the other: their handles."""
+    refuse = _NoDropout()
+    for module in layer.modules():
+        if module.training and getattr(module, "attention_dropout", False):
+            refuse(module)
+        if isinstance(module, nn.Dropout) and module.training and module.p:
+            if layer._compiled_call_impl is not None:  # it would not see a new hook
+                refuse(module)
+            yield module.register_forward_pre_hook(refuse)
 
 
 def _checkpointed(layer: nn.Module, forward: Callable, *inputs, **options):
     """`recomputed`, which has these options."""
     if not is_capturing(inputs[0]):
         return recomputed(forward, *inputs, **options)
-    with _refusing_dropout(layer):
+    with removed_after(_refusing_dropout(layer)):
         return recomputed(forward, *inputs, keep_random_state=False, **options)
-
-
-def policy_of(layer: nn.Module) -> Checkpoint | None:
-    """The policy that was installed on this layer, if any."""
-    function = vars(layer).get("_gradient_checkpointing_func")
-    owner = getattr(getattr(function, "func", None), "__self__", None)
-    return owner if isinstance(owner, Checkpoint) else None
-
-
-def hold(model: nn.Module) -> None:
-    """Let the policies of a model's layers stay when its checkpointing is switched on or off,
-    whatever options come with that."""
-    for module in model.modules():
-        if hasattr(type(module), SWITCH):
-            # a method of the module would be looked for in its class when the model is unpickled
-            setattr(module, SWITCH, partial(_switch, ModuleRef(module)))
-    _agree(model)
-
-
-def let_go(model: nn.Module) -> None:
-    """The opposite of `hold`, once the policies are removed."""
-    for module in model.modules():
-        if SWITCH in vars(module):
-            delattr(module, SWITCH)
-    _agree(model)
-
-
-def _agree(model: nn.Module) -> None:
-    """Let the modules that hold layers say of themselves what these do: in training transformers
-    makes no cache where they say that they are checkpointed."""
-    for module in model.modules():
-        if ATTRIBUTES[0] in vars(module) and not isinstance(module, GradientCheckpointingLayer):
-            layers = [m for m in module.modules() if isinstance(m, GradientCheckpointingLayer)]
-            module.gradient_checkpointing = any(one.gradient_checkpointing for one in layers)  # type: ignore[assignment]
-
-
-def _switch(model_ref: ModuleRef, enable: bool = True, **options) -> None:
-    """Stand in on a model for its class's own `_set_gradient_checkpointing`."""
-    model = model_ref()
-    held = {layer: policy for layer in model.modules() if (policy := policy_of(layer))}
-    functions = [vars(layer)["_gradient_checkpointing_func"] for layer in held]
-    getattr(type(model), SWITCH)(model, enable=enable, **options)
-    for (layer, policy), function in zip(held.items(), functions, strict=True):
-        # what was asked for meanwhile, which `remove` gives back
-        before = {name: vars(layer)[name] for name in ATTRIBUTES}
-        layer.gradient_checkpointing = enable and policy.policy != "none"
-        layer._gradient_checkpointing_func = partial(function, before=before)
-    _agree(model)
-
-
-def remove(layer: nn.Module) -> None:
-    """Give the layer the checkpointing back that it had before a policy was installed."""
-    assert policy_of(layer) is not None
-    before = vars(layer)["_gradient_checkpointing_func"].keywords["before"]
-    for name in ATTRIBUTES:
-        delattr(layer, name)
-        if name in before:
-            setattr(layer, name, before[name])

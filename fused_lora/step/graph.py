@@ -1,20 +1,20 @@
 """A whole training step captured in CUDA graphs: forward and backward, then clipping and optimizer.
 
-The host launches two graphs instead of thousands of kernels, so that a short step no longer waits
-for it. A graph repeats kernels at fixed addresses: batches are copied into buffers of its own, the
-learning rate is read from a tensor, and everything that the host decided is decided for good. They
-are two so that the host looks at what the update works on while the GPU computes gradients.
+The host launches two graphs instead of thousands of kernels, and a short step no longer waits for
+it. A graph repeats kernels at fixed addresses: batches are copied into buffers of its own, the
+learning rate is read from a tensor, and what the host decided is decided for good. There are two of
+them because the host checks what the update works on while the GPU computes gradients.
 
-Before a set of shapes is captured, EAGER_CALLS calls run as plain PyTorch: kernels get compiled and
-tuned, libraries get their workspaces, the optimizer makes its state. These are steps of the
-training like all others. So nothing has to be taken back, and the first loss is the first loss.
+The first EAGER_CALLS calls of new shapes run as plain PyTorch: kernels get compiled and tuned,
+libraries get their workspaces, the optimizer makes its state. These steps train like all others, so
+nothing has to be taken back.
 
 https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
 """
 
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,10 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
-from ..adopt.documents import PaddingSeen
 from ..label_check import LabelsSeen, raise_earlier
-from .capture import Cuda
-from .checkpoint import Checkpoint, policy_of
+from .capture import Cuda, noting
+from .checkpoint import Checkpoint, policies_in
 from .graph_checks import (
     addresses_of,
     check_arguments,
@@ -37,6 +36,7 @@ from .graph_checks import (
 )
 from .learning_rates import LearningRates
 from .masks import LayersWithoutMask
+from .padding_seen import PaddingSeen
 
 # One to compile and to make the optimizer's state, one that runs as all later ones will.
 EAGER_CALLS = 2
@@ -59,7 +59,7 @@ class _Graph:
     """One set of shapes: the buffers that it reads, and its step, once that is captured."""
 
     inputs: dict[str, Any]
-    policies: set[Checkpoint | None]  # kept, for the host memory that they offload to
+    policies: set[Checkpoint]  # kept, for the host memory that they offload to
     without_mask: LayersWithoutMask
     labels: LabelsSeen = field(default_factory=LabelsSeen)
     eager_calls: int = 0
@@ -85,26 +85,24 @@ class GraphedStep:
     user's: a scheduler or an assignment sets it, to a float or a tensor, and the next update reads
     it, rounded to fp32 as ``lr=torch.tensor(lr)`` would be. There is no fp16 loss scaler in it.
 
-    Each set of shapes, dtypes and constants runs eagerly twice and is captured at its third call;
-    to accumulate is one of its own. From then on a call costs the host a copy of the batch and
-    two launches, and never waits for the device. What the host decides is decided at capture: call
-    `reset` after fuse(), another active adapter or other parameter groups. It is noticed and
-    refused when parameters or optimizer state were moved or loaded, when `requires_grad` or an
-    option of the optimizer changed. `model.training` has graphs of its own.
+    Each new set of shapes, dtypes and constants runs eagerly twice and is captured on the third
+    call. Accumulation, and `model.training`, get graphs of their own. From then on a call copies
+    the batch, launches twice, and never waits for the device. Call `reset` after fuse(), another
+    active adapter or other parameter groups. We refuse a replay when parameters or optimizer state
+    were moved or loaded, or `requires_grad` or an option of the optimizer changed.
 
-    Layers of transformers' models that eagerly attend without a mask do so in the graph, with
-    attention's fast kernels (`masks.py`). For that, leave attention_mask and position_ids out of
-    batches without padding: a graph cannot look at their values, attends with a mask, and warns.
-    Packed documents are an exception where attention is fused: one graph attends to any of them, in
-    rows that `fill_row` makes as long as each other (`packing.py`). So are padded rows where the
-    loss is fused, too, and an eager call had some. The loss is NaN there where padding predicts a
-    label, or lies between a row's tokens; where it did in an eager call, graphs have the mask.
-    ``attention_mask={"full_attention": None}``, which some models take (Qwen), is left out, too.
+    Layers that attend without a mask eagerly do so in the graph, with attention's fast kernels
+    (`masks.py`). For that, leave attention_mask and position_ids out of batches without padding: a
+    graph cannot look at their values, attends with a mask, and warns. Packed documents are an
+    exception where attention is fused: one graph attends to any of them, in rows that `fill_row`
+    makes as long as each other (`packing.py`). So are padded rows where the loss is fused, too, and
+    an eager call had some. The loss is NaN there where padding predicts a label, or lies between a
+    row's tokens; where it did in an eager call, graphs have the mask.
+    ``attention_mask={"full_attention": None}``, which some models take (Qwen), counts as left out.
 
-    Held until `reset`: the memory of the largest graph, activations and all, shared by all graphs;
-    each graph's batch; with accumulation one gradient per parameter, else gradients live inside
-    the graph only; the host memory that checkpoint="offload" copies to. Eager calls need their
-    memory beside it.
+    Held until `reset`: the memory of the largest graph, activations and all, which graphs share;
+    each graph's batch; one gradient per parameter with accumulation (else gradients live inside the
+    graph); the host memory of checkpoint="offload". Eager calls need their memory beside it.
 
     Args:
         model: on one CUDA device; returns the loss, 0-d, or an output that has it as `.loss`.
@@ -143,11 +141,8 @@ class GraphedStep:
     ):
         counts = {"accumulation_steps": accumulation_steps, "max_graphs": max_graphs}
         check_arguments(model, optimizer, autocast, max_grad_norm, counts)
-        self.model = model
-        self.optimizer = optimizer
-        self.autocast = autocast
-        self.max_grad_norm = max_grad_norm
-        self.accumulation_steps = accumulation_steps
+        self.model, self.optimizer, self.autocast = model, optimizer, autocast
+        self.max_grad_norm, self.accumulation_steps = max_grad_norm, accumulation_steps
         self.after_update = tuple(after_update)
         self.max_graphs = max_graphs
         self._graphs: dict[Hashable, _Graph] = {}
@@ -202,19 +197,15 @@ class GraphedStep:
             self._learning_rates.copy()
         if graph.captured is None and graph.eager_calls < EAGER_CALLS:
             with graph.without_mask.noted(), graph.labels.noted():
-                loss = self._cuda.run(lambda: self._step(graph, update, accumulated))
+                loss = self._cuda.run(lambda: self._gradients(graph, accumulated))
+                if update:
+                    self._cuda.run(self._update)
             graph.eager_calls += 1
             return loss.clone()
         if graph.captured is None:
             graph.captured = self._capture(graph, update, accumulated)
         self._replay(graph.captured, update, accumulated)
         return graph.captured.loss.clone()
-
-    def _step(self, graph: _Graph, update: bool, accumulated: bool) -> Tensor:
-        loss = self._gradients(graph, accumulated)
-        if update:
-            self._update()
-        return loss
 
     def _gradients(self, graph: _Graph, accumulated: bool) -> Tensor:
         """Forward and backward: run eagerly, then captured. Returns the loss."""
@@ -260,16 +251,16 @@ class GraphedStep:
             else value
             for name, value in inputs.items()
         }
-        policies = {policy_of(module) for module in self.model.modules()}
         without_mask = LayersWithoutMask(self.model, inputs, self._padding)
-        return self._graphs.setdefault(key, _Graph(buffers, policies, without_mask))
+        graph = _Graph(buffers, policies_in(self.model), without_mask)
+        return self._graphs.setdefault(key, graph)
 
     def _capture(self, graph: _Graph, update: bool, accumulated: bool) -> _Captured:
         gradients = [parameter.grad for parameter in self._trained]
         if accumulated:
             self._hold_gradients()
         causes: list[Exception] = []
-        noted = _noting(causes)
+        noted = noting(causes)
         try:
             with graph.without_mask.kept():
                 replay_gradients, loss = self._cuda.capture(
@@ -325,14 +316,3 @@ class GraphedStep:
             parameter.grad = held
         if empty:
             torch._foreach_zero_(empty)
-
-
-@contextmanager
-def _noting(causes: list[Exception]) -> Iterator[None]:
-    """Note an exception that ends a capture, for the capture's end may raise another that hides
-    it."""
-    try:
-        yield
-    except Exception as error:
-        causes.append(error)
-        raise

@@ -7,23 +7,22 @@ times as long. Without attention_mask and position_ids among a step's inputs, sh
 whether a layer wants a mask. What it wanted eagerly it therefore wants in the graph, too.
 
 Where all attention is fused, position_ids do no harm: in the graph its kernels take the bounds of
-documents (`adopt/documents.py`), whichever there are. Nor does an attention_mask where the loss is
-fused, too, and eager calls had padding on which no label depends: a row's padding is a document of
-its own there.
+documents (`kernels/documents.py`), whichever there are. Nor does an attention_mask where the loss
+is fused, too, and eager calls had padding on which no label depends: a row's padding is a document
+of its own there.
 """
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..adopt.documents import PaddingSeen
-from ..adopt.hooks import Bystander
 from ..kernels.documents import is_documents
+from .hooks import Bystander, removed_after
+from .padding_seen import PaddingSeen
 
 MASK = "attention_mask"
 # Inputs whose values, and not their shapes alone, say whether there is a mask.
@@ -33,12 +32,13 @@ DECIDING = (MASK, "position_ids")
 class LayersWithoutMask:
     """The layers of a model that were called without a mask eagerly, for one set of shapes.
 
-    model: whose layers are transformers'. inputs: what it is called with. padding: what all sets of
-    shapes have seen of it.
+    model: its layers are what its nn.ModuleLists hold. inputs: what it is called with. padding:
+    what all sets of shapes have seen of it.
     """
 
     def __init__(self, model: nn.Module, inputs: dict[str, Any], padding: PaddingSeen):
-        self.layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+        lists = (one for one in model.modules() if isinstance(one, nn.ModuleList))
+        self.layers = list(dict.fromkeys(layer for one in lists for layer in one))
         self.deciding = [name for name in DECIDING if isinstance(inputs.get(name), Tensor)]
         self.says_none = isinstance(inputs.get(MASK), dict)
         self.had_none: dict[nn.Module, bool] = {}
@@ -73,6 +73,8 @@ class LayersWithoutMask:
 
 
 class _Noting(Bystander):
+    """Note of every layer whether it was ever called with a mask."""
+
     def __init__(self, had_none: dict[nn.Module, bool]):
         self.had_none = had_none
 
@@ -82,6 +84,8 @@ class _Noting(Bystander):
 
 
 class _Keeping(Bystander):
+    """Take away the masks of layers that had none, or, where that is not certain, find them."""
+
     def __init__(self, had_none: dict[nn.Module, bool], is_certain: bool):
         self.had_none, self.is_certain, self.found_masks = had_none, is_certain, False
 
@@ -104,17 +108,11 @@ def _is_compiled(layer: nn.Module) -> bool:
     return layer._compiled_call_impl is not None
 
 
-@contextmanager
-def _hooked(layers: Sequence[nn.Module], hook: Bystander) -> Iterator[None]:
+def _hooked(layers: Sequence[nn.Module], hook: _Noting | _Keeping) -> AbstractContextManager[None]:
     """Call the hook before every call of these layers, the first of their hooks: no other sees what
     it takes away."""
-    handles = [
-        layer.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)  # type: ignore[arg-type]
+    return removed_after(
+        layer.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
         for layer in layers
         if not _is_compiled(layer)
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    )

@@ -9,67 +9,14 @@ al., arXiv 1604.06174.
                 and random numbers that it had, until as many are saved, and drops its graph
 """
 
-import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-_thread = threading.local()
-
-
-def _runs() -> "list[_Run]":
-    """Those that this thread is in, the innermost last."""
-    if not hasattr(_thread, "runs"):
-        _thread.runs = []
-    return _thread.runs
-
-
-class Keep(NamedTuple):
-    """A way for `once` to keep a tensor: `out` takes it away, and `back` brings it back from what
-    `out` returned, as the hooks of `torch.autograd.graph.saved_tensors_hooks`."""
-
-    out: Callable[[Tensor], Any]
-    back: Callable[[Any], Tensor]
-
-
-STAYS = Keep(lambda tensor: tensor, lambda tensor: tensor)
-
-
-def saving_last(function: Callable[[bool], Tensor]) -> Tensor:
-    """``function(output_needed)``: False where a `recomputed` forward runs again, if nothing after
-    this call saved a tensor when it ran first: what it returns is then not used."""
-    runs = _runs()
-    if not runs or torch.compiler.is_compiling():
-        return function(True)
-    return runs[-1].saving_last(function)
-
-
-def once(function: Callable[[], tuple], is_small: bool = False) -> tuple:
-    """``function()``, of which a `recomputed` forward that has a `keep` keeps the result, so that
-    its second run does not call it. For what is dearer to compute than to keep; what `is_small`
-    every `recomputed` forward keeps, and as it is. Not for what an autograd function returns:
-    others may change that in place, and what is kept as it is would keep its own graph alive."""
-    runs = _runs()
-    keep = STAYS if is_small else runs[-1].keep if runs else None
-    if not runs or keep is None or torch.compiler.is_compiling():
-        return function()
-    return runs[-1].once(function, keep)
-
-
-def has_kept() -> bool:
-    """Return True where `once` does not call a function but hands back its first run's result."""
-    runs = _runs()
-    return bool(runs) and runs[-1].runs_again and runs[-1].keep is not None
-
-
-def takes_away() -> bool:
-    """Return True where `once` moves what it keeps elsewhere, which is fast for rows without
-    gaps."""
-    runs = _runs()
-    return bool(runs) and runs[-1].keep not in (None, STAYS)
+from ..rerun import Keep, runs
 
 
 def recomputed(
@@ -136,10 +83,10 @@ class _Run:
         self.remembered: dict[int, Tensor] = {}
 
     def __enter__(self) -> None:
-        _runs().append(self)
+        runs().append(self)
 
     def __exit__(self, *_) -> None:
-        _runs().pop()
+        runs().pop()
 
     def once(self, function: Callable[[], tuple], keep: Keep) -> tuple:
         if self.runs_again:

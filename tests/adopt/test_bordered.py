@@ -17,15 +17,16 @@ from fused_lora import fuse, unfuse
 from fused_lora.adopt import borders as module
 from fused_lora.adopt.layer import borders_of, read_layer
 from fused_lora.adopt.layer_reading import grouped_projections
-from fused_lora.frozen_layer import GROUPS
+from fused_lora.layer.filling import Adapter
+from fused_lora.layer.operands import Trained
 
 BF16 = {"dtype": torch.bfloat16}
 
 
 def groups_of(layer):
     """The layer's four buffers, as its next forward has them, and the adapters that go there."""
-    *adapters, frozen = read_layer(layer)
-    return [getattr(frozen, name) for name in GROUPS], adapters
+    *row, frozen = read_layer(layer)
+    return frozen.groups, Trained.from_row(row).adapters
 
 
 def base_layers(layer):
@@ -53,7 +54,7 @@ def assert_hold(groups, adapters):
         for out, block, scaling in zip(
             group.out_features, group.blocks, group.scalings, strict=True
         ):
-            one_A, one_B = next(left).detach(), next(left).detach()
+            one_A, one_B = (t.detach() for t in next(left))
             A[column : column + len(one_A)] = one_A
             B[row : row + out, column : column + len(one_A)] = one_B * scaling
             row, column = row + out, column + block
@@ -163,7 +164,7 @@ def test_a_forward_fills_the_borders_and_backward_only_what_another_forward_chan
     borders._fill = lambda *of: filled.append(1) or fill(*of)
     borders.refill(groups, adapters)
     assert not filled
-    smaller = [t[:3] if i % 2 == 0 else t[:, :3] for i, t in enumerate(adapters)]
+    smaller = [Adapter(A[:3], B[:, :3]) for A, B in adapters]
     borders.fill(groups, smaller)
     assert_hold(groups, smaller)  # and nothing of the larger rank beside it
     filled.clear()
@@ -186,7 +187,7 @@ def test_a_copy_that_fails_leaves_a_border_that_nobody_trusts(device):
     with pytest.raises(AttributeError):
         borders.fill(groups, adapters)
     borders._copies = copies
-    assert all(group.buffer.holds is None for group in groups)
+    assert all(group.buffer.key is None for group in groups)
 
 
 # --- PEFT goes on working -------------------------------------------------------------------------

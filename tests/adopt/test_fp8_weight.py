@@ -15,8 +15,8 @@ from cases.reference import relative_error
 from peft import LoraConfig
 
 from fused_lora import Fusion, fuse, report, unfuse
-from fused_lora.adopt.fp8_weight import Fp8Weight
-from fused_lora.fp8 import codes_and_scales
+from fused_lora.adopt.fp8.weight import Fp8Weight
+from fused_lora.kernels.fp8_rows import codes_and_scales
 from fused_lora.step.graph_checks import addresses_of
 
 pytestmark = pytest.mark.usefixtures("fp8_in_fp32")

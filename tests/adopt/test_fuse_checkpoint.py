@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 
 from fused_lora import Fusion, fuse, unfuse
+from fused_lora.adopt.foreign.checkpointing import policy_of
 from fused_lora.step import checkpoint
-from fused_lora.step.checkpoint import policy_of
 
 KEPT = {"checkpoint": "selective", "checkpoint_gib": 90e3 / 2**30}  # one layer of three
 NONE_KEPT = {"checkpoint": "selective", "checkpoint_gib": 0}

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fused_lora import Fusion, fuse, report, unfuse
-from fused_lora.adopt import fp8_weight
+from fused_lora.adopt.fp8 import weight as fp8_weight
 
 FUSIONS = {
     "attention": Fusion(attention=True),  # with rope it is another function

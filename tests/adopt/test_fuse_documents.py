@@ -12,6 +12,7 @@ from transformers import DataCollatorWithFlattening
 
 from fused_lora import Fusion, fill_row, fuse, pack
 from fused_lora.adopt import attention
+from fused_lora.adopt.documents import takes_documents
 from fused_lora.packing import PACKED
 
 PARTS = Fusion(**ALL)
@@ -196,9 +197,12 @@ def test_positions_of_several_axes_say_nothing_of_documents(device, monkeypatch)
 
 @pytest.mark.parametrize("window", [4, 18])
 def test_a_sliding_window_is_transformers_own_where_a_row_is_longer(window, device):
+    """From one token more on: its last attends to too much without, which no loss shows."""
     fused, plain = pair(device, WHOLE, "Mistral", sliding_window=window)
     batch = DataCollatorWithFlattening()(documents(device))
     assert_trained_as(step(fused, batch), plain, *one_by_one())
+    decoder = fused.get_base_model().model
+    assert takes_documents(decoder, window) and not takes_documents(decoder, window + 1)
 
 
 # --- rows of one size -----------------------------------------------------------------------------

@@ -24,7 +24,9 @@ from peft import LoraConfig
 from fused_lora import Fusion, fuse, unfuse
 from fused_lora import cross_entropy as loss_module
 from fused_lora.adopt import layer as layer_module
-from fused_lora.fp8 import Fp8Buffer, codes_and_scales
+from fused_lora.kernels.fp8_rows import codes_and_scales
+from fused_lora.layer.buffer import Incoming
+from fused_lora.layer.fp8.buffer import Fp8Buffer
 
 pytestmark = pytest.mark.usefixtures("fp8_in_fp32")
 
@@ -46,16 +48,17 @@ def test_products_in_bf16_are_what_the_codes_make_them(device):
         buffer.sB.copy_(draw(outputs, width, seed=4) * 0.1)
         buffer.encode([buffer])
     x, dy = draw(count, inputs, seed=5), draw(count, outputs, seed=6)
-    x_ext = torch.cat([x, x @ got.A.t()], 1)
+    extended = torch.cat([x, x @ got.A.t()], 1)
 
     def products(buffer):
         total, grad = draw(count, outputs, seed=7), draw(count, inputs, seed=8)
-        buffer.add_product(total, x_ext, 0.5)
+        buffer.add_product(total, extended, 0.5)
         buffer.add_gradient(grad, dy)
-        y, z = buffer.product_and_z(x, bias[:outputs])
-        gradient, p = buffer.gradient_and_p(torch.cat([dy, torch.full_like(x_ext, 7.0)], 1))
+        y, read, _ = buffer.project_norm(x, None, bias[:outputs], None, None)
+        incoming = Incoming(torch.cat([dy, torch.full_like(extended, 7.0)], 1))
+        gradient, p = buffer.gradient(incoming, None, None)
         return {
-            "product": buffer.product(x_ext, bias[:outputs]), "y": y, "z": z, "sum": total,
+            "product": buffer.product(extended, bias[:outputs]), "y": y, "z": read.z, "sum": total,
             "gradient": gradient, "p": p, "sum of gradients": grad,
         }  # fmt: skip
 
@@ -87,8 +90,8 @@ def test_nothing_takes_the_digits_of_all_else(rows_times, A_times, B_times, devi
     buffer.encode([buffer])
     x, dy = draw(40, 160, seed=4), draw(40, 96, seed=5)
     together = weight.double() + buffer.sB.double() @ buffer.A.double()
-    y, _ = buffer.product_and_z(x, None)
-    dx, _ = buffer.gradient_and_p(dy)
+    y, _, _ = buffer.project_norm(x, None, None, None, None)
+    dx, _ = buffer.gradient(Incoming(dy), None, None)
     assert relative_error(y[:, 6:], (x.double() @ together.t())[:, 6:]) < 0.04
     assert relative_error(dx, dy.double() @ together) < 0.04
 

@@ -22,8 +22,10 @@ from cases.peft_models import logits
 from cases.reference import relative_error
 from torch.nn.utils import parametrize, prune
 
-from fused_lora import Fusion, decoder_layer, fuse, report, unfuse
+from fused_lora import Fusion, fuse, report, unfuse
 from fused_lora.adopt.layer import borders_of
+from fused_lora.layer import forward
+from fused_lora.layer.buffer import Buffer
 
 
 def pruned(linear):
@@ -88,16 +90,17 @@ def test_attention_and_o_run_once_where_their_output_is_offloaded(
     once in any case."""
     model, _, _ = pair(device, family=family, config={"head_dim": head_dim})
     want = step(model, length=SHORT)
-    counts = {"attention_forward": [], "add_projected": [], "add_down": []}
-    for name, seen in counts.items():
-        function = getattr(decoder_layer, name)
+    counts = {"attention_forward": [], "add_projected": [], "add_swiglu": []}
+    owners = forward, Buffer, Buffer
+    for (name, seen), owner in zip(counts.items(), owners, strict=True):
+        function = getattr(owner, name)
         monkeypatch.setattr(
-            decoder_layer, name,
+            owner, name,
             lambda *given, seen=seen, function=function: seen.append(1) or function(*given),
         )  # fmt: skip
     fuse(model, Fusion(checkpoint=policy))
     got = step(model, length=SHORT)
-    runs_of = dict.fromkeys(counts, runs) | {"add_down": 2}
+    runs_of = dict.fromkeys(counts, runs) | {"add_swiglu": 2}
     assert {name: len(seen) for name, seen in counts.items()} == runs_of
     assert_close(got, want, 1e-12)
 

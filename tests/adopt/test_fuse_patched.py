@@ -16,7 +16,7 @@ from torch import nn
 from transformers import activations
 
 from fused_lora import Fusion, fuse, report
-from fused_lora.adopt.originals import why_not
+from fused_lora.adopt.foreign.originals import why_not
 
 qwen2 = importlib.import_module("transformers.models.qwen2.modeling_qwen2")
 loss_utils = transformers.loss.loss_utils

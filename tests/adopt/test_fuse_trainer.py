@@ -24,9 +24,9 @@ from transformers import (
 from triton.runtime.interpreter import InterpretedFunction
 
 from fused_lora import Fusion, fuse, report, unfuse
+from fused_lora.adopt.foreign.checkpointing import policy_of
 from fused_lora.kernels.causal_attention import fits_heads
 from fused_lora.kernels.documents import is_documents
-from fused_lora.step.checkpoint import policy_of
 
 WHOLE = Fusion(layer=True, rms_norm=True, cross_entropy=True, checkpoint="full")
 ONE_LAYER = {"num_hidden_layers": 1}

@@ -16,10 +16,10 @@ from cases.peft_models import ids
 from cases.reference import random, relative_error
 from torch import nn
 
-from fused_lora import Fusion, decoder_layer, fuse, unfuse
+from fused_lora import Fusion, fuse, unfuse
 from fused_lora.cross_entropy import labelled_rows, linear_cross_entropy
-from fused_lora.decoder_layer import DecoderLayer
-from fused_lora.kernels import layer_residual, swiglu_bordered
+from fused_lora.layer.buffer import Buffer
+from fused_lora.layer.decoder_layer import DecoderLayer
 
 WITH_LOSS = Fusion(layer=True, cross_entropy=True)
 FULL = Fusion(checkpoint="full")
@@ -77,22 +77,20 @@ def test_rows_are_what_they_are_with_all(rows, device):
 def test_what_is_left_out_is_neither_multiplied_nor_saved(device, monkeypatch):
     model, inputs, grad = operands(device)
     made = []
-    for module, name in (
-        (layer_residual, "grow_k_forward"), (decoder_layer, "add_projected"),
-        (decoder_layer, "grow_k_backward"), (swiglu_bordered, "grow_k_backward"),
-    ):  # fmt: skip
-        function = getattr(module, name)
-        monkeypatch.setattr(
-            module, name,
-            lambda x, *rest, name=name, function=function: made.append((name, len(x)))
-            or function(x, *rest),
-        )  # fmt: skip
+    for name in ("project_norm", "add_projected", "gradient"):
+        method = getattr(Buffer, name)
+
+        def spy(self, x, *rest, name=name, method=method):
+            made.append((name, len(x.rows if name == "gradient" else x)))
+            return method(self, x, *rest)
+
+        monkeypatch.setattr(Buffer, name, spy)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         output = DecoderLayer.apply(*with_rows(inputs, [1, 4, 16]))
     output.backward(grad)
-    forward = [("grow_k_forward", 18), ("add_projected", 3), ("grow_k_forward", 3)]
-    assert made == [*forward, *(("grow_k_backward", rows) for rows in (3, 3, 3, 18))]
+    forward = [("project_norm", 18), ("add_projected", 3), ("project_norm", 3)]
+    assert made == [*forward, *(("gradient", rows) for rows in (3, 3, 3, 18))]
     intermediate = layer_of(model).mlp.up_proj.out_features
     assert [len(t) for t in saved if t.shape[1:] == (2 * intermediate,)] == [3]  # gate and up
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import state_dict as dcp_state
 from transformers import Trainer, TrainingArguments
 
 from fused_lora import Fusion
-from fused_lora.adopt.state import BufferedWeight
+from fused_lora.adopt.foreign.saved_weights import BufferedWeight
 
 pytestmark = pytest.mark.usefixtures("fp8_in_fp32")
 ONE_LAYER = {"num_hidden_layers": 1}

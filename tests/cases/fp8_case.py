@@ -10,13 +10,12 @@ from cases.fused_case import SHORT
 from cases.reference import random, relative_error
 
 from fused_lora import Fusion, fuse
-from fused_lora.adopt.fp8_weight import Fp8Weight
+from fused_lora.adopt.fp8.weight import Fp8Weight
 from fused_lora.adopt.layer import read_layer
-from fused_lora.decoder_layer import DecoderLayer
-from fused_lora.fp8 import Fp8Buffer
-from fused_lora.frozen_layer import GROUPS
-from fused_lora.kernels.fp8_rows import E4M3, new_codes
-from fused_lora.kernels.residual import residual_norm_backward
+from fused_lora.kernels.fp8_rows import E4M3
+from fused_lora.layer.buffer import Buffer, Read
+from fused_lora.layer.decoder_layer import DecoderLayer
+from fused_lora.layer.fp8.buffer import Codes, Fp8Buffer
 
 FP8 = Fusion(layer=True, fp8=True)
 CONFIG = {
@@ -74,7 +73,9 @@ class OracleBuffer(Fp8Buffer):
         self.scales = weight.float().abs().amax(1) / 448
         self.codes = nearest(weight.float() / self.scales[:, None])
         self.A, self.sB = torch.zeros_like(like.A), torch.zeros_like(like.sB)
-        self.bias, self.holds = bias, None
+        self.bias, self.key = bias, None
+        # of codes from SwiGLU, which are made without a border
+        self._codes_t = torch.empty(0, len(weight), device=weight.device)
 
     @staticmethod
     def encode(buffers):
@@ -96,46 +97,58 @@ class OracleBuffer(Fp8Buffer):
         y = (codes * scales @ self.codes.t() + adapted) * self.scales
         return (y if bias is None else y + bias.double()).to(dtype)
 
-    def product_and_z(self, x, bias):
-        return self.from_rows(*quantised(x.double()), bias, x.dtype)
-
-    def product_of_norm(self, x, weight, eps, zero_centered, bias):
+    def project_norm(self, x, norm, bias, dropout, copy):
+        if dropout is not None:
+            return Buffer.project_norm(self, x, norm, bias, dropout, copy)
         normed, rstd = x.double(), None
-        if weight is not None:
-            rstd = (normed.square().mean(1) + eps).rsqrt()
-            normed = normed * rstd[:, None] * (weight.double() + zero_centered)
+        if norm is not None:
+            rstd = (normed.square().mean(1) + norm.eps).rsqrt()
+            normed = normed * rstd[:, None] * (norm.weight.double() + norm.zero_centered)
             rstd = rstd.float()
         codes, scales = quantised(normed)
         y, z = self.from_rows(codes, scales, bias, x.dtype)
-        return y, codes.to(x.dtype), z, scales.to(x.dtype), rstd
+        return y, Read(codes.to(x.dtype), z, scales.to(x.dtype)), rstd
 
-    def add_swiglu(self, residual, total, gate_up, multiplier, activation):
+    def add_projected(self, x, extended, residual, total, bias, multiplier, dropout):
+        if dropout is not None:
+            return Buffer.add_projected(
+                self, x, extended, residual, total, bias, multiplier, dropout
+            )
+        y, z = self.from_rows(*quantised(x.double()), bias, x.dtype)
+        torch.add(residual, y, alpha=multiplier, out=total)
+        return z
+
+    def add_swiglu(self, gate_up, residual, total, bias, multiplier, activation, dropout):
+        if dropout is not None:
+            return Buffer.add_swiglu(
+                self, gate_up, residual, total, bias, multiplier, activation, dropout
+            )
         gate, up = gate_up.double().chunk(2, 1)
         hidden = (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
         y, z = self.from_rows(*quantised(hidden), None, gate_up.dtype)
         if total is not None:
             torch.add(residual, y, alpha=multiplier, out=total)
+            if bias is not None:
+                total.add_(bias, alpha=multiplier)
         return z
 
-    def product(self, x_ext, bias):
-        x, z = x_ext.tensor_split([self.A.shape[1]], 1)
+    def product(self, extended, bias):
+        x, z = extended.tensor_split([self.A.shape[1]], 1)
         return self.with_border(*quantised(x.double()), z, bias, x.dtype)
 
-    def add_product(self, total, x_ext, multiplier):
-        total.add_(self.product(x_ext, None), alpha=multiplier)
+    norm_backward = Buffer.norm_backward  # rows, which `gradient` quantises
 
-    def gradient_and_p(self, grad_ext, x_scales=None):
-        dy = grad_ext[:, : len(self.sB)].double()
-        return self.gradient_of_codes(*quantised(dy * self.scales), grad_ext.dtype, x_scales)
+    def gradient(self, incoming, scales, dropout):
+        if dropout is not None:
+            return Buffer.gradient(self, incoming, scales, dropout)
+        codes = incoming.coded
+        if codes is None:
+            dy = incoming.rows[:, : len(self.sB)]
+            codes = Codes(*quantised(dy.double() * self.scales), dy.dtype)
+        return self.gradient_of_codes(codes, scales)
 
-    def gradient_through_norm(self, grad_y, residual, x, weight, rstd, zero_centered, dy):
-        residual_norm_backward(grad_y, residual, x, weight, rstd, dy, zero_centered)
-        return quantised(dy.double() * self.scales)
-
-    def room_for_codes(self, like):
-        return new_codes(like, len(self.sB))
-
-    def gradient_of_codes(self, codes, scales, dtype, x_scales=None):
+    def gradient_of_codes(self, dy, x_scales):
+        codes, scales, dtype = dy
         rows, scales = codes.double() * scales.double(), scales.double()
         p = (rows @ in_halves((self.sB.double() / self.scales[:, None]).t()).t()).to(dtype)
         border = self.A.double().t() / self.factors_t
@@ -170,8 +183,10 @@ def assert_layer_is(model, oracle, device):
     layer = layer_case.layer_of(model)
     *adapters, frozen = read_layer(layer)
     adapters = [t.detach().requires_grad_() for t in adapters]
-    groups = {name: getattr(frozen, name) for name in GROUPS}
-    exact = {name: group._replace(buffer=oracle(group)) for name, group in groups.items()}
+    exact = {
+        name: getattr(frozen, name)._replace(buffer=oracle(getattr(frozen, name)))
+        for name in ("qkv", "o", "gate_up", "down")
+    }
 
     @functools.cache
     def got(draw):

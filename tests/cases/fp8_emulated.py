@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from cases.fp8_case import OracleBuffer, nearest, quantised
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from fused_lora.layer.fp8.buffer import Codes
+
 GUESSED = 32  # times that of its own largest: the scale of codes from SwiGLU (`fp8_swiglu.py`)
 
 
@@ -71,7 +73,7 @@ class _Product(torch.autograd.Function):
         if len(ctx.outs) == 2:
             scales = scales * GUESSED
             codes = nearest(dy * buffer.scales / scales)
-        dx, p = buffer.gradient_of_codes(codes, scales, dy.dtype)
+        dx, p = buffer.gradient_of_codes(Codes(codes, scales, dy.dtype), None)
         if not ctx.needs_input_grad[0]:  # there is no product with codes of dy then
             p = dy @ buffer.sB
         grads = []

@@ -8,7 +8,7 @@ from cases.reference import assert_within_budget, random
 
 from fused_lora import Fusion, fuse
 from fused_lora.adopt.layer import read_layer
-from fused_lora.decoder_layer import DecoderLayer
+from fused_lora.layer.decoder_layer import DecoderLayer
 
 LAYER = Fusion(layer=True)
 EVERYTHING = Fusion(

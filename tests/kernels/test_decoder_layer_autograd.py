@@ -11,15 +11,22 @@ from cases.layer_case import (
 from cases.reference import relative_error
 from cases.refusal import assert_refused, narrow, trained
 
-import fused_lora.decoder_layer as module
 from fused_lora.adopt.layer import read_layer
-from fused_lora.decoder_layer import DecoderLayer
-from fused_lora.frozen_layer import GROUPS, PROJECTIONS, Others
-from fused_lora.kernels import layer_residual, swiglu_bordered
 from fused_lora.kernels.rows import Handover
+from fused_lora.layer import residual
+from fused_lora.layer.buffer import Buffer
+from fused_lora.layer.decoder_layer import DecoderLayer
+from fused_lora.layer.operands import Adapters, Others
+from fused_lora.layer.saved import split
 
 BF16 = {"dtype": torch.bfloat16, "autocast_adapter_dtype": False}
 FEW = (1, 4)  # tokens, where no error is measured
+
+
+def tensors_of(frozen):
+    """Those that a layer reads and does not train."""
+    tensors, _ = split(frozen)
+    return tensors + [group.buffer.matrix for group in frozen.groups]
 
 
 @pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
@@ -30,8 +37,7 @@ def test_a_second_backward_and_a_second_run_are_bitwise_equal_and_nothing_is_wri
     _, inputs, grad = operands(device, FEW, family=family, **BF16)
     frozen = inputs[-1]
     watched = [t for t in inputs[:-1] if t is not None]
-    watched += [frozen.input_norm, frozen.post_norm, grad, *(frozen.head_norms or ())[:2]]
-    watched += [getattr(frozen, name).buffer.matrix for name in GROUPS]
+    watched += [grad, *tensors_of(frozen)]
     with saved_tensors() as saved:
         output = DecoderLayer.apply(*inputs)
     watched += saved
@@ -73,11 +79,10 @@ def test_only_what_asks_for_a_gradient_gets_one(device):
 def test_no_product_is_made_for_the_gradient_of_an_input_that_wants_none(device, monkeypatch):
     _, inputs, grad = operands(device, FEW)
     made = []
-    backward = module.grow_k_backward
-    for one in (module, swiglu_bordered):
-        monkeypatch.setattr(
-            one, "grow_k_backward", lambda *of: made.append(of[1].out) or backward(*of)
-        )
+    gradient = Buffer.gradient
+    monkeypatch.setattr(
+        Buffer, "gradient", lambda self, *of: made.append(len(self.sB)) or gradient(self, *of)
+    )
     for needed in (True, False):
         inputs[0].requires_grad_(needed)
         DecoderLayer.apply(*inputs).backward(grad)
@@ -146,13 +151,13 @@ def test_create_graph_is_an_error(device):
 def test_without_its_output_a_layer_has_the_same_gradients(device, monkeypatch):
     """As checkpointing runs it again. What it saves are as many tensors of the same shapes, and the
     norm copies the residual only for an output."""
-    copies, function = [], layer_residual.residual_norm_forward
+    copies, function = [], residual.residual_norm_forward
 
     def spy(x, weight, eps, y, copy, zero_centered):
         copies.append(copy is not None)
         return function(x, weight, eps, y, copy, zero_centered)
 
-    monkeypatch.setattr(layer_residual, "residual_norm_forward", spy)
+    monkeypatch.setattr(residual, "residual_norm_forward", spy)
     _, inputs, grad = operands(device, FEW)
     frozen = inputs.pop()
     results, shapes = [], []
@@ -181,9 +186,7 @@ def test_what_is_saved_is_what_the_docstring_counts(family, more, dropout, devic
     inputs[-1] = inputs[-1]._replace(seed=torch.tensor([3], device=device))
     frozen = inputs[-1]
     known = [t for t in inputs[1:-1] if t is not None]
-    known += [t for t in frozen if isinstance(t, torch.Tensor)]
-    known += (frozen.head_norms or ())[:2]
-    known += [getattr(frozen, name).buffer.matrix for name in GROUPS]
+    known += tensors_of(frozen)
     with saved_for_backward() as saved:
         output = DecoderLayer.apply(*inputs)
     assert output.requires_grad
@@ -201,7 +204,7 @@ def test_what_is_saved_is_what_the_docstring_counts(family, more, dropout, devic
 # --- what does not fit ----------------------------------------------------------------------------
 
 
-ADAPTERS = [f"{name}_{part}" for name in PROJECTIONS for part in "AB"]
+ADAPTERS = [f"{name}_{part}" for name in Adapters._fields for part in "AB"]
 ERRORS = [
     ({"hidden": narrow}, r"hidden is \[2, 9, 51\], should be \[batch, positions, 52\]"),
     ({"hidden": lambda t: t[0]}, r"hidden is \[9, 52\]"),

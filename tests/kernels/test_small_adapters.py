@@ -9,10 +9,10 @@ import pytest
 import torch
 from cases.reference import random, unpacked
 
-from fused_lora.bordered import Bordered, Buffer
-from fused_lora.fp8 import Fp8Buffer, codes_and_scales
-from fused_lora.kernels.layer_residual import add_projected, normed_product
-from fused_lora.kernels.swiglu_bordered import add_down
+from fused_lora.kernels.fp8_rows import codes_and_scales
+from fused_lora.layer.buffer import Buffer, Dropout
+from fused_lora.layer.fp8.buffer import Fp8Buffer
+from fused_lora.layer.residual import Norm
 from fused_lora.lora_linear import FrozenLinear, LoRA_W
 from fused_mlp.dropout import draw_masks
 
@@ -32,14 +32,15 @@ class Case:
         self.A = random(RANK, IN, seed=3, scale=IN**-0.5, dtype=BF16, device=device)
         self.B = random(OUT, RANK, seed=4, scale=DELTA * RANK**-0.5, dtype=BF16, device=device)
         self.residual = random(ROWS, OUT, seed=5, dtype=BF16, device=device)
-        self.masks, self.kept = None, 1.0
+        self.dropout, self.kept = None, 1.0
         if drops:
             seed = torch.tensor([5], device=device)
-            self.masks = draw_masks("test", seed, (0.25,), [ROWS], [IN])
-            self.kept = unpacked(self.masks[0], ROWS).double()
+            masks = draw_masks("test", seed, (0.25,), [ROWS], [IN])
+            self.dropout = Dropout(masks, (RANK,))
+            self.kept = unpacked(masks[0], ROWS).double()
         self.fp8 = fp8
 
-    def bordered(self, B):
+    def buffer(self, B):
         if self.fp8:
             codes, scales = codes_and_scales(self.weight)
             buffer = Fp8Buffer(codes, scales, None, RANK, BF16)
@@ -50,7 +51,7 @@ class Case:
         buffer.A.copy_(self.A)
         buffer.sB.copy_(B)
         buffer.encode([buffer])
-        return Bordered(buffer, IN, (OUT,), (RANK,), (1.0,))
+        return buffer
 
     def share(self, output, adapted):
         """The output's change when B goes from 0 to B, projected on the exact change for an adapter
@@ -65,7 +66,8 @@ class Case:
 def output_projection(case):
     def output(B):
         total = case.residual.clone()
-        add_projected(case.x, None, case.bordered(B), total, 1.0, case.masks)
+        buffer = case.buffer(B)
+        buffer.add_projected(case.x, None, total, total, None, 1.0, case.dropout)
         return total
 
     return case.share(output, case.x)
@@ -73,11 +75,11 @@ def output_projection(case):
 
 def down_projection(case):
     gate, up = case.gate_up.double().chunk(2, 1)
-    mask = None if case.masks is None else case.masks[0]
 
     def output(B):
         total = case.residual.clone()
-        add_down(case.gate_up, case.bordered(B), total, mask=mask)
+        buffer = case.buffer(B)
+        buffer.add_swiglu(case.gate_up, total, total, None, 1.0, "silu", case.dropout)
         return total
 
     return case.share(output, torch.nn.functional.silu(gate) * up)
@@ -85,10 +87,10 @@ def down_projection(case):
 
 def behind_a_norm(case):
     """Projections that read a norm: q, k and v, or gate and up."""
-    weight = torch.ones(IN, dtype=BF16, device=case.x.device)
+    norm = Norm(torch.ones(IN, dtype=BF16, device=case.x.device), 1e-6)
     n = case.x.double() / case.x.double().square().mean(1, keepdim=True).add(1e-6).sqrt()
     return case.share(
-        lambda B: normed_product(case.x, weight, 1e-6, False, case.bordered(B), case.masks)[0], n
+        lambda B: case.buffer(B).project_norm(case.x, norm, None, case.dropout, None)[0], n
     )
 
 

@@ -28,8 +28,8 @@ from cases.layer_case import peft_model
 from cases.peft_models import LAYERS, ids
 
 from fused_lora import Fusion, fuse, unfuse
+from fused_lora.adopt.foreign.checkpointing import policy_of
 from fused_lora.step import graph as graph_module
-from fused_lora.step.checkpoint import policy_of
 from fused_lora.step.graph import EAGER_CALLS, GraphedStep
 
 ONE_LAYER = {"num_hidden_layers": 1}

@@ -25,8 +25,8 @@ from torch.nn.attention import sdpa_kernel
 
 from fused_lora import Fusion, fill_row, fuse
 from fused_lora.adopt import documents
-from fused_lora.decoder_layer import DecoderLayer
 from fused_lora.kernels.qkv_attention import WITHOUT_CUDNN
+from fused_lora.layer.decoder_layer import DecoderLayer
 from fused_lora.lora_attention import LoRA_Attention
 from fused_lora.step.graph import EAGER_CALLS, GraphedStep
 

@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from cases.counting import saved_tensors
 from torch.utils.checkpoint import checkpoint
 
-from fused_lora.step.recompute import Keep, _runs, once, recomputed, saving_last
+from fused_lora.rerun import Keep, once, runs, saving_last
+from fused_lora.step import recompute
+from fused_lora.step.recompute import recomputed
 
 
 @pytest.fixture
@@ -35,7 +37,7 @@ def assert_equal(ours, theirs):
 
 
 def is_recomputing():
-    return any(run.runs_again for run in _runs())
+    return any(run.runs_again for run in runs())
 
 
 def layer(weight):
@@ -148,14 +150,24 @@ def test_what_the_second_run_saves_can_be_seen_together(x, weight):
     assert_equal(seen[0], saved)
 
 
-def test_random_numbers_are_drawn_again_and_later_ones_are_not_touched(x, weight):
+def test_random_numbers_are_drawn_again_and_later_ones_are_not_touched(x, weight, monkeypatch):
+    """Of every generator: one of our own stands for a GPU's, which is the second there."""
+    other = torch.Generator()
+    generators_of = recompute._generators_of
+    monkeypatch.setattr(recompute, "_generators_of", lambda x: (*generators_of(x), other))
+
+    def draw():
+        devices = (torch.rand(4, device=one) for one in {x.device.type, "cpu"})
+        return *devices, torch.rand(4, generator=other)
+
     def forward(x):
-        return F.dropout(x @ weight, 0.5)
+        return F.dropout(x @ weight, 0.5) * torch.rand(6, generator=other).to(x.device)
 
     def run(function):
-        torch.manual_seed(3)
-        result = gradients(function, x, weight)
-        return *result, torch.rand(4, device=x.device), torch.rand(4)
+        torch.manual_seed(3), other.manual_seed(4)
+        total = function(x).square().sum()
+        drawn = draw()  # without it the second run would leave generators as the first did
+        return *torch.autograd.grad(total, (x, weight)), *drawn, *draw()
 
     assert_equal(run(lambda x: recomputed(forward, x)), run(forward))
     drawn = run(lambda x: recomputed(forward, x, keep_random_state=False))

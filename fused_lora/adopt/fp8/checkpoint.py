@@ -1,7 +1,7 @@
 """Base layers that are FP8 in the checkpoint: their codes and scales, as transformers keeps them.
 
-A layer that runs whole in FP8 (`fp8.py`) multiplies the codes of its rows. Codes that have a scale
-for each row are taken as they are, and lie in the buffer; so are those with one for all, and
+A layer that runs whole in FP8 (`layer/fp8/`) multiplies codes with a scale for each row. Those of a
+checkpoint that has such scales lie in the buffer as they are; those with one scale for all are
 copied. Those with a scale for each block are made codes anew, one weight at a time: what a product
 sums over lies in many blocks. The parameters, and what is saved of them, stay the checkpoint's.
 
@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..fp8 import codes_and_scales
-from ..kernels.fp8_rows import E4M3
-from .site import FusedForward, class_forward, why_not_own_forward
+from ...kernels.fp8_rows import E4M3, codes_and_scales
+from ..foreign.forwards import why_not_own_forward
+from ..foreign.versions import class_forward
+from ..site import FusedForward
 
 # What a base layer runs in the place of its class's forward, while its layer is fused.
 OF_CODES = frozenset({"fp8 checkpoint"})

@@ -5,11 +5,9 @@ from typing import Any
 from torch import nn
 from transformers.utils import output_capturing
 
+from ...step.hooks import Bystander
+
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-class Bystander:
-    """A hook of our own that is of no concern to whether its module runs fused."""
 
 
 def has_hooks(module: nn.Module) -> bool:

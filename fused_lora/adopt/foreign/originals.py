@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .parallel import is_fsdp
+
 
 def why_patched(cls: type, name: str = "forward") -> str | None:
     """Return the reason, in words, if a method of a class is not the one that its library defines;
@@ -65,12 +67,6 @@ def why_not(found: Any, module: str, qualname: str) -> str | None:
             return None
     own = f"{package}'" if package.endswith("s") else f"{package}'s"
     return f"{qualname} is {_named(function)}, not {own} own: undo that patch to run it fused"
-
-
-def is_fsdp(cls: type) -> bool:
-    """Return True for a class that fully_shard has made from a module's, to add methods of its own
-    and no forward."""
-    return cls.__bases__[:1] != () and cls.__bases__[0].__name__ == "FSDPModule"
 
 
 def _unwrapped(function: Any) -> Iterator[Any]:

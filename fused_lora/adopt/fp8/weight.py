@@ -1,7 +1,7 @@
 """Fp8Weight: a base layer's weight of which FP8 codes lie on the GPU, and a weight to all others.
 
-A layer that runs whole in FP8 multiplies the codes (`fp8.py`). Whatever else uses the weight finds
-a tensor on the GPU:
+A layer that runs whole in FP8 multiplies the codes (`layer/fp8/`). Whatever else uses the weight
+finds a tensor on the GPU:
 
     a product          multiplies what the codes stand for, as a layer that steps aside should
     all else           reads the original, which lies on the host, in memory of the moment
@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.utils import swap_tensors
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..fp8 import SIZES, Fp8Buffer, codes_and_scales
-from ..kernels.fp8_rows import E4M3
+from ...kernels.fp8_rows import E4M3, SIZES, codes_and_scales
+from ...layer.fp8.buffer import Fp8Buffer
 
 aten = torch.ops.aten
 FP8_DTYPES = (torch.bfloat16,)  # that `_scaled_mm` gives with a scale for each row
@@ -197,7 +197,7 @@ class Fp8Weight(_Coded):
         codes, scales = codes_and_scales(whole)
         self.scales.copy_(scales)
         self.buffer.write(self.row, codes)
-        self.buffer.holds = None  # the border's codes are over the old scales
+        self.buffer.key = None  # the border's codes are over the old scales
         self.changes[0] += 1
         self.buffer.made_of[self.row] = self.changes[0]
 

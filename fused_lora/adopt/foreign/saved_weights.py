@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .parallel import FLATTENED, is_flattened
+
 
 class BufferedWeight(torch.Tensor):
     """A view of a weight. Whatever computes with it or writes to it has the weight itself; whatever
@@ -50,26 +52,6 @@ for _name in (
     "storage_offset", "stride", "untyped_storage",
 ):  # fmt: skip
     setattr(BufferedWeight, _name, _of_copy(_name))
-
-
-# FSDP1 takes the memory of a weight for its numbers, border and all.
-FLATTENED = (
-    "FullyShardedDataParallel mixes up base weights that lie in buffers: load the model anew and "
-    "leave layer out of fuse, or wrap it in DistributedDataParallel"
-)
-
-
-def is_flattened(base: Any) -> bool:
-    """Return True if FSDP1 (FullyShardedDataParallel) holds the weight of a linear layer: in a
-    forward as a view of its own, else as a parameter that it has marked."""
-    return is_in_fsdp(base) and (
-        type(base.weight) is Tensor or hasattr(base.weight, "_fsdp_flattened")
-    )
-
-
-def is_in_fsdp(module: nn.Module) -> bool:
-    """Return True for a module within FSDP1 or FSDP2."""
-    return "_is_fsdp_managed_module" in vars(module)
 
 
 def hand_out_buffered(base: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:

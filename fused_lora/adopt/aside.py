@@ -1,0 +1,74 @@
+"""What is said where a module that `fuse` has set to run fused steps aside.
+
+Each reason is said once for all modules of a model, but not what the report of `fuse` has told of
+this one already, nor what the user asked for.
+"""
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .foreign.forwards import HOOKED, has_lora, owner_of
+from .foreign.versions import class_forward
+
+# In reasons that are the user's own wish: PEFT's ways to run a model with other adapters or none.
+WISHES = ("adapters are disabled", "adapters are merged", "adapters are active",
+          "adapters have been unloaded")  # fmt: skip
+
+
+def say_once(module: nn.Module, reason: str) -> None:
+    """Warn that a module steps aside for a reason that nobody asked for, if nobody has yet."""
+    owner = owner_of(module) or owner_of(module, HOOKED)
+    if owner is None or torch.compiler.is_compiling():
+        return
+    if reason in owner.told or reason in owner.reported:
+        return
+    owner.told.add(reason)
+    if not any(wish in reason for wish in WISHES):
+        warnings.warn(
+            f"a fused {type(module).__name__} ran as its class has it: {reason} "
+            "(fused_lora.report says which others do)",
+            stacklevel=3,
+        )
+
+
+def step_aside(module: nn.Module, reason: str, *inputs, **options):
+    """Say why, and run the forward of the module's class."""
+    say_once(module, reason)
+    return class_forward(module, *inputs, **options)
+
+
+def say_left(module: nn.Module, left: dict[str, str]) -> None:
+    """`say_once`, for each unit of a module that steps aside, by name."""
+    for reason in _reasons(left):
+        say_once(module, reason)
+
+
+def keep_reported(module: nn.Module, left: dict[str, str]) -> None:
+    """Let what the report of `fuse` says of the units of a module not be said again."""
+    if (owner := owner_of(module)) is not None:
+        owner.reported = set(_reasons(left))
+
+
+def _reasons(left: dict[str, str]) -> Iterable[str]:
+    return map(": ".join, left.items())
+
+
+def share_told(model: nn.Module) -> None:
+    """Let what is said of one module of the model be said of all."""
+    owners = [owner for owner in map(owner_of, model.modules()) if owner is not None]
+    for owner in owners:
+        owner.told = owners[0].told
+
+
+def why_unloaded(module: nn.Module, projections: Iterable[Any]) -> str | None:
+    """Return the reason if none of a module's projections, as they were read, has an adapter, and
+    some had when `fuse` was called. A module that never had any runs fused with the others."""
+    if any(len(one.A) for one in projections):
+        return None
+    owner = owner_of(module)
+    had = owner is not None and owner.had_adapters and not has_lora(module)
+    return "its adapters have been unloaded: load others, or unfuse the model" if had else None

@@ -1,0 +1,94 @@
+"""Whose a module's forward is: its class's, ours, or somebody's who has replaced it.
+
+accelerate, TRL and others set forwards on instances, as we do. A fused function stands in for the
+modules in it, so it asks of each whether a call would run what its class says.
+"""
+
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from ...step.module_ref import ModuleRef
+
+HOOKED = "_old_forward"  # where a module keeps the forward that a hook of accelerate calls
+BOUND_TO_THE_MODEL = (
+    "accelerate has wrapped the forward that fuse set on the model itself: give the trainer what "
+    "peft.get_peft_model returns, or call fuse without cross_entropy"
+)
+
+
+class Owner:
+    """What a forward of ours is a method of. It does not keep the module alive.
+
+    parts: what the module runs fused. told, reported: reasons that are not said again (`aside.py`).
+    """
+
+    def __init__(self, module: nn.Module, parts: frozenset[str]):
+        self._module, self.parts = ModuleRef(module), parts
+        self.had_adapters = has_lora(module)
+        self.told: set[str] = set()  # which `fuse` lets all modules of a model share
+        self.reported: set[str] = set()  # of this module, by the report of `fuse`
+
+    @property
+    def module(self) -> Any:
+        return self._module()
+
+
+def has_lora(module: nn.Module) -> bool:
+    return any(hasattr(part, "lora_A") for part in module.modules())
+
+
+def owner_of(module: nn.Module, at: str = "forward") -> Owner | None:
+    forward = vars(module).get(at)
+    # not getattr: torch.compile of torch 2.11 does not find a method's __self__ that way
+    owner = forward.__self__ if isinstance(forward, MethodType) else None
+    return owner if isinstance(owner, Owner) else None
+
+
+def fused_parts_of(module: nn.Module, at: str = "forward") -> frozenset[str]:
+    """Return the parts that a module runs fused, told by the forward on its instance."""
+    owner = owner_of(module, at)
+    return owner.parts if owner is not None else frozenset()
+
+
+def take_back(module: nn.Module) -> bool:
+    """Give a module its own forward back, also within a hook of accelerate's, if it has one of
+    ours; returns whether."""
+    if fused_parts_of(module):
+        del module.forward
+    elif fused_parts_of(module, HOOKED):
+        setattr(module, HOOKED, MethodType(type(module).forward, module))
+    else:
+        return False
+    return True
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Return True if calling the module runs its class's forward, which accelerate leaves on the
+    instance when it takes a hook away."""
+    forward = vars(module).get("forward")
+    if not isinstance(forward, MethodType):
+        return forward is None
+    return forward.__self__ is module and forward.__func__ is type(module).forward
+
+
+def why_not_own_forward(module: nn.Module) -> str | None:
+    """Return the reason if calling the module runs neither its class's forward nor the one that
+    `fuse` has set."""
+    if has_own_forward(module) or fused_parts_of(module):
+        return None
+    if "_hf_hook" in vars(module):
+        return (
+            f"its forward has been replaced by accelerate's hook {type(module._hf_hook).__name__}: "
+            "take that away (accelerate.hooks.remove_hook_from_module) and call fuse again"
+        )
+    home = _home_of(vars(module)["forward"])
+    to_do = ", whose trainers compute the loss" if home.startswith("trl.") else ": undo that"
+    return f"its forward has been replaced by {home}{to_do}"
+
+
+def _home_of(forward: Any) -> str:
+    """The module whose code a forward is, whatever functools.wraps says of it."""
+    code = getattr(forward, "__func__", getattr(forward, "func", forward))
+    return getattr(code, "__globals__", {}).get("__name__") or type(forward).__module__

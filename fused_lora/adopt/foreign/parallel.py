@@ -1,0 +1,44 @@
+"""DataParallel and FSDP take a model's modules and weights apart, in ways that we do not survive.
+
+nn.DataParallel copies modules with the forwards on them, which are bound to the originals. FSDP1
+(FullyShardedDataParallel) takes the memory of a weight for its numbers, which in a buffer is the
+border, too. FSDP2 (fully_shard) makes classes of its own from a module's.
+"""
+
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+# What nn.DataParallel calls on every module of a model.
+REPLICATE = "_replicate_for_data_parallel"
+FLATTENED = (
+    "FullyShardedDataParallel mixes up base weights that lie in buffers: load the model anew and "
+    "leave layer out of fuse, or wrap it in DistributedDataParallel"
+)
+
+
+def refuse_data_parallel() -> NoReturn:
+    """Stand in for REPLICATE: replicas would share the original's forwards, and its parameters."""
+    raise RuntimeError(
+        "nn.DataParallel copies the model for every GPU, which a fused one does not survive: start "
+        "one process a GPU with torchrun, let it see one GPU (CUDA_VISIBLE_DEVICES), or unfuse it"
+    )
+
+
+def is_flattened(base: Any) -> bool:
+    """Return True if FSDP1 holds the weight of a linear layer: in a forward as a view of its own,
+    else as a parameter that it has marked."""
+    return is_in_fsdp(base) and (
+        type(base.weight) is Tensor or hasattr(base.weight, "_fsdp_flattened")
+    )
+
+
+def is_in_fsdp(module: nn.Module) -> bool:
+    """Return True for a module within FSDP1 or FSDP2."""
+    return "_is_fsdp_managed_module" in vars(module)
+
+
+def is_fsdp(cls: type) -> bool:
+    """Return True for a class that fully_shard has made from a module's, to add methods of its own
+    and no forward."""
+    return cls.__bases__[:1] != () and cls.__bases__[0].__name__ == "FSDPModule"

@@ -1,0 +1,54 @@
+"""What the versions of transformers that we take do each in their own way.
+
+From 5.23 on a layer is checkpointed by its class's forward, which one on the instance replaces; in
+5.17 by its __call__. 5.24 renames past_key_values to cache, gives the cache attention's options,
+and checkpoints no layer where no gradient is wanted. Our functions keep the old name.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import masking_utils
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+CACHE = "past_key_values"
+IS_NAMED_CACHE = "cache" in inspect.signature(masking_utils.create_causal_mask).parameters
+CHECKPOINTED_BY_FORWARD = "__call__" not in vars(GradientCheckpointingLayer)
+LAYERS_FILE = inspect.getfile(GradientCheckpointingLayer)
+NO_CACHE = {"use_cache": False, CACHE: None}  # a second run would fill it again
+
+
+def is_checkpointed_by_forward(module: nn.Module) -> bool:
+    """Return True for a layer whose checkpointing goes with its class's forward."""
+    return CHECKPOINTED_BY_FORWARD and isinstance(module, GradientCheckpointingLayer)
+
+
+def is_checkpointed(module: Any) -> bool:
+    """Return True if transformers checkpoints this layer, or the layers of this decoder, now."""
+    wanted = torch.is_grad_enabled() or not IS_NAMED_CACHE
+    return module.gradient_checkpointing and module.training and wanted
+
+
+def as_ours(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options of a forward by the names that our functions have for them."""
+    if IS_NAMED_CACHE and "cache" in options:
+        return {CACHE if name == "cache" else name: one for name, one in options.items()}
+    return options
+
+
+def as_named(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options of a forward by the names that transformers has for them."""
+    if IS_NAMED_CACHE and CACHE in options:
+        return {"cache" if name == CACHE else name: one for name, one in options.items()}
+    return options
+
+
+def class_forward(module: nn.Module, *inputs, **options):
+    """Run the forward of the module's class, without the checkpointing around it, which a forward
+    of ours has seen to."""
+    forward: Any = type(module).forward
+    while getattr(getattr(forward, "__code__", None), "co_filename", "") == LAYERS_FILE:
+        forward = forward.__wrapped__
+    return forward(module, *inputs, **as_named(options))

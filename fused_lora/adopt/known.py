@@ -1,0 +1,58 @@
+"""Whether a module's class is known (`families.py`) and still what its library has written."""
+
+from functools import cache
+from typing import Any
+
+from peft.utils import ModulesToSaveWrapper
+from torch import nn
+
+from .families import FORMS
+from .foreign.forwards import why_not_own_forward
+from .foreign.originals import why_patched, why_replaced
+from .foreign.parallel import is_fsdp
+
+KNOWN_TO = {
+    "MLP": "an MLP class that is known to compute down(activation(gate) * up)",
+    "Attention": "an attention class whose forward is known",
+    "RMSNorm": "a norm class that is known to compute weight * (x / rms(x))",
+    "NormedLayer": "a layer class whose forward is known",
+    "DecoderLayer": "a layer class whose parts are known",
+    "ForCausalLM": "a class that is known to compute its loss from lm_head alone",
+}
+# Functions, and methods of their own, that the forwards of these classes call and that fused ones
+# compute themselves.
+CALLED = {"Attention": ("apply_rotary_pos_emb", "rotate_half")}
+METHODS = {"RMSNorm": "_norm"}
+
+
+def known_form(module: nn.Module, kind: str) -> Any:
+    """Return the form of a module's class (`families.py`), None where it is not known as `kind`."""
+    return _form_of(_class_of(module), kind)
+
+
+@cache
+def _form_of(cls: type, kind: str) -> Any:  # several are asked for in every forward of a layer
+    return FORMS[kind].get(f"{cls.__module__}.{cls.__qualname__}")
+
+
+def _class_of(module: nn.Module) -> type:
+    cls = type(module)
+    return cls.__bases__[1] if is_fsdp(cls) else cls
+
+
+def why_not_class(module: nn.Module, kind: str) -> str | None:
+    """Return the reason if calling the module does not run the forward of a class known as `kind`,
+    as its library has written it."""
+    if (reason := why_not_own_forward(module)) is not None:
+        return reason
+    cls = _class_of(module)
+    if cls is ModulesToSaveWrapper:
+        return "it is trained whole: leave it out of modules_to_save"
+    if _form_of(cls, kind) is None:
+        return f"{cls.__name__} is not {KNOWN_TO[kind]} (docs/api.md lists the families)"
+    method = METHODS.get(kind, "forward")
+    return (
+        why_patched(cls)
+        or (why_patched(cls, method) if hasattr(cls, method) else None)
+        or why_replaced(cls.__module__, *CALLED.get(kind, ()))
+    )

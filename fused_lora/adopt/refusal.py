@@ -1,0 +1,37 @@
+"""A refusal: why a module does not run fused, in words."""
+
+from collections.abc import Callable
+from typing import Any
+
+
+class Refusal(Exception):
+    """Raised by whoever reads a module (`read_*`) that may not run fused as it is now, or is not
+    called as it would have to be. Nothing was computed then."""
+
+    @property
+    def reason(self) -> str:
+        return self.args[0]
+
+
+def refuse(reason: str | None) -> None:
+    """Raise a Refusal if there is a reason. Checks are asked in the order in which they stand:
+    ``refuse(why_not_class(...) or why_not_activation(...))``."""
+    if reason is not None:
+        raise Refusal(reason)
+
+
+def attempt(read: Callable, *inputs: Any) -> tuple[Any, str]:
+    """Return ``(read(*inputs), "")``, or None and the reason if it refuses.
+
+    For forwards: what torch.compile cannot trace must not run within a `try`.
+    """
+    try:
+        return read(*inputs), ""
+    except Refusal as refusal:
+        return None, refusal.reason
+
+
+def reason_of(read: Callable, *inputs: Any) -> str | None:
+    """Return the reason if this refuses."""
+    _, reason = attempt(read, *inputs)
+    return reason or None

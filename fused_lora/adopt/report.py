@@ -1,0 +1,113 @@
+"""The report: which modules of a model run fused now, and why the others do not."""
+
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from .foreign.checkpointing import layers_of, policy_of
+from .foreign.forwards import fused_parts_of
+from .layer import borders_of
+from .projection import BASE_IS_TRAINED, has_adapters
+from .switches import SWITCHES
+
+# The parts that a module was set to run, which its forward no longer tells once it is replaced.
+PARTS_SET = "_fused_parts"
+# The parts that a model was to run before it had adapters, and what is said of it.
+ASKED_EARLY = "_fused_asked_early"
+NO_ADAPTERS = "the model has no adapters: call peft.get_peft_model first, then fuse"
+TOO_EARLY = "fuse was called before the model had adapters: call it again"
+NOT_ASKED = "not asked for: it became able to run fused after fuse() was called"
+
+
+@dataclass(frozen=True)
+class FusionReport:
+    """A report of what runs fused and what was left on its own path.
+
+    fused: part -> names of the modules that run it, as in `model.named_modules()`.
+    left: module name -> why it stays on PEFT's or transformers' own path. Of an MLP or an attention
+        that is fused a projection may be left: the others then run fused each by itself.
+    counts: part -> what of it runs fused, of how many: "2 of 8 projections".
+
+    As a string it has a line for each part and for each reason.
+    """
+
+    fused: dict[str, list[str]]
+    left: dict[str, str]
+    counts: dict[str, str] = field(default_factory=dict, compare=False)
+
+    def __str__(self) -> str:
+        fused = {part: names for part, names in self.fused.items() if names}
+        lines = [
+            f"{part}: {self.counts.get(part, f'{len(names)} modules')} fused"
+            for part, names in fused.items()
+        ]
+        modules: dict[str, list[str]] = {}
+        for name, reason in self.left.items():
+            modules.setdefault(reason, []).append(name)
+        for reason, (first, *others) in modules.items():
+            and_others = f" and {len(others)} others like it" if others else ""
+            lines.append(f"left to PEFT: {first}{and_others}: {reason}")
+        return "\n".join(lines if fused else ["nothing is fused", *lines])
+
+
+def report_on(model: nn.Module) -> FusionReport:
+    """Report what of `model` would run fused if it were called now (`fused_lora.report`)."""
+    found = FusionReport({}, {})
+    asked, early = (
+        {part for module in model.modules() for part in vars(module).get(attribute, ())}
+        for attribute in (PARTS_SET, ASKED_EARLY)
+    )
+    whole = tuple(
+        f"{name}."
+        for name, module, site in SWITCHES["layer"].candidates(model)
+        if "layer" in fused_parts_of(module) and site.why_not_now(module) is None
+    )
+    for part in (part for part in SWITCHES if part in asked | early):
+        _report_part(found, model, part, whole, TOO_EARLY if part in early else NOT_ASKED)
+    layers = {name: policy_of(layer) for name, layer in layers_of(model)}
+    if any(layers.values()):
+        found.fused["checkpoint"] = [name for name, policy in layers.items() if policy]
+    return found
+
+
+def _report_part(
+    found: FusionReport, model: nn.Module, part: str, whole: tuple[str, ...], not_set: str
+) -> None:
+    """Report one part, but for what is within these whole layers. not_set: the reason of a module
+    that may run it, but whose forward is not set."""
+    found.fused[part] = []
+    running = total = 0
+    for name, module, site in SWITCHES[part].candidates(model):
+        if name.startswith(whole):
+            continue
+        units = site.units(module)
+        total += len(units)
+        reason = explained(model, site.why_not_now(module))
+        if reason is None and part not in fused_parts_of(module):
+            reason = not_set
+        if reason is not None:
+            found.left[name] = reason
+            continue
+        found.fused[part].append(name)
+        left = site.left(site.read(module))
+        found.left.update({f"{name}.{unit}": why for unit, why in left.items()})
+        running += sum(_runs(module, unit, left) for unit in units)
+    found.counts[part] = f"{running} of {total} {SWITCHES[part].units}"
+    if part == "layer" and found.fused[part]:
+        borders = borders_of(model.get_submodule(found.fused[part][0]))
+        if borders is not None and borders.fp8:
+            found.counts[part] += " in FP8"
+
+
+def _runs(module: nn.Module, unit: str, left: dict[str, str]) -> bool:
+    """Return True if a unit of a module runs fused, of which these do not: one without an adapter
+    only together with all others."""
+    return not left or (unit not in left and hasattr(module.get_submodule(unit), "lora_A"))
+
+
+def explained(model: nn.Module, reason: str | None) -> str | None:
+    """Return a reason why a module does not run fused, or that its model has no adapters if this is
+    why its base weights are trained."""
+    if reason is None or BASE_IS_TRAINED not in reason:
+        return reason
+    return reason if has_adapters(model) else NO_ADAPTERS

@@ -1,0 +1,57 @@
+"""The angles of a token and the heads that they turn, for every kernel of RoPE (`rope.py`)."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rotate_heads(
+    x_ptr,  # the first head of one token
+    rotated_ptr,  # likewise, contiguous, written
+    head_stride,
+    cos_1,  # [BLOCK_HALF], fp32
+    cos_2,
+    sin_1,
+    sin_2,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):
+    # int64: heads may lie further apart than positions, as in a contiguous [batch, heads, seq, ...]
+    heads = tl.arange(0, BLOCK_HEADS).to(tl.int64)[:, None]
+    features = tl.arange(0, BLOCK_HALF)[None, :]
+    mask = (heads < HEADS) & (features < HALF)
+    x_ptr += heads * head_stride + features
+    x_1 = tl.load(x_ptr, mask=mask).to(tl.float32)
+    x_2 = tl.load(x_ptr + HALF, mask=mask).to(tl.float32)
+    rotated_1 = x_1 * cos_1[None, :] - x_2 * sin_1[None, :]
+    rotated_2 = x_2 * cos_2[None, :] + x_1 * sin_2[None, :]
+    rotated_ptr += heads * (2 * HALF) + features
+    dtype = rotated_ptr.dtype.element_ty
+    tl.store(rotated_ptr, rotated_1.to(dtype), mask=mask)
+    tl.store(rotated_ptr + HALF, rotated_2.to(dtype), mask=mask)
+
+
+@triton.jit
+def load_angles(
+    cos_ptr, sin_ptr, batch_stride, batch, position,
+    BACKWARD: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
+):  # fmt: skip
+    """cos_1, cos_2, sin_1 and sin_2 [BLOCK_HALF] of one position; BACKWARD turns the other way.
+    Without cos_ptr those of an angle of 0."""
+    features = tl.arange(0, BLOCK_HALF)
+    mask = features < HALF
+    angle = batch * batch_stride + position * (2 * HALF) + features
+    if cos_ptr is None:
+        cos_1 = tl.full([BLOCK_HALF], 1.0, tl.float32)
+        sin_1 = tl.zeros([BLOCK_HALF], tl.float32)
+        cos_2, sin_2 = cos_1, sin_1
+    else:
+        cos_1 = tl.load(cos_ptr + angle, mask=mask).to(tl.float32)
+        cos_2 = tl.load(cos_ptr + angle + HALF, mask=mask).to(tl.float32)
+        sin_1 = tl.load(sin_ptr + angle, mask=mask).to(tl.float32)
+        sin_2 = tl.load(sin_ptr + angle + HALF, mask=mask).to(tl.float32)
+    if BACKWARD:
+        sin_1, sin_2 = -sin_2, -sin_1
+    return cos_1, cos_2, sin_1, sin_2

@@ -1,0 +1,1 @@
+"""Whole decoder layers: the autograd function, its operands, its buffers of weights. No PEFT."""

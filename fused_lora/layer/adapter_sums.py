@@ -1,0 +1,127 @@
+"""The gradients of a layer's adapters, which are sums over tokens.
+
+Most are computed in one launch at the end of backward: `AdapterSums` collects them. Those of down's
+A and of gate's and up's B read tensors [T, intermediate], so SwiGLU's backward computes them in its
+own pass: `swiglu_gradients`.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..kernels.sums_over_tokens import sums_over_tokens
+from ..kernels.swiglu_products_backward import Product, SwiGLUProducts
+from .buffer import Bordered, Dropout, mask_of_one
+from .filling import Adapter
+from .operands import Adapters
+
+
+class AdapterSums:
+    """Gradients of adapters, added as soon as a backward has their factors, computed at once.
+
+    The factors are kept until then. Every gradient has a storage of its own.
+    """
+
+    def __init__(self) -> None:
+        self._sums: list[tuple[Tensor, list[Product]]] = []
+
+    def add_A(
+        self, group: Bordered, adapters: Sequence[Adapter], needed: Sequence[Adapter], x: Tensor,
+        p: Tensor | None, dropout: Dropout | None = None,
+    ) -> list[Tensor | None]:  # fmt: skip
+        """Return new tensors for the gradients of each A, ``p.t() @ x``, None where not needed.
+
+        x: what the projections read, or its codes; p then has been multiplied by their scales. p
+        may be None if no A needs a gradient.
+        """
+        gradients: list[Tensor | None] = []
+        products = []
+        for i, (adapter, need, first) in enumerate(
+            zip(adapters, needed, _starts(group.blocks), strict=True)
+        ):
+            if not need.A:
+                gradients.append(None)
+                continue
+            assert p is not None
+            rank = len(adapter.A)
+            gradient = x.new_empty(rank, x.shape[1], dtype=adapter.A.dtype)
+            mask = None if dropout is None else dropout.masks[i]
+            products.append(Product(p[:, first : first + rank], gradient.t(), mask=mask))
+            gradients.append(gradient)
+        if products:
+            self._sums.append((x, products))
+        return gradients
+
+    def add_B(
+        self, group: Bordered, adapters: Sequence[Adapter], needed: Sequence[Adapter], grad: Tensor,
+        z: Tensor,
+    ) -> list[Tensor | None]:  # fmt: skip
+        """Return new tensors for the gradients of each B, ``s * (grad.t() @ z)``, None where not
+        needed. grad: of the projections' outputs, in its first columns."""
+        gradients: list[Tensor | None] = []
+        parts = zip(
+            adapters, needed, group.by_projection(grad), _starts(group.blocks), group.scalings,
+            strict=True,
+        )  # fmt: skip
+        for adapter, need, part, first, scaling in parts:
+            if not need.B:
+                gradients.append(None)
+                continue
+            rank = len(adapter.A)
+            gradient = grad.new_empty(part.shape[1], rank, dtype=adapter.B.dtype)
+            self._sums.append((part, [Product(z[:, first : first + rank], gradient, scaling)]))
+            gradients.append(gradient)
+        return gradients
+
+    def compute(self) -> None:
+        """Write all gradients that were added, and let go of their factors."""
+        sums_over_tokens(self._sums)
+        self._sums = []
+
+
+def _starts(blocks: Sequence[int]) -> list[int]:
+    """Return the first column of each projection in a border."""
+    return list(accumulate(blocks, initial=0))[: len(blocks)]
+
+
+class SwiGLUGradients(NamedTuple):
+    """The gradients that SwiGLU's backward pass writes, None where not needed, and its products."""
+
+    down_A: Tensor | None
+    gate_B: Tensor | None
+    up_B: Tensor | None
+    products: SwiGLUProducts
+
+
+def swiglu_gradients(
+    gate_up: Tensor, group: Bordered, p: Tensor, z: Tensor, adapters: Adapters, needed: Adapters,
+    dropout: Dropout | None,
+) -> SwiGLUGradients:  # fmt: skip
+    """Return new tensors for ``p.t() @ h``, ``s * (dgate.t() @ z)`` and ``s * (dup.t() @ z)``.
+
+    group, z: of gate and up. p, dropout: of down. Gradients are contiguous, as a .grad has to be.
+    """
+    intermediate = gate_up.shape[1] // 2
+    down_A = down_product = None
+    if needed.down.A:
+        A = adapters.down.A
+        down_A = gate_up.new_empty(len(A), intermediate, dtype=A.dtype)
+        down_product = Product(p[:, : len(A)], down_A.t(), mask=mask_of_one(dropout))
+    products: list[Product | None] = []
+    for adapter, need, first, scaling in zip(
+        (adapters.gate, adapters.up), (needed.gate, needed.up), _starts(group.blocks),
+        group.scalings, strict=True,
+    ):  # fmt: skip
+        product = None
+        if need.B:
+            rank = len(adapter.A)
+            gradient = gate_up.new_empty(intermediate, rank, dtype=adapter.B.dtype)
+            product = Product(z[:, first : first + rank], gradient, scaling)
+        products.append(product)
+    gate_product, up_product = products
+    gate_B, up_B = (one and one.gradient for one in products)
+    return SwiGLUGradients(
+        down_A, gate_B, up_B, SwiGLUProducts(down_product, gate_product, up_product)
+    )

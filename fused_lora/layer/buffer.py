@@ -1,0 +1,264 @@
+"""Bordered weights: what a layer asks of a frozen weight and its adapters.
+
+W [out, in], and A [width, in] and s B [out, width] of all its projections, make one matrix
+
+    M = [[W, s B],      and with z = x A', p = dy s B      y  = [x | z] M[:out]'
+         [A,  0 ]]                                         dx = [dy | p] M[:, :in]
+
+A decoder layer has four: q, k and v; o; gate and up; down. It asks them for
+
+    project_norm       y of a norm of x                    q, k, v; gate, up
+    add_projected      a residual plus y                   o
+    add_swiglu         a residual plus y of SwiGLU         down
+    norm_backward      the dy that comes out of a norm     o
+    swiglu_backward    the dy that comes out of SwiGLU     gate, up
+    gradient           dx and p of dy                      all
+
+and nobody outside a buffer's own file knows which kind it is. `Buffer` multiplies in the weight's
+dtype. `fp8/buffer.py` overrides these methods to multiply codes. A kind whose weights are only
+stored otherwise, in 4 bits say, overrides `encode` alone and writes W into `matrix` there:
+`Filling` calls it before a forward, and before a backward if the border has changed since.
+
+With dropout every projection's z and p A are products of masked tensors, by kernels of their own.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fused_mlp.dropout import Mask, Masks
+
+from ..kernels.dropped_products import dropped_gradient, dropped_products
+from ..kernels.residual import extend_rows
+from ..kernels.rows import empty_rows
+from ..kernels.swiglu_products_backward import SwiGLUProducts, swiglu_backward_products
+from ..kernels.swiglu_products_forward import swiglu_forward_product
+from .residual import Norm, norm_backward, norm_forward
+
+
+class Dropout(NamedTuple):
+    """The masks of one buffer's projections, and how many columns of the border each has."""
+
+    masks: Masks
+    blocks: tuple[int, ...]
+
+
+class Read(NamedTuple):
+    """What a product has read, [x | z], as backward needs it."""
+
+    x: Tensor  # [T, in]
+    z: Tensor  # [T, width], x A'
+    scales: Tensor | None = None  # [T, 1], of the rows of an x in codes
+
+
+class Incoming(NamedTuple):
+    """The gradient dy of what a product gave."""
+
+    rows: Tensor | None  # [T, out + width]: dy, and room for p; None: only `coded` exists
+    coded: Any = None  # dy in the form that the buffer multiplies, where the pass before made it
+
+
+class Buffer:
+    """The memory of a bordered weight, while something needs it, and its products.
+
+    matrix: [out + width, in + width]. bias: [out + width], zero after out, or None. key: of the
+    adapters that are in the border now; None: unknown.
+    """
+
+    def __init__(self, matrix: Tensor, bias: Tensor | None, outputs: int, inputs: int):
+        self.matrix, self.bias = matrix, bias
+        self.key: tuple | None = None
+        self.weight = matrix[:outputs, :inputs]
+        self.A, self.sB = matrix[outputs:, :inputs], matrix[:outputs, inputs:]
+
+    @staticmethod
+    def encode(buffers: Sequence) -> None:
+        """Make these buffers, A and sB of which have just been filled, ready for products."""
+
+    # --- forward ---
+
+    def project_norm(
+        self, x: Tensor, norm: Norm | None, bias: Tensor | None, dropout: Dropout | None,
+        copy: Tensor | None,
+    ) -> tuple[Tensor, Read, Tensor | None]:  # fmt: skip
+        """Return (n W' + bias + adapters, [n | z], rstd) of n, the norm of x, or x without one.
+
+        Writes x into copy, too, if it is given.
+        """
+        inputs = x.shape[1]
+        extended = empty_rows(x, len(x), inputs + len(self.A))
+        normed, z = extended[:, :inputs], extended[:, inputs:]
+        rstd = norm_forward(x, norm, normed, copy)
+        if dropout is None:
+            torch.mm(normed, self.A.t(), out=z)
+        else:
+            dropped_products(normed, self.A, dropout.blocks, dropout.masks, z)
+        return self.product(extended, bias), Read(normed, z), rstd
+
+    def adds_beside(self, dropout: Dropout | None) -> bool:
+        """Return True if a sum is a pass after the matmul. Otherwise the matmul accumulates into
+        the residual, which then has to lie in `total` already."""
+        return False
+
+    def add_projected(
+        self, x: Tensor, extended: Tensor | None, residual: Tensor, total: Tensor,
+        bias: Tensor | None, multiplier: float, dropout: Dropout | None,
+    ) -> Tensor:  # fmt: skip
+        """Write residual + multiplier (x W' + bias + adapters) into total; return z, new.
+
+        extended: rows for [x | z]; x may be their first columns. None: allocate them if needed.
+        One matmul adds and rounds once. A bias rounds once more.
+        """
+        z = x.new_empty(len(x), len(self.A))
+        if extended is None:
+            extended = empty_rows(x, len(x), x.shape[1] + len(self.A))
+        if dropout is None:
+            extend_rows(x, self.A, extended, z)
+        else:
+            dropped_products(x, self.A, dropout.blocks, dropout.masks, z)
+            first, rest = extended.split_with_sizes([x.shape[1], z.shape[1]], 1)
+            if first.data_ptr() != x.data_ptr():
+                first.copy_(x)
+            rest.copy_(z)
+        self.add_product(total, extended, multiplier)
+        if bias is not None:
+            total.add_(bias, alpha=multiplier)
+        return z
+
+    def add_swiglu(
+        self, gate_up: Tensor, residual: Tensor | None, total: Tensor | None,
+        bias: Tensor | None, multiplier: float, activation: str, dropout: Dropout | None,
+    ) -> Tensor:  # fmt: skip
+        """Write residual + multiplier (h W' + bias + adapters) into total, for h = silu(gate) up,
+        or with GELU; return z, new. Without total compute z alone."""
+        inputs, mask = self.A.shape[1], mask_of_one(dropout)
+        if total is None:
+            return swiglu_forward_product(gate_up, self.A, None, None, mask, activation)
+        extended = empty_rows(gate_up, len(gate_up), inputs + len(self.A))
+        z = swiglu_forward_product(
+            gate_up, self.A, extended[:, :inputs], extended[:, inputs:], mask, activation
+        )
+        self.add_product(total, extended, multiplier)
+        if bias is not None:
+            total.add_(bias, alpha=multiplier)
+        return z
+
+    # --- backward ---
+
+    def norm_backward(
+        self, grad_y: Tensor, grad_residual: Tensor, x: Tensor, norm: Norm | None,
+        rstd: Tensor | None, rows: Tensor, grad_weight: Tensor | None, is_read: bool,
+    ) -> Incoming:  # fmt: skip
+        """Write the gradient of x, which was normed and goes on as the residual, into the first
+        columns of rows, and a trained weight's into grad_weight.
+
+        is_read: `gradient` reads it next, as it is and without dropout.
+        """
+        norm_backward(grad_y, grad_residual, x, norm, rstd, rows[:, : x.shape[1]], grad_weight)
+        return Incoming(rows)
+
+    def swiglu_backward(
+        self, grad_hidden: Tensor, gate_up: Tensor, products: SwiGLUProducts, activation: str,
+        is_read: bool,
+    ) -> Incoming:  # fmt: skip
+        """Return the gradient of gate_up, and write the products' gradients.
+
+        is_read: `gradient` alone reads it, without dropout.
+        """
+        outputs, width = self.sB.shape
+        rows = empty_rows(gate_up, len(gate_up), outputs + width)
+        swiglu_backward_products(
+            grad_hidden, gate_up, products.hidden, products.gate, products.up, rows[:, :outputs],
+            activation,
+        )  # fmt: skip
+        return Incoming(rows)
+
+    def gradient(
+        self, incoming: Incoming, scales: Tensor | None, dropout: Dropout | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return (dx [T, in], p [T, width]). p may lie beside dy in incoming's rows.
+
+        scales: those of `Read`, by which p is multiplied for dA.
+        """
+        assert incoming.rows is not None
+        dy, p = incoming.rows.tensor_split([len(self.sB)], 1)
+        torch.mm(dy, self.sB, out=p)
+        if dropout is None:
+            return incoming.rows @ self.matrix[:, : self.A.shape[1]], p
+        grad = dy.new_empty(len(dy), self.A.shape[1])
+        dropped_gradient(p, self.A, dropout.blocks, dropout.masks, grad)
+        self.add_gradient(grad, dy)
+        return grad, p
+
+    def adapter_gradient(self, dy: Tensor, scales: Tensor | None) -> Tensor:
+        """Return `gradient`'s p alone, new."""
+        p = dy @ self.sB
+        return p if scales is None else p.mul_(scales)
+
+    # --- the weight's own products, where the adapters' are made beside it ---
+
+    def product(self, extended: Tensor, bias: Tensor | None) -> Tensor:
+        """Return [x | z] M[:out]' + bias."""
+        weight = self.matrix[: len(self.sB)].t()
+        return extended @ weight if bias is None else torch.addmm(bias, extended, weight)
+
+    def add_product(self, total: Tensor, extended: Tensor, multiplier: float) -> None:
+        """Add multiplier [x | z] M[:out]' to total."""
+        total.addmm_(extended, self.matrix[: len(self.sB)].t(), alpha=multiplier)
+
+    def add_gradient(self, grad: Tensor, dy: Tensor) -> None:
+        """Add dy W to grad."""
+        grad.addmm_(dy, self.weight)
+
+
+def mask_of_one(dropout: Dropout | None) -> Mask | None:
+    """Return the mask of a buffer with one projection."""
+    return None if dropout is None else dropout.masks[0]
+
+
+class Bordered(NamedTuple):
+    """One buffer and how it is laid out: what its products need and do not train."""
+
+    buffer: Buffer
+    in_features: int
+    out_features: tuple[int, ...]  # of each projection; out is their sum
+    blocks: tuple[int, ...]  # columns of the border for each; width is their sum, rounded up
+    scalings: tuple[float, ...]
+    own_bias: Tensor | None = None  # in the place of the buffer's, where one is trained
+
+    @property
+    def A(self) -> Tensor:
+        return self.buffer.A
+
+    @property
+    def sB(self) -> Tensor:
+        return self.buffer.sB
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.buffer.bias if self.own_bias is None else self.own_bias
+
+    @property
+    def base_bias(self) -> Tensor | None:
+        """The bias without what is beside it for z."""
+        return None if self.bias is None else self.bias[: self.out]
+
+    @property
+    def out(self) -> int:
+        return sum(self.out_features)
+
+    @property
+    def x_columns(self) -> int:
+        """The columns of [x | z]."""
+        return self.in_features + len(self.A)
+
+    @property
+    def grad_columns(self) -> int:
+        """The columns of [dy | p]."""
+        return self.out + len(self.A)
+
+    def by_projection(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Return the columns of each projection in its outputs, or in their gradient."""
+        return rows[:, : self.out].split_with_sizes(self.out_features, 1)

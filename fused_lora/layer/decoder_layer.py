@@ -1,0 +1,319 @@
+"""DecoderLayer: a whole Llama-like layer with its adapters as one autograd function, by hand.
+
+For a layer's input x [T, hidden], with M the bordered buffers (`buffer.py`) of q, k and v,
+of o, of gate and up, and of down, forward in the order of execution:
+
+    sB, A   into M                                 of all seven adapters, in one launch
+    n       = norm(x)                              into the first columns of [n | zn]
+    zn      = n A'                                 into its others
+    qkv     = [n | zn] M' + bias                   q, k and v side by side, in one product
+    q, k    turned where they lie (RoPE); with norms of their heads, as Qwen3 has, qkv stays as it
+            is, and one pass writes [RoPE(norm(q)) | RoPE(norm(k)) | v] beside it
+    a       = attention(q, k, v)
+    za      = a A'                                 into [a | za], in the pass that copies a there
+    t       = x + [a | za] M'                      into a copy of x, which the norm has written, and
+                                                   rounded once; what is added may be multiplied
+    m       = norm(t),  zm = m A'                  as n and zn; t once more, as the output's start
+    gu      = [m | zm] M'                          gate and up side by side
+    h, zh   = silu(gate) up, h A'                  as [h | zh], in one pass
+    output  = t + [h | zh] M'                      and the bias, if there is one
+
+Backward, for the incoming g, with M as it was (the adapters are copied again if another forward has
+filled it since):
+
+    ph      = g sB                                 into the other columns of [g | ph]
+    dh      = [g | ph] M
+    dgu     = SwiGLU backward                      into [dgu | pm], and from the same pass
+    dA, dB  = ph' h, s dgu' zm                     of down, and of gate and up
+    pm      = dgu sB
+    dm      = [dgu | pm] M
+    dt      = norm backward of dm, plus g          into [dt | pa]
+    pa      = dt sB
+    da      = [dt | pa] M
+    dqkv    = attention backward, turned back      into [dqkv | pn]; of q and k, where their heads
+                                                   are normed, through these norms in place
+    pn      = dqkv sB
+    dn      = [dqkv | pn] M
+    dx      = norm backward of dn, plus dt
+    dA      = pn' n, pa' a, pm' m                  of q, k, v, of o, of gate and up, and, in the
+    dB      = s dqkv' zn, s dt' za, s g' zh        same launch, of q, k, v, of o and of down
+
+Where outputs are normed, what o and down give is u and d of their own, which are saved (16.4 kB a
+token of OLMo 2 7B, and 24.6 for q, k and v once more), and in one pass each t = x + norm(u) and
+output = t + norm(d). In the places of g and dt in what o, down and their adapters get then are the
+gradients of d and u. OLMo 2 norms outputs and not inputs: n is x and m is t. Gemma 3 norms both.
+Where what is added to a residual is multiplied by some number (Granite), these are so many times g
+and dt, in a pass of their own each.
+
+Norms may multiply by one more than their weight, and the gate's activation may be GELU by tanh
+(Gemma): each is a flag of the same kernels (`kernels/activation.py`).
+
+Where biases or norms' weights are trained, too, theirs are sums over tokens: of the rows of g, dgu,
+dt and dqkv that these products read, a pass each, and of what a norm's backward has in hand.
+
+So the adapters' only pass over [T, intermediate] tensors is that over dgu, for pm. All products
+grow in K and have no more columns than without adapters: on an H200, at 16,384 tokens, pm and dm
+take 2.27 ms, and 2.35 as [dm | pm], which is 64 columns wider, with pm A added to it afterwards.
+And base, adapter and residual are added in fp32 and rounded once: otherwise small adapters come out
+several times too large or too small (`kernels/residual.py`).
+
+Per token of Qwen2.5-3B (hidden 2,048, intermediate 11,008, q and k and v 2,560; r = 32, bf16) it
+saves 70.2 kB: [n|zn] 4.3, qkv 5.1, a 4.1, t 4.1, [m|zm] 4.2, gu 44.0, za, zh, log-sum-exp and both
+rstd 0.2, and x 4.1, which is the output of the layer before. Norms of heads add q, k and v once
+more, as attention has them: at Qwen3-8B (hidden 4,096, intermediate 12,288, q and k and v 6,144)
+12.3 of 115.3 kB, 2.0 of which are a second v, for attention reads all three from one buffer. Their
+rstd are computed again. In FP8 n and m are codes alone (`buffer.Read`), 2.6 and 2.4 kB with
+their z. Where checkpointing runs the layer
+again, zh is kept (`rerun.once`): 64 bytes a token, and SwiGLU does not run again. Where it has
+somewhere to keep them, neither are a, za and t computed a second time: 8.2 kB a token for
+attention, the matmul with o and the sum.
+
+With dropout (`buffer.py`, `fused_mlp/dropout.py`) zn, za, zm and zh are of masked inputs, and so
+are dA; dn, da, dm and dh begin as what the adapters give, to which the frozen product is added. One
+mask for each projection is drawn at the start and saved: 2.9 kB a token. Where the layer runs again
+they are drawn again from the same seed, which is all that is kept of them.
+"""
+
+import torch
+
+from fused_mlp.utils import without_autocast
+
+from ..kernels.qkv_attention import attention_backward
+from ..kernels.qkv_norm_rope import head_norms_backward
+from ..kernels.qkv_rope import split_heads
+from ..kernels.rows import as_rows, empty_rows
+from ..rerun import has_kept
+from .adapter_sums import AdapterSums, swiglu_gradients
+from .buffer import Incoming
+from .filling import Adapter
+from .forward import add_mlp, attend, new_output, turn
+from .operands import (
+    Adapters,
+    Trained,
+    check_operands,
+    draw_dropouts,
+    kinds_of,
+    new_gradients,
+)
+from .residual import addend_gradient, needed_rows, norm_backward, spread_rows, sum_biases
+from .saved import Saved, once_as_record, restore, save
+
+
+class DecoderLayer(torch.autograd.Function):
+    """``DecoderLayer.apply(hidden, cos, sin, mask, *adapters, frozen)``: a decoder layer; with
+    biases or norms that are trained ``DecoderLayer.apply(..., *adapters, *others, frozen)``.
+
+    Equivalent PyTorch, where norms, q_proj and so on are the layer's own::
+
+        # a layer has as many of these norms as it has; of others, and without `rope`, the input
+        n = input_norm(hidden)
+        q, k, v = (split_into_heads(proj(n)) for proj in (q_proj, k_proj, v_proj))
+        q, k = rope(head_norms.q(q), head_norms.k(k), cos, sin)  # the norms, where there are any
+        attended = F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=mask is None, scale=attention_scaling, enable_gqa=True)
+        total = hidden + attended_norm(multiplier * o_proj(join_heads(attended)))
+        m = post_norm(total)
+        hidden = activation(gate_proj(m)) * up_proj(m)  # F.silu, or F.gelu by tanh
+        output = total + mlp_norm(multiplier * down_proj(hidden))
+
+    with the projections' lora_dropout in training.
+
+    Args:
+        hidden: [batch, positions, hidden], bf16, fp16 or fp32, of any strides, batch 0 included.
+        cos, sin: [batch or 1, positions, head_dim], as rope's. They get no gradient. None, both:
+            q and k are not turned.
+        mask: None, for causal attention, or what scaled_dot_product_attention takes. Likewise.
+        adapters: A [r, in] and B [out, r] of q, k, v, o, gate, up and down, 14 tensors in bf16,
+            fp16 or fp32. They are copied into the borders, in the buffers' dtype and scaled.
+        others: the fields of Others, in the place of frozen's: norms in hidden's dtype, biases in
+            any. Biases are summed in fp32, and so are their gradients and those of norms.
+        frozen: the buffers and norms, in hidden's dtype, and for which tokens the layer's output is
+            wanted: of the others it computes norm, q, k, v and attention alone.
+
+    Returns:
+        [batch, positions, hidden], new, in hidden's dtype. Everything between products is fp32 and
+        rounds once. Gradients come in the dtype of what they belong to, and only for what asks for
+        one. Those of A and B are summed in fp32, and contiguous. The rows of hidden's are further
+        apart than they are long.
+
+    Saved for backward: hidden, cos, sin, mask, the rows that are wanted, all norms, the adapters
+    and what the file's docstring lists, from t on of those rows alone. The buffers are kept beside
+    them: where another forward has filled the borders since, backward fills them again. No input,
+    no incoming gradient and no saved tensor is written, so a second backward through a retained
+    graph is right.
+    Deterministic where attention's backward is that of `causal_attention_backward.py`, else as that
+    is. Not twice differentiable.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit, or there is dropout and no seed.
+        RuntimeError: from backward, under create_graph=True, or if an adapter was changed in place
+            since.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, cos, sin, mask, *operands):
+        *row, frozen = operands
+        trained = Trained.from_row(row)
+        check_operands(hidden, cos, sin, trained.adapters, frozen)
+        frozen = frozen.with_others(trained.others)
+        x, positions = as_rows(hidden), hidden.shape[1]
+        qkv_weights, o, gate_up_weights, down = frozen.groups
+        frozen.borders.fill(frozen.groups, trained.adapters)
+        dropouts = draw_dropouts(frozen, len(x))
+
+        # the norm writes the copy of the residual that o adds to, unless a first run has kept a sum
+        adds_to_copy = frozen.attended_norm is None and frozen.rows is None
+        adds_to_copy &= not o.buffer.adds_beside(dropouts.o)
+        copy = torch.empty_like(x) if adds_to_copy and not has_kept() else None
+        qkv, n, input_rstd = qkv_weights.buffer.project_norm(
+            x, frozen.input_norm, qkv_weights.base_bias, dropouts.qkv, copy
+        )
+        raw, qkv = turn(qkv, cos, sin, positions, frozen)
+        attended = once_as_record(lambda: attend(x, qkv, mask, copy, positions, frozen, dropouts.o))
+
+        # from total on, there are the needed rows alone
+        total = attended.total
+        output, sums = new_output(hidden, total, frozen)
+        adds_to_sums = frozen.mlp_norm is None and not down.buffer.adds_beside(dropouts.down)
+        gate_up, m, post_rstd = gate_up_weights.buffer.project_norm(
+            total, frozen.post_norm, gate_up_weights.base_bias, dropouts.gate_up,
+            sums if adds_to_sums else None,
+        )  # fmt: skip
+        z_down, mlp_normed = add_mlp(gate_up, total, sums, frozen, dropouts.down)
+        if frozen.rows is not None and sums is not None:
+            output.view(x.shape).index_copy_(0, frozen.rows, sums)
+
+        save(ctx, Saved(
+            hidden=hidden, cos=cos, sin=sin, mask=mask, n=n, input_rstd=input_rstd, raw=raw,
+            qkv=qkv, attended=attended, m=m, post_rstd=post_rstd, gate_up=gate_up, z_down=z_down,
+            mlp_normed=mlp_normed, frozen=frozen.for_backward(), adapters=trained.adapters,
+            dropouts=dropouts, kinds=kinds_of(trained.others),
+        ))  # fmt: skip
+        return output
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        # see LoRA_W's for why not once_differentiable
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "DecoderLayer is not twice differentiable: call backward without "
+                "create_graph=True, or use the unfused layer"
+            )
+        saved: Saved = restore(ctx)
+        need_hidden, _, _, _, *row, _ = ctx.needs_input_grad
+        needed = Trained.from_row(row)
+        need = needed.adapters
+        frozen, adapters, dropouts, attended = (
+            saved.frozen, saved.adapters, saved.dropouts, saved.attended
+        )  # fmt: skip
+        qkv, o, gate_up, down = frozen.groups
+        frozen.borders.refill(frozen.groups, adapters)
+        x, rows, total = as_rows(saved.hidden), frozen.rows, attended.total
+        width = x.shape[1]
+        sums = AdapterSums()
+        grads = new_gradients(x, saved.kinds, needed.others)
+
+        with without_autocast(x):
+            # output = total + down(activation(gate) up)
+            grad = frozen.borders.handover.take(grad_output, down.grad_columns)
+            if grad is None or rows is not None:
+                grad = empty_rows(x, len(total), down.grad_columns)
+                grad[:, :width].copy_(needed_rows(as_rows(grad_output), rows))
+            grad_residual = grad[:, :width]
+            if not frozen.adds_mlp_as_it_is:
+                grad = addend_gradient(
+                    grad_residual, frozen.multiplier, saved.mlp_normed, frozen.mlp_norm,
+                    grads.mlp_norm, down.grad_columns,
+                )  # fmt: skip
+            sum_biases(down.by_projection(grad), (grads.down_bias,))
+            grad_hidden, p_down = down.buffer.gradient(Incoming(grad), None, dropouts.down)
+            in_swiglu = swiglu_gradients(
+                saved.gate_up, gate_up, p_down, saved.m.z, adapters, need, dropouts.down
+            )
+            trains_biases = any(one is not None for one in grads.gate_up_biases)
+            grad_gate_up = gate_up.buffer.swiglu_backward(
+                grad_hidden, saved.gate_up, in_swiglu.products, frozen.activation,
+                is_read=dropouts.gate_up is None and not trains_biases,
+            )  # fmt: skip
+            del grad_hidden  # at 16,384 tokens a [T, intermediate] is 361 MB: let it go early
+            if trains_biases:
+                assert grad_gate_up.rows is not None
+                sum_biases(gate_up.by_projection(grad_gate_up.rows), grads.gate_up_biases)
+            grad_normed, pm = gate_up.buffer.gradient(
+                grad_gate_up, saved.m.scales, dropouts.gate_up
+            )
+            del grad_gate_up
+            (down_B,) = sums.add_B(down, (adapters.down,), (need.down,), grad, saved.z_down)
+
+            # gate and up of the norm of total
+            gate_A, up_A = sums.add_A(
+                gate_up, (adapters.gate, adapters.up), (need.gate, need.up), saved.m.x, pm,
+                dropouts.gate_up,
+            )  # fmt: skip
+            grad = empty_rows(x, len(total), o.grad_columns)
+            as_it_is = frozen.adds_attended_as_it_is
+            incoming = o.buffer.norm_backward(
+                grad_normed, grad_residual, total, frozen.post_norm, saved.post_rstd, grad,
+                grads.post_norm, is_read=as_it_is and dropouts.o is None,
+            )  # fmt: skip
+            del grad_normed
+            grad_residual = grad[:, :width]
+            if not as_it_is:
+                grad = addend_gradient(
+                    grad_residual, frozen.multiplier, attended.normed, frozen.attended_norm,
+                    grads.attended_norm, o.grad_columns,
+                )  # fmt: skip
+                incoming = Incoming(grad)
+
+            # total = x + o(attended)
+            sum_biases(o.by_projection(grad), (grads.o_bias,))
+            grad_attended, pa = o.buffer.gradient(incoming, None, dropouts.o)
+            (o_B,) = sums.add_B(o, (adapters.o,), (need.o,), grad, attended.z)
+            (o_A,) = sums.add_A(
+                o, (adapters.o,), (need.o,), needed_rows(attended.x, rows), pa, dropouts.o
+            )
+            del grad, incoming
+            if rows is not None:
+                sums.compute()  # of as many tokens, and not of all as those that follow
+                grad_attended = spread_rows(grad_attended, rows, len(x))
+                grad_residual = spread_rows(grad_residual, rows, len(x))
+            grad_qkv = empty_rows(x, len(x), qkv.grad_columns)
+            attention_backward(
+                grad_attended, saved.qkv, saved.cos, saved.sin, saved.mask, attended.x,
+                attended.saved, attended.attention, grad_qkv[:, : qkv.out],
+            )  # fmt: skip
+            if saved.raw is not None:
+                assert frozen.head_norms is not None
+                q, k, _ = split_heads(
+                    saved.raw, saved.hidden.shape[1], frozen.heads, frozen.kv_heads
+                )
+                head_norms_backward(q, k, frozen.head_norms, grad_qkv[:, : qkv.out])
+            del grad_attended
+
+            # q, k and v of the norm of x
+            sum_biases(qkv.by_projection(grad_qkv), grads.qkv_biases)
+            pn = grad_x = None
+            if need_hidden or grads.input_norm is not None:
+                grad_normed, pn = qkv.buffer.gradient(
+                    Incoming(grad_qkv), saved.n.scales, dropouts.qkv
+                )
+                # as wide as the layer before takes it over, in whose backward it most likely goes
+                wide = empty_rows(x, len(x), down.grad_columns)
+                norm_backward(
+                    grad_normed, grad_residual, x, frozen.input_norm, saved.input_rstd,
+                    wide[:, :width], grads.input_norm,
+                )  # fmt: skip
+                frozen.borders.handover.offer(wide)
+                grad_x = wide[:, :width].view(saved.hidden.shape)
+            elif any(one.A for one in need.qkv):
+                pn = qkv.buffer.adapter_gradient(grad_qkv[:, : qkv.out], saved.n.scales)
+            q_B, k_B, v_B = sums.add_B(qkv, adapters.qkv, need.qkv, grad_qkv, saved.n.z)
+            q_A, k_A, v_A = sums.add_A(qkv, adapters.qkv, need.qkv, saved.n.x, pn, dropouts.qkv)
+            sums.compute()
+        of_adapters = Adapters(
+            q=Adapter(q_A, q_B), k=Adapter(k_A, k_B), v=Adapter(v_A, v_B), o=Adapter(o_A, o_B),
+            gate=Adapter(gate_A, in_swiglu.gate_B), up=Adapter(up_A, in_swiglu.up_B),
+            down=Adapter(in_swiglu.down_A, down_B),
+        )  # fmt: skip
+        gradients = Trained(of_adapters, None if needed.others is None else grads)
+        return grad_x, None, None, None, *gradients.row(), None

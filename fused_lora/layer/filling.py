@@ -1,0 +1,96 @@
+"""Copies a decoder layer's adapters into the borders of its buffers (`buffer.py`)."""
+
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fused_mlp.launching import is_capturing
+
+from ..kernels.many_copies import ManyCopies, Matrices
+from ..kernels.rows import Handover
+from .buffer import Bordered
+
+
+class Adapter(NamedTuple):
+    """A value for each tensor of an adapter: itself, a flag, or its gradient."""
+
+    A: Any  # of the tensor [r, in]
+    B: Any  # of the tensor [out, r]
+
+
+class Filling:
+    """Copies one layer's adapters into its borders, and knows which are there.
+
+    handover: one for all layers of a model.
+    """
+
+    def __init__(self) -> None:
+        self.handover = Handover()
+        self._copies = ManyCopies()
+
+    def fill(self, groups: Sequence[Bordered], adapters: Sequence[Adapter]) -> None:
+        """Copy the adapters, A and B of each projection, into the borders of their groups.
+
+        Equivalent PyTorch, for each: ``A_view.copy_(A); B_view.copy_(scaling * B)``, and zeros in
+        what a larger rank may have left.
+        """
+        self._fill(groups, adapters, _key_of(groups, adapters))
+
+    def refill(self, groups: Sequence[Bordered], adapters: Sequence[Adapter]) -> None:
+        """`fill`, unless the borders still hold what a forward with these adapters put there: for
+        backward, before which a forward with others may have come."""
+        key = _key_of(groups, adapters)
+        # what a graph's replay copies nobody notices
+        may_differ = self._copies.is_captured and not is_capturing(groups[0].A)
+        if may_differ or any(one.buffer.key != key for one in groups):
+            self._fill(groups, adapters, key)
+            for one in groups:  # these may be tensors of backward's own, whose memory goes round
+                one.buffer.key = None
+
+    @torch.no_grad()
+    def _fill(self, groups: Sequence[Bordered], adapters: Sequence[Adapter], key: tuple) -> None:
+        for one in groups:
+            one.buffer.key = None  # if what follows fails
+        places, _ = key
+        self._copies.copy(places, lambda: _matrices(groups, adapters))
+        buffers = [one.buffer for one in groups]
+        type(buffers[0]).encode(buffers)
+        for buffer in buffers:
+            buffer.key = key
+
+
+def _key_of(groups: Sequence[Bordered], adapters: Sequence[Adapter]) -> tuple[Hashable, tuple]:
+    """Return (places, versions): the same places for the same tensors where they lay, and the same
+    versions as long as nothing that PyTorch counts has changed them."""
+    tensors = [tensor for adapter in adapters for tensor in adapter]
+    places = (
+        tuple((g.A.data_ptr(), g.A.dtype, g.blocks, g.scalings) for g in groups),
+        tuple((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors),
+    )
+    return places, tuple(0 if t.is_inference() else t._version for t in tensors)
+
+
+def _matrices(groups: Sequence[Bordered], adapters: Sequence[Adapter]) -> Matrices:
+    """The views that each adapter is copied into, and those beside it that get zeros."""
+    targets: list[Tensor] = []
+    sources: list[Tensor | None] = []
+    scalings: list[float] = []
+    left = iter(adapters)
+    for group in groups:
+        column = 0
+        parts = group.sB.split_with_sizes(group.out_features)
+        for part, block, scaling in zip(parts, group.blocks, group.scalings, strict=True):
+            A, B = next(left)
+            rank = len(A)
+            in_A, in_B = group.A[column:], part[:, column:]
+            targets += [in_A[:rank], in_B[:, :rank]]
+            sources += [A.detach(), B.detach()]
+            scalings += [1.0, scaling]  # before the cast: one rounding, not two
+            if rank < block:
+                targets += [in_A[rank:block], in_B[:, rank:block]]
+                sources += [None, None]
+                scalings += [1.0, 1.0]
+            column += block
+    return targets, sources, scalings

@@ -1,0 +1,110 @@
+"""The two halves of a layer's forward between its norms: attention, and the MLP."""
+
+import torch
+from torch import Tensor
+
+from ..kernels.qkv_attention import Attention, attention_forward
+from ..kernels.qkv_norm_rope import norm_rope_together
+from ..kernels.qkv_rope import rope_forward, split_heads
+from ..kernels.residual import add_normed
+from ..kernels.rows import empty_rows
+from ..rerun import once, takes_away
+from .buffer import Dropout
+from .operands import FrozenLayer
+from .residual import Norm, Normed, needed_rows
+from .saved import Attended
+
+
+def turn(
+    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, positions: int, frozen: FrozenLayer
+) -> tuple[Tensor | None, Tensor]:
+    """Norm the heads of q and k, if they have norms, and turn them. Return (raw, qkv): with norms
+    qkv is new and raw what was given, else it is turned where it lies."""
+    if frozen.head_norms is None:
+        if cos is not None:
+            assert sin is not None
+            rope_forward(qkv, cos, sin, frozen.heads, frozen.kv_heads)
+        return None, qkv
+    turned = torch.empty_like(qkv)
+    q, k, v = split_heads(qkv, positions, frozen.heads, frozen.kv_heads)
+    norm_rope_together(q, k, v, frozen.head_norms, cos, sin, turned)
+    return qkv, turned
+
+
+def attend(
+    x: Tensor, qkv: Tensor, mask: Tensor | None, copy: Tensor | None, positions: int,
+    frozen: FrozenLayer, dropout: Dropout | None,
+) -> Attended:  # fmt: skip
+    """Attend, project by o and add to the residual x, or into its copy."""
+    o, rows = frozen.o, frozen.rows
+    extended = out = None  # [a | za], which o's matmul reads
+    if rows is None and not o.buffer.adds_beside(dropout):
+        extended = empty_rows(x, len(x), o.x_columns)
+        if not takes_away():
+            out = extended[:, : o.in_features]
+    attention = Attention(positions, frozen.heads, frozen.kv_heads, frozen.attention_scaling)
+    attended, saved, attention = attention_forward(qkv, mask, attention, out)
+    residual, read = needed_rows(x, rows), needed_rows(attended, rows)
+    total = copy
+    if total is None:
+        total = residual if rows is not None else torch.empty_like(x)
+
+    def add(residual: Tensor, total: Tensor) -> Tensor:
+        return o.buffer.add_projected(
+            read, extended, residual, total, o.base_bias, frozen.multiplier, dropout
+        )
+
+    if frozen.attended_norm is None:
+        z, normed = add(residual, total), None
+    else:
+        projected = torch.zeros_like(residual)
+        z = add(projected, projected)
+        normed = _add_normed(residual, projected, frozen.attended_norm, total)
+    return Attended(attended, total, z, normed, saved, attention)
+
+
+def new_output(hidden: Tensor, total: Tensor, frozen: FrozenLayer) -> tuple[Tensor, Tensor | None]:
+    """Return the output, and the rows of it that are to be written, None for none."""
+    if not frozen.output_needed:
+        return hidden.new_zeros(1).expand(hidden.shape), None
+    if frozen.rows is None:
+        # not a view itself, or autograd would forbid to change it in place
+        output = hidden.new_empty(hidden.shape)
+        return output, output.view(total.shape)
+    return hidden.new_zeros(hidden.shape), torch.empty_like(total)
+
+
+def add_mlp(
+    gate_up: Tensor, total: Tensor, sums: Tensor | None, frozen: FrozenLayer,
+    dropout: Dropout | None,
+) -> tuple[Tensor, Normed | None]:  # fmt: skip
+    """Write total plus the MLP's output into sums, if they are given. Return (z of down, what down
+    gave where that is normed)."""
+    down = frozen.down
+
+    def add(residual: Tensor, sums: Tensor | None) -> Tensor:
+        return down.buffer.add_swiglu(
+            gate_up, residual, sums, down.base_bias, frozen.multiplier, frozen.activation, dropout
+        )
+
+    if frozen.mlp_norm is not None:
+        projected = torch.zeros_like(total)
+        z = add(projected, projected)
+        target = torch.empty_like(total) if sums is None else sums
+        return z, _add_normed(total, projected, frozen.mlp_norm, target)
+    was_added = False
+
+    def add_first() -> tuple[Tensor]:
+        nonlocal was_added
+        was_added = True
+        return (add(total, sums),)
+
+    (z,) = once(add_first, is_small=True)
+    if not was_added and sums is not None:  # it runs again, and its output is needed
+        add(total, sums)
+    return z, None
+
+
+def _add_normed(residual: Tensor, projected: Tensor, norm: Norm, total: Tensor) -> Normed:
+    rstd = add_normed(residual, projected, norm.weight, norm.eps, total, norm.zero_centered)
+    return Normed(projected, rstd)

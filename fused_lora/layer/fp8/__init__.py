@@ -1,0 +1,1 @@
+"""Buffers of weights in FP8."""

@@ -1,0 +1,271 @@
+"""The operands of DecoderLayer: what it trains, what it does not, and whether they fit together.
+
+An autograd function takes and returns its tensors in a flat row. `Trained` names them: `from_row`
+reads the tensors, or autograd's flags for them, and `row` writes their gradients in that order.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fused_mlp.dropout import Masks, draw_masks
+from fused_mlp.utils import compute_dtype
+
+from ..kernels.qkv_norm_rope import HeadNorms
+from .buffer import Bordered, Dropout
+from .filling import Adapter, Filling
+from .residual import Norm
+
+NAME = "DecoderLayer"
+
+
+class Adapters(NamedTuple):
+    """The adapters of a layer's seven projections."""
+
+    q: Adapter
+    k: Adapter
+    v: Adapter
+    o: Adapter
+    gate: Adapter
+    up: Adapter
+    down: Adapter
+
+    @property
+    def qkv(self) -> tuple[Adapter, Adapter, Adapter]:
+        return self.q, self.k, self.v
+
+
+class Others(NamedTuple):
+    """The biases and norms of a layer where some are trained. Of biases all are given, [out] in any
+    dtype, if one is trained; of norms those that are, [hidden]; None for the others."""
+
+    q_bias: Any = None
+    k_bias: Any = None
+    v_bias: Any = None
+    o_bias: Any = None
+    gate_bias: Any = None
+    up_bias: Any = None
+    down_bias: Any = None
+    input_norm: Any = None
+    post_norm: Any = None
+    attended_norm: Any = None
+    mlp_norm: Any = None
+
+    @property
+    def qkv_biases(self) -> tuple[Any, Any, Any]:
+        return self.q_bias, self.k_bias, self.v_bias
+
+    @property
+    def gate_up_biases(self) -> tuple[Any, Any]:
+        return self.gate_bias, self.up_bias
+
+
+TENSORS = 2 * len(Adapters._fields)  # of adapters: A and B of each projection
+
+
+class Trained(NamedTuple):
+    """A value for each tensor that a layer may train."""
+
+    adapters: Adapters
+    others: Others | None
+
+    @classmethod
+    def from_row(cls, row: Sequence) -> "Trained":
+        """Name the values of a row: A and B of each adapter, then Others, if there are any."""
+        adapters, others = row[:TENSORS], row[TENSORS:]
+        if len(adapters) != TENSORS:
+            raise ValueError(
+                f"{NAME}: {len(adapters)} adapter tensors given, should be {TENSORS}: A "
+                f"and B of {', '.join(Adapters._fields)}"
+            )
+        if others and len(others) != len(Others._fields):
+            raise ValueError(
+                f"{NAME}: {len(others)} biases and norms given, should be none, or each of "
+                f"{', '.join(Others._fields)}, None for one that is not there"
+            )
+        pairs = zip(adapters[::2], adapters[1::2], strict=True)
+        return cls(Adapters(*map(Adapter._make, pairs)), Others(*others) if others else None)
+
+    def row(self) -> Iterator:
+        """Return the values as `from_row` takes them."""
+        for adapter in self.adapters:
+            yield from adapter
+        yield from self.others or ()
+
+
+class FrozenLayer(NamedTuple):
+    """The operands of DecoderLayer that it does not train."""
+
+    input_norm: Norm | None  # None: attention takes hidden as it is
+    post_norm: Norm | None  # before the MLP; None likewise
+    qkv: Bordered
+    o: Bordered
+    gate_up: Bordered
+    down: Bordered
+    heads: int
+    kv_heads: int
+    attention_scaling: float
+    borders: Filling
+    head_norms: HeadNorms | None = None  # of q and k; None: they turn as they are
+    multiplier: float = 1.0  # of what attention and the MLP add to the residual
+    attended_norm: Norm | None = None  # of what attention adds to the residual; None: as it is
+    mlp_norm: Norm | None = None  # likewise of the MLP
+    activation: str = "silu"  # of gate, as LoRA_MLP has it: "gelu_tanh" for GELU by tanh
+    # False while checkpointing runs a layer again only for what it saves: no output is computed
+    output_needed: bool = True
+    # of q, k, v, o, gate, up and down: the probability with which an element of the adapter's input
+    # is dropped; empty: none is
+    dropouts: tuple[float | None, ...] = ()
+    seed: Tensor | None = None  # [1] int64, of all masks: `draw_seed(hidden.device)`, for each call
+    # [n], of batch * positions: the only tokens whose output is needed, each once; that of others
+    # is 0, and their gradient is not read. None: all
+    rows: Tensor | None = None
+
+    @property
+    def groups(self) -> tuple[Bordered, Bordered, Bordered, Bordered]:
+        return self.qkv, self.o, self.gate_up, self.down
+
+    @property
+    def adds_attended_as_it_is(self) -> bool:
+        return self.attended_norm is None and self.multiplier == 1.0
+
+    @property
+    def adds_mlp_as_it_is(self) -> bool:
+        return self.mlp_norm is None and self.multiplier == 1.0
+
+    def with_others(self, others: Others | None) -> "FrozenLayer":
+        """Return the operands with Others, where they are given, in the place of their own."""
+        if others is None:
+            return self
+        return self._replace(
+            qkv=_with_biases("qkv", self.qkv, others.qkv_biases),
+            o=_with_biases("o", self.o, (others.o_bias,)),
+            gate_up=_with_biases("gate_up", self.gate_up, others.gate_up_biases),
+            down=_with_biases("down", self.down, (others.down_bias,)),
+            input_norm=_with_weight("input_norm", self.input_norm, others.input_norm),
+            post_norm=_with_weight("post_norm", self.post_norm, others.post_norm),
+            attended_norm=_with_weight("attended_norm", self.attended_norm, others.attended_norm),
+            mlp_norm=_with_weight("mlp_norm", self.mlp_norm, others.mlp_norm),
+        )
+
+    def for_backward(self) -> "FrozenLayer":
+        """Return the operands without the tensors that backward does not read."""
+        qkv, o, gate_up, down = (group._replace(own_bias=None) for group in self.groups)
+        return self._replace(qkv=qkv, o=o, gate_up=gate_up, down=down, seed=None)
+
+
+def _with_weight(name: str, norm: Norm | None, weight: Tensor | None) -> Norm | None:
+    if weight is None:
+        return norm
+    if norm is None:
+        raise ValueError(f"{NAME}: {name} is given, and the layer has no such norm: give None")
+    return norm._replace(weight=weight)
+
+
+def _with_biases(name: str, group: Bordered, biases: Sequence[Tensor | None]) -> Bordered:
+    """Return the group with a bias of each projection, or None, in the place of its own, if there
+    are any."""
+    if all(bias is None for bias in biases):
+        return group
+    own = group.A.new_zeros(group.grad_columns)
+    parts = own[: group.out].split_with_sizes(group.out_features)
+    for i, (bias, part) in enumerate(zip(biases, parts, strict=True)):
+        if bias is not None:
+            if bias.shape != part.shape:
+                raise ValueError(
+                    f"{NAME}: {name}: bias {i} is {list(bias.shape)}, should be {list(part.shape)}"
+                )
+            part.copy_(bias)
+    return group._replace(own_bias=own)
+
+
+class Kind(NamedTuple):
+    """The shape and dtype of a gradient."""
+
+    shape: Sequence[int]
+    dtype: torch.dtype
+
+
+def kinds_of(others: Others | None) -> Others:
+    """Return the Kind of each, None for one that is not there."""
+    return Others(*(None if one is None else Kind(one.shape, one.dtype) for one in others or ()))
+
+
+def new_gradients(x: Tensor, kinds: Others, needed: Others | None) -> Others:
+    """Return new tensors of these kinds where a gradient is needed, None elsewhere."""
+    return Others(*(
+        x.new_empty(kind.shape, dtype=kind.dtype) if need else None
+        for kind, need in zip(kinds, needed or Others(), strict=True)
+    ))  # fmt: skip
+
+
+class Dropouts(NamedTuple):
+    """The masks of a layer's four buffers, None for one without any."""
+
+    qkv: Dropout | None = None
+    o: Dropout | None = None
+    gate_up: Dropout | None = None
+    down: Dropout | None = None
+
+
+def draw_dropouts(frozen: FrozenLayer, tokens: int) -> Dropouts:
+    """Draw the masks of the seven projections' inputs; from o on those of needed tokens alone."""
+    needed = tokens if frozen.rows is None else len(frozen.rows)
+    rows, columns = [], []
+    for group in frozen.groups:
+        for _ in group.out_features:
+            rows.append(tokens if group is frozen.qkv else needed)
+            columns.append(group.in_features)
+    masks = draw_masks(NAME, frozen.seed, frozen.dropouts, rows, columns)
+    if masks is None:
+        return Dropouts()
+    q, k, v, o, gate, up, down = masks
+    return Dropouts(
+        _dropout(frozen.qkv, (q, k, v)), _dropout(frozen.o, (o,)),
+        _dropout(frozen.gate_up, (gate, up)), _dropout(frozen.down, (down,)),
+    )  # fmt: skip
+
+
+def _dropout(group: Bordered, masks: Masks) -> Dropout | None:
+    return Dropout(masks, group.blocks) if any(masks) else None
+
+
+def check_operands(
+    hidden: Tensor, cos: Tensor | None, sin: Tensor | None, adapters: Adapters, frozen: FrozenLayer
+) -> None:
+    """Raise ValueError where shapes or dtypes do not fit together, naming the tensor."""
+    qkv = frozen.qkv
+    if hidden.ndim != 3 or hidden.shape[2] != qkv.in_features:
+        raise ValueError(
+            f"{NAME}: hidden is {list(hidden.shape)}, should be [batch, positions, "
+            f"{qkv.in_features}]"
+        )
+    if compute_dtype(hidden) != hidden.dtype or qkv.A.dtype != hidden.dtype:
+        raise ValueError(
+            f"{NAME}: hidden is {hidden.dtype}, the buffers {qkv.A.dtype} and the dtype of "
+            f"the computation {compute_dtype(hidden)}: give all one dtype, or use the unfused layer"
+        )
+    if any(angle is not None and angle.requires_grad for angle in (cos, sin)):
+        raise ValueError(
+            f"{NAME}: cos or sin requires a gradient, which it would not get: detach them, or use "
+            "the unfused layer"
+        )
+    _check_adapters("qkv", adapters.qkv, qkv)
+    _check_adapters("o", (adapters.o,), frozen.o)
+    _check_adapters("gate_up", (adapters.gate, adapters.up), frozen.gate_up)
+    _check_adapters("down", (adapters.down,), frozen.down)
+
+
+def _check_adapters(name: str, adapters: Sequence[Adapter], group: Bordered) -> None:
+    """Raise ValueError unless A and B of each projection fit the border."""
+    inputs = group.in_features
+    sizes = zip(adapters, group.out_features, group.blocks, strict=True)
+    for i, ((A, B), out, block) in enumerate(sizes):
+        r = A.shape[0]
+        if A.shape != (r, inputs) or B.shape != (out, r) or r > block:
+            raise ValueError(
+                f"{NAME}: {name}: A {i} is {list(A.shape)} and B {i} {list(B.shape)}, should be "
+                f"[r, {inputs}] and [{out}, r] of one r up to {block}"
+            )

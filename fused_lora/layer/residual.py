@@ -1,0 +1,90 @@
+"""A layer's residual: its norms, their gradients, and the rows whose output is needed."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels.residual import residual_norm_backward, residual_norm_forward
+from ..kernels.rows import empty_rows
+
+
+class Norm(NamedTuple):
+    """An RMSNorm. zero_centered: it multiplies by one more than its weight."""
+
+    weight: Tensor  # [hidden]
+    eps: float
+    zero_centered: bool = False
+
+
+class Normed(NamedTuple):
+    """A tensor that was normed on its way into the residual, and its 1 / root mean square."""
+
+    x: Tensor  # [T, hidden]
+    rstd: Tensor  # [T]
+
+
+def norm_forward(x: Tensor, norm: Norm | None, y: Tensor, copy: Tensor | None) -> Tensor | None:
+    """Write the norm of x into y, and x itself into copy; without a norm y is x. Return rstd."""
+    if norm is not None:
+        return residual_norm_forward(x, norm.weight, norm.eps, y, copy, norm.zero_centered)
+    y.copy_(x)
+    if copy is not None:
+        copy.copy_(x)
+    return None
+
+
+def norm_backward(
+    grad_y: Tensor, grad_residual: Tensor, x: Tensor, norm: Norm | None, rstd: Tensor | None,
+    grad_x: Tensor, grad_weight: Tensor | None,
+) -> None:  # fmt: skip
+    """Write the gradient of x, which was normed and goes on as the residual, into grad_x, and a
+    trained weight's into grad_weight."""
+    if norm is None or rstd is None:
+        torch.add(grad_y, grad_residual, out=grad_x)
+    else:
+        residual_norm_backward(
+            grad_y, grad_residual, x, norm.weight, rstd, grad_x, norm.zero_centered, grad_weight
+        )
+
+
+def addend_gradient(
+    grad_sum: Tensor, multiplier: float, normed: Normed | None, norm: Norm | None,
+    grad_weight: Tensor | None, columns: int,
+) -> Tensor:  # fmt: skip
+    """Return the gradient of a projection that was multiplied, or normed, before it was added.
+
+    grad_sum [T, hidden] is the gradient of the sum. The result is the first columns of new rows
+    `columns` wide. A trained norm's weight gets its gradient in grad_weight.
+    """
+    wide = empty_rows(grad_sum, len(grad_sum), columns)
+    grad = wide[:, : grad_sum.shape[1]]
+    if normed is None or norm is None:
+        torch.mul(grad_sum, multiplier, out=grad)
+        return wide
+    residual_norm_backward(
+        grad_sum, None, normed.x, norm.weight, normed.rstd, grad, norm.zero_centered, grad_weight
+    )
+    if multiplier != 1.0:
+        grad.mul_(multiplier)
+    return wide
+
+
+def sum_biases(grads: Sequence[Tensor], grad_biases: Sequence[Tensor | None]) -> None:
+    """Write the gradients of trained biases: each sums its projection's gradient over tokens."""
+    for grad, grad_bias in zip(grads, grad_biases, strict=True):
+        if grad_bias is not None:
+            # bf16 sums in fp32, and is rounded to the dtype that is asked for
+            dtype = torch.promote_types(grad.dtype, grad_bias.dtype)
+            grad_bias.copy_(grad.sum(0, dtype=dtype))
+
+
+def needed_rows(tensor: Tensor, rows: Tensor | None) -> Tensor:
+    """Return these rows of tensor; all of them without rows."""
+    return tensor if rows is None else tensor.index_select(0, rows)
+
+
+def spread_rows(needed: Tensor, rows: Tensor, count: int) -> Tensor:
+    """Put `needed_rows` back where they were among `count` rows, and 0 elsewhere."""
+    return needed.new_zeros(count, needed.shape[1]).index_copy_(0, rows, needed)

@@ -1,0 +1,115 @@
+"""What DecoderLayer's backward needs, by name.
+
+`save_for_backward` keeps and watches a flat row of tensors. `save` and `restore` pass a record
+through it: `split` takes the tensors out of a record of records, `join` puts others in their place.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
+
+from torch import Tensor
+
+from ..kernels.qkv_attention import Attention, AttentionSaved
+from ..rerun import once
+from .buffer import Read
+from .operands import Adapters, Dropouts, FrozenLayer, Others
+from .residual import Normed
+
+Record = TypeVar("Record", bound=tuple)
+
+
+class Attended(NamedTuple):
+    """Attention and its output projection, whose residual sum is `total`."""
+
+    x: Tensor  # [T, in of o], what o reads
+    total: Tensor  # [T, hidden]; this and what follows of needed rows alone
+    z: Tensor  # x A' of o
+    normed: Normed | None  # what o gave, where that is normed
+    saved: AttentionSaved
+    attention: Attention
+
+
+class Saved(NamedTuple):
+    """What DecoderLayer's backward needs of its forward."""
+
+    hidden: Tensor
+    cos: Tensor | None
+    sin: Tensor | None
+    mask: Tensor | None
+    n: Read  # what q, k and v read
+    input_rstd: Tensor | None
+    raw: Tensor | None  # [q | k | v] before the norms of heads, if there are any
+    qkv: Tensor
+    attended: Attended
+    m: Read  # what gate and up read
+    post_rstd: Tensor | None
+    gate_up: Tensor
+    z_down: Tensor  # h A' of down
+    mlp_normed: Normed | None  # what down gave, where that is normed
+    frozen: FrozenLayer
+    adapters: Adapters
+    dropouts: Dropouts
+    kinds: Others  # of what is trained beside the adapters
+
+
+def save(ctx: Any, record: tuple) -> None:
+    """Keep a record for `restore`: its tensors by save_for_backward, all else as it is."""
+    tensors, ctx.without_tensors = split(record)
+    ctx.save_for_backward(*tensors)
+
+
+def restore(ctx: Any) -> Any:
+    return join(ctx.without_tensors, ctx.saved_tensors)
+
+
+def once_as_record(function: Callable[[], Record]) -> Record:
+    """`once` for a function that returns a record."""
+
+    def flat() -> tuple:
+        tensors, rest = split(function())
+        return (*tensors, rest)
+
+    *tensors, rest = once(flat)
+    return join(rest, tensors)
+
+
+class _Tensor:
+    """Stands where a record had a tensor."""
+
+
+TENSOR = _Tensor()
+
+
+def split(record: Record) -> tuple[list[Tensor], Record]:
+    """Return the tensors of a record, those within its records and tuples included, and the record
+    with TENSOR in their places."""
+    tensors: list[Tensor] = []
+
+    def take(tensor: Tensor) -> _Tensor:
+        tensors.append(tensor)
+        return TENSOR
+
+    return tensors, _map(record, take, Tensor)
+
+
+def join(rest: Record, tensors: Any) -> Record:
+    """Return the record that `split` took apart, with these tensors."""
+    left: Iterator[Tensor] = iter(tensors)
+    joined = _map(rest, lambda _: next(left), _Tensor)
+    assert next(left, None) is None
+    return joined
+
+
+def _map(record: Any, function: Callable, kind: type) -> Any:
+    """Return a record with function's result for each value of this kind."""
+    values = [
+        function(one) if isinstance(one, kind)
+        else _map(one, function, kind) if _is_record(one)
+        else one
+        for one in record
+    ]  # fmt: skip
+    return type(record)._make(values) if hasattr(record, "_make") else tuple(values)
+
+
+def _is_record(one: Any) -> bool:
+    return type(one) is tuple or hasattr(one, "_make")
