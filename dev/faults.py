@@ -68,7 +68,8 @@ FAULTS = (
     Fault("fused_lora/step/recompute.py", "_set_random(now)", "pass", "step", "recompute"),
     Fault("fused_lora/step/recompute.py", "function(end < len(", "function(end <= len(", "step",
           "recompute"),
-    Fault("fused_lora/step/checkpoint.py", "kept_bytes += self", "kept_bytes = self", "step", ""),
+    Fault("fused_lora/step/checkpoint.py", "kept_bytes += self", "kept_bytes = self", "adopt",
+          "fuse_checkpoint_memory"),
     Fault("fused_lora/step/graph.py", "else loss / self.accumulation_steps", "else loss", "step",
           "graph"),
     # --- adopt ---
