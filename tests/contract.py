@@ -1,42 +1,49 @@
 """Every operation that autograd knows, as a table: what it takes, and eager PyTorch for it.
 
-`test_contract.py` holds each to the same promises. What is one operation's alone is tested in its
-own files.
+`test_contract.py` and `test_contract_autograd.py` hold each to the same promises. What is one
+operation's alone is tested in its own files.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
+import pytest
 import torch
 from cases import (
     attention_case,
     cross_entropy_case,
     lora_attention_case,
-    lora_mlp_case,
     rms_norm_case,
     rope_case,
 )
+from cases.operands import (
+    BF16,
+    DTYPES,
+    OF_QKV,
+    OF_W,
+    Case,
+    make_cross_entropy,
+    make_linear,
+    make_lora_attention,
+    make_lora_mlp,
+    make_norm,
+    make_rope,
+)
+from cases.pairwise import pairwise
 from cases.reference import ADAPTER_NAMES, assert_within_budget, lora_mlp
 from torch import Tensor
 
+from fused_lora import cross_entropy
+from fused_lora import rms_norm as norm_module
+from fused_lora import rope as rope_module
 from fused_lora.cross_entropy import linear_cross_entropy
 from fused_lora.lora_attention import LoRA_Attention
 from fused_lora.lora_linear import LoRA_QKV, LoRA_W
 from fused_lora.rms_norm import add_rms_norm, rms_norm
 from fused_lora.rope import rope
 from fused_mlp import LoRA_MLP
-
-BF16, FP16, FP32 = DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-@dataclass(frozen=True)
-class Case:
-    """The arguments of a call by name, in its order, and a gradient for each output."""
-
-    inputs: dict[str, Any]
-    gradients: list[Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,103 +184,7 @@ OF_KERNELS = {  # too much alike for a budget of sums
 }
 
 
-# --- how the operands of each are made ------------------------------------------------------------
-
-
-MIXED = (FP32, BF16, BF16, FP32, FP16, FP32, BF16, FP32)
-
-
-def in_dtypes(adapters, adapter_dtype):
-    """All in one dtype, or each in its own."""
-    dtypes = adapter_dtype if isinstance(adapter_dtype, tuple) else (adapter_dtype,) * len(adapters)
-    return [t.to(dtype) for t, dtype in zip(adapters, dtypes, strict=False)]
-
-
-def with_dropout(frozen, device, *dropouts):
-    """What is frozen, with these in its fields of dropout, and a seed."""
-    names = [name for name in frozen._fields if name.endswith("dropout")]
-    seed = torch.tensor([-77 * 2**32 + 5], device=device)
-    return frozen._replace(**dict(zip(names, dropouts, strict=True)), seed=seed)
-
-
-def make_lora_mlp(
-    shape,
-    *,
-    dtype,
-    device,
-    r=8,
-    adapter_dtype=None,
-    frozen_dtype=None,
-    activation="silu",
-    dropout=None,
-):
-    x, gradient = lora_mlp_case.tokens(*shape, dtype=dtype, device=device)
-    ranks = (r, r, r) if isinstance(r, int) else r
-    adapters, frozen = lora_mlp_case.mlp(frozen_dtype or dtype, device, r=ranks, adapter_dtype=FP32)
-    adapters = in_dtypes(adapters, adapter_dtype or dtype)
-    frozen = frozen._replace(activation=activation)
-    if dropout is not None:
-        frozen = with_dropout(frozen, device, *dropout)
-    return Case({"x": x, **dict(zip(ADAPTER_NAMES, adapters, strict=True)), "frozen": frozen},
-                [gradient])  # fmt: skip
-
-
-def make_linear(layers):
-    def make(
-        shape, *, dtype, device, r=8, bias=True, adapter_dtype=None, frozen_dtype=None,
-        dropout=None,
-    ):  # fmt: skip
-        x, adapters, frozen, gradients = attention_case.make_case(
-            *shape, layers=layers, dtype=dtype, device=device, bias=bias, frozen_dtype=frozen_dtype,
-            r=(r,) * 3 if isinstance(r, int) else r,
-        )  # fmt: skip
-        adapters = in_dtypes(adapters, adapter_dtype or dtype)
-        if dropout is not None:
-            frozen = with_dropout(frozen, device, *dropout)
-        names = OF_QKV if layers == 3 else OF_W
-        return Case(dict(zip((*names, "frozen"), (x, *adapters, frozen), strict=True)), gradients)
-
-    return make
-
-
-def make_lora_attention(shape, *, dtype, device, r=8, bias=True, adapter_dtype=None,
-                        frozen_dtype=None, heads=4, norms=False, dropout=None):  # fmt: skip
-    inputs, gradient = lora_attention_case.make(
-        *shape, dtype=dtype, device=device, heads=heads, kv_heads=heads // 2, head_dim=32,
-        bias=bias, frozen_dtype=frozen_dtype, r=(r,) * 4 if isinstance(r, int) else r,
-        adapter_dtypes=(FP32,) * 8, norms=norms,
-    )  # fmt: skip
-    inputs[4:-1] = in_dtypes(inputs[4:-1], adapter_dtype or dtype)
-    if dropout is not None:
-        frozen = with_dropout(inputs[-1], device)
-        inputs[-1] = frozen._replace(
-            qkv=frozen.qkv._replace(**dict(zip(OF_QKV_DROPOUT, dropout, strict=False))),
-            o=frozen.o._replace(dropout=dropout[3]),
-        )
-    names = ("x", "cos", "sin", "mask", *lora_attention_case.NAMES, "frozen")
-    return Case(dict(zip(names, inputs, strict=True)), [gradient])
-
-
-def make_norm(function):
-    def make(shape, *, dtype, device, zero_centered=False):
-        inputs, gradients = rms_norm_case.make(function, *shape, dtype=dtype, device=device)
-        names = ("x", "weight") if function is rms_norm else ("x", "delta", "weight")
-        options = {"eps": rms_norm_case.EPS, "zero_centered": zero_centered}
-        return Case(dict(zip(names, inputs, strict=True)) | options, gradients)
-
-    return make
-
-
-def make_rope(size, *, dtype, device, angle_dtype=None):
-    inputs, gradients = rope_case.make(size, dtype=dtype, device=device, angle_dtype=angle_dtype)
-    return Case(dict(zip(("q", "k", "cos", "sin"), inputs, strict=True)), list(gradients))
-
-
-def make_cross_entropy(shape, *, dtype, device):
-    operands = cross_entropy_case.inputs(*shape, dtype=dtype, device=device)
-    names = ("x", "weight", "bias", "labels", "num_items")
-    gradient, num_items = torch.tensor(3.0, device=device), torch.tensor(9.0, device=device)
-    return Case(dict(zip(names, (*operands, num_items), strict=True)), [gradient])
+# --- the table ---
 
 
 def of_cross_entropy(function, **options):
@@ -283,11 +194,8 @@ def of_cross_entropy(function, **options):
     )
 
 
-OF_QKV_DROPOUT = ("q_dropout", "k_dropout", "v_dropout")
 RANKS = attention_case.RANKS
 ADAPTED = ("x", *ADAPTER_NAMES)
-OF_W = ("x", "A", "B")
-OF_QKV = ("x", "q_A", "q_B", "k_A", "k_B", "v_A", "v_B")
 TOKENS = ((), (1,), (13,), (1, 1), (2, 1, 3, 5))
 NO_TOKENS = ((0,), (0, 5), (2, 0))
 ZERO_CENTERED = {"zero_centered": (False, True)}
@@ -388,3 +296,35 @@ OPERATIONS = {
         ),
     )
 }  # fmt: skip
+
+
+# --- what the tests take of it ---
+
+ALL = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+WITH_VALUES = [operation for operation in OPERATIONS.values() if operation.has_values]
+OF_PRODUCTS = [operation for operation in WITH_VALUES if operation.of_products]
+KERNELS = {  # with modules: forward's and backward's
+    "rms_norm": (norm_module, "_rms_norm_forward_kernel", "_rms_norm_backward_kernel"),
+    "add_rms_norm": (norm_module, "_rms_norm_forward_kernel", "_rms_norm_backward_kernel"),
+    "rope": (rope_module, "_rope_kernel"),
+    "linear_cross_entropy": (cross_entropy, "_cross_entropy_kernel"),
+}
+OF_A_KERNEL = [operation for operation in WITH_VALUES if not operation.of_products]
+
+
+def every(operations, axes):
+    """`pairwise` for each operation: `axes` of it are names and values."""
+    return pytest.mark.parametrize(
+        ("operation", "options"),
+        [
+            pytest.param(operation, *one.values, marks=one.marks, id=f"{operation.name}-{one.id}")
+            for operation in operations
+            for one in pairwise(**axes(operation))
+        ],
+    )
+
+
+@cache
+def usual(operation, device):
+    """The results of the usual case, to hold others against."""
+    return run(operation, operation.case(device))

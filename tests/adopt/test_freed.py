@@ -5,9 +5,8 @@ import gc
 import weakref
 
 import pytest
-import test_fuse_fp8_checkpoint as codes_case
 import torch
-from cases import fp8_case, graph_case, layer_case
+from cases import codes_case, fp8_case, graph_case, layer_case
 from cases.fused_case import ALL, SHORT, batch, pickled, step
 from torch.multiprocessing.reductions import StorageWeakRef
 

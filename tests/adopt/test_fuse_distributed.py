@@ -4,11 +4,11 @@ accelerate's loop."""
 import copy
 
 import pytest
-import test_fuse_fp8_checkpoint as checkpoint_case
 import torch
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from cases import codes_case as checkpoint_case
 from cases import fp8_case
 from cases.fused_case import ALL, SHORT, assert_close, functions_of, step
 from cases.layer_case import LAYER, peft_model

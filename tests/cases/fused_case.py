@@ -29,6 +29,10 @@ def batch(model, length=SHORT, seed=3):
     return {"input_ids": tokens, "labels": tokens}
 
 
+def loss_of(model, inputs=None):
+    return model(**(inputs or batch(model))).loss
+
+
 class Values(dict):
     """The loss and every gradient, by name. functions: of ours, how often each made the loss."""
 

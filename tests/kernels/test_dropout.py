@@ -6,8 +6,8 @@ from functools import cache
 import pytest
 import test_sums_over_tokens as sums
 import torch
+from cases.operands import DTYPES
 from cases.reference import mask_of, random, unpacked
-from contract import DTYPES
 
 from fused_lora.kernels import sums_over_tokens as sums_module
 from fused_lora.kernels.dropped_products import dropped_gradient, dropped_products

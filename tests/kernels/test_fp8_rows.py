@@ -52,11 +52,6 @@ def test_nan_and_inf_stay_in_their_rows(device):
     assert torch.equal(codes[2:, :40].float(), clean[2:, :40].float())
 
 
-def test_no_rows(device):
-    codes, scales = fp8_rows(torch.empty(0, 40, device=device), 128)
-    assert codes.shape == (0, 128) and scales.shape == (0, 1)
-
-
 def bordering(size, inputs, outputs, width, device):
     """Of a weight with an adapter of rank 5, where there is room for more."""
     W = random(outputs, inputs, seed=3, device=device) * inputs**-0.5
@@ -109,13 +104,3 @@ def test_an_adapter_in_two_halves_is_as_exact_as_in_bf16(size, inputs, outputs, 
             assert ((got - want).norm() / want.norm()).item() < 2**-9
         assert weight.double().abs().max() <= 448
     assert (size == 0) == (not codes.float().any())
-
-
-@pytest.mark.parametrize(("make", "message"), [
-    (lambda x: (x[0], 48), r"x is \[40\], should be \[rows, columns\]"),
-    (lambda x: (x.double(), 48), "computes in bfloat16, float16 or float32, got torch.float64"),
-    (lambda x: (x, 48, x[0, :3]), r"of_columns is \[3\] in torch.float32, should be \[40\]"),
-])  # fmt: skip
-def test_what_it_cannot_take_is_said(make, message, device):
-    with pytest.raises(ValueError, match=message):
-        fp8_rows(*make(random(4, 40, seed=1, device=device)))

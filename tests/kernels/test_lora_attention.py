@@ -3,7 +3,8 @@
 import pytest
 import torch
 from cases.lora_attention_case import NAMES, make
-from contract import BF16, FP32, OPERATIONS, Case, assert_right, run
+from cases.operands import BF16, FP32, Case
+from contract import OPERATIONS, assert_right, run
 
 ATTENTION = OPERATIONS["LoRA_Attention"]
 HEADS = {

@@ -9,19 +9,10 @@ import pytest
 import torch
 from cases import attention_case, lora_attention_case, lora_mlp_case
 from cases.counting import Calls, saved_for_backward
+from cases.operands import BF16, FP16, FP32
 from cases.reference import random, use_poisoned_memory
 from cases.refusal import assert_refused, narrow, short, trained
-from contract import (
-    BF16,
-    FP16,
-    FP32,
-    OPERATIONS,
-    as_tuple,
-    assert_equal,
-    assert_right,
-    leaves_of,
-    run,
-)
+from contract import OPERATIONS, as_tuple, assert_equal, assert_right, leaves_of, run
 
 W, QKV, ATTENTION, MLP = NAMES = ("LoRA_W", "LoRA_QKV", "LoRA_Attention", "LoRA_MLP")
 
@@ -275,14 +266,14 @@ ERRORS = [
     (QKV, {"frozen.v_bias": trained}, r"v_bias requires a gradient.*requires_grad_\(False\)"),
     (QKV, {"frozen.q_weight": torch.Tensor.float}, "q_weight is torch.float32 and x torch.bfloat"),
     (QKV, {"frozen.k_bias": torch.Tensor.half}, "k_bias is torch.float16 and x torch.bfloat16: "),
-    (ATTENTION, {"x": lambda t: t[0]}, r"x is \[9, 52\], should be \[batch, positions, in\]"),
+    (ATTENTION, {"x": lambda t: t[0]}, r"x is \[5, 52\], should be \[batch, positions, in\]"),
     (ATTENTION, {"sin": trained}, "cos or sin requires a gradient"),
     (ATTENTION, {"q_A": None}, "7 adapter tensors given, should be 8: A and B of q, k, v and o"),
     (ATTENTION, {"o_A": narrow}, r"o_A is \[8, 127\] and o_B \[44, 8\], should be \[r, 128\]"),
     (ATTENTION, {"frozen.o.weight": narrow}, r"o_weight is \[44, 127\], should be \[44, 128\]"),
     (ATTENTION, {"frozen.head_dim": lambda _: 24}, "64 and 64 features, should be heads of 24"),
     (ATTENTION, {"cos": lambda t: t[..., :24], "sin": lambda t: t[..., :24]},
-     r"\[q \| k \| v\] is \[18, 256\], should be"),
+     r"\[q \| k \| v\] is \[10, 256\], should be"),
     (MLP, {"x": lambda t: t[0, 0, 0]}, r"x is \[\].* should be 52"),
     (MLP, {"frozen.up_weight": short}, r"up_weight is \[138, 52\], should be \[139, 52\]"),
     (MLP, {"frozen.activation": lambda _: "relu"}, "activation is 'relu', should be 'silu' or"),

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from cases.lora_mlp_case import mlp
+from cases.operands import BF16, Case
 from cases.reference import ADAPTER_NAMES, BUDGET, assert_within_budget, random, relative_error
-from contract import BF16, OPERATIONS, Case, run, truth_of
+from contract import OPERATIONS, run, truth_of
 
 import fused_mlp
 

@@ -3,13 +3,11 @@
 import pytest
 import torch
 from cases.counting import saved_tensors
+from cases.operands import DTYPES, FP32, Case
 from cases.reference import assert_within_budget, random
 from cases.rms_norm_case import EPS, Kernel
 from contract import (
-    DTYPES,
-    FP32,
     OPERATIONS,
-    Case,
     as_tuple,
     assert_equal,
     assert_right,

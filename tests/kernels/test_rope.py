@@ -3,18 +3,10 @@
 import pytest
 import torch
 from cases.counting import saved_tensors
+from cases.operands import FP32, Case
 from cases.reference import assert_within_budget, random
 from cases.rope_case import angles
-from contract import (
-    FP32,
-    OPERATIONS,
-    Case,
-    assert_right,
-    leaves_of,
-    run,
-    truth_of,
-    with_layout,
-)
+from contract import OPERATIONS, assert_right, leaves_of, run, truth_of, with_layout
 
 from fused_lora.rope import rope
 

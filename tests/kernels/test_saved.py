@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from layer_case import operands
+from cases.layer_case import operands
 
 from fused_lora.layer.decoder_layer import DecoderLayer
 from fused_lora.layer.saved import TENSOR, Saved, join, restore, save, split

@@ -73,16 +73,13 @@ def on_stream(stream):
     Gpu.current = before
 
 
-def pinned(size):
-    return torch.zeros(size, dtype=torch.uint8).as_subclass(Later)
-
-
 @pytest.fixture
 def cuda(monkeypatch):
     """What `offload` asks of it, with streams of ours."""
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Gpu.current)
     monkeypatch.setattr(torch.cuda, "stream", on_stream)
-    monkeypatch.setattr(offload, "_pinned", pinned)
+    zeros = partial(torch.zeros, dtype=torch.uint8)
+    monkeypatch.setattr(offload, "_pinned", lambda size: zeros(size).as_subclass(Later))
 
 
 @pytest.fixture

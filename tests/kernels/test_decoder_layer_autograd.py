@@ -1,0 +1,296 @@
+"""One decoder layer as an autograd function: what autograd asks of it, what it refuses, and a kind of
+weights of one's own."""
+
+from typing import ClassVar
+
+import pytest
+import torch
+from cases.counting import saved_for_backward, saved_tensors
+from cases.layer_case import (
+    layer_of,
+    leaves,
+    operands,
+)
+from cases.reference import relative_error
+from cases.refusal import assert_refused, narrow, trained
+
+from fused_lora.adopt.layer import read_layer
+from fused_lora.kernels.rows import Handover
+from fused_lora.layer import residual
+from fused_lora.layer.buffer import Buffer
+from fused_lora.layer.decoder_layer import DecoderLayer
+from fused_lora.layer.operands import Adapters, Others
+from fused_lora.layer.saved import split
+
+BF16 = {"dtype": torch.bfloat16, "autocast_adapter_dtype": False}
+GROUPS = ("qkv", "o", "gate_up", "down")
+FEW = (1, 4)  # tokens, where no error is measured
+
+
+def tensors_of(frozen):
+    """Those that a layer reads and does not train."""
+    tensors, _ = split(frozen)
+    return tensors + [group.buffer.matrix for group in frozen.groups]
+
+
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
+def test_a_second_backward_and_a_second_run_are_bitwise_equal_and_nothing_is_written(
+    family, device
+):
+    """Nothing that came in or was saved."""
+    _, inputs, grad = operands(device, FEW, family=family, **BF16)
+    frozen = inputs[-1]
+    watched = [t for t in inputs[:-1] if t is not None]
+    watched += [grad, *tensors_of(frozen)]
+    with saved_tensors() as saved:
+        output = DecoderLayer.apply(*inputs)
+    watched += saved
+    before = [t.detach().clone() for t in watched]
+    first = torch.autograd.grad(output, leaves(inputs), grad, retain_graph=True)
+    second = torch.autograd.grad(output, leaves(inputs), grad)
+    assert len(saved) >= 19 and len(first) == 15
+    assert all(map(torch.equal, watched, before))
+    again = DecoderLayer.apply(*inputs)
+    others = torch.autograd.grad(again, leaves(inputs), grad)
+    assert all(map(torch.equal, first, second)) and torch.equal(again, output)
+    assert all(map(torch.equal, first, others))
+
+
+def test_the_output_may_be_changed_in_place(device):
+    _, inputs, grad = operands(device, FEW)
+    want = torch.autograd.grad(DecoderLayer.apply(*inputs), leaves(inputs), 2 * grad)
+    got = torch.autograd.grad(DecoderLayer.apply(*inputs).mul_(2), leaves(inputs), grad)
+    assert all(relative_error(*pair) < 1e-6 for pair in zip(got, want, strict=True))
+
+
+def test_only_what_asks_for_a_gradient_gets_one(device):
+    _, inputs, grad = operands(device, FEW)
+    everything = leaves(inputs)
+    want = dict(zip(map(id, everything), torch.autograd.grad(
+        DecoderLayer.apply(*inputs), everything, grad), strict=True))  # fmt: skip
+    every_A, every_B = range(4, 18, 2), range(5, 18, 2)
+    for frozen in ([0], [4, 7], [5, 6, 10, 11, 13], [13, 14, 16], [0, *every_A], every_B):
+        for index in (0, *range(4, 18)):
+            inputs[index].requires_grad_(index not in frozen)
+        some = leaves(inputs)
+        got = torch.autograd.grad(DecoderLayer.apply(*inputs), some, grad)
+        for leaf, gradient in zip(some, got, strict=True):
+            assert gradient.dtype == leaf.dtype
+            assert gradient.is_contiguous() or leaf is inputs[0]
+            assert relative_error(gradient, want[id(leaf)]) < 1e-6
+
+
+def test_no_product_is_made_for_the_gradient_of_an_input_that_wants_none(device, monkeypatch):
+    _, inputs, grad = operands(device, FEW)
+    made = []
+    gradient = Buffer.gradient
+    monkeypatch.setattr(
+        Buffer, "gradient", lambda self, *of: made.append(len(self.sB)) or gradient(self, *of)
+    )
+    for needed in (True, False):
+        inputs[0].requires_grad_(needed)
+        DecoderLayer.apply(*inputs).backward(grad)
+    assert made == [52, 278, 52, 104, 52, 278, 52]
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Whether rows were taken over, for each backward."""
+    seen = []
+    take = Handover.take
+
+    def spy(self, *inputs):
+        seen.append((rows := take(self, *inputs)) is not None)
+        return rows
+
+    monkeypatch.setattr(Handover, "take", spy)
+    return seen
+
+
+BETWEEN = {
+    "nothing": (lambda x: x, True),
+    "a hook that looks": (lambda x: x.register_hook(lambda grad: None) and x, True),
+    "a hook that writes": (lambda x: x.register_hook(lambda grad: grad.mul_(2)) and x, True),
+    "a hook that replaces": (lambda x: x.register_hook(lambda grad: 2 * grad) and x, False),
+    "another consumer": (lambda x: x + torch.sin(x), False),
+    "a view": (lambda x: x.view(x.shape), True),
+    "fewer tokens": (lambda x: x[:, :2], False),
+}
+
+
+@pytest.mark.slow("nothing", "a hook that replaces")
+@pytest.mark.parametrize("between", BETWEEN)
+def test_rows_are_taken_over_only_where_they_are_the_gradient(between, taken, device):
+    """Two layers, one after the other, and what autograd makes of it with a copy between them."""
+    model, inputs, grad = operands(device, FEW)
+    *adapters, frozen = read_layer(layer_of(model, 1))
+    of_both = [*leaves(inputs), *adapters]
+    function, is_taken = BETWEEN[between]
+
+    def gradients(function, copies):
+        hidden = function(DecoderLayer.apply(*inputs))
+        positions = hidden.shape[1]
+        angles = (t[:, :positions] for t in inputs[1:3])
+        if copies:
+            hidden = hidden * 1
+        output = DecoderLayer.apply(hidden, *angles, None, *adapters, frozen)
+        return torch.autograd.grad(output, of_both, grad[:, :positions])
+
+    got = gradients(function, copies=False)
+    # the first layer's last offer lies unused until another takes its place
+    assert taken == [False, is_taken]
+    frozen.borders.handover.take(grad, 0)
+    want = gradients(function, copies=True)
+    assert not taken[-1] and len(got) == 29
+    assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+
+
+def test_create_graph_is_an_error(device):
+    _, inputs, grad = operands(device, FEW)
+    output = DecoderLayer.apply(*inputs)
+    with pytest.raises(RuntimeError, match="not twice differentiable"):
+        torch.autograd.grad(output, inputs[0], grad, create_graph=True)
+
+
+def test_without_its_output_a_layer_has_the_same_gradients(device, monkeypatch):
+    """As checkpointing runs it again. What it saves are as many tensors of the same shapes, and the
+    norm copies the residual only for an output."""
+    copies, function = [], residual.residual_norm_forward
+
+    def spy(x, weight, eps, y, copy, zero_centered):
+        copies.append(copy is not None)
+        return function(x, weight, eps, y, copy, zero_centered)
+
+    monkeypatch.setattr(residual, "residual_norm_forward", spy)
+    _, inputs, grad = operands(device, FEW)
+    frozen = inputs.pop()
+    results, shapes = [], []
+    for needed in (True, False):
+        with saved_tensors() as saved:
+            output = DecoderLayer.apply(*inputs, frozen._replace(output_needed=needed))
+        results.append(torch.autograd.grad(output, leaves([*inputs, None]), grad))
+        shapes.append([(t.shape, t.dtype) for t in saved])
+        assert bool(output.any()) == needed
+    assert shapes[0] == shapes[1]
+    assert copies == [True, True, True, False]  # of what o adds to, and of what down does
+    assert all(relative_error(*pair) < 1e-5 for pair in zip(*results, strict=True))
+
+
+@pytest.mark.slow("Qwen2-0-0.0")
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize(
+    ("family", "more"), [("Qwen2", 0), ("Qwen3", 104), ("Olmo2", 104 + 2 * 52)]
+)
+def test_what_is_saved_is_what_the_docstring_counts(family, more, dropout, device):
+    """In bf16, by token: x, [n|zn], qkv, a, za, t, [m|zm], gu, zh and two fp32 rstd; and qkv once
+    more, raw, where q and k are normed; and what o and down give where outputs are; and a bit for
+    each element of the input of each projection with dropout, for every 32 tokens begun."""
+    config = {"pad_token_id": 0}
+    _, inputs, _ = operands(device, family=family, config=config, **BF16, lora_dropout=dropout)
+    inputs[-1] = inputs[-1]._replace(seed=torch.tensor([3], device=device))
+    frozen = inputs[-1]
+    known = [t for t in inputs[1:-1] if t is not None]
+    known += tensors_of(frozen)
+    with saved_for_backward() as saved:
+        output = DecoderLayer.apply(*inputs)
+    assert output.requires_grad
+    for tensor in known:
+        saved.pop(tensor.untyped_storage().data_ptr(), None)
+    # rows of [n|zn] and [m|zm], 52 + 24 and 52 + 16, are a multiple of 128 bytes apart
+    elements = 52 + 128 + 104 + more + 52 + 8 + 52 + 128 + 278 + 8
+    # on a GPU the log-sum-exp, if the backend saves it, and heads of 26 padded to 32, if it does
+    beyond = [4 * 2 * 2 * 9, 18 * 2 * 2 * 6] if device == "cuda" else []
+    bits = 4 * (6 * 52 + 139) if dropout else 0
+    total = sum(storage.nbytes() for storage in saved.values()) - 18 * (2 * elements + 8) - bits
+    assert total in {0, sum(beyond), *beyond}
+
+
+# --- what does not fit ----------------------------------------------------------------------------
+
+
+ADAPTERS = [f"{name}_{part}" for name in Adapters._fields for part in "AB"]
+ERRORS = [
+    ({"hidden": narrow}, r"hidden is \[2, 9, 51\], should be \[batch, positions, 52\]"),
+    ({"hidden": lambda t: t[0]}, r"hidden is \[9, 52\]"),
+    ({"hidden": torch.Tensor.half}, "hidden is torch.float16, the buffers torch.float32"),
+    ({"cos": trained}, "cos or sin requires a gradient"),
+    (
+        {"cos": lambda t: t[..., :24], "sin": lambda t: t[..., :24]},
+        r"\[q \| k \| v\] is \[18, 104\], should be \[batch \* 9, 4 \* 24\]",
+    ),
+    ({"q_A": None}, "13 adapter tensors given, should be 14: A and B of q, k, v, o, gate"),
+    (
+        {"up_A": narrow},
+        r"gate_up: A 1 is \[8, 51\] and B 1 \[139, 8\], should be \[r, 52\] and \[139, r\]",
+    ),
+    ({"v_bias": narrow}, r"qkv: bias 2 is \[25\], should be \[26\]"),
+    ({"mlp_norm": None}, "10 biases and norms given, should be none, or each of q_bias, k_bias"),
+    ({"o_A": lambda t: torch.cat((t, t))}, r"o: A 0 is \[16, 52\].* of one r up to 8"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), ERRORS, ids=[message for _, message in ERRORS])
+def test_what_does_not_fit_is_a_value_error(changes, message, device):
+    others = Others._fields if changes.keys() & {*Others._fields} else ()
+    _, inputs, _ = operands(device, lora_bias=bool(others))
+    names = ("hidden", "cos", "sin", "mask", *ADAPTERS, *others, "frozen")
+    assert_refused(DecoderLayer.apply, zip(names, inputs, strict=True), changes, message)
+
+
+def test_autocast_to_another_dtype_is_a_value_error(device):
+    _, inputs, _ = operands(device)
+    with (
+        torch.autocast(device, dtype=torch.bfloat16),
+        pytest.raises(ValueError, match=r"computation torch.bfloat16: give all one dtype"),
+    ):
+        DecoderLayer.apply(*inputs)
+
+
+# --- kinds of weights -----------------------------------------------------------------------------
+
+
+class Stored(Buffer):
+    """A weight that is written into a matrix whenever its layer runs. Layers share the matrix."""
+
+    keys: ClassVar[dict] = {}
+
+    def __init__(self, group, matrix):
+        self.stored = group.buffer.weight.clone()
+        super().__init__(matrix, group.buffer.bias, *self.stored.shape)
+
+    @property
+    def key(self):
+        return self.keys[self.matrix.data_ptr()]
+
+    @key.setter
+    def key(self, key):
+        self.keys[self.matrix.data_ptr()] = key
+
+    @staticmethod
+    def encode(buffers):
+        for one in buffers:
+            one.weight.copy_(one.stored)
+
+
+def test_weights_that_are_stored_otherwise_and_share_their_memory(device):
+    """As 4-bit ones will: all that a kind of its own has to say is where its weights come from."""
+    model, inputs, grad = operands(device, FEW)
+    *first, frozen = inputs[4:]
+    *second, next_frozen = read_layer(layer_of(model, 1))
+    both = [*first, *second]
+
+    def run(frozen, next_frozen):
+        hidden = DecoderLayer.apply(*inputs[:4], *first, frozen)
+        output = DecoderLayer.apply(hidden, *inputs[1:4], *second, next_frozen)
+        return [output, *torch.autograd.grad(output, both, grad)]
+
+    want = run(frozen, next_frozen)
+    shared = {name: torch.zeros_like(getattr(frozen, name).buffer.matrix) for name in GROUPS}
+    stored = [
+        one._replace(**{
+            name: getattr(one, name)._replace(buffer=Stored(getattr(one, name), matrix))
+            for name, matrix in shared.items()
+        })
+        for one in (frozen, next_frozen)
+    ]  # fmt: skip
+    assert all(map(torch.equal, run(*stored), want)) and len(want) == 29
