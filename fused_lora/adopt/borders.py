@@ -28,14 +28,10 @@ from torch import Tensor, nn
 
 from fused_mlp.launching import is_capturing
 
-from ..kernels.fp8_rows import E4M3, codes_and_scales
 from ..kernels.rows import empty_rows
 from ..layer.buffer import Bordered, Buffer
 from ..layer.filling import Filling
-from ..layer.fp8.buffer import Fp8Buffer
 from .foreign.saved_weights import hand_out_buffered
-from .fp8.checkpoint import may_lie_in_buffer, row_codes
-from .fp8.weight import Fp8Weight, become_fp8, become_plain
 from .projection import Projection
 
 # Of bf16 are 16 bytes, to which cuBLAS wants every row aligned. Without any adapter the border is
@@ -47,7 +43,7 @@ GROUPS = 4  # q, k and v; o; gate and up; down
 # --- one buffer -----------------------------------------------------------------------------------
 
 
-class _Layout(NamedTuple):
+class Layout(NamedTuple):
     """A buffer's: outputs of each part, room for the rank of each, and columns of the border."""
 
     outs: tuple[int, ...]
@@ -62,7 +58,7 @@ class _Layout(NamedTuple):
         return all(len(part.A) <= block for part, block in zip(parts, self.blocks, strict=True))
 
     def bordered(
-        self, buffer: Buffer | Fp8Buffer, reads: Sequence[Projection], parts: Sequence[Projection]
+        self, buffer: Buffer, reads: Sequence[Projection], parts: Sequence[Projection]
     ) -> Bordered:
         scalings = tuple(part.scaling for part in parts)
         return Bordered(buffer, reads[0].weight.shape[1], self.outs, self.blocks, scalings)
@@ -72,12 +68,29 @@ class _Made(NamedTuple):
     """A buffer: where the weights and biases were put, and how it is laid out."""
 
     places: tuple
-    layout: _Layout
+    layout: Layout
     stride: int
 
 
 class Border:
-    """The buffer of projections that share an input, for as long as their weights lie in it."""
+    """The buffer of projections that share an input, for as long as their weights lie in it.
+
+    A kind of weights that is kept otherwise has a class like it (`fp8/border.py`).
+    """
+
+    precision = ""  # said of a layer that runs on such buffers
+    is_traced = True  # torch.compile can trace a forward on them
+    reads_codes = False  # base weights may be the FP8 codes of a checkpoint
+
+    @staticmethod
+    def why_not(layer: Any) -> str | None:
+        """Return the reason if a layer's weights cannot lie in such buffers."""
+        return None
+
+    @staticmethod
+    def take_in(base: nn.Linear) -> None:
+        """Prepare a linear layer whose weight is to lie in such a buffer."""
+        let_save(base)
 
     def __init__(self) -> None:
         self._made: _Made | None = None
@@ -119,16 +132,11 @@ def _places_of(reads: Sequence[Projection]) -> tuple:
     address of before."""
     return tuple(
         (w.data_ptr(), w.stride(), w.dtype, w.device, None if bias is None else bias.data_ptr())
-        for w, bias in ((read.weight, _held_bias(read)) for read in reads)
+        for w, bias in ((read.weight, held_bias(read)) for read in reads)
     )
 
 
-def _places_of_biases(reads: Sequence[Projection]) -> tuple:
-    held = map(_held_bias, reads)
-    return tuple(None if bias is None else bias.data_ptr() for bias in held)
-
-
-def _held_bias(read: Projection) -> Tensor | None:
+def held_bias(read: Projection) -> Tensor | None:
     """A projection's bias, if the buffer holds it. One that is trained stays where it is, for its
     optimizer may hold that memory, and is given to each forward."""
     return None if read.bias is None or read.bias.requires_grad else read.bias
@@ -139,18 +147,18 @@ def _held_bias(read: Projection) -> Tensor | None:
 def _make(reads: Sequence[Projection], parts: Sequence[Projection], ranks: Sequence[int]) -> _Made:
     first = reads[0].weight
     in_features = first.shape[1]
-    layout = _layout_of(first, parts, ranks)
+    layout = layout_of(first, parts, ranks)
     matrix = empty_rows(first, layout.rows, in_features + layout.width).zero_()
     row = 0
     for read in reads:
         out = read.weight.shape[0]
         _move(read.weight, matrix[row : row + out, :in_features])
         row += out
-    _move_biases(reads, layout)
+    move_biases(reads, layout)
     return _Made(_places_of(reads), layout, matrix.stride(0))
 
 
-def _layout_of(weight: Tensor, parts: Sequence[Projection], ranks: Sequence[int]) -> _Layout:
+def layout_of(weight: Tensor, parts: Sequence[Projection], ranks: Sequence[int]) -> Layout:
     if is_capturing(weight):
         raise RuntimeError(
             "a fused layer's weights lie elsewhere than in its last eager forward, and cannot be "
@@ -159,18 +167,18 @@ def _layout_of(weight: Tensor, parts: Sequence[Projection], ranks: Sequence[int]
     outs = tuple(part.weight.shape[0] for part in parts)
     blocks = tuple(max(rank, part.A.shape[0]) for rank, part in zip(ranks, parts, strict=True))
     width = -(-max(sum(blocks), 1) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
-    return _Layout(outs, blocks, width)
+    return Layout(outs, blocks, width)
 
 
-def _move_biases(reads: Sequence[Projection], layout: _Layout) -> Tensor | None:
+def move_biases(reads: Sequence[Projection], layout: Layout) -> Tensor | None:
     """Put the biases that a buffer holds side by side, each in its projection's rows."""
-    if all(_held_bias(read) is None for read in reads):
+    if all(held_bias(read) is None for read in reads):
         return None
-    first = next(held for held in map(_held_bias, reads) if held is not None)
+    first = next(held for held in map(held_bias, reads) if held is not None)
     bias, row = first.new_zeros(layout.rows), 0
     for read in reads:
         out = read.weight.shape[0]
-        if (held := _held_bias(read)) is not None:
+        if (held := held_bias(read)) is not None:
             _move(held, bias[row : row + out])
         row += out
     return bias
@@ -186,98 +194,10 @@ def _buffer_of(made: _Made, reads: Sequence[Projection]) -> Buffer:
     weight, layout = reads[0].weight.data, made.layout
     inputs = weight.shape[1]
     matrix = weight.as_strided((layout.rows, inputs + layout.width), (made.stride, 1), 0)
-    bias = next((held for held in map(_held_bias, reads) if held is not None), None)
+    bias = next((held for held in map(held_bias, reads) if held is not None), None)
     if bias is not None:
         bias = bias.data.as_strided((layout.rows,), (1,), 0)
     return Buffer(matrix, bias, sum(layout.outs), inputs)
-
-
-class Fp8Border:
-    """As Border, in FP8, whose buffer the weights hold (`fp8/weight.py`). One that has a
-    checkpoint's own codes (`fp8/checkpoint.py`) lasts until they lie elsewhere or are others."""
-
-    def __init__(self) -> None:
-        self._made: tuple[tuple, _Layout] | None = None  # where biases were put, and codes
-        self._of_codes: Fp8Buffer | None = None
-
-    def __reduce__(self):
-        return Fp8Border, ()
-
-    def bordered(
-        self,
-        reads: Sequence[Projection],
-        parts: Sequence[Projection],
-        ranks: Sequence[int],
-        dtype: torch.dtype,
-    ) -> tuple[Bordered, bool]:
-        places, layout = self._made or (None, None)
-        held = [getattr(read.weight, "buffer", None) for read in reads if read.scales is None]
-        buffer: Any = (held or [self._of_codes])[0]
-        fits = (
-            layout is not None
-            and buffer is not None
-            and _all_lie_in(buffer, reads)
-            and places == (_places_of_biases(reads), _places_of_codes(reads))
-            and layout.has_room(parts)
-        )
-        if not fits:
-            self._of_codes = None  # its memory is free for the next
-            layout = _layout_of(reads[0].weight, parts, ranks)
-            buffer = _make_fp8(reads, layout, dtype)
-            self._of_codes = buffer if len(held) < len(reads) else None
-            self._made = (_places_of_biases(reads), _places_of_codes(reads)), layout
-        assert layout is not None and isinstance(buffer, Fp8Buffer)
-        return layout.bordered(buffer, reads, parts), not fits
-
-
-@torch.inference_mode(False)
-@torch.no_grad()
-def _make_fp8(reads: Sequence[Projection], layout: _Layout, dtype: torch.dtype) -> Fp8Buffer:
-    codes, scales, originals = [], [], []
-    for read in reads:
-        weight, original = read.weight, None
-        if read.scales is not None:
-            of_weight = row_codes(weight, read.scales)
-        elif isinstance(weight, Fp8Weight):  # for a smaller rank, or elsewhere
-            of_weight, original = codes_and_scales(weight.whole()), weight.original
-        else:
-            of_weight = codes_and_scales(weight.detach())
-            original = torch.empty(weight.shape, dtype=weight.dtype).copy_(weight)
-        codes.append(of_weight[0].view(torch.uint8))
-        scales.append(of_weight[1])
-        originals.append(original)
-    bias = _move_biases(reads, layout)
-    together = torch.cat(codes).view(E4M3), torch.cat(scales)
-    buffer = Fp8Buffer(*together, bias, layout.width, dtype)
-    row = 0
-    for read, original in zip(reads, originals, strict=True):
-        end = row + len(read.weight)
-        if original is not None:
-            become_fp8(read.weight, buffer, row, original)
-        elif read.scales is not None and may_lie_in_buffer(read.scales):
-            read.weight.data = buffer.weight[row:end]  # the same codes
-        row = end
-    return buffer
-
-
-def _all_lie_in(buffer: Fp8Buffer, reads: Sequence[Projection]) -> bool:
-    """Return whether the weights are codes in this buffer, one after the other, as they are now. A
-    checkpoint's own codes do not know where they lie."""
-    row = 0
-    for read in reads:
-        weight = read.weight
-        if read.scales is None and not (
-            isinstance(weight, Fp8Weight) and weight.lies_in(buffer, row, weight.shape)
-        ):
-            return False
-        row += len(weight)
-    return True
-
-
-def _places_of_codes(reads: Sequence[Projection]) -> tuple:
-    """The places of a checkpoint's codes and scales, and what PyTorch counts of their changes."""
-    tensors = (t for read in reads if read.scales for t in (read.weight, read.scales.values))
-    return tuple((t.data_ptr(), t.device, 0 if t.is_inference() else t._version) for t in tensors)
 
 
 class LayerBorders(Filling):
@@ -287,10 +207,10 @@ class LayerBorders(Filling):
     layer_replication), in whose buffers they lie.
     """
 
-    def __init__(self, fp8: bool = False):
+    def __init__(self, kind: type[Border] = Border):
         super().__init__()
-        self.fp8 = fp8
-        self.borders = tuple(Fp8Border() if fp8 else Border() for _ in range(GROUPS))
+        self.kind = kind
+        self.borders = tuple(kind() for _ in range(GROUPS))
         self.replica_of: str | None = None
 
     def bordered(
@@ -342,8 +262,8 @@ def _give_own_memory(base: Any) -> list[str]:
     is pruned); returns the names of those that lay in one."""
     moved = []
     for name, parameter in base.named_parameters():
-        if isinstance(parameter, Fp8Weight):
-            become_plain(parameter)
+        if leave := getattr(parameter, "leave_buffer", None):
+            leave()
             moved.append(name)
         elif type(parameter) is nn.Parameter and not (
             parameter.is_contiguous() and parameter.untyped_storage().nbytes() == parameter.nbytes

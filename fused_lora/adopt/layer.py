@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from fused_mlp.utils import compute_dtype
 
-from ..kernels.fp8_rows import E4M3
 from ..kernels.residual import _extend_rows_kernel
 from ..kernels.rows import Handover
 from ..layer.decoder_layer import DecoderLayer
@@ -28,12 +27,11 @@ from .attention import (
     turns,
     why_not_inputs,
 )
-from .borders import LayerBorders, let_save
+from .borders import Border, LayerBorders
 from .foreign.forwards import fused_parts_of
 from .foreign.parallel import FLATTENED, is_flattened, is_in_fsdp
 from .foreign.versions import class_forward
-from .fp8.checkpoint import is_of_codes, let_train
-from .fp8.weight import why_not_in_fp8
+from .fp8.border import Fp8Border
 from .known import known_form
 from .layer_reading import base_layers, names_of_norms, norms_of, parts_and_ranks, read_groups
 from .mlp import activation_of
@@ -55,16 +53,16 @@ class BorderedForward(FusedForward):
         fp8: bool = False,
     ):
         super().__init__(function, module, parts)
-        if borders is None or (fp8 and not borders.fp8):
-            borders = LayerBorders(fp8)
+        kind = Fp8Border if fp8 else Border
+        if borders is None or (fp8 and borders.kind is not kind):
+            borders = LayerBorders(kind)
         self.borders = borders
 
     @property
     def forward(self) -> MethodType:
         method = super().forward
-        if not self.borders.fp8:
+        if self.borders.kind.is_traced:
             return method
-        # torch.compile cannot trace weights in FP8
         return MethodType(torch.compiler.disable(method.__func__), self)
 
 
@@ -91,9 +89,7 @@ def give_borders(layers: Sequence[tuple[str, nn.Module]]) -> None:
         if not reason and _runs_on(reads[0][0].weight.device):
             owner.borders.bordered(reads, *parts_and_ranks(layer, reads), _dtype_of(layer))
         for base in base_layers(layer):
-            let_save(base)
-            if is_of_codes(base):
-                let_train(base)
+            owner.borders.kind.take_in(base)
 
 
 def _runs_on(device: torch.device) -> bool:
@@ -114,10 +110,7 @@ def _is_flattened(layer: Any) -> bool:
 
 def why_not_fp8(layer: Any) -> str | None:
     """Return the reason if a layer's products may not be in FP8."""
-    weights = [base.weight for base in base_layers(layer)]
-    if any(weight.dtype == E4M3 for weight in weights):  # which says nothing of the model's dtype
-        weights.append(layer.post_attention_layernorm.weight)
-    return next(filter(None, map(why_not_in_fp8, weights)), None)
+    return Fp8Border.why_not(layer)
 
 
 def read_layer(layer: Any) -> tuple:
@@ -180,9 +173,9 @@ def _read(layer: Any, fp8: bool = False) -> list[list[Projection]]:
             f"its base weights are those of {borders.replica_of}, too (layer_replication): only "
             "the first such layer runs whole"
         )
-    is_fp8 = borders is not None and borders.fp8
-    refuse(why_not_fp8(layer) if is_fp8 else None)
-    return read_groups(layer, fp8 or is_fp8)
+    kind = Border if borders is None else borders.kind
+    refuse(kind.why_not(layer))
+    return read_groups(layer, fp8 or kind.reads_codes)
 
 
 def _read_call(layer: Any, *call: Any) -> list[list[Projection]]:

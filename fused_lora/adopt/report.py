@@ -95,8 +95,8 @@ def _report_part(
     found.counts[part] = f"{running} of {total} {SWITCHES[part].units}"
     if part == "layer" and found.fused[part]:
         borders = borders_of(model.get_submodule(found.fused[part][0]))
-        if borders is not None and borders.fp8:
-            found.counts[part] += " in FP8"
+        if borders is not None:
+            found.counts[part] += borders.kind.precision
 
 
 def _runs(module: nn.Module, unit: str, left: dict[str, str]) -> bool:

@@ -17,7 +17,8 @@ A decoder layer has four: q, k and v; o; gate and up; down. It asks them for
 and nobody outside a buffer's own file knows which kind it is. `Buffer` multiplies in the weight's
 dtype. `fp8/buffer.py` overrides these methods to multiply codes. A kind whose weights are only
 stored otherwise, in 4 bits say, overrides `encode` alone and writes W into `matrix` there:
-`Filling` calls it before a forward, and before a backward if the border has changed since.
+`Filling` calls it before a forward, and before a backward if the border has changed since. Layers
+may share one such matrix, if they share its `key`.
 
 With dropout every projection's z and p A are products of masked tensors, by kernels of their own.
 """

@@ -24,6 +24,7 @@ from reference import random, relative_error
 from fused_lora import Fusion, fuse, unfuse
 from fused_lora import cross_entropy as loss_module
 from fused_lora.adopt import layer as layer_module
+from fused_lora.adopt.fp8 import border as border_module
 from fused_lora.kernels.fp8_rows import codes_and_scales
 from fused_lora.layer.buffer import Incoming
 from fused_lora.layer.fp8.buffer import Fp8Buffer
@@ -271,7 +272,7 @@ def test_a_gpu_without_fp8_is_refused_by_name(monkeypatch):
         shape, is_cuda, dtype, device = (64, 64), True, torch.bfloat16, "cuda:0"
 
     layer = type("Layer", (), {"weight": Weight})
-    monkeypatch.setattr(layer_module, "base_layers", lambda _: [layer])
+    monkeypatch.setattr(border_module, "base_layers", lambda _: [layer])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100-SXM4-80GB")
     reason = "NVIDIA A100-SXM4-80GB has no products in FP8 (sm_89 and newer have): leave fp8 out"

@@ -1,5 +1,7 @@
 """One decoder layer as an autograd function, against PEFT's own in float64."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 from contract import LAYOUTS
@@ -33,6 +35,7 @@ DTYPES = {
     "fp16": {"dtype": torch.float16, "autocast_adapter_dtype": False},
     "bf16 with fp32 adapters": {"dtype": torch.bfloat16},
 }
+GROUPS = ("qkv", "o", "gate_up", "down")
 FEW = (1, 4)  # tokens, where no error is measured
 
 
@@ -337,6 +340,56 @@ def test_what_is_saved_is_what_the_docstring_counts(family, more, dropout, devic
     bits = 4 * (6 * 52 + 139) if dropout else 0
     total = sum(storage.nbytes() for storage in saved.values()) - 18 * (2 * elements + 8) - bits
     assert total in {0, sum(beyond), *beyond}
+
+
+# --- kinds of weights -----------------------------------------------------------------------------
+
+
+class Stored(Buffer):
+    """A weight that is written into a matrix whenever its layer runs. Layers share the matrix."""
+
+    keys: ClassVar[dict] = {}
+
+    def __init__(self, group, matrix):
+        self.stored = group.buffer.weight.clone()
+        super().__init__(matrix, group.buffer.bias, *self.stored.shape)
+
+    @property
+    def key(self):
+        return self.keys[self.matrix.data_ptr()]
+
+    @key.setter
+    def key(self, key):
+        self.keys[self.matrix.data_ptr()] = key
+
+    @staticmethod
+    def encode(buffers):
+        for one in buffers:
+            one.weight.copy_(one.stored)
+
+
+def test_weights_that_are_stored_otherwise_and_share_their_memory(device):
+    """As 4-bit ones will: all that a kind of its own has to say is where its weights come from."""
+    model, inputs, grad = operands(device, FEW)
+    *first, frozen = inputs[4:]
+    *second, next_frozen = read_layer(layer_of(model, 1))
+    both = [*first, *second]
+
+    def run(frozen, next_frozen):
+        hidden = DecoderLayer.apply(*inputs[:4], *first, frozen)
+        output = DecoderLayer.apply(hidden, *inputs[1:4], *second, next_frozen)
+        return [output, *torch.autograd.grad(output, both, grad)]
+
+    want = run(frozen, next_frozen)
+    shared = {name: torch.zeros_like(getattr(frozen, name).buffer.matrix) for name in GROUPS}
+    stored = [
+        one._replace(**{
+            name: getattr(one, name)._replace(buffer=Stored(getattr(one, name), matrix))
+            for name, matrix in shared.items()
+        })
+        for one in (frozen, next_frozen)
+    ]  # fmt: skip
+    assert all(map(torch.equal, run(*stored), want)) and len(want) == 29
 
 
 # --- what does not fit ----------------------------------------------------------------------------

@@ -176,6 +176,10 @@ class Fp8Weight(_Coded):
         """The original as a plain parameter in the place of this one."""
         return nn.Parameter(self.original.to(self.device, copy=True), self.requires_grad)
 
+    def leave_buffer(self) -> None:
+        """Become the original again, on its device: as the same object."""
+        _become(self, self.full())
+
     def __deepcopy__(self, memo: dict) -> nn.Parameter:
         return memo.setdefault(id(self), self.full())
 
@@ -290,11 +294,6 @@ def become_fp8(parameter: Tensor, buffer: Fp8Buffer, row: int, original: Tensor)
     weight._is_param = True  # as isinstance(_, nn.Parameter) asks
     _become(parameter, weight)
     buffer.made_of[row] = changes[0]
-
-
-def become_plain(parameter: Fp8Weight) -> None:
-    """Make it its original again, on its device."""
-    _become(parameter, parameter.full())
 
 
 def _become(parameter: Tensor, other: Tensor) -> None:

@@ -1,0 +1,126 @@
+"""The buffers of layers in FP8: made of their weights, or of a checkpoint's codes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...kernels.fp8_rows import E4M3, codes_and_scales
+from ...layer.buffer import Bordered
+from ...layer.fp8.buffer import Fp8Buffer
+from ..borders import Border, Layout, held_bias, layout_of, let_save, move_biases
+from ..layer_reading import base_layers
+from ..projection import Projection
+from .checkpoint import is_of_codes, let_train, may_lie_in_buffer, row_codes
+from .weight import Fp8Weight, become_fp8, why_not_in_fp8
+
+
+class Fp8Border(Border):
+    """As Border, in FP8: the weights hold their buffer (`weight.py`). One with a checkpoint's own
+    codes (`checkpoint.py`) lasts until they lie elsewhere or are others."""
+
+    precision = " in FP8"
+    is_traced = False
+    reads_codes = True
+
+    @staticmethod
+    def why_not(layer: Any) -> str | None:
+        weights = [base.weight for base in base_layers(layer)]
+        if any(weight.dtype == E4M3 for weight in weights):  # they do not tell the model's dtype
+            weights.append(layer.post_attention_layernorm.weight)
+        return next(filter(None, map(why_not_in_fp8, weights)), None)
+
+    @staticmethod
+    def take_in(base: nn.Linear) -> None:
+        let_save(base)
+        if is_of_codes(base):
+            let_train(base)
+
+    def __init__(self) -> None:
+        self._made: tuple[tuple, Layout] | None = None  # where biases were put, and codes
+        self._of_codes: Fp8Buffer | None = None
+
+    def __reduce__(self):
+        return Fp8Border, ()
+
+    def bordered(
+        self,
+        reads: Sequence[Projection],
+        parts: Sequence[Projection],
+        ranks: Sequence[int],
+        dtype: torch.dtype,
+    ) -> tuple[Bordered, bool]:
+        places, layout = self._made or (None, None)
+        held = [getattr(read.weight, "buffer", None) for read in reads if read.scales is None]
+        buffer: Any = (held or [self._of_codes])[0]
+        fits = (
+            layout is not None
+            and buffer is not None
+            and _all_lie_in(buffer, reads)
+            and places == (places_of_biases(reads), _places_of_codes(reads))
+            and layout.has_room(parts)
+        )
+        if not fits:
+            self._of_codes = None  # its memory is free for the next
+            layout = layout_of(reads[0].weight, parts, ranks)
+            buffer = _make_fp8(reads, layout, dtype)
+            self._of_codes = buffer if len(held) < len(reads) else None
+            self._made = (places_of_biases(reads), _places_of_codes(reads)), layout
+        assert layout is not None and isinstance(buffer, Fp8Buffer)
+        return layout.bordered(buffer, reads, parts), not fits
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _make_fp8(reads: Sequence[Projection], layout: Layout, dtype: torch.dtype) -> Fp8Buffer:
+    codes, scales, originals = [], [], []
+    for read in reads:
+        weight, original = read.weight, None
+        if read.scales is not None:
+            of_weight = row_codes(weight, read.scales)
+        elif isinstance(weight, Fp8Weight):  # for a smaller rank, or elsewhere
+            of_weight, original = codes_and_scales(weight.whole()), weight.original
+        else:
+            of_weight = codes_and_scales(weight.detach())
+            original = torch.empty(weight.shape, dtype=weight.dtype).copy_(weight)
+        codes.append(of_weight[0].view(torch.uint8))
+        scales.append(of_weight[1])
+        originals.append(original)
+    bias = move_biases(reads, layout)
+    together = torch.cat(codes).view(E4M3), torch.cat(scales)
+    buffer = Fp8Buffer(*together, bias, layout.width, dtype)
+    row = 0
+    for read, original in zip(reads, originals, strict=True):
+        end = row + len(read.weight)
+        if original is not None:
+            become_fp8(read.weight, buffer, row, original)
+        elif read.scales is not None and may_lie_in_buffer(read.scales):
+            read.weight.data = buffer.weight[row:end]  # the same codes
+        row = end
+    return buffer
+
+
+def _all_lie_in(buffer: Fp8Buffer, reads: Sequence[Projection]) -> bool:
+    """Return whether the weights are codes in this buffer, one after the other, as they are now. A
+    checkpoint's own codes do not know where they lie."""
+    row = 0
+    for read in reads:
+        weight = read.weight
+        if read.scales is None and not (
+            isinstance(weight, Fp8Weight) and weight.lies_in(buffer, row, weight.shape)
+        ):
+            return False
+        row += len(weight)
+    return True
+
+
+def _places_of_codes(reads: Sequence[Projection]) -> tuple:
+    """The places of a checkpoint's codes and scales, and what PyTorch counts of their changes."""
+    tensors = (t for read in reads if read.scales for t in (read.weight, read.scales.values))
+    return tuple((t.data_ptr(), t.device, 0 if t.is_inference() else t._version) for t in tensors)
+
+
+def places_of_biases(reads: Sequence[Projection]) -> tuple:
+    held = map(held_bias, reads)
+    return tuple(None if bias is None else bias.data_ptr() for bias in held)
