@@ -39,8 +39,7 @@ from torch import Tensor
 from fused_mlp.launching import cdiv, check_runnable, launch
 from fused_mlp.utils import compute_dtype, scaled_matmul
 
-from .fp8_head import Fp8Head
-from .kernels.fp8_rows import SIZES
+from .fp8_head import Fp8Head, check_fp8_head
 from .label_check import checking
 
 # What a chunk's logits may take by default: both bounds are reached by bf16 and 262,144 words.
@@ -194,7 +193,10 @@ class LinearCrossEntropy(torch.autograd.Function):
             part = slice(start, start + chunk)
             x = (rows[part] if which is None else rows.index_select(0, which[part])).to(dtype)
             if head is not None:
-                loss += _loss_in_fp8(head, x, bias, labels[part], targets, grad_rows, part)
+                grad_part = None if grad_rows is None else grad_rows[part]
+                loss += head.loss(
+                    x, bias, labels[part], targets.ignore_index, cross_entropy_, grad_part
+                )
                 continue
             logits = buffer[: len(x)]
             if bias is None:
@@ -236,19 +238,6 @@ class LinearCrossEntropy(torch.autograd.Function):
                 grad_hidden = zeros.index_copy_(0, which, grad_hidden)
             grad_hidden = grad_hidden.view(ctx.hidden_shape)
         return grad_hidden, grad_weight, grad_bias, None
-
-
-def _loss_in_fp8(
-    head: Fp8Head, x: Tensor, bias: Tensor | None, labels: Tensor, targets: Targets,
-    grad_rows: Tensor | None, part: slice,
-) -> Tensor:  # fmt: skip
-    """Return the sum of a chunk's losses; its gradient is written into this part of grad_rows."""
-    logits = head.logits(x, bias)
-    maxima = torch.empty(len(x), dtype=torch.float32, device=x.device)
-    losses = cross_entropy_(logits, labels, targets.ignore_index, False, maxima)
-    if grad_rows is not None:
-        grad_rows[part] = head.gradient(logits, labels, losses, maxima, targets.ignore_index)
-    return losses.sum()
 
 
 def labelled_rows(
@@ -350,15 +339,8 @@ def linear_cross_entropy(
         if rows is None and (drop_ignored or max_labelled is not None):
             rows = labelled_rows(labels, ignore_index, max_labelled)
     with_gradient = torch.is_grad_enabled()
-    if (
-        fp8
-        and with_gradient
-        and any(one is not None and one.requires_grad for one in (weight, bias))
-    ):
-        raise ValueError("linear_cross_entropy: fp8 wants a weight and a bias that are frozen")
-    if fp8 and any(size % SIZES for size in weight.shape):
-        given = list(weight.shape)
-        raise ValueError(f"linear_cross_entropy: fp8 wants multiples of {SIZES}, weight is {given}")
+    if fp8:
+        check_fp8_head("linear_cross_entropy", weight, bias)
     targets = Targets(
         labels, num_items, ignore_index, chunk_tokens, rows, max_labelled, with_gradient, fp8
     )

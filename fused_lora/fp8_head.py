@@ -12,12 +12,14 @@ go after it: in Qwen2.5-3B of 0.62 GB of weight, which may be the embedding's, t
 whenever it likes.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from .kernels.fp8_logits import logit_codes, transposed
 from .kernels.fp8_products import product_of_codes
-from .kernels.fp8_rows import fp8_rows
+from .kernels.fp8_rows import SIZES, fp8_rows
 
 
 class Fp8Head:
@@ -29,6 +31,21 @@ class Fp8Head:
         self._scales = scales[:, 0]
         self._codes_t = transposed(self._codes)
         self._ones = torch.ones(weight.shape[1], device=weight.device)
+
+    def loss(
+        self, x: Tensor, bias: Tensor | None, labels: Tensor, ignore_index: int,
+        cross_entropy: Callable, grad_x: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """Return the sum of the rows' losses, and write its gradient into grad_x if it is given.
+
+        cross_entropy: `cross_entropy_` of cross_entropy.py.
+        """
+        logits = self.logits(x, bias)
+        maxima = torch.empty(len(x), dtype=torch.float32, device=x.device)
+        losses = cross_entropy(logits, labels, ignore_index, False, maxima)
+        if grad_x is not None:
+            grad_x.copy_(self.gradient(logits, labels, losses, maxima, ignore_index))
+        return losses.sum()
 
     def logits(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x W' + bias [T, vocabulary] of x [T, hidden]."""
@@ -48,3 +65,12 @@ class Fp8Head:
         # an ignored label, or one outside the vocabulary, takes any row, times 0 or NaN
         at_label = self._weight.index_select(0, labels.clamp(0, len(self._weight) - 1))
         return grad.addcmul_(at_label, of_label[:, None].to(grad.dtype))
+
+
+def check_fp8_head(name: str, weight: Tensor, bias: Tensor | None) -> None:
+    """Raise ValueError unless a loss can multiply this weight in FP8, in the name of a function."""
+    trained = any(one is not None and one.requires_grad for one in (weight, bias))
+    if torch.is_grad_enabled() and trained:
+        raise ValueError(f"{name}: fp8 wants a weight and a bias that are frozen")
+    if any(size % SIZES for size in weight.shape):
+        raise ValueError(f"{name}: fp8 wants multiples of {SIZES}, weight is {list(weight.shape)}")

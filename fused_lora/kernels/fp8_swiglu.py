@@ -172,13 +172,28 @@ def _repair_kernel(
 
 
 @triton.jit
+def load_column_scales(coded, column, intermediate):
+    """What dgate and dup of these columns are multiplied by."""
+    gate = tl.load(coded.of_columns + column, mask=column < intermediate, other=0.0)
+    up = tl.load(coded.of_columns + intermediate + column, mask=column < intermediate, other=0.0)
+    return gate, up
+
+
+@triton.jit
+def load_code_scales(coded, row, end):
+    return tl.load(coded.scales + row, mask=row < end, other=1.0)
+
+
+@triton.jit
 def store_codes(
-    gate_ptr, up_ptr, passed_ptr, gate, up, mask, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    ROUND: tl.constexpr,
+    coded, codes_row_stride, row, column, intermediate, gate, up, mask, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
-    """Write both [ROWS, COLUMNS], and 1 into passed's rows [ROWS, 1] where one is more than e4m3
-    holds or no number."""
+    """Write both [ROWS, COLUMNS] as codes, and note rows where one is more than e4m3 holds or no
+    number."""
     tl.static_assert(COLUMNS <= LANES * LANE_COLUMNS)
+    gate_ptr = coded.codes + row * codes_row_stride + column
+    up_ptr, passed_ptr = gate_ptr + intermediate, coded.passed + row * LANES
     tl.store(gate_ptr, e4m3(gate, ROUND), mask=mask)
     tl.store(up_ptr, e4m3(up, ROUND), mask=mask)
     # NaN's order is none, and of a maximum it may get lost

@@ -36,7 +36,7 @@ from .activation import activate
 from .autotune import fastest
 from .dropped_products import check_mask
 from .fp8_rows import rounds
-from .fp8_swiglu import LANES, Coded, store_codes
+from .fp8_swiglu import Coded, load_code_scales, load_column_scales, store_codes
 from .rows import check_alike, check_rows, rows_and_intermediate
 from .tiling import MAX_BLOCK_RANK, Tiling, dots_in_fp32, keep, stages
 
@@ -68,10 +68,7 @@ def _swiglu_backward_products_kernel(
     grad_hidden_ptr,  # [rows, intermediate]
     gate_up_ptr,  # [rows, 2 intermediate]
     grad_gate_up_ptr,  # [rows, 2 intermediate], written, or None
-    codes_ptr,  # [rows, 2 intermediate and more], the same in FP8, written, or None
-    code_scales_ptr,  # [rows]
-    passed_ptr,  # [rows, LANES], 1 is written where a row has more than its scale holds
-    of_columns_ptr,  # [2 intermediate], by which what becomes codes is multiplied
+    coded,  # `Coded`, the same in FP8, written, or None
     of_hidden_ptr,  # the factor [rows, rank] of hidden's product, or None; likewise the next two
     of_gate_ptr,
     of_up_ptr,
@@ -99,20 +96,17 @@ def _swiglu_backward_products_kernel(
 ):
     column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)[None, :]
     split = tl.program_id(1)
-    if codes_ptr is not None:
-        of_gate_columns = tl.load(of_columns_ptr + column, mask=column < intermediate, other=0.0)
-        of_up_columns = tl.load(
-            of_columns_ptr + intermediate + column, mask=column < intermediate, other=0.0
-        )
+    if coded is not None:
+        gate_scales, up_scales = load_column_scales(coded, column, intermediate)
     dtype = gate_up_ptr.dtype.element_ty
     sum_hidden = tl.zeros([BLOCK_COLUMNS, BLOCK_RANK], tl.float32)
     sum_gate = tl.zeros([BLOCK_COLUMNS, BLOCK_RANK], tl.float32)
     sum_up = tl.zeros([BLOCK_COLUMNS, BLOCK_RANK], tl.float32)
     start = split * rows_of_a_split
     end = tl.minimum(start + rows_of_a_split, rows)
-    if codes_ptr is not None:
+    if coded is not None:
         row = (start + tl.arange(0, BLOCK_ROWS)).to(tl.int64)[:, None]
-        code_scale = tl.load(code_scales_ptr + row, mask=row < end, other=1.0)
+        code_scale = load_code_scales(coded, row, end)
     for first in range(start, end, BLOCK_ROWS):
         # int64: from 97,542 rows of 2 x 11,008 on, an int32 offset overflows
         row = (first + tl.arange(0, BLOCK_ROWS)).to(tl.int64)[:, None]
@@ -127,16 +121,13 @@ def _swiglu_backward_products_kernel(
         hidden = (activated * up).to(dtype)
         grad_gate = grad_hidden * up * slope
         grad_up = grad_hidden * activated
-        if codes_ptr is not None:
+        if coded is not None:
             over_scale = 1.0 / code_scale
             # of the next rows: who asks for their own waits as long as all else here takes
-            code_scale = tl.load(
-                code_scales_ptr + row + BLOCK_ROWS, mask=row + BLOCK_ROWS < end, other=1.0
-            )
-            codes_tile = codes_ptr + row * codes_row_stride + column
+            code_scale = load_code_scales(coded, row + BLOCK_ROWS, end)
             store_codes(
-                codes_tile, codes_tile + intermediate, passed_ptr + row * LANES,
-                grad_gate * of_gate_columns * over_scale, grad_up * of_up_columns * over_scale,
+                coded, codes_row_stride, row, column, intermediate,
+                grad_gate * gate_scales * over_scale, grad_up * up_scales * over_scale,
                 mask, BLOCK_ROWS, BLOCK_COLUMNS, ROUND,
             )  # fmt: skip
         grad_gate = grad_gate.to(dtype)
@@ -329,8 +320,7 @@ def _launch(
     ranks = [0 if factor is None else min(factor.shape[1], MAX_BLOCK_RANK) for factor in factors]
     block_rank = max(next_power_of_2(max(ranks)), 16)  # tl.dot wants 16 at least
     kernel = _swiglu_backward_products_kernel
-    tensors = grad_hidden, gate_up, grad_gate_up, *(coded or [None] * 4), *factors
-    with_strides = *tensors[:4], *factors
+    with_strides = grad_hidden, gate_up, grad_gate_up, coded and coded.codes, *factors
     row_strides = [0 if tensor is None else tensor.stride(0) for tensor in with_strides]
     gradients = tuple(None if product is None else product.gradient for product in products)
     strides = [(0, 0) if gradient is None else gradient.stride() for gradient in gradients]
@@ -344,7 +334,8 @@ def _launch(
         partials = gate_up.new_empty(3, splits, intermediate, block_rank, dtype=torch.float32)
         launch_by_triton(
             kernel, (cdiv(intermediate, tiling.columns), splits),
-            *tensors, mask and mask.bits, partials, *row_strides,
+            grad_hidden, gate_up, grad_gate_up, coded, *factors, mask and mask.bits, partials,
+            *row_strides,
             rows, rows_of_a_split, intermediate, *ranks,
             tiling.rows, tiling.columns, block_rank, activation == "gelu_tanh",
             dots_in_fp32(kernel, gate_up), rounds(kernel),
