@@ -37,6 +37,7 @@ from fused_mlp.launching import cdiv, launch
 
 from .causal_attention import BLOCK_POSITIONS, LOG2_E, Launch, dot, head_dim_of
 from .qkv_rope import angles_of, batch_of
+from .rotation import load_halves, store_turned_back
 from .rows import check_alike, check_rows
 from .tiling import dots_in_fp32
 
@@ -44,35 +45,6 @@ from .tiling import dots_in_fp32
 BACKWARD_QUERIES = Launch(keys=32, warps=4, stages=2)
 BACKWARD_QUERIES_OF_DOCUMENTS = Launch(keys=64, warps=4, stages=2)
 BACKWARD_KEYS = Launch(keys=BLOCK_POSITIONS, warps=4, stages=2)
-
-
-@triton.jit
-def _load_halves(row, column, mask, HALF: tl.constexpr):
-    """Both halves [tokens, HALF] of one head, the first of whose features is at this column."""
-    tile = row + column + tl.arange(0, HALF)[None, :]
-    return tl.load(tile, mask=mask, other=0.0), tl.load(tile + HALF, mask=mask, other=0.0)
-
-
-@triton.jit
-def _store_turned_back(
-    row, column, grad_1, grad_2, cos_ptr, sin_ptr, angle, mask, HALF: tl.constexpr
-):
-    """Write a head's gradient, given in halves, turned back by the angles of its tokens, or without
-    cos_ptr as it is."""
-    feature = tl.arange(0, HALF)[None, :]
-    tile = row + column + feature
-    dtype = tile.dtype.element_ty
-    if cos_ptr is None:
-        tl.store(tile, grad_1.to(dtype), mask=mask)
-        tl.store(tile + HALF, grad_2.to(dtype), mask=mask)
-    else:
-        cos_row, sin_row = cos_ptr + angle + feature, sin_ptr + angle + feature
-        cos_1 = tl.load(cos_row, mask=mask, other=0.0).to(tl.float32)
-        cos_2 = tl.load(cos_row + HALF, mask=mask, other=0.0).to(tl.float32)
-        sin_1 = tl.load(sin_row, mask=mask, other=0.0).to(tl.float32)
-        sin_2 = tl.load(sin_row + HALF, mask=mask, other=0.0).to(tl.float32)
-        tl.store(tile, (grad_1 * cos_1 + grad_2 * sin_2).to(dtype), mask=mask)
-        tl.store(tile + HALF, (grad_2 * cos_2 - grad_1 * sin_1).to(dtype), mask=mask)
 
 
 @triton.jit
@@ -91,7 +63,7 @@ def _attend_backward(
         key = start + tl.arange(0, KEYS)
         is_key = (key < limit)[:, None]
         key_row = sequence + key.to(tl.int64)[:, None] * qkv_row_stride
-        k_1, k_2 = _load_halves(key_row, (HEADS + kv_head) * HEAD_DIM, is_key, HALF)
+        k_1, k_2 = load_halves(key_row, (HEADS + kv_head) * HEAD_DIM, is_key, HALF)
         v_tile = key_row + (HEADS + KV_HEADS + kv_head) * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
         v = tl.load(v_tile, mask=is_key, other=0.0)
         scores = dot(q_2, tl.trans(k_2), dot(q_1, tl.trans(k_1), zeros, IN_FP32), IN_FP32)
@@ -153,13 +125,13 @@ def _attention_queries_backward_kernel(
     angle = batch * cos_batch_stride + query[:, None] * HEAD_DIM
     end = tl.minimum((block + 1) * BLOCK, positions)
     if documents_ptr is None:
-        q_1, q_2 = _load_halves(q_row, head * HEAD_DIM, mask, HALF)
+        q_1, q_2 = load_halves(q_row, head * HEAD_DIM, mask, HALF)
         logsumexp = tl.load(logsumexp_ptr + places, mask=is_query, other=0.0)
         grad_q_1, grad_q_2 = _attend_backward(
             q_1, q_2, grad, dots, logsumexp, query, sequence, kv_head, 0, end, positions,
             qkv_row_stride, score_scale, HEADS, KV_HEADS, HALF, BLOCK, KEYS, IN_FP32,
         )  # fmt: skip
-        _store_turned_back(
+        store_turned_back(
             grad_qkv_row, head * HEAD_DIM, grad_q_1 * scaling, grad_q_2 * scaling,
             cos_ptr, sin_ptr, angle, mask, HALF,
         )  # fmt: skip
@@ -171,14 +143,14 @@ def _attention_queries_backward_kernel(
             next = tl.minimum(tl.load(documents + positions + first), end)
             is_query = (query >= first) & (query < next)
             mask = is_query[:, None]
-            q_1, q_2 = _load_halves(q_row, head * HEAD_DIM, mask, HALF)
+            q_1, q_2 = load_halves(q_row, head * HEAD_DIM, mask, HALF)
             grad = tl.load(grad_tile, mask=mask, other=0.0)
             logsumexp = tl.load(logsumexp_ptr + places, mask=is_query, other=0.0)
             grad_q_1, grad_q_2 = _attend_backward(
                 q_1, q_2, grad, dots, logsumexp, query, sequence, kv_head, first_key, next, next,
                 qkv_row_stride, score_scale, HEADS, KV_HEADS, HALF, BLOCK, KEYS, IN_FP32,
             )  # fmt: skip
-            _store_turned_back(
+            store_turned_back(
                 grad_qkv_row, head * HEAD_DIM, grad_q_1 * scaling, grad_q_2 * scaling,
                 cos_ptr, sin_ptr, angle, mask, HALF,
             )  # fmt: skip
@@ -208,7 +180,7 @@ def _attend_keys_backward(
         query = first_query + i % blocks * BLOCK + tl.arange(0, BLOCK)
         is_query = query < end
         mask = is_query[:, None]
-        q_1, q_2 = _load_halves(
+        q_1, q_2 = load_halves(
             sequence + query.to(tl.int64)[:, None] * qkv_row_stride, head * HEAD_DIM, mask, HALF
         )
         grad_tile = grad_rows + query.to(tl.int64)[:, None] * grad_row_stride + head * HEAD_DIM
@@ -268,14 +240,14 @@ def _attention_keys_backward_kernel(
     row = grad_qkv_ptr + (batch * positions + key)[:, None] * grad_qkv_row_stride
     angle = batch * cos_batch_stride + key[:, None] * HEAD_DIM
     if documents_ptr is None:
-        k_1, k_2 = _load_halves(key_row, k_column, is_key, HALF)
+        k_1, k_2 = load_halves(key_row, k_column, is_key, HALF)
         v = tl.load(key_row + v_column + feature, mask=is_key, other=0.0)
         grad_k_1, grad_k_2, grad_v = _attend_keys_backward(
             k_1, k_2, v, key, sequence, grad_rows, logsumexp_rows, dots_rows, kv_head, start,
             positions, positions, qkv_row_stride, grad_row_stride, score_scale,
             HEADS, KV_HEADS, HALF, BLOCK, IN_FP32,
         )  # fmt: skip
-        _store_turned_back(
+        store_turned_back(
             row, k_column, grad_k_1 * scaling, grad_k_2 * scaling, cos_ptr, sin_ptr, angle, is_key,
             HALF,
         )  # fmt: skip
@@ -288,14 +260,14 @@ def _attention_keys_backward_kernel(
             end = tl.load(documents + positions + first)
             next = tl.minimum(end, last)
             is_key = ((key >= first) & (key < next))[:, None]
-            k_1, k_2 = _load_halves(key_row, k_column, is_key, HALF)
+            k_1, k_2 = load_halves(key_row, k_column, is_key, HALF)
             v = tl.load(key_row + v_column + feature, mask=is_key, other=0.0)
             grad_k_1, grad_k_2, grad_v = _attend_keys_backward(
                 k_1, k_2, v, key, sequence, grad_rows, logsumexp_rows, dots_rows, kv_head, first,
                 end, positions, qkv_row_stride, grad_row_stride, score_scale,
                 HEADS, KV_HEADS, HALF, BLOCK, IN_FP32,
             )  # fmt: skip
-            _store_turned_back(
+            store_turned_back(
                 row, k_column, grad_k_1 * scaling, grad_k_2 * scaling, cos_ptr, sin_ptr, angle,
                 is_key, HALF,
             )  # fmt: skip

@@ -6,18 +6,15 @@
 For one head's raw x, of N elements, and the weight w that all heads of q (or of k) share, or for
 all heads of a token together, which have a weight for every feature (OLMo 2), w being the weight or
 1 + weight (Gemma 3),
-
     y      = x r w,    r = 1 / sqrt(mean(x^2) + eps)
     grad_x = r (g w - n mean(g w n)),    n = x r
 
-as in `rms_norm.py`, and y turns as in `rope.py`. Attention's backward turns its gradient back where
-it writes it, which gives g; all else that `head_norms_backward` reads is raw x. It computes r from
-that again: one sum over what is read anyway, where [rows, heads] in fp32 would be saved otherwise.
+as in `rms_norm.py`, and y turns as in `rope.py`. Attention's backward turns its gradient back as it
+writes it, which gives g. From raw x `head_norms_backward` recomputes r, so nothing else is saved.
 
 Traffic: forward reads q, k and v and writes them once; backward reads g and x of q and k and writes
-grad_x over g. So g must be of the caller's own making, as the buffer that forward writes. Raw q and
-k are left as they are: they are what is to be saved. Arithmetic is fp32 and rounds once, at the
-store, where eager rounds n, y, both products of RoPE and their sum. Deterministic.
+grad_x over g, which must be the caller's own memory. Arithmetic is fp32 and rounds once, at the
+store. Eager rounds n, y, RoPE's products and their sum. Deterministic.
 """
 
 from typing import NamedTuple

@@ -55,3 +55,32 @@ def load_angles(
     if BACKWARD:
         sin_1, sin_2 = -sin_2, -sin_1
     return cos_1, cos_2, sin_1, sin_2
+
+
+@triton.jit
+def load_halves(row, column, mask, HALF: tl.constexpr):
+    """Both halves [tokens, HALF] of one head, the first of whose features is at this column."""
+    tile = row + column + tl.arange(0, HALF)[None, :]
+    return tl.load(tile, mask=mask, other=0.0), tl.load(tile + HALF, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_turned_back(
+    row, column, grad_1, grad_2, cos_ptr, sin_ptr, angle, mask, HALF: tl.constexpr
+):
+    """Write a head's gradient, given in halves, turned back by the angles of its tokens, or without
+    cos_ptr as it is."""
+    feature = tl.arange(0, HALF)[None, :]
+    tile = row + column + feature
+    dtype = tile.dtype.element_ty
+    if cos_ptr is None:
+        tl.store(tile, grad_1.to(dtype), mask=mask)
+        tl.store(tile + HALF, grad_2.to(dtype), mask=mask)
+    else:
+        cos_row, sin_row = cos_ptr + angle + feature, sin_ptr + angle + feature
+        cos_1 = tl.load(cos_row, mask=mask, other=0.0).to(tl.float32)
+        cos_2 = tl.load(cos_row + HALF, mask=mask, other=0.0).to(tl.float32)
+        sin_1 = tl.load(sin_row, mask=mask, other=0.0).to(tl.float32)
+        sin_2 = tl.load(sin_row + HALF, mask=mask, other=0.0).to(tl.float32)
+        tl.store(tile, (grad_1 * cos_1 + grad_2 * sin_2).to(dtype), mask=mask)
+        tl.store(tile + HALF, (grad_2 * cos_2 - grad_1 * sin_1).to(dtype), mask=mask)

@@ -25,7 +25,6 @@ is fixed and gradients are deterministic.
 
 from collections.abc import Sequence
 from itertools import accumulate, chain
-from typing import NoReturn
 
 import torch
 import triton
@@ -34,7 +33,6 @@ from torch import Tensor
 
 from fused_mlp.dropout import is_kept
 from fused_mlp.launching import (
-    DTYPES,
     cdiv,
     check_runnable,
     launch_by_triton,
@@ -43,10 +41,8 @@ from fused_mlp.launching import (
 )
 
 from .autotune import fastest
-from .dropped_products import check_mask
 from .fp8_rows import E4M3
-from .rows import check_alike, check_rows
-from .swiglu_products_backward import Product
+from .products import Product, ranks_if_right, refuse_products, split_products
 from .tiling import MAX_BLOCK_RANK, Tiling, dots_in_fp32, keep, stages, tilings_for_masks
 
 # splits: at most; as many as make PROGRAMS, three for each of 132 multiprocessors. Qwen2.5-3B's
@@ -251,9 +247,8 @@ def sums_over_tokens(sums: Sequence[tuple[Tensor, Sequence[Product]]]) -> None:
             of any rank. Its gradient [columns, rank] has any strides, and is bf16, fp16 or fp32;
             gradients do not overlap.
 
-    Deterministic. One launch, or two where the rows are parted into ranges, up to 8 x, of up to
-    three factors each. No tensor but the gradients is written, and nothing is copied from the host,
-    so that a CUDA graph may hold the launches.
+    Deterministic. One launch for up to 8 x of up to three factors each, or two where the rows are
+    split into ranges. Nothing is copied from the host: a CUDA graph may hold the launches.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit, or no kernel can run on them.
@@ -262,11 +257,14 @@ def sums_over_tokens(sums: Sequence[tuple[Tensor, Sequence[Product]]]) -> None:
         return
     tensors = (t for x, products in sums for t in (x, *(product.factor for product in products)))
     first = next((t for t in tensors if t.dtype != E4M3), sums[0][0])
-    check_runnable("sums_over_tokens", _sums_over_tokens_kernel, first)
+    name, kernel = "sums_over_tokens", _sums_over_tokens_kernel
+    check_runnable(name, kernel, first)
     ranks_of: list[list[int]] = []
     for i, (x, products) in enumerate(sums):
-        ranks = _ranks_if_right(x, products, first)
-        ranks_of.append(_refuse(i, x, products, first) if ranks is None else ranks)
+        ranks = ranks_if_right(x, products, first)
+        if ranks is None:
+            refuse_products(name, kernel, i, x, products, first)
+        ranks_of.append(ranks)
     widest = max([max(ranks, default=0) for ranks in ranks_of])
     if first.shape[0] == 0:
         for _, products in sums:
@@ -278,7 +276,7 @@ def sums_over_tokens(sums: Sequence[tuple[Tensor, Sequence[Product]]]) -> None:
         slots: list[_Slot] = []
         for (x, products), ranks in zip(sums, ranks_of, strict=True):
             if widest > MAX_BLOCK_RANK:
-                products, ranks = _parts(products)
+                products, ranks = split_products(products)
             for i in range(0, len(ranks), at_once):
                 slots.append((x, products[i : i + at_once], ranks[i : i + at_once]))
         with on_device_of(first):
@@ -287,17 +285,6 @@ def sums_over_tokens(sums: Sequence[tuple[Tensor, Sequence[Product]]]) -> None:
 
 
 _Slot = tuple[Tensor, Sequence[Product], Sequence[int]]  # an x, its products and their ranks
-
-
-def _parts(products: Sequence[Product]) -> tuple[list[Product], list[int]]:
-    """The products, each as many as it takes to have at most MAX_BLOCK_RANK ranks in one."""
-    parts, ranks = [], []
-    for factor, gradient, scaling, mask in products:
-        of_factor, of_gradient = (t.split(MAX_BLOCK_RANK, dim=1) for t in (factor, gradient))
-        for some, its_gradient in zip(of_factor, of_gradient, strict=True):
-            parts.append(Product(some, its_gradient, scaling, mask))
-            ranks.append(some.shape[1])
-    return parts, ranks
 
 
 def _launch(slots: Sequence[_Slot], block_rank: int) -> None:
@@ -361,61 +348,3 @@ def _launch(slots: Sequence[_Slot], block_rank: int) -> None:
     shape = columns, firsts, block_rank, is_masked, coded
     others = tilings_for_masks(_OTHERS) if is_masked else _OTHERS
     launch(fastest(kernel, first, rows, shape, tiling, others, launch))
-
-
-def _ranks_if_right(x: Tensor, products: Sequence[Product], first: Tensor) -> list[int] | None:
-    """The products' ranks, if all is right that `_refuse` looks at, in a third of its time."""
-    dtype, device = first.dtype, first.device
-    is_coded = x.dtype == E4M3
-    if x.ndim != 2 or (x.dtype != dtype and not is_coded) or x.device != device:
-        return None
-    rows, columns = x.shape
-    if rows != first.shape[0] or (x.stride(1) != 1 and columns > 1):
-        return None
-    ranks = []
-    for factor, gradient, _, mask in products:
-        if factor.ndim != 2 or factor.dtype != dtype or factor.device != device:
-            return None
-        count, rank = factor.shape
-        if (
-            count != rows
-            or (factor.stride(1) != 1 and rank > 1)
-            or gradient.shape != (columns, rank)
-            or gradient.dtype not in DTYPES
-            or gradient.device != device
-            or (mask is not None and (is_coded or mask.bits.shape != (cdiv(rows, 32), columns)))
-        ):
-            return None
-        ranks.append(rank)
-    return ranks
-
-
-def _refuse(i: int, x: Tensor, products: Sequence[Product], first: Tensor) -> NoReturn:
-    """Raise the ValueError that says what does not fit."""
-    name, kernel = "sums_over_tokens", _sums_over_tokens_kernel
-    is_coded = x.dtype == E4M3
-    if is_coded:
-        x = x.to(first.dtype)  # what follows looks at its shape
-    # numel: 1 where there is no such dimension, which is what is refused then
-    rows, columns = first.shape[:1].numel(), x.shape[-1:].numel()
-    check_rows(name, kernel, (rows, columns), **{f"x {i}": x})
-    check_alike(name, f"x {i}", x, first)
-    for j, (factor, gradient, _, mask) in enumerate(products):
-        key, rank = f"factor {j} of x {i}", factor.shape[-1:].numel()
-        check_rows(name, kernel, (rows, rank), **{key: factor})
-        check_alike(name, key, factor, first)
-        if mask is not None and is_coded:
-            raise ValueError(f"{name}: mask {j} of x {i}, which is codes, should be None")
-        if mask is not None:
-            check_mask(f"{name}: mask {j} of x {i}", mask, x)
-        key = f"gradient {j} of x {i}"
-        if gradient.shape != (columns, rank):
-            raise ValueError(
-                f"{name}: {key} is {list(gradient.shape)}, should be {[columns, rank]}"
-            )
-        if gradient.device != first.device or gradient.dtype not in DTYPES:
-            raise ValueError(
-                f"{name}: {key} is {gradient.dtype} on {gradient.device}, should be bfloat16, "
-                f"float16 or float32 on {first.device}"
-            )
-    raise AssertionError("there is nothing to refuse")

@@ -21,15 +21,14 @@ dtype, and adds in fp32, as a product of the stored tensors would.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fused_mlp.dropout import Mask, is_kept
-from fused_mlp.launching import DTYPES, cdiv, launch_by_triton, next_power_of_2, on_device_of
+from fused_mlp.dropout import is_kept
+from fused_mlp.launching import cdiv, launch_by_triton, next_power_of_2, on_device_of
 from fused_mlp.utils import check_activation
 
 from .activation import activate
@@ -37,6 +36,7 @@ from .autotune import fastest
 from .dropped_products import check_mask
 from .fp8_rows import rounds
 from .fp8_swiglu import Coded, load_code_scales, load_column_scales, store_codes
+from .products import Product, check_product
 from .rows import check_alike, check_rows, rows_and_intermediate
 from .tiling import MAX_BLOCK_RANK, Tiling, dots_in_fp32, keep, stages
 
@@ -223,29 +223,6 @@ def _sum_products_kernel(
             tl.store(gradient, total, mask=mask)
 
 
-class Product(NamedTuple):
-    """``gradient.copy_(scaling * x.t() @ factor)``, for x [rows, intermediate], in fp32 and rounded
-    once; with a mask, of what it keeps of x, scaled."""
-
-    factor: Tensor  # [rows, rank] in x's dtype; x may be codes
-    gradient: Tensor  # [intermediate, rank], written; of any strides, bf16, fp16 or fp32
-    scaling: float = 1.0
-    mask: Mask | None = None  # where the product is of the input of an adapter
-
-    @property
-    def scale(self) -> float:
-        """The factor of the sums."""
-        return self.scaling if self.mask is None else self.scaling * self.mask.scale
-
-
-class SwiGLUProducts(NamedTuple):
-    """The products of `swiglu_backward_products`, None for one that is not needed."""
-
-    hidden: Product | None
-    gate: Product | None
-    up: Product | None
-
-
 def swiglu_backward_products(
     grad_hidden: Tensor,
     gate_up: Tensor,
@@ -288,7 +265,7 @@ def swiglu_backward_products(
         check_mask(f"{name}: of_hidden: mask", of_hidden.mask, grad_hidden)
     for key, product in zip(("of_hidden", "of_gate", "of_up"), products, strict=True):
         if product is not None:
-            _check_product(f"{name}: {key}", product, gate_up)
+            check_product(f"{name}: {key}", kernel, product, gate_up)
     if rows == 0:
         for product in products:
             if product is not None:
@@ -351,21 +328,3 @@ def _launch(
     shape = intermediate, *ranks, grad_gate_up is None, coded is None, mask is None, activation
     shipped = BACKWARD_TILING if coded is None else CODED_TILING
     launch(fastest(kernel, gate_up, rows, shape, shipped, _OTHERS, launch))
-
-
-def _check_product(name: str, product: Product, gate_up: Tensor) -> None:
-    """Raise ValueError unless a factor and its gradient fit [gate | up]."""
-    rows, intermediate = gate_up.shape[0], gate_up.shape[1] // 2
-    factor, gradient = product[:2]
-    rank = factor.shape[-1]
-    check_rows(name, _swiglu_backward_products_kernel, (rows, rank), factor=factor)
-    check_alike(name, "factor", factor, gate_up)
-    if gradient.shape != (intermediate, rank):
-        raise ValueError(
-            f"{name}: gradient is {list(gradient.shape)}, should be {[intermediate, rank]}"
-        )
-    if gradient.device != gate_up.device or gradient.dtype not in DTYPES:
-        raise ValueError(
-            f"{name}: gradient is {gradient.dtype} on {gradient.device}, should be bfloat16, "
-            f"float16 or float32 on {gate_up.device}"
-        )

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ..kernels.products import Product, SwiGLUProducts
 from ..kernels.sums_over_tokens import sums_over_tokens
-from ..kernels.swiglu_products_backward import Product, SwiGLUProducts
 from .buffer import Bordered, Dropout, mask_of_one
 from .filling import Adapter
 from .operands import Adapters

@@ -32,9 +32,10 @@ from torch import Tensor
 from fused_mlp.dropout import Mask, Masks
 
 from ..kernels.dropped_products import dropped_gradient, dropped_products
+from ..kernels.products import SwiGLUProducts
 from ..kernels.residual import extend_rows
 from ..kernels.rows import empty_rows
-from ..kernels.swiglu_products_backward import SwiGLUProducts, swiglu_backward_products
+from ..kernels.swiglu_products_backward import swiglu_backward_products
 from ..kernels.swiglu_products_forward import swiglu_forward_product
 from .residual import Norm, norm_backward, norm_forward
 

@@ -38,18 +38,17 @@ filled it since):
     dA      = pn' n, pa' a, pm' m                  of q, k, v, of o, of gate and up, and, in the
     dB      = s dqkv' zn, s dt' za, s g' zh        same launch, of q, k, v, of o and of down
 
-Where outputs are normed, what o and down give is u and d of their own, which are saved (16.4 kB a
-token of OLMo 2 7B, and 24.6 for q, k and v once more), and in one pass each t = x + norm(u) and
-output = t + norm(d). In the places of g and dt in what o, down and their adapters get then are the
-gradients of d and u. OLMo 2 norms outputs and not inputs: n is x and m is t. Gemma 3 norms both.
-Where what is added to a residual is multiplied by some number (Granite), these are so many times g
-and dt, in a pass of their own each.
+Where outputs are normed, o and down give u and d, which are saved: 16.4 kB a token of OLMo 2 7B,
+and 24.6 for q, k and v once more. One pass each makes t = x + norm(u) and output = t + norm(d), and
+o and down receive the gradients of u and d instead of dt and g. OLMo 2 norms outputs and not
+inputs: n is x and m is t. Gemma 3 norms both. Granite multiplies what is added to a residual: a
+pass each multiplies g and dt by the same number.
 
 Norms may multiply by one more than their weight, and the gate's activation may be GELU by tanh
 (Gemma): each is a flag of the same kernels (`kernels/activation.py`).
 
-Where biases or norms' weights are trained, too, theirs are sums over tokens: of the rows of g, dgu,
-dt and dqkv that these products read, a pass each, and of what a norm's backward has in hand.
+Gradients of trained biases are sums over the rows of g, dgu, dt and dqkv, a pass each. Those of
+trained norms' weights are summed by the norm's own backward.
 
 So the adapters' only pass over [T, intermediate] tensors is that over dgu, for pm. All products
 grow in K and have no more columns than without adapters: on an H200, at 16,384 tokens, pm and dm
@@ -310,10 +309,10 @@ class DecoderLayer(torch.autograd.Function):
             q_B, k_B, v_B = sums.add_B(qkv, adapters.qkv, need.qkv, grad_qkv, saved.n.z)
             q_A, k_A, v_A = sums.add_A(qkv, adapters.qkv, need.qkv, saved.n.x, pn, dropouts.qkv)
             sums.compute()
-        of_adapters = Adapters(
+        adapter_grads = Adapters(
             q=Adapter(q_A, q_B), k=Adapter(k_A, k_B), v=Adapter(v_A, v_B), o=Adapter(o_A, o_B),
             gate=Adapter(gate_A, in_swiglu.gate_B), up=Adapter(up_A, in_swiglu.up_B),
             down=Adapter(in_swiglu.down_A, down_B),
         )  # fmt: skip
-        gradients = Trained(of_adapters, None if needed.others is None else grads)
+        gradients = Trained(adapter_grads, None if needed.others is None else grads)
         return grad_x, None, None, None, *gradients.row(), None

@@ -38,7 +38,7 @@ class Fp8Border(Border):
             let_train(base)
 
     def __init__(self) -> None:
-        self._laid_out: tuple[tuple, Layout] | None = None  # where biases were put, and codes
+        self._kept: tuple[tuple, Layout] | None = None  # where biases were put, and codes
         self._of_codes: Fp8Buffer | None = None
 
     def __reduce__(self):
@@ -51,7 +51,7 @@ class Fp8Border(Border):
         ranks: Sequence[int],
         dtype: torch.dtype,
     ) -> tuple[Bordered, bool]:
-        places, layout = self._laid_out or (None, None)
+        places, layout = self._kept or (None, None)
         held = [getattr(read.weight, "buffer", None) for read in reads if read.scales is None]
         buffer: Any = (held or [self._of_codes])[0]
         fits = (
@@ -66,7 +66,7 @@ class Fp8Border(Border):
             layout = layout_of(reads[0].weight, parts, ranks)
             buffer = _make_fp8(reads, layout, dtype)
             self._of_codes = buffer if len(held) < len(reads) else None
-            self._laid_out = (places_of_biases(reads), _places_of_codes(reads)), layout
+            self._kept = (places_of_biases(reads), _places_of_codes(reads)), layout
         assert layout is not None and isinstance(buffer, Fp8Buffer)
         return layout.bordered(buffer, reads, parts), not fits
 

@@ -37,7 +37,8 @@ from ...kernels.fp8_swiglu import (
     repair_gradient_codes,
     swiglu_codes,
 )
-from ...kernels.swiglu_products_backward import SwiGLUProducts, swiglu_backward_products
+from ...kernels.products import SwiGLUProducts
+from ...kernels.swiglu_products_backward import swiglu_backward_products
 from ..buffer import Buffer, Dropout, Incoming, Read
 from ..residual import Norm
 
