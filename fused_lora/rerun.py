@@ -7,7 +7,7 @@ calls its function and nothing more.
 
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,19 +26,9 @@ class Keep(NamedTuple):
 STAYS = Keep(lambda tensor: tensor, lambda tensor: tensor)
 
 
-class Run(Protocol):
-    """A recomputed forward while it runs, the first time or again."""
-
-    keep: Keep | None
-    runs_again: bool
-
-    def once(self, function: Callable[[], tuple], keep: Keep) -> tuple: ...
-
-    def saving_last(self, function: Callable[[bool], Tensor]) -> Tensor: ...
-
-
-def runs() -> list[Run]:
-    """Return the recomputed forwards that this thread is in, the innermost last."""
+def runs() -> list[Any]:
+    """Return the recomputed forwards (`step/recompute.py`) that this thread is in, the innermost
+    last."""
     if not hasattr(_thread, "runs"):
         _thread.runs = []
     return _thread.runs

@@ -40,9 +40,13 @@ def split_qkv(attention: Any, reads: list[Projection]) -> list[Projection]:
     """q, k and v, of an attention's three layers for them or its one."""
     if len(reads) > 1:
         return reads
+    return split_projection(reads[0], _sizes(attention, len(reads[0].weight)))
+
+
+def _sizes(attention: Any, together: int) -> list[int]:
+    """Return how many of a layer's outputs are q's, k's and v's."""
     q = attention.o_proj.in_features
-    k = (len(reads[0].weight) - q) // 2
-    return split_projection(reads[0], [q, k, k])
+    return [q, *[(together - q) // 2] * 2]
 
 
 def _frozen_qkv(reads: Sequence[Projection]) -> FrozenQKV:
@@ -188,10 +192,7 @@ def _run_qkv(attention: Any, reads: Reads, hidden_states: Tensor) -> Sequence[Te
     outputs = [run(getattr(attention, name), hidden_states) for name in names]
     if len(outputs) > 1:
         return outputs
-    (together,) = outputs
-    q = attention.o_proj.in_features
-    k = (together.shape[-1] - q) // 2
-    return together.split([q, k, k], -1)
+    return outputs[0].split(_sizes(attention, outputs[0].shape[-1]), -1)
 
 
 def mask_for_attention(mask: Any) -> Any:

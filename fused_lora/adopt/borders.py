@@ -100,14 +100,14 @@ class Border:
         # of a copied or unpickled model no weight lies in a buffer
         return Border, ()
 
-    def bordered(
+    def find_or_make(
         self,
         reads: Sequence[Projection],
         parts: Sequence[Projection],
         ranks: Sequence[int],
         _: torch.dtype,
     ) -> tuple[Bordered, bool]:
-        """The buffer, with room for adapters of these ranks, and whether it had to be made.
+        """Return the buffer, with room for adapters of these ranks, and whether it had to be made.
 
         parts: the projections, or what they are split in, each with an adapter and a rank.
 
@@ -213,20 +213,20 @@ class LayerBorders(Filling):
         self.borders = tuple(kind() for _ in range(GROUPS))
         self.replica_of: str | None = None
 
-    def bordered(
+    def find_or_make(
         self,
         groups: Sequence[Sequence[Projection]],
         parts: Sequence[Sequence[Projection]],
         ranks: Sequence[Sequence[int]],
         dtype: torch.dtype,
     ) -> list[Bordered]:
-        """The buffers of these projections, and their parts, made where weights lie elsewhere.
+        """Return the buffers of these projections, made where weights lie elsewhere.
 
         One after the other, so that at most one group's weights exist twice. dtype: the model's,
         which weights in FP8 do not tell.
         """
         found = [
-            border.bordered(reads, split, of, dtype)
+            border.find_or_make(reads, split, of, dtype)
             for border, reads, split, of in zip(self.borders, groups, parts, ranks, strict=True)
         ]
         device = found[0][0].A.device

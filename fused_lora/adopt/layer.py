@@ -87,7 +87,7 @@ def give_borders(layers: Sequence[tuple[str, nn.Module]]) -> None:
         reads, reason = attempt(_read, layer)
         # on the CPU it will not run before it was moved
         if not reason and _runs_on(reads[0][0].weight.device):
-            owner.borders.bordered(reads, *parts_and_ranks(layer, reads), _dtype_of(layer))
+            owner.borders.find_or_make(reads, *parts_and_ranks(layer, reads), _dtype_of(layer))
         for base in base_layers(layer):
             owner.borders.kind.take_in(base)
 
@@ -123,7 +123,7 @@ def _operands(layer: Any, reads: list[list[Projection]]) -> tuple:
     borders = borders_of(layer)
     assert borders is not None
     parts, ranks = parts_and_ranks(layer, reads)
-    qkv, o, gate_up, down = borders.bordered(reads, parts, ranks, _dtype_of(layer))
+    qkv, o, gate_up, down = borders.find_or_make(reads, parts, ranks, _dtype_of(layer))
     attention = layer.self_attn
     form = known_form(layer, "Layer")
     multiplier = getattr(layer, form.multiplier) if form.multiplier else 1.0

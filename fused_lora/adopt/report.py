@@ -95,7 +95,8 @@ def _report_part(
     found.counts[part] = f"{running} of {total} {SWITCHES[part].units}"
     if part == "layer" and found.fused[part]:
         borders = borders_of(model.get_submodule(found.fused[part][0]))
-        found.counts[part] += borders.kind.precision if borders is not None else ""
+        if borders is not None:
+            found.counts[part] += borders.kind.precision
 
 
 def _runs(module: nn.Module, unit: str, left: dict[str, str]) -> bool:

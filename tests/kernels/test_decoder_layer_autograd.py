@@ -1,5 +1,5 @@
-"""One decoder layer as an autograd function: what autograd asks of it, what it refuses, and a kind of
-weights of one's own."""
+"""One decoder layer as an autograd function: what autograd asks of it, what it refuses, and weights
+that are stored otherwise."""
 
 from typing import ClassVar
 

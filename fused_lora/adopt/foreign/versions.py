@@ -33,16 +33,18 @@ def is_checkpointed(module: Any) -> bool:
 
 def as_ours(options: dict[str, Any]) -> dict[str, Any]:
     """Return options of a forward by the names that our functions have for them."""
-    if IS_NAMED_CACHE and "cache" in options:
-        return {CACHE if name == "cache" else name: one for name, one in options.items()}
-    return options
+    return _renamed(options, "cache", CACHE)
 
 
 def as_named(options: dict[str, Any]) -> dict[str, Any]:
     """Return options of a forward by the names that transformers has for them."""
-    if IS_NAMED_CACHE and CACHE in options:
-        return {"cache" if name == CACHE else name: one for name, one in options.items()}
-    return options
+    return _renamed(options, CACHE, "cache")
+
+
+def _renamed(options: dict[str, Any], old: str, new: str) -> dict[str, Any]:
+    if not IS_NAMED_CACHE or old not in options:
+        return options
+    return {new if name == old else name: one for name, one in options.items()}
 
 
 def class_forward(module: nn.Module, *inputs, **options):

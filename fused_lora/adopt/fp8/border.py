@@ -44,7 +44,7 @@ class Fp8Border(Border):
     def __reduce__(self):
         return Fp8Border, ()
 
-    def bordered(
+    def find_or_make(
         self,
         reads: Sequence[Projection],
         parts: Sequence[Projection],
