@@ -10,12 +10,13 @@ For the incoming g, with D the sum of g * attended over a head's features, and R
 
 written side by side, as the product that q, k and v come from takes its gradient. One kernel gives
 grad_q and D, another grad_k and grad_v, and each computes P and dS for itself. On an H200, in µs a
-layer of Qwen2.5-3B with 32 sequences, beside cuDNN's as PyTorch calls it and RoPE's kernel after
-(docs/performance.md says of which version):
+layer of Qwen2.5-3B with 32 sequences, beside cuDNN's as PyTorch calls it and RoPE's kernel after.
+"first" is the first version of these kernels; "now" was timed from 128 positions on:
 
     positions            64     128     256     512
     cuDNN and RoPE     70.6     117     224     484
-    here               39.5    74.3     160     406
+    first              39.5    74.3     160     406
+    now                        73.5     160     408
 
 Besides its backward itself cuDNN has kernels for D, for sums over heads and for grad_q from fp32,
 which take half of that at 64 positions. With more of them products are what counts, of which it has
