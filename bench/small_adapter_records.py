@@ -10,7 +10,7 @@ from bench.results import UNREADABLE, write_atomically
 from variants import Lora
 
 
-class Adapter(Record):
+class TrainedAdapter(Record):
     """An adapter after some steps. is_dpo: trained on pairs instead of chats."""
 
     rate: float
@@ -31,7 +31,7 @@ class Seen(Record):
     """
 
     variant: str
-    adapter: Adapter
+    adapter: TrainedAdapter
     along: list[float]
     losses: list[float]
     chosen: list[float]
@@ -49,7 +49,7 @@ class SmallAdapters(Record):
     batches: int
     tokens: int
     pairs: int
-    adapters: list[Adapter]
+    adapters: list[TrainedAdapter]
     seen: list[Seen]
     failed: dict[str, str]
 

@@ -26,9 +26,9 @@ from bench import machine, processes
 from bench.folders import locked
 from bench.options import HERE, Parser, check_variant, why_unavailable
 from bench.small_adapter_records import (
-    Adapter,
     Seen,
     SmallAdapters,
+    TrainedAdapter,
     load_small_adapters,
     save_small_adapters,
 )
@@ -66,7 +66,7 @@ class Asked(msgspec.Struct, frozen=True):
     rows: int
     seq_len: int
     pairs: int
-    adapters: list[Adapter]
+    adapters: list[TrainedAdapter]
 
     def chats(self) -> tuple[list[Batch], list[Batch]]:
         """Return batches to train on, and others to look at."""
@@ -295,9 +295,11 @@ def main(argv: list[str] | None = None) -> int:
         for variant in given.variants:
             check_variant(variant, defaults["device"])
         source = resolve(str(given.model), given.cache.resolve(), seed=0)
-        adapters = [Adapter(rate, n) for rate in defaults["rates"] for n in defaults["steps"]]
+        adapters = [
+            TrainedAdapter(rate, n) for rate in defaults["rates"] for n in defaults["steps"]
+        ]
         dpo_steps = min(DPO_STEPS, defaults["pairs"] // PAIRS_A_STEP)
-        adapters += [Adapter(DPO_LR, n, is_dpo=True) for n in range(1, dpo_steps + 1)]
+        adapters += [TrainedAdapter(DPO_LR, n, is_dpo=True) for n in range(1, dpo_steps + 1)]
         sizes = {name: defaults[name] for name in ("device", "batches", "rows", "seq_len", "pairs")}
         folder = given.cache.resolve() / "small_adapters" / source.folder.name
         asked = Asked(source, given.data, folder, adapters=adapters, **sizes)

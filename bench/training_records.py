@@ -24,7 +24,7 @@ class TrainingSettings(Record):
     data_sha256: str
 
 
-class Trained(Record):
+class TrainingRun(Record):
     """A run. held_out: losses by the steps that came before. None is no number."""
 
     base: str
@@ -41,7 +41,7 @@ class Fp8Training(Record):
     environment: Environment
     settings: TrainingSettings
     bases: dict[str, str]
-    runs: list[Trained]
+    runs: list[TrainingRun]
 
 
 def load_training(path: Path) -> Fp8Training:

@@ -144,7 +144,7 @@ def _parts_of(fusion: Fusion) -> list[str]:
 
 
 class _Asked:
-    """What a call of `fuse` asks for, as far as the model has modules for it.
+    """The parts that a call of `fuse` asks for and the model has modules for.
 
     wanted: the parts. fp8: whether its whole layers are to be in FP8. refused: the reasons why
     others are left out, by part or module. early: those that only the lack of adapters keeps out.

@@ -1,4 +1,4 @@
-"""What a function does differently where the forward around it runs twice (`step/recompute.py`).
+"""Questions of a function whose forward may run twice (`step/recompute.py`).
 
 A recomputed forward keeps its inputs alone and runs again in backward. The functions in it ask here
 what to keep from their first run, and what their second may leave out. Elsewhere each of these

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from bench.training_records import Fp8Training, Trained
+from bench.training_records import Fp8Training, TrainingRun
 from report.lines import apart_by
 from report.picture import framed, write_caption, write_title
 from report.statistics import interval95
@@ -32,7 +32,7 @@ class Ends(NamedTuple):
 
     base: str
     variant: str
-    runs: list[Trained]
+    runs: list[TrainingRun]
     losses: list[float]
     apart: list[float]
 
@@ -51,7 +51,7 @@ class Ends(NamedTuple):
         return title if is_in_fp8(variant_of(self.variant)) else "bf16"
 
 
-def curve(run: Trained) -> list[float]:
+def curve(run: TrainingRun) -> list[float]:
     return [float("nan") if loss is None else loss for loss in run.held_out.values()]
 
 

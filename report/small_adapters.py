@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from bench.small_adapter_records import Adapter, Seen, SmallAdapters
+from bench.small_adapter_records import Seen, SmallAdapters, TrainedAdapter
 from report.lines import apart_by, line_of
 from report.picture import framed
 from report.statistics import interval95
@@ -24,19 +24,19 @@ FINDING = "Small updates vanish from bf16 forwards; whole layers show them"
 TOP = 1.35  # a share above it stands there with its number
 
 
-def shares(found: SmallAdapters, variant: str, adapter: Adapter) -> list[float]:
+def shares(found: SmallAdapters, variant: str, adapter: TrainedAdapter) -> list[float]:
     """Return, by batch, the outputs' change projected on fp32's, over fp32's."""
     along, exact = (_seen(found, id, adapter).along for id in (variant, IN_FP32))
     return [a / b for a, b in zip(along, exact, strict=True)]
 
 
-def loss_shares(found: SmallAdapters, variant: str, adapter: Adapter) -> list[float]:
+def loss_shares(found: SmallAdapters, variant: str, adapter: TrainedAdapter) -> list[float]:
     """Return, by batch, the loss's change over fp32's mean change."""
     exact = fmean(_seen(found, IN_FP32, adapter).losses)
     return [change / exact for change in _seen(found, variant, adapter).losses]
 
 
-def _seen(found: SmallAdapters, variant: str, adapter: Adapter) -> Seen:
+def _seen(found: SmallAdapters, variant: str, adapter: TrainedAdapter) -> Seen:
     return next(one for one in found.seen if (one.variant, one.adapter) == (variant, adapter))
 
 
@@ -82,7 +82,7 @@ def _mean(values: list[float]) -> str:
     return f"{mean:.2f}" + (f" ± {half:.2f}" if not half < 0.005 else "")
 
 
-def _rate(adapter: Adapter) -> str:
+def _rate(adapter: TrainedAdapter) -> str:
     return f"{adapter.rate:.0e}".replace("e-0", "e-")
 
 
@@ -130,7 +130,7 @@ def small_adapters_figure(found: SmallAdapters) -> Figure | None:
 
 
 def _lines(
-    axes: Axes, found: SmallAdapters, trained: Sequence[Adapter], rates: list[list[int]]
+    axes: Axes, found: SmallAdapters, trained: Sequence[TrainedAdapter], rates: list[list[int]]
 ) -> None:
     """Draw lines with intervals; their names stand right of the last adapter, those of lines that
     cannot be told apart together."""

@@ -1,4 +1,4 @@
-"""What is said where a module that `fuse` has set to run fused steps aside.
+"""Warnings of modules that `fuse` has set to run fused and that step aside.
 
 Each reason is said once for all modules of a model, but not what the report of `fuse` has told of
 this one already, nor what the user asked for.

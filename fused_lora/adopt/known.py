@@ -1,4 +1,4 @@
-"""Whether a module's class is known (`families.py`) and still what its library has written."""
+"""Checks that a module's class is known (`families.py`) and still as its library wrote it."""
 
 from functools import cache
 from typing import Any

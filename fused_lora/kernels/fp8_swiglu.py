@@ -173,7 +173,7 @@ def _repair_kernel(
 
 @triton.jit
 def load_column_scales(coded, column, intermediate):
-    """What dgate and dup of these columns are multiplied by."""
+    """The factors of dgate and dup in these columns."""
     gate = tl.load(coded.of_columns + column, mask=column < intermediate, other=0.0)
     up = tl.load(coded.of_columns + intermediate + column, mask=column < intermediate, other=0.0)
     return gate, up

@@ -47,7 +47,7 @@ class Attention(NamedTuple):
 
 
 class AttentionSaved(NamedTuple):
-    """What a backend's backward takes of its forward; None for what it does not."""
+    """A backend's results that its backward takes; None for those it does not."""
 
     logsumexp: Tensor | None = None
     seed: Tensor | None = None

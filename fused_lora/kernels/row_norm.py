@@ -33,7 +33,7 @@ def rstd_of_mean(mean, eps):
 
 @triton.jit
 def load_weight(weight_ptr, columns, mask, ZERO_CENTERED: tl.constexpr):
-    """What a norm multiplies by, in fp32, and 0 or 1 behind the end."""
+    """A norm's factors in fp32, and 0 or 1 behind the end."""
     weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
     if ZERO_CENTERED:
         weight += 1.0

@@ -37,7 +37,7 @@ from ..kernels.residual import extend_rows
 from ..kernels.rows import empty_rows
 from ..kernels.swiglu_products_backward import swiglu_backward_products
 from ..kernels.swiglu_products_forward import swiglu_forward_product
-from .residual import Norm, norm_backward, norm_forward
+from .residual import Norm, apply_norm, norm_backward
 
 
 class Dropout(NamedTuple):
@@ -47,8 +47,8 @@ class Dropout(NamedTuple):
     blocks: tuple[int, ...]
 
 
-class Read(NamedTuple):
-    """What a product has read, [x | z], as backward needs it."""
+class ProductInput(NamedTuple):
+    """The rows that a product has read, [x | z], as backward needs them."""
 
     x: Tensor  # [T, in]
     z: Tensor  # [T, width], x A'
@@ -84,7 +84,7 @@ class Buffer:
     def project_norm(
         self, x: Tensor, norm: Norm | None, bias: Tensor | None, dropout: Dropout | None,
         copy: Tensor | None,
-    ) -> tuple[Tensor, Read, Tensor | None]:  # fmt: skip
+    ) -> tuple[Tensor, ProductInput, Tensor | None]:  # fmt: skip
         """Return (n W' + bias + adapters, [n | z], rstd) of n, the norm of x, or x without one.
 
         Writes x into copy, too, if it is given.
@@ -92,12 +92,12 @@ class Buffer:
         inputs = x.shape[1]
         extended = empty_rows(x, len(x), inputs + len(self.A))
         normed, z = extended[:, :inputs], extended[:, inputs:]
-        rstd = norm_forward(x, norm, normed, copy)
+        rstd = apply_norm(x, norm, normed, copy)
         if dropout is None:
             torch.mm(normed, self.A.t(), out=z)
         else:
             dropped_products(normed, self.A, dropout.blocks, dropout.masks, z)
-        return self.product(extended, bias), Read(normed, z), rstd
+        return self.product(extended, bias), ProductInput(normed, z), rstd
 
     def adds_beside(self, dropout: Dropout | None) -> bool:
         """Return True if a sum is a pass after the matmul. Otherwise the matmul accumulates into
@@ -182,7 +182,7 @@ class Buffer:
     ) -> tuple[Tensor, Tensor]:
         """Return (dx [T, in], p [T, width]). p may lie beside dy in incoming's rows.
 
-        scales: those of `Read`, by which p is multiplied for dA.
+        scales: those of `ProductInput`, by which p is multiplied for dA.
         """
         assert incoming.rows is not None
         dy, p = incoming.rows.tensor_split([len(self.sB)], 1)

@@ -61,7 +61,7 @@ saves 70.2 kB: [n|zn] 4.3, qkv 5.1, a 4.1, t 4.1, [m|zm] 4.2, gu 44.0, za, zh, l
 rstd 0.2, and x 4.1, which is the output of the layer before. Norms of heads add q, k and v once
 more, as attention has them: at Qwen3-8B (hidden 4,096, intermediate 12,288, q and k and v 6,144)
 12.3 of 115.3 kB, 2.0 of which are a second v, for attention reads all three from one buffer. Their
-rstd are computed again. In FP8 n and m are codes alone (`buffer.Read`), 2.6 and 2.4 kB with
+rstd are computed again. In FP8 n and m are codes alone (`buffer.ProductInput`), 2.6 and 2.4 kB with
 their z. Where checkpointing runs the layer
 again, zh is kept (`rerun.once`): 64 bytes a token, and SwiGLU does not run again. Where it has
 somewhere to keep them, neither are a, za and t computed a second time: 8.2 kB a token for
@@ -85,7 +85,7 @@ from ..rerun import has_kept
 from .adapter_sums import AdapterSums, swiglu_gradients
 from .buffer import Incoming
 from .filling import Adapter
-from .forward import add_mlp, attend, new_output, turn
+from .forward import add_attention, add_mlp, new_output, turn
 from .operands import (
     Adapters,
     Trained,
@@ -95,7 +95,7 @@ from .operands import (
     new_gradients,
 )
 from .residual import addend_gradient, needed_rows, norm_backward, spread_rows, sum_biases
-from .saved import Saved, once_as_record, restore, save
+from .saved import Saved, once_as_record, restore, store
 
 
 class DecoderLayer(torch.autograd.Function):
@@ -168,7 +168,9 @@ class DecoderLayer(torch.autograd.Function):
             x, frozen.input_norm, qkv_weights.base_bias, dropouts.qkv, copy
         )
         raw, qkv = turn(qkv, cos, sin, positions, frozen)
-        attended = once_as_record(lambda: attend(x, qkv, mask, copy, positions, frozen, dropouts.o))
+        attended = once_as_record(
+            lambda: add_attention(x, qkv, mask, copy, positions, frozen, dropouts.o)
+        )
 
         # from total on, there are the needed rows alone
         total = attended.total
@@ -182,7 +184,7 @@ class DecoderLayer(torch.autograd.Function):
         if frozen.rows is not None and sums is not None:
             output.view(x.shape).index_copy_(0, frozen.rows, sums)
 
-        save(ctx, Saved(
+        store(ctx, Saved(
             hidden=hidden, cos=cos, sin=sin, mask=mask, n=n, input_rstd=input_rstd, raw=raw,
             qkv=qkv, attended=attended, m=m, post_rstd=post_rstd, gate_up=gate_up, z_down=z_down,
             mlp_normed=mlp_normed, frozen=frozen.for_backward(), adapters=trained.adapters,

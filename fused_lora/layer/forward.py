@@ -31,7 +31,7 @@ def turn(
     return qkv, turned
 
 
-def attend(
+def add_attention(
     x: Tensor, qkv: Tensor, mask: Tensor | None, copy: Tensor | None, positions: int,
     frozen: FrozenLayer, dropout: Dropout | None,
 ) -> Attended:  # fmt: skip

@@ -25,7 +25,7 @@ class Normed(NamedTuple):
     rstd: Tensor  # [T]
 
 
-def norm_forward(x: Tensor, norm: Norm | None, y: Tensor, copy: Tensor | None) -> Tensor | None:
+def apply_norm(x: Tensor, norm: Norm | None, y: Tensor, copy: Tensor | None) -> Tensor | None:
     """Write the norm of x into y, and x itself into copy; without a norm y is x. Return rstd."""
     if norm is not None:
         return residual_norm_forward(x, norm.weight, norm.eps, y, copy, norm.zero_centered)

@@ -1,4 +1,4 @@
-"""What DecoderLayer's backward needs, by name.
+"""Everything that DecoderLayer's backward needs, by name.
 
 `save_for_backward` keeps and watches a flat row of tensors. `save` and `restore` pass a record
 through it: `split` takes the tensors out of a record of records, `join` puts others in their place.
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..kernels.qkv_attention import Attention, AttentionSaved
 from ..rerun import once
-from .buffer import Read
+from .buffer import ProductInput
 from .operands import Adapters, Dropouts, FrozenLayer, Others
 from .residual import Normed
 
@@ -30,18 +30,18 @@ class Attended(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What DecoderLayer's backward needs of its forward."""
+    """Results of DecoderLayer's forward that its backward needs."""
 
     hidden: Tensor
     cos: Tensor | None
     sin: Tensor | None
     mask: Tensor | None
-    n: Read  # what q, k and v read
+    n: ProductInput  # what q, k and v read
     input_rstd: Tensor | None
     raw: Tensor | None  # [q | k | v] before the norms of heads, if there are any
     qkv: Tensor
     attended: Attended
-    m: Read  # what gate and up read
+    m: ProductInput  # what gate and up read
     post_rstd: Tensor | None
     gate_up: Tensor
     z_down: Tensor  # h A' of down
@@ -52,7 +52,7 @@ class Saved(NamedTuple):
     kinds: Others  # of what is trained beside the adapters
 
 
-def save(ctx: Any, record: tuple) -> None:
+def store(ctx: Any, record: tuple) -> None:
     """Keep a record for `restore`: its tensors by save_for_backward, all else as it is."""
     tensors, ctx.without_tensors = split(record)
     ctx.save_for_backward(*tensors)

@@ -1,4 +1,4 @@
-"""What a step's eager calls have seen of padding, for its captures in graphs (`graph.py`).
+"""Padding that a step's eager calls have seen, for its captures in graphs (`graph.py`).
 
 A graph cannot look at a mask. The model that is called in a step finds these notes (`current`),
 writes down what it sees, and reads them while it is captured.

@@ -13,7 +13,7 @@ from fused_lora import Fusion, fuse
 from fused_lora.adopt.fp8.weight import Fp8Weight
 from fused_lora.adopt.layer import read_layer
 from fused_lora.kernels.fp8_rows import E4M3
-from fused_lora.layer.buffer import Buffer, Read
+from fused_lora.layer.buffer import Buffer, ProductInput
 from fused_lora.layer.decoder_layer import DecoderLayer
 from fused_lora.layer.fp8.buffer import Codes, Fp8Buffer
 
@@ -107,7 +107,7 @@ class OracleBuffer(Fp8Buffer):
             rstd = rstd.float()
         codes, scales = quantised(normed)
         y, z = self.from_rows(codes, scales, bias, x.dtype)
-        return y, Read(codes.to(x.dtype), z, scales.to(x.dtype)), rstd
+        return y, ProductInput(codes.to(x.dtype), z, scales.to(x.dtype)), rstd
 
     def add_projected(self, x, extended, residual, total, bias, multiplier, dropout):
         if dropout is not None:

@@ -7,7 +7,7 @@ import torch
 from cases.layer_case import operands
 
 from fused_lora.layer.decoder_layer import DecoderLayer
-from fused_lora.layer.saved import TENSOR, Saved, join, restore, save, split
+from fused_lora.layer.saved import TENSOR, Saved, join, restore, split, store
 
 
 class Inner(NamedTuple):
@@ -52,7 +52,7 @@ def test_only_tensors_go_through_autograd(record):
     class Function(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
-            save(ctx, record)
+            store(ctx, record)
             return x.clone()
 
         @staticmethod

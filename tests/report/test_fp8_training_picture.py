@@ -9,7 +9,7 @@ from matplotlib.text import Text
 from msgspec.structs import replace
 
 from bench.records import Optimizer
-from bench.training_records import Fp8Training, Trained, TrainingSettings, load_training
+from bench.training_records import Fp8Training, TrainingRun, TrainingSettings, load_training
 from report import fp8_training as reported
 from variants import Lora
 
@@ -22,7 +22,7 @@ def training(with_outliers=ENDS):
     settings = TrainingSettings("qwen3-0.6b", "random, seed 0", 200, 300, 8, 512, Lora(),
                                 Optimizer("AdamW", 1e-4, True), "0" * 64)  # fmt: skip
     runs = [
-        Trained(base, variant, seed, [4.0] * 300, {0: 4.0, 150: 3 + seed / 100, 300: last})
+        TrainingRun(base, variant, seed, [4.0] * 300, {0: 4.0, 150: 3 + seed / 100, 300: last})
         for base, ends in (("trained", ENDS), ("outliers", with_outliers))
         for variant, losses in ends.items()
         for seed, last in enumerate(losses)

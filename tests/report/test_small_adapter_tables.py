@@ -3,7 +3,7 @@
 import pytest
 
 from bench.records import Environment
-from bench.small_adapter_records import Adapter, Seen, SmallAdapters
+from bench.small_adapter_records import Seen, SmallAdapters, TrainedAdapter
 from report.small_adapters import (
     small_adapters_caption,
     small_adapters_figure,
@@ -11,7 +11,11 @@ from report.small_adapters import (
 )
 from variants import IN_FP32, Lora
 
-SMALL, LARGE, DPO = Adapter(1e-6, 1), Adapter(1e-4, 64), Adapter(5e-6, 1, is_dpo=True)
+SMALL, LARGE, DPO = (
+    TrainedAdapter(1e-6, 1),
+    TrainedAdapter(1e-4, 64),
+    TrainedAdapter(5e-6, 1, is_dpo=True),
+)
 PLAIN, LAYERS = "vanilla_peft_no_checkpointing", "fused_layer_no_checkpointing"
 
 

@@ -1,1 +1,1 @@
-"""What has to be clever about other people's code. Each file begins with its reason."""
+"""Cleverness about other people's code. Each file begins with its reason."""

@@ -19,7 +19,7 @@ BOUND_TO_THE_MODEL = (
 
 
 class Owner:
-    """What a forward of ours is a method of. It does not keep the module alive.
+    """The object whose method a forward of ours is. It does not keep the module alive.
 
     parts: what the module runs fused. told, reported: reasons that are not said again (`aside.py`).
     """

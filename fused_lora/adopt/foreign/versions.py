@@ -1,4 +1,4 @@
-"""What the versions of transformers that we take do each in their own way.
+"""Differences between the versions of transformers that we take.
 
 From 5.23 on a layer is checkpointed by its class's forward, which one on the instance replaces; in
 5.17 by its __call__. 5.24 renames past_key_values to cache, gives the cache attention's options,

@@ -12,7 +12,7 @@ from ...layer.fp8.buffer import Fp8Buffer
 from ..borders import Border, Layout, held_bias, layout_of, let_save, move_biases
 from ..layer_reading import base_layers
 from ..projection import Projection
-from .checkpoint import is_of_codes, let_train, may_lie_in_buffer, row_codes
+from .checkpoint import is_of_codes, let_train, may_lie_in_buffer, rowwise_codes
 from .weight import Fp8Weight, become_fp8, why_not_in_fp8
 
 
@@ -78,7 +78,7 @@ def _make_fp8(reads: Sequence[Projection], layout: Layout, dtype: torch.dtype) -
     for read in reads:
         weight, original = read.weight, None
         if read.scales is not None:
-            of_weight = row_codes(weight, read.scales)
+            of_weight = rowwise_codes(weight, read.scales)
         elif isinstance(weight, Fp8Weight):  # for a smaller rank, or elsewhere
             of_weight, original = codes_and_scales(weight.whole()), weight.original
         else:

@@ -87,7 +87,7 @@ def why_not_codes(base: Any) -> str | None:
     return why_not_own_forward(base)
 
 
-def row_codes(weight: Tensor, scales: BlockScales) -> tuple[Tensor, Tensor]:
+def rowwise_codes(weight: Tensor, scales: BlockScales) -> tuple[Tensor, Tensor]:
     """(codes [out, in], scales [out] in fp32), the checkpoint's own where these are of rows."""
     rows, _ = weight.shape
     grid = scales.over(weight.shape)

@@ -39,7 +39,7 @@ from ...kernels.fp8_swiglu import (
 )
 from ...kernels.products import SwiGLUProducts
 from ...kernels.swiglu_products_backward import swiglu_backward_products
-from ..buffer import Buffer, Dropout, Incoming, Read
+from ..buffer import Buffer, Dropout, Incoming, ProductInput
 from ..residual import Norm
 
 _serials = itertools.count()
@@ -107,7 +107,7 @@ class Fp8Buffer(Buffer):
     def project_norm(
         self, x: Tensor, norm: Norm | None, bias: Tensor | None, dropout: Dropout | None,
         copy: Tensor | None,
-    ) -> tuple[Tensor, Read, Tensor | None]:  # fmt: skip
+    ) -> tuple[Tensor, ProductInput, Tensor | None]:  # fmt: skip
         if dropout is not None:
             return super().project_norm(x, norm, bias, dropout, copy)
         padded = self._codes.shape[1]
@@ -118,7 +118,7 @@ class Fp8Buffer(Buffer):
         y, z = self._product_and_z(codes, scales, bias, x.dtype)
         if copy is not None:
             copy.copy_(x)
-        return y, Read(codes[:, : x.shape[1]], z, scales), rstd
+        return y, ProductInput(codes[:, : x.shape[1]], z, scales), rstd
 
     def adds_beside(self, dropout: Dropout | None) -> bool:
         """An FP8 matmul cannot accumulate into the residual. It rounds before that is added, but by
