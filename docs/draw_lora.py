@@ -386,6 +386,7 @@ def draw_panels() -> tuple[list[dict], list[Panel]]:
     draw_triton_panel(triton, SIZES["TI"])
     passes = [[(n, of.calls[n]) for n in ns] for of, ns in ((peft, (10, 20)), (lora, (8,)))]
     triton.compare(PASSES, list(zip(("PEFT", "LoRA_MLP"), passes, strict=True)))
+    triton.source()
     forward = totals(peft.calls), totals(lora.calls)
     backward = totals(autograd.calls), totals(by_hand.calls)
     for panels, phase, both in (

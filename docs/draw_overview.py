@@ -65,7 +65,7 @@ def draw_savings(canvas: Canvas, y: int) -> None:
     )
     canvas.text(LEFT, y, finding.format_map(SIZES), 20)
     canvas.text(LEFT, y + 42, "PEFT spends more on")
-    x = FIRST
+    x: float = FIRST
     for style, name, key in SAVINGS:
         width = max(round(float(SIZES[key]) * PX_PER_MS, -1), 80)
         canvas.box(
