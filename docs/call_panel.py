@@ -13,7 +13,8 @@ the next in its own row; both follow from the cards.
 from collections import Counter
 from typing import NamedTuple
 
-from excalidraw import CALL_KINDS, STYLES, Canvas, wrap
+from excalidraw import CALL_KINDS, GRAY, STYLES, Canvas, line_width, wrap
+from lora_times import SOURCE, layer_times
 
 # T tokens, hidden size H, intermediate size I, rank r; R is the rank of gate and up together
 DIMENSIONS = {"T": 16384, "H": 2048, "I": 11008, "r": 32, "R": 64}
@@ -21,7 +22,7 @@ LEFT, WORDS, RIGHT, SPAN, WIDTH = 20, 335, 380, 680, 1080
 CHIP, RESULT, LANE = 30, 68, 42  # heights, and the room for an arrow between boxes
 HEAD = 32  # the last stretch of an arrow, long enough for a whole head
 CAST_WIDTH = 66  # of a cast beside the product that it serves
-PROGRAM = STYLES["a program"]  # has its own title, so is not in the legend
+UNNAMED = STYLES["a program"][:3], STYLES["plain"][:3]  # say what they are: not in the legend
 HALVES = {"zg": "z", "zu": "z"}  # names of parts of a tensor
 
 
@@ -82,6 +83,8 @@ SIZES |= {
 }
 ADAPTERS_NBYTES = sum(map(nbytes, ("RH", "Ir", "Ir", "rI", "Hr")))
 SIZES |= {"adapters": size(ADAPTERS_NBYTES), "adapter_casts": size(3 * ADAPTERS_NBYTES)}
+SIZES |= {"three_TI": size(3 * nbytes("TI")), "six_TI": size(6 * nbytes("TI"))}
+SIZES |= layer_times(DIMENSIONS["T"])
 
 
 def totals(calls: dict[int, Call]) -> str:
@@ -127,11 +130,16 @@ class Panel(Canvas):
         self.legend = 80 + 22 * len(intro.split("\n"))
         self.down = self.legend + 84  # where the next band begins
 
-    def words(self, code: str, why: str) -> int:
-        """Begin a band with its code and a sentence at the left; returns where it begins."""
+    def words(self, code: str, why: str, where: str = "") -> int:
+        """Begin a band with its code, its files and times, and sentences at the left; returns where
+        it begins."""
         top = self.down
         if code:
             text = self.text(LEFT, self.down, code, 14, is_code=True)
+            self.down += text["height"] + 6
+        if where:
+            lines = [wrap(line, WORDS, 14) for line in where.format_map(SIZES).split("\n")]
+            text = self.text(LEFT, self.down, "\n".join(lines), 14, color=GRAY)
             self.down += text["height"] + 6
         text = self.text(LEFT, self.down, wrap(why.format_map(SIZES), WORDS))
         self.down = round(self.down + text["height"])
@@ -169,9 +177,9 @@ class Panel(Canvas):
         if number:
             self.results.append(Result(id, text, names, self.rows, number, []))
 
-    def band(self, code: str, why: str, *rows: str) -> None:
-        """Code and a sentence, and at their right rows of cards."""
-        y = self.words(code, why)
+    def band(self, code: str, where: str, why: str, *rows: str) -> None:
+        """Code, its files and why, and at their right rows of cards."""
+        y = self.words(code, why, where)
         for row in rows:
             y = self.row(y, row) + LANE
         self.end(y - LANE)
@@ -196,9 +204,9 @@ class Panel(Canvas):
         self.calls |= calls
         group, widths = f"call {min(calls)}", [width]
         if len(calls) == 2:
-            kinds = {call.kind for call in calls.values()}
-            left = width // 2 if len(kinds) == 1 else CAST_WIDTH
-            widths = [left, width - left]
+            cast, kinds = CALL_KINDS[1], [call.kind for call in calls.values()]
+            left = width // 2 if len({*kinds}) == 1 else CAST_WIDTH
+            widths = [left, width - left] if kinds[0] == cast else [width - left, left]
         left, bottom = x, y
         for number, formula, wide in zip(calls, formulas.split(" / "), widths, strict=True):
             shown = [name for _, name in zip(calls[number].reads, names, strict=False)]
@@ -214,14 +222,19 @@ class Panel(Canvas):
         """The box of a call, under what it reads."""
         call, id = self.calls[number], f"call {number}"
         name = "" if call.name in (*formula.split(), "cast") else f"{call.name}, "
-        moved = ("moves " if width > SPAN / 4 else "") + size(call.moved_bytes)
-        lines = [*f"{number}  {formula}".split(", "), name + moved]
+        moved = size(call.moved_bytes)
+        is_wide = width > max(SPAN / 4, 14 * line_width(f"{name}moves {moved}") + 10)
+        lines = [*f"{number}  {formula}".split(", "), name + "moves " * is_wide + moved]
         height = 12 + 20 * len(lines)
         self.box(id, x, y + CHIP, width, height, call.kind, "\n".join(lines), group, 14)
         shown = [name for name in reads if name != "-"]
-        for n, name in enumerate(shown):
-            tensor, part = HALVES.get(name, name), width // len(shown)
-            style, left = self.styles.get(tensor) or style_of(name), x + n * part
+        parts = [width // len(shown)] * len(shown) if shown else []
+        texts = [14 * line_width(name) + 10 for name in shown]
+        if any(text > part for text, part in zip(texts, parts, strict=True)):
+            parts = [int(width * text / sum(texts)) for text in texts]
+        for n, (name, part) in enumerate(zip(shown, parts, strict=True)):
+            tensor, left = HALVES.get(name, name), x + sum(parts[:n])
+            style = self.styles.get(tensor) or style_of(name)
             chip = self.box(f"{id} {name}", left, y, part, CHIP, style, name, group, 14)
             self.reads.append(Read(tensor, chip, self.rows, number))
         return y + CHIP + height
@@ -285,27 +298,29 @@ class Panel(Canvas):
 
     def totals(self, phase: str, peft: str, lora_mlp: str) -> None:
         """The last band: what the calls come to."""
-        self.text(LEFT, self.down, f"\ncalls in a {phase}\nmemory traffic", 18)
-        for n, (whose, total) in enumerate((("PEFT", peft), ("LoRA_MLP", lora_mlp))):
-            self.text(RIGHT + n * SPAN // 2, self.down, f"{whose}\n{total}", 18)
-        self.down += 90
+        less = f"{SIZES[phase + '_ms']} ms a layer less than PEFT"
+        self.text(LEFT, self.down, f"\nlaunches in a {phase}\nmemory traffic\ntime, on an H200", 18)
+        self.text(RIGHT, self.down, f"PEFT\n{peft}", 18)
+        self.text(RIGHT + SPAN // 2, self.down, f"LoRA_MLP\n{lora_mlp}\n{less}", 18)
+        self.down += 110
+        self.source()
 
-    def framed(self) -> list[dict]:
+    def source(self) -> None:
+        source = self.text(LEFT, self.down, wrap(SOURCE, WIDTH - 2 * LEFT, 14), 14, color=GRAY)
+        self.down = round(self.down + source["height"]) + 16
+
+    def framed(self, x: int, y: int) -> list[dict]:
         """The elements in a frame of their own, with a legend of the styles among them."""
         self.connect()
         looks = {(e["backgroundColor"], e["strokeColor"], e["strokeStyle"]) for e in self.boxes()}
-        looks.discard(PROGRAM[:3])
+        looks.difference_update(UNNAMED)
         used = [style for style, look in STYLES.items() if look[:3] in looks]
         width = (WIDTH - 2 * LEFT + 8) // len(used) - 8
         for n, style in enumerate(used):
             place = LEFT + n * (width + 8), self.legend, width, 48
             text = self.meanings.get(style, style.replace(", ", ",\n"))
             self.box(f"legend {style}", *place, style, text, None, 14)
-        frame = self.add("frame", "frame", 0, 0, WIDTH, self.down, name=self.title)
-        for element in self.elements.values():
-            element["x"] += self.place * (WIDTH + 60)
-            element["frameId"] = None if element is frame else frame["id"]
-        return list(self.elements.values())
+        return self.frame(self.title, x, y, WIDTH, self.down)
 
     def boxes(self) -> list[dict]:
         return [element for element in self.elements.values() if element["type"] == "rectangle"]

@@ -10,6 +10,7 @@ memory, and the GPU runs it for every tile, many at once. Each such run is calle
 [T, 11008] is {PROGRAMS:,} tiles, so that many run, and none waits for another. Memory is large and
 slow; registers are small, fast and inside the processor."""
 LAUNCH = f"_swiglu_forward_kernel[({PROGRAMS},)](\n    gate, up, hidden, ...)"
+WHERE = "fused_mlp/swiglu.py: _swiglu_forward_kernel\n{swiglu_forward_ms} ms on an H200"
 STEPS = (
     (
         "offsets = (tl.program_id(0) * 2048\n    + tl.arange(0, 2048))\n"
@@ -61,7 +62,7 @@ def draw_triton_panel(panel: Panel, bytes_of_each: str) -> None:
     }
     left, right, middle = RIGHT + INNER, RIGHT + SPAN - INNER - 190, RIGHT + SPAN / 2
     top = panel.down
-    panel.words(LAUNCH, "0. Launch, from Python, once; in brackets, the number of programs.")
+    panel.words(LAUNCH, "0. Launch, from Python, once; in brackets, the number of programs.", WHERE)
     panel.end(panel.down - 20)
     panel.words(*STEPS[0])
     tiles = [draw_tiles(panel, "gate", RIGHT, top + 26, bytes_of_each)]

@@ -15,6 +15,7 @@ STYLES = {
     "in memory, other programs' tiles": ("#ffffff", "#868e96", "solid", 1),
     "in registers, this program's": ("#f1fad9", "#3f6212", "dashed", 1),
     "a program": ("#fafafa", "#868e96", "dashed", 1),
+    "plain": ("#f8f9fa", "#343a40", "solid", 1),
     "matrix product, or GEMM": ("#c4e8dc", "#00664f", "solid", 1),
     "cast, fp32 and bf16": ("#e5dbff", "#5f3dc4", "solid", 1),
     "pass, elementwise": ("#f1f3f5", "#495057", "solid", 1),
@@ -22,7 +23,7 @@ STYLES = {
 }
 CALL_KINDS = list(STYLES)[-4:]  # of calls
 AXES = (("x", "width"), ("y", "height"))
-INK, NUNITO, CASCADIA, LINE_HEIGHT, GAP = "#1e1e1e", 6, 3, 1.35, 2
+INK, GRAY, NUNITO, CASCADIA, LINE_HEIGHT, GAP = "#1e1e1e", "#495057", 6, 3, 1.35, 2
 LOOK = dict(angle=0, strokeColor=INK, backgroundColor="transparent", fillStyle="solid")
 LOOK |= dict(strokeWidth=1, strokeStyle="solid", roughness=0, roundness=None, opacity=100)
 STATE = dict(version=1, updated=1, isDeleted=False, locked=False, link=None, frameId=None)
@@ -40,7 +41,7 @@ def wrap(text: str, width: float, font_size=16) -> str:
     lines = [""]
     for word in text.split():
         longer = f"{lines[-1]} {word}".strip()
-        if font_size * line_width(longer) > width:
+        if lines[-1] and font_size * line_width(longer) > width:
             lines.append(word)
         else:
             lines[-1] = longer
@@ -66,6 +67,7 @@ class Canvas:
     def text(self, x, y, text: str, font_size=16, id="", **more) -> dict:
         lines = text.split("\n")
         is_code = more.pop("is_code", False)  # each letter is as wide as the next
+        color = more.pop("color", INK)
         width = font_size * max(map(len if is_code else line_width, lines))
         width *= 0.6 if is_code else 1
         height = font_size * LINE_HEIGHT * len(lines)
@@ -75,7 +77,7 @@ class Canvas:
             align = dict(textAlign="center", verticalAlign="middle")
         family = CASCADIA if is_code else NUNITO
         font = dict(fontSize=font_size, fontFamily=family, lineHeight=LINE_HEIGHT)
-        more |= dict(text=text, originalText=text, **align, **font)
+        more |= dict(text=text, originalText=text, strokeColor=color, **align, **font)
         return self.add(id or f"text {x} {y}", "text", x, y, width, height, **more)
 
     def box(self, id: str, x, y, width, height, style, text: str, group=None, font_size=16) -> str:
@@ -121,6 +123,15 @@ class Canvas:
             self.box(f"strip {down} {n}", right, down, width, 60, style, text, None, 14)
             right += width
         return right
+
+    def frame(self, name: str, x, y, width, height) -> list[dict]:
+        """Put all that is drawn into a frame, and its corner at (x, y)."""
+        frame = self.add("frame", "frame", 0, 0, width, height, name=name)
+        for element in self.elements.values():
+            element["x"] += x
+            element["y"] += y
+            element["frameId"] = None if element is frame else frame["id"]
+        return list(self.elements.values())
 
 
 def edge_point(box: dict, x: float, y: float) -> tuple[float, float]:

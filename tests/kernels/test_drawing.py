@@ -11,13 +11,17 @@ import html
 import inspect
 import json
 import re
+from collections import Counter
+from importlib.util import find_spec
 from itertools import combinations, pairwise
+from math import hypot
 from pathlib import Path
 
 import call_panel
 import draw_lora
 import draw_triton
 import excalidraw
+import lora_times
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -63,7 +67,8 @@ def test_texts_and_arrows_are_bound_both_ways():
         for end in ("startBinding", "endBinding"):
             expected.add((arrow[end]["elementId"], arrow["id"]))
     assert bound == expected
-    assert all(box["id"] in {container for container, _ in expected} for box in BOXES)
+    said = {container for container, _ in expected}
+    assert all(box["id"] in said or box["id"].startswith("0 launch ") for box in BOXES)
 
 
 def absolute_points(arrow):
@@ -100,7 +105,9 @@ def overlap(a, b, clearance=0.0):
 
 def test_nothing_overlaps():
     free = [text for text in TEXTS if not text["containerId"]]
-    (program,) = (box for box in BOXES if box["backgroundColor"] == call_panel.PROGRAM[0])
+    (program,) = (
+        box for box in BOXES if box["backgroundColor"] == excalidraw.STYLES["a program"][0]
+    )
     inside = {e["id"] for e in BOXES if is_inside(e, program, 5)}
     boxes = [box for box in BOXES if box is not program]
     assert len(inside) == 4 and not [e for e in free if overlap(e, program)]
@@ -136,17 +143,30 @@ def test_each_arrow_leads_to_where_its_result_is_read():
 
 def test_each_result_says_which_calls_read_it():
     """Some of them counted by hand, far ones and those of a tensor that is read in halves."""
-    peft, forward, backward = (
+    peft, forward, autograd, backward = (
         {result.box: result.read_by for result in panel.results}
         for panel in draw_lora.draw_panels()[1]
     )
     for panel, of, read_by in (
         (peft, "result", [[9], [19], [29]]), (peft, "hidden", [[21, 22]]),
+        (autograd, "dx", [[35], []]), (autograd, "dadapter", [[2, 3], [15, 16], [27, 28]]),
         (forward, "A", [[3, 5, 7]]), (forward, "z", [[5, 7]]), (forward, "output", [[11], []]),
         (backward, "hidden", [[5, 6]]), (backward, "dgate", [[8, 11, 14]]),
         (backward, "dup", [[9, 12, 15]]), (backward, "dx", [[11], [12], []]),
     ):  # fmt: skip
         assert [ns for box, ns in panel.items() if box.startswith(f"{of} from")] == read_by
+
+
+def test_it_opens_at_the_overview():
+    """Excalidraw opens it at 100%, around the element whose middle is nearest to the origin."""
+    nearest = min(
+        SCENE["elements"], key=lambda e: hypot(*(e[at] + e[to] / 2 for at, to in excalidraw.AXES))
+    )
+    assert nearest is FRAMES[0] and nearest["name"] == "Overview"
+    assert nearest["width"] <= 1200 and nearest["height"] <= 620, "more than a laptop shows"
+    assert all(
+        is_inside(e, nearest, 14) for e in SCENE["elements"] if e["frameId"] == nearest["id"]
+    )
 
 
 # --- that says what the code does -----------------------------------------------------------------
@@ -259,14 +279,11 @@ def as_traced(call):
 @pytest.mark.slow("LoRA_MLP")
 def test_every_call_is_drawn_with_what_it_reads_and_writes(traced):
     fused, forward, backward, _ = traced
-    peft, lora_forward, lora_backward = draw_lora.draw_panels()[1]
-    pairs = [(lora_forward, forward), (lora_backward, backward)] if fused else [(peft, forward)]
-    for panel, trace in pairs:
+    peft, lora_forward, peft_backward, lora_backward = draw_lora.draw_panels()[1]
+    panels = (lora_forward, lora_backward) if fused else (peft, peft_backward)
+    for panel, trace in zip(panels, (forward, backward), strict=True):
         drawn = {number: as_traced(call) for number, call in panel.calls.items()}
         assert drawn == dict(enumerate(trace.calls, 1))
-    if not fused:
-        calls = {n: call_panel.Call(*call) for n, call in enumerate(backward.calls, 1)}
-        assert call_panel.totals(calls) == draw_lora.PEFT_BACKWARD
 
 
 def test_what_is_drawn_as_saved_is_saved(traced):
@@ -299,15 +316,75 @@ def test_every_saved_tensor_is_named():
         assert set(names[4:]) <= {name for title in titles for name in title.split(", ")}
 
 
+def test_the_overview_has_the_counts_of_the_trace(traced):
+    """29 launches, 11 launches."""
+    fused, forward, backward, _ = traced
+    whose = "LoRA_MLP" if fused else "PEFT"
+    said = " ".join(text["text"] for text in TEXTS if text["frameId"] == FRAMES[0]["id"])
+    assert f"{whose} {len(forward.calls)} launches" in said
+    for phase, trace in (("forward", forward), ("backward", backward)):
+        assert f"{whose}, {phase}: {len(trace.calls)}" in said
+        colors = [excalidraw.STYLES[call_panel.Call(*call).kind][0] for call in trace.calls]
+        name = f"0 launch {whose}, {phase} "
+        squares = [box for box in BOXES if box["id"].startswith(name)]
+        assert [box["backgroundColor"] for box in squares] == colors
+
+
+KERNELS = dict(
+    zip(
+        excalidraw.CALL_KINDS,
+        (r"nvjet|gemm|cutlass", r"copy_kernel|multi_tensor", r"elementwise", r"^_swiglu"),
+        strict=True,
+    )
+)
+NOT_DRAWN = r"splitKreduce|Memset"  # what cuBLAS adds to a product
+
+
+def test_the_committed_profiles_launch_as_many():
+    """PEFT's step and LoRA_MLP's differ in each layer's MLP alone, and by these calls."""
+    cells, panels = lora_times.cells(), draw_lora.draw_panels()[1]
+    peft, lora_mlp = (
+        Counter(call.kind for panel in both for call in panel.calls.values())
+        for both in (panels[::2], panels[1::2])
+    )
+    more = {kind: peft[kind] - lora_mlp[kind] for kind in excalidraw.CALL_KINDS}
+    pairs = cells[lora_times.PEFT], cells[lora_times.LORA_MLP]
+    assert len(pairs[0].keys() & pairs[1].keys()) == 2
+    for n in pairs[0].keys() & pairs[1].keys():
+        profile = Counter(pairs[0][n]["kernels_seen"])
+        profile.subtract(pairs[1][n]["kernels_seen"])
+        seen = Counter()
+        for name, count in profile.items():
+            if not re.search(NOT_DRAWN, name):
+                kinds = [kind for kind, pattern in KERNELS.items() if re.search(pattern, name)]
+                seen[kinds[0] if kinds else name] += count
+        assert {kind: count / lora_times.LAYERS for kind, count in seen.items() if count} == more
+
+
+def test_each_file_has_what_the_drawing_says_is_in_it():
+    found = set()
+    for text in TEXTS:
+        joined = text["text"].replace(":\n", ": ").replace(",\n", ", ")
+        for path, names in re.findall(r"^([\w/]+\.py): ([\w., ]+)$", joined, re.MULTILINE):
+            if not path.startswith("unsloth/"):  # not installed where there is no GPU
+                folder = ROOT if (ROOT / path).exists() else package_of(path)
+                source = (folder / path).read_text()
+                for name in re.split(r", |\.", names):
+                    assert re.search(rf"(def|class) {name}\b", source), (path, name)
+                    found.add((path, name))
+    assert len(found) >= 12
+
+
+def package_of(path):
+    return Path(find_spec(path.split("/")[0]).origin).parents[1]
+
+
 def test_the_readme_has_the_totals():
-    peft, forward, backward = (
+    peft, forward, autograd, backward = (
         call_panel.totals(panel.calls) for panel in draw_lora.draw_panels()[1]
     )
     rows = []
-    for phase, ours, theirs in (
-        ("forward", forward, peft),
-        ("backward", backward, draw_lora.PEFT_BACKWARD),
-    ):
+    for phase, ours, theirs in (("forward", forward, peft), ("backward", backward, autograd)):
         cells = zip(theirs.split("\n"), ours.split("\n"), strict=True)
         (peft_calls, lora_calls), (peft_traffic, lora_traffic) = cells
         rows.append(f"| calls in a {phase} | {peft_calls} | {lora_calls} |")
