@@ -59,7 +59,7 @@ def draw_launches(canvas: Canvas, y: int, whose: str, panel: Panel) -> None:
 
 
 def draw_savings(canvas: Canvas, y: int) -> None:
-    """What LoRA_MLP spares a layer, forward and backward, to scale."""
+    """Draw the time that LoRA_MLP spares a layer, forward and backward, to scale."""
     finding = (
         "On an H200 that saves {less_ms} ms of GPU time a layer, forward and backward together"
     )

@@ -75,7 +75,7 @@ class _Made(NamedTuple):
 class Border:
     """The buffer of projections that share an input, for as long as their weights lie in it.
 
-    A kind of weights that is kept otherwise has a class like it (`fp8/border.py`).
+    A kind of weights that is kept otherwise has a subclass (`fp8/border.py`).
     """
 
     precision = ""  # said of a layer that runs on such buffers
@@ -105,7 +105,7 @@ class Border:
         reads: Sequence[Projection],
         parts: Sequence[Projection],
         ranks: Sequence[int],
-        _: torch.dtype,
+        dtype: torch.dtype,
     ) -> tuple[Bordered, bool]:
         """Return the buffer, with room for adapters of these ranks, and whether it had to be made.
 

@@ -77,7 +77,8 @@ class LossForm(NamedTuple):
 class Family(NamedTuple):
     """Classes of one module of transformers, and their forms; None: it has none that is known.
 
-    prefix: what the names of its classes begin with; `names` are those that do not.
+    prefix: the beginning of its classes' names. names: by kind (a key of `KINDS`), those of other
+    names.
     whole: its layers were read for `layer`, too, which runs them as one function.
     """
 
@@ -90,6 +91,12 @@ class Family(NamedTuple):
     loss: LossForm | None = LossForm()
     names: dict[str, str] = {}  # noqa: RUF012
     whole: bool = False
+
+    def class_of(self, kind: str) -> str:
+        """The name of its class of a kind, with its module's."""
+        _, end = KINDS[kind]
+        name = self.names.get(kind, self.prefix + end)
+        return f"transformers.models.{self.module}.modeling_{self.module}.{name}"
 
     def why_not_whole(self) -> str:
         """The reason why `layer` does not take its layers, "" where it does."""
@@ -174,17 +181,15 @@ KINDS = {
 }
 FORMS: dict[str, dict[str, Any]] = {
     kind: {
-        f"transformers.models.{family.module}.modeling_{family.module}."
-        + family.names.get(kind, family.prefix + end): getattr(family, field)
+        family.class_of(kind): getattr(family, field)
         for family in FAMILIES
         if getattr(family, field) is not None
     }
-    for kind, (field, end) in KINDS.items()
+    for kind, (field, _) in KINDS.items()
 }
 # Of every layer, why it does not run as one; "": it does.
 FORMS["DecoderLayer"] = {
-    f"transformers.models.{family.module}.modeling_{family.module}.{family.prefix}DecoderLayer":
-    family.why_not_whole()
+    family.class_of("Layer"): family.why_not_whole()
     for family in FAMILIES
     if family.layer is not None
 }  # fmt: skip
