@@ -21,15 +21,15 @@ SOURCE = f"""Times: per layer, on {CARD}, 32 rows of {SEQ_LEN} tokens without ch
 docs/runs/h200/{SUITE}. Of a Triton kernel alone: docs/runs/h200/{KERNELS}."""
 
 
-def load_suite(name: str) -> dict:
+def load_run(name: str) -> dict:
     with gzip.open(RUNS / name, "rt") as file:
-        return json.load_suite(file)
+        return json.load(file)
 
 
 def cells() -> dict[str, dict[int, dict]]:
     """The suite's measured cells of 512 tokens, by variant and round."""
     found: dict[str, dict[int, dict]] = defaultdict(dict)
-    for cell in load_suite(SUITE)["cells"]:
+    for cell in load_run(SUITE)["cells"]:
         if cell["seq_len"] == SEQ_LEN and cell["status"] == "ok":
             found[cell["variant"]][cell["round"]] = cell
     return found
@@ -64,7 +64,7 @@ def layer_times(tokens: int) -> dict[str, str]:
         "peft_step_ms": f"{mean_of(0, lambda cell: cell['gpu_busy_ms']):.0f}",
         "lora_step_ms": f"{mean_of(1, lambda cell: cell['gpu_busy_ms']):.0f}",
     }
-    for row in load_suite(KERNELS)["kernels"]["rows"]:
+    for row in load_run(KERNELS)["kernels"]["rows"]:
         if row["shape"][0] == tokens:
             times[f"{row['kernel']}_ms"] = f"{row['median_us'] / 1e3:.2f}"
     return times
