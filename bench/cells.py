@@ -104,7 +104,7 @@ def make_ready(variant: str, device: str) -> None:
         # it writes generated code there and imports it
         os.environ["UNSLOTH_COMPILE_LOCATION"] = f"unsloth_compiled_cache/{variant}"
         import unsloth  # noqa: F401  (it patches transformers and peft)
-    if recipe_of(variant).fp8:  # spares a memory set before each matmul: docs/api.md
+    if recipe_of(variant).fp8:  # spares a memory set before each matmul: docs/fp8.md
         os.environ.setdefault(models.CUBLASLT_WORKSPACE, "0")
 
 

@@ -156,11 +156,11 @@ def ablation_table(run: Run) -> str:
         left_out = [str(block.seq_len) for block in every if block not in shown]
         without = f" ({' and '.join(left_out)} tokens, where gains are noise, are left out)"
         title = f"{BLOCKS[checkpoints]}{without if left_out else ''}:"
-        tables.append(f"{title}\n\n{_table('takes off a step', shown)}")
+        tables.append(f"{title}\n\n{_table('saved per step', shown)}")
         on_gpu = [block._replace(time=GPU) for block in every]
         if isinstance(on_gpu[0].together(), Gain):
-            title = f"{BLOCKS[checkpoints]}, of the GPU's own time, whatever the host did:"
-            tables.append(f"{title}\n\n" + _table("takes off the GPU's time", on_gpu))
+            title = f"{BLOCKS[checkpoints]}, GPU time:"
+            tables.append(f"{title}\n\n" + _table("saved in GPU time", on_gpu))
     return "\n\n".join(tables)
 
 

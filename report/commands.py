@@ -200,11 +200,11 @@ def to_contribute(run: Run, path: Path) -> str:
 
 
 def held_against_others(run: Run, path: Path) -> str:
-    """Write the rows beside what others publish, and how the run gets into docs/results.md."""
+    """Write the rows beside what others publish, and how the run gets into docs/published.md."""
     from report.published import claims_table
 
     file = f"published-{run.experiment.model}.json.gz"
-    return f"\n{claims_table(run)}\n\n{_to_add(run, path, file, 'docs/results.md')}"
+    return f"\n{claims_table(run)}\n\n{_to_add(run, path, file, 'docs/published.md')}"
 
 
 def _to_add(run: Run, path: Path, file: str, page: str) -> str:

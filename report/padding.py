@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,8 +21,7 @@ DATA_IN_WORDS = {
     "sft_train": "data/sft_train.jsonl", "alpaca": "Alpaca's lengths", "dolly": "Dolly's lengths",
     "oasst1": "OpenAssistant 1's lengths", "sharegpt": "ShareGPT's lengths",
 }  # fmt: skip
-HEADER = ["variant", "padded: step, ms", "GPU, ms", "tokens/s", "peak, GiB",
-          "as documents: step, ms", "GPU, ms", "tokens/s", "peak, GiB"]  # fmt: skip
+HEADER = ["step, ms", "GPU, ms", "tokens/s", "peak, GiB"]
 UNPADDED = "vanilla_peft_varlen"  # vanilla PEFT for people who do not pad
 
 
@@ -138,12 +138,15 @@ def _captions(runs: Iterable[Run]) -> list[str]:
 def _table(group: ChatGroup) -> str:
     variants = dict.fromkeys((*group.padded, *group.documents))
     first = [variant for variant in (BASELINE, UNPADDED) if variant in variants]
+    ways = (("padded", group.padded, group.footnote), ("as documents", group.documents, None))
+    measured = [way for way in ways if way[1]]
     lines = [
-        [title_in(id, *group.runs), *_cells(group.padded.get(id), group.footnote),
-         *_cells(group.documents.get(id), None)]
+        [title_in(id, *group.runs), *(cell for _, rows, note in measured
+                                      for cell in _cells(rows.get(id), note))]
         for id in dict.fromkeys((*first, *variants))
     ]  # fmt: skip
-    return markdown_table(HEADER, lines)
+    headings = [[f"{way}: {HEADER[0]}", *HEADER[1:]] for way, *_ in measured]
+    return markdown_table(["variant", *chain.from_iterable(headings)], lines)
 
 
 def _cells(row: SummaryRow | None, footnote: Footnote | None) -> list[str]:

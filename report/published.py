@@ -66,8 +66,8 @@ class Measured(NamedTuple):
 
 
 def published_section(runs: Mapping[str, Run], footnotes: Iterable[Footnote] = ()) -> str:
-    """Write the heading, the tables and their sources; nothing where no run is of such a setting.
-    runs: by file."""
+    """Write the tables and their sources; nothing where no run is of such a setting. runs: by
+    file."""
     by_file = {footnote.file: footnote for footnote in footnotes}
     measured = _measured(runs, by_file)
     if not measured:
@@ -79,7 +79,7 @@ def published_section(runs: Mapping[str, Run], footnotes: Iterable[Footnote] = (
     sources += [f"- {one.model}: {one.differs}." for one in settings if one.differs]
     marked = [one.footnote for one in measured if one.footnote]
     return "\n\n".join([
-        "## Beside what others publish", _claims_table(measured),
+        _claims_table(measured),
         *dict.fromkeys(f"{footnote.mark}: {footnote.words}" for footnote in marked),
         EXPLAINED.format(gpus=gpus), "\n".join(sources), _speeds_table(measured),
     ])  # fmt: skip

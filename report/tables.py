@@ -104,7 +104,17 @@ def _settings_table(run: Run) -> str:
             columns.append([len(cell.fused_modules) for cell in cells])
             lines.append([title_of(variant), *(_by_length(cells, values) for values in columns)])
     header = ["variant", *(name.replace("_", " ") for name in names), "fused modules"]
-    return markdown_table(header, lines) if lines else ""
+    return _without_the_same(header, lines) if lines else ""
+
+
+def _without_the_same(header: list[str], lines: list[list[str]]) -> str:
+    """Write a table of settings; those that several variants share become one sentence below."""
+    same = [i for i, column in enumerate(zip(*lines, strict=True)) if len({*column}) == 1]
+    if len(lines) == 1 or not same:
+        return markdown_table(header, lines)
+    left = [i for i in range(len(header)) if i not in same]
+    shown = markdown_table([header[i] for i in left], [[line[i] for i in left] for line in lines])
+    return f"{shown}\n\nIn all: {', '.join(f'{header[i]} {lines[0][i]}' for i in same)}."
 
 
 def _by_length(cells: list[Cell], values: list) -> str:

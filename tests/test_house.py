@@ -7,6 +7,8 @@ from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 from dev import planted_faults
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -62,10 +64,28 @@ def test_modules_at_the_root_import_no_room_above_them():
         assert imported and not {module.split(".")[0] for module in imported} & {*above[first:]}
 
 
+PAGES = [path for folder in (".", "docs", "dev") for path in (ROOT / folder).glob("*.md")]
+
+
 def test_links_between_files_lead_somewhere():
-    for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("dev/*.md")):
+    for path in PAGES:
         for link in re.findall(r"\]\(([^)#\s]+)", path.read_text()):
             assert link.startswith("http") or (path.parent / link).exists(), f"{path.name}: {link}"
+
+
+def anchors(page):
+    """Return the anchors that GitHub gives to a page's headings."""
+    headings = re.findall(
+        r"^#+ (.*)$", re.sub(r"```.*?```", "", page, flags=re.DOTALL), re.MULTILINE
+    )
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_links_to_a_heading_find_it(path):
+    for link, anchor in re.findall(r"\]\(([^)#\s:]*)#([^)\s]+)\)", path.read_text()):
+        page = path.parent / link if link else path
+        assert anchor in anchors(page.read_text()), f"{path.name}: {link}#{anchor}"
 
 
 def test_every_fault_can_be_planted():

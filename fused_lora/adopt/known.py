@@ -49,7 +49,7 @@ def why_not_class(module: nn.Module, kind: str) -> str | None:
     if cls is ModulesToSaveWrapper:
         return "it is trained whole: leave it out of modules_to_save"
     if _form_of(cls, kind) is None:
-        return f"{cls.__name__} is not {KNOWN_TO[kind]} (docs/api.md lists the families)"
+        return f"{cls.__name__} is not {KNOWN_TO[kind]} (docs/support.md lists the families)"
     method = METHODS.get(kind, "forward")
     return (
         why_patched(cls)

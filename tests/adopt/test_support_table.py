@@ -1,7 +1,6 @@
-"""docs/api.md's tables of what works with what, and of what a report says of the rest, filled by
-asking `fuse` and `report`.
+"""docs/support.md: the tables of what works with what, held to the answers of `fuse` and `report`.
 
-When one differs, the failure shows the row as it should stand there.
+If a row differs, the failure shows the row that the page should have.
 """
 
 import re
@@ -81,25 +80,25 @@ def outcome(model, part):
     return "some" if found.left else "fused"
 
 
-def api_lines():
-    text = (Path(__file__).resolve().parents[2] / "docs" / "api.md").read_text()
+def page_lines():
+    text = (Path(__file__).resolve().parents[2] / "docs" / "support.md").read_text()
     return text.splitlines()
 
 
-def assert_in_api(row):
-    assert row in api_lines(), f"docs/api.md should have this row:\n{row}"
+def assert_on_page(row):
+    assert row in page_lines(), f"docs/support.md should have this row:\n{row}"
 
 
-def all_fused_in_api():
-    """What the lines name of which every part runs fused."""
-    said = re.compile(r"\*\*\w+ of which all six run fused:\*\* (.*)")
+def all_fused_on_page():
+    """Return the names on the lines of what fuses completely."""
+    said = re.compile(r"\*\*\w+ that fuse completely:\*\* (.*)")
     return [
-        name for line in api_lines() if (one := said.match(line)) for name in one[1].split(" · ")
+        name for line in page_lines() if (one := said.match(line)) for name in one[1].split(" · ")
     ]
 
 
 def test_the_lines_of_what_all_runs_fused_name_nothing_else():
-    assert CASES.keys() >= set(all_fused_in_api())
+    assert CASES.keys() >= set(all_fused_on_page())
 
 
 @pytest.mark.slow(
@@ -118,9 +117,9 @@ def test_the_table_of_what_works_with_what(name, device):
     model = CASES[name](device)
     found = [outcome(model, part) for part in PARTS]
     is_all = set(found) == {"fused"}
-    assert (name in all_fused_in_api()) is is_all, f"docs/api.md: {name} is {found}"
+    assert (name in all_fused_on_page()) is is_all, f"docs/support.md: {name} is {found}"
     if not is_all:
-        assert_in_api(f"| {name} | {' | '.join(found)} |")
+        assert_on_page(f"| {name} | {' | '.join(found)} |")
 
 
 # --- what a report says ---------------------------------------------------------------------------
@@ -189,4 +188,4 @@ def test_the_table_of_what_a_report_says(name, device):
     """One line of words, whichever projection it is of."""
     left = fuse(SETTINGS[name](device)).left.values()
     (reason,) = {re.sub(r"^(\w+: )+", "", one) for one in left}
-    assert_in_api(f"| {name} | {reason} |")
+    assert_on_page(f"| {name} | {reason} |")

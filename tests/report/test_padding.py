@@ -104,6 +104,7 @@ def test_the_table_by_hand():
         "everything fused": ("", "failed parity"),
     }  # fmt: skip
     assert "| all parts | 400.0 | 388.0 | 20,480 | 9.0 | 500.0 | 485.0 | 32,768 | 9.0 |" in table
+    assert "| variant | as documents: step, ms | GPU, ms | tokens/s | peak, GiB |\n" in said
     # both of the H200's in one
     assert said.count("whole chats in one row ·") == 1 and said.count("padded ·") == 0
     assert said.count("NVIDIA H200 · torch") == 1

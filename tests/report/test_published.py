@@ -116,10 +116,10 @@ def test_a_run_of_another_setting_is_not_held_against_theirs(changed):
     assert section(published_run(**changed)) == ""
 
 
-def test_the_section_has_its_heading_sources_and_dates_and_is_not_there_without_a_run():
+def test_the_section_has_its_sources_and_dates_and_is_not_there_without_a_run():
     assert section() == ""
     said = section(published_run(), published_run("llama3-8b"))
-    assert said.startswith("## Beside what others publish\n")
+    assert said.startswith("| model | ")
     for name in ("qwen3-8b", "llama3-8b"):
         page = SETTINGS[name].page
         assert f"- [{page.name}]({page.url}), {page.date}" in said
