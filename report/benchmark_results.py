@@ -1,203 +1,121 @@
-"""benchmark_results.png, from a run alone: no GPU, no torch."""
+"""benchmark_results.png, from a run alone: each variant's speedup at each length, in GPU time."""
 
 from __future__ import annotations
 
-from itertools import chain, groupby
-from math import ceil
 from textwrap import fill
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.legend_handler import HandlerTuple
-from matplotlib.patches import Patch
-from matplotlib.ticker import EngFormatter, FixedLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import MaxNLocator
 
 from bench.records import Run, SummaryRow
-from report.kernel_time import COPIES_WORDS, draw_kinds, longest_profiled
-from report.lines import CLEAR, FEW, View, draw_lines, line_of
-from report.picture import GREY, annotate, framed, write_caption, write_title
-from report.statistics import NOISE, noise_band
-from report.wording import FLOOR_WORDS, REHEARSAL_NOTICE, STATUS_WORDS, caption
-from variants import BASELINE, LOOKS, title_of
+from report.lines import FEW, View, draw_lines, line_of, mark_untimed
+from report.picture import GREY, annotate, framed, stamp, write_caption
+from report.statistics import by_gpu_time
+from report.wording import REHEARSAL_NOTICE, release_of, roughly
+from variants import LOOKS, title_of, variant_of
 
-RESULTS_LEGEND = (
-    "Medians over steps, then over rounds; whiskers: 95% intervals over rounds; italic: within "
-    f"noise. {COPIES_WORDS} {FLOOR_WORDS}"
-)
-RATIOS = (0.25, 0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32)  # ticks where speedups are far apart
-WIDTH, HEIGHT = 14, 12  # of the picture, in inches
-RIGHT = 0.975  # where the panels end, of the picture's width
-TITLE_PAD = 20  # points between a panel and its title, with room for a note
+# Letters of 14 points are 12 pixels high where a phone shows the picture 390 pixels wide.
+WIDTH, PANEL, BELOW = (
+    6.5,
+    3.5,
+    1.2,
+)  # inches: the panel's height, and the height of what is below it
+TITLE, LETTERS, SMALL = 16, 14, 11.5
+TITLE_LINE = 0.29  # inches
+LINE_LETTERS = 40  # of the title
+KEPT = "\N{NO-BREAK SPACE}"
 
 
 def benchmark_figure(run: Run) -> Figure:
-    """Draw four panels: speedup, tokens a second, peak memory, and the GPU's time at the longest
-    length."""
-    with framed(WIDTH, HEIGHT, axes_titlepad=TITLE_PAD) as picture:
+    """Draw speedups over vanilla PEFT in GPU time. Without a GPU no step has a profile: then by the
+    clock."""
+    with framed(WIDTH, PANEL, dpi=180, font_size=LETTERS) as picture:
         view = View(run)
-        panels = picture.subplots(2, 2, gridspec_kw={"hspace": 0.34, "wspace": 0.14})
-        legend_rows = _name_variants(picture, view)
-        picture.subplots_adjust(0.06, 0.12, RIGHT, 0.86 - 0.026 * legend_rows)
-        for panel, axes in zip((_speedup, _throughput, _memory), panels.flat, strict=False):
-            axes.set_xlim(-0.5, len(view.seq_lens) - 0.5)
-            axes.set_xticks(range(len(view.seq_lens)), view.seq_lens)
-            axes.set_xlabel("tokens in a sequence")
-            axes.tick_params(length=0)
-            panel(axes, view)
-            _mark_untimed(axes, view)
-        _kinds(panels[1, 1], view)
-        write_title(picture, benchmark_finding(view), 0.985, 22, 1500, va="top", linespacing=1.3)
-        write_caption(picture, f"{caption(run)} {RESULTS_LEGEND}", 0.022, 165)
+        rows, clock = shown_rows(view)
+        title = fill(benchmark_finding(run, rows, clock), LINE_LETTERS)
+        title_inches = TITLE_LINE * (1 + title.count("\n")) + 0.25
+        legend_inches = 0.0 if view.is_named else _name_variants(picture, view)
+        height = title_inches + legend_inches + PANEL + BELOW
+        picture.set_figheight(height)
+        axes = picture.subplots()
+        picture.subplots_adjust(0.115, BELOW / height, 0.985, (BELOW + PANEL) / height)
+        for legend in picture.legends:
+            legend.set_bbox_to_anchor((0.02, (BELOW + PANEL + 0.05) / height))
+        picture.text(0.03, 1 - 0.09 / height, title, size=TITLE, weight="bold", va="top",
+                     linespacing=1.25)  # fmt: skip
+        _speedups(axes, view, rows)
+        mark_untimed(axes, view)
+        axes.set_xlabel("tokens in a row")
+        write_caption(picture, _caption(run, clock), 0.12 / height, 68, x=0.03, size=SMALL)
         if run.rehearsal:
-            picture.text(0.5, 0.48, REHEARSAL_NOTICE.replace(": ", "\n"), size=58, color="#d1242f",
-                         alpha=0.22, weight="bold", ha="center", va="center", rotation=30,
-                         zorder=9)  # fmt: skip
+            stamp(picture, REHEARSAL_NOTICE, 30)
     return picture
 
 
-# --- the four panels ------------------------------------------------------------------------------
-
-
-def _speedup(axes: Axes, view: View) -> None:
-    axes.set_title("Speedup over vanilla PEFT (higher is better)")
-    axes.set_yscale("log")  # twice as fast is as far from 1 as half as fast
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}×" if value > 0 else "")
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.axhline(1.0, color=LOOKS["peft"].colour, linestyle=(0, (5, 3)))
-    rows = [row for row in view.timed if row.speedup and row.variant != BASELINE]
-    bands = {n: band for n in view.seq_lens if (band := noise_band(view.run, n))}
-    for seq_len, (low, high) in bands.items():
-        axes.bar(view.seq_lens.index(seq_len), high - low, 0.9, low, color="#cfcfcf")
-    if bands:
-        _remark(axes, "log scale; grey band: vanilla PEFT measured twice (A/A)")
-    reach = [1.0, *(row.speedup for row in rows if row.speedup), *chain(*bands.values())]
-    low, high = min(reach), max(reach)
-    # The interval of two rounds may go far beyond, and leaves the panel.
-    ends = [end for row in rows for end in row.speedup_ci95 or ()]
-    low, high = max(min([low, *ends]), low / 1.25), min(max([high, *ends]), high * 1.25)
-    span = max(1.2, high / low)
-    below = 0.9 if view.untimed else 0.14  # room for the words
-    axes.set_ylim(low / span**below, high * span**0.2)
-    ticks = FixedLocator(RATIOS) if span > 3 else MaxNLocator(7, steps=[1, 2, 5, 10])
-    axes.yaxis.set_major_locator(ticks)
-    draw_lines(axes, view, rows, "speedup", lambda x: f"{x:.2f}×", beside=[1.0], apart=0.06)
-
-
-def _throughput(axes: Axes, view: View) -> None:
-    axes.set_title("Tokens a second (higher is better)")
-    axes.yaxis.set_major_formatter(EngFormatter(sep=""))
-    speeds = [row.tokens_per_s for row in view.timed if row.tokens_per_s]
-    axes.set_ylim(0, 1.15 * max(speeds, default=1.0))
-    draw_lines(axes, view, view.timed, "tokens_per_s", EngFormatter(places=1, sep=""))
-
-
-def _memory(axes: Axes, view: View) -> None:
-    axes.set_title("Peak memory, GiB (lower is better)")
-    peaks = {view.slot(row): (row, row.peak_gib) for row in view.timed if row.peak_gib}
-    top = max((gib for _, gib in peaks.values()), default=1.0)
-    for place, (row, gib) in peaks.items():
-        look = view.look(row)
-        axes.bar(place, gib, 0.93 * view.bar_width, color=look.colour, hatch=look.hatch,
-                 edgecolor="white", linewidth=0)  # fmt: skip
-    _memory_numbers(axes, view, peaks)
-    gpu = view.run.environment.gpu
-    if gpu is None:
-        _remark(axes, "no GPU, so no GPU memory")
-    elif gpu.memory_bytes / 2**30 < 1.6 * top:  # else the bars would vanish under it
-        top = gpu.memory_bytes / 2**30
-        axes.axhline(top, color="black")
-        _remark(axes, f"line: the card holds {top:.0f} GiB")
-    axes.set_ylim(0, 1.22 * top)
-
-
-def _memory_numbers(axes: Axes, view: View, peaks: dict[float, tuple[SummaryRow, float]]) -> None:
-    """Write numbers over the bars, one for neighbours that are equal; upright where they would
-    meet."""
-    alike = groupby(sorted(peaks), lambda slot: (peaks[slot][0].seq_len, f"{peaks[slot][1]:.1f}"))
-    labels = [(words, list(slots)) for (_, words), slots in alike]
-    inches = axes.get_position().width * WIDTH
-    slot_points = 72 * inches * view.bar_width / len(view.seq_lens)
-    upright = any(7.3 * len(words) > slot_points * len(over) for words, over in labels)
-    size = 9 if len(view.looks) > FEW else 12
-    for words, over in labels:
-        height = max(peaks[slot][1] for slot in over)
-        annotate(axes, words, ((over[0] + over[-1]) / 2, height), (0, 3), ha="center", va="bottom",
-             size=size, rotation=90 * upright)  # fmt: skip
-
-
-def _kinds(axes: Axes, view: View) -> None:
-    """Draw the GPU's time, with room for the names of bars beside them and of colours above."""
-    seq_len, box = longest_profiled(view.run), axes.get_position()
-    left = 0.055 if view.is_named else 0.09
-    axes.set_position((box.x0 + left, box.y0, box.width - left, box.height))
-    inches = draw_kinds(axes, view.run, seq_len, named=True)
-    height = box.height - inches / HEIGHT
-    axes.set_position((box.x0 + left, box.y0, box.width - left, height))
-    title = f"Where the time goes at {seq_len} tokens (lower is better)"
-    axes.set_title(title, x=-left / (box.width - left), pad=TITLE_PAD + 72 * inches)
-    axes.set_xlabel("ms a step")
-    letters, size = (16, 11) if view.is_named else (30, 7.5)
-    names = [fill(title_of(variant), letters) for variant in view.looks]
-    axes.set_yticks(range(len(names)), names, weight="bold", size=size)
-    for label, look in zip(axes.get_yticklabels(), view.looks.values(), strict=True):
-        label.set_color(look.colour)
-
-
-# --- words ----------------------------------------------------------------------------------------
-
-
-def _remark(axes: Axes, words: str) -> None:
-    """Write words under a panel's title, where nothing is drawn."""
-    annotate(axes, words, (0, 1), (0, 4), "axes fraction", va="bottom", size=11, color=GREY)
-
-
-def _mark_untimed(axes: Axes, view: View) -> None:
-    """Show a cell without a time: its variant's marker, hollow, and the reason in words."""
-    for row in view.untimed:
-        look, place, across = view.look(row), view.slot(row), axes.get_xaxis_transform()
-        mark = line_of(look, title_of(row.variant), [place], [0.035])
-        mark.set(transform=across, markerfacecolor="white", markeredgewidth=2, zorder=6)
-        axes.add_artist(mark)
-        axes.text(place, 0.08, STATUS_WORDS[row.status], color=look.colour, size=10, weight="bold",
-                  zorder=6, rotation=90, ha="center", va="bottom", transform=across,
-                  bbox=CLEAR)  # fmt: skip
-
-
-def _name_variants(picture: Figure, view: View) -> int:
-    """Draw the legend of all four panels, each variant's bar beside its line, in as many columns as
-    end where the panels do, by this machine's fonts; return the number of rows."""
-    keys: list[Any] = []
-    names = list(map(title_of, view.looks))
-    for look, name in zip(view.looks.values(), names, strict=True):
-        bar = Patch(facecolor=look.colour, hatch=look.hatch, edgecolor="white", linewidth=0)
-        keys.append((bar, line_of(look, name)))
-    for columns in range(5, 0, -1):
-        legend = picture.legend(
-            keys, names, ncols=columns, loc="upper left", bbox_to_anchor=(0.017, 0.924),
-            fontsize=13, handlelength=3.5, handler_map={tuple: HandlerTuple(ndivide=None)},
-        )  # fmt: skip
-        if columns == 1 or legend.get_window_extent().x1 <= RIGHT * picture.bbox.x1:
+def _name_variants(picture: Figure, view: View) -> float:
+    """Draw a legend, in two columns if the names leave room; return its height in inches."""
+    keys = [line_of(look, title_of(variant)) for variant, look in view.looks.items()]
+    for columns in (2, 1):
+        legend = picture.legend(handles=keys, ncols=columns, loc="lower left", fontsize=SMALL,
+                                columnspacing=1)  # fmt: skip
+        box = legend.get_window_extent()
+        if columns == 1 or box.width < 0.96 * picture.bbox.width:
             break
         legend.remove()
-    return ceil(len(names) / columns)
+    return box.height / picture.dpi
 
 
-def benchmark_finding(view: View) -> str:
-    """Say the speedups at the longest length that has any."""
-    if view.run.rehearsal:
-        return REHEARSAL_NOTICE
-    gpu = view.run.environment.gpu.name if view.run.environment.gpu else "the CPU"
-    rows = [row for row in view.timed if row.speedup and row.variant != BASELINE]
-    if not rows:
-        return f"No speedup measured on {gpu}"
-    seq_len = max(row.seq_len for row in rows)
-    rows = sorted((r for r in rows if r.seq_len == seq_len), key=lambda row: row.speedup or 0)
-    if len(rows) > FEW:  # the subject and the two fastest
-        rows = [row for row in rows[:-2] if row.variant == "fused_mlp"] + rows[-2:]
-    said = ", ".join(
-        f"{title_of(row.variant)} "
-        + ("within noise" if row.verdict == NOISE else f"{row.speedup:.2f}×")
-        for row in rows
+def shown_rows(view: View) -> tuple[list[SummaryRow], str]:
+    """Return the rows with a speedup, the baseline left out, and whose time it is: "GPU time"
+    or, where no step has a profile, "time by the clock"."""
+    in_gpu_time, by_clock = (
+        [row for row in rows if row.speedup and not variant_of(row.variant).is_baseline]
+        for rows in (by_gpu_time(view.timed), view.timed)
     )
-    return f"A LoRA step's speed over vanilla PEFT's, at {seq_len} tokens on {gpu}:\n{said}"
+    return (in_gpu_time, "GPU time") if in_gpu_time else (by_clock, "time by the clock")
+
+
+def _speedups(axes: Axes, view: View, rows: list[SummaryRow]) -> None:
+    values_room = 0.0 if view.is_named else 0.15  # right of the last length, of all
+    axes.set_xlim(-0.5, (1 + values_room) * len(view.seq_lens) - 0.5)
+    axes.set_xticks(range(len(view.seq_lens)), map(str, view.seq_lens))
+    axes.tick_params(length=0)
+    axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}×")
+    reach = [1.0, *(row.speedup for row in rows if row.speedup)]
+    span = max(0.2, max(reach) - min(reach))
+    axes.set_ylim(min(reach) - (0.5 if view.untimed else 0.16) * span, max(reach) + 0.16 * span)
+    axes.axhline(1.0, color=LOOKS["peft"].colour, linestyle=(0, (5, 3)))
+    draw_lines(axes, view, rows, "speedup", lambda x: f"{x:.2f}×", beside=[1.0], size=LETTERS)
+    if not view.untimed:  # their words stand there
+        annotate(axes, "vanilla PEFT = 1×", (0, 1), (4, -5), axes.get_yaxis_transform(), va="top",
+                 size=SMALL, color=GREY)  # fmt: skip
+
+
+def benchmark_finding(run: Run, rows: list[SummaryRow], clock: str) -> str:
+    """Say every variant's speedups over all lengths; of many variants the subject's and those of
+    the two that are fastest at the longest length."""
+    if run.rehearsal:
+        return REHEARSAL_NOTICE
+    if not rows:
+        return f"No speedup measured on {run.environment.device}"
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        found.setdefault(row.variant, []).append(row.speedup or 0)
+    shown = sorted(found, key=lambda variant: found[variant][-1])
+    if len(shown) > FEW:
+        shown = [variant for variant in shown[:-2] if variant == "fused_mlp"] + shown[-2:]
+    said = [f"{title_of(variant)} {roughly(found[variant])}" for variant in shown]
+    whole = [words.replace(" ", KEPT) if len(words) < LINE_LETTERS else words for words in said]
+    return f"Speedup in {clock}: {', '.join(whole)}"
+
+
+def _caption(run: Run, clock: str) -> str:
+    asked, release = run.experiment, release_of("unsloth", run)
+    unsloth = f", Unsloth {release}" if "full_unsloth" in asked.variants and release else ""
+    waiting = "; waiting for Python left out" if clock == "GPU time" else ""
+    return (
+        f"{run.environment.device}, {asked.model}, batch {asked.batch_size}{unsloth}. "
+        f"Medians over rounds{waiting}."
+    )

@@ -73,10 +73,12 @@ def draw_pictures(run: Run, folder: Path, others: Path) -> list[Path]:
     return their paths."""
     from report.benchmark_results import benchmark_figure
     from report.kernel_time import kernel_time_figure, longest_profiled
+    from report.panels import panels_figure
 
     longest = longest_profiled(run)
     drawn = _write(folder, {"benchmark_results": benchmark_figure(run)})
     drawn += _write(others, {
+        "panels": panels_figure(run),
         "kernel_time": kernel_time_figure(run),
         f"kernel_time_{longest}": kernel_time_figure(run, [longest]),
     })  # fmt: skip

@@ -16,7 +16,14 @@ from bench.training_records import Fp8Training, load_training
 from report import suite_tables, tables
 from report.comparison import compare, comparison_table
 from report.fp8_training import fp8_training_section
-from report.headline import Card, answer, expected_section, headline_table, measured_section
+from report.headline import (
+    Card,
+    answer,
+    expected_section,
+    headline_table,
+    measured_section,
+    on_your_card_section,
+)
 from report.loss_curve import losses_section
 from report.padding import ChatGroup, groups, padding_section
 from report.published import published_section
@@ -38,6 +45,9 @@ class Index(msgspec.Struct, frozen=True):
     fp8_training: str
     footnotes: list[Footnote]
     cards: list[Card]
+
+    def card(self, name: str) -> Card:
+        return next(card for card in self.cards if name in card.name)
 
 
 def index() -> Index:
@@ -88,7 +98,7 @@ def generated_parts(run: Run) -> dict[str, str]:
     beside_unsloth = [suite, *loaded("*/beside_unsloth/*").values()]
     return {
         "answer": answer(run),
-        "headline": headline_table(run, chats),
+        "headline": headline_table(run),
         "results": tables.results_section(run),
         "kernels": tables.kernels_section(kernels),
         "kinds": tables.kinds_section(run),
@@ -99,6 +109,7 @@ def generated_parts(run: Run) -> dict[str, str]:
         "effects": suite_tables.effects_section(suite),
         "gpus": measured_section(_by_link(run, "*/experiment", "*/quick")),
         "expected": expected_section(run, *known.cards),
+        "a100": on_your_card_section(run, known.cards[0], known.card("A100")),
         "published": published_section(loaded("*/published-*"), known.footnotes),
         "releases": releases_section(pins(), _by_link(run, "**/*")),
         "recipes": tables.recipes_section(loaded("*/recipe-*").values()),

@@ -3,22 +3,29 @@ estimates for others."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from statistics import median
 
 import msgspec
 
 from bench.records import Run, SummaryRow
-from report.padding import ChatGroup, documents_row
-from report.statistics import NOISE, rows_by_variant_and_length
+from report.statistics import NOISE, by_gpu_time, rows_by_variant_and_length, summarize
 from report.table import markdown_table, number
-from report.wording import REHEARSAL_NOTICE, STATUS_WORDS, from_to, release_of, title_in
+from report.wording import (
+    REHEARSAL_NOTICE,
+    STATUS_WORDS,
+    from_to,
+    release_of,
+    roughly,
+    title_in,
+)
 from variants import AGAIN, BASELINE, SUITES, title_of
 
 ANSWERS = [id for id in SUITES["experiment"] if id not in (BASELINE, AGAIN)]
 SHOWN = (BASELINE, *ANSWERS)
 # Where the GPU computes for less of a step than this, the step waits for the host.
 HOST_BOUND = 0.95
+SHARES = {2: "half", 3: "a third", 4: "a quarter", 5: "a fifth"}
 
 
 class Card(msgspec.Struct, frozen=True):
@@ -41,31 +48,52 @@ def speedup_in_words(row: SummaryRow | None) -> str:
 
 
 def answer(run: Run) -> str:
-    """Say in one sentence what each variant buys at the longest length."""
-    seq_len = max(run.experiment.seq_lens)
-    found, rows = rows_by_variant_and_length(run), []
-    for variant in SHOWN:
-        row = found.get((variant, seq_len))
-        if row is None or row.speedup is None:
-            raise ValueError(f"the published run has no speedup of {variant} at {seq_len} tokens")
-        rows.append(row)
-    _, mlp, unsloth, everything = (f"{row.speedup:.2f}×" for row in rows)
-    vanilla_gib, mlp_gib, unsloth_gib, gib = (f"{row.peak_gib or 0:.1f}" for row in rows)
-    where = f"{run.environment.device}, {seq_len} tokens, batch {run.experiment.batch_size}"
+    """Say what we wanted to know and what each variant buys, over all lengths."""
+    found = {(row.variant, row.seq_len): row for row in by_gpu_time(summarize(run))}
+    lengths = run.experiment.seq_lens
+    said: dict[str, str] = {}
+    for variant in ANSWERS:
+        rows = [found.get((variant, seq_len)) for seq_len in lengths]
+        if not all(row and row.speedup for row in rows):
+            raise ValueError(f"the published run lacks the GPU time of {variant} at some length")
+        said[variant] = roughly([row.speedup for row in rows if row and row.speedup])
+    mlp, unsloth, everything = (said[variant] for variant in ANSWERS)
+    whatever = "whatever the sequence length" if "steady" in mlp else "by sequence length"
+    needed, left = (found[variant, lengths[-1]].peak_gib or 0 for variant in (BASELINE, SHOWN[-1]))
+    share = SHARES.get(round(needed / left), f"{left / needed:.0%}")
     return (
-        f"**With the MLP fused, a LoRA training step of Qwen2.5-3B is {mlp} as fast as with "
-        f"vanilla PEFT; with full Unsloth {unsloth}, with everything fused {everything}. Vanilla "
-        f"PEFT takes {vanilla_gib} GiB, fused MLP {mlp_gib}, Unsloth {unsloth_gib}, everything "
-        f"fused {gib}.** ({where}, Unsloth {release_of('unsloth', run)})"
+        "We wanted to know how much of Unsloth's speed comes from its fused MLP. So we trained the "
+        "same Qwen2.5-3B LoRA four ways and timed every step. **In GPU time, fusing only the MLP "
+        f"gives {mlp}, {whatever}. All of Unsloth gives {unsloth}. Fusing whole decoder layers and "
+        f"launching the step as one CUDA graph gives {everything}, with {share} of the memory "
+        f"at {lengths[-1]} tokens.** "
+        f"({run.environment.device}, batch {run.experiment.batch_size}, Unsloth "
+        f"{release_of('unsloth', run)})"
     )
 
 
-def headline_table(run: Run, groups: Sequence[ChatGroup] = ()) -> str:
-    """Write the run's lines, then one of chats in one row."""
-    lines = [line for n in run.experiment.seq_lens for line in _speedup_lines(run, n)]
-    lines += documents_row(groups, ANSWERS, run)
-    table = markdown_table(["tokens", *(title_in(variant, run) for variant in SHOWN)], lines)
+def headline_table(run: Run) -> str:
+    """Write each length's GPU time and speedups, then the peak memory of the longest. A heading is
+    in small letters, and breaks: the table fits a phone."""
+    found = {(row.variant, row.seq_len): row for row in by_gpu_time(summarize(run))}
+    lines = []
+    for seq_len in run.experiment.seq_lens:
+        base, *others = (found.get((variant, seq_len)) for variant in SHOWN)
+        times = [number(base.gpu_ms, 0) if base else "", *map(speedup_in_words, others)]
+        lines.append([f"**{seq_len}**", *times])
+    longest = max(run.experiment.seq_lens)
+    peaks = [row.peak_gib if (row := found.get((v, longest))) else None for v in SHOWN]
+    label = _small(f"peak memory allo&shy;cated at {longest}")
+    lines.append([label, *(number(gib, 1, " GiB") for gib in peaks)])
+    titles = [title_of(variant) for variant in ANSWERS]
+    header = ["tokens", f"{title_of(BASELINE)}, ms", *titles]
+    header = [_small(title.replace("everything", "every&shy;thing")) for title in header]
+    table = markdown_table(header, lines)
     return f"**{REHEARSAL_NOTICE}.**\n\n{table}" if run.rehearsal else table
+
+
+def _small(words: str) -> str:
+    return f"<sub>{words}</sub>"
 
 
 def measured_section(runs: Mapping[str, Run]) -> str:
@@ -114,22 +142,41 @@ def _origin(run: Run, path: str, seq_len: int) -> str:
 
 
 def expected_section(run: Run, measured_on: Card, *others: Card) -> str:
-    """Write the time that a step at the longest length should need on other cards.
-
-    The time of matmuls and of attention goes with a card's TFLOPS, the rest of the GPU's time with
-    its memory's bandwidth. The time that it waits for the host is left out.
-    """
-    split = {v: _split_ms(run, v, max(run.experiment.seq_lens)) for v in SHOWN}
+    """Write the time that a step at the longest length should need on other cards."""
     lines = []
     for card in others:
-        compute = measured_on.tflops / card.tflops
-        memory = measured_on.tb_per_s / card.tb_per_s
-        ms = {v: products * compute + rest * memory for v, (products, rest) in split.items()}
+        ms = expected_ms(run, max(run.experiment.seq_lens), measured_on, card)
         over = [f"{ms[BASELINE] / ms[v]:.2f}×" for v in ANSWERS]
         sheet = [card.name, f"{card.tflops:g}", f"{card.tb_per_s:g}", f"{card.gb}"]
         lines.append([*sheet, f"{ms[BASELINE]:.0f} ms", *over])
     header = ["GPU (estimated)", "TFLOPS", "TB/s", "GB"]
     return markdown_table([*header, *(title_in(variant, run) for variant in SHOWN)], lines)
+
+
+def on_your_card_section(run: Run, measured_on: Card, card: Card) -> str:
+    """Write the GPU time that a step should need on one card: at the shortest and the longest
+    length in ms, and the speedups at the longest."""
+    lengths = run.experiment.seq_lens
+    times = {n: expected_ms(run, n, measured_on, card) for n in (min(lengths), max(lengths))}
+    lines = [[_small(f"{n} tokens, ms"), *(f"{round(ms[v], -1):.0f}" for v in SHOWN)]
+             for n, ms in times.items()]  # fmt: skip
+    ms = times[max(lengths)]
+    speedups = [f"{ms[BASELINE] / ms[v]:.2f}×" for v in ANSWERS]
+    lines.append([_small(f"speedup at {max(lengths)}"), "", *speedups])
+    titles = [_small(title_of(v).replace("everything", "every&shy;thing")) for v in SHOWN]
+    return markdown_table([_small(card.name.removeprefix("NVIDIA ")), *titles], lines)
+
+
+def expected_ms(run: Run, seq_len: int, measured_on: Card, card: Card) -> dict[str, float]:
+    """Estimate the GPU time of a step on another card, for each variant.
+
+    The time of matmuls and of attention goes with a card's TFLOPS, the rest of the GPU's time with
+    its memory's bandwidth. The time that it waits for the host is left out.
+    """
+    compute = measured_on.tflops / card.tflops
+    memory = measured_on.tb_per_s / card.tb_per_s
+    split = {variant: _split_ms(run, variant, seq_len) for variant in SHOWN}
+    return {v: matmuls * compute + rest * memory for v, (matmuls, rest) in split.items()}
 
 
 def _split_ms(run: Run, variant: str, seq_len: int) -> tuple[float, float]:

@@ -2,7 +2,7 @@
 
 A panel of stacked bars for each length, one a variant: the kernels of a profiled step, then the
 time in which the GPU waited for the host, which is the timed step less the time that kernels ran.
-benchmark_results.png has the panel of the longest length.
+panels.png has the panel of the longest length.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A run as the panels of benchmark_results.png show it, and a panel of lines, one a variant, with
-values beside their points."""
+"""A run as pictures of all its lengths show it, and a panel of lines, one a variant, with values
+beside their points."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 from bench.records import Run, SummaryRow
 from report.picture import annotate
 from report.statistics import NOISE, summarize
-from report.wording import shown_variants
+from report.wording import STATUS_WORDS, shown_variants
 from variants import LOOKS, SUITES, Look, title_of, variant_of
 
 SPARE_LOOKS = [  # for variants whose family's look another one has
@@ -21,7 +21,9 @@ SPARE_LOOKS = [  # for variants whose family's look another one has
 ]  # fmt: skip
 FEW = 4  # up to this many variants every point is labelled; beyond it the table has the values
 SHORT = 32  # letters of a name that takes two lines
-# Heights, of the panel: of a value beside its point, of the gap in that, of a line of words.
+SIZE = 11  # of letters, unless a picture asks for another
+# Heights, of the panel, at that size: of a value beside its point, of the gap in that, of a line
+# of words.
 LABEL, GAP, LINE = 0.085, 0.03, 0.052
 CLEAR = {"boxstyle": "square,pad=0.05", "color": "white", "alpha": 0.8}  # around words
 NAMES_ROOM = 0.26  # right of the last length, of the room that all of them take
@@ -68,7 +70,7 @@ def looks_of(variants: list[str]) -> dict[str, Look]:
 
 def draw_lines(
     axes: Axes, view: View, rows: list[SummaryRow], name: str, words: Callable[[float], str],
-    beside: Sequence[float] = (), apart: float = 0.0,
+    beside: Sequence[float] = (), apart: float = 0.0, size: float = SIZE,
 ) -> None:  # fmt: skip
     """Draw one line a variant, broken where a length has no value, with intervals and values.
 
@@ -76,11 +78,12 @@ def draw_lines(
     way; at the last length right of all, with names if `view` has them. A value within noise is not
     bold, nor below its point, where it would look like a loss.
 
-    name: of the rows' field. apart: the variants, along the x axis: no interval hides another."""
+    name: of the rows' field. apart: the variants, along the x axis: no interval hides another.
+    size: of the letters."""
     last = len(view.seq_lens) - 1
     if view.is_named:
         axes.set_xlim(-0.5, last + 0.5 + NAMES_ROOM * (last + 1))
-    lines = _Lines(axes, view, name, words, apart)
+    lines = _Lines(axes, view, name, words, apart, size)
     for variant in view.looks:
         lines.draw(variant, [row for row in rows if row.variant == variant])
     for place, seq_len in enumerate(view.seq_lens):
@@ -91,6 +94,18 @@ def draw_lines(
             lines.label_points(place, here, beside)
 
 
+def mark_untimed(axes: Axes, view: View) -> None:
+    """Show a cell without a time: its variant's marker, hollow, and the reason in words."""
+    for row in view.untimed:
+        look, place, across = view.look(row), view.slot(row), axes.get_xaxis_transform()
+        mark = line_of(look, title_of(row.variant), [place], [0.035])
+        mark.set(transform=across, markerfacecolor="white", markeredgewidth=2, zorder=6)
+        axes.add_artist(mark)
+        axes.text(place, 0.08, STATUS_WORDS[row.status], color=look.colour, size=10, weight="bold",
+                  zorder=6, rotation=90, ha="center", va="bottom", transform=across,
+                  bbox=CLEAR)  # fmt: skip
+
+
 class _Lines(NamedTuple):
     """A panel's lines of one field of the rows, `name`, and the `words` of a value."""
 
@@ -99,6 +114,7 @@ class _Lines(NamedTuple):
     name: str
     words: Callable[[float], str]
     apart: float
+    size: float
 
     def value(self, row: SummaryRow) -> float:
         return getattr(row, self.name)
@@ -114,7 +130,7 @@ class _Lines(NamedTuple):
     def text_look(self, row: SummaryRow) -> dict[str, Any]:
         within_noise = self.name == "speedup" and row.verdict == NOISE
         look = {"style": "italic"} if within_noise else {"weight": "bold"}
-        return {"color": self.view.look(row).colour, "size": 11, **look}
+        return {"color": self.view.look(row).colour, "size": self.size, **look}
 
     def draw(self, variant: str, rows: list[SummaryRow]) -> None:
         look, own = self.view.looks[variant], {row.seq_len: row for row in rows}
@@ -130,10 +146,15 @@ class _Lines(NamedTuple):
 
     def name_ends(self, place: int, rows: list[SummaryRow]) -> None:
         """Write the values at the last length, right of all, with names."""
-        names = [f"{fill(title_of(row.variant), 17)}\n" * self.view.is_named for row in rows]
-        labels = [name + self.words(self.value(row)) for name, row in zip(names, rows, strict=True)]
+        labels = [self.words(self.value(row)) for row in rows]
+        if self.view.is_named:
+            letters = round(17 * SIZE / self.size)
+            titles = [title_of(row.variant) for row in rows]
+            names = [fill(title, letters, break_long_words=False) for title in titles]
+            labels = ["\n".join(pair) for pair in zip(names, labels, strict=True)]
         tall = max((text.count("\n") + 1 for text in labels), default=1)
-        heights = apart_by(LINE * tall, self.heights(*map(self.value, rows)), 1.0)
+        gap = LINE * tall * self.size / SIZE
+        heights = apart_by(gap, self.heights(*map(self.value, rows)), 1.0)
         at = place + 0.12 + self.apart * (len(self.view.looks) - 1) / 2
         for row, text, height in zip(rows, labels, heights, strict=True):
             self.axes.text(at, height, text, transform=self.axes.get_xaxis_transform(),
@@ -154,17 +175,18 @@ class _Lines(NamedTuple):
             spans = [self.heights(*self.ends(each)) for each in others]
             spans += [*taken, *([point] for point in points)]
             over, under, middle = self.heights(high, low, value)
-            below, above = [under - LABEL, under], [over, over + LABEL]
+            label, gap = LABEL * self.size / SIZE, GAP * self.size / SIZE
+            below, above = [under - label, under], [over, over + label]
             text = self.words(value)
             if is_free(above, spans):
                 taken.append(above)
-                written.append([over + GAP, over + LABEL])
+                written.append([over + gap, over + label])
                 annotate(self.axes, text, (at, high), (0, 9), ha="center", va="bottom", **look)
             elif is_free(below, spans) and "weight" in look:
                 taken.append(below)
-                written.append([under - LABEL, under - GAP])
+                written.append([under - label, under - gap])
                 annotate(self.axes, text, (at, low), (0, -9), ha="center", va="top", **look)
-            elif sides and is_free([middle - GAP, middle + GAP], written):
+            elif sides and is_free([middle - gap, middle + gap], written):
                 side = sides.pop(0)
                 self.axes.text(at + side, value, text, ha="left" if side > 0 else "right",
                                va="center", bbox=CLEAR, **look)  # fmt: skip

@@ -13,7 +13,7 @@ from bench.records import Run, SummaryRow
 from report import wording
 from report.statistics import summarize
 from report.table import markdown_table, number, thousands
-from report.wording import STATUS_WORDS, Footnote, caption_with_commit, release_of, title_in
+from report.wording import STATUS_WORDS, Footnote, caption_with_commit, title_in
 from variants import BASELINE, Variant, variant_of
 
 # As data/make/chats_of_lengths.py calls the data sets whose lengths it draws.
@@ -157,34 +157,6 @@ def _cells(row: SummaryRow | None, footnote: Footnote | None) -> list[str]:
             thousands(row.tokens_per_s), number(row.peak_gib, 1)]  # fmt: skip
 
 
-# --- the README's row -----------------------------------------------------------------------------
-
-
-def documents_row(
-    found: Sequence[ChatGroup], columns: Sequence[str], beside: Run
-) -> list[list[str]]:
-    """Return the README's row of documents, if there is one, of the GPU's own time: of the data set
-    on which the last of `columns` gains least, on the GPU of `beside`, the run of the other rows,
-    or on another where that has none. It names a release of Unsloth that is another than theirs."""
-    device = beside.environment.device
-    timed = [
-        (base_ms / ms, group)
-        for group in found
-        if (base_ms := own_ms(group.documents.get(UNPADDED)))
-        and (ms := own_ms(group.documents.get(columns[-1])))
-    ]
-    if not timed:
-        return []
-    _, group = min(timed, key=lambda one: (one[1].device != device, one[0]))
-    base = group.documents[UNPADDED]
-    first = f"{own_ms(base):.0f} ms, {base.peak_gib or 0:.1f} GiB"
-    others = [_over(base, group.documents.get(variant)) for variant in columns]
-    where = "" if group.device == device else f", {group.gpu}"
-    if (release := release_of("unsloth", group.runs[-1])) != release_of("unsloth", beside):
-        where += f", Unsloth {release}"
-    return [[f"**chats** of {group.data_in_words}{where}, GPU time alone", first, *others]]
-
-
 def own_ms(row: SummaryRow | None) -> float | None:
     """Return the time of a step where nothing waits for the host: the GPU's own time in the step
     that was profiled, or the median step where that is shorter. One step of Unsloth's, whose
@@ -192,11 +164,3 @@ def own_ms(row: SummaryRow | None) -> float | None:
     if row is None or row.gpu_ms is None or row.median_step_ms is None:
         return None
     return min(row.gpu_ms, row.median_step_ms)
-
-
-def _over(base: SummaryRow, row: SummaryRow | None) -> str:
-    if row is None:
-        return "–"
-    if not (base_ms := own_ms(base)) or not (ms := own_ms(row)):
-        return STATUS_WORDS.get(row.status, "")
-    return f"{base_ms / ms:.2f}×" + (f", {row.peak_gib:.1f} GiB" if row.peak_gib else "")

@@ -49,6 +49,12 @@ def write_caption(
     picture.text(x, y, fill(words, letters), size=size, color=color, linespacing=1.5)
 
 
+def stamp(picture: Figure, words: str, size: float) -> None:
+    """Write a warning across the whole picture, which nobody can crop away."""
+    picture.text(0.5, 0.48, words.replace(": ", "\n"), size=size, color="#d1242f", alpha=0.22,
+                 weight="bold", ha="center", va="center", rotation=30, zorder=9)  # fmt: skip
+
+
 def annotate(
     axes: Axes, words: str, place: tuple[float, float], points: tuple[float, float],
     across: Any = "data", **text: Any,

@@ -8,6 +8,8 @@ from math import ceil, exp, log
 from statistics import median
 from typing import Any
 
+from msgspec.structs import replace
+
 from bench.records import Interval, Run, SummaryRow, Verdict
 from variants import AGAIN, title_of, variant_of
 
@@ -34,6 +36,19 @@ def summarize(run: Run) -> list[SummaryRow]:
 
 def rows_by_variant_and_length(run: Run) -> dict[tuple[str, int], SummaryRow]:
     return {(row.variant, row.seq_len): row for row in summarize(run)}
+
+
+def by_gpu_time(rows: Iterable[SummaryRow]) -> list[SummaryRow]:
+    """Return the rows with speedups in GPU time, without interval and verdict. A speedup is None
+    where the row or its baseline has no profile."""
+    rows = list(rows)
+    gpu_ms = {(row.variant, row.seq_len): row.gpu_ms for row in rows}
+    found = []
+    for row in rows:
+        base_ms = gpu_ms.get((variant_of(row.variant).baseline.id, row.seq_len))
+        speedup = base_ms / row.gpu_ms if base_ms and row.gpu_ms else None
+        found.append(replace(row, speedup=speedup, speedup_ci95=None, verdict=None))
+    return found
 
 
 def _summary_row(run: Run, variant: str, seq_len: int) -> SummaryRow:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from statistics import median
 
 import msgspec
 
@@ -130,6 +131,19 @@ def from_to(values: Iterable[float], digits: int = 0) -> str:
     found = sorted(values)
     ends = [f"{end:.{digits}f}" for end in found[:1] + found[-1:]] or ["no"]
     return " to ".join(dict.fromkeys(ends))
+
+
+def roughly(values: Sequence[float]) -> str:
+    """Return speedups in words, as precise as they agree: "a steady 1.22×", which is the last one,
+    "about 1.6×" or "2.3× to 2.6×"."""
+    low, high = min(values), max(values)
+    if len(values) == 1:
+        return f"{high:.2f}×"
+    if high / low < 1.01:
+        return f"a steady {values[-1]:.2f}×"
+    if high / low < 1.05:
+        return f"about {median(values):.1f}×"
+    return f"{low:.1f}× to {high:.1f}×"
 
 
 class Footnote(msgspec.Struct, frozen=True):

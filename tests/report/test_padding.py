@@ -3,13 +3,12 @@
 import pytest
 from cases import example_results as example
 from cases import picture_case as case
-from cases.table_case import row_of, rows_in
+from cases.table_case import rows_in
 from matplotlib.text import Text
 from msgspec.structs import replace
 
 from bench.records import Cell, Tokens
 from report import padding, padding_picture
-from report.headline import ANSWERS, headline_table
 from report.wording import Footnote
 
 VARLEN, ALL, EVERYTHING = "vanilla_peft_varlen", "fused_all", "fused_layer_graph_offload"
@@ -118,34 +117,12 @@ def test_a_footnote_marks_the_padded_time_of_its_variants():
     assert "\n\n¹: before padding was left out.\n\n" in said
 
 
-def test_the_readme_has_the_row_of_its_gpu_where_everything_fused_gains_least():
-    rows = padding.documents_row(TWO, ANSWERS, example.run())
-    assert rows == [["**chats** of Dolly's lengths, H100, GPU time alone",
-                     "1164 ms, 9.0 GiB", "–", "1.33×, 9.0 GiB", "3.00×, 9.0 GiB"]]  # fmt: skip
-    assert padding.documents_row(TWO[1:], ANSWERS, example.run()) == []
-    more, less = (
-        made("documents", data=data, vanilla_peft_varlen=1e3, fused_layer_graph_offload=ms)
-        for data, ms in (("more", 200.0), ("less", 250.0))
-    )
-    found = groups([], [("dolly", H100), ("more", more), ("less", less)])
-    (row,) = padding.documents_row(found, ANSWERS, example.run())
-    first = "**chats** of less, GPU time alone"
-    assert row == [first, "970 ms, 9.0 GiB", "–", "–", "4.00×, 9.0 GiB"]
-    other = example.run()
-    assert [*row_of(headline_table(other, found), first).values()] == row
-    other.environment.packages["unsloth"] = "2026.11.1"  # the chats keep the release they ran with
-    first = "**chats** of less, Unsloth 2026.10.9, GPU time alone"
-    assert row_of(headline_table(other, found), first)
-
-
 def test_a_step_that_was_profiled_and_took_longer_than_most_is_no_variants_time():
     document = made("documents", vanilla_peft_varlen=1000.0, full_unsloth=800.0,
                     fused_layer_graph_offload=400.0)  # fmt: skip
     (cell,) = document.cells_of("full_unsloth")
     cell.gpu_busy_ms = 970.0
     found = groups([], [("dolly", document)])
-    (row,) = padding.documents_row(found, ANSWERS, example.run())
-    assert row[3] == f"{970 / 800:.2f}×, 9.0 GiB"
     said = padding_picture.over_unsloth(found)
     assert f"{800 / 388:.2f} times as fast as Unsloth 2026.10.9." in said
 

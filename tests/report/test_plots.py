@@ -1,4 +1,4 @@
-"""benchmark_results.png: what its four panels draw, say and mark, on made-up results."""
+"""panels.png: what its four panels draw, say and mark, on made-up results."""
 
 from functools import cache
 from itertools import chain, pairwise
@@ -13,8 +13,8 @@ from matplotlib.colors import to_hex
 from matplotlib.text import Text
 
 from bench import results
-from report import benchmark_results as plots
 from report import kernel_time, tables, wording
+from report import panels as plots
 from report import statistics as summary
 from report.headline import headline_table
 from report.kernel_time import bars
@@ -58,7 +58,7 @@ RUNS |= {
 
 @cache
 def picture_of(name):
-    return plots.benchmark_figure(RUNS[name])
+    return plots.panels_figure(RUNS[name])
 
 
 @cache
@@ -126,7 +126,7 @@ def test_memory_bars_and_a_capacity_that_does_not_flatten_them():
     assert axes.get_ylim()[1] < 50
     small = example.run()
     small.environment.gpu.memory_bytes = 48 * 2**30
-    axes = panels(plots.benchmark_figure(small))["memory"]
+    axes = panels(plots.panels_figure(small))["memory"]
     assert "line: the card holds 48 GiB" in words(axes)
     assert [48.0, 48.0] in [list(line.get_ydata()) for line in axes.lines]
     assert axes.get_ylim()[1] > 48
@@ -170,7 +170,7 @@ def test_of_many_variants_the_strongest_are_shown():
 def test_every_status_is_marked_in_every_panel():
     status = {("fused_mlp", 128): "oom", ("fused_mlp", 512): "error"}
     status |= {("full_unsloth", 128): "unavailable", ("full_unsloth", 256): "parity_failed"}
-    picture = plots.benchmark_figure(example.run(status=status))
+    picture = plots.panels_figure(example.run(status=status))
     for axes in picture.axes[:3]:
         marks = [mark for mark in axes.lines if mark.get_markerfacecolor() == "white"]
         found = {(float(mark.get_xdata()[0]), mark.get_marker()) for mark in marks}
@@ -195,7 +195,7 @@ def title(picture):
 def test_the_title_states_the_finding():
     fused, unsloth = (rows_of("four")[v, 512].speedup for v in ("fused_mlp", "full_unsloth"))
     assert title(picture_of("four")) == (
-        "A LoRA step's speed over vanilla PEFT's, at 512 tokens on NVIDIA H200:\n"
+        "Speedup over vanilla PEFT by the wall clock, at 512 tokens on NVIDIA H200:\n"
         f"fused MLP {fused:.2f}×, full Unsloth {unsloth:.2f}×"
     )
     assert " at 256 tokens " in title(picture_of("one out of memory, one unavailable"))
@@ -212,9 +212,9 @@ def test_the_title_does_not_boast_of_noise():
         if cell.variant == "fused_mlp":
             (vanilla,) = run.cells_of("vanilla_peft", cell.seq_len)[cell.round - 1 : cell.round]
             cell.step_ms = vanilla.step_ms
-    said = plots.benchmark_finding(View(run))
+    said = plots.panels_finding(View(run))
     assert ":\nfused MLP within noise, full Unsloth 1." in said
-    axes = panels(plots.benchmark_figure(run))["speedup"]
+    axes = panels(plots.panels_figure(run))["speedup"]
     mlp_texts = [text for text in axes.texts if text.get_color() == LOOKS["fused"].colour]
     assert {text.get_style() for text in mlp_texts} == {"italic"}
     assert {text.get_weight() for text in mlp_texts} == {"normal"}
@@ -281,7 +281,7 @@ def test_a_label_gives_way_to_the_whisker_of_another_variant():
     """Two variants whose intervals overlap: the lower one's value stands beside its point."""
     run = rounds(vanilla_peft=(200, 200), fused_mlp=(230, 160), full_unsloth=(170, 110))
     run.experiment.seq_lens = [64, 512]
-    axes = panels(plots.benchmark_figure(run))["speedup"]
+    axes = panels(plots.panels_figure(run))["speedup"]
     whisker = next(
         line for line in axes.lines
         if line.get_color() == LOOKS["unsloth"].colour and line.get_marker() == "_"

@@ -14,6 +14,7 @@ from report.benchmark_results import benchmark_figure
 from report.frontier import frontier_figure
 from report.kernel_time import kernel_time_figure
 from report.loss_curve import loss_curve_figure
+from report.panels import panels_figure
 from report.picture import write_png
 
 
@@ -21,7 +22,10 @@ def losses_figure(run):
     return loss_curve_figure([run])
 
 
-DRAWN = [ablation_figure, benchmark_figure, frontier_figure, kernel_time_figure, losses_figure]
+DRAWN = [
+    *(ablation_figure, benchmark_figure, frontier_figure, kernel_time_figure, losses_figure),
+    panels_figure,
+]
 TWO = example.run(("vanilla_peft", "fused_mlp"), (512,))
 
 
