@@ -46,7 +46,7 @@ def benchmark_figure(run: Run) -> Figure:
                      linespacing=1.25)  # fmt: skip
         _speedups(axes, view, rows)
         mark_untimed(axes, view)
-        axes.set_xlabel("tokens in a row")
+        axes.set_xlabel("tokens per row")
         write_caption(picture, _caption(run, clock), 0.12 / height, 68, x=0.03, size=SMALL)
         if run.rehearsal:
             stamp(picture, REHEARSAL_NOTICE, 30)
