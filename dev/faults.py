@@ -17,7 +17,7 @@ FAULTS = (
     # --- fused_mlp ---
     Fault("fused_mlp/swiglu.py", "silu * (1.0 - sigmoid)", "gate * (1.0 - sigmoid)", "kernels",
           "swiglu"),
-    Fault("fused_mlp/geglu.py", "_SLOPE * (gate", "_CUBIC * (gate", "kernels", "swiglu"),
+    Fault("fused_mlp/geglu.py", "_SLOPE * (gate", "_CUBIC * (gate", "kernels", "contract"),
     Fault("fused_mlp/utils.py", "columns.addmm_(grad, B, beta=0, alpha=scaling)",
           "columns.addmm_(grad, B, beta=0)", "kernels", "contract"),
     Fault("fused_mlp/dropout.py", "WHOLE / keep)", "1.0)", "kernels", "dropout"),
