@@ -67,7 +67,10 @@ def copy_of_the_tree(folder: Path) -> Path:
 
 
 def caught_by(fault: Fault, tree: Path, options: list[str]) -> str | None:
-    """Return the test that fails with this fault in `tree`; None: they all pass."""
+    """Return the test that fails with this fault in `tree`, or the signal that ends pytest.
+
+    None: they all pass.
+    """
     path, (*first, room) = tree / fault.file, tests_of(fault)
     text = path.read_text()
     path.write_text(with_fault(text, fault))
@@ -83,6 +86,8 @@ def failing_test(tree: Path, arguments: list[str]) -> str | None:
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
     if done.returncode == 0:
         return None
+    if done.returncode < 0:
+        return f"signal {-done.returncode}"
     if (failed := FAILED.search(done.stdout)) is None:
         raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout}{done.stderr}")
     return failed[1]

@@ -119,7 +119,7 @@ LIKE_OTHERS = ("Mistral", "Ministral", "Ministral 3", "CWM", "OLMo 3", "Qwen3-Mo
                "Gemma 3, multimodal", "Llava")  # fmt: skip
 
 
-@pytest.mark.slow("SmolLM3", "Gemma 3")
+@pytest.mark.slow("SmolLM3")
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=pytest.mark.exhaustive if name in LIKE_OTHERS else ())
     for name in FAMILIES

@@ -125,7 +125,7 @@ LIVES = {
 }
 
 
-@pytest.mark.slow("deep copy", "merged, unmerged")
+@pytest.mark.slow("merged, unmerged")
 @pytest.mark.parametrize("live", LIVES.values(), ids=LIVES)
 def test_it_goes_on_in_fp8_with_the_same_weights_after(live, device):
     fused, plain, _ = pair(device)
@@ -188,7 +188,7 @@ WRITES = {
 }
 
 
-@pytest.mark.slow("data", "a slice of the transpose", "a new parameter")
+@pytest.mark.slow("a slice of the transpose")
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_codes_and_originals_follow_what_writes_a_weight(write, device):
     models = pair(device)[:2]

@@ -95,7 +95,7 @@ MODELS = {
 }
 
 
-@pytest.mark.slow("all parts, dropout", "FP8", "layers, offload", "graphed")
+@pytest.mark.slow("layers, offload", "graphed")
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_a_deleted_model_is_freed_at_once(make, device):
     gc.collect()

@@ -89,7 +89,7 @@ def no_masks(monkeypatch):
     monkeypatch.setattr(attention, "mask_of_documents", refuse)
 
 
-@pytest.mark.slow("Qwen3")
+@pytest.mark.slow("Qwen3-fusion3")
 @pytest.mark.parametrize(
     ("family", "fusion", "collate"),
     [
@@ -125,6 +125,7 @@ def padded(side, device):
     return {name: torch.tensor(rows) for name, rows in batch.items()}
 
 
+@pytest.mark.slow("left-whole", "both-parts")
 @pytest.mark.thinned
 @pytest.mark.parametrize("fusion", [PARTS, WHOLE], ids=["parts", "whole"])
 @pytest.mark.parametrize("side", ["left", "right", "both"])

@@ -120,9 +120,7 @@ KINDS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow(
-    "DoRA on k", "lora_bias and bias all, multiplied", "joined projections", "a quantised v"
-)
+@pytest.mark.slow("DoRA on k", "lora_bias and bias all, multiplied")
 @pytest.mark.parametrize("name", KINDS)
 def test_no_more_is_lost_than_has_to_be_and_it_trains_as_plain_peft_does(name, device):
     make, wanted = KINDS[name]

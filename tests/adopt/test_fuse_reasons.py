@@ -127,7 +127,13 @@ for (kind, part), name in zip(PLACES, OF_ATTENTION + OF_ATTENTION[::-1], strict=
     CASES.append((f"{kind}'s{o}", f"self_attn.{part}", *REASONS[name]))
 
 
-@pytest.mark.slow("mlp", "layer", "attention's o", "attention and rope's-self_attn.q_proj")
+@pytest.mark.slow(
+    "True-mlp",
+    "True-layer",
+    "True-attention's o",
+    "True-attention and rope's-self_attn.q_proj",
+    "False-mlp-mlp-its activation is GELU, not SiLU",
+)
 @pytest.mark.thinned
 @pytest.mark.parametrize("case", CASES, ids=[f"{kind}-{at}-{said}" for kind, at, _, said in CASES])
 @pytest.mark.parametrize("fused_first", [True, False])

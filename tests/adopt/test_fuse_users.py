@@ -168,6 +168,7 @@ OVER_PARTS = (  # which keep nothing: adapters in place, elsewhere, and others
     "layer-optimizer",
     "layer-hot-swap",
     "layer-merged and unmerged",
+    "layer-an adapter of a larger rank",
     "parts-another adapter and back",
 )
 @pytest.mark.parametrize(

@@ -125,9 +125,7 @@ def zero(model, only=""):
                 parameter.zero_()
 
 
-@pytest.mark.slow(
-    "layers-accelerator.save_state", "layers-get_model_state_dict", "layers-DCP in place"
-)
+@pytest.mark.slow("layers-get_model_state_dict")
 @pytest.mark.filterwarnings("error:a fused ")
 @pytest.mark.parametrize(
     ("kind", "way"),

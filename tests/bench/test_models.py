@@ -109,6 +109,15 @@ def test_bf16_adapters_train_without_autocast_and_without_checkpointing_when_not
     assert not built.model.base_model.model.model.layers[0].gradient_checkpointing
 
 
+@pytest.mark.parametrize(("variant", "seq_len", "words"), [
+    ("full_unsloth", 511, "unsloth (plain)"),
+    ("full_unsloth", 512, "unsloth (offloaded)"),
+    ("unsloth_plain_checkpointing", 512, "unsloth (plain)"),
+])  # fmt: skip
+def test_unsloth_offloads_from_512_tokens_on_unless_told_otherwise(variant, seq_len, words):
+    assert models._checkpointing_in_words(recipe_of(variant), seq_len) == words
+
+
 def test_in_fp32_nothing_is_rounded(checkpoint, device):
     built = make("vanilla_peft_fp32", checkpoint, device)
     assert built.autocast_dtype is None and built.settings.autocast == "None"

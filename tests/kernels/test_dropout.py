@@ -91,6 +91,10 @@ def test_a_seed_and_a_projection_decide_and_torch_draws_the_seed(device):
     assert seeds[0] == seeds[1] != seeds[2]
 
 
+def test_something_is_kept_at_any_dropout(device):
+    assert mask_of(39, 139, device, 1 - 2**-18).scale == 2**16
+
+
 @pytest.mark.parametrize("dropout", [0.0, 2**-18])
 def test_what_drops_less_than_one_of_131_072_is_no_dropout(dropout, device):
     seed = seed_of(0, device)

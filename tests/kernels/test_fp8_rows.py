@@ -43,6 +43,14 @@ def test_codes_are_the_nearest_and_the_largest_of_a_row_is_224(columns, of_colum
     assert not codes.float()[3].any()
 
 
+def test_what_lies_between_two_codes_becomes_the_even_one(device):
+    codes = torch.arange(0x77, dtype=torch.uint8, device=device).view(E4M3).float()  # up to 224
+    x = torch.cat([(codes[1:] + codes[:-1]) / 2, codes[-1:]])
+    x = torch.stack([x, -x])
+    got, scales = fp8_rows(x, x.shape[1])
+    assert (scales == 1).all() and torch.equal(got.float(), x.to(E4M3).float())
+
+
 def test_nan_and_inf_stay_in_their_rows(device):
     x = random(4, 40, seed=1, device=device)
     clean, _ = fp8_rows(x, 48)

@@ -85,6 +85,7 @@ OPTIONS = {"num_warps": 4, "num_stages": 2}
         ((on_gpu(), None, 0.5, True), OPTIONS),
         ((on_gpu(), 7, 0.25, True), OPTIONS),
         ((on_gpu(), 7, 0.5, 1), OPTIONS),
+        ((on_gpu(), 7, 0.5, 1.0), OPTIONS),
         ((on_gpu(), 7, 0.5, True), OPTIONS | {"num_warps": 8}),
         ((on_gpu(), 7, 0.5, True), {"num_stages": 4, "num_warps": 2}),
         ((on_gpu(), 7, 0.5, True), {"num_warps": 4}),

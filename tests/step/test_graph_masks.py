@@ -238,6 +238,15 @@ def test_a_graph_that_cannot_go_without_a_mask_says_so(name, device):
     torch.testing.assert_close(losses, train(eager, calls), rtol=1e-5, atol=0)
 
 
+def test_eager_calls_of_which_one_had_padding_say_nothing_of_the_graphs_mask(no_warnings, device):
+    step, eager = steps(peft_model(device, "Llama", config=ONE_LAYER))
+    ones = torch.ones(2, 17, dtype=torch.int64)
+    masks = [ones.tril(9), *[ones] * EAGER_CALLS]  # only the first call is padded
+    calls = [(inputs(device, seed, attention_mask=mask), True) for seed, mask in enumerate(masks)]
+    torch.testing.assert_close(train(step, calls), train(eager, calls), rtol=1e-5, atol=0)
+    assert captured(step) == 1
+
+
 def test_a_mask_that_says_that_there_is_none_is_taken_as_before(monkeypatch, device):
     step, eager = steps(peft_model(device, "Qwen2", config=ONE_LAYER))
     calls = [(inputs(device, s, attention_mask={"full_attention": None}), True) for s in range(5)]
