@@ -31,6 +31,7 @@ from fused_mlp.utils import (
     input_gradient,
     matmul_A,
     matmul_lora,
+    refuse_second_derivative,
     without_autocast,
 )
 
@@ -235,13 +236,7 @@ def project(
 
 def _backward(ctx, name: str, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
     """Gradients of x, of each A and B and of each bias that `_forward` was given."""
-    # autograd leaves gradients on in a backward only where it should build a graph of it;
-    # its own once_differentiable would call ours a constant and say nothing
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            f"{name} is not twice differentiable: call backward without create_graph=True, "
-            "or use the unfused layers"
-        )
+    refuse_second_derivative(name, "the unfused layers")
     x, z, A, *others = ctx.saved_tensors
     count = len(grad_outputs)
     B, weights, bits = others[:count], others[count : 2 * count], others[2 * count :]

@@ -46,6 +46,7 @@ from .utils import (
     input_gradient,
     matmul_A,
     matmul_lora,
+    refuse_second_derivative,
     without_autocast,
 )
 
@@ -181,13 +182,7 @@ class LoRA_MLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output):
-        # Gradients are on in a backward only if autograd should build a graph of it. PyTorch's
-        # once_differentiable would silently treat this backward as a constant.
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "LoRA_MLP is not twice differentiable: call backward without create_graph=True, "
-                "or use the unfused MLP"
-            )
+        refuse_second_derivative("LoRA_MLP", "the unfused MLP")
         x, gate, up, z, A, gate_B, up_B, down_A, down_B, *weights = ctx.saved_tensors
         gate_weight, up_weight, down_weight, *bits = weights
         masks = masks_of(bits, ctx.scales)

@@ -267,3 +267,16 @@ def _stores_fp32(a: Tensor) -> bool:
     Compiled code fuses the cast."""
     half = a.dtype in (torch.bfloat16, torch.float16)
     return a.is_cuda and half and not torch.compiler.is_compiling()
+
+
+def refuse_second_derivative(name: str, instead: str) -> None:
+    """Raise RuntimeError in a backward of which autograd should build a graph.
+
+    Gradients are on in a backward only then. PyTorch's once_differentiable would silently treat
+    the backward as a constant.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{name} is not twice differentiable: call backward without create_graph=True, or use "
+            f"{instead}"
+        )

@@ -8,7 +8,6 @@ blocks, on a CPU where transformers was told that there is a GPU.
 """
 
 import copy
-import io
 import warnings
 
 import pytest
@@ -25,17 +24,16 @@ from cases.codes_case import (
     over,
     projections,
 )
-from cases.fp8_case import FP8
-from cases.fused_case import SHORT, assert_close, step
+from cases.fp8_case import FP8, fused_again, widened
+from cases.fused_case import SHORT, assert_close, pickled, step
 from cases.layer_case import layer_of
 from cases.peft_models import assert_equal, logits
 from cases.reference import relative_error
-from peft import LoraConfig
 from safetensors.torch import load_file
 from torch import nn
 from transformers.integrations import compressed_tensors, finegrained_fp8
 
-from fused_lora import Fusion, fuse, report, unfuse
+from fused_lora import fuse, report, unfuse
 from fused_lora.kernels.fp8_rows import E4M3
 
 pytestmark = pytest.mark.usefixtures("fp8_in_fp32")
@@ -172,26 +170,6 @@ def with_other_codes(model):
             tensor.copy_(-tensor.float())
     model.load_state_dict(state)
     return model
-
-
-def widened(model):
-    model.add_adapter("large", LoraConfig(r=12, target_modules="all-linear"))
-    model.set_adapter("large")
-    step(model, length=SHORT)
-    model.set_adapter("default")
-    return model
-
-
-def fused_again(model):
-    fuse(model, Fusion(layer=True, rms_norm=True))
-    return model
-
-
-def pickled(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 LIVES = {

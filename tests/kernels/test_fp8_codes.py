@@ -185,6 +185,13 @@ def test_codes_are_the_nearest_the_largest_of_a_row_is_224_and_nan_stays_in_its_
         assert_nearest(codes, exact / scales)
 
 
+def test_a_tie_goes_to_the_even_code(device):
+    codes = torch.arange(119, dtype=torch.uint8).view(E4M3).float()  # all from 0 to 224
+    row = torch.cat((codes, (codes[1:] + codes[:-1]) / 2))[None].to(device)
+    got, scales = fp8_rows(row, row.shape[1])
+    assert scales == 1 and torch.equal(got.float(), row.to(E4M3).float())
+
+
 def assert_nearest(got, exact):
     """Each code is the nearest e4m3 but where fp32's rounding of its quotient decides."""
     nearest = exact.float().to(E4M3)
