@@ -206,6 +206,15 @@ def assert_layer_is(model, oracle, device):
     assert not is_near(draw)
 
 
+def assert_near(fused, plain):
+    """A step of a layer in FP8 is near one in the model's precision. Returns the first."""
+    got, want = (step(model, length=SHORT) for model in (fused, plain))
+    assert got.functions["DecoderLayer"] == 1 and got.keys() == want.keys()
+    assert relative_error(got["loss"], want["loss"]) < 0.02
+    assert all(relative_error(got[name], want[name]) < 0.3 for name in want)
+    return got
+
+
 def widened(model):
     """With an adapter of a larger rank, for which there is no room."""
     model.add_adapter("large", LoraConfig(r=12, target_modules="all-linear"))
