@@ -1,12 +1,11 @@
 """The records of small_adapters.json, and loading and saving it. Imports no torch."""
 
-import gzip
 from pathlib import Path
 
 import msgspec
 
 from bench.records import Environment, Record
-from bench.results import UNREADABLE, write_atomically
+from bench.results import load_record, write_atomically
 from variants import Lora
 
 
@@ -56,12 +55,7 @@ class SmallAdapters(Record):
 
 def load_small_adapters(path: Path) -> SmallAdapters:
     """Load a file, which may be compressed, or raise ValueError."""
-    data = path.read_bytes()
-    try:
-        data = gzip.decompress(data) if path.suffix == ".gz" else data
-        return msgspec.json.decode(data, type=SmallAdapters)
-    except UNREADABLE as error:
-        raise ValueError(f"{path}: {error}: restore it, or delete it and run again") from None
+    return load_record(path, SmallAdapters, "restore it, or delete it and run again")
 
 
 def save_small_adapters(path: Path, found: SmallAdapters) -> None:

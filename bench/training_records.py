@@ -1,12 +1,9 @@
 """Records of fp8_training.json. The program that wrote it is removed; the file names its commit."""
 
-import gzip
 from pathlib import Path
 
-import msgspec
-
 from bench.records import Count, Environment, Optimizer, Record
-from bench.results import UNREADABLE
+from bench.results import load_record
 from variants import Lora
 
 
@@ -46,9 +43,4 @@ class Fp8Training(Record):
 
 def load_training(path: Path) -> Fp8Training:
     """Read a file, which may be compressed, or raise a ValueError of one line."""
-    data = path.read_bytes()
-    try:
-        data = gzip.decompress(data) if path.suffix == ".gz" else data
-        return msgspec.json.decode(data, type=Fp8Training)
-    except UNREADABLE as error:
-        raise ValueError(f"{path}: {error}: restore it") from None
+    return load_record(path, Fp8Training, "restore it")

@@ -37,7 +37,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fused_mlp.launching import cdiv, check_runnable, launch
-from fused_mlp.utils import compute_dtype, scaled_matmul
+from fused_mlp.utils import compute_dtype, refuse_second_derivative, scaled_matmul
 
 from .fp8_head import Fp8Head, check_fp8_head
 from .label_check import checking
@@ -218,12 +218,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_loss):
-        # autograd leaves gradients on in a backward only where it should build a graph of it
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "linear_cross_entropy is not twice differentiable: call backward without "
-                "create_graph=True, or use F.cross_entropy"
-            )
+        refuse_second_derivative("linear_cross_entropy", "F.cross_entropy")
         *gradients, which, num_items = ctx.saved_tensors
         # with nothing labelled the loss may be NaN, but no gradient comes from it, as in PyTorch
         scale = (grad_loss / num_items).masked_fill(num_items == 0, 0.0)

@@ -40,6 +40,7 @@ from fused_mlp.utils import (
     bias_gradients,
     compute_dtype,
     input_gradient,
+    refuse_second_derivative,
     without_autocast,
 )
 
@@ -166,12 +167,7 @@ class LoRA_Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output):
-        # see LoRA_W's for why not once_differentiable
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "LoRA_Attention is not twice differentiable: call backward without "
-                "create_graph=True, or use the unfused attention"
-            )
+        refuse_second_derivative("LoRA_Attention", "the unfused attention")
         (
             x, cos, sin, mask, z, q, k, q_norm, k_norm, qkv, attended, z_o, A, *others,
         ) = ctx.saved_tensors  # fmt: skip

@@ -27,10 +27,14 @@ from fused_mlp.utils import (
     adapter_gradients,
     bias_gradients,
     cast_adapters,
+    check_adapter,
+    check_bias,
+    check_frozen,
     compute_dtype,
     input_gradient,
     matmul_A,
     matmul_lora,
+    refuse_second_derivative,
     without_autocast,
 )
 
@@ -235,13 +239,7 @@ def project(
 
 def _backward(ctx, name: str, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
     """Gradients of x, of each A and B and of each bias that `_forward` was given."""
-    # autograd leaves gradients on in a backward only where it should build a graph of it;
-    # its own once_differentiable would call ours a constant and say nothing
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            f"{name} is not twice differentiable: call backward without create_graph=True, "
-            "or use the unfused layers"
-        )
+    refuse_second_derivative(name, "the unfused layers")
     x, z, A, *others = ctx.saved_tensors
     count = len(grad_outputs)
     B, weights, bits = others[:count], others[count : 2 * count], others[2 * count :]
@@ -285,10 +283,7 @@ def with_biases(
             "layers, None for one without"
         )
     for prefix, layer, bias in zip(prefixes, layers, biases, strict=True):
-        if bias is not None and bias.shape != (len(layer.weight),):
-            raise ValueError(
-                f"{name}: {prefix}bias is {list(bias.shape)}, should be {[len(layer.weight)]}"
-            )
+        check_bias(name, f"{prefix}bias", bias, len(layer.weight))
     return [layer._replace(bias=bias) for layer, bias in zip(layers, biases, strict=True)]
 
 
@@ -312,31 +307,14 @@ def check_layers(
             )
     dtype = compute_dtype(x)
     for prefix, A, B, layer in zip(prefixes, adapters[::2], adapters[1::2], layers, strict=True):
-        out_features, r = layer.weight.shape[0], A.shape[0]
+        out_features = layer.weight.shape[0]
         if layer.weight.shape != (out_features, in_features):
             raise ValueError(
                 f"{name}: {prefix}weight is {list(layer.weight.shape)}, "
                 f"should be {[out_features, in_features]} as x is {list(x.shape)}"
             )
-        if layer.bias is not None and layer.bias.shape != (out_features,):
-            raise ValueError(
-                f"{name}: {prefix}bias is {list(layer.bias.shape)}, should be {[out_features]}"
-            )
-        if A.shape != (r, in_features) or B.shape != (out_features, r):
-            raise ValueError(
-                f"{name}: {prefix}A is {list(A.shape)} and {prefix}B {list(B.shape)}, "
-                f"should be [r, {in_features}] and [{out_features}, r] of one r"
-            )
+        check_bias(name, f"{prefix}bias", layer.bias, out_features)
+        check_adapter(name, prefix, A, B, in_features, out_features)
         for kind, tensor in (("weight", layer.weight), ("bias", layer.bias)):
-            if tensor is None:
-                continue
-            if tensor.requires_grad:
-                raise ValueError(
-                    f"{name}: {prefix}{kind} requires a gradient, which it would not get: freeze "
-                    "it with requires_grad_(False), or use the unfused layers"
-                )
-            if tensor.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
-                raise ValueError(
-                    f"{name}: {prefix}{kind} is {tensor.dtype} and x {x.dtype}: give both one "
-                    "dtype, or run under torch.autocast"
-                )
+            if tensor is not None:
+                check_frozen(name, f"{prefix}{kind}", tensor, x, dtype, "the unfused layers")

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from fused_mlp.launching import cdiv, check_runnable, launch
+from fused_mlp.utils import refuse_second_derivative
 
 from .kernels.row_norm import (
     MAX_HIDDEN,
@@ -103,7 +104,7 @@ class RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_y):
-        _refuse_second_derivative("rms_norm")
+        refuse_second_derivative("rms_norm", "the unfused norm")
         x, weight, rstd = ctx.saved_tensors
         needed = ctx.needs_input_grad[1]
         grad_x, grad_weight = rms_norm_backward(
@@ -125,7 +126,7 @@ class AddRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_y, grad_total):
-        _refuse_second_derivative("add_rms_norm")
+        refuse_second_derivative("add_rms_norm", "the unfused norm")
         total, weight, rstd = ctx.saved_tensors
         needed = ctx.needs_input_grad[2]
         grad_x, grad_weight = rms_norm_backward(
@@ -190,15 +191,6 @@ def _rows(x: Tensor | None) -> tuple[Tensor | None, int]:
     rows = x.reshape(-1, x.shape[-1])
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     return rows, rows.stride(0)
-
-
-def _refuse_second_derivative(name: str) -> None:
-    # autograd leaves gradients on in a backward only where it should build a graph of it
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            f"{name} is not twice differentiable: call backward without create_graph=True, or use "
-            "the unfused norm"
-        )
 
 
 def _check(name: str, x: Tensor, delta: Tensor | None, weight: Tensor) -> None:

@@ -29,6 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fused_mlp.launching import DTYPES, check_runnable, launch, next_power_of_2
+from fused_mlp.utils import refuse_second_derivative
 
 from .kernels.rotation import load_angles, rotate_heads
 
@@ -120,12 +121,7 @@ class RoPE(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_q_rotated, grad_k_rotated):
-        # autograd leaves gradients on in a backward only where it should build a graph of it
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "rope is not twice differentiable: call backward without create_graph=True, or "
-                "use the unfused rotary embedding"
-            )
+        refuse_second_derivative("rope", "the unfused rotary embedding")
         cos, sin = ctx.saved_tensors
         return *rotate(grad_q_rotated, grad_k_rotated, cos, sin, backward=True), None, None
 

@@ -42,10 +42,14 @@ from .utils import (
     bias_gradients,
     cast_adapters,
     check_activation,
+    check_adapter,
+    check_bias,
+    check_frozen,
     compute_dtype,
     input_gradient,
     matmul_A,
     matmul_lora,
+    refuse_second_derivative,
     without_autocast,
 )
 
@@ -181,13 +185,7 @@ class LoRA_MLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output):
-        # Gradients are on in a backward only if autograd should build a graph of it. PyTorch's
-        # once_differentiable would silently treat this backward as a constant.
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "LoRA_MLP is not twice differentiable: call backward without create_graph=True, "
-                "or use the unfused MLP"
-            )
+        refuse_second_derivative("LoRA_MLP", "the unfused MLP")
         x, gate, up, z, A, gate_B, up_B, down_A, down_B, *weights = ctx.saved_tensors
         gate_weight, up_weight, down_weight, *bits = weights
         masks = masks_of(bits, ctx.scales)
@@ -270,32 +268,15 @@ def _check(
     for name, A, B, in_features, out_features in zip(
         ("gate", "up", "down"), adapters[::2], adapters[1::2], inputs, outputs, strict=True
     ):
-        r = A.shape[0]
-        if A.shape != (r, in_features) or B.shape != (out_features, r):
-            raise ValueError(
-                f"LoRA_MLP: {name}_A is {list(A.shape)} and {name}_B {list(B.shape)}, "
-                f"should be [r, {in_features}] and [{out_features}, r] of one r"
-            )
+        check_adapter("LoRA_MLP", f"{name}_", A, B, in_features, out_features)
     if len(biases) not in (0, 3):
         raise ValueError(
             f"LoRA_MLP: {len(biases)} biases given, should be none or those of gate, up and down, "
             "None for one without"
         )
     for name, bias, out_features in zip(("gate", "up", "down"), biases, outputs, strict=False):
-        if bias is not None and bias.shape != (out_features,):
-            raise ValueError(
-                f"LoRA_MLP: {name}_bias is {list(bias.shape)}, should be {[out_features]}"
-            )
+        check_bias("LoRA_MLP", f"{name}_bias", bias, out_features)
     for name, weight in (
         ("gate", frozen.gate_weight), ("up", frozen.up_weight), ("down", frozen.down_weight),
     ):  # fmt: skip
-        if weight.requires_grad:
-            raise ValueError(
-                f"LoRA_MLP: {name}_weight requires a gradient, which it would not get: freeze it "
-                "with requires_grad_(False), or use the unfused MLP"
-            )
-        if weight.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
-            raise ValueError(
-                f"LoRA_MLP: {name}_weight is {weight.dtype} and x {x.dtype}: give both one dtype, "
-                "or run under torch.autocast"
-            )
+        check_frozen("LoRA_MLP", f"{name}_weight", weight, x, dtype, "the unfused MLP")

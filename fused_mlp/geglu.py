@@ -16,12 +16,11 @@ rounds once, at the store.
 GELU: Hendrycks & Gimpel, arXiv 1606.08415. GeGLU: Shazeer, arXiv 2002.05202.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .swiglu import _check, _launch
+from .swiglu import _backward, _forward
 
 # 2 sqrt(2 / pi), and that times 0.044715 and times 3 * 0.044715
 _LINEAR = tl.constexpr(1.5957691216057308)
@@ -100,11 +99,7 @@ def geglu_forward(gate: Tensor, up: Tensor) -> Tensor:
 
     Arguments, result and errors are those of `swiglu_forward`.
     """
-    _check("geglu_forward", gate=gate, up=up)
-    gate, up = gate.contiguous(), up.contiguous()
-    hidden = torch.empty_like(gate)
-    _launch(_geglu_forward_kernel, gate, up, hidden)
-    return hidden
+    return _forward("geglu_forward", _geglu_forward_kernel, gate, up)
 
 
 def geglu_backward(grad_hidden: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -117,8 +112,4 @@ def geglu_backward(grad_hidden: Tensor, gate: Tensor, up: Tensor) -> tuple[Tenso
 
     Arguments, results and errors are those of `swiglu_backward`.
     """
-    _check("geglu_backward", grad_hidden=grad_hidden, gate=gate, up=up)
-    grad_hidden, gate, up = grad_hidden.contiguous(), gate.contiguous(), up.contiguous()
-    hidden, grad_gate, grad_up = (torch.empty_like(gate) for _ in range(3))
-    _launch(_geglu_backward_kernel, grad_hidden, gate, up, hidden, grad_gate, grad_up)
-    return hidden, grad_gate, grad_up
+    return _backward("geglu_backward", _geglu_backward_kernel, grad_hidden, gate, up)

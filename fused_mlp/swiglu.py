@@ -84,11 +84,7 @@ def swiglu_forward(gate: Tensor, up: Tensor) -> Tensor:
     Raises:
         ValueError: shapes, dtypes or devices differ, or no kernel can run on them.
     """
-    _check("swiglu_forward", gate=gate, up=up)
-    gate, up = gate.contiguous(), up.contiguous()
-    hidden = torch.empty_like(gate)
-    _launch(_swiglu_forward_kernel, gate, up, hidden)
-    return hidden
+    return _forward("swiglu_forward", _swiglu_forward_kernel, gate, up)
 
 
 def swiglu_backward(grad_hidden: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -108,10 +104,24 @@ def swiglu_backward(grad_hidden: Tensor, gate: Tensor, up: Tensor) -> tuple[Tens
     Raises:
         ValueError: shapes, dtypes or devices differ, or no kernel can run on them.
     """
-    _check("swiglu_backward", grad_hidden=grad_hidden, gate=gate, up=up)
+    return _backward("swiglu_backward", _swiglu_backward_kernel, grad_hidden, gate, up)
+
+
+def _forward(name: str, kernel, gate: Tensor, up: Tensor) -> Tensor:
+    _check(name, gate=gate, up=up)
+    gate, up = gate.contiguous(), up.contiguous()
+    hidden = torch.empty_like(gate)
+    _launch(kernel, gate, up, hidden)
+    return hidden
+
+
+def _backward(
+    name: str, kernel, grad_hidden: Tensor, gate: Tensor, up: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    _check(name, grad_hidden=grad_hidden, gate=gate, up=up)
     grad_hidden, gate, up = grad_hidden.contiguous(), gate.contiguous(), up.contiguous()
     hidden, grad_gate, grad_up = (torch.empty_like(gate) for _ in range(3))
-    _launch(_swiglu_backward_kernel, grad_hidden, gate, up, hidden, grad_gate, grad_up)
+    _launch(kernel, grad_hidden, gate, up, hidden, grad_gate, grad_up)
     return hidden, grad_gate, grad_up
 
 

@@ -267,3 +267,50 @@ def _stores_fp32(a: Tensor) -> bool:
     Compiled code fuses the cast."""
     half = a.dtype in (torch.bfloat16, torch.float16)
     return a.is_cuda and half and not torch.compiler.is_compiling()
+
+
+def refuse_second_derivative(name: str, instead: str) -> None:
+    """Raise RuntimeError in a backward of which autograd should build a graph.
+
+    Gradients are on in a backward only then. PyTorch's once_differentiable would silently treat
+    the backward as a constant.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{name} is not twice differentiable: call backward without create_graph=True, or use "
+            f"{instead}"
+        )
+
+
+# The checks raise ValueError in the name of the function that was called.
+
+
+def check_adapter(
+    name: str, prefix: str, A: Tensor, B: Tensor, in_features: int, out_features: int
+) -> None:
+    r = A.shape[0]
+    if A.shape != (r, in_features) or B.shape != (out_features, r):
+        raise ValueError(
+            f"{name}: {prefix}A is {list(A.shape)} and {prefix}B {list(B.shape)}, "
+            f"should be [r, {in_features}] and [{out_features}, r] of one r"
+        )
+
+
+def check_bias(name: str, key: str, bias: Tensor | None, out_features: int) -> None:
+    if bias is not None and bias.shape != (out_features,):
+        raise ValueError(f"{name}: {key} is {list(bias.shape)}, should be {[out_features]}")
+
+
+def check_frozen(
+    name: str, key: str, tensor: Tensor, x: Tensor, dtype: torch.dtype, instead: str
+) -> None:
+    if tensor.requires_grad:
+        raise ValueError(
+            f"{name}: {key} requires a gradient, which it would not get: freeze it with "
+            f"requires_grad_(False), or use {instead}"
+        )
+    if tensor.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
+        raise ValueError(
+            f"{name}: {key} is {tensor.dtype} and x {x.dtype}: give both one dtype, or run under "
+            "torch.autocast"
+        )

@@ -196,6 +196,7 @@ def of_cross_entropy(function, **options):
 
 RANKS = attention_case.RANKS
 ADAPTED = ("x", *ADAPTER_NAMES)
+HEAD = ("x", "weight", "bias")
 TOKENS = ((), (1,), (13,), (1, 1), (2, 1, 3, 5))
 NO_TOKENS = ((0,), (0, 5), (2, 0))
 ZERO_CENTERED = {"zero_centered": (False, True)}
@@ -286,13 +287,16 @@ OPERATIONS = {
         *(
             Operation(
                 name, of_cross_entropy(linear_cross_entropy, **options),
-                of_cross_entropy(cross_entropy_case.eager), make_cross_entropy,
-                ("x", "weight", "bias"), saved=(), usual=(3, 7), has_values=False,
+                of_cross_entropy(cross_entropy_case.eager), partial(make_cross_entropy, **sizes),
+                trained, saved=(), usual=(3, 7), has_values=False,
             )
-            for name, options in {
-                "linear_cross_entropy": {},
-                "linear_cross_entropy, all": {"drop_ignored": False, "chunk_tokens": 5},
-            }.items()
+            for name, trained, sizes, options in (
+                ("linear_cross_entropy", HEAD, {}, {}),
+                ("linear_cross_entropy, all", HEAD, {},
+                 {"drop_ignored": False, "chunk_tokens": 5}),
+                ("linear_cross_entropy, FP8", HEAD[:1], {"vocabulary": 144, "features": 32},
+                 {"fp8": True, "chunk_tokens": 5}),
+            )
         ),
     )
 }  # fmt: skip

@@ -55,14 +55,18 @@ def check_product(name: str, kernel, product: Product, gate_up: Tensor) -> None:
     rank = factor.shape[-1]
     check_rows(name, kernel, (rows, rank), factor=factor)
     check_alike(name, "factor", factor, gate_up)
-    if gradient.shape != (intermediate, rank):
+    _check_gradient(name, "gradient", gradient, (intermediate, rank), gate_up)
+
+
+def _check_gradient(
+    name: str, key: str, gradient: Tensor, shape: tuple[int, int], like: Tensor
+) -> None:
+    if gradient.shape != shape:
+        raise ValueError(f"{name}: {key} is {list(gradient.shape)}, should be {list(shape)}")
+    if gradient.device != like.device or gradient.dtype not in DTYPES:
         raise ValueError(
-            f"{name}: gradient is {list(gradient.shape)}, should be {[intermediate, rank]}"
-        )
-    if gradient.device != gate_up.device or gradient.dtype not in DTYPES:
-        raise ValueError(
-            f"{name}: gradient is {gradient.dtype} on {gradient.device}, should be bfloat16, "
-            f"float16 or float32 on {gate_up.device}"
+            f"{name}: {key} is {gradient.dtype} on {gradient.device}, should be bfloat16, "
+            f"float16 or float32 on {like.device}"
         )
 
 
@@ -113,14 +117,5 @@ def refuse_products(
             raise ValueError(f"{name}: mask {j} of x {i}, which is codes, should be None")
         if mask is not None:
             check_mask(f"{name}: mask {j} of x {i}", mask, x)
-        key = f"gradient {j} of x {i}"
-        if gradient.shape != (columns, rank):
-            raise ValueError(
-                f"{name}: {key} is {list(gradient.shape)}, should be {[columns, rank]}"
-            )
-        if gradient.device != first.device or gradient.dtype not in DTYPES:
-            raise ValueError(
-                f"{name}: {key} is {gradient.dtype} on {gradient.device}, should be bfloat16, "
-                f"float16 or float32 on {first.device}"
-            )
+        _check_gradient(name, f"gradient {j} of x {i}", gradient, (columns, rank), first)
     raise AssertionError("there is nothing to refuse")

@@ -75,7 +75,7 @@ they are drawn again from the same seed, which is all that is kept of them.
 
 import torch
 
-from fused_mlp.utils import without_autocast
+from fused_mlp.utils import refuse_second_derivative, without_autocast
 
 from ..kernels.qkv_attention import attention_backward
 from ..kernels.qkv_norm_rope import head_norms_backward
@@ -194,12 +194,7 @@ class DecoderLayer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output):
-        # see LoRA_W's for why not once_differentiable
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "DecoderLayer is not twice differentiable: call backward without "
-                "create_graph=True, or use the unfused layer"
-            )
+        refuse_second_derivative("DecoderLayer", "the unfused layer")
         saved: Saved = restore(ctx)
         need_hidden, _, _, _, *row, _ = ctx.needs_input_grad
         needed = Trained.from_row(row)

@@ -2,7 +2,6 @@
 layers run whole, and that it trains and generates as vanilla PEFT has it."""
 
 import copy
-import re
 import statistics
 from dataclasses import replace
 
@@ -156,31 +155,6 @@ def test_a_family_in_no_list_is_refused_by_name(device):
     tokens = ids(device)[:1, :6]
     got, want = (one(input_ids=tokens).logits for one in (model, plain))
     assert relative_error(got, want) < 2e-5
-
-
-REFUSED = {
-    "Qwen3-MoE": (
-        {"output_router_logits": True}, "cross_entropy", "its routers' loss is added (output_router"
-    ),
-    "Gemma": (
-        {"hidden_act": "gelu_python"}, "mlp",
-        "its activation is GELUActivation, not SiLU or GELU by tanh (gelu_pytorch_tanh)",
-    ),
-    "Gemma 2": ({"hidden_activation": "gelu_python_tanh"}, "mlp", "is GELUTanh, not"),
-    "Gemma 3": (
-        {"final_logit_softcapping": 20.0}, "cross_entropy", "final_logit_softcapping is 20.0"
-    ),
-    "Glm4": ({}, "rope", "Glm4Attention is not an attention class whose forward is known (docs"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_setting_that_a_part_does_not_know_is_refused_by_name(name, device):
-    config, part, reason = REFUSED[name]
-    family = UNKNOWN if name == "Glm4" else FAMILIES[name]
-    model = replace(family, config=family.config | config).peft_model(device)
-    with pytest.raises(ValueError, match=f"{part}=True fuses no module.*{re.escape(reason)}"):
-        fuse(model, Fusion(**{part: True}))
 
 
 def test_a_routers_loss_that_one_call_asks_for_is_added(device):

@@ -2,19 +2,24 @@
 
 import copy
 import functools
-import io
 
 import pytest
 import torch
 import torch.nn.functional as F
-from cases.fp8_case import assert_is_what_its_codes_make_it, base_weights, pair
-from cases.fused_case import SHORT, assert_close, batch, step
+from cases.fp8_case import (
+    assert_is_what_its_codes_make_it,
+    base_weights,
+    fused_again,
+    pair,
+    widened,
+)
+from cases.fused_case import SHORT, assert_close, batch, pickled, step
 from cases.layer_case import layer_of
 from cases.peft_models import assert_equal, ids, logits, set_weights
 from cases.reference import relative_error
 from peft import LoraConfig
 
-from fused_lora import Fusion, fuse, report, unfuse
+from fused_lora import report, unfuse
 from fused_lora.adopt.fp8.weight import Fp8Weight
 from fused_lora.kernels.fp8_rows import codes_and_scales
 from fused_lora.step.graph_checks import addresses_of
@@ -44,25 +49,8 @@ def test_codes_are_all_that_is_left_of_a_weight_on_the_device(device):
 # --- weights to whatever else reads them ----------------------------------------------------------
 
 
-def saved(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
 def loaded(model):
     model.load_state_dict({n: p.clone() for n, p in model.state_dict().items()})
-    return model
-
-
-def widened(model):
-    """With an adapter of a larger rank, for which there is no room."""
-    model.add_adapter("large", LoraConfig(r=12, target_modules="all-linear"))
-    step(model, length=SHORT)
-    model.set_adapter("large")
-    step(model, length=SHORT)
-    model.set_adapter("default")
     return model
 
 
@@ -98,11 +86,6 @@ def cast_by(name):
     return cast
 
 
-def fused_again(model):
-    fuse(model, Fusion(layer=True, rms_norm=True))
-    return model
-
-
 def compiled(model):
     """Uncompiled all the same: weights in FP8 cannot be traced."""
     layer_of(model).compile(backend="aot_eager", dynamic=False)
@@ -111,7 +94,7 @@ def compiled(model):
 
 LIVES = {
     "deep copy": copy.deepcopy,
-    "pickled": saved,
+    "pickled": pickled,
     "loaded": loaded,
     "cast and back": lambda model: model.to(torch.float64).to(torch.float32),
     "wider adapter": widened,

@@ -90,17 +90,28 @@ def test_fusing_is_reported_and_fusing_again_changes_nothing_and_unfuse_restores
         (lambda model: report("model"), "^report wants a model, .* got str$"),
         (lambda model: unfuse(None), "^unfuse wants a model, .* got NoneType$"),
         (lambda model: fuse(model, {"mlp": True}), "as a Fusion, got dict: give fused_lora.F"),
-        (lambda model: Fusion(mlp="False"), "^Fusion wants mlp=True or False, got 'False'$"),
-        (lambda model: Fusion(checkpoint=True), "^Fusion wants checkpoint as one of .*True$"),
-        (
-            lambda model: fuse(model, Fusion(checkpoint="selective", checkpoint_gib=float("nan"))),
-            "selective wants checkpoint_gib, .* a number of GiB; got nan$",
+        *(
+            (lambda model, asked=asked: fuse(model, Fusion(**asked)), message)
+            for asked, message in (
+                ({"mlp": "False"}, "^Fusion wants mlp=True or False, got 'False'$"),
+                ({"checkpoint": True}, "^Fusion wants checkpoint as one of .*True$"),
+                ({"checkpoint": "most"}, "'most' is unknown; give one of none, full, offload, sel"),
+                ({"checkpoint": "selective"}, "selective wants checkpoint_gib"),
+                ({"checkpoint": "selective", "checkpoint_gib": float("nan")},
+                 "selective wants checkpoint_gib, .* a number of GiB; got nan$"),
+                ({"checkpoint": "full", "checkpoint_gib": 3.0}, "is for selective, not for full"),
+                ({"checkpoint_gib": 3.0}, "'' is unknown"),
+                ({"fp8": True, "mlp": True}, "fp8=True is of whole layers: ask for layer=True, "),
+                ({"fp8_lm_head": True}, "ask for cross_entropy=True, too"),
+                ({"bordered": True}, "^Fusion: bordered=True .* ask for layer=True instead$"),
+            )
         ),
     ],
 )  # fmt: skip
 def test_what_fuse_cannot_take_is_a_value_error(call, message, device):
     with pytest.raises(ValueError, match=message):
         call(peft_model(device))
+    assert Fusion(bordered=False) == Fusion()
 
 
 @pytest.mark.parametrize("shape", [(0, SHORT), (2, 0)])

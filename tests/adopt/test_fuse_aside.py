@@ -8,7 +8,7 @@ from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_mod
 from cases.fused_case import ALL, SHORT, assert_close, batch, step
 from cases.layer_case import EVERYTHING, LAYER, NAMES, operands_of_calls, pair, peft_model
 from cases.peft_models import MLP_NAMES, MLP_ON, assert_equal, ids, layers, logits
-from cases.projection_case import readapt
+from cases.reasons import readapt
 from cases.reference import relative_error
 
 import fused_lora.adopt.site

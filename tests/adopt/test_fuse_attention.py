@@ -8,7 +8,7 @@ import torch
 from cases.fused_case import assert_same, batch, functions_of
 from cases.layer_case import pair
 from cases.peft_models import ATTENTION, layers
-from cases.projection_case import hook
+from cases.reasons import hook
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

@@ -55,20 +55,6 @@ def test_micro_batches_add_up_to_the_gradients_of_one_batch(loss_of, name, devic
     assert_close(got, want)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"checkpoint": "most"}, "'most' is unknown; give one of none, full, offload, selective"),
-        ({"checkpoint": "selective"}, "selective wants checkpoint_gib"),
-        ({"checkpoint": "full", "checkpoint_gib": 3.0}, "is for selective, not for full"),
-        ({"checkpoint_gib": 3.0}, "'' is unknown"),
-    ],
-)
-def test_a_policy_that_cannot_be(options, words, device):
-    with pytest.raises(ValueError, match=words):
-        fuse(peft_model(device), Fusion(**options))
-
-
 # --- which layers run again -----------------------------------------------------------------------
 
 

@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fused_lora import Fusion, fuse, report, unfuse
-from fused_lora.adopt.fp8 import weight as fp8_weight
 
 FUSIONS = {
     "attention": Fusion(attention=True),  # with rope it is another function
@@ -85,24 +84,21 @@ def test_distributed_data_parallel_is_right(fusion, group, device):
 
 
 @pytest.mark.slow
-def test_layers_in_fp8_compute_what_they_did_and_keep_their_originals(group, device, monkeypatch):
-    monkeypatch.setattr(fp8_weight, "FP8_DTYPES", (torch.bfloat16, torch.float32))
-    model, plain, _ = fp8_case.pair(device)
+@pytest.mark.parametrize("is_checkpoint", [False, True])
+def test_layers_in_fp8_compute_what_they_did_and_keep_their_originals(
+    is_checkpoint, group, fp8_in_fp32, device
+):
+    if is_checkpoint:
+        model, plain = checkpoint_case.models(device, checkpoint_case.BLOCKS)
+        fuse(model, fp8_case.FP8)
+    else:
+        model, plain, _ = fp8_case.pair(device)
     (functions, want), (wrapped, got) = step_of(model), step_of(DistributedDataParallel(model))
     assert functions == wrapped == {"DecoderLayer": 1}
     assert_close(got, want, 0.0)
-    unfuse(model)
-    assert_close(dict(model.named_parameters()), dict(plain.named_parameters()), 0.0)
-
-
-@pytest.mark.slow
-def test_codes_of_a_checkpoint_are_each_ranks_own(group, device, monkeypatch):
-    monkeypatch.setattr(fp8_weight, "FP8_DTYPES", (torch.bfloat16, torch.float32))
-    model, _ = checkpoint_case.models(device, checkpoint_case.BLOCKS)
-    fuse(model, fp8_case.FP8)
-    (functions, want), (wrapped, got) = step_of(model), step_of(DistributedDataParallel(model))
-    assert functions == wrapped == {"DecoderLayer": 1}
-    assert_close(got, want, 0.0)
+    if not is_checkpoint:
+        unfuse(model)
+        assert_close(dict(model.named_parameters()), dict(plain.named_parameters()), 0.0)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from cases.fp8_case import (
     FP8,
     OracleBuffer,
     assert_is_what_its_codes_make_it,
+    assert_near,
     base_weights,
     pair,
 )
@@ -125,12 +126,7 @@ def test_a_layer_is_what_its_codes_make_it(case, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_model_is_near_plain_peft_and_trains_its_adapters(dtype, device):
     fused, plain, _ = pair(device, dtype=dtype, autocast_adapter_dtype=False)
-    got, want = (step(model, length=SHORT) for model in (fused, plain))
-    assert got.functions["DecoderLayer"] == 1 and got.keys() == want.keys()
-    assert relative_error(got["loss"], want["loss"]) < 0.02
-    assert all(relative_error(got[name], want[name]) < 0.3 for name in want)
-    again = step(fused, length=SHORT)
-    assert_equal(again, got)
+    assert_equal(step(fused, length=SHORT), assert_near(fused, plain))
 
 
 @pytest.mark.slow
@@ -251,16 +247,9 @@ def test_a_head_that_is_trained_or_of_another_size_is_refused_or_told(heads, dev
     with pytest.warns(UserWarning, match="its lm_head is trained"):
         step(later, length=SHORT)
     assert not heads
-    with pytest.raises(ValueError, match="ask for cross_entropy=True, too"):
-        Fusion(fp8_lm_head=True)
 
 
 # --- refused --------------------------------------------------------------------------------------
-
-
-def test_it_is_of_whole_layers():
-    with pytest.raises(ValueError, match="fp8=True is of whole layers: ask for layer=True, too"):
-        Fusion(fp8=True, mlp=True)
 
 
 def test_sizes_that_fp8_cannot_take_are_refused_or_run_in_the_models_precision(device):

@@ -17,7 +17,7 @@ from cases.fused_case import (
 )
 from cases.layer_case import assert_layer_right, layer_of, pair, peft_model
 from cases.peft_models import set_weights
-from cases.projection_case import readapt, replace_weight
+from cases.reasons import readapt, replace_weight
 from peft import LoraConfig
 
 from fused_lora import Fusion, fuse, report

@@ -157,9 +157,3 @@ def test_a_part_that_joins_later_does_not_undo_the_layer(calls, device):
     layer_of(fused).self_attn.register_forward_hook(lambda *_: None)
     assert report(fused).fused["mlp"] == [f"{NAMES[0]}.mlp"]  # within a layer that is not fused
     assert_same(fused, plain)
-
-
-def test_what_bordered_was_is_one_line_that_names_layer():
-    with pytest.raises(ValueError, match=r"^Fusion: bordered=True .* ask for layer=True instead$"):
-        Fusion(bordered=True)
-    assert Fusion(bordered=False) == Fusion()

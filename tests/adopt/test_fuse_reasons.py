@@ -2,22 +2,19 @@
 what is beside it runs fused."""
 
 import copy
+import re
 import warnings
 from collections import Counter
-from itertools import cycle, product
 from typing import NamedTuple
 
-import peft
 import pytest
 import torch
 from cases.fused_case import batch, functions_of
 from cases.layer_case import LAYER, NAMES, layer_of, peft_model
-from cases.peft_models import ATTENTION, MLP, MLP_NAMES, MLP_ON, base_model
-from cases.projection_case import HOOKS, REASONS, hook, replace_forward
+from cases.peft_models import MLP_NAMES, MLP_ON, logits
+from cases.reasons import MODELS, MODULES, replace_forward
 from cases.reference import relative_error
 from torch import nn
-from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2MLP
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from fused_lora import Fusion, FusionReport, fuse, report, unfuse
 
@@ -49,84 +46,6 @@ KINDS = {
 }
 
 
-class OtherMLP(Qwen2MLP):
-    pass
-
-
-class OtherLayer(Qwen2DecoderLayer):
-    pass
-
-
-class OtherNorm(Qwen3RMSNorm):
-    pass
-
-
-def of_class(cls):
-    return lambda module: setattr(module, "__class__", cls)
-
-
-def add_hook(module):
-    module.register_forward_hook(hook)
-
-
-def double(projection):
-    projection.lora_A.double(), projection.lora_B.double()
-
-
-def train(module):
-    module.weight.requires_grad_()
-
-
-def use_gelu(mlp):
-    mlp.act_fn = nn.GELU()
-
-
-# The kind, the module of a layer to which something is done, what that is, and what is said of it.
-CASES = [
-    ("mlp", "mlp", use_gelu, "its activation is GELU, not SiLU"),
-    ("mlp", "mlp", of_class(OtherMLP), "OtherMLP is not an MLP class"),
-    ("mlp", "mlp.act_fn", replace_forward, "act_fn: its forward has been replaced"),
-    *(
-        ("mlp", "mlp.act_fn", lambda act, kind=kind: getattr(act, f"register_{kind}_hook")(hook),
-         "act_fn: it has hooks")
-        for kind in HOOKS
-    ),
-    ("layer", "", of_class(OtherLayer), "OtherLayer is not a layer class"),
-    ("layer", "mlp.up_proj", double, "an adapter is torch.float64, should be"),
-    ("layer", "self_attn", replace_forward, "self_attn: its forward has been replaced"),
-    ("layer", "mlp", replace_forward, "mlp: its forward has been replaced"),
-    ("layer", "self_attn", add_hook, "self_attn: it has hooks"),
-    ("layer", "mlp", add_hook, "mlp: it has hooks"),
-    ("layer", "input_layernorm", add_hook, "input_layernorm: it has hooks"),
-    ("layer", "mlp.act_fn", add_hook, "mlp: act_fn: it has hooks"),
-    ("layer", "self_attn.o_proj", add_hook, "o_proj: it has hooks"),
-    ("layer", "post_attention_layernorm", lambda m: m.half(),
-     "a norm of its layer or of heads is torch.float16"),
-    ("layer", "self_attn", lambda m: setattr(m, "attention_dropout", 0.1),
-     "self_attn: attention_dropout is 0.1"),
-    ("layer", "self_attn", lambda m: setattr(m, "is_causal", False),
-     "self_attn: it is not causal"),
-    ("layer", "mlp", use_gelu, "mlp: its activation is GELU, not SiLU"),
-    ("layer", "self_attn.k_norm", add_hook, "self_attn: k_norm: it has hooks"),
-    ("layer", "self_attn.q_norm", replace_forward, "q_norm: its forward has been replaced"),
-    ("layer", "self_attn.q_norm", of_class(OtherNorm), "q_norm: OtherNorm is not"),
-    ("layer", "self_attn.k_norm", train, "self_attn: k_norm: its weight is trained"),
-    ("layer", "self_attn.q_norm", lambda m: m.half(),
-     "a norm of its layer or of heads is torch.float16"),
-]  # fmt: skip
-CASES += [
-    ("mlp's", f"mlp.{part}", change, reason)
-    for part, (change, reason) in zip(cycle(MLP), REASONS.values(), strict=False)
-]
-# The other kinds of hook are tried on an MLP, and so is dropout that nothing trains through.
-ELSEWHERE = ("_pre", "backward", "dropout of all", "dropout in place")
-OF_ATTENTION = [name for name in REASONS if not any(part in name for part in ELSEWHERE)]
-PLACES = cycle(product(("attention", "attention and rope"), ATTENTION))
-for (kind, part), name in zip(PLACES, OF_ATTENTION + OF_ATTENTION[::-1], strict=False):
-    o = " o" if part == "o_proj" else ""
-    CASES.append((f"{kind}'s{o}", f"self_attn.{part}", *REASONS[name]))
-
-
 @pytest.mark.slow(
     "True-mlp",
     "True-layer",
@@ -135,7 +54,9 @@ for (kind, part), name in zip(PLACES, OF_ATTENTION + OF_ATTENTION[::-1], strict=
     "False-mlp-mlp-its activation is GELU, not SiLU",
 )
 @pytest.mark.thinned
-@pytest.mark.parametrize("case", CASES, ids=[f"{kind}-{at}-{said}" for kind, at, _, said in CASES])
+@pytest.mark.parametrize(
+    "case", MODULES, ids=[f"{kind}-{at}-{said}" for kind, at, _, said in MODULES]
+)
 @pytest.mark.parametrize("fused_first", [True, False])
 def test_a_module_that_may_not_be_fused_runs_as_its_class_has_it(fused_first, case, device):
     kind, changed, change, reason = case
@@ -162,20 +83,25 @@ def test_a_module_that_may_not_be_fused_runs_as_its_class_has_it(fused_first, ca
     assert relative_error(got.logits, want.logits) < 2e-5
 
 
-@pytest.mark.parametrize("part", ["mlp", "layer"])
-def test_a_model_in_which_nothing_fuses_is_left_as_it_is(part, device):
-    config = peft.IA3Config(target_modules=[*MLP], feedforward_modules=["down_proj"])
-    model = peft.get_peft_model(base_model(device), config)
-    reason = {
-        "mlp": "its adapter is peft.tuners.ia3.layer.Linear: take LoraConfig's plain LoRA",
-        "layer": "self_attn: its attention is eager: call",
-    }[part]
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    wanted = f"fuse: {part}=True fuses no module.*{reason}.*; leave {part} out"
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_in_which_nothing_fuses_is_left_as_it_is(name, fp8_in_fp32, device):
+    make, fusion, reason, runs = MODELS[name]
+    model = make(device)
+    plain, places = copy.deepcopy(model), [p.data_ptr() for p in model.parameters()]
+    asked = "|".join(part for part, value in vars(fusion).items() if value)
+    wanted = f"^fuse: ({asked})=True fuses no (module|layer) of .*{reason}.*(; leave .* out|of 16)$"
     with pytest.raises(ValueError, match=wanted):
-        fuse(model, Fusion(**{part: True}))
+        fuse(model, fusion)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is left out
+        done = fuse(model, fusion, strict=False)
+    assert not any(done.fused.values())
+    assert any(re.search(reason, one) for one in (*done.left.values(), str(done)))
+    assert report(model) == FusionReport({}, {})
     assert not any("forward" in vars(module) for module in model.modules())
-    assert weights == {p.untyped_storage().data_ptr() for p in model.parameters()}
+    assert places == [p.data_ptr() for p in model.parameters()]
+    if runs:
+        assert torch.equal(logits(model.eval()), logits(plain.eval()))
 
 
 def test_a_forward_set_by_somebody_else_is_kept_and_reported(device):

@@ -5,15 +5,15 @@ If a row differs, the failure shows the row that the page should have.
 
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from cases.families_case import FAMILIES as OTHERS
 from cases.layer_case import peft_model
-from cases.peft_models import ATTENTION, FAMILIES, MLP, base_model
-from cases.projection_case import add_active, readapt, replace_weight, subclass_base
-from peft import IA3Config, get_peft_model
+from cases.peft_models import ATTENTION, FAMILIES, MLP
+from cases.reasons import MODELS, add_active, ia3, readapt, replace_weight, subclass_base
 from peft.utils.hotswap import prepare_model_for_compiled_hotswap
 from transformers.integrations.finegrained_fp8 import FP8Linear
 
@@ -159,12 +159,9 @@ SETTINGS = {  # of PEFT and transformers, by what makes such a model
         modules_to_save=["down_proj"], target_modules=[*ATTENTION]
     ),
     '`modules_to_save=["q_norm"]`': with_peft(family="Qwen3", modules_to_save=["q_norm"]),
-    '`target_modules=["q_proj", "lm_head"]`': with_peft(target_modules=["q_proj", "lm_head"]),
+    '`target_modules=["q_proj", "lm_head"]`': MODELS["an adapter on lm_head"].make,
     "`layer_replication`": with_peft(family="Llama", layer_replication=[[0, 2], [1, 2]]),
-    "`IA3Config`": lambda device: get_peft_model(
-        base_model(device, attn_implementation="sdpa"),
-        IA3Config(target_modules=[*ATTENTION, *MLP], feedforward_modules=["down_proj"]),
-    ),
+    "`IA3Config`": partial(ia3, attn_implementation="sdpa"),
     "two adapters, `base_model.set_adapter([...])`": each_projection(add_active),
     "`merge_adapter()`": merged,
     "`disable_adapter_layers()`": then(lambda model: model.base_model.disable_adapter_layers()),

@@ -36,11 +36,11 @@ def eager(hidden, weight, labels, *, bias=None, ignore_index=IGNORED, **options)
     return losses / ((labels != ignore_index).sum() if num_items is None else num_items)
 
 
-def inputs(*tokens, dtype, device, vocabulary=VOCABULARY, with_bias=True, seed=0):
+def inputs(*tokens, dtype, device, vocabulary=VOCABULARY, features=HIDDEN, with_bias=True, seed=0):
     """hidden, weight, bias and labels; a third ignored, the first and the last word among them."""
-    hidden = random(*tokens, HIDDEN, dtype=dtype, device=device, seed=seed + 1)
-    options = {"dtype": dtype, "device": device, "scale": 3 * HIDDEN**-0.5}
-    weight = random(vocabulary, HIDDEN, seed=seed + 2, **options)
+    hidden = random(*tokens, features, dtype=dtype, device=device, seed=seed + 1)
+    options = {"dtype": dtype, "device": device, "scale": 3 * features**-0.5}
+    weight = random(vocabulary, features, seed=seed + 2, **options)
     bias = random(vocabulary, seed=seed + 3, **options) if with_bias else None
     labels = torch.randint(vocabulary, tokens, generator=torch.Generator().manual_seed(seed + 4))
     flat = labels.view(-1)

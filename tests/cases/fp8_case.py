@@ -6,8 +6,9 @@ import functools
 import torch
 import torch.nn.functional as F
 from cases import layer_case
-from cases.fused_case import SHORT
+from cases.fused_case import SHORT, step
 from cases.reference import random, relative_error
+from peft import LoraConfig
 
 from fused_lora import Fusion, fuse
 from fused_lora.adopt.fp8.weight import Fp8Weight
@@ -203,6 +204,30 @@ def assert_layer_is(model, oracle, device):
     assert draw is not None
     exact["down"].buffer.scales *= 1.02
     assert not is_near(draw)
+
+
+def assert_near(fused, plain):
+    """A step of a layer in FP8 is near one in the model's precision. Returns the first."""
+    got, want = (step(model, length=SHORT) for model in (fused, plain))
+    assert got.functions["DecoderLayer"] == 1 and got.keys() == want.keys()
+    assert relative_error(got["loss"], want["loss"]) < 0.02
+    assert all(relative_error(got[name], want[name]) < 0.3 for name in want)
+    return got
+
+
+def widened(model):
+    """With an adapter of a larger rank, for which there is no room."""
+    model.add_adapter("large", LoraConfig(r=12, target_modules="all-linear"))
+    step(model, length=SHORT)
+    model.set_adapter("large")
+    step(model, length=SHORT)
+    model.set_adapter("default")
+    return model
+
+
+def fused_again(model):
+    fuse(model, Fusion(layer=True, rms_norm=True))
+    return model
 
 
 def base_weights(model):

@@ -120,8 +120,8 @@ def make_rope(size, *, dtype, device, angle_dtype=None):
     return Case(dict(zip(("q", "k", "cos", "sin"), inputs, strict=True)), list(gradients))
 
 
-def make_cross_entropy(shape, *, dtype, device):
-    operands = cross_entropy_case.inputs(*shape, dtype=dtype, device=device)
+def make_cross_entropy(shape, *, dtype, device, **sizes):
+    operands = cross_entropy_case.inputs(*shape, dtype=dtype, device=device, **sizes)
     names = ("x", "weight", "bias", "labels", "num_items")
     gradient, num_items = torch.tensor(3.0, device=device), torch.tensor(9.0, device=device)
     return Case(dict(zip(names, (*operands, num_items), strict=True)), [gradient])

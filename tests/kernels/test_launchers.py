@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import test_causal_attention as attention
 import test_dropout as dropout
+import test_fp8_codes as coded
 import test_qkv_rope as rope
 import test_residual_kernels as residual
 import test_sums_over_tokens as sums
@@ -16,7 +17,6 @@ import test_swiglu as swiglu
 import test_swiglu_products_backward as products_backward
 import test_swiglu_products_forward as products_forward
 import torch
-from cases import coded_case as coded
 from cases import rope_case
 from cases.operands import BF16, DTYPES, FP16, FP32
 from cases.reference import assert_within_budget, use_poisoned_memory

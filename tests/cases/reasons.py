@@ -1,0 +1,289 @@
+"""Every reason for a module to stay with PEFT: what gives it, and what is said.
+
+`test_fuse_reasons.py` asks `fuse`, `report` and the forward.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import cycle, product
+from typing import NamedTuple
+
+import peft
+import torch
+from cases.codes_case import BLOCKS, ROWS, models
+from cases.families_case import FAMILIES, UNKNOWN
+from cases.fp8_case import FP8
+from cases.layer_case import LAYER, layer_of, peft_model
+from cases.peft_models import ATTENTION, MLP, MLP_ON, base_model, set_weights
+from peft import LoraConfig
+from torch import nn
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2MLP
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from fused_lora import Fusion
+
+
+class Wrapped(nn.Parameter):
+    """Stands for a quantised weight, which is a Parameter of a class of its own."""
+
+
+def readapt(projection, **lora):
+    """Give a projection's adapter other settings."""
+    config = LoraConfig(**lora)
+    projection.update_layer("default", r=8, lora_alpha=12, config=config)
+    set_weights(projection, projection.weight.device, only="lora_")
+
+
+def add_active(projection):
+    projection.update_layer("second", r=4, lora_alpha=4, config=LoraConfig())
+    set_weights(projection, projection.weight.device, only=".second.")
+    projection.set_adapter(["default", "second"])
+
+
+def replace_weight(projection):
+    base = projection.base_layer
+    base.weight = Wrapped(base.weight.detach(), requires_grad=False)
+
+
+def subclass_base(projection):
+    projection.base_layer.__class__ = type("Linear4bit", (nn.Linear,), {})
+
+
+def replace_forward(module):
+    original = module.forward
+    module.forward = lambda *arguments, **options: original(*arguments, **options)
+
+
+def hook(*_):
+    return None
+
+
+# --- one projection: what is done to it, and what is said -----------------------------------------
+
+REASONS = {
+    "dropout of all": (lambda p: readapt(p, lora_dropout=1.0), "lora_dropout is 1.0"),
+    "dropout in place": (
+        lambda p: p.lora_dropout.update({"default": nn.Dropout(0.25, inplace=True)}),
+        "its lora_dropout is inplace",
+    ),
+    "another dropout": (
+        lambda p: p.lora_dropout.update({"default": nn.AlphaDropout(0.25)}),
+        "its lora_dropout is AlphaDropout, not torch.nn.Dropout",
+    ),
+    "DoRA": (lambda p: readapt(p, use_dora=True), "it uses DoRA: leave use_dora out"),
+    "a LoRA variant": (
+        lambda p: readapt(p, init_lora_weights="mica"),
+        "it uses a variant of LoRA (MiCALinearVariant)",
+    ),
+    "two active adapters": (add_active, "2 adapters are active: default, second"),
+    "merged": (lambda p: p.merge(), "adapters are merged"),
+    "disabled": (lambda p: p.enable_adapters(False), "adapters are disabled"),
+    "trainable base": (
+        lambda p: p.base_layer.weight.requires_grad_(), "its base weight is trained: freeze it"
+    ),
+    "wrapped weight": (replace_weight, "its base weight is quantised or wrapped (Wrapped)"),
+    "other base layer": (subclass_base, "its base layer is Linear4bit"),
+    "forward": (replace_forward, "its forward has been replaced"),
+    "forward of A": (
+        lambda p: replace_forward(p.lora_A["default"]), "its forward has been replaced"
+    ),
+}  # fmt: skip
+
+HOOKED = {
+    "projection": lambda p: p,
+    "base": lambda p: p.base_layer,
+    "A": lambda p: p.lora_A["default"],
+    "B": lambda p: p.lora_B["default"],
+    "dropout": lambda p: p.lora_dropout["default"],
+}
+HOOKS = ("forward", "forward_pre", "full_backward", "full_backward_pre")
+for where, find in HOOKED.items():
+    for kind in HOOKS:
+        REASONS[f"{kind} hook on {where}"] = (
+            lambda p, find=find, kind=kind: getattr(find(p), f"register_{kind}_hook")(hook),
+            "it has hooks",
+        )
+
+
+# --- a module of a layer --------------------------------------------------------------------------
+
+
+class OtherMLP(Qwen2MLP):
+    pass
+
+
+class OtherLayer(Qwen2DecoderLayer):
+    pass
+
+
+class OtherNorm(Qwen3RMSNorm):
+    pass
+
+
+def of_class(cls):
+    return lambda module: setattr(module, "__class__", cls)
+
+
+def add_hook(module):
+    module.register_forward_hook(hook)
+
+
+def double(projection):
+    projection.lora_A.double(), projection.lora_B.double()
+
+
+def train(module):
+    module.weight.requires_grad_()
+
+
+def use_gelu(mlp):
+    mlp.act_fn = nn.GELU()
+
+
+# The kind, the module of a layer to which something is done, what that is, and what is said of it.
+MODULES = [
+    ("mlp", "mlp", use_gelu, "its activation is GELU, not SiLU"),
+    ("mlp", "mlp", of_class(OtherMLP), "OtherMLP is not an MLP class"),
+    ("mlp", "mlp.act_fn", replace_forward, "act_fn: its forward has been replaced"),
+    *(
+        ("mlp", "mlp.act_fn", lambda act, kind=kind: getattr(act, f"register_{kind}_hook")(hook),
+         "act_fn: it has hooks")
+        for kind in HOOKS
+    ),
+    ("layer", "", of_class(OtherLayer), "OtherLayer is not a layer class"),
+    ("layer", "mlp.up_proj", double, "an adapter is torch.float64, should be"),
+    ("layer", "self_attn", replace_forward, "self_attn: its forward has been replaced"),
+    ("layer", "mlp", replace_forward, "mlp: its forward has been replaced"),
+    ("layer", "self_attn", add_hook, "self_attn: it has hooks"),
+    ("layer", "mlp", add_hook, "mlp: it has hooks"),
+    ("layer", "input_layernorm", add_hook, "input_layernorm: it has hooks"),
+    ("layer", "mlp.act_fn", add_hook, "mlp: act_fn: it has hooks"),
+    ("layer", "self_attn.o_proj", add_hook, "o_proj: it has hooks"),
+    ("layer", "post_attention_layernorm", lambda m: m.half(),
+     "a norm of its layer or of heads is torch.float16"),
+    ("layer", "self_attn", lambda m: setattr(m, "attention_dropout", 0.1),
+     "self_attn: attention_dropout is 0.1"),
+    ("layer", "self_attn", lambda m: setattr(m, "is_causal", False),
+     "self_attn: it is not causal"),
+    ("layer", "mlp", use_gelu, "mlp: its activation is GELU, not SiLU"),
+    ("layer", "self_attn.k_norm", add_hook, "self_attn: k_norm: it has hooks"),
+    ("layer", "self_attn.q_norm", replace_forward, "q_norm: its forward has been replaced"),
+    ("layer", "self_attn.q_norm", of_class(OtherNorm), "q_norm: OtherNorm is not"),
+    ("layer", "self_attn.k_norm", train, "self_attn: k_norm: its weight is trained"),
+    ("layer", "self_attn.q_norm", lambda m: m.half(),
+     "a norm of its layer or of heads is torch.float16"),
+]  # fmt: skip
+MODULES += [
+    ("mlp's", f"mlp.{part}", change, reason)
+    for part, (change, reason) in zip(cycle(MLP), REASONS.values(), strict=False)
+]
+# The other kinds of hook are tried on an MLP, and so is dropout that nothing trains through.
+ELSEWHERE = ("_pre", "backward", "dropout of all", "dropout in place")
+FOR_ATTENTION = [name for name in REASONS if not any(part in name for part in ELSEWHERE)]
+PLACES = cycle(product(("attention", "attention and rope"), ATTENTION))
+for (kind, part), name in zip(PLACES, FOR_ATTENTION + FOR_ATTENTION[::-1], strict=False):
+    o = " o" if part == "o_proj" else ""
+    MODULES.append((f"{kind}'s{o}", f"self_attn.{part}", *REASONS[name]))
+
+
+# --- models in which nothing fuses ----------------------------------------------------------------
+
+
+class Model(NamedTuple):
+    """make: device -> it. fusion: what is asked for. runs: whether its own forward does on a CPU,
+    where transformers' products in FP8 do not."""
+
+    make: Callable
+    fusion: Fusion
+    says: str
+    runs: bool = True
+
+
+def family(name, **config):
+    found = UNKNOWN if name == "Glm4" else FAMILIES[name]
+    return replace(found, config=found.config | config).peft_model
+
+
+def with_options(**options):
+    return partial(peft_model, **options)
+
+
+def ia3(device, **options):
+    config = peft.IA3Config(target_modules=[*ATTENTION, *MLP], feedforward_modules=["down_proj"])
+    return peft.get_peft_model(base_model(device, **options), config)
+
+
+def in_fp8(change=None, of=ROWS, **options):
+    """A model on a checkpoint's layers in FP8, of which k's is changed."""
+
+    def make(device):
+        model, _ = models(device, of, **options)
+        if change is not None:
+            change(layer_of(model).self_attn.k_proj.base_layer)
+        return model
+
+    return make
+
+
+def compress_checkpoint(base):
+    """As compressed-tensors leaves a linear layer until the model's first forward."""
+    base.__class__ = nn.Linear
+    base.register_parameter("weight_scale", nn.Parameter(torch.ones(len(base.weight), 1)))
+
+
+def give_scales_of_another_size(base):
+    base.weight_scale.data = base.weight_scale.data[:, :8]
+
+
+LOSS, LOSS_IN_FP8 = (Fusion(cross_entropy=True, fp8_lm_head=fp8) for fp8 in (False, True))
+ROPE = Fusion(rope=True)
+ASK_FOR_FP8 = "FP8Linear: ask for layer=True, fp8=True, or"
+MODELS = {
+    "IA3, mlp": Model(
+        ia3, MLP_ON, "its adapter is peft.tuners.ia3.layer.Linear: take LoraConfig's plain LoRA"
+    ),
+    "IA3, layer": Model(ia3, LAYER, "self_attn: its attention is eager: call"),
+    "an adapter on lm_head": Model(
+        with_options(target_modules=[*ATTENTION, "lm_head"]), LOSS,
+        "its lm_head has an adapter: name it in modules_to_save, not in target_modules",
+    ),
+    "a routers' loss": Model(
+        family("Qwen3-MoE", output_router_logits=True), LOSS,
+        r"its routers' loss is added \(output_router",
+    ),
+    "another activation": Model(
+        family("Gemma", hidden_act="gelu_python"), MLP_ON,
+        r"its activation is GELUActivation, not SiLU or GELU by tanh \(gelu_pytorch_tanh\)",
+    ),
+    "another GELU by tanh": Model(
+        family("Gemma 2", hidden_activation="gelu_python_tanh"), MLP_ON, "is GELUTanh, not"
+    ),
+    "a soft cap": Model(
+        family("Gemma 3", final_logit_softcapping=20.0), LOSS, "final_logit_softcapping is 20.0"
+    ),
+    "an unknown family": Model(
+        family("Glm4"), ROPE,
+        r"Glm4Attention is not an attention class whose forward is known \(docs",
+    ),
+    "a checkpoint's lm_head in FP8": Model(
+        in_fp8(of=BLOCKS, only="lm_head"), LOSS_IN_FP8,
+        "its lm_head is .*FP8Linear, not nn.Linear", runs=False,
+    ),
+    **{
+        f"a checkpoint in FP8, {name}": Model(make, fusion, says, runs=False)
+        for name, make, fusion, says in (
+            ("40 wide", in_fp8(config={"intermediate_size": 40}), FP8, "FP8 wants multiples"),
+            ("compressed", in_fp8(compress_checkpoint), FP8,
+             "is FP8 codes: .*use_optimized_inference=True"),
+            ("cast", in_fp8(lambda base: base.to(torch.float32)), FP8,
+             "not the FP8 codes of Compressed"),
+            ("trained", in_fp8(lambda base: base.weight.requires_grad_()), FP8,
+             "its base weight is trained"),
+            ("other scales", in_fp8(give_scales_of_another_size), FP8,
+             r"\[16, 32\] has scales for another size"),
+            ("layer", in_fp8(), LAYER, ASK_FOR_FP8),
+            ("mlp", in_fp8(), MLP_ON, ASK_FOR_FP8),
+        )
+    },
+}  # fmt: skip
