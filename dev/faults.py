@@ -25,9 +25,9 @@ FAULTS = (
           "launching"),
     # --- techniques ---
     Fault("fused_lora/kernels/rotation.py", "-sin_2, -sin_1", "-sin_1, -sin_2", "kernels", "rope"),
-    Fault("fused_lora/cross_entropy.py", "exp_sum * _exp(maximum - shift) + tl.sum(",
+    Fault("fused_lora/kernels/logits.py", "exp_sum * _exp(maximum - shift) + tl.sum(",
           "exp_sum + tl.sum(", "kernels", "cross_entropy_kernel"),
-    Fault("fused_lora/cross_entropy.py", "alpha=len(x)", "alpha=chunk", "kernels",
+    Fault("fused_lora/head.py", "alpha=len(x)", "alpha=len(self._logits)", "kernels",
           "cross_entropy cross_entropy_chunks"),
     Fault("fused_lora/packing.py", "(length, 0)", "(length + 1, 0)", "adopt", "fuse_documents"),
     Fault("fused_lora/label_check.py", "most >= vocabulary", "most > vocabulary", "step",

@@ -32,116 +32,19 @@ from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from fused_mlp.launching import cdiv, check_runnable, launch
-from fused_mlp.utils import compute_dtype, refuse_second_derivative, scaled_matmul
+from fused_mlp.launching import check_runnable
+from fused_mlp.utils import compute_dtype, refuse_second_derivative
 
-from .fp8_head import Fp8Head, check_fp8_head
+from .fp8_head import Fp8Head
+from .head import Head
+from .kernels.logits import _cross_entropy_kernel
 from .label_check import checking
 
 # What a chunk's logits may take by default: both bounds are reached by bf16 and 262,144 words.
 CHUNK_TOKENS = 4096
 CHUNK_BYTES = 2**31
-
-# 8,192 logits over 16 warps: 16 bf16 values, two 16-byte loads, per thread.
-BLOCK_COLUMNS = 8192
-_NUM_WARPS = 16
-VECTOR = 8
-
-# Rows of logits start at multiples of 64 elements: an odd vocabulary (one added token is enough)
-# would else deny the kernel its wide loads and the products their aligned rows.
-ROW_ALIGNMENT = 64
-
-
-@triton.jit
-def _exp(x):
-    """tl.exp, but 0.0 below 2^-126, for the sake of which that has 3 more of its 5 instructions."""
-    return tl.exp2(x * 1.4426950408889634)  # log2(e)
-
-
-@triton.jit
-def _cross_entropy_kernel(
-    logits_ptr,  # [rows, row_stride], overwritten by their gradient if WRITE_GRADIENT
-    labels_ptr,  # [rows]
-    losses_ptr,  # [rows], written
-    maxima_ptr,  # [rows], written, or None
-    row_stride,
-    vocabulary,
-    ignore_index,
-    WRITE_GRADIENT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)  # 16,384 rows of 151,936 logits are more than 2^31
-    logits_ptr += row * row_stride
-    label = tl.load(labels_ptr + row)
-    in_range = (label >= 0) & (label < vocabulary)
-    # read here, with the barriers of the reductions between it and the gradient written over it
-    label_logit = tl.load(logits_ptr + label, mask=in_range, other=0.0).to(tl.float32)
-
-    # A maximum and a sum for every VECTOR words, which one thread has: those of a whole block would
-    # have to wait for all threads, twice a block.
-    maximum = tl.full([BLOCK // VECTOR], -float("inf"), tl.float32)
-    exp_sum = tl.zeros([BLOCK // VECTOR], tl.float32)
-    lane = tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
-    for start in range(0, vocabulary, BLOCK):
-        columns = start + lane
-        # the mask ends with the row's memory and not with its words, to stay a multiple of 64
-        logits = tl.load(logits_ptr + columns, mask=columns < row_stride).to(tl.float32)
-        logits = tl.where(columns < vocabulary, logits, -float("inf"))
-        new_maximum = tl.maximum(maximum, tl.max(logits, axis=1))
-        # as long as all logits are -inf, -inf - -inf would make a NaN out of nothing
-        shift = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
-        exp_sum = exp_sum * _exp(maximum - shift) + tl.sum(_exp(logits - shift[:, None]), axis=1)
-        maximum = new_maximum
-    shift = tl.max(maximum, axis=0)
-    shift = tl.where(shift == -float("inf"), 0.0, shift)
-    exp_sum = tl.sum(exp_sum * _exp(maximum - shift), axis=0)
-    maximum = tl.max(maximum, axis=0)
-
-    # a label outside the vocabulary makes the row's loss and gradient NaN (label_check.py tells)
-    exp_sum = tl.where(in_range, exp_sum, float("nan"))
-    ignored = label == ignore_index
-    loss = tl.where(ignored, 0.0, tl.log(exp_sum) + (maximum - label_logit))
-    tl.store(losses_ptr + row, loss)
-    if maxima_ptr is not None:
-        tl.store(maxima_ptr + row, maximum)
-
-    if WRITE_GRADIENT:
-        inverse = 1.0 / exp_sum
-        for start in range(0, vocabulary, BLOCK):
-            columns = start + tl.arange(0, BLOCK)
-            logits = tl.load(logits_ptr + columns, mask=columns < row_stride).to(tl.float32)
-            logits = tl.where(columns < vocabulary, logits, -float("inf"))
-            softmax = _exp(logits - maximum) * inverse
-            gradient = tl.where(columns == label, softmax - 1.0, softmax)
-            gradient = tl.where(ignored, 0.0, gradient).to(logits_ptr.dtype.element_ty)
-            tl.store(logits_ptr + columns, gradient, mask=columns < row_stride)
-
-
-def cross_entropy_(
-    logits: Tensor, labels: Tensor, ignore_index: int, write_gradient: bool,
-    maxima: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """``F.cross_entropy(logits.float(), labels, ignore_index=ignore_index, reduction="none")``, but
-    NaN for a label outside the vocabulary; if `write_gradient`, the gradient of the losses' sum
-    overwrites `logits`, and what lies between its rows; each row's largest goes to maxima.
-
-    logits [rows, vocabulary], bf16, fp16 or fp32, rows in one piece each; labels [rows],
-    contiguous. Returns [rows] in fp32.
-    """
-    rows, vocabulary = logits.shape
-    row_stride = logits.stride(0) if rows > 1 else vocabulary  # of one row it may be anything
-    losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    launch(
-        _cross_entropy_kernel, (rows,),
-        logits, labels, losses, maxima, row_stride, vocabulary, ignore_index,
-        write_gradient, BLOCK_COLUMNS, VECTOR, num_warps=_NUM_WARPS,
-    )  # fmt: skip
-    return losses
 
 
 class Targets(NamedTuple):
@@ -154,7 +57,7 @@ class Targets(NamedTuple):
     rows: Tensor | None  # [n], as `labelled_rows` gives them; None: all
     max_labelled: int | None
     with_gradient: bool  # grad mode of the caller; needs_input_grad is True under no_grad too
-    fp8: bool
+    head: type[Head]
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -185,33 +88,12 @@ class LinearCrossEntropy(torch.autograd.Function):
         grad_rows = weight.new_empty(count, rows.shape[1]) if need_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias else None
-        head = Fp8Head(weight) if targets.fp8 else None
-        row_stride = cdiv(len(weight), ROW_ALIGNMENT) * ROW_ALIGNMENT
-        of_chunk = 0 if head else min(count, chunk)
-        buffer = weight.new_empty(of_chunk, row_stride)[:, : len(weight)]
+        head = targets.head(weight, bias, min(count, chunk))
         for start in range(0, count, chunk):
             part = slice(start, start + chunk)
             x = (rows[part] if which is None else rows.index_select(0, which[part])).to(dtype)
-            if head is not None:
-                grad_part = None if grad_rows is None else grad_rows[part]
-                loss += head.loss(
-                    x, bias, labels[part], targets.ignore_index, cross_entropy_, grad_part
-                )
-                continue
-            logits = buffer[: len(x)]
-            if bias is None:
-                torch.mm(x, weight.t(), out=logits)
-            else:
-                torch.addmm(bias, x, weight.t(), out=logits)
-            loss += cross_entropy_(logits, labels[part], targets.ignore_index, any(needs)).sum()
-            grad_logits = logits  # in the same memory
-            if grad_rows is not None:
-                torch.mm(grad_logits, weight, out=grad_rows[part])
-            if grad_weight is not None:
-                # a mean until it is in fp32: the sum over a chunk can exceed fp16's 65,504
-                grad_weight.add_(scaled_matmul(grad_logits.t(), x, 1 / len(x)), alpha=len(x))
-            if grad_bias is not None:
-                grad_bias.add_(grad_logits.sum(0, dtype=torch.float32))
+            grad_x = None if grad_rows is None else grad_rows[part]
+            loss += head.loss(x, labels[part], targets.ignore_index, grad_x, grad_weight, grad_bias)
 
         ctx.save_for_backward(grad_rows, grad_weight, grad_bias, which, num_items)
         return (loss / num_items).float()
@@ -312,7 +194,7 @@ def linear_cross_entropy(
     """
     tensors = {"hidden": hidden, "weight": weight, "labels": labels, "bias": bias}
     _check({name: tensor for name, tensor in tensors.items() if tensor is not None})
-    num_items = num_items_in_batch
+    head, num_items = Fp8Head if fp8 else Head, num_items_in_batch
     if isinstance(num_items, Tensor) and num_items.numel() != 1:
         given = list(num_items.shape)
         raise ValueError(f"linear_cross_entropy wants num_items_in_batch as a number, got {given}")
@@ -321,8 +203,7 @@ def linear_cross_entropy(
             raise ValueError(f"linear_cross_entropy wants {key} above 0, got {count}")
     if chunk_tokens is None:
         row_bytes = len(weight) * compute_dtype(hidden).itemsize
-        # in FP8 half as many, for there are codes of the weight and of the gradient beside logits
-        chunk_tokens = max(1, min(CHUNK_TOKENS, CHUNK_BYTES // row_bytes) // (2 if fp8 else 1))
+        chunk_tokens = max(1, min(CHUNK_TOKENS, CHUNK_BYTES // row_bytes) // head.chunks)
     if isinstance(num_items, Tensor) and num_items.device == hidden.device:
         num_items = num_items.float().reshape(())
     elif num_items is not None:
@@ -334,10 +215,9 @@ def linear_cross_entropy(
         if rows is None and (drop_ignored or max_labelled is not None):
             rows = labelled_rows(labels, ignore_index, max_labelled)
     with_gradient = torch.is_grad_enabled()
-    if fp8:
-        check_fp8_head("linear_cross_entropy", weight, bias)
+    head.check("linear_cross_entropy", weight, bias)
     targets = Targets(
-        labels, num_items, ignore_index, chunk_tokens, rows, max_labelled, with_gradient, fp8
+        labels, num_items, ignore_index, chunk_tokens, rows, max_labelled, with_gradient, head
     )
     return LinearCrossEntropy.apply(hidden, weight, bias, targets)
 

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from .adopt.borders import unborder
+from .adopt.borders import Border, unborder
 from .adopt.foreign import checkpointing
 from .adopt.foreign.checkpointing import layers_of
 from .adopt.foreign.forwards import take_back
 from .adopt.foreign.parallel import REPLICATE, refuse_data_parallel
-from .adopt.layer import why_not_fp8
 from .adopt.report import ASKED_EARLY, NO_ADAPTERS, PARTS_SET, FusionReport, explained, report_on
-from .adopt.setting import running_in, set_forwards, why_not_part
-from .adopt.switches import SWITCHES
+from .adopt.setting import running_in, set_forwards
+from .adopt.site import Part
+from .adopt.switches import KINDS, SWITCHES, switches_for
 from .step.checkpoint import POLICIES, Checkpoint
 
 
@@ -123,7 +123,7 @@ def fuse(model: nn.Module, fusion: Fusion | None = None, *, strict: bool = True)
             "GradientCheckpointingLayer"
         )
     ask = _Asked(model, fusion, strict)
-    set_forwards(model, ask.wanted, ask.fp8)
+    set_forwards(model, ask.wanted, ask.kind)
     if policy is not None:
         last_runs_once = "cross_entropy" in running_in(model)
         checkpointing.install(policy, layers, last_runs_once)
@@ -146,25 +146,30 @@ def _parts_of(fusion: Fusion) -> list[str]:
 class _Asked:
     """The parts that a call of `fuse` asks for and the model has modules for.
 
-    wanted: the parts. fp8: whether its whole layers are to be in FP8. refused: the reasons why
-    others are left out, by part or module. early: those that only the lack of adapters keeps out.
+    wanted: the parts. kind: of its whole layers' borders; None: none is asked for. refused: the
+    reasons why others are left out, by part or module. early: those that only the lack of adapters
+    keeps out.
     """
 
     def __init__(self, model: nn.Module, fusion: Fusion, strict: bool):
         self.model, self.strict = model, strict
         self.refused: dict[str, str] = {}
         self.early: set[str] = set()
-        self.wanted = {part for part in _parts_of(fusion) if self._may_run(part, fusion.fp8)}
-        self.fp8 = fusion.fp8 and "layer" in self.wanted and self._may_be_fp8()
+        self.kind: type[Border] | None = None
+        asked = next((switch for switch in KINDS if getattr(fusion, switch)), "")
+        switches = switches_for(KINDS.get(asked))
+        self.wanted = {part for part in _parts_of(fusion) if self._may_run(part, switches[part])}
+        if asked and "layer" in self.wanted and self._may_lie_in(asked):
+            self.kind = KINDS[asked]
 
-    def _may_run(self, part: str, fp8: bool) -> bool:
+    def _may_run(self, part: str, switch: Part) -> bool:
         reasons = {
-            name: explained(self.model, why_not_part(part, site, module, fp8))
-            for name, module, site in SWITCHES[part].candidates(self.model)
+            name: explained(self.model, site.why_not(module))
+            for name, module, site in switch.candidates(self.model)
         }
         if not all(reasons.values()):
             return True
-        reason = next(iter(reasons.values()), None) or SWITCHES[part].none_found
+        reason = next(iter(reasons.values()), None) or switch.none_found
         if self.strict:
             to_do = "" if reason == NO_ADAPTERS else f"; leave {part} out"
             raise ValueError(f"fuse: {part}=True fuses no module of this model: {reason}{to_do}")
@@ -175,12 +180,13 @@ class _Asked:
             self.refused[part] = reason
         return False
 
-    def _may_be_fp8(self) -> bool:
-        layers = SWITCHES["layer"].candidates(self.model)
-        reasons = {f"{name} in FP8": why for name, one, _ in layers if (why := why_not_fp8(one))}
+    def _may_lie_in(self, switch: str) -> bool:
+        kind, layers = KINDS[switch], SWITCHES["layer"].candidates(self.model)
+        why_not = {f"{name}{kind.precision}": kind.why_not(one) for name, one, _ in layers}
+        reasons = {name: why for name, why in why_not.items() if why}
         if reasons and self.strict:
             reason = next(iter(reasons.values()))
-            raise ValueError(f"fuse: fp8=True fuses no layer of this model: {reason}")
+            raise ValueError(f"fuse: {switch}=True fuses no layer of this model: {reason}")
         self.refused |= reasons
         return not reasons
 

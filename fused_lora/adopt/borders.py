@@ -15,8 +15,8 @@ Nothing here keeps a buffer alive but the weights in it, and a graph that needs 
 weight that lies elsewhere (moved, cast, assigned, unpickled, copied with its model) is moved into a
 new buffer by the next forward, and the memory of the old one is free once all have left it.
 
-The products are in `layer/buffer.py`, those in FP8 in `layer/fp8/`. LoRA: Hu et al., arXiv
-2106.09685. The bordered form is our own.
+The products are in `layer/buffer.py`. LoRA: Hu et al., arXiv 2106.09685. The bordered form is our
+own.
 """
 
 import weakref
@@ -29,10 +29,10 @@ from torch import Tensor, nn
 from fused_mlp.launching import is_capturing
 
 from ..kernels.rows import empty_rows
-from ..layer.buffer import Bordered, Buffer
+from ..layer.buffer import Bordered, Buffer, PlacedWeight
 from ..layer.filling import Filling
 from .foreign.saved_weights import hand_out_buffered
-from .projection import Projection
+from .projection import Projection, why_not_base
 
 # Of bf16 are 16 bytes, to which cuBLAS wants every row aligned. Without any adapter the border is
 # as wide, and zero.
@@ -75,12 +75,11 @@ class _Made(NamedTuple):
 class Border:
     """The buffer of projections that share an input, for as long as their weights lie in it.
 
-    A kind of weights that is kept otherwise has a subclass (`fp8/border.py`).
+    A kind of weights that is kept otherwise has a subclass, and a switch (`switches.KINDS`).
     """
 
     precision = ""  # said of a layer that runs on such buffers
     is_traced = True  # torch.compile can trace a forward on them
-    reads_codes = False  # base weights may be the FP8 codes of a checkpoint
 
     @staticmethod
     def why_not(layer: Any) -> str | None:
@@ -88,9 +87,18 @@ class Border:
         return None
 
     @staticmethod
+    def why_not_base(base: nn.Module) -> str | None:
+        """Return the reason if a base layer's weight is of no form that such a buffer takes."""
+        return why_not_base(base)
+
+    @staticmethod
     def take_in(base: nn.Linear) -> None:
         """Prepare a linear layer whose weight is to lie in such a buffer."""
         let_save(base)
+
+    @staticmethod
+    def settle(model: nn.Module) -> None:
+        """Do to a model, whose forwards are set, what others have to find where weights are so."""
 
     def __init__(self) -> None:
         self._made: _Made | None = None
@@ -223,7 +231,7 @@ class LayerBorders(Filling):
         """Return the buffers of these projections, made where weights lie elsewhere.
 
         One after the other, so that at most one group's weights exist twice. dtype: the model's,
-        which weights in FP8 do not tell.
+        which weights may not tell.
         """
         found = [
             border.find_or_make(reads, split, of, dtype)
@@ -262,8 +270,8 @@ def _give_own_memory(base: Any) -> list[str]:
     is pruned); returns the names of those that lay in one."""
     moved = []
     for name, parameter in base.named_parameters():
-        if leave := getattr(parameter, "leave_buffer", None):
-            leave()
+        if isinstance(parameter, PlacedWeight):
+            parameter.leave_buffer()
             moved.append(name)
         elif type(parameter) is nn.Parameter and not (
             parameter.is_contiguous() and parameter.untyped_storage().nbytes() == parameter.nbytes

@@ -24,10 +24,10 @@ from .foreign.forwards import fused_parts_of
 from .foreign.no_logits import without_logits
 from .foreign.originals import why_replaced
 from .foreign.versions import as_named, class_forward
-from .fp8.weight import why_not_in_fp8
+from .fp8.head import multiplies_in_fp8
 from .known import known_form, why_not_class
 from .projection import why_call, why_not_plain
-from .refusal import Refusal, attempt, reason_of, refuse
+from .refusal import Refusal, attempt, refuse
 from .site import having
 
 
@@ -77,17 +77,6 @@ def read_head(model: Any) -> nn.Linear:
         why_replaced(loss_utils.__name__, "ForCausalLMLoss", "fixed_cross_entropy")
         or why_replaced(F.__name__, "cross_entropy")
     )
-    return head
-
-
-def read_fp8_head(model: Any) -> nn.Linear:
-    """Return the same. Raises a Refusal if the loss may not multiply it in FP8."""
-    head = read_head(model)
-    if any(parameter.requires_grad for parameter in head.parameters()):
-        raise Refusal(
-            "its lm_head is trained, which is done in its own precision: leave fp8_lm_head out"
-        )
-    refuse(why_not_in_fp8(head.weight))
     return head
 
 
@@ -208,10 +197,6 @@ def causal_lm_forward(
     hidden = outputs.last_hidden_state
     if form.divided_by:  # the logits are, and so may this be
         hidden = hidden / getattr(model.config, form.divided_by)
-    in_fp8 = "fp8_lm_head" in parts
-    if in_fp8 and (why_not_fp8 := reason_of(read_fp8_head, model)) is not None:
-        say_once(model, why_not_fp8)
-        in_fp8 = False
     loss = linear_cross_entropy(
         hidden,
         head.weight,
@@ -222,7 +207,7 @@ def causal_lm_forward(
         max_labelled=max_labelled_tokens,
         rows=rows,
         check_labels=torch.compiler.is_compiling(),
-        fp8=in_fp8,
+        fp8=multiplies_in_fp8(model, head, parts),
     )
     of_decoder = {one.name: getattr(outputs, one.name, None) for one in fields(output_class)}
     if not torch.compiler.is_compiling():  # which knows transformers' own classes of outputs

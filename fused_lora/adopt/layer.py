@@ -31,18 +31,17 @@ from .borders import Border, LayerBorders
 from .foreign.forwards import fused_parts_of
 from .foreign.parallel import FLATTENED, is_flattened, is_in_fsdp
 from .foreign.versions import class_forward
-from .fp8.border import Fp8Border
 from .known import known_form
 from .layer_reading import base_layers, names_of_norms, norms_of, parts_and_ranks, read_groups
 from .mlp import activation_of
 from .projection import Projection, bias_of, seed_for, trains_bias
-from .refusal import Refusal, attempt, reason_of, refuse
+from .refusal import Refusal, attempt, refuse
 from .rms_norm import normed_layer_forward
 from .site import FusedForward
 
 
 class BorderedForward(FusedForward):
-    """A FusedForward that has its layer's borders."""
+    """A FusedForward that has its layer's borders. kind: None: that which they are of."""
 
     def __init__(
         self,
@@ -50,12 +49,11 @@ class BorderedForward(FusedForward):
         module: nn.Module,
         parts: frozenset[str],
         borders: LayerBorders | None,
-        fp8: bool = False,
+        kind: type[Border] | None = None,
     ):
         super().__init__(function, module, parts)
-        kind = Fp8Border if fp8 else Border
-        if borders is None or (fp8 and borders.kind is not kind):
-            borders = LayerBorders(kind)
+        if borders is None or kind not in (None, borders.kind):
+            borders = LayerBorders(kind or Border)
         self.borders = borders
 
     @property
@@ -99,18 +97,14 @@ def _runs_on(device: torch.device) -> bool:
 # --- reading --------------------------------------------------------------------------------------
 
 
-def why_not_layer(layer: Any, fp8: bool = False) -> str | None:
-    reason = reason_of(_read, layer, fp8)
-    return FLATTENED if reason is None and _is_flattened(layer) else reason
+def check_layer(layer: Any, kind: type[Border] | None = None) -> None:
+    """Raise a Refusal if a layer may not run as one now, on borders of a kind that is asked for."""
+    _read(layer, kind)
+    refuse(FLATTENED if _is_flattened(layer) else None)
 
 
 def _is_flattened(layer: Any) -> bool:
     return is_in_fsdp(layer) and any(map(is_flattened, base_layers(layer)))
-
-
-def why_not_fp8(layer: Any) -> str | None:
-    """Return the reason if a layer's products may not be in FP8."""
-    return Fp8Border.why_not(layer)
 
 
 def read_layer(layer: Any) -> tuple:
@@ -161,11 +155,11 @@ def _dtype_of(layer: Any) -> torch.dtype:
     return layer.post_attention_layernorm.weight.dtype  # every layer has one
 
 
-def _read(layer: Any, fp8: bool = False) -> list[list[Projection]]:
+def _read(layer: Any, asked: type[Border] | None = None) -> list[list[Projection]]:
     """Return the projections of a layer by their buffers. Raises a Refusal if it may not run as
     one now.
 
-    fp8: whether it is to be in FP8, where it is not yet.
+    asked: the kind of borders that it is to have, where it does not yet.
     """
     borders = borders_of(layer)
     if borders is not None and borders.replica_of is not None:
@@ -175,7 +169,7 @@ def _read(layer: Any, fp8: bool = False) -> list[list[Projection]]:
         )
     kind = Border if borders is None else borders.kind
     refuse(kind.why_not(layer))
-    return read_groups(layer, fp8 or kind.reads_codes)
+    return read_groups(layer, asked or kind)
 
 
 def _read_call(layer: Any, *call: Any) -> list[list[Projection]]:

@@ -8,9 +8,9 @@ from torch import nn
 
 from fused_mlp.launching import DTYPES
 
-from ..kernels.fp8_rows import E4M3
 from .aside import why_unloaded
 from .attention import head_norms_of, split_qkv, why_not_head_norms, why_not_sdpa
+from .borders import Border
 from .families import LayerForm
 from .foreign.forwards import fused_parts_of
 from .known import known_form, why_not_class
@@ -20,12 +20,9 @@ from .refusal import Refusal, attempt, refuse
 from .rms_norm import active_norm, why_not_within
 
 
-def read_groups(layer: Any, fp8: bool = False) -> list[list[Projection]]:
+def read_groups(layer: Any, kind: type[Border]) -> list[list[Projection]]:
     """Return the projections of a layer by their buffers. Raises a Refusal if it may not run as
-    one now.
-
-    fp8: whether their weights may be FP8 codes.
-    """
+    one now, on such borders."""
     refuse(_why_not_parts(layer))
     norms = [norm.weight for norm in norms_of(layer).values()]
     dtype, device = norms[0].dtype, norms[0].device
@@ -33,9 +30,9 @@ def read_groups(layer: Any, fp8: bool = False) -> list[list[Projection]]:
     for owner, names in grouped_projections(layer):
         # o_proj may have been fused by itself, for when the layer is not
         own_forward = names != ("o_proj",) or not fused_parts_of(layer.self_attn.o_proj)
-        group = []
+        how, group = (own_forward, kind.why_not_base), []
         for name in names:
-            read, reason = attempt(read_projection, owner._modules[name], own_forward, fp8)
+            read, reason = attempt(read_projection, owner._modules[name], *how)
             if reason:
                 raise Refusal(f"{name}: {reason}")
             for adapter in (read.A, read.B):
@@ -43,7 +40,8 @@ def read_groups(layer: Any, fp8: bool = False) -> list[list[Projection]]:
                     raise Refusal(
                         f"an adapter is {adapter.dtype}, should be bfloat16, float16 or float32"
                     )
-            of_weight = dtype if read.scales is None else E4M3
+            stored = read.weight.dtype
+            of_weight = dtype if stored in DTYPES else stored  # codes, which its kind has checked
             for tensor, wanted in ((read.weight, of_weight), (read.bias, dtype)):
                 if tensor is not None and (tensor.dtype, tensor.device) != (wanted, device):
                     raise Refusal(

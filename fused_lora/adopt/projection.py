@@ -1,6 +1,6 @@
 """Reading of a linear layer with a PEFT adapter, or with none: what it computes, as it is now."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,20 +14,15 @@ from torch import Tensor, nn
 from fused_mlp.dropout import draw_seed
 from fused_mlp.launching import DTYPES, is_capturing
 
-from ..kernels.fp8_rows import E4M3
+from ..layer.buffer import PlacedWeight
 from ..rerun import once
-from .foreign.forwards import fused_parts_of, has_own_forward, why_not_own_forward
+from .foreign.forwards import STAND_IN, fused_parts_of, has_own_forward, why_not_own_forward
 from .foreign.hooks import has_hooks
 from .foreign.originals import why_patched
-from .fp8.checkpoint import OF_CODES, BlockScales, is_of_codes, scales_of, why_not_codes
-from .fp8.weight import Fp8Weight
+from .fp8.checkpoint import hint_for_codes, hint_for_layer
 from .refusal import Refusal, refuse
 
 UNQUANTISED = "if quantised, load the model in bf16 without quantization_config"
-COMPRESSED = (
-    "load the model with CompressedTensorsConfig(use_optimized_inference=True) and ask for "
-    "layer=True, fp8=True"
-)
 BASE_IS_TRAINED = "its base weight is trained: freeze it, requires_grad_(False)"
 CAST = "cast the model to bfloat16, float16 or float32"
 
@@ -45,7 +40,7 @@ class Projection(NamedTuple):
     # before it, a part of the same layer, drops it
     dropout: float | None = 0.0
     lora_bias: Tensor | None = None  # PEFT's name for an adapter's
-    scales: BlockScales | None = None  # of a weight that is the codes of a checkpoint in FP8
+    base: nn.Module | None = None  # which has weight and bias; None: of a part of one
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -53,20 +48,33 @@ def has_adapters(model: nn.Module) -> bool:
     return any(isinstance(module, BaseTunerLayer | PeftModel) for module in model.modules())
 
 
+def why_not_base(base: nn.Module) -> str | None:
+    """Return the reason if a base layer is anything else than a frozen linear layer."""
+    if type(base) is not nn.Linear:
+        return _not_linear(base)
+    weight = _parameter(base, "weight")
+    if (reason := why_not_plain(weight)) is not None:
+        return f"its base weight {reason}"
+    if weight.requires_grad:
+        return BASE_IS_TRAINED
+    return None
+
+
 def read_projection(
-    projection: nn.Module, own_forward: bool = True, fp8: bool = False
+    projection: nn.Module,
+    own_forward: bool = True,
+    why_not_base: Callable[[nn.Module], str | None] = why_not_base,
 ) -> Projection:
     """Return the parts of a projection that computes what Projection says and nothing else. Raises
     a Refusal for every other.
 
     Called at every forward, up to seven times a layer. own_forward: whether the projection itself
-    must still have its class's forward. fp8: whether its weight may be FP8 codes.
+    must still have its class's forward. why_not_base: of the form in which weights may be stored.
     """
-    if type(projection) is nn.Linear or (fp8 and is_of_codes(projection)):
-        refuse(_why_not_base(projection, fp8) or why_call(projection, own_forward))
-        return _without_adapter(projection)
     if type(projection) is not LoraLinear:
-        raise Refusal(_why_not_lora(projection))
+        refuse(_why_not_lora(projection) or why_not_base(projection))
+        refuse(why_call(projection, own_forward))
+        return _without_adapter(projection)
     if projection.disable_adapters:
         raise Refusal("adapters are disabled: enable_adapter_layers() brings them back")
     if projection.merged:
@@ -81,7 +89,7 @@ def read_projection(
     lora_A: Any = parts["lora_A"]
     base: Any = parts["base_layer"]
     if adapter not in lora_A._modules:  # PEFT passes it over
-        refuse(_why_not_base(base, fp8) or why_call(base) or why_call(projection, own_forward))
+        refuse(why_not_base(base) or why_call(base) or why_call(projection, own_forward))
         return _without_adapter(base)
     A: Any = lora_A._modules[adapter]
     B: Any = parts["lora_B"]._modules[adapter]  # type: ignore[union-attr]
@@ -92,7 +100,7 @@ def read_projection(
     if adapter in projection.lora_variant:
         variant = type(projection.lora_variant[adapter]).__name__
         raise Refusal(f"it uses a variant of LoRA ({variant}): only plain LoRA runs fused")
-    refuse(_why_not_base(base, fp8))
+    refuse(why_not_base(base))
     for module in (projection, base, dropout, A, B):
         refuse(why_call(module, own_forward or module is not projection))
     scaling = projection.scaling[adapter]
@@ -105,7 +113,7 @@ def read_projection(
     A, B = _parameter(A, "weight"), _parameter(B, "weight")
     weight, bias = _parameter(base, "weight"), _parameter(base, "bias")
     scaling = float(scaling)  # of NumPy's, say
-    return Projection(weight, bias, A, B, scaling, dropped, lora_bias, scales_of(base))
+    return Projection(weight, bias, A, B, scaling, dropped, lora_bias, base)
 
 
 def _dropout_of(dropout: Any) -> float:
@@ -181,48 +189,33 @@ def bias_of(read: Projection) -> Tensor | None:
     return scaled if read.bias is None else read.bias + scaled
 
 
-def _why_not_lora(projection: Any) -> str:
-    """Describe a projection that is neither a linear layer nor one with an adapter of PEFT's plain
-    kind."""
+def _why_not_lora(projection: Any) -> str | None:
+    """Return the reason if a projection has an adapter that is not of PEFT's plain kind."""
+    if type(projection) is nn.Linear:
+        return None
     if isinstance(projection, ModulesToSaveWrapper):
         return "it is trained whole: name it in target_modules, not in modules_to_save"
     kind = type(projection)
     base = getattr(projection, "base_layer", projection)
+    if base is projection:
+        return None
     # of a quantised base layer PEFT has a class of its own, say lora.bnb.Linear4bit
-    if (isinstance(projection, LoraLayer) or base is projection) and type(base) is not nn.Linear:
+    if isinstance(projection, LoraLayer) and type(base) is not nn.Linear:
         return _not_linear(base)
     return f"its adapter is {kind.__module__}.{kind.__qualname__}: take LoraConfig's plain LoRA"
 
 
 def _not_linear(base: nn.Module) -> str:
-    if is_of_codes(base):
-        return (
-            f"its base layer is {type(base).__name__}: ask for layer=True, fp8=True, or load the "
-            "model in bf16"
-        )
-    return f"its base layer is {type(base).__name__}, not torch.nn.Linear: {UNQUANTISED}"
-
-
-def _why_not_base(base: nn.Module, fp8: bool) -> str | None:
-    """Return the reason if a base layer is anything else than a frozen linear layer."""
-    if fp8 and is_of_codes(base):
-        return why_not_codes(base)
-    if type(base) is not nn.Linear:
-        return _not_linear(base)
-    weight = _parameter(base, "weight")
-    if (reason := why_not_plain(weight)) is not None:
-        return f"its base weight {reason}"
-    if weight.requires_grad:
-        return BASE_IS_TRAINED
-    return None
+    to_do = hint_for_layer(base) or f", not torch.nn.Linear: {UNQUANTISED}"
+    return f"its base layer is {type(base).__name__}{to_do}"
 
 
 def _without_adapter(linear: nn.Module) -> Projection:
-    weight, scales = _parameter(linear, "weight"), scales_of(linear)
+    weight = _parameter(linear, "weight")
     out_features, in_features = weight.shape
-    dtype = weight.dtype if scales is None else torch.float32  # nobody computes in that of codes
+    dtype = weight.dtype if weight.dtype in DTYPES else torch.float32  # for codes
     A, B = (weight.new_empty(size, dtype=dtype) for size in ((0, in_features), (out_features, 0)))
-    return Projection(weight, _parameter(linear, "bias"), A, B, 0.0, scales=scales)
+    return Projection(weight, _parameter(linear, "bias"), A, B, 0.0, base=linear)
 
 
 def _parameter(module: nn.Module, name: str) -> Any:
@@ -237,11 +230,12 @@ def why_not_plain(weight: Any) -> str | None:
             "is sharded (DTensor): a forward, which gathers it, runs fused if fuse came before "
             "fully_shard"
         )
-    if type(weight) not in (nn.Parameter, Tensor, Fp8Weight) or not weight.is_floating_point():
+    is_ours = isinstance(weight, PlacedWeight)
+    if not (is_ours or type(weight) in (nn.Parameter, Tensor)) or not weight.is_floating_point():
         return f"is quantised or wrapped ({type(weight).__name__}): {UNQUANTISED}"
-    if weight.dtype == E4M3:  # as compressed-tensors keeps it until the model's first forward
-        return f"is FP8 codes: {COMPRESSED}"
-    return None if weight.dtype in DTYPES else f"is {weight.dtype}: {CAST}"
+    if weight.dtype in DTYPES:
+        return None
+    return hint_for_codes(weight) or f"is {weight.dtype}: {CAST}"
 
 
 def why_call(module: nn.Module, own_forward: bool = True) -> str | None:
@@ -251,6 +245,6 @@ def why_call(module: nn.Module, own_forward: bool = True) -> str | None:
     """
     if has_hooks(module):
         return "it has hooks, which a fused function would not call: remove them"
-    if own_forward and not has_own_forward(module) and fused_parts_of(module) != OF_CODES:
+    if own_forward and not has_own_forward(module) and fused_parts_of(module) != STAND_IN:
         return why_not_own_forward(module) or "its forward has been replaced by something else"
     return why_patched(type(module))

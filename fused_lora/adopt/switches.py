@@ -3,7 +3,12 @@
 The report lists them in this order, which has no other meaning.
 """
 
+from functools import partial
+
 from . import attention, cross_entropy, layer, linear, mlp, rms_norm
+from .borders import Border
+from .fp8.border import Fp8Border
+from .fp8.head import why_not_head
 from .refusal import refuse
 from .site import Part, Site, having
 
@@ -27,11 +32,9 @@ NORMED_LAYER = Site(
     layers, rms_norm.read_normed_layer, rms_norm.normed_layer_forward, gives_way_to="layer",
     is_listed=False,
 )  # fmt: skip
-LOSS, FP8_LOSS = (
-    Site(cross_entropy.causal_lms, read, cross_entropy.causal_lm_forward)
-    for read in (cross_entropy.read_head, cross_entropy.read_fp8_head)
-)
-LAYER = Site(layers, lambda one: refuse(layer.why_not_layer(one)), layer.layer_forward)
+LOSS = Site(cross_entropy.causal_lms, cross_entropy.read_head, cross_entropy.causal_lm_forward)
+FP8_LOSS = LOSS._replace(read=lambda one: refuse(why_not_head(cross_entropy.read_head(one))))
+LAYER = Site(layers, layer.check_layer, layer.layer_forward)
 
 # --- parts ----------------------------------------------------------------------------------------
 
@@ -48,3 +51,11 @@ SWITCHES = {
     "fp8_lm_head": Part((FP8_LOSS,), NO_HEAD, "losses"),
     "layer": Part((LAYER,), NO_LAYER, "layers"),
 }
+# The switches that say in which kind of buffers the weights of layers lie.
+KINDS: dict[str, type[Border]] = {"fp8": Fp8Border}
+
+
+def switches_for(kind: type[Border] | None) -> dict[str, Part]:
+    """SWITCHES, where layers are to lie in buffers of a kind. None: of that which they have."""
+    site = LAYER._replace(read=partial(layer.check_layer, kind=kind))
+    return SWITCHES | {"layer": SWITCHES["layer"]._replace(sites=(site,))}

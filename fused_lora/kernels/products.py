@@ -103,8 +103,7 @@ def refuse_products(
 ) -> NoReturn:
     """Raise the ValueError that says what does not fit."""
     is_coded = x.dtype == E4M3
-    if is_coded:
-        x = x.to(first.dtype)  # what follows looks at its shape
+    x = x.to(first.dtype) if is_coded else x  # what follows looks at its shape
     # numel: 1 where there is no such dimension, which is what is refused then
     rows, columns = first.shape[:1].numel(), x.shape[-1:].numel()
     check_rows(name, kernel, (rows, columns), **{f"x {i}": x})

@@ -54,10 +54,6 @@ TILING_OF_MANY_ROWS = Tiling(rows=32, columns=128, splits=8, warps=4, stages=4)
 MANY_ROWS = 8192
 # Of masked x copies are made in registers: with 4 warps 244 for three factors.
 TILING_OF_MASKED = TILING_OF_MANY_ROWS._replace(warps=8)
-# Of codes, too, but one for all factors: 168. A layer's sums with codes of what its norms gave, 16%
-# fewer bytes: 0.152 ms on an H100 at 16,384 rows and 0.026 at 2,048, the best of seven; all in bf16
-# take 0.158 and 0.028.
-TILING_OF_CODES = TILING_OF_MANY_ROWS
 # Where they were not measured. Few, as each takes seconds to compile.
 _OTHERS = (
     {"rows": 64, "columns": 64},
@@ -297,10 +293,10 @@ def _launch(slots: Sequence[_Slot], block_rank: int) -> None:
     every = list(chain.from_iterable(products))
     bits = tuple([product.mask and product.mask.bits for product in every])
     is_masked = any(one is not None for one in bits)
-    coded = tuple([x.dtype == E4M3 for x in xs])
-    tiling = TILING if rows < MANY_ROWS else TILING_OF_MANY_ROWS
-    if any(coded):
-        tiling = TILING_OF_CODES
+    dtypes = tuple([x.dtype for x in xs])
+    # of codes few rows, too: at 2,048 a layer's sums take 0.026 ms on an H100, the best of seven
+    is_small = rows < MANY_ROWS and E4M3 not in dtypes
+    tiling = TILING if is_small else TILING_OF_MANY_ROWS
     if is_masked:
         tiling = TILING_OF_MASKED
     if first.dtype == torch.float32:
@@ -345,6 +341,6 @@ def _launch(slots: Sequence[_Slot], block_rank: int) -> None:
                 all_columns, splits, len(gradients), _SUM_COLUMNS, block_rank, num_warps=4,
             )  # fmt: skip
 
-    shape = columns, firsts, block_rank, is_masked, coded
+    shape = columns, firsts, block_rank, is_masked, dtypes
     others = tilings_for_masks(_OTHERS) if is_masked else _OTHERS
     launch(fastest(kernel, first, rows, shape, tiling, others, launch))

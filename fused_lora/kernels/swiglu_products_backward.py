@@ -34,8 +34,7 @@ from fused_mlp.utils import check_activation
 from .activation import activate
 from .autotune import fastest
 from .dropped_products import check_mask
-from .fp8_rows import rounds
-from .fp8_swiglu import Coded, load_code_scales, load_column_scales, store_codes
+from .fp8_swiglu import CODED_REGISTERS, Coded, load_scales, store_codes
 from .products import Product, check_product
 from .rows import check_alike, check_rows, rows_and_intermediate
 from .tiling import MAX_BLOCK_RANK, Tiling, dots_in_fp32, keep, stages
@@ -44,10 +43,6 @@ from .tiling import MAX_BLOCK_RANK, Tiling, dots_in_fp32, keep, stages
 # 0.473 ms there, and 0.476 in 4 warps, 4 ranges and at most 168 registers, which are the 0.514 of
 # another visit above. The three sums [128, 32] are 48 registers a thread.
 BACKWARD_TILING = Tiling(rows=16, columns=128, splits=3, warps=8, stages=3)
-# Codes take 167 registers a thread in the above, of which one program fits on a multiprocessor; in
-# 128, without a spill, two do: 0.516 ms on an H100 at 16,384 rows and 0.071 at 2,048, not 0.637 and
-# 0.090. The best of ten.
-CODED_TILING = BACKWARD_TILING._replace(registers=128)
 # Where it was not measured: more programs, less shared memory, fewer registers in the sums.
 _OTHERS = (
     {"splits": 6},
@@ -92,12 +87,9 @@ def _swiglu_backward_products_kernel(
     BLOCK_RANK: tl.constexpr,
     IS_GELU: tl.constexpr,
     IN_FP32: tl.constexpr,
-    ROUND: tl.constexpr,
 ):
     column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)[None, :]
     split = tl.program_id(1)
-    if coded is not None:
-        gate_scales, up_scales = load_column_scales(coded, column, intermediate)
     dtype = gate_up_ptr.dtype.element_ty
     sum_hidden = tl.zeros([BLOCK_COLUMNS, BLOCK_RANK], tl.float32)
     sum_gate = tl.zeros([BLOCK_COLUMNS, BLOCK_RANK], tl.float32)
@@ -105,8 +97,7 @@ def _swiglu_backward_products_kernel(
     start = split * rows_of_a_split
     end = tl.minimum(start + rows_of_a_split, rows)
     if coded is not None:
-        row = (start + tl.arange(0, BLOCK_ROWS)).to(tl.int64)[:, None]
-        code_scale = load_code_scales(coded, row, end)
+        scales = load_scales(coded, start, end, column, intermediate, BLOCK_ROWS)
     for first in range(start, end, BLOCK_ROWS):
         # int64: from 97,542 rows of 2 x 11,008 on, an int32 offset overflows
         row = (first + tl.arange(0, BLOCK_ROWS)).to(tl.int64)[:, None]
@@ -122,13 +113,9 @@ def _swiglu_backward_products_kernel(
         grad_gate = grad_hidden * up * slope
         grad_up = grad_hidden * activated
         if coded is not None:
-            over_scale = 1.0 / code_scale
-            # of the next rows: who asks for their own waits as long as all else here takes
-            code_scale = load_code_scales(coded, row + BLOCK_ROWS, end)
-            store_codes(
-                coded, codes_row_stride, row, column, intermediate,
-                grad_gate * gate_scales * over_scale, grad_up * up_scales * over_scale,
-                mask, BLOCK_ROWS, BLOCK_COLUMNS, ROUND,
+            scales = store_codes(
+                coded, codes_row_stride, grad_gate, grad_up, scales, row, end, column,
+                intermediate, mask, BLOCK_ROWS, BLOCK_COLUMNS, IN_FP32,
             )  # fmt: skip
         grad_gate = grad_gate.to(dtype)
         grad_up = grad_up.to(dtype)
@@ -315,7 +302,7 @@ def _launch(
             *row_strides,
             rows, rows_of_a_split, intermediate, *ranks,
             tiling.rows, tiling.columns, block_rank, activation == "gelu_tanh",
-            dots_in_fp32(kernel, gate_up), rounds(kernel),
+            dots_in_fp32(kernel, gate_up),
             num_warps=tiling.warps, num_stages=stages(tiling, elements, gate_up),
             maxnreg=tiling.registers,
         )  # fmt: skip
@@ -326,5 +313,5 @@ def _launch(
         )  # fmt: skip
 
     shape = intermediate, *ranks, grad_gate_up is None, coded is None, mask is None, activation
-    shipped = BACKWARD_TILING if coded is None else CODED_TILING
+    shipped = BACKWARD_TILING._replace(registers=coded and CODED_REGISTERS)
     launch(fastest(kernel, gate_up, rows, shape, shipped, _OTHERS, launch))

@@ -15,7 +15,7 @@ A decoder layer has four: q, k and v; o; gate and up; down. It asks them for
     gradient           dx and p of dy                      all
 
 and nobody outside a buffer's own file knows which kind it is. `Buffer` multiplies in the weight's
-dtype. `fp8/buffer.py` overrides these methods to multiply codes. A kind whose weights are only
+dtype. A kind that multiplies something else overrides these methods. One whose weights are only
 stored otherwise, in 4 bits say, overrides `encode` alone and writes W into `matrix` there:
 `Filling` calls it before a forward, and before a backward if the border has changed since. Layers
 may share one such matrix, if they share its `key`.
@@ -218,6 +218,19 @@ class Buffer:
 def mask_of_one(dropout: Dropout | None) -> Mask | None:
     """Return the mask of a buffer with one projection."""
     return None if dropout is None else dropout.masks[0]
+
+
+class PlacedWeight:
+    """A weight without memory of its own, which a buffer holds in a form of its own."""
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The buffer and the row in it, which is what a CUDA graph reads."""
+        raise NotImplementedError
+
+    def leave_buffer(self) -> None:
+        """Become a plain parameter, as the same object."""
+        raise NotImplementedError
 
 
 class Bordered(NamedTuple):

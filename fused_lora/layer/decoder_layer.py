@@ -61,11 +61,9 @@ saves 70.2 kB: [n|zn] 4.3, qkv 5.1, a 4.1, t 4.1, [m|zm] 4.2, gu 44.0, za, zh, l
 rstd 0.2, and x 4.1, which is the output of the layer before. Norms of heads add q, k and v once
 more, as attention has them: at Qwen3-8B (hidden 4,096, intermediate 12,288, q and k and v 6,144)
 12.3 of 115.3 kB, 2.0 of which are a second v, for attention reads all three from one buffer. Their
-rstd are computed again. In FP8 n and m are codes alone (`buffer.ProductInput`), 2.6 and 2.4 kB with
-their z. Where checkpointing runs the layer
-again, zh is kept (`rerun.once`): 64 bytes a token, and SwiGLU does not run again. Where it has
-somewhere to keep them, neither are a, za and t computed a second time: 8.2 kB a token for
-attention, the matmul with o and the sum.
+rstd are computed again. Where checkpointing runs the layer again, zh is kept (`rerun.once`): 64
+bytes a token, and SwiGLU does not run again. Where it has somewhere to keep them, neither are a, za
+and t computed a second time: 8.2 kB a token for attention, the matmul with o and the sum.
 
 With dropout (`buffer.py`, `fused_mlp/dropout.py`) zn, za, zm and zh are of masked inputs, and so
 are dA; dn, da, dm and dh begin as what the adapters give, to which the frozen product is added. One

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..layer.buffer import PlacedWeight
+
 
 def check_arguments(
     model: Any, optimizer: Any, autocast: Any, max_grad_norm: Any, counts: dict[str, Any]
@@ -102,9 +104,11 @@ def addresses_of(parameters: Sequence[Tensor]) -> dict[str, Any]:
     the time that a loop takes.
     """
     addresses: list[Hashable] = [*map(Tensor.data_ptr, parameters)]
-    if 0 in addresses:  # a weight in FP8 has a place in a buffer instead
-        of_none = zip(parameters, addresses, strict=True)
-        addresses = [address or getattr(one, "place", 0) for one, address in of_none]
+    if 0 in addresses:
+        addresses = [
+            one.place if isinstance(one, PlacedWeight) else address
+            for one, address in zip(parameters, addresses, strict=True)
+        ]
     return {"a parameter": addresses}
 
 

@@ -24,7 +24,6 @@ from peft import LoraConfig
 
 from fused_lora import Fusion, fuse, unfuse
 from fused_lora import cross_entropy as loss_module
-from fused_lora.adopt import layer as layer_module
 from fused_lora.adopt.fp8 import border as border_module
 from fused_lora.kernels.fp8_rows import codes_and_scales
 from fused_lora.layer.buffer import Incoming
@@ -197,9 +196,9 @@ def heads(monkeypatch):
     made = []
 
     class Spy(loss_module.Fp8Head):
-        def __init__(self, weight):
+        def __init__(self, weight, *others):
             made.append(weight)
-            super().__init__(weight)
+            super().__init__(weight, *others)
 
     monkeypatch.setattr(loss_module, "Fp8Head", Spy)
     return made
@@ -270,4 +269,4 @@ def test_a_gpu_without_fp8_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100-SXM4-80GB")
     reason = "NVIDIA A100-SXM4-80GB has no products in FP8 (sm_89 and newer have): leave fp8 out"
-    assert layer_module.why_not_fp8(None) == reason
+    assert border_module.Fp8Border.why_not(None) == reason

@@ -13,7 +13,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from fused_lora import rms_norm, rope
-from fused_lora.cross_entropy import cross_entropy_
 from fused_lora.kernels import (
     causal_attention,
     causal_attention_backward,
@@ -33,6 +32,7 @@ from fused_lora.kernels.fp8_swiglu import (
     repair_gradient_codes,
     swiglu_codes,
 )
+from fused_lora.kernels.logits import cross_entropy_
 from fused_lora.kernels.sums_over_tokens import sums_over_tokens
 from fused_lora.kernels.swiglu_products_backward import Product, swiglu_backward_products
 from fused_lora.kernels.swiglu_products_forward import swiglu_forward_product

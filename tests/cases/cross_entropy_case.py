@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from cases.reference import BUDGET, assert_within_budget, random, relative_error
 
-import fused_lora.cross_entropy as module
+import fused_lora.kernels.logits as kernel_module
 from fused_lora.cross_entropy import linear_cross_entropy
 
 HIDDEN, VOCABULARY, TOKENS = 20, 139, (3, 7)
@@ -19,7 +19,7 @@ IGNORED = -100
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """139 words are a block and a part of one; rows of 192 elements end inside the second."""
-    monkeypatch.setattr(module, "BLOCK_COLUMNS", 128)
+    monkeypatch.setattr(kernel_module, "BLOCK_COLUMNS", 128)
 
 
 def eager(hidden, weight, labels, *, bias=None, ignore_index=IGNORED, **options):

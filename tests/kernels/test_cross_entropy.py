@@ -20,7 +20,7 @@ from cases.pairwise import pairwise
 from cases.reference import assert_within_budget, relative_error
 from contract import LAYOUTS
 
-import fused_lora.cross_entropy as module
+import fused_lora.head as module
 from fused_lora.cross_entropy import linear_cross_entropy
 from fused_mlp.launching import DTYPES
 

@@ -18,6 +18,7 @@ from cases.reference import random
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fused_lora.cross_entropy as module
+import fused_lora.head as head_module
 from fused_lora.cross_entropy import linear_cross_entropy
 
 fixtures = case, small_blocks  # pytest finds them in this module
@@ -103,13 +104,13 @@ def test_no_more_logits_than_a_chunks_are_ever_held(drop_ignored, device):
 
 def test_a_chunk_is_4096_tokens_or_as_many_as_its_bytes_allow(monkeypatch, case):
     hidden, weight, _, labels = case
-    seen, launch = [], module.cross_entropy_
+    seen, launch = [], head_module.cross_entropy_
 
     def spy(logits, *others):
         seen.append(logits.shape[0])
         return launch(logits, *others)
 
-    monkeypatch.setattr(module, "cross_entropy_", spy)
+    monkeypatch.setattr(head_module, "cross_entropy_", spy)
     assert module.CHUNK_TOKENS == 4096 and module.CHUNK_BYTES == 4096 * 262_144 * 2
     linear_cross_entropy(hidden, weight, labels)
     monkeypatch.setattr(module, "CHUNK_BYTES", 6 * 2 * VOCABULARY)

@@ -10,8 +10,8 @@ from cases.cross_entropy_case import (
 )
 from cases.reference import assert_within_budget, random
 
-import fused_lora.cross_entropy as module
-from fused_lora.cross_entropy import cross_entropy_
+import fused_lora.kernels.logits as module
+from fused_lora.kernels.logits import cross_entropy_
 from fused_mlp.launching import DTYPES
 
 fixtures = (small_blocks,)  # pytest finds them in this module

@@ -37,15 +37,14 @@ def small_tiles(monkeypatch):
     """So that a few rows are several tiles in several ranges, the last of each not full."""
     for name in ("TILING", "TILING_IN_FP32"):
         monkeypatch.setattr(module, name, SMALL)
-    for name in ("TILING_OF_MANY_ROWS", "TILING_OF_CODES"):
-        monkeypatch.setattr(module, name, Tiling(16, 64, 8, 4, 2))
+    monkeypatch.setattr(module, "TILING_OF_MANY_ROWS", Tiling(16, 64, 8, 4, 2))
     monkeypatch.setattr(module, "_SUM_COLUMNS", 32)
 
 
 @pytest.fixture(params=[1, 2], ids=["one range", "two ranges"])
 def ranges(request, monkeypatch):
     """Of the rows: one, whose sums are the gradients, or two, whose partial sums are added up."""
-    for name in ("TILING", "TILING_OF_CODES", "TILING_IN_FP32"):
+    for name in ("TILING", "TILING_OF_MANY_ROWS", "TILING_IN_FP32"):
         monkeypatch.setattr(module, name, SMALL._replace(splits=request.param))
 
 

@@ -12,6 +12,8 @@ from torch import nn
 from ...step.module_ref import ModuleRef
 
 HOOKED = "_old_forward"  # where a module keeps the forward that a hook of accelerate calls
+# The parts of a forward of ours that computes what the class's own does.
+STAND_IN = frozenset({"stand-in"})
 BOUND_TO_THE_MODEL = (
     "accelerate has wrapped the forward that fuse set on the model itself: give the trainer what "
     "peft.get_peft_model returns, or call fuse without cross_entropy"

@@ -12,8 +12,16 @@ from ...layer.fp8.buffer import Fp8Buffer
 from ..borders import Border, Layout, held_bias, layout_of, let_save, move_biases
 from ..layer_reading import base_layers
 from ..projection import Projection
-from .checkpoint import is_of_codes, let_train, may_lie_in_buffer, rowwise_codes
-from .weight import Fp8Weight, become_fp8, why_not_in_fp8
+from .checkpoint import (
+    drop_idle_hook,
+    is_of_codes,
+    let_train,
+    may_lie_in_buffer,
+    rowwise_codes,
+    scales_of,
+    why_not_codes,
+)
+from .weight import Fp8Weight, become_fp8, keep_from_ddp, why_not_in_fp8
 
 
 class Fp8Border(Border):
@@ -22,7 +30,6 @@ class Fp8Border(Border):
 
     precision = " in FP8"
     is_traced = False
-    reads_codes = True
 
     @staticmethod
     def why_not(layer: Any) -> str | None:
@@ -32,10 +39,19 @@ class Fp8Border(Border):
         return next(filter(None, map(why_not_in_fp8, weights)), None)
 
     @staticmethod
+    def why_not_base(base: nn.Module) -> str | None:
+        return why_not_codes(base) if is_of_codes(base) else Border.why_not_base(base)
+
+    @staticmethod
     def take_in(base: nn.Linear) -> None:
         let_save(base)
         if is_of_codes(base):
             let_train(base)
+
+    @staticmethod
+    def settle(model: nn.Module) -> None:
+        drop_idle_hook(model)
+        keep_from_ddp(model)
 
     def __init__(self) -> None:
         self._kept: tuple[tuple, Layout] | None = None  # where biases were put, and codes
@@ -52,7 +68,7 @@ class Fp8Border(Border):
         dtype: torch.dtype,
     ) -> tuple[Bordered, bool]:
         places, layout = self._kept or (None, None)
-        held = [getattr(read.weight, "buffer", None) for read in reads if read.scales is None]
+        held = [getattr(one.weight, "buffer", None) for one in reads if not is_of_codes(one.base)]
         buffer: Any = (held or [self._of_codes])[0]
         fits = (
             layout is not None
@@ -77,8 +93,8 @@ def _make_fp8(reads: Sequence[Projection], layout: Layout, dtype: torch.dtype) -
     codes, scales, originals = [], [], []
     for read in reads:
         weight, original = read.weight, None
-        if read.scales is not None:
-            of_weight = rowwise_codes(weight, read.scales)
+        if (its_scales := scales_of(read.base)) is not None:
+            of_weight = rowwise_codes(weight, its_scales)
         elif isinstance(weight, Fp8Weight):  # for a smaller rank, or elsewhere
             of_weight, original = codes_and_scales(weight.whole()), weight.original
         else:
@@ -95,7 +111,7 @@ def _make_fp8(reads: Sequence[Projection], layout: Layout, dtype: torch.dtype) -
         end = row + len(read.weight)
         if original is not None:
             become_fp8(read.weight, buffer, row, original)
-        elif read.scales is not None and may_lie_in_buffer(read.scales):
+        elif (its_scales := scales_of(read.base)) is not None and may_lie_in_buffer(its_scales):
             read.weight.data = buffer.weight[row:end]  # the same codes
         row = end
     return buffer
@@ -107,7 +123,7 @@ def _all_lie_in(buffer: Fp8Buffer, reads: Sequence[Projection]) -> bool:
     row = 0
     for read in reads:
         weight = read.weight
-        if read.scales is None and not (
+        if not is_of_codes(read.base) and not (
             isinstance(weight, Fp8Weight) and weight.lies_in(buffer, row, weight.shape)
         ):
             return False
@@ -117,7 +133,8 @@ def _all_lie_in(buffer: Fp8Buffer, reads: Sequence[Projection]) -> bool:
 
 def _places_of_codes(reads: Sequence[Projection]) -> tuple:
     """The places of a checkpoint's codes and scales, and what PyTorch counts of their changes."""
-    tensors = (t for read in reads if read.scales for t in (read.weight, read.scales.values))
+    found = ((read.weight, scales_of(read.base)) for read in reads)
+    tensors = (t for weight, scales in found if scales for t in (weight, scales.values))
     return tuple((t.data_ptr(), t.device, 0 if t.is_inference() else t._version) for t in tensors)
 
 

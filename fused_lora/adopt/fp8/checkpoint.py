@@ -16,12 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels.fp8_rows import E4M3, codes_and_scales
-from ..foreign.forwards import why_not_own_forward
+from ..foreign.forwards import STAND_IN, why_not_own_forward
 from ..foreign.versions import class_forward
 from ..site import FusedForward
 
-# What a base layer runs in the place of its class's forward, while its layer is fused.
-OF_CODES = frozenset({"fp8 checkpoint"})
+COMPRESSED = (
+    "load the model with CompressedTensorsConfig(use_optimized_inference=True) and ask for "
+    "layer=True, fp8=True"
+)
 HOOK = "ct_decompress_hook"  # where compressed-tensors keeps the handle of its own
 # The parameter that has the scales, by class.
 SCALES = {
@@ -49,12 +51,12 @@ class BlockScales(NamedTuple):
         return -(-rows // of_rows), -(-columns // of_columns)
 
 
-def is_of_codes(base: nn.Module) -> bool:
+def is_of_codes(base: Any) -> bool:
     """Return True for a linear layer of transformers' whose weight is FP8 codes."""
     return _scales_in(base) is not None
 
 
-def _scales_in(base: nn.Module) -> str | None:
+def _scales_in(base: Any) -> str | None:
     cls = type(base)
     if cls is nn.Linear:  # as most are, at every forward
         return None
@@ -85,6 +87,16 @@ def why_not_codes(base: Any) -> str | None:
     if scales is None or not scales.fits(weight.shape):
         return f"its base weight {list(weight.shape)} has scales for another size"
     return why_not_own_forward(base)
+
+
+def hint_for_layer(base: nn.Module) -> str:
+    """Say what to do with a layer of codes, where it may not run as it is."""
+    return ": ask for layer=True, fp8=True, or load the model in bf16" if is_of_codes(base) else ""
+
+
+def hint_for_codes(weight: Tensor) -> str:
+    """Say what to do with the codes that compressed-tensors keeps until a model's first forward."""
+    return f"is FP8 codes: {COMPRESSED}" if weight.dtype == E4M3 else ""
 
 
 def rowwise_codes(weight: Tensor, scales: BlockScales) -> tuple[Tensor, Tensor]:
@@ -125,7 +137,7 @@ def drop_idle_hook(model: nn.Module) -> None:
 
 def let_train(base: nn.Module) -> None:
     """Let a layer of codes have a gradient of its input, until `unfuse`."""
-    base.forward = FusedForward(_forward_of_codes, base, OF_CODES).forward
+    base.forward = FusedForward(_forward_of_codes, base, STAND_IN).forward
 
 
 def _forward_of_codes(base: Any, _: frozenset[str], x: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from torch.utils import swap_tensors
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...kernels.fp8_rows import E4M3, SIZES, codes_and_scales
+from ...layer.buffer import PlacedWeight
 from ...layer.fp8.buffer import Fp8Buffer
 
 aten = torch.ops.aten
@@ -107,7 +108,7 @@ class _Coded(Tensor):
         return func(*args, **kwargs)
 
 
-class Fp8Weight(_Coded):
+class Fp8Weight(_Coded, PlacedWeight):
     """Rows [row, row + out) of a buffer's weight, in the dtype of the products.
 
     original: [out, in] on the host, in that dtype. changes: their number, which all weights of one
@@ -138,7 +139,6 @@ class Fp8Weight(_Coded):
 
     @property
     def place(self) -> tuple[int, int]:
-        """The buffer it lies in and its row there, which is what a CUDA graph reads."""
         return self.buffer.serial, self.row
 
     @property

@@ -16,6 +16,8 @@ What norms and SwiGLU give, and the gradients of what SwiGLU and the norm after 
 codes from the kernel that computes them (`kernels/fp8_norm.py`, `fp8_swiglu.py`,
 `swiglu_products_backward.py`), of all else a pass of its own makes them. With dropout, whose masks
 make z of another x, the forward takes z as it is given, and backward multiplies adapters in bf16.
+Of what `decoder_layer.py` says that a layer saves, n and m are codes alone: with their z 2.6 and
+2.4 kB a token of Qwen2.5-3B, not 4.3 and 4.2.
 
 On the CPU, which has no such products, and for results in other dtypes than bf16, the codes are
 multiplied in fp32.

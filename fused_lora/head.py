@@ -1,0 +1,56 @@
+"""The linear layer before the loss (`cross_entropy.py`), for a chunk of tokens at a time."""
+
+import torch
+from torch import Tensor
+
+from fused_mlp.launching import cdiv
+from fused_mlp.utils import scaled_matmul
+
+from .kernels.logits import cross_entropy_
+
+# Rows of logits start at multiples of 64 elements: an odd vocabulary (one added token is enough)
+# would else deny the kernel its wide loads and the products their aligned rows.
+ROW_ALIGNMENT = 64
+
+
+class Head:
+    """A linear layer in the dtype of the computation. A subclass may multiply otherwise.
+
+    weight: [vocabulary, hidden]. bias: [vocabulary] or None. most: tokens of a chunk at most.
+    """
+
+    chunks = 1  # that share what memory there is for one
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, most: int):
+        self.weight, self.bias = weight, bias
+        row_stride = cdiv(len(weight), ROW_ALIGNMENT) * ROW_ALIGNMENT
+        self._logits = weight.new_empty(most, row_stride)[:, : len(weight)]
+
+    @staticmethod
+    def check(name: str, weight: Tensor, bias: Tensor | None) -> None:
+        """Raise ValueError, in the name of a function, unless a loss can multiply these."""
+
+    def loss(
+        self, x: Tensor, labels: Tensor, ignore_index: int, grad_x: Tensor | None,
+        grad_weight: Tensor | None, grad_bias: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """Return the sum of the losses of x [T, hidden].
+
+        Its gradients are written into grad_x, and added to the others, where these are given.
+        """
+        logits = self._logits[: len(x)]
+        if self.bias is None:
+            torch.mm(x, self.weight.t(), out=logits)
+        else:
+            torch.addmm(self.bias, x, self.weight.t(), out=logits)
+        is_needed = any(grad is not None for grad in (grad_x, grad_weight, grad_bias))
+        losses = cross_entropy_(logits, labels, ignore_index, is_needed)
+        grad_logits = logits  # in the same memory
+        if grad_x is not None:
+            torch.mm(grad_logits, self.weight, out=grad_x)
+        if grad_weight is not None:
+            # a mean until it is in fp32: the sum over a chunk can exceed fp16's 65,504
+            grad_weight.add_(scaled_matmul(grad_logits.t(), x, 1 / len(x)), alpha=len(x))
+        if grad_bias is not None:
+            grad_bias.add_(grad_logits.sum(0, dtype=torch.float32))
+        return losses.sum()
