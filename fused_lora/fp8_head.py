@@ -47,28 +47,18 @@ class Fp8Head(Head):
         self, x: Tensor, labels: Tensor, ignore_index: int, grad_x: Tensor | None,
         grad_weight: Tensor | None, grad_bias: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        logits = self.logits(x)
+        rows = fp8_rows(x, padded=x.shape[1])
+        logits = product_of_codes(*rows, self._codes, self._scales, self.bias, x.dtype)
         maxima = torch.empty(len(x), dtype=torch.float32, device=x.device)
         losses = cross_entropy_(logits, labels, ignore_index, False, maxima)
         if grad_x is not None:
-            grad_x.copy_(self.gradient(logits, labels, losses, maxima, ignore_index))
+            codes, scales, of_label = logit_codes(
+                logits, labels, losses, maxima, self._scales, ignore_index
+            )
+            grad = product_of_codes(
+                codes, scales, self._codes_t, self._ones, None, logits.dtype, sums_in_fp32=True
+            )
+            # an ignored label, or one outside the vocabulary, takes any row, times 0 or NaN
+            at_label = self.weight.index_select(0, labels.clamp(0, len(self.weight) - 1))
+            grad_x.copy_(grad.addcmul_(at_label, of_label[:, None].to(grad.dtype)))
         return losses.sum()
-
-    def logits(self, x: Tensor) -> Tensor:
-        """x W' + bias [T, vocabulary] of x [T, hidden]."""
-        rows = fp8_rows(x, padded=x.shape[1])
-        return product_of_codes(*rows, self._codes, self._scales, self.bias, x.dtype)
-
-    def gradient(
-        self, logits: Tensor, labels: Tensor, losses: Tensor, maxima: Tensor, ignore_index: int
-    ) -> Tensor:
-        """The gradient [T, hidden] of the losses' sum with regard to x."""
-        codes, scales, of_label = logit_codes(
-            logits, labels, losses, maxima, self._scales, ignore_index
-        )
-        grad = product_of_codes(
-            codes, scales, self._codes_t, self._ones, None, logits.dtype, sums_in_fp32=True
-        )
-        # an ignored label, or one outside the vocabulary, takes any row, times 0 or NaN
-        at_label = self.weight.index_select(0, labels.clamp(0, len(self.weight) - 1))
-        return grad.addcmul_(at_label, of_label[:, None].to(grad.dtype))

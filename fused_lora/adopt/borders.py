@@ -106,7 +106,7 @@ class Border:
 
     def __reduce__(self):
         # of a copied or unpickled model no weight lies in a buffer
-        return Border, ()
+        return type(self), ()
 
     def find_or_make(
         self,

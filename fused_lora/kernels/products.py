@@ -48,25 +48,23 @@ def split_products(products: Sequence[Product]) -> tuple[list[Product], list[int
     return parts, ranks
 
 
-def check_product(name: str, kernel, product: Product, gate_up: Tensor) -> None:
-    """Raise ValueError unless a factor and its gradient fit [gate | up]."""
-    rows, intermediate = gate_up.shape[0], gate_up.shape[1] // 2
-    factor, gradient = product[:2]
-    rank = factor.shape[-1]
-    check_rows(name, kernel, (rows, rank), factor=factor)
-    check_alike(name, "factor", factor, gate_up)
-    _check_gradient(name, "gradient", gradient, (intermediate, rank), gate_up)
-
-
-def _check_gradient(
-    name: str, key: str, gradient: Tensor, shape: tuple[int, int], like: Tensor
+def check_product(
+    name: str, kernel, product: Product, like: Tensor, columns: int, which: str = ""
 ) -> None:
-    if gradient.shape != shape:
-        raise ValueError(f"{name}: {key} is {list(gradient.shape)}, should be {list(shape)}")
+    """Raise ValueError unless a factor and its gradient fit an x of these columns and as many rows
+    as like has."""
+    factor, gradient = product[:2]
+    # numel: 1 where there is no such dimension, which is what is refused then
+    rows, rank = like.shape[:1].numel(), factor.shape[-1:].numel()
+    check_rows(name, kernel, (rows, rank), **{f"factor{which}": factor})
+    check_alike(name, f"factor{which}", factor, like)
+    if gradient.shape != (columns, rank):
+        given, wanted = list(gradient.shape), [columns, rank]
+        raise ValueError(f"{name}: gradient{which} is {given}, should be {wanted}")
     if gradient.device != like.device or gradient.dtype not in DTYPES:
         raise ValueError(
-            f"{name}: {key} is {gradient.dtype} on {gradient.device}, should be bfloat16, "
-            f"float16 or float32 on {like.device}"
+            f"{name}: gradient{which} is {gradient.dtype} on {gradient.device}, should be "
+            f"bfloat16, float16 or float32 on {like.device}"
         )
 
 
@@ -104,17 +102,14 @@ def refuse_products(
     """Raise the ValueError that says what does not fit."""
     is_coded = x.dtype == E4M3
     x = x.to(first.dtype) if is_coded else x  # what follows looks at its shape
-    # numel: 1 where there is no such dimension, which is what is refused then
     rows, columns = first.shape[:1].numel(), x.shape[-1:].numel()
     check_rows(name, kernel, (rows, columns), **{f"x {i}": x})
     check_alike(name, f"x {i}", x, first)
-    for j, (factor, gradient, _, mask) in enumerate(products):
-        key, rank = f"factor {j} of x {i}", factor.shape[-1:].numel()
-        check_rows(name, kernel, (rows, rank), **{key: factor})
-        check_alike(name, key, factor, first)
+    for j, product in enumerate(products):
+        check_product(name, kernel, product, first, columns, f" {j} of x {i}")
+        mask = product.mask
         if mask is not None and is_coded:
             raise ValueError(f"{name}: mask {j} of x {i}, which is codes, should be None")
         if mask is not None:
             check_mask(f"{name}: mask {j} of x {i}", mask, x)
-        _check_gradient(name, f"gradient {j} of x {i}", gradient, (columns, rank), first)
     raise AssertionError("there is nothing to refuse")

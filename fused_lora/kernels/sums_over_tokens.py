@@ -43,7 +43,15 @@ from fused_mlp.launching import (
 from .autotune import fastest
 from .fp8_rows import E4M3
 from .products import Product, ranks_if_right, refuse_products, split_products
-from .tiling import MAX_BLOCK_RANK, Tiling, dots_in_fp32, keep, stages, tilings_for_masks
+from .tiling import (
+    MAX_BLOCK_RANK,
+    Tiling,
+    add_product,
+    dots_in_fp32,
+    keep,
+    stages,
+    tilings_for_masks,
+)
 
 # splits: at most; as many as make PROGRAMS, three for each of 132 multiprocessors. Qwen2.5-3B's
 # 12,800 columns are 200 programs in one split, the best of those tried on an H200 at 2,048 tokens,
@@ -155,25 +163,12 @@ def _sum_rows(
             if bits[i] is not None:
                 is_one = is_kept(bits[i], first, row, column, columns)
                 kept = tl.where(is_one, x, 0.0).to(x.dtype)
-            total = _add_product(
-                sums[i - FIRST], kept, factor_row, mask, ranks[i], BLOCK_RANK, IN_FP32
+            total = add_product(
+                sums[i - FIRST], kept, factor_row, mask, ranks[i], BLOCK_RANK, IN_FP32, False
             )
             added += (total,)  # type: ignore[assignment]
         sums = added
     return sums
-
-
-@triton.jit
-def _add_product(
-    total, x, factor_row, row_mask, rank, BLOCK_RANK: tl.constexpr, IN_FP32: tl.constexpr
-):
-    """total [columns, BLOCK_RANK] plus x' factor, for the same rows of both."""
-    k = tl.arange(0, BLOCK_RANK)[None, :]
-    factor = tl.load(factor_row + k, mask=row_mask & (k < rank), other=0.0)
-    if IN_FP32:
-        x, factor = x.to(tl.float32), factor.to(tl.float32)
-    # it says how fp32 is multiplied; bf16 and fp16 go to the tensor cores whatever it says
-    return tl.dot(tl.trans(x), factor, total, input_precision="ieee")
 
 
 @triton.jit

@@ -37,7 +37,7 @@ from .dropped_products import check_mask
 from .fp8_swiglu import CODED_REGISTERS, Coded, load_scales, store_codes
 from .products import Product, check_product
 from .rows import check_alike, check_rows, rows_and_intermediate
-from .tiling import MAX_BLOCK_RANK, Tiling, dots_in_fp32, keep, stages
+from .tiling import MAX_BLOCK_RANK, Tiling, add_product, dots_in_fp32, stages
 
 # The best of 15 shapes on an H200, at 2,048 to 16,384 rows of 11,008, after 394 at 16,384 alone:
 # 0.473 ms there, and 0.476 in 4 warps, 4 ranges and at most 168 registers, which are the 0.514 of
@@ -127,19 +127,19 @@ def _swiglu_backward_products_kernel(
             if hidden_bits_ptr is not None:
                 is_one = is_kept(hidden_bits_ptr, first, row, column, intermediate)
                 hidden = tl.where(is_one, hidden, 0.0).to(dtype)
-            sum_hidden = _add_product(
+            sum_hidden = add_product(
                 sum_hidden, hidden, of_hidden_ptr + row * of_hidden_row_stride, row < end,
-                of_hidden_rank, BLOCK_RANK, IN_FP32,
+                of_hidden_rank, BLOCK_RANK, IN_FP32, True,
             )  # fmt: skip
         if of_gate_ptr is not None:
-            sum_gate = _add_product(
+            sum_gate = add_product(
                 sum_gate, grad_gate, of_gate_ptr + row * of_gate_row_stride, row < end,
-                of_gate_rank, BLOCK_RANK, IN_FP32,
+                of_gate_rank, BLOCK_RANK, IN_FP32, True,
             )  # fmt: skip
         if of_up_ptr is not None:
-            sum_up = _add_product(
+            sum_up = add_product(
                 sum_up, grad_up, of_up_ptr + row * of_up_row_stride, row < end,
-                of_up_rank, BLOCK_RANK, IN_FP32,
+                of_up_rank, BLOCK_RANK, IN_FP32, True,
             )  # fmt: skip
     if of_hidden_ptr is not None:
         _store_partial(
@@ -151,20 +151,6 @@ def _swiglu_backward_products_kernel(
         )
     if of_up_ptr is not None:
         _store_partial(partials_ptr, 2, sum_up, intermediate, of_up_rank, BLOCK_COLUMNS, BLOCK_RANK)
-
-
-@triton.jit
-def _add_product(
-    total, tile, factor_row, row_mask, rank, BLOCK_RANK: tl.constexpr, IN_FP32: tl.constexpr
-):
-    """total [columns, BLOCK_RANK] plus tile' factor, for the same rows of both."""
-    k = tl.arange(0, BLOCK_RANK)[None, :]
-    factor = tl.load(factor_row + k, mask=row_mask & (k < rank), other=0.0)
-    tile = keep(tile, IN_FP32)
-    if IN_FP32:
-        tile, factor = tile.to(tl.float32), factor.to(tl.float32)
-    # it says how fp32 is multiplied; bf16 and fp16 go to the tensor cores whatever it says
-    return tl.dot(tl.trans(tile), factor, total, input_precision="ieee")
 
 
 @triton.jit
@@ -252,7 +238,7 @@ def swiglu_backward_products(
         check_mask(f"{name}: of_hidden: mask", of_hidden.mask, grad_hidden)
     for key, product in zip(("of_hidden", "of_gate", "of_up"), products, strict=True):
         if product is not None:
-            check_product(f"{name}: {key}", kernel, product, gate_up)
+            check_product(f"{name}: {key}", kernel, product, gate_up, intermediate)
     if rows == 0:
         for product in products:
             if product is not None:

@@ -68,3 +68,19 @@ def keep(tile, IN_FP32: tl.constexpr):
             "mov.b32 $0, $1;", "=r,r", [tile], dtype=tile.dtype, is_pure=False, pack=2
         )
     return tile
+
+
+@triton.jit
+def add_product(
+    total, tile, factor_row, row_mask, rank, BLOCK_RANK: tl.constexpr, IN_FP32: tl.constexpr,
+    KEEP: tl.constexpr,
+):  # fmt: skip
+    """total [columns, BLOCK_RANK] plus tile' factor, for the same rows of both. KEEP: `keep`."""
+    k = tl.arange(0, BLOCK_RANK)[None, :]
+    factor = tl.load(factor_row + k, mask=row_mask & (k < rank), other=0.0)
+    if KEEP:
+        tile = keep(tile, IN_FP32)
+    if IN_FP32:
+        tile, factor = tile.to(tl.float32), factor.to(tl.float32)
+    # it says how fp32 is multiplied; bf16 and fp16 go to the tensor cores whatever it says
+    return tl.dot(tl.trans(tile), factor, total, input_precision="ieee")

@@ -223,10 +223,7 @@ def mask_of_one(dropout: Dropout | None) -> Mask | None:
 class PlacedWeight:
     """A weight without memory of its own, which a buffer holds in a form of its own."""
 
-    @property
-    def place(self) -> tuple[int, int]:
-        """The buffer and the row in it, which is what a CUDA graph reads."""
-        raise NotImplementedError
+    place: tuple[int, int]  # the buffer, and the row in it: what a CUDA graph reads
 
     def leave_buffer(self) -> None:
         """Become a plain parameter, as the same object."""

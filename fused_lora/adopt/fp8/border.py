@@ -12,15 +12,8 @@ from ...layer.fp8.buffer import Fp8Buffer
 from ..borders import Border, Layout, held_bias, layout_of, let_save, move_biases
 from ..layer_reading import base_layers
 from ..projection import Projection
-from .checkpoint import (
-    drop_idle_hook,
-    is_of_codes,
-    let_train,
-    may_lie_in_buffer,
-    rowwise_codes,
-    scales_of,
-    why_not_codes,
-)
+from . import checkpoint
+from .checkpoint import is_of_codes, scales_of
 from .weight import Fp8Weight, become_fp8, keep_from_ddp, why_not_in_fp8
 
 
@@ -40,25 +33,22 @@ class Fp8Border(Border):
 
     @staticmethod
     def why_not_base(base: nn.Module) -> str | None:
-        return why_not_codes(base) if is_of_codes(base) else Border.why_not_base(base)
+        return checkpoint.why_not_codes(base) if is_of_codes(base) else Border.why_not_base(base)
 
     @staticmethod
     def take_in(base: nn.Linear) -> None:
         let_save(base)
         if is_of_codes(base):
-            let_train(base)
+            checkpoint.let_train(base)
 
     @staticmethod
     def settle(model: nn.Module) -> None:
-        drop_idle_hook(model)
+        checkpoint.drop_idle_hook(model)
         keep_from_ddp(model)
 
     def __init__(self) -> None:
         self._kept: tuple[tuple, Layout] | None = None  # where biases were put, and codes
         self._of_codes: Fp8Buffer | None = None
-
-    def __reduce__(self):
-        return Fp8Border, ()
 
     def find_or_make(
         self,
@@ -74,7 +64,7 @@ class Fp8Border(Border):
             layout is not None
             and buffer is not None
             and _all_lie_in(buffer, reads)
-            and places == (places_of_biases(reads), _places_of_codes(reads))
+            and places == _places_of(reads)
             and layout.has_room(parts)
         )
         if not fits:
@@ -82,7 +72,7 @@ class Fp8Border(Border):
             layout = layout_of(reads[0].weight, parts, ranks)
             buffer = _make_fp8(reads, layout, dtype)
             self._of_codes = buffer if len(held) < len(reads) else None
-            self._kept = (places_of_biases(reads), _places_of_codes(reads)), layout
+            self._kept = _places_of(reads), layout
         assert layout is not None and isinstance(buffer, Fp8Buffer)
         return layout.bordered(buffer, reads, parts), not fits
 
@@ -91,10 +81,11 @@ class Fp8Border(Border):
 @torch.no_grad()
 def _make_fp8(reads: Sequence[Projection], layout: Layout, dtype: torch.dtype) -> Fp8Buffer:
     codes, scales, originals = [], [], []
-    for read in reads:
+    of_checkpoint = [scales_of(read.base) for read in reads]
+    for read, its_scales in zip(reads, of_checkpoint, strict=True):
         weight, original = read.weight, None
-        if (its_scales := scales_of(read.base)) is not None:
-            of_weight = rowwise_codes(weight, its_scales)
+        if its_scales is not None:
+            of_weight = checkpoint.rowwise_codes(weight, its_scales)
         elif isinstance(weight, Fp8Weight):  # for a smaller rank, or elsewhere
             of_weight, original = codes_and_scales(weight.whole()), weight.original
         else:
@@ -107,11 +98,11 @@ def _make_fp8(reads: Sequence[Projection], layout: Layout, dtype: torch.dtype) -
     together = torch.cat(codes).view(E4M3), torch.cat(scales)
     buffer = Fp8Buffer(*together, bias, layout.width, dtype)
     row = 0
-    for read, original in zip(reads, originals, strict=True):
+    for read, its_scales, original in zip(reads, of_checkpoint, originals, strict=True):
         end = row + len(read.weight)
         if original is not None:
             become_fp8(read.weight, buffer, row, original)
-        elif (its_scales := scales_of(read.base)) is not None and may_lie_in_buffer(its_scales):
+        elif its_scales is not None and checkpoint.may_lie_in_buffer(its_scales):
             read.weight.data = buffer.weight[row:end]  # the same codes
         row = end
     return buffer
@@ -131,13 +122,11 @@ def _all_lie_in(buffer: Fp8Buffer, reads: Sequence[Projection]) -> bool:
     return True
 
 
-def _places_of_codes(reads: Sequence[Projection]) -> tuple:
-    """The places of a checkpoint's codes and scales, and what PyTorch counts of their changes."""
+def _places_of(reads: Sequence[Projection]) -> tuple:
+    """The places of the biases, and of a checkpoint's codes and scales, with what PyTorch counts of
+    changes of these."""
+    biases = tuple(None if bias is None else bias.data_ptr() for bias in map(held_bias, reads))
     found = ((read.weight, scales_of(read.base)) for read in reads)
-    tensors = (t for weight, scales in found if scales for t in (weight, scales.values))
-    return tuple((t.data_ptr(), t.device, 0 if t.is_inference() else t._version) for t in tensors)
-
-
-def places_of_biases(reads: Sequence[Projection]) -> tuple:
-    held = map(held_bias, reads)
-    return tuple(None if bias is None else bias.data_ptr() for bias in held)
+    coded = (t for weight, scales in found if scales for t in (weight, scales.values))
+    versions = ((t.data_ptr(), t.device, 0 if t.is_inference() else t._version) for t in coded)
+    return biases, *versions

@@ -131,15 +131,12 @@ class Fp8Weight(_Coded, PlacedWeight):
     ) -> "Fp8Weight":
         self = _wrapper(cls, original, buffer)
         self.buffer, self.row, self.original, self.changes = buffer, row, original, changes
+        self.place = buffer.serial, row
         return self
 
     @property
     def weight(self) -> "Fp8Weight":  # type: ignore[override]
         return self
-
-    @property
-    def place(self) -> tuple[int, int]:
-        return self.buffer.serial, self.row
 
     @property
     def codes(self) -> Tensor:
