@@ -6,6 +6,16 @@
 
 `faults.py` has them. Each runs the tests of its room up to the first that fails: those of a fault
 that is caught take 20 seconds, those of one that is missed as long as the room.
+
+26 November 2026: how many `make test` caught before we added a case for what it missed.
+
+    faults            planted   caught   missed
+    forty                  40       36        4
+    not looked at          20       16        4
+
+Seven of the eight have a case now. Six of these `make test-all` seems to have missed, too: we ran
+the tests closest to each and not the whole room. We left the eighth (`documents.py`, "> 2") as it
+is, since `make test-all` catches it. A ninth changed no result, so another has its place.
 """
 
 import argparse
