@@ -171,11 +171,12 @@ def summary_table(run: Run) -> Table:
         Column[SummaryRow]("ms a step", lambda row: number(row.median_step_ms, 1) or row.status),
         Column[SummaryRow]("speedup", speedup),
         Column[SummaryRow]("x floor", lambda row: number(row.ratio_to_floor, 2)),
-        Column[SummaryRow]("peak allocated, GiB", lambda row: number(row.peak_gib, 1)),
+        Column[SummaryRow]("GiB", lambda row: number(row.peak_gib, 1)),
         Column[SummaryRow]("GPU ms", lambda row: number(row.gpu_ms, 1)),
     )
     title = "Rehearsal: not a performance result" if run.rehearsal else None
     plain: dict[str, Any] = {"box": SIMPLE_HEAD, "pad_edge": False}  # fits 80 columns
+    plain["caption"] = "GiB: peak memory that torch allocated"
     return _terminal_table(columns, summarize(run), title=title, **plain)
 
 

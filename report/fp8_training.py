@@ -89,7 +89,7 @@ COLUMNS = (
 
 def fp8_training_section(training: Fp8Training) -> str:
     rows = [one for variants in ends(training).values() for one in variants]
-    picture = "![Held-out losses of bf16 and FP8 by step](figures/fp8_training.png)"
+    picture = "![Held-out losses of FP8 less those of bf16, by step](figures/fp8_training.png)"
     return f"{table(COLUMNS, rows)}\n\n{training_caption(training)}\n\n{picture}"
 
 

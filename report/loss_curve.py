@@ -146,10 +146,10 @@ def loss_curve_finding(runs: Sequence[Run]) -> str:
     plain = _most(own for variant, own in apart
                   if variant.look is LOOKS["peft"] and variant.again.id != variant.id)  # fmt: skip
     if ours and plain:
-        near = "as near fp32 as" if float(ours) <= float(plain) else "further from fp32 than"
+        near = "as close to fp32 as" if float(ours) <= float(plain) else "further from fp32 than"
         return (
-            f"Fused kernels train {near} vanilla PEFT does in bf16:\n"
-            f"losses at most {ours}% apart in {steps} steps, vanilla PEFT's {plain}%"
+            f"Fused kernels train {near} vanilla PEFT in bf16:\n"
+            f"over {steps} steps within {ours}% of its loss, vanilla PEFT within {plain}%"
         )
     most = ours or _most(own for _, own in apart)
     return f"Loss over {steps} steps: at most {most}% from {_held_against(runs[0])}'s"

@@ -40,18 +40,21 @@ def test_the_title_says_how_far_they_come_apart():
 
 
 @pytest.mark.parametrize(
-    ("mlp", "said"),
+    ("mlp", "near", "percent"),
     [
-        (2.02, "as near fp32 as vanilla PEFT does in bf16:\nlosses at most 1.00% apart"),
-        (2.04, "further from fp32 than vanilla PEFT does in bf16:\nlosses at most 2.00% apart"),
+        (2.02, "as close to fp32 as", "1.00%"),
+        (2.04, "further from fp32 than", "2.00%"),
     ],
 )
-def test_the_title_holds_what_is_fused_beside_plain_pefts_own_rounding(mlp, said):
+def test_the_title_holds_what_is_fused_beside_plain_pefts_own_rounding(mlp, near, percent):
     """Vanilla PEFT in bf16 is none of ours, and the second vanilla is neither."""
     own = run(vanilla_peft_fp32=[4.0, 2.0], vanilla_peft=[4.04, 2.02], fused_mlp=[4.0, mlp],
               vanilla_peft_no_checkpointing=[4.0, 2.0], vanilla_peft_again=[8.0, 2.0])  # fmt: skip
     finding = loss_curve.loss_curve_finding([own])
-    assert finding == f"Fused kernels train {said} in 2 steps, vanilla PEFT's 1.00%"
+    assert finding == (
+        f"Fused kernels train {near} vanilla PEFT in bf16:\n"
+        f"over 2 steps within {percent} of its loss, vanilla PEFT within 1.00%"
+    )
 
 
 def test_fp32_is_what_the_others_are_held_against_where_it_ran():
