@@ -87,7 +87,7 @@ def _speedups(axes: Axes, view: View, rows: list[SummaryRow]) -> None:
     span = max(0.2, max(reach) - min(reach))
     axes.set_ylim(min(reach) - (0.5 if view.untimed else 0.16) * span, max(reach) + 0.16 * span)
     axes.axhline(1.0, color=LOOKS["peft"].colour, linestyle=(0, (5, 3)))
-    draw_lines(axes, view, rows, "speedup", lambda x: f"{x:.2f}×", beside=[1.0], size=LETTERS)
+    draw_lines(axes, view, rows, "speedup", lambda x: f"{x:.2f}×", at_points=True, size=LETTERS)
     if not view.untimed:  # their words stand there
         annotate(axes, "vanilla PEFT = 1×", (0, 1), (4, -5), axes.get_yaxis_transform(), va="top",
                  size=SMALL, color=GREY)  # fmt: skip

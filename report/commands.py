@@ -72,15 +72,13 @@ def draw_pictures(run: Run, folder: Path, others: Path) -> list[Path]:
     """Draw every picture that the run has data for, all but the first into the folder `others`;
     return their paths."""
     from report.benchmark_results import benchmark_figure
-    from report.kernel_time import kernel_time_figure, longest_profiled
+    from report.kernel_time import kernel_time_figure
     from report.panels import panels_figure
 
-    longest = longest_profiled(run)
     drawn = _write(folder, {"benchmark_results": benchmark_figure(run)})
     drawn += _write(others, {
         "panels": panels_figure(run),
         "kernel_time": kernel_time_figure(run),
-        f"kernel_time_{longest}": kernel_time_figure(run, [longest]),
     })  # fmt: skip
     return drawn + _draw_suite(run, others)
 
@@ -94,7 +92,6 @@ def _draw_suite(run: Run, folder: Path) -> list[Path]:
 
     return _write(folder, {
         "ablation": ablation_figure(run),
-        "ablation_all_lengths": ablation_figure(run, all_lengths=True),
         "frontier": frontier_figure(run),
     })  # fmt: skip
 
@@ -179,6 +176,7 @@ def summary_table(run: Run) -> Table:
     )
     title = "Rehearsal: not a performance result" if run.rehearsal else None
     plain: dict[str, Any] = {"box": SIMPLE_HEAD, "pad_edge": False}  # fits 80 columns
+    plain["caption"] = "GiB: peak memory that torch allocated"
     return _terminal_table(columns, summarize(run), title=title, **plain)
 
 

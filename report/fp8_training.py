@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from math import isnan
 from statistics import fmean, variance
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -23,7 +23,7 @@ from variants import LOOKS, variant_of
 COLOURS = (LOOKS["peft"].colour, LOOKS["fp8"].colour, LOOKS["fused"].colour)
 PACKAGES = ("torch", "triton", "transformers", "peft")
 BASES = {"trained": "trained base weights", "outliers": "with outlier channels"}
-LEGEND = "Below, thick: means, thin: each seed, grey: all seeds of bf16."
+LEGEND = "Thick: means over seeds; thin: each seed; grey band: the spread of bf16's seeds, one σ."
 
 
 class Ends(NamedTuple):
@@ -89,7 +89,7 @@ COLUMNS = (
 
 def fp8_training_section(training: Fp8Training) -> str:
     rows = [one for variants in ends(training).values() for one in variants]
-    picture = "![Held-out losses of bf16 and FP8 by step](figures/fp8_training.png)"
+    picture = "![Held-out losses of FP8 less those of bf16, by step](figures/fp8_training.png)"
     return f"{table(COLUMNS, rows)}\n\n{training_caption(training)}\n\n{picture}"
 
 
@@ -106,46 +106,42 @@ def training_caption(training: Fp8Training) -> str:
 
 
 def fp8_training_figure(training: Fp8Training) -> Figure:
-    """Draw a column a base: above held-out losses, means over seeds, below every seed's distance to
-    the mean of the first variant, over the band of its own seeds."""
+    """Draw a panel for each base: every seed's distance to the mean of the first variant, over the
+    spread of that one's own seeds."""
     found = ends(training)
-    with framed(12, 7.5) as picture:
-        panels = picture.subplots(2, len(found), sharex=True, sharey="row", squeeze=False)
-        picture.subplots_adjust(0.095, 0.225, 0.975, 0.84, hspace=0.14, wspace=0.07)
-        drawn = [_draw_base(variants, *column)
-                 for variants, column in zip(found.values(), panels.T, strict=True)]  # fmt: skip
-        for below, names in zip(panels[1], drawn, strict=True):  # where they end is known now
-            _name_ends(below, training.settings.steps, names)
-        panels[0, 0].set_ylabel("held-out loss")
-        panels[1, 0].set_ylabel("loss less bf16's mean")
-        panels[0, 0].legend()
-        write_title(picture, fp8_training_finding(training), 0.92, 21, 1250)
-        words = f"{training_caption(training)} {LEGEND} {_ends_in_words(found)}"
-        write_caption(picture, words, 0.03, 140)
+    with framed(12, 6) as picture:
+        panels = picture.subplots(1, len(found), sharey=True, squeeze=False)[0]
+        picture.subplots_adjust(0.085, 0.265, 0.975, 0.79, wspace=0.07)
+        drawn = [_draw_base(axes, variants)
+                 for axes, variants in zip(panels, found.values(), strict=True)]  # fmt: skip
+        for axes, names in zip(panels, drawn, strict=True):  # where they end is known now
+            _name_ends(axes, training.settings.steps, names)
+        panels[0].set_ylabel("held-out loss above bf16's mean")
+        write_title(picture, fp8_training_finding(training), 0.97, 20, 1290, va="top",
+                    linespacing=1.3)  # fmt: skip
+        write_caption(picture, f"{LEGEND} {training_caption(training)}", 0.03, 140)
     return picture
 
 
-def _draw_base(variants: list[Ends], above: Axes, below: Axes) -> list[tuple[float, str, str]]:
-    """Draw the variants of a base; return where each line ends below, its name and its colour."""
-    above.set_title(BASES[variants[0].base])
-    below.set_xlabel("training step")
+def _draw_base(axes: Axes, variants: list[Ends]) -> list[tuple[float, str, str]]:
+    """Draw the variants of a base; return where each line ends, its name and its colour."""
+    axes.set_title(BASES[variants[0].base])
+    axes.set_xlabel("training step")
     names: list[tuple[float, str, str]] = []
-    reference: list[float] = []
+    reference = [fmean(losses) for losses in zip(*map(curve, variants[0].runs), strict=True)]
     for one, colour in zip(variants, COLOURS, strict=False):
-        steps, by_step = list(one.runs[0].held_out), list(zip(*map(curve, one.runs), strict=True))
-        means = [fmean(losses) for losses in by_step]
-        look: dict[str, Any] = {"color": colour, "linewidth": 1.6 if reference else 5}
-        above.plot(steps, means, label=one.name, **look)
-        apart = [[loss - mean for loss in losses]
-                 for losses, mean in zip(by_step, reference or means, strict=True)]  # fmt: skip
-        if reference:
-            below.plot(steps, apart, color=colour, linewidth=0.8, alpha=0.7)
-        else:
-            lows, highs = [*map(min, apart)], [*map(max, apart)]
-            below.fill_between(steps, lows, highs, color=colour, alpha=0.25, linewidth=0)
-        reference = reference or means
+        steps = list(one.runs[0].held_out)
+        by_step = zip(*map(curve, one.runs), reference, strict=True)
+        apart = [[loss - mean for loss in losses] for *losses, mean in by_step]
         middles = [fmean(losses) for losses in apart]
-        below.plot(steps, middles, **look)
+        if names:
+            axes.plot(steps, apart, color=colour, linewidth=0.8, alpha=0.35)
+            axes.plot(steps, middles, color=colour, linewidth=2.5)
+        else:
+            spread = [variance(losses) ** 0.5 if len(losses) > 1 else 0.0 for losses in apart]
+            below = [-width for width in spread]
+            axes.fill_between(steps, below, spread, color=colour, alpha=0.25, linewidth=0)
+            axes.plot(steps, middles, color=colour, linewidth=5)
         names.append((middles[-1], one.name, colour))
     return names
 
@@ -157,18 +153,9 @@ def _name_ends(axes: Axes, step: int, names: list[tuple[float, str, str]]) -> No
     names = sorted(name for name in names if not isnan(name[0]))
     to_panel = axes.transScale + axes.transLimits
     heights = [to_panel.transform((0, end))[1] for end, _, _ in names]
-    for (_, words, colour), height in zip(names, apart_by(0.1, heights, 1.0), strict=True):
+    for (_, words, colour), height in zip(names, apart_by(0.07, heights, 1.0), strict=True):
         axes.text(1.03 * step, height, words, color=colour, weight="bold", size=11, va="center",
                   transform=axes.get_xaxis_transform())  # fmt: skip
-
-
-def _ends_in_words(found: dict[str, list[Ends]]) -> str:
-    """Say where the others end, on every base, and the spread of the first's seeds."""
-    said = []
-    for base, (first, *others) in found.items():
-        apart = [f"{one.name} {one.above_first:+.4f}" for one in others if one.apart]
-        said.append(f"{BASES[base]}: {', '.join(apart)}, σ of {first.name} {first.spread:.4f}")
-    return f"At the end, {'; '.join(said)}."
 
 
 def fp8_training_finding(training: Fp8Training) -> str:

@@ -1,19 +1,19 @@
 """kernel_time.png, from a run alone: the GPU's time in a step by kind of work.
 
-A panel of stacked bars for each length, one a variant: the kernels of a profiled step, then the
-time in which the GPU waited for the host, which is the timed step less the time that kernels ran.
-panels.png has the panel of the longest length.
+A panel of stacked bars for the longest and the shortest length, a bar a variant: the kernels of a
+profiled step, then the time in which the GPU waited for the host, which is the timed step less the
+time that kernels ran. panels.png has the panel of the longest length.
 """
 
 from __future__ import annotations
 
-from itertools import accumulate
 from statistics import median
 from textwrap import fill
 from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from bench.records import Run
@@ -46,7 +46,9 @@ NAMES = KINDS | {"rest": "SwiGLU, RoPE, loss, other"}
 DARK = ("matmul", "attention")  # with white numbers
 AROUND = ("copy", "adapter", "norm")  # the kinds that the finding is about
 IDLE = "GPU waits"
-LINE_POINTS, DIGIT_POINTS = 13.5, 6.8  # of the words: a line's height, a digit's width
+IDLE_LOOK: dict[str, Any] = {"facecolor": "white", "edgecolor": "#8a8a8a", "hatch": "////",
+                             "linewidth": 0.8}  # fmt: skip
+DIGIT_POINTS = 6.8  # wide
 COPIES_WORDS = "Copies that run beside other kernels are not counted."
 ROW_INCHES, GAP_INCHES = 0.47, 0.6
 
@@ -62,7 +64,7 @@ class Bar(NamedTuple):
 
 
 def bars(run: Run, seq_len: int) -> list[Bar]:
-    """The variants with a time and a profile at this length, in the order of the experiment."""
+    """Return the variants with a time and a profile at this length, in the experiment's order."""
     found = []
     for variant in shown_variants(run):
         cells = run.cells_of(variant, seq_len, "ok")
@@ -79,30 +81,26 @@ def bars(run: Run, seq_len: int) -> list[Bar]:
     return found
 
 
-def kernel_time_figure(run: Run, lengths: list[int] | None = None) -> Figure | None:
-    """Draw these lengths, or all, the longest first; each has its own x axis in ms from 0. None
-    where no cell has a profile."""
-    lengths = [n for n in lengths or run.experiment.seq_lens if bars(run, n)]
-    if not lengths:
+def kernel_time_figure(run: Run) -> Figure | None:
+    """Draw the longest and the shortest length, each with its own x axis in ms from 0. None where
+    no cell has a profile."""
+    profiled = [n for n in run.experiment.seq_lens if bars(run, n)]
+    if not profiled:
         return None
-    with framed(12, 9) as picture:
+    lengths = sorted({max(profiled), min(profiled)}, reverse=True)
+    title = fill(kernel_time_finding(run, lengths), 76)
+    rows = ROW_INCHES * (len(shown_variants(run)) + 0.5)
+    above = 0.95 + 0.27 * (1 + title.count("\n"))  # inches
+    height = 1.25 + above + len(lengths) * rows + (len(lengths) - 1) * GAP_INCHES
+    with framed(12, height) as picture:
         panels = picture.subplots(len(lengths), 1, squeeze=False)[:, 0]
-        picture.subplots_adjust(left=0.16, right=0.97)
-        names_inches = 0.0
-        for axes, seq_len in zip(panels, sorted(lengths, reverse=True), strict=True):
-            names_inches += draw_kinds(axes, run, seq_len, named=axes is panels[0])
-            if len(lengths) > 1:
-                axes.set_title(f"{seq_len} tokens", x=-0.165, size=13)
-        title = fill(kernel_time_finding(run, lengths), 76)
-        title_inches = 0.3 * (1 + title.count("\n"))
-        rows = ROW_INCHES * (len(shown_variants(run)) + 0.5)
-        height = 1.5 + title_inches + names_inches + len(lengths) * rows
-        height += (len(lengths) - 1) * GAP_INCHES
-        picture.set_figheight(height)
-        top = 1 - (0.25 + title_inches + names_inches) / height
-        picture.subplots_adjust(bottom=1.25 / height, top=top, hspace=GAP_INCHES / rows)
-        where = f" at {lengths[0]} tokens" if len(lengths) == 1 else ""
-        panels[-1].set_xlabel(f"ms a step{where}, medians over rounds")
+        picture.subplots_adjust(0.16, 1.25 / height, 0.97, 1 - above / height,
+                                hspace=GAP_INCHES / rows)  # fmt: skip
+        for axes, seq_len in zip(panels, lengths, strict=True):
+            draw_kinds(axes, run, seq_len)
+            axes.set_title(f"{seq_len} tokens", x=-0.165, size=13)
+        name_kinds(picture, (0.017, 1 - (above - 0.63) / height), 7)
+        panels[-1].set_xlabel("ms a step, medians over rounds")
         write_title(picture, title, 1 - 0.2 / height, 16, 1216, va="top")
         words = f"{caption(run)} {COPIES_WORDS} {FLOOR_WORDS}"
         write_caption(picture, words, 0.15 / height, 150, size=9.5)
@@ -152,10 +150,16 @@ def longest_profiled(run: Run) -> int:
     return next((n for n in reversed(lengths) if bars(run, n)), lengths[-1])
 
 
-def draw_kinds(axes: Axes, run: Run, seq_len: int, named: bool) -> float:
+def name_kinds(picture: Figure, place: tuple[float, float], columns: int) -> None:
+    """Draw what each colour stands for, in the order of a bar."""
+    keys = [Patch(color=colour, label=NAMES[kind]) for kind, colour in COLOURS.items()]
+    picture.legend(handles=[*keys, Patch(**IDLE_LOOK, label=IDLE)], ncols=columns, loc="upper left",
+                   bbox_to_anchor=place, handlelength=1.2, columnspacing=1.2)  # fmt: skip
+
+
+def draw_kinds(axes: Axes, run: Run, seq_len: int) -> None:
     """Draw a bar for every variant, grey where it has a time and no profile, and words where it has
-    no time. Above the first bar, if `named`, is what each colour stands for; return the height that
-    this takes above the panel, in inches. The panel must have its final width before."""
+    no time. The panel must have its final width before."""
     shown, found = shown_variants(run), {bar.variant: bar for bar in bars(run, seq_len)}
     steps = {v: median(own.values()) for v in shown if (own := run.round_ms(v, seq_len))}
     ends = {v: max(ms, sum(found[v].kernel_ms.values()) if v in found else 0)
@@ -191,10 +195,6 @@ def draw_kinds(axes: Axes, run: Run, seq_len: int, named: bool) -> float:
             axes.vlines(floor_ms, -0.43, len(shown) - 0.5 + below, colour, linewidth=width)
         place = (floor_ms, len(shown) - 0.55 + below / 2)
         annotate(axes, floor_words, place, (5, 0), va="center", size=10.5)
-    if named and found:
-        first = next(row for row, variant in enumerate(shown) if variant in found)
-        return _name(axes, list(found.values()), first)
-    return 0.0
 
 
 def _points_wide(axes: Axes) -> float:
@@ -217,33 +217,4 @@ def _stack(axes: Axes, bar: Bar, row: int, longest: float, floor_ms: float) -> N
             axes.text((begin + end) / 2, row, words, ha="center", va="center", size=10.5,
                       color="white" if kind in DARK else "black")  # fmt: skip
         left += width
-    axes.barh(row, bar.idle_ms, 0.78, left, color="white", edgecolor="#8a8a8a", hatch="////",
-              linewidth=0.8)  # fmt: skip
-
-
-def _name(axes: Axes, found: list[Bar], row: int) -> float:
-    """Name every kind that any bar has above its place in the first: as flags, so low that no pole
-    of another, further left, stands in the way. Return their height in inches."""
-    widths = drawn_ms(found[0])
-    ends = list(accumulate(widths.values()))
-    anywhere = {kind for bar in found for kind, ms in drawn_ms(bar).items() if ms}
-    middles = {
-        NAMES[kind]: end - width / 2
-        for (kind, width), end in zip(widths.items(), ends, strict=True)
-        if kind in anywhere
-    }
-    if any(bar.idle_ms for bar in found):
-        middles[IDLE] = ends[-1] + found[0].idle_ms / 2
-    flags: list[tuple[float, int]] = []  # poles of those further left, and their levels
-    to_points = 72 / axes.get_figure().dpi  # type: ignore[union-attr]
-    line = {"arrowstyle": "-", "linewidth": 0.8, "color": "#555555", "shrinkA": 0, "shrinkB": 0}
-    for words, x in middles.items():
-        pole, place = axes.transData.transform((x, row))[0] * to_points, (x, row - 0.39)
-        flag = annotate(axes, words, place, (0, 0), ha="right", size=10.5)
-        begin = pole - flag.get_window_extent().width * to_points - 6
-        level = 1 + max((each for at, each in flags if at > begin), default=-1)
-        flags.append((pole, level))
-        up = 6 + LINE_POINTS * level
-        flag.set_position((-2, up))
-        annotate(axes, "", place, (0, up + LINE_POINTS - 4), arrowprops=line, size=10.5)
-    return (6 + LINE_POINTS * (1 + max(level for _, level in flags))) / 72
+    axes.barh(row, bar.idle_ms, 0.78, left, **IDLE_LOOK)

@@ -3,7 +3,7 @@ beside their points."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from textwrap import fill
 from typing import Any, NamedTuple
 
@@ -22,9 +22,8 @@ SPARE_LOOKS = [  # for variants whose family's look another one has
 FEW = 4  # up to this many variants every point is labelled; beyond it the table has the values
 SHORT = 32  # letters of a name that takes two lines
 SIZE = 11  # of letters, unless a picture asks for another
-# Heights, of the panel, at that size: of a value beside its point, of the gap in that, of a line
-# of words.
-LABEL, GAP, LINE = 0.085, 0.03, 0.052
+# Heights, of the panel, at that size: of a value beside its point, of a line of words.
+LABEL, LINE = 0.085, 0.052
 CLEAR = {"boxstyle": "square,pad=0.05", "color": "white", "alpha": 0.8}  # around words
 NAMES_ROOM = 0.26  # right of the last length, of the room that all of them take
 
@@ -70,16 +69,13 @@ def looks_of(variants: list[str]) -> dict[str, Look]:
 
 def draw_lines(
     axes: Axes, view: View, rows: list[SummaryRow], name: str, words: Callable[[float], str],
-    beside: Sequence[float] = (), apart: float = 0.0, size: float = SIZE,
+    at_points: bool = False, apart: float = 0.0, size: float = SIZE,
 ) -> None:  # fmt: skip
-    """Draw one line a variant, broken where a length has no value, with intervals and values.
+    """Draw one line a variant, broken where a length has no value, with intervals; values stand
+    right of the last length, with names if `view` has them. A value within noise is not bold.
 
-    A value stands above or below its point, wherever no other point (or height `beside`) is in the
-    way; at the last length right of all, with names if `view` has them. A value within noise is not
-    bold, nor below its point, where it would look like a loss.
-
-    name: of the rows' field. apart: the variants, along the x axis: no interval hides another.
-    size: of the letters."""
+    name: of the rows' field. at_points: with the other lengths' values, too, if variants are few.
+    apart: the variants, along the x axis: no interval hides another. size: of the letters."""
     last = len(view.seq_lens) - 1
     if view.is_named:
         axes.set_xlim(-0.5, last + 0.5 + NAMES_ROOM * (last + 1))
@@ -90,8 +86,8 @@ def draw_lines(
         here = sorted((row for row in rows if row.seq_len == seq_len), key=lines.value)
         if place == last:
             lines.name_ends(place, here)
-        elif len(view.looks) <= FEW:
-            lines.label_points(place, here, beside)
+        elif at_points and len(view.looks) <= FEW:
+            lines.label_points(place, here)
 
 
 def mark_untimed(axes: Axes, view: View) -> None:
@@ -160,36 +156,26 @@ class _Lines(NamedTuple):
             self.axes.text(at, height, text, transform=self.axes.get_xaxis_transform(),
                            va="center", linespacing=1.05, **self.text_look(row))  # fmt: skip
 
-    def label_points(self, place: int, rows: list[SummaryRow], beside: Sequence[float]) -> None:
-        """Write the values at one length, above or below their points or, where neither is free,
-        beside them, first where no line comes from. The table has those that find no room."""
-        taken: list[list[float]] = []  # by labels above and below points, gaps and all
-        written: list[list[float]] = []  # and without the gaps
-        sides = [0.07 if place else -0.07, -0.07 if place else 0.07]
+    def label_points(self, place: int, rows: list[SummaryRow]) -> None:
+        """Write the values at one length above their points or, where no room is, below. The table
+        has those that find no room. One within noise is not below, where it looks like a loss."""
+        taken: list[list[float]] = [self.heights(1.0)] if self.name == "speedup" else []
         for row in rows:
-            value, ends, look = self.value(row), self.ends(row), self.text_look(row)
-            low, high = min(value, *ends), max(value, *ends)
-            at = place + self.apart * self.view.from_middle(row.variant)
-            others = [each for each in rows if each is not row]
-            points = self.heights(*map(self.value, others), *beside)
-            spans = [self.heights(*self.ends(each)) for each in others]
-            spans += [*taken, *([point] for point in points)]
-            over, under, middle = self.heights(high, low, value)
-            label, gap = LABEL * self.size / SIZE, GAP * self.size / SIZE
-            below, above = [under - label, under], [over, over + label]
-            text = self.words(value)
-            if is_free(above, spans):
-                taken.append(above)
-                written.append([over + gap, over + label])
-                annotate(self.axes, text, (at, high), (0, 9), ha="center", va="bottom", **look)
-            elif is_free(below, spans) and "weight" in look:
-                taken.append(below)
-                written.append([under - label, under - gap])
-                annotate(self.axes, text, (at, low), (0, -9), ha="center", va="top", **look)
-            elif sides and is_free([middle - gap, middle + gap], written):
-                side = sides.pop(0)
-                self.axes.text(at + side, value, text, ha="left" if side > 0 else "right",
-                               va="center", bbox=CLEAR, **look)  # fmt: skip
+            reach, look = (self.value(row), *self.ends(row)), self.text_look(row)
+            spans = [sorted(self.heights(self.value(each), *self.ends(each)))
+                     for each in rows if each is not row]  # fmt: skip
+            over, under = self.heights(max(reach), min(reach))
+            room = LABEL * self.size / SIZE
+            above, below = [over, over + room], [under - room, under]
+            if is_free(above, spans + taken):
+                span, value, points, va = above, max(reach), 9, "bottom"
+            elif is_free(below, spans + taken) and "weight" in look:
+                span, value, points, va = below, min(reach), -9, "top"
+            else:
+                continue
+            taken.append(span)
+            words = self.words(self.value(row))
+            annotate(self.axes, words, (place, value), (0, points), ha="center", va=va, **look)
 
 
 def line_of(look: Look, title: str, x=(), y=()) -> Line2D:

@@ -13,7 +13,6 @@ from statistics import fmean
 from textwrap import fill
 from typing import NamedTuple
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -97,9 +96,8 @@ def _held_against(run: Run) -> str:
 
 
 def loss_curve_figure(runs: Sequence[Run]) -> Figure | None:
-    """Draw above the losses of the first run, below a panel for each variant: how far its losses
-    are apart, a line for each run. It has one baseline: vanilla PEFT in fp32, if a run has that.
-    None where there are no two curves."""
+    """Draw a panel for each variant: how far its losses are apart, a line for each run. All have
+    one baseline: vanilla PEFT in fp32, if a run has that. None where there are no two curves."""
     held: dict[str, list[Run]] = {}
     for run in runs:
         if own := curves(run):
@@ -108,42 +106,31 @@ def loss_curve_figure(runs: Sequence[Run]) -> Figure | None:
         return None
     runs = held.get(IN_FP32) or next(iter(held.values()))
     (first, wanted), *others = curves(runs[0]).items()
-    with framed(12, 8) as picture:
-        grid = picture.add_gridspec(2, len(others), height_ratios=(1.5, 1))
-        picture.subplots_adjust(0.075, 0.19, 0.975, 0.87, hspace=0.36, wspace=0.1)
-        above = picture.add_subplot(grid[0, :])
-        steps = range(1, len(wanted) + 1)
-        above.plot(steps, wanted, color=BASE, linewidth=6)
-        below: dict[str, Axes] = {}
-        for column, (variant, losses) in enumerate(others):
-            colour = variant_of(variant).look.colour
-            above.plot(steps, losses, color=colour, linewidth=1.3)
-            shared = next(iter(below.values()), None)
-            axes = picture.add_subplot(grid[1, column], sharey=shared)
+    with framed(12, 5.4) as picture:
+        panels = picture.subplots(1, len(others), sharex=True, sharey=True, squeeze=False)[0]
+        picture.subplots_adjust(0.075, 0.28, 0.975, 0.73, wspace=0.1)
+        shown = {variant: axes for (variant, _), axes in zip(others, panels, strict=True)}
+        for variant, axes in shown.items():
             axes.axhline(0, color=BASE, linewidth=6)
             title = fill(title_of(variant), 96 // len(others))
-            axes.set_title(title, color=colour, size=12, linespacing=1.1)
+            axes.set_title(title, color=variant_of(variant).look.colour, size=12, linespacing=1.1)
             axes.set_xlabel("training step")
-            axes.tick_params(labelleft=not below)
-            below[variant] = axes
         for apart in (apart for run in runs for apart in percent_apart(run)):
             colour = variant_of(apart.variant).look.colour
-            below[apart.variant].plot(steps, apart.percent, color=colour, linewidth=1.3)
-        above.set_ylabel("loss")
+            steps = range(1, len(apart.percent) + 1)
+            shown[apart.variant].plot(steps, apart.percent, color=colour, linewidth=1.3)
         short = "fp32" if first == IN_FP32 else variant_of(first).plain_title
-        below[others[0][0]].set_ylabel(f"% from {short}")
-        for axes, ticks in ((above, 8), *((axes, 3) for axes in below.values())):
-            axes.margins(y=0.12)
-            axes.set_xlim(0, len(wanted) + 1)
-            axes.xaxis.set_major_locator(MaxNLocator(ticks, integer=True, steps=[1, 2, 5]))
-        words = f"pale: {title_of(first)}; on it all of those below"
-        above.text(0.99, 0.96, words, transform=above.transAxes, ha="right", va="top", size=11.5)
+        panels[0].set_ylabel(f"loss, % from {short}'s")
+        panels[0].margins(y=0.12)
+        panels[0].set_xlim(0, len(wanted) + 1)
+        panels[0].xaxis.set_major_locator(MaxNLocator(3, integer=True, steps=[1, 2, 5]))
         finding = loss_curve_finding(runs)
-        write_title(picture, finding, 0.975, 19, 1250, va="top", linespacing=1.3)
-        words = f"{caption(runs[0])} {runs[0].experiment.seq_lens[-1]} tokens in a sequence. The "
-        words += "same adapters and batches from the first step on."
-        if len(runs) > 1:
-            words += f" Above the first of {len(runs)} seeds, below a line for each."
+        write_title(picture, finding, 0.96, 19, 1250, va="top", linespacing=1.3)
+        words = (
+            f"A line for each seed. Adapters and batches are the same from the first step on. The "
+            f"loss of {title_of(first)} goes from {wanted[0]:.1f} to {wanted[-1]:.1f}. "
+            f"{caption(runs[0])} {runs[0].experiment.seq_lens[-1]} tokens in a sequence."
+        )
         write_caption(picture, words, 0.03, 140)
     return picture
 
@@ -159,10 +146,10 @@ def loss_curve_finding(runs: Sequence[Run]) -> str:
     plain = _most(own for variant, own in apart
                   if variant.look is LOOKS["peft"] and variant.again.id != variant.id)  # fmt: skip
     if ours and plain:
-        near = "as near fp32 as" if float(ours) <= float(plain) else "further from fp32 than"
+        near = "as close to fp32 as" if float(ours) <= float(plain) else "further from fp32 than"
         return (
-            f"Fused kernels train {near} vanilla PEFT does in bf16:\n"
-            f"losses at most {ours}% apart in {steps} steps, vanilla PEFT's {plain}%"
+            f"Fused kernels train {near} vanilla PEFT in bf16:\n"
+            f"over {steps} steps within {ours}% of its loss, vanilla PEFT within {plain}%"
         )
     most = ours or _most(own for _, own in apart)
     return f"Loss over {steps} steps: at most {most}% from {_held_against(runs[0])}'s"

@@ -21,7 +21,7 @@ DATA_IN_WORDS = {
     "sft_train": "data/sft_train.jsonl", "alpaca": "Alpaca's lengths", "dolly": "Dolly's lengths",
     "oasst1": "OpenAssistant 1's lengths", "sharegpt": "ShareGPT's lengths",
 }  # fmt: skip
-HEADER = ["step, ms", "GPU, ms", "tokens/s", "peak, GiB"]
+HEADER = ["step, ms", "GPU, ms", "tokens/s", "peak allocated, GiB"]
 UNPADDED = "vanilla_peft_varlen"  # vanilla PEFT for people who do not pad
 
 

@@ -52,7 +52,7 @@ def documents_figure(found: Sequence[ChatGroup]) -> Figure | None:
         write_title(picture, finding, 1 - 0.2 / height, 17, 1190, 0.02, va="top", linespacing=1.4)
         words = "tokens a second, no padding counted (more is better)"
         picture.text(0.59, 0.86 / height, words, size=11.5, ha="center")
-        words = f"{_caption(shown)} {over_unsloth(found)}"
+        words = f"{_remarks(shown)}{_caption(shown)} {over_unsloth(found)}"
         write_caption(picture, words, 0.14 / height, 150, 0.02, color=GREY)
     return picture
 
@@ -60,18 +60,14 @@ def documents_figure(found: Sequence[ChatGroup]) -> Figure | None:
 def documents_finding(found: Sequence[ChatGroup]) -> str:
     """Say how many times as many tokens a second as in padded rows vanilla PEFT trains without
     padding, and everything fused. All of it can be read off the bars of these groups."""
-    packed, fused = (_over_padded(found, variant) for variant in (UNPADDED, FUSED))
-    said = []
-    if packed:
-        said.append(f"Packing alone makes vanilla PEFT {from_to(packed, 1)} times as fast")
-    if fused:
-        said.append(f"{title_of(FUSED)} and packed{':' * bool(packed)} {from_to(fused, 1)} times")
+    said = {name: f"{from_to(over, 1)}× faster" for name, variant in
+            (("Packing alone makes vanilla PEFT", UNPADDED),
+             (f"{title_of(FUSED)} and packed is", FUSED))
+            if (over := _over_padded(found, variant))}  # fmt: skip
     if not said:
         return "Tokens a second of padded rows and of whole chats in one row"
-    words = ";\n".join(said)
-    if not packed:
-        words += " as fast as vanilla PEFT in padded rows"
-    return words[0].upper() + words[1:]
+    words = ";\n".join(f"{name} {words}" for name, words in said.items())
+    return f"{words[0].upper()}{words[1:]} than padded rows"
 
 
 def _over_padded(found: Sequence[ChatGroup], variant: str) -> list[float]:
@@ -106,7 +102,8 @@ def _panel(axes: Axes, group: ChatGroup, named: bool) -> None:
     axes.set_yticks(range(len(PAIRS)), names if named else [""] * len(PAIRS), size=11)
     for place, (padded, documents, _) in enumerate(PAIRS):
         colour = variant_of(padded).look.colour
-        kinds = ("", "") if place else (" padded", " packed")
+        mark = group.footnote.mark_of(padded) if group.footnote else ""
+        kinds = (mark, "") if place else (f"{mark} padded", " packed")
         look: dict[str, Any] = {"edgecolor": colour, "linewidth": 1.3}
         _bar(axes, place - HEIGHT / 2, group.padded.get(padded), kinds[0], facecolor="white",
              hatch="////", **look)  # fmt: skip
@@ -130,6 +127,12 @@ def _rows(group: ChatGroup) -> list[SummaryRow]:
     rows = [rows.get(id) for padded, documents, _ in PAIRS
             for rows, id in ((group.padded, padded), (group.documents, documents))]  # fmt: skip
     return [row for row in rows if row]
+
+
+def _remarks(found: Sequence[ChatGroup]) -> str:
+    """Write what the marks behind numbers say: which of them are of older code."""
+    notes = [group.footnote for group in found if group.footnote]
+    return "".join(dict.fromkeys(f"{note.mark}: {note.words} " for note in notes))
 
 
 def _caption(found: Sequence[ChatGroup]) -> str:

@@ -14,7 +14,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, FixedLocator, MaxNLocator, NullLocator
 
 from bench.records import Run, SummaryRow
-from report.kernel_time import COPIES_WORDS, draw_kinds, longest_profiled
+from report.kernel_time import COPIES_WORDS, draw_kinds, longest_profiled, name_kinds
 from report.lines import FEW, View, draw_lines, line_of, mark_untimed
 from report.picture import GREY, annotate, framed, stamp, write_caption, write_title
 from report.statistics import NOISE, noise_band
@@ -46,7 +46,7 @@ def panels_figure(run: Run) -> Figure:
             axes.tick_params(length=0)
             panel(axes, view)
             mark_untimed(axes, view)
-        _kinds(panels[1, 1], view)
+        _kinds(picture, panels[1, 1], view)
         write_title(picture, panels_finding(view), 0.985, 22, 1500, va="top", linespacing=1.3)
         write_caption(picture, f"{caption(run)} {RESULTS_LEGEND}", 0.022, 165)
         if run.rehearsal:
@@ -79,7 +79,7 @@ def _speedup(axes: Axes, view: View) -> None:
     axes.set_ylim(low / span**below, high * span**0.2)
     ticks = FixedLocator(RATIOS) if span > 3 else MaxNLocator(7, steps=[1, 2, 5, 10])
     axes.yaxis.set_major_locator(ticks)
-    draw_lines(axes, view, rows, "speedup", lambda x: f"{x:.2f}×", beside=[1.0], apart=0.06)
+    draw_lines(axes, view, rows, "speedup", lambda x: f"{x:.2f}×", apart=0.06)
 
 
 def _throughput(axes: Axes, view: View) -> None:
@@ -124,16 +124,15 @@ def _memory_numbers(axes: Axes, view: View, peaks: dict[float, tuple[SummaryRow,
              size=size, rotation=90 * upright)  # fmt: skip
 
 
-def _kinds(axes: Axes, view: View) -> None:
+def _kinds(picture: Figure, axes: Axes, view: View) -> None:
     """Draw the GPU's time, with room for the names of bars beside them and of colours above."""
     seq_len, box = longest_profiled(view.run), axes.get_position()
-    left = 0.055 if view.is_named else 0.09
-    axes.set_position((box.x0 + left, box.y0, box.width - left, box.height))
-    inches = draw_kinds(axes, view.run, seq_len, named=True)
-    height = box.height - inches / HEIGHT
-    axes.set_position((box.x0 + left, box.y0, box.width - left, height))
+    left, above = (0.055 if view.is_named else 0.09), 0.055
+    axes.set_position((box.x0 + left, box.y0, box.width - left, box.height - above))
+    draw_kinds(axes, view.run, seq_len)
+    name_kinds(picture, (box.x0 - 0.008, box.y1 + 0.012), 3)
     title = f"Where the time goes at {seq_len} tokens (lower is better)"
-    axes.set_title(title, x=-left / (box.width - left), pad=TITLE_PAD + 72 * inches)
+    axes.set_title(title, x=-left / (box.width - left), pad=TITLE_PAD + 72 * above * HEIGHT)
     axes.set_xlabel("ms a step")
     letters, size = (16, 11) if view.is_named else (30, 7.5)
     names = [fill(title_of(variant), letters) for variant in view.looks]

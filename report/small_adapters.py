@@ -112,7 +112,7 @@ def small_adapters_figure(found: SmallAdapters) -> Figure | None:
         axes = picture.add_subplot()
         axes.set_title(FINDING if found.environment.gpu else REHEARSAL_NOTICE, loc="left")
         axes.hlines(1.0, -0.7, len(trained) - 1, color="black", linewidth=1)
-        axes.text(-0.7, 1.0, "fp32", ha="left", va="bottom", size=12)
+        axes.text(-0.62, 1.0, "fp32", ha="left", va="bottom", size=12)
         _lines(axes, found, trained, list(rates.values()))
         axes.set_xticks(range(len(trained)), [f"{one.steps}" for one in trained])
         text: dict[str, Any] = {

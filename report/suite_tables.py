@@ -140,7 +140,11 @@ def _peers(suite: Run, checkpoints: bool) -> str:
     both += [number(one.floor_ms + one.recomputation_ms, 1) if one and one.recomputation_ms else ""
              for one in floors]  # fmt: skip
     lines += [[*line, ""] for line in (floor, both)[: 1 + checkpoints] if any(line[1:])]
-    header = ["variant", *(f"{n} tokens, ms" for n in lengths), f"peak at {lengths[-1]}, GiB"]
+    header = [
+        "variant",
+        *(f"{n} tokens, ms" for n in lengths),
+        f"peak allocated at {lengths[-1]}, GiB",
+    ]
     return markdown_table(header, lines)
 
 

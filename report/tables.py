@@ -18,7 +18,7 @@ from variants import TARGETS, VARIANTS, Settings, title_of, variant_of
 NOT_MEASURED = "Not measured yet."
 TOKENS_PER_S = Column[SummaryRow]("tokens/s", lambda row: thousands(row.tokens_per_s))
 OVER_FLOOR = Column[SummaryRow]("× floor", lambda row: number(row.ratio_to_floor, 2))
-PEAK = Column[SummaryRow]("peak, GiB", lambda row: number(row.peak_gib, 1))
+PEAK = Column[SummaryRow]("peak allocated, GiB", lambda row: number(row.peak_gib, 1))
 GPU_MS = Column[SummaryRow]("GPU, ms", lambda row: number(row.gpu_ms, 1))
 STEP = Column[SummaryRow]("step, ms", step_or_status)
 KERNEL_COLUMNS = (

@@ -66,18 +66,15 @@ def test_the_title_says_whether_it_ends_where_seeds_do():
 
 def test_the_picture_shows_every_seed_beside_the_first_ones_spread():
     picture = reported.fp8_training_figure(training())
-    above, outliers, below, _ = picture.axes
-    assert np.allclose([line.get_ydata()[-1] for line in above.lines], [2.1, 2.12])
+    trained, outliers = picture.axes
     # bf16's mean is 0; then FP8's seeds, and their mean
-    assert np.allclose([line.get_ydata()[-1] for line in below.lines], [0, -0.09, 0.02, 0.13, 0.02])
-    band = below.collections[0].get_paths()[0].vertices[:, 1]
-    assert np.isclose([band.min(), band.max()], [-0.1, 0.1]).all()
+    ends = [line.get_ydata()[-1] for line in trained.lines]
+    assert np.allclose(ends, [0, -0.09, 0.02, 0.13, 0.02])
+    band = trained.collections[0].get_paths()[0].vertices[:, 1]
+    assert np.isclose([band.min(), band.max()], [-0.1, 0.1]).all()  # one deviation
     words = " ".join(text.get_text() for text in picture.findobj(Text))
     assert outliers.get_title(loc="left") == "with outlier channels" and "NVIDIA H200" in words
-    assert "σ of bf16 0.1000; with outlier channels: FP8 + lm_head +0.0200" in " ".join(
-        words.split()
-    )
-    assert {text.get_text() for text in below.texts} == {"bf16", "FP8 + lm_head"}
+    assert {text.get_text() for text in trained.texts} == {"bf16", "FP8 + lm_head"}
     case.assert_readable(picture)
 
 

@@ -40,18 +40,21 @@ def test_the_title_says_how_far_they_come_apart():
 
 
 @pytest.mark.parametrize(
-    ("mlp", "said"),
+    ("mlp", "near", "percent"),
     [
-        (2.02, "as near fp32 as vanilla PEFT does in bf16:\nlosses at most 1.00% apart"),
-        (2.04, "further from fp32 than vanilla PEFT does in bf16:\nlosses at most 2.00% apart"),
+        (2.02, "as close to fp32 as", "1.00%"),
+        (2.04, "further from fp32 than", "2.00%"),
     ],
 )
-def test_the_title_holds_what_is_fused_beside_plain_pefts_own_rounding(mlp, said):
+def test_the_title_holds_what_is_fused_beside_plain_pefts_own_rounding(mlp, near, percent):
     """Vanilla PEFT in bf16 is none of ours, and the second vanilla is neither."""
     own = run(vanilla_peft_fp32=[4.0, 2.0], vanilla_peft=[4.04, 2.02], fused_mlp=[4.0, mlp],
               vanilla_peft_no_checkpointing=[4.0, 2.0], vanilla_peft_again=[8.0, 2.0])  # fmt: skip
     finding = loss_curve.loss_curve_finding([own])
-    assert finding == f"Fused kernels train {said} in 2 steps, vanilla PEFT's 1.00%"
+    assert finding == (
+        f"Fused kernels train {near} vanilla PEFT in bf16:\n"
+        f"over 2 steps within {percent} of its loss, vanilla PEFT within 1.00%"
+    )
 
 
 def test_fp32_is_what_the_others_are_held_against_where_it_ran():
@@ -70,27 +73,28 @@ def test_fp32_is_what_the_others_are_held_against_where_it_ran():
     assert said.count("**") == 2 and title in said
     assert loss_curve.losses_section([TWO, *two_seeds]).count("| variant |") == 2
     assert loss_curve.losses_section([example.empty()]) == loss_curve.losses_section([])
-    _, *below = loss_curve.loss_curve_figure(two_seeds).axes
-    assert [len(panel.lines) for panel in below] == [1 + 2] * 3
+    panels = loss_curve.loss_curve_figure(two_seeds).axes
+    assert [len(panel.lines) for panel in panels] == [1 + 2] * 3
 
 
 def test_a_picture_has_one_baseline():
     """A line held against vanilla would lie beside those held against fp32."""
     in_fp32 = run(vanilla_peft_fp32=[4.0, 2.0], fused_mlp=[4.04, 2.02])
     for given, own in (([TWO, in_fp32], ["fused MLP"]), ([TWO, TWO], ["fused layers, CUDA graph"])):
-        _, *below = loss_curve.loss_curve_figure(given).axes
-        titles = [axes.get_title(loc="left").replace("\n", " ") for axes in below]
+        panels = loss_curve.loss_curve_figure(given).axes
+        titles = [axes.get_title(loc="left").replace("\n", " ") for axes in panels]
         assert [title.removesuffix(" without checkpointing") for title in titles] == own
 
 
-def test_both_panels_show_what_was_measured():
+def test_a_panel_shows_what_was_measured():
     picture = loss_curve.loss_curve_figure([TWO])
-    above, below = picture.axes
-    assert [list(line.get_ydata()) for line in above.lines] == list(loss_curve.curves(TWO).values())
-    assert np.allclose(below.lines[-1].get_ydata(), [0, 1, -0.1])
+    (axes,) = picture.axes
+    assert np.allclose(axes.lines[-1].get_ydata(), [0, 1, -0.1])
     words = " ".join(text.get_text() for text in picture.findobj(Text))
     assert (
-        "fused layers, CUDA graph without checkpointing" in words.replace("\n", " ")
+        "loss of vanilla PEFT without checkpointing goes from 4.0 to 1.0."
+        in words.replace("\n", " ")
+        and "fused layers, CUDA graph without checkpointing" in words.replace("\n", " ")
         and "NVIDIA H200" in words
     )
     case.assert_readable(picture)

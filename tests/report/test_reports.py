@@ -62,11 +62,8 @@ def test_fits_lists_what_trains_in_so_much_memory(tmp_path, capsys):
 def test_a_suite_draws_what_every_part_buys(tmp_path):
     store.save(tmp_path / "results.json", example.run(("vanilla_peft", "fused_all"), (64, 128)))
     assert lora_bench.main(["--plot-only", "--out", str(tmp_path)]) == 0
-    longest, every = ("ablation", "kernel_time_128"), ("ablation_all_lengths", "kernel_time")
-    for one, other in zip(longest, every, strict=True):
-        drawn = [(tmp_path / f"{name}.png").read_bytes() for name in (one, other)]
-        assert len(drawn[0]) < len(drawn[1])
-    assert (tmp_path / "frontier.png").is_file()
+    drawn = {path.stem for path in tmp_path.glob("*.png")}
+    assert drawn == {"benchmark_results", "panels", "kernel_time", "ablation", "frontier"}
 
 
 def test_merge_writes_one_run_of_several_and_nothing_over_another(tmp_path, capsys):
