@@ -90,9 +90,7 @@ def main(argv: list[str] | None = None) -> int:
             return exit_code_of(stop)
         except OSError as error:
             said = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-            print(
-                f"lora_bench.py: {said}; mend that, and the same command goes on", file=sys.stderr
-            )
+            print(f"lora_bench.py: {said}; fix that, and the same command goes on", file=sys.stderr)
             return 1
         except RuntimeError as error:
             print(f"lora_bench.py: {error}", file=sys.stderr)
@@ -191,7 +189,7 @@ def run_and_draw(plan: "Plan", run: "Run", path: Path) -> int:
     console.print("\n".join(map(str, (path, *pictures))), soft_wrap=True)
     statuses = {cell.status for cell in run.cells}
     if "ok" not in statuses:
-        print("lora_bench.py: no cell has a time, see what each says above", file=sys.stderr)
+        print("lora_bench.py: no cell has a time; its error is above", file=sys.stderr)
     return 1 if "error" in statuses or "ok" not in statuses else 0
 
 
