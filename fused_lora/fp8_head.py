@@ -71,6 +71,6 @@ def check_fp8_head(name: str, weight: Tensor, bias: Tensor | None) -> None:
     """Raise ValueError unless a loss can multiply this weight in FP8, in the name of a function."""
     trained = any(one is not None and one.requires_grad for one in (weight, bias))
     if torch.is_grad_enabled() and trained:
-        raise ValueError(f"{name}: fp8 wants a weight and a bias that are frozen")
+        raise ValueError(f"{name}: fp8 needs a weight and a bias that are frozen")
     if any(size % SIZES for size in weight.shape):
-        raise ValueError(f"{name}: fp8 wants multiples of {SIZES}, weight is {list(weight.shape)}")
+        raise ValueError(f"{name}: fp8 needs multiples of {SIZES}, weight is {list(weight.shape)}")

@@ -45,13 +45,10 @@ def read_head(model: Any) -> nn.Linear:
     if form.capped_by and (cap := getattr(config, form.capped_by)) is not None:
         raise Refusal(
             f"its logits are soft-capped ({form.capped_by} is {cap}), which the fused loss does "
-            "not do: leave cross_entropy out"
+            "not do"
         )
     if form.has_router and config.output_router_logits:
-        raise Refusal(
-            "its routers' loss is added (output_router_logits), which the fused loss does not do: "
-            "leave cross_entropy out, or set model.config.output_router_logits = False"
-        )
+        raise Refusal("it adds its routers' loss: set model.config.output_router_logits = False")
     head = model.lm_head
     modules = [head]
     if type(head) is ModulesToSaveWrapper:
@@ -84,9 +81,7 @@ def read_fp8_head(model: Any) -> nn.Linear:
     """Return the same. Raises a Refusal if the loss may not multiply it in FP8."""
     head = read_head(model)
     if any(parameter.requires_grad for parameter in head.parameters()):
-        raise Refusal(
-            "its lm_head is trained, which is done in its own precision: leave fp8_lm_head out"
-        )
+        raise Refusal("its lm_head is trained, and FP8 needs frozen weights: leave fp8_lm_head out")
     refuse(why_not_in_fp8(head.weight))
     return head
 
@@ -126,8 +121,8 @@ def why_not_options(
 
 
 NO_CACHE = (
-    "a fused loss fills no cache in training, which model.config.use_cache asks for: set that to "
-    "False, or call the model with use_cache=True"
+    "a fused loss fills no cache in training: set model.config.use_cache to False, or call the "
+    "model with use_cache=True"
 )
 
 

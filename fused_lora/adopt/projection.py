@@ -23,11 +23,8 @@ from .fp8.checkpoint import OF_CODES, BlockScales, is_of_codes, scales_of, why_n
 from .fp8.weight import Fp8Weight
 from .refusal import Refusal, refuse
 
-UNQUANTISED = "if quantised, load the model in bf16 without quantization_config"
-COMPRESSED = (
-    "load the model with CompressedTensorsConfig(use_optimized_inference=True) and ask for "
-    "layer=True, fp8=True"
-)
+UNQUANTISED = "load the model in bf16, not quantised"
+COMPRESSED = "load with CompressedTensorsConfig(use_optimized_inference=True)"
 BASE_IS_TRAINED = "its base weight is trained: freeze it, requires_grad_(False)"
 CAST = "cast the model to bfloat16, float16 or float32"
 
@@ -115,8 +112,8 @@ def _dropout_of(dropout: Any) -> float:
         return 0.0
     if type(dropout) is not nn.Dropout:
         raise Refusal(
-            f"its lora_dropout is {type(dropout).__name__}, not torch.nn.Dropout as "
-            "LoraConfig(lora_dropout=) has"
+            f"its lora_dropout is {type(dropout).__name__}, not torch.nn.Dropout, which LoraConfig "
+            "makes"
         )
     if not dropout.training or dropout.p == 0.0:
         return 0.0
@@ -233,10 +230,7 @@ def _parameter(module: nn.Module, name: str) -> Any:
 def why_not_plain(weight: Any) -> str | None:
     """Return the reason if a weight is no plain tensor in a dtype that kernels compute in."""
     if type(weight).__name__ == "DTensor":
-        return (
-            "is sharded (DTensor): a forward, which gathers it, runs fused if fuse came before "
-            "fully_shard"
-        )
+        return "is sharded (DTensor): its forward is fused if fuse came before fully_shard"
     if type(weight) not in (nn.Parameter, Tensor, Fp8Weight) or not weight.is_floating_point():
         return f"is quantised or wrapped ({type(weight).__name__}): {UNQUANTISED}"
     if weight.dtype == E4M3:  # as compressed-tensors keeps it until the model's first forward

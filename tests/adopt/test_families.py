@@ -90,7 +90,7 @@ def test_layers_run_whole_and_right_or_say_what_they_are(name, device):
     plain = FAMILIES[name].peft_model(device).train()
     fused = copy.deepcopy(plain)
     if reason := FAMILIES[name].not_whole:
-        wanted = f"layer=True fuses no module of this model: {reason}"
+        wanted = f"layer=True fuses no module: {reason}"
         with pytest.raises(ValueError, match=wanted):
             fuse(fused, LAYER)
         return
@@ -160,7 +160,7 @@ def test_a_family_in_no_list_is_refused_by_name(device):
 
 REFUSED = {
     "Qwen3-MoE": (
-        {"output_router_logits": True}, "cross_entropy", "its routers' loss is added (output_router"
+        {"output_router_logits": True}, "cross_entropy", "it adds its routers' loss: set model"
     ),
     "Gemma": (
         {"hidden_act": "gelu_python"}, "mlp",
@@ -170,7 +170,7 @@ REFUSED = {
     "Gemma 3": (
         {"final_logit_softcapping": 20.0}, "cross_entropy", "final_logit_softcapping is 20.0"
     ),
-    "Glm4": ({}, "rope", "Glm4Attention is not an attention class whose forward is known (docs"),
+    "Glm4": ({}, "rope", "Glm4Attention is not an attention class that we know (see docs"),
 }  # fmt: skip
 
 

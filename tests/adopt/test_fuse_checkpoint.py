@@ -59,7 +59,7 @@ def test_micro_batches_add_up_to_the_gradients_of_one_batch(loss_of, name, devic
     ("options", "words"),
     [
         ({"checkpoint": "most"}, "'most' is unknown; give one of none, full, offload, selective"),
-        ({"checkpoint": "selective"}, "selective wants checkpoint_gib"),
+        ({"checkpoint": "selective"}, "selective needs checkpoint_gib"),
         ({"checkpoint": "full", "checkpoint_gib": 3.0}, "is for selective, not for full"),
         ({"checkpoint_gib": 3.0}, "'' is unknown"),
     ],

@@ -242,7 +242,7 @@ def test_a_head_that_is_trained_or_of_another_size_is_refused_or_told(heads, dev
     with pytest.raises(ValueError, match=r"its lm_head is trained, .* leave fp8_lm_head out"):
         fuse(model, LOSS)
     with pytest.raises(
-        ValueError, match=r"a base weight is \[250, 32\]: FP8 wants multiples of 16"
+        ValueError, match=r"a base weight is \[250, 32\]: FP8 needs multiples of 16"
     ):
         fuse(peft_model(device, config=CONFIG | {"vocab_size": 250}), LOSS)
     later = peft_model(device, config=VOCABULARY)
@@ -251,7 +251,7 @@ def test_a_head_that_is_trained_or_of_another_size_is_refused_or_told(heads, dev
     with pytest.warns(UserWarning, match="its lm_head is trained"):
         step(later, length=SHORT)
     assert not heads
-    with pytest.raises(ValueError, match="ask for cross_entropy=True, too"):
+    with pytest.raises(ValueError, match="ask for cross_entropy=True as well"):
         Fusion(fp8_lm_head=True)
 
 
@@ -259,13 +259,13 @@ def test_a_head_that_is_trained_or_of_another_size_is_refused_or_told(heads, dev
 
 
 def test_it_is_of_whole_layers():
-    with pytest.raises(ValueError, match="fp8=True is of whole layers: ask for layer=True, too"):
+    with pytest.raises(ValueError, match="fp8=True needs whole layers: ask for layer=True"):
         Fusion(fp8=True, mlp=True)
 
 
 def test_sizes_that_fp8_cannot_take_are_refused_or_run_in_the_models_precision(device):
     model = peft_model(device)
-    with pytest.raises(ValueError, match=r"fuse: fp8=True fuses no layer .* multiples of 16"):
+    with pytest.raises(ValueError, match=r"fuse: fp8=True fuses no layer: .* multiples of 16"):
         fuse(model, FP8)
     done = fuse(model, FP8, strict=False)
     assert done.counts["layer"] == "2 of 2 layers"
@@ -280,5 +280,5 @@ def test_a_gpu_without_fp8_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(border_module, "base_layers", lambda _: [layer])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100-SXM4-80GB")
-    reason = "NVIDIA A100-SXM4-80GB has no products in FP8 (sm_89 and newer have): leave fp8 out"
+    reason = "NVIDIA A100-SXM4-80GB has no FP8 matmul (sm_89 and newer have): leave fp8 out"
     assert layer_module.why_not_fp8(None) == reason

@@ -239,7 +239,7 @@ def of_another_size(base):
 
 REFUSED = {
     "compressed": (compress, FP8, r"is FP8 codes: .*use_optimized_inference=True"),
-    "cast": (lambda base: base.to(torch.float32), FP8, "not the FP8 codes of Compressed"),
+    "cast": (lambda base: base.to(torch.float32), FP8, "no longer FP8 codes: load"),
     "trained": (lambda base: base.weight.requires_grad_(), FP8, "its base weight is trained"),
     "scales": (of_another_size, FP8, r"\[16, 32\] has scales for another size"),
     "layer": (lambda _: None, Fusion(layer=True), "FP8Linear: ask for layer=True, fp8=True, or"),
@@ -258,7 +258,7 @@ def test_what_it_may_not_take_is_refused_by_name(change, fusion, reason, device)
 
 def test_sizes_that_fp8_cannot_take_leave_the_layer_to_transformers(device):
     model, _ = models(device, ROWS, config={"intermediate_size": 40})
-    with pytest.raises(ValueError, match=r"fp8=True fuses no layer .* multiples of 16"):
+    with pytest.raises(ValueError, match=r"fp8=True fuses no layer: .* multiples of 16"):
         fuse(model, FP8)
     done = str(fuse(model, FP8, strict=False))
     assert "nothing is fused" in done and "multiples of 16" in done

@@ -101,7 +101,7 @@ CASES = [
     ("layer", "mlp.act_fn", add_hook, "mlp: act_fn: it has hooks"),
     ("layer", "self_attn.o_proj", add_hook, "o_proj: it has hooks"),
     ("layer", "post_attention_layernorm", lambda m: m.half(),
-     "a norm of its layer or of heads is torch.float16"),
+     "its norms are torch.float16"),
     ("layer", "self_attn", lambda m: setattr(m, "attention_dropout", 0.1),
      "self_attn: attention_dropout is 0.1"),
     ("layer", "self_attn", lambda m: setattr(m, "is_causal", False),
@@ -112,7 +112,7 @@ CASES = [
     ("layer", "self_attn.q_norm", of_class(OtherNorm), "q_norm: OtherNorm is not"),
     ("layer", "self_attn.k_norm", train, "self_attn: k_norm: its weight is trained"),
     ("layer", "self_attn.q_norm", lambda m: m.half(),
-     "a norm of its layer or of heads is torch.float16"),
+     "its norms are torch.float16"),
 ]  # fmt: skip
 CASES += [
     ("mlp's", f"mlp.{part}", change, reason)
