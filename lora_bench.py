@@ -10,8 +10,8 @@
     python lora_bench.py --fits 24           what trains fastest in 24 GiB of GPU memory
     python lora_bench.py --compare OLD NEW   is a second results.json slower, beyond noise?
 
-Every variant and round runs in a process of its own, every cell is saved when it ends, and the same
-command goes on where an earlier one stopped.
+Each variant and round runs in its own process. We save each cell when it ends, and the same command
+continues where an earlier one stopped.
 """
 
 import argparse
@@ -86,12 +86,12 @@ def main(argv: list[str] | None = None) -> int:
                 return run_kernels(plan, run, path)
             return run_and_draw(plan, run, path)
         except KeyboardInterrupt as stop:
-            print(f"\nStopped; {path} holds what was measured, the same command goes on.")
+            print(f"\nStopped; {path} holds what was measured, the same command continues.")
             return exit_code_of(stop)
         except OSError as error:
             said = f"{error.filename}: {error.strerror}" if error.filename else str(error)
             print(
-                f"lora_bench.py: {said}; mend that, and the same command goes on", file=sys.stderr
+                f"lora_bench.py: {said}; fix that, and the same command continues", file=sys.stderr
             )
             return 1
         except RuntimeError as error:
@@ -191,7 +191,7 @@ def run_and_draw(plan: "Plan", run: "Run", path: Path) -> int:
     console.print("\n".join(map(str, (path, *pictures))), soft_wrap=True)
     statuses = {cell.status for cell in run.cells}
     if "ok" not in statuses:
-        print("lora_bench.py: no cell has a time, see what each says above", file=sys.stderr)
+        print("lora_bench.py: no cell has a time; its error is above", file=sys.stderr)
     return 1 if "error" in statuses or "ok" not in statuses else 0
 
 

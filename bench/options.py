@@ -107,25 +107,27 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
         to.add_argument(*filter(None, (flag, alias)), help=help, **options)
 
     which = parser.add_mutually_exclusive_group()
-    add("--suite", "variants to compare: the experiment's four, every fused part alone and left "
-        "out, the strongest peers, the fastest of each, or all (default: experiment); published: "
-        "--model in the setting that others publish a speed for, beside vanilla PEFT and Unsloth",
+    add("--suite",
+        "variants to compare: the experiment's four, every fused part alone and left out, the "
+        "strongest peers, the fastest of each, or all (default: experiment); published: --model "
+        "in a setting that others publish a speed for, with vanilla PEFT and Unsloth",
         choices=SUITES, default="experiment", to=which)  # fmt: skip
-    add("--variants", "variants to compare instead, by name; below is a list", to=which,
+    add("--variants", "variants to compare instead, by name; the list is below", to=which,
         nargs="+", metavar="NAME")  # fmt: skip
-    add("--seq-lens", "tokens in a sequence", nargs="+", type=int, metavar="N")
-    add("--batch-size", "sequences in a step", type=int, metavar="N")
-    add("--accumulate", "micro-batches of --batch-size in a step", type=int, metavar="N")
+    add("--seq-lens", "tokens per sequence", nargs="+", type=int, metavar="N")
+    add("--batch-size", "sequences per step", type=int, metavar="N")
+    add("--accumulate", "micro-batches of --batch-size per step", type=int, metavar="N")
     add("--rank", "LoRA rank; alpha is twice it", type=int, metavar="N")
-    add("--targets", "projections that have an adapter (default: all seven of a layer)", nargs="+",
+    add("--targets", "projections to adapt (default: all seven of a layer)", nargs="+",
         default=list(TARGETS), metavar="NAME")  # fmt: skip
-    add("--lora-dropout", "share of an adapter's inputs that are dropped (default: 0)", type=float,
+    add("--lora-dropout", "share of an adapter's inputs to drop (default: 0)", type=float,
         default=0.0, metavar="P")  # fmt: skip
-    add("--steps", "timed steps of each variant and length, over all rounds", type=int, metavar="N")
-    add("--rounds", "times that all variants are gone through, in alternating order",
+    add("--steps", "timed steps per variant and length, over all rounds", type=int, metavar="N")
+    add("--rounds", "passes over all variants, in alternating order",
         type=int, metavar="N")  # fmt: skip
-    add("--interleave", "let the variants of a round run side by side, so many timed steps of each "
-        "at a time, at every length where they fit on the GPU together; 0: one after the other",
+    add("--interleave",
+        "run the variants of a round side by side, this many timed steps of each at a time, at "
+        "every length where they fit on the GPU together; 0: one after the other",
         type=int, metavar="STEPS", alias="--turns")  # fmt: skip
     add("--model", "architecture file, checkpoint folder or hub name", metavar="MODEL")
     add("--checkpointing", "gradient checkpointing: each variant's own, or none (default: on)",
@@ -139,33 +141,38 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
     add("--data", "chats: a JSON or parquet file, or a data set of the hub as ORGANISATION/NAME or "
         "ORGANISATION/NAME:SPLIT (default: data/sft_train.jsonl)",
         default=str(HERE / "data" / "sft_train.jsonl"), metavar="DATA")  # fmt: skip
-    add("--seed", "of weights, adapters and batches (default: 0)", type=int, default=0, metavar="N")
+    add("--seed", "seed of weights, adapters and batches (default: 0)", type=int, default=0,
+        metavar="N")  # fmt: skip
     add("--device", "where to run (default: the GPU if there is one)", choices=("cuda", "cpu"))
-    add("--out", "folder for results.json and benchmark_results.png "
-        "(default: runs/GPU-NAME, without a GPU rehearsal, and what is not by default; with "
-        "--plot-only this repository)",
+    add("--out",
+        "folder for results.json and benchmark_results.png (default: runs/GPU-NAME, or rehearsal "
+        "without a GPU, followed by the options that are not defaults; with --plot-only, this "
+        "repository)",
         type=Path, metavar="FOLDER")  # fmt: skip
     add("--cache", "folder for base weights and chats (default: .cache)", type=Path,
         default=HERE / ".cache", metavar="FOLDER")  # fmt: skip
-    add("--cell-timeout", "give a cell up when nothing was heard of it for so long (default: 600)",
+    add("--cell-timeout", "give up on a cell after this long without a word from it (default: 600)",
         type=float, default=600.0, metavar="SECONDS")  # fmt: skip
-    add("--allow-shared-gpu", "measure although other processes compute on the GPU", False,
+    add("--allow-shared-gpu", "measure even if other processes compute on the GPU", False,
         action="store_true")  # fmt: skip
     commands = parser.add_mutually_exclusive_group()
-    add("--quick", "a first answer: 64 and 512 tokens, 24 steps in 3 rounds, without the A/A twin, "
-        "one process a variant for the whole run", False,
+    add("--quick",
+        "a first answer: 64 and 512 tokens, 24 steps in 3 rounds, without the A/A twin, one "
+        "process per variant for the whole run", False,
         action="store_true", to=commands)  # fmt: skip
     add("--kernels", "time the Triton kernels alone, into the same results", False, to=commands,
         action="store_true")  # fmt: skip
-    add("--plot-only", "draw from the results that are there; measure nothing", False, to=commands,
+    add("--plot-only", "draw from existing results; measure nothing", False, to=commands,
         action="store_true")  # fmt: skip
-    add("--merge", "make one run of several: measured on the GPUs of a node, say, with "
-        "CUDA_VISIBLE_DEVICES and --out each its own; wants --out",
+    add("--merge",
+        "merge several runs into one, such as one per GPU of a node, each with its own "
+        "CUDA_VISIBLE_DEVICES and --out; needs --out",
         nargs="+", type=Path, metavar="FILE", to=commands)  # fmt: skip
-    add("--fits", "list what trains fastest in so much GPU memory, from the results that are there",
+    add("--fits", "list what trains fastest in this much GPU memory, from existing results",
         type=float, metavar="GIB", to=commands)  # fmt: skip
-    add("--compare", "hold one results.json against an earlier one; measure nothing; exit code 1 "
-        "when something is slower beyond noise", nargs=2, type=Path, to=commands,
+    add("--compare",
+        "compare a results.json with an earlier one; measure nothing; exit code 1 if something is "
+        "slower beyond noise", nargs=2, type=Path, to=commands,
         metavar=("OLD", "NEW"))  # fmt: skip
 
     given = vars(parser.parse_args(argv))
@@ -189,7 +196,7 @@ def _shown(value: Any) -> str:
 def list_of_variants() -> str:
     names = " ".join(id for id, variant in VARIANTS.items() if variant.checkpoints)
     lines = textwrap.wrap(names, 94, break_on_hyphens=False)
-    said = f"most of them also with {WITHOUT} at the end, without gradient checkpointing"
+    said = f"add {WITHOUT} to most of them to run without gradient checkpointing"
     return "\n  ".join(["variants:", *lines, said])
 
 
@@ -256,8 +263,8 @@ def check_options(asked: argparse.Namespace) -> None:
     rows = asked.batch_size * asked.accumulate
     if (tokens := steps // rounds * rows * longest) > MAX_TOKENS:
         raise ValueError(
-            f"--steps {steps} of {rows} rows (--batch-size) are {tokens:,} tokens a round "
-            f"at {longest}, made before it begins: ask for {MAX_TOKENS:,} or fewer"
+            f"--steps {steps} of {rows} rows (--batch-size) are {tokens:,} tokens a round at "
+            f"{longest}, all made before it begins: ask for {MAX_TOKENS:,} or fewer"
         )
     if not 0 < timeout_s <= MAX_TIMEOUT_S:
         raise ValueError(
@@ -308,9 +315,9 @@ def why_unavailable(variant: str, device: str) -> str | None:
     if missing_package(variant):
         return f"{name} is not installed; pip install -r dev/requirements/peers.txt"
     if recipe.compiled and device == "cpu":
-        return "compiled layers want an NVIDIA GPU; leave them out, or run where there is one"
+        return "compiled layers need an NVIDIA GPU; leave them out, or run where there is one"
     if recipe.graph and device == "cpu":
-        return "a CUDA graph wants an NVIDIA GPU; leave it out, or run where there is one"
+        return "a CUDA graph needs an NVIDIA GPU; leave it out, or run where there is one"
     return None
 
 

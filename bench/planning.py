@@ -125,8 +125,8 @@ def check_lengths(plan: "Plan") -> None:
             works = plan.shortest_from(seq_len + 1)
             wanted = f"give {works} or more" if works else "give other --data"
             raise ValueError(
-                f"--seq-lens {seq_len}: no row of --data reaches so far into an answer that every "
-                f"adapter is trained; {wanted}"
+                f"--seq-lens {seq_len}: no row of --data reaches far enough into an answer to "
+                f"train every adapter; {wanted}"
             )
 
 

@@ -129,7 +129,7 @@ def setting_of(model: str | Path | None, device: str) -> PublishedSetting:
         raise ValueError(f"--suite published: {has}; give --model with one of {there}")
     if device == "cpu":
         raise ValueError(
-            f"--suite published: {name} wants an NVIDIA GPU, and there is none; a rehearsal is any "
+            f"--suite published: {name} needs an NVIDIA GPU, and there is none; a rehearsal is any "
             "other suite"
         )
     return SETTINGS[name]

@@ -306,7 +306,7 @@ def main(argv: list[str] | None = None) -> int:
         with locked(given.out):
             run_missing(asked, tuple(given.variants), given.out / "small_adapters.json")
     except KeyboardInterrupt:
-        print("\nStopped: the same command goes on.")
+        print("\nStopped: the same command continues.")
         return 130
     except RuntimeError as error:
         print(f"small_adapters: {str(error).splitlines()[0]}", file=sys.stderr)

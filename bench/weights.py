@@ -152,11 +152,11 @@ def _misfit(config: Any) -> str | None:
     try:
         shape = Shape.of(config)
     except AttributeError as error:
-        return f"its configuration says no {error.name}"
+        return f"its configuration has no {error.name}"
     if shape.heads % shape.kv_heads:
-        return f"{shape.heads} attention heads do not share {shape.kv_heads} heads of k and v"
+        return f"{shape.heads} attention heads are no multiple of {shape.kv_heads} heads of k and v"
     if shape.head_dim % 2:
-        return f"its heads have {shape.head_dim} channels, which RoPE cannot turn in pairs"
+        return f"its heads have {shape.head_dim} channels, which RoPE cannot rotate in pairs"
     return None
 
 

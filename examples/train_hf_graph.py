@@ -44,7 +44,7 @@ class GraphedTrainer(Trainer):
         model.train()
         if self.step is None:
             if self.args.fp16 or self.args.world_size > 1:
-                raise ValueError("GraphedTrainer wants bf16 or fp32 on one GPU: use Trainer")
+                raise ValueError("GraphedTrainer needs bf16 or fp32 on one GPU: use Trainer")
             self.step = GraphedStep(Loss(self, model), self.optimizer.optimizer)  # type: ignore
         batches = 1 if num_items_in_batch is not None else self.current_gradient_accumulation_steps
         inputs = self._prepare_inputs(inputs)

@@ -197,10 +197,10 @@ def linear_cross_entropy(
     head, num_items = Fp8Head if fp8 else Head, num_items_in_batch
     if isinstance(num_items, Tensor) and num_items.numel() != 1:
         given = list(num_items.shape)
-        raise ValueError(f"linear_cross_entropy wants num_items_in_batch as a number, got {given}")
+        raise ValueError(f"linear_cross_entropy needs num_items_in_batch as a number, got {given}")
     for key, count in (("chunk_tokens", chunk_tokens), ("max_labelled", max_labelled)):
         if count is not None and count < 1:
-            raise ValueError(f"linear_cross_entropy wants {key} above 0, got {count}")
+            raise ValueError(f"linear_cross_entropy needs {key} above 0, got {count}")
     if chunk_tokens is None:
         row_bytes = len(weight) * compute_dtype(hidden).itemsize
         chunk_tokens = max(1, min(CHUNK_TOKENS, CHUNK_BYTES // row_bytes) // head.chunks)
@@ -240,14 +240,14 @@ def _check(tensors: dict[str, Tensor]) -> None:
     fits = fits and (*labels.shape, weight.shape[1]) == hidden.shape
     if not fits or any(tensor.shape != weight.shape[:1] for tensor in bias):
         raise ValueError(
-            f"{name} wants hidden [..., hidden], weight [vocabulary, hidden], labels [...] and "
+            f"{name} needs hidden [..., hidden], weight [vocabulary, hidden], labels [...] and "
             f"bias [vocabulary], got {given}"
         )
     if len({tensor.device for tensor in tensors.values()}) > 1:
-        raise ValueError(f"{name} wants tensors on one device, got {given}")
+        raise ValueError(f"{name} needs tensors on one device, got {given}")
     if labels.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"{name} wants labels in int64 or int32, got {given}")
+        raise ValueError(f"{name} needs labels in int64 or int32, got {given}")
     check_runnable(name, _cross_entropy_kernel, hidden)
     autocast = torch.is_autocast_enabled(hidden.device.type)
     if not autocast and any(tensor.dtype != hidden.dtype for tensor in (weight, *bias)):
-        raise ValueError(f"{name} wants one dtype, or torch.autocast, got {given}")
+        raise ValueError(f"{name} needs one dtype, or torch.autocast, got {given}")

@@ -38,10 +38,10 @@ class Fp8Head(Head):
     def check(name: str, weight: Tensor, bias: Tensor | None) -> None:
         trained = any(one is not None and one.requires_grad for one in (weight, bias))
         if torch.is_grad_enabled() and trained:
-            raise ValueError(f"{name}: fp8 wants a weight and a bias that are frozen")
+            raise ValueError(f"{name}: fp8 needs a weight and a bias that are frozen")
         if any(size % SIZES for size in weight.shape):
             given = list(weight.shape)
-            raise ValueError(f"{name}: fp8 wants multiples of {SIZES}, weight is {given}")
+            raise ValueError(f"{name}: fp8 needs multiples of {SIZES}, weight is {given}")
 
     def loss(
         self, x: Tensor, labels: Tensor, ignore_index: int, grad_x: Tensor | None,

@@ -66,18 +66,18 @@ class Fusion:
         for part in fields(self):
             value = getattr(self, part.name)
             if part.type is bool and not isinstance(value, bool):
-                raise ValueError(f"Fusion wants {part.name}=True or False, got {value!r}")
+                raise ValueError(f"Fusion needs {part.name}=True or False, got {value!r}")
         if not isinstance(self.checkpoint, str):
             raise ValueError(
-                f"Fusion wants checkpoint as one of {', '.join(POLICIES)}, got {self.checkpoint!r}"
+                f"Fusion needs checkpoint as one of {', '.join(POLICIES)}, got {self.checkpoint!r}"
             )
         if bordered:
-            raise ValueError("Fusion: bordered=True is no longer there: ask for layer=True instead")
+            raise ValueError("Fusion: bordered=True is gone: ask for layer=True instead")
         if self.fp8 and not self.layer:
-            raise ValueError("Fusion: fp8=True is of whole layers: ask for layer=True, too")
+            raise ValueError("Fusion: fp8=True needs whole layers: ask for layer=True as well")
         if self.fp8_lm_head and not self.cross_entropy:
             raise ValueError(
-                "Fusion: fp8_lm_head=True is of the fused loss: ask for cross_entropy=True, too"
+                "Fusion: fp8_lm_head=True needs the fused loss: ask for cross_entropy=True as well"
             )
 
 
@@ -107,19 +107,19 @@ def fuse(model: nn.Module, fusion: Fusion | None = None, *, strict: bool = True)
         fusion, strict = _best(model), False
     if not isinstance(fusion, Fusion):
         raise ValueError(
-            f"fuse wants its parts as a Fusion, got {type(fusion).__name__}: give "
-            "fused_lora.Fusion(mlp=True) or the like"
+            f"fuse needs its parts as a Fusion, got {type(fusion).__name__}: pass "
+            "fused_lora.Fusion(mlp=True), for example"
         )
     policy = None
     if fusion.checkpoint or fusion.checkpoint_gib is not None:
         policy = Checkpoint(fusion.checkpoint, fusion.checkpoint_gib)
     if policy is None and not _parts_of(fusion):
         parts = ", ".join(part.name for part in fields(fusion))
-        raise ValueError(f"fuse: {fusion} asks for nothing; set at least one of {parts}")
+        raise ValueError(f"fuse: this Fusion asks for nothing; set at least one of {parts}")
     layers = [layer for _, layer in layers_of(model)]
     if policy is not None and not layers:
         raise ValueError(
-            "fuse: checkpoint concerns no module of this model: it has no layers of transformers' "
+            "fuse: checkpoint finds no layer in this model: it has none of transformers' "
             "GradientCheckpointingLayer"
         )
     ask = _Asked(model, fusion, strict)
@@ -172,7 +172,7 @@ class _Asked:
         reason = next(iter(reasons.values()), None) or switch.none_found
         if self.strict:
             to_do = "" if reason == NO_ADAPTERS else f"; leave {part} out"
-            raise ValueError(f"fuse: {part}=True fuses no module of this model: {reason}{to_do}")
+            raise ValueError(f"fuse: {part}=True fuses no module: {reason}{to_do}")
         if reason == NO_ADAPTERS:
             self.early.add(part)
         self.refused |= {f"{name} as {part}": why for name, why in reasons.items() if why}
@@ -186,14 +186,14 @@ class _Asked:
         reasons = {name: why for name, why in why_not.items() if why}
         if reasons and self.strict:
             reason = next(iter(reasons.values()))
-            raise ValueError(f"fuse: {switch}=True fuses no layer of this model: {reason}")
+            raise ValueError(f"fuse: {switch}=True fuses no layer: {reason}")
         self.refused |= reasons
         return not reasons
 
 
 def _check_model(function: str, model: Any) -> None:
     if not isinstance(model, nn.Module):
-        raise ValueError(f"{function} wants a model, a torch.nn.Module, got {type(model).__name__}")
+        raise ValueError(f"{function} needs a model, a torch.nn.Module, got {type(model).__name__}")
 
 
 def _best(model: nn.Module) -> Fusion:

@@ -33,6 +33,8 @@ from fused_mlp.launching import is_capturing, launch
 
 IGNORED = -100
 BLOCK_LABELS = 4096
+TO_DO = ": resize the embeddings, or mask it"
+ITS_UPDATE = ". Its update was NaN: go on from a checkpoint"
 NOWHERE = tl.constexpr(2**31 - 1)
 
 
@@ -131,17 +133,13 @@ def raise_earlier(device: torch.device) -> None:
     """Raise the error of an earlier call, if the host has seen one since."""
     found = _found.get(device)
     if found is not None and (wrong := found.take()) is not None:
-        raise ValueError(
-            _said("a label of an earlier batch is", *wrong, IGNORED)
-            + ". The update from that batch was NaN: go on from a checkpoint"
-        )
+        raise ValueError(_said("a label of an earlier batch is", *wrong, IGNORED, ITS_UPDATE))
 
 
-def _said(what: str, label: int, vocabulary: int, ignore_index: int) -> str:
+def _said(what: str, label: int, vocabulary: int, ignore_index: int, to_do: str = TO_DO) -> str:
     return (
         f"{what} {label}, outside the vocabulary of {vocabulary:,} words (0 to {vocabulary - 1}, "
-        f"or {ignore_index} to ignore it): add new tokens with resize_token_embeddings, or mask it "
-        f"with {ignore_index}"
+        f"or {ignore_index} to ignore it){to_do}"
     )
 
 

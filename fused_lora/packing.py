@@ -54,7 +54,7 @@ def _whole(what: str, length: Any, least: int = 0) -> int:
         whole = least - 1
     if whole < least:
         raise ValueError(
-            f"pack wants lengths in whole tokens of at least {least}, got {length!r} for {what}"
+            f"pack needs lengths in whole tokens of at least {least}, got {length!r} for {what}"
         )
     return whole
 
@@ -79,14 +79,14 @@ def fill_row(batch: dict[str, Any], tokens: int) -> dict[str, Tensor]:
     if len(shape) != 2 or any(batch[name].shape != shape for name in PACKED):
         given = ", ".join(f"{name} {list(batch[name].shape)}" for name in PACKED)
         raise ValueError(
-            f"fill_row wants input_ids, labels and position_ids [1, T], got {given}: collate it "
+            f"fill_row needs input_ids, labels and position_ids [1, T], got {given}: collate it "
             "flattened"
         )
     rows, given = shape
     if rows != 1 or not 0 < given <= tokens:
         raise ValueError(
             f"fill_row: the batch is {rows} x {given:,} tokens, should be one row of 1 to "
-            f"{tokens:,}: give it other documents (fused_lora.pack)"
+            f"{tokens:,}: choose its documents with fused_lora.pack"
         )
     filled = {
         name: F.pad(batch[name], (0, tokens - given), value=filler)

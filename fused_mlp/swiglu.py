@@ -134,7 +134,7 @@ def _check(name: str, **tensors: Tensor) -> None:
             f"{key} {list(value.shape)} {value.dtype} on {value.device}"
             for key, value in tensors.items()
         )
-        raise ValueError(f"{name} wants tensors of one shape, dtype and device, got {given}")
+        raise ValueError(f"{name} needs tensors of one shape, dtype and device, got {given}")
     check_runnable(name, _swiglu_forward_kernel, first)
 
 

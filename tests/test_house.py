@@ -64,6 +64,49 @@ def test_modules_at_the_root_import_no_room_above_them():
         assert imported and not {module.split(".")[0] for module in imported} & {*above[first:]}
 
 
+VALUE = "x" * 12  # stands for what a message fills in
+TWO_LINES = 160
+REASON = 97  # what is left of them beside the part or class, and what to do about it
+MESSAGES = ("fused_lora/adopt/", "fused_lora/step/", "fused_lora/fuse.py", "fused_lora/packing.py",
+            "fused_lora/label_check.py")  # fmt: skip
+RAISED = {"ValueError", "RuntimeError", "TypeError", "AttributeError", "warn"}
+
+
+def text_of(node):
+    """Return a string as a user reads it, None for anything else."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(map(text_of, node.values))
+    if isinstance(node, ast.FormattedValue):
+        return VALUE
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+
+
+def texts(node, most):
+    """Yield the strings below a node, docstrings left out, and how long each may be."""
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+        return
+    name = getattr(node, "func", None)
+    if isinstance(node, ast.Assign) or getattr(name, "attr", getattr(name, "id", "")) in RAISED:
+        most = TWO_LINES
+    if (text := text_of(node)) is not None:
+        yield text, most
+        return
+    for child in ast.iter_child_nodes(node):
+        yield from texts(child, most)
+
+
+def test_messages_of_fuse_fit_two_lines_of_80_columns():
+    """A reason, which an error of `fuse`, a warning or the report quotes, leaves room for that."""
+    found = [
+        one
+        for path, tree in modules()
+        if str(path).startswith(MESSAGES)
+        for one in texts(tree, REASON if path.parts[1] == "adopt" else TWO_LINES)
+    ]
+    assert sum(" " in text for text, _ in found) > 100
+    assert not [text for text, most in found if len(text) > most]
+
+
 PAGES = [path for folder in (".", "docs", "dev") for path in (ROOT / folder).glob("*.md")]
 
 

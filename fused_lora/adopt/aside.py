@@ -29,8 +29,7 @@ def say_once(module: nn.Module, reason: str) -> None:
     owner.told.add(reason)
     if not any(wish in reason for wish in WISHES):
         warnings.warn(
-            f"a fused {type(module).__name__} ran as its class has it: {reason} "
-            "(fused_lora.report says which others do)",
+            f"a fused {type(module).__name__} stepped aside: {reason} (see fused_lora.report)",
             stacklevel=3,
         )
 

@@ -169,8 +169,8 @@ def _make(reads: Sequence[Projection], parts: Sequence[Projection], ranks: Seque
 def layout_of(weight: Tensor, parts: Sequence[Projection], ranks: Sequence[int]) -> Layout:
     if is_capturing(weight):
         raise RuntimeError(
-            "a fused layer's weights lie elsewhere than in its last eager forward, and cannot be "
-            "moved while a CUDA graph is captured: run one step eagerly first"
+            "a fused layer's weights have moved since its last eager forward: run one step "
+            "eagerly, then capture the CUDA graph"
         )
     outs = tuple(part.weight.shape[0] for part in parts)
     blocks = tuple(max(rank, part.A.shape[0]) for rank, part in zip(ranks, parts, strict=True))

@@ -45,13 +45,10 @@ def read_head(model: Any) -> nn.Linear:
     if form.capped_by and (cap := getattr(config, form.capped_by)) is not None:
         raise Refusal(
             f"its logits are soft-capped ({form.capped_by} is {cap}), which the fused loss does "
-            "not do: leave cross_entropy out"
+            "not do"
         )
     if form.has_router and config.output_router_logits:
-        raise Refusal(
-            "its routers' loss is added (output_router_logits), which the fused loss does not do: "
-            "leave cross_entropy out, or set model.config.output_router_logits = False"
-        )
+        raise Refusal("it adds its routers' loss: set model.config.output_router_logits = False")
     head = model.lm_head
     modules = [head]
     if type(head) is ModulesToSaveWrapper:
@@ -115,8 +112,8 @@ def why_not_options(
 
 
 NO_CACHE = (
-    "a fused loss fills no cache in training, which model.config.use_cache asks for: set that to "
-    "False, or call the model with use_cache=True"
+    "a fused loss fills no cache in training: set model.config.use_cache to False, or call the "
+    "model with use_cache=True"
 )
 
 

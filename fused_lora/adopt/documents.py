@@ -74,7 +74,7 @@ def check_not_empty(module: nn.Module, inputs: dict[str, Any]) -> None:
         rows = inputs.get(name)
         if isinstance(rows, Tensor) and 0 in rows.shape[:2]:
             raise ValueError(
-                f"a fused {type(module).__name__} wants a batch with tokens, got {name} "
+                f"a fused {type(module).__name__} needs a batch with tokens, got {name} "
                 f"{list(rows.shape)}: skip empty batches"
             )
 

@@ -12,12 +12,12 @@ from .foreign.originals import why_patched, why_replaced
 from .foreign.parallel import is_fsdp
 
 KNOWN_TO = {
-    "MLP": "an MLP class that is known to compute down(activation(gate) * up)",
-    "Attention": "an attention class whose forward is known",
-    "RMSNorm": "a norm class that is known to compute weight * (x / rms(x))",
-    "NormedLayer": "a layer class whose forward is known",
-    "DecoderLayer": "a layer class whose parts are known",
-    "ForCausalLM": "a class that is known to compute its loss from lm_head alone",
+    "MLP": "an MLP class that we know, down(activation(gate) * up)",
+    "Attention": "an attention class that we know",
+    "RMSNorm": "a norm class that we know, weight * (x / rms(x))",
+    "NormedLayer": "a layer class that we know",
+    "DecoderLayer": "a layer class whose parts we know",
+    "ForCausalLM": "a class that we know, with its loss from lm_head alone",
 }
 # Functions, and methods of their own, that the forwards of these classes call and that fused ones
 # compute themselves.
@@ -49,7 +49,7 @@ def why_not_class(module: nn.Module, kind: str) -> str | None:
     if cls is ModulesToSaveWrapper:
         return "it is trained whole: leave it out of modules_to_save"
     if _form_of(cls, kind) is None:
-        return f"{cls.__name__} is not {KNOWN_TO[kind]} (docs/support.md lists the families)"
+        return f"{cls.__name__} is not {KNOWN_TO[kind]} (see docs/support.md)"
     method = METHODS.get(kind, "forward")
     return (
         why_patched(cls)

@@ -164,8 +164,8 @@ def _read(layer: Any, asked: type[Border] | None = None) -> list[list[Projection
     borders = borders_of(layer)
     if borders is not None and borders.replica_of is not None:
         raise Refusal(
-            f"its base weights are those of {borders.replica_of}, too (layer_replication): only "
-            "the first such layer runs whole"
+            f"layer_replication gives it the base weights of {borders.replica_of}: only the first "
+            "runs whole"
         )
     kind = Border if borders is None else borders.kind
     refuse(kind.why_not(layer))
@@ -189,8 +189,8 @@ def _why_not_inputs(
     dtype = _dtype_of(layer)
     if hidden.dtype != dtype or compute_dtype(hidden) != dtype:
         return (
-            f"its input is {hidden.dtype}, its weights are {dtype} and {compute_dtype(hidden)} is "
-            "what it should compute in: give all one dtype"
+            f"its weights are {dtype}, input {hidden.dtype}, computation {compute_dtype(hidden)}: "
+            "give all one dtype"
         )
     return None
 

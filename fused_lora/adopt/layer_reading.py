@@ -45,16 +45,16 @@ def read_groups(layer: Any, kind: type[Border]) -> list[list[Projection]]:
             for tensor, wanted in ((read.weight, of_weight), (read.bias, dtype)):
                 if tensor is not None and (tensor.dtype, tensor.device) != (wanted, device):
                     raise Refusal(
-                        f"{name}: its base layer is {tensor.dtype} on {tensor.device}, its layer's "
-                        f"norms are {dtype} on {device}: give all one dtype and one device"
+                        f"{name} is {tensor.dtype} on {tensor.device}, norms {dtype} on {device}: "
+                        "make them alike"
                     )
             group.append(read)
         groups.append(group)
     for weight in (*norms, *(head_norms_of(layer.self_attn) or ())[:2]):
         if (weight.dtype, weight.device) != (dtype, device):
             raise Refusal(
-                f"a norm of its layer or of heads is {weight.dtype} on {weight.device}, another "
-                f"{dtype} on {device}: give all one dtype and one device"
+                f"its norms are {weight.dtype} on {weight.device} and {dtype} on {device}: make "
+                "them alike"
             )
     refuse(why_unloaded(layer, (read for group in groups for read in group)))
     return groups
@@ -118,7 +118,7 @@ def _why_not_parts(layer: Any) -> str | None:
     if reason:
         return reason
     if type(layer).__bases__[0].__name__ == "FSDPModule":
-        return "its weights are gathered by fully_shard into memory of its own; use the other parts"
+        return "fully_shard gathers its weights elsewhere: use the other parts"
     attention, mlp = layer.self_attn, layer.mlp
     for name, kind in (("self_attn", "Attention"), ("mlp", "MLP")):
         part = layer._modules[name]

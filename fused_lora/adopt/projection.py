@@ -22,7 +22,7 @@ from .foreign.originals import why_patched
 from .fp8.checkpoint import hint_for_codes, hint_for_layer
 from .refusal import Refusal, refuse
 
-UNQUANTISED = "if quantised, load the model in bf16 without quantization_config"
+UNQUANTISED = "load the model in bf16, not quantised"
 BASE_IS_TRAINED = "its base weight is trained: freeze it, requires_grad_(False)"
 CAST = "cast the model to bfloat16, float16 or float32"
 
@@ -123,8 +123,8 @@ def _dropout_of(dropout: Any) -> float:
         return 0.0
     if type(dropout) is not nn.Dropout:
         raise Refusal(
-            f"its lora_dropout is {type(dropout).__name__}, not torch.nn.Dropout as "
-            "LoraConfig(lora_dropout=) has"
+            f"its lora_dropout is {type(dropout).__name__}, not torch.nn.Dropout, which LoraConfig "
+            "makes"
         )
     if not dropout.training or dropout.p == 0.0:
         return 0.0
@@ -226,10 +226,7 @@ def _parameter(module: nn.Module, name: str) -> Any:
 def why_not_plain(weight: Any) -> str | None:
     """Return the reason if a weight is no plain tensor in a dtype that kernels compute in."""
     if type(weight).__name__ == "DTensor":
-        return (
-            "is sharded (DTensor): a forward, which gathers it, runs fused if fuse came before "
-            "fully_shard"
-        )
+        return "is sharded (DTensor): its forward is fused if fuse came before fully_shard"
     is_ours = isinstance(weight, PlacedWeight)
     if not (is_ours or type(weight) in (nn.Parameter, Tensor)) or not weight.is_floating_point():
         return f"is quantised or wrapped ({type(weight).__name__}): {UNQUANTISED}"

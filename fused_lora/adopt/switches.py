@@ -40,7 +40,7 @@ LAYER = Site(layers, layer.check_layer, layer.layer_forward)
 
 NO_MLP = "it has no MLP with gate_proj, up_proj and down_proj (a mixture's experts stay PEFT's)"
 NO_ATTENTION = "it has no attention with q_proj, k_proj and v_proj"
-NO_HEAD = "it has no lm_head, or PEFT makes a loss of its own of the logits (CPT)"
+NO_HEAD = "it has no lm_head, or PEFT computes its own loss from the logits (CPT)"
 NO_LAYER = "it has no decoder layer with self_attn, post_attention_layernorm and mlp"
 SWITCHES = {
     "mlp": Part((MLP,), NO_MLP, "projections"),

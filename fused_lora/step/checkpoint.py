@@ -64,8 +64,8 @@ class Checkpoint:
             isinstance(memory_gib, int | float) and 0 <= memory_gib < float("inf")
         ):
             raise ValueError(
-                f"checkpoint: selective wants checkpoint_gib, what the layers that are kept may "
-                f"hold, a number of GiB; got {memory_gib!r}"
+                "checkpoint: selective needs checkpoint_gib, the memory for the layers it keeps, "
+                f"as a number of GiB; got {memory_gib!r}"
             )
         if policy != "selective" and memory_gib is not None:
             raise ValueError(f"checkpoint: checkpoint_gib is for selective, not for {policy}")
@@ -141,9 +141,8 @@ class _NoDropout(Bystander):
 
     def __call__(self, module: nn.Module, *_) -> None:
         raise ValueError(
-            "checkpoint: a layer with dropout that does not run fused cannot be captured in a CUDA "
-            "graph, where it would drop other elements when it runs again; set dropout to 0, or do "
-            "not checkpoint"
+            "checkpoint: in a CUDA graph a layer that does not run fused cannot repeat its "
+            "dropout when it is recomputed; set dropout to 0, or do not checkpoint"
         )
 
 

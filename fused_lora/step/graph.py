@@ -214,7 +214,7 @@ class GraphedStep:
         loss = getattr(output, "loss", output)
         if not isinstance(loss, Tensor):
             raise ValueError(
-                f"GraphedStep wants a loss from the model, got {type(loss).__name__}: give labels"
+                f"GraphedStep needs a loss from the model, got {type(loss).__name__}: pass labels"
             )
         (loss if self.accumulation_steps == 1 else loss / self.accumulation_steps).backward()
         without = sum(parameter.grad is None for parameter in self._trained)
@@ -275,7 +275,7 @@ class GraphedStep:
             reason = (str(cause).splitlines() or [""])[0]
             raise RuntimeError(
                 f"GraphedStep: this step cannot be captured: {type(cause).__name__}: {reason}; "
-                "train it eagerly, or take out what raised this"
+                "train it eagerly, or remove what raised this"
             ) from cause
         finally:  # a capture does nothing yet
             for parameter, gradient in zip(self._trained, gradients, strict=True):

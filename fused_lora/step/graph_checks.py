@@ -22,24 +22,25 @@ def check_arguments(
     ):
         if not isinstance(given, wanted):
             raise ValueError(
-                f"GraphedStep wants {name} as a torch.{wanted.__module__.split('.')[1]}."
-                f"{wanted.__name__}, got {type(given).__name__}"
+                f"GraphedStep needs {name} as a "
+                f"torch.{wanted.__module__.split('.')[1]}.{wanted.__name__}, got "
+                f"{type(given).__name__}"
             )
     # a context is callable, too, as a decorator
     if not callable(autocast) or isinstance(autocast, AbstractContextManager):
         raise ValueError(
-            "GraphedStep wants autocast as a function that makes a context, got "
-            f"{type(autocast).__name__}: give lambda: torch.autocast('cuda', torch.bfloat16)"
+            "GraphedStep needs autocast as a function that makes a context, got "
+            f"{type(autocast).__name__}: pass lambda: torch.autocast('cuda', torch.bfloat16)"
         )
     if max_grad_norm is not None and not (
         isinstance(max_grad_norm, int | float) and max_grad_norm >= 0
     ):
         raise ValueError(
-            f"GraphedStep wants max_grad_norm as a number or None, got {max_grad_norm!r}"
+            f"GraphedStep needs max_grad_norm as a number or None, got {max_grad_norm!r}"
         )
     if any(not isinstance(count, int) or count < 1 for count in counts.values()):
         raise ValueError(
-            f"GraphedStep wants {' and '.join(counts)} of at least 1, got "
+            f"GraphedStep needs {' and '.join(counts)} of at least 1, got "
             f"{' and '.join(map(repr, counts.values()))}"
         )
 
@@ -57,15 +58,15 @@ def check_capturable(
     devices = sorted({str(parameter.device) for parameter in parameters})
     if len(devices) != 1 or torch.device(devices[0]).type != device_type:
         raise ValueError(
-            f"GraphedStep wants all parameters on one {device_type} device, got "
+            f"GraphedStep needs all parameters on one {device_type} device, got "
             f"{', '.join(devices) or 'no parameters'}: move the model with .to('{device_type}')"
         )
     optimized = set(trained)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter not in optimized:
             raise ValueError(
-                f"GraphedStep wants every parameter that requires a gradient in the optimizer, "
-                f"got {name} outside of it: freeze it, or give it to the optimizer"
+                "GraphedStep needs every parameter that requires a gradient in the optimizer, but "
+                f"{name} is not: freeze it, or give it to the optimizer"
             )
 
 
@@ -73,9 +74,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError for one whose update cannot be captured."""
     if not all(group.get("capturable") for group in optimizer.param_groups):
         raise ValueError(
-            f"GraphedStep wants an optimizer with capturable=True, got "
-            f"{type(optimizer).__name__} without: use "
-            "torch.optim.AdamW(parameters, lr, fused=True, capturable=True)"
+            f"GraphedStep needs an optimizer with capturable=True, got {type(optimizer).__name__} "
+            "without: use torch.optim.AdamW(parameters, lr, fused=True, capturable=True)"
         )
 
 
@@ -91,8 +91,8 @@ def form_of(inputs: dict[str, Any], nested: bool = False) -> tuple[Hashable, ...
             form.append((name, type(value), value))
         else:
             raise ValueError(
-                "GraphedStep wants tensors and constants (None, numbers, strings, dicts of them) "
-                f"as inputs, got {name} as {type(value).__name__}: give its parts one by one"
+                "GraphedStep needs tensors and constants (None, numbers, strings, dicts of them) "
+                f"as inputs, got {name} as {type(value).__name__}: pass its parts one by one"
             )
     return tuple(form)
 
@@ -133,6 +133,6 @@ def check_unchanged(at_capture: dict[str, Any], now: dict[str, Any]) -> None:
     for what, value in at_capture.items():
         if value != now[what]:
             raise ValueError(
-                f"GraphedStep: {what} is not what it was when this step was captured; call "
-                "reset() to capture it again (only lr may change without)"
+                f"GraphedStep: {what} is not what it was when this step was captured; call reset() "
+                "to capture it again (only lr may change)"
             )

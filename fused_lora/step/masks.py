@@ -55,9 +55,8 @@ class LayersWithoutMask:
         """Within it the model is captured; warns of a mask that a layer did without eagerly."""
         if not self.deciding and not self.says_none and any(map(_is_compiled, self.layers)):
             warnings.warn(
-                "GraphedStep does not see which masks compiled layers get, and in a graph "
-                "transformers may build one, with which attention loses its fast kernels: give "
-                'Qwen models attention_mask={"full_attention": None}, or do not compile',
+                "GraphedStep cannot see the masks of compiled layers, and a mask makes attention "
+                'slow: pass attention_mask={"full_attention": None} (Qwen), or do not compile',
                 stacklevel=2,
             )
         keeping = _Keeping(self.had_none, is_certain=not self.deciding)
@@ -65,9 +64,8 @@ class LayersWithoutMask:
             yield
         if keeping.found_masks:
             warnings.warn(
-                "GraphedStep: without a graph this step attended without a mask; in the graph it "
-                f"has one, for {' and '.join(self.deciding)} may differ there, and attention loses "
-                "its fast kernels: leave that input out of batches whose rows have no padding",
+                "GraphedStep: this step has a mask only in the graph, which makes attention slow: "
+                f"leave {' and '.join(self.deciding)} out of batches whose rows have no padding",
                 stacklevel=2,
             )
 

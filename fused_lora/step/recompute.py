@@ -139,8 +139,8 @@ class _Run:
             _set_random(now)
         if [tensor.shape for tensor in found] != self.shapes:
             raise RuntimeError(
-                f"checkpoint: a layer saved {len(self.shapes)} tensors when it ran first, and "
-                f"{len(found)} or others when it ran again; it has to do the same both times"
+                f"checkpoint: a layer saved {len(self.shapes)} tensors in its forward, and "
+                f"{len(found)} or others when recomputed; it must do the same both times"
             )
         if self.see is not None:
             self.see(found)

@@ -124,7 +124,7 @@ def test_weights_cannot_be_moved_while_a_graph_is_captured(device, monkeypatch):
     model, _, _ = pair(device)
     model.to(torch.bfloat16)
     monkeypatch.setattr(module, "is_capturing", lambda _: True)
-    with pytest.raises(RuntimeError, match=r"lie elsewhere .* run one step eagerly first"):
+    with pytest.raises(RuntimeError, match=r"have moved .* run one step eagerly, then capture"):
         logits(model)
 
 

@@ -89,7 +89,7 @@ def test_layers_run_whole_and_right_or_say_what_they_are(name, device):
     plain = FAMILIES[name].peft_model(device).train()
     fused = copy.deepcopy(plain)
     if reason := FAMILIES[name].not_whole:
-        wanted = f"layer=True fuses no module of this model: {reason}"
+        wanted = f"layer=True fuses no module: {reason}"
         with pytest.raises(ValueError, match=wanted):
             fuse(fused, LAYER)
         return

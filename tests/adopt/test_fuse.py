@@ -177,7 +177,7 @@ def test_base_models_without_adapters_fuse_their_norms_and_loss(device):
 
 def test_a_model_that_was_fused_before_it_had_adapters_says_so_until_it_is_fused_again(device):
     base, early = base_model(device), "fuse was called before the model had adapters: call it again"
-    with pytest.raises(ValueError, match=r"no module .*: the model has no adapters: .* then fuse$"):
+    with pytest.raises(ValueError, match=r"no module: the model has no adapters: .* then fuse$"):
         fuse(base, MLP_ON)
     with pytest.warns(UserWarning, match=r"attention, mlp left out: .* peft\.get_peft_model first"):
         found = fuse(base, Fusion(**ALL), strict=False)

@@ -15,7 +15,7 @@ import fused_lora.adopt.site
 from fused_lora import Fusion, fuse, report, unfuse
 from fused_lora.adopt.site import ON_CPU
 
-HOOKED = "its forward has been replaced by accelerate's hook ModelHook: take that away"
+HOOKED = "accelerate's ModelHook has replaced its forward: remove_hook_from_module"
 
 
 def said_by(*runs):
@@ -24,7 +24,7 @@ def said_by(*runs):
         warnings.simplefilter("always")
         for run in runs:
             run()
-    return [str(one.message) for one in caught if "ran as its class has it" in str(one.message)]
+    return [str(one.message) for one in caught if "stepped aside" in str(one.message)]
 
 
 def test_a_reason_that_nobody_asked_for_is_said_once_and_a_wish_never(calls, device):
@@ -40,7 +40,7 @@ def test_a_reason_that_nobody_asked_for_is_said_once_and_a_wish_never(calls, dev
     assert said_by(run, without_adapters) == [] and len(calls) == 2
     handles = [layer.mlp.up_proj.register_forward_hook(lambda *_: None) for layer in layers(fused)]
     (said,) = said_by(run, run)
-    assert "a fused Qwen2MLP ran as its class has it: up_proj: it has hooks" in said
+    assert "a fused Qwen2MLP stepped aside: up_proj: it has hooks" in said
     for handle in handles:
         handle.remove()
     assert said_by(run) == [] and len(calls) == 4
@@ -113,7 +113,7 @@ def test_fp32_weights_under_autocast_run_as_the_other_fused_parts_with_a_warning
     fused, plain, _ = pair(device, EVERYTHING)
     fuse(plain, Fusion(**ALL))
     with pytest.warns(
-        UserWarning, match="ran as its class has it: .*weights are torch.float32 .* give all one"
+        UserWarning, match="stepped aside: .*weights are torch.float32, .* give all one"
     ):
         got = step(fused, autocast=True, length=SHORT)
     want = step(plain, autocast=True, length=SHORT)

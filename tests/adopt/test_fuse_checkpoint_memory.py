@@ -147,6 +147,6 @@ def test_dropout_in_a_capture_is_refused_where_it_would_be_another_when_a_layer_
         if is_fused:
             assert loss_of(model).isfinite()
         else:
-            with pytest.raises(ValueError, match="does not run fused cannot be captured"):
+            with pytest.raises(ValueError, match="does not run fused cannot repeat its dropout"):
                 loss_of(model)
     loss_of(model).backward()

@@ -134,7 +134,7 @@ def test_the_report_of_a_sharded_model_says_that_its_weights_are_gathered(group,
     done = report(shard(model, device))
     assert done.left.keys() == {name for names in before.fused.values() for name in names}
     for reason in done.left.values():
-        assert "is sharded (DTensor): a forward, which gathers it, runs fused if" in reason
+        assert "is sharded (DTensor): its forward is fused if" in reason
 
 
 def test_fusing_a_sharded_model_is_a_value_error(group, device):

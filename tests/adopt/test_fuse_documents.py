@@ -179,7 +179,7 @@ def test_a_layer_that_steps_aside_still_attends_to_documents(fusion, device):
     fused, plain = pair(device, fusion)
     batch = DataCollatorWithFlattening()(documents(device))
     layers(fused)[0].self_attn.q_proj.register_forward_hook(lambda *_: None)
-    with pytest.warns(UserWarning, match="ran as its class has it"):
+    with pytest.warns(UserWarning, match="stepped aside"):
         got = step(fused, batch)
     assert_trained_as(got, plain, *one_by_one())
 

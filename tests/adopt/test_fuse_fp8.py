@@ -237,7 +237,7 @@ def test_a_head_that_is_trained_or_of_another_size_is_refused_or_told(heads, dev
     with pytest.raises(ValueError, match=r"its lm_head is trained, .* leave fp8_lm_head out"):
         fuse(model, LOSS)
     with pytest.raises(
-        ValueError, match=r"a base weight is \[250, 32\]: FP8 wants multiples of 16"
+        ValueError, match=r"a base weight is \[250, 32\]: FP8 needs multiples of 16"
     ):
         fuse(peft_model(device, config=CONFIG | {"vocab_size": 250}), LOSS)
     later = peft_model(device, config=VOCABULARY)
@@ -253,7 +253,7 @@ def test_a_head_that_is_trained_or_of_another_size_is_refused_or_told(heads, dev
 
 def test_sizes_that_fp8_cannot_take_are_refused_or_run_in_the_models_precision(device):
     model = peft_model(device)
-    with pytest.raises(ValueError, match=r"fuse: fp8=True fuses no layer .* multiples of 16"):
+    with pytest.raises(ValueError, match=r"fuse: fp8=True fuses no layer: .* multiples of 16"):
         fuse(model, FP8)
     done = fuse(model, FP8, strict=False)
     assert done.counts["layer"] == "2 of 2 layers"

@@ -69,7 +69,7 @@ def test_it_fills_a_cache_only_if_it_is_asked_to(device):
     fused, plain, _ = layer_case.pair(device, Fusion(layer=True, cross_entropy=True))
     for model in (fused, plain):
         model.config.use_cache = True
-    with pytest.warns(UserWarning, match="fills no cache in training, which model.config"):
+    with pytest.warns(UserWarning, match="fills no cache in training: set model.config"):
         got = step(fused, length=SHORT)
     assert got.functions["DecoderLayer"] == 2
     assert_close(got, step(plain, length=SHORT))
@@ -190,7 +190,7 @@ def test_options_that_the_fused_loss_does_not_know_are_and_it_says_so_once(optio
     labels = tokens[:, -3:] if option == "logits_to_keep" else tokens
     inputs = {"input_ids": tokens, "labels": labels, option: value}
     with pytest.warns(
-        UserWarning, match=f"a fused Qwen2ForCausalLM ran .* given {option}[,:]"
+        UserWarning, match=f"a fused Qwen2ForCausalLM stepped aside: .* given {option}[,:]"
     ) as w:
         _, got = (fused(**inputs) for _ in range(2))
     want = plain(**inputs)

@@ -229,7 +229,7 @@ def test_a_fused_forward_has_the_signature_of_the_class(device):
 def test_data_parallel_which_the_trainer_uses_on_several_gpus_is_refused_in_words(device):
     fused, plain, _ = layer_case.pair(device, Fusion(checkpoint="full"))
     for model in (fused, copy.deepcopy(fused)):
-        with pytest.raises(RuntimeError, match="start one process a GPU with torchrun"):
+        with pytest.raises(RuntimeError, match="start one process per GPU with torchrun"):
             # as torch.nn.parallel.replicate does, which wants GPUs for it
             [module._replicate_for_data_parallel() for module in model.modules()]
     unfuse(fused)

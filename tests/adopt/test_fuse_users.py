@@ -315,7 +315,7 @@ def test_of_layers_with_the_same_base_weights_the_first_runs_as_one(device):
     fused = copy.deepcopy(plain)
     left = fuse(fused, LAYER).left
     replica = NAMES[0].replace("0", "2")
-    assert [*left] == [replica] and f"are those of {NAMES[0]}, too" in left[replica]
+    assert [*left] == [replica] and f"the base weights of {NAMES[0]}: only" in left[replica]
     weights = [layer_of(fused, index).mlp.up_proj.base_layer.weight for index in (0, 2)]
     assert weights[0] is weights[1]
     place = weights[0].data_ptr()

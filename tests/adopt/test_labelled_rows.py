@@ -176,7 +176,7 @@ def test_labels_that_do_not_fit_are_refused(wanted, device):
     fused, _, _ = pair(device, WITH_LOSS)
     tokens = ids(device)[:, :3]
     for labels in (tokens.repeat(2, 1), tokens[:, 1:]):
-        with pytest.raises(ValueError, match="linear_cross_entropy wants hidden"):
+        with pytest.raises(ValueError, match="linear_cross_entropy needs hidden"):
             fused(input_ids=tokens, labels=labels)
     assert not any(wanted)
 

@@ -53,7 +53,7 @@ HUGE = "9" * 20
         (["--suite", "published"], "one model at a time; give --model with one of configs/qwen2.5"),
         (["--suite", "published", "--model", "configs/tiny.json"], "no setting of tiny is known;"),
         (["--suite", "published", "--model", "configs/qwen3-8b.json", "--device", "cpu"],
-         "qwen3-8b wants an NVIDIA GPU"),
+         "qwen3-8b needs an NVIDIA GPU"),
         (["--steps", "0"], "--steps 0: give 1 or more"),
         (["--steps", HUGE, "--rounds", "1"], "tokens a round"),
         (["--accumulate", HUGE], "tokens a round"),
@@ -136,7 +136,7 @@ TINY = json.loads((ROOT / "configs" / "tiny.json").read_text())
         (json.dumps(TINY | {"vocab_size": 100}), "vocab_size is 100, its tokenizer has 4096"),
         (json.dumps(TINY | {"pad_token_id": 32000}), "its pad_token_id 32000 is beyond its vocab"),
         (json.dumps(TINY | {"num_attention_heads": 4, "num_key_value_heads": 3}),
-         "4 attention heads do not share 3 heads of k and v"),
+         "4 attention heads are no multiple of 3 heads of k and v"),
         (json.dumps(TINY | {"head_dim": 15}), "its heads have 15 channels"),
         (json.dumps(TINY | {"model_type": "llama", "hidden_size": 66}), "does not take it (Class "),
         (json.dumps(TINY | {"quantization_config": {"quant_method": "fp8"}}), "are quantised ("),
@@ -187,7 +187,7 @@ def test_what_is_wrong_with_an_argument_comes_before_who_else_is_on_the_gpu(
     monkeypatch.setattr(machine, "other_processes", lambda own: 3)
     out = tmp_path / "out"
     assert "3 other processes compute on the GPU" in bad(capsys, out, *late[:2])
-    no_answer = "no row of --data reaches so far into an answer that every adapter is trained"
+    no_answer = "no row of --data reaches far enough into an answer to train every adapter"
     for words, *arguments in (
         ("--seq-lens 2: give", "--seq-lens", "2"),
         ("--rank 4000: the", "--rank", "4000"),

@@ -208,7 +208,7 @@ def test_what_cannot_run_is_said_once(run_cells, capsys):
     lines = [line for line in said.splitlines() if "NVIDIA GPU" in line]
     assert len(lines) == 3 and "unavailable" not in said
     graphs = "fused layers, CUDA graph, all parts, CUDA graph"
-    assert lines[2].startswith(f"{graphs}: a CUDA graph wants")
+    assert lines[2].startswith(f"{graphs}: a CUDA graph needs")
 
 
 def run_and_be_killed(run_cells, rounds, seed):

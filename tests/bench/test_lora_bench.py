@@ -146,7 +146,7 @@ def test_a_stop_keeps_what_was_measured_and_the_same_command_goes_on(
         with monkeypatch.context() as patch:
             patch.setattr(isolated, "run", partial(interrupted, stopped_by))
             assert lora_bench.main(asked) == code
-        assert "the same command goes on" in capsys.readouterr().out
+        assert "the same command continues" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
     before = saved(tmp_path)
     assert before.floor and not before.cells and before.finished_utc is None

@@ -263,6 +263,6 @@ def test_compiled_around_it_is_right(case):
 def test_inputs_that_do_not_fit_are_a_value_error(name, change, message, case):
     arguments = dict(zip(("hidden", "weight", "bias", "labels"), case, strict=True))
     arguments[name] = change(arguments.get(name))
-    with pytest.raises(ValueError, match=r"linear_cross_entropy wants .*" + message) as error:
+    with pytest.raises(ValueError, match=r"linear_cross_entropy needs .*" + message) as error:
         linear_cross_entropy(**arguments)
     assert "\n" not in str(error.value)

@@ -126,8 +126,8 @@ def test_transposed(shape, device):
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    (lambda w: w[:40], r"fp8 wants multiples of 16, weight is \[40, 32\]"),
-    (lambda w: w.requires_grad_(), "fp8 wants a weight and a bias that are frozen"),
+    (lambda w: w[:40], r"fp8 needs multiples of 16, weight is \[40, 32\]"),
+    (lambda w: w.requires_grad_(), "fp8 needs a weight and a bias that are frozen"),
 ])  # fmt: skip
 def test_what_it_cannot_take_is_said(change, message, device):
     hidden = random(4, 32, seed=1, device=device)

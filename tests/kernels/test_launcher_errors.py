@@ -146,7 +146,7 @@ ERRORS = [
     ("dropped_products", {"ranks": to((4, 5))}, r"ranks are \[4, 5\] and masks 2, should be as"),
     ("dropped_products", {"masks": to((None,))}, r"ranks are \[4, 3\] and masks 1, should be as"),
     ("dropped_gradient", {"A": narrow}, r"A is \[8, 9\], should be \[8, 10\]"),
-    ("swiglu_forward", {"up": on_meta}, r"wants tensors of one shape, dtype and device.* on meta"),
+    ("swiglu_forward", {"up": on_meta}, r"needs tensors of one shape, dtype and device.* on meta"),
     ("swiglu_forward_product", {"A": narrow}, r"A is \[8, 9\], should be \[8, 10\]"),
     ("swiglu_forward_product", {"copy": narrow}, r"copy is \[9, 7\], should be \[9, 8\]"),
     *(
@@ -207,7 +207,7 @@ def arguments_of(function, **options):
 def test_a_matrix_unlike_the_others_is_a_value_error(name, path, change, device):
     """Too short, in another dtype, or with the elements of its rows apart."""
     arguments = arguments_of(NAMES[name], device=device)
-    assert_refused(NAMES[name], arguments, {path: change}, f"^{name}.* should |^{name} wants")
+    assert_refused(NAMES[name], arguments, {path: change}, f"^{name}.* should |^{name} needs")
 
 
 @pytest.mark.parametrize(

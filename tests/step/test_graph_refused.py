@@ -127,7 +127,7 @@ def test_only_addresses_are_looked_at_while_the_gpu_waits(device, monkeypatch):
         ),
         (
             lambda model: graphed(model, adamw(model.first)),
-            r"got second\.weight outside of it: freeze it",
+            r"but second\.weight is not: freeze it",
         ),
         (
             lambda model: GraphedStep(model.cpu(), adamw(model)),
@@ -138,7 +138,7 @@ def test_only_addresses_are_looked_at_while_the_gpu_waits(device, monkeypatch):
         (lambda model: graphed(model, None), r"as a torch\.optim\.Optimizer, got NoneType"),
         (
             lambda model: graphed(model, adamw(model), autocast=torch.autocast("cpu")),
-            r"autocast as a function .* got autocast: give lambda: torch\.autocast",
+            r"autocast as a function .* got autocast: pass lambda: torch\.autocast",
         ),
         (
             lambda model: graphed(model, adamw(model), max_grad_norm=float("nan")),
@@ -152,11 +152,11 @@ def test_only_addresses_are_looked_at_while_the_gpu_waits(device, monkeypatch):
         (lambda model: graphed(model, adamw(model), accumulation_steps=0), "of at least 1, got"),
         (
             lambda model: graphed(model, adamw(model))(**batch(0), scale=[1, 2]),
-            "wants tensors and constants .* as list",
+            "needs tensors and constants .* as list",
         ),
         (
             lambda model: graphed(model, adamw(model))(**batch(0), scale={"mask": torch.ones(1)}),
-            "wants tensors and constants .* as Tensor",
+            "needs tensors and constants .* as Tensor",
         ),
     ],
 )
@@ -167,7 +167,7 @@ def test_a_step_that_cannot_be_captured_is_a_value_error(make, message, device):
 
 def test_model_without_a_loss(device):
     step, _ = steps(peft_model(device, config=ONE_LAYER))
-    with pytest.raises(ValueError, match="got NoneType: give labels"):
+    with pytest.raises(ValueError, match="got NoneType: pass labels"):
         step(input_ids=ids(device))
 
 

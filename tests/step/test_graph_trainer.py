@@ -109,5 +109,5 @@ def test_a_fused_model_in_the_graphed_trainer(bf16, checkpoint, tmp_path, device
 @pytest.mark.parametrize("settings", [{"fp16": True}])
 def test_the_graphed_trainer_refuses_what_it_would_get_wrong(settings, tmp_path, device):
     model = layer_case.peft_model(device, config={"num_hidden_layers": 1})
-    with pytest.raises(ValueError, match="wants bf16 or fp32 on one GPU: use Trainer"):
+    with pytest.raises(ValueError, match="needs bf16 or fp32 on one GPU: use Trainer"):
         train(train_hf_graph.GraphedTrainer, model, tmp_path, **settings)

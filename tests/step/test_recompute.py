@@ -305,8 +305,8 @@ def no_more(x):
 @pytest.mark.parametrize(
     ("second", "error", "words"),
     [
-        (lambda x: x.exp(), RuntimeError, "saved 2 tensors when it ran first, and 1 or others"),
-        (lambda x: x[:2].exp().exp(), RuntimeError, "2 tensors when it ran first, and 2 or others"),
+        (lambda x: x.exp(), RuntimeError, "saved 2 tensors in its forward, and 1 or others"),
+        (lambda x: x[:2].exp().exp(), RuntimeError, "2 tensors in its forward, and 2 or others"),
         (no_more, MemoryError, "no more"),
     ],
     ids=("fewer", "others", "fails"),

@@ -82,8 +82,8 @@ def why_not_own_forward(module: nn.Module) -> str | None:
         return None
     if "_hf_hook" in vars(module):
         return (
-            f"its forward has been replaced by accelerate's hook {type(module._hf_hook).__name__}: "
-            "take that away (accelerate.hooks.remove_hook_from_module) and call fuse again"
+            f"accelerate's {type(module._hf_hook).__name__} has replaced its forward: "
+            "remove_hook_from_module, then fuse again"
         )
     home = _home_of(vars(module)["forward"])
     to_do = ", whose trainers compute the loss" if home.startswith("trl.") else ": undo that"

@@ -20,8 +20,8 @@ FLATTENED = (
 def refuse_data_parallel() -> NoReturn:
     """Stand in for REPLICATE: replicas would share the original's forwards, and its parameters."""
     raise RuntimeError(
-        "nn.DataParallel copies the model for every GPU, which a fused one does not survive: start "
-        "one process a GPU with torchrun, let it see one GPU (CUDA_VISIBLE_DEVICES), or unfuse it"
+        "nn.DataParallel copies the model, which breaks a fused one: start one process per GPU "
+        "with torchrun, show it one GPU (CUDA_VISIBLE_DEVICES), or unfuse it"
     )
 
 

@@ -79,8 +79,8 @@ def why_not_codes(base: Any) -> str | None:
     weight, scales = base.weight, scales_of(base)
     if type(weight) not in (nn.Parameter, Tensor) or weight.dtype != E4M3:
         return (
-            f"its base weight is {type(weight).__name__} of {weight.dtype}, not the FP8 codes of "
-            f"{type(base).__name__}: load the model anew and do not cast it"
+            f"its base weight is {weight.dtype}, no longer FP8 codes: load the model anew and do "
+            "not cast it"
         )
     if weight.requires_grad:
         return "its base weight is trained: freeze it, requires_grad_(False)"

@@ -163,7 +163,7 @@ class Fp8Weight(_Coded, PlacedWeight):
     def data(self, value: Tensor) -> None:
         # torch would change this object's shape and dtype, and leave codes and original as they are
         if not isinstance(value, Tensor):
-            raise TypeError(f"a weight's data is to be a tensor, got {type(value).__name__}")
+            raise TypeError(f"a weight's data must be a tensor, got {type(value).__name__}")
         if isinstance(value, Fp8Weight) and value.lies_in(self.buffer, self.row, self.shape):
             return  # as `weight.data += delta` ends
         plain = value.exact().clone() if isinstance(value, _Coded) else value
@@ -273,14 +273,14 @@ def _write(written: list[_Coded], func: Any, args: tuple, kwargs: dict) -> Any:
 def why_not_in_fp8(weight: Tensor) -> str | None:
     """Return the reason if products with this weight may not be in FP8."""
     if any(size % SIZES for size in weight.shape):
-        return f"a base weight is {list(weight.shape)}: FP8 wants multiples of {SIZES}"
+        return f"a base weight is {list(weight.shape)}: FP8 needs multiples of {SIZES}"
     if not weight.is_cuda:
         return None
     if weight.dtype not in (*FP8_DTYPES, E4M3):
         return f"its weights are {weight.dtype}: for FP8 load the model in bfloat16"
     if torch.cuda.get_device_capability(weight.device) < OLDEST_WITH_FP8:
         name = torch.cuda.get_device_name(weight.device)
-        return f"{name} has no products in FP8 (sm_89 and newer have): leave fp8 out"
+        return f"{name} has no FP8 matmul (sm_89 and newer have): leave fp8 out"
     return None
 
 
