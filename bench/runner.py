@@ -158,7 +158,7 @@ class Runner:
             raise RuntimeError(
                 f"another process computed on the GPU while {cell.variant} at {cell.seq_len} "
                 "tokens was measured, which is not kept; stop it, or give --allow-shared-gpu; the "
-                "same command goes on"
+                "same command continues"
             )
         audit.check_losses(self.run, cell)
         self.run.add(cell)
