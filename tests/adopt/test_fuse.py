@@ -86,23 +86,23 @@ def test_fusing_is_reported_and_fusing_again_changes_nothing_and_unfuse_restores
     ("call", "message"),
     [
         (lambda model: fuse(model, Fusion()), "asks for nothing; set at least one of mlp"),
-        (lambda model: fuse(None), r"^fuse wants a model, a torch\.nn\.Module, got NoneType$"),
-        (lambda model: report("model"), "^report wants a model, .* got str$"),
-        (lambda model: unfuse(None), "^unfuse wants a model, .* got NoneType$"),
-        (lambda model: fuse(model, {"mlp": True}), "as a Fusion, got dict: give fused_lora.F"),
+        (lambda model: fuse(None), r"^fuse needs a model, a torch\.nn\.Module, got NoneType$"),
+        (lambda model: report("model"), "^report needs a model, .* got str$"),
+        (lambda model: unfuse(None), "^unfuse needs a model, .* got NoneType$"),
+        (lambda model: fuse(model, {"mlp": True}), "as a Fusion, got dict: pass fused_lora.F"),
         *(
             (lambda model, asked=asked: fuse(model, Fusion(**asked)), message)
             for asked, message in (
-                ({"mlp": "False"}, "^Fusion wants mlp=True or False, got 'False'$"),
-                ({"checkpoint": True}, "^Fusion wants checkpoint as one of .*True$"),
+                ({"mlp": "False"}, "^Fusion needs mlp=True or False, got 'False'$"),
+                ({"checkpoint": True}, "^Fusion needs checkpoint as one of .*True$"),
                 ({"checkpoint": "most"}, "'most' is unknown; give one of none, full, offload, sel"),
-                ({"checkpoint": "selective"}, "selective wants checkpoint_gib"),
+                ({"checkpoint": "selective"}, "selective needs checkpoint_gib"),
                 ({"checkpoint": "selective", "checkpoint_gib": float("nan")},
-                 "selective wants checkpoint_gib, .* a number of GiB; got nan$"),
+                 "selective needs checkpoint_gib, .* a number of GiB; got nan$"),
                 ({"checkpoint": "full", "checkpoint_gib": 3.0}, "is for selective, not for full"),
                 ({"checkpoint_gib": 3.0}, "'' is unknown"),
-                ({"fp8": True, "mlp": True}, "fp8=True is of whole layers: ask for layer=True, "),
-                ({"fp8_lm_head": True}, "ask for cross_entropy=True, too"),
+                ({"fp8": True, "mlp": True}, "fp8=True needs whole layers: ask for layer=True "),
+                ({"fp8_lm_head": True}, "ask for cross_entropy=True as well"),
                 ({"bordered": True}, "^Fusion: bordered=True .* ask for layer=True instead$"),
             )
         ),

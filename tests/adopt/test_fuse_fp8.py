@@ -268,5 +268,5 @@ def test_a_gpu_without_fp8_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(border_module, "base_layers", lambda _: [layer])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100-SXM4-80GB")
-    reason = "NVIDIA A100-SXM4-80GB has no products in FP8 (sm_89 and newer have): leave fp8 out"
+    reason = "NVIDIA A100-SXM4-80GB has no FP8 matmul (sm_89 and newer have): leave fp8 out"
     assert border_module.Fp8Border.why_not(None) == reason

@@ -89,7 +89,7 @@ def test_a_model_in_which_nothing_fuses_is_left_as_it_is(name, fp8_in_fp32, devi
     model = make(device)
     plain, places = copy.deepcopy(model), [p.data_ptr() for p in model.parameters()]
     asked = "|".join(part for part, value in vars(fusion).items() if value)
-    wanted = f"^fuse: ({asked})=True fuses no (module|layer) of .*{reason}.*(; leave .* out|of 16)$"
+    wanted = f"^fuse: ({asked})=True fuses no (module|layer): .*{reason}.*(; leave .* out|of 16)$"
     with pytest.raises(ValueError, match=wanted):
         fuse(model, fusion)
     with warnings.catch_warnings():

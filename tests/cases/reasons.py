@@ -161,7 +161,7 @@ MODULES = [
     ("layer", "mlp.act_fn", add_hook, "mlp: act_fn: it has hooks"),
     ("layer", "self_attn.o_proj", add_hook, "o_proj: it has hooks"),
     ("layer", "post_attention_layernorm", lambda m: m.half(),
-     "a norm of its layer or of heads is torch.float16"),
+     "its norms are torch.float16"),
     ("layer", "self_attn", lambda m: setattr(m, "attention_dropout", 0.1),
      "self_attn: attention_dropout is 0.1"),
     ("layer", "self_attn", lambda m: setattr(m, "is_causal", False),
@@ -172,7 +172,7 @@ MODULES = [
     ("layer", "self_attn.q_norm", of_class(OtherNorm), "q_norm: OtherNorm is not"),
     ("layer", "self_attn.k_norm", train, "self_attn: k_norm: its weight is trained"),
     ("layer", "self_attn.q_norm", lambda m: m.half(),
-     "a norm of its layer or of heads is torch.float16"),
+     "its norms are torch.float16"),
 ]  # fmt: skip
 MODULES += [
     ("mlp's", f"mlp.{part}", change, reason)
@@ -250,7 +250,7 @@ MODELS = {
     ),
     "a routers' loss": Model(
         family("Qwen3-MoE", output_router_logits=True), LOSS,
-        r"its routers' loss is added \(output_router",
+        r"it adds its routers' loss",
     ),
     "another activation": Model(
         family("Gemma", hidden_act="gelu_python"), MLP_ON,
@@ -264,7 +264,7 @@ MODELS = {
     ),
     "an unknown family": Model(
         family("Glm4"), ROPE,
-        r"Glm4Attention is not an attention class whose forward is known \(docs",
+        r"Glm4Attention is not an attention class that we know \(see docs",
     ),
     "a checkpoint's lm_head in FP8": Model(
         in_fp8(of=BLOCKS, only="lm_head"), LOSS_IN_FP8,
@@ -273,11 +273,11 @@ MODELS = {
     **{
         f"a checkpoint in FP8, {name}": Model(make, fusion, says, runs=False)
         for name, make, fusion, says in (
-            ("40 wide", in_fp8(config={"intermediate_size": 40}), FP8, "FP8 wants multiples"),
+            ("40 wide", in_fp8(config={"intermediate_size": 40}), FP8, "FP8 needs multiples"),
             ("compressed", in_fp8(compress_checkpoint), FP8,
              "is FP8 codes: .*use_optimized_inference=True"),
             ("cast", in_fp8(lambda base: base.to(torch.float32)), FP8,
-             "not the FP8 codes of Compressed"),
+             "no longer FP8 codes"),
             ("trained", in_fp8(lambda base: base.weight.requires_grad_()), FP8,
              "its base weight is trained"),
             ("other scales", in_fp8(give_scales_of_another_size), FP8,

@@ -20,10 +20,7 @@ from ..foreign.forwards import STAND_IN, why_not_own_forward
 from ..foreign.versions import class_forward
 from ..site import FusedForward
 
-COMPRESSED = (
-    "load the model with CompressedTensorsConfig(use_optimized_inference=True) and ask for "
-    "layer=True, fp8=True"
-)
+COMPRESSED = "load with CompressedTensorsConfig(use_optimized_inference=True)"
 HOOK = "ct_decompress_hook"  # where compressed-tensors keeps the handle of its own
 # The parameter that has the scales, by class.
 SCALES = {
