@@ -106,7 +106,7 @@ class Family:
         set_weights(model, device, only=".lora_")
         for name, parameter in model.named_parameters():
             if ".q_proj.base_layer" in name or ".q_proj.lora_B" in name:
-                parameter.data.mul_(0.25)  # scores near 1: near 4 they choose one token
+                parameter.data.mul_(0.25)  # unit scores: at a scale of 4 they choose one token
         return model.to(device)
 
     def fused_modules(self) -> dict[str, list[str]]:
@@ -139,7 +139,7 @@ def everywhere(*names: str, layers: str = "01") -> list[str]:
 
 
 def not_known(attention: str, layers: str = "01") -> dict[str, str]:
-    """Return what stays with PEFT in layers with this attention class."""
+    """Return what stays with PEFT in layers with this unknown attention class."""
     names = everywhere("self_attn", "self_attn as rope", layers=layers)
     return dict.fromkeys(names, f"{attention} is not an attention class")
 
