@@ -7,7 +7,7 @@ from cases.alone import turn
 
 
 def has_its_turn(file, alone, limit_s):
-    """Return whether another worker gets the lock within the limit. It releases it at once."""
+    """Return whether another worker gets the lock in time. The worker releases it at once."""
     done = threading.Event()
 
     def take():

@@ -98,8 +98,8 @@ def test_layers_run_whole_and_right_or_say_what_they_are(name, device):
     assert assert_same(fused, plain, 6, 2e-4) == {"DecoderLayer": 2}
 
 
-# Families that need more than a row of the table. They leave q and k unrotated, scale or normalise
-# what is added, have norms on both sides and around one, with GELU, or join q, k and v.
+# Families that need more than a row of the table. Some leave q and k unrotated, scale or normalise
+# what is added, or join q, k and v. Gemma 3 has GELU, and norms on both sides with weights about 1.
 @pytest.mark.slow("offload-SmolLM3")
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", ["SmolLM3", "Granite", "OLMo 2", "Gemma 3", "Phi-3"])
@@ -140,7 +140,7 @@ def test_it_is_within_the_error_budget_in_bf16(name, device):
 
 @pytest.mark.parametrize("name", ["OLMo 2", "Gemma 3", "Qwen2-MoE"])
 def test_an_mlp_runs_again_whole_where_its_output_is_more_than_added(name, device):
-    """Its output is normed or scaled before it is added, so the recompute needs it as well."""
+    """A norm or a factor follows, and its backward needs the MLP's output."""
     _, plain, _ = pair(name, device)
     fused = copy.deepcopy(plain)
     fuse(fused, Fusion(mlp=True, checkpoint="full"))

@@ -28,7 +28,7 @@ LOSS = Fusion(cross_entropy=True)
 ONE = Fusion(attention=True, rope=True)
 LAYER = Fusion(layer=True)
 ALL = Fusion(layer=True, cross_entropy=True, checkpoint="full")
-CASES = {  # and the models where matmuls may read past other rows
+CASES = {  # and the models in which matmuls may read on, on other hosts
     "rope and rms_norm": (WITHOUT_PRODUCTS, ["fp32 adapters"]),
     "cross_entropy": (LOSS, ["fp32 adapters", "bf16 adapters, odd"]),
     "mlp": (Fusion(mlp=True), ["fp32 adapters", "narrow", "bf16 adapters, odd"]),

@@ -168,7 +168,7 @@ def test_outputs_that_were_collected_once_end_nothing(option, fused_meanwhile, m
 
 
 def test_a_hook_that_collects_makes_its_module_run(monkeypatch, device):
-    """Ask for attentions in the config instead of by an argument."""
+    """transformers does this if the config, and no argument, asks for attentions."""
     from transformers.utils import output_capturing
 
     calls = operands_of_calls(monkeypatch)

@@ -200,7 +200,7 @@ def test_bf16_is_as_near_to_the_truth_as_plain_peft(kind, tmp_path, device, monk
 
 
 def test_what_a_trainer_switches_on_is_what_fuse_was_told(tmp_path, device):
-    """The trainer switches on checkpointing, and the policy does it."""
+    """The trainer switches checkpointing on, and the policy given to `fuse` carries it out."""
     fused, plain, _ = layer_case.pair(device, WHOLE, config=ONE_LAYER)
     options = {"gradient_checkpointing": True, "max_steps": 1}
     got, want = (

@@ -1,4 +1,5 @@
-"""Decoder layers and models on bordered weights, vanilla PEFT's, and one layer's gradients."""
+"""Decoder layers and models on bordered weights, their vanilla PEFT twins, and the gradients of one
+layer."""
 
 import copy
 
