@@ -4,18 +4,18 @@
     python dev/planted_faults.py --all-tests         what `make test-all` catches
     python dev/planted_faults.py --only rope         faults whose file or text matches
 
-`faults.py` has them. Each runs the tests of its room up to the first that fails: those of a fault
-that is caught take 20 seconds, those of one that is missed as long as the room.
+`faults.py` lists them. Each fault runs the tests of its room until one fails. A caught fault takes
+20 seconds, a missed one as long as the whole room.
 
-26 November 2026: how many `make test` caught before we added a case for what it missed.
+On 26 November 2026, before we added cases for what it missed, `make test` caught:
 
     faults            planted   caught   missed
     forty                  40       36        4
     not looked at          20       16        4
 
-Seven of the eight have a case now. Six of these `make test-all` seems to have missed, too: we ran
-the tests closest to each and not the whole room. We left the eighth (`documents.py`, "> 2") as it
-is, since `make test-all` catches it. A ninth changed no result, so another has its place.
+Seven of the eight have a case now. `make test-all` seems to have missed six of those as well, but
+we ran only the tests closest to each, not the whole room. We left the eighth (`documents.py`,
+"> 2") alone because `make test-all` catches it. A ninth changed no result, so we replaced it.
 """
 
 import argparse
@@ -37,7 +37,7 @@ FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 def with_fault(text: str, fault: Fault) -> str:
     """Return a file's text with the fault in it.
 
-    Raises ValueError where the text it replaces does not stand there exactly once.
+    Raises ValueError unless the text it replaces is in the file exactly once.
     """
     if (found := text.count(fault.text)) != 1:
         raise ValueError(f"{fault.file} has {fault.text!r} {found} times, should have it once")
@@ -45,7 +45,7 @@ def with_fault(text: str, fault: Fault) -> str:
 
 
 def misplaced(faults: tuple[Fault, ...]) -> list[str]:
-    """Return what is wrong with faults that cannot be planted or tried, a line each."""
+    """Return one line for each fault that cannot be planted or tried."""
     problems = []
     for fault in faults:
         try:
@@ -59,13 +59,13 @@ def misplaced(faults: tuple[Fault, ...]) -> list[str]:
 
 
 def tests_of(fault: Fault) -> list[str]:
-    """Return the files that run first, and then the room."""
+    """Return the test files that run first, followed by the room."""
     room = f"tests/{fault.room}"
     return [*(f"{room}/test_{name}.py" for name in fault.first.split()), room]
 
 
 def copy_of_the_tree(folder: Path) -> Path:
-    """Copy what git knows or would add."""
+    """Copy every file that git tracks or would add."""
     listed = subprocess.check_output(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, text=True
     )
@@ -79,7 +79,7 @@ def copy_of_the_tree(folder: Path) -> Path:
 def caught_by(fault: Fault, tree: Path, options: list[str]) -> str | None:
     """Return the test that fails with this fault in `tree`, or the signal that ends pytest.
 
-    None: they all pass.
+    None means that they all pass.
     """
     path, (*first, room) = tree / fault.file, tests_of(fault)
     text = path.read_text()

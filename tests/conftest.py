@@ -1,5 +1,6 @@
-"""Kernels run on the GPU where there is one, else in Triton's interpreter, which wants its switch
-set before triton is imported. What needs a GPU is marked `gpu` and skipped without one."""
+"""Fixtures and options of all tests. Kernels run on a GPU if there is one, otherwise in Triton's
+interpreter, whose switch has to be set before importing triton. Tests that need a GPU are marked
+`gpu`, and skipped without one."""
 
 import os
 from unittest.mock import patch
@@ -22,10 +23,10 @@ if not HAS_GPU:
 
     make_quick()
     # tensors here are tiny, and on shared cores threads that wait for each other take three times
-    # as long as one
+    # as long as a single thread
     torch.set_num_threads(1)
 elif IS_A_WORKER:
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # not a process a core for each worker
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # instead of one per core in each worker
 
 
 @pytest.fixture(scope="session")
@@ -35,16 +36,16 @@ def device() -> str:
 
 @pytest.fixture(autouse=True)
 def environment_of_its_own():
-    """What a command sets for the processes that it starts ends with the test: a rehearsal's
-    TRITON_INTERPRET would have torch.compile's kernels interpreted in all tests after it."""
+    """Restore the environment after each test, because commands set it for processes they start. A
+    rehearsal's TRITON_INTERPRET would make all later tests interpret torch.compile's kernels."""
     with patch.dict(os.environ):
         yield
 
 
 @pytest.fixture(autouse=True)
 def turn_on_the_gpu(request, tmp_path_factory):
-    """Workers share a GPU, but while a test that is marked `alone` times it or fills its memory.
-    What a test leaves in PyTorch's cache, others could not have."""
+    """Let workers share a GPU, except while a test marked `alone` times it or fills its memory.
+    Empty PyTorch's cache if it grew large: other workers could not use that memory."""
     if not (HAS_GPU and IS_A_WORKER):
         yield
         return
@@ -57,8 +58,8 @@ def turn_on_the_gpu(request, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def shipped_tilings(turn_on_the_gpu, monkeypatch):
-    """Kernels choose no tiling but where a test is about that, whatever GPU this is. What a test
-    patches is put back before its turn on the GPU ends."""
+    """Keep kernels from autotuning on any GPU, except in tests about that. Whatever a test patches
+    is restored before its turn on the GPU ends."""
     if HAS_GPU:
         from fused_lora.kernels import autotune
 
@@ -68,8 +69,8 @@ def shipped_tilings(turn_on_the_gpu, monkeypatch):
 
 @pytest.fixture
 def fp8_in_fp32(monkeypatch):
-    """Layers in FP8 of models in fp32 on a GPU, too: exact, for their products are not those of
-    `_scaled_mm`."""
+    """Allow FP8 layers in fp32 models on a GPU as well. They are exact, because their GEMMs are not
+    those of `_scaled_mm`."""
     from fused_lora.adopt.fp8 import weight as fp8_weight
 
     kinds = torch.bfloat16, torch.float32, torch.float64
@@ -78,7 +79,7 @@ def fp8_in_fp32(monkeypatch):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The gate weight of every call of LoRA_MLP, in order."""
+    """Record the gate weight of every call of LoRA_MLP, in order."""
     from fused_mlp import LoRA_MLP
 
     seen = []
@@ -97,7 +98,7 @@ def pytest_addoption(parser):
 
 
 def _values_of(item):
-    """The values of a case's parameters, by test and parameter; those of a dict by their names."""
+    """Return a case's parameter values by test and parameter, and those in a dict by name."""
     test = item.nodeid.partition("[")[0]
     # not callspec.indices, which number the combinations where pytest 9 has no fixture to share
     params = item.callspec.params if hasattr(item, "callspec") else {}
@@ -109,9 +110,9 @@ def _values_of(item):
 
 
 def _is_tried(item, shown, is_quick):
-    """Whether a case is run. Of a `thinned` test, and of each in a quick run, those are that show a
-    value of one of its parameters for the first time; in a quick run of one that is `slow` those
-    that the mark names by a part of their ids."""
+    """Return whether to run a case. A `thinned` test runs only cases that show a parameter's value
+    for the first time, and in a quick run every test does. A quick run of a `slow` test runs the
+    cases that its mark names by a part of their ids."""
     if "exhaustive" in item.keywords or ("gpu" in item.keywords and not HAS_GPU):
         return "exhaustive" not in item.keywords
     mark = item.get_closest_marker("slow") if is_quick else None

@@ -1,7 +1,7 @@
-"""Every operation that autograd knows, as a table: what it takes, and eager PyTorch for it.
+"""A table of every operation that autograd knows: its inputs, and the same thing in eager PyTorch.
 
-`test_contract.py` and `test_contract_autograd.py` hold each to the same promises. What is one
-operation's alone is tested in its own files.
+`test_contract.py` and `test_contract_autograd.py` hold each operation to the same promises. What is
+special about one operation has tests in its own files.
 """
 
 from collections.abc import Callable
@@ -48,18 +48,20 @@ from fused_mlp import LoRA_MLP
 
 @dataclass(frozen=True, eq=False)
 class Operation:
-    """name: what its errors call it, and after a comma which options it is called with.
-    function, eager: take a case's inputs in order, give an output or a tuple of them.
-    make: (shape, dtype=, device=, **options) -> Case. `usual` is the shape for everything but
-        values; others that it takes are in `shapes`, those of no tokens in `empty`.
-    options: what to make of it beside its usual self: names and values for `make`.
+    """An operation that autograd knows, and how to test it.
+
+    name: the name in its errors, and after a comma the options that we call it with.
+    function, eager: take a case's inputs in order and return an output or a tuple of them.
+    make: (shape, dtype=, device=, **options) -> Case. Most tests use the `usual` shape, tests of
+        values try the ones in `shapes`. `empty` has shapes without tokens.
+    options: names and values for `make` that make another case than the usual one.
     trained: the inputs that may require a gradient.
-    saved: inputs that backward reads, so that autograd has to notice when they change.
-    strided: inputs of any layout; incoming gradients are, too.
-    of_products: it multiplies matrices: it runs in autocast's dtype, adapters and weights may have
-        another than x, and another layout gives other last bits. Else it is one kernel of ours,
-        of which autocast changes nothing.
-    has_values: its outputs have as many elements as an error budget wants.
+    saved: inputs that backward reads. Autograd has to notice when they change.
+    strided: inputs that may have any layout, as incoming gradients may.
+    of_products: True if it multiplies matrices. It then runs in autocast's dtype, adapters and
+        weights may have another dtype than x, and another layout changes the last bits. Otherwise
+        it is one kernel of ours, and autocast changes nothing.
+    has_values: True if its outputs have enough elements for an error budget.
     """
 
     name: str
@@ -78,7 +80,7 @@ class Operation:
 
     @property
     def is_variant(self) -> bool:
-        """Whether another operation is the same with fewer options, and so tries the rest."""
+        """Whether another operation is the same with fewer options, and tests the rest."""
         return "," in self.name
 
     def case(self, device, dtype=BF16, shape=None, **options) -> Case:
@@ -91,7 +93,8 @@ def as_tuple(outputs) -> tuple[Tensor, ...]:
 
 
 def leaves_of(operation, case, needs=None) -> dict[str, Any]:
-    """The inputs, those that may be trained (or `needs`) as leaves of their own, layouts kept."""
+    """Return the inputs with trainable ones detached and their layouts kept. Those in `needs`, by
+    default all trainable ones, require a gradient."""
     needs = operation.trained if needs is None else needs
     return {
         name: value.detach().requires_grad_(name in needs) if name in operation.trained else value
@@ -100,7 +103,7 @@ def leaves_of(operation, case, needs=None) -> dict[str, Any]:
 
 
 def run(operation, case, function=None) -> dict[str, Tensor]:
-    """Outputs and the gradients of all that may be trained, by name."""
+    """Return outputs and the gradients of all trainable inputs, by name."""
     leaves = leaves_of(operation, case)
     outputs = as_tuple((function or operation.function)(*leaves.values()))
     gradients = [g.to(output.dtype) for g, output in zip(case.gradients, outputs, strict=True)]
@@ -125,15 +128,15 @@ def truth_of(operation, case, function=None) -> dict[str, Tensor]:
 
 
 def assert_right(operation, case, got=None, eager=None, of=None) -> None:
-    """Each result within the error budget, in the dtype that eager gives it; `of` is what eager
-    computes in their place (a function of its own)."""
+    """Check that each result is within the error budget, in the dtype that eager returns. `of`
+    replaces the operation's eager function."""
     got = run(operation, case) if got is None else got
     eager = run(operation, case, of or operation.eager) if eager is None else eager
     truth = truth_of(operation, case, of)
     assert got.keys() == eager.keys() <= truth.keys()
     for name in got:
         assert (got[name].shape, got[name].dtype) == (eager[name].shape, eager[name].dtype), name
-        if got[name].numel():  # of an adapter of rank 0 there is nothing
+        if got[name].numel():  # an adapter of rank 0 has no elements
             assert_within_budget(name, got[name], eager[name], truth[name])
 
 
@@ -145,7 +148,7 @@ def assert_equal(got, want) -> None:
 
 
 def tensors_in(case) -> dict[str, Tensor]:
-    """Everything that a call and its backward are given."""
+    """Return every tensor that a call and its backward get."""
     found = {f"gradient {i}": gradient for i, gradient in enumerate(case.gradients)}
 
     def add(name, value):
@@ -161,13 +164,14 @@ def tensors_in(case) -> dict[str, Tensor]:
 
 
 def with_layout(case, where, layout) -> Case:
-    """The case with those of its inputs and incoming gradients ("gradient 0") laid out so."""
+    """Return the case with this layout for the tensors in `where`: names of inputs, and of incoming
+    gradients ("gradient 0")."""
     inputs = {name: layout(t) if name in where else t for name, t in case.inputs.items()}
     gradients = [layout(t) if f"gradient {i}" in where else t for i, t in enumerate(case.gradients)]
     return Case(inputs, gradients)
 
 
-LAYOUTS = {  # of three dimensions or more, each of the shape that it is given
+LAYOUTS = {  # for three dimensions or more; each keeps the shape
     "transposed": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
     "within wider rows": lambda t: torch.cat([t, t, t], -1)[..., 1 : 1 + t.shape[-1]],
     "every second row": lambda t: torch.repeat_interleave(t, 2, dim=-2)[..., ::2, :],
@@ -188,7 +192,7 @@ OF_KERNELS = {  # too much alike for a budget of sums
 
 
 def of_cross_entropy(function, **options):
-    """It with its operands in their order: those that are differentiated first."""
+    """Return the function with its operands in the table's order: differentiated ones first."""
     return lambda x, weight, bias, labels, num_items: function(
         x, weight, labels, bias=bias, num_items_in_batch=num_items, **options
     )
@@ -307,7 +311,7 @@ OPERATIONS = {
 ALL = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
 WITH_VALUES = [operation for operation in OPERATIONS.values() if operation.has_values]
 OF_PRODUCTS = [operation for operation in WITH_VALUES if operation.of_products]
-KERNELS = {  # with modules: forward's and backward's
+KERNELS = {  # the module, and the kernels of forward and backward
     "rms_norm": (norm_module, "_rms_norm_forward_kernel", "_rms_norm_backward_kernel"),
     "add_rms_norm": (norm_module, "_rms_norm_forward_kernel", "_rms_norm_backward_kernel"),
     "rope": (rope_module, "_rope_kernel"),
@@ -317,7 +321,7 @@ OF_A_KERNEL = [operation for operation in WITH_VALUES if not operation.of_produc
 
 
 def every(operations, axes):
-    """`pairwise` for each operation: `axes` of it are names and values."""
+    """Apply `pairwise` to each operation: `axes(operation)` has names and values."""
     return pytest.mark.parametrize(
         ("operation", "options"),
         [
@@ -330,5 +334,5 @@ def every(operations, axes):
 
 @cache
 def usual(operation, device):
-    """The results of the usual case, to hold others against."""
+    """Return the results of the usual case, to compare others with."""
     return run(operation, operation.case(device))

@@ -1,4 +1,4 @@
-"""Workers that share a GPU: a test that is marked `alone` runs beside no other."""
+"""Workers that share a GPU: no other test runs beside one that is marked `alone`."""
 
 import threading
 from contextlib import ExitStack
@@ -7,7 +7,7 @@ from cases.alone import turn
 
 
 def has_its_turn(file, alone, limit_s):
-    """Whether another worker gets the lock within so long; it is given back at once."""
+    """Return whether another worker gets the lock in time. The worker releases it at once."""
     done = threading.Event()
 
     def take():

@@ -1,5 +1,5 @@
-"""Rules of the house that a reader relies on: a name is defined once, a docstring begins with the
-noun or the verb that it is, and the root holds what a newcomer opens first."""
+"""House rules that readers rely on: a name is defined once, a docstring begins with a noun or a
+verb, and the root holds what a newcomer opens first."""
 
 import ast
 import re
@@ -28,7 +28,7 @@ def test_the_root_holds_five_modules():
 
 
 def test_no_public_function_or_class_has_the_name_of_another():
-    """Kernels count, although their names begin with an underscore: profiles show no module."""
+    """Kernels count despite their leading underscore, because profiles show no module."""
     found = defaultdict(list)
     for path, tree in modules():
         for node in tree.body:
@@ -54,7 +54,7 @@ def test_docstrings_begin_with_a_noun_or_a_verb():
 
 
 def test_modules_at_the_root_import_no_room_above_them():
-    """What import-linter cannot see, for they are in no package."""
+    """import-linter cannot see these modules, because they are in no package."""
     above = ["models", "trainer", "bench", "report", "lora_bench"]
     trees = {str(path): tree for path, tree in modules()}
     for name, first in (("variants", 0), ("batches", 0), ("models", 2), ("trainer", 2)):
@@ -64,9 +64,9 @@ def test_modules_at_the_root_import_no_room_above_them():
         assert imported and not {module.split(".")[0] for module in imported} & {*above[first:]}
 
 
-VALUE = "x" * 12  # stands for what a message fills in
+VALUE = "x" * 12  # stands for a value that a message fills in
 TWO_LINES = 160
-REASON = 97  # what is left of them beside the part or class, and what to do about it
+REASON = 97  # the rest of the two lines names the part or class, and says what to do
 MESSAGES = ("fused_lora/adopt/", "fused_lora/step/", "fused_lora/fuse.py", "fused_lora/packing.py",
             "fused_lora/label_check.py")  # fmt: skip
 RAISED = {"ValueError", "RuntimeError", "TypeError", "AttributeError", "warn"}
@@ -82,7 +82,7 @@ def text_of(node):
 
 
 def texts(node, most):
-    """Yield the strings below a node, docstrings left out, and how long each may be."""
+    """Yield the strings below a node, except docstrings, and how long each may be."""
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
         return
     name = getattr(node, "func", None)
@@ -96,7 +96,7 @@ def texts(node, most):
 
 
 def test_messages_of_fuse_fit_two_lines_of_80_columns():
-    """A reason, which an error of `fuse`, a warning or the report quotes, leaves room for that."""
+    """An error of `fuse`, a warning or the report quotes the reason, which has to leave room."""
     found = [
         one
         for path, tree in modules()
@@ -132,5 +132,5 @@ def test_links_to_a_heading_find_it(path):
 
 
 def test_every_fault_can_be_planted():
-    """Each stands in the code once, and its tests are there."""
+    """Each fault's text is in the code once, and its tests exist."""
     assert not planted_faults.misplaced(planted_faults.FAULTS)

@@ -1,5 +1,5 @@
-"""Every family of the table in `families_case.py`: the modules that each part fuses in it, whose
-layers run whole, and that it trains and generates as vanilla PEFT has it."""
+"""Each family in the table of `families_case.py`: which modules each part fuses, whether its layers
+run whole, and that it trains and generates as vanilla PEFT does."""
 
 import copy
 import statistics
@@ -26,7 +26,7 @@ def pair(name, device, **options):
 
 
 def inputs_of(model, name, seed=3):
-    """Six tokens, more than the window of those that have one, of which five are labelled."""
+    """Return six tokens, which is more than any family's window; four of them are labelled."""
     tokens = ids(next(model.parameters()).device, seed)[:1, :6]
     labels = tokens.clone()
     labels[0, :2] = -100
@@ -85,7 +85,7 @@ def test_each_part_fuses_its_modules_and_trains_and_generates_as_plain_peft_does
 )
 @EVERY
 def test_layers_run_whole_and_right_or_say_what_they_are(name, device):
-    """`test_decoder_layer.py` has layers in bf16, one at a time."""
+    """`test_decoder_layer.py` tests layers in bf16, one at a time."""
     plain = FAMILIES[name].peft_model(device).train()
     fused = copy.deepcopy(plain)
     if reason := FAMILIES[name].not_whole:
@@ -98,8 +98,8 @@ def test_layers_run_whole_and_right_or_say_what_they_are(name, device):
     assert assert_same(fused, plain, 6, 2e-4) == {"DecoderLayer": 2}
 
 
-# What is more than a row of the table: q and k that are not turned, multiples of what is added,
-# norms of it, and these on both sides and about one, with GELU; one projection for q, k and v.
+# Families that need more than a row of the table. Some leave q and k unrotated, scale or normalise
+# what is added, or join q, k and v. Gemma 3 has GELU, and norms on both sides with weights about 1.
 @pytest.mark.slow("offload-SmolLM3")
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", ["SmolLM3", "Granite", "OLMo 2", "Gemma 3", "Phi-3"])
@@ -113,7 +113,7 @@ def test_layers_that_run_whole_join_the_loss_where_they_run_again(policy, name, 
     assert_same(fused, plain, 6, 0.0)
 
 
-# Whose layers compute as another family's, cast for cast.
+# Families whose layers compute what another family's do, cast for cast.
 LIKE_OTHERS = ("Mistral", "Ministral", "Ministral 3", "CWM", "OLMo 3", "Qwen3-MoE", "Mixtral",
                "Gemma 3, multimodal", "Llava")  # fmt: skip
 
@@ -124,8 +124,8 @@ LIKE_OTHERS = ("Mistral", "Ministral", "Ministral 3", "CWM", "OLMo 3", "Qwen3-Mo
     for name in FAMILIES
 ])  # fmt: skip
 def test_it_is_within_the_error_budget_in_bf16(name, device):
-    """All gradients together: how far rounding puts one alone, of six tokens, from the truth is
-    luck, for eager and fused alike."""
+    """Compare all gradients as one. With six tokens, how far rounding moves a single gradient from
+    the truth is luck, for eager and fused alike."""
     fused, plain, _ = pair(name, device, dtype=torch.bfloat16)
     exact = copy.deepcopy(plain).double()
     got, eager = [], []
@@ -140,7 +140,7 @@ def test_it_is_within_the_error_budget_in_bf16(name, device):
 
 @pytest.mark.parametrize("name", ["OLMo 2", "Gemma 3", "Qwen2-MoE"])
 def test_an_mlp_runs_again_whole_where_its_output_is_more_than_added(name, device):
-    """Its output goes into a norm, or is multiplied: what checkpointing runs again wants it."""
+    """A norm or a factor follows, and its backward needs the MLP's output."""
     _, plain, _ = pair(name, device)
     fused = copy.deepcopy(plain)
     fuse(fused, Fusion(mlp=True, checkpoint="full"))

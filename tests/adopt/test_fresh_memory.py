@@ -1,7 +1,7 @@
-"""New memory may hold anything, NaN too: no part may let it into a result.
+"""New memory may hold anything, even NaN: no part may let it into a result.
 
-A product may read on past the end of a row, as bf16 ones of PyTorch 2.13 do on a CPU: what lies
-between rows, and in columns that are written later, is then multiplied by zero, and NaN stays NaN.
+A matmul may read past the end of a row, as PyTorch 2.13's bf16 matmuls do on a CPU. It multiplies
+what lies between rows, or in columns written later, by zero, and NaN times zero is still NaN.
 """
 
 from contextlib import nullcontext
@@ -28,7 +28,7 @@ LOSS = Fusion(cross_entropy=True)
 ONE = Fusion(attention=True, rope=True)
 LAYER = Fusion(layer=True)
 ALL = Fusion(layer=True, cross_entropy=True, checkpoint="full")
-CASES = {  # and the models in which they may read on elsewhere
+CASES = {  # and the models in which matmuls may read on, on other hosts
     "rope and rms_norm": (WITHOUT_PRODUCTS, ["fp32 adapters"]),
     "cross_entropy": (LOSS, ["fp32 adapters", "bf16 adapters, odd"]),
     "mlp": (Fusion(mlp=True), ["fp32 adapters", "narrow", "bf16 adapters, odd"]),
@@ -40,7 +40,7 @@ CASES = {  # and the models in which they may read on elsewhere
 
 
 class ReadsOn(TorchDispatchMode):
-    """As a product does on such a host: it looks past the end of its operands' rows."""
+    """A dispatch mode that reads past the end of operands' rows, as matmuls do on such a host."""
 
     products = 0
 
@@ -78,7 +78,7 @@ class ReadsOn(TorchDispatchMode):
 def test_no_part_lets_what_lies_in_new_memory_into_a_result(fusion, model, device, monkeypatch):
     autocast = model != "bf16 adapters, odd"
     options = {"dtype": torch.bfloat16} | MODELS[model]
-    if not fusion.checkpoint:  # under which only layers before the last run again
+    if not fusion.checkpoint:  # checkpointing recomputes only the layers before the last
         options["config"] = {"num_hidden_layers": 1} | options.get("config", {})
     fused, again = (peft_model(device, **options) for _ in range(2))
     fuse(fused, fusion)

@@ -1,5 +1,5 @@
-"""`fuse` and what it reports: every part alone, and all together, against vanilla PEFT, and
-`fuse(model)`, which does whatever is right for the model."""
+"""`fuse` and its report. Every part alone and all of them together match vanilla PEFT, and
+`fuse(model)` does whatever is right for the model."""
 
 import copy
 import warnings
@@ -25,18 +25,18 @@ from torch import nn
 from fused_lora import Fusion, FusionReport, fuse, report, unfuse
 from fused_lora.fuse import NO_ADAPTERS
 
-# Of each: options of the model, and whether it runs under autocast.
+# The model's options, and whether it runs under autocast.
 DTYPES = {
     "fp32": ({}, False),
-    # what the Trainer's bf16=True makes of a model that was loaded in fp32: projections give bf16,
-    # and the residual, to which they are added, is fp32
+    # the Trainer's bf16=True on a model loaded in fp32: projections return bf16, and the residual
+    # that they are added to is fp32
     "fp32, autocast": ({}, True),
     "bf16, fp32 adapters, autocast": ({"dtype": torch.bfloat16}, True),
     "bf16, fp32 adapters": ({"dtype": torch.bfloat16}, False),
     "bf16": ({"dtype": torch.bfloat16, "autocast_adapter_dtype": False}, False),
 }
 
-# Of every part alone: fp32 that becomes bf16 between parts, and bf16.
+# By default we test each part alone in bf16, and in fp32 that becomes bf16 between parts.
 TRIED = {
     **dict.fromkeys(BOOLEAN_PARTS, ("fp32, autocast", "bf16")),
     "mlp": ("bf16, fp32 adapters", "bf16"),
@@ -57,7 +57,7 @@ def test_parts_are_right(name, dtypes, device):
     options, autocast = DTYPES[dtypes]
     fused, plain, done = pair(device, FUSIONS[name], **options)
     assert not done.left
-    # of fewer tokens, which take less time, eager's loss is exact by chance in one of these cases
+    # fewer tokens would be faster, but eager's loss is then exact by chance in one of these cases
     assert_right(fused, plain, autocast, length=17 if name == "mlp" else 9)
 
 
@@ -126,7 +126,7 @@ def test_a_batch_of_no_tokens_is_a_value_error(part, shape, device):
 
 
 def test_each_module_of_the_report_runs_once(device):
-    """What the benchmark takes for proof that a part ran. (Which they are: test_families.py.)"""
+    """The benchmark takes this as proof that a part ran. (test_families.py says which modules.)"""
     fused, _, done = pair(device, Fusion(**ALL))
     seen = functions_of(fused(**batch(fused)).loss)
     expected = {
@@ -138,7 +138,7 @@ def test_each_module_of_the_report_runs_once(device):
     }
     for part, names in expected.items():
         ran = sum(seen.get(name, 0) for name in names)
-        # nothing before the first norm is trained, so it has no backward
+        # we train nothing before the first norm, so it has no backward
         assert ran == len(done.fused[part]) - (part == "rms_norm"), part
 
 

@@ -19,7 +19,7 @@ HOOKED = "accelerate's ModelHook has replaced its forward: remove_hook_from_modu
 
 
 def said_by(*runs):
-    """What is warned of in these runs, of steps aside."""
+    """Return the warnings about stepping aside that these runs give."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for run in runs:
@@ -59,7 +59,7 @@ def test_what_the_report_of_fuse_said_is_not_said_again(device):
 
 
 def test_attention_that_no_longer_runs_as_one_function_says_so_in_training(device):
-    """Of a call that fills a cache q, k, v and o are still fused, each by itself."""
+    """A call that fills a cache still fuses q, k, v and o, each by itself."""
     fused, plain, _ = pair(device, Fusion(attention=True, rope=True))
 
     def run():
@@ -118,7 +118,7 @@ def test_fp32_weights_under_autocast_run_as_the_other_fused_parts_with_a_warning
         got = step(fused, autocast=True, length=SHORT)
     want = step(plain, autocast=True, length=SHORT)
     assert got.functions == want.functions and "LoRA_MLP" in got.functions
-    if device == "cpu":  # a GPU may multiply rows that lie apart by another kernel
+    if device == "cpu":  # a GPU may use another GEMM kernel for rows that lie apart
         assert_close(got, want, 0.0)
 
 
@@ -152,7 +152,7 @@ def test_within_a_transform_of_torch_func_it_runs_as_peft_has_it(device):
     "option, fused_meanwhile", [("output_hidden_states", True), ("output_attentions", False)]
 )
 def test_outputs_that_were_collected_once_end_nothing(option, fused_meanwhile, monkeypatch, device):
-    """transformers leaves the hooks that collect them."""
+    """transformers leaves its collecting hooks in place."""
     calls = operands_of_calls(monkeypatch)
     fused, plain, _ = pair(device)
     tokens = ids(device)
@@ -168,7 +168,7 @@ def test_outputs_that_were_collected_once_end_nothing(option, fused_meanwhile, m
 
 
 def test_a_hook_that_collects_makes_its_module_run(monkeypatch, device):
-    """As where the config, and no argument, asks for attentions."""
+    """transformers does this if the config, and no argument, asks for attentions."""
     from transformers.utils import output_capturing
 
     calls = operands_of_calls(monkeypatch)

@@ -1,5 +1,6 @@
-"""Attention and RoPE, alone and both, and right: as one function where that may stand in for them,
-else apart. (Each family: test_families.py. What is left to PEFT: test_fuse_reasons.py.)"""
+"""Attention and RoPE, each alone and together, compute the right thing. They run as one function
+where they can, otherwise separately. (Families: test_families.py. What stays with PEFT:
+test_fuse_reasons.py.)"""
 
 from collections import Counter
 
@@ -15,14 +16,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from fused_lora import Fusion
 
 BOTH = Fusion(attention=True, rope=True)
-# What a layer runs of ours.
+# Our functions in a layer.
 ONE = Counter(LoRA_Attention=1)
 QKV, OUT, ROPE = Counter(LoRA_QKV=1), Counter(LoRA_W=1), Counter(RoPE=1)
 APART = QKV + OUT + ROPE
 
 
-# Of each: options of the model, what is fused, what is done to every attention then, and what a
-# layer runs of ours.
+# The model's options, what we fuse, what we then do to every attention, and which of our functions
+# a layer runs.
 CASES = {
     "nothing": ({}, BOTH, None, ONE),
     "norms of heads": ({"family": "Qwen3"}, BOTH, None, ONE),

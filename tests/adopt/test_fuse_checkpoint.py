@@ -1,5 +1,5 @@
-"""Each checkpointing policy in training as people do it: which layers run again, what is there
-meanwhile, and transformers' own checkpointing switched on and off beside it."""
+"""Each checkpointing policy in everyday training: which layers are recomputed, and what happens
+when transformers' own checkpointing or a cache is switched on and off beside it."""
 
 import copy
 
@@ -25,7 +25,7 @@ FUSIONS = {
     "layer, offload": Fusion(layer=True, cross_entropy=True, checkpoint="offload"),
     "none": Fusion(checkpoint="none"),
 }
-# the last one's input stays where it is, and nothing below the first is trained
+# The last layer's input stays in place, and nothing below the first is trained.
 THREE_LAYERS = {"num_hidden_layers": 3}
 
 
@@ -34,14 +34,14 @@ def with_hidden_states(model, inputs):
     return output.loss + sum(hidden.pow(3).mean() for hidden in output.hidden_states)
 
 
-# Of whole layers the loss alone asks the last one for labelled tokens alone.
+# With whole layers, only the plain loss lets the last one skip tokens without a label.
 @pytest.mark.slow("loss_of-selective", "with_hidden_states-full")
 @pytest.mark.parametrize(("loss_of", "name"), [
     *((loss_of, name) for name in ("offload", "selective", "all, full", "layer, offload")),
     *((with_hidden_states, name) for name in ("full", "selective", "layer, offload")),
 ])  # fmt: skip
 def test_micro_batches_add_up_to_the_gradients_of_one_batch(loss_of, name, device):
-    """The first has its backward alone, the others have one together."""
+    """Run the first batch's backward alone, and one backward for the other two."""
     fused, plain, _ = pair(device, FUSIONS[name], config=THREE_LAYERS)
     first, *others = batches = [batch(plain, seed=seed) for seed in (3, 4, 5)]
     one = {name: torch.cat([each[name] for each in batches]) for name in first}
@@ -55,11 +55,11 @@ def test_micro_batches_add_up_to_the_gradients_of_one_batch(loss_of, name, devic
     assert_close(got, want)
 
 
-# --- which layers run again -----------------------------------------------------------------------
+# --- which layers are recomputed ------------------------------------------------------------------
 
 
 def runs_of_a_step(model):
-    """Its layers in the order in which they ran, forward and backward, and the step's values."""
+    """Return the layers in the order they ran, forward and backward, and the step's values."""
     runs = []
     hooks = [
         layer.mlp.gate_proj.register_forward_hook(lambda *_, index=index: runs.append(index))
@@ -72,12 +72,12 @@ def runs_of_a_step(model):
 
 
 TWICE = [0, 1, 1, 0]
-RUNS = {  # what is fused, one after the other, and the layers that run
+RUNS = {  # what we fuse, one after the other, and which layers then run
     "none": ([Fusion(checkpoint="none")], [0, 1]),
     "full": ([Fusion(checkpoint="full")], TWICE),
     "full, then offload": ([Fusion(checkpoint="full"), Fusion(checkpoint="offload")], TWICE),
     "selective": ([Fusion(**NONE_KEPT)], TWICE),
-    # whose last layer's backward comes next
+    # the last layer is not recomputed: its backward comes next
     "fused loss": ([LOSS, Fusion(checkpoint="offload")], [0, 1, 0]),
     "fused loss at once": ([Fusion(cross_entropy=True, **NONE_KEPT)], [0, 1, 0]),
 }
@@ -111,7 +111,7 @@ def test_a_hook_that_saves_an_output_finds_it_when_the_layer_runs_again(where, d
 
 
 def test_the_down_projection_does_not_run_again(device, monkeypatch):
-    """A checkpointed layer runs twice, but its second forward stops before the down projection."""
+    """A checkpointed layer runs twice, but the recompute stops before the down projection."""
     import fused_mlp.fast_lora as module
 
     calls, swiglu_forward = [], module.swiglu_forward
@@ -127,14 +127,14 @@ def test_the_down_projection_does_not_run_again(device, monkeypatch):
 
 
 def own_of(layer):
-    """What transformers has set on a layer: whether it is checkpointed, and by which function."""
+    """Return what transformers set on a layer: whether to checkpoint, and by which function."""
     function = vars(layer).get("_gradient_checkpointing_func")
     return layer.gradient_checkpointing, getattr(function, "func", function)
 
 
 @pytest.mark.parametrize("parts", [{}, {"rms_norm": True}], ids=["layer's own", "fused forward"])
 def test_a_policy_stays_when_checkpointing_is_switched_on_and_off(parts, device):
-    """By the Trainer, whose gradient_checkpointing=True comes after fuse()."""
+    """The Trainer does that: its gradient_checkpointing=True comes after fuse()."""
     fused, plain, _ = pair(device, Fusion(**parts, checkpoint="full"))
     layers = fused.get_submodule(LAYERS)
     policies = [policy_of(layer) for layer in layers]
@@ -165,7 +165,7 @@ def test_a_copy_trains_as_before_and_has_a_policy_and_a_switch_of_its_own(name, 
     twin = duplicate(fused)
     assert_same(twin, plain)
     policies = {policy_of(layer_of(one)) for one in (fused, twin)}
-    assert len(policies) == (1 if name == "attention" else 2)  # one of its own, if any
+    assert len(policies) == (1 if name == "attention" else 2)  # each model has one, if any
     twin.gradient_checkpointing_disable()
     assert not layer_of(twin).gradient_checkpointing
     assert layer_of(fused).gradient_checkpointing == (fusion.checkpoint not in ("", "none"))
@@ -192,7 +192,7 @@ def test_without_checkpointing_a_model_in_training_keeps_its_cache(switched_on, 
 @pytest.mark.filterwarnings("error:.*past_key_values:FutureWarning")
 @pytest.mark.parametrize("fusion", [FUSIONS["all, full"], Fusion(rms_norm=True, checkpoint="full")])
 def test_without_gradients_a_model_in_training_fills_the_cache_that_plain_peft_does(fusion, device):
-    """transformers 5.24 checkpoints nothing then, and keeps the cache; 5.23 fills none."""
+    """transformers 5.24 then checkpoints nothing and keeps the cache. 5.23 fills none."""
     fused, plain, _ = pair(device, fusion)
     plain.gradient_checkpointing_enable()
     with torch.no_grad():

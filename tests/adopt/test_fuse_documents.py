@@ -1,4 +1,4 @@
-"""Packed and padded batches in fused models, beside vanilla PEFT on one document at a time."""
+"""Packed and padded batches in fused models, against vanilla PEFT on one document at a time."""
 
 import copy
 
@@ -31,7 +31,7 @@ def pair(device, fusion, family="Qwen2", **changes):
 
 
 def documents(device):
-    """Token ids and labels of each, whose first tokens have none."""
+    """Return each document's token ids and labels. Its first token has no label."""
     generator = torch.Generator().manual_seed(3)
     found = []
     for length in LENGTHS:
@@ -47,7 +47,7 @@ def on(device, batch):
 
 
 def step(model, *batches):
-    """Of batches whose losses are added."""
+    """Run a step on these batches, adding their losses."""
     device = next(model.parameters()).device
     items = torch.tensor(10, device=device)
     losses = [model(**on(device, one), num_items_in_batch=items).loss for one in batches]
@@ -55,8 +55,8 @@ def step(model, *batches):
 
 
 def assert_trained_as(got, plain, *batches):
-    """got is what vanilla PEFT computes of these batches; in bf16 within the budget, of the loss
-    and all gradients as one: what rounding does to a small one alone is luck."""
+    """Check that got is what vanilla PEFT computes from these batches. In bf16 we compare the loss
+    and all gradients as one with the budget: what rounding does to a small one alone is luck."""
     want = step(plain, *batches)
     if plain.dtype == torch.float32:
         assert_close(got, want)
@@ -81,7 +81,7 @@ def one_by_one():
 
 @pytest.fixture
 def no_masks(monkeypatch):
-    """Nothing makes a mask of documents."""
+    """Fail if anything builds a mask of documents."""
 
     def refuse(mask):
         raise AssertionError("a mask of positions x positions was made")
@@ -152,7 +152,7 @@ def test_padded_batches_of_multimodal_models_keep_their_padding(name, device):
 
 @pytest.mark.parametrize("name", ["k_proj", "o_proj"])
 def test_where_a_projection_is_left_no_mask_of_a_row_of_all_is_made(name, device, no_masks):
-    """A batch keeps its shape, for which transformers makes masks."""
+    """The batch keeps its shape, and transformers makes masks for that shape."""
     fused, plain = pair(device, WHOLE)
     for model in (fused, plain):
         model.base_model.model.model.layers[0].self_attn.get_submodule(name).register_forward_hook(
@@ -165,7 +165,7 @@ def test_where_a_projection_is_left_no_mask_of_a_row_of_all_is_made(name, device
 
 
 def test_padding_that_predicts_a_label_is_kept(device):
-    """As a left-padded row's last predicts its first token, if that is labelled."""
+    """In a left-padded row the last padding predicts the first token, which may be labelled."""
     fused, plain = pair(device, WHOLE)
     batch = padded("left", device)
     batch["labels"][0] = batch["input_ids"][0]
@@ -185,7 +185,7 @@ def test_a_layer_that_steps_aside_still_attends_to_documents(fusion, device):
 
 
 def test_positions_of_several_axes_say_nothing_of_documents(device, monkeypatch):
-    """As for transformers, whose Qwen2-VL takes one position of a token for those of all axes."""
+    """transformers ignores them as well: its Qwen2-VL uses a token's one position on every axis."""
     monkeypatch.setitem(TEXT, "head_dim", 32)
     monkeypatch.setitem(TEXT, "hidden_size", 64)
     monkeypatch.setitem(SECTIONS, "mrope_section", [4, 6, 6])
@@ -198,7 +198,8 @@ def test_positions_of_several_axes_say_nothing_of_documents(device, monkeypatch)
 
 @pytest.mark.parametrize("window", [4, 18])
 def test_a_sliding_window_is_transformers_own_where_a_row_is_longer(window, device):
-    """From one token more on: its last attends to too much without, which no loss shows."""
+    """One token over the window is enough. Without the window the last token attends to too much,
+    and no loss shows it."""
     fused, plain = pair(device, WHOLE, "Mistral", sliding_window=window)
     batch = DataCollatorWithFlattening()(documents(device))
     assert_trained_as(step(fused, batch), plain, *one_by_one())

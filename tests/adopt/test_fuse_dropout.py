@@ -1,5 +1,5 @@
-"""lora_dropout in fused models: vanilla PEFT's losses, gradients and weights with the same masks,
-and which masks are drawn when."""
+"""lora_dropout in fused models. With the same masks, losses, gradients and weights are vanilla
+PEFT's. The tests also check which masks are drawn when."""
 
 import copy
 from dataclasses import replace
@@ -28,8 +28,8 @@ from fused_mlp import dropout, utils
 # --- vanilla PEFT that drops what a fused model drops ---------------------------------------------
 
 SEED = torch.tensor([2**62 + 12_345])
-# The number of each projection among those of its function, which is its stream of random numbers.
-# With Phi's, whose q, k and v are one projection with one mask, as are gate and up.
+# Each projection's number within its function, which selects its stream of random numbers. Phi
+# joins q, k and v into one projection with one mask, and gate and up into another.
 OF_LAYER = {name: i for i, name in enumerate((*ATTENTION, *MLP))}
 OF_LAYER |= {"qkv_proj": OF_LAYER["q_proj"], "gate_up_proj": OF_LAYER["gate_proj"]}
 OF_PARTS = {name: i for names in (ATTENTION, MLP) for i, name in enumerate(names)}
@@ -37,7 +37,7 @@ OF_JOINED_PARTS = OF_PARTS | {"qkv_proj": 0, "gate_up_proj": 0}
 
 
 class Masked(nn.Module):
-    """In the place of PEFT's nn.Dropout. rows: of the tokens, those that are computed at all."""
+    """A stand-in for PEFT's nn.Dropout. rows: the tokens to compute, None for all."""
 
     def __init__(self, p, stream):
         super().__init__()
@@ -54,7 +54,7 @@ class Masked(nn.Module):
 
 
 def draw_one_seed(monkeypatch):
-    """Let every fused function draw SEED. Returns the device of each draw."""
+    """Make every fused function draw SEED. Return the device of each draw."""
     drawn = []
     monkeypatch.setattr(
         projection, "draw_seed", lambda device: drawn.append(device) or SEED.to(device)
@@ -63,7 +63,7 @@ def draw_one_seed(monkeypatch):
 
 
 def follow(plain, streams):
-    """Let a plain model drop what a fused one does whose functions number their projections so."""
+    """Make a plain model drop what a fused one drops with these streams, by projection."""
     for layer in plain.get_submodule(LAYERS):
         for name, module in layer.named_modules():
             if (stream := streams.get(name.rpartition(".")[2])) is not None:
@@ -78,9 +78,9 @@ def follow(plain, streams):
 
 ONE_LAYER = {"num_hidden_layers": 1}
 PARTS = Fusion(**ALL)
-APART = Fusion(mlp=True, attention=True)  # in which q, k and v, and o, are functions of their own
+APART = Fusion(mlp=True, attention=True)  # one function for q, k and v, another for o
 POLICIES = (("full", None), ("offload", None), ("selective", 90e3 / 2**30))
-FUSIONS = {  # and how its functions number their projections
+FUSIONS = {  # what we fuse, and the stream of each projection
     "parts": (PARTS, OF_PARTS),
     "apart": (APART, OF_PARTS | {"o_proj": 0}),
     "layer": (LAYER, OF_LAYER),
@@ -102,7 +102,7 @@ def model_with(fusion, device, p=0.3, **options):
 
 
 DRAWS = {"parts": 4, "apart": 6, "layer": 2}  # of two layers
-# Each policy is tried with layers, which keep more of a first run.
+# We test every policy with whole layers by default: they keep more of a first run.
 PARTS_AGAIN = ("parts, offload", "parts, selective")
 
 
@@ -118,10 +118,10 @@ def test_each_function_draws_a_seed_once_and_drops_as_peft_with_the_same_masks(
     drawn = draw_one_seed(monkeypatch)
     fused, plain = model_with(fusion, device), model_with(None, device)
     if fusion.checkpoint == "selective":
-        step(fused, length=7)  # from which it knows what a layer holds
+        step(fused, length=7)  # this step measures what a layer holds
         drawn.clear()
     assert_same(fused, follow(plain, streams), most=2e-4)
-    if not fusion.checkpoint:  # else also where a layer runs again
+    if not fusion.checkpoint:  # a recomputed layer draws once more
         assert len(drawn) == DRAWS[name]
     assert {one.type for one in drawn} == {device}
 
@@ -133,7 +133,7 @@ def test_each_function_draws_a_seed_once_and_drops_as_peft_with_the_same_masks(
     ids=("Phi-3, full", "Phi-4-mini"),
 )
 def test_projections_of_one_adapter_share_a_mask(name, fusion, device, monkeypatch):
-    """As in PEFT. Of Phi-4-mini's attention q, k and v are one function and o is another."""
+    """PEFT shares it as well. Phi-4-mini runs q, k and v as one function and o as another."""
     draw_one_seed(monkeypatch)
     plain = FAMILIES[name].peft_model(device, lora_dropout=0.3)
     fused = copy.deepcopy(plain).train()
@@ -204,7 +204,7 @@ def seeded(model, seed=0):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["parts", "layer"])
 def test_the_seed_decides_of_copies_too_and_every_step_is_another(name, device):
-    """As for ranks that are seeded differently."""
+    """Ranks with different seeds behave the same way."""
     model = model_with(FUSIONS[name][0], device, config=ONE_LAYER)
     first, again, another = seeded(model), seeded(copy.deepcopy(model)), seeded(model, 1)
     following = step(model, length=7)
@@ -219,7 +219,7 @@ def test_the_seed_decides_of_copies_too_and_every_step_is_another(name, device):
     "fusion", [Fusion(attention=True), Fusion(mlp=True)], ids=["attention", "mlp"]
 )
 def test_what_runs_again_drops_the_same_beside_dropout_of_pefts_own(fusion, policy, device):
-    """An MLP's after a fused attention, and an attention's before a fused MLP."""
+    """PEFT drops in the MLP after a fused attention, and in the attention before a fused MLP."""
     want = seeded(model_with(fusion, device))
     assert_close(seeded(model_with(replace(fusion, checkpoint=policy), device)), want)
 
@@ -242,7 +242,7 @@ def test_evaluation_is_exact(name, device):
     model.eval(), without.eval()
     assert torch.equal(model(**inputs).loss, without(**inputs).loss)
     model.train()
-    # of one projection in evaluation the others still drop
+    # with one projection in evaluation mode, the others still drop
     for module in model.modules():
         if hasattr(module, "lora_dropout"):
             module.lora_dropout.eval()
@@ -261,8 +261,8 @@ def test_parts_are_left_to_peft_within_torch_compile(device, monkeypatch):
 
 
 def in_operations(monkeypatch):
-    """Masks by PyTorch's own operations, which a recorded graph replays and the interpreter's
-    launches it does not: a hash of the seed, of which each row is a word's number."""
+    """Draw masks with PyTorch operations. A recorded graph replays those, but not the interpreter's
+    launches. The bits of each word are a hash of the seed and of the word's number."""
 
     def keep_bits(seed, stream, keep, rows, columns):
         words = torch.arange(-(-rows // 32) * columns, device=seed.device) + stream * 7919
@@ -272,7 +272,7 @@ def in_operations(monkeypatch):
     def drop(x, mask):
         return x * unpacked(mask, len(x)).to(x.dtype)
 
-    asked = torch.cuda.is_current_stream_capturing  # which graph_case replaces in a capture
+    asked = torch.cuda.is_current_stream_capturing  # graph_case replaces this in a capture
     monkeypatch.setattr(
         projection,
         "is_capturing",
@@ -288,7 +288,7 @@ def in_operations(monkeypatch):
     *(pytest.param(FUSIONS[name][0], marks=pytest.mark.gpu) for name in FUSIONS),
 ], ids=["attention, full", *FUSIONS])  # fmt: skip
 def test_replays_draw_new_masks_and_run_layers_again_with_those(fusion, device, monkeypatch):
-    """Ten steps on one batch are those of the eager loop, which draws the same seeds."""
+    """Ten steps on one batch match the eager loop, which draws the same seeds."""
     if device == "cpu":
         in_operations(monkeypatch)
     options = {}

@@ -1,4 +1,4 @@
-"""Layers on FP8 weights, and the loss: exact but for what they quantise; what is refused."""
+"""Layers on FP8 weights, and the loss: exact apart from quantisation. Also what fuse refuses."""
 
 import copy
 import dataclasses
@@ -32,11 +32,11 @@ from fused_lora.layer.fp8.buffer import Fp8Buffer
 pytestmark = pytest.mark.usefixtures("fp8_in_fp32")
 
 
-# --- right but for what it quantises --------------------------------------------------------------
+# --- exact apart from quantisation ----------------------------------------------------------------
 
 
 def test_products_in_bf16_are_what_the_codes_make_them(device):
-    """On a GPU those of `_scaled_mm`."""
+    """On a GPU these are the GEMMs of `_scaled_mm`."""
     count, inputs, outputs, width = 40, 160, 96, 8
     draw = functools.partial(random, dtype=torch.bfloat16, device=device)
     weight, bias = draw(outputs, inputs, seed=1) * inputs**-0.5, draw(outputs + width, seed=2)
@@ -64,12 +64,12 @@ def test_products_in_bf16_are_what_the_codes_make_them(device):
         }  # fmt: skip
 
     def off(name):
-        """Of half of the rows. A quotient of numbers in bf16 may lie right between two codes, and
-        which it becomes is chance."""
+        """Return the median error over rows, because some rows may be off. A quotient of bf16
+        numbers may lie exactly between two codes, and which one it becomes is chance."""
         product, exact = products(got)[name].double(), products(want)[name].double()
         return ((product - exact).norm(dim=1) / exact.norm(dim=1)).median().item()
 
-    # bf16's one or two roundings, and Hopper's fast accumulation
+    # allows one or two roundings to bf16, and Hopper's fast accumulation
     for name in products(want):
         assert off(name) < 2**-8, name
     want.scales *= 1.02
@@ -80,8 +80,8 @@ def test_products_in_bf16_are_what_the_codes_make_them(device):
     (0.0, 1.0, 1.0), (1e-6, 1.0, 1.0), (1.0, 1e6, 0.0), (1.0, 0.0, 1e4),
 ])  # fmt: skip
 def test_nothing_takes_the_digits_of_all_else(rows_times, A_times, B_times, device):
-    """Rows of a weight that are 0, as of a pruned one, or next to nothing; a large A of which a B
-    of zeros leaves nothing."""
+    """Try weight rows that are 0, as in a pruned weight, or tiny. Try a large A that a B of zeros
+    cancels."""
     draw = functools.partial(random, dtype=torch.bfloat16, device=device)
     weight = draw(96, 160, seed=1) * 160**-0.5
     weight[3:6] *= rows_times
@@ -116,7 +116,7 @@ def test_a_layer_is_what_its_codes_make_it(case, device):
     fused, _, done = pair(device, **case)
     assert "layer: 1 of 1 layers in FP8 fused" in str(done)
     for name, parameter in fused.named_parameters():
-        if ".lora_B" in name and "q_proj" not in name:  # else each token attends to one
+        if ".lora_B" in name and "q_proj" not in name:  # or each token attends to one
             parameter.data.mul_(scale)
     assert_is_what_its_codes_make_it(fused, device)
 
@@ -130,8 +130,8 @@ def test_a_model_is_near_plain_peft_and_trains_its_adapters(dtype, device):
 
 @pytest.mark.slow
 def test_gradients_are_those_of_fp8_in_fp64_however_far_from_plain_peft(device):
-    """4% of a product are a third of a token whose terms nearly cancel, and more of every layer
-    after, as in batch 157: plain PEFT is no oracle there."""
+    """If a token's terms nearly cancel, an error of 4% in a product is a third of that token, and
+    grows in every later layer. This happens in batch 157, so plain PEFT is no oracle there."""
     if device != "cpu":
         pytest.skip("sums of 14 bits make other codes")
     config = CONFIG | {"num_hidden_layers": 2}
@@ -192,7 +192,7 @@ VOCABULARY = CONFIG | {"vocab_size": 256}
 
 @pytest.fixture
 def heads(monkeypatch):
-    """Those that were made codes of, in order."""
+    """Record the head weights that are quantised, in order."""
     made = []
 
     class Spy(loss_module.Fp8Head):

@@ -1,10 +1,10 @@
-"""Layers in FP8 of a checkpoint that is FP8: transformers' own classes, whose codes and scales are
-taken as they are where the scales are of rows. The classes' own products want a GPU, and packages;
-here a stand-in is what they are called instead.
+"""FP8 layers on an FP8 checkpoint, which transformers loads into its own classes. If each row has a
+scale, we use codes and scales unchanged. The classes' own GEMMs need a GPU and more packages, and
+here a stand-in replaces them.
 
-That transformers 5.17 loads such checkpoints into these classes, with parameters of these sizes and
-dtypes, was tried with compressed-tensors 0.20, on files with a scale for each row, one for all, and
-blocks, on a CPU where transformers was told that there is a GPU.
+We checked that transformers 5.17 loads such checkpoints into these classes, with parameters of
+these sizes and dtypes. We used compressed-tensors 0.20 on a CPU, told transformers that there was a
+GPU, and loaded files with a scale per row, one scale for all, and a scale per block.
 """
 
 import copy
@@ -85,7 +85,7 @@ def test_other_models_are_near_what_the_codes_stand_for(other, of, device):
 
 @pytest.fixture
 def products(monkeypatch):
-    """Stand-ins for transformers' products, which want a GPU; those that were asked for."""
+    """Replace transformers' FP8 GEMMs, which need a GPU, and record the calls."""
     asked = []
 
     def of_blocks(x, weight, scales, block_size=None, bias=None, *_, **__):
@@ -126,7 +126,7 @@ def test_what_steps_aside_is_transformers_own_and_in_training_has_gradients(of, 
     want = step(plain, length=SHORT)
     assert_close(got, want, 1e-4)
     fused.enable_input_require_grads()
-    fused.gradient_checkpointing_enable({"use_reentrant": True})  # runs it without gradients first
+    fused.gradient_checkpointing_enable({"use_reentrant": True})  # its first run has no gradients
     assert_close(step(fused, length=SHORT), want, 1e-4)
     assert not products
 
@@ -143,7 +143,7 @@ def test_merging_is_pefts_error_and_the_adapter_is_saved_alone(of, tmp_path, dev
     assert_same_state(fused.state_dict(), before)
     for name, model in (("fused", fused), ("plain", plain)):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # PEFT's, that it finds no config of this base model
+            warnings.simplefilter("ignore")  # PEFT warns that it finds no config of this base model
             model.save_pretrained(tmp_path / name)
     saved = [
         load_file(tmp_path / name / "adapter_model.safetensors") for name in ("fused", "plain")

@@ -1,4 +1,5 @@
-"""The fused loss in a model: what it leaves to the model's own, and heads that PEFT trains."""
+"""The fused loss in a model: when it leaves the work to the model's own loss, and heads that PEFT
+trains."""
 
 import copy
 import pickle
@@ -35,7 +36,7 @@ MODEL = "base_model.model"
 
 @pytest.fixture
 def losses(monkeypatch):
-    """The loss of every call of the fused one."""
+    """Record the loss of every call of the fused loss."""
     seen = []
     function = loss_site.linear_cross_entropy
 
@@ -64,8 +65,8 @@ def test_there_are_no_logits_in_training_and_all_of_them_elsewhere(losses, devic
 
 
 def test_it_fills_a_cache_only_if_it_is_asked_to(device):
-    """With one no layer runs whole. Packed documents, which a cache lets see each other, keep what
-    the configuration asks for."""
+    """With a cache, no layer runs whole. A cache lets packed documents see each other; they still
+    get what the configuration asks for."""
     fused, plain, _ = layer_case.pair(device, Fusion(layer=True, cross_entropy=True))
     for model in (fused, plain):
         model.config.use_cache = True
@@ -82,7 +83,7 @@ def test_it_fills_a_cache_only_if_it_is_asked_to(device):
 
 
 def test_the_loss_is_fused_for_pefts_causal_lm_class_too(losses, device):
-    """Which passes more on than its base class: output_attentions, return_dict and the like."""
+    """It passes on more than its base class: output_attentions, return_dict and the like."""
     fused, plain, _ = pair(device, LOSS, task_type="CAUSAL_LM")
     inputs = {"input_ids": ids(device), "labels": ids(device)}
     got, want = (model(**inputs, attention_mask=None) for model in (fused, plain))
@@ -175,7 +176,7 @@ def smoothed(logits, labels, vocab_size, label_smoothing=0.0, **_):
     return F.cross_entropy(logits, labels[:, 1:].flatten(), label_smoothing=label_smoothing)
 
 
-# Of which transformers' own, with its own attention, reads the last four.
+# transformers' own loss, with its own attention, reads the last four.
 ASKED = {
     "label_smoothing": 0.1, "z_loss": 0.1, "position_bias": torch.zeros(()), "is_causal": False,
     "ignore_index": 3, "logits_to_keep": 3, "shift_labels": ids("cpu", 4),
@@ -246,7 +247,7 @@ def head_base(kind, device):
 
 
 def with_trained_head(kind, device):
-    """modules_to_save, fused and not, of which the copy is no longer what it is a copy of."""
+    """Return a model with modules_to_save, fused and not, whose copy differs from its original."""
     plain = adapt(head_base(kind, device), device, **HEADS[kind][1]).train()
     with torch.no_grad():
         for parameter in plain.get_submodule(COPY).parameters():
@@ -282,7 +283,7 @@ def test_the_copy_of_the_head_is_trained_and_saved_and_disabled(kind, losses, tm
 
 
 def test_the_head_is_the_active_adapters(losses, device):
-    """Its own copy, or the base's where it has none."""
+    """An adapter uses its own copy of the head, or the base's if it has none."""
     fused, plain = with_trained_head("untied", device)
     for name, modules in (("second", ["lm_head"]), ("third", None)):
         for model in (fused, plain):
@@ -323,7 +324,7 @@ def test_cpt_which_makes_a_loss_of_logits_gets_them(losses, device):
         tokenizer_name_or_path="none",
     )  # fmt: skip
     plain = get_peft_model(base_model(device), config)
-    fused, plain = copy.deepcopy(plain), copy.deepcopy(plain)  # of which neither has CPT's hooks
+    fused, plain = copy.deepcopy(plain), copy.deepcopy(plain)  # neither copy has CPT's hooks
     assert "(CPT)" in fuse(fused).left["cross_entropy"]
     inputs = {"input_ids": ids(device), "labels": ids(device)}
     got, want = (values_of(model, model(**inputs).loss) for model in (fused, plain))

@@ -1,5 +1,5 @@
-"""Each reason for a module to stay with PEFT: it runs as its class has it, the report says why, and
-what is beside it runs fused."""
+"""Each reason for a module to stay with PEFT. The module then runs as its class defines it, the
+report says why, and its neighbours run fused."""
 
 import copy
 import re
@@ -22,9 +22,12 @@ QKV, OUT, ROPE = Counter(LoRA_QKV=1), Counter(LoRA_W=1), Counter(RoPE=1)
 
 
 class Kind(NamedTuple):
-    """fusion: what is asked for. module: of a layer, the one that is left; None: the one that is
-    changed. fused, beside: what a layer runs of ours where nothing is left, and where that module
-    is. said: how much of it runs fused."""
+    """A kind of module that may stay with PEFT.
+
+    fusion: the request. module: the module of a layer that stays, None for the changed one itself.
+    fused: our functions in a layer where nothing stays. beside: our functions in a layer where that
+    module stays. said: how much runs fused, as the report says it.
+    """
 
     fusion: Fusion
     module: str | None

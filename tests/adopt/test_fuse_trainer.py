@@ -1,5 +1,5 @@
-"""A fused model in transformers' Trainer and TRL's SFTTrainer, which look at more of it than one's
-own loop does."""
+"""A fused model in transformers' Trainer and TRL's SFTTrainer, which look at more of the model than
+your own loop does."""
 
 import copy
 import inspect
@@ -41,19 +41,19 @@ SETTINGS = {
     "flattened": {"data_collator": DataCollatorWithFlattening()},
     "packing": {"packing": True, "max_length": 10, "pad_to_multiple_of": None},
     "padding_free": {"padding_free": True, "max_length": None, "pad_to_multiple_of": None},
-    # which switches TF32 on, for all of the process
+    # switches TF32 on for the whole process unless told otherwise
     "torch_compile": {"torch_compile": True, "torch_compile_backend": "eager", "tf32": False},
 }  # fmt: skip
 PACKED = {"flattened", "packing", "padding_free"}
 NOT_OF = {"Trainer": {"packing", "padding_free"}, "SFTTrainer": {"flattened"}}
 TRIED = [
-    # torch.compile takes the time of all others
+    # torch.compile takes as long as all the others
     pytest.param(kind, setting, marks=pytest.mark.exhaustive if "compile" in setting else ())
     for kind in TRAINERS
     for setting in SETTINGS
     if setting not in NOT_OF[kind]
 ]
-# Of what a trainer logs: how long it took, what it was told, and arithmetic that knows no layer.
+# What a trainer logs that no layer computes: times, settings and plain arithmetic.
 NOT_COMPUTED = ("runtime", "per_second", "learning_rate", "epoch", "step", "total_flos")
 
 
@@ -63,8 +63,8 @@ class Trained(NamedTuple):
 
 
 def rows(model):
-    """Rows of five tokens, of which every second ends as the model would go on: some are right. No
-    forward knows their last column."""
+    """Return rows of five tokens. The model itself wrote the end of every second row, which makes
+    some predictions right. No forward has seen their last column."""
     device = next(model.parameters()).device
     tokens = torch.randint(96, (12, 5), generator=torch.Generator().manual_seed(3)).to(device)
     with torch.no_grad():
@@ -77,7 +77,7 @@ def rows(model):
 
 
 def trainer_of(kind, model, data, folder, **options):
-    """The trainer, that takes three steps of two rows unless told otherwise."""
+    """Return a trainer that takes three steps of two rows unless told otherwise."""
     settings = {
         "output_dir": str(folder), "report_to": [], "disable_tqdm": True, "logging_steps": 1,
         "max_steps": 3, "per_device_train_batch_size": 2, "learning_rate": 1e-3,
@@ -109,9 +109,9 @@ def trainer_of(kind, model, data, folder, **options):
 
 
 def train(kind, model, data, folder, from_checkpoint=None, **options):
-    """What was logged, and the adapters. from_checkpoint: the name of one to train from once more,
-    with adapters that the checkpoint has to bring back."""
-    with patch.dict(os.environ):  # where torch_compile would stay
+    """Train, and return what was logged and the adapters. from_checkpoint: the checkpoint to resume
+    from afterwards, which has to restore the adapters."""
+    with patch.dict(os.environ):  # torch_compile leaves variables behind
         trainer_of(kind, model, data, folder, **options).train() if from_checkpoint else None
         trainer = trainer_of(kind, model, data, folder, **options)
         if from_checkpoint:
@@ -142,7 +142,7 @@ def assert_trained_alike(got, want):
 
 @pytest.fixture
 def untraced(device, monkeypatch):
-    """Kernels that torch.compile leaves alone: what the interpreter does it cannot trace."""
+    """Keep torch.compile away from kernels in the interpreter, which it cannot trace."""
     if device == "cpu":
         run = torch.compiler.disable(InterpretedFunction.run)
         monkeypatch.setattr(InterpretedFunction, "run", run)
@@ -166,7 +166,7 @@ def test_a_trainer_trains_a_fused_model_as_plain_peft(
     attended_to_documents = any(
         mask is not None and is_documents(mask) for _, _, _, mask, *_ in ran
     )
-    # in fp32 the kernels attend to them in the interpreter alone; on a GPU they become a mask
+    # in fp32 only interpreted kernels attend to documents; on a GPU documents become a mask
     assert attended_to_documents is (setting in PACKED and fits_heads(torch.float32, 32))
     if setting == "torch_compile":
         options = {}  # the same, in a tenth of the time
@@ -200,7 +200,7 @@ def test_bf16_is_as_near_to_the_truth_as_plain_peft(kind, tmp_path, device, monk
 
 
 def test_what_a_trainer_switches_on_is_what_fuse_was_told(tmp_path, device):
-    """Checkpointing, by the policy."""
+    """The trainer switches checkpointing on, and the policy given to `fuse` carries it out."""
     fused, plain, _ = layer_case.pair(device, WHOLE, config=ONE_LAYER)
     options = {"gradient_checkpointing": True, "max_steps": 1}
     got, want = (
@@ -211,7 +211,7 @@ def test_what_a_trainer_switches_on_is_what_fuse_was_told(tmp_path, device):
 
 
 def test_a_fused_forward_has_the_signature_of_the_class(device):
-    """The Trainer keeps the columns that are in it; generate() looks for attention_mask there."""
+    """The Trainer keeps the columns that it names, and generate() looks for attention_mask."""
     plain = peft_model(device)
     fused = copy.deepcopy(plain)
     fuse(fused, Fusion(**ALL))
@@ -230,7 +230,7 @@ def test_data_parallel_which_the_trainer_uses_on_several_gpus_is_refused_in_word
     fused, plain, _ = layer_case.pair(device, Fusion(checkpoint="full"))
     for model in (fused, copy.deepcopy(fused)):
         with pytest.raises(RuntimeError, match="start one process per GPU with torchrun"):
-            # as torch.nn.parallel.replicate does, which wants GPUs for it
+            # as torch.nn.parallel.replicate does, which needs GPUs
             [module._replicate_for_data_parallel() for module in model.modules()]
     unfuse(fused)
     assert [vars(module).keys() for module in fused.modules()] == [
@@ -240,8 +240,8 @@ def test_data_parallel_which_the_trainer_uses_on_several_gpus_is_refused_in_word
 
 
 def test_a_forward_that_accelerate_wrapped_itself_says_what_to_do(tmp_path, device):
-    """It takes the function of a method, and binds it to the model. Of what get_peft_model returns
-    that is PEFT's forward; of a model that PEFT has not wrapped, the fused loss."""
+    """accelerate takes a method's function and binds it to the model. If get_peft_model made the
+    model, that is PEFT's forward. If PEFT has not wrapped the model, it is the fused loss."""
     model = base_model(device, dtype=torch.bfloat16)
     inject_adapter_in_model(LoraConfig(target_modules=["q_proj"]), model)
     other = copy.deepcopy(model)

@@ -1,5 +1,5 @@
-"""What users do to a fused model: it computes what vanilla PEFT does after the same was done to it,
-and where it no longer runs fused it says so. Over the parts, and over whole layers."""
+"""Changes that users make to a fused model, with parts or whole layers fused. It computes what
+vanilla PEFT does after the same change, and says so if it no longer runs fused."""
 
 import copy
 import warnings
@@ -19,10 +19,10 @@ from torch.nn.utils import parametrize
 from fused_lora import Fusion, fuse, report
 
 FUSIONS = {"layer": LAYER, "parts": Fusion(mlp=True, attention=True, rope=True)}
-# Of a layer.
+# Our functions in a layer.
 FUNCTIONS = {"parts": {"LoRA_MLP": 1, "LoRA_Attention": 1}, "layer": {"DecoderLayer": 1}}
 ONE_LAYER = {"num_hidden_layers": 1}
-NORMED = {"family": "Qwen3"}  # norms of heads are weights that a layer reads and does not move
+NORMED = {"family": "Qwen3"}  # a layer reads the weights of head norms, but does not move them
 
 
 def adapters(model):
@@ -33,7 +33,7 @@ def adapters(model):
 
 
 def train(model, **options):
-    # not Adam, which makes a step of the same size of the smallest gradient, noise and all
+    # not Adam: its step is as large for the smallest gradient, noise and all
     optimizer = torch.optim.SGD(adapters(model).values(), lr=0.1, **options)
     for seed in (3, 4):
         step(model, seed=seed, length=SHORT)
@@ -52,7 +52,7 @@ def assign_state(model):
 
 
 def hot_swap(model, r=8):
-    """Another one of the same scaling, which PEFT writes through .data."""
+    """Swap in an adapter with the same scaling, which PEFT writes through .data."""
     config = LoraConfig(r=r, lora_alpha=1.5 * r, target_modules=[*ATTENTION, *MLP])
     device = next(model.parameters()).device
     state = {
@@ -70,7 +70,7 @@ def prepare_hot_swap(model):
 
 
 def average(model):
-    """As a moving average of the weights is put into a model."""
+    """Overwrite the adapters in place, as a moving average of the weights does."""
     for parameter in adapters(model).values():
         parameter.data.copy_(parameter.data * 1.5)
 
@@ -87,7 +87,7 @@ def scale(model, by=3.0):
 
 
 def add_second(model, r):
-    """Of a size at which rounding decides no token, as layer_case's first one is."""
+    """Add an adapter small enough that rounding decides no token, like layer_case's first one."""
     config = LoraConfig(r=r, lora_alpha=r, target_modules=[*ATTENTION, *MLP])
     model.add_adapter("second", config)
     set_weights(model, next(model.parameters()).device, only=".second.")
@@ -138,7 +138,7 @@ def parametrise(model):
     )
 
 
-# What is done. (Copies: test_fuse_peft.py.)
+# The changes. (Copies: test_fuse_peft.py.)
 DONE = {
     "optimizer": partial(train, foreach=True),
     "fused optimizer": partial(train, fused=True),
@@ -181,7 +181,7 @@ OVER_PARTS = (  # which keep nothing: adapters in place, elsewhere, and others
 )
 def test_a_fused_model_computes_what_plain_peft_does(what, kind, options, device):
     fused, plain, _ = pair(device, FUSIONS[kind], config=ONE_LAYER, **options)
-    waiting = fused(**batch(fused)).loss  # with its graph all lives on that it was computed from
+    waiting = fused(**batch(fused)).loss  # its graph keeps everything it was computed from
     assert functions_of(waiting) == FUNCTIONS[kind]
     for model in (fused, plain):
         DONE[what](model)
@@ -223,7 +223,7 @@ def loss_of(model, adapter="default", seed=3):
 
 
 def run_reference(model):
-    """As DPO does between forward and backward, with ref_adapter_name."""
+    """Run the reference adapter, as DPO with ref_adapter_name does between forward and backward."""
     with torch.no_grad():
         loss_of(model, "second")
     model.set_adapter("default")
@@ -265,12 +265,12 @@ def two_forwards(model):
 
 
 def on_the_host(model):
-    """What is saved comes back as other tensors."""
+    """Save tensors to the host: backward gets them as other tensors."""
     with torch.autograd.graph.save_on_cpu():
         two_forwards(model)
 
 
-# Where layers run again they read the active adapter, in vanilla PEFT, too.
+# Recomputed layers read whichever adapter is active by then, as they do in vanilla PEFT.
 RUN_AGAIN = [a_reference_between, a_move_between, twice, two_batches]
 ORDERS = [*RUN_AGAIN, two_forwards, on_the_host]
 

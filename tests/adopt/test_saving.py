@@ -1,5 +1,5 @@
-"""Every public way to save and load a model or a state of its training takes a fused model as it
-takes plain PEFT's."""
+"""Every public way to save and load a model or its training state works on a fused model as it does
+on plain PEFT."""
 
 import copy
 import pickle
@@ -52,7 +52,7 @@ def loaded_by_dcp(model, folder):
     dcp_state.set_model_state_dict(model, state)
 
 
-# Of each way: what saves into a folder, and what loads from there into a model.
+# How to save a model into a folder, and how to load it from there.
 WAYS = {
     "accelerator.save_state": (
         lambda model, folder: accelerated(model).save_state(folder),
@@ -157,7 +157,7 @@ def test_what_was_saved_is_loaded(kind, way, tmp_path, device, caplog):
 
 
 class Wrapped(torch.nn.Module):
-    """A model of no library's, of which the Trainer saves all."""
+    """A model that no library knows: the Trainer saves all of it."""
 
     def __init__(self, model):
         super().__init__()
@@ -168,7 +168,7 @@ class Wrapped(torch.nn.Module):
 
 
 def trained(model, folder, checkpoint=None):
-    """A Trainer's one step, or none after a checkpoint of it."""
+    """Train one step, or none when resuming from its checkpoint."""
     rows = [{"input_ids": row, "labels": row} for row in ids("cpu")[:, :SHORT].tolist()]
     arguments = TrainingArguments(
         str(folder), max_steps=1, save_steps=1, report_to=[], disable_tqdm=True, learning_rate=0.0,

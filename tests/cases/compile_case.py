@@ -1,7 +1,8 @@
-"""The kernels of a step of fused parts or whole layers, compiled as for GPUs that are not there.
+"""Compile the kernels of a step, with parts or whole layers fused, for GPUs that are not there.
 
-``python compile_case.py 80 90`` prints, for each of these architectures, the bytes of shared memory
-that a program of each kernel takes. Not in Triton's interpreter, so in a process of its own.
+``python compile_case.py 80 90`` prints how many bytes of shared memory a program of each kernel
+takes on these architectures. It needs the compiler, not Triton's interpreter, so tests start it in
+a separate process.
 """
 
 import json
@@ -48,7 +49,7 @@ TOKENS = BATCH * POSITIONS
 
 
 class Driver:
-    """All that Triton asks of one to compile."""
+    """The part of a driver that Triton needs to compile."""
 
     def __init__(self, arch: int):
         self.arch = arch
@@ -57,7 +58,7 @@ class Driver:
         return GPUTarget("cuda", self.arch, 32)
 
     def get_current_device(self):
-        return self.arch  # what is compiled is kept by device
+        return self.arch  # Triton keeps compiled kernels by device
 
     def get_current_stream(self, device):
         return 0
@@ -73,7 +74,7 @@ def mask_of(x):
 
 
 def launch_parts():
-    """The kernels of `mlp`, `rms_norm`, `rope` and `cross_entropy`."""
+    """Launch the kernels of `mlp`, `rms_norm`, `rope` and `cross_entropy`."""
     gate, x, weight = empty(TOKENS, COLUMNS), empty(TOKENS, HIDDEN), empty(HIDDEN)
     swiglu_forward(gate, gate)
     swiglu_backward(gate, gate, gate)
@@ -92,7 +93,7 @@ def launch_parts():
 
 
 def launch_layer():
-    """Those that a whole layer has beside them."""
+    """Launch the kernels that only a whole layer has."""
     x, wide, weight = empty(TOKENS, HIDDEN), empty(TOKENS, HIDDEN + RANK), empty(HIDDEN)
     y = wide[:, :HIDDEN]
     rstd = residual_kernels.residual_norm_forward(x, weight, 1e-6, y, copy=x)
@@ -121,7 +122,7 @@ def launch_layer():
     for norms, angles in ((of_heads, (cos, cos)), (of_all, (None, None))):
         qkv_norm_rope.norm_rope_together(*grads, norms, *angles, qkv)
         qkv_norm_rope.head_norms_backward(*grads[:2], norms, qkv)
-    # its launcher reads addresses, of which these tensors have none
+    # its launcher reads addresses, and these tensors have none
     table = [empty(1, dtype=d) for d in (torch.int64, torch.float32, torch.int32, torch.int32)]
     source, block = empty(1, dtype=torch.float32), many_copies.BLOCK_COPIED
     for run in (1, many_copies.MAX_RUN):
@@ -137,7 +138,7 @@ def launch_layer():
 
 
 def launch_dropout(gate_up, hidden, products):
-    """A layer's again, with masks."""
+    """Launch a layer's kernels with masks."""
     mask, masked = mask_of(hidden), products[0]._replace(mask=mask_of(hidden))
     swiglu_backward_products(hidden, gate_up, masked, *products[1:], torch.empty_like(gate_up))
     swiglu_forward_product(gate_up, empty(RANK, COLUMNS), hidden, empty(TOKENS, RANK), mask)
@@ -150,7 +151,7 @@ def launch_dropout(gate_up, hidden, products):
 
 
 def launch_fp8():
-    """Those of a layer in FP8."""
+    """Launch the kernels of a layer in FP8."""
     f32 = torch.float32
     width = 2 * RANK
     vectors = empty(width, dtype=f32), empty(2 * COLUMNS, dtype=f32)
@@ -186,7 +187,7 @@ def launch_fp8():
 
 
 def casts_back(ttir: str) -> bool:
-    """Whether codes of FP8 that a kernel has just made are cast back."""
+    """Return whether a kernel casts back the FP8 codes that it has just made."""
     made = re.findall(r"(%\w+) = tt.fp_to_fp .* -> tensor<\S*xf8E4M3FN", ttir)
     return any(re.search(rf"= tt.fp_to_fp {name} : tensor<\S*xf8E4M3FN", ttir) for name in made)
 
@@ -207,7 +208,7 @@ def shared_bytes(arch: int) -> dict[str, int]:
     try:
         launch_parts()
         launch_layer()
-        if arch >= 89:  # others have no conversion
+        if arch >= 89:  # older ones cannot convert
             launch_fp8()
     finally:
         triton.JITFunction.run = run

@@ -4,8 +4,10 @@ import torch
 
 
 def capture(step):
-    """What replays `step`, and its results, into which a replay writes. It runs once before, on
-    another stream, so that what a first call sets up is there."""
+    """Return a function that replays `step`, and the results that each replay overwrites.
+
+    `step` runs once before the capture, on another stream, to set up whatever a first call does.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -1,4 +1,4 @@
-"""Plausible results for the tests of what writes and reads results.json: made up, not measured."""
+"""Plausible but made-up results, to test the code that writes and reads results.json."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PACKAGES = {
     "torch": "2.11.0+cu130", "triton": "3.6.0", "transformers": "5.17.0", "peft": "0.21.0",
     "unsloth": "2026.10.9", "liger_kernel": None,
 }  # fmt: skip
-GAIN_MS = {  # what a part takes off vanilla's step, and off all the others' together, at 512 tokens
+GAIN_MS = {  # ms that a part saves at 512 tokens: added to vanilla, and added to all the others
     "mlp": (187, 171), "attention": (121, 109), "rope": (34, 29), "rms_norm": (62, 48),
     "cross_entropy": (88, 92), "checkpoint": (-4, -2),
 }  # fmt: skip
@@ -139,7 +139,7 @@ def rounds(seq_len=64, **step_ms) -> Run:
 
 
 def step_ms(variant: str, seq_len: int) -> float:
-    """A variant's middle: at short lengths the host takes a share that no kernel shortens."""
+    """Return a variant's median: at short lengths no kernel shortens the host's share."""
     plain = variant_of(variant).plain_id
     vanilla = VANILLA_MS[seq_len]
     if plain in PEERS:
@@ -154,7 +154,7 @@ def step_ms(variant: str, seq_len: int) -> float:
 
 
 def peak_gib(variant: str, seq_len: int) -> float:
-    """A share of vanilla's at 512 tokens, and more where nothing is computed again."""
+    """Return a share of vanilla's peak at 512 tokens, larger where nothing is recomputed."""
     plain = variant_of(variant).plain_id
     has_loss = plain == "fused_cross_entropy" or plain.startswith("fused_all_but_")
     has_loss = has_loss and plain != "fused_all_but_cross_entropy"
@@ -166,8 +166,8 @@ def peak_gib(variant: str, seq_len: int) -> float:
 
 
 def run(variants=THREE, seq_lens=SEQ_LENS, status=None, rounds=3, visit=0, **changed) -> Run:
-    """A whole run; `status` gives {(variant, seq_len): status} for the cells that have no time.
-    No two visits measure the same time."""
+    """Return a whole run. `status` gives {(variant, seq_len): status} for cells without a time. No
+    two visits measure the same time."""
     asked = {"variants": list(variants), "seq_lens": list(seq_lens), "rounds": rounds}
     whole = empty(**{**asked, "steps": 8 * rounds, **changed})
     for seq_len in seq_lens:
@@ -200,5 +200,5 @@ def run(variants=THREE, seq_lens=SEQ_LENS, status=None, rounds=3, visit=0, **cha
 
 
 def as_json(run: Run) -> dict:
-    """A run as its file has it."""
+    """Return a run as its file stores it."""
     return msgspec.json.decode(msgspec.json.encode(run))

@@ -1,4 +1,4 @@
-"""Tiny models of the families that are known, with what each part fuses in them, written down."""
+"""Tiny models of every known family, and a list of what each part fuses in them."""
 
 import warnings
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ import transformers
 from cases.peft_models import set_weights
 from peft import LoraConfig, get_peft_model
 
-# In every layer, but for what a family says it has instead.
+# The modules in every layer, unless a family names others.
 USUAL = {
     "mlp": ("mlp",),
     "attention": ("self_attn", "self_attn.o_proj"),
@@ -34,7 +34,7 @@ TEXT = {
     "eos_token_id": 2,
     "use_cache": False,
 }
-# All are chosen for every token: which ones, of more, is luck in bf16.
+# Every token takes all experts. With more of them, bf16 would choose by luck.
 EXPERTS = {"num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 2,
            "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24,
            "experts_implementation": "eager"}  # fmt: skip
@@ -46,21 +46,23 @@ SIGLIP = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2,
           "intermediate_size": 48, "image_size": 28, "patch_size": 14}  # fmt: skip
 
 
-OF_TEXT = ("Gemma3", "Gemma4", "Qwen3_5")  # have a configuration of their own without vision
+OF_TEXT = ("Gemma3", "Gemma4", "Qwen3_5")  # have a separate configuration without vision
 ZERO_CENTERED = ("GemmaR", "Gemma2R", "Gemma3R", "Qwen3_5R")
 
 
 @dataclass(frozen=True)
 class Family:
-    """classes: what the names of its configuration and its model begin with.
-    config: changes of TEXT; vision: of a multimodal model, its tower's.
-    fused: the modules of each layer that a part fuses, where they are not the USUAL ones; with the
-        layer's number before it, of that one alone.
-    others: modules outside of the text tower's layers that a part fuses.
-    left: other modules, or parts without one, and what the report says of them.
-    functions: how often attention's functions stand in the graph of the loss.
-    not_whole: why its layers do not run as one, where they do not.
-    image_token: of a model that is tried on an image, of four patches.
+    """A model family.
+
+    classes: how the names of its configuration and its model begin.
+    config: changes to TEXT. vision: the vision tower's configuration, if it is multimodal.
+    fused: the modules that a part fuses in each layer, if not the USUAL ones. A layer's number in
+        front means that layer alone.
+    others: modules that a part fuses outside the text tower's layers.
+    left: the other modules, or parts without any, and what the report says about them.
+    functions: how often attention's functions appear in the graph of the loss.
+    not_whole: why its layers do not run whole, if they do not.
+    image_token: given if we test the model on an image of four patches.
     """
 
     classes: str
@@ -90,25 +92,25 @@ class Family:
         set_weights(model, "cpu")
         for module in model.modules():
             if type(module).__name__.startswith(ZERO_CENTERED) and hasattr(module, "_norm"):
-                module.weight.data.sub_(1)  # which is added to it
+                module.weight.data.sub_(1)  # the norm adds 1 back
         return model.to(dtype)
 
     def peft_model(self, device, dtype=torch.float32, **lora):
         model = self.base_model(dtype)
         options = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear"} | lora
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # PEFT's, of layers that are tied
+            warnings.simplefilter("ignore")  # PEFT warns about tied layers
             model = get_peft_model(
                 model, LoraConfig(**options, task_type="CAUSAL_LM"), autocast_adapter_dtype=False
             )
         set_weights(model, device, only=".lora_")
         for name, parameter in model.named_parameters():
             if ".q_proj.base_layer" in name or ".q_proj.lora_B" in name:
-                parameter.data.mul_(0.25)  # scores of one unit: those of four choose one token
+                parameter.data.mul_(0.25)  # unit scores: at a scale of 4 they choose one token
         return model.to(device)
 
     def fused_modules(self) -> dict[str, list[str]]:
-        """The report of all parts, in its order of modules."""
+        """Return what the report says of all parts, with modules in its order."""
         prefix = f"base_model.model.{self.tower}"
         found = {}
         for part, usual in USUAL.items():
@@ -137,7 +139,7 @@ def everywhere(*names: str, layers: str = "01") -> list[str]:
 
 
 def not_known(attention: str, layers: str = "01") -> dict[str, str]:
-    """What is left of the layers that have this class."""
+    """Return what stays with PEFT in layers with this unknown attention class."""
     names = everywhere("self_attn", "self_attn as rope", layers=layers)
     return dict.fromkeys(names, f"{attention} is not an attention class")
 

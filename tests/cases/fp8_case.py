@@ -1,4 +1,4 @@
-"""The oracle of layers in FP8: it quantises as `fp8_rows` says, and computes in fp64."""
+"""The oracle of FP8 layers, which quantises as `fp8_rows` says and computes in fp64."""
 
 import copy
 import functools
@@ -25,21 +25,21 @@ CONFIG = {
 
 
 def pair(device, fusion=FP8, **options):
-    """A model with a layer in FP8, and vanilla PEFT's."""
+    """Return a model with an FP8 layer, and its vanilla PEFT twin."""
     plain = layer_case.peft_model(device, config=CONFIG, **options)
     fused = copy.deepcopy(plain)
     return fused, plain, fuse(fused, fusion)
 
 
 def quantised(x):
-    """Codes, and a scale for each row."""
+    """Return codes, and a scale for each row."""
     scales = x.abs().amax(1, keepdim=True).clamp(min=1e-30) / 224
     return nearest(x / scales), scales
 
 
 def product_of_border(border, weights, scales):
-    """The border's product with these weights, both in two halves; where a border is larger than
-    its row, the row's scale is so many powers of two larger."""
+    """Multiply the border by these weights, each split in two halves. If a border is too large for
+    its row's scale, that scale grows by the smallest power of two that is enough."""
     passed = border.abs().amax(1, keepdim=True) / (448 * scales)
     scales = scales * passed.log2().ceil().clamp(min=0).exp2()
     (hi, lo), (of_hi, of_lo) = halves(border / scales), halves(weights)
@@ -56,7 +56,7 @@ def halves(x):
 
 
 def in_halves(x):
-    """x, each row by its own largest."""
+    """Return x rounded to two halves, with each row scaled by its largest element."""
     scales = x.abs().amax(1, keepdim=True).clamp(min=1e-30) / 448
     return sum(halves(x / scales)) * scales
 
@@ -68,7 +68,7 @@ def factor(largest, expected):
 
 
 class OracleBuffer(Fp8Buffer):
-    """As Fp8Buffer, of the same weights. Codes of SwiGLU's gradient it takes as they are."""
+    """An Fp8Buffer of the same weights in fp64. It uses codes of SwiGLU's gradient unchanged."""
 
     def __init__(self, weight, bias, like):
         self.scales = weight.float().abs().amax(1) / 448
@@ -88,7 +88,7 @@ class OracleBuffer(Fp8Buffer):
             one.factors_t = factor(A.abs().amax(1), 28 * sB.norm(dim=0) / spread)
 
     def from_rows(self, codes, scales, bias, dtype):
-        """What is given, but in fp64, is multiplied with A' and, with the border, with W'."""
+        """Multiply these codes, in fp64, by A' and, with the border, by W'."""
         z = (codes * scales @ in_halves(self.A.double()).t()).to(dtype)
         return self.with_border(codes, scales, z, bias, dtype), z
 
@@ -165,7 +165,7 @@ class OracleBuffer(Fp8Buffer):
 
 
 def results(layer, frozen, adapters, device, draw=0, head_dim=16):
-    """A layer's output and every gradient, on these frozen operands."""
+    """Return a layer's output and every gradient, on these frozen operands."""
     hidden, grad = layer_case.tokens((2, SHORT), torch.float32, device, draw, hidden=32)
     cos, sin = (random(1, SHORT, head_dim, seed=seed, device=device) for seed in (7, 8))
     hidden.requires_grad_()
@@ -176,10 +176,12 @@ def results(layer, frozen, adapters, device, draw=0, head_dim=16):
 
 
 def assert_layer_is(model, oracle, device):
-    """A layer computes what an oracle of each of its groups does, within 1e-3, or on a GPU, whose
-    sums of codes have about 14 bits, 2e-3, for one input of three: now and then fp32's rounding
-    makes a number the next code, which may be more. A scale that is 2% off is more than that for
-    the same input."""
+    """Check that a layer computes what an oracle of each group does, for one input of three.
+
+    The limit is 1e-3, or 2e-3 on a GPU, where sums of codes have about 14 bits. Now and then fp32
+    rounds a number to the next code, which may exceed the limit: that is why one input is enough.
+    On the same input, a scale that is 2% off has to exceed it.
+    """
     most = 1e-3 if device == "cpu" else 2e-3
     layer = layer_case.layer_of(model)
     *adapters, frozen = read_layer(layer)
@@ -207,7 +209,7 @@ def assert_layer_is(model, oracle, device):
 
 
 def assert_near(fused, plain):
-    """A step of a layer in FP8 is near one in the model's precision. Returns the first."""
+    """Check that a step of an FP8 layer is near one in the model's precision. Return the first."""
     got, want = (step(model, length=SHORT) for model in (fused, plain))
     assert got.functions["DecoderLayer"] == 1 and got.keys() == want.keys()
     assert relative_error(got["loss"], want["loss"]) < 0.02
@@ -216,7 +218,7 @@ def assert_near(fused, plain):
 
 
 def widened(model):
-    """With an adapter of a larger rank, for which there is no room."""
+    """Run the model with an adapter whose larger rank does not fit, then switch back."""
     model.add_adapter("large", LoraConfig(r=12, target_modules="all-linear"))
     step(model, length=SHORT)
     model.set_adapter("large")

@@ -1,5 +1,5 @@
-"""A Llama with adapters whose products are what layers in FP8 are specified to do, in fp64 by
-autograd: codes of x, W and dy, adapters in halves, and nothing else rounded."""
+"""A Llama with adapters that multiplies as FP8 layers are specified to, in fp64 with autograd. It
+rounds x, W and dy to codes and adapters to halves, and nothing else."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -11,11 +11,11 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from fused_lora.layer.fp8.buffer import Codes
 
-GUESSED = 32  # times that of its own largest: the scale of codes from SwiGLU (`fp8_swiglu.py`)
+GUESSED = 32  # scale of SwiGLU's codes over that of the row's own largest (`fp8_swiglu.py`)
 
 
 def emulate(model):
-    """Let every layer of vanilla PEFT's compute so."""
+    """Make every layer of a vanilla PEFT model compute that way."""
     for layer in model.base_model.model.model.layers:
         layer.forward = partial(_forward, layer)
     return model
@@ -48,8 +48,8 @@ def _product(x, saves_codes, *projections):
 
 
 class _Product(torch.autograd.Function):
-    """x W' + z (s B)' for projections with one input, z = x A'. saves_codes: whether A's gradient
-    is of codes of x, too."""
+    """x W' + z (s B)' for projections with one input, where z = x A'. saves_codes: whether A's
+    gradient reads codes of x as well."""
 
     @staticmethod
     def forward(ctx, x, saves_codes, scaling, weight, *adapters):
@@ -74,7 +74,7 @@ class _Product(torch.autograd.Function):
             scales = scales * GUESSED
             codes = nearest(dy * buffer.scales / scales)
         dx, p = buffer.gradient_of_codes(Codes(codes, scales, dy.dtype), None)
-        if not ctx.needs_input_grad[0]:  # there is no product with codes of dy then
+        if not ctx.needs_input_grad[0]:  # then nothing multiplies codes of dy
             p = dy @ buffer.sB
         grads = []
         parts = p.split(ctx.ranks, 1), z.split(ctx.ranks, 1), dy.split(ctx.outs, 1)

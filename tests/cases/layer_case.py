@@ -1,4 +1,5 @@
-"""Decoder layers and models on bordered weights beside vanilla PEFT's; one layer's gradients."""
+"""Decoder layers and models on bordered weights, their vanilla PEFT twins, and the gradients of one
+layer."""
 
 import copy
 
@@ -19,12 +20,12 @@ FAMILIES = ("Qwen2", "Llama", "Mistral", "Qwen3")
 
 
 def peft_model(device, family="Qwen2", dtype=torch.float32, config=None, **lora):
-    """As peft_models', with PyTorch's attention and without a cache, and `config` changed."""
+    """Return peft_models' model with PyTorch's attention, no cache, and `config` changed."""
     base = base_model(device, family, dtype, **({"attn_implementation": "sdpa"} | (config or {})))
     base.config.use_cache = False
     model = adapt(base, device, **lora)
-    # logits of one unit: with those of four, rounding decides a token here and there, and the error
-    # of that one is all that is seen
+    # logits at unit scale: at a scale of 4, rounding decides a token here and there, and its error
+    # hides all others
     for name, parameter in model.named_parameters():
         if ".q_proj.base_layer" in name or ".q_proj.lora_B" in name:
             parameter.data.mul_(0.25)
@@ -38,7 +39,7 @@ def pair(device, fusion=LAYER, **options):
 
 
 def operands_of_calls(monkeypatch):
-    """The operands of every call of DecoderLayer from now on."""
+    """Record the operands of every call of DecoderLayer from now on."""
     seen = []
     apply = DecoderLayer.apply
     monkeypatch.setattr(
@@ -52,20 +53,20 @@ def layer_of(model, index=0):
 
 
 def tokens(shape, dtype, device, draw=0, hidden=52):
-    """hidden and the gradient of a layer's output."""
+    """Return hidden and the gradient of a layer's output."""
     seeds = 2 * draw + 1, 2 * draw + 2
     return [random(*shape, hidden, seed=seed, dtype=dtype, device=device) for seed in seeds]
 
 
 def run(model, hidden, grad, mask=None, layout=None):
-    """One layer's output and every gradient, by name."""
+    """Return one layer's output and every gradient, by name."""
     layer = layer_of(model)
     layer.zero_grad()
     leaf = hidden.detach().clone().requires_grad_()
     x = leaf if layout is None else layout(leaf)
     rotary = model.get_submodule(LAYERS.removesuffix(".layers")).rotary_emb
     positions = torch.arange(x.shape[1], device=x.device)[None]
-    # the angles of windowed layers are others than those of full ones, where there are both
+    # a model with windowed and full layers has different angles for each
     of_type = [layer.self_attn.layer_type] if hasattr(rotary, "layer_types") else []
     angles = rotary(x, positions, *of_type)
     output = layer(x, attention_mask=mask, position_embeddings=angles)
@@ -75,8 +76,8 @@ def run(model, hidden, grad, mask=None, layout=None):
 
 
 def runs(model, shape, dtype, grad_layout=None, exact=False, **options):
-    """`run` on three draws, stacked: on one alone, how far rounding puts a small gradient from the
-    truth is luck, for eager and fused alike."""
+    """Stack `run` on three draws. On a single draw, how far rounding moves a small gradient from
+    the truth is luck, for eager and fused alike."""
     device = next(model.parameters()).device
     width = layer_of(model).post_attention_layernorm.weight.shape[0]
     found = []
@@ -91,7 +92,7 @@ def runs(model, shape, dtype, grad_layout=None, exact=False, **options):
 
 
 def assert_layer_right(fused, plain, shape, dtype, **options):
-    """The layers of two models, in their dtype, with vanilla PEFT in float64 for the truth."""
+    """Check the layers of two models in their dtype, with vanilla PEFT in float64 as the truth."""
     got, eager = (runs(model, shape, dtype, **options) for model in (fused, plain))
     truth = runs(copy.deepcopy(plain).double(), shape, dtype, exact=True, **options)
     assert got.keys() == eager.keys() == truth.keys() and len(truth) > 2
@@ -101,8 +102,8 @@ def assert_layer_right(fused, plain, shape, dtype, **options):
 
 
 def operands(device, shape=(2, 9), **options):
-    """The model, hidden, cos, sin, no mask, adapters and frozen for DecoderLayer.apply, and the
-    gradient of its output."""
+    """Return the model, the operands for DecoderLayer.apply, and the gradient of its output. The
+    operands are hidden, cos, sin, no mask, adapters and frozen."""
     fused, _, _ = pair(device, **options)
     hidden, grad = tokens(shape, options.get("dtype", torch.float32), device)
     cos, sin = (
@@ -113,5 +114,5 @@ def operands(device, shape=(2, 9), **options):
 
 
 def leaves(inputs):
-    """What of these operands asks for a gradient."""
+    """Return the operands that require a gradient."""
     return [t for t in inputs[:-1] if t is not None and t.requires_grad]

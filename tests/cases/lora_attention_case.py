@@ -1,4 +1,4 @@
-"""Attention with adapters to try LoRA_Attention on, and what its results are held against.
+"""Attention with adapters to test LoRA_Attention on, and eager PyTorch to compare with.
 
 A case is ([x, cos, sin, mask, eight adapters, frozen], the gradient of the output).
 """
@@ -13,7 +13,7 @@ from fused_lora.kernels.qkv_norm_rope import HeadNorms
 from fused_lora.lora_attention import FrozenAttention
 from fused_lora.lora_linear import FrozenLinear, FrozenQKV
 
-IN, OUT = 52, 44  # multiples of nothing that a tile is
+IN, OUT = 52, 44  # not multiples of a tile
 NAMES = ["q_A", "q_B", "k_A", "k_B", "v_A", "v_B", "o_A", "o_B"]
 
 
@@ -21,15 +21,15 @@ def make(
     batch=2, positions=9, *, device, heads=4, kv_heads=2, head_dim=26, dtype=torch.bfloat16,
     r=(8, 8, 8, 8), bias=True, adapter_dtypes=None, frozen_dtype=None, mask=None, norms=False,
 ):  # fmt: skip
-    """x, cos, sin, mask, eight adapters (no B zero) and what is frozen, with or without norms of
-    heads ("together": of all of a token's together); and a gradient."""
+    """Return x, cos, sin, mask, eight adapters (no B zero) and frozen, and a gradient. Head norms
+    are optional; "together" normalises all heads of a token as one."""
     options = {"dtype": frozen_dtype or dtype, "device": device}
     wide, narrow = heads * head_dim, kv_heads * head_dim
     sizes = [(IN, wide), (IN, narrow), (IN, narrow), (wide, OUT)]
     adapters, layers = [], []
     for i, ((inputs, out), rank) in enumerate(zip(sizes, r, strict=True)):
         of_A, of_B = (adapter_dtypes or (dtype,) * 8)[2 * i : 2 * i + 2]
-        # scores of one unit: with larger ones rounding decides a token here and there
+        # scores at unit scale: with larger ones rounding decides a token here and there
         small = 0.5 if i < 2 else 1.0
         scale = small * inputs**-0.5
         adapters.append(random(rank, inputs, seed=10 + i, scale=scale, device=device, dtype=of_A))
@@ -51,7 +51,7 @@ def make(
 
 
 def head_norms(heads, kv_heads, head_dim, **options):
-    """Each of its own weight and eps, with which scores stay of one unit."""
+    """Return head norms with different weights and eps, which keep scores at unit scale."""
     weights = (
         0.5 + random(count * head_dim, seed=seed, scale=0.25, **options)
         for seed, count in ((60, heads), (61, kv_heads))
@@ -60,7 +60,8 @@ def head_norms(heads, kv_heads, head_dim, **options):
 
 
 def eager_head_norm(x, weight, eps, zero_centered=False):
-    """Of x [batch, heads, positions, head_dim], every head or, with a weight for all, together."""
+    """Normalise x [batch, heads, positions, head_dim] by head, or as one if the weight covers all
+    heads."""
     if len(weight) == x.shape[3]:
         return eager_rms_norm(x, weight, eps, zero_centered)
     by_token = eager_rms_norm(x.transpose(1, 2).flatten(2), weight, eps, zero_centered)

@@ -1,5 +1,5 @@
-"""Of all combinations of a few parameters those that are tried by default: every two values of
-different parameters together at least once. The others are tried under `-m exhaustive`."""
+"""Pairwise testing: by default we test enough combinations that any two values of different
+parameters meet at least once. `-m exhaustive` tests the others."""
 
 from itertools import combinations, product
 
@@ -7,11 +7,11 @@ import pytest
 
 
 def pairwise(**values) -> list:
-    """Every combination as a dict, a parameter for pytest, marked `exhaustive` where others cover
-    its pairs.
+    """Return every combination as a pytest parameter that is a dict. It is marked `exhaustive` if
+    others cover its pairs.
 
-    Each combination is chosen that brings the most new pairs, the first of equals: the choice is
-    the same everywhere.
+    We keep choosing the combination with the most new pairs, and the first of equals, which makes
+    the choice the same everywhere.
     """
     everything = list(product(*(range(len(of_one)) for of_one in values.values())))
     pairs = {one: set(combinations(enumerate(one), 2)) or {one} for one in everything}

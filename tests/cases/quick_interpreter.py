@@ -1,5 +1,5 @@
-"""Triton's interpreter with less Python around every operation: the same bits, in a seventh to a
-quarter less time. (What a rehearsal of the benchmark has too is in bench.interpreter.)"""
+"""Triton's interpreter with less Python around every operation: the same bits in a seventh to a
+quarter less time. (bench.interpreter has the patches that a rehearsal of the benchmark shares.)"""
 
 import numpy as np
 import triton.language as tl
@@ -7,14 +7,14 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 convert = TritonSemantic.binary_op_type_checking_impl
-common_sizes: dict[tuple[int, int], list[int]] = {}  # of two shapes by id: they are never freed
+common_sizes: dict[tuple[int, int], list[int]] = {}  # by the ids of two shapes: none is freed
 
 
 def make_quick():
-    """Patch Triton's interpreter for the rest of the process, after bench.interpreter did, which
-    leaves triton.language patched and makes shapes that are equal the same object."""
+    """Patch Triton's interpreter for the rest of the process. bench.interpreter has to come first:
+    it leaves triton.language patched and makes equal shapes the same object."""
     TritonSemantic.binary_op_type_checking_impl = convert_operands
-    # whether an integer overflows is computed at each operation, and looked at in debug mode alone
+    # the interpreter checks each integer operation for overflow, but only debug mode looks at that
     TritonSemantic.binary_op_sanitize_overflow_impl = lambda *given: None
     _call_builtins_directly()
     _leave_room_for_frames()
@@ -23,8 +23,8 @@ def make_quick():
 def convert_operands(
     self, lhs, rhs, left_pointer=False, right_pointer=False, arithmetic=True, divides=False
 ):
-    """Two operands in their common dtype and shape. Their values keep their own shapes, which NumPy
-    broadcasts when it computes."""
+    """Return two operands in their common dtype and shape. Their values keep their shapes: NumPy
+    broadcasts them when it computes."""
     blocks = [x.type for x in (lhs, rhs) if isinstance(x, tl.tensor) and x.type.is_block()]
     if not _is_converted(lhs, rhs, left_pointer, divides):
         scalars = (
@@ -43,7 +43,7 @@ def convert_operands(
 
 
 def _is_converted(lhs, rhs, left_pointer, divides):
-    """Whether two operands have one dtype, or are a pointer and an offset."""
+    """Return whether two operands share a dtype, or are a pointer and an offset."""
     if not isinstance(lhs, tl.tensor) or not isinstance(rhs, tl.tensor) or divides:
         return False
     if lhs.dtype.is_ptr():
@@ -52,8 +52,8 @@ def _is_converted(lhs, rhs, left_pointer, divides):
 
 
 def _call_builtins_directly():
-    """Without the two functions around each builtin, which drop the semantics that are given, add
-    the interpreter's, and check that there are some."""
+    """Skip the two wrappers around each builtin. They drop the semantics passed in, add the
+    interpreter's, and check that semantics were passed."""
     for owner in (tl, tl.core, tl.math, tl.tensor):
         for name, patched in vars(owner).copy().items():
             defaults = getattr(patched, "__kwdefaults__", None) or {}
@@ -71,9 +71,9 @@ def _directly(builtin):
 
 
 def _leave_room_for_frames():
-    """CPython has frames in chunks of 16 KB, and maps and unmaps one at every call that does not
-    fit into the last. A frame of 320 KB gets a chunk of 512, with room for all that it calls: all
-    tests take 22% less time."""
+    """Give a launch one large chunk of memory for frames. CPython keeps frames in chunks of 16 KB,
+    and maps and unmaps one at every call that does not fit into the last. A frame of 320 KB gets a
+    chunk of 512 KB, with room for everything it calls. All tests together take 22% less time."""
     launch = interpreter.GridExecutor.__call__
 
     def call(self, *given, **named):

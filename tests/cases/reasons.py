@@ -1,6 +1,6 @@
-"""Every reason for a module to stay with PEFT: what gives it, and what is said.
+"""Every reason for a module to stay with PEFT: what causes it, and what we say.
 
-`test_fuse_reasons.py` asks `fuse`, `report` and the forward.
+`test_fuse_reasons.py` checks `fuse`, `report` and the forward.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from fused_lora import Fusion
 
 
 class Wrapped(nn.Parameter):
-    """Stands for a quantised weight, which is a Parameter of a class of its own."""
+    """A stand-in for a quantised weight, which is a Parameter of a special class."""
 
 
 def readapt(projection, **lora):
@@ -141,7 +141,7 @@ def use_gelu(mlp):
     mlp.act_fn = nn.GELU()
 
 
-# The kind, the module of a layer to which something is done, what that is, and what is said of it.
+# The kind, the module of a layer that we change, the change, and what we say about it.
 MODULES = [
     ("mlp", "mlp", use_gelu, "its activation is GELU, not SiLU"),
     ("mlp", "mlp", of_class(OtherMLP), "OtherMLP is not an MLP class"),
@@ -178,7 +178,7 @@ MODULES += [
     ("mlp's", f"mlp.{part}", change, reason)
     for part, (change, reason) in zip(cycle(MLP), REASONS.values(), strict=False)
 ]
-# The other kinds of hook are tried on an MLP, and so is dropout that nothing trains through.
+# We test the other kinds of hook on an MLP, and dropout that nothing trains through as well.
 ELSEWHERE = ("_pre", "backward", "dropout of all", "dropout in place")
 FOR_ATTENTION = [name for name in REASONS if not any(part in name for part in ELSEWHERE)]
 PLACES = cycle(product(("attention", "attention and rope"), ATTENTION))
@@ -191,8 +191,11 @@ for (kind, part), name in zip(PLACES, FOR_ATTENTION + FOR_ATTENTION[::-1], stric
 
 
 class Model(NamedTuple):
-    """make: device -> it. fusion: what is asked for. runs: whether its own forward does on a CPU,
-    where transformers' products in FP8 do not."""
+    """A model in which nothing fuses.
+
+    make: device -> the model. fusion: the request. runs: whether the model's own forward runs on a
+    CPU, where transformers' FP8 GEMMs do not.
+    """
 
     make: Callable
     fusion: Fusion
@@ -215,7 +218,7 @@ def ia3(device, **options):
 
 
 def in_fp8(change=None, of=ROWS, **options):
-    """A model on a checkpoint's layers in FP8, of which k's is changed."""
+    """Return a function that makes a model on a checkpoint's FP8 layers and changes k's layer."""
 
     def make(device):
         model, _ = models(device, of, **options)
@@ -227,7 +230,7 @@ def in_fp8(change=None, of=ROWS, **options):
 
 
 def compress_checkpoint(base):
-    """As compressed-tensors leaves a linear layer until the model's first forward."""
+    """Leave a linear layer as compressed-tensors does until the model's first forward."""
     base.__class__ = nn.Linear
     base.register_parameter("weight_scale", nn.Parameter(torch.ones(len(base.weight), 1)))
 

@@ -1,20 +1,20 @@
-"""What does not fit: a call's arguments by name, of which some are changed."""
+"""Arguments that do not fit: a call's arguments by name, some of them changed."""
 
 import pytest
 
 
 def narrow(t):
-    """Without its first column."""
+    """Return t without its first column."""
     return t[..., 1:]
 
 
 def short(t):
-    """Without its first row."""
+    """Return t without its first row."""
     return t[1:]
 
 
 def apart(t):
-    """A matrix whose rows' elements do not lie side by side."""
+    """Return a copy of t whose rows are not contiguous: it is column-major."""
     return t.t().contiguous().t()
 
 
@@ -27,7 +27,7 @@ def trained(t):
 
 
 def changed(value, fields, change):
-    """A tensor, or named tuples around one, with this change."""
+    """Return a tensor, or named tuples around one, with this change."""
     if not fields:
         return change(value)
     first, *others = fields
@@ -35,8 +35,11 @@ def changed(value, fields, change):
 
 
 def assert_refused(function, arguments, changes, message):
-    """A ValueError, if the arguments have these changes: {"factor" or "of_gate.factor": function}.
-    None for a function leaves that argument out."""
+    """Check that these changes to the arguments raise a ValueError.
+
+    `changes` is {"factor" or "of_gate.factor": function}. None instead of a function leaves that
+    argument out.
+    """
     arguments = dict(arguments)
     for path, change in changes.items():
         name, *fields = path.split(".")

@@ -1,4 +1,4 @@
-"""The rehearsal is the command without a GPU, and its tests are the same ones on every machine."""
+"""The rehearsal: the command without a GPU. Its tests are the same on every machine."""
 
 import sys
 import threading
@@ -22,7 +22,7 @@ OVER = object()
 
 
 def small(folder, *arguments):
-    """A command of a few chats, for every process turns all that there are into tokens."""
+    """Return a command with few chats, because every process tokenizes all of them."""
     chats = folder / "chats.jsonl"
     with (ROOT / "data" / "sft_train.jsonl").open() as published:
         chats.write_text("".join(published.readline() for _ in range(60)))
@@ -31,14 +31,14 @@ def small(folder, *arguments):
 
 
 def plan_of(folder, *arguments):
-    """The plan of a small command."""
+    """Return the plan of a small command."""
     with planning.planned(options.parse(small(folder, *arguments), ""), []) as (plan, *_):
         return plan
 
 
 class InThread:
     """`isolated._Process` without the process, which would import everything anew. It runs only
-    while it is listened to, up to where it waits for its turn, so that never two run at a time."""
+    while somebody listens, and stops where it waits for its turn: two never run at a time."""
 
     def __init__(self, function, arguments, takes_turns=False):
         turns = {"wait_for_turn": self.wait_for_turn} if takes_turns else {}
@@ -74,7 +74,7 @@ class InThread:
         self.turns.put(running)
 
     def terminate(self):
-        """It ends when it next sends something; one that waits has its turn for that."""
+        """End it when it next sends something. If it is waiting, it gets a turn to do that."""
         self.function = None
         self.turns.put(0)
 
