@@ -44,23 +44,23 @@ def fastest(
     others: Sequence[Mapping[str, int]],
     launch: Callable[[Tiling], None],
 ) -> Tiling:
-    """The tiling with which `launch` takes the GPU the least time, the same for the whole process.
+    """Return the tiling with which `launch` is fastest on the GPU, the same for the whole process.
 
-    It is `shipped`, untimed, on MEASURED_ON, on the CPU and in Triton's interpreter, in fp32, while
-    torch.compile is tracing, under torch.use_deterministic_algorithms, since other processes may
-    choose otherwise and so add in another order, and while a CUDA graph is being captured before
-    anything was chosen.
+    It is `shipped`, untimed, on MEASURED_ON, on the CPU, in Triton's interpreter, in fp32, while
+    torch.compile is tracing, and while a CUDA graph is captured before anything was chosen. It is
+    `shipped` under torch.use_deterministic_algorithms as well: another process might choose another
+    tiling, and so add in another order.
 
     Args:
-        kernel: what is tiled.
-        tensor: an operand, of its device, which is the current one, and its dtype.
-        rows: of the operands; up to the next power of two they share a choice.
-        shape: what else the choice depends on.
-        others: what each of the other tilings has different from the shipped one.
-        launch: launches all that a tiling matters to. It reads nothing that it writes, so that it
-            can be called again. A tiling with which it raises (it does not compile, or wants more
-            shared memory than there is) is passed over; if that is each of them, `shipped` is
-            returned, with which the caller's own launch says what is wrong.
+        kernel: the kernel to tile.
+        tensor: an operand. It gives the dtype and the device, which is the current one.
+        rows: the operands' rows. Counts with the same next power of two share a choice.
+        shape: everything else that the choice depends on.
+        others: the other tilings, each as its changes to the shipped one.
+        launch: launches every kernel that the tiling affects. It can be called repeatedly, because
+            it reads nothing that it writes. A tiling with which it raises is skipped (it does not
+            compile, or needs more shared memory than there is). If all are skipped we return
+            `shipped`, and the caller's own launch raises the error.
     """
     if (
         torch.compiler.is_compiling()

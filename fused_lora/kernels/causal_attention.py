@@ -40,7 +40,7 @@ BLOCK_POSITIONS = 64
 FORWARD_POSITIONS = 64
 MAX_POSITIONS = 512  # what was measured
 
-# Halves of a head that are tiles: powers of two, of which tl.dot wants 16 at least.
+# Half heads that work as tiles: powers of two, and at least 16 for tl.dot.
 HALVES = (16, 32, 64)
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -88,7 +88,7 @@ def _attend(
         v = tl.load(k_tile + OF_V, mask=is_key, other=0.0)
         scores = dot(q, tl.trans(k), zeros, IN_FP32) * score_scale
         scores = tl.where(key[None, :] <= query[:, None], scores, float("-inf"))
-        # the first key is behind no query, so that this is a number from the first tile on
+        # no query comes before the first key: new_most is a number from the first tile on
         new_most = tl.maximum(most, tl.max(scores, axis=1))
         p = tl.exp2(scores - new_most[:, None])
         shrink = tl.exp2(most - new_most)
@@ -159,9 +159,11 @@ def _attention_forward_kernel(
 def fits_kernels(
     qkv: Tensor, positions: int, heads: int, kv_heads: int, documents: Tensor | None = None
 ) -> bool:
-    """Return True if these kernels can run on [q | k | v]: few enough positions, but where rows are
-    of documents, heads whose halves are tiles, and on a GPU not in fp32, of which tiles do not fit
-    into a multiprocessor."""
+    """Return True if these kernels can run on [q | k | v].
+
+    Halves of heads must be tiles. Unless rows hold documents, positions must be few enough. On a
+    GPU fp32 is out: its tiles do not fit into a multiprocessor.
+    """
     return (
         positions > 0
         and (positions <= MAX_POSITIONS or documents is not None)

@@ -27,7 +27,7 @@ from fused_mlp.launching import cdiv, launch_by_triton, next_power_of_2, on_devi
 from .rows import check_alike, check_rows
 from .tiling import MAX_BLOCK_RANK, SHARED_BYTES, dots_in_fp32
 
-# Rows: as many as a word of a mask has, so that a tile has a row of words. With 128 columns the
+# A word of a mask covers this many rows, which gives a tile one row of words. With 128 columns the
 # masked copies of three projections' tiles do not fit into registers.
 BLOCK_ROWS, BLOCK_COLUMNS = 32, 64
 _WARPS, _STAGES = 4, 4

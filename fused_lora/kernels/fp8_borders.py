@@ -1,22 +1,24 @@
-"""The border of a weight in FP8 (`layer/fp8/`), in two halves (`fp8_rows.py`), from its adapters.
+"""Border of an FP8 weight (`layer/fp8/`), made from its adapters in two halves (`fp8_rows.py`).
 
-Of a weight W [outputs, inputs] of codes and scales s (of its rows), with A [width, inputs] and B
-[outputs, width], which LoRA's scaling is in already, there are two borders, one for each direction
-of its product:
+A weight W [outputs, inputs] is stored as codes and scales s, one for each of its rows. A is [width,
+inputs], and B [outputs, width] already includes LoRA's scaling. There are two borders, one for each
+direction of W's matmul:
 
     forward     w = B / s    beside W's codes                 for v = z = x A'
     gradient    w = A'       beside those of its transpose    for v = p = dy B, of codes of dy s
 
-Each column of w is divided by a factor f, by which v is multiplied. f makes both about as large:
-the root of the largest w over the expected v, which is that of an x of independent elements, an
-eighth of the largest of its row in the mean. But v is expected to be at most 16, which leaves it
-room for 28 times that, unless w were more than 448 then. A row whose v passes 448 is written again.
+Each column of w is divided by a factor f, and v is multiplied by it. f makes both about equally
+large: it is the root of (the largest w / the expected v). The expected v assumes that the elements
+of x are independent, with a mean size of an eighth of their row's largest. But f v is expected to
+be at most 16, unless w / f would then exceed 448. That leaves v room for 28 times as much. A row
+whose v exceeds 448 all the same is written again.
 
-What makes v, A or (B / s)', is in halves, too (`Halves`), each row by its own largest.
+The matrix that v is computed with, A or (B / s)', is in halves as well (`Halves`). Each of its rows
+is scaled by its own largest element.
 
-A kernel for what is summed over rows, in blocks of them, one that adds these up and makes the
-factors, and one that writes: each for all weights of a layer at once, since a program is soon done
-and waits for most of its time. Arithmetic is fp32, and rounds once to e4m3. Deterministic.
+There are three kernels. One sums over blocks of rows, one adds up these sums and makes the factors,
+and one writes. Each launch covers all weights of a layer, because a program is soon done and spends
+most of its time waiting. Arithmetic is fp32, and rounds once to e4m3. Deterministic.
 """
 
 from collections.abc import Sequence
@@ -161,8 +163,11 @@ def _tile(counts, widths, WEIGHTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl
 
 @triton.jit
 def _of(values, place, COUNT: tl.constexpr):
-    """values[place], chosen when it runs, so that all weights of a layer have the same code: with
-    one for each, most of the time went to fetch it."""
+    """Return values[place], chosen at run time.
+
+    This way all weights of a layer share the same code. With separate code for each of them, most
+    of the time was spent fetching it.
+    """
     value = values[0]
     for i in tl.static_range(1, COUNT):
         if place == i:

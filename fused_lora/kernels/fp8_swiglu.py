@@ -1,19 +1,19 @@
-"""SwiGLU and its backward to codes of FP8 (`fp8_rows.py`), without rows in bf16 in between.
+"""SwiGLU and its backward as FP8 codes (`fp8_rows.py`), without rows in bf16 in between.
 
-    swiglu_codes              silu(gate) up, by one program a row, which has it in registers
-    guess_gradient_scales     what a row of [dgate | dup] s may be expected not to pass
-    repair_gradient_codes     the codes, anew, of rows that passed it
+    swiglu_codes              silu(gate) up; a program holds one row in registers
+    guess_gradient_scales     a guess at what a row of [dgate | dup] s will not pass
+    repair_gradient_codes     new codes for the rows that passed it
 
 (or gelu, by tanh, for silu: GeGLU.) The backward's programs own columns and go down the rows
-(`swiglu_products_backward.py`), so that none knows a row's largest. e4m3 are floating-point
-numbers: a scale 64 times too large costs digits of what is below 1/450 of the row's largest and of
-nothing else. So a scale is guessed, 64 times the largest of the row's first columns. An element
-that still passes 448, or is no number, marks its row, and a marked row is made once more by its own
-largest.
+(`swiglu_products_backward.py`), so none of them knows a row's largest. e4m3 numbers are
+floating-point: a scale 64 times too large costs digits only in elements below 1/450 of the row's
+largest. We therefore guess the scale, from 64 times the largest of the row's first columns. An
+element that still passes 448, or is no number, marks its row. A marked row is coded once more, by
+its own largest.
 
-Traffic in [rows, intermediate] tensors in bf16: forward 2.5 (gate, up; codes), where h in bf16 is 3
-and its codes 1.5. The backward's codes are 1 where dgate and dup in bf16 are 2, and 3 to make codes
-of them. Arithmetic is fp32, and rounds once to e4m3. Deterministic.
+Traffic in [rows, intermediate] tensors in bf16: the forward takes 2.5 (gate, up; codes), where h in
+bf16 takes 3 and coding it another 1.5. The backward's codes take 1, where dgate and dup in bf16
+take 2 and coding them another 3. Arithmetic is fp32, and rounds once to e4m3. Deterministic.
 """
 
 from typing import NamedTuple
@@ -33,14 +33,14 @@ from .tiling import dots_in_fp32
 GUESSED = tl.constexpr(64.0)
 GUESS_ROWS, GUESS_COLUMNS = 16, 128
 REPAIRED_ROWS = 32  # that a program looks at
-# It is noted for each 16th of a program's 128 columns whether a row has passed there, so that no
-# thread has to ask another.
+# Each 16th of a program's 128 columns has its own note of whether a row has passed there. No thread
+# has to ask another.
 LANES = tl.constexpr(16)
 LANE_COLUMNS = tl.constexpr(8)
 REPAIR_BLOCK = 2048
-# Of a thread of `swiglu_backward_products`, which codes would have take 167, so that one program
-# fits on a multiprocessor. In 128, without a spill, two do: 0.516 ms on an H100 at 16,384 rows and
-# 0.071 at 2,048, not 0.637 and 0.090.
+# Registers of a thread of `swiglu_backward_products`. Coding would take 167, and a multiprocessor
+# would fit one program. With 128 it fits two, and nothing spills. On an H100 that takes 0.516 ms
+# instead of 0.637 at 16,384 rows, and 0.071 instead of 0.090 at 2,048.
 CODED_REGISTERS = 128
 # 32 elements a thread of 16 warps; what is beyond is read a second time for its codes.
 MAX_BLOCK = 16_384
@@ -227,8 +227,8 @@ def _scaled_gradients(
 
 
 class Coded(NamedTuple):
-    """Room for codes of the gradient of [gate | up] times of_columns, and what is known of them:
-    those of rows that passed are wrong.
+    """Codes of the gradient of [gate | up] times of_columns, with their scales and the rows that
+    passed. Codes of those rows are wrong.
 
     Equivalent PyTorch::
 
