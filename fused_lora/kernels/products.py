@@ -15,8 +15,11 @@ from .tiling import MAX_BLOCK_RANK
 
 
 class Product(NamedTuple):
-    """``gradient.copy_(scaling * x.t() @ factor)``, for x [rows, intermediate], in fp32 and rounded
-    once; with a mask, of what it keeps of x, scaled."""
+    """Operands of ``gradient.copy_(scaling * x.t() @ factor)``, for x [rows, intermediate].
+
+    The sum is in fp32 and rounded once. With a mask, only the elements of x that it keeps count,
+    scaled.
+    """
 
     factor: Tensor  # [rows, rank] in x's dtype; x may be codes
     gradient: Tensor  # [intermediate, rank], written; of any strides, bf16, fp16 or fp32

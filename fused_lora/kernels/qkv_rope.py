@@ -107,7 +107,7 @@ def rope_forward(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: in
     check_rows("rope_forward", _qkv_rope_kernel, qkv.shape, qkv=qkv)
     batch = batch_of("rope_forward", qkv, cos, sin, heads, kv_heads)
     _, positions, head_dim = cos.shape
-    # q's heads and k's lie side by side, so that one tile has both
+    # q's and k's heads lie side by side, so a single tile can hold both
     by_head = qkv.view(batch, positions, heads + 2 * kv_heads, head_dim).transpose(1, 2)
     _turn(by_head[:, : heads + kv_heads], None, None, cos, sin, qkv)
 
@@ -227,8 +227,10 @@ def batch_of(
     name: str, qkv: Tensor, cos: Tensor | None, sin: Tensor | None, heads: int, kv_heads: int,
     positions: int = 0,
 ) -> int:  # fmt: skip
-    """Count the sequences of qkv; ValueError where it, cos and sin do not fit together, or without
-    these it and so many positions."""
+    """Count the sequences of qkv.
+
+    Raises ValueError if qkv does not fit cos and sin, or this number of positions without them.
+    """
     rows, columns = qkv.shape
     parts = heads + 2 * kv_heads
     if cos is None and sin is None:

@@ -100,7 +100,7 @@ def add_mlp(
         return (add(total, sums),)
 
     (z,) = once(add_first, is_small=True)
-    if not was_added and sums is not None:  # it runs again, and its output is needed
+    if not was_added and sums is not None:  # recomputing skips add_first, but needs the sums
         add(total, sums)
     return z, None
 
