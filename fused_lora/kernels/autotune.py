@@ -1,13 +1,14 @@
 """The fastest of a few tilings, on a GPU where the shipped one was not measured.
 
-Where it was, MEASURED_ON, nothing is timed. Elsewhere the first call for a shape times the shipped
-tiling and a handful of others, some ms and the time to compile them, and every later call gets the
-fastest. `GraphedStep` runs two eager calls before it captures, and the benchmark warms up: the
-first call is in no timed step, and what is captured has been chosen.
+On MEASURED_ON, where it was measured, nothing is timed. On other GPUs the first call for a shape
+times the shipped tiling and a handful of others. That takes some ms, and the time to compile them.
+Every later call gets the fastest. `GraphedStep` runs two eager calls before it captures, and the
+benchmark warms up. The first call is therefore in no timed step, and the tiling is chosen before
+the capture.
 
-`triton.autotune` fits less: it times where it need not, where it must not (a CUDA graph's capture)
-and where it cannot (Triton's interpreter), and knows one kernel. Here a tiling also decides how
-large the partial sums are and what a second kernel has to add up.
+We do not use `triton.autotune`. It times where it need not, where it must not (a CUDA graph's
+capture) and where it cannot (Triton's interpreter), and it knows only one kernel. Here a tiling
+also decides how large the partial sums are and what a second kernel has to add up.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -26,7 +27,7 @@ from .tiling import Tiling
 
 MEASURED_ON = {(9, 0)}  # compute capabilities
 
-TIMED_RUNS = 5  # that are timed of each tiling
+TIMED_RUNS = 5  # per tiling
 SLEEP_CYCLES = 2_000_000  # 1 ms at 2 GHz, in which the host launches them
 
 CHOSEN: dict[Hashable, Tiling] = {}
@@ -95,7 +96,7 @@ def _fastest_of(tilings: Sequence[Tiling], launch: Callable[[Tiling], None]) -> 
 
 
 def _milliseconds(launch: Callable[[Tiling], None], tiling: Tiling) -> float:
-    """A launch's time on the GPU, the median of TIMED_RUNS, whatever the host takes for it."""
+    """Measure a launch's time on the GPU, the median of TIMED_RUNS, without the host's time."""
     launch(tiling)  # compiles
     torch.cuda._sleep(SLEEP_CYCLES)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(TIMED_RUNS + 1)]

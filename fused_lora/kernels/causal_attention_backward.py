@@ -166,8 +166,8 @@ def _attend_keys_backward(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
     IN_FP32: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of a tile of keys, in halves and not scaled, and of its values, by the queries
-    from first_query up to `end` of the heads that share them."""
+    """Return the gradients of a tile of keys, in halves and not scaled, and of its values. The
+    queries run from first_query up to `end`, in all heads that share these keys."""
     HEAD_DIM: tl.constexpr = 2 * HALF
     GROUP: tl.constexpr = HEADS // KV_HEADS
     feature = tl.arange(0, HEAD_DIM)[None, :]
@@ -192,7 +192,7 @@ def _attend_keys_backward(
         dots = tl.load(dots_rows + places, mask=is_query, other=0.0)
         scores = dot(k_2, tl.trans(q_2), dot(k_1, tl.trans(q_1), zeros, IN_FP32), IN_FP32)
         p = tl.exp2(scores * score_scale - (logsumexp * LOG2_E)[None, :])
-        # behind the last query grad is 0, and so is all that p is multiplied with
+        # behind the last query grad is 0, and so is everything that p is multiplied by
         p = tl.where(key[:, None] <= query[None, :], p, 0.0)
         grad_v = dot(p.to(grad.dtype), grad, grad_v, IN_FP32)
         grad_p = dot(v, tl.trans(grad), zeros, IN_FP32)
@@ -290,7 +290,7 @@ def causal_attention_backward(
     grad_qkv: Tensor,
     documents: Tensor | None = None,
 ) -> None:
-    """Write the gradient of what was turned into qkv, by cos and sin, into grad_qkv.
+    """Write the gradient of qkv, as it was before cos and sin turned it, into grad_qkv.
 
     Equivalent PyTorch, for `rope_backward` of qkv_rope.py::
 

@@ -145,8 +145,8 @@ def _fp8_borders_kernel(
 
 @triton.jit
 def _tile(counts, widths, WEIGHTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """This program's weight and side, as one number, its block of rows, which rows and columns they
-    are, and how many there are of both."""
+    """Return this program's weight and side as one number, its block of rows, the indices of its
+    rows and columns, and the counts of both."""
     tile = tl.program_id(0)
     place, before, end = tile * 0, tile * 0, tile * 0
     for i in tl.static_range(2 * WEIGHTS):
@@ -177,7 +177,7 @@ def _of(values, place, COUNT: tl.constexpr):
 
 @triton.jit
 def _border(border_ptr, scales_ptr, row, j, count, width, OF_A: tl.constexpr):
-    """(the border's tile [rows, columns], 0 outside, and 1 over these rows' scales)."""
+    """Return the border's tile [rows, columns], 0 outside, and 1 over these rows' scales."""
     inside = (row < count)[:, None] & (j < width)[None, :]
     if OF_A:
         tile = border_ptr + row[:, None] + j[None, :].to(tl.int64) * count
@@ -193,7 +193,7 @@ def _over_blocks(
     sums_ptr, blocks, j, width, widest, IS_SUM: tl.constexpr, SUMMED: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The sum, or the largest, of what all blocks have of these columns, 0 or more each."""
+    """Return the sum, or the largest, of all blocks' values of these columns, 0 or more each."""
     total = tl.zeros([SUMMED, COLUMNS], tl.float32)
     for start in range(0, blocks, SUMMED):
         block = start + tl.arange(0, SUMMED)[:, None]
@@ -258,9 +258,9 @@ def fp8_borders(weights: Sequence[Bordering]) -> None:
         hi, lo = halves(A.t() / factors_t)
         codes_t[:, outputs : outputs + 3 * width] = torch.cat([hi, hi, lo], 1)
 
-    where `factor(largest, expected)` is the root of their ratio, but 1 / expected of a largest that
-    is 0 and 1 of an expected that is, at most 16 / expected and at least largest / 448; and
-    `halves` are as `fp8_rows` has them. Not checked: it is given what `layer/fp8/` has made.
+    where `halves` are those of `fp8_rows`. `factor(largest, expected)` is the root of their ratio.
+    It is 1 / expected if largest is 0, and 1 if expected is 0. It is at most 16 / expected, and at
+    least largest / 448. Nothing is checked: the arguments come from `layer/fp8/`.
     """
     borders, codes, factors, halves_of, scales_of = zip(*chain.from_iterable(
         (

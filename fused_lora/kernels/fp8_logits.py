@@ -74,14 +74,14 @@ def _logit_codes_kernel(
         logits = tl.load(logits_ptr + columns, mask=inside, other=0.0).to(tl.float32)
         code = tl.exp(logits - log_sum) * (LARGEST / largest)
         code *= tl.load(of_columns_ptr + columns, mask=inside, other=0.0)
-        # what rounding makes of a bound may be passed
+        # a code may pass the bound by rounding
         code = tl.minimum(tl.where((columns == label) | ignored, 0.0, code), LARGEST)
         code = code.to(tl.float32)
         last = (code.to(tl.uint32, bitcast=True) & LAST_BITS).to(tl.float32)
         lift = last * (SPACING / (LAST_BITS + 1)) - SPACING / 2
         code = tl.where(code < LEAST_NORMAL, code + lift, code)
         tl.store(codes_ptr + columns, e4m3(code, ROUND), mask=inside)
-    not_finite = tl.where(ignored, 0.0, log_sum * 0.0)  # of a minimum NaN may get lost
+    not_finite = tl.where(ignored, 0.0, log_sum * 0.0)  # a minimum may lose NaN
     tl.store(scales_ptr + row, largest / LARGEST + not_finite)
     tl.store(of_label_ptr + row, tl.where(ignored, 0.0, not_finite - others))
 

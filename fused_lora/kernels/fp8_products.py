@@ -28,16 +28,16 @@ from fused_mlp.launching import cdiv, launch, next_power_of_2
 from .fp8_borders import Halves
 from .fp8_rows import LARGEST, e4m3, rounds, store_halves
 
-# A tile of 128 rows reads the factor from L2 rarely enough; two programs for a multiprocessor. On
+# A tile of 128 rows reads the factor from L2 rarely enough. A multiprocessor runs two programs. On
 # an H100, for a layer of Qwen2.5-3B at 16,384 and 2,048 rows, the best of seven takes 0.367 and
-# 0.093 ms. With 64 for BLOCK_K it is 0.470 and 0.102: that is for borders wider than 64, where 128
-# does not fit into 99 kB. One kernel that sums up and writes leaves most of the card idle at 2,048
-# rows, where all of these take 1.7 times as long in a step.
+# 0.093 ms. With 64 for BLOCK_K it takes 0.470 and 0.102. Borders wider than 64 need that, because
+# 128 does not fit into 99 kB there. A single kernel that sums up and writes leaves most of the card
+# idle at 2,048 rows, where all of these take 1.7 times as long in a step.
 MAX_BLOCK_ROWS, PROGRAMS = 128, 264
 MAX_BLOCK_WIDTH = 128
-LEAST_OF_A_SPLIT = 256  # columns: of fewer the sums are more bytes than the codes
+LEAST_OF_A_SPLIT = 256  # columns: with fewer, the sums have more bytes than the codes
 BORDER_ROWS = 16
-BORDER_COLUMNS = 4096  # of a row that become smaller at once
+BORDER_COLUMNS = 4096  # of a row that are rescaled at once
 
 
 @triton.jit
@@ -179,8 +179,10 @@ def add_coded_border(
 
 
 def add_border(codes: Tensor, columns: int, scales: Tensor, z: Tensor, factors: Tensor) -> None:
-    """Write the border of codes, whose first `columns` are there, for a given z [rows, width]:
-    `add_coded_border` for a z of masked rows."""
+    """Write the border of codes, whose first `columns` are there, for a given z [rows, width].
+
+    It is `add_coded_border` for a z that comes from masked rows.
+    """
     if len(z):
         partials = (z.float() / scales)[None]  # times scales it is z again
         ones = torch.ones_like(factors)
@@ -205,14 +207,15 @@ def product_of_codes(
     codes: Tensor, scales: Tensor, weight: Tensor, of_rows: Tensor, bias: Tensor | None,
     dtype: torch.dtype, sums_in_fp32: bool = False,
 ) -> Tensor:  # fmt: skip
-    """codes [T, k] times weight [out, k], in dtype, with the scales of the rows of both.
+    """Multiply codes [T, k] and weight [out, k], with the scales of the rows of both, into dtype.
 
     Hopper's tensor cores add up with 14 bits and cut off the rest, once for each 32 of k. With
-    sums_in_fp32 they do so within 128 of k, and these are added in fp32. A gradient whose k is a
-    vocabulary needs that (`fp8_head.py`), and so does a forward with a small adapter: fast sums
-    show 0.003 to 0.004 of a delta of 1e-6, 0.03 of 1e-5 and 0.2 to 0.3 of 1e-4 of the output, these
-    all of it (H100, multiples of 128). Where k without the border is no multiple of 128, the border
-    shares a block with x, and some may still be lost: not measured. Products take 7 to 25% longer.
+    sums_in_fp32 they do so only within 128 of k, and these sums are added in fp32. A gradient whose
+    k is a vocabulary needs that (`fp8_head.py`), and so does a forward with a small adapter. Fast
+    sums show 0.003 to 0.004 of a delta of 1e-6 of the output, 0.03 of 1e-5 and 0.2 to 0.3 of 1e-4.
+    sums_in_fp32 shows all of it (H100, multiples of 128). If k without the border is no multiple of
+    128, the border shares a block with x, and some may still be lost: not measured. Matmuls take 7
+    to 25% longer.
     """
     if codes.is_cuda and dtype == torch.bfloat16:
         return torch._scaled_mm(

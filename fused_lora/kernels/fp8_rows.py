@@ -28,8 +28,8 @@ from .rows import ROW_BYTES, block_of, check_rows
 
 E4M3 = torch.float8_e4m3fn
 SIZES = 16  # of a weight have to be multiples of it
-# Rows of a weight are scaled as if their largest were at least this part of the mean. e4m3 numbers
-# are floating-point: a row this much smaller than the mean still loses no digits.
+# A weight's row is scaled as if its largest were at least the rows' mean largest divided by this.
+# e4m3 numbers are floating-point: a row that much smaller than most loses no digits.
 LEAST_OF_MEAN = 128
 LARGEST = tl.constexpr(448.0)  # of e4m3
 # A row's largest becomes half of that, which leaves room for a border that is not known yet. Scaled
@@ -45,7 +45,7 @@ MAX_BLOCK, ELEMENTS = 16_384, 2048
 
 @triton.jit
 def nearest_e4m3(x):
-    """x, of at most 448, rounded to the nearest e4m3, in fp32."""
+    """Round x, of at most 448, to the nearest e4m3, in fp32."""
     bits = x.to(tl.uint32, bitcast=True)
     bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & 0xFFF00000
     of_normal = bits.to(tl.float32, bitcast=True)
@@ -55,8 +55,8 @@ def nearest_e4m3(x):
 
 @triton.jit
 def e4m3(x, ROUND: tl.constexpr):
-    """x, of at most 448, to the nearest e4m3. ROUND: by arithmetic first, for the cast of Triton's
-    interpreter cuts off."""
+    """Cast x, of at most 448, to the nearest e4m3. ROUND: round by arithmetic first, because the
+    cast of Triton's interpreter cuts off."""
     if ROUND:
         x = nearest_e4m3(x)
     return x.to(tl.float8e4nv)
@@ -70,19 +70,19 @@ def row_codes(x, largest, ROUND: tl.constexpr):
 
 @triton.jit
 def store_row(y, codes_ptr, scale_ptr, columns, mask, ROUND: tl.constexpr):
-    """Write the codes and the scale of a row that is 0 behind its end."""
+    """Write the codes and the scale of a row y, which is 0 past its end."""
     largest = tl.maximum(tl.max(tl.abs(y), 0), SMALLEST)
-    not_finite = tl.sum(y * 0.0, 0)  # or NaN, which may get lost of maxima and casts
+    not_finite = tl.sum(y * 0.0, 0)  # or NaN, which maxima and casts may lose
     tl.store(codes_ptr + columns, row_codes(y, largest, ROUND), mask=mask)
     tl.store(scale_ptr, largest / ROW_LARGEST + not_finite)
 
 
 @triton.jit
 def halves(v, ROUND: tl.constexpr):
-    """v, of at most 448, as e4m3 (hi, lo).
+    """Split v, of at most 448, into e4m3 (hi, lo).
 
-    hi is rounded by arithmetic and not cast and cast back: of codes that are packed four to a
-    register ptxas 12.8 unpacks a register that was never written.
+    hi is rounded by arithmetic, and not cast and cast back: where codes are packed four to a
+    register, ptxas 12.8 unpacks a register that was never written.
     """
     hi = nearest_e4m3(v)
     return hi.to(tl.float8e4nv), e4m3(v - hi, ROUND)
@@ -110,7 +110,7 @@ def _fp8_rows_kernel(
     lane = tl.arange(0, BLOCK)[None, :]
     x = _columns_of(x_ptr, of_columns_ptr, lane, columns, there)
     most = tl.abs(x)
-    nothing = x * 0.0  # or NaN, which may get lost of maxima and casts
+    nothing = x * 0.0  # or NaN, which maxima and casts may lose
     if not IS_WHOLE:
         for start in range(BLOCK, columns, BLOCK):
             more = _columns_of(x_ptr, of_columns_ptr, start + lane, columns, there)
@@ -146,8 +146,8 @@ def store_halves(first_ptr, v, width, mask, ROUND: tl.constexpr):
 
 
 def padded_columns(columns: int, width: int) -> int:
-    """The columns of codes: x's and its border's, whole lines of 128 bytes (other sizes take cuBLAS
-    up to 16% longer, and it wants multiples of 16)."""
+    """Return the columns of codes, x's and its border's, in whole lines of 128 bytes: other sizes
+    take cuBLAS up to 16% longer, and it needs multiples of 16."""
     return -(-(columns + 3 * width) // ROW_BYTES) * ROW_BYTES
 
 
@@ -205,10 +205,10 @@ def rounds(kernel) -> bool:
 
 
 def codes_and_scales(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes [out, in] in e4m3, scales [out] in fp32) of a weight, a scale for each row.
+    """Return (codes [out, in] in e4m3, scales [out] in fp32) of a weight, a scale for each row.
 
-    The scale of a row that is next to nothing beside the others, or 0, is not its own: an adapter's
-    B over it would be so large that none of the other rows had digits left.
+    A row that is tiny beside the others, or 0, gets a larger scale than its largest would give. An
+    adapter's B is divided by the scale, and would otherwise leave the other rows no digits.
     """
     weight = weight.float()
     largest = weight.abs().amax(1)

@@ -66,7 +66,7 @@ def _swiglu_codes_kernel(
     lane = tl.arange(0, BLOCK)
     hidden = _hidden(gate_up_ptr, lane, intermediate, IS_GELU, IN_FP32)
     most = tl.abs(hidden)
-    nothing = hidden * 0.0  # or NaN, which may get lost of maxima and casts
+    nothing = hidden * 0.0  # or NaN, which maxima and casts may lose
     if not IS_WHOLE:
         for start in range(BLOCK, intermediate, BLOCK):
             more = _hidden(gate_up_ptr, start + lane, intermediate, IS_GELU, IN_FP32)
@@ -177,7 +177,7 @@ def _repair_kernel(
 
 @triton.jit
 def load_scales(coded, first, end, column, intermediate, ROWS: tl.constexpr):
-    """The factors of dgate and dup in these columns, and the scales of the first rows."""
+    """Return the factors of dgate and dup in these columns, and the scales of the first rows."""
     gate = tl.load(coded.of_columns + column, mask=column < intermediate, other=0.0)
     up = tl.load(coded.of_columns + intermediate + column, mask=column < intermediate, other=0.0)
     row = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None]
@@ -189,9 +189,11 @@ def store_codes(
     coded, codes_row_stride, dgate, dup, scales, row, end, column, intermediate, mask,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
-    """Write both [ROWS, COLUMNS] as codes, and note rows where one is more than e4m3 holds or no
-    number. Returns scales for the next rows: who asks for their own waits as long as all else in
-    the caller takes."""
+    """Write dgate and dup [ROWS, COLUMNS] as codes, and mark rows that overflow e4m3 or hold NaN.
+
+    Returns the scales for the next rows. Loading them only when they are needed would keep a tile
+    waiting for as long as everything else in the caller takes.
+    """
     tl.static_assert(COLUMNS <= LANES * LANE_COLUMNS)
     of_gate, of_up, of_rows = scales
     over_scale = 1.0 / of_rows
@@ -201,10 +203,10 @@ def store_codes(
     up_ptr, passed_ptr = gate_ptr + intermediate, coded.passed + row * LANES
     tl.store(gate_ptr, e4m3(gate, ROUND), mask=mask)
     tl.store(up_ptr, e4m3(up, ROUND), mask=mask)
-    # NaN's order is none, and of a maximum it may get lost
+    # NaN compares as False, and a maximum may lose it
     passed = (tl.abs(gate) <= LARGEST) & (tl.abs(up) <= LARGEST)
     passed = tl.where(passed, 0, 1)
-    # of columns that one thread has, and where that thread writes it
+    # over the columns of one thread, written where that thread's lane is
     some = tl.max(tl.reshape(passed, [ROWS, COLUMNS // LANE_COLUMNS, LANE_COLUMNS]), 2)
     lane = tl.arange(0, COLUMNS // LANE_COLUMNS)[None, :]
     tl.store(passed_ptr + lane, some.to(tl.int8), mask=some != 0)
@@ -216,7 +218,7 @@ def _scaled_gradients(
     grad_hidden_ptr, gate_up_ptr, of_columns_ptr, at, mask, intermediate, IS_GELU: tl.constexpr,
     IN_FP32: tl.constexpr,
 ):  # fmt: skip
-    """dgate and dup of these columns, times what is of columns."""
+    """Return dgate and dup of these columns, each times its of_columns."""
     grad_hidden = tl.load(grad_hidden_ptr + at, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_up_ptr + at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + intermediate + at, mask=mask, other=0.0).to(tl.float32)
@@ -244,8 +246,8 @@ class Coded(NamedTuple):
 
 
 def swiglu_codes(gate_up: Tensor, padded: int, activation: str) -> tuple[Tensor, Tensor]:
-    """Codes [rows, padded], and scales [rows, 1] in fp32, of silu(gate) * up, of gate_up [rows,
-    2 intermediate]; codes after its columns are left for `add_coded_border`.
+    """Return codes [rows, padded] and scales [rows, 1] in fp32 of silu(gate) * up, for gate_up
+    [rows, 2 intermediate]. Codes past its columns are left for `add_coded_border`.
 
     Equivalent PyTorch::
 
@@ -289,7 +291,7 @@ def guess_gradient_scales(
 def repair_gradient_codes(
     grad_hidden: Tensor, gate_up: Tensor, coded: Coded, activation: str
 ) -> None:
-    """Write codes and scales of the rows that passed the guess again, by their own largest."""
+    """Rewrite codes and scales of the rows that passed the guess, by their own largest."""
     rows, intermediate = grad_hidden.shape
     if rows == 0:
         return

@@ -3,10 +3,10 @@
     target_i = scaling_i source_i       [rows_i, columns_i], i = 1 ... n
 
 PyTorch's `_foreach_copy_` is one kernel only where every target is dense, and the adapters' places
-in a border are not: of a layer's 14 matrices it makes 14 launches. Here a table in the GPU's memory
-says where each lies, and one launch walks through all of it. The table stays as long as no address
-changes, so a CUDA graph may hold the launch. What is not on one GPU, or too large, or in dtypes
-without a kernel, PyTorch copies.
+in a border are not: for a layer's 14 matrices it makes 14 launches. Here a table in GPU memory says
+where each matrix lies, and a single launch walks through the whole table. The table stays valid as
+long as no address changes, so a CUDA graph may hold the launch. PyTorch copies matrices that are
+too large, not all on one GPU, or in dtypes without a kernel.
 
 Traffic: every source read once, every target written once: at rank 32, from fp32 to bf16, the 60 M
 elements of Qwen2.5-3B are 360 MB. Arithmetic is fp32 and rounds once, at the store.
@@ -26,14 +26,14 @@ from fused_mlp.launching import DTYPES, cdiv, is_capturing, launch
 # Elements of a program. The adapters of Qwen2.5-3B have 65,536 to 352,256: 16 to 86 programs each.
 BLOCK_COPIED = 4096
 
-# A matrix has fewer elements than this, because their indices are int32. On a GPU, dividing int64
-# takes too many instructions: they would take longer than the traffic.
+# A matrix has fewer elements than this, because their indices are int32. Dividing int64 takes a GPU
+# many instructions, which would outlast the traffic.
 MAX_ELEMENTS = 2**31
 
-# Tables that are kept: one for each adapter that takes turns.
+# Tables to keep: one for each adapter that takes turns.
 MAX_TABLES = 8
 
-# Elements that one division is for, and one instruction copies, where rows and addresses allow it.
+# Elements per division and per copy instruction, where rows and addresses allow it.
 MAX_RUN = 8
 
 
@@ -100,8 +100,8 @@ class ManyCopies:
     targets, sources: [rows, columns] each, of any strides, dtypes and devices. Targets do not
     overlap. key: identifies the matrices, where they lie, and their scalings. On a GPU `matrices`
     is not called for a known key. The first call with a key copies a table to the GPU. A CUDA graph
-    cannot capture that copy, so during capture PyTorch copies the matrices. The tables that a graph
-    uses live as long as this object.
+    cannot capture that copy, so a first call during capture lets PyTorch copy the matrices. The
+    tables that a graph uses live as long as this object.
 
     Autograd does not see the targets change where the kernel writes them.
 

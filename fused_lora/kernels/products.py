@@ -28,7 +28,7 @@ class Product(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """The factor of the sums."""
+        """Number that the sums are multiplied by."""
         return self.scaling if self.mask is None else self.scaling * self.mask.scale
 
 
@@ -41,7 +41,7 @@ class SwiGLUProducts(NamedTuple):
 
 
 def split_products(products: Sequence[Product]) -> tuple[list[Product], list[int]]:
-    """The products, each as many as it takes to have at most MAX_BLOCK_RANK ranks in one."""
+    """Return the products, split into as many as it takes for at most MAX_BLOCK_RANK ranks each."""
     parts, ranks = [], []
     for factor, gradient, scaling, mask in products:
         of_factor, of_gradient = (t.split(MAX_BLOCK_RANK, dim=1) for t in (factor, gradient))
@@ -72,8 +72,8 @@ def check_product(
 
 
 def ranks_if_right(x: Tensor, products: Sequence[Product], first: Tensor) -> list[int] | None:
-    """Return the products' ranks if they are right. `refuse_products` says what is not, in three
-    times as long."""
+    """Return the products' ranks if they are right. `refuse_products` says what is wrong, but takes
+    three times as long."""
     dtype, device = first.dtype, first.device
     is_coded = x.dtype == E4M3
     if x.ndim != 2 or (x.dtype != dtype and not is_coded) or x.device != device:

@@ -334,7 +334,7 @@ def _warps_of(heads: int, block_half: int) -> int:
 def _weights_of(
     name: str, norms: HeadNorms, heads: int, kv_heads: int, head_dim: int, like: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The norms' weights, contiguous; ValueError where one does not fit."""
+    """Return the norms' weights, contiguous. Raise ValueError where one does not fit."""
     for key, weight, count in (
         ("q_weight", norms.q_weight, heads), ("k_weight", norms.k_weight, kv_heads)
     ):  # fmt: skip

@@ -61,7 +61,7 @@ class Handover:
         self._rows = rows
 
     def take(self, gradient: Tensor, columns: int) -> Tensor | None:
-        """Return the offered rows if gradient [..., n] is their first n of this many columns."""
+        """Return the offered rows if they are this wide and gradient [..., n] is their first n."""
         rows, self._rows = self._rows, None
         count = gradient.shape[:-1].numel()
         if rows is None or rows.shape != (count, columns):

@@ -19,7 +19,7 @@ of x's bytes. On an H200, in ms a call for all of that, 12,800 columns:
 
 A program owns some columns of one x and goes down the rows. It keeps the sums [columns, rank] of up
 to three factors in registers, and writes the gradients at the end. If a narrower model has too few
-columns for enough programs, a program also owns just a range of the rows. It then writes partial
+columns for enough programs, a program owns only a range of the rows. It then writes partial
 sums [splits, columns, rank] in fp32, which a second kernel adds up. There are no atomics: the order
 is fixed and gradients are deterministic.
 """

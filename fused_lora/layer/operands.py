@@ -38,8 +38,9 @@ class Adapters(NamedTuple):
 
 
 class Others(NamedTuple):
-    """The biases and norms of a layer where some are trained. Of biases all are given, [out] in any
-    dtype, if one is trained; of norms those that are, [hidden]; None for the others."""
+    """The biases and norms of a layer in which some are trained. If one bias is trained, all biases
+    are given, [out] in any dtype. Of the norms only the trained ones are given, [hidden], and None
+    for the others."""
 
     q_bias: Any = None
     k_bias: Any = None

@@ -1,4 +1,4 @@
-"""A frozen weight in FP8 with the border of its adapters, and its products (`layer/buffer.py`).
+"""A frozen weight in FP8 with the border of its adapters, and its matmuls (`layer/buffer.py`).
 
 W [out, in] is e4m3 codes with a scale s for each row, made once. An FP8 matmul needs the dimension
 it sums over contiguous in both operands. We therefore keep two copies of the codes: W8 [out, in]
@@ -94,7 +94,7 @@ class Fp8Buffer(Buffer):
 
     @staticmethod
     def encode(buffers: Sequence) -> None:
-        """Called when A and sB of all have been filled."""
+        """Write the borders of all buffers, after their A and sB have been filled."""
         fp8_borders(
             [
                 Bordering(
@@ -203,7 +203,7 @@ class Fp8Buffer(Buffer):
     def gradient_of_codes(self, dy: Codes, x_scales: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return ([dy | p] M[:, :in], p x_scales) of dy's codes, and write their border.
 
-        x_scales [T, 1]: of the codes that dA is a sum of, p' times them.
+        x_scales [T, 1]: the scales of x's codes, which dA sums times p'.
         """
         values, scales, dtype = dy
         p = add_coded_border(values, scales, self._B_halves, self._factors_t, dtype, x_scales)
