@@ -36,7 +36,7 @@ from .tiling import dots_in_fp32
 # registers.
 BLOCK_POSITIONS = 64
 
-# The most positions for which the forward is faster than PyTorch's, and for the backward.
+# Up to these many positions our forward, and our backward, is faster than PyTorch's.
 FORWARD_POSITIONS = 64
 MAX_POSITIONS = 512  # what was measured
 
