@@ -10,7 +10,7 @@ from fused_mlp.geglu import gelu_argument, gelu_slope, sigmoids
 
 @triton.jit
 def activate(gate, IS_GELU: tl.constexpr, IN_FP32: tl.constexpr):
-    """The activation of gate, in fp32, and its slope there."""
+    """Return the activation of gate, in fp32, and its slope there."""
     if IS_GELU:
         if IN_FP32:
             share, rest = sigmoids(gelu_argument(gate))
@@ -28,10 +28,12 @@ def activate(gate, IS_GELU: tl.constexpr, IN_FP32: tl.constexpr):
 
 @triton.jit
 def sigmoid(x, IN_FP32: tl.constexpr):
-    """1 / (1 + exp(-x)) of x in fp32. Unless IN_FP32, of what was bf16 or fp16: 0 below -87, else
-    within 2^-18 of its value, as tl.sigmoid is, in 5 instructions. tl.sigmoid takes 12, most of
-    them for a division by more than 2^126. A GPU at its power limit is slowed down by each, even
-    where a kernel waits for memory.
+    """Compute 1 / (1 + exp(-x)) of x in fp32.
+
+    Unless IN_FP32, x was bf16 or fp16 before. Then the result is 0 below -87, and otherwise within
+    2^-18 of its value, like tl.sigmoid's, in 5 instructions. tl.sigmoid takes 12, most of them for
+    a division by more than 2^126. Each one slows down a GPU at its power limit, even in a kernel
+    that waits for memory.
     """
     if IN_FP32:
         return tl.sigmoid(x)

@@ -1,13 +1,14 @@
 """The fastest of a few tilings, on a GPU where the shipped one was not measured.
 
-Where it was, MEASURED_ON, nothing is timed. Elsewhere the first call for a shape times the shipped
-tiling and a handful of others, some ms and the time to compile them, and every later call gets the
-fastest. `GraphedStep` runs two eager calls before it captures, and the benchmark warms up: the
-first call is in no timed step, and what is captured has been chosen.
+On MEASURED_ON, where it was measured, nothing is timed. On other GPUs the first call for a shape
+times the shipped tiling and a handful of others. That takes some ms, and the time to compile them.
+Every later call gets the fastest. `GraphedStep` runs two eager calls before it captures, and the
+benchmark warms up. The first call is therefore in no timed step, and the tiling is chosen before
+the capture.
 
-`triton.autotune` fits less: it times where it need not, where it must not (a CUDA graph's capture)
-and where it cannot (Triton's interpreter), and knows one kernel. Here a tiling also decides how
-large the partial sums are and what a second kernel has to add up.
+We do not use `triton.autotune`. It times where it need not, where it must not (a CUDA graph's
+capture) and where it cannot (Triton's interpreter), and it knows only one kernel. Here a tiling
+also decides how large the partial sums are and what a second kernel has to add up.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -26,7 +27,7 @@ from .tiling import Tiling
 
 MEASURED_ON = {(9, 0)}  # compute capabilities
 
-TIMED_RUNS = 5  # that are timed of each tiling
+TIMED_RUNS = 5  # per tiling
 SLEEP_CYCLES = 2_000_000  # 1 ms at 2 GHz, in which the host launches them
 
 CHOSEN: dict[Hashable, Tiling] = {}
@@ -44,23 +45,23 @@ def fastest(
     others: Sequence[Mapping[str, int]],
     launch: Callable[[Tiling], None],
 ) -> Tiling:
-    """The tiling with which `launch` takes the GPU the least time, the same for the whole process.
+    """Return the tiling with which `launch` is fastest on the GPU, the same for the whole process.
 
-    It is `shipped`, untimed, on MEASURED_ON, on the CPU and in Triton's interpreter, in fp32, while
-    torch.compile is tracing, under torch.use_deterministic_algorithms, since other processes may
-    choose otherwise and so add in another order, and while a CUDA graph is being captured before
-    anything was chosen.
+    It is `shipped`, untimed, on MEASURED_ON, on the CPU, in Triton's interpreter, in fp32, while
+    torch.compile is tracing, and while a CUDA graph is captured before anything was chosen. It is
+    `shipped` under torch.use_deterministic_algorithms as well: another process might choose another
+    tiling, and so add in another order.
 
     Args:
-        kernel: what is tiled.
-        tensor: an operand, of its device, which is the current one, and its dtype.
-        rows: of the operands; up to the next power of two they share a choice.
-        shape: what else the choice depends on.
-        others: what each of the other tilings has different from the shipped one.
-        launch: launches all that a tiling matters to. It reads nothing that it writes, so that it
-            can be called again. A tiling with which it raises (it does not compile, or wants more
-            shared memory than there is) is passed over; if that is each of them, `shipped` is
-            returned, with which the caller's own launch says what is wrong.
+        kernel: the kernel to tile.
+        tensor: an operand. It gives the dtype and the device, which is the current one.
+        rows: the operands' rows. Counts with the same next power of two share a choice.
+        shape: everything else that the choice depends on.
+        others: the other tilings, each as its changes to the shipped one.
+        launch: launches every kernel that the tiling affects. It can be called repeatedly, because
+            it reads nothing that it writes. A tiling with which it raises is skipped (it does not
+            compile, or needs more shared memory than there is). If all are skipped we return
+            `shipped`, and the caller's own launch raises the error.
     """
     if (
         torch.compiler.is_compiling()
@@ -95,7 +96,7 @@ def _fastest_of(tilings: Sequence[Tiling], launch: Callable[[Tiling], None]) -> 
 
 
 def _milliseconds(launch: Callable[[Tiling], None], tiling: Tiling) -> float:
-    """A launch's time on the GPU, the median of TIMED_RUNS, whatever the host takes for it."""
+    """Measure a launch's time on the GPU, the median of TIMED_RUNS, without the host's time."""
     launch(tiling)  # compiles
     torch.cuda._sleep(SLEEP_CYCLES)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(TIMED_RUNS + 1)]

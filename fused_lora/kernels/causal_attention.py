@@ -1,17 +1,17 @@
 """Causal attention on [q | k | v] of a few hundred positions: its forward.
 
-For a token i, the keys j <= i of its sequence and one head, with the scale a, q and k being turned
-already (RoPE):
+For a token i, the keys j <= i of its sequence and one head, with the scale a, and q and k already
+turned by RoPE:
 
     L         = log sum exp(a q k')
     P         = exp(a q k' - L)
     attended  = P v
 
-in one pass over the keys, with the sum so far scaled down where a larger score comes. Scores and
-sums are fp32, P is rounded to the dtype of the tensors for its product, as in any fused attention,
-and attended once, at the store. Deterministic. On an H200, in µs a layer of Qwen2.5-3B with 32
-sequences (16 heads of 128, 2 of k and v), beside cuDNN's as PyTorch calls it. We timed the first
-version of this kernel:
+in one pass over the keys, which scales down the sum so far when a larger score comes. Scores and
+sums are fp32. P is rounded to the tensors' dtype for its matmul, as in any fused attention, and
+attended is rounded once, at the store. Deterministic. We timed the first version of this kernel on
+an H200, in µs a layer of Qwen2.5-3B with 32 sequences (16 heads of 128, 2 of k and v). cuDNN is
+timed as PyTorch calls it:
 
     positions      64     128     256     512
     cuDNN        18.2    18.4    39.0    95.9
@@ -32,15 +32,15 @@ from fused_mlp.launching import cdiv, launch
 from .rows import check_rows
 from .tiling import dots_in_fp32
 
-# Tokens of a tile. The tensor cores take 64 rows at a time, and of 128 the sums would not fit into
+# Tokens of a tile. The tensor cores take 64 rows at a time. With 128 the sums would not fit into
 # registers.
 BLOCK_POSITIONS = 64
 
-# Of up to how many positions this is faster than PyTorch's, and the backward is.
+# Up to these many positions our forward, and our backward, is faster than PyTorch's.
 FORWARD_POSITIONS = 64
 MAX_POSITIONS = 512  # what was measured
 
-# Halves of a head that are tiles: powers of two, of which tl.dot wants 16 at least.
+# Half heads that work as tiles: powers of two, and at least 16 for tl.dot.
 HALVES = (16, 32, 64)
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -73,8 +73,8 @@ def _attend(
     HEAD_DIM: tl.constexpr, OF_V: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
     IN_FP32: tl.constexpr,
 ):  # fmt: skip
-    """(attended, logsumexp) of a tile of queries, by the keys of their sequence from first_key on,
-    a tile at a time up to `end`, and none from `limit` on."""
+    """Return (attended, logsumexp) of a tile of queries. Its keys begin at first_key, go on a tile
+    at a time up to `end`, and stop before `limit`."""
     feature = tl.arange(0, HEAD_DIM)[None, :]
     most = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
@@ -88,7 +88,7 @@ def _attend(
         v = tl.load(k_tile + OF_V, mask=is_key, other=0.0)
         scores = dot(q, tl.trans(k), zeros, IN_FP32) * score_scale
         scores = tl.where(key[None, :] <= query[:, None], scores, float("-inf"))
-        # the first key is behind no query, so that this is a number from the first tile on
+        # no query comes before the first key: new_most is a number from the first tile on
         new_most = tl.maximum(most, tl.max(scores, axis=1))
         p = tl.exp2(scores - new_most[:, None])
         shrink = tl.exp2(most - new_most)
@@ -139,7 +139,7 @@ def _attention_forward_kernel(
     else:
         documents = documents_ptr + batch * 2 * positions
         first = block * BLOCK
-        # one document of the tile at a time: nothing of another is read, which may hold NaN
+        # one document of the tile at a time: we read nothing of another, which may hold NaN
         while first < end:
             first_key = tl.load(documents + first)
             next = tl.minimum(tl.load(documents + positions + first), end)
@@ -159,9 +159,11 @@ def _attention_forward_kernel(
 def fits_kernels(
     qkv: Tensor, positions: int, heads: int, kv_heads: int, documents: Tensor | None = None
 ) -> bool:
-    """Return True if these kernels can run on [q | k | v]: few enough positions, but where rows are
-    of documents, heads whose halves are tiles, and on a GPU not in fp32, of which tiles do not fit
-    into a multiprocessor."""
+    """Return True if these kernels can run on [q | k | v].
+
+    Halves of heads must be tiles. Unless rows hold documents, positions must be few enough. On a
+    GPU fp32 is out: its tiles do not fit into a multiprocessor.
+    """
     return (
         positions > 0
         and (positions <= MAX_POSITIONS or documents is not None)
@@ -184,19 +186,19 @@ def causal_attention_forward(
     documents: Tensor | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(attended [batch * positions, heads * head_dim], logsumexp [batch, heads, positions]), new,
-    or attended is out.
+    """Return attended [batch * positions, heads * head_dim], which is out if given, and logsumexp
+    [batch, heads, positions].
 
-    Equivalent PyTorch, the logsumexp being in fp32::
+    Equivalent PyTorch, with the logsumexp in fp32::
 
         q, k, v = split_heads(qkv, positions, heads, kv_heads)
         attended = F.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=scaling, enable_gqa=True).transpose(1, 2).flatten(2)
         logsumexp = causal(scaling * q @ k.mT).logsumexp(-1)
 
-    qkv is [batch * positions, (heads + 2 kv_heads) head_dim], one that `fits_kernels`, with q and k
-    turned. Rows may lie any stride apart. documents: as `documents_of` gives them, for a mask that
-    is `mask_of_documents`; None: a row is one.
+    qkv is [batch * positions, (heads + 2 kv_heads) head_dim], has q and k turned, and passes
+    `fits_kernels`. Rows may lie any stride apart. documents: from `documents_of`; the mask is then
+    `mask_of_documents`. None: each row is one document.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit, or no kernel can run on them.
@@ -226,7 +228,7 @@ def head_dim_of(
     kv_heads: int,
     documents: Tensor | None = None,
 ) -> int:
-    """That of [q | k | v]; ValueError where it is not what the kernels are for."""
+    """Return the head_dim of [q | k | v]. Raise ValueError if these kernels cannot run on it."""
     check_rows(name, _attention_forward_kernel, qkv.shape, qkv=qkv)
     rows, columns = qkv.shape
     parts = heads + 2 * kv_heads

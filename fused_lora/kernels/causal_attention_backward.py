@@ -8,22 +8,23 @@ For the incoming g, with D the sum of g * attended over a head's features, and R
     grad_q    = R' a dS k
     grad_k    = R' a dS' q                  grad_k and grad_v: over all heads that share them
 
-written side by side, as the product that q, k and v come from takes its gradient. One kernel gives
-grad_q and D, another grad_k and grad_v, and each computes P and dS for itself. On an H200, in µs a
-layer of Qwen2.5-3B with 32 sequences, beside cuDNN's as PyTorch calls it and RoPE's kernel after.
-"first" is the first version of these kernels; "now" was timed from 128 positions on:
+They are written side by side, as the backward of the q, k, v matmul takes them. One kernel computes
+grad_q and D, another grad_k and grad_v. Each computes P and dS for itself. The table is in µs per
+layer of Qwen2.5-3B with 32 sequences, on an H200. We compare with cuDNN's backward, as PyTorch
+calls it, followed by RoPE's kernel. "first" is the first version of these kernels. "now" was timed
+from 128 positions on:
 
     positions            64     128     256     512
     cuDNN and RoPE     70.6     117     224     484
     first              39.5    74.3     160     406
     now                        73.5     160     408
 
-Besides its backward itself cuDNN has kernels for D, for sums over heads and for grad_q from fp32,
-which take half of that at 64 positions. With more of them products are what counts, of which it has
-five and this seven.
+Besides the backward itself, cuDNN launches kernels for D, for sums over heads and to cast grad_q
+from fp32. At 64 positions they take half of its time. With more positions the matmuls dominate:
+cuDNN has five, we have seven.
 
-P and dS are rounded to the dtype of the tensors for their products; all else is fp32 and rounds
-once, at the store. No atomics: deterministic, unlike cuDNN's backward.
+P and dS are rounded to the tensors' dtype for their matmuls. All else is fp32 and rounds once, at
+the store. There are no atomics: unlike cuDNN's backward, this one is deterministic.
 
 Attention's backward in tiles: Dao et al., arXiv 2205.14135 and 2307.08691. RoPE: Su et al., arXiv
 2104.09864.
@@ -165,8 +166,8 @@ def _attend_keys_backward(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
     IN_FP32: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of a tile of keys, in halves and not scaled, and of its values, by the queries
-    from first_query up to `end` of the heads that share them."""
+    """Return the gradients of a tile of keys, in halves and not scaled, and of its values. The
+    queries run from first_query up to `end`, in all heads that share these keys."""
     HEAD_DIM: tl.constexpr = 2 * HALF
     GROUP: tl.constexpr = HEADS // KV_HEADS
     feature = tl.arange(0, HEAD_DIM)[None, :]
@@ -175,7 +176,7 @@ def _attend_keys_backward(
     grad_v = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
     zeros = tl.zeros([BLOCK, BLOCK], tl.float32)
     blocks = tl.cdiv(end - first_query, BLOCK)
-    # one loop over the heads and their queries, so that the loads of the next are on their way
+    # a single loop over the heads and their queries keeps the next loads in flight
     for i in range(0, GROUP * blocks):
         head = kv_head * GROUP + i // blocks
         query = first_query + i % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -191,7 +192,7 @@ def _attend_keys_backward(
         dots = tl.load(dots_rows + places, mask=is_query, other=0.0)
         scores = dot(k_2, tl.trans(q_2), dot(k_1, tl.trans(q_1), zeros, IN_FP32), IN_FP32)
         p = tl.exp2(scores * score_scale - (logsumexp * LOG2_E)[None, :])
-        # behind the last query grad is 0, and so is all that p is multiplied with
+        # behind the last query grad is 0, and so is everything that p is multiplied by
         p = tl.where(key[:, None] <= query[None, :], p, 0.0)
         grad_v = dot(p.to(grad.dtype), grad, grad_v, IN_FP32)
         grad_p = dot(v, tl.trans(grad), zeros, IN_FP32)
@@ -289,7 +290,7 @@ def causal_attention_backward(
     grad_qkv: Tensor,
     documents: Tensor | None = None,
 ) -> None:
-    """Write the gradient of what was turned into qkv, by cos and sin, into grad_qkv.
+    """Write the gradient of qkv, as it was before cos and sin turned it, into grad_qkv.
 
     Equivalent PyTorch, for `rope_backward` of qkv_rope.py::
 

@@ -1,8 +1,8 @@
-"""Documents that lie one after the other in a row: for each token, where its own begins and ends.
+"""Bounds of packed documents: for each token, where its document begins and ends in the row.
 
-A batch of packed documents says so by position_ids, which begin anew with each. Attention takes the
-bounds in the place of a mask, as a tensor of two numbers a token whose shape does not depend on how
-many documents there are or how long they are: one CUDA graph replays any of them.
+In a packed batch, position_ids begin anew with each document. Attention takes the bounds instead of
+a mask, as a tensor of two numbers per token. Its shape does not depend on the number of documents
+or on their lengths, so one CUDA graph replays any of them.
 """
 
 import torch

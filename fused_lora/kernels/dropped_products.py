@@ -3,14 +3,14 @@
     dropped_products     zi = (x mi) Ai'                    for all projections that share x
     dropped_gradient     m1 (p1 A1) + m2 (p2 A2) + ...      what they add to dx
 
-with the masks of `fused_mlp/dropout.py`: a sixteenth of a bf16 tensor's bytes for each. Without
-dropout both products are part of a cuBLAS call, for whose sake borders are there.
+with the masks of `fused_mlp/dropout.py`, each a sixteenth of a bf16 tensor's bytes. Without dropout
+both are part of a cuBLAS call, which is what borders are for.
 
-Traffic in tensors of x's size: 1 each. The frozen product is added to the gradient by cuBLAS, which
-reads it while it multiplies; to add it to the product afterwards would be 2 here and 1 there that
-no product hides. All A's are read from L2 for each tile's height of rows, p once for each tile's
-width of columns. The scale of a mask is not a factor
-of each element: sums are scaled. Arithmetic is fp32 and rounds once, at the store. Deterministic.
+Traffic in tensors of x's size: 1 each. cuBLAS adds the frozen matmul to the gradient, and reads the
+gradient while it multiplies. Adding the gradient to the frozen matmul afterwards would be 2 here
+and 1 there that no matmul hides. All A's are read from L2 for each tile's height of rows, p once
+for each tile's width of columns. We scale sums by a mask's scale, not each element. Arithmetic is
+fp32 and rounds once, at the store. Deterministic.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from fused_mlp.launching import cdiv, launch_by_triton, next_power_of_2, on_devi
 from .rows import check_alike, check_rows
 from .tiling import MAX_BLOCK_RANK, SHARED_BYTES, dots_in_fp32
 
-# Rows: as many as a word of a mask has, so that a tile has a row of words. With 128 columns the
+# A word of a mask covers this many rows, which gives a tile one row of words. With 128 columns the
 # masked copies of three projections' tiles do not fit into registers.
 BLOCK_ROWS, BLOCK_COLUMNS = 32, 64
 _WARPS, _STAGES = 4, 4

@@ -1,22 +1,24 @@
-"""The border of a weight in FP8 (`layer/fp8/`), in two halves (`fp8_rows.py`), from its adapters.
+"""Border of an FP8 weight (`layer/fp8/`), made from its adapters in two halves (`fp8_rows.py`).
 
-Of a weight W [outputs, inputs] of codes and scales s (of its rows), with A [width, inputs] and B
-[outputs, width], which LoRA's scaling is in already, there are two borders, one for each direction
-of its product:
+A weight W [outputs, inputs] is stored as codes and scales s, one for each of its rows. A is [width,
+inputs], and B [outputs, width] already includes LoRA's scaling. There are two borders, one for each
+direction of W's matmul:
 
     forward     w = B / s    beside W's codes                 for v = z = x A'
     gradient    w = A'       beside those of its transpose    for v = p = dy B, of codes of dy s
 
-Each column of w is divided by a factor f, by which v is multiplied. f makes both about as large:
-the root of the largest w over the expected v, which is that of an x of independent elements, an
-eighth of the largest of its row in the mean. But v is expected to be at most 16, which leaves it
-room for 28 times that, unless w were more than 448 then. A row whose v passes 448 is written again.
+Each column of w is divided by a factor f, and v is multiplied by it. f makes both about equally
+large: it is the root of (the largest w / the expected v). The expected v assumes that the elements
+of x are independent, with a mean size of an eighth of their row's largest. But f v is expected to
+be at most 16, unless w / f would then exceed 448. That leaves v room for 28 times as much. A row
+whose v exceeds 448 all the same is written again.
 
-What makes v, A or (B / s)', is in halves, too (`Halves`), each row by its own largest.
+The matrix that v is computed with, A or (B / s)', is in halves as well (`Halves`). Each of its rows
+is scaled by its own largest element.
 
-A kernel for what is summed over rows, in blocks of them, one that adds these up and makes the
-factors, and one that writes: each for all weights of a layer at once, since a program is soon done
-and waits for most of its time. Arithmetic is fp32, and rounds once to e4m3. Deterministic.
+There are three kernels. One sums over blocks of rows, one adds up these sums and makes the factors,
+and one writes. Each launch covers all weights of a layer, because a program is soon done and spends
+most of its time waiting. Arithmetic is fp32, and rounds once to e4m3. Deterministic.
 """
 
 from collections.abc import Sequence
@@ -143,8 +145,8 @@ def _fp8_borders_kernel(
 
 @triton.jit
 def _tile(counts, widths, WEIGHTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """This program's weight and side, as one number, its block of rows, which rows and columns they
-    are, and how many there are of both."""
+    """Return this program's weight and side as one number, its block of rows, the indices of its
+    rows and columns, and the counts of both."""
     tile = tl.program_id(0)
     place, before, end = tile * 0, tile * 0, tile * 0
     for i in tl.static_range(2 * WEIGHTS):
@@ -161,8 +163,11 @@ def _tile(counts, widths, WEIGHTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl
 
 @triton.jit
 def _of(values, place, COUNT: tl.constexpr):
-    """values[place], chosen when it runs, so that all weights of a layer have the same code: with
-    one for each, most of the time went to fetch it."""
+    """Return values[place], chosen at run time.
+
+    This way all weights of a layer share the same code. With separate code for each of them, most
+    of the time was spent fetching it.
+    """
     value = values[0]
     for i in tl.static_range(1, COUNT):
         if place == i:
@@ -172,7 +177,7 @@ def _of(values, place, COUNT: tl.constexpr):
 
 @triton.jit
 def _border(border_ptr, scales_ptr, row, j, count, width, OF_A: tl.constexpr):
-    """(the border's tile [rows, columns], 0 outside, and 1 over these rows' scales)."""
+    """Return the border's tile [rows, columns], 0 outside, and 1 over these rows' scales."""
     inside = (row < count)[:, None] & (j < width)[None, :]
     if OF_A:
         tile = border_ptr + row[:, None] + j[None, :].to(tl.int64) * count
@@ -188,7 +193,7 @@ def _over_blocks(
     sums_ptr, blocks, j, width, widest, IS_SUM: tl.constexpr, SUMMED: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The sum, or the largest, of what all blocks have of these columns, 0 or more each."""
+    """Return the sum, or the largest, of all blocks' values of these columns, 0 or more each."""
     total = tl.zeros([SUMMED, COLUMNS], tl.float32)
     for start in range(0, blocks, SUMMED):
         block = start + tl.arange(0, SUMMED)[:, None]
@@ -253,9 +258,9 @@ def fp8_borders(weights: Sequence[Bordering]) -> None:
         hi, lo = halves(A.t() / factors_t)
         codes_t[:, outputs : outputs + 3 * width] = torch.cat([hi, hi, lo], 1)
 
-    where `factor(largest, expected)` is the root of their ratio, but 1 / expected of a largest that
-    is 0 and 1 of an expected that is, at most 16 / expected and at least largest / 448; and
-    `halves` are as `fp8_rows` has them. Not checked: it is given what `layer/fp8/` has made.
+    where `halves` are those of `fp8_rows`. `factor(largest, expected)` is the root of their ratio.
+    It is 1 / expected if largest is 0, and 1 if expected is 0. It is at most 16 / expected, and at
+    least largest / 448. Nothing is checked: the arguments come from `layer/fp8/`.
     """
     borders, codes, factors, halves_of, scales_of = zip(*chain.from_iterable(
         (

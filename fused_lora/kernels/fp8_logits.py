@@ -1,23 +1,25 @@
-"""The gradient of logits as codes of FP8 (`fp8_rows.py`), and codes transposed (`fp8_head.py`).
+"""Gradient of logits as FP8 codes (`fp8_rows.py`), and transposed codes (`fp8_head.py`).
 
-Of a token's loss, with p the softmax of its logits x [vocabulary] and y its label, the gradient is
-p - onehot(y). Where the label is it may be -1, all else together 1: codes that hold the -1 have no
-digits left for the rest. So that one is kept apart, in fp32, and codes are of the others:
+Let p be the softmax of a token's logits x [vocabulary], and y its label. The gradient of the loss
+is p - onehot(y). At the label it may be -1, and everywhere else together 1. Codes that hold the -1
+have no digits left for the rest. We therefore keep the label's gradient apart, in fp32, and code
+the others:
 
     c = p_y - 1                  codes = p s / scale, and 0 at y
 
-with s the scales of lm_head's weight, over whose rows the gradient's product sums. The row's scale
-is a bound: no other probability is more than the largest, nor than 1 - p_y. What is known of a row
-are its loss and its largest logit, x_max: log sum exp x = loss + x_y, 1 - p_y = 1 - exp(-loss).
+with s the scales of lm_head's weight, over whose rows the gradient's matmul sums. The row's scale
+is a bound: no other probability exceeds the largest, or 1 - p_y. We get both from the row's loss
+and its largest logit x_max: log sum exp x = loss + x_y, and 1 - p_y = 1 - exp(-loss).
 
-Most words have tiny probabilities, which add up to several percent of all. Their codes lie below
-2^-6, where e4m3 are 2^-9 apart: to the nearest, thousands would become the same 0 or 2^-9, and the
-sum over them is off. So those are rounded up with a probability of as much as they are above the
-number below, the last 12 bits of their own mantissa being the random number. Of the part of all
-words but the label 8% were off after little training, and 2% are
+Most words have tiny probabilities, which add up to several percent of the total. Their codes lie
+below 2^-6, where e4m3 numbers are 2^-9 apart. Rounded to the nearest, thousands would become the
+same 0 or 2^-9, and the sum over them would be off. We round them stochastically instead: the
+further a code lies above the number below, the likelier it is rounded up. The last 12 bits of its
+own mantissa serve as the random number. After a little training, the part of the gradient that
+comes from all words but the label was 8% off, and now it is 2% off
 (docs/runs/cpu/fp8_lm_head_gradient.txt).
 
-Traffic a logit in bf16: 2 bytes, and 1 written. Arithmetic is fp32. Deterministic.
+Traffic per logit in bf16: 2 bytes read, and 1 written. Arithmetic is fp32. Deterministic.
 """
 
 import torch
@@ -62,7 +64,7 @@ def _logit_codes_kernel(
     loss = tl.load(losses_ptr + row)  # NaN for a label outside of the vocabulary
     label_logit = tl.load(logits_ptr + label, mask=in_range, other=0.0).to(tl.float32)
     log_sum = loss + label_logit
-    # 1 - exp(-loss), of which little would be left
+    # 1 - exp(-loss), which would lose its digits where the loss is small
     others = tl.where(loss < 1e-3, loss, 1.0 - tl.exp(-loss))
     bound = tl.minimum(tl.exp(tl.load(maxima_ptr + row) - log_sum), others)
     largest = tl.maximum(bound * tl.load(most_ptr), SMALLEST)
@@ -72,14 +74,14 @@ def _logit_codes_kernel(
         logits = tl.load(logits_ptr + columns, mask=inside, other=0.0).to(tl.float32)
         code = tl.exp(logits - log_sum) * (LARGEST / largest)
         code *= tl.load(of_columns_ptr + columns, mask=inside, other=0.0)
-        # what rounding makes of a bound may be passed
+        # a code may pass the bound by rounding
         code = tl.minimum(tl.where((columns == label) | ignored, 0.0, code), LARGEST)
         code = code.to(tl.float32)
         last = (code.to(tl.uint32, bitcast=True) & LAST_BITS).to(tl.float32)
         lift = last * (SPACING / (LAST_BITS + 1)) - SPACING / 2
         code = tl.where(code < LEAST_NORMAL, code + lift, code)
         tl.store(codes_ptr + columns, e4m3(code, ROUND), mask=inside)
-    not_finite = tl.where(ignored, 0.0, log_sum * 0.0)  # of a minimum NaN may get lost
+    not_finite = tl.where(ignored, 0.0, log_sum * 0.0)  # a minimum may lose NaN
     tl.store(scales_ptr + row, largest / LARGEST + not_finite)
     tl.store(of_label_ptr + row, tl.where(ignored, 0.0, not_finite - others))
 
@@ -104,20 +106,20 @@ def logit_codes(
     logits: Tensor, labels: Tensor, losses: Tensor, maxima: Tensor, of_columns: Tensor,
     ignore_index: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Codes [rows, vocabulary] of the gradient of each row's loss but at its label, times
-    of_columns; their scales [rows, 1]; and the gradient at the label [rows]; these in fp32.
+    """Return codes [rows, vocabulary] of the gradient of each row's loss, times of_columns, with 0
+    at the label; their scales [rows, 1]; and the gradient at the label [rows]. Both are in fp32.
 
     Equivalent PyTorch, for labels within the vocabulary::
 
         p = logits.float().softmax(1)
-        at_label = F.one_hot(labels, vocabulary).bool()
-        of_label = p[at_label] - 1
-        others = p.masked_fill(at_label, 0) * of_columns
-        scales = torch.minimum(p.amax(1), 1 - p[at_label])[:, None] * of_columns.max() / 448
+        is_label = F.one_hot(labels, vocabulary).bool()
+        label_gradient = p[is_label] - 1
+        others = p.masked_fill(is_label, 0) * of_columns
+        scales = torch.minimum(p.amax(1), 1 - p[is_label])[:, None] * of_columns.max() / 448
         codes = (others / scales).to(torch.float8_e4m3fn)  # below 2^-6 up or down, by chance
 
-    losses and maxima [rows] are what `cross_entropy_` gives. Of an ignored label all are 0, of one
-    outside the vocabulary, or where a logit is NaN, scale and gradient are NaN.
+    losses and maxima [rows] come from `cross_entropy_`. For an ignored label, codes and gradient
+    are 0. For a label outside the vocabulary, or where a logit is NaN, scale and gradient are NaN.
     """
     rows, vocabulary = logits.shape
     codes = torch.empty(rows, vocabulary, dtype=E4M3, device=logits.device)

@@ -1,14 +1,15 @@
-"""RMSNorm and its backward to codes of FP8 (`fp8_rows.py`), without a pass of their own.
+"""RMSNorm and its backward, writing FP8 codes (`fp8_rows.py`) without a separate pass.
 
     norm_codes              y = x r w,   r = 1 / sqrt(mean(x^2) + eps)      as codes alone
     norm_backward_codes     grad_x = r (g - n mean(g n)) + grad_residual,   n = x r,  g = grad_y w
-                            in bf16, and as codes what is after it: o's gradient times W's scales
+                            in bf16, and times W's scales as codes: the gradient that o takes
 
-where w is the weight, or 1 + weight if that is zero-centred. A program has a row in registers, as
-the mean of its squares wants, and so its largest.
+where w is the weight, or 1 + weight if that is zero-centred. A program holds a row in registers to
+average its squares, so it can also find the row's largest element.
 
-Traffic in tensors of x's size in bf16: 1.5, where y in bf16 is 2 and its codes 1.5; and 4.5, where
-the gradient is 4 and its codes 1.5. Arithmetic is fp32, and rounds once to e4m3. Deterministic.
+Traffic in tensors of x's size in bf16: the forward takes 1.5, where y in bf16 takes 2 and coding it
+another 1.5. The backward takes 4.5, where the gradient takes 4 and coding it another 1.5.
+Arithmetic is fp32, and rounds once to e4m3. Deterministic.
 """
 
 import triton
@@ -90,8 +91,8 @@ def _norm_backward_codes_kernel(
 def norm_codes(
     x: Tensor, weight: Tensor, eps: float, padded: int, zero_centered: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(codes [rows, padded] in e4m3, of which the first columns are written, scales [rows, 1] and
-    rstd [rows], both in fp32) of the norm of x [rows, hidden], new.
+    """Return new (codes [rows, padded] in e4m3, scales [rows, 1] and rstd [rows], both in fp32) of
+    the norm of x [rows, hidden]. Only the first columns of the codes are written.
 
     Equivalent PyTorch, for x and weight [hidden] of one dtype, bf16, fp16 or fp32::
 
@@ -123,9 +124,10 @@ def norm_backward_codes(
     grad_y: Tensor, grad_residual: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, grad_x: Tensor,
     of_columns: Tensor, padded: int, zero_centered: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Write the gradient of x, which was normalised and goes on as the residual, into grad_x;
-    returns (codes [rows, padded] in e4m3, of which the first columns are written, scales [rows, 1]
-    in fp32) of grad_x times of_columns, new.
+    """Write the gradient of x, which was normalised and goes on as the residual, into grad_x.
+
+    Returns new (codes [rows, padded] in e4m3, scales [rows, 1] in fp32) of grad_x times of_columns.
+    Only the first columns of the codes are written.
 
     Equivalent PyTorch, for [rows, hidden] tensors of one dtype and of_columns [hidden] in fp32::
 

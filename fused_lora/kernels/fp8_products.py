@@ -1,20 +1,21 @@
-"""Products of codes in FP8 (`layer/fp8/`), and the border of rows that are codes already.
+"""Matmuls of FP8 codes (`layer/fp8/`), and the border of rows that are already coded.
 
-For codes of x, or of dy s, as the weight's own product sees them:
+For codes of x, or of dy s, as the weight's own matmul reads them:
 
     z = x A',  or  p = dy B          and its columns after x's, in two halves (`fp8_rows.py`)
 
-A row's scale is there before z is known. Where what is written for z would pass 448, the row's
-scale becomes so many powers of two larger, and its codes as many smaller, which changes no digit
-but of codes that come below 2^-6.
+A row's scale is set before z is known. If the row's border would pass 448, the scale grows by a
+power of two and the row's codes shrink by it. That changes no digits, except in codes that fall
+below 2^-6.
 
-A program of the first kernel owns some rows and a range of what is summed over; the second adds up
-the ranges and writes z and its halves. z may be written times a number for each row: p, whose sum
-with codes of x is dA, times their scales. Codes are read once (for each 128 columns of a border), a
-byte an element. The factor, A or B / s, is in two halves, too, so that both operands go from memory
-to the tensor cores as they are: to make bf16 of codes took twice as long as to read them. Sums of
-BLOCK_K are the tensor cores' own, which on Hopper keep about 14 bits; these are added up in fp32.
-Deterministic.
+A program of the first kernel owns some rows and a range of what is summed over. The second kernel
+adds up the ranges, and writes z and its halves. It can multiply each row of the z that it writes by
+a number. For p these are the scales of x's codes, because dA sums p times those codes.
+
+Codes are read once (for each 128 columns of a border), a byte an element. The factor, A or B / s,
+is also in two halves. Both operands then go from memory to the tensor cores as they are: converting
+codes to bf16 took twice as long as reading them. Within BLOCK_K the tensor cores add up, which on
+Hopper keeps about 14 bits. We add up these sums in fp32. Deterministic.
 """
 
 import torch
@@ -27,16 +28,16 @@ from fused_mlp.launching import cdiv, launch, next_power_of_2
 from .fp8_borders import Halves
 from .fp8_rows import LARGEST, e4m3, rounds, store_halves
 
-# A tile of 128 rows reads the factor from L2 rarely enough; two programs for a multiprocessor. On
+# A tile of 128 rows reads the factor from L2 rarely enough. A multiprocessor runs two programs. On
 # an H100, for a layer of Qwen2.5-3B at 16,384 and 2,048 rows, the best of seven takes 0.367 and
-# 0.093 ms. With 64 for BLOCK_K it is 0.470 and 0.102: that is for borders wider than 64, where 128
-# does not fit into 99 kB. One kernel that sums up and writes leaves most of the card idle at 2,048
-# rows, where all of these take 1.7 times as long in a step.
+# 0.093 ms. With 64 for BLOCK_K it takes 0.470 and 0.102. Borders wider than 64 need that, because
+# 128 does not fit into 99 kB there. A single kernel that sums up and writes leaves most of the card
+# idle at 2,048 rows, where all of these take 1.7 times as long in a step.
 MAX_BLOCK_ROWS, PROGRAMS = 128, 264
 MAX_BLOCK_WIDTH = 128
-LEAST_OF_A_SPLIT = 256  # columns: of fewer the sums are more bytes than the codes
+LEAST_OF_A_SPLIT = 256  # columns: with fewer, the sums have more bytes than the codes
 BORDER_ROWS = 16
-BORDER_COLUMNS = 4096  # of a row that become smaller at once
+BORDER_COLUMNS = 4096  # of a row that are rescaled at once
 
 
 @triton.jit
@@ -78,7 +79,7 @@ def _coded_product_kernel(
 @triton.jit
 def _coded_border_kernel(
     partials_ptr,  # [splits, rows, width]
-    codes_ptr,  # [rows, padded], of which the first columns are there
+    codes_ptr,  # [rows, padded], the first columns already written
     scales_ptr,  # [rows], written where they have to be larger
     factor_scales_ptr,  # [width], what the sum of partials is multiplied by
     factors_ptr,  # [width], what the border is multiplied by
@@ -100,7 +101,7 @@ def _coded_border_kernel(
     j = tl.arange(0, WIDTH)[None, :]
     inside = (row < rows) & (j < width)
     total = tl.zeros([ROWS, WIDTH], tl.float32)
-    # unrolled, so that loads do not wait for each other
+    # unrolled: the loads overlap
     for split in tl.range(0, splits, loop_unroll_factor=4):
         total += tl.load(partials_ptr + (row + split * rows) * width + j, mask=inside, other=0.0)
     scale = tl.load(scales_ptr + row, mask=row < rows, other=1.0)
@@ -115,7 +116,7 @@ def _coded_border_kernel(
     passed = tl.max(tl.abs(v), 1)[:, None] / (LARGEST * scale)
     larger = tl.exp2(tl.ceil(tl.log2(tl.maximum(passed, 1.0)))).to(tl.float32)
     if tl.max(tl.max(larger, 1), 0) > 1.0:
-        # row by row, so that one of them does not keep the launch waiting for all of a program's
+        # only the rows that passed: to rewrite all of a program's rows would hold up the launch
         for i in range(ROWS):
             of_row = tl.max(tl.max(tl.where(tl.arange(0, ROWS)[:, None] == i, larger, 1.0), 1), 0)
             if of_row > 1.0:
@@ -138,8 +139,8 @@ def add_coded_border(
     codes: Tensor, scales: Tensor, factor: Halves, factors: Tensor, dtype: torch.dtype,
     of_rows: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Write the border of codes [rows, padded] in e4m3, of which the first columns are there, and
-    scales [rows, 1]; returns z [rows, width], new, in dtype, or z times of_rows [rows, 1].
+    """Write the border of codes [rows, padded] in e4m3, whose first columns are already there, and
+    update scales [rows, 1]. Return z [rows, width], new, in dtype, or z times of_rows [rows, 1].
 
     Equivalent PyTorch, for a factor [width, columns] in halves, and factors [width]::
 
@@ -153,7 +154,7 @@ def add_coded_border(
         lo = (v / scales - hi.float()).to(torch.float8_e4m3fn)
         codes[:, columns:] = torch.cat([hi, lo, hi, zeros], 1)
 
-    Not checked: it is given what `layer/fp8/` has made.
+    Nothing is checked: the arguments come from `layer/fp8/`.
     """
     (rows, padded), (_, width, columns) = codes.shape, factor.codes.shape
     z = torch.empty(rows, width, dtype=dtype, device=codes.device)
@@ -178,8 +179,10 @@ def add_coded_border(
 
 
 def add_border(codes: Tensor, columns: int, scales: Tensor, z: Tensor, factors: Tensor) -> None:
-    """Write the border of codes, whose first `columns` are there, for a given z [rows, width]:
-    `add_coded_border` for a z of masked rows."""
+    """Write the border of codes, whose first `columns` are there, for a given z [rows, width].
+
+    It is `add_coded_border` for a z that comes from masked rows.
+    """
     if len(z):
         partials = (z.float() / scales)[None]  # times scales it is z again
         ones = torch.ones_like(factors)
@@ -204,14 +207,15 @@ def product_of_codes(
     codes: Tensor, scales: Tensor, weight: Tensor, of_rows: Tensor, bias: Tensor | None,
     dtype: torch.dtype, sums_in_fp32: bool = False,
 ) -> Tensor:  # fmt: skip
-    """codes [T, k] times weight [out, k], in dtype, with the scales of the rows of both.
+    """Multiply codes [T, k] and weight [out, k], with the scales of the rows of both, into dtype.
 
     Hopper's tensor cores add up with 14 bits and cut off the rest, once for each 32 of k. With
-    sums_in_fp32 they do so within 128 of k, and these are added in fp32. A gradient whose k is a
-    vocabulary needs that (`fp8_head.py`), and so does a forward with a small adapter: fast sums
-    show 0.003 to 0.004 of a delta of 1e-6, 0.03 of 1e-5 and 0.2 to 0.3 of 1e-4 of the output, these
-    all of it (H100, multiples of 128). Where k without the border is no multiple of 128, the border
-    shares a block with x, and some may still be lost: not measured. Products take 7 to 25% longer.
+    sums_in_fp32 they do so only within 128 of k, and these sums are added in fp32. A gradient whose
+    k is a vocabulary needs that (`fp8_head.py`), and so does a forward with a small adapter. Fast
+    sums show 0.003 to 0.004 of a delta of 1e-6 of the output, 0.03 of 1e-5 and 0.2 to 0.3 of 1e-4.
+    sums_in_fp32 shows all of it (H100, multiples of 128). If k without the border is no multiple of
+    128, the border shares a block with x, and some may still be lost: not measured. Matmuls take 7
+    to 25% longer.
     """
     if codes.is_cuda and dtype == torch.bfloat16:
         return torch._scaled_mm(

@@ -1,19 +1,20 @@
-"""Rows in FP8, for products with a weight in FP8 (`layer/fp8/`): e4m3 codes and one scale a row.
+"""Rows in FP8, for matmuls with an FP8 weight (`layer/fp8/`): e4m3 codes and one scale a row.
 
     fp8_rows    codes and scales of x [rows, columns], with room for its border
 
-A product of codes adds x's border v times the weight's border w to what it computes anyway. As one
-e4m3 number each (four bits) they would lose small updates of an adapter; as hi + lo, both e4m3,
+A matmul of codes adds x's border v times the weight's border w to what it computes anyway. As a
+single e4m3 number each (four bits), v and w would lose small updates of an adapter. Each is
+therefore hi + lo, both e4m3:
 
     v w = (vh + vl) (wh + wl) ~ vh wh + vl wh + vh wl      x: [codes | vh | vl | vh]
                                                            W: [codes | wh | wh | wl]
 
-they are exact to eight bits, as in bf16. A row of x has one scale for all of it, so that v wants to
-be of a size with x, and w with W: for each column v is multiplied by a factor f, and w divided by
-it (`fp8_borders.py`). v is written when the codes are there (`fp8_products.py`).
+That is exact to eight bits, like bf16. A row of x has a single scale, so v should be about as large
+as x, and w as W. For each column we therefore multiply v by a factor f and divide w by it
+(`fp8_borders.py`). v is written once the codes are there (`fp8_products.py`).
 
-Traffic in tensors of x's size in bf16: 1.5, more for what is beyond 16,384 columns. Arithmetic is
-fp32, and rounds once to e4m3. Deterministic. Our own; e4m3: Micikevicius et al., arXiv 2209.05433.
+Traffic in tensors of x's size in bf16: 1.5, and more for columns beyond 16,384. Arithmetic is fp32,
+and rounds once to e4m3. Deterministic. Our own; e4m3: Micikevicius et al., arXiv 2209.05433.
 """
 
 import torch
@@ -27,23 +28,24 @@ from .rows import ROW_BYTES, block_of, check_rows
 
 E4M3 = torch.float8_e4m3fn
 SIZES = 16  # of a weight have to be multiples of it
-# e4m3 are floating-point numbers: a row that is so many times smaller than most loses no digit.
+# A weight's row is scaled as if its largest were at least the rows' mean largest divided by this.
+# e4m3 numbers are floating-point: a row that much smaller than most loses no digits.
 LEAST_OF_MEAN = 128
 LARGEST = tl.constexpr(448.0)  # of e4m3
-# What a row's largest becomes: half of that, so that its border, of which nothing is known yet, has
-# room. With all of it 32% of rows passed 448 where sB was twice as large as W (of normal numbers),
-# and had to be written again. Half of a code has the same digits unless it comes below 2^-6,
-# 1/14,336 of the row's largest.
+# A row's largest becomes half of that, which leaves room for a border that is not known yet. Scaled
+# to all of it, 32% of rows passed 448 where sB was twice as large as W (of normal numbers), and had
+# to be written again. Half of a code has the same digits unless it falls below 2^-6, 1/14,336 of
+# the row's largest.
 ROW_LARGEST = tl.constexpr(224.0)
-SMALLEST = tl.constexpr(1e-30)  # that a row's largest counts as, so that rows of zeros have a scale
-# A program has so many elements of a row in registers, 32 a thread of 16 warps; what is beyond is
-# read a second time for its codes. Of short rows it has several.
+SMALLEST = tl.constexpr(1e-30)  # bounds a row's largest from below: rows of zeros need a scale
+# A program holds up to MAX_BLOCK elements of a row in registers, 32 a thread of 16 warps. The rest
+# of the row is read twice, the second time for its codes. A program takes several short rows.
 MAX_BLOCK, ELEMENTS = 16_384, 2048
 
 
 @triton.jit
 def nearest_e4m3(x):
-    """x, of at most 448, rounded to the nearest e4m3, in fp32."""
+    """Round x, of at most 448, to the nearest e4m3, in fp32."""
     bits = x.to(tl.uint32, bitcast=True)
     bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & 0xFFF00000
     of_normal = bits.to(tl.float32, bitcast=True)
@@ -53,8 +55,8 @@ def nearest_e4m3(x):
 
 @triton.jit
 def e4m3(x, ROUND: tl.constexpr):
-    """x, of at most 448, to the nearest e4m3. ROUND: by arithmetic first, for the cast of Triton's
-    interpreter cuts off."""
+    """Cast x, of at most 448, to the nearest e4m3. ROUND: round by arithmetic first, because the
+    cast of Triton's interpreter cuts off."""
     if ROUND:
         x = nearest_e4m3(x)
     return x.to(tl.float8e4nv)
@@ -62,25 +64,25 @@ def e4m3(x, ROUND: tl.constexpr):
 
 @triton.jit
 def row_codes(x, largest, ROUND: tl.constexpr):
-    """The codes of some of a row's elements, the largest of which counts as this."""
+    """Return codes of some of a row's elements, scaled by the row's largest."""
     return e4m3(x * (ROW_LARGEST / largest), ROUND)
 
 
 @triton.jit
 def store_row(y, codes_ptr, scale_ptr, columns, mask, ROUND: tl.constexpr):
-    """Write the codes and the scale of a row that is 0 behind its end."""
+    """Write the codes and the scale of a row y, which is 0 past its end."""
     largest = tl.maximum(tl.max(tl.abs(y), 0), SMALLEST)
-    not_finite = tl.sum(y * 0.0, 0)  # or NaN, which may get lost of maxima and casts
+    not_finite = tl.sum(y * 0.0, 0)  # or NaN, which maxima and casts may lose
     tl.store(codes_ptr + columns, row_codes(y, largest, ROUND), mask=mask)
     tl.store(scale_ptr, largest / ROW_LARGEST + not_finite)
 
 
 @triton.jit
 def halves(v, ROUND: tl.constexpr):
-    """v, of at most 448, as e4m3 (hi, lo).
+    """Split v, of at most 448, into e4m3 (hi, lo).
 
-    hi is rounded by arithmetic and not cast and cast back: of codes that are packed four to a
-    register ptxas 12.8 unpacks a register that was never written.
+    hi is rounded by arithmetic, and not cast and cast back: where codes are packed four to a
+    register, ptxas 12.8 unpacks a register that was never written.
     """
     hi = nearest_e4m3(v)
     return hi.to(tl.float8e4nv), e4m3(v - hi, ROUND)
@@ -108,7 +110,7 @@ def _fp8_rows_kernel(
     lane = tl.arange(0, BLOCK)[None, :]
     x = _columns_of(x_ptr, of_columns_ptr, lane, columns, there)
     most = tl.abs(x)
-    nothing = x * 0.0  # or NaN, which may get lost of maxima and casts
+    nothing = x * 0.0  # or NaN, which maxima and casts may lose
     if not IS_WHOLE:
         for start in range(BLOCK, columns, BLOCK):
             more = _columns_of(x_ptr, of_columns_ptr, start + lane, columns, there)
@@ -144,16 +146,17 @@ def store_halves(first_ptr, v, width, mask, ROUND: tl.constexpr):
 
 
 def padded_columns(columns: int, width: int) -> int:
-    """The columns of codes: x's and its border's, whole lines of 128 bytes (other sizes take cuBLAS
-    up to 16% longer, and it wants multiples of 16)."""
+    """Return the columns of codes, x's and its border's, in whole lines of 128 bytes: other sizes
+    take cuBLAS up to 16% longer, and it needs multiples of 16."""
     return -(-(columns + 3 * width) // ROW_BYTES) * ROW_BYTES
 
 
 def fp8_rows(
     x: Tensor, padded: int, of_columns: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(codes [rows, padded] in e4m3, of which the first columns are written, scales [rows, 1] in
-    fp32) of x [rows, columns], new.
+    """Return new (codes [rows, padded] in e4m3, scales [rows, 1] in fp32) of x [rows, columns].
+
+    Only the first columns of the codes are written.
 
     Equivalent PyTorch::
 
@@ -162,8 +165,8 @@ def fp8_rows(
         codes[:, :columns] = (x / scales).to(torch.float8_e4m3fn)
 
     x: bf16, fp16 or fp32, with rows any stride apart. of_columns [columns]: fp32, contiguous.
-    The scale of a row with NaN or infinity in it is NaN, as all is that a product makes of such a
-    row. Raises ValueError for other shapes or dtypes.
+    The scale of a row with NaN or infinity in it is NaN, and so is everything that a matmul makes
+    of the row. Raises ValueError for other shapes or dtypes.
     """
     name = "fp8_rows"
     check_rows(name, _fp8_rows_kernel, x.shape, x=x)
@@ -202,10 +205,10 @@ def rounds(kernel) -> bool:
 
 
 def codes_and_scales(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes [out, in] in e4m3, scales [out] in fp32) of a weight, a scale for each row.
+    """Return (codes [out, in] in e4m3, scales [out] in fp32) of a weight, a scale for each row.
 
-    The scale of a row that is next to nothing beside the others, or 0, is not its own: an adapter's
-    B over it would be so large that none of the other rows had digits left.
+    A row that is tiny beside the others, or 0, gets a larger scale than its largest would give. An
+    adapter's B is divided by the scale, and would otherwise leave the other rows no digits.
     """
     weight = weight.float()
     largest = weight.abs().amax(1)

@@ -1,19 +1,19 @@
-"""SwiGLU and its backward to codes of FP8 (`fp8_rows.py`), without rows in bf16 in between.
+"""SwiGLU and its backward as FP8 codes (`fp8_rows.py`), without rows in bf16 in between.
 
-    swiglu_codes              silu(gate) up, by one program a row, which has it in registers
-    guess_gradient_scales     what a row of [dgate | dup] s may be expected not to pass
-    repair_gradient_codes     the codes, anew, of rows that passed it
+    swiglu_codes              silu(gate) up; a program holds one row in registers
+    guess_gradient_scales     a guess at what a row of [dgate | dup] s will not pass
+    repair_gradient_codes     new codes for the rows that passed it
 
 (or gelu, by tanh, for silu: GeGLU.) The backward's programs own columns and go down the rows
-(`swiglu_products_backward.py`), so that none knows a row's largest. e4m3 are floating-point
-numbers: a scale 64 times too large costs digits of what is below 1/450 of the row's largest and of
-nothing else. So a scale is guessed, 64 times the largest of the row's first columns. An element
-that still passes 448, or is no number, marks its row, and a marked row is made once more by its own
-largest.
+(`swiglu_products_backward.py`), so none of them knows a row's largest. e4m3 numbers are
+floating-point: a scale 64 times too large costs digits only in elements below 1/450 of the row's
+largest. We therefore guess the scale, from 64 times the largest of the row's first columns. An
+element that still passes 448, or is no number, marks its row. A marked row is coded once more, by
+its own largest.
 
-Traffic in [rows, intermediate] tensors in bf16: forward 2.5 (gate, up; codes), where h in bf16 is 3
-and its codes 1.5. The backward's codes are 1 where dgate and dup in bf16 are 2, and 3 to make codes
-of them. Arithmetic is fp32, and rounds once to e4m3. Deterministic.
+Traffic in [rows, intermediate] tensors in bf16: the forward takes 2.5 (gate, up; codes), where h in
+bf16 takes 3 and coding it another 1.5. The backward's codes take 1, where dgate and dup in bf16
+take 2 and coding them another 3. Arithmetic is fp32, and rounds once to e4m3. Deterministic.
 """
 
 from typing import NamedTuple
@@ -33,14 +33,14 @@ from .tiling import dots_in_fp32
 GUESSED = tl.constexpr(64.0)
 GUESS_ROWS, GUESS_COLUMNS = 16, 128
 REPAIRED_ROWS = 32  # that a program looks at
-# It is noted for each 16th of a program's 128 columns whether a row has passed there, so that no
-# thread has to ask another.
+# Each 16th of a program's 128 columns has its own note of whether a row has passed there. No thread
+# has to ask another.
 LANES = tl.constexpr(16)
 LANE_COLUMNS = tl.constexpr(8)
 REPAIR_BLOCK = 2048
-# Of a thread of `swiglu_backward_products`, which codes would have take 167, so that one program
-# fits on a multiprocessor. In 128, without a spill, two do: 0.516 ms on an H100 at 16,384 rows and
-# 0.071 at 2,048, not 0.637 and 0.090.
+# Registers of a thread of `swiglu_backward_products`. Coding would take 167, and a multiprocessor
+# would fit one program. With 128 it fits two, and nothing spills. On an H100 that takes 0.516 ms
+# instead of 0.637 at 16,384 rows, and 0.071 instead of 0.090 at 2,048.
 CODED_REGISTERS = 128
 # 32 elements a thread of 16 warps; what is beyond is read a second time for its codes.
 MAX_BLOCK = 16_384
@@ -66,7 +66,7 @@ def _swiglu_codes_kernel(
     lane = tl.arange(0, BLOCK)
     hidden = _hidden(gate_up_ptr, lane, intermediate, IS_GELU, IN_FP32)
     most = tl.abs(hidden)
-    nothing = hidden * 0.0  # or NaN, which may get lost of maxima and casts
+    nothing = hidden * 0.0  # or NaN, which maxima and casts may lose
     if not IS_WHOLE:
         for start in range(BLOCK, intermediate, BLOCK):
             more = _hidden(gate_up_ptr, start + lane, intermediate, IS_GELU, IN_FP32)
@@ -177,7 +177,7 @@ def _repair_kernel(
 
 @triton.jit
 def load_scales(coded, first, end, column, intermediate, ROWS: tl.constexpr):
-    """The factors of dgate and dup in these columns, and the scales of the first rows."""
+    """Return the factors of dgate and dup in these columns, and the scales of the first rows."""
     gate = tl.load(coded.of_columns + column, mask=column < intermediate, other=0.0)
     up = tl.load(coded.of_columns + intermediate + column, mask=column < intermediate, other=0.0)
     row = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None]
@@ -189,9 +189,11 @@ def store_codes(
     coded, codes_row_stride, dgate, dup, scales, row, end, column, intermediate, mask,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
-    """Write both [ROWS, COLUMNS] as codes, and note rows where one is more than e4m3 holds or no
-    number. Returns scales for the next rows: who asks for their own waits as long as all else in
-    the caller takes."""
+    """Write dgate and dup [ROWS, COLUMNS] as codes, and mark rows that overflow e4m3 or hold NaN.
+
+    Returns the scales for the next rows. Loading them only when they are needed would keep a tile
+    waiting for as long as everything else in the caller takes.
+    """
     tl.static_assert(COLUMNS <= LANES * LANE_COLUMNS)
     of_gate, of_up, of_rows = scales
     over_scale = 1.0 / of_rows
@@ -201,10 +203,10 @@ def store_codes(
     up_ptr, passed_ptr = gate_ptr + intermediate, coded.passed + row * LANES
     tl.store(gate_ptr, e4m3(gate, ROUND), mask=mask)
     tl.store(up_ptr, e4m3(up, ROUND), mask=mask)
-    # NaN's order is none, and of a maximum it may get lost
+    # NaN compares as False, and a maximum may lose it
     passed = (tl.abs(gate) <= LARGEST) & (tl.abs(up) <= LARGEST)
     passed = tl.where(passed, 0, 1)
-    # of columns that one thread has, and where that thread writes it
+    # over the columns of one thread, written where that thread's lane is
     some = tl.max(tl.reshape(passed, [ROWS, COLUMNS // LANE_COLUMNS, LANE_COLUMNS]), 2)
     lane = tl.arange(0, COLUMNS // LANE_COLUMNS)[None, :]
     tl.store(passed_ptr + lane, some.to(tl.int8), mask=some != 0)
@@ -216,7 +218,7 @@ def _scaled_gradients(
     grad_hidden_ptr, gate_up_ptr, of_columns_ptr, at, mask, intermediate, IS_GELU: tl.constexpr,
     IN_FP32: tl.constexpr,
 ):  # fmt: skip
-    """dgate and dup of these columns, times what is of columns."""
+    """Return dgate and dup of these columns, each times its of_columns."""
     grad_hidden = tl.load(grad_hidden_ptr + at, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_up_ptr + at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + intermediate + at, mask=mask, other=0.0).to(tl.float32)
@@ -227,8 +229,8 @@ def _scaled_gradients(
 
 
 class Coded(NamedTuple):
-    """Room for codes of the gradient of [gate | up] times of_columns, and what is known of them:
-    those of rows that passed are wrong.
+    """Codes of the gradient of [gate | up] times of_columns, with their scales and the rows that
+    passed. Codes of those rows are wrong.
 
     Equivalent PyTorch::
 
@@ -244,8 +246,8 @@ class Coded(NamedTuple):
 
 
 def swiglu_codes(gate_up: Tensor, padded: int, activation: str) -> tuple[Tensor, Tensor]:
-    """Codes [rows, padded], and scales [rows, 1] in fp32, of silu(gate) * up, of gate_up [rows,
-    2 intermediate]; codes after its columns are left for `add_coded_border`.
+    """Return codes [rows, padded] and scales [rows, 1] in fp32 of silu(gate) * up, for gate_up
+    [rows, 2 intermediate]. Codes past its columns are left for `add_coded_border`.
 
     Equivalent PyTorch::
 
@@ -289,7 +291,7 @@ def guess_gradient_scales(
 def repair_gradient_codes(
     grad_hidden: Tensor, gate_up: Tensor, coded: Coded, activation: str
 ) -> None:
-    """Write codes and scales of the rows that passed the guess again, by their own largest."""
+    """Rewrite codes and scales of the rows that passed the guess, by their own largest."""
     rows, intermediate = grad_hidden.shape
     if rows == 0:
         return

@@ -15,7 +15,7 @@ VECTOR = 8
 
 @triton.jit
 def _exp(x):
-    """tl.exp, but 0.0 below 2^-126, for the sake of which that has 3 more of its 5 instructions."""
+    """Compute tl.exp, flushing results below 2^-126 to 0: that saves 3 of its 5 instructions."""
     return tl.exp2(x * 1.4426950408889634)  # log2(e)
 
 
@@ -39,8 +39,8 @@ def _cross_entropy_kernel(
     # read here, with the barriers of the reductions between it and the gradient written over it
     label_logit = tl.load(logits_ptr + label, mask=in_range, other=0.0).to(tl.float32)
 
-    # A maximum and a sum for every VECTOR words, which one thread has: those of a whole block would
-    # have to wait for all threads, twice a block.
+    # A maximum and a sum for every VECTOR words, which belong to one thread. With a single one for
+    # a whole block, all threads would wait for each other twice a block.
     maximum = tl.full([BLOCK // VECTOR], -float("inf"), tl.float32)
     exp_sum = tl.zeros([BLOCK // VECTOR], tl.float32)
     lane = tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
@@ -84,8 +84,8 @@ def cross_entropy_(
     maxima: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """``F.cross_entropy(logits.float(), labels, ignore_index=ignore_index, reduction="none")``, but
-    NaN for a label outside the vocabulary; if `write_gradient`, the gradient of the losses' sum
-    overwrites `logits`, and what lies between its rows; each row's largest goes to maxima.
+    NaN for a label outside the vocabulary. If `write_gradient`, the gradient of the losses' sum
+    overwrites `logits`, and the memory between its rows. Each row's largest is written to maxima.
 
     logits [rows, vocabulary], bf16, fp16 or fp32, rows in one piece each; labels [rows],
     contiguous. Returns [rows] in fp32.

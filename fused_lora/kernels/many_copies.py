@@ -3,10 +3,10 @@
     target_i = scaling_i source_i       [rows_i, columns_i], i = 1 ... n
 
 PyTorch's `_foreach_copy_` is one kernel only where every target is dense, and the adapters' places
-in a border are not: of a layer's 14 matrices it makes 14 launches. Here a table in the GPU's memory
-says where each lies, and one launch walks through all of it. The table stays as long as no address
-changes, so a CUDA graph may hold the launch. What is not on one GPU, or too large, or in dtypes
-without a kernel, PyTorch copies.
+in a border are not: for a layer's 14 matrices it makes 14 launches. Here a table in GPU memory says
+where each matrix lies, and a single launch walks through the whole table. The table stays valid as
+long as no address changes, so a CUDA graph may hold the launch. PyTorch copies matrices that are
+too large, not all on one GPU, or in dtypes without a kernel.
 
 Traffic: every source read once, every target written once: at rank 32, from fp32 to bf16, the 60 M
 elements of Qwen2.5-3B are 360 MB. Arithmetic is fp32 and rounds once, at the store.
@@ -26,14 +26,14 @@ from fused_mlp.launching import DTYPES, cdiv, is_capturing, launch
 # Elements of a program. The adapters of Qwen2.5-3B have 65,536 to 352,256: 16 to 86 programs each.
 BLOCK_COPIED = 4096
 
-# A matrix has less: an element's index is int32. A GPU divides int64 by so many instructions that
-# they would take longer than the traffic.
+# A matrix has fewer elements than this, because their indices are int32. Dividing int64 takes a GPU
+# many instructions, which would outlast the traffic.
 MAX_ELEMENTS = 2**31
 
-# Tables that are kept: one for each adapter that takes turns.
+# Tables to keep: one for each adapter that takes turns.
 MAX_TABLES = 8
 
-# Elements that one division is for, and one instruction copies, where rows and addresses allow it.
+# Elements per division and per copy instruction, where rows and addresses allow it.
 MAX_RUN = 8
 
 
@@ -46,7 +46,7 @@ def _copy_kernel(
     source_like_ptr,  # any pointer of the sources' dtype
     target_like_ptr,  # any pointer of the targets' dtype
     BLOCK: tl.constexpr,
-    RUN: tl.constexpr,  # all columns, strides and addresses are multiples of so many elements
+    RUN: tl.constexpr,  # elements; it divides all columns, strides and addresses
 ):
     program = tl.program_id(0)
     entry = tl.load(entries_ptr + program).to(tl.int64)
@@ -98,10 +98,10 @@ class ManyCopies:
             target.copy_(0.0 if source is None else source * scaling)
 
     targets, sources: [rows, columns] each, of any strides, dtypes and devices. Targets do not
-    overlap. key: what is the same only while the same matrices lie where they lay, with the same
-    scalings; on a GPU `matrices` is not called for a key that is known. The first call for it
-    copies a table there; in a capture of a CUDA graph, which allows no such copy, PyTorch copies.
-    The tables that a graph holds stay as long as this object.
+    overlap. key: identifies the matrices, where they lie, and their scalings. On a GPU `matrices`
+    is not called for a known key. The first call with a key copies a table to the GPU. A CUDA graph
+    cannot capture that copy, so a first call during capture lets PyTorch copy the matrices. The
+    tables that a graph uses live as long as this object.
 
     Autograd does not see the targets change where the kernel writes them.
 
@@ -113,7 +113,7 @@ class ManyCopies:
         return ManyCopies, ()  # a copy of it knows nothing: its matrices lie elsewhere
 
     def __init__(self) -> None:
-        # whether a CUDA graph may do some of the copies again, of which nobody is told
+        # whether a CUDA graph may replay some of the copies without our noticing
         self.is_captured = False
         self._tables: dict[Hashable, _Table] = {}
         self._captured: list[_Table] = []

@@ -15,8 +15,11 @@ from .tiling import MAX_BLOCK_RANK
 
 
 class Product(NamedTuple):
-    """``gradient.copy_(scaling * x.t() @ factor)``, for x [rows, intermediate], in fp32 and rounded
-    once; with a mask, of what it keeps of x, scaled."""
+    """Operands of ``gradient.copy_(scaling * x.t() @ factor)``, for x [rows, intermediate].
+
+    The sum is in fp32 and rounded once. With a mask, only the elements of x that it keeps count,
+    scaled.
+    """
 
     factor: Tensor  # [rows, rank] in x's dtype; x may be codes
     gradient: Tensor  # [intermediate, rank], written; of any strides, bf16, fp16 or fp32
@@ -25,7 +28,7 @@ class Product(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """The factor of the sums."""
+        """Number that the sums are multiplied by."""
         return self.scaling if self.mask is None else self.scaling * self.mask.scale
 
 
@@ -38,7 +41,7 @@ class SwiGLUProducts(NamedTuple):
 
 
 def split_products(products: Sequence[Product]) -> tuple[list[Product], list[int]]:
-    """The products, each as many as it takes to have at most MAX_BLOCK_RANK ranks in one."""
+    """Return the products, split into as many as it takes for at most MAX_BLOCK_RANK ranks each."""
     parts, ranks = [], []
     for factor, gradient, scaling, mask in products:
         of_factor, of_gradient = (t.split(MAX_BLOCK_RANK, dim=1) for t in (factor, gradient))
@@ -69,8 +72,8 @@ def check_product(
 
 
 def ranks_if_right(x: Tensor, products: Sequence[Product], first: Tensor) -> list[int] | None:
-    """Return the products' ranks if they are right. `refuse_products` says what is not, in three
-    times as long."""
+    """Return the products' ranks if they are right. `refuse_products` says what is wrong, but takes
+    three times as long."""
     dtype, device = first.dtype, first.device
     is_coded = x.dtype == E4M3
     if x.ndim != 2 or (x.dtype != dtype and not is_coded) or x.device != device:

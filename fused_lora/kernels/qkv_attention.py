@@ -1,8 +1,8 @@
 """Attention on [q | k | v] as two functions, forward and backward by hand, RoPE's in the latter.
 
-An autograd function that contains attention needs its backward as a call, and what that call takes
-as tensors, which it can save like others: a graph kept from forward would hold them where
-checkpointing and offloading do not see them. The first of these that can is used:
+An autograd function that contains attention has to call attention's backward itself, and to save
+the tensors for that call like any others. A graph kept from forward would hold them where
+checkpointing and offloading do not see them. We use the first of these that can run:
 
     forward     `causal_attention.py`, of up to 64 positions without a mask, and of documents
                 cuDNN or FlashAttention, whichever scaled_dot_product_attention itself would use:
@@ -10,8 +10,8 @@ checkpointing and offloading do not see them. The first of these that can is use
                 scaled_dot_product_attention, for all else: a mask, head dimensions that it pads
     backward    `causal_attention_backward.py`, of up to 512 positions, and of documents
                 the backend's own
-                scaled_dot_product_attention once more, under autograd: right everywhere, for one
-                forward of attention more
+                scaled_dot_product_attention once more, under autograd: it works everywhere, and
+                costs one more forward of attention
 """
 
 from contextlib import nullcontext
@@ -47,7 +47,7 @@ class Attention(NamedTuple):
 
 
 class AttentionSaved(NamedTuple):
-    """A backend's results that its backward takes; None for those it does not."""
+    """Results of a backend that its backward takes; None for those that it does not."""
 
     logsumexp: Tensor | None = None
     seed: Tensor | None = None
@@ -57,8 +57,9 @@ class AttentionSaved(NamedTuple):
 def attention_forward(
     qkv: Tensor, mask: Tensor | None, attention: Attention, out: Tensor | None = None
 ) -> tuple[Tensor, AttentionSaved, Attention]:
-    """(attended, saved, attention); saved and attention are for `attention_backward`. attended is
-    out, where a kernel of ours attends.
+    """Return (attended, saved, attention); saved and attention are for `attention_backward`.
+
+    attended is out where one of our kernels computes it.
 
     Equivalent PyTorch::
 
@@ -112,9 +113,11 @@ def attention_backward(
     attention: Attention,
     grad_qkv: Tensor,
 ) -> None:
-    """Write the gradient of what was turned into qkv, by cos and sin if there are any, into
-    grad_qkv, for grad and attended [batch * positions, heads * head_dim] and all else as forward
-    had and gave it."""
+    """Write the gradient of qkv, as it was before cos and sin turned it (if any), into grad_qkv.
+
+    grad and attended are [batch * positions, heads * head_dim]. All else is what forward took and
+    returned.
+    """
     positions, heads, kv_heads, scaling, backend = attention
     documents, mask = _documents_or_mask(qkv, mask, attention)
     if saved.logsumexp is not None and causal_attention.fits_kernels(
@@ -172,9 +175,9 @@ def _backend_backward(
 
 
 def _backend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float) -> int | None:
-    """Whose kernels scaled_dot_product_attention would use, if they are called here."""
-    # wider heads are not attended to backward on every card, narrower ones may be padded, and of
-    # one position cuDNN has no backward
+    """Return the backend that scaled_dot_product_attention would use, if we call its kernels."""
+    # not every card has a backward for wider heads, narrower ones may be padded, and cuDNN has no
+    # backward for a single position
     if q.device.type != "cuda" or mask is not None or q.shape[3] % 8 or q.shape[3] > 128:
         return None
     if q.shape[2] == 1:

@@ -1,20 +1,21 @@
 """RoPE on [q | k | v] with norms of q and k before it, as Qwen3 has them.
 
     norm_rope_together    [RoPE(norm(q)) | RoPE(norm(k)) | v], from raw q, k and v
-    head_norms_backward   the gradient of raw q and k, in the place of that of the normed ones
+    head_norms_backward   the gradient of raw q and k, written over that of the normed ones
 
-For one head's raw x, of N elements, and the weight w that all heads of q (or of k) share, or for
-all heads of a token together, which have a weight for every feature (OLMo 2), w being the weight or
-1 + weight (Gemma 3),
+x is one head's raw elements, N of them, and all heads of q (or of k) share the weight w. OLMo 2
+instead norms all heads of a token together, with a weight for every feature. w is the weight, or
+1 + weight (Gemma 3):
+
     y      = x r w,    r = 1 / sqrt(mean(x^2) + eps)
     grad_x = r (g w - n mean(g w n)),    n = x r
 
 as in `rms_norm.py`, and y turns as in `rope.py`. Attention's backward turns its gradient back as it
-writes it, which gives g. From raw x `head_norms_backward` recomputes r, so nothing else is saved.
+writes it, which gives g. `head_norms_backward` recomputes r from raw x, so nothing else is saved.
 
-Traffic: forward reads q, k and v and writes them once; backward reads g and x of q and k and writes
+Traffic: forward reads q, k and v and writes them once. Backward reads g and x of q and k and writes
 grad_x over g, which must be the caller's own memory. Arithmetic is fp32 and rounds once, at the
-store. Eager rounds n, y, RoPE's products and their sum. Deterministic.
+store. The eager version rounds n, y, both of RoPE's terms and their sum. Deterministic.
 """
 
 from typing import NamedTuple
@@ -287,7 +288,7 @@ def norm_rope_together(
 
 
 def head_norms_backward(q: Tensor, k: Tensor, norms: HeadNorms, grad_qkv: Tensor) -> None:
-    """Put the gradient of raw q and k in the place of that of the normed ones in grad_qkv.
+    """Overwrite the gradient of normed q and k in grad_qkv with the gradient of raw q and k.
 
     Equivalent PyTorch, for the gradients that `split_heads` of qkv_rope.py finds in grad_qkv::
 
@@ -295,8 +296,8 @@ def head_norms_backward(q: Tensor, k: Tensor, norms: HeadNorms, grad_qkv: Tensor
             normed = rms_norm(x, weight, eps, norms.zero_centered)
             grad.copy_(torch.autograd.grad(normed, x, grad)[0])
 
-    q, k and norms are as `norm_rope_together` had them, grad_qkv is [batch * positions, (heads +
-    2 kv_heads) head_dim] and of the caller's own making; v's gradient in it is let be.
+    q, k and norms are those that `norm_rope_together` was given. grad_qkv is [batch * positions,
+    (heads + 2 kv_heads) head_dim] and the caller's own memory. v's gradient in it is left alone.
 
     Raises:
         ValueError: as `norm_rope_together`.
@@ -333,7 +334,7 @@ def _warps_of(heads: int, block_half: int) -> int:
 def _weights_of(
     name: str, norms: HeadNorms, heads: int, kv_heads: int, head_dim: int, like: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The norms' weights, contiguous; ValueError where one does not fit."""
+    """Return the norms' weights, contiguous. Raise ValueError where one does not fit."""
     for key, weight, count in (
         ("q_weight", norms.q_weight, heads), ("k_weight", norms.k_weight, kv_heads)
     ):  # fmt: skip

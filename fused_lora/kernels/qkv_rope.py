@@ -1,16 +1,15 @@
-"""RoPE on [q | k | v], the rows that one product of all three writes and one takes gradients of.
+"""RoPE on [q | k | v], rows that one matmul writes and whose gradient one matmul reads.
 
     rope_forward     q and k turned where they lie
     rope_together    [q | k | v], q and k turned, from three tensors
     rope_backward    [grad_q | grad_k | grad_v], q and k turned back, from three tensors
 
-(`rope.py` has the mathematics, and turns the heads.) So the kernel that turns three tensors is also
-the one that puts them side by side, from whatever layout products or attention's backward left them
-in.
+(`rope.py` has the mathematics, and turns the heads.) The kernel that turns three tensors also puts
+them side by side, from whatever layout matmuls or attention's backward left them in.
 
-Traffic: q and k are read and written once, and of three tensors v too. Arithmetic is fp32 and
-rounds once, at the store. Deterministic. `rope_forward` writes over what it reads: it is for a
-buffer that the caller made and has shown to nobody.
+Traffic: q and k are read and written once, and with three tensors v as well. Arithmetic is fp32 and
+rounds once, at the store. Deterministic. `rope_forward` writes over what it reads. It is for a
+buffer that the caller made and that nobody else has seen.
 """
 
 import triton
@@ -79,8 +78,8 @@ def _qkv_rope_kernel(
 
 
 def split_heads(qkv: Tensor, positions: int, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
-    """q, k and v of qkv [batch * positions, (heads + 2 kv_heads) head_dim], as views [batch, heads
-    or kv_heads, positions, head_dim]."""
+    """Return q, k and v of qkv [batch * positions, (heads + 2 kv_heads) head_dim], as views [batch,
+    heads or kv_heads, positions, head_dim]."""
     rows, columns = qkv.shape
     parts = heads + 2 * kv_heads
     by_head = qkv.view(rows // max(positions, 1), positions, parts, columns // parts)
@@ -98,8 +97,8 @@ def rope_forward(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: in
 
     Args:
         qkv: [batch * positions, (heads + 2 kv_heads) head_dim], of the caller's own making.
-        cos, sin: [batch or 1, positions, head_dim], bf16, fp16 or fp32. What is not contiguous is
-            copied first. Sequences of one cos and sin may be any number.
+        cos, sin: [batch or 1, positions, head_dim], bf16, fp16 or fp32. They are copied first if
+            not contiguous. Any number of sequences may share one cos and sin.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit, or no kernel can run on them.
@@ -107,7 +106,7 @@ def rope_forward(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: in
     check_rows("rope_forward", _qkv_rope_kernel, qkv.shape, qkv=qkv)
     batch = batch_of("rope_forward", qkv, cos, sin, heads, kv_heads)
     _, positions, head_dim = cos.shape
-    # q's heads and k's lie side by side, so that one tile has both
+    # q's and k's heads lie side by side, so a single tile can hold both
     by_head = qkv.view(batch, positions, heads + 2 * kv_heads, head_dim).transpose(1, 2)
     _turn(by_head[:, : heads + kv_heads], None, None, cos, sin, qkv)
 
@@ -124,8 +123,8 @@ def rope_together(
             part.copy_(x)
 
     q is [batch, heads, positions, head_dim], k and v are [batch, kv_heads, positions, head_dim].
-    They may lie in any order; what has no elements of a head side by side is copied first. Without
-    cos and sin nothing turns. All else is as for `rope_forward`.
+    They may lie in any order, but are copied first if a head's elements are not side by side.
+    Without cos and sin nothing turns. All else is as for `rope_forward`.
 
     Raises:
         ValueError: as `rope_forward`.
@@ -216,7 +215,7 @@ def check_heads(
 
 
 def angles_of(cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor | None, Tensor | None, int]:
-    """cos and sin, contiguous, and how far apart sequences have theirs."""
+    """Return cos and sin, contiguous, and the stride between those of two sequences."""
     if cos is None or sin is None:
         return None, None, 0
     cos, sin = cos.contiguous(), sin.contiguous()
@@ -227,8 +226,10 @@ def batch_of(
     name: str, qkv: Tensor, cos: Tensor | None, sin: Tensor | None, heads: int, kv_heads: int,
     positions: int = 0,
 ) -> int:  # fmt: skip
-    """Count the sequences of qkv; ValueError where it, cos and sin do not fit together, or without
-    these it and so many positions."""
+    """Count the sequences of qkv.
+
+    Raises ValueError if qkv does not fit cos and sin, or this number of positions without them.
+    """
     rows, columns = qkv.shape
     parts = heads + 2 * kv_heads
     if cos is None and sin is None:

@@ -9,15 +9,15 @@ backward, what a projection that is added to the residual reads, and the residua
 
 where w is the weight, or 1 + weight if that is zero-centred.
 
-(The first two are the kernels of `row_norm.py`.) A bordered product wants
-its input as [x | x A'], so the norm writes x where the product reads it, with a row stride of its
-own, and no copy is made. So do our own attention kernels. What a library's attention gives
-`extend_rows` copies, in the pass that makes z. A product that is added to the residual adds to a
-copy of it, which the norm before has written.
+(The first two are the kernels of `row_norm.py`.) A bordered matmul reads its input as [x | x A'].
+The norm therefore writes x where the matmul reads it, with that buffer's row stride, and no copy is
+made. Our own attention kernels do the same. The output of a library's attention is copied by
+`extend_rows`, in the pass that makes z. A matmul that is added to the residual adds to a copy of
+it, which the norm before has written.
 
-Why not add the adapter after the product: a y that is rounded to bf16 and a residual in bf16 often
-add up to an exact tie, and the sign of the smallest z B' then decides it. Adapters of 1e-6 changed
-the loss 2.4 times as much as in fp32. One product with one rounding gets them right on average.
+Why not add the adapter after the matmul? A y that is rounded to bf16 and a residual in bf16 often
+add up to an exact tie, and then the sign of the smallest z B' decides it. Adapters of 1e-6 changed
+the loss 2.4 times as much as in fp32. One matmul with one rounding gets them right on average.
 
 Traffic in tensors of x's size: 2, or 3 with a copy of x, 4 (grad_y, x, grad_residual, grad_x), 2,
 or 1 where x is in place, and 3.
@@ -128,7 +128,7 @@ def residual_norm_forward(
         rstd = torch.rsqrt(x.float().pow(2).mean(-1) + eps)
         y.copy_(x.float() * rstd[:, None] * weight.float())  # zero_centered: 1 + weight.float()
 
-    The copy is for a product that is added to it in place, for which PyTorch would make one.
+    copy is for a matmul that is added to it in place. Without it, PyTorch would make that copy.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit, or no kernel can run on them.

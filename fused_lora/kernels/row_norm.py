@@ -11,9 +11,9 @@ import triton.language as tl
 # backward spills some of it: right, but no longer at the speed of memory.
 MAX_HIDDEN = 65_536
 
-# A weight gradient is summed in two stages, first by at most this many programs, each over rows of
-# its own: at 16,384 x 2,048 the partial sums are 4 MB beside 67 MB of bf16 x, and an H200 has 132
-# multiprocessors to keep busy. A constant, so that every card adds in the same order.
+# A weight gradient is summed in two stages. The first uses at most this many programs, each for a
+# range of rows. At 16,384 x 2,048 their partial sums are 4 MB beside 67 MB of bf16 x, and an H200
+# has 132 multiprocessors to keep busy. It is a constant: every card adds in the same order.
 MAX_PARTIAL_SUMS = 512
 
 

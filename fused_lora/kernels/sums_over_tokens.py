@@ -2,24 +2,25 @@
 
     gradient = s x' factor      x [T, columns], factor [T, rank], gradient [columns, rank]
 
-dA = p' x is the transpose of such a gradient, with p for the factor, and dB = s dy' z is one of
-dy. cuBLAS parts T into ranges too, but for every product apart, with a kernel that adds up the
-ranges, one that clears its workspace and one that scales: 18 kernels for the gradients of q, k, v
-and o and dA of gate and up, which are 84 tiles of 128 columns for 132 multiprocessors.
+dB = s dy' z is such a gradient, with dy for x. dA = p' x is the transpose of one, with p for the
+factor. cuBLAS also splits T into ranges, but separately for every matmul. Each one then needs a
+kernel that adds up the ranges, one that clears its workspace and one that scales. That makes 18
+kernels for the gradients of q, k, v and o and dA of gate and up. Together these are only 84 tiles
+of 128 columns, for 132 multiprocessors.
 
-Traffic: every x is read once, 25.6 kB a token of Qwen2.5-3B for those and dB of down. Its factors
-are read once for each tile's width of columns, from L2: at 64 columns and rank 32 half of x's bytes
-for each. On an H200, in ms a call for all of that, 12,800 columns:
+Traffic: every x is read once, 25.6 kB a token of Qwen2.5-3B for those and dB of down. The factors
+come from L2, once for each tile's width of columns. At 64 columns and rank 32 a factor takes half
+of x's bytes. On an H200, in ms a call for all of that, 12,800 columns:
 
     tokens                                  16,384    8,192    4,096    2,048
     cuBLAS's way                            0.1507   0.1024   0.0736   0.0502
     here, with one range                    0.1168   0.0641   0.0359   0.0228
     the bytes at 4.3 TB/s                   0.1002   0.0501   0.0251   0.0125
 
-A program owns some columns of one x and keeps the sums [columns, rank] of up to three factors in
-registers while it goes down the rows, at whose end it writes the gradients. Where columns are too
-few for enough programs, as a narrower model's are, it owns a range of the rows too, and writes
-partial sums [splits, columns, rank] in fp32, which a second kernel adds up. No atomics: the order
+A program owns some columns of one x and goes down the rows. It keeps the sums [columns, rank] of up
+to three factors in registers, and writes the gradients at the end. If a narrower model has too few
+columns for enough programs, a program owns only a range of the rows. It then writes partial
+sums [splits, columns, rank] in fp32, which a second kernel adds up. There are no atomics: the order
 is fixed and gradients are deterministic.
 """
 
@@ -53,10 +54,11 @@ from .tiling import (
     tilings_for_masks,
 )
 
-# splits: at most; as many as make PROGRAMS, three for each of 132 multiprocessors. Qwen2.5-3B's
-# 12,800 columns are 200 programs in one split, the best of those tried on an H200 at 2,048 tokens,
-# and 300 in 3. Alone the former are as fast at 16,384, too (0.117 and 0.119 ms), but in a training
-# step they took 0.160 ms a layer and the latter 0.136, on a card whose products were 5% faster.
+# splits is a maximum: we take enough to make PROGRAMS, three for each of 132 multiprocessors. The
+# 12,800 columns of Qwen2.5-3B are 200 programs in one split, the best of those tried on an H200 at
+# 2,048 tokens, and 300 in 3. Timed alone at 16,384 tokens, the 200 are just as fast (0.117 and
+# 0.119 ms). In a training step they took 0.160 ms a layer and the 300 took 0.136, on a card with 5%
+# faster matmuls.
 TILING = Tiling(rows=64, columns=64, splits=8, warps=4, stages=4)
 TILING_OF_MANY_ROWS = Tiling(rows=32, columns=128, splits=8, warps=4, stages=4)
 MANY_ROWS = 8192
@@ -208,7 +210,7 @@ def _sum_partials_kernel(
             k = tl.arange(0, BLOCK_RANK)[None, :]
             mask = (column < columns[i]) & (k < ranks[i])
             total = tl.zeros([BLOCK_COLUMNS, BLOCK_RANK], tl.float32)
-            # unrolled, so that loads do not wait for each other
+            # unrolled: the loads overlap
             for split in tl.range(0, splits, loop_unroll_factor=4):
                 partial = partials_ptr + (place + split * all_columns + column) * BLOCK_RANK + k
                 total += tl.load(partial, mask=mask, other=0.0)
@@ -231,12 +233,12 @@ def sums_over_tokens(sums: Sequence[tuple[Tensor, Sequence[Product]]]) -> None:
                 gradient.copy_(scaling * kept.t() @ factor)
 
     Args:
-        sums: pairs of x [T, columns] and the products over it, of any number. Those of one x share
-            its way from memory, up to three of them of a rank up to 32. T is the same for all x,
-            and may be 0; so are device and dtype, which is bf16, fp16 or fp32, or of an x without
-            masks e4m3. Rows may lie any stride apart. A product's factor [T, rank] is as x,
-            of any rank. Its gradient [columns, rank] has any strides, and is bf16, fp16 or fp32;
-            gradients do not overlap.
+        sums: pairs of x [T, columns] and any number of products over it. Products of one x share
+            the read of x, up to three of them of a rank up to 32. T is the same for all x, and may
+            be 0. So are device and dtype, which is bf16, fp16 or fp32; an x without masks may be
+            e4m3. Rows may lie any stride apart. A product's factor [T, rank] is like x, of any
+            rank. Its gradient [columns, rank] has any strides, and is bf16, fp16 or fp32. Gradients
+            do not overlap.
 
     Deterministic. One launch for up to 8 x of up to three factors each, or two where the rows are
     split into ranges. Nothing is copied from the host: a CUDA graph may hold the launches.
@@ -289,7 +291,8 @@ def _launch(slots: Sequence[_Slot], block_rank: int) -> None:
     bits = tuple([product.mask and product.mask.bits for product in every])
     is_masked = any(one is not None for one in bits)
     dtypes = tuple([x.dtype for x in xs])
-    # of codes few rows, too: at 2,048 a layer's sums take 0.026 ms on an H100, the best of seven
+    # codes take the tiling of many rows at few as well: on an H100 at 2,048 a layer's sums take
+    # 0.026 ms with it, the best of seven
     is_small = rows < MANY_ROWS and E4M3 not in dtypes
     tiling = TILING if is_small else TILING_OF_MANY_ROWS
     if is_masked:

@@ -1,4 +1,4 @@
-"""SwiGLU's backward, with the adapters' products over its tensors made where they are in registers.
+"""SwiGLU's backward, with the adapters' matmuls over its tensors while they are in registers.
 
 For hidden h = silu(gate) up (or gelu, by tanh, for silu: GeGLU), adapted projections gate and up
 before it and down after it:
@@ -7,17 +7,17 @@ before it and down after it:
     dA  = p' h     of down; p = dy s B [rows, rank] is what its own backward computed
     dB  = s dgate' z,  s dup' z     of gate and up; z = x A' [rows, rank] of each
 
-Apart, each of those is a product over one more read of h or of dgate | dup, and nothing but dA asks
-for h. Traffic in [rows, intermediate] tensors: 5 here (dh, gate, up; dgate, dup), and 9 apart (h
-written, then h, dgate and dup read again): 0.514 and 0.836 ms on an H200 at 16,384 rows of 11,008,
-where a tensor is 361 MB. Besides, p and z are read once for each tile's width of columns, from L2,
-and partial sums [3, splits, intermediate, rank] in fp32 are written and read: at rank 32 4.2 MB a
-split each way.
+As a separate matmul, each would read h or dgate | dup once more, and only dA needs h at all. In
+[rows, intermediate] tensors, the traffic is 5 here (dh, gate, up; dgate, dup), and 9 with separate
+matmuls (h written, then h, dgate and dup read once more). On an H200 at 16,384 rows of 11,008 that
+takes 0.514 and 0.836 ms; a tensor is 361 MB. In addition, p and z are read from L2, once for each
+tile's width of columns. Partial sums [3, splits, intermediate, rank] in fp32 are written and read:
+at rank 32, 4.2 MB a split each way.
 
-A program owns some columns and a range of rows, and keeps three sums [columns, rank] in registers
-while it goes down the rows; a second kernel adds up the ranges. No atomics: the order is fixed and
-gradients are deterministic. tl.dot gets h, dgate and dup as they are stored, rounded to their
-dtype, and adds in fp32, as a product of the stored tensors would.
+A program owns some columns and a range of rows. It keeps three sums [columns, rank] in registers
+while it goes down the rows, and a second kernel adds up the ranges. There are no atomics: the order
+is fixed and gradients are deterministic. tl.dot gets h, dgate and dup rounded to the dtype in which
+they are stored, and adds in fp32, as a matmul of the stored tensors would.
 """
 
 from collections.abc import Sequence
@@ -102,7 +102,7 @@ def _swiglu_backward_products_kernel(
         # int64: from 97,542 rows of 2 x 11,008 on, an int32 offset overflows
         row = (first + tl.arange(0, BLOCK_ROWS)).to(tl.int64)[:, None]
         mask = (row < end) & (column < intermediate)
-        # 0.0 outside, which makes hidden and both gradients 0.0, too, and adds nothing to a sum
+        # 0.0 outside: there hidden and both gradients are 0.0, and add nothing to a sum
         grad_hidden_tile = grad_hidden_ptr + row * grad_hidden_row_stride + column
         grad_hidden = tl.load(grad_hidden_tile, mask=mask, other=0.0).to(tl.float32)
         gate_tile = gate_up_ptr + row * gate_up_row_stride + column
@@ -186,7 +186,7 @@ def _sum_products_kernel(
         if gradients[i] is not None and tl.program_id(1) == i:
             mask = (column < intermediate) & (k < ranks[i])
             total = tl.zeros([BLOCK_COLUMNS, BLOCK_RANK], tl.float32)
-            # unrolled, so that loads do not wait for each other
+            # unrolled: the loads overlap
             for split in tl.range(0, splits, loop_unroll_factor=4):
                 first = (column + (i * splits + split) * intermediate) * BLOCK_RANK
                 total += tl.load(partials_ptr + first + k, mask=mask, other=0.0)
@@ -206,7 +206,7 @@ def swiglu_backward_products(
     activation: str = "silu",
     coded: Coded | None = None,
 ) -> None:
-    """`swiglu_backward`, and a product of each of hidden, grad_gate and grad_up, where wanted.
+    """Compute `swiglu_backward`, and the given products over hidden, grad_gate and grad_up.
 
     Equivalent PyTorch, for `swiglu_backward` of fused_mlp/swiglu.py::
 
@@ -215,9 +215,9 @@ def swiglu_backward_products(
         for x, product in zip(tensors, (of_hidden, of_gate, of_up)):
             product.gradient.copy_(product.scaling * x.t() @ product.factor)
 
-    The ranks may differ. Only hidden's product may have a mask. With "gelu_tanh" for the activation
-    it is `geglu_backward` of fused_mlp/geglu.py. With coded grad_gate_up's codes are written, too,
-    or in its place.
+    The ranks may differ. Only hidden's product may have a mask. With activation "gelu_tanh" this is
+    `geglu_backward` of fused_mlp/geglu.py. With coded, it writes codes of grad_gate_up in addition,
+    or instead.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit, the activation is another, or no

@@ -1,21 +1,23 @@
-"""SwiGLU's forward, with the product of its output with the down projection's A in the same pass.
+"""SwiGLU's forward, with the matmul of its output and the down projection's A in the same pass.
 
     h = silu(gate) up,  z = h A'     for A [rank, intermediate]
 
 (or gelu, by tanh, for silu: GeGLU).
 
-So that the down projection can grow in K, y = [h | z] [W | s B]', as the projections that widen do:
-growing in N z costs no pass over h either, but y gets columns of its own for it, and 2,048 + 32 of
-them fill tiles worse than 2,048 (1.197 ms and not 1.097 on an H200, at 16,384 tokens), and what is
-wanted of z has to be added to y afterwards, in a pass of its own (0.106 ms).
+With z at hand the down projection can grow in K, y = [h | z] [W | s B]', like the projections that
+widen. Growing in N would not need another pass over h either, but it costs time twice. y would get
+extra columns for z, and 2,048 + 32 of them fill tiles worse than 2,048: 1.197 ms instead of 1.097
+on an H200, at 16,384 tokens. And the adapter's output would be added to y afterwards, in a separate
+pass (0.106 ms).
 
-By bytes per layer, at 16,384 tokens, hidden 2,048, intermediate 11,008, rank 32, in bf16: here 3
-tensors of 361 MB, as without z, partial sums of 2.1 MB a split each way, and A, 0.7 MB, from L2 for
-every tile's height of rows: 361 MB for 32. It takes 0.323 ms, without z 0.268. The product is added
-to a copy of the residual that the norm writes: 67 MB there and 134 here, where y takes 67 MB and
-`add_adapted`, which reads y and the residual and writes their sum, 201.
+Traffic per layer, at 16,384 tokens, hidden 2,048, intermediate 11,008, rank 32, in bf16: 3 tensors
+of 361 MB, the same as without z; partial sums of 2.1 MB a split each way; and A, 0.7 MB, from L2
+for every tile's height of rows, which is 361 MB for 32 rows. It takes 0.323 ms, and 0.268 without
+z. The matmul is added to a copy of the residual that the norm writes: 67 MB in the norm and 134 in
+the matmul. Otherwise y would take 67 MB, and `add_adapted`, which reads y and the residual and
+writes their sum, 201.
 
-A program owns some rows and a range of columns, and keeps one sum [rows, rank] in registers; a
+A program owns some rows and a range of columns, and keeps one sum [rows, rank] in registers. A
 second kernel adds up the ranges. Deterministic. tl.dot gets h as it is stored and adds in fp32.
 """
 
@@ -87,7 +89,7 @@ def _swiglu_forward_product_kernel(
     for first in range(start, end, BLOCK_COLUMNS):
         column = (first + tl.arange(0, BLOCK_COLUMNS))[None, :]
         mask = (row < rows) & (column < end)
-        # 0.0 outside, which makes hidden 0.0, too, and adds nothing to a sum
+        # 0.0 outside: there hidden is 0.0, and adds nothing to a sum
         gate_tile = gate_up_ptr + row * gate_up_row_stride + column
         gate = tl.load(gate_tile, mask=mask, other=0.0).to(tl.float32)
         up = tl.load(gate_tile + intermediate, mask=mask, other=0.0).to(tl.float32)
@@ -145,17 +147,18 @@ def swiglu_forward_product(
     mask: Mask | None = None,
     activation: str = "silu",
 ) -> Tensor:
-    """z = hidden A' [rows, rank], new, for hidden = silu(gate) * up and A [rank, intermediate].
+    """Return a new z = hidden A' [rows, rank], for hidden = silu(gate) * up.
 
-    Equivalent PyTorch, for gate_up [rows, 2 intermediate], hidden and copy being written if given::
+    Equivalent PyTorch, for gate_up [rows, 2 intermediate] and A [rank, intermediate]; hidden and
+    copy are written if given::
 
         hidden.copy_(swiglu_forward(*gate_up.chunk(2, dim=1)))  # or geglu_forward, of fused_mlp
         z = hidden @ A.t()
         copy.copy_(z)
 
-    So with hidden and copy the columns of [hidden | z] it makes what a product that grows in K
-    takes. With a mask z is the product of what it keeps of hidden, scaled. With "gelu_tanh" for the
-    activation it is GeGLU's. The sums are fp32 and round once.
+    Given the columns of [hidden | z] as hidden and copy, it writes the input of a matmul that grows
+    in K. With a mask, z is computed from what the mask keeps of hidden, scaled. With "gelu_tanh"
+    for the activation it is GeGLU's. The sums are fp32 and round once.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit, the activation is another, or no

@@ -11,18 +11,17 @@ from torch import Tensor
 
 from fused_mlp.dropout import ROWS_OF_A_WORD
 
-# Beyond it the sums would not fit into registers: each so many ranks read everything once more.
+# Sums for more ranks would not fit into registers: each chunk of this many reads everything anew.
 MAX_BLOCK_RANK = 64
 
-# For tiles on their way, at most: four stages of 64 x 160 in bf16 are 81,920. 99 kB are the least
-# that any GPU with bf16 has for a program, and some of it is for handing tiles over to the tensor
-# cores.
+# For tiles in flight, at most: four stages of 64 x 160 in bf16 are 81,920. Every GPU with bf16 has
+# at least 99 kB for a program. Some of it is needed to hand tiles over to the tensor cores.
 SHARED_BYTES = 84_000
 
 
 class Tiling(NamedTuple):
-    """The cut of a kernel: a tile's rows and columns, the number of ranges into which the programs
-    split what they sum over, Triton's warps and stages, and the registers of a thread at most."""
+    """Tiling of a kernel: a tile's rows and columns, the number of ranges into which the programs
+    split what they sum over, Triton's warps and stages, and the most registers of a thread."""
 
     rows: int
     columns: int
@@ -33,32 +32,32 @@ class Tiling(NamedTuple):
 
 
 def stages(tiling: Tiling, elements: int, tensor: Tensor) -> int:
-    """The tiling's stages, or as many as SHARED_BYTES hold of so many of tensor's elements each."""
+    """Return the tiling's stages, or what SHARED_BYTES hold at this many of tensor's elements."""
     return max(min(tiling.stages, SHARED_BYTES // (elements * tensor.element_size())), 1)
 
 
 def tilings_for_masks(others: Sequence[Mapping[str, int]]) -> list[Mapping[str, int]]:
-    """Those of the changes to a tiling with which a tile has no more rows than a word of a mask of
-    dropout."""
+    """Return the changes to a tiling that leave a tile at most as many rows as a word of a dropout
+    mask covers."""
     return [changes for changes in others if changes.get("rows", 0) <= ROWS_OF_A_WORD.value]
 
 
 def dots_in_fp32(kernel, tensor: Tensor) -> bool:
-    """Return True if tl.dot should get fp32: where tensor is, and always in Triton's interpreter,
-    which takes the bits of bf16 for integers there. It changes no result but by the order of a sum:
-    a product of two bf16 or fp16 is exact in fp32, in which the sums are either way."""
+    """Return True if tl.dot should get fp32: where tensor is fp32, and always in Triton's
+    interpreter, which takes the bits of bf16 for integers. At most the order of a sum changes: a
+    product of two bf16 or fp16 is exact in fp32, and the sums are fp32 either way."""
     return tensor.dtype == torch.float32 or not isinstance(kernel, triton.JITFunction)
 
 
 @triton.jit
 def keep(tile, IN_FP32: tl.constexpr):
-    """tile, of bf16 or fp16, by an instruction that does nothing and that nothing is moved past.
+    """Return tile, of bf16 or fp16, from a no-op instruction that nothing is moved past.
 
-    tl.dot wants its operand in another layout than a store does. Rather than pass a tile from one
-    to the other through shared memory, Triton computes all that leads to it in both: without this,
-    32 and not 16 exponentials a thread for a tile of `swiglu_backward_products` of 32 x 64 in 4
-    warps, and 171 and not 138 registers. Not on sm_10x and sm_11x, beside whose tcgen05
-    Triton's pipeliner takes no such instruction (3.6 and 3.7).
+    tl.dot needs its operand in another layout than a store does. Rather than pass a tile from one
+    to the other through shared memory, Triton computes everything that leads to it in both layouts.
+    For `swiglu_backward_products` with a tile of 32 x 64 in 4 warps, that would be 32 exponentials
+    a thread instead of 16, and 171 registers instead of 138. Not on sm_10x and sm_11x: there
+    Triton's pipeliner accepts no such instruction beside tcgen05 (3.6 and 3.7).
     """
     HAS_TCGEN05: tl.constexpr = (
         tl.target_info.cuda_capability_geq(10) and not tl.target_info.cuda_capability_geq(12)

@@ -1,8 +1,8 @@
 """The gradients of a layer's adapters, which are sums over tokens.
 
-Most are computed in one launch at the end of backward: `AdapterSums` collects them. Those of down's
-A and of gate's and up's B read tensors [T, intermediate], so SwiGLU's backward computes them in its
-own pass: `swiglu_gradients`.
+Most are computed in one launch at the end of backward: `AdapterSums` collects them. The gradients
+of down's A and of gate's and up's B read tensors [T, intermediate], so SwiGLU's backward computes
+them in the same pass: `swiglu_gradients`.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from .operands import Adapters
 class AdapterSums:
     """Gradients of adapters, added as soon as a backward has their factors, computed at once.
 
-    The factors are kept until then. Every gradient has a storage of its own.
+    The factors are kept until then. No two gradients share storage.
     """
 
     def __init__(self) -> None:

@@ -14,13 +14,13 @@ A decoder layer has four: q, k and v; o; gate and up; down. It asks them for
     swiglu_backward    the dy that comes out of SwiGLU     gate, up
     gradient           dx and p of dy                      all
 
-and nobody outside a buffer's own file knows which kind it is. `Buffer` multiplies in the weight's
-dtype. A kind that multiplies something else overrides these methods. One whose weights are only
-stored otherwise, in 4 bits say, overrides `encode` alone and writes W into `matrix` there:
-`Filling` calls it before a forward, and before a backward if the border has changed since. Layers
-may share one such matrix, if they share its `key`.
+No code outside a buffer's file knows which kind it is. `Buffer` multiplies in the weight's dtype. A
+kind that multiplies something else overrides these methods. A kind that only stores its weights
+differently, in 4 bits say, overrides just `encode` and writes W into `matrix` there: `Filling`
+calls it before a forward, and before a backward if the border has changed since. Layers may share
+such a matrix if they share its `key`.
 
-With dropout every projection's z and p A are products of masked tensors, by kernels of their own.
+With dropout, separate kernels compute every projection's z and p A from masked tensors.
 """
 
 from collections.abc import Sequence
@@ -77,7 +77,7 @@ class Buffer:
 
     @staticmethod
     def encode(buffers: Sequence) -> None:
-        """Make these buffers, A and sB of which have just been filled, ready for products."""
+        """Prepare these buffers for matmuls, after their A and sB have been filled."""
 
     # --- forward ---
 
@@ -87,7 +87,7 @@ class Buffer:
     ) -> tuple[Tensor, ProductInput, Tensor | None]:  # fmt: skip
         """Return (n W' + bias + adapters, [n | z], rstd) of n, the norm of x, or x without one.
 
-        Writes x into copy, too, if it is given.
+        Writes x into copy as well, if copy is given.
         """
         inputs = x.shape[1]
         extended = empty_rows(x, len(x), inputs + len(self.A))
@@ -221,7 +221,7 @@ def mask_of_one(dropout: Dropout | None) -> Mask | None:
 
 
 class PlacedWeight:
-    """A weight without memory of its own, which a buffer holds in a form of its own."""
+    """A weight without memory: a buffer holds it, in the buffer's format."""
 
     place: tuple[int, int]  # the buffer, and the row in it: what a CUDA graph reads
 
@@ -238,7 +238,7 @@ class Bordered(NamedTuple):
     out_features: tuple[int, ...]  # of each projection; out is their sum
     blocks: tuple[int, ...]  # columns of the border for each; width is their sum, rounded up
     scalings: tuple[float, ...]
-    own_bias: Tensor | None = None  # in the place of the buffer's, where one is trained
+    own_bias: Tensor | None = None  # replaces the buffer's, where one is trained
 
     @property
     def A(self) -> Tensor:

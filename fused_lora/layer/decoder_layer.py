@@ -50,25 +50,28 @@ Norms may multiply by one more than their weight, and the gate's activation may 
 Gradients of trained biases are sums over the rows of g, dgu, dt and dqkv, a pass each. Those of
 trained norms' weights are summed by the norm's own backward.
 
-So the adapters' only pass over [T, intermediate] tensors is that over dgu, for pm. All products
-grow in K and have no more columns than without adapters: on an H200, at 16,384 tokens, pm and dm
-take 2.27 ms, and 2.35 as [dm | pm], which is 64 columns wider, with pm A added to it afterwards.
-And base, adapter and residual are added in fp32 and rounded once: otherwise small adapters come out
-several times too large or too small (`kernels/residual.py`).
+So the adapters' only pass over [T, intermediate] tensors is the one over dgu, for pm. All matmuls
+grow in K and have no more columns than without adapters. On an H200 at 16,384 tokens, pm and dm
+take 2.27 ms. As [dm | pm], which is 64 columns wider, with pm A added to it afterwards, they take
+2.35. Base, adapter and residual are added in fp32 and rounded once. Otherwise small adapters come
+out several times too large or too small (`kernels/residual.py`).
 
 Per token of Qwen2.5-3B (hidden 2,048, intermediate 11,008, q and k and v 2,560; r = 32, bf16) it
 saves 70.2 kB: [n|zn] 4.3, qkv 5.1, a 4.1, t 4.1, [m|zm] 4.2, gu 44.0, za, zh, log-sum-exp and both
-rstd 0.2, and x 4.1, which is the output of the layer before. Norms of heads add q, k and v once
-more, as attention has them: at Qwen3-8B (hidden 4,096, intermediate 12,288, q and k and v 6,144)
-12.3 of 115.3 kB, 2.0 of which are a second v, for attention reads all three from one buffer. Their
-rstd are computed again. Where checkpointing runs the layer again, zh is kept (`rerun.once`): 64
-bytes a token, and SwiGLU does not run again. Where it has somewhere to keep them, neither are a, za
-and t computed a second time: 8.2 kB a token for attention, the matmul with o and the sum.
+rstd 0.2, and x 4.1, which is the output of the layer before. With norms of heads it saves q, k and
+v once more, as attention gets them: at Qwen3-8B (hidden 4,096, intermediate 12,288, q and k and v
+6,144) 12.3 of 115.3 kB. 2.0 of these are a second v, because attention reads all three from one
+buffer. The rstd of the heads are recomputed.
 
-With dropout (`buffer.py`, `fused_mlp/dropout.py`) zn, za, zm and zh are of masked inputs, and so
-are dA; dn, da, dm and dh begin as what the adapters give, to which the frozen product is added. One
-mask for each projection is drawn at the start and saved: 2.9 kB a token. Where the layer runs again
-they are drawn again from the same seed, which is all that is kept of them.
+Under checkpointing the forward runs twice, and keeps zh from the first time (`rerun.once`). That is
+64 bytes a token, and saves the second SwiGLU. If there is somewhere to keep them, it keeps a, za
+and t as well. These are 8.2 kB a token, and save recomputing attention, the matmul with o and the
+sum.
+
+With dropout (`buffer.py`, `fused_mlp/dropout.py`) zn, za, zm and zh come from masked inputs, and so
+do the dA. dn, da, dm and dh start as the adapters' part, and the frozen matmul is added to it. One
+mask for each projection is drawn at the start and saved: 2.9 kB a token. Under checkpointing we
+keep only the seed, from which the second forward draws the same masks.
 """
 
 import torch
@@ -122,24 +125,23 @@ class DecoderLayer(torch.autograd.Function):
         mask: None, for causal attention, or what scaled_dot_product_attention takes. Likewise.
         adapters: A [r, in] and B [out, r] of q, k, v, o, gate, up and down, 14 tensors in bf16,
             fp16 or fp32. They are copied into the borders, in the buffers' dtype and scaled.
-        others: the fields of Others, in the place of frozen's: norms in hidden's dtype, biases in
+        others: the fields of Others, which replace frozen's: norms in hidden's dtype, biases in
             any. Biases are summed in fp32, and so are their gradients and those of norms.
-        frozen: the buffers and norms, in hidden's dtype, and for which tokens the layer's output is
-            wanted: of the others it computes norm, q, k, v and attention alone.
+        frozen: the buffers and norms, in hidden's dtype, and the tokens whose output is needed. For
+            the other tokens the layer computes only norm, q, k, v and attention.
 
     Returns:
-        [batch, positions, hidden], new, in hidden's dtype. Everything between products is fp32 and
-        rounds once. Gradients come in the dtype of what they belong to, and only for what asks for
-        one. Those of A and B are summed in fp32, and contiguous. The rows of hidden's are further
-        apart than they are long.
+        [batch, positions, hidden], new, in hidden's dtype. Everything between matmuls is fp32 and
+        rounds once. Each gradient has the dtype of its tensor, and exists only if that tensor
+        requires one. The gradients of A and B are summed in fp32, and contiguous. The rows of
+        hidden's gradient are further apart than they are long.
 
-    Saved for backward: hidden, cos, sin, mask, the rows that are wanted, all norms, the adapters
-    and what the file's docstring lists, from t on of those rows alone. The buffers are kept beside
+    Saved for backward: hidden, cos, sin, mask, the rows that are needed, all norms, the adapters
+    and what the file's docstring lists, from t on only for those rows. The buffers are kept beside
     them: where another forward has filled the borders since, backward fills them again. No input,
     no incoming gradient and no saved tensor is written, so a second backward through a retained
-    graph is right.
-    Deterministic where attention's backward is that of `causal_attention_backward.py`, else as that
-    is. Not twice differentiable.
+    graph is right. Deterministic if attention's backward is, as `causal_attention_backward.py` is.
+    Not twice differentiable.
 
     Raises:
         ValueError: shapes or dtypes do not fit, or there is dropout and no seed.

@@ -39,10 +39,12 @@ class Filling:
         self._fill(groups, adapters, _key_of(groups, adapters))
 
     def refill(self, groups: Sequence[Bordered], adapters: Sequence[Adapter]) -> None:
-        """`fill`, unless the borders still hold what a forward with these adapters put there: for
-        backward, before which a forward with others may have come."""
+        """Call `fill`, unless the borders still hold these adapters.
+
+        It is for backward, because a forward with other adapters may have run before it.
+        """
         key = _key_of(groups, adapters)
-        # what a graph's replay copies nobody notices
+        # nobody notices what the replay of a graph copies
         may_differ = self._copies.is_captured and not is_capturing(groups[0].A)
         if may_differ or any(one.buffer.key != key for one in groups):
             self._fill(groups, adapters, key)
@@ -62,8 +64,8 @@ class Filling:
 
 
 def _key_of(groups: Sequence[Bordered], adapters: Sequence[Adapter]) -> tuple[Hashable, tuple]:
-    """Return (places, versions): the same places for the same tensors where they lay, and the same
-    versions as long as nothing that PyTorch counts has changed them."""
+    """Return (places, versions). Places are equal for the same tensors in the same memory, versions
+    as long as nothing that PyTorch counts has changed them."""
     tensors = [tensor for adapter in adapters for tensor in adapter]
     places = (
         tuple((g.A.data_ptr(), g.A.dtype, g.blocks, g.scalings) for g in groups),

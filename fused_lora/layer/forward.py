@@ -18,8 +18,8 @@ from .saved import Attended
 def turn(
     qkv: Tensor, cos: Tensor | None, sin: Tensor | None, positions: int, frozen: FrozenLayer
 ) -> tuple[Tensor | None, Tensor]:
-    """Norm the heads of q and k, if they have norms, and turn them. Return (raw, qkv): with norms
-    qkv is new and raw what was given, else it is turned where it lies."""
+    """Norm the heads of q and k, if they have norms, and turn them. Return (raw, qkv). With norms
+    qkv is new and raw is the given one. Without, qkv is turned in place."""
     if frozen.head_norms is None:
         if cos is not None:
             assert sin is not None
@@ -64,7 +64,7 @@ def add_attention(
 
 
 def new_output(hidden: Tensor, total: Tensor, frozen: FrozenLayer) -> tuple[Tensor, Tensor | None]:
-    """Return the output, and the rows of it that are to be written, None for none."""
+    """Return the output, and the rows of it to write, None for none."""
     if not frozen.output_needed:
         return hidden.new_zeros(1).expand(hidden.shape), None
     if frozen.rows is None:
@@ -78,8 +78,8 @@ def add_mlp(
     gate_up: Tensor, total: Tensor, sums: Tensor | None, frozen: FrozenLayer,
     dropout: Dropout | None,
 ) -> tuple[Tensor, Normed | None]:  # fmt: skip
-    """Write total plus the MLP's output into sums, if they are given. Return (z of down, what down
-    gave where that is normed)."""
+    """Write total plus the MLP's output into sums, if they are given. Return z of down, and down's
+    output where that is normed."""
     down = frozen.down
 
     def add(residual: Tensor, sums: Tensor | None) -> Tensor:
@@ -100,7 +100,7 @@ def add_mlp(
         return (add(total, sums),)
 
     (z,) = once(add_first, is_small=True)
-    if not was_added and sums is not None:  # it runs again, and its output is needed
+    if not was_added and sums is not None:  # recomputing skips add_first, but needs the sums
         add(total, sums)
     return z, None
 

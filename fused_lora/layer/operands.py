@@ -38,8 +38,9 @@ class Adapters(NamedTuple):
 
 
 class Others(NamedTuple):
-    """The biases and norms of a layer where some are trained. Of biases all are given, [out] in any
-    dtype, if one is trained; of norms those that are, [hidden]; None for the others."""
+    """The biases and norms of a layer in which some are trained. If one bias is trained, all biases
+    are given, [out] in any dtype. Of the norms only the trained ones are given, [hidden], and None
+    for the others."""
 
     q_bias: Any = None
     k_bias: Any = None
@@ -136,7 +137,7 @@ class FrozenLayer(NamedTuple):
         return self.mlp_norm is None and self.multiplier == 1.0
 
     def with_others(self, others: Others | None) -> "FrozenLayer":
-        """Return the operands with Others, where they are given, in the place of their own."""
+        """Return the operands, with their biases and norms replaced by those given in Others."""
         if others is None:
             return self
         return self._replace(
@@ -165,8 +166,7 @@ def _with_weight(name: str, norm: Norm | None, weight: Tensor | None) -> Norm | 
 
 
 def _with_biases(name: str, group: Bordered, biases: Sequence[Tensor | None]) -> Bordered:
-    """Return the group with a bias of each projection, or None, in the place of its own, if there
-    are any."""
+    """Return the group with its bias replaced by those of its projections, unless all are None."""
     if all(bias is None for bias in biases):
         return group
     own = group.A.new_zeros(group.grad_columns)

@@ -1,25 +1,26 @@
-"""A frozen weight in FP8 with the border of its adapters, and its products (`layer/buffer.py`).
+"""A frozen weight in FP8 with the border of its adapters, and its matmuls (`layer/buffer.py`).
 
-W [out, in] is e4m3 codes with a scale s for each row, made once. Products of FP8 want what they sum
-over side by side in both operands, so that there are two copies of the codes, W8 [out, in] for the
-forward and its transpose for the gradient of x, together as many bytes as one in bf16. In the
-second W's scales lie in the sum: dy is multiplied by them before it becomes codes itself.
+W [out, in] is e4m3 codes with a scale s for each row, made once. An FP8 matmul needs the dimension
+it sums over contiguous in both operands. We therefore keep two copies of the codes: W8 [out, in]
+for the forward, and its transpose for the gradient of x. Together they take as many bytes as one
+copy in bf16. In the transpose, W's scales lie along the sum: dy is multiplied by them before it is
+coded itself.
 
     forward     [x | z]  to codes with a scale a row      y  = codes [W8 | border]' scales
     gradient    [dy s | p]  likewise                      dx = codes [W8' | border]' scales
 
-z and p, the adapters' own products, are made of the same codes. They and the border are in two
-halves (`kernels/fp8_rows.py`), as exact as in bf16. Where x is codes p comes multiplied by their
-scales, for dA. A product is 0.037 off for what x, dy and W lose as codes, in bf16 0.002.
+z and p, the adapters' own matmuls, are computed from the same codes. They and the border are in two
+halves (`kernels/fp8_rows.py`), as exact as in bf16. Where x is codes, p comes multiplied by their
+scales, for dA. Because x, dy and W are coded, a matmul is 0.037 off; in bf16 it is 0.002.
 
-What norms and SwiGLU give, and the gradients of what SwiGLU and the norm after o are given, are
-codes from the kernel that computes them (`kernels/fp8_norm.py`, `fp8_swiglu.py`,
-`swiglu_products_backward.py`), of all else a pass of its own makes them. With dropout, whose masks
-make z of another x, the forward takes z as it is given, and backward multiplies adapters in bf16.
-Of what `decoder_layer.py` says that a layer saves, n and m are codes alone: with their z 2.6 and
-2.4 kB a token of Qwen2.5-3B, not 4.3 and 4.2.
+The outputs of norms and SwiGLU are coded by the kernel that computes them (`kernels/fp8_norm.py`,
+`fp8_swiglu.py`, `swiglu_products_backward.py`). So are the gradients of the inputs of SwiGLU and of
+the norm after o. A separate pass codes everything else. With dropout, z comes from a masked x and
+not from these codes: the forward takes z as given, and backward multiplies the adapters in bf16. Of
+the tensors that `decoder_layer.py` says a layer saves, n and m are saved as codes alone. With their
+z they take 2.6 and 2.4 kB a token of Qwen2.5-3B instead of 4.3 and 4.2.
 
-On the CPU, which has no such products, and for results in other dtypes than bf16, the codes are
+On the CPU, which has no FP8 matmuls, and for results in other dtypes than bf16, the codes are
 multiplied in fp32.
 """
 
@@ -85,7 +86,7 @@ class Fp8Buffer(Buffer):
         self._ones = torch.ones(inputs, device=codes.device)
 
     def write(self, row: int, codes: Tensor) -> None:
-        """Put codes of some of the weight's rows in the place of what is there."""
+        """Overwrite the codes of some of the weight's rows, from `row` on."""
         outputs, inputs = codes.shape
         bits = codes.view(torch.uint8)
         self._codes.view(torch.uint8)[row : row + outputs, :inputs].copy_(bits)
@@ -93,7 +94,7 @@ class Fp8Buffer(Buffer):
 
     @staticmethod
     def encode(buffers: Sequence) -> None:
-        """Called when A and sB of all have been filled."""
+        """Write the borders of all buffers, after their A and sB have been filled."""
         fp8_borders(
             [
                 Bordering(
@@ -202,7 +203,7 @@ class Fp8Buffer(Buffer):
     def gradient_of_codes(self, dy: Codes, x_scales: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return ([dy | p] M[:, :in], p x_scales) of dy's codes, and write their border.
 
-        x_scales [T, 1]: of the codes that dA is a sum of, p' times them.
+        x_scales [T, 1]: the scales of x's codes, which dA sums times p'.
         """
         values, scales, dtype = dy
         p = add_coded_border(values, scales, self._B_halves, self._factors_t, dtype, x_scales)
