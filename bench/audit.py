@@ -82,10 +82,10 @@ def loss_gap(losses: list[float | None], baseline: list[float | None]) -> float:
 
 
 def check_losses(run: Run, cell: Cell) -> None:
-    """Hold a new cell's losses against its baseline's. A new baseline is held against the others.
+    """Compare a new cell's losses with its baseline's.
 
-    Checkpointing changes no loss. So without a time of the baseline, vanilla PEFT with or without
-    checkpointing stands in. With dropout nothing is held: each library draws masks of its own.
+    A new baseline also judges the cells that had none before it. Checkpointing changes no loss. So if the baseline has no time, its twin with or without
+    checkpointing stands in. With dropout we compare nothing: each library draws different masks.
     """
     if run.experiment.lora.dropout:
         return

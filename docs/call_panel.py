@@ -118,7 +118,7 @@ class Panel(Canvas):
         super().__init__(place)
         self.title = title
         self.calls: dict[int, Call] = {}  # by their place in the order of execution
-        self.kept: list[tuple[str, int]] = []  # what is saved for the backward, and its bytes
+        self.kept: list[tuple[str, int]] = []  # saved tensors and their bytes
         self.styles: dict[str, str] = {}  # of the tensors drawn so far, by name
         self.meanings: dict[str, str] = {}  # of styles in the legend, where not as in STYLES
         self.rows = 0  # of cards, so far
@@ -268,7 +268,7 @@ class Panel(Canvas):
             self.arrow(result.box, read.box, (lane, start), (lane, down))
 
     def saved(self, why: str, rows: list[tuple[str, "Panel"]]) -> None:
-        """A band of what is saved for the backward, to scale but for what would be too thin."""
+        """A band of the activations saved for the backward, to scale unless too thin to see."""
         y = self.words("", why)
         self.text(RIGHT, y, "Saved for the backward, the small ones drawn wider", 18)
         for whose, panel in rows:
@@ -310,7 +310,7 @@ class Panel(Canvas):
         self.down = round(self.down + source["height"]) + 16
 
     def framed(self, x: int, y: int) -> list[dict]:
-        """The elements in a frame of their own, with a legend of the styles among them."""
+        """Return the elements in a new frame, with a legend of the styles they use."""
         self.connect()
         looks = {(e["backgroundColor"], e["strokeColor"], e["strokeStyle"]) for e in self.boxes()}
         looks.difference_update(UNNAMED)

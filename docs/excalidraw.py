@@ -49,7 +49,7 @@ def wrap(text: str, width: float, font_size=16) -> str:
 
 
 class Canvas:
-    """Excalidraw's elements by id, placed from a corner of their own; `place` keeps ids apart."""
+    """Excalidraw's elements by id, relative to the canvas's corner. `place` makes ids unique."""
 
     def __init__(self, place: int):
         self.place = place

@@ -1,11 +1,11 @@
-"""The time that each fused part takes off a step, in numbers and as a table, from a run alone.
+"""The time that each fused part saves per step, in numbers and as a table, from a run alone.
 
 A part is measured twice. Added first: alone, on vanilla PEFT (vanilla_peft less fused_PART). Added
 last: on top of all the others (fused_all_but_PART less fused_all). The interaction is the time that
-all of them together take off beyond the sum of the parts added first.
+all of them together save beyond the sum of the parts added first.
 
-Each is of the step and of the GPU's own time in it, the sum of its kernels. Where a step waits for
-the host, the first says what a user gains there, the second what the part saves on any host.
+We report both the step time and the GPU's own time in it, the sum of its kernels. If a step waits
+for the host, the first says what a user gains there, the second what the part saves on any host.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ INTERACTION = "interaction"
 
 
 class Gain(NamedTuple):
-    """Time taken off a step (negative: added), as medians over the rounds that have it.
+    """Time saved per step (negative: added), as medians over the rounds that have it.
 
     percent: of vanilla's step in the same round; None where vanilla has no time.
     ci95_ms, ci95_percent: 95% intervals over rounds; None from a single round.

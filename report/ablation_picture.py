@@ -116,8 +116,8 @@ def _beside(axes: Axes, place: float, y: float, words: str, **text: Any) -> None
 
 
 def ablation_finding(run: Run) -> str:
-    """Say how much all parts take off a step, and the largest few alone, in the first block that
-    tells."""
+    """Say how much of a step all parts save, and the largest few alone, in the first block with a
+    clear answer."""
     if run.rehearsal:
         return REHEARSAL_NOTICE
     for checkpoints in blocks_of(run):

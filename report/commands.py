@@ -1,7 +1,7 @@
-"""The commands that work on existing results: pictures, tables, comparisons; nothing is measured.
+"""Commands that work on existing results and measure nothing: pictures, tables, comparisons.
 
-Each `*_only` is one of the command's options, and returns its exit code. Drawing is imported where
-it draws: matplotlib takes longer than saying that there is nothing to draw.
+Each `*_only` is one of the command's options and returns its exit code. We import matplotlib only
+to draw: that takes longer than saying we have nothing to draw.
 """
 
 from collections.abc import Iterable, Sequence

@@ -55,7 +55,7 @@ def index() -> Index:
 
 
 def suite_path() -> Path:
-    """Return the file of the suite: every part and peer, a run of its own."""
+    """Return the file of the suite, the run that has every part and peer."""
     return DOCS / "runs" / index().suite
 
 

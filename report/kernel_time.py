@@ -108,9 +108,10 @@ def kernel_time_figure(run: Run) -> Figure | None:
 
 
 def kernel_time_finding(run: Run, lengths: list[int]) -> str:
-    """Say what the kinds around the matmuls take of vanilla PEFT's step at the longest length, and
-    what is left of them in others: in all if they are few, or else in the one that has the least.
-    And for how much of the shortest step the GPU waits."""
+    """Say how much of vanilla PEFT's step the work around the matmuls takes at the longest length.
+
+    Then say how much of it the other variants still have: all of them if they are few, otherwise
+    the one with the least. Last comes the share of the shortest step in which the GPU waits."""
     if run.rehearsal:
         return REHEARSAL_NOTICE
     seq_len, shortest = max(lengths), min(lengths)

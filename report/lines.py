@@ -71,11 +71,12 @@ def draw_lines(
     axes: Axes, view: View, rows: list[SummaryRow], name: str, words: Callable[[float], str],
     at_points: bool = False, apart: float = 0.0, size: float = SIZE,
 ) -> None:  # fmt: skip
-    """Draw one line a variant, broken where a length has no value, with intervals; values stand
-    right of the last length, with names if `view` has them. A value within noise is not bold.
+    """Draw one line per variant with its intervals, broken where a length has no value.
 
-    name: of the rows' field. at_points: with the other lengths' values, too, if variants are few.
-    apart: the variants, along the x axis: no interval hides another. size: of the letters."""
+    Values stand right of the last length, with names if `view` has them. A value within noise is
+    italic, not bold. name: the field of the rows to draw. at_points: also write the values at the
+    other lengths, if the variants are few. apart: distance between variants along the x axis, to
+    keep intervals from hiding each other. size: of the letters."""
     last = len(view.seq_lens) - 1
     if view.is_named:
         axes.set_xlim(-0.5, last + 0.5 + NAMES_ROOM * (last + 1))

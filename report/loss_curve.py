@@ -1,9 +1,9 @@
-"""loss_curve.png and its table: do variants train alike over many steps? From runs of one round,
-each with a seed of its own, in which every variant has the same first adapters and batches.
+"""loss_curve.png and its table: do variants train alike over many steps?
 
-Rounding differs from variant to variant, and training carries it on: losses may come apart by
-rounding, not drift apart. Where vanilla PEFT in fp32 is one of the variants, all others are held
-against it, else against vanilla.
+We take runs of one round, each with a different seed. In a run, every variant starts from the same
+adapters and sees the same batches. Variants round differently, and training carries that forward.
+So losses may differ by rounding, but they must not drift apart. We compare all variants with
+vanilla PEFT in fp32 where the run has it, otherwise with vanilla.
 """
 
 from __future__ import annotations

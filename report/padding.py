@@ -72,8 +72,8 @@ class ChatGroup(NamedTuple):
 def groups(
     padded: Mapping[str, Run], documents: Mapping[str, Run], footnotes: Iterable[Footnote] = ()
 ) -> list[ChatGroup]:
-    """Return every data set on every GPU, from the least padding to the most. A file of the same
-    name with other chats, or batches of another shape, is a group of its own. All are by file."""
+    """Return every data set on every GPU, from the least padding to the most. The arguments are by
+    file. The same file name with other chats or another batch shape makes a separate group."""
     shares = {_work(file, run): run.experiment.tokens[run.experiment.seq_lens[-1]].padding
               for file, run in padded.items()}  # fmt: skip
     notes = {note.file: note for note in footnotes}

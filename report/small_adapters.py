@@ -132,8 +132,8 @@ def small_adapters_figure(found: SmallAdapters) -> Figure | None:
 def _lines(
     axes: Axes, found: SmallAdapters, trained: Sequence[TrainedAdapter], rates: list[list[int]]
 ) -> None:
-    """Draw lines with intervals; their names stand right of the last adapter, those of lines that
-    cannot be told apart together."""
+    """Draw lines with intervals. Names stand right of the last adapter; indistinguishable lines
+    share a label."""
     groups: list[tuple[list[str], list[float]]] = []
     for variant in _variants(found):
         look = variant_of(variant).look
@@ -152,7 +152,7 @@ def _lines(
             alike[0].append(variant)
         else:
             groups.append(([variant], means))
-    # by the first adapter's value, which tells them apart: by the last all see everything
+    # by the value at the first adapter, where lines differ: at the last, all see everything
     groups.sort(key=lambda group: group[1][0])
     heights = apart_by(0.14, [fmean(min(share, TOP) for share in line) for _, line in groups], 1.2)
     for (names, _), height in zip(groups, heights, strict=True):

@@ -18,7 +18,7 @@ NOT_MEASURED = "Not measured yet in a run that can be quoted: `python lora_bench
 
 
 def parts_section(suite: Run) -> str:
-    """Write the time that each part takes off a step, with its caption."""
+    """Write the time that each part saves per step, with its caption."""
     tables = ablation_table(suite)
     return f"{tables}\n\n{caption(suite)}" if tables else NOT_MEASURED
 
@@ -34,8 +34,8 @@ def _by_block(write: Callable[[Run, bool], str], suite: Run) -> str:
 
 
 def effects_section(suite: Run) -> str:
-    """Write the effect of each part alone at the longest length on the two passes, the launches and
-    the memory. With checkpointing a backward holds the second forward, too."""
+    """Write how each part alone changes forward, backward, launches and memory at the longest
+    length. With checkpointing, the backward includes the second forward."""
     return _by_block(_effects, suite)
 
 

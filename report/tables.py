@@ -189,8 +189,8 @@ def _recipe(run: Run) -> str:
 
 
 def beside_floor_section(runs: Iterable[Run]) -> str:
-    """Write a table for each run. A variant with checkpointing is held against the floor and what
-    has to be recomputed, too; one in FP8 against the same in bf16."""
+    """Write a table for each run. With checkpointing, a variant is also compared with the floor
+    plus the recomputation. An FP8 variant is also compared with the same layers in bf16."""
     blocks = [f"{_floor_table(run)}\n\n{caption_with_commit(run)}" for run in runs]
     return "\n\n".join(blocks) or NOT_MEASURED
 

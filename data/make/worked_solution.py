@@ -101,7 +101,7 @@ class Solution:
         self.lines.append(self.rng.choice(wordings))
 
     def show(self, *sides):
-        """Write sides[0] = sides[1] = ... on a line of its own, with + C where an integral ends."""
+        """Write sides[0] = sides[1] = ... on a separate line, with + C where an integral ends."""
         indefinite = any(side.has(Integral) for side in sides)
         written = [
             tex(side) + (" + C" if indefinite and not side.has(Integral) else "") for side in sides

@@ -59,7 +59,7 @@ def adapters(built, which=".lora_"):
 
 
 def stale_output_buffer(built, patch):
-    """Return the first call's output from every later one, too."""
+    """Return the first call's output from every later call."""
     for mlp in mlps(built):
         kept = []
 

@@ -253,7 +253,7 @@ def test_a_cache_that_cannot_be_written_is_an_error(tmp_path):
 
 
 def test_reading_says_nothing_and_leaves_nothing_in_the_users_home(tmp_path):
-    """In a process of its own, which shows all that the libraries log and import."""
+    """Run in a child process, which shows everything that the libraries log and import."""
     (tmp_path / "bad.jsonl").write_text(f"{GOOD}\nnot json\n")
     (tmp_path / "good.jsonl").write_text(f"{GOOD}\n")
     code = """
@@ -261,7 +261,7 @@ import sys
 from pathlib import Path
 from bench.chats import gather
 
-assert "datasets" not in sys.modules  # a second, which --help does not wait for
+assert "datasets" not in sys.modules  # takes a second to import: --help does not wait for it
 for data in sys.argv[1:]:
     try:
         print(gather(data, Path.cwd() / "cache").parent.name)

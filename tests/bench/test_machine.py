@@ -1,4 +1,4 @@
-"""Readings of NVML, with an NVML that says what it is told to."""
+"""Readings of NVML, from a fake NVML whose answers each test sets."""
 
 import dataclasses
 from importlib import metadata

@@ -204,7 +204,7 @@ BACKWARD = [backward(3, 100, 200, sequence=7), op(4, 101, 105, thread=2)]
         # of calls with one number the last was recorded
         ([module("Linear", 5, -20, -10), op(6, -15, -14, sequence=7), *NORM, *BACKWARD],
          {4: "norm"}),
-        # a forward that runs again in a backward has ranges of its own
+        # a forward recomputed inside a backward has its own ranges
         (
             [
                 *(*NORM, *BACKWARD, module("Qwen2MLP", 5, 110, 150, thread=2)),

@@ -28,8 +28,8 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def plan(request, tmp_path, monkeypatch, checkpoint):
-    """Return a function that plans a command in a checkout of its own. It returns the run, its
-    file, and whether that existed."""
+    """Return a function that plans a command in a temporary checkout. It returns the run, its file,
+    and whether that file existed."""
     on_gpu = getattr(request, "param", "cpu") == "cuda"
     monkeypatch.setattr(machine, "has_gpu", lambda: on_gpu)
     for module in (options, run_folder):

@@ -1,4 +1,4 @@
-"""The timed loop's arithmetic, by a clock that shows what it is told to."""
+"""The timed loop's arithmetic, with a fake clock whose times each test sets."""
 
 import gc
 import time
@@ -22,7 +22,7 @@ from trainer import (
 
 
 class FakeClock:
-    """A clock from 0 on. Between two marks pass the ms of `intervals`, in turn."""
+    """A clock that starts at 0. Each mark comes the next of `intervals`, in ms, after the last."""
 
     def __init__(self, intervals):
         self.intervals = iter(intervals)
