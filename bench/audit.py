@@ -84,8 +84,9 @@ def loss_gap(losses: list[float | None], baseline: list[float | None]) -> float:
 def check_losses(run: Run, cell: Cell) -> None:
     """Compare a new cell's losses with its baseline's.
 
-    A new baseline also judges the cells that had none before it. Checkpointing changes no loss. So if the baseline has no time, its twin with or without
-    checkpointing stands in. With dropout we compare nothing: each library draws different masks.
+    A new baseline also judges the cells that had none before it. Checkpointing changes no loss. So
+    if the baseline has no time, its twin with or without checkpointing stands in. With dropout we
+    compare nothing: each library draws different masks.
     """
     if run.experiment.lora.dropout:
         return

@@ -19,8 +19,8 @@ from report.wording import FLOOR_WORDS, REHEARSAL_NOTICE, caption, why_no_time
 from variants import LOOKS, Look, title_of, variant_of
 
 CARDS_GIB = (8, 12, 16, 24, 40, 48, 80)
-# Variants named in the picture, besides the fastest of all. Each name stands this many points right
-# of and above its marker, where suites have room. The other markers are small.
+# Variants named in the picture, besides the fastest of all. Each name stands this many points
+# right of and above its marker, where suites have room. The other markers are small.
 NAMED = {
     **{"vanilla_peft": (11, 0), "fused_mlp": (11, 0), "full_unsloth": (-11, 0)},
     **{"liger_peft": (11, 0), "compiled_peft": (11, 0), "fused_all_offload": (-8, -9)},

@@ -261,7 +261,7 @@ import sys
 from pathlib import Path
 from bench.chats import gather
 
-assert "datasets" not in sys.modules  # takes a second to import: --help does not wait for it
+assert "datasets" not in sys.modules  # a second, which --help does not wait for
 for data in sys.argv[1:]:
     try:
         print(gather(data, Path.cwd() / "cache").parent.name)

@@ -46,7 +46,7 @@ def eager_trainer(**options):
 def test_it_trains_bit_by_bit_as_the_eager_loop_after_going_back_to_the_first_weights(accumulate):
     eager, graph = eager_trainer(accumulate=accumulate), make_trainer(accumulate=accumulate)
     wanted, got = (one.run(make_batches(1, 2, 3, 5), steps=5) for one in (eager, graph))
-    assert captured(graph.graphed_step) == min(accumulate, 2)  # accumulation steps get their own graph
+    assert captured(graph.graphed_step) == min(accumulate, 2)  # accumulating: a second graph
     assert got.losses == wanted.losses and len(set(got.losses)) == 5
     assert torch.equal(graph.model.weight, eager.model.weight)
     assert (got.optimizer_steps, got.unmoved_adapters, got.changed_batches) == (5, 0, 0)

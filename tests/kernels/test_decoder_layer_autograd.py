@@ -250,7 +250,7 @@ def test_autocast_to_another_dtype_is_a_value_error(device):
 
 
 class Stored(Buffer):
-    """A weight that is written into a matrix whenever its layer runs. Layers share the matrix."""
+    """A weight written into a matrix whenever its layer runs. The layers share the matrix."""
 
     keys: ClassVar[dict] = {}
 
@@ -273,7 +273,7 @@ class Stored(Buffer):
 
 
 def test_weights_that_are_stored_otherwise_and_share_their_memory(device):
-    """As 4-bit ones will: all that a kind of its own has to say is where its weights come from."""
+    """Stand in for 4-bit weights: a new kind only has to say where its weights come from."""
     model, inputs, grad = operands(device, FEW)
     *first, frozen = inputs[4:]
     *second, next_frozen = read_layer(layer_of(model, 1))

@@ -1,8 +1,8 @@
-"""lora.excalidraw is a drawing that a person can edit, and says what the code does.
+"""Checks that lora.excalidraw says what the code does and that a person can edit it.
 
-The calls that docs/draw_lora.py lists are held against a trace of PEFT and of LoRA_MLP at full
-size, on fake tensors: nothing is computed, so it takes a second. The file may be moved about in
-Excalidraw, but has to keep the words and the arrows of the script.
+We compare the calls that docs/draw_lora.py lists with a trace of PEFT and of LoRA_MLP at full size.
+The trace uses fake tensors, which compute nothing, so it takes a second. You may move things about
+in Excalidraw, but the file has to keep the script's words and arrows.
 """
 
 import ast
@@ -45,7 +45,7 @@ BOXES, TEXTS, ARROWS, FRAMES = (
 )
 
 
-# --- a drawing that Excalidraw takes and a person can edit ----------------------------------------
+# --- a drawing that Excalidraw opens and a person can edit ----------------------------------------
 
 
 def test_the_file_is_valid():
@@ -129,7 +129,7 @@ def test_nothing_overlaps():
 
 
 def test_each_arrow_leads_to_where_its_result_is_read():
-    """All heads are whole, for which Excalidraw wants a last stretch of 30."""
+    """Check that arrowheads are drawn whole: Excalidraw needs a last stretch of 30."""
     for arrow in ARROWS:
         (x, y), (to_x, to_y) = absolute_points(arrow)[-2:]
         assert abs(x - to_x) + abs(y - to_y) >= 30, arrow["id"]

@@ -58,7 +58,7 @@ def test_sums_of_rows_and_columns_vary_as_those_of_independent_elements(dim, dro
     assert abs(squares.mean().item() - 1) < 5 * (2 / len(squares)) ** 0.5
 
 
-OTHERS = {  # of which each mask is independent of the first
+OTHERS = {  # each mask is independent of the first
     "another projection": {"stream": 1},
     "a later projection": {"stream": 6},
     "another seed": {"seed": 6},
@@ -119,7 +119,7 @@ def test_what_is_no_dropout_or_no_seed_is_a_value_error(seed, dropout, message, 
         draw_masks("it", seed, [dropout], [5], [3])
 
 
-# --- what is made of them -------------------------------------------------------------------------
+# --- applying the masks ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -74,7 +74,7 @@ def test_copies_are_those_of_pytorch_and_nothing_else_is_written(
 def test_as_many_elements_go_at_once_as_rows_and_addresses_allow(
     ranks, columns, to, of, want, device
 ):
-    """Of A [r, in] and B [out, r] in a border, of which one odd stride is enough."""
+    """Copy A [r, in] and B [out, r] in a border: a single odd stride limits all of them."""
     targets, sources = [], []
     for rank in ranks:
         for rows, width in ((rank, columns), (90, rank)):

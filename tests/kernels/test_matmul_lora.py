@@ -14,7 +14,7 @@ SCALING = 1.75
 
 
 def inputs(tokens=37, in_features=53, out_features=71, r=8, *, dtype=torch.bfloat16, device):
-    """x, weight, A and B, with B not zero, so that A matters too."""
+    """Return x, weight, A and B. B is not zero: otherwise A would not matter."""
     sizes = (
         (tokens, in_features, 1.0),
         (out_features, in_features, in_features**-0.5),

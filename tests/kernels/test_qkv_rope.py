@@ -71,7 +71,7 @@ def fused_normed(case, layout=torch.clone, zero_centered=False):
 
 
 def eager_normed(case, zero_centered=False):
-    """q and k, normed and turned, and the gradients of both from those of the normed ones."""
+    """Return q and k, normed and rotated, and their gradients from those of the normed ones."""
     q, k, cos, sin, grad_q, grad_k, *weights = case
     leaves = [t.detach().requires_grad_() for t in (q, k)]
     normed = list(map(eager_head_norm, leaves, weights, EPS, [zero_centered] * 2))
@@ -90,7 +90,7 @@ def test_three_tensors_are_turned_as_they_are_side_by_side(dtype, size, device):
     for layout in LAYOUTS.values():
         got = torch.full_like(want, 7.0)
         assert rope_together(*map(layout, (q, k, v)), cos, sin, got) is None
-        if dtype == torch.float32:  # of which a GPU gave other last bits here and there
+        if dtype == torch.float32:  # on a GPU a few last bits differ
             assert relative_error(got, want) <= torch.finfo(dtype).eps
         else:
             assert torch.equal(got, want)
@@ -138,7 +138,7 @@ def test_weights_of_norms_may_be_of_another_dtype(device):
 
 @pytest.mark.gpu
 def test_norms_of_heads_are_right_where_int32_offsets_overflow(device):
-    """Rows 2^30 elements apart, of which there are three."""
+    """Use three rows, 2^30 elements apart."""
     case = make_normed("MQA, angles of each sequence", torch.bfloat16, device)
     case = [*(t[:1, :, :3] for t in case[:2]), *(t[:1, :3] for t in case[2:4]),
             *(t[:1, :, :3] for t in case[4:6]), *case[6:]]  # fmt: skip

@@ -61,7 +61,7 @@ def extended_case(size, dtype, device):
 
 
 def fused_extension(x, A, layout=torch.clone):
-    """Of an x elsewhere, and of one in place."""
+    """Extend an x that lies elsewhere, then one in place."""
     found = []
     for is_in_place in (False, True):
         extended, z = (
@@ -81,13 +81,13 @@ def eager_extension(x, A):
 def normed_sum_case(size, dtype, device):
     x, residual, grad = random_like(SIZES.get(size, (0, 8)), 3, dtype, device)
     if x.shape[1] == 1:
-        x = x * EPS**0.5  # else the norm is 1 or -1, and its gradient what rounding leaves of 0
+        x = x * EPS**0.5  # else the norm is 1 or -1, and its gradient just rounding error
     weight = 1 + random(x.shape[1], seed=4, scale=0.5, dtype=dtype, device=device)
     return x, residual, weight, grad
 
 
 def fused_normed_sum(x, residual, weight, grad, layout=torch.clone, zero_centered=False):
-    """total and the gradient of x, which goes nowhere else."""
+    """Return total and the gradient of x, which has no other use."""
     x, total, grad_x = layout(x), *(layout(torch.full_like(x, 7.0)) for _ in range(2))
     rstd = add_normed(layout(residual), x, weight, EPS, total, zero_centered)
     residual_norm_backward(layout(grad), None, x, weight, rstd, grad_x, zero_centered)

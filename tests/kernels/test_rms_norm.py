@@ -173,7 +173,7 @@ def test_long_rows_are_right(hidden, operation, device):
 @pytest.mark.alone
 @pytest.mark.parametrize("need_weight", [False, True])
 def test_more_than_2_to_the_31_elements(need_weight, device):
-    """A few rows over and over, so that eager PyTorch on those few says what is right."""
+    """Repeat a few rows: eager PyTorch on just those gives the reference."""
     rows, hidden, pattern = 1_050_000, 2048, 250
     assert rows * hidden > 2**31 and rows % pattern == 0
     # x, delta, two outputs, their gradients, grad_x, and room

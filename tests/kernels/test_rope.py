@@ -77,7 +77,7 @@ def test_inputs_that_do_not_fit_are_a_value_error(name, change, message, case):
 @pytest.mark.alone
 @pytest.mark.parametrize("layout", ["by token", "by head"])
 def test_more_than_2_to_the_31_elements(layout, device):
-    """A few tokens over and over, so that eager PyTorch on those few says what is right."""
+    """Repeat a few tokens: eager PyTorch on just those gives the reference."""
     heads, positions, head_dim, pattern = 16, 1_050_000, 128, 64
     assert heads * positions * head_dim > 2**31
     # q, its gradients and results, twice over while they are made

@@ -1,8 +1,8 @@
-"""The change that a small adapter makes, over its change in float64: 1 is right.
+"""The change that a small adapter makes, relative to its change in float64: 1 is right.
 
-An adapter's delta of 3e-4 is far below bf16's step of 4e-3 to 8e-3 for the numbers it is added to,
-so each output either stays or jumps a whole step. Where base, adapter and residual are added in
-fp32 and rounded once, the right share of them jumps.
+An adapter's delta of 3e-4 is far below bf16's step of 4e-3 to 8e-3 for the numbers we add it to. So
+each output either stays or jumps a whole step. If we add base, adapter and residual in fp32 and
+round once, the right share of outputs jumps.
 """
 
 import pytest
@@ -16,7 +16,7 @@ from fused_lora.layer.residual import Norm
 from fused_lora.lora_linear import FrozenLinear, LoRA_W
 from fused_mlp.dropout import draw_masks
 
-# 128 columns: what Hopper adds up of FP8 before it goes on in fp32, so that borders stand alone
+# 128 columns: Hopper sums this many FP8 values before it adds them in fp32, so borders stay apart
 ROWS, IN, OUT, RANK = 512, 128, 128, 8
 DELTA = 3e-4
 BF16 = torch.bfloat16

@@ -41,7 +41,7 @@ def make(case, dtype, device):
 def fused(
     grad_hidden, gate_up, *factors, dtype=None, layout=torch.clone, activation="silu", dropout=0.0
 ):
-    """grad_gate_up and the three products, of which the first lies as A does."""
+    """Return grad_gate_up and the three products. The first is transposed, as A is."""
     gradients = []
     for i, factor in enumerate(factors):
         intermediate, rank = grad_hidden.shape[1], factor.shape[1]

@@ -1,4 +1,4 @@
-"""What every fused part takes off a step: by hand, and as a table."""
+"""The time that every fused part saves per step, by hand and as a table."""
 
 from statistics import median
 

@@ -1,4 +1,4 @@
-"""Two results files held against each other, with times for which the verdict is known by hand."""
+"""Comparisons of two results files, with times whose verdict we know by hand."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""What trains in so much memory, by hand, and frontier.png on made-up results."""
+"""The variants that fit in a given memory, by hand, and frontier.png on made-up results."""
 
 from functools import cache
 

@@ -243,7 +243,7 @@ def test_a_rehearsal_is_stamped_everywhere_and_nothing_else_is():
 
 @pytest.mark.parametrize("name", ["eight, two without a time", "long names"])
 def test_variants_are_told_apart_with_and_without_colour(name):
-    """Those of one family, too."""
+    """Check variants of one family as well."""
     view = View(RUNS[name])
     for what in ("colour", "marker", "hatch"):
         found = [getattr(look, what) for look in view.looks.values()]

@@ -139,7 +139,7 @@ def test_the_headline_by_hand():
 
 
 def test_steps_beside_the_floor_by_hand():
-    """In FP8 beside the same in bf16; with checkpointing over the recomputation, too."""
+    """Compare FP8 with bf16, and checkpointing also with the floor plus the recomputation."""
     graph, offload = "fused_layer_graph_no_checkpointing", "fused_layer_graph_offload"
     fp8, peak = "fp8_lm_head_graph_no_checkpointing", 3 * 2**30
     run = example.empty(variants=[graph, fp8, offload], seq_lens=[512])

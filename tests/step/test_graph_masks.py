@@ -59,7 +59,7 @@ def spy_on_masks(monkeypatch, fusion):
 
 
 class RunAtCapture(Recorded):
-    """A "capture" that runs Triton's kernels, too, of which `Recorded` records nothing."""
+    """A "capture" that also runs Triton's kernels, which `Recorded` cannot record."""
 
     def capture(self, body):
         with (
@@ -121,13 +121,13 @@ def steps_with_kernels(fusion, device, lr):
 WHOLE = Fusion(layer=True, cross_entropy=True)
 FUSIONS = Fusion(**ALL), WHOLE
 SEEDS = {"cpu": range(EAGER_CALLS + 1), "cuda": range(EAGER_CALLS + 3)}  # the last are replays
-# The eager step has no padding in its products, which on a GPU bf16 rounds otherwise. Adam would
-# make a step of every gradient that is next to nothing.
+# The eager step has no padding in its matmuls, so on a GPU bf16 rounds them differently. Adam would
+# turn every near-zero gradient into a full step.
 OF_OTHER_ROWS, OF_OTHER_STEPS = {"cpu": 1e-5, "cuda": 2**-8}, 2**-14
 
 
 def padded(device, seed, case="apart"):
-    """Two rows of nine, of which the second has fewer tokens, after its padding or before it."""
+    """Return two rows of nine. The second is shorter, with padding before or after its tokens."""
     tokens, is_left = ids(device, seed)[:, :9].clone(), seed % 2 == 0
     is_token = torch.ones_like(tokens)
     is_token[1, slice(0, 2 + seed) if is_left else slice(7 - seed, 9)] = 0
@@ -142,7 +142,7 @@ def padded(device, seed, case="apart"):
 
 
 def train_as_eager(step, eager, calls, rtol, fusion, monkeypatch):
-    """The masks that the step has attended with."""
+    """Train step and eager alike, and return the masks that the step attended with."""
     wanted = [eager(**call) for call in calls]
     seen = spy_on_masks(monkeypatch, fusion)
     losses = [step(**call) for call in calls]
@@ -160,8 +160,10 @@ def no_warnings():
 
 @pytest.fixture
 def as_in_a_graph():
-    """Attention by the kernels that a graph has, where cuDNN's are not called: padding on the left
-    attends to nothing, of which each kernel makes something else, and "predicts" has it predict."""
+    """Run attention with the kernels that a graph uses, without cuDNN's.
+
+    Padding on the left attends to nothing, and each kernel returns something else for that. In the
+    case "predicts" the loss depends on it."""
     with sdpa_kernel(WITHOUT_CUDNN):
         yield
 

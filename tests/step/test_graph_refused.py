@@ -96,7 +96,7 @@ def test_a_refused_step_adds_nothing_to_accumulated_gradients(device, change, na
 
 
 def test_only_addresses_are_looked_at_while_the_gpu_waits(device, monkeypatch):
-    """And the rest between the two launches, of which the second may do harm."""
+    """Check everything else between the two launches: only the second can do harm."""
     step, _ = steps(tiny(device))
     train(step, [(batch(seed), True) for seed in range(EAGER_CALLS + 1)])
     (graph,), calls = step._graphs.values(), Mock()

@@ -35,7 +35,7 @@ def recorded(monkeypatch):
 
 
 def rows():
-    """Of one length, of which the last two are padding."""
+    """Return rows of one length whose last two tokens are padding."""
     tokens = torch.cat([ids("cpu", seed)[:, :7] for seed in range(7)])[:13]
     labels = tokens.clone()
     labels[:, -2:] = -100
@@ -46,7 +46,7 @@ def rows():
 
 
 def train(kind, model, folder, resume=None, accepts_num_items=True, **options):
-    """The trainer, what it logged of its computations, and what it trained."""
+    """Train, and return the trainer, the numbers it logged and the weights it trained."""
     on_cpu = next(model.parameters()).device.type == "cpu"
     settings = TrainingArguments(
         str(folder), logging_steps=1, report_to=[], disable_tqdm=True, use_cpu=on_cpu,
@@ -71,7 +71,7 @@ def test_the_graphed_trainer_is_the_trainer(setting, tmp_path, device):
     plain = layer_case.peft_model(device, dtype=dtype, config={"num_hidden_layers": 1})
     model = copy.deepcopy(plain)
     trainer, logged, weights = train(train_hf_graph.GraphedTrainer, model, tmp_path, **options)
-    # the smaller one is called twice in two epochs, and captured at its third call
+    # the smaller batch comes twice in two epochs, and is captured on its third call
     assert captured(trainer.step) == options.get("num_train_epochs", 2) // 2
     if setting == "resumed":
         again = copy.deepcopy(plain)

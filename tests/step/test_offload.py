@@ -21,7 +21,7 @@ from fused_mlp.launching import next_power_of_2
 
 
 class Stream:
-    """A stream that does its work when somebody waits for it: as late as CUDA may."""
+    """A stream that works only when somebody waits for it: as late as CUDA may."""
 
     def __init__(self):
         self.queue, self.done = [], 0
@@ -53,7 +53,7 @@ class Later(torch.Tensor):
 
 
 class Gpu:
-    """Its allocator gives memory away when it is freed, to what its user queues from then on."""
+    """A GPU whose allocator hands freed memory to whatever the user's stream queues next."""
 
     user: Stream
     current: Stream
@@ -75,7 +75,7 @@ def on_stream(stream):
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """What `offload` asks of it, with streams of ours."""
+    """Replace the CUDA calls that `offload` makes by ones on fake streams."""
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Gpu.current)
     monkeypatch.setattr(torch.cuda, "stream", on_stream)
     zeros = partial(torch.zeros, dtype=torch.uint8)
@@ -84,7 +84,7 @@ def cuda(monkeypatch):
 
 @pytest.fixture
 def streams(cuda, monkeypatch):
-    """The stream of the computation and that of the copies."""
+    """Return the stream of the computation and the stream of the copies."""
     user, copies = Stream(), Stream()
     Gpu.current = Gpu.user = user
     empty = torch.full((4,), -2.0)
@@ -102,8 +102,7 @@ def offloaded(tensor, copies, free, layer=None):
 
 
 def layers(count, tensors, copies, free):
-    """So many layers, one after the other, which offload so many tensors each, as `Offload` does
-    it."""
+    """Return `count` layers in a row, each offloading `tensors` tensors as `Offload` does."""
     found = []
     for i in range(count):
         if found:
@@ -129,13 +128,13 @@ def test_memory_is_let_go_of_when_the_next_one_is_offloaded_and_not_before_it_is
 
 
 def test_a_layers_tensors_go_and_come_together_and_each_is_copied_once(streams):
-    """In the order of backward, each layer's while the one after it is at work."""
+    """Fetch in backward order, each layer while the one after it computes."""
     user, copies = streams
     found = one, two, three = layers(3, 3, copies, [])
     assert all(t.on_gpu is None for t in (*one, *two)) and all(t.on_gpu is not None for t in three)
     back = len(copies.queue)
     for i in (2, 1, 0):
-        for k, saved in enumerate(found[i]):  # in the order of forward, in which it runs again
+        for k, saved in enumerate(found[i]):  # in forward order, as the recomputation goes
             tensor = saved.fetch()
             assert saved.on_gpu is None
             user.run()  # what the computation waits for, and nothing else

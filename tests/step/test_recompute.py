@@ -1,4 +1,4 @@
-"""A forward that runs again in backward: that it is the same forward, and that it keeps nothing."""
+"""Recomputation in backward: it repeats the same forward, and keeps nothing."""
 
 import gc
 import weakref
@@ -151,7 +151,7 @@ def test_what_the_second_run_saves_can_be_seen_together(x, weight):
 
 
 def test_random_numbers_are_drawn_again_and_later_ones_are_not_touched(x, weight, monkeypatch):
-    """Of every generator: one of our own stands for a GPU's, which is the second there."""
+    """Check every generator. A fake one stands in for a GPU's, which is the second there."""
     other = torch.Generator()
     generators_of = recompute._generators_of
     monkeypatch.setattr(recompute, "_generators_of", lambda x: (*generators_of(x), other))
@@ -166,7 +166,7 @@ def test_random_numbers_are_drawn_again_and_later_ones_are_not_touched(x, weight
     def run(function):
         torch.manual_seed(3), other.manual_seed(4)
         total = function(x).square().sum()
-        drawn = draw()  # without it the second run would leave generators as the first did
+        drawn = draw()  # otherwise the recomputation would leave the generators as the forward did
         return *torch.autograd.grad(total, (x, weight)), *drawn, *draw()
 
     assert_equal(run(lambda x: recomputed(forward, x)), run(forward))
