@@ -1,4 +1,4 @@
-"""linear_cross_entropy in chunks of tokens: what it computes, saves and holds, when it waits."""
+"""linear_cross_entropy in chunks of tokens: its results, what it saves and holds, when it waits."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ fixtures = case, small_blocks  # pytest finds them in this module
 
 
 class Watch(TorchDispatchMode):
-    """The names of the operations inside, and the bytes of the tensors that they made."""
+    """A record of the operations inside, and the bytes of the tensors they make."""
 
     def __init__(self):
         super().__init__()

@@ -1,5 +1,5 @@
-"""What the launchers of our kernels promise: the same tests over all. What is one's alone is
-tested in its own file."""
+"""Checks of what our kernels' launchers promise: the same tests for all. Each kernel's own file has
+the tests that only it needs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

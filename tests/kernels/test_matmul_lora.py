@@ -1,6 +1,5 @@
-"""matmul_lora and what stands beside it, against eager PyTorch in float64. (Any rank, size
-and dtype, groups of layers and their gradients: test_contract.py, as LoRA_MLP and LoRA_QKV have
-them.)"""
+"""matmul_lora and its helpers, compared with eager PyTorch in float64. As parts of LoRA_MLP and
+LoRA_QKV, test_contract.py covers any rank, size and dtype, groups of layers, and gradients."""
 
 import pytest
 import torch

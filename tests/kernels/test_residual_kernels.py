@@ -1,5 +1,4 @@
-"""RMSNorm into wider rows, its backward and the residual's sum: what test_launchers.py tries, and
-how their rows are made."""
+"""RMSNorm into wider rows, its backward and the residual's sum: the cases for test_launchers.py."""
 
 import torch
 from cases.reference import assert_within_budget, random
@@ -109,7 +108,7 @@ def test_several_rows_share_a_partial_sum_of_a_weights_gradient(device, monkeypa
 
 
 def test_the_sum_with_a_norm_rounds_once(device):
-    """An error budget allows what eager loses by rounding the norm first."""
+    """Be stricter than the error budget, which allows eager's extra rounding of the norm."""
     case = normed_sum_case("a block", torch.bfloat16, device)
     exact, _ = eager_normed_sum(*(t.double() for t in case))
     assert (fused_normed_sum(*case)[0] != exact.bfloat16()).double().mean() < 0.01

@@ -54,8 +54,8 @@ class Case:
         return buffer
 
     def share(self, output, adapted):
-        """The output's change when B goes from 0 to B, projected on the exact change for an adapter
-        that reads `adapted`."""
+        """Return the output's change when B goes from 0 to B, projected on the exact change for an
+        adapter that reads `adapted`."""
         changed = (output(self.B).double() - output(torch.zeros_like(self.B)).double()).flatten()
         exact = (
             (adapted.double() * self.kept) @ self.A.double().t() @ self.B.double().t()
@@ -86,7 +86,7 @@ def down_projection(case):
 
 
 def behind_a_norm(case):
-    """Projections that read a norm: q, k and v, or gate and up."""
+    """Return projections that read a norm: q, k and v, or gate and up."""
     norm = Norm(torch.ones(IN, dtype=BF16, device=case.x.device), 1e-6)
     n = case.x.double() / case.x.double().square().mean(1, keepdim=True).add(1e-6).sqrt()
     return case.share(
@@ -109,7 +109,7 @@ def test_whole_layers_show_all_of_a_small_adapter(place, fp8, drops, device):
 
 
 def test_a_part_alone_shows_less_of_it_and_never_more(device):
-    """As in PEFT: the product is rounded before the adapter is added to it."""
+    """Do as PEFT does: round the matmul before adding the adapter."""
     case = Case(device, False, False)
 
     def output(B):

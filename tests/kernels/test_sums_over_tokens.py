@@ -89,7 +89,7 @@ def eager(size, case):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("size", ["odd", "a layer", "nothing of some"])
 def test_an_x_may_be_codes(size, dtype, ranges, device):
-    """Every third of them, the first included: their numbers count."""
+    """Make every third x codes, starting with the first. Their values count."""
     case = make(size, dtype, device)
     codes = [t.to(E4M3) if i % 6 == 0 else t for i, t in enumerate(case)]
     numbers = [t.to(dtype) for t in codes]
@@ -136,7 +136,7 @@ def test_partial_sums_stay_inside_the_workspace_and_fill_it(size, device, monkey
     assert seen
     for big in seen:
         assert big[:64].isnan().all() and big[-64:].isnan().all() and not big[64:-64].isnan().any()
-        # of rank 8 all, in blocks of 16: what lies beside a factor is not read
+        # all of rank 8, in blocks of 16: nothing beside a factor is read
         assert size != "a layer" or not big[64:-64].view(-1, 2, 8)[:, 1].any()
     seen.clear()
     monkeypatch.setattr(module, "PROGRAMS", 0)  # one range, whose sums need no workspace
@@ -150,8 +150,8 @@ def test_all_rows_may_be_one(device):
 
 
 def test_products_give_alone_what_they_give_together(device, monkeypatch):
-    """Frozen adapters are left out, and change nothing for the others."""
-    monkeypatch.setattr(module, "PROGRAMS", 10**6)  # or fewer tiles would be more ranges
+    """Leave out frozen adapters. The others' results stay the same."""
+    monkeypatch.setattr(module, "PROGRAMS", 10**6)  # otherwise fewer tiles would give more ranges
     case = make("a layer", torch.bfloat16, device)
     together = iter(fused("a layer", case))
     for x, factors in products_of("a layer", case):

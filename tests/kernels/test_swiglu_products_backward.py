@@ -24,7 +24,7 @@ SCALINGS = 1.0, 2.0, 0.75
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    """So that a few rows are several tiles in several ranges, the last of each not full."""
+    """Split a few rows into several tiles and ranges, the last of each partial."""
     monkeypatch.setattr(module, "BACKWARD_TILING", Tiling(16, 32, 2, 4, 2))
 
 

@@ -39,7 +39,7 @@ def inputs(device, seed=3, length=17, **others):
 
 
 def spy_on_masks(monkeypatch, fusion):
-    """The mask of every attention from now on."""
+    """Collect the mask of every attention call from now on."""
     seen = []
     if fusion is None:
         attend = F.scaled_dot_product_attention
@@ -109,7 +109,7 @@ def packed(device, seed):
 
 
 def steps_with_kernels(fusion, device, lr):
-    """A step and the eager loop beside it."""
+    """Return a step and an eager loop to compare it with."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32  # a GPU has no kernels for fp32
     model = peft_model(device, "Llama", dtype, config=ONE_LAYER | {"head_dim": 32})
     eager = copy.deepcopy(model)
@@ -228,7 +228,7 @@ def test_a_graph_has_the_masks_of_the_eager_step(window, monkeypatch, device):
 
 @pytest.mark.parametrize("name", ["attention_mask", "position_ids"])
 def test_a_graph_that_cannot_go_without_a_mask_says_so(name, device):
-    """Whether its rows are padded or packed the values say, and those of another batch may."""
+    """Only the values say whether rows are padded or packed. The next batch's may be."""
     step, eager = steps(peft_model(device, "Llama", config=ONE_LAYER))
     ones = torch.ones(2, 17, dtype=torch.int64)
     given = {"attention_mask": ones, "position_ids": ones.cumsum(1) - 1}[name]
@@ -259,7 +259,7 @@ def test_a_mask_that_says_that_there_is_none_is_taken_as_before(monkeypatch, dev
 
 
 def test_compiled_layers_are_warned_of():
-    """On the CPU: what compiles anew for a mask, as these would, no CUDA graph captures."""
+    """Run on the CPU: no CUDA graph can capture layers that recompile for a mask, as these do."""
     model = peft_model("cpu", "Llama", config=ONE_LAYER)
     step = graphed(model, adamw(model))
     for _ in range(EAGER_CALLS):
@@ -273,7 +273,7 @@ def test_compiled_layers_are_warned_of():
 
 
 def attention_kernels(run):
-    """The names of attention's kernels in a run, without what differs by a batch."""
+    """Return the names of the attention kernels in a run, except those that vary with the batch."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:

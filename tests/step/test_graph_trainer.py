@@ -1,5 +1,5 @@
-"""The Trainer whose forward and backward are a CUDA graph (examples/train_hf_graph.py), beside the
-Trainer: the same losses, gradients' norms and weights."""
+"""The Trainer whose forward and backward are a CUDA graph (examples/train_hf_graph.py). It has the
+same losses, gradient norms and weights as the plain Trainer."""
 
 import copy
 
@@ -16,7 +16,7 @@ pytest.importorskip("datasets", reason="wants datasets, which the example reads 
 
 from examples import train_hf_graph
 
-# Of 13 rows: seven batches an epoch, the last one of one row, and an update of that alone.
+# 13 rows make seven batches per epoch. The last has one row and gets its own update.
 USUAL = {"num_train_epochs": 2, "per_device_train_batch_size": 2, "learning_rate": 2**-7}
 SETTINGS = {
     "a smaller last batch": {},
@@ -93,8 +93,8 @@ def test_the_graphed_trainer_is_the_trainer(setting, tmp_path, device):
 @pytest.mark.parametrize("checkpoint", ["", "full", "offload"])
 @pytest.mark.parametrize("bf16", [False, True])
 def test_a_fused_model_in_the_graphed_trainer(bf16, checkpoint, tmp_path, device):
-    """Not in the interpreter, whose kernels are no operations that the recorded graph knows. In a
-    graph the fused loss drops no ignored tokens: within bf16's own error there."""
+    """Run on a GPU: kernels in the interpreter are no operations that the recorded graph knows. In
+    a graph the fused loss drops no ignored tokens, so we allow bf16's own error."""
     plain = layer_case.peft_model(device, dtype=torch.bfloat16 if bf16 else torch.float32)
     fusion = Fusion(layer=True, rms_norm=True, cross_entropy=True, checkpoint=checkpoint)
     fuse(plain, fusion)
