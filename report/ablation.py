@@ -120,7 +120,7 @@ class AblationBlock(NamedTuple):
 
 
 def parts_of_block(checkpoints: bool) -> tuple[str, ...]:
-    """Return the parts of a block. Without checkpointing, that part has nothing to fuse."""
+    """Return the parts of a block. Without checkpointing, there is no checkpoint to fuse."""
     return tuple(part for part in FUSED_PARTS if checkpoints or part != "checkpoint")
 
 

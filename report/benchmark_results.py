@@ -1,5 +1,4 @@
-"""benchmark_results.png, from a run alone: the speedup of each variant at each length, in GPU time.
-"""
+"""benchmark_results.png, from a run alone: speedups of all variants at each length, in GPU time."""
 
 from __future__ import annotations
 

@@ -163,8 +163,7 @@ def _not_drawn(run: Run, points: list[Point]) -> str:
 
 
 def frontier_finding(run: Run) -> str:
-    """Say which variant is fastest on the smallest card that any fits, and which is fastest of all.
-    """
+    """Say which variant is fastest on the smallest card that any fits, and which overall."""
     if run.rehearsal:
         return REHEARSAL_NOTICE
     best = pareto(_shown(run))

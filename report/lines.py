@@ -20,7 +20,7 @@ SPARE_LOOKS = [  # for variants whose family's look is taken
     Look("", "#000000", "*", "OO"), Look("", "#8a7a00", "X", "|||"), Look("", "#7a4900", ">", "ooo")
 ]  # fmt: skip
 FEW = 4  # up to this many variants we label every point; with more, the table has the values
-SHORT = 32  # letters from which a name takes two lines
+SHORT = 32  # letters: the longest name that fits on two lines
 SIZE = 11  # of letters, unless a picture asks for another
 # Heights at that size, as shares of the panel: a value beside its point, and a line of words.
 LABEL, LINE = 0.085, 0.052
@@ -158,9 +158,9 @@ class _Lines(NamedTuple):
                            va="center", linespacing=1.05, **self.text_look(row))  # fmt: skip
 
     def label_points(self, place: int, rows: list[SummaryRow]) -> None:
-        """Write the values at one length above their points, or below if there is no room. If there
-        is none either, the table has them. One within noise never goes below: there it would look
-        like a loss."""
+        """Write the values at one length above their points, or below if there is no room. Values
+        that fit neither are left to the table. One within noise never goes below: there it would
+        look like a loss."""
         taken: list[list[float]] = [self.heights(1.0)] if self.name == "speedup" else []
         for row in rows:
             reach, look = (self.value(row), *self.ends(row)), self.text_look(row)

@@ -137,8 +137,8 @@ def loss_curve_figure(runs: Sequence[Run]) -> Figure | None:
 
 
 def loss_curve_finding(runs: Sequence[Run]) -> str:
-    """Say how far the losses of our variants drift at most. If the reference is fp32, add vanilla
-    PEFT's own in bf16."""
+    """Say how far the losses of our variants differ at most. If the reference is fp32, add vanilla
+    PEFT's own difference in bf16."""
     if runs[0].rehearsal:
         return REHEARSAL_NOTICE
     apart = [(variant_of(one.variant), one.percent) for run in runs for one in percent_apart(run)]

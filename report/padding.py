@@ -129,7 +129,7 @@ def padding_section(found: Sequence[ChatGroup]) -> str:
 
 
 def _captions(runs: Iterable[Run]) -> list[str]:
-    """Write a caption for each run, just once if both have the same."""
+    """Write a caption for each run, or a single one if they agree."""
     captions = [caption_with_commit(run) for run in runs]
     same = {re.sub(", (padded|whole chats in one row) ·", " ·", words) for words in captions}
     return [*same] if len(same) == 1 < len(captions) else captions

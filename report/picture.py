@@ -26,8 +26,8 @@ GREY = "#444444"
 
 @contextmanager
 def framed(width: float, height: float, dpi: int = 150, **changed: Any) -> Iterator[Figure]:
-    """Give an empty picture of this size in inches; what is drawn inside has our style. changed:
-    settings of matplotlib for this picture, with _ for the dot."""
+    """Give an empty picture of this size in inches, and draw in our style inside the context.
+    changed: matplotlib settings for this picture, with _ for the dot."""
     own = {name.replace("_", "."): value for name, value in changed.items()}
     with style.context(["default", STYLE, own]):
         yield Figure(figsize=(width, height), dpi=dpi)

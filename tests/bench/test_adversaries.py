@@ -86,7 +86,7 @@ def adapters_that_are_not_trained(built, patch):
 
 
 def saved_input_written_in_place(built, patch):
-    """Behind autograd's back, as a Triton kernel can."""
+    """Write behind autograd's back, as a Triton kernel can."""
     forward = LoRA_MLP.forward
 
     def overwrite(ctx, x, *others):
@@ -146,7 +146,7 @@ def sleep_outside_the_marks(built, patch):
 
 
 def work_that_goes_on_after_the_last_mark(built, patch):
-    """Work like another stream: only the synchronisation waits for it."""
+    """Keep working, as another stream would: only the synchronisation waits for it."""
     patch.setattr(trainer.WallClock, "synchronize", lambda self: time.sleep(0.02))
 
 
@@ -208,7 +208,7 @@ def test_a_cheat_is_named_and_a_wrong_result_is_not_timed(measure, cheat, varian
 
 
 def test_losses_that_leave_vanillas(measure):
-    """The variant passes the gate and every audit and then trains on something else."""
+    """Pass the gate and every audit, then train on something else."""
     vanilla = measure()  # honest
     assert vanilla.status == "ok" and len(vanilla.step_ms) == STEPS, vanilla.error
     other = msgspec.structs.replace(vanilla, losses=list(vanilla.losses))

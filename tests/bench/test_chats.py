@@ -1,4 +1,4 @@
-"""The data that `--data` may name, and the one line that says what is wrong with it."""
+"""The data that `--data` accepts, and the one line that says what is wrong with it."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def gathered(tmp_path, text: str | bytes) -> list[list[Message]]:
 
 
 def test_the_published_chats_are_gathered_byte_for_byte(tmp_path):
-    """data_sha256 and all batches are then those of the file in the repository."""
+    """Keep data_sha256 and all batches those of the file in the repository."""
     path = gather(str(DATA / "sft_train.jsonl"), tmp_path)
     assert path.read_bytes() == (DATA / "sft_train.jsonl").read_bytes()
     assert path.stem == sha256_of(path)[:12] and path.is_relative_to(tmp_path)

@@ -62,7 +62,7 @@ def plan(request, tmp_path, monkeypatch, checkpoint):
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ["cpu", "cuda"], indirect=True)
 def test_each_command_of_the_readme_works_after_any_other(plan, tmp_path):
-    """All of them, and then all the other way round."""
+    """Try all of them, then all in reverse order."""
     folders = []
     for command in COMMANDS:
         _, path, _ = plan(*shlex.split(command))

@@ -45,7 +45,7 @@ class FakeClock:
 
 
 class Line(torch.nn.Module):
-    """loss = mean((weight * input_ids - labels)^2). Keeps its tokens and masks."""
+    """A model with loss = mean((weight * input_ids - labels)^2). It keeps its tokens and masks."""
 
     def __init__(self):
         super().__init__()
@@ -109,7 +109,7 @@ def test_the_timed_steps_go_through_the_batches_in_order_whatever_the_warmup_too
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_it_trains_from_the_first_weights_on_the_mean_of_the_losses_of_a_step(accumulate):
-    """As AdamW without a warm-up does in plain PyTorch, on all rows of a step at once."""
+    """Compare with AdamW without a warm-up in plain PyTorch, on all rows of a step at once."""
     weight = torch.nn.Parameter(torch.tensor([0.5]))
     optimizer = torch.optim.AdamW([weight], lr=0.1)
     values, expected, gradients = [1.0, 2.0, 4.0, 3.0, 1.0, 2.0], [], []

@@ -122,7 +122,7 @@ def test_a_run_that_lacks_something_for_verdicts_says_so():
 
 
 def test_the_headline_by_hand():
-    """By the GPU's time, whatever the clock says; the last row is memory."""
+    """Use the GPU's time, whatever the clock says. The last row is memory."""
     run = rounds(vanilla_peft=(210, 210), fused_mlp=(105, 105), full_unsloth=(150, 150))
     for cell in run.cells:
         cell.peak_allocated_bytes = 3 * 2**30
