@@ -315,7 +315,8 @@ dup = dh * silu(gate), dgate = dh * up * silu'(gate) | gate, up, dh |
 
 
 def peft_forward(panel: Panel) -> None:
-    """A column a projection, read downwards, and under them what joins gate and up."""
+    """Draw one column per projection, read downwards, and below them the calls that join gate and
+    up."""
     panel.starts(PEFT_STARTS, f"{X}; {WEIGHTS}", f"{ADAPTERS}; {DOWN_ADAPTERS}")
     for column, (name, *_) in enumerate(MLP):
         panel.text(RIGHT + column * (SPAN + LANE) / 3, panel.down, f"{name}_proj", 20)
@@ -331,7 +332,7 @@ def peft_forward(panel: Panel) -> None:
 
 
 def peft_backward(panel: Panel) -> None:
-    """A column a projection, in the order of execution, and under them the activation's passes."""
+    """Draw a column per projection, in execution order, and below them the activation's passes."""
     saved = "x copy TH*; hidden copy TI*; a Tr*", "gate TI*; up TI*; silu(gate) TI*"
     adapters = "Ag rH; Au rH; Bg Ir; Bu Ir; Ad rI; Bd Hr"
     panel.starts(PEFT_BACKWARD_STARTS, f"dy TH; {WEIGHTS}", *saved, adapters)
@@ -372,7 +373,7 @@ def lora_backward(panel: Panel) -> None:
 
 
 def draw_panels() -> tuple[list[dict], list[Panel]]:
-    """Excalidraw's elements, and the four panels that have calls."""
+    """Return Excalidraw's elements, and the four panels that have calls."""
     peft = Panel(1, "1  PEFT, forward", HOW_TO_READ + ", a is x A'.")
     lora = Panel(2, "2  LoRA_MLP, forward", HOW_TO_READ + ADDMM)
     triton = Panel(3, "3  What a Triton kernel does: swiglu_forward", INTRO)

@@ -1,7 +1,7 @@
-"""The panel of lora.excalidraw that says what Unsloth's LoRA_MLP does otherwise.
+"""The panel of lora.excalidraw that shows how Unsloth's LoRA_MLP differs.
 
-Unsloth's totals are counted like ours, from a trace of its LoRA_MLP on tensors of the drawing's
-size, not compiled, with fp32 adapters.
+We count Unsloth's totals like ours, from a trace of its LoRA_MLP on tensors of the drawing's size,
+not compiled, with fp32 adapters.
 """
 
 from call_panel import LANE, LEFT, RIGHT, SIZES, SPAN, Panel
