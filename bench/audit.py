@@ -25,8 +25,8 @@ LOSS_STEPS = 25
 def hidden_time(timings: Timings) -> str | None:
     """Report time that passed in the steps but outside their marks: sleep, or another stream.
 
-    A busy host may lose time in fewer than half of the steps. So each step is held against its own
-    marks and the median decides.
+    A busy host may lose time in fewer than half of the steps. So we compare each step with its own
+    marks, and the median decides.
     """
     hidden = [
         wall_ms - (WALL_SHARE * step_ms + WALL_MS)

@@ -191,7 +191,7 @@ def _is_made_for_one_length(variant: str) -> bool:
 
 
 def _build_and_check(plan: Plan, variant: str, seq_len: int) -> tuple[Built, Parity]:
-    """Build the variant and hold it against the reference."""
+    """Build the variant and check it against the reference."""
     from bench.parity import Reference, check_parity
 
     built = plan.build(variant, seq_len)

@@ -104,12 +104,12 @@ def make_reference(vanilla: Built, batches: tuple[Batch, Batch], fp8: bool = Fal
 
 
 def check_parity(built: Built, batches: tuple[Batch, Batch], reference: Reference) -> Parity:
-    """Hold `built` against the reference on the reference's own batches."""
+    """Compare `built` with the reference on the reference's own batches."""
     return judge(*_run(built, batches), reference)
 
 
 def judge(losses: list[float], gradients: Gradients, reference: Reference) -> Parity:
-    """Hold losses and gradients against the reference: are they within the limits?"""
+    """Compare losses and gradients with the reference: are they within the limits?"""
     loss_errors = _relative(losses, reference.losses)
     errors = _errors(gradients, reference.gradients)
     scales = _scales(gradients, reference.gradients)

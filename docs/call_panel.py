@@ -1,13 +1,13 @@
 """A panel of lora.excalidraw: text at the left, beside it boxes that stand for calls on the GPU.
 
-A card is a line "calls | what they compute | what they read | what they write". A call is "number
-name reads > writes", a tensor its rows and columns, then 4 if it is fp32 (else bf16) and * if it is
-saved for the backward. "-" stands for a read that gets no box. Two calls are
-"first; second", what they compute "first / second"; a comma there begins a new line. A line "= gate
-TI; up TI" below cards gives what they write as boxes across the whole row.
+A card is a line "calls | computes | reads | writes". A call is "number name reads > writes". A
+tensor is its rows and columns, then 4 if it is fp32 (otherwise bf16) and * if it is saved for the
+backward. "-" stands for a read that gets no box. Two calls are "first; second", and what they
+compute is "first / second". A comma there begins a new line. A line "= gate TI; up TI" below cards
+draws what they write as boxes across the whole row.
 
-Each box of a result says which calls read it, and an arrow leads to those in the row below and to
-the next in its own row; both follow from the cards.
+Each result's box says which calls read it. Arrows lead to those in the row below and to the next in
+its own row. Both follow from the cards.
 """
 
 from collections import Counter

@@ -4,16 +4,17 @@
     python docs/draw_lora.py --panels FOLDER    write each of its panels there, alone
     python docs/draw_lora.py --svg FOLDER       keep the panels' exports as docs/figures/*.svg
 
-Every call is written here once; all sizes, counts and totals in the drawing follow from that, and
-test_drawing.py holds it against what really runs. Memory traffic is each input of a call read
-once and each output written once; addmm_ also reads what it adds to (calls 1, 8 and 9 of the
-backward add to nothing: beta = 0).
+Every call is written here once, and all sizes, counts and totals in the drawing follow from it.
+test_drawing.py compares the calls with a trace of the real code. We count memory traffic as reading
+each input of a call once and writing each output once. addmm_ also reads the tensor it adds to,
+except in calls 1, 8 and 9 of the backward, where beta = 0.
 
-For the figures, open each panel's file at excalidraw.com, take "Export image" as SVG, background on
-and scene not embedded, save it beside the file as NAME.svg and give the folder to --svg, which
+For the figures, open each panel's file at excalidraw.com and take "Export image" as SVG, background
+on and scene not embedded. Save it beside the file as NAME.svg and give the folder to --svg, which
 stamps the figures with the sha256 of lora.excalidraw.
 
-Excalidraw opens a drawing at 100%, around what is nearest to its origin: there is the overview.
+Excalidraw opens a drawing at 100%, around the element nearest to its origin. So we put the overview
+there.
 """
 
 import argparse

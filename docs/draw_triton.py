@@ -2,7 +2,7 @@
 
 from call_panel import DIMENSIONS, RIGHT, SPAN, Panel
 
-TILE = 2048  # numbers; tests/kernels/test_drawing.py holds it against the kernel
+TILE = 2048  # numbers; tests/kernels/test_drawing.py compares it with the kernel
 PROGRAMS = DIMENSIONS["T"] * DIMENSIONS["I"] // TILE
 INTRO = f"""A kernel is a function that runs on the GPU. Triton is a language to write one in,
 close to Python: the function says what happens to one tile, here {TILE:,} numbers in a row in

@@ -15,7 +15,7 @@ in each direction. This panel shows where they differ, read in Unsloth {VERSION}
 fp32. Boxes with square corners are launches, boxes with round corners are tensors."""
 GEMM, CAST, TRITON = "matrix product, or GEMM", "cast, fp32 and bf16", "Triton kernel"
 SAVED = "activation, saved"
-# what it is about, its files and times, why, and the boxes of Unsloth and of LoRA_MLP
+# topic, files and times, reason, and the boxes of Unsloth and of LoRA_MLP
 DIFFERENCES = (
     (
         "x A' for gate and up",

@@ -204,7 +204,7 @@ def test_a_cheat_is_named_and_a_wrong_result_is_not_timed(measure, cheat, varian
     assert not (is_wrong and cell.step_ms)
 
 
-# --- losses, held against vanilla's ---------------------------------------------------------------
+# --- losses, compared with vanilla's --------------------------------------------------------------
 
 
 def test_losses_that_leave_vanillas(measure):

@@ -72,7 +72,7 @@ def test_a_length_that_lacks_a_cell_is_run_again_with_all_its_variants():
         return experiment.cells_to_do(asked, results)
 
     assert to_do(interleave=0) == [lacking]
-    # with those that were not asked for this time, but would be held against a new baseline
+    # including variants not asked for this time that a new baseline would judge
     together = [lacking, (2, "vanilla_peft", 64), (2, "full_unsloth", 64)]
     assert to_do() == to_do(quick=True) == together
 
