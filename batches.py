@@ -50,8 +50,8 @@ class Batch:
 
     input_ids, labels: int64 [batch_size, seq_len]. attention_mask: the same, 1 on tokens and 0 on
     padding; None for packed rows, which have no padding. For whole documents in one row
-    [1, tokens]: position_ids begin anew with each document, `lengths` (int32) has their tokens, and
-    the last `filler` tokens are padding, as a document of their own.
+    [1, tokens]: position_ids restart at each document, and `lengths` (int32) has the tokens of
+    each. The last `filler` tokens are padding and count as one more document.
     """
 
     input_ids: torch.Tensor

@@ -100,8 +100,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def missing_packages() -> list[str]:
-    """Return the packages of requirements.txt that are not installed. Some are imported only after
-    minutes, in processes of their own."""
+    """Return the packages of requirements.txt that are not installed. Child processes import some
+    of them only after minutes."""
     missing = []
     for line in (HERE / "requirements.txt").read_text().splitlines():
         name, _, rest = line.partition("==")
@@ -115,7 +115,7 @@ def missing_packages() -> list[str]:
 
 @contextmanager
 def stopped_by_signals() -> Iterator[None]:
-    """Stop and clean up as by Ctrl-C if the process is told to end or its terminal closes."""
+    """Stop and clean up as on Ctrl-C, on SIGTERM or when the terminal closes."""
 
     def stop(number: int, frame: object) -> None:
         for each in before:

@@ -2,7 +2,7 @@
 
 All variants start from the same checkpoint and the same adapters. Only their recipes differ.
 Unsloth patches transformers and peft and must be imported before them. So we import all of these
-only when a variant is built, in a process of its own.
+only when a variant is built, in its own process.
 """
 
 import os

@@ -1,1 +1,1 @@
-"""Measuring: a plan, its cells in processes of their own, and their records."""
+"""Measuring: a plan, its cells in separate processes, and their records."""

@@ -25,8 +25,8 @@ LOSS_STEPS = 25
 def hidden_time(timings: Timings) -> str | None:
     """Report time that passed in the steps but outside their marks: sleep, or another stream.
 
-    A busy host may lose time in fewer than half of the steps. So each step is held against its own
-    marks and the median decides.
+    A busy host may lose time in fewer than half of the steps. So we compare each step with its own
+    marks, and the median decides.
     """
     hidden = [
         wall_ms - (WALL_SHARE * step_ms + WALL_MS)
@@ -82,10 +82,11 @@ def loss_gap(losses: list[float | None], baseline: list[float | None]) -> float:
 
 
 def check_losses(run: Run, cell: Cell) -> None:
-    """Hold a new cell's losses against its baseline's. A new baseline is held against the others.
+    """Compare a new cell's losses with its baseline's.
 
-    Checkpointing changes no loss. So without a time of the baseline, vanilla PEFT with or without
-    checkpointing stands in. With dropout nothing is held: each library draws masks of its own.
+    A new baseline also judges the cells that had none before it. Checkpointing changes no loss. So
+    if the baseline has no time, its twin with or without checkpointing stands in. With dropout we
+    compare nothing: each library draws different masks.
     """
     if run.experiment.lora.dropout:
         return

@@ -1,6 +1,6 @@
-"""Functions that run in processes of their own: prepare a run, measure floor, kernels and cells.
+"""Functions that run in child processes: prepare a run, measure floor, kernels and cells.
 
-Every public function takes `send` first and hands what it finds to the parent by it.
+Every public function takes `send` first and sends its findings to the parent with it.
 """
 
 import dataclasses
@@ -119,13 +119,13 @@ def measure_cells(
     """Send a {"cell": ...} for each round and length of `todo`.
 
     Also sends {"step": n} after each timed step, and {"did": stage} once a model is built and
-    checked and once it is warm. Stops after a cell that failed or ran out of memory: what follows
+    checked and once it is warm. Stops after a cell that failed or ran out of memory: the next one
     needs a fresh process.
 
-    With others beside it, each item of `todo` is a phase of its own. At an `interleaved` length it
-    waits for its turn before the warm-up, before every `plan.interleave` timed steps, and before
-    what follows them. At any other length its turn is the whole cell. Without memory, which the
-    others may hold, it sends {"does_not_fit": length} and stops.
+    With other variants beside it, each item of `todo` is a separate phase. At an `interleaved`
+    length it waits for its turn before the warm-up, before every `plan.interleave` timed steps, and
+    before the work after them. At any other length its turn is the whole cell. The others may hold
+    the memory it needs. Then it sends {"does_not_fit": length} and stops.
 
     Consecutive rounds of one length share a trainer. Later ones find the step captured and warm and
     are not profiled again.
@@ -191,7 +191,7 @@ def _is_made_for_one_length(variant: str) -> bool:
 
 
 def _build_and_check(plan: Plan, variant: str, seq_len: int) -> tuple[Built, Parity]:
-    """Build the variant and hold it against the reference."""
+    """Build the variant and check it against the reference."""
     from bench.parity import Reference, check_parity
 
     built = plan.build(variant, seq_len)
@@ -269,7 +269,7 @@ def _profiled(
     """
     recipe = recipe_of(cell.variant)
     functions = [name for proof in EVIDENCE.values() for name in proof.functions]
-    compiles = recipe.compiled or recipe.library == "unsloth"  # which compiles parts of its own
+    compiles = recipe.compiled or recipe.library == "unsloth"  # Unsloth compiles parts itself
     step = batches[: min(plan.accumulate, KINDS_OF_MICRO_BATCHES)]
     profile = profile_step(lambda: trainer.step(step), functions, not compiles)
     problem = not_run(

@@ -75,9 +75,9 @@ def not_run(
 ) -> str | None:
     """Name a part that ran less often than `micro_batches` ask for, in one line.
 
-    torch.compile turns a layer into one function of its own, so compiled parts show in kernels
-    alone. A replayed graph runs no function either. Its kernels are counted instead, or one of
-    them could stand for all modules. If neither q, k nor v has an adapter, modules of the first
+    torch.compile merges a layer into a single function, so compiled parts show only in kernels. A
+    replayed graph runs no function either. We count its kernels instead: just seeing one would not
+    prove that every module runs it. If neither q, k nor v has an adapter, modules of the first
     layer may have no backward: nothing before the first adapter is trained. With both "attention"
     and "rope", the norms of q's and k's heads run inside the attention's function.
     """

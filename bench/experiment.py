@@ -124,8 +124,8 @@ def measure_kernel_table(plan: Plan) -> Kernels:
 def cells_to_do(plan: Plan, run: Run) -> Cells:
     """Return every cell of the plan that the run lacks, in the order to run them in.
 
-    Only times taken side by side are compared. So if a round lacks one variant at a length at which
-    they run side by side, all its variants run again, those the run already has included.
+    We only compare times taken side by side. So if a round lacks one variant at an interleaved
+    length, we repeat all of that round's variants there, even those the run already has.
     """
     todo: Cells = []
     for round_number in range(1, plan.rounds + 1):

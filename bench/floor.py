@@ -120,7 +120,7 @@ class FrozenOperations:
 
     def recomputation(self, batch_size: int, seq_len: int) -> Callable[[], None]:
         """Return a function that runs what checkpointed layers must recompute: their forward
-        without the down projection, of whose output nothing is saved."""
+        without the down projection, because nothing saves its output."""
         given = self._operands(batch_size, seq_len)
 
         def run() -> None:

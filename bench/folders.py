@@ -104,7 +104,7 @@ def locked_log() -> "tempfile._TemporaryFileWrapper[bytes]":
 
 
 def _is_full(error: Exception, folder: Path) -> bool:
-    """Return True if a disk is full. Libraries that write raise errors of their own kinds."""
+    """Return True if a disk is full. Libraries wrap that error in various types."""
     says_so = getattr(error, "errno", None) == ENOSPC or os.strerror(ENOSPC) in str(error)
     return says_so or shutil.disk_usage(folder).free < LEFT_ON_A_FULL_DISK
 

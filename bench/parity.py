@@ -5,11 +5,11 @@ in bf16 there, times LIMIT. It holds for the loss of both batches and for each a
 gradient on the second. We use two batches because a result left over from the first is right only
 there. A variant over budget is not timed.
 
-Dropout is off, since each library draws masks of its own. FP8 variants have their own reference:
-vanilla PEFT with FP8 matmuls (`fp8_products.py`) takes the place of vanilla in bf16.
+Dropout is off, since each library draws different masks. FP8 variants have their own reference:
+vanilla PEFT with FP8 matmuls (`fp8_products.py`) replaces vanilla in bf16.
 
-bf16's error points anywhere, so a gradient that is a tenth too long hides in it. Its component
-along the truth does not hide. We measure that one separately, as the gradient's scale.
+bf16's error points in any direction, so a gradient that is a tenth too long hides in it. Its
+component along the truth cannot hide. We measure it separately, as the gradient's scale.
 """
 
 from collections.abc import Iterator
@@ -104,12 +104,12 @@ def make_reference(vanilla: Built, batches: tuple[Batch, Batch], fp8: bool = Fal
 
 
 def check_parity(built: Built, batches: tuple[Batch, Batch], reference: Reference) -> Parity:
-    """Hold `built` against the reference on the reference's own batches."""
+    """Compare `built` with the reference on the reference's own batches."""
     return judge(*_run(built, batches), reference)
 
 
 def judge(losses: list[float], gradients: Gradients, reference: Reference) -> Parity:
-    """Hold losses and gradients against the reference: are they within the limits?"""
+    """Compare losses and gradients with the reference: are they within the limits?"""
     loss_errors = _relative(losses, reference.losses)
     errors = _errors(gradients, reference.gradients)
     scales = _scales(gradients, reference.gradients)

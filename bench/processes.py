@@ -1,7 +1,7 @@
-"""Functions in processes of their own: alone, or side by side with one running at a time.
+"""Functions in child processes: alone, or side by side with one running at a time.
 
-Patches, caches and allocator state of one measurement cannot reach the next. A crash is an outcome,
-not the end of the run.
+The patches, caches and allocator state of one measurement cannot reach the next. A crash is an
+outcome, not the end of the run.
 """
 
 import multiprocessing

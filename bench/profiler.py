@@ -156,8 +156,8 @@ def kind_of_name(name: str) -> str | None:
 def _kind_by_op(ops: list[Op]) -> dict[int, str]:
     """Return the kind of the innermost marked module around each call, by the call's id.
 
-    Calls of a backward have the kind of their forward. A forward that checkpointing runs again
-    inside a backward has ranges of its own.
+    Calls in a backward get the kind of their forward. When checkpointing recomputes a forward
+    inside a backward, that forward has its own ranges.
     """
     kinds: dict[int, str] = {}
     forwards: dict[tuple[int, int], str | None] = {}
@@ -194,8 +194,8 @@ def _kind_of_module(name: str) -> str | None:
 
 @contextmanager
 def _marked_modules() -> Iterator[None]:
-    """Mark every module call as a profiler range, by global hooks: a fused module would step aside
-    for hooks of its own."""
+    """Mark every module call as a profiler range, with global hooks: a fused module falls back to
+    PEFT if it has hooks itself."""
     from torch.nn.modules.module import (
         register_module_forward_hook,
         register_module_forward_pre_hook,

@@ -1,9 +1,9 @@
-"""Settings for which others publish the LoRA training speed of one GPU, with their numbers.
+"""Settings in which others have published single-GPU LoRA training speeds, with their numbers.
 
     python lora_bench.py --suite published --model configs/qwen2.5-7b.json
 
-runs one of them: their batch, length, accumulation and adapters, with our variants, vanilla PEFT
-and Unsloth in the same run. Numbers are tokens/s, as on the pages named here.
+runs one of them. It takes their batch, length, accumulation and adapters, and runs our variants,
+vanilla PEFT and Unsloth in the same run. Numbers are tokens/s, as on the pages named here.
 """
 
 from dataclasses import dataclass

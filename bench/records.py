@@ -136,7 +136,7 @@ class Parity(Record):
 
 
 class Cell(Record):
-    """One variant at one length in one round. What was not measured is None or empty.
+    """One variant at one length in one round. A field that was not measured is None or empty.
 
     error: why there is no time. turn_steps: how many timed steps it took at a time, interleaved
     with the round's other variants; None: all at once. fused_modules: "module name: fused
@@ -148,9 +148,9 @@ class Cell(Record):
     every timed step, between CUDA events. forward_ms, backward_ms, optimizer_ms: its parts, over
     all micro-batches; empty for a graph. wall_ms: the step by the host's clock. first_step_s: until
     a step had run like the timed ones, with compilation or capture. peak_*_bytes: over the timed
-    steps, and for a graph over its capture, too. sm_clock_mhz to power_w: medians of samples
+    steps, and for a graph also over its capture. sm_clock_mhz to power_w: medians of samples taken
     between the steps. clock_reasons: why clocks were below their maximum. throttled: for more than
-    the power cap. card: which GPU it was (`machine.card`): a run may go on on another.
+    the power cap. card: which GPU it was (`machine.card`): a run may continue on another.
     """
 
     variant: str

@@ -253,7 +253,7 @@ def _identity(run: Run, other: Run) -> dict[str, Any]:
 
 
 def _widen(earlier: Run, fresh: Run) -> None:
-    """Widen the earlier run by what is asked for now."""
+    """Add the new command's variants, lengths, rounds and steps to the earlier run."""
     there, here = earlier.experiment, fresh.experiment
     before = copy.deepcopy(there)
     there.variants += [name for name in here.variants if name not in there.variants]

@@ -19,8 +19,8 @@ Cells = list[tuple[int, str, int]]  # (round, variant, length) of each
 
 
 def side_by_side(plan: Plan, run: Run) -> bool:
-    """Return True if a round's variants have their processes at the same time: they are to be
-    interleaved, and the GPU holds the weights of all."""
+    """Return True if a round's variants run their processes at the same time: they are to be
+    interleaved, and the GPU holds all their weights."""
     gpu = run.environment.gpu
     fits = gpu is None or len(plan.variants) * plan.source.size_bytes() < gpu.memory_bytes
     return bool(plan.interleave) and fits
@@ -29,8 +29,8 @@ def side_by_side(plan: Plan, run: Run) -> bool:
 def interleaves(plan: Plan, run: Run, seq_len: int) -> bool:
     """Return True if variants side by side alternate within a cell at this length.
 
-    Otherwise they take turns of whole cells, as they do once their steps did not fit together at
-    this length or a shorter one.
+    Otherwise each takes turns of whole cells. That also happens once their steps did not fit
+    together at this length or a shorter one.
     """
     if plan.quick:
         return seq_len <= SHORT
@@ -62,7 +62,7 @@ class Runner:
     longest_together: float = inf
 
     def go_on(self, todo: Cells) -> Cells:
-        """Run what comes next and return what is left."""
+        """Run the next part and return what is left."""
         blocks = sorted(
             {Block(r, n) for r, _, n in todo if n <= self.longest_together},
             key=lambda block: (block.seq_len, block.round),
@@ -99,7 +99,7 @@ class Runner:
         """Run all variants of `todo` at these rounds and lengths side by side, a process each and
         one block after the other. Return what is left."""
         for block in blocks:
-            self.drop(block)  # cells of an earlier go are not held against those of this one
+            self.drop(block)  # do not compare cells of an earlier attempt with those of this one
         variants = dict.fromkeys(v for r, v, n in todo if (r, n) in blocks)
         running = [variant for variant in variants if not self.is_unavailable(variant, blocks)]
         rounds = ", ".join(str(r) for r in dict.fromkeys(block.round for block in blocks))
@@ -134,10 +134,10 @@ class Runner:
         return [(r, v, n) for r, v, n in todo if (r, n) not in blocks]
 
     def hear(self, message: dict[str, Any], blocks: list[Block], done: list[Block]) -> None:
-        """Take in what a process sends that works through `blocks`, and note those it has done.
+        """Take in the messages of a process that works through `blocks`, and note those it has
+        done.
 
-        Raises:
-            DoesNotFit: it found no memory beside the others.
+        Raises DoesNotFit if it found no memory beside the others.
         """
         self.watch.book(stage_of(message))
         if seq_len := message.get("does_not_fit"):
@@ -149,7 +149,7 @@ class Runner:
             self.advance(blocks[len(done)].seq_len)
 
     def drop(self, block: Block) -> None:
-        """Forget the cells of a round at a length, which are measured again."""
+        """Forget the cells of a round at a length: we will measure them again."""
         for cell in self.run.cells_of(seq_len=block.seq_len, round=block.round):
             self.run.cells.remove(cell)
 

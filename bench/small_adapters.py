@@ -69,7 +69,7 @@ class Asked(msgspec.Struct, frozen=True):
     adapters: list[TrainedAdapter]
 
     def chats(self) -> tuple[list[Batch], list[Batch]]:
-        """Return batches to train on, and others to look at."""
+        """Return batches to train on, and others to evaluate."""
         chats = tokenize(read_chats(self.data), load_tokenizer(self.source.tokenizer))
         most = max(one.steps for one in self.adapters)
         trained = make_batches(chats[1::2], self.seq_len, self.rows, most)
@@ -77,8 +77,9 @@ class Asked(msgspec.Struct, frozen=True):
         return [b.to(self.device) for b in trained], [b.to(self.device) for b in seen]
 
     def pairs_of_rows(self) -> list[Batch]:
-        """Return a batch of two rows for each pair: a chat, and its question with another chat's
-        answer. Only answers are labelled. Rows are padded on the right, unseen by attention."""
+        """Return a batch of two rows per pair: a chat, and its question with another chat's answer.
+        Only answers have labels. Rows are padded on the right, and attention ignores the padding.
+        """
         chats = tokenize(read_chats(self.data), load_tokenizer(self.source.tokenizer))
         length, found = 2 * self.seq_len, []
         for i in range(self.pairs):

@@ -1,13 +1,13 @@
 """A panel of lora.excalidraw: text at the left, beside it boxes that stand for calls on the GPU.
 
-A card is a line "calls | what they compute | what they read | what they write". A call is "number
-name reads > writes", a tensor its rows and columns, then 4 if it is fp32 (else bf16) and * if it is
-saved for the backward. "-" stands for a read that gets no box. Two calls are
-"first; second", what they compute "first / second"; a comma there begins a new line. A line "= gate
-TI; up TI" below cards gives what they write as boxes across the whole row.
+A card is a line "calls | computes | reads | writes". A call is "number name reads > writes". A
+tensor is its rows and columns, then 4 if it is fp32 (otherwise bf16) and * if it is saved for the
+backward. "-" stands for a read that gets no box. Two calls are "first; second", and what they
+compute is "first / second". A comma there begins a new line. A line "= gate TI; up TI" below cards
+draws what they write as boxes across the whole row.
 
-Each box of a result says which calls read it, and an arrow leads to those in the row below and to
-the next in its own row; both follow from the cards.
+Each result's box says which calls read it. Arrows lead to those in the row below and to the next in
+its own row. Both follow from the cards.
 """
 
 from collections import Counter
@@ -21,8 +21,8 @@ DIMENSIONS = {"T": 16384, "H": 2048, "I": 11008, "r": 32, "R": 64}
 LEFT, WORDS, RIGHT, SPAN, WIDTH = 20, 335, 380, 680, 1080
 CHIP, RESULT, LANE = 30, 68, 42  # heights, and the room for an arrow between boxes
 HEAD = 32  # the last stretch of an arrow, long enough for a whole head
-CAST_WIDTH = 66  # of a cast beside the product that it serves
-UNNAMED = STYLES["a program"][:3], STYLES["plain"][:3]  # say what they are: not in the legend
+CAST_WIDTH = 66  # of a cast beside the matmul that needs it
+UNNAMED = STYLES["a program"][:3], STYLES["plain"][:3]  # their text says it: no legend
 HALVES = {"zg": "z", "zu": "z"}  # names of parts of a tensor
 
 
@@ -44,7 +44,7 @@ class Call(NamedTuple):
 
 
 class Result(NamedTuple):
-    """A box of what a call writes; its text waits until all who read it are known."""
+    """A box of what a call writes. Its text waits until all its readers are known."""
 
     box: str
     text: str
@@ -71,7 +71,7 @@ def size(count: int) -> str:
     return f"{count / 1e6:.0f} MB" if count >= 1e6 else f"{count / 1e3:.0f} kB"
 
 
-# for the words beside the cards: {TI} is the size of a tensor [tokens, intermediate] in bf16
+# for texts beside the cards: {TI} is the size of a bf16 tensor [tokens, intermediate]
 SIZES = {rows + columns: size(nbytes(rows + columns)) for rows in "TI" for columns in "HIrR"}
 SIZES |= {
     "two_TI": size(2 * nbytes("TI")),
@@ -88,7 +88,8 @@ SIZES |= layer_times(DIMENSIONS["T"])
 
 
 def totals(calls: dict[int, Call]) -> str:
-    """As the README has them: "29: 9 GEMMs, 12 casts, 8 passes" and below it "11.4 GB"."""
+    """Return the counts and bytes as the README has them: "29: 9 GEMMs, 12 casts, 8 passes" and
+    below it "11.4 GB"."""
     count = Counter(call.kind for call in calls.values())
     words = zip(CALL_KINDS, ("GEMMs", "casts", "passes", "Triton kernel"), strict=True)
     parts = ", ".join(f"{count[kind]} {word}" for kind, word in words if count[kind])
@@ -112,15 +113,15 @@ def style_of(name: str, tensor: str = "") -> str:
 
 
 class Panel(Canvas):
-    """A canvas that is filled downwards and knows the calls its boxes stand for."""
+    """A canvas that fills downwards and knows the calls its boxes stand for."""
 
     def __init__(self, place: int, title: str, intro: str):
         super().__init__(place)
         self.title = title
-        self.calls: dict[int, Call] = {}  # by their place in the order of execution
-        self.kept: list[tuple[str, int]] = []  # what is saved for the backward, and its bytes
+        self.calls: dict[int, Call] = {}  # by their place in execution order
+        self.kept: list[tuple[str, int]] = []  # saved tensors and their bytes
         self.styles: dict[str, str] = {}  # of the tensors drawn so far, by name
-        self.meanings: dict[str, str] = {}  # of styles in the legend, where not as in STYLES
+        self.meanings: dict[str, str] = {}  # of styles in the legend that differ from STYLES
         self.rows = 0  # of cards, so far
         self.results: list[Result] = []
         self.reads: list[Read] = []
@@ -131,8 +132,8 @@ class Panel(Canvas):
         self.down = self.legend + 84  # where the next band begins
 
     def words(self, code: str, why: str, where: str = "") -> int:
-        """Begin a band with its code, its files and times, and sentences at the left; returns where
-        it begins."""
+        """Begin a band with its code, files, times and sentences at the left. Return where it
+        begins."""
         top = self.down
         if code:
             text = self.text(LEFT, self.down, code, 14, is_code=True)
@@ -149,7 +150,7 @@ class Panel(Canvas):
         self.down = max(self.down, bottom) + LANE
 
     def starts(self, why: str, *rows: str) -> None:
-        """A band of the tensors that the calls begin with: "x TH*; Wg, gate_weight IH"."""
+        """Draw a band of the tensors that the calls start with: "x TH*; Wg, gate_weight IH"."""
         y = self.words("", why)
         for row in rows:
             y = self.tensors(y, row) + 10
@@ -163,8 +164,8 @@ class Panel(Canvas):
         return y + RESULT
 
     def tensor(self, x, y, width, name: str, parts: list[str], number=0, group=None) -> None:
-        """A box of what call `number` writes, or of what the calls begin with, which has none; one
-        box of all the adapters that a call casts together."""
+        """Draw a box of what call `number` writes, or of a tensor the calls start with, which has
+        no number. Adapters that one call casts together share a box."""
         names, style = name.split(", "), style_of(name, parts[0])
         text = describe_tensor(name, parts[0], " " if number else "\n")
         if len(parts) > 1:
@@ -178,7 +179,7 @@ class Panel(Canvas):
             self.results.append(Result(id, text, names, self.rows, number, []))
 
     def band(self, code: str, where: str, why: str, *rows: str) -> None:
-        """Code, its files and why, and at their right rows of cards."""
+        """Draw a band: code, its files and why, and rows of cards at their right."""
         y = self.words(code, why, where)
         for row in rows:
             y = self.row(y, row) + LANE
@@ -195,7 +196,7 @@ class Panel(Canvas):
         return self.tensors(bottom, below, max(self.calls), gap=0) if below else bottom
 
     def card(self, x, y, width, line: str) -> int:
-        """A box for each call of "7 mm TH IH > TI; 8 ...", and below them what they write."""
+        """Draw a box for each call of "7 mm TH IH > TI; 8 ...", and below them what they write."""
         texts, formulas, reads, writes = (part.strip() for part in line.split("|"))
         calls, names = {}, iter(reads.split(", "))
         for text in texts.split(";"):
@@ -219,7 +220,7 @@ class Panel(Canvas):
         return bottom
 
     def call(self, number: int, formula: str, reads: list[str], x, y, width, group: str) -> int:
-        """The box of a call, under what it reads."""
+        """Draw the box of a call under what it reads."""
         call, id = self.calls[number], f"call {number}"
         name = "" if call.name in (*formula.split(), "cast") else f"{call.name}, "
         moved = size(call.moved_bytes)
@@ -240,7 +241,7 @@ class Panel(Canvas):
         return y + CHIP + height
 
     def connect(self) -> None:
-        """Write below each result which calls read it, with arrows to those that are near."""
+        """Write below each result which calls read it, and draw arrows to those nearby."""
         for read in sorted(self.reads, key=lambda read: read.number):
             written = [r for r in self.results if read.name in r.names and r.number < read.number]
             if written:
@@ -253,7 +254,8 @@ class Panel(Canvas):
             self.label(result.box, f"{result.text}\n{readers}", 14)
 
     def arrow_to(self, read: Read, result: Result) -> None:
-        """Straight down to the row below, else around a corner; up the lane to the next card."""
+        """Draw an arrow: straight down to the row below, otherwise around a corner. It goes up the
+        lane to the next card."""
         to, from_ = self.elements[read.box], self.elements[result.box]
         end, middle = from_["x"] + from_["width"], to["x"] + to["width"] / 2
         if result.row + 1 == read.row:
@@ -268,7 +270,7 @@ class Panel(Canvas):
             self.arrow(result.box, read.box, (lane, start), (lane, down))
 
     def saved(self, why: str, rows: list[tuple[str, "Panel"]]) -> None:
-        """A band of what is saved for the backward, to scale but for what would be too thin."""
+        """Draw a band of the activations saved for the backward, to scale unless too thin."""
         y = self.words("", why)
         self.text(RIGHT, y, "Saved for the backward, the small ones drawn wider", 18)
         for whose, panel in rows:
@@ -283,7 +285,7 @@ class Panel(Canvas):
         self.end(y + 60)
 
     def compare(self, why: str, rows: list[tuple[str, list[tuple[int, Call]]]]) -> None:
-        """A band of strips as wide as what calls move."""
+        """Draw a band of strips as wide as the bytes that calls move."""
         y = self.words("", why)
         for whose, calls in rows:
             parts = []
@@ -297,7 +299,7 @@ class Panel(Canvas):
         self.end(y - 14)
 
     def totals(self, phase: str, peft: str, lora_mlp: str) -> None:
-        """The last band: what the calls come to."""
+        """Draw the last band: the totals of the calls."""
         less = f"{SIZES[phase + '_ms']} ms a layer less than PEFT"
         self.text(LEFT, self.down, f"\nlaunches in a {phase}\nmemory traffic\ntime, on an H200", 18)
         self.text(RIGHT, self.down, f"PEFT\n{peft}", 18)
@@ -310,7 +312,7 @@ class Panel(Canvas):
         self.down = round(self.down + source["height"]) + 16
 
     def framed(self, x: int, y: int) -> list[dict]:
-        """The elements in a frame of their own, with a legend of the styles among them."""
+        """Return the elements in a new frame, with a legend of the styles they use."""
         self.connect()
         looks = {(e["backgroundColor"], e["strokeColor"], e["strokeStyle"]) for e in self.boxes()}
         looks.difference_update(UNNAMED)

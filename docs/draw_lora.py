@@ -4,16 +4,17 @@
     python docs/draw_lora.py --panels FOLDER    write each of its panels there, alone
     python docs/draw_lora.py --svg FOLDER       keep the panels' exports as docs/figures/*.svg
 
-Every call is written here once; all sizes, counts and totals in the drawing follow from that, and
-test_drawing.py holds it against what really runs. Memory traffic is each input of a call read
-once and each output written once; addmm_ also reads what it adds to (calls 1, 8 and 9 of the
-backward add to nothing: beta = 0).
+Every call is written here once, and all sizes, counts and totals in the drawing follow from it.
+test_drawing.py compares the calls with a trace of the real code. We count memory traffic as reading
+each input of a call once and writing each output once. addmm_ also reads the tensor it adds to,
+except in calls 1, 8 and 9 of the backward, where beta = 0.
 
-For the figures, open each panel's file at excalidraw.com, take "Export image" as SVG, background on
-and scene not embedded, save it beside the file as NAME.svg and give the folder to --svg, which
+For the figures, open each panel's file at excalidraw.com and take "Export image" as SVG, background
+on and scene not embedded. Save it beside the file as NAME.svg and give the folder to --svg, which
 stamps the figures with the sha256 of lora.excalidraw.
 
-Excalidraw opens a drawing at 100%, around what is nearest to its origin: there is the overview.
+Excalidraw opens a drawing at 100%, around the element nearest to its origin. So we put the overview
+there.
 """
 
 import argparse
@@ -315,7 +316,8 @@ dup = dh * silu(gate), dgate = dh * up * silu'(gate) | gate, up, dh |
 
 
 def peft_forward(panel: Panel) -> None:
-    """A column a projection, read downwards, and under them what joins gate and up."""
+    """Draw one column per projection, read downwards, and below them the calls that join gate and
+    up."""
     panel.starts(PEFT_STARTS, f"{X}; {WEIGHTS}", f"{ADAPTERS}; {DOWN_ADAPTERS}")
     for column, (name, *_) in enumerate(MLP):
         panel.text(RIGHT + column * (SPAN + LANE) / 3, panel.down, f"{name}_proj", 20)
@@ -331,7 +333,7 @@ def peft_forward(panel: Panel) -> None:
 
 
 def peft_backward(panel: Panel) -> None:
-    """A column a projection, in the order of execution, and under them the activation's passes."""
+    """Draw a column per projection, in execution order, and below them the activation's passes."""
     saved = "x copy TH*; hidden copy TI*; a Tr*", "gate TI*; up TI*; silu(gate) TI*"
     adapters = "Ag rH; Au rH; Bg Ir; Bu Ir; Ad rI; Bd Hr"
     panel.starts(PEFT_BACKWARD_STARTS, f"dy TH; {WEIGHTS}", *saved, adapters)
@@ -372,7 +374,7 @@ def lora_backward(panel: Panel) -> None:
 
 
 def draw_panels() -> tuple[list[dict], list[Panel]]:
-    """Excalidraw's elements, and the four panels that have calls."""
+    """Return Excalidraw's elements, and the four panels that have calls."""
     peft = Panel(1, "1  PEFT, forward", HOW_TO_READ + ", a is x A'.")
     lora = Panel(2, "2  LoRA_MLP, forward", HOW_TO_READ + ADDMM)
     triton = Panel(3, "3  What a Triton kernel does: swiglu_forward", INTRO)

@@ -1,4 +1,5 @@
-"""The first panel of lora.excalidraw: how many kernels PEFT and LoRA_MLP launch, and what it buys.
+"""The first panel of lora.excalidraw: how many kernels PEFT and LoRA_MLP launch, and what that
+buys.
 
 It lies around the origin, where Excalidraw opens a drawing, and fits a laptop's screen at 100%.
 """
@@ -59,7 +60,7 @@ def draw_launches(canvas: Canvas, y: int, whose: str, panel: Panel) -> None:
 
 
 def draw_savings(canvas: Canvas, y: int) -> None:
-    """Draw the time that LoRA_MLP spares a layer, forward and backward, to scale."""
+    """Draw, to scale, the time that LoRA_MLP saves in a layer, forward and backward."""
     finding = (
         "On an H200 that saves {less_ms} ms of GPU time a layer, forward and backward together"
     )

@@ -2,7 +2,7 @@
 
 from call_panel import DIMENSIONS, RIGHT, SPAN, Panel
 
-TILE = 2048  # numbers; tests/kernels/test_drawing.py holds it against the kernel
+TILE = 2048  # numbers; tests/kernels/test_drawing.py compares it with the kernel
 PROGRAMS = DIMENSIONS["T"] * DIMENSIONS["I"] // TILE
 INTRO = f"""A kernel is a function that runs on the GPU. Triton is a language to write one in,
 close to Python: the function says what happens to one tile, here {TILE:,} numbers in a row in
@@ -41,7 +41,7 @@ FRAME, INNER = 216, 16  # the height of the processor, and the room around what 
 
 
 def draw_tiles(panel: Panel, name: str, x, y, count: str, caption=-26) -> str:
-    """A tensor in memory, cut into tiles; returns the id of the one that this program has."""
+    """Draw a tensor in memory, cut into tiles. Return the id of this program's tile."""
     panel.text(x, y + caption, f"GPU memory: {name}, {count}")
     for n, label in enumerate(("tile 0", "tile 1", "tile 2", f"... {PROGRAMS - 1:,}")):
         style = OURS if n == 1 else OTHERS
@@ -55,7 +55,7 @@ def draw_registers(panel: Panel, name: str, x, y) -> str:
 
 
 def draw_triton_panel(panel: Panel, bytes_of_each: str) -> None:
-    """The launch, and three bands: load, compute and store, from two tensors to the third."""
+    """Draw the launch and three bands: load, compute and store, from two tensors to the third."""
     panel.meanings = {
         "Triton kernel": "computed by\nthe Triton kernel",
         "pass, elementwise": "two kernels\nof PyTorch",

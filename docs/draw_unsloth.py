@@ -1,7 +1,7 @@
-"""The panel of lora.excalidraw that says what Unsloth's LoRA_MLP does otherwise.
+"""The panel of lora.excalidraw that shows how Unsloth's LoRA_MLP differs.
 
-Unsloth's totals are counted like ours, from a trace of its LoRA_MLP on tensors of the drawing's
-size, not compiled, with fp32 adapters.
+We count Unsloth's totals like ours, from a trace of its LoRA_MLP on tensors of the drawing's size,
+not compiled, with fp32 adapters.
 """
 
 from call_panel import LANE, LEFT, RIGHT, SIZES, SPAN, Panel
@@ -15,7 +15,7 @@ in each direction. This panel shows where they differ, read in Unsloth {VERSION}
 fp32. Boxes with square corners are launches, boxes with round corners are tensors."""
 GEMM, CAST, TRITON = "matrix product, or GEMM", "cast, fp32 and bf16", "Triton kernel"
 SAVED = "activation, saved"
-# what it is about, its files and times, why, and the boxes of Unsloth and of LoRA_MLP
+# topic, files and times, reason, and the boxes of Unsloth and of LoRA_MLP
 DIFFERENCES = (
     (
         "x A' for gate and up",

@@ -1,4 +1,4 @@
-"""Excalidraw's elements: text in boxes, and arrows that are bound to them at both ends."""
+"""Excalidraw's elements: text in boxes, and arrows bound to them at both ends."""
 
 import hashlib
 from typing import Any
@@ -30,7 +30,7 @@ STATE = dict(version=1, updated=1, isDeleted=False, locked=False, link=None, fra
 
 
 def line_width(line: str) -> float:
-    """In font sizes, a little more than Nunito takes."""
+    """Return the width in font sizes, a little more than Nunito takes."""
     widths = dict.fromkeys(" .,:;'()[]fijlrt", 0.34) | dict.fromkeys("mwMW", 0.9)
     widths |= dict.fromkeys("0123456789", 0.6)
     return sum(widths.get(c, 0.75 if c.isupper() else 0.57) for c in line)
@@ -49,7 +49,7 @@ def wrap(text: str, width: float, font_size=16) -> str:
 
 
 class Canvas:
-    """Excalidraw's elements by id, placed from a corner of their own; `place` keeps ids apart."""
+    """Excalidraw's elements by id, relative to the canvas's corner. `place` makes ids unique."""
 
     def __init__(self, place: int):
         self.place = place
@@ -102,7 +102,8 @@ class Canvas:
         box["boundElements"].append({"id": label["id"], "type": "text"})
 
     def arrow(self, start, end, *corners) -> None:
-        """From box to box: straight where they face each other, else along the axes by corners."""
+        """Draw an arrow from box to box: straight if they face each other, else along the axes with
+        corners."""
         a, b = self.elements[start], self.elements[end]
         middle = [(max(a[p], b[p]) + min(a[p] + a[q], b[p] + b[q])) / 2 for p, q in AXES]
         via: list[Any] = list(corners) or [middle]
@@ -117,7 +118,7 @@ class Canvas:
             box["boundElements"].append({"id": arrow["id"], "type": "arrow"})
 
     def strip(self, right: int, down: int, bytes_per_px: float, parts: list) -> int:
-        """Boxes side by side, as wide as their bytes; returns where they end."""
+        """Draw boxes side by side, as wide as their bytes. Return where they end."""
         for n, (style, text, count) in enumerate(parts):
             width = max(round(count / bytes_per_px, -1), 60)
             self.box(f"strip {down} {n}", right, down, width, 60, style, text, None, 14)
@@ -125,7 +126,7 @@ class Canvas:
         return right
 
     def frame(self, name: str, x, y, width, height) -> list[dict]:
-        """Put all that is drawn into a frame, and its corner at (x, y)."""
+        """Put everything drawn so far into a frame with its corner at (x, y)."""
         frame = self.add("frame", "frame", 0, 0, width, height, name=name)
         for element in self.elements.values():
             element["x"] += x
@@ -143,7 +144,8 @@ def edge_point(box: dict, x: float, y: float) -> tuple[float, float]:
 
 
 def bind(box: dict, before: tuple[float, float], edge: tuple[float, float]) -> dict:
-    """Focus is how far off the box's centre the arrow aims, as Excalidraw counts it."""
+    """Return an arrow's binding. Focus is how far off the box's centre it aims, in Excalidraw's
+    units."""
     across = 2 * (edge[0] - box["x"]) / box["width"] - 1
     down = 2 * (edge[1] - box["y"]) / box["height"] - 1
     focus = across if edge[0] == before[0] else -down

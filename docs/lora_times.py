@@ -1,7 +1,7 @@
 """Times of one layer's MLP on an H200, at the size of lora.excalidraw, from committed runs.
 
-PEFT's and LoRA_MLP's steps differ in the MLP alone. The difference of their kernels' times, by kind
-and by layer, is therefore what PEFT spends on casts and on passes that LoRA_MLP has not.
+Steps of PEFT and LoRA_MLP differ only in the MLP. So the difference of their kernel times, by kind
+and by layer, is what PEFT spends on casts and on passes that LoRA_MLP does not need.
 """
 
 import gzip
@@ -27,7 +27,7 @@ def load_run(name: str) -> dict:
 
 
 def cells() -> dict[str, dict[int, dict]]:
-    """The suite's measured cells of 512 tokens, by variant and round."""
+    """Return the suite's measured cells of 512 tokens, by variant and round."""
     found: dict[str, dict[int, dict]] = defaultdict(dict)
     for cell in load_run(SUITE)["cells"]:
         if cell["seq_len"] == SEQ_LEN and cell["status"] == "ok":
@@ -36,7 +36,7 @@ def cells() -> dict[str, dict[int, dict]]:
 
 
 def layer_times(tokens: int) -> dict[str, str]:
-    """Milliseconds by name, as the drawing's texts insert them."""
+    """Return milliseconds by name, as the drawing's texts insert them."""
     by_variant = cells()
     peft, lora_mlp, unsloth = (by_variant[variant] for variant in (PEFT, LORA_MLP, UNSLOTH))
     pairs = [(peft[n], lora_mlp[n]) for n in sorted(peft.keys() & lora_mlp.keys())]

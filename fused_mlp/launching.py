@@ -54,7 +54,7 @@ def launch_by_triton(kernel, grid: tuple[int, ...], *arguments, **options):
     By default Triton rounds a * b + c once (floating-point fusion) up to 3.9, and twice from 3.10
     on. We tested and measured all kernels with one rounding, so we ask for it.
     """
-    # kernel[grid](...) calls this, too
+    # kernel[grid](...) calls this as well
     return kernel.run(*arguments, grid=grid, warmup=False, **options, enable_fp_fusion=True)
 
 

@@ -270,10 +270,10 @@ def _stores_fp32(a: Tensor) -> bool:
 
 
 def refuse_second_derivative(name: str, instead: str) -> None:
-    """Raise RuntimeError in a backward of which autograd should build a graph.
+    """Raise RuntimeError if autograd should differentiate through a backward.
 
-    Gradients are on in a backward only then. PyTorch's once_differentiable would silently treat
-    the backward as a constant.
+    Only then are gradients enabled during a backward. PyTorch's once_differentiable would silently
+    treat the backward as a constant.
     """
     if torch.is_grad_enabled():
         raise RuntimeError(

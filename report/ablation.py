@@ -1,11 +1,11 @@
-"""The time that each fused part takes off a step, in numbers and as a table, from a run alone.
+"""The time that each fused part saves per step, in numbers and as a table, from a run alone.
 
 A part is measured twice. Added first: alone, on vanilla PEFT (vanilla_peft less fused_PART). Added
 last: on top of all the others (fused_all_but_PART less fused_all). The interaction is the time that
-all of them together take off beyond the sum of the parts added first.
+all of them together save beyond the sum of the parts added first.
 
-Each is of the step and of the GPU's own time in it, the sum of its kernels. Where a step waits for
-the host, the first says what a user gains there, the second what the part saves on any host.
+We report both the step time and the GPU's own time in it, the sum of its kernels. If a step waits
+for the host, the first says what a user gains there, the second what the part saves on any host.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ INTERACTION = "interaction"
 
 
 class Gain(NamedTuple):
-    """Time taken off a step (negative: added), as medians over the rounds that have it.
+    """Time saved per step (negative: added), as medians over the rounds that have it.
 
     percent: of vanilla's step in the same round; None where vanilla has no time.
     ci95_ms, ci95_percent: 95% intervals over rounds; None from a single round.
@@ -83,7 +83,7 @@ class AblationBlock(NamedTuple):
 
     def _gain(self, signs: dict[str, int]) -> Gain | str:
         """Sum the variants' times with these signs, in every round that has them all. The GPU's own
-        time has no verdict: the A/A twins say how much of a step's is noise."""
+        time gets no verdict: the A/A twins measure the noise of whole steps."""
         vanilla = self.id(BASELINE)
         times = {id: self._by_round(id) for id in (*signs, vanilla)}
         for id in signs:
@@ -120,7 +120,7 @@ class AblationBlock(NamedTuple):
 
 
 def parts_of_block(checkpoints: bool) -> tuple[str, ...]:
-    """Return the parts of a block: without checkpointing there is none to fuse."""
+    """Return the parts of a block. Without checkpointing, there is no checkpoint to fuse."""
     return tuple(part for part in FUSED_PARTS if checkpoints or part != "checkpoint")
 
 
@@ -146,9 +146,9 @@ def signed_number(value: float, digits: int) -> str:
 
 
 def ablation_table(run: Run) -> str:
-    """Write two tables a block: each part's gains at each length, and all of them together, of the
-    step and of the GPU's own time. A gain within noise is in italics; the step's table leaves out
-    lengths at which hardly a part's is beyond it."""
+    """Write two tables per block, one of the step and one of the GPU's own time. Each has every
+    part's gains at each length, and all parts together. A gain within noise is in italics. The
+    step's table leaves out lengths at which hardly any part stands out."""
     tables = []
     for checkpoints in blocks_of(run):
         every = [AblationBlock(run, n, checkpoints) for n in run.experiment.seq_lens]
@@ -165,7 +165,7 @@ def ablation_table(run: Run) -> str:
 
 
 def _is_noise(block: AblationBlock) -> bool:
-    """Return True where parts' gains were judged and one at most, as by chance, stands out."""
+    """Return True where parts were judged and at most one, as by chance, stands out."""
     found = [gain.verdict for row in block.gains() for gain in row.known()]
     judged = [verdict for verdict in found if verdict is not None]
     return len(judged) > 2 and sum(verdict != NOISE for verdict in judged) <= 1

@@ -1,5 +1,5 @@
-"""ablation.png, from a run alone: from vanilla PEFT down to all parts, a bar a part, at the longest
-length. The numbers are ablation.py's, and its tables have the rest of them."""
+"""ablation.png, from a run alone: from vanilla PEFT down to all parts, one bar per part, at the
+longest length. ablation.py computes the numbers, and its tables have the rest of them."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ HOW = (
 
 
 def ablation_figure(run: Run) -> Figure | None:
-    """Draw the longest length with a time, a panel for each block, on one scale in ms from 0. None
-    where fewer than two variants have a time."""
+    """Draw the longest length with a time: a panel per block, all on one scale in ms from 0. None
+    if fewer than two variants have a time."""
     blocks = blocks_of(run)
     if not blocks:
         return None
@@ -63,7 +63,7 @@ def _drawn_length(run: Run) -> int:
 
 
 def _floor_ms(run: Run, seq_len: int) -> list[float]:
-    """Return the floor at a length, where there is one."""
+    """Return the floor at a length, if there is one."""
     return [run.floor[seq_len].floor_ms] if seq_len in run.floor else []
 
 
@@ -82,7 +82,7 @@ def _panel(axes: Axes, block: AblationBlock, names: list[str]) -> None:
 
 
 def _whole_step(axes: Axes, block: AblationBlock, variant: str, y: int, colour: str) -> float:
-    """Draw the bar of a whole step and return its ms, or say why there is none, and return 0."""
+    """Draw the bar of a whole step and return its ms. Without a time, say why and return 0."""
     own = block.run.round_ms(variant, block.seq_len)
     if not own:
         _beside(axes, 0.0, y, why_no_time(block.run, variant, block.seq_len), style="italic")
@@ -96,8 +96,8 @@ def _whole_step(axes: Axes, block: AblationBlock, variant: str, y: int, colour: 
 
 
 def _part(axes: Axes, y: int, begin: float, gain: Gain | str, is_hatched: bool) -> float:
-    """Draw a gain to the left of where it begins, with its number, and return where it ends; or say
-    why there is none."""
+    """Draw a gain to the left of its start, with its number, and return its end. Without a gain,
+    say why."""
     if not isinstance(gain, Gain):
         _beside(axes, begin, y, gain, style="italic", color=NOISY)
         return begin
@@ -116,8 +116,8 @@ def _beside(axes: Axes, place: float, y: float, words: str, **text: Any) -> None
 
 
 def ablation_finding(run: Run) -> str:
-    """Say how much all parts take off a step, and the largest few alone, in the first block that
-    tells."""
+    """Say how much of a step all parts save, and the largest few alone, in the first block with a
+    clear answer."""
     if run.rehearsal:
         return REHEARSAL_NOTICE
     for checkpoints in blocks_of(run):

@@ -1,4 +1,4 @@
-"""benchmark_results.png, from a run alone: each variant's speedup at each length, in GPU time."""
+"""benchmark_results.png, from a run alone: speedups of all variants at each length, in GPU time."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ KEPT = "\N{NO-BREAK SPACE}"
 
 
 def benchmark_figure(run: Run) -> Figure:
-    """Draw speedups over vanilla PEFT in GPU time. Without a GPU no step has a profile: then by the
-    clock."""
+    """Draw speedups over vanilla PEFT in GPU time. Without a GPU no step has a profile, so we use
+    the clock."""
     with framed(WIDTH, PANEL, dpi=180, font_size=LETTERS) as picture:
         view = View(run)
         rows, clock = shown_rows(view)
@@ -67,8 +67,8 @@ def _name_variants(picture: Figure, view: View) -> float:
 
 
 def shown_rows(view: View) -> tuple[list[SummaryRow], str]:
-    """Return the rows with a speedup, the baseline left out, and whose time it is: "GPU time"
-    or, where no step has a profile, "time by the clock"."""
+    """Return the rows with a speedup, except the baseline, and the kind of time: "GPU time", or
+    "time by the clock" if no step has a profile."""
     in_gpu_time, by_clock = (
         [row for row in rows if row.speedup and not variant_of(row.variant).is_baseline]
         for rows in (by_gpu_time(view.timed), view.timed)
@@ -94,8 +94,8 @@ def _speedups(axes: Axes, view: View, rows: list[SummaryRow]) -> None:
 
 
 def benchmark_finding(run: Run, rows: list[SummaryRow], clock: str) -> str:
-    """Say every variant's speedups over all lengths; of many variants the subject's and those of
-    the two that are fastest at the longest length."""
+    """Say every variant's speedups over all lengths. If there are many variants, say just the
+    subject's and those of the two fastest at the longest length."""
     if run.rehearsal:
         return REHEARSAL_NOTICE
     if not rows:

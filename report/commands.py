@@ -1,7 +1,7 @@
-"""The commands that work on existing results: pictures, tables, comparisons; nothing is measured.
+"""Commands that work on existing results and measure nothing: pictures, tables, comparisons.
 
-Each `*_only` is one of the command's options, and returns its exit code. Drawing is imported where
-it draws: matplotlib takes longer than saying that there is nothing to draw.
+Each `*_only` is one of the command's options and returns its exit code. We import matplotlib only
+to draw: that takes longer than saying we have nothing to draw.
 """
 
 from collections.abc import Iterable, Sequence
@@ -36,7 +36,7 @@ KERNEL_COLUMNS = (
 
 
 def save_with_summary(path: Path, run: Run) -> None:
-    """Write a run with its summary brought up to date."""
+    """Write a run with an up-to-date summary."""
     run.summary = summarize(run)
     store.save(path, run)
 
@@ -55,7 +55,7 @@ def plot_only(folder: Path) -> int:
 
 
 def _draw_published(figures: Path) -> list[Path]:
-    """Draw the pictures of published runs beside the experiment; return their paths."""
+    """Draw the pictures of published runs beside the experiment. Return their paths."""
     from report import committed, fp8_training, loss_curve, padding_picture, small_adapters
 
     losses = list(committed.loaded("*/loss_curve*").values())
@@ -69,8 +69,8 @@ def _draw_published(figures: Path) -> list[Path]:
 
 
 def draw_pictures(run: Run, folder: Path, others: Path) -> list[Path]:
-    """Draw every picture that the run has data for, all but the first into the folder `others`;
-    return their paths."""
+    """Draw every picture that the run has data for. All but the first go into the folder `others`.
+    Return their paths."""
     from report.benchmark_results import benchmark_figure
     from report.kernel_time import kernel_time_figure
     from report.panels import panels_figure
@@ -84,7 +84,7 @@ def draw_pictures(run: Run, folder: Path, others: Path) -> list[Path]:
 
 
 def _draw_suite(run: Run, folder: Path) -> list[Path]:
-    """Draw the pictures that a suite has and the experiment alone has not; return their paths."""
+    """Draw the pictures that need a suite instead of the experiment. Return their paths."""
     if "fused_all" not in {variant_of(id).plain_id for id in run.experiment.variants}:
         return []
     from report.ablation_picture import ablation_figure
@@ -119,7 +119,7 @@ def _loaded(option: str, paths: Iterable[Path]) -> list[Run]:
 
 
 def compare_only(old_path: Path, new_path: Path) -> int:
-    """Print how the runs in two files differ; 1 where the new one is slower beyond noise."""
+    """Print how the runs in two files differ. Return 1 if the new one is slower beyond noise."""
     compared = compare(*_loaded("--compare", [old_path, new_path]))
     console.print(comparison_table(compared), soft_wrap=True, markup=False)
     for difference in compared.differences:
@@ -146,8 +146,8 @@ def merge_only(paths: list[Path], folder: Path | None) -> int:
 
 
 def fits_only(gib: float, folder: Path) -> int:
-    """Print what trains fastest in `gib` GiB of GPU memory, from the results in a folder. The
-    published results are the suite's, which has more to choose from."""
+    """Print the variants that train fastest in `gib` GiB of GPU memory, from the results in a
+    folder. For the published results we take the suite, which has more variants."""
     if not gib > 0:
         raise ValueError(f"--fits {gib:g}: give more than 0 GiB")
     if folder.resolve() == HERE:

@@ -36,8 +36,8 @@ SMALL_ADAPTERS = "small_adapters*"
 
 
 class Index(msgspec.Struct, frozen=True):
-    """docs/runs/index.toml: the files that a page draws on by name, facts that files do not tell,
-    and data sheets. cards: first that of the published run."""
+    """docs/runs/index.toml: the files that pages name, facts that the files do not record, and data
+    sheets. cards: the published run's card comes first."""
 
     suite: str
     second_run: str
@@ -55,7 +55,7 @@ def index() -> Index:
 
 
 def suite_path() -> Path:
-    """Return the file of the suite: every part and peer, a run of its own."""
+    """Return the file of the suite, the run that has every part and peer."""
     return DOCS / "runs" / index().suite
 
 
@@ -123,8 +123,8 @@ def generated_parts(run: Run) -> dict[str, str]:
 
 
 def releases_section(pinned: dict[str, str], runs: dict[str, Run]) -> str:
-    """Write the pins, and the runs with a peer of another release, until somebody measures them
-    again. runs: by the path that the page links to."""
+    """Write the pins, and the runs with another release of a peer, until somebody repeats them.
+    runs: by the path that the page links to."""
     now = " and ".join(f"{peer} {pinned[package]}" for peer, package in PEERS.values())
     others: dict[str, list[str]] = {}
     for path, run in runs.items():
@@ -142,11 +142,10 @@ def releases_section(pinned: dict[str, str], runs: dict[str, Run]) -> str:
 
 
 def update_pages(root: Path, parts: dict[str, str]) -> list[Path]:
-    """Put each part between <!-- name:begin --> and <!-- name:end -->, in whichever page has those;
-    return the pages that changed.
+    """Put each part between <!-- name:begin --> and <!-- name:end --> on the page that has those
+    markers. Return the pages that changed.
 
-    Raises:
-        ValueError: a part has no place, or several, or a place has no part.
+    Raises ValueError if a part has no place or several, or a place has no part.
     """
     paths = [root / "README.md", *sorted((root / "docs").glob("*.md"))]
     texts = {path: path.read_bytes().decode() for path in paths}

@@ -1,9 +1,9 @@
-"""Two results files side by side: is a cell slower or faster than it was, beyond noise?
+"""Two results files side by side: is a cell slower or faster than before, beyond noise?
 
-Within one run, variants are paired round by round. Two runs may be of two machines, and even one
-machine differs from day to day. Both files hold two pieces of work that none of our changes touch:
-the floor tells how much faster the GPU was, small launches tell it of the host. The share of idle
-GPU time says how much of either a cell feels.
+Within one run we pair variants round by round. Two runs may come from two machines, and even one
+machine changes from day to day. Both files hold two measurements that none of our changes touch.
+The floor tells how much faster the GPU was, and small launches tell it of the host. The share of
+idle GPU time says how much of each a cell feels.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from report.table import markdown_table, number, spread
 from report.wording import STATUS_WORDS, title_in
 from variants import Settings
 
-# Two runs may differ by this much although nothing changed, beside what the floor and the host
-# tell: on two H200s of one day vanilla's 512-token steps came out 2.4% apart, where the rounds on
-# one card agree within 0.2%.
+# Two runs may differ by this much with no change in the code, beyond the floor's and the host's
+# difference. On two H200s on the same day, vanilla's 512-token steps came out 2.4% apart, while the
+# rounds on one card agree within 0.2%.
 BETWEEN_RUNS = 0.03
 
 
 @dataclass(frozen=True)
 class ComparedCell:
-    """One cell in both files. name: of its variant, with both releases of a peer. speedup: old
-    time / new time. band: the speedups that are noise."""
+    """One cell in both files. name: the variant's, with both releases of a peer. speedup: old time
+    / new time. band: the range of speedups that noise explains."""
 
     variant: str
     name: str
@@ -74,10 +74,9 @@ def _ms_or_status(ms: float | None, status: Status | None) -> str:
 
 
 def compare(old: Run, new: Run) -> Comparison:
-    """Hold `new` against `old`.
+    """Compare `new` with `old`.
 
-    Raises:
-        ValueError: they have no cell in common, or one is a rehearsal.
+    Raises ValueError if they have no cell in common, or one is a rehearsal.
     """
     if old.rehearsal != new.rehearsal:
         raise ValueError("--compare: one of the two is a rehearsal without a GPU: compare two runs")
@@ -129,8 +128,8 @@ def _over(old: float | None, new: float | None) -> float:
 
 
 def _interval95_of_ratio(old_ms: list[float], new_ms: list[float]) -> Interval | None:
-    """Return the 95% interval of old / new by Student's t on logarithms, the rounds of the two
-    unpaired. It has the degrees of freedom of the run with fewer rounds, the least there can be."""
+    """Return the 95% interval of old / new, unpaired, by Student's t on logarithms. It has the
+    degrees of freedom of the run with fewer rounds, the most cautious choice."""
     from scipy import stats
 
     fewer = min(len(old_ms), len(new_ms))
@@ -148,7 +147,7 @@ def _differences(old: Run, new: Run, keys: list[tuple[str, int]]) -> list[str]:
     found = _unequal(old.environment, new.environment) + _unequal(old.experiment, new.experiment)
     for variant, seq_len in keys:
         settings = [_settings(run, variant, seq_len) for run in (old, new)]
-        if Settings() not in settings:  # else nothing was built in one of them
+        if Settings() not in settings:  # otherwise one of them built nothing
             where = f"{variant} at {seq_len}, "
             found += [where + difference for difference in _unequal(*settings)]
     return found
@@ -169,7 +168,7 @@ def _unequal(old: Any, new: Any) -> list[str]:
 
 
 def _change(there: Any, here: Any) -> str:
-    """Say what became of a value; of a long list, its items that only one has."""
+    """Say how a value changed. For a long list, name the items that only one side has."""
     if not isinstance(there, list) or not isinstance(here, list):
         return f"{in_words(there)} -> {in_words(here)}"
     gone, new = ([str(x) for x in a if x not in b] for a, b in ((there, here), (here, there)))

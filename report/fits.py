@@ -1,7 +1,7 @@
 """The fastest variants that fit a GPU's memory, from a run alone.
 
-Memory is the most that torch had reserved. It had a large card to itself, and a smaller one may do
-with a little less; the most that was allocated is the least that it needs.
+Memory is the most that torch reserved with a large card to itself. A smaller card may do with a
+little less, but it needs at least the most that was allocated.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from report.statistics import speedups
 from report.table import markdown_table, number
 from variants import BASELINE, counterpart, title_of, variant_of
 
-CONTEXT_GIB = 0.6  # of a card, which CUDA's context takes beside torch's memory
-LISTED = 8  # of the variants that fit at a length, the fastest
+CONTEXT_GIB = 0.6  # of a card, for CUDA's context beside torch's memory
+LISTED = 8  # rows per length: the fastest variants that fit
 
 
 class Point(NamedTuple):
-    """One variant at one length: medians over rounds, the peak of all rounds. speedup: over one and
-    the same baseline for all variants of a length, see `speedup_over`."""
+    """One variant at one length: medians over rounds, and the peak of all rounds. speedup: all
+    variants of a length share one baseline, see `speedup_over`."""
 
     variant: str
     seq_len: int
@@ -44,9 +44,9 @@ def points_of(run: Run, seq_len: int) -> list[Point]:
 
 
 def speedup_over(reference: str, run: Run, variant: str, seq_len: int) -> float | None:
-    """Return a variant's speedup over `reference`: its speedup over its own block's baseline, times
-    that baseline's over the reference. Only pairs of the same round count, as a merged run has
-    rounds of several. None where rounds lack the pairs."""
+    """Return a variant's speedup over `reference`. That is its speedup over its own block's
+    baseline, times that baseline's over the reference. Only pairs of the same round count, because
+    a merged run has rounds of several runs. None where rounds lack the pairs."""
     ratios = speedups(run, variant, seq_len)
     baseline = variant_of(variant).baseline.id
     own, other = (run.round_ms(id, seq_len) for id in (baseline, reference))
@@ -55,14 +55,13 @@ def speedup_over(reference: str, run: Run, variant: str, seq_len: int) -> float 
 
 
 def _reference(run: Run, seq_len: int) -> str:
-    """Return the baseline of all variants of a length: vanilla PEFT, with checkpointing where a run
-    has it."""
+    """Return the one baseline for a length: vanilla PEFT, with checkpointing if a run has it."""
     ids = [counterpart(BASELINE, checkpoints).id for checkpoints in (True, False)]
     return next((id for id in ids if run.round_ms(id, seq_len)), BASELINE)
 
 
 def pareto(points: list[Point]) -> list[Point]:
-    """Return the points that no other beats in time without taking more memory, the least memory
+    """Return the points that no other point beats in time with no more memory, the least memory
     first."""
     best: list[Point] = []
     for point in sorted(points, key=lambda each: (each.peak_gib, each.step_ms)):
@@ -72,14 +71,14 @@ def pareto(points: list[Point]) -> list[Point]:
 
 
 def fitting_points(points: list[Point], gib: float) -> list[Point]:
-    """Return those that fit a card of this size beside the CUDA context, the largest speedup first,
-    those without one last."""
+    """Return the points that fit a card of this size beside the CUDA context. The largest speedup
+    comes first, those without one last."""
     inside = [point for point in points if point.peak_gib <= gib - CONTEXT_GIB]
     return sorted(inside, key=lambda point: -(point.speedup or 0))
 
 
 def fits_table(run: Run, gib: float) -> str:
-    """Write the fastest few of each length, how many more fit, and by what they are ranked."""
+    """Write the fastest few of each length, how many more fit, and how they are ranked."""
     lines = []
     for seq_len in run.experiment.seq_lens:
         points = points_of(run, seq_len)

@@ -1,6 +1,8 @@
-"""fp8_training.png and its table, from one file: do adapters learn as much in FP8 as in bf16? The
-same seed means the same start and batches: runs are compared in pairs, and their difference is held
-against the spread of seeds."""
+"""fp8_training.png and its table, from one file: do adapters learn as much in FP8 as in bf16?
+
+The same seed means the same start and batches. So we compare runs in pairs, and compare their
+difference with the spread over seeds.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from report.table import Column, table
 from report.wording import is_in_fp8, packages_in
 from variants import LOOKS, variant_of
 
-# bf16 in grey: the others are held against it
+# bf16, the reference, in grey
 COLOURS = (LOOKS["peft"].colour, LOOKS["fp8"].colour, LOOKS["fused"].colour)
 PACKAGES = ("torch", "triton", "transformers", "peft")
 BASES = {"trained": "trained base weights", "outliers": "with outlier channels"}
@@ -27,8 +29,8 @@ LEGEND = "Thick: means over seeds; thin: each seed; grey band: the spread of bf1
 
 
 class Ends(NamedTuple):
-    """The runs of a variant on one base, their last held-out losses, and how far each is above the
-    first variant's of the same seed."""
+    """The runs of a variant on one base: their last held-out losses, and how far each is above the
+    first variant's with the same seed."""
 
     base: str
     variant: str
@@ -56,7 +58,7 @@ def curve(run: TrainingRun) -> list[float]:
 
 
 def ends(training: Fp8Training) -> dict[str, list[Ends]]:
-    """Return them by base, first of the variant that the others are held against."""
+    """Return the ends by base, starting with the variant that the others are compared with."""
     found: dict[str, dict[str, Ends]] = {}
     for run in training.runs:
         variants = found.setdefault(run.base, {})
@@ -106,15 +108,15 @@ def training_caption(training: Fp8Training) -> str:
 
 
 def fp8_training_figure(training: Fp8Training) -> Figure:
-    """Draw a panel for each base: every seed's distance to the mean of the first variant, over the
-    spread of that one's own seeds."""
+    """Draw a panel for each base: each seed's distance to the first variant's mean, over the spread
+    of that variant's own seeds."""
     found = ends(training)
     with framed(12, 6) as picture:
         panels = picture.subplots(1, len(found), sharey=True, squeeze=False)[0]
         picture.subplots_adjust(0.085, 0.265, 0.975, 0.79, wspace=0.07)
         drawn = [_draw_base(axes, variants)
                  for axes, variants in zip(panels, found.values(), strict=True)]  # fmt: skip
-        for axes, names in zip(panels, drawn, strict=True):  # where they end is known now
+        for axes, names in zip(panels, drawn, strict=True):  # now we know where they end
             _name_ends(axes, training.settings.steps, names)
         panels[0].set_ylabel("held-out loss above bf16's mean")
         write_title(picture, fp8_training_finding(training), 0.97, 20, 1290, va="top",
@@ -124,7 +126,7 @@ def fp8_training_figure(training: Fp8Training) -> Figure:
 
 
 def _draw_base(axes: Axes, variants: list[Ends]) -> list[tuple[float, str, str]]:
-    """Draw the variants of a base; return where each line ends, its name and its colour."""
+    """Draw the variants of a base. Return where each line ends, its name and its colour."""
     axes.set_title(BASES[variants[0].base])
     axes.set_xlabel("training step")
     names: list[tuple[float, str, str]] = []
@@ -159,8 +161,8 @@ def _name_ends(axes: Axes, step: int, names: list[tuple[float, str, str]]) -> No
 
 
 def fp8_training_finding(training: Fp8Training) -> str:
-    """Say how far from the first variant each of the others ends, in the mean over pairs of the
-    first base, and whether that is within the σ of the first's own seeds on every base."""
+    """Say how far from the first variant each other one ends, averaged over the pairs of the first
+    base. Also say whether that is within the first's own σ over seeds on every base."""
     found = list(ends(training).values())
     said: list[str] = []
     for one in found[0][1:]:

@@ -1,5 +1,5 @@
-"""frontier.png, from a run alone: step time over peak memory, and the fastest for each amount of
-memory."""
+"""frontier.png, from a run alone: step time over peak memory, and the fastest variant for each
+amount of memory."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from report.wording import FLOOR_WORDS, REHEARSAL_NOTICE, caption, why_no_time
 from variants import LOOKS, Look, title_of, variant_of
 
 CARDS_GIB = (8, 12, 16, 24, 40, 48, 80)
-# With a name in the picture, as the fastest of all has; so many points right of and above theirs,
-# which is where suites have room. The others are small.
+# Variants named in the picture, besides the fastest of all. Each name stands this many points
+# right of and above its marker, where suites have room. The other markers are small.
 NAMED = {
     **{"vanilla_peft": (11, 0), "fused_mlp": (11, 0), "full_unsloth": (-11, 0)},
     **{"liger_peft": (11, 0), "compiled_peft": (11, 0), "fused_all_offload": (-8, -9)},
     **{"fused_layer_graph_offload": (8, -9), "fused_layer_graph_no_checkpointing": (-22, -30)},
 }
 TICKS_GIB = (1, 2, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 100, 140)
-EDGES: dict[bool, dict[str, Any]] = {  # by whether it checkpoints: hollow without
+EDGES: dict[bool, dict[str, Any]] = {  # by whether it checkpoints; hollow if not
     True: {"markeredgecolor": "white", "markeredgewidth": 0.8},
     False: {"markerfacecolor": "white", "markeredgewidth": 1.5},
 }
@@ -39,8 +39,8 @@ MEMORY = (
 
 
 def frontier_figure(run: Run) -> Figure | None:
-    """Draw step time over peak memory, and as steps the fastest for each amount of memory. None
-    where fewer than two variants have both a time and a peak at one length."""
+    """Draw step time over peak memory, and a staircase of the fastest for each amount of memory.
+    None if fewer than two variants have both a time and a peak at one length."""
     points = _shown(run)
     if not points:
         return None
@@ -69,7 +69,7 @@ def _shown(run: Run) -> list[Point]:
 
 
 def named_points(points: list[Point]) -> list[Point]:
-    """Return the points that have their name beside them."""
+    """Return the points with a name beside them."""
     *_, fastest = pareto(points)
     return [point for point in points if point.variant in NAMED or point is fastest]
 
@@ -114,7 +114,7 @@ def _mark(axes: Axes, point: Point, is_named: bool) -> None:
 
 
 def _label(axes: Axes, named: list[Point], best: list[Point]) -> None:
-    """Write the points' names and times beside them, with a line to those further off."""
+    """Write names and times beside the points, with a line to those further off."""
     line = {"arrowstyle": "-", "linewidth": 0.7, "color": WORDS, "shrinkA": 0, "shrinkB": 3}
     for point in named:
         across, up = NAMED.get(point.variant, (11, 0))
@@ -163,7 +163,7 @@ def _not_drawn(run: Run, points: list[Point]) -> str:
 
 
 def frontier_finding(run: Run) -> str:
-    """Say which is the fastest on the smallest card that any fits, and which of all."""
+    """Say which variant is fastest on the smallest card that any fits, and which overall."""
     if run.rehearsal:
         return REHEARSAL_NOTICE
     best = pareto(_shown(run))

@@ -1,4 +1,4 @@
-"""The README's answer, and docs/gpus.md: the experiment's speedups on each GPU that has run it, and
+"""The README's answer, and docs/gpus.md: the experiment's speedups on each GPU that ran it, and
 estimates for others."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from variants import AGAIN, BASELINE, SUITES, title_of
 
 ANSWERS = [id for id in SUITES["experiment"] if id not in (BASELINE, AGAIN)]
 SHOWN = (BASELINE, *ANSWERS)
-# Where the GPU computes for less of a step than this, the step waits for the host.
+# If the GPU is busy for a smaller share of a step than this, the step waits for the host.
 HOST_BOUND = 0.95
 SHARES = {2: "half", 3: "a third", 4: "a quarter", 5: "a fifth"}
 
@@ -38,8 +38,7 @@ class Card(msgspec.Struct, frozen=True):
 
 
 def speedup_in_words(row: SummaryRow | None) -> str:
-    """Return a speedup, "1.21×", in italics where it is within noise; or the reason why there is
-    none."""
+    """Return a speedup, "1.21×", in italics if within noise, or the reason why there is none."""
     if row is None:
         return ""
     if row.speedup is None:
@@ -73,8 +72,8 @@ def answer(run: Run) -> str:
 
 
 def headline_table(run: Run) -> str:
-    """Write each length's GPU time and speedups, then the peak memory of the longest. A heading is
-    in small letters, and breaks: the table fits a phone."""
+    """Write each length's GPU time and speedups, then peak memory at the longest. Headings are in
+    small letters with line breaks, to fit the table on a phone."""
     found = {(row.variant, row.seq_len): row for row in by_gpu_time(summarize(run))}
     lines = []
     for seq_len in run.experiment.seq_lens:
@@ -97,8 +96,8 @@ def _small(words: str) -> str:
 
 
 def measured_section(runs: Mapping[str, Run]) -> str:
-    """Write every run's lines of the answer, each with its GPU and a link to the run. runs: by the
-    path that docs/gpus.md links to; "" for one that is not committed."""
+    """Write every run's lines of the answer, with its GPU and a link to the run. runs: by the path
+    that docs/gpus.md links to; "" for one that is not committed."""
     lines = [
         [run.environment.device, *line, _origin(run, path, seq_len)]
         for path, run in runs.items()
@@ -109,9 +108,9 @@ def measured_section(runs: Mapping[str, Run]) -> str:
 
 
 def _speedup_lines(run: Run, seq_len: int) -> list[list[str]]:
-    """Return a length's line: the tokens, vanilla PEFT, and every other variant of the answer.
-    Where the host is the limit, one more has the GPU's own time. Empty where vanilla PEFT has no
-    time."""
+    """Return a length's line: the tokens, vanilla PEFT, and every other variant of the answer. If
+    the host is the limit, a second line has the GPU's own time. Empty if vanilla PEFT has no time.
+    """
     rows = rows_by_variant_and_length(run)
     base, *others = (rows.get((variant, seq_len)) for variant in SHOWN)
     if base is None or base.median_step_ms is None or not any(others):
@@ -130,7 +129,7 @@ def _speedup_lines(run: Run, seq_len: int) -> list[list[str]]:
 
 
 def _origin(run: Run, path: str, seq_len: int) -> str:
-    """Say when these rows were measured, in how many steps, on how many cards if on several, and
+    """Say when these rows were measured, in how many steps, on how many cards if several, and
     beside which release of Unsloth."""
     day = run.started_utc[:10]
     rows = [row for row in rows_by_variant_and_length(run).values() if row.seq_len == seq_len]
@@ -154,8 +153,8 @@ def expected_section(run: Run, measured_on: Card, *others: Card) -> str:
 
 
 def on_your_card_section(run: Run, measured_on: Card, card: Card) -> str:
-    """Write the GPU time that a step should need on one card: at the shortest and the longest
-    length in ms, and the speedups at the longest."""
+    """Write the GPU time that a step should need on one card, in ms at the shortest and the longest
+    length, and the speedups at the longest."""
     lengths = run.experiment.seq_lens
     times = {n: expected_ms(run, n, measured_on, card) for n in (min(lengths), max(lengths))}
     lines = [[_small(f"{n} tokens, ms"), *(f"{round(ms[v], -1):.0f}" for v in SHOWN)]
@@ -170,8 +169,8 @@ def on_your_card_section(run: Run, measured_on: Card, card: Card) -> str:
 def expected_ms(run: Run, seq_len: int, measured_on: Card, card: Card) -> dict[str, float]:
     """Estimate the GPU time of a step on another card, for each variant.
 
-    The time of matmuls and of attention goes with a card's TFLOPS, the rest of the GPU's time with
-    its memory's bandwidth. The time that it waits for the host is left out.
+    Matmuls and attention scale with a card's TFLOPS, everything else on the GPU with its memory
+    bandwidth. We leave out the wait for the host.
     """
     compute = measured_on.tflops / card.tflops
     memory = measured_on.tb_per_s / card.tb_per_s
@@ -180,7 +179,7 @@ def expected_ms(run: Run, seq_len: int, measured_on: Card, card: Card) -> dict[s
 
 
 def _split_ms(run: Run, variant: str, seq_len: int) -> tuple[float, float]:
-    """Return the GPU's time for matmuls and attention, and for all else, of one step."""
+    """Split one step's GPU time: matmuls and attention, and everything else."""
     cells = [c for c in run.cells_of(variant, seq_len, "ok") if c.gpu_busy_ms]
     if not cells:
         raise ValueError(f"the published run has no profile of {variant} at {seq_len} tokens")

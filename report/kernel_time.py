@@ -1,8 +1,8 @@
 """kernel_time.png, from a run alone: the GPU's time in a step by kind of work.
 
-A panel of stacked bars for the longest and the shortest length, a bar a variant: the kernels of a
-profiled step, then the time in which the GPU waited for the host, which is the timed step less the
-time that kernels ran. panels.png has the panel of the longest length.
+It has a panel of stacked bars for the longest and one for the shortest length, with one bar per
+variant. A bar stacks the kernels of a profiled step, then the GPU's wait for the host: the timed
+step minus the time with kernels running. panels.png has the panel of the longest length.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ KINDS = {  # of kernels, in words
     "other": "other",
 }
 REST = ("activation", "rope", "loss", "optimizer", "other")
-# In this order along a bar. PEFT's additions around its matmuls have those of Okabe and Ito's
-# colours that no variant of the experiment has; necessary work and small kinds are grey.
+# In this order along a bar. The work that PEFT adds around its matmuls gets the Okabe-Ito colours
+# that no variant of the experiment uses. Necessary work and small kinds are grey.
 COLOURS = {
     **{"matmul": "#6e6e6e", "attention": "#929292"},
     **{"copy": "#f0e442", "adapter": "#56b4e9", "norm": "#009e73"},
@@ -54,8 +54,8 @@ ROW_INCHES, GAP_INCHES = 0.47, 0.6
 
 
 class Bar(NamedTuple):
-    """One variant at one length, medians over rounds, in ms. Copies that run while other kernels
-    do, as those of an offloading checkpoint, are left out of kernel_ms."""
+    """One variant at one length, medians over rounds, in ms. kernel_ms leaves out copies that
+    overlap other kernels, as in an offloading checkpoint."""
 
     variant: str
     kernel_ms: dict[str, float]
@@ -82,8 +82,8 @@ def bars(run: Run, seq_len: int) -> list[Bar]:
 
 
 def kernel_time_figure(run: Run) -> Figure | None:
-    """Draw the longest and the shortest length, each with its own x axis in ms from 0. None where
-    no cell has a profile."""
+    """Draw the longest and the shortest length, each with its own x axis in ms from 0. None if no
+    cell has a profile."""
     profiled = [n for n in run.experiment.seq_lens if bars(run, n)]
     if not profiled:
         return None
@@ -108,9 +108,10 @@ def kernel_time_figure(run: Run) -> Figure | None:
 
 
 def kernel_time_finding(run: Run, lengths: list[int]) -> str:
-    """Say what the kinds around the matmuls take of vanilla PEFT's step at the longest length, and
-    what is left of them in others: in all if they are few, or else in the one that has the least.
-    And for how much of the shortest step the GPU waits."""
+    """Say how much of vanilla PEFT's step the work around the matmuls takes at the longest length.
+
+    Then say how much of it the other variants still have: all of them if they are few, otherwise
+    the one with the least. Last comes the share of the shortest step in which the GPU waits."""
     if run.rehearsal:
         return REHEARSAL_NOTICE
     seq_len, shortest = max(lengths), min(lengths)
@@ -139,7 +140,7 @@ def _around_ms(bar: Bar) -> float:
 
 
 def drawn_ms(bar: Bar) -> dict[str, float]:
-    """Return a bar's kinds as they are drawn, the small ones as one."""
+    """Return a bar's kinds as we draw them, with the small ones merged."""
     ms = {kind: bar.kernel_ms.get(kind, 0.0) for kind in COLOURS}
     return ms | {"rest": sum(bar.kernel_ms.get(kind, 0.0) for kind in REST)}
 
@@ -158,8 +159,8 @@ def name_kinds(picture: Figure, place: tuple[float, float], columns: int) -> Non
 
 
 def draw_kinds(axes: Axes, run: Run, seq_len: int) -> None:
-    """Draw a bar for every variant, grey where it has a time and no profile, and words where it has
-    no time. The panel must have its final width before."""
+    """Draw a bar for every variant, grey if it has a time but no profile, and words if it has no
+    time. The panel must already have its final width."""
     shown, found = shown_variants(run), {bar.variant: bar for bar in bars(run, seq_len)}
     steps = {v: median(own.values()) for v in shown if (own := run.round_ms(v, seq_len))}
     ends = {v: max(ms, sum(found[v].kernel_ms.values()) if v in found else 0)
@@ -202,8 +203,7 @@ def _points_wide(axes: Axes) -> float:
 
 
 def _stack(axes: Axes, bar: Bar, row: int, longest: float, floor_ms: float) -> None:
-    """Draw the kinds one after another, each with its number where there is room beside the
-    floor."""
+    """Stack the kinds, each with its number if there is room beside the floor."""
     left, (from_ms, to_ms) = 0.0, axes.get_xlim()
     points_a_ms = _points_wide(axes) / (to_ms - from_ms)
     for kind, width in drawn_ms(bar).items():

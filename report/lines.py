@@ -1,4 +1,4 @@
-"""A run as pictures of all its lengths show it, and a panel of lines, one a variant, with values
+"""A run as the pictures of all lengths show it, and a panel of lines, one per variant, with values
 beside their points."""
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from report.statistics import NOISE, summarize
 from report.wording import STATUS_WORDS, shown_variants
 from variants import LOOKS, SUITES, Look, title_of, variant_of
 
-SPARE_LOOKS = [  # for variants whose family's look another one has
+SPARE_LOOKS = [  # for variants whose family's look is taken
     Look("", "#000000", "*", "OO"), Look("", "#8a7a00", "X", "|||"), Look("", "#7a4900", ">", "ooo")
 ]  # fmt: skip
-FEW = 4  # up to this many variants every point is labelled; beyond it the table has the values
-SHORT = 32  # letters of a name that takes two lines
+FEW = 4  # up to this many variants we label every point; with more, the table has the values
+SHORT = 32  # letters: the longest name that fits on two lines
 SIZE = 11  # of letters, unless a picture asks for another
-# Heights, of the panel, at that size: of a value beside its point, of a line of words.
+# Heights at that size, as shares of the panel: a value beside its point, and a line of words.
 LABEL, LINE = 0.085, 0.052
 CLEAR = {"boxstyle": "square,pad=0.05", "color": "white", "alpha": 0.8}  # around words
 NAMES_ROOM = 0.26  # right of the last length, of the room that all of them take
@@ -51,13 +51,13 @@ class View:
         return self.seq_lens.index(row.seq_len) + self.from_middle(row.variant) * self.bar_width
 
     def from_middle(self, variant: str) -> float:
-        """Return a variant's place among all, 0 in the middle, 1 from each to the next."""
+        """Return a variant's offset from the middle of all, in steps of 1."""
         return list(self.looks).index(variant) - (len(self.looks) - 1) / 2
 
 
 def looks_of(variants: list[str]) -> dict[str, Look]:
-    """Return each variant in its family's look; where another has it, in one that nobody has. The
-    experiment's variants choose before others."""
+    """Return each variant's look: its family's, or an unused one if another variant has that. The
+    experiment's variants choose first."""
     found: dict[str, Look] = {}
     families = {variant_of(variant).look for variant in variants}
     spare = [*SPARE_LOOKS, *(look for look in LOOKS.values() if look not in families)]
@@ -71,11 +71,12 @@ def draw_lines(
     axes: Axes, view: View, rows: list[SummaryRow], name: str, words: Callable[[float], str],
     at_points: bool = False, apart: float = 0.0, size: float = SIZE,
 ) -> None:  # fmt: skip
-    """Draw one line a variant, broken where a length has no value, with intervals; values stand
-    right of the last length, with names if `view` has them. A value within noise is not bold.
+    """Draw one line per variant with its intervals, broken where a length has no value.
 
-    name: of the rows' field. at_points: with the other lengths' values, too, if variants are few.
-    apart: the variants, along the x axis: no interval hides another. size: of the letters."""
+    Values stand right of the last length, with names if `view` has them. A value within noise is
+    italic, not bold. name: the field of the rows to draw. at_points: also write the values at the
+    other lengths, if the variants are few. apart: distance between variants along the x axis, to
+    keep intervals from hiding each other. size: of the letters."""
     last = len(view.seq_lens) - 1
     if view.is_named:
         axes.set_xlim(-0.5, last + 0.5 + NAMES_ROOM * (last + 1))
@@ -157,8 +158,9 @@ class _Lines(NamedTuple):
                            va="center", linespacing=1.05, **self.text_look(row))  # fmt: skip
 
     def label_points(self, place: int, rows: list[SummaryRow]) -> None:
-        """Write the values at one length above their points or, where no room is, below. The table
-        has those that find no room. One within noise is not below, where it looks like a loss."""
+        """Write the values at one length above their points, or below if there is no room. Values
+        that fit neither are left to the table. One within noise never goes below: there it would
+        look like a loss."""
         taken: list[list[float]] = [self.heights(1.0)] if self.name == "speedup" else []
         for row in rows:
             reach, look = (self.value(row), *self.ends(row)), self.text_look(row)
@@ -183,13 +185,13 @@ def line_of(look: Look, title: str, x=(), y=()) -> Line2D:
 
 
 def is_free(span: list[float], taken: list[list[float]]) -> bool:
-    """Return True if a span is in the panel and meets none of these."""
+    """Return True if a span is inside the panel and overlaps none of these."""
     low, high = span
     return low > 0 and high < 1 and not any(s[0] <= high and s[-1] >= low for s in taken)
 
 
 def apart_by(gap: float, values: list[float], top: float) -> list[float]:
-    """Return ascending heights, each at least a gap above the last, all of them under the top."""
+    """Return ascending heights at least a gap apart, all under the top."""
     heights: list[float] = []
     for value in values:
         heights.append(max(value, heights[-1] + gap) if heights else value)

@@ -1,9 +1,9 @@
-"""loss_curve.png and its table: do variants train alike over many steps? From runs of one round,
-each with a seed of its own, in which every variant has the same first adapters and batches.
+"""loss_curve.png and its table: do variants train alike over many steps?
 
-Rounding differs from variant to variant, and training carries it on: losses may come apart by
-rounding, not drift apart. Where vanilla PEFT in fp32 is one of the variants, all others are held
-against it, else against vanilla.
+We take runs of one round, each with a different seed. In a run, every variant starts from the same
+adapters and sees the same batches. Variants round differently, and training carries that forward.
+So losses may differ by rounding, but they must not drift apart. We compare all variants with
+vanilla PEFT in fp32 where the run has it, otherwise with vanilla.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from report.table import Column, table
 from report.wording import REHEARSAL_NOTICE, caption
 from variants import IN_FP32, LOOKS, title_of, variant_of
 
-LAST = 25  # steps, which tell whether a difference still grows
+LAST = 25  # steps: enough to see whether a difference still grows
 BASE = "#cccccc"  # paler than vanilla PEFT's grey
 
 
 class Apart(NamedTuple):
-    """A variant's distance from the losses that it is held against, in percent, by step."""
+    """A variant's distance from its reference's losses, in percent, by step."""
 
     variant: str
     seed: int
@@ -47,8 +47,8 @@ COLUMNS = (
 
 
 def curves(run: Run) -> dict[str, list[float]]:
-    """Return the losses of the first round at the longest length, by variant; the first is what the
-    others are held against. Empty unless another variant has as many steps as that one."""
+    """Return the losses of the first round at the longest length, by variant, starting with the
+    reference. Empty unless another variant has as many steps."""
     found = {
         cell.variant: [loss for loss in cell.losses if loss is not None]
         for cell in run.cells_of(seq_len=run.experiment.seq_lens[-1], status="ok", round=1)
@@ -75,7 +75,7 @@ def percent_apart(run: Run) -> list[Apart]:
 
 
 def losses_section(runs: Iterable[Run]) -> str:
-    """Write a table for each setting and what is held against there: a row a variant and seed."""
+    """Write a table for each setting and its reference: one row per variant and seed."""
     tables: dict[str, list[Apart]] = {}
     for run in runs:
         if rows := percent_apart(run):
@@ -88,7 +88,7 @@ def losses_section(runs: Iterable[Run]) -> str:
 
 
 def _held_against(run: Run) -> str:
-    """Return the title of the variant that others are held against, short of its checkpointing."""
+    """Return the title of the reference without its checkpointing."""
     return variant_of(next(iter(curves(run)))).plain_title
 
 
@@ -96,8 +96,9 @@ def _held_against(run: Run) -> str:
 
 
 def loss_curve_figure(runs: Sequence[Run]) -> Figure | None:
-    """Draw a panel for each variant: how far its losses are apart, a line for each run. All have
-    one baseline: vanilla PEFT in fp32, if a run has that. None where there are no two curves."""
+    """Draw a panel for each variant: its distance from the reference's losses, one line per run.
+    All have one reference: vanilla PEFT in fp32, if a run has that. None if there are no two
+    curves."""
     held: dict[str, list[Run]] = {}
     for run in runs:
         if own := curves(run):
@@ -136,8 +137,8 @@ def loss_curve_figure(runs: Sequence[Run]) -> Figure | None:
 
 
 def loss_curve_finding(runs: Sequence[Run]) -> str:
-    """Say how far the losses of our variants come apart at most, beside vanilla PEFT's own in bf16
-    where all are held against fp32."""
+    """Say how far the losses of our variants differ at most. If the reference is fp32, add vanilla
+    PEFT's own difference in bf16."""
     if runs[0].rehearsal:
         return REHEARSAL_NOTICE
     apart = [(variant_of(one.variant), one.percent) for run in runs for one in percent_apart(run)]
@@ -156,5 +157,5 @@ def loss_curve_finding(runs: Sequence[Run]) -> str:
 
 
 def _most(curves: Iterable[list[float]]) -> str:
-    """Return the furthest of any step, in the title's digits; empty where there is none."""
+    """Return the largest distance of any step, in the title's digits; empty if there is none."""
     return max((f"{max(map(abs, own)):.2f}" for own in curves), key=float, default="")

@@ -1,5 +1,5 @@
-"""Padded rows beside whole chats in one row, by data set and GPU: tables in Markdown, from the runs
-`padded-NAME.json.gz` and `documents-NAME.json.gz` in docs/runs/GPU/. NAME is the data set."""
+"""Tables of padded rows beside whole chats in one row, by data set and GPU, in Markdown. The runs
+are `padded-NAME.json.gz` and `documents-NAME.json.gz` in docs/runs/GPU/. NAME is the data set."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ UNPADDED = "vanilla_peft_varlen"  # vanilla PEFT for people who do not pad
 
 
 class ChatGroup(NamedTuple):
-    """One data set, on one GPU, in batches of one shape. padding: of its padded rows, on whatever
-    GPU those ran; None where they ran on none. footnote: of its padded run."""
+    """One data set on one GPU, in batches of one shape. padding: the share in its padded rows, on
+    whatever GPU those ran; None if they ran on none. footnote: of its padded run."""
 
     data: str
     device: str
@@ -72,8 +72,8 @@ class ChatGroup(NamedTuple):
 def groups(
     padded: Mapping[str, Run], documents: Mapping[str, Run], footnotes: Iterable[Footnote] = ()
 ) -> list[ChatGroup]:
-    """Return every data set on every GPU, from the least padding to the most. A file of the same
-    name with other chats, or batches of another shape, is a group of its own. All are by file."""
+    """Return every data set on every GPU, from the least padding to the most. The arguments are by
+    file. The same file name with other chats or another batch shape makes a separate group."""
     shares = {_work(file, run): run.experiment.tokens[run.experiment.seq_lens[-1]].padding
               for file, run in padded.items()}  # fmt: skip
     notes = {note.file: note for note in footnotes}
@@ -116,7 +116,7 @@ def fullest(found: Sequence[ChatGroup]) -> list[ChatGroup]:
 
 
 def padding_section(found: Sequence[ChatGroup]) -> str:
-    """Write a table of each group, and below it what was measured."""
+    """Write a table of each group, with its caption below."""
     blocks: list[str] = []
     for group in found:
         shape = f"{group.rows} × {group.seq_len:,}"
@@ -129,7 +129,7 @@ def padding_section(found: Sequence[ChatGroup]) -> str:
 
 
 def _captions(runs: Iterable[Run]) -> list[str]:
-    """Write what each run was measured on; once, where both were on the same."""
+    """Write a caption for each run, or a single one if they agree."""
     captions = [caption_with_commit(run) for run in runs]
     same = {re.sub(", (padded|whole chats in one row) ·", " ·", words) for words in captions}
     return [*same] if len(same) == 1 < len(captions) else captions
@@ -158,9 +158,9 @@ def _cells(row: SummaryRow | None, footnote: Footnote | None) -> list[str]:
 
 
 def own_ms(row: SummaryRow | None) -> float | None:
-    """Return the time of a step where nothing waits for the host: the GPU's own time in the step
-    that was profiled, or the median step where that is shorter. One step of Unsloth's, whose
-    activations go to host memory, may take longer than most."""
+    """Return a step's time without any wait for the host. That is the GPU's own time in the
+    profiled step, or the median step if that is shorter: a single Unsloth step may take longer than
+    most, because its activations go to host memory."""
     if row is None or row.gpu_ms is None or row.median_step_ms is None:
         return None
     return min(row.gpu_ms, row.median_step_ms)

@@ -1,5 +1,5 @@
-"""documents.png, from runs alone: tokens a second of padded rows and of whole chats in one row, a
-panel for each data set and GPU. The numbers are padding.py's."""
+"""documents.png, from runs alone: tokens per second of padded rows and of whole chats in one row, a
+panel for each data set and GPU. padding.py computes the numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from report.wording import STATUS_WORDS, from_to, release_of
 from variants import BASELINE, title_of, variant_of
 
 FUSED = "fused_layer_graph_offload"
-PAIRS = (  # in padded rows, as documents; and a remark on the two
+PAIRS = (  # in padded rows, as documents, and a remark on both
     (BASELINE, UNPADDED, "packed, with\nFlashAttention"),
     ("full_unsloth", "full_unsloth", ""),
     ("fused_all", "fused_all", "drops the padding"),
@@ -28,8 +28,8 @@ GREY = "#555555"
 
 
 def documents_figure(found: Sequence[ChatGroup]) -> Figure | None:
-    """Draw two bars a variant, padded above documents, each data set on one GPU and all on one
-    scale. None where nothing has been measured."""
+    """Draw two bars per variant, padded above documents. Each data set is on one GPU, and all share
+    one scale. None if nothing was measured."""
     shown = fullest(found)
     most = max((row.tokens_per_s or 0.0 for group in shown for row in _rows(group)), default=0.0)
     if not most:
@@ -58,8 +58,8 @@ def documents_figure(found: Sequence[ChatGroup]) -> Figure | None:
 
 
 def documents_finding(found: Sequence[ChatGroup]) -> str:
-    """Say how many times as many tokens a second as in padded rows vanilla PEFT trains without
-    padding, and everything fused. All of it can be read off the bars of these groups."""
+    """Say how much faster than in padded rows vanilla PEFT trains without padding, and everything
+    fused, in tokens per second. You can read all of it off the bars of these groups."""
     said = {name: f"{from_to(over, 1)}× faster" for name, variant in
             (("Packing alone makes vanilla PEFT", UNPADDED),
              (f"{title_of(FUSED)} and packed is", FUSED))
@@ -80,8 +80,8 @@ def _over_padded(found: Sequence[ChatGroup], variant: str) -> list[float]:
 
 
 def over_unsloth(found: Sequence[ChatGroup]) -> str:
-    """Say how far our fastest is ahead of Unsloth, over all groups that tell, by the GPU's own
-    time: the wait for a host depends on what else that does."""
+    """Say how far our fastest is ahead of Unsloth, over all groups that have both, by the GPU's own
+    time. The wait for the host depends on what else the host does."""
     ratios = [ratio for group in found if (ratio := group.unsloth_over_ours())]
     if not ratios:
         return ""
@@ -112,7 +112,7 @@ def _panel(axes: Axes, group: ChatGroup, named: bool) -> None:
 
 
 def _bar(axes: Axes, y: float, row: SummaryRow | None, kind: str, **look) -> None:
-    """Draw a bar with its number and, for the first two, its kind; or words in its place."""
+    """Draw a bar with its number and, for the first two, its kind. Without a number, draw words."""
     if row is None or row.tokens_per_s is None:
         words = STATUS_WORDS.get(row.status, "") if row else "not measured"
         annotate(axes, words, (0, y), (4, 0), va="center", size=10.5, style="italic", color=GREY)
@@ -130,7 +130,7 @@ def _rows(group: ChatGroup) -> list[SummaryRow]:
 
 
 def _remarks(found: Sequence[ChatGroup]) -> str:
-    """Write what the marks behind numbers say: which of them are of older code."""
+    """Explain the marks behind numbers, which say that a number is from older code."""
     notes = [group.footnote for group in found if group.footnote]
     return "".join(dict.fromkeys(f"{note.mark}: {note.words} " for note in notes))
 

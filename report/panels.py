@@ -1,4 +1,4 @@
-"""panels.png, from a run alone: speedup, tokens a second, memory, and where the time goes."""
+"""panels.png, from a run alone: speedup, tokens per second, memory, and where the time goes."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ RESULTS_LEGEND = (
     "Medians over steps, then over rounds; whiskers: 95% intervals over rounds; italic: within "
     f"noise. {COPIES_WORDS} {FLOOR_WORDS}"
 )
-RATIOS = (0.25, 0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32)  # ticks where speedups are far apart
+RATIOS = (0.25, 0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32)  # ticks for widely spread speedups
 WIDTH, HEIGHT = 14, 12  # of the picture, in inches
 RIGHT = 0.975  # where the panels end, of the picture's width
 TITLE_PAD = 20  # points between a panel and its title, with room for a note
 
 
 def panels_figure(run: Run) -> Figure:
-    """Draw four panels: speedup, tokens a second, peak memory, and the GPU's time at the longest
+    """Draw four panels: speedup, tokens per second, peak memory, and the GPU's time at the longest
     length."""
     with framed(WIDTH, HEIGHT, axes_titlepad=TITLE_PAD) as picture:
         view = View(run)
@@ -59,7 +59,7 @@ def panels_figure(run: Run) -> Figure:
 
 def _speedup(axes: Axes, view: View) -> None:
     axes.set_title("Speedup by the wall clock (higher is better)")
-    axes.set_yscale("log")  # twice as fast is as far from 1 as half as fast
+    axes.set_yscale("log")  # a 2x speedup is as far from 1 as a 2x slowdown
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}×" if value > 0 else "")
     axes.yaxis.set_minor_locator(NullLocator())
     axes.axhline(1.0, color=LOOKS["peft"].colour, linestyle=(0, (5, 3)))
@@ -71,7 +71,7 @@ def _speedup(axes: Axes, view: View) -> None:
         _remark(axes, "log scale; grey band: vanilla PEFT measured twice (A/A)")
     reach = [1.0, *(row.speedup for row in rows if row.speedup), *chain(*bands.values())]
     low, high = min(reach), max(reach)
-    # The interval of two rounds may go far beyond, and leaves the panel.
+    # The interval of two rounds may be huge: we let it leave the panel.
     ends = [end for row in rows for end in row.speedup_ci95 or ()]
     low, high = max(min([low, *ends]), low / 1.25), min(max([high, *ends]), high * 1.25)
     span = max(1.2, high / low)
@@ -102,7 +102,7 @@ def _memory(axes: Axes, view: View) -> None:
     gpu = view.run.environment.gpu
     if gpu is None:
         _remark(axes, "no GPU, so no GPU memory")
-    elif gpu.memory_bytes / 2**30 < 1.6 * top:  # else the bars would vanish under it
+    elif gpu.memory_bytes / 2**30 < 1.6 * top:  # otherwise its line would dwarf the bars
         top = gpu.memory_bytes / 2**30
         axes.axhline(top, color="black")
         _remark(axes, f"line: the card holds {top:.0f} GiB")
@@ -110,8 +110,8 @@ def _memory(axes: Axes, view: View) -> None:
 
 
 def _memory_numbers(axes: Axes, view: View, peaks: dict[float, tuple[SummaryRow, float]]) -> None:
-    """Write numbers over the bars, one for neighbours that are equal; upright where they would
-    meet."""
+    """Write numbers over the bars, a single one for equal neighbours. They stand upright if they
+    would collide."""
     alike = groupby(sorted(peaks), lambda slot: (peaks[slot][0].seq_len, f"{peaks[slot][1]:.1f}"))
     labels = [(words, list(slots)) for (_, words), slots in alike]
     inches = axes.get_position().width * WIDTH
@@ -125,7 +125,7 @@ def _memory_numbers(axes: Axes, view: View, peaks: dict[float, tuple[SummaryRow,
 
 
 def _kinds(picture: Figure, axes: Axes, view: View) -> None:
-    """Draw the GPU's time, with room for the names of bars beside them and of colours above."""
+    """Draw the GPU's time. Leave room for the bars' names at the side and a colour legend above."""
     seq_len, box = longest_profiled(view.run), axes.get_position()
     left, above = (0.055 if view.is_named else 0.09), 0.055
     axes.set_position((box.x0 + left, box.y0, box.width - left, box.height - above))
@@ -150,8 +150,8 @@ def _remark(axes: Axes, words: str) -> None:
 
 
 def _name_variants(picture: Figure, view: View) -> int:
-    """Draw the legend of all four panels, each variant's bar beside its line, in as many columns as
-    end where the panels do, by this machine's fonts; return the number of rows."""
+    """Draw the legend of all four panels: each variant's bar beside its line. We measure with this
+    machine's fonts how many columns fit the panels' width. Return the number of rows."""
     keys: list[Any] = []
     names = list(map(title_of, view.looks))
     for look, name in zip(view.looks.values(), names, strict=True):
@@ -169,7 +169,7 @@ def _name_variants(picture: Figure, view: View) -> int:
 
 
 def panels_finding(view: View) -> str:
-    """Say the speedups at the longest length that has any."""
+    """Say the speedups at the longest length that has one."""
     if view.run.rehearsal:
         return REHEARSAL_NOTICE
     gpu = view.run.environment.gpu.name if view.run.environment.gpu else "the CPU"

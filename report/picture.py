@@ -26,8 +26,8 @@ GREY = "#444444"
 
 @contextmanager
 def framed(width: float, height: float, dpi: int = 150, **changed: Any) -> Iterator[Figure]:
-    """Give an empty picture of this size in inches; what is drawn inside has our style. changed:
-    settings of matplotlib for this picture, with _ for the dot."""
+    """Give an empty picture of this size in inches, and draw in our style inside the context.
+    changed: matplotlib settings for this picture, with _ for the dot."""
     own = {name.replace("_", "."): value for name, value in changed.items()}
     with style.context(["default", STYLE, own]):
         yield Figure(figsize=(width, height), dpi=dpi)
@@ -36,7 +36,7 @@ def framed(width: float, height: float, dpi: int = 150, **changed: Any) -> Itera
 def write_title(
     picture: Figure, words: str, y: float, largest: float, room: float, x: float = 0.025, **text
 ) -> None:
-    """Write the finding above the panels. room: the most that size x letters of a line may be."""
+    """Write the finding above the panels. room: the largest size x letters that fits a line."""
     size = min(largest, room / max(map(len, words.split("\n"))))
     picture.text(x, y, words, size=size, weight="bold", **text)
 
@@ -45,7 +45,7 @@ def write_caption(
     picture: Figure, words: str, y: float, letters: int, x: float = 0.025, size: float = 10.5,
     color: str = GREY,
 ) -> None:  # fmt: skip
-    """Write what was measured below the panels, in lines of so many letters."""
+    """Write the caption below the panels, wrapped at `letters` per line."""
     picture.text(x, y, fill(words, letters), size=size, color=color, linespacing=1.5)
 
 
@@ -59,20 +59,20 @@ def annotate(
     axes: Axes, words: str, place: tuple[float, float], points: tuple[float, float],
     across: Any = "data", **text: Any,
 ) -> Any:  # fmt: skip
-    """Write words so many points right of and above a place, which is in the units `across`."""
+    """Write words `points` right of and above a place, which is in the units `across`."""
     return axes.annotate(words, place, points, across, "offset points", **text)
 
 
 def lay_bars(axes: Axes) -> None:
-    """Rule the panel for bars that lie: across, with no ticks."""
+    """Set up the panel for horizontal bars: grid lines only along x, no ticks."""
     axes.grid(axis="y", visible=False)
     axes.grid(axis="x", visible=True)
     axes.tick_params(length=0)
 
 
 def write_png(picture: Figure | None, path: Path) -> bool:
-    """Write a picture whole or not at all, and the same bytes for the same picture. Return False
-    where there is none."""
+    """Write a picture whole or not at all. The same picture gives the same bytes. Return False if
+    there is none."""
     if picture is None:
         return False
     png = io.BytesIO()

@@ -1,5 +1,5 @@
-"""The tables of others' published numbers, beside ours, vanilla PEFT's and Unsloth's in the same
-setting (`bench/published.py`), in Markdown."""
+"""Tables of others' published numbers beside ours, vanilla PEFT's and Unsloth's in the same setting
+(`bench/published.py`), in Markdown."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Measured(NamedTuple):
         return f"{thousands(row.tokens_per_s)}{mark}{title}"
 
     def lines(self) -> list[list[str]]:
-        """Return a line for each of their numbers; where ours is in FP8, for theirs in FP8 if there
-        are any."""
+        """Return a line for each of their numbers. If ours is in FP8, we take their FP8 numbers, if
+        they have any."""
         one, ours = self.setting, self.fastest(lambda variant: variant.is_ours)
         speed = ours.tokens_per_s if ours else None
         first = [one.model, f"{one.accumulate} × {one.batch_size} × {one.seq_len:,}"]
@@ -66,8 +66,7 @@ class Measured(NamedTuple):
 
 
 def published_section(runs: Mapping[str, Run], footnotes: Iterable[Footnote] = ()) -> str:
-    """Write the tables and their sources; nothing where no run is of such a setting. runs: by
-    file."""
+    """Write the tables and their sources. Nothing if no run has such a setting. runs: by file."""
     by_file = {footnote.file: footnote for footnote in footnotes}
     measured = _measured(runs, by_file)
     if not measured:
@@ -86,7 +85,7 @@ def published_section(runs: Mapping[str, Run], footnotes: Iterable[Footnote] = (
 
 
 def claims_table(run: Run) -> str:
-    """Write a line for each number that others publish in the setting of a run."""
+    """Write a line for each number published in this run's setting."""
     return _claims_table(_measured({"": run}, {}))
 
 
@@ -95,7 +94,7 @@ def _claims_table(measured: list[Measured]) -> str:
 
 
 def _speeds_table(measured: list[Measured]) -> str:
-    """Write the tokens a second of every variant of whole runs of the suite, a column a run."""
+    """Write the tokens/s of every variant in whole runs of the suite, one column per run."""
     measured = [one for one in measured if BASELINE in one.run.experiment.variants]
     runs = [one.run for one in measured]
     lines = [
@@ -114,7 +113,7 @@ def _measured(runs: Mapping[str, Run], footnotes: Mapping[str, Footnote]) -> lis
 
 
 def setting_that_ran(run: Run) -> PublishedSetting | None:
-    """Return the setting of others that a run has, None where it has another."""
+    """Return the published setting that a run has, or None."""
     setting, ran = SETTINGS.get(run.experiment.model), run.experiment
     if setting is None or run.rehearsal:
         return None

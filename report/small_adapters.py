@@ -1,5 +1,5 @@
-"""small_adapters.png and its tables: how much of a small adapter each variant's forward shows
-(`bench/small_adapters.py`). No torch."""
+"""small_adapters.png and its tables: how much of a small adapter shows in each variant's forward
+(`bench/small_adapters.py`). Needs no torch."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from report.table import markdown_table
 from report.wording import REHEARSAL_NOTICE, commit_in, packages_in
 from variants import IN_FP32, variant_of
 
-ALIKE = 0.15  # lines that lie closer than this everywhere share one name
+ALIKE = 0.15  # lines that are everywhere closer than this share one name
 PACKAGES = ("torch", "triton", "transformers", "peft", "unsloth")
 FINDING = "Small updates vanish from bf16 forwards; whole layers show them"
-TOP = 1.35  # a share above it stands there with its number
+TOP = 1.35  # we draw a larger share at this height, with its number
 
 
 def shares(found: SmallAdapters, variant: str, adapter: TrainedAdapter) -> list[float]:
-    """Return, by batch, the outputs' change projected on fp32's, over fp32's."""
+    """Return the outputs' change in each batch, projected on fp32's and divided by it."""
     along, exact = (_seen(found, id, adapter).along for id in (variant, IN_FP32))
     return [a / b for a, b in zip(along, exact, strict=True)]
 
 
 def loss_shares(found: SmallAdapters, variant: str, adapter: TrainedAdapter) -> list[float]:
-    """Return, by batch, the loss's change over fp32's mean change."""
+    """Return the loss's change in each batch, divided by fp32's mean change."""
     exact = fmean(_seen(found, IN_FP32, adapter).losses)
     return [change / exact for change in _seen(found, variant, adapter).losses]
 
@@ -45,7 +45,7 @@ def _variants(found: SmallAdapters) -> list[str]:
 
 
 def small_adapters_section(every: Sequence[SmallAdapters]) -> str:
-    """Write the tables of each file, and where the picture is, which shows the first."""
+    """Write the tables of each file, and a link to the picture, which shows the first file."""
     picture = f"![{FINDING}](figures/small_adapters.png)"
     return "\n\n".join([picture, *map(_tables, every)]) if every else "Not measured yet."
 
@@ -100,8 +100,8 @@ def small_adapters_caption(found: SmallAdapters) -> str:
 
 
 def small_adapters_figure(found: SmallAdapters) -> Figure | None:
-    """Draw a point for each adapter, and a line for each variant and learning rate. None where no
-    variant has seen any."""
+    """Draw a point for each adapter, and a line for each variant and learning rate. None if no
+    variant has seen an adapter."""
     if not _variants(found):
         return None
     trained = [one for one in found.adapters if not one.is_dpo]
@@ -132,8 +132,8 @@ def small_adapters_figure(found: SmallAdapters) -> Figure | None:
 def _lines(
     axes: Axes, found: SmallAdapters, trained: Sequence[TrainedAdapter], rates: list[list[int]]
 ) -> None:
-    """Draw lines with intervals; their names stand right of the last adapter, those of lines that
-    cannot be told apart together."""
+    """Draw lines with intervals. Names stand right of the last adapter; indistinguishable lines
+    share a label."""
     groups: list[tuple[list[str], list[float]]] = []
     for variant in _variants(found):
         look = variant_of(variant).look
@@ -152,7 +152,7 @@ def _lines(
             alike[0].append(variant)
         else:
             groups.append(([variant], means))
-    # by the first adapter's value, which tells them apart: by the last all see everything
+    # by the value at the first adapter, where lines differ: at the last, all see everything
     groups.sort(key=lambda group: group[1][0])
     heights = apart_by(0.14, [fmean(min(share, TOP) for share in line) for _, line in groups], 1.2)
     for (names, _), height in zip(groups, heights, strict=True):

@@ -1,4 +1,4 @@
-"""Summary of a run: medians, speedups over vanilla PEFT, and whether they are more than noise."""
+"""Summary of a run: medians, speedups over vanilla PEFT, and whether they exceed the noise."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from bench.records import Interval, Run, SummaryRow, Verdict
 from variants import AGAIN, title_of, variant_of
 
 NOISE: Verdict = "not distinguishable"
-TWINS_WITHIN = 0.05  # what vanilla PEFT measured twice should agree to
+TWINS_WITHIN = 0.05  # two measurements of vanilla PEFT should agree this well
 TIMES = ("step_ms", "forward_ms", "backward_ms", "optimizer_ms")
 
 
 def median_or_none(values: Iterable[float | None]) -> float | None:
-    """Return the median of what was measured; None where nothing was."""
+    """Return the median of the values; None without any."""
     found = [value for value in values if value]
     return median(found) if found else None
 
 
 def summarize(run: Run) -> list[SummaryRow]:
-    """Return one row for each length and variant that has a cell: median over steps, then rounds.
+    """Return one row for each length and variant that has a cell: medians over steps, then over
+    rounds.
 
-    A speedup is the median over rounds of baseline time / variant time within one round, which
-    cancels a drift of the clocks from round to round. Its verdict needs the A/A twin: inside the
-    noise band, or with an interval that reaches 1, it is not distinguishable.
+    A speedup is the median over rounds of baseline time / variant time within one round. That
+    cancels clock drift from round to round. Its verdict needs the A/A twin: a speedup inside the
+    noise band, or with an interval that reaches 1, is not distinguishable.
     """
     return [_summary_row(run, variant, seq_len) for variant, seq_len in run.measured()]
 
@@ -39,8 +40,8 @@ def rows_by_variant_and_length(run: Run) -> dict[tuple[str, int], SummaryRow]:
 
 
 def by_gpu_time(rows: Iterable[SummaryRow]) -> list[SummaryRow]:
-    """Return the rows with speedups in GPU time, without interval and verdict. A speedup is None
-    where the row or its baseline has no profile."""
+    """Return the rows with speedups in GPU time, without interval and verdict. A speedup is None if
+    the row or its baseline has no profile."""
     rows = list(rows)
     gpu_ms = {(row.variant, row.seq_len): row.gpu_ms for row in rows}
     found = []
@@ -87,7 +88,7 @@ def _summary_row(run: Run, variant: str, seq_len: int) -> SummaryRow:
 
 
 def _six_digits(value: Any) -> Any:
-    """Round to six digits: far below any noise, and short in a diff."""
+    """Round to six digits: far finer than any noise, and short in a diff."""
     if isinstance(value, tuple):
         return tuple(map(_six_digits, value))
     return None if value is None else float(f"{value:.6g}")
@@ -108,21 +109,21 @@ def _ratios_to_floor(run: Run, variant: str, seq_len: int) -> list[float]:
 
 
 def noise_band(run: Run, seq_len: int, variant: str = "vanilla_peft") -> Interval | None:
-    """Return the range (low, high) about 1 in which the same code came out; None without its A/A
-    twin. `variant` picks the block: the twins with checkpointing, or those without."""
+    """Return the range (low, high) about 1 of two measurements of the same code; None without the
+    A/A twin. `variant` picks the block: the twins with checkpointing, or those without."""
     ratios = speedups(run, variant_of(variant).again.id, seq_len)
-    both_ways = ratios + [1 / ratio for ratio in ratios]  # which of the two is first is chance
+    both_ways = ratios + [1 / ratio for ratio in ratios]  # which comes first is chance
     return (min(both_ways), max(both_ways)) if ratios else None
 
 
 def interval95(values: list[float]) -> Interval | None:
     """Return the 95% interval of the mean, by Student's t; None with fewer than two values.
 
-    Rounds are few, and a bootstrap of two or four of them cannot reach beyond them: of two it holds
-    the truth half the time. As in Georges et al., "Statistically Rigorous Java Performance
-    Evaluation", OOPSLA 2007.
+    A bootstrap of two or four rounds cannot reach beyond their values. With two it holds the truth
+    half the time. As in Georges et al., "Statistically Rigorous Java Performance Evaluation",
+    OOPSLA 2007.
     """
-    from scipy import stats  # takes half a second, which the command line need not wait for
+    from scipy import stats  # takes half a second: the command line should not wait for it
 
     if len(values) < 2:
         return None
@@ -132,16 +133,16 @@ def interval95(values: list[float]) -> Interval | None:
 
 
 def interval95_of_ratios(values: list[float]) -> Interval | None:
-    """Return the 95% interval of times, or of their ratios. By logarithms it stays above zero, and
-    is as wide whichever of two times is divided by the other."""
+    """Return the 95% interval of times, or of their ratios. It is computed on logarithms: it stays
+    above zero, and inverting a ratio inverts its interval."""
     bounds = interval95([log(value) for value in values])
     return bounds and (exp(bounds[0]), exp(bounds[1]))
 
 
 def verdict_of(speedup: float, ci95: Interval | None, band: Interval | None) -> Verdict | None:
-    """Return "faster" or "slower" where a speedup stands outside the noise band and its interval
-    does not reach 1, "not distinguishable" where either does. None where that stays open: without a
-    band, or without an interval, as one number has no spread."""
+    """Return "faster" or "slower" if a speedup is outside the noise band and its interval does not
+    reach 1, otherwise "not distinguishable". None if that stays open: without a band, or without an
+    interval, because a single number has no spread."""
     if ci95 is not None and ci95[0] <= 1 <= ci95[1]:
         return NOISE
     if ci95 is None or band is None:
@@ -152,7 +153,7 @@ def verdict_of(speedup: float, ci95: Interval | None, band: Interval | None) -> 
 
 
 def why_no_verdicts(run: Run) -> str | None:
-    """Say what a run lacks for its speedups to be judged, and what gives it; None if nothing."""
+    """Say what a run lacks for verdicts on its speedups, and what provides it; None if nothing."""
     if run.experiment.rounds < 2:
         return "one round gives numbers without verdicts: --rounds 4 gives both"
     if AGAIN not in run.experiment.variants:
@@ -161,8 +162,8 @@ def why_no_verdicts(run: Run) -> str | None:
 
 
 def twins_too_far_apart(run: Run) -> list[str]:
-    """Say where vanilla PEFT measured twice lies more than TWINS_WITHIN apart, and how many steps
-    that would take: the distance shrinks as the root of their number grows."""
+    """Say where two measurements of vanilla PEFT are more than TWINS_WITHIN apart, and how many
+    steps would fix that: the distance shrinks with the square root of their number."""
     said = []
     for row in summarize(run):
         if variant_of(row.variant).again.id != row.variant or row.speedup is None:

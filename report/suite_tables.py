@@ -18,7 +18,7 @@ NOT_MEASURED = "Not measured yet in a run that can be quoted: `python lora_bench
 
 
 def parts_section(suite: Run) -> str:
-    """Write the time that each part takes off a step, with its caption."""
+    """Write the time that each part saves per step, with its caption."""
     tables = ablation_table(suite)
     return f"{tables}\n\n{caption(suite)}" if tables else NOT_MEASURED
 
@@ -34,8 +34,8 @@ def _by_block(write: Callable[[Run, bool], str], suite: Run) -> str:
 
 
 def effects_section(suite: Run) -> str:
-    """Write the effect of each part alone at the longest length on the two passes, the launches and
-    the memory. With checkpointing a backward holds the second forward, too."""
+    """Write how each part alone changes forward, backward, launches and memory at the longest
+    length. With checkpointing, the backward includes the second forward."""
     return _by_block(_effects, suite)
 
 
@@ -51,7 +51,7 @@ def _effects(suite: Run, checkpoints: bool) -> str:
     shown = (BASELINE, *ALONE.values(), "fused_all", "fused_all_offload")
     lines = []
     for row in (found[id] for id in shown if id in found):
-        # the cell of the last round, which has the latest code
+        # the last round's cell has the latest code
         newest = max(suite.cells_of(row.variant, seq_len, "ok"), key=lambda cell: cell.round)
         numbers = [number(row.forward_ms, 1), number(row.backward_ms, 1)]
         numbers += [thousands(sum(newest.kernels_seen.values())), number(row.peak_gib, 1)]
@@ -63,7 +63,7 @@ def _effects(suite: Run, checkpoints: bool) -> str:
 
 
 def against_unsloth_section(runs: list[Run]) -> str:
-    """Write Unsloth's time over that of all parts: a line for each block of each run."""
+    """Write Unsloth's time over that of all parts, one line for each block of each run."""
     lengths = sorted({n for run in runs for n in run.experiment.seq_lens})
     lines = []
     for checkpoints, title in BLOCKS.items():
@@ -79,10 +79,11 @@ def against_unsloth_section(runs: list[Run]) -> str:
 
 
 def _over_unsloth(run: Run, seq_len: int, checkpoints: bool) -> list[float]:
-    """Return Unsloth's time over ours in every round that has both, by its fastest mode there.
+    """Return Unsloth's time over ours in every round that has both, using its fastest mode there.
 
-    A mode is what its checkpointing did. Where its own does not offload, two variants are one mode
-    and count by the middle of their times: the smaller of two noisy ones is no mode's.
+    A mode is what its checkpointing did. Where Unsloth's own checkpointing does not offload, two
+    variants are the same mode, and we take the median of their times: the smaller of two noisy
+    times would flatter the mode.
     """
     times: dict[tuple[int, str], list[float]] = {}
     for cell in run.cells_of(seq_len=seq_len, status="ok"):
@@ -105,7 +106,7 @@ def _median_and_range(ratios: list[float]) -> str:
 
 
 def peers_section(suite: Run) -> str:
-    """Write every variant that is not a part alone or left out, the fastest first."""
+    """Write every variant except those with one part alone or one left out, the fastest first."""
     return _by_block(_peers, suite)
 
 
@@ -149,8 +150,8 @@ def _peers(suite: Run, checkpoints: bool) -> str:
 
 
 def _time(row: SummaryRow | None) -> str:
-    """Return a step's time and its speedup: in italics where that is noise, with a mark where it is
-    of a single round and cannot be judged."""
+    """Return a step's time and its speedup, in italics if within noise. A mark says that a single
+    round cannot be judged."""
     words = step_or_status(row)
     if row is None or row.speedup is None:
         return words

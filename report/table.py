@@ -1,4 +1,4 @@
-"""Tables in Markdown, from specs of their columns or line by line, and the numbers in them."""
+"""Tables in Markdown, from column specs or line by line, and the numbers in them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Row = TypeVar("Row")
 
 
 class Column(NamedTuple, Generic[Row]):
-    """A heading, and the words below it for each row."""
+    """A heading, and the text below it for each row."""
 
     heading: str
     words: Callable[[Row], str]
@@ -37,5 +37,5 @@ def thousands(value: float | None) -> str:
 
 
 def spread(bounds: Interval | None, digits: int) -> str:
-    """Return an interval as it stands behind its number; empty for None."""
+    """Return an interval to append to its number; empty for None."""
     return f" ({bounds[0]:.{digits}f} to {bounds[1]:.{digits}f})" if bounds else ""

@@ -29,7 +29,7 @@ KERNEL_COLUMNS = (
     Column[KernelRow]("GB/s", lambda row: thousands(row.gb_per_s)),
     Column[KernelRow]("of a copy's GB/s", lambda row: f"{row.share_of_copy:.0%}"),
 )
-# Variants of the same layers in bf16 and in FP8 differ in nothing else.
+# The same layers in bf16 and in FP8 differ in nothing else.
 _BY_RECIPE = {variant.recipe: variant.id for variant in VARIANTS.values()}
 
 
@@ -41,7 +41,7 @@ def title_column(*runs: Run) -> Column[SummaryRow]:
 
 
 def results_section(run: Run) -> str:
-    """Write every row of the summary, what was measured, what went wrong, and settings."""
+    """Write every row of the summary, the run's caption, what went wrong, and the settings."""
     rows = summarize(run)
     columns: list[Column[SummaryRow]] = [
         Column("tokens", lambda row: str(row.seq_len)),
@@ -64,7 +64,7 @@ def results_section(run: Run) -> str:
 
 
 def _remarks(run: Run) -> str:
-    """List the reasons why cells have no time, and what may have disturbed those that have one."""
+    """List why cells have no time, and what may have disturbed those that have one."""
     reasons: dict[tuple[str, str], dict[str, None]] = {}
     for cell in run.cells:
         if cell.status != "ok":
@@ -93,7 +93,7 @@ def _remarks(run: Run) -> str:
 
 def _settings_table(run: Run) -> str:
     names = ["checkpointing", "adapter_dtype", "autocast", "attention", "compile"]
-    for name in ("graph", "allocator", "cublaslt_workspace"):  # told only where any variant has it
+    for name in ("graph", "allocator", "cublaslt_workspace"):  # shown only if any variant has it
         if any(getattr(cell.settings, name) for cell in run.cells):
             names.append(name)
     lines = []
@@ -108,7 +108,7 @@ def _settings_table(run: Run) -> str:
 
 
 def _without_the_same(header: list[str], lines: list[list[str]]) -> str:
-    """Write a table of settings; those that several variants share become one sentence below."""
+    """Write a table of settings. Those that all variants share become one sentence below."""
     same = [i for i, column in enumerate(zip(*lines, strict=True)) if len({*column}) == 1]
     if len(lines) == 1 or not same:
         return markdown_table(header, lines)
@@ -118,7 +118,7 @@ def _without_the_same(header: list[str], lines: list[list[str]]) -> str:
 
 
 def _by_length(cells: list[Cell], values: list) -> str:
-    """Return the cells' one value in words; where lengths differ, each value with its lengths."""
+    """Return the cells' value in words. If lengths differ, give each value with its lengths."""
     lengths: dict[str, dict[str, None]] = {}
     for cell, value in zip(cells, values, strict=True):
         words = {"None": "none", "True": "on", "False": "off"}.get(str(value), str(value))
@@ -133,7 +133,7 @@ def _by_length(cells: list[Cell], values: list) -> str:
 
 def kinds_section(run: Run) -> str:
     """Write what the GPU does in a step of the longest and of the shortest length: the kernels'
-    time by kind of work, then its wait for the host."""
+    time by kind of work, then the wait for the host."""
     lengths = run.experiment.seq_lens
     tables = []
     for seq_len in dict.fromkeys((lengths[-1], lengths[0])):
@@ -154,7 +154,7 @@ def kinds_section(run: Run) -> str:
 
 
 def kernels_section(run: Run) -> str:
-    """Write how long each Triton kernel takes alone, beside a device copy of as many bytes."""
+    """Write how long each Triton kernel takes alone, beside a device copy of the same bytes."""
     kernels = run.kernels
     if kernels is None:
         return "Not measured yet: `python lora_bench.py --kernels`."
@@ -166,7 +166,7 @@ def kernels_section(run: Run) -> str:
 
 
 def recipes_section(runs: Iterable[Run]) -> str:
-    """Write a table for each run with adapters on some projections alone, or with dropout."""
+    """Write a table for each run with adapters on only some projections, or with dropout."""
     speedup = Column[SummaryRow]("speedup", lambda row: number(row.speedup, 2))
     blocks = [
         f"**{_recipe(run)}:**\n\n"
@@ -178,7 +178,7 @@ def recipes_section(runs: Iterable[Run]) -> str:
 
 
 def _recipe(run: Run) -> str:
-    """Say which projections have adapters, if not all, and which dropout."""
+    """Say which projections have adapters, if not all, and the dropout if any."""
     lora = run.experiment.lora
     found = []
     if len(lora.targets) < len(TARGETS):
@@ -189,8 +189,8 @@ def _recipe(run: Run) -> str:
 
 
 def beside_floor_section(runs: Iterable[Run]) -> str:
-    """Write a table for each run. A variant with checkpointing is held against the floor and what
-    has to be recomputed, too; one in FP8 against the same in bf16."""
+    """Write a table for each run. With checkpointing, a variant is also compared with the floor
+    plus the recomputation. An FP8 variant is also compared with the same layers in bf16."""
     blocks = [f"{_floor_table(run)}\n\n{caption_with_commit(run)}" for run in runs]
     return "\n\n".join(blocks) or NOT_MEASURED
 
@@ -225,7 +225,7 @@ def _ratio(over: float | None, under: float | None) -> str:
 
 
 def _in_bf16(id: str) -> str:
-    """Return the variant with the same layers in bf16; "" for one that is not in FP8."""
+    """Return the variant with the same layers in bf16; "" if this one is not in FP8."""
     recipe = variant_of(id).recipe
     if recipe is None or not wording.is_in_fp8(variant_of(id)):
         return ""

@@ -20,9 +20,9 @@ STATUS_WORDS = {
 }
 REHEARSAL_NOTICE = "REHEARSAL without a GPU: not a performance result"
 FLOOR_WORDS = "Floor: frozen products, attention and lm_head alone."
-# By a recipe's library: what titles call a peer, and the package whose release a run records.
+# By a recipe's library: a peer's name in titles, and the package whose release a run records.
 PEERS = {"unsloth": ("Unsloth", "unsloth"), "liger": ("Liger", "liger_kernel")}
-# What stands beside the experiment's where a suite has more variants than a picture can hold.
+# Shown beside the experiment's variants if a suite has more than fit in a picture.
 STRONGEST = (
     *("fused_all", "compiled_peft_bf16_adapters", "liger_peft"),
     *("fused_layer", "fused_layer_graph", "compiled_peft"),
@@ -31,8 +31,8 @@ MANY = 8
 
 
 def shown_variants(run: Run) -> list[str]:
-    """Return the variants that a picture of all lengths has room for, the baseline first. The A/A
-    twin shows as a band and not as a variant."""
+    """Return the variants that fit in a picture of all lengths, the baseline first. The A/A twin
+    shows as a band, not as a variant."""
     asked = run.experiment.variants
     if len(asked) > MANY:
         known = [v for v in (*SUITES["experiment"], *STRONGEST) if v in asked]
@@ -41,7 +41,7 @@ def shown_variants(run: Run) -> list[str]:
 
 
 def why_no_time(run: Run, variant: str, seq_len: int) -> str:
-    """Say why a variant has no time; where it has one, why the GPU's own is missing."""
+    """Say why a variant has no time. If it has one, say why the GPU's own time is missing."""
     return STATUS_WORDS.get(run.status_of(variant, seq_len) or "", "not measured")
 
 
@@ -59,9 +59,8 @@ def is_in_fp8(variant: Variant) -> bool:
 
 
 def title_in(variant: str, *runs: Run, title: str = "") -> str:
-    """Return a variant's title, a peer's with the release that these runs recorded: "full Unsloth
-    2026.10.9". Where they differ it has one for each, in the runs' order. title: instead of its
-    own."""
+    """Return a variant's title. A peer's has the release that these runs recorded: "full Unsloth
+    2026.10.9". If the runs differ, it has one for each, in their order. title: use this instead."""
     title, recipe = title or title_of(variant), variant_of(variant).recipe
     if recipe is None or recipe.library not in PEERS:
         return title
@@ -70,19 +69,19 @@ def title_in(variant: str, *runs: Run, title: str = "") -> str:
 
 
 def release_of(package: str, *runs: Run) -> str:
-    """Return a package's release in these runs, "" where none had it."""
+    """Return a package's release in these runs, or "" if none had it."""
     releases = [run.environment.packages.get(package) or "none" for run in runs]
     found = releases[:1] if len(set(releases)) == 1 else releases
     return "" if found == ["none"] else " / ".join(found)
 
 
 def packages_in(environment: Environment, names: Sequence[str]) -> list[str]:
-    """Return the packages that are installed, each with its release."""
+    """Return the installed packages, each with its release."""
     return [f"{name} {found}" for name in names if (found := environment.packages.get(name))]
 
 
 def commit_in(environment: Environment) -> str:
-    """Say which commit was measured, and whether there were changes beside it."""
+    """Say which commit was measured, and whether it had local changes."""
     git = environment.git or Git("unknown", False)
     commit = re.sub(r"[0-9a-f]{40}", lambda found: found[0][:10], git.commit)
     return f"Commit {commit}{' with local changes' if git.dirty else ''}."
@@ -95,14 +94,14 @@ def caption_with_commit(run: Run) -> str:
 def caption(run: Run) -> str:
     """Say what a run was measured on, and how."""
     asked, lora = run.experiment, run.experiment.lora
-    # a run that was merged, or is not finished, has more rounds of some variants than of others
+    # a merged or unfinished run has more rounds of some variants than of others
     timed = [cells for key in run.measured() if (cells := run.cells_of(*key, "ok"))]
     steps = from_to(sum(len(cell.step_ms) for cell in cells) for cells in timed)
     cards = f" ({run.cards()} cards, one after the other)" if run.cards() > 1 else ""
     rows = ", whole chats in one row" if asked.documents else ", padded" if asked.padded else ""
     where = f" on {', '.join(lora.targets)}" if len(lora.targets) < len(TARGETS) else ""
     dropout = f", dropout {lora.dropout:g}" if lora.dropout else ""
-    # a suite has variants with checkpointing, without it, or both, whatever its option says
+    # a suite may mix variants with and without checkpointing, whatever its option says
     found = {variant_of(variant).checkpoints for variant in asked.variants}
     checkpointing = [asked.checkpointing] * (True in found) + ["off"] * (False in found)
     facts = [
@@ -117,8 +116,8 @@ def caption(run: Run) -> str:
 
 
 def interleaved(run: Run) -> str:
-    """Say how many steps a variant took at a time, and at which lengths if not at every one. Empty
-    where it took all of them."""
+    """Say how many steps a variant took at a time, and at which lengths unless at all of them.
+    Empty if it took all steps at once."""
     at = sorted({cell.seq_len for cell in run.cells_of(status="ok") if cell.turn_steps})
     if not at:
         return ""
@@ -127,15 +126,15 @@ def interleaved(run: Run) -> str:
 
 
 def from_to(values: Iterable[float], digits: int = 0) -> str:
-    """Return the least and the most in words: "75", "75 to 100" or "no"."""
+    """Return the smallest and the largest in words: "75", "75 to 100" or "no"."""
     found = sorted(values)
     ends = [f"{end:.{digits}f}" for end in found[:1] + found[-1:]] or ["no"]
     return " to ".join(dict.fromkeys(ends))
 
 
 def roughly(values: Sequence[float]) -> str:
-    """Return speedups in words, as precise as they agree: "a steady 1.22×", which is the last one,
-    "about 1.6×" or "2.3× to 2.6×"."""
+    """Return speedups in words, as precisely as they agree: "a steady 1.22×" (the last one), "about
+    1.6×" or "2.3× to 2.6×"."""
     low, high = min(values), max(values)
     if len(values) == 1:
         return f"{high:.2f}×"
@@ -147,7 +146,7 @@ def roughly(values: Sequence[float]) -> str:
 
 
 class Footnote(msgspec.Struct, frozen=True):
-    """A fact about some variants of a published file that the file does not tell."""
+    """A fact about some variants of a published file that the file does not record."""
 
     file: str
     variants: list[str]

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 HERE = Path(__file__).resolve().parents[1]
 SEED, DEVIATION = 0, 1.0
 TOKENS = 600_000  # of the chats that are written
-FULL_BATCH = 16_384  # tokens of a batch, were all its rows full
+FULL_BATCH = 16_384  # tokens of a batch if all its rows were full
 
 
 class Lengths(NamedTuple):
@@ -46,7 +46,7 @@ SETS = {
 
 
 def draw(of: Lengths, count: int, seed: int = SEED) -> list[int]:
-    """Return `count` lengths in tokens, two at least, and at most what they are cut at."""
+    """Return `count` lengths in tokens, at least two and at most the cut."""
     draws = random.Random(seed)
     middle = math.log(of.mean) - DEVIATION**2 / 2
     drawn = (round(draws.lognormvariate(middle, DEVIATION)) for _ in range(count))

@@ -96,7 +96,7 @@ def ask(rng: random.Random, wordings: list[str], solution: Solution, bounds: tup
 
 
 def converse(rng: random.Random, solution: Solution) -> list[dict[str, str]]:
-    """A chat about the solution: one question, or a second one that builds on the first."""
+    """Return a chat about the solution: one question, or a second one that builds on the first."""
     worked, bounds = solution.lines, rng.choice(solution.bounds)
     answer = f"**Answer:** ${tex(solution.answer)} + C$"
     shapes = ["checked", "definite", "then evaluate", "then check", "unchecked"]
@@ -123,7 +123,7 @@ def converse(rng: random.Random, solution: Solution) -> list[dict[str, str]]:
 
 
 def examples() -> Iterator[dict]:
-    """Examples without end, the families in turn, no integrand twice."""
+    """Yield examples without end, the families in turn, no integrand twice."""
     rng, seen = random.Random(SEED), set()
     for family in cycle(FAMILIES):
         solution = family(rng)
@@ -134,7 +134,7 @@ def examples() -> Iterator[dict]:
 
 
 def lines() -> Iterator[str]:
-    """The lines of the file, in order."""
+    """Yield the lines of the file, in order."""
     for example in examples():
         yield json.dumps(example, ensure_ascii=False) + "\n"
 

@@ -2,9 +2,9 @@
 
     python data/make/tokenizer.py         # seconds; the same bytes every time
 
-It stands in for the model's own tokenizer where that cannot be downloaded. Words are split at white
-space only, so that a frequent piece of a formula becomes one token; any text survives encoding and
-decoding.
+It stands in for the model's own tokenizer where that cannot be downloaded. Words are split only at
+white space, which turns a frequent piece of a formula into one token. Any text survives encoding
+and decoding.
 """
 
 import json

@@ -18,7 +18,8 @@ def nonzero(rng, most):
 
 
 def polynomial(rng, degree, most):
-    """All coefficients nonzero integers up to `most`, the leading one positive."""
+    """Return a polynomial. All coefficients are nonzero integers up to `most`, the leading one
+    positive."""
     lower = Add(*(nonzero(rng, most) * x**n for n in range(degree)))
     return rng.randint(1, most) * x**degree + lower
 
@@ -56,28 +57,28 @@ def tex(expression) -> str:
 
 
 def value_at(point) -> str:
-    """F at a point, in brackets as tall as the point."""
+    """Write F at a point, in brackets as tall as the point."""
     return rf"F\left({tex(point)}\right)" if r"\frac" in tex(point) else f"F({tex(point)})"
 
 
 def times_differential(scale, variable=x) -> str:
-    """scale dx, with the brackets and the 1 handled as on paper."""
+    """Write scale dx, with the brackets and the 1 handled as on paper."""
     written = rf"\left({tex(scale)}\right)" if scale.is_Add else tex(scale)
     return ("" if scale == 1 else written + r" \, ") + f"d{tex(variable)}"
 
 
 def math(*sides) -> str:
-    """The sides joined by = signs, for use inside a sentence."""
+    """Join the sides by = signs, for use inside a sentence."""
     return "$" + " = ".join(map(tex, sides)) + "$"
 
 
 def antiderivative(expression, variable=x):
-    """sympy's own antiderivative, with ln|...| for its ln(...)."""
+    """Return sympy's own antiderivative, with ln|...| for its ln(...)."""
     return integrate(expression, variable).replace(log, Ln)
 
 
 def derivative(term):
-    """The derivative, as one fraction where it is rational, and without fractions inside roots."""
+    """Return the derivative: one fraction if it is rational, and no fractions inside roots."""
     slope = term.diff(x).replace(
         lambda part: part.is_Pow and part.exp.is_Rational and not part.exp.is_Integer,
         lambda part: together(part.base) ** part.exp,
@@ -101,7 +102,7 @@ class Solution:
         self.lines.append(self.rng.choice(wordings))
 
     def show(self, *sides):
-        """Write sides[0] = sides[1] = ... on a line of its own, with + C where an integral ends."""
+        """Write sides[0] = sides[1] = ... on a separate line, with + C where an integral ends."""
         indefinite = any(side.has(Integral) for side in sides)
         written = [
             tex(side) + (" + C" if indefinite and not side.has(Integral) else "") for side in sides
@@ -153,7 +154,7 @@ class Solution:
         return self
 
     def check(self) -> list[str]:
-        """The lines that differentiate the answer back to the integrand."""
+        """Write the lines that differentiate the answer back to the integrand."""
         part = Solution(self.rng, self.integrand, self.bounds)
         terms = self.answer.as_ordered_terms()
         slopes = [derivative(term) for term in terms]
@@ -173,7 +174,7 @@ class Solution:
         return part.lines
 
     def evaluate(self, lower, upper) -> list[str]:
-        """The lines that take the antiderivative between two bounds."""
+        """Write the lines that evaluate the antiderivative between two bounds."""
         at_upper, at_lower = (
             expand(self.answer.subs(x, bound), log=False) for bound in (upper, lower)
         )

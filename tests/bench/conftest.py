@@ -9,8 +9,8 @@ import torch
 
 @pytest.fixture(scope="module", autouse=True)
 def short_collections():
-    """A training step is timed after a full collection, which looks through all that pytest and
-    its plugins have imported: a third of a second each time."""
+    """Shorten garbage collection. A training step is timed after a full one, which goes through
+    everything that pytest and its plugins imported: a third of a second each time."""
     with pytest.MonkeyPatch.context() as patch:
         if not torch.cuda.is_available():
             patch.setattr(gc, "collect", partial(gc.collect, 0))
@@ -19,5 +19,5 @@ def short_collections():
 
 @pytest.fixture
 def no_pictures(monkeypatch):
-    """A run ends without drawing itself, half a second each time."""
+    """End a run without drawing pictures, which takes half a second each time."""
     monkeypatch.setattr("report.commands.draw_pictures", lambda *_: [])

@@ -59,7 +59,7 @@ def adapters(built, which=".lora_"):
 
 
 def stale_output_buffer(built, patch):
-    """Return the first call's output from every later one, too."""
+    """Return the first call's output from every later call."""
     for mlp in mlps(built):
         kept = []
 
@@ -86,7 +86,7 @@ def adapters_that_are_not_trained(built, patch):
 
 
 def saved_input_written_in_place(built, patch):
-    """Behind autograd's back, as a Triton kernel can."""
+    """Write behind autograd's back, as a Triton kernel can."""
     forward = LoRA_MLP.forward
 
     def overwrite(ctx, x, *others):
@@ -146,7 +146,7 @@ def sleep_outside_the_marks(built, patch):
 
 
 def work_that_goes_on_after_the_last_mark(built, patch):
-    """Work like another stream: only the synchronisation waits for it."""
+    """Keep working, as another stream would: only the synchronisation waits for it."""
     patch.setattr(trainer.WallClock, "synchronize", lambda self: time.sleep(0.02))
 
 
@@ -204,11 +204,11 @@ def test_a_cheat_is_named_and_a_wrong_result_is_not_timed(measure, cheat, varian
     assert not (is_wrong and cell.step_ms)
 
 
-# --- losses, held against vanilla's ---------------------------------------------------------------
+# --- losses, compared with vanilla's --------------------------------------------------------------
 
 
 def test_losses_that_leave_vanillas(measure):
-    """The variant passes the gate and every audit and then trains on something else."""
+    """Pass the gate and every audit, then train on something else."""
     vanilla = measure()  # honest
     assert vanilla.status == "ok" and len(vanilla.step_ms) == STEPS, vanilla.error
     other = msgspec.structs.replace(vanilla, losses=list(vanilla.losses))

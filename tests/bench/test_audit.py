@@ -32,13 +32,13 @@ def timings(**measured):
         ([100.0] * 3, [106.01] * 3, "a step took 106.0 ms by the wall and 100.0 ms between its ma"),
         ([0.5] * 3, [1.52] * 3, None),
         ([0.5] * 3, [1.53] * 3, "a step took 1.5 ms"),
-        # one slow reading among uneven steps: the medians alone would see hidden time
+        # one slow reading among uneven steps: medians alone would report hidden time
         ([18.0, 24.0, 25.0, 36.0], [29.0, 24.1, 25.1, 36.1], None),
         ([18.0, 24.0, 25.0, 36.0], [18.1, 35.0, 25.1, 36.1], None),
         # in half of the steps or more
         ([100.0] * 4, [100.0, 200.0] * 2, "a step took 150.0 ms"),
         ([100.0] * 3, [500.0, 100.0, 500.0], "a step took 500.0 ms"),
-        # in most steps: the medians alone would see nothing
+        # in most steps: medians alone would miss it
         ([100.0, 200.0, 300.0], [150.0, 201.0, 350.0], "a step took 201.0 ms"),
     ],
 )

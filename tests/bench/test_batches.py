@@ -198,7 +198,7 @@ KINDS = [{}, {"padded": True}, {"documents": True}]
 
 
 def test_the_published_batches_are_these():
-    """The first of seed 0 at each length: every number in results.json rests on them."""
+    """Check the first batches of seed 0 at each length: results.json rests on them."""
     chats = read_chats(DATA / "sft_train.jsonl")
     tokenized = tokenize(chats, load_tokenizer(DATA / "tokenizer.json"))
     found = {False: hashlib.sha256(), True: hashlib.sha256()}

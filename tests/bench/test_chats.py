@@ -1,4 +1,4 @@
-"""The data that `--data` may name, and the one line that says what is wrong with it."""
+"""The data that `--data` accepts, and the one line that says what is wrong with it."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def gathered(tmp_path, text: str | bytes) -> list[list[Message]]:
 
 
 def test_the_published_chats_are_gathered_byte_for_byte(tmp_path):
-    """data_sha256 and all batches are then those of the file in the repository."""
+    """Keep data_sha256 and all batches those of the file in the repository."""
     path = gather(str(DATA / "sft_train.jsonl"), tmp_path)
     assert path.read_bytes() == (DATA / "sft_train.jsonl").read_bytes()
     assert path.stem == sha256_of(path)[:12] and path.is_relative_to(tmp_path)
@@ -253,7 +253,7 @@ def test_a_cache_that_cannot_be_written_is_an_error(tmp_path):
 
 
 def test_reading_says_nothing_and_leaves_nothing_in_the_users_home(tmp_path):
-    """In a process of its own, which shows all that the libraries log and import."""
+    """Run in a child process, which shows everything that the libraries log and import."""
     (tmp_path / "bad.jsonl").write_text(f"{GOOD}\nnot json\n")
     (tmp_path / "good.jsonl").write_text(f"{GOOD}\n")
     code = """

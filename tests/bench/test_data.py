@@ -17,7 +17,7 @@ sys.path.insert(0, str(DATA / "make"))
     not sympy.__version__.startswith("1.14."), reason="another sympy may print formulas otherwise"
 )
 def test_the_chats_are_made_again_byte_for_byte():
-    """Two of each family: all 2400 take a minute or two, and come out the same, too."""
+    """Make two of each family. All 2400 also come out the same, but take a minute or two."""
     import sft_train
 
     lines = (DATA / "sft_train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)

@@ -1,4 +1,4 @@
-"""Faults around a measurement: the run goes on or ends, and saved cells stay."""
+"""Faults during a measurement: the run continues or ends, and saved cells stay."""
 
 import contextlib
 import dataclasses
@@ -180,7 +180,7 @@ def test_the_next_start_removes_what_a_killed_run_left_and_nothing_that_is_writt
 
 
 def test_a_run_is_finished_once_its_last_cell_is_in_and_stays_so(run_cells, tmp_path):
-    """Even if it is killed right after."""
+    """Kill it right afterwards."""
     seen = []
 
     def cut_off(variant, todo, on_message):
@@ -240,7 +240,7 @@ def run_and_be_killed(run_cells, rounds, seed):
 
 
 def test_kill_9_at_many_moments_loses_nothing_that_was_saved(run_cells, tmp_path):
-    """A run of 24 cells is killed again and again. Each time the same command goes on."""
+    """Kill a run of 24 cells again and again. Each time the same command continues it."""
     rounds, path = 6, tmp_path / "results.json"
     kept, kills, ended = [], 0, signal.SIGKILL
     while ended:
@@ -256,7 +256,7 @@ def test_kill_9_at_many_moments_loses_nothing_that_was_saved(run_cells, tmp_path
         kills += ended == signal.SIGKILL
         assert kills < 60, "it does not get on"
         if path.exists():
-            now = store.load(path).cells  # whole, and every cell as the schema wants it
+            now = store.load(path).cells  # the whole file, and every cell valid by the schema
             assert now[: len(kept)] == kept, "a saved cell was lost or changed"
             kept = now
     assert kills >= 7

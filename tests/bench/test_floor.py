@@ -1,4 +1,4 @@
-"""The floor counts what it says it counts, and its median is a median."""
+"""The floor: it counts the operations it claims to, and its median is a median."""
 
 from itertools import count
 
@@ -38,7 +38,7 @@ def matmul_flops(step):
 
 
 def test_every_frozen_product_is_done_once_forward_and_once_backward():
-    """And recomputed is each layer's forward without its down projection."""
+    """Check the recomputation too: each layer's forward without its down projection."""
     tokens, labelled = 2 * 8, 5
     shape = Shape.of(CONFIG)
     assert (shape.layers, shape.head_dim, shape.qkv) == (3, 8, (4 + 2 * 2) * 8)

@@ -1,4 +1,4 @@
-"""Functions in processes of their own. These stand at the top of the module."""
+"""Functions in child processes. They stand at the top of the module: a child imports them."""
 
 import multiprocessing
 import os

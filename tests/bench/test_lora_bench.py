@@ -1,6 +1,6 @@
-"""The command without a GPU, as its user meets it: the rehearsal, and going on after a stop.
+"""The command without a GPU, as its user meets it: the rehearsal, and continuing after a stop.
 
-One test starts real processes. The others do without.
+One test starts real processes. The others do not.
 """
 
 import signal
@@ -111,7 +111,7 @@ def test_a_published_setting_is_run_and_its_weights_are_deleted(
         assert cell.variant == "vanilla_peft" or cell.loss_gap < 2e-3
         assert row.tokens_per_s == pytest.approx(3 * 2 * 16 / row.median_step_ms * 1000, 1e-4)
     assert results.stages_s.start > 0 and results.stages_s.steps > 0
-    assert lora_bench.main(asked) == 0  # all is there: it draws no weights again
+    assert lora_bench.main(asked) == 0  # everything exists: it draws no new weights
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
 
 
@@ -122,8 +122,8 @@ def test_a_published_setting_is_run_and_its_weights_are_deleted(
 def test_a_stop_keeps_what_was_measured_and_the_same_command_goes_on(
     command, tmp_path, monkeypatch, capsys, request
 ):
-    """Interrupted in its first round, killed in its second, then left to finish, at the shortest
-    length allowed."""
+    """Interrupt the first round, kill the second, then let it finish, at the shortest length
+    allowed."""
     least, _ = options.LIMITS["seq_lens"]
     asked = command(tmp_path, "--variants", "vanilla_peft", "--rounds", "2", "--steps", "8",
                     "--seq-lens", str(least))  # fmt: skip

@@ -1,4 +1,4 @@
-"""Readings of NVML, with an NVML that says what it is told to."""
+"""Readings of NVML, from a fake NVML whose answers each test sets."""
 
 import dataclasses
 from importlib import metadata
@@ -83,7 +83,7 @@ def test_a_sample_has_units_and_words_and_none_for_what_the_driver_does_not_say(
 
 
 def test_every_reason_has_its_bit_and_its_words(driver):
-    """A name that pynvml does not have would never show."""
+    """Check the names: one that pynvml lacks would never show."""
     bits = [(getattr(pynvml, name), [words]) for name, words in CLOCK_REASONS.items()]
     both = ["power cap", "software thermal slowdown"]
     for bit, words in (*bits, (POWER_CAP | THERMAL, both), (IDLE, [])):
@@ -164,7 +164,7 @@ H200 = Gpu(
 
 
 def test_the_gpu_in_the_environment(driver):
-    """Its ECC errors are the uncorrected ones since the last boot."""
+    """Count as ECC errors the uncorrected ones since the last boot."""
     found = machine.environment()
     assert found.gpu == H200
     asked = next(call for call in driver.asked if call[0] == "nvmlDeviceGetTotalEccErrors")

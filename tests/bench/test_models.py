@@ -1,4 +1,4 @@
-"""Variants as they are built: the same weights, adapters and settings for all."""
+"""Variants as built: the same weights, adapters and settings for all."""
 
 import importlib
 import json
@@ -62,7 +62,7 @@ def test_a_compiled_model_starts_with_an_empty_cache(checkpoint, device, monkeyp
 
 @pytest.mark.parametrize("told", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_vanilla_is_peft_as_it_ships(told, checkpoint, device, monkeypatch):
-    """Its settings name those of the allocator."""
+    """Compare with PEFT as it ships. Its settings include the allocator's."""
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", models.CUBLASLT_WORKSPACE):
         monkeypatch.delenv(name, raising=False)
     allocator = "expandable_segments:True" if told else None
@@ -127,7 +127,7 @@ def test_in_fp32_nothing_is_rounded(checkpoint, device):
 def test_adapters_depend_on_their_name_and_the_seed_alone_and_none_starts_at_zero(
     checkpoint, device
 ):
-    """PEFT starts with B = 0: every dA is then zero, and a wrong one goes unseen."""
+    """Start no adapter at zero: with PEFT's B = 0 every dA is zero, and a wrong one goes unseen."""
     one, again, other = (
         dict(models._adapters(make("vanilla_peft", checkpoint, device, seed=seed).model))
         for seed in (0, 0, 1)
@@ -145,7 +145,7 @@ def test_adapters_depend_on_their_name_and_the_seed_alone_and_none_starts_at_zer
 
 
 def test_what_proves_a_part_exists():
-    """All functions and kernels of our parts' evidence are in our code."""
+    """Find all functions and kernels of our parts' evidence in our code."""
     recipes = [variant.recipe for variant in VARIANTS.values()]
     parts = {part for recipe in recipes for part in recipe.fused} | {"fp8"}
     libraries = {recipe.library for recipe in recipes} - {"peft"}
@@ -163,7 +163,7 @@ def test_what_proves_a_part_exists():
 
 
 def profile_of(built, device, monkeypatch):
-    """Profile a step. On the CPU its kernels are counted as they are launched."""
+    """Profile a step. On the CPU, count kernels as they are launched."""
     launched = Counter()
     if device == "cpu":
         from triton.runtime.interpreter import InterpretedFunction

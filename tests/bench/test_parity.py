@@ -134,7 +134,8 @@ class Adapted(torch.nn.Module):
 
 
 class FirstBatchOnly(Adapted):
-    """Gives every batch the result of the first, like a cache or a graph captured once."""
+    """A model that gives every batch the result of the first, like a cache or a graph captured
+    once."""
 
     first = None
 
@@ -144,7 +145,7 @@ class FirstBatchOnly(Adapted):
 
 
 class Forgetful(Adapted):
-    """Its second adapter never gets a gradient."""
+    """A model whose second adapter never gets a gradient."""
 
     def second(self):
         return self.lora_B.detach()
@@ -160,7 +161,7 @@ class Dropping(Adapted):
 
 
 class Based(Adapted):
-    """Its frozen matrix is a base layer, as under PEFT's adapters."""
+    """A model whose frozen matrix is a base layer, as under PEFT's adapters."""
 
     def __init__(self):
         super().__init__()
@@ -225,7 +226,7 @@ def test_an_adapter_without_a_gradient_fails(vanilla):
 
 
 def test_dropout_is_off_while_parity_is_checked_and_on_again_after_it(vanilla):
-    """No two libraries draw the same masks."""
+    """Switch dropout off for the check, because no two libraries draw the same masks."""
     model = Dropping().train()
     assert check_parity(built(model), BATCHES, vanilla).worst_ratio == 1.0
     assert make_reference(built(Dropping()), BATCHES).losses == vanilla.losses

@@ -1,4 +1,4 @@
-"""The words of `make resolve-peers` on newer releases, by a pip of our own."""
+"""The output of `make resolve-peers` on newer releases, with a fake pip."""
 
 import json
 import re
@@ -21,7 +21,7 @@ ERROR: ResolutionImpossible: for help visit https://pip.pypa.io
 
 
 class Pip:
-    """Resolves `fits` beside requirements.txt; `newest` is what there is."""
+    """A pip that resolves `fits` beside requirements.txt; `newest` are the latest releases."""
 
     def __init__(self, newest, fits):
         self.newest, self.fits, self.calls = newest, fits, 0

@@ -164,7 +164,7 @@ def test_the_innermost_module_around_a_call_wins():
         op(6, 20, 29, "aten::linear"),
         op(7, 21, 25),  # a call inside of a call
         op(8, 30, 35),  # after the linear layer
-        module("Dropout", 9, 40, 45),  # of no kind: it takes that of what is around it
+        module("Dropout", 9, 40, 45),  # of no kind: it takes the kind of the module around it
         op(10, 41, 42),
         op(11, 60, 61),  # after the MLP
         op(12, 100, 101),  # after the layer
@@ -198,13 +198,13 @@ BACKWARD = [backward(3, 100, 200, sequence=7), op(4, 101, 105, thread=2)]
             ],
             {8: "activation", 4: "norm", 10: "norm"},
         ),
-        # the number of another thread, and one of no forward
+        # another thread's number, and a number without a forward
         ([*NORM, backward(3, 100, 110, 7, forward_thread=4), BACKWARD[1]], {4: "other"}),
         ([*NORM, backward(3, 100, 110, sequence=9), BACKWARD[1]], {4: "other"}),
-        # of calls with one number the last was recorded
+        # among calls with the same number, the last was recorded
         ([module("Linear", 5, -20, -10), op(6, -15, -14, sequence=7), *NORM, *BACKWARD],
          {4: "norm"}),
-        # a forward that runs again in a backward has ranges of its own
+        # a forward recomputed inside a backward has its own ranges
         (
             [
                 *(*NORM, *BACKWARD, module("Qwen2MLP", 5, 110, 150, thread=2)),

@@ -72,7 +72,7 @@ def ranges_of(ops):
 
 
 def event(name, device, start, duration, id=0, linked=0, annotation=False):
-    """Make one of the profiler's own events, which gives each of its parts by a call."""
+    """Make one of the profiler's own events, whose parts are methods."""
     parts = {
         **{"name": name, "device_type": device, "start_ns": start, "duration_ns": duration},
         **{"correlation_id": id, "linked_correlation_id": linked, "start_thread_id": 1},
@@ -114,7 +114,7 @@ def test_functions_are_counted_in_a_forward_that_runs_again_too(checkpointing, f
     ],
 )
 def test_products_of_forward_and_backward_belong_to_their_modules(checkpointing, milliseconds):
-    """As if each product of a real step had launched one nameless kernel of 1 ms."""
+    """Pretend that each matmul of a real step launched one nameless kernel of 1 ms."""
     ops = calls_of(step_of(checkpointing))
     products = [call for call in ops if call.name == "aten::mul"]
     kernels = [Kernel("nameless", 0, 1_000_000, call.id) for call in products]
@@ -145,7 +145,7 @@ def test_modules_are_marked_only_when_asked_for_and_while_profiled_even_if_the_s
 
 
 def test_a_module_has_no_hooks_of_its_own_while_it_is_marked():
-    """A fused module would step aside for them."""
+    """Check that marking adds no hooks: a fused module would fall back to PEFT."""
     seen = []
 
     class Looks(Tiny):
@@ -177,7 +177,7 @@ def test_kernels_of_a_real_step_are_counted_timed_and_told_apart():
 @pytest.mark.gpu
 @pytest.mark.alone
 def test_launches_are_as_quick_after_a_profile_as_before():
-    """The quickest of many: a shared host can be slower at any moment."""
+    """Take the quickest of many: a shared host can be slower at any moment."""
     tensor = torch.zeros(8, device="cuda")
 
     def quickest_launches_us() -> float:

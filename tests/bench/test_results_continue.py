@@ -1,4 +1,4 @@
-"""The same command goes on where an earlier one stopped, and another run is refused."""
+"""The same command continues where an earlier one stopped, and another run is refused."""
 
 import copy
 import re
@@ -138,7 +138,7 @@ def test_another_commit_may_go_on_but_both_are_named(tmp_path):
 
 
 def test_the_rounds_of_every_run_are_rounds_of_the_merged_one(tmp_path):
-    """Two GPUs of a node: each measured vanilla PEFT and one more variant, in two rounds."""
+    """Merge two GPUs of a node. Each measured vanilla PEFT and one more variant, in two rounds."""
     one = example.run(("vanilla_peft", "fused_mlp"), (64,), rounds=2, steps=16)
     two = example.run(("vanilla_peft", "full_unsloth"), (64,), rounds=2, steps=16, visit=1)
     two.floor[64].samples_ms, one.floor[64].samples_ms = [50.0, 60.0], [40.0]
@@ -163,7 +163,7 @@ def test_the_rounds_of_every_run_are_rounds_of_the_merged_one(tmp_path):
     assert merged.floor[64].ms_by_round == {1: 40.0, 2: 40.0, 3: 55.0, 4: 55.0}
     assert merged.started_utc == "2020-01-01T00:00:00+00:00"
     assert merged.finished_utc is None
-    # paired on the GPU that measured both, and over its own floor: as in the run of each
+    # paired on the GPU that measured both, over its own floor, as in each run
     for run, variant in ((one, "fused_mlp"), (two, "full_unsloth")):
         alone = next(row for row in run.summary if row.variant == variant)
         together = next(row for row in merged.summary if row.variant == variant)
@@ -172,9 +172,9 @@ def test_the_rounds_of_every_run_are_rounds_of_the_merged_one(tmp_path):
 
 
 def test_no_measurement_is_merged_twice():
-    """It would count twice, and two rounds that agree in every digit make any noise small."""
+    """Refuse it: it would count twice, and two identical rounds make any noise look small."""
     one, two = (example.run(rounds=2, steps=16, visit=n) for n in range(2))
-    some = copy.deepcopy(one)  # as a run that was copied before it was finished
+    some = copy.deepcopy(one)  # like a run that was copied before it finished
     some.cells = [c for c in some.cells if c.seq_len == 64]
     both = results.merge([one, two])
     for runs, number, count in (
@@ -188,7 +188,7 @@ def test_no_measurement_is_merged_twice():
 
 
 def test_runs_of_two_experiments_are_not_merged_and_differences_are_written_for_people():
-    """As words and numbers, not as Python's."""
+    """Write words and numbers, not Python's."""
     there = example.run(rounds=1, steps=8)
     here = example.run(rounds=1, steps=8, visit=1)
     there.experiment.lora = replace(LORA, targets=("q_proj",))

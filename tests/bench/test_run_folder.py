@@ -28,8 +28,8 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def plan(request, tmp_path, monkeypatch, checkpoint):
-    """Return a function that plans a command in a checkout of its own. It returns the run, its
-    file, and whether that existed."""
+    """Return a function that plans a command in a temporary checkout. It returns the run, its file,
+    and whether that file existed."""
     on_gpu = getattr(request, "param", "cpu") == "cuda"
     monkeypatch.setattr(machine, "has_gpu", lambda: on_gpu)
     for module in (options, run_folder):
@@ -62,7 +62,7 @@ def plan(request, tmp_path, monkeypatch, checkpoint):
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ["cpu", "cuda"], indirect=True)
 def test_each_command_of_the_readme_works_after_any_other(plan, tmp_path):
-    """All of them, and then all the other way round."""
+    """Try all of them, then all in reverse order."""
     folders = []
     for command in COMMANDS:
         _, path, _ = plan(*shlex.split(command))

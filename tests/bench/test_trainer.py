@@ -1,4 +1,4 @@
-"""The timed loop's arithmetic, by a clock that shows what it is told to."""
+"""The timed loop's arithmetic, with a fake clock whose times each test sets."""
 
 import gc
 import time
@@ -22,7 +22,7 @@ from trainer import (
 
 
 class FakeClock:
-    """A clock from 0 on. Between two marks pass the ms of `intervals`, in turn."""
+    """A clock that starts at 0. Each mark comes the next of `intervals`, in ms, after the last."""
 
     def __init__(self, intervals):
         self.intervals = iter(intervals)
@@ -45,7 +45,7 @@ class FakeClock:
 
 
 class Line(torch.nn.Module):
-    """loss = mean((weight * input_ids - labels)^2). Keeps its tokens and masks."""
+    """A model with loss = mean((weight * input_ids - labels)^2). It keeps its tokens and masks."""
 
     def __init__(self):
         super().__init__()
@@ -109,7 +109,7 @@ def test_the_timed_steps_go_through_the_batches_in_order_whatever_the_warmup_too
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_it_trains_from_the_first_weights_on_the_mean_of_the_losses_of_a_step(accumulate):
-    """As AdamW without a warm-up does in plain PyTorch, on all rows of a step at once."""
+    """Compare with AdamW without a warm-up in plain PyTorch, on all rows of a step at once."""
     weight = torch.nn.Parameter(torch.tensor([0.5]))
     optimizer = torch.optim.AdamW([weight], lr=0.1)
     values, expected, gradients = [1.0, 2.0, 4.0, 3.0, 1.0, 2.0], [], []

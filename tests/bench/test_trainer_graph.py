@@ -26,7 +26,7 @@ TINY = str(ROOT / "configs" / "tiny.json")
 
 @pytest.fixture(autouse=True)
 def fused_on_the_cpu(monkeypatch):
-    """Only PyTorch's fused AdamW is capturable there."""
+    """Use PyTorch's fused AdamW: on the CPU only that one is capturable."""
     adamw = torch.optim.AdamW
     monkeypatch.setattr(torch.optim, "AdamW", lambda *p, **o: adamw(*p, **{**o, "fused": True}))
 
@@ -46,7 +46,7 @@ def eager_trainer(**options):
 def test_it_trains_bit_by_bit_as_the_eager_loop_after_going_back_to_the_first_weights(accumulate):
     eager, graph = eager_trainer(accumulate=accumulate), make_trainer(accumulate=accumulate)
     wanted, got = (one.run(make_batches(1, 2, 3, 5), steps=5) for one in (eager, graph))
-    assert captured(graph.graphed_step) == min(accumulate, 2)  # to accumulate is one of its own
+    assert captured(graph.graphed_step) == min(accumulate, 2)  # accumulating: a second graph
     assert got.losses == wanted.losses and len(set(got.losses)) == 5
     assert torch.equal(graph.model.weight, eager.model.weight)
     assert (got.optimizer_steps, got.unmoved_adapters, got.changed_batches) == (5, 0, 0)
@@ -122,7 +122,7 @@ def test_a_loss_on_labelled_tokens_alone_is_told_the_most_that_any_batch_has(tak
 
 @pytest.mark.parametrize("is_graph", [True, False])
 def test_the_peak_is_that_of_the_timed_steps_or_counted_from_the_capture_on(is_graph, monkeypatch):
-    """Replays allocate nothing: counted over the timed steps it would be next to nothing."""
+    """Count from the capture on. Replays allocate nothing: their own peak would be almost 0."""
     done = []
     for name in ("empty_cache", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, partial(done.append, name))
@@ -159,7 +159,7 @@ def test_a_graph_is_unavailable_without_a_gpu():
 def test_a_variant_is_measured_as_a_graph_from_its_recipe_to_its_cell(
     device, tmp_path, monkeypatch
 ):
-    """Vanilla PEFT, as a stand-in cannot replay Triton's interpreter. Padded rows have a mask."""
+    """Use vanilla PEFT: a stand-in cannot replay Triton's interpreter. Padded rows have a mask."""
     if device == "cpu":
         monkeypatch.setattr("fused_lora.step.graph.GraphedStep", RecordedStep)
     recipe = Recipe(checkpointing="none", graph=True)
@@ -188,7 +188,7 @@ def test_a_variant_is_measured_as_a_graph_from_its_recipe_to_its_cell(
 @pytest.mark.alone
 def test_the_peak_of_a_graph_is_about_that_of_its_eager_step(device):
     class Chain(torch.nn.Module):
-        """Keeps eight activations of 64 MiB."""
+        """A model that keeps eight activations of 64 MiB."""
 
         def __init__(self):
             super().__init__()
@@ -220,8 +220,8 @@ def test_the_peak_of_a_graph_is_about_that_of_its_eager_step(device):
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("variant", ["fused_layer_graph", "fused_all_graph"])
 def test_a_fused_graph_trains_as_the_same_step_eagerly(variant, accumulate, device, tmp_path):
-    """The first timed step must find the borders of before the warm-up. A later round of a quick
-    run trains again, without a capture."""
+    """Check that the first timed step uses the borders from before the warm-up. A later round of a
+    quick run trains again without a capture."""
     from bench.weights import materialize, resolve
 
     source = resolve(TINY, tmp_path, 0)

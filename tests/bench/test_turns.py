@@ -1,4 +1,4 @@
-"""Variants side by side: interleaved where all fit on the GPU, else a cell at a time."""
+"""Variants side by side: interleaved if all fit on the GPU, otherwise a cell at a time."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -72,7 +72,7 @@ def test_a_length_that_lacks_a_cell_is_run_again_with_all_its_variants():
         return experiment.cells_to_do(asked, results)
 
     assert to_do(interleave=0) == [lacking]
-    # with those that were not asked for this time, but would be held against a new baseline
+    # including variants not asked for this time that a new baseline would judge
     together = [lacking, (2, "vanilla_peft", 64), (2, "full_unsloth", 64)]
     assert to_do() == to_do(quick=True) == together
 
@@ -83,7 +83,7 @@ def test_a_length_that_lacks_a_cell_is_run_again_with_all_its_variants():
         ({}, True, [64, 128, 256, 512]),
         ({"interleave": 0}, False, None),
         ({"quick": True}, True, [64, 128]),  # the others a cell at a time
-        ({"variants": VARIANTS * 12}, False, None),  # their weights are more than the GPU has
+        ({"variants": VARIANTS * 12}, False, None),  # their weights exceed the GPU's memory
     ],
 )
 def test_variants_are_interleaved_where_they_may_fit(changed, beside, interleaved):
@@ -141,7 +141,7 @@ def test_one_that_dies_or_is_unavailable_is_told_and_the_others_are_kept(make_ru
 def test_a_length_at_which_they_do_not_fit_together_is_run_one_after_the_other(
     quick, beside_weights, make_runner, monkeypatch
 ):
-    """A cell at a time beside the others' weights or, if these are too much, alone."""
+    """Run a cell at a time beside the others' weights or, if these are too large, alone."""
     monkeypatch.setattr(runner, "SHORT", 16)
     tried = []
 
@@ -240,7 +240,7 @@ def test_what_a_variant_does_in_each_of_its_turns_on_a_gpu(turn_steps, wanted, m
 def test_later_rounds_of_a_length_find_their_step_warm_and_are_profiled_no_more(
     tmp_path, monkeypatch
 ):
-    """A quick run: three rounds at one length, then one at another."""
+    """Make a quick run: three rounds at one length, then one at another."""
     asked = plan_of(tmp_path, "--seq-lens", "16", "24", "--steps", "2", "--accumulate", "2")
     cells.prepare_run(lambda message: None, asked)
     made, real = [], trainer.Trainer

@@ -1,5 +1,5 @@
-"""On a machine with a GPU: what is tested without one, tested with the GPU hidden. Whether kernels
-run in Triton's interpreter is settled when they are imported, so it takes a process of its own."""
+"""The tests meant for machines without a GPU, run on a GPU machine with the GPU hidden. Importing a
+kernel decides whether it runs in Triton's interpreter, so they need a fresh process."""
 
 import os
 import re

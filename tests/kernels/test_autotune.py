@@ -74,9 +74,9 @@ def test_the_fastest_is_chosen_once(best, monkeypatch):
     times[best] = 2.5
     gpu = Gpu(monkeypatch, times)
     assert gpu.fastest() == TILINGS[best]
-    # once to compile and TIMED_RUNS times; the shipped one is not timed again as one of the others
+    # once to compile, then TIMED_RUNS times; the shipped one is not timed twice
     assert len(gpu.launched) == 3 * (1 + autotune.TIMED_RUNS)
-    monkeypatch.setattr(autotune, "is_capturing", lambda tensor: True)  # takes it, too
+    monkeypatch.setattr(autotune, "is_capturing", lambda tensor: True)  # a capture uses it as well
     assert gpu.fastest() == TILINGS[best] and len(gpu.launched) == 3 * (1 + autotune.TIMED_RUNS)
 
 

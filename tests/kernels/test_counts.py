@@ -55,14 +55,14 @@ def test_the_page_says_the_same():
 @pytest.mark.gpu
 @pytest.mark.parametrize("fused", [False, True])
 def test_the_profiler_counts_the_same(fused):
-    """A product of these shapes is one kernel; cuBLAS may add a reduction of its own to one."""
+    """Count one kernel per matmul at these shapes. cuBLAS may add a reduction to some."""
     from torch.profiler import ProfilerActivity, profile
 
     config = AutoConfig.for_model(**json.loads((ROOT / "configs" / "tiny.json").read_text()))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to("cuda")
     lora = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
     mlp = get_peft_model(model, lora).base_model.model.model.layers[0].mlp
-    if fused:  # `fuse` wants a model around the MLP to name it in
+    if fused:  # `fuse` needs a parent that gives the MLP a name
         fuse(torch.nn.ModuleDict({"mlp": mlp}), Fusion(mlp=True))
     x = torch.randn(2, 12, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
 

@@ -1,4 +1,4 @@
-"""linear_cross_entropy in chunks of tokens: what it computes, saves and holds, when it waits."""
+"""linear_cross_entropy in chunks of tokens: its results, what it saves and holds, when it waits."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ fixtures = case, small_blocks  # pytest finds them in this module
 
 
 class Watch(TorchDispatchMode):
-    """The names of the operations inside, and the bytes of the tensors that they made."""
+    """A record of the operations inside, and the bytes of the tensors they make."""
 
     def __init__(self):
         super().__init__()
@@ -145,7 +145,7 @@ def test_the_host_waits_once_or_with_all_tokens_never(drop_ignored, num_items, c
 @pytest.mark.gpu
 @pytest.mark.alone
 def test_more_than_2_to_the_31_logits_in_a_chunk(monkeypatch, device):
-    """A few tokens over and over, so that eager PyTorch on those few says what is right."""
+    """Repeat a few tokens: eager PyTorch on just those gives the reference."""
     monkeypatch.undo()  # the block of real vocabularies
     count, vocabulary, pattern = 14_200, 151_936, 100
     assert count * vocabulary > 2**31
@@ -157,7 +157,7 @@ def test_more_than_2_to_the_31_logits_in_a_chunk(monkeypatch, device):
     options = {"num_items_in_batch": count, "drop_ignored": False, "chunk_tokens": count}
     got = run(linear_cross_entropy, few[0][which], *few[1:3], few[3][which], **options)
     assert got["hidden"].isfinite().all()
-    # count is a multiple of the pattern, whose tokens all count alike
+    # count is a multiple of the pattern: each of its tokens occurs equally often
     assert_matches({name: got[name] for name in ("loss", "weight", "bias")}, few)
     for start in (0, 7100, count - pattern):
         tokens = got["hidden"][start : start + pattern]

@@ -25,7 +25,7 @@ def rows_of_logits(rows, vocabulary, dtype, device):
 
 
 def eager_rows(logits, labels):
-    """The losses of the rows and the gradient of their sum."""
+    """Return the losses of the rows and the gradient of their sum."""
     logits = logits.detach().clone().requires_grad_()
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     losses = F.cross_entropy(wide, labels, ignore_index=IGNORED, reduction="none")
@@ -95,7 +95,7 @@ def test_large_logits_do_not_overflow(magnitude, dtype, device):
 
 @pytest.mark.parametrize("masked", [slice(0, 140), slice(200, 300), slice(0, 300, 2)], ids=str)
 def test_logits_of_minus_infinity_are_words_that_cannot_be(masked, device):
-    """The first case takes all words of the first block, and more."""
+    """Rule out all words of the first block, and more, in the first case."""
     logits, _ = rows_of_logits(32, 300, torch.float32, device)
     logits[:, masked] = -torch.inf
     assert_rows_right(logits, 141 + 2 * torch.arange(32, device=device) % 58)

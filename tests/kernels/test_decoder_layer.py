@@ -1,4 +1,4 @@
-"""One decoder layer as an autograd function, against PEFT's own in float64."""
+"""One decoder layer as an autograd function, compared with PEFT's own layer in float64."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ DTYPES = {
 
 @pytest.fixture
 def check(device, monkeypatch):
-    """That one layer, with these options for a model, is within the error budget."""
+    """Check that one layer, with these model options, is within the error budget."""
     calls = operands_of_calls(monkeypatch)
 
     def check(shape=(2, 5), config=None, mask=None, layout=None, grad_layout=None, **options):

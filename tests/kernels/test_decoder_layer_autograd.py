@@ -1,5 +1,5 @@
-"""One decoder layer as an autograd function: what autograd asks of it, what it refuses, and weights
-that are stored otherwise."""
+"""One decoder layer as an autograd function: its behaviour under autograd, its errors, and weights
+stored in other ways."""
 
 from typing import ClassVar
 
@@ -24,11 +24,11 @@ from fused_lora.layer.saved import split
 
 BF16 = {"dtype": torch.bfloat16, "autocast_adapter_dtype": False}
 GROUPS = ("qkv", "o", "gate_up", "down")
-FEW = (1, 4)  # tokens, where no error is measured
+FEW = (1, 4)  # tokens, for tests that measure no error
 
 
 def tensors_of(frozen):
-    """Those that a layer reads and does not train."""
+    """Return the tensors that a layer reads but does not train."""
     tensors, _ = split(frozen)
     return tensors + [group.buffer.matrix for group in frozen.groups]
 
@@ -37,7 +37,7 @@ def tensors_of(frozen):
 def test_a_second_backward_and_a_second_run_are_bitwise_equal_and_nothing_is_written(
     family, device
 ):
-    """Nothing that came in or was saved."""
+    """Check that inputs and saved tensors keep their values."""
     _, inputs, grad = operands(device, FEW, family=family, **BF16)
     frozen = inputs[-1]
     watched = [t for t in inputs[:-1] if t is not None]
@@ -95,7 +95,7 @@ def test_no_product_is_made_for_the_gradient_of_an_input_that_wants_none(device,
 
 @pytest.fixture
 def taken(monkeypatch):
-    """Whether rows were taken over, for each backward."""
+    """Record, for each backward, whether it took over rows."""
     seen = []
     take = Handover.take
 
@@ -121,7 +121,7 @@ BETWEEN = {
 @pytest.mark.slow("nothing", "a hook that replaces")
 @pytest.mark.parametrize("between", BETWEEN)
 def test_rows_are_taken_over_only_where_they_are_the_gradient(between, taken, device):
-    """Two layers, one after the other, and what autograd makes of it with a copy between them."""
+    """Run two layers in a row, and compare with autograd's result with a copy between them."""
     model, inputs, grad = operands(device, FEW)
     *adapters, frozen = read_layer(layer_of(model, 1))
     of_both = [*leaves(inputs), *adapters]
@@ -137,7 +137,7 @@ def test_rows_are_taken_over_only_where_they_are_the_gradient(between, taken, de
         return torch.autograd.grad(output, of_both, grad[:, :positions])
 
     got = gradients(function, copies=False)
-    # the first layer's last offer lies unused until another takes its place
+    # nobody takes the first layer's offer until the next one replaces it
     assert taken == [False, is_taken]
     frozen.borders.handover.take(grad, 0)
     want = gradients(function, copies=True)
@@ -153,8 +153,8 @@ def test_create_graph_is_an_error(device):
 
 
 def test_without_its_output_a_layer_has_the_same_gradients(device, monkeypatch):
-    """As checkpointing runs it again. What it saves are as many tensors of the same shapes, and the
-    norm copies the residual only for an output."""
+    """Run a layer as checkpointing recomputes it. It saves as many tensors of the same shapes, and
+    the norm copies the residual only for an output."""
     copies, function = [], residual.residual_norm_forward
 
     def spy(x, weight, eps, y, copy, zero_centered):
@@ -172,7 +172,7 @@ def test_without_its_output_a_layer_has_the_same_gradients(device, monkeypatch):
         shapes.append([(t.shape, t.dtype) for t in saved])
         assert bool(output.any()) == needed
     assert shapes[0] == shapes[1]
-    assert copies == [True, True, True, False]  # of what o adds to, and of what down does
+    assert copies == [True, True, True, False]  # the residuals that o and down add to
     assert all(relative_error(*pair) < 1e-5 for pair in zip(*results, strict=True))
 
 
@@ -182,9 +182,10 @@ def test_without_its_output_a_layer_has_the_same_gradients(device, monkeypatch):
     ("family", "more"), [("Qwen2", 0), ("Qwen3", 104), ("Olmo2", 104 + 2 * 52)]
 )
 def test_what_is_saved_is_what_the_docstring_counts(family, more, dropout, device):
-    """In bf16, by token: x, [n|zn], qkv, a, za, t, [m|zm], gu, zh and two fp32 rstd; and qkv once
-    more, raw, where q and k are normed; and what o and down give where outputs are; and a bit for
-    each element of the input of each projection with dropout, for every 32 tokens begun."""
+    """Count the bf16 elements per token: x, [n|zn], qkv, a, za, t, [m|zm], gu and zh, and two fp32
+    rstd. With norms of q and k, raw qkv adds another copy. With norms of outputs, the outputs of o
+    and down are saved too. Dropout adds one bit per element of each projection's input, in words of
+    32 tokens."""
     config = {"pad_token_id": 0}
     _, inputs, _ = operands(device, family=family, config=config, **BF16, lora_dropout=dropout)
     inputs[-1] = inputs[-1]._replace(seed=torch.tensor([3], device=device))
@@ -196,9 +197,9 @@ def test_what_is_saved_is_what_the_docstring_counts(family, more, dropout, devic
     assert output.requires_grad
     for tensor in known:
         saved.pop(tensor.untyped_storage().data_ptr(), None)
-    # rows of [n|zn] and [m|zm], 52 + 24 and 52 + 16, are a multiple of 128 bytes apart
+    # rows of [n|zn] and [m|zm], 52 + 24 and 52 + 16, are padded to a multiple of 128 bytes
     elements = 52 + 128 + 104 + more + 52 + 8 + 52 + 128 + 278 + 8
-    # on a GPU the log-sum-exp, if the backend saves it, and heads of 26 padded to 32, if it does
+    # on a GPU the backend may save the log-sum-exp, and pad heads of 26 to 32
     beyond = [4 * 2 * 2 * 9, 18 * 2 * 2 * 6] if device == "cuda" else []
     bits = 4 * (6 * 52 + 139) if dropout else 0
     total = sum(storage.nbytes() for storage in saved.values()) - 18 * (2 * elements + 8) - bits
@@ -250,7 +251,7 @@ def test_autocast_to_another_dtype_is_a_value_error(device):
 
 
 class Stored(Buffer):
-    """A weight that is written into a matrix whenever its layer runs. Layers share the matrix."""
+    """A weight written into a matrix whenever its layer runs. The layers share the matrix."""
 
     keys: ClassVar[dict] = {}
 
@@ -273,7 +274,7 @@ class Stored(Buffer):
 
 
 def test_weights_that_are_stored_otherwise_and_share_their_memory(device):
-    """As 4-bit ones will: all that a kind of its own has to say is where its weights come from."""
+    """Stand in for 4-bit weights: a new kind only has to say where its weights come from."""
     model, inputs, grad = operands(device, FEW)
     *first, frozen = inputs[4:]
     *second, next_frozen = read_layer(layer_of(model, 1))

@@ -1,8 +1,8 @@
-"""lora.excalidraw is a drawing that a person can edit, and says what the code does.
+"""Checks that lora.excalidraw says what the code does and that a person can edit it.
 
-The calls that docs/draw_lora.py lists are held against a trace of PEFT and of LoRA_MLP at full
-size, on fake tensors: nothing is computed, so it takes a second. The file may be moved about in
-Excalidraw, but has to keep the words and the arrows of the script.
+We compare the calls that docs/draw_lora.py lists with a trace of PEFT and of LoRA_MLP at full size.
+The trace uses fake tensors, which compute nothing, so it takes a second. You may move things about
+in Excalidraw, but the file has to keep the script's words and arrows.
 """
 
 import ast
@@ -45,7 +45,7 @@ BOXES, TEXTS, ARROWS, FRAMES = (
 )
 
 
-# --- a drawing that Excalidraw takes and a person can edit ----------------------------------------
+# --- a drawing that Excalidraw opens and a person can edit ----------------------------------------
 
 
 def test_the_file_is_valid():
@@ -96,7 +96,7 @@ def is_inside(inner, outer, padding):
 
 
 def overlap(a, b, clearance=0.0):
-    """Touching is not overlapping, unless there has to be some clearance between them."""
+    """Return True if they overlap. Touching does not count, unless a clearance is asked for."""
     return all(
         min(a[at] + a[to], b[at] + b[to]) - max(a[at], b[at]) > 0.01 - clearance
         for at, to in excalidraw.AXES
@@ -129,7 +129,7 @@ def test_nothing_overlaps():
 
 
 def test_each_arrow_leads_to_where_its_result_is_read():
-    """All heads are whole, for which Excalidraw wants a last stretch of 30."""
+    """Check that arrowheads are drawn whole: Excalidraw needs a last stretch of 30."""
     for arrow in ARROWS:
         (x, y), (to_x, to_y) = absolute_points(arrow)[-2:]
         assert abs(x - to_x) + abs(y - to_y) >= 30, arrow["id"]
@@ -142,7 +142,7 @@ def test_each_arrow_leads_to_where_its_result_is_read():
 
 
 def test_each_result_says_which_calls_read_it():
-    """Some of them counted by hand, far ones and those of a tensor that is read in halves."""
+    """Count some by hand: far ones, and those of a tensor that is read in halves."""
     peft, forward, autograd, backward = (
         {result.box: result.read_by for result in panel.results}
         for panel in draw_lora.draw_panels()[1]
@@ -173,7 +173,7 @@ def test_it_opens_at_the_overview():
 
 
 def test_the_file_is_what_the_script_draws():
-    """But for the places, which a person may change."""
+    """Compare everything but positions, which a person may change."""
     elements, _ = draw_lora.draw_panels()
     drawn = {element["id"]: element for element in elements}
     assert {id: said(element) for id, element in ELEMENTS.items()} == {
@@ -192,7 +192,7 @@ NO_WORK |= {"empty", "empty_like", "new_empty"}
 
 
 class Trace(TorchDispatchMode):
-    """Lists (name, reads, writes) of every call that works on a GPU, in the script's letters."""
+    """A list of (name, reads, writes) of every GPU call, in the letters of the script."""
 
     def __init__(self):
         super().__init__()
@@ -200,7 +200,7 @@ class Trace(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function is torch.ops.aten.addmm.dtype_out:
-            out = (kwargs or {})["out"]  # the CPU has no such product, and its values are fake
+            out = (kwargs or {})["out"]  # the CPU has no such matmul, and the values are fake
         else:
             out = function(*args, **(kwargs or {}))
         name = function.name().removeprefix("aten::").split(".")[0]
@@ -214,7 +214,7 @@ class Trace(TorchDispatchMode):
         return out
 
     def launch(self, kernel, *tensors):
-        """In the place of `swiglu._launch`; the kernel's source says what it reads and writes."""
+        """Replace `swiglu._launch`. The kernel's source says what it reads and writes."""
         source = inspect.getsource(kernel.fn)
         by_name = dict(zip(inspect.signature(kernel.fn).parameters, tensors, strict=False))
         read, written = (re.findall(rf"tl\.{verb}\((\w+)", source) for verb in ("load", "store"))
@@ -296,7 +296,8 @@ def test_what_is_drawn_as_saved_is_saved(traced):
 
 
 def saved_names():
-    """What LoRA_MLP.backward calls its saved tensors: x, gate, up, z, A, ... down_weight."""
+    """Return the names that LoRA_MLP.backward gives its saved tensors: x, gate, up, z, A, ...
+    down_weight."""
     tree, names = ast.parse(inspect.getsource(fast_lora)), {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple):
@@ -317,7 +318,7 @@ def test_every_saved_tensor_is_named():
 
 
 def test_the_overview_has_the_counts_of_the_trace(traced):
-    """29 launches, 11 launches."""
+    """Check 29 launches and 11 launches."""
     fused, forward, backward, _ = traced
     whose = "LoRA_MLP" if fused else "PEFT"
     said = " ".join(text["text"] for text in TEXTS if text["frameId"] == FRAMES[0]["id"])
@@ -337,11 +338,11 @@ KERNELS = dict(
         strict=True,
     )
 )
-NOT_DRAWN = r"splitKreduce|Memset"  # what cuBLAS adds to a product
+NOT_DRAWN = r"splitKreduce|Memset"  # what cuBLAS adds to a matmul
 
 
 def test_the_committed_profiles_launch_as_many():
-    """PEFT's step and LoRA_MLP's differ in each layer's MLP alone, and by these calls."""
+    """Compare steps of PEFT and LoRA_MLP. They differ only in the MLPs, and by these calls."""
     cells, panels = lora_times.cells(), draw_lora.draw_panels()[1]
     peft, lora_mlp = (
         Counter(call.kind for panel in both for call in panel.calls.values())
@@ -394,7 +395,7 @@ def test_the_readme_has_the_totals():
 
 
 def test_the_code_beside_the_boxes_is_that_of_the_page_and_the_kernel():
-    """What is on the page is run by test_documents."""
+    """Compare the code with the page, which test_documents runs."""
     page = "".join(re.sub(r"#.*", "", PAGE).split())
     for code, *_ in draw_lora.FORWARD + draw_lora.BACKWARD:
         assert "".join(code.split()) in page, code

@@ -1,5 +1,5 @@
-"""Masks of dropout: that they are chance, and what kernels make of them, against PyTorch with the
-same masks. What every launcher promises, test_launchers.py tries."""
+"""Dropout masks: that they are random, and what kernels do with them, compared with PyTorch using
+the same masks. test_launchers.py checks what every launcher promises."""
 
 from functools import cache
 
@@ -29,7 +29,7 @@ NUMBER = ROWS * COLUMNS
 
 @cache
 def kept(device, dropout=0.05, **options):
-    """[ROWS, COLUMNS] of 0.0 and 1.0."""
+    """Return [ROWS, COLUMNS] of 0.0 and 1.0."""
     mask = mask_of(ROWS, COLUMNS, device, dropout, **options)
     return (unpacked(mask, ROWS) != 0).double()
 
@@ -37,14 +37,14 @@ def kept(device, dropout=0.05, **options):
 @pytest.mark.slow("0.05")
 @pytest.mark.parametrize("dropout", [0.05, 0.1, 0.5, 0.37, 0.999, 1e-3])
 def test_as_many_are_dropped_as_should_be_and_the_mean_is_kept(dropout, device):
-    """Within five deviations of a binomial distribution."""
+    """Allow five standard deviations of a binomial distribution."""
     mask = mask_of(ROWS, COLUMNS, device, dropout)
     values = unpacked(mask, ROWS)
     share = (values == 0).double().mean().item()
     deviation = (dropout * (1 - dropout) / NUMBER) ** 0.5
     assert abs(share - dropout) < 5 * deviation + 2**-17
     assert {*values.unique().tolist()} == {0.0, mask.scale}
-    # of what is drawn, and so exact in the mean
+    # of the masks drawn, which makes the mean exact
     assert mask.scale == pytest.approx(2**16 / kept_share(dropout), rel=1e-12)
     assert abs(values.mean().item() - 1) < 5 * mask.scale * deviation
 
@@ -58,7 +58,7 @@ def test_sums_of_rows_and_columns_vary_as_those_of_independent_elements(dim, dro
     assert abs(squares.mean().item() - 1) < 5 * (2 / len(squares)) ** 0.5
 
 
-OTHERS = {  # of which each mask is independent of the first
+OTHERS = {  # each mask is independent of the first
     "another projection": {"stream": 1},
     "a later projection": {"stream": 6},
     "another seed": {"seed": 6},
@@ -119,7 +119,7 @@ def test_what_is_no_dropout_or_no_seed_is_a_value_error(seed, dropout, message, 
         draw_masks("it", seed, [dropout], [5], [3])
 
 
-# --- what is made of them -------------------------------------------------------------------------
+# --- applying the masks ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -162,7 +162,7 @@ def make(size, dtype, device):
 
 
 def fused(size, case, layout=torch.clone):
-    """z, and what is added to dx."""
+    """Return z, and the term added to dx."""
     x, A, p = case
     ranks, masks = CASES[size][3], masks_for(size, x.device.type)
     masks = masks or [None] * len(ranks)
@@ -191,7 +191,7 @@ def eager(size, case):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [16, 32])
 def test_sums_over_tokens_with_masks_are_those_of_masked_tensors(rows, dtype, device, monkeypatch):
-    """To the bit; a tile holds half of a word's rows, or all."""
+    """Compare bit by bit. A tile holds half of a word's rows, or all."""
     for name in ("TILING", "TILING_OF_MASKED", "TILING_IN_FP32"):
         monkeypatch.setattr(sums_module, name, Tiling(rows, 32, 2, 4, 2))
     x = random(100, 139, seed=1, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""Borders of rows that are codes already, and adapters in two halves."""
+"""Borders of rows already in FP8, and adapters in two halves."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ EPS = torch.finfo(FP32).eps
 
 
 def bordering(size, inputs, outputs, width, device):
-    """Of a weight with an adapter of rank 5, where there is room for more."""
+    """Return the border of a weight with an adapter of rank 5 and room for a higher rank."""
     W = random(outputs, inputs, seed=3, device=device) * inputs**-0.5
     A = (random(width, inputs, seed=4, device=device) * inputs**-0.5).bfloat16()
     B = (random(outputs, width, seed=5, device=device) * size).bfloat16()
@@ -31,8 +31,9 @@ def bordering(size, inputs, outputs, width, device):
     (0.0, 300, 200, 8), (1e-5, 300, 200, 8), (1e-2, 256, 512, 64), (10.0, 256, 64, 32),
 ])  # fmt: skip
 def test_an_adapter_in_two_halves_is_as_exact_as_in_bf16(size, inputs, outputs, width, device):
-    """Forward and backward, as the codes alone have it, for an A and a B of any size; beside a
-    wider and a longer weight, which changes no more than the order that sums are added up in."""
+    """Check forward and backward against the codes alone, for an A and a B of any magnitude.
+
+    A wider and longer weight in the same launch may only change the order of the sums."""
     tokens = 40
     x = random(tokens, inputs, seed=1, dtype=torch.bfloat16, device=device)
     dy = random(tokens, outputs, seed=2, dtype=torch.bfloat16, device=device)

@@ -1,4 +1,4 @@
-"""Codes in FP8 of rows, of norms, of SwiGLU and of its gradient."""
+"""FP8 codes of rows, of norms, of SwiGLU and of its gradient."""
 
 from collections.abc import Callable
 from functools import partial
@@ -27,11 +27,11 @@ FP32_EPS = torch.finfo(FP32).eps
 
 SIZES = {"odd": (39, 139), "a row": (1, 300), "columns of a border": (3, 40)}
 NONE = (0, 8)
-MORE = 24  # columns of codes, which nobody writes
+MORE = 24  # extra columns of codes that nobody writes
 
 
 def quantised(x):
-    """x as its codes have it, in fp32; in fp64 x itself."""
+    """Return x rounded to its codes in fp32, or x itself in fp64."""
     if x.dtype == torch.float64:
         return x
     scales = x.float().abs().amax(1, keepdim=True).clamp(min=1e-30) / 224
@@ -67,7 +67,7 @@ def norm_case(size, dtype, device):
 
 
 def fused_norm(x, weight, grad_y, residual, layout=torch.clone):
-    """What codes of the norm and of its gradient stand for, and the gradient."""
+    """Return the values that the codes of the norm and its gradient stand for, and the gradient."""
     padded, x = x.shape[1] + MORE, layout(x)
     codes, scales, rstd = norm_codes(x, weight, EPS, padded)
     grad = layout(torch.full_like(grad_y, 7.0))
@@ -193,7 +193,7 @@ def test_a_tie_goes_to_the_even_code(device):
 
 
 def assert_nearest(got, exact):
-    """Each code is the nearest e4m3 but where fp32's rounding of its quotient decides."""
+    """Check that each code is the nearest e4m3, unless fp32 rounding of the quotient decides."""
     nearest = exact.float().to(E4M3)
     off = got.float() != nearest.float()
     below, above = ((exact * (1 + s * 8 * FP32_EPS)).float().to(E4M3).float() for s in (-1, 1))
@@ -202,8 +202,8 @@ def assert_nearest(got, exact):
 
 
 def assert_codes_of(codes, scales, exact):
-    """Each the nearest e4m3 to exact over its row's scale, or beside it where fp32's rounding of
-    the quotient decides: half of an eighth of it, or of 2^-9 where that is more."""
+    """Check that each code is nearest to exact / scale, or its neighbour if fp32 rounding decides:
+    within half of an eighth of the code, or of 2^-9 if that is more."""
     off = (codes.double() - exact / scales.double()).abs()
     allowed = torch.maximum(codes.double().abs() / 16, torch.tensor(2.0**-10, device=codes.device))
     assert (off <= 1.001 * allowed).all()
@@ -239,8 +239,8 @@ def test_norm_backward_codes_are_those_of_the_gradient(hidden, zero_centered, dt
     (40, 300, "silu"), (3, 48, "gelu_tanh"),
 ])  # fmt: skip
 def test_codes_of_the_gradient_whatever_was_guessed(rows, intermediate, activation, dtype, device):
-    """Rows in whose first columns there is little, or nothing, are made once more, and so are those
-    of what is no number, which stays in its row."""
+    """Make rows again whose first columns hold little or nothing, and rows with a NaN or an inf.
+    These stay in their rows."""
     gate_up = random(rows, 2 * intermediate, seed=1, dtype=dtype, device=device)
     grad = random(rows, intermediate, seed=2, dtype=dtype, device=device) * 1e-4
     of_columns = random(2 * intermediate, seed=3, device=device).abs() + 0.1

@@ -1,4 +1,4 @@
-"""The loss with lm_head's products in FP8: exact but for what becomes codes."""
+"""The loss with lm_head's matmuls in FP8: exact except for the quantization."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ IGNORED = -100
 
 
 def oracle(hidden, weight, labels, bias):
-    """(loss, gradient of hidden), in fp64 of the same codes."""
+    """Return (loss, gradient of hidden), computed in fp64 from the same codes."""
     labelled = labels != IGNORED
     x, w = torch.mul(*quantised(hidden.double())), weight.double()
     scales = weight.float().abs().amax(1).double() / 224
@@ -35,7 +35,7 @@ def oracle(hidden, weight, labels, bias):
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("spread", [0.01, 1.0, 30.0], ids="spread {}".format)
 def test_it_is_what_its_codes_make_it(spread, with_bias, device):
-    """For probabilities that are all alike, and for those that are nearly one."""
+    """Check probabilities that are all alike, and some that are nearly one."""
     tokens, size, vocabulary = 13, 48, 9600
     hidden = (random(tokens, size, seed=1, device=device) * spread).requires_grad_()
     weight = random(vocabulary, size, seed=2, device=device) * size**-0.5
@@ -43,16 +43,16 @@ def test_it_is_what_its_codes_make_it(spread, with_bias, device):
     labels = torch.arange(tokens, device=device) * 700
     labels[2] = IGNORED
     best = (hidden @ weight.t()).argmax(1)
-    labels[4:8] = best[4:8]  # right already, and nearly sure where the spread is large
+    labels[4:8] = best[4:8]  # already right, and nearly certain if the spread is large
     loss = linear_cross_entropy(hidden, weight, labels, bias=bias, fp8=True, chunk_tokens=5)
     loss.backward()
     want, grad = oracle(hidden.detach(), weight, labels, bias)
     assert relative_error(loss.detach(), want) < 1e-5
     assert not hidden.grad[2].any()
     for got, exact in zip(hidden.grad, grad, strict=True):
-        # next to nothing where the label's own probability is 1 in fp32
+        # almost 0 where the label's probability is 1 in fp32
         assert (got - exact).norm() <= 1e-3 * exact.norm() + 1e-7
-    # beside exact products: what codes lose of a logit moves probabilities, too
+    # against exact matmuls: rounding a logit to FP8 also moves probabilities
     plain = hidden.detach().double().requires_grad_()
     logits = plain @ weight.double().t() + (0 if bias is None else bias.double())
     F.cross_entropy(logits, labels, ignore_index=IGNORED).backward()
@@ -63,8 +63,9 @@ def test_it_is_what_its_codes_make_it(spread, with_bias, device):
 
 @pytest.mark.gpu  # a CPU multiplies the codes in fp32
 def test_a_sum_over_a_vocabulary_loses_nothing(device):
-    """All words as likely, and all rows 1 but those of labels: sums of 4,736 tiles that are alike,
-    of which the last are cut off where the tensor cores add them up alone."""
+    """Sum 4,736 equal tiles: all words are equally likely, and all rows are 1 except the labels'.
+
+    If the tensor cores alone accumulated this, they would truncate the last tiles."""
     vocabulary, labels = 151_552, torch.arange(3, device=device) * 50_000
     weight = torch.ones(vocabulary, 16, dtype=torch.bfloat16, device=device)
     weight[labels] = -1.0
@@ -75,7 +76,7 @@ def test_a_sum_over_a_vocabulary_loses_nothing(device):
 
 
 def test_words_too_unlikely_for_a_code_count_in_the_mean(device):
-    """One word of 1, and 30,000 of 0.1 to 0.4 of the least code, which to the nearest are all 0."""
+    """One word of 1, and 30,000 at 0.1 to 0.4 of the smallest code: all would round to 0."""
     vocabulary, tokens = 30_016, 4
     generator = torch.Generator(device).manual_seed(1)
     size = torch.rand(vocabulary, generator=generator, device=device) / 2 + 0.5

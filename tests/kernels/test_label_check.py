@@ -17,7 +17,7 @@ RIGHT = [0, 138, -100, 5, -100, 7, 138, 1, 2]
     [({}, 0), ({0: 139}, 139), ({8: -1}, -1), ({3: -101, 8: 500}, -101), ({1: 2**30}, 2**30)],
 )  # fmt: skip
 def test_the_first_wrong_label_is_found_and_kept(wrong, first, dtype, monkeypatch, device):
-    """In blocks of four, of which the last is a part."""
+    """Check in blocks of four, the last one partial."""
     monkeypatch.setattr(label_check, "BLOCK_LABELS", 4)
     labels = torch.tensor(RIGHT, dtype=dtype, device=device)
     for place, label in wrong.items():
@@ -32,7 +32,7 @@ def test_the_first_wrong_label_is_found_and_kept(wrong, first, dtype, monkeypatc
 @pytest.mark.parametrize("label", [VOCABULARY, -1, -101])
 @pytest.mark.parametrize("options", [{}, {"drop_ignored": False}, {"max_labelled": 20}], ids=str)
 def test_a_wrong_label_is_an_error_that_names_it(options, label, device):
-    """On a GPU where the host waits for nothing the next call has the error, and this one NaN."""
+    """On a GPU the host does not wait: this call returns NaN, and the next one raises."""
     *right, labels = inputs(*TOKENS, dtype=torch.float32, device=device)
     wrong = labels.clone()
     wrong[1, 2] = label

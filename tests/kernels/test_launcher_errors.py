@@ -1,4 +1,4 @@
-"""What the launchers of our kernels refuse, by name: the same tests over all."""
+"""Checks of what our kernels' launchers refuse, by name: the same tests for all."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ QKV, COS, OTHER = ones(10, 24), ones(1, 5, 6), ones(3, 5, 6)
 Q, K = ones(2, 2, 5, 6), ones(2, 1, 5, 6)
 NORMS = HeadNorms(ones(6), ones(6), EPS, EPS)
 OF_ROPE = {"cos": COS, "sin": COS}
-# in bf16, for on a GPU attention's kernels take no fp32
+# in bf16: on a GPU the attention kernels take no fp32
 HEADS, ATTENDED = ones(80, 256).bfloat16(), ones(80, 128).bfloat16()
 LONG = ones(513, 256).bfloat16()
 OF_SCORES = {"kv_heads": 2, "scaling": 0.3}
@@ -104,7 +104,7 @@ def to(value):
     return lambda t: value.to(t.device) if isinstance(value, torch.Tensor) else value
 
 
-# what a launcher does take: another dtype where nothing has to be of the same, and any layout
+# launchers accept any layout, and another dtype where none has to match
 TAKEN = {
     *(
         (name, key, change)
@@ -191,7 +191,7 @@ ERRORS = [
 
 
 def arguments_of(function, **options):
-    """On a device, or in a dtype."""
+    """Return the arguments, moved to a device or cast to a dtype."""
 
     def moved(value):
         if isinstance(value, Product):
@@ -205,7 +205,7 @@ def arguments_of(function, **options):
 
 @pytest.mark.parametrize(("name", "path", "change"), MATRICES)
 def test_a_matrix_unlike_the_others_is_a_value_error(name, path, change, device):
-    """Too short, in another dtype, or with the elements of its rows apart."""
+    """Try one too short, one in another dtype, and one whose rows have gaps between elements."""
     arguments = arguments_of(NAMES[name], device=device)
     assert_refused(NAMES[name], arguments, {path: change}, f"^{name}.* should |^{name} needs")
 

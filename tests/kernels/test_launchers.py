@@ -1,5 +1,5 @@
-"""What the launchers of our kernels promise: the same tests over all. What is one's alone is
-tested in its own file."""
+"""Checks of what our kernels' launchers promise: the same tests for all. Each kernel's own file has
+the tests that only it needs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -232,8 +232,9 @@ def test_results_are_within_the_error_budget(launcher, size, dtype, device):
 
 
 def run_wide(launcher, case, more):
-    """Results, with every tensor in the first columns of a buffer so many wider, of which as many
-    are written as should be, and nothing behind them."""
+    """Return the results with every tensor in the first columns of a buffer `more` columns wider.
+
+    Checks that the right number of tensors is written, and nothing behind their columns."""
     seen = []
 
     def wide(t):
@@ -260,7 +261,7 @@ def test_rows_any_stride_apart_give_what_contiguous_ones_do_and_nothing_else_is_
     want, got = run_wide(launcher, case, 0), run_wide(launcher, case, more)
     if launcher.is_exact or device == "cpu":
         assert all(map(torch.equal, got, want))
-    else:  # unaligned, a GPU's threads hold other elements and add in another order
+    else:  # unaligned rows: a GPU's threads hold other elements and add in another order
         assert_right(launcher, launcher.usual, case, got)
 
 

@@ -21,7 +21,7 @@ class OnGPU(Tensor):
 
 
 class Kernel:
-    """A Triton kernel as its caller sees it, which notes its launches."""
+    """A fake Triton kernel that records its launches."""
 
     def __init__(self):
         self.by_triton: list[tuple] = []  # grid, arguments, options
@@ -49,7 +49,7 @@ def kernel(monkeypatch):
 
 
 def on_gpu(elements=64, dtype=torch.float32, first=0, index=0):
-    # as far as PyTorch's allocator aligns them, whatever the CPU's has done
+    # aligned as PyTorch's GPU allocator does, whatever the CPU's did
     bytes_ = torch.empty(elements * dtype.itemsize + 16, dtype=torch.uint8)
     skip = -bytes_.data_ptr() % 16
     rows = bytes_[skip : skip + elements * dtype.itemsize].view(dtype)
@@ -162,7 +162,7 @@ def test_on_a_gpu_it_computes_what_triton_does_and_asks_it_once(monkeypatch):
 
     monkeypatch.setattr(triton.JITFunction, "run", counted)
     monkeypatch.setattr(launching, "_compiled", {})
-    # aligned, not, of another dtype, of 1 and of multiples of 16: all that Triton compiles anew for
+    # aligned, unaligned, another dtype, 1 and multiples of 16: Triton compiles each of these anew
     cases = [
         (dtype, length, first, factor)
         for dtype in (torch.float32, torch.bfloat16)

@@ -27,7 +27,7 @@ def test_a_mask_is_taken(device):
 
 
 def test_a_mask_to_add_in_fp32_is_taken_under_autocast(device):
-    """As a model in fp32 has it, while q, k and v are bf16."""
+    """Pass the mask of an fp32 model while q, k and v are bf16."""
     mask = torch.full((2, 1, 9, 9), -30.0, device=device).triu(1)
     mask[1, :, 3:, :2] = -30.0
     case = case_of(device, dtype=FP32, mask=mask)

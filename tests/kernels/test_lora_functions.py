@@ -1,5 +1,5 @@
-"""What the functions with adapters promise beside test_contract.py: how many products they run,
-what they keep for backward, what dtype they compute in, and what they refuse."""
+"""Promises of the adapter functions beyond test_contract.py: the number of matmuls, what they keep
+for backward, the dtype they compute in, and what they refuse."""
 
 from dataclasses import replace
 from itertools import product
@@ -26,7 +26,7 @@ PRODUCTS_OF_BACKWARD = [  # the inputs that are trained, and the outputs in a lo
     (W, "A", "all", 2),
     (W, "B", "all", 1),
     (QKV, "x q_A q_B k_A k_B v_A v_B", "all", 11),
-    (QKV, "q_A q_B k_A k_B v_A v_B", "all", 7),  # the first layer: 4 products of dx less
+    (QKV, "q_A q_B k_A k_B v_A v_B", "all", 7),  # the first layer: 4 fewer matmuls, for dx
     (QKV, "x", "all", 7),
     (QKV, "q_A k_A v_A", "all", 4),
     (QKV, "q_B k_B v_B", "all", 3),
@@ -68,8 +68,8 @@ def test_only_the_products_that_are_needed_run(name, trained, used, products, de
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("name", "gemms", "casts"), [(W, 5, 2), (QKV, 11, 4)])
 def test_calls_with_fp32_adapters_under_autocast(name, gemms, casts, bias, device):
-    """All that launches a kernel: the products, one copy of all adapters, and on the CPU a cast
-    of their gradients."""
+    """Count every kernel launch: the matmuls, one copy of all adapters, and on the CPU a cast of
+    their gradients."""
     operation = OPERATIONS[name]
     case = operation.case(device, bias=bias, adapter_dtype=FP32)
     leaves = leaves_of(operation, case)
@@ -81,10 +81,10 @@ def test_calls_with_fp32_adapters_under_autocast(name, gemms, casts, bias, devic
     assert backward.counted == {"GEMM": gemms} | ({"cast": casts} if device == "cpu" else {})
 
 
-SAVED = {  # of a token, in bf16: x, all x A', and what lies between two products
+SAVED = {  # per token, in bf16: x, all x A', and the activations between two matmuls
     W: attention_case.IN + 8,
     QKV: attention_case.IN + 3 * 8,
-    # [q | k | v], attended and its product with A, and a log-sum-exp in fp32 of each head
+    # [q | k | v], the attention output and that times A, and an fp32 log-sum-exp per head
     ATTENTION: lora_attention_case.IN + 3 * 8 + 8 * 32 + 4 * 32 + 8 + 2 * 4,
     MLP: lora_mlp_case.HIDDEN + 2 * lora_mlp_case.INTERMEDIATE + 2 * 8,  # gate and up
 }
@@ -96,7 +96,7 @@ SAVED = {  # of a token, in bf16: x, all x A', and what lies between two product
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_bytes_saved_per_token(name, adapter_dtype, autocast, device):
-    """By how much more is saved for two sequences more."""
+    """Measure how much more two more sequences save."""
     operation, found = OPERATIONS[name], []
     for batch in (2, 4):
         case = operation.case(device, shape=(batch, 9), adapter_dtype=adapter_dtype)
@@ -120,7 +120,7 @@ def test_compiled_in_one_graph_is_bitwise_equal(name, autocast, device):
     with torch.autocast(device, dtype=BF16, enabled=autocast):
         got, want = run(operation, case, compiled), run(operation, case)
     if autocast and device == "cuda":
-        # fp32 gradients of A and B are stored by the product itself, but not in compiled code
+        # the matmul itself stores fp32 gradients of A and B, but not in compiled code
         got, want = ({k: t.bfloat16() for k, t in one.items()} for one in (got, want))
     assert_equal(got, want)
 
@@ -133,7 +133,7 @@ def test_compiled_in_one_graph_is_bitwise_equal(name, autocast, device):
 def test_fp32_adapters_without_autocast_are_right_for_a_computation_in_the_dtype_of_x(
     name, dtype, device
 ):
-    """PEFT would compute the adapters' part in fp32."""
+    """Compute in the dtype of x, where PEFT would compute the adapters' part in fp32."""
     operation = OPERATIONS[name]
     case = operation.case(device, dtype, adapter_dtype=FP32)
 
@@ -148,7 +148,7 @@ def test_fp32_adapters_without_autocast_are_right_for_a_computation_in_the_dtype
 
 
 def test_a_bf16_gradient_takes_no_precision_from_an_fp32_one(device):
-    """One cast serves the three dA, so it has to keep what the widest of their dtypes keeps."""
+    """Use one cast for the three dA: it must keep the precision of their widest dtype."""
     operation = OPERATIONS[QKV]
     case = operation.case(device, FP32, adapter_dtype=(BF16, *(FP32,) * 5))
     in_fp32 = replace(case, inputs=case.inputs | {"q_A": case.inputs["q_A"].float()})
@@ -172,7 +172,7 @@ def test_one_projection_without_a_bias_is_right(missing, device):
 def test_an_output_in_no_loss_gives_its_adapter_no_gradient_as_eager_does(
     used, monkeypatch, device
 ):
-    """Nor does it matter then what new memory holds."""
+    """Give None, whatever values new memory holds."""
 
     def of_used(function):
         return lambda *inputs: tuple(
@@ -204,7 +204,8 @@ BIASES = {  # and how wide they are
 
 
 def with_biases(name, device, dtype=BF16, bias_dtype=FP32, missing=(), **options):
-    """An operation and a case of it with biases before what is frozen, whose own do not matter."""
+    """Return an operation and a case with biases before the frozen operands. Biases inside the
+    frozen operands then do not matter."""
     operation = OPERATIONS[name]
     case = operation.case(device, dtype, **options)
     biases: dict[str, Any] = dict.fromkeys(BIASES[name])
@@ -223,7 +224,7 @@ def with_biases(name, device, dtype=BF16, bias_dtype=FP32, missing=(), **options
     ("dtype", "bias_dtype"), [(BF16, FP32), (BF16, BF16), (FP16, FP32), (FP32, FP32)], ids=str
 )
 def test_biases_that_are_trained_are_right(dtype, bias_dtype, name, device):
-    """In fp32 beside bf16, as the adapters of PEFT have theirs, each is rounded once."""
+    """Use fp32 biases beside bf16, as PEFT's adapters have. Each is rounded once."""
     assert_right(*with_biases(name, device, dtype, bias_dtype))
 
 

@@ -1,4 +1,4 @@
-"""LoRA_MLP in a folder of its own, and on more than 2^31 elements."""
+"""LoRA_MLP in a copy of its folder, and on more than 2^31 elements."""
 
 import shutil
 import subprocess
@@ -43,7 +43,7 @@ print(*{{"peft", "transformers", "fused_mlp", "fused_lora"}} & set(sys.modules))
 @pytest.mark.gpu
 @pytest.mark.alone
 def test_more_than_2_to_the_31_gate_elements(device):
-    """A few tokens over and over, so that eager PyTorch on those few says what is right."""
+    """Repeat a few tokens: eager PyTorch on just those gives the reference."""
     count, intermediate, hidden, pattern = 195_100, 11_008, 64, 256
     assert count * intermediate > 2**31
     # gate and up, hidden, their three gradients, and room
@@ -54,8 +54,8 @@ def test_more_than_2_to_the_31_gate_elements(device):
     x, grad = (random(pattern, hidden, dtype=BF16, device=device, seed=seed) for seed in (1, 2))
     which = torch.arange(count, device=device) % pattern
     got = run(MLP, Case({"x": x[which], **of_layer}, [grad[which]]))
-    # output and dx of each token are its pattern's; the adapters' gradients are sums, in which a
-    # pattern counts as often as it occurs
+    # each token's output and dx equal its pattern's. The adapters' gradients are sums: each pattern
+    # counts as often as it occurs
     often = torch.bincount(which, minlength=pattern)[:, None]
     few = Case({"x": x, **of_layer}, [grad])
     eager, truth = run(MLP, few, MLP.eager), truth_of(MLP, few)

@@ -1,4 +1,4 @@
-"""ManyCopies against copies one by one: the same arithmetic, so bitwise the same."""
+"""ManyCopies compared with single copies: the same arithmetic, so bitwise the same."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ SHAPES = [(8, 64), (71, 3), (1, 1), (1, 5000), (300, 32), (0, 7), (4, 0)]
 
 @pytest.fixture(autouse=True, params=[True, False], ids=["kernel", "PyTorch"])
 def way(request, monkeypatch):
-    """Both ways of copying, the kernel's in Triton's interpreter where there is no GPU."""
+    """Try both ways of copying. Without a GPU the kernel runs in Triton's interpreter."""
     monkeypatch.setattr(module, "_has_kernel", lambda *_: request.param)
 
 
@@ -24,7 +24,7 @@ def copy(*given):
 
 
 def matrices(source_dtype, target_dtype, device):
-    """(targets, sources, scalings): targets and every other source within wider rows."""
+    """Return (targets, sources, scalings). Targets and every other source lie within wider rows."""
     sources = [
         random(rows, columns + i % 2, dtype=source_dtype, device=device, seed=i)[:, i % 2 :]
         for i, (rows, columns) in enumerate(SHAPES)
@@ -37,19 +37,19 @@ def matrices(source_dtype, target_dtype, device):
 
 
 def rows_around(targets):
-    """What lies in the memory of each target's rows, before and behind it too."""
+    """Return the memory around each target's rows, including before and behind it."""
     return [t._base.clone() if t._base is not None else t.clone() for t in targets]
 
 
 def assert_copied(targets, sources, scalings):
-    """As PyTorch copies them, and that nothing else is written."""
+    """Check that it copies as PyTorch does and writes nothing else."""
     copy(targets, sources, scalings)
     got = rows_around(targets)
     for target, source, scaling in zip(targets, sources, scalings, strict=True):
-        # as the kernel has the scaling: in fp32
+        # in fp32, like the kernel's scaling
         target.copy_(source.float() * torch.tensor(scaling, dtype=torch.float32).to(source.device))
     assert all(map(torch.equal, got, rows_around(targets)))
-    assert any((one == 7).any() for one in got)  # what lies between the rows
+    assert any((one == 7).any() for one in got)  # the memory between the rows
 
 
 @pytest.mark.parametrize("source_dtype", DTYPES, ids=str)
@@ -74,7 +74,7 @@ def test_copies_are_those_of_pytorch_and_nothing_else_is_written(
 def test_as_many_elements_go_at_once_as_rows_and_addresses_allow(
     ranks, columns, to, of, want, device
 ):
-    """Of A [r, in] and B [out, r] in a border, of which one odd stride is enough."""
+    """Copy A [r, in] and B [out, r] in a border: a single odd stride limits all of them."""
     targets, sources = [], []
     for rank in ranks:
         for rows, width in ((rank, columns), (90, rank)):
@@ -166,7 +166,7 @@ def test_the_kernel_is_for_one_gpu_and_dtypes_that_it_has(device, monkeypatch):
 
 
 def test_the_kernel_is_for_matrices_of_less_than_2_to_the_31_elements(monkeypatch):
-    """Shapes on a GPU without one and without memory."""
+    """Use fake GPU tensors: shapes without a GPU or memory."""
     monkeypatch.undo()
     with FakeTensorMode():
         shapes = (64, 2**15), (2**15, 2**16 - 1), (2**15, 2**16)

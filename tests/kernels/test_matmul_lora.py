@@ -1,6 +1,5 @@
-"""matmul_lora and what stands beside it, against eager PyTorch in float64. (Any rank, size
-and dtype, groups of layers and their gradients: test_contract.py, as LoRA_MLP and LoRA_QKV have
-them.)"""
+"""matmul_lora and its helpers, compared with eager PyTorch in float64. As parts of LoRA_MLP and
+LoRA_QKV, test_contract.py covers any rank, size and dtype, groups of layers, and gradients."""
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ SCALING = 1.75
 
 
 def inputs(tokens=37, in_features=53, out_features=71, r=8, *, dtype=torch.bfloat16, device):
-    """x, weight, A and B, with B not zero, so that A matters too."""
+    """Return x, weight, A and B. B is not zero: otherwise A would not matter."""
     sizes = (
         (tokens, in_features, 1.0),
         (out_features, in_features, in_features**-0.5),

@@ -73,7 +73,7 @@ BACKENDS = {"flash": FLASH, "cuDNN": CUDNN}
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_backends_calls_have_their_arguments_in_order(backend, monkeypatch):
-    """On the meta device, where they compute shapes alone."""
+    """Call them on the meta device, where they only compute shapes."""
     monkeypatch.setattr(module, "_backend", lambda *_: BACKENDS[backend])
     monkeypatch.setattr(module, "rope_backward", lambda *_: None)
     monkeypatch.setattr(qkv_attention_case, "rope_forward", lambda *_: None)
@@ -106,7 +106,7 @@ def test_our_own_kernels_run_where_they_fit(size, masked, ran, device, monkeypat
         monkeypatch.setattr(module, f"causal_attention_{way}", spy)
     by_hand(size, make(size, torch.bfloat16, device), masked)
     if ran == ["backward"] and device == "cpu":
-        ran = []  # the CPU has no forward that gives a logsumexp
+        ran = []  # no forward on the CPU returns a logsumexp
     assert seen == ran
 
 
@@ -136,5 +136,5 @@ def test_the_backend_is_the_one_that_pytorch_would_use(device):
     backends = torch.nn.attention.SDPBackend
     assert backend("GQA", backends.FLASH_ATTENTION) == FLASH
     assert backend("GQA", backends.MATH) is None
-    # of one token cuDNN has no backward
+    # cuDNN has no backward for one token
     assert backend("one token", backends.FLASH_ATTENTION) is None

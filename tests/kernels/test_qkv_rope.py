@@ -15,12 +15,12 @@ def by_token(t):
 
 
 def side_by_side(q, k, v):
-    """[q | k | v]."""
+    """Return [q | k | v]."""
     return torch.cat([t.transpose(1, 2).flatten(2) for t in (q, k, v)], dim=-1).flatten(0, 1)
 
 
 def fused(inputs, gradients, layout=torch.clone):
-    """As `run`, and that v and its gradient come through."""
+    """Do as `run` does, and check that v and its gradient pass through unchanged."""
     q, k, cos, sin = inputs
     grad_q, grad_k = gradients
     v, grad_v = 2 * k, 3 * grad_k
@@ -37,7 +37,7 @@ def fused(inputs, gradients, layout=torch.clone):
 
 
 def make_normed(size, dtype, device, together=False):
-    """q, k, cos, sin, the gradients of the normed q and k, and weights of the norms."""
+    """Return q, k, cos, sin, the gradients of normed q and k, and the norms' weights."""
     inputs, gradients = make(size, dtype=dtype, device=device)
     options = {"scale": 0.5, "dtype": dtype, "device": device}
     counts = [t.shape[1] if together else 1 for t in inputs[:2]]
@@ -52,7 +52,8 @@ EPS = 1e-6, 1e-2  # of q's norm and of k's
 
 
 def fused_normed(case, layout=torch.clone, zero_centered=False):
-    """As `eager_normed`, and that v and its gradient come through, and raw q, k and v stay."""
+    """Do as `eager_normed` does. Check that v and its gradient pass through, and raw q, k, v stay
+    unchanged."""
     q, k, cos, sin, grad_q, grad_k, *weights = case
     v, grad_v = 2 * k, 3 * grad_k
     raw, norms = layout(side_by_side(q, k, v)), HeadNorms(*weights, *EPS, zero_centered)
@@ -71,7 +72,7 @@ def fused_normed(case, layout=torch.clone, zero_centered=False):
 
 
 def eager_normed(case, zero_centered=False):
-    """q and k, normed and turned, and the gradients of both from those of the normed ones."""
+    """Return q and k, normed and rotated, and their gradients from those of the normed ones."""
     q, k, cos, sin, grad_q, grad_k, *weights = case
     leaves = [t.detach().requires_grad_() for t in (q, k)]
     normed = list(map(eager_head_norm, leaves, weights, EPS, [zero_centered] * 2))
@@ -90,14 +91,14 @@ def test_three_tensors_are_turned_as_they_are_side_by_side(dtype, size, device):
     for layout in LAYOUTS.values():
         got = torch.full_like(want, 7.0)
         assert rope_together(*map(layout, (q, k, v)), cos, sin, got) is None
-        if dtype == torch.float32:  # of which a GPU gave other last bits here and there
+        if dtype == torch.float32:  # on a GPU a few last bits differ
             assert relative_error(got, want) <= torch.finfo(dtype).eps
         else:
             assert torch.equal(got, want)
 
 
 def test_without_angles_nothing_turns(device):
-    """As with those of 0, and put side by side all the same."""
+    """Compare with angles of 0. The tensors still go side by side."""
     (q, k, cos, sin), _ = make("GQA", dtype=torch.bfloat16, device=device)
     v, norms = 2 * k, HeadNorms(*make_normed("GQA", torch.bfloat16, device)[-2:], *EPS)
     none, zero = (None, None), (torch.ones_like(cos), torch.zeros_like(sin))
@@ -130,7 +131,7 @@ def test_norms_of_heads_read_any_layout(device):
 
 
 def test_weights_of_norms_may_be_of_another_dtype(device):
-    """As under autocast."""
+    """Use fp32 and fp16 weights, as under autocast."""
     *others, q_weight, k_weight = make_normed("GQA", torch.bfloat16, device)
     want = fused_normed((*others, q_weight, k_weight))
     assert_equal(fused_normed((*others, q_weight.float(), k_weight.half())), want)
@@ -138,7 +139,7 @@ def test_weights_of_norms_may_be_of_another_dtype(device):
 
 @pytest.mark.gpu
 def test_norms_of_heads_are_right_where_int32_offsets_overflow(device):
-    """Rows 2^30 elements apart, of which there are three."""
+    """Use three rows, 2^30 elements apart."""
     case = make_normed("MQA, angles of each sequence", torch.bfloat16, device)
     case = [*(t[:1, :, :3] for t in case[:2]), *(t[:1, :3] for t in case[2:4]),
             *(t[:1, :, :3] for t in case[4:6]), *case[6:]]  # fmt: skip

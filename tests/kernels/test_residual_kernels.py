@@ -1,5 +1,4 @@
-"""RMSNorm into wider rows, its backward and the residual's sum: what test_launchers.py tries, and
-how their rows are made."""
+"""RMSNorm into wider rows, its backward and the residual's sum: the cases for test_launchers.py."""
 
 import torch
 from cases.reference import assert_within_budget, random
@@ -61,7 +60,7 @@ def extended_case(size, dtype, device):
 
 
 def fused_extension(x, A, layout=torch.clone):
-    """Of an x elsewhere, and of one in place."""
+    """Extend an x that lies elsewhere, then one in place."""
     found = []
     for is_in_place in (False, True):
         extended, z = (
@@ -81,13 +80,13 @@ def eager_extension(x, A):
 def normed_sum_case(size, dtype, device):
     x, residual, grad = random_like(SIZES.get(size, (0, 8)), 3, dtype, device)
     if x.shape[1] == 1:
-        x = x * EPS**0.5  # else the norm is 1 or -1, and its gradient what rounding leaves of 0
+        x = x * EPS**0.5  # else the norm is 1 or -1, and its gradient just rounding error
     weight = 1 + random(x.shape[1], seed=4, scale=0.5, dtype=dtype, device=device)
     return x, residual, weight, grad
 
 
 def fused_normed_sum(x, residual, weight, grad, layout=torch.clone, zero_centered=False):
-    """total and the gradient of x, which goes nowhere else."""
+    """Return total and the gradient of x, which has no other use."""
     x, total, grad_x = layout(x), *(layout(torch.full_like(x, 7.0)) for _ in range(2))
     rstd = add_normed(layout(residual), x, weight, EPS, total, zero_centered)
     residual_norm_backward(layout(grad), None, x, weight, rstd, grad_x, zero_centered)
@@ -109,7 +108,7 @@ def test_several_rows_share_a_partial_sum_of_a_weights_gradient(device, monkeypa
 
 
 def test_the_sum_with_a_norm_rounds_once(device):
-    """An error budget allows what eager loses by rounding the norm first."""
+    """Be stricter than the error budget, which allows eager's extra rounding of the norm."""
     case = normed_sum_case("a block", torch.bfloat16, device)
     exact, _ = eager_normed_sum(*(t.double() for t in case))
     assert (fused_normed_sum(*case)[0] != exact.bfloat16()).double().mean() < 0.01

@@ -1,4 +1,4 @@
-"""RMSNorm, alone and after an addition: all that test_contract.py does not hold it to."""
+"""RMSNorm, alone and after an addition: everything that test_contract.py does not cover."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_eps_is_heeded(eps, operation, device):
 
 
 def in_parts(function):
-    """40 calls of 8 rows, with a weight each: how far the gradient of one alone is off is luck."""
+    """Split into 40 calls of 8 rows with a weight each: the error of a single gradient is luck."""
 
     def of_parts(*inputs):
         *rows, weights, eps, zero_centered = inputs
@@ -49,7 +49,7 @@ def in_parts(function):
 @pytest.mark.slow("rms_norm")
 @BOTH
 def test_a_row_may_be_a_single_element(operation, device):
-    """With a small eps only the sign would be left of it, and a gradient of nothing."""
+    """Use a large eps: a small one leaves just the sign, and a gradient of nearly 0."""
     case = operation.case(device, FP32, shape=(320, 1))
     weights = 1 + random(40, seed=4, scale=0.5, device=device)
     case = Case(case.inputs | {"weight": weights, "eps": 0.3}, case.gradients)
@@ -115,7 +115,7 @@ def test_leaves_x_and_delta_do_not_share_the_memory_of_their_gradients(device):
     case = ADDED.case(device, FP32, shape=(5, 52))
     leaves, want = leaves_of(ADDED, case, ("x", "delta")), run(ADDED, case)["gradient of x"]
     x, delta = leaves["x"], leaves["delta"]
-    for repetition in (1, 2):  # the second adds in place to the first
+    for repetition in (1, 2):  # the second adds to the first in place
         torch.autograd.backward(add_rms_norm(*leaves.values()), case.gradients)
         assert x.grad.data_ptr() != delta.grad.data_ptr()
         assert torch.equal(x.grad, repetition * want) and torch.equal(delta.grad, x.grad)
@@ -173,7 +173,7 @@ def test_long_rows_are_right(hidden, operation, device):
 @pytest.mark.alone
 @pytest.mark.parametrize("need_weight", [False, True])
 def test_more_than_2_to_the_31_elements(need_weight, device):
-    """A few rows over and over, so that eager PyTorch on those few says what is right."""
+    """Repeat a few rows: eager PyTorch on just those gives the reference."""
     rows, hidden, pattern = 1_050_000, 2048, 250
     assert rows * hidden > 2**31 and rows % pattern == 0
     # x, delta, two outputs, their gradients, grad_x, and room

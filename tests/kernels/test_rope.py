@@ -1,4 +1,4 @@
-"""RoPE: all that test_contract.py does not hold it to."""
+"""RoPE: everything that test_contract.py does not cover."""
 
 import pytest
 import torch
@@ -77,10 +77,10 @@ def test_inputs_that_do_not_fit_are_a_value_error(name, change, message, case):
 @pytest.mark.alone
 @pytest.mark.parametrize("layout", ["by token", "by head"])
 def test_more_than_2_to_the_31_elements(layout, device):
-    """A few tokens over and over, so that eager PyTorch on those few says what is right."""
+    """Repeat a few tokens: eager PyTorch on just those gives the reference."""
     heads, positions, head_dim, pattern = 16, 1_050_000, 128, 64
     assert heads * positions * head_dim > 2**31
-    # q, its gradients and results, twice over while they are made
+    # q, its gradients and results, twice while we make them
     if torch.cuda.mem_get_info()[0] < 8 * 2 * heads * positions * head_dim:
         pytest.skip("needs 35 GB of free GPU memory")
     options = {"dtype": torch.bfloat16, "device": device}

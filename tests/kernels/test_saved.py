@@ -1,4 +1,4 @@
-"""The record that DecoderLayer's backward reads: taken apart for autograd and put together."""
+"""The record that DecoderLayer's backward reads: split for autograd and put together again."""
 
 from typing import NamedTuple
 

@@ -1,8 +1,8 @@
-"""The change that a small adapter makes, over its change in float64: 1 is right.
+"""The change that a small adapter makes, relative to its change in float64: 1 is right.
 
-An adapter's delta of 3e-4 is far below bf16's step of 4e-3 to 8e-3 for the numbers it is added to,
-so each output either stays or jumps a whole step. Where base, adapter and residual are added in
-fp32 and rounded once, the right share of them jumps.
+An adapter's delta of 3e-4 is far below bf16's step of 4e-3 to 8e-3 for the numbers we add it to. So
+each output either stays or jumps a whole step. If we add base, adapter and residual in fp32 and
+round once, the right share of outputs jumps.
 """
 
 import pytest
@@ -16,7 +16,7 @@ from fused_lora.layer.residual import Norm
 from fused_lora.lora_linear import FrozenLinear, LoRA_W
 from fused_mlp.dropout import draw_masks
 
-# 128 columns: what Hopper adds up of FP8 before it goes on in fp32, so that borders stand alone
+# 128 columns: Hopper sums this many FP8 values before it adds them in fp32, so borders stay apart
 ROWS, IN, OUT, RANK = 512, 128, 128, 8
 DELTA = 3e-4
 BF16 = torch.bfloat16
@@ -54,8 +54,8 @@ class Case:
         return buffer
 
     def share(self, output, adapted):
-        """The output's change when B goes from 0 to B, projected on the exact change for an adapter
-        that reads `adapted`."""
+        """Return the output's change when B goes from 0 to B, projected on the exact change for an
+        adapter that reads `adapted`."""
         changed = (output(self.B).double() - output(torch.zeros_like(self.B)).double()).flatten()
         exact = (
             (adapted.double() * self.kept) @ self.A.double().t() @ self.B.double().t()
@@ -86,7 +86,7 @@ def down_projection(case):
 
 
 def behind_a_norm(case):
-    """Projections that read a norm: q, k and v, or gate and up."""
+    """Return projections that read a norm: q, k and v, or gate and up."""
     norm = Norm(torch.ones(IN, dtype=BF16, device=case.x.device), 1e-6)
     n = case.x.double() / case.x.double().square().mean(1, keepdim=True).add(1e-6).sqrt()
     return case.share(
@@ -109,7 +109,7 @@ def test_whole_layers_show_all_of_a_small_adapter(place, fp8, drops, device):
 
 
 def test_a_part_alone_shows_less_of_it_and_never_more(device):
-    """As in PEFT: the product is rounded before the adapter is added to it."""
+    """Do as PEFT does: round the matmul before adding the adapter."""
     case = Case(device, False, False)
 
     def output(B):

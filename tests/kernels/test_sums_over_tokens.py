@@ -1,5 +1,5 @@
-"""The adapters' sums over tokens in one launch: what test_launchers.py tries them on, and what is
-theirs alone."""
+"""The adapters' sums over tokens in one launch: the cases for test_launchers.py, and the tests that
+only these sums need."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ SMALL = Tiling(16, 32, 2, 4, 2)
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    """So that a few rows are several tiles in several ranges, the last of each not full."""
+    """Split a few rows into several tiles and ranges, the last of each partial."""
     for name in ("TILING", "TILING_IN_FP32"):
         monkeypatch.setattr(module, name, SMALL)
     monkeypatch.setattr(module, "TILING_OF_MANY_ROWS", Tiling(16, 64, 8, 4, 2))
@@ -43,27 +43,27 @@ def small_tiles(monkeypatch):
 
 @pytest.fixture(params=[1, 2], ids=["one range", "two ranges"])
 def ranges(request, monkeypatch):
-    """Of the rows: one, whose sums are the gradients, or two, whose partial sums are added up."""
+    """Split the rows into one range, whose sums are the gradients, or two with partial sums."""
     for name in ("TILING", "TILING_OF_MANY_ROWS", "TILING_IN_FP32"):
         monkeypatch.setattr(module, name, SMALL._replace(splits=request.param))
 
 
 def make(size, dtype, device):
-    """Each x, and its factors, which lie side by side in one tensor, as those of a border do."""
+    """Return each x and its factors, side by side in one tensor as in a border."""
     rows, of_xs = CASES[size]
     widths = [width for columns, ranks in of_xs for width in (columns, sum(ranks))]
     return [random(rows, n, seed=i, dtype=dtype, device=device) for i, n in enumerate(widths)]
 
 
 def products_of(size, case):
-    """Each x with its factors, and the scaling of each product."""
+    """Yield each x with its factors and the scaling of each product."""
     for i, (_, ranks) in enumerate(CASES[size][1]):
         x, factors = case[2 * i : 2 * i + 2]
         yield x, [(factor, 1.0 + i / 2 + j) for j, factor in enumerate(factors.split(ranks, dim=1))]
 
 
 def fused(size, case, layout=torch.clone, dtype=None):
-    """Gradients of all products, every other of which lies as A does: transposed."""
+    """Return the gradients of all products. Every other one is transposed, as A is."""
     sums, gradients = [], []
     for x, factors in products_of(size, list(map(layout, case))):
         products = []
@@ -89,7 +89,7 @@ def eager(size, case):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("size", ["odd", "a layer", "nothing of some"])
 def test_an_x_may_be_codes(size, dtype, ranges, device):
-    """Every third of them, the first included: their numbers count."""
+    """Make every third x codes, starting with the first. Their values count."""
     case = make(size, dtype, device)
     codes = [t.to(E4M3) if i % 6 == 0 else t for i, t in enumerate(case)]
     numbers = [t.to(dtype) for t in codes]
@@ -136,7 +136,7 @@ def test_partial_sums_stay_inside_the_workspace_and_fill_it(size, device, monkey
     assert seen
     for big in seen:
         assert big[:64].isnan().all() and big[-64:].isnan().all() and not big[64:-64].isnan().any()
-        # of rank 8 all, in blocks of 16: what lies beside a factor is not read
+        # all of rank 8, in blocks of 16: nothing beside a factor is read
         assert size != "a layer" or not big[64:-64].view(-1, 2, 8)[:, 1].any()
     seen.clear()
     monkeypatch.setattr(module, "PROGRAMS", 0)  # one range, whose sums need no workspace
@@ -150,8 +150,8 @@ def test_all_rows_may_be_one(device):
 
 
 def test_products_give_alone_what_they_give_together(device, monkeypatch):
-    """Frozen adapters are left out, and change nothing for the others."""
-    monkeypatch.setattr(module, "PROGRAMS", 10**6)  # or fewer tiles would be more ranges
+    """Leave out frozen adapters. The others' results stay the same."""
+    monkeypatch.setattr(module, "PROGRAMS", 10**6)  # otherwise fewer tiles would give more ranges
     case = make("a layer", torch.bfloat16, device)
     together = iter(fused("a layer", case))
     for x, factors in products_of("a layer", case):
@@ -175,7 +175,7 @@ def test_tiles_do_not_matter(tiling, programs, device, monkeypatch):
 
 
 class Launches(Kernel):
-    """Notes the launches, the first of which is that of the sums."""
+    """Record the launches: first the sums, then the addition of the partial sums."""
 
     def __init__(self, monkeypatch):
         super().__init__()
@@ -254,7 +254,7 @@ def test_what_does_not_fit_is_a_value_error_and_nothing_is_written(changes, mess
 @pytest.mark.gpu
 def test_a_graph_holds_the_launches(device):
     case = make("a layer", torch.bfloat16, device)
-    # as they lie: a copy would be a part of the graph
+    # no copies: they would be part of the graph
     replay, gradients = capture(lambda: fused("a layer", case, lambda t: t, torch.float32))
     for x in case[::2]:
         x.mul_(3)
@@ -265,8 +265,8 @@ def test_a_graph_holds_the_launches(device):
 @pytest.mark.gpu
 @pytest.mark.alone
 def test_more_than_2_to_the_31_elements(device, monkeypatch):
-    """The rows are zero but in windows at the beginning, where offsets overflow, and at the end."""
-    monkeypatch.undo()  # the tiles that are used
+    """Make rows zero except in three windows: the start, the end, and where offsets overflow."""
+    monkeypatch.undo()  # the real tiles
     columns, rank = 4096, 32
     rows = 2**31 // columns + 1000
     if torch.cuda.mem_get_info()[0] < 3 * rows * columns:

@@ -41,7 +41,7 @@ BOTH = pytest.mark.parametrize("which", (SWIGLU, GEGLU), ids=("swiglu", "geglu")
 
 
 def inputs(*shape, dtype, device):
-    """grad_hidden, gate and up; gates are wide enough to reach both ends of the sigmoid."""
+    """Return grad_hidden, gate and up. Gates reach both ends of the sigmoid."""
     scales = (1.0, 3.0, 1.0)
     return [
         random(*shape, dtype=dtype, device=device, seed=seed, scale=scale)
@@ -50,7 +50,7 @@ def inputs(*shape, dtype, device):
 
 
 def fused(which, grad_hidden, gate, up):
-    """hidden, from the forward and from the backward, and the gradients."""
+    """Return hidden, from the forward and from the backward, and the gradients."""
     return which.of("forward")(gate, up), *which.of("backward")(grad_hidden, gate, up)
 
 

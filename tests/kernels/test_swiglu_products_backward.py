@@ -24,7 +24,7 @@ SCALINGS = 1.0, 2.0, 0.75
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    """So that a few rows are several tiles in several ranges, the last of each not full."""
+    """Split a few rows into several tiles and ranges, the last of each partial."""
     monkeypatch.setattr(module, "BACKWARD_TILING", Tiling(16, 32, 2, 4, 2))
 
 
@@ -41,7 +41,7 @@ def make(case, dtype, device):
 def fused(
     grad_hidden, gate_up, *factors, dtype=None, layout=torch.clone, activation="silu", dropout=0.0
 ):
-    """grad_gate_up and the three products, of which the first lies as A does."""
+    """Return grad_gate_up and the three products. The first is transposed, as A is."""
     gradients = []
     for i, factor in enumerate(factors):
         intermediate, rank = grad_hidden.shape[1], factor.shape[1]

@@ -22,7 +22,7 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    """So that a few columns are several tiles in several ranges, the last of each not full."""
+    """Split a few columns into several tiles and ranges, the last of each partial."""
     monkeypatch.setattr(module, "forward_tiling", lambda rows: Tiling(16, 32, 2, 4, 2))
 
 
@@ -37,7 +37,7 @@ def empty(gate_up, *columns):
 
 
 def fused(gate_up, A, layout=torch.clone, activation="silu", dropout=0.0):
-    """z, hidden and z's copy."""
+    """Return z, hidden and z's copy."""
     hidden, copy = map(layout, empty(gate_up, *A.t().shape))
     mask = mask_of(*hidden.shape, hidden.device, dropout) if dropout else None
     z = swiglu_forward_product(layout(gate_up), layout(A), hidden, copy, mask, activation)

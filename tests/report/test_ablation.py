@@ -1,4 +1,4 @@
-"""What every fused part takes off a step: by hand, and as a table."""
+"""The time that every fused part saves per step, by hand and as a table."""
 
 from statistics import median
 
@@ -124,7 +124,8 @@ def test_lengths_where_all_is_noise_are_left_out_of_the_steps_table(monkeypatch)
 
 
 def test_the_gpus_own_time_by_hand():
-    """Other than the step's, without verdicts, and only where it was measured."""
+    """Check that it differs from the step's, has no verdicts, and appears only where it was
+    measured."""
     run = rounds(**HAND_MADE)
     busy_ms = {"vanilla_peft": 100, "fused_mlp": 88, "fused_all_but_mlp": 61, "fused_all": 50}
     for cell in run.cells:

@@ -1,4 +1,4 @@
-"""ablation.png: what it draws, says and leaves out, on made-up results."""
+"""ablation.png: what it draws, says and leaves out, with made-up results."""
 
 from functools import cache
 from itertools import accumulate, pairwise
@@ -24,7 +24,7 @@ def picture_of(name):
 
 
 def bars(axes):
-    """(left, right) of the bars, by their row."""
+    """Return (left, right) of the bars, by row."""
     found = {round(bar.get_y() + bar.get_height() / 2): bar for bar in axes.patches}
     ends = {y: (bar.get_x(), bar.get_x() + bar.get_width()) for y, bar in found.items()}
     assert len(found) == len(axes.patches)  # one a row

@@ -1,4 +1,4 @@
-"""benchmark_results.png: speedups in GPU time, readable on a phone, on made-up results."""
+"""benchmark_results.png: speedups in GPU time, readable on a phone, with made-up results."""
 
 import pytest
 from cases import example_results as example
@@ -15,7 +15,7 @@ PHONE = 390  # pixels
 
 
 def drawn(run):
-    """Return each variant's values as they are drawn, by title."""
+    """Return each variant's values as drawn, by title."""
     (axes,) = plot.benchmark_figure(run).axes
     titles = {title_of(variant) for variant in run.experiment.variants}
     return {line.get_label(): [*line.get_ydata()] for line in axes.lines

@@ -1,4 +1,4 @@
-"""Two results files held against each other, with times for which the verdict is known by hand."""
+"""Comparisons of two results files, with times whose verdict we know by hand."""
 
 import copy
 import math
@@ -17,7 +17,7 @@ from report.statistics import NOISE, summarize
 
 
 def visit(floor_ms=40.0, host_us=4.0, busy_ms=math.inf, **step_ms):
-    """A run at 64 tokens, one step a round; by default the GPU is never idle."""
+    """Make a run at 64 tokens with one step per round. By default the GPU is never idle."""
     document = rounds(**step_ms)
     if floor_ms:
         document.floor = {64: Floor(floor_ms, [floor_ms])}
@@ -57,7 +57,7 @@ def test_a_row_by_hand():
 @pytest.mark.parametrize(
     ("old", "new", "verdict"),
     [
-        ((100, 100), (102.9, 102.9), NOISE),  # 3% is what two visits may differ by
+        ((100, 100), (102.9, 102.9), NOISE),  # two visits may differ by 3%
         ((100, 100), (103.2, 103.2), "slower"),
         ((100, 100), (97.2, 97.2), NOISE),
         ((100, 100), (96.9, 96.9), "faster"),
@@ -95,7 +95,7 @@ UNKNOWN = {"floor_ms": None, "host_us": None, "busy_ms": None}
 @pytest.mark.parametrize(
     ("old", "new_ms", "new", "low", "verdict"),
     [
-        # a GPU that is slower by as much explains a busy cell, and a faster one is no gain of ours
+        # a GPU that much slower explains a busy cell, and a faster GPU is no gain of ours
         (BUSY, 110, SLOWER_GPU, 1 / 1.1, NOISE),
         (BUSY, 115.5, SLOWER_GPU, 1 / 1.1, "slower"),
         (BUSY, 90, FASTER_GPU, 1, NOISE),
@@ -104,10 +104,10 @@ UNKNOWN = {"floor_ms": None, "host_us": None, "busy_ms": None}
         # profiled step may take longer than the timed ones
         (IDLE, 110, SLOWER_GPU, 1 / (0.2 * 1.1 + 0.8), "slower"),
         ({"busy_ms": 130.0}, 114, SLOWER_GPU, 1 / 1.1, "slower"),
-        # a host of half the speed explains the idle share
+        # a host half as fast explains the idle share
         (IDLE, 180, SLOWER_HOST, 1 / 1.8, NOISE),
         (BUSY, 180, SLOWER_HOST, 1, "slower"),
-        # a machine that was not measured is taken to be the same
+        # we assume an unmeasured machine is the same
         (UNKNOWN, 110, SLOWER_GPU | SLOWER_HOST, 1, "slower"),
     ],
 )

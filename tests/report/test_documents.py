@@ -1,5 +1,5 @@
-"""README.md and docs/*.md: their generated parts are those of the data, and so is what the README
-says in words; its code runs."""
+"""README.md and docs/*.md: their generated parts and the README's numbers match the data, and their
+code runs."""
 
 import re
 import shutil
@@ -75,7 +75,7 @@ def test_a_quick_run_says_its_rows_and_how_to_add_them():
 
 
 def above_measured(estimated):
-    """By how many percent an H100's estimates lie above what was measured there."""
+    """Return by how many percent an H100's estimates exceed its measurements."""
     rows = rows_by_variant_and_length(
         results.load(ROOT / "docs" / "runs" / "h100" / "experiment.json.gz")
     )
@@ -85,8 +85,8 @@ def above_measured(estimated):
 
 
 def after_small_updates():
-    """Shares of fp32's change after 8 updates: in %: the least and the most,
-    compiled PEFT's and whole layers'."""
+    """Return shares of fp32's change after 8 updates, in %: the smallest and the largest, of
+    compiled PEFT and of whole layers."""
     found = committed.loaded_small_adapters()[0]
     (adapter,) = (one for one in found.adapters if (one.rate, one.steps) == (1e-6, 8))
     variants = ("vanilla_peft", "fused_mlp", "full_unsloth", "compiled_peft", "fused_layer")
@@ -115,7 +115,7 @@ def estimated_speedups(run, name):
 
 
 def test_the_readmes_numbers_are_those_of_the_data(runs):
-    """Every number with a unit in its words, where it says it and what it should be."""
+    """Check every number with a unit in the README: where it stands, and what it should be."""
     run, suite = runs
     rows, suite_rows = rows_by_variant_and_length(run), rows_by_variant_and_length(suite)
     speedup = {key: row.speedup for key, row in rows.items()}

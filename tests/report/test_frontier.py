@@ -1,4 +1,4 @@
-"""What trains in so much memory, by hand, and frontier.png on made-up results."""
+"""The variants that fit in a given memory, by hand, and frontier.png on made-up results."""
 
 from functools import cache
 
@@ -19,7 +19,7 @@ NO_MEMORY = {(id, 512): "oom" for id, variant in VARIANTS.items() if not variant
 
 
 def hand_made(**points):
-    """At 64 tokens: variant = (ms and GiB of a round, ...)."""
+    """Make a run at 64 tokens: variant = (ms and GiB of a round, ...)."""
     run = example.empty(variants=list(points), seq_lens=[64])
     for variant, rounds in points.items():
         for n, measured in enumerate(rounds, start=1):
@@ -64,7 +64,7 @@ def test_every_speedup_is_over_vanilla_peft_by_way_of_the_blocks_own_baseline():
 
 
 def test_what_fits_is_ranked_by_pairs_and_not_by_milliseconds_of_two_visits():
-    """In the second run everything took twice as long."""
+    """Double every time in the second run."""
     merged = hand_made(
         vanilla_peft=((200, 9), (400, 9)),
         fused_mlp=((100, 9), None),
@@ -96,7 +96,7 @@ def test_memory_that_was_not_reserved_is_what_was_allocated():
 
 
 def fitting(run, gib):
-    """What fits, its speedup, its time and its memory."""
+    """Return the variants that fit, with their speedup, time and memory."""
     names = ("fits", "speedup", "step, ms", "reserved, GiB")
     return [tuple(row[name] for name in names) for row in rows_in(fits.fits_table(run, gib))]
 

@@ -1,4 +1,4 @@
-"""kernel_time.png: its numbers by hand, and that the picture says them."""
+"""kernel_time.png: its numbers by hand, and that the picture shows them."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from variants import SUITES, variant_of
 
 
 def profiled(*cells):
-    """A document at 64 tokens: (variant, step_ms, kernel_ms, gpu_busy_ms) a cell."""
+    """Make a run at 64 tokens with (variant, step_ms, kernel_ms, gpu_busy_ms) for each cell."""
     document = example.empty(variants=list(dict.fromkeys(cell[0] for cell in cells)), seq_lens=[64])
     document.floor[64] = Floor(40.0, [40.0])
     for variant, step_ms, kernel_ms, busy_ms in cells:
@@ -33,7 +33,7 @@ def words(picture):
 @pytest.mark.parametrize(
     ("cells", "kernel_ms", "step_ms", "idle_ms"),
     [
-        (  # medians over rounds; idle is what kernels leave of a step: 110 - 70, 120 - 74, 100 - 75
+        (  # medians over rounds; idle is step minus kernels: 110 - 70, 120 - 74, 100 - 75
             [
                 ([100.0, 110.0, 300.0], {"matmul": 60.0, "copy": 10.0}, 70.0),
                 ([120.0, 120.0, 120.0], {"matmul": 62.0, "copy": 12.0}, 74.0),

@@ -14,7 +14,7 @@ VANILLA, LAYER = "vanilla_peft_no_checkpointing", "fused_layer_graph_no_checkpoi
 
 
 def run(seed=0, **losses):
-    """One round of two lengths; at the shorter one every loss is 9."""
+    """Make one round of two lengths. At the shorter one every loss is 9."""
     document = example.empty(variants=list(losses), seq_lens=[64, 256], rounds=1, seed=seed)
     for variant, own in losses.items():
         for seq_len, values in ((64, [9.0] * len(own)), (256, own)):
@@ -47,7 +47,7 @@ def test_the_title_says_how_far_they_come_apart():
     ],
 )
 def test_the_title_holds_what_is_fused_beside_plain_pefts_own_rounding(mlp, near, percent):
-    """Vanilla PEFT in bf16 is none of ours, and the second vanilla is neither."""
+    """Leave out vanilla PEFT in bf16, which is not ours, and the second vanilla."""
     own = run(vanilla_peft_fp32=[4.0, 2.0], vanilla_peft=[4.04, 2.02], fused_mlp=[4.0, mlp],
               vanilla_peft_no_checkpointing=[4.0, 2.0], vanilla_peft_again=[8.0, 2.0])  # fmt: skip
     finding = loss_curve.loss_curve_finding([own])
@@ -78,7 +78,7 @@ def test_fp32_is_what_the_others_are_held_against_where_it_ran():
 
 
 def test_a_picture_has_one_baseline():
-    """A line held against vanilla would lie beside those held against fp32."""
+    """Keep one baseline: distances from vanilla and from fp32 do not compare."""
     in_fp32 = run(vanilla_peft_fp32=[4.0, 2.0], fused_mlp=[4.04, 2.02])
     for given, own in (([TWO, in_fp32], ["fused MLP"]), ([TWO, TWO], ["fused layers, CUDA graph"])):
         panels = loss_curve.loss_curve_figure(given).axes

@@ -16,7 +16,7 @@ FULL = 32 * 512
 
 
 def made(kind, gpu="NVIDIA H200", share=0.5, status=(), data="0" * 64, rehearsal=False, **ms):
-    """A round at 512 tokens, where padded rows have this share of padding, and documents none."""
+    """Make a round at 512 tokens. Padded rows have this share of padding, documents have none."""
     document = example.empty(
         rehearsal=rehearsal, variants=[*ms, *status], seq_lens=[512], rounds=1,
         padded=kind == "padded", documents=kind == "documents", data_sha256=data,
@@ -33,7 +33,7 @@ def made(kind, gpu="NVIDIA H200", share=0.5, status=(), data="0" * 64, rehearsal
 
 
 def groups(padded, documents, footnotes=()):
-    """Groups of (data set, run)."""
+    """Return the groups of (data set, run)."""
     files = (
         {f"{n}/{kind}-{name}.json.gz": run for n, (name, run) in enumerate(runs)}
         for kind, runs in (("padded", padded), ("documents", documents))
@@ -51,7 +51,7 @@ LONG = "an_unusually_long_name_of_a_data_set"
 
 
 def data_groups(*names):
-    """Groups of data sets with more and more padding, each padded and as documents."""
+    """Return groups of data sets with more and more padding, each padded and as documents."""
     by_kind = ([], [])
     for place, name in enumerate(names):
         for runs, kind in zip(by_kind, ("padded", "documents"), strict=True):

@@ -80,7 +80,7 @@ def words(axes):
 
 
 def bar_at(axes, place):
-    """The bars that stand on one place of the x axis, from the lowest up."""
+    """Return the bars at one place on the x axis, from the lowest up."""
     found = [b for b in axes.patches if abs(b.get_x() + b.get_width() / 2 - place) < 1e-6]
     return sorted(found, key=lambda bar: bar.get_y())
 
@@ -243,7 +243,7 @@ def test_a_rehearsal_is_stamped_everywhere_and_nothing_else_is():
 
 @pytest.mark.parametrize("name", ["eight, two without a time", "long names"])
 def test_variants_are_told_apart_with_and_without_colour(name):
-    """Those of one family, too."""
+    """Check variants of one family as well."""
     view = View(RUNS[name])
     for what in ("colour", "marker", "hatch"):
         found = [getattr(look, what) for look in view.looks.values()]
@@ -282,7 +282,7 @@ def test_no_text_is_cut_off_and_no_label_covers_another(name):
 
 
 def test_a_label_gives_way_to_the_whisker_of_another_variant():
-    """Two variants whose intervals overlap: the lower one's value stands below its own."""
+    """Overlap the intervals of two variants. The lower one's value goes below its own."""
     run = rounds(vanilla_peft=(200, 200), fused_mlp=(150, 148), full_unsloth=(140, 138))
     run.experiment.seq_lens = [64, 512]
     for cell in run.cells:

@@ -1,4 +1,4 @@
-"""The table of what others publish beside what was measured in their setting, on made-up runs."""
+"""The table of others' published numbers beside ours in their setting, with made-up runs."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from variants import SUITES, Lora, title_of
 
 
 def published_run(name="qwen3-8b", status=None, **changed):
-    """A run of every variant of the suite; vanilla takes 2 s, each later one 0.1 s less."""
+    """Make a run of every variant of the suite. Vanilla takes 2 s, each later one 0.1 s less."""
     setting = SETTINGS[name]
     asked = {
         "model": name, "batch_size": setting.batch_size, "accumulate": setting.accumulate,
@@ -38,7 +38,7 @@ def section(*runs, footnotes=()):
 
 
 def speeds(*runs):
-    """The section's last table, of every variant's speed."""
+    """Return the section's last table, the speed of every variant."""
     return [[*row.values()] for row in rows_in(section(*runs)) if "tokens/s" in row]
 
 

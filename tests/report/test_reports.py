@@ -1,4 +1,4 @@
-"""What is made of results that are there: fits, pictures, and one run of several."""
+"""Reports from existing results: fits, pictures, and the merge of several runs."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What is said of small adapters: tables and a picture of what each variant saw."""
+"""Tables and a picture of how much of small adapters each variant shows."""
 
 import pytest
 
@@ -20,7 +20,7 @@ PLAIN, LAYERS = "vanilla_peft_no_checkpointing", "fused_layer_no_checkpointing"
 
 
 def seen(variant, adapter, share, loss_share):
-    """Of two batches, where fp32's change is 2 and 4, and its loss's -1 and -3."""
+    """Make two batches in which fp32's change is 2 and 4, and that of its loss -1 and -3."""
     along = [2.0 * share, 4.0 * share]
     losses = [-1.0 * loss_share, -3.0 * loss_share]
     return Seen(variant, adapter, along, losses, [share, 0.0], [-share, 0.0])

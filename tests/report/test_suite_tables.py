@@ -1,4 +1,4 @@
-"""The tables of a suite, on made-up results: what stands where, worked out by hand."""
+"""Tables of a suite with made-up results, worked out by hand."""
 
 import pytest
 from cases import example_results as example
@@ -66,7 +66,7 @@ def test_a_variant_that_failed_says_so_and_stands_last():
 
 
 def test_all_fused_is_held_against_unsloths_faster_mode_of_the_same_round():
-    """The modes' own checkpointing differs here; below it does not."""
+    """Try modes whose own checkpointing differs, then modes where it does not."""
     slow_host = rounds(
         full_unsloth=[300, 220, "oom", 240],
         unsloth_plain_checkpointing=[200, 230, "oom"],

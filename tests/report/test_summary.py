@@ -1,4 +1,4 @@
-"""Summing up, by hand: medians, paired speedups, intervals and verdicts."""
+"""The summary by hand: medians, paired speedups, intervals and verdicts."""
 
 import warnings
 
@@ -134,7 +134,7 @@ def test_the_noise_band_goes_both_ways():
     ("fused_ms", "verdict", "without_the_twin"),
     [
         ([80, 81, 80], "faster", None),
-        ([99, 99, 99], NOISE, None),  # 1.010: the A/A twin came as far as 1.02
+        ([99, 99, 99], NOISE, None),  # 1.010: the A/A twin reached 1.02
         ([60, 80, 101], NOISE, NOISE),  # 1.25, but one round was slower
     ],
 )

@@ -122,7 +122,7 @@ def test_a_run_that_lacks_something_for_verdicts_says_so():
 
 
 def test_the_headline_by_hand():
-    """By the GPU's time, whatever the clock says; the last row is memory."""
+    """Use the GPU's time, whatever the clock says. The last row is memory."""
     run = rounds(vanilla_peft=(210, 210), fused_mlp=(105, 105), full_unsloth=(150, 150))
     for cell in run.cells:
         cell.peak_allocated_bytes = 3 * 2**30
@@ -139,7 +139,7 @@ def test_the_headline_by_hand():
 
 
 def test_steps_beside_the_floor_by_hand():
-    """In FP8 beside the same in bf16; with checkpointing over the recomputation, too."""
+    """Compare FP8 with bf16, and checkpointing also with the floor plus the recomputation."""
     graph, offload = "fused_layer_graph_no_checkpointing", "fused_layer_graph_offload"
     fp8, peak = "fp8_lm_head_graph_no_checkpointing", 3 * 2**30
     run = example.empty(variants=[graph, fp8, offload], seq_lens=[512])

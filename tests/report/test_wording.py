@@ -10,7 +10,7 @@ from variants import Lora
 
 
 def test_the_caption_says_what_was_measured():
-    """liger_kernel is not installed."""
+    """Leave out liger_kernel, which is not installed."""
     assert wording.caption(example.run((*example.THREE, "vanilla_peft_again"))) == (
         "NVIDIA H200 · torch 2.11.0+cu130 · triton 3.6.0 · transformers 5.17.0 · peft 0.21.0 · "
         "unsloth 2026.10.9 · Qwen2.5-3B · bfloat16 · batch 32 · LoRA rank 32 · "

@@ -1,4 +1,4 @@
-"""A training step in CUDA graphs: that it is the eager loop's."""
+"""A training step in CUDA graphs: it equals the eager loop's."""
 
 import copy
 
@@ -29,7 +29,7 @@ ONE_LAYER = {"num_hidden_layers": 1}
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_ten_steps_are_those_of_the_eager_loop(device, dropout):
-    """Two lengths, a scheduler, clipping; and dropout draws the same numbers."""
+    """Train with two lengths, a scheduler and clipping. Dropout draws the same numbers."""
     step, eager = steps(tiny(device, dropout=dropout), max_grad_norm=0.05)
     losses = []
     for one in (step, eager):
@@ -49,7 +49,7 @@ def test_ten_steps_are_those_of_the_eager_loop(device, dropout):
 
 @pytest.mark.parametrize("accumulation_steps", [1, 3])
 def test_accumulation_is_that_of_the_eager_loop(device, accumulation_steps):
-    """Three micro-batches an update, of two lengths, with a plain step between now and then."""
+    """Accumulate three micro-batches of two lengths per update, with a plain step now and then."""
     options = {"max_grad_norm": 0.05, "accumulation_steps": accumulation_steps}
     step, eager = steps(tiny(device), **options)
     calls = []
@@ -63,8 +63,7 @@ def test_accumulation_is_that_of_the_eager_loop(device, accumulation_steps):
 
 
 def test_gradients_in_the_middle_of_an_accumulation_are_the_users(device):
-    """They can be read, changed and dropped, and come from a backward of the user's own; and graphs
-    can be freed."""
+    """Let the user read, change and drop gradients, run another backward, and free the graphs."""
     step, eager = steps(tiny(device))
     for seed in range(0, 24, 3):
         if seed == 12:
@@ -86,7 +85,7 @@ def test_gradients_in_the_middle_of_an_accumulation_are_the_users(device):
 
 
 def test_a_parameter_without_a_gradient_stays_as_it_is(device):
-    """As in PyTorch, weight decay leaves it alone as well."""
+    """Check that weight decay leaves it alone as well, as in PyTorch."""
     model = tiny(device)
     model.unused = torch.nn.Linear(3, 3).to(device)
     before = model.unused.weight.detach().clone()
@@ -97,7 +96,7 @@ def test_a_parameter_without_a_gradient_stays_as_it_is(device):
 
 
 def test_peft_model_is_trained_as_by_the_eager_loop(device):
-    """With padding, and labels that are ignored."""
+    """Train with padding and ignored labels."""
     step, eager = steps(peft_model(device, config=ONE_LAYER), max_grad_norm=1.0)
     losses = [[one(**chat(seed, device)) for seed in range(6)] for one in (step, eager)]
     assert captured(step) == 1
@@ -108,14 +107,14 @@ def test_peft_model_is_trained_as_by_the_eager_loop(device):
 
 
 def test_the_learning_rate_may_be_set_in_any_way(device):
-    """By assignment of a float or a tensor, or in place; and the group keeps what was set."""
+    """Assign a float or a tensor, or change it in place. The group keeps the value that was set."""
     step, eager = steps(tiny(device))
     rates = [2.0**-6, torch.tensor(2.0**-5), torch.tensor(2.0**-3, device=device), 2.0**-4]
     for one in (step, eager):
         group, other = one.optimizer.param_groups
         for seed in range(EAGER_CALLS + 2 * len(rates)):
             rate = rates[seed // 2 % len(rates)]
-            # PyTorch's fused AdamW takes a tensor on the CPU for a number
+            # to PyTorch's fused AdamW a tensor on the CPU is a number
             group["lr"] = rate
             other["lr"] /= 2
             one(**batch(seed))
@@ -129,7 +128,7 @@ def test_the_learning_rate_may_be_set_in_any_way(device):
 
 
 def test_an_optimizer_that_is_loaded_before_the_capture_keeps_its_learning_rate(device):
-    """It has other groups then, and what the graph reads is set from those."""
+    """Load new groups. The graph then reads the values that we set there."""
     step, eager = steps(tiny(device))
     for one in (step, eager):
         one(**batch(0))

@@ -39,7 +39,7 @@ def inputs(device, seed=3, length=17, **others):
 
 
 def spy_on_masks(monkeypatch, fusion):
-    """The mask of every attention from now on."""
+    """Collect the mask of every attention call from now on."""
     seen = []
     if fusion is None:
         attend = F.scaled_dot_product_attention
@@ -59,7 +59,7 @@ def spy_on_masks(monkeypatch, fusion):
 
 
 class RunAtCapture(Recorded):
-    """A "capture" that runs Triton's kernels, too, of which `Recorded` records nothing."""
+    """A "capture" that also runs Triton's kernels, which `Recorded` cannot record."""
 
     def capture(self, body):
         with (
@@ -109,7 +109,7 @@ def packed(device, seed):
 
 
 def steps_with_kernels(fusion, device, lr):
-    """A step and the eager loop beside it."""
+    """Return a step and an eager loop to compare it with."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32  # a GPU has no kernels for fp32
     model = peft_model(device, "Llama", dtype, config=ONE_LAYER | {"head_dim": 32})
     eager = copy.deepcopy(model)
@@ -121,13 +121,13 @@ def steps_with_kernels(fusion, device, lr):
 WHOLE = Fusion(layer=True, cross_entropy=True)
 FUSIONS = Fusion(**ALL), WHOLE
 SEEDS = {"cpu": range(EAGER_CALLS + 1), "cuda": range(EAGER_CALLS + 3)}  # the last are replays
-# The eager step has no padding in its products, which on a GPU bf16 rounds otherwise. Adam would
-# make a step of every gradient that is next to nothing.
+# The eager step has no padding in its matmuls, so on a GPU bf16 rounds them differently. Adam would
+# turn every near-zero gradient into a full step.
 OF_OTHER_ROWS, OF_OTHER_STEPS = {"cpu": 1e-5, "cuda": 2**-8}, 2**-14
 
 
 def padded(device, seed, case="apart"):
-    """Two rows of nine, of which the second has fewer tokens, after its padding or before it."""
+    """Return two rows of nine. The second is shorter, with padding before or after its tokens."""
     tokens, is_left = ids(device, seed)[:, :9].clone(), seed % 2 == 0
     is_token = torch.ones_like(tokens)
     is_token[1, slice(0, 2 + seed) if is_left else slice(7 - seed, 9)] = 0
@@ -142,7 +142,7 @@ def padded(device, seed, case="apart"):
 
 
 def train_as_eager(step, eager, calls, rtol, fusion, monkeypatch):
-    """The masks that the step has attended with."""
+    """Train step and eager alike, and return the masks that the step attended with."""
     wanted = [eager(**call) for call in calls]
     seen = spy_on_masks(monkeypatch, fusion)
     losses = [step(**call) for call in calls]
@@ -160,8 +160,10 @@ def no_warnings():
 
 @pytest.fixture
 def as_in_a_graph():
-    """Attention by the kernels that a graph has, where cuDNN's are not called: padding on the left
-    attends to nothing, of which each kernel makes something else, and "predicts" has it predict."""
+    """Run attention with the kernels that a graph uses, without cuDNN's.
+
+    Padding on the left attends to nothing, and each kernel returns something else for that. In the
+    case "predicts" the loss depends on it."""
     with sdpa_kernel(WITHOUT_CUDNN):
         yield
 
@@ -226,7 +228,7 @@ def test_a_graph_has_the_masks_of_the_eager_step(window, monkeypatch, device):
 
 @pytest.mark.parametrize("name", ["attention_mask", "position_ids"])
 def test_a_graph_that_cannot_go_without_a_mask_says_so(name, device):
-    """Whether its rows are padded or packed the values say, and those of another batch may."""
+    """Only the values say whether rows are padded or packed. The next batch's may be."""
     step, eager = steps(peft_model(device, "Llama", config=ONE_LAYER))
     ones = torch.ones(2, 17, dtype=torch.int64)
     given = {"attention_mask": ones, "position_ids": ones.cumsum(1) - 1}[name]
@@ -257,7 +259,7 @@ def test_a_mask_that_says_that_there_is_none_is_taken_as_before(monkeypatch, dev
 
 
 def test_compiled_layers_are_warned_of():
-    """On the CPU: what compiles anew for a mask, as these would, no CUDA graph captures."""
+    """Run on the CPU: no CUDA graph can capture layers that recompile for a mask, as these do."""
     model = peft_model("cpu", "Llama", config=ONE_LAYER)
     step = graphed(model, adamw(model))
     for _ in range(EAGER_CALLS):
@@ -271,7 +273,7 @@ def test_compiled_layers_are_warned_of():
 
 
 def attention_kernels(run):
-    """The names of attention's kernels in a run, without what differs by a batch."""
+    """Return the names of the attention kernels in a run, except those that vary with the batch."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:

@@ -1,5 +1,5 @@
-"""A training step in CUDA graphs, on a GPU: fused models, allocation, random numbers, captures that
-fail."""
+"""A training step in CUDA graphs on a GPU: fused models, allocation, random numbers, failed
+captures."""
 
 import gc
 from functools import partial
@@ -54,10 +54,13 @@ FUSED = {
 @pytest.mark.parametrize("fused", FUSED.values(), ids=FUSED)
 @pytest.mark.parametrize("autocast", [False, True])
 def test_fused_model_is_trained_as_by_the_eager_loop(device, fused, autocast):
-    """Scheduler, clipping, accumulation, two lengths. The fused loss drops ignored tokens only
-    while it may wait, so its products have other sizes in a graph: within bf16's own error there.
-    In FP8 a code that falls to the other side is 6% of it, and 1e-6 of an adapter 1e-3 of a later
-    loss: sizes are the same there, with transformers' loss, and each step begins with the same.
+    """Train with a scheduler, clipping, accumulation and two lengths.
+
+    Outside a graph, the fused loss waits for the GPU to drop ignored tokens. In a graph it cannot,
+    so its matmuls have other sizes, and we allow bf16's own error. In FP8, a code that rounds the
+    other way differs by 6%, and a change of 1e-6 in an adapter becomes 1e-3 in a later loss. So FP8
+    uses transformers' loss, which keeps the sizes equal, and each step starts from the same
+    adapters.
     """
     family, fusion, *lora = fused
     dtype = torch.bfloat16 if autocast else torch.float32
@@ -86,8 +89,8 @@ def test_fused_model_is_trained_as_by_the_eager_loop(device, fused, autocast):
 @pytest.mark.gpu
 @pytest.mark.parametrize("preserve_rng_state", [True, False])
 def test_checkpointing_by_transformers(device, preserve_rng_state):
-    """torch's checkpoint reads the random generator, which not every torch can while it captures:
-    it is captured, then, or refused, and trains right either way."""
+    """Train right whether the capture works or is refused. torch's checkpoint reads the random
+    generator, which not every torch can do during capture."""
     model = peft_model(device)
     options = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
     model.gradient_checkpointing_enable(options)
@@ -127,7 +130,8 @@ def test_a_replay_allocates_nothing_but_its_loss_and_does_not_wait(device):
 def test_the_first_replay_draws_what_the_eager_step_would_where_the_gpu_is_late(
     device, monkeypatch
 ):
-    """What PyTorch sets for random numbers before a capture arrives while the graph is running."""
+    """Delay the GPU: the random state that PyTorch sets before a capture arrives while the graph
+    runs."""
     begin, third_of_a_second = torch.cuda.CUDAGraph.capture_begin, 600_000_000
 
     def begin_late(*asked, **options):
@@ -151,7 +155,7 @@ def test_the_first_replay_draws_what_the_eager_step_would_where_the_gpu_is_late(
 
 @pytest.mark.gpu
 def test_pytorch_works_after_a_failed_capture(device):
-    """Random numbers, the allocator, and another capture."""
+    """Check random numbers, the allocator, and another capture."""
     model = tiny(device, waits=True)
     step = graphed(model, adamw(model))
     for seed in range(EAGER_CALLS):
@@ -168,7 +172,7 @@ def test_pytorch_works_after_a_failed_capture(device):
 
 @pytest.mark.gpu
 def test_garbage_with_a_graph_in_it_does_not_break_a_capture(device):
-    """An older step that has to be collected, and a collection at every allocation of an object."""
+    """Leave an older step as garbage, and collect at every allocation of an object."""
     older = tiny(device)
     step = graphed(older, adamw(older))
     for seed in range(EAGER_CALLS + 1):

@@ -1,5 +1,5 @@
-"""A training step that CUDA graphs cannot hold, or can no longer: what is refused, and that nothing
-is left of it."""
+"""A training step that CUDA graphs cannot hold, or no longer can: it is refused and leaves no
+trace."""
 
 import copy
 import gc
@@ -67,7 +67,7 @@ def load_the_optimizer(step):
     ],
 )
 def test_what_a_graph_works_on_has_changed(device, change, named):
-    """It is refused, and after reset() the step is again that of the eager loop."""
+    """Refuse it. After reset() the step equals the eager loop's again."""
     step, eager = steps(tiny(device))
     calls = [(batch(seed), True) for seed in range(5)]
     train(step, calls), train(eager, calls)
@@ -96,7 +96,7 @@ def test_a_refused_step_adds_nothing_to_accumulated_gradients(device, change, na
 
 
 def test_only_addresses_are_looked_at_while_the_gpu_waits(device, monkeypatch):
-    """And the rest between the two launches, of which the second may do harm."""
+    """Check everything else between the two launches: only the second can do harm."""
     step, _ = steps(tiny(device))
     train(step, [(batch(seed), True) for seed in range(EAGER_CALLS + 1)])
     (graph,), calls = step._graphs.values(), Mock()
@@ -179,7 +179,7 @@ def test_accumulation_with_a_parameter_without_a_gradient(device):
 
 
 def test_what_was_offloaded_to_lives_as_long_as_the_graphs(device):
-    """They have the addresses of its host memory, whatever becomes of the model."""
+    """Keep the host memory alive, whatever happens to the model: graphs hold its addresses."""
     model = peft_model(device, config=ONE_LAYER)
     fuse(model, Fusion(checkpoint="offload"))
     policy = weakref.ref(policy_of(model.get_submodule(f"{LAYERS}.0")))
@@ -193,8 +193,8 @@ def test_what_was_offloaded_to_lives_as_long_as_the_graphs(device):
 
 
 def test_a_failed_capture_leaves_everything_as_it_was(device):
-    """The model asks the device for a number. Nothing of the refused step was done: repeating it
-    eagerly gives the eager loop's training, and so does a graph once the cause is gone."""
+    """Undo the refused step, whose model copies a number to the host. Repeating it eagerly trains
+    as the eager loop does. So does a graph once the cause is gone."""
     step, eager = steps(tiny(device, waits=True, dropout=0.5), max_grad_norm=0.05)
     for one in (step, eager):
         torch.manual_seed(2)

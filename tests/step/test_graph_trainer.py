@@ -1,5 +1,5 @@
-"""The Trainer whose forward and backward are a CUDA graph (examples/train_hf_graph.py), beside the
-Trainer: the same losses, gradients' norms and weights."""
+"""The Trainer whose forward and backward are a CUDA graph (examples/train_hf_graph.py). It has the
+same losses, gradient norms and weights as the plain Trainer."""
 
 import copy
 
@@ -16,7 +16,7 @@ pytest.importorskip("datasets", reason="wants datasets, which the example reads 
 
 from examples import train_hf_graph
 
-# Of 13 rows: seven batches an epoch, the last one of one row, and an update of that alone.
+# 13 rows make seven batches per epoch. The last has one row and gets its own update.
 USUAL = {"num_train_epochs": 2, "per_device_train_batch_size": 2, "learning_rate": 2**-7}
 SETTINGS = {
     "a smaller last batch": {},
@@ -35,7 +35,7 @@ def recorded(monkeypatch):
 
 
 def rows():
-    """Of one length, of which the last two are padding."""
+    """Return rows of one length whose last two tokens are padding."""
     tokens = torch.cat([ids("cpu", seed)[:, :7] for seed in range(7)])[:13]
     labels = tokens.clone()
     labels[:, -2:] = -100
@@ -46,7 +46,7 @@ def rows():
 
 
 def train(kind, model, folder, resume=None, accepts_num_items=True, **options):
-    """The trainer, what it logged of its computations, and what it trained."""
+    """Train, and return the trainer, the numbers it logged and the weights it trained."""
     on_cpu = next(model.parameters()).device.type == "cpu"
     settings = TrainingArguments(
         str(folder), logging_steps=1, report_to=[], disable_tqdm=True, use_cpu=on_cpu,
@@ -71,7 +71,7 @@ def test_the_graphed_trainer_is_the_trainer(setting, tmp_path, device):
     plain = layer_case.peft_model(device, dtype=dtype, config={"num_hidden_layers": 1})
     model = copy.deepcopy(plain)
     trainer, logged, weights = train(train_hf_graph.GraphedTrainer, model, tmp_path, **options)
-    # the smaller one is called twice in two epochs, and captured at its third call
+    # the smaller batch comes twice in two epochs, and is captured on its third call
     assert captured(trainer.step) == options.get("num_train_epochs", 2) // 2
     if setting == "resumed":
         again = copy.deepcopy(plain)
@@ -93,8 +93,8 @@ def test_the_graphed_trainer_is_the_trainer(setting, tmp_path, device):
 @pytest.mark.parametrize("checkpoint", ["", "full", "offload"])
 @pytest.mark.parametrize("bf16", [False, True])
 def test_a_fused_model_in_the_graphed_trainer(bf16, checkpoint, tmp_path, device):
-    """Not in the interpreter, whose kernels are no operations that the recorded graph knows. In a
-    graph the fused loss drops no ignored tokens: within bf16's own error there."""
+    """Run on a GPU: kernels in the interpreter are no operations that the recorded graph knows. In
+    a graph the fused loss drops no ignored tokens, so we allow bf16's own error."""
     plain = layer_case.peft_model(device, dtype=torch.bfloat16 if bf16 else torch.float32)
     fusion = Fusion(layer=True, rms_norm=True, cross_entropy=True, checkpoint=checkpoint)
     fuse(plain, fusion)

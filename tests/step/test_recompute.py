@@ -1,4 +1,4 @@
-"""A forward that runs again in backward: that it is the same forward, and that it keeps nothing."""
+"""Recomputation in backward: it repeats the same forward, and keeps nothing."""
 
 import gc
 import weakref
@@ -45,7 +45,7 @@ def layer(weight):
 
 
 def test_gradients_are_those_of_the_forward_itself(x, weight):
-    """Alone, one within another, and within PyTorch's own."""
+    """Recompute alone, nested, and inside PyTorch's own checkpoint."""
     inner = layer(weight)
     once_more = partial(recomputed, inner)
     assert_equal(gradients(once_more, x, weight), gradients(inner, x, weight))
@@ -115,7 +115,7 @@ def test_nothing_but_the_inputs_is_kept(x, weight):
 
 
 def test_what_is_computed_again_is_let_go_of_as_backward_uses_it(x, weight):
-    """Not at its end: the layer's largest tensors would all be there at once."""
+    """Free each tensor during backward: at its end all the large ones would be alive at once."""
     found, alive = [], []
 
     class Saves(torch.autograd.Function):
@@ -151,7 +151,7 @@ def test_what_the_second_run_saves_can_be_seen_together(x, weight):
 
 
 def test_random_numbers_are_drawn_again_and_later_ones_are_not_touched(x, weight, monkeypatch):
-    """Of every generator: one of our own stands for a GPU's, which is the second there."""
+    """Check every generator. A fake one stands in for a GPU's, which is the second there."""
     other = torch.Generator()
     generators_of = recompute._generators_of
     monkeypatch.setattr(recompute, "_generators_of", lambda x: (*generators_of(x), other))
@@ -166,7 +166,7 @@ def test_random_numbers_are_drawn_again_and_later_ones_are_not_touched(x, weight
     def run(function):
         torch.manual_seed(3), other.manual_seed(4)
         total = function(x).square().sum()
-        drawn = draw()  # without it the second run would leave generators as the first did
+        drawn = draw()  # otherwise the recomputation would leave the generators as the forward did
         return *torch.autograd.grad(total, (x, weight)), *drawn, *draw()
 
     assert_equal(run(lambda x: recomputed(forward, x)), run(forward))
@@ -200,7 +200,7 @@ def test_a_second_backward_through_a_retained_graph(x, weight):
 
 
 def test_inputs_of_other_kinds(x, weight):
-    """None, numbers, tensors without gradients; and none of them needs one."""
+    """Pass None, numbers and tensors without gradients. None of them needs one."""
 
     def forward(x, nothing, tensor, number):
         assert nothing is None
@@ -213,7 +213,7 @@ def test_inputs_of_other_kinds(x, weight):
 
 
 class Attend(torch.autograd.Function):
-    """Keeps what it computes first, and computes what comes after it again."""
+    """A function that keeps its first result and recomputes everything after it."""
 
     calls: ClassVar[list[bool]] = []
 
@@ -235,7 +235,7 @@ class Attend(torch.autograd.Function):
 
 @pytest.fixture
 def store():
-    """A place to keep tensors in, with what was taken out and back."""
+    """Return a place to keep tensors in, and a list of what went out and back."""
     Attend.calls = []
     moves = []
 
@@ -256,7 +256,7 @@ def test_what_is_computed_once_is_kept_and_brought_back(x, weight, store):
     Attend.calls.clear()
     assert_equal(gradients(lambda x: recomputed(forward, x, keep=keep), x, weight), want)
     assert (Attend.calls, moves) == ([False], ["out", "back"])
-    # and by each of two backwards
+    # each of two backwards brings it back
     total = recomputed(forward, x, keep=keep).sum()
     first = torch.autograd.grad(total, (x, weight), retain_graph=True)
     assert_equal(torch.autograd.grad(total, (x, weight)), first)
@@ -286,7 +286,7 @@ def test_what_is_small_is_kept_as_it_is(kept, x, store, monkeypatch):
 def test_without_a_keep_nothing_is_computed_once(x, store):
     recomputed(Attend.apply, x).sum().backward()
     assert Attend.calls == [False, True]
-    # the innermost is the one that counts
+    # the innermost decides
     recomputed(lambda x: recomputed(Attend.apply, x), x, keep=store[0]).sum().backward()
     assert Attend.calls == [False, True, False, True] and not store[1]
     assert once(lambda: (1, 2)) == (1, 2)
