@@ -45,8 +45,8 @@ class FrozenLinear(NamedTuple):
     """The operands of LoRA_W that it does not train: a base layer and its adapter's scale.
 
     dropout: the probability of dropping an element of the adapter's input in training. None, among
-    layers of one input: share the mask of the layer before. seed: the mask's; call
-    `draw_seed(x.device)` for each call.
+    layers of one input: share the mask of the layer before. seed: of the mask; draw a new one,
+    `draw_seed(x.device)`, for each call.
     """
 
     weight: Tensor  # [out, in]

@@ -253,8 +253,8 @@ def let_save(base: nn.Linear) -> None:
 
 
 def _leave_peft(base: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """Move a linear layer out of its buffer when its state is asked for after `merge_and_unload` or
-    `unload`, so outside any PEFT layer or model. safetensors refuses weights that share memory or
+    """Move a linear layer out of its buffer if its state is asked for outside any PEFT layer or
+    model, after `merge_and_unload` or `unload`. safetensors refuses weights that share memory or
     are not contiguous."""
     if not prefix.endswith("base_layer.") and "base_model." not in prefix:
         _give_own_memory(base)

@@ -86,7 +86,7 @@ class GraphedStep:
     it, rounded to fp32 like ``lr=torch.tensor(lr)``. There is no fp16 loss scaler.
 
     Each new set of shapes, dtypes and constants runs eagerly twice and is captured on the third
-    call. Accumulation and `model.training` are part of the key. From then on a call copies the
+    call. Accumulation and each `model.training` get separate graphs. From then on a call copies the
     batch, launches twice, and never waits for the device. Call `reset` after fuse(), or when you
     switch adapters or change the parameter groups. We refuse a replay when parameters or optimizer
     state were moved or loaded, or `requires_grad` or an option of the optimizer changed.
@@ -94,10 +94,10 @@ class GraphedStep:
     Layers that attend without a mask eagerly do so in the graph too, with attention's fast kernels
     (`masks.py`). For that, leave attention_mask and position_ids out of batches without padding: a
     graph cannot look at their values, so it attends with a mask, and warns. There are two
-    exceptions. With fused attention, one graph attends to any packed documents, in the equal rows
-    that `fill_row` makes (`packing.py`). With a fused loss as well, padded rows need no mask if an
-    eager call had some. The loss is then NaN if padding predicts a label or lies between a row's
-    tokens; if an eager call saw that, the graphs have the mask.
+    exceptions. With fused attention, one graph attends to any packed documents, in rows of one
+    length as `fill_row` makes them (`packing.py`). With a fused loss as well, padded rows need no
+    mask if an eager call had some. The loss is then NaN if padding predicts a label or lies between
+    a row's tokens; if an eager call saw that, the graphs have the mask.
     ``attention_mask={"full_attention": None}``, which some models take (Qwen), counts as left out.
 
     Held until `reset`: the memory of the largest graph, activations and all, which graphs share;

@@ -2,9 +2,9 @@
 
 Copies run on a separate stream. The GPU memory that they read and write belongs to the compute
 stream, which waits for a copy before it frees that memory. `Tensor.record_stream` would leave this
-to the allocator. During a capture that frees nothing, and it would allocate pinned memory, which
-CUDA forbids. We keep host memory and reuse it. Only the copy stream touches it, so reuse is in
-order.
+to the allocator. During a capture the allocator frees nothing, and would allocate pinned memory,
+which CUDA forbids. We keep host memory and reuse it. Only the copy stream touches it, so reuse is
+in order.
 """
 
 import weakref
@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fused_mlp.launching import is_capturing, next_power_of_2
 
-# Smaller tensors are not worth a copy to the host: it takes as long as 2 MiB do.
+# Smaller tensors are not worth a copy to the host: copying one takes as long as copying 2 MiB.
 OFFLOAD_BYTES = 2 * 2**20
 
 
