@@ -1,4 +1,4 @@
-"""Fused LoRA training for any PEFT model, adopted with one call and taken back with another.
+"""Fused LoRA training for any PEFT model, added with one call and undone with another.
 
     from fused_lora import fuse, unfuse
 
@@ -6,7 +6,7 @@
     ...                   # train, save, load, merge as before
     unfuse(model)
 
-Nothing is patched at import, on a class or in a module of somebody else.
+Nothing is patched at import, nor on any class or library module.
 """
 
 from .fuse import Fusion, FusionReport, fuse, report, unfuse

@@ -9,23 +9,24 @@ Backward, for an incoming scalar g:
 
     dx = softmax(x) - onehot(y)      dh = g/N dx W      dW = g/N dx' h      db = g/N sum_t dx_t
 
-dx, dx W and dx' h do not wait for g, so the forward computes them while it has a chunk's x: one
-kernel reduces x to losses and writes dx over it. The backward multiplies by the number g/N. Left
-out of dx, it keeps dx within [-1, 1]: fp16 would lose dx/16,384 before a loss scaler could help.
+dx, dx W and dx' h do not depend on g, so the forward computes them while it has a chunk's x. One
+kernel reduces x to losses and overwrites it with dx. The backward only multiplies by the number
+g/N. We keep that factor out of dx, which then stays within [-1, 1]: fp16 would lose dx/16,384
+before a loss scaler could help.
 
 For 16,384 tokens and 151,936 words in bf16:
-- memory: PyTorch's backward holds three [T, vocabulary] in fp32 at once, 29.9 GB. Here it is one
-  chunk of 4,096 tokens in bf16, 1.24 GB, and dx W, 67 MB at 2,048 features, until the backward;
-  a trainable weight adds its gradient in fp32, 1.24 GB.
-- traffic: PyTorch moves 40 bytes a logit, 99.6 GB: product 2, cast 6, log-softmax 8; backward of
-  the loss 4, of log-softmax 12, of the cast 6, product 2. Here it is 10 bytes, 24.9 GB: product 2,
-  kernel 6, product 2. W, 0.62 GB, is read twice a chunk.
+- memory: PyTorch's backward holds three [T, vocabulary] in fp32 at once, 29.9 GB. We hold one chunk
+  of 4,096 tokens in bf16, 1.24 GB, and until the backward dx W, 67 MB at 2,048 features. A
+  trainable weight adds its gradient in fp32, 1.24 GB.
+- traffic: PyTorch moves 40 bytes per logit, 99.6 GB: matmul 2, cast 6, log-softmax 8; backward of
+  the loss 4, of log-softmax 12, of the cast 6, matmul 2. We move 10 bytes, 24.9 GB: matmul 2,
+  kernel 6, matmul 2. W, 0.62 GB, is read twice per chunk.
 
 Linear layer and cross entropy in chunks, gradient in the forward: Liger-Kernel (Hsu et al., arXiv
-2410.10989). No logits held, no token without a label: Cut Your Losses (Wijmans et al., arXiv
+2410.10989). No stored logits, unlabelled tokens skipped: Cut Your Losses (Wijmans et al., arXiv
 2411.09009). Softmax's sum in one pass: Milakov and Gimelshein, arXiv 1805.02867. Written from the
-equations above. z-loss and label smoothing are left to PyTorch, by name: `linear_cross_entropy` has
-no such option, and a model whose loss is fused runs its class's own forward for them.
+equations above. We leave z-loss and label smoothing to PyTorch: `linear_cross_entropy` has no such
+option, and a model with a fused loss runs its class's forward for them.
 """
 
 from contextlib import nullcontext
@@ -42,7 +43,7 @@ from .head import Head
 from .kernels.logits import _cross_entropy_kernel
 from .label_check import checking
 
-# What a chunk's logits may take by default: both bounds are reached by bf16 and 262,144 words.
+# Default bounds on a chunk's logits. bf16 with 262,144 words reaches both.
 CHUNK_TOKENS = 4096
 CHUNK_BYTES = 2**31
 
@@ -50,13 +51,13 @@ CHUNK_BYTES = 2**31
 class Targets(NamedTuple):
     """The operands of LinearCrossEntropy that it does not differentiate."""
 
-    labels: Tensor  # [...], as hidden without its last dimension
-    num_items: Tensor | None  # 0-d fp32, what the sum is divided by; None: the labels not ignored
+    labels: Tensor  # [...], hidden's shape without the last dimension
+    num_items: Tensor | None  # 0-d fp32, divides the sum; None: count the labels not ignored
     ignore_index: int
     chunk_tokens: int
-    rows: Tensor | None  # [n], as `labelled_rows` gives them; None: all
+    rows: Tensor | None  # [n], from `labelled_rows`; None: all
     max_labelled: int | None
-    with_gradient: bool  # grad mode of the caller; needs_input_grad is True under no_grad too
+    with_gradient: bool  # the caller's grad mode; needs_input_grad is True even under no_grad
     head: type[Head]
 
 
@@ -70,7 +71,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         ctx.hidden_shape = hidden.shape
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
 
-        # all in autocast's own dtype where it is on, so that it finds nothing to cast below
+        # cast to autocast's dtype here, so autocast has nothing to cast below
         dtype = compute_dtype(hidden)
         weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
         rows = hidden.reshape(-1, hidden.shape[-1])
@@ -78,13 +79,13 @@ class LinearCrossEntropy(torch.autograd.Function):
         labelled = labels != targets.ignore_index
         num_items = labelled.sum() if targets.num_items is None else targets.num_items
         if targets.max_labelled is not None:
-            # more are an error, of which the host does not know: everything is NaN then
+            # more labels are an error that the host cannot see: make everything NaN
             num_items = torch.where(labelled.sum() > targets.max_labelled, torch.nan, num_items)
         if which is not None:
             labels = labels.index_select(0, which)
 
         count, chunk = labels.shape[0], targets.chunk_tokens
-        loss = torch.zeros((), dtype=torch.float64, device=hidden.device)  # of many chunks
+        loss = torch.zeros((), dtype=torch.float64, device=hidden.device)  # sums many chunks
         grad_rows = weight.new_empty(count, rows.shape[1]) if need_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias else None
@@ -102,7 +103,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_loss):
         refuse_second_derivative("linear_cross_entropy", "F.cross_entropy")
         *gradients, which, num_items = ctx.saved_tensors
-        # with nothing labelled the loss may be NaN, but no gradient comes from it, as in PyTorch
+        # With nothing labelled the loss may be NaN, but gradients are 0, as in PyTorch.
         scale = (grad_loss / num_items).masked_fill(num_items == 0, 0.0)
         grad_hidden, grad_weight, grad_bias = (
             None if gradient is None else _scaled(gradient, scale, dtype)
@@ -120,11 +121,11 @@ class LinearCrossEntropy(torch.autograd.Function):
 def labelled_rows(
     labels: Tensor, ignore_index: int = -100, max_labelled: int | None = None
 ) -> Tensor:
-    """Indices [n], int64, of the labels [...], in any integer dtype, that are not `ignore_index`.
+    """Return the indices [n], int64, of labels [...] (any integer dtype) that are not ignored.
 
-    Equivalent PyTorch: ``(labels.flatten() != ignore_index).nonzero().squeeze(1)``, for whose n the
-    host waits. With max_labelled it does not: n is that then, or the number of labels if there are
-    fewer, the labelled tokens come first, and both they and the others in their order.
+    Equivalent PyTorch: ``(labels.flatten() != ignore_index).nonzero().squeeze(1)``. The host waits
+    for n. With max_labelled it does not: n is then max_labelled, or the number of labels if that is
+    smaller. Labelled tokens come first, then ignored ones, each in their order.
     """
     labelled = labels.flatten() != ignore_index
     if max_labelled is None:
@@ -132,7 +133,7 @@ def labelled_rows(
     return (~labelled).byte().argsort(stable=True)[:max_labelled]
 
 
-@torch.compiler.disable  # one graph break here, where the host may wait, and not several inside
+@torch.compiler.disable  # one graph break here, where the host may wait, not several inside
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -157,40 +158,40 @@ def linear_cross_entropy(
         loss = F.cross_entropy(logits, labels.flatten(), **options) / num_items_in_batch
         # num_items_in_batch=None: (labels != ignore_index).sum()
 
-    Labels are not shifted in here. With nothing labelled all gradients are 0 and the loss is NaN,
-    as PyTorch's mean is, or 0 if `num_items_in_batch` is given.
+    It does not shift the labels. With nothing labelled all gradients are 0. The loss is then NaN,
+    like PyTorch's mean, or 0 if `num_items_in_batch` is given.
 
     Args:
-        hidden: [..., hidden], bf16, fp16 or fp32; any strides, any number of tokens, also none.
-        weight: [vocabulary, hidden], bias: [vocabulary], in hidden's dtype, or in any under
-            autocast. What is frozen costs nothing. A weight may be tied to an embedding.
-        labels: [...], int64 or int32. `ignore_index` adds nothing, with a gradient of 0. Any other
-            label outside the vocabulary is a ValueError (`label_check.py`): at once where the host
-            waits to count labels, else in the next call, and the loss is NaN.
-        check_labels: False where the caller has checked them.
-        num_items_in_batch: what the sum is divided by, counted over all micro-batches of a step.
+        hidden: [..., hidden], bf16, fp16 or fp32; any strides, any number of tokens including none.
+        weight: [vocabulary, hidden], bias: [vocabulary], in hidden's dtype, or any under autocast.
+            Frozen ones cost nothing. The weight may be tied to an embedding.
+        labels: [...], int64 or int32. `ignore_index` adds no loss and has a gradient of 0. Any
+            other label outside the vocabulary is a ValueError (`label_check.py`). It comes at once
+            if the host waits to count labels, else in the next call, and the loss is NaN.
+        check_labels: False if the caller has checked them.
+        num_items_in_batch: divides the sum; counted over all micro-batches of a step.
         chunk_tokens: tokens whose logits exist at a time. By default CHUNK_TOKENS, or fewer to stay
             within CHUNK_BYTES.
-        fp8: multiply in FP8 (`fp8_head.py`), with a frozen weight and bias, both sizes of weight
-            multiples of 16: another precision. On a GPU in bf16, and not by default.
-        drop_ignored: leave ignored tokens out of the products; the host waits once, to learn how
-            many are left. False computes them in vain and never waits (capture of a CUDA graph).
+        fp8: multiply in FP8 (`fp8_head.py`), at lower precision. It needs a frozen weight and bias,
+            both dimensions of weight multiples of 16, and on a GPU bf16. Off by default.
+        drop_ignored: leave ignored tokens out of the matmuls. The host waits once, to learn how
+            many are left. False computes them in vain and never waits (in a CUDA graph capture).
 
     Returns:
-        The loss, 0-d fp32. Logits are rounded to the dtype of the computation (autocast's where it
-        is on, else hidden's); softmax, loss and sums over chunks are fp32. Gradients come in the
-        dtype of what they belong to, and only for what `requires_grad` asks for.
+        The loss, 0-d fp32. Logits are rounded to the compute dtype: autocast's if it is on, else
+        hidden's. Softmax, loss and sums over chunks are fp32. Each gradient has the dtype of its
+        tensor, and is computed only if `requires_grad` asks for it.
 
-    Saved for backward: the gradients themselves, unscaled: of labelled tokens [labelled, hidden] in
-    the dtype of the computation, of weight and bias in fp32; nothing under no_grad. No input and
-    no saved tensor is written, so a second backward is right. Deterministic. Not twice
+    Saved for backward: the gradients themselves, unscaled. Those of labelled tokens [labelled,
+    hidden] are in the compute dtype, those of weight and bias in fp32. Nothing under no_grad. It
+    writes to no input or saved tensor, so a second backward is right. Deterministic. Not twice
     differentiable.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit, no kernel can run on them, or a label is
             outside the vocabulary.
         RuntimeError: from backward, under create_graph=True.
-        TypeError: label_smoothing, z_loss or what else is no option: write PyTorch's lines above.
+        TypeError: label_smoothing, z_loss or another unknown option: use PyTorch's lines above.
     """
     tensors = {"hidden": hidden, "weight": weight, "labels": labels, "bias": bias}
     _check({name: tensor for name, tensor in tensors.items() if tensor is not None})
@@ -207,7 +208,7 @@ def linear_cross_entropy(
     if isinstance(num_items, Tensor) and num_items.device == hidden.device:
         num_items = num_items.float().reshape(())
     elif num_items is not None:
-        # filled in on the device: for a copy from the CPU the host would wait
+        # filled on the device: the host would wait for a copy from the CPU
         num_items = torch.full((), float(num_items), dtype=torch.float32, device=hidden.device)
     waits = rows is None and drop_ignored and max_labelled is None
     check = checking(labels, len(weight), ignore_index, waits) if check_labels else nullcontext()
@@ -223,8 +224,8 @@ def linear_cross_entropy(
 
 
 def _scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """gradient * scale in `dtype`, in one pass and rounded once. The scale is made [1], because on
-    a GPU PyTorch first rounds a 0-d one to the gradient's dtype: all of a bf16 one 0.2% off."""
+    """Return gradient * scale in `dtype`, in one pass and rounded once. The scale becomes [1]: on a
+    GPU PyTorch rounds a 0-d one to the gradient's dtype first, and bf16 ones are all 0.2% off."""
     out = torch.empty(gradient.shape, dtype=dtype, device=gradient.device)
     return torch.mul(gradient, scale.view(1), out=out)
 

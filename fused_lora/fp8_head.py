@@ -1,15 +1,15 @@
-"""lm_head's products in FP8, for the loss (`cross_entropy.py`), without adapters (`layer/fp8/`).
+"""lm_head's matmuls in FP8, for the loss (`cross_entropy.py`). Layers' are in `layer/fp8/`.
 
 For hidden h [T, hidden], the frozen weight W [vocabulary, hidden] as codes W8 and scales s:
 
     logits = codes(h) W8' s              times the scales of h's rows
-    dh     = codes(p s) W8 + c W[y]      p s of all words but the label y; c = p_y - 1
+    dh     = codes(p s) W8 + c W[y]      p s of all words except the label y; c = p_y - 1
 
-What is at the label is the larger part of the gradient by far, and as exact as in bf16
-(`kernels/fp8_logits.py`). The sum over the vocabulary is in fp32, every 128 words. A logit is 0.037
-off, relative to their spread. The codes, as many bytes as W in bf16, are made for each loss and let
-go after it: in Qwen2.5-3B of 0.62 GB of weight, which may be the embedding's, too, and change
-whenever it likes.
+The label's term is by far the largest part of the gradient, and stays as exact as in bf16
+(`kernels/fp8_logits.py`). The sum over the vocabulary goes to fp32 every 128 words. Logits are off
+by 0.037 of their spread. The codes take as many bytes as W in bf16: 0.62 GB in Qwen2.5-3B. We make
+them for each loss and free them after it, because W may be tied to the embedding and change at any
+time.
 """
 
 import torch
@@ -23,9 +23,9 @@ from .kernels.logits import cross_entropy_
 
 
 class Fp8Head(Head):
-    """A `Head` of codes, frozen, in bf16 (or on the CPU in any dtype)."""
+    """A frozen `Head` in FP8 codes, for bf16 (on the CPU, any dtype)."""
 
-    chunks = 2  # codes of the weight and of the gradient lie beside logits
+    chunks = 2  # codes of the weight and the gradient need memory beside the logits
 
     def __init__(self, weight: Tensor, bias: Tensor | None, most: int):
         self.weight, self.bias = weight, bias
@@ -58,7 +58,7 @@ class Fp8Head(Head):
             grad = product_of_codes(
                 codes, scales, self._codes_t, self._ones, None, logits.dtype, sums_in_fp32=True
             )
-            # an ignored label, or one outside the vocabulary, takes any row, times 0 or NaN
+            # an ignored or out-of-vocabulary label may take any row: it is multiplied by 0 or NaN
             at_label = self.weight.index_select(0, labels.clamp(0, len(self.weight) - 1))
             grad_x.copy_(grad.addcmul_(at_label, of_label[:, None].to(grad.dtype)))
         return losses.sum()

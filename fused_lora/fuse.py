@@ -1,9 +1,8 @@
-"""The switchboard: puts fused parts into a PEFT model, module by module, and takes them out again.
+"""The switchboard: puts fused parts into a PEFT model, module by module, and takes them out.
 
-A fused module keeps its class, its submodules and its parameters; only `forward` is set on the
-instance, so state_dict, saving, loading and merging are untouched. The fused forward asks at each
-call whether it may stand in for the module's own, and steps aside while it may not
-(`adopt/site.py`).
+A fused module keeps its class, its submodules and its parameters. We only set `forward` on the
+instance, so state_dict, saving, loading and merging are untouched. At each call the fused forward
+checks whether it may replace the module's own, and steps aside if not (`adopt/site.py`).
 """
 
 import warnings
@@ -27,27 +26,29 @@ from .step.checkpoint import POLICIES, Checkpoint
 
 @dataclass(frozen=True)
 class Fusion:
-    """Switches for the parts of a model to run fused. All off is stock PEFT.
+    """Switches for the parts of a model to run fused. With all off it is stock PEFT.
 
     mlp: gate, up, SwiGLU or GeGLU and down with their adapters as one function (`fused_mlp`).
     attention: q, k and v with their adapters as one autograd function, o as another.
-    rope: the rotary embedding of q and k in one kernel; with attention, all of it is one function.
-    rms_norm: every RMSNorm as one kernel; a layer's second with the residual's addition before it.
-    cross_entropy: the loss without logits, in training with labels (to compute with `output.logits`
-        is an error). Calls with label_smoothing, z_loss or the like run transformers' own.
-    layer: all of a decoder layer as one autograd function on bordered weights (`layer/`):
-        what mlp, attention, rope and rms_norm fuse in it runs when it itself may not. It moves the
-        model's base weights into buffers that have room for the adapters, and again whenever they
-        lie elsewhere.
-    fp8: whole layers with their base weights, and what these multiply, in FP8 (`layer/fp8/`): less
-        exact, another precision than the model's. Adapters stay as exact as they are. The original
-        weights lie on the host until `unfuse`; what is merged or loaded changes them. Those of a
-        checkpoint in FP8 stay where they are (`adopt/fp8/checkpoint.py`).
-    fp8_lm_head: the fused loss with the products of its lm_head in FP8 (`fp8_head.py`).
+    rope: the rotary embedding of q and k in one kernel. With `attention`, all of attention becomes
+        one function.
+    rms_norm: every RMSNorm as one kernel, a layer's second together with the residual addition.
+    cross_entropy: the loss without logits, in training with labels. Computing with `output.logits`
+        is then an error. Calls with label_smoothing, z_loss or the like run transformers' loss.
+    layer: a whole decoder layer as one autograd function on bordered weights (`layer/`). When it
+        cannot run, the parts fused by mlp, attention, rope and rms_norm do. It moves the model's
+        base weights into buffers that have room for the adapters, and moves them again if they
+        leave.
+    fp8: whole layers with their base weights, and the inputs of these, in FP8 (`layer/fp8/`). This
+        is less exact than the model's precision; adapters stay as exact as they are. The original
+        weights lie on the host until `unfuse`, where merging and loading change them. Weights of an
+        FP8 checkpoint stay in place (`adopt/fp8/checkpoint.py`).
+    fp8_lm_head: the fused loss with the matmuls of its lm_head in FP8 (`fp8_head.py`).
     checkpoint: "full", "offload", "selective" or no ("none") gradient checkpointing of the layers
-        (see `checkpoint.py`) in the place of the model's own; "" leaves that as it is. Where the
-        model's is switched on or off later, as a trainer does, that policy is, not the options.
-    checkpoint_gib: for "selective", what the layers that are kept whole may hold together.
+        (see `checkpoint.py`) instead of the model's own; "" leaves the model's alone. When a
+        trainer turns checkpointing on or off later, it turns this policy on or off and its options
+        are ignored.
+    checkpoint_gib: for "selective", the memory that the layers kept whole may hold together.
     """
 
     mlp: bool = False
@@ -60,7 +61,7 @@ class Fusion:
     fp8_lm_head: bool = False
     checkpoint: str = ""
     checkpoint_gib: float | None = None
-    bordered: InitVar[bool] = False  # what there was once
+    bordered: InitVar[bool] = False  # a switch of the past
 
     def __post_init__(self, bordered: bool) -> None:
         for part in fields(self):
@@ -82,25 +83,25 @@ class Fusion:
 
 
 def fuse(model: nn.Module, fusion: Fusion | None = None, *, strict: bool = True) -> FusionReport:
-    """Run the parts that `fusion` names fused, in `model`, from now on.
+    """Fuse the parts of `model` that `fusion` names, from now on.
 
     Args:
         model: a PEFT model (or any module that holds PEFT's LoRA layers), on any device. On the CPU
-            it runs as it did, and says so, until it is moved to a GPU.
-        fusion: the parts. Parts fused earlier stay fused. None: whatever is right for this model,
-            whole layers where there is memory to move their weights, else their parts, with norms
-            and loss; checkpointing stays as it is, and nothing is an error (strict=False).
-        strict: a part that fuses no module is an error. If not, the report says why.
+            it runs unfused, and says so, until it is moved to a GPU.
+        fusion: the parts. Parts fused earlier stay fused. None chooses them for this model:
+            whole layers if there is memory to move their weights, else their parts, with norms and
+            loss. Checkpointing then stays as it is, and nothing is an error (strict=False).
+        strict: make a part that fuses no module an error. Otherwise the report says why.
 
     Returns:
-        The report: every module that now runs fused, and for every other candidate the reason. A
-        module that steps aside later warns, once for each reason, unless the reason is a wish:
-        adapters disabled, merged or switched.
+        The report: every module that now runs fused, and the reason for every other candidate. A
+        module that steps aside later warns once per reason, unless you asked for it: adapters
+        disabled, merged or switched.
 
     Raises:
-        ValueError: `fusion` asks for nothing, or (where strict) for a part that fuses no module, as
-            it does before get_peft_model; or an argument is no model or no Fusion.
-        RuntimeError: later, when nn.DataParallel copies the model; DistributedDataParallel may.
+        ValueError: `fusion` asks for nothing; with strict, a part fuses no module, as happens
+            before get_peft_model; or an argument is not a model or a Fusion.
+        RuntimeError: later, when nn.DataParallel copies the model. Use DistributedDataParallel.
     """
     _check_model("fuse", model)
     if fusion is None:
@@ -144,11 +145,10 @@ def _parts_of(fusion: Fusion) -> list[str]:
 
 
 class _Asked:
-    """The parts that a call of `fuse` asks for and the model has modules for.
+    """The parts that a call of `fuse` asks for and that the model has modules for.
 
-    wanted: the parts. kind: of its whole layers' borders; None: none is asked for. refused: the
-    reasons why others are left out, by part or module. early: those that only the lack of adapters
-    keeps out.
+    wanted: the parts. kind: the kind of borders for whole layers, or None. refused: why others are
+    left out, by part or module. early: parts left out only because there are no adapters yet.
     """
 
     def __init__(self, model: nn.Module, fusion: Fusion, strict: bool):
@@ -197,8 +197,8 @@ def _check_model(function: str, model: Any) -> None:
 
 
 def _best(model: nn.Module) -> Fusion:
-    """All parts, and whole layers where the GPU has room for one layer's weights twice, which is
-    what it takes to move them into buffers."""
+    """Return all parts, with whole layers if the GPU has room for one layer's weights twice: moving
+    them into buffers takes that."""
     room = all(_has_room(layer) for _, layer in list(layers_of(model))[:1])
     return Fusion(
         mlp=True, attention=True, rope=True, rms_norm=True, cross_entropy=True, layer=room
@@ -214,8 +214,8 @@ def _has_room(layer: nn.Module) -> bool:
 
 
 def unfuse(model: nn.Module) -> list[str]:
-    """Give every fused module of `model` its own forward back, and bordered weights memory of
-    their own; returns the names of the modules."""
+    """Give every fused module of `model` its own forward back, and move bordered weights out of
+    their buffers. Returns the names of the modules."""
     _check_model("unfuse", model)
     names = []
     for name, module in model.named_modules():
@@ -230,11 +230,12 @@ def unfuse(model: nn.Module) -> list[str]:
 
 
 def report(model: nn.Module) -> FusionReport:
-    """Report what of `model` would run fused if it were called now: disabled adapters count as
-    left, and so does what is on the CPU, or whose forward somebody has replaced since.
-    What is within a layer that runs fused as a whole is part of that and not listed by itself.
-    Between two forwards FSDP's weights are sharded, and what reads them counts as left, too.
-    What was asked for before the model had adapters counts as left until `fuse` is called again.
+    """Report which modules of `model` would run fused if it were called now.
+
+    A module counts as left if its adapters are disabled, it is on the CPU, or somebody has replaced
+    its forward since. So does one that reads FSDP's weights, which are sharded between forwards,
+    and a part asked for before the model had adapters, until you call `fuse` again. Modules inside
+    a layer that runs fused as a whole are not listed.
     """
     _check_model("report", model)
     return report_on(model)

@@ -1,4 +1,4 @@
-"""The linear layer before the loss (`cross_entropy.py`), for a chunk of tokens at a time."""
+"""The linear layer before the loss (`cross_entropy.py`), one chunk of tokens at a time."""
 
 import torch
 from torch import Tensor
@@ -8,18 +8,18 @@ from fused_mlp.utils import scaled_matmul
 
 from .kernels.logits import cross_entropy_
 
-# Rows of logits start at multiples of 64 elements: an odd vocabulary (one added token is enough)
-# would else deny the kernel its wide loads and the products their aligned rows.
+# Rows of logits start at multiples of 64 elements. Otherwise an odd vocabulary (one added token is
+# enough) would cost the kernel its wide loads and the matmuls their aligned rows.
 ROW_ALIGNMENT = 64
 
 
 class Head:
-    """A linear layer in the dtype of the computation. A subclass may multiply otherwise.
+    """A linear layer in the compute dtype. A subclass may multiply in another way.
 
-    weight: [vocabulary, hidden]. bias: [vocabulary] or None. most: tokens of a chunk at most.
+    weight: [vocabulary, hidden]. bias: [vocabulary] or None. most: tokens of the largest chunk.
     """
 
-    chunks = 1  # that share what memory there is for one
+    chunks = 1  # how many share the memory meant for one
 
     def __init__(self, weight: Tensor, bias: Tensor | None, most: int):
         self.weight, self.bias = weight, bias
@@ -28,7 +28,7 @@ class Head:
 
     @staticmethod
     def check(name: str, weight: Tensor, bias: Tensor | None) -> None:
-        """Raise ValueError, in the name of a function, unless a loss can multiply these."""
+        """Raise ValueError unless a loss can multiply these. name: the function to blame."""
 
     def loss(
         self, x: Tensor, labels: Tensor, ignore_index: int, grad_x: Tensor | None,
@@ -36,7 +36,7 @@ class Head:
     ) -> Tensor:  # fmt: skip
         """Return the sum of the losses of x [T, hidden].
 
-        Its gradients are written into grad_x, and added to the others, where these are given.
+        Writes its gradient into grad_x, and adds to grad_weight and grad_bias, if given.
         """
         logits = self._logits[: len(x)]
         if self.bias is None:
@@ -49,7 +49,7 @@ class Head:
         if grad_x is not None:
             torch.mm(grad_logits, self.weight, out=grad_x)
         if grad_weight is not None:
-            # a mean until it is in fp32: the sum over a chunk can exceed fp16's 65,504
+            # a mean until it is fp32: the sum over a chunk can exceed fp16's 65,504
             grad_weight.add_(scaled_matmul(grad_logits.t(), x, 1 / len(x)), alpha=len(x))
         if grad_bias is not None:
             grad_bias.add_(grad_logits.sum(0, dtype=torch.float32))

@@ -1,22 +1,21 @@
-"""Labels outside the vocabulary: an error that names one, for which nobody waits.
+"""Labels outside the vocabulary: an error that names one, and never makes the host wait.
 
 A label must be from 0 to the vocabulary's size - 1, or -100 to be ignored. PyTorch's loss raises
 for any other on the CPU. On a GPU it stops in an assert that names neither the label nor the
-vocabulary, and CUDA is unusable after it. The fused loss makes such a row NaN and gives this error.
+vocabulary, and leaves CUDA unusable. The fused loss makes such a row NaN and raises this error.
 
-One kernel finds the first wrong label and writes it into 16 bytes on the GPU. They are copied into
+One kernel finds the first wrong label and writes it into 16 bytes on the GPU, which are copied into
 pinned host memory. That is two launches, and the host waits for neither. It reads that memory
 
-- where it waits anyway, to count the labelled tokens (`labelled_rows`): at once, before the model
-  runs;
-- in a CUDA graph, and with max_labelled_tokens, in the next call of a loss or of the `GraphedStep`.
+- at once, before the model runs, if it waits anyway to count the labelled tokens (`labelled_rows`);
+- in the next call of a loss or of the `GraphedStep`, in a CUDA graph or with max_labelled_tokens.
   The GPU keeps the first wrong label, however many steps the host is ahead.
 
-A `GraphedStep` that is given labels on the CPU looks at them there, so its error comes before the
-step. Only labels that are on the GPU already cost the one update that they make NaN.
+A `GraphedStep` checks labels on the CPU there, and raises before the step. Only labels that are
+already on the GPU cost the one update that they make NaN.
 
-What we did not choose: a check within `_cross_entropy_kernel` costs no launch, but comes after the
-model has run. `torch._assert_async` names nothing, and CUDA is unusable after it, too.
+We decided against two alternatives. A check within `_cross_entropy_kernel` costs no launch, but
+comes after the model has run. `torch._assert_async` names nothing and leaves CUDA unusable.
 """
 
 from collections.abc import Iterator
@@ -41,7 +40,7 @@ NOWHERE = tl.constexpr(2**31 - 1)
 @triton.jit
 def _wrong_label_kernel(
     labels_ptr,  # [tokens]
-    found_ptr,  # [2]: a wrong label, and its vocabulary's size or 0; written if that is 0
+    found_ptr,  # [2]: a wrong label, and its vocabulary's size or 0; written if it is 0
     tokens,
     vocabulary,
     ignore_index,
@@ -79,9 +78,9 @@ def find_wrong_label(labels: Tensor, found: Tensor, vocabulary: int, ignore_inde
 
 
 class _Found:
-    """The first wrong label on a device, and its vocabulary: there, and as the host sees it."""
+    """The first wrong label on a device, and its vocabulary: on the device and on the host."""
 
-    @torch.inference_mode(False)  # whose tensors nobody may write to later
+    @torch.inference_mode(False)  # tensors made there could not be written to later
     def __init__(self, device: torch.device):
         self.on_device = torch.zeros(2, dtype=torch.int64, device=device)
         self.on_host = self.on_device
@@ -89,32 +88,32 @@ class _Found:
             self.on_host = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=True)
 
     def take(self) -> tuple[int, int] | None:
-        """The label and the vocabulary, if the host sees one; nothing is found then."""
+        """Return the wrong label and the vocabulary, if the host sees one, and clear both."""
         if not self.on_host.tolist()[1]:
             return None
         if self.on_device.is_cuda:
-            torch.cuda.synchronize(self.on_device.device)  # copies may be on their way
+            torch.cuda.synchronize(self.on_device.device)  # copies may be in flight
         label, vocabulary = self.on_host.tolist()
         self.on_device.zero_()
         self.on_host.zero_()
         return label, vocabulary
 
 
-_found: dict[torch.device, _Found] = {}  # graphs have these addresses, so they stay for good
+_found: dict[torch.device, _Found] = {}  # never freed: graphs hold the addresses
 
 
 @contextmanager
 def checking(
     labels: Tensor, vocabulary: int, ignore_index: int = IGNORED, waits: bool = True
 ) -> Iterator[None]:
-    """Raise a ValueError that names a wrong label: where this ends, or without `waits` in a later
-    call. waits: within it the host waits for the GPU, for a reason of its own."""
+    """Raise a ValueError that names a wrong label: at the end of this context, or in a later call
+    without `waits`. waits: the host waits for the GPU inside it anyway."""
     if labels.is_floating_point():  # refused elsewhere
         yield
         return
     device, captures = labels.device, is_capturing(labels)
     if device not in _found:
-        if captures:  # no memory can be pinned now; a GraphedStep has run eagerly before
+        if captures:  # cannot pin memory now; a GraphedStep has run eagerly before
             yield
             return
         _found[device] = _Found(device)
@@ -130,7 +129,7 @@ def checking(
 
 
 def raise_earlier(device: torch.device) -> None:
-    """Raise the error of an earlier call, if the host has seen one since."""
+    """Raise the error of an earlier call, if the host sees one by now."""
     found = _found.get(device)
     if found is not None and (wrong := found.take()) is not None:
         raise ValueError(_said("a label of an earlier batch is", *wrong, IGNORED, ITS_UPDATE))
@@ -147,15 +146,15 @@ def _said(what: str, label: int, vocabulary: int, ignore_index: int, to_do: str 
 
 
 class LabelsSeen:
-    """Notes of a step's eager calls: the inputs that a fused loss had as labels, and its
+    """Notes of a step's eager calls: the inputs that a fused loss took as labels, and its
     vocabulary."""
 
     def __init__(self) -> None:
-        self.vocabularies: dict[int, int] = {}  # by the address of the step's own copy
+        self.vocabularies: dict[int, int] = {}  # by the address of the step's copy
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Within it the model runs eagerly."""
+        """Context in which the model runs eagerly."""
         token = _seen.set(self)
         try:
             yield
@@ -175,8 +174,7 @@ _seen: ContextVar[LabelsSeen | None] = ContextVar("labels seen", default=None)
 
 
 def note(labels: Tensor, vocabulary: int) -> None:
-    """Note the labels that a model with a fused loss was called with: all but a row's first are
-    predicted."""
+    """Note the labels of a call of a model with a fused loss. It predicts all but a row's first."""
     if (seen := _seen.get()) is not None:
         seen.vocabularies[labels.data_ptr()] = vocabulary
 

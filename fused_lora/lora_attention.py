@@ -5,26 +5,26 @@ projection, in the order of execution:
 
     z       = x [Aq; Ak; Av]'                      [T, r of all]
     q, k, v = x W' + b + s z B'                    each its own
-    qkv     = [RoPE(q) | RoPE(k) | v]              in one pass, with norms of their heads before
-                                                   RoPE's if there are any (Qwen3)
+    qkv     = [RoPE(q) | RoPE(k) | v]              in one pass, with the norms of heads before
+                                                   RoPE if there are any (Qwen3)
     a       = attention(qkv)                       `qkv_attention.py`
     output  = a Wo' + bo + so (a Ao') Bo'
 
 Backward, for the incoming g:
 
     da      = so g Bo Ao + g Wo                    and dAo, dBo
-    dqkv    = attention's backward, turned back    in one go up to 512 positions, and in another
+    dqkv    = attention's backward, rotated back   in one pass up to 512 positions; another goes
                                                    through the norms of heads
     dx      = dz [Aq; Ak; Av] + dq Wq + dk Wk + dv Wv, and all dA, dB
 
-with the equations of `fused_mlp/utils.py` for both groups of projections. It computes what
-LoRA_QKV, RoPE, scaled_dot_product_attention and LoRA_W do one after the other, in as many products,
-without what lies between them on the host: three functions and eight views that autograd follows.
-Nor does RoPE's backward pass over q and k once more, where attention's backward is ours.
+with the equations of `fused_mlp/utils.py` for both groups of projections. It does the work of
+LoRA_QKV, RoPE, scaled_dot_product_attention and LoRA_W with as many matmuls. It saves the host work
+between them: three functions and eight views that autograd follows. With our attention backward,
+RoPE's backward needs no extra pass over q and k either.
 
-Of [T, ...] tensors it keeps x (where an A of q, k or v is trained), z, qkv, a, a Ao' and what
-attention saves; where heads are normed also raw q and k, 10.2 kB a token of Qwen3-8B, and not v;
-with dropout one bit for each element of x for each of q, k and v, and of a.
+Saved [T, ...] tensors: x (if an A of q, k or v is trained), z, qkv, a, a Ao' and what attention
+saves. Norms of heads add raw q and k, but not v: 10.2 kB a token in Qwen3-8B. Dropout adds one bit
+for each element of a, and one for each element of x for each of q, k and v.
 """
 
 from collections.abc import Sequence
@@ -62,24 +62,24 @@ from .lora_linear import (
     with_biases,
 )
 
-# Where the A and B of q, k and v stand among the adapters, and those of o; and biases after them.
+# The slices of the adapters that hold A and B of q, k and v, those of o, and the biases.
 OF_QKV, OF_O, OF_QKV_BIASES, OF_O_BIAS = slice(0, 6), slice(6, 8), slice(8, 11), slice(11, 12)
 
 
 class FrozenAttention(NamedTuple):
-    """The operands of LoRA_Attention that it does not train. The seed is that of all four masks, of
-    q, k, v and o, whatever the two that lie in it have."""
+    """The operands of LoRA_Attention that it does not train. Its seed serves all four masks, of q,
+    k, v and o; the seeds in qkv and o are ignored."""
 
     qkv: FrozenQKV
     o: FrozenLinear
     head_dim: int
-    scaling: float  # of the scores
-    head_norms: HeadNorms | None = None  # of q and k; None: these are turned as they come
+    scaling: float  # applied to the scores
+    head_norms: HeadNorms | None = None  # for q and k; None: rotate them unnormed
     seed: Tensor | None = None  # [1] int64
 
 
 class LoRA_Attention(torch.autograd.Function):
-    """``LoRA_Attention.apply(x, cos, sin, mask, *adapters, frozen)``: all of an attention.
+    """``LoRA_Attention.apply(x, cos, sin, mask, *adapters, frozen)``: a whole attention module.
 
     Equivalent PyTorch, with LoRA_QKV and LoRA_W of `lora_linear.py`::
 
@@ -92,25 +92,25 @@ class LoRA_Attention(torch.autograd.Function):
 
     Args:
         x: [batch, positions, in], bf16, fp16 or fp32, of any strides, batch 0 included.
-        cos, sin: [batch or 1, positions, head_dim], as rope's. They get no gradient. None, both:
-            q and k are not turned.
-        mask: None, for causal attention, or what scaled_dot_product_attention takes. Likewise.
+        cos, sin: [batch or 1, positions, head_dim], as for rope. They get no gradient. If both are
+            None, q and k are not rotated.
+        mask: None for causal attention, or a mask as for scaled_dot_product_attention. It gets no
+            gradient.
         adapters: A [r, in] and B [out, r] of q, k, v and o, 8 tensors of any r and any dtype, as
-            for LoRA_W. Where biases are trained, those of all four after them, [out] or None.
+            for LoRA_W. If biases are trained, all four follow, [out] or None each.
         frozen: base weights and biases as for LoRA_QKV and LoRA_W, head_dim, and the scale.
 
     Returns:
-        [batch, positions, out of o] in the dtype of the computation, which is autocast's where
-        autocast is on and else x's. Gradients come in the dtype of what they belong to, and only
-        for what `requires_grad` asks for.
+        [batch, positions, out of o] in the compute dtype: autocast's if it is on, else x's. Each
+        gradient has the dtype of its tensor, and is computed only if `requires_grad` asks for it.
 
-    Saved for backward: what the file's docstring lists, cos, sin, mask, and the adapters and the
-    weights in the dtype of the computation. No input, no incoming gradient and no saved tensor is
-    written, so x may have other consumers and a second backward through a retained graph is right.
-    Deterministic where attention's backward is. Not twice differentiable.
+    Saved for backward: the tensors listed in the file's docstring, cos, sin, mask, and the adapters
+    and weights in the compute dtype. It writes to no input, incoming gradient or saved tensor, so x
+    may have other consumers, and a second backward through a retained graph is right. Deterministic
+    if attention's backward is. Not twice differentiable.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, or a base weight, frozen's bias, cos or sin
+        ValueError: shapes or dtypes do not fit, or a base weight, a frozen bias, cos or sin
             requires a gradient.
         RuntimeError: from backward, under create_graph=True.
     """
@@ -142,22 +142,22 @@ class LoRA_Attention(torch.autograd.Function):
         qkv = x.new_empty(batch * positions, sum(t.shape[2] for t in projected))
         head_weights = (frozen.head_norms or (None, None))[:2]
         ctx.of_head_norms = (frozen.head_norms or ())[2:]
-        raw: Sequence[Tensor | None] = (None, None)  # what the norms of heads were given
+        raw: Sequence[Tensor | None] = (None, None)  # inputs of the head norms
         if frozen.head_norms is None:
             rope_together(q, k, v, cos, sin, qkv)
         else:
             raw = projected[:2]
             norm_rope_together(q, k, v, frozen.head_norms, cos, sin, qkv)
         attention = Attention(positions, q.shape[1], k.shape[1], frozen.scaling)
-        del projected, q, k, v  # qkv has them
+        del projected, q, k, v  # qkv holds their values
 
         attended, attention_saved, ctx.attention = attention_forward(qkv, mask, attention)
         by_token = attended.view(batch, positions, attended.shape[1])
         (output,), z_o, o_A, o_B, o_weight = project(
             by_token, adapters[OF_O], [o], masks and masks[3:]
         )
-        # for dA alone; x itself and not its rows: a view made in here hides from autograd whose
-        # memory it is
+        # Only dA needs x. Save x itself, not its rows: autograd cannot tell whose memory a view
+        # made in here is.
         trains_A = any(ctx.needs_input_grad[4:-1][OF_QKV][::2])
         ctx.save_for_backward(
             x if trains_A else None, cos, sin, mask, z, *raw, *head_weights, qkv, attended, z_o, A,

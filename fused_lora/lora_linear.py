@@ -1,18 +1,18 @@
-"""LoRA_W and LoRA_QKV: adapted linear layers as one autograd function, its backward by hand.
+"""LoRA_W and LoRA_QKV: adapted linear layers as one autograd function, backward by hand.
 
 LoRA_W is one layer (attention's output projection), LoRA_QKV the three that share attention's
-input. Both are a group of layers as `fused_mlp/utils.py` has it, with its equations: for q, k and
-v that is 7 products forward and 11 backward, where layer by layer it is 9 and 15. The biases cost
-nothing: the frozen product adds them as it stores. The gradient of one that is trained is the sum
-of its layer's dy over tokens.
+input. Both are a group of layers in the sense of `fused_mlp/utils.py`, and use its equations. For
+q, k and v that is 7 matmuls forward and 11 backward; layer by layer it is 9 and 15. Biases cost
+nothing: the epilogue of the frozen matmul adds them. The gradient of a trained bias is the sum of
+its layer's dy over tokens.
 
-Of the same layers in PEFT autograd keeps a copy of x for each, where adapters are fp32, and the
-three x A'. This keeps x and z = x A', which at 3r columns is cheaper to keep than to compute again:
-that would read all of x. (`lora_attention.py` has both and what lies between them as one function.)
+For the same layers in PEFT, autograd keeps the three x A', and with fp32 adapters a copy of x for
+each. We keep x and z = x A'. With only 3r columns z is cheaper to keep than to recompute, which
+would read all of x. (`lora_attention.py` fuses both and everything between into one function.)
 
-LoRA: Hu et al., arXiv 2106.09685. LoRA's QKV and single layers as autograd functions were first
-published by Unsloth (unsloth/kernels/fast_lora.py), which leaves its QKV off where a projection
-has a bias, as in Qwen2.5; these are written from the equations above and overwrite nothing.
+LoRA: Hu et al., arXiv 2106.09685. Unsloth was first to publish LoRA's QKV and single layers as
+autograd functions (unsloth/kernels/fast_lora.py). It skips its QKV if a projection has a bias, as
+in Qwen2.5. Ours are written from the equations above and overwrite nothing.
 """
 
 from collections.abc import Sequence
@@ -44,9 +44,9 @@ QKV_PREFIXES = ("q_", "k_", "v_")
 class FrozenLinear(NamedTuple):
     """The operands of LoRA_W that it does not train: a base layer and its adapter's scale.
 
-    dropout: the probability with which an element of the adapter's input is dropped in training,
-    and the mask's seed: `draw_seed(x.device)`, anew for each call. None among layers of one input:
-    the mask of the one before.
+    dropout: the probability of dropping an element of the adapter's input in training. None, among
+    layers of one input: share the mask of the layer before. seed: of the mask; draw a new one,
+    `draw_seed(x.device)`, for each call.
     """
 
     weight: Tensor  # [out, in]
@@ -57,8 +57,8 @@ class FrozenLinear(NamedTuple):
 
 
 class LoRA_W(torch.autograd.Function):
-    """``LoRA_W.apply(x, A, B, frozen)``: a linear layer with its adapter; with a bias that is
-    trained ``LoRA_W.apply(x, A, B, bias, frozen)``.
+    """``LoRA_W.apply(x, A, B, frozen)``: a linear layer with its adapter. With a trained bias:
+    ``LoRA_W.apply(x, A, B, bias, frozen)``.
 
     Equivalent PyTorch::
 
@@ -69,24 +69,24 @@ class LoRA_W(torch.autograd.Function):
     Args:
         x: [..., in], bf16, fp16 or fp32; any number of leading dimensions, any strides, any number
             of tokens including none.
-        A: [r, in]. B: [out, r]. Any r. Any dtype: they are cast to that of the computation (fp32
-            masters of a bf16 model, say).
-        bias: [out], or None, in any dtype, in the place of frozen's.
+        A: [r, in]. B: [out, r]. Any r. Any dtype: they are cast to the compute dtype (fp32 masters
+            of a bf16 model, say).
+        bias: [out], or None, in any dtype. It replaces frozen's.
         frozen: base weight and bias (or None) in x's dtype (or any, under autocast), and the scale.
 
     Returns:
-        [..., out] in the dtype of the computation, which is autocast's where autocast is on and
-        else x's. Products accumulate in fp32. Gradients come in the dtype of what they belong to,
-        and only for what `requires_grad` asks for.
+        [..., out] in the compute dtype: autocast's if it is on, else x's. Matmuls accumulate in
+        fp32. Each gradient has the dtype of its tensor, and is computed only if `requires_grad`
+        asks for it.
 
-    Saved for backward: x (where A is trained), x A', the adapter and the weight in the dtype of the
-    computation, and with dropout one bit for each element of x. No input, no incoming gradient and
-    no saved tensor is written, so x may have other consumers and a second backward through a
-    retained graph is right. Deterministic. Not twice differentiable.
+    Saved for backward: x (if A is trained), x A', the adapter and the weight in the compute dtype,
+    and with dropout one bit for each element of x. It writes to no input, incoming gradient or
+    saved tensor, so x may have other consumers, and a second backward through a retained graph is
+    right. Deterministic. Not twice differentiable.
 
     Raises:
         ValueError: shapes or dtypes do not fit, the base weight or frozen's bias requires a
-            gradient, or there is dropout and no seed.
+            gradient, or there is dropout without a seed.
         RuntimeError: from backward, under create_graph=True.
     """
 
@@ -103,8 +103,8 @@ class LoRA_W(torch.autograd.Function):
 
 class FrozenQKV(NamedTuple):
     """The operands of LoRA_QKV that it does not train: three base layers, and their adapters'
-    scales and dropout; seed: of all three masks, as for LoRA_W. The dropout of k and v is None
-    where they have q's mask: all are parts of one projection, with one A."""
+    scales and dropout. seed: for all three masks, as for LoRA_W. The dropout of k and v is None if
+    they share q's mask: then all are parts of one projection, with one A."""
 
     q_weight: Tensor  # [q_out, in]
     k_weight: Tensor  # [k_out, in]
@@ -130,8 +130,8 @@ class FrozenQKV(NamedTuple):
 
 
 class LoRA_QKV(torch.autograd.Function):
-    """``LoRA_QKV.apply(x, q_A, q_B, k_A, k_B, v_A, v_B, frozen)``: attention's q, k and v; with
-    biases that are trained, those of all three before frozen.
+    """``LoRA_QKV.apply(x, q_A, q_B, k_A, k_B, v_A, v_B, frozen)``: attention's q, k and v. Trained
+    biases, all three, go before frozen.
 
     Equivalent PyTorch::
 
@@ -148,20 +148,19 @@ class LoRA_QKV(torch.autograd.Function):
         x: [..., in], as for LoRA_W.
         q_A, k_A, v_A: [r, in]. q_B: [q_out, r]; k_B: [k_out, r]; v_B: [v_out, r]. Any r, which may
             differ between projections. Any dtype, as for LoRA_W.
-        q_bias, k_bias, v_bias: [q_out], [k_out], [v_out], or None, each, in the place of frozen's.
-        frozen: base weights and biases (or None, each) in x's dtype (or any, under autocast), and
-            the three scales.
+        q_bias, k_bias, v_bias: [q_out], [k_out], [v_out], or None. They replace frozen's.
+        frozen: base weights and biases (each may be None) in x's dtype (or any, under autocast),
+            and the three scales.
 
     Returns:
-        (q, k, v): [..., q_out], [..., k_out] and [..., v_out], three tensors of their own, in the
-        dtype of the computation. Dtypes of these and of gradients are as for LoRA_W. Without
-        dropout the gradients of the three A lie in one storage. An output that takes part in no
-        loss costs nothing and gives its own A and B no gradient (None), as unfused layers would.
+        (q, k, v): [..., q_out], [..., k_out] and [..., v_out], three separate tensors, in the
+        compute dtype. Their dtypes and those of gradients are as for LoRA_W. Without dropout the
+        gradients of the three A share one storage. An output that is in no loss costs nothing, and
+        its A and B get no gradient (None), as with unfused layers.
 
-    Saved for backward: x (where an A is trained), z = x [q_A; k_A; v_A]', the adapters and the
-    weights in the dtype of the computation, and one bit for each element of x for each of the
-    three that has dropout. Nothing is written that came in or was saved; see
-    LoRA_W for what follows from it.
+    Saved for backward: x (if an A is trained), z = x [q_A; k_A; v_A]', the adapters and the weights
+    in the compute dtype, and one bit for each element of x for each of the three with dropout. Like
+    LoRA_W, it writes to no input, incoming gradient or saved tensor.
 
     Raises:
         ValueError: shapes or dtypes do not fit, a base weight or bias requires a gradient, or there
@@ -190,11 +189,11 @@ def _forward(
     layers: list[FrozenLinear],
     seed: Tensor | None,
 ):
-    """One output for each of the layers that share x; `adapters` holds an A and a B for each, and
-    `biases` one that is trained, or nothing."""
+    """Return one output for each layer that shares x. `adapters` holds an A and a B for each, and
+    `biases` is empty or holds a trained one (or None) for each."""
     check_layers(name, prefixes, x, adapters, layers)
     layers = with_biases(name, prefixes, layers, biases)
-    ctx.set_materialize_grads(False)  # no gradient is None in backward, and not a tensor of zeros
+    ctx.set_materialize_grads(False)  # a missing gradient is None, not zeros, in backward
     ctx.dtypes = dtypes_of(x, *adapters, *biases)
     ctx.scalings = [layer.scaling for layer in layers]
     ctx.shape_of_x = x.shape
@@ -203,8 +202,8 @@ def _forward(
     masks = draw_masks(name, seed, [layer.dropout for layer in layers], rows, columns)
     outputs, z, A, B, weights = project(x, adapters, layers, masks)
     bits, ctx.scales = parts_of(masks)
-    # for dA alone; x itself and not its rows: a view made in here hides from autograd whose memory
-    # it is
+    # Only dA needs x. Save x itself, not its rows: autograd cannot tell whose memory a view made in
+    # here is.
     trained = x if any(ctx.needs_input_grad[1 : 2 * len(layers) : 2]) else None
     ctx.save_for_backward(trained, z, A, *B, *weights, *bits)
     return tuple(outputs)
@@ -216,9 +215,9 @@ def project(
     layers: Sequence[FrozenLinear],
     masks: Masks | None,
 ) -> tuple[list[Tensor], Tensor, Tensor, list[Tensor], list[Tensor]]:
-    """(outputs, z, A, B, weights) of layers that share x [..., in], as `fused_mlp/utils.py` names
-    them: outputs [..., out], new, z [T, r of all], A stacked, all in x's dtype."""
-    # all in autocast's own dtype where it is on, so that it finds nothing to cast below
+    """Return (outputs, z, A, B, weights) of layers that share x [..., in], in the names of
+    `fused_mlp/utils.py`: new outputs [..., out], z [T, r of all], A stacked, all in x's dtype."""
+    # cast to autocast's dtype here, so autocast has nothing to cast below
     dtype = x.dtype
     rows = x.reshape(-1, x.shape[-1])
     A, B = cast_adapters(adapters, dtype)
@@ -229,7 +228,7 @@ def project(
     for layer, weight, one_B, columns in zip(
         layers, weights, B, z.split_with_sizes(ranks, 1), strict=True
     ):
-        # not a view itself, or autograd would forbid to change it in place, as RoPE may do to q
+        # Not a view: autograd forbids changing one in place, as RoPE may do to q.
         output = rows.new_empty(*x.shape[:-1], weight.shape[0])
         bias = None if layer.bias is None else layer.bias.to(dtype)
         matmul_lora(rows, weight, columns, one_B, layer.scaling, bias, out=output)
@@ -238,7 +237,7 @@ def project(
 
 
 def _backward(ctx, name: str, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Gradients of x, of each A and B and of each bias that `_forward` was given."""
+    """Return the gradients of x, of each A and B, and of each bias given to `_forward`."""
     refuse_second_derivative(name, "the unfused layers")
     x, z, A, *others = ctx.saved_tensors
     count = len(grad_outputs)
@@ -264,7 +263,7 @@ def _backward(ctx, name: str, *grad_outputs: Tensor | None) -> tuple[Tensor | No
 
 
 def dtypes_of(*tensors: Tensor | None) -> list[torch.dtype | None]:
-    """The dtype of each, in which its gradient is wanted."""
+    """Return the dtype of each tensor, which is also its gradient's."""
     return [None if one is None else one.dtype for one in tensors]
 
 
@@ -274,7 +273,7 @@ def with_biases(
     layers: Sequence[FrozenLinear],
     biases: Sequence[Tensor | None],
 ) -> list[FrozenLinear]:
-    """Layers with these biases, which are trained, in the place of their own, if there are any."""
+    """Return the layers with these trained biases, if any, instead of their frozen ones."""
     if not biases:
         return [*layers]
     if len(biases) != len(layers):
@@ -297,7 +296,7 @@ def check_layers(
 ) -> None:
     """Raise ValueError where shapes or dtypes do not fit together, naming the tensor.
 
-    x: what they are computed from, or with in_features another tensor of its dtype and place.
+    x: the layers' input, or with in_features another tensor of its dtype and device.
     """
     if in_features is None:
         in_features = layers[0].weight.shape[1]

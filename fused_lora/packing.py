@@ -1,4 +1,4 @@
-"""Packed batches of one size: documents in groups of at most so many tokens, in rows of just that.
+"""Packed batches of one size: group documents by a token budget, then pad each row up to it.
 
 collate = DataCollatorWithFlattening()
 for group in pack(map(len, ids), 16_384):
@@ -15,21 +15,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PACKED = {"input_ids": 0, "labels": -100, "position_ids": 0}  # and what fills them
+PACKED = {"input_ids": 0, "labels": -100, "position_ids": 0}  # and their filler
 
 
 def pack(lengths: Iterable[int], tokens: int) -> list[list[int]]:
-    """Group documents, by their places in `lengths`, so that none has more than `tokens` together.
+    """Group documents into rows of at most `tokens` tokens. Returns their indices into `lengths`.
 
-    Best fit decreasing: the longest first, each to the group that it fills most.
+    Best fit decreasing: longest first, each into the fullest group that still has room.
 
     Raises:
-        ValueError: a length is no whole number, is negative, or is more than that.
+        ValueError: a length is not a whole number, is negative, or exceeds `tokens`.
     """
     tokens = _whole("tokens", tokens, least=1)
     lengths = [_whole(f"document {place}", one) for place, one in enumerate(lengths)]
     groups: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # of each group, in order, and which it is
+    room: list[tuple[int, int]] = []  # (tokens left, group), sorted
     for place in sorted(range(len(lengths)), key=lambda one: -lengths[one]):
         length = lengths[place]
         if length > tokens:
@@ -47,7 +47,7 @@ def pack(lengths: Iterable[int], tokens: int) -> list[list[int]]:
 
 
 def _whole(what: str, length: Any, least: int = 0) -> int:
-    """Return a number of tokens as an int, which NumPy's and tensors of integers are, too."""
+    """Return a number of tokens as an int. NumPy integers and integer tensors are accepted."""
     try:
         whole = operator.index(length)
     except TypeError:
@@ -60,15 +60,15 @@ def _whole(what: str, length: Any, least: int = 0) -> int:
 
 
 def fill_row(batch: dict[str, Any], tokens: int) -> dict[str, Tensor]:
-    """Fill up a packed batch [1, T], as DataCollatorWithFlattening makes it, to [1, tokens].
+    """Pad a packed batch [1, T], as DataCollatorWithFlattening makes it, to [1, tokens].
 
-    Returns its input_ids, labels and position_ids, with a document of padding at the end that has
-    no labels. What else says where documents begin (cu_seq_lens_q, max_length_q) is left out:
-    position_ids do, and a number that changes would be another CUDA graph.
+    Returns its input_ids, labels and position_ids, with an unlabelled document of padding at the
+    end. Other keys that mark where documents begin (cu_seq_lens_q, max_length_q) are left out:
+    position_ids say it already, and a number that changes would make another CUDA graph.
 
     Raises:
-        ValueError: it has no position_ids, more than one row, no tokens or more, or labels or
-            position_ids of another shape.
+        ValueError: the batch has no position_ids, more than one row, no tokens or more than
+            `tokens`, or labels or position_ids of another shape.
     """
     missing = [name for name in PACKED if not isinstance(batch.get(name), Tensor)]
     if missing:

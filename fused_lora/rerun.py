@@ -1,8 +1,8 @@
-"""Questions of a function whose forward may run twice (`step/recompute.py`).
+"""Questions that a function asks when its forward may run twice (`step/recompute.py`).
 
-A recomputed forward keeps its inputs alone and runs again in backward. The functions in it ask here
-what to keep from their first run, and what their second may leave out. Elsewhere each of these
-calls its function and nothing more.
+A recomputed forward keeps only its inputs and reruns in backward. The functions in it ask here what
+to keep from their first run and what to skip in their second. Outside of one, `once` and
+`saving_last` just call their function.
 """
 
 import threading
@@ -16,8 +16,8 @@ _thread = threading.local()
 
 
 class Keep(NamedTuple):
-    """A way for `once` to keep a tensor: `out` takes it away, and `back` brings it back from what
-    `out` returned, as the hooks of `torch.autograd.graph.saved_tensors_hooks`."""
+    """A way for `once` to keep a tensor: `out` takes it away, and `back` restores it from the
+    result of `out`, like the hooks of `torch.autograd.graph.saved_tensors_hooks`."""
 
     out: Callable[[Tensor], Any]
     back: Callable[[Any], Tensor]
@@ -27,7 +27,7 @@ STAYS = Keep(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def runs() -> list[Any]:
-    """Return the recomputed forwards (`step/recompute.py`) that this thread is in, the innermost
+    """Return the recomputed forwards (`step/recompute.py`) that this thread is in, innermost
     last."""
     if not hasattr(_thread, "runs"):
         _thread.runs = []
@@ -35,8 +35,8 @@ def runs() -> list[Any]:
 
 
 def saving_last(function: Callable[[bool], Tensor]) -> Tensor:
-    """``function(output_needed)``: False where a recomputed forward runs again, if nothing after
-    this call saved a tensor when it ran first: what it returns is then not used."""
+    """Call ``function(output_needed)``. It is False in a recompute if nothing after this call saved
+    a tensor in the first run: nobody then uses the output."""
     around = runs()
     if not around or torch.compiler.is_compiling():
         return function(True)
@@ -44,11 +44,11 @@ def saving_last(function: Callable[[bool], Tensor]) -> Tensor:
 
 
 def once(function: Callable[[], tuple], is_small: bool = False) -> tuple:
-    """``function()``, whose result a recomputed forward with a `keep` keeps for its second run.
+    """Call ``function()``. A recomputed forward with a `keep` keeps the result for its second run.
 
-    For what is dearer to compute than to keep. A result that `is_small` every recomputed forward
-    keeps, as it is. Not for what an autograd function returns: others may change that in place, and
-    kept as it is it would keep its own graph alive.
+    Use it for results that cost more to compute than to keep. If the result `is_small`, every
+    recomputed forward keeps it, unmoved. Do not use it for outputs of an autograd function: others
+    may change them in place, and a kept output would keep its own graph alive.
     """
     around = runs()
     keep = STAYS if is_small else around[-1].keep if around else None
@@ -58,13 +58,12 @@ def once(function: Callable[[], tuple], is_small: bool = False) -> tuple:
 
 
 def has_kept() -> bool:
-    """Return True where `once` does not call a function but hands back its first run's result."""
+    """Return True in a second run, where `once` returns the first run's result without a call."""
     around = runs()
     return bool(around) and around[-1].runs_again and around[-1].keep is not None
 
 
 def takes_away() -> bool:
-    """Return True where `once` moves what it keeps elsewhere, which is fast for rows without
-    gaps."""
+    """Return True if `once` moves what it keeps elsewhere, which is fast for rows without gaps."""
     around = runs()
     return bool(around) and around[-1].keep not in (None, STAYS)

@@ -1,11 +1,11 @@
-"""RMSNorm, alone or with the residual's addition before it, one Triton kernel each way.
+"""RMSNorm, alone or with the residual addition before it, one Triton kernel each way.
 
     y = x r w,      r = 1 / sqrt(mean(x^2) + eps)      mean over the last dimension, of N elements
 
-where w is the weight, or 1 + weight if that is zero-centred, as Gemma's.
+where w is the weight, or 1 + weight if it is zero-centred like Gemma's.
 
-In a decoder layer x is itself a sum, total = x + delta, which goes on as the residual.
-`add_rms_norm` returns both, so that no kernel writes total only for the next to read it.
+In a decoder layer x is itself a sum, total = x + delta, which continues as the residual.
+`add_rms_norm` returns both: no kernel writes total just for the next one to read it.
 
 With n = x r and g = grad_y w, and since dr/dx_j = -r^3 x_j / N,
 
@@ -15,10 +15,10 @@ With n = x r and g = grad_y w, and since dr/dx_j = -r^3 x_j / N,
 An incoming gradient of total is added to grad_x, which is then the gradient of x and of delta.
 
 Traffic in tensors of x's size: 2 forward (x, y), 4 with the addition (x, delta, total, y); 3
-backward (grad_y, x, grad_x), 4 with the addition. Eager PyTorch moves 7 forward, and in bf16 as
-much as 18, because it takes x to fp32 and back. Arithmetic is fp32 and rounds once, at the store,
-where eager rounds n before it multiplies by w. Only total is rounded before it is normalised: the
-rounded one is what the rest of the model sees.
+backward (grad_y, x, grad_x), 4 with the addition. Eager PyTorch moves 7 forward, and in bf16 the
+equivalent of 18, because it casts x to fp32 and back. Arithmetic is fp32 and rounds once, at the
+store; eager rounds n before it multiplies by w. Only total is rounded before the norm, because the
+rest of the model sees it rounded.
 
 RMSNorm: Zhang & Sennrich, "Root Mean Square Layer Normalization", arXiv 1910.07467.
 """
@@ -39,7 +39,7 @@ from .kernels.rows import block_of
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
-    """x over the root of its mean square, times weight.
+    """Divide x by its root mean square, and multiply by weight.
 
     Equivalent PyTorch::
 
@@ -49,17 +49,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False)
 
     Args:
         x: [..., hidden], bf16, fp16 or fp32; hidden at most 65,536. Any strides: it is copied only
-            if its rows are not one stride apart, or their elements not side by side.
-        weight: [hidden], in x's dtype. What is not contiguous is copied first.
-        zero_centered: the weight is what is added to one, as in Gemma.
+            if its rows are not evenly spaced, or their elements not contiguous.
+        weight: [hidden], in x's dtype. Copied if not contiguous.
+        zero_centered: multiply by 1 + weight, as in Gemma.
 
     Returns:
         A new contiguous tensor of x's shape and dtype, computed in fp32; grad_x is another. The
         weight's gradient is summed in fp32, and only if the weight requires one.
 
-    Saved for backward: x, weight and [rows] fp32. No input, no incoming gradient and no saved
-    tensor is written, so x may have other consumers and a second backward through a retained graph
-    is right. Deterministic. Not twice differentiable. Autocast changes nothing.
+    Saved for backward: x, weight and [rows] fp32. It writes to no input, incoming gradient or saved
+    tensor, so x may have other consumers, and a second backward through a retained graph is right.
+    Deterministic. Not twice differentiable. Autocast changes nothing.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit, or no kernel can run on them.
@@ -71,7 +71,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False)
 def add_rms_norm(
     x: Tensor, delta: Tensor, weight: Tensor, eps: float, zero_centered: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(y, total): the sum of x and delta, normalised, and the sum itself.
+    """Add x and delta. Return (y, total): the normalised sum, and the sum itself.
 
     Equivalent PyTorch::
 
@@ -80,13 +80,13 @@ def add_rms_norm(
 
     Args:
         x, weight, eps, zero_centered: as for `rms_norm`.
-        delta: as x, of its shape and dtype.
+        delta: like x, with its shape and dtype.
 
     Returns:
         (y, total), two new contiguous tensors of x's shape and dtype.
 
-    Saved for backward: total, weight and [rows] fp32; neither x nor delta. An output that nobody
-    uses counts as one with a gradient of zero. Everything else is as for `rms_norm`.
+    Saved for backward: total, weight and [rows] fp32, but neither x nor delta. An unused output
+    counts as one with a zero gradient. Everything else is as for `rms_norm`.
     """
     return AddRMSNorm.apply(x, delta, weight, eps, zero_centered)
 
@@ -132,14 +132,14 @@ class AddRMSNorm(torch.autograd.Function):
         grad_x, grad_weight = rms_norm_backward(
             grad_y, grad_total, total, weight, rstd, needed, ctx.zero_centered
         )
-        # one tensor for both, as an addition gives: autograd adds into none that somebody else has
+        # One tensor for both, like an addition: autograd never adds in place into a shared tensor.
         return grad_x, grad_x, grad_weight, None, None
 
 
 def rms_norm_forward(
     x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, zero_centered: bool = False
 ):
-    """(y, total, rstd) of `add_rms_norm`; without delta those of `rms_norm`, total None."""
+    """Return (y, total, rstd) of `add_rms_norm`. Without delta: those of `rms_norm`, total None."""
     (x_rows, x_stride), (delta_rows, delta_stride) = _rows(x), _rows(delta)
     hidden = x.shape[-1]
     y = x.new_empty(x.shape)
@@ -165,7 +165,7 @@ def rms_norm_backward(
     need_weight: bool,
     zero_centered: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """(grad_x, grad_weight) for what was normalised, `total`; grad_weight None unless needed."""
+    """Return (grad_x, grad_weight) for the norm's input `total`; grad_weight None if not needed."""
     (grad_y_rows, grad_y_stride), (total_rows, total_stride) = _rows(grad_y), _rows(total)
     grad_total_rows, grad_total_stride = _rows(grad_total)
     rows, hidden = rstd.numel(), total.shape[-1]
@@ -185,7 +185,7 @@ def rms_norm_backward(
 
 
 def _rows(x: Tensor | None) -> tuple[Tensor | None, int]:
-    """x as [rows, hidden] with contiguous rows, a view where there is one; and their stride."""
+    """Return x as [rows, hidden] with contiguous rows, a view if possible, and their stride."""
     if x is None:
         return None, 0
     rows = x.reshape(-1, x.shape[-1])

@@ -1,26 +1,27 @@
 """Rotary position embedding of q and k, forward and backward, one Triton launch each.
 
-A head's vector is read as two halves, x = (x1, x2), and each pair (x1[i], x2[i]) is a point in a
-plane, turned by an angle that grows with the token's position. With cos = (c1, c2) and
-sin = (s1, s2) halved alike,
+Split a head's vector into halves, x = (x1, x2). Each pair (x1[i], x2[i]) is a point in a plane, and
+RoPE rotates it by an angle that grows with the token's position. With cos = (c1, c2) and
+sin = (s1, s2) split the same way,
 
     y1 = x1 c1 - x2 s1
     y2 = x2 c2 + x1 s2
 
-(c1 = c2 and s1 = s2 in every embedding we know of; nothing here needs it). The gradients for an
+(c1 = c2 and s1 = s2 in every embedding we know of, but nothing here needs it). The gradients for an
 incoming g = (g1, g2) are
 
     grad_x1 = g1 c1 + g2 s2
     grad_x2 = g2 c2 - g1 s1
 
-which is the same with -s2 for s1 and -s1 for s2: one kernel, and backward turns the angle's sign.
+the same formula with -s2 for s1 and -s1 for s2. So one kernel does both, and backward flips the
+angle's sign.
 
-Traffic: each of q and k is read once and written once, 2 tensors, forward and backward. One program
-does all heads of a token, so cos and sin are read once a token and not once a head. Eager PyTorch
+Traffic: q and k are each read once and written once, 2 tensors, forward and backward. One program
+does all heads of a token, so it reads cos and sin once per token, not once per head. Eager PyTorch
 moves 10 tensors forward: 1 for -x2, 2 for the concatenation, 2 for each product, 3 for the sum.
 Arithmetic is fp32 and rounds once, at the store; eager rounds both products and the sum.
 
-RoPE: Su et al., "RoFormer", arXiv 2104.09864; in halves, not in neighbours, as transformers has it.
+RoPE: Su et al., "RoFormer", arXiv 2104.09864. Like transformers, we pair halves, not neighbours.
 """
 
 import torch
@@ -39,9 +40,9 @@ def _rope_kernel(
     q_ptr,  # [batch, Q_HEADS, positions, 2 HALF]
     k_ptr,  # [batch, K_HEADS, positions, 2 HALF]
     cos_ptr,  # [batch or 1, positions, 2 HALF], contiguous
-    sin_ptr,  # as cos
-    q_rotated_ptr,  # as q, in the memory order [batch, positions, heads, 2 HALF], written
-    k_rotated_ptr,  # as k, likewise, written
+    sin_ptr,  # like cos
+    q_rotated_ptr,  # like q, in memory [batch, positions, heads, 2 HALF], written
+    k_rotated_ptr,  # like k, in the same order, written
     positions,
     q_batch_stride,
     q_head_stride,
@@ -49,7 +50,7 @@ def _rope_kernel(
     k_batch_stride,
     k_head_stride,
     k_position_stride,
-    cos_batch_stride,  # 0 where all sequences share their angles
+    cos_batch_stride,  # 0: all sequences share their angles
     BACKWARD: tl.constexpr,
     Q_HEADS: tl.constexpr,
     K_HEADS: tl.constexpr,
@@ -79,7 +80,7 @@ def _rope_kernel(
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """q and k, every head turned by the angles of its position.
+    """Rotate every head of q and k by the angles of its position.
 
     Equivalent PyTorch, with ``rotate_half(x) = torch.cat((-x2, x1), -1)`` for ``x1, x2 =
     x.chunk(2, -1)``, and the same for k::
@@ -90,17 +91,17 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor
         q: [batch, heads, seq, head_dim], bf16, fp16 or fp32, head_dim even. Any strides: it is
             copied only if its last dimension is not contiguous.
         k: [batch, kv_heads, seq, head_dim], likewise, in q's dtype.
-        cos, sin: [batch or 1, seq, head_dim], bf16, fp16 or fp32, each of any of them. What is not
-            contiguous is copied first. They get no gradient.
+        cos, sin: [batch or 1, seq, head_dim], each in bf16, fp16 or fp32. They are copied if not
+            contiguous, and get no gradient.
 
     Returns:
-        (q_rotated, k_rotated), new tensors of the shapes and the dtype of q and k, computed in
-        fp32. In memory they are [batch, seq, heads, head_dim], whatever q and k are, so that
-        attention finds the heads of a token side by side. Gradients are laid out the same way.
+        (q_rotated, k_rotated), new tensors with the shapes and dtype of q and k, computed in fp32.
+        In memory they are always [batch, seq, heads, head_dim], which puts a token's heads side by
+        side for attention. Gradients have the same layout.
 
-    Saved for backward: cos and sin. No input, no incoming gradient and no saved tensor is written,
-    so a second backward through a retained graph is right. Deterministic. Not twice differentiable.
-    Autocast changes nothing. An output that nobody uses counts as one with a gradient of zero.
+    Saved for backward: cos and sin. It writes to no input, incoming gradient or saved tensor, so a
+    second backward through a retained graph is right. Deterministic. Not twice differentiable.
+    Autocast changes nothing. An unused output counts as one with a zero gradient.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit, cos or sin requires a gradient, or no
@@ -153,9 +154,10 @@ def rotate(
 
 
 def _empty_by_token(x: Tensor) -> Tensor:
-    """Of the shape of x, [batch, heads, positions, head_dim], with a token's heads side by side."""
+    """Return an empty tensor of x's shape [batch, heads, positions, head_dim] that has a token's
+    heads side by side in memory."""
     _, heads, positions, head_dim = x.shape
-    # not a transposed view: a view that an autograd function returns cannot be changed in place
+    # not a transposed view: a view returned by an autograd function cannot be changed in place
     strides = (positions * heads * head_dim, head_dim, heads * head_dim, 1)
     return x.new_empty_strided(x.shape, strides)
 

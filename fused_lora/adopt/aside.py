@@ -1,7 +1,7 @@
-"""Warnings of modules that `fuse` has set to run fused and that step aside.
+"""Warnings when a module that `fuse` set to run fused steps aside.
 
-Each reason is said once for all modules of a model, but not what the report of `fuse` has told of
-this one already, nor what the user asked for.
+We give each reason once for all modules of a model. We skip reasons that the report of `fuse`
+already gave for the module, and those that the user asked for.
 """
 
 import warnings
@@ -14,13 +14,13 @@ from torch import nn
 from .foreign.forwards import HOOKED, has_lora, owner_of
 from .foreign.versions import class_forward
 
-# In reasons that are the user's own wish: PEFT's ways to run a model with other adapters or none.
+# Found in reasons that the user asked for: PEFT's ways to run with other adapters or none.
 WISHES = ("adapters are disabled", "adapters are merged", "adapters are active",
           "adapters have been unloaded")  # fmt: skip
 
 
 def say_once(module: nn.Module, reason: str) -> None:
-    """Warn that a module steps aside for a reason that nobody asked for, if nobody has yet."""
+    """Warn once that a module steps aside, unless the user asked for the reason."""
     owner = owner_of(module) or owner_of(module, HOOKED)
     if owner is None or torch.compiler.is_compiling():
         return
@@ -35,19 +35,19 @@ def say_once(module: nn.Module, reason: str) -> None:
 
 
 def step_aside(module: nn.Module, reason: str, *inputs, **options):
-    """Say why, and run the forward of the module's class."""
+    """Warn, and run the forward of the module's class."""
     say_once(module, reason)
     return class_forward(module, *inputs, **options)
 
 
 def say_left(module: nn.Module, left: dict[str, str]) -> None:
-    """`say_once`, for each unit of a module that steps aside, by name."""
+    """Call `say_once` for each named unit of a module that steps aside."""
     for reason in _reasons(left):
         say_once(module, reason)
 
 
 def keep_reported(module: nn.Module, left: dict[str, str]) -> None:
-    """Let what the report of `fuse` says of the units of a module not be said again."""
+    """Keep the report's reasons for the units of a module from being given again."""
     if (owner := owner_of(module)) is not None:
         owner.reported = set(_reasons(left))
 
@@ -57,15 +57,15 @@ def _reasons(left: dict[str, str]) -> Iterable[str]:
 
 
 def share_told(model: nn.Module) -> None:
-    """Let what is said of one module of the model be said of all."""
+    """Share the reasons already given among all modules of the model."""
     owners = [owner for owner in map(owner_of, model.modules()) if owner is not None]
     for owner in owners:
         owner.told = owners[0].told
 
 
 def why_unloaded(module: nn.Module, projections: Iterable[Any]) -> str | None:
-    """Return the reason if none of a module's projections, as they were read, has an adapter, and
-    some had when `fuse` was called. A module that never had any runs fused with the others."""
+    """Return the reason if no projection of a module has an adapter now, but some had when `fuse`
+    was called. A module that never had any runs fused with the others."""
     if any(len(one.A) for one in projections):
         return None
     owner = owner_of(module)

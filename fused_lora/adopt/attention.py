@@ -1,4 +1,4 @@
-"""The switches `attention` and `rope`: the forwards that they set on an attention and on its o."""
+"""The switches `attention` and `rope`: the forwards they set on an attention and on its o."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -37,14 +37,14 @@ def read_qkv(attention: Any) -> Reads:
 
 
 def split_qkv(attention: Any, reads: list[Projection]) -> list[Projection]:
-    """q, k and v, of an attention's three layers for them or its one."""
+    """Return q, k and v of an attention, whether it has three layers for them or one."""
     if len(reads) > 1:
         return reads
     return split_projection(reads[0], _sizes(attention, len(reads[0].weight)))
 
 
 def _sizes(attention: Any, together: int) -> list[int]:
-    """Return how many of a layer's outputs are q's, k's and v's."""
+    """Return how many outputs of the one layer belong to q, k and v."""
     q = attention.o_proj.in_features
     return [q, *[(together - q) // 2] * 2]
 
@@ -67,7 +67,7 @@ def head_norms_of(attention: Any) -> HeadNorms | None:
 
 
 def why_not_head_norms(attention: Any) -> str | None:
-    """Return the reason if the norms of q and k may not be part of a function."""
+    """Return the reason if the norms of q and k cannot be part of a function."""
     for name in ("q_norm", "k_norm") if "q_norm" in attention._modules else ():
         if (reason := why_not_frozen(attention._modules[name])) is not None:
             return f"{name}: {reason}"
@@ -79,7 +79,7 @@ def why_not_head_norms(attention: Any) -> str | None:
 
 
 def qkv_attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Attentions with q, k and v as three layers, or one."""
+    """Yield attentions that have q, k and v as three layers or as one."""
     for name, module in having("o_proj")(model):
         if projections_of_qkv(module):
             yield name, module
@@ -90,7 +90,7 @@ def projections_of_qkv(attention: nn.Module) -> set[str]:
 
 
 def turning_attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Those of them that turn q and k, as far as is known."""
+    """Yield the attentions that rotate q and k. Unknown classes are included."""
     for name, module in qkv_attentions(model):
         if turns(module):
             yield name, module
@@ -102,20 +102,20 @@ def turns(attention: nn.Module) -> bool:
 
 
 def read_turning(attention: Any) -> None:
-    """Raise a Refusal if no kernel may turn the q and k of an attention."""
+    """Raise a Refusal if our kernel cannot rotate the q and k of an attention."""
     refuse(why_not_class(attention, "Attention"))
     refuse(_why_not_dtype(getattr(getattr(attention.o_proj, "weight", None), "dtype", None)))
 
 
 def _why_not_dtype(dtype: torch.dtype | None) -> str | None:
-    # no other is refused: what a quantised weight is stored in says nothing
+    # Refuse no other dtype: that of a quantised weight's storage says nothing.
     return f"its weights are {dtype}: {CAST}" if dtype is torch.float64 else None
 
 
 def output_projections(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, attention in qkv_attentions(model):
         o = attention.get_submodule("o_proj")
-        if type(o) is not nn.Linear:  # without an adapter it is best by itself
+        if type(o) is not nn.Linear:  # a plain one is best left alone
             yield f"{name}.o_proj", o
 
 
@@ -128,8 +128,8 @@ def self_attention_forward(
     past_key_values=None,
     **options,
 ):
-    """The class's own forward, with its q, k and v and its rotary embedding fused or not; or all of
-    it as one function, where it is asked for both and may."""
+    """Run the class's forward with fused q, k and v, a fused rotary embedding, or both. If both are
+    wanted and possible, run the whole attention as one function."""
     if (reason := why_not_class(attention, "Attention")) is not None:
         return step_aside(
             attention, reason, hidden_states, position_embeddings=position_embeddings,
@@ -144,7 +144,7 @@ def self_attention_forward(
         if o is not None:
             return _run_as_one(attention, [*reads.fit, o], hidden_states, angles, attention_mask)
         reason = why_not_inputs(*call)
-        if reason is not None and torch.is_grad_enabled():  # a model that is asked may be so anyhow
+        if reason is not None and torch.is_grad_enabled():  # inference may use anything
             say_once(attention, reason)
     q, k, v = _run_qkv(attention, reads, hidden_states)
     if known_form(attention, "Attention").norms == "features":
@@ -160,7 +160,7 @@ NONE = Reads([], {})
 
 
 def _read_fused(attention: Any) -> Reads:
-    """Return q, k and v as they are now, NONE if they do not run fused, and say why."""
+    """Return q, k and v as they are now. If they do not run fused, warn and return NONE."""
     reads, reason = attempt(read_qkv, attention)
     if reason:
         say_once(attention, reason)
@@ -172,7 +172,7 @@ def _read_fused(attention: Any) -> Reads:
 def _run_as_one(
     attention: Any, reads: Sequence[Projection], hidden_states: Tensor, angles: tuple, mask: Any
 ) -> tuple[Tensor, None]:
-    """Run q, k, v and o, and what lies between them, as LoRA_Attention."""
+    """Run q, k, v, attention and o as one LoRA_Attention."""
     *qkv, o = reads
     frozen = FrozenAttention(
         _frozen_qkv(qkv), frozen_linear(o), attention.head_dim, attention.scaling,
@@ -182,7 +182,7 @@ def _run_as_one(
 
 
 def _run_qkv(attention: Any, reads: Reads, hidden_states: Tensor) -> Sequence[Tensor]:
-    """Run q, k and v: as one function, each by itself, or as PEFT has them."""
+    """Run q, k and v: as one function, each by itself, or PEFT's way."""
     if reads.are_all:
         seed = seed_for(hidden_states, *(one.dropout for one in reads.fit))
         frozen = _frozen_qkv(reads.fit)._replace(seed=seed)
@@ -196,7 +196,7 @@ def _run_qkv(attention: Any, reads: Reads, hidden_states: Tensor) -> Sequence[Te
 
 
 def mask_for_attention(mask: Any) -> Any:
-    """Return a mask that transformers' attention takes, for one that may be documents."""
+    """Return a mask that transformers' attention accepts. Documents are converted."""
     is_ours = isinstance(mask, Tensor) and is_documents(mask)
     return mask_of_documents(mask) if is_ours else mask
 
@@ -204,9 +204,9 @@ def mask_for_attention(mask: Any) -> Any:
 def _read_rest(
     attention: Any, angles: tuple, mask, past_key_values, options: dict
 ) -> Projection | None:
-    """Return o of an attention whose q, k and v are fused, as it is now, or None if the attention
-    may not run as one function."""
-    if torch.compiler.is_compiling():  # which has its own
+    """Return o as it is now, for an attention whose q, k and v are fused, or None if the attention
+    cannot run as one function."""
+    if torch.compiler.is_compiling():  # the compiler has its own fusion
         return None
     form, o = known_form(attention, "Attention"), attention.o_proj
     turns_part = angles[0] is not None and angles[0].shape[-1] != attention.head_dim
@@ -224,8 +224,8 @@ def _read_rest(
 
 
 def why_not_sdpa(attention: Any) -> str | None:
-    """Return the reason if this attention does with q, k and v anything else than causal
-    scaled_dot_product_attention."""
+    """Return the reason if this attention runs anything but causal scaled_dot_product_attention on
+    q, k and v."""
     implementation = attention.config._attn_implementation
     if implementation != "sdpa":
         return f"its attention is {implementation}: call model.set_attn_implementation('sdpa')"
@@ -244,8 +244,7 @@ def why_not_sdpa(attention: Any) -> str | None:
 
 
 def why_not_inputs(mask, past_key_values, options: dict) -> str | None:
-    """Return the reason if an attention, or its layer, is called with more than tensors to attend
-    to."""
+    """Return the reason if these arguments keep an attention, or its layer, from running fused."""
     if past_key_values is not None:
         return "it was given past_key_values; in training, set model.config.use_cache = False"
     if mask is not None and (not isinstance(mask, Tensor) or mask.requires_grad):
@@ -269,7 +268,7 @@ def attend(
     past_key_values,
     **options,
 ):
-    """Do what the class does with the projections, [batch, positions, heads, head_dim]."""
+    """Attend as the class does. q, k and v are [batch, positions, heads, head_dim]."""
     form = known_form(attention, "Attention")
     by_token = q.shape[:2]
     if form.norms == "heads":
@@ -284,7 +283,7 @@ def attend(
                 say_once(attention, reason)
         q, k = turn(q, k, *position_embeddings)
     if past_key_values is not None:
-        # which of it a paged cache changes for the attention after it
+        # a paged cache changes some of these options for the attention below
         given = {"kwargs": options} if IS_NAMED_CACHE else {}
         k, v = past_key_values.update(k, v, attention.layer_idx, **given)
     config = attention.config
@@ -308,7 +307,7 @@ def attend(
 
 
 def _turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """q and k, of which each head's first features are turned, as many as there are angles."""
+    """Rotate the first features of each head of q and k, as many as there are angles."""
     turned = cos.shape[-1]
     if turned == q.shape[-1]:
         return rope(q, k, cos, sin)
@@ -320,5 +319,5 @@ def _turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
 
 
 def _of_module(attention: nn.Module, name: str) -> Callable:
-    """The function of this name in the module of the attention's class."""
+    """Return a function by name from the module of the attention's class."""
     return getattr(sys.modules[type(attention).__module__], name)

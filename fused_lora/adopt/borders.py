@@ -1,22 +1,21 @@
-"""Bordered weights: a frozen weight and its adapter in one buffer, so that LoRA needs no pass of
-its own over a large tensor.
+"""Bordered weights: a frozen weight and its adapter in one buffer. LoRA then needs no extra pass
+over a large tensor.
 
 For a frozen W [out, in] with adapter A [r, in], B [out, r] and scale s the buffer is
 
     M = [[W, s B],      [out + r, in + r], row-major, in W's dtype
-         [A,  0 ]]      its rows on whole lines of the L2 cache (`rows.empty_rows`)
+         [A,  0 ]]      rows start on whole L2 cache lines (`rows.empty_rows`)
 
 Projections that share an input share a buffer (q, k, v; gate, up): W and A are stacked, B is block
 diagonal. PEFT's `base_layer.weight` and `.bias` become views of it and work as before. The adapters
-stay PEFT's own parameters: the border is scratch memory, into which every forward of a layer copies
-the adapters that it runs with, all in one launch. So nothing has to be told that they changed.
+stay PEFT's parameters. The border is scratch memory: every forward of a layer copies its current
+adapters into it, all in one launch, so nobody has to report that they changed.
 
-Nothing here keeps a buffer alive but the weights in it, and a graph that needs it for backward. A
-weight that lies elsewhere (moved, cast, assigned, unpickled, copied with its model) is moved into a
-new buffer by the next forward, and the memory of the old one is free once all have left it.
+Only the weights in a buffer keep it alive, and a graph that needs it for backward. If a weight has
+left (moved, cast, assigned, unpickled, copied with its model), the next forward moves it into a new
+buffer. The old one is freed once all weights have left it.
 
-The products are in `layer/buffer.py`. LoRA: Hu et al., arXiv 2106.09685. The bordered form is our
-own.
+The matmuls are in `layer/buffer.py`. LoRA: Hu et al., arXiv 2106.09685. The bordered form is ours.
 """
 
 import weakref
@@ -34,8 +33,8 @@ from ..layer.filling import Filling
 from .foreign.saved_weights import hand_out_buffered
 from .projection import Projection, why_not_base
 
-# Of bf16 are 16 bytes, to which cuBLAS wants every row aligned. Without any adapter the border is
-# as wide, and zero.
+# 8 bf16 values are 16 bytes, the alignment cuBLAS needs for every row. Without any adapter the
+# border is this wide, and zero.
 WIDTH_MULTIPLE = 8
 GROUPS = 4  # q, k and v; o; gate and up; down
 
@@ -44,7 +43,7 @@ GROUPS = 4  # q, k and v; o; gate and up; down
 
 
 class Layout(NamedTuple):
-    """A buffer's: outputs of each part, room for the rank of each, and columns of the border."""
+    """The layout of a buffer: each part's outputs and room for its rank, and the border's width."""
 
     outs: tuple[int, ...]
     blocks: tuple[int, ...]
@@ -65,7 +64,7 @@ class Layout(NamedTuple):
 
 
 class _Made(NamedTuple):
-    """A buffer: where the weights and biases were put, and how it is laid out."""
+    """A buffer as made: where its weights and biases went, and its layout."""
 
     places: tuple
     layout: Layout
@@ -75,10 +74,10 @@ class _Made(NamedTuple):
 class Border:
     """The buffer of projections that share an input, for as long as their weights lie in it.
 
-    A kind of weights that is kept otherwise has a subclass, and a switch (`switches.KINDS`).
+    Weights stored in another form have a subclass and a switch (`switches.KINDS`).
     """
 
-    precision = ""  # said of a layer that runs on such buffers
+    precision = ""  # the report adds it to such layers
     is_traced = True  # torch.compile can trace a forward on them
 
     @staticmethod
@@ -88,24 +87,24 @@ class Border:
 
     @staticmethod
     def why_not_base(base: nn.Module) -> str | None:
-        """Return the reason if a base layer's weight is of no form that such a buffer takes."""
+        """Return the reason if such a buffer cannot take a base layer's weight."""
         return why_not_base(base)
 
     @staticmethod
     def take_in(base: nn.Linear) -> None:
-        """Prepare a linear layer whose weight is to lie in such a buffer."""
+        """Prepare a linear layer whose weight will lie in such a buffer."""
         let_save(base)
 
     @staticmethod
     def settle(model: nn.Module) -> None:
-        """Do to a model, whose forwards are set, what others have to find where weights are so."""
+        """Adjust a model for other libraries, once its forwards are set and its weights moved."""
 
     def __init__(self) -> None:
         self._made: _Made | None = None
         self._buffer: weakref.ref[Buffer] | None = None
 
     def __reduce__(self):
-        # of a copied or unpickled model no weight lies in a buffer
+        # no weight of a copied or unpickled model lies in a buffer
         return type(self), ()
 
     def find_or_make(
@@ -117,11 +116,10 @@ class Border:
     ) -> tuple[Bordered, bool]:
         """Return the buffer, with room for adapters of these ranks, and whether it had to be made.
 
-        parts: the projections, or what they are split in, each with an adapter and a rank.
+        parts: the projections, or the parts they split into, each with an adapter and a rank.
 
-        Made are: one [out + width, in + width] tensor, a second one for biases that are not
-        trained, if there are any, and views of them in the place of the memory of each. Parameters
-        stay the same objects.
+        Making it allocates one [out + width, in + width] tensor, and a second one for untrained
+        biases, if there are any. Parameters stay the same objects and become views of these.
         """
         made = self._made
         fits = made is not None and made.places == _places_of(reads) and made.layout.has_room(parts)
@@ -136,8 +134,8 @@ class Border:
 
 
 def _places_of(reads: Sequence[Projection]) -> tuple:
-    """The places of the weights and biases: they differ once one lies elsewhere, even if that is an
-    address of before."""
+    """Return the places of the weights and biases. They differ once one has moved, even to an
+    earlier address."""
     return tuple(
         (w.data_ptr(), w.stride(), w.dtype, w.device, None if bias is None else bias.data_ptr())
         for w, bias in ((read.weight, held_bias(read)) for read in reads)
@@ -145,8 +143,8 @@ def _places_of(reads: Sequence[Projection]) -> tuple:
 
 
 def held_bias(read: Projection) -> Tensor | None:
-    """A projection's bias, if the buffer holds it. One that is trained stays where it is, for its
-    optimizer may hold that memory, and is given to each forward."""
+    """Return a projection's bias if the buffer holds it. A trained bias stays where it is, because
+    its optimizer may hold that memory, and is passed to each forward."""
     return None if read.bias is None or read.bias.requires_grad else read.bias
 
 
@@ -179,7 +177,7 @@ def layout_of(weight: Tensor, parts: Sequence[Projection], ranks: Sequence[int])
 
 
 def move_biases(reads: Sequence[Projection], layout: Layout) -> Tensor | None:
-    """Put the biases that a buffer holds side by side, each in its projection's rows."""
+    """Move the biases that a buffer holds into one tensor, each at its projection's rows."""
     if all(held_bias(read) is None for read in reads):
         return None
     first = next(held for held in map(held_bias, reads) if held is not None)
@@ -197,8 +195,8 @@ def _move(parameter: Tensor, memory: Tensor) -> None:
 
 
 def _buffer_of(made: _Made, reads: Sequence[Projection]) -> Buffer:
-    """The whole of what the weights are views of."""
-    # .data, with a version of its own: a plain function that saved a weight does not mind borders
+    """Return the buffer that the weights are views of."""
+    # .data has a separate version counter: filling borders does not invalidate a saved weight
     weight, layout = reads[0].weight.data, made.layout
     inputs = weight.shape[1]
     matrix = weight.as_strided((layout.rows, inputs + layout.width), (made.stride, 1), 0)
@@ -211,8 +209,8 @@ def _buffer_of(made: _Made, reads: Sequence[Projection]) -> Buffer:
 class LayerBorders(Filling):
     """The borders of one decoder layer.
 
-    replica_of: the name of an earlier layer that has the same base weights (PEFT's
-    layer_replication), in whose buffers they lie.
+    replica_of: the name of an earlier layer with the same base weights (PEFT's layer_replication).
+    They lie in that layer's buffers.
     """
 
     def __init__(self, kind: type[Border] = Border):
@@ -228,10 +226,10 @@ class LayerBorders(Filling):
         ranks: Sequence[Sequence[int]],
         dtype: torch.dtype,
     ) -> list[Bordered]:
-        """Return the buffers of these projections, made where weights lie elsewhere.
+        """Return the buffers of these projections, making those whose weights lie elsewhere.
 
-        One after the other, so that at most one group's weights exist twice. dtype: the model's,
-        which weights may not tell.
+        They are made one by one, so at most one group's weights exist twice. dtype: the model's,
+        which the weights may not show.
         """
         found = [
             border.find_or_make(reads, split, of, dtype)
@@ -239,7 +237,7 @@ class LayerBorders(Filling):
         ]
         device = found[0][0].A.device
         if device.type == "cuda" and any(was_made for _, was_made in found):
-            torch.cuda.empty_cache()  # the freed pieces are each too small for what comes
+            torch.cuda.empty_cache()  # the freed pieces are too small for the next buffers
         return [bordered for bordered, _ in found]
 
 
@@ -247,17 +245,17 @@ class LayerBorders(Filling):
 
 
 def let_save(base: nn.Linear) -> None:
-    """Let this linear layer, whose weight is to lie in a buffer, be saved, also once it stands in a
-    model of its own (`_leave_peft`)."""
+    """Prepare a linear layer whose weight will lie in a buffer for saving, even after PEFT is
+    removed from its model (`_leave_peft`)."""
     if _leave_peft not in base._state_dict_pre_hooks.values():
         base.register_state_dict_pre_hook(_leave_peft)
         base.register_state_dict_post_hook(hand_out_buffered)
 
 
 def _leave_peft(base: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """Give a linear layer memory of its own when its state is asked for and it is no longer within
-    a layer or a model of PEFT's, after `merge_and_unload` or `unload`: safetensors refuses weights
-    that share memory or are not contiguous."""
+    """Move a linear layer out of its buffer if its state is asked for outside any PEFT layer or
+    model, after `merge_and_unload` or `unload`. safetensors refuses weights that share memory or
+    are not contiguous."""
     if not prefix.endswith("base_layer.") and "base_model." not in prefix:
         _give_own_memory(base)
 
@@ -266,8 +264,8 @@ HOOKS = (_leave_peft, hand_out_buffered)
 
 
 def _give_own_memory(base: Any) -> list[str]:
-    """Move weight and bias out of their buffer, whatever their names are now (weight_orig, once it
-    is pruned); returns the names of those that lay in one."""
+    """Move weight and bias out of their buffer, whatever their names are now (weight_orig after
+    pruning). Return the names of those that lay in one."""
     moved = []
     for name, parameter in base.named_parameters():
         if isinstance(parameter, PlacedWeight):
@@ -282,8 +280,8 @@ def _give_own_memory(base: Any) -> list[str]:
 
 
 def unborder(model: nn.Module) -> list[str]:
-    """Give every weight and bias of `model` that lies in a buffer contiguous memory of its own
-    again, as it is now; returns the names. The buffers are freed with that."""
+    """Move every weight and bias of `model` that lies in a buffer back to separate contiguous
+    memory, with its current value. Return the names. This frees the buffers."""
     names = []
     for name, module in model.named_modules():
         for hooks in (module._state_dict_pre_hooks, module._state_dict_hooks):

@@ -1,4 +1,4 @@
-"""The switch `cross_entropy`: the forward that it sets on a causal language model."""
+"""The switch `cross_entropy`: the forward it sets on a causal language model."""
 
 import inspect
 import warnings
@@ -32,14 +32,14 @@ from .site import having
 
 
 def causal_lms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Models with an lm_head, but within PEFT's CPT, which makes a loss of its own of logits."""
+    """Yield models with an lm_head, except inside PEFT's CPT, which needs logits for its loss."""
     if not any(isinstance(module, CPTEmbedding) for module in model.modules()):
         yield from having("lm_head", "model")(model)
 
 
 def read_head(model: Any) -> nn.Linear:
-    """Return the linear layer that a model's logits come from, as it is now. Raises a Refusal if
-    the fused loss may not compute what comes of it."""
+    """Return the linear layer that computes a model's logits, as it is now. Raises a Refusal if the
+    fused loss cannot replace it and the loss after it."""
     refuse(why_not_class(model, "ForCausalLM"))
     config, form = model.config, known_form(model, "ForCausalLM")
     if form.capped_by and (cap := getattr(config, form.capped_by)) is not None:
@@ -52,7 +52,7 @@ def read_head(model: Any) -> nn.Linear:
     head = model.lm_head
     modules = [head]
     if type(head) is ModulesToSaveWrapper:
-        # as its forward chooses: a copy of its own for every adapter of which it was to be trained
+        # choose as its forward does: each adapter that trains it has a copy
         active = [] if head.disable_adapters else head.active_adapters
         head = head.modules_to_save[active[0]] if active else head.original_module
         modules.append(head)
@@ -77,23 +77,24 @@ def read_head(model: Any) -> nn.Linear:
     return head
 
 
-# Options of a call that the fused loss does not compute: what transformers' loss reads, what its
-# attention reads, and losses that go by these names, which it (5.17 to 5.24) takes and ignores.
+# Options of a call that the fused loss does not compute: those that transformers' loss reads, those
+# that its attention reads, and losses by these names, which transformers (5.17 to 5.24) accepts and
+# ignores.
 OTHER_LOSSES = frozenset({"label_smoothing", "z_loss"})
 NOT_KNOWN = OTHER_LOSSES | {"is_causal", "position_bias"} | frozenset(
     name
     for function in (loss_utils.ForCausalLMLoss, loss_utils.fixed_cross_entropy)
     for name in inspect.signature(function).parameters
 ) - {"labels", "num_items_in_batch", "kwargs"}  # fmt: skip
-# Of these, values that ask for nothing.
+# Values of these options that change nothing.
 NOTHING_ASKED = {"ignore_index": -100, "is_causal": True}
 
 
 def why_not_options(
     model: Any, logits_to_keep: int | Tensor, options: dict[str, Any]
 ) -> str | None:
-    """Return the reason if a call asks for more than the fused loss. All other options, such as
-    seq_idx or token_type_ids, go to the decoder, which reads or ignores them as without fusion."""
+    """Return the reason if a call asks for more than the fused loss does. Other options, such as
+    seq_idx or token_type_ids, go to the decoder, which treats them as it does without fusion."""
     if not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
         return "it was given logits_to_keep: leave that out to run it fused"
     if options.get("return_dict", model.config.return_dict) is False:
@@ -131,14 +132,15 @@ def causal_lm_forward(
     max_labelled_tokens: int | None = None,
     **options,
 ):
-    """In training with labels: the loss without logits (`no_logits.py`), and without a cache if
-    only the model's configuration wants one, with which no layer would run whole. Else, and with a
-    warning where a call asks for what the fused loss does not know (label_smoothing, z_loss), the
-    class's own forward, logits and all. What that makes of it is its loss_function's affair:
-    transformers' own reads neither.
+    """Compute the loss without logits (`no_logits.py`), in training with labels.
 
-    max_labelled_tokens, which the class does not have, spares the products of ignored tokens where
-    the host may not wait to count the others: in a CUDA graph (see `linear_cross_entropy`).
+    A cache that only the model's config asks for is not filled: with one, no layer would run whole.
+    Without training or labels the class's own forward runs, logits and all. It also runs, with a
+    warning, if a call asks for something that the fused loss does not know (label_smoothing,
+    z_loss). Its loss_function decides what happens to that; transformers' reads neither.
+
+    max_labelled_tokens is ours. It skips the matmuls of ignored tokens in a CUDA graph, where the
+    host cannot wait to count the labelled ones (see `linear_cross_entropy`).
     """
     inputs = {
         "input_ids": input_ids,
@@ -166,12 +168,12 @@ def causal_lm_forward(
     if use_cache is None and "use_cache" in own and _needs_no_cache(model.model, inputs):
         warnings.warn(NO_CACHE, stacklevel=2)
         inputs["use_cache"] = False
-    # tokens before n predict n
+    # token n - 1 predicts token n
     shifted = F.pad(labels, (0, 1), value=-100)[..., 1:].to(head.weight.device).contiguous()
-    wanted = shifted  # which labels there are; unpadded may mark some as wrong
+    wanted = shifted  # the true labels: unpadded may mark some as wrong
     if not _shows_states(model, options):
         inputs, shifted = unpadded(model.model, inputs, shifted)
-    # how many tokens are labelled the host would have to wait for, which no capture allows
+    # the host would wait for the number of labelled tokens, which no capture allows
     drop_ignored = not is_capturing(shifted)
     rows = None
     if not torch.compiler.is_compiling():
@@ -182,7 +184,7 @@ def causal_lm_forward(
                 rows = labelled_rows(shifted, max_labelled=max_labelled_tokens)
     if rows is not None:
         tokens = inputs["input_ids"] if input_ids is not None else inputs.get("inputs_embeds")
-        # labels that do not fit are refused below, and may have rows that are nowhere
+        # labels of the wrong shape are refused below; their rows may not exist
         if (
             tokens is not None
             and shifted.shape == tokens.shape[:2]
@@ -192,7 +194,7 @@ def causal_lm_forward(
     outputs = model.model(**as_named(inputs), **options)
     form = known_form(model, "ForCausalLM")
     hidden = outputs.last_hidden_state
-    if form.divided_by:  # the logits are, and so may this be
+    if form.divided_by:  # dividing this divides the logits
         hidden = hidden / getattr(model.config, form.divided_by)
     loss = linear_cross_entropy(
         hidden,
@@ -207,13 +209,14 @@ def causal_lm_forward(
         fp8=multiplies_in_fp8(model, head, parts),
     )
     of_decoder = {one.name: getattr(outputs, one.name, None) for one in fields(output_class)}
-    if not torch.compiler.is_compiling():  # which knows transformers' own classes of outputs
+    if not torch.compiler.is_compiling():  # it only knows transformers' output classes
         output_class = without_logits(output_class)
     return output_class(**of_decoder | {"loss": loss, "logits": None})
 
 
 def _signature_of(cls: Any) -> tuple[frozenset[str], type]:
-    """The names of what a model's class hands on to its decoder, and the class of its outputs."""
+    """Return the names of the arguments that a model's class passes to its decoder, and its output
+    class."""
     signature = inspect.signature(cls.forward)
     returned = signature.return_annotation  # that class, or a tuple or that class
     names = frozenset(signature.parameters) - {"labels", "logits_to_keep", "output_router_logits"}
@@ -221,8 +224,8 @@ def _signature_of(cls: Any) -> tuple[frozenset[str], type]:
 
 
 def _needs_no_cache(decoder: Any, inputs: dict[str, Any]) -> bool:
-    """Return True if a cache that the configuration asks for changes nothing of the loss. Of packed
-    documents it does: transformers keeps them apart only without one."""
+    """Return True if a cache that the config asks for would not change the loss. With packed
+    documents it would: transformers keeps them apart only without one."""
     may_be_packed = inputs.get("position_ids") is not None and inputs.get("attention_mask") is None
     return (
         inputs.get("past_key_values") is None and not may_be_packed and fills_cache(decoder, None)
@@ -235,18 +238,18 @@ def _shows_states(model: Any, options: dict[str, Any]) -> bool:
 
 
 def _may_leave_out(model: Any, head: nn.Linear, options: dict[str, Any]) -> bool:
-    """Return True if the last layer may compute its output for labelled tokens alone: it is a fused
-    one, and nobody but the loss sees its output."""
+    """Return True if the last layer may compute its output for labelled tokens only: it is fused,
+    and nobody but the loss sees its output."""
     decoder = model.model
-    if not hasattr(decoder, "layers"):  # a text tower's are not the model's own
+    if not hasattr(decoder, "layers"):  # a multimodal model: its text tower has them
         return False
     last = decoder.layers[-1]
     return (
         "layer" in fused_parts_of(last)
-        and [*decoder.layers].count(last) == 1  # else it is an earlier layer, too
+        and [*decoder.layers].count(last) == 1  # not an earlier layer as well
         and not _shows_states(model, options)
         and all(why_call(one, own_forward=False) is None for one in (last, decoder, decoder.norm))
-        # which would be compiled for every number of tokens
+        # a compiled one would recompile for every number of tokens
         and last._compiled_call_impl is decoder._compiled_call_impl is None
         and last.post_attention_layernorm.weight.device == head.weight.device
     )

@@ -1,10 +1,10 @@
-"""Rows that hold several documents: a batch that says so gets no mask of positions x positions.
+"""Packed rows, which hold several documents, without a mask of positions x positions.
 
-Packed batches (transformers' DataCollatorWithFlattening, TRL's packing and padding_free) say it by
-position_ids that begin anew. transformers makes a mask of them, [1, 1, T, T] for a row of T tokens;
-here the layers are given the documents' bounds in its place (`kernels/documents.py`), which fused
-attention takes. Padded batches become packed ones on their way to the loss, without the padding; in
-a graph, whose shapes are fixed, the padding of a row is a document of its own.
+Packed batches (transformers' DataCollatorWithFlattening, TRL's packing and padding_free) have
+position_ids that restart. transformers turns these into a mask, [1, 1, T, T] for a row of T tokens.
+We give the layers the documents' bounds instead (`kernels/documents.py`), and fused attention takes
+those. For the loss, padded batches become packed ones without the padding. In a graph, where shapes
+are fixed, a row's padding becomes a separate document.
 """
 
 import sys
@@ -28,7 +28,7 @@ from .linear import read_output
 from .refusal import attempt, reason_of
 from .site import having
 
-DECODER = frozenset({"documents"})  # the parts that a decoder's forward is said to run
+DECODER = frozenset({"documents"})  # the parts of a decoder's fused forward
 decoders = having("embed_tokens", "layers", "norm")
 IGNORED, IN_NO_VOCABULARY = -100, -1  # labels
 MASKS = ("create_causal_mask", "create_sliding_window_causal_mask")
@@ -43,16 +43,16 @@ def decoder_forward(
     past_key_values=None,
     **options,
 ):
-    """The class's own forward; of packed rows the layers get the bounds of documents for a mask.
+    """Run the class's forward, with the bounds of documents as the mask of packed rows.
 
-    They are packed if position_ids begin anew, as transformers has it. To know that, the host waits
-    for the device, as it does there; in a graph it cannot, and any position_ids count as packed.
+    As in transformers, rows are packed if position_ids restart. The host waits for the device to
+    see that, as it does there. In a graph it cannot, so any position_ids count as packed.
     """
     check_not_empty(decoder, {"input_ids": input_ids, **options})
     if (
         attention_mask is None
         and past_key_values is None
-        and not fills_cache(decoder, options.get("use_cache"))  # with one they are no documents
+        and not fills_cache(decoder, options.get("use_cache"))  # with one they are not documents
         and isinstance(position_ids, Tensor)
         and position_ids.ndim == 2
         and not _has_axes(decoder)
@@ -69,7 +69,7 @@ def decoder_forward(
 
 
 def check_not_empty(module: nn.Module, inputs: dict[str, Any]) -> None:
-    """Raise ValueError for a batch of no rows or no tokens."""
+    """Raise ValueError for a batch without rows or tokens."""
     for name in ("input_ids", "inputs_embeds"):
         rows = inputs.get(name)
         if isinstance(rows, Tensor) and 0 in rows.shape[:2]:
@@ -80,13 +80,13 @@ def check_not_empty(module: nn.Module, inputs: dict[str, Any]) -> None:
 
 
 def _has_axes(decoder: Any) -> bool:
-    """Return True if a position is several numbers (of text, height and width, in Qwen-VL)."""
+    """Return True if a position has several numbers (text, height and width in Qwen-VL)."""
     return "mrope_section" in (getattr(decoder.config, "rope_parameters", None) or {})
 
 
 def takes_documents(decoder: Any, longest: int) -> bool:
-    """Return True if all attention of a decoder runs fused, on kernels that attend to documents of
-    so many tokens. What of it steps aside all the same makes a mask of them."""
+    """Return True if all attention of a decoder runs fused, on kernels that handle documents up to
+    `longest` tokens. An attention that steps aside anyway turns them into a mask."""
     window = getattr(decoder.config, "sliding_window", None)
     if torch.compiler.is_compiling() or (window is not None and window < longest):
         return False
@@ -112,22 +112,22 @@ def _attends_fused(layer: Any, dtype: torch.dtype) -> bool:
 
 
 def unpadded(decoder: Any, inputs: dict[str, Any], labels: Tensor) -> tuple[dict[str, Any], Tensor]:
-    """Return a padded batch as one row [1, tokens] without its padding; the batch itself where it
-    has none, or where that would not be exact. The host waits for the number of tokens.
+    """Return a padded batch as one row [1, tokens] without its padding. Return the batch itself if
+    it has no padding or the result would not be exact. The host waits for the number of tokens.
 
-    inputs: by name, as the decoder takes them. labels: [batch, positions], each at the token that
-    predicts it. Exact it is where no padding predicts one, and where no cache is filled.
+    inputs: the decoder's arguments by name. labels: [batch, positions], each at the token that
+    predicts it. The result is exact if no padding predicts a label and no cache is filled.
 
-    In the graph of a `GraphedStep`, which has one shape, the batch stays as it is, with documents
-    for a mask, if the step's eager calls have seen padding, and none that forbids it: a row's
-    tokens have to lie side by side, too. A later row of which they do not makes the loss NaN, by
-    its labels: the host cannot look at it.
+    The graph of a `GraphedStep` has one shape, so its batch keeps the padding and has documents as
+    its mask. This needs eager calls that saw padding, none of it predicting a label or lying
+    between a row's tokens. If a later row breaks that, its labels make the loss NaN, because the
+    host cannot look.
     """
     mask, position_ids = inputs.get("attention_mask"), inputs.get("position_ids")
     given = {name: inputs.get(name) for name in ("input_ids", "inputs_embeds")}
     tokens = {name: rows for name, rows in given.items() if rows is not None}
     if (
-        not hasattr(decoder, "layers")  # as of a multimodal model, whose decoder is within it
+        not hasattr(decoder, "layers")  # a multimodal model: its decoder is inside
         or not isinstance(mask, Tensor)
         or mask.is_floating_point()
         or any(one.shape[:2] != mask.shape for one in (labels, *tokens.values()))
@@ -168,19 +168,19 @@ def unpadded(decoder: Any, inputs: dict[str, Any], labels: Tensor) -> tuple[dict
 
 
 def _padding_apart(is_token: Tensor) -> Tensor:
-    """Documents that begin where tokens and padding meet."""
+    """Return documents whose bounds are where tokens and padding meet."""
     positions = is_token.shape[1]
     return documents_of(torch.arange(positions, device=is_token.device) + 2 * positions * is_token)
 
 
 def _is_parted(is_token: Tensor) -> Tensor:
-    """Of each row, [batch, 1], whether padding lies between its tokens."""
+    """Return, for each row [batch, 1], whether padding lies between its tokens."""
     begins = is_token[:, 1:] & ~is_token[:, :-1]
     return begins.sum(1, keepdim=True) + is_token[:, :1] > 1
 
 
 def fills_cache(decoder: Any, use_cache: bool | None) -> bool:
-    """Return True if a forward that is called with this use_cache fills a cache."""
-    if use_cache is None:  # of a multimodal model its text's configuration says
+    """Return True if a forward called with this use_cache fills a cache."""
+    if use_cache is None:  # a multimodal model leaves it to its text config
         use_cache = getattr(decoder.config, "use_cache", False)
     return bool(use_cache) and not is_checkpointed(decoder)

@@ -1,20 +1,22 @@
-"""The families of models whose classes are known, and what each computes, as a table.
+"""A table of the model families whose classes we know, and of how each computes.
 
-A class is listed once its forward was read, in the oldest and the newest transformers that we
-take (5.17, 5.24), to compute what its form says and nothing else. The forwards in this folder read
-the forms; none asks for a family by name. What is in no form is Llama's way.
+We list a class once we have read its forward, in the oldest and the newest transformers that we
+support (5.17, 5.24), and it computes what its form says and nothing else. The forwards in this
+folder read the forms; none asks for a family by name. Anything that a form does not mention works
+as in Llama.
 """
 
 from typing import Any, NamedTuple
 
 
 class AttentionForm(NamedTuple):
-    """An attention: q, k and v of its input, RoPE, attention, o.
+    """An attention: q, k and v from its input, RoPE, attention, o.
 
-    projections: its layers for q, k and v; where it is one, its outputs are theirs side by side.
-    norms: what q_norm and k_norm normalise, "heads" or all "features"; "" where there are none.
-    turns: the attribute that says whether this layer turns q and k at all.
-    passes: options of the attention function, and the attributes that it is given for them.
+    projections: its layers for q, k and v. If there is only one, its outputs hold all three side
+        by side.
+    norms: q_norm and k_norm act on "heads" or on all "features"; "" if there are none.
+    turns: the attribute that says whether this layer rotates q and k at all.
+    passes: options of the attention function, each with the attribute passed for it.
     """
 
     projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
@@ -27,7 +29,7 @@ class MLPForm(NamedTuple):
     """An MLP: down(activation(gate(x)) * up(x)).
 
     projections: its layers for gate and up, one or two, as for attention.
-    activation: the attribute that is called.
+    activation: the attribute that holds the activation.
     """
 
     projections: tuple[str, ...] = ("gate_proj", "up_proj")
@@ -35,7 +37,7 @@ class MLPForm(NamedTuple):
 
 
 class NormForm(NamedTuple):
-    """An RMSNorm: x / rms(x) times its weight, or, zero_centered, times one more than that.
+    """An RMSNorm: x / rms(x) times its weight, or times 1 + weight if zero_centered.
 
     eps: the attribute that holds it.
     """
@@ -50,8 +52,8 @@ class LayerForm(NamedTuple):
         total = x + m after_attention(attention(before_attention(x)))
         output = total + m after_mlp(mlp(before_mlp(total)))
 
-    These are names of modules, "" for none, and m is an attribute, "" for one. Norms, or
-    has_dropout: those after attention and the MLP are nn.Dropout.
+    The names are modules, "" for none. m is the attribute `multiplier`; "" means 1. All modules are
+    norms, except that with has_dropout those after attention and the MLP are nn.Dropout.
     """
 
     before_attention: str = "input_layernorm"
@@ -63,10 +65,10 @@ class LayerForm(NamedTuple):
 
 
 class LossForm(NamedTuple):
-    """A causal language model's loss, of lm_head's logits.
+    """A causal language model's loss, from lm_head's logits.
 
-    divided_by, capped_by: what of its config the logits are divided by, or soft-capped at.
-    has_router: its decoder is a mixture of experts, whose routers' loss may be added.
+    divided_by, capped_by: config attributes that divide or soft-cap the logits.
+    has_router: its decoder is a mixture of experts, and may add its routers' loss.
     """
 
     divided_by: str = ""
@@ -75,11 +77,11 @@ class LossForm(NamedTuple):
 
 
 class Family(NamedTuple):
-    """Classes of one module of transformers, and their forms; None: it has none that is known.
+    """Classes of one transformers module, and their forms. None: no such class that we know.
 
-    prefix: the beginning of its classes' names. names: by kind (a key of `KINDS`), those of other
-    names.
-    whole: its layers were read for `layer`, too, which runs them as one function.
+    prefix: the beginning of its classes' names. names: classes named otherwise, by kind (a key of
+    `KINDS`).
+    whole: we have read its layers for `layer` as well, which runs them as one function.
     """
 
     module: str
@@ -93,13 +95,13 @@ class Family(NamedTuple):
     whole: bool = False
 
     def class_of(self, kind: str) -> str:
-        """The name of its class of a kind, with its module's."""
+        """Return the full name of its class of a kind."""
         _, end = KINDS[kind]
         name = self.names.get(kind, self.prefix + end)
         return f"transformers.models.{self.module}.modeling_{self.module}.{name}"
 
     def why_not_whole(self) -> str:
-        """The reason why `layer` does not take its layers, "" where it does."""
+        """Return the reason why `layer` does not take its layers, "" if it does."""
         attention = self.attention
         if self.loss is not None and self.loss.has_router:
             return "its MLP is a mixture of experts"
@@ -138,7 +140,7 @@ FAMILIES = (
     Family("olmo2", "Olmo2", AttentionForm(norms="features"), layer=OUTPUT_NORMS, whole=True),
     Family("olmo3", "Olmo3", AttentionForm(norms="features", passes=OWN_WINDOW),
            layer=OUTPUT_NORMS, whole=True),
-    # of a mixture `mlp` is what is no expert
+    # in a mixture of experts, `mlp` takes the MLPs that are not experts
     Family("qwen3_moe", "Qwen3Moe", NORMED_HEADS, loss=MIXTURE),
     Family("qwen2_moe", "Qwen2Moe", loss=MIXTURE),
     Family("mixtral", "Mixtral", AttentionForm(passes=CONFIGS_WINDOW), mlp=None, loss=MIXTURE),
@@ -154,8 +156,8 @@ FAMILIES = (
            MLPForm(("gate_up_proj",), "activation_fn"),
            layer=LayerForm(after_attention="resid_attn_dropout", after_mlp="resid_mlp_dropout",
                            has_dropout=True), whole=True),
-    # text towers: q and k are turned by one angle a position, as everywhere, which their
-    # multimodal embedding has put together
+    # Text towers. q and k are rotated by one angle per position, as everywhere. Their multimodal
+    # embedding has assembled it.
     Family("qwen2_vl", "Qwen2VL", WINDOWED,
            names={"MLP": "Qwen2MLP", "ForCausalLM": "Qwen2VLForConditionalGeneration"}),
     Family("qwen2_5_vl", "Qwen2_5_VL", WINDOWED,
@@ -171,7 +173,7 @@ FAMILIES = (
            names={"ForCausalLM": "LlavaForConditionalGeneration"}),
 )  # fmt: skip
 
-# Of each kind of class: the field of Family that has its form, and how its name ends.
+# For each kind of class: the field of Family with its form, and the end of its name.
 KINDS = {
     "Attention": ("attention", "Attention"),
     "MLP": ("mlp", "MLP"),
@@ -187,11 +189,11 @@ FORMS: dict[str, dict[str, Any]] = {
     }
     for kind, (field, _) in KINDS.items()
 }
-# Of every layer, why it does not run as one; "": it does.
+# Why a layer does not run as one; "": it does.
 FORMS["DecoderLayer"] = {
     family.class_of("Layer"): family.why_not_whole()
     for family in FAMILIES
     if family.layer is not None
 }  # fmt: skip
-# Layers in which a norm follows upon an addition, with which it can be one.
+# Layers in which a norm follows the residual addition and can be fused with it.
 FORMS["NormedLayer"] = {name: form for name, form in FORMS["Layer"].items() if form.before_mlp}

@@ -1,4 +1,4 @@
-"""Checks that a module's class is known (`families.py`) and still as its library wrote it."""
+"""Checks that we know a module's class (`families.py`) and that nobody has patched it."""
 
 from functools import cache
 from typing import Any
@@ -19,19 +19,19 @@ KNOWN_TO = {
     "DecoderLayer": "a layer class whose parts we know",
     "ForCausalLM": "a class that we know, with its loss from lm_head alone",
 }
-# Functions, and methods of their own, that the forwards of these classes call and that fused ones
-# compute themselves.
+# Functions and methods that the forwards of these classes call, and that fused ones compute
+# themselves.
 CALLED = {"Attention": ("apply_rotary_pos_emb", "rotate_half")}
 METHODS = {"RMSNorm": "_norm"}
 
 
 def known_form(module: nn.Module, kind: str) -> Any:
-    """Return the form of a module's class (`families.py`), None where it is not known as `kind`."""
+    """Return the form of a module's class (`families.py`), None if we do not know it as `kind`."""
     return _form_of(_class_of(module), kind)
 
 
 @cache
-def _form_of(cls: type, kind: str) -> Any:  # several are asked for in every forward of a layer
+def _form_of(cls: type, kind: str) -> Any:  # called several times in every forward of a layer
     return FORMS[kind].get(f"{cls.__module__}.{cls.__qualname__}")
 
 
@@ -41,8 +41,8 @@ def _class_of(module: nn.Module) -> type:
 
 
 def why_not_class(module: nn.Module, kind: str) -> str | None:
-    """Return the reason if calling the module does not run the forward of a class known as `kind`,
-    as its library has written it."""
+    """Return the reason if calling the module does not run the original forward of a class that we
+    know as `kind`."""
     if (reason := why_not_own_forward(module)) is not None:
         return reason
     cls = _class_of(module)

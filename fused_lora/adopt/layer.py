@@ -1,7 +1,7 @@
-"""The switch `layer`: the forward that stands in for a whole decoder layer, on buffers of weights.
+"""The switch `layer`: the forward of a whole decoder layer, on buffers of weights.
 
-`fuse` sets a `BorderedForward` on each layer, which has the layer's borders (`borders.py`). A
-layer that may not run as one runs what else is fused in it, each part by itself, and says once why.
+`fuse` sets a `BorderedForward` on each layer, which holds the layer's borders (`borders.py`). A
+layer that cannot run as one runs its other fused parts one by one, and warns once.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ from .site import FusedForward
 
 
 class BorderedForward(FusedForward):
-    """A FusedForward that has its layer's borders. kind: None: that which they are of."""
+    """A FusedForward that holds its layer's borders. kind: of borders; None: keep theirs."""
 
     def __init__(
         self,
@@ -65,15 +65,15 @@ class BorderedForward(FusedForward):
 
 
 def borders_of(module: nn.Module) -> LayerBorders | None:
-    """The borders that a module's forward runs on, if it does on any."""
+    """Return the borders that a module's forward runs on, if any."""
     forward = vars(module).get("forward")
     owner = forward.__self__ if isinstance(forward, MethodType) else None  # see fused_parts_of
     return owner.borders if isinstance(owner, BorderedForward) else None
 
 
 def give_borders(layers: Sequence[tuple[str, nn.Module]]) -> None:
-    """Give the layers of a model, all that are fused in the order of a forward, their borders, and
-    move their weights into buffers where they may run as one now."""
+    """Connect the borders of a model's fused layers, given in the order of a forward. Move the
+    weights of those that can run as one now into buffers."""
     handover = Handover()
     first_with: dict[int, str] = {}
     for name, layer in layers:
@@ -83,7 +83,7 @@ def give_borders(layers: Sequence[tuple[str, nn.Module]]) -> None:
         first_with.update((id(one), name) for one in weights if replica_of is None)
         owner.borders.handover, owner.borders.replica_of = handover, replica_of
         reads, reason = attempt(_read, layer)
-        # on the CPU it will not run before it was moved
+        # on the CPU it cannot run before the model is moved
         if not reason and _runs_on(reads[0][0].weight.device):
             owner.borders.find_or_make(reads, *parts_and_ranks(layer, reads), _dtype_of(layer))
         for base in base_layers(layer):
@@ -98,7 +98,7 @@ def _runs_on(device: torch.device) -> bool:
 
 
 def check_layer(layer: Any, kind: type[Border] | None = None) -> None:
-    """Raise a Refusal if a layer may not run as one now, on borders of a kind that is asked for."""
+    """Raise a Refusal if a layer cannot run as one now, on borders of the kind asked for."""
     _read(layer, kind)
     refuse(FLATTENED if _is_flattened(layer) else None)
 
@@ -108,8 +108,8 @@ def _is_flattened(layer: Any) -> bool:
 
 
 def read_layer(layer: Any) -> tuple:
-    """Return the operands of DecoderLayer after its mask, read from this fused layer as it is now.
-    Moves weights that lie elsewhere into new buffers."""
+    """Return DecoderLayer's operands after the mask, read from this fused layer as it is now. Moves
+    weights that lie elsewhere into new buffers."""
     return _operands(layer, _read(layer))
 
 
@@ -143,7 +143,7 @@ def _operands(layer: Any, reads: list[list[Projection]]) -> tuple:
 
 
 def _others(reads: Sequence[Projection], *norms: Norm | None) -> Others | tuple[()]:
-    """Return what is trained beside the adapters, if anything is."""
+    """Return the biases and norms that are trained beside the adapters, if any."""
     trained = [norm.weight if norm and norm.weight.requires_grad else None for norm in norms]
     has_biases = any(map(trains_bias, reads))
     if not has_biases and all(norm is None for norm in trained):
@@ -156,10 +156,9 @@ def _dtype_of(layer: Any) -> torch.dtype:
 
 
 def _read(layer: Any, asked: type[Border] | None = None) -> list[list[Projection]]:
-    """Return the projections of a layer by their buffers. Raises a Refusal if it may not run as
-    one now.
+    """Return the projections of a layer by buffer. Raises a Refusal if it cannot run as one now.
 
-    asked: the kind of borders that it is to have, where it does not yet.
+    asked: the kind of borders that it will have, if it does not have them yet.
     """
     borders = borders_of(layer)
     if borders is not None and borders.replica_of is not None:
@@ -173,7 +172,7 @@ def _read(layer: Any, asked: type[Border] | None = None) -> list[list[Projection
 
 
 def _read_call(layer: Any, *call: Any) -> list[list[Projection]]:
-    """`_read`, for a call with these arguments."""
+    """Run `_read` for a call with these arguments."""
     refuse(_why_not_inputs(layer, *call))
     return _read(layer)
 
@@ -210,19 +209,19 @@ def layer_forward(
     labelled: tuple[nn.Module, Tensor] | None = None,
     **options,
 ):
-    """Run a layer as one, or its parts where it may not, which compute all tokens.
+    """Run a layer as one, or else in parts, which compute all tokens.
 
-    labelled: a layer whose output is wanted of some tokens alone, and of which: `cross_entropy.py`.
+    labelled: a layer whose output matters for some tokens only, and their rows: `cross_entropy.py`.
     """
     if _is_flattened(layer):
         raise RuntimeError(f"a fused {type(layer).__name__} cannot run: {FLATTENED}")
     call = hidden_states, attention_mask, past_key_values, position_embeddings, options
     reads, reason = attempt(_read_call, layer, *call)
     if reason:
-        # a model that is only asked may be so in any way, with a cache say
+        # inference may be called in any way, with a cache for example
         if torch.is_grad_enabled():
             say_once(layer, reason)
-        if not fused_parts_of(layer.self_attn):  # a class's own takes no documents
+        if not fused_parts_of(layer.self_attn):  # the class's forward takes no documents
             attention_mask = mask_for_attention(attention_mask)
         own = normed_layer_forward if "rms_norm" in parts else _class_forward
         return own(
@@ -255,7 +254,7 @@ def _run(
     return saving_last(run)
 
 
-# It asks where tensors lie, which torch.compile does not know. All of it is kernels and products.
+# It looks at addresses, which torch.compile does not know. It is all kernels and matmuls anyway.
 _run_uncompiled = torch.compiler.disable(_run)
 
 

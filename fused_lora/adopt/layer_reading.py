@@ -1,5 +1,5 @@
-"""Reading of a decoder layer for the switch `layer`: its projections, by buffer, and its norms as
-they are now, or why it may not run as one."""
+"""Reading a decoder layer for the switch `layer`: its projections by buffer and its norms, as they
+are now, or why it cannot run as one."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -21,14 +21,14 @@ from .rms_norm import active_norm, why_not_within
 
 
 def read_groups(layer: Any, kind: type[Border]) -> list[list[Projection]]:
-    """Return the projections of a layer by their buffers. Raises a Refusal if it may not run as
-    one now, on such borders."""
+    """Return the projections of a layer by buffer. Raises a Refusal if it cannot run as one now, on
+    such borders."""
     refuse(_why_not_parts(layer))
     norms = [norm.weight for norm in norms_of(layer).values()]
     dtype, device = norms[0].dtype, norms[0].device
     groups = []
     for owner, names in grouped_projections(layer):
-        # o_proj may have been fused by itself, for when the layer is not
+        # o_proj may have a fused forward, for when the layer steps aside
         own_forward = names != ("o_proj",) or not fused_parts_of(layer.self_attn.o_proj)
         how, group = (own_forward, kind.why_not_base), []
         for name in names:
@@ -41,7 +41,7 @@ def read_groups(layer: Any, kind: type[Border]) -> list[list[Projection]]:
                         f"an adapter is {adapter.dtype}, should be bfloat16, float16 or float32"
                     )
             stored = read.weight.dtype
-            of_weight = dtype if stored in DTYPES else stored  # codes, which its kind has checked
+            of_weight = dtype if stored in DTYPES else stored  # codes, already checked by `kind`
             for tensor, wanted in ((read.weight, of_weight), (read.bias, dtype)):
                 if tensor is not None and (tensor.dtype, tensor.device) != (wanted, device):
                     raise Refusal(
@@ -61,7 +61,7 @@ def read_groups(layer: Any, kind: type[Border]) -> list[list[Projection]]:
 
 
 def base_layers(layer: Any) -> Iterator[Any]:
-    """The linear layers under the layer's projections."""
+    """Yield the linear layers under the layer's projections."""
     for owner, names in grouped_projections(layer):
         for name in names:
             projection = owner._modules[name]
@@ -71,7 +71,7 @@ def base_layers(layer: Any) -> Iterator[Any]:
 
 
 def grouped_projections(layer: Any) -> list[tuple[Any, tuple[str, ...]]]:
-    """Of each of GROUPS: the module that has its projections, and their names."""
+    """Return, for each of GROUPS, the module that has its projections, and their names."""
     attention, mlp = layer.self_attn, layer.mlp
     return [
         (attention, known_form(attention, "Attention").projections), (attention, ("o_proj",)),
@@ -82,7 +82,7 @@ def grouped_projections(layer: Any) -> list[tuple[Any, tuple[str, ...]]]:
 def parts_and_ranks(
     layer: Any, reads: list[list[Projection]]
 ) -> tuple[list[list[Projection]], list[list[int]]]:
-    """The seven projections by their buffers, and the largest rank of each one's adapters."""
+    """Return the seven projections by buffer, and the largest rank of each one's adapters."""
     qkv, o, gate_up, down = reads
     parts = [split_qkv(layer.self_attn, qkv), o, split_gate_up(gate_up), down]
     ranks = []
@@ -100,20 +100,21 @@ def _adapters_of(projection: Any) -> Iterable[Any]:
 
 
 def names_of_norms(form: LayerForm) -> tuple[str, str, str, str]:
-    """The names of a layer's norms, "" for those that it does not have."""
+    """Return the names of a layer's norms, "" for those it does not have."""
     if form.has_dropout:
         return form.before_attention, "", form.before_mlp, ""
     return form.before_attention, form.after_attention, form.before_mlp, form.after_mlp
 
 
 def norms_of(layer: Any) -> dict[str, Any]:
-    """A layer's norms, as PEFT runs them, by name."""
+    """Return a layer's norms by name, as PEFT runs them."""
     names = filter(None, names_of_norms(known_form(layer, "Layer")))
     return {name: active_norm(layer._modules[name]) for name in names}
 
 
 def _why_not_parts(layer: Any) -> str | None:
-    """Return the reason if a part of the layer, besides its projections, computes another thing."""
+    """Return the reason if a part of the layer other than its projections computes something we do
+    not fuse."""
     reason = why_not_class(layer, "DecoderLayer") or known_form(layer, "DecoderLayer")
     if reason:
         return reason

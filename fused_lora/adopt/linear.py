@@ -1,5 +1,5 @@
-"""A projection by itself, as LoRA_W: attention's o, and what is left of those that share an input,
-or an MLP, where another one may not run fused."""
+"""A single projection, run as LoRA_W: attention's o, or one of a group (an MLP's, or those that
+share an input) in which another cannot run fused."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -24,8 +24,8 @@ from .refusal import Refusal, attempt, refuse
 class Reads(NamedTuple):
     """Projections of one module as they are now.
 
-    fit: those that may run fused, in order: together if all are, else each by itself.
-    left: the others by name, and why.
+    fit: those that can run fused, in order. All run together, or else each by itself.
+    left: why the others cannot, by name.
     """
 
     fit: list[Projection]
@@ -33,14 +33,14 @@ class Reads(NamedTuple):
 
     @property
     def are_all(self) -> bool:
-        return len(self.fit) > 0 and not self.left  # bool of a list torch.compile cannot trace
+        return len(self.fit) > 0 and not self.left  # torch.compile cannot trace bool of a list
 
 
 def read_projections(module: Any, names: Sequence[str]) -> Reads:
     """Return these projections of a module as they are now.
 
-    If some may not run fused, one of the others at least has an adapter. Raises a Refusal if none
-    has, or may.
+    If some cannot run fused, at least one of the others has an adapter; otherwise this raises a
+    Refusal.
     """
     reads = Reads([], {})
     for name in names:
@@ -58,8 +58,8 @@ def read_projections(module: Any, names: Sequence[str]) -> Reads:
 
 
 def tensors_of(reads: Sequence[Projection]) -> list[Tensor | None]:
-    """The operands that a function of these projections differentiates: each one's A and B, and
-    then, if any trains its bias, the biases of all."""
+    """Return the operands that a function of these projections differentiates: each one's A and B,
+    then the biases of all if any is trained."""
     adapters = [tensor for one in reads for tensor in (one.A, one.B)]
     biases = [bias_of(one) for one in reads] if any(map(trains_bias, reads)) else []
     return [*adapters, *biases]
@@ -70,7 +70,7 @@ def frozen_linear(read: Projection) -> FrozenLinear:
 
 
 def run_alone(projection: nn.Module, x: Tensor) -> Tensor:
-    """Run a projection as LoRA_W, or as PEFT has it where it may not be fused or has no adapter."""
+    """Run a projection as LoRA_W, or PEFT's way if it cannot be fused or has no adapter."""
     read, reason = attempt(read_projection, projection)
     return projection(x) if reason or not len(read.A) else _lora_w(read, x)
 

@@ -1,4 +1,4 @@
-"""The switch `mlp`: the forward that it sets on an MLP."""
+"""The switch `mlp`: the forward it sets on an MLP."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -21,37 +21,37 @@ from .site import having
 
 
 def mlps(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """MLPs with gate and up as two layers, or one."""
+    """Yield MLPs that have gate and up as two layers or as one."""
     for name, module in having("down_proj")(model):
         if module._modules.keys() & {"gate_proj", "gate_up_proj"}:
             yield name, module
 
 
 def read_mlp(mlp: nn.Module) -> Reads:
-    """Return gate, up and down, or an MLP's one projection for both and down, as they are now."""
+    """Return gate, up and down as they are now; gate and up may be one projection."""
     refuse(why_not_class(mlp, "MLP") or why_not_activation(mlp))
     return read_projections(mlp, (*known_form(mlp, "MLP").projections, "down_proj"))
 
 
 def split_gate_up(reads: list[Projection]) -> list[Projection]:
-    """gate and up, of an MLP's two layers for them or its one."""
+    """Return gate and up of an MLP, whether it has two layers for them or one."""
     return reads if len(reads) > 1 else split_projection(reads[0], [len(reads[0].weight) // 2] * 2)
 
 
 def activation_of(mlp: Any) -> str:
-    """Return LoRA_MLP's name for an MLP's activation, that of its class where it has none."""
+    """Return LoRA_MLP's name for an MLP's activation, or its class's name if it has none."""
     activation = getattr(mlp, known_form(mlp, "MLP").activation)
     if isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation":
         return "silu"
     if type(activation) is GELUTanh:
-        function = activation.act  # F.gelu with an option, or one that is written in Python
+        function = activation.act  # F.gelu with an option, or a Python version
         if isinstance(function, partial) and is_builtin(function.func):
             return "gelu_tanh"
     return type(activation).__name__
 
 
 def why_not_activation(mlp: Any) -> str | None:
-    """Return the reason if the MLP's activation is none of these, or may not go uncalled."""
+    """Return the reason if we do not know the MLP's activation, or must call its module."""
     name = known_form(mlp, "MLP").activation
     activation = getattr(mlp, name)
     if activation_of(mlp) not in ACTIVATIONS:
@@ -90,7 +90,7 @@ def mlp_forward(mlp: nn.Module, parts: frozenset[str], x: Tensor) -> Tensor:
 
 
 def _run_apart(mlp: Any, x: Tensor) -> Tensor:
-    """The class's own forward, each projection by itself, fused where it may be."""
+    """Run the class's forward projection by projection, each fused if possible."""
     form = known_form(mlp, "MLP")
     outputs = [run_alone(getattr(mlp, name), x) for name in form.projections]
     gate, up = outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)

@@ -1,4 +1,4 @@
-"""Reading of a linear layer with a PEFT adapter, or with none: what it computes, as it is now."""
+"""Reading a linear layer, with a PEFT adapter or without: the operands it computes with now."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -28,28 +28,28 @@ CAST = "cast the model to bfloat16, float16 or float32"
 
 
 class Projection(NamedTuple):
-    """x W' + bias + scaling (dropout(x) A' B' + lora_bias); without an adapter A and B are of rank
-    0."""
+    """x W' + bias + scaling (dropout(x) A' B' + lora_bias). Without an adapter A and B have
+    rank 0."""
 
     weight: Tensor
     bias: Tensor | None
     A: Tensor
     B: Tensor
     scaling: float
-    # the probability with which an element is dropped as things are now; None: where the projection
-    # before it, a part of the same layer, drops it
+    # the current probability of dropping an element; None: share the mask of the projection before,
+    # a part of the same layer
     dropout: float | None = 0.0
-    lora_bias: Tensor | None = None  # PEFT's name for an adapter's
-    base: nn.Module | None = None  # which has weight and bias; None: of a part of one
+    lora_bias: Tensor | None = None  # PEFT's name for an adapter's bias
+    base: nn.Module | None = None  # owner of weight and bias; None: this is a part
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Return True for a model that PEFT has put adapters into, of whatever kind."""
+    """Return True for a model into which PEFT has put adapters of any kind."""
     return any(isinstance(module, BaseTunerLayer | PeftModel) for module in model.modules())
 
 
 def why_not_base(base: nn.Module) -> str | None:
-    """Return the reason if a base layer is anything else than a frozen linear layer."""
+    """Return the reason if a base layer is anything but a frozen linear layer."""
     if type(base) is not nn.Linear:
         return _not_linear(base)
     weight = _parameter(base, "weight")
@@ -66,10 +66,10 @@ def read_projection(
     why_not_base: Callable[[nn.Module], str | None] = why_not_base,
 ) -> Projection:
     """Return the parts of a projection that computes what Projection says and nothing else. Raises
-    a Refusal for every other.
+    a Refusal for any other.
 
-    Called at every forward, up to seven times a layer. own_forward: whether the projection itself
-    must still have its class's forward. why_not_base: of the form in which weights may be stored.
+    Called in every forward, up to seven times per layer. own_forward: whether the projection itself
+    must still have its class's forward. why_not_base: checks how the base weight is stored.
     """
     if type(projection) is not LoraLinear:
         refuse(_why_not_lora(projection) or why_not_base(projection))
@@ -84,11 +84,11 @@ def read_projection(
         named = ", ".join(active) or "none"
         raise Refusal(f"{len(active)} adapters are active: {named}: choose one with set_adapter")
     adapter = active[0]
-    # nn.Module finds a submodule by failing to find an attribute first, in three times as long
+    # nn.Module finds a submodule only after failing to find an attribute, 3x slower
     parts = projection._modules
     lora_A: Any = parts["lora_A"]
     base: Any = parts["base_layer"]
-    if adapter not in lora_A._modules:  # PEFT passes it over
+    if adapter not in lora_A._modules:  # PEFT skips it
         refuse(why_not_base(base) or why_call(base) or why_call(projection, own_forward))
         return _without_adapter(base)
     A: Any = lora_A._modules[adapter]
@@ -105,20 +105,20 @@ def read_projection(
         refuse(why_call(module, own_forward or module is not projection))
     scaling = projection.scaling[adapter]
     if isinstance(scaling, Tensor):
-        raise Refusal(  # for which the host would wait
+        raise Refusal(  # the host would wait for its value
             "its scaling is a tensor: hotswap_adapter works without "
             "prepare_model_for_compiled_hotswap"
         )
     lora_bias = _parameter(B, "bias")
     A, B = _parameter(A, "weight"), _parameter(B, "weight")
     weight, bias = _parameter(base, "weight"), _parameter(base, "bias")
-    scaling = float(scaling)  # of NumPy's, say
+    scaling = float(scaling)  # from NumPy, say
     return Projection(weight, bias, A, B, scaling, dropped, lora_bias, base)
 
 
 def _dropout_of(dropout: Any) -> float:
-    """Return the probability with which this module drops an element now. Raises a Refusal if no
-    mask does what it does."""
+    """Return the current probability that this module drops an element. Raises a Refusal if no mask
+    can replace it."""
     if isinstance(dropout, nn.Identity):
         return 0.0
     if type(dropout) is not nn.Dropout:
@@ -138,28 +138,28 @@ def _dropout_of(dropout: Any) -> float:
 
 
 def why_not_dropout_here(projections: Sequence[Projection]) -> str | None:
-    """Return the reason if projections have dropout where a part by itself does not draw it: within
-    compiled code, which may draw other masks when a checkpoint runs it again."""
+    """Return the reason if projections have dropout inside compiled code, where only whole layers
+    draw it: compiled code may draw other masks when a checkpoint recomputes it."""
     if torch.compiler.is_compiling() and any(one.dropout for one in projections):
         return "lora_dropout within torch.compile: ask for layer=True, or do not compile"
     return None
 
 
 def seed_for(x: Tensor, *dropouts: float | None) -> Tensor | None:
-    """A new seed for the masks of projections that run as one function, if any has dropout. A
-    forward that checkpointing runs again gets that of its first run."""
+    """Return a new seed for the masks of projections that run as one function, if any has dropout.
+    A recomputed forward gets the seed of its first run."""
     if not any(dropouts):
         return None
-    # Also where it runs again, from the generator's state of then: dropout that is not ours draws
-    # after it. A graph puts no state back, and has none of that.
+    # A recompute draws as well, from the restored generator state: other dropout draws after ours
+    # and must match. A graph restores no state, and has no other dropout.
     drawn = None if is_capturing(x) else draw_seed(x.device)
     (seed,) = once(lambda: (draw_seed(x.device) if drawn is None else drawn,), is_small=True)
     return seed
 
 
 def split_projection(whole: Projection, sizes: Sequence[int]) -> list[Projection]:
-    """The projections of one input whose outputs, of these sizes, lie side by side in those of one
-    layer: its adapter's A is that of each, so that each gives it a gradient, and so is its mask."""
+    """Split one layer into the projections whose outputs, of these sizes, lie side by side in its
+    own. They share its adapter's A, each with a gradient for it, and its mask."""
     weights, biases, B, lora_biases = (
         [None] * len(sizes) if one is None else one.split(list(sizes))
         for one in (whole.weight, whole.bias, whole.B, whole.lora_bias)
@@ -182,7 +182,7 @@ def frozen_bias(read: Projection) -> Tensor | None:
 
 
 def bias_of(read: Projection) -> Tensor | None:
-    """The bias of a projection, its adapter's in it."""
+    """Return the bias of a projection, including its adapter's."""
     if read.lora_bias is None:
         return read.bias
     scaled = read.lora_bias * read.scaling
@@ -190,7 +190,7 @@ def bias_of(read: Projection) -> Tensor | None:
 
 
 def _why_not_lora(projection: Any) -> str | None:
-    """Return the reason if a projection has an adapter that is not of PEFT's plain kind."""
+    """Return the reason if a projection has an adapter that is not PEFT's plain LoRA."""
     if type(projection) is nn.Linear:
         return None
     if isinstance(projection, ModulesToSaveWrapper):
@@ -199,7 +199,7 @@ def _why_not_lora(projection: Any) -> str | None:
     base = getattr(projection, "base_layer", projection)
     if base is projection:
         return None
-    # of a quantised base layer PEFT has a class of its own, say lora.bnb.Linear4bit
+    # PEFT has a separate class for a quantised base layer, say lora.bnb.Linear4bit
     if isinstance(projection, LoraLayer) and type(base) is not nn.Linear:
         return _not_linear(base)
     return f"its adapter is {kind.__module__}.{kind.__qualname__}: take LoraConfig's plain LoRA"
@@ -219,12 +219,12 @@ def _without_adapter(linear: nn.Module) -> Projection:
 
 
 def _parameter(module: nn.Module, name: str) -> Any:
-    found = module._parameters.get(name, module)  # likewise
+    found = module._parameters.get(name, module)  # faster, as above
     return getattr(module, name) if found is module else found
 
 
 def why_not_plain(weight: Any) -> str | None:
-    """Return the reason if a weight is no plain tensor in a dtype that kernels compute in."""
+    """Return the reason if a weight is not a plain tensor in a dtype that our kernels support."""
     if type(weight).__name__ == "DTensor":
         return "is sharded (DTensor): its forward is fused if fuse came before fully_shard"
     is_ours = isinstance(weight, PlacedWeight)
@@ -236,7 +236,7 @@ def why_not_plain(weight: Any) -> str | None:
 
 
 def why_call(module: nn.Module, own_forward: bool = True) -> str | None:
-    """Return the reason if the output of `module` may not be computed without calling it.
+    """Return the reason if we must call `module` to get its output.
 
     own_forward: whether it must still have its class's forward.
     """

@@ -5,8 +5,8 @@ from typing import Any
 
 
 class Refusal(Exception):
-    """Raised by whoever reads a module (`read_*`) that may not run fused as it is now, or is not
-    called as it would have to be. Nothing was computed then."""
+    """Raised when reading a module (`read_*`) that cannot run fused as it is now, or in this call.
+    Nothing has been computed by then."""
 
     @property
     def reason(self) -> str:
@@ -14,7 +14,7 @@ class Refusal(Exception):
 
 
 def refuse(reason: str | None) -> None:
-    """Raise a Refusal if there is a reason. Checks are asked in the order in which they stand:
+    """Raise a Refusal if there is a reason. Chain checks in the order they should run:
     ``refuse(why_not_class(...) or why_not_activation(...))``."""
     if reason is not None:
         raise Refusal(reason)
@@ -23,7 +23,7 @@ def refuse(reason: str | None) -> None:
 def attempt(read: Callable, *inputs: Any) -> tuple[Any, str]:
     """Return ``(read(*inputs), "")``, or None and the reason if it refuses.
 
-    For forwards: what torch.compile cannot trace must not run within a `try`.
+    For forwards: code that torch.compile cannot trace must not run within a `try`.
     """
     try:
         return read(*inputs), ""
@@ -32,6 +32,6 @@ def attempt(read: Callable, *inputs: Any) -> tuple[Any, str]:
 
 
 def reason_of(read: Callable, *inputs: Any) -> str | None:
-    """Return the reason if this refuses."""
+    """Return the reason if this read refuses."""
     _, reason = attempt(read, *inputs)
     return reason or None

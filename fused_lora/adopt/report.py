@@ -10,9 +10,9 @@ from .layer import borders_of
 from .projection import BASE_IS_TRAINED, has_adapters
 from .switches import SWITCHES
 
-# The parts that a module was set to run, which its forward no longer tells once it is replaced.
+# The parts that a module was set to run. Its forward no longer tells once it is replaced.
 PARTS_SET = "_fused_parts"
-# The parts that a model was to run before it had adapters, and what is said of it.
+# The parts that were asked for before the model had adapters, and what we say about it.
 ASKED_EARLY = "_fused_asked_early"
 NO_ADAPTERS = "the model has no adapters: call peft.get_peft_model first, then fuse"
 TOO_EARLY = "fuse was called before the model had adapters: call it again"
@@ -21,12 +21,12 @@ NOT_ASKED = "not asked for: it became able to run fused after fuse() was called"
 
 @dataclass(frozen=True)
 class FusionReport:
-    """A report of what runs fused and what was left on its own path.
+    """A report of the modules that run fused and of those left unfused.
 
     fused: part -> names of the modules that run it, as in `model.named_modules()`.
-    left: module name -> why it stays on PEFT's or transformers' own path. Of an MLP or an attention
-        that is fused a projection may be left: the others then run fused each by itself.
-    counts: part -> what of it runs fused, of how many: "2 of 8 projections".
+    left: module name -> why it stays on PEFT's or transformers' path. A projection of a fused MLP
+        or attention may be left: the others then run fused one by one.
+    counts: part -> how many units run fused: "2 of 8 projections".
 
     As a string it has a line for each part and for each reason.
     """
@@ -51,7 +51,7 @@ class FusionReport:
 
 
 def report_on(model: nn.Module) -> FusionReport:
-    """Report what of `model` would run fused if it were called now (`fused_lora.report`)."""
+    """Report which modules of `model` would run fused if called now (`fused_lora.report`)."""
     found = FusionReport({}, {})
     asked, early = (
         {part for module in model.modules() for part in vars(module).get(attribute, ())}
@@ -73,8 +73,8 @@ def report_on(model: nn.Module) -> FusionReport:
 def _report_part(
     found: FusionReport, model: nn.Module, part: str, whole: tuple[str, ...], not_set: str
 ) -> None:
-    """Report one part, but for what is within these whole layers. not_set: the reason of a module
-    that may run it, but whose forward is not set."""
+    """Report one part, skipping modules inside these whole layers. not_set: the reason for a module
+    that could run it but whose forward is not set."""
     found.fused[part] = []
     running = total = 0
     for name, module, site in SWITCHES[part].candidates(model):
@@ -100,14 +100,14 @@ def _report_part(
 
 
 def _runs(module: nn.Module, unit: str, left: dict[str, str]) -> bool:
-    """Return True if a unit of a module runs fused, of which these do not: one without an adapter
-    only together with all others."""
+    """Return True if a unit of a module runs fused, given the units left. One without an adapter
+    only does together with all others."""
     return not left or (unit not in left and hasattr(module.get_submodule(unit), "lora_A"))
 
 
 def explained(model: nn.Module, reason: str | None) -> str | None:
-    """Return a reason why a module does not run fused, or that its model has no adapters if this is
-    why its base weights are trained."""
+    """Return the reason why a module does not run fused. If its base weights are trained only
+    because the model has no adapters, say that instead."""
     if reason is None or BASE_IS_TRAINED not in reason:
         return reason
     return reason if has_adapters(model) else NO_ADAPTERS

@@ -1,5 +1,5 @@
-"""The switch `rms_norm`: the forwards that it sets on a norm, and on a decoder layer, whose
-residual is added within its second norm."""
+"""The switch `rms_norm`: the forwards it sets on a norm, and on a decoder layer, whose second norm
+then adds the residual itself."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -32,7 +32,7 @@ def why_not_norm(norm: Any) -> str | None:
 
 
 def read_norm(norm: Any, dtype: torch.dtype | None = None) -> None:
-    """Raise a Refusal if this norm may not run fused; in a call, on an input of this dtype."""
+    """Raise a Refusal if this norm cannot run fused. dtype: the input's, in a call."""
     refuse(why_not_norm(norm))
     if dtype not in (None, norm.weight.dtype):  # the class promotes to the wider dtype
         raise Refusal(
@@ -41,7 +41,7 @@ def read_norm(norm: Any, dtype: torch.dtype | None = None) -> None:
 
 
 def active_norm(norm: Any) -> Any:
-    """Return the norm that a call of this one runs: of one in modules_to_save the adapter's."""
+    """Return the norm that a call of this one runs: with modules_to_save, the adapter's copy."""
     if type(norm) is not ModulesToSaveWrapper or why_call(norm) is not None:
         return norm
     active = [] if norm.disable_adapters else norm.active_adapters
@@ -50,12 +50,12 @@ def active_norm(norm: Any) -> Any:
 
 
 def why_not_within(norm: Any) -> str | None:
-    """Return the reason if this norm may not be part of a function."""
+    """Return the reason if this norm cannot be part of a larger function."""
     return why_not_norm(norm) or why_call(norm, own_forward=False)
 
 
 def why_not_frozen(norm: Any) -> str | None:
-    """Return the reason if this norm may not be part of a function that does not train it."""
+    """Return the reason if this norm cannot be part of a function that does not train it."""
     if (reason := why_not_within(norm)) is not None:
         return reason
     if norm.weight.requires_grad:
@@ -72,8 +72,8 @@ def norm_forward(norm: Any, parts: frozenset[str], x: Tensor) -> Tensor:
 
 
 def read_normed_layer(layer: Any, dtype: torch.dtype | None = None) -> Any:
-    """Return the second norm of a layer, which may have the residual's addition before it; in a
-    call, whose input has this dtype."""
+    """Return the second norm of a layer, which can add the residual itself. dtype: the input's, if
+    there is a call."""
     refuse(why_not_class(layer, "NormedLayer"))
     norm = active_norm(getattr(layer, known_form(layer, "NormedLayer").before_mlp))
     refuse(why_not_within(norm))
@@ -83,7 +83,7 @@ def read_normed_layer(layer: Any, dtype: torch.dtype | None = None) -> Any:
 
 
 def normed_layer_forward(layer: Any, parts: frozenset[str], hidden_states: Tensor, **options):
-    """The class's own forward; the residual's addition goes into the norm after it."""
+    """Run the class's forward, with the residual addition fused into the norm after it."""
     norm, reason = attempt(read_normed_layer, layer, hidden_states.dtype)
     if reason:
         return step_aside(layer, reason, hidden_states, **options)
@@ -97,7 +97,7 @@ def normed_layer_forward(layer: Any, parts: frozenset[str], hidden_states: Tenso
     options = as_named(options)
     attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **options)
     attended = added(attended, form.after_attention)
-    if attended.dtype != hidden_states.dtype:  # of fp32 weights under autocast: the sum is fp32
+    if attended.dtype != hidden_states.dtype:  # fp32 weights under autocast: the sum is fp32
         residual = hidden_states + attended
         return residual + added(layer.mlp(norm(residual)), form.after_mlp)
     form_of_norm = known_form(norm, "RMSNorm")

@@ -1,4 +1,4 @@
-"""Setting of forwards: each module's once, for all of the parts that it runs."""
+"""Setting forwards: one per module, for all the parts that it runs."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -21,8 +21,8 @@ def running_in(model: nn.Module) -> set[str]:
 
 
 def set_forwards(model: nn.Module, wanted: set[str], kind: type[Border] | None) -> None:
-    """Let the modules of a model that may run the wanted parts run them fused from now on, beside
-    the parts that they ran before. kind: of its whole layers' borders; None: as they have."""
+    """Make the modules of a model run the wanted parts fused where they can, beside the parts that
+    they already ran. kind: of borders for whole layers; None: keep theirs."""
     sites = list(_sites_by_module(model, wanted, kind))
     for module, parts, site in sites:
         owner = FusedForward(site.forward, module, parts)
@@ -47,8 +47,8 @@ def set_forwards(model: nn.Module, wanted: set[str], kind: type[Border] | None) 
 def _sites_by_module(
     model: nn.Module, wanted: set[str], asked: type[Border] | None
 ) -> Iterator[tuple[Any, frozenset[str], Site]]:
-    """Yield the modules that run parts fused, which those are, and the site whose forward to set.
-    Of several it is one that gives way to none of the others: these have one forward."""
+    """Yield each module that runs parts fused, its parts, and the site whose forward to set. Among
+    several sites it is one that gives way to none of the others, which share one forward."""
     found: dict[nn.Module, dict[str, Site]] = {}
     for part, its in switches_for(asked).items():
         for site in its.sites:

@@ -1,9 +1,9 @@
-"""Sites: the kinds of module whose forward a fused part stands in for, and the forward that is set.
+"""Sites: the kinds of module whose forward a fused part replaces, and the forward that we set.
 
-Sites are found by the classes that are known to compute what the fused code computes and nothing
-else (`known.py`). A module is read at every forward, so that disabled, merged or switched adapters,
-hooks and the like behave as they do without fusion. Where reading refuses, the module steps aside
-(`aside.py`): it runs its class's own forward, and says once why.
+We find sites by class: we know that these compute what the fused code computes and nothing else
+(`known.py`). We read a module in every forward, so disabled, merged or switched adapters, hooks and
+the like behave as they do without fusion. If reading refuses, the module steps aside (`aside.py`):
+it runs its class's forward, and warns once.
 """
 
 import inspect
@@ -28,7 +28,7 @@ from .foreign.versions import (
 )
 from .refusal import reason_of
 
-# Not so in Triton's interpreter, which runs kernels on the CPU.
+# False in Triton's interpreter, which runs kernels on the CPU.
 KERNELS_WANT_A_GPU = isinstance(_swiglu_forward_kernel, triton.JITFunction)
 ON_CPU = (
     "its weights are on the CPU, where no kernel runs: it runs fused once the model is on a GPU"
@@ -38,13 +38,13 @@ ON_CPU = (
 class Site(NamedTuple):
     """One kind of module that a part runs fused.
 
-    candidates: the modules of a model that the part may concern, with their names.
+    candidates: the modules of a model that the part may apply to, with their names.
     read: reads one as it is now, or raises a Refusal.
-    forward: what is set on it; called with the module and the set of parts that it runs.
-    gives_way_to: a part whose forward is set instead where the module runs that one, too.
-    is_listed: whether the report lists it; not where its modules are listed by another site.
+    forward: the forward to set; called with the module and the set of parts that it runs.
+    gives_way_to: a part whose forward is set instead if the module also runs that one.
+    is_listed: whether the report lists it. False if another site lists its modules.
     units: the names of the units that the report counts in such a module; "": itself.
-    left: of what was read, the units that do not run fused, by name, and why.
+    left: the units, given the result of `read`, that do not run fused: name -> reason.
     """
 
     candidates: Callable[[nn.Module], Iterator[tuple[str, nn.Module]]]
@@ -56,17 +56,17 @@ class Site(NamedTuple):
     left: Callable[[Any], dict[str, str]] = lambda read: {}
 
     def why_not(self, module: nn.Module) -> str | None:
-        """Return the reason for leaving a module to its class's own forward, as it is now."""
+        """Return the reason for leaving a module, as it is now, to its class's forward."""
         return reason_of(self.read, module)
 
     def why_not_now(self, module: nn.Module) -> str | None:
-        """`why_not`, or because of where its weights are."""
+        """Return the reason of `why_not`, or that the weights are on the CPU."""
         return self.why_not(module) or _why_not_on_cpu(module)
 
 
 class Part(NamedTuple):
-    """The sites of one switch of Fusion; `none_found`: the reason if a model has none of them;
-    `units`: what the report counts."""
+    """The sites of one switch of Fusion. none_found: the reason if a model has none of them. units:
+    the noun for the report's counts."""
 
     sites: tuple[Site, ...]
     none_found: str
@@ -81,12 +81,12 @@ class Part(NamedTuple):
 
 
 class FusedForward(Owner):
-    """The forward that stands in for a module's: a function of the module, of the parts that it
-    runs fused, and of the module's inputs.
+    """The forward that replaces a module's: a function of the module, the parts that it runs fused,
+    and the module's inputs.
 
-    Its method `forward` is set on the module. torch.compile shares the code of a method between
-    layers; a callable object, or what functools.partial binds, it would compile for each layer
-    until it gives up.
+    We set its method `forward` on the module. torch.compile shares the code of a method between
+    layers. It would compile a callable object or a functools.partial for each layer until it gives
+    up.
     """
 
     def __init__(self, function: Callable, module: nn.Module, parts: frozenset[str]):
@@ -99,7 +99,7 @@ class FusedForward(Owner):
         return MethodType(_with_signature_of(type(self.module).forward), self)
 
     def run(self, module: nn.Module, *inputs, **options):
-        """Run on the module, which a checkpoint keeps alive until its backward."""
+        """Run on the module; a checkpoint keeps it alive until its backward."""
         if (reason := _why_not_inputs(*inputs, *options.values())) is not None:
             return step_aside(module, reason, *inputs, **options)
         return self.function(module, self.parts, *inputs, **options)
@@ -107,8 +107,8 @@ class FusedForward(Owner):
 
 @cache
 def _with_signature_of(own: Callable) -> Callable:
-    """`FusedForward.forward`, with the signature of the class's own: the Trainer drops the columns
-    of a dataset that are not in it, and generate() looks there for what it may pass."""
+    """Return `FusedForward.forward` with the signature of the class's forward. The Trainer drops
+    dataset columns that are not in it, and generate() looks there for the arguments to pass."""
 
     def forward(self: FusedForward, *inputs, **options):
         if isinstance(self, nn.Module):  # accelerate binds what it wraps in autocast to the model
@@ -116,7 +116,7 @@ def _with_signature_of(own: Callable) -> Callable:
         layer: Any = self.module
         options = as_ours(options)
         if self.checkpoints and is_checkpointed(layer):
-            # as the class's own; nothing else is kept from the run that backward repeats
+            # like the class's forward; nothing else is hidden from the run that backward repeats
             options.update({name: off for name, off in NO_CACHE.items() if name in options})
             run = partial(self.run, layer, **options)
             return layer._gradient_checkpointing_func(run, *inputs)
@@ -127,7 +127,7 @@ def _with_signature_of(own: Callable) -> Callable:
 
 
 def _why_not_inputs(*inputs: Any) -> str | None:
-    """Return the reason if nothing runs fused on these inputs."""
+    """Return the reason if nothing can run fused on these inputs."""
     if KERNELS_WANT_A_GPU and all(map(_is_on_cpu, inputs)):
         return ON_CPU
     if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
@@ -146,8 +146,8 @@ def _why_not_on_cpu(module: nn.Module) -> str | None:
 
 
 def having(*names: str) -> Callable[[nn.Module], Iterator[tuple[str, nn.Module]]]:
-    """Modules that have submodules of these names, of their own: PEFT's wrappers pass on those of
-    what they wrap."""
+    """Find modules that themselves have submodules of these names. PEFT's wrappers pass on those of
+    the wrapped module, and do not count."""
 
     def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         for name, module in model.named_modules():

@@ -1,6 +1,6 @@
-"""Every part of a model that can run fused: its sites, by the switch of `Fusion` that it is.
+"""Every part of a model that can run fused, by its switch in `Fusion`, with its sites.
 
-The report lists them in this order, which has no other meaning.
+The report lists them in this order. It has no other meaning.
 """
 
 from functools import partial
@@ -51,11 +51,11 @@ SWITCHES = {
     "fp8_lm_head": Part((FP8_LOSS,), NO_HEAD, "losses"),
     "layer": Part((LAYER,), NO_LAYER, "layers"),
 }
-# The switches that say in which kind of buffers the weights of layers lie.
+# The switches that choose the kind of buffer for the weights of layers.
 KINDS: dict[str, type[Border]] = {"fp8": Fp8Border}
 
 
 def switches_for(kind: type[Border] | None) -> dict[str, Part]:
-    """SWITCHES, where layers are to lie in buffers of a kind. None: of that which they have."""
+    """Return SWITCHES for layers in buffers of this kind. None: keep the kind they have."""
     site = LAYER._replace(read=partial(layer.check_layer, kind=kind))
     return SWITCHES | {"layer": SWITCHES["layer"]._replace(sites=(site,))}

@@ -12,13 +12,13 @@ T = TypeVar("T")
 
 
 class Cuda:
-    """All that is asked of CUDA, for the model on one device."""
+    """Every call to CUDA that a captured step makes, for a model on one device."""
 
     device_type = "cuda"
 
     def __init__(self, device: torch.device):
         self.device = device
-        # one stream for all, so that what the eager calls set up for it is there at capture
+        # eager calls share the capture's stream: what they set up on it is there when we capture
         self.stream = torch.cuda.Stream(device)
         self.pool = torch.cuda.graph_pool_handle()
 
@@ -31,15 +31,15 @@ class Cuda:
         return result
 
     def capture(self, body: Callable[[], T]) -> tuple[Callable[[], None], T]:
-        """Capture `body`; returns a function that replays it, and its result, into whose tensors a
-        replay writes."""
+        """Capture `body`. Return a function that replays it, and its result. Each replay writes
+        into the tensors of that result."""
         graph = torch.cuda.CUDAGraph()
         mode = "thread_local"  # a data loader's thread may pin memory meanwhile
         capture = torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode=mode)
         with capture, _no_garbage_collection(), _no_wait_for_the_device():
             result = body()
-        # Before it captures, PyTorch sets on that stream what random numbers are counted from. A
-        # replay sets it, too, on the stream that it is on, and has to come after that.
+        # Before a capture, PyTorch sets the random offset on the capture's stream. A replay sets it
+        # on the current stream, which must happen later: hence the wait.
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
         return graph.replay, result
 
@@ -49,8 +49,8 @@ class Cuda:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Garbage may be an older step, whose graph CUDA does not destroy while it captures one: it
-    breaks the capture instead (torch 2.11)."""
+    """Keep Python's collector off during a capture. It might collect an older step, and CUDA does
+    not destroy a graph while it captures another: the capture breaks instead (torch 2.11)."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -62,11 +62,11 @@ def _no_garbage_collection() -> Iterator[None]:
 
 @contextmanager
 def _no_wait_for_the_device() -> Iterator[None]:
-    """PyTorch raises before it waits for the device. CUDA would only raise after it has broken the
-    capture, which leaves PyTorch's allocator capturing for the rest of the process (torch 2.13)."""
+    """Make PyTorch raise before it waits for the device. CUDA would raise only after the capture is
+    broken, and PyTorch's allocator would keep capturing until the process ends (torch 2.13)."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the mode does not detect all
+        warnings.simplefilter("ignore")  # that it does not detect every wait
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -76,7 +76,7 @@ def _no_wait_for_the_device() -> Iterator[None]:
 
 @contextmanager
 def noting(causes: list[Exception]) -> Iterator[None]:
-    """Note an exception that ends a capture, for the capture's end may raise another that hides
+    """Note the exception that ends a capture: closing the capture may raise another that hides
     it."""
     try:
         yield

@@ -1,28 +1,28 @@
 """Gradient checkpointing, layer by layer: what a layer keeps for its backward, and where.
 
-    none        keep all that a layer saves, even where the model was told to checkpoint
-    full        keep each layer's input, run the layer again in backward
-    offload     the same with the inputs in pinned host memory (`offload.py`): copied out while the
-                layer runs, and back while the layer after it runs backward. There is room there:
-                a whole layer's attention and what comes of o go the same way, and are not
-                computed again
-    selective   keep all that the first layers need, as many as a memory budget holds, and
-                checkpoint the others; what a layer needs is measured when it first runs again, so
-                until then, in the first step of every shape, all are checkpointed
+    none        keep everything a layer saves, even if the model was told to checkpoint
+    full        keep each layer's input and recompute the layer in backward
+    offload     like full, with the inputs in pinned host memory (`offload.py`). They are copied out
+                while the layer runs, and back while the next layer runs backward. That leaves time
+                for more: attention in a whole layer and the output of o go the same way, and are
+                not recomputed
+    selective   keep the first layers whole, as many as a memory budget holds, and checkpoint the
+                others. We measure a layer the first time it is recomputed, so the first step of
+                every shape checkpoints them all
 
-A layer kept whole costs about 1 GiB at 32 x 512 tokens of Qwen2.5-3B and saves its second forward.
-What is dear to compute again is about as dear by the byte in all of a layer, by the times of its
-products on an H200: gate and up, 2.1 ms for 688 MiB; q, k, v, attention and o, 0.5 ms for about
-230. So whole layers are the unit, and the budget their number.
+Keeping a layer whole costs about 1 GiB at 32 x 512 tokens of Qwen2.5-3B and saves its recompute.
+We keep whole layers, because every part of one costs about as much to recompute per byte. On an
+H200 the matmuls of gate and up take 2.1 ms for 688 MiB; q, k, v, attention and o take 0.5 ms for
+about 230. The budget only decides how many layers.
 
-With a fused loss the last layer keeps what it saves under every policy: its backward comes next,
-and would compute all of it for the memory that the loss has just given back.
+With a fused loss the last layer keeps what it saves under every policy. Its backward comes next, so
+checkpointing it would only save memory that the loss has just freed.
 
-A layer that runs again (`recompute.py`) does so for what its functions save, not for its output.
-It is stopped at the last tensor that is missing. In most layers LoRA_MLP is the last to save any:
-`saving_last` tells it so, and its down projection, 29% of the layer's products, does not run again.
+A layer is recomputed (`recompute.py`) for what its functions save, not for its output. The second
+run stops at the last missing tensor. In most layers LoRA_MLP is the last to save one. `saving_last`
+tells it so, and it skips its down projection, 29% of the layer's matmuls.
 
-A layer calls a `LayerPolicy` in the place of its forward. `adopt/foreign/checkpointing.py` sets it.
+A layer calls a `LayerPolicy` instead of its forward. `adopt/foreign/checkpointing.py` sets it.
 """
 
 from collections.abc import Callable, Iterator
@@ -48,11 +48,11 @@ class Checkpoint:
 
     Args:
         policy: one of POLICIES.
-        memory_gib: for "selective", what the layers that are kept whole may hold together.
+        memory_gib: for "selective", the memory that the layers kept whole may hold together.
 
     Raises:
-        ValueError: the policy is unknown, or memory_gib is missing, negative, no finite number, or
-            not asked for.
+        ValueError: the policy is unknown; or memory_gib is missing, negative, not a finite number,
+            or given for another policy.
     """
 
     def __init__(self, policy: str, memory_gib: float | None = None):
@@ -71,8 +71,8 @@ class Checkpoint:
             raise ValueError(f"checkpoint: checkpoint_gib is for selective, not for {policy}")
         self.policy = policy
         self.budget_bytes = int((memory_gib or 0.0) * 2**30)
-        self.layer_bytes: dict[tuple, int] = {}  # by input's shape and index, as first measured
-        self.kept_bytes = 0  # what the layers that this forward has kept so far hold
+        self.layer_bytes: dict[tuple, int] = {}  # by input shape and layer index
+        self.kept_bytes = 0  # held by the layers kept so far in this forward
         self.offload = Offload()
 
     def run(self, on: "LayerPolicy", forward: Callable, *inputs):
@@ -84,7 +84,7 @@ class Checkpoint:
         if self.policy == "offload":
             if on.index == 0:
                 self.offload.start()
-            if not on.is_last:  # its backward comes first, when its input would not be out yet
+            if not on.is_last:  # whose backward would start before its input is copied out
                 keep = Keep(self.offload.out, self.offload.back)
                 with self.offload.hooks():
                     return _checkpointed(on.layer(), forward, *inputs, keep=keep)
@@ -113,9 +113,9 @@ class Checkpoint:
 
 @dataclass(eq=False)
 class LayerPolicy:
-    """A policy on one layer of a model, which calls this in the place of its forward.
+    """The policy of one layer, which calls this instead of its forward.
 
-    index: the layer's, in the order of a forward. keeps_all: nothing of it is checkpointed.
+    index: the layer's place in a forward. keeps_all: checkpoint nothing of it.
     """
 
     policy: Checkpoint
@@ -135,9 +135,9 @@ def policies_in(model: nn.Module) -> set[Checkpoint]:
 
 
 class _NoDropout(Bystander):
-    """A hook that refuses dropout within a layer that is captured and runs again: the state of the
-    random numbers cannot be read there. Not dropout of which a fused function makes masks from a
-    seed that is kept (`once`), and so calls no module."""
+    """A hook that refuses dropout in a captured layer that is recomputed: a capture cannot read the
+    random state. Dropout in a fused function is fine: it draws masks from a seed that `once` keeps,
+    and calls no module."""
 
     def __call__(self, module: nn.Module, *_) -> None:
         raise ValueError(
@@ -147,7 +147,7 @@ class _NoDropout(Bystander):
 
 
 def _refusing_dropout(layer: nn.Module) -> Iterator[Any]:
-    """Hook the dropouts in a layer, one after the other: their handles."""
+    """Hook the dropouts in a layer one by one, and yield their handles."""
     refuse = _NoDropout()
     for module in layer.modules():
         if module.training and getattr(module, "attention_dropout", False):
@@ -159,7 +159,7 @@ def _refusing_dropout(layer: nn.Module) -> Iterator[Any]:
 
 
 def _checkpointed(layer: nn.Module, forward: Callable, *inputs, **options):
-    """`recomputed`, which has these options."""
+    """Run `recomputed` with these options, in a capture without the random state."""
     if not is_capturing(inputs[0]):
         return recomputed(forward, *inputs, **options)
     with removed_after(_refusing_dropout(layer)):

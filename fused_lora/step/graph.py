@@ -1,13 +1,13 @@
 """A whole training step captured in CUDA graphs: forward and backward, then clipping and optimizer.
 
 The host launches two graphs instead of thousands of kernels, and a short step no longer waits for
-it. A graph repeats kernels at fixed addresses: batches are copied into buffers of its own, the
-learning rate is read from a tensor, and what the host decided is decided for good. There are two of
-them because the host checks what the update works on while the GPU computes gradients.
+it. A graph repeats its kernels at fixed addresses. We copy each batch into the graph's buffers and
+read the learning rate from a tensor; whatever else the host decided at capture stays decided. There
+are two graphs so the host can check the update's operands while the GPU computes gradients.
 
-The first EAGER_CALLS calls of new shapes run as plain PyTorch: kernels get compiled and tuned,
-libraries get their workspaces, the optimizer makes its state. These steps train like all others, so
-nothing has to be taken back.
+The first EAGER_CALLS calls with new shapes run as plain PyTorch: kernels are compiled and tuned,
+libraries allocate their workspaces, the optimizer makes its state. These steps train like all
+others, so nothing has to be undone.
 
 https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
 """
@@ -38,17 +38,17 @@ from .learning_rates import LearningRates
 from .masks import LayersWithoutMask
 from .padding_seen import PaddingSeen
 
-# One to compile and to make the optimizer's state, one that runs as all later ones will.
+# The first compiles and makes the optimizer's state. The second runs as all later ones will.
 EAGER_CALLS = 2
 
 
 @dataclass(eq=False)
 class _Captured:
-    """A captured step: its replays, and what they must find as it was at capture
+    """A captured step: its replays, and what must not change between replays
     (`graph_checks.py`)."""
 
     replay_gradients: Callable[[], None]
-    replay_update: Callable[[], None] | None  # None where the step ends with the gradients
+    replay_update: Callable[[], None] | None  # None: the step ends with the gradients
     loss: Tensor
     addresses: dict[str, Any]
     worked_on: dict[str, Any]
@@ -56,10 +56,10 @@ class _Captured:
 
 @dataclass(eq=False)
 class _Graph:
-    """One set of shapes: the buffers that it reads, and its step, once that is captured."""
+    """One set of shapes: its input buffers, and its step once captured."""
 
     inputs: dict[str, Any]
-    policies: set[Checkpoint]  # kept, for the host memory that they offload to
+    policies: set[Checkpoint]  # kept alive: they own the host memory for offload
     without_mask: LayersWithoutMask
     labels: LabelsSeen = field(default_factory=LabelsSeen)
     eager_calls: int = 0
@@ -67,7 +67,7 @@ class _Graph:
 
 
 class GraphedStep:
-    """A training step for one's own loop, captured in CUDA graphs for every set of shapes.
+    """A training step for your own loop, captured in CUDA graphs for each set of shapes.
 
     Equivalent PyTorch, for ``step.accumulate(**a); loss = step(**b)``::
 
@@ -81,46 +81,47 @@ class GraphedStep:
         for refresh in after_update:
             refresh()
 
-    The same kernels in the same order, dropout's random numbers included. `group["lr"]` stays the
-    user's: a scheduler or an assignment sets it, to a float or a tensor, and the next update reads
-    it, rounded to fp32 as ``lr=torch.tensor(lr)`` would be. There is no fp16 loss scaler in it.
+    It runs the same kernels in the same order and draws the same dropout. `group["lr"]` stays
+    yours: set it with a scheduler or an assignment, as a float or a tensor. The next update reads
+    it, rounded to fp32 like ``lr=torch.tensor(lr)``. There is no fp16 loss scaler.
 
     Each new set of shapes, dtypes and constants runs eagerly twice and is captured on the third
-    call. Accumulation, and `model.training`, get graphs of their own. From then on a call copies
-    the batch, launches twice, and never waits for the device. Call `reset` after fuse(), another
-    active adapter or other parameter groups. We refuse a replay when parameters or optimizer state
-    were moved or loaded, or `requires_grad` or an option of the optimizer changed.
+    call. Accumulation and each `model.training` get separate graphs. From then on a call copies the
+    batch, launches twice, and never waits for the device. Call `reset` after fuse(), or when you
+    switch adapters or change the parameter groups. We refuse a replay when parameters or optimizer
+    state were moved or loaded, or `requires_grad` or an option of the optimizer changed.
 
-    Layers that attend without a mask eagerly do so in the graph, with attention's fast kernels
+    Layers that attend without a mask eagerly do so in the graph too, with attention's fast kernels
     (`masks.py`). For that, leave attention_mask and position_ids out of batches without padding: a
-    graph cannot look at their values, attends with a mask, and warns. Packed documents are an
-    exception where attention is fused: one graph attends to any of them, in rows that `fill_row`
-    makes as long as each other (`packing.py`). So are padded rows where the loss is fused, too, and
-    an eager call had some. The loss is NaN there where padding predicts a label, or lies between a
-    row's tokens; where it did in an eager call, graphs have the mask.
+    graph cannot look at their values, so it attends with a mask, and warns. There are two
+    exceptions. With fused attention, one graph attends to any packed documents, in rows of one
+    length as `fill_row` makes them (`packing.py`). With a fused loss as well, padded rows need no
+    mask if an eager call had some. The loss is then NaN if padding predicts a label or lies between
+    a row's tokens; if an eager call saw that, the graphs have the mask.
     ``attention_mask={"full_attention": None}``, which some models take (Qwen), counts as left out.
 
     Held until `reset`: the memory of the largest graph, activations and all, which graphs share;
     each graph's batch; one gradient per parameter with accumulation (else gradients live inside the
-    graph); the host memory of checkpoint="offload". Eager calls need their memory beside it.
+    graph); the host memory of checkpoint="offload". Eager calls need their memory on top.
 
     Args:
         model: on one CUDA device; returns the loss, 0-d, or an output that has it as `.loss`.
-        optimizer: over all parameters that the model trains; with capturable=True, unless nobody
-            but `accumulate` is called and it steps by itself.
-        autocast: makes the context of the forward, ``lambda: torch.autocast("cuda", dtype)``.
+        optimizer: over all parameters that the model trains, with capturable=True. That is not
+            needed if you only call `accumulate` and step the optimizer yourself.
+        autocast: makes the forward's context, ``lambda: torch.autocast("cuda", dtype)``.
         max_grad_norm: None clips nothing.
-        accumulation_steps: backward gets the loss divided by it; returned is the loss undivided.
-            Leave it with `num_items_in_batch`, which divides already.
-        after_update: called at the end of every update and captured with it, for what your model
-            computes from its parameters between steps.
-        max_graphs: how many of these there may be.
+        accumulation_steps: divides the loss for backward; the loss we return is not divided.
+            Leave it at 1 with `num_items_in_batch`, which divides already.
+        after_update: called at the end of every update and captured with it. For values that your
+            model computes from its parameters between steps.
+        max_graphs: how many graphs there may be.
 
     Raises:
-        ValueError: an argument is of another kind, the model, the optimizer or an input cannot be
-            captured, there are more than max_graphs sets of shapes, what a graph works on has
-            changed since its capture, or a label is outside the vocabulary: one on the CPU in this
-            call, before anything is done; one on the GPU in an earlier call (`label_check.py`).
+        ValueError: an argument has the wrong type; the model, the optimizer or an input cannot be
+            captured; there are more than max_graphs sets of shapes; something a graph works on has
+            changed since its capture; or a label is outside the vocabulary. A label on the CPU
+            raises in this call, before anything is done, and one on the GPU in a later call
+            (`label_check.py`).
         RuntimeError: the capture failed. Nothing of the step was done, all graphs are gone, and the
             model trains eagerly as before. Out of memory stays torch.OutOfMemoryError.
     """
@@ -149,29 +150,30 @@ class GraphedStep:
         self.reset()
 
     def __call__(self, **inputs: Any) -> Tensor:
-        """One update, from this batch and those accumulated before it; all `.grad`s are None then.
+        """Update once, from this batch and those accumulated before it. Afterwards every `.grad` is
+        None.
 
-        inputs: what the model is called with. Tensors are copied, from any device (from pinned
-        memory asynchronously). Anything else, None, numbers, strings and dicts of them, is a
-        constant whose every value is a graph of its own: give `num_items_in_batch` as a tensor.
+        inputs: the model's arguments. Tensors are copied from any device, asynchronously from
+        pinned memory. Anything else (None, numbers, strings and dicts of them) is a constant, and
+        each new value makes a new graph: give `num_items_in_batch` as a tensor.
 
-        Returns: this batch's loss, 0-d, detached, in memory of its own.
+        Returns: this batch's loss, a new 0-d tensor, detached.
         """
         return self._run(inputs, update=True)
 
     def accumulate(self, **inputs: Any) -> Tensor:
-        """The same without the update: this batch's gradients are added to the `.grad`s, which may
-        be read, changed or dropped (`optimizer.zero_grad`) before the next call."""
+        """Add this batch's gradients to the `.grad`s, without an update. You may read, change or
+        drop them (`optimizer.zero_grad`) before the next call."""
         return self._run(inputs, update=False)
 
     def reset(self) -> None:
-        """Drop all graphs and their memory; every set of shapes starts again with eager calls."""
+        """Drop all graphs and their memory. Every set of shapes starts over with eager calls."""
         if self._graphs:
             self._cuda.synchronize()  # they may be running
             self._graphs.clear()
         groups = self.optimizer.param_groups
         optimized = [parameter for group in groups for parameter in group["params"]]
-        # one that is shared between model and optimizer counts once
+        # a parameter in both the model and the optimizer counts once
         self._parameters = list(dict.fromkeys([*self.model.parameters(), *optimized]))
         self._trained = [parameter for parameter in optimized if parameter.requires_grad]
         check_capturable(self.model, self._parameters, self._trained, self._backend.device_type)
@@ -185,7 +187,7 @@ class GraphedStep:
 
     def _run(self, inputs: dict[str, Any], update: bool) -> Tensor:
         raise_earlier(self._cuda.device)
-        # gradients that are there are added to, as by backward()
+        # like backward(), we add to gradients that are already there
         accumulated = not update or any(p.grad is not None for p in self._trained)
         key = update, accumulated, self.model.training, form_of(inputs)
         graph = self._graphs.get(key) or self._new_graph(key, inputs, update)
@@ -208,7 +210,7 @@ class GraphedStep:
         return graph.captured.loss.clone()
 
     def _gradients(self, graph: _Graph, accumulated: bool) -> Tensor:
-        """Forward and backward: run eagerly, then captured. Returns the loss."""
+        """Run forward and backward, eagerly or in a capture. Return the loss."""
         with self.autocast():
             output = self.model(**graph.inputs)
         loss = getattr(output, "loss", output)
@@ -218,7 +220,7 @@ class GraphedStep:
             )
         (loss if self.accumulation_steps == 1 else loss / self.accumulation_steps).backward()
         without = sum(parameter.grad is None for parameter in self._trained)
-        if accumulated and without:  # the optimizer skips None, but not the zeros that are held
+        if accumulated and without:  # the optimizer skips None, but not the zeros that we hold
             raise ValueError(
                 f"GraphedStep: {without} of {len(self._trained)} parameters of the optimizer get "
                 "no gradient; to accumulate, freeze them or leave them out of the optimizer"
@@ -284,9 +286,9 @@ class GraphedStep:
         return _Captured(replay_gradients, replay_update, loss, addresses, found)
 
     def _replay(self, step: _Captured, update: bool, accumulated: bool) -> None:
-        """The captured step, unless something that it works on has changed. Then nothing is done
-        but what a forward does besides, as dropout's draws: gradients that are not accumulated
-        live in the graph.
+        """Replay the captured step, unless something it works on has changed. In that case no
+        parameter and no `.grad` changes: gradients that are not accumulated live in the graph.
+        Only side effects of a forward may have happened, such as dropout's draws.
         """
         check_unchanged(step.addresses, addresses_of(self._parameters))
         if accumulated:
@@ -298,13 +300,13 @@ class GraphedStep:
         if step.replay_update is not None:
             step.replay_update()
             if accumulated:
-                self.optimizer.zero_grad()  # a replay leaves the host's side of it to the host
+                self.optimizer.zero_grad()  # a replay does not touch the host's side
 
     def _worked_on(self, update: bool) -> dict[str, Any]:
         return worked_on(self._parameters, self.optimizer if update else None)
 
     def _hold_gradients(self) -> None:
-        """Let every `.grad` be the tensor that the graphs add to, with the value that it has."""
+        """Make every `.grad` the tensor that the graphs add to, keeping its value."""
         if not self._sums:
             self._sums = [torch.empty_like(parameter) for parameter in self._trained]
         empty = []

@@ -1,5 +1,5 @@
-"""Checks of a captured step (`graph.py`): that it can be captured, and that what it was captured
-for has not changed since."""
+"""Checks of a captured step (`graph.py`): it can be captured, and nothing that it was captured for
+has changed since."""
 
 from collections.abc import Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -15,7 +15,7 @@ from ..layer.buffer import PlacedWeight
 def check_arguments(
     model: Any, optimizer: Any, autocast: Any, max_grad_norm: Any, counts: dict[str, Any]
 ) -> None:
-    """Raise ValueError for an argument that is not of the kind it should be."""
+    """Raise ValueError for an argument of the wrong type."""
     for name, given, wanted in (
         ("model", model, nn.Module),
         ("optimizer", optimizer, torch.optim.Optimizer),
@@ -26,7 +26,7 @@ def check_arguments(
                 f"torch.{wanted.__module__.split('.')[1]}.{wanted.__name__}, got "
                 f"{type(given).__name__}"
             )
-    # a context is callable, too, as a decorator
+    # a context manager is callable as well: as a decorator
     if not callable(autocast) or isinstance(autocast, AbstractContextManager):
         raise ValueError(
             "GraphedStep needs autocast as a function that makes a context, got "
@@ -51,9 +51,10 @@ def check_capturable(
     trained: Iterable[Tensor],
     device_type: str,
 ) -> None:
-    """Raise ValueError for what can be seen at once not to be capturable.
+    """Raise ValueError for a model that we can see at once cannot be captured.
 
-    parameters: the model's and the optimizer's. trained: the optimizer's that require a gradient.
+    parameters: the model's and the optimizer's. trained: those of the optimizer that require a
+    gradient.
     """
     devices = sorted({str(parameter.device) for parameter in parameters})
     if len(devices) != 1 or torch.device(devices[0]).type != device_type:
@@ -71,7 +72,7 @@ def check_capturable(
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError for one whose update cannot be captured."""
+    """Raise ValueError for an optimizer whose update cannot be captured."""
     if not all(group.get("capturable") for group in optimizer.param_groups):
         raise ValueError(
             f"GraphedStep needs an optimizer with capturable=True, got {type(optimizer).__name__} "
@@ -80,7 +81,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def form_of(inputs: dict[str, Any], nested: bool = False) -> tuple[Hashable, ...]:
-    """The form of a call's inputs: calls of one form share a graph."""
+    """Return the form of a call's inputs. Calls of one form share a graph."""
     form: list[Hashable] = []
     for name, value in sorted(inputs.items()):
         if isinstance(value, Tensor) and not nested:
@@ -98,10 +99,10 @@ def form_of(inputs: dict[str, Any], nested: bool = False) -> tuple[Hashable, ...
 
 
 def addresses_of(parameters: Sequence[Tensor]) -> dict[str, Any]:
-    """The addresses that the forward reads: it must not be replayed if they have changed.
+    """Return the addresses that the forward reads. If they have changed, it must not be replayed.
 
-    The GPU is waiting meanwhile, and a model has hundreds of these tensors: `map` asks them in half
-    the time that a loop takes.
+    The GPU waits for this, and a model has hundreds of these tensors: `map` takes half as long as a
+    loop.
     """
     addresses: list[Hashable] = [*map(Tensor.data_ptr, parameters)]
     if 0 in addresses:
@@ -115,7 +116,8 @@ def addresses_of(parameters: Sequence[Tensor]) -> dict[str, Any]:
 def worked_on(
     parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer | None
 ) -> dict[str, Any]:
-    """All else that a graph was captured for and must find unchanged. optimizer: of an update."""
+    """Return everything else that must not change after capture. optimizer: the update's, or
+    None."""
     found: dict[str, Any] = {"a parameter": [*map(attrgetter("requires_grad"), parameters)]}
     if optimizer is not None:
         states = optimizer.state.values()
@@ -129,7 +131,7 @@ def worked_on(
 
 
 def check_unchanged(at_capture: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raise ValueError that names the first thing that is not what it was."""
+    """Raise ValueError that names the first thing that has changed."""
     for what, value in at_capture.items():
         if value != now[what]:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Hooks of our own, which a module may run fused beside."""
+"""Our hooks. A module that has them may still run fused."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -6,12 +6,12 @@ from typing import Any
 
 
 class Bystander:
-    """A hook of our own that is of no concern to whether its module runs fused."""
+    """One of our hooks: it does not keep its module from running fused."""
 
 
 @contextmanager
 def removed_after(handles: Iterable[Any]) -> Iterator[None]:
-    """Remove hooks again, which are registered as these handles are asked for."""
+    """Register hooks by iterating over these handles, and remove them at the end."""
     held: list[Any] = []
     try:
         held.extend(handles)

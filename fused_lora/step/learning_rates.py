@@ -8,14 +8,14 @@ from torch import Tensor
 
 
 class LearningRates:
-    """Those of an optimizer's groups, whose `group["lr"]` stays the user's.
+    """Learning rates of an optimizer's groups. `group["lr"]` stays the user's.
 
-    `copy` brings each, a float or a tensor, to where the graphs read it, in fp32. Within
+    `copy` copies each, a float or a tensor, to where the graphs read it in fp32. Within
     `as_tensors` the optimizer finds those tensors in its groups.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device):
-        self.optimizer = optimizer  # and not its groups, which are others after load_state_dict
+        self.optimizer = optimizer  # not its groups: load_state_dict replaces them
         count = len(optimizer.param_groups)
         self.held = torch.zeros(count, device=device, dtype=torch.float32).unbind()
         self.values: list[float | None] = [None] * count
@@ -25,7 +25,7 @@ class LearningRates:
         for index, (group, held) in enumerate(zip(groups, self.held, strict=True)):
             lr = group["lr"]
             if isinstance(lr, Tensor) and lr.device == held.device:
-                held.copy_(lr.squeeze())  # to see whether it changed, the host would have to wait
+                held.copy_(lr.squeeze())  # the host would have to wait to compare it
                 self.values[index] = None
             elif float(lr) != self.values[index]:
                 held.fill_(float(lr))

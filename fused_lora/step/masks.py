@@ -1,15 +1,15 @@
 """Attention without a mask, captured in a CUDA graph (`graph.py`) as it runs eagerly.
 
-Where rows have no padding, transformers' models give their layers no mask, so that
-scaled_dot_product_attention runs its fast kernels. While a graph is captured they may not wait to
-look whether positions are packed, so they build one: a step of Llama at 2 x 4096 then takes 1.4
-times as long. Without attention_mask and position_ids among a step's inputs, shapes alone decide
-whether a layer wants a mask. What it wanted eagerly it therefore wants in the graph, too.
+If rows have no padding, transformers' models give their layers no mask, and
+scaled_dot_product_attention runs its fast kernels. During a capture they cannot wait to see whether
+positions are packed, so they build a mask: a step of Llama at 2 x 4096 then takes 1.4x as long.
+Without attention_mask and position_ids among a step's inputs, shapes alone decide whether a layer
+needs a mask. If it needed none eagerly, it needs none in the graph.
 
-Where all attention is fused, position_ids do no harm: in the graph its kernels take the bounds of
-documents (`kernels/documents.py`), whichever there are. Nor does an attention_mask where the loss
-is fused, too, and eager calls had padding on which no label depends: a row's padding is a document
-of its own there.
+With all attention fused, position_ids do no harm: in the graph its kernels take the bounds of
+whatever documents there are (`kernels/documents.py`). With the loss fused as well, an
+attention_mask does no harm either, if the eager calls had padding on which no label depends: the
+graph treats a row's padding as a separate document.
 """
 
 import warnings
@@ -25,15 +25,15 @@ from .hooks import Bystander, removed_after
 from .padding_seen import PaddingSeen
 
 MASK = "attention_mask"
-# Inputs whose values, and not their shapes alone, say whether there is a mask.
+# Inputs whose values, not just their shapes, decide whether there is a mask.
 DECIDING = (MASK, "position_ids")
 
 
 class LayersWithoutMask:
-    """The layers of a model that were called without a mask eagerly, for one set of shapes.
+    """The layers of a model that ran eagerly without a mask, for one set of shapes.
 
-    model: its layers are what its nn.ModuleLists hold. inputs: what it is called with. padding:
-    what all sets of shapes have seen of it.
+    model: its layers are the contents of its nn.ModuleLists. inputs: the arguments of its call.
+    padding: notes on padding, shared by all sets of shapes.
     """
 
     def __init__(self, model: nn.Module, inputs: dict[str, Any], padding: PaddingSeen):
@@ -46,13 +46,13 @@ class LayersWithoutMask:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Within it the model runs eagerly."""
+        """Context in which the model runs eagerly."""
         with _hooked(self.layers, _Noting(self.had_none)), self.padding.noted():
             yield
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Within it the model is captured; warns of a mask that a layer did without eagerly."""
+        """Context in which the model is captured. Warns if a layer gets a mask only here."""
         if not self.deciding and not self.says_none and any(map(_is_compiled, self.layers)):
             warnings.warn(
                 "GraphedStep cannot see the masks of compiled layers, and a mask makes attention "
@@ -71,7 +71,7 @@ class LayersWithoutMask:
 
 
 class _Noting(Bystander):
-    """Note of every layer whether it was ever called with a mask."""
+    """Note for every layer whether it was ever called with a mask."""
 
     def __init__(self, had_none: dict[nn.Module, bool]):
         self.had_none = had_none
@@ -82,7 +82,7 @@ class _Noting(Bystander):
 
 
 class _Keeping(Bystander):
-    """Take away the masks of layers that had none, or, where that is not certain, find them."""
+    """Remove the masks of layers that had none eagerly; just note them where that is uncertain."""
 
     def __init__(self, had_none: dict[nn.Module, bool], is_certain: bool):
         self.had_none, self.is_certain, self.found_masks = had_none, is_certain, False
@@ -90,7 +90,7 @@ class _Keeping(Bystander):
     def __call__(
         self, layer: nn.Module, inputs: tuple, options: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]] | None:
-        # what is compiled would go without a mask wherever it runs, also out of the graph
+        # a layer compiled without its mask would have none outside the graph either
         mask = options.get(MASK)
         if torch.compiler.is_compiling() or mask is None or is_documents(mask):
             return None
@@ -107,8 +107,8 @@ def _is_compiled(layer: nn.Module) -> bool:
 
 
 def _hooked(layers: Sequence[nn.Module], hook: _Noting | _Keeping) -> AbstractContextManager[None]:
-    """Call the hook before every call of these layers, the first of their hooks: no other sees what
-    it takes away."""
+    """Call the hook before every call of these layers. It comes ahead of their other hooks, so none
+    of those sees a mask that it removes."""
     return removed_after(
         layer.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
         for layer in layers

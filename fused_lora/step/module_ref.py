@@ -1,5 +1,5 @@
-"""A module as known to what is set on it: a strong reference would keep both alive, weights and
-all, until Python's collector comes by."""
+"""Weak references to a module, for objects that are set on it. A strong one would be a cycle, and
+keep the weights alive until Python's collector runs."""
 
 import weakref
 from typing import Any
@@ -8,7 +8,7 @@ from torch import nn
 
 
 class ModuleRef:
-    """A weak reference to a module that is copied and pickled with it. Called, it returns it."""
+    """A weak reference that is copied and pickled with its module. Call it to get the module."""
 
     def __init__(self, module: nn.Module):
         self._ref = weakref.ref(module)

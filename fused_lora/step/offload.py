@@ -1,10 +1,10 @@
 """Saved tensors in pinned host memory: out while the layer runs, back before its backward.
 
-The copies run on a stream of their own. What they read and write on the GPU belongs to the stream
-of the computation, which waits for a copy before it gives that memory away: `Tensor.record_stream`
-would leave that to the allocator, which gives nothing back while a CUDA graph is captured, and
-would allocate pinned memory there, which CUDA forbids. Host memory is kept and used again, by the
-stream of the copies alone and so in order.
+Copies run on a separate stream. The GPU memory that they read and write belongs to the compute
+stream, which waits for a copy before it frees that memory. `Tensor.record_stream` would leave this
+to the allocator. During a capture the allocator frees nothing, and would allocate pinned memory,
+which CUDA forbids. We keep host memory and reuse it. Only the copy stream touches it, so reuse is
+in order.
 """
 
 import weakref
@@ -18,39 +18,38 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fused_mlp.launching import is_capturing, next_power_of_2
 
-# Smaller tensors are not worth a copy to the host: it takes as long as a 2 MiB one.
+# Smaller tensors are not worth a copy to the host: copying one takes as long as copying 2 MiB.
 OFFLOAD_BYTES = 2 * 2**20
 
 
 class Offload:
-    """Host memory and a stream of copies for what one model saves.
+    """Host memory and copy streams for the tensors that one model saves.
 
-    Host memory comes in powers of two, grows to what was in use at once of each, and stays, also
-    for the CUDA graphs that were captured with it, which have its addresses: it must live as long
-    as they do.
+    Host memory comes in powers of two, grows to the most ever in use of each size, and is never
+    freed. CUDA graphs captured with it hold its addresses: keep this alive as long as they live.
     """
 
     def __init__(self) -> None:
-        self._copies: dict[torch.device, Any] = {}  # a stream for each device
-        self._free: dict[tuple[str, int], list[Tensor]] = {}  # host memory, by whose it is and size
+        self._copies: dict[torch.device, Any] = {}  # the copy stream of each device
+        self._free: dict[tuple[str, int], list[Tensor]] = {}  # host memory, by user and size
         self._layer: _Layer | None = None
 
     def __reduce__(self):
-        return Offload, ()  # a copy of a model has copies of its own
+        return Offload, ()  # a copied model starts without host memory
 
     def start(self) -> None:
-        """A new forward begins: none of its layers comes after those until now."""
+        """Begin a new forward: its first layer has no layer before it."""
         self._layer = None
 
     def hooks(self) -> saved_tensors_hooks:
-        """The context of a layer, in which what is saved for backward goes to the host."""
+        """Return the context of a layer in which tensors saved for backward go to the host."""
         if self._layer is not None:
             self._layer.let_go()
         self._layer = _Layer(self._layer)
         return saved_tensors_hooks(self.out, self.back)
 
     def out(self, tensor: Tensor) -> "Tensor | _Offloaded":
-        """To the host, with the layer whose `hooks` were asked for last, if it is worth it."""
+        """Copy a large tensor to the host, as part of the layer that last called `hooks`."""
         if not _is_worth_it(tensor):
             return tensor
         if tensor.device not in self._copies:
@@ -62,19 +61,19 @@ class Offload:
 
     @staticmethod
     def back(saved: "Tensor | _Offloaded") -> Tensor:
-        """Bring back the tensor that was given to `out`."""
+        """Bring back a tensor that `out` took."""
         return saved if isinstance(saved, Tensor) else saved.fetch()
 
     def _free_for(self, tensor: Tensor) -> list[Tensor]:
-        """The host memory for tensors of this one's size that is free: to take and to give back."""
+        """Return the free host memory for a tensor's size: a list to take from and give back to."""
         size = next_power_of_2(tensor.nbytes)
         eager, captured = (
             self._free.setdefault((whose, size), []) for whose in ("eager", "captured")
         )
         if not is_capturing(tensor):
             return eager
-        # A replay overwrites it, whoever has it then: graphs, of which each is done with it when
-        # the next one runs, share it with each other and with nobody else.
+        # A replay overwrites this memory no matter who is using it. Graphs can share it, because
+        # each is done with it before the next one runs. Eager calls must not.
         captured += eager
         eager.clear()
         return captured
@@ -85,10 +84,10 @@ def _is_worth_it(tensor: Tensor) -> bool:
 
 
 class _Layer:
-    """One layer's tensors in host memory: given away together, and brought back together."""
+    """One layer's tensors in host memory: they leave the GPU together and come back together."""
 
     def __init__(self, before: "_Layer | None"):
-        self.before = before  # which backward will want after it
+        self.before = before  # backward needs it next
         self.tensors: list[weakref.ref[_Offloaded]] = []
 
     def let_go(self) -> None:
@@ -104,9 +103,9 @@ class _Layer:
 
 
 class _Offloaded:
-    """A tensor in host memory, and on the GPU too while a copy of it is on its way.
+    """A tensor in host memory, which also lies on the GPU while a copy is in flight.
 
-    give_back: called with the memory when the tensor is no longer wanted. layer: whose it is.
+    give_back: called with the memory when the tensor is dropped. layer: the layer that saved it.
     """
 
     def __init__(
@@ -132,7 +131,7 @@ class _Offloaded:
             self.copied = self.copies.record_event()
 
     def let_go(self) -> None:
-        """Give the memory on the GPU away, once it is copied."""
+        """Free the memory on the GPU once it is copied."""
         if self.on_gpu is not None:
             self.user.wait_event(self.copied)
             self.on_gpu = None
@@ -143,7 +142,7 @@ class _Offloaded:
             self._copy(self.on_gpu, self.host)
 
     def fetch(self) -> Tensor:
-        """The tensor on its GPU again, with those of the layer before it set on their way."""
+        """Return the tensor on its GPU, and start bringing back those of the layer before it."""
         self.prefetch()
         tensor = self.on_gpu
         assert tensor is not None
@@ -153,7 +152,7 @@ class _Offloaded:
         return tensor
 
     def __del__(self) -> None:
-        # the events of a capture that failed cannot be waited for, and nothing of it ever runs
+        # after a failed capture its events cannot be waited for, and nothing of it ever runs
         with suppress(RuntimeError):
             self.let_go()
         self.give_back(self.memory)

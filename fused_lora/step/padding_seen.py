@@ -1,7 +1,7 @@
-"""Padding that a step's eager calls have seen, for its captures in graphs (`graph.py`).
+"""Padding seen in a step's eager calls, noted for its captures in graphs (`graph.py`).
 
-A graph cannot look at a mask. The model that is called in a step finds these notes (`current`),
-writes down what it sees, and reads them while it is captured.
+A graph cannot look at a mask. The model called in a step finds these notes (`current`), writes down
+what it sees, and reads them during a capture.
 """
 
 from collections.abc import Iterator
@@ -14,11 +14,11 @@ class PaddingSeen:
 
     def __init__(self) -> None:
         self.is_there = False
-        self.is_apart = True  # nothing that is labelled depends on it
+        self.is_apart = True  # no labelled token depends on it
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Within it the model runs, or is captured."""
+        """Context in which the model runs or is captured."""
         token = _current.set(self)
         try:
             yield
@@ -30,5 +30,5 @@ _current: ContextVar[PaddingSeen | None] = ContextVar("padding seen", default=No
 
 
 def current() -> PaddingSeen | None:
-    """Return the notes of the step that calls the model now, if one does."""
+    """Return the notes of the step that is calling the model, None outside of one."""
     return _current.get()

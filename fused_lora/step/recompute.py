@@ -1,12 +1,12 @@
-"""A forward that keeps its inputs alone, and runs again in backward for what its functions save.
+"""A forward that keeps only its inputs, and is recomputed in backward for the tensors it saves.
 
-What `torch.utils.checkpoint` does without reentrant backwards, in less of the host's time: the
-functions of a layer save some 39 tensors, each of which passes through Python three times. Chen et
-al., arXiv 1604.06174.
+Does the work of non-reentrant `torch.utils.checkpoint` in less host time. That time matters: the
+functions of a layer save about 39 tensors, and each passes through Python three times. Chen et al.,
+arXiv 1604.06174.
 
-    forward     every tensor that is saved is forgotten; a place in a list stands for it
-    backward    the first of them that is wanted runs the forward again, with the inputs, autocast
-                and random numbers that it had, until as many are saved, and drops its graph
+    forward     forget every saved tensor; its place in a list stands for it
+    backward    when the first of them is needed, rerun the forward with the same inputs, autocast
+                and random numbers, stop once as many are saved, and drop its graph
 """
 
 from collections.abc import Callable
@@ -26,19 +26,19 @@ def recomputed(
     keep: Keep | None = None,
     see: Callable[[list[Tensor]], Any] | None = None,
 ):
-    """``forward(*inputs)``, of which only the inputs are kept for backward.
+    """Run ``forward(*inputs)``, keeping only the inputs for backward.
 
-    Equivalent PyTorch, but that it knows the device of the first input alone::
+    Equivalent PyTorch, except that only the first input's device counts::
 
         torch.utils.checkpoint.checkpoint(
             forward, *inputs, use_reentrant=False, preserve_rng_state=keep_random_state)
 
     Args:
-        forward: saves the same tensors in the same order when it runs again.
-        inputs: the first is a tensor; the others may be anything. Tensors among them are saved by
-            an autograd function, so that hooks around the call see them.
-        keep: what `once` does with a result; None: it is computed again, unless it is small.
-        see: called with what the second run saved, as long as all of it is there.
+        forward: must save the same tensors in the same order both times.
+        inputs: the first is a tensor; the others may be anything. An autograd function saves the
+            tensors among them, so hooks around the call see them.
+        keep: how `once` keeps a result; None: recompute it, unless it is small.
+        see: called with everything that the second run saved, while it is all there.
 
     Raises:
         RuntimeError: from backward, if the second run saves other tensors than the first.
@@ -51,8 +51,8 @@ def recomputed(
 
 
 class _Run:
-    """One such forward: what it starts from, and what its second run has saved for backward.
-    Entered while it runs, by the thread that runs it: for the second run that of backward."""
+    """One recomputed forward: its inputs, and the tensors that its second run saved for backward.
+    The thread that runs it enters it; for the second run that is backward's thread."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class _Run:
         self.forward = forward
         self.inputs = [None if isinstance(x, Tensor) else x for x in inputs]
         self.places = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
-        # its output is kept, too: without it torch 2.11 frees what the function saved
+        # we keep the function's output: without it torch 2.11 frees its saved tensors
         self.saved = _Inputs.apply(torch.empty(0, requires_grad=True), *tensors)
         self.autocast = (
             device, torch.get_autocast_dtype(device),
@@ -76,8 +76,8 @@ class _Run:
         generators = _generators_of(tensors[0]) if keep_random_state else ()
         self.random_states = [(one, one.get_state()) for one in generators]
         self.keep, self.see = keep, see
-        self.kept: list[list[tuple[bool, Any]]] = []  # by call of `once`: is it a tensor, and it
-        self.ends: list[int] = []  # by call of `saving_last`: how many were saved when it ended
+        self.kept: list[list[tuple[bool, Any]]] = []  # by call of `once`: is_tensor, value
+        self.ends: list[int] = []  # by call of `saving_last`: tensors saved when it ended
         self.runs_again, self.next_kept, self.next_end = False, 0, 0
         self.shapes: list[torch.Size] = []
         self.remembered: dict[int, Tensor] = {}
@@ -151,15 +151,16 @@ def _remember(forgotten: tuple[_Run, int]) -> Tensor:
     run, place = forgotten
     if place not in run.remembered:
         run.run_again()
-    return run.remembered.pop(place)  # a second backward runs it once more
+    return run.remembered.pop(place)  # a second backward recomputes once more
 
 
 class _Stop(Exception):
-    """All has been saved that is wanted."""
+    """Everything that backward needs has been saved."""
 
 
 class _Inputs(torch.autograd.Function):
-    """Saves tensors for whoever asks its `grad_fn`. Something has to require a gradient for one."""
+    """Save tensors for whoever asks its `grad_fn`. There is one only if an input requires a
+    gradient."""
 
     @staticmethod
     def forward(ctx, requires_grad, *tensors):

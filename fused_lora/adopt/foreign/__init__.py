@@ -1,1 +1,1 @@
-"""Cleverness about other people's code. Each file begins with its reason."""
+"""Clever dealings with other people's code. Each file begins with its reason."""

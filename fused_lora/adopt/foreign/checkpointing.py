@@ -1,8 +1,8 @@
-"""Policies of checkpointing (`step/checkpoint.py`) on the layers of a transformers model.
+"""Checkpointing policies (`step/checkpoint.py`) on the layers of a transformers model.
 
-transformers' layers read two attributes, and a method of their model sets these on all of them. So
-a policy lies in those attributes, and stays there when the method is called: as the Trainer does,
-whose gradient_checkpointing=True comes after `fuse`.
+transformers' layers read two attributes, and a method of their model sets these on all of them. We
+store a policy in those attributes and keep it there when the method is called. The Trainer calls
+it: its gradient_checkpointing=True comes after `fuse`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,14 +15,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ...step.checkpoint import Checkpoint, LayerPolicy
 from ...step.module_ref import ModuleRef
 
-# What transformers' layers read: whether to checkpoint, and the function that does it.
+# The attributes of transformers' layers: whether to checkpoint, and the function that does it.
 ENABLED, FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
-# The method of a model that sets them, on all of its layers.
+# The method of a model that sets them on all of its layers.
 SWITCH = "_set_gradient_checkpointing"
 
 
 class Installed(LayerPolicy):
-    """A LayerPolicy in a layer's attribute; `before`: what the attributes were without it."""
+    """A LayerPolicy in a layer's attribute. before: the attributes' values without it."""
 
     before: dict[str, Any]
 
@@ -37,7 +37,7 @@ def layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def install(policy: Checkpoint, layers: Sequence[nn.Module], last_runs_once: bool = False) -> None:
     """Run these layers, in the order of a forward, under this policy.
 
-    last_runs_once: all of the last one is kept. For a model whose loss takes little memory.
+    last_runs_once: keep the last layer whole. For a model whose loss takes little memory.
     """
     for index, layer in enumerate(layers):
         remove(layer)
@@ -64,8 +64,8 @@ def policy_of(layer: nn.Module) -> Checkpoint | None:
 
 
 def remove(layer: nn.Module) -> bool:
-    """Give the layer the checkpointing back that it had before a policy was installed, if one was;
-    returns whether."""
+    """Restore the checkpointing that the layer had before a policy was installed. Return whether
+    there was a policy."""
     installed = _installed_on(layer)
     if installed is None:
         return False
@@ -77,17 +77,17 @@ def remove(layer: nn.Module) -> bool:
 
 
 def hold(model: nn.Module) -> None:
-    """Let the policies of a model's layers stay when its checkpointing is switched on or off,
-    whatever options come with that."""
+    """Keep the policies of a model's layers when its checkpointing is switched on or off, whatever
+    options come with that."""
     for module in model.modules():
         if hasattr(type(module), SWITCH):
-            # a method of the module would be looked for in its class when the model is unpickled
+            # unpickling the model would look for a bound method in the module's class
             setattr(module, SWITCH, partial(_switch, ModuleRef(module)))
     _agree(model)
 
 
 def let_go(model: nn.Module) -> None:
-    """The opposite of `hold`, once the policies are removed."""
+    """Undo `hold`, after the policies are removed."""
     for module in model.modules():
         if SWITCH in vars(module):
             delattr(module, SWITCH)
@@ -95,8 +95,8 @@ def let_go(model: nn.Module) -> None:
 
 
 def _agree(model: nn.Module) -> None:
-    """Let the modules that hold layers say of themselves what these do: in training transformers
-    makes no cache where they say that they are checkpointed."""
+    """Make modules that hold layers report the layers' checkpointing as theirs. In training,
+    transformers makes no cache if they do."""
     for module in model.modules():
         if ENABLED in vars(module) and not isinstance(module, GradientCheckpointingLayer):
             enabled = (getattr(layer, ENABLED) for _, layer in layers_of(module))
@@ -104,11 +104,11 @@ def _agree(model: nn.Module) -> None:
 
 
 def _switch(model_ref: ModuleRef, enable: bool = True, **options) -> None:
-    """Stand in on a model for its class's own `_set_gradient_checkpointing`."""
+    """Replace a model's `_set_gradient_checkpointing`."""
     model = model_ref()
     held = {layer: one for layer in model.modules() if (one := _installed_on(layer)) is not None}
     getattr(type(model), SWITCH)(model, enable=enable, **options)
     for layer, installed in held.items():
-        # before: what was asked for meanwhile, which `remove` gives back
+        # this stores the values just set as `before`, and `remove` will restore them
         _set(layer, installed, enable and installed.policy.policy != "none")
     _agree(model)

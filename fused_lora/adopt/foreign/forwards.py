@@ -1,7 +1,7 @@
-"""Whose a module's forward is: its class's, ours, or somebody's who has replaced it.
+"""Ownership of a module's forward: its class's, ours, or a replacement by somebody else.
 
-accelerate, TRL and others set forwards on instances, as we do. A fused function stands in for the
-modules in it, so it asks of each whether a call would run what its class says.
+accelerate, TRL and others set forwards on instances, as we do. A fused function replaces the
+modules in it, so it checks that a call of each would run its class's forward.
 """
 
 from types import MethodType
@@ -12,7 +12,7 @@ from torch import nn
 from ...step.module_ref import ModuleRef
 
 HOOKED = "_old_forward"  # where a module keeps the forward that a hook of accelerate calls
-# The parts of a forward of ours that computes what the class's own does.
+# The parts of a forward of ours that computes the same as the class's.
 STAND_IN = frozenset({"stand-in"})
 BOUND_TO_THE_MODEL = (
     "accelerate has wrapped the forward that fuse set on the model itself: give the trainer what "
@@ -21,16 +21,16 @@ BOUND_TO_THE_MODEL = (
 
 
 class Owner:
-    """The object whose method a forward of ours is. It does not keep the module alive.
+    """The object that our forwards are methods of. It does not keep the module alive.
 
-    parts: what the module runs fused. told, reported: reasons that are not said again (`aside.py`).
+    parts: those the module runs fused. told, reported: reasons not to repeat (`aside.py`).
     """
 
     def __init__(self, module: nn.Module, parts: frozenset[str]):
         self._module, self.parts = ModuleRef(module), parts
         self.had_adapters = has_lora(module)
-        self.told: set[str] = set()  # which `fuse` lets all modules of a model share
-        self.reported: set[str] = set()  # of this module, by the report of `fuse`
+        self.told: set[str] = set()  # `fuse` shares it among all modules of a model
+        self.reported: set[str] = set()  # for this module, by the report of `fuse`
 
     @property
     def module(self) -> Any:
@@ -49,14 +49,14 @@ def owner_of(module: nn.Module, at: str = "forward") -> Owner | None:
 
 
 def fused_parts_of(module: nn.Module, at: str = "forward") -> frozenset[str]:
-    """Return the parts that a module runs fused, told by the forward on its instance."""
+    """Return the parts that a module runs fused, according to the forward on its instance."""
     owner = owner_of(module, at)
     return owner.parts if owner is not None else frozenset()
 
 
 def take_back(module: nn.Module) -> bool:
-    """Give a module its own forward back, also within a hook of accelerate's, if it has one of
-    ours; returns whether."""
+    """Give a module its own forward back if it has one of ours, also inside an accelerate hook.
+    Return whether it had."""
     if fused_parts_of(module):
         del module.forward
     elif fused_parts_of(module, HOOKED):
@@ -67,8 +67,8 @@ def take_back(module: nn.Module) -> bool:
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Return True if calling the module runs its class's forward, which accelerate leaves on the
-    instance when it takes a hook away."""
+    """Return True if calling the module runs its class's forward. accelerate leaves that on the
+    instance when it removes a hook."""
     forward = vars(module).get("forward")
     if not isinstance(forward, MethodType):
         return forward is None
@@ -76,8 +76,8 @@ def has_own_forward(module: nn.Module) -> bool:
 
 
 def why_not_own_forward(module: nn.Module) -> str | None:
-    """Return the reason if calling the module runs neither its class's forward nor the one that
-    `fuse` has set."""
+    """Return the reason if calling the module runs neither its class's forward nor one set by
+    `fuse`."""
     if has_own_forward(module) or fused_parts_of(module):
         return None
     if "_hf_hook" in vars(module):
@@ -91,6 +91,6 @@ def why_not_own_forward(module: nn.Module) -> str | None:
 
 
 def _home_of(forward: Any) -> str:
-    """The module whose code a forward is, whatever functools.wraps says of it."""
+    """Return the name of the module that defines a forward's code, despite functools.wraps."""
     code = getattr(forward, "__func__", getattr(forward, "func", forward))
     return getattr(code, "__globals__", {}).get("__name__") or type(forward).__module__

@@ -1,4 +1,4 @@
-"""Hooks that a fused function may leave uncalled, for they would do nothing."""
+"""Hooks that a fused function may skip, because they would do nothing."""
 
 from typing import Any
 
@@ -13,12 +13,12 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 def has_hooks(module: nn.Module) -> bool:
     """Return True if the module has hooks that would do something if it were called now.
 
-    A call with output_hidden_states or output_attentions leaves hooks on modules for good, which
-    do nothing while no such output is collected.
+    A call with output_hidden_states or output_attentions leaves permanent hooks on modules. They do
+    nothing unless such an output is being collected.
     """
     state = vars(module)
     if not (state[HOOKS[0]] or state[HOOKS[1]] or state[HOOKS[2]] or state[HOOKS[3]]):
-        return False  # as at nearly every call of every forward
+        return False  # true in nearly every call of every forward
     return not all(_is_idle(hook) for name in HOOKS for hook in state[name].values())
 
 

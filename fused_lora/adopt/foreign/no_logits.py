@@ -1,20 +1,21 @@
-"""The output of a model whose loss was fused: computing with its logits says why there are none.
+"""The output of a model with a fused loss. Computing with its logits raises an error that says why
+there are none.
 
-`outputs.logits` is not None there but `NO_LOGITS`. It raises an error that names cross_entropy when
-it is indexed, cast, added to, given to a function of torch or asked for its shape.
+There `outputs.logits` is `NO_LOGITS`, not None. If you index it, cast it, add to it, pass it to a
+torch function or ask for its shape, it raises an error that names cross_entropy.
 
-Whoever walks over an output finds no logits, as if they were None: `to_tuple`, indices, `items`,
-`in`, pytrees and pickles. accelerate walks over outputs to cast and to gather them, and refuses an
-object that is no tensor. (Unsloth's placeholder is an item of its output, and users met that
+Code that walks over an output finds no logits, as if they were None: `to_tuple`, indices, `items`,
+`in`, pytrees and pickles. accelerate walks over outputs to cast and to gather them, and refuses any
+object that is not a tensor. (Unsloth's placeholder is an item of its output, and users met that
 refusal in `pad_across_processes`.) accelerate also makes a new output of the same class when
-bf16=True casts one. So the attribute belongs to a subclass of the output's class: an attribute of
-the instance would be lost.
+bf16=True casts one. So the attribute belongs to a subclass of the output's class: on an instance it
+would be lost.
 
-What does not survive is `outputs.logits is None`. No value is None for this test and an error for
-what follows it. We read transformers 5.17, accelerate 1.15, PEFT 0.21 and TRL 1.15: none of them
-tests for it in training. `"logits" in outputs` is the test that works, fused or not.
+`outputs.logits is None` does not survive: no value passes this test and still raises in later use.
+We read transformers 5.17, accelerate 1.15, PEFT 0.21 and TRL 1.15, and none of them tests for it in
+training. `"logits" in outputs` is the test that works, fused or not.
 
-Under torch.compile logits are None: it traces transformers' own classes of outputs only.
+Under torch.compile logits are None, because it only traces transformers' output classes.
 """
 
 from functools import cache
@@ -62,7 +63,7 @@ NO_LOGITS = NoLogits()
 
 @cache
 def without_logits(output_class: Any) -> Any:
-    """Return a subclass of a class of outputs, whose logits are NO_LOGITS where they are None."""
+    """Return a subclass of an output class that has NO_LOGITS instead of None as logits."""
 
     class WithoutLogits(output_class):
         @property
@@ -82,7 +83,7 @@ def without_logits(output_class: Any) -> Any:
                 raise KeyError(MESSAGE)
             return super().__getitem__(key)
 
-        def __reduce__(self) -> Any:  # a class that is made here could not be found again
+        def __reduce__(self) -> Any:  # pickle cannot find a class made here
             return output_class(**self).__reduce__()
 
     WithoutLogits.__name__ = WithoutLogits.__qualname__ = output_class.__name__

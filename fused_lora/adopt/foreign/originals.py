@@ -1,10 +1,10 @@
-"""Tell a library's own functions from those that somebody has put in their place.
+"""Tell a library's own functions from patches.
 
-A fused function stands in for what a library's code computes, so a patch of that code would be
-overridden in silence: `LlamaMLP.forward = f`, `modeling_llama.apply_rotary_pos_emb = f`. Patches
-may come before this is imported, so no copies are kept to compare with. A function is the library's
-own if its name and file are those of the place where it is found, and all decorators around it
-(`__wrapped__`) are the library's, too.
+A fused function replaces the library's code, so it would silently override a patch of that code:
+`LlamaMLP.forward = f`, `modeling_llama.apply_rotary_pos_emb = f`. A patch may come before our
+import, so we cannot keep copies to compare with. A function counts as the library's own if its name
+and file match the place where we find it, and all decorators around it (`__wrapped__`) are the
+library's as well.
 """
 
 import sys
@@ -21,16 +21,16 @@ from .parallel import is_fsdp
 
 
 def why_patched(cls: type, name: str = "forward") -> str | None:
-    """Return the reason, in words, if a method of a class is not the one that its library defines;
-    None if it is."""
-    # torch.compile would trace this look, of which every call that it does not compile has one
+    """Return the reason if a method of a class is not the one that its library defines, else
+    None."""
+    # torch.compile would trace this check. Every call outside compiled code makes it.
     if torch.compiler.is_compiling():
         return None
     return _why_not_own_method(cls, name, getattr(cls, name))
 
 
 def why_replaced(module: str, *names: str) -> str | None:
-    """Return the same for functions of a module; those that it does not have are passed over."""
+    """Return the same for functions of a module, skipping those it does not have."""
     if torch.compiler.is_compiling():
         return None
     for name in names:
@@ -41,20 +41,20 @@ def why_replaced(module: str, *names: str) -> str | None:
 
 
 def is_builtin(function: Any) -> bool:
-    """Return True for a function of torch that is not written in Python."""
+    """Return True for a torch function that is not written in Python."""
     return torch.compiler.is_compiling() or isinstance(function, BuiltinFunctionType)
 
 
 @cache
 def _why_not_own_method(cls: type, name: str, found: Any) -> str | None:
-    # a class that FSDP makes may wrap the forward of the one that it is made from
+    # a class made by FSDP may wrap the forward of the original class
     classes = [one for one in cls.__mro__ if name in vars(one) and not is_fsdp(one)]
     return why_not(found, classes[0].__module__, f"{classes[0].__qualname__}.{name}")
 
 
 @cache
 def why_not(found: Any, module: str, qualname: str) -> str | None:
-    """Return the reason if `found` is not the function of this name that this module defines."""
+    """Return the reason if `found` is not the function that this module defines by this name."""
     package = module.partition(".")[0]
     folder = Path(str(sys.modules[package].__file__)).parent
     function = found
@@ -70,10 +70,10 @@ def why_not(found: Any, module: str, qualname: str) -> str | None:
 
 
 def _unwrapped(function: Any) -> Iterator[Any]:
-    """A function and those that it says it wraps, the innermost last."""
+    """Yield a function and those that it wraps, innermost last."""
     while function is not None:
         if isinstance(function, nn.Module) and "forward" not in vars(function):
-            # the package `kernels` makes a module of a function that it may replace in a model
+            # the package `kernels` turns a function that it may replace in a model into a module
             forward = type(function).forward
             if forward.__module__.partition(".")[0] == "kernels":
                 function = dict(_closure_of(forward)).get("func", function)
@@ -91,8 +91,8 @@ def _code_of(function: Any) -> CodeType | None:
 
 
 def _named(function: Any) -> str:
-    """Return the name of a function, or for a wrapper, which has the name of what it wraps, its
-    place."""
+    """Return the name of a function. For a wrapper, whose name is that of the wrapped function,
+    return its place."""
     code = _code_of(function)
     if code is None:
         return f"an object of {type(function).__module__}.{type(function).__qualname__}"

@@ -1,9 +1,9 @@
-"""A weight that lies in a buffer, as `state_dict` hands it out.
+"""A weight that lies in a buffer, as `state_dict` returns it.
 
-accelerate, safetensors and transformers take weights that share a storage for tied ones, and drop
-all but one, or refuse rows that lie apart: they want a copy. DCP loads into the very tensors that
-`state_dict` returns, and PEFT asks for all of them to save an adapter alone: both want none. So we
-hand out the weight itself, with a copy for whoever asks how it lies in memory.
+accelerate, safetensors and transformers need a copy: they take weights that share a storage for
+tied ones and drop all but one, or they refuse rows with gaps. DCP and PEFT need no copy: DCP loads
+into the very tensors that `state_dict` returns, and PEFT asks for all of them just to save an
+adapter. So we return the weight itself, with a copy for code that asks about its memory.
 """
 
 from collections.abc import Callable
@@ -16,8 +16,8 @@ from .parallel import FLATTENED, is_flattened
 
 
 class BufferedWeight(torch.Tensor):
-    """A view of a weight. Whatever computes with it or writes to it has the weight itself; whatever
-    asks for its memory, and pickle, has a contiguous copy, made when it is first asked for."""
+    """A view of a weight. Code that computes with it or writes to it gets the weight itself. Code
+    that asks for its memory, and pickle, get a contiguous copy, allocated on the first request."""
 
     # results are plain tensors
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -25,9 +25,9 @@ class BufferedWeight(torch.Tensor):
     def _copy(self) -> Tensor:
         if "_held" not in vars(self):
             self._held = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        return self._held.copy_(self)  # anew, for it may have been written to
+        return self._held.copy_(self)  # every time: the weight may have changed
 
-    def detach(self) -> "BufferedWeight":  # nn.Parameter wants the same class
+    def detach(self) -> "BufferedWeight":  # nn.Parameter needs the same class
         return super().detach().as_subclass(BufferedWeight)
 
     @property
@@ -36,7 +36,7 @@ class BufferedWeight(torch.Tensor):
 
     @_is_param.setter
     def _is_param(self, _: bool) -> None:
-        """Become a plain parameter: nn.Parameter sets this, in load_state_dict(assign=True) say."""
+        """Become a plain parameter. nn.Parameter sets this, as in load_state_dict(assign=True)."""
         self.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
@@ -55,8 +55,8 @@ for _name in (
 
 
 def hand_out_buffered(base: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Replace in `state` what lies in a buffer of this linear layer's by a BufferedWeight. With
-    keep_vars=True these are the parameters, and stay."""
+    """Replace the tensors in `state` that lie in this linear layer's buffer by BufferedWeights.
+    With keep_vars=True they are the parameters, and stay."""
     if is_flattened(base):
         raise RuntimeError(f"a fused model cannot be saved: {FLATTENED}")
     for name in base._parameters:

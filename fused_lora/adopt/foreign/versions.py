@@ -1,8 +1,8 @@
-"""Differences between the versions of transformers that we take.
+"""Differences between the versions of transformers that we support.
 
-From 5.23 on a layer is checkpointed by its class's forward, which one on the instance replaces; in
-5.17 by its __call__. 5.24 renames past_key_values to cache, gives the cache attention's options,
-and checkpoints no layer where no gradient is wanted. Our functions keep the old name.
+Since 5.23 a class's forward does a layer's checkpointing, so a forward on the instance replaces it;
+in 5.17 it is __call__. 5.24 renames past_key_values to cache, passes attention's options to the
+cache, and checkpoints no layer when gradients are off. Our functions keep the old name.
 """
 
 import inspect
@@ -17,11 +17,11 @@ CACHE = "past_key_values"
 IS_NAMED_CACHE = "cache" in inspect.signature(masking_utils.create_causal_mask).parameters
 CHECKPOINTED_BY_FORWARD = "__call__" not in vars(GradientCheckpointingLayer)
 LAYERS_FILE = inspect.getfile(GradientCheckpointingLayer)
-NO_CACHE = {"use_cache": False, CACHE: None}  # a second run would fill it again
+NO_CACHE = {"use_cache": False, CACHE: None}  # a recompute would fill it twice
 
 
 def is_checkpointed_by_forward(module: nn.Module) -> bool:
-    """Return True for a layer whose checkpointing goes with its class's forward."""
+    """Return True for a layer whose class's forward does the checkpointing."""
     return CHECKPOINTED_BY_FORWARD and isinstance(module, GradientCheckpointingLayer)
 
 
@@ -32,12 +32,12 @@ def is_checkpointed(module: Any) -> bool:
 
 
 def as_ours(options: dict[str, Any]) -> dict[str, Any]:
-    """Return options of a forward by the names that our functions have for them."""
+    """Rename options of a forward to our functions' names."""
     return _renamed(options, "cache", CACHE)
 
 
 def as_named(options: dict[str, Any]) -> dict[str, Any]:
-    """Return options of a forward by the names that transformers has for them."""
+    """Rename options of a forward to transformers' names."""
     return _renamed(options, CACHE, "cache")
 
 
@@ -48,8 +48,8 @@ def _renamed(options: dict[str, Any], old: str, new: str) -> dict[str, Any]:
 
 
 def class_forward(module: nn.Module, *inputs, **options):
-    """Run the forward of the module's class, without the checkpointing around it, which a forward
-    of ours has seen to."""
+    """Run the forward of the module's class without the checkpointing around it: our forward has
+    done that."""
     forward: Any = type(module).forward
     while getattr(getattr(forward, "__code__", None), "co_filename", "") == LAYERS_FILE:
         forward = forward.__wrapped__

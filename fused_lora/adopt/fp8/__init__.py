@@ -1,1 +1,1 @@
-"""Base weights in FP8: as PEFT and others see them, and as checkpoints have them."""
+"""Base weights in FP8: how PEFT and others see them, and how checkpoints store them."""

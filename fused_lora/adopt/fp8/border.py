@@ -1,4 +1,4 @@
-"""The buffers of layers in FP8: made of their weights, or of a checkpoint's codes."""
+"""The buffers of layers in FP8, made from their weights or from a checkpoint's codes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,8 +18,8 @@ from .weight import Fp8Weight, become_fp8, keep_from_ddp, why_not_in_fp8
 
 
 class Fp8Border(Border):
-    """As Border, in FP8: the weights hold their buffer (`weight.py`). One with a checkpoint's own
-    codes (`checkpoint.py`) lasts until they lie elsewhere or are others."""
+    """A Border in FP8. The weights keep their buffer alive (`weight.py`). A buffer with a
+    checkpoint's codes (`checkpoint.py`) lasts until these move or change."""
 
     precision = " in FP8"
     is_traced = False
@@ -27,7 +27,7 @@ class Fp8Border(Border):
     @staticmethod
     def why_not(layer: Any) -> str | None:
         weights = [base.weight for base in base_layers(layer)]
-        if any(weight.dtype == E4M3 for weight in weights):  # they do not tell the model's dtype
+        if any(weight.dtype == E4M3 for weight in weights):  # they do not show the model's dtype
             weights.append(layer.post_attention_layernorm.weight)
         return next(filter(None, map(why_not_in_fp8, weights)), None)
 
@@ -47,7 +47,7 @@ class Fp8Border(Border):
         keep_from_ddp(model)
 
     def __init__(self) -> None:
-        self._kept: tuple[tuple, Layout] | None = None  # where biases were put, and codes
+        self._kept: tuple[tuple, Layout] | None = None  # places of biases and codes
         self._of_codes: Fp8Buffer | None = None
 
     def find_or_make(
@@ -68,7 +68,7 @@ class Fp8Border(Border):
             and layout.has_room(parts)
         )
         if not fits:
-            self._of_codes = None  # its memory is free for the next
+            self._of_codes = None  # free its memory for the next
             layout = layout_of(reads[0].weight, parts, ranks)
             buffer = _make_fp8(reads, layout, dtype)
             self._of_codes = buffer if len(held) < len(reads) else None
@@ -86,7 +86,7 @@ def _make_fp8(reads: Sequence[Projection], layout: Layout, dtype: torch.dtype) -
         weight, original = read.weight, None
         if its_scales is not None:
             of_weight = checkpoint.rowwise_codes(weight, its_scales)
-        elif isinstance(weight, Fp8Weight):  # for a smaller rank, or elsewhere
+        elif isinstance(weight, Fp8Weight):  # made for a smaller rank, or moved
             of_weight, original = codes_and_scales(weight.whole()), weight.original
         else:
             of_weight = codes_and_scales(weight.detach())
@@ -109,8 +109,8 @@ def _make_fp8(reads: Sequence[Projection], layout: Layout, dtype: torch.dtype) -
 
 
 def _all_lie_in(buffer: Fp8Buffer, reads: Sequence[Projection]) -> bool:
-    """Return whether the weights are codes in this buffer, one after the other, as they are now. A
-    checkpoint's own codes do not know where they lie."""
+    """Return whether the weights, as they are now, are consecutive codes in this buffer. Codes from
+    a checkpoint do not know where they lie, so they always count."""
     row = 0
     for read in reads:
         weight = read.weight
@@ -123,8 +123,8 @@ def _all_lie_in(buffer: Fp8Buffer, reads: Sequence[Projection]) -> bool:
 
 
 def _places_of(reads: Sequence[Projection]) -> tuple:
-    """The places of the biases, and of a checkpoint's codes and scales, with what PyTorch counts of
-    changes of these."""
+    """Return the places of the biases, and of a checkpoint's codes and scales with their version
+    counters."""
     biases = tuple(None if bias is None else bias.data_ptr() for bias in map(held_bias, reads))
     found = ((read.weight, scales_of(read.base)) for read in reads)
     coded = (t for weight, scales in found if scales for t in (weight, scales.values))

@@ -1,12 +1,12 @@
 """Base layers that are FP8 in the checkpoint: their codes and scales, as transformers keeps them.
 
-A layer that runs whole in FP8 (`layer/fp8/`) multiplies codes with a scale for each row. Those of a
-checkpoint that has such scales lie in the buffer as they are; those with one scale for all are
-copied. Those with a scale for each block are made codes anew, one weight at a time: what a product
-sums over lies in many blocks. The parameters, and what is saved of them, stay the checkpoint's.
+A layer that runs whole in FP8 (`layer/fp8/`) multiplies codes with a scale for each row. Codes from
+a checkpoint with such scales lie in the buffer unchanged; those with a single scale are copied.
+Codes with block scales are quantised again, one weight at a time, because the sums of a matmul run
+over many blocks. The parameters, also as saved, stay the checkpoint's.
 
-transformers' own products of these layers have no gradient. So where a layer steps aside in
-training, its base layers multiply what their codes stand for, in memory of the moment.
+transformers' matmuls of these layers have no gradient. So if a layer steps aside in training, its
+base layers multiply by the dequantised codes, in temporary memory.
 """
 
 from typing import Any, NamedTuple
@@ -21,8 +21,8 @@ from ..foreign.versions import class_forward
 from ..site import FusedForward
 
 COMPRESSED = "load with CompressedTensorsConfig(use_optimized_inference=True)"
-HOOK = "ct_decompress_hook"  # where compressed-tensors keeps the handle of its own
-# The parameter that has the scales, by class.
+HOOK = "ct_decompress_hook"  # where compressed-tensors keeps its hook's handle
+# The name of the parameter with the scales, by class.
 SCALES = {
     "transformers.integrations.finegrained_fp8.FP8Linear": "weight_scale_inv",
     "transformers.integrations.compressed_tensors.CompressedTensorsFP8Linear": "weight_scale",
@@ -30,13 +30,13 @@ SCALES = {
 
 
 class BlockScales(NamedTuple):
-    """Scales of a weight's codes, in the order of its blocks, each of these [rows, columns]."""
+    """Scales of a weight's codes, in the order of its blocks. block: the size, [rows, columns]."""
 
     values: Tensor
     block: tuple[int, int]
 
     def over(self, shape: torch.Size) -> Tensor:
-        """[blocks of rows, blocks of columns] in fp32"""
+        """Return the scales as [blocks of rows, blocks of columns] in fp32."""
         return self.values.detach().float().reshape(self._grid(shape))
 
     def fits(self, shape: torch.Size) -> bool:
@@ -49,30 +49,30 @@ class BlockScales(NamedTuple):
 
 
 def is_of_codes(base: Any) -> bool:
-    """Return True for a linear layer of transformers' whose weight is FP8 codes."""
+    """Return True for a transformers linear layer whose weight is FP8 codes."""
     return _scales_in(base) is not None
 
 
 def _scales_in(base: Any) -> str | None:
     cls = type(base)
-    if cls is nn.Linear:  # as most are, at every forward
+    if cls is nn.Linear:  # most are, and this runs in every forward
         return None
     return SCALES.get(f"{cls.__module__}.{cls.__qualname__}")
 
 
 def scales_of(base: Any) -> BlockScales | None:
-    """The scales of a linear layer's codes, None where its weight is no codes."""
+    """Return the scales of a linear layer's codes, None if its weight is not codes."""
     name = _scales_in(base)
     if name is None:
         return None
     rows, columns = base.weight.shape
-    # compressed-tensors' are one for each row, the others' of blocks, or one for all
+    # compressed-tensors has one per row, the other class one per block or a single one
     block = (1, columns) if name == "weight_scale" else base.block_size or (rows, columns)
     return BlockScales(getattr(base, name), tuple(block))
 
 
 def why_not_codes(base: Any) -> str | None:
-    """Return the reason if such a layer's weight is not the frozen codes that its class has."""
+    """Return the reason if such a layer's weight is not its class's frozen codes."""
     weight, scales = base.weight, scales_of(base)
     if type(weight) not in (nn.Parameter, Tensor) or weight.dtype != E4M3:
         return (
@@ -87,17 +87,17 @@ def why_not_codes(base: Any) -> str | None:
 
 
 def hint_for_layer(base: nn.Module) -> str:
-    """Say what to do with a layer of codes, where it may not run as it is."""
+    """Return advice for a layer of codes that cannot run as it is."""
     return ": ask for layer=True, fp8=True, or load the model in bf16" if is_of_codes(base) else ""
 
 
 def hint_for_codes(weight: Tensor) -> str:
-    """Say what to do with the codes that compressed-tensors keeps until a model's first forward."""
+    """Return advice for codes that compressed-tensors keeps until a model's first forward."""
     return f"is FP8 codes: {COMPRESSED}" if weight.dtype == E4M3 else ""
 
 
 def rowwise_codes(weight: Tensor, scales: BlockScales) -> tuple[Tensor, Tensor]:
-    """(codes [out, in], scales [out] in fp32), the checkpoint's own where these are of rows."""
+    """Return (codes [out, in], scales [out] in fp32): the checkpoint's, if it has row scales."""
     rows, _ = weight.shape
     grid = scales.over(weight.shape)
     if grid.shape[1] > 1:
@@ -106,13 +106,13 @@ def rowwise_codes(weight: Tensor, scales: BlockScales) -> tuple[Tensor, Tensor]:
 
 
 def may_lie_in_buffer(scales: BlockScales) -> bool:
-    """Return True if the codes may be a view of a buffer, rows apart: the other class's kernels
-    want them side by side."""
+    """Return True if the codes may be a view of a buffer, with gaps between rows. The other class's
+    kernels need them contiguous."""
     return scales.block[0] == 1
 
 
 def _dequantised(weight: Tensor, scales: BlockScales) -> Tensor:
-    """The numbers that codes stand for, [out, in] in fp32, new."""
+    """Return the dequantised codes, a new [out, in] in fp32."""
     rows, columns = weight.shape
     of_rows, of_columns = scales.block
     factors = scales.over(weight.shape).repeat_interleave(of_rows, 0)[:rows]
@@ -120,8 +120,8 @@ def _dequantised(weight: Tensor, scales: BlockScales) -> Tensor:
 
 
 def drop_idle_hook(model: nn.Module) -> None:
-    """Take away compressed-tensors' hook that decompresses a model at its first forward, where
-    nothing of it is to be: it would wrap the forward of every module, and with them ours."""
+    """Remove compressed-tensors' hook that decompresses a model at its first forward, if nothing is
+    left to decompress. It would wrap every module's forward, including ours."""
     for module in model.modules():
         hook = vars(module).get(HOOK)
         if hook and not any(hasattr(one, "quantization_scheme") for one in module.modules()):
@@ -133,13 +133,13 @@ def drop_idle_hook(model: nn.Module) -> None:
 
 
 def let_train(base: nn.Module) -> None:
-    """Let a layer of codes have a gradient of its input, until `unfuse`."""
+    """Give a layer of codes an input gradient, until `unfuse`."""
     base.forward = FusedForward(_forward_of_codes, base, STAND_IN).forward
 
 
 def _forward_of_codes(base: Any, _: frozenset[str], x: Tensor) -> Tensor:
     scales = scales_of(base)
-    # checkpointing runs a layer in training without gradients first: it is to come to the same
+    # checkpointing first runs a training layer without gradients, and must get the same result
     trains = base.training or torch.is_grad_enabled()
     if not trains or scales is None or why_not_codes(base) is not None:
         return class_forward(base, x)
@@ -148,7 +148,7 @@ def _forward_of_codes(base: Any, _: frozenset[str], x: Tensor) -> Tensor:
 
 
 class _LinearOfCodes(torch.autograd.Function):
-    """x W' of codes, which alone are saved: ``F.linear(x, W)`` would keep each W for backward."""
+    """Matmul x W' that saves only the codes: ``F.linear(x, W)`` would keep each W for backward."""
 
     @staticmethod
     def forward(ctx, x, weight, values, block):

@@ -1,16 +1,16 @@
-"""Fp8Weight: a base layer's weight of which FP8 codes lie on the GPU, and a weight to all others.
+"""Fp8Weight: a base layer's weight with FP8 codes on the GPU, which looks like a plain weight.
 
-A layer that runs whole in FP8 multiplies the codes (`layer/fp8/`). Whatever else uses the weight
-finds a tensor on the GPU:
+A layer that runs whole in FP8 multiplies the codes (`layer/fp8/`). All other code sees a tensor on
+the GPU:
 
-    a product          multiplies what the codes stand for, as a layer that steps aside should
-    all else           reads the original, which lies on the host, in memory of the moment
-    a write in place   changes the original, through views too, and the codes are made anew
-    an assignment      of its .data, which is how modules are moved and cast, and how PEFT merges
-                       safely, makes it the plain parameter that is assigned
+    a matmul           multiplies the dequantised codes, as a layer that steps aside should
+    any other read     copies the original from the host into temporary memory
+    a write in place   changes the original, also through views, and quantises it again
+    an assignment      to its .data makes it the plain parameter that is assigned; this is how
+                       modules are moved and cast, and how PEFT merges safely
 
-Copied or pickled it is the original as a plain parameter. The next forward that runs whole makes
-codes of whatever is plain.
+Copied or pickled, it becomes the original as a plain parameter. The next forward that runs whole
+quantises any plain weight.
 """
 
 from collections.abc import Callable
@@ -26,31 +26,31 @@ from ...layer.buffer import PlacedWeight
 from ...layer.fp8.buffer import Fp8Buffer
 
 aten = torch.ops.aten
-FP8_DTYPES = (torch.bfloat16,)  # that `_scaled_mm` gives with a scale for each row
+FP8_DTYPES = (torch.bfloat16,)  # outputs of `_scaled_mm` with row scales
 OLDEST_WITH_FP8 = (8, 9)  # compute capability
-# What gives the same weight.
+# Functions that return the same weight.
 SAME = {aten.detach.default, aten.alias.default}
 PRODUCTS = {"addbmm", "addmm", "addmv", "baddbmm", "bmm", "dot", "linear", "mm", "mv", "vdot"}
 
 
 class _Coded(Tensor):
-    """A weight in FP8 or a view of it: the steps from the whole weight to this."""
+    """A weight in FP8 or a view of it. steps: how to get this view from the whole weight."""
 
     weight: "Fp8Weight"
     steps: tuple[Callable[[Tensor], Tensor], ...] = ()
 
     def of(self, whole: Tensor) -> Tensor:
-        """The view of a whole weight's tensor that this is."""
+        """Apply this view's steps to a tensor of the whole weight."""
         for step in self.steps:
             whole = step(whole)
         return whole
 
     def exact(self) -> Tensor:
-        """The original's numbers, on its device."""
+        """Return the original's values, on this weight's device."""
         return self.of(self.weight.whole())
 
     def dequantised(self) -> Tensor:
-        """The numbers that the codes stand for, in its dtype, new."""
+        """Return the dequantised codes as a new tensor in this weight's dtype."""
         weight = self.weight
         whole = weight.codes.to(torch.float32) * weight.scales[:, None]
         return self.of(whole.to(weight.dtype))
@@ -64,8 +64,8 @@ class _Coded(Tensor):
     def __reduce_ex__(self, protocol):
         return self.exact().clone().__reduce_ex__(protocol)
 
-    # The wrapper has no memory. Whoever asks for it, to tell weights apart say, finds the
-    # original's, which lies on the host.
+    # The wrapper has no memory. Code that asks for it, say to compare weights, gets the original's
+    # on the host.
 
     def untyped_storage(self):
         return self.weight.original.untyped_storage()
@@ -85,7 +85,7 @@ class _Coded(Tensor):
     ):
         kwargs = kwargs or {}
         first = args[0] if args else None
-        parts = func.decompose(*args, **kwargs)  # in inference_mode nobody has done so before
+        parts = func.decompose(*args, **kwargs)  # in inference_mode nobody has done this yet
         if parts is not NotImplemented:
             return parts
         if func is aten.detach_.default:
@@ -109,10 +109,10 @@ class _Coded(Tensor):
 
 
 class Fp8Weight(_Coded, PlacedWeight):
-    """Rows [row, row + out) of a buffer's weight, in the dtype of the products.
+    """Rows [row, row + out) of a buffer's weight, in the compute dtype.
 
-    original: [out, in] on the host, in that dtype. changes: their number, which all weights of one
-    original have together.
+    original: [out, in] on the host, in that dtype. changes: a counter shared by all weights of one
+    original.
     """
 
     buffer: Fp8Buffer
@@ -122,7 +122,7 @@ class Fp8Weight(_Coded, PlacedWeight):
 
     @staticmethod
     def __new__(cls, data: Tensor, requires_grad: bool = True):
-        """Return a plain parameter: accelerate calls the class of the parameter it replaces."""
+        """Return a plain parameter: accelerate calls the class of a parameter that it replaces."""
         return nn.Parameter(data, requires_grad)
 
     @classmethod
@@ -147,12 +147,12 @@ class Fp8Weight(_Coded, PlacedWeight):
         return self.buffer.scales[self.row : self.row + len(self.original)]
 
     def lies_in(self, buffer: Fp8Buffer, row: int, shape: torch.Size) -> bool:
-        """Return whether these rows of a buffer are the codes of its original as it is now."""
+        """Return whether these rows of a buffer are the codes of its current original."""
         is_place = self.buffer is buffer and self.row == row and self.shape == shape
         return is_place and buffer.made_of.get(row) == self.changes[0]
 
     def whole(self) -> Tensor:
-        """The original on its device: on the CPU itself."""
+        """Return the original on this weight's device. On the CPU that is no copy."""
         return self.original.to(self.device)
 
     @property
@@ -161,20 +161,20 @@ class Fp8Weight(_Coded, PlacedWeight):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        # torch would change this object's shape and dtype, and leave codes and original as they are
+        # torch would change only this object's shape and dtype, not the codes and the original
         if not isinstance(value, Tensor):
             raise TypeError(f"a weight's data must be a tensor, got {type(value).__name__}")
         if isinstance(value, Fp8Weight) and value.lies_in(self.buffer, self.row, self.shape):
-            return  # as `weight.data += delta` ends
+            return  # `weight.data += delta` ends like this
         plain = value.exact().clone() if isinstance(value, _Coded) else value
         _become(self, nn.Parameter(plain, self.requires_grad))
 
     def full(self) -> nn.Parameter:
-        """The original as a plain parameter in the place of this one."""
+        """Return the original as a plain parameter to replace this one."""
         return nn.Parameter(self.original.to(self.device, copy=True), self.requires_grad)
 
     def leave_buffer(self) -> None:
-        """Become the original again, on its device: as the same object."""
+        """Become the original again, on this device and as the same object."""
         _become(self, self.full())
 
     def __deepcopy__(self, memo: dict) -> nn.Parameter:
@@ -193,18 +193,18 @@ class Fp8Weight(_Coded, PlacedWeight):
         ]
 
     def rewrite(self, whole: Tensor) -> None:
-        """Change the original to this, and the codes with it."""
+        """Set the original to this, and update the codes."""
         self.original.copy_(whole)
         codes, scales = codes_and_scales(whole)
         self.scales.copy_(scales)
         self.buffer.write(self.row, codes)
-        self.buffer.key = None  # the border's codes are over the old scales
+        self.buffer.key = None  # the border's codes use the old scales
         self.changes[0] += 1
         self.buffer.made_of[self.row] = self.changes[0]
 
 
 class Fp8View(_Coded):
-    """A view of an Fp8Weight, which is made of it whenever it is read, and written through."""
+    """A view of an Fp8Weight. Every read makes it anew, and writes go through to the weight."""
 
     @staticmethod
     def __new__(cls, weight: Fp8Weight, steps: tuple, shown: Tensor):
@@ -213,7 +213,7 @@ class Fp8View(_Coded):
         return self
 
 
-@torch.inference_mode(False)  # a view of a tensor from outside of that mode has to be as that is
+@torch.inference_mode(False)  # a view of an outside tensor must not be an inference tensor
 def _wrapper(cls: Any, like: Tensor, buffer: Fp8Buffer) -> Any:
     return Tensor._make_wrapper_subclass(
         cls, like.shape, strides=like.stride(), storage_offset=like.storage_offset(),
@@ -222,7 +222,7 @@ def _wrapper(cls: Any, like: Tensor, buffer: Fp8Buffer) -> Any:
 
 
 def _views(one: _Coded, func: Any, args: tuple, kwargs: dict) -> Any:
-    """The view, or the list of views, that a function makes of one."""
+    """Return the view, or list of views, that a view function makes of this."""
     weight = one.weight
     whole = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
     shown = func(one.of(whole), *args, **kwargs)
@@ -237,7 +237,7 @@ def _views(one: _Coded, func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _written(func: Any, args: tuple, kwargs: dict) -> list[_Coded]:
-    """The weights in FP8 and their views that a function writes."""
+    """Return the FP8 weights, and views of them, that a function writes to."""
     given = zip(func._schema.arguments, args, strict=False)
     by_place = [value for argument, value in given if argument.is_write]
     by_name = [kwargs.get(one.name) for one in func._schema.arguments if one.is_write]
@@ -245,13 +245,13 @@ def _written(func: Any, args: tuple, kwargs: dict) -> list[_Coded]:
 
 
 def _write(written: list[_Coded], func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run a function that writes weights in FP8 on their originals, and make their codes anew."""
+    """Run a function that writes to FP8 weights on their originals, and quantise these again."""
     if torch.Tag.inplace_view in func.tags:
         raise RuntimeError(
             f"{func._schema.name.removeprefix('aten::')} of a weight in FP8 would leave its codes "
             "as they are: assign to its .data, or unfuse the model first"
         )
-    wholes: dict[tuple, Tensor] = {}  # two that are views of one weight see what the other writes
+    wholes: dict[tuple, Tensor] = {}  # views of one weight see each other's writes
     plain: dict[int, Tensor] = {}
 
     def plain_of(one: _Coded) -> Tensor:
@@ -271,7 +271,7 @@ def _write(written: list[_Coded], func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def why_not_in_fp8(weight: Tensor) -> str | None:
-    """Return the reason if products with this weight may not be in FP8."""
+    """Return the reason if matmuls with this weight cannot be in FP8."""
     if any(size % SIZES for size in weight.shape):
         return f"a base weight is {list(weight.shape)}: FP8 needs multiples of {SIZES}"
     if not weight.is_cuda:
@@ -285,16 +285,16 @@ def why_not_in_fp8(weight: Tensor) -> str | None:
 
 
 def become_fp8(parameter: Tensor, buffer: Fp8Buffer, row: int, original: Tensor) -> None:
-    """Make a parameter, which stays the same object, these rows of a buffer."""
+    """Turn a parameter into these rows of a buffer. It stays the same object."""
     changes = getattr(parameter, "changes", [0])
     weight: Any = Fp8Weight.rows_of(buffer, row, original, changes)
-    weight._is_param = True  # as isinstance(_, nn.Parameter) asks
+    weight._is_param = True  # for isinstance(_, nn.Parameter)
     _become(parameter, weight)
     buffer.made_of[row] = changes[0]
 
 
 def _become(parameter: Tensor, other: Tensor) -> None:
-    """Make a parameter, which stays the same object, what another is."""
+    """Turn a parameter into another tensor. It stays the same object."""
     grad = parameter.grad
     parameter.grad = None
     try:
@@ -310,9 +310,9 @@ def _become(parameter: Tensor, other: Tensor) -> None:
 
 
 def keep_from_ddp(model: Any) -> None:
-    """Let DistributedDataParallel not send this model's FP8 weights from the first rank, as it
-    sends all others: each rank has made or loaded the same, an Fp8Weight would be sent from the
-    host and made codes anew, and codes Gloo cannot send."""
+    """Keep DistributedDataParallel from broadcasting this model's FP8 weights from the first rank.
+    Every rank has made or loaded the same ones. An Fp8Weight would be sent from the host and
+    quantised again, and Gloo cannot send codes at all."""
     names = [
         name
         for name, one in model.named_parameters()
