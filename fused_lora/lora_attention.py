@@ -141,7 +141,7 @@ class LoRA_Attention(torch.autograd.Function):
         )
         qkv = x.new_empty(batch * positions, sum(t.shape[2] for t in projected))
         head_weights = (frozen.head_norms or (None, None))[:2]
-        ctx.of_head_norms = (frozen.head_norms or ())[2:]
+        ctx.norm_options = (frozen.head_norms or ())[2:]
         raw: Sequence[Tensor | None] = (None, None)  # inputs of the head norms
         if frozen.head_norms is None:
             rope_together(q, k, v, cos, sin, qkv)
@@ -175,8 +175,8 @@ class LoRA_Attention(torch.autograd.Function):
         count = len(ctx.scales or ())
         masks = masks_of(others[:count], ctx.scales)
         attention_saved = AttentionSaved(*others[count:])
-        of_qkv = Group(weights[:3], A, B, ctx.scalings[:3], masks and masks[:3])
-        of_o = Group(weights[3:], o_A, [o_B], ctx.scalings[3:], masks and masks[3:])
+        to_qkv = Group(weights[:3], A, B, ctx.scalings[:3], masks and masks[:3])
+        to_o = Group(weights[3:], o_A, [o_B], ctx.scalings[3:], masks and masks[3:])
         need_x, _, _, _, *needs, _ = ctx.needs_input_grad
         dtype_of_x, *dtypes = ctx.dtypes
         needs_qkv, needs_o, needs_biases = needs[OF_QKV], needs[OF_O], needs[OF_QKV_BIASES]
@@ -185,8 +185,8 @@ class LoRA_Attention(torch.autograd.Function):
 
         with without_autocast(z):
             grad = grad_output.reshape(-1, grad_output.shape[-1]).to(z.dtype)
-            grad_attended, grad_z = input_gradient(of_o, [grad], need_qkv, needs_o[:1])
-            grads_o = adapter_gradients(of_o, attended, z_o, [grad], grad_z, needs_o, dtypes[OF_O])
+            grad_attended, grad_z = input_gradient(to_o, [grad], need_qkv, needs_o[:1])
+            grads_o = adapter_gradients(to_o, attended, z_o, [grad], grad_z, needs_o, dtypes[OF_O])
             grad_o_bias = bias_gradients([grad], needs[OF_O_BIAS], dtypes[OF_O_BIAS])
             if grad_attended is None:
                 return *[None] * 10, *grads_o, *grads_biases, *grad_o_bias, None
@@ -201,12 +201,12 @@ class LoRA_Attention(torch.autograd.Function):
                     t.unflatten(2, (count, -1)).transpose(1, 2)
                     for t, count in ((q, of.heads), (k, of.kv_heads))
                 )
-                head_norms_backward(q, k, HeadNorms(q_norm, k_norm, *ctx.of_head_norms), grad_qkv)
+                head_norms_backward(q, k, HeadNorms(q_norm, k_norm, *ctx.norm_options), grad_qkv)
             del grad_attended
-            grads = grad_qkv.split_with_sizes([weight.shape[0] for weight in of_qkv.weights], 1)
-            grad_x, grad_z = input_gradient(of_qkv, grads, need_x, needs_qkv[::2])
+            grads = grad_qkv.split_with_sizes([weight.shape[0] for weight in to_qkv.weights], 1)
+            grad_x, grad_z = input_gradient(to_qkv, grads, need_x, needs_qkv[::2])
             rows = None if x is None else x.reshape(-1, x.shape[-1])
-            grads_qkv = adapter_gradients(of_qkv, rows, z, grads, grad_z, needs_qkv, dtypes[OF_QKV])
+            grads_qkv = adapter_gradients(to_qkv, rows, z, grads, grad_z, needs_qkv, dtypes[OF_QKV])
             grads_biases = bias_gradients(grads, needs_biases, dtypes[OF_QKV_BIASES])
         if grad_x is not None:
             grad_x = grad_x.view(ctx.shape_of_x).to(dtype_of_x)

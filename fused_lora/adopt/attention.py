@@ -275,7 +275,7 @@ def attend(
         q, k = attention.q_norm(q), attention.k_norm(k)
     q, k, v = (one.transpose(1, 2) for one in (q, k, v))
     if turns(attention):
-        turn = _of_module(attention, "apply_rotary_pos_emb")
+        turn = _module_function(attention, "apply_rotary_pos_emb")
         if "rope" in parts:
             if (reason := _why_not_dtype(q.dtype)) is None:
                 turn = _turned
@@ -290,7 +290,7 @@ def attend(
     for option, path in form.passes:
         options[option] = attrgetter(path)(attention)
     function = ALL_ATTENTION_FUNCTIONS.get_interface(
-        config._attn_implementation, _of_module(attention, "eager_attention_forward")
+        config._attn_implementation, _module_function(attention, "eager_attention_forward")
     )
     attended, weights = function(
         attention,
@@ -318,6 +318,6 @@ def _turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
     )
 
 
-def _of_module(attention: nn.Module, name: str) -> Callable:
+def _module_function(attention: nn.Module, name: str) -> Callable:
     """Return a function by name from the module of the attention's class."""
     return getattr(sys.modules[type(attention).__module__], name)

@@ -208,10 +208,10 @@ def causal_lm_forward(
         check_labels=torch.compiler.is_compiling(),
         fp8=multiplies_in_fp8(model, head, parts),
     )
-    of_decoder = {one.name: getattr(outputs, one.name, None) for one in fields(output_class)}
+    decoder_outputs = {one.name: getattr(outputs, one.name, None) for one in fields(output_class)}
     if not torch.compiler.is_compiling():  # it only knows transformers' output classes
         output_class = without_logits(output_class)
-    return output_class(**of_decoder | {"loss": loss, "logits": None})
+    return output_class(**decoder_outputs | {"loss": loss, "logits": None})
 
 
 def _signature_of(cls: Any) -> tuple[frozenset[str], type]:

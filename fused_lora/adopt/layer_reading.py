@@ -41,8 +41,8 @@ def read_groups(layer: Any, kind: type[Border]) -> list[list[Projection]]:
                         f"an adapter is {adapter.dtype}, should be bfloat16, float16 or float32"
                     )
             stored = read.weight.dtype
-            of_weight = dtype if stored in DTYPES else stored  # codes, already checked by `kind`
-            for tensor, wanted in ((read.weight, of_weight), (read.bias, dtype)):
+            weight_dtype = dtype if stored in DTYPES else stored  # codes, already checked by `kind`
+            for tensor, wanted in ((read.weight, weight_dtype), (read.bias, dtype)):
                 if tensor is not None and (tensor.dtype, tensor.device) != (wanted, device):
                     raise Refusal(
                         f"{name} is {tensor.dtype} on {tensor.device}, norms {dtype} on {device}: "

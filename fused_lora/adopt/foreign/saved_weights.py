@@ -40,7 +40,7 @@ class BufferedWeight(torch.Tensor):
         self.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
-def _of_copy(name: str) -> Callable:
+def _forwarded_to_copy(name: str) -> Callable:
     def method(self: Any, *arguments: Any, **options: Any) -> Any:
         return getattr(self._copy(), name)(*arguments, **options)
 
@@ -51,7 +51,7 @@ for _name in (
     "__deepcopy__", "__reduce_ex__", "contiguous", "data_ptr", "is_contiguous", "storage",
     "storage_offset", "stride", "untyped_storage",
 ):  # fmt: skip
-    setattr(BufferedWeight, _name, _of_copy(_name))
+    setattr(BufferedWeight, _name, _forwarded_to_copy(_name))
 
 
 def hand_out_buffered(base: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:

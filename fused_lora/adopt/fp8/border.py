@@ -48,7 +48,7 @@ class Fp8Border(Border):
 
     def __init__(self) -> None:
         self._kept: tuple[tuple, Layout] | None = None  # places of biases and codes
-        self._of_codes: Fp8Buffer | None = None
+        self._checkpoint_buffer: Fp8Buffer | None = None
 
     def find_or_make(
         self,
@@ -59,7 +59,7 @@ class Fp8Border(Border):
     ) -> tuple[Bordered, bool]:
         places, layout = self._kept or (None, None)
         held = [getattr(one.weight, "buffer", None) for one in reads if not is_of_codes(one.base)]
-        buffer: Any = (held or [self._of_codes])[0]
+        buffer: Any = (held or [self._checkpoint_buffer])[0]
         fits = (
             layout is not None
             and buffer is not None
@@ -68,10 +68,10 @@ class Fp8Border(Border):
             and layout.has_room(parts)
         )
         if not fits:
-            self._of_codes = None  # free its memory for the next
+            self._checkpoint_buffer = None  # free its memory for the next
             layout = layout_of(reads[0].weight, parts, ranks)
             buffer = _make_fp8(reads, layout, dtype)
-            self._of_codes = buffer if len(held) < len(reads) else None
+            self._checkpoint_buffer = buffer if len(held) < len(reads) else None
             self._kept = _places_of(reads), layout
         assert layout is not None and isinstance(buffer, Fp8Buffer)
         return layout.bordered(buffer, reads, parts), not fits
@@ -81,24 +81,24 @@ class Fp8Border(Border):
 @torch.no_grad()
 def _make_fp8(reads: Sequence[Projection], layout: Layout, dtype: torch.dtype) -> Fp8Buffer:
     codes, scales, originals = [], [], []
-    of_checkpoint = [scales_of(read.base) for read in reads]
-    for read, its_scales in zip(reads, of_checkpoint, strict=True):
+    checkpoint_scales = [scales_of(read.base) for read in reads]
+    for read, its_scales in zip(reads, checkpoint_scales, strict=True):
         weight, original = read.weight, None
         if its_scales is not None:
-            of_weight = checkpoint.rowwise_codes(weight, its_scales)
+            coded_weight = checkpoint.rowwise_codes(weight, its_scales)
         elif isinstance(weight, Fp8Weight):  # made for a smaller rank, or moved
-            of_weight, original = codes_and_scales(weight.whole()), weight.original
+            coded_weight, original = codes_and_scales(weight.whole()), weight.original
         else:
-            of_weight = codes_and_scales(weight.detach())
+            coded_weight = codes_and_scales(weight.detach())
             original = torch.empty(weight.shape, dtype=weight.dtype).copy_(weight)
-        codes.append(of_weight[0].view(torch.uint8))
-        scales.append(of_weight[1])
+        codes.append(coded_weight[0].view(torch.uint8))
+        scales.append(coded_weight[1])
         originals.append(original)
     bias = move_biases(reads, layout)
     together = torch.cat(codes).view(E4M3), torch.cat(scales)
     buffer = Fp8Buffer(*together, bias, layout.width, dtype)
     row = 0
-    for read, its_scales, original in zip(reads, of_checkpoint, originals, strict=True):
+    for read, its_scales, original in zip(reads, checkpoint_scales, originals, strict=True):
         end = row + len(read.weight)
         if original is not None:
             become_fp8(read.weight, buffer, row, original)

@@ -44,8 +44,8 @@ class BlockScales(NamedTuple):
         return self.values.numel() == rows * columns
 
     def _grid(self, shape: torch.Size) -> tuple[int, int]:
-        (rows, columns), (of_rows, of_columns) = shape, self.block
-        return -(-rows // of_rows), -(-columns // of_columns)
+        (rows, columns), (block_rows, block_columns) = shape, self.block
+        return -(-rows // block_rows), -(-columns // block_columns)
 
 
 def is_of_codes(base: Any) -> bool:
@@ -114,9 +114,9 @@ def may_lie_in_buffer(scales: BlockScales) -> bool:
 def _dequantised(weight: Tensor, scales: BlockScales) -> Tensor:
     """Return the dequantised codes, a new [out, in] in fp32."""
     rows, columns = weight.shape
-    of_rows, of_columns = scales.block
-    factors = scales.over(weight.shape).repeat_interleave(of_rows, 0)[:rows]
-    return weight.float().mul_(factors.repeat_interleave(of_columns, 1)[:, :columns])
+    block_rows, block_columns = scales.block
+    factors = scales.over(weight.shape).repeat_interleave(block_rows, 0)[:rows]
+    return weight.float().mul_(factors.repeat_interleave(block_columns, 1)[:, :columns])
 
 
 def drop_idle_hook(model: nn.Module) -> None:
