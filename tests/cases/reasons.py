@@ -121,7 +121,7 @@ class OtherNorm(Qwen3RMSNorm):
     pass
 
 
-def of_class(cls):
+def with_class(cls):
     return lambda module: setattr(module, "__class__", cls)
 
 
@@ -144,14 +144,14 @@ def use_gelu(mlp):
 # The kind, the module of a layer that we change, the change, and what we say about it.
 MODULES = [
     ("mlp", "mlp", use_gelu, "its activation is GELU, not SiLU"),
-    ("mlp", "mlp", of_class(OtherMLP), "OtherMLP is not an MLP class"),
+    ("mlp", "mlp", with_class(OtherMLP), "OtherMLP is not an MLP class"),
     ("mlp", "mlp.act_fn", replace_forward, "act_fn: its forward has been replaced"),
     *(
         ("mlp", "mlp.act_fn", lambda act, kind=kind: getattr(act, f"register_{kind}_hook")(hook),
          "act_fn: it has hooks")
         for kind in HOOKS
     ),
-    ("layer", "", of_class(OtherLayer), "OtherLayer is not a layer class"),
+    ("layer", "", with_class(OtherLayer), "OtherLayer is not a layer class"),
     ("layer", "mlp.up_proj", double, "an adapter is torch.float64, should be"),
     ("layer", "self_attn", replace_forward, "self_attn: its forward has been replaced"),
     ("layer", "mlp", replace_forward, "mlp: its forward has been replaced"),
@@ -169,7 +169,7 @@ MODULES = [
     ("layer", "mlp", use_gelu, "mlp: its activation is GELU, not SiLU"),
     ("layer", "self_attn.k_norm", add_hook, "self_attn: k_norm: it has hooks"),
     ("layer", "self_attn.q_norm", replace_forward, "q_norm: its forward has been replaced"),
-    ("layer", "self_attn.q_norm", of_class(OtherNorm), "q_norm: OtherNorm is not"),
+    ("layer", "self_attn.q_norm", with_class(OtherNorm), "q_norm: OtherNorm is not"),
     ("layer", "self_attn.k_norm", train, "self_attn: k_norm: its weight is trained"),
     ("layer", "self_attn.q_norm", lambda m: m.half(),
      "its norms are torch.float16"),
