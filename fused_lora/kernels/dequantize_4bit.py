@@ -89,17 +89,20 @@ def _dequantize_4bit_kernel(
     codes_ptr = tl.multiple_of(codes_ptr, READ)
 
     tile = program - first_program
+    first_run = tile.to(INDEX) * (TILE // RUN)
+    runs = tl.minimum(runs - first_run, TILE // RUN).to(tl.int32)  # of this program
     # In one dimension a thread looks up the codes that it has read. In two, Triton gives them to
     # other threads first.
-    codes_ptr += tile.to(tl.int64) * (TILE // 2)
     byte = tl.arange(0, TILE // 2)
+    codes_ptr += tile.to(tl.int64) * (TILE // 2)
     bytes_ = runs * (RUN // 2) if RUN > 1 else (runs + 1) // 2
-    pair = tl.load(codes_ptr + byte, mask=byte < bytes_ - tile * (TILE // 2), other=0)
+    pair = tl.load(codes_ptr + byte, mask=byte < bytes_, other=0)
     high = tl.load(values_ptr + (pair >> 4).to(tl.int32))
     low = tl.load(values_ptr + (pair & 15).to(tl.int32))
 
-    run = tile.to(INDEX) * (TILE // RUN) + tl.arange(0, TILE // RUN)
+    run = tl.arange(0, TILE // RUN)
     mask = run < runs
+    run += first_run
     absmax = _absmax(table_ptr + 8 * WEIGHTS, run >> runs_of_block_log2, mask, WEIGHTS, NESTED)
     w = tl.interleave(high, low).reshape(TILE // RUN, RUN) * absmax[:, None]
     # int64: rows may lie further apart than they are long
