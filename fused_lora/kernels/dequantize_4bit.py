@@ -12,9 +12,9 @@ whole table, a decoder layer's seven weights for instance. The table stays valid
 address changes, so a CUDA graph may hold the launch.
 
 The bits are those of `bitsandbytes.functional.dequantize_4bit`: every operation rounds to fp32, and
-the result once more to the rows' dtype. Its GPU kernels differ from that in two ways which compare
-as equal or nearly so. FP4's code 8 gives -0 there and 0 here, because `values` says 0. Results
-below 2^-126 become 0 there. All other constants of its kernels equal `values`.
+the result once more to the rows' dtype. The constants inside its kernels equal `values`, with two
+differences. FP4's code 8 is -0 in its kernels, except for those with AVX-512, and 0 in `values`.
+And its GPU kernels flush results below 2^-126 to 0.
 
 Traffic: every code and absmax read once, every row written once. The 77 M values of a layer of
 Qwen2.5-3B are 193 MB in bf16, of which 154 are written.
