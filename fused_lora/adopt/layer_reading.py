@@ -30,11 +30,9 @@ def read_groups(layer: Any, kind: type[Border]) -> list[list[Projection]]:
     dtype, device = norms[0].dtype, norms[0].device
     groups = []
     for owner, names in grouped_projections(layer):
-        # o_proj may have a fused forward, for when the layer steps aside
-        own_forward = names != ("o_proj",) or not fused_parts_of(layer.self_attn.o_proj)
-        how, group = (own_forward, kind.why_not_base), []
+        group = []
         for name in names:
-            read, reason = attempt(read_projection, owner._modules[name], *how)
+            read, reason = attempt(_read_one, owner, name, kind)
             if reason:
                 raise Refusal(f"{name}: {reason}")
             for adapter in (read.A, read.B):
@@ -53,6 +51,20 @@ def read_groups(layer: Any, kind: type[Border]) -> list[list[Projection]]:
             )
     refuse(why_unloaded(layer, (read for group in groups for read in group)))
     return groups
+
+
+def attention_is_read(layer: Any, kind: type[Border]) -> bool:
+    """Return True if such borders can take the projections of a layer's attention."""
+    qkv, o = grouped_projections(layer)[:2]
+    found = (attempt(_read_one, owner, name, kind) for owner, names in (qkv, o) for name in names)
+    return not any(reason for _, reason in found)
+
+
+def _read_one(owner: Any, name: str, kind: type[Border]) -> Projection:
+    projection = owner._modules[name]
+    # o_proj may have a fused forward, for when the layer steps aside
+    own_forward = name != "o_proj" or not fused_parts_of(projection)
+    return read_projection(projection, own_forward, kind.why_not_base)
 
 
 def _check_alike(name: str, read: Projection, dtype: torch.dtype, device: torch.device) -> None:

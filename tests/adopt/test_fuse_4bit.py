@@ -14,6 +14,7 @@ from cases.layer_case import EVERYTHING, LAYER, NAMES, layer_of, peft_model
 from cases.peft_models import assert_equal
 
 from fused_lora import Fusion, fuse, report, unfuse
+from fused_lora.adopt.documents import takes_documents
 from fused_lora.adopt.layer import borders_of
 
 
@@ -75,6 +76,12 @@ def test_a_model_is_near_plain_peft(device):
     fused, plain, done = pair(device)
     assert str(done) == "layer: 2 of 2 layers fused"
     assert assert_same(fused, plain, most=1e-4) == {"DecoderLayer": 2}
+
+
+def test_packed_rows_have_no_mask_of_positions_x_positions(device):
+    fused, plain, _ = pair(device, dtype=torch.bfloat16, config={"head_dim": 32})
+    assert takes_documents(fused.get_base_model().model, 8)
+    assert not takes_documents(plain.get_base_model().model, 8)
 
 
 def test_layers_take_turns_in_one_memory_which_goes_with_the_model(device):
