@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from cases import codes_case as checkpoint_case
 from cases import fp8_case
+from cases.four_bit_case import quantised
 from cases.fused_case import ALL, SHORT, assert_close, functions_of, step
 from cases.layer_case import LAYER, peft_model
 from cases.layer_case import pair as layer_pair
@@ -66,9 +67,9 @@ def is_sharded(tensor):
     return isinstance(tensor, DTensor)
 
 
-def assert_runs_and_is_right(wrap, fusion, device):
+def assert_runs_and_is_right(wrap, fusion, device, **options):
     """A model that is fused and then wrapped runs what it ran before, and has plain gradients."""
-    model = peft_model(device)
+    model = peft_model(device, **options)
     _, want = step_of(model)
     fuse(model, fusion)
     functions, _ = step_of(model)
@@ -77,10 +78,14 @@ def assert_runs_and_is_right(wrap, fusion, device):
     assert_close(got, want)
 
 
-@pytest.mark.slow("layer")
-@pytest.mark.parametrize("fusion", [*FUSIONS.values(), LAYER], ids=[*FUSIONS, "layer"])
-def test_distributed_data_parallel_is_right(fusion, group, device):
-    assert_runs_and_is_right(DistributedDataParallel, fusion, device)
+@pytest.mark.slow("layer", "4 bits")
+@pytest.mark.parametrize(
+    ("fusion", "options"),
+    [*((one, {}) for one in (*FUSIONS.values(), LAYER)), (LAYER, {"change": quantised})],
+    ids=[*FUSIONS, "layer", "4 bits"],
+)
+def test_distributed_data_parallel_is_right(fusion, options, group, device):
+    assert_runs_and_is_right(DistributedDataParallel, fusion, device, **options)
 
 
 @pytest.mark.slow
