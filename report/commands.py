@@ -21,6 +21,7 @@ from report.comparison import compare, comparison_table
 from report.fits import fits_table
 from report.statistics import NOISE, summarize
 from report.table import Column, Row, number
+from report.wording import on_base
 from variants import title_of, variant_of
 
 if TYPE_CHECKING:
@@ -147,16 +148,18 @@ def merge_only(paths: list[Path], folder: Path | None) -> int:
 
 def fits_only(gib: float, folder: Path) -> int:
     """Print the variants that train fastest in `gib` GiB of GPU memory, from the results in a
-    folder. For the published results we take the suite, which has more variants."""
+    folder. Of the published results we take the suite, which has more variants, and then every run
+    on a base in 4 bits."""
     if not gib > 0:
         raise ValueError(f"--fits {gib:g}: give more than 0 GiB")
     if folder.resolve() == HERE:
-        from report.committed import suite_path
+        from report.committed import loaded, suite_path
 
-        run = store.load(suite_path())
+        runs = [store.load(suite_path()), *loaded("*/nf4*").values()]
     else:
-        run = _loaded_from(folder, "--fits")
-    console.print(fits_table(run, gib), soft_wrap=True, markup=False)
+        runs = [_loaded_from(folder, "--fits")]
+    tables = [fits_table(run, gib) for run in runs]
+    console.print("\n\n".join(tables), soft_wrap=True, markup=False)
     return 0
 
 
@@ -167,7 +170,7 @@ def summary_table(run: Run) -> Table:
 
     columns = (
         Column[SummaryRow]("tokens", lambda row: str(row.seq_len)),
-        Column[SummaryRow]("variant", lambda row: title_of(row.variant)),
+        Column[SummaryRow](f"variant{on_base(run)}", lambda row: title_of(row.variant)),
         Column[SummaryRow]("ms a step", lambda row: number(row.median_step_ms, 1) or row.status),
         Column[SummaryRow]("speedup", speedup),
         Column[SummaryRow]("x floor", lambda row: number(row.ratio_to_floor, 2)),

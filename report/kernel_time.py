@@ -19,7 +19,14 @@ from matplotlib.ticker import MaxNLocator
 from bench.records import Run
 from report.lines import FEW
 from report.picture import annotate, framed, lay_bars, write_caption, write_title
-from report.wording import FLOOR_WORDS, REHEARSAL_NOTICE, caption, shown_variants, why_no_time
+from report.wording import (
+    FLOOR_WORDS,
+    REHEARSAL_NOTICE,
+    caption,
+    on_base,
+    shown_variants,
+    why_no_time,
+)
 from variants import BASELINE, title_of
 
 KINDS = {  # of kernels, in words
@@ -128,7 +135,7 @@ def kernel_time_finding(run: Run, lengths: list[int]) -> str:
         said += f"; at {shortest} tokens the GPU waits for {waits} of vanilla's step"
     return (
         f"Casts, copies, LoRA scaling and norms: {_around_ms(first):.0f} ms ({share:.0%}) of "
-        f"vanilla PEFT's step at {seq_len} tokens{said}"
+        f"vanilla PEFT's step{on_base(run)} at {seq_len} tokens{said}"
     )
 
 

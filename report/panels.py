@@ -18,7 +18,7 @@ from report.kernel_time import COPIES_WORDS, draw_kinds, longest_profiled, name_
 from report.lines import FEW, View, draw_lines, line_of, mark_untimed
 from report.picture import GREY, annotate, framed, stamp, write_caption, write_title
 from report.statistics import NOISE, noise_band
-from report.wording import FLOOR_WORDS, REHEARSAL_NOTICE, caption
+from report.wording import FLOOR_WORDS, REHEARSAL_NOTICE, caption, on_base
 from variants import BASELINE, LOOKS, title_of
 
 RESULTS_LEGEND = (
@@ -185,4 +185,5 @@ def panels_finding(view: View) -> str:
         + ("within noise" if row.verdict == NOISE else f"{row.speedup:.2f}×")
         for row in rows
     )
-    return f"Speedup over vanilla PEFT by the wall clock, at {seq_len} tokens on {gpu}:\n{said}"
+    over = f"vanilla PEFT{on_base(view.run)}"
+    return f"Speedup over {over} by the wall clock, at {seq_len} tokens on {gpu}:\n{said}"

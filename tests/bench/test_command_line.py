@@ -72,6 +72,10 @@ HUGE = "9" * 20
         (["--device", "cpu", "--allow-shared-gpu"], "a rehearsal uses no GPU"),
         (["--device", "cpu", "--kernels"], "no NVIDIA GPU to time the kernels on"),
         (["--device", "cpu", "--variants", "full_unsloth"], "Unsloth needs an NVIDIA GPU"),
+        (["--device", "cpu", "--base", "nf4", "--variants", "fused_mlp"],
+         "fused_mlp: the MLP or attention alone does not run on NF4 yet; ask for fused_layer"),
+        (["--device", "cpu", "--base", "nf4", "--variants", "fp8_layer"],
+         "fp8_layer: its base has another precision; leave it out, or leave out --base nf4"),
         (["--fused"], "unrecognized arguments: --fused"),
         (["--plot-only"], "run the benchmark first"),
         (["--merge", "none.json"], "--merge: none.json cannot be read"),
@@ -83,7 +87,10 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, tmp_path, arguments, word
     assert words in bad(capsys, tmp_path, *arguments)
 
 
-def test_a_gpu_and_an_unsloth_that_are_not_there(capsys, tmp_path, monkeypatch):
+def test_packages_and_a_gpu_that_are_not_there(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(options, "find_spec", lambda package: None)
+    line = bad(capsys, tmp_path, "--device", "cpu", "--base", "nf4")
+    assert '--base nf4: bitsandbytes is not installed; pip install -e ".[qlora]"\n' in line
     monkeypatch.setattr(machine, "has_gpu", lambda: False)
     assert "no NVIDIA GPU is visible" in bad(capsys, tmp_path, "--device", "cuda")
     monkeypatch.setattr(options, "missing_package", lambda variant: "unsloth")
@@ -209,7 +216,7 @@ GIVEN = {  # every option, as it is given
     "suite": ["all"], "variants": ["fused_mlp"], "seq_lens": ["64"], "batch_size": ["1"],
     "accumulate": ["2"], "targets": ["q_proj"], "lora_dropout": ["0.1"],
     "rank": ["8"], "steps": ["4"], "rounds": ["2"], "interleave": ["9"], "model": ["x.json"],
-    "checkpointing": ["off"], "padded": [], "documents": [], "data": ["x.jsonl"],
+    "base": ["nf4"], "checkpointing": ["off"], "padded": [], "documents": [], "data": ["x.jsonl"],
     "seed": ["1"], "device": ["cpu"],
     "out": ["x"], "cache": ["x"], "cell_timeout": ["9"], "allow_shared_gpu": [], "kernels": [],
     "plot_only": [], "quick": [], "merge": ["a", "b"], "fits": ["24"], "compare": ["a", "b"],
