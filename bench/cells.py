@@ -72,7 +72,7 @@ def measure_floor(send: Send, plan: Plan, seq_lens: tuple[int, ...]) -> None:
     from bench.floor import FrozenOperations, Shape, time_floor
 
     config = _config(plan)
-    operations = FrozenOperations(Shape.of(config), plan.device)
+    operations = FrozenOperations(Shape.of(config), plan.device, plan.base)
     for seq_len in seq_lens:
         batches = plan.timed_batches(seq_len)
         labelled = round(sum(batch.labelled for batch in batches) / len(batches))

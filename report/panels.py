@@ -130,7 +130,7 @@ def _kinds(picture: Figure, axes: Axes, view: View) -> None:
     left, above = (0.055 if view.is_named else 0.09), 0.055
     axes.set_position((box.x0 + left, box.y0, box.width - left, box.height - above))
     draw_kinds(axes, view.run, seq_len)
-    name_kinds(picture, (box.x0 - 0.008, box.y1 + 0.012), 3)
+    name_kinds(picture, view.run, (box.x0 - 0.008, box.y1 + 0.012), 3)
     title = f"Where the time goes at {seq_len} tokens (lower is better)"
     axes.set_title(title, x=-left / (box.width - left), pad=TITLE_PAD + 72 * above * HEIGHT)
     axes.set_xlabel("ms a step")
