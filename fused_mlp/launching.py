@@ -25,8 +25,8 @@ ALIGNMENT = 16  # bytes: Triton compiles for addresses that are multiples of it
 def launch(kernel, grid: tuple[int, ...], *arguments, **options) -> None:
     """Run ``kernel[grid](*arguments, **options)`` on the device of the first argument, a tensor.
 
-    `arguments` are all of the kernel's, in its order. `options` are Triton's num_warps and
-    num_stages.
+    `arguments` are all of the kernel's, in its order. `options` are Triton's num_warps, num_stages
+    and enable_fp_fusion.
     """
     first = arguments[0]
     with on_device_of(first):
@@ -46,16 +46,19 @@ def launch(kernel, grid: tuple[int, ...], *arguments, **options) -> None:
         _compiled[key] = launch_by_triton(kernel, grid, *arguments, **options)
 
 
-def launch_by_triton(kernel, grid: tuple[int, ...], *arguments, **options):
+def launch_by_triton(
+    kernel, grid: tuple[int, ...], *arguments, enable_fp_fusion: bool = True, **options
+):
     """Launch ``kernel[grid](*arguments, **options)`` through Triton's own lookup. Return the
     compiled kernel. `launch` cannot remember tuples of tensors: they come here. The caller makes
     their device the current one.
 
     By default Triton rounds a * b + c once (floating-point fusion) up to 3.9, and twice from 3.10
-    on. We tested and measured all kernels with one rounding, so we ask for it.
+    on. We tested and measured our kernels with one rounding, so we ask for it. A kernel that
+    repeats somebody else's two roundings passes enable_fp_fusion=False.
     """
-    # kernel[grid](...) calls this as well
-    return kernel.run(*arguments, grid=grid, warmup=False, **options, enable_fp_fusion=True)
+    options |= {"grid": grid, "warmup": False, "enable_fp_fusion": enable_fp_fusion}
+    return kernel.run(*arguments, **options)  # kernel[grid](...) calls this as well
 
 
 def _known_as(

@@ -11,12 +11,14 @@ import sys
 
 import torch
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
 from fused_lora import rms_norm, rope
 from fused_lora.kernels import (
     causal_attention,
     causal_attention_backward,
+    dequantize_4bit,
     many_copies,
     qkv_norm_rope,
     qkv_rope,
@@ -46,6 +48,9 @@ from fused_mlp.swiglu import swiglu_backward, swiglu_forward
 BATCH, POSITIONS, HIDDEN, COLUMNS, VOCABULARY, RANK = 32, 64, 2048, 11_008, 151_936, 32
 HEADS, KV_HEADS, HEAD_DIM = 16, 2, 128
 TOKENS = BATCH * POSITIONS
+
+
+ROUNDS_TWICE = {"dequantize_4bit._dequantize_4bit_kernel"}  # as bitsandbytes
 
 
 class Driver:
@@ -127,6 +132,10 @@ def launch_layer():
     source, block = empty(1, dtype=torch.float32), many_copies.BLOCK_COPIED
     for run in (1, many_copies.MAX_RUN):
         launch_by_triton(many_copies._copy_kernel, (1,), *table, source, empty(1), block, run)
+    for run, is_nested in ((1, False), (dequantize_4bit.MAX_RUN, True)):
+        sizes = 8, dequantize_4bit.TILE, run, 4, dequantize_4bit.MAX_WRITE, is_nested, tl.int32
+        prepared = dequantize_4bit._Prepared(1, empty(1, dtype=torch.int64), empty(1), *sizes)
+        dequantize_4bit._launch(prepared)
     products = [Product(empty(TOKENS, RANK), empty(COLUMNS, RANK)) for _ in range(3)]
     gate_up, hidden = empty(TOKENS, 2 * COLUMNS), empty(TOKENS, COLUMNS)
     swiglu_backward_products(hidden, gate_up, *products, torch.empty_like(gate_up))
@@ -201,7 +210,8 @@ def shared_bytes(arch: int) -> dict[str, int]:
         compiled = run(self, *arguments, warmup=True, **options)
         name = f"{self.__module__.split('.')[-1]}.{self.__name__}"
         found[name] = max(compiled.metadata.shared, found.get(name, 0))
-        assert compiled.metadata.enable_fp_fusion, f"{name}: see launch_by_triton"
+        is_fused = compiled.metadata.enable_fp_fusion
+        assert is_fused == (name not in ROUNDS_TWICE), f"{name}: see launch_by_triton"
         assert not casts_back(compiled.asm["ttir"]), f"{name}: see fp8_rows.halves"
 
     triton.JITFunction.run = compile_only

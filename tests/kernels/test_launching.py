@@ -89,6 +89,7 @@ OPTIONS = {"num_warps": 4, "num_stages": 2}
         ((on_gpu(), 7, 0.5, True), OPTIONS | {"num_warps": 8}),
         ((on_gpu(), 7, 0.5, True), {"num_stages": 4, "num_warps": 2}),
         ((on_gpu(), 7, 0.5, True), {"num_warps": 4}),
+        ((on_gpu(), 7, 0.5, True), OPTIONS | {"enable_fp_fusion": False}),
     ],
 )
 def test_another_launch_is_compiled_by_triton(kernel, arguments, options):
@@ -96,6 +97,7 @@ def test_another_launch_is_compiled_by_triton(kernel, arguments, options):
     launch(kernel, (1,), *arguments, **options)
     assert len(kernel.by_triton) == 2
     assert kernel.remembered == []
+    assert kernel.by_triton[1][2] == {"enable_fp_fusion": True} | options
 
 
 @pytest.mark.parametrize(
