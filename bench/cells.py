@@ -272,9 +272,8 @@ def _profiled(
     compiles = recipe.compiled or recipe.library == "unsloth"  # Unsloth compiles parts itself
     step = batches[: min(plan.accumulate, KINDS_OF_MICRO_BATCHES)]
     profile = profile_step(lambda: trainer.step(step), functions, not compiles)
-    problem = not_run(
-        recipe, cell.fused_modules, profile, plan.device == "cuda", len(step), plan.lora
-    )
+    on_gpu = plan.device == "cuda"
+    problem = not_run(recipe, cell.fused_modules, profile, on_gpu, len(step), plan.lora, plan.base)
     return profile.scaled(plan.accumulate / len(step)), problem
 
 

@@ -9,7 +9,7 @@ a second time. We measure this recomputation the same way.
 
 On a base in NF4 each layer's weights are also dequantised, once in the forward and once in the
 backward, which the recomputation shares. A device copy that moves as many bytes stands for that.
-All layers then share the weights that they multiply with: a step has room for those of one.
+All layers then multiply with the same weights, because a step keeps one layer dequantised.
 """
 
 import statistics
