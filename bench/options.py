@@ -223,7 +223,7 @@ def fill_in(arguments: argparse.Namespace) -> argparse.Namespace:
         raise ValueError("--device cuda: no NVIDIA GPU is visible; leave it out for a rehearsal")
     setting = None
     if arguments.suite == "published" and not arguments.variants:
-        setting = published.setting_of(arguments.model, device)
+        setting = published.setting_of(arguments.model, device, arguments.base)
     filled = with_defaults(arguments, device, setting)
     if setting:
         check_setting(setting, vars(filled))

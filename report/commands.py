@@ -15,6 +15,7 @@ from rich.table import Table
 from bench import results as store
 from bench.folders import locked
 from bench.options import HERE
+from bench.published import setting_name
 from bench.records import KernelRow, Kernels, Run, SummaryRow
 from bench.terminal import console
 from report.comparison import compare, comparison_table
@@ -206,7 +207,8 @@ def held_against_others(run: Run, path: Path) -> str:
     """Write the rows beside what others publish, and how the run gets into docs/published.md."""
     from report.published import claims_table
 
-    file = f"published-{run.experiment.model}.json.gz"
+    name = setting_name(run.experiment.model, run.experiment.base)
+    file = f"published-{name}.json.gz"
     return f"\n{claims_table(run)}\n\n{_to_add(run, path, file, 'docs/published.md')}"
 
 

@@ -52,6 +52,8 @@ HUGE = "9" * 20
          "--targets q_porj: tiny has none; give some of q_proj k_proj v_proj o_proj gate_proj"),
         (["--suite", "published"], "one model at a time; give --model with one of configs/qwen2.5"),
         (["--suite", "published", "--model", "configs/tiny.json"], "no setting of tiny is known;"),
+        (["--suite", "published", "--base", "nf4", "--model", "configs/llama3-8b.json"],
+         "no setting of llama3-8b-nf4 is known; give --model with one of configs/qwen3-8b.json\n"),
         (["--suite", "published", "--model", "configs/qwen3-8b.json", "--device", "cpu"],
          "qwen3-8b needs an NVIDIA GPU"),
         (["--steps", "0"], "--steps 0: give 1 or more"),
@@ -105,8 +107,9 @@ def test_a_published_setting_is_the_default_and_nothing_else_is_run_under_its_na
 ):
     monkeypatch.setattr(machine, "has_gpu", lambda: True)
     monkeypatch.setattr(machine, "gpu_name", lambda: "NVIDIA H100")
-    asked = ("--suite", "published", "--model", f"configs/{name}.json")
     setting = published.SETTINGS[name]
+    asked = ("--suite", "published", "--model", f"configs/{setting.model}.json", "--base",
+             setting.base)  # fmt: skip
     filled = options.fill_in(options.parse([*asked, "--steps", "5"], ""))
     assert filled.published == setting and (filled.steps, filled.rounds) == (5, 1)
     for option, value in setting.is_that().items():
@@ -118,7 +121,8 @@ def test_a_published_setting_is_the_default_and_nothing_else_is_run_under_its_na
         assert f"{flag}: {setting.page.name} has " in line
     source = resolve(filled.model, tmp_path, 0)
     folder = planning.run_folder(filled, source, Path(f"{sha256_of(filled.data)[:12]}.jsonl"))
-    assert folder.name == f"nvidia-h100-published-{name}-5-steps-a-round"
+    base = "-base-nf4" if setting.base == "nf4" else ""
+    assert folder.name == f"nvidia-h100-published-{setting.model}{base}-5-steps-a-round"
 
 
 @pytest.fixture
