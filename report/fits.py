@@ -79,8 +79,8 @@ def fitting_points(points: list[Point], gib: float) -> list[Point]:
 
 
 def fits_table(run: Run, gib: float) -> str:
-    """Write the fastest few of each length, how many more fit, how they are ranked, and of which
-    model on which card all this is."""
+    """Write the fastest few of each length and how many more fit. Below the table say how they are
+    ranked, and name model, base and card."""
     lines = []
     for seq_len in run.experiment.seq_lens:
         points = points_of(run, seq_len)
