@@ -86,8 +86,8 @@ def measure_kernels(send: Send, plan: Plan) -> None:
     """Send the kernel table at the model's own shapes as {"kernels": ...}."""
     from bench.kernels import time_kernels
 
-    tokens = [plan.batch_size * seq_len for seq_len in plan.seq_lens]
-    send({"kernels": time_kernels(_config(plan).intermediate_size, tokens)})
+    tokens, config = [plan.batch_size * seq_len for seq_len in plan.seq_lens], _config(plan)
+    send({"kernels": time_kernels(config.hidden_size, config.intermediate_size, tokens)})
 
 
 def _config(plan: Plan) -> Any:

@@ -8,12 +8,16 @@ import torch
 from triton.testing import do_bench
 
 from bench.records import KernelRow, Kernels
+from fused_lora.kernels.dequantize_4bit import Dequantize4bit, Nested, Packed4bit
 from fused_mlp import swiglu_backward, swiglu_forward
+from fused_mlp.launching import cdiv
 
 
-def time_kernels(intermediate: int, token_counts: list[int]) -> Kernels:
-    """Time the kernels on [tokens, intermediate] in bf16."""
+def time_kernels(hidden: int, intermediate: int, token_counts: list[int]) -> Kernels:
+    """Time the kernels on [tokens, intermediate], and on a weight [intermediate, hidden], in
+    bf16."""
     rows = [row for tokens in token_counts for row in _swiglu_rows(tokens, intermediate)]
+    rows.append(_dequantize_row(intermediate, hidden))
     return Kernels(max(row.copy_gb_per_s for row in rows), rows)
 
 
@@ -27,6 +31,24 @@ def _swiglu_rows(tokens: int, intermediate: int) -> list[KernelRow]:
         _row("swiglu_backward", gate, 6 * tensor_bytes,
              lambda: swiglu_backward(grad_hidden, gate, up)),
     ]  # fmt: skip
+
+
+def _dequantize_row(out_features: int, in_features: int) -> KernelRow:
+    """Time the dequantisation of a weight as bitsandbytes makes it: in blocks of 64, twice."""
+    values = out_features * in_features
+    codes, absmax = (
+        torch.randint(256, (cdiv(values, share),), device="cuda", dtype=torch.uint8)
+        for share in (2, 64)
+    )
+    code, nested_code, nested_absmax, offset = (
+        torch.rand(shape, device="cuda") for shape in (16, 256, cdiv(len(absmax), 256), ())
+    )
+    nested = Nested(nested_code, nested_absmax, offset, 256)
+    weight = Packed4bit(codes, (out_features, in_features), code, absmax, 64, nested)
+    rows = torch.empty(out_features, in_features, device="cuda", dtype=torch.bfloat16)
+    dequantize = Dequantize4bit()
+    return _row("dequantize_4bit", rows, codes.nbytes + absmax.nbytes + rows.nbytes,
+                lambda: dequantize.write(None, lambda: ([weight], [rows])))  # fmt: skip
 
 
 def _row(kernel: str, like: torch.Tensor, moved_bytes: int, function) -> KernelRow:

@@ -17,6 +17,7 @@ from .adopt.foreign import checkpointing
 from .adopt.foreign.checkpointing import layers_of
 from .adopt.foreign.forwards import take_back
 from .adopt.foreign.parallel import REPLICATE, refuse_data_parallel
+from .adopt.four_bit.reading import bytes_in_buffers
 from .adopt.report import ASKED_EARLY, NO_ADAPTERS, PARTS_SET, FusionReport, explained, report_on
 from .adopt.setting import running_in, set_forwards
 from .adopt.site import Part
@@ -134,10 +135,13 @@ def fuse(model: nn.Module, fusion: Fusion | None = None, *, strict: bool = True)
     for module in model.modules():
         vars(module).pop(ASKED_EARLY, None)
     found = report(model)
+    # the report lists nothing inside layers that run whole
+    within = tuple(f"{name}." for name in found.fused.get("layer", ()))
+    refused = {name: why for name, why in ask.refused.items() if not name.startswith(within)}
     if ask.early:
         setattr(model, ASKED_EARLY, frozenset(ask.early))
         warnings.warn(f"fuse: {', '.join(sorted(ask.early))} left out: {NO_ADAPTERS}", stacklevel=2)
-    return FusionReport(found.fused, found.left | ask.refused, found.counts)
+    return FusionReport(found.fused, found.left | refused, found.counts)
 
 
 def _parts_of(fusion: Fusion) -> list[str]:
@@ -210,7 +214,7 @@ def _has_room(layer: nn.Module) -> bool:
     if not weights or not weights[0].is_cuda:
         return True
     free_bytes, _ = torch.cuda.mem_get_info(weights[0].device)
-    return free_bytes > 2 * sum(weight.nbytes for weight in weights)
+    return free_bytes > 2 * sum(map(bytes_in_buffers, weights))
 
 
 def unfuse(model: nn.Module) -> list[str]:

@@ -30,6 +30,7 @@ from fused_mlp.launching import is_capturing
 from ..kernels.rows import empty_rows
 from ..layer.buffer import Bordered, Buffer, PlacedWeight
 from ..layer.filling import Filling
+from ..layer.scratch import Scratches
 from .foreign.saved_weights import hand_out_buffered
 from .projection import Projection, why_not_base
 
@@ -113,10 +114,12 @@ class Border:
         parts: Sequence[Projection],
         ranks: Sequence[int],
         dtype: torch.dtype,
+        scratches: Scratches,
     ) -> tuple[Bordered, bool]:
         """Return the buffer, with room for adapters of these ranks, and whether it had to be made.
 
         parts: the projections, or the parts they split into, each with an adapter and a rank.
+        scratches: the model's, for weights that are stored in another form.
 
         Making it allocates one [out + width, in + width] tensor, and a second one for untrained
         biases, if there are any. Parameters stay the same objects and become views of these.
@@ -210,14 +213,15 @@ class LayerBorders(Filling):
     """The borders of one decoder layer.
 
     replica_of: the name of an earlier layer with the same base weights (PEFT's layer_replication).
-    They lie in that layer's buffers.
+    They lie in that layer's buffers. scratches: one for all layers of a model.
     """
 
-    def __init__(self, kind: type[Border] = Border):
+    def __init__(self, kind: type[Border]):
         super().__init__()
         self.kind = kind
         self.borders = tuple(kind() for _ in range(GROUPS))
         self.replica_of: str | None = None
+        self.scratches = Scratches()
 
     def find_or_make(
         self,
@@ -232,7 +236,7 @@ class LayerBorders(Filling):
         which the weights may not show.
         """
         found = [
-            border.find_or_make(reads, split, of, dtype)
+            border.find_or_make(reads, split, of, dtype, self.scratches)
             for border, reads, split, of in zip(self.borders, groups, parts, ranks, strict=True)
         ]
         device = found[0][0].A.device

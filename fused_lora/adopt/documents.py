@@ -24,6 +24,8 @@ from .attention import read_qkv, turns, why_not_sdpa
 from .foreign.forwards import fused_parts_of
 from .foreign.originals import why_replaced
 from .foreign.versions import class_forward, is_checkpointed
+from .layer import borders_of
+from .layer_reading import attention_is_read
 from .linear import read_output
 from .refusal import attempt, reason_of
 from .site import having
@@ -103,10 +105,13 @@ def _attends_fused(layer: Any, dtype: torch.dtype) -> bool:
     if attention is None:
         return False
     wanted = {"attention", "rope"} if turns(attention) else {"attention"}
-    is_fused = "layer" in fused_parts_of(layer) or wanted <= fused_parts_of(attention)
+    borders = borders_of(layer)
+    is_fused = borders is not None or wanted <= fused_parts_of(attention)
     if not is_fused or why_not_sdpa(attention) or not fits_heads(dtype, attention.head_dim):
         return False
     # else it attends as transformers does, with a mask of positions x positions
+    if borders is not None:
+        return attention_is_read(layer, borders.kind)
     reads, reason = attempt(read_qkv, attention)
     return not reason and reads.are_all and reason_of(read_output, attention.o_proj) is None
 

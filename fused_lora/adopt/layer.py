@@ -19,6 +19,7 @@ from ..kernels.rows import Handover
 from ..layer.decoder_layer import DecoderLayer
 from ..layer.operands import FrozenLayer, Others
 from ..layer.residual import Norm
+from ..layer.scratch import Scratches
 from ..rerun import saving_last
 from .aside import say_once
 from .attention import (
@@ -31,6 +32,7 @@ from .borders import Border, LayerBorders
 from .foreign.forwards import fused_parts_of
 from .foreign.parallel import FLATTENED, is_flattened, is_in_fsdp
 from .foreign.versions import class_forward
+from .four_bit.border import PackedBorder
 from .known import known_form
 from .layer_reading import base_layers, names_of_norms, norms_of, parts_and_ranks, read_groups
 from .mlp import activation_of
@@ -53,7 +55,7 @@ class BorderedForward(FusedForward):
     ):
         super().__init__(function, module, parts)
         if borders is None or kind not in (None, borders.kind):
-            borders = LayerBorders(kind or Border)
+            borders = LayerBorders(kind or PackedBorder)
         self.borders = borders
 
     @property
@@ -74,14 +76,15 @@ def borders_of(module: nn.Module) -> LayerBorders | None:
 def give_borders(layers: Sequence[tuple[str, nn.Module]]) -> None:
     """Connect the borders of a model's fused layers, given in the order of a forward. Move the
     weights of those that can run as one now into buffers."""
-    handover = Handover()
+    handover, scratches = Handover(), Scratches()
     first_with: dict[int, str] = {}
     for name, layer in layers:
         owner: Any = vars(layer)["forward"].__self__
         weights = [base.weight for base in base_layers(layer)]
         replica_of = next(filter(None, (first_with.get(id(one)) for one in weights)), None)
         first_with.update((id(one), name) for one in weights if replica_of is None)
-        owner.borders.handover, owner.borders.replica_of = handover, replica_of
+        owner.borders.handover, owner.borders.scratches = handover, scratches
+        owner.borders.replica_of = replica_of
         reads, reason = attempt(_read, layer)
         # on the CPU it cannot run before the model is moved
         if not reason and _runs_on(reads[0][0].weight.device):
@@ -166,7 +169,7 @@ def _read(layer: Any, asked: type[Border] | None = None) -> list[list[Projection
             f"layer_replication gives it the base weights of {borders.replica_of}: only the first "
             "runs whole"
         )
-    kind = Border if borders is None else borders.kind
+    kind = PackedBorder if borders is None else borders.kind
     refuse(kind.why_not(layer))
     return read_groups(layer, asked or kind)
 

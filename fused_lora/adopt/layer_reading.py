@@ -4,6 +4,7 @@ are now, or why it cannot run as one."""
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from fused_mlp.launching import DTYPES
@@ -13,6 +14,7 @@ from .attention import head_norms_of, split_qkv, why_not_head_norms, why_not_sdp
 from .borders import Border
 from .families import LayerForm
 from .foreign.forwards import fused_parts_of
+from .four_bit.reading import is_4bit, why_not_alike
 from .known import known_form, why_not_class
 from .mlp import split_gate_up, why_not_activation
 from .projection import Projection, read_projection, why_call
@@ -28,11 +30,9 @@ def read_groups(layer: Any, kind: type[Border]) -> list[list[Projection]]:
     dtype, device = norms[0].dtype, norms[0].device
     groups = []
     for owner, names in grouped_projections(layer):
-        # o_proj may have a fused forward, for when the layer steps aside
-        own_forward = names != ("o_proj",) or not fused_parts_of(layer.self_attn.o_proj)
-        how, group = (own_forward, kind.why_not_base), []
+        group = []
         for name in names:
-            read, reason = attempt(read_projection, owner._modules[name], *how)
+            read, reason = attempt(_read_one, owner, name, kind)
             if reason:
                 raise Refusal(f"{name}: {reason}")
             for adapter in (read.A, read.B):
@@ -40,14 +40,7 @@ def read_groups(layer: Any, kind: type[Border]) -> list[list[Projection]]:
                     raise Refusal(
                         f"an adapter is {adapter.dtype}, should be bfloat16, float16 or float32"
                     )
-            stored = read.weight.dtype
-            weight_dtype = dtype if stored in DTYPES else stored  # codes, already checked by `kind`
-            for tensor, wanted in ((read.weight, weight_dtype), (read.bias, dtype)):
-                if tensor is not None and (tensor.dtype, tensor.device) != (wanted, device):
-                    raise Refusal(
-                        f"{name} is {tensor.dtype} on {tensor.device}, norms {dtype} on {device}: "
-                        "make them alike"
-                    )
+            _check_alike(name, read, dtype, device)
             group.append(read)
         groups.append(group)
     for weight in (*norms, *(head_norms_of(layer.self_attn) or ())[:2]):
@@ -58,6 +51,34 @@ def read_groups(layer: Any, kind: type[Border]) -> list[list[Projection]]:
             )
     refuse(why_unloaded(layer, (read for group in groups for read in group)))
     return groups
+
+
+def attention_is_read(layer: Any, kind: type[Border]) -> bool:
+    """Return True if such borders can take the projections of a layer's attention."""
+    qkv, o = grouped_projections(layer)[:2]
+    found = (attempt(_read_one, owner, name, kind) for owner, names in (qkv, o) for name in names)
+    return not any(reason for _, reason in found)
+
+
+def _read_one(owner: Any, name: str, kind: type[Border]) -> Projection:
+    projection = owner._modules[name]
+    # o_proj may have a fused forward, for when the layer steps aside
+    own_forward = name != "o_proj" or not fused_parts_of(projection)
+    return read_projection(projection, own_forward, kind.why_not_base)
+
+
+def _check_alike(name: str, read: Projection, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise a Refusal unless a projection's weight and bias have the dtype and device of norms."""
+    stored = read.weight.dtype
+    if is_4bit(read.base) and stored != dtype:
+        raise Refusal(f"{name}: {why_not_alike(read.base, dtype)}")
+    weight_dtype = dtype if stored in DTYPES else stored  # codes, already checked by `kind`
+    for tensor, wanted in ((read.weight, weight_dtype), (read.bias, dtype)):
+        if tensor is not None and (tensor.dtype, tensor.device) != (wanted, device):
+            raise Refusal(
+                f"{name} is {tensor.dtype} on {tensor.device}, norms {dtype} on {device}: "
+                "make them alike"
+            )
 
 
 def base_layers(layer: Any) -> Iterator[Any]:

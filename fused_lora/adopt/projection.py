@@ -19,6 +19,7 @@ from ..rerun import once
 from .foreign.forwards import STAND_IN, fused_parts_of, has_own_forward, why_not_own_forward
 from .foreign.hooks import has_hooks
 from .foreign.originals import why_patched
+from .four_bit.reading import NOT_WHOLE, is_4bit, is_4bit_lora, stand_in_for
 from .fp8.checkpoint import hint_for_codes, hint_for_layer
 from .refusal import Refusal, refuse
 
@@ -31,7 +32,7 @@ class Projection(NamedTuple):
     """x W' + bias + scaling (dropout(x) A' B' + lora_bias). Without an adapter A and B have
     rank 0."""
 
-    weight: Tensor
+    weight: Tensor  # of one in 4 bits its shape, dtype and device alone (`four_bit/reading.py`)
     bias: Tensor | None
     A: Tensor
     B: Tensor
@@ -71,7 +72,7 @@ def read_projection(
     Called in every forward, up to seven times per layer. own_forward: whether the projection itself
     must still have its class's forward. why_not_base: checks how the base weight is stored.
     """
-    if type(projection) is not LoraLinear:
+    if type(projection) is not LoraLinear and not is_4bit_lora(projection):
         refuse(_why_not_lora(projection) or why_not_base(projection))
         refuse(why_call(projection, own_forward))
         return _without_adapter(projection)
@@ -111,7 +112,7 @@ def read_projection(
         )
     lora_bias = _parameter(B, "bias")
     A, B = _parameter(A, "weight"), _parameter(B, "weight")
-    weight, bias = _parameter(base, "weight"), _parameter(base, "bias")
+    weight, bias = _weight_of(base), _parameter(base, "bias")
     scaling = float(scaling)  # from NumPy, say
     return Projection(weight, bias, A, B, scaling, dropped, lora_bias, base)
 
@@ -206,16 +207,22 @@ def _why_not_lora(projection: Any) -> str | None:
 
 
 def _not_linear(base: nn.Module) -> str:
+    if is_4bit(base):
+        return NOT_WHOLE
     to_do = hint_for_layer(base) or f", not torch.nn.Linear: {UNQUANTISED}"
     return f"its base layer is {type(base).__name__}{to_do}"
 
 
 def _without_adapter(linear: nn.Module) -> Projection:
-    weight = _parameter(linear, "weight")
+    weight = _weight_of(linear)
     out_features, in_features = weight.shape
     dtype = weight.dtype if weight.dtype in DTYPES else torch.float32  # for codes
     A, B = (weight.new_empty(size, dtype=dtype) for size in ((0, in_features), (out_features, 0)))
     return Projection(weight, _parameter(linear, "bias"), A, B, 0.0, base=linear)
+
+
+def _weight_of(base: nn.Module) -> Tensor:
+    return stand_in_for(base) if is_4bit(base) else _parameter(base, "weight")
 
 
 def _parameter(module: nn.Module, name: str) -> Any:

@@ -12,9 +12,9 @@ whole table, a decoder layer's seven weights for instance. The table stays valid
 address changes, so a CUDA graph may hold the launch.
 
 The bits are those of `bitsandbytes.functional.dequantize_4bit`: every operation rounds to fp32, and
-the result once more to the rows' dtype. Its GPU kernels differ from that in two ways which compare
-as equal or nearly so. FP4's code 8 gives -0 there and 0 here, because `values` says 0. Results
-below 2^-126 become 0 there. All other constants of its kernels equal `values`.
+the result once more to the rows' dtype. The constants inside its kernels equal `values`, with two
+differences. FP4's code 8 is -0 in its kernels, except for those with AVX-512, and 0 in `values`.
+And its GPU kernels flush results below 2^-126 to 0.
 
 Traffic: every code and absmax read once, every row written once. The 77 M values of a layer of
 Qwen2.5-3B are 193 MB in bf16, of which 154 are written.
@@ -89,17 +89,20 @@ def _dequantize_4bit_kernel(
     codes_ptr = tl.multiple_of(codes_ptr, READ)
 
     tile = program - first_program
+    first_run = tile.to(INDEX) * (TILE // RUN)
+    runs = tl.minimum(runs - first_run, TILE // RUN).to(tl.int32)  # of this program
     # In one dimension a thread looks up the codes that it has read. In two, Triton gives them to
     # other threads first.
-    codes_ptr += tile.to(tl.int64) * (TILE // 2)
     byte = tl.arange(0, TILE // 2)
+    codes_ptr += tile.to(tl.int64) * (TILE // 2)
     bytes_ = runs * (RUN // 2) if RUN > 1 else (runs + 1) // 2
-    pair = tl.load(codes_ptr + byte, mask=byte < bytes_ - tile * (TILE // 2), other=0)
+    pair = tl.load(codes_ptr + byte, mask=byte < bytes_, other=0)
     high = tl.load(values_ptr + (pair >> 4).to(tl.int32))
     low = tl.load(values_ptr + (pair & 15).to(tl.int32))
 
-    run = tile.to(INDEX) * (TILE // RUN) + tl.arange(0, TILE // RUN)
+    run = tl.arange(0, TILE // RUN)
     mask = run < runs
+    run += first_run
     absmax = _absmax(table_ptr + 8 * WEIGHTS, run >> runs_of_block_log2, mask, WEIGHTS, NESTED)
     w = tl.interleave(high, low).reshape(TILE // RUN, RUN) * absmax[:, None]
     # int64: rows may lie further apart than they are long

@@ -58,7 +58,8 @@ class Filling:
         places, _ = key
         self._copies.copy(places, lambda: _matrices(groups, adapters))
         buffers = [one.buffer for one in groups]
-        type(buffers[0]).encode(buffers)
+        for kind in {type(buffer): None for buffer in buffers}:
+            kind.encode([buffer for buffer in buffers if type(buffer) is kind])
         for buffer in buffers:
             buffer.key = key
 

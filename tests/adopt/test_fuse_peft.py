@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from cases import layer_case
+from cases.four_bit_case import quantised
 from cases.fused_case import SHORT, assert_same, batch, functions_of, pair, pickled, step, steps
 from cases.peft_models import (
     MLP,
@@ -16,7 +17,6 @@ from cases.peft_models import (
     ids,
     layers,
     logits,
-    peft_model,
     set_weights,
 )
 from cases.reference import assert_within_budget, relative_error
@@ -179,20 +179,31 @@ def test_fused_layers_under_torch_compile_are_within_the_error_budget(fp32_adapt
         assert_within_budget(name, *(values[name] for values in found))
 
 
+PARTS = "_swiglu_forward", "_swiglu_backward", "_rope", "_rms_norm_backward"
+
+
 @pytest.mark.gpu
-def test_compiled_layers_still_run_fused(device):
+@pytest.mark.parametrize(
+    ("fusion", "options", "kernels"),
+    [
+        (Fusion(mlp=True, rope=True, rms_norm=True), {}, PARTS),
+        (layer_case.LAYER, {"change": quantised}, ["_dequantize_4bit"]),
+    ],
+    ids=["parts", "4 bits"],
+)
+def test_compiled_layers_still_run_fused(fusion, options, kernels, device):
     """What torch.compile cannot follow might fall back to PEFT's own path, which is right too."""
     from torch.profiler import ProfilerActivity, profile
 
-    fused = peft_model(device, dtype=torch.bfloat16)
-    fuse(fused, Fusion(mlp=True, rope=True, rms_norm=True))
+    fused = layer_case.peft_model(device, dtype=torch.bfloat16, **options)
+    fuse(fused, fusion)
     for layer in layers(fused):
         layer.compile(dynamic=False)
     step(fused, autocast=True)
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         step(fused, autocast=True)
     names = {event.name for event in profiler.events()}
-    for kernel in ("_swiglu_forward", "_swiglu_backward", "_rope", "_rms_norm_backward"):
+    for kernel in kernels:
         assert any(kernel in name for name in names), (kernel, names)
 
 

@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from cases.four_bit_case import quantised
 from cases.fused_case import SHORT, assert_close, assert_same, batch, functions_of, step
 from cases.layer_case import EVERYTHING, LAYER, NAMES, layer_of, pair, peft_model
 from cases.peft_models import ATTENTION, MLP, adapt, base_model, logits, set_weights
@@ -18,9 +19,13 @@ from torch.nn.utils import parametrize
 
 from fused_lora import Fusion, fuse, report
 
-FUSIONS = {"layer": LAYER, "parts": Fusion(mlp=True, attention=True, rope=True)}
+FUSIONS = {
+    "layer": LAYER, "parts": Fusion(mlp=True, attention=True, rope=True), "4 bits": LAYER,
+}  # fmt: skip
 # Our functions in a layer.
 FUNCTIONS = {"parts": {"LoRA_MLP": 1, "LoRA_Attention": 1}, "layer": {"DecoderLayer": 1}}
+FUNCTIONS["4 bits"] = FUNCTIONS["layer"]
+MADE = {"4 bits": {"change": quantised}}
 ONE_LAYER = {"num_hidden_layers": 1}
 NORMED = {"family": "Qwen3"}  # a layer reads the weights of head norms, but does not move them
 
@@ -164,8 +169,15 @@ OVER_PARTS = (  # which keep nothing: adapters in place, elsewhere, and others
 )  # fmt: skip
 
 
+OVER_4_BITS = (  # which bitsandbytes quantises, stores and moves in its own way
+    "optimizer", "moving average through .data", "hot-swap", "merged and unmerged",
+    "another adapter and back", "an adapter of a larger rank",
+)  # fmt: skip
+
+
 @pytest.mark.slow(
     "layer-optimizer",
+    "4 bits-merged and unmerged",
     "layer-hot-swap",
     "layer-merged and unmerged",
     "layer-an adapter of a larger rank",
@@ -176,10 +188,12 @@ OVER_PARTS = (  # which keep nothing: adapters in place, elsewhere, and others
     [
         *(("layer", what, {}) for what in DONE),
         *(("parts", what, {}) for what in OVER_PARTS),
+        *(("4 bits", what, {}) for what in OVER_4_BITS),
         *(("layer", what, NORMED) for what in OF_WEIGHTS),
     ],
 )
 def test_a_fused_model_computes_what_plain_peft_does(what, kind, options, device):
+    options = options | MADE.get(kind, {})
     fused, plain, _ = pair(device, FUSIONS[kind], config=ONE_LAYER, **options)
     waiting = fused(**batch(fused)).loss  # its graph keeps everything it was computed from
     assert functions_of(waiting) == FUNCTIONS[kind]
@@ -280,11 +294,11 @@ ORDERS = [*RUN_AGAIN, two_forwards, on_the_host]
     ("kind", "policy", "order"),
     [
         *((kind, "none", order) for kind in FUSIONS for order in ORDERS),
-        *(("layer", "full", order) for order in RUN_AGAIN),
+        *((kind, "full", order) for kind in ("layer", "4 bits") for order in RUN_AGAIN),
     ],
 )
 def test_gradients_are_those_of_the_forward_that_they_belong_to(kind, policy, order, device):
-    plain = peft_model(device)
+    plain = peft_model(device, **MADE.get(kind, {}))
     add_second(plain, 12)
     fused = copy.deepcopy(plain)
     fuse(fused, FUSIONS[kind]), fuse(fused, Fusion(checkpoint=policy))

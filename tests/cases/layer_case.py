@@ -19,17 +19,25 @@ NAMES = [f"{LAYERS}.{index}" for index in range(2)]
 FAMILIES = ("Qwen2", "Llama", "Mistral", "Qwen3")
 
 
-def peft_model(device, family="Qwen2", dtype=torch.float32, config=None, **lora):
-    """Return peft_models' model with PyTorch's attention, no cache, and `config` changed."""
+def peft_model(
+    device, family="Qwen2", dtype=torch.float32, config=None, change=lambda base: base, **lora
+):
+    """Return peft_models' model with PyTorch's attention, no cache, and `config` changed. change:
+    what becomes of the base model before it gets adapters."""
     base = base_model(device, family, dtype, **({"attn_implementation": "sdpa"} | (config or {})))
     base.config.use_cache = False
-    model = adapt(base, device, **lora)
-    # logits at unit scale: at a scale of 4, rounding decides a token here and there, and its error
-    # hides all others
-    for name, parameter in model.named_parameters():
-        if ".q_proj.base_layer" in name or ".q_proj.lora_B" in name:
-            parameter.data.mul_(0.25)
+    _quarter(base, ".q_proj.")
+    model = adapt(change(base), device, **lora)
+    _quarter(model, ".q_proj.lora_B")
     return model.train()
+
+
+def _quarter(model, named):
+    """Bring logits to unit scale. At a scale of 4, rounding decides a token here and there, and its
+    error hides all others."""
+    for name, parameter in model.named_parameters():
+        if named in name:
+            parameter.data.mul_(0.25)
 
 
 def pair(device, fusion=LAYER, **options):

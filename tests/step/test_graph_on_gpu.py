@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from cases.four_bit_case import quantised
 from cases.fp8_case import CONFIG
 from cases.fused_case import ALL
 from cases.graph_case import (
@@ -43,6 +44,11 @@ FUSED = {
     "whole layers, normed heads": ("Qwen3", Fusion(**ALL, layer=True)),
     "whole layers, biases and norms trained": ("Qwen2", AGAIN, TRAINED),
     "whole layers, one product for q, k and v": ("Phi3", AGAIN, TRAINED),
+    "whole layers in 4 bits": (
+        "Qwen2",
+        Fusion(rms_norm=True, cross_entropy=True, layer=True, checkpoint="full"),
+        {"change": quantised},
+    ),
     "whole layers in FP8": (
         "Qwen2",
         Fusion(**ALL | {"cross_entropy": False}, layer=True, fp8=True, checkpoint="full"),

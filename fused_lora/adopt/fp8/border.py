@@ -9,6 +9,7 @@ from torch import nn
 from ...kernels.fp8_rows import E4M3, codes_and_scales
 from ...layer.buffer import Bordered
 from ...layer.fp8.buffer import Fp8Buffer
+from ...layer.scratch import Scratches
 from ..borders import Border, Layout, held_bias, layout_of, let_save, move_biases
 from ..layer_reading import base_layers
 from ..projection import Projection
@@ -56,6 +57,7 @@ class Fp8Border(Border):
         parts: Sequence[Projection],
         ranks: Sequence[int],
         dtype: torch.dtype,
+        scratches: Scratches,
     ) -> tuple[Bordered, bool]:
         places, layout = self._kept or (None, None)
         held = [getattr(one.weight, "buffer", None) for one in reads if not is_of_codes(one.base)]

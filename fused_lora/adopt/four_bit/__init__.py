@@ -1,0 +1,1 @@
+"""Base layers in 4 bits, as bitsandbytes has them."""

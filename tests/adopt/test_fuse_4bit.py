@@ -1,0 +1,171 @@
+"""Layers on bitsandbytes' 4-bit weights: bit for bit the layers on the weights that these
+stand for. Other tests hold those against plain PEFT."""
+
+import copy
+import gc
+import weakref
+
+import bitsandbytes as bnb
+import pytest
+import torch
+from cases.four_bit_case import dequantised, quantised
+from cases.fused_case import SHORT, assert_same, batch, step, values_of
+from cases.layer_case import EVERYTHING, LAYER, NAMES, layer_of, peft_model
+from cases.peft_models import assert_equal
+
+from fused_lora import Fusion, fuse, report, unfuse
+from fused_lora.adopt.documents import takes_documents
+from fused_lora.adopt.layer import borders_of
+
+
+def pair(device, fusion=LAYER, four_bit=None, **options):
+    """Return a fused model on 4-bit weights, and its plain twin."""
+    plain = peft_model(device, change=lambda base: quantised(base, **four_bit or {}), **options)
+    fused = copy.deepcopy(plain)
+    return fused, plain, fuse(fused, fusion)
+
+
+def packed_of(model):
+    return {name: p for name, p in model.named_parameters() if type(p).__name__ == "Params4bit"}
+
+
+# --- right ----------------------------------------------------------------------------------------
+
+PHI3 = {"family": "Phi3", "target_modules": "all-linear", "config": {"pad_token_id": 0}}
+# What is quantised how, and the options of the model.
+FORMS = {
+    "double": ({}, {}),
+    "single": ({"compress_statistics": False}, {}),
+    "FP4": ({"quant_type": "fp4"}, {}),
+    "stored as bf16": ({"quant_storage": torch.bfloat16}, {}),
+    "computed as its inputs": ({"compute_dtype": None}, {}),
+    "down alone": ({"only": "down_proj"}, {}),
+    "q and gate among others": ({"only": "q_proj"}, {}),
+    "normed heads": ({}, {"family": "Qwen3"}),
+    "one layer for q, k and v": ({}, PHI3),
+    "norms that add one": ({}, {"family": "Gemma3Text"}),
+    "dropout": ({}, {"lora_dropout": 0.25}),
+    "q and v alone": ({}, {"target_modules": ["q_proj", "v_proj"]}),
+    "adapters in the first of three layers": (
+        {}, {"layers_to_transform": [0], "config": {"num_hidden_layers": 3}}
+    ),
+    "another rank in each": ({}, {"rank_pattern": {r"0\..*(q|up)_proj": 3, "down_proj": 12}}),
+}  # fmt: skip
+
+
+@pytest.mark.slow("double", "down alone")
+@pytest.mark.parametrize("policy", ["none", "full"])
+@pytest.mark.parametrize(("four_bit", "options"), FORMS.values(), ids=FORMS)
+def test_it_is_the_layer_on_what_its_weights_stand_for(four_bit, options, policy, device):
+    fusion = Fusion(**vars(EVERYTHING) | {"checkpoint": policy})
+    options = {"dtype": torch.bfloat16} | options
+
+    def gradients(change):
+        model = peft_model(device, change=change, **options)
+        fuse(model, fusion, strict=False)
+        torch.manual_seed(0)  # of dropout
+        return step(model, length=SHORT)
+
+    got = gradients(lambda base: quantised(base, **four_bit))
+    want = gradients(lambda base: dequantised(quantised(base, **four_bit)))
+    assert got.functions == want.functions and got.functions["DecoderLayer"] >= 2
+    assert_equal(got, want)
+
+
+def test_a_model_is_near_plain_peft(device):
+    fused, plain, done = pair(device)
+    assert str(done) == "layer: 2 of 2 layers fused"
+    assert assert_same(fused, plain, most=1e-4) == {"DecoderLayer": 2}
+
+
+def test_packed_rows_have_no_mask_of_positions_x_positions(device):
+    fused, plain, _ = pair(device, dtype=torch.bfloat16, config={"head_dim": 32})
+    assert takes_documents(fused.get_base_model().model, 8)
+    assert not takes_documents(plain.get_base_model().model, 8)
+
+
+def test_layers_take_turns_in_one_memory_which_goes_with_the_model(device):
+    fused, _, _ = pair(device)
+    values_of(fused, fused(**batch(fused)).loss)
+    scratches = [borders_of(layer_of(fused, index)).scratches for index in range(2)]
+    assert scratches[0] is scratches[1] and len(scratches[0]) == 4
+    memory = [weakref.ref(one.matrix) for one in scratches[0].values()]
+    copied = copy.deepcopy(fused)
+    assert_equal(step(copied), step(fused))
+    own = borders_of(layer_of(copied)).scratches
+    assert {id(one.matrix) for one in own.values()}.isdisjoint(map(id, (m() for m in memory)))
+    gc.disable()
+    try:
+        del fused, scratches
+        assert [one() for one in memory] == [None] * 4
+    finally:
+        gc.enable()
+
+
+# --- bitsandbytes' tensors are its own ------------------------------------------------------------
+
+
+def test_its_tensors_stay_where_they_are_and_are_saved_as_plain_peft_saves_them(device):
+    fused, plain, _ = pair(device)
+    before = {name: one.data_ptr() for name, one in packed_of(fused).items()}
+    step(fused, length=SHORT)
+    assert {name: one.data_ptr() for name, one in packed_of(fused).items()} == before != {}
+    assert_equal(fused.state_dict(), plain.state_dict())
+    assert set(NAMES) < set(unfuse(fused)) and packed_of(fused).keys() == before.keys()
+    assert_equal(step(fused), step(plain))
+
+
+# --- refused --------------------------------------------------------------------------------------
+
+
+def prepared(model):
+    """As prepare_model_for_kbit_training leaves it."""
+    for parameter in model.parameters():
+        if type(parameter).__name__ != "Params4bit":
+            parameter.data = parameter.data.float()
+
+
+def transposed(model):
+    state = layer_of(model).self_attn.q_proj.base_layer.weight.quant_state
+    state.shape = (*state.shape[::-1], 1)
+
+
+def unquantised(model):
+    base = layer_of(model).mlp.up_proj.base_layer
+    base.weight = bnb.nn.Params4bit(torch.zeros(base.out_features, base.in_features))
+    base.quant_state = None
+
+
+def replaced(model):
+    base = layer_of(model).mlp.up_proj.base_layer
+    base.weight = torch.nn.Parameter(base.weight.data, requires_grad=False)
+
+
+REFUSED = {
+    "another dtype": (
+        {"compute_dtype": torch.float16}, lambda model: None,
+        "bnb_4bit_compute_dtype is torch.float16, its norms are torch.bfloat16: make them alike",
+    ),
+    "a residual stream in fp32": ({}, prepared, "its norms are torch.float32: make them alike"),
+    "another shape": ({}, transposed, "q_proj: its 4-bit weight is [52, 52, 1], not [out, in]"),
+    "not quantised": ({}, unquantised, "up_proj: its weight is not quantised yet: move the model"),
+    "a plain parameter": ({}, replaced, "up_proj: its 4-bit weight has become a Parameter"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("four_bit", "change", "reason"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_run_whole_says_why(four_bit, change, reason, device):
+    model = peft_model(
+        device, dtype=torch.bfloat16, change=lambda base: quantised(base, **four_bit)
+    )
+    change(model)
+    done = fuse(model, LAYER, strict=False)
+    assert any(reason in why for why in done.left.values())
+
+
+def test_parts_are_left_to_peft_and_not_listed_where_layers_run_whole(device):
+    _, plain, _ = pair(device)
+    parts = Fusion(mlp=True, rms_norm=True)
+    left = fuse(copy.deepcopy(plain), parts, strict=False).left
+    assert left[f"{NAMES[0]}.mlp as mlp"].endswith("only whole layers take (layer=True)")
+    assert not fuse(plain, EVERYTHING, strict=False).left and not report(plain).left
