@@ -3,6 +3,7 @@
     python lora_bench.py                     the experiment; without a GPU, a small rehearsal of it
     python lora_bench.py --quick             a first answer, in minutes
     python lora_bench.py --seq-lens 512 --batch-size 8
+    python lora_bench.py --base nf4          the same for QLoRA, on a base in 4 bits
     python lora_bench.py --suite all         every fused part and the strongest peers
     python lora_bench.py --suite published --model configs/qwen2.5-7b.json   beside others' numbers
     python lora_bench.py --kernels           the Triton kernels alone, against a device copy
@@ -172,6 +173,7 @@ def run_and_draw(plan: "Plan", run: "Run", path: Path) -> int:
         to_contribute,
     )
     from report.statistics import twins_too_far_apart, why_no_verdicts
+    from variants import BF16
 
     if plan.published or (plan.quick and not run.rehearsal):
         console.print(expected_time(plan), soft_wrap=True)
@@ -182,7 +184,7 @@ def run_and_draw(plan: "Plan", run: "Run", path: Path) -> int:
     for said in (why_no_verdicts(run), *too_far):
         if said:
             console.print(f"{said[0].upper()}{said[1:]}.", soft_wrap=True)
-    if plan.quick and not run.rehearsal:
+    if plan.quick and not run.rehearsal and plan.base == BF16:  # the table of GPUs has that alone
         console.print(to_contribute(run, path), soft_wrap=True, markup=False)
     if plan.published:
         console.print(held_against_others(run, path), soft_wrap=True, markup=False)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from variants import Lora, Recipe, Settings, recipe_of
+from variants import BF16, NF4, Base, Lora, Recipe, Settings, recipe_of
 
 VARLEN = "varlen"
 ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -67,6 +67,7 @@ def build(
     checkpointing: bool,
     device: str,
     seed: int,
+    base: Base = BF16,
 ) -> Built:
     """Build `variant` from the base weights in `checkpoint`, in training mode on `device`.
 
@@ -74,12 +75,16 @@ def build(
     bf16 autocast, and attention is PyTorch's scaled_dot_product_attention. With `checkpointing` the
     backward recomputes each layer from its input in the recipe's mode: non-reentrant for PEFT,
     Unsloth's choice at this `seq_len` for Unsloth. `checkpointing=False` turns it off for all.
+
+    On a `base` in NF4 the layers' weights are quantised as they are loaded. Embeddings, norms and
+    lm_head stay in bf16: we leave out PEFT's `prepare_model_for_kbit_training`, which turns them to
+    fp32 and makes every step slower.
     """
     recipe = recipe_of(variant)
     if not checkpointing:
         recipe = replace(recipe, checkpointing="none")
     make = _unsloth_model if recipe.library == "unsloth" else _peft_model
-    model = make(recipe, checkpoint, lora, seq_len, device, seed)
+    model = make(recipe, checkpoint, lora, seq_len, device, seed, base)
     set_adapters(model, seed)
     model.train()
     is_mixed = (recipe.base_dtype, recipe.adapter_dtype) == ("bfloat16", "float32")
@@ -165,7 +170,7 @@ def _adapters(model: torch.nn.Module):
     return ((name, p) for name, p in model.named_parameters() if ".lora_" in name)
 
 
-def _peft_model(recipe, checkpoint, lora, seq_len, device, seed):
+def _peft_model(recipe, checkpoint, lora, seq_len, device, seed, base):
     from peft import LoraConfig, get_peft_model
     from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
@@ -180,6 +185,7 @@ def _peft_model(recipe, checkpoint, lora, seq_len, device, seed):
         dtype=getattr(torch, recipe.base_dtype),
         device_map={"": device},
         attn_implementation=recipe.attention,
+        quantization_config=_nf4() if base == NF4 else None,
         local_files_only=True,
     )
     model.config.use_cache = False
@@ -189,6 +195,18 @@ def _peft_model(recipe, checkpoint, lora, seq_len, device, seed):
     return get_peft_model(model, config, autocast_adapter_dtype=recipe.adapter_dtype == "float32")
 
 
+def _nf4() -> Any:
+    """Return QLoRA's configuration, which is Unsloth's too. Blocks have 64 values."""
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+
+
 def _lora_options(lora: Lora) -> dict[str, Any]:
     return {
         "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "bias": lora.bias,
@@ -196,7 +214,7 @@ def _lora_options(lora: Lora) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _unsloth_model(recipe, checkpoint, lora, seq_len, device, seed):
+def _unsloth_model(recipe, checkpoint, lora, seq_len, device, seed, base):
     from unsloth import FastLanguageModel
 
     mode = {"unsloth": "unsloth", "full": True, "none": False}[recipe.checkpointing]
@@ -204,7 +222,7 @@ def _unsloth_model(recipe, checkpoint, lora, seq_len, device, seed):
         str(checkpoint),
         max_seq_length=seq_len,
         dtype=torch.bfloat16,
-        load_in_4bit=False,
+        load_in_4bit=base == NF4,
         local_files_only=True,
         use_exact_model_name=True,
         use_gradient_checkpointing=mode,

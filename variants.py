@@ -2,7 +2,7 @@
 
 import importlib.util
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
@@ -11,6 +11,8 @@ FUSED_PARTS = ("mlp", "attention", "rope", "rms_norm", "cross_entropy", "checkpo
 WHOLE_LAYERS = ("layer", "rms_norm", "cross_entropy", "checkpoint")
 MLP_TARGETS = ("gate_proj", "up_proj", "down_proj")
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", *MLP_TARGETS)
+Base = Literal["bf16", "nf4"]  # weights; nf4 as QLoRA has it: double quantisation, bf16 compute
+BF16, NF4 = BASES = get_args(Base)
 
 
 class Lora(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -266,6 +268,11 @@ SUITES = {
     for suite in ("experiment", "parts", "peers", "fastest")
 }
 SUITES["all"] = [id for id, variant in VARIANTS.items() if variant.suites]
+# The experiment on a base in NF4, on which the MLP alone does not run fused.
+EXPERIMENT_ON_NF4 = [
+    *(BASELINE, "compiled_peft", "full_unsloth"),
+    *("fused_layer", "fused_layer_graph_offload", AGAIN),
+]
 # Others' published settings have long steps: vanilla PEFT runs once, without its A/A twin.
 SUITES["published"] = [
     BASELINE,

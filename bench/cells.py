@@ -72,7 +72,7 @@ def measure_floor(send: Send, plan: Plan, seq_lens: tuple[int, ...]) -> None:
     from bench.floor import FrozenOperations, Shape, time_floor
 
     config = _config(plan)
-    operations = FrozenOperations(Shape.of(config), plan.device)
+    operations = FrozenOperations(Shape.of(config), plan.device, plan.base)
     for seq_len in seq_lens:
         batches = plan.timed_batches(seq_len)
         labelled = round(sum(batch.labelled for batch in batches) / len(batches))
@@ -272,9 +272,8 @@ def _profiled(
     compiles = recipe.compiled or recipe.library == "unsloth"  # Unsloth compiles parts itself
     step = batches[: min(plan.accumulate, KINDS_OF_MICRO_BATCHES)]
     profile = profile_step(lambda: trainer.step(step), functions, not compiles)
-    problem = not_run(
-        recipe, cell.fused_modules, profile, plan.device == "cuda", len(step), plan.lora
-    )
+    on_gpu = plan.device == "cuda"
+    problem = not_run(recipe, cell.fused_modules, profile, on_gpu, len(step), plan.lora, plan.base)
     return profile.scaled(plan.accumulate / len(step)), problem
 
 

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from bench.profiler import Profile
-from variants import Lora, Recipe
+from variants import BF16, NF4, Base, Lora, Recipe
 
 HEAD_NORMS = ("q_norm: rms_norm", "k_norm: rms_norm")  # as `fuse` reports them
 EVERYWHERE = Lora()
@@ -18,12 +18,14 @@ class Evidence(NamedTuple):
     kernels: parts of the names of GPU kernels. Each runs at least once a module.
     without_backward: modules without a backward, because nothing before them is trained.
     lora_mlp_kernels: kernels that run only where gate, up and down have adapters without dropout.
+    nf4_kernels: kernels that run only on a base in NF4.
     """
 
     functions: dict[str, int]
     kernels: tuple[str, ...] = ()
     without_backward: int = 0
     lora_mlp_kernels: tuple[str, ...] = ()
+    nf4_kernels: tuple[str, ...] = ()
 
 
 EVIDENCE = {  # by fused part, and for a library as a whole
@@ -43,6 +45,7 @@ EVIDENCE = {  # by fused part, and for a library as a whole
         {"DecoderLayerBackward": 1},
         ("_qkv_rope_kernel", "_swiglu_backward_products_kernel",
          "_rms_norm_forward_kernel", "_rms_norm_backward_kernel"),
+        nf4_kernels=("_dequantize_4bit_kernel",),
     ),
     "fp8": Evidence(  # a layer in FP8
         {"DecoderLayerBackward": 1},
@@ -72,6 +75,7 @@ def not_run(
     on_gpu: bool,
     micro_batches: int = 1,
     lora: Lora = EVERYWHERE,
+    base: Base = BF16,
 ) -> str | None:
     """Name a part that ran less often than `micro_batches` ask for, in one line.
 
@@ -103,6 +107,7 @@ def not_run(
         if not on_gpu:
             continue
         kernels = evidence.kernels + (evidence.lora_mlp_kernels if lora.is_plain_in_mlp else ())
+        kernels += evidence.nf4_kernels if base == NF4 else ()
         counts = {
             kernel: sum(count for name, count in profile.kernels_seen.items() if kernel in name)
             for kernel in kernels

@@ -6,6 +6,10 @@ labelled tokens, which are all the loss needs. There are no adapters, norms, act
 optimizer. The operations run in a step's order as one CUDA graph, replayed like steps: short bursts
 would flatter a card at its power limit. A checkpointed step also needs part of each layer's forward
 a second time. We measure this recomputation the same way.
+
+On a base in NF4 each layer's weights are also dequantised, once in the forward and once in the
+backward, which the recomputation shares. A device copy that moves as many bytes stands for that.
+All layers then multiply with the same weights, because a step keeps one layer dequantised.
 """
 
 import statistics
@@ -18,9 +22,13 @@ from torch import Tensor
 
 from bench.records import Floor
 from trainer import Clock
+from variants import BF16, Base
 
 WARMUP_STEPS = 5
 STEPS = 20
+# Read for a value of NF4, and written for it: half a byte, a byte of absmax for 64 values, 4 bytes
+# for 256 of those; and bf16.
+DEQUANTISED_BYTES = (1 / 2 + 1 / 64 + 4 / (64 * 256)) + 2
 
 
 @dataclass(frozen=True)
@@ -55,7 +63,7 @@ class Shape:
 
 
 class FrozenOperations:
-    """The frozen operations of one step, with weights for each layer.
+    """The frozen operations of one step, with weights for each layer, or on NF4 for all of them.
 
     Operands are random tensors of the right shapes. A matmul takes as long as with real ones, and
     no copy between layouts gets into the floor.
@@ -64,7 +72,7 @@ class FrozenOperations:
     # The logits [labelled tokens, vocabulary] come in chunks, which fit any card.
     LM_HEAD_CHUNK = 4096
 
-    def __init__(self, shape: Shape, device: str):
+    def __init__(self, shape: Shape, device: str, base: Base = BF16):
         self.shape = shape
         self.device = device
         projections = (
@@ -73,10 +81,18 @@ class FrozenOperations:
             (2 * shape.intermediate, shape.hidden),
             (shape.hidden, shape.intermediate),
         )
+        in_4_bits = base != BF16
         self.layers = [
             [self._random(rows, columns) * columns**-0.5 for rows, columns in projections]
-            for _ in range(shape.layers)
+            for _ in range(1 if in_4_bits else shape.layers)
         ]
+        self.stored = self.written = torch.empty(0, device=device)
+        if in_4_bits:
+            values = sum(rows * columns for rows, columns in projections)
+            half = round(values * DEQUANTISED_BYTES / 2)  # a copy reads it and writes it
+            self.stored = torch.ones(half, device=device, dtype=torch.uint8)
+            self.written = torch.empty_like(self.stored)
+            self.layers *= shape.layers
         self.lm_head = self._random(shape.vocabulary, shape.hidden) * shape.hidden**-0.5
 
     def _random(self, *size: int) -> Tensor:
@@ -107,16 +123,25 @@ class FrozenOperations:
         backward_inputs = (given.grad_qkv, given.hidden, given.grad_gate_up, given.hidden)
 
         def step() -> None:
-            outputs = [_forward(weights, given) for weights in self.layers]
+            outputs = []
+            for weights in self.layers:
+                self._copy_stored()
+                outputs.append(_forward(weights, given))
             for start in range(0, labelled_tokens, self.LM_HEAD_CHUNK):
                 rows = given.hidden[start : min(start + self.LM_HEAD_CHUNK, labelled_tokens)]
                 (rows @ self.lm_head.t()) @ self.lm_head
             for weights in reversed(self.layers):
+                self._copy_stored()
                 torch.autograd.grad(outputs.pop(), given.heads, given.grad_heads)
                 for grad, weight in zip(backward_inputs, weights, strict=True):
                     grad @ weight
 
         return step
+
+    def _copy_stored(self) -> None:
+        """Move as many bytes as dequantising a layer does. A base in bf16 has none stored."""
+        if self.stored.numel():
+            self.written.copy_(self.stored)
 
     def recomputation(self, batch_size: int, seq_len: int) -> Callable[[], None]:
         """Return a function that runs what checkpointed layers must recompute: their forward

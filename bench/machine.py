@@ -16,8 +16,8 @@ import pynvml
 from bench.records import Environment, Git, Gpu
 
 RECORDED_PACKAGES = (
-    "torch", "triton", "transformers", "peft", "accelerate", "unsloth", "unsloth_zoo",
-    "liger_kernel",
+    "torch", "triton", "transformers", "peft", "bitsandbytes", "accelerate", "unsloth",
+    "unsloth_zoo", "liger_kernel",
 )  # fmt: skip
 
 # Why clocks are below their maximum, in words. Under load these cards run at their power cap. Only

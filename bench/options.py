@@ -3,17 +3,23 @@
 import argparse
 import textwrap
 from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
 from bench import published
 from variants import (
     AGAIN,
+    BASES,
+    BF16,
+    EXPERIMENT_ON_NF4,
+    NF4,
     RETIRED,
     SUITES,
     TARGETS,
     VARIANTS,
     WITHOUT,
+    Base,
     current_id,
     missing_package,
     recipe_of,
@@ -48,7 +54,7 @@ SHORT = 128  # up to this many tokens the host slows steps, and --quick interlea
 
 # The options that each command reads, by the option that asks for it. All others are refused. The
 # kernels' table becomes part of a run's results, so it reads what tells runs apart.
-WORK = ("batch_size", "accumulate", "rank", "targets", "lora_dropout", "model", "padded",
+WORK = ("batch_size", "accumulate", "rank", "targets", "lora_dropout", "model", "base", "padded",
         "documents", "data")  # fmt: skip
 RUN_IS = (*WORK, "seq_lens", "steps", "rounds", "interleave", "checkpointing", "seed", "device",
           "out", "cache", "allow_shared_gpu")  # fmt: skip
@@ -130,6 +136,10 @@ def parse(argv: list[str] | None, description: str | None) -> argparse.Namespace
         "every length where they fit on the GPU together; 0: one after the other",
         type=int, metavar="STEPS", alias="--turns")  # fmt: skip
     add("--model", "architecture file, checkpoint folder or hub name", metavar="MODEL")
+    add("--base",
+        "base weights in bf16, or in 4 bits as QLoRA has them (nf4): the experiment is then QLoRA "
+        "as PEFT, torch.compile and Unsloth have it, and whole layers (default: bf16)",
+        choices=BASES, default=BF16)  # fmt: skip
     add("--checkpointing", "gradient checkpointing: each variant's own, or none (default: on)",
         choices=("on", "off"), default="on")  # fmt: skip
     rows = parser.add_mutually_exclusive_group()
@@ -213,7 +223,7 @@ def fill_in(arguments: argparse.Namespace) -> argparse.Namespace:
         raise ValueError("--device cuda: no NVIDIA GPU is visible; leave it out for a rehearsal")
     setting = None
     if arguments.suite == "published" and not arguments.variants:
-        setting = published.setting_of(arguments.model, device)
+        setting = published.setting_of(arguments.model, device, arguments.base)
     filled = with_defaults(arguments, device, setting)
     if setting:
         check_setting(setting, vars(filled))
@@ -278,7 +288,9 @@ def check_options(asked: argparse.Namespace) -> None:
         if asked.allow_shared_gpu:
             raise ValueError("--allow-shared-gpu: a rehearsal uses no GPU; leave it out")
     for name in asked.variants or ():
-        check_variant(current_id(name), asked.device)
+        check_variant(current_id(name), asked.device, asked.base)
+    if asked.base == NF4 and find_spec("bitsandbytes") is None:
+        raise ValueError('--base nf4: bitsandbytes is not installed; pip install -e ".[qlora]"')
 
 
 def within(flag: str, value: int, least: int, most: int | None = None) -> None:
@@ -287,7 +299,7 @@ def within(flag: str, value: int, least: int, most: int | None = None) -> None:
         raise ValueError(f"{flag} {value}: give {wanted}")
 
 
-def check_variant(name: str, device: str) -> None:
+def check_variant(name: str, device: str, base: Base = BF16) -> None:
     """Raise ValueError if a variant given by name cannot run."""
     if name in RETIRED:
         raise ValueError(f"--variants {name}: no longer measured; give {RETIRED[name].instead}")
@@ -295,20 +307,26 @@ def check_variant(name: str, device: str) -> None:
         near = get_close_matches(name, VARIANTS, n=3)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
         raise ValueError(f"--variants {name}: unknown; {hint}--help lists all {len(VARIANTS)}")
-    if reason := why_unavailable(name, device):
+    if reason := why_unavailable(name, device, base):
         raise ValueError(f"--variants {name}: {reason}")
 
 
 def variants_of(asked: argparse.Namespace) -> tuple[str, ...]:
     """Return the ids asked for, each once. A quick run has no A/A twin, which would show the noise
     between processes: all its rounds share one."""
-    ids = dict.fromkeys(map(current_id, asked.variants or SUITES[asked.suite]))
+    on_nf4 = (asked.base, asked.suite) == (NF4, "experiment")
+    suite = EXPERIMENT_ON_NF4 if on_nf4 else SUITES[asked.suite]
+    ids = dict.fromkeys(map(current_id, asked.variants or suite))
     return tuple(id for id in ids if not (asked.quick and id == AGAIN))
 
 
-def why_unavailable(variant: str, device: str) -> str | None:
-    """Return the reason a variant cannot run on a device, or None."""
+def why_unavailable(variant: str, device: str, base: Base = BF16) -> str | None:
+    """Return the reason a variant cannot run on a device and a base, or None."""
     recipe = recipe_of(variant)
+    if base == NF4 and (recipe.fp8 or recipe.base_dtype == "float32"):
+        return "its base has another precision; leave it out, or leave out --base nf4"
+    if base == NF4 and {"mlp", "attention"} & set(recipe.fused):
+        return "the MLP or attention alone does not run on NF4 yet; ask for fused_layer instead"
     name = recipe.library.capitalize()
     if recipe.library in ("unsloth", "liger") and device == "cpu":
         return f"{name} needs an NVIDIA GPU; leave it out, or run where there is one"

@@ -5,6 +5,9 @@ in bf16 there, times LIMIT. It holds for the loss of both batches and for each a
 gradient on the second. We use two batches because a result left over from the first is right only
 there. A variant over budget is not timed.
 
+On a base in 4 bits the truth multiplies with the dequantised weights, rounded to bf16 as all
+variants have them. So parity judges arithmetic, and not what quantisation costs.
+
 Dropout is off, since each library draws different masks. FP8 variants have their own reference:
 vanilla PEFT with FP8 matmuls (`fp8_products.py`) replaces vanilla in bf16.
 
@@ -85,10 +88,11 @@ def gradients_of(built: Built, batch: Batch) -> tuple[float, Gradients]:
 def make_reference(vanilla: Built, batches: tuple[Batch, Batch], fp8: bool = False) -> Reference:
     """Run vanilla PEFT in bf16, or with FP8 matmuls in its base layers, and then in fp32.
 
-    Converts its model to fp32.
+    Converts its model to fp32, weights in 4 bits too.
     """
     with fp8_products(vanilla.model) if fp8 else nullcontext():
         bf16_losses, bf16_gradients = _run(vanilla, batches)
+    dequantise(vanilla.model)
     vanilla.model.float()
     in_fp32 = Built(vanilla.model, autocast_dtype=None, settings=Settings())
     losses, gradients = _run(in_fp32, batches)
@@ -101,6 +105,23 @@ def make_reference(vanilla: Built, batches: tuple[Batch, Batch], fp8: bool = Fal
         scale_limit=FP8_SCALE_LIMIT if fp8 else SCALE_LIMIT,
         loss_floor=FP8_LOSS_FLOOR if fp8 else LOSS_FLOOR,
     )
+
+
+def dequantise(model: torch.nn.Module) -> None:
+    """Replace bitsandbytes' 4-bit layers by nn.Linear with the same values, in their compute dtype.
+
+    Models without such layers are left alone, and need no bitsandbytes.
+    """
+    for name, module in list(model.named_modules()):
+        packed = module._parameters.get("weight")  # PEFT's layers have a property of this name
+        if (state := getattr(packed, "quant_state", None)) is not None:
+            from bitsandbytes.functional import dequantize_4bit
+
+            weight = dequantize_4bit(packed.data, state)
+            plain = torch.nn.Linear(module.in_features, module.out_features, device="meta")
+            plain.weight = torch.nn.Parameter(weight, requires_grad=False)
+            plain.bias = module.bias
+            model.set_submodule(name, plain)
 
 
 def check_parity(built: Built, batches: tuple[Batch, Batch], reference: Reference) -> Parity:

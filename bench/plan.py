@@ -15,7 +15,7 @@ from bench.published import PublishedSetting
 from bench.weights import Source
 from models import Built
 from trainer import Clock, CudaClock, WallClock
-from variants import Lora, recipe_of
+from variants import BF16, Base, Lora, recipe_of
 
 LEARNING_RATE = 1e-4
 PARITY_BATCH_SIZE = 4
@@ -31,7 +31,8 @@ class Plan:
     batch_size: rows of a micro-batch. accumulate: micro-batches of a step. steps: in one round.
     interleave: how many of them a variant takes at a time if all fit on the GPU together; 0: never
     interleaved. quick: each variant has one process for the whole run. cell_timeout_s: a cell
-    silent for longer is given up. published: somebody else's setting, if the run is in one.
+    silent for longer is given up. base: the form of the base weights. published: somebody else's
+    setting, if the run is in one.
     """
 
     source: Source
@@ -53,6 +54,7 @@ class Plan:
     cell_timeout_s: float
     allow_shared_gpu: bool
     accumulate: int = 1
+    base: Base = BF16
     published: PublishedSetting | None = None
 
     def batches(self, seq_len: int, batch_size: int, count: int) -> list[Batch]:
@@ -101,7 +103,7 @@ class Plan:
     def build(self, variant: str, seq_len: int) -> Built:
         folder, lora = self.source.folder, self.lora
         return models.build(
-            variant, folder, lora, seq_len, self.checkpointing, self.device, self.seed
+            variant, folder, lora, seq_len, self.checkpointing, self.device, self.seed, self.base
         )
 
     def clock(self) -> Clock:
@@ -119,6 +121,7 @@ class Plan:
             self.padded,
             *(("documents",) if self.documents else ()),
             *(("fp8",) if fp8 else ()),
+            *((self.base,) if self.base != BF16 else ()),
             self.seed,
             self.parity_seq_len,
             sha256_of(self.data),

@@ -81,6 +81,7 @@ def make_plan(asked: argparse.Namespace, source: Source, data: Path) -> "Plan":
         cell_timeout_s=asked.cell_timeout,
         allow_shared_gpu=asked.allow_shared_gpu,
         accumulate=asked.accumulate,
+        base=asked.base,
         published=asked.published,
     )  # fmt: skip
 
@@ -162,6 +163,7 @@ def planned_experiment(plan: "Plan") -> Experiment:
         steps=plan.steps * plan.rounds,
         interleave=plan.interleave,
         checkpointing="on" if plan.checkpointing else "off",
+        base=plan.base,
         padded=plan.padded,
         documents=plan.documents,
         lora=plan.lora,

@@ -21,8 +21,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 # The kinds of work, in the order in which pictures stack them.
 KINDS = (
-    "matmul", "attention", "norm", "activation", "rope", "adapter", "loss", "optimizer", "copy",
-    "other",
+    "matmul", "attention", "dequantising", "norm", "activation", "rope", "adapter", "loss",
+    "optimizer", "copy", "other",
 )  # fmt: skip
 
 # The first match decides. Compiled kernels carry the names of all they fuse, so more telling
@@ -31,6 +31,7 @@ KIND_BY_NAME = [
     (kind, re.compile(pattern, re.IGNORECASE))
     for kind, pattern in (
         ("optimizer", r"multi_tensor_apply(?!.*CopyFunctor)|adam"),
+        ("dequantising", r"dequant"),  # of a base in 4 bits: bitsandbytes', Unsloth's and ours
         ("loss", r"cross_entropy|nll_loss|softmax|_fl_\w+_kernel|logit_codes|_wrong_label"),
         ("attention", r"flash|fmha|sdpa|attention|compute_dot_do_o|convert_dq"),
         ("matmul", r"nvjet|gemm|cutlass|cublas|splitk|\bmatmul"),

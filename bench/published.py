@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from variants import SUITES, TARGETS
+from variants import BF16, NF4, SUITES, TARGETS, Base
 
 MODELS = "configs"
 # How we measure it by default.
@@ -43,7 +43,8 @@ class PublishedSetting:
     """A model and its training: adapters on all projections, alpha twice the rank.
 
     model: the name of its file in configs/. batch_size: rows of a micro-batch. accumulate:
-    micro-batches of a step. claims: their own best first. differs: how our setting differs.
+    micro-batches of a step. claims: their own best first. differs: how our setting differs. base:
+    the form of the base weights.
     """
 
     model: str
@@ -55,6 +56,11 @@ class PublishedSetting:
     page: Page
     claims: tuple[Claim, ...]
     differs: str = ""
+    base: Base = BF16
+
+    @property
+    def name(self) -> str:
+        return setting_name(self.model, self.base)
 
     @property
     def minutes(self) -> float:
@@ -77,7 +83,13 @@ class PublishedSetting:
             "padded": False,
             "documents": False,
             "checkpointing": "on",
+            "base": self.base,
         }
+
+
+def setting_name(model: str | None, base: Base) -> str:
+    """Return the name of a model's setting: "qwen3-8b", or "qwen3-8b-nf4" on that base."""
+    return f"{model}-{base}" if base != BF16 else str(model)
 
 
 NEMO = Page(
@@ -91,7 +103,7 @@ SUROGATE = Page(
 )
 
 SETTINGS = {
-    setting.model: setting
+    setting.name: setting
     for setting in (
         PublishedSetting(
             "qwen2.5-7b", 2, 4096, 16, 16, "H100", NEMO,
@@ -108,6 +120,10 @@ SETTINGS = {
              Claim("Unsloth, bf16, by Surogate", 8900)),
         ),
         PublishedSetting(
+            "qwen3-8b", 2, 2048, 4, 16, "H100", SUROGATE,
+            (Claim("Surogate, NF4", 9400), Claim("Unsloth, NF4, by Surogate", 8200)), base=NF4,
+        ),
+        PublishedSetting(
             "qwen3-0.6b", 2, 2048, 4, 16, "H100", SUROGATE,
             (Claim("Surogate, bf16", 53900), Claim("Surogate, FP8", 51200),
              Claim("Unsloth, bf16, by Surogate", 21300)),
@@ -116,16 +132,16 @@ SETTINGS = {
 }  # fmt: skip
 
 
-def setting_of(model: str | Path | None, device: str) -> PublishedSetting:
-    """Return the setting that `--suite published` runs for a model.
+def setting_of(model: str | Path | None, device: str, base: Base = BF16) -> PublishedSetting:
+    """Return the setting that `--suite published` runs for a model on a base.
 
     Raises:
         ValueError: nobody has published one, or there is no GPU.
     """
-    name = Path(model).stem if model is not None else None
+    name = setting_name(Path(model).stem if model is not None else None, base)
     if name not in SETTINGS or Path(str(model)).suffix != ".json":
         has = f"no setting of {name} is known" if model is not None else "one model at a time"
-        there = ", ".join(f"{MODELS}/{known}.json" for known in SETTINGS)
+        there = ", ".join(f"{MODELS}/{s.model}.json" for s in SETTINGS.values() if s.base == base)
         raise ValueError(f"--suite published: {has}; give --model with one of {there}")
     if device == "cpu":
         raise ValueError(

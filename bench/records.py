@@ -12,9 +12,11 @@ from typing import Annotated, Literal, get_args
 
 from msgspec import Meta, Struct, field
 
-from variants import Lora, Settings, current_id
+from variants import Base, Lora, Settings, current_id
 
-COMPARED_PACKAGES = ("torch", "triton", "transformers", "peft", "unsloth", "liger_kernel")
+COMPARED_PACKAGES = (
+    "torch", "triton", "transformers", "peft", "bitsandbytes", "unsloth", "liger_kernel",
+)  # fmt: skip
 Status = Literal["ok", "parity_failed", "oom", "error", "unavailable"]
 STATUSES: tuple[Status, ...] = get_args(Status)  # the most telling first
 Verdict = Literal["faster", "slower", "not distinguishable"]
@@ -46,7 +48,8 @@ class Experiment(Record):
     """The settings of a run.
 
     batch_size: rows of a micro-batch; documents are joined into one row. accumulate: micro-batches
-    of a step. steps: timed steps of a variant at each length, over all rounds. checkpointing: "off"
+    of a step. base: the form of the base weights; dtype is that of the rest, and of the compute.
+    steps: timed steps of a variant at each length, over all rounds. checkpointing: "off"
     turns it off in every variant. interleave: how many timed steps an interleaved variant takes at
     a time (cells say where they were interleaved); 0: never.
     """
@@ -69,6 +72,7 @@ class Experiment(Record):
     interleave: Annotated[int, Meta(ge=0)] = 0
     accumulate: Count = 1
     documents: bool = False
+    base: Base = "bf16"
 
     def tokens_a_step(self, seq_len: int) -> float:
         """Return the tokens of a step without padding, over all its micro-batches."""

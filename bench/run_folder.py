@@ -53,8 +53,8 @@ def _settings(asked: argparse.Namespace, source: Source, data: Path) -> Iterator
     for name in ("padded", "documents"):
         if getattr(asked, name):
             yield name
-    for name in ("batch_size", "accumulate", "rank", "lora_dropout", "checkpointing", "interleave",
-                 "seed"):  # fmt: skip
+    for name in ("base", "batch_size", "accumulate", "rank", "lora_dropout", "checkpointing",
+                 "interleave", "seed"):  # fmt: skip
         if (value := getattr(asked, name)) != getattr(usual, name):
             yield f"{options.flag(name)[2:]}-{value}"
     if set(asked.targets) != set(usual.targets):

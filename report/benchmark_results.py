@@ -12,7 +12,7 @@ from bench.records import Run, SummaryRow
 from report.lines import FEW, View, draw_lines, line_of, mark_untimed
 from report.picture import GREY, annotate, framed, stamp, write_caption
 from report.statistics import by_gpu_time
-from report.wording import REHEARSAL_NOTICE, release_of, roughly
+from report.wording import REHEARSAL_NOTICE, on_base, release_of, roughly
 from variants import LOOKS, title_of, variant_of
 
 # Letters of 14 points are 12 pixels high where a phone shows the picture 390 pixels wide.
@@ -108,7 +108,7 @@ def benchmark_finding(run: Run, rows: list[SummaryRow], clock: str) -> str:
         shown = [variant for variant in shown[:-2] if variant == "fused_mlp"] + shown[-2:]
     said = [f"{title_of(variant)} {roughly(found[variant])}" for variant in shown]
     whole = [words.replace(" ", KEPT) if len(words) < LINE_LETTERS else words for words in said]
-    return f"Speedup in {clock}: {', '.join(whole)}"
+    return f"Speedup in {clock}{on_base(run)}: {', '.join(whole)}"
 
 
 def _caption(run: Run, clock: str) -> str:
@@ -116,6 +116,6 @@ def _caption(run: Run, clock: str) -> str:
     unsloth = f", Unsloth {release}" if "full_unsloth" in asked.variants and release else ""
     waiting = "; waiting for Python left out" if clock == "GPU time" else ""
     return (
-        f"{run.environment.device}, {asked.model}, batch {asked.batch_size}{unsloth}. "
-        f"Medians over rounds{waiting}."
+        f"{run.environment.device}, {asked.model}{on_base(run)}, batch {asked.batch_size}"
+        f"{unsloth}. Medians over rounds{waiting}."
     )

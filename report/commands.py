@@ -15,12 +15,14 @@ from rich.table import Table
 from bench import results as store
 from bench.folders import locked
 from bench.options import HERE
+from bench.published import setting_name
 from bench.records import KernelRow, Kernels, Run, SummaryRow
 from bench.terminal import console
 from report.comparison import compare, comparison_table
 from report.fits import fits_table
 from report.statistics import NOISE, summarize
 from report.table import Column, Row, number
+from report.wording import on_base
 from variants import title_of, variant_of
 
 if TYPE_CHECKING:
@@ -147,16 +149,18 @@ def merge_only(paths: list[Path], folder: Path | None) -> int:
 
 def fits_only(gib: float, folder: Path) -> int:
     """Print the variants that train fastest in `gib` GiB of GPU memory, from the results in a
-    folder. For the published results we take the suite, which has more variants."""
+    folder. Of the published results we take the suite, which has more variants, and then every run
+    on a base in 4 bits."""
     if not gib > 0:
         raise ValueError(f"--fits {gib:g}: give more than 0 GiB")
     if folder.resolve() == HERE:
-        from report.committed import suite_path
+        from report.committed import loaded, suite_path
 
-        run = store.load(suite_path())
+        runs = [store.load(suite_path()), *loaded("*/nf4*").values()]
     else:
-        run = _loaded_from(folder, "--fits")
-    console.print(fits_table(run, gib), soft_wrap=True, markup=False)
+        runs = [_loaded_from(folder, "--fits")]
+    tables = [fits_table(run, gib) for run in runs]
+    console.print("\n\n".join(tables), soft_wrap=True, markup=False)
     return 0
 
 
@@ -167,7 +171,7 @@ def summary_table(run: Run) -> Table:
 
     columns = (
         Column[SummaryRow]("tokens", lambda row: str(row.seq_len)),
-        Column[SummaryRow]("variant", lambda row: title_of(row.variant)),
+        Column[SummaryRow](f"variant{on_base(run)}", lambda row: title_of(row.variant)),
         Column[SummaryRow]("ms a step", lambda row: number(row.median_step_ms, 1) or row.status),
         Column[SummaryRow]("speedup", speedup),
         Column[SummaryRow]("x floor", lambda row: number(row.ratio_to_floor, 2)),
@@ -203,7 +207,8 @@ def held_against_others(run: Run, path: Path) -> str:
     """Write the rows beside what others publish, and how the run gets into docs/published.md."""
     from report.published import claims_table
 
-    file = f"published-{run.experiment.model}.json.gz"
+    name = setting_name(run.experiment.model, run.experiment.base)
+    file = f"published-{name}.json.gz"
     return f"\n{claims_table(run)}\n\n{_to_add(run, path, file, 'docs/published.md')}"
 
 

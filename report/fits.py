@@ -12,6 +12,7 @@ from typing import NamedTuple
 from bench.records import Run
 from report.statistics import speedups
 from report.table import markdown_table, number
+from report.wording import on_base
 from variants import BASELINE, counterpart, title_of, variant_of
 
 CONTEXT_GIB = 0.6  # of a card, for CUDA's context beside torch's memory
@@ -78,7 +79,8 @@ def fitting_points(points: list[Point], gib: float) -> list[Point]:
 
 
 def fits_table(run: Run, gib: float) -> str:
-    """Write the fastest few of each length, how many more fit, and how they are ranked."""
+    """Write the fastest few of each length and how many more fit. Below the table say how they are
+    ranked, and name model, base and card."""
     lines = []
     for seq_len in run.experiment.seq_lens:
         points = points_of(run, seq_len)
@@ -102,7 +104,8 @@ def fits_table(run: Run, gib: float) -> str:
     said = (
         f"Ranked by the speedup over {' or '.join(sorted(map(title_of, references)))}, measured in "
         "the same rounds; what has none comes last. Milliseconds are medians of a variant's own "
-        "rounds: those of two variants may be of different runs, and do not rank them."
+        "rounds: those of two variants may be of different runs, and do not rank them. Measured: "
+        f"{run.experiment.model}{on_base(run)}, {run.environment.device}."
     )
-    header = ["tokens", "fits", "speedup", "step, ms", "reserved, GiB"]
+    header = ["tokens", f"fits{on_base(run)}", "speedup", "step, ms", "reserved, GiB"]
     return f"{markdown_table(header, lines)}\n\n{said}"

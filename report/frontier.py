@@ -15,7 +15,7 @@ from bench.records import Run
 from bench.results import first_few
 from report.fits import CONTEXT_GIB, Point, pareto, points_of
 from report.picture import annotate, framed, write_caption, write_title
-from report.wording import FLOOR_WORDS, REHEARSAL_NOTICE, caption, why_no_time
+from report.wording import FLOOR_WORDS, REHEARSAL_NOTICE, caption, on_base, why_no_time
 from variants import LOOKS, Look, title_of, variant_of
 
 CARDS_GIB = (8, 12, 16, 24, 40, 48, 80)
@@ -167,7 +167,7 @@ def frontier_finding(run: Run) -> str:
     if run.rehearsal:
         return REHEARSAL_NOTICE
     best = pareto(_shown(run))
-    fastest, where = best[-1], f"At {best[0].seq_len} tokens"
+    fastest, where = best[-1], f"At {best[0].seq_len} tokens{on_base(run)}"
     sizes = [gib for gib in CARDS_GIB if best[0].peak_gib <= gib - CONTEXT_GIB]
     if not sizes:
         return f"{where} {_in_numbers(fastest)} is the fastest"

@@ -19,12 +19,20 @@ from matplotlib.ticker import MaxNLocator
 from bench.records import Run
 from report.lines import FEW
 from report.picture import annotate, framed, lay_bars, write_caption, write_title
-from report.wording import FLOOR_WORDS, REHEARSAL_NOTICE, caption, shown_variants, why_no_time
-from variants import BASELINE, title_of
+from report.wording import (
+    FLOOR_WORDS,
+    REHEARSAL_NOTICE,
+    caption,
+    on_base,
+    shown_variants,
+    why_no_time,
+)
+from variants import BASELINE, BF16, title_of
 
 KINDS = {  # of kernels, in words
     "matmul": "matrix products",
     "attention": "attention",
+    "dequantising": "dequantising",
     "adapter": "LoRA scale and add",
     "copy": "casts and copies",
     "activation": "SwiGLU",
@@ -39,6 +47,7 @@ REST = ("activation", "rope", "loss", "optimizer", "other")
 # that no variant of the experiment uses. Necessary work and small kinds are grey.
 COLOURS = {
     **{"matmul": "#6e6e6e", "attention": "#929292"},
+    "dequantising": "#e69f00",
     **{"copy": "#f0e442", "adapter": "#56b4e9", "norm": "#009e73"},
     "rest": "#c8c8c8",
 }
@@ -99,7 +108,7 @@ def kernel_time_figure(run: Run) -> Figure | None:
         for axes, seq_len in zip(panels, lengths, strict=True):
             draw_kinds(axes, run, seq_len)
             axes.set_title(f"{seq_len} tokens", x=-0.165, size=13)
-        name_kinds(picture, (0.017, 1 - (above - 0.63) / height), 7)
+        name_kinds(picture, run, (0.017, 1 - (above - 0.63) / height), 8)
         panels[-1].set_xlabel("ms a step, medians over rounds")
         write_title(picture, title, 1 - 0.2 / height, 16, 1216, va="top")
         words = f"{caption(run)} {COPIES_WORDS} {FLOOR_WORDS}"
@@ -128,7 +137,7 @@ def kernel_time_finding(run: Run, lengths: list[int]) -> str:
         said += f"; at {shortest} tokens the GPU waits for {waits} of vanilla's step"
     return (
         f"Casts, copies, LoRA scaling and norms: {_around_ms(first):.0f} ms ({share:.0%}) of "
-        f"vanilla PEFT's step at {seq_len} tokens{said}"
+        f"vanilla PEFT's step{on_base(run)} at {seq_len} tokens{said}"
     )
 
 
@@ -140,8 +149,10 @@ def _around_ms(bar: Bar) -> float:
 
 
 def drawn_ms(bar: Bar) -> dict[str, float]:
-    """Return a bar's kinds as we draw them, with the small ones merged."""
-    ms = {kind: bar.kernel_ms.get(kind, 0.0) for kind in COLOURS}
+    """Return a bar's kinds as we draw them, with the small ones merged. Only a base in 4 bits is
+    dequantised."""
+    kinds = [kind for kind in COLOURS if kind in bar.kernel_ms or kind != "dequantising"]
+    ms = {kind: bar.kernel_ms.get(kind, 0.0) for kind in kinds}
     return ms | {"rest": sum(bar.kernel_ms.get(kind, 0.0) for kind in REST)}
 
 
@@ -151,11 +162,15 @@ def longest_profiled(run: Run) -> int:
     return next((n for n in reversed(lengths) if bars(run, n)), lengths[-1])
 
 
-def name_kinds(picture: Figure, place: tuple[float, float], columns: int) -> None:
+def name_kinds(picture: Figure, run: Run, place: tuple[float, float], columns: int) -> None:
     """Draw what each colour stands for, in the order of a bar."""
-    keys = [Patch(color=colour, label=NAMES[kind]) for kind, colour in COLOURS.items()]
+    kinds = [kind for kind in COLOURS if kind != "dequantising" or run.experiment.base != BF16]
+    keys = [Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in kinds]
+    gaps = {"handlelength": 1.2, "columnspacing": 1.2}
+    if len(keys) == len(COLOURS):  # all of them fill the line
+        gaps |= {"columnspacing": 0.6, "handletextpad": 0.5}
     picture.legend(handles=[*keys, Patch(**IDLE_LOOK, label=IDLE)], ncols=columns, loc="upper left",
-                   bbox_to_anchor=place, handlelength=1.2, columnspacing=1.2)  # fmt: skip
+                   bbox_to_anchor=place, **gaps)  # fmt: skip
 
 
 def draw_kinds(axes: Axes, run: Run, seq_len: int) -> None:

@@ -18,7 +18,7 @@ from report.kernel_time import COPIES_WORDS, draw_kinds, longest_profiled, name_
 from report.lines import FEW, View, draw_lines, line_of, mark_untimed
 from report.picture import GREY, annotate, framed, stamp, write_caption, write_title
 from report.statistics import NOISE, noise_band
-from report.wording import FLOOR_WORDS, REHEARSAL_NOTICE, caption
+from report.wording import FLOOR_WORDS, REHEARSAL_NOTICE, caption, on_base
 from variants import BASELINE, LOOKS, title_of
 
 RESULTS_LEGEND = (
@@ -130,7 +130,7 @@ def _kinds(picture: Figure, axes: Axes, view: View) -> None:
     left, above = (0.055 if view.is_named else 0.09), 0.055
     axes.set_position((box.x0 + left, box.y0, box.width - left, box.height - above))
     draw_kinds(axes, view.run, seq_len)
-    name_kinds(picture, (box.x0 - 0.008, box.y1 + 0.012), 3)
+    name_kinds(picture, view.run, (box.x0 - 0.008, box.y1 + 0.012), 3)
     title = f"Where the time goes at {seq_len} tokens (lower is better)"
     axes.set_title(title, x=-left / (box.width - left), pad=TITLE_PAD + 72 * above * HEIGHT)
     axes.set_xlabel("ms a step")
@@ -185,4 +185,5 @@ def panels_finding(view: View) -> str:
         + ("within noise" if row.verdict == NOISE else f"{row.speedup:.2f}×")
         for row in rows
     )
-    return f"Speedup over vanilla PEFT by the wall clock, at {seq_len} tokens on {gpu}:\n{said}"
+    over = f"vanilla PEFT{on_base(view.run)}"
+    return f"Speedup over {over} by the wall clock, at {seq_len} tokens on {gpu}:\n{said}"

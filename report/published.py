@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from bench.published import SETTINGS, PublishedSetting
+from bench.published import SETTINGS, PublishedSetting, setting_name
 from bench.records import Run, SummaryRow
 from report.statistics import summarize
 from report.table import markdown_table, thousands
-from report.wording import STATUS_WORDS, Footnote, is_in_fp8, is_unsloth, title_in
+from report.wording import STATUS_WORDS, Footnote, is_in_fp8, is_unsloth, on_base, title_in
 from variants import BASELINE, SUITES, Variant, variant_of
 
 HEADER = ["model", "a step: batches × rows × tokens", "they publish, tokens/s",
@@ -33,6 +33,10 @@ class Measured(NamedTuple):
     rows: dict[str, SummaryRow]
     footnote: Footnote | None
 
+    @property
+    def model(self) -> str:
+        return self.setting.model + on_base(self.run)
+
     def fastest(self, wanted: Callable[[Variant], bool]) -> SummaryRow | None:
         rows = [row for row in self.rows.values() if wanted(variant_of(row.variant))]
         return max(rows, key=lambda row: row.tokens_per_s or 0.0, default=None)
@@ -49,7 +53,7 @@ class Measured(NamedTuple):
         they have any."""
         one, ours = self.setting, self.fastest(lambda variant: variant.is_ours)
         speed = ours.tokens_per_s if ours else None
-        first = [one.model, f"{one.accumulate} × {one.batch_size} × {one.seq_len:,}"]
+        first = [self.model, f"{one.accumulate} × {one.batch_size} × {one.seq_len:,}"]
         here = [
             self.speed(self.fastest(is_unsloth), is_titled=True),
             self.speed(self.rows.get(BASELINE)),
@@ -101,7 +105,7 @@ def _speeds_table(measured: list[Measured]) -> str:
         [title_in(id, *runs), *(one.speed(one.rows.get(id)) or "not measured" for one in measured)]
         for id in SUITES["published"]
     ]
-    return markdown_table(["tokens/s", *(one.setting.model for one in measured)], lines)
+    return markdown_table(["tokens/s", *(one.model for one in measured)], lines)
 
 
 def _measured(runs: Mapping[str, Run], footnotes: Mapping[str, Footnote]) -> list[Measured]:
@@ -114,7 +118,8 @@ def _measured(runs: Mapping[str, Run], footnotes: Mapping[str, Footnote]) -> lis
 
 def setting_that_ran(run: Run) -> PublishedSetting | None:
     """Return the published setting that a run has, or None."""
-    setting, ran = SETTINGS.get(run.experiment.model), run.experiment
+    ran = run.experiment
+    setting = SETTINGS.get(setting_name(ran.model, ran.base))
     if setting is None or run.rehearsal:
         return None
     options = {"rank": ran.lora.rank, "targets": list(ran.lora.targets)}

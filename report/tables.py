@@ -143,6 +143,7 @@ def kinds_section(run: Run) -> str:
         lines = [
             [words, *(f"{bar.kernel_ms.get(kind, 0.0):.1f}" for bar in shown)]
             for kind, words in KINDS.items()
+            if any(kind in bar.kernel_ms for bar in shown)
         ]
         lines.append(["waits for the host", *(f"{bar.idle_ms:.1f}" for bar in shown)])
         lines.append(["**step**", *(f"**{bar.step_ms:.1f}**" for bar in shown)])

@@ -10,7 +10,7 @@ import msgspec
 
 from bench.records import COMPARED_PACKAGES, Environment, Git, Run, SummaryRow
 from report.table import number
-from variants import AGAIN, BASELINE, SUITES, TARGETS, Variant, title_of, variant_of
+from variants import AGAIN, BASELINE, BF16, SUITES, TARGETS, Variant, title_of, variant_of
 
 STATUS_WORDS = {
     "oom": "out of memory",
@@ -48,6 +48,12 @@ def why_no_time(run: Run, variant: str, seq_len: int) -> str:
 def step_or_status(row: SummaryRow | None) -> str:
     """Return the ms of a step, or the reason why there is no time."""
     return (number(row.median_step_ms, 1) or STATUS_WORDS.get(row.status, "")) if row else ""
+
+
+def on_base(run: Run) -> str:
+    """Return " on NF4" for a base in 4 bits, and nothing for one in bf16."""
+    base = run.experiment.base
+    return "" if base == BF16 else f" on {base.upper()}"
 
 
 def is_unsloth(variant: Variant) -> bool:
@@ -106,7 +112,7 @@ def caption(run: Run) -> str:
     checkpointing = [asked.checkpointing] * (True in found) + ["off"] * (False in found)
     facts = [
         run.environment.device + cards, *packages_in(run.environment, COMPARED_PACKAGES),
-        asked.model, asked.dtype, f"batch {asked.batch_size}{rows}",
+        asked.model + on_base(run), asked.dtype, f"batch {asked.batch_size}{rows}",
         *([f"{asked.accumulate} micro-batches a step"] if asked.accumulate > 1 else []),
         f"LoRA rank {lora.rank}{where}{dropout}",
         f"gradient checkpointing {' and '.join(checkpointing)}",

@@ -102,7 +102,11 @@ ALL_SEVEN, DOWN, Q_AND_V = Lora(), Lora(targets=("down_proj",)), Lora(targets=("
 @pytest.fixture
 def made_up(monkeypatch):
     found = {
-        "mlp": Evidence({"MLPBackward": 1}, ("_forward_kernel", "_backward_kernel")),
+        "mlp": Evidence(
+            {"MLPBackward": 1},
+            ("_forward_kernel", "_backward_kernel"),
+            nf4_kernels=("_unpack_kernel",),
+        ),
         "qkv": Evidence({"QKVBackward": 1, "BothBackward": 2}, ()),
         "library": Evidence({}, ("_theirs",), lora_mlp_kernels=("_mlp_of_theirs",)),
     }
@@ -152,6 +156,10 @@ def ran(functions, kernels=KERNELS, recipe=MLP, modules=MODULES, **how):
         (ran({}, recipe=GRAPH), None),
         (ran({}, {"_forward_kernel": 2, "_backward_kernel": 1}, GRAPH), "_backward_kernel ran 1 t"),
         (ran({}, {"_forward_kernel": 2}, GRAPH), "_backward_kernel did not run: mlp was not"),
+        # on a base in 4 bits
+        (ran(FUNCTIONS, base="nf4"), "_unpack_kernel did not run: mlp was not"),
+        (ran({}, KERNELS | {"_unpack_kernel": 1}, GRAPH, base="nf4"), "_unpack_kernel ran 1 times"),
+        (ran({}, KERNELS | {"_unpack_kernel": 2}, GRAPH, base="nf4"), None),
         # compiled for several shapes, a kernel has several names
         (ran({}, {"_forward_kernel": 2, "_backward_kernel_a": 1, "_backward_kernel_b": 1}, GRAPH),
          None),

@@ -52,6 +52,8 @@ HUGE = "9" * 20
          "--targets q_porj: tiny has none; give some of q_proj k_proj v_proj o_proj gate_proj"),
         (["--suite", "published"], "one model at a time; give --model with one of configs/qwen2.5"),
         (["--suite", "published", "--model", "configs/tiny.json"], "no setting of tiny is known;"),
+        (["--suite", "published", "--base", "nf4", "--model", "configs/llama3-8b.json"],
+         "no setting of llama3-8b-nf4 is known; give --model with one of configs/qwen3-8b.json\n"),
         (["--suite", "published", "--model", "configs/qwen3-8b.json", "--device", "cpu"],
          "qwen3-8b needs an NVIDIA GPU"),
         (["--steps", "0"], "--steps 0: give 1 or more"),
@@ -72,6 +74,10 @@ HUGE = "9" * 20
         (["--device", "cpu", "--allow-shared-gpu"], "a rehearsal uses no GPU"),
         (["--device", "cpu", "--kernels"], "no NVIDIA GPU to time the kernels on"),
         (["--device", "cpu", "--variants", "full_unsloth"], "Unsloth needs an NVIDIA GPU"),
+        (["--device", "cpu", "--base", "nf4", "--variants", "fused_mlp"],
+         "fused_mlp: the MLP or attention alone does not run on NF4 yet; ask for fused_layer"),
+        (["--device", "cpu", "--base", "nf4", "--variants", "fp8_layer"],
+         "fp8_layer: its base has another precision; leave it out, or leave out --base nf4"),
         (["--fused"], "unrecognized arguments: --fused"),
         (["--plot-only"], "run the benchmark first"),
         (["--merge", "none.json"], "--merge: none.json cannot be read"),
@@ -83,7 +89,10 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, tmp_path, arguments, word
     assert words in bad(capsys, tmp_path, *arguments)
 
 
-def test_a_gpu_and_an_unsloth_that_are_not_there(capsys, tmp_path, monkeypatch):
+def test_packages_and_a_gpu_that_are_not_there(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(options, "find_spec", lambda package: None)
+    line = bad(capsys, tmp_path, "--device", "cpu", "--base", "nf4")
+    assert '--base nf4: bitsandbytes is not installed; pip install -e ".[qlora]"\n' in line
     monkeypatch.setattr(machine, "has_gpu", lambda: False)
     assert "no NVIDIA GPU is visible" in bad(capsys, tmp_path, "--device", "cuda")
     monkeypatch.setattr(options, "missing_package", lambda variant: "unsloth")
@@ -98,8 +107,9 @@ def test_a_published_setting_is_the_default_and_nothing_else_is_run_under_its_na
 ):
     monkeypatch.setattr(machine, "has_gpu", lambda: True)
     monkeypatch.setattr(machine, "gpu_name", lambda: "NVIDIA H100")
-    asked = ("--suite", "published", "--model", f"configs/{name}.json")
     setting = published.SETTINGS[name]
+    asked = ("--suite", "published", "--model", f"configs/{setting.model}.json", "--base",
+             setting.base)  # fmt: skip
     filled = options.fill_in(options.parse([*asked, "--steps", "5"], ""))
     assert filled.published == setting and (filled.steps, filled.rounds) == (5, 1)
     for option, value in setting.is_that().items():
@@ -111,7 +121,8 @@ def test_a_published_setting_is_the_default_and_nothing_else_is_run_under_its_na
         assert f"{flag}: {setting.page.name} has " in line
     source = resolve(filled.model, tmp_path, 0)
     folder = planning.run_folder(filled, source, Path(f"{sha256_of(filled.data)[:12]}.jsonl"))
-    assert folder.name == f"nvidia-h100-published-{name}-5-steps-a-round"
+    base = "-base-nf4" if setting.base == "nf4" else ""
+    assert folder.name == f"nvidia-h100-published-{setting.model}{base}-5-steps-a-round"
 
 
 @pytest.fixture
@@ -209,7 +220,7 @@ GIVEN = {  # every option, as it is given
     "suite": ["all"], "variants": ["fused_mlp"], "seq_lens": ["64"], "batch_size": ["1"],
     "accumulate": ["2"], "targets": ["q_proj"], "lora_dropout": ["0.1"],
     "rank": ["8"], "steps": ["4"], "rounds": ["2"], "interleave": ["9"], "model": ["x.json"],
-    "checkpointing": ["off"], "padded": [], "documents": [], "data": ["x.jsonl"],
+    "base": ["nf4"], "checkpointing": ["off"], "padded": [], "documents": [], "data": ["x.jsonl"],
     "seed": ["1"], "device": ["cpu"],
     "out": ["x"], "cache": ["x"], "cell_timeout": ["9"], "allow_shared_gpu": [], "kernels": [],
     "plot_only": [], "quick": [], "merge": ["a", "b"], "fits": ["24"], "compare": ["a", "b"],

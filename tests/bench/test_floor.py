@@ -3,6 +3,7 @@
 from itertools import count
 
 import torch
+from pytest import approx
 from test_trainer import FakeClock
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config
@@ -19,22 +20,25 @@ CONFIG = Qwen2Config(
 )
 
 
-class MatmulFlops(TorchDispatchMode):
+class Work(TorchDispatchMode):
     def __init__(self):
         super().__init__()
-        self.flops = 0
+        self.flops = self.copied_bytes = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function is torch.ops.aten.mm.default:
             a, b = args
             self.flops += 2 * a.shape[0] * a.shape[1] * b.shape[1]
+        if function is torch.ops.aten.copy_.default:
+            self.copied_bytes += args[0].nbytes + args[1].nbytes
         return function(*args, **(kwargs or {}))
 
 
-def matmul_flops(step):
-    with MatmulFlops() as counted:
+def work(step):
+    """Return the FLOPs of a step's matmuls, and the bytes that its copies read and write."""
+    with Work() as counted:
         step()
-    return counted.flops
+    return counted.flops, counted.copied_bytes
 
 
 def test_every_frozen_product_is_done_once_forward_and_once_backward():
@@ -46,8 +50,15 @@ def test_every_frozen_product_is_done_once_forward_and_once_backward():
     recomputed, down = 2 * tokens * 3 * (64 * 32 + 32 * 32 + 2 * 48 * 32), 2 * tokens * 3 * 32 * 48
     lm_head = 2 * labelled * 64 * 32
     forward_and_backward = 2 * (recomputed + down + lm_head)
-    assert matmul_flops(operations.chain(2, 8, labelled)) == forward_and_backward
-    assert matmul_flops(operations.recomputation(2, 8)) == recomputed
+    assert work(operations.chain(2, 8, labelled)) == (forward_and_backward, 0)
+    assert work(operations.recomputation(2, 8)) == (recomputed, 0)
+    # in NF4, 4 bits and a byte for 64 of them are read, two are written; twice in a step
+    values, moved = 64 * 32 + 32 * 32 + 3 * 48 * 32, 0.5 + 1 / 64 + 4 / 64 / 256 + 2
+    on_nf4 = FrozenOperations(shape, "cpu", "nf4")
+    flops, copied_bytes = work(on_nf4.chain(2, 8, labelled))
+    assert (flops, copied_bytes) == (forward_and_backward, approx(2 * 3 * values * moved, rel=1e-3))
+    assert work(on_nf4.recomputation(2, 8)) == (recomputed, 0)
+    assert len({id(weight) for layer in on_nf4.layers for weight in layer}) == 4
 
 
 def test_the_median_leaves_the_warm_up_out():

@@ -80,6 +80,24 @@ def test_vanilla_is_peft_as_it_ships(told, checkpoint, device, monkeypatch):
     assert built.model.base_model.model.model.layers[0].gradient_checkpointing
 
 
+def test_a_base_in_nf4_is_qloras_and_leaves_the_rest_as_it_is(checkpoint, device, vanilla):
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    built = make("vanilla_peft", checkpoint, device, base="nf4")
+    assert built.settings == vanilla.settings and built.autocast_dtype == vanilla.autocast_dtype
+    there, here = (dict(model.named_parameters()) for model in (vanilla.model, built.model))
+    assert there.keys() == here.keys()
+    quantised = {name for name in here if isinstance(here[name], bitsandbytes.nn.Params4bit)}
+    assert quantised == {name for name in here if name.endswith("proj.base_layer.weight")}
+    for name in quantised:
+        state = here[name].quant_state
+        assert (state.quant_type, state.nested, state.blocksize) == ("nf4", True, 64)
+        assert state.dtype == torch.bfloat16
+    for name in here.keys() - quantised:
+        assert here[name].dtype == there[name].dtype and torch.equal(here[name], there[name])
+    bases = [m for m in built.model.modules() if isinstance(m, bitsandbytes.nn.Linear4bit)]
+    assert {base.compute_dtype for base in bases} == {torch.bfloat16}
+
+
 @pytest.mark.parametrize(("variant", "given", "has"), [
     ("fp8_layer", None, "0"), ("fp8_layer", "64", "64"), ("vanilla_peft", None, None),
 ])  # fmt: skip
@@ -158,7 +176,7 @@ def test_what_proves_a_part_exists():
     ours = {name for module in found for name in vars(importlib.import_module(module.name))}
     for proof in (EVIDENCE[part] for part in parts):
         assert {name.removesuffix("Backward") for name in proof.functions} <= ours
-        for kernel in proof.kernels:
+        for kernel in (*proof.kernels, *proof.nf4_kernels):
             assert any(kernel in name for name in ours)
 
 

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cases.peft_models import assert_equal
-from cases.rehearsal_case import plan_of
+from cases.rehearsal_case import measured_cells, plan_of
 
 from batches import Batch
-from bench.cells import prepare_run
+from bench.cells import Block, prepare_run
 from bench.fp8_products import fp8_products
 from bench.parity import (
     LIMIT,
@@ -17,6 +17,7 @@ from bench.parity import (
     SCALE_LIMIT,
     Reference,
     check_parity,
+    dequantise,
     judge,
     make_reference,
 )
@@ -295,3 +296,36 @@ def test_a_run_makes_a_reference_for_each_precision_of_its_variants(tmp_path):
     plan.reference_file(True).unlink()
     assert not plan.is_prepared()
     assert replace(plan, variants=("fused_layer",)).is_prepared()
+
+
+# --- a base in 4 bits -----------------------------------------------------------------------------
+
+
+def test_on_nf4_the_truth_has_the_dequantised_weights_and_a_base_in_bf16_fails(tmp_path):
+    """Quantise layers without adapters too."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    plan = plan_of(tmp_path, "--base", "nf4", "--variants", "vanilla_peft", "--seq-lens", "16",
+                   "--targets", "q_proj", "v_proj")  # fmt: skip
+    in_bf16 = replace(plan, base="bf16")
+    assert plan.reference_file() != in_bf16.reference_file()
+    prepare_run(lambda message: None, plan)
+    (cell,) = measured_cells(plan, "vanilla_peft", Block(1, 16))
+    assert (cell.status, cell.parity.worst_ratio) == ("ok", 1.0)
+
+    model = plan.build("vanilla_peft", 16).model
+    packed = {name.replace(".weight", ""): weight for name, weight in model.named_parameters()
+              if isinstance(weight, bitsandbytes.nn.Params4bit)}  # fmt: skip
+    values = {name: bitsandbytes.functional.dequantize_4bit(weight.data, weight.quant_state)
+              for name, weight in packed.items()}  # fmt: skip
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    dequantise(model)
+    assert len(packed) == 2 * 7
+    for name, value in values.items():
+        layer = model.get_submodule(name)
+        assert type(layer) is torch.nn.Linear and layer.weight.dtype == torch.bfloat16
+        assert torch.equal(layer.weight, value)
+    assert {name for name, p in model.named_parameters() if not p.requires_grad} == frozen
+
+    reference = Reference.load(plan.reference_file())
+    found = check_parity(in_bf16.build("vanilla_peft", 16), plan.parity_batches(), reference)
+    assert not found.passed and found.median_gradient_error > 5 * cell.parity.median_gradient_error

@@ -29,6 +29,11 @@ NAMES = {  # as the profiler gave them on an H200
         "void cudnn::fusion::fmha_reduce_head<true>(void const*, void*, unsigned int, unsigned int",
         "_attention_forward_kernel",
     ],
+    "dequantising": [
+        "void kDequantizeBlockwise<__nv_bfloat16, 512, 64, 8, 2>(float*, unsigned char*, float*",
+        "_nf4_dequant_kernel",
+        "_dequantize_4bit_kernel",
+    ],
     "adapter": ["_extend_rows_kernel"],
     "norm": [
         "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::MeanOps<f",

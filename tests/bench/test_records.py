@@ -9,7 +9,16 @@ import pytest
 
 from bench import results, small_adapter_records, training_records
 from bench.records import Cell
-from variants import OLD_IDS, RETIRED, SUITES, VARIANTS, counterpart, title_of, variant_of
+from variants import (
+    EXPERIMENT_ON_NF4,
+    OLD_IDS,
+    RETIRED,
+    SUITES,
+    VARIANTS,
+    counterpart,
+    title_of,
+    variant_of,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 LOADED_BY = {
@@ -24,7 +33,7 @@ OTHERS = set((ROOT / "docs").rglob("*.json*")) - LOADED_BY.keys()
 PUBLISHED = [ROOT / "results.json", *sorted(OTHERS)]
 
 
-NEWER = {"accumulate": 1, "documents": False}  # fields that the first files lack
+NEWER = {"accumulate": 1, "documents": False, "base": "bf16"}  # fields that the first files lack
 
 
 def bytes_of(path):
@@ -92,7 +101,8 @@ def test_every_variant_says_what_it_is():
 
 
 def test_the_noise_is_measured_last_in_every_block():
-    for suite in (SUITES[name] for name in SUITES.keys() - {"published"}):  # one round, no noise
+    suites = [SUITES[name] for name in SUITES.keys() - {"published"}]  # one round, no noise
+    for suite in (*suites, EXPERIMENT_ON_NF4):
         for checkpoints in {VARIANTS[id].checkpoints for id in suite}:
             block = [id for id in suite if VARIANTS[id].checkpoints is checkpoints]
             assert VARIANTS[block[0]].baseline.id == block[0]

@@ -69,6 +69,7 @@ def with_gpu(**changed):
         (example.empty(batch_size=16), "batch_size 32 there, 16 here"),
         (example.empty(checkpointing="off"), "checkpointing on there, off here"),
         (example.empty(padded=True), "padded no there, yes here"),
+        (example.empty(base="nf4"), "base bf16 there, nf4 here"),
         (example.empty(model="tiny"), "model Qwen2.5-3B there, tiny here"),
         (example.empty(weights="random, seed 1"), "weights random, seed 0 there"),
         (example.empty(seed=1), "seed 0 there, 1 here"),

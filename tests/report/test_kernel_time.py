@@ -12,7 +12,9 @@ from bench import results
 from bench.profiler import KINDS
 from bench.records import Floor
 from report import kernel_time
-from variants import SUITES, variant_of
+from report.panels import panels_figure
+from report.tables import kinds_section
+from variants import EXPERIMENT_ON_NF4, SUITES, variant_of
 
 
 def profiled(*cells):
@@ -117,6 +119,18 @@ def test_the_title_says_what_surrounds_the_products():
 def test_every_text_can_be_read(name):
     run = results.load(Path(__file__).parents[2] / "docs" / "runs" / f"{name}.json.gz")
     case.assert_readable(kernel_time.kernel_time_figure(run))
+
+
+@pytest.mark.parametrize("base", ["bf16", "nf4"])
+def test_dequantising_is_a_kind_of_its_own_on_a_base_in_4_bits_alone(base):
+    run = example.run(EXPERIMENT_ON_NF4, (64,), base=base)
+    for cell in run.cells:
+        cell.kernel_ms |= {"dequantising": 7.0} if base == "nf4" else {}
+    picture = kernel_time.kernel_time_figure(run)
+    case.assert_readable(picture)
+    assert ("dequantising" in words(picture)) is (base == "nf4")
+    assert ("| dequantising | 7.0 |" in kinds_section(run)) is (base == "nf4")
+    assert ("dequantising" in words(panels_figure(run))) is (base == "nf4")
 
 
 @pytest.mark.parametrize("kind", ["matmul", "copy"])

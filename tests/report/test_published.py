@@ -19,7 +19,8 @@ def published_run(name="qwen3-8b", status=None, **changed):
     """Make a run of every variant of the suite. Vanilla takes 2 s, each later one 0.1 s less."""
     setting = SETTINGS[name]
     asked = {
-        "model": name, "batch_size": setting.batch_size, "accumulate": setting.accumulate,
+        "model": setting.model, "base": setting.base,
+        "batch_size": setting.batch_size, "accumulate": setting.accumulate,
         "seq_lens": [setting.seq_len], "lora": Lora(rank=setting.rank, alpha=2 * setting.rank),
         "variants": SUITES["published"], "rounds": 1, "steps": 3,
     }  # fmt: skip
@@ -58,6 +59,16 @@ def test_each_number_of_theirs_stands_beside_the_fastest_of_ours_unsloth_and_van
     ]  # fmt: skip
     ratios = [row["ours / theirs"] for row in others]
     assert ratios == [f"{tokens / 1.2 / n:.2f}" for n in (10200, 8900)]
+
+
+def test_a_base_in_nf4_stands_beside_theirs_in_nf4_alone():
+    run = published_run("qwen3-8b-nf4", status={"fused_all": "unavailable"})
+    found = [(row["model"], row["they publish, tokens/s"]) for row in rows_in(claims_table(run))]
+    theirs = ["Surogate, NF4: 9,400", "Unsloth, NF4, by Surogate: 8,200"]
+    assert found == [("qwen3-8b on NF4", words) for words in theirs]
+    assert "| tokens/s | qwen3-8b | qwen3-8b on NF4 |" in section(published_run(), run)
+    said = commands.held_against_others(run, Path("results.json"))
+    assert "/published-qwen3-8b-nf4.json.gz && python" in said
 
 
 def test_ours_in_fp8_stand_beside_theirs_in_fp8_where_there_are_any():
@@ -135,7 +146,7 @@ def test_a_published_run_prints_its_rows_and_how_to_add_them():
 
 def test_every_setting_says_who_where_and_when():
     for name, setting in SETTINGS.items():
-        assert setting.model == name and setting.page.url.startswith("https://")
+        assert setting.name == name and setting.page.url.startswith("https://")
         assert setting.claims and 4 < setting.minutes < 10.5 and setting.page.date > "2026"
 
 

@@ -9,6 +9,7 @@ from cases import example_results as example
 
 import lora_bench
 from bench import results as store
+from report import committed
 from report.ablation_picture import ablation_figure
 from report.benchmark_results import benchmark_figure
 from report.frontier import frontier_figure
@@ -16,6 +17,7 @@ from report.kernel_time import kernel_time_figure
 from report.loss_curve import loss_curve_figure
 from report.panels import panels_figure
 from report.picture import write_png
+from variants import EXPERIMENT_ON_NF4
 
 
 def losses_figure(run):
@@ -51,11 +53,30 @@ def test_a_picture_is_the_same_bytes_each_time_and_written_whole_or_not_at_all(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_fits_lists_what_trains_in_so_much_memory(tmp_path, capsys):
+@pytest.mark.parametrize(
+    "figure", [benchmark_figure, frontier_figure, kernel_time_figure, panels_figure]
+)
+def test_title_and_caption_name_a_base_in_4_bits(figure):
+    def said(base):
+        picture = figure(example.run(EXPERIMENT_ON_NF4, (64, 512), base=base))
+        return [" ".join(text.get_text().split()) for text in picture.texts]
+
+    assert sum(" on NF4" in text for text in said("nf4")) == 2
+    assert not any("NF4" in text for text in said("bf16"))
+
+
+def test_fits_lists_what_trains_in_so_much_memory(tmp_path, capsys, monkeypatch):
     store.save(tmp_path / "results.json", example.run())
     assert lora_bench.main(["--fits", "12", "--out", str(tmp_path)]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| 512")]
     assert len(lines) == 1 and "full Unsloth" in lines[0]
+    # of the published runs, also those on a base in 4 bits
+    monkeypatch.setattr(committed, "suite_path", lambda: tmp_path / "results.json")
+    monkeypatch.setattr(committed, "loaded", {"*/nf4*": {"": example.run(base="nf4")}}.get)
+    assert lora_bench.main(["--fits", "8"]) == 0
+    first, second = capsys.readouterr().out.split("Ranked by ")[:2]
+    assert "| tokens | fits | speedup |" in first and "Measured: Qwen2.5-3B, NVIDIA H2" in second
+    assert "| tokens | fits on NF4 | speedup |" in second
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ def test_the_caption_says_what_was_measured():
         ({"lora": Lora(rank=8, dropout=0.05)}, "LoRA rank 8, dropout 0.05"),
         ({"variants": ["vanilla_peft_no_checkpointing"]}, "gradient checkpointing off ·"),
         ({"variants": ["vanilla_peft", "vanilla_peft_no_checkpointing"]}, "on and off ·"),
+        ({"base": "nf4"}, "Qwen2.5-3B on NF4 · bfloat16 ·"),
         ({"padded": True}, "batch 32, padded"),
         ({"documents": True}, "batch 32, whole chats in one row"),
         ({"gpu": False}, "no GPU (Intel Xeon)"),
