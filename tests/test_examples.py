@@ -85,17 +85,21 @@ def test_examples_are_short():
     assert lines and all(sum(map(bool, each)) < 80 for each in lines.values())
 
 
-def test_the_notebook_runs_from_top_to_bottom_and_holds_no_output(tiny, tmp_path, capsys):
+@pytest.mark.slow("False")
+@pytest.mark.parametrize("nf4", [False, True])
+def test_the_notebook_runs_from_top_to_bottom_and_holds_no_output(nf4, tiny, tmp_path, capsys):
     notebook = json.loads((ROOT / "examples" / "fuse_in_5_minutes.ipynb").read_text())
     settings, *cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert not any(cell["outputs"] or cell["execution_count"] for cell in (settings, *cells))
     names: dict = {}
     exec("".join(settings["source"]), names)
-    small = {"MODEL": tiny, "ROWS": 1, "TOKENS": 8, "STEPS": 1, "FOLDER": tmp_path}
+    small = {"MODEL": tiny, "ROWS": 1, "TOKENS": 8, "STEPS": 1, "NF4": nf4, "FOLDER": tmp_path}
     assert small.keys() < names.keys()
     names.update(small)
     for cell in cells:
         exec("".join(cell["source"]), names)
     printed = capsys.readouterr().out
-    assert "layer: 2 of 2 layers fused" in printed and "times vanilla PEFT" in printed
+    assert nf4 == any("Linear4bit" in type(one).__name__ for one in names["model"].modules())
+    assert nf4 or "layer: 2 of 2 layers fused" in printed
+    assert "times vanilla PEFT" in printed
     assert (tmp_path / "adapter_model.safetensors").is_file()
