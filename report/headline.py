@@ -72,27 +72,31 @@ def answer(run: Run) -> str:
 
 
 def headline_table(run: Run) -> str:
-    """Write each length's GPU time and speedups, then peak memory at the longest. Headings are in
-    small letters with line breaks, to fit the table on a phone."""
+    """Write each length's GPU time and speedups, then peak memory at the longest. Headings are
+    small and may break inside a word, and speedups have no ×, to fit the table on a phone."""
     found = {(row.variant, row.seq_len): row for row in by_gpu_time(summarize(run))}
     lines = []
     for seq_len in run.experiment.seq_lens:
         base, *others = (found.get((variant, seq_len)) for variant in SHOWN)
-        times = [number(base.gpu_ms, 0) if base else "", *map(speedup_in_words, others)]
-        lines.append([f"**{seq_len}**", *times])
+        speedups = [speedup_in_words(row).replace("×", "") for row in others]
+        lines.append([f"**{seq_len}**", number(base.gpu_ms, 0) if base else "", *speedups])
     longest = max(run.experiment.seq_lens)
     peaks = [row.peak_gib if (row := found.get((v, longest))) else None for v in SHOWN]
     label = _small(f"peak memory allo&shy;cated at {longest}")
     lines.append([label, *(number(gib, 1, " GiB") for gib in peaks)])
-    titles = [title_of(variant) for variant in ANSWERS]
-    header = ["tokens", f"{title_of(BASELINE)}, ms", *titles]
-    header = [_small(title.replace("everything", "every&shy;thing")) for title in header]
-    table = markdown_table(header, lines)
+    first, *titles = map(_heading, SHOWN)
+    table = markdown_table([_small("tokens"), _small(f"{first}, ms"), *map(_small, titles)], lines)
     return f"**{REHEARSAL_NOTICE}.**\n\n{table}" if run.rehearsal else table
 
 
 def _small(words: str) -> str:
     return f"<sub>{words}</sub>"
+
+
+def _heading(variant: str) -> str:
+    """Return a variant's title, with places where its long words may break."""
+    title = title_of(variant).replace("vanilla", "van&shy;illa")
+    return title.replace("everything", "ev&shy;ery&shy;thing")
 
 
 def measured_section(runs: Mapping[str, Run]) -> str:
@@ -157,12 +161,14 @@ def on_your_card_section(run: Run, measured_on: Card, card: Card) -> str:
     length, and the speedups at the longest."""
     lengths = run.experiment.seq_lens
     times = {n: expected_ms(run, n, measured_on, card) for n in (min(lengths), max(lengths))}
-    lines = [[_small(f"{n} tokens, ms"), *(f"{round(ms[v], -1):.0f}" for v in SHOWN)]
-             for n, ms in times.items()]  # fmt: skip
+    lines = [
+        [_small(f"ms at {n}"), *(f"{round(ms[variant], -1):.0f}" for variant in SHOWN)]
+        for n, ms in times.items()
+    ]
     ms = times[max(lengths)]
-    speedups = [f"{ms[BASELINE] / ms[v]:.2f}×" for v in ANSWERS]
-    lines.append([_small(f"speedup at {max(lengths)}"), "", *speedups])
-    titles = [_small(title_of(v).replace("everything", "every&shy;thing")) for v in SHOWN]
+    speedups = [f"{ms[BASELINE] / ms[v]:.2f}" for v in ANSWERS]
+    lines.append([_small(f"speed&shy;up at {max(lengths)}"), "", *speedups])
+    titles = [_small(_heading(variant)) for variant in SHOWN]
     return markdown_table([_small(card.name.removeprefix("NVIDIA ")), *titles], lines)
 
 

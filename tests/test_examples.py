@@ -14,6 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+RUNS = {path.stem: [path] for path in EXAMPLES}
+RUNS["train_trl_packed"] = [*RUNS["train_trl"], "--packed"]
+EXTRAS = {"train_qlora": ["examples", "qlora"]}
 
 
 @pytest.fixture(scope="module")
@@ -32,16 +35,15 @@ def tiny(tmp_path_factory):
 
 
 @pytest.mark.slow("train_trl")
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_trains_prints_both_speeds_and_saves(
-    example, tiny, tmp_path, monkeypatch, capsys
-):
+@pytest.mark.parametrize("run", RUNS)
+def test_an_example_trains_prints_both_speeds_and_saves(run, tiny, tmp_path, monkeypatch, capsys):
     """In this process, for the time it takes to load libraries; one of them, and all where there is
     a GPU, as it is started on a host without."""
+    example, *options = RUNS[run]
     if example.stem == "train_trl":
         pytest.importorskip("trl", reason="wants trl, of dev/requirements/dev.txt")
     sizes = ["--warm-up", "1", "--steps", "1", "--batch-size", "1", "--tokens", "8"]
-    options = ["--model", tiny, "--data", tiny / "chats.jsonl", *sizes, "--out", tmp_path]
+    options += ["--model", tiny, "--data", tiny / "chats.jsonl", *sizes, "--out", tmp_path]
     if example.stem == "train_loop" or torch.cuda.is_available():
         environment = {"PYTHONPATH": ROOT, "HOME": tmp_path, "CUDA_VISIBLE_DEVICES": ""}
         environment["OMP_NUM_THREADS"] = "1"
@@ -63,15 +65,19 @@ def test_an_example_trains_prints_both_speeds_and_saves(
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_without_a_package_says_which_line_installs_it(example, monkeypatch):
     extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    missing = ["fused_lora", "datasets", *(["trl"] if example.stem == "train_trl" else [])]
-    assert {re.match(r"\w+", one)[0] for one in extra["examples"]} >= {*missing[1:], "accelerate"}
-    assert 'pip install -e ".[examples]"\n' in example.read_text().split('"""')[1]
+    extras = EXTRAS.get(example.stem, ["examples"])
+    command = f'pip install -e ".[{",".join(extras)}]"'
+    special = {"train_trl": ["trl"], "train_qlora": ["bitsandbytes"]}
+    missing = ["fused_lora", "datasets", *special.get(example.stem, [])]
+    packages = {re.match(r"\w+", one)[0] for name in extras for one in extra[name]}
+    assert packages >= {*missing[1:], "accelerate"}
+    assert f"{command}\n" in example.read_text().split('"""')[1]
     for package in missing:
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, package, None)
             with pytest.raises(SystemExit) as stop:
                 runpy.run_path(str(example), run_name="__main__")
-        assert stop.value.code == f'{package} is not installed: pip install -e ".[examples]"'
+        assert stop.value.code == f"{package} is not installed: {command}"
 
 
 def test_examples_are_short():
@@ -79,17 +85,21 @@ def test_examples_are_short():
     assert lines and all(sum(map(bool, each)) < 80 for each in lines.values())
 
 
-def test_the_notebook_runs_from_top_to_bottom_and_holds_no_output(tiny, tmp_path, capsys):
+@pytest.mark.slow("False")
+@pytest.mark.parametrize("nf4", [False, True])
+def test_the_notebook_runs_from_top_to_bottom_and_holds_no_output(nf4, tiny, tmp_path, capsys):
     notebook = json.loads((ROOT / "examples" / "fuse_in_5_minutes.ipynb").read_text())
     settings, *cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert not any(cell["outputs"] or cell["execution_count"] for cell in (settings, *cells))
     names: dict = {}
     exec("".join(settings["source"]), names)
-    small = {"MODEL": tiny, "ROWS": 1, "TOKENS": 8, "STEPS": 1, "FOLDER": tmp_path}
+    small = {"MODEL": tiny, "ROWS": 1, "TOKENS": 8, "STEPS": 1, "NF4": nf4, "FOLDER": tmp_path}
     assert small.keys() < names.keys()
     names.update(small)
     for cell in cells:
         exec("".join(cell["source"]), names)
     printed = capsys.readouterr().out
-    assert "layer: 2 of 2 layers fused" in printed and "times vanilla PEFT" in printed
+    assert nf4 == any("Linear4bit" in type(one).__name__ for one in names["model"].modules())
+    assert nf4 or "layer: 2 of 2 layers fused" in printed
+    assert "times vanilla PEFT" in printed
     assert (tmp_path / "adapter_model.safetensors").is_file()

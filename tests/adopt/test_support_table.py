@@ -169,7 +169,7 @@ SETTINGS = {  # of PEFT and transformers, by what makes such a model
         lambda model: prepare_model_for_compiled_hotswap(model, target_rank=8)
     ),
     "`quantization_config`, of weights": each_projection(replace_weight),
-    "`quantization_config`, of layers": each_projection(subclass_base),
+    "`load_in_8bit=True`": each_projection(subclass_base),
     "`FineGrainedFP8Config`, without `fp8=True`": each_projection(in_fp8),
     "`CompressedTensorsConfig()` of FP8 weights": each_projection(compress),
     '`attn_implementation="eager"`': with_config(attn_implementation="eager"),

@@ -47,7 +47,7 @@ def replace_weight(projection):
 
 
 def subclass_base(projection):
-    projection.base_layer.__class__ = type("Linear4bit", (nn.Linear,), {})
+    projection.base_layer.__class__ = type("Linear8bitLt", (nn.Linear,), {})
 
 
 def replace_forward(module):
@@ -83,7 +83,7 @@ REASONS = {
         lambda p: p.base_layer.weight.requires_grad_(), "its base weight is trained: freeze it"
     ),
     "wrapped weight": (replace_weight, "its base weight is quantised or wrapped (Wrapped)"),
-    "other base layer": (subclass_base, "its base layer is Linear4bit"),
+    "other base layer": (subclass_base, "its base layer is Linear8bitLt"),
     "forward": (replace_forward, "its forward has been replaced"),
     "forward of A": (
         lambda p: replace_forward(p.lora_A["default"]), "its forward has been replaced"
