@@ -22,7 +22,7 @@ from report.ablation import (
 )  # fmt: skip
 from report.picture import annotate, framed, lay_bars, write_caption, write_title
 from report.statistics import NOISE, speedups
-from report.wording import FLOOR_WORDS, REHEARSAL_NOTICE, caption, why_no_time
+from report.wording import REHEARSAL_NOTICE, caption, floor_words, why_no_time
 from variants import BASELINE, LOOKS, title_of
 
 BAR = LOOKS["fused"].colour
@@ -54,7 +54,7 @@ def ablation_figure(run: Run) -> Figure | None:
         panels[0].set_yticks(range(len(names)), names)
         panels[0].set_ylim(len(names) - 0.5, -0.6)
         write_title(picture, ablation_finding(run), 0.97, 19, 1280, va="top", linespacing=1.3)
-        write_caption(picture, f"{HOW} {caption(run)} {FLOOR_WORDS}", 0.03, 145)
+        write_caption(picture, f"{HOW} {caption(run)} {floor_words(run)}", 0.03, 145)
     return picture
 
 

@@ -15,7 +15,7 @@ from bench.records import Run
 from bench.results import first_few
 from report.fits import CONTEXT_GIB, Point, pareto, points_of
 from report.picture import annotate, framed, write_caption, write_title
-from report.wording import FLOOR_WORDS, REHEARSAL_NOTICE, caption, on_base, why_no_time
+from report.wording import REHEARSAL_NOTICE, caption, floor_words, on_base, why_no_time
 from variants import LOOKS, Look, title_of, variant_of
 
 CARDS_GIB = (8, 12, 16, 24, 40, 48, 80)
@@ -57,7 +57,7 @@ def frontier_figure(run: Run) -> Figure | None:
         _label(axes, named, best)
         write_title(picture, frontier_finding(run), 0.97, 17, 1190, va="top", linespacing=1.4)
         _legend(picture, points, named)
-        said = f"{caption(run)} {MEMORY} {FLOOR_WORDS}{_not_drawn(run, points)}"
+        said = f"{caption(run)} {MEMORY} {floor_words(run)}{_not_drawn(run, points)}"
         write_caption(picture, said, 0.02, 140)
     return picture
 

@@ -20,9 +20,9 @@ from bench.records import Run
 from report.lines import FEW
 from report.picture import annotate, framed, lay_bars, write_caption, write_title
 from report.wording import (
-    FLOOR_WORDS,
     REHEARSAL_NOTICE,
     caption,
+    floor_words,
     on_base,
     shown_variants,
     why_no_time,
@@ -111,7 +111,7 @@ def kernel_time_figure(run: Run) -> Figure | None:
         name_kinds(picture, run, (0.017, 1 - (above - 0.63) / height), 8)
         panels[-1].set_xlabel("ms a step, medians over rounds")
         write_title(picture, title, 1 - 0.2 / height, 16, 1216, va="top")
-        words = f"{caption(run)} {COPIES_WORDS} {FLOOR_WORDS}"
+        words = f"{caption(run)} {COPIES_WORDS} {floor_words(run)}"
         write_caption(picture, words, 0.15 / height, 150, size=9.5)
     return picture
 

@@ -18,12 +18,12 @@ from report.kernel_time import COPIES_WORDS, draw_kinds, longest_profiled, name_
 from report.lines import FEW, View, draw_lines, line_of, mark_untimed
 from report.picture import GREY, annotate, framed, stamp, write_caption, write_title
 from report.statistics import NOISE, noise_band
-from report.wording import FLOOR_WORDS, REHEARSAL_NOTICE, caption, on_base
+from report.wording import REHEARSAL_NOTICE, caption, floor_words, on_base
 from variants import BASELINE, LOOKS, title_of
 
 RESULTS_LEGEND = (
     "Medians over steps, then over rounds; whiskers: 95% intervals over rounds; italic: within "
-    f"noise. {COPIES_WORDS} {FLOOR_WORDS}"
+    f"noise. {COPIES_WORDS}"
 )
 RATIOS = (0.25, 0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32)  # ticks for widely spread speedups
 WIDTH, HEIGHT = 14, 12  # of the picture, in inches
@@ -48,7 +48,7 @@ def panels_figure(run: Run) -> Figure:
             mark_untimed(axes, view)
         _kinds(picture, panels[1, 1], view)
         write_title(picture, panels_finding(view), 0.985, 22, 1500, va="top", linespacing=1.3)
-        write_caption(picture, f"{caption(run)} {RESULTS_LEGEND}", 0.022, 165)
+        write_caption(picture, f"{caption(run)} {RESULTS_LEGEND} {floor_words(run)}", 0.022, 165)
         if run.rehearsal:
             stamp(picture, REHEARSAL_NOTICE, 58)
     return picture

@@ -19,7 +19,6 @@ STATUS_WORDS = {
     "parity_failed": "failed parity",
 }
 REHEARSAL_NOTICE = "REHEARSAL without a GPU: not a performance result"
-FLOOR_WORDS = "Floor: frozen products, attention and lm_head alone."
 # By a recipe's library: a peer's name in titles, and the package whose release a run records.
 PEERS = {"unsloth": ("Unsloth", "unsloth"), "liger": ("Liger", "liger_kernel")}
 # Shown beside the experiment's variants if a suite has more than fit in a picture.
@@ -54,6 +53,12 @@ def on_base(run: Run) -> str:
     """Return " on NF4" for a base in 4 bits, and nothing for one in bf16."""
     base = run.experiment.base
     return "" if base == BF16 else f" on {base.upper()}"
+
+
+def floor_words(run: Run) -> str:
+    """Say which operations the floor has."""
+    first = "frozen products" if run.experiment.base == BF16 else "dequantising, frozen products"
+    return f"Floor: {first}, attention and lm_head alone."
 
 
 def is_unsloth(variant: Variant) -> bool:

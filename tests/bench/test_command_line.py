@@ -14,6 +14,7 @@ from batches import sha256_of
 from bench import machine, options, planning, published
 from bench import results as store
 from bench.weights import resolve
+from variants import EXPERIMENT_ON_NF4
 
 
 def bad(capsys, out, *arguments):
@@ -99,6 +100,20 @@ def test_packages_and_a_gpu_that_are_not_there(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "has_gpu", lambda: True)
     line = bad(capsys, tmp_path, "--variants", "full_unsloth")
     assert "Unsloth is not installed; pip install -r dev/requirements/peers.txt" in line
+
+
+def test_the_experiment_on_nf4_has_what_runs_there_alone(monkeypatch):
+    def asked(*words):
+        return options.variants_of(options.parse(["--base", "nf4", *words], ""))
+
+    monkeypatch.setattr(options, "missing_package", lambda variant: None)
+    assert asked() == tuple(EXPERIMENT_ON_NF4)
+    assert asked("--suite", "parts") == tuple(options.SUITES["parts"])
+    assert "vanilla_peft_again" not in asked("--quick")
+    assert {options.why_unavailable(id, "cuda", "nf4") for id in asked()} == {None}
+    for id in ("fused_mlp", "fused_all", "fp8_layer", "vanilla_peft_fp32"):
+        assert options.why_unavailable(id, "cuda") is None
+        assert options.why_unavailable(id, "cuda", "nf4")
 
 
 @pytest.mark.parametrize("name", published.SETTINGS)

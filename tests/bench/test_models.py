@@ -237,6 +237,18 @@ def test_a_step_shows_what_proves_its_parts_and_no_less_will_do(
     assert " ran 1 times in a step, for 2 modules" in not_run(graph, profile=less)
 
 
+def test_a_layer_on_nf4_proves_that_it_was_dequantised(checkpoint, device, monkeypatch):
+    pytest.importorskip("bitsandbytes")
+    built = make("fused_layer", checkpoint, device, base="nf4")
+    profile = profile_of(built, device, monkeypatch)
+    graph = replace(recipe_of("fused_layer"), graph=True)
+    not_run = partial(evidence.not_run, graph, built.fused_modules, on_gpu=True, base="nf4")
+    assert not_run(profile) is None
+    (kernel,) = EVIDENCE["layer"].nf4_kernels
+    seen = {name: 1 if kernel in name else count for name, count in profile.kernels_seen.items()}
+    assert not_run(replace(profile, kernels_seen=seen)).startswith(f"{kernel} ran 1 times")
+
+
 def test_qwen3s_norms_of_heads_prove_themselves_within_the_attention(tmp_path, device, monkeypatch):
     config = json.loads(TINY.read_text())
     config |= {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 16}

@@ -208,7 +208,7 @@ def test_a_step_of_many_micro_batches_is_profiled_by_two_and_has_the_time_of_all
 
     ran = []
     monkeypatch.setattr(cells, "profile_step", profile_step)
-    plan = SimpleNamespace(accumulate=accumulate, device="cpu", lora=Lora())
+    plan = SimpleNamespace(accumulate=accumulate, device="cpu", lora=Lora(), base="bf16")
     cell = Cell("fused_mlp", 64, 1, "error", fused_modules=["layers.0.mlp: mlp"])
     trainer = SimpleNamespace(step=ran.append)
     profile, problem = cells._profiled(plan, cell, trainer, list("abcdefghijkl"))

@@ -58,7 +58,7 @@ GIB = 2**30
 def plan(**changed):
     usual = {"variants": VARIANTS, "seq_lens": (16, 32), "rounds": 1, "steps": 2, "interleave": 2,
              "quick": False, "device": "cpu", "allow_shared_gpu": False, "cell_timeout_s": 60.0,
-             "source": SimpleNamespace(size_bytes=lambda: 6 * GIB)}  # fmt: skip
+             "base": "bf16", "source": SimpleNamespace(size_bytes=lambda: 6 * GIB)}  # fmt: skip
     return SimpleNamespace(**usual | changed)
 
 

@@ -168,6 +168,7 @@ def test_whatever_else_differs_is_listed():
     old.experiment.variants += [f"variant_{n}" for n in range(50)]
     new.experiment.variants += ["one_more"]
     new.experiment.lora = replace(new.experiment.lora, rank=8)
+    new.experiment.base = "nf4"
     for cell in new.cells_of("fused_mlp"):
         cell.settings = replace(cell.settings, checkpointing="off", graph=True)
     assert compare(old, new).differences == [
@@ -177,6 +178,7 @@ def test_whatever_else_differs_is_listed():
         "git.commit: abc1234 -> def5678",
         "variants: gone variant_0, variant_1, variant_2, and 47 more; new one_more",
         "lora.rank: 32 -> 8",
+        "base: bf16 -> nf4",
         "fused_mlp at 64, checkpointing: on -> off",
         "fused_mlp at 64, graph: none -> yes",
     ]

@@ -128,6 +128,9 @@ def test_dequantising_is_a_kind_of_its_own_on_a_base_in_4_bits_alone(base):
         cell.kernel_ms |= {"dequantising": 7.0} if base == "nf4" else {}
     picture = kernel_time.kernel_time_figure(run)
     case.assert_readable(picture)
+    assert ("Floor: dequantising, " in " ".join(" ".join(words(picture)).split())) is (
+        base == "nf4"
+    )
     assert ("dequantising" in words(picture)) is (base == "nf4")
     assert ("| dequantising | 7.0 |" in kinds_section(run)) is (base == "nf4")
     assert ("dequantising" in words(panels_figure(run))) is (base == "nf4")
