@@ -54,8 +54,8 @@ FAULTS = (
           "fp8_codes"),
     Fault("fused_lora/kernels/fp8_products.py", "tl.ceil(tl.log2(", "tl.floor(tl.log2(", "kernels",
           "fp8_borders"),
-    Fault("fused_lora/kernels/fp8_swiglu.py", "grad_hidden * activated * of_up",
-          "grad_hidden * activated * of_gate", "kernels", "fp8_codes"),
+    Fault("fused_lora/kernels/fp8_swiglu.py", "grad_hidden * activated * up_scale",
+          "grad_hidden * activated * gate_scale", "kernels", "fp8_codes"),
     Fault("fused_lora/kernels/fp8_logits.py", "- SPACING / 2", "- SPACING", "kernels", "fp8_head"),
     # --- whole layers ---
     Fault("fused_lora/layer/buffer.py", "len(self.sB)].t(), alpha=multiplier)",

@@ -52,7 +52,7 @@ class Fp8Head(Head):
         maxima = torch.empty(len(x), dtype=torch.float32, device=x.device)
         losses = cross_entropy_(logits, labels, ignore_index, False, maxima)
         if grad_x is not None:
-            codes, scales, of_label = logit_codes(
+            codes, scales, label_gradient = logit_codes(
                 logits, labels, losses, maxima, self._scales, ignore_index
             )
             grad = product_of_codes(
@@ -60,5 +60,5 @@ class Fp8Head(Head):
             )
             # an ignored or out-of-vocabulary label may take any row: it is multiplied by 0 or NaN
             at_label = self.weight.index_select(0, labels.clamp(0, len(self.weight) - 1))
-            grad_x.copy_(grad.addcmul_(at_label, of_label[:, None].to(grad.dtype)))
+            grad_x.copy_(grad.addcmul_(at_label, label_gradient[:, None].to(grad.dtype)))
         return losses.sum()

@@ -58,7 +58,7 @@ class Operation:
     trained: the inputs that may require a gradient.
     saved: inputs that backward reads. Autograd has to notice when they change.
     strided: inputs that may have any layout, as incoming gradients may.
-    of_products: True if it multiplies matrices. It then runs in autocast's dtype, adapters and
+    has_matmuls: True if it multiplies matrices. It then runs in autocast's dtype, adapters and
         weights may have another dtype than x, and another layout changes the last bits. Otherwise
         it is one kernel of ours, and autocast changes nothing.
     has_values: True if its outputs have enough elements for an error budget.
@@ -75,7 +75,7 @@ class Operation:
     empty: tuple = ()
     options: dict[str, tuple] = field(default_factory=dict)
     strided: tuple[str, ...] = ("x",)
-    of_products: bool = True
+    has_matmuls: bool = True
     has_values: bool = True
 
     @property
@@ -191,7 +191,7 @@ OF_KERNELS = {  # too much alike for a budget of sums
 # --- the table ---
 
 
-def of_cross_entropy(function, **options):
+def in_table_order(function, **options):
     """Return the function with its operands in the table's order: differentiated ones first."""
     return lambda x, weight, bias, labels, num_items: function(
         x, weight, labels, bias=bias, num_items_in_batch=num_items, **options
@@ -273,25 +273,25 @@ OPERATIONS = {
         Operation(
             "rms_norm", rms_norm, rms_norm_case.eager_rms_norm, make_norm(rms_norm),
             ("x", "weight"), saved=("x", "weight"), usual=(2, 3, 139), shapes=ROWS,
-            empty=((0, 52), (2, 0, 139)), options=ZERO_CENTERED, of_products=False,
+            empty=((0, 52), (2, 0, 139)), options=ZERO_CENTERED, has_matmuls=False,
         ),
         Operation(
             "add_rms_norm", add_rms_norm, rms_norm_case.eager_add_rms_norm, make_norm(add_rms_norm),
             ("x", "delta", "weight"), saved=("weight", "output 1"), usual=(2, 3, 139), shapes=ROWS,
             empty=((0, 52), (2, 0, 139)), options=ZERO_CENTERED, strided=("x", "delta"),
-            of_products=False,
+            has_matmuls=False,
         ),
         Operation(
             "rope", rope, rope_case.eager, make_rope, ("q", "k"), saved=("cos", "sin"),
             usual="MQA, angles of each sequence", shapes=tuple(rope_case.SIZES),
             options={"angle_dtype": DTYPES},
             empty=("no batch", "no positions", "no angles"), strided=("q", "k", "cos", "sin"),
-            of_products=False,
+            has_matmuls=False,
         ),
         *(
             Operation(
-                name, of_cross_entropy(linear_cross_entropy, **options),
-                of_cross_entropy(cross_entropy_case.eager), partial(make_cross_entropy, **sizes),
+                name, in_table_order(linear_cross_entropy, **options),
+                in_table_order(cross_entropy_case.eager), partial(make_cross_entropy, **sizes),
                 trained, saved=(), usual=(3, 7), has_values=False,
             )
             for name, trained, sizes, options in (
@@ -310,14 +310,14 @@ OPERATIONS = {
 
 ALL = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
 WITH_VALUES = [operation for operation in OPERATIONS.values() if operation.has_values]
-OF_PRODUCTS = [operation for operation in WITH_VALUES if operation.of_products]
+OF_PRODUCTS = [operation for operation in WITH_VALUES if operation.has_matmuls]
 KERNELS = {  # the module, and the kernels of forward and backward
     "rms_norm": (norm_module, "_rms_norm_forward_kernel", "_rms_norm_backward_kernel"),
     "add_rms_norm": (norm_module, "_rms_norm_forward_kernel", "_rms_norm_backward_kernel"),
     "rope": (rope_module, "_rope_kernel"),
     "linear_cross_entropy": (cross_entropy, "_cross_entropy_kernel"),
 }
-OF_A_KERNEL = [operation for operation in WITH_VALUES if not operation.of_products]
+OF_A_KERNEL = [operation for operation in WITH_VALUES if not operation.has_matmuls]
 
 
 def every(operations, axes):

@@ -159,13 +159,13 @@ def dropped_products(x: Tensor, A: Tensor, ranks: Sequence[int], masks: Masks, z
         rest.zero_()
     rows, columns = x.shape
     for factors in _launches(z, A, ranks, masks):
-        of_z, of_A, bits, scales, counts, block_rank = _operands(factors)
+        z_parts, A_parts, bits, scales, counts, block_rank = _operands(factors)
         elements = BLOCK_COLUMNS * (BLOCK_ROWS + len(factors) * block_rank)
         kernel = _dropped_products_kernel
         with on_device_of(x):
             launch_by_triton(
                 kernel, (cdiv(rows, BLOCK_ROWS),),
-                x, of_A, bits, scales, of_z, counts, rows, columns,
+                x, A_parts, bits, scales, z_parts, counts, rows, columns,
                 x.stride(0), A.stride(0), z.stride(0), len(factors),
                 BLOCK_ROWS, BLOCK_COLUMNS, block_rank, dots_in_fp32(kernel, x),
                 num_warps=_WARPS, num_stages=_stages(elements, x),
@@ -193,12 +193,12 @@ def dropped_gradient(
     if not launches:
         total.zero_()
     for number, factors in enumerate(launches):
-        of_p, of_A, bits, scales, counts, block_rank = _operands(factors)
+        p_parts, A_parts, bits, scales, counts, block_rank = _operands(factors)
         kernel = _dropped_gradient_kernel
         with on_device_of(total):
             launch_by_triton(
                 kernel, (cdiv(rows, BLOCK_ROWS), cdiv(columns, BLOCK_COLUMNS)),
-                total, of_p, of_A, bits, scales, counts, rows, columns,
+                total, p_parts, A_parts, bits, scales, counts, rows, columns,
                 total.stride(0), p.stride(0), A.stride(0), number > 0, len(factors),
                 BLOCK_ROWS, BLOCK_COLUMNS, block_rank, dots_in_fp32(kernel, total),
                 num_warps=_WARPS,

@@ -55,16 +55,16 @@ def _border_sums_kernel(
 ):
     place, block, row, j, count, width = _tile(counts, widths, WEIGHTS, ROWS, COLUMNS)
     weight, side = place // 2, place % 2
-    for of_A in tl.static_range(2):
-        if side == of_A:
+    for is_A in tl.static_range(2):
+        if side == is_A:
             border_ptr = _of(borders, place, 2 * WEIGHTS)
             scales_ptr = _of(scales, weight, WEIGHTS)
-            w, over_scale = _border(border_ptr, scales_ptr, row, j, count, width, of_A)
-            of_scales = tl.where(row < count, 1.0 / (over_scale * over_scale), 0.0)
+            w, over_scale = _border(border_ptr, scales_ptr, row, j, count, width, is_A)
+            scale_squares = tl.where(row < count, 1.0 / (over_scale * over_scale), 0.0)
             here = sums_ptr + (place * blocks + block) * 3 * widest + j
             tl.store(here, tl.max(tl.abs(w) * over_scale[:, None], 0), mask=j < width)
             tl.store(here + widest, tl.sum(w * w, 0), mask=j < width)
-            all_scales = tl.zeros([COLUMNS], tl.float32) + tl.sum(of_scales, 0)
+            all_scales = tl.zeros([COLUMNS], tl.float32) + tl.sum(scale_squares, 0)
             tl.store(here + 2 * widest, all_scales, mask=j < width)
 
 
@@ -93,8 +93,8 @@ def _border_factors_kernel(
     others = tl.cdiv(other_count, ROWS)
     largest = _over_blocks(here, mine, j, width, widest, False, SUMMED, COLUMNS)
     squares = _over_blocks(other + widest, others, j, width, widest, True, SUMMED, COLUMNS)
-    of_scales = _over_blocks(other + 2 * widest, others, j, width, widest, True, SUMMED, COLUMNS)
-    spread = of_scales / other_count
+    scales = _over_blocks(other + 2 * widest, others, j, width, widest, True, SUMMED, COLUMNS)
+    spread = scales / other_count
     expected = tl.sqrt(squares / tl.maximum(spread, SMALLEST)) * EXPECTED
     factors_ptr = _of(factors, 2 * weight + side, 2 * WEIGHTS)
     tl.store(factors_ptr + j, _factor(largest, expected), mask=j < width)
@@ -120,11 +120,11 @@ def _fp8_borders_kernel(
 ):
     place, _, row, j, count, width = _tile(counts, widths, WEIGHTS, ROWS, COLUMNS)
     weight, side = place // 2, place % 2
-    for of_A in tl.static_range(2):
-        if side == of_A:
+    for is_A in tl.static_range(2):
+        if side == is_A:
             border_ptr = _of(borders, place, 2 * WEIGHTS)
             scales_ptr = _of(scales, weight, WEIGHTS)
-            w, over_scale = _border(border_ptr, scales_ptr, row, j, count, width, of_A)
+            w, over_scale = _border(border_ptr, scales_ptr, row, j, count, width, is_A)
             w *= over_scale[:, None]
             there = j < width
             inside = (row < count)[:, None] & there[None, :]
@@ -176,10 +176,10 @@ def _of(values, place, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _border(border_ptr, scales_ptr, row, j, count, width, OF_A: tl.constexpr):
+def _border(border_ptr, scales_ptr, row, j, count, width, IS_A: tl.constexpr):
     """Return the border's tile [rows, columns], 0 outside, and 1 over these rows' scales."""
     inside = (row < count)[:, None] & (j < width)[None, :]
-    if OF_A:
+    if IS_A:
         tile = border_ptr + row[:, None] + j[None, :].to(tl.int64) * count
         over_scale = tl.full(row.shape, 1.0, tl.float32)
     else:
@@ -227,7 +227,7 @@ class Bordering(NamedTuple):
         [outputs].
     codes: the weight's, [outputs, padded_columns of inputs], and codes_t: those of its transpose
         [inputs, padded_columns of outputs]. factors, factors_t: [width], what z and p are to be
-        multiplied by. of_B, of_A: what p and z are made with.
+        multiplied by. B_halves, A_halves: what p and z are made with.
     """
 
     B: Tensor
@@ -237,8 +237,8 @@ class Bordering(NamedTuple):
     codes_t: Tensor
     factors: Tensor
     factors_t: Tensor
-    of_B: Halves
-    of_A: Halves
+    B_halves: Halves
+    A_halves: Halves
 
 
 def fp8_borders(weights: Sequence[Bordering]) -> None:
@@ -247,13 +247,13 @@ def fp8_borders(weights: Sequence[Bordering]) -> None:
     Equivalent PyTorch, for each::
 
         w, squares = B / scales[:, None], scales.square().mean()
-        of_B.scales.copy_(w.abs().amax(0) / 448)
-        of_B.codes.copy_(torch.stack(halves(w.t() / of_B.scales[:, None])))
+        B_halves.scales.copy_(w.abs().amax(0) / 448)
+        B_halves.codes.copy_(torch.stack(halves(w.t() / B_halves.scales[:, None])))
         factors = factor(w.abs().amax(0), 28 * A.norm(dim=1))
         hi, lo = halves(w / factors)
         codes[:, inputs : inputs + 3 * width] = torch.cat([hi, hi, lo], 1)
-        of_A.scales.copy_(A.abs().amax(1) / 448)
-        of_A.codes.copy_(torch.stack(halves(A / of_A.scales[:, None])))
+        A_halves.scales.copy_(A.abs().amax(1) / 448)
+        A_halves.codes.copy_(torch.stack(halves(A / A_halves.scales[:, None])))
         factors_t = factor(A.abs().amax(1), 28 * B.norm(dim=0) / squares.sqrt())
         hi, lo = halves(A.t() / factors_t)
         codes_t[:, outputs : outputs + 3 * width] = torch.cat([hi, hi, lo], 1)
@@ -264,8 +264,8 @@ def fp8_borders(weights: Sequence[Bordering]) -> None:
     """
     borders, codes, factors, halves_of, scales_of = zip(*chain.from_iterable(
         (
-            (one.B, one.codes[:, one.A.shape[1] :], one.factors, *one.of_B),
-            (one.A, one.codes_t[:, len(one.B) :], one.factors_t, *one.of_A),
+            (one.B, one.codes[:, one.A.shape[1] :], one.factors, *one.B_halves),
+            (one.A, one.codes_t[:, len(one.B) :], one.factors_t, *one.A_halves),
         )
         for one in weights
     ), strict=True)  # fmt: skip

@@ -44,11 +44,11 @@ def _logit_codes_kernel(
     labels_ptr,  # [rows]
     losses_ptr,  # [rows]
     maxima_ptr,  # [rows]
-    of_columns_ptr,  # [vocabulary]
+    column_scales_ptr,  # [vocabulary]
     most_ptr,  # [], the largest of columns
     codes_ptr,  # [rows, vocabulary], written
     scales_ptr,  # [rows], written
-    of_label_ptr,  # [rows], written
+    label_gradient_ptr,  # [rows], written
     row_stride,
     vocabulary,
     ignore_index,
@@ -73,7 +73,7 @@ def _logit_codes_kernel(
         inside = columns < vocabulary
         logits = tl.load(logits_ptr + columns, mask=inside, other=0.0).to(tl.float32)
         code = tl.exp(logits - log_sum) * (LARGEST / largest)
-        code *= tl.load(of_columns_ptr + columns, mask=inside, other=0.0)
+        code *= tl.load(column_scales_ptr + columns, mask=inside, other=0.0)
         # a code may pass the bound by rounding
         code = tl.minimum(tl.where((columns == label) | ignored, 0.0, code), LARGEST)
         code = code.to(tl.float32)
@@ -83,7 +83,7 @@ def _logit_codes_kernel(
         tl.store(codes_ptr + columns, e4m3(code, ROUND), mask=inside)
     not_finite = tl.where(ignored, 0.0, log_sum * 0.0)  # a minimum may lose NaN
     tl.store(scales_ptr + row, largest / LARGEST + not_finite)
-    tl.store(of_label_ptr + row, tl.where(ignored, 0.0, not_finite - others))
+    tl.store(label_gradient_ptr + row, tl.where(ignored, 0.0, not_finite - others))
 
 
 @triton.jit
@@ -103,19 +103,19 @@ def _transpose_kernel(
 
 
 def logit_codes(
-    logits: Tensor, labels: Tensor, losses: Tensor, maxima: Tensor, of_columns: Tensor,
+    logits: Tensor, labels: Tensor, losses: Tensor, maxima: Tensor, column_scales: Tensor,
     ignore_index: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return codes [rows, vocabulary] of the gradient of each row's loss, times of_columns, with 0
-    at the label; their scales [rows, 1]; and the gradient at the label [rows]. Both are in fp32.
+    """Return codes [rows, vocabulary] of the gradient of each row's loss, times column_scales, with
+    0 at the label; their scales [rows, 1]; and the gradient at the label [rows]. Both are in fp32.
 
     Equivalent PyTorch, for labels within the vocabulary::
 
         p = logits.float().softmax(1)
         is_label = F.one_hot(labels, vocabulary).bool()
         label_gradient = p[is_label] - 1
-        others = p.masked_fill(is_label, 0) * of_columns
-        scales = torch.minimum(p.amax(1), 1 - p[is_label])[:, None] * of_columns.max() / 448
+        others = p.masked_fill(is_label, 0) * column_scales
+        scales = torch.minimum(p.amax(1), 1 - p[is_label])[:, None] * column_scales.max() / 448
         codes = (others / scales).to(torch.float8_e4m3fn)  # below 2^-6 up or down, by chance
 
     losses and maxima [rows] come from `cross_entropy_`. For an ignored label, codes and gradient
@@ -123,15 +123,15 @@ def logit_codes(
     """
     rows, vocabulary = logits.shape
     codes = torch.empty(rows, vocabulary, dtype=E4M3, device=logits.device)
-    scales, of_label = torch.empty(2, rows, dtype=torch.float32, device=logits.device)
+    scales, label_gradient = torch.empty(2, rows, dtype=torch.float32, device=logits.device)
     if rows:
         launch(
             _logit_codes_kernel, (rows,),
-            logits, labels, losses, maxima, of_columns, of_columns.max(), codes, scales, of_label,
-            logits.stride(0), vocabulary, ignore_index, BLOCK_COLUMNS, rounds(_logit_codes_kernel),
-            num_warps=16,
+            logits, labels, losses, maxima, column_scales, column_scales.max(), codes, scales,
+            label_gradient, logits.stride(0), vocabulary, ignore_index, BLOCK_COLUMNS,
+            rounds(_logit_codes_kernel), num_warps=16,
         )  # fmt: skip
-    return codes, scales[:, None], of_label
+    return codes, scales[:, None], label_gradient
 
 
 def transposed(codes: Tensor) -> Tensor:

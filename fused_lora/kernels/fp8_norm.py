@@ -57,7 +57,7 @@ def _norm_backward_codes_kernel(
     x_ptr,  # [rows, hidden], what was normalised
     weight_ptr,  # [hidden]
     rstd_ptr,  # [rows] fp32
-    of_columns_ptr,  # [hidden], what codes are multiplied by
+    column_scales_ptr,  # [hidden], what codes are multiplied by
     grad_x_ptr,  # [rows, hidden], written
     codes_ptr,  # [rows, padded], its first columns are written
     scales_ptr,  # [rows], written
@@ -79,12 +79,12 @@ def _norm_backward_codes_kernel(
     residual_row = grad_residual_ptr + row * grad_residual_row_stride
     residual = tl.load(residual_row + columns, mask=mask, other=0.0).to(tl.float32)
     weight = load_weight(weight_ptr, columns, mask, ZERO_CENTERED)
-    of_columns = tl.load(of_columns_ptr + columns, mask=mask, other=0.0)
+    column_scales = tl.load(column_scales_ptr + columns, mask=mask, other=0.0)
     rstd = tl.load(rstd_ptr + row)
     grad_x, _ = norm_row_backward(grad_y.to(tl.float32), x, weight, rstd, hidden)
     grad_x = (grad_x + residual).to(grad_x_ptr.dtype.element_ty)
     tl.store(grad_x_ptr + row * grad_x_row_stride + columns, grad_x, mask=mask)
-    y = tl.where(mask, grad_x.to(tl.float32) * of_columns, 0.0)
+    y = tl.where(mask, grad_x.to(tl.float32) * column_scales, 0.0)
     store_row(y, codes_ptr + row * padded, scales_ptr + row, columns, mask, ROUND)
 
 
@@ -122,17 +122,17 @@ def norm_codes(
 
 def norm_backward_codes(
     grad_y: Tensor, grad_residual: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, grad_x: Tensor,
-    of_columns: Tensor, padded: int, zero_centered: bool = False,
+    column_scales: Tensor, padded: int, zero_centered: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Write the gradient of x, which was normalised and goes on as the residual, into grad_x.
 
-    Returns new (codes [rows, padded] in e4m3, scales [rows, 1] in fp32) of grad_x times of_columns.
-    Only the first columns of the codes are written.
+    Returns new (codes [rows, padded] in e4m3, scales [rows, 1] in fp32) of grad_x times
+    column_scales. Only the first columns of the codes are written.
 
-    Equivalent PyTorch, for [rows, hidden] tensors of one dtype and of_columns [hidden] in fp32::
+    Equivalent PyTorch, for [rows, hidden] tensors of one dtype and column_scales [hidden] in fp32::
 
         residual_norm_backward(grad_y, grad_residual, x, weight, rstd, grad_x, zero_centered)
-        return fp8_rows(grad_x, padded, of_columns)
+        return fp8_rows(grad_x, padded, column_scales)
 
     Raises:
         ValueError: as `norm_codes`.
@@ -148,7 +148,7 @@ def norm_backward_codes(
         block, warps = block_of(hidden)
         launch(
             _norm_backward_codes_kernel, (rows,),
-            grad_y, grad_residual, x, weight, rstd, of_columns, grad_x, codes, scales,
+            grad_y, grad_residual, x, weight, rstd, column_scales, grad_x, codes, scales,
             grad_y.stride(0), grad_residual.stride(0), x.stride(0), grad_x.stride(0), padded,
             hidden, zero_centered, block, rounds(_norm_backward_codes_kernel), num_warps=warps,
         )  # fmt: skip

@@ -83,7 +83,7 @@ def _coded_border_kernel(
     scales_ptr,  # [rows], written where they have to be larger
     factor_scales_ptr,  # [width], what the sum of partials is multiplied by
     factors_ptr,  # [width], what the border is multiplied by
-    of_rows_ptr,  # [rows], what z is multiplied by where it is written, or None
+    z_scales_ptr,  # [rows], what z is multiplied by where it is written, or None
     z_ptr,  # [rows, width], written
     rows,
     columns,
@@ -105,12 +105,12 @@ def _coded_border_kernel(
     for split in tl.range(0, splits, loop_unroll_factor=4):
         total += tl.load(partials_ptr + (row + split * rows) * width + j, mask=inside, other=0.0)
     scale = tl.load(scales_ptr + row, mask=row < rows, other=1.0)
-    of_factor = tl.load(factor_scales_ptr + j, mask=j < width, other=0.0)
-    z = (total * scale * of_factor).to(z_ptr.dtype.element_ty)
+    factor_scale = tl.load(factor_scales_ptr + j, mask=j < width, other=0.0)
+    z = (total * scale * factor_scale).to(z_ptr.dtype.element_ty)
     written = z
-    if of_rows_ptr is not None:
-        of_rows = tl.load(of_rows_ptr + row, mask=row < rows, other=0.0)
-        written = (z.to(tl.float32) * of_rows).to(z_ptr.dtype.element_ty)
+    if z_scales_ptr is not None:
+        z_scales = tl.load(z_scales_ptr + row, mask=row < rows, other=0.0)
+        written = (z.to(tl.float32) * z_scales).to(z_ptr.dtype.element_ty)
     tl.store(z_ptr + row * width + j, written, mask=inside)
     v = z.to(tl.float32) * tl.load(factors_ptr + j, mask=j < width, other=0.0)
     passed = tl.max(tl.abs(v), 1)[:, None] / (LARGEST * scale)
@@ -118,13 +118,13 @@ def _coded_border_kernel(
     if tl.max(tl.max(larger, 1), 0) > 1.0:
         # only the rows that passed: to rewrite all of a program's rows would hold up the launch
         for i in range(ROWS):
-            of_row = tl.max(tl.max(tl.where(tl.arange(0, ROWS)[:, None] == i, larger, 1.0), 1), 0)
-            if of_row > 1.0:
+            growth = tl.max(tl.max(tl.where(tl.arange(0, ROWS)[:, None] == i, larger, 1.0), 1), 0)
+            if growth > 1.0:
                 for start in range(0, columns, COLUMNS):
                     at = start + tl.arange(0, COLUMNS)
                     here = codes_ptr + (first + i) * padded + at
                     x = tl.load(here, mask=at < columns, other=0.0).to(tl.float32)
-                    tl.store(here, e4m3(x * (1.0 / of_row), ROUND), mask=at < columns)
+                    tl.store(here, e4m3(x * (1.0 / growth), ROUND), mask=at < columns)
     scale *= larger
     codes_row = codes_ptr + row * padded
     store_halves(codes_row + columns + j, v / scale, width, inside, ROUND)
@@ -137,10 +137,10 @@ def _coded_border_kernel(
 
 def add_coded_border(
     codes: Tensor, scales: Tensor, factor: Halves, factors: Tensor, dtype: torch.dtype,
-    of_rows: Tensor | None = None,
+    z_scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Write the border of codes [rows, padded] in e4m3, whose first columns are already there, and
-    update scales [rows, 1]. Return z [rows, width], new, in dtype, or z times of_rows [rows, 1].
+    update scales [rows, 1]. Return z [rows, width], new, in dtype, or z times z_scales [rows, 1].
 
     Equivalent PyTorch, for a factor [width, columns] in halves, and factors [width]::
 
@@ -174,7 +174,7 @@ def add_coded_border(
         block_rows, block_k, block_width, rounds(_coded_product_kernel),
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    _write_border(codes, columns, scales, partials, factor.scales, factors, z, of_rows, warps)
+    _write_border(codes, columns, scales, partials, factor.scales, factors, z, z_scales, warps)
     return z
 
 
@@ -191,12 +191,12 @@ def add_border(codes: Tensor, columns: int, scales: Tensor, z: Tensor, factors: 
 
 def _write_border(
     codes: Tensor, columns: int, scales: Tensor, partials: Tensor, factor_scales: Tensor,
-    factors: Tensor, z: Tensor, of_rows: Tensor | None = None, warps: int = 4,
+    factors: Tensor, z: Tensor, z_scales: Tensor | None = None, warps: int = 4,
 ) -> None:  # fmt: skip
     (splits, rows, width), padded = partials.shape, codes.shape[1]
     launch(
         _coded_border_kernel, (cdiv(rows, BORDER_ROWS),),
-        partials, codes, scales, factor_scales, factors, of_rows, z, rows, columns, width, splits,
+        partials, codes, scales, factor_scales, factors, z_scales, z, rows, columns, width, splits,
         padded, BORDER_ROWS, BORDER_COLUMNS, next_power_of_2(width),
         next_power_of_2(max(padded - columns - 3 * width, 1)), rounds(_coded_border_kernel),
         num_warps=warps,
@@ -204,7 +204,7 @@ def _write_border(
 
 
 def product_of_codes(
-    codes: Tensor, scales: Tensor, weight: Tensor, of_rows: Tensor, bias: Tensor | None,
+    codes: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor, bias: Tensor | None,
     dtype: torch.dtype, sums_in_fp32: bool = False,
 ) -> Tensor:  # fmt: skip
     """Multiply codes [T, k] and weight [out, k], with the scales of the rows of both, into dtype.
@@ -219,8 +219,8 @@ def product_of_codes(
     """
     if codes.is_cuda and dtype == torch.bfloat16:
         return torch._scaled_mm(
-            codes, weight.t(), scales, of_rows[None], bias, out_dtype=dtype,
+            codes, weight.t(), scales, weight_scales[None], bias, out_dtype=dtype,
             use_fast_accum=not sums_in_fp32,
         )  # fmt: skip
-    product = (codes.float() @ weight.float().t()) * scales * of_rows
+    product = (codes.float() @ weight.float().t()) * scales * weight_scales
     return (product if bias is None else product + bias.float()).to(dtype)

@@ -48,9 +48,9 @@ def nearest_e4m3(x):
     """Round x, of at most 448, to the nearest e4m3, in fp32."""
     bits = x.to(tl.uint32, bitcast=True)
     bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & 0xFFF00000
-    of_normal = bits.to(tl.float32, bitcast=True)
+    normal = bits.to(tl.float32, bitcast=True)
     # below 2^-6 all are 2^-9 apart, as fp32 are from 2^14 on
-    return tl.where(tl.abs(x) < 0.015625, (x + 24576.0) - 24576.0, of_normal)
+    return tl.where(tl.abs(x) < 0.015625, (x + 24576.0) - 24576.0, normal)
 
 
 @triton.jit
@@ -91,7 +91,7 @@ def halves(v, ROUND: tl.constexpr):
 @triton.jit
 def _fp8_rows_kernel(
     x_ptr,  # [rows, columns]
-    of_columns_ptr,  # [columns], what x is multiplied by, or None
+    column_scales_ptr,  # [columns], what x is multiplied by, or None
     codes_ptr,  # [rows, padded], its first columns are written
     scales_ptr,  # [rows], written
     rows,
@@ -108,12 +108,12 @@ def _fp8_rows_kernel(
     x_ptr += row * x_stride
     codes_ptr += row * padded
     lane = tl.arange(0, BLOCK)[None, :]
-    x = _columns_of(x_ptr, of_columns_ptr, lane, columns, there)
+    x = _columns_of(x_ptr, column_scales_ptr, lane, columns, there)
     most = tl.abs(x)
     nothing = x * 0.0  # or NaN, which maxima and casts may lose
     if not IS_WHOLE:
         for start in range(BLOCK, columns, BLOCK):
-            more = _columns_of(x_ptr, of_columns_ptr, start + lane, columns, there)
+            more = _columns_of(x_ptr, column_scales_ptr, start + lane, columns, there)
             most = tl.maximum(most, tl.abs(more))
             nothing += more * 0.0
     largest = tl.maximum(tl.max(most, 1), SMALLEST)[:, None]
@@ -122,17 +122,17 @@ def _fp8_rows_kernel(
     if not IS_WHOLE:
         for start in range(BLOCK, columns, BLOCK):
             at = start + lane
-            more = _columns_of(x_ptr, of_columns_ptr, at, columns, there)
+            more = _columns_of(x_ptr, column_scales_ptr, at, columns, there)
             codes = row_codes(more, largest, ROUND)
             tl.store(codes_ptr + at, codes, mask=there & (at < columns))
     tl.store(scales_ptr + row, largest / ROW_LARGEST + tl.sum(nothing, 1)[:, None], mask=there)
 
 
 @triton.jit
-def _columns_of(x_ptr, of_columns_ptr, at, columns, there):
+def _columns_of(x_ptr, column_scales_ptr, at, columns, there):
     x = tl.load(x_ptr + at, mask=there & (at < columns), other=0.0).to(tl.float32)
-    if of_columns_ptr is not None:
-        x *= tl.load(of_columns_ptr + at, mask=at < columns, other=0.0)
+    if column_scales_ptr is not None:
+        x *= tl.load(column_scales_ptr + at, mask=at < columns, other=0.0)
     return x
 
 
@@ -152,7 +152,7 @@ def padded_columns(columns: int, width: int) -> int:
 
 
 def fp8_rows(
-    x: Tensor, padded: int, of_columns: Tensor | None = None
+    x: Tensor, padded: int, column_scales: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return new (codes [rows, padded] in e4m3, scales [rows, 1] in fp32) of x [rows, columns].
 
@@ -160,25 +160,27 @@ def fp8_rows(
 
     Equivalent PyTorch::
 
-        x = x.float() * of_columns
+        x = x.float() * column_scales
         scales = x.abs().amax(1, keepdim=True) / 224
         codes[:, :columns] = (x / scales).to(torch.float8_e4m3fn)
 
-    x: bf16, fp16 or fp32, with rows any stride apart. of_columns [columns]: fp32, contiguous.
+    x: bf16, fp16 or fp32, with rows any stride apart. column_scales [columns]: fp32, contiguous.
     The scale of a row with NaN or infinity in it is NaN, and so is everything that a matmul makes
     of the row. Raises ValueError for other shapes or dtypes.
     """
     name = "fp8_rows"
     check_rows(name, _fp8_rows_kernel, x.shape, x=x)
     rows, columns = x.shape
-    if of_columns is not None and (
-        of_columns.shape != (columns,)
-        or of_columns.dtype != torch.float32
-        or of_columns.device != x.device
-        or not of_columns.is_contiguous()
+    if column_scales is not None and (
+        column_scales.shape != (columns,)
+        or column_scales.dtype != torch.float32
+        or column_scales.device != x.device
+        or not column_scales.is_contiguous()
     ):
-        given = f"{list(of_columns.shape)} in {of_columns.dtype}"
-        raise ValueError(f"{name}: of_columns is {given}, should be [{columns}] in torch.float32")
+        given = f"{list(column_scales.shape)} in {column_scales.dtype}"
+        raise ValueError(
+            f"{name}: column_scales is {given}, should be [{columns}] in torch.float32"
+        )
     codes, scales = new_codes(x, padded)
     if rows == 0:
         return codes, scales
@@ -186,7 +188,7 @@ def fp8_rows(
     at_once = max(ELEMENTS // block, 1)
     _, warps = block_of(block * at_once)
     launch(
-        _fp8_rows_kernel, (cdiv(rows, at_once),), x, of_columns, codes, scales, rows, columns,
+        _fp8_rows_kernel, (cdiv(rows, at_once),), x, column_scales, codes, scales, rows, columns,
         padded, x.stride(0), at_once, block, block >= columns, rounds(_fp8_rows_kernel),
         num_warps=warps,
     )  # fmt: skip

@@ -94,7 +94,7 @@ def _hidden(gate_up_ptr, at, intermediate, IS_GELU: tl.constexpr, IN_FP32: tl.co
 def _guess_kernel(
     grad_hidden_ptr,  # [rows, intermediate]
     gate_up_ptr,  # [rows, 2 intermediate]
-    of_columns_ptr,  # [2 intermediate]
+    column_scales_ptr,  # [2 intermediate]
     scales_ptr,  # [rows], written
     passed_ptr,  # [rows, LANES] int8, written: 0
     rows,
@@ -112,7 +112,7 @@ def _guess_kernel(
     dgate, dup = _scaled_gradients(
         grad_hidden_ptr + row[:, None] * grad_hidden_stride,
         gate_up_ptr + row[:, None] * gate_up_stride,
-        of_columns_ptr, at, mask, intermediate, IS_GELU, IN_FP32,
+        column_scales_ptr, at, mask, intermediate, IS_GELU, IN_FP32,
     )  # fmt: skip
     largest = tl.max(tl.maximum(tl.abs(dgate), tl.abs(dup)), 1)
     scale = tl.maximum(GUESSED * largest, SMALLEST) / LARGEST
@@ -125,7 +125,7 @@ def _guess_kernel(
 def _repair_kernel(
     grad_hidden_ptr,
     gate_up_ptr,
-    of_columns_ptr,
+    column_scales_ptr,
     codes_ptr,  # [rows, padded]
     scales_ptr,  # [rows]
     passed_ptr,  # [rows, LANES]: of rows with a 1 both are written again
@@ -156,7 +156,7 @@ def _repair_kernel(
                 nothing = tl.zeros([BLOCK], tl.float32)  # or NaN
                 for start in range(0, intermediate, BLOCK):
                     dgate, dup = _scaled_gradients(
-                        grad_hidden_row, gate_up_row, of_columns_ptr, start + lane,
+                        grad_hidden_row, gate_up_row, column_scales_ptr, start + lane,
                         start + lane < intermediate, intermediate, IS_GELU, IN_FP32,
                     )  # fmt: skip
                     most = tl.maximum(most, tl.maximum(tl.abs(dgate), tl.abs(dup)))
@@ -165,7 +165,7 @@ def _repair_kernel(
                 for start in range(0, intermediate, BLOCK):
                     at = start + lane
                     dgate, dup = _scaled_gradients(
-                        grad_hidden_row, gate_up_row, of_columns_ptr, at, at < intermediate,
+                        grad_hidden_row, gate_up_row, column_scales_ptr, at, at < intermediate,
                         intermediate, IS_GELU, IN_FP32,
                     )  # fmt: skip
                     here = codes_ptr + row * padded + at
@@ -178,8 +178,8 @@ def _repair_kernel(
 @triton.jit
 def load_scales(coded, first, end, column, intermediate, ROWS: tl.constexpr):
     """Return the factors of dgate and dup in these columns, and the scales of the first rows."""
-    gate = tl.load(coded.of_columns + column, mask=column < intermediate, other=0.0)
-    up = tl.load(coded.of_columns + intermediate + column, mask=column < intermediate, other=0.0)
+    gate = tl.load(coded.column_scales + column, mask=column < intermediate, other=0.0)
+    up = tl.load(coded.column_scales + intermediate + column, mask=column < intermediate, other=0.0)
     row = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     return gate, up, tl.load(coded.scales + row, mask=row < end, other=1.0)
 
@@ -195,10 +195,10 @@ def store_codes(
     waiting for as long as everything else in the caller takes.
     """
     tl.static_assert(COLUMNS <= LANES * LANE_COLUMNS)
-    of_gate, of_up, of_rows = scales
-    over_scale = 1.0 / of_rows
-    of_rows = tl.load(coded.scales + row + ROWS, mask=row + ROWS < end, other=1.0)
-    gate, up = dgate * of_gate * over_scale, dup * of_up * over_scale
+    gate_scale, up_scale, row_scales = scales
+    over_scale = 1.0 / row_scales
+    row_scales = tl.load(coded.scales + row + ROWS, mask=row + ROWS < end, other=1.0)
+    gate, up = dgate * gate_scale * over_scale, dup * up_scale * over_scale
     gate_ptr = coded.codes + row * codes_row_stride + column
     up_ptr, passed_ptr = gate_ptr + intermediate, coded.passed + row * LANES
     tl.store(gate_ptr, e4m3(gate, ROUND), mask=mask)
@@ -210,31 +210,31 @@ def store_codes(
     some = tl.max(tl.reshape(passed, [ROWS, COLUMNS // LANE_COLUMNS, LANE_COLUMNS]), 2)
     lane = tl.arange(0, COLUMNS // LANE_COLUMNS)[None, :]
     tl.store(passed_ptr + lane, some.to(tl.int8), mask=some != 0)
-    return of_gate, of_up, of_rows
+    return gate_scale, up_scale, row_scales
 
 
 @triton.jit
 def _scaled_gradients(
-    grad_hidden_ptr, gate_up_ptr, of_columns_ptr, at, mask, intermediate, IS_GELU: tl.constexpr,
+    grad_hidden_ptr, gate_up_ptr, column_scales_ptr, at, mask, intermediate, IS_GELU: tl.constexpr,
     IN_FP32: tl.constexpr,
 ):  # fmt: skip
-    """Return dgate and dup of these columns, each times its of_columns."""
+    """Return dgate and dup of these columns, each times its column_scales."""
     grad_hidden = tl.load(grad_hidden_ptr + at, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_up_ptr + at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + intermediate + at, mask=mask, other=0.0).to(tl.float32)
     activated, slope = activate(gate, IS_GELU, IN_FP32)
-    of_gate = tl.load(of_columns_ptr + at, mask=at < intermediate, other=0.0)
-    of_up = tl.load(of_columns_ptr + intermediate + at, mask=at < intermediate, other=0.0)
-    return grad_hidden * up * slope * of_gate, grad_hidden * activated * of_up
+    gate_scale = tl.load(column_scales_ptr + at, mask=at < intermediate, other=0.0)
+    up_scale = tl.load(column_scales_ptr + intermediate + at, mask=at < intermediate, other=0.0)
+    return grad_hidden * up * slope * gate_scale, grad_hidden * activated * up_scale
 
 
 class Coded(NamedTuple):
-    """Codes of the gradient of [gate | up] times of_columns, with their scales and the rows that
+    """Codes of the gradient of [gate | up] times column_scales, with their scales and the rows that
     passed. Codes of those rows are wrong.
 
     Equivalent PyTorch::
 
-        scaled = grad_gate_up * of_columns / scales
+        scaled = grad_gate_up * column_scales / scales
         codes[:, : 2 * intermediate] = scaled.to(torch.float8_e4m3fn)
         passed[scaled.abs().amax(1) > 448] = 1  # in some lane; and of rows with NaN
     """
@@ -242,7 +242,7 @@ class Coded(NamedTuple):
     codes: Tensor  # [rows, 2 intermediate and more], e4m3
     scales: Tensor  # [rows, 1] in fp32
     passed: Tensor  # [rows, LANES] in int8
-    of_columns: Tensor  # [2 intermediate] in fp32
+    column_scales: Tensor  # [2 intermediate] in fp32
 
 
 def swiglu_codes(gate_up: Tensor, padded: int, activation: str) -> tuple[Tensor, Tensor]:
@@ -272,7 +272,7 @@ def swiglu_codes(gate_up: Tensor, padded: int, activation: str) -> tuple[Tensor,
 
 
 def guess_gradient_scales(
-    grad_hidden: Tensor, gate_up: Tensor, codes: Tensor, scales: Tensor, of_columns: Tensor,
+    grad_hidden: Tensor, gate_up: Tensor, codes: Tensor, scales: Tensor, column_scales: Tensor,
     activation: str,
 ) -> Coded:  # fmt: skip
     """Write a guess into scales [rows, 1]; returns what `swiglu_backward_products` writes into."""
@@ -280,12 +280,12 @@ def guess_gradient_scales(
     passed = torch.empty(rows, LANES.value, dtype=torch.int8, device=codes.device)
     if rows:
         launch(
-            _guess_kernel, (cdiv(rows, GUESS_ROWS),), grad_hidden, gate_up, of_columns, scales,
+            _guess_kernel, (cdiv(rows, GUESS_ROWS),), grad_hidden, gate_up, column_scales, scales,
             passed, rows, intermediate, grad_hidden.stride(0), gate_up.stride(0), GUESS_ROWS,
             GUESS_COLUMNS, activation == "gelu_tanh", dots_in_fp32(_guess_kernel, gate_up),
             num_warps=4,
         )  # fmt: skip
-    return Coded(codes, scales, passed, of_columns)
+    return Coded(codes, scales, passed, column_scales)
 
 
 def repair_gradient_codes(
@@ -296,7 +296,7 @@ def repair_gradient_codes(
     if rows == 0:
         return
     launch(
-        _repair_kernel, (cdiv(rows, REPAIRED_ROWS),), grad_hidden, gate_up, coded.of_columns,
+        _repair_kernel, (cdiv(rows, REPAIRED_ROWS),), grad_hidden, gate_up, coded.column_scales,
         coded.codes, coded.scales, coded.passed, rows, intermediate, coded.codes.stride(0),
         grad_hidden.stride(0), gate_up.stride(0), REPAIRED_ROWS,
         min(next_power_of_2(intermediate), REPAIR_BLOCK), activation == "gelu_tanh",

@@ -44,8 +44,8 @@ def split_products(products: Sequence[Product]) -> tuple[list[Product], list[int
     """Return the products, split into as many as it takes for at most MAX_BLOCK_RANK ranks each."""
     parts, ranks = [], []
     for factor, gradient, scaling, mask in products:
-        of_factor, of_gradient = (t.split(MAX_BLOCK_RANK, dim=1) for t in (factor, gradient))
-        for some, its_gradient in zip(of_factor, of_gradient, strict=True):
+        factors, gradients = (t.split(MAX_BLOCK_RANK, dim=1) for t in (factor, gradient))
+        for some, its_gradient in zip(factors, gradients, strict=True):
             parts.append(Product(some, its_gradient, scaling, mask))
             ranks.append(some.shape[1])
     return parts, ranks

@@ -64,24 +64,24 @@ def _swiglu_backward_products_kernel(
     gate_up_ptr,  # [rows, 2 intermediate]
     grad_gate_up_ptr,  # [rows, 2 intermediate], written, or None
     coded,  # `Coded`, the same in FP8, written, or None
-    of_hidden_ptr,  # the factor [rows, rank] of hidden's product, or None; likewise the next two
-    of_gate_ptr,
-    of_up_ptr,
+    hidden_factor_ptr,  # [rows, rank], of hidden's product, or None; likewise the next two
+    gate_factor_ptr,
+    up_factor_ptr,
     hidden_bits_ptr,  # of the mask of hidden's product, or None
     partials_ptr,  # [3, splits, intermediate, BLOCK_RANK] fp32, written
     grad_hidden_row_stride,
     gate_up_row_stride,
     grad_gate_up_row_stride,
     codes_row_stride,
-    of_hidden_row_stride,
-    of_gate_row_stride,
-    of_up_row_stride,
+    hidden_factor_row_stride,
+    gate_factor_row_stride,
+    up_factor_row_stride,
     rows,
     rows_of_a_split,
     intermediate,
-    of_hidden_rank,
-    of_gate_rank,
-    of_up_rank,
+    hidden_rank,
+    gate_rank,
+    up_rank,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
@@ -123,34 +123,34 @@ def _swiglu_backward_products_kernel(
             grad_gate_tile = grad_gate_up_ptr + row * grad_gate_up_row_stride + column
             tl.store(grad_gate_tile, grad_gate, mask=mask)
             tl.store(grad_gate_tile + intermediate, grad_up, mask=mask)
-        if of_hidden_ptr is not None:
+        if hidden_factor_ptr is not None:
             if hidden_bits_ptr is not None:
                 is_one = is_kept(hidden_bits_ptr, first, row, column, intermediate)
                 hidden = tl.where(is_one, hidden, 0.0).to(dtype)
             sum_hidden = add_product(
-                sum_hidden, hidden, of_hidden_ptr + row * of_hidden_row_stride, row < end,
-                of_hidden_rank, BLOCK_RANK, IN_FP32, True,
+                sum_hidden, hidden, hidden_factor_ptr + row * hidden_factor_row_stride, row < end,
+                hidden_rank, BLOCK_RANK, IN_FP32, True,
             )  # fmt: skip
-        if of_gate_ptr is not None:
+        if gate_factor_ptr is not None:
             sum_gate = add_product(
-                sum_gate, grad_gate, of_gate_ptr + row * of_gate_row_stride, row < end,
-                of_gate_rank, BLOCK_RANK, IN_FP32, True,
+                sum_gate, grad_gate, gate_factor_ptr + row * gate_factor_row_stride, row < end,
+                gate_rank, BLOCK_RANK, IN_FP32, True,
             )  # fmt: skip
-        if of_up_ptr is not None:
+        if up_factor_ptr is not None:
             sum_up = add_product(
-                sum_up, grad_up, of_up_ptr + row * of_up_row_stride, row < end,
-                of_up_rank, BLOCK_RANK, IN_FP32, True,
+                sum_up, grad_up, up_factor_ptr + row * up_factor_row_stride, row < end,
+                up_rank, BLOCK_RANK, IN_FP32, True,
             )  # fmt: skip
-    if of_hidden_ptr is not None:
+    if hidden_factor_ptr is not None:
         _store_partial(
-            partials_ptr, 0, sum_hidden, intermediate, of_hidden_rank, BLOCK_COLUMNS, BLOCK_RANK
+            partials_ptr, 0, sum_hidden, intermediate, hidden_rank, BLOCK_COLUMNS, BLOCK_RANK
         )
-    if of_gate_ptr is not None:
+    if gate_factor_ptr is not None:
         _store_partial(
-            partials_ptr, 1, sum_gate, intermediate, of_gate_rank, BLOCK_COLUMNS, BLOCK_RANK
+            partials_ptr, 1, sum_gate, intermediate, gate_rank, BLOCK_COLUMNS, BLOCK_RANK
         )
-    if of_up_ptr is not None:
-        _store_partial(partials_ptr, 2, sum_up, intermediate, of_up_rank, BLOCK_COLUMNS, BLOCK_RANK)
+    if up_factor_ptr is not None:
+        _store_partial(partials_ptr, 2, sum_up, intermediate, up_rank, BLOCK_COLUMNS, BLOCK_RANK)
 
 
 @triton.jit
@@ -199,9 +199,9 @@ def _sum_products_kernel(
 def swiglu_backward_products(
     grad_hidden: Tensor,
     gate_up: Tensor,
-    of_hidden: Product | None,
-    of_gate: Product | None,
-    of_up: Product | None,
+    hidden_product: Product | None,
+    gate_product: Product | None,
+    up_product: Product | None,
     grad_gate_up: Tensor | None,
     activation: str = "silu",
     coded: Coded | None = None,
@@ -212,7 +212,7 @@ def swiglu_backward_products(
 
         tensors = swiglu_backward(grad_hidden, *gate_up.chunk(2, dim=1))
         grad_gate_up.copy_(torch.cat(tensors[1:], dim=1))
-        for x, product in zip(tensors, (of_hidden, of_gate, of_up)):
+        for x, product in zip(tensors, (hidden_product, gate_product, up_product)):
             product.gradient.copy_(product.scaling * x.t() @ product.factor)
 
     The ranks may differ. Only hidden's product may have a mask. With activation "gelu_tanh" this is
@@ -233,10 +233,12 @@ def swiglu_backward_products(
         if tensor is not None:
             check_rows(name, kernel, (rows, columns), **{key: tensor})
             check_alike(name, key, tensor, gate_up)
-    products = of_hidden, of_gate, of_up
-    if of_hidden is not None and of_hidden.mask is not None:
-        check_mask(f"{name}: of_hidden: mask", of_hidden.mask, grad_hidden)
-    for key, product in zip(("of_hidden", "of_gate", "of_up"), products, strict=True):
+    products = hidden_product, gate_product, up_product
+    if hidden_product is not None and hidden_product.mask is not None:
+        check_mask(f"{name}: hidden_product: mask", hidden_product.mask, grad_hidden)
+    for key, product in zip(
+        ("hidden_product", "gate_product", "up_product"), products, strict=True
+    ):
         if product is not None:
             check_product(f"{name}: {key}", kernel, product, gate_up, intermediate)
     if rows == 0:

@@ -58,7 +58,7 @@ def saved(model):
     return model
 
 
-def of_codes(device):
+def coded(device):
     model, _ = codes_case.models(device, codes_case.BLOCKS)
     fuse(model, fp8_case.FP8)
     step(model, length=SHORT)
@@ -84,7 +84,7 @@ MODELS = {
     "all parts, dropout": made(Fusion(**ALL), lora_dropout=0.1),
     "layers, offload": made(Fusion(layer=True, checkpoint="offload")),
     "FP8": lambda device: fp8_case.pair(device)[0],
-    "codes of a checkpoint": of_codes,
+    "codes of a checkpoint": coded,
     "unfused": after(unfused),
     "checkpointing switched": after(switched),
     "hooked": after(hooked),

@@ -82,14 +82,14 @@ def test_a_budget_is_used_and_holds_from_the_first_step_on(name, quick_collectio
         return steps(checkpoint="selective", checkpoint_gib=budget / 2**30)
 
     least, most = steps(checkpoint="full")[-1], selective(2**30)[-1]
-    of_a_layer = (most - least) / 4
-    assert of_a_layer > 0
+    layer_bytes = (most - least) / 4
+    assert layer_bytes > 0
     for layers in (0.5, 2.5):
-        budget = layers * of_a_layer
+        budget = layers * layer_bytes
         first, *later = selective(budget)
         assert max(first, *later) - least <= budget, layers
         # what is left has no room for another: what layers share is counted for each
-        assert min(budget, most - least) - (min(later) - least) < 1.6 * of_a_layer, layers
+        assert min(budget, most - least) - (min(later) - least) < 1.6 * layer_bytes, layers
 
 
 @pytest.mark.slow("parts, selective")

@@ -88,16 +88,16 @@ def products(monkeypatch):
     """Replace transformers' FP8 GEMMs, which need a GPU, and record the calls."""
     asked = []
 
-    def of_blocks(x, weight, scales, block_size=None, bias=None, *_, **__):
+    def multiply_blocks(x, weight, scales, block_size=None, bias=None, *_, **__):
         asked.append("blocks")
         return F.linear(x, weight.float() * over(scales, BLOCKS, weight.shape), bias)
 
-    def of_rows(x, weight_t, scale_a, scale_b, out_dtype, bias=None):
+    def multiply_rows(x, weight_t, scale_a, scale_b, out_dtype, bias=None):
         asked.append("rows")
         return F.linear(x.float() * scale_a, weight_t.float().t() * scale_b.t(), bias)
 
-    monkeypatch.setattr(finegrained_fp8, "fp8_linear", of_blocks)
-    monkeypatch.setattr(compressed_tensors, "_scaled_mm_rowwise", of_rows)
+    monkeypatch.setattr(finegrained_fp8, "fp8_linear", multiply_blocks)
+    monkeypatch.setattr(compressed_tensors, "_scaled_mm_rowwise", multiply_rows)
     monkeypatch.setattr(
         compressed_tensors, "quantize_fp8_per_row", lambda x: (x, torch.ones(len(x)).to(x))
     )

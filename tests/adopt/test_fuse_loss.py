@@ -208,7 +208,7 @@ def test_options_that_the_model_ignores_are_ignored(losses, device):
     options = {
         "seq_idx": torch.zeros(2, 17, dtype=torch.int32, device=device),
         "token_type_ids": torch.zeros(2, 17, dtype=torch.int64, device=device),
-        "of_ones_own": 3, "label_smoothing": 0.0, "ignore_index": -100, "shift_labels": None,
+        "unknown_option": 3, "label_smoothing": 0.0, "ignore_index": -100, "shift_labels": None,
     }  # fmt: skip
     assert_right(fused, plain, **options)
     assert len(losses) == 3

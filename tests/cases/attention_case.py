@@ -34,11 +34,11 @@ def lora_w(x, A, B, *rest):
 def lora_qkv(x, q_A, q_B, k_A, k_B, v_A, v_B, *rest):
     *biases, frozen = rest
     q, k, v = with_trained(frozen.layers, biases)
-    of_q, of_k, of_v = masks_drawn(q.dropout, k.dropout, v.dropout)
+    q_drawn, k_drawn, v_drawn = masks_drawn(q.dropout, k.dropout, v.dropout)
     return (
-        adapted(x, q_A, q_B, q, frozen.seed, *of_q),
-        adapted(x, k_A, k_B, k, frozen.seed, *of_k),
-        adapted(x, v_A, v_B, v, frozen.seed, *of_v),
+        adapted(x, q_A, q_B, q, frozen.seed, *q_drawn),
+        adapted(x, k_A, k_B, k, frozen.seed, *k_drawn),
+        adapted(x, v_A, v_B, v, frozen.seed, *v_drawn),
     )
 
 

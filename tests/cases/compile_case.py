@@ -121,10 +121,10 @@ def launch_layer():
     qkv_rope.rope_backward(*grads, cos, cos, qkv)
     qkv_rope.rope_together(*grads, cos, cos, qkv)
     qkv_rope.rope_together(*grads, None, None, qkv)
-    of_heads = qkv_norm_rope.HeadNorms(empty(HEAD_DIM), empty(HEAD_DIM), 1e-6, 1e-6)
+    head_norms = qkv_norm_rope.HeadNorms(empty(HEAD_DIM), empty(HEAD_DIM), 1e-6, 1e-6)
     weights = (empty(count * HEAD_DIM) for count in (HEADS, KV_HEADS))
-    of_all = qkv_norm_rope.HeadNorms(*weights, 1e-6, 1e-6)
-    for norms, angles in ((of_heads, (cos, cos)), (of_all, (None, None))):
+    token_norms = qkv_norm_rope.HeadNorms(*weights, 1e-6, 1e-6)
+    for norms, angles in ((head_norms, (cos, cos)), (token_norms, (None, None))):
         qkv_norm_rope.norm_rope_together(*grads, norms, *angles, qkv)
         qkv_norm_rope.head_norms_backward(*grads[:2], norms, qkv)
     # its launcher reads addresses, and these tensors have none
@@ -167,28 +167,28 @@ def launch_fp8():
     x = empty(TOKENS, HIDDEN)
     fp8_rows(x, 2 * HIDDEN)
     read, *_ = norm_codes(x, empty(HIDDEN), 1e-6, 2 * HIDDEN)
-    of_hidden = empty(TOKENS, dtype=f32), x, empty(HIDDEN, dtype=f32)
-    norm_backward_codes(x, x, x, empty(HIDDEN), *of_hidden, 2 * HIDDEN)
-    of_x = [Product(empty(TOKENS, RANK), empty(HIDDEN, RANK)) for _ in range(3)]
-    sums_over_tokens([(read[:, :HIDDEN], of_x)])
+    norm_operands = empty(TOKENS, dtype=f32), x, empty(HIDDEN, dtype=f32)
+    norm_backward_codes(x, x, x, empty(HIDDEN), *norm_operands, 2 * HIDDEN)
+    x_products = [Product(empty(TOKENS, RANK), empty(HIDDEN, RANK)) for _ in range(3)]
+    sums_over_tokens([(read[:, :HIDDEN], x_products)])
     fp8_rows(empty(TOKENS, 2 * COLUMNS), 2 * COLUMNS, vectors[1])
     codes, codes_t = (empty(n, n, dtype=torch.float8_e4m3fn) for n in (2 * COLUMNS, 2 * COLUMNS))
     border = empty(2 * COLUMNS, width), empty(width, HIDDEN)
-    of_B, of_A = (
+    B_halves, A_halves = (
         Halves(empty(2, width, n, dtype=torch.float8_e4m3fn), vectors[0])
         for n in (2 * COLUMNS, HIDDEN)
     )
-    one = Bordering(*border, vectors[1], codes, codes_t, vectors[0], vectors[0], of_B, of_A)
+    one = Bordering(*border, vectors[1], codes, codes_t, vectors[0], vectors[0], B_halves, A_halves)
     fp8_borders([one] * 4)
     gate_up, hidden = empty(TOKENS, 2 * COLUMNS), empty(TOKENS, COLUMNS)
     codes, scales = swiglu_codes(gate_up, 2 * COLUMNS, "silu")
-    add_coded_border(codes, scales, of_B, vectors[0], torch.bfloat16)
-    add_coded_border(fp8_rows(x, 2 * HIDDEN)[0], scales, of_A, vectors[0], torch.bfloat16)
+    add_coded_border(codes, scales, B_halves, vectors[0], torch.bfloat16)
+    add_coded_border(fp8_rows(x, 2 * HIDDEN)[0], scales, A_halves, vectors[0], torch.bfloat16)
     head = empty(1024, HIDDEN, dtype=torch.float8_e4m3fn)
     transposed(head)
-    of_rows = [empty(TOKENS, dtype=f32) for _ in range(2)]
+    row_values = [empty(TOKENS, dtype=f32) for _ in range(2)]
     labels = empty(TOKENS, dtype=torch.int64)
-    logit_codes(empty(TOKENS, VOCABULARY), labels, *of_rows, empty(VOCABULARY, dtype=f32), -100)
+    logit_codes(empty(TOKENS, VOCABULARY), labels, *row_values, empty(VOCABULARY, dtype=f32), -100)
     coded = guess_gradient_scales(hidden, gate_up, codes, scales, vectors[1], "silu")
     products = [Product(empty(TOKENS, RANK), empty(COLUMNS, RANK)) for _ in range(3)]
     swiglu_backward_products(hidden, gate_up, *products, None, "silu", coded)

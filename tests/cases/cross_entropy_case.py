@@ -93,12 +93,12 @@ def assert_loss_matches(got, rounded, truth, case, layout=None, grad_loss=1.0, *
     tokens = []
     for hidden, weight, bias, _ in (case, double(case)):
         viewed = hidden if layout is None else layout(hidden)
-        of_one = options | {"num_items_in_batch": 1, "reduction": "none"}
-        tokens.append(eager(viewed, weight, labels, bias=bias, **of_one))
-    of_a_token = (tokens[0] - tokens[1]).square().mean().sqrt()
+        one_item = options | {"num_items_in_batch": 1, "reduction": "none"}
+        tokens.append(eager(viewed, weight, labels, bias=bias, **one_item))
+    token_error = (tokens[0] - tokens[1]).square().mean().sqrt()
     labelled = (~ignored).sum()
     items = options.get("num_items_in_batch")
-    expected = of_a_token * labelled.sqrt() / (labelled if items is None else items) / truth
+    expected = token_error * labelled.sqrt() / (labelled if items is None else items) / truth
     error, eager_error = relative_error(got, truth), relative_error(rounded, truth)
     allowed = BUDGET * max(expected.item(), eager_error, torch.finfo(torch.float32).eps / 2)
     assert error <= allowed, f"loss: {error:.2e}, eager {eager_error:.2e}, allowed {allowed:.2e}"

@@ -85,8 +85,8 @@ class Family:
             config = {"text_config": config, "vision_config": self.vision}
             if self.image_token:
                 config["image_token_index"] = self.image_token
-        of_text = "Text" if self.classes in OF_TEXT and not self.vision else ""
-        config = getattr(transformers, f"{self.classes}{of_text}Config")(**config)
+        text = "Text" if self.classes in OF_TEXT and not self.vision else ""
+        config = getattr(transformers, f"{self.classes}{text}Config")(**config)
         kind = "ForConditionalGeneration" if self.vision else "ForCausalLM"
         model = getattr(transformers, self.classes + kind)(config)
         set_weights(model, "cpu")
@@ -134,8 +134,8 @@ class Family:
 
 
 def everywhere(*names: str, layers: str = "01") -> list[str]:
-    of_layer = "base_model.model.model.layers"
-    return [f"{of_layer}.{layer}.{name}" for layer in layers for name in names]
+    prefix = "base_model.model.model.layers"
+    return [f"{prefix}.{layer}.{name}" for layer in layers for name in names]
 
 
 def not_known(attention: str, layers: str = "01") -> dict[str, str]:

@@ -42,8 +42,8 @@ def product_of_border(border, weights, scales):
     its row's scale, that scale grows by the smallest power of two that is enough."""
     passed = border.abs().amax(1, keepdim=True) / (448 * scales)
     scales = scales * passed.log2().ceil().clamp(min=0).exp2()
-    (hi, lo), (of_hi, of_lo) = halves(border / scales), halves(weights)
-    return (hi @ (of_hi + of_lo).t() + lo @ of_hi.t()) * scales
+    (hi, lo), (weights_hi, weights_lo) = halves(border / scales), halves(weights)
+    return (hi @ (weights_hi + weights_lo).t() + lo @ weights_hi.t()) * scales
 
 
 def nearest(x):

@@ -78,6 +78,6 @@ class _Product(torch.autograd.Function):
             p = dy @ buffer.sB
         grads = []
         parts = p.split(ctx.ranks, 1), z.split(ctx.ranks, 1), dy.split(ctx.outs, 1)
-        for of_p, of_z, of_dy in zip(*parts, strict=True):
-            grads += [of_p.t() @ x, ctx.scaling * of_dy.t() @ of_z]
+        for one_p, one_z, one_dy in zip(*parts, strict=True):
+            grads += [one_p.t() @ x, ctx.scaling * one_dy.t() @ one_z]
         return dx.unflatten(0, grad.shape[:2]), None, None, None, *grads

@@ -209,8 +209,8 @@ def steps(model, lr=2**-6, fusion=None, **options):
     twin = copy.deepcopy(model)
     if fusion is not None:
         fuse(model, fusion), fuse(twin, fusion)
-    of_both = {name: value for name, value in options.items() if name != "max_graphs"}
-    return graphed(model, adamw(model, lr), **options), EagerStep(twin, adamw(twin, lr), **of_both)
+    shared = {name: value for name, value in options.items() if name != "max_graphs"}
+    return graphed(model, adamw(model, lr), **options), EagerStep(twin, adamw(twin, lr), **shared)
 
 
 def train(step, calls):

@@ -75,8 +75,8 @@ def run(model, hidden, grad, mask=None, layout=None):
     rotary = model.get_submodule(LAYERS.removesuffix(".layers")).rotary_emb
     positions = torch.arange(x.shape[1], device=x.device)[None]
     # a model with windowed and full layers has different angles for each
-    of_type = [layer.self_attn.layer_type] if hasattr(rotary, "layer_types") else []
-    angles = rotary(x, positions, *of_type)
+    layer_type = [layer.self_attn.layer_type] if hasattr(rotary, "layer_types") else []
+    angles = rotary(x, positions, *layer_type)
     output = layer(x, attention_mask=mask, position_embeddings=angles)
     output.backward(grad)
     gradients = {n: p.grad for n, p in layer.named_parameters() if p.grad is not None}

@@ -28,13 +28,15 @@ def make(
     sizes = [(IN, wide), (IN, narrow), (IN, narrow), (wide, OUT)]
     adapters, layers = [], []
     for i, ((inputs, out), rank) in enumerate(zip(sizes, r, strict=True)):
-        of_A, of_B = (adapter_dtypes or (dtype,) * 8)[2 * i : 2 * i + 2]
+        A_dtype, B_dtype = (adapter_dtypes or (dtype,) * 8)[2 * i : 2 * i + 2]
         # scores at unit scale: with larger ones rounding decides a token here and there
         small = 0.5 if i < 2 else 1.0
         scale = small * inputs**-0.5
-        adapters.append(random(rank, inputs, seed=10 + i, scale=scale, device=device, dtype=of_A))
+        adapters.append(
+            random(rank, inputs, seed=10 + i, scale=scale, device=device, dtype=A_dtype)
+        )
         scale = small * max(rank, 1) ** -0.5
-        adapters.append(random(out, rank, seed=20 + i, scale=scale, device=device, dtype=of_B))
+        adapters.append(random(out, rank, seed=20 + i, scale=scale, device=device, dtype=B_dtype))
         weight = random(out, inputs, seed=30 + i, scale=small * inputs**-0.5, **options)
         one_bias = random(out, seed=40 + i, scale=small, **options) if bias else None
         layers.append(FrozenLinear(weight, one_bias, (2.0, 0.5, 1.5, 0.75)[i]))
@@ -70,16 +72,18 @@ def eager_head_norm(x, weight, eps, zero_centered=False):
 
 def eager(x, cos, sin, mask, q_A, q_B, k_A, k_B, v_A, v_B, o_A, o_B, *rest):
     *biases, frozen = rest
-    layers = of_q, of_k, of_v, of_o = with_trained([*frozen.qkv.layers, frozen.o], biases)
+    layers = q_layer, k_layer, v_layer, o_layer = with_trained(
+        [*frozen.qkv.layers, frozen.o], biases
+    )
     *masks, mask_of_o = masks_drawn(*(one.dropout for one in layers))
 
     def heads_of(A, B, layer, drawn):
         features = adapted(x, A, B, layer, frozen.seed, *drawn)
         return features.unflatten(-1, (-1, frozen.head_dim)).transpose(1, 2)
 
-    q = heads_of(q_A, q_B, of_q, masks[0])
-    k = heads_of(k_A, k_B, of_k, masks[1])
-    v = heads_of(v_A, v_B, of_v, masks[2])
+    q = heads_of(q_A, q_B, q_layer, masks[0])
+    k = heads_of(k_A, k_B, k_layer, masks[1])
+    v = heads_of(v_A, v_B, v_layer, masks[2])
 
     def turned(t):
         one, other = t.chunk(2, dim=-1)
@@ -98,4 +102,4 @@ def eager(x, cos, sin, mask, q_A, q_B, k_A, k_B, v_A, v_B, o_A, o_B, *rest):
         q, k, v, mask, is_causal=is_causal, scale=frozen.scaling
     )
     attended = attended.transpose(1, 2).flatten(2)
-    return adapted(attended, o_A, o_B, of_o, frozen.seed, *mask_of_o)
+    return adapted(attended, o_A, o_B, o_layer, frozen.seed, *mask_of_o)

@@ -13,7 +13,7 @@ def pairwise(**values) -> list:
     We keep choosing the combination with the most new pairs, and the first of equals, which makes
     the choice the same everywhere.
     """
-    everything = list(product(*(range(len(of_one)) for of_one in values.values())))
+    everything = list(product(*(range(len(choices)) for choices in values.values())))
     pairs = {one: set(combinations(enumerate(one), 2)) or {one} for one in everything}
     missing, chosen = set().union(*pairs.values()), set()
     while missing:

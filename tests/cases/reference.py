@@ -38,8 +38,8 @@ def unpacked(mask: Mask, rows: int) -> Tensor:
 
 def mask_of(rows: int, columns: int, device, dropout=0.3, stream=0, seed=5) -> Mask:
     dropouts = [0.0] * stream + [dropout]
-    of_all = [rows] * len(dropouts), [columns] * len(dropouts)
-    masks = draw_masks("mask_of", torch.tensor([seed], device=device), dropouts, *of_all)
+    sizes = [rows] * len(dropouts), [columns] * len(dropouts)
+    masks = draw_masks("mask_of", torch.tensor([seed], device=device), dropouts, *sizes)
     assert masks is not None and masks[stream] is not None
     return masks[stream]
 
@@ -85,15 +85,15 @@ def lora_mlp(x, gate_A, gate_B, up_A, up_B, down_A, down_B, *rest) -> Tensor:
     gate_bias, up_bias, down_bias = (
         None if one is None else one.to(f.gate_weight.dtype) for one in biases or [None] * 3
     )
-    of_gate, of_up, of_down = (
+    gate_drawn, up_drawn, down_drawn = (
         (dropout, f.seed, stream)
         for dropout, stream in masks_drawn(f.gate_dropout, f.up_dropout, f.down_dropout)
     )
-    gate = adapted_linear(x, f.gate_weight, gate_A, gate_B, f.gate_scaling, gate_bias, *of_gate)
-    up = adapted_linear(x, f.up_weight, up_A, up_B, f.up_scaling, up_bias, *of_up)
+    gate = adapted_linear(x, f.gate_weight, gate_A, gate_B, f.gate_scaling, gate_bias, *gate_drawn)
+    up = adapted_linear(x, f.up_weight, up_A, up_B, f.up_scaling, up_bias, *up_drawn)
     hidden = GATED[f.activation](gate, up)
     return adapted_linear(
-        hidden, f.down_weight, down_A, down_B, f.down_scaling, down_bias, *of_down
+        hidden, f.down_weight, down_A, down_B, f.down_scaling, down_bias, *down_drawn
     )
 
 

@@ -37,8 +37,8 @@ def changed(value, fields, change):
 def assert_refused(function, arguments, changes, message):
     """Check that these changes to the arguments raise a ValueError.
 
-    `changes` is {"factor" or "of_gate.factor": function}. None instead of a function leaves that
-    argument out.
+    `changes` is {"factor" or "gate_product.factor": function}. None instead of a function leaves
+    that argument out.
     """
     arguments = dict(arguments)
     for path, change in changes.items():

@@ -32,10 +32,10 @@ def eager(case, given):
     """attended, and the gradient of what is turned, a document at a time."""
     lengths, heads, kv_heads, _ = CASES[case]
     qkv, cos, sin, grad = given
-    of_each, found = [n for row in lengths for n in row], []
-    by_token = (t.split(of_each) for t in (qkv, cos.flatten(0, 1), sin.flatten(0, 1), grad))
-    for rows, of_cos, of_sin, gradient in zip(*by_token, strict=True):
-        one = rows, of_cos[None], of_sin[None], gradient
+    counts, found = [n for row in lengths for n in row], []
+    by_token = (t.split(counts) for t in (qkv, cos.flatten(0, 1), sin.flatten(0, 1), grad))
+    for rows, one_cos, one_sin, gradient in zip(*by_token, strict=True):
+        one = rows, one_cos[None], one_sin[None], gradient
         found.append(qkv_attention_case.eager(one, heads, kv_heads))
     attended, _, gradients = zip(*found, strict=True)
     return torch.cat(attended), torch.cat(gradients)

@@ -169,8 +169,8 @@ def prepared(kernel, device):
     operands = case.make("whole tiles", torch.bfloat16, device)
     exact = [t.double() for t in operands]
     if case is sums_case:
-        of_size = "whole tiles", operands
-        return lambda: case.fused(*of_size), case.eager(*of_size), case.eager("whole tiles", exact)
+        sized = "whole tiles", operands
+        return lambda: case.fused(*sized), case.eager(*sized), case.eager("whole tiles", exact)
     return lambda: case.fused(*operands), case.eager(*operands), case.eager(*exact)
 
 

@@ -36,7 +36,7 @@ OF_OTHER_VALUES = ("within wider rows", "one for all", *OF_KERNELS)
 
 def axes_of_values(operation):
     """Sums over few tokens err by luck, so products are tried on the usual number of them."""
-    shapes = (operation.usual,) if operation.of_products else operation.shapes
+    shapes = (operation.usual,) if operation.has_matmuls else operation.shapes
     return {"dtype": DTYPES, "shape": shapes, **operation.options}
 
 
@@ -58,7 +58,7 @@ def axes_of_layouts(operation):
     gradients = range(len(operation.case("cpu").gradients))
     where = (*operation.strided, *(f"gradient {i}" for i in gradients))
     layouts = OF_VARIANTS if operation.is_variant else LAYOUTS
-    return {"where": where, "layout": (*layouts, *(() if operation.of_products else OF_KERNELS))}
+    return {"where": where, "layout": (*layouts, *(() if operation.has_matmuls else OF_KERNELS))}
 
 
 @every(WITH_VALUES, axes_of_layouts)
@@ -68,7 +68,7 @@ def test_any_layout_gives_what_a_contiguous_one_does(operation, options, device)
     if tensors_in(case)[where].is_contiguous():
         pytest.skip("so small that it is contiguous")
     got = run(operation, case)
-    if operation.of_products:
+    if operation.has_matmuls:
         assert_right(operation, case, got)
     elif layout in OF_OTHER_VALUES:
         assert_equal(got, run(operation, with_layout(case, (where,), torch.Tensor.contiguous)))
@@ -156,13 +156,13 @@ def test_what_new_memory_holds_does_not_matter(operation, monkeypatch, device):
 @pytest.mark.parametrize("operation", OF_PRODUCTS, ids=lambda operation: operation.name)
 def test_with_B_zero_A_gets_exactly_zero_and_B_does_not(operation, device):
     case = operation.case(device)
-    of_B = [name for name in operation.trained if name.endswith("B")]
-    zeros = {name: torch.zeros_like(case.inputs[name]) for name in of_B}
+    B_names = [name for name in operation.trained if name.endswith("B")]
+    zeros = {name: torch.zeros_like(case.inputs[name]) for name in B_names}
     got = run(operation, Case({**case.inputs, **zeros}, case.gradients))
     # where o's A gets none, and so do q, k and v
     if not operation.name.startswith("LoRA_Attention"):
-        assert all(got[f"gradient of {name}"].any() for name in of_B)
-    for name in of_B:
+        assert all(got[f"gradient of {name}"].any() for name in B_names)
+    for name in B_names:
         assert not got[f"gradient of {name[:-1]}A"].any()
 
 

@@ -230,7 +230,7 @@ def test_frozen_inputs_get_no_gradient_and_the_others_get_the_same(operation, ne
         assert torch.equal(output, want[f"output {i}"]) and output.requires_grad == bool(needs)
     if not needs:
         return
-    if operation.of_products:  # it does not even compute the others
+    if operation.has_matmuls:  # it does not even compute the others
         got = raw_gradients(operation, leaves, outputs, case.gradients)
     else:
         torch.autograd.backward(outputs, case.gradients)

@@ -124,7 +124,7 @@ def test_rows_are_taken_over_only_where_they_are_the_gradient(between, taken, de
     """Run two layers in a row, and compare with autograd's result with a copy between them."""
     model, inputs, grad = operands(device, FEW)
     *adapters, frozen = read_layer(layer_of(model, 1))
-    of_both = [*leaves(inputs), *adapters]
+    differentiated = [*leaves(inputs), *adapters]
     function, is_taken = BETWEEN[between]
 
     def gradients(function, copies):
@@ -134,7 +134,7 @@ def test_rows_are_taken_over_only_where_they_are_the_gradient(between, taken, de
         if copies:
             hidden = hidden * 1
         output = DecoderLayer.apply(hidden, *angles, None, *adapters, frozen)
-        return torch.autograd.grad(output, of_both, grad[:, :positions])
+        return torch.autograd.grad(output, differentiated, grad[:, :positions])
 
     got = gradients(function, copies=False)
     # nobody takes the first layer's offer until the next one replaces it

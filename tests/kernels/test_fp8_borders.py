@@ -20,10 +20,10 @@ def bordering(size, inputs, outputs, width, device):
     A[5:], B[:, 5:] = 0, 0
     sizes = (outputs, inputs), (inputs, outputs)
     codes = [torch.zeros(n, padded_columns(k, width), device=device).to(E4M3) for n, k in sizes]
-    of_both = [torch.zeros(2, width, n, device=device).to(E4M3) for n in (outputs, inputs)]
-    of_each = torch.empty(4, width, device=device)
-    return Bordering(B, A, W.abs().amax(1) / 448, *codes, *of_each[:2],
-                     *map(Halves, of_both, of_each[2:]))  # fmt: skip
+    both_codes = [torch.zeros(2, width, n, device=device).to(E4M3) for n in (outputs, inputs)]
+    vectors = torch.empty(4, width, device=device)
+    return Bordering(B, A, W.abs().amax(1) / 448, *codes, *vectors[:2],
+                     *map(Halves, both_codes, vectors[2:]))  # fmt: skip
 
 
 @pytest.mark.slow("0.0-300-200-8")
@@ -44,21 +44,21 @@ def test_an_adapter_in_two_halves_is_as_exact_as_in_bf16(size, inputs, outputs, 
         torch.testing.assert_close(getattr(one, name), getattr(alone, name), rtol=8 * EPS, atol=0)
     for each, other in ((one.codes, alone.codes), (one.codes_t, alone.codes_t)):
         assert (each.float() != other.float()).float().mean() < 0.01
-    B, A, scales, codes, codes_t, factors, factors_t, of_B, of_A = one
-    for of_v, of, exact in ((of_A, "A", A), (of_B, "B", (B / scales[:, None]).t())):
-        got = of_v.codes.double().sum(0) * of_v.scales.double()[:, None]
+    B, A, scales, codes, codes_t, factors, factors_t, B_halves, A_halves = one
+    for v_halves, of, exact in ((A_halves, "A", A), (B_halves, "B", (B / scales[:, None]).t())):
+        got = v_halves.codes.double().sum(0) * v_halves.scales.double()[:, None]
         assert (got - exact.double()).norm() <= exact.double().norm() / 512, of
-    for rows, of_v, f, weight, of_columns, of_rows, border in (
-        (x, of_A, factors, codes, None, scales, B),
-        (dy, of_B, factors_t, codes_t, scales, torch.ones(inputs, device=device), A.t()),
+    for rows, v_halves, f, weight, column_scales, weight_scales, border in (
+        (x, A_halves, factors, codes, None, scales, B),
+        (dy, B_halves, factors_t, codes_t, scales, torch.ones(inputs, device=device), A.t()),
     ):
-        got_codes, got_scales = fp8_rows(rows, weight.shape[1], of_columns)
+        got_codes, got_scales = fp8_rows(rows, weight.shape[1], column_scales)
         before = got_scales.clone()
-        v = add_coded_border(got_codes, got_scales, of_v, f, B.dtype)
+        v = add_coded_border(got_codes, got_scales, v_halves, f, B.dtype)
         assert size > 1 or torch.equal(got_scales, before)  # no row is written twice
         first = rows.shape[1]
         got = got_codes.double()[:, first:] @ weight.double()[:, first:].t()
-        got *= got_scales.double() * of_rows.double()
+        got *= got_scales.double() * weight_scales.double()
         want = v.double() @ border.double().t()
         assert got.isfinite().all()
         if size:
@@ -84,19 +84,19 @@ def test_border_of_codes(rows, columns, width, size, dtype, device):
     codes[:, :columns] = (x / scales).to(E4M3)
     x = codes[:, :columns].double() * scales.double()
     hi, lo = (random(width, columns, seed=seed, device=device).to(E4M3) for seed in (2, 4))
-    of_factor = random(width, seed=5, device=device).abs() * size
-    factor = Halves(torch.stack([hi, (lo.float() / 16).to(E4M3)]), of_factor)
+    factor_scales = random(width, seed=5, device=device).abs() * size
+    factor = Halves(torch.stack([hi, (lo.float() / 16).to(E4M3)]), factor_scales)
     factors = random(width, seed=3, device=device).abs() + 0.1
     before = codes.clone(), scales.clone()
     again = codes.clone(), scales.clone()
     z = add_coded_border(codes, scales, factor, factors, dtype)
     assert z.dtype == dtype
-    of_rows = random(rows, 1, seed=6, device=device)
-    times = add_coded_border(*again, factor, factors, dtype, of_rows)
-    assert torch.equal(times, (z.float() * of_rows).to(dtype))
+    z_scales = random(rows, 1, seed=6, device=device)
+    times = add_coded_border(*again, factor, factors, dtype, z_scales)
+    assert torch.equal(times, (z.float() * z_scales).to(dtype))
     assert torch.equal(again[0].view(torch.uint8), codes.view(torch.uint8))
     assert torch.equal(again[1], scales)
-    exact = x @ (factor.codes.double().sum(0) * of_factor.double()[:, None]).t()
+    exact = x @ (factor.codes.double().sum(0) * factor_scales.double()[:, None]).t()
     # sums of codes have about 14 bits on Hopper's tensor cores, of the largest of what is summed
     most = 2**-8 if dtype == torch.bfloat16 else 1e-5 if device == "cpu" else 2**-11
     assert not z.any() if size == 0 else relative_error(z, exact) < most

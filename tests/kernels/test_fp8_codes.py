@@ -42,7 +42,7 @@ def stand_for(codes, scales):
     return codes[:, :-MORE].float() * scales
 
 
-def of_columns(x):
+def column_scales_for(x):
     return random(x.shape[1], seed=9, device=x.device).abs() + 0.1
 
 
@@ -51,11 +51,11 @@ def rows_case(size, dtype, device):
 
 
 def fused_rows(x, layout=torch.clone):
-    return [stand_for(*fp8_rows(layout(x), x.shape[1] + MORE, of_columns(x)))]
+    return [stand_for(*fp8_rows(layout(x), x.shape[1] + MORE, column_scales_for(x)))]
 
 
 def eager_rows(x):
-    return [quantised(x * of_columns(x))]
+    return [quantised(x * column_scales_for(x))]
 
 
 def norm_case(size, dtype, device):
@@ -72,7 +72,7 @@ def fused_norm(x, weight, grad_y, residual, layout=torch.clone):
     codes, scales, rstd = norm_codes(x, weight, EPS, padded)
     grad = layout(torch.full_like(grad_y, 7.0))
     coded = norm_backward_codes(
-        layout(grad_y), layout(residual), x, weight, rstd, grad, of_columns(x), padded
+        layout(grad_y), layout(residual), x, weight, rstd, grad, column_scales_for(x), padded
     )
     return stand_for(codes, scales), stand_for(*coded), grad
 
@@ -83,7 +83,7 @@ def eager_norm(x, weight, grad_y, residual):
     y = wide * (wide.square().mean(1, keepdim=True) + EPS).rsqrt() * weight.to(wide.dtype)
     (grad,) = torch.autograd.grad(y, x, grad_y.to(y.dtype))
     grad = (grad + residual).detach()
-    return quantised(y.detach()), quantised(grad * of_columns(grad)), grad
+    return quantised(y.detach()), quantised(grad * column_scales_for(grad)), grad
 
 
 def swiglu_case(size, dtype, device):
@@ -215,19 +215,19 @@ def test_norm_backward_codes_are_those_of_the_gradient(hidden, zero_centered, dt
     wide = [random(5, hidden + 8, seed=seed, dtype=dtype, device=device) for seed in range(3)]
     grad_y, residual, x = (one[:, :hidden] for one in wide)
     weight = random(hidden, seed=3, dtype=dtype, device=device)
-    of_columns = random(hidden, seed=4, device=device).abs()
+    column_scales = random(hidden, seed=4, device=device).abs()
     grad_y[2], residual[2] = 0, 0
     grad_y[3, 5] = float("nan")
     rstd = (x.float().square().mean(1) + 1e-6).rsqrt()
     grad_x, want = torch.zeros(2, 5, hidden + 16, dtype=dtype, device=device)
-    of_norm = grad_y, residual, x, weight, rstd
+    norm_operands = grad_y, residual, x, weight, rstd
     codes, scales = norm_backward_codes(
-        *of_norm, grad_x[:, :hidden], of_columns, hidden + 40, zero_centered
+        *norm_operands, grad_x[:, :hidden], column_scales, hidden + 40, zero_centered
     )
-    residual_norm_backward(*of_norm, want[:, :hidden], zero_centered)
+    residual_norm_backward(*norm_operands, want[:, :hidden], zero_centered)
     torch.testing.assert_close(grad_x, want, rtol=2**-8, atol=1e-6, equal_nan=True)
     assert torch.equal(grad_x[:, hidden:], want[:, hidden:])
-    wanted = fp8_rows(grad_x[:, :hidden], hidden + 40, of_columns)
+    wanted = fp8_rows(grad_x[:, :hidden], hidden + 40, column_scales)
     there = [0, 1, 2, 4]
     assert torch.equal(codes[there, :hidden].float(), wanted[0][there, :hidden].float())
     torch.testing.assert_close(scales, wanted[1], rtol=1e-6, atol=0, equal_nan=True)
@@ -243,7 +243,7 @@ def test_codes_of_the_gradient_whatever_was_guessed(rows, intermediate, activati
     These stay in their rows."""
     gate_up = random(rows, 2 * intermediate, seed=1, dtype=dtype, device=device)
     grad = random(rows, intermediate, seed=2, dtype=dtype, device=device) * 1e-4
-    of_columns = random(2 * intermediate, seed=3, device=device).abs() + 0.1
+    column_scales = random(2 * intermediate, seed=3, device=device).abs() + 0.1
     wide = intermediate > 128
     if wide:
         grad[0, :128], grad[1, :128] = 0, grad[1, :128] * 1e-3
@@ -258,13 +258,13 @@ def test_codes_of_the_gradient_whatever_was_guessed(rows, intermediate, activati
                 torch.empty(intermediate, rank, device=device)) for i in (4, 5, 6)
     ]  # fmt: skip
     in_rows = torch.empty_like(gate_up)
-    coded = guess_gradient_scales(grad, gate_up, codes, scales, of_columns, activation)
+    coded = guess_gradient_scales(grad, gate_up, codes, scales, column_scales, activation)
     swiglu_backward_products(grad, gate_up, *products, in_rows, activation, coded)
     assert coded.passed.any(1).nonzero().flatten().tolist() == ([0, 1, *bad] if wide else [])
     repair_gradient_codes(grad, gate_up, coded, activation)
     want = gate_up.double().requires_grad_()
     swiglu(want, activation).backward(grad.double())
-    exact = want.grad * of_columns.double()
+    exact = want.grad * column_scales.double()
     fine = [row for row in range(rows) if row not in bad]
     assert all(scales[row].isnan() for row in bad)
     assert_codes_of(codes[fine, : 2 * intermediate], scales[fine], exact[fine])

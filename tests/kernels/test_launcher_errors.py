@@ -50,11 +50,11 @@ ARGUMENTS = {
     residual_kernels.extend_rows: {
         "x": ones(4, 8), "A": ones(2, 8), "extended": ones(4, 10), "z": ones(4, 2),
     },
-    fp8_rows.fp8_rows: {"x": ones(4, 8), "padded": 128, "of_columns": ones(8)},
+    fp8_rows.fp8_rows: {"x": ones(4, 8), "padded": 128, "column_scales": ones(8)},
     fp8_norm.norm_codes: {"x": ones(4, 8), "weight": ones(8), "eps": EPS, "padded": 128},
     fp8_norm.norm_backward_codes: {
         "grad_y": ones(4, 8), "grad_residual": ones(4, 8), "x": ones(4, 8), "weight": ones(8),
-        "rstd": ones(4), "grad_x": ones(4, 8), "of_columns": ones(8), "padded": 128,
+        "rstd": ones(4), "grad_x": ones(4, 8), "column_scales": ones(8), "padded": 128,
     },
     fp8_swiglu.swiglu_codes: {"gate_up": ones(4, 20), "padded": 128, "activation": "silu"},
     dropped_products.dropped_products: {
@@ -74,7 +74,10 @@ ARGUMENTS = {
     },
     swiglu_products_backward.swiglu_backward_products: {
         "grad_hidden": ones(9, 10), "gate_up": ones(9, 20),
-        **{name: Product(ones(9, 8), ones(10, 8)) for name in ("of_hidden", "of_gate", "of_up")},
+        **{
+            name: Product(ones(9, 8), ones(10, 8))
+            for name in ("hidden_product", "gate_product", "up_product")
+        },
         "grad_gate_up": ones(9, 20), "activation": "silu",
     },
     qkv_rope.rope_forward: {"qkv": QKV, **OF_ROPE, "heads": 2, "kv_heads": 1},
@@ -137,8 +140,9 @@ ERRORS = [
     ("add_normed", {"weight": short}, r"weight is \[7\], should be \[8\] and contiguous"),
     ("extend_rows", {"A": narrow}, r"A is \[2, 7\], should be \[2, 8\]"),
     ("fp8_rows", {"x": lambda t: t[0]}, r"x is \[8\], should be \[rows, columns\]"),
-    ("fp8_rows", {"of_columns": short}, r"of_columns is \[7\] in torch.float32, should be \[8\]"),
-    ("fp8_rows", {"of_columns": half}, "of_columns is .* in torch.float16, should be"),
+    ("fp8_rows", {"column_scales": short},
+     r"column_scales is \[7\] in torch.float32, should be \[8\]"),
+    ("fp8_rows", {"column_scales": half}, "column_scales is .* in torch.float16, should be"),
     ("norm_codes", {"x": lambda t: t[0]}, r"x is \[8\], should be \[rows, columns\]"),
     ("norm_codes", {"weight": short}, r"weight is \[7\], should be \[8\] and contiguous"),
     ("norm_backward_codes", {"weight": half}, "weight is torch.float16"),
@@ -156,9 +160,11 @@ ERRORS = [
     ("swiglu_forward_product", {"gate_up": narrow}, r"\[9, 19\], should be \[rows, 2 intermediate"),
     ("swiglu_backward_products", {"grad_hidden": narrow}, r"is \[9, 9\], should be \[9, 10\]"),
     ("swiglu_backward_products", {"gate_up": narrow}, r"19\], should be \[rows, 2 intermediate\]"),
-    ("swiglu_backward_products", {"of_hidden.factor": short}, r"of_hidden: factor is \[8, 8\]"),
-    ("swiglu_backward_products", {"of_up.gradient": narrow}, r"of_up: gradient is \[10, 7\]"),
-    ("swiglu_backward_products", {"of_gate.gradient": double}, "gradient is torch.float64"),
+    ("swiglu_backward_products", {"hidden_product.factor": short},
+     r"hidden_product: factor is \[8, 8\]"),
+    ("swiglu_backward_products", {"up_product.gradient": narrow},
+     r"up_product: gradient is \[10, 7\]"),
+    ("swiglu_backward_products", {"gate_product.gradient": double}, "gradient is torch.float64"),
     ("rope_forward", {"qkv": short}, r"\[9, 24\], should be \[batch \* 5, 4 \* 6\]"),
     ("rope_forward", {"heads": to(3)}, r"\[10, 24\], should be \[batch \* 5, 5 \* 6\]"),
     ("rope_forward", {"cos": narrow, "sin": narrow}, "head_dim even"),

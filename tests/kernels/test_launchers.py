@@ -72,7 +72,7 @@ def make_rope(size, dtype, device):
     return *inputs, *gradients
 
 
-def of_case(function):
+def on_case(function):
     return lambda size, case, **layout: function(*case, **layout)
 
 
@@ -84,8 +84,8 @@ LAUNCHERS = {
         f"residual_norm{which}": Launcher(
             ((residual_kernels, "_rms_norm_forward_kernel", "_rms_norm_backward_kernel"),),
             residual.SIZES, "odd", (0, 8), residual.norm_case,
-            of_case(partial(residual.fused_norm, **options)),
-            of_case(partial(residual.eager_norm, **options)), writes=3,
+            on_case(partial(residual.fused_norm, **options)),
+            on_case(partial(residual.eager_norm, **options)), writes=3,
         )
         for which, options in ABOUT_ONE.items()
     },
@@ -93,8 +93,8 @@ LAUNCHERS = {
         f"add_normed{which}": Launcher(
             ((residual_kernels, "_add_normed_kernel", "_rms_norm_backward_kernel"),),
             residual.SIZES, "odd", (0, 8), residual.normed_sum_case,
-            of_case(partial(residual.fused_normed_sum, **options)),
-            of_case(partial(residual.eager_normed_sum, **options)), writes=2,
+            on_case(partial(residual.fused_normed_sum, **options)),
+            on_case(partial(residual.eager_normed_sum, **options)), writes=2,
         )
         for which, options in ABOUT_ONE.items()
     },
@@ -105,24 +105,24 @@ LAUNCHERS = {
     "extend_rows": Launcher(
         ((residual_kernels, "_extend_rows_kernel"),),
         residual.EXTENDED, "odd", (0, 8, 4), residual.extended_case,
-        of_case(residual.fused_extension), of_case(residual.eager_extension), writes=4,
+        on_case(residual.fused_extension), on_case(residual.eager_extension), writes=4,
     ),
     "fp8_rows": Launcher(
         ((fp8_rows, "_fp8_rows_kernel"),),
         coded.SIZES, "odd", coded.NONE, coded.rows_case,
-        of_case(coded.fused_rows), of_case(coded.eager_rows), writes=0,
+        on_case(coded.fused_rows), on_case(coded.eager_rows), writes=0,
     ),
     "norm_codes": Launcher(
         ((fp8_norm, "_norm_codes_kernel", "_norm_backward_codes_kernel"),),
         coded.SIZES, "odd", coded.NONE, coded.norm_case,
-        of_case(coded.fused_norm), of_case(coded.eager_norm), writes=1,
+        on_case(coded.fused_norm), on_case(coded.eager_norm), writes=1,
     ),
     **{
         f"swiglu_codes, {activation}": Launcher(
             ((fp8_swiglu, "_swiglu_codes_kernel"),),
             coded.SIZES, "odd", coded.NONE, coded.swiglu_case,
-            of_case(partial(coded.fused_swiglu, activation=activation)),
-            of_case(partial(coded.eager_swiglu, activation=activation)), writes=0,
+            on_case(partial(coded.fused_swiglu, activation=activation)),
+            on_case(partial(coded.eager_swiglu, activation=activation)), writes=0,
         )
         for activation in ACTIVATIONS
     },
@@ -142,7 +142,7 @@ LAUNCHERS = {
                 *swiglu.SHAPES[size], dtype=dtype, device=device
             ),
             lambda size, case, layout, which=which: swiglu.fused(which, *map(layout, case)),
-            of_case(partial(swiglu.eager, which)), writes=0,
+            on_case(partial(swiglu.eager, which)), writes=0,
         )
         for which in (swiglu.SWIGLU, swiglu.GEGLU)
     },
@@ -153,8 +153,8 @@ LAUNCHERS = {
                 KEEP_BITS,
             ),
             products_forward.CASES, "odd", (0, 10, 4), products_forward.make,
-            of_case(partial(products_forward.fused, **options)),
-            of_case(partial(products_forward.eager, **options)), writes=2,
+            on_case(partial(products_forward.fused, **options)),
+            on_case(partial(products_forward.eager, **options)), writes=2,
         )
         for which, options in OF_SWIGLU.items()
     },
@@ -166,8 +166,8 @@ LAUNCHERS = {
                 KEEP_BITS,
             ),
             products_backward.CASES, "odd", (0, 10, (4, 4, 4)), products_backward.make,
-            of_case(partial(products_backward.fused, **options)),
-            of_case(partial(products_backward.eager, **options)), writes=4,
+            on_case(partial(products_backward.fused, **options)),
+            on_case(partial(products_backward.eager, **options)), writes=4,
         )
         for which, options in OF_SWIGLU.items()
     },
@@ -183,9 +183,9 @@ LAUNCHERS = {
             ((qkv_norm_rope, "_qkv_norm_rope_kernel", "_qkv_norm_backward_kernel"),),
             rope_case.SIZES, "GQA", rope_case.EMPTY["no batch"],
             partial(rope.make_normed, together="together" in which),
-            of_case(lambda *case, options=options, **layout: rope.fused_normed(
+            on_case(lambda *case, options=options, **layout: rope.fused_normed(
                 case, **layout, **options)),
-            of_case(lambda *case, options=options: rope.eager_normed(case, **options)),
+            on_case(lambda *case, options=options: rope.eager_normed(case, **options)),
             writes=2, is_exact=False,
         )
         for which, options in (ABOUT_ONE | {", all heads together": {}}).items()

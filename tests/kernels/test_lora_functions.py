@@ -153,8 +153,8 @@ def test_a_bf16_gradient_takes_no_precision_from_an_fp32_one(device):
     case = operation.case(device, FP32, adapter_dtype=(BF16, *(FP32,) * 5))
     in_fp32 = replace(case, inputs=case.inputs | {"q_A": case.inputs["q_A"].float()})
     results = run(operation, case), run(operation, in_fp32, operation.eager)
-    of_others = ("gradient of k_A", "gradient of v_A")
-    assert_right(operation, case, *({name: one[name] for name in of_others} for one in results))
+    others = ("gradient of k_A", "gradient of v_A")
+    assert_right(operation, case, *({name: one[name] for name in others} for one in results))
 
 
 # --- one of three layers --------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def test_an_output_in_no_loss_gives_its_adapter_no_gradient_as_eager_does(
 ):
     """Give None, whatever values new memory holds."""
 
-    def of_used(function):
+    def only_used(function):
         return lambda *inputs: tuple(
             output for output, use in zip(function(*inputs), used, strict=True) if use
         )
@@ -183,14 +183,14 @@ def test_an_output_in_no_loss_gives_its_adapter_no_gradient_as_eager_does(
     case = operation.case(device)
     gradients = [grad for grad, use in zip(case.gradients, used, strict=True) if use]
     case = replace(case, gradients=gradients)
-    eager = run(operation, case, of_used(operation.eager))
+    eager = run(operation, case, only_used(operation.eager))
     use_poisoned_memory(monkeypatch)
-    got = run(operation, case, of_used(operation.function))
+    got = run(operation, case, only_used(operation.function))
     without = [name for name in eager if eager[name] is None]
     assert len(without) == 2 * used.count(False)
     for name in without:
         assert got.pop(name) is eager.pop(name) is None
-    assert_right(operation, case, got, eager, of=of_used(operation.eager))
+    assert_right(operation, case, got, eager, of=only_used(operation.eager))
 
 
 # --- biases that are trained ----------------------------------------------------------------------

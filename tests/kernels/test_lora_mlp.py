@@ -50,14 +50,14 @@ def test_more_than_2_to_the_31_gate_elements(device):
     if torch.cuda.mem_get_info()[0] < 7 * 2 * count * intermediate:
         pytest.skip("needs 31 GB of free GPU memory")
     adapters, frozen = mlp(BF16, device, hidden=hidden, intermediate=intermediate)
-    of_layer = {**dict(zip(ADAPTER_NAMES, adapters, strict=True)), "frozen": frozen}
+    layer = {**dict(zip(ADAPTER_NAMES, adapters, strict=True)), "frozen": frozen}
     x, grad = (random(pattern, hidden, dtype=BF16, device=device, seed=seed) for seed in (1, 2))
     which = torch.arange(count, device=device) % pattern
-    got = run(MLP, Case({"x": x[which], **of_layer}, [grad[which]]))
+    got = run(MLP, Case({"x": x[which], **layer}, [grad[which]]))
     # each token's output and dx equal its pattern's. The adapters' gradients are sums: each pattern
     # counts as often as it occurs
     often = torch.bincount(which, minlength=pattern)[:, None]
-    few = Case({"x": x, **of_layer}, [grad])
+    few = Case({"x": x, **layer}, [grad])
     eager, truth = run(MLP, few, MLP.eager), truth_of(MLP, few)
     truth_of_sums = truth_of(MLP, replace(few, gradients=[grad.double() * often]))
     for name in ("output 0", "gradient of x"):

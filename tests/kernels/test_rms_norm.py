@@ -37,13 +37,13 @@ def test_eps_is_heeded(eps, operation, device):
 def in_parts(function):
     """Split into 40 calls of 8 rows with a weight each: the error of a single gradient is luck."""
 
-    def of_parts(*inputs):
+    def by_parts(*inputs):
         *rows, weights, eps, zero_centered = inputs
         parts = zip(*(t.split(8) for t in rows), weights.split(1), strict=True)
         outputs = [as_tuple(function(*part, eps, zero_centered)) for part in parts]
-        return [torch.cat(of_all) for of_all in zip(*outputs, strict=True)]
+        return [torch.cat(pieces) for pieces in zip(*outputs, strict=True)]
 
-    return of_parts
+    return by_parts
 
 
 @pytest.mark.slow("rms_norm")

@@ -50,8 +50,8 @@ def ranges(request, monkeypatch):
 
 def make(size, dtype, device):
     """Return each x and its factors, side by side in one tensor as in a border."""
-    rows, of_xs = CASES[size]
-    widths = [width for columns, ranks in of_xs for width in (columns, sum(ranks))]
+    rows, xs = CASES[size]
+    widths = [width for columns, ranks in xs for width in (columns, sum(ranks))]
     return [random(rows, n, seed=i, dtype=dtype, device=device) for i, n in enumerate(widths)]
 
 
@@ -243,11 +243,11 @@ def test_what_does_not_fit_is_a_value_error_and_nothing_is_written(changes, mess
     gradients = [torch.full((139, 8), 7.0, device=device) for _ in range(3)]
     good, also_good = (Product(factor, gradient) for gradient in gradients[:2])
 
-    def of_two(first, x, factor, gradient):
+    def two_sums(first, x, factor, gradient):
         sums_over_tokens([(first, [good]), (x, [also_good, Product(factor, gradient)])])
 
     arguments = {"first": x, "x": x, "factor": factor, "gradient": gradients[2]}
-    assert_refused(of_two, arguments, changes, message)
+    assert_refused(two_sums, arguments, changes, message)
     assert all((gradient == 7).all() for gradient in gradients)
 
 

@@ -172,7 +172,7 @@ def test_the_readmes_numbers_are_those_of_the_data(runs):
             estimated_speedups(run, "H100")
         ),
         r"about (\d+) minutes, the whole experiment (\d+)": (quick_a100, whole_a100),
-        r"our rows of 128, for which PyTorch reserved at most ([\d.]+) GiB": (
+        r"our rows of 128, where PyTorch reserved at most ([\d.]+) GiB": (
             max(reserved) / 2**30,
         ),
         r"which take (\d+) ms of vanilla PEFT's step and (\d+) of Unsloth's": [
