@@ -8,7 +8,7 @@ Only this package knows the classes of PEFT and transformers.
     families.py, known.py         the classes we know, and whether they are unpatched
     refusal.py, aside.py          why a module does not run fused; stepping aside and warning
     documents.py                  packed and padded rows
-    borders.py, fp8/              weights in buffers
+    borders.py, four_bit/, fp8/   weights in buffers, as they are, in 4 bits and in FP8
     report.py                     the report of what runs fused now
     foreign/                      clever dealings with other people's code
 """

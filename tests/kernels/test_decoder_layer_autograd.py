@@ -1,8 +1,6 @@
 """One decoder layer as an autograd function: its behaviour under autograd, its errors, and weights
 stored in other ways."""
 
-from typing import ClassVar
-
 import pytest
 import torch
 from cases.counting import saved_for_backward, saved_tensors
@@ -23,7 +21,6 @@ from fused_lora.layer.operands import Adapters, Others
 from fused_lora.layer.saved import split
 
 BF16 = {"dtype": torch.bfloat16, "autocast_adapter_dtype": False}
-GROUPS = ("qkv", "o", "gate_up", "down")
 FEW = (1, 4)  # tokens, for tests that measure no error
 
 
@@ -245,53 +242,3 @@ def test_autocast_to_another_dtype_is_a_value_error(device):
         pytest.raises(ValueError, match=r"computation torch.bfloat16: give all one dtype"),
     ):
         DecoderLayer.apply(*inputs)
-
-
-# --- kinds of weights -----------------------------------------------------------------------------
-
-
-class Stored(Buffer):
-    """A weight written into a matrix whenever its layer runs. The layers share the matrix."""
-
-    keys: ClassVar[dict] = {}
-
-    def __init__(self, group, matrix):
-        self.stored = group.buffer.weight.clone()
-        super().__init__(matrix, group.buffer.bias, *self.stored.shape)
-
-    @property
-    def key(self):
-        return self.keys[self.matrix.data_ptr()]
-
-    @key.setter
-    def key(self, key):
-        self.keys[self.matrix.data_ptr()] = key
-
-    @staticmethod
-    def encode(buffers):
-        for one in buffers:
-            one.weight.copy_(one.stored)
-
-
-def test_weights_that_are_stored_otherwise_and_share_their_memory(device):
-    """Stand in for 4-bit weights: a new kind only has to say where its weights come from."""
-    model, inputs, grad = operands(device, FEW)
-    *first, frozen = inputs[4:]
-    *second, next_frozen = read_layer(layer_of(model, 1))
-    both = [*first, *second]
-
-    def run(frozen, next_frozen):
-        hidden = DecoderLayer.apply(*inputs[:4], *first, frozen)
-        output = DecoderLayer.apply(hidden, *inputs[1:4], *second, next_frozen)
-        return [output, *torch.autograd.grad(output, both, grad)]
-
-    want = run(frozen, next_frozen)
-    shared = {name: torch.zeros_like(getattr(frozen, name).buffer.matrix) for name in GROUPS}
-    stored = [
-        one._replace(**{
-            name: getattr(one, name)._replace(buffer=Stored(getattr(one, name), matrix))
-            for name, matrix in shared.items()
-        })
-        for one in (frozen, next_frozen)
-    ]  # fmt: skip
-    assert all(map(torch.equal, run(*stored), want)) and len(want) == 29
