@@ -58,8 +58,8 @@ FAULTS = (
           "grad_hidden * activated * gate_scale", "kernels", "fp8_codes"),
     Fault("fused_lora/kernels/fp8_logits.py", "- SPACING / 2", "- SPACING", "kernels", "fp8_head"),
     # --- whole layers ---
-    Fault("fused_lora/layer/buffer.py", "len(self.sB)].t(), alpha=multiplier)",
-          "len(self.sB)].t())", "kernels", "decoder_layer"),
+    Fault("fused_lora/layer/buffer.py", "total.addmm_(extended, weight, alpha=multiplier)",
+          "total.addmm_(extended, weight)", "kernels", "decoder_layer"),
     Fault("fused_lora/layer/adapter_sums.py", "gradient, scaling)]))", "gradient, 1.0)]))",
           "kernels", "decoder_layer"),
     Fault("fused_lora/kernels/fp8_rows.py", "torch.where(least > 0, least, 1.0)",

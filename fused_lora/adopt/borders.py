@@ -179,12 +179,15 @@ def layout_of(weight: Tensor, parts: Sequence[Projection], ranks: Sequence[int])
     return Layout(outs, blocks, width)
 
 
-def move_biases(reads: Sequence[Projection], layout: Layout) -> Tensor | None:
-    """Move the biases that a buffer holds into one tensor, each at its projection's rows."""
+def move_biases(
+    reads: Sequence[Projection], layout: Layout, dtype: torch.dtype | None = None
+) -> Tensor | None:
+    """Move the biases that a buffer holds into one tensor, each at its projection's rows. dtype:
+    that they are cast to."""
     if all(held_bias(read) is None for read in reads):
         return None
     first = next(held for held in map(held_bias, reads) if held is not None)
-    bias, row = first.new_zeros(layout.rows), 0
+    bias, row = first.new_zeros(layout.rows, dtype=dtype), 0
     for read in reads:
         out = read.weight.shape[0]
         if (held := held_bias(read)) is not None:

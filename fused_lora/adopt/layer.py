@@ -12,6 +12,7 @@ import torch
 import triton
 from torch import Tensor, nn
 
+from fused_mlp.launching import DTYPES
 from fused_mlp.utils import compute_dtype
 
 from ..kernels.residual import _extend_rows_kernel
@@ -177,7 +178,9 @@ def _read(layer: Any, asked: type[Border] | None = None) -> list[list[Projection
 def _read_call(layer: Any, *call: Any) -> list[list[Projection]]:
     """Run `_read` for a call with these arguments."""
     refuse(_why_not_inputs(layer, *call))
-    return _read(layer)
+    reads = _read(layer)
+    refuse(_why_not_dtypes(layer, call[0], reads[0][0].weight.dtype))
+    return reads
 
 
 def _why_not_inputs(
@@ -188,10 +191,17 @@ def _why_not_inputs(
         return reason
     if position_embeddings is None:
         return "it was given no position_embeddings"
-    dtype = _dtype_of(layer)
-    if hidden.dtype != dtype or compute_dtype(hidden) != dtype:
+    return None
+
+
+def _why_not_dtypes(layer: Any, hidden: Tensor, stored: torch.dtype) -> str | None:
+    """Return the reason if the input of this call does not fit the layer's norms, or the dtype that
+    it is computed in its weights. stored: the dtype of these."""
+    dtype, computed = _dtype_of(layer), compute_dtype(hidden)
+    weights = stored if stored in DTYPES else dtype  # of codes
+    if hidden.dtype != dtype or computed != weights:
         return (
-            f"its weights are {dtype}, input {hidden.dtype}, computation {compute_dtype(hidden)}: "
+            f"its weights are {weights}, input {hidden.dtype}, computation {computed}: "
             "give all one dtype"
         )
     return None

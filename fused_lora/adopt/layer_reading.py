@@ -49,7 +49,10 @@ def read_groups(layer: Any, kind: type[Border]) -> list[list[Projection]]:
                 f"its norms are {weight.dtype} on {weight.device} and {dtype} on {device}: make "
                 "them alike"
             )
-    refuse(why_unloaded(layer, (read for group in groups for read in group)))
+    every = [read for group in groups for read in group]
+    if len(found := {read.weight.dtype for read in every if read.weight.dtype in DTYPES}) > 1:
+        raise Refusal(f"its projections compute in {' and '.join(sorted(map(str, found)))}")
+    refuse(why_unloaded(layer, every))
     return groups
 
 
@@ -70,10 +73,15 @@ def _read_one(owner: Any, name: str, kind: type[Border]) -> Projection:
 def _check_alike(name: str, read: Projection, dtype: torch.dtype, device: torch.device) -> None:
     """Raise a Refusal unless a projection's weight and bias have the dtype and device of norms."""
     stored = read.weight.dtype
-    if is_4bit(read.base) and stored != dtype:
-        raise Refusal(f"{name}: {why_not_alike(read.base, dtype)}")
     weight_dtype = dtype if stored in DTYPES else stored  # codes, already checked by `kind`
-    for tensor, wanted in ((read.weight, weight_dtype), (read.bias, dtype)):
+    bias_dtype = dtype
+    if is_4bit(read.base) and stored != dtype:
+        if dtype != torch.float32:
+            raise Refusal(f"{name}: {why_not_alike(read.base, dtype)}")
+        # norms and the residual in fp32, as prepare_model_for_kbit_training leaves them
+        weight_dtype = stored
+        bias_dtype = dtype if read.bias is None else read.bias.dtype  # bitsandbytes casts it
+    for tensor, wanted in ((read.weight, weight_dtype), (read.bias, bias_dtype)):
         if tensor is not None and (tensor.dtype, tensor.device) != (wanted, device):
             raise Refusal(
                 f"{name} is {tensor.dtype} on {tensor.device}, norms {dtype} on {device}: "

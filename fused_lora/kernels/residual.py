@@ -122,7 +122,8 @@ def residual_norm_forward(
 ) -> Tensor:  # fmt: skip
     """Write the norm of x into y; returns rstd, [rows] fp32.
 
-    Equivalent PyTorch, for x, y and copy [rows, hidden] and weight [hidden], all of one dtype::
+    Equivalent PyTorch, for x, y and copy [rows, hidden] and weight [hidden], of one dtype, which y
+    need not have::
 
         copy.copy_(x)  # if it is given
         rstd = torch.rsqrt(x.float().pow(2).mean(-1) + eps)
@@ -134,8 +135,9 @@ def residual_norm_forward(
         ValueError: shapes, dtypes, devices or strides do not fit, or no kernel can run on them.
     """
     rows, hidden = x.shape
-    written = {"y": y} if copy is None else {"y": y, "copy": copy}
+    written = {} if copy is None else {"copy": copy}
     check_rows("residual_norm_forward", _rms_norm_forward_kernel, x.shape, x=x, **written)
+    check_rows("residual_norm_forward", _rms_norm_forward_kernel, x.shape, y=y)
     check_hidden("residual_norm_forward", x, weight)
     rstd = x.new_empty(rows, dtype=torch.float32)
     if rows:  # an empty grid cannot be launched
@@ -156,7 +158,8 @@ def residual_norm_backward(
     """Write the gradient of x, which was normalised and goes on as the residual, into grad_x, and
     that of weight, where it is asked for, into grad_weight [hidden], which may have any dtype.
 
-    Equivalent PyTorch, for [rows, hidden] tensors of one dtype, y being the norm of x::
+    Equivalent PyTorch, for [rows, hidden] tensors of one dtype, which grad_y and grad_x need not
+    have, y being the norm of x::
 
         grad_x.copy_(torch.autograd.grad(y, x, grad_y)[0] + grad_residual)
         grad_weight.copy_(torch.autograd.grad(y, weight, grad_y)[0])  # summed in fp32
@@ -168,10 +171,9 @@ def residual_norm_backward(
         ValueError: as `residual_norm_forward`.
     """
     others = {} if grad_residual is None else {"grad_residual": grad_residual}
-    check_rows(
-        "residual_norm_backward", _rms_norm_backward_kernel, x.shape,
-        grad_y=grad_y, **others, x=x, grad_x=grad_x,
-    )  # fmt: skip
+    check_rows("residual_norm_backward", _rms_norm_backward_kernel, x.shape, x=x, **others)
+    for free in ({"grad_y": grad_y}, {"grad_x": grad_x}):
+        check_rows("residual_norm_backward", _rms_norm_backward_kernel, x.shape, **free)
     check_hidden("residual_norm_backward", x, weight)
     rows, hidden = x.shape
     rows_per_program = 1 if grad_weight is None else max(cdiv(rows, MAX_PARTIAL_SUMS), 1)

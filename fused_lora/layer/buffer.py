@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from fused_mlp.dropout import Mask, Masks
+from fused_mlp.utils import without_autocast
 
 from ..kernels.dropped_products import dropped_gradient, dropped_products
 from ..kernels.products import SwiGLUProducts
@@ -87,10 +88,10 @@ class Buffer:
     ) -> tuple[Tensor, ProductInput, Tensor | None]:  # fmt: skip
         """Return (n W' + bias + adapters, [n | z], rstd) of n, the norm of x, or x without one.
 
-        Writes x into copy as well, if copy is given.
+        Writes x into copy as well, if copy is given. n is in the buffer's dtype.
         """
         inputs = x.shape[1]
-        extended = empty_rows(x, len(x), inputs + len(self.A))
+        extended = empty_rows(self.A, len(x), inputs + len(self.A))
         normed, z = extended[:, :inputs], extended[:, inputs:]
         rstd = apply_norm(x, norm, normed, copy)
         if dropout is None:
@@ -151,14 +152,17 @@ class Buffer:
 
     def norm_backward(
         self, grad_y: Tensor, grad_residual: Tensor, x: Tensor, norm: Norm | None,
-        rstd: Tensor | None, rows: Tensor, grad_weight: Tensor | None, is_read: bool,
+        rstd: Tensor | None, grad_x: Tensor, rows: Tensor, grad_weight: Tensor | None,
+        is_read: bool,
     ) -> Incoming:  # fmt: skip
-        """Write the gradient of x, which was normed and goes on as the residual, into the first
-        columns of rows, and a trained weight's into grad_weight.
+        """Write the gradient of x, which was normed and goes on as the residual, into grad_x and
+        the first columns of rows, which may be one. A trained weight's goes into grad_weight.
 
         is_read: `gradient` reads it next, as it is and without dropout.
         """
-        norm_backward(grad_y, grad_residual, x, norm, rstd, rows[:, : x.shape[1]], grad_weight)
+        norm_backward(grad_y, grad_residual, x, norm, rstd, grad_x, grad_weight)
+        if grad_x.dtype != rows.dtype:
+            rows[:, : grad_x.shape[1]].copy_(grad_x)
         return Incoming(rows)
 
     def swiglu_backward(
@@ -208,11 +212,25 @@ class Buffer:
 
     def add_product(self, total: Tensor, extended: Tensor, multiplier: float) -> None:
         """Add multiplier [x | z] M[:out]' to total."""
-        total.addmm_(extended, self.matrix[: len(self.sB)].t(), alpha=multiplier)
+        weight = self.matrix[: len(self.sB)].t()
+        if total.dtype == extended.dtype:
+            total.addmm_(extended, weight, alpha=multiplier)
+        else:
+            add_matmul_to_fp32(total, extended, weight, multiplier)
 
     def add_gradient(self, grad: Tensor, dy: Tensor) -> None:
         """Add dy W to grad."""
         grad.addmm_(dy, self.weight)
+
+
+def add_matmul_to_fp32(total: Tensor, x: Tensor, weight: Tensor, multiplier: float) -> None:
+    """Add multiplier x weight, in 16 bits, to total in fp32."""
+    with without_autocast(total):
+        if total.is_cuda:
+            addmm = torch.ops.aten.addmm.dtype_out
+            addmm(total, x, weight, total.dtype, alpha=multiplier, out=total)
+        else:  # whose matmuls have one dtype
+            total.add_(x.float() @ weight.float(), alpha=multiplier)
 
 
 def mask_of_one(dropout: Dropout | None) -> Mask | None:

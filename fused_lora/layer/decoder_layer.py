@@ -119,7 +119,9 @@ class DecoderLayer(torch.autograd.Function):
     with the projections' lora_dropout in training.
 
     Args:
-        hidden: [batch, positions, hidden], bf16, fp16 or fp32, of any strides, batch 0 included.
+        hidden: [batch, positions, hidden], bf16, fp16 or fp32, of any strides, batch 0 included. It
+            may be fp32 while the buffers are in 16 bits, under autocast to their dtype: the
+            residual and its gradient then stay fp32.
         cos, sin: [batch or 1, positions, head_dim], as rope's. They get no gradient. None, both:
             q and k are not turned.
         mask: None, for causal attention, or what scaled_dot_product_attention takes. Likewise.
@@ -127,7 +129,7 @@ class DecoderLayer(torch.autograd.Function):
             fp16 or fp32. They are copied into the borders, in the buffers' dtype and scaled.
         others: the fields of Others, which replace frozen's: norms in hidden's dtype, biases in
             any. Biases are summed in fp32, and so are their gradients and those of norms.
-        frozen: the buffers and norms, in hidden's dtype, and the tokens whose output is needed. For
+        frozen: the buffers, norms in hidden's dtype, and the tokens whose output is needed. For
             the other tokens the layer computes only norm, q, k, v and attention.
 
     Returns:
@@ -204,7 +206,7 @@ class DecoderLayer(torch.autograd.Function):
         )  # fmt: skip
         qkv, o, gate_up, down = frozen.groups
         frozen.borders.refill(frozen.groups, adapters)
-        x, rows, total = as_rows(saved.hidden), frozen.rows, attended.total
+        x, rows, total, like = as_rows(saved.hidden), frozen.rows, attended.total, qkv.A
         width = x.shape[1]
         sums = AdapterSums()
         grads = new_gradients(x, saved.kinds, needed.others)
@@ -213,13 +215,15 @@ class DecoderLayer(torch.autograd.Function):
             # output = total + down(activation(gate) up)
             grad = frozen.borders.handover.take(grad_output, down.grad_columns)
             if grad is None or rows is not None:
-                grad = empty_rows(x, len(total), down.grad_columns)
+                grad = empty_rows(like, len(total), down.grad_columns)
                 grad[:, :width].copy_(needed_rows(as_rows(grad_output), rows))
             grad_residual = grad[:, :width]
+            if x.dtype != like.dtype:
+                grad_residual = needed_rows(as_rows(grad_output), rows)
             if not frozen.adds_mlp_as_it_is:
                 grad = addend_gradient(
                     grad_residual, frozen.multiplier, saved.mlp_normed, frozen.mlp_norm,
-                    grads.mlp_norm, down.grad_columns,
+                    grads.mlp_norm, like, down.grad_columns,
                 )  # fmt: skip
             sum_biases(down.by_projection(grad), (grads.down_bias,))
             grad_hidden, p_down = down.buffer.gradient(Incoming(grad), None, dropouts.down)
@@ -246,18 +250,19 @@ class DecoderLayer(torch.autograd.Function):
                 gate_up, (adapters.gate, adapters.up), (need.gate, need.up), saved.m.x, pm,
                 dropouts.gate_up,
             )  # fmt: skip
-            grad = empty_rows(x, len(total), o.grad_columns)
+            grad = empty_rows(like, len(total), o.grad_columns)
+            grad_total = grad[:, :width] if x.dtype == like.dtype else torch.empty_like(total)
             as_it_is = frozen.adds_attended_as_it_is
             incoming = o.buffer.norm_backward(
-                grad_normed, grad_residual, total, frozen.post_norm, saved.post_rstd, grad,
-                grads.post_norm, is_read=as_it_is and dropouts.o is None,
+                grad_normed, grad_residual, total, frozen.post_norm, saved.post_rstd, grad_total,
+                grad, grads.post_norm, is_read=as_it_is and dropouts.o is None,
             )  # fmt: skip
             del grad_normed
-            grad_residual = grad[:, :width]
+            grad_residual = grad_total
             if not as_it_is:
                 grad = addend_gradient(
                     grad_residual, frozen.multiplier, attended.normed, frozen.attended_norm,
-                    grads.attended_norm, o.grad_columns,
+                    grads.attended_norm, like, o.grad_columns,
                 )  # fmt: skip
                 incoming = Incoming(grad)
 
@@ -273,7 +278,7 @@ class DecoderLayer(torch.autograd.Function):
                 sums.compute()  # of as many tokens, and not of all as those that follow
                 grad_attended = spread_rows(grad_attended, rows, len(x))
                 grad_residual = spread_rows(grad_residual, rows, len(x))
-            grad_qkv = empty_rows(x, len(x), qkv.grad_columns)
+            grad_qkv = empty_rows(like, len(x), qkv.grad_columns)
             attention_backward(
                 grad_attended, saved.qkv, saved.cos, saved.sin, saved.mask, attended.x,
                 attended.saved, attended.attention, grad_qkv[:, : qkv.out],
@@ -299,7 +304,8 @@ class DecoderLayer(torch.autograd.Function):
                     grad_normed, grad_residual, x, frozen.input_norm, saved.input_rstd,
                     wide[:, :width], grads.input_norm,
                 )  # fmt: skip
-                frozen.borders.handover.offer(wide)
+                if x.dtype == like.dtype:
+                    frozen.borders.handover.offer(wide)
                 grad_x = wide[:, :width].view(saved.hidden.shape)
             elif any(one.A for one in need.qkv):
                 pn = qkv.buffer.adapter_gradient(grad_qkv[:, : qkv.out], saved.n.scales)

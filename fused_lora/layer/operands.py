@@ -242,10 +242,11 @@ def check_operands(
             f"{NAME}: hidden is {list(hidden.shape)}, should be [batch, positions, "
             f"{qkv.in_features}]"
         )
-    if compute_dtype(hidden) != hidden.dtype or qkv.A.dtype != hidden.dtype:
+    computed = compute_dtype(hidden)
+    if qkv.A.dtype != computed or hidden.dtype not in (computed, torch.float32):
         raise ValueError(
             f"{NAME}: hidden is {hidden.dtype}, the buffers {qkv.A.dtype} and the dtype of "
-            f"the computation {compute_dtype(hidden)}: give all one dtype, or use the unfused layer"
+            f"the computation {computed}: give all one dtype, or use the unfused layer"
         )
     if any(angle is not None and angle.requires_grad for angle in (cos, sin)):
         raise ValueError(

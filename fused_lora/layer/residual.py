@@ -51,14 +51,14 @@ def norm_backward(
 
 def addend_gradient(
     grad_sum: Tensor, multiplier: float, normed: Normed | None, norm: Norm | None,
-    grad_weight: Tensor | None, columns: int,
+    grad_weight: Tensor | None, like: Tensor, columns: int,
 ) -> Tensor:  # fmt: skip
     """Return the gradient of a projection that was multiplied, or normed, before it was added.
 
     grad_sum [T, hidden] is the gradient of the sum. The result is the first columns of new rows
-    `columns` wide. A trained norm's weight gets its gradient in grad_weight.
+    `columns` wide, in the dtype of `like`. grad_weight gets that of a trained norm's weight.
     """
-    wide = empty_rows(grad_sum, len(grad_sum), columns)
+    wide = empty_rows(like, len(grad_sum), columns)
     grad = wide[:, : grad_sum.shape[1]]
     if normed is None or norm is None:
         torch.mul(grad_sum, multiplier, out=grad)

@@ -103,6 +103,9 @@ def launch_layer():
     y = wide[:, :HIDDEN]
     rstd = residual_kernels.residual_norm_forward(x, weight, 1e-6, y, copy=x)
     residual_kernels.residual_norm_backward(x, y, x, weight, rstd, y)
+    in_fp32, weight_in_fp32 = x.float(), weight.float()  # a residual, beside matmuls in 16 bits
+    residual_kernels.residual_norm_forward(in_fp32, weight_in_fp32, 1e-6, y, copy=in_fp32)
+    residual_kernels.residual_norm_backward(x, in_fp32, in_fp32, weight_in_fp32, rstd, in_fp32)
     residual_kernels.add_normed(x, y, weight, 1e-6, x)
     A, z_copy = empty(RANK, HIDDEN), empty(TOKENS, RANK)
     residual_kernels.extend_rows(x, A, wide, z_copy)

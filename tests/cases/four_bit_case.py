@@ -35,6 +35,14 @@ def quantised(model, only="", compute_dtype: Any = "the model's", **options):
     return model
 
 
+def prepared(model):
+    """Return a quantised model as prepare_model_for_kbit_training leaves it: all else in fp32."""
+    for parameter in quantised(model).parameters():
+        if not isinstance(parameter, bnb.Params4bit):
+            parameter.data = parameter.data.float()
+    return model
+
+
 def dequantised(model):
     """Return a copy of a model with plain layers of the weights that its 4 bits stand for."""
     plain = copy.deepcopy(model)

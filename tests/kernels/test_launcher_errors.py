@@ -117,6 +117,9 @@ TAKEN = {
     ("norm_codes", "x", short),
     ("rope_forward", "qkv", half),
     ("causal_attention_forward", "qkv", half),
+    ("residual_norm_forward", "y", half),
+    ("residual_norm_backward", "grad_y", half),
+    ("residual_norm_backward", "grad_x", half),
     *(
         (f"{which}_{way}", name, apart)
         for which in ("swiglu", "geglu")
@@ -133,7 +136,7 @@ MATRICES = [
     if (name, argument, change) not in TAKEN
 ]
 ERRORS = [
-    ("residual_norm_forward", {"y": half}, "y is torch.float16 on"),
+    ("residual_norm_forward", {"copy": half}, "copy is torch.float16 on"),
     ("residual_norm_forward", {"y": apart}, "y has elements 4 apart"),
     ("residual_norm_forward", {"weight": short}, r"weight is \[7\], should be \[8\] and contigu"),
     ("residual_norm_forward", {"weight": half}, "weight is torch.float16"),

@@ -99,6 +99,18 @@ def eager_normed_sum(x, residual, weight, grad, zero_centered=False):
     return total.detach(), torch.autograd.grad(total, leaf, grad)[0]
 
 
+def test_the_residual_may_be_fp32_beside_operands_of_matmuls_in_bf16(device):
+    x, weight, grad_y, grad_residual = norm_case("odd", torch.float32, device)
+    exact, rounded = {}, {}
+    for found, dtype in ((exact, torch.float32), (rounded, torch.bfloat16)):
+        y, grad_x = (torch.full_like(x, 7.0, dtype=dtype) for _ in range(2))
+        rstd = residual_norm_forward(x, weight, EPS, y)
+        grad = grad_y.bfloat16().to(dtype)
+        residual_norm_backward(grad, grad_residual, x, weight, rstd, grad_x)
+        found |= {"y": y.bfloat16(), "grad_x": grad_x.bfloat16()}
+    assert all(torch.equal(rounded[name], exact[name]) for name in exact)
+
+
 def test_several_rows_share_a_partial_sum_of_a_weights_gradient(device, monkeypatch):
     monkeypatch.setattr(residual, "MAX_PARTIAL_SUMS", 3)
     case = norm_case("odd", torch.bfloat16, device)

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from cases.four_bit_case import quantised
+from cases.four_bit_case import prepared, quantised
 from cases.fp8_case import CONFIG
 from cases.fused_case import ALL
 from cases.graph_case import (
@@ -30,6 +30,7 @@ from fused_lora.step.graph import EAGER_CALLS
 ONE_LAYER = {"num_hidden_layers": 1}
 
 AGAIN = Fusion(**ALL, layer=True, checkpoint="full")
+IN_4_BITS = Fusion(rms_norm=True, cross_entropy=True, layer=True, checkpoint="full")
 TRAINED = {
     "target_modules": "all-linear",
     "bias": "all",
@@ -44,11 +45,8 @@ FUSED = {
     "whole layers, normed heads": ("Qwen3", Fusion(**ALL, layer=True)),
     "whole layers, biases and norms trained": ("Qwen2", AGAIN, TRAINED),
     "whole layers, one product for q, k and v": ("Phi3", AGAIN, TRAINED),
-    "whole layers in 4 bits": (
-        "Qwen2",
-        Fusion(rms_norm=True, cross_entropy=True, layer=True, checkpoint="full"),
-        {"change": quantised},
-    ),
+    "whole layers in 4 bits": ("Qwen2", IN_4_BITS, {"change": quantised}),
+    "whole layers in 4 bits, prepared": ("Qwen2", IN_4_BITS, {"change": prepared}),
     "whole layers in FP8": (
         "Qwen2",
         Fusion(**ALL | {"cross_entropy": False}, layer=True, fp8=True, checkpoint="full"),

@@ -62,4 +62,4 @@ def _make(reads: Sequence[Projection], layout: Layout, scratches: Scratches) -> 
     if key not in scratches:
         scratches[key] = Scratch(empty_rows(like, layout.rows, inputs + layout.width).zero_())
     weights = [packed(read.base) if is_4bit(read.base) else read.weight.detach() for read in reads]
-    return ScratchBuffer(scratches[key], weights, move_biases(reads, layout))
+    return ScratchBuffer(scratches[key], weights, move_biases(reads, layout, like.dtype))

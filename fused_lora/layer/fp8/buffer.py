@@ -160,14 +160,15 @@ class Fp8Buffer(Buffer):
 
     def norm_backward(
         self, grad_y: Tensor, grad_residual: Tensor, x: Tensor, norm: Norm | None,
-        rstd: Tensor | None, rows: Tensor, grad_weight: Tensor | None, is_read: bool,
+        rstd: Tensor | None, grad_x: Tensor, rows: Tensor, grad_weight: Tensor | None,
+        is_read: bool,
     ) -> Incoming:  # fmt: skip
         if norm is None or rstd is None or grad_weight is not None or not is_read:
             return super().norm_backward(
-                grad_y, grad_residual, x, norm, rstd, rows, grad_weight, is_read
+                grad_y, grad_residual, x, norm, rstd, grad_x, rows, grad_weight, is_read
             )
         codes = norm_backward_codes(
-            grad_y, grad_residual, x, norm.weight, rstd, rows[:, : x.shape[1]], self.scales,
+            grad_y, grad_residual, x, norm.weight, rstd, grad_x, self.scales,
             self._codes_t.shape[1], norm.zero_centered,
         )  # fmt: skip
         return Incoming(rows, Codes(*codes, x.dtype))
