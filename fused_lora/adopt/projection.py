@@ -23,7 +23,7 @@ from .four_bit.reading import NOT_WHOLE, is_4bit, is_4bit_lora, stand_in_for
 from .fp8.checkpoint import hint_for_codes, hint_for_layer
 from .refusal import Refusal, refuse
 
-UNQUANTISED = "load the model in bf16, not quantised"
+UNQUANTISED = "load the model in bf16 or in 4 bits"
 BASE_IS_TRAINED = "its base weight is trained: freeze it, requires_grad_(False)"
 CAST = "cast the model to bfloat16, float16 or float32"
 
