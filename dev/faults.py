@@ -60,6 +60,12 @@ FAULTS = (
     # --- whole layers ---
     Fault("fused_lora/layer/buffer.py", "total.addmm_(extended, weight, alpha=multiplier)",
           "total.addmm_(extended, weight)", "kernels", "decoder_layer"),
+    Fault("fused_lora/layer/scratch.py", "if self._scratch.holder == self.serial else None", "",
+          "adopt", "fuse_4bit fuse_users"),
+    Fault("fused_lora/layer/decoder_layer.py", "if x.dtype != like.dtype:", "if False:", "adopt",
+          "fuse_4bit"),
+    Fault("fused_lora/adopt/four_bit/border.py", "kept_places == places and", "", "adopt",
+          "fuse_users fuse_4bit"),
     Fault("fused_lora/layer/adapter_sums.py", "gradient, scaling)]))", "gradient, 1.0)]))",
           "kernels", "decoder_layer"),
     Fault("fused_lora/kernels/fp8_rows.py", "torch.where(least > 0, least, 1.0)",
