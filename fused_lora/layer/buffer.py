@@ -5,20 +5,19 @@ W [out, in], and A [width, in] and s B [out, width] of all its projections, make
     M = [[W, s B],      and with z = x A', p = dy s B      y  = [x | z] M[:out]'
          [A,  0 ]]                                         dx = [dy | p] M[:, :in]
 
-A decoder layer has four: q, k and v; o; gate and up; down. It asks them for
+A decoder layer has four: q, k and v; o; gate and up; down. It asks
 
-    project_norm       y of a norm of x                    q, k, v; gate, up
-    add_projected      a residual plus y                   o
-    add_swiglu         a residual plus y of SwiGLU         down
-    norm_backward      the dy that comes out of a norm     o
-    swiglu_backward    the dy that comes out of SwiGLU     gate, up
-    gradient           dx and p of dy                      all
+    q, k, v; gate, up   project_norm       y of a norm of x
+    o                   add_projected      a residual plus y
+    down                add_swiglu         a residual plus y of SwiGLU
+    o                   norm_backward      its dy, which comes out of a norm's backward
+    gate, up            swiglu_backward    its dy, which comes out of SwiGLU's backward
+    all                 gradient           dx and p of dy
 
 No code outside a buffer's file knows which kind it is. `Buffer` multiplies in the weight's dtype. A
-kind that multiplies something else overrides these methods. A kind that only stores its weights
-differently, in 4 bits say, overrides just `encode` and writes W into `matrix` there: `Filling`
-calls it before a forward, and before a backward if the border has changed since. Layers may share
-such a matrix if they share its `key`.
+kind that multiplies in FP8 overrides these methods. A kind that only stores its weights differently
+overrides just `encode`, and writes W into `matrix` there (`scratch.py`). `Filling` calls it before
+a forward, and before a backward if `key` has changed.
 
 With dropout, separate kernels compute every projection's z and p A from masked tensors.
 """

@@ -113,8 +113,8 @@ class DecoderLayer(torch.autograd.Function):
             q, k, v, mask, is_causal=mask is None, scale=attention_scaling, enable_gqa=True)
         total = hidden + attended_norm(multiplier * o_proj(join_heads(attended)))
         m = post_norm(total)
-        hidden = activation(gate_proj(m)) * up_proj(m)  # F.silu, or F.gelu by tanh
-        output = total + mlp_norm(multiplier * down_proj(hidden))
+        activated = activation(gate_proj(m)) * up_proj(m)  # F.silu, or F.gelu by tanh
+        output = total + mlp_norm(multiplier * down_proj(activated))
 
     with the projections' lora_dropout in training.
 
@@ -162,7 +162,7 @@ class DecoderLayer(torch.autograd.Function):
         frozen.borders.fill(frozen.groups, trained.adapters)
         dropouts = draw_dropouts(frozen, len(x))
 
-        # the norm writes the copy of the residual that o adds to, unless a first run has kept a sum
+        # the norm writes the copy of the residual that o adds to; a recomputation may have the sum
         adds_to_copy = frozen.attended_norm is None and frozen.rows is None
         adds_to_copy &= not o.buffer.adds_beside(dropouts.o)
         copy = torch.empty_like(x) if adds_to_copy and not has_kept() else None
