@@ -54,7 +54,7 @@ FORMS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow("double", "down alone")
+@pytest.mark.slow("double", "down alone", "adapters in the first of three layers")
 @pytest.mark.parametrize("policy", ["none", "full"])
 @pytest.mark.parametrize(("four_bit", "options"), FORMS.values(), ids=FORMS)
 def test_it_is_the_layer_on_what_its_weights_stand_for(four_bit, options, policy, device):
