@@ -32,7 +32,7 @@ from ..layer.buffer import Bordered, Buffer, PlacedWeight
 from ..layer.filling import Filling
 from ..layer.scratch import Scratches
 from .foreign.saved_weights import hand_out_buffered
-from .projection import Projection, why_not_base
+from .projection import Projection, why_not_plain_base
 
 # 8 bf16 values are 16 bytes, the alignment cuBLAS needs for every row. Without any adapter the
 # border is this wide, and zero.
@@ -89,7 +89,7 @@ class Border:
     @staticmethod
     def why_not_base(base: nn.Module) -> str | None:
         """Return the reason if such a buffer cannot take a base layer's weight."""
-        return why_not_base(base)
+        return why_not_plain_base(base)
 
     @staticmethod
     def take_in(base: nn.Linear) -> None:

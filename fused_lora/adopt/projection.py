@@ -19,7 +19,7 @@ from ..rerun import once
 from .foreign.forwards import STAND_IN, fused_parts_of, has_own_forward, why_not_own_forward
 from .foreign.hooks import has_hooks
 from .foreign.originals import why_patched
-from .four_bit.reading import NOT_WHOLE, is_4bit, is_4bit_lora, stand_in_for
+from .four_bit.reading import is_4bit, is_4bit_lora, stand_in_for, why_not_4bit
 from .fp8.checkpoint import hint_for_codes, hint_for_layer
 from .refusal import Refusal, refuse
 
@@ -32,7 +32,7 @@ class Projection(NamedTuple):
     """x W' + bias + scaling (dropout(x) A' B' + lora_bias). Without an adapter A and B have
     rank 0."""
 
-    weight: Tensor  # of one in 4 bits its shape, dtype and device alone (`four_bit/reading.py`)
+    weight: Tensor  # in 4 bits its shape, dtype and device, until `written` (`four_bit/parts.py`)
     bias: Tensor | None
     A: Tensor
     B: Tensor
@@ -50,7 +50,13 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def why_not_base(base: nn.Module) -> str | None:
-    """Return the reason if a base layer is anything but a frozen linear layer."""
+    """Return the reason if a base layer is anything but a frozen linear layer, plain or in 4
+    bits."""
+    return why_not_4bit(base) if is_4bit(base) else why_not_plain_base(base)
+
+
+def why_not_plain_base(base: nn.Module) -> str | None:
+    """Return the reason if a base layer is anything but a frozen torch.nn.Linear."""
     if type(base) is not nn.Linear:
         return _not_linear(base)
     weight = _parameter(base, "weight")
@@ -208,7 +214,7 @@ def _why_not_lora(projection: Any) -> str | None:
 
 def _not_linear(base: nn.Module) -> str:
     if is_4bit(base):
-        return NOT_WHOLE
+        return "its base layer is in 4 bits: leave fp8 out"
     to_do = hint_for_layer(base) or f", not torch.nn.Linear: {UNQUANTISED}"
     return f"its base layer is {type(base).__name__}{to_do}"
 

@@ -9,8 +9,8 @@ from ...kernels.rows import empty_rows
 from ...layer.buffer import Bordered
 from ...layer.scratch import Scratch, ScratchBuffer, Scratches
 from ..borders import Border, Layout, held_bias, layout_of, move_biases
-from ..projection import Projection
-from .reading import is_4bit, packed, places_of, why_not_4bit
+from ..projection import Projection, why_not_base
+from .reading import is_4bit, packed, places_of
 
 
 class PackedBorder(Border):
@@ -19,7 +19,7 @@ class PackedBorder(Border):
 
     @staticmethod
     def why_not_base(base: nn.Module) -> str | None:
-        return why_not_4bit(base) if is_4bit(base) else Border.why_not_base(base)
+        return why_not_base(base)
 
     def __init__(self) -> None:
         super().__init__()
