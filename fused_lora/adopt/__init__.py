@@ -9,6 +9,7 @@ Only this package knows the classes of PEFT and transformers.
     refusal.py, aside.py          why a module does not run fused; stepping aside and warning
     documents.py                  packed and padded rows
     borders.py, fp8/              weights in buffers
+    four_bit/                     weights in 4 bits, of whole layers and of parts
     report.py                     the report of what runs fused now
     foreign/                      clever dealings with other people's code
 """

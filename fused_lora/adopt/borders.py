@@ -32,7 +32,8 @@ from ..layer.buffer import Bordered, Buffer, PlacedWeight
 from ..layer.filling import Filling
 from ..layer.scratch import Scratches
 from .foreign.saved_weights import hand_out_buffered
-from .projection import Projection, why_not_plain_base
+from .four_bit.reading import is_4bit
+from .projection import Projection, why_not_base
 
 # 8 bf16 values are 16 bytes, the alignment cuBLAS needs for every row. Without any adapter the
 # border is this wide, and zero.
@@ -89,7 +90,9 @@ class Border:
     @staticmethod
     def why_not_base(base: nn.Module) -> str | None:
         """Return the reason if such a buffer cannot take a base layer's weight."""
-        return why_not_plain_base(base)
+        if is_4bit(base):
+            return "its weight is in 4 bits: leave fp8 out"
+        return why_not_base(base)
 
     @staticmethod
     def take_in(base: nn.Linear) -> None:

@@ -14,7 +14,7 @@ from .attention import head_norms_of, split_qkv, why_not_head_norms, why_not_sdp
 from .borders import Border
 from .families import LayerForm
 from .foreign.forwards import fused_parts_of
-from .four_bit.reading import is_4bit, why_not_alike
+from .four_bit.reading import why_not_alike
 from .known import known_form, why_not_class
 from .mlp import split_gate_up, why_not_activation
 from .projection import Projection, read_projection, why_call
@@ -70,7 +70,7 @@ def _read_one(owner: Any, name: str, kind: type[Border]) -> Projection:
 def _check_alike(name: str, read: Projection, dtype: torch.dtype, device: torch.device) -> None:
     """Raise a Refusal unless a projection's weight and bias have the dtype and device of norms."""
     stored = read.weight.dtype
-    if is_4bit(read.base) and stored != dtype:
+    if read.is_packed and stored != dtype:
         raise Refusal(f"{name}: {why_not_alike(read.base, dtype)}")
     weight_dtype = dtype if stored in DTYPES else stored  # codes, already checked by `kind`
     for tensor, wanted in ((read.weight, weight_dtype), (read.bias, dtype)):

@@ -9,7 +9,7 @@ from .aside import keep_reported, share_told
 from .borders import Border
 from .documents import DECODER, decoder_forward, decoders
 from .foreign.forwards import fused_parts_of, why_not_own_forward
-from .four_bit.parts import share_memories
+from .four_bit.parts import memories_of, share_memories
 from .layer import BorderedForward, borders_of, give_borders
 from .report import PARTS_SET
 from .site import FusedForward, Site
@@ -24,7 +24,7 @@ def running_in(model: nn.Module) -> set[str]:
 def set_forwards(model: nn.Module, wanted: set[str], kind: type[Border] | None) -> None:
     """Make the modules of a model run the wanted parts fused where they can, beside the parts that
     they already ran. kind: of borders for whole layers; None: keep theirs."""
-    sites = list(_sites_by_module(model, wanted, kind))
+    sites, memories = list(_sites_by_module(model, wanted, kind)), memories_of(model)
     for module, parts, site in sites:
         owner = FusedForward(site.forward, module, parts)
         if "layer" in parts:
@@ -41,7 +41,7 @@ def set_forwards(model: nn.Module, wanted: set[str], kind: type[Border] | None) 
                 keep_reported(module, left)
     give_borders([(n, m) for n, m in model.named_modules() if "layer" in fused_parts_of(m)])
     share_told(model)
-    share_memories(model)
+    share_memories(model, memories)
     for each in KINDS.values():
         each.settle(model)
 

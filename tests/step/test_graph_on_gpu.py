@@ -44,6 +44,7 @@ FUSED = {
     "whole layers, normed heads": ("Qwen3", Fusion(**ALL, layer=True)),
     "whole layers, biases and norms trained": ("Qwen2", AGAIN, TRAINED),
     "whole layers, one product for q, k and v": ("Phi3", AGAIN, TRAINED),
+    "parts in 4 bits": ("Qwen2", Fusion(**ALL, checkpoint="full"), {"change": quantised}),
     "whole layers in 4 bits": (
         "Qwen2",
         Fusion(rms_norm=True, cross_entropy=True, layer=True, checkpoint="full"),

@@ -17,7 +17,7 @@ from fused_mlp.utils import compute_dtype
 from ...kernels.dequantize_4bit import Dequantize4bit, Packed4bit
 from ..foreign.forwards import HOOKED, owner_of
 from ..projection import Projection
-from .reading import is_4bit, packed, places_of
+from .reading import packed, places_of
 
 COMPILED = "weights in 4 bits within torch.compile: ask for layer=True, or do not compile"
 
@@ -99,7 +99,7 @@ def written(
 ) -> tuple[list[Projection], Callable[[], None] | None]:
     """Write those weights of a module's projections that are in 4 bits. Return the projections with
     weights to multiply, and a function that writes these again, None if all are plain."""
-    in_4_bits = [read for read in reads if is_4bit(read.base)]
+    in_4_bits = [read for read in reads if read.is_packed]
     if not in_4_bits:
         return reads, None
     owner = owner_of(module) or owner_of(module, HOOKED)
@@ -108,23 +108,26 @@ def written(
     found.write()
     matrices = iter(found.matrices)
     return [
-        read._replace(weight=next(matrices)) if is_4bit(read.base) else read for read in reads
+        read._replace(weight=next(matrices), is_packed=False) if read.is_packed else read
+        for read in reads
     ], found.write_again
 
 
-def share_memories(model: nn.Module) -> None:
-    """Share the memory among all modules of the model."""
-    owners = [owner for owner in map(owner_of, model.modules()) if owner is not None]
-    shared = (owner.memories for owner in owners if owner.memories is not None)
-    memories = next(shared, None) or Memories()
-    for owner in owners:
+def memories_of(model: nn.Module) -> Memories:
+    """Return the memory that the modules of a model share, or new if they share none."""
+    owners = filter(None, map(owner_of, model.modules()))
+    return next((owner.memories for owner in owners if owner.memories is not None), Memories())
+
+
+def share_memories(model: nn.Module, memories: Memories) -> None:
+    for owner in filter(None, map(owner_of, model.modules())):
         owner.memories = memories
 
 
 def why_not_input(x: Tensor, reads: Sequence[Projection]) -> str:
     """Return the reason if projections in 4 bits cannot run fused on this input, or ""."""
     for read in reads:
-        if is_4bit(read.base):
+        if read.is_packed:
             if torch.compiler.is_compiling():
                 return COMPILED
             dtypes = [tensor.dtype for tensor in (read.weight, read.bias) if tensor is not None]
