@@ -255,6 +255,16 @@ def test_what_cannot_run_says_why(four_bit, change, reason, device):
         assert any(reason in why for why in left)
 
 
+def test_parts_step_aside_where_activations_become_fp32(device):
+    fused, plain, _ = pair(device, Fusion(mlp=True, attention=True), dtype=torch.bfloat16)
+    prepared(fused), prepared(plain)
+    with pytest.warns(UserWarning, match=r"weights are torch.bfloat16, input torch.float32"):
+        got = step(fused, length=SHORT)
+    assert got.functions == {}
+    assert_equal(got, step(plain, length=SHORT))
+    assert all("make them alike" in why for why in report(fused).left.values())
+
+
 def test_nothing_is_left_and_parts_are_not_listed_where_layers_run_whole(device):
     _, plain, _ = pair(device)
     assert not fuse(copy.deepcopy(plain), Fusion(**ALL)).left

@@ -23,10 +23,10 @@ COMPILED = "weights in 4 bits within torch.compile: ask for layer=True, or do no
 
 
 class Memory:
-    """Memory for the weights of one function, by size in a row.
+    """Memory that functions with weights of the same shapes take in turns.
 
-    holder: number of the Written that lies in it now. is_captured: a CUDA graph may write into it
-    without our noticing.
+    values: [values of all weights of a function]. holder: number of the Written that lies in it
+    now. is_captured: the replay of a CUDA graph may write into it, which nobody notices.
     """
 
     def __init__(self, values: Tensor):
@@ -36,9 +36,10 @@ class Memory:
 
 
 class Written:
-    """Weights in 4 bits and the matrices [out, in] that stand for them, while they lie in memory.
+    """The weights of one function in 4 bits, and the matrices [out, in] they are written into.
 
-    It holds bitsandbytes' tensors, so backward writes what forward has read.
+    It holds bitsandbytes' tensors. So a backward multiplies the weights of its forward, even if the
+    model has others by then.
     """
 
     def __init__(self, number: int, memory: Memory, weights: Sequence[Packed4bit]):
@@ -98,7 +99,7 @@ def written(
     module: nn.Module, reads: list[Projection]
 ) -> tuple[list[Projection], Callable[[], None] | None]:
     """Write those weights of a module's projections that are in 4 bits. Return the projections with
-    weights to multiply, and a function that writes these again, None if all are plain."""
+    weights to multiply, and `write_again` for their function, None if all are plain."""
     in_4_bits = [read for read in reads if read.is_packed]
     if not in_4_bits:
         return reads, None
