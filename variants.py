@@ -268,10 +268,10 @@ SUITES = {
     for suite in ("experiment", "parts", "peers", "fastest")
 }
 SUITES["all"] = [id for id, variant in VARIANTS.items() if variant.suites]
-# The experiment on a base in NF4, on which the MLP alone does not run fused.
+# The experiment on a base in NF4.
 EXPERIMENT_ON_NF4 = [
-    *(BASELINE, "compiled_peft", "full_unsloth"),
-    *("fused_layer", "fused_layer_graph_offload", AGAIN),
+    *(BASELINE, "compiled_peft", "fused_mlp", "full_unsloth"),
+    *("fused_all", "fused_layer", "fused_layer_graph_offload", AGAIN),
 ]
 # Others' published settings have long steps: vanilla PEFT runs once, without its A/A twin.
 SUITES["published"] = [

@@ -29,10 +29,14 @@ class Evidence(NamedTuple):
 
 
 EVIDENCE = {  # by fused part, and for a library as a whole
-    "mlp": Evidence({"LoRA_MLPBackward": 1}, ("_swiglu_forward_kernel", "_swiglu_backward_kernel")),
+    "mlp": Evidence(
+        {"LoRA_MLPBackward": 1}, ("_swiglu_forward_kernel", "_swiglu_backward_kernel"),
+        nf4_kernels=("_dequantize_4bit_kernel",),
+    ),
     # with rope, one function stands for q, k, v and o
     "attention": Evidence(
-        {"LoRA_QKVBackward": 1, "LoRA_WBackward": 1, "LoRA_AttentionBackward": 2}
+        {"LoRA_QKVBackward": 1, "LoRA_WBackward": 1, "LoRA_AttentionBackward": 2},
+        nf4_kernels=("_dequantize_4bit_kernel",),
     ),
     "rope": Evidence({"RoPEBackward": 1, "LoRA_AttentionBackward": 1}, ("_rope_kernel",)),
     "rms_norm": Evidence(

@@ -325,8 +325,6 @@ def why_unavailable(variant: str, device: str, base: Base = BF16) -> str | None:
     recipe = recipe_of(variant)
     if base == NF4 and (recipe.fp8 or recipe.base_dtype == "float32"):
         return "its base has another precision; leave it out, or leave out --base nf4"
-    if base == NF4 and {"mlp", "attention"} & set(recipe.fused):
-        return "the MLP or attention alone does not run on NF4 yet; ask for fused_layer instead"
     name = recipe.library.capitalize()
     if recipe.library in ("unsloth", "liger") and device == "cpu":
         return f"{name} needs an NVIDIA GPU; leave it out, or run where there is one"

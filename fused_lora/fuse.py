@@ -168,8 +168,8 @@ class _Asked:
 
     def _may_run(self, part: str, switch: Part) -> bool:
         reasons = {
-            name: explained(self.model, site.why_not(module))
-            for name, module, site in switch.candidates(self.model)
+            name: explained(self.model, site.why_not(self.model, name))
+            for name, _, site in switch.candidates(self.model)
         }
         if not all(reasons.values()):
             return True

@@ -27,7 +27,7 @@ saves. Norms of heads add raw q and k, but not v: 10.2 kB a token in Qwen3-8B. D
 for each element of a, and one for each element of x for each of q, k and v.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -68,7 +68,7 @@ OF_QKV, OF_O, OF_QKV_BIASES, OF_O_BIAS = slice(0, 6), slice(6, 8), slice(8, 11),
 
 class FrozenAttention(NamedTuple):
     """The operands of LoRA_Attention that it does not train. Its seed serves all four masks, of q,
-    k, v and o; the seeds in qkv and o are ignored."""
+    k, v and o, and its write_again (see FrozenMLP) all weights; those in qkv and o are ignored."""
 
     qkv: FrozenQKV
     o: FrozenLinear
@@ -76,6 +76,7 @@ class FrozenAttention(NamedTuple):
     scaling: float  # applied to the scores
     head_norms: HeadNorms | None = None  # for q and k; None: rotate them unnormed
     seed: Tensor | None = None  # [1] int64
+    write_again: Callable[[], None] | None = None
 
 
 class LoRA_Attention(torch.autograd.Function):
@@ -123,7 +124,7 @@ class LoRA_Attention(torch.autograd.Function):
             "LoRA_Attention", (*QKV_PREFIXES, "o_"), (*frozen.qkv.layers, frozen.o), adapters[8:]
         )
         ctx.dtypes = dtypes_of(x, *adapters)
-        ctx.shape_of_x = x.shape
+        ctx.shape_of_x, ctx.write_again = x.shape, frozen.write_again
         ctx.scalings = [layer.scaling for layer in (*layers, o)]
 
         x = x.to(compute_dtype(x))
@@ -172,6 +173,8 @@ class LoRA_Attention(torch.autograd.Function):
             x, cos, sin, mask, z, q, k, q_norm, k_norm, qkv, attended, z_o, A, *others,
         ) = ctx.saved_tensors  # fmt: skip
         B, (o_A, o_B), weights, others = others[:3], others[3:5], others[5:9], others[9:]
+        if ctx.write_again is not None:
+            ctx.write_again()
         count = len(ctx.scales or ())
         masks = masks_of(others[:count], ctx.scales)
         attention_saved = AttentionSaved(*others[count:])

@@ -15,7 +15,7 @@ autograd functions (unsloth/kernels/fast_lora.py). It skips its QKV if a project
 in Qwen2.5. Ours are written from the equations above and overwrite nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -46,7 +46,7 @@ class FrozenLinear(NamedTuple):
 
     dropout: the probability of dropping an element of the adapter's input in training. None, among
     layers of one input: share the mask of the layer before. seed: of the mask; draw a new one,
-    `draw_seed(x.device)`, for each call.
+    `draw_seed(x.device)`, for each call. write_again: as in FrozenMLP.
     """
 
     weight: Tensor  # [out, in]
@@ -54,6 +54,7 @@ class FrozenLinear(NamedTuple):
     scaling: float
     dropout: float | None = 0.0
     seed: Tensor | None = None  # [1] int64
+    write_again: Callable[[], None] | None = None
 
 
 class LoRA_W(torch.autograd.Function):
@@ -93,6 +94,7 @@ class LoRA_W(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, A, B, *rest):
         *biases, frozen = rest
+        ctx.write_again = frozen.write_again
         (output,) = _forward(ctx, "LoRA_W", ("",), x, (A, B), biases, [frozen], frozen.seed)
         return output
 
@@ -104,7 +106,8 @@ class LoRA_W(torch.autograd.Function):
 class FrozenQKV(NamedTuple):
     """The operands of LoRA_QKV that it does not train: three base layers, and their adapters'
     scales and dropout. seed: for all three masks, as for LoRA_W. The dropout of k and v is None if
-    they share q's mask: then all are parts of one projection, with one A."""
+    they share q's mask: then all are parts of one projection, with one A. write_again: as in
+    FrozenMLP, for all three weights."""
 
     q_weight: Tensor  # [q_out, in]
     k_weight: Tensor  # [k_out, in]
@@ -119,6 +122,7 @@ class FrozenQKV(NamedTuple):
     k_dropout: float | None = 0.0
     v_dropout: float | None = 0.0
     seed: Tensor | None = None  # [1] int64
+    write_again: Callable[[], None] | None = None
 
     @property
     def layers(self) -> list[FrozenLinear]:
@@ -171,6 +175,7 @@ class LoRA_QKV(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, q_A, q_B, k_A, k_B, v_A, v_B, *rest):
         *biases, frozen = rest
+        ctx.write_again = frozen.write_again
         adapters, layers = (q_A, q_B, k_A, k_B, v_A, v_B), frozen.layers
         return _forward(ctx, "LoRA_QKV", QKV_PREFIXES, x, adapters, biases, layers, frozen.seed)
 
@@ -242,6 +247,8 @@ def _backward(ctx, name: str, *grad_outputs: Tensor | None) -> tuple[Tensor | No
     x, z, A, *others = ctx.saved_tensors
     count = len(grad_outputs)
     B, weights, bits = others[:count], others[count : 2 * count], others[2 * count :]
+    if ctx.write_again is not None:
+        ctx.write_again()
     group = Group(weights, A, B, ctx.scalings, masks_of(bits, ctx.scales))
     need_x, *needs, _ = ctx.needs_input_grad
     dtype_of_x, *dtypes = ctx.dtypes

@@ -28,6 +28,7 @@ LoRA: Hu et al., arXiv 2106.09685. Unsloth first published a LoRA MLP as one aut
 overwrites nothing.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -63,6 +64,8 @@ class FrozenMLP(NamedTuple):
     output_needed: False when checkpointing recomputes the layer for what LoRA_MLP saves, without
     its output. The output is then zeros, and neither silu nor the down projection runs.
     activation: "silu", or "gelu_tanh" for GELU approximated by tanh.
+    write_again: for weights in memory that others write into between forward and backward. Backward
+    calls it before it reads them.
     """
 
     gate_weight: Tensor  # [intermediate, hidden]
@@ -77,6 +80,7 @@ class FrozenMLP(NamedTuple):
     up_dropout: float | None = 0.0
     down_dropout: float | None = 0.0
     seed: Tensor | None = None  # [1] int64
+    write_again: Callable[[], None] | None = None
 
 
 class LoRA_MLP(torch.autograd.Function):
@@ -136,6 +140,7 @@ class LoRA_MLP(torch.autograd.Function):
         ctx.dtypes_of_down = [t.dtype for t in (down_A, down_B)]
         ctx.scalings = frozen.gate_scaling, frozen.up_scaling, frozen.down_scaling
         ctx.is_geglu = frozen.activation == "gelu_tanh"
+        ctx.write_again = frozen.write_again
         gate_scaling, up_scaling, down_scaling = ctx.scalings
 
         # cast to autocast's dtype if it is on: it then finds nothing to cast below
@@ -188,6 +193,8 @@ class LoRA_MLP(torch.autograd.Function):
         refuse_second_derivative("LoRA_MLP", "the unfused MLP")
         x, gate, up, z, A, gate_B, up_B, down_A, down_B, *weights = ctx.saved_tensors
         gate_weight, up_weight, down_weight, *bits = weights
+        if ctx.write_again is not None:  # after a recompute, which ctx.saved_tensors may start
+            ctx.write_again()
         masks = masks_of(bits, ctx.scales)
         gate_scaling, up_scaling, down_scaling = ctx.scalings
         (

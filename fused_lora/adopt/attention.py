@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -21,6 +22,8 @@ from .aside import say_left, say_once, step_aside
 from .foreign.forwards import fused_parts_of
 from .foreign.originals import is_builtin, why_replaced
 from .foreign.versions import IS_NAMED_CACHE
+from .four_bit.parts import why_not_input, written
+from .four_bit.reading import is_4bit
 from .known import known_form, why_not_class
 from .linear import Reads, frozen_linear, read_output, read_projections, run_alone, tensors_of
 from .projection import CAST, Projection, frozen_bias, seed_for, split_projection
@@ -30,10 +33,9 @@ from .site import having
 
 
 def read_qkv(attention: Any) -> Reads:
-    """Return q, k and v as they are now."""
+    """Return q, k and v as they are now; they may be one projection."""
     refuse(why_not_class(attention, "Attention"))
-    reads = read_projections(attention, known_form(attention, "Attention").projections)
-    return Reads(split_qkv(attention, reads.fit), {}) if reads.are_all else reads
+    return read_projections(attention, known_form(attention, "Attention").projections)
 
 
 def split_qkv(attention: Any, reads: list[Projection]) -> list[Projection]:
@@ -115,8 +117,12 @@ def _why_not_dtype(dtype: torch.dtype | None) -> str | None:
 def output_projections(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, attention in qkv_attentions(model):
         o = attention.get_submodule("o_proj")
-        if type(o) is not nn.Linear:  # a plain one is best left alone
+        if not _is_without_adapter(o):  # best left alone
             yield f"{name}.o_proj", o
+
+
+def _is_without_adapter(o: nn.Module) -> bool:
+    return type(o) is nn.Linear or is_4bit(o)
 
 
 def self_attention_forward(
@@ -136,11 +142,11 @@ def self_attention_forward(
             attention_mask=mask_for_attention(attention_mask), past_key_values=past_key_values,
             **options,
         )  # fmt: skip
-    reads = _read_fused(attention) if "attention" in parts else NONE
+    reads = _read_fused(attention, hidden_states) if "attention" in parts else NONE
     if reads.are_all and ("rope" in parts or not turns(attention)):
         angles = position_embeddings if turns(attention) else (None, None)
         call = attention_mask, past_key_values, options
-        o = _read_rest(attention, angles, *call)
+        o = _read_rest(attention, hidden_states, angles, *call)
         if o is not None:
             return _run_as_one(attention, [*reads.fit, o], hidden_states, angles, attention_mask)
         reason = why_not_inputs(*call)
@@ -159,10 +165,10 @@ def self_attention_forward(
 NONE = Reads([], {})
 
 
-def _read_fused(attention: Any) -> Reads:
+def _read_fused(attention: Any, hidden_states: Tensor) -> Reads:
     """Return q, k and v as they are now. If they do not run fused, warn and return NONE."""
     reads, reason = attempt(read_qkv, attention)
-    if reason:
+    if reason := reason or why_not_input(hidden_states, reads.fit):
         say_once(attention, reason)
         return NONE
     say_left(attention, reads.left)
@@ -170,13 +176,16 @@ def _read_fused(attention: Any) -> Reads:
 
 
 def _run_as_one(
-    attention: Any, reads: Sequence[Projection], hidden_states: Tensor, angles: tuple, mask: Any
+    attention: Any, reads: list[Projection], hidden_states: Tensor, angles: tuple, mask: Any
 ) -> tuple[Tensor, None]:
     """Run q, k, v, attention and o as one LoRA_Attention."""
-    *qkv, o = reads
+    (*qkv, o), write_again = written(attention, reads)
+    qkv = split_qkv(attention, qkv)
+    reads = [*qkv, o]
     frozen = FrozenAttention(
         _frozen_qkv(qkv), frozen_linear(o), attention.head_dim, attention.scaling,
         head_norms_of(attention), seed_for(hidden_states, *(one.dropout for one in reads)),
+        write_again,
     )  # fmt: skip
     return LoRA_Attention.apply(hidden_states, *angles, mask, *tensors_of(reads), frozen), None
 
@@ -184,10 +193,12 @@ def _run_as_one(
 def _run_qkv(attention: Any, reads: Reads, hidden_states: Tensor) -> Sequence[Tensor]:
     """Run q, k and v: as one function, each by itself, or PEFT's way."""
     if reads.are_all:
-        seed = seed_for(hidden_states, *(one.dropout for one in reads.fit))
-        frozen = _frozen_qkv(reads.fit)._replace(seed=seed)
-        return LoRA_QKV.apply(hidden_states, *tensors_of(reads.fit), frozen)
-    run = run_alone if reads.fit else nn.Module.__call__
+        read, write_again = written(attention, reads.fit)
+        qkv = split_qkv(attention, read)
+        seed = seed_for(hidden_states, *(one.dropout for one in qkv))
+        frozen = _frozen_qkv(qkv)._replace(seed=seed, write_again=write_again)
+        return LoRA_QKV.apply(hidden_states, *tensors_of(qkv), frozen)
+    run = partial(run_alone, attention) if reads.fit else nn.Module.__call__
     names = known_form(attention, "Attention").projections
     outputs = [run(getattr(attention, name), hidden_states) for name in names]
     if len(outputs) > 1:
@@ -202,7 +213,7 @@ def mask_for_attention(mask: Any) -> Any:
 
 
 def _read_rest(
-    attention: Any, angles: tuple, mask, past_key_values, options: dict
+    attention: Any, hidden_states: Tensor, angles: tuple, mask, past_key_values, options: dict
 ) -> Projection | None:
     """Return o as it is now, for an attention whose q, k and v are fused, or None if the attention
     cannot run as one function."""
@@ -216,11 +227,11 @@ def _read_rest(
         or why_not_inputs(mask, past_key_values, options)
         or "softcap" in dict(form.passes)
         or turns_part
-        or not ("attention" in fused_parts_of(o) or type(o) is nn.Linear)
+        or not ("attention" in fused_parts_of(o) or _is_without_adapter(o))
     ):
         return None
-    read, _ = attempt(read_output, o)
-    return read
+    read, reason = attempt(read_output, o)
+    return None if reason or why_not_input(hidden_states, [read]) else read
 
 
 def why_not_sdpa(attention: Any) -> str | None:

@@ -14,7 +14,7 @@ from .attention import head_norms_of, split_qkv, why_not_head_norms, why_not_sdp
 from .borders import Border
 from .families import LayerForm
 from .foreign.forwards import fused_parts_of
-from .four_bit.reading import is_4bit, why_not_alike
+from .four_bit.reading import why_not_alike
 from .known import known_form, why_not_class
 from .mlp import split_gate_up, why_not_activation
 from .projection import Projection, read_projection, why_call
@@ -75,7 +75,7 @@ def _check_alike(name: str, read: Projection, dtype: torch.dtype, device: torch.
     stored = read.weight.dtype
     weight_dtype = dtype if stored in DTYPES else stored  # codes, already checked by `kind`
     bias_dtype = dtype
-    if is_4bit(read.base) and stored != dtype:
+    if read.is_packed and stored != dtype:
         if dtype != torch.float32:
             raise Refusal(f"{name}: {why_not_alike(read.base, dtype)}")
         # norms and the residual in fp32, as prepare_model_for_kbit_training leaves them

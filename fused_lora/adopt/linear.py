@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ..lora_linear import FrozenLinear, LoRA_W
 from .aside import step_aside, why_unloaded
 from .foreign.forwards import why_not_own_forward
+from .four_bit.parts import why_not_input, written
 from .projection import (
     Projection,
     bias_of,
@@ -69,14 +70,19 @@ def frozen_linear(read: Projection) -> FrozenLinear:
     return FrozenLinear(read.weight, frozen_bias(read), read.scaling, read.dropout)
 
 
-def run_alone(projection: nn.Module, x: Tensor) -> Tensor:
-    """Run a projection as LoRA_W, or PEFT's way if it cannot be fused or has no adapter."""
+def run_alone(module: nn.Module, projection: nn.Module, x: Tensor) -> Tensor:
+    """Run a projection of a module as LoRA_W, or PEFT's way if it cannot be fused or has no
+    adapter."""
     read, reason = attempt(read_projection, projection)
-    return projection(x) if reason or not len(read.A) else _lora_w(read, x)
+    if reason or not len(read.A) or why_not_input(x, [read]):
+        return projection(x)
+    return _lora_w(module, read, x)
 
 
-def _lora_w(read: Projection, x: Tensor) -> Tensor:
-    frozen = frozen_linear(read)._replace(seed=seed_for(x, read.dropout))
+def _lora_w(module: nn.Module, read: Projection, x: Tensor) -> Tensor:
+    (read,), write_again = written(module, [read])
+    seed = seed_for(x, read.dropout)
+    frozen = frozen_linear(read)._replace(seed=seed, write_again=write_again)
     return LoRA_W.apply(x, *tensors_of([read]), frozen)
 
 
@@ -94,6 +100,6 @@ def output_forward(projection: nn.Module, parts: frozenset[str], x: Tensor, *res
     read, reason = attempt(read_output, projection)
     if rest or options:
         reason = "it was given more than its input"
-    if reason:
+    if reason := reason or why_not_input(x, [read]):
         return step_aside(projection, reason, x, *rest, **options)
-    return _lora_w(read, x)
+    return _lora_w(projection, read, x)

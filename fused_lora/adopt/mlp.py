@@ -13,6 +13,7 @@ from fused_mlp.utils import ACTIVATIONS
 from ..rerun import saving_last
 from .aside import say_left, step_aside
 from .foreign.originals import is_builtin
+from .four_bit.parts import why_not_input, written
 from .known import known_form, why_not_class
 from .linear import Reads, read_projections, run_alone
 from .projection import Projection, bias_of, seed_for, split_projection, why_call
@@ -64,18 +65,19 @@ def why_not_activation(mlp: Any) -> str | None:
 
 def mlp_forward(mlp: nn.Module, parts: frozenset[str], x: Tensor) -> Tensor:
     reads, reason = attempt(read_mlp, mlp)
-    if reason:
+    if reason := reason or why_not_input(x, reads.fit):
         return step_aside(mlp, reason, x)
     if reads.left:
         say_left(mlp, reads.left)
         return _run_apart(mlp, x)
-    *both, down = reads.fit
+    (*both, down), write_again = written(mlp, reads.fit)
     gate, up = split_gate_up(both)
     every = gate, up, down
     frozen = FrozenMLP(
         gate.weight, up.weight, down.weight, gate.scaling, up.scaling, down.scaling,
         activation=activation_of(mlp), seed=seed_for(x, *(one.dropout for one in every)),
         gate_dropout=gate.dropout, up_dropout=up.dropout, down_dropout=down.dropout,
+        write_again=write_again,
     )  # fmt: skip
     adapters = [tensor for one in every for tensor in (one.A, one.B)]
     biases = [bias_of(one) for one in every]
@@ -92,9 +94,9 @@ def mlp_forward(mlp: nn.Module, parts: frozenset[str], x: Tensor) -> Tensor:
 def _run_apart(mlp: Any, x: Tensor) -> Tensor:
     """Run the class's forward projection by projection, each fused if possible."""
     form = known_form(mlp, "MLP")
-    outputs = [run_alone(getattr(mlp, name), x) for name in form.projections]
+    outputs = [run_alone(mlp, getattr(mlp, name), x) for name in form.projections]
     gate, up = outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
-    return run_alone(mlp.down_proj, getattr(mlp, form.activation)(gate) * up)
+    return run_alone(mlp, mlp.down_proj, getattr(mlp, form.activation)(gate) * up)
 
 
 def projections_of(mlp: nn.Module) -> set[str]:

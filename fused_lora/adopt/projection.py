@@ -19,7 +19,7 @@ from ..rerun import once
 from .foreign.forwards import STAND_IN, fused_parts_of, has_own_forward, why_not_own_forward
 from .foreign.hooks import has_hooks
 from .foreign.originals import why_patched
-from .four_bit.reading import NOT_WHOLE, is_4bit, is_4bit_lora, stand_in_for
+from .four_bit.reading import is_4bit, is_4bit_lora, stand_in_for, why_not_4bit
 from .fp8.checkpoint import hint_for_codes, hint_for_layer
 from .refusal import Refusal, refuse
 
@@ -32,7 +32,7 @@ class Projection(NamedTuple):
     """x W' + bias + scaling (dropout(x) A' B' + lora_bias). Without an adapter A and B have
     rank 0."""
 
-    weight: Tensor  # of one in 4 bits its shape, dtype and device alone (`four_bit/reading.py`)
+    weight: Tensor  # if it is packed, its shape, dtype and device alone
     bias: Tensor | None
     A: Tensor
     B: Tensor
@@ -42,6 +42,7 @@ class Projection(NamedTuple):
     dropout: float | None = 0.0
     lora_bias: Tensor | None = None  # PEFT's name for an adapter's bias
     base: nn.Module | None = None  # owner of weight and bias; None: this is a part
+    is_packed: bool = False  # its weight is in 4 bits and has not been `written` (`four_bit/`)
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -50,9 +51,9 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def why_not_base(base: nn.Module) -> str | None:
-    """Return the reason if a base layer is anything but a frozen linear layer."""
+    """Return the reason if a base layer is no frozen linear layer, plain or in 4 bits."""
     if type(base) is not nn.Linear:
-        return _not_linear(base)
+        return why_not_4bit(base) if is_4bit(base) else _not_linear(base)
     weight = _parameter(base, "weight")
     if (reason := why_not_plain(weight)) is not None:
         return f"its base weight {reason}"
@@ -112,9 +113,9 @@ def read_projection(
         )
     lora_bias = _parameter(B, "bias")
     A, B = _parameter(A, "weight"), _parameter(B, "weight")
-    weight, bias = _weight_of(base), _parameter(base, "bias")
-    scaling = float(scaling)  # from NumPy, say
-    return Projection(weight, bias, A, B, scaling, dropped, lora_bias, base)
+    weight, is_packed = _weight_of(base)
+    bias, scaling = _parameter(base, "bias"), float(scaling)  # from NumPy, say
+    return Projection(weight, bias, A, B, scaling, dropped, lora_bias, base, is_packed)
 
 
 def _dropout_of(dropout: Any) -> float:
@@ -207,22 +208,24 @@ def _why_not_lora(projection: Any) -> str | None:
 
 
 def _not_linear(base: nn.Module) -> str:
-    if is_4bit(base):
-        return NOT_WHOLE
     to_do = hint_for_layer(base) or f", not torch.nn.Linear: {UNQUANTISED}"
     return f"its base layer is {type(base).__name__}{to_do}"
 
 
 def _without_adapter(linear: nn.Module) -> Projection:
-    weight = _weight_of(linear)
+    weight, is_packed = _weight_of(linear)
     out_features, in_features = weight.shape
     dtype = weight.dtype if weight.dtype in DTYPES else torch.float32  # for codes
     A, B = (weight.new_empty(size, dtype=dtype) for size in ((0, in_features), (out_features, 0)))
-    return Projection(weight, _parameter(linear, "bias"), A, B, 0.0, base=linear)
+    bias = _parameter(linear, "bias")
+    return Projection(weight, bias, A, B, 0.0, base=linear, is_packed=is_packed)
 
 
-def _weight_of(base: nn.Module) -> Tensor:
-    return stand_in_for(base) if is_4bit(base) else _parameter(base, "weight")
+def _weight_of(base: nn.Module) -> tuple[Tensor, bool]:
+    """Return Projection's weight, and whether it is packed."""
+    if is_4bit(base):
+        return stand_in_for(base), True
+    return _parameter(base, "weight"), False
 
 
 def _parameter(module: nn.Module, name: str) -> Any:

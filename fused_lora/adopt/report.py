@@ -60,7 +60,7 @@ def report_on(model: nn.Module) -> FusionReport:
     whole = tuple(
         f"{name}."
         for name, module, site in SWITCHES["layer"].candidates(model)
-        if "layer" in fused_parts_of(module) and site.why_not_now(module) is None
+        if "layer" in fused_parts_of(module) and site.why_not_now(model, name) is None
     )
     for part in (part for part in SWITCHES if part in asked | early):
         _report_part(found, model, part, whole, TOO_EARLY if part in early else NOT_ASKED)
@@ -82,7 +82,7 @@ def _report_part(
             continue
         units = site.units(module)
         total += len(units)
-        reason = explained(model, site.why_not_now(module))
+        reason = explained(model, site.why_not_now(model, name))
         if reason is None and part not in fused_parts_of(module):
             reason = not_set
         if reason is not None:

@@ -9,6 +9,7 @@ from .aside import keep_reported, share_told
 from .borders import Border
 from .documents import DECODER, decoder_forward, decoders
 from .foreign.forwards import fused_parts_of, why_not_own_forward
+from .four_bit.parts import memories_of, share_memories
 from .layer import BorderedForward, borders_of, give_borders
 from .report import PARTS_SET
 from .site import FusedForward, Site
@@ -23,7 +24,7 @@ def running_in(model: nn.Module) -> set[str]:
 def set_forwards(model: nn.Module, wanted: set[str], kind: type[Border] | None) -> None:
     """Make the modules of a model run the wanted parts fused where they can, beside the parts that
     they already ran. kind: of borders for whole layers; None: keep theirs."""
-    sites = list(_sites_by_module(model, wanted, kind))
+    sites, memories = list(_sites_by_module(model, wanted, kind)), memories_of(model)
     for module, parts, site in sites:
         owner = FusedForward(site.forward, module, parts)
         if "layer" in parts:
@@ -35,11 +36,12 @@ def set_forwards(model: nn.Module, wanted: set[str], kind: type[Border] | None) 
         if running & {"attention", "layer"} and why_not_own_forward(decoder) is None:
             decoder.forward = FusedForward(decoder_forward, decoder, DECODER).forward
     for part in running & SWITCHES.keys():
-        for _, module, site in SWITCHES[part].candidates(model):
-            if site.why_not(module) is None and (left := site.left(site.read(module))):
+        for name, module, site in SWITCHES[part].candidates(model):
+            if site.why_not(model, name) is None and (left := site.left(site.read(module))):
                 keep_reported(module, left)
     give_borders([(n, m) for n, m in model.named_modules() if "layer" in fused_parts_of(m)])
     share_told(model)
+    share_memories(model, memories)
     for each in KINDS.values():
         each.settle(model)
 
@@ -52,8 +54,8 @@ def _sites_by_module(
     found: dict[nn.Module, dict[str, Site]] = {}
     for part, its in switches_for(asked).items():
         for site in its.sites:
-            for _, module in site.candidates(model):
-                is_wanted = part in wanted and site.why_not(module) is None
+            for name, module in site.candidates(model):
+                is_wanted = part in wanted and site.why_not(model, name) is None
                 if is_wanted or part in fused_parts_of(module):
                     found.setdefault(module, {})[part] = site
     for module, sites in found.items():

@@ -40,6 +40,7 @@ class Site(NamedTuple):
 
     candidates: the modules of a model that the part may apply to, with their names.
     read: reads one as it is now, or raises a Refusal.
+    why_not_there: the reason if others in the model, whose module has this name, keep it from it.
     forward: the forward to set; called with the module and the set of parts that it runs.
     gives_way_to: a part whose forward is set instead if the module also runs that one.
     is_listed: whether the report lists it. False if another site lists its modules.
@@ -54,14 +55,15 @@ class Site(NamedTuple):
     is_listed: bool = True
     units: Callable[[nn.Module], Collection[str]] = lambda module: ("",)
     left: Callable[[Any], dict[str, str]] = lambda read: {}
+    why_not_there: Callable[[nn.Module, str], str | None] = lambda model, name: None
 
-    def why_not(self, module: nn.Module) -> str | None:
-        """Return the reason for leaving a module, as it is now, to its class's forward."""
-        return reason_of(self.read, module)
+    def why_not(self, model: nn.Module, name: str) -> str | None:
+        """Return the reason for leaving a model's module, as it is now, to its class's forward."""
+        return reason_of(self.read, model.get_submodule(name)) or self.why_not_there(model, name)
 
-    def why_not_now(self, module: nn.Module) -> str | None:
+    def why_not_now(self, model: nn.Module, name: str) -> str | None:
         """Return the reason of `why_not`, or that the weights are on the CPU."""
-        return self.why_not(module) or _why_not_on_cpu(module)
+        return self.why_not(model, name) or _why_not_on_cpu(model.get_submodule(name))
 
 
 class Part(NamedTuple):

@@ -7,6 +7,7 @@ from functools import partial
 
 from . import attention, cross_entropy, layer, linear, mlp, rms_norm
 from .borders import Border
+from .four_bit.reading import why_not_norms
 from .fp8.border import Fp8Border
 from .fp8.head import why_not_head
 from .refusal import refuse
@@ -17,13 +18,17 @@ from .site import Part, Site, having
 layers = having("self_attn", "post_attention_layernorm", "mlp")
 MLP = Site(
     mlp.mlps, mlp.read_mlp, mlp.mlp_forward, units=mlp.projections_of,
-    left=lambda reads: reads.left,
+    left=lambda reads: reads.left, why_not_there=why_not_norms,
 )  # fmt: skip
 QKV = Site(
     attention.qkv_attentions, attention.read_qkv, attention.self_attention_forward,
     units=attention.projections_of_qkv, left=lambda reads: reads.left,
+    why_not_there=why_not_norms,
 )  # fmt: skip
-OUTPUT = Site(attention.output_projections, linear.read_output, linear.output_forward)
+OUTPUT = Site(
+    attention.output_projections, linear.read_output, linear.output_forward,
+    why_not_there=why_not_norms,
+)  # fmt: skip
 TURNING = Site(
     attention.turning_attentions, attention.read_turning, attention.self_attention_forward
 )

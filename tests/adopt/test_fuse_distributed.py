@@ -78,11 +78,17 @@ def assert_runs_and_is_right(wrap, fusion, device, **options):
     assert_close(got, want)
 
 
+IN_4_BITS = {"change": quantised}
+
+
 @pytest.mark.slow("layer", "4 bits")
 @pytest.mark.parametrize(
     ("fusion", "options"),
-    [*((one, {}) for one in (*FUSIONS.values(), LAYER)), (LAYER, {"change": quantised})],
-    ids=[*FUSIONS, "layer", "4 bits"],
+    [
+        *((one, {}) for one in (*FUSIONS.values(), LAYER)),
+        *((one, IN_4_BITS) for one in (LAYER, FUSIONS["all"])),
+    ],
+    ids=[*FUSIONS, "layer", "4 bits", "all parts in 4 bits"],
 )
 def test_distributed_data_parallel_is_right(fusion, options, group, device):
     assert_runs_and_is_right(DistributedDataParallel, fusion, device, **options)

@@ -19,13 +19,12 @@ from torch.nn.utils import parametrize
 
 from fused_lora import Fusion, fuse, report
 
-FUSIONS = {
-    "layer": LAYER, "parts": Fusion(mlp=True, attention=True, rope=True), "4 bits": LAYER,
-}  # fmt: skip
+PARTS = Fusion(mlp=True, attention=True, rope=True)
+FUSIONS = {"layer": LAYER, "parts": PARTS, "4 bits": LAYER, "parts in 4 bits": PARTS}
 # Our functions in a layer.
 FUNCTIONS = {"parts": {"LoRA_MLP": 1, "LoRA_Attention": 1}, "layer": {"DecoderLayer": 1}}
-FUNCTIONS["4 bits"] = FUNCTIONS["layer"]
-MADE = {"4 bits": {"change": quantised}}
+FUNCTIONS |= {"4 bits": FUNCTIONS["layer"], "parts in 4 bits": FUNCTIONS["parts"]}
+MADE = {kind: {"change": quantised} for kind in ("4 bits", "parts in 4 bits")}
 ONE_LAYER = {"num_hidden_layers": 1}
 NORMED = {"family": "Qwen3"}  # a layer reads the weights of head norms, but does not move them
 
@@ -173,6 +172,7 @@ OVER_4_BITS = (  # which bitsandbytes quantises, stores and moves in its own way
     "optimizer", "moving average through .data", "hot-swap", "merged and unmerged",
     "another adapter and back", "an adapter of a larger rank",
 )  # fmt: skip
+OVER_PARTS_IN_4_BITS = "optimizer", "another adapter and back", "merged and unmerged"
 
 
 @pytest.mark.slow(
@@ -189,6 +189,7 @@ OVER_4_BITS = (  # which bitsandbytes quantises, stores and moves in its own way
         *(("layer", what, {}) for what in DONE),
         *(("parts", what, {}) for what in OVER_PARTS),
         *(("4 bits", what, {}) for what in OVER_4_BITS),
+        *(("parts in 4 bits", what, {}) for what in OVER_PARTS_IN_4_BITS),
         *(("layer", what, NORMED) for what in OF_WEIGHTS),
     ],
 )
@@ -294,7 +295,7 @@ ORDERS = [*RUN_AGAIN, two_forwards, on_the_host]
     ("kind", "policy", "order"),
     [
         *((kind, "none", order) for kind in FUSIONS for order in ORDERS),
-        *((kind, "full", order) for kind in ("layer", "4 bits") for order in RUN_AGAIN),
+        *((kind, "full", order) for kind in ("layer", *MADE) for order in RUN_AGAIN),
     ],
 )
 def test_gradients_are_those_of_the_forward_that_they_belong_to(kind, policy, order, device):

@@ -75,8 +75,6 @@ HUGE = "9" * 20
         (["--device", "cpu", "--allow-shared-gpu"], "a rehearsal uses no GPU"),
         (["--device", "cpu", "--kernels"], "no NVIDIA GPU to time the kernels on"),
         (["--device", "cpu", "--variants", "full_unsloth"], "Unsloth needs an NVIDIA GPU"),
-        (["--device", "cpu", "--base", "nf4", "--variants", "fused_mlp"],
-         "fused_mlp: the MLP or attention alone does not run on NF4 yet; ask for fused_layer"),
         (["--device", "cpu", "--base", "nf4", "--variants", "fp8_layer"],
          "fp8_layer: its base has another precision; leave it out, or leave out --base nf4"),
         (["--fused"], "unrecognized arguments: --fused"),
@@ -111,7 +109,7 @@ def test_the_experiment_on_nf4_has_what_runs_there_alone(monkeypatch):
     assert asked("--suite", "parts") == tuple(options.SUITES["parts"])
     assert "vanilla_peft_again" not in asked("--quick")
     assert {options.why_unavailable(id, "cuda", "nf4") for id in asked()} == {None}
-    for id in ("fused_mlp", "fused_all", "fp8_layer", "vanilla_peft_fp32"):
+    for id in ("fp8_layer", "vanilla_peft_fp32"):
         assert options.why_unavailable(id, "cuda") is None
         assert options.why_unavailable(id, "cuda", "nf4")
 

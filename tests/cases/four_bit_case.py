@@ -36,8 +36,13 @@ def quantised(model, only="", compute_dtype: Any = "the model's", **options):
 
 
 def prepared(model):
-    """Return a quantised model as prepare_model_for_kbit_training leaves it: all else in fp32."""
-    for parameter in quantised(model).parameters():
+    """Return a quantised model as prepare_model_for_kbit_training leaves it."""
+    return rest_in_fp32(quantised(model))
+
+
+def rest_in_fp32(model):
+    """Cast all but 4-bit weights."""
+    for parameter in model.parameters():
         if not isinstance(parameter, bnb.Params4bit):
             parameter.data = parameter.data.float()
     return model

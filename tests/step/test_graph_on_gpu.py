@@ -45,6 +45,7 @@ FUSED = {
     "whole layers, normed heads": ("Qwen3", Fusion(**ALL, layer=True)),
     "whole layers, biases and norms trained": ("Qwen2", AGAIN, TRAINED),
     "whole layers, one product for q, k and v": ("Phi3", AGAIN, TRAINED),
+    "parts in 4 bits": ("Qwen2", Fusion(**ALL, checkpoint="full"), {"change": quantised}),
     "whole layers in 4 bits": ("Qwen2", IN_4_BITS, {"change": quantised}),
     "whole layers in 4 bits, prepared": ("Qwen2", IN_4_BITS, {"change": prepared}),
     "whole layers in FP8": (

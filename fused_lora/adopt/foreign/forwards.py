@@ -24,6 +24,7 @@ class Owner:
     """The object that our forwards are methods of. It does not keep the module alive.
 
     parts: those the module runs fused. told, reported: reasons not to repeat (`aside.py`).
+    memories: for weights in 4 bits (`four_bit/parts.py`).
     """
 
     def __init__(self, module: nn.Module, parts: frozenset[str]):
@@ -31,6 +32,7 @@ class Owner:
         self.had_adapters = has_lora(module)
         self.told: set[str] = set()  # `fuse` shares it among all modules of a model
         self.reported: set[str] = set()  # for this module, by the report of `fuse`
+        self.memories: Any = None  # one for a model
 
     @property
     def module(self) -> Any:

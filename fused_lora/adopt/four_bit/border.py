@@ -9,8 +9,8 @@ from ...kernels.rows import empty_rows
 from ...layer.buffer import Bordered
 from ...layer.scratch import Scratch, ScratchBuffer, Scratches
 from ..borders import Border, Layout, held_bias, layout_of, move_biases
-from ..projection import Projection
-from .reading import is_4bit, packed, places_of, why_not_4bit
+from ..projection import Projection, why_not_base
+from .reading import packed, places_of
 
 
 class PackedBorder(Border):
@@ -19,7 +19,7 @@ class PackedBorder(Border):
 
     @staticmethod
     def why_not_base(base: nn.Module) -> str | None:
-        return why_not_4bit(base) if is_4bit(base) else Border.why_not_base(base)
+        return why_not_base(base)
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class PackedBorder(Border):
         dtype: torch.dtype,
         scratches: Scratches,
     ) -> tuple[Bordered, bool]:
-        if not any(is_4bit(read.base) for read in reads):
+        if not any(read.is_packed for read in reads):
             self._kept = None
             return super().find_or_make(reads, parts, ranks, dtype, scratches)
         places = tuple(map(_place_of, reads))
@@ -50,7 +50,7 @@ class PackedBorder(Border):
 
 def _place_of(read: Projection) -> tuple:
     bias = held_bias(read)
-    place = places_of(read.base) if is_4bit(read.base) else (read.weight.data_ptr(),)
+    place = places_of(read.base) if read.is_packed else (read.weight.data_ptr(),)
     return *place, None if bias is None else bias.data_ptr()
 
 
@@ -61,5 +61,5 @@ def _make(reads: Sequence[Projection], layout: Layout, scratches: Scratches) -> 
     key = layout, inputs, like.dtype, like.device
     if key not in scratches:
         scratches[key] = Scratch(empty_rows(like, layout.rows, inputs + layout.width).zero_())
-    weights = [packed(read.base) if is_4bit(read.base) else read.weight.detach() for read in reads]
+    weights = [packed(read.base) if read.is_packed else read.weight.detach() for read in reads]
     return ScratchBuffer(scratches[key], weights, move_biases(reads, layout, like.dtype))

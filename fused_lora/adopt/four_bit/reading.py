@@ -10,18 +10,19 @@ from typing import Any, TypeGuard
 
 import torch
 from peft.tuners.lora import Linear as LoraLinear
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...kernels.dequantize_4bit import Nested, Packed4bit
 from ..site import KERNELS_WANT_A_GPU
 
 CLASSES = ("Linear4bit", "LinearNF4", "LinearFP4")
-NOT_WHOLE = "its weight is in 4 bits, which only whole layers take (layer=True)"
 
 
 def is_4bit(base: Any) -> bool:
     """Return True for bitsandbytes' linear layer in 4 bits."""
     cls = type(base)
+    if cls is nn.Linear:  # soonest for most, as it is asked in every forward
+        return False
     return cls.__name__ in CLASSES and cls.__module__.startswith("bitsandbytes.")
 
 
@@ -73,6 +74,21 @@ def why_not_alike(base: Any, dtype: torch.dtype) -> str:
     """Return the reason if the products of such a layer are not in the dtype of the norms."""
     computed = stand_in_for(base).dtype
     return f"bnb_4bit_compute_dtype is {computed}, its norms are {dtype}: make them alike"
+
+
+def why_not_norms(model: nn.Module, name: str) -> str | None:
+    """Return the reason if a module has weights in 4 bits that are not multiplied in the dtype of
+    its layer's norms."""
+    modules = model.get_submodule(name).modules()
+    bases = [one for one in modules if is_4bit(one) and why_not_4bit(one) is None]
+    while bases and name:
+        name = name.rpartition(".")[0]
+        norm = getattr(model.get_submodule(name), "post_attention_layernorm", None)
+        if norm is not None:
+            dtype = norm.weight.dtype
+            unlike = (one for one in bases if stand_in_for(one).dtype != dtype)
+            return next((why_not_alike(one, dtype) for one in unlike), None)
+    return None
 
 
 def bytes_in_buffers(weight: Tensor) -> int:
