@@ -93,7 +93,7 @@ def test_a_published_setting_is_run_and_its_weights_are_deleted(
 ):
     setting = replace(published.SETTINGS["qwen3-0.6b"], model="tiny", batch_size=2, seq_len=16,
                       accumulate=3, rank=4)  # fmt: skip
-    monkeypatch.setattr(published, "setting_of", lambda model, device: setting)
+    monkeypatch.setattr(published, "setting_of", lambda model, device, base: setting)
     monkeypatch.setitem(options.SUITES, "published", ["vanilla_peft", "fused_mlp"])
     monkeypatch.setattr(isolated, "_Process", InThread)
     asked = command(tmp_path, "--suite", "published", "--cache", str(tmp_path / "cache"))
