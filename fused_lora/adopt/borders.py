@@ -32,7 +32,6 @@ from ..layer.buffer import Bordered, Buffer, PlacedWeight
 from ..layer.filling import Filling
 from ..layer.scratch import Scratches
 from .foreign.saved_weights import hand_out_buffered
-from .four_bit.reading import is_4bit
 from .projection import Projection, why_not_base
 
 # 8 bf16 values are 16 bytes, the alignment cuBLAS needs for every row. Without any adapter the
@@ -90,8 +89,6 @@ class Border:
     @staticmethod
     def why_not_base(base: nn.Module) -> str | None:
         """Return the reason if such a buffer cannot take a base layer's weight."""
-        if is_4bit(base):
-            return "its weight is in 4 bits: leave fp8 out"
         return why_not_base(base)
 
     @staticmethod

@@ -3,23 +3,18 @@
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from ...kernels.rows import empty_rows
 from ...layer.buffer import Bordered
 from ...layer.scratch import Scratch, ScratchBuffer, Scratches
 from ..borders import Border, Layout, held_bias, layout_of, move_biases
-from ..projection import Projection, why_not_base
+from ..projection import Projection
 from .reading import packed, places_of
 
 
 class PackedBorder(Border):
     """A Border that also takes weights in 4 bits, beside others or alone. Where there are none, it
     is a Border."""
-
-    @staticmethod
-    def why_not_base(base: nn.Module) -> str | None:
-        return why_not_base(base)
 
     def __init__(self) -> None:
         super().__init__()

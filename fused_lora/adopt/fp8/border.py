@@ -11,6 +11,7 @@ from ...layer.buffer import Bordered
 from ...layer.fp8.buffer import Fp8Buffer
 from ...layer.scratch import Scratches
 from ..borders import Border, Layout, held_bias, layout_of, let_save, move_biases
+from ..four_bit.reading import is_4bit
 from ..layer_reading import base_layers
 from ..projection import Projection
 from . import checkpoint
@@ -34,6 +35,8 @@ class Fp8Border(Border):
 
     @staticmethod
     def why_not_base(base: nn.Module) -> str | None:
+        if is_4bit(base):
+            return "its weight is in 4 bits: leave fp8 out"
         return checkpoint.why_not_codes(base) if is_of_codes(base) else Border.why_not_base(base)
 
     @staticmethod
