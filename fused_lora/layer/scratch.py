@@ -14,23 +14,23 @@ from torch import Tensor
 from ..kernels.dequantize_4bit import Dequantize4bit, Packed4bit
 from .buffer import Buffer
 
-_serials = itertools.count()
+SERIALS = itertools.count()  # of what takes turns
 
 
 class Scratch:
-    """A matrix that layers take in turns.
+    """Memory that layers, or functions of parts, take in turns.
 
-    holder: the serial of the buffer that wrote it last. key: of the adapters in its border.
+    holder: the serial of the one whose weights lie in it. key: of the adapters in a layer's border.
     """
 
-    def __init__(self, matrix: Tensor):
-        self.matrix = matrix
+    def __init__(self, memory: Tensor):
+        self.memory = memory
         self.holder = -1
         self.key: tuple | None = None
 
 
 class Scratches(dict[Hashable, Scratch]):
-    """The matrices of a model, by shape. A copy is empty, because a copied model makes its own."""
+    """The memory of a model, by shape. A copy is empty, because a copied model makes its own."""
 
     def __reduce__(self):
         return Scratches, ()
@@ -47,16 +47,15 @@ class ScratchBuffer(Buffer):
         self, scratch: Scratch, weights: Sequence[Packed4bit | Tensor], bias: Tensor | None
     ):
         self._scratch = scratch
-        self.serial = next(_serials)
+        self.serial = next(SERIALS)
         outs = [one.shape[0] for one in weights]
-        super().__init__(scratch.matrix, bias, sum(outs), weights[0].shape[1])
+        super().__init__(scratch.memory, bias, sum(outs), weights[0].shape[1])
         self._weights_and_rows = list(zip(weights, self.weight.split(outs), strict=True))
         self._dequantize = Dequantize4bit()
 
-    # None where another layer's weights lie in the matrix
-
     @property
     def key(self) -> tuple | None:
+        """That of the adapters; None where another layer's weights lie in the matrix."""
         return self._scratch.key if self._scratch.holder == self.serial else None
 
     @key.setter

@@ -146,11 +146,11 @@ def test_layers_take_turns_in_one_memory_which_goes_with_the_model(device):
     values_of(fused, fused(**batch(fused)).loss)
     scratches = [borders_of(layer_of(fused, index)).scratches for index in range(2)]
     assert scratches[0] is scratches[1] and len(scratches[0]) == 4
-    memory = [weakref.ref(one.matrix) for one in scratches[0].values()]
+    memory = [weakref.ref(one.memory) for one in scratches[0].values()]
     copied = copy.deepcopy(fused)
     assert_equal(step(copied), step(fused))
     own = borders_of(layer_of(copied)).scratches
-    assert {id(one.matrix) for one in own.values()}.isdisjoint(map(id, (m() for m in memory)))
+    assert {id(one.memory) for one in own.values()}.isdisjoint(map(id, (m() for m in memory)))
     gc.disable()
     try:
         del fused, scratches
@@ -167,11 +167,11 @@ def test_parts_take_turns_in_one_memory_which_goes_with_the_model(device):
     assert memories is owners[1].memories and len(memories.by_shape) == 2
     fuse(fused, Fusion(**ALL))  # a CUDA graph may hold this memory
     assert memories is owner_of(layer_of(fused).mlp).memories
-    memory = [weakref.ref(one.values) for one in memories.by_shape.values()]
+    memory = [weakref.ref(one.memory) for one in memories.by_shape.values()]
     copied = copy.deepcopy(fused)
     assert_equal(step(copied), first)
     own = owner_of(layer_of(copied).mlp).memories
-    assert {id(one.values) for one in own.by_shape.values()}.isdisjoint(id(m()) for m in memory)
+    assert {id(one.memory) for one in own.by_shape.values()}.isdisjoint(id(m()) for m in memory)
     gc.disable()
     try:
         del fused, owners, memories
@@ -280,6 +280,12 @@ def test_what_cannot_run_says_why(four_bit, change, reason, device):
         done = fuse(model, fusion, strict=False)
         left = [f"{name}: {why}" for name, why in done.left.items()]
         assert any(reason in why for why in left)
+
+
+def test_in_fp8_it_says_what_to_leave_out(device):
+    model = peft_model(device, dtype=torch.bfloat16, change=quantised)
+    left = fuse(model, Fusion(layer=True, fp8=True), strict=False).left
+    assert left[f"{NAMES[0]} as layer"] == "q_proj: its weight is in 4 bits: leave fp8 out"
 
 
 def test_parts_step_aside_where_activations_become_fp32(device):

@@ -15,6 +15,7 @@ from fused_mlp.launching import is_capturing
 from fused_mlp.utils import compute_dtype
 
 from ...kernels.dequantize_4bit import Dequantize4bit, Packed4bit
+from ...layer.scratch import SERIALS, Scratch
 from ..foreign.forwards import HOOKED, owner_of
 from ..projection import Projection
 from .reading import packed, places_of
@@ -22,17 +23,13 @@ from .reading import packed, places_of
 COMPILED = "weights in 4 bits within torch.compile: ask for layer=True, or do not compile"
 
 
-class Memory:
-    """Memory that functions with weights of the same shapes take in turns.
+class Memory(Scratch):
+    """A Scratch [values of all weights of a function].
 
-    values: [values of all weights of a function]. holder: number of the Written that lies in it
-    now. is_captured: the replay of a CUDA graph may write into it, which nobody notices.
+    is_captured: the replay of a CUDA graph may write into it, which nobody notices.
     """
 
-    def __init__(self, values: Tensor):
-        self.values = values
-        self.holder = -1
-        self.is_captured = False
+    is_captured = False
 
 
 class Written:
@@ -42,24 +39,24 @@ class Written:
     model has others by then.
     """
 
-    def __init__(self, number: int, memory: Memory, weights: Sequence[Packed4bit]):
-        self.number, self._memory, self._weights = number, memory, weights
-        pieces = memory.values.split([prod(one.shape) for one in weights])
+    def __init__(self, scratch: Memory, weights: Sequence[Packed4bit]):
+        self.serial, self._scratch, self._weights = next(SERIALS), scratch, weights
+        pieces = scratch.memory.split([prod(one.shape) for one in weights])
         self.matrices = [piece.view(one.shape) for piece, one in zip(pieces, weights, strict=True)]
         self._dequantize = Dequantize4bit()
 
     def write(self) -> None:
-        memory = self._memory
-        memory.holder = -1  # if what follows fails
-        memory.is_captured |= is_capturing(memory.values)
+        scratch = self._scratch
+        scratch.holder = -1  # if what follows fails
+        scratch.is_captured |= is_capturing(scratch.memory)
         self._dequantize.write(None, lambda: (self._weights, self.matrices))
-        memory.holder = self.number
+        scratch.holder = self.serial
 
     def write_again(self) -> None:
         """Call `write`, unless the weights still lie in memory."""
-        memory = self._memory
-        may_differ = memory.is_captured and not is_capturing(memory.values)
-        if may_differ or memory.holder != self.number:
+        scratch = self._scratch
+        may_differ = scratch.is_captured and not is_capturing(scratch.memory)
+        if may_differ or scratch.holder != self.serial:
             self.write()
 
 
@@ -73,7 +70,6 @@ class Memories:
     def __init__(self) -> None:
         self.by_shape: dict[tuple, Memory] = {}
         self._made: dict[tuple, tuple[tuple, Written]] = {}
-        self._count = 0
 
     def written(self, reads: Sequence[Projection]) -> Written:
         """Return the weights of these projections in 4 bits, which may have moved since."""
@@ -91,8 +87,7 @@ class Memories:
         key = shapes, like.dtype, like.device
         if key not in self.by_shape:
             self.by_shape[key] = Memory(like.new_empty(sum(map(prod, shapes))))
-        self._count += 1
-        return Written(self._count, self.by_shape[key], [packed(read.base) for read in reads])
+        return Written(self.by_shape[key], [packed(read.base) for read in reads])
 
 
 def written(
