@@ -108,7 +108,7 @@ def made_up(monkeypatch):
             nf4_kernels=("_unpack_kernel",),
         ),
         "qkv": Evidence({"QKVBackward": 1, "BothBackward": 2}, ()),
-        "library": Evidence({}, ("_theirs",), lora_mlp_kernels=("_mlp_of_theirs",)),
+        "library": Evidence({}, ("_theirs|_newer_kernel",), lora_mlp_kernels=("_mlp_of_theirs",)),
     }
     monkeypatch.setattr(evidence, "EVIDENCE", found)
 
@@ -164,7 +164,9 @@ def ran(functions, kernels=KERNELS, recipe=MLP, modules=MODULES, **how):
         (ran({}, {"_forward_kernel": 2, "_backward_kernel_a": 1, "_backward_kernel_b": 1}, GRAPH),
          None),
         (ran({}, {"_theirs": 1, "_mlp_of_theirs": 1}, LIBRARY), None),
-        (ran({}, KERNELS, LIBRARY), "_theirs, _mlp_of_theirs did not run: library was not"),
+        (ran({}, {"_newer_kernel": 1, "_mlp_of_theirs": 1}, LIBRARY), None),
+        (ran({}, KERNELS, LIBRARY),
+         "_theirs or _newer_kernel, _mlp_of_theirs did not run: library was not"),
         # a library that fuses no MLP with such adapters
         (ran({}, {"_theirs": 1}, LIBRARY, lora=ALL_SEVEN), "_mlp_of_theirs did not run"),
         (ran({}, {"_theirs": 1}, LIBRARY, lora=Q_AND_V), None),
