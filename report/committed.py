@@ -114,6 +114,8 @@ def generated_parts(run: Run) -> dict[str, str]:
         "releases": releases_section(pins(), _by_link(run, "**/*")),
         "recipes": tables.recipes_section(loaded("*/recipe-*").values()),
         "losses": losses_section(loaded("*/loss_curve*").values()),
+        "nf4 losses": losses_section(loaded("*/nf4_losses*").values()),
+        "nf4 steps": tables.beside_floor_section(loaded("*/nf4_[0-9]*").values()),
         "padding": padding_section(chats),
         "fp8 training": fp8_training_section(loaded_training()),
         "small adapters": small_adapters_section(loaded_small_adapters()),

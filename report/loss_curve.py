@@ -19,7 +19,7 @@ from matplotlib.ticker import MaxNLocator
 from bench.records import Run
 from report.picture import framed, write_caption, write_title
 from report.table import Column, table
-from report.wording import REHEARSAL_NOTICE, caption
+from report.wording import REHEARSAL_NOTICE, caption, on_base
 from variants import IN_FP32, LOOKS, title_of, variant_of
 
 LAST = 25  # steps: enough to see whether a difference still grows
@@ -81,7 +81,7 @@ def losses_section(runs: Iterable[Run]) -> str:
         if rows := percent_apart(run):
             asked, device = run.experiment, run.environment.device
             shape = f"{asked.batch_size} rows of {asked.seq_lens[-1]} tokens a step"
-            setting = f"Held against {_held_against(run)}, {shape}, {device}"
+            setting = f"Held against {_held_against(run)}{on_base(run)}, {shape}, {device}"
             tables.setdefault(setting, []).extend(rows)
     blocks = [f"**{words}:**\n\n{table(COLUMNS, sorted(rows))}" for words, rows in tables.items()]
     return "\n\n".join(blocks) or "Not measured yet."
