@@ -192,10 +192,11 @@ class Dequantize4bit:
             absmax = absmax.repeat_interleave(weight.blocksize)[: into.numel()]
             into.copy_((weight.values[codes[: into.numel()].int()] * absmax).view(into.shape))
 
-    rows: [out, in] each, all in bf16, fp16 or fp32, of any row stride. They do not overlap. All
-    weights are double-quantised, or none is. key: identifies the weights and the rows, and where
-    they lie. `matrices` is not called for a known key. The first call with a key copies a table to
-    the GPU. The tables that a CUDA graph uses live as long as this object.
+    rows: [out, in] each, all in bf16, fp16 or fp32, of any row stride. They do not overlap. One
+    launch writes them all; where only some weights are double-quantised, it takes two. key:
+    identifies the weights and the rows, and where they lie. `matrices` is not called for a known
+    key. The first call with a key copies a table to the GPU. The tables that a CUDA graph uses live
+    as long as this object.
 
     Autograd does not see the rows change.
 
@@ -209,8 +210,8 @@ class Dequantize4bit:
         return Dequantize4bit, ()  # a copy of it knows nothing: its matrices lie elsewhere
 
     def __init__(self) -> None:
-        self._prepared: dict[Hashable, _Prepared] = {}
-        self._captured: dict[int, _Prepared] = {}  # by id
+        self._prepared: dict[Hashable, list[_Prepared]] = {}
+        self._captured: dict[int, list[_Prepared]] = {}  # by id
 
     def write(self, key: Hashable, matrices: Callable[[], Matrices]) -> None:
         known = self._prepared.get(key)
@@ -219,12 +220,13 @@ class Dequantize4bit:
             _check(weights, rows)
             if not rows:
                 return
-            known = self._prepared[key] = _prepare(weights, rows)
+            known = self._prepared[key] = _prepare_each_kind(weights, rows)
             if len(self._prepared) > MAX_TABLES:
                 del self._prepared[next(iter(self._prepared))]
-        if is_capturing(known.table):
+        if is_capturing(known[0].table):
             self._captured[id(known)] = known
-        _launch(known)
+        for prepared in known:
+            _launch(prepared)
 
 
 def dequantize_4bit(weights: Sequence[Packed4bit], rows: Sequence[Tensor]) -> None:
@@ -240,12 +242,23 @@ def _launch(prepared: _Prepared) -> None:
         )  # fmt: skip
 
 
-def _prepare(weights: Sequence[Packed4bit], rows: Sequence[Tensor]) -> _Prepared:
+def _prepare_each_kind(weights: Sequence[Packed4bit], rows: Sequence[Tensor]) -> list[_Prepared]:
+    """Prepare a launch for the weights that are double-quantised, and one for the others."""
     if is_capturing(rows[0]):
         raise RuntimeError(
             "dequantize_4bit: a CUDA graph cannot hold the first launch for weights: run one step "
             "before you capture"
         )
+    kinds: dict[bool, list[tuple[Packed4bit, Tensor]]] = {}
+    for weight, into in zip(weights, rows, strict=True):
+        kinds.setdefault(weight.nested is None, []).append((weight, into))
+    return [
+        _prepare([weight for weight, _ in pairs], [into for _, into in pairs])
+        for pairs in kinds.values()
+    ]
+
+
+def _prepare(weights: Sequence[Packed4bit], rows: Sequence[Tensor]) -> _Prepared:
     device, dtype, itemsize = rows[0].device, rows[0].dtype, rows[0].element_size()
     run = gcd(MAX_RUN, *(gcd(weight.shape[1], weight.blocksize) for weight in weights))
     write = gcd(MAX_WRITE, *(t.data_ptr() for t in rows), *(t.stride(0) * itemsize for t in rows))
@@ -284,13 +297,11 @@ def _check(weights: Sequence[Packed4bit], rows: Sequence[Tensor]) -> None:
         )
     for i, (weight, into) in enumerate(zip(weights, rows, strict=True)):
         check_runnable("dequantize_4bit", _dequantize_4bit_kernel, into)
-        for given, wanted in _misfits(weight, into, weights[0], rows[0]):
+        for given, wanted in _misfits(weight, into, rows[0]):
             raise ValueError(f"dequantize_4bit: weight {i} has {given}, should have {wanted}")
 
 
-def _misfits(
-    weight: Packed4bit, into: Tensor, first: Packed4bit, first_rows: Tensor
-) -> Iterator[tuple[str, str]]:
+def _misfits(weight: Packed4bit, into: Tensor, first_rows: Tensor) -> Iterator[tuple[str, str]]:
     """Yield (given, wanted) where a weight and its rows do not fit together or to the first."""
     codes, shape, values, absmax, blocksize, nested = weight
     if into.ndim != 2 or into.shape != tuple(shape):
@@ -301,9 +312,6 @@ def _misfits(
         yield f"rows in {into.dtype}", f"{first_rows.dtype}, like weight 0"
     if blocksize not in BLOCKSIZES:
         yield f"blocksize {blocksize}", "a power of two from 32 to 4096"
-    if (nested is None) != (first.nested is None):
-        wanted = "single" if first.nested is None else "double"
-        yield "another kind of absmax", f"{wanted} quantisation, like weight 0"
     blocks, size = cdiv(into.numel(), blocksize), cdiv(into.numel(), 2)
     if codes.nbytes < size or not codes.is_contiguous():
         contiguous = "contiguous" if codes.is_contiguous() else "not contiguous"

@@ -100,6 +100,12 @@ def test_bits_are_those_of_pytorch_and_nothing_else_is_written(run, dtype, is_ne
     assert_dequantized(weights, rows, [eager(weight, dtype) for weight in weights])
 
 
+def test_some_of_the_weights_are_double_quantised(device):
+    weights = [packed((8, 128), 64, i == 1, device=device, seed=i) for i in range(3)]
+    rows = rows_for(weights, BF16, device)
+    assert_dequantized(weights, rows, [eager(weight, BF16) for weight in weights])
+
+
 @NESTED
 @EACH_DTYPE
 @pytest.mark.parametrize("kind", VALUES)
@@ -212,7 +218,7 @@ def with_(**fields):
         ({"weights": with_(codes=lambda w: on_meta(w.codes))}, "a tensor on meta"),
         ({"weights": with_(values=lambda w: w.values.half())}, r"values \[16\] in torch.float16"),
         ({"weights": with_(absmax=lambda w: w.absmax.float())}, r"absmax \[16\] in torch.float32"),
-        ({"weights": with_(nested=lambda w: None)}, "another kind of absmax, should have double"),
+        ({"weights": with_(nested=lambda w: None)}, r"absmax \[16\] in torch.uint8"),
         (
             {"weights": with_(nested=lambda w: w.nested._replace(absmax=w.nested.absmax[:0]))},
             r"nested.absmax \[0\] in torch.float32, should have 1 contiguous",
