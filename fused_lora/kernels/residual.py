@@ -48,7 +48,7 @@ from .tiling import MAX_BLOCK_RANK, Tiling, dots_in_fp32, stages
 TILING = Tiling(rows=64, columns=128, splits=1, warps=4, stages=3)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _extend_rows_kernel(
     x_ptr,  # [rows, columns]
     A_ptr,  # [rank, columns]

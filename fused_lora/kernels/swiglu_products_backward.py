@@ -58,7 +58,7 @@ _OTHERS = (
 _SUM_COLUMNS = 16
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _swiglu_backward_products_kernel(
     grad_hidden_ptr,  # [rows, intermediate]
     gate_up_ptr,  # [rows, 2 intermediate]
@@ -166,7 +166,7 @@ def _store_partial(
     tl.store(tile, total, mask=(column < intermediate) & (k < rank))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _sum_products_kernel(
     partials_ptr,  # [3, splits, intermediate, BLOCK_RANK] fp32
     gradients,  # [intermediate, rank] each, written, or None

@@ -58,7 +58,7 @@ _OTHERS = (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _swiglu_forward_product_kernel(
     gate_up_ptr,  # [rows, 2 intermediate]
     A_ptr,  # [rank, intermediate]
@@ -113,7 +113,7 @@ def _swiglu_forward_product_kernel(
     tl.store(tile, total, mask=row < rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "rows"])
 def _sum_z_kernel(
     partials_ptr,  # [splits, rows, BLOCK_RANK] fp32
     z_ptr,  # [rows, rank], written
