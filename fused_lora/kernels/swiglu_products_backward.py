@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fused_mlp.dropout import is_kept
-from fused_mlp.launching import cdiv, launch_by_triton, next_power_of_2, on_device_of
+from fused_mlp.launching import cdiv, launch, next_power_of_2, on_device_of
 from fused_mlp.utils import check_activation
 
 from .activation import activate
@@ -279,12 +279,12 @@ def _launch(
     scalings = tuple(0.0 if product is None else product.scale for product in products)
     mask = None if products[0] is None else products[0].mask
 
-    def launch(tiling: Tiling) -> None:
+    def run(tiling: Tiling) -> None:
         rows_of_a_split = cdiv(cdiv(rows, tiling.splits), tiling.rows) * tiling.rows
         splits = cdiv(rows, rows_of_a_split)
         elements = 3 * tiling.rows * (tiling.columns + block_rank)
         partials = gate_up.new_empty(3, splits, intermediate, block_rank, dtype=torch.float32)
-        launch_by_triton(
+        launch(
             kernel, (cdiv(intermediate, tiling.columns), splits),
             grad_hidden, gate_up, grad_gate_up, coded, *factors, mask and mask.bits, partials,
             *row_strides,
@@ -294,7 +294,7 @@ def _launch(
             num_warps=tiling.warps, num_stages=stages(tiling, elements, gate_up),
             maxnreg=tiling.registers,
         )  # fmt: skip
-        launch_by_triton(
+        launch(
             _sum_products_kernel, (cdiv(intermediate, _SUM_COLUMNS), 3),
             partials, gradients, *zip(*strides, strict=True), tuple(ranks), scalings,
             splits, intermediate, _SUM_COLUMNS, block_rank, num_warps=4,
@@ -302,4 +302,4 @@ def _launch(
 
     shape = intermediate, *ranks, grad_gate_up is None, coded is None, mask is None, activation
     shipped = BACKWARD_TILING._replace(registers=coded and CODED_REGISTERS)
-    launch(fastest(kernel, gate_up, rows, shape, shipped, _OTHERS, launch))
+    run(fastest(kernel, gate_up, rows, shape, shipped, _OTHERS, run))
