@@ -28,15 +28,12 @@ ALIGNMENT = 16  # bytes: Triton compiles for addresses that are multiples of it
 
 
 def launch(kernel, grid: tuple[int, ...], *arguments, **options) -> None:
-    """Run ``kernel[grid](*arguments, **options)`` on the device of the first argument, a tensor or
-    a tuple of tensors.
+    """Run ``kernel[grid](*arguments, **options)`` on the device of the first argument, a tensor.
 
     `arguments` are all of the kernel's, in its order. `options` are Triton's num_warps, num_stages,
     maxnreg and enable_fp_fusion.
     """
     first = arguments[0]
-    while isinstance(first, tuple):
-        first = first[0]
     if not first.is_cuda or torch.compiler.is_compiling():
         with on_device_of(first):
             launch_by_triton(kernel, grid, *arguments, **options)
@@ -46,29 +43,26 @@ def launch(kernel, grid: tuple[int, ...], *arguments, **options) -> None:
         with torch.cuda.device(device):
             launch(kernel, grid, *arguments, **options)
         return
-    if id(kernel) not in _counts:
-        places = frozenset(one.num for one in kernel.params if one.do_not_specialize)
-        _counts[id(kernel)] = kernel, places
-    key: list[Any] = [id(kernel), device, *options.items()]
-    given = _given(arguments, device, key, _counts[id(kernel)][1])
-    if given is None:
+    known = _known_as(kernel, device, arguments, options)
+    if known is None:
         launch_by_triton(kernel, grid, *arguments, **options)
         return
-    known = tuple(key)
-    compiled = _compiled.get(known)
+    key, given = known
+    compiled = _compiled.get(key)
     if compiled is not None:
         compiled[(*grid, 1, 1)[:3]](*given)
         return
     if len(_compiled) >= MAX_COMPILED:
         _compiled.clear()
-    _compiled[known] = launch_by_triton(kernel, grid, *arguments, **options)
+    _compiled[key] = launch_by_triton(kernel, grid, *arguments, **options)
 
 
 def launch_by_triton(
     kernel, grid: tuple[int, ...], *arguments, enable_fp_fusion: bool = True, **options
 ):
     """Launch ``kernel[grid](*arguments, **options)`` through Triton's own lookup. Return the
-    compiled kernel. The caller makes the arguments' device the current one.
+    compiled kernel. `launch` does not remember tuples, because it would take longer than Triton:
+    they come here. The caller makes their device the current one.
 
     By default Triton rounds a * b + c once (floating-point fusion) up to 3.9, and twice from 3.10
     on. We tested and measured our kernels with one rounding, so we ask for it. A kernel that
@@ -78,37 +72,34 @@ def launch_by_triton(
     return kernel.run(*arguments, **options)  # kernel[grid](...) calls this as well
 
 
-def _given(
-    arguments: tuple, device: int, key: list[Any], counts: frozenset[int] = frozenset()
-) -> list[Any] | None:
-    """Return the arguments with addresses for tensors, and extend the key of their launch. Return
-    None if it cannot be remembered.
+def _known_as(
+    kernel, device: int, arguments: tuple, options: dict[str, Any]
+) -> tuple[tuple, list[Any]] | None:
+    """Return (key, arguments with addresses for tensors), or None if it cannot be remembered.
 
-    It can if all tensors are aligned and on the device. A compiled kernel would ask CUDA about each
-    tensor, but takes an address as it is. counts: places of integers that are not specialised.
+    It can if all tensors are aligned, on the device and in no tuple. A compiled kernel would ask
+    CUDA about each tensor, but takes an address as it is.
     """
-    given: list[Any] = []
+    if id(kernel) not in _counts:
+        places = frozenset(one.num for one in kernel.params if one.do_not_specialize)
+        _counts[id(kernel)] = kernel, places
+    counts = _counts[id(kernel)][1]
+    key: list[Any] = [id(kernel), device, *options.items()]
+    given = list(arguments)
     for place, argument in enumerate(arguments):
         if type(argument) is int:
             # Triton passes one that is not specialised in 32 bits if it fits
             key.append(argument >> 31 if place in counts else argument)
-            given.append(argument)
         elif isinstance(argument, Tensor):
-            address = argument.data_ptr()
+            given[place] = address = argument.data_ptr()
             if address % ALIGNMENT or argument.get_device() != device:
                 return None
             key.append(argument.dtype)
-            given.append(address)
         elif isinstance(argument, tuple):
-            key += type(argument), len(argument)
-            within = _given(argument, device, key)
-            if within is None:
-                return None
-            given.append(tuple(within))
+            return None
         else:
             key.append((type(argument), argument))  # 2 == 2.0 and 1 == True
-            given.append(argument)
-    return given
+    return tuple(key), given
 
 
 def check_runnable(name: str, kernel, tensor: Tensor) -> None:

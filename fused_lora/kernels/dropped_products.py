@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fused_mlp.dropout import Mask, Masks, is_kept
-from fused_mlp.launching import cdiv, launch, next_power_of_2
+from fused_mlp.launching import cdiv, launch_by_triton, next_power_of_2, on_device_of
 
 from .rows import check_alike, check_rows
 from .tiling import MAX_BLOCK_RANK, SHARED_BYTES, dots_in_fp32
@@ -162,13 +162,14 @@ def dropped_products(x: Tensor, A: Tensor, ranks: Sequence[int], masks: Masks, z
         z_parts, A_parts, bits, scales, counts, block_rank = _operands(factors)
         elements = BLOCK_COLUMNS * (BLOCK_ROWS + len(factors) * block_rank)
         kernel = _dropped_products_kernel
-        launch(
-            kernel, (cdiv(rows, BLOCK_ROWS),),
-            x, A_parts, bits, scales, z_parts, counts, rows, columns,
-            x.stride(0), A.stride(0), z.stride(0), len(factors),
-            BLOCK_ROWS, BLOCK_COLUMNS, block_rank, dots_in_fp32(kernel, x),
-            num_warps=_WARPS, num_stages=_stages(elements, x),
-        )  # fmt: skip
+        with on_device_of(x):
+            launch_by_triton(
+                kernel, (cdiv(rows, BLOCK_ROWS),),
+                x, A_parts, bits, scales, z_parts, counts, rows, columns,
+                x.stride(0), A.stride(0), z.stride(0), len(factors),
+                BLOCK_ROWS, BLOCK_COLUMNS, block_rank, dots_in_fp32(kernel, x),
+                num_warps=_WARPS, num_stages=_stages(elements, x),
+            )  # fmt: skip
 
 
 def dropped_gradient(
@@ -194,13 +195,14 @@ def dropped_gradient(
     for number, factors in enumerate(launches):
         p_parts, A_parts, bits, scales, counts, block_rank = _operands(factors)
         kernel = _dropped_gradient_kernel
-        launch(
-            kernel, (cdiv(rows, BLOCK_ROWS), cdiv(columns, BLOCK_COLUMNS)),
-            total, p_parts, A_parts, bits, scales, counts, rows, columns,
-            total.stride(0), p.stride(0), A.stride(0), number > 0, len(factors),
-            BLOCK_ROWS, BLOCK_COLUMNS, block_rank, dots_in_fp32(kernel, total),
-            num_warps=_WARPS,
-        )  # fmt: skip
+        with on_device_of(total):
+            launch_by_triton(
+                kernel, (cdiv(rows, BLOCK_ROWS), cdiv(columns, BLOCK_COLUMNS)),
+                total, p_parts, A_parts, bits, scales, counts, rows, columns,
+                total.stride(0), p.stride(0), A.stride(0), number > 0, len(factors),
+                BLOCK_ROWS, BLOCK_COLUMNS, block_rank, dots_in_fp32(kernel, total),
+                num_warps=_WARPS,
+            )  # fmt: skip
 
 
 def _launches(sides: Tensor, A: Tensor, ranks: Sequence[int], masks: Masks) -> list[list[_Factor]]:

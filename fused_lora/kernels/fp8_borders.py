@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fused_mlp.launching import cdiv, launch
+from fused_mlp.launching import cdiv, launch_by_triton, on_device_of
 
 from .fp8_rows import LARGEST, SMALLEST, halves, rounds
 
@@ -277,19 +277,20 @@ def fp8_borders(weights: Sequence[Bordering]) -> None:
     tiles = sum(cdiv(count, BLOCK_ROWS) * across[i // 2] for i, count in enumerate(counts))
     sums = scales[0].new_empty(2 * len(weights), blocks, 3, widest)
     strides = tuple(one.stride(0) for one in codes)
-    launch(
-        _border_sums_kernel, (tiles,),
-        borders, scales, sums, counts, widths, blocks, widest, len(weights), BLOCK_ROWS,
-        BLOCK_COLUMNS, num_warps=NUM_WARPS,
-    )  # fmt: skip
-    launch(
-        _border_factors_kernel, (max(across), 2 * len(weights)),
-        sums, counts, widths, factors, scales_of, blocks, widest, len(weights), BLOCK_ROWS,
-        BLOCK_COLUMNS, SUMMED, num_warps=NUM_WARPS,
-    )  # fmt: skip
-    launch(
-        _fp8_borders_kernel, (tiles,),
-        borders, scales, factors, scales_of, codes, halves_of, strides, counts, widths,
-        len(weights), BLOCK_ROWS, BLOCK_COLUMNS, rounds(_fp8_borders_kernel),
-        num_warps=NUM_WARPS,
-    )  # fmt: skip
+    with on_device_of(sums):
+        launch_by_triton(
+            _border_sums_kernel, (tiles,),
+            borders, scales, sums, counts, widths, blocks, widest, len(weights), BLOCK_ROWS,
+            BLOCK_COLUMNS, num_warps=NUM_WARPS,
+        )  # fmt: skip
+        launch_by_triton(
+            _border_factors_kernel, (max(across), 2 * len(weights)),
+            sums, counts, widths, factors, scales_of, blocks, widest, len(weights), BLOCK_ROWS,
+            BLOCK_COLUMNS, SUMMED, num_warps=NUM_WARPS,
+        )  # fmt: skip
+        launch_by_triton(
+            _fp8_borders_kernel, (tiles,),
+            borders, scales, factors, scales_of, codes, halves_of, strides, counts, widths,
+            len(weights), BLOCK_ROWS, BLOCK_COLUMNS, rounds(_fp8_borders_kernel),
+            num_warps=NUM_WARPS,
+        )  # fmt: skip

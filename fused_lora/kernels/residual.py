@@ -209,7 +209,7 @@ def extend_rows(x: Tensor, A: Tensor, extended: Tensor, z: Tensor) -> None:
     """
     name, kernel = "extend_rows", _extend_rows_kernel
     check_rows(name, kernel, x.shape, x=x)
-    (rows, columns), rank = x.shape, len(A)
+    (rows, columns), rank = x.shape, A.shape[0]
     for key, tensor, shape in (
         ("A", A, (rank, columns)), ("z", z, (rows, rank)),
         ("extended", extended, (rows, columns + rank)),

@@ -36,7 +36,7 @@ from fused_mlp.dropout import is_kept
 from fused_mlp.launching import (
     cdiv,
     check_runnable,
-    launch,
+    launch_by_triton,
     next_power_of_2,
     on_device_of,
 )
@@ -315,7 +315,7 @@ def _launch(slots: Sequence[_Slot], block_rank: int) -> None:
     )
     all_columns = sum(columns_of_factors)
 
-    def run(tiling: Tiling) -> None:
+    def launch(tiling: Tiling) -> None:
         tiles = sum([cdiv(n, tiling.columns) for n in columns])
         splits = max(min(tiling.splits, PROGRAMS // tiles), 1)
         rows_of_a_split = cdiv(cdiv(rows, splits), tiling.rows) * tiling.rows
@@ -324,7 +324,7 @@ def _launch(slots: Sequence[_Slot], block_rank: int) -> None:
         partials = None
         if splits > 1:
             partials = first.new_empty(splits, all_columns, block_rank, dtype=torch.float32)
-        launch(
+        launch_by_triton(
             kernel, (tiles, splits),
             xs, x_row_strides, columns, factors, factor_row_strides, ranks, bits,
             gradients, *strides, scalings,
@@ -333,7 +333,7 @@ def _launch(slots: Sequence[_Slot], block_rank: int) -> None:
             num_warps=tiling.warps, num_stages=stages(tiling, elements, first),
         )  # fmt: skip
         if splits > 1:
-            launch(
+            launch_by_triton(
                 _sum_partials_kernel, (sum([cdiv(n, _SUM_COLUMNS) for n in columns_of_factors]),),
                 partials, gradients, *strides, columns_of_factors, ranks, scalings,
                 all_columns, splits, len(gradients), _SUM_COLUMNS, block_rank, num_warps=4,
@@ -341,4 +341,4 @@ def _launch(slots: Sequence[_Slot], block_rank: int) -> None:
 
     shape = columns, firsts, block_rank, is_masked, dtypes
     others = tilings_for_masks(_OTHERS) if is_masked else _OTHERS
-    run(fastest(kernel, first, rows, shape, tiling, others, run))
+    launch(fastest(kernel, first, rows, shape, tiling, others, launch))

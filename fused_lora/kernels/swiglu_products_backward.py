@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fused_mlp.dropout import is_kept
-from fused_mlp.launching import cdiv, launch, next_power_of_2, on_device_of
+from fused_mlp.launching import cdiv, launch, launch_by_triton, next_power_of_2, on_device_of
 from fused_mlp.utils import check_activation
 
 from .activation import activate
@@ -294,7 +294,7 @@ def _launch(
             num_warps=tiling.warps, num_stages=stages(tiling, elements, gate_up),
             maxnreg=tiling.registers,
         )  # fmt: skip
-        launch(
+        launch_by_triton(
             _sum_products_kernel, (cdiv(intermediate, _SUM_COLUMNS), 3),
             partials, gradients, *zip(*strides, strict=True), tuple(ranks), scalings,
             splits, intermediate, _SUM_COLUMNS, block_rank, num_warps=4,
