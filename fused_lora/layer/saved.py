@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.qkv_attention import Attention, AttentionSaved
-from ..rerun import once
+from ..rerun import once, recompute_record
 from .buffer import Bordered, ProductInput
 from .operands import Adapters, Dropouts, FrozenLayer, Others
 from .residual import Normed
@@ -54,12 +54,17 @@ class Saved(NamedTuple):
 
 
 def store(ctx: Any, record: tuple) -> None:
-    """Keep a record for `restore`: its tensors by save_for_backward, all else as it is."""
-    tensors, ctx.without_tensors = split(record)
-    ctx.save_for_backward(*tensors)
+    """Keep a record for `restore`: its tensors by save_for_backward, all else as it is. What a
+    checkpoint recomputes keeps nothing, and makes the record again."""
+    ctx.recompute = recompute_record(record)
+    if ctx.recompute is None:
+        tensors, ctx.without_tensors = split(record)
+        ctx.save_for_backward(*tensors)
 
 
 def restore(ctx: Any) -> Any:
+    if ctx.recompute is not None:
+        return ctx.recompute()
     return join(ctx.without_tensors, ctx.saved_tensors)
 
 
