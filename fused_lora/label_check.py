@@ -37,7 +37,7 @@ ITS_UPDATE = ". Its update was NaN: go on from a checkpoint"
 NOWHERE = tl.constexpr(2**31 - 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["labels_ptr"])
 def _wrong_label_kernel(
     labels_ptr,  # [tokens]
     found_ptr,  # [2]: a wrong label, and its vocabulary's size or 0; written if it is 0

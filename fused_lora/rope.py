@@ -35,7 +35,7 @@ from fused_mlp.utils import refuse_second_derivative
 from .kernels.rotation import load_angles, rotate_heads
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["positions"])
 def _rope_kernel(
     q_ptr,  # [batch, Q_HEADS, positions, 2 HALF]
     k_ptr,  # [batch, K_HEADS, positions, 2 HALF]

@@ -70,7 +70,7 @@ def masks_of(bits: Sequence[Tensor | None], scales: list[float] | None) -> Masks
     ]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["which"])
 def _keep_bits_kernel(
     seed_ptr,  # [1] int64
     bits_ptr,  # [words] int32, written
@@ -105,7 +105,7 @@ def is_kept(bits_ptr, first, row, column, columns):
     return ((words >> (row % ROWS_OF_A_WORD).to(tl.int32)) & 1) != 0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _drop_kernel(
     x_ptr,  # [rows, columns]
     bits_ptr,

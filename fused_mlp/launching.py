@@ -14,10 +14,15 @@ from torch import Tensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-# Compiled kernels by launch. Keys hold exact integers, so variable lengths create many. When there
-# are too many we forget all of them and ask Triton again, which forgets none.
+# Compiled kernels by launch. Keys hold integers as they are, but for those that a kernel does not
+# specialise: these count tokens. When there are too many we forget all of them and ask Triton
+# again, which forgets none.
 _compiled: dict[tuple, Any] = {}
 MAX_COMPILED = 4096
+
+# The places of such integers, by kernel. Kernels are found by id, because Triton takes as long as
+# for a launch to hash one. They stay alive here.
+_counts: dict[int, tuple[Any, frozenset[int]]] = {}
 
 ALIGNMENT = 16  # bytes: Triton compiles for addresses that are multiples of it
 
@@ -25,33 +30,39 @@ ALIGNMENT = 16  # bytes: Triton compiles for addresses that are multiples of it
 def launch(kernel, grid: tuple[int, ...], *arguments, **options) -> None:
     """Run ``kernel[grid](*arguments, **options)`` on the device of the first argument, a tensor.
 
-    `arguments` are all of the kernel's, in its order. `options` are Triton's num_warps, num_stages
-    and enable_fp_fusion.
+    `arguments` are all of the kernel's, in its order. `options` are Triton's num_warps, num_stages,
+    maxnreg and enable_fp_fusion.
     """
     first = arguments[0]
-    with on_device_of(first):
-        known = None
-        if first.is_cuda and not torch.compiler.is_compiling():
-            known = _known_as(kernel, first.get_device(), arguments, options)
-        if known is None:
+    if not first.is_cuda or torch.compiler.is_compiling():
+        with on_device_of(first):
             launch_by_triton(kernel, grid, *arguments, **options)
-            return
-        key, given = known
-        compiled = _compiled.get(key)
-        if compiled is not None:
-            compiled[(*grid, 1, 1)[:3]](*given)
-            return
-        if len(_compiled) >= MAX_COMPILED:
-            _compiled.clear()
-        _compiled[key] = launch_by_triton(kernel, grid, *arguments, **options)
+        return
+    device = first.get_device()
+    if device != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            launch(kernel, grid, *arguments, **options)
+        return
+    known = _known_as(kernel, device, arguments, options)
+    if known is None:
+        launch_by_triton(kernel, grid, *arguments, **options)
+        return
+    key, given = known
+    compiled = _compiled.get(key)
+    if compiled is not None:
+        compiled[(*grid, 1, 1)[:3]](*given)
+        return
+    if len(_compiled) >= MAX_COMPILED:
+        _compiled.clear()
+    _compiled[key] = launch_by_triton(kernel, grid, *arguments, **options)
 
 
 def launch_by_triton(
     kernel, grid: tuple[int, ...], *arguments, enable_fp_fusion: bool = True, **options
 ):
     """Launch ``kernel[grid](*arguments, **options)`` through Triton's own lookup. Return the
-    compiled kernel. `launch` cannot remember tuples of tensors: they come here. The caller makes
-    their device the current one.
+    compiled kernel. `launch` does not remember tuples, because it would take longer than Triton:
+    they come here. The caller makes their device the current one.
 
     By default Triton rounds a * b + c once (floating-point fusion) up to 3.9, and twice from 3.10
     on. We tested and measured our kernels with one rounding, so we ask for it. A kernel that
@@ -62,23 +73,28 @@ def launch_by_triton(
 
 
 def _known_as(
-    kernel, device: int, arguments: tuple, options: dict[str, int]
+    kernel, device: int, arguments: tuple, options: dict[str, Any]
 ) -> tuple[tuple, list[Any]] | None:
     """Return (key, arguments with addresses for tensors), or None if it cannot be remembered.
 
     It can if all tensors are aligned, on the device and in no tuple. A compiled kernel would ask
     CUDA about each tensor, but takes an address as it is.
     """
-    key: list[Any] = [kernel, device, *options.items()]
+    if id(kernel) not in _counts:
+        places = frozenset(one.num for one in kernel.params if one.do_not_specialize)
+        _counts[id(kernel)] = kernel, places
+    counts = _counts[id(kernel)][1]
+    key: list[Any] = [id(kernel), device, *options.items()]
     given = list(arguments)
-    for i, argument in enumerate(arguments):
-        if isinstance(argument, Tensor):
-            given[i] = address = argument.data_ptr()
+    for place, argument in enumerate(arguments):
+        if type(argument) is int:
+            # Triton passes one that is not specialised in 32 bits if it fits
+            key.append(argument >> 31 if place in counts else argument)
+        elif isinstance(argument, Tensor):
+            given[place] = address = argument.data_ptr()
             if address % ALIGNMENT or argument.get_device() != device:
                 return None
             key.append(argument.dtype)
-        elif type(argument) is int:
-            key.append(argument)
         elif isinstance(argument, tuple):
             return None
         else:

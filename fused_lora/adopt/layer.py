@@ -21,7 +21,7 @@ from ..layer.decoder_layer import DecoderLayer
 from ..layer.operands import FrozenLayer, Others
 from ..layer.residual import Norm
 from ..layer.scratch import Scratches
-from ..rerun import saving_last
+from ..rerun import once, saving_last
 from .aside import say_once
 from .attention import (
     head_norms_of,
@@ -229,7 +229,11 @@ def layer_forward(
     if _is_flattened(layer):
         raise RuntimeError(f"a fused {type(layer).__name__} cannot run: {FLATTENED}")
     call = hidden_states, attention_mask, past_key_values, position_embeddings, options
-    reads, reason = attempt(_read_call, layer, *call)
+    is_traced = torch.compiler.is_compiling()
+    if is_traced:
+        reads, reason = attempt(_read_call, layer, *call)
+    else:  # a recompute computes what the forward did: nothing is read again
+        reads, reason = once(lambda: attempt(_read_call, layer, *call), is_small=True)
     if reason:
         # inference may be called in any way, with a cache for example
         if torch.is_grad_enabled():
@@ -244,7 +248,7 @@ def layer_forward(
         )  # fmt: skip
     assert position_embeddings is not None
     rows = labelled[1] if labelled is not None and labelled[0] is layer else None
-    run = _run_uncompiled if torch.compiler.is_compiling() else _run
+    run = _run_uncompiled if is_traced else _run
     return run(layer, reads, hidden_states, position_embeddings, attention_mask, rows)
 
 
@@ -256,7 +260,10 @@ def _run(
     mask: Tensor | None,
     rows: Tensor | None,
 ) -> Tensor:
-    *trained, frozen = _operands(layer, reads)
+    if any(read.lora_bias is not None for group in reads for read in group):
+        *trained, frozen = _operands(layer, reads)  # scales it, and autograd saves the scale
+    else:
+        *trained, frozen = once(lambda: _operands(layer, reads), is_small=True)
     angles = position_embeddings if turns(layer.self_attn) else (None, None)
     seed = seed_for(hidden_states, *frozen.dropouts)
 

@@ -98,7 +98,7 @@ def _attend(
     return attended / total[:, None], (most + tl.log2(total)) * LN_2
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["positions"])
 def _attention_forward_kernel(
     qkv_ptr,  # [batch * positions, (HEADS + 2 KV_HEADS) HEAD_DIM]
     documents_ptr,  # [batch, 2, positions] int32, first and end of each token's; None: one a row

@@ -78,7 +78,7 @@ def _attend_backward(
     return grad_q_1, grad_q_2
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["positions"])
 def _attention_queries_backward_kernel(
     grad_ptr,  # [batch * positions, HEADS 2 HALF]
     qkv_ptr,  # [batch * positions, (HEADS + 2 KV_HEADS) 2 HALF]
@@ -202,7 +202,7 @@ def _attend_keys_backward(
     return grad_k_1, grad_k_2, grad_v
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["positions"])
 def _attention_keys_backward_kernel(
     grad_ptr,  # as in _attention_queries_backward_kernel, all of them
     qkv_ptr,

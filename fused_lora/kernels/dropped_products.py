@@ -36,7 +36,7 @@ _WARPS, _STAGES = 4, 4
 MAX_FACTORS = 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _dropped_products_kernel(
     x_ptr,  # [rows, columns]
     A,  # [rank, columns] each
@@ -85,7 +85,7 @@ def _dropped_products_kernel(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _dropped_gradient_kernel(
     total_ptr,  # [rows, columns], written, or added to
     p,  # [rows, rank] each

@@ -38,7 +38,7 @@ LAST_BITS = tl.constexpr(0xFFF)
 TILE = 128
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["labels_ptr", "label_gradient_ptr"])
 def _logit_codes_kernel(
     logits_ptr,  # [rows, vocabulary]
     labels_ptr,  # [rows]

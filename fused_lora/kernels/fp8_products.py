@@ -40,7 +40,7 @@ BORDER_ROWS = 16
 BORDER_COLUMNS = 4096  # of a row that are rescaled at once
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _coded_product_kernel(
     codes_ptr,  # [rows, padded] e4m3
     factor_ptr,  # [2, width, columns] e4m3
@@ -76,7 +76,7 @@ def _coded_product_kernel(
     tl.store(tile, total, mask=(row < rows) & (j < width))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "splits"])
 def _coded_border_kernel(
     partials_ptr,  # [splits, rows, width]
     codes_ptr,  # [rows, padded], the first columns already written

@@ -88,7 +88,7 @@ def halves(v, ROUND: tl.constexpr):
     return hi.to(tl.float8e4nv), e4m3(v - hi, ROUND)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _fp8_rows_kernel(
     x_ptr,  # [rows, columns]
     column_scales_ptr,  # [columns], what x is multiplied by, or None

@@ -90,7 +90,7 @@ def _hidden(gate_up_ptr, at, intermediate, IS_GELU: tl.constexpr, IN_FP32: tl.co
     return activated * up.to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _guess_kernel(
     grad_hidden_ptr,  # [rows, intermediate]
     gate_up_ptr,  # [rows, 2 intermediate]
@@ -121,7 +121,7 @@ def _guess_kernel(
     tl.store(passed_ptr + lanes, tl.zeros([ROWS, LANES], tl.int8), mask=(row < rows)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _repair_kernel(
     grad_hidden_ptr,
     gate_up_ptr,

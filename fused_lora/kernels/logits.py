@@ -19,7 +19,7 @@ def _exp(x):
     return tl.exp2(x * 1.4426950408889634)  # log2(e)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["labels_ptr"])
 def _cross_entropy_kernel(
     logits_ptr,  # [rows, row_stride], overwritten by their gradient if WRITE_GRADIENT
     labels_ptr,  # [rows]

@@ -111,7 +111,7 @@ def _norm_rotate_heads(
     tl.store(turned_ptr + HALF, turned_2.to(dtype), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["positions"])
 def _qkv_norm_rope_kernel(
     q_ptr,  # [batch, HEADS, positions, 2 HALF]
     k_ptr,  # [batch, KV_HEADS, positions, 2 HALF]
@@ -202,7 +202,7 @@ def _norm_heads_backward(
     tl.store(grad_ptr, grad.to(grad_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["positions"])
 def _qkv_norm_backward_kernel(
     grad_qkv_ptr,  # [batch * positions, (HEADS + 2 KV_HEADS) HEAD_DIM], q's and k's written
     q_ptr,  # [batch, HEADS, positions, HEAD_DIM]

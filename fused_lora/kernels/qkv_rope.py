@@ -22,7 +22,7 @@ from .rotation import load_angles, rotate_heads
 from .rows import check_alike, check_rows
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["positions"])
 def _qkv_rope_kernel(
     q_ptr,  # [batch, HEADS, positions, 2 HALF]
     k_ptr,  # [batch, KV_HEADS, positions, 2 HALF], or None, with v: q's heads are all that turn

@@ -48,7 +48,7 @@ from .tiling import MAX_BLOCK_RANK, Tiling, dots_in_fp32, stages
 TILING = Tiling(rows=64, columns=128, splits=1, warps=4, stages=3)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _extend_rows_kernel(
     x_ptr,  # [rows, columns]
     A_ptr,  # [rank, columns]
@@ -209,7 +209,7 @@ def extend_rows(x: Tensor, A: Tensor, extended: Tensor, z: Tensor) -> None:
     """
     name, kernel = "extend_rows", _extend_rows_kernel
     check_rows(name, kernel, x.shape, x=x)
-    (rows, columns), rank = x.shape, len(A)
+    (rows, columns), rank = x.shape, A.shape[0]
     for key, tensor, shape in (
         ("A", A, (rank, columns)), ("z", z, (rows, rank)),
         ("extended", extended, (rows, columns + rank)),

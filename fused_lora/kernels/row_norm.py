@@ -91,7 +91,7 @@ def _rms_norm_forward_kernel(
     tl.store(rstd_ptr + row, rstd)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "rows_per_program"])
 def _rms_norm_backward_kernel(
     grad_y_ptr,  # [rows, hidden]
     grad_total_ptr,  # [rows, hidden], or None
@@ -110,6 +110,8 @@ def _rms_norm_backward_kernel(
     ZERO_CENTERED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    if partial_ptr is None:  # as a constant, which Triton does not see in a number of rows
+        rows_per_program = 1
     program = tl.program_id(0).to(tl.int64)
     first = program * rows_per_program
     columns = tl.arange(0, BLOCK)

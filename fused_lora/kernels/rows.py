@@ -76,7 +76,13 @@ def check_rows(name: str, kernel, shape: tuple[int, ...], **tensors: Tensor) -> 
     dtype and device, with the elements of a row side by side."""
     first = next(iter(tensors.values()))
     check_runnable(name, kernel, first)
+    dtype, device = first.dtype, first.device
     for key, tensor in tensors.items():
+        if (
+            tensor.shape == shape and tensor.dtype == dtype and tensor.device == device
+            and len(shape) == 2 and (tensor.stride(1) == 1 or shape[1] <= 1)
+        ):  # fmt: skip
+            continue
         if tensor.ndim != 2:
             raise ValueError(f"{name}: {key} is {list(tensor.shape)}, should be [rows, columns]")
         if tensor.shape != shape:

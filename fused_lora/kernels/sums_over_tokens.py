@@ -86,7 +86,7 @@ MAX_XS = 8
 _SUM_COLUMNS = 64  # a program of the second kernel
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _sums_over_tokens_kernel(
     xs,  # [rows, columns] each
     x_row_strides,
@@ -185,7 +185,7 @@ def _store_gradient(
     tl.store(gradient, total, mask=(column < columns) & (k < ranks[i]))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _sum_partials_kernel(
     partials_ptr,  # [splits, all_columns, BLOCK_RANK] fp32
     gradients,  # [columns, rank] each, written

@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fused_mlp.dropout import is_kept
-from fused_mlp.launching import cdiv, launch_by_triton, next_power_of_2, on_device_of
+from fused_mlp.launching import cdiv, launch, launch_by_triton, next_power_of_2, on_device_of
 from fused_mlp.utils import check_activation
 
 from .activation import activate
@@ -58,7 +58,7 @@ _OTHERS = (
 _SUM_COLUMNS = 16
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _swiglu_backward_products_kernel(
     grad_hidden_ptr,  # [rows, intermediate]
     gate_up_ptr,  # [rows, 2 intermediate]
@@ -166,7 +166,7 @@ def _store_partial(
     tl.store(tile, total, mask=(column < intermediate) & (k < rank))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _sum_products_kernel(
     partials_ptr,  # [3, splits, intermediate, BLOCK_RANK] fp32
     gradients,  # [intermediate, rank] each, written, or None
@@ -279,12 +279,12 @@ def _launch(
     scalings = tuple(0.0 if product is None else product.scale for product in products)
     mask = None if products[0] is None else products[0].mask
 
-    def launch(tiling: Tiling) -> None:
+    def run(tiling: Tiling) -> None:
         rows_of_a_split = cdiv(cdiv(rows, tiling.splits), tiling.rows) * tiling.rows
         splits = cdiv(rows, rows_of_a_split)
         elements = 3 * tiling.rows * (tiling.columns + block_rank)
         partials = gate_up.new_empty(3, splits, intermediate, block_rank, dtype=torch.float32)
-        launch_by_triton(
+        launch(
             kernel, (cdiv(intermediate, tiling.columns), splits),
             grad_hidden, gate_up, grad_gate_up, coded, *factors, mask and mask.bits, partials,
             *row_strides,
@@ -302,4 +302,4 @@ def _launch(
 
     shape = intermediate, *ranks, grad_gate_up is None, coded is None, mask is None, activation
     shipped = BACKWARD_TILING._replace(registers=coded and CODED_REGISTERS)
-    launch(fastest(kernel, gate_up, rows, shape, shipped, _OTHERS, launch))
+    run(fastest(kernel, gate_up, rows, shape, shipped, _OTHERS, run))

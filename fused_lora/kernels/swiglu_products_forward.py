@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fused_mlp.dropout import Mask, is_kept
-from fused_mlp.launching import cdiv, launch_by_triton, next_power_of_2, on_device_of
+from fused_mlp.launching import cdiv, launch, next_power_of_2, on_device_of
 from fused_mlp.utils import check_activation
 
 from .activation import activate
@@ -58,7 +58,7 @@ _OTHERS = (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _swiglu_forward_product_kernel(
     gate_up_ptr,  # [rows, 2 intermediate]
     A_ptr,  # [rank, intermediate]
@@ -113,7 +113,7 @@ def _swiglu_forward_product_kernel(
     tl.store(tile, total, mask=row < rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "rows"])
 def _sum_z_kernel(
     partials_ptr,  # [splits, rows, BLOCK_RANK] fp32
     z_ptr,  # [rows, rank], written
@@ -203,14 +203,14 @@ def _launch(
     block_rank = max(next_power_of_2(rank), 16)  # tl.dot wants 16 at least
     kernel = _swiglu_forward_product_kernel
 
-    def launch(tiling: Tiling) -> None:
+    def run(tiling: Tiling) -> None:
         columns_of_a_split = (
             cdiv(cdiv(intermediate, tiling.splits), tiling.columns) * tiling.columns
         )
         splits = cdiv(intermediate, columns_of_a_split)
         elements = tiling.columns * (2 * tiling.rows + block_rank)
         partials = gate_up.new_empty(splits, rows, block_rank, dtype=torch.float32)
-        launch_by_triton(
+        launch(
             kernel, (cdiv(rows, tiling.rows), splits),
             gate_up, A, hidden, mask and mask.bits, partials,
             gate_up.stride(0), A.stride(0), 0 if hidden is None else hidden.stride(0),
@@ -219,7 +219,7 @@ def _launch(
             dots_in_fp32(kernel, gate_up),
             num_warps=tiling.warps, num_stages=stages(tiling, elements, gate_up),
         )  # fmt: skip
-        launch_by_triton(
+        launch(
             _sum_z_kernel, (cdiv(rows, SUM_ROWS),),
             partials, z, copy, z.stride(0), 0 if copy is None else copy.stride(0),
             splits, rows, rank, SUM_ROWS, block_rank, num_warps=4,
@@ -227,4 +227,4 @@ def _launch(
 
     shape = intermediate, rank, hidden is None, mask is None, activation
     others = _OTHERS if mask is None else tilings_for_masks(_OTHERS)
-    launch(fastest(kernel, gate_up, rows, shape, forward_tiling(rows), others, launch))
+    run(fastest(kernel, gate_up, rows, shape, forward_tiling(rows), others, run))

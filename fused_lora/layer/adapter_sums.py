@@ -45,7 +45,7 @@ class AdapterSums:
                 gradients.append(None)
                 continue
             assert p is not None
-            rank = len(adapter.A)
+            rank = adapter.A.shape[0]
             gradient = x.new_empty(rank, x.shape[1], dtype=adapter.A.dtype)
             mask = None if dropout is None else dropout.masks[i]
             products.append(Product(p[:, first : first + rank], gradient.t(), mask=mask))
@@ -69,7 +69,7 @@ class AdapterSums:
             if not need.B:
                 gradients.append(None)
                 continue
-            rank = len(adapter.A)
+            rank = adapter.A.shape[0]
             gradient = grad.new_empty(part.shape[1], rank, dtype=adapter.B.dtype)
             self._sums.append((part, [Product(z[:, first : first + rank], gradient, scaling)]))
             gradients.append(gradient)
@@ -107,8 +107,9 @@ def swiglu_gradients(
     down_A = down_product = None
     if needed.down.A:
         A = adapters.down.A
-        down_A = gate_up.new_empty(len(A), intermediate, dtype=A.dtype)
-        down_product = Product(p[:, : len(A)], down_A.t(), mask=mask_of_one(dropout))
+        rank = A.shape[0]
+        down_A = gate_up.new_empty(rank, intermediate, dtype=A.dtype)
+        down_product = Product(p[:, :rank], down_A.t(), mask=mask_of_one(dropout))
     products: list[Product | None] = []
     for adapter, need, first, scaling in zip(
         (adapters.gate, adapters.up), (needed.gate, needed.up), _starts(group.blocks),
@@ -116,7 +117,7 @@ def swiglu_gradients(
     ):  # fmt: skip
         product = None
         if need.B:
-            rank = len(adapter.A)
+            rank = adapter.A.shape[0]
             gradient = gate_up.new_empty(intermediate, rank, dtype=adapter.B.dtype)
             product = Product(z[:, first : first + rank], gradient, scaling)
         products.append(product)

@@ -90,7 +90,7 @@ class Buffer:
         Writes x into copy as well, if copy is given. n is in the buffer's dtype.
         """
         inputs = x.shape[1]
-        extended = empty_rows(self.A, len(x), inputs + len(self.A))
+        extended = empty_rows(self.A, x.shape[0], self.matrix.shape[1])
         normed, z = extended[:, :inputs], extended[:, inputs:]
         rstd = apply_norm(x, norm, normed, copy)
         if dropout is None:
@@ -113,9 +113,9 @@ class Buffer:
         extended: rows for [x | z]; x may be their first columns. None: allocate them if needed.
         One matmul adds and rounds once. A bias rounds once more.
         """
-        z = x.new_empty(len(x), len(self.A))
+        z = x.new_empty(x.shape[0], self.A.shape[0])
         if extended is None:
-            extended = empty_rows(x, len(x), x.shape[1] + len(self.A))
+            extended = empty_rows(x, x.shape[0], self.matrix.shape[1])
         if dropout is None:
             extend_rows(x, self.A, extended, z)
         else:
@@ -138,7 +138,7 @@ class Buffer:
         inputs, mask = self.A.shape[1], mask_of_one(dropout)
         if total is None:
             return swiglu_forward_product(gate_up, self.A, None, None, mask, activation)
-        extended = empty_rows(gate_up, len(gate_up), inputs + len(self.A))
+        extended = empty_rows(gate_up, gate_up.shape[0], self.matrix.shape[1])
         z = swiglu_forward_product(
             gate_up, self.A, extended[:, :inputs], extended[:, inputs:], mask, activation
         )
@@ -173,7 +173,7 @@ class Buffer:
         is_read: `gradient` alone reads it, without dropout.
         """
         outputs, width = self.sB.shape
-        rows = empty_rows(gate_up, len(gate_up), outputs + width)
+        rows = empty_rows(gate_up, gate_up.shape[0], outputs + width)
         swiglu_backward_products(
             grad_hidden, gate_up, products.hidden, products.gate, products.up, rows[:, :outputs],
             activation,
@@ -188,11 +188,11 @@ class Buffer:
         scales: those of `ProductInput`, by which p is multiplied for dA.
         """
         assert incoming.rows is not None
-        dy, p = incoming.rows.tensor_split([len(self.sB)], 1)
+        dy, p = incoming.rows.split_with_sizes(self.sB.shape, 1)
         torch.mm(dy, self.sB, out=p)
         if dropout is None:
             return incoming.rows @ self.matrix[:, : self.A.shape[1]], p
-        grad = dy.new_empty(len(dy), self.A.shape[1])
+        grad = dy.new_empty(dy.shape[0], self.A.shape[1])
         dropped_gradient(p, self.A, dropout.blocks, dropout.masks, grad)
         self.add_gradient(grad, dy)
         return grad, p
@@ -206,12 +206,12 @@ class Buffer:
 
     def product(self, extended: Tensor, bias: Tensor | None) -> Tensor:
         """Return [x | z] M[:out]' + bias."""
-        weight = self.matrix[: len(self.sB)].t()
+        weight = self.matrix[: self.sB.shape[0]].t()
         return extended @ weight if bias is None else torch.addmm(bias, extended, weight)
 
     def add_product(self, total: Tensor, extended: Tensor, multiplier: float) -> None:
         """Add multiplier [x | z] M[:out]' to total."""
-        weight = self.matrix[: len(self.sB)].t()
+        weight = self.matrix[: self.sB.shape[0]].t()
         if total.dtype == extended.dtype:
             total.addmm_(extended, weight, alpha=multiplier)
         else:
@@ -281,13 +281,24 @@ class Bordered(NamedTuple):
     @property
     def x_columns(self) -> int:
         """The columns of [x | z]."""
-        return self.in_features + len(self.A)
+        return self.in_features + self.A.shape[0]
 
     @property
     def grad_columns(self) -> int:
         """The columns of [dy | p]."""
-        return self.out + len(self.A)
+        return self.out + self.A.shape[0]
 
     def by_projection(self, rows: Tensor) -> tuple[Tensor, ...]:
         """Return the columns of each projection in its outputs, or in their gradient."""
         return rows[:, : self.out].split_with_sizes(self.out_features, 1)
+
+    def sum_biases(self, rows: Tensor, grad_biases: Sequence[Tensor | None]) -> None:
+        """Write the gradients of trained biases: each sums its projection's gradient, in the first
+        columns of rows, over tokens."""
+        if all(grad_bias is None for grad_bias in grad_biases):
+            return
+        for grad, grad_bias in zip(self.by_projection(rows), grad_biases, strict=True):
+            if grad_bias is not None:
+                # bf16 sums in fp32, and is rounded to the dtype that is asked for
+                dtype = torch.promote_types(grad.dtype, grad_bias.dtype)
+                grad_bias.copy_(grad.sum(0, dtype=dtype))

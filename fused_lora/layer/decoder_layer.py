@@ -95,7 +95,7 @@ from .operands import (
     kinds_of,
     new_gradients,
 )
-from .residual import addend_gradient, needed_rows, norm_backward, spread_rows, sum_biases
+from .residual import addend_gradient, needed_rows, norm_backward, spread_rows
 from .saved import Saved, once_as_record, restore, store
 
 
@@ -160,7 +160,7 @@ class DecoderLayer(torch.autograd.Function):
         x, positions = as_rows(hidden), hidden.shape[1]
         qkv_weights, o, gate_up_weights, down = frozen.groups
         frozen.borders.fill(frozen.groups, trained.adapters)
-        dropouts = draw_dropouts(frozen, len(x))
+        dropouts = draw_dropouts(frozen, x.shape[0])
 
         # the norm writes the copy of the residual that o adds to; a recomputation may have the sum
         adds_to_copy = frozen.attended_norm is None and frozen.rows is None
@@ -215,7 +215,7 @@ class DecoderLayer(torch.autograd.Function):
             # output = total + down(activation(gate) up)
             grad = frozen.borders.handover.take(grad_output, down.grad_columns)
             if grad is None or rows is not None:
-                grad = empty_rows(like, len(total), down.grad_columns)
+                grad = empty_rows(like, total.shape[0], down.grad_columns)
                 grad[:, :width].copy_(needed_rows(as_rows(grad_output), rows))
             grad_residual = grad[:, :width]
             if x.dtype != like.dtype:
@@ -225,7 +225,7 @@ class DecoderLayer(torch.autograd.Function):
                     grad_residual, frozen.multiplier, saved.mlp_normed, frozen.mlp_norm,
                     grads.mlp_norm, like, down.grad_columns,
                 )  # fmt: skip
-            sum_biases(down.by_projection(grad), (grads.down_bias,))
+            down.sum_biases(grad, (grads.down_bias,))
             grad_hidden, p_down = down.buffer.gradient(Incoming(grad), None, dropouts.down)
             in_swiglu = swiglu_gradients(
                 saved.gate_up, gate_up, p_down, saved.m.z, adapters, need, dropouts.down
@@ -238,7 +238,7 @@ class DecoderLayer(torch.autograd.Function):
             del grad_hidden  # at 16,384 tokens a [T, intermediate] is 361 MB: let it go early
             if trains_biases:
                 assert grad_gate_up.rows is not None
-                sum_biases(gate_up.by_projection(grad_gate_up.rows), grads.gate_up_biases)
+                gate_up.sum_biases(grad_gate_up.rows, grads.gate_up_biases)
             grad_normed, pm = gate_up.buffer.gradient(
                 grad_gate_up, saved.m.scales, dropouts.gate_up
             )
@@ -250,7 +250,7 @@ class DecoderLayer(torch.autograd.Function):
                 gate_up, (adapters.gate, adapters.up), (need.gate, need.up), saved.m.x, pm,
                 dropouts.gate_up,
             )  # fmt: skip
-            grad = empty_rows(like, len(total), o.grad_columns)
+            grad = empty_rows(like, total.shape[0], o.grad_columns)
             grad_total = grad[:, :width] if x.dtype == like.dtype else torch.empty_like(total)
             as_it_is = frozen.adds_attended_as_it_is
             incoming = o.buffer.norm_backward(
@@ -267,7 +267,7 @@ class DecoderLayer(torch.autograd.Function):
                 incoming = Incoming(grad)
 
             # total = x + o(attended)
-            sum_biases(o.by_projection(grad), (grads.o_bias,))
+            o.sum_biases(grad, (grads.o_bias,))
             grad_attended, pa = o.buffer.gradient(incoming, None, dropouts.o)
             (o_B,) = sums.add_B(o, (adapters.o,), (need.o,), grad, attended.z)
             (o_A,) = sums.add_A(
@@ -276,9 +276,9 @@ class DecoderLayer(torch.autograd.Function):
             del grad, incoming
             if rows is not None:
                 sums.compute()  # of as many tokens, and not of all as those that follow
-                grad_attended = spread_rows(grad_attended, rows, len(x))
-                grad_residual = spread_rows(grad_residual, rows, len(x))
-            grad_qkv = empty_rows(like, len(x), qkv.grad_columns)
+                grad_attended = spread_rows(grad_attended, rows, x.shape[0])
+                grad_residual = spread_rows(grad_residual, rows, x.shape[0])
+            grad_qkv = empty_rows(like, x.shape[0], qkv.grad_columns)
             attention_backward(
                 grad_attended, saved.qkv, saved.cos, saved.sin, saved.mask, attended.x,
                 attended.saved, attended.attention, grad_qkv[:, : qkv.out],
@@ -292,14 +292,14 @@ class DecoderLayer(torch.autograd.Function):
             del grad_attended
 
             # q, k and v of the norm of x
-            sum_biases(qkv.by_projection(grad_qkv), grads.qkv_biases)
+            qkv.sum_biases(grad_qkv, grads.qkv_biases)
             pn = grad_x = None
             if need_hidden or grads.input_norm is not None:
                 grad_normed, pn = qkv.buffer.gradient(
                     Incoming(grad_qkv), saved.n.scales, dropouts.qkv
                 )
                 # as wide as the layer before takes it over, in whose backward it most likely goes
-                wide = empty_rows(x, len(x), down.grad_columns)
+                wide = empty_rows(x, x.shape[0], down.grad_columns)
                 norm_backward(
                     grad_normed, grad_residual, x, frozen.input_norm, saved.input_rstd,
                     wide[:, :width], grads.input_norm,

@@ -86,7 +86,7 @@ def _matrices(groups: Sequence[Bordered], adapters: Sequence[Adapter]) -> Matric
         parts = group.sB.split_with_sizes(group.out_features)
         for part, block, scaling in zip(parts, group.blocks, group.scalings, strict=True):
             A, B = next(left)
-            rank = len(A)
+            rank = A.shape[0]
             in_A, in_B = group.A[column:], part[:, column:]
             targets += [in_A[:rank], in_B[:, :rank]]
             sources += [A.detach(), B.detach()]

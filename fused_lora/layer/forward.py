@@ -39,7 +39,7 @@ def add_attention(
     o, rows = frozen.o, frozen.rows
     extended = out = None  # [a | za], which o's matmul reads
     if rows is None and not o.buffer.adds_beside(dropout):
-        extended = empty_rows(qkv, len(x), o.x_columns)
+        extended = empty_rows(qkv, x.shape[0], o.x_columns)
         if not takes_away():
             out = extended[:, : o.in_features]
     attention = Attention(positions, frozen.heads, frozen.kv_heads, frozen.attention_scaling)

@@ -153,6 +153,8 @@ class FrozenLayer(NamedTuple):
 
     def for_backward(self) -> "FrozenLayer":
         """Return the operands without the tensors that backward does not read."""
+        if self.seed is None and all(group.own_bias is None for group in self.groups):
+            return self
         qkv, o, gate_up, down = (group._replace(own_bias=None) for group in self.groups)
         return self._replace(qkv=qkv, o=o, gate_up=gate_up, down=down, seed=None)
 
@@ -212,6 +214,8 @@ class Dropouts(NamedTuple):
 
 def draw_dropouts(frozen: FrozenLayer, tokens: int) -> Dropouts:
     """Draw the masks of the seven projections' inputs; from o on those of needed tokens alone."""
+    if not any(frozen.dropouts):
+        return Dropouts()
     needed = tokens if frozen.rows is None else len(frozen.rows)
     rows, columns = [], []
     for group in frozen.groups:

@@ -1,6 +1,5 @@
 """A layer's residual: its norms, their gradients, and the rows whose output is needed."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -58,7 +57,7 @@ def addend_gradient(
     grad_sum [T, hidden] is the gradient of the sum. The result is the first columns of new rows
     `columns` wide, in the dtype of `like`. grad_weight gets that of a trained norm's weight.
     """
-    wide = empty_rows(like, len(grad_sum), columns)
+    wide = empty_rows(like, grad_sum.shape[0], columns)
     grad = wide[:, : grad_sum.shape[1]]
     if normed is None or norm is None:
         torch.mul(grad_sum, multiplier, out=grad)
@@ -69,15 +68,6 @@ def addend_gradient(
     if multiplier != 1.0:
         grad.mul_(multiplier)
     return wide
-
-
-def sum_biases(grads: Sequence[Tensor], grad_biases: Sequence[Tensor | None]) -> None:
-    """Write the gradients of trained biases: each sums its projection's gradient over tokens."""
-    for grad, grad_bias in zip(grads, grad_biases, strict=True):
-        if grad_bias is not None:
-            # bf16 sums in fp32, and is rounded to the dtype that is asked for
-            dtype = torch.promote_types(grad.dtype, grad_bias.dtype)
-            grad_bias.copy_(grad.sum(0, dtype=dtype))
 
 
 def needed_rows(tensor: Tensor, rows: Tensor | None) -> Tensor:

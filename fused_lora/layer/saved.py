@@ -7,11 +7,12 @@ through it: `split` takes the tensors out of a record of records, `join` puts ot
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from ..kernels.qkv_attention import Attention, AttentionSaved
-from ..rerun import once
-from .buffer import ProductInput
+from ..rerun import once, recompute_record
+from .buffer import Bordered, ProductInput
 from .operands import Adapters, Dropouts, FrozenLayer, Others
 from .residual import Normed
 
@@ -53,12 +54,17 @@ class Saved(NamedTuple):
 
 
 def store(ctx: Any, record: tuple) -> None:
-    """Keep a record for `restore`: its tensors by save_for_backward, all else as it is."""
-    tensors, ctx.without_tensors = split(record)
-    ctx.save_for_backward(*tensors)
+    """Keep a record for `restore`: its tensors by save_for_backward, all else as it is. What a
+    checkpoint recomputes keeps nothing, and makes the record again."""
+    ctx.recompute = recompute_record(record)
+    if ctx.recompute is None:
+        tensors, ctx.without_tensors = split(record)
+        ctx.save_for_backward(*tensors)
 
 
 def restore(ctx: Any) -> Any:
+    if ctx.recompute is not None:
+        return ctx.recompute()
     return join(ctx.without_tensors, ctx.saved_tensors)
 
 
@@ -80,36 +86,44 @@ class _Tensor:
 TENSOR = _Tensor()
 
 
+# Tuples of numbers: `FrozenLayer.for_backward` leaves no tensor in a Bordered.
+WITHOUT_TENSORS = (torch.Size, Bordered)
+
+
 def split(record: Record) -> tuple[list[Tensor], Record]:
     """Return the tensors of a record, those within its records and tuples included, and the record
     with TENSOR in their places."""
     tensors: list[Tensor] = []
+    return tensors, _without(record, tensors)
 
-    def take(tensor: Tensor) -> _Tensor:
-        tensors.append(tensor)
-        return TENSOR
 
-    return tensors, _map(record, take, Tensor)
+def _without(record: Any, tensors: list[Tensor]) -> Any:
+    """Append a record's tensors to these, and return it without them."""
+    values = []
+    for one in record:
+        if isinstance(one, Tensor):
+            tensors.append(one)
+            one = TENSOR
+        elif isinstance(one, tuple) and not isinstance(one, WITHOUT_TENSORS):
+            one = _without(one, tensors)
+        values.append(one)
+    return tuple.__new__(type(record), values)  # half of _make's time
 
 
 def join(rest: Record, tensors: Any) -> Record:
     """Return the record that `split` took apart, with these tensors."""
     left: Iterator[Tensor] = iter(tensors)
-    joined = _map(rest, lambda _: next(left), _Tensor)
+    joined = _with(rest, left)
     assert next(left, None) is None
     return joined
 
 
-def _map(record: Any, function: Callable, kind: type) -> Any:
-    """Return a record with function's result for each value of this kind."""
-    values = [
-        function(one) if isinstance(one, kind)
-        else _map(one, function, kind) if _is_record(one)
-        else one
-        for one in record
-    ]  # fmt: skip
-    return type(record)._make(values) if hasattr(record, "_make") else tuple(values)
-
-
-def _is_record(one: Any) -> bool:
-    return type(one) is tuple or hasattr(one, "_make")
+def _with(rest: Any, left: Iterator[Tensor]) -> Any:
+    values = []
+    for one in rest:
+        if one is TENSOR:
+            one = next(left)
+        elif isinstance(one, tuple) and not isinstance(one, WITHOUT_TENSORS):
+            one = _with(one, left)
+        values.append(one)
+    return tuple.__new__(type(rest), values)

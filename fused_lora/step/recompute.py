@@ -10,12 +10,14 @@ arXiv 1604.06174.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from ..layer.saved import split
 from ..rerun import Keep, runs
 
 
@@ -79,8 +81,9 @@ class _Run:
         self.kept: list[list[tuple[bool, Any]]] = []  # by call of `once`: is_tensor, value
         self.ends: list[int] = []  # by call of `saving_last`: tensors saved when it ended
         self.runs_again, self.next_kept, self.next_end = False, 0, 0
-        self.shapes: list[torch.Size] = []
-        self.remembered: dict[int, Tensor] = {}
+        self.shapes: list[torch.Size | None] = []  # None: of a record
+        self.found: list[Tensor | tuple] = []  # by the second run, which stops at the last
+        self.remembered: dict[int, Tensor | tuple] = {}
 
     def __enter__(self) -> None:
         runs().append(self)
@@ -112,16 +115,26 @@ class _Run:
         self.shapes.append(tensor.shape)
         return self, len(self.shapes) - 1
 
+    def recompute_record(self, record: tuple) -> Callable[[], tuple]:
+        if self.runs_again:
+            self._find(record)
+        else:
+            self.shapes.append(None)
+        return partial(_remember, (self, len(self.shapes) - 1))
+
+    def _find(self, saved: Tensor | tuple) -> None:
+        self.found.append(saved)
+        if len(self.found) == len(self.shapes):
+            raise _Stop
+
     def run_again(self) -> None:
         inputs = list(self.inputs)
         for place, tensor in zip(self.places, self.saved.grad_fn.saved_tensors, strict=True):
             inputs[place] = tensor
-        found: list[Tensor] = []
+        self.found = []
 
         def keep(tensor: Tensor) -> None:
-            found.append(tensor.detach())  # without its graph
-            if len(found) == len(self.shapes):
-                raise _Stop
+            self._find(tensor.detach())  # without its graph
 
         now = [(one, one.get_state()) for one, _ in self.random_states]
         self.runs_again, self.next_kept, self.next_end = True, 0, 0
@@ -137,17 +150,18 @@ class _Run:
         finally:
             self.runs_again = False
             _set_random(now)
-        if [tensor.shape for tensor in found] != self.shapes:
+        found, self.found = self.found, []
+        if [one.shape if isinstance(one, Tensor) else None for one in found] != self.shapes:
             raise RuntimeError(
                 f"checkpoint: a layer saved {len(self.shapes)} tensors in its forward, and "
                 f"{len(found)} or others when recomputed; it must do the same both times"
             )
         if self.see is not None:
-            self.see(found)
+            self.see(split(tuple(found))[0])
         self.remembered = dict(enumerate(found))
 
 
-def _remember(forgotten: tuple[_Run, int]) -> Tensor:
+def _remember(forgotten: tuple[_Run, int]) -> Any:
     run, place = forgotten
     if place not in run.remembered:
         run.run_again()

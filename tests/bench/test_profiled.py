@@ -92,7 +92,7 @@ def test_the_names_of_our_own_kernels_tell():
     sources = [
         path.read_text() for d in ("fused_lora", "fused_mlp") for path in root.glob(f"{d}/**/*.py")
     ]
-    names = re.findall(r"@triton.jit\ndef (\w+_kernel)\(", "\n".join(sources))
+    names = re.findall(r"@triton.jit.*\ndef (\w+_kernel)\(", "\n".join(sources))
     assert len(names) > 20 and {name for name in names if kind_of_name(name) is None} == set()
 
 

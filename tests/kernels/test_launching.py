@@ -1,5 +1,7 @@
 """`launch` against `kernel[grid](...)`: what it remembers, and what it asks Triton for."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import triton
@@ -23,7 +25,8 @@ class OnGPU(Tensor):
 class Kernel:
     """A fake Triton kernel that records its launches."""
 
-    def __init__(self):
+    def __init__(self, *counts: int):
+        self.params = [SimpleNamespace(num=n, do_not_specialize=n in counts) for n in range(5)]
         self.by_triton: list[tuple] = []  # grid, arguments, options
         self.remembered: list[tuple] = []  # grid, arguments
 
@@ -118,6 +121,14 @@ def test_what_an_address_does_not_stand_for_is_left_to_triton_and_not_kept(kerne
         launch(kernel, (1,), *arguments)
     assert len(kernel.by_triton) == 3 and kernel.remembered == []
     assert len(launching._compiled) == 1
+
+
+def test_an_integer_that_is_not_specialised_may_change(monkeypatch, kernel):
+    kernel = Kernel(1)
+    for count, size in ((7, 7), (16, 7), (1, 7), (2**31, 7), (7, 16)):
+        launch(kernel, (1,), on_gpu(), count, size)
+    assert [arguments[1:] for _, arguments, _ in kernel.by_triton] == [(7, 7), (2**31, 7), (7, 16)]
+    assert [arguments[1:] for _, arguments in kernel.remembered] == [(16, 7), (1, 7)]
 
 
 def test_launches_of_many_lengths_are_forgotten(kernel, monkeypatch):
