@@ -33,11 +33,12 @@ def test_a_reason_that_nobody_asked_for_is_said_once_and_a_wish_never(calls, dev
     def run():
         assert torch.allclose(logits(fused), logits(plain), atol=1e-5)
 
-    def without_adapters():
-        with fused.disable_adapter(), plain.disable_adapter():
-            run()
+    def merged():
+        fused.merge_adapter(), plain.merge_adapter()
+        run()
+        fused.unmerge_adapter(), plain.unmerge_adapter()
 
-    assert said_by(run, without_adapters) == [] and len(calls) == 2
+    assert said_by(run, merged) == [] and len(calls) == 2
     handles = [layer.mlp.up_proj.register_forward_hook(lambda *_: None) for layer in layers(fused)]
     (said,) = said_by(run, run)
     assert "a fused Qwen2MLP stepped aside: up_proj: it has hooks" in said

@@ -45,7 +45,7 @@ def assert_left_to_peft(fused, plain, reason, most=0.0):
 
 @pytest.mark.slow("layer")
 @pytest.mark.parametrize(("fusion", "functions"), FUSIONS.values(), ids=FUSIONS)
-def test_adapters_that_are_switched_disabled_and_merged_are_as_in_peft(fusion, functions, device):
+def test_adapters_that_are_switched_and_merged_are_as_in_peft(fusion, functions, device):
     fused, plain, done = layer_case.pair(device, fusion)
     assert assert_same(fused, plain) == functions
     for model in (fused, plain):
@@ -53,16 +53,13 @@ def test_adapters_that_are_switched_disabled_and_merged_are_as_in_peft(fusion, f
         set_weights(model, device, only=".second.")
         model.set_adapter("second")
     assert assert_same(fused, plain) == functions
-    with fused.disable_adapter(), plain.disable_adapter():
-        assert_left_to_peft(fused, plain, "adapters are disabled: enable_adapter_layers()")
-        with pytest.raises(ValueError, match="adapters are disabled"):
-            fuse(fused, fusion)
     for model in (fused, plain):
         model.merge_adapter()
     # a GPU may merge into a layer's rows, which lie apart, by another kernel
     assert_left_to_peft(fused, plain, "adapters are merged", most=2e-5 if fusion.layer else 0.0)
+    with fused.disable_adapter(), plain.disable_adapter():  # their forward unmerges them
+        assert relative_error(logits(fused), logits(plain)) < 2e-5
     for model in (fused, plain):
-        model.unmerge_adapter()
         model.set_adapter("default")
         model.delete_adapter("second")
     assert assert_same(fused, plain) == functions
