@@ -7,7 +7,7 @@ import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from cases.fused_case import ALL, SHORT, assert_close, batch, step
 from cases.layer_case import EVERYTHING, LAYER, NAMES, operands_of_calls, pair, peft_model
-from cases.peft_models import MLP_NAMES, MLP_ON, assert_equal, ids, layers, logits
+from cases.peft_models import DECODER, MLP_NAMES, MLP_ON, assert_equal, ids, layers, logits
 from cases.reasons import readapt
 from cases.reference import relative_error
 
@@ -84,7 +84,7 @@ def test_accelerates_hooks_after_fuse_are_reported_and_taken_away(calls, device)
     assert HOOKED in said and not calls
     remove_hook_from_module(mlps[0])
     assert report(fused).fused == {"mlp": MLP_NAMES[:1]}
-    assert unfuse(fused) == MLP_NAMES
+    assert unfuse(fused) == [DECODER, *MLP_NAMES]
     remove_hook_from_module(mlps[1])
     assert torch.equal(logits(fused), logits(plain)) and not calls
     assert fuse(fused, MLP_ON) == done
