@@ -110,21 +110,21 @@ class FusedForward(Owner):
         return self.function(module, self.parts, *inputs, **options)
 
 
-_thread = threading.local()
+class _Thread(threading.local):
+    is_unfused = False
+
+
+_thread = _Thread()
 
 
 @contextmanager
 def unfused() -> Iterator[None]:
     """Make every fused module run its class's forward, in this thread and not in compiled code."""
-    before, _thread.is_unfused = is_unfused(), True
+    before, _thread.is_unfused = _thread.is_unfused, True
     try:
         yield
     finally:
         _thread.is_unfused = before
-
-
-def is_unfused() -> bool:
-    return not torch.compiler.is_compiling() and getattr(_thread, "is_unfused", False)
 
 
 @cache
@@ -136,7 +136,7 @@ def _with_signature_of(own: Callable) -> Callable:
         if isinstance(self, nn.Module):  # accelerate binds what it wraps in autocast to the model
             raise RuntimeError(BOUND_TO_THE_MODEL)
         layer: Any = self.module
-        if is_unfused():
+        if _thread.is_unfused and not torch.compiler.is_compiling():
             return class_forward(layer, *inputs, **options)
         options = as_ours(options)
         if self.checkpoints and is_checkpointed(layer):
