@@ -97,7 +97,7 @@ def fuse(model: nn.Module, fusion: Fusion | None = None, *, strict: bool = True)
     Returns:
         The report: every module that now runs fused, and the reason for every other candidate. A
         module that steps aside later warns once per reason, unless you asked for it: adapters
-        disabled, merged or switched.
+        merged, unloaded, or several active.
 
     Raises:
         ValueError: `fusion` asks for nothing; with strict, a part fuses no module, as happens
@@ -236,7 +236,7 @@ def unfuse(model: nn.Module) -> list[str]:
 def report(model: nn.Module) -> FusionReport:
     """Report which modules of `model` would run fused if it were called now.
 
-    A module counts as left if its adapters are disabled, it is on the CPU, or somebody has replaced
+    A module counts as left if its adapters are merged, it is on the CPU, or somebody has replaced
     its forward since. So does one that reads FSDP's weights, which are sharded between forwards,
     and a part asked for before the model had adapters, until you call `fuse` again. Modules inside
     a layer that runs fused as a whole are not listed.

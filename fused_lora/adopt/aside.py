@@ -15,8 +15,7 @@ from .foreign.forwards import HOOKED, has_lora, owner_of
 from .foreign.versions import class_forward
 
 # Found in reasons that the user asked for: PEFT's ways to run with other adapters or none.
-WISHES = ("adapters are disabled", "adapters are merged", "adapters are active",
-          "adapters have been unloaded")  # fmt: skip
+WISHES = ("adapters are merged", "adapters are active", "adapters have been unloaded")
 
 
 def say_once(module: nn.Module, reason: str) -> None:

@@ -8,6 +8,7 @@ are fixed, a row's padding becomes a separate document.
 """
 
 import sys
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from .layer import borders_of
 from .layer_reading import attention_is_read
 from .linear import read_output
 from .refusal import attempt, reason_of
-from .site import having
+from .site import having, unfused
 
 DECODER = frozenset({"documents"})  # the parts of a decoder's fused forward
 decoders = having("embed_tokens", "layers", "norm")
@@ -51,6 +52,7 @@ def decoder_forward(
     see that, as it does there. In a graph it cannot, so any position_ids count as packed.
     """
     check_not_empty(decoder, {"input_ids": input_ids, **options})
+    is_generating = past_key_values is not None and not torch.is_grad_enabled()
     if (
         attention_mask is None
         and past_key_values is None
@@ -64,10 +66,11 @@ def decoder_forward(
         documents = documents_of(position_ids.expand(len(batch), -1))
         if is_capturing(position_ids) or bool(documents[:, :, 0].any()):
             attention_mask = documents
-    return class_forward(
-        decoder, input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
-        past_key_values=past_key_values, **options,
-    )  # fmt: skip
+    with unfused() if is_generating else nullcontext():
+        return class_forward(
+            decoder, input_ids=input_ids, attention_mask=attention_mask,
+            position_ids=position_ids, past_key_values=past_key_values, **options,
+        )  # fmt: skip
 
 
 def check_not_empty(module: nn.Module, inputs: dict[str, Any]) -> None:

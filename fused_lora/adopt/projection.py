@@ -77,20 +77,14 @@ def read_projection(
         refuse(_why_not_lora(projection) or why_not_base(projection))
         refuse(why_call(projection, own_forward))
         return _without_adapter(projection)
-    if projection.disable_adapters:
-        raise Refusal("adapters are disabled: enable_adapter_layers() brings them back")
     if projection.merged:
         raise Refusal("adapters are merged into the weight: unmerge_adapter() takes them out")
-    active = projection.active_adapters
-    if len(active) != 1:
-        named = ", ".join(active) or "none"
-        raise Refusal(f"{len(active)} adapters are active: {named}: choose one with set_adapter")
-    adapter = active[0]
+    adapter = None if projection.disable_adapters else _active_adapter(projection)
     # nn.Module finds a submodule only after failing to find an attribute, 3x slower
     parts = projection._modules
     lora_A: Any = parts["lora_A"]
     base: Any = parts["base_layer"]
-    if adapter not in lora_A._modules:  # PEFT skips it
+    if adapter is None or adapter not in lora_A._modules:  # PEFT runs the base layer alone
         refuse(why_not_base(base) or why_call(base) or why_call(projection, own_forward))
         return _without_adapter(base)
     A: Any = lora_A._modules[adapter]
@@ -116,6 +110,14 @@ def read_projection(
     weight, is_packed = _weight_of(base)
     bias, scaling = _parameter(base, "bias"), float(scaling)  # from NumPy, say
     return Projection(weight, bias, A, B, scaling, dropped, lora_bias, base, is_packed)
+
+
+def _active_adapter(projection: Any) -> str:
+    active = projection.active_adapters
+    if len(active) != 1:
+        named = ", ".join(active) or "none"
+        raise Refusal(f"{len(active)} adapters are active: {named}: choose one with set_adapter")
+    return active[0]
 
 
 def _dropout_of(dropout: Any) -> float:

@@ -15,6 +15,8 @@ from .report import PARTS_SET
 from .site import FusedForward, Site
 from .switches import KINDS, SWITCHES, switches_for
 
+IN_LAYERS = {"mlp", "attention", "rope", "rms_norm", "layer"}
+
 
 def running_in(model: nn.Module) -> set[str]:
     """Return the parts that modules of a model run fused."""
@@ -33,7 +35,7 @@ def set_forwards(model: nn.Module, wanted: set[str], kind: type[Border] | None) 
         setattr(module, PARTS_SET, parts)
     running = running_in(model)
     for _, decoder in decoders(model):
-        if running & {"attention", "layer"} and why_not_own_forward(decoder) is None:
+        if running & IN_LAYERS and why_not_own_forward(decoder) is None:
             decoder.forward = FusedForward(decoder_forward, decoder, DECODER).forward
     for part in running & SWITCHES.keys():
         for name, module, site in SWITCHES[part].candidates(model):

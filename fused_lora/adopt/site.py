@@ -7,7 +7,9 @@ it runs its class's forward, and warns once.
 """
 
 import inspect
+import threading
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from types import MethodType
 from typing import Any, NamedTuple
@@ -23,6 +25,7 @@ from .foreign.forwards import BOUND_TO_THE_MODEL, Owner
 from .foreign.versions import (
     NO_CACHE,
     as_ours,
+    class_forward,
     is_checkpointed,
     is_checkpointed_by_forward,
 )
@@ -107,6 +110,23 @@ class FusedForward(Owner):
         return self.function(module, self.parts, *inputs, **options)
 
 
+class _Thread(threading.local):
+    is_unfused = False
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def unfused() -> Iterator[None]:
+    """Make every fused module run its class's forward, in this thread and not in compiled code."""
+    before, _thread.is_unfused = _thread.is_unfused, True
+    try:
+        yield
+    finally:
+        _thread.is_unfused = before
+
+
 @cache
 def _with_signature_of(own: Callable) -> Callable:
     """Return `FusedForward.forward` with the signature of the class's forward. The Trainer drops
@@ -116,6 +136,8 @@ def _with_signature_of(own: Callable) -> Callable:
         if isinstance(self, nn.Module):  # accelerate binds what it wraps in autocast to the model
             raise RuntimeError(BOUND_TO_THE_MODEL)
         layer: Any = self.module
+        if _thread.is_unfused and not torch.compiler.is_compiling():
+            return class_forward(layer, *inputs, **options)
         options = as_ours(options)
         if self.checkpoints and is_checkpointed(layer):
             # like the class's forward; nothing else is hidden from the run that backward repeats

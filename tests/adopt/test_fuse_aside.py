@@ -7,7 +7,7 @@ import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from cases.fused_case import ALL, SHORT, assert_close, batch, step
 from cases.layer_case import EVERYTHING, LAYER, NAMES, operands_of_calls, pair, peft_model
-from cases.peft_models import MLP_NAMES, MLP_ON, assert_equal, ids, layers, logits
+from cases.peft_models import DECODER, MLP_NAMES, MLP_ON, assert_equal, ids, layers, logits
 from cases.reasons import readapt
 from cases.reference import relative_error
 
@@ -33,11 +33,12 @@ def test_a_reason_that_nobody_asked_for_is_said_once_and_a_wish_never(calls, dev
     def run():
         assert torch.allclose(logits(fused), logits(plain), atol=1e-5)
 
-    def without_adapters():
-        with fused.disable_adapter(), plain.disable_adapter():
-            run()
+    def merged():
+        fused.merge_adapter(), plain.merge_adapter()
+        run()
+        fused.unmerge_adapter(), plain.unmerge_adapter()
 
-    assert said_by(run, without_adapters) == [] and len(calls) == 2
+    assert said_by(run, merged) == [] and len(calls) == 2
     handles = [layer.mlp.up_proj.register_forward_hook(lambda *_: None) for layer in layers(fused)]
     (said,) = said_by(run, run)
     assert "a fused Qwen2MLP stepped aside: up_proj: it has hooks" in said
@@ -83,7 +84,7 @@ def test_accelerates_hooks_after_fuse_are_reported_and_taken_away(calls, device)
     assert HOOKED in said and not calls
     remove_hook_from_module(mlps[0])
     assert report(fused).fused == {"mlp": MLP_NAMES[:1]}
-    assert unfuse(fused) == MLP_NAMES
+    assert unfuse(fused) == [DECODER, *MLP_NAMES]
     remove_hook_from_module(mlps[1])
     assert torch.equal(logits(fused), logits(plain)) and not calls
     assert fuse(fused, MLP_ON) == done

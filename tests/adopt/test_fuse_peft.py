@@ -45,7 +45,7 @@ def assert_left_to_peft(fused, plain, reason, most=0.0):
 
 @pytest.mark.slow("layer")
 @pytest.mark.parametrize(("fusion", "functions"), FUSIONS.values(), ids=FUSIONS)
-def test_adapters_that_are_switched_disabled_and_merged_are_as_in_peft(fusion, functions, device):
+def test_adapters_that_are_switched_and_merged_are_as_in_peft(fusion, functions, device):
     fused, plain, done = layer_case.pair(device, fusion)
     assert assert_same(fused, plain) == functions
     for model in (fused, plain):
@@ -53,16 +53,13 @@ def test_adapters_that_are_switched_disabled_and_merged_are_as_in_peft(fusion, f
         set_weights(model, device, only=".second.")
         model.set_adapter("second")
     assert assert_same(fused, plain) == functions
-    with fused.disable_adapter(), plain.disable_adapter():
-        assert_left_to_peft(fused, plain, "adapters are disabled: enable_adapter_layers()")
-        with pytest.raises(ValueError, match="adapters are disabled"):
-            fuse(fused, fusion)
     for model in (fused, plain):
         model.merge_adapter()
     # a GPU may merge into a layer's rows, which lie apart, by another kernel
     assert_left_to_peft(fused, plain, "adapters are merged", most=2e-5 if fusion.layer else 0.0)
+    with fused.disable_adapter(), plain.disable_adapter():  # their forward unmerges them
+        assert relative_error(logits(fused), logits(plain)) < 2e-5
     for model in (fused, plain):
-        model.unmerge_adapter()
         model.set_adapter("default")
         model.delete_adapter("second")
     assert assert_same(fused, plain) == functions
@@ -72,7 +69,7 @@ def test_adapters_that_are_switched_disabled_and_merged_are_as_in_peft(fusion, f
 def test_merge_and_unload_gives_what_it_gives_without_fusing(calls, device):
     fused, plain = (model.merge_and_unload() for model in pair(device, MLP_ON)[:2])
     assert torch.equal(logits(fused), logits(plain)) and not calls
-    assert unfuse(fused) == [f"model.layers.{index}.mlp" for index in range(2)]
+    assert unfuse(fused) == ["model", *(f"model.layers.{index}.mlp" for index in range(2))]
     assert torch.equal(logits(fused), logits(plain))
 
 
@@ -88,15 +85,6 @@ def test_a_batch_of_mixed_adapters_is_as_without_fusing(calls, device):
     assert torch.equal(*outputs) and not calls
     assert_same(fused.train(), plain.train())
     assert len(calls) == 2  # the hooks of the mixed batch are gone
-
-
-def test_generation_is_as_without_fusing(calls, device):
-    fused, plain, _ = pair(device, MLP_ON)
-    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-    assert torch.equal(
-        fused.generate(ids(device), **options), plain.generate(ids(device), **options)
-    )
-    assert len(calls) == 2 * 4
 
 
 def test_state_dict_is_unchanged_and_a_saved_adapter_loads_anywhere(tmp_path, device):

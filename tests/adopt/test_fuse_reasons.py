@@ -11,7 +11,7 @@ import pytest
 import torch
 from cases.fused_case import batch, functions_of
 from cases.layer_case import LAYER, NAMES, layer_of, peft_model
-from cases.peft_models import MLP_NAMES, MLP_ON, logits
+from cases.peft_models import DECODER, MLP_NAMES, MLP_ON, logits
 from cases.reasons import MODELS, MODULES, replace_forward
 from cases.reference import relative_error
 from torch import nn
@@ -116,7 +116,8 @@ def test_a_forward_set_by_somebody_else_is_kept_and_reported(device):
     assert done.left == {
         MLP_NAMES[0]: f"its forward has been replaced by {replace_forward.__module__}: undo that"
     }
-    assert mlp.forward is forward and unfuse(model) == MLP_NAMES[1:] and mlp.forward is forward
+    assert mlp.forward is forward and unfuse(model) == [DECODER, MLP_NAMES[1]]
+    assert mlp.forward is forward
 
 
 def test_an_mlp_that_becomes_fit_is_reported_until_fuse_is_called_again(device):

@@ -164,7 +164,6 @@ SETTINGS = {  # of PEFT and transformers, by what makes such a model
     "`IA3Config`": partial(ia3, attn_implementation="sdpa"),
     "two adapters, `base_model.set_adapter([...])`": each_projection(add_active),
     "`merge_adapter()`": merged,
-    "`disable_adapter_layers()`": then(lambda model: model.base_model.disable_adapter_layers()),
     "`prepare_model_for_compiled_hotswap`": then(
         lambda model: prepare_model_for_compiled_hotswap(model, target_rank=8)
     ),

@@ -13,6 +13,7 @@ FAMILIES = ("Qwen2", "Llama", "Mistral", "Qwen3")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 LAYERS = "base_model.model.model.layers"
+DECODER = LAYERS.removesuffix(".layers")
 MLP_NAMES = [f"{LAYERS}.{index}.mlp" for index in range(2)]
 MLP_ON = Fusion(mlp=True)
 

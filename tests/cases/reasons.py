@@ -78,7 +78,6 @@ REASONS = {
     ),
     "two active adapters": (add_active, "2 adapters are active: default, second"),
     "merged": (lambda p: p.merge(), "adapters are merged"),
-    "disabled": (lambda p: p.enable_adapters(False), "adapters are disabled"),
     "trainable base": (
         lambda p: p.base_layer.weight.requires_grad_(), "its base weight is trained: freeze it"
     ),

@@ -1,0 +1,262 @@
+"""The reference passes of DPO, KTO and GRPO: a fused model without its adapters, or with others."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import fp8_case, layer_case
+from cases.counting import saved_tensors
+from cases.four_bit_case import quantised
+from cases.fp8_case import FP8
+from cases.fused_case import ALL, SHORT, functions_of, step
+from cases.graph_case import EagerStep, adamw, captured, graphed
+from cases.layer_case import EVERYTHING, LAYER, operands_of_calls
+from cases.peft_models import MLP_ON, assert_equal, base_model, ids
+from cases.preference_case import logged_by, trainer_of
+from cases.reference import assert_within_budget, relative_error
+from peft import LoraConfig
+from torch import nn
+
+from fused_lora import Fusion, fuse, report
+from fused_lora.step.graph import EAGER_CALLS
+
+PARTS = Fusion(**ALL)
+FUSIONS = {  # and what a pass of two layers runs of it
+    "mlp": (MLP_ON, {"LoRA_MLP": 2}),
+    "attention": (Fusion(attention=True), {"LoRA_QKV": 2, "LoRA_W": 2}),
+    "attention and rope": (Fusion(attention=True, rope=True), {"LoRA_Attention": 2}),
+    "layer": (LAYER, {"DecoderLayer": 2}),
+}
+WITHOUT_B = {  # models whose B is zero, as PEFT makes it
+    "layer": (LAYER, {}),
+    "layer, bf16": (EVERYTHING, {"dtype": torch.bfloat16}),
+    "layer, 4 bits": (LAYER, {"dtype": torch.bfloat16, "change": quantised}),
+    "layer, dropout": (LAYER, {"lora_dropout": 0.3}),
+    "parts, bf16": (PARTS, {"dtype": torch.bfloat16}),
+    "parts, 4 bits": (PARTS, {"dtype": torch.bfloat16, "change": quantised}),
+}
+
+
+def to_inputs(model, backward=True):
+    """Return the logits of a pass, the gradient of its input embeddings, and the functions of ours
+    that made it."""
+    embeddings = model.get_input_embeddings().weight[ids(model.device)[:, :SHORT]]
+    leaf = embeddings.detach().clone().requires_grad_()
+    logits = model(inputs_embeds=leaf).logits
+    functions = functions_of(logits)
+    (grad,) = torch.autograd.grad(logits.float().square().sum(), leaf)
+    return logits.detach(), grad, functions
+
+
+@pytest.mark.parametrize(("fusion", "functions"), FUSIONS.values(), ids=FUSIONS)
+def test_without_its_adapters_a_model_runs_fused(fusion, functions, device):
+    fused, plain, done = layer_case.pair(device, fusion)
+    want = step(fused, length=SHORT)
+    with fused.disable_adapter(), plain.disable_adapter():
+        assert report(fused) == done
+        (*got, ran), (*wanted, _) = to_inputs(fused), to_inputs(plain)
+        with saved_tensors() as saved:  # nothing is trained
+            fused(input_ids=ids(device))
+    assert ran == functions and not saved
+    for one, other in zip(got, wanted, strict=True):
+        assert relative_error(one, other) < 2e-5
+    assert_equal(step(fused, length=SHORT), want)
+
+
+@pytest.mark.parametrize(("fusion", "options"), WITHOUT_B.values(), ids=WITHOUT_B)
+def test_a_policy_whose_B_is_zero_is_bit_for_bit_its_reference(fusion, options, device):
+    model = layer_case.peft_model(device, **options)
+    fuse(model, fusion)
+    assert_is_reference(model)
+
+
+def assert_is_reference(model, tokens=None):
+    """Check that a model with B = 0 gives the logits that it gives without adapters."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:
+                parameter.zero_()
+    tokens = ids(model.device) if tokens is None else tokens
+    policy = model(input_ids=tokens).logits
+    with model.disable_adapter(), torch.no_grad():
+        reference = model(input_ids=tokens).logits
+    assert policy.grad_fn is not None and torch.equal(policy, reference)
+    with model.disable_adapter(), torch.inference_mode():
+        assert torch.equal(policy, model(input_ids=tokens).logits)
+
+
+def test_in_fp8_a_policy_whose_B_is_zero_is_its_reference(device, fp8_in_fp32):
+    fused, _, _ = fp8_case.pair(device)
+    assert_is_reference(fused)
+
+
+def test_a_checkpoint_refuses_to_recompute_without_adapters_what_ran_with_them(device):
+    fused, _, _ = layer_case.pair(device, Fusion(layer=True, checkpoint="full"))
+    loss = fused(input_ids=ids(device)[:, :SHORT]).logits.sum()
+    with fused.disable_adapter(), pytest.raises(RuntimeError, match="it must do the same both"):
+        loss.backward()
+
+
+# --- TRL's trainers -------------------------------------------------------------------------------
+
+ONE_LAYER = {"num_hidden_layers": 1}
+PASSES = {"DPO": 2, "KTO": 4, "GRPO": 2}  # through whole layers in each step
+
+
+def without_adapters(device, dtype=torch.float32):
+    """A base model, which the trainer gives adapters with B = 0."""
+    return base_model(device, dtype=dtype, attn_implementation="sdpa", **ONE_LAYER)
+
+
+def adapted(device, dtype=torch.float32):
+    """A model with adapters. The trainer makes a frozen copy of them, "ref"."""
+    return layer_case.peft_model(device, dtype=dtype, config=ONE_LAYER)
+
+
+@pytest.mark.slow("DPO-without_adapters")
+@pytest.mark.filterwarnings("error:a fused ")
+@pytest.mark.parametrize("make", [without_adapters, adapted])
+@pytest.mark.parametrize("kind", PASSES)
+def test_a_trainer_with_a_reference_logs_what_it_logs_of_plain_peft(
+    kind, make, tmp_path, device, monkeypatch
+):
+    logged, ran = [], operands_of_calls(monkeypatch)
+    for is_fused in (True, False):
+        trainer = trainer_of(kind, make(device), tmp_path)
+        assert ("ref" in trainer.model.peft_config) is (make is adapted)
+        if is_fused:
+            fuse(trainer.model)
+        logged.append(logged_by(trainer))
+    got, want = logged
+    assert len(ran) == 2 * PASSES[kind]
+    assert [entry.keys() for entry in got] == [entry.keys() for entry in want]
+    for entry, wanted in zip(got, want, strict=True):
+        assert entry == pytest.approx(wanted, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("error:a fused ")
+def test_in_bf16_dpo_starts_at_ln_2_and_its_rewards_are_as_near_to_the_truth(tmp_path, device):
+    """Base weights in bf16, adapters in fp32, and the autocast that accelerate puts around both."""
+    rewards = []
+    for is_fused, is_truth in ((True, False), (False, False), (False, True)):
+        model = without_adapters(device, torch.bfloat16)
+        model = model.float() if is_truth else model
+        trainer = trainer_of("DPO", model, tmp_path, max_steps=3, bf16=not is_truth)
+        if is_fused:
+            fuse(trainer.model)
+        first, *others, _ = logged_by(trainer)
+        assert first["loss"] == torch.tensor(2.0).log().item()
+        assert first["rewards/chosen"] == first["rewards/rejected"] == 0.0
+        rewards.append(
+            torch.tensor([e[f"rewards/{name}"] for e in others for name in ("chosen", "rejected")])
+        )
+    assert_within_budget("rewards", *rewards)
+
+
+# --- graphs ---------------------------------------------------------------------------------------
+
+
+def disable(model):
+    model.base_model.disable_adapter_layers()
+
+
+def switch(model):
+    model.set_adapter("second")
+
+
+@pytest.mark.parametrize("change", [disable, switch])
+def test_a_graph_notices_that_adapters_are_off_or_others(change, device):
+    model = layer_case.peft_model(device, config=ONE_LAYER)
+    model.add_adapter("second", LoraConfig(r=4, target_modules="all-linear"))
+    model.set_adapter("default")
+    step = graphed(model, adamw(model))
+    batch = {"input_ids": ids("cpu"), "labels": ids("cpu")}
+    for _ in range(EAGER_CALLS + 2):
+        step(**batch)
+    change(model)
+    with pytest.raises(ValueError, match=r"a parameter is not what it was .* call reset\(\)"):
+        step(**batch)
+
+
+class Preference(nn.Module):
+    """DPO's loss of two rows, the first one chosen, against the model without its adapters."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids):
+        policy = self.log_probs(input_ids)
+        with torch.no_grad(), self.model.disable_adapter():
+            reference = self.log_probs(input_ids)
+        chosen, rejected = policy - reference
+        return -F.logsigmoid(0.5 * (chosen - rejected))
+
+    def log_probs(self, input_ids):
+        log_probs = self.model(input_ids=input_ids).logits[:, :-1].log_softmax(-1)
+        return log_probs.gather(2, input_ids[:, 1:, None]).sum((1, 2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("checkpoint", ["none", "full"])
+def test_a_step_with_a_reference_pass_runs_in_a_graph(checkpoint, device):
+    fusion = Fusion(layer=True, rms_norm=True, checkpoint=checkpoint)
+    models = [Preference(layer_case.pair(device, fusion)[0]) for _ in range(2)]
+    step, eager = graphed(models[0], adamw(models[0])), EagerStep(models[1], adamw(models[1]))
+    losses = [[one(input_ids=ids(device, seed)) for seed in range(8)] for one in (step, eager)]
+    assert captured(step) == 1
+    torch.testing.assert_close(*map(torch.stack, losses), rtol=1e-5, atol=1e-5)
+    assert losses[1][-1] != losses[1][0]
+
+
+# --- at real size ---------------------------------------------------------------------------------
+
+QWEN = {  # Qwen2.5-3B without its vocabulary
+    "hidden_size": 2048, "intermediate_size": 11008, "num_attention_heads": 16,
+    "num_key_value_heads": 2, "head_dim": 128,
+}  # fmt: skip
+AT_REAL_SIZE = {
+    "layer": (EVERYTHING, {}),
+    "layer, 4 bits": (EVERYTHING, {"change": quantised}),
+    "layer, FP8": (FP8, {}),
+    "parts": (PARTS, {}),
+}
+
+
+def at_real_size(device, layers=2, **options):
+    config = QWEN | {"num_hidden_layers": layers}
+    return layer_case.peft_model(device, dtype=torch.bfloat16, config=config, r=32, **options)
+
+
+def tokens_at_real_size(device, length=1024):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(96, (4, length), generator=generator).to(device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [1024, 333])
+@pytest.mark.parametrize(("fusion", "options"), AT_REAL_SIZE.values(), ids=AT_REAL_SIZE)
+def test_a_policy_of_real_size_is_bit_for_bit_its_reference(fusion, options, length, device):
+    model = at_real_size(device, **options)
+    fuse(model, fusion)
+    with torch.autocast(device, torch.bfloat16):
+        assert_is_reference(model, tokens_at_real_size(device, length))
+
+
+@pytest.mark.gpu
+@pytest.mark.alone
+def test_a_reference_pass_keeps_nothing_of_a_layer_for_the_next(device):
+    peaks = []
+    for layers in (2, 4):
+        model = at_real_size(device, layers)
+        fuse(model, EVERYTHING)
+        tokens = tokens_at_real_size(device)
+        with torch.no_grad(), model.disable_adapter():
+            for _ in range(2):  # the first compiles
+                before = torch.cuda.memory_allocated()
+                torch.cuda.reset_peak_memory_stats()
+                model(input_ids=tokens)
+        assert torch.cuda.memory_allocated() == before
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        del model
+    assert peaks[0] == peaks[1]
