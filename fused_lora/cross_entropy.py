@@ -194,7 +194,7 @@ def linear_cross_entropy(
         TypeError: label_smoothing, z_loss or another unknown option: use PyTorch's lines above.
     """
     tensors = {"hidden": hidden, "weight": weight, "labels": labels, "bias": bias}
-    check_operands("linear_cross_entropy", tensors)
+    check_head_operands("linear_cross_entropy", tensors)
     head, num_items = Fp8Head if fp8 else Head, num_items_in_batch
     if isinstance(num_items, Tensor) and num_items.numel() != 1:
         given = list(num_items.shape)
@@ -235,7 +235,9 @@ def _scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(gradient, scale.view(1), out=out)
 
 
-def check_operands(name: str, optional: dict[str, Tensor | None], in_fp32: bool = False) -> None:
+def check_head_operands(
+    name: str, optional: dict[str, Tensor | None], in_fp32: bool = False
+) -> None:
     """Raise ValueError unless shapes, dtypes and devices fit together and a kernel can run. name:
     the function to blame. in_fp32: any dtype is cast."""
     tensors = {key: tensor for key, tensor in optional.items() if tensor is not None}

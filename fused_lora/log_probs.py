@@ -16,8 +16,9 @@ Backward, for incoming gradients g of log_probs and e of entropy:
 
 One kernel reduces a chunk's x to all of these numbers. Without e, dh is g times a row that does not
 depend on g. If W, b and the adapter are frozen, the same kernel therefore overwrites x with that
-row's dx, and the forward keeps dx W: two matmuls in all. With e, or if they are trained, the
-backward computes x again and a second kernel overwrites it with dx: three matmuls, four with dW.
+row's dx, and the forward keeps dx W: two matmuls in all. If they are trained, the backward
+recomputes x, and a second kernel overwrites it with dx: three matmuls, four with dW. So it does for
+e; with a frozen head that is four, one of them in vain.
 
 An adapter B A of the layer adds (h A') B' to x, which is one more matmul of rank r into x.
 
@@ -25,7 +26,7 @@ Memory for 8,192 tokens, 4,096 features and 151,936 words in bf16, where PyTorch
 take 5.0 GB and their backward three times that:
 - forward: a chunk of 4,096 tokens, 1.24 GB, and dx W, 67 MB. It saves that and h, 134 MB; if
   something is trained or there is no entropy to differentiate, one of the two.
-- backward: dh, 67 MB; where it computes x again, a chunk as well, 1.24 GB. A trained weight adds
+- backward: dh, 67 MB; where it recomputes x, a chunk as well, 1.24 GB. A trained weight adds
   its gradient in fp32, 2.49 GB, and in its own dtype, 1.24 GB.
 - statistics: 4 bytes per token each.
 
@@ -43,7 +44,7 @@ from torch import Tensor
 
 from fused_mlp.utils import compute_dtype, refuse_second_derivative, without_autocast
 
-from .cross_entropy import check_operands, default_chunk_tokens, labelled_rows
+from .cross_entropy import check_head_operands, default_chunk_tokens, labelled_rows
 from .head import HeadChunk, HeadChunks, HeadOperands, add_gradients, picked, placed
 from .kernels.logits import LogitScaling, Statistics, cross_entropy_, log_probs_gradient_
 from .label_check import checking
@@ -114,10 +115,12 @@ class LinearLogProbs(torch.autograd.Function):
                 _add_gradients(chunks, chunk, _cut(chunk.part, grad_hidden, grad_z))
 
         maxima, log_sums, entropy, log_sum_sq_probs, mean_logits, is_top1 = statistics
-        is_read_again = any(needs) and (entropy is not None or not keeps_rows)
+        may_recompute = any(needs) and (entropy is not None or not keeps_rows)
         inputs = (hidden, weight, bias, z, B)
-        again = (*inputs, labels, maxima, log_sums, entropy) if is_read_again else (None,) * 9
-        ctx.save_for_backward(grad_hidden, grad_z, rows, *again)
+        recompute_from = (*inputs, labels, maxima, log_sums, entropy)
+        if not may_recompute:
+            recompute_from = (None,) * 9
+        ctx.save_for_backward(grad_hidden, grad_z, rows, *recompute_from)
         ctx.request, ctx.keeps_rows = request, keeps_rows
         ctx.like = [one if one is None else (one.shape, one.dtype) for one in inputs]
         is_top1 = None if is_top1 is None else is_top1.bool()
@@ -131,7 +134,7 @@ class LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_log_probs, grad_entropy=None, *_):
         refuse_second_derivative("log_probs", "F.log_softmax")
-        grad_hidden, grad_z, rows, *again, maxima, log_sums, entropy = ctx.saved_tensors
+        grad_hidden, grad_z, rows, *given, maxima, log_sums, entropy = ctx.saved_tensors
         incoming: list[Any] = [
             None if one is None else picked(one.reshape(-1), rows).float().contiguous()
             for one in (grad_log_probs, grad_entropy)
@@ -143,12 +146,12 @@ class LinearLogProbs(torch.autograd.Function):
             factor = -incoming[0][:, None]
             gradients = [grad_hidden, None, None, grad_z, None]
         else:
-            hidden, weight, bias, z, B, labels = again
+            hidden, weight, bias, z, B, labels = given
             operands = HeadOperands(
                 _flat(hidden), weight, bias, _flat(z), B, labels.reshape(-1), rows
             )
             statistics, needs = Statistics(maxima, log_sums, entropy), ctx.needs_input_grad[:5]
-            gradients = _computed_again(operands, ctx.request, statistics, incoming, needs)
+            gradients = _recomputed(operands, ctx.request, statistics, incoming, needs)
         finished = [
             None if one is None else _finished(one, factor, its_rows, *like)
             for one, its_rows, like in zip(
@@ -158,12 +161,12 @@ class LinearLogProbs(torch.autograd.Function):
         return *finished, None, None, None
 
 
-def _computed_again(
+def _recomputed(
     operands: HeadOperands, request: Request, statistics: Statistics, incoming: list[Any],
     needs: Any,
 ) -> list[Any]:  # fmt: skip
-    """Return the gradients of hidden's rows, weight, bias, z's rows and B, from logits computed a
-    second time. incoming: the gradients [n] of log_probs and entropy, or None."""
+    """Return the gradients of hidden's rows, weight, bias, z's rows and B, from recomputed
+    logits. incoming: the gradients [n] of log_probs and entropy, or None."""
     chunks = HeadChunks(operands, request.dtype, request.chunk_tokens)
     grad_hidden = chunks.new_rows(operands.hidden) if needs[0] else None
     grad_z = chunks.new_rows(operands.z) if needs[3] else None
@@ -283,7 +286,7 @@ def log_probs(
         RuntimeError: from backward, under create_graph=True.
     """
     tensors = {"hidden": hidden, "weight": weight, "labels": labels, "bias": bias}
-    check_operands("log_probs", tensors, in_fp32)
+    check_head_operands("log_probs", tensors, in_fp32)
     if unknown := ", ".join({*outputs} - {*OPTIONAL, "log_probs"}):
         raise ValueError(f"log_probs needs outputs among {', '.join(OPTIONAL)}, got {unknown}")
     numbers = {"temperature": temperature, "softcap": softcap, "chunk_tokens": chunk_tokens}

@@ -36,7 +36,7 @@ class DecoderStates(NamedTuple):
 
 
 def shifted_by_one(labels: Tensor) -> Tensor:
-    """Return labels [..., positions] so that each is at the token before it, which predicts it."""
+    """Return labels [..., positions] moved to the token before, which predicts them."""
     return F.pad(labels, (0, 1), value=IGNORED)[..., 1:].contiguous()
 
 

@@ -205,8 +205,8 @@ def _log_probs_gradient_kernel(
     softmax = _exp(log_softmax)
     gradient = tl.zeros([BLOCK], tl.float32)
     if grad_log_probs_ptr is not None:
-        of_label = tl.where(columns == label, 1.0 - softmax, -softmax)
-        gradient += tl.load(grad_log_probs_ptr + row) * of_label
+        label_part = tl.where(columns == label, 1.0 - softmax, -softmax)
+        gradient += tl.load(grad_log_probs_ptr + row) * label_part
     if grad_entropies_ptr is not None:
         surprise = tl.maximum(log_softmax, LEAST) + tl.load(entropies_ptr + row)
         gradient -= tl.load(grad_entropies_ptr + row) * softmax * surprise

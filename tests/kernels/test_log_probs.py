@@ -154,7 +154,7 @@ def test_autocast_is_as_right_as_eagers(device):
 def test_only_the_products_that_are_needed_are_computed(
     trained, differentiated, in_forward, in_backward, case
 ):
-    """Two chunks. A gradient of entropy alone makes the backward compute the logits again."""
+    """Two chunks. A gradient of entropy alone makes the backward recompute the logits."""
     *tensors, labels = case
     hidden, weight, bias, *_ = (
         tensor.requires_grad_(name in trained) for name, tensor in zip(NAMES, tensors, strict=True)
@@ -177,7 +177,7 @@ def test_no_more_logits_than_a_chunks_are_ever_held(trained, device):
     assert [size for size in watch.sizes if size >= 50 * VOCABULARY * 2] == 2 * [50 * 192 * 2]
 
 
-def test_saved_are_the_gradients_of_labelled_tokens_or_what_computes_the_logits_again(case):
+def test_saved_are_the_gradients_of_labelled_tokens_or_what_recomputes_the_logits(case):
     hidden, weight, bias, _, _, labels = case
     for outputs, saved_shapes in (
         ((), [(14, 20), (14,)]),
