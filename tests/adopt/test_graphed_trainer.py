@@ -1,0 +1,159 @@
+"""`graph_steps`: trainers whose decoder runs as CUDA graphs have the losses, metrics, gradient
+norms and weights that they have without."""
+
+import copy
+
+import pytest
+import torch
+from cases import layer_case
+from cases.graph_case import Recorded
+from cases.peft_models import ids
+from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
+
+from fused_lora import Fusion, fuse, graph_steps
+from fused_lora.step.graphed_module import GraphedModule
+
+# 13 rows make seven batches an epoch. The last has one row and gets its own update.
+USUAL = {"num_train_epochs": 2, "per_device_train_batch_size": 2, "learning_rate": 2**-7}
+KEPT = {
+    "accumulation, evaluation": {
+        "gradient_accumulation_steps": 2, "num_train_epochs": 4, "eval_strategy": "steps",
+        "eval_steps": 3, "lr_scheduler_type": "cosine",
+    },
+    "resumed": {"save_strategy": "steps", "save_steps": 5},
+}  # fmt: skip
+SETTINGS = {
+    "Trainer": KEPT | {
+        "a smaller last batch": {},
+        "means, label smoothing": {"gradient_accumulation_steps": 2, "label_smoothing_factor": 0.1},
+        "bf16, reentrant checkpointing": {
+            "bf16": True, "gradient_checkpointing": True,
+            "gradient_checkpointing_kwargs": {"use_reentrant": True},
+        },
+        "stopped early": {"stop_after": 4},
+    },
+    "SFTTrainer": KEPT | {"packing": {"packing": True, "max_length": 16}},
+    "DPOTrainer": KEPT | {"reference precomputed": {"precompute_ref_log_probs": True}},
+}  # fmt: skip
+TRIED = [(kind, setting) for kind, settings in SETTINGS.items() for setting in settings]
+PARTS = {"prompt": slice(2), "chosen": slice(2, 5), "rejected": slice(4, 7)}
+# A resumed trainer divides the loss of its own steps by all of them.
+# TRL counts tokens from there, and the padding of rows that are filled up.
+NOT_COMPUTED = ("runtime", "per_second", "total_flos", "train_loss", "num_tokens")
+
+
+@pytest.fixture(autouse=True)
+def recorded(monkeypatch, device):
+    if device == "cpu":
+        monkeypatch.setattr(GraphedModule, "_backend", Recorded)
+
+
+class Stop(TrainerCallback):
+    def __init__(self, after):
+        self.after = after
+
+    def on_step_end(self, args, state, control, **_):
+        control.should_training_stop = state.global_step == self.after
+
+
+def rows():
+    """Return rows of one length whose first label and last two are ignored."""
+    tokens = torch.cat([ids("cpu", seed)[:, :7] for seed in range(7)])[:13]
+    labels = tokens.clone()
+    labels[:, 0], labels[:, -2:] = -100, -100
+    return [
+        {"input_ids": row, "labels": labelled}
+        for row, labelled in zip(tokens.tolist(), labels.tolist(), strict=True)
+    ]
+
+
+def trainer_of(kind, model, folder, **options):
+    stop = options.pop("stop_after", None)
+    settings = {
+        "output_dir": str(folder), "logging_steps": 1, "report_to": [], "disable_tqdm": True,
+        "use_cpu": next(model.parameters()).device.type == "cpu", "bf16": False,
+        "save_strategy": "no", "gradient_checkpointing": False,
+    } | USUAL | options  # fmt: skip
+    callbacks, data = [Stop(stop)] if stop else [], rows()
+    model.config.use_cache = False
+    if kind == "Trainer":
+        args = TrainingArguments(**settings)
+        return Trainer(model, args, train_dataset=data, eval_dataset=data[:4], callbacks=callbacks)
+    trl = pytest.importorskip("trl", reason="wants trl, of dev/requirements/dev.txt")
+    from datasets import Dataset
+    from tokenizers import Tokenizer, pre_tokenizers
+    from tokenizers.models import WordLevel
+
+    words = Tokenizer(WordLevel({str(token): token for token in range(96)}, unk_token="0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="1", eos_token="2")
+    make, config = getattr(trl, kind), getattr(trl, kind.replace("Trainer", "Config"))
+    if kind == "DPOTrainer":
+        texts = [[f" {token}" for token in one["input_ids"]] for one in data]
+        data = [{name: "".join(one[part]) for name, part in PARTS.items()} for one in texts]
+    data = Dataset.from_list(data)
+    return make(
+        model, args=config(**settings), processing_class=tokenizer, callbacks=callbacks,
+        train_dataset=data, eval_dataset=data.select(range(4)),
+    )  # fmt: skip
+
+
+def train(kind, model, folder, is_graphed, resume=None, **options):
+    """Train, and return the graphed steps, what was logged and the weights that were trained."""
+    trainer = trainer_of(kind, model, folder, **options)
+    steps = graph_steps(trainer) if is_graphed else None
+    trainer.train(resume_from_checkpoint=resume)
+    logged = [
+        {name: one for name, one in entry.items() if not name.endswith(NOT_COMPUTED)}
+        for entry in trainer.state.log_history
+    ]
+    return steps, logged, [p.detach() for p in model.parameters() if p.requires_grad]
+
+
+def assert_alike(got, want, bound):
+    """Bit by bit on the CPU. A GPU may sum in another order from one run to the next."""
+    (_, logged, weights), (_, wanted_logged, wanted) = got, want
+    assert [one.keys() for one in logged] == [one.keys() for one in wanted_logged]
+    for entry, wanted_entry in zip(logged, wanted_logged, strict=True):
+        assert entry == (
+            pytest.approx(wanted_entry, rel=bound, abs=bound) if bound else wanted_entry
+        )
+    for one, wanted_one in zip(weights, wanted, strict=True):
+        torch.testing.assert_close(one, wanted_one, rtol=bound, atol=bound)
+
+
+@pytest.mark.slow("Trainer-accumulation, evaluation", "DPOTrainer-accumulation, evaluation")
+@pytest.mark.parametrize(("kind", "setting"), TRIED)
+def test_graphed_steps_are_the_trainers(kind, setting, tmp_path, device):
+    options = dict(SETTINGS[kind][setting])
+    dtype = torch.bfloat16 if options.get("bf16") else torch.float32
+    plain = layer_case.peft_model(device, dtype=dtype, config={"num_hidden_layers": 1})
+    done = []
+    for is_graphed in (True, False):
+        folder, model = tmp_path / str(is_graphed), copy.deepcopy(plain)
+        done.append(train(kind, model, folder, is_graphed, **options))
+        if setting == "resumed":
+            from_five, again = str(folder / "checkpoint-5"), copy.deepcopy(plain)
+            done[-1] = train(kind, again, folder, is_graphed, resume=from_five, **options)
+        if is_graphed:
+            assert done[-1][0].decoder.captured and not done[-1][0].decoder.told
+    is_exact = device == "cpu" and setting != "packing"  # whose rows are longer
+    assert_alike(*done, 0.0 if is_exact else 2e-3 if options.get("bf16") else 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("checkpoint", ["", "full", "offload"])
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_a_fused_model_in_graphed_steps(kind, bf16, checkpoint, tmp_path, device):
+    """Run on a GPU: kernels in the interpreter are no operations that the recorded graph knows."""
+    plain = layer_case.peft_model(device, dtype=torch.bfloat16 if bf16 else torch.float32)
+    options = KEPT["accumulation, evaluation"] | {"bf16": bf16, "learning_rate": 2**-12}
+    fusion = Fusion(layer=True, rms_norm=True, checkpoint=checkpoint)
+    done = []
+    for is_graphed in (True, False):
+        model = copy.deepcopy(plain)
+        fuse(model, fusion)
+        done.append(train(kind, model, tmp_path, is_graphed, **options))
+    assert done[0][0].decoder.captured and not done[0][0].decoder.told
+    assert_alike(*done, 2e-2 if bf16 else 1e-4)
