@@ -11,8 +11,10 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from ..packing import FilledRows
+from ..step.checkpoint import Checkpoint
 from ..step.graphed_module import GraphedModule
 from .documents import decoders
+from .foreign import checkpointing
 from .layer import borders_of
 
 
@@ -32,10 +34,14 @@ def graph_steps(trainer: Any, *, max_graphs: int = 8) -> "GraphedSteps":
 
     It is a call and no mixin, because a trainer is often somebody else's: TRL's, a subclass in your
     script, one that a framework makes. We set `training_step` on this instance, never on a class,
-    and the decoder's forward only within a step. `remove` undoes it.
+    and the decoder's forward only within a step. `remove` undoes all of it. If the trainer packs
+    (TRL's packing=True), it gets a `FilledRows` as its collator.
 
     Batches of one shape share a graph: pack with `FilledRows`, or pad to few lengths
     (`pad_to_multiple_of`). What cannot be captured runs eagerly, and a warning names it once.
+
+    Checkpointed layers get the policy "full" of `Fusion`, unless they have one: PyTorch's own
+    checkpoints cannot be captured. It recomputes the same numbers.
 
     With args.logging_nan_inf_filter, a Trainer's default, the host reads every loss. We do the same
     on the GPU, and the host no longer waits: the trainer gets a copy of its arguments without it.
@@ -89,6 +95,7 @@ class GraphedSteps:
             trainer.data_collator, "padding_free", False
         ):
             trainer.data_collator = FilledRows(args.train_batch_size * args.max_length)
+        self._checkpoints = self._checkpoint_in_graphs()
 
     def __str__(self) -> str:
         if self.why_not:
@@ -105,6 +112,10 @@ class GraphedSteps:
                 delattr(self.trainer, name)
                 if own is not None:
                     setattr(self.trainer, name, own)
+            if self._checkpoints:
+                for _, layer in checkpointing.layers_of(self.trainer.model):
+                    checkpointing.remove(layer)
+                checkpointing.let_go(self.trainer.model)
         self.decoder = None
 
     def training_step(self, *inputs: Any, **options: Any) -> Tensor:
@@ -123,6 +134,22 @@ class GraphedSteps:
         trainer = self.trainer  # as it would, but the host does not wait
         since_logged = 1 + trainer.state.global_step - trainer._globalstep_last_logged
         return torch.where(loss.isfinite(), loss, trainer._tr_loss / since_logged)
+
+    def _checkpoint_in_graphs(self) -> bool:
+        """Checkpoint layers under our policy if they are checkpointed. Return whether it is new.
+
+        PyTorch's own checkpoints read the random state, which no capture allows.
+        """
+        model = self.trainer.model
+        layers = [layer for _, layer in checkpointing.layers_of(model)]
+        is_on = any(getattr(layer, checkpointing.ENABLED) for layer in layers)
+        if not (is_on or self.trainer.args.gradient_checkpointing):
+            return False
+        if any(map(checkpointing.policy_of, layers)):
+            return False
+        checkpointing.install(Checkpoint("full"), layers)
+        checkpointing.hold(model)
+        return True
 
     def _why_not(self) -> str:
         args, model = self.trainer.args, self.trainer.model

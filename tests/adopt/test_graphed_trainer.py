@@ -26,10 +26,7 @@ SETTINGS = {
     "Trainer": KEPT | {
         "a smaller last batch": {},
         "means, label smoothing": {"gradient_accumulation_steps": 2, "label_smoothing_factor": 0.1},
-        "bf16, reentrant checkpointing": {
-            "bf16": True, "gradient_checkpointing": True,
-            "gradient_checkpointing_kwargs": {"use_reentrant": True},
-        },
+        "bf16, checkpointing": {"bf16": True, "gradient_checkpointing": True},
         "stopped early": {"stop_after": 4},
     },
     "SFTTrainer": KEPT | {"packing": {"packing": True, "max_length": 16}},
@@ -111,7 +108,8 @@ def train(kind, model, folder, is_graphed, resume=None, **options):
 
 
 def assert_alike(got, want, bound):
-    """Bit by bit on the CPU. A GPU may sum in another order from one run to the next."""
+    """Bit by bit if bound is 0. A GPU may sum in another order from one run to the next, and turn
+    the ranks of equal numbers, which an accuracy counts."""
     (_, logged, weights), (_, wanted_logged, wanted) = got, want
     assert [one.keys() for one in logged] == [one.keys() for one in wanted_logged]
     for entry, wanted_entry in zip(logged, wanted_logged, strict=True):
@@ -137,8 +135,10 @@ def test_graphed_steps_are_the_trainers(kind, setting, tmp_path, device):
             done[-1] = train(kind, again, folder, is_graphed, resume=from_five, **options)
         if is_graphed:
             assert done[-1][0].decoder.captured and not done[-1][0].decoder.told
-    is_exact = device == "cpu" and setting != "packing"  # whose rows are longer
-    assert_alike(*done, 0.0 if is_exact else 2e-3 if options.get("bf16") else 1e-5)
+    if device == "cpu" and setting != "packing":  # whose rows are longer
+        assert_alike(*done, 0.0)
+    else:
+        assert_alike(*done, 2e-3 if options.get("bf16") else 1e-4)
 
 
 @pytest.mark.gpu
