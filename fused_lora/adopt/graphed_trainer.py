@@ -100,10 +100,10 @@ class GraphedSteps:
     def __str__(self) -> str:
         if self.why_not:
             return f"graph_steps: all steps run eagerly: {self.why_not}"
-        captured, told = (
-            (0, ()) if self.decoder is None else (self.decoder.captured, self.decoder.told)
-        )
-        return "\n".join([f"graph_steps: {captured} shapes captured", *sorted(told)])
+        if self.decoder is None:
+            return "graph_steps: no step has run yet"
+        count = f"graph_steps: {self.decoder.captured} forwards captured"
+        return "\n".join([count, *sorted(self.decoder.told)])
 
     def remove(self) -> None:
         """Give the trainer its own step, arguments and collator back, and drop all graphs."""

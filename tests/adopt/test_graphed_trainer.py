@@ -2,6 +2,7 @@
 norms and weights that they have without."""
 
 import copy
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from cases.graph_case import Recorded
 from cases.peft_models import ids
 from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
 
-from fused_lora import Fusion, fuse, graph_steps
+from fused_lora import FilledRows, Fusion, fuse, graph_steps
+from fused_lora.adopt.foreign.checkpointing import layers_of, policy_of
 from fused_lora.step.graphed_module import GraphedModule
 
 # 13 rows make seven batches an epoch. The last has one row and gets its own update.
@@ -139,6 +141,72 @@ def test_graphed_steps_are_the_trainers(kind, setting, tmp_path, device):
         assert_alike(*done, 0.0)
     else:
         assert_alike(*done, 2e-3 if options.get("bf16") else 1e-4)
+
+
+def test_a_loss_that_is_no_number_is_logged_as_the_trainer_does(tmp_path, device):
+    """It logs the mean of those before it, and so do we, without a wait for each loss."""
+    done = []
+    for is_graphed in (True, False):
+        model = layer_case.peft_model(device, config={"num_hidden_layers": 1})
+        losses = iter([0, float("nan"), 0, float("inf"), *[0] * 20])
+        trainer = trainer_of("Trainer", model, tmp_path, logging_steps=3)
+        trainer.compute_loss_func = lambda outputs, labels, losses=losses, **_: (
+            outputs.logits.square().mean() + next(losses)
+        )
+        given = trainer.args
+        steps = graph_steps(trainer) if is_graphed else None
+        trainer.train()
+        done.append([entry.get("loss") for entry in trainer.state.log_history])
+        assert given.logging_nan_inf_filter
+        assert not is_graphed or steps.decoder.captured == 1
+    assert done[0] == done[1] and len(done[0]) > 4
+
+
+def test_remove_leaves_the_trainer_as_it_was(tmp_path, device):
+    model = layer_case.peft_model(device, config={"num_hidden_layers": 1})
+    options = {"packing": True, "max_length": 16, "gradient_checkpointing": True}
+    trainer = trainer_of("SFTTrainer", model, tmp_path, **options)
+    before = dict(vars(trainer))
+    switches = [dict(vars(layer)) for _, layer in layers_of(model)]
+    graph_steps(trainer)
+    steps = graph_steps(trainer)  # instead of the first
+    assert isinstance(trainer.data_collator, FilledRows) and trainer.data_collator.tokens == 32
+    assert "no step has run yet" in str(steps)
+    assert trainer.args is not before["args"] and policy_of(layer_case.layer_of(model))
+    steps.remove()
+    assert vars(trainer) == before
+    assert [dict(vars(layer)) for _, layer in layers_of(model)] == switches
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"torch_compile": True}, "torch_compile=True captures its own graphs"),
+        ({"activation_offloading": True}, "activation_offloading=True copies within a forward"),
+    ],
+)
+def test_a_trainer_that_cannot_have_graphs_is_left_alone(options, reason, tmp_path, device):
+    model = layer_case.peft_model(device, config={"num_hidden_layers": 1})
+    trainer = trainer_of("SFTTrainer", model, tmp_path)
+    vars(trainer.args).update(options)
+    before = dict(vars(trainer))
+    with pytest.warns(UserWarning, match=f"all steps run eagerly: {reason}"):
+        steps = graph_steps(trainer)
+    assert vars(trainer) == before and reason in str(steps)
+    steps.remove()
+    assert vars(trainer) == before
+
+
+@pytest.mark.parametrize(
+    ("trainer", "options", "error"),
+    [
+        (None, {}, "graph_steps needs a trainer with a model, got NoneType"),
+        (Mock(model=torch.nn.Linear(1, 1)), {"max_graphs": 0}, "max_graphs of at least 1, got 0"),
+    ],
+)
+def test_graph_steps_says_what_it_needs(trainer, options, error):
+    with pytest.raises(ValueError, match=error):
+        graph_steps(trainer, **options)
 
 
 @pytest.mark.gpu
