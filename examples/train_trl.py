@@ -62,7 +62,7 @@ def main() -> None:
         model.config.use_cache = False  # or packed chats see each other
         clock = Clock()
         lora = LoraConfig(r=32, lora_alpha=64, target_modules="all-linear")
-        trainer = SFTTrainer(
+        trainer: Any = SFTTrainer(
             model, settings, train_dataset=chats.select_columns(["messages"]), peft_config=lora,
             processing_class=tokenizer, callbacks=[clock],
         )  # fmt: skip
@@ -71,7 +71,7 @@ def main() -> None:
             graph_steps(trainer)
         trainer.train()
         seconds = time.perf_counter() - clock.began
-        trainer.model.save_pretrained(asked.out)  # type: ignore[union-attr]
+        trainer.save_model(asked.out)
         rows: Any = trainer.train_dataset
         tokens_per_row = sum(map(len, rows["input_ids"])) / len(rows)
         return asked.steps * asked.batch_size * tokens_per_row / seconds

@@ -18,7 +18,6 @@ from fused_mlp.launching import is_capturing
 
 from ..cross_entropy import labelled_rows, linear_cross_entropy
 from ..label_check import checking, note
-from ..step.graphed_module import is_graphed
 from .aside import say_once
 from .documents import check_not_empty, fills_cache, unpadded
 from .foreign.forwards import fused_parts_of
@@ -250,7 +249,6 @@ def _may_leave_out(model: Any, head: nn.Linear, options: dict[str, Any]) -> bool
         and [*decoder.layers].count(last) == 1  # not an earlier layer as well
         and not _shows_states(model, options)
         and all(why_call(one, own_forward=False) is None for one in (last, decoder, decoder.norm))
-        and not is_graphed(decoder)  # whose shapes do not change
         # a compiled one would recompile for every number of tokens
         and last._compiled_call_impl is decoder._compiled_call_impl is None
         and last.post_attention_layernorm.weight.device == head.weight.device

@@ -74,8 +74,6 @@ class GraphedSteps:
     why_not: the reason if they all run eagerly, "" otherwise. decoder: made in the first step.
     """
 
-    _graphs: type[GraphedModule] = GraphedModule
-
     def __init__(self, trainer: Any, max_graphs: int):
         self.trainer, self.max_graphs = trainer, max_graphs
         self.decoder: GraphedModule | None = None
@@ -124,7 +122,7 @@ class GraphedSteps:
         module = _decoder_in(model)
         assert module is not None
         if self.decoder is None or self.decoder.module is not module:
-            self.decoder = self._graphs(
+            self.decoder = GraphedDecoder(
                 module, _state_of(model), partial(_forget_borders, module), self.max_graphs
             )
         with self.decoder.in_place():
@@ -153,7 +151,7 @@ class GraphedSteps:
 
     def _why_not(self) -> str:
         args, model = self.trainer.args, self.trainer.model
-        wanted = self._graphs._backend.device_type
+        wanted = GraphedDecoder._backend.device_type
         devices = {str(parameter.device) for parameter in model.parameters()}
         reasons = {
             f"the model is on {', '.join(sorted(devices))}, not on one {wanted} device": (
@@ -172,6 +170,14 @@ class GraphedSteps:
             ),
         }
         return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+class GraphedDecoder(GraphedModule):
+    """A decoder as graphs, which compute all tokens: `labelled`, a fused layer's option, changes
+    nothing about those that have a label."""
+
+    def __call__(self, *positional: Any, labelled: Any = None, **inputs: Any) -> Any:
+        return super().__call__(*positional, **inputs)
 
 
 def _decoder_in(model: nn.Module) -> nn.Module | None:

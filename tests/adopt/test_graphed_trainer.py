@@ -36,7 +36,7 @@ SETTINGS = {
 }  # fmt: skip
 TRIED = [(kind, setting) for kind, settings in SETTINGS.items() for setting in settings]
 PARTS = {"prompt": slice(2), "chosen": slice(2, 5), "rejected": slice(4, 7)}
-# A resumed trainer divides the loss of its own steps by all of them.
+# A resumed trainer divides the loss since then by all steps.
 # TRL counts tokens from there, and the padding of rows that are filled up.
 NOT_COMPUTED = ("runtime", "per_second", "total_flos", "train_loss", "num_tokens")
 

@@ -109,7 +109,7 @@ def with_a_cache(graphed, device):
     return lambda seed: {"input_ids": batch(seed, device)["input_ids"], "use_cache": True}
 
 
-def of_many_lengths(graphed, device):
+def with_many_lengths(graphed, device):
     return lambda seed: batch(seed, device, 3 + seed)
 
 
@@ -139,7 +139,7 @@ def waiting(graphed, device):
 
 EAGER = {
     with_a_cache: "it returns past_key_values beside hidden states: set model.config.use_cache",
-    of_many_lengths: "more than max_graphs=2 shapes",
+    with_many_lengths: "more than max_graphs=2 shapes",
     with_embeddings: "inputs require gradients",
     with_an_object: "got given as object",
     with_a_hook: "a parameter has hooks",
