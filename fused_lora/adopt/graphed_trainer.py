@@ -21,7 +21,7 @@ from .layer import borders_of
 def graph_steps(trainer: Any, *, max_graphs: int = 8) -> "GraphedSteps":
     """Run a trainer's decoder as CUDA graphs in every training step, from now on.
 
-        trainer = SFTTrainer(model, args, train_dataset=data, data_collator=FilledRows(8_192))
+        trainer = SFTTrainer(model, SFTConfig(packing=True), train_dataset=data)
         fuse(trainer.model)
         graph_steps(trainer)
         trainer.train()

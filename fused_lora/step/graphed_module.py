@@ -100,9 +100,11 @@ class GraphedModule:
 
     def __call__(self, *positional: Any, **inputs: Any) -> Any:
         inputs |= dict(zip(self._names, positional, strict=False))
+        if inputs.get("past_key_values") is not None:  # it generates
+            return self._eager(**inputs)
         mask = inputs.get(MASK)
         if isinstance(mask, Tensor) and mask.ndim == 2 and inputs.get("position_ids") is None:
-            inputs[MASK] = None if bool(mask.all()) else mask  # as transformers does eagerly
+            inputs[MASK] = None if bool(mask.all()) else mask  # transformers looks as well
         trained = [one for one in self._parameters if one.requires_grad]
         with_gradients = torch.is_grad_enabled() and bool(trained)
         form = self._form_of(inputs, with_gradients, len(trained))

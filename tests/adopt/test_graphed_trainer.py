@@ -7,12 +7,16 @@ from unittest.mock import Mock
 import pytest
 import torch
 from cases import layer_case
-from cases.graph_case import Recorded
+from cases.graph_case import Recorded, chat
 from cases.peft_models import ids
+from cases.reference import relative_error
 from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
 
 from fused_lora import FilledRows, Fusion, fuse, graph_steps
 from fused_lora.adopt.foreign.checkpointing import layers_of, policy_of
+from fused_lora.adopt.graphed_trainer import GraphedDecoder, _decoder_in, _forget_borders
+from fused_lora.adopt.layer import borders_of
+from fused_lora.kernels.documents import is_documents
 from fused_lora.step.graphed_module import GraphedModule
 
 # 13 rows make seven batches an epoch. The last has one row and gets its own update.
@@ -195,6 +199,47 @@ def test_a_trainer_that_cannot_have_graphs_is_left_alone(options, reason, tmp_pa
     assert vars(trainer) == before and reason in str(steps)
     steps.remove()
     assert vars(trainer) == before
+
+
+def test_a_backward_fills_borders_again_that_another_forward_may_have_filled(device):
+    """Between the two, DPO's reference pass may run on the same buffers. A captured backward cannot
+    see that, so it always fills them."""
+    fused, plain, _ = layer_case.pair(device, config={"num_hidden_layers": 1})
+    inputs = {"input_ids": ids(device, 0)[:, :7], "labels": ids(device, 0)[:, :7]}
+    loss = fused(**inputs).loss
+    _forget_borders(_decoder_in(fused))
+    for border in borders_of(layer_case.layer_of(fused)).borders:
+        border._buffer().sB.zero_()
+    loss.backward()
+    plain(**inputs).loss.backward()
+    pairs = zip(fused.parameters(), plain.parameters(), strict=True)
+    for got, want in [(a.grad, b.grad) for a, b in pairs if b.requires_grad]:
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_parted", [False, True])
+def test_rows_keep_their_padding_where_graphs_want_one_shape(is_parted, device, monkeypatch):
+    """As a document of its own, or under transformers' mask if it lies between tokens."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16  # on a GPU documents are for these
+    config = {"num_hidden_layers": 1, "head_dim": 32}
+    fusion = Fusion(layer=True, rms_norm=True, cross_entropy=True)
+    fused, plain, _ = layer_case.pair(device, fusion, config=config, dtype=dtype)
+    inputs = chat(0, device)
+    if is_parted:
+        inputs["attention_mask"][0, 2] = 0
+    ran = layer_case.operands_of_calls(monkeypatch)
+    decoder = _decoder_in(fused)
+    with GraphedDecoder(decoder, tuple, tuple, max_graphs=8).in_place():
+        loss = fused(**inputs).loss
+    ((hidden, _, _, mask, *_),) = ran
+    assert hidden.shape[:2] == inputs["input_ids"].shape
+    assert is_documents(mask) is not is_parted
+    want = plain(**inputs).loss
+    torch.testing.assert_close(loss, want, rtol=1e-5 if device == "cpu" else 2e-2, atol=0)
+    loss.backward(), want.backward()
+    pairs = zip(fused.parameters(), plain.parameters(), strict=True)
+    for got, wanted in [(a.grad, b.grad) for a, b in pairs if b.requires_grad]:
+        assert relative_error(got, wanted) < (1e-4 if device == "cpu" else 0.1)
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,17 @@ def test_moved_weights_are_captured_anew(device, monkeypatch):
     assert graphed.captured == 1
 
 
+def test_generating_is_no_step_and_says_nothing(device, monkeypatch):
+    graphed, _ = pair(device, monkeypatch)
+    cache = graphed.module(**batch(0, device) | {"use_cache": True}).past_key_values
+    with torch.no_grad(), graphed.in_place(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for seed in range(CALLS):
+            token = {"input_ids": ids(device, seed)[:, :1]}
+            graphed.module(**token, past_key_values=cache, use_cache=True)
+    assert graphed.captured == 0 and cache.get_seq_length() == 7 + CALLS
+
+
 def with_a_cache(graphed, device):
     return lambda seed: {"input_ids": batch(seed, device)["input_ids"], "use_cache": True}
 
