@@ -1,4 +1,4 @@
-"""LoRA fine-tuning with transformers' Trainer, with forward and backward as one CUDA graph.
+"""LoRA fine-tuning with transformers' Trainer, its decoder as CUDA graphs with one more call.
 
     pip install -e ".[examples]"
     python examples/train_hf_graph.py --model Qwen/Qwen2.5-3B-Instruct --data data/sft_train.jsonl
@@ -17,38 +17,11 @@ try:
     from peft import LoraConfig, get_peft_model
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    from fused_lora import GraphedStep, fuse
+    from fused_lora import fuse, graph_steps
 except ModuleNotFoundError as missing:
     raise SystemExit(f'{missing.name} is not installed: pip install -e ".[examples]"') from None
 
 ON_GPU = torch.cuda.is_available()
-
-
-class Loss(torch.nn.Module):
-    """A trainer's loss of a batch, as its share in an update."""
-
-    def __init__(self, trainer: Any, model: torch.nn.Module):
-        super().__init__()
-        self.model, self.compute = model, trainer.compute_loss
-
-    def forward(self, num_items: torch.Tensor | None, batches: int, **inputs):
-        return self.compute(self.model, inputs, num_items_in_batch=num_items) / batches
-
-
-class GraphedTrainer(Trainer):
-    """A Trainer for one GPU. Clipping, optimizer and schedule run outside the graph, as usual."""
-
-    step: GraphedStep | None = None
-
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        model.train()
-        if self.step is None:
-            if self.args.fp16 or self.args.world_size > 1:
-                raise ValueError("GraphedTrainer needs bf16 or fp32 on one GPU: use Trainer")
-            self.step = GraphedStep(Loss(self, model), self.optimizer.optimizer)  # type: ignore
-        batches = 1 if num_items_in_batch is not None else self.current_gradient_accumulation_steps
-        inputs = self._prepare_inputs(inputs)
-        return self.step.accumulate(num_items=num_items_in_batch, batches=batches, **inputs)
 
 
 def main() -> None:
@@ -80,7 +53,6 @@ def main() -> None:
     settings = TrainingArguments(
         f"{asked.out}/checkpoints", max_steps=asked.warm_up + asked.steps, save_strategy="no",
         per_device_train_batch_size=asked.batch_size, learning_rate=1e-4, bf16=ON_GPU, report_to=[],
-        logging_nan_inf_filter=False,  # it would wait for every loss
     )  # fmt: skip
 
     class Clock(TrainerCallback):
@@ -88,14 +60,17 @@ def main() -> None:
             if state.global_step == asked.warm_up:  # libraries have loaded, kernels compiled
                 self.began = time.perf_counter()
 
-    def tokens_per_s(kind: type[Trainer]) -> float:
+    def tokens_per_s(in_graphs: bool) -> float:
         clock = Clock()
-        kind(model, settings, train_dataset=data, callbacks=[clock]).train()
+        trainer = Trainer(model, settings, train_dataset=data, callbacks=[clock])
+        if in_graphs:
+            graph_steps(trainer)
+        trainer.train()
         return asked.steps * asked.batch_size * asked.tokens / (time.perf_counter() - clock.began)
 
-    plain = tokens_per_s(Trainer)
+    plain = tokens_per_s(in_graphs=False)
     print(fuse(model))  # prints what runs fused now, and why the rest does not
-    fused = tokens_per_s(GraphedTrainer if ON_GPU else Trainer)
+    fused = tokens_per_s(in_graphs=True)
     print(f"vanilla PEFT: {plain:,.0f} tokens/s; fused: {fused:,.0f} tokens/s")
     model.save_pretrained(asked.out)
 

@@ -9,19 +9,22 @@
 Nothing is patched at import, nor on any class or library module.
 """
 
+from .adopt.graphed_trainer import graph_steps
 from .fuse import Fusion, FusionReport, fuse, report, unfuse
 from .log_probs import log_probs
-from .packing import fill_row, pack
+from .packing import FilledRows, fill_row, pack
 from .step.graph import GraphedStep
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "FilledRows",
     "Fusion",
     "FusionReport",
     "GraphedStep",
     "fill_row",
     "fuse",
+    "graph_steps",
     "log_probs",
     "pack",
     "report",

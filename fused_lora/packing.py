@@ -8,13 +8,15 @@ for group in pack(map(len, ids), 16_384):
 
 import operator
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+LOSS_MASKS = ("completion_mask", "assistant_masks")  # of the tokens that keep their label
 PACKED = {"input_ids": 0, "labels": -100, "position_ids": 0}  # and their filler
 
 
@@ -94,3 +96,55 @@ def fill_row(batch: dict[str, Any], tokens: int) -> dict[str, Tensor]:
     }
     filled["position_ids"][0, given:] = torch.arange(tokens - given)
     return filled
+
+
+class FilledRows:
+    """A collator for a trainer: documents end to end in one row of one length, then padding.
+
+    With rows of one length all batches share a CUDA graph (`graph_steps`). Like
+    DataCollatorWithFlattening and TRL's padding_free, it returns position_ids that begin anew with
+    each document, and no label at a document's first token.
+
+        FilledRows(8_192)([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9], "labels": [-100, 9]}])
+
+    An example is a document, or several that were packed, with their `seq_lengths`. Its labels are
+    its `labels`, or else its tokens, except where a `completion_mask` or `assistant_masks` is 0.
+
+    Args:
+        tokens: the length of a row. A longer batch gets the next multiple of it.
+
+    Raises:
+        ValueError: tokens is below 1; the batch has no tokens; or an example's labels, masks or
+            seq_lengths do not match its tokens.
+    """
+
+    def __init__(self, tokens: int):
+        self.tokens = _whole("a row", tokens, least=1)
+
+    def __call__(self, examples: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+        row: dict[str, list[int]] = {name: [] for name in PACKED}
+        for place, example in enumerate(examples):
+            ids, labels, lengths = _document(example)
+            if len(labels) != len(ids) or sum(lengths) != len(ids):
+                raise ValueError(
+                    f"FilledRows: example {place} has {len(ids):,} tokens, {len(labels):,} labels "
+                    f"and documents of {sum(lengths):,}: give each token one"
+                )
+            row["input_ids"] += ids
+            row["position_ids"] += chain.from_iterable(map(range, lengths))
+            row["labels"] += labels
+        given = {name: torch.tensor(row[name])[None] for name in PACKED}
+        given["labels"] = given["labels"].masked_fill(given["position_ids"] == 0, -100)
+        return fill_row(given, -(-len(row["input_ids"]) // self.tokens) * self.tokens)
+
+
+def _document(example: dict[str, Any]) -> tuple[list[int], list[int], list[int]]:
+    """Return an example's tokens, its labels and the lengths of its documents."""
+    ids = [*map(int, example["input_ids"])]
+    labels = example.get("labels")
+    if labels is None:
+        masks = [example[name] for name in LOSS_MASKS if example.get(name) is not None]
+        is_kept = map(all, zip(*masks, strict=True)) if masks else [True] * len(ids)
+        labels = [token if kept else -100 for token, kept in zip(ids, is_kept, strict=False)]
+    lengths = example.get("seq_lengths")
+    return ids, [*map(int, labels)], [len(ids)] if lengths is None else [*map(int, lengths)]

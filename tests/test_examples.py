@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 RUNS = {path.stem: [path] for path in EXAMPLES}
-RUNS["train_trl_packed"] = [*RUNS["train_trl"], "--packed"]
+TRL = {"train_trl", "train_dpo"}
 EXTRAS = {"train_qlora": ["examples", "qlora"]}
 
 
@@ -40,14 +40,14 @@ def test_an_example_trains_prints_both_speeds_and_saves(run, tiny, tmp_path, mon
     """In this process, for the time it takes to load libraries; one of them, and all where there is
     a GPU, as it is started on a host without."""
     example, *options = RUNS[run]
-    if example.stem == "train_trl":
+    if example.stem in TRL:
         pytest.importorskip("trl", reason="wants trl, of dev/requirements/dev.txt")
     sizes = ["--warm-up", "1", "--steps", "1", "--batch-size", "1", "--tokens", "8"]
     options += ["--model", tiny, "--data", tiny / "chats.jsonl", *sizes, "--out", tmp_path]
     if example.stem == "train_loop" or torch.cuda.is_available():
         environment = {"PYTHONPATH": ROOT, "HOME": tmp_path, "CUDA_VISIBLE_DEVICES": ""}
         environment["OMP_NUM_THREADS"] = "1"
-        if example.stem == "train_trl":
+        if example.stem in TRL:
             environment["TRITON_INTERPRET"] = "1"  # for TRL's own kernels
         command = [sys.executable, example, *options]
         ran = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -67,7 +67,7 @@ def test_an_example_without_a_package_says_which_line_installs_it(example, monke
     extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     extras = EXTRAS.get(example.stem, ["examples"])
     command = f'pip install -e ".[{",".join(extras)}]"'
-    special = {"train_trl": ["trl"], "train_qlora": ["bitsandbytes"]}
+    special = {"train_qlora": ["bitsandbytes"], "train_trl": ["trl"], "train_dpo": ["trl"]}
     missing = ["fused_lora", "datasets", *special.get(example.stem, [])]
     packages = {re.match(r"\w+", one)[0] for name in extras for one in extra[name]}
     assert packages >= {*missing[1:], "accelerate"}

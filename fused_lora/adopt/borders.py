@@ -226,6 +226,12 @@ class LayerBorders(Filling):
         self.replica_of: str | None = None
         self.scratches = Scratches()
 
+    def forget(self) -> None:
+        """Have the next backward fill the borders again, whatever is in them now."""
+        for border in self.borders:
+            if border._buffer is not None and (buffer := border._buffer()) is not None:
+                buffer.key = None
+
     def find_or_make(
         self,
         groups: Sequence[Sequence[Projection]],

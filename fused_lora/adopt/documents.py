@@ -21,6 +21,7 @@ from fused_mlp.utils import compute_dtype
 from ..kernels.causal_attention import fits_heads
 from ..kernels.documents import documents_of
 from ..step import padding_seen
+from ..step.graphed_module import is_graphed
 from .attention import read_qkv, turns, why_not_sdpa
 from .foreign.forwards import fused_parts_of
 from .foreign.originals import why_replaced
@@ -159,7 +160,9 @@ def unpadded(decoder: Any, inputs: dict[str, Any], labels: Tensor) -> tuple[dict
     if seen is not None:
         seen.is_there |= is_padded
         seen.is_apart &= is_exact and not bool(_is_parted(is_token).any())
-    if not len(places) or not is_padded or not is_exact:
+    if is_graphed(decoder) and is_exact and not bool(_is_parted(is_token).any()):
+        return inputs | {"attention_mask": _padding_apart(is_token)}, labels
+    if not len(places) or not is_padded or not is_exact or is_graphed(decoder):
         return inputs, labels
 
     def picked(rows: Tensor) -> Tensor:

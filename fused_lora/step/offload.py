@@ -48,6 +48,11 @@ class Offload:
         self._layer = _Layer(self._layer)
         return saved_tensors_hooks(self.out, self.back)
 
+    def finish(self) -> None:
+        """End a forward whose backward is captured on its own: its copies end with it."""
+        if self._layer is not None:
+            self._layer.let_go()
+
     def out(self, tensor: Tensor) -> "Tensor | _Offloaded":
         """Copy a large tensor to the host, as part of the layer that last called `hooks`."""
         if not _is_worth_it(tensor):

@@ -10,7 +10,7 @@ from cases.peft_models import adapt, base_model, layers
 from cases.reference import assert_within_budget
 from transformers import DataCollatorWithFlattening
 
-from fused_lora import Fusion, fill_row, fuse, pack
+from fused_lora import FilledRows, Fusion, fill_row, fuse, pack
 from fused_lora.adopt import attention
 from fused_lora.adopt.documents import takes_documents
 from fused_lora.packing import PACKED
@@ -246,3 +246,45 @@ def test_a_row_is_filled_without_changing_what_is_trained(device):
             fill_row(wrong, 24)
     with pytest.raises(ValueError, match="1 x 18 tokens, should be one row of 1 to 17"):
         fill_row(batch, 17)
+
+
+def test_a_trainers_examples_become_one_row_of_one_length():
+    """As DataCollatorWithFlattening and fill_row make it, from documents as they are, with masks
+    of what is trained, or packed by TRL."""
+    ids, kept = [[5, 6, 7], [8, 9], [10, 11, 12, 13]], [[0, 0, 1], [0, 1], [0, 1, 1, 0]]
+    labels = [
+        [one if is_kept else -100 for one, is_kept in zip(*each, strict=True)]
+        for each in zip(ids, kept, strict=True)
+    ]
+    collate = DataCollatorWithFlattening()
+    for labelled, given in (
+        (ids, [{"input_ids": one} for one in ids]),
+        (labels, [{"input_ids": a, "labels": b} for a, b in zip(ids, labels, strict=True)]),
+        (labels, [{"input_ids": a, "completion_mask": b} for a, b in zip(ids, kept, strict=True)]),
+        (
+            labels,
+            [
+                {"input_ids": a, "assistant_masks": b, "completion_mask": [1] * len(a)}
+                for a, b in zip(ids, kept, strict=True)
+            ],
+        ),
+        (labels, [
+            {"input_ids": ids[0] + ids[1], "labels": labels[0] + labels[1], "seq_lengths": [3, 2]},
+            {"input_ids": ids[2], "labels": labels[2], "seq_lengths": [4]},
+        ]),
+    ):  # fmt: skip
+        pairs = zip(ids, labelled, strict=True)
+        want = fill_row(collate([{"input_ids": a, "labels": b} for a, b in pairs]), 12)
+        for tokens in (6, 12):  # the next multiple is 12
+            got = FilledRows(tokens)(given)
+            assert got.keys() == want.keys()
+            assert all(got[name].equal(want[name]) for name in want)
+    for wrong, told in (
+        ([{"input_ids": [1, 2], "labels": [1]}], "example 0 has 2 tokens, 1 labels"),
+        ([{"input_ids": [1, 2], "seq_lengths": [1]}], "2 labels and documents of 1: give"),
+        ([], "should be one row"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            FilledRows(4)(wrong)
+    with pytest.raises(ValueError, match="at least 1, got 0 for a row"):
+        FilledRows(0)

@@ -52,6 +52,7 @@ class _Recorder(TorchDispatchMode):
             tensor.copy_(value)
 
     @torch.no_grad()
+    @torch.autocast("cpu", enabled=False)  # it has cast when it was captured
     def replay(self):
         for func, args, kwargs, result in self.operations:
             again = func(*args, **kwargs)

@@ -1,0 +1,197 @@
+"""CUDA graphs in a `Trainer`, in one call."""
+
+import copy
+import warnings
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+
+from ..packing import FilledRows
+from ..step.checkpoint import Checkpoint
+from ..step.graphed_module import GraphedModule
+from .documents import decoders
+from .foreign import checkpointing
+from .layer import borders_of
+
+
+def graph_steps(trainer: Any, *, max_graphs: int = 8) -> "GraphedSteps":
+    """Run a trainer's decoder as CUDA graphs in every training step, from now on.
+
+        trainer = SFTTrainer(model, SFTConfig(packing=True), train_dataset=data)
+        fuse(trainer.model)
+        graph_steps(trainer)
+        trainer.train()
+
+    A short step waits for Python, which launches thousands of kernels; a graph is one launch. We
+    capture the decoder's forward, also those of a reference pass, and its backward
+    (`step/graphed_module.py`). Everything else stays the trainer's own and runs as before: loss,
+    metrics, accumulation, clipping, schedule, logging, evaluation, saving, resuming and stopping.
+    Losses and weights are those without graphs.
+
+    It is a call and no mixin, because a trainer is often somebody else's: TRL's, a subclass in your
+    script, one that a framework makes. We set `training_step` on this instance, never on a class,
+    and the decoder's forward only within a step. `remove` undoes all of it. If the trainer packs
+    (TRL's packing=True), it gets a `FilledRows` as its collator.
+
+    Batches of one shape share a graph: pack with `FilledRows`, or pad to few lengths
+    (`pad_to_multiple_of`). What cannot be captured runs eagerly, and a warning names it once.
+
+    Checkpointed layers get the policy "full" of `Fusion`, unless they have one: PyTorch's own
+    checkpoints cannot be captured. It recomputes the same numbers.
+
+    With args.logging_nan_inf_filter, a Trainer's default, the host reads every loss. We do the same
+    on the GPU, and the host no longer waits: the trainer gets a copy of its arguments without it.
+
+    Args:
+        trainer: transformers' Trainer or a subclass, with a PEFT model, on one GPU.
+        max_graphs: how many shapes may be captured with gradients, and how many without.
+
+    Raises:
+        ValueError: the trainer has no training_step or no model; or max_graphs is below 1.
+    """
+    if not callable(getattr(trainer, "training_step", None)) or not isinstance(
+        getattr(trainer, "model", None), nn.Module
+    ):
+        raise ValueError(
+            f"graph_steps needs a trainer with a model, got {type(trainer).__name__}: pass a "
+            "transformers.Trainer"
+        )
+    if not isinstance(max_graphs, int) or max_graphs < 1:
+        raise ValueError(f"graph_steps needs max_graphs of at least 1, got {max_graphs!r}")
+    earlier = vars(trainer).get("training_step")
+    if isinstance(owner := getattr(earlier, "__self__", None), GraphedSteps):
+        owner.remove()
+    return GraphedSteps(trainer, max_graphs)
+
+
+class GraphedSteps:
+    """The training steps of one trainer, whose decoder runs as CUDA graphs.
+
+    why_not: the reason if they all run eagerly, "" otherwise. decoder: made in the first step.
+    """
+
+    def __init__(self, trainer: Any, max_graphs: int):
+        self.trainer, self.max_graphs = trainer, max_graphs
+        self.decoder: GraphedModule | None = None
+        self.why_not = self._why_not()
+        if self.why_not:
+            warnings.warn(f"graph_steps: all steps run eagerly: {self.why_not}", stacklevel=3)
+            return
+        args = trainer.args
+        self._own_step, self._filters_nan = trainer.training_step, args.logging_nan_inf_filter
+        self._own = {name: vars(trainer).get(name) for name in ("args", "data_collator")}
+        self._own["training_step"] = vars(trainer).get("training_step")
+        trainer.training_step = self.training_step
+        if self._filters_nan:
+            trainer.args = copy.copy(args)
+            trainer.args.logging_nan_inf_filter = False
+        if getattr(args, "packing", False) and getattr(
+            trainer.data_collator, "padding_free", False
+        ):
+            trainer.data_collator = FilledRows(args.train_batch_size * args.max_length)
+        self._checkpoints = self._checkpoint_in_graphs()
+
+    def __str__(self) -> str:
+        if self.why_not:
+            return f"graph_steps: all steps run eagerly: {self.why_not}"
+        if self.decoder is None:
+            return "graph_steps: no step has run yet"
+        count = f"graph_steps: {self.decoder.captured} forwards captured"
+        return "\n".join([count, *sorted(self.decoder.told)])
+
+    def remove(self) -> None:
+        """Give the trainer its own step, arguments and collator back, and drop all graphs."""
+        if not self.why_not:
+            for name, own in self._own.items():
+                delattr(self.trainer, name)
+                if own is not None:
+                    setattr(self.trainer, name, own)
+            if self._checkpoints:
+                for _, layer in checkpointing.layers_of(self.trainer.model):
+                    checkpointing.remove(layer)
+                checkpointing.let_go(self.trainer.model)
+        self.decoder = None
+
+    def training_step(self, *inputs: Any, **options: Any) -> Tensor:
+        """Run the trainer's own step, its decoder as graphs. Returns the loss, detached."""
+        model = self.trainer.model
+        module = _decoder_in(model)
+        assert module is not None
+        if self.decoder is None or self.decoder.module is not module:
+            self.decoder = GraphedDecoder(
+                module, _state_of(model), partial(_forget_borders, module), self.max_graphs
+            )
+        with self.decoder.in_place():
+            loss = self._own_step(*inputs, **options)
+        if not self._filters_nan:
+            return loss
+        trainer = self.trainer  # as it would, but the host does not wait
+        since_logged = 1 + trainer.state.global_step - trainer._globalstep_last_logged
+        return torch.where(loss.isfinite(), loss, trainer._tr_loss / since_logged)
+
+    def _checkpoint_in_graphs(self) -> bool:
+        """Checkpoint layers under our policy if they are checkpointed. Return whether it is new.
+
+        PyTorch's own checkpoints read the random state, which no capture allows.
+        """
+        model = self.trainer.model
+        layers = [layer for _, layer in checkpointing.layers_of(model)]
+        is_on = any(getattr(layer, checkpointing.ENABLED) for layer in layers)
+        if not (is_on or self.trainer.args.gradient_checkpointing):
+            return False
+        if any(map(checkpointing.policy_of, layers)):
+            return False
+        checkpointing.install(Checkpoint("full"), layers)
+        checkpointing.hold(model)
+        return True
+
+    def _why_not(self) -> str:
+        args, model = self.trainer.args, self.trainer.model
+        wanted = GraphedDecoder._backend.device_type
+        devices = {str(parameter.device) for parameter in model.parameters()}
+        reasons = {
+            f"the model is on {', '.join(sorted(devices))}, not on one {wanted} device": (
+                len(devices) != 1 or torch.device(min(devices)).type != wanted
+            ),
+            "it needs one process with one GPU": args.world_size > 1 or args.n_gpu > 1,
+            "FSDP and DeepSpeed move the weights": (
+                self.trainer.is_fsdp_enabled or self.trainer.is_deepspeed_enabled
+            ),
+            "torch_compile=True captures its own graphs": args.torch_compile,
+            "activation_offloading=True copies within a forward; fuse has checkpoint='offload'": (
+                getattr(args, "activation_offloading", False)
+            ),
+            "the model has no decoder with embed_tokens, layers and norm": (
+                _decoder_in(model) is None
+            ),
+        }
+        return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+class GraphedDecoder(GraphedModule):
+    """A decoder as graphs, which compute all tokens: `labelled`, a fused layer's option, changes
+    nothing about those that have a label."""
+
+    def __call__(self, *positional: Any, labelled: Any = None, **inputs: Any) -> Any:
+        return super().__call__(*positional, **inputs)
+
+
+def _decoder_in(model: nn.Module) -> nn.Module | None:
+    return next((module for _, module in decoders(model)), None)
+
+
+def _forget_borders(decoder: nn.Module) -> None:
+    for borders in filter(None, map(borders_of, decoder.modules())):
+        borders.forget()
+
+
+def _state_of(model: nn.Module) -> Callable[[], Hashable]:
+    """Return a function that tells how the adapters of a model are switched."""
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    return lambda: tuple(
+        (one.disable_adapters, one.merged, tuple(one.active_adapters)) for one in layers
+    )

@@ -1,0 +1,337 @@
+"""A module's forward and backward as two CUDA graphs, inside a loop that somebody else wrote.
+
+A `GraphedStep` captures a whole step, so everything in it has to run without the host. A trainer's
+step does not: it reads metrics, counts tokens, chooses a loss. Most of its kernels belong to the
+decoder, though, and these we capture: one graph from the decoder's inputs to its hidden states, and
+one from their gradient to the gradients of its parameters. The head, the loss, the metrics and the
+update stay outside, as the trainer has them.
+
+Autograd sees one function. Its backward copies the gradient into a buffer and replays the second
+graph, which adds to each parameter's `.grad`. Activations stay in the graphs' memory in between, so
+no other graph with a backward runs before it: a second forward runs eagerly.
+
+https://docs.pytorch.org/docs/stable/notes/cuda.html#partial-network-capture
+"""
+
+import inspect
+import warnings
+import weakref
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from .capture import Cuda, noting
+from .checkpoint import policies_in
+from .graph import EAGER_CALLS
+from .graph_checks import addresses_of, form_of
+from .masks import MASK, LayersWithoutMask
+from .padding_seen import PaddingSeen
+
+HIDDEN = "last_hidden_state"
+
+
+class GraphedModule:
+    """A module's forward that replays CUDA graphs, one pair for each form of its inputs.
+
+    Within `in_place` it is the module's forward. Each form (shapes, dtypes, constants, autocast,
+    adapters, with or without gradients) runs eagerly twice and is captured at its third call. A
+    form that cannot be captured keeps running eagerly, and each reason is given once, as a warning.
+
+    Args:
+        module: on one CUDA device. It takes tensors and constants, and returns a dataclass with
+            `last_hidden_state` [batch, positions, hidden] as its only tensor.
+        state_of: returns everything else that decides what a forward computes. A captured form is
+            for one value of it.
+        forget: called before a backward is captured. Whatever a forward leaves in memory that other
+            forwards write as well, that backward must write again.
+        max_graphs: how many forms with gradients may be captured, and how many without.
+    """
+
+    _backend: type[Cuda] = Cuda  # the tests' own runs without a GPU
+
+    def __init__(
+        self,
+        module: nn.Module,
+        state_of: Callable[[], Hashable],
+        forget: Callable[[], None],
+        max_graphs: int,
+    ) -> None:
+        self.module, self.state_of, self.forget = module, state_of, forget
+        self.max_graphs = max_graphs
+        self.told: set[str] = set()
+        self._names = [*inspect.signature(type(module).forward).parameters][1:]
+        self.reset()
+
+    def reset(self) -> None:
+        """Drop all graphs and their memory. Every form starts over with eager calls."""
+        self._parameters = [*self.module.parameters()]
+        device = self._parameters[0].device
+        # graphs with a backward hold activations that no other replay may overwrite
+        self._cuda = {True: self._backend(device), False: self._backend(device)}
+        self._forms: dict[Hashable, _Form] = {}
+        self._sums: dict[Tensor, Tensor] = {}
+        self._padding = PaddingSeen()
+        self._waiting: weakref.ref[_Call] | None = None  # for its backward
+
+    @property
+    def captured(self) -> int:
+        """Count the forms that have been captured."""
+        return sum(form.captured is not None for form in self._forms.values())
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Context in which this is the module's forward."""
+        before = vars(self.module).get("forward")
+        self._eager = self.module.forward
+        self.module.forward = self
+        try:
+            yield
+        finally:
+            del self.module.forward
+            if before is not None:
+                self.module.forward = before
+
+    # --- one call ---------------------------------------------------------------------------------
+
+    def __call__(self, *positional: Any, **inputs: Any) -> Any:
+        inputs |= dict(zip(self._names, positional, strict=False))
+        if inputs.get("past_key_values") is not None:  # it generates
+            return self._eager(**inputs)
+        mask = inputs.get(MASK)
+        if isinstance(mask, Tensor) and mask.ndim == 2 and inputs.get("position_ids") is None:
+            inputs[MASK] = None if bool(mask.all()) else mask  # transformers looks as well
+        trained = [one for one in self._parameters if one.requires_grad]
+        with_gradients = torch.is_grad_enabled() and bool(trained)
+        form = self._form_of(inputs, with_gradients, len(trained))
+        if form is None:
+            return self._eager(**inputs)
+        if form.captured is None and form.eager_calls < EAGER_CALLS:
+            form.eager_calls += 1
+            with form.without_mask.noted():
+                return self._cuda[with_gradients].run(lambda: self._eager(**inputs))
+        if self._waiting is not None and self._waiting() is not None and with_gradients:
+            self._say("a second forward before the backward of the first runs eagerly")
+            return self._eager(**inputs)
+        if form.captured is None:
+            try:
+                form.captured = self._capture(form, inputs, [*trained] if with_gradients else [])
+            except Exception as error:
+                form.refused = True
+                reason = (str(error).splitlines() or [""])[0]
+                self._say(f"a forward cannot be captured: {type(error).__name__}: {reason}")
+                return self._eager(**inputs)
+        return self._replay(form.captured, inputs)
+
+    def _form_of(self, inputs: dict[str, Any], with_gradients: bool, count: int) -> "_Form | None":
+        """Return the form of a call, None if it has to run eagerly."""
+        try:
+            shapes = form_of(inputs)
+        except ValueError as error:
+            self._say(f"a forward runs eagerly: {str(error).removeprefix('GraphedStep ')}")
+            return None
+        if any(isinstance(one, Tensor) and one.requires_grad for one in inputs.values()):
+            self._say("a forward whose inputs require gradients runs eagerly")
+            return None
+        device = self._parameters[0].device
+        autocast = _autocast_on(device.type)
+        key = (with_gradients, count, self.module.training, autocast, self.state_of(), shapes)
+        form = self._forms.get(key)
+        captured = None if form is None else form.captured
+        if captured is not None and captured.addresses != addresses_of(self._parameters):
+            self.reset()  # weights were moved: start over
+            form = None
+        if form is None:
+            alike = sum(one.with_gradients is with_gradients for one in self._forms.values())
+            if alike >= self.max_graphs:
+                self._say(
+                    f"batches have more than max_graphs={self.max_graphs} shapes, and others run "
+                    "eagerly: pack them with FilledRows, or pad to few lengths"
+                )
+                return None
+            without_mask = LayersWithoutMask(self.module, inputs, self._padding)
+            form = self._forms[key] = _Form(with_gradients, without_mask)
+        return None if form.refused else form
+
+    def _say(self, reason: str) -> None:
+        if reason not in self.told:
+            self.told.add(reason)
+            warnings.warn(f"graph_steps: {reason}", stacklevel=4)
+
+    # --- capture ----------------------------------------------------------------------------------
+
+    def _capture(self, form: "_Form", inputs: dict[str, Any], trained: list[Tensor]) -> "_Captured":
+        cuda = self._cuda[form.with_gradients]
+        buffers = {
+            name: torch.empty(one.shape, dtype=one.dtype, device=self._parameters[0].device)
+            if isinstance(one, Tensor)
+            else one
+            for name, one in inputs.items()
+        }
+        _copy(inputs, buffers)
+        if any(one._backward_hooks or one._post_accumulate_grad_hooks for one in trained):
+            raise ValueError("a parameter has hooks, which a graph would not call: remove them")
+        causes: list[Exception] = []
+        noted = noting(causes)
+        gradients = [one.grad for one in trained]
+        for one in trained:
+            self._sums.setdefault(one, torch.zeros_like(one))
+            one.grad = None
+        try:
+            with form.without_mask.kept():  # backward may recompute layers
+                replay_forward, output = cuda.capture(noted(lambda: self._forward(buffers)))
+                hidden = getattr(output, HIDDEN)
+                gradient = torch.empty_like(hidden)
+                replay_backward: Callable[[], None] | None = None
+                received: list[Tensor] = []
+                if trained:
+                    self.forget()
+                    replay_backward, received = cuda.capture(
+                        noted(lambda: self._backward(hidden, gradient, trained))
+                    )
+        except Exception as error:
+            raise (causes[0] if causes else error) from None
+        finally:  # a capture does nothing yet
+            for one, held in zip(trained, gradients, strict=True):
+                one.grad = held
+        return _Captured(
+            buffers, type(output), hidden.detach(), gradient, received, replay_forward,
+            replay_backward, addresses_of(self._parameters), policies_in(self.module),
+        )  # fmt: skip
+
+    def _forward(self, buffers: dict[str, Any]) -> Any:
+        with _without_cached_casts(self._parameters[0].device.type):
+            output = self._eager(**buffers)
+        for policy in policies_in(self.module):
+            policy.offload.finish()
+        others = [
+            one.name
+            for one in (fields(output) if is_dataclass(output) else ())
+            if one.name != HIDDEN and getattr(output, one.name) is not None
+        ]
+        if others or not isinstance(getattr(output, HIDDEN, None), Tensor):
+            to_do = ": set model.config.use_cache = False" if "past_key_values" in others else ""
+            given = ", ".join(others) or type(output).__name__
+            raise ValueError(f"it returns {given} beside hidden states{to_do}")
+        return output
+
+    def _backward(self, hidden: Tensor, gradient: Tensor, trained: list[Tensor]) -> list[Tensor]:
+        """Add this backward's gradients to the sums. Return the parameters that get one."""
+        with torch.autocast(hidden.device.type, enabled=False):  # as outside the forward
+            torch.autograd.backward([hidden], [gradient])
+        received = [one for one in trained if one.grad is not None]
+        sums = [self._sums[one] for one in received]
+        torch._foreach_add_(sums, [one.grad for one in trained if one.grad is not None])
+        return received
+
+    # --- replay -----------------------------------------------------------------------------------
+
+    def _replay(self, captured: "_Captured", inputs: dict[str, Any]) -> Any:
+        _copy(inputs, captured.inputs)
+        if captured.replay_backward is None:
+            captured.replay_forward()
+            hidden = captured.hidden.clone()
+        else:
+            call = _Call(self, captured)
+            self._waiting = weakref.ref(call)
+            hidden = _Replayed.apply(torch.empty(0, requires_grad=True), call)
+        return captured.output_class(**{HIDDEN: hidden})
+
+    def hold_gradients(self, received: list[Tensor]) -> None:
+        """Make every `.grad` the tensor that the graphs add to, keeping its value."""
+        empty = []
+        for parameter in received:
+            held = self._sums[parameter]
+            if parameter.grad is None:
+                empty.append(held)
+            elif parameter.grad is not held:
+                held.copy_(parameter.grad)
+            parameter.grad = held
+        if empty:
+            torch._foreach_zero_(empty)
+
+
+@dataclass(eq=False)
+class _Captured:
+    """One form's graphs, and the memory that they read and write."""
+
+    inputs: dict[str, Any]
+    output_class: type
+    hidden: Tensor
+    gradient: Tensor
+    received: list[Tensor]  # the parameters that get a gradient
+    replay_forward: Callable[[], None]
+    replay_backward: Callable[[], None] | None
+    addresses: dict[str, Any]
+    policies: set[Any]  # kept alive: they own the host memory for offload
+
+
+@dataclass(eq=False)
+class _Form:
+    """Inputs of the same shapes, dtypes and constants."""
+
+    with_gradients: bool
+    without_mask: LayersWithoutMask
+    eager_calls: int = 0
+    refused: bool = False
+    captured: _Captured | None = None
+
+
+@dataclass(eq=False)
+class _Call:
+    """A replayed forward. Autograd keeps it alive until its backward, or as long as it can come."""
+
+    owner: GraphedModule
+    captured: _Captured
+
+
+class _Replayed(torch.autograd.Function):
+    """The graphs as autograd sees them. `anchor` requires a gradient and gets none."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, call: _Call) -> Tensor:
+        ctx.call = call
+        call.captured.replay_forward()
+        return call.captured.hidden.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        owner, captured = ctx.call.owner, ctx.call.captured
+        if owner._waiting is None or owner._waiting() is not ctx.call:
+            raise RuntimeError(
+                "graph_steps: a second backward through one forward: its activations are gone"
+            )
+        captured.gradient.copy_(gradient)
+        owner.hold_gradients(captured.received)
+        captured.replay_backward()
+        owner._waiting = None
+        return None, None
+
+
+def is_graphed(module: nn.Module) -> bool:
+    """Return True if a call of this module replays graphs, whose shapes should not change."""
+    return isinstance(vars(module).get("forward"), GraphedModule)
+
+
+def _copy(inputs: dict[str, Any], buffers: dict[str, Any]) -> None:
+    for name, value in inputs.items():
+        if isinstance(value, Tensor):
+            buffers[name].copy_(value, non_blocking=True)
+
+
+def _autocast_on(device_type: str) -> torch.dtype | None:
+    is_on = torch.is_autocast_enabled(device_type)
+    return torch.get_autocast_dtype(device_type) if is_on else None
+
+
+def _without_cached_casts(device_type: str) -> AbstractContextManager:
+    """Return the autocast that is on, without the casts that it may have made outside a graph."""
+    dtype = _autocast_on(device_type)
+    if dtype is None:
+        return nullcontext()
+    return torch.autocast(device_type, dtype, cache_enabled=False)

@@ -1,0 +1,272 @@
+"""`graph_steps`: trainers whose decoder runs as CUDA graphs have the losses, metrics, gradient
+norms and weights that they have without."""
+
+import copy
+from unittest.mock import Mock
+
+import pytest
+import torch
+from cases import layer_case
+from cases.graph_case import Recorded, chat
+from cases.peft_models import ids
+from cases.reference import relative_error
+from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
+
+from fused_lora import FilledRows, Fusion, fuse, graph_steps
+from fused_lora.adopt.foreign.checkpointing import layers_of, policy_of
+from fused_lora.adopt.graphed_trainer import GraphedDecoder, _decoder_in, _forget_borders
+from fused_lora.adopt.layer import borders_of
+from fused_lora.kernels.documents import is_documents
+from fused_lora.step.graphed_module import GraphedModule
+
+# 13 rows make seven batches an epoch. The last has one row and gets its own update.
+USUAL = {"num_train_epochs": 2, "per_device_train_batch_size": 2, "learning_rate": 2**-7}
+KEPT = {
+    "accumulation, evaluation": {
+        "gradient_accumulation_steps": 2, "num_train_epochs": 4, "eval_strategy": "steps",
+        "eval_steps": 3, "lr_scheduler_type": "cosine",
+    },
+    "resumed": {"save_strategy": "steps", "save_steps": 5},
+}  # fmt: skip
+SETTINGS = {
+    "Trainer": KEPT | {
+        "a smaller last batch": {},
+        "means, label smoothing": {"gradient_accumulation_steps": 2, "label_smoothing_factor": 0.1},
+        "bf16, checkpointing": {"bf16": True, "gradient_checkpointing": True},
+        "stopped early": {"stop_after": 4},
+    },
+    "SFTTrainer": KEPT | {"packing": {"packing": True, "max_length": 16}},
+    "DPOTrainer": KEPT | {"reference precomputed": {"precompute_ref_log_probs": True}},
+}  # fmt: skip
+TRIED = [(kind, setting) for kind, settings in SETTINGS.items() for setting in settings]
+PARTS = {"prompt": slice(2), "chosen": slice(2, 5), "rejected": slice(4, 7)}
+# A resumed trainer divides the loss since then by all steps.
+# TRL counts tokens from there, and the padding of rows that are filled up.
+NOT_COMPUTED = ("runtime", "per_second", "total_flos", "train_loss", "num_tokens")
+
+
+@pytest.fixture(autouse=True)
+def recorded(monkeypatch, device):
+    if device == "cpu":
+        monkeypatch.setattr(GraphedModule, "_backend", Recorded)
+
+
+class Stop(TrainerCallback):
+    def __init__(self, after):
+        self.after = after
+
+    def on_step_end(self, args, state, control, **_):
+        control.should_training_stop = state.global_step == self.after
+
+
+def rows():
+    """Return rows of one length whose first label and last two are ignored."""
+    tokens = torch.cat([ids("cpu", seed)[:, :7] for seed in range(7)])[:13]
+    labels = tokens.clone()
+    labels[:, 0], labels[:, -2:] = -100, -100
+    return [
+        {"input_ids": row, "labels": labelled}
+        for row, labelled in zip(tokens.tolist(), labels.tolist(), strict=True)
+    ]
+
+
+def trainer_of(kind, model, folder, **options):
+    stop = options.pop("stop_after", None)
+    settings = {
+        "output_dir": str(folder), "logging_steps": 1, "report_to": [], "disable_tqdm": True,
+        "use_cpu": next(model.parameters()).device.type == "cpu", "bf16": False,
+        "save_strategy": "no", "gradient_checkpointing": False,
+    } | USUAL | options  # fmt: skip
+    callbacks, data = [Stop(stop)] if stop else [], rows()
+    model.config.use_cache = False
+    if kind == "Trainer":
+        args = TrainingArguments(**settings)
+        return Trainer(model, args, train_dataset=data, eval_dataset=data[:4], callbacks=callbacks)
+    trl = pytest.importorskip("trl", reason="wants trl, of dev/requirements/dev.txt")
+    from datasets import Dataset
+    from tokenizers import Tokenizer, pre_tokenizers
+    from tokenizers.models import WordLevel
+
+    words = Tokenizer(WordLevel({str(token): token for token in range(96)}, unk_token="0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="1", eos_token="2")
+    make, config = getattr(trl, kind), getattr(trl, kind.replace("Trainer", "Config"))
+    if kind == "DPOTrainer":
+        texts = [[f" {token}" for token in one["input_ids"]] for one in data]
+        data = [{name: "".join(one[part]) for name, part in PARTS.items()} for one in texts]
+    data = Dataset.from_list(data)
+    return make(
+        model, args=config(**settings), processing_class=tokenizer, callbacks=callbacks,
+        train_dataset=data, eval_dataset=data.select(range(4)),
+    )  # fmt: skip
+
+
+def train(kind, model, folder, is_graphed, resume=None, **options):
+    """Train, and return the graphed steps, what was logged and the weights that were trained."""
+    trainer = trainer_of(kind, model, folder, **options)
+    steps = graph_steps(trainer) if is_graphed else None
+    trainer.train(resume_from_checkpoint=resume)
+    logged = [
+        {name: one for name, one in entry.items() if not name.endswith(NOT_COMPUTED)}
+        for entry in trainer.state.log_history
+    ]
+    return steps, logged, [p.detach() for p in model.parameters() if p.requires_grad]
+
+
+def assert_alike(got, want, bound):
+    """Bit by bit if bound is 0. A GPU may sum in another order from one run to the next, and turn
+    the ranks of equal numbers, which an accuracy counts."""
+    (_, logged, weights), (_, wanted_logged, wanted) = got, want
+    assert [one.keys() for one in logged] == [one.keys() for one in wanted_logged]
+    for entry, wanted_entry in zip(logged, wanted_logged, strict=True):
+        assert entry == (
+            pytest.approx(wanted_entry, rel=bound, abs=bound) if bound else wanted_entry
+        )
+    for one, wanted_one in zip(weights, wanted, strict=True):
+        torch.testing.assert_close(one, wanted_one, rtol=bound, atol=bound)
+
+
+@pytest.mark.slow("Trainer-accumulation, evaluation", "DPOTrainer-accumulation, evaluation")
+@pytest.mark.parametrize(("kind", "setting"), TRIED)
+def test_graphed_steps_are_the_trainers(kind, setting, tmp_path, device):
+    options = dict(SETTINGS[kind][setting])
+    dtype = torch.bfloat16 if options.get("bf16") else torch.float32
+    plain = layer_case.peft_model(device, dtype=dtype, config={"num_hidden_layers": 1})
+    done = []
+    for is_graphed in (True, False):
+        folder, model = tmp_path / str(is_graphed), copy.deepcopy(plain)
+        done.append(train(kind, model, folder, is_graphed, **options))
+        if setting == "resumed":
+            from_five, again = str(folder / "checkpoint-5"), copy.deepcopy(plain)
+            done[-1] = train(kind, again, folder, is_graphed, resume=from_five, **options)
+        if is_graphed:
+            assert done[-1][0].decoder.captured and not done[-1][0].decoder.told
+    if device == "cpu" and setting != "packing":  # whose rows are longer
+        assert_alike(*done, 0.0)
+    else:
+        assert_alike(*done, 2e-3 if options.get("bf16") else 1e-4)
+
+
+def test_a_loss_that_is_no_number_is_logged_as_the_trainer_does(tmp_path, device):
+    """It logs the mean of those before it, and so do we, without a wait for each loss."""
+    done = []
+    for is_graphed in (True, False):
+        model = layer_case.peft_model(device, config={"num_hidden_layers": 1})
+        losses = iter([0, float("nan"), 0, float("inf"), *[0] * 20])
+        trainer = trainer_of("Trainer", model, tmp_path, logging_steps=3)
+        trainer.compute_loss_func = lambda outputs, labels, losses=losses, **_: (
+            outputs.logits.square().mean() + next(losses)
+        )
+        given = trainer.args
+        steps = graph_steps(trainer) if is_graphed else None
+        trainer.train()
+        done.append([entry.get("loss") for entry in trainer.state.log_history])
+        assert given.logging_nan_inf_filter
+        assert not is_graphed or steps.decoder.captured == 1
+    assert done[0] == done[1] and len(done[0]) > 4
+
+
+def test_remove_leaves_the_trainer_as_it_was(tmp_path, device):
+    model = layer_case.peft_model(device, config={"num_hidden_layers": 1})
+    options = {"packing": True, "max_length": 16, "gradient_checkpointing": True}
+    trainer = trainer_of("SFTTrainer", model, tmp_path, **options)
+    before = dict(vars(trainer))
+    switches = [dict(vars(layer)) for _, layer in layers_of(model)]
+    graph_steps(trainer)
+    steps = graph_steps(trainer)  # instead of the first
+    assert isinstance(trainer.data_collator, FilledRows) and trainer.data_collator.tokens == 32
+    assert "no step has run yet" in str(steps)
+    assert trainer.args is not before["args"] and policy_of(layer_case.layer_of(model))
+    steps.remove()
+    assert vars(trainer) == before
+    assert [dict(vars(layer)) for _, layer in layers_of(model)] == switches
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"torch_compile": True}, "torch_compile=True captures its own graphs"),
+        ({"activation_offloading": True}, "activation_offloading=True copies within a forward"),
+    ],
+)
+def test_a_trainer_that_cannot_have_graphs_is_left_alone(options, reason, tmp_path, device):
+    model = layer_case.peft_model(device, config={"num_hidden_layers": 1})
+    trainer = trainer_of("SFTTrainer", model, tmp_path)
+    vars(trainer.args).update(options)
+    before = dict(vars(trainer))
+    with pytest.warns(UserWarning, match=f"all steps run eagerly: {reason}"):
+        steps = graph_steps(trainer)
+    assert vars(trainer) == before and reason in str(steps)
+    steps.remove()
+    assert vars(trainer) == before
+
+
+def test_a_backward_fills_borders_again_that_another_forward_may_have_filled(device):
+    """Between the two, DPO's reference pass may run on the same buffers. A captured backward cannot
+    see that, so it always fills them."""
+    fused, plain, _ = layer_case.pair(device, config={"num_hidden_layers": 1})
+    inputs = {"input_ids": ids(device, 0)[:, :7], "labels": ids(device, 0)[:, :7]}
+    loss = fused(**inputs).loss
+    _forget_borders(_decoder_in(fused))
+    for border in borders_of(layer_case.layer_of(fused)).borders:
+        border._buffer().sB.zero_()
+    loss.backward()
+    plain(**inputs).loss.backward()
+    pairs = zip(fused.parameters(), plain.parameters(), strict=True)
+    for got, want in [(a.grad, b.grad) for a, b in pairs if b.requires_grad]:
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_parted", [False, True])
+def test_rows_keep_their_padding_where_graphs_want_one_shape(is_parted, device, monkeypatch):
+    """As a document of its own, or under transformers' mask if it lies between tokens."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16  # on a GPU documents are for these
+    config = {"num_hidden_layers": 1, "head_dim": 32}
+    fusion = Fusion(layer=True, rms_norm=True, cross_entropy=True)
+    fused, plain, _ = layer_case.pair(device, fusion, config=config, dtype=dtype)
+    inputs = chat(0, device)
+    if is_parted:
+        inputs["attention_mask"][0, 2] = 0
+    ran = layer_case.operands_of_calls(monkeypatch)
+    decoder = _decoder_in(fused)
+    with GraphedDecoder(decoder, tuple, tuple, max_graphs=8).in_place():
+        loss = fused(**inputs).loss
+    ((hidden, _, _, mask, *_),) = ran
+    assert hidden.shape[:2] == inputs["input_ids"].shape
+    assert is_documents(mask) is not is_parted
+    want = plain(**inputs).loss
+    torch.testing.assert_close(loss, want, rtol=1e-5 if device == "cpu" else 2e-2, atol=0)
+    loss.backward(), want.backward()
+    pairs = zip(fused.parameters(), plain.parameters(), strict=True)
+    for got, wanted in [(a.grad, b.grad) for a, b in pairs if b.requires_grad]:
+        assert relative_error(got, wanted) < (1e-4 if device == "cpu" else 0.1)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "options", "error"),
+    [
+        (None, {}, "graph_steps needs a trainer with a model, got NoneType"),
+        (Mock(model=torch.nn.Linear(1, 1)), {"max_graphs": 0}, "max_graphs of at least 1, got 0"),
+    ],
+)
+def test_graph_steps_says_what_it_needs(trainer, options, error):
+    with pytest.raises(ValueError, match=error):
+        graph_steps(trainer, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("checkpoint", ["", "full", "offload"])
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_a_fused_model_in_graphed_steps(kind, bf16, checkpoint, tmp_path, device):
+    """Run on a GPU: kernels in the interpreter are no operations that the recorded graph knows."""
+    plain = layer_case.peft_model(device, dtype=torch.bfloat16 if bf16 else torch.float32)
+    options = KEPT["accumulation, evaluation"] | {"bf16": bf16, "learning_rate": 2**-12}
+    fusion = Fusion(layer=True, rms_norm=True, checkpoint=checkpoint)
+    done = []
+    for is_graphed in (True, False):
+        model = copy.deepcopy(plain)
+        fuse(model, fusion)
+        done.append(train(kind, model, tmp_path, is_graphed, **options))
+    assert done[0][0].decoder.captured and not done[0][0].decoder.told
+    assert_alike(*done, 2e-2 if bf16 else 1e-4)

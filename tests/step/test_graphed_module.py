@@ -1,0 +1,183 @@
+"""A decoder's forward and backward as graphs: the eager numbers, and what runs eagerly."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from cases import layer_case
+from cases.graph_case import Recorded, assert_same
+from cases.peft_models import ids
+
+from fused_lora.step.graphed_module import GraphedModule
+
+CALLS = 5  # two of them eager
+
+
+def pair(device, monkeypatch, max_graphs=8, **options):
+    """Return a graphed decoder and its eager twin."""
+    if device == "cpu":
+        monkeypatch.setattr(GraphedModule, "_backend", Recorded)
+    model = layer_case.peft_model(device, config={"num_hidden_layers": 1}, **options)
+    decoder = model.get_base_model().model
+    twin = copy.deepcopy(decoder)
+    return GraphedModule(decoder, lambda: (), lambda: None, max_graphs), twin
+
+
+def batch(seed, device, length=7):
+    return {"input_ids": ids(device, seed)[:, :length], "use_cache": False}
+
+
+def step(graphed, twin, inputs, forwards=1):
+    """Run `forwards` forwards and then their backward, here and there, and compare hidden states
+    and gradients, which accumulate."""
+    with graphed.in_place():
+        got = [graphed.module(**inputs).last_hidden_state for _ in range(forwards)]
+    want = [twin(**inputs).last_hidden_state for _ in range(forwards)]
+    sum(one.square().sum() for one in got).backward()
+    sum(one.square().sum() for one in want).backward()
+    for one, wanted in zip(got, want, strict=True):
+        assert_same(one.detach(), wanted.detach())
+    pairs = zip(graphed.module.parameters(), twin.parameters(), strict=True)
+    for parameter, wanted in pairs:
+        assert (parameter.grad is None) == (wanted.grad is None)
+        if wanted.grad is not None and forwards == 1:
+            assert_same(parameter.grad, wanted.grad)
+        elif wanted.grad is not None:  # summed in another order
+            torch.testing.assert_close(parameter.grad, wanted.grad, rtol=1e-5, atol=1e-5)
+
+
+def run(graphed, twin, make, calls=CALLS, **options):
+    """Take steps, and return the warnings that they give."""
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        for seed in range(calls):
+            step(graphed, twin, make(seed), **options)
+    return [str(one.message) for one in given if "graph_steps" in str(one.message)]
+
+
+def test_gradients_accumulate_until_they_are_dropped(device, monkeypatch):
+    graphed, twin = pair(device, monkeypatch)
+    for _ in range(3):
+        assert not run(graphed, twin, lambda seed: batch(seed, device))
+        for one in (graphed.module, twin):
+            one.zero_grad()
+    assert graphed.captured == 1
+    assert "forward" not in vars(graphed.module)
+
+
+def test_what_was_accumulated_elsewhere_is_kept(device, monkeypatch):
+    graphed, twin = pair(device, monkeypatch)
+    run(graphed, twin, lambda seed: batch(seed, device))
+    for one in (graphed.module, twin):
+        for parameter in one.parameters():
+            parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
+    run(graphed, twin, lambda seed: batch(seed, device), calls=2)
+
+
+def test_forwards_without_gradients_have_a_graph_of_their_own(device, monkeypatch):
+    """As a reference pass does, one runs between a forward and its backward."""
+    graphed, twin = pair(device, monkeypatch)
+    for seed in range(CALLS):
+        inputs, other = batch(seed, device), batch(seed + 9, device)
+        with graphed.in_place():
+            hidden = graphed.module(**inputs).last_hidden_state
+            with torch.no_grad():
+                reference = graphed.module(**other).last_hidden_state
+        hidden.square().sum().backward()
+        twin(**inputs).last_hidden_state.square().sum().backward()
+        with torch.no_grad():
+            assert_same(reference, twin(**other).last_hidden_state)
+    for got, want in zip(graphed.module.parameters(), twin.parameters(), strict=True):
+        if want.grad is not None:
+            assert_same(got.grad, want.grad)
+    assert graphed.captured == 2
+
+
+def test_moved_weights_are_captured_anew(device, monkeypatch):
+    graphed, twin = pair(device, monkeypatch)
+    run(graphed, twin, lambda seed: batch(seed, device))
+    for parameter in graphed.module.parameters():
+        parameter.data = parameter.data.clone()
+    run(graphed, twin, lambda seed: batch(seed, device), calls=1)
+    assert graphed.captured == 0
+    run(graphed, twin, lambda seed: batch(seed, device), calls=3)
+    assert graphed.captured == 1
+
+
+def test_generating_is_no_step_and_says_nothing(device, monkeypatch):
+    graphed, _ = pair(device, monkeypatch)
+    cache = graphed.module(**batch(0, device) | {"use_cache": True}).past_key_values
+    with torch.no_grad(), graphed.in_place(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for seed in range(CALLS):
+            token = {"input_ids": ids(device, seed)[:, :1]}
+            graphed.module(**token, past_key_values=cache, use_cache=True)
+    assert graphed.captured == 0 and cache.get_seq_length() == 7 + CALLS
+
+
+def with_a_cache(graphed, device):
+    return lambda seed: {"input_ids": batch(seed, device)["input_ids"], "use_cache": True}
+
+
+def with_many_lengths(graphed, device):
+    return lambda seed: batch(seed, device, 3 + seed)
+
+
+def with_embeddings(graphed, device):
+    def embedded(module, seed):
+        tokens = module.embed_tokens(batch(seed, device)["input_ids"])
+        return {"inputs_embeds": tokens.detach().requires_grad_(), "use_cache": False}
+
+    return lambda seed: embedded(graphed.module, seed)
+
+
+def with_an_object(graphed, device):
+    return lambda seed: batch(seed, device) | {"given": object()}
+
+
+def with_a_hook(graphed, device):
+    trained = [one for one in graphed.module.parameters() if one.requires_grad]
+    trained[0].register_hook(lambda gradient: None)
+    return lambda seed: batch(seed, device)
+
+
+def waiting(graphed, device):
+    layer = graphed.module.layers[0]
+    layer.register_forward_hook(lambda _, inputs, output: (output.sum().item(), output)[1])
+    return lambda seed: batch(seed, device)
+
+
+EAGER = {
+    with_a_cache: "it returns past_key_values beside hidden states: set model.config.use_cache",
+    with_many_lengths: "more than max_graphs=2 shapes",
+    with_embeddings: "inputs require gradients",
+    with_an_object: "got given as object",
+    with_a_hook: "a parameter has hooks",
+    waiting: "cannot be captured: RuntimeError: called a synchronizing CUDA operation",
+}
+
+
+@pytest.mark.parametrize("make", EAGER)
+def test_what_cannot_be_captured_is_named_once_and_runs_eagerly(make, device, monkeypatch):
+    graphed, twin = pair(device, monkeypatch, max_graphs=2)
+    said = run(graphed, twin, make(graphed, device))
+    assert len(said) == 1 and EAGER[make] in said[0]
+    assert graphed.captured == 0
+
+
+def test_a_second_forward_before_the_backward_runs_eagerly(device, monkeypatch):
+    graphed, twin = pair(device, monkeypatch)
+    said = run(graphed, twin, lambda seed: batch(seed, device), forwards=2)
+    assert len(said) == 1 and "a second forward before the backward" in said[0]
+    assert graphed.captured == 1
+
+
+def test_a_second_backward_is_an_error(device, monkeypatch):
+    graphed, twin = pair(device, monkeypatch)
+    run(graphed, twin, lambda seed: batch(seed, device))
+    with graphed.in_place():
+        loss = graphed.module(**batch(9, device)).last_hidden_state.sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="a second backward through one forward"):
+        loss.backward()
