@@ -15,13 +15,18 @@ class AttentionForm(NamedTuple):
     projections: its layers for q, k and v. If there is only one, its outputs hold all three side
         by side.
     norms: q_norm and k_norm act on "heads" or on all "features"; "" if there are none.
-    turns: the attribute that says whether this layer rotates q and k at all.
+    turns: the attribute that says whether this layer rotates q and k at all. It rotates as many
+        features of each head as there are angles.
+    interleaved: RoPE pairs neighbours of a head, not its halves.
+    scales_q: it multiplies q by a scale that grows with the position, as Llama 4 does.
     passes: options of the attention function, each with the attribute passed for it.
     """
 
     projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     norms: str = ""
     turns: str = ""
+    interleaved: bool = False
+    scales_q: bool = False
     passes: tuple[tuple[str, str], ...] = ()
 
 
@@ -114,12 +119,14 @@ OWN_WINDOW = (("sliding_window", "sliding_window"),)
 CONFIGS_WINDOW = (("sliding_window", "config.sliding_window"),)
 WINDOWED = AttentionForm(passes=OWN_WINDOW)
 NORMED_HEADS = AttentionForm(norms="heads", passes=OWN_WINDOW)
+GATE_UP = MLPForm(("gate_up_proj",), "activation_fn")
 MIXTURE = LossForm(has_router=True)
 GEMMA_NORM = NormForm(zero_centered=True, eps="eps")
 GEMMA_LAYER = LayerForm(
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
     "post_feedforward_layernorm",
 )  # fmt: skip
+GLM_LAYER = LayerForm(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
 OUTPUT_NORMS = LayerForm("", "post_attention_layernorm", "", "post_feedforward_layernorm")
 GEMMA_LOSS = LossForm(capped_by="final_logit_softcapping")
 SOFT_CAP = ("softcap", "attn_logit_softcapping")
@@ -128,7 +135,8 @@ FAMILIES = (
     Family("llama", "Llama", whole=True),
     Family("mistral", "Mistral", AttentionForm(passes=CONFIGS_WINDOW), whole=True),
     Family("ministral", "Ministral", WINDOWED, whole=True),
-    Family("ministral3", "Ministral3", None),  # its attention scales q by position
+    Family("ministral3", "Ministral3", AttentionForm(scales_q=True, passes=CONFIGS_WINDOW),
+           whole=True),
     Family("qwen2", "Qwen2", WINDOWED, whole=True),
     Family("qwen3", "Qwen3", NORMED_HEADS, whole=True),
     # its attention has a gate, and most of its layers have another (linear_attn)
@@ -137,6 +145,7 @@ FAMILIES = (
     Family("smollm3", "SmolLM3", AttentionForm(turns="use_rope", passes=OWN_WINDOW), whole=True),
     Family("granite", "Granite", layer=LayerForm(multiplier="residual_multiplier"),
            loss=LossForm(divided_by="logits_scaling"), whole=True),
+    Family("glm4", "Glm4", AttentionForm(interleaved=True), GATE_UP, layer=GLM_LAYER, whole=True),
     Family("olmo2", "Olmo2", AttentionForm(norms="features"), layer=OUTPUT_NORMS, whole=True),
     Family("olmo3", "Olmo3", AttentionForm(norms="features", passes=OWN_WINDOW),
            layer=OUTPUT_NORMS, whole=True),
@@ -153,7 +162,7 @@ FAMILIES = (
     Family("gemma4", "Gemma4Text", None, norm=NormForm(eps="eps"), layer=None, loss=GEMMA_LOSS,
            names={"RMSNorm": "Gemma4RMSNorm", "ForCausalLM": "Gemma4ForCausalLM"}),
     Family("phi3", "Phi3", AttentionForm(("qkv_proj",), passes=CONFIGS_WINDOW),
-           MLPForm(("gate_up_proj",), "activation_fn"),
+           GATE_UP,
            layer=LayerForm(after_attention="resid_attn_dropout", after_mlp="resid_mlp_dropout",
                            has_dropout=True), whole=True),
     # Text towers. q and k are rotated by one angle per position, as everywhere. Their multimodal
