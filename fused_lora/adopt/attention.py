@@ -227,12 +227,11 @@ def _read_rest(
     cannot run as one function."""
     if torch.compiler.is_compiling():  # the compiler has its own fusion
         return None
-    form, o = known_form(attention, "Attention"), attention.o_proj
+    o = attention.o_proj
     if (
         why_not_sdpa(attention)
         or why_not_head_norms(attention)
         or why_not_inputs(mask, past_key_values, options)
-        or "softcap" in dict(form.passes)
         or not ("attention" in fused_parts_of(o) or _is_without_adapter(o))
     ):
         return None
@@ -244,6 +243,9 @@ def why_not_sdpa(attention: Any) -> str | None:
     """Return the reason if this attention runs anything but causal scaled_dot_product_attention on
     q, k and v."""
     implementation = attention.config._attn_implementation
+    passes = dict(known_form(attention, "Attention").passes)
+    if implementation != "sdpa" and "softcap" in passes:
+        return f"its attention is {implementation}, which soft-caps its scores, unlike sdpa"
     if implementation != "sdpa":
         return f"its attention is {implementation}: call model.set_attn_implementation('sdpa')"
     if ALL_ATTENTION_FUNCTIONS["sdpa"] is not sdpa_attention_forward:

@@ -19,7 +19,8 @@ class AttentionForm(NamedTuple):
         features of each head as there are angles.
     interleaved: RoPE pairs neighbours of a head, not its halves.
     scales_q: it multiplies q by a scale that grows with the position, as Llama 4 does.
-    passes: options of the attention function, each with the attribute passed for it.
+    passes: options of the attention function, each with the attribute passed for it. Transformers'
+        sdpa reads no softcap, so that fused attention caps no scores either.
     """
 
     projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
@@ -107,11 +108,8 @@ class Family(NamedTuple):
 
     def why_not_whole(self) -> str:
         """Return the reason why `layer` does not take its layers, "" if it does."""
-        attention = self.attention
         if self.loss is not None and self.loss.has_router:
             return "its MLP is a mixture of experts"
-        if attention is not None and "softcap" in dict(attention.passes):
-            return "its attention soft-caps the scores"
         return "" if self.whole else "its layers are not known to run as one"
 
 
@@ -155,7 +153,7 @@ FAMILIES = (
     Family("mixtral", "Mixtral", AttentionForm(passes=CONFIGS_WINDOW), mlp=None, loss=MIXTURE),
     Family("gemma", "Gemma", norm=GEMMA_NORM, whole=True),
     Family("gemma2", "Gemma2", AttentionForm(passes=(*OWN_WINDOW, SOFT_CAP)), norm=GEMMA_NORM,
-           layer=GEMMA_LAYER, loss=GEMMA_LOSS),
+           layer=GEMMA_LAYER, loss=GEMMA_LOSS, whole=True),
     Family("gemma3", "Gemma3", NORMED_HEADS, norm=GEMMA_NORM, layer=GEMMA_LAYER, loss=GEMMA_LOSS,
            whole=True),
     # k and v are shared between layers, and layers scaled

@@ -196,8 +196,7 @@ FAMILIES = {
     "Gemma": Family("Gemma"),
     "Gemma 2": Family(
         "Gemma2", WINDOW | {"query_pre_attn_scalar": 16}, fused={"rms_norm": AROUND},
-        left={LOSS: "soft-capped (final_logit_softcapping is 30.0)"}, functions=APART,
-        not_whole="its attention soft-caps the scores",
+        left={LOSS: "soft-capped (final_logit_softcapping is 30.0)"},
     ),
     "Gemma 3": Family(
         "Gemma3", WINDOW | {"query_pre_attn_scalar": 16},
