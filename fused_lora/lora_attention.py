@@ -51,7 +51,7 @@ from .kernels.qkv_attention import (
     attention_forward,
 )
 from .kernels.qkv_norm_rope import HeadNorms, head_norms_backward, norm_rope_together
-from .kernels.qkv_rope import rope_together
+from .kernels.qkv_rope import rope_together, scale_q
 from .lora_linear import (
     QKV_PREFIXES,
     FrozenLinear,
@@ -77,6 +77,8 @@ class FrozenAttention(NamedTuple):
     head_norms: HeadNorms | None = None  # for q and k; None: rotate them unnormed
     seed: Tensor | None = None  # [1] int64
     write_again: Callable[[], None] | None = None
+    interleaved: bool = False  # RoPE pairs neighbours of a head, not its halves
+    q_scale: Tensor | None = None  # [batch or 1, positions], multiplies q after RoPE; None: 1
 
 
 class LoRA_Attention(torch.autograd.Function):
@@ -87,14 +89,15 @@ class LoRA_Attention(torch.autograd.Function):
         q, k, v = LoRA_QKV.apply(x, *adapters[:6], frozen.qkv)
         q, k, v = (t.unflatten(-1, (-1, frozen.head_dim)).transpose(1, 2) for t in (q, k, v))
         q, k = rope(head_norms.q(q), head_norms.k(k), cos, sin)  # the norms, where there are any
+        q = q * q_scale  # as every token has its own, if there is one
         attended = F.scaled_dot_product_attention(
             q, k, v, mask, is_causal=mask is None, scale=frozen.scaling, enable_gqa=True)
         output = LoRA_W.apply(attended.transpose(1, 2).flatten(2), *adapters[6:], frozen.o)
 
     Args:
         x: [batch, positions, in], bf16, fp16 or fp32, of any strides, batch 0 included.
-        cos, sin: [batch or 1, positions, head_dim], as for rope. They get no gradient. If both are
-            None, q and k are not rotated.
+        cos, sin: [batch or 1, positions, head_dim or less], as for rope. They get no gradient. If
+            both are None, q and k are not rotated.
         mask: None for causal attention, or a mask as for scaled_dot_product_attention. It gets no
             gradient.
         adapters: A [r, in] and B [out, r] of q, k, v and o, 8 tensors of any r and any dtype, as
@@ -145,11 +148,12 @@ class LoRA_Attention(torch.autograd.Function):
         ctx.norm_options = (frozen.head_norms or ())[2:]
         raw: Sequence[Tensor | None] = (None, None)  # inputs of the head norms
         if frozen.head_norms is None:
-            rope_together(q, k, v, cos, sin, qkv)
+            rope_together(q, k, v, cos, sin, qkv, frozen.interleaved)
         else:
             raw = projected[:2]
-            norm_rope_together(q, k, v, frozen.head_norms, cos, sin, qkv)
-        attention = Attention(positions, q.shape[1], k.shape[1], frozen.scaling)
+            norm_rope_together(q, k, v, frozen.head_norms, cos, sin, qkv, frozen.interleaved)
+        scale_q(qkv, frozen.q_scale, projected[0].shape[2])
+        attention = Attention(positions, q.shape[1], k.shape[1], frozen.scaling, frozen.interleaved)
         del projected, q, k, v  # qkv holds their values
 
         attended, attention_saved, ctx.attention = attention_forward(qkv, mask, attention)
@@ -161,8 +165,8 @@ class LoRA_Attention(torch.autograd.Function):
         # made in here is.
         trains_A = any(ctx.needs_input_grad[4:-1][OF_QKV][::2])
         ctx.save_for_backward(
-            x if trains_A else None, cos, sin, mask, z, *raw, *head_weights, qkv, attended, z_o, A,
-            *B, o_A, *o_B, *weights, *o_weight, *bits, *attention_saved,
+            x if trains_A else None, cos, sin, mask, frozen.q_scale, z, *raw, *head_weights, qkv,
+            attended, z_o, A, *B, o_A, *o_B, *weights, *o_weight, *bits, *attention_saved,
         )  # fmt: skip
         return output
 
@@ -170,7 +174,7 @@ class LoRA_Attention(torch.autograd.Function):
     def backward(ctx, grad_output):
         refuse_second_derivative("LoRA_Attention", "the unfused attention")
         (
-            x, cos, sin, mask, z, q, k, q_norm, k_norm, qkv, attended, z_o, A, *others,
+            x, cos, sin, mask, q_scale, z, q, k, q_norm, k_norm, qkv, attended, z_o, A, *others,
         ) = ctx.saved_tensors  # fmt: skip
         B, (o_A, o_B), weights, others = others[:3], others[3:5], others[5:9], others[9:]
         if ctx.write_again is not None:
@@ -198,6 +202,7 @@ class LoRA_Attention(torch.autograd.Function):
                 grad_attended, qkv, cos, sin, mask, attended, attention_saved, ctx.attention,
                 grad_qkv,
             )  # fmt: skip
+            scale_q(grad_qkv, q_scale, weights[0].shape[0])
             if q is not None:
                 of = ctx.attention
                 q, k = (

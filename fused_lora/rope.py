@@ -32,16 +32,17 @@ from torch import Tensor
 from fused_mlp.launching import DTYPES, check_runnable, launch, next_power_of_2
 from fused_mlp.utils import refuse_second_derivative
 
+from .kernels.qkv_rope import block_of_rest, turned_features
 from .kernels.rotation import load_angles, rotate_heads
 
 
 @triton.jit(do_not_specialize=["positions"])
 def _rope_kernel(
-    q_ptr,  # [batch, Q_HEADS, positions, 2 HALF]
-    k_ptr,  # [batch, K_HEADS, positions, 2 HALF]
+    q_ptr,  # [batch, Q_HEADS, positions, HEAD_DIM]
+    k_ptr,  # [batch, K_HEADS, positions, HEAD_DIM]
     cos_ptr,  # [batch or 1, positions, 2 HALF], contiguous
     sin_ptr,  # like cos
-    q_rotated_ptr,  # like q, in memory [batch, positions, heads, 2 HALF], written
+    q_rotated_ptr,  # like q, in memory [batch, positions, heads, HEAD_DIM], written
     k_rotated_ptr,  # like k, in the same order, written
     positions,
     q_batch_stride,
@@ -55,9 +56,12 @@ def _rope_kernel(
     Q_HEADS: tl.constexpr,
     K_HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     BLOCK_Q_HEADS: tl.constexpr,
     BLOCK_K_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     batch = token // positions
@@ -67,19 +71,23 @@ def _rope_kernel(
     )
     rotate_heads(
         q_ptr + batch * q_batch_stride + position * q_position_stride,
-        q_rotated_ptr + token * (Q_HEADS * 2 * HALF),
+        q_rotated_ptr + token * (Q_HEADS * HEAD_DIM),
         q_head_stride,
-        cos_1, cos_2, sin_1, sin_2, Q_HEADS, HALF, BLOCK_Q_HEADS, BLOCK_HALF,
+        cos_1, cos_2, sin_1, sin_2, Q_HEADS, HALF, HEAD_DIM, INTERLEAVED, BLOCK_Q_HEADS, BLOCK_HALF,
+        BLOCK_REST,
     )  # fmt: skip
     rotate_heads(
         k_ptr + batch * k_batch_stride + position * k_position_stride,
-        k_rotated_ptr + token * (K_HEADS * 2 * HALF),
+        k_rotated_ptr + token * (K_HEADS * HEAD_DIM),
         k_head_stride,
-        cos_1, cos_2, sin_1, sin_2, K_HEADS, HALF, BLOCK_K_HEADS, BLOCK_HALF,
+        cos_1, cos_2, sin_1, sin_2, K_HEADS, HALF, HEAD_DIM, INTERLEAVED, BLOCK_K_HEADS, BLOCK_HALF,
+        BLOCK_REST,
     )  # fmt: skip
 
 
-def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def rope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
     """Rotate every head of q and k by the angles of its position.
 
     Equivalent PyTorch, with ``rotate_half(x) = torch.cat((-x2, x1), -1)`` for ``x1, x2 =
@@ -87,12 +95,15 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor
 
         (q * cos.unsqueeze(1) + rotate_half(q) * sin.unsqueeze(1)).to(q.dtype)
 
+    If cos is narrower than a head, only that many of its first features turn.
+
     Args:
         q: [batch, heads, seq, head_dim], bf16, fp16 or fp32, head_dim even. Any strides: it is
             copied only if its last dimension is not contiguous.
         k: [batch, kv_heads, seq, head_dim], likewise, in q's dtype.
-        cos, sin: [batch or 1, seq, head_dim], each in bf16, fp16 or fp32. They are copied if not
-            contiguous, and get no gradient.
+        cos, sin: [batch or 1, seq, head_dim or less], each in bf16, fp16 or fp32. They are copied
+            if not contiguous, and get no gradient.
+        interleaved: pair neighbours (2 i, 2 i + 1), as GLM-4 does. They turn by the i-th angle.
 
     Returns:
         (q_rotated, k_rotated), new tensors with the shapes and dtype of q and k, computed in fp32.
@@ -108,27 +119,29 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor
             kernel can run on them.
         RuntimeError: from backward, under create_graph=True.
     """
-    return RoPE.apply(q, k, cos, sin)
+    return RoPE.apply(q, k, cos, sin, interleaved)
 
 
 class RoPE(torch.autograd.Function):
-    """``RoPE.apply(q, k, cos, sin)``; see `rope`."""
+    """``RoPE.apply(q, k, cos, sin, interleaved)``; see `rope`."""
 
     @staticmethod
-    def forward(ctx, q, k, cos, sin):
+    def forward(ctx, q, k, cos, sin, interleaved=False):
         _check(q, k, cos, sin)
         ctx.save_for_backward(cos, sin)
-        return rotate(q, k, cos, sin)
+        ctx.interleaved = interleaved
+        return rotate(q, k, cos, sin, interleaved)
 
     @staticmethod
     def backward(ctx, grad_q_rotated, grad_k_rotated):
         refuse_second_derivative("rope", "the unfused rotary embedding")
         cos, sin = ctx.saved_tensors
-        return *rotate(grad_q_rotated, grad_k_rotated, cos, sin, backward=True), None, None
+        gradients = rotate(grad_q_rotated, grad_k_rotated, cos, sin, ctx.interleaved, backward=True)
+        return *gradients, None, None, None
 
 
 def rotate(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool = False
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backward: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Compute `rope`'s q and k; with `backward`, their gradients from those of its outputs."""
     batch, _, positions, head_dim = q.shape
@@ -137,8 +150,9 @@ def rotate(
         return q_rotated, k_rotated  # an empty grid cannot be launched
     q, k = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k))
     cos, sin = cos.contiguous(), sin.contiguous()
-    block_q_heads, block_k_heads, block_half = (
-        next_power_of_2(size) for size in (q.shape[1], k.shape[1], head_dim // 2)
+    turned = turned_features(cos, head_dim)
+    block_q_heads, block_k_heads, block_half, block_dim = (
+        next_power_of_2(size) for size in (q.shape[1], k.shape[1], turned // 2, head_dim)
     )
     launch(
         _rope_kernel, (batch * positions,),
@@ -146,9 +160,10 @@ def rotate(
         positions,
         *q.stride()[:3], *k.stride()[:3],
         0 if cos.shape[0] == 1 else cos.stride(0),
-        backward, q.shape[1], k.shape[1], head_dim // 2, block_q_heads, block_k_heads, block_half,
+        backward, q.shape[1], k.shape[1], turned // 2, head_dim, interleaved,
+        block_q_heads, block_k_heads, block_half, block_of_rest(turned, head_dim),
         # 8 bf16 values, one 16-byte load, per thread and half of q
-        num_warps=min(max(block_q_heads * block_half // 256, 1), 16),
+        num_warps=min(max(block_q_heads * block_dim // 512, 1), 16),
     )  # fmt: skip
     return q_rotated, k_rotated
 
@@ -180,11 +195,14 @@ def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
             "dtype and device"
         )
     for name, angle in (("cos", cos), ("sin", sin)):
-        if angle.shape not in ((1, positions, head_dim), (batch, positions, head_dim)):
+        turned = angle.shape[-1]
+        if angle.shape[:-1] not in ((1, positions), (batch, positions)) or turned > head_dim:
             raise ValueError(
                 f"rope: {name} is {list(angle.shape)}, should be [1 or {batch}, {positions}, "
-                f"{head_dim}]: all of head_dim is rotated"
+                f"{head_dim}], or less than {head_dim} to turn a part of each head"
             )
+        if turned % 2 or turned == 0:
+            raise ValueError(f"rope: {name} has {turned} angles, should have 2 of each pair")
         if angle.shape != cos.shape:
             raise ValueError(f"rope: sin is {list(sin.shape)} and cos {list(cos.shape)}")
         if angle.dtype not in DTYPES or angle.device != q.device:

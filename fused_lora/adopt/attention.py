@@ -146,9 +146,12 @@ def self_attention_forward(
     if reads.are_all and ("rope" in parts or not turns(attention)):
         angles = position_embeddings if turns(attention) else (None, None)
         call = attention_mask, past_key_values, options
-        o = _read_rest(attention, hidden_states, angles, *call)
+        o = _read_rest(attention, hidden_states, *call)
         if o is not None:
-            return _run_as_one(attention, [*reads.fit, o], hidden_states, angles, attention_mask)
+            scale = q_scale_of(attention, options)
+            return _run_as_one(
+                attention, [*reads.fit, o], hidden_states, angles, attention_mask, scale
+            )
         reason = why_not_inputs(*call)
         if reason is not None and torch.is_grad_enabled():  # inference may use anything
             say_once(attention, reason)
@@ -176,7 +179,12 @@ def _read_fused(attention: Any, hidden_states: Tensor) -> Reads:
 
 
 def _run_as_one(
-    attention: Any, reads: list[Projection], hidden_states: Tensor, angles: tuple, mask: Any
+    attention: Any,
+    reads: list[Projection],
+    hidden_states: Tensor,
+    angles: tuple,
+    mask: Any,
+    q_scale: Tensor | None,
 ) -> tuple[Tensor, None]:
     """Run q, k, v, attention and o as one LoRA_Attention."""
     (*qkv, o), write_again = written(attention, reads)
@@ -185,7 +193,7 @@ def _run_as_one(
     frozen = FrozenAttention(
         _frozen_qkv(qkv), frozen_linear(o), attention.head_dim, attention.scaling,
         head_norms_of(attention), seed_for(hidden_states, *(one.dropout for one in reads)),
-        write_again,
+        write_again, known_form(attention, "Attention").interleaved, q_scale,
     )  # fmt: skip
     return LoRA_Attention.apply(hidden_states, *angles, mask, *tensors_of(reads), frozen), None
 
@@ -213,20 +221,17 @@ def mask_for_attention(mask: Any) -> Any:
 
 
 def _read_rest(
-    attention: Any, hidden_states: Tensor, angles: tuple, mask, past_key_values, options: dict
+    attention: Any, hidden_states: Tensor, mask, past_key_values, options: dict
 ) -> Projection | None:
     """Return o as it is now, for an attention whose q, k and v are fused, or None if the attention
     cannot run as one function."""
     if torch.compiler.is_compiling():  # the compiler has its own fusion
         return None
-    form, o = known_form(attention, "Attention"), attention.o_proj
-    turns_part = angles[0] is not None and angles[0].shape[-1] != attention.head_dim
+    o = attention.o_proj
     if (
         why_not_sdpa(attention)
         or why_not_head_norms(attention)
         or why_not_inputs(mask, past_key_values, options)
-        or "softcap" in dict(form.passes)
-        or turns_part
         or not ("attention" in fused_parts_of(o) or _is_without_adapter(o))
     ):
         return None
@@ -238,6 +243,9 @@ def why_not_sdpa(attention: Any) -> str | None:
     """Return the reason if this attention runs anything but causal scaled_dot_product_attention on
     q, k and v."""
     implementation = attention.config._attn_implementation
+    passes = dict(known_form(attention, "Attention").passes)
+    if implementation != "sdpa" and "softcap" in passes:
+        return f"its attention is {implementation}, which soft-caps its scores, unlike sdpa"
     if implementation != "sdpa":
         return f"its attention is {implementation}: call model.set_attn_implementation('sdpa')"
     if ALL_ATTENTION_FUNCTIONS["sdpa"] is not sdpa_attention_forward:
@@ -289,10 +297,12 @@ def attend(
         turn = _module_function(attention, "apply_rotary_pos_emb")
         if "rope" in parts:
             if (reason := _why_not_dtype(q.dtype)) is None:
-                turn = _turned
+                turn = partial(rope, interleaved=form.interleaved)
             else:
                 say_once(attention, reason)
         q, k = turn(q, k, *position_embeddings)
+    if (scale := q_scale_of(attention, options)) is not None:
+        q = q * scale[:, None, :, None].to(q.dtype)
     if past_key_values is not None:
         # a paged cache changes some of these options for the attention below
         given = {"kwargs": options} if IS_NAMED_CACHE else {}
@@ -317,16 +327,19 @@ def attend(
     return attention.o_proj(attended), weights
 
 
-def _turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate the first features of each head of q and k, as many as there are angles."""
-    turned = cos.shape[-1]
-    if turned == q.shape[-1]:
-        return rope(q, k, cos, sin)
-    q_turned, k_turned = rope(q[..., :turned], k[..., :turned], cos, sin)
-    return (
-        torch.cat([q_turned, q[..., turned:]], dim=-1),
-        torch.cat([k_turned, k[..., turned:]], dim=-1),
-    )
+def q_scale_of(attention: Any, options: dict) -> Tensor | None:
+    """Return what q is multiplied by after RoPE, [batch or 1, positions] in fp32, None for 1.
+
+    options: of a call of the attention or its layer, position_ids among them.
+    """
+    if not known_form(attention, "Attention").scales_q:
+        return None
+    parameters = attention.config.rope_parameters
+    scale = _module_function(attention, "get_llama_4_attn_scale")(
+        options["position_ids"], parameters.get("llama_4_scaling_beta"),
+        parameters.get("original_max_position_embeddings"),
+    )  # fmt: skip
+    return scale[:, 0, :, 0]
 
 
 def _module_function(attention: nn.Module, name: str) -> Callable:

@@ -15,13 +15,19 @@ class AttentionForm(NamedTuple):
     projections: its layers for q, k and v. If there is only one, its outputs hold all three side
         by side.
     norms: q_norm and k_norm act on "heads" or on all "features"; "" if there are none.
-    turns: the attribute that says whether this layer rotates q and k at all.
-    passes: options of the attention function, each with the attribute passed for it.
+    turns: the attribute that says whether this layer rotates q and k at all. It rotates as many
+        features of each head as there are angles.
+    interleaved: RoPE pairs neighbours of a head, not its halves.
+    scales_q: it multiplies q by a scale that grows with the position, as Llama 4 does.
+    passes: options of the attention function, each with the attribute passed for it. Transformers'
+        sdpa reads no softcap, so that fused attention caps no scores either.
     """
 
     projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     norms: str = ""
     turns: str = ""
+    interleaved: bool = False
+    scales_q: bool = False
     passes: tuple[tuple[str, str], ...] = ()
 
 
@@ -102,11 +108,8 @@ class Family(NamedTuple):
 
     def why_not_whole(self) -> str:
         """Return the reason why `layer` does not take its layers, "" if it does."""
-        attention = self.attention
         if self.loss is not None and self.loss.has_router:
             return "its MLP is a mixture of experts"
-        if attention is not None and "softcap" in dict(attention.passes):
-            return "its attention soft-caps the scores"
         return "" if self.whole else "its layers are not known to run as one"
 
 
@@ -114,12 +117,14 @@ OWN_WINDOW = (("sliding_window", "sliding_window"),)
 CONFIGS_WINDOW = (("sliding_window", "config.sliding_window"),)
 WINDOWED = AttentionForm(passes=OWN_WINDOW)
 NORMED_HEADS = AttentionForm(norms="heads", passes=OWN_WINDOW)
+GATE_UP = MLPForm(("gate_up_proj",), "activation_fn")
 MIXTURE = LossForm(has_router=True)
 GEMMA_NORM = NormForm(zero_centered=True, eps="eps")
 GEMMA_LAYER = LayerForm(
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
     "post_feedforward_layernorm",
 )  # fmt: skip
+GLM_LAYER = LayerForm(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
 OUTPUT_NORMS = LayerForm("", "post_attention_layernorm", "", "post_feedforward_layernorm")
 GEMMA_LOSS = LossForm(capped_by="final_logit_softcapping")
 SOFT_CAP = ("softcap", "attn_logit_softcapping")
@@ -128,7 +133,8 @@ FAMILIES = (
     Family("llama", "Llama", whole=True),
     Family("mistral", "Mistral", AttentionForm(passes=CONFIGS_WINDOW), whole=True),
     Family("ministral", "Ministral", WINDOWED, whole=True),
-    Family("ministral3", "Ministral3", None),  # its attention scales q by position
+    Family("ministral3", "Ministral3", AttentionForm(scales_q=True, passes=CONFIGS_WINDOW),
+           whole=True),
     Family("qwen2", "Qwen2", WINDOWED, whole=True),
     Family("qwen3", "Qwen3", NORMED_HEADS, whole=True),
     # its attention has a gate, and most of its layers have another (linear_attn)
@@ -137,6 +143,7 @@ FAMILIES = (
     Family("smollm3", "SmolLM3", AttentionForm(turns="use_rope", passes=OWN_WINDOW), whole=True),
     Family("granite", "Granite", layer=LayerForm(multiplier="residual_multiplier"),
            loss=LossForm(divided_by="logits_scaling"), whole=True),
+    Family("glm4", "Glm4", AttentionForm(interleaved=True), GATE_UP, layer=GLM_LAYER, whole=True),
     Family("olmo2", "Olmo2", AttentionForm(norms="features"), layer=OUTPUT_NORMS, whole=True),
     Family("olmo3", "Olmo3", AttentionForm(norms="features", passes=OWN_WINDOW),
            layer=OUTPUT_NORMS, whole=True),
@@ -146,14 +153,14 @@ FAMILIES = (
     Family("mixtral", "Mixtral", AttentionForm(passes=CONFIGS_WINDOW), mlp=None, loss=MIXTURE),
     Family("gemma", "Gemma", norm=GEMMA_NORM, whole=True),
     Family("gemma2", "Gemma2", AttentionForm(passes=(*OWN_WINDOW, SOFT_CAP)), norm=GEMMA_NORM,
-           layer=GEMMA_LAYER, loss=GEMMA_LOSS),
+           layer=GEMMA_LAYER, loss=GEMMA_LOSS, whole=True),
     Family("gemma3", "Gemma3", NORMED_HEADS, norm=GEMMA_NORM, layer=GEMMA_LAYER, loss=GEMMA_LOSS,
            whole=True),
     # k and v are shared between layers, and layers scaled
     Family("gemma4", "Gemma4Text", None, norm=NormForm(eps="eps"), layer=None, loss=GEMMA_LOSS,
            names={"RMSNorm": "Gemma4RMSNorm", "ForCausalLM": "Gemma4ForCausalLM"}),
     Family("phi3", "Phi3", AttentionForm(("qkv_proj",), passes=CONFIGS_WINDOW),
-           MLPForm(("gate_up_proj",), "activation_fn"),
+           GATE_UP,
            layer=LayerForm(after_attention="resid_attn_dropout", after_mlp="resid_mlp_dropout",
                            has_dropout=True), whole=True),
     # Text towers. q and k are rotated by one angle per position, as everywhere. Their multimodal

@@ -26,6 +26,7 @@ from .aside import say_once
 from .attention import (
     head_norms_of,
     mask_for_attention,
+    q_scale_of,
     turns,
     why_not_inputs,
 )
@@ -140,8 +141,9 @@ def _operands(layer: Any, reads: list[list[Projection]]) -> tuple:
     return *adapters, *others, FrozenLayer(
         input_norm=input_norm, post_norm=post_norm, qkv=qkv, o=o, gate_up=gate_up, down=down,
         heads=heads, kv_heads=kv_heads, attention_scaling=attention.scaling, borders=borders,
-        head_norms=head_norms_of(attention), multiplier=multiplier, attended_norm=attended_norm,
-        mlp_norm=mlp_norm, activation=activation_of(layer.mlp),
+        head_norms=head_norms_of(attention),
+        interleaved=known_form(attention, "Attention").interleaved, multiplier=multiplier,
+        attended_norm=attended_norm, mlp_norm=mlp_norm, activation=activation_of(layer.mlp),
         dropouts=tuple(read.dropout for read in every),
     )  # fmt: skip
 
@@ -249,7 +251,8 @@ def layer_forward(
     assert position_embeddings is not None
     rows = labelled[1] if labelled is not None and labelled[0] is layer else None
     run = _run_uncompiled if is_traced else _run
-    return run(layer, reads, hidden_states, position_embeddings, attention_mask, rows)
+    scale = q_scale_of(layer.self_attn, {"position_ids": position_ids})
+    return run(layer, reads, hidden_states, position_embeddings, attention_mask, rows, scale)
 
 
 def _run(
@@ -259,6 +262,7 @@ def _run(
     position_embeddings: tuple[Tensor, Tensor],
     mask: Tensor | None,
     rows: Tensor | None,
+    q_scale: Tensor | None,
 ) -> Tensor:
     if any(read.lora_bias is not None for group in reads for read in group):
         *trained, frozen = _operands(layer, reads)  # scales it, and autograd saves the scale
@@ -268,7 +272,7 @@ def _run(
     seed = seed_for(hidden_states, *frozen.dropouts)
 
     def run(output_needed: bool) -> Tensor:
-        now = frozen._replace(output_needed=output_needed, rows=rows, seed=seed)
+        now = frozen._replace(output_needed=output_needed, rows=rows, seed=seed, q_scale=q_scale)
         return DecoderLayer.apply(hidden_states, *angles, mask, *trained, now)
 
     return saving_last(run)

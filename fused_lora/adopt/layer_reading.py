@@ -168,9 +168,6 @@ def _why_not_parts(layer: Any) -> str | None:
             return f"{name}: resid_pdrop is {dropout.p}: load the model with resid_pdrop=0.0"
         if (reason := why_call(dropout)) is not None:
             return f"{name}: {reason}"
-    rope_parameters = getattr(attention.config, "rope_parameters", None) or {}
-    if rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        return "its attention turns a part of each head"
     if (reason := why_not_sdpa(attention) or why_not_head_norms(attention)) is not None:
         return f"self_attn: {reason}"
     if (reason := why_not_activation(mlp)) is not None:

@@ -28,7 +28,7 @@ from . import causal_attention
 from .causal_attention import causal_attention_forward
 from .causal_attention_backward import causal_attention_backward
 from .documents import is_documents, mask_of_documents
-from .qkv_rope import rope_backward, split_heads
+from .qkv_rope import rope_backward, split_heads, turn_back
 from .rows import as_rows
 
 FLASH, CUDNN = SDPBackend.FLASH_ATTENTION.value, SDPBackend.CUDNN_ATTENTION.value
@@ -43,6 +43,7 @@ class Attention(NamedTuple):
     heads: int
     kv_heads: int
     scaling: float
+    interleaved: bool = False  # RoPE pairs neighbours
     backend: int | None = None  # FLASH or CUDNN, once forward has run on one of them
 
 
@@ -71,7 +72,7 @@ def attention_forward(
     qkv is [batch * positions, (heads + 2 kv_heads) head_dim], q and k in it turned; mask is None,
     for causal, documents (`documents.py`), or what scaled_dot_product_attention takes.
     """
-    positions, heads, kv_heads, scaling, _ = attention
+    positions, heads, kv_heads, scaling, *_ = attention
     documents, mask = _documents_or_mask(qkv, mask, attention)
     is_short = mask is None and positions <= causal_attention.FORWARD_POSITIONS
     if documents is not None or (
@@ -118,16 +119,22 @@ def attention_backward(
     grad and attended are [batch * positions, heads * head_dim]. All else is what forward took and
     returned.
     """
-    positions, heads, kv_heads, scaling, backend = attention
+    positions, heads, kv_heads, scaling, interleaved, backend = attention
     documents, mask = _documents_or_mask(qkv, mask, attention)
     if saved.logsumexp is not None and causal_attention.fits_kernels(
         qkv, positions, heads, kv_heads, documents
     ):
         # cuDNN's has one dimension more
         logsumexp = saved.logsumexp.reshape(-1, heads, positions)
+        # these kernels turn whole heads back, of paired halves
+        turns_whole = cos is None or (not interleaved and cos.shape[2] * heads == attended.shape[1])
+        angles = (cos, sin) if turns_whole else (None, None)
         causal_attention_backward(
-            grad, qkv, cos, sin, attended, logsumexp, kv_heads, scaling, grad_qkv, documents
+            grad, qkv, *angles, attended, logsumexp, kv_heads, scaling, grad_qkv, documents
         )
+        if not turns_whole:
+            assert cos is not None and sin is not None
+            turn_back(grad_qkv, cos, sin, heads, kv_heads, interleaved)
         return
     q, k, v = split_heads(qkv, positions, heads, kv_heads)
     grad, attended = (
@@ -141,7 +148,7 @@ def attention_backward(
         grad_q, grad_k, grad_v = torch.autograd.grad(again, (q, k, v), grad)
     else:
         grad_q, grad_k, grad_v = _backend_backward(grad, q, k, v, attended, saved, scaling, backend)
-    rope_backward(grad_q, grad_k, grad_v, cos, sin, grad_qkv)
+    rope_backward(grad_q, grad_k, grad_v, cos, sin, grad_qkv, interleaved)
 
 
 def _documents_or_mask(

@@ -26,8 +26,15 @@ from torch import Tensor
 
 from fused_mlp.launching import DTYPES, launch, next_power_of_2, previous_power_of_2
 
-from .qkv_rope import _features_together, angles_of, batch_of, check_heads
-from .rotation import load_angles
+from .qkv_rope import (
+    _features_together,
+    angles_of,
+    batch_of,
+    block_of_rest,
+    check_heads,
+    turned_features,
+)
+from .rotation import load_angles, pair_of
 from .row_norm import rstd_of_mean
 from .rows import check_rows
 
@@ -43,9 +50,8 @@ class HeadNorms(NamedTuple):
 
 
 @triton.jit
-def _mean_of_heads(x, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, TOGETHER: tl.constexpr):
-    """The mean of each row of x [heads, features], 0 behind the end, or of all of it: [.., 1]."""
-    sums = tl.sum(x, axis=1)[:, None]
+def _mean_of_heads(sums, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, TOGETHER: tl.constexpr):
+    """The mean of each head by its sum [heads, 1], 0 behind the end, or of all heads: [.., 1]."""
     if TOGETHER:
         mean = tl.div_rn(tl.sum(sums, axis=0)[:, None], 1.0 * HEADS * HEAD_DIM)
     else:
@@ -55,14 +61,14 @@ def _mean_of_heads(x, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, TOGETHER: tl.
 
 @triton.jit
 def _load_weights(
-    weight_ptr, heads, features, mask, SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
-    TOGETHER: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    weight_ptr, heads, features, mask, HEAD_DIM: tl.constexpr, TOGETHER: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
 ):  # fmt: skip
-    """The weights [heads or 1, features] of features below SIZE of heads of HEAD_DIM."""
+    """The weights [heads or 1, features] of heads of HEAD_DIM."""
     if TOGETHER:
         weight = tl.load(weight_ptr + heads * HEAD_DIM + features, mask=mask, other=0.0)
     else:
-        weight = tl.load(weight_ptr + features, mask=features < SIZE, other=0.0)
+        weight = tl.load(weight_ptr + features, mask=features < HEAD_DIM, other=0.0)
     weight = weight.to(tl.float32)
     if ZERO_CENTERED:
         weight += 1.0
@@ -72,55 +78,55 @@ def _load_weights(
 @triton.jit
 def _norm_rotate_heads(
     x_ptr,  # the first head of one token
-    weight_ptr,  # [2 HALF] or [HEADS 2 HALF], contiguous
+    weight_ptr,  # [HEAD_DIM] or [HEADS HEAD_DIM], contiguous
     turned_ptr,  # the first head of one token, contiguous, written
     head_stride,
     eps,
-    cos_1,  # [BLOCK_HALF], fp32
-    cos_2,
-    sin_1,
-    sin_2,
-    TOGETHER: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-):
+    cos_1, cos_2, sin_1, sin_2,  # [BLOCK_HALF], fp32
+    TOGETHER: tl.constexpr, ZERO_CENTERED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+    HEAD_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+):  # fmt: skip
     heads = tl.arange(0, BLOCK_HEADS).to(tl.int64)[:, None]  # int64: see rotate_heads
     features = tl.arange(0, BLOCK_HALF)[None, :]
     mask = (heads < HEADS) & (features < HALF)
-    x_ptr += heads * head_stride + features
+    first, second = pair_of(features, HALF, INTERLEAVED)
+    x_ptr += heads * head_stride
     # 0.0 behind the end, which adds nothing to the sum of squares
-    x_1 = tl.load(x_ptr, mask=mask, other=0.0).to(tl.float32)
-    x_2 = tl.load(x_ptr + HALF, mask=mask, other=0.0).to(tl.float32)
-    weight_1 = _load_weights(
-        weight_ptr, heads, features, mask, HALF, 2 * HALF, TOGETHER, ZERO_CENTERED
-    )
-    weight_2 = _load_weights(
-        weight_ptr + HALF, heads, features, mask, HALF, 2 * HALF, TOGETHER, ZERO_CENTERED
-    )
-    rstd = rstd_of_mean(_mean_of_heads(x_1 * x_1 + x_2 * x_2, HEADS, 2 * HALF, TOGETHER), eps)
+    x_1 = tl.load(x_ptr + first, mask=mask, other=0.0).to(tl.float32)
+    x_2 = tl.load(x_ptr + second, mask=mask, other=0.0).to(tl.float32)
+    weight_1 = _load_weights(weight_ptr, heads, first, mask, HEAD_DIM, TOGETHER, ZERO_CENTERED)
+    weight_2 = _load_weights(weight_ptr, heads, second, mask, HEAD_DIM, TOGETHER, ZERO_CENTERED)
+    squares = tl.sum(x_1 * x_1 + x_2 * x_2, axis=1)[:, None]
+    if BLOCK_REST > 0:
+        rest = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
+        is_rest = (heads < HEADS) & (rest < HEAD_DIM)
+        x_rest = tl.load(x_ptr + rest, mask=is_rest, other=0.0).to(tl.float32)
+        squares += tl.sum(x_rest * x_rest, axis=1)[:, None]
+    rstd = rstd_of_mean(_mean_of_heads(squares, HEADS, HEAD_DIM, TOGETHER), eps)
     x_1 = x_1 * rstd * weight_1
     x_2 = x_2 * rstd * weight_2
     turned_1 = x_1 * cos_1[None, :] - x_2 * sin_1[None, :]
     turned_2 = x_2 * cos_2[None, :] + x_1 * sin_2[None, :]
-    turned_ptr += heads * (2 * HALF) + features
+    turned_ptr += heads * HEAD_DIM
     dtype = turned_ptr.dtype.element_ty
-    tl.store(turned_ptr, turned_1.to(dtype), mask=mask)
-    tl.store(turned_ptr + HALF, turned_2.to(dtype), mask=mask)
+    tl.store(turned_ptr + first, turned_1.to(dtype), mask=mask)
+    tl.store(turned_ptr + second, turned_2.to(dtype), mask=mask)
+    if BLOCK_REST > 0:
+        weight = _load_weights(weight_ptr, heads, rest, is_rest, HEAD_DIM, TOGETHER, ZERO_CENTERED)
+        tl.store(turned_ptr + rest, (x_rest * rstd * weight).to(dtype), mask=is_rest)
 
 
 @triton.jit(do_not_specialize=["positions"])
 def _qkv_norm_rope_kernel(
-    q_ptr,  # [batch, HEADS, positions, 2 HALF]
-    k_ptr,  # [batch, KV_HEADS, positions, 2 HALF]
+    q_ptr,  # [batch, HEADS, positions, HEAD_DIM]
+    k_ptr,  # [batch, KV_HEADS, positions, HEAD_DIM]
     v_ptr,  # as k
-    q_weight_ptr,  # [2 HALF], contiguous; [HEADS 2 HALF] where Q_TOGETHER
+    q_weight_ptr,  # [HEAD_DIM], contiguous; [HEADS HEAD_DIM] where Q_TOGETHER
     k_weight_ptr,  # likewise
     cos_ptr,  # [batch or 1, positions, 2 HALF], contiguous; None: nothing turns
     sin_ptr,  # as cos
-    qkv_ptr,  # [batch * positions, (HEADS + 2 KV_HEADS) 2 HALF], written
+    qkv_ptr,  # [batch * positions, (HEADS + 2 KV_HEADS) HEAD_DIM], written
     positions,
     q_eps,
     k_eps,
@@ -138,13 +144,10 @@ def _qkv_norm_rope_kernel(
     Q_TOGETHER: tl.constexpr,
     K_TOGETHER: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_KV_HEADS: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-):
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, HEAD_DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_KV_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_REST: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     batch = token // positions
     position = token % positions
@@ -155,22 +158,23 @@ def _qkv_norm_rope_kernel(
     _norm_rotate_heads(
         q_ptr + batch * q_batch_stride + position * q_position_stride, q_weight_ptr, row,
         q_head_stride, q_eps,
-        cos_1, cos_2, sin_1, sin_2, Q_TOGETHER, ZERO_CENTERED, HEADS, HALF, BLOCK_HEADS, BLOCK_HALF,
+        cos_1, cos_2, sin_1, sin_2, Q_TOGETHER, ZERO_CENTERED, HEADS, HALF, HEAD_DIM, INTERLEAVED,
+        BLOCK_HEADS, BLOCK_HALF, BLOCK_REST,
     )  # fmt: skip
     _norm_rotate_heads(
         k_ptr + batch * k_batch_stride + position * k_position_stride, k_weight_ptr,
-        row + HEADS * 2 * HALF,
+        row + HEADS * HEAD_DIM,
         k_head_stride, k_eps,
-        cos_1, cos_2, sin_1, sin_2, K_TOGETHER, ZERO_CENTERED, KV_HEADS, HALF, BLOCK_KV_HEADS,
-        BLOCK_HALF,
+        cos_1, cos_2, sin_1, sin_2, K_TOGETHER, ZERO_CENTERED, KV_HEADS, HALF, HEAD_DIM,
+        INTERLEAVED, BLOCK_KV_HEADS, BLOCK_HALF, BLOCK_REST,
     )  # fmt: skip
     head = tl.arange(0, BLOCK_KV_HEADS).to(tl.int64)[:, None]
-    feature = tl.arange(0, 2 * BLOCK_HALF)[None, :]
-    mask = (head < KV_HEADS) & (feature < 2 * HALF)
+    feature = tl.arange(0, BLOCK_DIM)[None, :]
+    mask = (head < KV_HEADS) & (feature < HEAD_DIM)
     v = v_ptr + batch * v_batch_stride + position * v_position_stride
-    v_row = row + (HEADS + KV_HEADS) * 2 * HALF
+    v_row = row + (HEADS + KV_HEADS) * HEAD_DIM
     value = tl.load(v + head * v_head_stride + feature, mask=mask)
-    tl.store(v_row + head * (2 * HALF) + feature, value, mask=mask)
+    tl.store(v_row + head * HEAD_DIM + feature, value, mask=mask)
 
 
 @triton.jit
@@ -180,25 +184,21 @@ def _norm_heads_backward(
     weight_ptr,  # [HEAD_DIM] or [HEADS HEAD_DIM], contiguous
     head_stride,
     eps,
-    TOGETHER: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-):
+    TOGETHER: tl.constexpr, ZERO_CENTERED: tl.constexpr, HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
     heads = tl.arange(0, BLOCK_HEADS).to(tl.int64)[:, None]
     features = tl.arange(0, BLOCK_DIM)[None, :]
     mask = (heads < HEADS) & (features < HEAD_DIM)
     x = tl.load(x_ptr + heads * head_stride + features, mask=mask, other=0.0).to(tl.float32)
     grad_ptr += heads * HEAD_DIM + features
     grad = tl.load(grad_ptr, mask=mask, other=0.0).to(tl.float32)
-    grad *= _load_weights(
-        weight_ptr, heads, features, mask, HEAD_DIM, HEAD_DIM, TOGETHER, ZERO_CENTERED
-    )
-    rstd = rstd_of_mean(_mean_of_heads(x * x, HEADS, HEAD_DIM, TOGETHER), eps)
+    grad *= _load_weights(weight_ptr, heads, features, mask, HEAD_DIM, TOGETHER, ZERO_CENTERED)
+    squares = tl.sum(x * x, axis=1)[:, None]
+    rstd = rstd_of_mean(_mean_of_heads(squares, HEADS, HEAD_DIM, TOGETHER), eps)
     normed = x * rstd
-    grad = rstd * (grad - normed * _mean_of_heads(grad * normed, HEADS, HEAD_DIM, TOGETHER))
+    products = tl.sum(grad * normed, axis=1)[:, None]
+    grad = rstd * (grad - normed * _mean_of_heads(products, HEADS, HEAD_DIM, TOGETHER))
     tl.store(grad_ptr, grad.to(grad_ptr.dtype.element_ty), mask=mask)
 
 
@@ -246,7 +246,7 @@ def _qkv_norm_backward_kernel(
 
 def norm_rope_together(
     q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms, cos: Tensor | None, sin: Tensor | None,
-    qkv: Tensor,
+    qkv: Tensor, interleaved: bool = False,
 ) -> None:  # fmt: skip
     """Write q and k, normed and turned by their positions' angles, and v side by side into qkv.
 
@@ -254,7 +254,7 @@ def norm_rope_together(
 
         q = rms_norm(q, norms.q_weight, norms.q_eps, norms.zero_centered)
         k = rms_norm(k, norms.k_weight, norms.k_eps, norms.zero_centered)
-        rope_together(q, k, v, cos, sin, qkv)
+        rope_together(q, k, v, cos, sin, qkv, interleaved)
 
     q is normed over its last dimension, as here, where q_weight is [head_dim], and over all heads
     of a token where it is [heads head_dim]; likewise k. Weights are bf16, fp16 or fp32; all else is
@@ -273,7 +273,7 @@ def norm_rope_together(
         return  # an empty grid cannot be launched
     q, k, v = (_features_together(t) for t in (q, k, v))
     cos, sin, cos_batch_stride = angles_of(cos, sin)
-    block_half = next_power_of_2(head_dim // 2)
+    turned, block_dim = turned_features(cos, head_dim), next_power_of_2(head_dim)
     launch(
         kernel, (batch * positions,),
         q, k, v, q_weight, k_weight, cos, sin, qkv,
@@ -281,9 +281,9 @@ def norm_rope_together(
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         cos_batch_stride, qkv.stride(0),
         q_weight.numel() > head_dim, k_weight.numel() > head_dim, norms.zero_centered,
-        heads, kv_heads, head_dim // 2,
-        next_power_of_2(heads), next_power_of_2(kv_heads), block_half,
-        num_warps=_warps_of(heads, block_half),
+        heads, kv_heads, turned // 2, head_dim, interleaved,
+        next_power_of_2(heads), next_power_of_2(kv_heads), next_power_of_2(turned // 2), block_dim,
+        block_of_rest(turned, head_dim), num_warps=_warps_of(heads, block_dim // 2),
     )  # fmt: skip
 
 
@@ -299,8 +299,7 @@ def head_norms_backward(q: Tensor, k: Tensor, norms: HeadNorms, grad_qkv: Tensor
     q, k and norms are those that `norm_rope_together` was given. grad_qkv is [batch * positions,
     (heads + 2 kv_heads) head_dim] and the caller's own memory. v's gradient in it is left alone.
 
-    Raises:
-        ValueError: as `norm_rope_together`.
+    Raises ValueError as `norm_rope_together`.
     """
     name, kernel = "head_norms_backward", _qkv_norm_backward_kernel
     check_rows(name, kernel, grad_qkv.shape, grad_qkv=grad_qkv)

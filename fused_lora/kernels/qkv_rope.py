@@ -3,9 +3,11 @@
     rope_forward     q and k turned where they lie
     rope_together    [q | k | v], q and k turned, from three tensors
     rope_backward    [grad_q | grad_k | grad_v], q and k turned back, from three tensors
+    turn_back        q's and k's gradients, turned back where they lie
 
-(`rope.py` has the mathematics, and turns the heads.) The kernel that turns three tensors also puts
-them side by side, from whatever layout matmuls or attention's backward left them in.
+(`rope.py` has the mathematics, and turns the heads. Narrower angles turn a part of each head.) The
+kernel that turns three tensors also puts them side by side, from whatever layout matmuls or
+attention's backward left them in.
 
 Traffic: q and k are read and written once, and with three tensors v as well. Arithmetic is fp32 and
 rounds once, at the store. Deterministic. `rope_forward` writes over what it reads. It is for a
@@ -24,12 +26,12 @@ from .rows import check_alike, check_rows
 
 @triton.jit(do_not_specialize=["positions"])
 def _qkv_rope_kernel(
-    q_ptr,  # [batch, HEADS, positions, 2 HALF]
-    k_ptr,  # [batch, KV_HEADS, positions, 2 HALF], or None, with v: q's heads are all that turn
+    q_ptr,  # [batch, HEADS, positions, HEAD_DIM]
+    k_ptr,  # [batch, KV_HEADS, positions, HEAD_DIM], or None, with v: q's heads are all that turn
     v_ptr,  # as k
     cos_ptr,  # [batch or 1, positions, 2 HALF], contiguous; None: nothing turns
     sin_ptr,  # as cos
-    qkv_ptr,  # [batch * positions, (HEADS + 2 KV_HEADS) 2 HALF], written: what turns, and v
+    qkv_ptr,  # [batch * positions, (HEADS + 2 KV_HEADS) HEAD_DIM], written: what turns, and v
     positions,
     q_batch_stride,
     q_head_stride,
@@ -46,9 +48,13 @@ def _qkv_rope_kernel(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_KV_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     batch = token // positions
@@ -60,21 +66,23 @@ def _qkv_rope_kernel(
     rotate_heads(
         q_ptr + batch * q_batch_stride + position * q_position_stride,
         row,
-        q_head_stride, cos_1, cos_2, sin_1, sin_2, HEADS, HALF, BLOCK_HEADS, BLOCK_HALF,
+        q_head_stride, cos_1, cos_2, sin_1, sin_2, HEADS, HALF, HEAD_DIM, INTERLEAVED, BLOCK_HEADS,
+        BLOCK_HALF, BLOCK_REST,
     )  # fmt: skip
     if k_ptr is not None:
         rotate_heads(
             k_ptr + batch * k_batch_stride + position * k_position_stride,
-            row + HEADS * 2 * HALF,
-            k_head_stride, cos_1, cos_2, sin_1, sin_2, KV_HEADS, HALF, BLOCK_KV_HEADS, BLOCK_HALF,
+            row + HEADS * HEAD_DIM,
+            k_head_stride, cos_1, cos_2, sin_1, sin_2, KV_HEADS, HALF, HEAD_DIM, INTERLEAVED,
+            BLOCK_KV_HEADS, BLOCK_HALF, BLOCK_REST,
         )  # fmt: skip
         head = tl.arange(0, BLOCK_KV_HEADS).to(tl.int64)[:, None]
-        feature = tl.arange(0, 2 * BLOCK_HALF)[None, :]
-        mask = (head < KV_HEADS) & (feature < 2 * HALF)
+        feature = tl.arange(0, BLOCK_DIM)[None, :]
+        mask = (head < KV_HEADS) & (feature < HEAD_DIM)
         v = v_ptr + batch * v_batch_stride + position * v_position_stride
-        v_row = row + (HEADS + KV_HEADS) * 2 * HALF
+        v_row = row + (HEADS + KV_HEADS) * HEAD_DIM
         value = tl.load(v + head * v_head_stride + feature, mask=mask)
-        tl.store(v_row + head * (2 * HALF) + feature, value, mask=mask)
+        tl.store(v_row + head * HEAD_DIM + feature, value, mask=mask)
 
 
 def split_heads(qkv: Tensor, positions: int, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
@@ -86,40 +94,66 @@ def split_heads(qkv: Tensor, positions: int, heads: int, kv_heads: int) -> tuple
     return by_head.transpose(1, 2).split((heads, kv_heads, kv_heads), dim=1)
 
 
-def rope_forward(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> None:
+def rope_forward(
+    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, interleaved: bool = False
+) -> None:
     """Turn q and k, where they lie in qkv, by the angles of their positions.
 
     Equivalent PyTorch, for `rope` of rope.py::
 
         q, k, v = split_heads(qkv, positions, heads, kv_heads)
-        for x, turned in zip((q, k), rope(q, k, cos, sin)):
+        for x, turned in zip((q, k), rope(q, k, cos, sin, interleaved)):
             x.copy_(turned)
 
     Args:
         qkv: [batch * positions, (heads + 2 kv_heads) head_dim], of the caller's own making.
-        cos, sin: [batch or 1, positions, head_dim], bf16, fp16 or fp32. They are copied first if
-            not contiguous. Any number of sequences may share one cos and sin.
+        cos, sin: [batch or 1, positions, head_dim, or fewer for the features that turn], bf16,
+            fp16 or fp32. They are copied first if not contiguous. Any number of sequences may share
+            one cos and sin.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit, or no kernel can run on them.
     """
-    check_rows("rope_forward", _qkv_rope_kernel, qkv.shape, qkv=qkv)
-    batch = batch_of("rope_forward", qkv, cos, sin, heads, kv_heads)
-    _, positions, head_dim = cos.shape
+    _turn_in_place("rope_forward", qkv, cos, sin, heads, kv_heads, interleaved, backward=False)
+
+
+def turn_back(
+    grad_qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, interleaved: bool = False
+) -> None:
+    """Turn the gradients of q and k back where they lie in grad_qkv.
+
+    Equivalent PyTorch: ``rope_backward(*split_heads(grad_qkv, ...), cos, sin, grad_qkv)``. All
+    else is as for `rope_forward`.
+
+    Raises:
+        ValueError: as `rope_forward`.
+    """
+    _turn_in_place("turn_back", grad_qkv, cos, sin, heads, kv_heads, interleaved, backward=True)
+
+
+def _turn_in_place(
+    name: str, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, interleaved: bool,
+    backward: bool,
+) -> None:  # fmt: skip
+    check_rows(name, _qkv_rope_kernel, qkv.shape, qkv=qkv)
+    batch = batch_of(name, qkv, cos, sin, heads, kv_heads)
     # q's and k's heads lie side by side, so a single tile can hold both
-    by_head = qkv.view(batch, positions, heads + 2 * kv_heads, head_dim).transpose(1, 2)
-    _turn(by_head[:, : heads + kv_heads], None, None, cos, sin, qkv)
+    parts = heads + 2 * kv_heads
+    by_head = qkv.view(batch, cos.shape[1], parts, qkv.shape[1] // parts)
+    q = by_head.transpose(1, 2)[:, : heads + kv_heads]
+    _turn(q, None, None, cos, sin, qkv, interleaved, backward, in_place=True)
 
 
 def rope_together(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, qkv: Tensor
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, qkv: Tensor,
+    interleaved: bool = False,
+) -> None:  # fmt: skip
     """Write q and k, turned by the angles of their positions, and v side by side into qkv.
 
     Equivalent PyTorch, for `rope` of rope.py::
 
         parts = split_heads(qkv, positions, heads, kv_heads)
-        for part, x in zip(parts, (*rope(q, k, cos, sin), v)):
+        for part, x in zip(parts, (*rope(q, k, cos, sin, interleaved), v)):
             part.copy_(x)
 
     q is [batch, heads, positions, head_dim], k and v are [batch, kv_heads, positions, head_dim].
@@ -129,12 +163,13 @@ def rope_together(
     Raises:
         ValueError: as `rope_forward`.
     """
-    _turn_together("rope_together", ("q", "k", "v"), (q, k, v), cos, sin, qkv, backward=False)
+    names = "q", "k", "v"
+    _turn_together("rope_together", names, (q, k, v), cos, sin, qkv, interleaved, backward=False)
 
 
 def rope_backward(
     grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor | None, sin: Tensor | None,
-    grad_qkv: Tensor,
+    grad_qkv: Tensor, interleaved: bool = False,
 ) -> None:  # fmt: skip
     """Write the gradient of what `rope_forward` or `rope_together` was given into grad_qkv.
 
@@ -146,7 +181,9 @@ def rope_backward(
     """
     gradients = grad_q, grad_k, grad_v
     names = "grad_q", "grad_k", "grad_v"
-    _turn_together("rope_backward", names, gradients, cos, sin, grad_qkv, backward=True)
+    _turn_together(
+        "rope_backward", names, gradients, cos, sin, grad_qkv, interleaved, backward=True
+    )
 
 
 def _turn_together(
@@ -156,6 +193,7 @@ def _turn_together(
     cos: Tensor | None,
     sin: Tensor | None,
     qkv: Tensor,
+    interleaved: bool,
     backward: bool,
 ) -> None:
     check_rows(name, _qkv_rope_kernel, qkv.shape, qkv=qkv)
@@ -163,22 +201,22 @@ def _turn_together(
     batch = batch_of(name, qkv, cos, sin, heads, kv_heads, positions)
     by_name = dict(zip(keys, parts, strict=True))
     check_heads(name, by_name, (batch, heads, positions, head_dim), qkv)
-    _turn(*parts, cos, sin, qkv, backward)
+    _turn(*parts, cos, sin, qkv, interleaved, backward)
 
 
 def _turn(
     q: Tensor, k: Tensor | None, v: Tensor | None, cos: Tensor | None, sin: Tensor | None,
-    qkv: Tensor, backward: bool = False,
+    qkv: Tensor, interleaved: bool, backward: bool, in_place: bool = False,
 ) -> None:  # fmt: skip
     """Write q, turned, or with k and v all three, q and k turned, side by side into qkv."""
     batch, heads, positions, head_dim = q.shape
-    kv_heads, half = 0 if k is None else k.shape[1], head_dim // 2
+    kv_heads, turned = 0 if k is None else k.shape[1], turned_features(cos, head_dim)
     if batch * positions == 0:
         return  # an empty grid cannot be launched
     given = [None if t is None else _features_together(t) for t in (q, k, v)]
     strides = [(0,) * 4 if t is None else t.stride() for t in given]
     cos, sin, cos_batch_stride = angles_of(cos, sin)
-    block_heads, block_half = next_power_of_2(heads), next_power_of_2(half)
+    block_heads, block_dim = next_power_of_2(heads), next_power_of_2(head_dim)
     launch(
         _qkv_rope_kernel, (batch * positions,),
         *given, cos, sin, qkv,
@@ -187,15 +225,34 @@ def _turn(
         cos_batch_stride,
         qkv.stride(0),
         backward,
-        heads, kv_heads, half, block_heads, next_power_of_2(max(kv_heads, 1)), block_half,
+        heads, kv_heads, turned // 2, head_dim, interleaved,
+        block_heads, next_power_of_2(max(kv_heads, 1)), next_power_of_2(turned // 2), block_dim,
+        0 if in_place else block_of_rest(turned, head_dim),
         # 8 bf16 values of each half, one 16-byte load, per thread, and of a tile that its heads do
         # not fill up to twice as many
-        num_warps=min(previous_power_of_2(max(heads * block_half // 256, 1)), 16),
+        num_warps=min(previous_power_of_2(max(heads * block_dim // 512, 1)), 16),
     )  # fmt: skip
+
+
+def turned_features(cos: Tensor | None, head_dim: int) -> int:
+    """Return how many features of a head turn."""
+    return head_dim if cos is None else cos.shape[2]
+
+
+def block_of_rest(turned: int, head_dim: int) -> int:
+    """Return the tile for the features of a head that stay, 0 for none."""
+    return next_power_of_2(head_dim - turned) if turned < head_dim else 0
 
 
 def _features_together(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 else x.contiguous()
+
+
+def scale_q(qkv: Tensor, q_scale: Tensor | None, q_columns: int) -> None:
+    """Multiply q, or its gradient, by its scale [batch or 1, positions], if there is one."""
+    if q_scale is not None:
+        by_token = qkv[:, :q_columns].unflatten(0, (-1, q_scale.shape[1]))
+        by_token.mul_(q_scale.unsqueeze(2))
 
 
 def check_heads(
@@ -247,9 +304,10 @@ def batch_of(
             f"{name}: cos is {list(cos.shape)} and sin {list(sin.shape)}, should both be [batch or "
             "1, positions, head_dim], head_dim even"
         )
-    sequences, positions, head_dim = cos.shape
+    sequences, positions, head_dim = cos.shape  # or less than head_dim, to turn a part
     batch = rows // max(positions, 1)
-    if batch * positions != rows or sequences not in (1, batch) or columns != parts * head_dim:
+    fits = columns % parts == 0 and head_dim <= columns // parts
+    if batch * positions != rows or sequences not in (1, batch) or not fits:
         raise ValueError(
             f"{name}: [q | k | v] is {list(qkv.shape)}, should be [batch * {positions}, "
             f"{parts} * {head_dim}] as cos is {list(cos.shape)}"

@@ -1,7 +1,23 @@
-"""The angles of a token and the heads that they turn, for every kernel of RoPE (`rope.py`)."""
+"""The angles of a token and the heads that they turn, for every kernel of RoPE (`rope.py`).
+
+HALF pairs of a head's HEAD_DIM features turn: HALF may be less than half of HEAD_DIM, and the other
+features, at the end, stay. A pair is (i, HALF + i), or with INTERLEAVED (2 i, 2 i + 1).
+"""
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def pair_of(features, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The features of pairs by their numbers."""
+    if INTERLEAVED:
+        first = 2 * features
+        second = first + 1
+    else:
+        first = features
+        second = features + HALF
+    return first, second
 
 
 @triton.jit
@@ -15,22 +31,30 @@ def rotate_heads(
     sin_2,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,  # of the features that stay; 0: there are none to copy
 ):
     # int64: heads may lie further apart than positions, as in a contiguous [batch, heads, seq, ...]
     heads = tl.arange(0, BLOCK_HEADS).to(tl.int64)[:, None]
     features = tl.arange(0, BLOCK_HALF)[None, :]
     mask = (heads < HEADS) & (features < HALF)
-    x_ptr += heads * head_stride + features
-    x_1 = tl.load(x_ptr, mask=mask).to(tl.float32)
-    x_2 = tl.load(x_ptr + HALF, mask=mask).to(tl.float32)
+    first, second = pair_of(features, HALF, INTERLEAVED)
+    x_ptr += heads * head_stride
+    x_1 = tl.load(x_ptr + first, mask=mask).to(tl.float32)
+    x_2 = tl.load(x_ptr + second, mask=mask).to(tl.float32)
     rotated_1 = x_1 * cos_1[None, :] - x_2 * sin_1[None, :]
     rotated_2 = x_2 * cos_2[None, :] + x_1 * sin_2[None, :]
-    rotated_ptr += heads * (2 * HALF) + features
+    rotated_ptr += heads * HEAD_DIM
     dtype = rotated_ptr.dtype.element_ty
-    tl.store(rotated_ptr, rotated_1.to(dtype), mask=mask)
-    tl.store(rotated_ptr + HALF, rotated_2.to(dtype), mask=mask)
+    tl.store(rotated_ptr + first, rotated_1.to(dtype), mask=mask)
+    tl.store(rotated_ptr + second, rotated_2.to(dtype), mask=mask)
+    if BLOCK_REST > 0:
+        rest = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
+        is_rest = (heads < HEADS) & (rest < HEAD_DIM)
+        tl.store(rotated_ptr + rest, tl.load(x_ptr + rest, mask=is_rest), mask=is_rest)
 
 
 @triton.jit

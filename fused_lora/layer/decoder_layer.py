@@ -80,7 +80,7 @@ from fused_mlp.utils import refuse_second_derivative, without_autocast
 
 from ..kernels.qkv_attention import attention_backward
 from ..kernels.qkv_norm_rope import head_norms_backward
-from ..kernels.qkv_rope import split_heads
+from ..kernels.qkv_rope import scale_q, split_heads
 from ..kernels.rows import as_rows, empty_rows
 from ..rerun import has_kept
 from .adapter_sums import AdapterSums, swiglu_gradients
@@ -109,6 +109,7 @@ class DecoderLayer(torch.autograd.Function):
         n = input_norm(hidden)
         q, k, v = (split_into_heads(proj(n)) for proj in (q_proj, k_proj, v_proj))
         q, k = rope(head_norms.q(q), head_norms.k(k), cos, sin)  # the norms, where there are any
+        q = q * q_scale  # as every token has its own, if there is one
         attended = F.scaled_dot_product_attention(
             q, k, v, mask, is_causal=mask is None, scale=attention_scaling, enable_gqa=True)
         total = hidden + attended_norm(multiplier * o_proj(join_heads(attended)))
@@ -122,8 +123,8 @@ class DecoderLayer(torch.autograd.Function):
         hidden: [batch, positions, hidden], bf16, fp16 or fp32, of any strides, batch 0 included. It
             may be fp32 while the buffers are in 16 bits, under autocast to their dtype: the
             residual and its gradient then stay fp32.
-        cos, sin: [batch or 1, positions, head_dim], as rope's. They get no gradient. None, both:
-            q and k are not turned.
+        cos, sin: [batch or 1, positions, head_dim or less], as rope's. They get no gradient. None,
+            both: q and k are not turned.
         mask: None, for causal attention, or what scaled_dot_product_attention takes. Likewise.
         adapters: A [r, in] and B [out, r] of q, k, v, o, gate, up and down, 14 tensors in bf16,
             fp16 or fp32. They are copied into the borders, in the buffers' dtype and scaled.
@@ -283,6 +284,7 @@ class DecoderLayer(torch.autograd.Function):
                 grad_attended, saved.qkv, saved.cos, saved.sin, saved.mask, attended.x,
                 attended.saved, attended.attention, grad_qkv[:, : qkv.out],
             )  # fmt: skip
+            scale_q(grad_qkv, frozen.q_scale, qkv.out_features[0])
             if saved.raw is not None:
                 assert frozen.head_norms is not None
                 q, k, _ = split_heads(

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ..kernels.qkv_attention import Attention, attention_forward
 from ..kernels.qkv_norm_rope import norm_rope_together
-from ..kernels.qkv_rope import rope_forward, split_heads
+from ..kernels.qkv_rope import rope_forward, scale_q, split_heads
 from ..kernels.residual import add_normed
 from ..kernels.rows import empty_rows
 from ..rerun import once, takes_away
@@ -23,11 +23,13 @@ def turn(
     if frozen.head_norms is None:
         if cos is not None:
             assert sin is not None
-            rope_forward(qkv, cos, sin, frozen.heads, frozen.kv_heads)
+            rope_forward(qkv, cos, sin, frozen.heads, frozen.kv_heads, frozen.interleaved)
+        scale_q(qkv, frozen.q_scale, frozen.qkv.out_features[0])
         return None, qkv
     turned = torch.empty_like(qkv)
     q, k, v = split_heads(qkv, positions, frozen.heads, frozen.kv_heads)
-    norm_rope_together(q, k, v, frozen.head_norms, cos, sin, turned)
+    norm_rope_together(q, k, v, frozen.head_norms, cos, sin, turned, frozen.interleaved)
+    scale_q(turned, frozen.q_scale, frozen.qkv.out_features[0])
     return qkv, turned
 
 
@@ -42,7 +44,9 @@ def add_attention(
         extended = empty_rows(qkv, x.shape[0], o.x_columns)
         if not takes_away():
             out = extended[:, : o.in_features]
-    attention = Attention(positions, frozen.heads, frozen.kv_heads, frozen.attention_scaling)
+    attention = Attention(
+        positions, frozen.heads, frozen.kv_heads, frozen.attention_scaling, frozen.interleaved
+    )
     attended, saved, attention = attention_forward(qkv, mask, attention, out)
     residual, read = needed_rows(x, rows), needed_rows(attended, rows)
     total = copy

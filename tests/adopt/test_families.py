@@ -172,3 +172,19 @@ def test_gemma_without_a_soft_cap_has_its_loss_fused(device):
     fused = copy.deepcopy(plain)
     assert not fuse(fused, Fusion(cross_entropy=True)).left
     assert_close(*(step(model, "Gemma 2") for model in (fused, plain)), 2e-4)
+
+
+def test_gemma_2_caps_its_scores_where_transformers_does(device):
+    """Its eager attention does, and sdpa does not, whose layers run whole."""
+    config = {"attn_implementation": "eager", "attn_logit_softcapping": 0.5}
+    family = FAMILIES["Gemma 2"]
+    plain = replace(family, config=family.config | config).peft_model(device).train()
+    fused = copy.deepcopy(plain)
+    left = fuse(fused, Fusion(**ALL, layer=True), strict=False).left
+    assert any(
+        "eager, which soft-caps its scores, unlike sdpa" in reason for reason in left.values()
+    )
+    got, want = (step(model, "Gemma 2") for model in (fused, plain))
+    assert_close(got, want, 2e-4)
+    plain.set_attn_implementation("sdpa")
+    assert relative_error(step(plain, "Gemma 2")["loss"], want["loss"]) > 1e-3

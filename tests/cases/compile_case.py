@@ -137,10 +137,17 @@ def launch_layer():
     qkv_rope.rope_backward(*grads, cos, cos, qkv)
     qkv_rope.rope_together(*grads, cos, cos, qkv)
     qkv_rope.rope_together(*grads, None, None, qkv)
+    part = cos[..., : HEAD_DIM // 2]
+    qkv_rope.rope_together(*grads, part, part, qkv, interleaved=True)
+    qkv_rope.turn_back(qkv, part, part, HEADS, KV_HEADS)
     head_norms = qkv_norm_rope.HeadNorms(empty(HEAD_DIM), empty(HEAD_DIM), 1e-6, 1e-6)
     weights = (empty(count * HEAD_DIM) for count in (HEADS, KV_HEADS))
     token_norms = qkv_norm_rope.HeadNorms(*weights, 1e-6, 1e-6)
-    for norms, angles in ((head_norms, (cos, cos)), (token_norms, (None, None))):
+    for norms, angles in (
+        (head_norms, (cos, cos)),
+        (head_norms, (part, part)),
+        (token_norms, (None, None)),
+    ):
         qkv_norm_rope.norm_rope_together(*grads, norms, *angles, qkv)
         qkv_norm_rope.head_norms_backward(*grads[:2], norms, qkv)
     # its launcher reads addresses, and these tensors have none

@@ -19,6 +19,7 @@ OF_HEADS = (*USUAL["rms_norm"], "self_attn.q_norm", "self_attn.k_norm")
 OUTPUT_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm",
                 "self_attn.q_norm", "self_attn.k_norm")  # fmt: skip
 AROUND = (*USUAL["rms_norm"], "pre_feedforward_layernorm", "post_feedforward_layernorm")
+GLM_NORMS = (*USUAL["rms_norm"], "post_self_attn_layernorm", "post_mlp_layernorm")
 ONE, APART = {"LoRA_Attention": 2}, {"LoRA_QKV": 2, "LoRA_W": 2, "RoPE": 2}
 TEXT = {
     "vocab_size": 96,
@@ -40,6 +41,9 @@ EXPERTS = {"num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 2,
            "experts_implementation": "eager"}  # fmt: skip
 SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+THREE_QUARTERS = HALF | {"partial_rotary_factor": 0.75}
+SCALED = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.5,
+          "original_max_position_embeddings": 2}  # fmt: skip
 VISION = {"depth": 1, "hidden_size": 32, "embed_dim": 32, "num_heads": 2, "intermediate_size": 48,
           "out_hidden_size": 32, "deepstack_visual_indexes": [0]}  # fmt: skip
 SIGLIP = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2,
@@ -146,7 +150,6 @@ def not_known(attention: str, layers: str = "01") -> dict[str, str]:
 
 LOSS = "base_model.model as cross_entropy"
 MIXTURE = "its MLP is a mixture of experts"
-TURNS_A_PART = "its attention turns a part of each head"
 NOT_READ = "its layers are not known to run as one"
 EXPERTS_ARE_PEFTS = {"mlp": "a mixture's experts stay PEFT's"}
 WINDOW = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
@@ -155,11 +158,9 @@ FAMILIES = {
     "Mistral": Family("Mistral", {"sliding_window": 4}),
     "Ministral": Family("Ministral", WINDOW),
     "Ministral 3": Family(
-        "Ministral3", fused={"attention": ("self_attn.o_proj",), "rope": ()},
-        left=not_known("Ministral3Attention"),
-        functions={"LoRA_W": 2},
-        not_whole=NOT_READ,
+        "Ministral3", {"rope_parameters": SCALED, "sliding_window": 4},
     ),
+    "GLM-4": Family("Glm4", {"rope_parameters": HALF}, fused={"rms_norm": GLM_NORMS}),
     "CWM": Family("Cwm", WINDOW),
     "Qwen2": Family("Qwen2"),
     "Qwen3": Family("Qwen3", fused={"rms_norm": OF_HEADS}),
@@ -195,8 +196,7 @@ FAMILIES = {
     "Gemma": Family("Gemma"),
     "Gemma 2": Family(
         "Gemma2", WINDOW | {"query_pre_attn_scalar": 16}, fused={"rms_norm": AROUND},
-        left={LOSS: "soft-capped (final_logit_softcapping is 30.0)"}, functions=APART,
-        not_whole="its attention soft-caps the scores",
+        left={LOSS: "soft-capped (final_logit_softcapping is 30.0)"},
     ),
     "Gemma 3": Family(
         "Gemma3", WINDOW | {"query_pre_attn_scalar": 16},
@@ -213,9 +213,7 @@ FAMILIES = {
         not_whole="Gemma4TextDecoderLayer is not a layer class",
     ),
     "Phi-3": Family("Phi3", {"sliding_window": 4}),
-    "Phi-4-mini": Family(
-        "Phi3", {"rope_parameters": HALF}, functions=APART, not_whole=TURNS_A_PART
-    ),
+    "Phi-4-mini": Family("Phi3", {"rope_parameters": THREE_QUARTERS}),
     "Qwen2-VL": Family("Qwen2VL", {"rope_parameters": SECTIONS}, VISION, not_whole=NOT_READ),
     "Qwen2.5-VL": Family(
         "Qwen2_5_VL", {"rope_parameters": SECTIONS}, VISION,
@@ -257,21 +255,18 @@ FAMILIES = {
 
 
 UNKNOWN = Family(
-    "Glm4",
+    "Helium",
     fused=dict.fromkeys(USUAL, ()) | {"attention": ("self_attn.o_proj",)},
     left={
-        **not_known("Glm4Attention"),
-        **dict.fromkeys(everywhere("mlp as mlp"), "Glm4MLP is not an MLP class"),
+        **not_known("HeliumAttention"),
+        **dict.fromkeys(everywhere("mlp as mlp"), "HeliumMLP is not an MLP class"),
         **dict.fromkeys(
             (
-                *everywhere(
-                    "input_layernorm as rms_norm", "post_self_attn_layernorm as rms_norm",
-                    "post_attention_layernorm as rms_norm", "post_mlp_layernorm as rms_norm",
-                ),
+                *everywhere("input_layernorm as rms_norm", "post_attention_layernorm as rms_norm"),
                 "base_model.model.model.norm as rms_norm",
             ),
-            "Glm4RMSNorm is not a norm class",
+            "HeliumRMSNorm is not a norm class",
         ),
-        LOSS: "Glm4ForCausalLM is not a class",
+        LOSS: "HeliumForCausalLM is not a class",
     },
 )  # fmt: skip

@@ -77,7 +77,7 @@ def run(model, hidden, grad, mask=None, layout=None):
     # a model with windowed and full layers has different angles for each
     layer_type = [layer.self_attn.layer_type] if hasattr(rotary, "layer_types") else []
     angles = rotary(x, positions, *layer_type)
-    output = layer(x, attention_mask=mask, position_embeddings=angles)
+    output = layer(x, attention_mask=mask, position_ids=positions, position_embeddings=angles)
     output.backward(grad)
     gradients = {n: p.grad for n, p in layer.named_parameters() if p.grad is not None}
     return {"output": output.detach(), "hidden": leaf.grad, **gradients}

@@ -11,10 +11,10 @@ from fused_lora.kernels.qkv_rope import rope_forward, split_heads
 SCALING = 0.3
 
 
-def make(batch, heads, kv_heads, positions, head_dim, angle_batch=1, *, dtype, device):
+def make(batch, heads, kv_heads, positions, head_dim, angle_batch=1, turned=None, *, dtype, device):
     """qkv, cos, sin, and the gradient of what attention gives."""
     qkv = random(batch * positions, (heads + 2 * kv_heads) * head_dim, dtype=dtype, device=device)
-    cos, sin = angles(angle_batch, positions, head_dim, dtype=dtype, device=device)
+    cos, sin = angles(angle_batch, positions, turned or head_dim, dtype=dtype, device=device)
     grad = random(batch * positions, heads * head_dim, seed=1, dtype=dtype, device=device)
     return qkv, cos, sin, grad
 
@@ -38,12 +38,12 @@ def eager(case, heads, kv_heads):
     return attended.detach(), scores.logsumexp(-1).detach(), gradient
 
 
-def fused(case, heads, kv_heads, mask=None):
+def fused(case, heads, kv_heads, mask=None, interleaved=False):
     """attended, and the gradient of what is turned. mask: of booleans, or documents' bounds."""
     qkv, cos, sin, grad = case
     qkv = qkv.clone()
-    rope_forward(qkv, cos, sin, heads, kv_heads)
-    attention = Attention(cos.shape[1], heads, kv_heads, SCALING)
+    rope_forward(qkv, cos, sin, heads, kv_heads, interleaved)
+    attention = Attention(cos.shape[1], heads, kv_heads, SCALING, interleaved)
     attended, saved, attention = attention_forward(qkv, mask, attention)
     gradient = torch.full_like(qkv, 7.0)
     attention_backward(grad, qkv, cos, sin, mask, attended, saved, attention, gradient)

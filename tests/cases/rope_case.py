@@ -3,7 +3,8 @@
 import torch
 from cases.reference import random
 
-# batch, heads, kv_heads, positions, head_dim; sequences of cos and sin
+# batch, heads, kv_heads, positions, head_dim; sequences of cos and sin; features that turn, if not
+# all
 SIZES = {
     "GQA": (2, 6, 2, 5, 12, 1),
     "MQA, angles of each sequence": (3, 3, 1, 4, 6, 3),
@@ -11,6 +12,8 @@ SIZES = {
     "MHA": (2, 4, 4, 2, 64, 2),
     "more kv_heads than heads": (1, 1, 3, 2, 2, 1),
     "one token": (1, 2, 1, 1, 64, 1),
+    "a part of each head": (2, 3, 1, 5, 22, 2, 12),
+    "half of each head": (1, 2, 2, 3, 16, 1, 8),
 }
 EMPTY = {
     "no batch": (0, 2, 1, 5, 12, 1),
@@ -26,7 +29,19 @@ def rotate_half(x):
 
 def eager(q, k, cos, sin):
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return tuple((x * cos + rotate_half(x) * sin).to(x.dtype) for x in (q, k))
+    turned = cos.shape[-1]
+    return tuple(
+        torch.cat(
+            [x[..., :turned] * cos + rotate_half(x[..., :turned]) * sin, x[..., turned:]], -1
+        ).to(x.dtype)
+        for x in (q, k)
+    )
+
+
+def interleaved_order(turned, head_dim, device):
+    """Return where each feature of a head with interleaved pairs is in one with paired halves."""
+    pairs = torch.arange(turned).view(2, -1).t().flatten()
+    return torch.cat([pairs, torch.arange(turned, head_dim)]).to(device)
 
 
 def angles(batch, positions, head_dim, *, dtype, device):
@@ -40,12 +55,13 @@ def angles(batch, positions, head_dim, *, dtype, device):
 
 def make(size="GQA", *, dtype, device, angle_dtype=None):
     """(q, k, cos, sin), (grad_q_rotated, grad_k_rotated); all contiguous."""
-    batch, heads, kv_heads, positions, head_dim, angle_batch = (SIZES | EMPTY)[size]
+    batch, heads, kv_heads, positions, head_dim, angle_batch, *part = (SIZES | EMPTY)[size]
     q, k, grad_q_rotated, grad_k_rotated = (
         random(batch, h, positions, head_dim, dtype=dtype, device=device, seed=seed)
         for seed, h in enumerate((heads, kv_heads, heads, kv_heads))
     )
-    cos, sin = angles(angle_batch, positions, head_dim, dtype=angle_dtype or dtype, device=device)
+    turned = part[0] if part else head_dim
+    cos, sin = angles(angle_batch, positions, turned, dtype=angle_dtype or dtype, device=device)
     return (q, k, cos, sin), (grad_q_rotated, grad_k_rotated)
 
 

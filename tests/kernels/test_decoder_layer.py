@@ -58,6 +58,7 @@ PHI = {
     "config": {"pad_token_id": 0},
     "target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
 }
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
 UNTURNED = {"no_rope_layers": [0], "pad_token_id": 0}
 OPTIONS = {
     "rank 40, rsLoRA, MHA, narrow MLP": {
@@ -87,6 +88,17 @@ OPTIONS = {
     },
     "norms of inputs and outputs, about one, GELU, our own attention": {
         "family": "Gemma3Text", "config": {"pad_token_id": 0, "attention_bias": True} | HEADS
+    },
+    "a part of each head turned, interleaved, norms of outputs, our own attention": PHI | {
+        "family": "Glm4",
+        "config": {"pad_token_id": 0, "rope_parameters": ROPE | {"partial_rotary_factor": 0.5}}
+        | HEADS,
+        "target_modules": "all-linear",
+    },
+    "q scaled by position": {
+        "family": "Ministral3",
+        "config": {"rope_parameters": ROPE | {"llama_4_scaling_beta": 0.5,
+                                              "original_max_position_embeddings": 2}},
     },
     "biases that are trained": {"lora_bias": True, "bias": "all"},
     "biases and norms that are trained, multiplied": {

@@ -213,8 +213,8 @@ ERRORS = [
     ({"hidden": torch.Tensor.half}, "hidden is torch.float16, the buffers torch.float32"),
     ({"cos": trained}, "cos or sin requires a gradient"),
     (
-        {"cos": lambda t: t[..., :24], "sin": lambda t: t[..., :24]},
-        r"\[q \| k \| v\] is \[18, 104\], should be \[batch \* 9, 4 \* 24\]",
+        {"cos": lambda t: t.repeat(1, 1, 2), "sin": lambda t: t.repeat(1, 1, 2)},
+        r"\[q \| k \| v\] is \[18, 104\], should be \[batch \* 9, 4 \* 52\]",
     ),
     ({"q_A": None}, "13 adapter tensors given, should be 14: A and B of q, k, v, o, gate"),
     (

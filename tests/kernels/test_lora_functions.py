@@ -273,7 +273,7 @@ ERRORS = [
     (ATTENTION, {"o_A": narrow}, r"o_A is \[8, 127\] and o_B \[44, 8\], should be \[r, 128\]"),
     (ATTENTION, {"frozen.o.weight": narrow}, r"o_weight is \[44, 127\], should be \[44, 128\]"),
     (ATTENTION, {"frozen.head_dim": lambda _: 24}, "64 and 64 features, should be heads of 24"),
-    (ATTENTION, {"cos": lambda t: t[..., :24], "sin": lambda t: t[..., :24]},
+    (ATTENTION, {"cos": lambda t: t.repeat(1, 1, 2), "sin": lambda t: t.repeat(1, 1, 2)},
      r"\[q \| k \| v\] is \[10, 256\], should be"),
     (MLP, {"x": lambda t: t[0, 0, 0]}, r"x is \[\].* should be 52"),
     (MLP, {"frozen.up_weight": short}, r"up_weight is \[138, 52\], should be \[139, 52\]"),

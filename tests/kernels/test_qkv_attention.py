@@ -5,13 +5,14 @@ import torch
 import torch.nn.functional as F
 from cases import qkv_attention_case
 from cases.qkv_attention_case import SCALING, fused, turned_heads
-from cases.reference import assert_within_budget
+from cases.reference import assert_within_budget, relative_error
+from cases.rope_case import interleaved_order
 
 from fused_lora.kernels import qkv_attention as module
 from fused_lora.kernels.qkv_attention import CUDNN, FLASH, Attention, attention_forward
 
 NAMES = ("attended", "gradient")
-# batch, heads, kv_heads, positions, head_dim
+# batch, heads, kv_heads, positions, head_dim; sequences of cos and sin, features that turn
 SIZES = {
     "GQA": (2, 4, 2, 9, 16),
     "MHA": (1, 2, 2, 5, 26),
@@ -19,6 +20,8 @@ SIZES = {
     "one token": (2, 2, 1, 1, 16),
     "tiles": (2, 4, 2, 40, 32),
     "more than a tile": (1, 2, 1, 70, 32),
+    "a part of each head": (2, 2, 1, 9, 26, 1, 12),
+    "a part of each head, tiles": (2, 2, 1, 40, 32, 2, 24),
 }
 
 
@@ -29,7 +32,7 @@ def make(size, dtype, device):
 def mask_of(size, masked, device):
     if not masked:
         return None
-    batch, _, _, positions, _ = SIZES[size]
+    batch, _, _, positions, *_ = SIZES[size]
     mask = torch.ones(batch, 1, positions, positions, dtype=torch.bool, device=device).tril()
     mask[-1, :, :, 0] = False  # as left padding does
     mask[-1, :, 0, 0] = True
@@ -66,6 +69,21 @@ def check(size, dtype, device, masked=False):
 )
 def test_values_and_gradients_are_within_the_error_budget(size, dtype, masked, device):
     check(size, dtype, device, masked)
+
+
+@pytest.mark.parametrize("size", ["GQA", "tiles", "a part of each head, tiles"])
+def test_interleaved_pairs_attend_as_halves_do(size, device):
+    """The order of a head's features does not matter to attention if q, k and v have the same."""
+    case, sizes = make(size, torch.float32, device), SIZES[size]
+    qkv, cos, sin, grad = case
+    order = interleaved_order(cos.shape[-1], sizes[4], device)
+
+    def reordered(rows):
+        return rows.unflatten(1, (-1, sizes[4]))[..., order].flatten(1)
+
+    got = fused((reordered(qkv), cos, sin, reordered(grad)), *sizes[1:3], interleaved=True)
+    for name, one, other in zip(NAMES, got, fused(case, *sizes[1:3]), strict=True):
+        assert relative_error(one, reordered(other)) < 1e-6, name
 
 
 BACKENDS = {"flash": FLASH, "cuDNN": CUDNN}
@@ -129,7 +147,7 @@ def test_the_backend_is_the_one_that_pytorch_would_use(device):
     def backend(size, kernel):
         with torch.nn.attention.sdpa_kernel(kernel):
             qkv, *_ = make(size, torch.bfloat16, device)
-            _, heads, kv_heads, positions, _ = SIZES[size]
+            _, heads, kv_heads, positions, *_ = SIZES[size]
             attention = Attention(positions, heads, kv_heads, SCALING)
             return attention_forward(qkv, None, attention)[2].backend
 

@@ -1,13 +1,22 @@
 """RoPE on [q | k | v], alone and after norms of heads, against eager PyTorch in float64."""
 
+from functools import partial
+
 import pytest
 import torch
 from cases.lora_attention_case import eager_head_norm
 from cases.reference import random, relative_error
-from cases.rope_case import SIZES, assert_equal, eager, make
+from cases.rope_case import SIZES, assert_equal, eager, interleaved_order, make, run
 
 from fused_lora.kernels.qkv_norm_rope import HeadNorms, head_norms_backward, norm_rope_together
-from fused_lora.kernels.qkv_rope import rope_backward, rope_forward, rope_together, split_heads
+from fused_lora.kernels.qkv_rope import (
+    rope_backward,
+    rope_forward,
+    rope_together,
+    split_heads,
+    turn_back,
+)
+from fused_lora.rope import rope
 
 
 def by_token(t):
@@ -42,7 +51,7 @@ def make_normed(size, dtype, device, together=False):
     options = {"scale": 0.5, "dtype": dtype, "device": device}
     counts = [t.shape[1] if together else 1 for t in inputs[:2]]
     weights = (
-        1 + random(count * inputs[2].shape[-1], seed=seed, **options)
+        1 + random(count * inputs[0].shape[-1], seed=seed, **options)
         for seed, count in zip((8, 9), counts, strict=True)
     )
     return *inputs, *gradients, *weights
@@ -95,6 +104,39 @@ def test_three_tensors_are_turned_as_they_are_side_by_side(dtype, size, device):
             assert relative_error(got, want) <= torch.finfo(dtype).eps
         else:
             assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("size", ["GQA", "a part of each head"])
+def test_interleaved_pairs_turn_as_halves_do(size, device):
+    (q, k, cos, sin), gradients = make(size, dtype=torch.bfloat16, device=device)
+    order = interleaved_order(cos.shape[-1], q.shape[-1], device)
+    norms = HeadNorms(*make_normed(size, torch.bfloat16, device, True)[-2:], *EPS)
+    ordered = norms._replace(
+        q_weight=norms.q_weight.view(-1, q.shape[-1])[:, order].flatten(),
+        k_weight=norms.k_weight.view(-1, q.shape[-1])[:, order].flatten(),
+    )
+    heads, none = (q, k, 2 * k), torch.full_like(side_by_side(q, k, k), 7.0)
+
+    def normed(q, k, v, cos, sin, out, interleaved=False):
+        by_order = ordered if interleaved else norms
+        norm_rope_together(q, k, v, by_order, cos, sin, out, interleaved)
+
+    for write in (rope_together, rope_backward, normed):
+        got, want = none.clone(), none.clone()
+        write(*(t[..., order] for t in heads), cos, sin, got, interleaved=True)
+        write(*heads, cos, sin, want)
+        assert torch.equal(got, want.unflatten(1, (-1, q.shape[-1]))[..., order].flatten(1))
+    # where they lie, and one by one
+    for change, write in ((rope_forward, rope_together), (turn_back, rope_backward)):
+        got, want = side_by_side(*heads), none.clone()
+        change(got, cos, sin, q.shape[1], k.shape[1], interleaved=True)
+        write(*heads, cos, sin, want, interleaved=True)
+        assert torch.equal(got, want)
+    alone = run(partial(rope, interleaved=True), (q, k, cos, sin), gradients)
+    rope_together(*heads, cos, sin, want, interleaved=True)
+    assert_equal(alone[:2], split_heads(want, q.shape[2], q.shape[1], k.shape[1])[:2])
+    rope_backward(*gradients, 2 * k, cos, sin, want, interleaved=True)
+    assert_equal(alone[2:], split_heads(want, q.shape[2], q.shape[1], k.shape[1])[:2])
 
 
 def test_without_angles_nothing_turns(device):
