@@ -51,6 +51,9 @@ def decoder_forward(
 
     As in transformers, rows are packed if position_ids restart. The host waits for the device to
     see that, as it does there. In a graph it cannot, so any position_ids count as packed.
+
+    A call that is given a cache and needs no gradients, as those of generate(), runs unfused. To
+    decode one token takes the host as long in parts, and 4-bit weights have faster kernels for it.
     """
     check_not_empty(decoder, {"input_ids": input_ids, **options})
     is_generating = past_key_values is not None and not torch.is_grad_enabled()

@@ -1,5 +1,7 @@
 """The reference passes of DPO, KTO and GRPO: a fused model without its adapters, or with others."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,7 +9,7 @@ from cases import fp8_case, layer_case
 from cases.counting import saved_tensors
 from cases.four_bit_case import quantised
 from cases.fp8_case import FP8
-from cases.fused_case import ALL, SHORT, functions_of, step
+from cases.fused_case import ALL, SHORT, assert_close, functions_of, step
 from cases.graph_case import EagerStep, adamw, captured, graphed
 from cases.layer_case import EVERYTHING, LAYER, operands_of_calls
 from cases.peft_models import MLP_ON, assert_equal, base_model, ids
@@ -60,6 +62,20 @@ def test_without_its_adapters_a_model_runs_fused(fusion, functions, device):
     for one, other in zip(got, wanted, strict=True):
         assert relative_error(one, other) < 2e-5
     assert_equal(step(fused, length=SHORT), want)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_an_evaluation_runs_whole_layers_and_training_goes_on(mode, device, monkeypatch):
+    fused, plain, _ = layer_case.pair(device)
+    want = step(plain, length=SHORT)
+    for model in (fused, plain):
+        model.double().float().eval()  # the evaluation moves the weights into new buffers
+    ran = operands_of_calls(monkeypatch)
+    with mode():
+        logits = [model(input_ids=ids(device)).logits for model in (fused, plain)]
+    assert len(ran) == 2 and relative_error(*logits) < 2e-5
+    assert_close(step(fused.train(), length=SHORT), want)
+    assert len(ran) == 4
 
 
 @pytest.mark.parametrize(("fusion", "options"), WITHOUT_B.values(), ids=WITHOUT_B)
@@ -178,6 +194,20 @@ def test_a_graph_notices_that_adapters_are_off_or_others(change, device):
         step(**batch)
 
 
+def log_probs(model, tokens):
+    """Return the log-probability of each token but the first, [rows, tokens - 1]."""
+    logits = model(input_ids=tokens).logits[:, :-1]
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits.log_softmax(-1).gather(2, tokens[:, 1:, None]).squeeze(2)
+
+
+def log_ratios(model, tokens):
+    """Return the log-probabilities of a policy over those of its reference."""
+    policy = log_probs(model, tokens)
+    with torch.no_grad(), model.disable_adapter():
+        return policy - log_probs(model, tokens)
+
+
 class Preference(nn.Module):
     """DPO's loss of two rows, the first one chosen, against the model without its adapters."""
 
@@ -186,15 +216,8 @@ class Preference(nn.Module):
         self.model = model
 
     def forward(self, input_ids):
-        policy = self.log_probs(input_ids)
-        with torch.no_grad(), self.model.disable_adapter():
-            reference = self.log_probs(input_ids)
-        chosen, rejected = policy - reference
+        chosen, rejected = log_ratios(self.model, input_ids).sum(1)
         return -F.logsigmoid(0.5 * (chosen - rejected))
-
-    def log_probs(self, input_ids):
-        log_probs = self.model(input_ids=input_ids).logits[:, :-1].log_softmax(-1)
-        return log_probs.gather(2, input_ids[:, 1:, None]).sum((1, 2))
 
 
 @pytest.mark.gpu
@@ -241,6 +264,22 @@ def test_a_policy_of_real_size_is_bit_for_bit_its_reference(fusion, options, len
     fuse(model, fusion)
     with torch.autocast(device, torch.bfloat16):
         assert_is_reference(model, tokens_at_real_size(device, length))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [1.0, 0.03])  # of B
+def test_at_real_size_rewards_are_as_near_to_the_truth_as_plain_peft(scale, device):
+    plain, tokens = at_real_size(device), tokens_at_real_size(device, 256)
+    for name, parameter in plain.named_parameters():
+        if ".lora_B." in name:
+            parameter.data.mul_(scale)
+    fused, truth = copy.deepcopy(plain), copy.deepcopy(plain).double()
+    fuse(fused, EVERYTHING)
+    found = []
+    for model in (fused, plain, truth):
+        with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=model is not truth):
+            found.append(log_ratios(model, tokens))
+    assert_within_budget("rewards", *found)
 
 
 @pytest.mark.gpu
