@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..label_check import note
@@ -39,7 +40,8 @@ def answer_trl(
     check_not_empty(model, inputs)
     at_predicting = shift_labels
     if labels is not None and at_predicting is None:
-        note(labels, len(head.weight))
+        if not torch.compiler.is_compiling():
+            note(labels, len(head.weight))
         at_predicting = shifted_by_one(labels)
     at_predicting = at_predicting.to(head.weight.device)  # type: ignore[union-attr]
     states = run_decoder(model, head, inputs, at_predicting, options)
@@ -56,7 +58,7 @@ def answer_trl(
         num_items_in_batch=num_items_in_batch,
         drop_ignored=states.drop_ignored,
         rows=states.rows,
-        check_labels=False,
+        check_labels=torch.compiler.is_compiling(),
     )
     end = None if shift_labels is not None else -1  # the last token predicts none
     fields = {
