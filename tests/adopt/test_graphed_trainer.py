@@ -120,17 +120,24 @@ def train(kind, model, folder, is_graphed, resume=None, **options):
     return steps, logged, [p.detach() for p in model.parameters() if p.requires_grad]
 
 
-def assert_alike(got, want, bound):
+def assert_alike(got, want, start, bound):
     """Bit by bit if bound is 0. A GPU may sum in another order from one run to the next, and turn
-    the ranks of equal numbers, which an accuracy counts."""
+    the ranks of equal numbers, which an accuracy counts, and the direction of a tiny update.
+
+    start: the model before it was trained.
+    """
     (_, logged, weights), (_, wanted_logged, wanted) = got, want
     assert [one.keys() for one in logged] == [one.keys() for one in wanted_logged]
     for entry, wanted_entry in zip(logged, wanted_logged, strict=True):
-        assert entry == (
-            pytest.approx(wanted_entry, rel=bound, abs=bound) if bound else wanted_entry
-        )
-    for one, wanted_one in zip(weights, wanted, strict=True):
-        torch.testing.assert_close(one, wanted_one, rtol=bound, atol=bound)
+        counted = {name: one for name, one in wanted_entry.items() if bound and "accurac" in name}
+        assert entry | counted == pytest.approx(wanted_entry, rel=bound, abs=bound)
+    before = [parameter.detach() for parameter in start.parameters() if parameter.requires_grad]
+    assert len(weights) == len(wanted) == len(before)
+    for one, wanted_one, was in zip(weights, wanted, before, strict=True):
+        moved, wanted_moved = one - was, wanted_one - was
+        assert wanted_moved.any()
+        error = relative_error(moved, wanted_moved) if bound else (moved - wanted_moved).abs().max()
+        assert error <= 100 * bound
 
 
 @pytest.mark.slow("Trainer-accumulation, evaluation", "DPOTrainer-accumulation, evaluation")
@@ -149,9 +156,9 @@ def test_graphed_steps_are_the_trainers(kind, setting, tmp_path, device):
         if is_graphed:
             assert done[-1][0].decoder.captured and not done[-1][0].decoder.told
     if device == "cpu" and setting not in LONGER:
-        assert_alike(*done, 0.0)
+        assert_alike(*done, plain, 0.0)
     else:
-        assert_alike(*done, 2e-3 if options.get("bf16") else 1e-4)
+        assert_alike(*done, plain, 2e-3 if options.get("bf16") else 1e-4)
 
 
 def test_a_loss_that_is_no_number_is_logged_as_the_trainer_does(tmp_path, device):
@@ -276,4 +283,5 @@ def test_a_fused_model_in_graphed_steps(kind, bf16, checkpoint, tmp_path, device
         fuse(model, fusion)
         done.append(train(kind, model, tmp_path, is_graphed, **options))
     assert done[0][0].decoder.captured and not done[0][0].decoder.told
-    assert_alike(*done, 2e-2 if bf16 else 1e-4)
+    # the reference pass of DPO compares log-probabilities that differ by little
+    assert_alike(*done, plain, 5e-3 if bf16 else 1e-4)
