@@ -42,6 +42,9 @@ def graph_steps(trainer: Any, *, max_graphs: int = 8) -> "GraphedSteps":
     `pad_to_multiple_of` that leaves max_graphs lengths, unless you have set that. With any other
     collator it is for you to see to few lengths.
 
+    Graphs hold the activations of the largest shape until `remove`, also while you evaluate. They
+    compute all tokens of a batch, padding and those without labels included.
+
     Checkpointed layers get the policy "full" of `Fusion`, unless they have one: PyTorch's own
     checkpoints cannot be captured. It recomputes the same numbers.
 
