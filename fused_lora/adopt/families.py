@@ -180,6 +180,8 @@ FAMILIES = (
     # around towers of other families
     Family("gemma3", "Gemma3", None, None, None, None,
            names={"ForCausalLM": "Gemma3ForConditionalGeneration"}),
+    Family("qwen3_5", "Qwen3_5", None, None, None, None,
+           names={"ForCausalLM": "Qwen3_5ForConditionalGeneration"}),
     Family("mistral3", "Mistral3", None, None, NormForm(), None,
            names={"ForCausalLM": "Mistral3ForConditionalGeneration"}),
     Family("llava", "Llava", None, None, None, None,
