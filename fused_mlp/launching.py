@@ -14,8 +14,8 @@ from torch import Tensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-# Compiled kernels by launch. Keys hold integers as they are, but for those that a kernel does not
-# specialise: these count tokens. When there are too many we forget all of them and ask Triton
+# Compiled kernels by launch. Keys hold exact integers, except those that a kernel does not
+# specialise, which count tokens. When there are too many we forget all of them and ask Triton
 # again, which forgets none.
 _compiled: dict[tuple, Any] = {}
 MAX_COMPILED = 4096
