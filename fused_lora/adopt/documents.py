@@ -22,7 +22,8 @@ from ..kernels.causal_attention import fits_heads
 from ..kernels.documents import documents_of
 from ..step import padding_seen
 from ..step.graphed_module import is_graphed
-from .attention import read_qkv, turns, why_not_sdpa
+from .attend import turns
+from .attention import read_qkv, why_not_sdpa
 from .foreign.forwards import fused_parts_of
 from .foreign.originals import why_replaced
 from .foreign.versions import class_forward, is_checkpointed

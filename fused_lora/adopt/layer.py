@@ -23,13 +23,8 @@ from ..layer.residual import Norm
 from ..layer.scratch import Scratches
 from ..rerun import once, saving_last
 from .aside import say_once
-from .attention import (
-    head_norms_of,
-    mask_for_attention,
-    q_scale_of,
-    turns,
-    why_not_inputs,
-)
+from .attend import mask_for_attention, q_scale_of, turns
+from .attention import head_norms_of, why_not_inputs
 from .borders import Border, LayerBorders
 from .foreign.forwards import fused_parts_of
 from .foreign.parallel import FLATTENED, is_flattened, is_in_fsdp

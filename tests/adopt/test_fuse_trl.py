@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+import torch.nn.functional as F
 from cases.layer_case import peft_model
 
 import fused_lora.adopt.log_probs as module
@@ -46,6 +47,9 @@ def pair(device, order=ORDERS[0], fusion=LOSS, family="Qwen2", config=None, **he
     for model, is_fused in ((plain, False), (fused, True)):
         if is_fused and order == "fuse first":
             fuse(model, fusion)
+        if head.get("cast_lm_head_to_fp32"):  # as GRPOTrainer does
+            its = model.get_base_model().lm_head
+            its.forward = lambda hidden, its=its: F.linear(hidden.float(), its.weight)
         utils.add_fused_lm_head(model.get_base_model(), **head)
         if is_fused and order == "TRL first":
             fuse(model, fusion)
