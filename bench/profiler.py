@@ -32,7 +32,7 @@ KIND_BY_NAME = [
     for kind, pattern in (
         ("optimizer", r"multi_tensor_apply(?!.*CopyFunctor)|adam"),
         ("dequantising", r"dequant"),  # of a base in 4 bits: bitsandbytes', Unsloth's and ours
-        ("loss", r"cross_entropy|nll_loss|softmax|_fl_\w+_kernel|logit_codes|_wrong_label"),
+        ("loss", r"cross_entropy|log_probs|nll_loss|softmax|_fl_\w+_kernel|logit_codes|_wrong_la"),
         ("attention", r"flash|fmha|sdpa|attention|compute_dot_do_o|convert_dq"),
         ("matmul", r"nvjet|gemm|cutlass|cublas|splitk|\bmatmul"),
         ("adapter", r"_extend_rows|_border|_coded_product|_drop|_keep_bits|_sum\w*_kernel"),

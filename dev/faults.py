@@ -25,8 +25,8 @@ FAULTS = (
           "launching"),
     # --- techniques ---
     Fault("fused_lora/kernels/rotation.py", "-sin_2, -sin_1", "-sin_1, -sin_2", "kernels", "rope"),
-    Fault("fused_lora/kernels/logits.py", "exp_sum * _exp(maximum - shift) + tl.sum(",
-          "exp_sum + tl.sum(", "kernels", "cross_entropy_kernel"),
+    Fault("fused_lora/kernels/logits.py", "exp_sum = exp_sum * factor + tl.sum(",
+          "exp_sum = exp_sum + tl.sum(", "kernels", "cross_entropy_kernel"),
     Fault("fused_lora/head.py", "alpha=len(x)", "alpha=len(self._logits)", "kernels",
           "cross_entropy cross_entropy_chunks"),
     Fault("fused_lora/packing.py", "(length, 0)", "(length + 1, 0)", "adopt", "fuse_documents"),

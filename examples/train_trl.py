@@ -73,7 +73,7 @@ def main() -> None:
         return (trainer.state.num_input_tokens_seen - clock.seen) / seconds
 
     plain = tokens_per_s()
-    print(fuse(model))  # prints what runs fused now; the loss stays TRL's own
+    print(fuse(model))  # prints what runs fused now
     print(f"vanilla PEFT: {plain:,.0f} tokens/s; fused: {tokens_per_s():,.0f} tokens/s")
     model.save_pretrained(asked.out)
 

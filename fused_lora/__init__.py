@@ -10,6 +10,7 @@ Nothing is patched at import, nor on any class or library module.
 """
 
 from .fuse import Fusion, FusionReport, fuse, report, unfuse
+from .log_probs import log_probs
 from .packing import fill_row, pack
 from .step.graph import GraphedStep
 
@@ -21,6 +22,7 @@ __all__ = [
     "GraphedStep",
     "fill_row",
     "fuse",
+    "log_probs",
     "pack",
     "report",
     "unfuse",

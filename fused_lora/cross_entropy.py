@@ -194,7 +194,7 @@ def linear_cross_entropy(
         TypeError: label_smoothing, z_loss or another unknown option: use PyTorch's lines above.
     """
     tensors = {"hidden": hidden, "weight": weight, "labels": labels, "bias": bias}
-    _check({name: tensor for name, tensor in tensors.items() if tensor is not None})
+    check_head_operands("linear_cross_entropy", tensors)
     head, num_items = Fp8Head if fp8 else Head, num_items_in_batch
     if isinstance(num_items, Tensor) and num_items.numel() != 1:
         given = list(num_items.shape)
@@ -203,8 +203,7 @@ def linear_cross_entropy(
         if count is not None and count < 1:
             raise ValueError(f"linear_cross_entropy needs {key} above 0, got {count}")
     if chunk_tokens is None:
-        row_bytes = len(weight) * compute_dtype(hidden).itemsize
-        chunk_tokens = max(1, min(CHUNK_TOKENS, CHUNK_BYTES // row_bytes) // head.chunks)
+        chunk_tokens = default_chunk_tokens(len(weight), compute_dtype(hidden), head.chunks)
     if isinstance(num_items, Tensor) and num_items.device == hidden.device:
         num_items = num_items.float().reshape(())
     elif num_items is not None:
@@ -223,6 +222,12 @@ def linear_cross_entropy(
     return LinearCrossEntropy.apply(hidden, weight, bias, targets)
 
 
+def default_chunk_tokens(vocabulary: int, dtype: torch.dtype, shares: int = 1) -> int:
+    """Return the tokens of a chunk whose logits share the memory meant for one."""
+    row_bytes = vocabulary * dtype.itemsize
+    return max(1, min(CHUNK_TOKENS, CHUNK_BYTES // row_bytes) // shares)
+
+
 def _scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return gradient * scale in `dtype`, in one pass and rounded once. The scale becomes [1]: on a
     GPU PyTorch rounds a 0-d one to the gradient's dtype first, and bf16 ones are all 0.2% off."""
@@ -230,9 +235,13 @@ def _scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(gradient, scale.view(1), out=out)
 
 
-def _check(tensors: dict[str, Tensor]) -> None:
-    """Raise ValueError unless shapes, dtypes and devices fit together and a kernel can run."""
-    name, (hidden, weight, labels, *bias) = "linear_cross_entropy", tensors.values()
+def check_head_operands(
+    name: str, optional: dict[str, Tensor | None], in_fp32: bool = False
+) -> None:
+    """Raise ValueError unless shapes, dtypes and devices fit together and a kernel can run. name:
+    the function to blame. in_fp32: any dtype is cast."""
+    tensors = {key: tensor for key, tensor in optional.items() if tensor is not None}
+    hidden, weight, labels, *bias = tensors.values()
     given = ", ".join(
         f"{key} {list(tensor.shape)} {tensor.dtype} on {tensor.device}"
         for key, tensor in tensors.items()
@@ -249,6 +258,6 @@ def _check(tensors: dict[str, Tensor]) -> None:
     if labels.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"{name} needs labels in int64 or int32, got {given}")
     check_runnable(name, _cross_entropy_kernel, hidden)
-    autocast = torch.is_autocast_enabled(hidden.device.type)
-    if not autocast and any(tensor.dtype != hidden.dtype for tensor in (weight, *bias)):
+    is_cast = in_fp32 or torch.is_autocast_enabled(hidden.device.type)
+    if not is_cast and any(tensor.dtype != hidden.dtype for tensor in (weight, *bias)):
         raise ValueError(f"{name} needs one dtype, or torch.autocast, got {given}")

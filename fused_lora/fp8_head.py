@@ -19,7 +19,7 @@ from .head import Head
 from .kernels.fp8_logits import logit_codes, transposed
 from .kernels.fp8_products import product_of_codes
 from .kernels.fp8_rows import SIZES, fp8_rows
-from .kernels.logits import cross_entropy_
+from .kernels.logits import Statistics, cross_entropy_
 
 
 class Fp8Head(Head):
@@ -50,7 +50,7 @@ class Fp8Head(Head):
         rows = fp8_rows(x, padded=x.shape[1])
         logits = product_of_codes(*rows, self._codes, self._scales, self.bias, x.dtype)
         maxima = torch.empty(len(x), dtype=torch.float32, device=x.device)
-        losses = cross_entropy_(logits, labels, ignore_index, False, maxima)
+        losses = cross_entropy_(logits, labels, ignore_index, False, Statistics(maxima))
         if grad_x is not None:
             codes, scales, label_gradient = logit_codes(
                 logits, labels, losses, maxima, self._scales, ignore_index

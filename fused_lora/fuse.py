@@ -15,7 +15,7 @@ from torch import nn
 from .adopt.borders import Border, unborder
 from .adopt.foreign import checkpointing
 from .adopt.foreign.checkpointing import layers_of
-from .adopt.foreign.forwards import take_back
+from .adopt.foreign.forwards import remove_taker, take_back
 from .adopt.foreign.parallel import REPLICATE, refuse_data_parallel
 from .adopt.four_bit.reading import bytes_in_buffers
 from .adopt.report import ASKED_EARLY, NO_ADAPTERS, PARTS_SET, FusionReport, explained, report_on
@@ -225,6 +225,7 @@ def unfuse(model: nn.Module) -> list[str]:
     for name, module in model.named_modules():
         for attribute in (REPLICATE, PARTS_SET, ASKED_EARLY):
             vars(module).pop(attribute, None)
+        remove_taker(module)
         had_forward, had_policy = take_back(module), checkpointing.remove(module)
         if had_forward or had_policy:
             names.append(name)

@@ -1,5 +1,8 @@
 """The linear layer before the loss (`cross_entropy.py`), one chunk of tokens at a time."""
 
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -38,19 +41,96 @@ class Head:
 
         Writes its gradient into grad_x, and adds to grad_weight and grad_bias, if given.
         """
-        logits = self._logits[: len(x)]
-        if self.bias is None:
-            torch.mm(x, self.weight.t(), out=logits)
-        else:
-            torch.addmm(self.bias, x, self.weight.t(), out=logits)
+        logits = self.logits(x)
         is_needed = any(grad is not None for grad in (grad_x, grad_weight, grad_bias))
         losses = cross_entropy_(logits, labels, ignore_index, is_needed)
         grad_logits = logits  # in the same memory
-        if grad_x is not None:
-            torch.mm(grad_logits, self.weight, out=grad_x)
-        if grad_weight is not None:
-            # a mean until it is fp32: the sum over a chunk can exceed fp16's 65,504
-            grad_weight.add_(scaled_matmul(grad_logits.t(), x, 1 / len(x)), alpha=len(x))
+        add_gradients(grad_logits, x, self.weight, grad_x, grad_weight)
         if grad_bias is not None:
             grad_bias.add_(grad_logits.sum(0, dtype=torch.float32))
         return losses.sum()
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return the logits of x [T, hidden], in memory that the next chunk overwrites."""
+        logits = self._logits[: len(x)]
+        if self.bias is None:
+            return torch.mm(x, self.weight.t(), out=logits)
+        return torch.addmm(self.bias, x, self.weight.t(), out=logits)
+
+
+def add_gradients(
+    grad_logits: Tensor, x: Tensor, weight: Tensor, grad_x: Tensor | None,
+    grad_weight: Tensor | None,
+) -> None:  # fmt: skip
+    """Write grad_logits @ weight into grad_x, and add grad_logits' @ x to grad_weight, in fp32, if
+    given."""
+    if grad_x is not None:
+        torch.mm(grad_logits, weight, out=grad_x)
+    if grad_weight is not None:
+        # a mean until it is fp32: the sum over a chunk can exceed fp16's 65,504
+        grad_weight.add_(scaled_matmul(grad_logits.t(), x, 1 / len(x)), alpha=len(x))
+
+
+class HeadOperands(NamedTuple):
+    """The tensors of `LinearLogProbs`, tokens flat. The first five may have gradients."""
+
+    hidden: Tensor  # [tokens, hidden]
+    weight: Tensor  # [vocabulary, hidden]
+    bias: Tensor | None  # [vocabulary]
+    z: Tensor | None  # [tokens, r]: scaling h A' of an adapter
+    B: Tensor | None  # [vocabulary, r]
+    labels: Tensor  # [tokens]
+    rows: Tensor | None  # [n], from `labelled_rows`; None: all
+
+
+class HeadChunk(NamedTuple):
+    """A chunk of tokens, in the compute dtype. part: its place among the rows."""
+
+    part: slice
+    labels: Tensor
+    x: Tensor  # [T, hidden]
+    z: Tensor | None  # [T, r]
+    logits: Tensor  # [T, vocabulary]
+
+
+class HeadChunks:
+    """The rows of a call, one chunk at a time. The logits of all chunks share their memory."""
+
+    def __init__(self, operands: HeadOperands, dtype: torch.dtype, chunk_tokens: int):
+        self._operands, self._dtype, self._chunk_tokens = operands, dtype, chunk_tokens
+        self._labels = picked(operands.labels, operands.rows).contiguous()
+        self.count = len(self._labels)
+        self.weight = operands.weight.to(dtype)
+        self.B = None if operands.B is None else operands.B.to(dtype)
+        bias = None if operands.bias is None else operands.bias.to(dtype)
+        self._head = Head(self.weight, bias, min(self.count, chunk_tokens))
+
+    def __iter__(self) -> Iterator[HeadChunk]:
+        for start in range(0, self.count, self._chunk_tokens):
+            part = slice(start, start + self._chunk_tokens)
+            x, z = self._in_chunk(self._operands.hidden, part), None
+            logits = self._head.logits(x)
+            if self._operands.z is not None and self.B is not None:
+                z = self._in_chunk(self._operands.z, part)
+                logits.addmm_(z, self.B.t())
+            yield HeadChunk(part, self._labels[part], x, z, logits)
+
+    def _in_chunk(self, tokens: Tensor, part: slice) -> Tensor:
+        rows = self._operands.rows
+        return (tokens[part] if rows is None else picked(tokens, rows[part])).to(self._dtype)
+
+    def new_rows(self, like: Any) -> Tensor:
+        return self.weight.new_empty(self.count, like.shape[1])
+
+    def in_full(self, numbers: Tensor) -> Tensor:
+        """Return the numbers [n] of the rows as those of all tokens, 0 elsewhere."""
+        return placed(numbers, self._operands.rows, self._operands.labels.shape)
+
+
+def picked(tokens: Tensor, rows: Tensor | None) -> Tensor:
+    return tokens if rows is None else tokens.index_select(0, rows)
+
+
+def placed(values: Tensor, rows: Tensor | None, shape: torch.Size) -> Tensor:
+    """Return zeros of this shape with values in these rows; rows None: the values."""
+    return values if rows is None else values.new_zeros(shape).index_copy_(0, rows, values)

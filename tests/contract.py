@@ -14,6 +14,7 @@ import torch
 from cases import (
     attention_case,
     cross_entropy_case,
+    log_probs_case,
     lora_attention_case,
     rms_norm_case,
     rope_case,
@@ -26,6 +27,7 @@ from cases.operands import (
     Case,
     make_cross_entropy,
     make_linear,
+    make_log_probs,
     make_lora_attention,
     make_lora_mlp,
     make_norm,
@@ -39,6 +41,7 @@ from fused_lora import cross_entropy
 from fused_lora import rms_norm as norm_module
 from fused_lora import rope as rope_module
 from fused_lora.cross_entropy import linear_cross_entropy
+from fused_lora.log_probs import log_probs
 from fused_lora.lora_attention import LoRA_Attention
 from fused_lora.lora_linear import LoRA_QKV, LoRA_W
 from fused_lora.rms_norm import add_rms_norm, rms_norm
@@ -302,6 +305,20 @@ OPERATIONS = {
                  {"fp8": True, "chunk_tokens": 5}),
             )
         ),
+        *(
+            Operation(
+                name, log_probs_case.by_operand(log_probs, outputs, **options),
+                log_probs_case.by_operand(log_probs_case.eager, outputs),
+                partial(make_log_probs, outputs=outputs), trained, saved=saved,
+                usual=(3, 7), has_values=False,
+            )
+            for name, outputs, trained, saved, options in (
+                ("log_probs", 2, HEAD, ("x", "weight"), {}),
+                ("log_probs, all", 2, HEAD, ("x",), {"drop_ignored": False, "chunk_tokens": 5}),
+                # its gradient is computed in the forward
+                ("log_probs, frozen head", 1, HEAD[:1], (), {"outputs": (), "chunk_tokens": 5}),
+            )
+        ),
     )
 }  # fmt: skip
 
@@ -316,6 +333,7 @@ KERNELS = {  # the module, and the kernels of forward and backward
     "add_rms_norm": (norm_module, "_rms_norm_forward_kernel", "_rms_norm_backward_kernel"),
     "rope": (rope_module, "_rope_kernel"),
     "linear_cross_entropy": (cross_entropy, "_cross_entropy_kernel"),
+    "log_probs": (cross_entropy, "_cross_entropy_kernel"),
 }
 OF_A_KERNEL = [operation for operation in WITH_VALUES if not operation.has_matmuls]
 

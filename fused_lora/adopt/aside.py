@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .foreign.forwards import HOOKED, has_lora, owner_of
-from .foreign.versions import class_forward
+from .foreign.forwards import HOOKED, has_lora, owner_of, trl_head_of
+from .foreign.trl_head import trl_forward
+from .foreign.versions import as_named, class_forward
 
 # Found in reasons that the user asked for: PEFT's ways to run with other adapters or none.
 WISHES = ("adapters are disabled", "adapters are merged", "adapters are active",
@@ -35,8 +36,10 @@ def say_once(module: nn.Module, reason: str) -> None:
 
 
 def step_aside(module: nn.Module, reason: str, *inputs, **options):
-    """Warn, and run the forward of the module's class."""
+    """Warn, and run the forward of the module's class, or TRL's head if the call is for that."""
     say_once(module, reason)
+    if options.pop("fused_lm_head", False) and (head := trl_head_of(module)) is not None:
+        return trl_forward(module, head)(*inputs, fused_lm_head=True, **as_named(options))
     return class_forward(module, *inputs, **options)
 
 

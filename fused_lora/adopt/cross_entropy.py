@@ -14,18 +14,18 @@ from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers.loss import loss_utils
 
-from fused_mlp.launching import is_capturing
-
-from ..cross_entropy import labelled_rows, linear_cross_entropy
-from ..label_check import checking, note
+from ..cross_entropy import linear_cross_entropy
+from ..label_check import note
 from .aside import say_once
-from .documents import check_not_empty, fills_cache, unpadded
-from .foreign.forwards import fused_parts_of
+from .documents import check_not_empty, fills_cache
+from .foreign.forwards import trl_head_of
 from .foreign.no_logits import without_logits
 from .foreign.originals import why_replaced
-from .foreign.versions import as_named, class_forward
-from .fp8.head import multiplies_in_fp8
+from .foreign.versions import class_forward
+from .fp8.head import multiplies_in_fp8, why_not_head
 from .known import known_form, why_not_class
+from .labelled import run_decoder, shifted_by_one
+from .log_probs import answer_trl
 from .projection import why_call, why_not_plain
 from .refusal import Refusal, attempt, refuse
 from .site import having
@@ -37,17 +37,44 @@ def causal_lms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield from having("lm_head", "model")(model)
 
 
-def read_head(model: Any) -> nn.Linear:
-    """Return the linear layer that computes a model's logits, as it is now. Raises a Refusal if the
-    fused loss cannot replace it and the loss after it."""
-    refuse(why_not_class(model, "ForCausalLM"))
-    config, form = model.config, known_form(model, "ForCausalLM")
-    if form.capped_by and (cap := getattr(config, form.capped_by)) is not None:
+def read_answered_head(model: Any) -> nn.Linear:
+    """Read the head as the calls need it that a model gets: those of TRL's head, if it has one, or
+    those for a loss."""
+    return read_head(model) if trl_head_of(model) else read_loss_head(model)
+
+
+def read_loss_head(model: Any) -> nn.Linear:
+    """Return the head. Raises a Refusal if the fused loss cannot replace it and the model's own."""
+    head = read_head(model, is_called=True)
+    form = known_form(model, "ForCausalLM")
+    if form.capped_by and (cap := getattr(model.config, form.capped_by)) is not None:
         raise Refusal(
             f"its logits are soft-capped ({form.capped_by} is {cap}), which the fused loss does "
             "not do"
         )
-    if form.has_router and config.output_router_logits:
+    if model.loss_function is not loss_utils.ForCausalLMLoss:
+        raise Refusal("its loss_function is not transformers' own: do not set model.loss_function")
+    refuse(
+        why_replaced(loss_utils.__name__, "ForCausalLMLoss", "fixed_cross_entropy")
+        or why_replaced(F.__name__, "cross_entropy")
+    )
+    return head
+
+
+def read_fp8_head(model: Any) -> nn.Linear:
+    """Return the head. Raises a Refusal if the fused loss cannot multiply it in FP8."""
+    if trl_head_of(model):
+        raise Refusal("TRL's trainers get log-probabilities, never in FP8: leave fp8_lm_head out")
+    head = read_loss_head(model)
+    refuse(why_not_head(head))
+    return head
+
+
+def read_head(model: Any, is_called: bool = False) -> nn.Linear:
+    """Return the linear layer that computes a model's logits, as it is now. Raises a Refusal if a
+    fused function cannot replace it. is_called: by the model itself; TRL only reads its weight."""
+    refuse(why_not_class(model, "ForCausalLM"))
+    if known_form(model, "ForCausalLM").has_router and model.config.output_router_logits:
         raise Refusal("it adds its routers' loss: set model.config.output_router_logits = False")
     head = model.lm_head
     modules = [head]
@@ -64,16 +91,10 @@ def read_head(model: Any) -> nn.Linear:
         kind = type(head)
         raise Refusal(f"its lm_head is {kind.__module__}.{kind.__qualname__}, not nn.Linear")
     for module in modules:
-        if (reason := why_call(module)) is not None:
+        if (reason := why_call(module, own_forward=is_called)) is not None:
             raise Refusal(f"lm_head: {reason}")
     if (reason := why_not_plain(head.weight)) is not None:
         raise Refusal(f"lm_head: its weight {reason}")
-    if model.loss_function is not loss_utils.ForCausalLMLoss:
-        raise Refusal("its loss_function is not transformers' own: do not set model.loss_function")
-    refuse(
-        why_replaced(loss_utils.__name__, "ForCausalLMLoss", "fixed_cross_entropy")
-        or why_replaced(F.__name__, "cross_entropy")
-    )
     return head
 
 
@@ -152,7 +173,12 @@ def causal_lm_forward(
     }
     own, output_class = _signature_of(model.__class__)
     inputs = {name: one for name, one in inputs.items() if name in own or one is not None}
-    head, reason = attempt(read_head, model)
+    if options.pop("fused_lm_head", False):
+        head, reason = attempt(read_head, model)
+        asked = {name: options.pop(name, None) for name in ("shift_labels", "num_items_in_batch")}
+        reason = reason or why_not_options(model, logits_to_keep, options) or ""
+        return answer_trl(model, head, reason, inputs, options, labels=labels, **asked)
+    head, reason = attempt(read_loss_head, model)
     if labels is not None and model.training and not reason:
         reason = why_not_options(model, logits_to_keep, options) or ""
     if reason:
@@ -168,50 +194,29 @@ def causal_lm_forward(
     if use_cache is None and "use_cache" in own and _needs_no_cache(model.model, inputs):
         warnings.warn(NO_CACHE, stacklevel=2)
         inputs["use_cache"] = False
-    # token n - 1 predicts token n
-    shifted = F.pad(labels, (0, 1), value=-100)[..., 1:].to(head.weight.device).contiguous()
-    wanted = shifted  # the true labels: unpadded may mark some as wrong
-    if not _shows_states(model, options):
-        inputs, shifted = unpadded(model.model, inputs, shifted)
-    # the host would wait for the number of labelled tokens, which no capture allows
-    drop_ignored = not is_capturing(shifted)
-    rows = None
+    shifted = shifted_by_one(labels).to(head.weight.device)
     if not torch.compiler.is_compiling():
         note(labels, len(head.weight))
-        waits = drop_ignored and max_labelled_tokens is None
-        with checking(wanted, len(head.weight), waits=waits):
-            if drop_ignored or max_labelled_tokens is not None:
-                rows = labelled_rows(shifted, max_labelled=max_labelled_tokens)
-    if rows is not None:
-        tokens = inputs["input_ids"] if input_ids is not None else inputs.get("inputs_embeds")
-        # labels of the wrong shape are refused below; their rows may not exist
-        if (
-            tokens is not None
-            and shifted.shape == tokens.shape[:2]
-            and _may_leave_out(model, head, options)
-        ):
-            options["labelled"] = model.model.layers[-1], rows
-    outputs = model.model(**as_named(inputs), **options)
-    form = known_form(model, "ForCausalLM")
-    hidden = outputs.last_hidden_state
+    states = run_decoder(model, head, inputs, shifted, options, max_labelled_tokens)
+    hidden, form = states.hidden, known_form(model, "ForCausalLM")
     if form.divided_by:  # dividing this divides the logits
         hidden = hidden / getattr(model.config, form.divided_by)
     loss = linear_cross_entropy(
         hidden,
         head.weight,
-        shifted.to(hidden.device),
+        states.labels,
         bias=head.bias,
         num_items_in_batch=num_items,
-        drop_ignored=drop_ignored,
+        drop_ignored=states.drop_ignored,
         max_labelled=max_labelled_tokens,
-        rows=rows,
+        rows=states.rows,
         check_labels=torch.compiler.is_compiling(),
         fp8=multiplies_in_fp8(model, head, parts),
     )
-    decoder_outputs = {one.name: getattr(outputs, one.name, None) for one in fields(output_class)}
+    outputs = {one.name: getattr(states.outputs, one.name, None) for one in fields(output_class)}
     if not torch.compiler.is_compiling():  # it only knows transformers' output classes
         output_class = without_logits(output_class)
-    return output_class(**decoder_outputs | {"loss": loss, "logits": None})
+    return output_class(**outputs | {"loss": loss, "logits": None})
 
 
 def _signature_of(cls: Any) -> tuple[frozenset[str], type]:
@@ -229,27 +234,4 @@ def _needs_no_cache(decoder: Any, inputs: dict[str, Any]) -> bool:
     may_be_packed = inputs.get("position_ids") is not None and inputs.get("attention_mask") is None
     return (
         inputs.get("past_key_values") is None and not may_be_packed and fills_cache(decoder, None)
-    )
-
-
-def _shows_states(model: Any, options: dict[str, Any]) -> bool:
-    names = ("output_hidden_states", "output_attentions")
-    return any(options.get(name) or getattr(model.config, name) for name in names)
-
-
-def _may_leave_out(model: Any, head: nn.Linear, options: dict[str, Any]) -> bool:
-    """Return True if the last layer may compute its output for labelled tokens only: it is fused,
-    and nobody but the loss sees its output."""
-    decoder = model.model
-    if not hasattr(decoder, "layers"):  # a multimodal model: its text tower has them
-        return False
-    last = decoder.layers[-1]
-    return (
-        "layer" in fused_parts_of(last)
-        and [*decoder.layers].count(last) == 1  # not an earlier layer as well
-        and not _shows_states(model, options)
-        and all(why_call(one, own_forward=False) is None for one in (last, decoder, decoder.norm))
-        # a compiled one would recompile for every number of tokens
-        and last._compiled_call_impl is decoder._compiled_call_impl is None
-        and last.post_attention_layernorm.weight.device == head.weight.device
     )

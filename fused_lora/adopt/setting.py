@@ -8,7 +8,12 @@ from torch import nn
 from .aside import keep_reported, share_told
 from .borders import Border
 from .documents import DECODER, decoder_forward, decoders
-from .foreign.forwards import fused_parts_of, why_not_own_forward
+from .foreign.forwards import (
+    HeadTaker,
+    fused_parts_of,
+    remove_taker,
+    why_not_own_forward,
+)
 from .four_bit.parts import memories_of, share_memories
 from .layer import BorderedForward, borders_of, give_borders
 from .report import PARTS_SET
@@ -42,6 +47,9 @@ def set_forwards(model: nn.Module, wanted: set[str], kind: type[Border] | None) 
     give_borders([(n, m) for n, m in model.named_modules() if "layer" in fused_parts_of(m)])
     share_told(model)
     share_memories(model, memories)
+    remove_taker(model)
+    if names := [n for n, one in model.named_modules() if "cross_entropy" in fused_parts_of(one)]:
+        model.register_forward_pre_hook(HeadTaker(names))
     for each in KINDS.values():
         each.settle(model)
 

@@ -9,8 +9,6 @@ from . import attention, cross_entropy, layer, linear, mlp, rms_norm
 from .borders import Border
 from .four_bit.reading import why_not_norms
 from .fp8.border import Fp8Border
-from .fp8.head import why_not_head
-from .refusal import refuse
 from .site import Part, Site, having
 
 # --- sites ----------------------------------------------------------------------------------------
@@ -37,8 +35,10 @@ NORMED_LAYER = Site(
     layers, rms_norm.read_normed_layer, rms_norm.normed_layer_forward, gives_way_to="layer",
     is_listed=False,
 )  # fmt: skip
-LOSS = Site(cross_entropy.causal_lms, cross_entropy.read_head, cross_entropy.causal_lm_forward)
-FP8_LOSS = LOSS._replace(read=lambda one: refuse(why_not_head(cross_entropy.read_head(one))))
+LOSS = Site(
+    cross_entropy.causal_lms, cross_entropy.read_answered_head, cross_entropy.causal_lm_forward
+)
+FP8_LOSS = LOSS._replace(read=cross_entropy.read_fp8_head)
 LAYER = Site(layers, layer.check_layer, layer.layer_forward)
 
 # --- parts ----------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from fused_lora import Fusion, fuse, report, unfuse
 from fused_lora.adopt.foreign.checkpointing import policy_of
 from fused_lora.kernels.causal_attention import fits_heads
 from fused_lora.kernels.documents import is_documents
+from fused_lora.log_probs import LinearLogProbs
 
 WHOLE = Fusion(layer=True, rms_norm=True, cross_entropy=True, checkpoint="full")
 ONE_LAYER = {"num_hidden_layers": 1}
@@ -118,11 +119,12 @@ def train(kind, model, data, folder, from_checkpoint=None, **options):
             for parameter in adapters_of(model).values():
                 parameter.data.zero_()
         trainer.train(from_checkpoint and str(folder / from_checkpoint))
-    logged = [
-        {name: one for name, one in entry.items() if not name.endswith(NOT_COMPUTED)}
-        for entry in trainer.state.log_history
-    ]
+    logged = [computed(entry) for entry in trainer.state.log_history]
     return Trained(logged, {n: p.detach().clone() for n, p in adapters_of(model).items()})
+
+
+def computed(entry):
+    return {name: one for name, one in entry.items() if not name.endswith(NOT_COMPUTED)}
 
 
 def adapters_of(model):
@@ -252,10 +254,25 @@ def test_a_forward_that_accelerate_wrapped_itself_says_what_to_do(tmp_path, devi
         train("Trainer", model, rows(model), tmp_path, bf16=True)
 
 
-def test_the_report_says_that_trl_computes_the_loss(tmp_path, device):
-    model = layer_case.peft_model(device, config=ONE_LAYER)
-    trainer_of("SFTTrainer", model, rows(model), tmp_path)
-    reason = "its forward has been replaced by trl.trainer.utils, whose trainers compute the loss"
-    assert fuse(model).left["base_model.model as cross_entropy"] == reason
-    with pytest.raises(ValueError, match=f"{reason}; leave cross_entropy out"):
-        fuse(model, WHOLE)
+@pytest.mark.filterwarnings("error:a fused ")
+@pytest.mark.parametrize("fuse_first", [True, False])
+def test_a_fused_model_answers_for_trls_head_in_either_order(fuse_first, tmp_path, device):
+    plain = layer_case.peft_model(device, config=ONE_LAYER)
+    fused, data, ran = copy.deepcopy(plain), rows(plain), []
+    want = train("SFTTrainer", plain, data, tmp_path / "plain")
+    if fuse_first:
+        fuse(fused, WHOLE)
+    trainer = trainer_of("SFTTrainer", fused, data, tmp_path / "fused")
+    if not fuse_first:
+        fuse(fused, WHOLE)
+    assert report(fused).counts["cross_entropy"] == "1 of 1 losses"
+    with patch.object(LinearLogProbs, "backward", counted(LinearLogProbs.backward, ran)):
+        trainer.train()
+    assert len(ran) == 3  # steps
+    logged = [computed(entry) for entry in trainer.state.log_history]
+    weights = {name: p.detach() for name, p in adapters_of(fused).items()}
+    assert_trained_alike(Trained(logged, weights), want)
+
+
+def counted(function, calls):
+    return staticmethod(lambda *given: calls.append(given) or function(*given))

@@ -35,7 +35,12 @@ from fused_lora.kernels.fp8_swiglu import (
     repair_gradient_codes,
     swiglu_codes,
 )
-from fused_lora.kernels.logits import cross_entropy_
+from fused_lora.kernels.logits import (
+    LogitScaling,
+    Statistics,
+    cross_entropy_,
+    log_probs_gradient_,
+)
 from fused_lora.kernels.sums_over_tokens import sums_over_tokens
 from fused_lora.kernels.swiglu_products_backward import Product, swiglu_backward_products
 from fused_lora.kernels.swiglu_products_forward import swiglu_forward_product
@@ -94,6 +99,14 @@ def launch_parts():
     drop(x, mask_of(x))
     labels, found = (empty(size, dtype=torch.int64) for size in (TOKENS, 2))
     cross_entropy_(empty(TOKENS, VOCABULARY), labels, -100, True)
+    for scaling in (LogitScaling(), LogitScaling(0.5), LogitScaling(0.5, 30.0)):
+        rows = [empty(TOKENS, dtype=torch.float32) for _ in range(5)]
+        statistics = Statistics(*rows, empty(TOKENS, dtype=torch.int8))
+        for given in (statistics, Statistics()):
+            cross_entropy_(empty(TOKENS, VOCABULARY), labels, -100, False, given, scaling)
+        for gradients in ((rows[0], rows[0]), (rows[0], None), (None, rows[0])):
+            logits = empty(TOKENS, VOCABULARY)
+            log_probs_gradient_(logits, labels, -100, statistics, *gradients, scaling)
     find_wrong_label(labels, found, VOCABULARY, -100)
 
 

@@ -23,6 +23,30 @@ class Calls(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+class Watch(TorchDispatchMode):
+    """A record of the operations inside, and the bytes of the tensors they make."""
+
+    def __init__(self):
+        super().__init__()
+        self.names, self.sizes = [], []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+        self.names.append(function.overloadpacket.__name__)
+        given = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
+        owned = {t.untyped_storage().data_ptr() for t in given}
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in owned:  # neither a view nor written in place
+                    self.sizes.append(storage.nbytes())
+        return result
+
+    def products(self):
+        return sum(name.rstrip("_") in ("mm", "addmm", "bmm", "matmul") for name in self.names)
+
+
 @contextmanager
 def saved_tensors():
     """The tensors that autograd keeps, in their order."""

@@ -12,7 +12,7 @@ from cases import (
     rms_norm_case,
     rope_case,
 )
-from cases.reference import ADAPTER_NAMES
+from cases.reference import ADAPTER_NAMES, random
 from torch import Tensor
 
 from fused_lora.rms_norm import rms_norm
@@ -118,6 +118,13 @@ def make_norm(function):
 def make_rope(size, *, dtype, device, angle_dtype=None):
     inputs, gradients = rope_case.make(size, dtype=dtype, device=device, angle_dtype=angle_dtype)
     return Case(dict(zip(("q", "k", "cos", "sin"), inputs, strict=True)), list(gradients))
+
+
+def make_log_probs(shape, *, dtype, device, outputs=2):
+    operands = cross_entropy_case.inputs(*shape, dtype=dtype, device=device)
+    names = ("x", "weight", "bias", "labels")
+    gradients = [random(*shape, device=device, seed=seed) for seed in range(outputs)]
+    return Case(dict(zip(names, operands, strict=True)), gradients)
 
 
 def make_cross_entropy(shape, *, dtype, device, **sizes):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases.counting import saved_tensors
+from cases.counting import Watch, saved_tensors
 from cases.cross_entropy_case import (
     HIDDEN,
     IGNORED,
@@ -15,37 +15,12 @@ from cases.cross_entropy_case import (
     small_blocks,
 )
 from cases.reference import random
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fused_lora.cross_entropy as module
 import fused_lora.head as head_module
 from fused_lora.cross_entropy import linear_cross_entropy
 
 fixtures = case, small_blocks  # pytest finds them in this module
-
-
-class Watch(TorchDispatchMode):
-    """A record of the operations inside, and the bytes of the tensors they make."""
-
-    def __init__(self):
-        super().__init__()
-        self.names, self.sizes = [], []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        result = function(*args, **kwargs)
-        self.names.append(function.overloadpacket.__name__)
-        given = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
-        owned = {t.untyped_storage().data_ptr() for t in given}
-        for tensor in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage.data_ptr() not in owned:  # neither a view nor written in place
-                    self.sizes.append(storage.nbytes())
-        return result
-
-    def products(self):
-        return sum(name.rstrip("_") in ("mm", "addmm", "bmm", "matmul") for name in self.names)
 
 
 @pytest.mark.parametrize(

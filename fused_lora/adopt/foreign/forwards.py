@@ -4,12 +4,17 @@ accelerate, TRL and others set forwards on instances, as we do. A fused function
 modules in it, so it checks that a call of each would run its class's forward.
 """
 
+import warnings
+from collections.abc import Iterable
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
+from ...step.hooks import Bystander
 from ...step.module_ref import ModuleRef
+from .trl_head import TrlHead, beneath, trl_forward, trl_head_in
 
 HOOKED = "_old_forward"  # where a module keeps the forward that a hook of accelerate calls
 # The parts of a forward of ours that computes the same as the class's.
@@ -19,16 +24,22 @@ BOUND_TO_THE_MODEL = (
     "peft.get_peft_model returns, or call fuse without cross_entropy"
 )
 
+NEXT_CALL = (
+    "TRL set its own head after fuse, and computed this call with it; ours computes the next: call "
+    "fuse after the trainer is made"
+)
+
 
 class Owner:
     """The object that our forwards are methods of. It does not keep the module alive.
 
     parts: those the module runs fused. told, reported: reasons not to repeat (`aside.py`).
-    memories: for weights in 4 bits (`four_bit/parts.py`).
+    memories: for weights in 4 bits (`four_bit/parts.py`). trl_head: TRL's, which it answers for.
     """
 
     def __init__(self, module: nn.Module, parts: frozenset[str]):
         self._module, self.parts = ModuleRef(module), parts
+        self.trl_head = trl_head_of(module)
         self.had_adapters = has_lora(module)
         self.told: set[str] = set()  # `fuse` shares it among all modules of a model
         self.reported: set[str] = set()  # for this module, by the report of `fuse`
@@ -44,10 +55,54 @@ def has_lora(module: nn.Module) -> bool:
 
 
 def owner_of(module: nn.Module, at: str = "forward") -> Owner | None:
+    """Return the owner of a forward of ours, which may lie beneath TRL's head."""
     forward = vars(module).get(at)
     # not getattr: torch.compile of torch 2.11 does not find a method's __self__ that way
     owner = forward.__self__ if isinstance(forward, MethodType) else None
+    if owner is module:
+        forward = beneath(forward)
+        owner = forward.__self__ if isinstance(forward, MethodType) else None
+        if isinstance(owner, Owner) and owner.module is not module:
+            return None  # TRL's head on a copy still calls the model that was copied
     return owner if isinstance(owner, Owner) else None
+
+
+def trl_head_of(module: nn.Module) -> TrlHead | None:
+    """Return the settings of TRL's head on a model, whoever answers for it."""
+    forward = vars(module).get("forward")
+    if not isinstance(forward, MethodType):
+        return None
+    owner = forward.__self__
+    return owner.trl_head if isinstance(owner, Owner) else trl_head_in(forward)
+
+
+class HeadTaker(Bystander):
+    """A hook on a model that `fuse` got: before a call, our forward takes the place of TRL's head.
+
+    names: of the causal language models inside.
+    """
+
+    def __init__(self, names: Iterable[str]):
+        self.names = tuple(names)
+
+    def __call__(self, model: nn.Module, _: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        for module in map(model.get_submodule, self.names):
+            head, owner = trl_head_in(vars(module).get("forward")), owner_of(module)
+            if head is None or owner is None:
+                continue
+            owner.trl_head = head
+            module.forward = owner.forward  # type: ignore[attr-defined]
+            if module is model:  # torch has looked its forward up before it calls hooks
+                warnings.warn(NEXT_CALL, stacklevel=2)
+
+
+def remove_taker(module: nn.Module) -> None:
+    """Remove the hook on a model, if it has one."""
+    hooks = module._forward_pre_hooks
+    for key in [key for key, hook in hooks.items() if isinstance(hook, HeadTaker)]:
+        del hooks[key]
 
 
 def fused_parts_of(module: nn.Module, at: str = "forward") -> frozenset[str]:
@@ -60,7 +115,10 @@ def take_back(module: nn.Module) -> bool:
     """Give a module its own forward back if it has one of ours, also inside an accelerate hook.
     Return whether it had."""
     if fused_parts_of(module):
+        head = trl_head_of(module)
         del module.forward
+        if head is not None:
+            module.forward = trl_forward(module, head)
     elif fused_parts_of(module, HOOKED):
         setattr(module, HOOKED, MethodType(type(module).forward, module))
     else:
@@ -69,11 +127,12 @@ def take_back(module: nn.Module) -> bool:
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Return True if calling the module runs its class's forward. accelerate leaves that on the
-    instance when it removes a hook."""
+    """Return True if calling the module runs its class's forward, as TRL's head does for calls that
+    are not its own. accelerate leaves that forward on the instance when it removes a hook."""
     forward = vars(module).get("forward")
     if not isinstance(forward, MethodType):
         return forward is None
+    forward = beneath(forward)
     return forward.__self__ is module and forward.__func__ is type(module).forward
 
 

@@ -1,0 +1,99 @@
+"""The decoder of a causal language model, run for the tokens whose next token has a label."""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fused_mlp.launching import is_capturing
+
+from ..cross_entropy import labelled_rows
+from ..label_check import checking
+from .documents import IGNORED, unpadded
+from .foreign.forwards import fused_parts_of
+from .foreign.versions import as_named
+from .projection import why_call
+
+
+class DecoderStates(NamedTuple):
+    """The decoder's output for a batch, perhaps as one row without its padding."""
+
+    outputs: Any  # transformers'
+    hidden: Tensor  # [batch, positions, hidden], or [1, tokens, hidden]
+    labels: Tensor  # [batch, positions], or [1, tokens]: each at the token that predicts it
+    rows: Tensor | None  # the tokens that have a label; None: all
+    drop_ignored: bool
+    is_token: Tensor | None  # [batch, positions]: those in the row; None: there is padding, or none
+
+    def in_batch(self, values: Tensor) -> Tensor:
+        """Return values [1, tokens] as [batch, positions], 0 at padding."""
+        if self.is_token is None:
+            return values
+        places = self.is_token.flatten().nonzero().squeeze(1)
+        in_all = values.new_zeros(self.is_token.numel()).index_copy(0, places, values[0])
+        return in_all.view(self.is_token.shape)
+
+
+def shifted_by_one(labels: Tensor) -> Tensor:
+    """Return labels [..., positions] moved to the token before, which predicts them."""
+    return F.pad(labels, (0, 1), value=IGNORED)[..., 1:].contiguous()
+
+
+def run_decoder(
+    model: Any, head: nn.Linear, inputs: dict[str, Any], labels: Tensor, options: dict[str, Any],
+    max_labelled_tokens: int | None = None,
+) -> DecoderStates:  # fmt: skip
+    """Run the decoder on inputs without their padding, where that is exact. labels: each at the
+    token that predicts it, on the head's device. options: of the call; one may be added."""
+    wanted = labels  # the true labels: unpadded may mark some as wrong
+    given = inputs
+    if not _shows_states(model, options):
+        inputs, labels = unpadded(model.model, inputs, labels)
+    is_token = None
+    if labels.shape != wanted.shape:
+        is_token = given["attention_mask"].bool().to(labels.device)
+    # the host would wait for the number of labelled tokens, which no capture allows
+    drop_ignored = not is_capturing(labels)
+    rows = None
+    if not torch.compiler.is_compiling():
+        waits = drop_ignored and max_labelled_tokens is None
+        with checking(wanted, len(head.weight), waits=waits):
+            if drop_ignored or max_labelled_tokens is not None:
+                rows = labelled_rows(labels, max_labelled=max_labelled_tokens)
+    if rows is not None:
+        names = ("input_ids", "inputs_embeds")
+        tokens = next((inputs[name] for name in names if inputs.get(name) is not None), None)
+        # labels of the wrong shape are refused later; their rows may not exist
+        if (
+            tokens is not None
+            and labels.shape == tokens.shape[:2]
+            and _may_leave_out(model, head, options)
+        ):
+            options["labelled"] = model.model.layers[-1], rows
+    outputs = model.model(**as_named(inputs), **options)
+    hidden = outputs.last_hidden_state
+    return DecoderStates(outputs, hidden, labels.to(hidden.device), rows, drop_ignored, is_token)
+
+
+def _shows_states(model: Any, options: dict[str, Any]) -> bool:
+    names = ("output_hidden_states", "output_attentions")
+    return any(options.get(name) or getattr(model.config, name) for name in names)
+
+
+def _may_leave_out(model: Any, head: nn.Linear, options: dict[str, Any]) -> bool:
+    """Return True if the last layer may compute its output for labelled tokens only: it is fused,
+    and nobody but the loss sees its output."""
+    decoder = model.model
+    if not hasattr(decoder, "layers"):  # a multimodal model: its text tower has them
+        return False
+    last = decoder.layers[-1]
+    return (
+        "layer" in fused_parts_of(last)
+        and [*decoder.layers].count(last) == 1  # not an earlier layer as well
+        and not _shows_states(model, options)
+        and all(why_call(one, own_forward=False) is None for one in (last, decoder, decoder.norm))
+        # a compiled one would recompile for every number of tokens
+        and last._compiled_call_impl is decoder._compiled_call_impl is None
+        and last.post_attention_layernorm.weight.device == head.weight.device
+    )

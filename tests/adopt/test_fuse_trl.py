@@ -1,0 +1,183 @@
+"""TRL's head (`add_fused_lm_head`), which its trainers call: a fused model answers with ours."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from cases.layer_case import peft_model
+
+import fused_lora.adopt.log_probs as module
+from fused_lora import Fusion, fuse, report, unfuse
+from fused_lora.adopt.foreign.trl_head import trl_head_in
+
+utils = pytest.importorskip("trl.trainer.utils", reason="wants trl, of dev/requirements/dev.txt")
+if not hasattr(utils, "add_fused_lm_head"):
+    pytest.skip("wants trl from 1.15 on", allow_module_level=True)
+
+OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+FIELDS = (*OUTPUTS, "label_mask", "loss")
+FUSION = Fusion(layer=True, rms_norm=True, cross_entropy=True)
+LOSS = Fusion(cross_entropy=True)
+ORDERS = ("fuse first", "TRL first")
+NAME = "base_model.model"
+# what each model adds to Qwen2's plain logits, and TRL to its head
+MODELS = {
+    "temperature, every output": ("Qwen2", {}, {"temperature": 0.7, "outputs": OUTPUTS}),
+    "softcap": ("Gemma2", {"final_logit_softcapping": 3.0}, {"outputs": OUTPUTS}),
+    "logits_scaling": ("Granite", {"logits_scaling": 4.0}, {"outputs": ("log_probs", "entropy")}),
+    "fp32 head": ("Qwen2", {}, {"cast_lm_head_to_fp32": True}),
+}
+NOT_FIRST = ("softcap", "fuse first")
+
+
+@pytest.fixture
+def answered(monkeypatch):
+    """The calls that our head answers."""
+    calls, answer = [], module.log_probs
+    monkeypatch.setattr(module, "log_probs", lambda *a, **o: calls.append(o) or answer(*a, **o))
+    return calls
+
+
+def pair(device, order=ORDERS[0], fusion=LOSS, family="Qwen2", config=None, **head):
+    """Return a model with TRL's head, fused in this order, and the same without fusion."""
+    plain = peft_model(device, family, config={"num_hidden_layers": 1} | (config or {}))
+    fused = copy.deepcopy(plain)
+    for model, is_fused in ((plain, False), (fused, True)):
+        if is_fused and order == "fuse first":
+            fuse(model, fusion)
+        utils.add_fused_lm_head(model.get_base_model(), **head)
+        if is_fused and order == "TRL first":
+            fuse(model, fusion)
+    return fused, plain
+
+
+def batch(device, padding="right"):
+    tokens = torch.randint(3, 96, (3, 9), generator=torch.Generator().manual_seed(3)).to(device)
+    labels, mask = tokens.clone(), torch.ones_like(tokens)
+    labels[:, :4] = -100
+    padded = slice(7, None) if padding == "right" else slice(0, 2)
+    mask[1, padded], labels[1, padded] = 0, -100
+    return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+
+
+def step(model, weights=(1.0, 0.3), **inputs):
+    """Return TRL's output and the adapters' gradients of a sum of log_probs and entropy."""
+    output = model(**inputs, fused_lm_head=True)
+    factors = torch.arange(output.log_probs.numel(), device=output.log_probs.device) % 5 - 2.0
+    score = sum(
+        (getattr(output, name) * factors.view(output.log_probs.shape)).sum() * weight
+        for name, weight in zip(("log_probs", "entropy"), weights, strict=True)
+        if getattr(output, name) is not None
+    )
+    score.backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return output, gradients
+
+
+def assert_same(fused, plain, **inputs):
+    (got, got_gradients), (want, gradients) = (step(one, **inputs) for one in (fused, plain))
+    assert type(got) is type(want)
+    for name in FIELDS:
+        one, wanted = getattr(got, name), getattr(want, name)
+        assert (one is None) is (wanted is None), name
+        if one is not None:
+            assert (one.dtype, one.shape) == (wanted.dtype, wanted.shape), name
+            torch.testing.assert_close(one, wanted, rtol=2e-5, atol=2e-5, msg=name)
+    assert got_gradients.keys() == gradients.keys() and gradients
+    for name, gradient in gradients.items():
+        off = (got_gradients[name] - gradient).norm() / gradient.norm().clamp(min=1e-6)
+        assert off < 1e-4, name
+
+
+@pytest.mark.filterwarnings("error:a fused ")
+@pytest.mark.parametrize(
+    ("name", "order"),
+    # fuse alone refuses a soft-capped loss, and says so
+    [(name, order) for name in MODELS for order in ORDERS if (name, order) != NOT_FIRST],
+)
+def test_the_fields_and_gradients_are_those_of_trls_head(name, order, answered, device):
+    family, config, head = MODELS[name]
+    fused, plain = pair(device, order, family=family, config=config, **head)
+    assert_same(fused, plain, **batch(device))
+    assert len(answered) == 1
+    assert report(fused).fused["cross_entropy"] == [NAME]
+
+
+@pytest.mark.filterwarnings("error:a fused ")
+@pytest.mark.parametrize("padding", ["left", "right"])
+def test_padding_is_left_out_and_the_fields_keep_their_places(padding, answered, device):
+    head = {"outputs": OUTPUTS}
+    fused, plain = pair(device, "TRL first", FUSION, config={"head_dim": 32}, **head)
+    assert_same(fused, plain, **batch(device, padding))
+    with torch.no_grad():  # a reference pass
+        got, want = (one(**batch(device), fused_lm_head=True) for one in (fused, plain))
+    torch.testing.assert_close(got.log_probs, want.log_probs, rtol=2e-5, atol=2e-5)
+    assert len(answered) == 2 and not got.log_probs.requires_grad
+
+
+def test_shift_labels_are_not_shifted_again_and_num_items_divides_the_loss(answered, device):
+    fused, plain = pair(device)
+    inputs = batch(device)
+    shifted = inputs.pop("labels").roll(-1, 1)
+    assert_same(fused, plain, shift_labels=shifted, num_items_in_batch=7, **inputs)
+    nothing = torch.full_like(shifted, -100)
+    assert fused(shift_labels=nothing, **inputs, fused_lm_head=True).loss == 0
+    assert len(answered) == 2
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_unfuse_gives_trls_head_back(order, answered, device):
+    fused, plain = pair(device, order, temperature=0.7, outputs=("log_probs", "entropy"))
+    if order == "fuse first":
+        fused(**batch(device), fused_lm_head=True)
+    assert unfuse(fused) == [NAME]
+    got, want = (one.get_base_model().forward for one in (fused, plain))
+    assert trl_head_in(got) == trl_head_in(want) is not None
+    assert not fused._forward_pre_hooks
+    answered.clear()
+    assert_same(fused, plain, **batch(device))
+    assert not answered
+
+
+def test_without_a_trainer_nothing_answers_trls_call(device):
+    fused = peft_model(device, config={"num_hidden_layers": 1})
+    fuse(fused, LOSS)
+    with pytest.raises(ValueError, match="fused_lm_head=True is a call of TRL's trainers"):
+        fused(**batch(device), fused_lm_head=True)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_head_with_hooks_runs_trls_own_and_says_so(order, answered, device):
+    fused, plain = pair(device, order, outputs=("log_probs", "entropy", "is_top1"))
+    for model in (fused, plain):
+        model.get_base_model().lm_head.register_forward_hook(lambda *_: None)
+    with pytest.warns(UserWarning, match="a fused Qwen2ForCausalLM stepped aside: lm_head: it has"):
+        assert_same(fused, plain, **batch(device))
+    assert not answered and NAME in report(fused).left
+
+
+def test_copies_and_pickles_answer_with_their_own_weights(answered, device):
+    fused, plain = pair(device, "TRL first")
+    for model in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
+        assert_same(model, plain, **batch(device))
+    assert len(answered) == 2
+
+
+def test_a_model_that_is_called_without_peft_around_it_says_who_computed(answered, device):
+    fused = peft_model(device, config={"num_hidden_layers": 1}).get_base_model()
+    fuse(fused, LOSS)
+    utils.add_fused_lm_head(fused)
+    with pytest.warns(UserWarning, match="TRL set its own head after fuse, and computed this call"):
+        fused(**batch(device), fused_lm_head=True)
+    assert not answered
+    fused(**batch(device), fused_lm_head=True)
+    assert len(answered) == 1
+
+
+def test_fp8_is_not_what_trl_asks_for(device):
+    plain = peft_model(device, config={"num_hidden_layers": 1})
+    utils.add_fused_lm_head(plain.get_base_model())
+    with pytest.raises(ValueError, match="TRL's trainers get log-probabilities, never in FP8"):
+        fuse(plain, Fusion(cross_entropy=True, fp8_lm_head=True))
