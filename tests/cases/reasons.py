@@ -263,7 +263,8 @@ MODELS = {
         family("Gemma 2", hidden_activation="gelu_python_tanh"), MLP_ON, "is GELUTanh, not"
     ),
     "a soft cap": Model(
-        family("Gemma 3", final_logit_softcapping=20.0), LOSS, "final_logit_softcapping is 20.0"
+        family("Gemma 3", final_logit_softcapping=20.0), LOSS_IN_FP8,
+        "its logits are soft-capped, never in FP8",
     ),
     "an unknown family": Model(
         family("Glm4"), ROPE,
