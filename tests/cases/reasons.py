@@ -204,7 +204,7 @@ class Model(NamedTuple):
 
 
 def family(name, **config):
-    found = UNKNOWN if name == "Glm4" else FAMILIES[name]
+    found = UNKNOWN if name == "Helium" else FAMILIES[name]
     return replace(found, config=found.config | config).peft_model
 
 
@@ -267,8 +267,8 @@ MODELS = {
         "its logits are soft-capped, never in FP8",
     ),
     "an unknown family": Model(
-        family("Glm4"), ROPE,
-        r"Glm4Attention is not an attention class that we know \(see docs",
+        family("Helium"), ROPE,
+        r"HeliumAttention is not an attention class that we know \(see docs",
     ),
     "a checkpoint's lm_head in FP8": Model(
         in_fp8(of=BLOCKS, only="lm_head"), LOSS_IN_FP8,
