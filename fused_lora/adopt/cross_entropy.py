@@ -61,7 +61,7 @@ def read_fp8_head(model: Any) -> nn.Linear:
         raise Refusal("TRL's trainers get log-probabilities, never in FP8: leave fp8_lm_head out")
     head = read_loss_head(model)
     if softcap_of(model) is not None:
-        raise Refusal("its logits are soft-capped, never in FP8: leave fp8_lm_head out")
+        raise Refusal("its logits are soft-capped, never in FP8")
     refuse(why_not_head(head))
     return head
 

@@ -262,10 +262,6 @@ MODELS = {
     "another GELU by tanh": Model(
         family("Gemma 2", hidden_activation="gelu_python_tanh"), MLP_ON, "is GELUTanh, not"
     ),
-    "a soft cap": Model(
-        family("Gemma 3", final_logit_softcapping=20.0), LOSS_IN_FP8,
-        "its logits are soft-capped, never in FP8",
-    ),
     "an unknown family": Model(
         family("Helium"), ROPE,
         r"HeliumAttention is not an attention class that we know \(see docs",
