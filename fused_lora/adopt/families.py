@@ -149,6 +149,8 @@ FAMILIES = (
     Family("granite", "Granite", layer=LayerForm(multiplier="residual_multiplier"),
            loss=LossForm(divided_by="logits_scaling"), whole=True),
     Family("glm4", "Glm4", AttentionForm(interleaved=True), GATE_UP, layer=GLM_LAYER, whole=True),
+    Family("glm", "Glm", AttentionForm(interleaved=True), GATE_UP, whole=True),
+    Family("ernie4_5", "Ernie4_5", AttentionForm(interleaved=True), whole=True),
     Family("olmo2", "Olmo2", AttentionForm(norms="features"), layer=OUTPUT_NORMS, whole=True),
     Family("olmo3", "Olmo3", AttentionForm(norms="features", passes=OWN_WINDOW),
            layer=OUTPUT_NORMS, whole=True),

@@ -11,7 +11,7 @@ from cases.reference import assert_within_budget
 from transformers import DataCollatorWithFlattening
 
 from fused_lora import Fusion, fill_row, fuse, pack
-from fused_lora.adopt import attention
+from fused_lora.adopt import attend
 from fused_lora.adopt.documents import takes_documents
 from fused_lora.packing import PACKED
 
@@ -86,7 +86,7 @@ def no_masks(monkeypatch):
     def refuse(mask):
         raise AssertionError("a mask of positions x positions was made")
 
-    monkeypatch.setattr(attention, "mask_of_documents", refuse)
+    monkeypatch.setattr(attend, "mask_of_documents", refuse)
 
 
 @pytest.mark.slow("Qwen3-fusion3")

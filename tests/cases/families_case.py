@@ -177,6 +177,8 @@ FAMILIES = {
     "Ministral 3": Family(
         "Ministral3", {"rope_parameters": SCALED, "sliding_window": 4},
     ),
+    "GLM": Family("Glm", {"rope_parameters": HALF}),
+    "ERNIE 4.5": Family("Ernie4_5"),
     "GLM-4": Family("Glm4", {"rope_parameters": HALF}, fused={"rms_norm": GLM_NORMS}),
     "CWM": Family("Cwm", WINDOW),
     "Qwen2": Family("Qwen2"),
