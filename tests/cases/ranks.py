@@ -1,5 +1,6 @@
 """Ranks that train together: processes on the CPU with gloo, or one per GPU with NCCL."""
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -25,6 +26,8 @@ def _run(rank, count, has_gpus, folder, body, arguments):
     device = f"cuda:{rank}" if has_gpus else "cpu"
     if has_gpus:
         torch.cuda.set_device(rank)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # as torchrun; nobody connects
     store = f"file://{folder}/store"
     dist.init_process_group("nccl" if has_gpus else "gloo", store, rank=rank, world_size=count)
     try:
