@@ -180,6 +180,8 @@ FAMILIES = (
     Family("qwen3_vl", "Qwen3VLText", AttentionForm(norms="heads"),
            names={"ForCausalLM": "Qwen3VLForConditionalGeneration"}),
     # around towers of other families
+    Family("gemma4", "Gemma4", None, None, None, None, GEMMA_LOSS,
+           names={"ForCausalLM": "Gemma4ForConditionalGeneration"}),
     Family("gemma3", "Gemma3", None, None, None, None,
            names={"ForCausalLM": "Gemma3ForConditionalGeneration"}),
     Family("qwen3_5", "Qwen3_5", None, None, None, None,

@@ -3,15 +3,18 @@
 import copy
 import warnings
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..packing import FilledRows
 from ..step.checkpoint import Checkpoint
+from ..step.flat_gradients import FlatGradients
 from ..step.graphed_module import GraphedModule
 from .documents import decoders
 from .foreign import checkpointing
@@ -48,15 +51,21 @@ def graph_steps(trainer: Any, *, max_graphs: int = 8) -> "GraphedSteps":
     Checkpointed layers get the policy "full" of `Fusion`, unless they have one: PyTorch's own
     checkpoints cannot be captured. It recomputes the same numbers.
 
+    Under torchrun the trainer wraps its model in DistributedDataParallel, whose hooks a replayed
+    backward does not call. So every step runs in its `no_sync`, and we average the gradients after
+    the last micro-batch of an update, once and with the same result. Ranks may have other shapes.
+
     With args.logging_nan_inf_filter, a Trainer's default, the host reads every loss. We do the same
     on the GPU, and the host no longer waits: the trainer gets a copy of its arguments without it.
 
     Args:
-        trainer: transformers' Trainer or a subclass, with a PEFT model, on one GPU.
+        trainer: transformers' Trainer or a subclass, with a PEFT model, on one GPU per rank.
         max_graphs: how many shapes may be captured with gradients, and how many without.
 
     Raises:
-        ValueError: the trainer has no training_step or no model; or max_graphs is below 1.
+        ValueError: the trainer has no training_step or no model; max_graphs is below 1; or in a
+            step on several ranks, a trained parameter got no gradient, or DistributedDataParallel
+            has static_graph=True or a communication hook.
     """
     if not callable(getattr(trainer, "training_step", None)) or not isinstance(
         getattr(trainer, "model", None), nn.Module
@@ -86,6 +95,7 @@ class GraphedSteps:
     def __init__(self, trainer: Any, max_graphs: int):
         self.trainer, self.max_graphs = trainer, max_graphs
         self.decoder: GraphedModule | None = None
+        self._held: FlatGradients | None = None  # on several ranks
         self.why_not = self._why_not()
         if self.why_not:
             warnings.warn(f"graph_steps: all steps run eagerly: {self.why_not}", stacklevel=3)
@@ -120,7 +130,7 @@ class GraphedSteps:
                 for _, layer in checkpointing.layers_of(self.trainer.model):
                     checkpointing.remove(layer)
                 checkpointing.let_go(self.trainer.model)
-        self.decoder = None
+        self.decoder = self._held = None
 
     def training_step(self, *inputs: Any, **options: Any) -> Tensor:
         """Run the trainer's own step, its decoder as graphs. Returns the loss, detached."""
@@ -131,8 +141,11 @@ class GraphedSteps:
             self.decoder = GraphedDecoder(
                 module, _state_of(model), partial(_forget_borders, module), self.max_graphs
             )
-        with self.decoder.in_place():
+        wrapped = next((one for one in inputs if isinstance(one, DistributedDataParallel)), None)
+        with self.decoder.in_place(), _without_sync(wrapped):
             loss = self._own_step(*inputs, **options)
+        if wrapped is not None and self.trainer.accelerator.sync_gradients:
+            self._average(wrapped)
         if not self._filters_nan:
             return loss
         trainer = self.trainer  # as it would, but the host does not wait
@@ -151,6 +164,20 @@ class GraphedSteps:
         padded = copy.copy(own)
         padded.pad_to_multiple_of = -(-longest // (MULTIPLE * self.max_graphs)) * MULTIPLE
         return padded
+
+    def _average(self, wrapped: DistributedDataParallel) -> None:
+        """Average the gradients over all ranks, at the end of an update."""
+        trained = [one for one in wrapped.parameters() if one.requires_grad]
+        if without := sum(one.grad is None for one in trained):
+            raise ValueError(
+                f"graph_steps: {without} of {len(trained)} trained parameters get no gradient: "
+                "freeze them"
+            )
+        held = self._held
+        if held is None or [*map(id, held.trained)] != [*map(id, trained)]:
+            held = self._held = FlatGradients(trained, wrapped.process_group)
+        held.hold()
+        held.average()
 
     def _checkpoint_in_graphs(self) -> bool:
         """Checkpoint layers under our policy if they are checkpointed. Return whether it is new.
@@ -176,7 +203,7 @@ class GraphedSteps:
             f"the model is on {', '.join(sorted(devices))}, not on one {wanted} device": (
                 len(devices) != 1 or torch.device(min(devices)).type != wanted
             ),
-            "it needs one process with one GPU": args.world_size > 1 or args.n_gpu > 1,
+            "it needs one GPU for each process: start them with torchrun": args.n_gpu > 1,
             "FSDP and DeepSpeed move the weights": (
                 self.trainer.is_fsdp_enabled or self.trainer.is_deepspeed_enabled
             ),
@@ -197,6 +224,18 @@ class GraphedDecoder(GraphedModule):
 
     def __call__(self, *positional: Any, labelled: Any = None, **inputs: Any) -> Any:
         return super().__call__(*positional, **inputs)
+
+
+def _without_sync(wrapped: DistributedDataParallel | None) -> AbstractContextManager[None]:
+    """Return the context in which DistributedDataParallel leaves gradients to us."""
+    if wrapped is None:
+        return nullcontext()
+    if wrapped.static_graph or wrapped._comm_hooks:
+        raise ValueError(
+            "graph_steps averages gradients itself, got DistributedDataParallel with "
+            "static_graph=True or a communication hook: leave them out"
+        )
+    return wrapped.no_sync()
 
 
 def _decoder_in(model: nn.Module) -> nn.Module | None:

@@ -148,7 +148,8 @@ def _why_not_parts(layer: Any) -> str | None:
     if reason:
         return reason
     if type(layer).__bases__[0].__name__ == "FSDPModule":
-        return "fully_shard gathers its weights elsewhere: use the other parts"
+        call = "fully_shard(model, ignored_params=frozen)"
+        return f"fully_shard shards layers: fuse first, then {call} alone"
     attention, mlp = layer.self_attn, layer.mlp
     for name, kind in (("self_attn", "Attention"), ("mlp", "MLP")):
         part = layer._modules[name]

@@ -14,7 +14,7 @@ from .foreign.trl_head import trl_output
 from .labelled import run_decoder, shifted_by_one
 
 
-@torch.compiler.disable  # it cannot trace how layers find their buffers
+@torch.compiler.disable(recursive=False)  # the decoder in it is compiled
 def answer_trl(
     model: Any, head: nn.Linear | None, reason: str | None, inputs: dict[str, Any],
     options: dict[str, Any], *, labels: Tensor | None, shift_labels: Tensor | None,

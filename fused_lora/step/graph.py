@@ -3,7 +3,8 @@
 The host launches two graphs instead of thousands of kernels, and a short step no longer waits for
 it. A graph repeats its kernels at fixed addresses. We copy each batch into the graph's buffers and
 read the learning rate from a tensor; whatever else the host decided at capture stays decided. There
-are two graphs so the host can check the update's operands while the GPU computes gradients.
+are two graphs so the host can check the update's operands while the GPU computes gradients, and so
+several ranks can average these in between.
 
 The first EAGER_CALLS calls with new shapes run as plain PyTorch: kernels are compiled and tuned,
 libraries allocate their workspaces, the optimizer makes its state. These steps train like all
@@ -19,12 +20,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.utils import clip_grad_norm_
 
 from ..label_check import LabelsSeen, raise_earlier
 from .capture import Cuda, noting
 from .checkpoint import Checkpoint, policies_in
+from .flat_gradients import FlatGradients, Shadow
 from .graph_checks import (
     addresses_of,
     check_arguments,
@@ -66,7 +70,7 @@ class _Graph:
     captured: _Captured | None = None
 
 
-class GraphedStep:
+class GraphedStep(Joinable):
     """A training step for your own loop, captured in CUDA graphs for each set of shapes.
 
     Equivalent PyTorch, for ``step.accumulate(**a); loss = step(**b)``::
@@ -100,9 +104,15 @@ class GraphedStep:
     a row's tokens; if an eager call saw that, the graphs have the mask.
     ``attention_mask={"full_attention": None}``, which some models take (Qwen), counts as left out.
 
+    Under torchrun an update trains on the batches of all ranks. They start from rank 0's trained
+    parameters, average gradients as DistributedDataParallel does, and clip that mean. So give
+    `num_items_in_batch` as the count over all ranks divided by their number. Shapes may differ. If
+    some ranks have fewer batches, put the loop into PyTorch's ``with Join([step]):``. Seed each
+    rank differently for other dropout. Let a rank that raises end: torchrun then ends the others.
+
     Held until `reset`: the memory of the largest graph, activations and all, which graphs share;
-    each graph's batch; one gradient per parameter with accumulation (else gradients live inside the
-    graph); the host memory of checkpoint="offload". Eager calls need their memory on top.
+    each graph's batch; one gradient per parameter with accumulation or several ranks (else inside
+    the graph); the host memory of checkpoint="offload". Eager calls need their memory on top.
 
     Args:
         model: on one CUDA device; returns the loss, 0-d, or an output that has it as `.loss`.
@@ -115,15 +125,17 @@ class GraphedStep:
         after_update: called at the end of every update and captured with it. For values that your
             model computes from its parameters between steps.
         max_graphs: how many graphs there may be.
+        process_group: ranks that train together, the default group if None.
 
     Raises:
         ValueError: an argument has the wrong type; the model, the optimizer or an input cannot be
             captured; there are more than max_graphs sets of shapes; something a graph works on has
-            changed since its capture; or a label is outside the vocabulary. A label on the CPU
-            raises in this call, before anything is done, and one on the GPU in a later call
-            (`label_check.py`).
+            changed since its capture; ranks train other parameters; or a label is outside the
+            vocabulary. A label on the CPU raises in this call, before anything is done, and one on
+            the GPU in a later call (`label_check.py`).
         RuntimeError: the capture failed. Nothing of the step was done, all graphs are gone, and the
-            model trains eagerly as before. Out of memory stays torch.OutOfMemoryError.
+            model trains eagerly as before (out of memory: torch.OutOfMemoryError). Or another rank
+            has ended.
     """
 
     _backend: type[Cuda] = Cuda  # the tests' own runs without a GPU
@@ -139,13 +151,15 @@ class GraphedStep:
         accumulation_steps: int = 1,
         after_update: Iterable[Callable[[], Any]] = (),
         max_graphs: int = 8,
+        process_group: dist.ProcessGroup | None = None,
     ):
+        super().__init__()
         counts = {"accumulation_steps": accumulation_steps, "max_graphs": max_graphs}
         check_arguments(model, optimizer, autocast, max_grad_norm, counts)
         self.model, self.optimizer, self.autocast = model, optimizer, autocast
         self.max_grad_norm, self.accumulation_steps = max_grad_norm, accumulation_steps
         self.after_update = tuple(after_update)
-        self.max_graphs = max_graphs
+        self.max_graphs, self.process_group = max_graphs, process_group
         self._graphs: dict[Hashable, _Graph] = {}
         self.reset()
 
@@ -167,7 +181,15 @@ class GraphedStep:
         return self._run(inputs, update=False)
 
     def reset(self) -> None:
-        """Drop all graphs and their memory. Every set of shapes starts over with eager calls."""
+        """Drop all graphs and their memory. Every set of shapes starts over with eager calls. All
+        ranks call it, and get rank 0's trained parameters."""
+        self._drop()
+        if self._held.ranks > 1:
+            self._held.start_alike()
+            for refresh in self.after_update:
+                refresh()
+
+    def _drop(self) -> None:
         if self._graphs:
             self._cuda.synchronize()  # they may be running
             self._graphs.clear()
@@ -179,7 +201,7 @@ class GraphedStep:
         check_capturable(self.model, self._parameters, self._trained, self._backend.device_type)
         device = self._parameters[0].device
         self._cuda = self._backend(device)
-        self._sums: list[Tensor] = []
+        self._held = FlatGradients(self._trained, self.process_group)
         self._padding = PaddingSeen()
         self._learning_rates = LearningRates(self.optimizer, device)
 
@@ -188,7 +210,8 @@ class GraphedStep:
     def _run(self, inputs: dict[str, Any], update: bool) -> Tensor:
         raise_earlier(self._cuda.device)
         # like backward(), we add to gradients that are already there
-        accumulated = not update or any(p.grad is not None for p in self._trained)
+        accumulated = not update or self._held.ranks > 1
+        accumulated = accumulated or any(p.grad is not None for p in self._trained)
         key = update, accumulated, self.model.training, form_of(inputs)
         graph = self._graphs.get(key) or self._new_graph(key, inputs, update)
         graph.labels.check(inputs, graph.inputs)
@@ -201,6 +224,7 @@ class GraphedStep:
             with graph.without_mask.noted(), graph.labels.noted():
                 loss = self._cuda.run(lambda: self._gradients(graph, accumulated))
                 if update:
+                    self._average()
                     self._cuda.run(self._update)
             graph.eager_calls += 1
             return loss.clone()
@@ -223,9 +247,16 @@ class GraphedStep:
         if accumulated and without:  # the optimizer skips None, but not the zeros that we hold
             raise ValueError(
                 f"GraphedStep: {without} of {len(self._trained)} parameters of the optimizer get "
-                "no gradient; to accumulate, freeze them or leave them out of the optimizer"
+                "no gradient; to accumulate or average, freeze or leave them out of the optimizer"
             )
         return loss.detach()
+
+    def _average(self) -> None:
+        """Average the gradients over all ranks, between the step's two parts."""
+        if self._held.ranks > 1:
+            Join.notify_join_context(self)
+            self._held.hold()
+            self._held.average()
 
     def _update(self) -> None:
         """Run the step's end, which follows the last backward: eagerly, then captured."""
@@ -260,7 +291,7 @@ class GraphedStep:
     def _capture(self, graph: _Graph, update: bool, accumulated: bool) -> _Captured:
         gradients = [parameter.grad for parameter in self._trained]
         if accumulated:
-            self._hold_gradients()
+            self._held.hold()
         causes: list[Exception] = []
         noted = noting(causes)
         try:
@@ -270,7 +301,7 @@ class GraphedStep:
                 )
             replay_update = self._cuda.capture(noted(self._update))[0] if update else None
         except Exception as error:
-            self.reset()
+            self._drop()
             cause = causes[0] if causes else error
             if isinstance(cause, torch.OutOfMemoryError):
                 raise cause from None
@@ -293,11 +324,12 @@ class GraphedStep:
         check_unchanged(step.addresses, addresses_of(self._parameters))
         if accumulated:
             check_unchanged(step.worked_on, self._worked_on(update))
-            self._hold_gradients()
+            self._held.hold()
         step.replay_gradients()
         if not accumulated:  # while the GPU is busy
             check_unchanged(step.worked_on, self._worked_on(update))
         if step.replay_update is not None:
+            self._average()
             step.replay_update()
             if accumulated:
                 self.optimizer.zero_grad()  # a replay does not touch the host's side
@@ -305,16 +337,13 @@ class GraphedStep:
     def _worked_on(self, update: bool) -> dict[str, Any]:
         return worked_on(self._parameters, self.optimizer if update else None)
 
-    def _hold_gradients(self) -> None:
-        """Make every `.grad` the tensor that the graphs add to, keeping its value."""
-        if not self._sums:
-            self._sums = [torch.empty_like(parameter) for parameter in self._trained]
-        empty = []
-        for parameter, held in zip(self._trained, self._sums, strict=True):
-            if parameter.grad is None:
-                empty.append(held)
-            elif parameter.grad is not held:
-                held.copy_(parameter.grad)
-            parameter.grad = held
-        if empty:
-            torch._foreach_zero_(empty)
+    def join_hook(self, **_: Any) -> Shadow:
+        return Shadow(self._held, self.optimizer)
+
+    @property
+    def join_device(self) -> torch.device:
+        return self._cuda.device
+
+    @property
+    def join_process_group(self) -> Any:
+        return self.process_group or dist.group.WORLD

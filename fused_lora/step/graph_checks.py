@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..layer.buffer import PlacedWeight
 
@@ -26,6 +27,11 @@ def check_arguments(
                 f"torch.{wanted.__module__.split('.')[1]}.{wanted.__name__}, got "
                 f"{type(given).__name__}"
             )
+    if isinstance(model, DistributedDataParallel):
+        raise ValueError(
+            "GraphedStep averages gradients over all ranks itself, got DistributedDataParallel: "
+            "pass its .module"
+        )
     # a context manager is callable as well: as a decorator
     if not callable(autocast) or isinstance(autocast, AbstractContextManager):
         raise ValueError(

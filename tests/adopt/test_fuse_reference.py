@@ -199,7 +199,8 @@ def log_ratios(model, tokens):
     """Return the log-probabilities of a policy over those of its reference."""
     policy = log_probs(model, tokens)
     with torch.no_grad(), model.disable_adapter():
-        return policy - log_probs(model, tokens)
+        reference = log_probs(model, tokens)
+    return policy - reference
 
 
 class Preference(nn.Module):

@@ -29,7 +29,6 @@ MODELS = {
     "logits_scaling": ("Granite", {"logits_scaling": 4.0}, {"outputs": ("log_probs", "entropy")}),
     "fp32 head": ("Qwen2", {}, {"cast_lm_head_to_fp32": True}),
 }
-NOT_FIRST = ("softcap", "fuse first")
 
 
 @pytest.fixture
@@ -98,8 +97,7 @@ def assert_same(fused, plain, **inputs):
 @pytest.mark.filterwarnings("error:a fused ")
 @pytest.mark.parametrize(
     ("name", "order"),
-    # fuse alone refuses a soft-capped loss, and says so
-    [(name, order) for name in MODELS for order in ORDERS if (name, order) != NOT_FIRST],
+    [(name, order) for name in MODELS for order in ORDERS],
 )
 def test_the_fields_and_gradients_are_those_of_trls_head(name, order, answered, device):
     family, config, head = MODELS[name]

@@ -161,7 +161,11 @@ QWEN_3_5_PARTS = {
     "not_whole": NOT_READ,
 }  # fmt: skip
 NOT_ONE_LAYER = "Gemma4TextDecoderLayer is not a layer class"
-GEMMA_4 = {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": 96}
+GEMMA_4 = {
+    "final_logit_softcapping": 2.0,
+    "num_kv_shared_layers": 0,
+    "vocab_size_per_layer_input": 96,
+}
 GEMMA_4_NORMS = (*AROUND, "post_per_layer_input_norm", *OF_HEADS[2:], "self_attn.v_norm")
 PER_LAYER = {"rms_norm": ("model.per_layer_projection_norm",)}
 EXPERTS_ARE_PEFTS = {"mlp": "a mixture's experts stay PEFT's"}
@@ -201,8 +205,9 @@ FAMILIES = {
     ),
     "Gemma": Family("Gemma"),
     "Gemma 2": Family(
-        "Gemma2", WINDOW | {"query_pre_attn_scalar": 16}, fused={"rms_norm": AROUND},
-        left={LOSS: "soft-capped (final_logit_softcapping is 30.0)"},
+        "Gemma2",
+        WINDOW | {"query_pre_attn_scalar": 16, "final_logit_softcapping": 2.0},
+        fused={"rms_norm": AROUND},
     ),
     "Gemma 3": Family(
         "Gemma3", WINDOW | {"query_pre_attn_scalar": 16},
@@ -238,6 +243,24 @@ FAMILIES = {
     "Qwen3-VL": Family(
         "Qwen3VL", {"rope_parameters": SECTIONS}, VISION, fused={"rms_norm": OF_HEADS},
         not_whole=NOT_READ,
+    ),
+    "Gemma 4, multimodal": Family(
+        "Gemma4", WINDOW | GEMMA_4, SIGLIP | {"head_dim": 16}, fused={"rms_norm": GEMMA_4_NORMS},
+        others={"rms_norm": (
+            "model.language_model.per_layer_projection_norm",
+            "model.embed_vision.embedding_pre_projection_norm",
+            *(f"model.vision_tower.encoder.layers.0.{name}" for name in GEMMA_4_NORMS
+              if "per_layer" not in name),
+        )},
+        left={
+            f"base_model.model.model.vision_tower.encoder.layers.0.{name}": reason
+            for name, reason in {
+                "mlp": "Gemma4VisionMLP is not an MLP class",
+                "self_attn": "Gemma4VisionAttention is not an attention class",
+                "self_attn.o_proj": "its base layer is Gemma4ClippableLinear",
+            }.items()
+        },
+        functions=APART, not_whole="Gemma4VisionEncoderLayer is not a layer class",
     ),
     "Qwen3.5, multimodal": Family("Qwen3_5", QWEN_3_5, VISION, **QWEN_3_5_PARTS),
     "Gemma 3, multimodal": Family(

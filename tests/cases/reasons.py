@@ -261,9 +261,6 @@ MODELS = {
     "another GELU by tanh": Model(
         family("Gemma 2", hidden_activation="gelu_python_tanh"), MLP_ON, "is GELUTanh, not"
     ),
-    "a soft cap": Model(
-        family("Gemma 3", final_logit_softcapping=20.0), LOSS, "final_logit_softcapping is 20.0"
-    ),
     "an unknown family": Model(
         family("Helium"), ROPE,
         r"HeliumAttention is not an attention class that we know \(see docs",

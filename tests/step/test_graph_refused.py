@@ -23,6 +23,7 @@ from cases.graph_case import (
 )
 from cases.layer_case import peft_model
 from cases.peft_models import LAYERS, ids
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from fused_lora import Fusion, fuse, unfuse
 from fused_lora.adopt.foreign.checkpointing import policy_of
@@ -135,6 +136,10 @@ def test_only_addresses_are_looked_at_while_the_gpu_waits(device, monkeypatch):
         ),
         (lambda model: GraphedStep(None, None), r"model as a torch\.nn\.Module, got NoneType"),
         (lambda model: GraphedStep(adamw(model), model), "as a torch.nn.Module, got AdamW"),
+        (
+            lambda model: GraphedStep(DDP.__new__(DDP), adamw(model)),
+            "itself, got DistributedDataParallel: pass its .module",
+        ),
         (lambda model: graphed(model, None), r"as a torch\.optim\.Optimizer, got NoneType"),
         (
             lambda model: graphed(model, adamw(model), autocast=torch.autocast("cpu")),

@@ -1,0 +1,126 @@
+"""Gradients in one flat buffer per dtype, which all ranks average in one reduction per update.
+
+The mean is DistributedDataParallel's: every rank divides its gradients by the number of ranks, and
+they are summed. The reduction stands between the two graphs of a step (`graph.py`), so ranks may
+have batches of different shapes and capture them at different calls. They only have to update
+equally often. A rank that has fewer batches ends in PyTorch's own `Join`.
+
+https://docs.pytorch.org/docs/stable/distributed.algorithms.join.html
+"""
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.join import JoinHook
+
+
+class FlatGradients:
+    """The gradients of parameters. Within `hold` each `.grad` is a view of a flat buffer.
+
+    trained: parameters on one device. group: the ranks that train them, None for the default group.
+    ranks: how many there are, 1 without torch.distributed.
+    """
+
+    def __init__(self, trained: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> None:
+        self.trained, self.group = trained, group
+        is_distributed = dist.is_available() and dist.is_initialized()
+        self.ranks = dist.get_world_size(group) if is_distributed else 1
+        self._buffers: list[Tensor] = []
+        self._views: list[Tensor] = []  # in the order of trained
+
+    def hold(self) -> None:
+        """Make every `.grad` its view of a buffer, keeping its value; None becomes zeros."""
+        if not self._views:
+            self._allocate()
+        empty = []
+        for parameter, view in zip(self.trained, self._views, strict=True):
+            if parameter.grad is None:
+                empty.append(view)
+            elif parameter.grad is not view:
+                view.copy_(parameter.grad)
+            parameter.grad = view
+        if len(empty) == len(self._views):
+            torch._foreach_zero_(self._buffers)
+        elif empty:
+            torch._foreach_zero_(empty)
+
+    def average(self) -> None:
+        """Replace what `hold` holds by its mean over all ranks. With NCCL the host does not wait.
+
+        Raises RuntimeError if another rank has ended.
+        """
+        try:
+            for buffer in self._buffers:
+                dist.all_reduce(buffer.div_(self.ranks), group=self.group)
+        except RuntimeError as error:
+            reason = (str(error).splitlines() or [""])[0]
+            raise RuntimeError(
+                "gradients cannot be averaged over all ranks; see which one failed first: "
+                f"{reason[:60]}"
+            ) from error
+
+    def start_alike(self) -> None:
+        """Give all ranks the parameters of the first. Raises ValueError, on every rank, if they do
+        not train the same ones."""
+        form = [(str(one.dtype), list(one.shape)) for one in self.trained]
+        forms = [form] * self.ranks
+        with torch.cuda.device_of(self.trained[0]):  # gathering takes the current device
+            dist.all_gather_object(forms, form, group=self.group)
+        for rank, other in enumerate(forms):
+            if other != forms[0]:
+                raise ValueError(
+                    f"rank {rank} trains {len(other)} parameters unlike the {len(forms[0])} of "
+                    "rank 0: build the same model and the same optimizer on every rank"
+                )
+        self.share(self.trained, 0)
+
+    @torch.no_grad()
+    def share(self, tensors: Sequence[Tensor], rank: int) -> None:
+        """Copy tensors from one rank of the group to all."""
+        ranks = dist.get_process_group_ranks(self.group or dist.group.WORLD)
+        for _, group in groupby(sorted(tensors, key=_kind), key=_kind):
+            alike = [*group]
+            flat = torch.cat([one.flatten() for one in alike])
+            dist.broadcast(flat, ranks[rank], group=self.group)
+            for one, shared in zip(alike, flat.split([*map(Tensor.numel, alike)]), strict=True):
+                one.copy_(shared.view_as(one))
+
+    def _allocate(self) -> None:
+        places: dict[Tensor, Tensor] = {}
+        for _, group in groupby(sorted(self.trained, key=_kind), key=_kind):
+            alike = [*group]
+            sizes = [*map(Tensor.numel, alike)]
+            buffer = torch.empty(sum(sizes), dtype=alike[0].dtype, device=alike[0].device)
+            self._buffers.append(buffer)
+            for one, part in zip(alike, buffer.split(sizes), strict=True):
+                places[one] = part.view(one.shape)
+        self._views = [places[one] for one in self.trained]
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {tensor.device}"
+
+
+class Shadow(JoinHook):
+    """A rank that has no batches left, while others still update. It adds what it has accumulated
+    to the next reduction, then zeros, and ends with the parameters and the optimizer's state of the
+    rank that updated last."""
+
+    def __init__(self, gradients: FlatGradients, optimizer: torch.optim.Optimizer) -> None:
+        self.gradients, self.optimizer = gradients, optimizer
+
+    def main_hook(self) -> None:
+        self.gradients.hold()
+        self.gradients.average()
+        self.optimizer.zero_grad()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        gradients, states = self.gradients, self.optimizer.state.values()
+        rank = dist.get_rank(gradients.group) if is_last_joiner else -1
+        last = torch.tensor(rank, device=gradients.trained[0].device)
+        dist.all_reduce(last, dist.ReduceOp.MAX, group=gradients.group)
+        state = [one for each in states for one in each.values() if isinstance(one, Tensor)]
+        gradients.share([*gradients.trained, *state], int(last))

@@ -1,0 +1,126 @@
+"""Fused models on two ranks, under DistributedDataParallel as trainers set it up and under FSDP2:
+they train as one process trains vanilla PEFT on all batches, and without a warning."""
+
+import copy
+import warnings
+from contextlib import nullcontext
+
+import pytest
+import torch
+from cases.four_bit_case import quantised
+from cases.fused_case import ALL, SHORT
+from cases.layer_case import LAYER, peft_model
+from cases.peft_models import LAYERS, ids
+from cases.ranks import on_ranks
+from cases.reference import relative_error
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from fused_lora import Fusion, fuse, report
+
+RANKS, UPDATES = 2, 3
+EVERYTHING = Fusion(**ALL, layer=True, checkpoint="full")
+IN_4_BITS = {"change": quantised}
+
+
+def shard_adapters(model):
+    """Replicate the base model, shard adapters, gather them once a step."""
+    return fully_shard(model, ignored_params={p for p in model.parameters() if not p.requires_grad})
+
+
+def ddp(**options):
+    return lambda model: DistributedDataParallel(model, **options)
+
+
+WRAPPED = {
+    "find_unused_parameters": ddp(find_unused_parameters=True),
+    "gradient_as_bucket_view": ddp(gradient_as_bucket_view=True),
+    "static_graph": ddp(static_graph=True),
+    "FSDP2": shard_adapters,
+}
+FUSED = {
+    "layer": (LAYER, {}),
+    "everything, full": (EVERYTHING, {}),
+    "layer, 4 bits": (LAYER, IN_4_BITS),
+    "parts, 4 bits": (Fusion(**ALL), IN_4_BITS),
+}
+
+
+def without_sync(model, how):
+    if how == "static_graph":  # whose first backward has to be one that reduces
+        return None
+    return nullcontext() if isinstance(model, FSDPModule) else model.no_sync()
+
+
+def trained(rank, device, how, fused):
+    """Train a fused model on this rank's batches, and a plain twin on those of all ranks."""
+    fusion, options = FUSED[fused]
+    model = peft_model(device, **options)
+    plain, start = copy.deepcopy(model), dict(copy.deepcopy(model).named_parameters())
+    fuse(model, fusion)
+    wrapped = WRAPPED[how](model)
+    assert not report(model).left
+    optimizers = [
+        torch.optim.SGD([p for p in one.parameters() if p.requires_grad], lr=0.1)
+        for one in (model, plain)
+    ]
+
+    def backward(one, seed, share):
+        tokens = ids(device, seed)[:, :SHORT]
+        (one(input_ids=tokens, labels=tokens).loss * share).backward()
+
+    for update in range(UPDATES):
+        first, second = (100 * part + RANKS * update for part in (1, 2))
+        context = without_sync(wrapped, how)
+        if context is not None:
+            with context, warnings.catch_warnings():
+                warnings.simplefilter("error")
+                warnings.filterwarnings("ignore", "Conversion of an array", DeprecationWarning)
+                backward(wrapped, first + rank, 1.0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            warnings.filterwarnings("ignore", "Conversion of an array", DeprecationWarning)
+            backward(wrapped, second + rank, 1.0)
+        for other in range(RANKS):
+            if context is not None:
+                backward(plain, first + other, 1 / RANKS)
+            backward(plain, second + other, 1 / RANKS)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    found = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    wanted = dict(plain.named_parameters())
+    return {
+        name: relative_error(found[name].to(device) - start[name], wanted[name] - start[name])
+        for name in wanted
+        if wanted[name].requires_grad and (rank == 0 or not isinstance(wrapped, FSDPModule))
+    }
+
+
+TRIED = [(how, "layer") for how in WRAPPED] + [
+    (how, fused) for how in ("find_unused_parameters", "FSDP2") for fused in [*FUSED][1:]
+]
+
+
+@pytest.mark.slow("find_unused_parameters-layer", "FSDP2-everything, full")
+@pytest.mark.parametrize(("how", "fused"), TRIED)
+def test_two_ranks_train_as_one_process_does_on_all_batches(how, fused):
+    errors, others = on_ranks(RANKS, trained, how, fused)
+    assert errors and max(errors.values()) < 1e-4
+    assert others or how == "FSDP2"
+
+
+def sharded_layers(rank, device):
+    model = peft_model(device)
+    fuse(model, LAYER)
+    frozen = {p for p in model.parameters() if not p.requires_grad}
+    for layer in model.get_submodule(LAYERS):
+        fully_shard(layer, ignored_params=frozen)
+    shard_adapters(model)
+    (reason, *_) = report(model).left.values()
+    assert "fuse first, then fully_shard(model, ignored_params=frozen) alone" in reason
+
+
+def test_sharded_layers_name_the_call_that_keeps_them_whole():
+    on_ranks(1, sharded_layers)

@@ -1,0 +1,192 @@
+"""A graphed step on several ranks: it trains as one process does on all their batches."""
+
+import builtins
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from cases.graph_case import EagerStep, adamw, batch, captured, graphed, tiny
+from cases.ranks import on_ranks
+from torch.distributed.algorithms.join import Join
+
+CLIP = 0.05
+UPDATES = 6  # two of each length are eager
+
+
+def own_batch(rank, seed):
+    """Shapes differ between ranks, and from one call to the next."""
+    return batch(100 * rank + seed, length=4 + (rank + seed // 4) % 2)
+
+
+def weights(model):
+    return [one.detach().clone() for one in model.parameters()]
+
+
+def step_on(device, model=None, **options):
+    model = tiny(device) if model is None else model
+    return graphed(model, adamw(model), max_grad_norm=CLIP, **options)
+
+
+def trained(rank, device, accumulated):
+    """Train from different weights, which the step replaces by those of rank 0."""
+    model = tiny(device)
+    with torch.no_grad():
+        model.first.weight.mul_(1 + rank)
+    step = step_on(device, model, accumulation_steps=accumulated)
+    losses = []
+    for seed in range(UPDATES * accumulated):
+        ends = seed % accumulated == accumulated - 1
+        losses.append((step if ends else step.accumulate)(**own_batch(rank, seed)).item())
+        assert all(one.grad is None for one in model.parameters()) or not ends
+    assert captured(step)
+    return {
+        "losses": losses,
+        "weights": weights(model),
+        "state": list(step.optimizer.state.values()),
+    }
+
+
+def trained_alone(count, accumulated):
+    """Train in one process on the batches of all ranks."""
+    model = tiny("cpu")
+    eager = EagerStep(model, adamw(model), torch.enable_grad, CLIP, count * accumulated)
+    losses = [[] for _ in range(count)]
+    for first in range(0, UPDATES * accumulated, accumulated):
+        calls = [(rank, first + i) for rank in range(count) for i in range(accumulated)]
+        for rank, seed in calls:
+            call = eager if (rank, seed) == calls[-1] else eager.accumulate
+            losses[rank].append(call(**own_batch(rank, seed)).item())
+    return losses, weights(model)
+
+
+@pytest.mark.parametrize(("count", "accumulated"), [(2, 1), (2, 3), (4, 1)])
+def test_ranks_train_as_one_process_does_on_their_batches(count, accumulated):
+    """Bit by bit where the sums are of two numbers, and on every rank the same."""
+    found = on_ranks(count, trained, accumulated)
+    losses, wanted = trained_alone(count, accumulated)
+    exact = (count, accumulated) == (2, 1) and torch.cuda.device_count() < count
+    bound = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-4, "atol": 1e-5}
+    for rank, one in enumerate(found):
+        torch.testing.assert_close(one["losses"], losses[rank], **bound)
+        torch.testing.assert_close(one["weights"], wanted, **bound)
+        torch.testing.assert_close(one["weights"], found[0]["weights"], rtol=0, atol=0)
+        torch.testing.assert_close(one["state"], found[0]["state"], rtol=0, atol=0)
+
+
+def joined(rank, device, count):
+    step = step_on(device)
+    for seed in range(UPDATES):
+        rows = [batch(100 * each + seed) for each in range(count)]
+        if count > torch.distributed.get_world_size():
+            step(**{name: torch.cat([one[name] for one in rows]) for name in rows[0]})
+        else:
+            step(**rows[rank])
+    return weights(step.model)
+
+
+def test_ranks_train_as_one_does_on_the_joined_batch():
+    (wanted,) = on_ranks(1, joined, 2)
+    for found in on_ranks(2, joined, 2):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def dropped(rank, device):
+    """Train twice from the same seed, on batches that all ranks share."""
+    found = []
+    for _ in range(2):
+        step = step_on(device, tiny(device, dropout=0.5))
+        torch.manual_seed(rank)
+        found.append([step(**batch(seed)).item() for seed in range(UPDATES)])
+    return *found, weights(step.model)
+
+
+def test_dropout_differs_by_rank_and_repeats_by_seed():
+    (first, first_again, kept), (second, second_again, others) = on_ranks(2, dropped)
+    assert first == first_again and second == second_again
+    assert not set(first) & set(second)
+    torch.testing.assert_close(kept, others, rtol=0, atol=0)
+
+
+# --- ends -----------------------------------------------------------------------------------------
+
+
+def uneven(rank, device, updates):
+    """Update `updates[rank]` times, and accumulate once more."""
+    step = step_on(device)
+    with Join([step]):
+        for seed in range(updates[rank]):
+            step(**own_batch(rank, seed))
+        if updates[rank] < max(updates):
+            step.accumulate(**own_batch(rank, updates[rank]))
+    return weights(step.model), list(step.optimizer.state.values())
+
+
+@pytest.mark.parametrize("updates", [(6, 4), (2, 5, 5, 3)], ids=str)
+def test_a_rank_with_fewer_batches_ends_with_the_others_weights(updates):
+    found = on_ranks(len(updates), uneven, updates)
+    model = tiny("cpu")
+    eager = EagerStep(model, adamw(model), torch.enable_grad, CLIP, len(updates))
+    for seed in range(max(updates)):
+        left = [rank for rank, most in enumerate(updates) if seed < most or most == seed]
+        for rank in left:
+            (eager if rank == left[-1] else eager.accumulate)(**own_batch(rank, seed))
+    for one in found:
+        torch.testing.assert_close(one[0], weights(model), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(one, found[0], rtol=0, atol=0)
+
+
+def unlike(rank, device):
+    model = tiny(device)
+    model.second.bias.requires_grad_(rank == 0)
+    with pytest.raises(ValueError, match="rank 1 trains 3 parameters unlike the 4 of rank 0"):
+        step_on(device, model)
+
+
+def test_ranks_that_train_other_parameters_are_an_error_on_all():
+    on_ranks(2, unlike)
+
+
+def failing(rank, device, at):
+    step = step_on(device, max_graphs=1)
+    what = ("ValueError", "max_graphs=1") if rank else ("RuntimeError", "which one failed first")
+    with pytest.raises(getattr(builtins, what[0]), match=what[1]):
+        for seed in range(100):
+            step(**batch(seed, length=6 if (rank, seed) == (1, at) else 5))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="only gloo tells the other ranks itself")
+@pytest.mark.parametrize("at", [1, 5], ids=["eager", "graph"])
+def test_a_rank_that_fails_ends_the_others(at):
+    began = time.monotonic()
+    on_ranks(2, failing, at)
+    assert time.monotonic() - began < 60
+
+
+FAILING = """
+import torch.distributed as dist
+from cases.graph_case import batch
+from test_graph_on_ranks import step_on
+
+dist.init_process_group("gloo")
+step = step_on("cpu", max_graphs=1)
+for seed in range(100):
+    step(**batch(seed, length=6 if (dist.get_rank(), seed) == (1, 5) else 5))
+"""
+SECONDS = 90  # imports take most of them; a rank that waits for another gives up after 30 minutes
+
+
+@pytest.mark.slow
+def test_torchrun_ends_all_ranks_with_the_message_of_one(tmp_path):
+    (tmp_path / "train.py").write_text(FAILING)
+    tests = Path(__file__).parent
+    paths = os.pathsep.join(map(str, (tests, tests.parent, tests.parents[1])))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    ran = subprocess.run(
+        [*command, tmp_path / "train.py"], capture_output=True, text=True, timeout=SECONDS,
+        env=os.environ | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    assert ran.returncode and "[3, 6], labels [3, 6] would be graph 2 of max_graphs=1" in ran.stderr
