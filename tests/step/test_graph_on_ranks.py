@@ -1,6 +1,7 @@
 """A graphed step on several ranks: it trains as one process does on all their batches."""
 
 import builtins
+import copy
 import os
 import subprocess
 import sys
@@ -9,12 +10,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases.graph_case import EagerStep, adamw, batch, captured, graphed, tiny
+from cases.four_bit_case import quantised
+from cases.graph_case import EagerStep, adamw, batch, captured, chat, graphed, tiny
+from cases.layer_case import peft_model
 from cases.ranks import on_ranks
 from torch.distributed.algorithms.join import Join
+from torch.distributed.fsdp import fully_shard
+
+from fused_lora import Fusion, fuse
+from fused_lora.step.graph import EAGER_CALLS
 
 CLIP = 0.05
 UPDATES = 6  # two of each length are eager
+RANKS, SHORT = 2, 7
+WHOLE = Fusion(rms_norm=True, cross_entropy=True, layer=True, checkpoint="full")
+FUSED = {"layers": (WHOLE, {}), "layers in 4 bits": (WHOLE, {"change": quantised})}
 
 
 def own_batch(rank, seed):
@@ -111,6 +121,36 @@ def test_dropout_differs_by_rank_and_repeats_by_seed():
     torch.testing.assert_close(kept, others, rtol=0, atol=0)
 
 
+def fused(rank, device, how):
+    """Train a fused model, and its twin in the eager loop on the batches of all ranks."""
+    fusion, options = FUSED[how]
+    model = peft_model(device, config={"num_hidden_layers": 1}, **options)
+    twin = copy.deepcopy(model)
+    fuse(model, fusion), fuse(twin, fusion)
+    step = graphed(model, adamw(model), max_grad_norm=CLIP)
+    eager = EagerStep(twin, adamw(twin), torch.enable_grad, CLIP, RANKS)
+    losses = []
+    for seed in range(UPDATES if step._cuda.device.type == "cuda" else EAGER_CALLS):
+        parts = [chat(RANKS * seed + part, device, length=SHORT + part) for part in range(RANKS)]
+        losses.append((step(**parts[rank]).item(), []))
+        for part in parts:
+            call = eager if part is parts[-1] else eager.accumulate
+            losses[-1][1].append(call(**part).item())
+    own, wanted = zip(*((own, everybodys[rank]) for own, everybodys in losses), strict=True)
+    torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-5)
+    assert captured(step) == (device != "cpu")
+    return weights(model), weights(twin)
+
+
+@pytest.mark.slow("layers")
+@pytest.mark.parametrize("how", FUSED)
+def test_fused_models_train_as_in_one_process(how):
+    """The first calls are eager, and the only ones without a GPU: the interpreter's kernels are no
+    operations that a recorded graph knows."""
+    for found, wanted in on_ranks(RANKS, fused, how):
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+
+
 # --- ends -----------------------------------------------------------------------------------------
 
 
@@ -144,6 +184,16 @@ def unlike(rank, device):
     model.second.bias.requires_grad_(rank == 0)
     with pytest.raises(ValueError, match="rank 1 trains 3 parameters unlike the 4 of rank 0"):
         step_on(device, model)
+
+
+def sharded(rank, device):
+    model = fully_shard(tiny(device))
+    with pytest.raises(ValueError, match="sharded: leave out fully_shard"):
+        step_on(device, model)
+
+
+def test_sharded_parameters_are_an_error():
+    on_ranks(2, sharded)
 
 
 def test_ranks_that_train_other_parameters_are_an_error_on_all():
