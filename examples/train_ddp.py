@@ -28,7 +28,7 @@ ON_GPU = torch.cuda.is_available()
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
-def batches(asked: argparse.Namespace, device: str) -> Iterator[dict[str, torch.Tensor]]:
+def packed_share(asked: argparse.Namespace, device: str) -> Iterator[dict[str, torch.Tensor]]:
     """Pack this rank's share of the chats into rows of one size, again and again."""
     tokenizer: Any = AutoTokenizer.from_pretrained(asked.model)
     chats = load_dataset("json", data_files=asked.data, split="train").shard(RANKS, RANK)
@@ -73,7 +73,7 @@ def main() -> None:
     model = get_peft_model(model.to(device), lora, autocast_adapter_dtype=False).train()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, capturable=ON_GPU)
-    data = batches(asked, device)
+    data = packed_share(asked, device)
 
     def tokens_per_s(update: Callable) -> float:
         for step in range(asked.warm_up + asked.steps):
