@@ -40,7 +40,7 @@ from fused_mlp.utils import compute_dtype, refuse_second_derivative
 
 from .fp8_head import Fp8Head
 from .head import Head
-from .kernels.logits import _cross_entropy_kernel
+from .kernels.logits import NOT_SCALED, LogitScaling, _cross_entropy_kernel
 from .label_check import checking
 
 # Default bounds on a chunk's logits. bf16 with 262,144 words reaches both.
@@ -59,6 +59,7 @@ class Targets(NamedTuple):
     max_labelled: int | None
     with_gradient: bool  # the caller's grad mode; needs_input_grad is True even under no_grad
     head: type[Head]
+    scaling: LogitScaling
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -94,7 +95,10 @@ class LinearCrossEntropy(torch.autograd.Function):
             part = slice(start, start + chunk)
             x = (rows[part] if which is None else rows.index_select(0, which[part])).to(dtype)
             grad_x = None if grad_rows is None else grad_rows[part]
-            loss += head.loss(x, labels[part], targets.ignore_index, grad_x, grad_weight, grad_bias)
+            loss += head.loss(
+                x, labels[part], targets.ignore_index, targets.scaling, grad_x, grad_weight,
+                grad_bias,
+            )  # fmt: skip
 
         ctx.save_for_backward(grad_rows, grad_weight, grad_bias, which, num_items)
         return (loss / num_items).float()
@@ -148,12 +152,14 @@ def linear_cross_entropy(
     rows: Tensor | None = None,
     check_labels: bool = True,
     fp8: bool = False,
+    softcap: float | None = None,
 ) -> Tensor:
     """Cross entropy of a linear layer's output, without ever holding [tokens, vocabulary].
 
     Equivalent PyTorch::
 
         logits = F.linear(hidden, weight, bias).float().reshape(-1, len(weight))
+        logits = softcap * torch.tanh(logits / softcap)  # unless it is None
         options = {"ignore_index": ignore_index, "reduction": "sum"}
         loss = F.cross_entropy(logits, labels.flatten(), **options) / num_items_in_batch
         # num_items_in_batch=None: (labels != ignore_index).sum()
@@ -174,6 +180,7 @@ def linear_cross_entropy(
             within CHUNK_BYTES.
         fp8: multiply in FP8 (`fp8_head.py`), at lower precision. It needs a frozen weight and bias,
             both dimensions of weight multiples of 16, and on a GPU bf16. Off by default.
+        softcap: what the logits approach, as in Gemma, above 0. Not with fp8.
         drop_ignored: leave ignored tokens out of the matmuls. The host waits once, to learn how
             many are left. False computes them in vain and never waits (in a CUDA graph capture).
 
@@ -199,6 +206,8 @@ def linear_cross_entropy(
     if isinstance(num_items, Tensor) and num_items.numel() != 1:
         given = list(num_items.shape)
         raise ValueError(f"linear_cross_entropy needs num_items_in_batch as a number, got {given}")
+    if softcap is not None and (fp8 or softcap <= 0.0):
+        raise ValueError(f"linear_cross_entropy: softcap is {softcap}, should be above 0, fp8 off")
     for key, count in (("chunk_tokens", chunk_tokens), ("max_labelled", max_labelled)):
         if count is not None and count < 1:
             raise ValueError(f"linear_cross_entropy needs {key} above 0, got {count}")
@@ -217,8 +226,9 @@ def linear_cross_entropy(
     with_gradient = torch.is_grad_enabled()
     head.check("linear_cross_entropy", weight, bias)
     targets = Targets(
-        labels, num_items, ignore_index, chunk_tokens, rows, max_labelled, with_gradient, head
-    )
+        labels, num_items, ignore_index, chunk_tokens, rows, max_labelled, with_gradient, head,
+        NOT_SCALED if softcap is None else LogitScaling(1.0 / softcap, softcap),
+    )  # fmt: skip
     return LinearCrossEntropy.apply(hidden, weight, bias, targets)
 
 

@@ -19,7 +19,7 @@ from .head import Head
 from .kernels.fp8_logits import logit_codes, transposed
 from .kernels.fp8_products import product_of_codes
 from .kernels.fp8_rows import SIZES, fp8_rows
-from .kernels.logits import Statistics, cross_entropy_
+from .kernels.logits import LogitScaling, Statistics, cross_entropy_
 
 
 class Fp8Head(Head):
@@ -44,8 +44,8 @@ class Fp8Head(Head):
             raise ValueError(f"{name}: fp8 needs multiples of {SIZES}, weight is {given}")
 
     def loss(
-        self, x: Tensor, labels: Tensor, ignore_index: int, grad_x: Tensor | None,
-        grad_weight: Tensor | None, grad_bias: Tensor | None,
+        self, x: Tensor, labels: Tensor, ignore_index: int, scaling: LogitScaling,
+        grad_x: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None,
     ) -> Tensor:  # fmt: skip
         rows = fp8_rows(x, padded=x.shape[1])
         logits = product_of_codes(*rows, self._codes, self._scales, self.bias, x.dtype)

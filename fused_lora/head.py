@@ -9,7 +9,7 @@ from torch import Tensor
 from fused_mlp.launching import cdiv
 from fused_mlp.utils import scaled_matmul
 
-from .kernels.logits import cross_entropy_
+from .kernels.logits import LogitScaling, cross_entropy_
 
 # Rows of logits start at multiples of 64 elements. Otherwise an odd vocabulary (one added token is
 # enough) would cost the kernel its wide loads and the matmuls their aligned rows.
@@ -34,16 +34,16 @@ class Head:
         """Raise ValueError unless a loss can multiply these. name: the function to blame."""
 
     def loss(
-        self, x: Tensor, labels: Tensor, ignore_index: int, grad_x: Tensor | None,
-        grad_weight: Tensor | None, grad_bias: Tensor | None,
+        self, x: Tensor, labels: Tensor, ignore_index: int, scaling: LogitScaling,
+        grad_x: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        """Return the sum of the losses of x [T, hidden].
+        """Return the sum of the losses of x [T, hidden], whose logits are scaled.
 
         Writes its gradient into grad_x, and adds to grad_weight and grad_bias, if given.
         """
         logits = self.logits(x)
         is_needed = any(grad is not None for grad in (grad_x, grad_weight, grad_bias))
-        losses = cross_entropy_(logits, labels, ignore_index, is_needed)
+        losses = cross_entropy_(logits, labels, ignore_index, is_needed, scaling=scaling)
         grad_logits = logits  # in the same memory
         add_gradients(grad_logits, x, self.weight, grad_x, grad_weight)
         if grad_bias is not None:

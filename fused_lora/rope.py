@@ -76,13 +76,14 @@ def _rope_kernel(
         cos_1, cos_2, sin_1, sin_2, Q_HEADS, HALF, HEAD_DIM, INTERLEAVED, BLOCK_Q_HEADS, BLOCK_HALF,
         BLOCK_REST,
     )  # fmt: skip
-    rotate_heads(
-        k_ptr + batch * k_batch_stride + position * k_position_stride,
-        k_rotated_ptr + token * (K_HEADS * HEAD_DIM),
-        k_head_stride,
-        cos_1, cos_2, sin_1, sin_2, K_HEADS, HALF, HEAD_DIM, INTERLEAVED, BLOCK_K_HEADS, BLOCK_HALF,
-        BLOCK_REST,
-    )  # fmt: skip
+    if K_HEADS > 0:
+        rotate_heads(
+            k_ptr + batch * k_batch_stride + position * k_position_stride,
+            k_rotated_ptr + token * (K_HEADS * HEAD_DIM),
+            k_head_stride,
+            cos_1, cos_2, sin_1, sin_2, K_HEADS, HALF, HEAD_DIM, INTERLEAVED, BLOCK_K_HEADS,
+            BLOCK_HALF, BLOCK_REST,
+        )  # fmt: skip
 
 
 def rope(
@@ -100,7 +101,7 @@ def rope(
     Args:
         q: [batch, heads, seq, head_dim], bf16, fp16 or fp32, head_dim even. Any strides: it is
             copied only if its last dimension is not contiguous.
-        k: [batch, kv_heads, seq, head_dim], likewise, in q's dtype.
+        k: [batch, kv_heads, seq, head_dim], likewise, in q's dtype. It may have no heads.
         cos, sin: [batch or 1, seq, head_dim or less], each in bf16, fp16 or fp32. They are copied
             if not contiguous, and get no gradient.
         interleaved: pair neighbours (2 i, 2 i + 1), as GLM-4 does. They turn by the i-th angle.
@@ -152,7 +153,7 @@ def rotate(
     cos, sin = cos.contiguous(), sin.contiguous()
     turned = turned_features(cos, head_dim)
     block_q_heads, block_k_heads, block_half, block_dim = (
-        next_power_of_2(size) for size in (q.shape[1], k.shape[1], turned // 2, head_dim)
+        next_power_of_2(max(size, 1)) for size in (q.shape[1], k.shape[1], turned // 2, head_dim)
     )
     launch(
         _rope_kernel, (batch * positions,),
@@ -184,7 +185,7 @@ def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
             f"rope: q is {list(q.shape)}, should be [batch, heads, seq, head_dim], head_dim even"
         )
     batch, _, positions, head_dim = q.shape
-    if k.ndim != 4 or k.shape != (batch, k.shape[1], positions, head_dim) or k.shape[1] == 0:
+    if k.ndim != 4 or k.shape != (batch, k.shape[1], positions, head_dim):
         raise ValueError(
             f"rope: k is {list(k.shape)}, should be [{batch}, kv_heads, {positions}, {head_dim}] "
             f"as q is {list(q.shape)}"

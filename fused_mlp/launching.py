@@ -14,14 +14,14 @@ from torch import Tensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-# Compiled kernels by launch. Keys hold integers as they are, but for those that a kernel does not
-# specialise: these count tokens. When there are too many we forget all of them and ask Triton
-# again, which forgets none.
+# Compiled kernels by launch. Keys hold exact integers, except those that count tokens: our kernels
+# do not specialise these. When there are too many we forget all of them and ask Triton again, which
+# forgets none.
 _compiled: dict[tuple, Any] = {}
 MAX_COMPILED = 4096
 
-# The places of such integers, by kernel. Kernels are found by id, because Triton takes as long as
-# for a launch to hash one. They stay alive here.
+# The places of such integers, by the kernel's id: Triton takes a microsecond to hash a kernel. It
+# stays alive here.
 _counts: dict[int, tuple[Any, frozenset[int]]] = {}
 
 ALIGNMENT = 16  # bytes: Triton compiles for addresses that are multiples of it
@@ -109,7 +109,7 @@ def check_runnable(name: str, kernel, tensor: Tensor) -> None:
         raise ValueError(
             f"{name} computes in bfloat16, float16 or float32, got {tensor.dtype}: cast first"
         )
-    if tensor.device.type == "cpu" and isinstance(kernel, triton.JITFunction):
+    if tensor.is_cpu and isinstance(kernel, triton.JITFunction):
         raise ValueError(
             f"{name} got tensors on the CPU: move them to a GPU, or set TRITON_INTERPRET=1 before "
             "triton is imported to run the kernel in Triton's interpreter"

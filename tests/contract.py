@@ -294,13 +294,15 @@ OPERATIONS = {
         *(
             Operation(
                 name, in_table_order(linear_cross_entropy, **options),
-                in_table_order(cross_entropy_case.eager), partial(make_cross_entropy, **sizes),
+                in_table_order(cross_entropy_case.eager, softcap=options.get("softcap")),
+                partial(make_cross_entropy, **sizes),
                 trained, saved=(), usual=(3, 7), has_values=False,
             )
             for name, trained, sizes, options in (
                 ("linear_cross_entropy", HEAD, {}, {}),
                 ("linear_cross_entropy, all", HEAD, {},
                  {"drop_ignored": False, "chunk_tokens": 5}),
+                ("linear_cross_entropy, soft-capped", HEAD, {}, {"softcap": 2.0}),
                 ("linear_cross_entropy, FP8", HEAD[:1], {"vocabulary": 144, "features": 32},
                  {"fp8": True, "chunk_tokens": 5}),
             )

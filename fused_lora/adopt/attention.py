@@ -1,9 +1,7 @@
 """The switches `attention` and `rope`: the forwards they set on an attention and on its o."""
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -13,20 +11,18 @@ from transformers.integrations import sdpa_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..kernels.documents import is_documents, mask_of_documents
 from ..kernels.qkv_norm_rope import HeadNorms
 from ..lora_attention import FrozenAttention, LoRA_Attention
 from ..lora_linear import FrozenQKV, LoRA_QKV
-from ..rope import rope
 from .aside import say_left, say_once, step_aside
+from .attend import attend, mask_for_attention, q_scale_of, turns, why_not_turned
 from .foreign.forwards import fused_parts_of
 from .foreign.originals import is_builtin, why_replaced
-from .foreign.versions import IS_NAMED_CACHE
 from .four_bit.parts import why_not_input, written
 from .four_bit.reading import is_4bit
 from .known import known_form, why_not_class
 from .linear import Reads, frozen_linear, read_output, read_projections, run_alone, tensors_of
-from .projection import CAST, Projection, frozen_bias, seed_for, split_projection
+from .projection import Projection, frozen_bias, seed_for, split_projection
 from .refusal import attempt, refuse
 from .rms_norm import why_not_frozen
 from .site import having
@@ -35,7 +31,13 @@ from .site import having
 def read_qkv(attention: Any) -> Reads:
     """Return q, k and v as they are now; they may be one projection."""
     refuse(why_not_class(attention, "Attention"))
-    return read_projections(attention, known_form(attention, "Attention").projections)
+    return read_projections(attention, _names_of_qkv(attention))
+
+
+def _names_of_qkv(attention: Any) -> list[str]:
+    """Return the names of the layers for q, k and v that an attention has."""
+    names = known_form(attention, "Attention").projections
+    return [name for name in names if getattr(attention, name, None) is not None]
 
 
 def split_qkv(attention: Any, reads: list[Projection]) -> list[Projection]:
@@ -98,20 +100,10 @@ def turning_attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def turns(attention: nn.Module) -> bool:
-    form = known_form(attention, "Attention")
-    return form is None or not form.turns or bool(getattr(attention, form.turns))
-
-
 def read_turning(attention: Any) -> None:
     """Raise a Refusal if our kernel cannot rotate the q and k of an attention."""
     refuse(why_not_class(attention, "Attention"))
-    refuse(_why_not_dtype(getattr(getattr(attention.o_proj, "weight", None), "dtype", None)))
-
-
-def _why_not_dtype(dtype: torch.dtype | None) -> str | None:
-    # Refuse no other dtype: that of a quantised weight's storage says nothing.
-    return f"its weights are {dtype}: {CAST}" if dtype is torch.float64 else None
+    refuse(why_not_turned(getattr(getattr(attention.o_proj, "weight", None), "dtype", None)))
 
 
 def output_projections(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -155,12 +147,8 @@ def self_attention_forward(
         reason = why_not_inputs(*call)
         if reason is not None and torch.is_grad_enabled():  # inference may use anything
             say_once(attention, reason)
-    q, k, v = _run_qkv(attention, reads, hidden_states)
-    if known_form(attention, "Attention").norms == "features":
-        q, k = attention.q_norm(q), attention.k_norm(k)
-    by_head = (*hidden_states.shape[:-1], -1, attention.head_dim)
     return attend(
-        attention, parts, q.view(by_head), k.view(by_head), v.view(by_head), position_embeddings,
+        attention, parts, _run_qkv(attention, reads, hidden_states), position_embeddings,
         mask_for_attention(attention_mask), past_key_values, **options,
     )  # fmt: skip
 
@@ -199,25 +187,21 @@ def _run_as_one(
 
 
 def _run_qkv(attention: Any, reads: Reads, hidden_states: Tensor) -> Sequence[Tensor]:
-    """Run q, k and v: as one function, each by itself, or PEFT's way."""
-    if reads.are_all:
+    """Run q, k and v: as one function, each by itself, or PEFT's way. Without v, or without k and
+    v, return the others."""
+    names = _names_of_qkv(attention)
+    is_joined = len(known_form(attention, "Attention").projections) == 1
+    if reads.are_all and (is_joined or len(names) == 3):
         read, write_again = written(attention, reads.fit)
         qkv = split_qkv(attention, read)
         seed = seed_for(hidden_states, *(one.dropout for one in qkv))
         frozen = _frozen_qkv(qkv)._replace(seed=seed, write_again=write_again)
         return LoRA_QKV.apply(hidden_states, *tensors_of(qkv), frozen)
     run = partial(run_alone, attention) if reads.fit else nn.Module.__call__
-    names = known_form(attention, "Attention").projections
     outputs = [run(getattr(attention, name), hidden_states) for name in names]
-    if len(outputs) > 1:
+    if not is_joined:
         return outputs
     return outputs[0].split(_sizes(attention, outputs[0].shape[-1]), -1)
-
-
-def mask_for_attention(mask: Any) -> Any:
-    """Return a mask that transformers' attention accepts. Documents are converted."""
-    is_ours = isinstance(mask, Tensor) and is_documents(mask)
-    return mask_of_documents(mask) if is_ours else mask
 
 
 def _read_rest(
@@ -243,8 +227,12 @@ def why_not_sdpa(attention: Any) -> str | None:
     """Return the reason if this attention runs anything but causal scaled_dot_product_attention on
     q, k and v."""
     implementation = attention.config._attn_implementation
-    passes = dict(known_form(attention, "Attention").passes)
-    if implementation != "sdpa" and "softcap" in passes:
+    form = known_form(attention, "Attention")
+    if form.has_gate:
+        return "a gate multiplies what it gives to o_proj"
+    if form.shares_kv:
+        return "its v is normed, and its k and v may be another layer's"
+    if implementation != "sdpa" and "softcap" in dict(form.passes):
         return f"its attention is {implementation}, which soft-caps its scores, unlike sdpa"
     if implementation != "sdpa":
         return f"its attention is {implementation}: call model.set_attn_implementation('sdpa')"
@@ -274,74 +262,3 @@ def why_not_inputs(mask, past_key_values, options: dict) -> str | None:
         if options.get(name) not in (None, False):
             return f"it was given {name}: leave that out"
     return None
-
-
-def attend(
-    attention: Any,
-    parts: frozenset[str],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    position_embeddings: tuple[Tensor, Tensor],
-    attention_mask: Tensor | None,
-    past_key_values,
-    **options,
-):
-    """Attend as the class does. q, k and v are [batch, positions, heads, head_dim]."""
-    form = known_form(attention, "Attention")
-    by_token = q.shape[:2]
-    if form.norms == "heads":
-        q, k = attention.q_norm(q), attention.k_norm(k)
-    q, k, v = (one.transpose(1, 2) for one in (q, k, v))
-    if turns(attention):
-        turn = _module_function(attention, "apply_rotary_pos_emb")
-        if "rope" in parts:
-            if (reason := _why_not_dtype(q.dtype)) is None:
-                turn = partial(rope, interleaved=form.interleaved)
-            else:
-                say_once(attention, reason)
-        q, k = turn(q, k, *position_embeddings)
-    if (scale := q_scale_of(attention, options)) is not None:
-        q = q * scale[:, None, :, None].to(q.dtype)
-    if past_key_values is not None:
-        # a paged cache changes some of these options for the attention below
-        given = {"kwargs": options} if IS_NAMED_CACHE else {}
-        k, v = past_key_values.update(k, v, attention.layer_idx, **given)
-    config = attention.config
-    for option, path in form.passes:
-        options[option] = attrgetter(path)(attention)
-    function = ALL_ATTENTION_FUNCTIONS.get_interface(
-        config._attn_implementation, _module_function(attention, "eager_attention_forward")
-    )
-    attended, weights = function(
-        attention,
-        q,
-        k,
-        v,
-        attention_mask,
-        dropout=attention.attention_dropout if attention.training else 0.0,
-        scaling=attention.scaling,
-        **options,
-    )
-    attended = attended.reshape(*by_token, -1).contiguous()
-    return attention.o_proj(attended), weights
-
-
-def q_scale_of(attention: Any, options: dict) -> Tensor | None:
-    """Return what q is multiplied by after RoPE, [batch or 1, positions] in fp32, None for 1.
-
-    options: of a call of the attention or its layer, position_ids among them.
-    """
-    if not known_form(attention, "Attention").scales_q:
-        return None
-    parameters = attention.config.rope_parameters
-    scale = _module_function(attention, "get_llama_4_attn_scale")(
-        options["position_ids"], parameters.get("llama_4_scaling_beta"),
-        parameters.get("original_max_position_embeddings"),
-    )  # fmt: skip
-    return scale[:, 0, :, 0]
-
-
-def _module_function(attention: nn.Module, name: str) -> Callable:
-    """Return a function by name from the module of the attention's class."""
-    return getattr(sys.modules[type(attention).__module__], name)

@@ -46,12 +46,6 @@ def read_answered_head(model: Any) -> nn.Linear:
 def read_loss_head(model: Any) -> nn.Linear:
     """Return the head. Raises a Refusal if the fused loss cannot replace it and the model's own."""
     head = read_head(model, is_called=True)
-    form = known_form(model, "ForCausalLM")
-    if form.capped_by and (cap := getattr(model.config, form.capped_by)) is not None:
-        raise Refusal(
-            f"its logits are soft-capped ({form.capped_by} is {cap}), which the fused loss does "
-            "not do"
-        )
     if model.loss_function is not loss_utils.ForCausalLMLoss:
         raise Refusal("its loss_function is not transformers' own: do not set model.loss_function")
     refuse(
@@ -66,6 +60,8 @@ def read_fp8_head(model: Any) -> nn.Linear:
     if trl_head_of(model):
         raise Refusal("TRL's trainers get log-probabilities, never in FP8: leave fp8_lm_head out")
     head = read_loss_head(model)
+    if softcap_of(model) is not None:
+        raise Refusal("its logits are soft-capped, never in FP8")
     refuse(why_not_head(head))
     return head
 
@@ -212,11 +208,18 @@ def causal_lm_forward(
         rows=states.rows,
         check_labels=torch.compiler.is_compiling(),
         fp8=multiplies_in_fp8(model, head, parts),
+        softcap=softcap_of(model),
     )
     outputs = {one.name: getattr(states.outputs, one.name, None) for one in fields(output_class)}
     if not torch.compiler.is_compiling():  # it only knows transformers' output classes
         output_class = without_logits(output_class)
     return output_class(**outputs | {"loss": loss, "logits": None})
+
+
+def softcap_of(model: Any) -> float | None:
+    """Return the bound that a model's logits approach, None if there is none."""
+    name = known_form(model, "ForCausalLM").capped_by
+    return getattr(model.config.get_text_config(), name) if name else None
 
 
 def _signature_of(cls: Any) -> tuple[frozenset[str], type]:

@@ -22,13 +22,15 @@ from ..kernels.causal_attention import fits_heads
 from ..kernels.documents import documents_of
 from ..step import padding_seen
 from ..step.graphed_module import is_graphed
-from .attention import read_qkv, turns, why_not_sdpa
+from .attend import turns
+from .attention import read_qkv, why_not_sdpa
 from .foreign.forwards import fused_parts_of
 from .foreign.originals import why_replaced
 from .foreign.versions import class_forward, is_checkpointed
 from .layer import borders_of
 from .layer_reading import attention_is_read
 from .linear import read_output
+from .projection import why_call
 from .refusal import attempt, reason_of
 from .site import having, unfused
 
@@ -167,6 +169,11 @@ def unpadded(decoder: Any, inputs: dict[str, Any], labels: Tensor) -> tuple[dict
         return inputs | {"attention_mask": _padding_apart(is_token)}, labels
     if not len(places) or not is_padded or not is_exact or is_graphed(decoder):
         return inputs, labels
+
+    if "inputs_embeds" not in tokens and why_call(decoder.embed_tokens):
+        # a hook may read the batch's shape, as NEFTune's does to scale its noise
+        inputs, embedded = inputs | {"input_ids": None}, decoder.embed_tokens(inputs["input_ids"])
+        tokens = {"inputs_embeds": embedded}
 
     def picked(rows: Tensor) -> Tensor:
         return rows.flatten(0, 1).index_select(0, places.to(rows.device))[None]

@@ -18,15 +18,20 @@ class AttentionForm(NamedTuple):
     turns: the attribute that says whether this layer rotates q and k at all. It rotates as many
         features of each head as there are angles.
     interleaved: RoPE pairs neighbours of a head, not its halves.
+    has_gate: q_proj gives q and a gate for each head. The gate's sigmoid multiplies what o gets.
+    shares_kv: v has a norm too, k may be v's input as well, and a layer may take k and v from an
+        earlier one, as in Gemma 4.
     scales_q: it multiplies q by a scale that grows with the position, as Llama 4 does.
     passes: options of the attention function, each with the attribute passed for it. Transformers'
-        sdpa reads no softcap, so that fused attention caps no scores either.
+        sdpa reads no softcap, so fused attention caps no scores either.
     """
 
     projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     norms: str = ""
     turns: str = ""
     interleaved: bool = False
+    has_gate: bool = False
+    shares_kv: bool = False
     scales_q: bool = False
     passes: tuple[tuple[str, str], ...] = ()
 
@@ -137,13 +142,15 @@ FAMILIES = (
            whole=True),
     Family("qwen2", "Qwen2", WINDOWED, whole=True),
     Family("qwen3", "Qwen3", NORMED_HEADS, whole=True),
-    # its attention has a gate, and most of its layers have another (linear_attn)
-    Family("qwen3_5", "Qwen3_5", None, norm=GEMMA_NORM),
+    # most of its layers have linear_attn instead
+    Family("qwen3_5", "Qwen3_5", AttentionForm(norms="heads", has_gate=True), norm=GEMMA_NORM),
     Family("cwm", "Cwm", WINDOWED, whole=True),
     Family("smollm3", "SmolLM3", AttentionForm(turns="use_rope", passes=OWN_WINDOW), whole=True),
     Family("granite", "Granite", layer=LayerForm(multiplier="residual_multiplier"),
            loss=LossForm(divided_by="logits_scaling"), whole=True),
     Family("glm4", "Glm4", AttentionForm(interleaved=True), GATE_UP, layer=GLM_LAYER, whole=True),
+    Family("glm", "Glm", AttentionForm(interleaved=True), GATE_UP, whole=True),
+    Family("ernie4_5", "Ernie4_5", AttentionForm(interleaved=True), whole=True),
     Family("olmo2", "Olmo2", AttentionForm(norms="features"), layer=OUTPUT_NORMS, whole=True),
     Family("olmo3", "Olmo3", AttentionForm(norms="features", passes=OWN_WINDOW),
            layer=OUTPUT_NORMS, whole=True),
@@ -156,8 +163,9 @@ FAMILIES = (
            layer=GEMMA_LAYER, loss=GEMMA_LOSS, whole=True),
     Family("gemma3", "Gemma3", NORMED_HEADS, norm=GEMMA_NORM, layer=GEMMA_LAYER, loss=GEMMA_LOSS,
            whole=True),
-    # k and v are shared between layers, and layers scaled
-    Family("gemma4", "Gemma4Text", None, norm=NormForm(eps="eps"), layer=None, loss=GEMMA_LOSS,
+    # its layers are scaled, and take an input each
+    Family("gemma4", "Gemma4Text", NORMED_HEADS._replace(shares_kv=True),
+           norm=NormForm(eps="eps"), layer=None, loss=GEMMA_LOSS,
            names={"RMSNorm": "Gemma4RMSNorm", "ForCausalLM": "Gemma4ForCausalLM"}),
     Family("phi3", "Phi3", AttentionForm(("qkv_proj",), passes=CONFIGS_WINDOW),
            GATE_UP,
@@ -172,8 +180,12 @@ FAMILIES = (
     Family("qwen3_vl", "Qwen3VLText", AttentionForm(norms="heads"),
            names={"ForCausalLM": "Qwen3VLForConditionalGeneration"}),
     # around towers of other families
+    Family("gemma4", "Gemma4", None, None, None, None, GEMMA_LOSS,
+           names={"ForCausalLM": "Gemma4ForConditionalGeneration"}),
     Family("gemma3", "Gemma3", None, None, None, None,
            names={"ForCausalLM": "Gemma3ForConditionalGeneration"}),
+    Family("qwen3_5", "Qwen3_5", None, None, None, None,
+           names={"ForCausalLM": "Qwen3_5ForConditionalGeneration"}),
     Family("mistral3", "Mistral3", None, None, NormForm(), None,
            names={"ForCausalLM": "Mistral3ForConditionalGeneration"}),
     Family("llava", "Llava", None, None, None, None,

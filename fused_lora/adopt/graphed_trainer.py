@@ -37,11 +37,16 @@ def graph_steps(trainer: Any, *, max_graphs: int = 8) -> "GraphedSteps":
 
     It is a call and no mixin, because a trainer is often somebody else's: TRL's, a subclass in your
     script, one that a framework makes. We set `training_step` on this instance, never on a class,
-    and the decoder's forward only within a step. `remove` undoes all of it. If the trainer packs
-    (TRL's packing=True), it gets a `FilledRows` as its collator.
+    and the decoder's forward only within a step. `remove` undoes all of it. What cannot be captured
+    runs eagerly, and a warning names it once.
 
-    Batches of one shape share a graph: pack with `FilledRows`, or pad to few lengths
-    (`pad_to_multiple_of`). What cannot be captured runs eagerly, and a warning names it once.
+    Batches of one shape share a graph. So a trainer that packs (TRL's packing=True) gets a
+    `FilledRows` as its collator. One that pads gets a copy of its collator with a
+    `pad_to_multiple_of` that leaves max_graphs lengths, unless you have set that. With any other
+    collator it is for you to see to few lengths.
+
+    Graphs hold the activations of the largest shape until `remove`, also while you evaluate. They
+    compute all tokens of a batch, padding and those without labels included.
 
     Checkpointed layers get the policy "full" of `Fusion`, unless they have one: PyTorch's own
     checkpoints cannot be captured. It recomputes the same numbers.
@@ -77,6 +82,10 @@ def graph_steps(trainer: Any, *, max_graphs: int = 8) -> "GraphedSteps":
     return GraphedSteps(trainer, max_graphs)
 
 
+LONGEST = 1024  # tokens of a row, if the trainer does not say
+MULTIPLE = 64  # of tokens, which suit matmuls
+
+
 class GraphedSteps:
     """The training steps of one trainer, whose decoder runs as CUDA graphs.
 
@@ -99,10 +108,7 @@ class GraphedSteps:
         if self._filters_nan:
             trainer.args = copy.copy(args)
             trainer.args.logging_nan_inf_filter = False
-        if getattr(args, "packing", False) and getattr(
-            trainer.data_collator, "padding_free", False
-        ):
-            trainer.data_collator = FilledRows(args.train_batch_size * args.max_length)
+        trainer.data_collator = self._collator_of_few_lengths()
         self._checkpoints = self._checkpoint_in_graphs()
 
     def __str__(self) -> str:
@@ -145,6 +151,19 @@ class GraphedSteps:
         trainer = self.trainer  # as it would, but the host does not wait
         since_logged = 1 + trainer.state.global_step - trainer._globalstep_last_logged
         return torch.where(loss.isfinite(), loss, trainer._tr_loss / since_logged)
+
+    def _collator_of_few_lengths(self) -> Any:
+        """Return the trainer's collator, or one whose batches have at most max_graphs lengths."""
+        args, own = self.trainer.args, self.trainer.data_collator
+        is_flat, longest = getattr(own, "padding_free", False), getattr(args, "max_length", None)
+        if getattr(args, "packing", False) and is_flat:
+            return FilledRows(args.train_batch_size * args.max_length)
+        if getattr(own, "pad_to_multiple_of", 1) is not None:
+            return own
+        longest = (longest or LONGEST) * (args.train_batch_size if is_flat else 1)
+        padded = copy.copy(own)
+        padded.pad_to_multiple_of = -(-longest // (MULTIPLE * self.max_graphs)) * MULTIPLE
+        return padded
 
     def _average(self, wrapped: DistributedDataParallel) -> None:
         """Average the gradients over all ranks, at the end of an update."""

@@ -40,6 +40,7 @@ def shifted_by_one(labels: Tensor) -> Tensor:
     return F.pad(labels, (0, 1), value=IGNORED)[..., 1:].contiguous()
 
 
+@torch.compiler.disable(recursive=False)  # the decoder in it is compiled
 def run_decoder(
     model: Any, head: nn.Linear, inputs: dict[str, Any], labels: Tensor, options: dict[str, Any],
     max_labelled_tokens: int | None = None,

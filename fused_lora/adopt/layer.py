@@ -23,13 +23,8 @@ from ..layer.residual import Norm
 from ..layer.scratch import Scratches
 from ..rerun import once, saving_last
 from .aside import say_once
-from .attention import (
-    head_norms_of,
-    mask_for_attention,
-    q_scale_of,
-    turns,
-    why_not_inputs,
-)
+from .attend import mask_for_attention, q_scale_of, turns
+from .attention import head_norms_of, why_not_inputs
 from .borders import Border, LayerBorders
 from .foreign.forwards import fused_parts_of
 from .foreign.parallel import FLATTENED, is_flattened, is_in_fsdp
@@ -231,8 +226,7 @@ def layer_forward(
     if _is_flattened(layer):
         raise RuntimeError(f"a fused {type(layer).__name__} cannot run: {FLATTENED}")
     call = hidden_states, attention_mask, past_key_values, position_embeddings, options
-    is_traced = torch.compiler.is_compiling()
-    if is_traced:
+    if torch.compiler.is_compiling():
         reads, reason = attempt(_read_call, layer, *call)
     else:  # a recompute computes what the forward did: nothing is read again
         reads, reason = once(lambda: attempt(_read_call, layer, *call), is_small=True)
@@ -250,11 +244,12 @@ def layer_forward(
         )  # fmt: skip
     assert position_embeddings is not None
     rows = labelled[1] if labelled is not None and labelled[0] is layer else None
-    run = _run_uncompiled if is_traced else _run
     scale = q_scale_of(layer.self_attn, {"position_ids": position_ids})
-    return run(layer, reads, hidden_states, position_embeddings, attention_mask, rows, scale)
+    return _run(layer, reads, hidden_states, position_embeddings, attention_mask, rows, scale)
 
 
+# It looks at addresses, which torch.compile does not know. It is all kernels and matmuls anyway.
+@torch.compiler.disable
 def _run(
     layer: Any,
     reads: list[list[Projection]],
@@ -276,10 +271,6 @@ def _run(
         return DecoderLayer.apply(hidden_states, *angles, mask, *trained, now)
 
     return saving_last(run)
-
-
-# It looks at addresses, which torch.compile does not know. It is all kernels and matmuls anyway.
-_run_uncompiled = torch.compiler.disable(_run)
 
 
 def _class_forward(layer: Any, parts: frozenset[str], *inputs, **options):

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..label_check import note
@@ -13,6 +14,7 @@ from .foreign.trl_head import trl_output
 from .labelled import run_decoder, shifted_by_one
 
 
+@torch.compiler.disable(recursive=False)  # the decoder in it is compiled
 def answer_trl(
     model: Any, head: nn.Linear | None, reason: str | None, inputs: dict[str, Any],
     options: dict[str, Any], *, labels: Tensor | None, shift_labels: Tensor | None,

@@ -33,6 +33,8 @@ def why_not_norm(norm: Any) -> str | None:
 
 def read_norm(norm: Any, dtype: torch.dtype | None = None) -> None:
     """Raise a Refusal if this norm cannot run fused. dtype: the input's, in a call."""
+    if why_not_class(norm, "RMSNorm") is None and getattr(norm, "weight", None) is None:
+        return  # it only norms
     refuse(why_not_norm(norm))
     if dtype not in (None, norm.weight.dtype):  # the class promotes to the wider dtype
         raise Refusal(
@@ -68,7 +70,10 @@ def norm_forward(norm: Any, parts: frozenset[str], x: Tensor) -> Tensor:
     if reason:
         return step_aside(norm, reason, x)
     form = known_form(norm, "RMSNorm")
-    return rms_norm(x, norm.weight, getattr(norm, form.eps), form.zero_centered)
+    weight = getattr(norm, "weight", None)
+    if weight is None:
+        weight = x.new_ones(x.shape[-1])
+    return rms_norm(x, weight, getattr(norm, form.eps), form.zero_centered)
 
 
 def read_normed_layer(layer: Any, dtype: torch.dtype | None = None) -> Any:

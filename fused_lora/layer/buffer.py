@@ -90,8 +90,8 @@ class Buffer:
         Writes x into copy as well, if copy is given. n is in the buffer's dtype.
         """
         inputs = x.shape[1]
-        extended = empty_rows(self.A, x.shape[0], self.matrix.shape[1])
-        normed, z = extended[:, :inputs], extended[:, inputs:]
+        extended = empty_rows(self.A, x.shape[0], inputs + self.A.shape[0])
+        normed, z = extended.split_with_sizes([inputs, self.A.shape[0]], 1)
         rstd = apply_norm(x, norm, normed, copy)
         if dropout is None:
             torch.mm(normed, self.A.t(), out=z)
@@ -115,7 +115,7 @@ class Buffer:
         """
         z = x.new_empty(x.shape[0], self.A.shape[0])
         if extended is None:
-            extended = empty_rows(x, x.shape[0], self.matrix.shape[1])
+            extended = empty_rows(x, x.shape[0], x.shape[1] + self.A.shape[0])
         if dropout is None:
             extend_rows(x, self.A, extended, z)
         else:
@@ -138,10 +138,9 @@ class Buffer:
         inputs, mask = self.A.shape[1], mask_of_one(dropout)
         if total is None:
             return swiglu_forward_product(gate_up, self.A, None, None, mask, activation)
-        extended = empty_rows(gate_up, gate_up.shape[0], self.matrix.shape[1])
-        z = swiglu_forward_product(
-            gate_up, self.A, extended[:, :inputs], extended[:, inputs:], mask, activation
-        )
+        extended = empty_rows(gate_up, gate_up.shape[0], inputs + self.A.shape[0])
+        hidden, copy = extended.split_with_sizes([inputs, self.A.shape[0]], 1)
+        z = swiglu_forward_product(gate_up, self.A, hidden, copy, mask, activation)
         self.add_product(total, extended, multiplier)
         if bias is not None:
             total.add_(bias, alpha=multiplier)
@@ -175,8 +174,8 @@ class Buffer:
         outputs, width = self.sB.shape
         rows = empty_rows(gate_up, gate_up.shape[0], outputs + width)
         swiglu_backward_products(
-            grad_hidden, gate_up, products.hidden, products.gate, products.up, rows[:, :outputs],
-            activation,
+            grad_hidden, gate_up, products.hidden, products.gate, products.up,
+            rows[:, :outputs], activation,
         )  # fmt: skip
         return Incoming(rows)
 

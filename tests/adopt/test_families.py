@@ -165,15 +165,6 @@ def test_a_routers_loss_that_one_call_asks_for_is_added(device):
     assert relative_error(got.loss, plain(**inputs).loss) > 1e-4
 
 
-def test_gemma_without_a_soft_cap_has_its_loss_fused(device):
-    family = FAMILIES["Gemma 2"]
-    model = replace(family, config=family.config | {"final_logit_softcapping": None})
-    plain = model.peft_model(device).train()
-    fused = copy.deepcopy(plain)
-    assert not fuse(fused, Fusion(cross_entropy=True)).left
-    assert_close(*(step(model, "Gemma 2") for model in (fused, plain)), 2e-4)
-
-
 def test_gemma_2_caps_its_scores_where_transformers_does(device):
     """Its eager attention does, and sdpa does not, whose layers run whole."""
     config = {"attn_implementation": "eager", "attn_logit_softcapping": 0.5}

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from cases.families_case import FAMILIES, SECTIONS, TEXT
 from cases.fused_case import ALL, assert_close, values_of
 from cases.peft_models import adapt, base_model, layers
@@ -11,7 +12,7 @@ from cases.reference import assert_within_budget
 from transformers import DataCollatorWithFlattening
 
 from fused_lora import FilledRows, Fusion, fill_row, fuse, pack
-from fused_lora.adopt import attention
+from fused_lora.adopt import attend
 from fused_lora.adopt.documents import takes_documents
 from fused_lora.packing import PACKED
 
@@ -86,7 +87,7 @@ def no_masks(monkeypatch):
     def refuse(mask):
         raise AssertionError("a mask of positions x positions was made")
 
-    monkeypatch.setattr(attention, "mask_of_documents", refuse)
+    monkeypatch.setattr(attend, "mask_of_documents", refuse)
 
 
 @pytest.mark.slow("Qwen3-fusion3")
@@ -129,15 +130,29 @@ def padded(side, device):
 @pytest.mark.thinned
 @pytest.mark.parametrize("fusion", [PARTS, WHOLE], ids=["parts", "whole"])
 @pytest.mark.parametrize("side", ["left", "right", "both"])
-def test_padded_batches_train_as_they_do_and_without_their_padding(side, fusion, device, no_masks):
+def test_padded_batches_train_as_they_do_and_without_their_padding(
+    side, fusion, device, no_masks, monkeypatch
+):
     fused, plain = pair(device, fusion)
-    seen = []
-    fused.get_input_embeddings().register_forward_pre_hook(
-        lambda module, inputs: seen.append(tuple(inputs[0].shape))
-    )
+    seen, embed = [], F.embedding
+    monkeypatch.setattr(F, "embedding", lambda ids, *a: seen.append(ids.shape) or embed(ids, *a))
     batch = padded(side, device)
-    assert_trained_as(step(fused, batch), plain, batch)
+    got = step(fused, batch)
     assert seen == [(1, sum(LENGTHS))]
+    assert_trained_as(got, plain, batch)
+
+
+def test_a_hook_on_the_embeddings_sees_the_padded_batch(device, no_masks):
+    """NEFTune's scales noise by the number of positions."""
+    fused, plain = pair(device, WHOLE)
+    seen = []
+    for model in (fused, plain):
+        model.get_input_embeddings().register_forward_hook(
+            lambda _, given, output: seen.append(given[0].shape) or output / output.shape[1]
+        )
+    batch = padded("right", device)
+    assert_trained_as(step(fused, batch), plain, batch)
+    assert seen[0] == batch["input_ids"].shape
 
 
 @pytest.mark.slow("Llava")

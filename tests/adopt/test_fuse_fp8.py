@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import torch
+from cases.families_case import FAMILIES
 from cases.fp8_case import (
     CONFIG,
     FP8,
@@ -249,6 +250,12 @@ def test_a_head_that_is_trained_or_of_another_size_is_refused_or_told(heads, dev
 
 
 # --- refused --------------------------------------------------------------------------------------
+
+
+def test_soft_capped_logits_are_not_multiplied_in_fp8(device):
+    model = FAMILIES["Gemma 2"].peft_model(device).train()
+    with pytest.raises(ValueError, match="its logits are soft-capped, never in FP8"):
+        fuse(model, LOSS)
 
 
 def test_sizes_that_fp8_cannot_take_are_refused_or_run_in_the_models_precision(device):

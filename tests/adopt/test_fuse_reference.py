@@ -13,8 +13,8 @@ from cases.fused_case import ALL, SHORT, assert_close, functions_of, step
 from cases.graph_case import EagerStep, adamw, captured, graphed
 from cases.layer_case import EVERYTHING, LAYER, operands_of_calls
 from cases.peft_models import MLP_ON, assert_equal, base_model, ids
-from cases.preference_case import logged_by, trainer_of
 from cases.reference import assert_within_budget, relative_error
+from cases.trl_case import logged_by, trainer_of
 from peft import LoraConfig
 from torch import nn
 
@@ -105,11 +105,14 @@ def test_in_fp8_a_policy_whose_B_is_zero_is_its_reference(device, fp8_in_fp32):
     assert_is_reference(fused)
 
 
-def test_a_checkpoint_refuses_to_recompute_without_adapters_what_ran_with_them(device):
+def test_a_checkpoint_recomputes_with_the_adapters_of_its_forward(device):
     fused, _, _ = layer_case.pair(device, Fusion(layer=True, checkpoint="full"))
-    loss = fused(input_ids=ids(device)[:, :SHORT]).logits.sum()
-    with fused.disable_adapter(), pytest.raises(RuntimeError, match="it must do the same both"):
-        loss.backward()
+    embeds = fused.get_input_embeddings()(ids(device)[:, :SHORT]).detach().requires_grad_()
+    loss = fused(inputs_embeds=embeds).logits.sum()
+    (wanted,) = torch.autograd.grad(loss, embeds, retain_graph=True)
+    with fused.disable_adapter():
+        (found,) = torch.autograd.grad(loss, embeds)
+    assert torch.equal(found, wanted)
 
 
 # --- TRL's trainers -------------------------------------------------------------------------------
@@ -118,27 +121,18 @@ ONE_LAYER = {"num_hidden_layers": 1}
 PASSES = {"DPO": 2, "KTO": 4, "GRPO": 2}  # through whole layers in each step
 
 
-def without_adapters(device, dtype=torch.float32):
-    """A base model, which the trainer gives adapters with B = 0."""
-    return base_model(device, dtype=dtype, attn_implementation="sdpa", **ONE_LAYER)
-
-
-def adapted(device, dtype=torch.float32):
-    """A model with adapters. The trainer makes a frozen copy of them, "ref"."""
-    return layer_case.peft_model(device, dtype=dtype, config=ONE_LAYER)
-
-
-@pytest.mark.slow("DPO-without_adapters")
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error:a fused ")
-@pytest.mark.parametrize("make", [without_adapters, adapted])
 @pytest.mark.parametrize("kind", PASSES)
-def test_a_trainer_with_a_reference_logs_what_it_logs_of_plain_peft(
-    kind, make, tmp_path, device, monkeypatch
+def test_a_trainer_with_reference_adapters_logs_what_it_logs_of_plain_peft(
+    kind, tmp_path, device, monkeypatch
 ):
+    """The trainer gets a model with adapters and freezes a copy of them, "ref". test_recipes.py has
+    trainers that make the adapters, and disable them."""
     logged, ran = [], operands_of_calls(monkeypatch)
     for is_fused in (True, False):
-        trainer = trainer_of(kind, make(device), tmp_path)
-        assert ("ref" in trainer.model.peft_config) is (make is adapted)
+        trainer = trainer_of(kind, layer_case.peft_model(device, config=ONE_LAYER), tmp_path)
+        assert "ref" in trainer.model.peft_config
         if is_fused:
             fuse(trainer.model)
         logged.append(logged_by(trainer))
@@ -155,7 +149,7 @@ def test_in_bf16_dpo_starts_at_ln_2_and_its_rewards_are_as_near_to_the_truth(tmp
     """Base weights in bf16, adapters in fp32, and the autocast that accelerate puts around both."""
     rewards = []
     for is_fused, is_truth in ((True, False), (False, False), (False, True)):
-        model = without_adapters(device, torch.bfloat16)
+        model = base_model(device, dtype=torch.bfloat16, attn_implementation="sdpa", **ONE_LAYER)
         model = model.float() if is_truth else model
         trainer = trainer_of("DPO", model, tmp_path, max_steps=3, bf16=not is_truth)
         if is_fused:
@@ -205,7 +199,8 @@ def log_ratios(model, tokens):
     """Return the log-probabilities of a policy over those of its reference."""
     policy = log_probs(model, tokens)
     with torch.no_grad(), model.disable_adapter():
-        return policy - log_probs(model, tokens)
+        reference = log_probs(model, tokens)
+    return policy - reference
 
 
 class Preference(nn.Module):

@@ -26,6 +26,8 @@ def eager(hidden, weight, labels, *, bias=None, ignore_index=IGNORED, **options)
     """What transformers computes; float64 stays float64."""
     logits = F.linear(hidden, weight, bias).reshape(-1, len(weight))
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if (softcap := options.get("softcap")) is not None:
+        logits = softcap * torch.tanh(logits / softcap)
     losses = F.cross_entropy(
         logits,
         labels.flatten().long(),

@@ -151,6 +151,23 @@ def not_known(attention: str, layers: str = "01") -> dict[str, str]:
 LOSS = "base_model.model as cross_entropy"
 MIXTURE = "its MLP is a mixture of experts"
 NOT_READ = "its layers are not known to run as one"
+QWEN_3_5 = {"layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+            "rope_parameters": HALF}  # fmt: skip
+QWEN_3_5_PARTS = {
+    "fused": {"attention": ("1:self_attn", "1:self_attn.o_proj"), "rope": ("1:self_attn",),
+              "rms_norm": (*USUAL["rms_norm"], "1:self_attn.q_norm", "1:self_attn.k_norm")},
+    "functions": {"LoRA_QKV": 1, "LoRA_W": 1, "RoPE": 1},
+    "not_whole": NOT_READ,
+}  # fmt: skip
+NOT_ONE_LAYER = "Gemma4TextDecoderLayer is not a layer class"
+GEMMA_4 = {
+    "final_logit_softcapping": 2.0,
+    "num_kv_shared_layers": 0,
+    "vocab_size_per_layer_input": 96,
+}
+GEMMA_4_NORMS = (*AROUND, "post_per_layer_input_norm", *OF_HEADS[2:], "self_attn.v_norm")
+PER_LAYER = {"rms_norm": ("model.per_layer_projection_norm",)}
 EXPERTS_ARE_PEFTS = {"mlp": "a mixture's experts stay PEFT's"}
 WINDOW = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
 FAMILIES = {
@@ -160,20 +177,13 @@ FAMILIES = {
     "Ministral 3": Family(
         "Ministral3", {"rope_parameters": SCALED, "sliding_window": 4},
     ),
+    "GLM": Family("Glm", {"rope_parameters": HALF}),
+    "ERNIE 4.5": Family("Ernie4_5"),
     "GLM-4": Family("Glm4", {"rope_parameters": HALF}, fused={"rms_norm": GLM_NORMS}),
     "CWM": Family("Cwm", WINDOW),
     "Qwen2": Family("Qwen2"),
     "Qwen3": Family("Qwen3", fused={"rms_norm": OF_HEADS}),
-    "Qwen3.5": Family(
-        "Qwen3_5",
-        {"layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 8,
-         "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
-        fused={"attention": ("1:self_attn.o_proj",), "rope": (),
-               "rms_norm": (*USUAL["rms_norm"], "1:self_attn.q_norm", "1:self_attn.k_norm")},
-        left=not_known("Qwen3_5Attention", layers="1"),
-        functions={"LoRA_W": 1},
-        not_whole=NOT_READ,
-    ),
+    "Qwen3.5": Family("Qwen3_5", QWEN_3_5, **QWEN_3_5_PARTS),
     "SmolLM3": Family(
         "SmolLM3", {"no_rope_layers": [1, 0]}, fused={"rope": ("0:self_attn",)},
     ),
@@ -195,22 +205,30 @@ FAMILIES = {
     ),
     "Gemma": Family("Gemma"),
     "Gemma 2": Family(
-        "Gemma2", WINDOW | {"query_pre_attn_scalar": 16}, fused={"rms_norm": AROUND},
-        left={LOSS: "soft-capped (final_logit_softcapping is 30.0)"},
+        "Gemma2",
+        WINDOW | {"query_pre_attn_scalar": 16, "final_logit_softcapping": 2.0},
+        fused={"rms_norm": AROUND},
     ),
     "Gemma 3": Family(
         "Gemma3", WINDOW | {"query_pre_attn_scalar": 16},
         fused={"rms_norm": (*AROUND, *OF_HEADS[2:])},
     ),
     "Gemma 4": Family(
-        "Gemma4", WINDOW | {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": 96},
-        fused={"attention": ("self_attn.o_proj",), "rope": (),
-               "rms_norm": (*AROUND, "post_per_layer_input_norm", *OF_HEADS[2:])},
-        others={"rms_norm": ("model.per_layer_projection_norm",)},
-        left=not_known("Gemma4TextAttention")
-        | dict.fromkeys(everywhere("self_attn.v_norm"), "it has no weight"),
-        functions={"LoRA_W": 2},
-        not_whole="Gemma4TextDecoderLayer is not a layer class",
+        "Gemma4", WINDOW | GEMMA_4, fused={"rms_norm": GEMMA_4_NORMS}, others=PER_LAYER,
+        functions=APART, not_whole=NOT_ONE_LAYER,
+    ),
+    "Gemma 4, k as v": Family(
+        "Gemma4", WINDOW | GEMMA_4 | {"attention_k_eq_v": True, "global_head_dim": 8},
+        fused={"rms_norm": GEMMA_4_NORMS}, others=PER_LAYER,
+        functions={"LoRA_QKV": 1, "LoRA_W": 4, "RoPE": 2}, not_whole=NOT_ONE_LAYER,
+    ),
+    "Gemma 4, k and v shared": Family(
+        "Gemma4", GEMMA_4 | {"layer_types": ["full_attention"] * 2, "num_kv_shared_layers": 1},
+        fused={"rms_norm": tuple(
+            f"0:{name}" if name.endswith(("k_norm", "v_norm")) else name for name in GEMMA_4_NORMS
+        )},
+        others=PER_LAYER, functions={"LoRA_QKV": 1, "LoRA_W": 3, "RoPE": 2},
+        not_whole=NOT_ONE_LAYER,
     ),
     "Phi-3": Family("Phi3", {"sliding_window": 4}),
     "Phi-4-mini": Family("Phi3", {"rope_parameters": THREE_QUARTERS}),
@@ -226,6 +244,25 @@ FAMILIES = {
         "Qwen3VL", {"rope_parameters": SECTIONS}, VISION, fused={"rms_norm": OF_HEADS},
         not_whole=NOT_READ,
     ),
+    "Gemma 4, multimodal": Family(
+        "Gemma4", WINDOW | GEMMA_4, SIGLIP | {"head_dim": 16}, fused={"rms_norm": GEMMA_4_NORMS},
+        others={"rms_norm": (
+            "model.language_model.per_layer_projection_norm",
+            "model.embed_vision.embedding_pre_projection_norm",
+            *(f"model.vision_tower.encoder.layers.0.{name}" for name in GEMMA_4_NORMS
+              if "per_layer" not in name),
+        )},
+        left={
+            f"base_model.model.model.vision_tower.encoder.layers.0.{name}": reason
+            for name, reason in {
+                "mlp": "Gemma4VisionMLP is not an MLP class",
+                "self_attn": "Gemma4VisionAttention is not an attention class",
+                "self_attn.o_proj": "its base layer is Gemma4ClippableLinear",
+            }.items()
+        },
+        functions=APART, not_whole="Gemma4VisionEncoderLayer is not a layer class",
+    ),
+    "Qwen3.5, multimodal": Family("Qwen3_5", QWEN_3_5, VISION, **QWEN_3_5_PARTS),
     "Gemma 3, multimodal": Family(
         "Gemma3", WINDOW | {"query_pre_attn_scalar": 16}, SIGLIP,
         fused={"rms_norm": (*AROUND, *OF_HEADS[2:])},

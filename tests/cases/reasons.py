@@ -203,7 +203,7 @@ class Model(NamedTuple):
 
 
 def family(name, **config):
-    found = UNKNOWN if name == "Glm4" else FAMILIES[name]
+    found = UNKNOWN if name == "Helium" else FAMILIES[name]
     return replace(found, config=found.config | config).peft_model
 
 
@@ -261,12 +261,9 @@ MODELS = {
     "another GELU by tanh": Model(
         family("Gemma 2", hidden_activation="gelu_python_tanh"), MLP_ON, "is GELUTanh, not"
     ),
-    "a soft cap": Model(
-        family("Gemma 3", final_logit_softcapping=20.0), LOSS, "final_logit_softcapping is 20.0"
-    ),
     "an unknown family": Model(
-        family("Glm4"), ROPE,
-        r"Glm4Attention is not an attention class that we know \(see docs",
+        family("Helium"), ROPE,
+        r"HeliumAttention is not an attention class that we know \(see docs",
     ),
     "a checkpoint's lm_head in FP8": Model(
         in_fp8(of=BLOCKS, only="lm_head"), LOSS_IN_FP8,

@@ -85,9 +85,8 @@ class HeadTaker(Bystander):
     def __init__(self, names: Iterable[str]):
         self.names = tuple(names)
 
+    @torch.compiler.disable
     def __call__(self, model: nn.Module, _: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
         for module in map(model.get_submodule, self.names):
             head, owner = trl_head_in(vars(module).get("forward")), owner_of(module)
             if head is None or owner is None:

@@ -1,0 +1,135 @@
+"""Attention between its projections, as the class computes it: norms, RoPE and the attention
+function that the model has chosen."""
+
+import sys
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..kernels.documents import is_documents, mask_of_documents
+from ..rope import rope
+from .aside import say_once
+from .foreign.versions import IS_NAMED_CACHE
+from .known import known_form
+from .projection import CAST
+
+
+def turns(attention: nn.Module) -> bool:
+    form = known_form(attention, "Attention")
+    return form is None or not form.turns or bool(getattr(attention, form.turns))
+
+
+def why_not_turned(dtype: torch.dtype | None) -> str | None:
+    # Refuse no other dtype: that of a quantised weight's storage says nothing.
+    return f"its weights are {dtype}: {CAST}" if dtype is torch.float64 else None
+
+
+def mask_for_attention(mask: Any) -> Any:
+    """Return a mask that transformers' attention accepts. Documents are converted."""
+    is_ours = isinstance(mask, Tensor) and is_documents(mask)
+    return mask_of_documents(mask) if is_ours else mask
+
+
+def attend(
+    attention: Any,
+    parts: frozenset[str],
+    qkv: Sequence[Tensor],
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None,
+    past_key_values,
+    **options,
+):
+    """Attend as the class does. qkv are [batch, positions, out of q_proj] and so on; v, or k and v,
+    may be missing where the form shares them."""
+    form, shared = known_form(attention, "Attention"), options.pop("shared_kv_states", None)
+    by_token = qkv[0].shape[:2]
+    if form.norms == "features":
+        qkv = attention.q_norm(qkv[0]), attention.k_norm(qkv[1]), qkv[2]
+    q, *kv = (one.unflatten(2, (-1, attention.head_dim)) for one in qkv)
+    gate: Tensor | None = None
+    k: Any = None
+    v: Any = None
+    if form.has_gate:  # each head's q, then its gate
+        q, gate = q.unflatten(2, (-1, 2)).unbind(3)
+    if form.norms == "heads":
+        q = attention.q_norm(q)
+    q = q.transpose(1, 2)
+    if kv:  # v may be k, as it was before its norm
+        k, v = kv[0], kv[-1]
+        k = attention.k_norm(k) if form.norms == "heads" else k
+        v = attention.v_norm(v) if "v_norm" in attention._modules else v
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+    if turns(attention):
+        q, k = _turned(attention, parts, q, k, *position_embeddings)
+    if k is None:
+        k, v = (one.to(q.device) for one in shared[attention.layer_type])
+        past_key_values = None  # it has them already
+    if (scale := q_scale_of(attention, options)) is not None:
+        q = q * scale[:, None, :, None].to(q.dtype)
+    if past_key_values is not None:
+        # a paged cache changes some of these options for the attention below
+        given = {"kwargs": options} if IS_NAMED_CACHE else {}
+        k, v = past_key_values.update(k, v, attention.layer_idx, **given)
+    if form.shares_kv and attention.store_full_length_kv:
+        shared[attention.layer_type] = k, v
+    config = attention.config
+    for option, path in form.passes:
+        options[option] = attrgetter(path)(attention)
+    function = ALL_ATTENTION_FUNCTIONS.get_interface(
+        config._attn_implementation, _module_function(attention, "eager_attention_forward")
+    )
+    attended, weights = function(
+        attention,
+        q,
+        k,
+        v,
+        attention_mask,
+        dropout=attention.attention_dropout if attention.training else 0.0,
+        scaling=attention.scaling,
+        **options,
+    )
+    attended = attended.reshape(*by_token, -1).contiguous()
+    if gate is not None:
+        attended = attended * torch.sigmoid(gate.flatten(2))
+    return attention.o_proj(attended), weights
+
+
+def _turned(
+    attention: Any, parts: frozenset[str], q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Rotate q, and k if it is there, fused if asked for and possible."""
+    form = known_form(attention, "Attention")
+    reason = why_not_turned(q.dtype) if "rope" in parts else None
+    if "rope" in parts and reason is None:
+        turned = rope(q, q[:, :0] if k is None else k, cos, sin, form.interleaved)
+        return turned if k is not None else (turned[0], None)
+    if reason is not None:
+        say_once(attention, reason)
+    turn = _module_function(attention, "apply_rotary_pos_emb")
+    if not form.shares_kv:
+        return turn(q, k, cos, sin)
+    return turn(q, cos, sin), None if k is None else turn(k, cos, sin)
+
+
+def q_scale_of(attention: Any, options: dict) -> Tensor | None:
+    """Return what q is multiplied by after RoPE, [batch or 1, positions] in fp32, None for 1.
+
+    options: of a call of the attention or its layer, position_ids among them.
+    """
+    if not known_form(attention, "Attention").scales_q:
+        return None
+    parameters = attention.config.rope_parameters
+    scale = _module_function(attention, "get_llama_4_attn_scale")(
+        options["position_ids"], parameters.get("llama_4_scaling_beta"),
+        parameters.get("original_max_position_embeddings"),
+    )  # fmt: skip
+    return scale[:, 0, :, 0]
+
+
+def _module_function(attention: nn.Module, name: str) -> Callable:
+    """Return a function by name from the module of the attention's class."""
+    return getattr(sys.modules[type(attention).__module__], name)
