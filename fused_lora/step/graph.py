@@ -176,8 +176,8 @@ class GraphedStep(Joinable):
         return self._run(inputs, update=True)
 
     def accumulate(self, **inputs: Any) -> Tensor:
-        """Add this batch's gradients to the `.grad`s, without an update. You may read, change or
-        drop them (`optimizer.zero_grad`) before the next call."""
+        """Add this batch's gradients to this rank's `.grad`s, without an update. You may read,
+        change or drop them (`optimizer.zero_grad`) before the next call."""
         return self._run(inputs, update=False)
 
     def reset(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ..layer.buffer import PlacedWeight
@@ -67,6 +68,11 @@ def check_capturable(
         raise ValueError(
             f"GraphedStep needs all parameters on one {device_type} device, got "
             f"{', '.join(devices) or 'no parameters'}: move the model with .to('{device_type}')"
+        )
+    if any(isinstance(parameter, DTensor) for parameter in parameters):
+        raise ValueError(
+            "GraphedStep needs whole parameters on every rank, got some that are sharded: leave "
+            "out fully_shard; GraphedStep averages gradients over ranks itself"
         )
     optimized = set(trained)
     for name, parameter in model.named_parameters():
