@@ -14,10 +14,10 @@ from cases import layer_case
 from cases.fused_case import ALL
 from cases.peft_models import base_model, peft_model
 from cases.reference import BUDGET, assert_within_budget, relative_error
+from cases.trl_case import tokenizer
 from peft import LoraConfig, inject_adapter_in_model
 from transformers import (
     DataCollatorWithFlattening,
-    PreTrainedTokenizerFast,
     Trainer,
     TrainingArguments,
 )
@@ -93,18 +93,14 @@ def trainer_of(kind, model, data, folder, **options):
         )  # fmt: skip
     trl = pytest.importorskip("trl", reason="wants trl, of dev/requirements/dev.txt")
     from datasets import Dataset
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
 
-    words = Tokenizer(WordLevel({str(token): token for token in range(96)}, unk_token="0"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="1", eos_token="2")
     settings.setdefault("pad_to_multiple_of", 5)
     shorter = [
         {name: one[name][: 5 - index % 2] for name in ("input_ids", "labels")}
         for index, one in enumerate(data)
     ]
     return trl.SFTTrainer(
-        model, trl.SFTConfig(**settings), processing_class=tokenizer,
+        model, trl.SFTConfig(**settings), processing_class=tokenizer(),
         train_dataset=Dataset.from_list(shorter), eval_dataset=Dataset.from_list(shorter[:4]),
     )  # fmt: skip
 

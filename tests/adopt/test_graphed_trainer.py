@@ -14,7 +14,8 @@ from cases.graph_case import Recorded, assert_same, chat
 from cases.layer_case import LAYER
 from cases.peft_models import ids
 from cases.reference import relative_error
-from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
+from cases.trl_case import tokenizer
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from fused_lora import FilledRows, Fusion, fuse, graph_steps
 from fused_lora.adopt.foreign.checkpointing import layers_of, policy_of
@@ -99,12 +100,7 @@ def trainer_of(kind, model, folder, **options):
     settings.setdefault("pad_to_multiple_of", 1)  # leave lengths as they are
     trl = pytest.importorskip("trl", reason="wants trl, of dev/requirements/dev.txt")
     from datasets import Dataset
-    from tokenizers import Tokenizer, pre_tokenizers
-    from tokenizers.models import WordLevel
 
-    words = Tokenizer(WordLevel({str(token): token for token in range(96)}, unk_token="0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="1", eos_token="2")
     make, config = getattr(trl, kind), getattr(trl, kind.replace("Trainer", "Config"))
     if kind == "DPOTrainer":
         texts = [[f" {token}" for token in one["input_ids"]] for one in data]
@@ -113,7 +109,7 @@ def trainer_of(kind, model, folder, **options):
         data = [{name: "".join(one[part]) for name, part in PARTS.items()} for one in texts]
     data = Dataset.from_list(data)
     return make(
-        model, args=config(**settings), processing_class=tokenizer, callbacks=callbacks,
+        model, args=config(**settings), processing_class=tokenizer(), callbacks=callbacks,
         train_dataset=data, eval_dataset=data.select(range(4)),
     )  # fmt: skip
 
