@@ -87,6 +87,8 @@ FAULTS = (
     # --- adopt ---
     Fault("fused_lora/adopt/documents.py", "window < longest", "window < longest - 1", "adopt",
           "fuse_documents"),
+    Fault("fused_lora/adopt/documents.py", "tokens and why_call(decoder.embed_tokens)",
+          "tokens and False", "adopt", "fuse_documents"),
     Fault("fused_lora/adopt/borders.py", "w.device, None if bias is None else bias.data_ptr()",
           "w.device, None", "adopt", "bordered"),
     Fault("fused_lora/adopt/borders.py", "block for part, block", "block + 8 for part, block",

@@ -25,6 +25,7 @@ from ..step.graphed_module import is_graphed
 from .attend import turns
 from .attention import read_qkv, why_not_sdpa
 from .foreign.forwards import fused_parts_of
+from .foreign.hooks import has_hooks
 from .foreign.originals import why_replaced
 from .foreign.versions import class_forward, is_checkpointed
 from .layer import borders_of
@@ -142,6 +143,7 @@ def unpadded(decoder: Any, inputs: dict[str, Any], labels: Tensor) -> tuple[dict
     tokens = {name: rows for name, rows in given.items() if rows is not None}
     if (
         not hasattr(decoder, "layers")  # a multimodal model: its decoder is inside
+        or has_hooks(decoder)  # which may read the shape of its output
         or not isinstance(mask, Tensor)
         or mask.is_floating_point()
         or any(one.shape[:2] != mask.shape for one in (labels, *tokens.values()))

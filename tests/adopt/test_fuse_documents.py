@@ -142,17 +142,22 @@ def test_padded_batches_train_as_they_do_and_without_their_padding(
     assert_trained_as(got, plain, batch)
 
 
-def test_a_hook_on_the_embeddings_sees_the_padded_batch(device, no_masks):
+@pytest.mark.parametrize("name", ["embed_tokens", ""])
+def test_a_hook_on_a_decoder_or_its_embeddings_sees_the_padded_batch(name, device):
     """NEFTune's scales noise by the number of positions."""
     fused, plain = pair(device, WHOLE)
-    seen = []
-    for model in (fused, plain):
-        model.get_input_embeddings().register_forward_hook(
-            lambda _, given, output: seen.append(given[0].shape) or output / output.shape[1]
-        )
     batch = padded("right", device)
+
+    def divide(_, given, output):
+        hidden = output if name else output.last_hidden_state
+        assert hidden.shape[:2] == batch["input_ids"].shape
+        hidden = hidden / hidden.shape[1]
+        return hidden if name else type(output)(last_hidden_state=hidden)
+
+    for model in (fused, plain):
+        decoder = model.base_model.model.model
+        decoder.get_submodule(name).register_forward_hook(divide)
     assert_trained_as(step(fused, batch), plain, batch)
-    assert seen[0] == batch["input_ids"].shape
 
 
 @pytest.mark.slow("Llava")
