@@ -59,7 +59,8 @@ def once(function: Callable[[], tuple], is_small: bool = False) -> tuple:
 
 def recompute_record(record: tuple) -> Callable[[], tuple] | None:
     """Return a function that makes this record of tensors again, for a function's backward, or None
-    where nothing recomputes the forward. The record itself need not be saved then.
+    where nothing recomputes the forward. Instead of the record, save one tensor: the function works
+    for as long as autograd keeps that.
 
     It does for all of a record what saving each of its tensors would, in a tenth of the time.
     """

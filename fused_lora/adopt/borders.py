@@ -108,6 +108,10 @@ class Border:
         # no weight of a copied or unpickled model lies in a buffer
         return type(self), ()
 
+    def buffer(self) -> Buffer | None:
+        """Return the buffer, None if there is none yet."""
+        return None if self._buffer is None else self._buffer()
+
     def find_or_make(
         self,
         reads: Sequence[Projection],
@@ -129,7 +133,7 @@ class Border:
         if not fits:
             made = self._made = _make(reads, parts, ranks)
         assert made is not None
-        buffer = None if self._buffer is None or not fits else self._buffer()
+        buffer = self.buffer() if fits else None
         if buffer is None:
             buffer = _buffer_of(made, reads)
             self._buffer = weakref.ref(buffer)
@@ -229,7 +233,7 @@ class LayerBorders(Filling):
     def forget(self) -> None:
         """Have the next backward fill the borders again, whatever is in them now."""
         for border in self.borders:
-            if border._buffer is not None and (buffer := border._buffer()) is not None:
+            if (buffer := border.buffer()) is not None:
                 buffer.key = None
 
     def find_or_make(

@@ -18,6 +18,7 @@ from ..step.flat_gradients import FlatGradients
 from ..step.graphed_module import GraphedModule
 from .documents import decoders
 from .foreign import checkpointing
+from .four_bit.parts import memories_of
 from .layer import borders_of
 
 
@@ -46,7 +47,8 @@ def graph_steps(trainer: Any, *, max_graphs: int = 8) -> "GraphedSteps":
     collator, keep the number of lengths small yourself.
 
     Graphs hold the activations of the largest shape until `remove`, also while you evaluate. They
-    compute all tokens of a batch, padding and those without labels included.
+    compute all tokens of a batch, padding and those without labels included. Hooks on modules in
+    the decoder are called when it is captured, and by no replay.
 
     Checkpointed layers get the policy "full" of `Fusion`, unless they have one: PyTorch's own
     checkpoints cannot be captured. It recomputes the same numbers.
@@ -140,7 +142,7 @@ class GraphedSteps:
         assert module is not None
         if self.decoder is None or self.decoder.module is not module:
             self.decoder = GraphedDecoder(
-                module, _state_of(model), partial(_forget_borders, module), self.max_graphs
+                module, _state_of(model), partial(_forget_memory, module), self.max_graphs
             )
         wrapped = next((one for one in inputs if isinstance(one, DistributedDataParallel)), None)
         with self.decoder.in_place(), _without_sync(wrapped):
@@ -243,14 +245,20 @@ def _decoder_in(model: nn.Module) -> nn.Module | None:
     return next((module for _, module in decoders(model)), None)
 
 
-def _forget_borders(decoder: nn.Module) -> None:
+def _forget_memory(decoder: nn.Module) -> None:
+    """Have the next backward write again what its forward wrote into memory that others use."""
     for borders in filter(None, map(borders_of, decoder.modules())):
         borders.forget()
+    memories_of(decoder).forget()
 
 
 def _state_of(model: nn.Module) -> Callable[[], Hashable]:
-    """Return a function that tells how the adapters of a model are switched."""
+    """Return a function that tells how the adapters of a model are switched and scaled."""
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     return lambda: tuple(
-        (one.disable_adapters, one.merged, tuple(one.active_adapters)) for one in layers
-    )
+        (
+            one.disable_adapters, one.merged, tuple(one.active_adapters),
+            tuple(getattr(one, "scaling", {}).values()),
+        )
+        for one in layers
+    )  # fmt: skip

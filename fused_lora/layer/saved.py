@@ -55,17 +55,19 @@ class Saved(NamedTuple):
 
 def store(ctx: Any, record: tuple) -> None:
     """Keep a record for `restore`: its tensors by save_for_backward, all else as it is. What a
-    checkpoint recomputes keeps nothing, and makes the record again."""
+    checkpoint recomputes makes the record again, and saves one tensor: once autograd frees that,
+    what the checkpoint keeps is freed as well."""
     ctx.recompute = recompute_record(record)
-    if ctx.recompute is None:
-        tensors, ctx.without_tensors = split(record)
-        ctx.save_for_backward(*tensors)
+    if ctx.recompute is not None:
+        ctx.save_for_backward(next(one for one in record if isinstance(one, Tensor)))
+        return
+    tensors, ctx.without_tensors = split(record)
+    ctx.save_for_backward(*tensors)
 
 
 def restore(ctx: Any) -> Any:
-    if ctx.recompute is not None:
-        return ctx.recompute()
-    return join(ctx.without_tensors, ctx.saved_tensors)
+    tensors = ctx.saved_tensors  # raises if autograd has freed them
+    return join(ctx.without_tensors, tensors) if ctx.recompute is None else ctx.recompute()
 
 
 def once_as_record(function: Callable[[], Record]) -> Record:

@@ -9,8 +9,8 @@ arXiv 1604.06174.
                 and random numbers, stop once as many are saved, and drop its graph
 """
 
+import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -120,7 +120,8 @@ class _Run:
             self._find(record)
         else:
             self.shapes.append(None)
-        return partial(_remember, (self, len(self.shapes) - 1))
+        run, place = weakref.ref(self), len(self.shapes) - 1
+        return lambda: _remember((run(), place))
 
     def _find(self, saved: Tensor | tuple) -> None:
         self.found.append(saved)

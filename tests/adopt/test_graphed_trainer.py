@@ -7,14 +7,24 @@ from unittest.mock import Mock
 import pytest
 import torch
 from cases import layer_case
-from cases.graph_case import Recorded, chat
+from cases.four_bit_case import quantised
+from cases.fp8_case import CONFIG as FP8_CONFIG
+from cases.fp8_case import FP8
+from cases.graph_case import Recorded, assert_same, chat
+from cases.layer_case import LAYER
 from cases.peft_models import ids
 from cases.reference import relative_error
 from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
 
 from fused_lora import FilledRows, Fusion, fuse, graph_steps
 from fused_lora.adopt.foreign.checkpointing import layers_of, policy_of
-from fused_lora.adopt.graphed_trainer import GraphedDecoder, _decoder_in, _forget_borders
+from fused_lora.adopt.four_bit.parts import memories_of
+from fused_lora.adopt.graphed_trainer import (
+    GraphedDecoder,
+    _decoder_in,
+    _forget_memory,
+    _state_of,
+)
 from fused_lora.adopt.layer import borders_of
 from fused_lora.kernels.documents import is_documents
 from fused_lora.step.graphed_module import GraphedModule
@@ -215,20 +225,46 @@ def test_a_trainer_that_cannot_have_graphs_is_left_alone(options, reason, tmp_pa
     assert vars(trainer) == before
 
 
-def test_a_backward_fills_borders_again_that_another_forward_may_have_filled(device):
-    """Between the two, DPO's reference pass may run on the same buffers. A captured backward cannot
-    see that, so it always fills them."""
-    fused, plain, _ = layer_case.pair(device, config={"num_hidden_layers": 1})
+WRITTEN = {  # into memory that other forwards write as well
+    "borders": (LAYER, {}),
+    "borders in FP8": (FP8, {"config": FP8_CONFIG}),
+    "4 bits": (LAYER, {"change": quantised}),
+    "4 bits, parts": (Fusion(mlp=True, attention=True, rope=True), {"change": quantised}),
+}
+
+
+@pytest.mark.parametrize(("fusion", "options"), WRITTEN.values(), ids=WRITTEN)
+def test_a_backward_writes_again_what_another_forward_may_have_written(
+    fusion, options, device, fp8_in_fp32
+):
+    """Between the two, DPO's reference pass may run on the same memory. A captured backward cannot
+    see that, so it always writes."""
+    fused, _, _ = layer_case.pair(device, fusion, **options)
+    twin = copy.deepcopy(fused)
     inputs = {"input_ids": ids(device, 0)[:, :7], "labels": ids(device, 0)[:, :7]}
     loss = fused(**inputs).loss
-    _forget_borders(_decoder_in(fused))
-    for border in borders_of(layer_case.layer_of(fused)).borders:
-        border._buffer().sB.zero_()
+    _forget_memory(_decoder_in(fused))
+    for borders in filter(None, map(borders_of, fused.modules())):
+        buffers = [border.buffer() for border in borders.borders]
+        for buffer in buffers:
+            buffer.A.zero_(), buffer.sB.zero_()
+        buffers[0].encode(buffers)
+    for memory in memories_of(fused).by_shape.values():
+        memory.memory.data.zero_()
     loss.backward()
-    plain(**inputs).loss.backward()
-    pairs = zip(fused.parameters(), plain.parameters(), strict=True)
-    for got, want in [(a.grad, b.grad) for a, b in pairs if b.requires_grad]:
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    twin(**inputs).loss.backward()
+    for got, want in zip(fused.parameters(), twin.parameters(), strict=True):
+        assert (got.grad is None) == (want.grad is None)
+        if want.grad is not None:
+            assert_same(got.grad, want.grad)
+
+
+def test_another_scale_of_adapters_is_another_state(device):
+    model = layer_case.peft_model(device, config={"num_hidden_layers": 1})
+    state_of = _state_of(model)
+    before = state_of()
+    layer_case.layer_of(model).mlp.up_proj.scale_layer(4.0)
+    assert state_of() != before
 
 
 @pytest.mark.parametrize("is_parted", [False, True])

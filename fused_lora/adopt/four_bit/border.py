@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from ...kernels.rows import empty_rows
-from ...layer.buffer import Bordered
+from ...layer.buffer import Bordered, Buffer
 from ...layer.scratch import Scratch, ScratchBuffer, Scratches
 from ..borders import Border, Layout, held_bias, layout_of, move_biases
 from ..projection import Projection
@@ -19,6 +19,9 @@ class PackedBorder(Border):
     def __init__(self) -> None:
         super().__init__()
         self._kept: tuple[tuple, Layout, ScratchBuffer] | None = None
+
+    def buffer(self) -> Buffer | None:
+        return super().buffer() if self._kept is None else self._kept[2]
 
     def find_or_make(
         self,

@@ -71,6 +71,11 @@ class Memories:
         self.by_shape: dict[tuple, Memory] = {}
         self._made: dict[tuple, tuple[tuple, Written]] = {}
 
+    def forget(self) -> None:
+        """Have the next backward write its weights again, whatever is in memory now."""
+        for memory in self.by_shape.values():
+            memory.holder = -1
+
     def written(self, reads: Sequence[Projection]) -> Written:
         """Return the weights of these projections in 4 bits, which may have moved since."""
         key = tuple(id(read.base) for read in reads)

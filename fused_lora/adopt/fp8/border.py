@@ -1,5 +1,6 @@
 """The buffers of layers in FP8, made from their weights or from a checkpoint's codes."""
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,6 +52,7 @@ class Fp8Border(Border):
         keep_from_ddp(model)
 
     def __init__(self) -> None:
+        super().__init__()
         self._kept: tuple[tuple, Layout] | None = None  # places of biases and codes
         self._checkpoint_buffer: Fp8Buffer | None = None
 
@@ -78,6 +80,7 @@ class Fp8Border(Border):
             buffer = _make_fp8(reads, layout, dtype)
             self._checkpoint_buffer = buffer if len(held) < len(reads) else None
             self._kept = _places_of(reads), layout
+            self._buffer = weakref.ref(buffer)
         assert layout is not None and isinstance(buffer, Fp8Buffer)
         return layout.bordered(buffer, reads, parts), not fits
 
