@@ -111,7 +111,7 @@ class FrozenLayer(NamedTuple):
     borders: Filling
     head_norms: HeadNorms | None = None  # of q and k; None: they turn as they are
     interleaved: bool = False  # RoPE pairs neighbours of a head, not its halves
-    # [batch or 1, positions], in the dtype of q, which it multiplies after RoPE; None: 1
+    # [batch or 1, positions] in fp32, multiplies q after RoPE; None: 1
     q_scale: Tensor | None = None
     multiplier: float = 1.0  # of what attention and the MLP add to the residual
     attended_norm: Norm | None = None  # of what attention adds to the residual; None: as it is

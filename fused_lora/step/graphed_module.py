@@ -146,6 +146,9 @@ class GraphedModule:
             self.reset()  # weights were moved: start over
             form = None
         if form is None:
+            if [*map(id, self.module.parameters())] != [*map(id, self._parameters)]:
+                self.reset()  # an adapter was added: start over, with the next call
+                return None
             alike = sum(one.with_gradients is with_gradients for one in self._forms.values())
             if alike >= self.max_graphs:
                 self._say(

@@ -120,8 +120,14 @@ class _Run:
             self._find(record)
         else:
             self.shapes.append(None)
-        run, place = weakref.ref(self), len(self.shapes) - 1
-        return lambda: _remember((run(), place))
+        owner, place = weakref.ref(self), len(self.shapes) - 1
+
+        def again() -> tuple:
+            run = owner()
+            assert run is not None  # what was saved beside the record keeps it
+            return _remember((run, place))
+
+        return again
 
     def _find(self, saved: Tensor | tuple) -> None:
         self.found.append(saved)

@@ -9,6 +9,7 @@ from cases import layer_case
 from cases.graph_case import Recorded
 from cases.peft_models import ids
 from cases.reference import relative_error
+from peft import LoraConfig
 
 from fused_lora.step.graphed_module import GraphedModule
 
@@ -110,6 +111,24 @@ def test_moved_weights_are_captured_anew(device, monkeypatch):
     assert graphed.captured == 0
     run(graphed, twin, lambda seed: batch(seed, device), calls=3)
     assert graphed.captured == 1
+
+
+def test_adapters_that_are_added_get_gradients(device, monkeypatch):
+    graphed, _ = pair(device, monkeypatch)
+    model = layer_case.peft_model(device, config={"num_hidden_layers": 1})
+    graphed.module = model.get_base_model().model
+    graphed.reset()
+    active = []
+    graphed.state_of = lambda: tuple(active)
+    for active[:] in (["default"], ["default", "second"]):
+        if "second" in active:
+            model.add_adapter("second", LoraConfig(r=4, target_modules="all-linear"))
+            model.base_model.set_adapter(active)
+        twin = copy.deepcopy(graphed.module)
+        for _ in range(2):
+            graphed.module.zero_grad(), twin.zero_grad()
+            run(graphed, twin, lambda seed: batch(seed, device), calls=4)
+        assert graphed.captured == 1
 
 
 def test_generating_is_no_step_and_says_nothing(device, monkeypatch):
