@@ -1,4 +1,4 @@
-"""LoRA fine-tuning on several GPUs: each packs its own chats, and all share every update.
+"""LoRA fine-tuning on several GPUs: each packs its own chats, and gradients are averaged.
 
     pip install -e ".[examples]"
     torchrun --nproc-per-node 2 examples/train_ddp.py --model Qwen/Qwen2.5-3B-Instruct

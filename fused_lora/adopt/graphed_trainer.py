@@ -44,7 +44,7 @@ def graph_steps(trainer: Any, *, max_graphs: int = 8) -> "GraphedSteps":
     Batches of one shape share a graph. So a trainer that packs (TRL's packing=True) gets a
     `FilledRows` as its collator. One that pads gets a copy of its collator with a
     `pad_to_multiple_of` that leaves max_graphs lengths, unless you have set that. With any other
-    collator it is for you to see to few lengths.
+    collator, keep the number of lengths small yourself.
 
     Graphs hold the activations of the largest shape until `remove`, also while you evaluate. They
     compute all tokens of a batch, padding and those without labels included. Hooks on modules in
@@ -55,7 +55,8 @@ def graph_steps(trainer: Any, *, max_graphs: int = 8) -> "GraphedSteps":
 
     Under torchrun the trainer wraps its model in DistributedDataParallel, whose hooks a replayed
     backward does not call. So every step runs in its `no_sync`, and we average the gradients after
-    the last micro-batch of an update, once and with the same result. Ranks may have other shapes.
+    the last micro-batch of an update, once and with the same result. Shapes may differ between
+    ranks.
 
     With args.logging_nan_inf_filter, a Trainer's default, the host reads every loss. We do the same
     on the GPU, and the host no longer waits: the trainer gets a copy of its arguments without it.

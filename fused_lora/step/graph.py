@@ -108,7 +108,7 @@ class GraphedStep(Joinable):
     parameters, average gradients as DistributedDataParallel does, and clip that mean. So give
     `num_items_in_batch` as the count over all ranks divided by their number. Shapes may differ. If
     some ranks have fewer batches, put the loop into PyTorch's ``with Join([step]):``. Seed each
-    rank differently for other dropout. Let a rank that raises end: torchrun then ends the others.
+    rank differently for other dropout. Don't catch an error on one rank: torchrun stops the rest.
 
     Held until `reset`: the memory of the largest graph, activations and all, which graphs share;
     each graph's batch; one gradient per parameter with accumulation or several ranks (else inside

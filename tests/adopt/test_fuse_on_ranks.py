@@ -13,14 +13,22 @@ from cases.layer_case import LAYER, peft_model
 from cases.peft_models import LAYERS, ids
 from cases.ranks import on_ranks
 from cases.reference import relative_error
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from peft import PeftModel
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from fused_lora import Fusion, fuse, report
+from fused_lora import Fusion, fuse, report, unfuse
 
 RANKS, UPDATES = 2, 3
 EVERYTHING = Fusion(**ALL, layer=True, checkpoint="full")
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+ADAPTERS = StateDictOptions(ignore_frozen_params=True, strict=False)
 IN_4_BITS = {"change": quantised}
 
 
@@ -109,6 +117,54 @@ def test_two_ranks_train_as_one_process_does_on_all_batches(how, fused):
     errors, others = on_ranks(RANKS, trained, how, fused)
     assert errors and max(errors.values()) < 1e-4
     assert others or how == "FSDP2"
+
+
+def kept(rank, device, fused, folder):
+    """Save sharded adapters, lose and load them, and take the model back."""
+    fusion, options = FUSED[fused]
+    model = peft_model(device, **options)
+    fuse(model, fusion)
+    shard_adapters(model)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.1)
+    tokens = ids(device, rank)[:, :SHORT]
+
+    def step(update):
+        """Return the loss. Its backward shards again what the forward gathered."""
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        if update:
+            optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    step(update=True)
+    want = step(update=False)
+    saved = get_model_state_dict(model, options=WHOLE)
+    if rank == 0:
+        model.save_pretrained(folder, state_dict=saved)
+    states = copy.deepcopy(get_state_dict(model, optimizer, options=ADAPTERS))
+    step(update=True)
+    assert step(update=False) != want
+    parts = dict(zip(("model_state_dict", "optim_state_dict"), states, strict=True))
+    set_state_dict(model, optimizer, **parts, options=ADAPTERS)
+    assert step(update=False) == want
+    unfuse(model)
+    return {"loss": want, "unfused": step(update=False), "tokens": tokens}
+
+
+@pytest.mark.slow("layer")
+@pytest.mark.parametrize("fused", ["layer", "layer, 4 bits"])
+def test_sharded_adapters_are_saved_loaded_and_unfused(fused, tmp_path, device):
+    first, second = on_ranks(RANKS, kept, fused, tmp_path)
+    assert first["loss"] != second["loss"]
+    base = peft_model(device, **FUSED[fused][1]).unload()
+    loaded = PeftModel.from_pretrained(base, tmp_path)
+    for one in (first, second):
+        tokens = one["tokens"].to(device)
+        loss = loaded(input_ids=tokens, labels=tokens).loss.item()
+        assert one["unfused"] == pytest.approx(one["loss"], rel=1e-4)
+        assert loss == pytest.approx(one["loss"], rel=1e-4)
 
 
 def sharded_layers(rank, device):

@@ -200,7 +200,8 @@ RECIPES = {
         "linear_cross_entropy", "yes", "generates as PEFT does",
     ),
     "accelerate's loop": Recipe(
-        _AccelerateLoop, "linear_cross_entropy", NO_TRAINER, "accumulates, clips",
+        _AccelerateLoop, "linear_cross_entropy", NO_TRAINER,
+        "accumulates, clips; [`GraphedStep`](api.md#graphedstep) is for loops",
     ),
     "Lightning": Recipe(_Lightning, "linear_cross_entropy", NO_TRAINER, "clips"),
 }  # fmt: skip

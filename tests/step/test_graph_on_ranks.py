@@ -18,6 +18,7 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import fully_shard
 
 from fused_lora import Fusion, fuse
+from fused_lora.step.flat_gradients import FlatGradients
 from fused_lora.step.graph import EAGER_CALLS
 
 on_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -115,6 +116,27 @@ def test_ranks_train_as_one_does_on_the_joined_batch():
     (wanted,) = on_ranks(1, joined, 2)
     for found in on_ranks(2, joined, 2):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def averaged(rank, device):
+    dtypes = (torch.bfloat16, torch.float32, torch.bfloat16)
+    parameters = [
+        torch.full((2, 3), 1.0 + rank, dtype=dtype, device=device, requires_grad=True)
+        for dtype in dtypes
+    ]
+    for one in parameters[rank:]:  # the second rank has none of the first
+        one.grad = torch.full_like(one, 4.0 * (1 + rank))
+    gradients = FlatGradients(parameters)
+    gradients.hold()
+    gradients.average()
+    gradients.share(parameters, 1)
+    return [(one.dtype, one.grad.unique().item(), one.unique().item()) for one in parameters]
+
+
+def test_gradients_of_two_dtypes_are_averaged_and_parameters_shared():
+    bf16, fp32 = torch.bfloat16, torch.float32
+    for found in on_ranks(2, averaged):
+        assert found == [(bf16, 2.0, 2.0), (fp32, 6.0, 2.0), (bf16, 6.0, 2.0)]
 
 
 def dropped(rank, device):
