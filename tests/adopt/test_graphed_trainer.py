@@ -2,6 +2,7 @@
 norms and weights that they have without."""
 
 import copy
+from itertools import product
 from unittest.mock import Mock
 
 import pytest
@@ -301,14 +302,21 @@ def test_graph_steps_says_what_it_needs(trainer, options, error):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("checkpoint", ["", "full", "offload"])
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("kind", SETTINGS)
-def test_a_fused_model_in_graphed_steps(kind, bf16, checkpoint, tmp_path, device):
+@pytest.mark.parametrize(
+    ("kind", "bf16", "checkpoint", "weights"),
+    [
+        *product(SETTINGS, [False, True], ["", "full", "offload"], [""]),
+        # a reference pass takes the memory that layers in 4 bits share
+        *product(["DPO"], [True], ["", "full"], ["4 bits", "FP8"]),
+    ],
+)
+def test_a_fused_model_in_graphed_steps(kind, bf16, checkpoint, weights, tmp_path, device):
     """Run on a GPU: kernels in the interpreter are no operations that the recorded graph knows."""
-    plain = layer_case.peft_model(device, dtype=torch.bfloat16 if bf16 else torch.float32)
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    change = {"4 bits": {"change": quantised}, "FP8": {"config": FP8_CONFIG}}.get(weights, {})
+    plain = layer_case.peft_model(device, dtype=dtype, **change)
     options = KEPT["accumulation, evaluation"] | {"bf16": bf16, "learning_rate": 2**-12}
-    fusion = Fusion(layer=True, rms_norm=True, checkpoint=checkpoint)
+    fusion = Fusion(layer=True, rms_norm=True, checkpoint=checkpoint, fp8=weights == "FP8")
     done = []
     for is_graphed in (True, False):
         model = copy.deepcopy(plain)
