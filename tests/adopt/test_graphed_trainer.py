@@ -307,7 +307,7 @@ def test_graph_steps_says_what_it_needs(trainer, options, error):
     [
         *product(SETTINGS, [False, True], ["", "full", "offload"], [""]),
         # a reference pass takes the memory that layers in 4 bits share
-        *product(["DPO"], [True], ["", "full"], ["4 bits", "FP8"]),
+        *product(["DPOTrainer"], [True], ["", "full"], ["4 bits", "FP8"]),
     ],
 )
 def test_a_fused_model_in_graphed_steps(kind, bf16, checkpoint, weights, tmp_path, device):
