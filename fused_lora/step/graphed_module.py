@@ -33,6 +33,7 @@ from .masks import MASK, LayersWithoutMask
 from .padding_seen import PaddingSeen
 
 HIDDEN = "last_hidden_state"
+CACHES = ("past_key_values", "cache")  # as transformers up to 5.23 names it, and from 5.24 on
 
 
 class GraphedModule:
@@ -100,7 +101,7 @@ class GraphedModule:
 
     def __call__(self, *positional: Any, **inputs: Any) -> Any:
         inputs |= dict(zip(self._names, positional, strict=False))
-        if inputs.get("past_key_values") is not None:  # it generates
+        if any(inputs.get(name) is not None for name in CACHES):  # it generates
             return self._eager(**inputs)
         mask = inputs.get(MASK)
         if isinstance(mask, Tensor) and mask.ndim == 2 and inputs.get("position_ids") is None:
@@ -217,7 +218,8 @@ class GraphedModule:
             if one.name != HIDDEN and getattr(output, one.name) is not None
         ]
         if others or not isinstance(getattr(output, HIDDEN, None), Tensor):
-            to_do = ": set model.config.use_cache = False" if "past_key_values" in others else ""
+            has_cache = any(name in others for name in CACHES)
+            to_do = ": set model.config.use_cache = False" if has_cache else ""
             given = ", ".join(others) or type(output).__name__
             raise ValueError(f"it returns {given} beside hidden states{to_do}")
         return output

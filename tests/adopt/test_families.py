@@ -177,5 +177,6 @@ def test_gemma_2_caps_its_scores_where_transformers_does(device):
     )
     got, want = (step(model, "Gemma 2") for model in (fused, plain))
     assert_close(got, want, 2e-4)
-    plain.set_attn_implementation("sdpa")
-    assert relative_error(step(plain, "Gemma 2")["loss"], want["loss"]) > 1e-3
+    if not family.not_whole:
+        plain.set_attn_implementation("sdpa")
+        assert relative_error(step(plain, "Gemma 2")["loss"], want["loss"]) > 1e-3

@@ -25,7 +25,11 @@ NAME = "base_model.model"
 # what each model adds to Qwen2's plain logits, and TRL to its head
 MODELS = {
     "temperature, every output": ("Qwen2", {}, {"temperature": 0.7, "outputs": OUTPUTS}),
-    "softcap": ("Gemma2", {"final_logit_softcapping": 3.0}, {"outputs": OUTPUTS}),
+    "softcap": (
+        "Gemma2",
+        {"final_logit_softcapping": 3.0, "attn_implementation": "eager"},
+        {"outputs": OUTPUTS},
+    ),
     "logits_scaling": ("Granite", {"logits_scaling": 4.0}, {"outputs": ("log_probs", "entropy")}),
     "fp32 head": ("Qwen2", {}, {"cast_lm_head_to_fp32": True}),
 }

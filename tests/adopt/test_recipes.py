@@ -19,7 +19,7 @@ import fused_lora.adopt.cross_entropy as cross_entropy
 import fused_lora.adopt.log_probs as log_probs
 from fused_lora import fuse, graph_steps
 from fused_lora.layer.decoder_layer import DecoderLayer
-from fused_lora.step.graphed_module import GraphedModule
+from fused_lora.step.graphed_module import CACHES, GraphedModule
 
 LOSSES = {"log_probs": log_probs, "linear_cross_entropy": cross_entropy}
 IN_GRAPHS = [
@@ -50,7 +50,7 @@ def passes_of(model):
     passes = []
 
     def note(_, given, options):
-        if options.get("past_key_values") is None:
+        if all(options.get(name) is None for name in CACHES):
             passes.append(given)
 
     layer_of(model).register_forward_pre_hook(note, with_kwargs=True)

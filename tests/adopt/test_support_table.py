@@ -114,6 +114,8 @@ def test_the_lines_of_what_all_runs_fused_name_nothing_else():
 )
 @pytest.mark.parametrize("name", CASES)
 def test_the_table_of_what_works_with_what(name, device):
+    if name == "Gemma 2" and OTHERS[name].not_whole:
+        pytest.skip("from transformers 5.24 on its layers run in parts")
     model = CASES[name](device)
     found = [outcome(model, part) for part in PARTS]
     is_all = set(found) == {"fused"}

@@ -160,6 +160,9 @@ QWEN_3_5_PARTS = {
     "functions": {"LoRA_QKV": 1, "LoRA_W": 1, "RoPE": 1},
     "not_whole": NOT_READ,
 }  # fmt: skip
+# transformers 5.24 takes no sdpa for it, which would not cap its scores
+SOFT_CAPPED = ("" if transformers.Gemma2PreTrainedModel._supports_sdpa
+               else "self_attn: its attention is eager, which soft-caps its scores")  # fmt: skip
 NOT_ONE_LAYER = "Gemma4TextDecoderLayer is not a layer class"
 GEMMA_4 = {
     "final_logit_softcapping": 2.0,
@@ -207,7 +210,8 @@ FAMILIES = {
     "Gemma 2": Family(
         "Gemma2",
         WINDOW | {"query_pre_attn_scalar": 16, "final_logit_softcapping": 2.0},
-        fused={"rms_norm": AROUND},
+        fused={"rms_norm": AROUND}, not_whole=SOFT_CAPPED,
+        functions=APART if SOFT_CAPPED else ONE,
     ),
     "Gemma 3": Family(
         "Gemma3", WINDOW | {"query_pre_attn_scalar": 16},

@@ -11,7 +11,7 @@ from cases.peft_models import ids
 from cases.reference import relative_error
 from peft import LoraConfig
 
-from fused_lora.step.graphed_module import GraphedModule
+from fused_lora.step.graphed_module import CACHES, GraphedModule
 
 CALLS = 5  # two of them eager
 
@@ -133,12 +133,14 @@ def test_adapters_that_are_added_get_gradients(device, monkeypatch):
 
 def test_generating_is_no_step_and_says_nothing(device, monkeypatch):
     graphed, _ = pair(device, monkeypatch)
-    cache = graphed.module(**batch(0, device) | {"use_cache": True}).past_key_values
+    output = graphed.module(**batch(0, device) | {"use_cache": True})
+    name = next(name for name in reversed(CACHES) if name in output)
+    cache = output[name]
     with torch.no_grad(), graphed.in_place(), warnings.catch_warnings():
         warnings.simplefilter("error")
         for seed in range(CALLS):
             token = {"input_ids": ids(device, seed)[:, :1]}
-            graphed.module(**token, past_key_values=cache, use_cache=True)
+            graphed.module(**token, use_cache=True, **{name: cache})
     assert graphed.captured == 0 and cache.get_seq_length() == 7 + CALLS
 
 
@@ -175,7 +177,7 @@ def waiting(graphed, device):
 
 
 EAGER = {
-    with_a_cache: "it returns past_key_values beside hidden states: set model.config.use_cache",
+    with_a_cache: "beside hidden states: set model.config.use_cache = False",
     with_many_lengths: "more than max_graphs=2 shapes",
     with_embeddings: "inputs require gradients",
     with_an_object: "got given as object",
