@@ -32,7 +32,8 @@ class TrlHead(NamedTuple):
 def trl_head_in(forward: Any) -> TrlHead | None:
     """Return the settings of TRL's head if this is its forward, in a form that we know."""
     found = _variables_of(forward)
-    if not {*TrlHead._fields, "original_forward"} <= found.keys():
+    # torch.compile, which traces this, compares no sets
+    if not all(name in found for name in (*TrlHead._fields, "original_forward")):
         return None
     return TrlHead(**{name: found[name] for name in TrlHead._fields})
 
