@@ -3,8 +3,8 @@
     pip install -e ".[examples]"
     python examples/train_dpo.py --model Qwen/Qwen2.5-3B-Instruct --data data/sft_train.jsonl
 
-Prints tokens/s of both, padding counted, and saves the adapter. We have no preference
-data here, so the rejected answer comes from another chat. Needs a GPU, like TRL's own loss.
+Prints tokens/s of both, padding counted, and saves the adapter. We have no preference data here, so
+the rejected answer comes from another chat. Needs a GPU, like TRL's own loss.
 """
 
 import argparse

@@ -20,6 +20,7 @@ from fused_mlp.utils import compute_dtype
 
 from ..kernels.causal_attention import fits_heads
 from ..kernels.documents import documents_of
+from ..label_check import IGNORED
 from ..step import padding_seen
 from ..step.graphed_module import is_graphed
 from .attend import turns
@@ -37,7 +38,7 @@ from .site import having, unfused
 
 DECODER = frozenset({"documents"})  # the parts of a decoder's fused forward
 decoders = having("embed_tokens", "layers", "norm")
-IGNORED, IN_NO_VOCABULARY = -100, -1  # labels
+IN_NO_VOCABULARY = -1  # a label
 MASKS = ("create_causal_mask", "create_sliding_window_causal_mask")
 
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from fused_mlp.launching import is_capturing
 
 from ..cross_entropy import labelled_rows
-from ..label_check import checking
-from .documents import IGNORED, unpadded
+from ..label_check import IGNORED, checking
+from .documents import unpadded
 from .foreign.forwards import fused_parts_of
 from .foreign.versions import as_named
 from .projection import why_call

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..label_check import note
+from ..label_check import IGNORED, note
 from ..log_probs import log_probs
 from .aside import step_aside
-from .documents import IGNORED, check_not_empty
+from .documents import check_not_empty
 from .foreign.forwards import trl_head_of
 from .foreign.trl_head import trl_output
 from .labelled import run_decoder, shifted_by_one
