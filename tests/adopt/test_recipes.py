@@ -84,7 +84,7 @@ def assert_alike(got, want):
 def row_of(name):
     _, loss, graphs, notes = RECIPES[name]
     loss = f"`{loss}`" if loss in LOSSES else f"not fused: {loss}"
-    graphs = graphs if graphs == "yes" else f"no: {graphs}"
+    graphs = f"no: {graphs}" if graphs == NO_TRAINER else graphs
     return f"| {name} | {loss} | whole layers | {graphs} | {notes} |"
 
 
