@@ -13,12 +13,14 @@ A step captured in CUDA graphs has only two marks, so its parts have no times.
 import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice, pairwise, starmap
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from batches import Batch
 from models import Graph
@@ -28,6 +30,8 @@ from models import Graph
 MIN_WARMUP_STEPS = 4
 MAX_WARMUP_STEPS = 10
 STEADY_SPREAD = 0.05
+# Processes that average gradients all take as many, steady or not.
+WARMUP_STEPS_ON_SEVERAL_GPUS = 5
 # Enough for a trainer that has run before.
 AGAIN_WARMUP_STEPS = 2
 # A step has two kinds of micro-batches: all but the last add to the gradients, the last updates.
@@ -109,6 +113,7 @@ class Trainer:
         graph: captures the step in CUDA graphs; None for an eager step.
         accumulate: micro-batches of a step.
         lengths_as: turns documents' lengths into inputs of the model.
+        group: the processes that train together, and average their gradients. None: this one alone.
     """
 
     def __init__(
@@ -121,6 +126,7 @@ class Trainer:
         graph: Graph | None = None,
         accumulate: int = 1,
         lengths_as: Callable[[torch.Tensor], dict[str, Any]] | None = None,
+        group: dist.ProcessGroup | None = None,
     ):
         self.model = model
         self.autocast = autocast
@@ -134,9 +140,14 @@ class Trainer:
         self.graph = graph
         self.accumulate = accumulate
         self.lengths_as = lengths_as
-        self.graphed_step: Any = (
-            graph.step_for(self.optimizer, accumulation_steps=accumulate) if graph else None
-        )
+        self.averages = group is not None and group.size() > 1
+        self.graphed_step: Any = None
+        if graph:
+            self.graphed_step = graph.step_for(
+                self.optimizer, accumulation_steps=accumulate, process_group=group
+            )
+        is_ddp = self.averages and not graph
+        self.called: Any = DistributedDataParallel(model, process_group=group) if is_ddp else model
         self.graph_constants: dict[str, Any] = {}  # inputs beside each batch of a run
         self.is_warm = False
 
@@ -155,9 +166,10 @@ class Trainer:
                 losses.append(run(**self._inputs(batch), **self.graph_constants))
             marks.append(self.clock.mark())
             return marks, _mean(losses)
-        for batch in batches:
-            with self.autocast():
-                loss = self.model(**self._inputs(batch)).loss
+        for number, batch in enumerate(batches, start=1):
+            is_added = isinstance(self.called, DistributedDataParallel) and number < len(batches)
+            with self.autocast(), self.called.no_sync() if is_added else nullcontext():
+                loss = self.called(**self._inputs(batch)).loss
             marks.append(self.clock.mark())
             (loss if self.accumulate == 1 else loss / self.accumulate).backward()
             marks.append(self.clock.mark())
@@ -275,7 +287,9 @@ class Trainer:
             times_ms.append(self.clock.elapsed_ms(marks[0], marks[-1]))
             if len(times_ms) == eager + 1:
                 first_step_s = time.perf_counter() - began
-            if len(times_ms) >= eager + MIN_WARMUP_STEPS and is_steady(times_ms[-3:]):
+            # processes that average take the same number of steps
+            is_enough = len(times_ms) >= eager + MIN_WARMUP_STEPS and not self.averages
+            if is_enough and is_steady(times_ms[-3:]):
                 break
         return first_step_s
 

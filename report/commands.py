@@ -20,6 +20,8 @@ from bench.records import KernelRow, Kernels, Run, SummaryRow
 from bench.terminal import console
 from report.comparison import compare, comparison_table
 from report.fits import fits_table
+from report.several_gpus import COLUMNS as SEVERAL_GPUS_COLUMNS
+from report.several_gpus import scaled
 from report.statistics import NOISE, summarize
 from report.table import Column, Row, number
 from report.wording import on_base
@@ -73,6 +75,10 @@ def _draw_published(figures: Path) -> list[Path]:
 def draw_pictures(run: Run, folder: Path, others: Path) -> list[Path]:
     """Draw every picture that the run has data for. All but the first go into the folder `others`.
     Return their paths."""
+    if run.experiment.gpus > 1:
+        from report.several_gpus_picture import several_gpus_figure
+
+        return _write(folder, {"several_gpus": several_gpus_figure([run])})
     from report.benchmark_results import benchmark_figure
     from report.kernel_time import kernel_time_figure
     from report.panels import panels_figure
@@ -165,6 +171,10 @@ def fits_only(gib: float, folder: Path) -> int:
 
 
 def summary_table(run: Run) -> Table:
+    if run.experiment.gpus > 1:
+        title = "Rehearsal: not a performance result" if run.rehearsal else None
+        return _terminal_table(SEVERAL_GPUS_COLUMNS, scaled(run), title=title)
+
     def speedup(row: SummaryRow) -> str:
         noise = " (noise)" if row.verdict == NOISE else ""
         return "" if run.rehearsal else number(row.speedup, 2) + noise

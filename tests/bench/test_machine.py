@@ -8,8 +8,8 @@ import pynvml
 import pytest
 
 from bench import machine
+from bench.experiment_records import Environment, Gpu
 from bench.machine import CLOCK_REASONS, Conditions, Sample, conditions_of, other_processes, sample
-from bench.records import Environment, Gpu
 
 POWER_CAP = pynvml.nvmlClocksThrottleReasonSwPowerCap
 IDLE = pynvml.nvmlClocksThrottleReasonGpuIdle
