@@ -62,8 +62,8 @@ class ScratchBuffer(Buffer):
             else:
                 self._plain.append((weight, rows))
         if bias is not None and biases:
-            parts = bias[: sum(outs)].split(outs)
-            self._plain += [(one, to) for one, to in zip(biases, parts, strict=True) if one is not None]
+            pairs = zip(biases, bias[: sum(outs)].split(outs), strict=True)
+            self._plain += [(one, part) for one, part in pairs if one is not None]
         self._dequantize = Dequantize4bit()
 
     @property

@@ -199,7 +199,10 @@ def mixed(rank, device):
     (reason,) = fuse(model, LAYER).left.values()
     assert "mlp: fully_shard shards it by itself: call fully_shard(layer)" in reason
     hidden = torch.zeros(1, 2, 52, device=device, requires_grad=True)
-    with pytest.warns(UserWarning, match="is sharded .* call the model"), pytest.raises(Exception):
+    with (
+        pytest.warns(UserWarning, match="is sharded .* call the model"),
+        pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"),
+    ):
         second.forward(hidden, position_embeddings=(hidden, hidden))
 
 
