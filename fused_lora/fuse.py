@@ -16,7 +16,7 @@ from .adopt.borders import Border, unborder
 from .adopt.foreign import checkpointing
 from .adopt.foreign.checkpointing import layers_of
 from .adopt.foreign.forwards import remove_taker, take_back
-from .adopt.foreign.parallel import REPLICATE, refuse_data_parallel
+from .adopt.foreign.parallel import REPLICATE, between_forwards, refuse_data_parallel, reshard
 from .adopt.four_bit.reading import bytes_in_buffers
 from .adopt.report import ASKED_EARLY, NO_ADAPTERS, PARTS_SET, FusionReport, explained, report_on
 from .adopt.setting import running_in, set_forwards
@@ -83,6 +83,7 @@ class Fusion:
             )
 
 
+@between_forwards()
 def fuse(model: nn.Module, fusion: Fusion | None = None, *, strict: bool = True) -> FusionReport:
     """Fuse the parts of `model` that `fusion` names, from now on.
 
@@ -105,6 +106,7 @@ def fuse(model: nn.Module, fusion: Fusion | None = None, *, strict: bool = True)
         RuntimeError: later, when nn.DataParallel copies the model. Use DistributedDataParallel.
     """
     _check_model("fuse", model)
+    reshard(model)
     if fusion is None:
         fusion, strict = _best(model), False
     if not isinstance(fusion, Fusion):
@@ -234,6 +236,7 @@ def unfuse(model: nn.Module) -> list[str]:
     return names
 
 
+@between_forwards()
 def report(model: nn.Module) -> FusionReport:
     """Report which modules of `model` would run fused if it were called now.
 

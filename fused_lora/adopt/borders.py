@@ -129,7 +129,7 @@ class Border:
         biases, if there are any. Parameters stay the same objects and become views of these.
         """
         made = self._made
-        fits = made is not None and made.places == _places_of(reads) and made.layout.has_room(parts)
+        fits = self._holds(reads) and made is not None and made.layout.has_room(parts)
         if not fits:
             made = self._made = _make(reads, parts, ranks)
         assert made is not None
@@ -138,6 +138,9 @@ class Border:
             buffer = _buffer_of(made, reads)
             self._buffer = weakref.ref(buffer)
         return made.layout.bordered(buffer, reads, parts), not fits
+
+    def _holds(self, reads: Sequence[Projection]) -> bool:
+        return self._made is not None and self._made.places == _places_of(reads)
 
 
 def _places_of(reads: Sequence[Projection]) -> tuple:

@@ -147,9 +147,6 @@ def _why_not_parts(layer: Any) -> str | None:
     reason = why_not_class(layer, "DecoderLayer") or known_form(layer, "DecoderLayer")
     if reason:
         return reason
-    if type(layer).__bases__[0].__name__ == "FSDPModule":
-        call = "fully_shard(model, ignored_params=frozen)"
-        return f"fully_shard shards layers: fuse first, then {call} alone"
     attention, mlp = layer.self_attn, layer.mlp
     for name, kind in (("self_attn", "Attention"), ("mlp", "MLP")):
         part = layer._modules[name]

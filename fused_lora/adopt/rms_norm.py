@@ -27,7 +27,7 @@ def why_not_norm(norm: Any) -> str | None:
         return reason
     if getattr(norm, "weight", None) is None:
         return "it has no weight"
-    reason = why_not_plain(norm.weight)
+    reason = why_not_plain(norm, norm.weight)
     return None if reason is None else f"its weight {reason}"
 
 
