@@ -7,7 +7,6 @@ PyTorch and many times as slow. fla up to 0.5.2 raises in backward where Triton 
 
 import sys
 from collections.abc import Callable
-from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -25,15 +24,21 @@ REFUSES_TRITON = (
     f"{OWN}: flash-linear-attention refuses Triton {triton.__version__} on Hopper, take 3.7.1"
 )
 
+_chosen: dict[Callable, tuple[Callable, str]] = {}
+
 
 def delta_rule(net: nn.Module) -> tuple[Callable, str]:
     """Return the function for the recurrence of a gated delta net, and the reason if it is
     transformers' own, "" if not."""
-    return _chosen(getattr(sys.modules[type(net).__module__], NAME))
+    rule = getattr(sys.modules[type(net).__module__], NAME)
+    if torch.compiler.is_compiling():  # `fuse` has asked before
+        return _chosen[rule]
+    if rule not in _chosen:
+        _chosen[rule] = _choose(rule)
+    return _chosen[rule]
 
 
-@cache
-def _chosen(rule: Any) -> tuple[Callable, str]:
+def _choose(rule: Any) -> tuple[Callable, str]:
     functions = list(unwrapped(rule))
     found = [
         one
