@@ -141,12 +141,14 @@ def _gated_rms_norm_backward_kernel(
     weight = load_weight(weight_ptr, columns, columns < hidden, False)
     partial = tl.zeros([1, BLOCK], tl.float32)
     for tile in range(tiles_per_program):
-        row = (program * tiles_per_program + tile) * ROWS + tl.arange(0, ROWS)[:, None]
+        its_rows = (program * tiles_per_program + tile) * ROWS + tl.arange(0, ROWS)
+        # loaded once a row: for [ROWS, 1] each of a thread's elements would load it
+        rstd = tl.load(rstd_ptr + its_rows, mask=its_rows < rows, other=0.0)[:, None]
+        row = its_rows[:, None]
         mask = (row < rows) & (columns < hidden)
         grad_y = tl.load(grad_y_ptr + row * grad_y_row_stride + columns, mask=mask, other=0.0)
         x = tl.load(x_ptr + row * x_row_stride + columns, mask=mask, other=0.0).to(tl.float32)
         gate = tl.load(gate_ptr + row * gate_row_stride + columns, mask=mask, other=0.0)
-        rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
         silu, slope = activate(gate.to(tl.float32), False, IN_FP32)
         grad_y = grad_y.to(tl.float32)
         normed = x * rstd
