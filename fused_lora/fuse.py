@@ -30,10 +30,12 @@ class Fusion:
     """Switches for the parts of a model to run fused. With all off it is stock PEFT.
 
     mlp: gate, up, SwiGLU or GeGLU and down with their adapters as one function (`fused_mlp`).
-    attention: q, k and v with their adapters as one autograd function, o as another.
+    attention: q, k and v with their adapters as one autograd function, o as another. Of a gated
+        delta net: its in-projections as one, out_proj as another, around the library's recurrence.
     rope: the rotary embedding of q and k in one kernel. With `attention`, all of attention becomes
         one function.
-    rms_norm: every RMSNorm as one kernel, a layer's second together with the residual addition.
+    rms_norm: every RMSNorm as one kernel, also one with a gate, a layer's second together with the
+        residual addition.
     cross_entropy: the loss without logits, in training with labels. Computing with `output.logits`
         is then an error. Calls with label_smoothing, z_loss or the like run transformers' loss.
     layer: a whole decoder layer as one autograd function on bordered weights (`layer/`). When it

@@ -95,12 +95,12 @@ class LoRA_W(torch.autograd.Function):
     def forward(ctx, x, A, B, *rest):
         *biases, frozen = rest
         ctx.write_again = frozen.write_again
-        (output,) = _forward(ctx, "LoRA_W", ("",), x, (A, B), biases, [frozen], frozen.seed)
+        (output,) = group_forward(ctx, "LoRA_W", ("",), x, (A, B), biases, [frozen], frozen.seed)
         return output
 
     @staticmethod
     def backward(ctx, grad_output):
-        return *_backward(ctx, "LoRA_W", grad_output), None
+        return *group_backward(ctx, "LoRA_W", grad_output), None
 
 
 class FrozenQKV(NamedTuple):
@@ -177,14 +177,16 @@ class LoRA_QKV(torch.autograd.Function):
         *biases, frozen = rest
         ctx.write_again = frozen.write_again
         adapters, layers = (q_A, q_B, k_A, k_B, v_A, v_B), frozen.layers
-        return _forward(ctx, "LoRA_QKV", QKV_PREFIXES, x, adapters, biases, layers, frozen.seed)
+        return group_forward(
+            ctx, "LoRA_QKV", QKV_PREFIXES, x, adapters, biases, layers, frozen.seed
+        )
 
     @staticmethod
     def backward(ctx, grad_q, grad_k, grad_v):
-        return *_backward(ctx, "LoRA_QKV", grad_q, grad_k, grad_v), None
+        return *group_backward(ctx, "LoRA_QKV", grad_q, grad_k, grad_v), None
 
 
-def _forward(
+def group_forward(
     ctx,
     name: str,
     prefixes: tuple[str, ...],
@@ -241,8 +243,8 @@ def project(
     return outputs, z, A, B, weights
 
 
-def _backward(ctx, name: str, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return the gradients of x, of each A and B, and of each bias given to `_forward`."""
+def group_backward(ctx, name: str, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return the gradients of x, of each A and B, and of each bias given to `group_forward`."""
     refuse_second_derivative(name, "the unfused layers")
     x, z, A, *others = ctx.saved_tensors
     count = len(grad_outputs)

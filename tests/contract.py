@@ -22,10 +22,13 @@ from cases import (
 from cases.operands import (
     BF16,
     DTYPES,
+    OF_GROUP,
     OF_QKV,
     OF_W,
     Case,
     make_cross_entropy,
+    make_gated_norm,
+    make_group,
     make_linear,
     make_log_probs,
     make_lora_attention,
@@ -37,12 +40,14 @@ from cases.pairwise import pairwise
 from cases.reference import ADAPTER_NAMES, assert_within_budget, lora_mlp
 from torch import Tensor
 
-from fused_lora import cross_entropy
+from fused_lora import cross_entropy, gated_norm
 from fused_lora import rms_norm as norm_module
 from fused_lora import rope as rope_module
 from fused_lora.cross_entropy import linear_cross_entropy
+from fused_lora.gated_norm import gated_rms_norm
 from fused_lora.log_probs import log_probs
 from fused_lora.lora_attention import LoRA_Attention
+from fused_lora.lora_group import LoRA_Group
 from fused_lora.lora_linear import LoRA_QKV, LoRA_W
 from fused_lora.rms_norm import add_rms_norm, rms_norm
 from fused_lora.rope import rope
@@ -119,7 +124,8 @@ def double(value):
     if isinstance(value, Tensor):
         return value.double() if value.is_floating_point() else value
     if isinstance(value, tuple):
-        return type(value)(*map(double, value))
+        doubled = map(double, value)
+        return type(value)(*doubled) if hasattr(value, "_fields") else tuple(doubled)
     return value
 
 
@@ -238,6 +244,13 @@ OPERATIONS = {
             },
         ),
         Operation(
+            "LoRA_Group, four layers", LoRA_Group.apply, attention_case.lora_group, make_group,
+            OF_GROUP, saved=("x", "z_B", "frozen.layers.3.weight"), usual=(3, 13), shapes=TOKENS,
+            empty=NO_TOKENS, options={
+                "r": ((8, 4, 8, 1), (4, 0, 1, 64)), "dropout": (None, (0.05, 0.0, 0.5, 0.3)),
+            },
+        ),
+        Operation(
             "LoRA_Attention", LoRA_Attention.apply, lora_attention_case.eager, make_lora_attention,
             ("x", *lora_attention_case.NAMES),
             saved=("x", "cos", "k_B", "o_A", "frozen.qkv.v_weight"), usual=(2, 5),
@@ -282,6 +295,12 @@ OPERATIONS = {
             "add_rms_norm", add_rms_norm, rms_norm_case.eager_add_rms_norm, make_norm(add_rms_norm),
             ("x", "delta", "weight"), saved=("weight", "output 1"), usual=(2, 3, 139), shapes=ROWS,
             empty=((0, 52), (2, 0, 139)), options=ZERO_CENTERED, strided=("x", "delta"),
+            has_matmuls=False,
+        ),
+        Operation(
+            "gated_rms_norm", gated_rms_norm, rms_norm_case.eager_gated_rms_norm, make_gated_norm,
+            ("x", "gate", "weight"), saved=("x", "gate", "weight"), usual=(2, 3, 139), shapes=ROWS,
+            empty=((0, 52), (2, 0, 139)), options={"gate_dtype": DTYPES}, strided=("x", "gate"),
             has_matmuls=False,
         ),
         Operation(
@@ -333,6 +352,11 @@ OF_PRODUCTS = [operation for operation in WITH_VALUES if operation.has_matmuls]
 KERNELS = {  # the module, and the kernels of forward and backward
     "rms_norm": (norm_module, "_rms_norm_forward_kernel", "_rms_norm_backward_kernel"),
     "add_rms_norm": (norm_module, "_rms_norm_forward_kernel", "_rms_norm_backward_kernel"),
+    "gated_rms_norm": (
+        gated_norm,
+        "_gated_rms_norm_forward_kernel",
+        "_gated_rms_norm_backward_kernel",
+    ),
     "rope": (rope_module, "_rope_kernel"),
     "linear_cross_entropy": (cross_entropy, "_cross_entropy_kernel"),
     "log_probs": (cross_entropy, "_cross_entropy_kernel"),

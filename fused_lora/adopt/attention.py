@@ -27,6 +27,10 @@ from .refusal import attempt, refuse
 from .rms_norm import why_not_frozen
 from .site import having
 
+NO_CACHE_IN_TRAINING = (
+    "it was given past_key_values; in training, set model.config.use_cache = False"
+)
+
 
 def read_qkv(attention: Any) -> Reads:
     """Return q, k and v as they are now; they may be one projection."""
@@ -253,7 +257,7 @@ def why_not_sdpa(attention: Any) -> str | None:
 def why_not_inputs(mask, past_key_values, options: dict) -> str | None:
     """Return the reason if these arguments keep an attention, or its layer, from running fused."""
     if past_key_values is not None:
-        return "it was given past_key_values; in training, set model.config.use_cache = False"
+        return NO_CACHE_IN_TRAINING
     if mask is not None and (not isinstance(mask, Tensor) or mask.requires_grad):
         return "its attention_mask is not a tensor, or requires a gradient"
     if options.get("is_causal") is False:

@@ -57,6 +57,27 @@ class NormForm(NamedTuple):
     eps: str = "variance_epsilon"
 
 
+class DeltaNetForm(NamedTuple):
+    """A gated delta net: in-projections, a causal convolution of [q | k | v], the recurrence on q,
+    k, v, sigmoid(b) and -exp(A_log) softplus(a + dt_bias), its norm with the gate z, out_proj.
+
+    projections: its layers for [q | k | v], z, b and a.
+    """
+
+    projections: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+
+
+class GatedNormForm(NamedTuple):
+    """An RMSNorm of its first input, times the activation of its second: x / rms(x) * weight *
+    silu(gate).
+
+    eps, activation: the attributes that hold them.
+    """
+
+    eps: str = "variance_epsilon"
+    activation: str = "activation"
+
+
 class LayerForm(NamedTuple):
     """A decoder layer:
 
@@ -102,6 +123,8 @@ class Family(NamedTuple):
     norm: NormForm | None = NormForm()
     layer: LayerForm | None = LayerForm()
     loss: LossForm | None = LossForm()
+    delta_net: DeltaNetForm | None = None
+    gated_norm: GatedNormForm | None = None
     names: dict[str, str] = {}  # noqa: RUF012
     whole: bool = False
 
@@ -142,8 +165,9 @@ FAMILIES = (
            whole=True),
     Family("qwen2", "Qwen2", WINDOWED, whole=True),
     Family("qwen3", "Qwen3", NORMED_HEADS, whole=True),
-    # most of its layers have linear_attn instead
-    Family("qwen3_5", "Qwen3_5", AttentionForm(norms="heads", has_gate=True), norm=GEMMA_NORM),
+    # most of its layers have a gated delta net instead
+    Family("qwen3_5", "Qwen3_5", AttentionForm(norms="heads", has_gate=True), norm=GEMMA_NORM,
+           delta_net=DeltaNetForm(), gated_norm=GatedNormForm()),
     Family("cwm", "Cwm", WINDOWED, whole=True),
     Family("smollm3", "SmolLM3", AttentionForm(turns="use_rope", passes=OWN_WINDOW), whole=True),
     Family("granite", "Granite", layer=LayerForm(multiplier="residual_multiplier"),
@@ -199,6 +223,8 @@ KINDS = {
     "RMSNorm": ("norm", "RMSNorm"),
     "Layer": ("layer", "DecoderLayer"),
     "ForCausalLM": ("loss", "ForCausalLM"),
+    "GatedDeltaNet": ("delta_net", "GatedDeltaNet"),
+    "RMSNormGated": ("gated_norm", "RMSNormGated"),
 }
 FORMS: dict[str, dict[str, Any]] = {
     kind: {

@@ -18,6 +18,8 @@ KNOWN_TO = {
     "NormedLayer": "a layer class that we know",
     "DecoderLayer": "a layer class whose parts we know",
     "ForCausalLM": "a class that we know, with its loss from lm_head alone",
+    "GatedDeltaNet": "a gated delta net that we know",
+    "RMSNormGated": "a gated norm class that we know, weight * (x / rms(x)) * silu(gate)",
 }
 # Functions and methods that the forwards of these classes call, and that fused ones compute
 # themselves.

@@ -1,5 +1,6 @@
 """The report: which modules of a model run fused now, and why the others do not."""
 
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -91,7 +92,8 @@ def _report_part(
         found.fused[part].append(name)
         left = site.left(site.read(module))
         found.left.update({f"{name}.{unit}": why for unit, why in left.items()})
-        running += sum(_runs(module, unit, left) for unit in units)
+        apart = left.keys() & set(units)
+        running += sum(_runs(module, unit, apart) for unit in units)
     found.counts[part] = f"{running} of {total} {SWITCHES[part].units}"
     if part == "layer" and found.fused[part]:
         borders = borders_of(model.get_submodule(found.fused[part][0]))
@@ -99,7 +101,7 @@ def _report_part(
             found.counts[part] += borders.kind.precision
 
 
-def _runs(module: nn.Module, unit: str, left: dict[str, str]) -> bool:
+def _runs(module: nn.Module, unit: str, left: Set[str]) -> bool:
     """Return True if a unit of a module runs fused, given the units left. One without an adapter
     only does together with all others."""
     return not left or (unit not in left and hasattr(module.get_submodule(unit), "lora_A"))

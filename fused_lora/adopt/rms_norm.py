@@ -1,5 +1,5 @@
-"""The switch `rms_norm`: the forwards it sets on a norm, and on a decoder layer, whose second norm
-then adds the residual itself."""
+"""The switch `rms_norm`: the forwards it sets on a norm, on a norm with a gate, and on a decoder
+layer, whose second norm then adds the residual itself."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,12 +8,16 @@ import torch
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 
+from fused_mlp.launching import DTYPES
+
+from ..gated_norm import gated_rms_norm
 from ..rms_norm import add_rms_norm, rms_norm
 from .aside import step_aside
-from .foreign.versions import as_named
+from .foreign.versions import CACHE, STATES, as_named
 from .known import known_form, why_not_class
-from .projection import why_call, why_not_plain
+from .projection import CAST, why_call, why_not_plain
 from .refusal import Refusal, attempt, refuse
+from .site import having
 
 
 def norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -76,6 +80,46 @@ def norm_forward(norm: Any, parts: frozenset[str], x: Tensor) -> Tensor:
     return rms_norm(x, weight, getattr(norm, form.eps), form.zero_centered)
 
 
+# --- with a gate ----------------------------------------------------------------------------------
+
+
+def gated_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        if type(module).__name__.endswith("RMSNormGated"):
+            yield name, module
+
+
+def read_gated_norm(norm: Any, dtype: torch.dtype | None = None) -> None:
+    """Raise a Refusal if this gated norm cannot run fused. dtype: the input's, in a call."""
+    refuse(why_not_class(norm, "RMSNormGated"))
+    activation = getattr(norm, known_form(norm, "RMSNormGated").activation)
+    if activation != "silu":
+        raise Refusal(f"its activation is {activation}, not silu")
+    if (reason := why_not_plain(norm.weight)) is not None:
+        raise Refusal(f"its weight {reason}")
+    if dtype not in (None, *DTYPES):
+        raise Refusal(f"its input is {dtype}: {CAST}")
+
+
+def gated_norm_forward(
+    norm: Any, parts: frozenset[str], hidden_states: Tensor, gate: Tensor
+) -> Tensor:
+    _, reason = attempt(read_gated_norm, norm, hidden_states.dtype)
+    if reason:
+        return step_aside(norm, reason, hidden_states, gate)
+    eps = getattr(norm, known_form(norm, "RMSNormGated").eps)
+    return gated_rms_norm(hidden_states, gate, norm.weight, eps)
+
+
+# --- with the residual ----------------------------------------------------------------------------
+
+
+def normed_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield layers with attention, and those with a gated delta net instead."""
+    for mixer in ("self_attn", "linear_attn"):
+        yield from having(mixer, "post_attention_layernorm", "mlp")(model)
+
+
 def read_normed_layer(layer: Any, dtype: torch.dtype | None = None) -> Any:
     """Return the second norm of a layer, which can add the residual itself. dtype: the input's, if
     there is a call."""
@@ -99,8 +143,7 @@ def normed_layer_forward(layer: Any, parts: frozenset[str], hidden_states: Tenso
         output = getattr(layer, name)(output) if name else output
         return output if multiplier is None else output * multiplier
 
-    options = as_named(options)
-    attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **options)
+    attended = _mixed(layer, layer.input_layernorm(hidden_states), options)
     attended = added(attended, form.after_attention)
     if attended.dtype != hidden_states.dtype:  # fp32 weights under autocast: the sum is fp32
         residual = hidden_states + attended
@@ -111,3 +154,12 @@ def normed_layer_forward(layer: Any, parts: frozenset[str], hidden_states: Tenso
         form_of_norm.zero_centered,
     )  # fmt: skip
     return residual + added(layer.mlp(normalised), form.after_mlp)
+
+
+def _mixed(layer: Any, x: Tensor, options: dict[str, Any]) -> Tensor:
+    """Return what a layer's attention gives, or its gated delta net, which gets no positions."""
+    if "linear_attn" not in layer._modules:
+        return layer.self_attn(hidden_states=x, **as_named(options))[0]
+    left_out = (CACHE, "position_embeddings", "position_ids")
+    others = {name: one for name, one in options.items() if name not in left_out}
+    return layer.linear_attn(hidden_states=x, **{STATES: options.get(CACHE)}, **others)

@@ -5,7 +5,7 @@ The report lists them in this order. It has no other meaning.
 
 from functools import partial
 
-from . import attention, cross_entropy, layer, linear, mlp, rms_norm
+from . import attention, cross_entropy, delta_net, layer, linear, mlp, rms_norm
 from .borders import Border
 from .four_bit.reading import why_not_norms
 from .fp8.border import Fp8Border
@@ -27,13 +27,20 @@ OUTPUT = Site(
     attention.output_projections, linear.read_output, linear.output_forward,
     why_not_there=why_not_norms,
 )  # fmt: skip
+DELTA_NET = Site(
+    delta_net.delta_nets, delta_net.read_delta_net, delta_net.delta_net_forward,
+    units=lambda net: set(delta_net.IN_PROJECTIONS), left=lambda read: read.left,
+    why_not_there=why_not_norms,
+)  # fmt: skip
+DELTA_OUTPUT = OUTPUT._replace(candidates=delta_net.output_projections_of_delta_nets)
 TURNING = Site(
     attention.turning_attentions, attention.read_turning, attention.self_attention_forward
 )
 NORM = Site(rms_norm.norms, rms_norm.read_norm, rms_norm.norm_forward)
+GATED_NORM = Site(rms_norm.gated_norms, rms_norm.read_gated_norm, rms_norm.gated_norm_forward)
 NORMED_LAYER = Site(
-    layers, rms_norm.read_normed_layer, rms_norm.normed_layer_forward, gives_way_to="layer",
-    is_listed=False,
+    rms_norm.normed_layers, rms_norm.read_normed_layer, rms_norm.normed_layer_forward,
+    gives_way_to="layer", is_listed=False,
 )  # fmt: skip
 LOSS = Site(
     cross_entropy.causal_lms, cross_entropy.read_answered_head, cross_entropy.causal_lm_forward
@@ -49,9 +56,9 @@ NO_HEAD = "it has no lm_head, or PEFT computes its own loss from the logits (CPT
 NO_LAYER = "it has no decoder layer with self_attn, post_attention_layernorm and mlp"
 SWITCHES = {
     "mlp": Part((MLP,), NO_MLP, "projections"),
-    "attention": Part((QKV, OUTPUT), NO_ATTENTION, "projections"),
+    "attention": Part((QKV, OUTPUT, DELTA_NET, DELTA_OUTPUT), NO_ATTENTION, "projections"),
     "rope": Part((TURNING,), NO_ATTENTION, "attentions"),
-    "rms_norm": Part((NORM, NORMED_LAYER), "it has no RMSNorm", "norms"),
+    "rms_norm": Part((NORM, GATED_NORM, NORMED_LAYER), "it has no RMSNorm", "norms"),
     "cross_entropy": Part((LOSS,), NO_HEAD, "losses"),
     "fp8_lm_head": Part((FP8_LOSS,), NO_HEAD, "losses"),
     "layer": Part((LAYER,), NO_LAYER, "layers"),

@@ -16,7 +16,7 @@ from fused_lora import Fusion, fuse, unfuse
 
 EVERY = pytest.mark.parametrize("name", FAMILIES)
 LAYER = Fusion(layer=True)
-OF_ATTENTION = ("LoRA_Attention", "LoRA_QKV", "LoRA_W", "RoPE")
+OF_ATTENTION = ("LoRA_Attention", "LoRA_QKV", "LoRA_Group", "LoRA_W", "RoPE")
 
 
 def pair(name, device, **options):

@@ -42,6 +42,18 @@ def lora_qkv(x, q_A, q_B, k_A, k_B, v_A, v_B, *rest):
     )
 
 
+def lora_group(x, *rest):
+    """Without trained biases, which LoRA_QKV shares with it."""
+    *adapters, frozen = rest
+    drawn = masks_drawn(*(layer.dropout for layer in frozen.layers))
+    return tuple(
+        adapted(x, A, B, layer, frozen.seed, *mask)
+        for A, B, layer, mask in zip(
+            adapters[::2], adapters[1::2], frozen.layers, drawn, strict=True
+        )
+    )
+
+
 def make_case(
     *shape, layers=3, dtype=torch.bfloat16, device, r=(8, 8, 8), bias=True, frozen_dtype=None,
 ):  # fmt: skip

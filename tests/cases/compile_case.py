@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
-from fused_lora import rms_norm, rope
+from fused_lora import gated_norm, rms_norm, rope
 from fused_lora.kernels import (
     causal_attention,
     causal_attention_backward,
@@ -93,6 +93,10 @@ def launch_parts():
     rms_norm.rms_norm_forward(x, x, weight, 1e-6)
     rms_norm.rms_norm_backward(x, x, x, weight, empty(TOKENS, dtype=torch.float32), True)
     rms_norm.rms_norm_forward(x, None, weight, 1e-6, zero_centered=True)
+    x, weight, rstd = empty(TOKENS, HEAD_DIM), empty(HEAD_DIM), empty(TOKENS, dtype=torch.float32)
+    gated_norm.gated_rms_norm_forward(x, x, weight, 1e-6)
+    for trained in (False, True):
+        gated_norm.gated_rms_norm_backward(x, x, x, weight, rstd, trained)
     q, k = (empty(BATCH, heads, POSITIONS, HEAD_DIM) for heads in (HEADS, KV_HEADS))
     cos = empty(1, POSITIONS, HEAD_DIM)
     rope.rope(q, k, cos, cos)

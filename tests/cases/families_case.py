@@ -2,6 +2,7 @@
 
 import warnings
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 
 import torch
 import transformers
@@ -155,11 +156,21 @@ QWEN_3_5 = {"layer_types": ["linear_attention", "full_attention"], "linear_key_h
             "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
             "rope_parameters": HALF}  # fmt: skip
 QWEN_3_5_PARTS = {
-    "fused": {"attention": ("1:self_attn", "1:self_attn.o_proj"), "rope": ("1:self_attn",),
-              "rms_norm": (*USUAL["rms_norm"], "1:self_attn.q_norm", "1:self_attn.k_norm")},
-    "functions": {"LoRA_QKV": 1, "LoRA_W": 1, "RoPE": 1},
+    "fused": {"attention": ("0:linear_attn", "0:linear_attn.out_proj", "1:self_attn",
+                            "1:self_attn.o_proj"),
+              "rope": ("1:self_attn",),
+              "rms_norm": (*USUAL["rms_norm"], "0:linear_attn.norm", "1:self_attn.q_norm",
+                           "1:self_attn.k_norm")},
+    "functions": {"LoRA_Group": 1, "LoRA_QKV": 1, "LoRA_W": 2, "RoPE": 1},
     "not_whole": NOT_READ,
 }  # fmt: skip
+
+
+def slow_recurrence(tower: str) -> dict[str, str]:
+    name = f"base_model.model.{tower}.layers.0.linear_attn.recurrence"
+    return {} if find_spec("fla") else {name: "in PyTorch: install flash-linear-attention"}
+
+
 # transformers 5.24 takes no sdpa for it, which would not cap its scores
 SOFT_CAPPED = ("" if transformers.Gemma2PreTrainedModel._supports_sdpa
                else "self_attn: its attention is eager, which soft-caps its scores")  # fmt: skip
@@ -186,7 +197,7 @@ FAMILIES = {
     "CWM": Family("Cwm", WINDOW),
     "Qwen2": Family("Qwen2"),
     "Qwen3": Family("Qwen3", fused={"rms_norm": OF_HEADS}),
-    "Qwen3.5": Family("Qwen3_5", QWEN_3_5, **QWEN_3_5_PARTS),
+    "Qwen3.5": Family("Qwen3_5", QWEN_3_5, left=slow_recurrence("model"), **QWEN_3_5_PARTS),
     "SmolLM3": Family(
         "SmolLM3", {"no_rope_layers": [1, 0]}, fused={"rope": ("0:self_attn",)},
     ),
@@ -266,7 +277,10 @@ FAMILIES = {
         },
         functions=APART, not_whole="Gemma4VisionEncoderLayer is not a layer class",
     ),
-    "Qwen3.5, multimodal": Family("Qwen3_5", QWEN_3_5, VISION, **QWEN_3_5_PARTS),
+    "Qwen3.5, multimodal": Family(
+        "Qwen3_5", QWEN_3_5, VISION, left=slow_recurrence("model.language_model"),
+        **QWEN_3_5_PARTS,
+    ),
     "Gemma 3, multimodal": Family(
         "Gemma3", WINDOW | {"query_pre_attn_scalar": 16}, SIGLIP,
         fused={"rms_norm": (*AROUND, *OF_HEADS[2:])},

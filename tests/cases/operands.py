@@ -15,11 +15,13 @@ from cases import (
 from cases.reference import ADAPTER_NAMES, random
 from torch import Tensor
 
+from fused_lora.lora_group import FrozenGroup
 from fused_lora.rms_norm import rms_norm
 
 BF16, FP16, FP32 = DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 OF_QKV_DROPOUT = ("q_dropout", "k_dropout", "v_dropout")
 OF_W = ("x", "A", "B")
+OF_GROUP = ("x", *(f"{layer}_{one}" for layer in "qzba" for one in "AB"))
 OF_QKV = ("x", "q_A", "q_B", "k_A", "k_B", "v_A", "v_B")
 
 
@@ -69,6 +71,22 @@ def make_lora_mlp(
                 [gradient])  # fmt: skip
 
 
+def make_group(shape, *, r=(8, 4, 8, 1), dropout=None, **options):
+    """Four layers, [q | k | v], z, b and a, of the three that make_linear gives and z again."""
+    case = make_linear(3)(shape, r=(*r[:2], r[3]), **options)
+    x, q_A, q_B, z_A, z_B, a_A, a_B, frozen = case.inputs.values()
+    q, z, a = frozen.layers
+    drops = dropout or (0.0,) * 4
+    layers = [one._replace(dropout=p) for one, p in zip((q, z, z, a), drops, strict=True)]
+    seed = torch.tensor([-77 * 2**32 + 5], device=x.device) if dropout else None
+    b_A, b_B = (random(*size, seed=7, device=x.device).to(z_A.dtype)
+                for size in ((r[2], x.shape[-1]), (len(z.weight), r[2])))  # fmt: skip
+    adapters = (q_A, q_B, z_A, z_B, b_A, b_B, a_A, a_B)
+    inputs = dict(zip(OF_GROUP, (x, *adapters), strict=True))
+    gradients = [case.gradients[i] for i in (0, 1, 1, 2)]
+    return Case(inputs | {"frozen": FrozenGroup(tuple(layers), seed)}, gradients)
+
+
 def make_linear(layers):
     def make(
         shape, *, dtype, device, r=8, bias=True, adapter_dtype=None, frozen_dtype=None,
@@ -113,6 +131,13 @@ def make_norm(function):
         return Case(dict(zip(names, inputs, strict=True)) | options, gradients)
 
     return make
+
+
+def make_gated_norm(shape, *, dtype, device, gate_dtype=None):
+    (x, gate, weight), gradients = rms_norm_case.make(None, *shape, dtype=dtype, device=device)
+    gate = gate.to(gate_dtype or dtype)
+    options = {"gate": gate, "weight": weight, "eps": rms_norm_case.EPS}
+    return Case({"x": x} | options, gradients[:1])
 
 
 def make_rope(size, *, dtype, device, angle_dtype=None):

@@ -1,6 +1,8 @@
-"""RMSNorm, alone and after an addition, in eager PyTorch, and what the fused one is tried on."""
+"""RMSNorm, alone, after an addition and with a gate, in eager PyTorch, and what the fused one is
+tried on."""
 
 import torch
+import torch.nn.functional as F
 from cases.reference import random
 
 from fused_lora.rms_norm import rms_norm
@@ -20,6 +22,12 @@ def eager_rms_norm(x, weight, eps, zero_centered=False):
 def eager_add_rms_norm(x, delta, weight, eps, zero_centered=False):
     total = x + delta
     return eager_rms_norm(total, weight, eps, zero_centered), total
+
+
+def eager_gated_rms_norm(x, gate, weight, eps):
+    """As behind Qwen3.5's gated delta net."""
+    gate = gate if gate.dtype == torch.float64 else gate.float()
+    return (eager_rms_norm(x, weight, eps) * F.silu(gate)).to(x.dtype)
 
 
 def make(function, *shape, dtype, device):

@@ -85,12 +85,12 @@ def test_one_launch_each_way_reads_rows_where_they_are(layout, operation, monkey
     kernel = Kernel()
     for name in names:
         monkeypatch.setattr(module, name, kernel)
-    where = ("x", "delta", "q", "k", "gradient 0", "gradient 1")
+    where = ("x", "delta", "gate", "q", "k", "gradient 0", "gradient 1")
     case = with_layout(operation.case(device), where, (LAYOUTS | OF_KERNELS)[layout])
     run(operation, case)
     given = [case.inputs[name] for name in where if name in case.inputs], case.gradients
     for tensors, (_, arguments) in zip(given, kernel.launches, strict=True):
-        read = [t.data_ptr() for t in arguments[:2] if t is not None]
+        read = [t.data_ptr() for t in arguments[: len(tensors)]]
         assert read == [t.data_ptr() for t in tensors]
 
 
@@ -174,7 +174,9 @@ def test_with_B_zero_A_gets_exactly_zero_and_B_does_not(operation, device):
 COMPILED = [
     operation
     for operation in WITH_VALUES
-    if not operation.name.startswith(("LoRA_Attention", "rms_norm", "add_rms_norm"))
+    if not operation.name.startswith(
+        ("LoRA_Attention", "rms_norm", "add_rms_norm", "gated_rms_norm")
+    )
 ]
 
 

@@ -58,7 +58,7 @@ def why_not(found: Any, module: str, qualname: str) -> str | None:
     package = module.partition(".")[0]
     folder = Path(str(sys.modules[package].__file__)).parent
     function = found
-    for function in _unwrapped(found):
+    for function in unwrapped(found):
         code = _code_of(function)
         if code is None or folder not in Path(code.co_filename).parents:
             break
@@ -69,19 +69,19 @@ def why_not(found: Any, module: str, qualname: str) -> str | None:
     return f"{qualname} is {_named(function)}, not {own} own: undo that patch to run it fused"
 
 
-def _unwrapped(function: Any) -> Iterator[Any]:
+def unwrapped(function: Any) -> Iterator[Any]:
     """Yield a function and those that it wraps, innermost last."""
     while function is not None:
         if isinstance(function, nn.Module) and "forward" not in vars(function):
             # the package `kernels` turns a function that it may replace in a model into a module
             forward = type(function).forward
             if forward.__module__.partition(".")[0] == "kernels":
-                function = dict(_closure_of(forward)).get("func", function)
+                function = dict(closure_of(forward)).get("func", function)
         yield function
         function = getattr(function, "__wrapped__", None)
 
 
-def _closure_of(function: Any) -> Iterator[tuple[str, Any]]:
+def closure_of(function: Any) -> Iterator[tuple[str, Any]]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         yield name, cell.cell_contents
 

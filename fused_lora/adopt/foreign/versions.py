@@ -2,7 +2,8 @@
 
 Since 5.23 a class's forward does a layer's checkpointing, so a forward on the instance replaces it;
 in 5.17 it is __call__. 5.24 renames past_key_values to cache, passes attention's options to the
-cache, and checkpoints no layer when gradients are off. Our functions keep the old name.
+cache, and checkpoints no layer when gradients are off. Our functions keep the old name. Since 5.24
+the recurrence of a gated delta net takes fewer heads of q and k than of v.
 """
 
 import inspect
@@ -15,6 +16,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 CACHE = "past_key_values"
 IS_NAMED_CACHE = "cache" in inspect.signature(masking_utils.create_causal_mask).parameters
+STATES = "cache" if IS_NAMED_CACHE else "cache_params"  # a gated delta net's name for the cache
+RULE_REPEATS_HEADS = not IS_NAMED_CACHE
 CHECKPOINTED_BY_FORWARD = "__call__" not in vars(GradientCheckpointingLayer)
 LAYERS_FILE = inspect.getfile(GradientCheckpointingLayer)
 NO_CACHE = {"use_cache": False, CACHE: None}  # a recompute would fill it twice

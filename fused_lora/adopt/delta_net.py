@@ -1,0 +1,112 @@
+"""The switch `attention` in a gated delta net: the forward it sets, around a convolution and a
+recurrence that stay those of the libraries that transformers has chosen."""
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..lora_group import FrozenGroup, LoRA_Group
+from .aside import say_left, step_aside
+from .attention import NO_CACHE_IN_TRAINING
+from .families import DeltaNetForm
+from .foreign.delta_rule import delta_rule
+from .foreign.versions import CACHE, RULE_REPEATS_HEADS, STATES, class_forward
+from .four_bit.parts import why_not_input, written
+from .known import known_form, why_not_class
+from .linear import Reads, frozen_linear, read_projections, run_alone, tensors_of
+from .projection import seed_for, why_call
+from .refusal import attempt, refuse
+from .site import having
+
+IN_PROJECTIONS = DeltaNetForm().projections
+delta_nets = having(*IN_PROJECTIONS, "conv1d", "norm", "out_proj")
+
+
+class DeltaNetRead(NamedTuple):
+    """A gated delta net as it is now: its in-projections, the function for its recurrence, and why
+    this is not the fast one, "" if it is."""
+
+    reads: Reads
+    rule: Callable
+    why_slow: str
+
+    @property
+    def left(self) -> dict[str, str]:
+        """Return the units that do not run fused, and why."""
+        slow = {"recurrence": self.why_slow} if self.why_slow else {}
+        return self.reads.left | slow
+
+
+def read_delta_net(net: Any) -> DeltaNetRead:
+    """Return the parts of a gated delta net as they are now."""
+    refuse(why_not_class(net, "GatedDeltaNet"))
+    if (reason := why_call(net.conv1d)) is not None:
+        refuse(f"conv1d: {reason}")
+    reads = read_projections(net, known_form(net, "GatedDeltaNet").projections)
+    return DeltaNetRead(reads, *delta_rule(net))
+
+
+def output_projections_of_delta_nets(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, net in delta_nets(model):
+        if hasattr(net.out_proj, "lora_A"):  # without an adapter it is best left alone
+            yield f"{name}.out_proj", net.get_submodule("out_proj")
+
+
+def delta_net_forward(
+    net: Any,
+    parts: frozenset[str],
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    **options,
+):
+    """Run the class's forward with fused in-projections; its norm and out_proj may have forwards of
+    ours. A call with a cache, which it fills, runs unfused."""
+    given = {"attention_mask": attention_mask, **options}
+    states = [options.pop(name, None) for name in {CACHE, STATES}]
+    has_states = any(one is not None for one in states)
+    if has_states and not torch.is_grad_enabled():  # inference may use anything
+        return class_forward(net, hidden_states, **given)
+    read, reason = attempt(read_delta_net, net)
+    if reason := (
+        (NO_CACHE_IN_TRAINING if has_states else "")
+        or reason
+        or why_not_input(hidden_states, read.reads.fit)
+    ):
+        return step_aside(net, reason, hidden_states, **given)
+    say_left(net, read.left)
+    named = vars(sys.modules[type(net).__module__])
+    x = named["apply_mask_to_padding_states"](hidden_states, attention_mask)
+    mixed, z, b, a = _run_in(net, read.reads, x)
+    mixed = named["causal_conv1d_fn"](
+        mixed.transpose(1, 2), net.conv1d.weight.squeeze(1), net.conv1d.bias,
+        activation=net.activation, **options,
+    ).transpose(1, 2)  # fmt: skip
+    q, k, v = mixed.split([net.key_dim, net.key_dim, net.value_dim], -1)
+    q, k, v = (
+        one.unflatten(-1, (-1, size))
+        for one, size in ((q, net.head_k_dim), (k, net.head_k_dim), (v, net.head_v_dim))
+    )
+    if RULE_REPEATS_HEADS and (times := net.num_v_heads // net.num_k_heads) > 1:
+        q, k = (one.repeat_interleave(times, dim=2) for one in (q, k))
+    decay = -net.A_log.float().exp() * F.softplus(a.float() + net.dt_bias)
+    found, _ = read.rule(
+        q, k, v, g=decay, beta=b.sigmoid(), initial_state=None, output_final_state=False,
+        use_qk_l2norm_in_kernel=True, cu_seqlens=options.pop("cu_seq_lens_q", None), **options,
+    )  # fmt: skip
+    rows = found.reshape(-1, net.head_v_dim), z.reshape(-1, net.head_v_dim)
+    return net.out_proj(net.norm(*rows).reshape(z.shape))
+
+
+def _run_in(net: Any, reads: Reads, x: Tensor) -> tuple[Tensor, ...]:
+    """Run the in-projections: as one function, or each by itself if some cannot be fused."""
+    if reads.left:
+        names = known_form(net, "GatedDeltaNet").projections
+        return tuple(run_alone(net, getattr(net, name), x) for name in names)
+    found, write_again = written(net, reads.fit)
+    layers = tuple(map(frozen_linear, found))
+    frozen = FrozenGroup(layers, seed_for(x, *(one.dropout for one in found)), write_again)
+    return LoRA_Group.apply(x, *tensors_of(found), frozen)

@@ -1,0 +1,160 @@
+"""Gated delta nets (Qwen3.5) in parts, where `test_families.py` does not look: what stays with
+PEFT, padding, checkpointing, autocast, and whose recurrence runs."""
+
+import copy
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
+from cases.families_case import FAMILIES
+from cases.fused_case import ALL, assert_close, values_of
+from cases.peft_models import ids
+from cases.reasons import readapt
+from cases.reference import BUDGET, relative_error
+
+from fused_lora import Fusion, fuse, report, unfuse
+from fused_lora.adopt.foreign import delta_rule
+
+NET = "base_model.model.model.layers.0.linear_attn"
+FUSED = {"LoRA_Group": 1, "LoRA_W": 1, "GatedRMSNorm": 1}  # in the layer with the net
+PARTS = Fusion(attention=True, rms_norm=True)
+
+
+def pair(device, change=lambda model: None, fusion=PARTS, **options):
+    plain = FAMILIES["Qwen3.5"].peft_model(device, **options).train()
+    change(plain)
+    fused = copy.deepcopy(plain)
+    return fused, plain, fuse(fused, fusion)
+
+
+def step(model, **inputs):
+    tokens = ids(next(model.parameters()).device)[:, :6]
+    return values_of(model, model(input_ids=tokens, labels=tokens, **inputs).loss)
+
+
+def of_net(functions):
+    """Leave out the functions of the layer with attention: its q, k and v, and its o."""
+    found = {name: functions.get(name, 0) for name in FUSED}
+    return found | {"LoRA_W": found["LoRA_W"] - functions["LoRA_QKV"]}
+
+
+def net_of(model):
+    return model.get_submodule(NET)
+
+
+LEFT = {
+    "nothing": (lambda model: None, "", FUSED),
+    "DoRA of z": (
+        lambda model: readapt(net_of(model).in_proj_z, use_dora=True), "it uses DoRA",
+        FUSED | {"LoRA_Group": 0, "LoRA_W": 4},
+    ),
+    "DoRA of out_proj": (
+        lambda model: readapt(net_of(model).out_proj, use_dora=True), "it uses DoRA",
+        FUSED | {"LoRA_W": 0},
+    ),
+    "a hook on conv1d": (
+        lambda model: add_hook_to_module(net_of(model).conv1d, ModelHook()),
+        "conv1d: accelerate's ModelHook has replaced its forward", FUSED | {"LoRA_Group": 0},
+    ),
+    "another activation": (
+        lambda model: setattr(net_of(model).norm, "activation", "gelu"),
+        "its activation is gelu, not silu", FUSED | {"GatedRMSNorm": 0},
+    ),
+    "a trained norm": (
+        lambda model: net_of(model).norm.weight.requires_grad_(), "", FUSED,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", LEFT)
+def test_what_stays_with_peft_is_named_and_the_rest_runs_fused(change, device):
+    do, reason, functions = LEFT[change]
+    fused, plain, done = pair(device, do)
+    others = {name: why for name, why in done.left.items() if "recurrence" not in name}
+    assert all(reason in why for why in others.values()) and bool(others) == bool(reason)
+    got, want = step(fused), step(plain)
+    assert of_net(got.functions) == functions
+    assert_close(got, want, 2e-4)
+    unfuse(fused)
+    assert not step(fused).functions
+
+
+def test_projections_without_an_adapter_run_with_the_others(device):
+    targets = ["in_proj_qkv", "out_proj"]
+    fused, plain, done = pair(device, target_modules=targets)
+    assert done.counts["attention"] == "8 of 8 projections"
+    assert_close(step(fused), step(plain), 2e-4)
+
+
+@pytest.mark.parametrize("checkpoint", ["", "full"])
+def test_padding_does_not_reach_the_recurrence(checkpoint, device):
+    fused, plain, _ = pair(device, fusion=Fusion(**ALL, checkpoint=checkpoint))
+    mask = torch.ones(2, 6, dtype=torch.int64, device=device)
+    mask[0, :2] = 0
+    got, want = (step(model, attention_mask=mask) for model in (fused, plain))
+    assert_close(got, want, 2e-4)
+    assert relative_error(want["loss"], step(plain)["loss"]) > 1e-3
+
+
+def test_a_call_with_a_cache_runs_unfused_and_says_so(device):
+    fused, plain, _ = pair(device)
+    with pytest.warns(match="GatedDeltaNet stepped aside: it was given past_key_values"):
+        got = step(fused, use_cache=True)
+    assert "LoRA_Group" not in got.functions
+    assert_close(got, step(plain, use_cache=True), 2e-4)
+
+
+@pytest.mark.filterwarnings("ignore:a fused Qwen3_5RMSNorm stepped aside")
+def test_bf16_over_fp32_weights_is_within_the_error_budget(device):
+    fused, plain, _ = pair(device, fusion=Fusion(**ALL))
+    truth = step(copy.deepcopy(plain).double())
+    with torch.autocast(device, torch.bfloat16):
+        got, eager = step(fused), step(plain)
+    assert of_net(got.functions) == FUSED
+    errors = [
+        sum(relative_error(found[name], truth[name]) for name in truth) for found in (got, eager)
+    ]
+    assert errors[0] <= BUDGET * errors[1]
+
+
+# --- whose recurrence -----------------------------------------------------------------------------
+
+
+def fla_s(*arguments, **options):
+    """Stand in for flash-linear-attention's function, with the error that its backward raises."""
+    raise RuntimeError("produces incorrect results")
+
+
+@pytest.mark.parametrize("is_mended", [False, True])
+def test_where_fla_refuses_this_triton_transformers_own_runs_and_the_report_says_so(
+    is_mended, monkeypatch, device
+):
+    fused, plain, done = pair(device)
+    left = {f"{NET}.recurrence": delta_rule.NOT_INSTALLED}
+    assert done.left == left and report(fused).left == left
+    want = step(plain)
+
+    fla_s.__module__ = "fla.ops.gated_delta_rule.chunk"
+    utils = ModuleType("fla.utils")
+    utils.IS_NVIDIA_HOPPER, utils.TRITON_ABOVE_3_4_0 = True, True
+    utils.TRITON_ABOVE_3_7_1 = is_mended
+    monkeypatch.setitem(sys.modules, "fla.utils", utils)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    modeling = sys.modules[type(net_of(plain)).__module__]
+    own = modeling.torch_chunk_gated_delta_rule.__wrapped__
+
+    def rule(*arguments, **options):
+        return implementation(*arguments, **options)
+
+    implementation, rule.__wrapped__ = fla_s, own
+    monkeypatch.setattr(modeling, delta_rule.NAME, rule)
+    if is_mended:
+        assert not report(fused).left
+        with pytest.raises(RuntimeError, match="incorrect"):
+            step(fused)
+    else:
+        assert report(fused).left == {f"{NET}.recurrence": delta_rule.REFUSES_TRITON}
+        with pytest.warns(match="flash-linear-attention refuses Triton"):
+            assert_close(step(fused), want, 2e-4)
