@@ -180,10 +180,6 @@ def fits_only(gib: float, folder: Path) -> int:
 
 
 def summary_table(run: Run) -> Table:
-    if run.experiment.gpus > 1:
-        title = "Rehearsal: not a performance result" if run.rehearsal else None
-        return _terminal_table(SEVERAL_GPUS_COLUMNS, scaled(run), title=title)
-
     def speedup(row: SummaryRow) -> str:
         noise = " (noise)" if row.verdict == NOISE else ""
         return "" if run.rehearsal else number(row.speedup, 2) + noise
@@ -199,6 +195,8 @@ def summary_table(run: Run) -> Table:
     )
     title = "Rehearsal: not a performance result" if run.rehearsal else None
     plain: dict[str, Any] = {"box": SIMPLE_HEAD, "pad_edge": False}  # fits 80 columns
+    if run.experiment.gpus > 1:
+        return _terminal_table(SEVERAL_GPUS_COLUMNS, scaled(run), title=title, **plain)
     plain["caption"] = "GiB: peak memory that torch allocated"
     return _terminal_table(columns, summarize(run), title=title, **plain)
 

@@ -51,7 +51,11 @@ def several_gpus_section(runs: Iterable[Run]) -> str:
     runs = list(runs)
     if not runs:
         return "We have tested this on CPUs and not yet timed it."
-    parts = [f"![{finding(runs)}](figures/several_gpus.png)"]
+    said = (
+        "Efficiency is over the same GPUs at the same time, none of which waits for another. Over "
+        "one GPU is over the first alone, times their number."
+    )
+    parts = [f"![{finding(runs)}](figures/several_gpus.png)", said]
     for run in runs:
         parts += [caption_with_commit(run), table(COLUMNS, scaled(run))]
     return "\n\n".join(parts)

@@ -158,8 +158,12 @@ def send_name(send, name, then=None):
     ("each", "error", "last_words"),
     [
         ([("quick",), ("quick",)], None, ""),
-        ([("slow",), ("quick", send_one_then_raise)], "ended with exit code 1", "the reason"),
-        ([("slow",), ("quick", send_one_then_be_killed)], "killed by SIGKILL", ""),
+        (
+            [("slow",), ("quick", send_one_then_raise)],
+            "process 1: ended with exit code 1",
+            "the reason",
+        ),
+        ([("slow",), ("quick", send_one_then_be_killed)], "process 1: killed by SIGKILL", ""),
         ([("slow",), ("over",)], None, ""),  # `on_message` has heard enough
         ([("slow",), ("slow",)], SILENT, ""),
     ],

@@ -27,10 +27,16 @@ from trainer import MIN_WARMUP_STEPS, Trainer
 pytestmark = [WITHOUT_GPU, pytest.mark.usefixtures("no_pictures")]
 
 
+def in_this_process(function, *arguments, on_message):
+    function(on_message, *arguments)
+    return isolated.Ended(None, "")
+
+
 @pytest.mark.slow
 def test_a_rehearsal_on_two_is_timed_every_way_and_is_not_repeated(tmp_path, monkeypatch, capsys):
     asked = small(tmp_path, "--gpus", "2", "--variants", "vanilla_peft", "--seq-lens", "16",
                   "--steps", "2", "--accumulate", "2")  # fmt: skip
+    monkeypatch.setattr(isolated, "run", in_this_process)  # what is prepared
     assert lora_bench.main(asked) == 0
     run = store.load(tmp_path / "results.json")
     (cell,), (row,) = run.cells, run.summary
