@@ -52,8 +52,8 @@ def several_gpus_section(runs: Iterable[Run]) -> str:
     if not runs:
         return "We have tested this on CPUs and not yet timed it."
     said = (
-        "Efficiency is over the same GPUs at the same time, none of which waits for another. Over "
-        "one GPU is over the first alone, times their number."
+        "Efficiency is over the same GPUs at once without averaging gradients. Over one GPU is "
+        "over the first alone, times their number."
     )
     parts = [f"![{finding(runs)}](figures/several_gpus.png)", said]
     for run in runs:
