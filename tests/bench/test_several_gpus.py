@@ -3,6 +3,7 @@
 One test starts the command's own processes. The others do not.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -15,6 +16,8 @@ from cases.rehearsal_case import WITHOUT_GPU, plan_of, small
 from test_trainer import FakeClock, Line, make_batches
 
 import lora_bench
+from batches import token_shares
+from bench import planning
 from bench import processes as isolated
 from bench import results as store
 from bench.cells import Block
@@ -50,6 +53,18 @@ def test_a_rehearsal_on_two_is_timed_every_way_and_is_not_repeated(tmp_path, mon
     assert lora_bench.main(asked) == 0
     assert lora_bench.main([*asked, "--gpus", "3"]) == 2
     assert "gpus 2 there, 3 here" in capsys.readouterr().err
+
+
+def test_each_gpu_has_rows_of_its_own(tmp_path):
+    plan = plan_of(tmp_path, "--gpus", "2", "--steps", "3", "--accumulate", "2")
+    every = plan.batches(16, plan.batch_size, 2 * 3 * 2)
+    for gpu in (0, 1):
+        own = replace(plan, gpu=gpu).timed_batches(16)
+        assert [batch.input_ids.tolist() for batch in own] == [
+            batch.input_ids.tolist() for batch in every[gpu::2]
+        ]
+    tokens = planning.planned_experiment(plan).tokens[16]
+    assert tokens.labelled == token_shares(every).labelled
 
 
 # --- the trainer on two ---------------------------------------------------------------------------
@@ -109,21 +124,21 @@ def test_a_cell_that_fails_on_one_of_them_ends_all_and_the_rest_starts_anew(tmp_
     def stand_in(function, each, on_message, silence_limit_s):
         blocks = each[0][2]
         started.append(([asked.gpu for asked, *_ in each], blocks))
-        for number, (round_number, seq_len) in enumerate(blocks):
-            fails = len(started) == 1 and number == 1
-            for gpu in (1, 0):  # the first one's are kept, unless another fails
-                status = "oom" if fails and gpu else "ok"
-                step_ms = [] if status == "oom" else [1.0 + gpu] * 2
-                cell = Cell("vanilla_peft", seq_len, round_number, status, step_ms=step_ms)
-                if on_message(gpu, {"cell": cell}):
-                    return isolated.Ended(None, "")
+        if len(started) == 1:  # the second GPU is heard before the first
+            failed = Cell("vanilla_peft", blocks[1].seq_len, blocks[1].round, "oom")
+            assert on_message(1, {"cell": failed})
+            return isolated.Ended(None, "")
+        for round_number, seq_len in blocks:
+            for gpu in (1, 0):
+                cell = example.timed_cell("vanilla_peft", seq_len, round_number, [1.0 + gpu])
+                assert not on_message(gpu, {"cell": cell})
         return isolated.Ended(None, "")
 
     monkeypatch.setattr(isolated, "run", lambda *_, **__: isolated.Ended(None, ""))
     monkeypatch.setattr(isolated, "run_at_once", stand_in)
     run_experiment(plan, run, lambda: None)
     blocks = [Block(r, n) for n in (16, 32) for r in (1, 2)]
-    assert started == [([0, 1], blocks), ([0, 1], blocks[2:])]
+    assert started == [([0, 1], blocks), ([0, 1], [blocks[0], *blocks[2:]])]
     found = {(cell.seq_len, cell.round): (cell.status, cell.step_ms) for cell in run.cells}
-    ok = ("ok", [1.0, 1.0])
-    assert found == {(16, 1): ok, (16, 2): ("oom", []), (32, 1): ok, (32, 2): ok}
+    assert found.pop((16, 2)) == ("oom", [])
+    assert found == dict.fromkeys([(16, 1), (32, 1), (32, 2)], ("ok", [1.0]))
