@@ -30,8 +30,6 @@ from models import Graph
 MIN_WARMUP_STEPS = 4
 MAX_WARMUP_STEPS = 10
 STEADY_SPREAD = 0.05
-# Processes that average gradients all take as many, steady or not.
-WARMUP_STEPS_ON_SEVERAL_GPUS = 5
 # Enough for a trainer that has run before.
 AGAIN_WARMUP_STEPS = 2
 # A step has two kinds of micro-batches: all but the last add to the gradients, the last updates.
@@ -113,7 +111,8 @@ class Trainer:
         graph: captures the step in CUDA graphs; None for an eager step.
         accumulate: micro-batches of a step.
         lengths_as: turns documents' lengths into inputs of the model.
-        group: the processes that train together, and average their gradients. None: this one alone.
+        group: the processes that train together and average their gradients; None: this one alone.
+            All take as many steps: give max_warmup_steps=MIN_WARMUP_STEPS.
     """
 
     def __init__(
@@ -140,14 +139,14 @@ class Trainer:
         self.graph = graph
         self.accumulate = accumulate
         self.lengths_as = lengths_as
-        self.averages = group is not None and group.size() > 1
         self.graphed_step: Any = None
         if graph:
             self.graphed_step = graph.step_for(
                 self.optimizer, accumulation_steps=accumulate, process_group=group
             )
-        is_ddp = self.averages and not graph
-        self.called: Any = DistributedDataParallel(model, process_group=group) if is_ddp else model
+        self.called: Any = model
+        if group is not None and group.size() > 1 and not graph:
+            self.called = DistributedDataParallel(model, process_group=group)
         self.graph_constants: dict[str, Any] = {}  # inputs beside each batch of a run
         self.is_warm = False
 
@@ -287,9 +286,7 @@ class Trainer:
             times_ms.append(self.clock.elapsed_ms(marks[0], marks[-1]))
             if len(times_ms) == eager + 1:
                 first_step_s = time.perf_counter() - began
-            # processes that average take the same number of steps
-            is_enough = len(times_ms) >= eager + MIN_WARMUP_STEPS and not self.averages
-            if is_enough and is_steady(times_ms[-3:]):
+            if len(times_ms) >= eager + MIN_WARMUP_STEPS and is_steady(times_ms[-3:]):
                 break
         return first_step_s
 

@@ -1,6 +1,6 @@
-"""Functions that run in child processes: prepare a run, measure floor, kernels and cells.
+"""Functions that run in child processes and measure cells.
 
-Every public function takes `send` first and sends its findings to the parent with it.
+Each takes `send` first, and sends its findings to the parent with it.
 """
 
 import dataclasses
@@ -8,7 +8,6 @@ import gc
 import os
 import signal
 from collections.abc import Callable, Collection, Sequence
-from errno import ENOSPC
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,17 +19,15 @@ import models
 from batches import Batch
 from bench import audit, interpreter, machine
 from bench.evidence import EVIDENCE, not_run
-from bench.folders import unfinished_beside
 from bench.plan import LEARNING_RATE, Plan
 from bench.profiler import Profile, profile_step
 from bench.ranks import Ranks
 from bench.records import Cell, GpuTimes, Parity
-from bench.weights import materialize
 from models import Built
 from trainer import (
     KINDS_OF_MICRO_BATCHES,
     MAX_WARMUP_STEPS,
-    WARMUP_STEPS_ON_SEVERAL_GPUS,
+    MIN_WARMUP_STEPS,
     Trainer,
 )
 from variants import recipe_of
@@ -43,65 +40,6 @@ class Block(NamedTuple):
 
     round: int
     seq_len: int
-
-
-def prepare_run(send: Send, plan: Plan) -> None:
-    """Make the base weights and the parity references that are missing.
-
-    Sends {"doing": words} for each, and {"full": path} if a disk is full.
-    """
-    try:
-        _prepare(send, plan)
-    except OSError as error:
-        if error.errno != ENOSPC:
-            raise
-        send({"full": error.filename})
-
-
-def _prepare(send: Send, plan: Plan) -> None:
-    from bench.parity import make_reference
-
-    send({"doing": f"base weights of {plan.source.name}"})
-    materialize(plan.source, plan.seed, plan.device)
-    for fp8 in sorted(plan.precisions()):
-        path = plan.reference_file(fp8)
-        if path.exists():
-            continue
-        send({"doing": "parity reference (vanilla PEFT in fp32)"})
-        vanilla = plan.build("vanilla_peft", min(plan.seq_lens))
-        reference = make_reference(vanilla, plan.parity_batches(), fp8)
-        with unfinished_beside(path) as unfinished:  # runs may share a cache
-            reference.save(unfinished)
-        del vanilla
-
-
-def measure_floor(send: Send, plan: Plan, seq_lens: tuple[int, ...]) -> None:
-    """Send the floor of each length as {"floor": {seq_len: ...}}."""
-    from bench.floor import FrozenOperations, Shape, time_floor
-
-    config = _config(plan)
-    operations = FrozenOperations(Shape.of(config), plan.device, plan.base)
-    for seq_len in seq_lens:
-        batches = plan.timed_batches(seq_len)
-        labelled = round(sum(batch.labelled for batch in batches) / len(batches))
-        result = time_floor(
-            operations, plan.batch_size, seq_len, labelled, plan.clock(), plan.accumulate
-        )
-        send({"floor": {seq_len: result}})
-
-
-def measure_kernels(send: Send, plan: Plan) -> None:
-    """Send the kernel table at the model's own shapes as {"kernels": ...}."""
-    from bench.kernels import time_kernels
-
-    tokens, config = [plan.batch_size * seq_len for seq_len in plan.seq_lens], _config(plan)
-    send({"kernels": time_kernels(config.hidden_size, config.intermediate_size, tokens)})
-
-
-def _config(plan: Plan) -> Any:
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(plan.source.folder, local_files_only=True)
 
 
 def make_ready(variant: str, device: str) -> None:
@@ -172,6 +110,8 @@ def measure_cells(
                 send({"does_not_fit": seq_len})
                 return
             cell = _failed(cell, error)
+            if ranks:
+                cell.error = f"GPU {plan.gpu}: {cell.error}"
         send({"cell": cell})
         if cell.status in ("oom", "error"):
             return
@@ -238,7 +178,7 @@ def _build_and_check(plan: Plan, variant: str, seq_len: int) -> tuple[Built, Par
 
 
 def _trainer_of(plan: Plan, built: Built, group: Any = None) -> Trainer:
-    warmup = WARMUP_STEPS_ON_SEVERAL_GPUS if group else MAX_WARMUP_STEPS
+    warmup = MIN_WARMUP_STEPS if group else MAX_WARMUP_STEPS  # all GPUs take as many
     warmup = warmup if plan.device == "cuda" else 1  # a rehearsal's times mean nothing
     return Trainer(
         built.model, built.autocast, plan.clock(), LEARNING_RATE, warmup, built.graph,

@@ -9,9 +9,9 @@ from typing import Any
 from rich.markup import escape
 
 from bench import processes as isolated
-from bench.cells import measure_floor, measure_kernels, prepare_run
 from bench.options import QUICK_MINUTES, others_on_gpu, why_unavailable
 from bench.plan import Plan
+from bench.preparing import measure_floor, measure_kernels, prepare_run
 from bench.records import Kernels, Run
 from bench.runner import Cells, Runner, side_by_side
 from bench.stages import Stopwatch

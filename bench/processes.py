@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -108,7 +108,11 @@ def run_at_once(
         for process in processes:
             process.terminate()
         ended = [process.end() for process in processes]
-    return Ended(None, "") if failed is None else ended[failed]
+    if failed is None:
+        return Ended(None, "")
+    if processes[failed].hangs_after_s is not None:
+        return ended[failed]
+    return replace(ended[failed], error=f"process {failed}: {ended[failed].error}")
 
 
 def _listen_to_all(

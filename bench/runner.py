@@ -76,12 +76,19 @@ class Runner:
         return self.alone(todo)
 
     def alone(self, todo: Cells) -> Cells:
-        """Run the first variant and round of `todo` in a process and return what is left.
+        """Run the first variant and round of `todo` in a process and return what is left. On
+        several GPUs it has all rounds: what matters is compared within a cell.
 
         A process that ends early leaves the lengths after its last cell to the next one.
         """
         first_round, variant, _ = todo[0]
-        blocks = [Block(r, n) for r, v, n in todo if (r, v) == (first_round, variant)]
+        blocks = [
+            Block(r, n)
+            for r, v, n in todo
+            if v == variant and (r == first_round or self.plan.gpus > 1)
+        ]
+        if self.plan.gpus > 1:  # some models are built for one length
+            blocks.sort(key=lambda block: (block.seq_len, block.round))
         self.say(f"round {first_round}: {title_of(variant)}")
         done: list[Block] = []
         if self.is_unavailable(variant, blocks):

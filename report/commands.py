@@ -60,15 +60,24 @@ def plot_only(folder: Path) -> int:
 
 def _draw_published(figures: Path) -> list[Path]:
     """Draw the pictures of published runs beside the experiment. Return their paths."""
-    from report import committed, fp8_training, loss_curve, padding_picture, small_adapters
+    from report import (
+        committed,
+        fp8_training,
+        loss_curve,
+        padding_picture,
+        several_gpus_picture,
+        small_adapters,
+    )
 
     losses = list(committed.loaded("*/loss_curve*").values())
     adapters = committed.loaded_small_adapters()[0]
+    several = committed.loaded_several_gpus()
     return _draw_suite(store.load(committed.suite_path()), figures) + _write(figures, {
         "loss_curve": loss_curve.loss_curve_figure(losses),
         "documents": padding_picture.documents_figure(committed.chat_groups()),
         "fp8_training": fp8_training.fp8_training_figure(committed.loaded_training()),
         "small_adapters": small_adapters.small_adapters_figure(adapters),
+        "several_gpus": several_gpus_picture.several_gpus_figure(several),
     })  # fmt: skip
 
 
@@ -171,10 +180,6 @@ def fits_only(gib: float, folder: Path) -> int:
 
 
 def summary_table(run: Run) -> Table:
-    if run.experiment.gpus > 1:
-        title = "Rehearsal: not a performance result" if run.rehearsal else None
-        return _terminal_table(SEVERAL_GPUS_COLUMNS, scaled(run), title=title)
-
     def speedup(row: SummaryRow) -> str:
         noise = " (noise)" if row.verdict == NOISE else ""
         return "" if run.rehearsal else number(row.speedup, 2) + noise
@@ -190,6 +195,8 @@ def summary_table(run: Run) -> Table:
     )
     title = "Rehearsal: not a performance result" if run.rehearsal else None
     plain: dict[str, Any] = {"box": SIMPLE_HEAD, "pad_edge": False}  # fits 80 columns
+    if run.experiment.gpus > 1:
+        return _terminal_table(SEVERAL_GPUS_COLUMNS, scaled(run), title=title, **plain)
     plain["caption"] = "GiB: peak memory that torch allocated"
     return _terminal_table(columns, summarize(run), title=title, **plain)
 
@@ -211,6 +218,11 @@ def to_contribute(run: Run, path: Path) -> str:
 
     rows = measured_section({"": run})
     return f"\n{rows}\n\n{_to_add(run, path, 'quick.json.gz', 'docs/gpus.md')}"
+
+
+def to_contribute_several_gpus(run: Run, path: Path) -> str:
+    """Write how a run on several GPUs gets into docs/gpus.md."""
+    return _to_add(run, path, f"gpus-{run.experiment.gpus}.json.gz", "docs/gpus.md")
 
 
 def held_against_others(run: Run, path: Path) -> str:

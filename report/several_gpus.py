@@ -48,10 +48,14 @@ def scaled(run: Run) -> list[Scaled]:
 
 def several_gpus_section(runs: Iterable[Run]) -> str:
     """Write the picture and a table for each run; one sentence without any."""
-    runs = sorted(runs, key=lambda run: (run.environment.device, run.experiment.gpus))
+    runs = list(runs)
     if not runs:
         return "We have tested this on CPUs and not yet timed it."
-    parts = [f"![{finding(runs)}](figures/several_gpus.png)"]
+    said = (
+        "Efficiency is over the same GPUs at once without averaging gradients. Over one GPU is "
+        "over the first alone, times their number."
+    )
+    parts = [f"![{finding(runs)}](figures/several_gpus.png)", said]
     for run in runs:
         parts += [caption_with_commit(run), table(COLUMNS, scaled(run))]
     return "\n\n".join(parts)

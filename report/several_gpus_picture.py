@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from statistics import mode
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -18,8 +19,11 @@ from variants import Look
 
 def several_gpus_figure(runs: Iterable[Run]) -> Figure | None:
     """Draw a panel for each length: efficiency over the number of GPUs, a line for each variant,
-    and a thin one for that over one GPU. None if nothing is timed."""
-    runs = sorted(runs, key=lambda run: run.experiment.gpus)
+    and a thin one for that over one GPU. It shows the kind of GPU with the most runs. None if
+    nothing is timed."""
+    shown = mode(run.environment.device for run in runs) if (runs := list(runs)) else ""
+    runs = [run for run in runs if run.environment.device == shown]
+    runs.sort(key=lambda run: run.experiment.gpus)
     timed = [one for run in runs for one in scaled(run) if one.efficiency]
     if not timed:
         return None

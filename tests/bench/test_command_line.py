@@ -60,6 +60,9 @@ HUGE = "9" * 20
         (["--steps", "0"], "--steps 0: give 1 or more"),
         (["--steps", HUGE, "--rounds", "1"], "tokens a round"),
         (["--accumulate", HUGE], "tokens a round"),
+        (["--gpus", "0"], "--gpus 0: give 1 to 64"),
+        (["--gpus", "2", "--interleave", "2"], "--gpus does not read --interleave: leave that out"),
+        (["--gpus", "2", "--variants", "fused_layer_graph", "--device", "cpu"], "a CUDA graph "),
         (["--steps", "5", "--rounds", "2"], "does not spread evenly over --rounds 2"),
         (["--rounds", HUGE], f"--rounds {HUGE}: give 1 to 1000"),
         (["--turns", "-1"], "--interleave -1: give 0 or more"),
@@ -96,6 +99,8 @@ def test_packages_and_a_gpu_that_are_not_there(capsys, tmp_path, monkeypatch):
     assert "no NVIDIA GPU is visible" in bad(capsys, tmp_path, "--device", "cuda")
     monkeypatch.setattr(options, "missing_package", lambda variant: "unsloth")
     monkeypatch.setattr(machine, "has_gpu", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, 3")
+    assert "--gpus 4: 2 visible here; give that or fewer" in bad(capsys, tmp_path, "--gpus", "4")
     line = bad(capsys, tmp_path, "--variants", "full_unsloth")
     assert "Unsloth is not installed; pip install -r dev/requirements/peers.txt" in line
 
