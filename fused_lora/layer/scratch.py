@@ -78,8 +78,9 @@ class ScratchBuffer(Buffer):
     @staticmethod
     def encode(buffers: Sequence["ScratchBuffer"]) -> None:
         """Write the weights of these buffers into their matrices, in one launch."""
-        serials = tuple(one.serial for one in buffers)
-        buffers[0]._dequantize.write(serials, lambda: _packed_in(buffers))
+        codes = [packed.codes for one in buffers for packed, _ in one._packed]
+        key = *(one.serial for one in buffers), *(one.data_ptr() for one in codes)
+        buffers[0]._dequantize.write(key, lambda: _packed_in(buffers))
         for buffer in buffers:
             for plain, to in buffer._plain:
                 to.copy_(plain)

@@ -149,9 +149,10 @@ def test_the_report_of_a_sharded_model_says_what_its_next_forward_runs(fusion, g
     assert not found.left
 
 
-def test_weights_in_bordered_buffers_are_not_sharded(group, device):
+def test_layers_are_sharded_before_their_first_forward_or_not_at_all(group, device):
     model = peft_model(device)
     fuse(model, LAYER)
+    step_of(model)
     with pytest.raises(NotImplementedError, match="does not support non-contiguous parameters"):
         shard(model, device)
 
