@@ -128,7 +128,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def compare(asked: argparse.Namespace, device: torch.device) -> dict[str, list[float]]:
+def train_each(asked: argparse.Namespace, device: torch.device) -> dict[str, list[float]]:
     """Train a new model in each run, from the same weights. Return the losses of each."""
     fusion = Fusion(layer=True, rms_norm=True, cross_entropy=True, checkpoint=asked.checkpoint)
     losses = {}
@@ -156,7 +156,7 @@ def main() -> None:
     if ON_GPU:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if ON_GPU else "gloo")
-    compare(asked, device)
+    train_each(asked, device)
     dist.destroy_process_group()
 
 

@@ -29,7 +29,7 @@ from fused_lora import Fusion, fuse, report, unfuse
 
 RANKS, UPDATES = 2, 3
 EVERYTHING = Fusion(**ALL, layer=True, checkpoint="full")
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
 ADAPTERS = StateDictOptions(ignore_frozen_params=True, strict=False)
 # FSDP2 shards floating point alone
 IN_4_BITS = {

@@ -5,13 +5,13 @@ import torch
 from cases.ranks import on_ranks
 
 from bench.options import HERE
-from bench.sharded import compare, parsed
+from bench.sharded import parsed, train_each
 
 
 def rehearse(rank, device):
     sizes = ["--tokens", "4", "--warm-up", "0", "--steps", "1", "--lora-rank", "2"]
     asked = parsed(["--model", str(HERE / "configs" / "tiny.json"), *sizes])
-    return compare(asked, torch.device(device))
+    return train_each(asked, torch.device(device))
 
 
 @pytest.mark.slow
